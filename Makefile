@@ -1,0 +1,64 @@
+# Two commands on a fresh machine: `make demo` and `make test`. Each builds what it needs in $(VENV).
+#
+#   PYTHON=/path/python3   makes the environment with this interpreter
+#   PY=python3             uses this interpreter as it is: no environment, nothing installed
+#   VENV=.venv             where the environment lives
+#   ARGS="..."             goes to the command (make demo ARGS="--seed 1", make test ARGS="-k table")
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+VENV ?= .venv
+PY ?=
+ARGS ?=
+JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$((n > 8 ? 8 : n)))
+export PYTHON
+
+# The driver's age decides between the CUDA builds of jax: CUDA 13 needs driver 580.
+DRIVER := $(shell nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | sed -n '1s/^\([0-9][0-9]*\)\..*/\1/p')
+CUDA_EXTRA := $(if $(DRIVER),$(shell [ $(DRIVER) -ge 580 ] && echo cuda13 || echo cuda12))
+
+ifeq ($(PY),)
+  RUN := $(VENV)/bin/python
+  setup = @tools/setup_venv.sh "$(VENV)" $(1)
+else
+  RUN := $(PY)
+  setup = @$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 12) and "$(PY) is older than Python 3.12")'
+endif
+
+# Without a GPU, jax must not try the CUDA plugin that the offline compile tests install: it would
+# print a traceback on every start. A value of the user's is kept.
+cpu := JAX_PLATFORMS=$${JAX_PLATFORMS-cpu}
+device := $(if $(DRIVER),,$(cpu))
+
+.PHONY: help demo test test-gpu lint format clean
+
+help:  ## this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
+
+demo:  ## run a ranking request through every stage and compare them
+	$(call setup,$(CUDA_EXTRA))
+	@$(device) $(RUN) -m ikbo_jax demo $(ARGS)
+
+test:  ## every test that needs no GPU (on the CPU, also where there is a GPU)
+	$(call setup,test offline)
+	$(cpu) $(RUN) -m pytest -n $(JOBS) $(ARGS)
+
+test-gpu:  ## the tests that need a Hopper GPU
+	@[ -n "$(DRIVER)" ] || { echo "make test-gpu needs an NVIDIA GPU; nvidia-smi finds none" >&2; exit 1; }
+	$(call setup,test $(CUDA_EXTRA))
+	$(RUN) -m pytest -m gpu $(ARGS)
+
+lint:  ## ruff (lint and format) and mypy
+	$(call setup,test lint)
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+format:  ## let ruff rewrite the files
+	$(call setup,test lint)
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+
+clean:  ## remove environments and caches
+	rm -rf $(VENV) .venv-latest build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,173 @@
+"""Sustained timing of competing versions, ceilings of the device, and results files.
+
+A card throttles by power, so every figure is sustained: launches back to back for a window, several
+windows, competing versions by turns in one process, the median. Every point also times an 8192^3
+bf16 matmul; useful FLOP/s over the matmul's is the *fraction* in which bars are written.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import json
+import os
+import pathlib
+import platform
+import statistics
+import subprocess
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ikbo_jax import _timing
+
+SCHEMA = 1
+MATMUL_SIZE = 8192
+COPY_BYTES = 4 * 2**30
+#: Overrides the commit in results files, for runs on a copy of the tree without its history.
+COMMIT_VARIABLE = "IKBO_COMMIT"
+
+Thunk = Callable[[], Any]
+
+
+def compare(
+    thunks: Mapping[str, Thunk], *, window_s: float = 0.2, rounds: int = 3
+) -> dict[str, list[float]]:
+    """Times thunks by turns, A B A B, so that none of them has the cooler card.
+
+    Args:
+      thunks: what to launch; results are waited for at a window's end.
+      window_s: seconds of launches back to back in one window; each is preceded by a warm-up.
+      rounds: windows of every thunk.
+
+    Returns:
+      Milliseconds per call for every thunk, one figure for each round.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in thunks}
+    for _ in range(rounds):
+        for name, thunk in thunks.items():
+            samples[name] += _timing.sustained_ms(thunk, window_s=window_s, windows=1)
+    return samples
+
+
+@functools.cache
+def matmul_thunk(size: int = MATMUL_SIZE) -> Thunk:
+    """A size^3 bf16 matmul of random numbers (zeros would draw less power)."""
+    a, b = jax.random.normal(jax.random.key(0), (2, size, size), jnp.bfloat16)
+    matmul = jax.jit(jnp.matmul).lower(a, b).compile()
+    return lambda: matmul(a, b)
+
+
+def matmul_tflops(ms: float, size: int = MATMUL_SIZE) -> float:
+    """TFLOP/s of a size^3 matmul that takes `ms`."""
+    return tflops(2 * size**3, ms)
+
+
+def tflops(flops: float, ms: float) -> float:
+    """TFLOP/s of `flops` in `ms`."""
+    return flops / ms / 1e9
+
+
+def copy_ceiling(
+    num_bytes: int = COPY_BYTES, *, window_s: float = 0.2, rounds: int = 3
+) -> dict[str, Any]:
+    """Times a copy from device memory to device memory; counts bytes read and bytes written."""
+    source = jax.random.bits(jax.random.key(0), (num_bytes // 4,), jnp.uint32)
+    copy = jax.jit(jnp.copy).lower(source).compile()
+    ms = compare({"copy": lambda: copy(source)}, window_s=window_s, rounds=rounds)["copy"]
+    rate = 2 * source.nbytes / statistics.median(ms) / 1e9
+    return {"bytes": source.nbytes, "ms": ms, "tb_per_s": rate}
+
+
+def kernel_ms(compiled: Any, *args: Any, iterations: int = 20) -> list[float] | None:
+    """Milliseconds of a compiled function's kernels alone (CUPTI), one figure for each launch.
+
+    None where CUPTI cannot be had: off NVIDIA GPUs, or under another tool that uses it.
+    """
+    if jax.default_backend() != "gpu":
+        return None
+    from jax.experimental.mosaic.gpu import profiler
+
+    try:
+        # Detaching CUPTI after every measurement would forbid the next one.
+        _, ms = profiler.Cupti(finalize=False).measure(compiled, iterations=iterations)(*args)
+    except RuntimeError:
+        return None
+    return None if ms is None else [float(x) for x in (ms if isinstance(ms, list) else [ms])]
+
+
+def device_name() -> str:
+    """Name of the device that measures, e.g. "NVIDIA H200" or "cpu"."""
+    return str(jax.devices()[0].device_kind)
+
+
+def environment() -> dict[str, Any]:
+    """What a results file says about where its figures come from."""
+    return {
+        "device": device_name(),
+        "platform": jax.default_backend(),
+        "driver": _driver(),
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "commit": commit(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def commit() -> str:
+    """The commit that runs, "-dirty" if the tree differs from it; "unknown" without a history."""
+    if given := os.environ.get(COMMIT_VARIABLE):
+        return given
+    root = pathlib.Path(__file__).resolve().parent.parent
+    head = _output("git", "-C", str(root), "rev-parse", "HEAD")
+    if not head:
+        return "unknown"
+    return head + ("-dirty" if _output("git", "-C", str(root), "status", "--porcelain") else "")
+
+
+def write_results(path: pathlib.Path, results: Mapping[str, Any]) -> None:
+    """Writes a results file whole; one line for every list of samples keeps its diffs short."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(_dumps({"schema": SCHEMA, **results}) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def read_results(path: pathlib.Path) -> dict[str, Any]:
+    """Reads a results file; raises ValueError if it has another schema."""
+    results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if results.get("schema") != SCHEMA:
+        raise ValueError(f"{path} has schema {results.get('schema')!r}, expected {SCHEMA}")
+    return results
+
+
+def _driver() -> str | None:
+    if jax.default_backend() != "gpu":
+        return None
+    query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return (_output(*query) or "unknown").splitlines()[0]
+
+
+def _output(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()
+
+
+def _dumps(value: Any, indent: int = 0) -> str:
+    flat = json.dumps(value)
+    is_nested = isinstance(value, dict | list) and any(c in flat[1:-1] for c in "[{")
+    if not is_nested and len(flat) + indent <= 100:
+        return flat
+    inner = " " * (indent + 2)
+    if isinstance(value, dict) and value:
+        items = [f"{json.dumps(key)}: {_dumps(item, indent + 2)}" for key, item in value.items()]
+        return "{\n" + inner + f",\n{inner}".join(items) + "\n" + " " * indent + "}"
+    if isinstance(value, list) and value:
+        items = [_dumps(item, indent + 2) for item in value]
+        return "[\n" + inner + f",\n{inner}".join(items) + "\n" + " " * indent + "]"
+    return flat

@@ -1,0 +1,1 @@
+"""The public ops: each checks, chooses an implementation, calls it, and has a gradient."""

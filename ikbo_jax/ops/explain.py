@@ -1,0 +1,75 @@
+"""`explain`: which path every op of a function takes here, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from ikbo_jax.ops import dispatch
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """The ops that a function calls, in program order; `str` makes plain text of it.
+
+    Attributes:
+      plans: one for each call that the traced function holds. A call in a loop's body stands once;
+        the branches of a conditional all stand.
+    """
+
+    plans: tuple[dispatch.Plan, ...]
+
+    def __str__(self) -> str:
+        if not self.plans:
+            return "no ikbo_jax op found"
+        return "\n".join(f"{number}. {plan}" for number, plan in enumerate(self.plans, start=1))
+
+
+def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+    """Says which implementation every ikbo_jax op in a call of `fn` takes here, and why.
+
+    Traces `fn` without running it, and reads the choices from the traced program; so it sees
+    through jit (cached or not), grad, vmap, scan and cond. Operations inside a gradient's backward
+    pass are XLA's and are not listed.
+
+    Args:
+      fn: any function that JAX can trace.
+      *args: its arguments: arrays or `jax.ShapeDtypeStruct`s, in pytrees; anything else is passed
+        as is.
+      **kwargs: the same by keyword.
+
+    Returns:
+      An `Explanation`: print it.
+
+    Raises:
+      Whatever `fn` raises while it is traced.
+    """
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    traced = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
+
+    def call(arrays: list[Any]) -> Any:
+        rest = iter(arrays)
+        merged = [next(rest) if is_array else x for x, is_array in zip(leaves, traced, strict=True)]
+        call_args, call_kwargs = jax.tree.unflatten(treedef, merged)
+        out = fn(*call_args, **call_kwargs)
+        return [x for x in jax.tree.leaves(out) if hasattr(x, "dtype")]
+
+    arrays = [leaf for leaf, is_array in zip(leaves, traced, strict=True) if is_array]
+    return Explanation(tuple(_plans(jax.make_jaxpr(call)(arrays).jaxpr)))
+
+
+def _plans(jaxpr: core.Jaxpr) -> Iterator[dispatch.Plan]:
+    for eqn in jaxpr.eqns:
+        if eqn.primitive is dispatch.plan_p:
+            yield eqn.params["plan"]
+        for value in eqn.params.values():
+            # Calls hold one program, conditionals a tuple of them.
+            for inner in value if isinstance(value, (tuple, list)) else (value,):
+                if isinstance(inner, core.ClosedJaxpr):
+                    yield from _plans(inner.jaxpr)
+                elif isinstance(inner, core.Jaxpr):
+                    yield from _plans(inner)

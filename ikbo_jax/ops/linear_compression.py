@@ -1,0 +1,425 @@
+"""Linear compression: checks, choice of implementation, vmap rule, gradient."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ikbo_jax.ops import dispatch
+from ikbo_jax.reference import linear_compression as reference
+from ikbo_jax.tuning import configs, table
+from ikbo_jax.tuning.configs import LinearCompressionConfig, LinearCompressionProblem
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+class Term(NamedTuple):
+    """One level of a multi-level linear compression.
+
+    Attributes:
+      weight: [M, K], bfloat16, float16 or float32.
+      embedding: [B, K, N] in the same dtype: the level's own batch, K rows, embedding width N.
+      parent: [B] int32, the row of the coarser term before this one that each row belongs to, in
+        any order; None for the first, coarsest term.
+    """
+
+    weight: jax.Array
+    embedding: jax.Array
+    parent: jax.Array | None = None
+
+
+def linear_compression(
+    w_cand: jax.Array,
+    w_user: jax.Array,
+    e_cand: jax.Array,
+    e_user: jax.Array,
+    cand_to_user: jax.Array,
+    *,
+    implementation: str | None = None,
+    config: LinearCompressionConfig | None = None,
+) -> jax.Array:
+    """Compresses every candidate's embeddings and those of its user, which are never copied.
+
+        out[b] = w_cand · e_cand[b] + w_user · e_user[cand_to_user[b]]
+
+    Args:
+      w_cand: [M, K_cand], bfloat16, float16 or float32.
+      w_user: [M, K_user], same dtype.
+      e_cand: [B, K_cand, N], same dtype; B candidates, which may be 0.
+      e_user: [U, K_user, N], same dtype; U users, at least 1 if there are candidates.
+      cand_to_user: [B] int32, the user of every candidate, values in [0, U), in any order; users
+        may have no candidates. A value outside is clamped to the nearest end (a negative one to 0)
+        and so never reads outside `e_user`; `ikbo_jax.debug.check_index` finds such values.
+      implementation: None takes the fastest that works on the default device and for these sizes;
+        "mosaic_gpu" (Hopper; bfloat16 and float16) and "xla" take exactly that.
+      config: tuning of the "mosaic_gpu" kernel; None takes it from the tuning table.
+
+    Returns:
+      [B, M, N] in the inputs' dtype. Both parts accumulate and are added in f32 and are rounded
+      once; f32 products on the "xla" path follow `jax.default_matmul_precision`.
+
+      Differentiable in reverse mode by all four arrays. Gradients run in XLA on every path, at user
+      and candidate batch size; each is rounded once.
+
+    Raises:
+      ValueError: wrong ranks; sizes, dtypes or the index disagree; U = 0 with B > 0;
+        `implementation` is unknown; `config` is not a configuration, or was given with
+        implementation="xla".
+      NotImplementedError: implementation="mosaic_gpu", but the kernel cannot run here, or not with
+        these sizes, this dtype or this `config`; the message says why.
+
+    Source: Meta IKBO, "linear compression embedding", published by Meta on the PyTorch blog.
+    """
+    terms = (Term(w_user, e_user), Term(w_cand, e_cand, cand_to_user))
+    names = (
+        _Names("w_user", "e_user", "the users' index"),
+        _Names("w_cand", "e_cand", "cand_to_user"),
+    )
+    return _call("linear_compression", terms, names, implementation, config)
+
+
+def multilevel_linear_compression(
+    terms: Sequence[Term],
+    *,
+    implementation: str | None = None,
+    config: LinearCompressionConfig | None = None,
+) -> jax.Array:
+    """Compresses embeddings of several levels (user, candidate, ...), each at its own batch.
+
+        out[b] = Σ_l terms[l].weight · terms[l].embedding[a_l(b)]
+
+    where a_l(b) is the ancestor of row b in level l, found by following `parent` upwards.
+
+    Args:
+      terms: at least one `Term`, coarsest first: weights [M, K_l], embeddings [B_l, K_l, N] of one
+        dtype, and from the second term on `parent` [B_l] int32 with values in [0, B_{l-1}), clamped
+        to that range. A level that others point into must not be empty.
+      implementation: None takes the fastest that works on the default device and for these sizes;
+        "mosaic_gpu" (Hopper; bfloat16 and float16) and "xla" take exactly that.
+      config: tuning of the "mosaic_gpu" kernel; None takes it from the tuning table.
+
+    Returns:
+      [B_last, M, N] in the inputs' dtype; all parts accumulate and are added in f32 and are rounded
+      once. Differentiable in reverse mode by every weight and embedding.
+
+    Raises:
+      ValueError: there is no term; ranks, sizes, dtypes or a parent are wrong; a first term has a
+        parent or a later one has none; a level is empty but a finer one is not; `implementation` is
+        unknown; `config` is not a configuration, or was given with implementation="xla".
+      NotImplementedError: implementation="mosaic_gpu", but the kernel cannot run here, or not with
+        these sizes, this dtype or this `config`; the message says why.
+
+    Source: Meta IKBO, "linear compression embedding", published by Meta on the PyTorch blog; the
+    levels generalise its user and candidate.
+    """
+    terms = tuple(terms)
+    if not terms:
+        raise ValueError("terms must hold at least 1 Term, but holds 0")
+    for level, term in enumerate(terms):
+        if not isinstance(term, Term):
+            raise ValueError(f"terms[{level}] must be a Term, but is a {type(term).__name__}")
+    names = tuple(
+        _Names(*(f"terms[{level}].{field}" for field in Term._fields))
+        for level in range(len(terms))
+    )
+    return _call("multilevel_linear_compression", terms, names, implementation, config)
+
+
+class _Names(NamedTuple):
+    """What the caller calls the parts of a `Term`."""
+
+    weight: str
+    embedding: str
+    parent: str
+
+
+def _call(
+    op: str,
+    terms: tuple[Term, ...],
+    names: tuple[_Names, ...],
+    implementation: str | None,
+    config: LinearCompressionConfig | None,
+) -> jax.Array:
+    dispatch.check_implementation(implementation)
+    if config is not None and not isinstance(config, LinearCompressionConfig):
+        raise ValueError(f"config must be a LinearCompressionConfig, but is {config!r}")
+    if config is not None and implementation == "xla":
+        raise ValueError(f"implementation='xla' takes no config, but config is {config}")
+    _check(terms, names)
+    weights, embeddings, parents = zip(*terms, strict=True)
+    request = _Request(op, implementation, config)
+    plan = _choose(request, _problem(weights, embeddings))
+    shape = (embeddings[-1].shape[0], weights[-1].shape[0], embeddings[-1].shape[2])
+    if 0 in shape:
+        return jnp.zeros(shape, embeddings[-1].dtype)
+    return _linear_compression(request, plan, weights, embeddings, parents)
+
+
+def _check(terms: tuple[Term, ...], names: tuple[_Names, ...]) -> None:
+    """Raises ValueError, naming both values, unless the terms fit together."""
+    for term, name in zip(terms, names, strict=True):
+        _check_array(name.weight, term.weight, "[M, K]")
+        _check_array(name.embedding, term.embedding, "[B, K, N]")
+    (first, *_), (first_name, *_) = terms, names
+    for term, name in zip(terms, names, strict=True):
+        for part in ("weight", "embedding"):
+            array, array_name = getattr(term, part), getattr(name, part)
+            if array.dtype != first.weight.dtype:
+                raise ValueError(
+                    f"{first_name.weight} is {first.weight.dtype} but {array_name} is {array.dtype}"
+                )
+        (m, k), (_, k_embedding, n) = term.weight.shape, term.embedding.shape
+        for size, a_name, a, b_name, b in (
+            ("K", name.weight, k, name.embedding, k_embedding),
+            ("M", first_name.weight, first.weight.shape[0], name.weight, m),
+            ("N", first_name.embedding, first.embedding.shape[2], name.embedding, n),
+        ):
+            if a != b:
+                raise ValueError(f"{a_name} has {size}={a} but {b_name} has {size}={b}")
+    if first.parent is not None:
+        raise ValueError(f"{first_name.parent} must be None, but is {_describe(first.parent)}")
+    for coarser, term, coarser_name, name in zip(
+        terms[:-1], terms[1:], names[:-1], names[1:], strict=True
+    ):
+        _check_parent(term, name)
+        rows, coarser_rows = term.embedding.shape[0], coarser.embedding.shape[0]
+        if rows and not coarser_rows:
+            raise ValueError(
+                f"{coarser_name.embedding} has no rows, shape {coarser.embedding.shape}, "
+                f"but {name.embedding} has B={rows}"
+            )
+
+
+def _check_array(name: str, array: object, axes: str) -> None:
+    shape, dtype = getattr(array, "shape", None), getattr(array, "dtype", None)
+    if shape is None or dtype is None:
+        raise ValueError(f"{name} must be an array of shape {axes}, but is {_describe(array)}")
+    if len(shape) != axes.count(",") + 1:
+        raise ValueError(f"{name} must have shape {axes}, but has shape {shape}")
+    if str(dtype) not in DTYPES:
+        raise ValueError(f"{name} must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}, but is {dtype}")
+
+
+def _check_parent(term: Term, name: _Names) -> None:
+    rows = term.embedding.shape[0]
+    shape, dtype = getattr(term.parent, "shape", None), getattr(term.parent, "dtype", None)
+    if dtype != "int32":
+        raise ValueError(f"{name.parent} must be an int32 array, but is {_describe(term.parent)}")
+    if shape != (rows,):
+        raise ValueError(f"{name.parent} has shape {shape} but {name.embedding} has B={rows}")
+
+
+def _describe(value: object) -> str:
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{value.dtype}{list(value.shape)}"
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def _problem(weights: reference.Arrays, embeddings: reference.Arrays) -> LinearCompressionProblem:
+    return LinearCompressionProblem(
+        batches=tuple(embedding.shape[0] for embedding in embeddings),
+        ks=tuple(weight.shape[1] for weight in weights),
+        m=weights[0].shape[0],
+        n=embeddings[0].shape[2],
+        dtype=str(embeddings[0].dtype),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Request:
+    """What the caller asked for."""
+
+    op: str
+    implementation: str | None
+    config: LinearCompressionConfig | None
+
+
+def _choose(request: _Request, problem: LinearCompressionProblem) -> dispatch.Plan:
+    """Decides how `problem` runs here; raises NotImplementedError if it cannot run as requested."""
+    plan = functools.partial(dispatch.Plan, request.op, problem, table.describe(problem))
+    if request.implementation == "xla":
+        return plan("xla", None, "asked for by the caller")
+    config, reason = _kernel_config(request, problem)
+    if config is not None:
+        return plan("mosaic_gpu", config, reason)
+    if request.implementation == "mosaic_gpu":
+        raise NotImplementedError(f"{request.op} with implementation='mosaic_gpu': {reason}")
+    dispatch.logger.debug("%s runs in XLA: %s", request.op, reason)
+    return plan("xla", None, reason)
+
+
+def _kernel_config(
+    request: _Request, problem: LinearCompressionProblem
+) -> tuple[LinearCompressionConfig | None, str]:
+    """The kernel's configuration and where it comes from, or None and why XLA is to run."""
+    if reason := dispatch.hopper_unavailable_reason():
+        return None, reason
+    if request.config is not None:
+        config, reason = request.config, "configuration given by the caller"
+    else:
+        choice = table.lookup(problem)
+        if choice.config is not None:
+            config, reason = choice.config, choice.note
+        elif request.implementation == "mosaic_gpu":
+            # The table prefers XLA, which the caller does not.
+            config = table.default_config(problem) or LinearCompressionConfig()
+            reason = (
+                f"default configuration, asked for by the caller; the table says: {choice.note}"
+            )
+        else:
+            return None, choice.note
+    if illegal := configs.illegal_reason(problem, config):
+        return None, illegal
+    return config, reason
+
+
+def _run(plan: dispatch.Plan, weights: tuple, embeddings: tuple, parents: tuple) -> jax.Array:
+    if plan.implementation == "xla":
+        out = reference.decomposed(weights, embeddings, parents)
+    else:
+        # Here and not above: it brings in Mosaic GPU, which costs 0.3 s to import.
+        from ikbo_jax.pallas import linear_compression as kernel
+
+        out = kernel.linear_compression_kernel(
+            weights, embeddings, parents, config=plan.config, num_sms=dispatch.num_sms()
+        )
+    return dispatch.record(out, plan)
+
+
+def _run_vmappable(
+    request: _Request, plan: dispatch.Plan, weights: tuple, embeddings: tuple, parents: tuple
+) -> jax.Array:
+    """`_run` with a vmap rule of its own: the persistent kernel must not get another grid axis."""
+
+    @jax.custom_batching.custom_vmap
+    def run(weights: tuple, embeddings: tuple, parents: tuple) -> jax.Array:
+        return _run(plan, weights, embeddings, parents)
+
+    @run.def_vmap
+    def run_batched(
+        size: int, batched: list, weights: tuple, embeddings: tuple, parents: tuple
+    ) -> tuple[jax.Array, bool]:
+        return _vmap(request, plan, size, tuple(batched), (weights, embeddings, parents)), True
+
+    out: jax.Array = run(weights, embeddings, parents)
+    return out
+
+
+def _vmap(
+    request: _Request, plan: dispatch.Plan, size: int, batched: tuple, arrays: tuple
+) -> jax.Array:
+    """Runs `size` problems, each like `plan`'s; `batched` arrays hold them on a leading axis.
+
+    Problems that share their weights are one problem with larger batches. Embeddings shared by
+    problems would have to be copied for that; then, or where weights differ, XLA batches its
+    products and the kernel runs in a loop.
+    """
+    weights_batched, embeddings_batched, parents_batched = batched
+    # A level has rows of its own for every problem if its arrays differ or those it points into do.
+    folded: list[bool] = []
+    for level_batched in zip(embeddings_batched, parents_batched, strict=True):
+        folded.append(any(level_batched) or (bool(folded) and folded[-1]))
+    if not any(weights_batched) and folded == list(embeddings_batched):
+        return _vmap_folded(request, size, folded, arrays)
+
+    if plan.implementation == "xla":
+        note = f"{plan.reason}; {size} of these at once, by vmap"
+        in_axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, batched)
+        return jax.vmap(
+            functools.partial(_run, dataclasses.replace(plan, reason=note)), tuple(in_axes), 0
+        )(*arrays)
+
+    leaves, treedef = jax.tree.flatten(arrays)
+    is_batched = jax.tree.leaves(batched)
+
+    def one(slices: list[jax.Array]) -> jax.Array:
+        rest = iter(slices)
+        merged = [next(rest) if b else x for x, b in zip(leaves, is_batched, strict=True)]
+        return _run_vmappable(request, plan, *jax.tree.unflatten(treedef, merged))
+
+    return jax.lax.map(one, [x for x, b in zip(leaves, is_batched, strict=True) if b])
+
+
+def _vmap_folded(request: _Request, size: int, folded: list[bool], arrays: tuple) -> jax.Array:
+    """Runs `size` problems with the same weights as one, their rows one problem after another."""
+    weights, embeddings, parents = arrays
+    finest_shape = embeddings[-1].shape[1:]
+    out_shape = (size, finest_shape[0], weights[-1].shape[0], finest_shape[2])
+    if size == 0:
+        return jnp.zeros(out_shape, embeddings[-1].dtype)
+    new_embeddings, new_parents, coarser_folded, coarser_rows = [], [], False, 0
+    for embedding, parent, is_folded in zip(embeddings, parents, folded, strict=True):
+        rows, k, n = embedding.shape[is_folded:]
+        if parent is not None and is_folded:
+            parent = jnp.broadcast_to(parent, (size, rows))
+            if coarser_folded:
+                # Clamp first: an index past one problem's rows would land in the next one's.
+                offsets = jnp.arange(size, dtype=jnp.int32)[:, None] * coarser_rows
+                parent = jnp.clip(parent, 0, coarser_rows - 1) + offsets
+            parent = parent.reshape(size * rows)
+        new_embeddings.append(embedding.reshape(size * rows, k, n) if is_folded else embedding)
+        new_parents.append(parent)
+        coarser_folded, coarser_rows = is_folded, rows
+    plan = _choose(request, _problem(weights, new_embeddings))
+    out = _run_vmappable(request, plan, weights, tuple(new_embeddings), tuple(new_parents))
+    return out.reshape(out_shape)
+
+
+# custom_vjp goes outside custom_vmap, which has no reverse mode.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _differentiable(
+    request: _Request, plan: dispatch.Plan, weights: tuple, embeddings: tuple, parents: tuple
+) -> jax.Array:
+    return _run_vmappable(request, plan, weights, embeddings, parents)
+
+
+def _forward(
+    request: _Request, plan: dispatch.Plan, weights: tuple, embeddings: tuple, parents: tuple
+) -> tuple[jax.Array, tuple]:
+    # The differentiable function itself, so that gradients of gradients do not meet the kernel.
+    out = _differentiable(request, plan, weights, embeddings, parents)
+    return out, (weights, embeddings, parents)
+
+
+def _backward(
+    request: _Request, plan: dispatch.Plan, residuals: tuple, cotangent: jax.Array
+) -> tuple:
+    weights, embeddings, parents = residuals
+    return *reference.decomposed_vjp(weights, embeddings, parents, cotangent), None
+
+
+_differentiable.defvjp(_forward, _backward)
+
+
+def _varying_alike(arrays: tuple) -> tuple:
+    """Inside a `shard_map`, marks every array as varying over the mesh axes that any varies over.
+
+    A gradient must vary like its input, but that of replicated weights differs from shard to shard;
+    this cast's transpose sums it over the shards.
+    """
+
+    def varying(x: jax.Array) -> frozenset[str]:
+        axes: frozenset[str] = jax.typeof(x).manual_axis_type.varying
+        return axes
+
+    every = frozenset().union(*map(varying, jax.tree.leaves(arrays)))
+
+    def cast(x: jax.Array) -> jax.Array:
+        missing = tuple(sorted(every - varying(x)))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    cast_arrays: tuple = jax.tree.map(cast, arrays)
+    return cast_arrays
+
+
+# Static arguments are all that the choice depends on, so that jit's cache never keeps a stale one.
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _linear_compression(
+    request: _Request, plan: dispatch.Plan, weights: tuple, embeddings: tuple, parents: tuple
+) -> jax.Array:
+    return _differentiable(request, plan, *_varying_alike((weights, embeddings, parents)))

@@ -1,0 +1,190 @@
+"""Linear compression in plain jnp: the materialised oracle, the decomposed XLA path, its gradient.
+
+    out[b] = W_L·E_L[b] + W_{L-1}·E_{L-1}[u(b)] + ...
+
+All functions take levels coarsest first: `weights[l]` is [M, K_l], `embeddings[l]` is [B_l, K_l,
+N], `parents[0]` is None and `parents[l]` ([B_l] int32) points into the batch of level l-1. Indices
+outside that batch are clamped to its ends, negative ones to 0. Nothing is checked here; the ops do
+that.
+
+Source: Meta IKBO, "linear compression embedding".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+
+import jax
+import jax.numpy as jnp
+
+Arrays = Sequence[jax.Array]
+Parents = Sequence[jax.Array | None]
+#: Multiplies [M, K] by [B, K, N] to [B, M, N], in f32 unless its docstring says otherwise.
+Product = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def materialised(
+    weights: Arrays,
+    embeddings: Arrays,
+    parents: Parents,
+    *,
+    align_k: int = 1,
+    precision: jax.lax.PrecisionLike = jax.lax.Precision.HIGHEST,
+) -> jax.Array:
+    """Copies every coarser embedding to the finest batch, concatenates along K, multiplies once.
+
+    The oracle of the tests and, with `align_k`, the honest baseline of the benchmarks.
+
+    Args:
+      weights: [M, K_l] of every level.
+      embeddings: [B_l, K_l, N] of every level.
+      parents: None, then [B_l] int32 of every further level.
+      align_k: zeros bring the concatenated K up to a multiple of this.
+      precision: of the product; the oracle's default is the highest.
+
+    Returns:
+      [B_last, M, N] in the inputs' dtype; f32 accumulation, one rounding.
+    """
+    finest = embeddings[-1].shape[0]
+    rows = jnp.arange(finest, dtype=jnp.int32)
+    copies = [embeddings[-1]]
+    for level in range(len(embeddings) - 1, 0, -1):
+        coarser = embeddings[level - 1]
+        parent = parents[level]
+        assert parent is not None
+        rows = jnp.clip(parent[rows], 0, coarser.shape[0] - 1)
+        copies.insert(0, coarser[rows])
+    weight = jnp.concatenate(weights, axis=1)
+    embedding = jnp.concatenate(copies, axis=1)
+    if pad := -weight.shape[1] % align_k:
+        weight = jnp.pad(weight, ((0, 0), (0, pad)))
+        embedding = jnp.pad(embedding, ((0, 0), (0, pad), (0, 0)))
+    out = jnp.einsum(
+        "mk,bkn->bmn", weight, embedding, precision=precision, preferred_element_type=jnp.float32
+    )
+    return out.astype(embedding.dtype)
+
+
+def decomposed(
+    weights: Arrays, embeddings: Arrays, parents: Parents, *, formulation: str = "matmul"
+) -> jax.Array:
+    """Multiplies every level at its own batch, gathers the coarser results, adds.
+
+    Args:
+      weights: [M, K_l] of every level.
+      embeddings: [B_l, K_l, N] of every level.
+      parents: None, then [B_l] int32 of every further level.
+      formulation: which of `FORMULATIONS` writes the products.
+
+    Returns:
+      [B_last, M, N] in the inputs' dtype; products accumulate in f32 and are added in f32, then one
+      rounding. f32 products follow `jax.default_matmul_precision`.
+    """
+    product = FORMULATIONS[formulation]
+    total = product(weights[0], embeddings[0]).astype(jnp.float32)
+    for weight, embedding, parent in zip(weights[1:], embeddings[1:], parents[1:], strict=True):
+        assert parent is not None
+        coarser = jnp.take(total, parent, axis=0, mode="clip")
+        total = product(weight, embedding).astype(jnp.float32) + coarser
+    return total.astype(embeddings[-1].dtype)
+
+
+def decomposed_vjp(
+    weights: Arrays, embeddings: Arrays, parents: Parents, cotangent: jax.Array
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """Pulls a cotangent back to the weights and the embeddings, every level at its own batch.
+
+    With P_l the result of level l: dP_last = cotangent, dP_{l-1} = segment_sum(dP_l, parent_l),
+    dW_l = Σ_b dP_l[b]·E_l[b]ᵀ and dE_l[b] = W_lᵀ·dP_l[b].
+
+    Args:
+      weights: [M, K_l] of every level.
+      embeddings: [B_l, K_l, N] of every level.
+      parents: None, then [B_l] int32 of every further level.
+      cotangent: [B_last, M, N] in the inputs' dtype.
+
+    Returns:
+      Gradients of the weights and of the embeddings, each in its input's shape and dtype. Sums over
+      candidates and products run in f32; each gradient is rounded once.
+    """
+    d_weights: list[jax.Array] = []
+    d_embeddings: list[jax.Array] = []
+    d_result = cotangent
+    for level in range(len(weights) - 1, -1, -1):
+        weight, embedding = weights[level], embeddings[level]
+        # The finest level multiplies in its own dtype, on the tensor cores; sums over candidates
+        # are f32, and rounding them before the next product would round the gradient twice.
+        lhs, rhs = weight.astype(d_result.dtype), embedding.astype(d_result.dtype)
+        d_weight = jnp.einsum("bmn,bkn->mk", d_result, rhs, preferred_element_type=jnp.float32)
+        d_embedding = jnp.einsum("mk,bmn->bkn", lhs, d_result, preferred_element_type=jnp.float32)
+        d_weights.insert(0, d_weight.astype(weight.dtype))
+        d_embeddings.insert(0, d_embedding.astype(embedding.dtype))
+        if level > 0:
+            parent = parents[level]
+            assert parent is not None
+            rows = embeddings[level - 1].shape[0]
+            d_result = jax.ops.segment_sum(
+                d_result.astype(jnp.float32), jnp.clip(parent, 0, rows - 1), num_segments=rows
+            )
+    return tuple(d_weights), tuple(d_embeddings)
+
+
+def _matmul(weight: jax.Array, embedding: jax.Array) -> jax.Array:
+    """jnp.matmul broadcasting the weight."""
+    return jnp.matmul(weight, embedding, preferred_element_type=jnp.float32)
+
+
+def _einsum(weight: jax.Array, embedding: jax.Array) -> jax.Array:
+    """jnp.einsum with the embedding first, so that its batch is the leading free dimension."""
+    return jnp.einsum("bkn,mk->bmn", embedding, weight, preferred_element_type=jnp.float32)
+
+
+def _transposed(weight: jax.Array, embedding: jax.Array) -> jax.Array:
+    """[B, N, K]·[K, M], transposed afterwards: M is the minor dimension of the product."""
+    product = jax.lax.dot_general(
+        embedding, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+    )
+    return jnp.swapaxes(product, 1, 2)
+
+
+def _batched(weight: jax.Array, embedding: jax.Array) -> jax.Array:
+    """A batched product, its weight broadcast over the batch: no operand is transposed."""
+    weights = jnp.broadcast_to(weight, (embedding.shape[0], *weight.shape))
+    return jax.lax.dot_general(
+        weights, embedding, (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32
+    )
+
+
+def _folded(weight: jax.Array, embedding: jax.Array) -> jax.Array:
+    """One product [M, K]·[K, B·N]; costs a transposition of the embedding and of the result."""
+    batch, k, n = embedding.shape
+    flat = jnp.swapaxes(embedding, 0, 1).reshape(k, batch * n)
+    product = jnp.matmul(weight, flat, preferred_element_type=jnp.float32)
+    return jnp.swapaxes(product.reshape(weight.shape[0], batch, n), 0, 1)
+
+
+def _padded(weight: jax.Array, embedding: jax.Array) -> jax.Array:
+    """`_matmul` with K brought to a multiple of 8 by zeros, which copies the embedding."""
+    pad = -weight.shape[1] % 8
+    weight = jnp.pad(weight, ((0, 0), (0, pad)))
+    return _matmul(weight, jnp.pad(embedding, ((0, 0), (0, pad), (0, 0))))
+
+
+def _rounded(weight: jax.Array, embedding: jax.Array) -> jax.Array:
+    """`_matmul` in the inputs' dtype: rounds every partial result, so for comparison only."""
+    return jnp.matmul(weight, embedding)
+
+
+#: Ways of writing one level's product for XLA; the benchmarks time them side by side.
+FORMULATIONS: Mapping[str, Product] = MappingProxyType(
+    {
+        "matmul": _matmul,
+        "einsum": _einsum,
+        "transposed": _transposed,
+        "batched": _batched,
+        "folded": _folded,
+        "padded": _padded,
+        "rounded": _rounded,
+    }
+)

@@ -1,0 +1,405 @@
+"""The autotuner: times every candidate configuration on this device and remembers the best.
+
+Each candidate runs in a process of its own, because a CUDA error poisons the process it happens in
+and a kernel that hangs can only be killed with its process. A worker checks its candidates against
+the oracle, times them by the sustained protocol (launches back to back for a window, several
+windows, the median), and times the 8192^3 bf16 matmul beside them: candidates of different
+processes are compared by their fraction of it. The best ones and the XLA path then alternate in one
+last process, which decides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import datetime
+import functools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ikbo_jax import _timing
+from ikbo_jax.pallas.linear_compression import linear_compression_kernel
+from ikbo_jax.reference.linear_compression import decomposed, materialised
+from ikbo_jax.tuning import configs, table
+from ikbo_jax.tuning.configs import LinearCompressionConfig, LinearCompressionProblem
+
+#: Called after every candidate with (done, total, what came out).
+Progress = Callable[[int, int, str], None]
+#: A configuration of the kernel, or None for the XLA path.
+Candidate = LinearCompressionConfig | None
+Operands = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...], tuple[jax.Array | None, ...]]
+
+#: XLA must be this much faster for a row to prefer it.
+XLA_MARGIN = 0.02
+#: Seconds after which a worker counts as hung; compiling and timing take about ten.
+WORKER_TIMEOUT_S = 240.0
+#: Kernel candidates that meet again in the deciding process.
+FINALISTS = 2
+#: Rows of the output that are checked at once, which bounds the oracle's memory.
+CHECK_ROWS = 128
+_RESULT_MARK = "ikbo-autotune-result "
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What a worker is asked: candidates to check and to time by turns.
+
+    Attributes:
+      problem: sizes of the inputs.
+      candidates: what to run.
+      window_s: seconds of one timing window.
+      windows: windows of each candidate.
+      matmul_size: n of the n^3 bf16 matmul that normalises.
+    """
+
+    problem: LinearCompressionProblem
+    candidates: tuple[Candidate, ...]
+    window_s: float = 0.2
+    windows: int = 3
+    matmul_size: int = 8192
+
+    def to_json(self) -> str:
+        fields = dataclasses.asdict(self)
+        fields["candidates"] = [
+            {"implementation": "xla"} if config is None else dataclasses.asdict(config)
+            for config in self.candidates
+        ]
+        return json.dumps(fields)
+
+    @classmethod
+    def from_json(cls, text: str) -> Task:
+        fields = json.loads(text)
+        return cls(
+            table.problem_from_json(fields["problem"]),
+            tuple(table.config_from_json(entry) for entry in fields["candidates"]),
+            fields["window_s"],
+            fields["windows"],
+            fields["matmul_size"],
+        )
+
+
+def random_operands(problem: LinearCompressionProblem, seed: int = 0) -> Operands:
+    """Random (weights, embeddings, parents) on the device; parents are sorted, counts ragged."""
+    dtype = jnp.dtype(problem.dtype)
+    key = jax.random.key(seed)
+    weights, embeddings = [], []
+    parents: list[jax.Array | None] = []
+    for level, (batch, k) in enumerate(zip(problem.batches, problem.ks, strict=True)):
+        weight_key, embedding_key, parent_key = jax.random.split(jax.random.fold_in(key, level), 3)
+        # The weights' scale keeps outputs near one, whatever K, so that f16 cannot overflow.
+        scale = jnp.asarray(max(k, 1) ** -0.5, dtype)
+        weights.append(jax.random.normal(weight_key, (problem.m, k), dtype) * scale)
+        embeddings.append(jax.random.normal(embedding_key, (batch, k, problem.n), dtype))
+        if level == 0:
+            parents.append(None)
+        else:
+            coarse = problem.batches[level - 1]
+            index = jax.random.randint(parent_key, (batch,), 0, coarse, jnp.int32)
+            parents.append(jnp.sort(index))
+    return tuple(weights), tuple(embeddings), tuple(parents)
+
+
+@jax.jit
+def _errors(
+    actual: jax.Array, operands: Operands, rows: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Errors of `actual` and same-dtype jnp against the f32 oracle in `rows`, and its maximum."""
+    weights, embeddings, parents = operands
+    embeddings = (*embeddings[:-1], embeddings[-1][rows])
+    last = parents[-1]
+    parents = (*parents[:-1], None if last is None else last[rows])
+    oracle = materialised(
+        tuple(w.astype(jnp.float32) for w in weights),
+        tuple(e.astype(jnp.float32) for e in embeddings),
+        parents,
+    )
+    same_dtype = materialised(weights, embeddings, parents).astype(jnp.float32)
+    difference = jnp.abs(actual[rows].astype(jnp.float32) - oracle)
+    # Not jnp.max alone: in a fused reduction, XLA's maximum on CPU drops NaN.
+    error = jnp.where(jnp.isnan(difference).any(), jnp.nan, jnp.max(difference))
+    return error, jnp.max(jnp.abs(same_dtype - oracle)), jnp.max(jnp.abs(oracle))
+
+
+def check_result(actual: jax.Array, operands: Operands) -> tuple[float, float]:
+    """Returns the largest error of `actual` and the largest that the error rule admits.
+
+    The rule: twice the error of same-dtype jnp, plus one rounding of the largest value. An error of
+    NaN is no error that the rule admits: compare with `error <= bound`.
+    """
+    batch = actual.shape[0]
+    found = []
+    for start in range(0, batch, CHECK_ROWS):
+        rows = jnp.minimum(jnp.arange(start, start + CHECK_ROWS, dtype=jnp.int32), batch - 1)
+        found.append(jax.device_get(_errors(actual, operands, rows)))
+    error, same_dtype, largest = (float(x) for x in np.max(np.asarray(found), axis=0))
+    # The oracle's own f32 sums round as well, which only an f32 result is close enough to show.
+    accumulation = 2.0**-24 * sum(w.shape[1] for w in operands[0]) ** 0.5 * largest
+    one_rounding = float(jnp.finfo(actual.dtype).eps) / 2 * largest
+    return error, 2 * (same_dtype + accumulation) + one_rounding
+
+
+def _runner(candidate: Candidate) -> Callable[..., jax.Array]:
+    if candidate is None:
+        return jax.jit(decomposed)
+    num_sms = getattr(jax.devices()[0], "core_count", 1)
+    return jax.jit(functools.partial(linear_compression_kernel, config=candidate, num_sms=num_sms))
+
+
+def measure(task: Task) -> dict[str, Any]:
+    """Checks and times a task's candidates in this process.
+
+    Returns:
+      device, compute_capability and jax; matmul_ms, samples; results, one for every candidate: ms,
+      samples, or failure, a text, for one that was wrong.
+    """
+    device = jax.devices()[0]
+    operands = random_operands(task.problem)
+    size = task.matmul_size
+    square = jax.random.normal(jax.random.key(1), (size, size), jnp.bfloat16)
+    matmul = jax.jit(jnp.matmul)
+    runners: dict[int, Callable[..., jax.Array]] = {}
+    results: list[dict[str, Any]] = []
+    for position, candidate in enumerate(task.candidates):
+        runner = _runner(candidate)
+        error, bound = check_result(runner(*operands), operands)
+        if error <= bound:
+            runners[position] = runner
+            results.append({"ms": [], "error": error, "bound": bound})
+        else:
+            results.append({"failure": f"wrong result: error {error:.3g}, bound {bound:.3g}"})
+    once = functools.partial(_timing.sustained_ms, window_s=task.window_s, windows=1)
+    matmul_ms: list[float] = []
+    for _ in range(task.windows):
+        matmul_ms += once(matmul, square, square)
+        for position, runner in runners.items():
+            results[position]["ms"] += once(runner, *operands)
+    return {
+        "device": device.device_kind,
+        "compute_capability": str(getattr(device, "compute_capability", "")),
+        "jax": jax.__version__,
+        "matmul_ms": matmul_ms,
+        "results": results,
+    }
+
+
+def worker(text: str, measure: Callable[[Task], dict[str, Any]] = measure) -> int:
+    """Runs the task in `text` (JSON) and prints what came out as one marked line."""
+    try:
+        answer = measure(Task.from_json(text))
+    except Exception as error:
+        # Whatever it is, the tuner reports it beside the candidate and goes on to the next.
+        first_line = (str(error).strip() or "no message").splitlines()[0]
+        answer = {"failure": f"{type(error).__name__}: {first_line[:300]}"}
+    print(_RESULT_MARK + json.dumps(answer), flush=True)
+    return 0
+
+
+def run_in_subprocess(
+    task: Task, *, cache_dir: str | None = None, timeout_s: float = WORKER_TIMEOUT_S
+) -> dict[str, Any]:
+    """Measures a task in a process of its own; one that dies or hangs gives {"failure": why}.
+
+    Workers with one `cache_dir` share what they all compile: the oracle, the matmul, the XLA path.
+    """
+    command = [sys.executable, "-m", "ikbo_jax.tuning.autotune", "--worker", task.to_json()]
+    # The parent may hold device memory of its own, so a worker takes only what it needs.
+    env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    if cache_dir is not None:
+        env["JAX_COMPILATION_CACHE_DIR"] = cache_dir
+    try:
+        done = subprocess.run(
+            command, env=env, capture_output=True, text=True, timeout=timeout_s, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return {"failure": f"no answer after {timeout_s:.0f} s"}
+    for line in reversed(done.stdout.splitlines()):
+        if line.startswith(_RESULT_MARK):
+            answer: dict[str, Any] = json.loads(line.removeprefix(_RESULT_MARK))
+            return answer
+    last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+    return {"failure": f"worker ended with status {done.returncode}: {last[:300]}"}
+
+
+def tune_linear_compression(
+    problem: LinearCompressionProblem,
+    *,
+    progress: Progress | None = None,
+    limit: int | None = None,
+    run: Callable[[Task], dict[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """Finds the fastest choice for a problem on this device and writes it to the user's cache.
+
+    Args:
+      problem: sizes and dtype.
+      progress: called after every candidate with (done, total, text).
+      limit: times at most this many configurations, the likeliest first.
+      run: measures a task; the default starts a process for it.
+
+    Returns:
+      The row, as it stands in the cache; its config is {"implementation": "xla"} where XLA was more
+      than 2 % faster than the best configuration, or none worked.
+
+    Raises:
+      OSError: the user's cache cannot be written; nothing was timed.
+      RuntimeError: the device is not a Hopper GPU, or even the XLA path fails on it.
+    """
+    table.check_user_cache_writable()
+    with contextlib.ExitStack() as stack:
+        if run is None:
+            cache_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="ikbo-jax-tune-"))
+            run = functools.partial(run_in_subprocess, cache_dir=cache_dir)
+        row = _sweep(problem, progress or (lambda done, total, text: None), limit, run)
+    path = table.write_user_row(row)
+    if progress is not None:
+        winner = "XLA" if row.config is None else _brief(row.config)
+        progress(1, 1, f"best: {winner}, {row.ms:.4g} ms; written to {path}")
+    return row.to_json()
+
+
+def _sweep(
+    problem: LinearCompressionProblem,
+    report: Progress,
+    limit: int | None,
+    run: Callable[[Task], dict[str, Any]],
+) -> table.Row:
+    candidates = list(configs.candidate_configs(problem))[:limit]
+    total = len(candidates) + 2
+    xla = _measured(run(Task(problem, (None,))), problem)[0]
+    if isinstance(xla, str):
+        raise RuntimeError(f"the XLA path cannot be timed here: {xla}")
+    if not xla.is_hopper:
+        raise RuntimeError(
+            f"tuning needs a Hopper GPU (compute capability 9.0); this is {xla.device}"
+        )
+    report(1, total, f"XLA: {xla.text}")
+    timed: list[tuple[LinearCompressionConfig, _Measured]] = []
+    for done, config in enumerate(candidates, start=2):
+        outcome = _measured(run(Task(problem, (config,))), problem)[0]
+        if not isinstance(outcome, str):
+            timed.append((config, outcome))
+        text = outcome if isinstance(outcome, str) else outcome.text
+        report(done, total, f"{_brief(config)}: {text}")
+    timed.sort(key=lambda entry: -entry[1].fraction)
+    best = timed[:FINALISTS]
+    if best:
+        final = _measured(run(Task(problem, (None, *(config for config, _ in best)))), problem)
+        if len(final) == len(best) + 1 and not isinstance(final[0], str):
+            xla = final[0]
+            best = [
+                (config, outcome)
+                for (config, _), outcome in zip(best, final[1:], strict=True)
+                if not isinstance(outcome, str)
+            ]
+        # Otherwise the deciding process died, and the fractions of the single ones decide.
+    report(total, total, f"XLA again: {xla.text}")
+    return _decide(problem, xla, best)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Measured:
+    """One candidate's time, and the fraction of the matmul beside it."""
+
+    ms: float
+    fraction: float
+    device: str
+    is_hopper: bool
+    jax: str
+
+    @property
+    def text(self) -> str:
+        return f"{self.ms:.4g} ms, {self.fraction:.3f} of the matmul"
+
+
+def _measured(
+    answer: dict[str, Any], problem: LinearCompressionProblem, matmul_size: int = 8192
+) -> list[_Measured | str]:
+    """What became of every candidate of a worker's answer: times, or the text of its failure."""
+    if "failure" in answer:
+        return [answer["failure"]]
+    matmul_rate = 2 * matmul_size**3 / statistics.median(answer["matmul_ms"])
+    outcomes: list[_Measured | str] = []
+    for result in answer["results"]:
+        if "failure" in result:
+            outcomes.append(result["failure"])
+            continue
+        ms = statistics.median(result["ms"])
+        fraction = problem.useful_flops / ms / matmul_rate
+        is_hopper = answer["compute_capability"] == "9.0"
+        outcomes.append(_Measured(ms, fraction, answer["device"], is_hopper, answer["jax"]))
+    return outcomes
+
+
+def _decide(
+    problem: LinearCompressionProblem,
+    xla: _Measured,
+    kernels: Sequence[tuple[LinearCompressionConfig, _Measured]],
+) -> table.Row:
+    """The row of the fastest kernel, or of XLA where that is faster by more than the margin."""
+    winner: tuple[Candidate, _Measured] = (None, xla)
+    if kernels:
+        config, outcome = max(kernels, key=lambda entry: entry[1].fraction)
+        if outcome.fraction * (1 + XLA_MARGIN) >= xla.fraction:
+            winner = (config, outcome)
+    config_or_xla, measured = winner
+    return table.Row(
+        problem,
+        config_or_xla,
+        measured.device,
+        datetime.datetime.now(datetime.UTC).date().isoformat(),
+        measured.jax,
+        round(measured.ms, 5),
+        round(measured.fraction, 4),
+        round(xla.ms, 5),
+    )
+
+
+def _brief(config: LinearCompressionConfig) -> str:
+    launches = "single" if config.single_launch else "two"
+    return (
+        f"block_m {config.block_m} cluster {config.cluster} stages {config.num_stages} "
+        f"epilogue {config.epilogue_rows} launch {launches}"
+    )
+
+
+@contextlib.contextmanager
+def console_progress(title: str = "tuning") -> Iterator[Progress]:
+    """A progress bar on a terminal, one plain line for every candidate when piped."""
+    if not sys.stdout.isatty():
+
+        def plain(done: int, total: int, text: str) -> None:
+            print(f"{title} {done}/{total} {text}", flush=True)
+
+        yield plain
+        return
+    import rich.progress  # Here, since only a terminal needs it.
+
+    with rich.progress.Progress() as bar:
+        task = bar.add_task(title, total=None)
+
+        def fancy(done: int, total: int, text: str) -> None:
+            bar.update(task, completed=done, total=total)
+            bar.console.print(text, markup=False, highlight=False)
+
+        yield fancy
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of a worker process."""
+    parser = argparse.ArgumentParser(description="Worker of the autotuner; started by it.")
+    parser.add_argument("--worker", required=True, metavar="JSON", help="the task")
+    return worker(parser.parse_args(argv).worker)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

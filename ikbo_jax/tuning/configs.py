@@ -1,0 +1,149 @@
+"""Problem descriptions, kernel configurations, and the one rule that says which of them are legal.
+
+The dispatch table, the autotuner and the kernels' host side all ask `illegal_reason`; nothing else
+decides whether a configuration may run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+#: Shared memory one CTA may use on Hopper, bytes (227 KiB of the SM's 256 KiB).
+MAX_SMEM_BYTES = 227 * 1024
+#: Every shared memory allocation starts at a multiple of this, which TMA and WGMMA swizzles need.
+SMEM_ALIGNMENT = 1024
+#: Rows of one consumer warpgroup's tile: the m of a WGMMA instruction.
+WGMMA_M = 64
+#: Warpgroups that multiply; one more feeds them.
+NUM_CONSUMERS = 2
+#: Embedding rows of a pipeline stage: one swizzled row of shared memory, 128 bytes.
+BLOCK_K = 64
+#: Staging buffers of a consumer warpgroup: one is written while the other is on its way out.
+STAGING_SLOTS = 2
+#: Wider tiles spill: of a consumer thread's 240 registers, accumulator and fragment take 196 at 224.
+MAX_BLOCK_M = 224
+KERNEL_DTYPES = ("bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearCompressionProblem:
+    """Sizes of a (multi-level) linear compression; levels run from coarsest to finest.
+
+    Attributes:
+      batches: rows of every level, e.g. (U, B).
+      ks: embedding rows K of every level, e.g. (K_user, K_cand).
+      m: compressed rows.
+      n: embedding width.
+      dtype: name of the inputs' dtype.
+    """
+
+    batches: tuple[int, ...]
+    ks: tuple[int, ...]
+    m: int
+    n: int
+    dtype: str
+
+    @property
+    def useful_flops(self) -> int:
+        """Multiply-adds times two, every level at its own batch: no padding, no copies."""
+        return sum(2 * b * k * self.m * self.n for b, k in zip(self.batches, self.ks, strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearCompressionConfig:
+    """Tuning parameters of the linear-compression kernel.
+
+    Attributes:
+      block_m: compressed rows of a CTA tile, the n of a WGMMA instruction; a multiple of 16.
+      num_stages: stages of the shared memory ring, each 64 embedding rows deep.
+      epilogue_rows: compressed rows that leave in one store; divides block_m.
+      single_launch: computes the last two levels in one launch instead of one launch a level.
+      cluster: CTAs that share weight tiles through multicast, 1 or 2.
+    """
+
+    block_m: int = 224
+    num_stages: int = 4
+    epilogue_rows: int = 56
+    single_launch: bool = True
+    cluster: int = 2
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory of one CTA: ring, staging buffers and barriers."""
+        row = BLOCK_K * 2  # bytes of a row of any tile, 64 elements of 16 bits
+        ring = self.num_stages * (self.block_m + NUM_CONSUMERS * BLOCK_K) * row
+        staging = NUM_CONSUMERS * STAGING_SLOTS * self.epilogue_rows * row
+        return ring + -(-staging // SMEM_ALIGNMENT) * SMEM_ALIGNMENT + SMEM_ALIGNMENT
+
+
+def illegal_reason(
+    problem: LinearCompressionProblem, config: LinearCompressionConfig
+) -> str | None:
+    """Why the kernel cannot run `problem` with `config`; None if it can."""
+    if problem.dtype not in KERNEL_DTYPES:
+        return f"the kernel takes {' and '.join(KERNEL_DTYPES)}, but the inputs are {problem.dtype}"
+    if problem.n % 8:
+        return f"the kernel needs N to be a multiple of 8 (16 bytes, for TMA), but N={problem.n}"
+    if min(problem.ks) < 1:
+        return f"the kernel needs K of at least 1 at every level, but K={problem.ks}"
+    if config.block_m % 16 or not 16 <= config.block_m <= MAX_BLOCK_M:
+        return (
+            f"block_m must be a multiple of 16 from 16 to {MAX_BLOCK_M}, where accumulators and a "
+            f"finished tile still fit the registers, but is {config.block_m}"
+        )
+    if (
+        config.epilogue_rows < 8
+        or config.epilogue_rows % 8
+        or config.block_m % config.epilogue_rows
+    ):
+        return (
+            f"epilogue_rows must be a multiple of 8 that divides block_m={config.block_m}, "
+            f"but is {config.epilogue_rows}"
+        )
+    if config.num_stages < 2:
+        return f"num_stages must be at least 2, but is {config.num_stages}"
+    if config.cluster not in (1, 2):
+        return f"cluster must be 1 or 2, but is {config.cluster}"
+    if config.smem_bytes > MAX_SMEM_BYTES:
+        return (
+            f"{config} needs {config.smem_bytes} bytes of shared memory, "
+            f"but a CTA has {MAX_SMEM_BYTES}"
+        )
+    return None
+
+
+def candidate_configs(problem: LinearCompressionProblem) -> Iterator[LinearCompressionConfig]:
+    """Yields the legal configurations worth timing for `problem`, the likeliest best first.
+
+    The first one is what runs where nothing was measured nearby; the autotuner times them in this
+    order. Configurations that differ from the first in one respect come before those that differ
+    in two.
+    """
+
+    # A k-step of 16 reads its 64 x 16 embedding operand from shared memory in the 16 cycles that
+    # the tensor core needs for 32 rows of M, so a tile costs about 32 rows more than it has.
+    def cost(block_m: int) -> int:
+        return -(-problem.m // block_m) * (block_m + 32)
+
+    block_ms = sorted(
+        range(16, MAX_BLOCK_M + 1, 16), key=lambda block_m: (cost(block_m), -block_m)
+    )[:3]
+    stages = (4, 5, 3)
+    single_launches = (True, False) if len(problem.batches) > 1 else (False,)
+    clusters = (2, 1)
+    ranked: list[tuple[int, LinearCompressionConfig]] = []
+    for (i, block_m), (j, num_stages), (k, single_launch), (c, cluster) in itertools.product(
+        enumerate(block_ms), enumerate(stages), enumerate(single_launches), enumerate(clusters)
+    ):
+        divisors = [rows for rows in range(8, block_m + 1, 8) if block_m % rows == 0]
+        divisors.sort(key=lambda rows: max(rows / 56, 56 / rows))  # 56 was best beside 224
+        configs = [
+            LinearCompressionConfig(block_m, num_stages, rows, single_launch, cluster)
+            for rows in divisors
+        ]
+        legal = [config for config in configs if illegal_reason(problem, config) is None]
+        ranked.extend((i + j + k + c + rank, config) for rank, config in enumerate(legal[:2]))
+    ranked.sort(key=lambda entry: entry[0])
+    yield from (config for _, config in ranked)

@@ -1,0 +1,378 @@
+"""The benchmark, on shapes for a CPU, and the report that it makes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import linear_compression, report, timing, torch_baseline
+from benchmarks import linear_compression_providers as providers
+from ikbo_jax.tuning.configs import LinearCompressionProblem
+
+TINY = LinearCompressionProblem((2, 6), (7, 5), 9, 16, "bfloat16")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("IKBO_JAX_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv(timing.COMMIT_VARIABLE, "0123456789abcdef")
+
+
+@pytest.fixture
+def tiny_run(tmp_path, monkeypatch):
+    """A results file of real measurements of tiny shapes."""
+    monkeypatch.setattr(timing, "COPY_BYTES", 2**12)
+    monkeypatch.setattr(linear_compression, "DEFAULT", TINY)
+    monkeypatch.setattr(linear_compression, "shrink", lambda point: point)
+    monkeypatch.setattr(
+        linear_compression, "points", lambda sweep, dtype: iter((point(sweep, dtype),))
+    )
+    path = tmp_path / "results" / "run.json"
+    linear_compression.run(("default", "m", "ratio"), ("bfloat16",), out=path, quick=True)
+    assert not path.with_name("run.json.tmp").exists()
+    return path
+
+
+def point(sweep: str, dtype: str = "bfloat16", index: str = "ragged") -> linear_compression.Point:
+    problem = dataclasses.replace(TINY, dtype=dtype)
+    return linear_compression.Point(sweep, "tiny", problem, index)
+
+
+# Timing.
+
+
+def test_compare_alternates_and_gives_one_sample_a_round():
+    order = []
+
+    def thunk(name: str):
+        def run() -> jax.Array:
+            if not order or order[-1] != name:
+                order.append(name)
+            return jnp.zeros(())
+
+        return run
+
+    found = timing.compare({"a": thunk("a"), "b": thunk("b")}, window_s=0.001, rounds=3)
+    assert order == ["a", "b"] * 3
+    assert {name: len(ms) for name, ms in found.items()} == {"a": 3, "b": 3}
+    assert all(ms > 0 for samples in found.values() for ms in samples)
+
+
+def test_rates():
+    assert timing.tflops(2e12, 1.0) == pytest.approx(2000)
+    assert timing.matmul_tflops(1.0, 1000) == pytest.approx(2.0)
+    copy = timing.copy_ceiling(2**12, window_s=0.001, rounds=1)
+    assert copy["bytes"] == 2**12
+    assert copy["tb_per_s"] == pytest.approx(2 * 2**12 / copy["ms"][0] / 1e9)
+
+
+def test_commit_can_be_given_and_is_found(monkeypatch):
+    assert timing.commit() == "0123456789abcdef"
+    monkeypatch.delenv(timing.COMMIT_VARIABLE)
+    assert timing.commit()
+
+
+def test_environment_names_the_device():
+    env = timing.environment()
+    assert env["device"] == jax.devices()[0].device_kind
+    assert env["jax"] == jax.__version__
+    assert env["platform"] == "cpu"
+    assert env["driver"] is None
+
+
+def test_results_round_trip_and_foreign_schema(tmp_path):
+    path = tmp_path / "new" / "x.json"
+    content = {"a": [1.5, 2.5] * 40, "b": {"c": None, "d": [{"e": []}, {}]}}
+    timing.write_results(path, content)
+    assert timing.read_results(path) == {"schema": timing.SCHEMA, **content}
+    path.write_text('{"schema": 99}')
+    with pytest.raises(ValueError, match="schema 99, expected 1"):
+        timing.read_results(path)
+
+
+def test_kernel_time_needs_a_gpu():
+    assert timing.kernel_ms(jax.jit(jnp.sin), jnp.zeros(())) is None
+
+
+# The benchmark.
+
+
+def test_sweeps_hold_the_shapes_that_bars_speak_of():
+    sweeps = {name: list(linear_compression.points(name)) for name in linear_compression.SWEEPS}
+    assert sweeps["default"][0].problem == linear_compression.DEFAULT
+    assert [p.problem.m for p in sweeps["m"]] == [128, 256, 512, 1024]
+    assert [p.problem.ks[1] for p in sweeps["k"]] == [256, 1024, 2048]
+    assert [p.problem.n for p in sweeps["n"]] == [128, 256, 512]
+    assert [p.problem.batches[1] for p in sweeps["batch"]] == [256, 512, 1024, 2048, 4096]
+    assert [p.problem.batches for p in sweeps["batch"]][2] == (15, 1024)
+    users = [p.problem.batches[0] for p in sweeps["ratio"]]
+    assert users == [1024, 512, 103, 15, 2, 1]
+    assert sweeps["ratio"][-1].problem.batches == (1, 10_000)
+    assert [p.index for p in sweeps["index"]] == ["unsorted"]
+    with pytest.raises(ValueError, match="unknown sweep 'z'"):
+        next(linear_compression.points("z"))
+
+
+def test_inputs_follow_the_point():
+    inputs = linear_compression.make_inputs(point("default"))
+    assert [array.shape for array in inputs] == [(9, 5), (9, 7), (6, 5, 16), (2, 7, 16), (6,)]
+    assert sorted(inputs.cand_to_user.tolist()) == inputs.cand_to_user.tolist()
+    wide = dataclasses.replace(point("index", index="unsorted"))
+    wide = dataclasses.replace(wide, problem=dataclasses.replace(TINY, batches=(9, 200)))
+    index = linear_compression.make_inputs(wide).cand_to_user
+    assert sorted(index.tolist()) != index.tolist()
+    assert set(index.tolist()) <= set(range(9))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_every_provider_agrees_with_the_oracle_or_says_why_not(dtype):
+    measured = linear_compression.measure_point(
+        point("default", dtype),
+        providers.all_providers(dataclasses.replace(TINY, dtype=dtype)),
+        window_s=0.001,
+        rounds=1,
+        matmul_size=16,
+    )
+    records = {record["name"]: record for record in measured["providers"]}
+    expected = {"materialised", "materialised-aligned", "materialised-gemm", "xla", "ikbo"}
+    assert expected <= records.keys()
+    assert ("single-launch" in records) == (dtype != "float32")
+    for name, record in records.items():
+        assert "failure" not in record, record
+        if name in ("fused", "single-launch"):
+            assert "Hopper" in record["skipped"]
+            continue
+        assert record["ok"], record
+        rate = timing.tflops(measured["useful_flops"], record["median_ms"])
+        assert record["tflops"] == pytest.approx(rate)
+        assert record["fraction"] == pytest.approx(rate / measured["matmul_tflops"])
+        assert len(record["ms"]) == 1
+
+
+def test_a_wrong_provider_is_caught_and_a_failing_one_recorded():
+    def wrong(*inputs: jax.Array) -> jax.Array:
+        return providers.XLA.fn(*inputs) + jnp.asarray(0.5, inputs[0].dtype)
+
+    def nan(*inputs: jax.Array) -> jax.Array:
+        return providers.XLA.fn(*inputs) * jnp.asarray(jnp.nan, inputs[0].dtype)
+
+    def failing(*inputs: jax.Array) -> jax.Array:
+        raise RuntimeError("broken")
+
+    contenders = [
+        providers.Provider(fn.__name__, "", fn) for fn in (wrong, nan, failing, providers.XLA.fn)
+    ]
+    found = linear_compression.measure_point(
+        point("default"), contenders, window_s=0.001, rounds=1, matmul_size=16
+    )
+    ok = [record.get("ok") for record in found["providers"]]
+    assert ok == [False, False, None, True]
+    assert found["providers"][2]["failure"] == "RuntimeError: broken"
+    results = {"points": [found], "environment": {"platform": "cpu"}}
+    assert not linear_compression.is_sound(results)
+    assert linear_compression.format_table(results).count("WRONG RESULT") == 2
+
+
+def test_the_oracle_is_the_equation():
+    inputs = linear_compression.make_inputs(point("default", "float32"))
+    exact, bound = providers.oracle(inputs, [0, 5])
+    user = int(inputs.cand_to_user[5])
+    by_hand = np.einsum("mk,kn->mn", inputs.w_cand, inputs.e_cand[5])
+    by_hand += np.einsum("mk,kn->mn", inputs.w_user, inputs.e_user[user])
+    np.testing.assert_allclose(exact[1], by_hand, atol=1e-5)
+    assert 0 < bound < 1e-5
+
+
+def test_torch_baseline_is_optional():
+    inputs = linear_compression.make_inputs(point("default"))
+    found = torch_baseline.contenders(inputs, [0], np.zeros((1, 9, 16)), 1.0, 8)
+    for record, _ in found:
+        assert record["name"].startswith("torch")
+        assert record.get("ok", True)
+
+
+def test_run_writes_every_point(tiny_run):
+    results = timing.read_results(tiny_run)
+    assert [p["sweep"] for p in results["points"]] == ["default", "m", "ratio"]
+    assert results["environment"]["commit"] == "0123456789abcdef"
+    assert results["protocol"]["rounds"] == 1
+    assert linear_compression.is_sound(results)
+    assert results["points"][0]["problem"]["batches"] == [2, 6]
+
+
+def test_sizes_that_sweeps_share_are_timed_once(tmp_path, monkeypatch):
+    real, measured = linear_compression.measure_point, []
+
+    def counted(point, *args, **kwargs):
+        measured.append(point.label)
+        return real(point, *args, **kwargs)
+
+    monkeypatch.setattr(timing, "COPY_BYTES", 2**12)
+    monkeypatch.setattr(linear_compression, "measure_point", counted)
+    monkeypatch.setattr(
+        linear_compression, "shrink", lambda p: dataclasses.replace(p, problem=TINY)
+    )
+    out = tmp_path / "r.json"
+    results = linear_compression.run(("default", "n"), ("bfloat16",), out=out, quick=True)
+    assert measured == ["bfloat16"]
+    assert [p["label"] for p in results["points"]] == ["bfloat16", "N=128", "N=256", "N=512"]
+    assert [p["sweep"] for p in results["points"]] == ["default", "n", "n", "n"]
+
+
+def test_budget_leaves_points_out_and_says_so(tmp_path):
+    out = tmp_path / "r.json"
+    results = linear_compression.run(("m",), ("bfloat16",), out=out, quick=True, budget_s=-1.0)
+    assert results["points"] == []
+    assert timing.read_results(out)["left_out"] == ["m M=128", "m M=256", "m M=512", "m M=1024"]
+
+
+def record(name: str, ms: float, fraction: float) -> dict:
+    return {
+        "name": name,
+        "stage": name,
+        "ms": [ms],
+        "median_ms": ms,
+        "tflops": 1.0,
+        "fraction": fraction,
+        "temp_bytes": 2**20,
+        "error": 0.5,
+        "bound": 1.0,
+        "ok": True,
+    }
+
+
+def synthetic() -> dict:
+    """Results with made-up figures: every stage at the default shape, two sweeps."""
+
+    def at(sweep: str, label: str, *records: dict, config: dict | None = None) -> dict:
+        return {
+            "sweep": sweep,
+            "label": label,
+            "index": "ragged",
+            "problem": {
+                "batches": [15, 1024], "ks": [1178, 866], "m": 433, "n": 256, "dtype": "bfloat16"
+            },
+            "useful_flops": 1,
+            "user_result_bytes": 2**20,
+            "table": {"config": config, "note": ""},
+            "matmul_ms": [1.0],
+            "matmul_tflops": 600.0,
+            "providers": list(records),
+        }  # fmt: skip
+
+    default = at(
+        "default",
+        "bfloat16",
+        record("materialised", 4.0, 0.1),
+        record("xla", 2.0, 0.2),
+        record("single-launch", 0.5, 0.8),
+        record("ikbo", 0.5, 0.8),
+        {"name": "torch", "stage": "PyTorch", "skipped": "no PyTorch"},
+        config={},
+    )
+    m = at("m", "M=128", record("xla", 1.0, 0.3), record("ikbo", 1.01, 0.3))
+    b = at("batch", "B=256", record("xla", 1.0, 0.3), record("ikbo", 0.5, 0.6), config={})
+    return {
+        "schema": timing.SCHEMA,
+        "op": "linear_compression",
+        "environment": {
+            "device": "Card", "platform": "gpu", "driver": "1.2", "jax": "0.11.2",
+            "commit": "0123456789abcdef", "date": "2026-01-02T03:04:05+00:00",
+        },
+        "protocol": {"window_s": 0.2, "rounds": 3, "matmul_size": 8192},
+        "copy": {"tb_per_s": 4.25},
+        "points": [default, m, b],
+        "left_out": [],
+    }  # fmt: skip
+
+
+def test_bars_stand_beside_what_was_reached():
+    points = synthetic()["points"]
+    reached = [linear_compression.bar(p, points) for p in points]
+    assert reached == [
+        "fraction 0.800, bar 0.82",
+        "1.010 of XLA's time, bar 1.02",
+        "0.750 of the default's fraction, bar 0.85",
+    ]
+    text = linear_compression.format_table(synthetic())
+    assert "fraction 0.800, bar 0.82" in text
+    assert "skipped: no PyTorch" in text
+
+
+# The report.
+
+
+def test_blocks_are_replaced_and_others_kept():
+    text = (
+        "before\n<!-- begin generated: a -->\nold\n<!-- end generated: a -->\nbetween\n"
+        "<!-- begin generated: b -->\nkept\n<!-- end generated: b -->\nafter\n"
+    )
+    found = report.replace_blocks(text, {"a": "new\n", "c": "nowhere\n"})
+    assert found == text.replace("old", "new")
+    assert report.replace_blocks(found, {"a": "new\n"}) == found
+    with pytest.raises(ValueError, match="1 generated blocks begin and 0 end"):
+        report.replace_blocks("<!-- begin generated: a -->\nold\n", {})
+    with pytest.raises(ValueError, match="names differ"):
+        report.replace_blocks(text.replace("end generated: b", "end generated: c"), {})
+
+
+def test_report_writes_documents_and_plots(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    names = sorted(report.blocks(synthetic(), "README.md"))
+    body = "".join(f"<!-- begin generated: {n} -->\n<!-- end generated: {n} -->\n" for n in names)
+    (tmp_path / "docs").mkdir()
+    for document in report.DOCUMENTS:
+        (tmp_path / document).write_text(body)
+    file = tmp_path / "r.json"
+    file.write_text(json.dumps(synthetic()))
+    arguments = [str(file), "--root", str(tmp_path)]
+    assert report.main([*arguments, "--check"]) == 1
+    assert (tmp_path / "README.md").read_text() == body
+    assert report.main(arguments) == 0
+    assert report.main([*arguments, "--check"]) == 0
+    readme, page = ((tmp_path / document).read_text() for document in report.DOCUMENTS)
+    assert "| single launch | 0.500 | 8.0× | 0.80 |" in readme
+    assert "(docs/images/linear_compression_stages.svg)" in readme
+    assert "(images/linear_compression_stages.svg)" in page
+    assert "commit `0123456789ab`, 2026-01-02" in readme
+    assert "| m: M=128 | 1.0100 | 1.0000 | 0.300 | XLA | 1.010 of XLA's time, bar 1.02 |" in page
+    assert "| torch | PyTorch | not run: no PyTorch |" in page
+    assert "4.25 TB/s" in page
+    first = {path.name: path.read_bytes() for path in (tmp_path / "docs/images").iterdir()}
+    assert sorted(first) == ["linear_compression_stages.svg", "linear_compression_sweeps.svg"]
+    assert all(b"<svg" in drawing for drawing in first.values())
+    assert report.main(arguments) == 0
+    again = {path.name: path.read_bytes() for path in (tmp_path / "docs/images").iterdir()}
+    assert first == again, "the same results make the same files"
+    capsys.readouterr()
+
+
+def test_report_reads_what_the_benchmark_writes(tiny_run):
+    results = timing.read_results(tiny_run)
+    for body in report.blocks(results, "README.md").values():
+        assert body.endswith("\n")
+    assert "tiny" in report.sweeps(results)
+
+
+@pytest.mark.parametrize("document", report.DOCUMENTS)
+def test_own_documents_have_sound_blocks_of_known_names(document):
+    path = report.ROOT / document
+    if not path.exists():
+        pytest.skip(f"no {document}")
+    text = path.read_text(encoding="utf-8")
+    assert report.replace_blocks(text, {}) == text
+    known = report.blocks(synthetic(), document)
+    names = {match["name"] for match in report._BLOCK.finditer(text)}
+    assert {n for n in names if n.startswith("linear-compression")} <= known.keys()
+
+
+def test_committed_results_are_readable():
+    for path in sorted((report.ROOT / "benchmarks/results").glob("linear_compression*.json")):
+        results = timing.read_results(path)
+        assert results["environment"]["device"]
+        assert linear_compression.is_sound(results)

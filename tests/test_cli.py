@@ -1,0 +1,232 @@
+"""The command `ikbo-jax`: what it prints, and its exit status."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ikbo_jax import cli, demo
+from ikbo_jax._timing import sustained_ms
+from ikbo_jax.ops import dispatch
+from ikbo_jax.tuning import autotune
+from ikbo_jax.tuning.configs import LinearCompressionProblem
+
+SIZES = ["--m", "9", "--n", "8", "--k-cand", "7", "--k-user", "11"]
+TINY = ["demo", "--candidates", "24", "--users", "5", *SIZES]
+TUNE = ["tune", "linear-compression", "--b", "24", "--u", "5", *SIZES]
+RUN_EVERYWHERE = ["1  materialised", "1b aligned K", "2  decomposed"]
+KERNELS = ["3 fused", "4 single launch"]
+ESCAPE = "\x1b"
+
+
+@pytest.fixture
+def untimed(monkeypatch):
+    """Timing is the slow part of the demo, and most tests do not ask for it."""
+    monkeypatch.setattr(demo, "sustained_ms", lambda fn, *args, **kwargs: [1.0])
+
+
+def test_demo_runs_every_stage_in_a_pipe():
+    command = [sys.executable, "-m", "ikbo_jax", *TINY, "--dtype", "bfloat16"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert ESCAPE not in result.stdout
+    assert "24 candidates of 5 users" in lines[1]
+    for name in RUN_EVERYWHERE:
+        assert any(line.startswith(name) for line in lines), result.stdout
+    assert all(name in result.stdout for name in ("fused", "single launch"))
+    assert "4.8 candidates a user: all stages agree" in lines[-1]
+
+
+def test_demo_says_why_the_kernels_did_not_run(untimed, monkeypatch, capsys):
+    monkeypatch.setattr(demo, "hopper_unavailable_reason", lambda: "this is a toaster")
+    assert cli.main(TINY) == cli.OK
+    assert f"not run: {', '.join(KERNELS)}: this is a toaster" in capsys.readouterr().out
+
+
+def test_demo_says_what_the_kernel_cannot_do(untimed, monkeypatch, capsys):
+    real = demo.linear_compression
+
+    def refuses(*args, implementation=None, **kwargs):
+        if implementation == "mosaic_gpu":
+            raise NotImplementedError("no such tile")
+        return real(*args, implementation=implementation, **kwargs)
+
+    monkeypatch.setattr(demo, "hopper_unavailable_reason", lambda: None)
+    monkeypatch.setattr(demo, "illegal_reason", lambda problem, config: None)
+    monkeypatch.setattr(demo, "linear_compression", refuses)
+    assert cli.main(TINY) == cli.OK
+    assert f"not run: {', '.join(KERNELS)}: no such tile" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("wrong", [1.0, float("nan")], ids=["off by one", "nan"])
+def test_a_planted_disagreement_fails(untimed, monkeypatch, capsys, wrong):
+    real = demo.linear_compression
+    monkeypatch.setattr(
+        demo,
+        "linear_compression",
+        lambda *args, **kwargs: real(*args, **kwargs).at[3, 2].add(wrong),
+    )
+    assert cli.main(TINY) == cli.DISAGREES
+    out = capsys.readouterr().out
+    assert "WRONG" in out
+    assert "DISAGREEMENT: decomposed outside the allowed error" in out.splitlines()[-1]
+
+
+def test_a_wrong_baseline_cannot_vouch_for_itself(untimed, monkeypatch, capsys):
+    real = demo.materialised
+
+    def wrong_unless_oracle(*args, precision=None, **kwargs):
+        return real(*args, precision=precision, **kwargs) + (100 if precision is None else 0)
+
+    monkeypatch.setattr(demo, "materialised", wrong_unless_oracle)
+    assert cli.main(TINY) == cli.DISAGREES
+    assert "DISAGREEMENT" in capsys.readouterr().out
+
+
+def test_demo_on_a_terminal_draws_a_table(untimed, monkeypatch, capsys):
+    monkeypatch.setattr(cli, "_is_terminal", lambda: True)
+    assert cli.main(TINY) == cli.OK
+    out = capsys.readouterr().out
+    assert "─" in out
+    assert all(name in out for name in RUN_EVERYWHERE)
+
+
+def test_requests_are_seeded_and_ragged():
+    request = demo.FULL
+    counts = demo.candidate_counts(request)
+    assert counts.sum() == request.candidates
+    assert len(set(counts.tolist())) > 1
+    np.testing.assert_array_equal(counts, demo.candidate_counts(request))
+    assert (counts != demo.candidate_counts(dataclasses.replace(request, seed=1))).any()
+
+
+def test_inputs_have_the_sizes_of_the_request():
+    request = dataclasses.replace(demo.SMALL, dtype="float16")
+    inputs = demo.make_inputs(request)
+    assert inputs.w_cand.shape == (request.m, request.k_cand)
+    assert inputs.w_user.shape == (request.m, request.k_user)
+    assert inputs.e_cand.shape == (request.candidates, request.k_cand, request.n)
+    assert inputs.e_user.shape == (request.users, request.k_user, request.n)
+    assert inputs.cand_to_user.shape == (request.candidates,)
+    assert inputs.cand_to_user.dtype == jnp.int32
+    assert {x.dtype for x in inputs[:4]} == {jnp.dtype(jnp.float16)}
+
+
+def test_bytes_moved_are_counted_by_hand():
+    # One candidate of one user, every size 1, bfloat16: two weights, two embeddings, one output,
+    # the index; the user's float32 partial result goes out and comes back.
+    request = demo.Request(1, 1, 1, 1, 1, 1, "bfloat16")
+    moved = {stage.name.split(maxsplit=1)[1]: stage.bytes_moved for stage in demo.stages(request)}
+    inputs_and_output = 2 * 5 + 4
+    assert moved == {
+        "materialised": inputs_and_output + 2 * 2 * 2,
+        "aligned K": inputs_and_output + 2 * 2 * 8,
+        "decomposed": inputs_and_output + 2 * 4 + 2 * 4,
+        "fused": inputs_and_output + 2 * 4,
+        "single launch": inputs_and_output + 2 * 4,
+    }
+
+
+def test_each_stage_of_the_full_request_moves_less():
+    moved = [stage.bytes_moved for stage in demo.stages(demo.FULL)]
+    assert moved[1] > moved[0] > moved[2] > moved[3] == moved[4]
+
+
+@pytest.mark.parametrize("flag", ["--candidates", "--users", "--m", "--n", "--k-cand", "--k-user"])
+def test_sizes_must_be_positive(capsys, flag):
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main(["demo", flag, "0"])
+    assert exit_info.value.code == cli.UNUSABLE
+    assert "0 is not a positive number" in capsys.readouterr().err
+
+
+def test_info_names_device_versions_kernels_and_cache(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("IKBO_JAX_CACHE_DIR", str(tmp_path))
+    assert cli.main(["info"]) == cli.OK
+    out = capsys.readouterr().out
+    assert ESCAPE not in out
+    assert jax.__version__ in out
+    assert cli.__version__ in out
+    assert jax.devices()[0].platform in out
+    assert str(tmp_path) in out
+    reason = dispatch.hopper_unavailable_reason()
+    assert ("not usable: " + reason if reason else "mosaic_gpu  usable") in out
+
+
+def test_tune_off_hopper_exits_2_with_the_reason(monkeypatch, capsys):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # tune sets it: restore it
+    monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: "this is a toaster")
+    assert cli.main(TUNE) == cli.UNUSABLE
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == "ikbo-jax tune: this is a toaster\n"
+
+
+def test_tune_passes_the_problem_on_and_prints_the_result(monkeypatch, capsys):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    asked = []
+
+    def tune(problem, *, progress):
+        asked.append(problem)
+        progress(1, 2, "tile one")
+        return {"ms": 0.5, "fraction": 0.75}
+
+    monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
+    monkeypatch.setattr(autotune, "tune_linear_compression", tune)
+    assert cli.main([*TUNE, "--dtype", "float16"]) == cli.OK
+    assert asked == [LinearCompressionProblem((5, 24), (11, 7), 9, 8, "float16")]
+    out = capsys.readouterr().out
+    assert "tile one" in out
+    assert "0.5 ms, 0.750 of the" in out.splitlines()[-1]
+
+
+@pytest.mark.parametrize("error", [OSError("the cache is read-only"), RuntimeError("no XLA")])
+def test_tune_reports_what_stopped_it(monkeypatch, capsys, error):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+    def tune(problem, *, progress):
+        raise error
+
+    monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
+    monkeypatch.setattr(autotune, "tune_linear_compression", tune)
+    assert cli.main(TUNE) == cli.UNUSABLE
+    assert str(error) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("missing", ["--b", "--u"])
+def test_tune_needs_every_size(capsys, missing):
+    at = TUNE.index(missing)
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main(TUNE[:at] + TUNE[at + 2 :])
+    assert exit_info.value.code == cli.UNUSABLE
+
+
+def test_sustained_ms_fills_its_windows():
+    calls = 0
+
+    def fn(x):
+        nonlocal calls
+        calls += 1
+        return x
+
+    samples = sustained_ms(fn, jnp.zeros(()), window_s=0.02, windows=2)
+    assert len(samples) == 2
+    assert all(sample > 0 for sample in samples)
+    # A window is full: its calls, at the time each took, make up at least 20 ms.
+    assert calls * max(samples) >= 2 * 20
+
+
+@pytest.mark.gpu
+def test_demo_runs_the_kernels(capsys):
+    sizes = ["--m", "65", "--n", "128", "--k-cand", "66", "--k-user", "130"]
+    assert cli.main(["demo", "--candidates", "40", "--users", "3", *sizes]) == cli.OK
+    out = capsys.readouterr().out
+    assert "not run" not in out
+    assert "4  single launch" in out

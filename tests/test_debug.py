@@ -1,0 +1,77 @@
+"""`debug.check_index`: eager, under checkify, and inside a plain jit."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import checkify
+
+import ikbo_jax as ikbo
+
+GOOD = np.array([2, 0, 1, 2], np.int32)
+
+
+@pytest.mark.parametrize("as_array", [np.asarray, jnp.asarray])
+@pytest.mark.parametrize(("position", "value"), [(0, 3), (3, -1), (2, 2**31 - 1), (1, -(2**31))])
+def test_eager_names_position_value_and_bound(as_array, position: int, value: int) -> None:
+    index = GOOD.copy()
+    index[position] = value
+    message = rf"cand_to_user\[{position}\] is {value}, outside \[0, 3\); 1 of 4"
+    with pytest.raises(ValueError, match=message):
+        ikbo.debug.check_index(as_array(index), 3)
+
+
+def test_eager_names_the_first_of_many_in_any_rank() -> None:
+    with pytest.raises(ValueError, match=r"cand_to_user\[1, 0\] is 9, outside \[0, 3\); 2 of 4"):
+        ikbo.debug.check_index(np.array([[0, 1], [9, -4]]), 3)
+
+
+@pytest.mark.parametrize(
+    ("index", "num_users"), [(GOOD, 3), (np.zeros(0, np.int32), 0), (np.zeros(1, np.int32), 1)]
+)
+def test_good_index_passes(index: np.ndarray, num_users: int) -> None:
+    assert ikbo.debug.check_index(jnp.asarray(index), num_users) is None
+
+
+def test_no_user_is_in_an_empty_range() -> None:
+    with pytest.raises(ValueError, match=r"cand_to_user\[0\] is 0, outside \[0, 0\)"):
+        ikbo.debug.check_index(np.zeros(2, np.int32), 0)
+
+
+@pytest.mark.parametrize("wrong", [[0, 1], np.zeros(2, np.float32), None])
+def test_not_an_index(wrong) -> None:
+    with pytest.raises(TypeError, match="array of integers"):
+        ikbo.debug.check_index(wrong, 3)
+
+
+def gather(index: jax.Array) -> jax.Array:
+    ikbo.debug.check_index(index, 3)
+    return index + 1
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["traced", "jit"])
+def test_checkify_finds_it(wrap) -> None:
+    checked = jax.jit(checkify.checkify(wrap(gather)))
+    error, out = checked(jnp.asarray(GOOD))
+    assert error.get() is None
+    np.testing.assert_array_equal(out, GOOD + 1)
+    error, _ = checked(jnp.asarray([0, 1, -7, 5], jnp.int32))
+    assert "cand_to_user.ravel()[2] is -7, outside [0, 3)" in error.get()
+
+
+def test_plain_jit_cannot_raise() -> None:
+    out = jax.jit(gather)(jnp.asarray([0, 1, -7, 5], jnp.int32))
+    np.testing.assert_array_equal(out, [1, 2, -6, 6])
+
+
+def test_checkify_goes_through_an_op() -> None:
+    def run(index: jax.Array) -> jax.Array:
+        ikbo.debug.check_index(index, 2)
+        ones = jnp.ones((2, 2), jnp.float32)
+        return ikbo.linear_compression(ones, ones, ones[None], jnp.stack([ones, ones]), index)
+
+    error, out = checkify.checkify(jax.jit(run))(jnp.asarray([2], jnp.int32))
+    assert "is 2, outside [0, 2)" in error.get()
+    np.testing.assert_array_equal(out, np.full((1, 2, 2), 4.0))

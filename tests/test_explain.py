@@ -1,0 +1,196 @@
+"""`explain` and the choices that it reports."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import types
+
+import jax
+import jax.numpy as jnp
+import problems
+import pytest
+
+import ikbo_jax as ikbo
+from ikbo_jax.ops import dispatch
+from ikbo_jax.tuning import table
+from ikbo_jax.tuning.configs import LinearCompressionConfig
+
+SMALL = problems.LinearCompressionShape(3, 7, 16, 11, 5, 8, "unsorted")
+INPUTS = problems.make_inputs(SMALL)
+
+
+def test_text_holds_op_sizes_implementation_and_reason(on_cpu) -> None:
+    assert str(ikbo.explain(ikbo.linear_compression, *INPUTS)) == (
+        "1. linear_compression: B=3,7 K=11,5 M=16 N=8 bfloat16\n"
+        "  implementation: xla\n"
+        "  reason: the Mosaic GPU kernels need a Hopper GPU, but the default device is a cpu"
+    )
+
+
+def test_no_op() -> None:
+    explanation = ikbo.explain(jnp.sin, jnp.ones(3))
+    assert explanation.plans == ()
+    assert str(explanation) == "no ikbo_jax op found"
+
+
+def model(w_cand, w_user, e_cand, e_user, index):
+    first = ikbo.linear_compression(w_cand, w_user, e_cand, e_user, index, implementation="xla")
+    terms = [ikbo.Term(w_user, e_user), ikbo.Term(w_cand, e_cand, index)]
+    return first + ikbo.multilevel_linear_compression(terms)
+
+
+OPS_OF_MODEL = ["linear_compression", "multilevel_linear_compression"]
+
+
+def test_calls_stand_in_program_order() -> None:
+    explanation = ikbo.explain(model, *INPUTS)
+    assert [plan.op for plan in explanation.plans] == OPS_OF_MODEL
+    assert explanation.plans[0].reason == "asked for by the caller"
+    assert [line[:2] for line in str(explanation).split("\n") if line[0].isdigit()] == ["1.", "2."]
+
+
+def test_sees_through_a_cached_jit() -> None:
+    compiled = jax.jit(model)
+    compiled(*INPUTS)
+    for _ in range(2):
+        assert [plan.op for plan in ikbo.explain(compiled, *INPUTS).plans] == OPS_OF_MODEL
+
+
+def scanned(*inputs):
+    return jax.lax.scan(lambda carry, _: (carry, model(*inputs)), 0, length=3)
+
+
+def conditional(*inputs):
+    return jax.lax.cond(inputs[4][0] > 0, lambda: model(*inputs), lambda: model(*inputs) * 2)
+
+
+def loss(*inputs):
+    return model(*inputs).astype(jnp.float32).sum()
+
+
+@pytest.mark.parametrize(
+    ("fn", "times"),
+    [
+        (jax.grad(loss), 1),
+        (jax.jit(jax.value_and_grad(loss, argnums=(1, 3))), 1),
+        (jax.checkpoint(loss), 1),
+        (scanned, 1),
+        (conditional, 2),
+    ],
+    ids=["grad", "jit_grad", "checkpoint", "scan", "cond"],
+)
+def test_sees_through_transformations(fn, times: int) -> None:
+    assert [plan.op for plan in ikbo.explain(fn, *INPUTS).plans] == OPS_OF_MODEL * times
+
+
+def test_vmap_shows_the_problem_that_runs() -> None:
+    batched = jax.tree.map(lambda x: jnp.stack([x] * 4), INPUTS)
+    shared_weights = jax.vmap(ikbo.linear_compression, (None, None, 0, 0, 0))
+    (plan,) = ikbo.explain(shared_weights, *INPUTS[:2], *batched[2:]).plans
+    assert plan.problem.batches == (12, 28)
+    (plan,) = ikbo.explain(
+        jax.vmap(functools.partial(ikbo.linear_compression, implementation="xla")), *batched
+    ).plans
+    assert plan.problem.batches == (3, 7)
+    assert plan.reason.endswith("4 of these at once, by vmap")
+
+
+def test_arguments_may_be_shapes_keywords_trees_and_anything_else() -> None:
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), INPUTS)
+
+    @functools.partial(jax.jit, static_argnames="how")
+    def run(arrays, *, index, how):
+        assert isinstance(how, str)
+        return {"out": ikbo.linear_compression(*arrays, index, implementation=how), "note": 1}
+
+    (plan,) = ikbo.explain(run, shapes[:4], index=shapes.cand_to_user, how="xla").plans
+    assert plan.implementation == "xla"
+
+
+def test_explaining_computes_nothing() -> None:
+    huge = problems.LinearCompressionShape(10**5, 10**7, 433, 1178, 866, 256)
+    arrays = [(huge.m, huge.k_cand), (huge.m, huge.k_user)]
+    arrays += [(huge.candidates, huge.k_cand, huge.n), (huge.users, huge.k_user, huge.n)]
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in arrays]
+    index = jax.ShapeDtypeStruct((huge.candidates,), jnp.int32)
+    (plan,) = ikbo.explain(ikbo.linear_compression, *shapes, index).plans
+    assert plan.problem.useful_flops == 2 * 433 * 256 * (10**7 * 866 + 10**5 * 1178)
+
+
+def test_kernel_shows_configuration_and_row(fake_hopper, monkeypatch) -> None:
+    config = LinearCompressionConfig(block_m=128, epilogue_rows=32)
+    note = "sm90.json, nearest row at distance 0.25"
+    choice = table.Choice(config, "sm90.json", False, note)
+    monkeypatch.setattr(table, "lookup", lambda problem: choice)
+    explanation = ikbo.explain(ikbo.linear_compression, *INPUTS)
+    assert str(explanation).split("\n")[1:] == [
+        "  implementation: mosaic_gpu",
+        f"  config: {config}",
+        f"  reason: {note}",
+    ]
+    own = LinearCompressionConfig(block_m=64, epilogue_rows=32)
+    (plan,) = ikbo.explain(functools.partial(ikbo.linear_compression, config=own), *INPUTS).plans
+    assert (plan.config, plan.reason) == (own, "configuration given by the caller")
+
+
+def test_table_may_prefer_xla_and_the_caller_may_not(fake_hopper, monkeypatch) -> None:
+    choice = table.Choice(None, "sm90.json", True, "sm90.json says that XLA is faster")
+    monkeypatch.setattr(table, "lookup", lambda problem: choice)
+    (plan,) = ikbo.explain(ikbo.linear_compression, *INPUTS).plans
+    assert (plan.implementation, plan.config, plan.reason) == ("xla", None, choice.note)
+    insist = functools.partial(ikbo.linear_compression, implementation="mosaic_gpu")
+    (plan,) = ikbo.explain(insist, *INPUTS).plans
+    assert plan.implementation == "mosaic_gpu"
+    assert plan.config == table.default_config(plan.problem)
+    assert choice.note in plan.reason
+
+
+def test_fallback_is_logged(on_cpu, caplog) -> None:
+    with caplog.at_level(logging.DEBUG, logger="ikbo_jax"):
+        ikbo.linear_compression(*INPUTS)
+        ikbo.linear_compression(*INPUTS, implementation="xla")
+    (record,) = caplog.records
+    assert record.levelno == logging.DEBUG
+    assert "linear_compression runs in XLA: the Mosaic GPU kernels need" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("device", "words"),
+    [
+        ({"platform": "cpu"}, ["need a Hopper GPU", "is a cpu"]),
+        ({"platform": "tpu"}, ["need a Hopper GPU", "is a tpu"]),
+        (
+            {"platform": "gpu", "device_kind": "NVIDIA A100", "compute_capability": "8.0"},
+            ["9.0", "NVIDIA A100 has 8.0"],
+        ),
+        (
+            {"platform": "gpu", "device_kind": "NVIDIA B200", "compute_capability": "10.0"},
+            ["9.0", "NVIDIA B200 has 10.0"],
+        ),
+        ({"platform": "gpu", "device_kind": "some GPU"}, ["9.0", "some GPU has unknown"]),
+    ],
+)
+def test_reason_names_the_device(monkeypatch, device: dict, words: list[str]) -> None:
+    monkeypatch.setattr(dispatch, "default_device", lambda: types.SimpleNamespace(**device))
+    reason = dispatch.hopper_unavailable_reason()
+    assert reason is not None
+    assert [word for word in words if word not in reason] == []
+
+
+def test_hopper_is_fine(monkeypatch) -> None:
+    device = types.SimpleNamespace(platform="gpu", compute_capability="9.0", core_count=132)
+    monkeypatch.setattr(dispatch, "default_device", lambda: device)
+    assert dispatch.hopper_unavailable_reason() is None
+    assert dispatch.num_sms() == 132
+
+
+def test_default_device_follows_jax() -> None:
+    cpu = jax.devices("cpu")[0]
+    assert dispatch.default_device() == jax.devices()[0]
+    for named in (cpu, "cpu"):
+        with jax.default_device(named):
+            assert dispatch.default_device() == cpu
+            reason = dispatch.hopper_unavailable_reason()
+            assert reason is not None
+            assert reason.endswith("is a cpu")

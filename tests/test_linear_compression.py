@@ -1,0 +1,313 @@
+"""The public ops on the XLA path, and the way to the kernel: values, gradients, memory, NaN."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import chex
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import problems
+import pytest
+
+import ikbo_jax as ikbo
+from ikbo_jax.reference import linear_compression as reference
+from ikbo_jax.tuning.configs import LinearCompressionConfig
+
+SHAPES = problems.LINEAR_COMPRESSION_SHAPES
+SMALL = problems.LinearCompressionShape(3, 7, 10, 11, 5, 8, "unsorted")
+
+
+def as_terms(weights, embeddings, parents) -> list[ikbo.Term]:
+    return [ikbo.Term(*level) for level in zip(weights, embeddings, parents, strict=True)]
+
+
+@pytest.mark.parametrize("dtype", problems.DTYPES)
+@pytest.mark.parametrize("name", SHAPES)
+def test_value_is_within_the_error_rule(name: str, dtype: str) -> None:
+    shape = SHAPES[name]
+    inputs = problems.make_inputs(shape, dtype)
+    out = ikbo.linear_compression(*inputs)
+    chex.assert_shape(out, (shape.candidates, shape.m, shape.n))
+    problems.assert_within_error_rule(
+        out, problems.numpy_oracle(*inputs.levels), reference.materialised(*inputs.levels)
+    )
+
+
+@hypothesis.given(data=st.data())
+def test_any_shape_and_index_is_within_the_error_rule(data: st.DataObject) -> None:
+    size = st.integers(1, 9)
+    users, candidates = data.draw(size, "users"), data.draw(st.integers(0, 9), "candidates")
+    m, k_user, k_cand, n = (data.draw(size, name) for name in ("m", "k_user", "k_cand", "n"))
+    dtype = data.draw(st.sampled_from(problems.DTYPES), "dtype")
+    values = st.one_of(st.integers(0, users - 1), st.integers(-(2**31), 2**31 - 1))
+    index = data.draw(st.lists(values, min_size=candidates, max_size=candidates), "index")
+    shape = problems.LinearCompressionShape(users, 1, m, k_user, k_cand, n)
+    inputs = problems.make_inputs(shape, dtype)
+    e_cand = problems.random_array(np.random.default_rng(1), (candidates, k_cand, n), dtype)
+    inputs = inputs._replace(e_cand=e_cand, cand_to_user=jnp.asarray(index, jnp.int32))
+    problems.assert_within_error_rule(
+        ikbo.linear_compression(*inputs),
+        problems.numpy_oracle(*inputs.levels),
+        reference.materialised(*inputs.levels) if candidates else jnp.zeros((0, m, n), dtype),
+    )
+
+
+@pytest.mark.parametrize("dtype", problems.DTYPES)
+@pytest.mark.parametrize("batches", [(5,), (3, 7), (2, 3, 5, 11)], ids=str)
+def test_multilevel_is_within_the_error_rule(batches: tuple[int, ...], dtype: str) -> None:
+    levels = problems.make_levels(batches, (12, 5, 9, 16)[: len(batches)], 10, 8, dtype)
+    out = ikbo.multilevel_linear_compression(as_terms(*levels))
+    problems.assert_within_error_rule(
+        out, problems.numpy_oracle(*levels), reference.materialised(*levels)
+    )
+
+
+def test_two_levels_are_the_special_case() -> None:
+    inputs = problems.make_inputs(SMALL)
+    out = ikbo.multilevel_linear_compression(as_terms(*inputs.levels))
+    np.testing.assert_array_equal(out, ikbo.linear_compression(*inputs))
+
+
+def test_numpy_arrays_are_welcome() -> None:
+    inputs = problems.make_inputs(SMALL, "float32")
+    out = ikbo.linear_compression(*map(np.asarray, inputs))
+    assert isinstance(out, jax.Array)
+    np.testing.assert_array_equal(out, ikbo.linear_compression(*inputs))
+
+
+@pytest.mark.parametrize(
+    ("users", "candidates", "m", "n"), [(3, 0, 4, 8), (0, 0, 4, 8), (3, 5, 0, 8), (3, 5, 4, 0)]
+)
+@pytest.mark.parametrize("implementation", [None, "xla"])
+def test_empty_result(users: int, candidates: int, m: int, n: int, implementation) -> None:
+    arrays = [
+        jnp.ones((m, 6), jnp.bfloat16),
+        jnp.ones((m, 5), jnp.bfloat16),
+        jnp.ones((candidates, 6, n), jnp.bfloat16),
+        jnp.ones((users, 5, n), jnp.bfloat16),
+    ]
+    index = jnp.zeros(candidates, jnp.int32)
+
+    def compress(*arrays):
+        return ikbo.linear_compression(*arrays, index, implementation=implementation)
+
+    out = compress(*arrays)
+    chex.assert_shape(out, (candidates, m, n))
+    assert out.dtype == jnp.bfloat16
+    gradients = jax.grad(lambda *x: compress(*x).sum(), argnums=(0, 1, 2, 3))(*arrays)
+    chex.assert_trees_all_equal(gradients, tuple(map(jnp.zeros_like, arrays)))
+
+
+def test_nan_reaches_the_candidates_of_its_user_alone() -> None:
+    inputs = problems.make_inputs(SHAPES["unsorted"])
+    poisoned = inputs._replace(e_user=inputs.e_user.at[2, 3, 4].set(jnp.nan))
+    out = np.asarray(ikbo.linear_compression(*poisoned), np.float32)
+    clean = np.asarray(ikbo.linear_compression(*inputs), np.float32)
+    of_user = np.asarray(inputs.cand_to_user) == 2
+    assert 0 < of_user.sum() < len(of_user)
+    assert np.isnan(out[of_user][:, :, 4]).all()
+    out[:, :, 4][of_user] = clean[:, :, 4][of_user]
+    np.testing.assert_array_equal(out, clean)
+
+
+def gradients_of(inputs, cotangent, compress):
+    """Gradients by the four arrays, in the order of weights and embeddings, coarsest first."""
+
+    def levels(weights, embeddings):
+        (w_user, w_cand), (e_user, e_cand) = weights, embeddings
+        return compress(w_cand, w_user, e_cand, e_user, inputs.cand_to_user)
+
+    _, pull_back = jax.vjp(levels, *inputs.levels[:2])
+    return pull_back(cotangent)
+
+
+@pytest.mark.parametrize("dtype", problems.DTYPES)
+@pytest.mark.parametrize(
+    "name", ["one_user", "odd_counts", "unsorted", "users_without_candidates", "tails_of_default"]
+)
+def test_gradients_are_within_the_error_rule(name: str, dtype: str) -> None:
+    shape = SHAPES[name]
+    inputs = problems.make_inputs(shape, dtype)
+    rng = np.random.default_rng(1)
+    cotangent = problems.random_array(rng, (shape.candidates, shape.m, shape.n), dtype)
+
+    def materialised(*arrays):
+        return reference.materialised(*problems.LinearCompressionInputs(*arrays).levels)
+
+    actual = gradients_of(inputs, cotangent, ikbo.linear_compression)
+    plain = gradients_of(inputs, cotangent, materialised)
+    expected = problems.numpy_oracle_gradients(*inputs.levels, cotangent)
+    chex.assert_trees_all_equal_shapes_and_dtypes(actual, plain)
+    jax.tree.map(problems.assert_within_error_rule, actual, expected, plain)
+
+
+def test_gradient_of_clamped_index_goes_where_the_value_came_from() -> None:
+    inputs = problems.make_inputs(SMALL, "float32")
+    wild = jnp.asarray([-1, 3, 1, 99, -(2**31), 2, 0], jnp.int32)
+    grad = jax.grad(lambda x: ikbo.linear_compression(*x).sum(), allow_int=True)
+    actual = grad(inputs._replace(cand_to_user=wild))
+    expected = grad(inputs._replace(cand_to_user=jnp.clip(wild, 0, 2)))
+    chex.assert_trees_all_equal(actual[:4], expected[:4])
+    assert actual.cand_to_user.dtype == jax.dtypes.float0
+
+
+def test_multilevel_gradients_by_terms() -> None:
+    levels = problems.make_levels((2, 3, 5), (4, 6, 3), 7, 5, "float32")
+    cotangent = problems.random_array(np.random.default_rng(1), (5, 7, 5), "float32")
+
+    def loss(terms):
+        return jnp.vdot(ikbo.multilevel_linear_compression(terms), cotangent)
+
+    actual = jax.jit(jax.grad(loss, allow_int=True))(as_terms(*levels))
+    d_weights, d_embeddings = problems.numpy_oracle_gradients(*levels, cotangent)
+    chex.assert_trees_all_close([t.weight for t in actual], list(d_weights), atol=1e-4)
+    chex.assert_trees_all_close([t.embedding for t in actual], list(d_embeddings), atol=1e-4)
+    assert [t.parent is None for t in actual] == [True, False, False]
+
+
+def test_gradients_of_gradients() -> None:
+    inputs = problems.make_inputs(SMALL, "float32")
+    arrays, index = inputs[:4], inputs.cand_to_user
+
+    def materialised(*arrays):
+        return reference.materialised(*problems.LinearCompressionInputs(*arrays).levels)
+
+    def slope(compress):
+        def loss(*arrays):
+            return jnp.sum(jnp.sin(compress(*arrays, index)))
+
+        gradients = jax.grad(loss, argnums=(0, 1, 2, 3))
+        return lambda *arrays: sum(jnp.sum(g**2) for g in gradients(*arrays))
+
+    actual = jax.grad(slope(ikbo.linear_compression), argnums=(0, 1, 2, 3))(*arrays)
+    expected = jax.grad(slope(materialised), argnums=(0, 1, 2, 3))(*arrays)
+    chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=1e-3)
+
+
+def test_same_under_jit_and_scan() -> None:
+    inputs = problems.make_inputs(SMALL)
+    eager = ikbo.linear_compression(*inputs)
+    np.testing.assert_array_equal(jax.jit(ikbo.linear_compression)(*inputs), eager)
+
+    def step(carry, e_cand):
+        return carry, ikbo.linear_compression(*inputs._replace(e_cand=e_cand))
+
+    _, outs = jax.lax.scan(step, 0, jnp.stack([inputs.e_cand, -inputs.e_cand]))
+    np.testing.assert_array_equal(outs[0], eager)
+    negated = inputs._replace(e_cand=-inputs.e_cand)
+    np.testing.assert_array_equal(outs[1], ikbo.linear_compression(*negated))
+
+
+def test_candidates_may_be_sharded(on_cpu) -> None:
+    inputs = problems.make_inputs(SMALL._replace(candidates=8), "float32")
+    spec = jax.sharding.PartitionSpec
+    split, whole = spec("shard"), spec()
+    sharded = jax.shard_map(
+        ikbo.linear_compression,
+        mesh=jax.sharding.Mesh(jax.devices("cpu")[:2], ("shard",)),
+        in_specs=(whole, whole, split, whole, split),
+        out_specs=split,
+    )
+
+    def value_and_gradients(compress):
+        def loss(*arrays):
+            out = compress(*arrays, inputs.cand_to_user)
+            return jnp.sum(jnp.sin(out)), out
+
+        return jax.value_and_grad(loss, argnums=(0, 1, 2, 3), has_aux=True)(*inputs[:4])
+
+    expected = value_and_gradients(ikbo.linear_compression)
+    chex.assert_trees_all_close(value_and_gradients(sharded), expected, atol=1e-4)
+
+
+def test_f32_follows_the_default_matmul_precision() -> None:
+    inputs = problems.make_inputs(SMALL, "float32")
+
+    def precisions() -> set[str]:
+        # A new function each time, since the precision is read while tracing.
+        text = str(jax.make_jaxpr(lambda *x: ikbo.linear_compression(*x))(*inputs))
+        return set(re.findall(r"Precision\.(\w+)", text))
+
+    assert precisions() == set()
+    with jax.default_matmul_precision("highest"):
+        assert precisions() == {"HIGHEST"}
+
+
+def elements_of_arrays(text: str) -> set[int]:
+    """Numbers of elements of all arrays that a jaxpr or an HLO module names."""
+    shapes = re.findall(r"\b[a-z]+\d*\[(\d+(?:,\d+)*)\]", text)
+    return {math.prod(map(int, shape.split(","))) for shape in shapes}
+
+
+@pytest.mark.parametrize("differentiate", [False, True], ids=["value", "gradient"])
+def test_broadcast_is_never_materialised(differentiate: bool) -> None:
+    # Primes, so that no other array happens to have as many elements.
+    shape = problems.LinearCompressionShape(3, 7, 11, 17, 5, 13)
+    inputs = problems.make_inputs(shape, "float32")
+    forbidden = shape.candidates * shape.k_user * shape.n
+
+    def sizes(compress) -> set[int]:
+        def run(*arrays):
+            if not differentiate:
+                return compress(*arrays)
+            loss = lambda *x: jnp.sum(compress(*x, inputs.cand_to_user) ** 2)  # noqa: E731
+            return jax.grad(loss, argnums=(0, 1, 2, 3))(*arrays[:4])
+
+        traced = jax.jit(run).trace(*inputs)
+        text = traced.lower().compile().as_text()
+        return elements_of_arrays(str(traced.jaxpr)) | elements_of_arrays(text)
+
+    def materialised(*arrays):
+        return reference.materialised(*problems.LinearCompressionInputs(*arrays).levels)
+
+    assert forbidden in sizes(materialised)
+    found = sizes(ikbo.linear_compression)
+    assert shape.users * shape.k_user * shape.n in found
+    assert forbidden not in found
+    assert shape.candidates * (shape.k_user + shape.k_cand) * shape.n not in found
+
+
+class TestKernelPath:
+    """With a fake kernel: what the op passes on, and that gradients do not need the kernel's."""
+
+    def test_default_takes_the_kernel_and_the_tables_config(self, fake_hopper) -> None:
+        inputs = problems.make_inputs(SHAPES["tails_of_default"])
+        out = ikbo.linear_compression(*inputs)
+        (call,) = fake_hopper.calls
+        assert isinstance(call["config"], LinearCompressionConfig)
+        assert call["num_sms"] == 132
+        problems.assert_within_error_rule(
+            out, problems.numpy_oracle(*inputs.levels), reference.materialised(*inputs.levels)
+        )
+
+    def test_callers_config_wins(self, fake_hopper) -> None:
+        config = LinearCompressionConfig(block_m=128, epilogue_rows=32, single_launch=False)
+        inputs = problems.make_inputs(SHAPES["tile"])
+        ikbo.linear_compression(*inputs, config=config)
+        assert [call["config"] for call in fake_hopper.calls] == [config]
+
+    def test_xla_bypasses_the_kernel(self, fake_hopper) -> None:
+        ikbo.linear_compression(*problems.make_inputs(SMALL), implementation="xla")
+        assert fake_hopper.calls == []
+
+    def test_gradients_of_both_orders(self, fake_hopper) -> None:
+        inputs = problems.make_inputs(SHAPES["odd_counts"])
+        arrays, index = inputs[:4], inputs.cand_to_user
+
+        def slope(implementation):
+            def loss(*arrays):
+                out = ikbo.linear_compression(*arrays, index, implementation=implementation)
+                return jnp.sum(jnp.sin(out.astype(jnp.float32)))
+
+            gradients = jax.grad(loss, argnums=(0, 1, 2, 3))
+            return lambda *x: sum(jnp.sum(g.astype(jnp.float32) ** 2) for g in gradients(*x))
+
+        for order in (slope, lambda i: jax.grad(slope(i), argnums=(0, 1, 2, 3))):
+            actual = order("mosaic_gpu")(*arrays)
+            chex.assert_trees_all_close(actual, order("xla")(*arrays), rtol=0.05, atol=0.5)
+        assert fake_hopper.calls

@@ -1,0 +1,212 @@
+"""Bad arguments of the public ops: what is raised, before any compute, and what it says."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import problems
+import pytest
+
+import ikbo_jax as ikbo
+from ikbo_jax.tuning.configs import LinearCompressionConfig
+
+# B=7, U=3, M=10, K_cand=5, K_user=11, N=8
+INPUTS = problems.make_inputs(problems.LinearCompressionShape(3, 7, 10, 11, 5, 8))
+BF16 = jnp.bfloat16
+
+BAD_ARRAYS = {
+    "w_cand_rank": (
+        {"w_cand": jnp.ones(5, BF16)},
+        "w_cand must have shape [M, K], but has shape (5,)",
+    ),
+    "w_user_rank": (
+        {"w_user": jnp.ones((1, 10, 11), BF16)},
+        "w_user must have shape [M, K], but has shape (1, 10, 11)",
+    ),
+    "e_cand_rank": (
+        {"e_cand": jnp.ones((5, 8), BF16)},
+        "e_cand must have shape [B, K, N], but has shape (5, 8)",
+    ),
+    "e_user_rank": (
+        {"e_user": jnp.ones((11, 8), BF16)},
+        "e_user must have shape [B, K, N], but has shape (11, 8)",
+    ),
+    "not_an_array": (
+        {"e_user": [[[1.0]]]},
+        "e_user must be an array of shape [B, K, N], but is a list",
+    ),
+    "k_cand": ({"w_cand": jnp.ones((10, 4), BF16)}, "w_cand has K=4 but e_cand has K=5"),
+    "k_user": ({"e_user": jnp.ones((3, 12, 8), BF16)}, "w_user has K=11 but e_user has K=12"),
+    "m": ({"w_cand": jnp.ones((9, 5), BF16)}, "w_user has M=10 but w_cand has M=9"),
+    "n": ({"e_cand": jnp.ones((7, 5, 16), BF16)}, "e_user has N=8 but e_cand has N=16"),
+    "b": (
+        {"cand_to_user": jnp.zeros(6, jnp.int32)},
+        "cand_to_user has shape (6,) but e_cand has B=7",
+    ),
+    "index_rank": (
+        {"cand_to_user": jnp.zeros((7, 1), jnp.int32)},
+        "cand_to_user has shape (7, 1) but e_cand has B=7",
+    ),
+    "index_scalar": (
+        {"cand_to_user": jnp.int32(0)},
+        "cand_to_user has shape () but e_cand has B=7",
+    ),
+    "index_unsigned": (
+        {"cand_to_user": jnp.zeros(7, jnp.uint32)},
+        "cand_to_user must be an int32 array, but is uint32[7]",
+    ),
+    "index_int64": (
+        {"cand_to_user": np.zeros(7, np.int64)},
+        "cand_to_user must be an int32 array, but is int64[7]",
+    ),
+    "index_float": (
+        {"cand_to_user": jnp.zeros(7, jnp.float32)},
+        "cand_to_user must be an int32 array, but is float32[7]",
+    ),
+    "index_none": ({"cand_to_user": None}, "cand_to_user must be an int32 array, but is None"),
+    "mixed": (
+        {"e_cand": jnp.ones((7, 5, 8), jnp.float32)},
+        "w_user is bfloat16 but e_cand is float32",
+    ),
+    "mixed_halves": (
+        {"w_cand": jnp.ones((10, 5), jnp.float16)},
+        "w_user is bfloat16 but w_cand is float16",
+    ),
+    "f64": (
+        {"e_user": np.ones((3, 11, 8), np.float64)},
+        "e_user must be bfloat16, float16 or float32, but is float64",
+    ),
+    "int": (
+        {"w_user": jnp.ones((10, 11), jnp.int32)},
+        "w_user must be bfloat16, float16 or float32, but is int32",
+    ),
+    "f8": (
+        {"w_cand": jnp.ones((10, 5), jnp.float8_e4m3fn)},
+        "w_cand must be bfloat16, float16 or float32, but is float8_e4m3fn",
+    ),
+    "no_users": (
+        {"e_user": jnp.ones((0, 11, 8), BF16)},
+        "e_user has no rows, shape (0, 11, 8), but e_cand has B=7",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD_ARRAYS.values(), ids=BAD_ARRAYS)
+def test_bad_array_raises_and_names_both_values(changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ikbo.linear_compression(*INPUTS._replace(**changes))
+
+
+@pytest.mark.parametrize("name", ["k_cand", "b", "index_unsigned", "no_users"])
+def test_bad_array_raises_while_tracing(name: str) -> None:
+    changes, message = BAD_ARRAYS[name]
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), INPUTS)
+    changes = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in changes.items()}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jax.eval_shape(ikbo.linear_compression, *shapes._replace(**changes))
+
+
+@pytest.mark.parametrize("implementation", ["triton", "XLA", "", 3])
+def test_unknown_implementation_lists_the_known(implementation) -> None:
+    message = f"unknown implementation {implementation!r}; known: None, 'mosaic_gpu', 'xla'"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ikbo.linear_compression(*INPUTS, implementation=implementation)
+
+
+def test_config_must_be_one() -> None:
+    with pytest.raises(
+        ValueError, match="must be a LinearCompressionConfig, but is {'block_m': 64}"
+    ):
+        ikbo.linear_compression(*INPUTS, config={"block_m": 64})  # type: ignore[arg-type]
+
+
+def test_xla_takes_no_config() -> None:
+    with pytest.raises(ValueError, match=r"'xla' takes no config, but config is .*block_m=224"):
+        ikbo.linear_compression(*INPUTS, implementation="xla", config=LinearCompressionConfig())
+
+
+WEIGHT = jnp.ones((10, 4), BF16)
+TERM = ikbo.Term(WEIGHT, jnp.ones((3, 4, 8), BF16))
+CHILD = ikbo.Term(WEIGHT, jnp.ones((6, 4, 8), BF16), jnp.zeros(6, jnp.int32))
+BAD_TERMS = {
+    "none": ([], "terms must hold at least 1 Term, but holds 0"),
+    "not_a_term": ([TERM, (WEIGHT, WEIGHT)], "terms[1] must be a Term, but is a tuple"),
+    "parent_on_first": ([CHILD], "terms[0].parent must be None, but is int32[6]"),
+    "parent_missing": (
+        [TERM, CHILD._replace(parent=None)],
+        "terms[1].parent must be an int32 array, but is None",
+    ),
+    "parent_shape": (
+        [TERM, CHILD, CHILD._replace(parent=jnp.zeros(5, jnp.int32))],
+        "terms[2].parent has shape (5,) but terms[2].embedding has B=6",
+    ),
+    "rank": (
+        [TERM._replace(weight=WEIGHT[0])],
+        "terms[0].weight must have shape [M, K], but has shape (4,)",
+    ),
+    "k": (
+        [TERM, CHILD._replace(weight=jnp.ones((10, 5), BF16))],
+        "terms[1].weight has K=5 but terms[1].embedding has K=4",
+    ),
+    "m": (
+        [TERM, CHILD._replace(weight=jnp.ones((11, 4), BF16))],
+        "terms[0].weight has M=10 but terms[1].weight has M=11",
+    ),
+    "n": (
+        [TERM, CHILD._replace(embedding=jnp.ones((6, 4, 9), BF16))],
+        "terms[0].embedding has N=8 but terms[1].embedding has N=9",
+    ),
+    "mixed": (
+        [TERM, CHILD._replace(weight=jnp.ones((10, 4), jnp.float32))],
+        "terms[0].weight is bfloat16 but terms[1].weight is float32",
+    ),
+    "empty_middle": (
+        [TERM, CHILD._replace(embedding=CHILD.embedding[:0], parent=CHILD.parent[:0]), CHILD],
+        "terms[1].embedding has no rows, shape (0, 4, 8), but terms[2].embedding has B=6",
+    ),
+}
+
+
+@pytest.mark.parametrize(("terms", "message"), BAD_TERMS.values(), ids=BAD_TERMS)
+def test_bad_terms_raise_and_name_both_values(terms: list, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ikbo.multilevel_linear_compression(terms)
+
+
+def test_unknown_implementation_of_multilevel() -> None:
+    with pytest.raises(
+        ValueError, match="unknown implementation 'cuda'; known: None, 'mosaic_gpu'"
+    ):
+        ikbo.multilevel_linear_compression([TERM, CHILD], implementation="cuda")
+
+
+def test_mosaic_gpu_off_hopper(on_cpu) -> None:
+    message = "linear_compression with implementation='mosaic_gpu': .* need a Hopper GPU.* is a cpu"
+    with pytest.raises(NotImplementedError, match=message):
+        ikbo.linear_compression(*INPUTS, implementation="mosaic_gpu")
+    with pytest.raises(NotImplementedError, match=f"multilevel_{message}"):
+        ikbo.multilevel_linear_compression([TERM, CHILD], implementation="mosaic_gpu")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"n": 12}, ("12", "8")), ({"dtype": "float32"}, ("float32", "bfloat16"))],
+    ids=["n", "dtype"],
+)
+def test_mosaic_gpu_says_what_it_cannot_do(fake_hopper, changes: dict, words: tuple) -> None:
+    n, dtype = changes.get("n", 8), changes.get("dtype", "bfloat16")
+    inputs = problems.make_inputs(problems.LinearCompressionShape(3, 7, 16, 8, 8, n), dtype)
+    with pytest.raises(NotImplementedError) as raised:
+        ikbo.linear_compression(*inputs, implementation="mosaic_gpu")
+    for word in words:
+        assert word in str(raised.value)
+    assert ikbo.linear_compression(*inputs).dtype == dtype
+    assert fake_hopper.calls == []
+
+
+def test_wrong_arguments_win_over_what_the_kernel_cannot_do() -> None:
+    with pytest.raises(ValueError, match="w_cand has K=4 but e_cand has K=5"):
+        ikbo.linear_compression(*INPUTS._replace(w_cand=WEIGHT), implementation="mosaic_gpu")

@@ -1,0 +1,116 @@
+"""The oracle against NumPy, and the XLA path's formulations and gradient against the oracle."""
+
+from __future__ import annotations
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import problems
+import pytest
+
+from ikbo_jax.reference import linear_compression as reference
+
+SHAPES = problems.LINEAR_COMPRESSION_SHAPES
+MULTILEVEL = {
+    "one_level": ((5,), (12,)),
+    "two_levels": ((3, 7), (12, 9)),
+    "four_levels": ((2, 3, 5, 11), (6, 1, 12, 9)),
+    "level_coarser_than_needed": ((7, 2, 5), (4, 5, 6)),
+}
+
+
+def test_materialised_matches_numpy_f64() -> None:
+    levels = problems.make_inputs(SHAPES["tails_of_default"], "float32").levels
+    out = reference.materialised(*levels)
+    chex.assert_shape(out, (7, 433, 128))
+    np.testing.assert_allclose(out, problems.numpy_oracle(*levels), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("sizes", MULTILEVEL.values(), ids=MULTILEVEL)
+def test_materialised_follows_parents_through_levels(sizes: tuple) -> None:
+    levels = problems.make_levels(*sizes, m=10, n=6, dtype="float32")
+    expected = problems.numpy_oracle(*levels)
+    np.testing.assert_allclose(reference.materialised(*levels), expected, rtol=0, atol=1e-5)
+
+
+def test_materialised_accumulates_in_f32_and_rounds_once() -> None:
+    inputs = problems.make_inputs(SHAPES["tile_plus_one"], "float16")
+    out = reference.materialised(*inputs.levels)
+    assert out.dtype == jnp.float16
+    exact = problems.numpy_oracle(*inputs.levels)
+    # Half a unit in the last place of each value, and a little for f32 sums.
+    np.testing.assert_allclose(np.asarray(out, np.float64), exact, rtol=2**-11, atol=1e-5)
+
+
+@pytest.mark.parametrize("align_k", [8, 64])
+def test_aligned_k_changes_no_value(align_k: int) -> None:
+    levels = problems.make_inputs(SHAPES["tile_plus_one"], "float32").levels
+    aligned = jax.make_jaxpr(lambda *x: reference.materialised(*x, align_k=align_k))(*levels)
+    (product,) = (eqn for eqn in aligned.jaxpr.eqns if eqn.primitive.name == "dot_general")
+    assert {var.aval.shape for var in product.invars} & {(225, -(-130 // align_k) * align_k)}
+    np.testing.assert_allclose(
+        reference.materialised(*levels, align_k=align_k),
+        reference.materialised(*levels),
+        rtol=0,
+        atol=1e-5,
+    )
+
+
+@pytest.mark.parametrize("function", [reference.materialised, reference.decomposed])
+def test_indices_are_clamped_not_wrapped(function) -> None:
+    inputs = problems.make_inputs(SHAPES["odd_counts"], "float32")
+    wild = np.array([-1, 4, 2**31 - 1, -(2**31), *range(9)], np.int32)
+    tame = np.clip(wild, 0, 3)
+    out = function(*inputs._replace(cand_to_user=jnp.asarray(wild)).levels)
+    expected = function(*inputs._replace(cand_to_user=jnp.asarray(tame)).levels)
+    np.testing.assert_array_equal(out, expected)
+
+
+@pytest.mark.parametrize("dtype", problems.DTYPES)
+@pytest.mark.parametrize("name", SHAPES)
+def test_decomposed_is_within_the_error_rule(name: str, dtype: str) -> None:
+    levels = problems.make_inputs(SHAPES[name], dtype).levels
+    problems.assert_within_error_rule(
+        reference.decomposed(*levels),
+        problems.numpy_oracle(*levels),
+        reference.materialised(*levels),
+    )
+
+
+@pytest.mark.parametrize("formulation", reference.FORMULATIONS)
+@pytest.mark.parametrize("dtype", problems.DTYPES)
+def test_formulations_agree(formulation: str, dtype: str) -> None:
+    levels = problems.make_inputs(SHAPES["n_not_multiple_of_8"], dtype).levels
+    out = reference.decomposed(*levels, formulation=formulation)
+    chex.assert_shape(out, (7, 16, 13))
+    assert out.dtype == dtype
+    # "rounded" rounds each of two partial results, of up to twice the size, and then their sum.
+    roundings = 3 if formulation == "rounded" else 1
+    exact = problems.numpy_oracle(*levels)
+    tolerance = roundings * float(jnp.finfo(dtype).eps) * np.max(np.abs(exact))
+    tolerance *= 1 if dtype != "float32" else 8  # f32 sums of 41 products
+    np.testing.assert_allclose(np.asarray(out, np.float64), exact, rtol=0, atol=tolerance)
+
+
+def test_every_formulation_but_rounded_sums_in_f32() -> None:
+    # Parts that cancel: what is left of 256 + 2^-4 - 256 survives only in f32.
+    weights = (jnp.full((1, 1), 256.0, jnp.bfloat16), jnp.ones((1, 2), jnp.bfloat16))
+    e_cand = jnp.asarray([[[-256.0], [2.0**-4]]], jnp.bfloat16)
+    levels = (weights, (jnp.ones((1, 1, 1), jnp.bfloat16), e_cand), (None, jnp.zeros(1, jnp.int32)))
+    for formulation in reference.FORMULATIONS:
+        (value,) = reference.decomposed(*levels, formulation=formulation).ravel().tolist()
+        assert value == (0.0 if formulation == "rounded" else 2.0**-4), formulation
+
+
+@pytest.mark.parametrize("sizes", MULTILEVEL.values(), ids=MULTILEVEL)
+@pytest.mark.parametrize("dtype", problems.DTYPES)
+def test_gradient_is_within_the_error_rule(sizes: tuple, dtype: str) -> None:
+    weights, embeddings, parents = problems.make_levels(*sizes, m=10, n=6, dtype=dtype)
+    cotangent = problems.random_array(np.random.default_rng(1), (sizes[0][-1], 10, 6), dtype)
+    actual = reference.decomposed_vjp(weights, embeddings, parents, cotangent)
+    expected = problems.numpy_oracle_gradients(weights, embeddings, parents, cotangent)
+    _, pull_back = jax.vjp(lambda w, e: reference.materialised(w, e, parents), weights, embeddings)
+    plain = pull_back(cotangent)
+    chex.assert_trees_all_equal_shapes_and_dtypes(actual, plain)
+    jax.tree.map(problems.assert_within_error_rule, actual, expected, plain)

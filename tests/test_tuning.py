@@ -1,0 +1,461 @@
+"""The dispatch table, the user's cache and the autotuner."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ikbo_jax.reference.linear_compression import decomposed
+from ikbo_jax.tuning import autotune, configs, table
+from ikbo_jax.tuning.configs import LinearCompressionConfig, LinearCompressionProblem
+
+DEFAULT = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16")
+TINY = LinearCompressionProblem((2, 6), (7, 5), 9, 16, "float32")
+
+
+@pytest.fixture(autouse=True)
+def cache_dir(tmp_path, monkeypatch):
+    directory = tmp_path / "cache"
+    monkeypatch.setenv(table.CACHE_DIR_VARIABLE, str(directory))
+    return directory
+
+
+def row(
+    problem: LinearCompressionProblem = DEFAULT, config: Any = "default", ms: float = 0.35
+) -> table.Row:
+    config = table.default_config(problem) if config == "default" else config
+    return table.Row(problem, config, "NVIDIA H200", "2026-01-02", "0.11.2", ms, 0.8, 1.0)
+
+
+@pytest.fixture
+def builtin(monkeypatch) -> Callable[..., None]:
+    """Replaces the rows of sm90.json."""
+    return lambda *rows: monkeypatch.setattr(table, "_builtin_rows", lambda: rows)
+
+
+def other(problem: LinearCompressionProblem = DEFAULT) -> LinearCompressionConfig:
+    """A legal configuration that is not the default one."""
+    return list(configs.candidate_configs(problem))[1]
+
+
+# The configurations that may run.
+
+
+def test_candidates_are_legal_and_differ():
+    candidates = list(configs.candidate_configs(DEFAULT))
+    assert len(candidates) == len(set(candidates)) > 10
+    assert all(configs.illegal_reason(DEFAULT, config) is None for config in candidates)
+    assert {config.single_launch for config in candidates} == {True, False}
+
+
+def test_one_level_has_no_second_launch_to_join():
+    problem = LinearCompressionProblem((1024,), (866,), 433, 256, "bfloat16")
+    assert {config.single_launch for config in configs.candidate_configs(problem)} == {False}
+
+
+@pytest.mark.parametrize(
+    ("m", "block_m"), [(433, 224), (128, 128), (256, 128), (512, 176), (1024, 208), (1, 16)]
+)
+def test_default_tile_wastes_little_of_m(m, block_m):
+    config = table.default_config(dataclasses.replace(DEFAULT, m=m))
+    assert config is not None
+    assert config.block_m == block_m
+
+
+@given(
+    m=st.integers(1, 2100),
+    n=st.sampled_from([8, 64, 128, 200, 256, 512]),
+    k=st.integers(1, 3000),
+    batch=st.integers(1, 20_000),
+    dtype=st.sampled_from(["bfloat16", "float16"]),
+)
+def test_default_config_is_legal_everywhere(m, n, k, batch, dtype):
+    problem = LinearCompressionProblem((max(1, batch // 70), batch), (k, k), m, n, dtype)
+    config = table.default_config(problem)
+    assert config is not None
+    assert configs.illegal_reason(problem, config) is None
+    padded = -(-m // config.block_m) * config.block_m
+    assert padded - m < max(64, m)
+
+
+# Lookup.
+
+
+def test_shipped_table_is_sound():
+    rows = table._builtin_rows()
+    keys = [(r.problem.dtype, table.shape_class(r.problem)) for r in rows]
+    assert len(keys) == len(set(keys)), "one row per dtype and shape class"
+    for r in rows:
+        assert r.config is None or configs.illegal_reason(r.problem, r.config) is None
+        choice = table.lookup(r.problem)
+        assert choice.exact
+        assert choice.config == r.config
+        assert r.device in choice.note
+
+
+def test_exact_class_before_nearest(builtin):
+    near = dataclasses.replace(DEFAULT, batches=(30, 2048))
+    builtin(row(near), row(DEFAULT, other()))
+    asked = dataclasses.replace(DEFAULT, batches=(15, 1000), m=440)
+    assert table.shape_class(asked) == table.shape_class(DEFAULT)
+    choice = table.lookup(asked)
+    assert (choice.config, choice.source, choice.exact) == (other(), "sm90.json", True)
+    assert "NVIDIA H200" in choice.note
+
+
+def test_nearest_row_is_taken_and_named(builtin):
+    near = dataclasses.replace(DEFAULT, batches=(60, 4096))
+    far = dataclasses.replace(DEFAULT, batches=(2, 64), ks=(100, 100))
+    builtin(row(far), row(near, other()))
+    choice = table.lookup(dataclasses.replace(DEFAULT, batches=(30, 2048)))
+    assert choice.config == other()
+    assert not choice.exact
+    assert "nearest row at distance 1.00" in choice.note
+    assert table.describe(near) in choice.note
+
+
+def test_same_dtype_before_a_nearer_row_of_another(builtin):
+    half = dataclasses.replace(DEFAULT, dtype="float16")
+    builtin(row(half), row(dataclasses.replace(DEFAULT, batches=(120, 8192)), other()))
+    assert table.lookup(DEFAULT).config == other()
+    builtin(row(half, other()))
+    choice = table.lookup(DEFAULT)
+    assert (choice.config, choice.exact) == (other(), False)
+
+
+def test_illegal_row_gives_way_to_the_next(builtin):
+    huge = LinearCompressionConfig(block_m=224, num_stages=64, epilogue_rows=56)
+    assert configs.illegal_reason(DEFAULT, huge) is not None
+    builtin(row(DEFAULT, huge), row(dataclasses.replace(DEFAULT, n=512), other()))
+    choice = table.lookup(DEFAULT)
+    assert (choice.config, choice.exact) == (other(), False)
+
+
+def test_row_whose_tile_does_not_fit_gives_way_to_the_default(builtin):
+    builtin(row(DEFAULT))  # Tiles of 224 rows would pad 512 to 672.
+    asked = dataclasses.replace(DEFAULT, m=512)
+    choice = table.lookup(asked)
+    assert (choice.config, choice.source) == (table.default_config(asked), "default")
+    assert not choice.exact
+
+
+def test_xla_row_reaches_a_short_way_only(builtin):
+    builtin(row(DEFAULT, None))
+    assert table.lookup(DEFAULT).config is None
+    assert table.lookup(DEFAULT).exact
+    near = dataclasses.replace(DEFAULT, n=304)
+    assert table.lookup(near).config is None
+    assert not table.lookup(near).exact
+    assert table.lookup(dataclasses.replace(near, dtype="float16")).source == "default"
+    assert table.lookup(dataclasses.replace(DEFAULT, n=512)).source == "default"
+
+
+def test_dtype_without_a_kernel_goes_to_xla_and_says_so():
+    choice = table.lookup(dataclasses.replace(DEFAULT, dtype="float32"))
+    assert (choice.config, choice.source, choice.exact) == (None, "none", False)
+    assert "float32" in choice.note
+
+
+@pytest.mark.parametrize("batches", [(1, 10_000), (0, 0), (1, 0), (7,), (2, 15, 15, 1024)])
+def test_unusual_batches_find_something(builtin, batches):
+    builtin(row(DEFAULT))
+    problem = dataclasses.replace(DEFAULT, batches=batches, ks=(64,) * len(batches))
+    assert table.lookup(problem).config is not None
+
+
+def test_distance_is_a_symmetric_premetric():
+    levels = LinearCompressionProblem((3, 15, 1024), (5, 1178, 866), 433, 256, "bfloat16")
+    assert table.distance(DEFAULT, DEFAULT) == 0
+    assert table.distance(DEFAULT, levels) == table.distance(levels, DEFAULT) > 0
+    twice_m = table.distance(DEFAULT, dataclasses.replace(DEFAULT, m=866))
+    assert twice_m == table.DISTANCE_WEIGHTS["m"]
+
+
+# The user's cache.
+
+
+def test_user_cache_wins_for_its_exact_problem_only(builtin, cache_dir):
+    builtin(row(DEFAULT))
+    table.write_user_row(row(DEFAULT, other()))
+    choice = table.lookup(DEFAULT)
+    assert (choice.config, choice.source, choice.exact) == (other(), "user cache", True)
+    neighbour = dataclasses.replace(DEFAULT, batches=(15, 1023))
+    assert table.lookup(neighbour).source == "sm90.json"
+    assert [path.name for path in cache_dir.iterdir() if path.suffix != ".lock"] == ["sm90.json"]
+
+
+def test_written_row_is_seen_at_once_and_replaces_its_like():
+    for config in (other(), None, table.default_config(DEFAULT)):
+        path = table.write_user_row(row(DEFAULT, config))
+        assert table.lookup(DEFAULT).config == config
+    assert len(json.loads(path.read_text())["rows"]) == 1
+
+
+def test_rows_round_trip():
+    for original in (row(), row(DEFAULT, None), dataclasses.replace(row(), xla_ms=None)):
+        assert table.Row.from_json(json.loads(json.dumps(original.to_json()))) == original
+
+
+def _corrupt(**changes: Any) -> str:
+    return json.dumps({"schema": table.SCHEMA, "rows": [row().to_json() | changes]})
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "Expecting value"),
+        ('{"schema": 1, "rows": [', "Expecting value"),
+        ("[]", "expected a dict"),
+        ('{"schema": 2, "rows": []}', "schema 2, expected 1"),
+        ('{"rows": []}', "schema None, expected 1"),
+        ('{"schema": 1, "rows": {}}', "rows is {}"),
+        (_corrupt(op="attention"), "op='attention'"),
+        (_corrupt(m="433"), "m holds '433'"),
+        (_corrupt(m=True), "m holds True"),
+        (_corrupt(ms=float("nan")), "ms is nan"),
+        (_corrupt(batches=[15]), "1 batches and 2 ks"),
+        (_corrupt(config={"block_m": 64}), "config has keys"),
+        (_corrupt(config=None), "config is None"),
+        (_corrupt(extra=1), "unknown keys"),
+    ],
+)
+def test_corrupt_or_foreign_cache_is_ignored_with_one_warning(cache_dir, text, reason):
+    cache_dir.mkdir()
+    path = cache_dir / "sm90.json"
+    path.write_text(text)
+    with pytest.warns(UserWarning, match="ignoring the tuning cache") as caught:
+        choice = table.lookup(DEFAULT)
+    assert len(caught) == 1
+    assert str(path) in str(caught[0].message)
+    assert reason in str(caught[0].message)
+    assert choice.source != "user cache"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        table.lookup(DEFAULT)
+    path.write_bytes(b"\xff\xfe also wrong")
+    with pytest.warns(UserWarning, match="ignoring the tuning cache"):
+        table.lookup(DEFAULT)
+
+
+def test_writing_over_a_corrupt_cache_keeps_it_aside(cache_dir):
+    cache_dir.mkdir()
+    (cache_dir / "sm90.json").write_text("not json")
+    table.write_user_row(row(DEFAULT, other()))
+    assert table.lookup(DEFAULT).config == other()
+    assert (cache_dir / "sm90.json.ignored").read_text() == "not json"
+
+
+def test_cached_row_that_is_illegal_by_now_is_passed_over():
+    huge = LinearCompressionConfig(block_m=224, num_stages=64, epilogue_rows=56)
+    table.write_user_row(row(DEFAULT, huge))
+    assert table.lookup(DEFAULT).source != "user cache"
+
+
+def test_concurrent_writers_lose_nothing(cache_dir):
+    problems = [dataclasses.replace(DEFAULT, m=16 * (i + 1)) for i in range(24)]
+    broken = []
+
+    def write(mine: list[LinearCompressionProblem]) -> None:
+        for problem in mine:
+            table.write_user_row(row(problem))
+            try:
+                table._parse((cache_dir / "sm90.json").read_text())
+            except ValueError as error:
+                broken.append(error)
+
+    threads = [threading.Thread(target=write, args=(problems[i::4],)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not broken
+    rows = table._parse((cache_dir / "sm90.json").read_text())
+    assert {r.problem for r in rows} == set(problems)
+
+
+def test_unwritable_cache_is_silent_in_lookup_and_clear_when_tuning(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(table.CACHE_DIR_VARIABLE, str(tmp_path / "file" / "cache"))
+    table.lookup(DEFAULT)
+
+    def never(task: autotune.Task) -> dict[str, Any]:
+        raise AssertionError("nothing is to be timed")
+
+    with pytest.raises(OSError, match=r"cannot write the tuning cache .* set IKBO_JAX_CACHE_DIR"):
+        autotune.tune_linear_compression(DEFAULT, run=never)
+
+
+def test_cache_directory_without_the_variable(monkeypatch):
+    monkeypatch.delenv(table.CACHE_DIR_VARIABLE)
+    path = table.user_cache_path()
+    assert path.name == "sm90.json"
+    assert path.parent.name == "ikbo-jax"
+
+
+# The autotuner.
+
+
+def answer(*ms: float | str, capability: str = "9.0") -> dict[str, Any]:
+    results = [{"failure": x} if isinstance(x, str) else {"ms": [x, x, 9 * x]} for x in ms]
+    return {
+        "device": "NVIDIA H100",
+        "compute_capability": capability,
+        "jax": "0.11.2",
+        "matmul_ms": [1.6, 1.7, 1.8],
+        "results": results,
+    }
+
+
+class Bench:
+    """Plays the device: milliseconds for every candidate; None is XLA."""
+
+    def __init__(self, times: dict[autotune.Candidate, float | str], rest: float | str) -> None:
+        self.times, self.rest = times, rest
+        self.tasks: list[autotune.Task] = []
+
+    def __call__(self, task: autotune.Task) -> dict[str, Any]:
+        self.tasks.append(task)
+        return answer(*(self.times.get(config, self.rest) for config in task.candidates))
+
+
+def test_tuning_picks_the_fastest_and_writes_it():
+    best = list(configs.candidate_configs(DEFAULT))[5]
+    bench = Bench({None: 1.0, best: 0.3}, 0.4)
+    lines: list[tuple[int, int, str]] = []
+    found = autotune.tune_linear_compression(
+        DEFAULT, run=bench, progress=lambda *line: lines.append(line)
+    )
+    assert table.config_from_json(found["config"]) == best
+    assert (found["ms"], found["xla_ms"], found["device"]) == (0.3, 1.0, "NVIDIA H100")
+    rate = 2 * 8192**3 / 1.7
+    assert found["fraction"] == pytest.approx(DEFAULT.useful_flops / 0.3 / rate, abs=1e-4)
+    assert table.lookup(DEFAULT).config == best
+    assert table.lookup(DEFAULT).source == "user cache"
+    # XLA first, then every configuration alone, then the best two against XLA in one process.
+    assert bench.tasks[0].candidates == (None,)
+    assert all(len(task.candidates) == 1 for task in bench.tasks[:-1])
+    assert bench.tasks[-1].candidates[:2] == (None, best)
+    assert len(bench.tasks[-1].candidates) == 3
+    assert len(lines) == len(bench.tasks) + 1
+    assert "best" in lines[-1][2]
+
+
+@pytest.mark.parametrize(("kernel_ms", "is_xla"), [(1.0, False), (1.019, False), (1.021, True)])
+def test_xla_wins_beyond_two_percent_only(kernel_ms, is_xla):
+    bench = Bench({None: 1.0}, kernel_ms)
+    found = autotune.tune_linear_compression(DEFAULT, run=bench, limit=2)
+    assert (found["config"] == {"implementation": "xla"}) == is_xla
+    assert len(bench.tasks) == 4
+
+
+def test_failing_candidates_are_reported_and_passed_over():
+    first, second = list(configs.candidate_configs(DEFAULT))[:2]
+    bench = Bench({None: 1.0, first: "wrong result: error 3, bound 0.1", second: 0.5}, 0.6)
+    lines: list[str] = []
+    found = autotune.tune_linear_compression(
+        DEFAULT, run=bench, limit=3, progress=lambda done, total, text: lines.append(text)
+    )
+    assert table.config_from_json(found["config"]) == second
+    assert any("wrong result" in line for line in lines)
+
+
+def test_no_working_candidate_leaves_xla():
+    found = autotune.tune_linear_compression(DEFAULT, run=Bench({None: 1.0}, "boom"), limit=2)
+    assert found["config"] == {"implementation": "xla"}
+
+
+def test_deciding_process_that_dies_leaves_the_single_measurements():
+    bench = Bench({None: 1.0}, 0.5)
+
+    def run(task: autotune.Task) -> dict[str, Any]:
+        return {"failure": "killed"} if len(task.candidates) > 1 else bench(task)
+
+    found = autotune.tune_linear_compression(DEFAULT, run=run, limit=2)
+    assert found["ms"] == 0.5
+
+
+def test_tuning_off_hopper_is_refused(cache_dir):
+    with pytest.raises(RuntimeError, match="needs a Hopper GPU"):
+        autotune.tune_linear_compression(DEFAULT, run=lambda task: answer(1.0, capability="8.0"))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        autotune.tune_linear_compression(DEFAULT, run=lambda task: {"failure": "out of memory"})
+    assert not (cache_dir / "sm90.json").exists()
+
+
+def test_tasks_round_trip():
+    task = autotune.Task(DEFAULT, (None, other()), 0.1, 2, 64)
+    assert autotune.Task.from_json(task.to_json()) == task
+
+
+def test_worker_prints_what_was_measured_or_why_not(capsys):
+    task = autotune.Task(DEFAULT, (None,))
+    assert autotune.worker(task.to_json(), measure=lambda task: answer(1.0)) == 0
+    printed = capsys.readouterr().out.splitlines()[-1]
+    assert json.loads(printed.removeprefix(autotune._RESULT_MARK)) == answer(1.0)
+
+    def fail(task: autotune.Task) -> dict[str, Any]:
+        raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS\nand more")
+
+    assert autotune.worker(task.to_json(), measure=fail) == 0
+    printed = capsys.readouterr().out.splitlines()[-1]
+    failure = json.loads(printed.removeprefix(autotune._RESULT_MARK))["failure"]
+    assert failure == "RuntimeError: CUDA_ERROR_ILLEGAL_ADDRESS"
+
+
+def test_worker_process_measures_on_this_machine():
+    task = autotune.Task(TINY, (None,), window_s=0.002, windows=2, matmul_size=64)
+    found = autotune.run_in_subprocess(task)
+    assert "failure" not in found, found
+    assert len(found["results"][0]["ms"]) == len(found["matmul_ms"]) == 2
+    assert found["results"][0]["error"] <= found["results"][0]["bound"]
+
+
+def test_worker_process_that_dies_or_hangs_is_a_failure(monkeypatch):
+    task = autotune.Task(TINY, (None,))
+    real_run = subprocess.run
+
+    def replaced(code: str) -> None:
+        command = [sys.executable, "-c", code]
+        monkeypatch.setattr(subprocess, "run", lambda _, **kwargs: real_run(command, **kwargs))
+
+    replaced("import sys; sys.exit('CUDA_ERROR_LAUNCH_FAILED')")
+    failure = autotune.run_in_subprocess(task)["failure"]
+    assert failure == "worker ended with status 1: CUDA_ERROR_LAUNCH_FAILED"
+    replaced("import time; time.sleep(60)")
+    assert "no answer" in autotune.run_in_subprocess(task, timeout_s=0.2)["failure"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_check_admits_the_right_result_and_no_other(dtype):
+    problem = dataclasses.replace(TINY, dtype=dtype, batches=(3, autotune.CHECK_ROWS + 3))
+    operands = autotune.random_operands(problem)
+    weights, embeddings, parents = operands
+    assert [w.shape for w in weights] == [(9, 7), (9, 5)]
+    assert [e.shape for e in embeddings] == [(3, 7, 16), (131, 5, 16)]
+    assert parents[0] is None
+    assert parents[1].dtype == jnp.int32
+    assert set(parents[1].tolist()) <= {0, 1, 2}
+    right = decomposed(*operands)
+    error, bound = autotune.check_result(right, operands)
+    assert error <= bound < 0.2
+    for bad in (0.5, jnp.nan, jnp.inf):
+        wrong = right.at[-1, 3, 5].add(jnp.asarray(bad, right.dtype))
+        error, bound = autotune.check_result(wrong, operands)
+        assert not error <= bound
+
+
+def test_progress_is_plain_lines_when_piped(capsys):
+    with autotune.console_progress("tune") as progress:
+        progress(1, 4, "XLA: 1 ms")
+    assert capsys.readouterr().out == "tune 1/4 XLA: 1 ms\n"

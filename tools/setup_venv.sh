@@ -1,0 +1,58 @@
+#!/usr/bin/env bash
+# Makes a virtual environment hold this package, editable, with the extras asked for.
+#
+#   tools/setup_venv.sh VENV [EXTRA...]
+#
+# Does nothing when they are installed already and neither pyproject.toml nor the constraints have
+# changed since.  An environment that no longer runs is made afresh.
+#   PYTHON       interpreter to make it with (default: what tools/find_python.sh finds)
+#   CONSTRAINTS  pip constraints file (default: tools/constraints.txt; empty: none)
+#   UPGRADE      non-empty: bring every package to the newest version allowed
+set -euo pipefail
+
+cd "$(dirname "$0")/.."
+venv=$1
+shift
+constraints=${CONSTRAINTS-tools/constraints.txt}
+
+runs() {
+  "$venv/bin/python" -c 'import sys, pip; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1
+}
+
+if [ -e "$venv" ] && ! runs; then
+  if [ ! -e "$venv/pyvenv.cfg" ] && [ -n "$(ls -A "$venv" 2>/dev/null)" ]; then
+    echo "$venv is not a virtual environment; move it away or choose another: make VENV=... " >&2
+    exit 1
+  fi
+  echo "$venv no longer runs or is too old: making it afresh" >&2
+  rm -rf "$venv"
+fi
+if [ ! -e "$venv" ]; then
+  python=$(tools/find_python.sh)
+  echo "making $venv with $python ($("$python" -V))" >&2
+  "$python" -m venv "$venv"
+fi
+
+# The path is part of the stamp: a copied tree brings an environment that points at the original.
+stamp=$({ pwd; cat pyproject.toml; [ -z "$constraints" ] || cat "$constraints"; } | cksum)
+missing=()
+for extra in core "$@"; do
+  if [ -n "${UPGRADE:-}" ] || [ "$(cat "$venv/.stamp-$extra" 2>/dev/null)" != "$stamp" ]; then
+    missing+=("$extra")
+  fi
+done
+[ ${#missing[@]} -gt 0 ] || exit 0
+
+extras=$(IFS=,; echo "$*")
+options=(--quiet --disable-pip-version-check --no-input)
+[ -z "$constraints" ] || options+=(--constraint "$constraints")
+[ -z "${UPGRADE:-}" ] || options+=(--upgrade --upgrade-strategy eager)
+echo "installing ikbo-jax${extras:+[$extras]} into $venv (a few minutes the first time)" >&2
+if ! "$venv/bin/python" -m pip install "${options[@]}" --editable ".${extras:+[$extras]}" </dev/null; then
+  echo "pip could not install ikbo-jax${extras:+[$extras]}: see its message above." >&2
+  echo "Without a package index, use an interpreter that has jax already: make PY=python3 ..." >&2
+  exit 1
+fi
+for extra in core "$@"; do
+  printf '%s' "$stamp" >"$venv/.stamp-$extra"
+done
