@@ -14,7 +14,7 @@ import ikbo_jax
 ROOT = pathlib.Path(ikbo_jax.__file__).parent.parent
 PACKAGE = "ikbo_jax"
 #: Kernel files share these small parts, and nothing else.
-SMALL_PARTS = ("pallas.mosaic", "pallas.jagged")
+SMALL_PARTS = ("pallas.mosaic", "pallas.accumulator", "pallas.fragment", "pallas.schedule")
 OPS = ("ops", "reference", "pallas", "tuning")
 #: What a module may import of this package, by the longest prefix of its name that stands here. The
 #: autotuner stands above the kernels that it times, although it lives beside the table.
@@ -28,8 +28,10 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "tuning.table": ("tuning.configs",),
     "tuning.autotune": ("tuning.configs", "tuning.table", "pallas", "reference", "_timing"),
     "pallas": ("tuning.configs", *SMALL_PARTS),
-    "pallas.mosaic": ("tuning.configs",),
-    "pallas.jagged": ("tuning.configs",),
+    "pallas.mosaic": (),
+    "pallas.schedule": (),
+    "pallas.fragment": ("pallas.mosaic",),
+    "pallas.accumulator": ("pallas.mosaic",),
     "ops": OPS,
     "rewrite": ("rewrite", *OPS),
     "layers": ("layers", "ops", "tuning.configs"),

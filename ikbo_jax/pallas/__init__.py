@@ -1,0 +1,1 @@
+"""Mosaic GPU kernels for Hopper, and the small parts that they share."""

@@ -22,7 +22,7 @@ NUM_CONSUMERS = 2
 BLOCK_K = 64
 #: Staging buffers of a consumer warpgroup: one is written while the other is on its way out.
 STAGING_SLOTS = 2
-#: Wider tiles spill: of a consumer thread's 240 registers, accumulator and fragment take 196 at 224.
+#: Wider tiles spill: accumulator and fragment take 196 of a consumer thread's 240 registers at 224.
 MAX_BLOCK_M = 224
 KERNEL_DTYPES = ("bfloat16", "float16")
 

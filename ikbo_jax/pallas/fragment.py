@@ -1,0 +1,224 @@
+"""Fragments: accumulators [64, columns] f32 on their way between CTAs, through device memory.
+
+A fragment travels as f32 rounded to 24 bits (16 significant ones, f32's range), split in two
+planes: the upper 16 bits of every value, which are a bf16, and the 8 bits below. So it costs three
+quarters of the traffic of f32, and fits beside an accumulator in the registers of a consumer. The
+rounding (at most 2^-16 of the value) is 1/128 of the one to bf16, 1/16 of the one to f16, that
+ends the sum.
+
+Registers stand in memory in their own order, 16 columns a group: word w of thread t in group g at
+[g, t, w], so that every access of a warp is one contiguous run.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+#: Threads of a warpgroup.
+WARPGROUP_SIZE = 128
+
+
+class Fragment(NamedTuple):
+    """A fragment in registers, or its type, or the device memory that holds it."""
+
+    upper: Any  # bf16 [64, columns] in WGMMA layout; memory: int32 [columns / 16, 128, 4]
+    lower: Any  # int32 [columns / 8 * 128]; memory: int32 [columns / 16, 128, 2]
+
+
+def types(columns: int, leading: tuple[int, ...], *, interpret: bool) -> Fragment:
+    """Types of an array of fragments in device memory."""
+    if interpret:
+        shape = (*leading, 64, columns)
+        return Fragment(
+            jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct(shape, jnp.float32)
+        )
+    groups = columns // 16
+    return Fragment(
+        jax.ShapeDtypeStruct((*leading, groups, WARPGROUP_SIZE, 4), jnp.int32),
+        jax.ShapeDtypeStruct((*leading, groups, WARPGROUP_SIZE, 2), jnp.int32),
+    )
+
+
+def columns_of(memory: Fragment, begin: Any, columns: int, *, interpret: bool) -> Fragment:
+    """The part of a fragment in device memory that holds `columns` columns from `begin`."""
+    if interpret:
+        return Fragment(*(plane.at[:, pl.ds(begin, columns)] for plane in memory))
+    groups = pl.ds(begin // 16, columns // 16)
+    return Fragment(*(plane.at[groups] for plane in memory))
+
+
+def _device_pointer(ref: ir.Value) -> ir.Value:
+    """Pointer known to be to device memory: a generic one would make slower instructions."""
+    return llvm.addrspacecast(ir.Type.parse("!llvm.ptr<1>"), mgpu.utils.memref_ptr(ref))
+
+
+def _thread_vector(base: ir.Value, index: int, width: int) -> ir.Value:
+    """Address of this thread's vector number `index`, of `width` 32-bit words."""
+    i32 = ir.IntegerType.get_signless(32)
+    thread = arith.remui(mgpu.thread_idx(), mgpu.c(WARPGROUP_SIZE, i32))
+    offset = arith.addi(
+        arith.muli(thread, mgpu.c(width, i32)), mgpu.c(index * WARPGROUP_SIZE * width, i32)
+    )
+    return mgpu.utils.getelementptr(base, [offset], i32)
+
+
+def _load_words(source: ir.Value, vectors: int, width: int) -> list[ir.Value]:
+    i32 = ir.IntegerType.get_signless(32)
+    base = _device_pointer(source)
+    words = []
+    for v in range(vectors):
+        vec = llvm.load(
+            ir.VectorType.get((width,), i32), _thread_vector(base, v, width), alignment=4 * width
+        )
+        words += [vector.extract(vec, [], [i]) for i in range(width)]
+    return words
+
+
+def _store_words(target: ir.Value, words: list[ir.Value], width: int) -> None:
+    i32 = ir.IntegerType.get_signless(32)
+    base = _device_pointer(target)
+    for v in range(len(words) // width):
+        vec = vector.from_elements(
+            ir.VectorType.get((width,), i32), words[v * width : (v + 1) * width]
+        )
+        llvm.store(vec, _thread_vector(base, v, width), alignment=4 * width)
+
+
+def _lower_layout(columns: int) -> Any:
+    return plgpu.Layout.WG_STRIDED((columns // 8 * WARPGROUP_SIZE,), vec_size=1)
+
+
+def load(memory: Fragment, columns: int, *, interpret: bool) -> Fragment:
+    """Asks for a fragment; the values arrive while the caller goes on."""
+    if interpret:
+        return Fragment(memory.upper[...], memory.lower[...])
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.RefType()),
+        return_type=(
+            plgpu.ShapeDtypeStruct((64, columns), jnp.bfloat16, layout=plgpu.Layout.WGMMA),
+            plgpu.ShapeDtypeStruct(
+                (columns // 8 * WARPGROUP_SIZE,), jnp.int32, layout=_lower_layout(columns)
+            ),
+        ),
+    )
+    def issue(_: Any, upper: ir.Value, lower: ir.Value) -> Any:
+        bf16, i32 = ir.BF16Type.get(), ir.IntegerType.get_signless(32)
+        pair = ir.VectorType.get((2,), bf16)
+        pairs = [mgpu.utils.bitcast(w, pair) for w in _load_words(upper, columns // 16, 4)]
+        words = [
+            vector.from_elements(ir.VectorType.get((1,), i32), [w])
+            for w in _load_words(lower, columns // 16, 2)
+        ]
+        shape = mgpu.WGMMA_LAYOUT.registers_shape((64, columns))
+        layout = _lower_layout(columns).to_mgpu()
+        return (
+            mgpu.FragmentedArray(
+                _registers=np.array(pairs, dtype=object).reshape(shape),
+                _layout=mgpu.WGMMA_LAYOUT,
+                _is_signed=None,
+            ),
+            mgpu.FragmentedArray(
+                _registers=np.array(words, dtype=object).reshape(
+                    layout.registers_shape((columns // 8 * WARPGROUP_SIZE,))
+                ),
+                _layout=layout,
+                _is_signed=True,
+            ),
+        )
+
+    return Fragment(*issue(*memory))
+
+
+def store(memory: Fragment, value: jax.Array, *, interpret: bool) -> None:
+    """Stores an accumulator [64, columns] f32 as a fragment."""
+    if interpret:
+        memory.upper[...] = value
+        memory.lower[...] = jnp.zeros_like(value)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WGMMA))
+    def write(_: Any, upper: ir.Value, lower: ir.Value, array: mgpu.FragmentedArray) -> None:
+        i32 = ir.IntegerType.get_signless(32)
+        bits = [
+            _round_to_24_bits(mgpu.utils.bitcast(vector.extract(pair, [], [i]), i32))
+            for pair in array.registers.flat
+            for i in range(2)
+        ]
+        uppers = [_permute_bytes(a, b, 0x7632) for a, b in zip(bits[::2], bits[1::2], strict=True)]
+        halves = [_permute_bytes(a, b, 0x0051) for a, b in zip(bits[::2], bits[1::2], strict=True)]
+        lowers = [
+            _permute_bytes(a, b, 0x5410) for a, b in zip(halves[::2], halves[1::2], strict=True)
+        ]
+        _store_words(upper, uppers, 4)
+        _store_words(lower, lowers, 2)
+
+    write(*memory, value)
+
+
+def _permute_bytes(a: ir.Value, b: ir.Value, selector: int) -> ir.Value:
+    """PTX prmt: byte i of the result is byte selector[i] of b:a."""
+    i32 = ir.IntegerType.get_signless(32)
+    return mgpu.utils.inline_ptx(f"prmt.b32 $0, $1, $2, 0x{selector:04x};", a, b, result_types=i32)
+
+
+def _round_to_24_bits(bits: ir.Value) -> ir.Value:
+    """Rounds the bits of a finite f32 so that `add` recovers it to 16 significant bits.
+
+    Unpacking repeats byte 1 in byte 0, which saves it an instruction a value; subtracting half of
+    that range before truncation centres the error.  Infinities and NaNs keep their upper bits.
+    """
+    i32 = ir.IntegerType.get_signless(32)
+    magnitude = arith.andi(bits, mgpu.c(0x7FFFFFFF, i32))
+    finite = arith.cmpi(arith.CmpIPredicate.ult, magnitude, mgpu.c(0x7F7FFF00, i32))
+    low = arith.andi(arith.shrui(bits, mgpu.c(8, i32)), mgpu.c(0xFF, i32))
+    rounded = arith.addi(arith.subi(bits, low), mgpu.c(0x80, i32))
+    # a value below 0x100 would wrap; those are denormal numbers, which truncation keeps as well
+    normal = arith.cmpi(arith.CmpIPredicate.ugt, magnitude, mgpu.c(0x00800000, i32))
+    return arith.select(arith.andi(finite, normal), rounded, bits)
+
+
+def add(acc: jax.Array, fragment: Fragment, *, interpret: bool) -> jax.Array:
+    """acc + fragment, f32 [64, columns]."""
+    if interpret:
+        return acc + fragment.upper
+
+    columns = acc.shape[1]
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA, plgpu.Layout.WGMMA, _lower_layout(columns)),
+        return_type=plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
+    )
+    def sums(_: Any, acc: Any, upper: Any, lower: Any) -> Any:
+        f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
+        lowers = [vector.extract(r, [], [0]) for r in lower.registers.flat]
+        registers = acc.registers.copy()
+        for r, (pair, value) in enumerate(
+            zip(upper.registers.flat, acc.registers.flat, strict=True)
+        ):
+            word = mgpu.utils.bitcast(pair, i32)
+            low = lowers[r // 2]
+            pair_sum = []
+            for i in range(2):
+                byte = 4 + 2 * (r % 2) + i
+                selector = (0x1000 if i == 0 else 0x3000) + (0x0000 if i == 0 else 0x0200)
+                selector += (byte << 4) + byte
+                bits = _permute_bytes(word, low, selector)
+                pair_sum.append(
+                    arith.addf(vector.extract(value, [], [i]), mgpu.utils.bitcast(bits, f32))
+                )
+            registers.flat[r] = vector.from_elements(ir.VectorType.get((2,), f32), pair_sum)
+        return mgpu.FragmentedArray(
+            _registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None
+        )
+
+    return sums(acc, *fragment)

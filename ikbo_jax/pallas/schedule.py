@@ -1,0 +1,67 @@
+"""Which tiles a persistent worker (a CTA or a cluster) computes when a kernel has two phases."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class TileSchedule:
+    """User tiles go to the lowest workers; candidate tiles are handed out from the top.
+
+    The first `full_waves` waves of candidate tiles go to all workers, later ones only to those at
+    or above `rest_from`, which computed one user tile fewer.  Methods take Python integers or
+    traced ones.
+    """
+
+    num_workers: int
+    user_tiles: int
+    cand_tiles: int
+    full_waves: int
+    rest_from: int
+
+    def user_count(self, worker: Any) -> Any:
+        return jnp.maximum(0, (self.user_tiles - worker + self.num_workers - 1) // self.num_workers)
+
+    def user_tile(self, worker: Any, i: Any) -> Any:
+        return i * self.num_workers + worker
+
+    def cand_count(self, worker: Any) -> Any:
+        rank = self.num_workers - 1 - worker
+        full = (self.cand_tiles - rank + self.num_workers - 1) // self.num_workers
+        full = jnp.clip(full, 0, self.full_waves)
+        width = self.num_workers - self.rest_from
+        left = self.cand_tiles - self.full_waves * self.num_workers - rank
+        rest = jnp.maximum(0, (left + width - 1) // width)
+        return full + jnp.where(worker >= self.rest_from, rest, 0)
+
+    def cand_tile(self, worker: Any, i: Any) -> Any:
+        rank = self.num_workers - 1 - worker
+        width = self.num_workers - self.rest_from
+        rest = self.full_waves * self.num_workers + (i - self.full_waves) * width
+        return jnp.where(i < self.full_waves, i * self.num_workers, rest) + rank
+
+
+def make_schedule(
+    user_tiles: int, cand_tiles: int, user_cost: float, num_workers: int
+) -> TileSchedule:
+    """Chooses the waves so that the worker that finishes last finishes earliest.
+
+    `user_cost` is the time of a user tile in units of a candidate tile.
+    """
+    num_workers = max(1, min(num_workers, user_tiles + cand_tiles))
+    each, extra = divmod(user_tiles, num_workers)
+    all_waves = -(-cand_tiles // num_workers)
+    best = (math.inf, all_waves)
+    # The workers with one user tile more may skip as many waves as that tile takes, and no more.
+    for waves in range(max(0, all_waves - math.ceil(user_cost) - 1), all_waves + 1):
+        left = max(0, cand_tiles - waves * num_workers)
+        last_of_rest = waves - (-left // (num_workers - extra))
+        last_of_users = waves if extra else 0
+        end = max(each * user_cost + last_of_rest, (each + 1) * user_cost + last_of_users)
+        best = min(best, (end, waves))
+    return TileSchedule(num_workers, user_tiles, cand_tiles, best[1], extra)

@@ -1,0 +1,106 @@
+"""Pallas' GPU interpreter for tests: races of every launch, and those of WGMMA operands.
+
+Two things that jax 0.11 leaves out are added from outside:
+
+- The interpreter begins a new race detector at every launch; here all of them are kept.
+- Its WGMMA reads its operands behind the detector's back, and at once.  Here the reads are
+  reported, and again when the warpgroup's next WGMMA is issued, unless the accumulator was read
+  between: no earlier can `wgmma_wait(1)` promise that they are over.  So a stage that is handed
+  back one step too early is a race, as it is on the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import jax
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+#: What kernels take as `interpret`.
+PARAMS = plgpu.InterpretGPUParams(detect_races=True)
+
+_wgmma = gpu_callbacks.wgmma
+_wgmma_accumulator_deref = gpu_callbacks.wgmma_accumulator_deref
+#: Operands of every warpgroup's newest WGMMA.
+_in_flight: dict[Any, list[tuple[Any, Any]]] = {}
+
+
+def _tick(memory: Any, thread: Any) -> Any:
+    """The time of an asynchronous read of shared memory by a warpgroup's tensor core.
+
+    Tensor cores have no place in the interpreter's clocks.  That of the warpgroup's first warp
+    serves: a warpgroup that multiplies does not run warp by warp.
+    """
+    with memory.lock:
+        clock = memory.clocks[thread]
+        clock.inc(memory.all_concurrent_threads[thread] + 1)
+        return clock.async_smem_clock.copy()
+
+
+@gpu_callbacks.fail_on_exception
+def _watched_wgmma(**kwargs: Any) -> Any:
+    memory, thread = gpu_callbacks._get_shared_memory(), kwargs["thread"]
+    operands = []
+    for name in ("a", "b"):
+        key = gpu_callbacks.HostAllocationKey.from_array(kwargs[f"{name}_allocation_key_as_array"])
+        transforms = gpu_callbacks._remove_noop_transforms(kwargs[f"{name}_transforms"])
+        operands.append((key, memory.access(key, jax.tree.map(int, transforms))))
+    clock = _tick(memory, thread)
+    for key, access in (*_in_flight.get(thread, ()), *operands):
+        gpu_callbacks.get_races().check_read(
+            thread, clock, key, access, source_info=kwargs.get("source_info")
+        )
+    _in_flight[thread] = operands
+    return _wgmma(**kwargs)
+
+
+def _watched_wgmma_accumulator_deref(**kwargs: Any) -> Any:
+    if not kwargs["wait_n"]:
+        _in_flight.pop(kwargs["thread"], None)
+    return _wgmma_accumulator_deref(**kwargs)
+
+
+class Launches:
+    """What the race detector saw, in one entry a launch."""
+
+    def __init__(self) -> None:
+        self.detectors: list[gpu_callbacks.GPURaceDetectionState] = []
+
+    def __len__(self) -> int:
+        return len(self.detectors)
+
+    @property
+    def with_races(self) -> list[int]:
+        return [i for i, detector in enumerate(self.detectors) if detector.races_found]
+
+    def assert_no_races(self, launches: int) -> None:
+        assert len(self) == launches, f"{len(self)} launches were interpreted, not {launches}"
+        assert not self.with_races, f"races in launches {self.with_races}: see the captured output"
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[Launches]:
+    """Kernels that run within are watched as the module's docstring says."""
+    launches = Launches()
+    make_detector = gpu_callbacks.GPURaceDetectionState
+
+    def make_and_keep(**sizes: Any) -> gpu_callbacks.GPURaceDetectionState:
+        _in_flight.clear()
+        launches.detectors.append(make_detector(**sizes))
+        return launches.detectors[-1]
+
+    gpu_callbacks.reset_gpu_interpret_mode_state()
+    with mock.patch.multiple(
+        gpu_callbacks,
+        GPURaceDetectionState=make_and_keep,
+        wgmma=_watched_wgmma,
+        wgmma_accumulator_deref=_watched_wgmma_accumulator_deref,
+    ):
+        try:
+            yield launches
+        finally:
+            gpu_callbacks.reset_gpu_interpret_mode_state()

@@ -1,0 +1,284 @@
+"""The linear-compression kernel on a Hopper GPU: numerics, determinism, isolation, progress."""
+
+from __future__ import annotations
+
+import functools
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import chex
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import problems
+import pytest
+
+import ikbo_jax as ikbo
+from ikbo_jax.reference import linear_compression as reference
+from ikbo_jax.tuning.configs import LinearCompressionConfig, illegal_reason
+
+pytestmark = pytest.mark.gpu
+
+DEFAULT = problems.LinearCompressionShape(15, 1024, 433, 1178, 866, 256, "unsorted")
+CONFIGS = {
+    "default": LinearCompressionConfig(),
+    "alone": LinearCompressionConfig(cluster=1),
+    "separate": LinearCompressionConfig(single_launch=False),
+    "separate_alone": LinearCompressionConfig(single_launch=False, cluster=1),
+    "deep": LinearCompressionConfig(block_m=128, num_stages=5, epilogue_rows=64),
+    "shallow": LinearCompressionConfig(num_stages=2),
+    "narrow": LinearCompressionConfig(block_m=48, num_stages=3, epilogue_rows=16),
+    "one_chunk": LinearCompressionConfig(block_m=64, num_stages=4, epilogue_rows=64, cluster=1),
+}
+KERNEL_SHAPES = {
+    name: shape
+    for name, shape in problems.LINEAR_COMPRESSION_SHAPES.items()
+    if shape.n % 8 == 0 and min(shape.k_user, shape.k_cand) > 0
+}
+run_kernel = functools.partial(ikbo.linear_compression, implementation="mosaic_gpu")
+
+
+def check(actual: jax.Array, levels: tuple[tuple, tuple, tuple]) -> None:
+    """Holds `actual` to the error rule against the f32 oracle."""
+    weights, embeddings, parents = levels
+    to_f32 = functools.partial(jax.tree.map, lambda x: x.astype(jnp.float32))
+    oracle = reference.materialised(to_f32(weights), to_f32(embeddings), parents)
+    same_dtype = reference.materialised(weights, embeddings, parents, precision=None)
+    chex.assert_equal_shape([actual, oracle])
+    problems.assert_within_error_rule(actual, oracle, same_dtype)
+
+
+@pytest.mark.parametrize("dtype", problems.HALF_DTYPES)
+@pytest.mark.parametrize("name", KERNEL_SHAPES)
+def test_every_shape_and_dtype(name, dtype):
+    inputs = problems.make_inputs(KERNEL_SHAPES[name], dtype)
+    check(run_kernel(*inputs), inputs.levels)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_kind_of_config(name):
+    shape = problems.LinearCompressionShape(3, 37, 433, 154, 866, 200, "unsorted")
+    inputs = problems.make_inputs(shape, "bfloat16")
+    check(run_kernel(*inputs, config=CONFIGS[name]), inputs.levels)
+
+
+@pytest.mark.parametrize("dtype", problems.HALF_DTYPES)
+def test_default_request(dtype):
+    inputs = problems.make_inputs(DEFAULT, dtype)
+    assert "mosaic_gpu" in str(ikbo.explain(ikbo.linear_compression, *inputs))
+    check(ikbo.linear_compression(*inputs), inputs.levels)
+
+
+@pytest.mark.parametrize("single_launch", [True, False])
+@pytest.mark.parametrize("batches", [(40,), (3, 7, 40), (2, 3, 5, 40)])
+def test_levels(batches, single_launch):
+    ks = (70, 130, 90, 66)[: len(batches)]
+    levels = problems.make_levels(batches, ks, 240, 136, "bfloat16")
+    terms = [ikbo.Term(*term) for term in zip(*levels, strict=True)]
+    config = LinearCompressionConfig(single_launch=single_launch)
+    actual = ikbo.multilevel_linear_compression(terms, implementation="mosaic_gpu", config=config)
+    check(actual, levels)
+
+
+@hypothesis.settings(max_examples=int(os.environ.get("IKBO_GPU_EXAMPLES", "15")))
+@hypothesis.given(
+    users=st.integers(1, 20),
+    candidates=st.integers(1, 200),
+    m=st.integers(1, 500),
+    k_user=st.integers(1, 300),
+    k_cand=st.integers(1, 300),
+    n=st.integers(1, 40).map(lambda eighth: 8 * eighth),
+    index=st.sampled_from(["sorted", "unsorted", "gaps"]),
+    dtype=st.sampled_from(problems.HALF_DTYPES),
+)
+def test_drawn_shapes(users, candidates, m, k_user, k_cand, n, index, dtype):
+    shape = problems.LinearCompressionShape(users, candidates, m, k_user, k_cand, n, index)
+    inputs = problems.make_inputs(shape, dtype)
+    check(run_kernel(*inputs), inputs.levels)
+
+
+def test_gradients_do_not_need_a_kernel_of_their_own():
+    inputs = problems.make_inputs(problems.LINEAR_COMPRESSION_SHAPES["odd_counts"], "bfloat16")
+
+    def loss(implementation, *arrays):
+        out = ikbo.linear_compression(*arrays, inputs.cand_to_user, implementation=implementation)
+        return jnp.sum(jnp.sin(out.astype(jnp.float32)))
+
+    grads = [
+        jax.grad(functools.partial(loss, i), (0, 1, 2, 3))(*inputs[:4])
+        for i in ("mosaic_gpu", "xla")
+    ]
+    # The two forward results differ by a rounding, which sin passes on to the cotangent.
+    chex.assert_trees_all_close(
+        *jax.tree.map(lambda x: x.astype(jnp.float32), grads), rtol=0.05, atol=0.05
+    )
+
+
+def test_vmap_folds_into_the_kernel():
+    shape = problems.LINEAR_COMPRESSION_SHAPES["unsorted"]
+    cases = [problems.make_inputs(shape, "bfloat16", seed) for seed in range(3)]
+    w_cand, w_user = cases[0][:2]
+    stacked = [jnp.stack(part) for part in list(zip(*cases, strict=True))[2:]]
+    batched = jax.vmap(functools.partial(run_kernel, w_cand, w_user))(*stacked)
+    for out, case in zip(batched, cases, strict=True):
+        chex.assert_trees_all_equal(out, run_kernel(w_cand, w_user, *case[2:]))
+
+
+def test_index_out_of_range_reads_nothing_outside():
+    """Clamped, with NaNs in whatever memory a wild read could meet."""
+    inputs = problems.make_inputs(
+        problems.LinearCompressionShape(4, 33, 100, 70, 90, 128), "bfloat16"
+    )
+    wild = inputs.cand_to_user.at[::3].set(4).at[1::3].set(-1).at[2::9].set(2**31 - 1)
+    poison = jax.block_until_ready(jnp.full((1 << 28,), jnp.nan, jnp.float32))
+    del poison
+    actual = run_kernel(*inputs[:4], wild)
+    expected = run_kernel(*inputs[:4], jnp.clip(wild, 0, 3))
+    assert bool(jnp.all(jnp.isfinite(actual)))
+    chex.assert_trees_all_equal(actual, expected)
+
+
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
+def test_bad_values_stay_with_their_user(bad):
+    inputs = problems.make_inputs(
+        problems.LinearCompressionShape(5, 64, 240, 130, 66, 136, "unsorted"), "bfloat16"
+    )
+    spoiled = inputs.e_user.at[2, 7, 3].set(bad)
+    clean = run_kernel(*inputs)
+    actual = run_kernel(*inputs[:3], spoiled, inputs.cand_to_user)
+    hit = inputs.cand_to_user == 2
+    assert not bool(jnp.any(jnp.isfinite(actual[hit][:, :, 3])))
+    chex.assert_trees_all_equal(actual[~hit], clean[~hit])
+    other_columns = jnp.delete(actual[hit], 3, axis=2)
+    chex.assert_trees_all_equal(other_columns, jnp.delete(clean[hit], 3, axis=2))
+
+
+def test_a_hundred_repeats_are_bitwise_equal():
+    inputs = problems.make_inputs(DEFAULT, "bfloat16")
+    first = run_kernel(*inputs)
+    for _ in range(100):
+        assert bool(jnp.array_equal(run_kernel(*inputs), first))
+
+
+def _mismatches(run, arguments, expected, times: int) -> int:
+    """How many of `times` results differ; counted on the device, so that launches follow close."""
+    count = jnp.int32(0)
+    differs = jax.jit(lambda count, out: count + jnp.any(out != expected).astype(jnp.int32))
+    for _ in range(times):
+        count = differs(count, run(*arguments))
+    return int(count)
+
+
+def test_ten_thousand_single_launches():
+    shape = problems.LinearCompressionShape(15, 128, 433, 256, 128, 256, "unsorted")
+    inputs = problems.make_inputs(shape, "bfloat16")
+    run = jax.jit(functools.partial(run_kernel, config=CONFIGS["default"]))
+    assert _mismatches(run, inputs, run(*inputs), 10_000) == 0
+
+
+def test_single_launch_while_long_kernels_hold_half_of_the_sms():
+    cupy = pytest.importorskip("cupy", reason="CuPy launches the kernels that hold the SMs")
+    spin = cupy.RawKernel(
+        r"""extern "C" __global__ void spin(long long cycles) {
+            extern __shared__ char keep_others_off[];
+            long long begin = clock64();
+            while (clock64() - begin < cycles) {}
+        }""",
+        "spin",
+    )
+    spin.max_dynamic_shared_size_bytes = 200 * 1024
+    stream = cupy.cuda.Stream(non_blocking=True)
+    inputs = problems.make_inputs(
+        problems.LinearCompressionShape(60, 256, 433, 512, 128, 256, "unsorted"), "bfloat16"
+    )
+    run = jax.jit(functools.partial(run_kernel, config=CONFIGS["default"]))
+    expected = run(*inputs)
+    wrong = 0
+    for _ in range(100):
+        with stream:
+            spin((66,), (64,), (np.int64(2_000_000),), shared_mem=200 * 1024)
+        wrong += _mismatches(run, inputs, expected, 10)
+    stream.synchronize()
+    assert wrong == 0
+
+
+def test_two_single_launches_at_once():
+    """Two streams of one program: their CTAs compete for the same SMs."""
+    compute_on = pytest.importorskip("jax.experimental.compute_on").compute_on
+    shape = problems.LinearCompressionShape(60, 256, 433, 512, 128, 256, "unsorted")
+    cases = [problems.make_inputs(shape, "bfloat16", seed) for seed in (0, 1)]
+    run = functools.partial(run_kernel, config=CONFIGS["default"])
+    expected = [run(*case) for case in cases]
+
+    @jax.jit
+    def both(*cases):
+        return [
+            compute_on(f"gpu_stream:{i + 1}")(jax.jit(lambda *case: run(*case)))(*case)
+            for i, case in enumerate(cases)
+        ]
+
+    for _ in range(500):
+        for out, right in zip(both(*cases), expected, strict=True):
+            assert bool(jnp.array_equal(out, right))
+
+
+def test_scratch_memory_is_the_user_result_and_less_than_a_mebibyte():
+    inputs = problems.make_inputs(DEFAULT, "bfloat16")
+    compiled = jax.jit(run_kernel).lower(*inputs).compile()
+    user_result = DEFAULT.users * DEFAULT.m * DEFAULT.n * 4
+    assert compiled.memory_analysis().temp_size_in_bytes < user_result + 2**20
+
+
+SANITIZED = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import jax, jax.numpy as jnp, problems, ikbo_jax as ikbo
+from ikbo_jax.tuning.configs import LinearCompressionConfig
+shape = problems.LinearCompressionShape(3, 9, 120, 70, 134, 136, "unsorted")
+inputs = problems.make_inputs(shape, "bfloat16")
+wild = inputs.cand_to_user.at[0].set(99).at[1].set(-7)
+for cluster in (1, 2):
+    config = LinearCompressionConfig(block_m=96, epilogue_rows=48, cluster=cluster)
+    out = ikbo.linear_compression(*inputs[:4], wild, implementation="mosaic_gpu", config=config)
+    jax.block_until_ready(out)
+print("FINISHED")
+"""
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_sanitizer(tool):
+    sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    assert pathlib.Path(sanitizer).exists(), "compute-sanitizer (CUDA toolkit) is not installed"
+    environment = dict(
+        os.environ,
+        XLA_PYTHON_CLIENT_PREALLOCATE="false",
+        XLA_PYTHON_CLIENT_ALLOCATOR="platform",  # one allocation an array, so that its end is seen
+    )
+    command = [
+        sanitizer,
+        "--tool",
+        tool,
+        "--error-exitcode",
+        "9",
+        "--kernel-regex",
+        "kns=ikbo",
+        sys.executable,
+        "-c",
+        SANITIZED,
+        str(pathlib.Path(__file__).parent),
+    ]
+    run = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=400, check=False
+    )
+    assert "FINISHED" in run.stdout, run.stdout[-3000:] + run.stderr[-3000:]
+    assert run.returncode == 0, run.stdout[-3000:]
+
+
+def test_configs_here_are_legal():
+    problem = ikbo.ops.linear_compression._problem(*problems.make_inputs(DEFAULT).levels[:2])
+    assert [name for name, c in CONFIGS.items() if illegal_reason(problem, c)] == []

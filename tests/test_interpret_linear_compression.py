@@ -1,0 +1,327 @@
+"""The Hopper kernel's own body, interpreted on a CPU under a race detector.
+
+The interpreter runs one CTA after another and has neither clusters nor device-wide semaphores: so
+cluster=1 everywhere, and a single launch is one CTA.  Memory starts as NaN, reads outside of an
+array raise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import interpreter
+import jax
+import jax.numpy as jnp
+import numpy as np
+import problems
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ikbo_jax.pallas import linear_compression as kernel
+from ikbo_jax.reference import linear_compression as reference
+from ikbo_jax.tuning.configs import (
+    NUM_CONSUMERS,
+    LinearCompressionConfig,
+    LinearCompressionProblem,
+    illegal_reason,
+)
+
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
+#: A small tile: accumulators of [64, 32], two chunks in the epilogue, a ring that wraps at once.
+TINY = LinearCompressionConfig(
+    block_m=32, num_stages=2, epilogue_rows=16, single_launch=True, cluster=1
+)
+SEPARATE = dataclasses.replace(TINY, single_launch=False)
+#: Three chunks; tiles of the coarser level are not halved, since 24 rows are not whole fragments.
+ODD = dataclasses.replace(TINY, block_m=48)
+
+
+class Levels(NamedTuple):
+    """Arguments of the kernel, coarsest level first."""
+
+    weights: Sequence[jax.Array]
+    embeddings: Sequence[jax.Array]
+    parents: Sequence[jax.Array | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A problem, its index ("sorted", "unsorted", "gaps" or the indices themselves), a config."""
+
+    batches: tuple[int, ...]
+    ks: tuple[int, ...]
+    m: int
+    n: int
+    config: LinearCompressionConfig = TINY
+    num_sms: int = 1
+    index: str | tuple[int, ...] = "unsorted"
+    dtype: str = "bfloat16"
+
+    def levels(self, seed: int = 0) -> Levels:
+        weights, embeddings, parents = problems.make_levels(
+            self.batches, self.ks, self.m, self.n, self.dtype, seed
+        )
+        if len(self.batches) == 2:
+            index = self.index
+            if isinstance(index, str):
+                rng = np.random.default_rng(seed)
+                index = problems.ragged_index(rng, *self.batches, index)
+            parents = (None, jnp.asarray(index, jnp.int32))
+        return Levels(weights, embeddings, parents)
+
+    @property
+    def launches(self) -> int:
+        together = self.config.single_launch and len(self.batches) > 1
+        return len(self.batches) - together
+
+
+CASES = {
+    # Sizes of M: tiles are 32 rows, whole WGMMA steps 8, stores 16.
+    "two_n_tiles": Case((2, 3), (64, 64), 32, 256),
+    "two_tiles_each_way": Case((2, 3), (70, 100), 41, 136),
+    "two_tiles_each_way_two_launches": Case((2, 3), (70, 100), 41, 136, SEPARATE, 2),
+    "m_tail_of_one": Case((2, 3), (64, 64), 33, 64),
+    "m_tail_one_short_of_a_tile": Case((2, 3), (64, 64), 63, 64),
+    "m_tail_not_a_multiple_of_8": Case((2, 3), (64, 72), 32 + 17, 64),
+    "m_tail_in_last_chunk_of_three": Case((2, 3), (64, 72), 48 + 41, 64, ODD),
+    "m_below_8": Case((2, 3), (64, 64), 5, 64),
+    "n_of_8": Case((2, 3), (64, 64), 32, 8),
+    "n_tail_in_second_warpgroup": Case((2, 3), (64, 64), 32, 72),
+    # Sizes of K: a k step is 64, an instruction 16.
+    "k_not_a_multiple_of_64": Case((2, 3), (80, 144), 24, 64),
+    "k_not_a_multiple_of_8": Case((2, 3), (67, 131), 24, 64),
+    "k_below_64": Case((2, 3), (1, 33), 24, 64),
+    "many_k_steps": Case((2, 3), (64 * 5, 64 * 6 + 34), 24, 64),
+    "k_steps_of_levels_differ": Case((2, 5), (64 * 5, 40), 24, 64),
+    "fewer_k_steps_than_chunks": Case((2, 5), (64, 100), 48 * 2, 64, ODD),
+    "one_k_step_and_three_chunks": Case((2, 5), (30, 40), 48 * 2, 64, ODD),
+    "one_chunk": Case((2, 3), (64, 72), 41, 64, dataclasses.replace(TINY, epilogue_rows=32)),
+    "chunks_of_8": Case((2, 3), (64, 72), 41, 64, dataclasses.replace(TINY, epilogue_rows=8)),
+    "block_of_16": Case((2, 3), (64, 72), 41, 64, dataclasses.replace(TINY, block_m=16)),
+    "more_stages_than_k_steps": Case(
+        (2, 3), (64, 72), 24, 64, dataclasses.replace(TINY, num_stages=5)
+    ),
+    "default_tile": Case(
+        (2, 3), (70, 100), 433, 64, LinearCompressionConfig(single_launch=True, cluster=1)
+    ),
+    # Batches and indices.
+    "unsorted": Case((4, 7), (40, 72), 24, 64, SEPARATE, 2, "unsorted"),
+    "users_without_candidates": Case((5, 3), (40, 72), 24, 64, index=(4, 1, 1)),
+    "one_candidate": Case((3, 1), (40, 72), 24, 64, index=(2,)),
+    "one_user": Case((1, 4), (40, 72), 24, 64),
+    "one_of_each": Case((1, 1), (40, 72), 24, 64, SEPARATE, 3),
+    "index_out_of_range": Case((3, 6), (40, 72), 24, 64, index=(-5, 0, 6, 1, -(2**31), 2**31 - 1)),
+    # CTAs.
+    "many_tiles_of_a_cta": Case((2, 6), (100, 130), 60, 64),
+    "many_tiles_of_two_ctas": Case((3, 5), (100, 130), 60, 64, SEPARATE, 2),
+    "three_ctas": Case((2, 4), (70, 70), 60, 64, SEPARATE, 3),
+    "a_cta_without_users": Case((1, 4), (70, 70), 24, 64, SEPARATE, 3),
+    # Levels.
+    "one_level": Case((3,), (100,), 41, 136),
+    "one_level_two_ctas": Case((3,), (100,), 41, 72, num_sms=2),
+    "three_levels": Case((2, 3, 4), (40, 33, 72), 41, 64),
+    "three_levels_three_launches": Case((2, 3, 4), (40, 33, 72), 41, 64, SEPARATE, 2),
+    "four_levels": Case((1, 2, 3, 4), (9, 40, 33, 72), 24, 64),
+    # The other dtype.
+    "f16": Case((2, 3), (70, 100), 41, 136, dtype="float16"),
+    "f16_three_levels": Case((2, 3, 4), (40, 33, 72), 41, 64, SEPARATE, 2, dtype="float16"),
+}
+
+
+@pytest.fixture
+def launches() -> Iterator[interpreter.Launches]:
+    with interpreter.watched() as launches:
+        yield launches
+
+
+def interpret(levels: Levels, case: Case) -> jax.Array:
+    out = kernel.linear_compression_kernel(
+        *map(tuple, levels),
+        config=case.config,
+        num_sms=case.num_sms,
+        interpret=interpreter.PARAMS,
+    )
+    return jax.block_until_ready(out)
+
+
+def oracle(levels: Levels) -> jax.Array:
+    wide = Levels(
+        [w.astype(jnp.float32) for w in levels.weights],
+        [e.astype(jnp.float32) for e in levels.embeddings],
+        levels.parents,
+    )
+    return reference.materialised(*wide)
+
+
+def assert_correct(out: jax.Array, levels: Levels) -> None:
+    problems.assert_within_error_rule(out, oracle(levels), reference.materialised(*levels))
+
+
+def assert_correct_where(where: np.ndarray, out: jax.Array, levels: Levels) -> None:
+    results = (out, oracle(levels), reference.materialised(*levels))
+    problems.assert_within_error_rule(*(result[where] for result in results))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_interpreted_kernel_is_right_and_free_of_races(
+    name: str, launches: interpreter.Launches
+) -> None:
+    case = CASES[name]
+    problem = LinearCompressionProblem(case.batches, case.ks, case.m, case.n, case.dtype)
+    assert illegal_reason(problem, case.config) is None
+    levels = case.levels()
+    out = interpret(levels, case)
+    launches.assert_no_races(case.launches)
+    assert_correct(out, levels)
+
+
+# Infinity times the zeros that pad M is NaN, in rows that are never stored.
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("config", [TINY, SEPARATE], ids=["one_launch", "two_launches"])
+def test_interpreted_non_finite_user_reaches_its_candidates_alone(
+    config: LinearCompressionConfig, value: float, launches: interpreter.Launches
+) -> None:
+    # The poison lies in the last row of a partial k step, in the second warpgroup's columns.
+    case = Case((3, 4), (70, 40), 36, 72, config, index=(2, 1, 0, 1))
+    levels = case.levels()
+    poisoned = levels.embeddings[0].at[1, 69, 70].set(value)
+    poisoned_levels = levels._replace(embeddings=(poisoned, levels.embeddings[1]))
+    out = interpret(poisoned_levels, case)
+    launches.assert_no_races(case.launches)
+    expected = oracle(poisoned_levels)
+    hit = np.zeros(out.shape, bool)
+    hit[[1, 3], :, 70] = True
+    np.testing.assert_array_equal(~np.isfinite(expected), hit)
+    np.testing.assert_array_equal(out.astype(jnp.float32)[hit], expected[hit])
+    assert_correct_where(~hit, out, levels)
+
+
+def test_interpreted_non_finite_candidate_reaches_itself_alone(
+    launches: interpreter.Launches,
+) -> None:
+    case = Case((2, 4), (70, 40), 36, 72, index=(0, 1, 0, 1))
+    levels = case.levels()
+    poisoned = levels.embeddings[1].at[1, 39, 70].set(np.nan)
+    out = interpret(levels._replace(embeddings=(levels.embeddings[0], poisoned)), case)
+    launches.assert_no_races(1)
+    hit = np.zeros(out.shape, bool)
+    hit[1, :, 70] = True
+    np.testing.assert_array_equal(np.isnan(out.astype(jnp.float32)), hit)
+    assert_correct_where(~hit, out, levels)
+
+
+def test_interpreted_result_does_not_depend_on_the_launches(launches: interpreter.Launches) -> None:
+    case = Case((2, 3), (70, 100), 41, 72)
+    levels = case.levels()
+    together = interpret(levels, case)
+    apart = interpret(levels, dataclasses.replace(case, config=SEPARATE, num_sms=2))
+    np.testing.assert_array_equal(together.astype(jnp.float32), apart.astype(jnp.float32))
+    launches.assert_no_races(3)
+
+
+# The checks themselves: each of them must be able to fail.
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, name: str, unless: Callable[..., bool]) -> None:
+    """Leaves out the calls of `plgpu.<name>` for whose arguments `unless` is false."""
+    real = getattr(plgpu, name)
+
+    def planted(*args: Any, **kwargs: Any) -> Any:
+        return real(*args, **kwargs) if unless(*args) else None
+
+    monkeypatch.setattr(plgpu, name, planted)
+
+
+def is_handed_back(barrier: Any) -> bool:
+    """Whether a barrier says that consumers have read a stage, not that the producer filled it."""
+    return jax.typeof(barrier.ref).inner_aval.dtype.num_arrivals == NUM_CONSUMERS
+
+
+def test_interpreted_race_is_found_where_consumers_do_not_wait(
+    monkeypatch: pytest.MonkeyPatch, launches: interpreter.Launches
+) -> None:
+    plant(monkeypatch, "barrier_wait", is_handed_back)
+    case = Case((1,), (100,), 32, 64)
+    interpret(case.levels(), case)
+    with pytest.raises(AssertionError, match="races in launches"):
+        launches.assert_no_races(1)
+
+
+def test_interpreted_race_of_an_early_launch_is_found(
+    monkeypatch: pytest.MonkeyPatch, launches: interpreter.Launches
+) -> None:
+    plant(monkeypatch, "barrier_wait", lambda ref: is_handed_back(ref) or len(launches) > 0)
+    case = Case((1, 2), (100, 100), 16, 64, SEPARATE)
+    interpret(case.levels(), case)
+    with pytest.raises(AssertionError, match=r"races in launches \[0\]"):
+        launches.assert_no_races(2)
+
+
+def test_interpreted_producer_that_does_not_wait_is_found(
+    monkeypatch: pytest.MonkeyPatch, launches: interpreter.Launches
+) -> None:
+    """The interpreter itself may complain first, of a barrier's phase that nobody saw."""
+    plant(monkeypatch, "barrier_wait", lambda ref: not is_handed_back(ref))
+    case = Case((1,), (300,), 64, 64)
+    try:
+        interpret(case.levels(), case)
+    except jax.errors.JaxRuntimeError as error:
+        if "no threads observed" in str(error):
+            return
+        raise
+    with pytest.raises(AssertionError, match="races in launches"):
+        launches.assert_no_races(1)
+
+
+def test_interpreted_stage_handed_back_too_early_is_found(
+    monkeypatch: pytest.MonkeyPatch, launches: interpreter.Launches
+) -> None:
+    """Consumers hand back the stage whose WGMMA they just issued, not the one before it."""
+    newest: dict[bool, Any] = {}
+    wait, arrive, wgmma_wait = plgpu.barrier_wait, plgpu.barrier_arrive, plgpu.wgmma_wait
+
+    def remembering_wait(barrier: Any) -> None:
+        newest[is_handed_back(barrier)] = barrier
+        wait(barrier)
+
+    def arriving_wgmma_wait(n: int) -> None:
+        if n == 1:
+            arrive(dataclasses.replace(newest[True], transforms=newest[False].transforms))
+        wgmma_wait(n)
+
+    monkeypatch.setattr(plgpu, "barrier_wait", remembering_wait)
+    monkeypatch.setattr(plgpu, "barrier_arrive", lambda barrier: None)
+    monkeypatch.setattr(plgpu, "wgmma_wait", arriving_wgmma_wait)
+    case = Case((1,), (300,), 64, 64)
+    interpret(case.levels(), case)
+    with pytest.raises(AssertionError, match="races in launches"):
+        launches.assert_no_races(1)
+
+
+@pytest.mark.parametrize("config", [TINY, ODD], ids=["even_chunks", "odd_chunks"])
+def test_interpreted_race_is_found_without_waiting_for_a_staging_buffer(
+    config: LinearCompressionConfig, monkeypatch: pytest.MonkeyPatch, launches: interpreter.Launches
+) -> None:
+    plant(monkeypatch, "wait_smem_to_gmem", lambda n: n == 0)
+    case = Case((3,), (100,), config.block_m, 64, config)
+    interpret(case.levels(), case)
+    with pytest.raises(AssertionError, match="races in launches"):
+        launches.assert_no_races(1)
+
+
+def test_interpreted_wrong_user_is_found(launches: interpreter.Launches) -> None:
+    case = Case((3, 4), (40, 40), 24, 16, index=(0, 1, 2, 0))
+    levels = case.levels()
+    mistaken = dataclasses.replace(case, index=(0, 1, 2, 1)).levels()
+    out = interpret(mistaken, case)
+    with pytest.raises(AssertionError, match="largest error"):
+        assert_correct(out, levels)
+
+
+def test_interpreted_launch_that_never_ran_is_found(launches: interpreter.Launches) -> None:
+    with pytest.raises(AssertionError, match="0 launches"):
+        launches.assert_no_races(1)
