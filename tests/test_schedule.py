@@ -1,11 +1,18 @@
-"""The tile schedule, with plain integers: who computes what, and how evenly."""
+"""The tile schedule: every tile once, users from below, candidates from above, evenly."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from unittest import mock
+
 import hypothesis
 import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from ikbo_jax.pallas import schedule as schedules
 from ikbo_jax.pallas.schedule import TileSchedule, make_schedule
 
 #: User tiles, candidate tiles, cost of a user tile in candidate tiles, workers.
@@ -27,24 +34,102 @@ EXAMPLES = {
     "one_over_a_wave": (133, 133, 1.0, 132),
 }
 
-sizes = st.tuples(
-    st.integers(0, 400),
-    st.integers(0, 1500),
-    st.floats(1e-3, 60, allow_nan=False),
-    st.integers(1, 150),
+Sizes = tuple[int, int, float, int]
+
+any_sizes = st.tuples(
+    st.integers(0, 400), st.integers(0, 1500), st.floats(1e-3, 60), st.integers(1, 150)
 )
 
 
-def for_many_sizes(test):
+def for_many_sizes(test: Callable[[Sizes], None]) -> Callable[[], None]:
     """Runs a test for the named examples and for random sizes."""
     for name, example in EXAMPLES.items():
-        test = hypothesis.example(example).via(name)(test)
-    return hypothesis.settings(max_examples=60)(hypothesis.given(sizes)(test))
+        test = hypothesis.example(sizes=example).via(name)(test)
+    return hypothesis.settings(max_examples=100)(hypothesis.given(sizes=any_sizes)(test))
 
 
-def user_tiles(schedule: TileSchedule, worker: int) -> list[int]:
-    return [int(schedule.user_tile(worker, i)) for i in range(int(schedule.user_count(worker)))]
+def assignments(schedule: TileSchedule) -> tuple[list[list[int]], list[list[int]]]:
+    """User tiles and candidate tiles of every worker, in order; NumPy is faster than JAX here."""
+    workers = range(schedule.num_workers)
+    with mock.patch.object(schedules, "jnp", np):
+        users = [
+            [int(schedule.user_tile(w, i)) for i in range(schedule.user_count(w))] for w in workers
+        ]
+        cands = [
+            [int(schedule.cand_tile(w, i)) for i in range(schedule.cand_count(w))] for w in workers
+        ]
+    return users, cands
 
 
-def cand_tiles(schedule: TileSchedule, worker: int) -> list[int]:
-    return [int(schedule.cand_tile(worker, i)) for i in range(int(schedule.cand_count(worker)))]
+@for_many_sizes
+def test_every_tile_is_computed_exactly_once(sizes: Sizes) -> None:
+    users, cands = assignments(make_schedule(*sizes))
+    assert sorted(sum(users, [])) == list(range(sizes[0]))
+    assert sorted(sum(cands, [])) == list(range(sizes[1]))
+
+
+@for_many_sizes
+def test_workers_are_those_there_are_and_no_more_than_tiles(sizes: Sizes) -> None:
+    schedule = make_schedule(*sizes)
+    assert schedule.num_workers == max(1, min(sizes[3], sizes[0] + sizes[1]))
+    assert 0 <= schedule.rest_from < schedule.num_workers
+
+
+@for_many_sizes
+def test_user_tiles_belong_to_the_lowest_workers(sizes: Sizes) -> None:
+    """Who waits for user tiles waits for workers that were dispatched no later than it was."""
+    users, _ = assignments(make_schedule(*sizes))
+    counts = [len(tiles) for tiles in users]
+    assert counts == sorted(counts, reverse=True)
+    assert max(counts) - min(counts) <= 1
+    for i in range(max(counts)):  # wave by wave, without gaps
+        wave = [tiles[i] for tiles in users if len(tiles) > i]
+        assert wave == list(range(wave[0], wave[0] + len(wave)))
+
+
+@for_many_sizes
+def test_candidate_tiles_are_handed_out_from_the_top(sizes: Sizes) -> None:
+    _, cands = assignments(make_schedule(*sizes))
+    counts = [len(tiles) for tiles in cands]
+    assert counts == sorted(counts)
+    for tiles in cands:
+        assert tiles == sorted(tiles)
+    for i in range(max(counts)):
+        wave = [tiles[i] for tiles in reversed(cands) if len(tiles) > i]
+        assert wave == list(range(wave[0], wave[0] + len(wave)))
+
+
+@for_many_sizes
+def test_last_worker_is_within_one_candidate_tile_of_the_ideal(sizes: Sizes) -> None:
+    user_tiles, cand_tiles, user_cost, _ = sizes
+    schedule = make_schedule(*sizes)
+    users, cands = assignments(schedule)
+    ends = [len(u) * user_cost + len(c) for u, c in zip(users, cands, strict=True)]
+    # No schedule ends before all workers would if tiles could be split, nor before the user tiles.
+    evenly = (user_tiles * user_cost + cand_tiles) / schedule.num_workers
+    users_alone = -(-user_tiles // schedule.num_workers) * user_cost
+    assert max(ends) <= max(evenly, users_alone) + 1 + 1e-6
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_traced_indices_give_the_same_tiles(name: str) -> None:
+    schedule = make_schedule(*EXAMPLES[name])
+    users, cands = assignments(schedule)
+    workers = jnp.arange(schedule.num_workers, dtype=jnp.int32)
+    waves = jnp.arange(max(map(len, users + cands)), dtype=jnp.int32)
+
+    @jax.jit
+    def trace(workers: jax.Array, waves: jax.Array):
+        def per_worker(worker):
+            tiles = [jax.vmap(lambda i, f=f: f(worker, i))(waves) for f in tile_of]
+            return schedule.user_count(worker), schedule.cand_count(worker), *tiles
+
+        return jax.vmap(per_worker)(workers)
+
+    tile_of = (schedule.user_tile, schedule.cand_tile)
+    counts_and_tiles = trace(workers, waves)
+    assert {x.dtype for x in counts_and_tiles} == {jnp.dtype("int32")}
+    user_counts, cand_counts, user_tiles, cand_tiles = map(np.asarray, counts_and_tiles)
+    for w in range(schedule.num_workers):
+        assert user_tiles[w, : user_counts[w]].tolist() == users[w]
+        assert cand_tiles[w, : cand_counts[w]].tolist() == cands[w]

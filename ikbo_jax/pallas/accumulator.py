@@ -1,9 +1,9 @@
 """WGMMA accumulators as values, with control over their first and last instruction.
 
 Pallas' own WGMMA takes whole swizzled blocks of k and always adds to its accumulator, which then
-has to be zeroed: 56 instructions a thread at the start of every tile, while the tensor core waits.
-The one here overwrites the accumulator in the first step of a tile, and stops early within the last
-block: K = 866 takes 55 instructions instead of 56.
+has to be zeroed: 56 two-register instructions a thread at the start of every tile, while the
+tensor core waits. The one here overwrites the accumulator in the first step of a tile, and stops
+early within the last block: K = 866 takes 55 instructions instead of 56.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A fragment travels as f32 rounded to 24 bits (16 significant ones, f32's range), split in two
 planes: the upper 16 bits of every value, which are a bf16, and the 8 bits below. So it costs three
 quarters of the traffic of f32, and fits beside an accumulator in the registers of a consumer. The
-rounding (at most 2^-16 of the value) is 1/128 of the one to bf16, 1/16 of the one to f16, that
+rounding (at most 2^-16 of the value) is 1/256 of the one to bf16, 1/32 of the one to f16, that
 ends the sum.
 
 Registers stand in memory in their own order, 16 columns a group: word w of thread t in group g at

@@ -10,7 +10,7 @@ the n of a WGMMA, which moves in steps of 8: for M = 433, 440 rows are multiplie
 
 Warpgroups: 0 and 1 multiply, each 64 of a tile's 128 embedding columns by `block_m` compressed
 rows; one warp of the third feeds them through a ring of shared memory stages, which runs on across
-tiles and phases. A finished tile stays in registers, rounded, and leaves in chunks during the
+tiles. A finished tile stays in registers, rounded, and leaves in chunks during the
 first k steps of the next one. The CTAs of a cluster work on neighbouring rows of the batch and
 share their weight tiles through multicast.
 
@@ -21,15 +21,21 @@ tiles: they spread over twice as many CTAs and are done before the first candida
 
 Synchronisations:
   1. `stage_ready[s]`      producer -> consumers: TMA has filled stage s.
-  2. `stage_consumed[s]`   consumers (of all CTAs of the cluster) -> producer: the WGMMAs of both
-                           warpgroups have read stage s.
+  2. `stage_free[s]`       consumers (of all CTAs of the cluster) -> producer: the WGMMAs of both
+                           warpgroups have read stage s, or none has used it yet.
   3. `users_ready`         (single launch) device-wide counter of finished user tiles, never reset
                            within a launch; waited on once, in a consumer's first candidate tile.
-  4. Staging buffers: `commit_smem` before a TMA store, `wait_smem_to_gmem` before the next write.
+  4. `claims`              (single launch) tickets for user tiles: a device-wide counter, and a ring
+                           in shared memory that hands them from producer to consumers.
+  5. `user_stage_free[s]`  (single launch) `stage_free` of the user phase, in which the CTAs of a
+                           cluster work on tiles of their own.
+  6. Staging buffers: `commit_smem` before a TMA store, `wait_smem_to_gmem` before the next write.
 
-Forward progress: CTAs are dispatched in order of their linear index, and user tiles belong to the
-lowest ones, which finish them before they wait for anything.  A CTA that waits therefore only waits
-for CTAs that were dispatched before it and that need nothing from it.
+Forward progress of a single launch: a CTA takes the next user tile from the ticket counter until
+none is left, and only then goes on to its candidate tiles.  So when a CTA waits for user results,
+every user tile has been claimed by a CTA that runs and waits for nothing before it has finished it.
+One resident cluster is enough, whatever else holds the SMs.  With user tiles owned by CTAs instead,
+two such kernels, each partly resident, could wait for owners that the other keeps off the chip.
 
 Source: the idea is Meta's IKBO ("linear compression embedding"); no code is shared with it.
 """
@@ -131,7 +137,17 @@ class _Shared(NamedTuple):
     embedding: tuple[Any, Any]  # [stages, 2, 64, 64]
     staging: tuple[Any, Any]  # [2, STAGING_SLOTS, epilogue_rows, 64]
     stage_ready: Any
-    stage_consumed: Any
+    stage_free: Any
+
+
+class _Claims(NamedTuple):
+    """How the CTAs of a single launch share out its user tiles; None anywhere else."""
+
+    tickets: Any  # device-wide counter
+    taken: Any  # shared memory [slots] int32: tickets of this CTA, on their way to its consumers
+    taken_ready: Any
+    stage_free: Any
+    users_ready: Any  # device-wide counter
 
 
 class _Role(NamedTuple):
@@ -168,10 +184,7 @@ def _load(role: _Role, phase: _Phase, operands: _Operands, tile: _Tile, step: An
     def load_step(i: Any, step: Any) -> Any:
         stage = role.stage(step)
 
-        @pl.when(step >= role.config.num_stages)
-        def _() -> None:
-            plgpu.barrier_wait(shared.stage_consumed.at[stage])
-
+        plgpu.barrier_wait(shared.stage_free.at[stage])
         ready = shared.stage_ready.at[stage]
         k = i * BLOCK_K
         plgpu.copy_gmem_to_smem(
@@ -195,21 +208,10 @@ def _load(role: _Role, phase: _Phase, operands: _Operands, tile: _Tile, step: An
     return lax.fori_loop(0, phase.k_steps, load_step, step)
 
 
-def _load_tile(
-    role: _Role, phase: _Phase, operands: _Operands, tile_of: Any, i: Any, step: Any
-) -> Any:
-    """`_load` of this worker's tile number `i`."""
-    return _load(role, phase, operands, _locate(phase, tile_of(role.worker, i)), step)
-
-
-def _drain(role: _Role, steps: Any) -> None:
-    """Waits until the last stages are consumed, so that no arrival outlives its barrier."""
-    for i in range(role.config.num_stages):
-        step = steps - role.config.num_stages + i
-
-        @pl.when(step >= 0)
-        def _(step: Any = step) -> None:
-            plgpu.barrier_wait(role.shared.stage_consumed.at[role.stage(step)])
+def _drain(role: _Role) -> None:
+    """Waits until every stage is free, so that no arrival outlives its barrier."""
+    for stage in range(role.config.num_stages):
+        plgpu.barrier_wait(role.shared.stage_free.at[stage])
 
 
 # Consumers
@@ -247,7 +249,7 @@ def _multiply(
         # The step before this one has been read; its stage goes back before any other work.
         plgpu.wgmma_wait(1)
         if not is_first:
-            plgpu.barrier_arrive(shared.stage_consumed.at[role.stage(step + i - 1)])
+            plgpu.barrier_arrive(shared.stage_free.at[role.stage(step + i - 1)])
         return acc
 
     def run(acc: Any) -> tuple[jax.Array, fragment.Fragment | None]:
@@ -263,7 +265,7 @@ def _multiply(
         for i in range(early, phase.k_steps):
             acc = k_step(i, acc, k=last_k if i == last else BLOCK_K)
         plgpu.wgmma_wait(0)
-        plgpu.barrier_arrive(shared.stage_consumed.at[role.stage(step + last)])
+        plgpu.barrier_arrive(shared.stage_free.at[role.stage(step + last)])
         for job in jobs[unrolled:]:
             job()
         return accumulator.accumulated(acc, columns, interpret=role.interpret), above
@@ -309,37 +311,35 @@ def _load_fragment(role: _Role, phase: _Phase, memory: fragment.Fragment) -> fra
     return fragment.load(memory, phase.block_m, interpret=role.interpret)
 
 
-def _compute_fragments(
+def _compute_fragment(
     role: _Role,
     phase: _Phase,
     operands: _Operands,
     fragments_out: fragment.Fragment,
-    users_ready: Any,
+    tile: _Tile,
     step: Any,
-) -> Any:
-    """All tiles of a level that others look up; returns the stages used so far."""
+    when_multiplied: Callable[[], Any],
+) -> tuple[Any, Any]:
+    """One tile of a level that others look up.
 
-    def compute(i: Any, step: Any) -> Any:
-        tile = _locate(phase, role.tiles.user_tile(role.worker, i))
-        load_above = None
-        if phase.from_fragments:
-            user = _user_of(operands, tile.row)
-            memory = _fragment_at(role, phase, operands.fragments_in, user, tile)
-            load_above = functools.partial(_load_fragment, role, phase, memory)
-        acc, above = _multiply(role, phase, step, [], load_above, phase.block_m)
-        acc = _add(role, phase, tile, acc, above)
+    Returns what `when_multiplied` gives, which runs once the tile's stages are read, and the stages
+    used so far.
+    """
+    load_above = None
+    if phase.from_fragments:
+        user = _user_of(operands, tile.row)
+        memory = _fragment_at(role, phase, operands.fragments_in, user, tile)
+        load_above = functools.partial(_load_fragment, role, phase, memory)
+    acc, above = _multiply(role, phase, step, [], load_above, phase.block_m)
+    outcome = when_multiplied()
+    acc = _add(role, phase, tile, acc, above)
 
-        @pl.when(tile.row < phase.batch)
-        def _() -> None:
-            target = _fragment_at(role, phase, fragments_out, tile.row, tile)
-            fragment.store(target, acc, interpret=role.interpret)
+    @pl.when(tile.row < phase.batch)
+    def _() -> None:
+        target = _fragment_at(role, phase, fragments_out, tile.row, tile)
+        fragment.store(target, acc, interpret=role.interpret)
 
-        if users_ready is not None:
-            mosaic.release_to_device(interpret=role.interpret)
-            plgpu.semaphore_signal(users_ready, memory_scope="gpu")
-        return step + phase.k_steps
-
-    return lax.fori_loop(0, role.tiles.user_count(role.worker), compute, step)
+    return outcome, step + phase.k_steps
 
 
 def _store_chunk(
@@ -376,7 +376,11 @@ def _store_chunk(
 
 
 def _compute_candidates(
-    role: _Role, phase: _Phase, operands: _Operands, users_ready: Any, output: Any, first_step: Any
+    role: _Role,
+    phase: _Phase,
+    operands: _Operands,
+    output: Any,
+    wait_for_users: Callable[[], None] | None,
 ) -> None:
     """All candidate tiles of this CTA; each is stored during the first k steps of the next one."""
     count = role.tiles.cand_count(role.worker)
@@ -389,10 +393,6 @@ def _compute_candidates(
     def user_of_tile(i: Any) -> Any:
         return _user_of(operands, tile_of(i).row) if phase.from_fragments else jnp.int32(0)
 
-    def wait_for_users() -> None:
-        arrivals = role.tiles.user_tiles * phase.cluster * NUM_CONSUMERS
-        plgpu.semaphore_wait(users_ready, arrivals, decrement=False, memory_scope="gpu")
-
     def compute(i: Any, carry: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
         user, finished = carry
         tile, previous = tile_of(i), tile_of(i - 1)
@@ -401,7 +401,7 @@ def _compute_candidates(
         next_user = user_of_tile(i + 1)
 
         def load_above() -> fragment.Fragment:
-            if users_ready is not None:
+            if wait_for_users is not None:
                 pl.when(i == 0)(wait_for_users)
             memory = _fragment_at(role, phase, operands.fragments_in, user, tile)
             return _load_fragment(role, phase, memory)
@@ -410,7 +410,7 @@ def _compute_candidates(
             _multiply,
             role,
             phase,
-            first_step + i * phase.k_steps,
+            i * phase.k_steps,
             jobs,
             load_above if phase.from_fragments else None,
         )
@@ -442,6 +442,129 @@ class _Level(NamedTuple):
     operands: _Operands
 
 
+def _free_all(role: _Role) -> None:
+    """Consumer: says that it reads no stage, once all of them have been read or before any is."""
+    for stage in range(role.config.num_stages):
+        plgpu.barrier_arrive(role.shared.stage_free.at[stage])
+
+
+def _static_tiles(
+    role: _Role, phase: _Phase, body: Callable[[_Tile, Any], Any], *, of_user: bool
+) -> None:
+    """Runs `body(tile, step)` for this worker's tiles of a phase; it returns the next step."""
+    tiles = role.tiles
+    count, tile_of = (
+        (tiles.user_count, tiles.user_tile) if of_user else (tiles.cand_count, tiles.cand_tile)
+    )
+
+    def one(i: Any, step: Any) -> Any:
+        return body(_locate(phase, tile_of(role.worker, i)), step)
+
+    lax.fori_loop(0, count(role.worker), one, jnp.int32(0))
+
+
+def _claimed_tiles(
+    phase: _Phase,
+    next_ticket: Callable[[Any], Any],
+    body: Callable[[_Tile, Any, Callable[[], Any]], tuple[Any, Any]],
+) -> None:
+    """Runs `body(tile, step, take_next)` for this CTA's tickets, until one names no tile.
+
+    `body` returns the next ticket, which `take_next` gives, and the next step.
+    """
+
+    def one(carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+        i, ticket, step = carry
+        take_next = functools.partial(next_ticket, i + 1)
+        return i + 1, *body(_locate(phase, ticket), step, take_next)
+
+    first = (jnp.int32(0), next_ticket(jnp.int32(0)), jnp.int32(0))
+    lax.while_loop(lambda carry: carry[1] < phase.tiles, one, first)
+
+
+def _produce(
+    role: _Role,
+    phases: tuple[_Phase | None, _Phase | None],
+    operands: tuple[Any, Any],
+    claims: _Claims | None,
+) -> None:
+    """The producer warp."""
+    (user_phase, cand_phase), (user, cand) = phases, operands
+
+    def load(role: _Role, phase: _Phase, operands: _Operands) -> Callable[[_Tile, Any], Any]:
+        return functools.partial(_load, role, phase, operands)
+
+    if claims is not None and user_phase is not None:
+        user_role = role._replace(shared=role.shared._replace(stage_free=claims.stage_free))
+
+        def take(i: Any) -> Any:
+            ticket = mosaic.next_ticket(claims.tickets, i, interpret=role.interpret)
+            slot = lax.rem(i, claims.taken.shape[0])
+            claims.taken[slot] = ticket
+            plgpu.barrier_arrive(claims.taken_ready.at[slot])
+            return ticket
+
+        def load_claimed(tile: _Tile, step: Any, take_next: Callable[[], Any]) -> tuple[Any, Any]:
+            step = _load(user_role, user_phase, user, tile, step)
+            return take_next(), step
+
+        _claimed_tiles(user_phase, take, load_claimed)
+    elif user_phase is not None:
+        _static_tiles(role, user_phase, load(role, user_phase, user), of_user=True)
+    if cand_phase is not None:
+        _static_tiles(role, cand_phase, load(role, cand_phase, cand), of_user=False)
+    _drain(role)
+    if claims is not None:
+        _drain(user_role)
+
+
+def _consume(
+    role: _Role,
+    phases: tuple[_Phase | None, _Phase | None],
+    operands: tuple[Any, Any],
+    outputs: tuple[Any, Any],
+    claims: _Claims | None,
+) -> None:
+    """A consumer warpgroup."""
+    (user_phase, cand_phase), (user, cand), (output, fragments) = phases, operands, outputs
+    wait_for_users = None
+    if claims is not None and user_phase is not None:
+        user_role = role._replace(shared=role.shared._replace(stage_free=claims.stage_free))
+
+        def taken(i: Any) -> Any:
+            slot = lax.rem(i, claims.taken.shape[0])
+            plgpu.barrier_wait(claims.taken_ready.at[slot])
+            ticket = claims.taken[slot]
+            # The user phase reads no stage any more: its last tile leaves while others come in.
+            pl.when(ticket >= user_phase.tiles)(lambda: _free_all(role))
+            return ticket
+
+        def compute(tile: _Tile, step: Any, take_next: Callable[[], Any]) -> tuple[Any, Any]:
+            ticket, step = _compute_fragment(
+                user_role, user_phase, user, fragments, tile, step, take_next
+            )
+            mosaic.signal(claims.users_ready, interpret=role.interpret)
+            return ticket, step
+
+        def wait_for_users() -> None:
+            arrivals = user_phase.tiles * NUM_CONSUMERS
+            mosaic.wait(claims.users_ready, arrivals, interpret=role.interpret)
+
+        _free_all(user_role)
+        _claimed_tiles(user_phase, taken, compute)
+    else:
+        _free_all(role)
+    if claims is None and user_phase is not None:
+
+        def compute_own(tile: _Tile, step: Any) -> Any:
+            rest = (fragments, tile, step, lambda: None)
+            return _compute_fragment(role, user_phase, user, *rest)[1]
+
+        _static_tiles(role, user_phase, compute_own, of_user=True)
+    if cand_phase is not None:
+        _compute_candidates(role, cand_phase, cand, output, wait_for_users)
+
+
 def _kernel(
     *refs: Any,
     tree: Any,
@@ -451,65 +574,56 @@ def _kernel(
     interpret: bool,
 ) -> None:
     """Role dispatch."""
-    user_phase, cand_phase = phases
-    (user, cand), (output, fragments_out), scratch = jax.tree.unflatten(tree, refs)
-    weight, embedding, staging, stage_ready, stage_consumed = scratch
+    (user, cand), outputs, scratch = jax.tree.unflatten(tree, refs)
+    weight, embedding, staging, stage_ready, stage_free, *for_claims = scratch
     views = functools.partial(mosaic.tile_views, interpret=interpret)
-    shared = _Shared(views(weight), views(embedding), views(staging), stage_ready, stage_consumed)
-    users_ready = None
-    if user_phase is not None and cand_phase is not None:
-        cand = cand._replace(fragments_in=fragments_out)
-        # One counter for the whole device.  The interpreter has none; there, a single CTA has
-        # finished the user phase before it looks anything up.
-        users_ready = None if interpret else pl.get_global(plgpu.SemaphoreType.REGULAR)
+    shared = _Shared(views(weight), views(embedding), views(staging), stage_ready, stage_free)
+    claims = None
+    if for_claims:
+        cand = cand._replace(fragments_in=outputs[1])
+        tickets, users_ready = (mosaic.device_counter(interpret=interpret) for _ in range(2))
+        taken, taken_ready, user_stage_free = for_claims
+        claims = _Claims(tickets, taken, taken_ready, user_stage_free, users_ready)
     warpgroup = lax.axis_index("warpgroup")
     role = _Role(config, tiles, shared, lax.axis_index("worker"), warpgroup, interpret)
 
     @pl.when(warpgroup == NUM_CONSUMERS)
     def _producer() -> None:
         plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-
-        @functools.partial(mosaic.on_one_warp, interpret=interpret)
-        def _() -> None:
-            step = jnp.int32(0)
-            for phase, operands, count, tile_of in (
-                (user_phase, user, tiles.user_count, tiles.user_tile),
-                (cand_phase, cand, tiles.cand_count, tiles.cand_tile),
-            ):
-                if phase is not None:
-                    load = functools.partial(_load_tile, role, phase, operands, tile_of)
-                    step = lax.fori_loop(0, count(role.worker), load, step)
-            _drain(role, step)
+        produce = functools.partial(_produce, role, phases, (user, cand), claims)
+        mosaic.on_one_warp(produce, interpret=interpret)
 
     @pl.when(warpgroup < NUM_CONSUMERS)
     def _consumer() -> None:
         plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
-        step = jnp.int32(0)
-        if user_phase is not None:
-            step = _compute_fragments(role, user_phase, user, fragments_out, users_ready, step)
-        if cand_phase is not None:
-            _compute_candidates(role, cand_phase, cand, users_ready, output, step)
+        _consume(role, phases, (user, cand), outputs, claims)
 
 
 def scratch_types(
-    dtype: Any, config: LinearCompressionConfig, *, interpret: bool
+    dtype: Any, config: LinearCompressionConfig, *, with_claims: bool, interpret: bool
 ) -> tuple[Any, ...]:
     """Shared memory and barriers, in the order in which `_kernel` takes them."""
+    stages = config.num_stages
     tile = functools.partial(mosaic.operand_tile, dtype=dtype, interpret=interpret)
-    consumed: Any = plgpu.Barrier(num_arrivals=NUM_CONSUMERS, num_barriers=config.num_stages)
+    free_in_cta = plgpu.Barrier(num_arrivals=NUM_CONSUMERS, num_barriers=stages)
+    free: Any = free_in_cta
     if config.cluster > 1:
-        consumed = plgpu.ClusterBarrier(
-            collective_axes=("cluster",),
-            num_arrivals=NUM_CONSUMERS,
-            num_barriers=config.num_stages,
+        free = plgpu.ClusterBarrier(
+            collective_axes=("cluster",), num_arrivals=NUM_CONSUMERS, num_barriers=stages
         )
-    return (
-        tile((config.num_stages, config.block_m, BLOCK_K)),
-        tile((config.num_stages, NUM_CONSUMERS, BLOCK_K, WGMMA_M)),
+    types = (
+        tile((stages, config.block_m, BLOCK_K)),
+        tile((stages, NUM_CONSUMERS, BLOCK_K, WGMMA_M)),
         tile((NUM_CONSUMERS, STAGING_SLOTS, config.epilogue_rows, WGMMA_M)),
-        plgpu.Barrier(num_arrivals=1 + NUM_CONSUMERS, num_barriers=config.num_stages),
-        consumed,
+        plgpu.Barrier(num_arrivals=1 + NUM_CONSUMERS, num_barriers=stages),
+        free,
     )
+    if not with_claims:
+        return types
+    # The producer is at most `stages` tiles ahead, each of which uses a stage or more.
+    slots = stages + 2
+    taken = (plgpu.SMEM((slots,), jnp.int32), plgpu.Barrier(num_barriers=slots))
+    return (*types, *taken, free_in_cta)
 
 
 def _launch(
@@ -533,9 +647,10 @@ def _launch(
         rows = (user_phase.batch, user_phase.n_tiles, NUM_CONSUMERS)
         columns = pl.cdiv(user_phase.m, config.block_m) * config.block_m
         fragments = fragment.types(columns, rows, interpret=is_interpreted)
-    scratch = scratch_types(dtype, config, interpret=is_interpreted)
+    scratch = scratch_types(dtype, config, with_claims=None not in phases, interpret=is_interpreted)
     tiles = schedule.make_schedule(
-        user_phase.tiles if user_phase else 0,
+        # Claimed tiles are those of CTAs; here, only how many of them a worker computes counts.
+        pl.cdiv(user_phase.tiles * user_phase.cluster, config.cluster) if user_phase else 0,
         cand_phase.tiles if cand_phase else 0,
         user_phase.cost / cand_phase.cost if user_phase and cand_phase else 1.0,
         num_sms // config.cluster,
@@ -619,7 +734,8 @@ def linear_compression_kernel(
             block_m=config.block_m // split,
             k_offset=k_offset,
             from_fragments=i > 0,
-            cluster=config.cluster,
+            # Claimed tiles are a CTA's own, whatever the other CTA of its cluster does meanwhile.
+            cluster=1 if together and i == last - 1 else config.cluster,
         )
         return _Level(phase, _Operands(weight, embeddings[i], parents[i], fragments))
 

@@ -16,6 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
 
 #: Bytes of a shared memory row under the widest swizzle, which every operand tile here uses.
 SWIZZLE = 128
@@ -86,8 +87,40 @@ def on_one_warp(body: Callable[[], None], *, interpret: bool) -> None:
     warps()
 
 
-def release_to_device(*, interpret: bool) -> None:
-    """Makes this thread's writes to device memory visible to whoever is signalled after it."""
+def device_counter(*, interpret: bool) -> Any:
+    """A counter of the whole device, zero when the kernel starts; the interpreter has none."""
+    return None if interpret else pl.get_global(plgpu.SemaphoreType.REGULAR)
+
+
+def next_ticket(counter: Any, i: Any, *, interpret: bool) -> Any:
+    """Takes the counter's value and adds one to it; for a single warp.
+
+    The interpreter runs CTAs one after another; there, a single CTA's `i`-th ticket is number `i`.
+    """
+    if interpret:
+        return i
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT(())),
+    )
+    def take(_: Any, counter: ir.Value) -> mgpu.FragmentedArray:
+        ticket = mgpu.utils.inline_ptx(
+            "{ .reg .pred p; .reg .u32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; "
+            "mov.u32 $0, 0; @p atom.relaxed.gpu.global.add.u32 $0, [$1], 1; "
+            "shfl.sync.idx.b32 $0, $0, 0, 31, 0xffffffff; }",
+            mgpu.utils.memref_ptr(counter),
+            result_types=ir.IntegerType.get_signless(32),
+            has_side_effects=True,
+            convergent=True,
+        )
+        return mgpu.FragmentedArray.splat(ticket, (), is_signed=True)
+
+    return take(counter)
+
+
+def signal(counter: Any, *, interpret: bool) -> None:
+    """Adds one to the counter, after all writes of this warpgroup to device memory."""
     if interpret:
         return
 
@@ -97,3 +130,10 @@ def release_to_device(*, interpret: bool) -> None:
         mgpu.utils.warpgroup_barrier()
 
     fence()
+    plgpu.semaphore_signal(counter, memory_scope="gpu")
+
+
+def wait(counter: Any, value: int, *, interpret: bool) -> None:
+    """Waits until the counter is `value`; then sees what was written before its signals."""
+    if not interpret:
+        plgpu.semaphore_wait(counter, value, decrement=False, memory_scope="gpu")

@@ -71,11 +71,11 @@ class LinearCompressionConfig:
 
     @property
     def smem_bytes(self) -> int:
-        """Shared memory of one CTA: ring, staging buffers and barriers."""
+        """Shared memory of one CTA: ring, staging buffers, tickets and barriers."""
         row = BLOCK_K * 2  # bytes of a row of any tile, 64 elements of 16 bits
         ring = self.num_stages * (self.block_m + NUM_CONSUMERS * BLOCK_K) * row
         staging = NUM_CONSUMERS * STAGING_SLOTS * self.epilogue_rows * row
-        return ring + -(-staging // SMEM_ALIGNMENT) * SMEM_ALIGNMENT + SMEM_ALIGNMENT
+        return ring + -(-staging // SMEM_ALIGNMENT) * SMEM_ALIGNMENT + 2 * SMEM_ALIGNMENT
 
 
 def illegal_reason(
@@ -101,6 +101,12 @@ def illegal_reason(
         return (
             f"epilogue_rows must be a multiple of 8 that divides block_m={config.block_m}, "
             f"but is {config.epilogue_rows}"
+        )
+    if (config.block_m // config.epilogue_rows) % STAGING_SLOTS:
+        return (
+            f"block_m / epilogue_rows must be a multiple of {STAGING_SLOTS}, so that a tile begins "
+            f"with the staging buffer that has been free for longest, but is "
+            f"{config.block_m} / {config.epilogue_rows}"
         )
     if config.num_stages < 2:
         return f"num_stages must be at least 2, but is {config.num_stages}"

@@ -1,0 +1,251 @@
+"""Compiles Mosaic GPU kernels for sm_90a on a machine without a GPU.
+
+JAX's CUDA plugin exports the function that compiles a Mosaic GPU module.  Of the driver it asks for
+nothing but the compute capability, so a stand-in for libcuda.so.1 that answers 9.0 is enough; the
+kernel cannot be loaded afterwards, but by then ptxas has said what there is to know: registers,
+spills, serialised WGMMAs.  The shared memory of a launch stands in the module.
+
+The plugin runs in a process of its own: the stand-in has to be found before the real driver, and a
+crash of the compiler must not take the tests along.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from jax._src.interpreters import mlir
+from jax.experimental.mosaic.gpu.core import dialect
+from jaxlib.mlir import ir
+
+INSTALL = "pip install 'ikbo-jax[offline]'"
+#: Longest time one kernel may take to compile, seconds.
+TIMEOUT = 120
+
+# Attributes 75 and 76 of a device are the major and the minor number of its compute capability.
+_STAND_IN_DRIVER = """
+int cuInit(unsigned flags) { return 0; }
+int cuDriverGetVersion(int *version) { *version = 13000; return 0; }
+int cuCtxGetDevice(int *device) { *device = 0; return 0; }
+int cuDeviceGetAttribute(int *value, int attribute, int device) {
+  *value = attribute == 75 ? 9 : 0;
+  return 0;
+}
+"""
+
+# Reads the module from standard input, so that nothing has to be written; ptxas' log goes to
+# standard output.
+_COMPILE = """
+import ctypes, sys
+plugin = ctypes.CDLL(sys.argv[1])
+plugin.MosaicGpuCompile.argtypes = (ctypes.c_char_p, ctypes.c_int)
+plugin.MosaicGpuCompile.restype = ctypes.c_void_p
+module = sys.stdin.buffer.read()
+plugin.MosaicGpuCompile(module, len(module))
+"""
+
+
+class OfflineUnavailableError(RuntimeError):
+    """Something that offline compilation needs is not installed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PtxasReport:
+    """What ptxas says of one kernel.
+
+    Attributes:
+      registers: registers a thread has at the kernel's entry.
+      spill_bytes: bytes of spill stores and spill loads.
+      stack_bytes: bytes of the stack frame.
+      serialized: warnings that WGMMAs are serialised (C7510 and its kin).
+    """
+
+    registers: int
+    spill_bytes: int
+    stack_bytes: int
+    serialized: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledKernel:
+    """A kernel that compiled.
+
+    Attributes:
+      name: of the kernel.
+      smem_bytes: dynamic shared memory of its launch, barriers included.
+      ptxas: what the assembler says.
+    """
+
+    name: str
+    smem_bytes: int
+    ptxas: PtxasReport
+
+    @property
+    def faults(self) -> list[str]:
+        """What makes the kernel unfit to run; empty for a good one."""
+        faults = list(self.ptxas.serialized)
+        if self.ptxas.spill_bytes or self.ptxas.stack_bytes:
+            faults.append(
+                f"{self.ptxas.spill_bytes} bytes spilled, {self.ptxas.stack_bytes} bytes of stack"
+            )
+        return faults
+
+
+def parse_ptxas_log(log: str) -> PtxasReport:
+    """Reads a log of `ptxas -v` for one kernel; raises ValueError if it compiled none, or several.
+
+    Functions called from the kernel count too, since their spills are as slow.
+    """
+    registers = [int(n) for n in re.findall(r"\bUsed (\d+) registers\b", log)]
+    if len(registers) != 1:
+        raise ValueError(f"expected the log of one kernel, found {len(registers)}:\n{log}")
+
+    def total(what: str) -> int:
+        found = [int(n) for n in re.findall(rf"\b(\d+) bytes {what}\b", log)]
+        if not found:
+            raise ValueError(f"the log does not mention {what}:\n{log}")
+        return sum(found)
+
+    return PtxasReport(
+        registers=registers[0],
+        spill_bytes=total("spill stores") + total("spill loads"),
+        stack_bytes=total("stack frame"),
+        serialized=tuple(
+            line.strip()
+            for line in log.splitlines()
+            if re.search(r"\(C75\d\d\)|wgmma\S* instructions are serialized", line)
+        ),
+    )
+
+
+def mosaic_modules(fn: Callable[..., Any], *args: Any) -> list[bytes]:
+    """The serialised Mosaic GPU modules that `fn(*args)` launches, lowered for CUDA."""
+    lowered = jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",))
+    module = lowered.compiler_ir("stablehlo")
+    with module.context:
+        return [
+            op.attributes["mhlo.backend_config"]["module"].value_bytes
+            for op in _operations(module.operation)
+            if op.name == "stablehlo.custom_call"
+            and ir.StringAttr(op.attributes["call_target_name"]).value == "mosaic_gpu_v2"
+        ]
+
+
+def describe_module(module: bytes) -> tuple[str, int]:
+    """A serialised module's name, and the bytes of dynamic shared memory of its launch."""
+    context = mlir.make_ir_context()
+    dialect.register_dialect(context)
+    context.allow_unregistered_dialects = True  # a serialised module's operations have other names
+    with context:
+        parsed = ir.Module.parse(module)
+        launches = [op for op in _operations(parsed.operation) if op.name.endswith("gpu.launch")]
+        if len(launches) != 1:
+            raise ValueError(f"expected one launch in the module, found {len(launches)}")
+        size = launches[0].operands[len(launches[0].operands) - 1].owner.attributes["value"]
+        name = ir.StringAttr(parsed.operation.attributes["sym_name"]).value
+        return name, ir.IntegerAttr(size).value
+
+
+def _operations(op: Any) -> Iterator[Any]:
+    for region in op.regions:
+        for block in region.blocks:
+            for inner in block.operations:
+                yield inner.operation
+                yield from _operations(inner.operation)
+
+
+def find_plugin() -> pathlib.Path:
+    """The CUDA plugin's library, of whichever CUDA version is installed."""
+    for name in ("xla_cuda13", "xla_cuda12"):
+        for folder in _package_folders("jax_plugins"):
+            if (path := folder / name / "xla_cuda_plugin.so").is_file():
+                return path
+    raise OfflineUnavailableError(
+        f"offline compilation needs JAX's CUDA plugin (no GPU, no CUDA libraries): {INSTALL}"
+    )
+
+
+def find_ptxas() -> pathlib.Path:
+    """ptxas of an installed wheel, else the one on PATH."""
+    for folder in _package_folders("nvidia"):
+        for pattern in ("cu1*/bin/ptxas", "cuda_nvcc/bin/ptxas"):
+            if found := sorted(folder.glob(pattern)):
+                return found[-1]
+    if found_on_path := shutil.which("ptxas"):
+        return pathlib.Path(found_on_path)
+    raise OfflineUnavailableError(
+        f"offline compilation needs ptxas, of the wheel nvidia-cuda-nvcc or on PATH: {INSTALL}"
+    )
+
+
+def find_c_compiler() -> str:
+    for name in filter(None, (os.environ.get("CC"), "cc", "gcc", "clang")):
+        if found := shutil.which(name):
+            return found
+    raise OfflineUnavailableError(
+        "offline compilation needs a C compiler for its stand-in of the driver: "
+        "install gcc or clang, or name one in CC"
+    )
+
+
+def _package_folders(name: str) -> list[pathlib.Path]:
+    """Folders of a package that several distributions share; empty if it is not installed."""
+    spec = importlib.util.find_spec(name)
+    return [pathlib.Path(p) for p in spec.submodule_search_locations or ()] if spec else []
+
+
+class Compiler:
+    """Compiles kernels; `workdir` holds the stand-in for the driver."""
+
+    def __init__(self, workdir: pathlib.Path) -> None:
+        """Raises OfflineUnavailableError, saying what to install, if something is missing."""
+        self._plugin = find_plugin()
+        self._ptxas = find_ptxas()
+        source = workdir / "driver.c"
+        source.write_text(_STAND_IN_DRIVER)
+        library = workdir / "libcuda.so.1"
+        flags = ["-shared", "-fPIC", f"-Wl,-soname,{library.name}"]
+        subprocess.run([find_c_compiler(), *flags, "-o", library, source], check=True)
+        self._environment = {
+            **{k: v for k, v in os.environ.items() if not k.startswith("MOSAIC_GPU_")},
+            "LD_LIBRARY_PATH": _prepend(workdir, "LD_LIBRARY_PATH"),
+            "PATH": _prepend(self._ptxas.parent, "PATH"),
+            "MOSAIC_GPU_DUMP_PTXAS": "1",
+        }
+
+    def compile(self, fn: Callable[..., Any], *args: Any) -> list[CompiledKernel]:
+        """Compiles every kernel that `fn(*args)` launches, in order; `args` may be shapes."""
+        return [self.compile_module(module) for module in mosaic_modules(fn, *args)]
+
+    def compile_module(self, module: bytes) -> CompiledKernel:
+        """Compiles one serialised module; raises ValueError with the log if that fails."""
+        name, smem_bytes = describe_module(module)
+        process = subprocess.run(
+            [sys.executable, "-c", _COMPILE, self._plugin],
+            input=module,
+            env=self._environment,
+            capture_output=True,
+            timeout=TIMEOUT,
+            check=False,
+        )
+        stdout, stderr = process.stdout.decode(), process.stderr.decode()
+        try:
+            report = parse_ptxas_log(stdout)
+        except ValueError as error:
+            raise ValueError(
+                f"{name} did not compile (exit status {process.returncode}):\n{error}\n{stderr}"
+            ) from None
+        return CompiledKernel(name, smem_bytes, report)
+
+
+def _prepend(folder: pathlib.Path, variable: str) -> str:
+    return os.pathsep.join(filter(None, (str(folder), os.environ.get(variable))))

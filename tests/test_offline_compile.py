@@ -1,0 +1,221 @@
+"""The kernels compiled for sm_90a without a GPU: no spills, no serialised WGMMAs, shared memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.resources
+import json
+import pathlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import offline
+import pytest
+
+from ikbo_jax.pallas import linear_compression as kernel
+from ikbo_jax.tuning import configs, table
+from ikbo_jax.tuning.configs import LinearCompressionConfig, LinearCompressionProblem
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the CUDA plugin is for Linux")
+
+DEFAULT = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16")
+THREE_LEVELS = dataclasses.replace(DEFAULT, batches=(4, 60, 1024), ks=(300, 1178, 866))
+ONE_LEVEL = dataclasses.replace(DEFAULT, batches=(1024,), ks=(866,))
+NUM_SMS = 132
+
+Case = tuple[LinearCompressionProblem, LinearCompressionConfig]
+
+
+def default_case(problem: LinearCompressionProblem, **changes: Any) -> Case:
+    config = table.default_config(problem)
+    assert config is not None
+    return problem, dataclasses.replace(config, **changes)
+
+
+def named_cases() -> dict[str, Case]:
+    of = lambda **sizes: default_case(dataclasses.replace(DEFAULT, **sizes))  # noqa: E731
+    cases = {
+        "default": default_case(DEFAULT),
+        "default_f16": of(dtype="float16"),
+        "two_launches": default_case(DEFAULT, single_launch=False),
+        "two_launches_f16": default_case(
+            dataclasses.replace(DEFAULT, dtype="float16"), single_launch=False
+        ),
+        "cluster_of_one": default_case(DEFAULT, cluster=1),
+        "cluster_of_one_two_launches": default_case(DEFAULT, cluster=1, single_launch=False),
+        "cluster_of_two": default_case(DEFAULT, cluster=2),
+        "three_levels": default_case(THREE_LEVELS),
+        "three_levels_three_launches": default_case(THREE_LEVELS, single_launch=False),
+        "one_level": default_case(ONE_LEVEL),
+        "k_multiples_of_64": of(ks=(1024, 1024)),
+        "k_below_64": of(ks=(40, 17)),
+        "one_candidate": of(batches=(1, 1)),
+        "n8": of(n=8),
+        "n128": of(n=128),
+        "widest_block": (
+            DEFAULT,
+            LinearCompressionConfig(configs.MAX_BLOCK_M, 3, configs.MAX_BLOCK_M // 4),
+        ),
+        "narrowest_block": (
+            dataclasses.replace(DEFAULT, m=16),
+            LinearCompressionConfig(16, 4, 16),
+        ),
+    }
+    return cases | {f"m{m}": of(m=m) for m in (1, 128, 256, 512, 1024)}
+
+
+def table_cases() -> dict[str, Case]:
+    """What `sm90.json` says, one case for every row that names a configuration."""
+    text = (importlib.resources.files(table) / "sm90.json").read_text("utf-8")
+    rows = [table.Row.from_json(entry) for entry in json.loads(text)["rows"]]
+    return {
+        f"row{i}:{table.describe(row.problem)}": (row.problem, row.config)
+        for i, row in enumerate(rows)
+        if row.config is not None
+    }
+
+
+CASES = named_cases() | table_cases()
+
+
+@pytest.fixture(scope="session")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> offline.Compiler:
+    try:
+        return offline.Compiler(tmp_path_factory.mktemp("offline"))
+    except offline.OfflineUnavailableError as error:
+        pytest.fail(str(error), pytrace=False)
+
+
+def launch(problem: LinearCompressionProblem, config: LinearCompressionConfig) -> tuple:
+    """The kernel's host function, and the shapes it takes for `problem`."""
+    dtype = jnp.dtype(problem.dtype)
+    levels = list(zip(problem.batches, problem.ks, strict=True))
+    weights = tuple(jax.ShapeDtypeStruct((problem.m, k), dtype) for _, k in levels)
+    embeddings = tuple(jax.ShapeDtypeStruct((b, k, problem.n), dtype) for b, k in levels)
+    parents = tuple(jax.ShapeDtypeStruct((b,), jnp.int32) for b in problem.batches[1:])
+
+    def fn(weights, embeddings, parents):
+        return kernel.linear_compression_kernel(
+            weights, embeddings, (None, *parents), config=config, num_sms=NUM_SMS
+        )
+
+    return fn, weights, embeddings, parents
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_offline_kernel_is_fit(name: str, compiler: offline.Compiler) -> None:
+    problem, config = CASES[name]
+    assert configs.illegal_reason(problem, config) is None
+    kernels = compiler.compile(*launch(problem, config))
+    levels = len(problem.batches)
+    assert len(kernels) == levels - (config.single_launch and levels > 1)
+    for compiled in kernels:
+        assert not compiled.faults
+        assert compiled.smem_bytes <= config.smem_bytes <= configs.MAX_SMEM_BYTES
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 4])
+def test_offline_shared_memory_is_what_the_config_says(num_stages: int) -> None:
+    """The legality rule may round up, by no more than what it aligns to."""
+    problem, config = CASES["default"]
+    config = dataclasses.replace(config, num_stages=num_stages)
+    (module,) = offline.mosaic_modules(*launch(problem, config))
+    _, smem_bytes = offline.describe_module(module)
+    assert 0 <= config.smem_bytes - smem_bytes <= configs.SMEM_ALIGNMENT
+
+
+# The detector itself must be able to fail.
+
+
+def test_offline_spills_are_found(compiler: offline.Compiler) -> None:
+    too_wide = LinearCompressionConfig(block_m=256, num_stages=2, epilogue_rows=32)
+    (compiled,) = compiler.compile(*launch(dataclasses.replace(DEFAULT, m=512), too_wide))
+    assert compiled.ptxas.spill_bytes > 0
+    assert any("bytes spilled" in fault for fault in compiled.faults)
+
+
+def test_offline_serialised_wgmmas_are_found(
+    compiler: offline.Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without waits, accumulators are read while WGMMAs write them."""
+    monkeypatch.setattr(kernel.plgpu, "wgmma_wait", lambda n: None)
+    (compiled,) = compiler.compile(*launch(*CASES["default"]))
+    assert compiled.ptxas.serialized
+    assert any("C75" in fault for fault in compiled.faults)
+
+
+def test_offline_failing_compiler_is_an_error(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offline, "find_plugin", lambda: tmp_path / "libcuda.so.1")
+    (module,) = offline.mosaic_modules(*launch(*CASES["narrowest_block"]))
+    with pytest.raises(
+        ValueError, match=r"(?s)did not compile \(exit status 1\).*MosaicGpuCompile"
+    ):
+        offline.Compiler(tmp_path).compile_module(module)
+
+
+GOOD_LOG = """\
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'ikbo_mosaic_gpu_kernel' for 'sm_90a'
+ptxas info    : Function properties for ikbo_mosaic_gpu_kernel
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 168 registers, used 16 barriers, 1 bytes smem
+"""
+SERIALIZED = (
+    "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are "
+    "serialized due to non wgmma instructions defining accumulator registers of a wgmma between "
+    "start and end of the pipeline stage in the function 'ikbo_mosaic_gpu_kernel'"
+)
+
+
+def test_offline_log_of_a_good_kernel() -> None:
+    report = offline.parse_ptxas_log(GOOD_LOG)
+    assert report == offline.PtxasReport(168, 0, 0, ())
+    assert offline.CompiledKernel("k", 0, report).faults == []
+
+
+@pytest.mark.parametrize(
+    ("good", "bad", "fault"),
+    [
+        ("0 bytes spill stores", "8 bytes spill stores", "8 bytes spilled"),
+        ("0 bytes spill loads", "12 bytes spill loads", "12 bytes spilled"),
+        ("0 bytes stack frame", "16 bytes stack frame", "16 bytes of stack"),
+        ("ptxas info    : Used", f"{SERIALIZED}\nptxas info    : Used", "C7510"),
+        ("ptxas info    : Used", f"{SERIALIZED.replace('10', '14')}\ninfo : Used", "C7514"),
+    ],
+)
+def test_offline_log_of_a_bad_kernel(good: str, bad: str, fault: str) -> None:
+    assert good in GOOD_LOG
+    report = offline.parse_ptxas_log(GOOD_LOG.replace(good, bad))
+    faults = offline.CompiledKernel("k", 0, report).faults
+    assert len(faults) == 1
+    assert fault in faults[0]
+
+
+@pytest.mark.parametrize(
+    "log", ["", "ptxas fatal   : Unresolved extern function", GOOD_LOG * 2, "Used 8 registers"]
+)
+def test_offline_log_without_one_kernel_is_an_error(log: str) -> None:
+    with pytest.raises(ValueError, match="log"):
+        offline.parse_ptxas_log(log)
+
+
+@pytest.mark.parametrize("find", [offline.find_plugin, offline.find_ptxas])
+def test_offline_missing_wheel_names_the_extra(
+    find: Callable[[], pathlib.Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offline.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(offline.OfflineUnavailableError, match=r"pip install 'ikbo-jax\[offline\]'"):
+        find()
+
+
+def test_offline_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CC", raising=False)
+    with pytest.raises(offline.OfflineUnavailableError, match="C compiler"):
+        offline.find_c_compiler()
