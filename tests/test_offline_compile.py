@@ -61,7 +61,7 @@ def named_cases() -> dict[str, Case]:
         ),
         "narrowest_block": (
             dataclasses.replace(DEFAULT, m=16),
-            LinearCompressionConfig(16, 4, 16),
+            LinearCompressionConfig(16, 4, 8),
         ),
     }
     return cases | {f"m{m}": of(m=m) for m in (1, 128, 256, 512, 1024)}

@@ -261,13 +261,17 @@ def _multiply(
         ahead = FRAGMENT_AHEAD if load_above else 1
         early = max(unrolled, phase.k_steps - ahead)
         acc = accumulator.accumulate(unrolled, early, k_step, acc, interpret=role.interpret)
-        above = load_above() if load_above else None
+        # The chunks of the last tile and a fragment do not fit the registers together.
+        is_late = unrolled < len(jobs)
+        above = load_above() if load_above and not is_late else None
         for i in range(early, phase.k_steps):
             acc = k_step(i, acc, k=last_k if i == last else BLOCK_K)
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(shared.stage_free.at[role.stage(step + last)])
         for job in jobs[unrolled:]:
             job()
+        if load_above and is_late:
+            above = load_above()
         return accumulator.accumulated(acc, columns, interpret=role.interpret), above
 
     acc, above = accumulator.with_accumulator(run, columns, interpret=role.interpret)
@@ -390,32 +394,38 @@ def _compute_candidates(
     def tile_of(i: Any) -> _Tile:
         return _locate(phase, role.tiles.cand_tile(role.worker, i))
 
-    def user_of_tile(i: Any) -> Any:
-        return _user_of(operands, tile_of(i).row) if phase.from_fragments else jnp.int32(0)
-
-    def compute(i: Any, carry: tuple[Any, jax.Array]) -> tuple[Any, jax.Array]:
-        user, finished = carry
+    def compute(i: Any, finished: jax.Array) -> jax.Array:
+        i = mosaic.opaque(i, interpret=role.interpret)
         tile, previous = tile_of(i), tile_of(i - 1)
-        jobs = [functools.partial(store, c, finished, previous, i > 0) for c in chunks]
-        # The index is read one tile ahead: used at once, it costs its whole latency.
-        next_user = user_of_tile(i + 1)
+        users: list[Any] = []
+
+        def first_job() -> None:
+            store(0, finished, previous, i > 0)
+            if phase.from_fragments:
+                # Long before it is needed: used at once, the index costs its whole latency.
+                users.append(_user_of(operands, tile.row))
+
+        jobs = [first_job]
+        jobs += [functools.partial(store, c, finished, previous, i > 0) for c in chunks[1:]]
 
         def load_above() -> fragment.Fragment:
             if wait_for_users is not None:
                 pl.when(i == 0)(wait_for_users)
-            memory = _fragment_at(role, phase, operands.fragments_in, user, tile)
+            memory = _fragment_at(role, phase, operands.fragments_in, users[-1], tile)
             return _load_fragment(role, phase, memory)
 
         multiply = functools.partial(
             _multiply,
             role,
             phase,
-            i * phase.k_steps,
+            mosaic.opaque(i * phase.k_steps, interpret=role.interpret),
             jobs,
             load_above if phase.from_fragments else None,
         )
-        if phase.m_tiles == 1 or phase.last_block_m == phase.block_m:
+        if phase.m_tiles == 1:
             acc, above = multiply(phase.last_block_m)
+        elif phase.last_block_m == phase.block_m or not role.config.trim:
+            acc, above = multiply(phase.block_m)
         else:  # M = 433 in tiles of 224: 440 rows are multiplied, not 448
             acc, above = lax.cond(
                 tile.m_tile == phase.m_tiles - 1,
@@ -423,12 +433,11 @@ def _compute_candidates(
                 lambda: multiply(phase.block_m),
             )
         acc = _add(role, phase, tile, acc, above)
-        return next_user, acc.astype(output.dtype)
+        return acc.astype(output.dtype)
 
     nothing = jnp.zeros((WGMMA_M, phase.block_m), output.dtype)
     nothing = plgpu.layout_cast(nothing, plgpu.Layout.WGMMA)
-    first_user = user_of_tile(jnp.int32(0))
-    _, finished = lax.fori_loop(0, count, compute, (first_user, nothing))
+    finished = lax.fori_loop(0, count, compute, nothing)
     for c in chunks:
         store(c, finished, tile_of(count - 1), count > 0)
     plgpu.wait_smem_to_gmem(0, wait_read_only=False)

@@ -87,6 +87,31 @@ def on_one_warp(body: Callable[[], None], *, interpret: bool) -> None:
     warps()
 
 
+def opaque(value: Any, *, interpret: bool) -> Any:
+    """An int32 scalar of which LLVM knows nothing, so that it cannot compute from it in advance.
+
+    What it would compute once for all tiles (addresses, descriptors) lives in registers that a
+    consumer has not got: without this, K = 1024 spills 460 bytes.
+    """
+    if interpret:
+        return value
+    scalar = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(
+        arg_types=(scalar,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=scalar)
+    )
+    def hide(_: Any, value: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        hidden = mgpu.utils.inline_ptx(
+            "mov.u32 $0, $1;",
+            value.registers.item(),
+            result_types=ir.IntegerType.get_signless(32),
+            has_side_effects=True,
+        )
+        return mgpu.FragmentedArray.splat(hidden, (), is_signed=True)
+
+    return hide(value)
+
+
 def device_counter(*, interpret: bool) -> Any:
     """A counter of the whole device, zero when the kernel starts; the interpreter has none."""
     return None if interpret else pl.get_global(plgpu.SemaphoreType.REGULAR)

@@ -61,6 +61,8 @@ class LinearCompressionConfig:
       epilogue_rows: compressed rows that leave in one store; divides block_m.
       single_launch: computes the last two levels in one launch instead of one launch a level.
       cluster: CTAs that share weight tiles through multicast, 1 or 2.
+      trim: multiplies only those rows of the last M tile that exist, in a second copy of the main
+        loop; for most shapes that spills registers, for M = 433 and long K it saves 1.8 %.
     """
 
     block_m: int = 224
@@ -68,6 +70,7 @@ class LinearCompressionConfig:
     epilogue_rows: int = 56
     single_launch: bool = True
     cluster: int = 2
+    trim: bool = False
 
     @property
     def smem_bytes(self) -> int:
@@ -151,5 +154,7 @@ def candidate_configs(problem: LinearCompressionProblem) -> Iterator[LinearCompr
         ]
         legal = [config for config in configs if illegal_reason(problem, config) is None]
         ranked.extend((i + j + k + c + rank, config) for rank, config in enumerate(legal[:2]))
+        if legal and problem.m > block_m and problem.m % block_m:
+            ranked.append((i + j + k + c + 1, dataclasses.replace(legal[0], trim=True)))
     ranked.sort(key=lambda entry: entry[0])
     yield from (config for _, config in ranked)

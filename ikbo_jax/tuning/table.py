@@ -156,9 +156,13 @@ def config_from_json(entry: object) -> LinearCompressionConfig | None:
     expected = {field.name for field in dataclasses.fields(LinearCompressionConfig)}
     if fields.keys() != expected:
         raise ValueError(f"config has keys {sorted(fields)}, expected {sorted(expected)}")
-    single_launch = _typed(fields["single_launch"], bool, "single_launch")
-    sizes = {name: _size(fields[name], name) for name in expected - {"single_launch"}}
-    return LinearCompressionConfig(**sizes, single_launch=single_launch)
+    values: dict[str, Any] = {
+        field.name: _typed(fields[field.name], bool, field.name)
+        if isinstance(field.default, bool)
+        else _size(fields[field.name], field.name)
+        for field in dataclasses.fields(LinearCompressionConfig)
+    }
+    return LinearCompressionConfig(**values)
 
 
 def describe(problem: LinearCompressionProblem) -> str:
