@@ -27,10 +27,10 @@ pytestmark = pytest.mark.gpu
 DEFAULT = problems.LinearCompressionShape(15, 1024, 433, 1178, 866, 256, "unsorted")
 CONFIGS = {
     "default": LinearCompressionConfig(),
+    "single": LinearCompressionConfig(single_launch=True),
     "trimmed": LinearCompressionConfig(trim=True),
     "alone": LinearCompressionConfig(cluster=1),
-    "separate": LinearCompressionConfig(single_launch=False),
-    "separate_alone": LinearCompressionConfig(single_launch=False, cluster=1),
+    "single_alone": LinearCompressionConfig(single_launch=True, cluster=1),
     "deep": LinearCompressionConfig(block_m=128, num_stages=5, epilogue_rows=64),
     "shallow": LinearCompressionConfig(num_stages=2),
     "narrow": LinearCompressionConfig(block_m=48, num_stages=3, epilogue_rows=24),
@@ -182,7 +182,7 @@ def _mismatches(run, arguments, expected, times: int) -> int:
 def test_ten_thousand_single_launches():
     shape = problems.LinearCompressionShape(15, 128, 433, 256, 128, 256, "unsorted")
     inputs = problems.make_inputs(shape, "bfloat16")
-    run = jax.jit(functools.partial(run_kernel, config=CONFIGS["default"]))
+    run = jax.jit(functools.partial(run_kernel, config=CONFIGS["single"]))
     assert _mismatches(run, inputs, run(*inputs), 10_000) == 0
 
 
@@ -201,7 +201,7 @@ def test_single_launch_while_long_kernels_hold_half_of_the_sms():
     inputs = problems.make_inputs(
         problems.LinearCompressionShape(60, 256, 433, 512, 128, 256, "unsorted"), "bfloat16"
     )
-    run = jax.jit(functools.partial(run_kernel, config=CONFIGS["default"]))
+    run = jax.jit(functools.partial(run_kernel, config=CONFIGS["single"]))
     expected = run(*inputs)
     wrong = 0
     for _ in range(100):

@@ -39,15 +39,16 @@ def named_cases() -> dict[str, Case]:
     of = lambda **sizes: default_case(dataclasses.replace(DEFAULT, **sizes))  # noqa: E731
     cases = {
         "default": default_case(DEFAULT),
+        "single_launch": default_case(DEFAULT, single_launch=True),
         "default_f16": of(dtype="float16"),
         "two_launches": default_case(DEFAULT, single_launch=False),
         "two_launches_f16": default_case(
             dataclasses.replace(DEFAULT, dtype="float16"), single_launch=False
         ),
-        "cluster_of_one": default_case(DEFAULT, cluster=1),
+        "cluster_of_one": default_case(DEFAULT, cluster=1, single_launch=True),
         "cluster_of_one_two_launches": default_case(DEFAULT, cluster=1, single_launch=False),
         "cluster_of_two": default_case(DEFAULT, cluster=2),
-        "three_levels": default_case(THREE_LEVELS),
+        "three_levels": default_case(THREE_LEVELS, single_launch=True),
         "three_levels_three_launches": default_case(THREE_LEVELS, single_launch=False),
         "one_level": default_case(ONE_LEVEL),
         "k_multiples_of_64": of(ks=(1024, 1024)),
@@ -120,7 +121,7 @@ def test_offline_kernel_is_fit(name: str, compiler: offline.Compiler) -> None:
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 def test_offline_shared_memory_is_what_the_config_says(num_stages: int) -> None:
     """The legality rule may round up, by no more than what it aligns to."""
-    problem, config = CASES["default"]
+    problem, config = CASES["single_launch"]
     config = dataclasses.replace(config, num_stages=num_stages)
     (module,) = offline.mosaic_modules(*launch(problem, config))
     _, smem_bytes = offline.describe_module(module)
@@ -131,8 +132,8 @@ def test_offline_shared_memory_is_what_the_config_says(num_stages: int) -> None:
 
 
 def test_offline_spills_are_found(compiler: offline.Compiler) -> None:
-    too_wide = LinearCompressionConfig(block_m=256, num_stages=2, epilogue_rows=32)
-    (compiled,) = compiler.compile(*launch(dataclasses.replace(DEFAULT, m=512), too_wide))
+    too_wide = LinearCompressionConfig(256, 2, 32, single_launch=True)
+    (compiled,) = compiler.compile(*launch(dataclasses.replace(DEFAULT, m=500), too_wide))
     assert compiled.ptxas.spill_bytes > 0
     assert any("bytes spilled" in fault for fault in compiled.faults)
 
@@ -142,7 +143,7 @@ def test_offline_serialised_wgmmas_are_found(
 ) -> None:
     """Without waits, accumulators are read while WGMMAs write them."""
     monkeypatch.setattr(kernel.plgpu, "wgmma_wait", lambda n: None)
-    (compiled,) = compiler.compile(*launch(*CASES["default"]))
+    (compiled,) = compiler.compile(*launch(*CASES["single_launch"]))
     assert compiled.ptxas.serialized
     assert any("C75" in fault for fault in compiled.faults)
 
@@ -151,7 +152,7 @@ def test_offline_failing_compiler_is_an_error(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(offline, "find_plugin", lambda: tmp_path / "libcuda.so.1")
-    (module,) = offline.mosaic_modules(*launch(*CASES["narrowest_block"]))
+    module, *_ = offline.mosaic_modules(*launch(*CASES["narrowest_block"]))
     with pytest.raises(
         ValueError, match=r"(?s)did not compile \(exit status 1\).*MosaicGpuCompile"
     ):
