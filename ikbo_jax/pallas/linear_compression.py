@@ -163,6 +163,10 @@ class _Role(NamedTuple):
     def stage(self, step: Any) -> Any:
         return lax.rem(step, self.config.num_stages)
 
+    def in_claimed_phase(self, claims: _Claims) -> _Role:
+        """The same with the ring of the user phase, whose stages the CTA frees alone."""
+        return self._replace(shared=self.shared._replace(stage_free=claims.stage_free))
+
 
 def _locate(phase: _Phase, tile: Any) -> _Tile:
     """M tiles run fastest, so that the embedding tile they share comes from device memory once."""
@@ -500,11 +504,8 @@ def _produce(
     """The producer warp."""
     (user_phase, cand_phase), (user, cand) = phases, operands
 
-    def load(role: _Role, phase: _Phase, operands: _Operands) -> Callable[[_Tile, Any], Any]:
-        return functools.partial(_load, role, phase, operands)
-
     if claims is not None and user_phase is not None:
-        user_role = role._replace(shared=role.shared._replace(stage_free=claims.stage_free))
+        user_role = role.in_claimed_phase(claims)
 
         def take(i: Any) -> Any:
             ticket = mosaic.next_ticket(claims.tickets, i, interpret=role.interpret)
@@ -519,9 +520,13 @@ def _produce(
 
         _claimed_tiles(user_phase, take, load_claimed)
     elif user_phase is not None:
-        _static_tiles(role, user_phase, load(role, user_phase, user), of_user=True)
+        _static_tiles(
+            role, user_phase, functools.partial(_load, role, user_phase, user), of_user=True
+        )
     if cand_phase is not None:
-        _static_tiles(role, cand_phase, load(role, cand_phase, cand), of_user=False)
+        _static_tiles(
+            role, cand_phase, functools.partial(_load, role, cand_phase, cand), of_user=False
+        )
     _drain(role)
     if claims is not None:
         _drain(user_role)
@@ -538,7 +543,7 @@ def _consume(
     (user_phase, cand_phase), (user, cand), (output, fragments) = phases, operands, outputs
     wait_for_users = None
     if claims is not None and user_phase is not None:
-        user_role = role._replace(shared=role.shared._replace(stage_free=claims.stage_free))
+        user_role = role.in_claimed_phase(claims)
 
         def taken(i: Any) -> Any:
             slot = lax.rem(i, claims.taken.shape[0])
