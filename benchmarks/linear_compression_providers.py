@@ -77,7 +77,7 @@ def _materialised(*inputs: jax.Array, align_k: int) -> jax.Array:
     return reference.materialised(*levels, align_k=align_k, precision=None)
 
 
-def _decomposed(*inputs: jax.Array, formulation: str = "matmul") -> jax.Array:
+def _decomposed(*inputs: jax.Array, formulation: str) -> jax.Array:
     return reference.decomposed(*Inputs(*inputs).levels, formulation=formulation)
 
 
@@ -86,7 +86,11 @@ def _kernel(*inputs: jax.Array, config: LinearCompressionConfig) -> jax.Array:
 
 
 OURS = Provider("ikbo", "ikbo_jax.linear_compression", ikbo_jax.linear_compression)
-XLA = Provider("xla", "2 decomposed (implementation='xla')", _decomposed)
+XLA = Provider(
+    "xla",
+    "2 decomposed (implementation='xla')",
+    functools.partial(ikbo_jax.linear_compression, implementation="xla"),
+)
 
 
 def all_providers(problem: LinearCompressionProblem, formulations: bool = True) -> list[Provider]:
@@ -120,9 +124,8 @@ def all_providers(problem: LinearCompressionProblem, formulations: bool = True) 
         XLA,
     ]
     for name in reference.FORMULATIONS if formulations else ():
-        if name != "matmul":
-            fn = functools.partial(_decomposed, formulation=name)
-            providers.append(Provider(f"xla-{name}", f"2 decomposed, written as {name}", fn))
+        fn = functools.partial(_decomposed, formulation=name)
+        providers.append(Provider(f"xla-{name}", f"2 decomposed, written as {name}", fn))
     for name in ("matmul", "rounded"):
         fn = functools.partial(_decomposed, formulation=name)
         stage = f"2 decomposed, written as {name}, all K padded before"

@@ -27,10 +27,10 @@ pytestmark = pytest.mark.gpu
 DEFAULT = problems.LinearCompressionShape(15, 1024, 433, 1178, 866, 256, "unsorted")
 CONFIGS = {
     "default": LinearCompressionConfig(),
-    "single": LinearCompressionConfig(single_launch=True),
+    "separate": LinearCompressionConfig(single_launch=False),
+    "separate_alone": LinearCompressionConfig(single_launch=False, cluster=1),
     "trimmed": LinearCompressionConfig(trim=True),
     "alone": LinearCompressionConfig(cluster=1),
-    "single_alone": LinearCompressionConfig(single_launch=True, cluster=1),
     "deep": LinearCompressionConfig(block_m=128, num_stages=5, epilogue_rows=64),
     "shallow": LinearCompressionConfig(num_stages=2),
     "narrow": LinearCompressionConfig(block_m=48, num_stages=3, epilogue_rows=24),
@@ -73,6 +73,21 @@ def test_default_request(dtype):
     inputs = problems.make_inputs(DEFAULT, dtype)
     assert "mosaic_gpu" in str(ikbo.explain(ikbo.linear_compression, *inputs))
     check(ikbo.linear_compression(*inputs), inputs.levels)
+
+
+@pytest.mark.parametrize("single_launch", [True, False])
+@pytest.mark.parametrize("users", [1, 3])
+def test_the_empty_half_of_a_cluster_stores_nothing(users, single_launch):
+    """One candidate, two CTAs: the other one's row must not land on the only one that exists.
+
+    Inputs change from launch to launch, so that no earlier result can pass for this one.
+    """
+    shape = problems.LinearCompressionShape(users, 1, 433, 1178, 866, 256)
+    config = LinearCompressionConfig(single_launch=single_launch, cluster=2)
+    run = jax.jit(functools.partial(run_kernel, config=config))
+    for seed in range(12):
+        inputs = problems.make_inputs(shape, "bfloat16", seed)
+        check(run(*inputs), inputs.levels)
 
 
 @pytest.mark.parametrize("single_launch", [True, False])
@@ -182,7 +197,7 @@ def _mismatches(run, arguments, expected, times: int) -> int:
 def test_ten_thousand_single_launches():
     shape = problems.LinearCompressionShape(15, 128, 433, 256, 128, 256, "unsorted")
     inputs = problems.make_inputs(shape, "bfloat16")
-    run = jax.jit(functools.partial(run_kernel, config=CONFIGS["single"]))
+    run = jax.jit(functools.partial(run_kernel, config=CONFIGS["default"]))
     assert _mismatches(run, inputs, run(*inputs), 10_000) == 0
 
 
@@ -201,7 +216,7 @@ def test_single_launch_while_long_kernels_hold_half_of_the_sms():
     inputs = problems.make_inputs(
         problems.LinearCompressionShape(60, 256, 433, 512, 128, 256, "unsorted"), "bfloat16"
     )
-    run = jax.jit(functools.partial(run_kernel, config=CONFIGS["single"]))
+    run = jax.jit(functools.partial(run_kernel, config=CONFIGS["default"]))
     expected = run(*inputs)
     wrong = 0
     for _ in range(100):

@@ -15,6 +15,7 @@ ROOT = pathlib.Path(ikbo_jax.__file__).parent.parent
 PACKAGE = "ikbo_jax"
 #: Kernel files share these small parts, and nothing else.
 SMALL_PARTS = ("pallas.mosaic", "pallas.accumulator", "pallas.fragment", "pallas.schedule")
+LINEAR_COMPRESSION_PARTS = ("pallas.linear_compression_tiles", "pallas.linear_compression_roles")
 OPS = ("ops", "reference", "pallas", "tuning")
 #: What a module may import of this package, by the longest prefix of its name that stands here. The
 #: autotuner stands above the kernels that it times, although it lives beside the table.
@@ -28,6 +29,12 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "tuning.table": ("tuning.configs",),
     "tuning.autotune": ("tuning.configs", "tuning.table", "pallas", "reference", "_timing"),
     "pallas": ("tuning.configs", *SMALL_PARTS),
+    "pallas.linear_compression": ("tuning.configs", *SMALL_PARTS, *LINEAR_COMPRESSION_PARTS),
+    "pallas.linear_compression_roles": (
+        "tuning.configs",
+        *SMALL_PARTS,
+        "pallas.linear_compression_tiles",
+    ),
     "pallas.mosaic": (),
     "pallas.schedule": (),
     "pallas.fragment": ("pallas.mosaic",),

@@ -67,7 +67,7 @@ def materialised(
 
 
 def decomposed(
-    weights: Arrays, embeddings: Arrays, parents: Parents, *, formulation: str = "matmul"
+    weights: Arrays, embeddings: Arrays, parents: Parents, *, formulation: str = "batched"
 ) -> jax.Array:
     """Multiplies every level at its own batch, gathers the coarser results, adds.
 
@@ -75,7 +75,8 @@ def decomposed(
       weights: [M, K_l] of every level.
       embeddings: [B_l, K_l, N] of every level.
       parents: None, then [B_l] int32 of every further level.
-      formulation: which of `FORMULATIONS` writes the products.
+      formulation: which of `FORMULATIONS` writes the products; on an H200 the default is the
+        fastest of those that copy no embedding.
 
     Returns:
       [B_last, M, N] in the inputs' dtype; products accumulate in f32 and are added in f32, then one

@@ -60,7 +60,6 @@ class LinearCompressionConfig:
       num_stages: stages of the shared memory ring, each 64 embedding rows deep.
       epilogue_rows: compressed rows that leave in one store; divides block_m.
       single_launch: computes the last two levels in one launch instead of one launch a level.
-        Not chosen by default or by the autotuner: see "Known defects" in CHANGELOG.md.
       cluster: CTAs that share weight tiles through multicast, 1 or 2.
       trim: multiplies only those rows of the last M tile that exist, in a second copy of the main
         loop; for most shapes that spills registers, for M = 433 and long K it saves 1.8 %.
@@ -69,7 +68,7 @@ class LinearCompressionConfig:
     block_m: int = 224
     num_stages: int = 4
     epilogue_rows: int = 56
-    single_launch: bool = False
+    single_launch: bool = True
     cluster: int = 2
     trim: bool = False
 
@@ -141,19 +140,21 @@ def candidate_configs(problem: LinearCompressionProblem) -> Iterator[LinearCompr
         range(16, MAX_BLOCK_M + 1, 16), key=lambda block_m: (cost(block_m), -block_m)
     )[:3]
     stages = (4, 5, 3)
+    single_launches = (True, False) if len(problem.batches) > 1 else (False,)
     clusters = (2, 1)
     ranked: list[tuple[int, LinearCompressionConfig]] = []
-    for (i, block_m), (j, num_stages), (c, cluster) in itertools.product(
-        enumerate(block_ms), enumerate(stages), enumerate(clusters)
+    for (i, block_m), (j, num_stages), (k, single_launch), (c, cluster) in itertools.product(
+        enumerate(block_ms), enumerate(stages), enumerate(single_launches), enumerate(clusters)
     ):
         divisors = [rows for rows in range(8, block_m + 1, 8) if block_m % rows == 0]
         divisors.sort(key=lambda rows: max(rows / 56, 56 / rows))  # 56 was best beside 224
         configs = [
-            LinearCompressionConfig(block_m, num_stages, rows, cluster=cluster) for rows in divisors
+            LinearCompressionConfig(block_m, num_stages, rows, single_launch, cluster)
+            for rows in divisors
         ]
         legal = [config for config in configs if illegal_reason(problem, config) is None]
-        ranked.extend((i + j + c + rank, config) for rank, config in enumerate(legal[:2]))
+        ranked.extend((i + j + k + c + rank, config) for rank, config in enumerate(legal[:2]))
         if legal and problem.m > block_m and problem.m % block_m:
-            ranked.append((i + j + c + 1, dataclasses.replace(legal[0], trim=True)))
+            ranked.append((i + j + k + c + 1, dataclasses.replace(legal[0], trim=True)))
     ranked.sort(key=lambda entry: entry[0])
     yield from (config for _, config in ranked)
