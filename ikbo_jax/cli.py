@@ -73,6 +73,12 @@ def _parser() -> argparse.ArgumentParser:
     ops = tune.add_subparsers(required=True, metavar="op")
     linear_compression = ops.add_parser("linear-compression", help="tune linear_compression")
     _add_sizes(linear_compression, required=True)
+    linear_compression.add_argument(
+        "--limit",
+        type=_positive,
+        metavar="COUNT",
+        help="time only so many configurations, the likeliest first (each takes some 10 s)",
+    )
     linear_compression.set_defaults(command=_tune_linear_compression)
     return parser
 
@@ -265,7 +271,7 @@ def _tune_linear_compression(args: argparse.Namespace) -> int:
 
     try:
         with console_progress() as progress:
-            row = tune_linear_compression(problem, progress=progress)
+            row = tune_linear_compression(problem, progress=progress, limit=args.limit)
     except (OSError, RuntimeError) as error:
         print(f"ikbo-jax tune: {error}", file=sys.stderr)
         return UNUSABLE

@@ -173,15 +173,17 @@ def test_tune_passes_the_problem_on_and_prints_the_result(monkeypatch, capsys):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     asked = []
 
-    def tune(problem, *, progress):
-        asked.append(problem)
+    def tune(problem, *, progress, limit):
+        asked.append((problem, limit))
         progress(1, 2, "tile one")
         return {"ms": 0.5, "fraction": 0.75}
 
     monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
     monkeypatch.setattr(autotune, "tune_linear_compression", tune)
-    assert cli.main([*TUNE, "--dtype", "float16"]) == cli.OK
-    assert asked == [LinearCompressionProblem((5, 24), (11, 7), 9, 8, "float16")]
+    assert cli.main([*TUNE, "--dtype", "float16", "--limit", "3"]) == cli.OK
+    assert cli.main(TUNE) == cli.OK
+    problem = LinearCompressionProblem((5, 24), (11, 7), 9, 8, "float16")
+    assert asked == [(problem, 3), (dataclasses.replace(problem, dtype="bfloat16"), None)]
     out = capsys.readouterr().out
     assert "tile one" in out
     assert "0.5 ms, 0.750 of the" in out.splitlines()[-1]
@@ -191,7 +193,7 @@ def test_tune_passes_the_problem_on_and_prints_the_result(monkeypatch, capsys):
 def test_tune_reports_what_stopped_it(monkeypatch, capsys, error):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-    def tune(problem, *, progress):
+    def tune(problem, *, progress, limit):
         raise error
 
     monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
