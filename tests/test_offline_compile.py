@@ -54,6 +54,10 @@ def named_cases() -> dict[str, Case]:
         "k_multiples_of_64": of(ks=(1024, 1024)),
         "k_below_64": of(ks=(40, 17)),
         "one_candidate": of(batches=(1, 1)),
+        "many_users": of(batches=(1024, 1024)),
+        "many_users_two_launches": default_case(
+            dataclasses.replace(DEFAULT, batches=(1024, 1024)), single_launch=False
+        ),
         "n8": of(n=8),
         "n128": of(n=128),
         "widest_block": (

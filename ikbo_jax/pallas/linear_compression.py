@@ -16,8 +16,9 @@ share their weight tiles through multicast.
 
 The user result never becomes an array [U, M, N]: consumers write it to device memory as *fragments*
 (see `fragment`), and a candidate tile asks for its user's fragment a few k steps before its end and
-adds it in f32 before the one rounding.  User tiles have half as many compressed rows as candidate
-tiles: they spread over twice as many CTAs and are done before the first candidate tile needs them.
+adds it in f32 before the one rounding.  Where users are few, their tiles have half as many
+compressed rows as candidate tiles: they spread over twice as many CTAs and are done before the
+first candidate tile needs them.
 
 Synchronisations:
   1. `stage_ready[s]`      producer -> consumers: TMA has filled stage s.
@@ -56,6 +57,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ikbo_jax.pallas import fragment, mosaic, schedule
 from ikbo_jax.pallas.linear_compression_roles import consume, produce
 from ikbo_jax.pallas.linear_compression_tiles import (
+    BLOCK_N,
     Claims,
     Operands,
     Phase,
@@ -71,6 +73,8 @@ PRODUCER_REGISTERS = 24
 #: Bytes to which weight rows are aligned.  TMA needs 16; with 128 a row of a tile is one L2 line,
 #: not parts of two: 0.328 against 0.359 ms for the candidate product of the default shape (H200).
 WEIGHT_ALIGNMENT = 128
+#: From so many whole user tiles an SM on, halving them no longer evens out who computes how many.
+WHOLE_TILES_PER_SM = 4
 
 
 class _Level(NamedTuple):
@@ -214,8 +218,10 @@ def linear_compression_kernel(
     def level(i: int, fragments: Any) -> _Level:
         batch, k, n = embeddings[i].shape
         weight, k_offset = aligned[i]
-        # Half tiles for levels that others look up, if the halves still are whole fragments.
-        split = 2 if i < last and config.block_m % 32 == 0 else 1
+        tiles = batch * pl.cdiv(n, BLOCK_N) * pl.cdiv(weight.shape[0], config.block_m)
+        # Half tiles for small levels that others look up, if the halves still are whole fragments.
+        is_small = i < last and tiles < WHOLE_TILES_PER_SM * num_sms
+        split = 2 if is_small and config.block_m % 32 == 0 else 1
         phase = Phase(
             batch=batch,
             k=k,
