@@ -2,6 +2,7 @@
 
 from ikbo_jax import debug
 from ikbo_jax._version import __version__
+from ikbo_jax.ops.attention import attention, merge_attention
 from ikbo_jax.ops.explain import Explanation, explain
 from ikbo_jax.ops.linear_compression import (
     Term,
@@ -13,8 +14,10 @@ __all__ = [
     "Explanation",
     "Term",
     "__version__",
+    "attention",
     "debug",
     "explain",
     "linear_compression",
+    "merge_attention",
     "multilevel_linear_compression",
 ]

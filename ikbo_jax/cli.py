@@ -12,16 +12,17 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from ikbo_jax._version import __version__
 
 # jax is imported by the commands, so that `--help` answers at once.
 if TYPE_CHECKING:
-    from ikbo_jax.demo import Measured, Report, Request
+    from ikbo_jax.demo import Measured, Report, Request, Stage
+    from ikbo_jax.demo_attention import Report as AttentionReport
 
 #: Exit statuses.
 OK, DISAGREES, UNUSABLE = 0, 1, 2
@@ -73,13 +74,12 @@ def _parser() -> argparse.ArgumentParser:
     ops = tune.add_subparsers(required=True, metavar="op")
     linear_compression = ops.add_parser("linear-compression", help="tune linear_compression")
     _add_sizes(linear_compression, required=True)
-    linear_compression.add_argument(
-        "--limit",
-        type=_positive,
-        metavar="COUNT",
-        help="time only so many configurations, the likeliest first (each takes some 10 s)",
-    )
+    _add_limit(linear_compression)
     linear_compression.set_defaults(command=_tune_linear_compression)
+    attention = ops.add_parser("attention", help="tune attention")
+    _add_attention_sizes(attention)
+    _add_limit(attention)
+    attention.set_defaults(command=_tune_attention)
     return parser
 
 
@@ -104,6 +104,34 @@ def _add_sizes(parser: argparse.ArgumentParser, *, required: bool) -> None:
     )
 
 
+def _add_attention_sizes(parser: argparse.ArgumentParser) -> None:
+    sizes = (
+        (("--candidates", "--batch", "--b"), "batch", "B, candidates to score"),
+        (("--users", "--u"), "users", "U, users they share"),
+        (("--q-len", "--t"), "q_len", "T, queries of a candidate"),
+        (("--kv-len", "--s"), "kv_len", "S, keys of a user"),
+        (("--q-heads", "--n"), "q_heads", "N, query heads"),
+        (("--kv-heads", "--k"), "kv_heads", "K, key heads; divides N"),
+        (("--head-dim", "--h"), "head_dim", "H, head width"),
+    )
+    for flags, name, text in sizes:
+        parser.add_argument(
+            *flags, dest=name, type=_positive, required=True, metavar="SIZE", help=text
+        )
+    parser.add_argument(
+        "--dtype", choices=_KERNEL_DTYPES, default="bfloat16", help="of every array"
+    )
+
+
+def _add_limit(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--limit",
+        type=_positive,
+        metavar="COUNT",
+        help="time only so many configurations, the likeliest first (each takes some 10 s)",
+    )
+
+
 def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
@@ -112,7 +140,7 @@ def _positive(text: str) -> int:
 
 
 def _demo(args: argparse.Namespace) -> int:
-    from ikbo_jax import demo
+    from ikbo_jax import demo, demo_attention
 
     given = {
         field.name: getattr(args, field.name)
@@ -122,34 +150,66 @@ def _demo(args: argparse.Namespace) -> int:
     request = dataclasses.replace(demo.default_request(), **given)
     with _spinner() as say:
         report = demo.run(request, on_progress=say)
+        attention = demo_attention.run(demo_attention.default_request(request), on_progress=say)
     _print_demo(report, demo.automatic_path(request))
-    return OK if report.agree else DISAGREES
+    print()
+    _print_attention(attention)
+    return OK if report.agree and attention.agree else DISAGREES
 
 
 def _print_demo(report: Report, automatic: str) -> None:
     import jax
 
     request = report.request
-    baseline = report.measured[0]
     print(f"ikbo-jax {__version__} on {_device_name()}, jax {jax.__version__}")
     print(_describe_request(request, report.counts))
     print()
-    rows = [_row(measured, baseline) for measured in report.measured]
-    _print_table(
-        ("stage", "time", "speed-up", "moved", "memory", "max error", "path"),
-        rows,
-        numbers=frozenset(range(1, 6)),
-    )
-    reasons: dict[str, list[str]] = {}
-    for stage in report.not_run:
-        reasons.setdefault(stage.path, []).append(" ".join(stage.name.split()))
-    for reason, names in reasons.items():
-        print(f"not run: {', '.join(names)}: {reason}")
+    _print_stages(report.measured, report.not_run)
     print()
     print("moved: the least the stage must read and write. memory: output and temporary buffers.")
     print(f"max error: against the materialised model in float32; allowed: {report.tolerance:.2g}.")
     print(f"implementation=None takes: {automatic}")
     print(_conclusion(report))
+
+
+def _print_attention(report: AttentionReport) -> None:
+    request, ranking = report.request, report.request.ranking
+    print(
+        f"attention: {ranking.candidates:,} candidates of {ranking.users:,} users, "
+        f"T={request.q_len} S={request.kv_len} N=K={request.heads} H={request.head_dim}, "
+        f"{ranking.dtype}, seed {ranking.seed}"
+    )
+    print()
+    _print_stages(report.measured, report.not_run)
+    print()
+    print(f"max error: against float32, some candidates; allowed: {report.tolerance:.2g}.")
+    wrong = [m.stage.name.split(maxsplit=1)[1] for m in report.measured if not m.agrees]
+    if wrong:
+        print(f"attention: DISAGREEMENT: {', '.join(wrong)} outside the allowed error")
+        return
+    copied = [m for m in report.measured if m.stage.name.startswith("1")]
+    ours = [m for m in report.measured if not m.stage.name.startswith("1")]
+    best = min(ours, key=lambda m: m.time_ms)
+    faster = min(m.time_ms for m in copied) / best.time_ms
+    fewer = copied[0].stage.bytes_moved / best.stage.bytes_moved
+    print(
+        f"attention: all stages agree; {best.stage.name.split(maxsplit=1)[1]} is {faster:.1f} "
+        f"times as fast as the best with copies, which has to move {fewer:.1f} times the bytes"
+    )
+
+
+def _print_stages(measured: Sequence[Measured], not_run: Sequence[Stage]) -> None:
+    """A table of the stages that ran, the first being the baseline; then why others did not."""
+    _print_table(
+        ("stage", "time", "speed-up", "moved", "memory", "max error", "path"),
+        [_row(one, measured[0]) for one in measured],
+        numbers=frozenset(range(1, 6)),
+    )
+    reasons: dict[str, list[str]] = {}
+    for stage in not_run:
+        reasons.setdefault(stage.path, []).append(" ".join(stage.name.split()))
+    for reason, names in reasons.items():
+        print(f"not run: {', '.join(names)}: {reason}")
 
 
 def _row(measured: Measured, baseline: Measured) -> tuple[str, ...]:
@@ -212,6 +272,8 @@ def _info(args: argparse.Namespace) -> int:
         ("driver", _driver() or "no NVIDIA driver found"),
         ("linear_compression, mosaic_gpu", mosaic),
         ("linear_compression, xla", "usable (bfloat16, float16, float32)"),
+        ("attention, mosaic_gpu", mosaic),
+        ("attention, xla", "usable (bfloat16, float16, float32)"),
         ("user's tuning cache", f"{cache}{'' if cache.exists() else ' (none yet)'}"),
     ]
     _print_table(("", ""), rows)
@@ -252,26 +314,52 @@ def _driver() -> str | None:
 
 
 def _tune_linear_compression(args: argparse.Namespace) -> int:
+    def tune() -> dict[str, Any]:
+        from ikbo_jax.tuning.autotune import console_progress, tune_linear_compression
+        from ikbo_jax.tuning.configs import LinearCompressionProblem
+
+        problem = LinearCompressionProblem(
+            batches=(args.users, args.candidates),
+            ks=(args.k_user, args.k_cand),
+            m=args.m,
+            n=args.n,
+            dtype=args.dtype,
+        )
+        with console_progress() as progress:
+            return tune_linear_compression(problem, progress=progress, limit=args.limit)
+
+    return _tune(tune)
+
+
+def _tune_attention(args: argparse.Namespace) -> int:
+    if args.q_heads % args.kv_heads:
+        text = f"--q-heads {args.q_heads} is not a multiple of --kv-heads {args.kv_heads}"
+        print(f"ikbo-jax tune: {text}", file=sys.stderr)
+        return UNUSABLE
+
+    def tune() -> dict[str, Any]:
+        from ikbo_jax.tuning.autotune import console_progress, tune_attention
+        from ikbo_jax.tuning.configs import AttentionProblem
+
+        names = [field.name for field in dataclasses.fields(AttentionProblem)]
+        problem = AttentionProblem(**{name: getattr(args, name) for name in names})
+        with console_progress() as progress:
+            return tune_attention(problem, progress=progress, limit=args.limit)
+
+    return _tune(tune)
+
+
+def _tune(tune: Callable[[], dict[str, Any]]) -> int:
+    """Runs a tuner and prints what it found, or why it could not."""
     # The kernels are timed in processes of their own: leave them the device's memory.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     from ikbo_jax.ops.dispatch import hopper_unavailable_reason
-    from ikbo_jax.tuning.configs import LinearCompressionProblem
 
     if (reason := hopper_unavailable_reason()) is not None:
         print(f"ikbo-jax tune: {reason}", file=sys.stderr)
         return UNUSABLE
-    problem = LinearCompressionProblem(
-        batches=(args.users, args.candidates),
-        ks=(args.k_user, args.k_cand),
-        m=args.m,
-        n=args.n,
-        dtype=args.dtype,
-    )
-    from ikbo_jax.tuning.autotune import console_progress, tune_linear_compression
-
     try:
-        with console_progress() as progress:
-            row = tune_linear_compression(problem, progress=progress, limit=args.limit)
+        row = tune()
     except (OSError, RuntimeError) as error:
         print(f"ikbo-jax tune: {error}", file=sys.stderr)
         return UNUSABLE

@@ -24,30 +24,56 @@ def check_index(cand_to_user: jax.Array | np.ndarray, num_users: int) -> None:
       ValueError: an index is out of range; names the position, the value and the bound.
       TypeError: the index is not an array of integers.
     """
-    if not jnp.issubdtype(getattr(cand_to_user, "dtype", np.dtype(object)), jnp.integer):
+    _check_range("cand_to_user", cand_to_user, num_users - 1, f"[0, {num_users})", "indices")
+
+
+def check_lengths(key_value_seq_lengths: jax.Array | np.ndarray, kv_len: int) -> None:
+    """Checks that every length lies in [0, kv_len].
+
+    `attention` clamps a length outside that range; this finds it. When and how it raises is as for
+    `check_index`.
+
+    Args:
+      key_value_seq_lengths: integers of any shape, the numbers of keys that users have.
+      kv_len: S, the keys that the arrays have room for.
+
+    Raises:
+      ValueError: a length is out of range; names the position, the value and the bound.
+      TypeError: the lengths are not an array of integers.
+    """
+    _check_range(
+        "key_value_seq_lengths", key_value_seq_lengths, kv_len, f"[0, {kv_len}]", "lengths"
+    )
+
+
+def _check_range(
+    name: str, values: jax.Array | np.ndarray, largest: int, interval: str, plural: str
+) -> None:
+    """Checks 0 <= values <= largest at once, or under checkify if they are traced."""
+    if not jnp.issubdtype(getattr(values, "dtype", np.dtype(object)), jnp.integer):
         raise TypeError(
-            "cand_to_user must be an array of integers, but is "
-            f"{getattr(cand_to_user, 'dtype', type(cand_to_user).__name__)}"
+            f"{name} must be an array of integers, but is "
+            f"{getattr(values, 'dtype', type(values).__name__)}"
         )
-    if cand_to_user.size == 0:
+    if values.size == 0:
         return
-    if isinstance(cand_to_user, jax.core.Tracer):
-        flat = jnp.ravel(cand_to_user)
-        outside = (flat < 0) | (flat >= num_users)
+    if isinstance(values, jax.core.Tracer):
+        flat = jnp.ravel(values)
+        outside = (flat < 0) | (flat > largest)
         first = jnp.argmax(outside)
         checkify.debug_check(
             ~jnp.any(outside),
-            f"cand_to_user.ravel()[{{position}}] is {{value}}, outside [0, {num_users})",
+            f"{name}.ravel()[{{position}}] is {{value}}, outside {interval}",
             value=flat[first],
             position=first,
         )
         return
-    index = np.asarray(cand_to_user)
-    outside_at = np.argwhere((index < 0) | (index >= num_users))
+    array = np.asarray(values)
+    outside_at = np.argwhere((array < 0) | (array > largest))
     if len(outside_at):
         position = tuple(int(i) for i in outside_at[0])
         where = ", ".join(map(str, position))
         raise ValueError(
-            f"cand_to_user[{where}] is {int(index[position])}, outside [0, {num_users}); "
-            f"{len(outside_at)} of {index.size} indices are"
+            f"{name}[{where}] is {int(array[position])}, outside {interval}; "
+            f"{len(outside_at)} of {array.size} {plural} are"
         )

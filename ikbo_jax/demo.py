@@ -292,7 +292,7 @@ def _largest_error(actual: jax.Array, expected: jax.Array) -> jax.Array:
     return jnp.max(jnp.abs(actual.astype(jnp.float32) - expected), initial=0.0)
 
 
-def _device_memory(executable: jax.stages.Compiled) -> int:
+def device_memory(executable: jax.stages.Compiled) -> int:
     """Bytes of the output and of temporary buffers; 0 where the compiler does not say."""
     analysis = executable.memory_analysis()
     if analysis is None:
@@ -332,7 +332,7 @@ def run(request: Request, *, on_progress: Callable[[str], None] = lambda _: None
             continue
         runnable.append(stage)
         compiled[stage.name] = executable
-        memory[stage.name] = _device_memory(executable)
+        memory[stage.name] = device_memory(executable)
         errors[stage.name] = float(_largest_error(executable(*inputs), expected))
     del expected
 

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import hypothesis
 import jax
+import jax.numpy as jnp
+import numpy as np
 import problems
 import pytest
 
@@ -80,3 +82,43 @@ def fake_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHopper]:
     op._linear_compression.clear_cache()
     yield FakeHopper(calls)
     op._linear_compression.clear_cache()
+
+
+@pytest.fixture
+def fake_attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHopper]:
+    """`fake_hopper` for attention; a call's "is_sorted" says whether the work order is by user."""
+    from ikbo_jax.ops import attention as op
+    from ikbo_jax.pallas import attention as kernel
+
+    calls: list[dict[str, Any]] = []
+
+    def fake_kernel(query, key, value, index, lengths, *, order, return_residuals, scale, **rest):
+        assert (query.ndim, key.ndim, value.ndim, index.ndim) == (4, 4, 4, 1)
+        assert order is None or query.shape[1] % 64 == 0
+        call = {"query": query.shape, "has_order": order is not None, "scale": scale, **rest}
+        call["return_residuals"] = return_residuals
+        calls.append(call)
+
+        def run(order, *arrays):
+            inputs = problems.AttentionInputs(*arrays)
+            users = np.clip(inputs.cand_to_user, 0, inputs.key.shape[0] - 1)
+            if order is not None:
+                assert sorted(order) == list(range(len(users)))
+                users = users[order]
+            call["is_sorted"] = bool(np.all(np.diff(users) >= 0))
+            out, lse = problems.numpy_attention_oracle(inputs, scale=scale)
+            return out.astype(query.dtype), lse.astype(np.float32)
+
+        shapes = (
+            jax.ShapeDtypeStruct(query.shape, query.dtype),
+            jax.ShapeDtypeStruct(query.shape[:3], jnp.float32),
+        )
+        out, lse = jax.pure_callback(run, shapes, order, query, key, value, index, lengths)
+        return out, lse if return_residuals else None
+
+    monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
+    monkeypatch.setattr(dispatch, "num_sms", lambda: 132)
+    monkeypatch.setattr(kernel, "attention_kernel", fake_kernel)
+    op._attention.clear_cache()
+    yield FakeHopper(calls)
+    op._attention.clear_cache()

@@ -6,7 +6,9 @@ Two things that jax 0.11 leaves out are added from outside:
 - Its WGMMA reads its operands behind the detector's back, and at once.  Here the reads are
   reported, and again when the warpgroup's next WGMMA is issued, unless the accumulator was read
   between: no earlier can `wgmma_wait(1)` promise that they are over.  So a stage that is handed
-  back one step too early is a race, as it is on the device.
+  back one step too early is a race, as it is on the device.  WGMMAs with accumulators of their own
+  stay in flight side by side, until `accumulator.wait`, which reads an accumulator that no WGMMA
+  wrote: what it waits for is reported once more, and then over.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ PARAMS = plgpu.InterpretGPUParams(detect_races=True)
 
 _wgmma = gpu_callbacks.wgmma
 _wgmma_accumulator_deref = gpu_callbacks.wgmma_accumulator_deref
-#: Operands of every warpgroup's newest WGMMA.
-_in_flight: dict[Any, list[tuple[Any, Any]]] = {}
+#: Operands of every warpgroup's newest WGMMA of each accumulator, oldest first.
+_in_flight: dict[Any, dict[Any, list[tuple[Any, Any]]]] = {}
 
 
 def _tick(memory: Any, thread: Any) -> Any:
@@ -49,18 +51,32 @@ def _watched_wgmma(**kwargs: Any) -> Any:
         key = gpu_callbacks.HostAllocationKey.from_array(kwargs[f"{name}_allocation_key_as_array"])
         transforms = gpu_callbacks._remove_noop_transforms(kwargs[f"{name}_transforms"])
         operands.append((key, memory.access(key, jax.tree.map(int, transforms))))
-    clock = _tick(memory, thread)
-    for key, access in (*_in_flight.get(thread, ()), *operands):
-        gpu_callbacks.get_races().check_read(
-            thread, clock, key, access, source_info=kwargs.get("source_info")
-        )
-    _in_flight[thread] = operands
+    in_flight = _in_flight.setdefault(thread, {})
+    reads = [*(read for reads in in_flight.values() for read in reads), *operands]
+    _report(memory, thread, reads, kwargs.get("source_info"))
+    accumulator = gpu_callbacks.HostAllocationKey.from_array(kwargs["acc_allocation_key_as_array"])
+    in_flight.pop(accumulator, None)
+    in_flight[accumulator] = operands
     return _wgmma(**kwargs)
 
 
+def _report(memory: Any, thread: Any, reads: list[tuple[Any, Any]], source_info: Any) -> None:
+    clock = _tick(memory, thread)
+    for key, access in reads:
+        gpu_callbacks.get_races().check_read(thread, clock, key, access, source_info=source_info)
+
+
+@gpu_callbacks.fail_on_exception
 def _watched_wgmma_accumulator_deref(**kwargs: Any) -> Any:
-    if not kwargs["wait_n"]:
-        _in_flight.pop(kwargs["thread"], None)
+    thread, wait_n = kwargs["thread"], kwargs["wait_n"]
+    in_flight = _in_flight.setdefault(thread, {})
+    key = gpu_callbacks.HostAllocationKey.from_array(kwargs["acc_allocation_key_as_array"])
+    if key not in in_flight:  # a wait
+        over = list(in_flight)[: len(in_flight) - wait_n]
+        reads = [read for accumulator in over for read in in_flight.pop(accumulator)]
+        _report(gpu_callbacks._get_shared_memory(), thread, reads, kwargs.get("source_info"))
+    elif not wait_n:
+        in_flight.clear()
     return _wgmma_accumulator_deref(**kwargs)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -127,6 +128,206 @@ def make_levels(
         for coarser, finer in zip(batches[:-1], batches[1:], strict=True)
     )
     return weights, embeddings, (None, *parents)
+
+
+class AttentionShape(NamedTuple):
+    """Sizes of a broadcast attention, the kind of its index (see `ragged_index`), its lengths.
+
+    `lengths` is "full" (there are none), or "ragged": any from 0 to S, of the first user S and of
+    the last, if there is another, 0.
+    """
+
+    users: int
+    candidates: int
+    q_len: int
+    kv_len: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    index: str = "sorted"
+    lengths: str = "full"
+
+
+#: One name for every branch of shapes; the kernel's tiles are 64 or 128 queries by 64 to 128 keys.
+ATTENTION_SHAPES = {
+    "one_candidate": AttentionShape(1, 1, 4, 16, 2, 2, 16),
+    "one_user": AttentionShape(1, 9, 4, 24, 2, 2, 16),
+    "a_user_each": AttentionShape(6, 6, 4, 24, 2, 1, 16, "unsorted"),
+    "odd_counts": AttentionShape(4, 13, 3, 37, 3, 3, 24, "sorted", "ragged"),
+    "unsorted": AttentionShape(5, 17, 2, 20, 2, 2, 16, "unsorted"),
+    "users_without_candidates": AttentionShape(9, 7, 5, 20, 2, 2, 16, "gaps", "ragged"),
+    "more_users_than_candidates": AttentionShape(11, 3, 4, 20, 2, 2, 16, "gaps"),
+    "one_query": AttentionShape(3, 20, 1, 33, 4, 2, 16, "unsorted", "ragged"),
+    "one_key": AttentionShape(3, 7, 4, 1, 2, 2, 16, "unsorted"),
+    "one_wide": AttentionShape(2, 3, 1, 1, 1, 1, 1),
+    "tile": AttentionShape(2, 4, 64, 128, 1, 1, 64),
+    "tile_minus_one": AttentionShape(2, 5, 63, 127, 1, 1, 64, "unsorted"),
+    "tile_plus_one": AttentionShape(2, 5, 65, 129, 1, 1, 64, "unsorted", "ragged"),
+    "grouped_heads": AttentionShape(3, 8, 4, 40, 8, 2, 16, "unsorted", "ragged"),
+    "one_key_head": AttentionShape(3, 8, 4, 40, 6, 1, 16, "unsorted"),
+}
+
+
+class AttentionInputs(NamedTuple):
+    """Arguments of `attention`: its four arrays in its order, and the lengths."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    cand_to_user: jax.Array
+    key_value_seq_lengths: jax.Array | None = None
+
+    def f64(self) -> AttentionInputs:
+        """The same in NumPy, floats in f64."""
+        index = np.asarray(self.cand_to_user)
+        lengths = self.key_value_seq_lengths
+        return AttentionInputs(
+            *_f64(self[:3]), index, None if lengths is None else np.asarray(lengths)
+        )
+
+
+def make_attention_inputs(
+    shape: AttentionShape, dtype: Any = "bfloat16", seed: int = 0
+) -> AttentionInputs:
+    """Random normal inputs, so that scores scaled by 1 / sqrt(H) have a variance near 1."""
+    rng = np.random.default_rng(seed)
+    keys = (shape.users, shape.kv_len, shape.kv_heads, shape.head_dim)
+    queries = (shape.candidates, shape.q_len, shape.q_heads, shape.head_dim)
+    lengths = None
+    if shape.lengths == "ragged":
+        drawn = rng.integers(0, shape.kv_len + 1, shape.users)
+        drawn[-1] = 0
+        drawn[0] = shape.kv_len
+        lengths = jnp.asarray(drawn, jnp.int32)
+    return AttentionInputs(
+        random_array(rng, queries, dtype),
+        random_array(rng, keys, dtype),
+        random_array(rng, keys, dtype),
+        jnp.asarray(ragged_index(rng, shape.users, shape.candidates, shape.index)),
+        lengths,
+    )
+
+
+def _attention_weights(
+    inputs: AttentionInputs, scale: float, self_key: Any = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Softmax [B, T, N, S + T_self], lse [B, T, N] and the keys [B, S + T_self, N, H]; f64.
+
+    Keys that do not exist are zeros.
+    """
+    query, key, _, index, lengths = inputs.f64()
+    rows = np.clip(index, 0, key.shape[0] - 1)
+    keys = key[rows]
+    exists = np.ones(keys.shape[:2], bool)
+    if lengths is not None:
+        exists = np.arange(key.shape[1])[None] < lengths[rows][:, None]
+    keys = np.where(exists[:, :, None, None], keys, 0)
+    if self_key is not None:
+        (own,) = _f64([self_key])
+        keys = np.concatenate((keys, own), axis=1)
+        exists = np.concatenate((exists, np.ones(own.shape[:2], bool)), axis=1)
+    keys = np.repeat(keys, query.shape[2] // key.shape[2], axis=2)
+    scores = scale * np.einsum("btnh,bsnh->btns", query, keys)
+    scores = np.where(exists[:, None, None], scores, -np.inf)
+    row_max = np.max(scores, axis=-1, keepdims=True, initial=-np.inf)
+    powers = np.exp(scores - np.where(row_max == -np.inf, 0, row_max))
+    total = powers.sum(-1, keepdims=True)
+    with np.errstate(divide="ignore"):
+        lse = (np.where(row_max == -np.inf, 0, row_max) + np.log(total))[..., 0]
+    return powers / np.where(total == 0, 1, total), lse, keys
+
+
+def _attention_values(
+    inputs: AttentionInputs, self_value: Any = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Values [B, S + T_self, N, H] in f64, zeros past the lengths; the users of the candidates."""
+    query, _, value, index, lengths = inputs.f64()
+    rows = np.clip(index, 0, value.shape[0] - 1)
+    values = value[rows]
+    if lengths is not None:
+        exists = np.arange(value.shape[1])[None] < lengths[rows][:, None]
+        values = np.where(exists[:, :, None, None], values, 0)
+    if self_value is not None:
+        values = np.concatenate((values, *_f64([self_value])), axis=1)
+    return np.repeat(values, query.shape[2] // value.shape[2], axis=2), rows
+
+
+def numpy_attention_oracle(
+    inputs: AttentionInputs, *, scale: float, self_key: Any = None, self_value: Any = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Broadcast attention in NumPy and f64: out [B, T, N, H] and lse [B, T, N]."""
+    weights, lse, _ = _attention_weights(inputs, scale, self_key)
+    values, _ = _attention_values(inputs, self_value)
+    return np.einsum("btns,bsnh->btnh", weights, values), lse
+
+
+def numpy_attention_gradients(
+    inputs: AttentionInputs, d_out: Any, d_lse: Any, *, scale: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Gradients of <d_out, out> + <d_lse, lse> by query, key and value, in NumPy and f64."""
+    weights, _, keys = _attention_weights(inputs, scale)
+    values, rows = _attention_values(inputs)
+    query, key, value, _, _ = inputs.f64()
+    d_out, d_lse = _f64([d_out, d_lse])
+    d_weights = np.einsum("btnh,bsnh->btns", d_out, values)
+    expected = np.sum(weights * d_weights, axis=-1, keepdims=True)
+    d_scores = scale * weights * (d_weights - expected + d_lse[..., None])
+    d_query = np.einsum("btns,bsnh->btnh", d_scores, keys)
+
+    def summed(per_candidate: np.ndarray, like: np.ndarray) -> np.ndarray:
+        """[B, S, N, H] summed over the candidates of a user and the query heads of a key head."""
+        batch, kv_len, _, width = per_candidate.shape
+        heads = per_candidate.reshape(batch, kv_len, like.shape[2], -1, width).sum(3)
+        total = np.zeros_like(like)
+        np.add.at(total, rows, heads)
+        return total
+
+    d_key = summed(np.einsum("btns,btnh->bsnh", d_scores, query), key)
+    return d_query, d_key, summed(np.einsum("btns,btnh->bsnh", weights, d_out), value)
+
+
+@functools.partial(jax.jit, static_argnames="scale")
+def same_dtype_attention(
+    query: Any, key: Any, value: Any, cand_to_user: Any, lengths: Any = None, *, scale: float
+) -> tuple[jax.Array, jax.Array]:
+    """Out and lse as plain jnp has them: copies, f32 scores, weights rounded to the dtype."""
+    rows = jnp.clip(cand_to_user, 0, key.shape[0] - 1)
+    heads = query.shape[2] // key.shape[2]
+    keys, values = (jnp.repeat(array[rows], heads, axis=2) for array in (key, value))
+    scores = jnp.einsum("btnh,bsnh->btns", query, keys, preferred_element_type=jnp.float32)
+    scores = scores * jnp.float32(scale)
+    if lengths is not None:
+        exists = jnp.arange(key.shape[1], dtype=jnp.int32)[None] < lengths[rows][:, None]
+        scores = jnp.where(exists[:, None, None], scores, -jnp.inf)
+    empty = jnp.all(scores == -jnp.inf, axis=-1, keepdims=True)
+    safe = jnp.where(empty, 0.0, scores)
+    weights = jnp.where(empty, 0.0, jax.nn.softmax(safe, axis=-1)).astype(query.dtype)
+    out = jnp.einsum("btns,bsnh->btnh", weights, values, preferred_element_type=jnp.float32)
+    lse = jnp.where(empty[..., 0], -jnp.inf, jax.nn.logsumexp(safe, axis=-1))
+    return out.astype(query.dtype), lse
+
+
+def assert_attention_within_error_rule(
+    actual: tuple[Any, Any],
+    inputs: AttentionInputs,
+    *,
+    scale: float,
+    exact: tuple[np.ndarray, np.ndarray] | None = None,
+) -> None:
+    """Asserts the error rule for out, and for lse, whose infinities must be the oracle's."""
+    out, lse = actual
+    exact_out, exact_lse = exact or numpy_attention_oracle(inputs, scale=scale)
+    plain_out, plain_lse = same_dtype_attention(*inputs, scale=scale)
+    assert_within_error_rule(out, exact_out, plain_out)
+    assert jnp.asarray(lse).dtype == jnp.float32
+    is_empty = exact_lse == -np.inf
+    np.testing.assert_array_equal(np.asarray(lse) == -np.inf, is_empty)
+    np.testing.assert_array_equal(np.asarray(out, np.float32)[is_empty], 0)
+    found, exactly, plain = (np.asarray(x)[~is_empty] for x in (lse, exact_lse, plain_lse))
+    # An lse near 0 is the difference of terms that are not, so its error may be that of 1.
+    np.testing.assert_allclose(
+        found, exactly, rtol=1e-6, atol=2 * np.max(np.abs(plain - exactly), initial=0.0) + 1e-6
+    )
 
 
 def _ancestors(embeddings: Sequence[Any], parents: Sequence[Any]) -> list[np.ndarray]:

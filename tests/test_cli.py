@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ikbo_jax import cli, demo
+from ikbo_jax import cli, demo, demo_attention
 from ikbo_jax._timing import sustained_ms
 from ikbo_jax.ops import dispatch
 from ikbo_jax.tuning import autotune
-from ikbo_jax.tuning.configs import LinearCompressionProblem
+from ikbo_jax.tuning.configs import AttentionProblem, LinearCompressionProblem
 
 SIZES = ["--m", "9", "--n", "8", "--k-cand", "7", "--k-user", "11"]
 TINY = ["demo", "--candidates", "24", "--users", "5", *SIZES]
@@ -28,7 +28,8 @@ ESCAPE = "\x1b"
 @pytest.fixture
 def untimed(monkeypatch):
     """Timing is the slow part of the demo, and most tests do not ask for it."""
-    monkeypatch.setattr(demo, "sustained_ms", lambda fn, *args, **kwargs: [1.0])
+    for module in (demo, demo_attention):
+        monkeypatch.setattr(module, "sustained_ms", lambda fn, *args, **kwargs: [1.0])
 
 
 def test_demo_runs_every_stage_in_a_pipe():
@@ -41,7 +42,8 @@ def test_demo_runs_every_stage_in_a_pipe():
     for name in RUN_EVERYWHERE:
         assert any(line.startswith(name) for line in lines), result.stdout
     assert all(name in result.stdout for name in ("fused", "single launch"))
-    assert "4.8 candidates a user: all stages agree" in lines[-1]
+    assert any(line.startswith("4.8 candidates a user: all stages agree") for line in lines)
+    assert lines[-1].startswith("attention: all stages agree")
 
 
 def test_demo_says_why_the_kernels_did_not_run(untimed, monkeypatch, capsys):
@@ -76,7 +78,7 @@ def test_a_planted_disagreement_fails(untimed, monkeypatch, capsys, wrong):
     assert cli.main(TINY) == cli.DISAGREES
     out = capsys.readouterr().out
     assert "WRONG" in out
-    assert "DISAGREEMENT: decomposed outside the allowed error" in out.splitlines()[-1]
+    assert "DISAGREEMENT: decomposed outside the allowed error" in out
 
 
 def test_a_wrong_baseline_cannot_vouch_for_itself(untimed, monkeypatch, capsys):
@@ -232,3 +234,68 @@ def test_demo_runs_the_kernels(capsys):
     out = capsys.readouterr().out
     assert "not run" not in out
     assert "4  single launch" in out
+    assert "3  in-kernel" in out
+
+
+@pytest.mark.parametrize("wrong", [1.0, float("nan")], ids=["off by one", "nan"])
+def test_a_planted_disagreement_of_attention_fails(untimed, monkeypatch, capsys, wrong):
+    real = demo_attention.attention
+    monkeypatch.setattr(
+        demo_attention,
+        "attention",
+        lambda *args, **kwargs: real(*args, **kwargs).at[0, 2].add(wrong),
+    )
+    assert cli.main(TINY) == cli.DISAGREES
+    out = capsys.readouterr().out
+    assert "all stages agree; decomposed" in out
+    assert out.splitlines()[-1] == "attention: DISAGREEMENT: grouped outside the allowed error"
+
+
+def test_attention_runs_the_kernel_where_it_can(untimed, monkeypatch, fake_attention):
+    monkeypatch.setattr(demo_attention, "hopper_unavailable_reason", lambda: None)
+    # There is no cuDNN beside the fake kernel.
+    monkeypatch.setattr(demo_attention, "_copied_cudnn", demo_attention._copied)
+    ranking = dataclasses.replace(demo.SMALL, candidates=24, users=5, dtype="float16")
+    request = demo_attention.Request(ranking, q_len=2, kv_len=16, heads=2, head_dim=64)
+    report = demo_attention.run(request)
+    assert report.agree
+    assert [m.stage.name[:2] for m in report.measured] == ["1 ", "1b", "2 ", "3 "]
+    assert report.not_run == ()
+    assert fake_attention.calls
+
+
+def test_what_attention_moves_is_counted_by_hand():
+    # Every size 1, bfloat16: query, key, value, result and the index; a copied key and value goes
+    # out and comes back.
+    ranking = demo.Request(1, 1, 1, 1, 1, 1, "bfloat16")
+    found = demo_attention.stages(demo_attention.Request(ranking, 1, 1, 1, 1))
+    moved = {stage.name.split(maxsplit=1)[1]: stage.bytes_moved for stage in found}
+    assert moved["copied"] == 4 * 2 + 4 + 4 * 2
+    assert moved["grouped"] == moved["in-kernel"] == 4 * 2 + 4
+
+
+ATTENTION = ["tune", "attention", "--b", "24", "--u", "5", "--t", "4", "--s", "32", "--h", "64"]
+
+
+def test_tune_attention_passes_the_sizes_on(monkeypatch, capsys):
+    found = []
+
+    def tune(problem, *, progress, limit):
+        found.append((problem, limit))
+        progress(1, 1, "XLA: 1 ms")
+        return {"ms": 0.25, "fraction": 0.5}
+
+    monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
+    monkeypatch.setattr(autotune, "tune_attention", tune)
+    heads = ["--n", "4", "--k", "2", "--dtype", "float16", "--limit", "3"]
+    assert cli.main([*ATTENTION, *heads]) == cli.OK
+    assert found == [(AttentionProblem(24, 5, 4, 32, 4, 2, 64, "float16"), 3)]
+    assert "0.25 ms, 0.500 of the 8192x8192x8192 bfloat16 matmul" in capsys.readouterr().out
+
+
+def test_tune_attention_off_hopper_and_with_wrong_heads(monkeypatch, capsys):
+    monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: "this is a toaster")
+    assert cli.main([*ATTENTION, "--n", "4", "--k", "2"]) == cli.UNUSABLE
+    assert "this is a toaster" in capsys.readouterr().err
+    assert cli.main([*ATTENTION, "--n", "3", "--k", "2"]) == cli.UNUSABLE
+    assert "--q-heads 3 is not a multiple of --kv-heads 2" in capsys.readouterr().err

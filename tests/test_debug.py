@@ -1,4 +1,4 @@
-"""`debug.check_index`: eager, under checkify, and inside a plain jit."""
+"""`debug.check_index` and `check_lengths`: eager, under checkify, and inside a plain jit."""
 
 from __future__ import annotations
 
@@ -75,3 +75,25 @@ def test_checkify_goes_through_an_op() -> None:
     error, out = checkify.checkify(jax.jit(run))(jnp.asarray([2], jnp.int32))
     assert "is 2, outside [0, 2)" in error.get()
     np.testing.assert_array_equal(out, np.full((1, 2, 2), 4.0))
+
+
+@pytest.mark.parametrize(("position", "value"), [(0, 9), (2, -1), (1, 2**31 - 1), (3, -(2**31))])
+def test_lengths_name_position_value_and_bound(position: int, value: int) -> None:
+    lengths = np.array([8, 0, 1, 7], np.int32)
+    assert ikbo.debug.check_lengths(jnp.asarray(lengths), 8) is None
+    lengths[position] = value
+    message = rf"key_value_seq_lengths\[{position}\] is {value}, outside \[0, 8\]; 1 of 4 lengths"
+    with pytest.raises(ValueError, match=message):
+        ikbo.debug.check_lengths(jnp.asarray(lengths), 8)
+
+
+def test_checkify_finds_wrong_lengths() -> None:
+    def run(lengths: jax.Array) -> jax.Array:
+        ikbo.debug.check_lengths(lengths, 3)
+        ones = jnp.ones((2, 3, 1, 2), jnp.float32)
+        index = jnp.zeros(2, jnp.int32)
+        return ikbo.attention(ones, ones, ones, index, key_value_seq_lengths=lengths)
+
+    error, out = checkify.checkify(jax.jit(run))(jnp.asarray([1, 4], jnp.int32))
+    assert "key_value_seq_lengths.ravel()[1] is 4, outside [0, 3]" in error.get()
+    np.testing.assert_array_equal(out, np.ones((2, 3, 1, 2)))

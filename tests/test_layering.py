@@ -14,8 +14,20 @@ import ikbo_jax
 ROOT = pathlib.Path(ikbo_jax.__file__).parent.parent
 PACKAGE = "ikbo_jax"
 #: Kernel files share these small parts, and nothing else.
-SMALL_PARTS = ("pallas.mosaic", "pallas.accumulator", "pallas.fragment", "pallas.schedule")
+SMALL_PARTS = (
+    "pallas.mosaic",
+    "pallas.accumulator",
+    "pallas.fragment",
+    "pallas.schedule",
+    "pallas.softmax",
+)
+#: A kernel too long for one file is split; these parts are its own.
 LINEAR_COMPRESSION_PARTS = ("pallas.linear_compression_tiles", "pallas.linear_compression_roles")
+ATTENTION_PARTS = (
+    "pallas.attention_role",
+    "pallas.attention_consumer",
+    "pallas.attention_producer",
+)
 OPS = ("ops", "reference", "pallas", "tuning")
 #: What a module may import of this package, by the longest prefix of its name that stands here. The
 #: autotuner stands above the kernels that it times, although it lives beside the table.
@@ -26,8 +38,10 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "reference": (),
     "tuning": (),
     "tuning.configs": (),
-    "tuning.table": ("tuning.configs",),
-    "tuning.autotune": ("tuning.configs", "tuning.table", "pallas", "reference", "_timing"),
+    "tuning.rules": ("tuning.configs",),
+    "tuning.table": ("tuning.configs", "tuning.rules"),
+    "tuning.trials": ("tuning.configs", "pallas", "reference"),
+    "tuning.autotune": ("tuning", "pallas", "reference", "_timing"),
     "pallas": ("tuning.configs", *SMALL_PARTS),
     "pallas.linear_compression": ("tuning.configs", *SMALL_PARTS, *LINEAR_COMPRESSION_PARTS),
     "pallas.linear_compression_roles": (
@@ -39,12 +53,28 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "pallas.schedule": (),
     "pallas.fragment": ("pallas.mosaic",),
     "pallas.accumulator": ("pallas.mosaic",),
+    "pallas.softmax": ("pallas.mosaic",),
+    "pallas.attention": ("tuning.configs", *SMALL_PARTS, *ATTENTION_PARTS),
+    "pallas.attention_role": ("tuning.configs",),
+    "pallas.attention_producer": ("tuning.configs", "pallas.attention_role", *SMALL_PARTS),
+    "pallas.attention_consumer": ("tuning.configs", "pallas.attention_role", *SMALL_PARTS),
     "ops": OPS,
     "rewrite": ("rewrite", *OPS),
     "layers": ("layers", "ops", "tuning.configs"),
     "models": ("models", "layers", "ops", "tuning.configs"),
     "demo": (*OPS, "debug", "_timing", "models", "layers", "rewrite"),
-    "cli": (*OPS, "debug", "demo", "_timing", "_version", "models", "layers", "rewrite"),
+    "demo_attention": (*OPS, "demo", "_timing"),
+    "cli": (
+        *OPS,
+        "debug",
+        "demo",
+        "demo_attention",
+        "_timing",
+        "_version",
+        "models",
+        "layers",
+        "rewrite",
+    ),
     "__main__": ("cli",),
     "": (*OPS, "debug", "rewrite", "_version"),
 }

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ikbo_jax.reference.linear_compression import decomposed
-from ikbo_jax.tuning import autotune, configs, table
+from ikbo_jax.tuning import autotune, configs, rules, table
 from ikbo_jax.tuning.configs import LinearCompressionConfig, LinearCompressionProblem
 
 DEFAULT = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16")
@@ -179,7 +179,7 @@ def test_distance_is_a_symmetric_premetric():
     assert table.distance(DEFAULT, DEFAULT) == 0
     assert table.distance(DEFAULT, levels) == table.distance(levels, DEFAULT) > 0
     twice_m = table.distance(DEFAULT, dataclasses.replace(DEFAULT, m=866))
-    assert twice_m == table.DISTANCE_WEIGHTS["m"]
+    assert twice_m == rules.DISTANCE_WEIGHTS["m"]
 
 
 # The user's cache.
@@ -220,7 +220,7 @@ def _corrupt(**changes: Any) -> str:
         ('{"schema": 2, "rows": []}', "schema 2, expected 1"),
         ('{"rows": []}', "schema None, expected 1"),
         ('{"schema": 1, "rows": {}}', "rows is {}"),
-        (_corrupt(op="attention"), "op='attention'"),
+        (_corrupt(op="softmax"), "op='softmax'"),
         (_corrupt(m="433"), "m holds '433'"),
         (_corrupt(m=True), "m holds True"),
         (_corrupt(ms=float("nan")), "ms is nan"),

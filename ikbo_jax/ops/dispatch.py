@@ -1,4 +1,4 @@
-"""What every op needs to choose an implementation: the device at hand, and a record of the choice.
+"""What ops share: checks of arrays, the choice of an implementation, and a record of the choice.
 
 An op leaves its `Plan` in the traced program with `record`. `ikbo_jax.explain` reads it back from
 there, so that it tells what a function runs even when tracing happened long before.
@@ -7,6 +7,7 @@ there, so that it tells what a function runs even when tracing happened long bef
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from typing import Any
 
@@ -14,10 +15,14 @@ import jax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
+from ikbo_jax.tuning import table
+
 logger = logging.getLogger("ikbo_jax")
 
 #: What `implementation` may name; None takes the fastest that works.
 IMPLEMENTATIONS = ("mosaic_gpu", "xla")
+#: Dtypes that ops take; the kernels may take fewer.
+DTYPES = ("bfloat16", "float16", "float32")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +57,98 @@ def check_implementation(implementation: str | None) -> None:
     if implementation is not None and implementation not in IMPLEMENTATIONS:
         known = ", ".join(["None", *map(repr, IMPLEMENTATIONS)])
         raise ValueError(f"unknown implementation {implementation!r}; known: {known}")
+
+
+def check_array(name: str, array: object, axes: str) -> None:
+    """Raises ValueError unless `array` has the axes of `axes`, e.g. "[M, K]", and a known dtype."""
+    shape, dtype = getattr(array, "shape", None), getattr(array, "dtype", None)
+    if shape is None or dtype is None:
+        raise ValueError(f"{name} must be an array of shape {axes}, but is {describe(array)}")
+    if len(shape) != axes.count(",") + 1:
+        raise ValueError(f"{name} must have shape {axes}, but has shape {shape}")
+    if str(dtype) not in DTYPES:
+        raise ValueError(f"{name} must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}, but is {dtype}")
+
+
+def check_index(name: str, array: object, rows_name: str, axis: str, rows: int) -> None:
+    """Raises ValueError unless `array` is [rows] int32, `rows` being `axis` of `rows_name`."""
+    shape, dtype = getattr(array, "shape", None), getattr(array, "dtype", None)
+    if dtype != "int32":
+        raise ValueError(f"{name} must be an int32 array, but is {describe(array)}")
+    if shape != (rows,):
+        raise ValueError(f"{name} has shape {shape} but {rows_name} has {axis}={rows}")
+
+
+def describe(value: object) -> str:
+    """A value in an error message: dtype and shape of an array, the type of anything else."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{value.dtype}{list(value.shape)}"
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What the caller of an op asked for."""
+
+    op: str
+    implementation: str | None
+    config: Any
+
+
+def choose(request: Request, problem: Any) -> Plan:
+    """Decides how `problem` runs here; raises NotImplementedError if it cannot run as requested."""
+    plan = functools.partial(Plan, request.op, problem, table.describe(problem))
+    if request.implementation == "xla":
+        return plan("xla", None, "asked for by the caller")
+    config, reason = _kernel_config(request, problem)
+    if config is not None:
+        return plan("mosaic_gpu", config, reason)
+    if request.implementation == "mosaic_gpu":
+        raise NotImplementedError(f"{request.op} with implementation='mosaic_gpu': {reason}")
+    logger.debug("%s runs in XLA: %s", request.op, reason)
+    return plan("xla", None, reason)
+
+
+def _kernel_config(request: Request, problem: Any) -> tuple[Any, str]:
+    """The kernel's configuration and where it comes from, or None and why XLA is to run."""
+    if reason := hopper_unavailable_reason():
+        return None, reason
+    if request.config is not None:
+        config, reason = request.config, "configuration given by the caller"
+    else:
+        choice = table.lookup(problem)
+        config, reason = choice.config, choice.note
+        if config is None and request.implementation == "mosaic_gpu":
+            # The table prefers XLA, which the caller does not.
+            config = table.default_config(problem)
+            reason = (
+                f"default configuration, asked for by the caller; the table says: {choice.note}"
+            )
+        if config is None:
+            return None, choice.note
+    if illegal := table.illegal_reason(problem, config):
+        return None, illegal
+    return config, reason
+
+
+def varying_alike(arrays: Any) -> Any:
+    """Inside a `shard_map`, marks every array as varying over the mesh axes that any varies over.
+
+    A gradient must vary like its input, but that of replicated arrays differs from shard to shard;
+    this cast's transpose sums it over the shards.
+    """
+
+    def varying(x: jax.Array) -> frozenset[str]:
+        axes: frozenset[str] = jax.typeof(x).manual_axis_type.varying
+        return axes
+
+    every = frozenset().union(*map(varying, jax.tree.leaves(arrays)))
+
+    def cast(x: jax.Array) -> jax.Array:
+        missing = tuple(sorted(every - varying(x)))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(cast, arrays)
 
 
 def default_device() -> jax.Device:

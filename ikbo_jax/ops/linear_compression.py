@@ -12,10 +12,7 @@ import jax.numpy as jnp
 
 from ikbo_jax.ops import dispatch
 from ikbo_jax.reference import linear_compression as reference
-from ikbo_jax.tuning import configs, table
 from ikbo_jax.tuning.configs import LinearCompressionConfig, LinearCompressionProblem
-
-DTYPES = ("bfloat16", "float16", "float32")
 
 
 class Term(NamedTuple):
@@ -152,8 +149,8 @@ def _call(
         raise ValueError(f"implementation='xla' takes no config, but config is {config}")
     _check(terms, names)
     weights, embeddings, parents = zip(*terms, strict=True)
-    request = _Request(op, implementation, config)
-    plan = _choose(request, _problem(weights, embeddings))
+    request = dispatch.Request(op, implementation, config)
+    plan = dispatch.choose(request, _problem(weights, embeddings))
     shape = (embeddings[-1].shape[0], weights[-1].shape[0], embeddings[-1].shape[2])
     if 0 in shape:
         return jnp.zeros(shape, embeddings[-1].dtype)
@@ -163,8 +160,8 @@ def _call(
 def _check(terms: tuple[Term, ...], names: tuple[_Names, ...]) -> None:
     """Raises ValueError, naming both values, unless the terms fit together."""
     for term, name in zip(terms, names, strict=True):
-        _check_array(name.weight, term.weight, "[M, K]")
-        _check_array(name.embedding, term.embedding, "[B, K, N]")
+        dispatch.check_array(name.weight, term.weight, "[M, K]")
+        dispatch.check_array(name.embedding, term.embedding, "[B, K, N]")
     (first, *_), (first_name, *_) = terms, names
     for term, name in zip(terms, names, strict=True):
         for part in ("weight", "embedding"):
@@ -182,42 +179,19 @@ def _check(terms: tuple[Term, ...], names: tuple[_Names, ...]) -> None:
             if a != b:
                 raise ValueError(f"{a_name} has {size}={a} but {b_name} has {size}={b}")
     if first.parent is not None:
-        raise ValueError(f"{first_name.parent} must be None, but is {_describe(first.parent)}")
+        raise ValueError(
+            f"{first_name.parent} must be None, but is {dispatch.describe(first.parent)}"
+        )
     for coarser, term, coarser_name, name in zip(
         terms[:-1], terms[1:], names[:-1], names[1:], strict=True
     ):
-        _check_parent(term, name)
         rows, coarser_rows = term.embedding.shape[0], coarser.embedding.shape[0]
+        dispatch.check_index(name.parent, term.parent, name.embedding, "B", rows)
         if rows and not coarser_rows:
             raise ValueError(
                 f"{coarser_name.embedding} has no rows, shape {coarser.embedding.shape}, "
                 f"but {name.embedding} has B={rows}"
             )
-
-
-def _check_array(name: str, array: object, axes: str) -> None:
-    shape, dtype = getattr(array, "shape", None), getattr(array, "dtype", None)
-    if shape is None or dtype is None:
-        raise ValueError(f"{name} must be an array of shape {axes}, but is {_describe(array)}")
-    if len(shape) != axes.count(",") + 1:
-        raise ValueError(f"{name} must have shape {axes}, but has shape {shape}")
-    if str(dtype) not in DTYPES:
-        raise ValueError(f"{name} must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}, but is {dtype}")
-
-
-def _check_parent(term: Term, name: _Names) -> None:
-    rows = term.embedding.shape[0]
-    shape, dtype = getattr(term.parent, "shape", None), getattr(term.parent, "dtype", None)
-    if dtype != "int32":
-        raise ValueError(f"{name.parent} must be an int32 array, but is {_describe(term.parent)}")
-    if shape != (rows,):
-        raise ValueError(f"{name.parent} has shape {shape} but {name.embedding} has B={rows}")
-
-
-def _describe(value: object) -> str:
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
-        return f"{value.dtype}{list(value.shape)}"
-    return "None" if value is None else f"a {type(value).__name__}"
 
 
 def _problem(weights: reference.Arrays, embeddings: reference.Arrays) -> LinearCompressionProblem:
@@ -228,54 +202,6 @@ def _problem(weights: reference.Arrays, embeddings: reference.Arrays) -> LinearC
         n=embeddings[0].shape[2],
         dtype=str(embeddings[0].dtype),
     )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Request:
-    """What the caller asked for."""
-
-    op: str
-    implementation: str | None
-    config: LinearCompressionConfig | None
-
-
-def _choose(request: _Request, problem: LinearCompressionProblem) -> dispatch.Plan:
-    """Decides how `problem` runs here; raises NotImplementedError if it cannot run as requested."""
-    plan = functools.partial(dispatch.Plan, request.op, problem, table.describe(problem))
-    if request.implementation == "xla":
-        return plan("xla", None, "asked for by the caller")
-    config, reason = _kernel_config(request, problem)
-    if config is not None:
-        return plan("mosaic_gpu", config, reason)
-    if request.implementation == "mosaic_gpu":
-        raise NotImplementedError(f"{request.op} with implementation='mosaic_gpu': {reason}")
-    dispatch.logger.debug("%s runs in XLA: %s", request.op, reason)
-    return plan("xla", None, reason)
-
-
-def _kernel_config(
-    request: _Request, problem: LinearCompressionProblem
-) -> tuple[LinearCompressionConfig | None, str]:
-    """The kernel's configuration and where it comes from, or None and why XLA is to run."""
-    if reason := dispatch.hopper_unavailable_reason():
-        return None, reason
-    if request.config is not None:
-        config, reason = request.config, "configuration given by the caller"
-    else:
-        choice = table.lookup(problem)
-        if choice.config is not None:
-            config, reason = choice.config, choice.note
-        elif request.implementation == "mosaic_gpu":
-            # The table prefers XLA, which the caller does not.
-            config = table.default_config(problem) or LinearCompressionConfig()
-            reason = (
-                f"default configuration, asked for by the caller; the table says: {choice.note}"
-            )
-        else:
-            return None, choice.note
-    if illegal := configs.illegal_reason(problem, config):
-        return None, illegal
-    return config, reason
 
 
 def _run(plan: dispatch.Plan, weights: tuple, embeddings: tuple, parents: tuple) -> jax.Array:
@@ -292,7 +218,11 @@ def _run(plan: dispatch.Plan, weights: tuple, embeddings: tuple, parents: tuple)
 
 
 def _run_vmappable(
-    request: _Request, plan: dispatch.Plan, weights: tuple, embeddings: tuple, parents: tuple
+    request: dispatch.Request,
+    plan: dispatch.Plan,
+    weights: tuple,
+    embeddings: tuple,
+    parents: tuple,
 ) -> jax.Array:
     """`_run` with a vmap rule of its own: the persistent kernel must not get another grid axis."""
 
@@ -311,7 +241,7 @@ def _run_vmappable(
 
 
 def _vmap(
-    request: _Request, plan: dispatch.Plan, size: int, batched: tuple, arrays: tuple
+    request: dispatch.Request, plan: dispatch.Plan, size: int, batched: tuple, arrays: tuple
 ) -> jax.Array:
     """Runs `size` problems, each like `plan`'s; `batched` arrays hold them on a leading axis.
 
@@ -345,7 +275,9 @@ def _vmap(
     return jax.lax.map(one, [x for x, b in zip(leaves, is_batched, strict=True) if b])
 
 
-def _vmap_folded(request: _Request, size: int, folded: list[bool], arrays: tuple) -> jax.Array:
+def _vmap_folded(
+    request: dispatch.Request, size: int, folded: list[bool], arrays: tuple
+) -> jax.Array:
     """Runs `size` problems with the same weights as one, their rows one problem after another."""
     weights, embeddings, parents = arrays
     finest_shape = embeddings[-1].shape[1:]
@@ -365,7 +297,7 @@ def _vmap_folded(request: _Request, size: int, folded: list[bool], arrays: tuple
         new_embeddings.append(embedding.reshape(size * rows, k, n) if is_folded else embedding)
         new_parents.append(parent)
         coarser_folded, coarser_rows = is_folded, rows
-    plan = _choose(request, _problem(weights, new_embeddings))
+    plan = dispatch.choose(request, _problem(weights, new_embeddings))
     out = _run_vmappable(request, plan, weights, tuple(new_embeddings), tuple(new_parents))
     return out.reshape(out_shape)
 
@@ -373,13 +305,21 @@ def _vmap_folded(request: _Request, size: int, folded: list[bool], arrays: tuple
 # custom_vjp goes outside custom_vmap, which has no reverse mode.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _differentiable(
-    request: _Request, plan: dispatch.Plan, weights: tuple, embeddings: tuple, parents: tuple
+    request: dispatch.Request,
+    plan: dispatch.Plan,
+    weights: tuple,
+    embeddings: tuple,
+    parents: tuple,
 ) -> jax.Array:
     return _run_vmappable(request, plan, weights, embeddings, parents)
 
 
 def _forward(
-    request: _Request, plan: dispatch.Plan, weights: tuple, embeddings: tuple, parents: tuple
+    request: dispatch.Request,
+    plan: dispatch.Plan,
+    weights: tuple,
+    embeddings: tuple,
+    parents: tuple,
 ) -> tuple[jax.Array, tuple]:
     # The differentiable function itself, so that gradients of gradients do not meet the kernel.
     out = _differentiable(request, plan, weights, embeddings, parents)
@@ -387,7 +327,7 @@ def _forward(
 
 
 def _backward(
-    request: _Request, plan: dispatch.Plan, residuals: tuple, cotangent: jax.Array
+    request: dispatch.Request, plan: dispatch.Plan, residuals: tuple, cotangent: jax.Array
 ) -> tuple:
     weights, embeddings, parents = residuals
     return *reference.decomposed_vjp(weights, embeddings, parents, cotangent), None
@@ -396,30 +336,13 @@ def _backward(
 _differentiable.defvjp(_forward, _backward)
 
 
-def _varying_alike(arrays: tuple) -> tuple:
-    """Inside a `shard_map`, marks every array as varying over the mesh axes that any varies over.
-
-    A gradient must vary like its input, but that of replicated weights differs from shard to shard;
-    this cast's transpose sums it over the shards.
-    """
-
-    def varying(x: jax.Array) -> frozenset[str]:
-        axes: frozenset[str] = jax.typeof(x).manual_axis_type.varying
-        return axes
-
-    every = frozenset().union(*map(varying, jax.tree.leaves(arrays)))
-
-    def cast(x: jax.Array) -> jax.Array:
-        missing = tuple(sorted(every - varying(x)))
-        return jax.lax.pcast(x, missing, to="varying") if missing else x
-
-    cast_arrays: tuple = jax.tree.map(cast, arrays)
-    return cast_arrays
-
-
 # Static arguments are all that the choice depends on, so that jit's cache never keeps a stale one.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _linear_compression(
-    request: _Request, plan: dispatch.Plan, weights: tuple, embeddings: tuple, parents: tuple
+    request: dispatch.Request,
+    plan: dispatch.Plan,
+    weights: tuple,
+    embeddings: tuple,
+    parents: tuple,
 ) -> jax.Array:
-    return _differentiable(request, plan, *_varying_alike((weights, embeddings, parents)))
+    return _differentiable(request, plan, *dispatch.varying_alike((weights, embeddings, parents)))

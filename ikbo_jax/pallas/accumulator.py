@@ -155,3 +155,186 @@ def _wgmma_instruction(
         has_side_effects=True,
     )
     return [llvm.extractvalue(f32, result, [i]) for i in range(n)]
+
+
+# Attention: scores = q @ k.T from shared memory, and p @ v with p in registers.
+
+
+def product(q: Any, k: Any, depth: int, *, interpret: bool) -> jax.Array:
+    """Issues q @ k.T as one WGMMA group; its value is there after a wait and `settled`.
+
+    Args:
+      q: shared memory tiles [blocks, 64, 64] of an `operand_tile`, 64 columns of the depth each.
+      k: shared memory tiles [blocks, columns, 64], alike.
+      depth: columns of q and k that are multiplied.
+
+    Returns:
+      [64, columns] f32.
+    """
+    blocks, columns, _ = k.shape
+    if interpret:
+
+        def run(acc: Any) -> jax.Array:
+            for i in range(blocks):  # columns past the depth are zero
+                plgpu.wgmma(acc, q.at[i], k.at[i].transpose((1, 0)))
+            return plgpu.wgmma_accumulator_load(acc, wait_n=1)
+
+        return pl.run_scoped(run, plgpu.ACC((64, columns)))
+
+    operand = plgpu.RefType(mosaic.operand_transforms(k.dtype))
+
+    @plgpu.inline_mgpu(
+        arg_types=(operand, operand),
+        return_type=plgpu.ShapeDtypeStruct((64, columns), jnp.float32, layout=plgpu.Layout.WGMMA),
+    )
+    def issue(_: Any, q: ir.Value, k: ir.Value) -> mgpu.FragmentedArray:
+        dtype = str(ir.MemRefType(k.type).element_type)
+        q_base, k_base = (_row_major_descriptor(x) for x in (q, k))
+        registers: list[ir.Value] = []
+        nvvm.wgmma_fence_aligned()
+        for step in range(depth // WGMMA_K):
+            block, within = divmod(step, 64 // WGMMA_K)
+            q_step, k_step = (
+                _advance(base, block * rows * mosaic.SWIZZLE + within * WGMMA_K * 2)
+                for base, rows in ((q_base, 64), (k_base, columns))
+            )
+            registers = _mma(registers, None, [q_step], k_step, columns, dtype)
+        nvvm.wgmma_commit_group_sync_aligned()
+        return _as_array(registers, columns)
+
+    return issue(q, k)
+
+
+def add_product(
+    acc: jax.Array, is_defined: Any, p: jax.Array, v: Any, staging: Any, *, interpret: bool
+) -> jax.Array:
+    """Issues acc + p @ v as one WGMMA group; `acc` counts as zero unless `is_defined`.
+
+    Args:
+      acc: [64, columns] f32.
+      is_defined: bool scalar.
+      p: [64, rows] in v's dtype.
+      v: shared memory tiles [blocks, rows, 64] of an `operand_tile`, 64 columns each.
+      staging: shared memory [64, at least rows] of this warpgroup, only under interpretation, which
+        can't multiply registers.
+
+    Returns:
+      [64, columns] f32; its value is there after a wait and `settled`.
+    """
+    columns, rows, blocks = acc.shape[1], p.shape[1], v.shape[0]
+    if interpret:
+        staging[:, :rows] = p
+        plgpu.commit_smem()
+        products = []
+        for i in range(blocks):
+
+            def run(part: Any, i: int = i) -> jax.Array:
+                plgpu.wgmma(part, staging.at[:, :rows], v.at[i])
+                return plgpu.wgmma_accumulator_load(part, wait_n=1)
+
+            products.append(pl.run_scoped(run, plgpu.ACC((64, 64))))
+        return jnp.where(is_defined, acc, 0.0) + jnp.concatenate(products, axis=1)[:, :columns]
+
+    @plgpu.inline_mgpu(
+        arg_types=(
+            plgpu.Layout.WGMMA,
+            plgpu.Layout.WG_SPLAT(()),
+            plgpu.Layout.WGMMA,
+            plgpu.RefType(mosaic.operand_transforms(v.dtype)),
+        ),
+        return_type=plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
+    )
+    def issue(_: Any, acc: Any, is_defined: Any, p: Any, v: ir.Value) -> mgpu.FragmentedArray:
+        dtype = str(ir.MemRefType(v.type).element_type)
+        i32 = ir.IntegerType.get_signless(32)
+        p = mgpu.optimization_barrier(p)  # nothing that makes p moves past the fence
+        words = [mgpu.utils.bitcast(pair, i32) for pair in p.registers.flat]
+        registers = [vector.extract(r, [], [i]) for r in acc.registers.flat for i in (0, 1)]
+        base = mma_utils.encode_descriptor(
+            v,
+            leading_byte_offset=rows * mosaic.SWIZZLE,
+            stride_byte_offset=8 * mosaic.SWIZZLE,
+            swizzle=mosaic.SWIZZLE,
+        )
+        scale = is_defined.registers.item()
+        nvvm.wgmma_fence_aligned()
+        for step in range(rows // WGMMA_K):
+            v_step = _advance(base, step * WGMMA_K * mosaic.SWIZZLE)
+            a = words[4 * step : 4 * step + 4]
+            registers = _mma(registers, scale if step == 0 else None, a, v_step, columns, dtype)
+        nvvm.wgmma_commit_group_sync_aligned()
+        return _as_array(registers, columns)
+
+    return issue(acc, is_defined.astype(jnp.int32), p, v)
+
+
+def wait(pending: int, *, interpret: bool) -> None:
+    """Waits until no more than `pending` of this warpgroup's WGMMA groups are in flight."""
+    if not interpret:
+        plgpu.wgmma_wait(pending)
+        return
+    # The interpreter multiplies at once and ignores waits; tests watch for this read instead.
+    pl.run_scoped(lambda acc: plgpu.wgmma_accumulator_load(acc, wait_n=pending), plgpu.ACC((64, 8)))
+
+
+def settled(acc: jax.Array, *, interpret: bool) -> jax.Array:
+    """An accumulator whose WGMMAs have been waited for: no use of it moves before the wait."""
+    return acc if interpret else accumulated(acc, acc.shape[1], interpret=False)
+
+
+def _row_major_descriptor(tiles: ir.Value) -> ir.Value:
+    return mma_utils.encode_descriptor(
+        tiles,
+        leading_byte_offset=0,
+        stride_byte_offset=8 * mosaic.SWIZZLE,
+        swizzle=mosaic.SWIZZLE,
+    )
+
+
+def _as_array(registers: list[ir.Value], columns: int) -> mgpu.FragmentedArray:
+    pair = ir.VectorType.get((2,), ir.F32Type.get())
+    pairs = [vector.from_elements(pair, registers[i : i + 2]) for i in range(0, len(registers), 2)]
+    return mgpu.FragmentedArray(
+        _registers=np.array(pairs, dtype=object).reshape(
+            mgpu.WGMMA_LAYOUT.registers_shape((64, columns))
+        ),
+        _layout=mgpu.WGMMA_LAYOUT,
+        _is_signed=None,
+    )
+
+
+def _mma(
+    acc: list[ir.Value],
+    scale: ir.Value | None,
+    a: list[ir.Value],
+    b: ir.Value,
+    columns: int,
+    dtype: str,
+) -> list[ir.Value]:
+    """One wgmma.mma_async; `a` is one descriptor, k-major like b, or four registers beside a b with
+    its columns contiguous.  An empty `acc` is overwritten, and one whose `scale` is 0."""
+    f32 = ir.F32Type.get()
+    n = columns // 2
+    first = 2 * n if acc else n
+    from_registers = len(a) > 1
+    names = [f"${first + i}" for i in range(len(a))]
+    operand = f"{{{', '.join(names)}}}" if from_registers else names[0]
+    predicate = f"${first + len(a) + 1}" if scale is not None else str(int(bool(acc)))
+    transposes = "1" if from_registers else "0, 0"
+    ptx = (
+        f"{{ .reg .pred p; setp.ne.b32 p, {predicate}, 0; "
+        f"wgmma.mma_async.sync.aligned.m64n{columns}k{WGMMA_K}.f32.{dtype}.{dtype} "
+        f"{{{', '.join(f'${i}' for i in range(n))}}}, {operand}, ${first + len(a)}, "
+        f"p, 1, 1, {transposes}; }}"
+    )
+    tied = [str(i) for i in range(n)] if acc else []
+    kinds = ["r"] * 4 if from_registers else ["l"]
+    result = llvm.inline_asm(
+        llvm.StructType.get_literal([f32] * n),
+        [*acc, *a, b, *([] if scale is None else [scale])],
+        ptx,
+        ",".join(["=f"] * n + tied + kinds + ["l"] + ([] if scale is None else ["r"])),
+        asm_dialect=0,
+        has_side_effects=True,
+    )
+    return [llvm.extractvalue(f32, result, [i]) for i in range(n)]

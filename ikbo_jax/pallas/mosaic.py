@@ -162,3 +162,22 @@ def wait(counter: Any, value: int, *, interpret: bool) -> None:
     """Waits until the counter is `value`; then sees what was written before its signals."""
     if not interpret:
         plgpu.semaphore_wait(counter, value, decrement=False, memory_scope="gpu")
+
+
+def named_barrier(operation: str, barrier_id: Any, num_threads: int) -> None:
+    """Arrives at one of the SM's 16 named barriers, and under "sync" waits for `num_threads`.
+
+    Mosaic GPU itself uses the first four.  The interpreter knows this operation by the name of the
+    function below, under `inline_mgpu="_hack_model_inline_mgpu_tokamax"`.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT(()),))
+    def bar_op(_: Any, barrier_id: mgpu.FragmentedArray) -> None:
+        mgpu.utils.inline_ptx(
+            f"barrier.{operation} $0, {num_threads};",
+            barrier_id.registers.item(),
+            has_side_effects=True,
+            convergent=True,
+        )
+
+    bar_op(barrier_id)

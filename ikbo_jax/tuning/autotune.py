@@ -31,13 +31,14 @@ import numpy as np
 from ikbo_jax import _timing
 from ikbo_jax.pallas.linear_compression import linear_compression_kernel
 from ikbo_jax.reference.linear_compression import decomposed, materialised
-from ikbo_jax.tuning import configs, table
-from ikbo_jax.tuning.configs import LinearCompressionConfig, LinearCompressionProblem
+from ikbo_jax.tuning import rules, table, trials
+from ikbo_jax.tuning.configs import AttentionProblem, LinearCompressionProblem
+from ikbo_jax.tuning.rules import Config, Problem
 
 #: Called after every candidate with (done, total, what came out).
 Progress = Callable[[int, int, str], None]
 #: A configuration of the kernel, or None for the XLA path.
-Candidate = LinearCompressionConfig | None
+Candidate = Config | None
 Operands = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...], tuple[jax.Array | None, ...]]
 
 #: XLA must be this much faster for a row to prefer it.
@@ -63,14 +64,14 @@ class Task:
       matmul_size: n of the n^3 bf16 matmul that normalises.
     """
 
-    problem: LinearCompressionProblem
+    problem: Problem
     candidates: tuple[Candidate, ...]
     window_s: float = 0.2
     windows: int = 3
     matmul_size: int = 8192
 
     def to_json(self) -> str:
-        fields = dataclasses.asdict(self)
+        fields = {"op": rules.of(self.problem).op, **dataclasses.asdict(self)}
         fields["candidates"] = [
             {"implementation": "xla"} if config is None else dataclasses.asdict(config)
             for config in self.candidates
@@ -81,8 +82,8 @@ class Task:
     def from_json(cls, text: str) -> Task:
         fields = json.loads(text)
         return cls(
-            table.problem_from_json(fields["problem"]),
-            tuple(table.config_from_json(entry) for entry in fields["candidates"]),
+            table.problem_from_json(fields["problem"], fields["op"]),
+            tuple(table.config_from_json(entry, fields["op"]) for entry in fields["candidates"]),
             fields["window_s"],
             fields["windows"],
             fields["matmul_size"],
@@ -149,11 +150,25 @@ def check_result(actual: jax.Array, operands: Operands) -> tuple[float, float]:
     return error, 2 * (same_dtype + accumulation) + one_rounding
 
 
-def _runner(candidate: Candidate) -> Callable[..., jax.Array]:
+def _operands(problem: Problem) -> Any:
+    if isinstance(problem, AttentionProblem):
+        return trials.attention_operands(problem)
+    return random_operands(problem)
+
+
+def _runner(problem: Problem, candidate: Any) -> Callable[..., jax.Array]:
+    if isinstance(problem, AttentionProblem):
+        return trials.attention_runner(problem, candidate)
     if candidate is None:
         return jax.jit(decomposed)
     num_sms = getattr(jax.devices()[0], "core_count", 1)
     return jax.jit(functools.partial(linear_compression_kernel, config=candidate, num_sms=num_sms))
+
+
+def _check(problem: Problem, actual: jax.Array, operands: Any) -> tuple[float, float]:
+    if isinstance(problem, AttentionProblem):
+        return trials.check_attention(actual, operands)
+    return check_result(actual, operands)
 
 
 def measure(task: Task) -> dict[str, Any]:
@@ -164,15 +179,15 @@ def measure(task: Task) -> dict[str, Any]:
       samples, or failure, a text, for one that was wrong.
     """
     device = jax.devices()[0]
-    operands = random_operands(task.problem)
+    operands = _operands(task.problem)
     size = task.matmul_size
     square = jax.random.normal(jax.random.key(1), (size, size), jnp.bfloat16)
     matmul = jax.jit(jnp.matmul)
     runners: dict[int, Callable[..., jax.Array]] = {}
     results: list[dict[str, Any]] = []
     for position, candidate in enumerate(task.candidates):
-        runner = _runner(candidate)
-        error, bound = check_result(runner(*operands), operands)
+        runner = _runner(task.problem, candidate)
+        error, bound = _check(task.problem, runner(*operands), operands)
         if error <= bound:
             runners[position] = runner
             results.append({"ms": [], "error": error, "bound": bound})
@@ -254,6 +269,26 @@ def tune_linear_compression(
       OSError: the user's cache cannot be written; nothing was timed.
       RuntimeError: the device is not a Hopper GPU, or even the XLA path fails on it.
     """
+    return _tune(problem, progress, limit, run)
+
+
+def tune_attention(
+    problem: AttentionProblem,
+    *,
+    progress: Progress | None = None,
+    limit: int | None = None,
+    run: Callable[[Task], dict[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """`tune_linear_compression` for attention, every user with all of its S keys."""
+    return _tune(problem, progress, limit, run)
+
+
+def _tune(
+    problem: Problem,
+    progress: Progress | None,
+    limit: int | None,
+    run: Callable[[Task], dict[str, Any]] | None,
+) -> dict[str, Any]:
     table.check_user_cache_writable()
     with contextlib.ExitStack() as stack:
         if run is None:
@@ -268,12 +303,12 @@ def tune_linear_compression(
 
 
 def _sweep(
-    problem: LinearCompressionProblem,
+    problem: Problem,
     report: Progress,
     limit: int | None,
     run: Callable[[Task], dict[str, Any]],
 ) -> table.Row:
-    candidates = list(configs.candidate_configs(problem))[:limit]
+    candidates = list(rules.of(problem).candidate_configs(problem))[:limit]
     total = len(candidates) + 2
     xla = _measured(run(Task(problem, (None,))), problem)[0]
     if isinstance(xla, str):
@@ -283,7 +318,7 @@ def _sweep(
             f"tuning needs a Hopper GPU (compute capability 9.0); this is {xla.device}"
         )
     report(1, total, f"XLA: {xla.text}")
-    timed: list[tuple[LinearCompressionConfig, _Measured]] = []
+    timed: list[tuple[Config, _Measured]] = []
     for done, config in enumerate(candidates, start=2):
         outcome = _measured(run(Task(problem, (config,))), problem)[0]
         if not isinstance(outcome, str):
@@ -322,7 +357,7 @@ class _Measured:
 
 
 def _measured(
-    answer: dict[str, Any], problem: LinearCompressionProblem, matmul_size: int = 8192
+    answer: dict[str, Any], problem: Problem, matmul_size: int = 8192
 ) -> list[_Measured | str]:
     """What became of every candidate of a worker's answer: times, or the text of its failure."""
     if "failure" in answer:
@@ -341,9 +376,9 @@ def _measured(
 
 
 def _decide(
-    problem: LinearCompressionProblem,
+    problem: Problem,
     xla: _Measured,
-    kernels: Sequence[tuple[LinearCompressionConfig, _Measured]],
+    kernels: Sequence[tuple[Config, _Measured]],
 ) -> table.Row:
     """The row of the fastest kernel, or of XLA where that is faster by more than the margin."""
     winner: tuple[Candidate, _Measured] = (None, xla)
@@ -364,12 +399,10 @@ def _decide(
     )
 
 
-def _brief(config: LinearCompressionConfig) -> str:
-    launches = "single" if config.single_launch else "two"
-    return (
-        f"block_m {config.block_m} cluster {config.cluster} stages {config.num_stages} "
-        f"epilogue {config.epilogue_rows} launch {launches}"
-    )
+def _brief(config: Config) -> str:
+    names = {"block_m": "block_m", "num_stages": "stages", "epilogue_rows": "epilogue"}
+    fields = dataclasses.asdict(config)
+    return " ".join(f"{names.get(name, name)} {value}" for name, value in fields.items())
 
 
 @contextlib.contextmanager

@@ -16,6 +16,8 @@ MAX_SMEM_BYTES = 227 * 1024
 SMEM_ALIGNMENT = 1024
 #: Rows of one consumer warpgroup's tile: the m of a WGMMA instruction.
 WGMMA_M = 64
+#: The k of one WGMMA instruction on 16-bit operands.
+WGMMA_K = 16
 #: Warpgroups that multiply; one more feeds them.
 NUM_CONSUMERS = 2
 #: Embedding rows of a pipeline stage: one swizzled row of shared memory, 128 bytes.
@@ -158,3 +160,129 @@ def candidate_configs(problem: LinearCompressionProblem) -> Iterator[LinearCompr
             ranked.append((i + j + k + c + 1, dataclasses.replace(legal[0], trim=True)))
     ranked.sort(key=lambda entry: entry[0])
     yield from (config for _, config in ranked)
+
+
+#: Head widths of the attention kernel (96 is padded to 128 in shared memory), and the widest blocks
+#: of keys beside which a consumer thread's accumulator, scores and weights fit its 240 registers:
+#: more spills.
+ATTENTION_MAX_BLOCK_KV = {64: 128, 96: 128, 128: 128, 192: 64, 256: 64}
+ATTENTION_HEAD_DIMS = tuple(ATTENTION_MAX_BLOCK_KV)
+#: Rows of a CTA tile: of one query head, of candidates that follow one another.
+ATTENTION_TILE_ROWS = NUM_CONSUMERS * WGMMA_M
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionProblem:
+    """Sizes of a broadcast attention.
+
+    Attributes:
+      batch: candidates B.
+      users: U.
+      q_len: queries T of a candidate.
+      kv_len: keys S of a user.
+      q_heads: N.
+      kv_heads: K, divides N.
+      head_dim: H.
+      dtype: name of the inputs' dtype.
+    """
+
+    batch: int
+    users: int
+    q_len: int
+    kv_len: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+
+    @property
+    def useful_flops(self) -> int:
+        """Multiply-adds times two of both products, every key valid: no padding, no softmax."""
+        return 4 * self.batch * self.q_len * self.q_heads * self.kv_len * self.head_dim
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionConfig:
+    """Tuning parameters of the attention kernel.
+
+    Attributes:
+      block_kv: keys of a pipeline stage; a multiple of 16.
+      k_stages: stages of the ring of key blocks.
+      v_stages: stages of the ring of value blocks.
+      q_slots: 2: the next tile's queries arrive early and the output leaves through the finished
+        tile's slot by TMA; 1: 64 KiB less shared memory at H = 128, the output leaves from
+        registers, which costs short sequences more than the stages bring.
+      chunk: tiles of one head that are worked on next to one another, so that they find their
+        user's keys in L2.
+    """
+
+    block_kv: int = 128
+    k_stages: int = 2
+    v_stages: int = 3
+    q_slots: int = 2
+    chunk: int = 32
+
+    def smem_bytes(self, head_dim: int) -> int:
+        """Shared memory of one CTA: query slots, both rings, tile descriptors, flags, barriers."""
+        row = -(-head_dim // BLOCK_K) * BLOCK_K * 2
+        queries = self.q_slots * ATTENTION_TILE_ROWS * row
+        ring = (self.k_stages + self.v_stages) * self.block_kv * row
+        return queries + ring + 3 * SMEM_ALIGNMENT
+
+
+def attention_illegal_reason(problem: AttentionProblem, config: AttentionConfig) -> str | None:
+    """Why the attention kernel cannot run `problem` with `config`; None if it can."""
+    if problem.dtype not in KERNEL_DTYPES:
+        return f"the kernel takes {' and '.join(KERNEL_DTYPES)}, but the inputs are {problem.dtype}"
+    if problem.head_dim not in ATTENTION_HEAD_DIMS:
+        return (
+            f"the kernel takes head widths {', '.join(map(str, ATTENTION_HEAD_DIMS))}, "
+            f"but H={problem.head_dim}"
+        )
+    if problem.kv_len < 1 or problem.users < 1:
+        return f"the kernel needs a user and a key, but U={problem.users} and S={problem.kv_len}"
+    if problem.q_heads % problem.kv_heads:
+        return (
+            f"the kernel needs N to be a multiple of K, "
+            f"but N={problem.q_heads} and K={problem.kv_heads}"
+        )
+    widest = ATTENTION_MAX_BLOCK_KV[problem.head_dim]
+    if config.block_kv % WGMMA_K or not WGMMA_K <= config.block_kv <= widest:
+        return (
+            f"block_kv must be a multiple of {WGMMA_K} from {WGMMA_K} to {widest}, where scores "
+            f"and accumulator of H={problem.head_dim} fit the registers, but is {config.block_kv}"
+        )
+    if min(config.k_stages, config.v_stages) < 2:
+        return (
+            f"k_stages and v_stages must be at least 2, "
+            f"but are {config.k_stages} and {config.v_stages}"
+        )
+    if config.q_slots not in (1, 2):
+        return f"q_slots must be 1 or 2, but is {config.q_slots}"
+    if config.chunk < 1:
+        return f"chunk must be at least 1, but is {config.chunk}"
+    smem_bytes = config.smem_bytes(problem.head_dim)
+    if smem_bytes > MAX_SMEM_BYTES:
+        return (
+            f"{config} needs {smem_bytes} bytes of shared memory at H={problem.head_dim}, "
+            f"but a CTA has {MAX_SMEM_BYTES}"
+        )
+    return None
+
+
+def attention_candidate_configs(problem: AttentionProblem) -> Iterator[AttentionConfig]:
+    """Yields the legal configurations worth timing for `problem`, the likeliest best first."""
+    long = problem.kv_len > 4096
+    rings = ((2, 3, 2), (3, 3, 1), (3, 3, 2), (4, 4, 1), (2, 2, 2), (2, 2, 1))
+    if long:
+        rings = (rings[1], rings[0], *rings[2:])
+    for block_kv in (128, 64):
+        for k_stages, v_stages, q_slots in rings:
+            config = AttentionConfig(block_kv, k_stages, v_stages, q_slots)
+            if attention_illegal_reason(problem, config) is None:
+                yield config
+
+
+def default_attention_config(problem: AttentionProblem) -> AttentionConfig | None:
+    """What runs where nothing was measured nearby; None if no configuration is legal."""
+    return next(attention_candidate_configs(problem), None)

@@ -4,8 +4,8 @@
 
 1. the user's cache (written by the autotuner): a row of exactly this problem;
 2. `sm90.json`: a row of the same shape class (`shape_class`);
-3. `sm90.json`: the nearest row by `distance`, same dtype before other dtypes, whose configuration
-   is legal here and pads M hardly more than the best tile would. A row that prefers XLA speaks for
+3. `sm90.json`: the nearest row of the op by `distance`, same dtype before other dtypes, whose
+   configuration is legal here and `fits` (see `rules`). A row that prefers XLA speaks for
    a problem of its own dtype within `XLA_REACH` only;
 4. `default_config`, the likeliest configuration by a cost model;
 5. XLA, where no configuration of the kernel is legal.
@@ -26,28 +26,14 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ikbo_jax.tuning import configs
-from ikbo_jax.tuning.configs import LinearCompressionConfig, LinearCompressionProblem
+from ikbo_jax.tuning import rules
+from ikbo_jax.tuning.rules import Config, Problem, positive, size, typed
 
 #: Format of table files; a file of another schema is foreign.
 SCHEMA = 1
-OP = "linear_compression"
 CACHE_DIR_VARIABLE = "IKBO_JAX_CACHE_DIR"
 #: How far (see `distance`) a row that prefers XLA reaches: half a doubling of the finest K, say.
 XLA_REACH = 0.5
-#: A nearby row's tile may pad M to at most this multiple of what the best tile pads it to.
-MAX_EXTRA_PADDING = 1.125
-#: Weights of `distance`. M decides how tiles fit and counts most; the coarse levels do little work.
-DISTANCE_WEIGHTS = {
-    "m": 2.0,
-    "n": 1.0,
-    "k_fine": 1.0,
-    "b_fine": 1.0,
-    "k_coarse": 0.25,
-    "ratio": 0.25,
-}
-#: Distance for every level that one problem has and the other has not.
-LEVEL_DISTANCE = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +47,7 @@ class Choice:
       note: one line for people: which row was used and where it was measured.
     """
 
-    config: LinearCompressionConfig | None
+    config: Any
     source: str
     exact: bool
     note: str
@@ -82,8 +68,8 @@ class Row:
       xla_ms: the XLA path beside it, milliseconds, if it was timed.
     """
 
-    problem: LinearCompressionProblem
-    config: LinearCompressionConfig | None
+    problem: Any
+    config: Any
     device: str
     date: str
     jax: str
@@ -95,8 +81,10 @@ class Row:
         config = (
             {"implementation": "xla"} if self.config is None else dataclasses.asdict(self.config)
         )
-        problem = dataclasses.asdict(self.problem)
-        problem |= {"batches": list(self.problem.batches), "ks": list(self.problem.ks)}
+        problem = {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in dataclasses.asdict(self.problem).items()
+        }
         measured = {
             "device": self.device,
             "date": self.date,
@@ -105,28 +93,27 @@ class Row:
             "fraction": self.fraction,
             "xla_ms": self.xla_ms,
         }
-        return {"op": OP, **problem, "config": config, **measured}
+        return {"op": rules.of(self.problem).op, **problem, "config": config, **measured}
 
     @classmethod
     def from_json(cls, entry: object) -> Row:
         """Reads a row of a table file; raises ValueError saying what is wrong with it."""
-        fields = _typed(entry, dict, "row")
-        if fields.get("op") != OP:
-            raise ValueError(f"row has op={fields.get('op')!r}, expected {OP!r}")
-        known = {"op", *(f.name for f in dataclasses.fields(LinearCompressionProblem)), "config"}
+        fields = typed(entry, dict, "row")
+        rule = _rules_named(fields.get("op"))
+        known = {"op", *(f.name for f in dataclasses.fields(rule.problem_type)), "config"}
         known |= {f.name for f in dataclasses.fields(cls)} - {"problem"}
         if unknown := sorted(fields.keys() - known):
             raise ValueError(f"row has unknown keys {unknown}")
         xla_ms = fields.get("xla_ms")
         return cls(
-            problem=problem_from_json(fields),
-            config=config_from_json(fields.get("config")),
-            device=_typed(fields.get("device"), str, "device"),
-            date=_typed(fields.get("date"), str, "date"),
-            jax=_typed(fields.get("jax"), str, "jax"),
-            ms=_positive(fields.get("ms"), "ms"),
-            fraction=_positive(fields.get("fraction"), "fraction"),
-            xla_ms=None if xla_ms is None else _positive(xla_ms, "xla_ms"),
+            problem=rule.problem_from_json(fields),
+            config=config_from_json(fields.get("config"), rule.op),
+            device=typed(fields.get("device"), str, "device"),
+            date=typed(fields.get("date"), str, "date"),
+            jax=typed(fields.get("jax"), str, "jax"),
+            ms=positive(fields.get("ms"), "ms"),
+            fraction=positive(fields.get("fraction"), "fraction"),
+            xla_ms=None if xla_ms is None else positive(xla_ms, "xla_ms"),
         )
 
     def describe(self) -> str:
@@ -136,91 +123,73 @@ class Row:
         )
 
 
-def problem_from_json(fields: Mapping[str, Any]) -> LinearCompressionProblem:
+def problem_from_json(fields: Mapping[str, Any], op: str = "linear_compression") -> Any:
     """Reads a problem from JSON fields; raises ValueError saying what is wrong with it."""
-    batches = tuple(_size(b, "batches") for b in _typed(fields.get("batches"), list, "batches"))
-    ks = tuple(_size(k, "ks") for k in _typed(fields.get("ks"), list, "ks"))
-    if not batches or len(batches) != len(ks):
-        raise ValueError(f"row has {len(batches)} batches and {len(ks)} ks")
-    dtype = _typed(fields.get("dtype"), str, "dtype")
-    return LinearCompressionProblem(
-        batches, ks, _size(fields.get("m"), "m"), _size(fields.get("n"), "n"), dtype
-    )
+    return _rules_named(op).problem_from_json(fields)
 
 
-def config_from_json(entry: object) -> LinearCompressionConfig | None:
+def config_from_json(entry: object, op: str = "linear_compression") -> Any:
     """Reads a configuration, or None for XLA; raises ValueError saying what is wrong with it."""
-    fields = _typed(entry, dict, "config")
+    fields = typed(entry, dict, "config")
     if fields == {"implementation": "xla"}:
         return None
-    expected = {field.name for field in dataclasses.fields(LinearCompressionConfig)}
+    config_type = _rules_named(op).config_type
+    expected = {field.name for field in dataclasses.fields(config_type)}
     if fields.keys() != expected:
         raise ValueError(f"config has keys {sorted(fields)}, expected {sorted(expected)}")
     values: dict[str, Any] = {
-        field.name: _typed(fields[field.name], bool, field.name)
+        field.name: typed(fields[field.name], bool, field.name)
         if isinstance(field.default, bool)
-        else _size(fields[field.name], field.name)
-        for field in dataclasses.fields(LinearCompressionConfig)
+        else size(fields[field.name], field.name)
+        for field in dataclasses.fields(config_type)
     }
-    return LinearCompressionConfig(**values)
+    return config_type(**values)
 
 
-def describe(problem: LinearCompressionProblem) -> str:
+def _rules_named(op: object) -> rules.Rules:
+    if not isinstance(op, str) or op not in rules.RULES:
+        known = " or ".join(map(repr, rules.RULES))
+        raise ValueError(f"row has op={op!r:.80}, expected {known}")
+    return rules.RULES[op]
+
+
+def describe(problem: Problem) -> str:
     """The problem in one line, e.g. `B=15,1024 K=1178,866 M=433 N=256 bfloat16`."""
-    batches = ",".join(map(str, problem.batches))
-    ks = ",".join(map(str, problem.ks))
-    return f"B={batches} K={ks} M={problem.m} N={problem.n} {problem.dtype}"
+    return rules.of(problem).describe(problem)
 
 
-def shape_class(problem: LinearCompressionProblem) -> str:
-    """Problems of one class share a row.
-
-    Batches, their ratios and K count by the nearest power of two; M by 16 rows, the step of a tile;
-    N by 128 columns, the width of a tile.
-    """
-    batches = problem.batches
-    ratios = [_octave(fine / max(coarse, 1)) for coarse, fine in _neighbours(batches)]
-    return (
-        f"{OP} b=2^{_octave(batches[-1])} ratio={','.join(f'2^{r}' for r in ratios) or '-'} "
-        f"k={','.join(f'2^{_octave(k)}' for k in problem.ks)} "
-        f"m={-(-problem.m // 16) * 16} n={-(-problem.n // 128) * 128}"
-    )
+def shape_class(problem: Problem) -> str:
+    """Problems of one class share a row."""
+    return rules.of(problem).shape_class(problem)
 
 
-def distance(a: LinearCompressionProblem, b: LinearCompressionProblem) -> float:
-    """Weighted sum of |log2| of the sizes' ratios, levels paired from the finest; dtype aside.
-
-    See `DISTANCE_WEIGHTS`; "ratio" is a level's batch over that of the level before it.
-    """
-    weights = DISTANCE_WEIGHTS
-    total = weights["m"] * _doublings(a.m, b.m) + weights["n"] * _doublings(a.n, b.n)
-    total += weights["k_fine"] * _doublings(a.ks[-1], b.ks[-1])
-    total += weights["b_fine"] * _doublings(a.batches[-1], b.batches[-1])
-    for k_a, k_b in zip(a.ks[-2::-1], b.ks[-2::-1], strict=False):
-        total += weights["k_coarse"] * _doublings(k_a, k_b)
-    ratios_a = [fine / max(coarse, 1) for coarse, fine in _neighbours(a.batches)]
-    ratios_b = [fine / max(coarse, 1) for coarse, fine in _neighbours(b.batches)]
-    for r_a, r_b in zip(ratios_a[::-1], ratios_b[::-1], strict=False):
-        total += weights["ratio"] * abs(math.log2(max(r_a, 1e-6) / max(r_b, 1e-6)))
-    return total + LEVEL_DISTANCE * abs(len(a.batches) - len(b.batches))
+def distance(a: Problem, b: Problem) -> float:
+    """How far apart two problems are, in doublings, dtype aside; infinite between ops."""
+    rule = rules.of(a)
+    return rule.distance(a, b) if isinstance(b, rule.problem_type) else math.inf
 
 
-@functools.lru_cache(maxsize=1024)
-def default_config(problem: LinearCompressionProblem) -> LinearCompressionConfig | None:
+def default_config(problem: Problem) -> Any:
     """The likeliest configuration without a measurement; None if no configuration is legal."""
-    return next(configs.candidate_configs(problem), None)
+    return rules.default_config(problem)
 
 
-def lookup(problem: LinearCompressionProblem) -> Choice:
+def illegal_reason(problem: Problem, config: Config) -> str | None:
+    """Why the kernel cannot run `problem` with `config`; None if it can."""
+    return rules.of(problem).illegal_reason(problem, config)
+
+
+def lookup(problem: Problem) -> Choice:
     """Chooses a configuration, or XLA, for `problem`; see the module's docstring for the order."""
+    rule = rules.of(problem)
     fallback = default_config(problem)
     if fallback is None:
-        reason = configs.illegal_reason(problem, LinearCompressionConfig())
+        reason = rule.illegal_reason(problem, rule.config_type())
         return Choice(None, "none", False, f"no legal configuration of the kernel: {reason}")
     for row in _user_rows():
         if row.problem == problem and _is_legal(problem, row.config):
             return Choice(row.config, "user cache", True, f"user cache, {row.describe()}")
-    rows = _builtin_rows()
+    rows = [row for row in _builtin_rows() if isinstance(row.problem, rule.problem_type)]
     same_class = [
         row
         for row in rows
@@ -290,10 +259,10 @@ def write_user_row(row: Row) -> pathlib.Path:
 
 def _parse(text: str) -> tuple[Row, ...]:
     """Reads a table file; raises ValueError (JSON and Unicode errors are some) if it is not one."""
-    content = _typed(json.loads(text), dict, "file")
+    content = typed(json.loads(text), dict, "file")
     if content.get("schema") != SCHEMA:
         raise ValueError(f"schema {content.get('schema')!r}, expected {SCHEMA}")
-    return tuple(Row.from_json(entry) for entry in _typed(content.get("rows"), list, "rows"))
+    return tuple(Row.from_json(entry) for entry in typed(content.get("rows"), list, "rows"))
 
 
 @functools.cache
@@ -321,54 +290,23 @@ def _read_user_rows(path: pathlib.Path, mtime: int, inode: int, size: int) -> tu
         return ()
 
 
-def _is_legal(problem: LinearCompressionProblem, config: LinearCompressionConfig | None) -> bool:
-    return config is None or configs.illegal_reason(problem, config) is None
+def _is_legal(problem: Problem, config: Config | None) -> bool:
+    return config is None or illegal_reason(problem, config) is None
 
 
-def _preference(row: Row, problem: LinearCompressionProblem) -> tuple[bool, float]:
+def _preference(row: Row, problem: Problem) -> tuple[bool, float]:
     return row.problem.dtype != problem.dtype, distance(row.problem, problem)
 
 
-def _speaks_for(
-    row: Row, problem: LinearCompressionProblem, fallback: LinearCompressionConfig
-) -> bool:
+def _speaks_for(row: Row, problem: Problem, fallback: Config) -> bool:
     """Whether a row of another shape class may decide for `problem`."""
+    away = distance(row.problem, problem)
     if row.config is None:
-        same_dtype = row.problem.dtype == problem.dtype
-        return same_dtype and distance(row.problem, problem) <= XLA_REACH
-    padded = -(-problem.m // row.config.block_m) * row.config.block_m
-    least = -(-problem.m // fallback.block_m) * fallback.block_m
-    return _is_legal(problem, row.config) and padded <= MAX_EXTRA_PADDING * least
-
-
-def _neighbours(batches: tuple[int, ...]) -> list[tuple[int, int]]:
-    return list(zip(batches[:-1], batches[1:], strict=True))
-
-
-def _octave(size: float) -> int:
-    return round(math.log2(max(size, 1e-6)))
-
-
-def _doublings(a: int, b: int) -> float:
-    return abs(math.log2(max(a, 1) / max(b, 1)))
-
-
-def _typed(value: Any, kind: type, name: str) -> Any:
-    if not isinstance(value, kind):
-        raise ValueError(f"{name} is {value!r:.80}, expected a {kind.__name__}")
-    return value
-
-
-def _size(value: Any, name: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"{name} holds {value!r:.80}, expected an integer of at least 0")
-    return value
-
-
-def _positive(value: Any, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"{name} is {value!r:.80}, expected a positive number")
-    return float(value)
+        return row.problem.dtype == problem.dtype and away <= XLA_REACH
+    fits = rules.of(problem).fits
+    return (
+        away < math.inf and _is_legal(problem, row.config) and fits(problem, row.config, fallback)
+    )
 
 
 @contextlib.contextmanager

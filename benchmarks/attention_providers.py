@@ -1,0 +1,182 @@
+"""The ways to compute broadcast attention that the benchmark compares, and their oracle."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import ikbo_jax
+
+
+class Inputs(NamedTuple):
+    """The arrays of `ikbo_jax.attention`; `is_sorted` says whether the index is.
+
+    `lengths` is [U] int32 or None.
+    """
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    cand_to_user: jax.Array
+    lengths: jax.Array | None
+    is_sorted: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Provider:
+    """One way to compute the op.
+
+    Attributes:
+      name: short, and the key in results files.
+      stage: for people.
+      prepare: makes a function and its arguments from the inputs, ahead of the timing; raises
+        NotImplementedError, saying why, if it cannot run here.
+      finish: makes [B, T, N, H] of what the function returns, after the timing.
+    """
+
+    name: str
+    stage: str
+    prepare: Callable[[Inputs], tuple[Callable[..., jax.Array], tuple]]
+    finish: Callable[[jax.Array, Inputs], jax.Array] = lambda out, inputs: out
+
+
+def _attention(inputs: Inputs, implementation: str | None) -> tuple[Callable, tuple]:
+    def run(query: Any, key: Any, value: Any, index: Any, lengths: Any) -> Any:
+        return ikbo_jax.attention(
+            query,
+            key,
+            value,
+            index,
+            key_value_seq_lengths=lengths,
+            indices_are_sorted=inputs.is_sorted,
+            implementation=implementation,
+        )
+
+    return run, inputs[:5]
+
+
+def _need_cudnn() -> None:
+    if jax.default_backend() != "gpu":
+        raise NotImplementedError(f"cuDNN needs a GPU, but this is a {jax.default_backend()}")
+
+
+def _copies_cudnn(inputs: Inputs) -> tuple[Callable, tuple]:
+    _need_cudnn()
+
+    def run(query: Any, key: Any, value: Any, index: Any, lengths: Any) -> Any:
+        # The barrier keeps XLA from doing anything but the copies that the name promises.
+        keys, values = jax.lax.optimization_barrier((key[index], value[index]))
+        return jax.nn.dot_product_attention(
+            query,
+            keys,
+            values,
+            key_value_seq_lengths=None if lengths is None else lengths[index],
+            implementation="cudnn",
+        )
+
+    return run, inputs[:5]
+
+
+def _places(inputs: Inputs) -> tuple[np.ndarray, np.ndarray, int]:
+    """User and rank among the user's candidates of every candidate; candidates a user, at most."""
+    index = np.asarray(inputs.cand_to_user)
+    order = np.argsort(index, kind="stable")
+    counts = np.bincount(index, minlength=inputs.key.shape[0])
+    ranks = np.empty_like(index)
+    ranks[order] = np.arange(len(index)) - (np.cumsum(counts) - counts)[index[order]]
+    return index, ranks, int(counts.max())
+
+
+def _grouped_query(inputs: Inputs) -> jax.Array:
+    """[U, most * T, N, H]: the queries of a user as one sequence, padded to the longest."""
+    users, ranks, most = _places(inputs)
+    _, q_len, heads, width = inputs.query.shape
+    shape = (inputs.key.shape[0], most, q_len, heads, width)
+    grouped = jnp.zeros(shape, inputs.query.dtype).at[users, ranks].set(inputs.query)
+    return grouped.reshape(shape[0], most * q_len, heads, width)
+
+
+def _ungrouped(out: jax.Array, inputs: Inputs) -> jax.Array:
+    users, ranks, most = _places(inputs)
+    _, q_len, heads, width = inputs.query.shape
+    return out.reshape(-1, most, q_len, heads, width)[users, ranks]
+
+
+def _grouped(attend: Callable[..., jax.Array], inputs: Inputs) -> tuple[Callable, tuple]:
+    def run(query: Any, key: Any, value: Any, lengths: Any) -> Any:
+        return attend(query, key, value, key_value_seq_lengths=lengths)
+
+    return run, (_grouped_query(inputs), inputs.key, inputs.value, inputs.lengths)
+
+
+def _grouped_cudnn(inputs: Inputs) -> tuple[Callable, tuple]:
+    _need_cudnn()
+    attend = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
+    return _grouped(attend, inputs)
+
+
+def _grouped_tokamax(inputs: Inputs) -> tuple[Callable, tuple]:
+    if importlib.util.find_spec("tokamax") is None:
+        raise NotImplementedError("tokamax is not installed")
+    if jax.default_backend() != "gpu":
+        raise NotImplementedError(f"its kernel needs a GPU, not a {jax.default_backend()}")
+    import tokamax
+
+    attend = functools.partial(tokamax.dot_product_attention, implementation="mosaic")
+    return _grouped(attend, inputs)
+
+
+OURS = Provider("ikbo", "ikbo_jax.attention", functools.partial(_attention, implementation=None))
+XLA = Provider(
+    "xla",
+    "grouped by user and chunked, in XLA (implementation='xla')",
+    functools.partial(_attention, implementation="xla"),
+)
+COPIES = Provider("copies-cudnn", "keys and values copied, then cuDNN", _copies_cudnn)
+GROUPED_CUDNN = Provider(
+    "grouped-cudnn", "queries grouped by hand before, cuDNN", _grouped_cudnn, _ungrouped
+)
+GROUPED_TOKAMAX = Provider(
+    "grouped-tokamax", "queries grouped by hand before, tokamax", _grouped_tokamax, _ungrouped
+)
+ALL = (COPIES, GROUPED_CUDNN, GROUPED_TOKAMAX, XLA, OURS)
+
+
+def oracle(inputs: Inputs, rows: Sequence[int]) -> tuple[np.ndarray, float]:
+    """NumPy f64 results of some candidates, and the error that the error rule admits there.
+
+    The rule: twice the error of attention in the inputs' dtype, which rounds the softmax's weights
+    before they meet the values, and one rounding of the largest result.
+    """
+    index = np.asarray(inputs.cand_to_user)
+    lengths = None if inputs.lengths is None else np.asarray(inputs.lengths)
+    dtype = inputs.query.dtype
+    found, same_dtype = [], []
+    for row in rows:
+        user = int(index[row])
+        length = inputs.key.shape[1] if lengths is None else int(lengths[user])
+        query, key, value = (
+            np.asarray(array).astype(np.float64)
+            for array in (inputs.query[row], inputs.key[user, :length], inputs.value[user, :length])
+        )
+        repeats = query.shape[1] // key.shape[1]
+        key, value = np.repeat(key, repeats, axis=1), np.repeat(value, repeats, axis=1)
+        scores = np.einsum("tnh,snh->tns", query, key) * query.shape[-1] ** -0.5
+        weights = np.exp(scores - scores.max(-1, keepdims=True, initial=-np.inf))
+        weights /= np.maximum(weights.sum(-1, keepdims=True), 1e-300)
+        found.append(np.einsum("tns,snh->tnh", weights, value))
+        rounded = weights.astype(dtype).astype(np.float64)
+        same_dtype.append(np.einsum("tns,snh->tnh", rounded, value))
+    exact = np.stack(found)
+    plain = np.stack(same_dtype).astype(dtype).astype(np.float64)
+    # f32 accumulation differs from f64 far less than bf16 and f16 round, but it is all f32 has.
+    accumulation = 2.0**-24 * inputs.key.shape[1] ** 0.5 * np.abs(exact).max()
+    one_rounding = float(jnp.finfo(dtype).eps) / 2 * np.abs(exact).max()
+    return exact, float(2 * (np.abs(plain - exact).max() + accumulation) + one_rounding)

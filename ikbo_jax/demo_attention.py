@@ -1,0 +1,202 @@
+"""The attention half of the demo: the request's candidates attend to their users' histories.
+
+`run` compiles the ways to do so, checks each against an oracle in float32 and times them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import statistics
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ikbo_jax import demo
+from ikbo_jax._timing import sustained_ms
+from ikbo_jax.demo import Measured, Stage
+from ikbo_jax.ops.attention import attention
+from ikbo_jax.ops.dispatch import hopper_unavailable_reason
+from ikbo_jax.reference.attention import materialised
+
+#: Candidates whose results are compared with the oracle.
+CHECKED = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """Sizes of the attention.
+
+    Attributes:
+      ranking: the demo's request: candidates, users, dtype, seed.
+      q_len: T, queries of a candidate.
+      kv_len: S, keys of a user.
+      heads: N = K.
+      head_dim: H.
+    """
+
+    ranking: demo.Request
+    q_len: int
+    kv_len: int
+    heads: int
+    head_dim: int
+
+
+class Inputs(NamedTuple):
+    """The arguments of `attention`, in its order; the index is sorted."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    cand_to_user: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What `run` found. `measured[0]` copies keys and values, the baseline of the speed-ups."""
+
+    request: Request
+    measured: tuple[Measured, ...]
+    not_run: tuple[Stage, ...]
+    tolerance: float
+
+    @property
+    def agree(self) -> bool:
+        """Whether every stage that ran agrees with the oracle."""
+        return all(m.agrees for m in self.measured)
+
+
+def default_request(ranking: demo.Request) -> Request:
+    """Histories of 1,024 keys on an accelerator, of 64 narrow ones on a CPU."""
+    if jax.default_backend() == "cpu":
+        return Request(ranking, q_len=4, kv_len=64, heads=2, head_dim=16)
+    return Request(ranking, q_len=64, kv_len=1024, heads=2, head_dim=128)
+
+
+def make_inputs(request: Request) -> Inputs:
+    """Seeded random inputs; candidates are shared out as in the rest of the demo."""
+    ranking = request.ranking
+    dtype = jnp.dtype(ranking.dtype)
+    keys = jax.random.split(jax.random.key(ranking.seed), 3)
+    width = (request.heads, request.head_dim)
+    of_user = (ranking.users, request.kv_len, *width)
+    shapes = ((ranking.candidates, request.q_len, *width), of_user, of_user)
+    query, key, value = (
+        jax.random.normal(k, shape, dtype) for k, shape in zip(keys, shapes, strict=True)
+    )
+    counts = demo.candidate_counts(ranking)
+    index = np.repeat(np.arange(ranking.users, dtype=np.int32), counts)
+    return Inputs(query, key, value, jnp.asarray(index))
+
+
+def _copied(query: jax.Array, key: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
+    """Attention as a model without this library has it."""
+    keys, values = key[index], value[index]
+    scores = jnp.einsum("btnh,bsnh->bnts", query, keys, preferred_element_type=jnp.float32)
+    weights = jax.nn.softmax(scores * query.shape[-1] ** -0.5, axis=-1).astype(query.dtype)
+    out = jnp.einsum("bnts,bsnh->btnh", weights, values, preferred_element_type=jnp.float32)
+    return out.astype(query.dtype)
+
+
+def _copied_cudnn(
+    query: jax.Array, key: jax.Array, value: jax.Array, index: jax.Array
+) -> jax.Array:
+    out: jax.Array = jax.nn.dot_product_attention(
+        query, key[index], value[index], implementation="cudnn"
+    )
+    return out
+
+
+def _ours(*inputs: jax.Array, implementation: str) -> jax.Array:
+    query, key, value, index = inputs
+    out = attention(
+        query, key, value, index, indices_are_sorted=True, implementation=implementation
+    )
+    assert isinstance(out, jax.Array)
+    return out
+
+
+def stages(request: Request) -> list[Stage]:
+    """Every stage, the one that copies first."""
+    ranking = request.ranking
+    size = jnp.dtype(ranking.dtype).itemsize * request.heads * request.head_dim
+    once = size * 2 * (ranking.candidates * request.q_len + ranking.users * request.kv_len)
+    once += 4 * ranking.candidates
+    copied = once + size * 2 * 2 * ranking.candidates * request.kv_len
+    found = [
+        Stage("1  copied", _copied, copied, "xla"),
+        Stage("2  grouped", functools.partial(_ours, implementation="xla"), once, "xla"),
+    ]
+    if (reason := hopper_unavailable_reason()) is not None:
+        return [*found, Stage("3  in-kernel", None, once, reason)]
+    found.insert(1, Stage("1b copied, cuDNN", _copied_cudnn, copied, "cudnn"))
+    kernel = functools.partial(_ours, implementation="mosaic_gpu")
+    return [*found, Stage("3  in-kernel", kernel, once, "mosaic_gpu")]
+
+
+@jax.jit
+def _oracle(inputs: Inputs, rows: jax.Array) -> jax.Array:
+    query, key, value = (x.astype(jnp.float32) for x in (inputs.query[rows], *inputs[1:3]))
+    scale = query.shape[-1] ** -0.5
+    return materialised(query, key, value, inputs.cand_to_user[rows], scale=scale)[0]
+
+
+def run(request: Request, *, on_progress: Callable[[str], None] = lambda _: None) -> Report:
+    """Computes the attention in every stage, checks the results, and times the stages in turn.
+
+    Args:
+      request: sizes and seed.
+      on_progress: is told what is being done.
+
+    Returns:
+      The report; stages that cannot run on this device are in `not_run`, with the reason as path.
+    """
+    on_progress("attention: oracle in float32")
+    inputs = make_inputs(request)
+    batch = request.ranking.candidates
+    rows = jnp.asarray(np.linspace(0, batch - 1, min(CHECKED, batch)), jnp.int32)
+    expected = _oracle(inputs, rows)
+    largest = float(jnp.max(jnp.abs(expected)))
+    compiled, errors, runnable, not_run = {}, {}, [], []
+    for stage in stages(request):
+        if stage.fn is None:
+            not_run.append(stage)
+            continue
+        on_progress(f"attention: compiling {stage.name}")
+        try:
+            executable = jax.jit(stage.fn).lower(*inputs).compile()
+        except NotImplementedError as error:  # legal, but not for this kernel: its message says why
+            not_run.append(dataclasses.replace(stage, fn=None, path=str(error)))
+            continue
+        runnable.append(stage)
+        compiled[stage.name] = executable
+        found = executable(*inputs)[rows].astype(jnp.float32)
+        errors[stage.name] = float(jnp.max(jnp.abs(found - expected)))
+
+    # Versions alternate, so that a card that grows hot slows all of them alike.
+    samples: dict[str, list[float]] = {stage.name: [] for stage in runnable}
+    for turn in range(demo.ROUNDS):
+        for stage in runnable:
+            on_progress(f"attention: timing {stage.name}, round {turn + 1} of {demo.ROUNDS}")
+            samples[stage.name] += sustained_ms(compiled[stage.name], *inputs, windows=1)
+
+    # Twice what the copied version errs in this dtype, one rounding, and f32 sums in other orders.
+    rounding = float(jnp.finfo(request.ranking.dtype).eps) / 2
+    summation = math.sqrt(request.kv_len) * float(jnp.finfo(jnp.float32).eps)
+    limit = 2 * errors[runnable[0].name] + (rounding + summation) * largest
+    measured = tuple(
+        Measured(
+            stage,
+            time_ms=statistics.median(samples[stage.name]),
+            memory_bytes=demo.device_memory(compiled[stage.name]),
+            error=errors[stage.name],
+            # A NaN disagrees; and a baseline whose error hides the result has no right to vouch.
+            agrees=errors[stage.name] <= limit < largest,
+        )
+        for stage in runnable
+    )
+    return Report(request, measured, tuple(not_run), limit)

@@ -1,0 +1,229 @@
+"""Broadcast attention as one persistent, warp-specialised Mosaic GPU kernel for Hopper.
+
+    out[b] = softmax(scale * query[b] @ key[u(b)].T) @ value[u(b)],  u(b) = cand_to_user[b]
+
+The rows of all candidates' queries, in work order, are cut into tiles of 128 rows of one head.  A
+tile is worked on in one *pass* per run of neighbouring candidates with the same user; a pass
+attends with all of the tile's rows to that user's keys and stores only the rows of its run.
+
+Warpgroups: 0 and 1 multiply, 64 rows each; one warp of the third feeds them: it describes each pass
+in shared memory and brings its queries, and its user's keys and values through two rings of blocks,
+which run on across passes.  A consumer's step issues the scores of the next block, then the product
+of this block's weights and values, and makes the next block's weights while the latter flies; the
+last step of a pass is paired with the first scores of the next pass.
+
+The softmax keeps the row maximum of the *first* block for the whole pass.  Whatever is subtracted
+from the exponent cancels in the end, and the first maximum adds 1 to the sum, so nothing underflows
+that matters; but scores far above it could overflow, or leave f16.  A pass whose row sums reach
+`softmax.SUM_LIMITS` or are not numbers is flagged; when a CTA is through, it does the flagged tiles
+again with the running maximum, which is exact for every input.
+
+Synchronisations:
+  1. `item_ready[s]`             producer -> consumers: slot s describes a pass (or the end).
+  2. `q_ready[s]`, `q_free[s]`   the pass's queries; free once they are read and the output that was
+                                 staged in their place has left.
+  3. `k_ready[s]`, `k_free[s]`   stage s of the ring of key blocks.
+  4. `v_ready[s]`, `v_free[s]`   stage s of the ring of value blocks.
+  5. `flags_ready`               consumers -> producer: the flags of both are final.
+  6. Named barriers: the consumers take turns at issuing products, so that one's softmax meets the
+     other's products; they meet when their flags are final, and after one of them cleaned a stage.
+
+Source: the idea is Meta's IKBO (flash attention with in-kernel broadcast); the pipelining within a
+warpgroup and the turns are those of Shah et al., "FlashAttention-3", 2024; no code is shared.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ikbo_jax.pallas import attention_consumer, attention_producer, mosaic, softmax
+from ikbo_jax.pallas.attention_role import (
+    FLAG_WORDS,
+    ITEM_WORDS,
+    Operands,
+    Outputs,
+    Role,
+    Shape,
+    Shared,
+)
+from ikbo_jax.tuning.configs import (
+    ATTENTION_TILE_ROWS,
+    BLOCK_K,
+    NUM_CONSUMERS,
+    WGMMA_M,
+    AttentionConfig,
+)
+
+#: Registers a thread of a consumer / the producer warpgroup holds: 2 x 240 + 24 <= 3 x 168.
+CONSUMER_REGISTERS = 240
+PRODUCER_REGISTERS = 24
+
+
+def _kernel(*refs: Any, tree: Any, shape: Shape, config: AttentionConfig, interpret: bool) -> None:
+    """Role dispatch."""
+    operands, outputs, scratch = jax.tree.unflatten(tree, refs)
+    views = functools.partial(mosaic.tile_views, interpret=interpret)
+    query, key, value, *rest = scratch
+    if not interpret:
+        rest += [None, None]
+    shared = Shared(views(query), views(key), views(value), *rest)
+    warpgroup = lax.axis_index("warpgroup")
+    worker = lax.axis_index("worker")
+    role = Role(shape, config, shared, operands, outputs, worker, warpgroup, interpret)
+
+    @pl.when(warpgroup == NUM_CONSUMERS)
+    def _producer() -> None:
+        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+        mosaic.on_one_warp(functools.partial(attention_producer.produce, role), interpret=interpret)
+
+    @pl.when(warpgroup < NUM_CONSUMERS)
+    def _consumer() -> None:
+        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+        attention_consumer.consume(role)
+
+
+def scratch_types(
+    dtype: Any, shape: Shape, config: AttentionConfig, *, interpret: bool
+) -> tuple[Any, ...]:
+    """Shared memory and barriers, in the order in which `_kernel` takes them."""
+    tile = functools.partial(mosaic.operand_tile, dtype=dtype, interpret=interpret)
+    blocks, slots = shape.column_blocks, config.q_slots
+    block = (blocks, config.block_kv, BLOCK_K)
+
+    def barrier(arrivals: int, count: int) -> Any:
+        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
+
+    types = (
+        tile((slots, NUM_CONSUMERS, blocks, WGMMA_M, BLOCK_K)),
+        tile((config.k_stages, *block)),
+        tile((config.v_stages, *block)),
+        plgpu.SMEM((slots, ITEM_WORDS), jnp.int32),
+        plgpu.SMEM((NUM_CONSUMERS, FLAG_WORDS), jnp.int32),
+        barrier(1, slots),
+        barrier(NUM_CONSUMERS * blocks, slots),
+        barrier(NUM_CONSUMERS, slots),
+        barrier(blocks, config.k_stages),
+        barrier(NUM_CONSUMERS, config.k_stages),
+        barrier(blocks, config.v_stages),
+        barrier(NUM_CONSUMERS, config.v_stages),
+        plgpu.Barrier(num_arrivals=NUM_CONSUMERS),
+    )
+    if not interpret:
+        return types
+    columns = max(config.block_kv, shape.head_dim)
+    rows = plgpu.SMEM((NUM_CONSUMERS, WGMMA_M, columns), dtype)
+    return (*types, rows, plgpu.SMEM((NUM_CONSUMERS, WGMMA_M), jnp.float32))
+
+
+# Host side
+
+
+def _run_ends(users: jax.Array) -> jax.Array:
+    """[B] int32: for every candidate, the position past the last of its run of equal users."""
+    batch = users.shape[0]
+    position = jnp.arange(1, batch + 1, dtype=jnp.int32)
+    is_last = jnp.concatenate([users[1:] != users[:-1], jnp.ones((1,), bool)])
+    return lax.cummin(jnp.where(is_last, position, batch), reverse=True)
+
+
+def attention_kernel(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    cand_to_user: jax.Array,
+    key_value_seq_lengths: jax.Array | None,
+    *,
+    scale: float,
+    order: jax.Array | None,
+    return_residuals: bool,
+    config: AttentionConfig,
+    num_sms: int,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Softmax attention of every candidate's queries over its user's keys and values.
+
+    Args:
+      query: [B, T, N, H], bf16 or f16.
+      key: [U, S, K, H], the same dtype; K divides N.
+      value: [U, S, K, H].
+      cand_to_user: [B] int32 in any order; clamped to [0, U).
+      key_value_seq_lengths: [U] int32, clamped to [0, S], or None for S.
+      scale: of the scores; finite.
+      order: None, or [B] int32, a permutation: the order in which candidates are worked on.  It is
+        fast when it puts those of a user next to one another, and needs T to be a multiple of 64.
+      return_residuals: whether lse is computed.
+      config: a legal configuration (`tuning.configs.attention_illegal_reason`).
+      num_sms: streaming multiprocessors of the device.
+      interpret: False, or `plgpu.InterpretGPUParams` to run on a CPU, with
+        `inline_mgpu="_hack_model_inline_mgpu_tokamax"` for the named barriers.
+
+    Returns:
+      out [B, T, N, H] in the query's dtype, in the caller's order, and lse [B, T, N] in f32, the
+      natural logarithm of the softmax's denominator, or None.  Rows without keys have 0 and -inf.
+    """
+    batch, q_len, q_heads, head_dim = query.shape
+    users, kv_len, kv_heads, _ = key.shape
+    if order is not None and q_len % WGMMA_M:
+        raise ValueError(f"an order needs T to be a multiple of {WGMMA_M}, but T={q_len}")
+    is_interpreted = bool(interpret)
+    if scale == 0:  # every score is 0: the same as scores of queries that are
+        query, scale = jnp.zeros_like(query), 1.0
+    tiles = pl.cdiv(batch * q_len, ATTENTION_TILE_ROWS) * q_heads
+    shape = Shape(
+        batch,
+        q_len,
+        q_heads,
+        kv_heads,
+        kv_len,
+        users,
+        head_dim,
+        scale * math.log2(math.e),
+        softmax.SUM_LIMITS[query.dtype.name],
+        min(num_sms, tiles),
+    )
+    run_ends = None
+    if q_len < WGMMA_M:  # many candidates a tile: the producer would read them one by one
+        run_ends = _run_ends(jnp.clip(cand_to_user, 0, users - 1))
+    operands = Operands(
+        query.reshape(batch * q_len, q_heads, head_dim),
+        key,
+        value,
+        cand_to_user,
+        key_value_seq_lengths,
+        order,
+        run_ends,
+    )
+    rows = (batch * q_len, q_heads)
+    outputs = Outputs(
+        jax.ShapeDtypeStruct((*rows, head_dim), query.dtype),
+        jax.ShapeDtypeStruct(rows, jnp.float32) if return_residuals else None,
+    )
+    scratch = scratch_types(query.dtype, shape, config, interpret=is_interpreted)
+    results = plgpu.kernel(
+        functools.partial(
+            _kernel,
+            tree=jax.tree.structure((operands, outputs, (0,) * len(scratch))),
+            shape=shape,
+            config=config,
+            interpret=is_interpreted,
+        ),
+        out_type=tuple(jax.tree.leaves(outputs)),
+        scratch_types=scratch,
+        grid=(shape.workers,),
+        grid_names=("worker",),
+        num_threads=NUM_CONSUMERS + 1,
+        thread_name="warpgroup",
+        kernel_name="ikbo_attention",
+        compiler_params=mosaic.compiler_params(),
+        interpret=interpret,
+    )(*jax.tree.leaves(operands))
+    out = results[0].reshape(query.shape)
+    return out, results[1].reshape(query.shape[:-1]) if return_residuals else None

@@ -1,0 +1,391 @@
+"""A consumer warpgroup of the attention kernel: 64 rows through all passes of its CTA."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ikbo_jax.pallas import accumulator, mosaic, softmax
+from ikbo_jax.pallas.attention_role import COMMON_ITEM_WORDS, FLAG_WORDS, Item, Role
+from ikbo_jax.tuning.configs import BLOCK_K, NUM_CONSUMERS, WGMMA_M
+
+#: Named barriers: the consumers' turns (one each), and where both wait for each other.
+TURN_BARRIER = 4
+MEETING_BARRIER = 6
+CONSUMER_THREADS = NUM_CONSUMERS * softmax.WARPGROUP_SIZE
+
+
+class _State(NamedTuple):
+    """What a consumer carries from one step to the next."""
+
+    weights: jax.Array  # [64, block_kv] of the block at hand
+    maximum: jax.Array  # [64] f32
+    sums: jax.Array  # [64, 8] f32
+    acc: jax.Array  # [64, H] f32, without the block at hand
+
+
+def _receive(role: Role, index: Any) -> Item:
+    """Waits for the producer's description of a pass."""
+    slot = role.slot(index)
+    plgpu.barrier_wait(role.shared.item_ready.at[slot])
+    words = role.shared.items
+    own = COMMON_ITEM_WORDS + 3 * role.consumer
+    return Item(
+        *(words[slot, i] for i in range(COMMON_ITEM_WORDS)),
+        *(words[slot, own + i] for i in range(3)),
+    )
+
+
+def _issue_scores(role: Role, index: Any, step: Any) -> jax.Array:
+    """Scores of the pass number `index` and its user's keys in ring position `step`."""
+    stage = role.k_stage(step)
+    plgpu.barrier_wait(role.shared.k_ready.at[stage])
+    return accumulator.product(
+        role.shared.query[0].at[role.slot(index), role.consumer],
+        role.shared.key[0].at[stage],
+        pl.cdiv(role.shape.head_dim, accumulator.WGMMA_K) * accumulator.WGMMA_K,
+        interpret=role.interpret,
+    )
+
+
+def _issue_values(
+    role: Role, acc: jax.Array, is_defined: Any, weights: jax.Array, step: Any
+) -> jax.Array:
+    stage = role.v_stage(step)
+    plgpu.barrier_wait(role.shared.v_ready.at[stage])
+    staging = role.shared.rows.at[role.consumer] if role.interpret else None
+    return accumulator.add_product(
+        acc,
+        is_defined,
+        weights,
+        role.shared.value[0].at[stage],
+        staging,
+        interpret=role.interpret,
+    )
+
+
+def _scores(role: Role, scores: jax.Array, item: Item, block: Any, step: Any) -> jax.Array:
+    """Scores that have been waited for, without those past the user's length; frees their keys."""
+    scores = accumulator.settled(scores, interpret=role.interpret)
+    plgpu.barrier_arrive(role.shared.k_free.at[role.k_stage(step)])
+    keys = item.length - block * role.config.block_kv
+    return lax.cond(
+        keys < role.config.block_kv,
+        lambda: softmax.mask(scores, keys, role.shape.log2_scale),
+        lambda: scores,
+    )
+
+
+def _free_read_queries(role: Role, index: Any, is_last: Any) -> None:
+    """With a single slot, the next queries may come as soon as the last scores are there."""
+    if role.config.q_slots == 1:
+
+        @pl.when(is_last)
+        def _() -> None:
+            plgpu.barrier_arrive(role.shared.q_free.at[role.slot(index)])
+
+
+def _free_stored_slot(role: Role, index: Any) -> None:
+    """With two slots, a slot is free once the output that was staged in it has left."""
+    if role.config.q_slots > 1:
+
+        @pl.when(index >= 0)
+        def _() -> None:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.barrier_arrive(role.shared.q_free.at[role.slot(index)])
+
+
+def _take_turn(role: Role) -> None:
+    mosaic.named_barrier("sync", TURN_BARRIER + role.consumer, CONSUMER_THREADS)
+
+
+def _pass_turn(role: Role) -> None:
+    mosaic.named_barrier("arrive", TURN_BARRIER + 1 - role.consumer, CONSUMER_THREADS)
+
+
+def _meet() -> None:
+    """The consumers wait for one another, and then see each other's writes to shared memory."""
+    mosaic.named_barrier("sync", jnp.int32(MEETING_BARRIER), CONSUMER_THREADS)
+
+
+def _begin(role: Role, scores: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(weights in f32, maximum, sums) of a pass's first block."""
+    maximum = softmax.row_maximum(scores, role.shape.log2_scale)
+    p = softmax.powers(scores, maximum, role.shape.log2_scale)
+    return p, maximum, softmax.partial_sums(p)
+
+
+def _step(role: Role, item: Item, index: Any, first_step: Any, block: Any, state: _State) -> _State:
+    """Multiplies block `block`, whose weights are at hand, and makes the weights of the next."""
+    step = first_step + block
+    _take_turn(role)
+    scores = _issue_scores(role, index, step + 1)
+    acc = _issue_values(role, state.acc, block > 0, state.weights, step)
+    _pass_turn(role)
+    accumulator.wait(1, interpret=role.interpret)
+    _free_read_queries(role, index, block + 2 == item.blocks)
+    scores = _scores(role, scores, item, block + 1, step + 1)
+    p = softmax.powers(scores, state.maximum, role.shape.log2_scale)
+    sums = state.sums + softmax.partial_sums(p)
+    pl.when(block == 0)(functools.partial(_free_stored_slot, role, index - 1))
+    accumulator.wait(0, interpret=role.interpret)
+    plgpu.barrier_arrive(role.shared.v_free.at[role.v_stage(step)])
+    return _State(p.astype(state.weights.dtype), state.maximum, sums, acc)
+
+
+def _last_step(
+    role: Role, item: Item, following: Item, index: Any, step: Any, state: _State
+) -> tuple[jax.Array, _State]:
+    """(this pass's accumulator, state of the next pass at its first block)."""
+    is_defined = item.blocks > 1
+
+    def with_next() -> tuple[jax.Array, ...]:
+        _take_turn(role)
+        plgpu.barrier_wait(role.shared.q_ready.at[role.slot(index + 1)])
+        scores = _issue_scores(role, index + 1, step + 1)
+        acc = _issue_values(role, state.acc, is_defined, state.weights, step)
+        _pass_turn(role)
+        accumulator.wait(1, interpret=role.interpret)
+        _free_read_queries(role, index + 1, following.blocks == 1)
+        scores = _scores(role, scores, following, jnp.int32(0), step + 1)
+        p, maximum, sums = _begin(role, scores)
+        accumulator.wait(0, interpret=role.interpret)
+        return acc, p.astype(state.weights.dtype), maximum, sums
+
+    def alone() -> tuple[jax.Array, ...]:
+        _take_turn(role)
+        acc = _issue_values(role, state.acc, is_defined, state.weights, step)
+        _pass_turn(role)
+        accumulator.wait(0, interpret=role.interpret)
+        return acc, state.weights, state.maximum, state.sums
+
+    acc, weights, maximum, sums = lax.cond(following.blocks > 0, with_next, alone)
+    acc = accumulator.settled(acc, interpret=role.interpret)
+    plgpu.barrier_arrive(role.shared.v_free.at[role.v_stage(step)])
+    return acc, _State(weights, maximum, sums, acc)
+
+
+def _finish(
+    role: Role,
+    item: Item,
+    index: Any,
+    acc: jax.Array,
+    row_sum: jax.Array,
+    maximum: jax.Array,
+) -> None:
+    """Stores the rows of a pass; `acc` is not yet divided by `row_sum`."""
+    shape, shared = role.shape, role.shared
+    has_keys = item.length > 0
+    inverse = jnp.where(row_sum > 0, 1 / row_sum, 0.0)
+    # A NaN sum gives a NaN row.
+    inverse = jnp.where(row_sum != row_sum, row_sum, inverse)
+    out = acc * lax.broadcast_in_dim(inverse, acc.shape, (0,))
+    out = jnp.where(has_keys, out, 0.0).astype(role.outputs.out.dtype)
+    keep = functools.partial(
+        softmax.store_rows,
+        role.outputs.out,
+        out,
+        item.first_row,
+        item.head,
+        item.begin,
+        item.end,
+        shared.rows.at[role.consumer] if role.interpret else None,
+        interpret=role.interpret,
+    )
+    if role.config.q_slots == 1:
+        keep()
+    else:
+        is_full = (item.begin == 0) & (item.end > 0)
+        is_end = item.first_row + item.end == shape.rows
+        is_full = is_full & ((item.end == WGMMA_M) | is_end)
+        pl.when(is_full)(functools.partial(_store_by_copy, role, item, index, out))
+        if shape.has_partial_passes:
+            pl.when(~is_full)(keep)
+    if role.outputs.lse is not None:
+        lse = jnp.log(row_sum) + maximum * jnp.float32(softmax.LN_2)
+        lse = jnp.where(has_keys & (row_sum != 0), lse, -jnp.inf)
+        softmax.store_row_values(
+            role.outputs.lse,
+            lse,
+            item.first_row,
+            item.head,
+            item.begin,
+            item.end,
+            shared.row_values.at[role.consumer] if role.interpret else None,
+            interpret=role.interpret,
+        )
+
+
+def _store_by_copy(role: Role, item: Item, index: Any, out: jax.Array) -> None:
+    """Stages the output where the pass's queries were, and lets TMA store it."""
+    shape = role.shape
+    matrix_view, copy_view = (
+        view.at[role.slot(index), role.consumer] for view in role.shared.query
+    )
+    width = shape.column_blocks * BLOCK_K
+    if shape.head_dim < width:  # TMA leaves out what lies past the head width
+        padding = jnp.zeros((WGMMA_M, width - shape.head_dim), out.dtype)
+        out = jnp.concatenate([out, plgpu.layout_cast(padding, plgpu.Layout.WGMMA)], axis=1)
+    for i in range(shape.column_blocks):
+        matrix_view.at[i][...] = lax.slice(out, (0, i * BLOCK_K), (WGMMA_M, (i + 1) * BLOCK_K))
+    plgpu.commit_smem()
+    for i in range(shape.column_blocks):
+        plgpu.copy_smem_to_gmem(
+            copy_view.at[i],
+            role.outputs.out.at[pl.ds(item.first_row, WGMMA_M), item.head, role.columns(i)],
+        )
+
+
+def _flag_if_inexact(role: Role, item: Item, acc: jax.Array, sums: jax.Array) -> jax.Array:
+    """The row sums [64]; flags the pass if the fixed maximum did not do for one of its rows."""
+    # Zero times infinity or NaN is NaN.  Beyond a user's length the weights are zero, but memory
+    # may hold anything.
+    sums = sums + softmax.partial_sums(acc * 0.0)
+    row_sum = jnp.sum(sums, axis=1)
+    softmax.flag_rows(
+        role.shared.flags.at[role.consumer],
+        item.flag,
+        row_sum,
+        item.begin,
+        jnp.where(item.length > 0, item.end, item.begin),  # without keys there is nothing to redo
+        role.shape.sum_limit,
+        role.interpret,
+    )
+    return row_sum
+
+
+def _attend(role: Role) -> tuple[Any, Any]:
+    """All passes of this CTA, pipelined; returns the number of items and of blocks received."""
+    item = _receive(role, jnp.int32(0))
+    _take_turn(role)
+    plgpu.barrier_wait(role.shared.q_ready.at[0])
+    scores = _issue_scores(role, jnp.int32(0), jnp.int32(0))
+    _pass_turn(role)
+    accumulator.wait(0, interpret=role.interpret)
+    _free_read_queries(role, jnp.int32(0), item.blocks == 1)
+    p, maximum, sums = _begin(role, _scores(role, scores, item, jnp.int32(0), jnp.int32(0)))
+    acc = jnp.zeros((WGMMA_M, role.shape.head_dim), jnp.float32)
+    acc = plgpu.layout_cast(acc, plgpu.Layout.WGMMA)
+    state = _State(p.astype(role.outputs.out.dtype), maximum, sums, acc)
+
+    def one(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        item, index, first_step, state = carry
+        step = functools.partial(_step, role, item, index, first_step)
+        state = lax.fori_loop(0, item.blocks - 1, step, state)
+        pl.when(item.blocks == 1)(functools.partial(_free_stored_slot, role, index - 1))
+        following = _receive(role, index + 1)
+        last = first_step + item.blocks - 1
+        acc, next_state = _last_step(role, item, following, index, last, state)
+        row_sum = _flag_if_inexact(role, item, acc, state.sums)
+        _finish(role, item, index, acc, row_sum, state.maximum)
+        return following, index + 1, last + 1, next_state
+
+    first = (item, jnp.int32(0), jnp.int32(0), state)
+    _, items, steps, _ = lax.while_loop(lambda carry: carry[0].blocks > 0, one, first)
+    _free_stored_slot(role, items - 1)
+    plgpu.barrier_arrive(role.shared.q_free.at[role.slot(items)])  # of the end
+    return items + 1, steps
+
+
+def _clean(role: Role, stage: Any, keys: Any) -> None:
+    """Zeroes the values of a stage from row `keys` on, for both consumers."""
+    tiles = role.shared.value[0].at[stage]
+
+    @pl.when(keys < role.config.block_kv)
+    def _() -> None:
+        @pl.when(role.consumer == 0)
+        def _() -> None:
+            softmax.zero_rows(tiles, keys, interpret=role.interpret)
+            plgpu.commit_smem()
+
+        _meet()
+
+
+def _recompute(role: Role, index: Any, first_step: Any) -> None:
+    """The flagged tiles again, block after block with the running maximum."""
+    shape, shared = role.shape, role.shared
+    row = functools.partial(plgpu.layout_cast, new_layout=softmax.ROW_LAYOUT)
+    full = functools.partial(plgpu.layout_cast, new_layout=plgpu.Layout.WGMMA)
+
+    def block_step(
+        item: Item, index: Any, first_step: Any, block: Any, carry: tuple[Any, ...]
+    ) -> tuple[Any, ...]:
+        maximum, sums, acc = carry
+        step = first_step + block
+        scores = _issue_scores(role, index, step)
+        accumulator.wait(0, interpret=role.interpret)
+        scores = _scores(role, scores, item, block, step)
+        larger = jnp.maximum(maximum, softmax.row_maximum(scores, shape.log2_scale))
+        # Rows without any score above -inf so far: every weight is 0.
+        finite = jnp.where(larger == -jnp.inf, 0.0, larger)
+        shrink = jnp.exp2(maximum - finite)
+        p = softmax.powers(scores, finite, shape.log2_scale)
+        scaled = sums * lax.broadcast_in_dim(shrink, sums.shape, (0,))
+        acc = acc * lax.broadcast_in_dim(shrink, acc.shape, (0,))
+        stage = role.v_stage(step)
+        plgpu.barrier_wait(shared.v_ready.at[stage])
+        _clean(role, stage, item.length - block * role.config.block_kv)
+        staging = shared.rows.at[role.consumer] if role.interpret else None
+        acc = accumulator.add_product(
+            acc,
+            block > 0,
+            p.astype(role.outputs.out.dtype),
+            shared.value[0].at[stage],
+            staging,
+            interpret=role.interpret,
+        )
+        accumulator.wait(0, interpret=role.interpret)
+        acc = accumulator.settled(acc, interpret=role.interpret)
+        plgpu.barrier_arrive(shared.v_free.at[stage])
+        return larger, scaled + softmax.partial_sums(p), acc
+
+    def one(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        item, index, first_step = carry
+        plgpu.barrier_wait(shared.q_ready.at[role.slot(index)])
+        nothing = (
+            row(jnp.full((WGMMA_M,), -jnp.inf, jnp.float32)),
+            full(jnp.zeros((WGMMA_M, softmax.PARTIAL), jnp.float32)),
+            full(jnp.zeros((WGMMA_M, shape.head_dim), jnp.float32)),
+        )
+        step = functools.partial(block_step, item, index, first_step)
+        maximum, sums, acc = lax.fori_loop(0, item.blocks, step, nothing)
+        _finish(role, item, index, acc, jnp.sum(sums, axis=1), maximum)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.barrier_arrive(shared.q_free.at[role.slot(index)])
+        return _receive(role, index + 1), index + 1, first_step + item.blocks
+
+    first = (_receive(role, index), index, first_step)
+    _, index, _ = lax.while_loop(lambda carry: carry[0].blocks > 0, one, first)
+    plgpu.barrier_arrive(shared.q_free.at[role.slot(index)])
+
+
+def consume(role: Role) -> None:
+    """A consumer warpgroup."""
+    shared, config = role.shared, role.config
+    nothing = jnp.zeros((FLAG_WORDS,), jnp.int32)
+    shared.flags.at[role.consumer][...] = plgpu.layout_cast(
+        nothing, plgpu.Layout.WG_STRIDED((FLAG_WORDS,), vec_size=1)
+    )
+    plgpu.commit_smem()
+    rings = ((shared.k_free, config.k_stages), (shared.v_free, config.v_stages))
+    for free, stages in (*rings, (shared.q_free, config.q_slots)):
+        for stage in range(stages):
+            plgpu.barrier_arrive(free.at[stage])
+    pl.when(role.consumer == 1)(functools.partial(_pass_turn, role))
+    items, steps = _attend(role)
+    pl.when(role.consumer == 0)(functools.partial(_take_turn, role))
+    # What was stored must not overtake what is stored again.
+    plgpu.wait_smem_to_gmem(0, wait_read_only=False)
+    plgpu.barrier_arrive(shared.flags_ready)
+    _meet()
+
+    @pl.when((shared.flags[0, 0] | shared.flags[1, 0]) != 0)
+    def _() -> None:
+        _recompute(role, items, steps)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=False)

@@ -1,0 +1,263 @@
+"""The softmax of a warpgroup's rows, and the stores of single rows; scores are [64, keys] f32.
+
+Scores are kept as the tensor core left them; the scale, times log2(e), goes into the exponent:
+p = exp2(score * log2_scale - maximum), where `maximum` is that of the scaled scores.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, vector
+
+from ikbo_jax.pallas import mosaic
+
+#: Rows of a warpgroup, the m of a WGMMA.
+ROWS = 64
+#: Layout of one value a row, as reductions along rows leave it.
+ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)
+#: Columns of a partial sum: one WGMMA fragment, so that summing needs no other thread's values.
+PARTIAL = 8
+LN_2 = 0.6931471805599453
+WARPGROUP_SIZE = 128
+
+#: Row sums at which a fixed maximum may have cost precision or range.  bf16 has f32's range, so
+#: what limits it is that sums of values stay far from overflow; f16 weights end at 65504.
+SUM_LIMITS = {"bfloat16": 2.0**40, "float16": 2.0**15}
+
+
+def row_maximum(scores: jax.Array, log2_scale: float) -> jax.Array:
+    """[64], the maximum of the scaled scores."""
+    extreme = jnp.max if log2_scale > 0 else jnp.min
+    return extreme(scores, axis=1) * jnp.float32(log2_scale)
+
+
+def powers(scores: jax.Array, maximum: jax.Array, log2_scale: float) -> jax.Array:
+    """exp2(score * log2_scale - maximum), [64, keys]."""
+    shift = lax.broadcast_in_dim(maximum, scores.shape, (0,))
+    return jnp.exp2(scores * jnp.float32(log2_scale) - shift)
+
+
+def partial_sums(p: jax.Array) -> jax.Array:
+    """[64, 8], whose rows sum to those of `p`."""
+    parts = [lax.slice(p, (0, i), (p.shape[0], i + PARTIAL)) for i in range(0, p.shape[1], PARTIAL)]
+    while len(parts) > 1:
+        pairs = [a + b for a, b in zip(parts[::2], parts[1::2], strict=False)]
+        parts = pairs + parts[2 * len(pairs) :]
+    return parts[0]
+
+
+def mask(scores: jax.Array, keys: Any, log2_scale: float) -> jax.Array:
+    """Scores without weight from column `keys` on."""
+    column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
+    nothing = jnp.float32(-jnp.inf if log2_scale > 0 else jnp.inf)
+    return jnp.where(column < keys, scores, nothing)
+
+
+def flag_rows(
+    flags: Any, index: Any, row_sum: jax.Array, begin: Any, end: Any, limit: float, interpret: bool
+) -> None:
+    """Sets flags[index] and flags[0] to 1 if a row in [begin, end) has a sum not below `limit`.
+
+    Every thread that holds such a row writes, so no value has to travel between threads.
+    """
+    row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW_LAYOUT)
+    is_good = (row_sum < jnp.float32(limit)) | (row < begin) | (row >= end)
+    if interpret:
+
+        @pl.when(~jnp.all(is_good))
+        def _() -> None:
+            flags[index] = 1
+            flags[0] = 1
+
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(()), ROW_LAYOUT))
+    def write(_: Any, flags: ir.Value, index: Any, is_good: mgpu.FragmentedArray) -> None:
+        i32 = ir.IntegerType.get_signless(32)
+        first, second = (vector.extract(r, [], [0]) for r in is_good.registers.flat)
+        bad = arith.cmpi(arith.CmpIPredicate.eq, arith.andi(first, second), mgpu.c(0, i32))
+        base = mgpu.utils.memref_ptr(flags)
+        for at in (index.registers.item(), mgpu.c(0, i32)):
+            address = mgpu.utils.getelementptr(base, [at], i32)
+            mgpu.utils.inline_ptx(
+                "st.shared.b32 [$0], $1;",
+                address,
+                mgpu.c(1, i32),
+                predicate=bad,
+                has_side_effects=True,
+            )
+
+    write(flags, index, is_good.astype(jnp.int32))
+
+
+def _thread_row(half: int) -> ir.Value:
+    """The row of a WGMMA fragment's register: half 0 or 1."""
+    i32 = ir.IntegerType.get_signless(32)
+    thread = arith.remui(mgpu.thread_idx(), mgpu.c(WARPGROUP_SIZE, i32))
+    warp = arith.divui(thread, mgpu.c(32, i32))
+    lane = arith.divui(arith.remui(thread, mgpu.c(32, i32)), mgpu.c(4, i32))
+    row = arith.addi(arith.muli(warp, mgpu.c(16, i32)), lane)
+    return arith.addi(row, mgpu.c(8 * half, i32))
+
+
+def _within(row: ir.Value, begin: ir.Value, end: ir.Value) -> ir.Value:
+    i = arith.CmpIPredicate
+    return arith.andi(arith.cmpi(i.sge, row, begin), arith.cmpi(i.slt, row, end))
+
+
+def _device_address(ref: ir.Value, terms: list[tuple[ir.Value, int]], size: int) -> ir.Value:
+    """Address of the element number sum(value * stride), in 64 bits."""
+    i64 = ir.IntegerType.get_signless(64)
+    offset = mgpu.c(0, i64)
+    for value, stride in terms:
+        wide = arith.extsi(i64, value)
+        offset = arith.addi(offset, arith.muli(wide, mgpu.c(stride, i64)))
+    byte = ir.IntegerType.get_signless(8)
+    offset = arith.muli(offset, mgpu.c(size, i64))
+    return mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [offset], byte)
+
+
+def store_rows(
+    output: Any,
+    values: jax.Array,
+    first_row: Any,
+    head: Any,
+    begin: Any,
+    end: Any,
+    staging: Any,
+    *,
+    interpret: bool,
+) -> None:
+    """output[first_row + r, head] = values[r] for r in [begin, end), from registers.
+
+    Args:
+      output: device memory [rows, heads, width].
+      values: [64, width] in its dtype.
+      staging: shared memory [64, at least width] of this warpgroup, only under interpretation.
+    """
+    _, heads, width = output.shape
+    if interpret:
+        staging[:, :width] = values
+
+        @pl.loop(begin, end)
+        def _(r: Any) -> None:
+            output[first_row + r, head, :] = staging[r, :width]
+
+        return
+
+    scalar = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, scalar, scalar, scalar, scalar)
+    )
+    def write(_: Any, output: ir.Value, values: Any, *scalars: Any) -> None:
+        i32 = ir.IntegerType.get_signless(32)
+        first_row, head, begin, end = (s.registers.item() for s in scalars)
+        thread = arith.remui(mgpu.thread_idx(), mgpu.c(4, i32))
+        column = arith.muli(thread, mgpu.c(2, i32))
+        words = [mgpu.utils.bitcast(pair, i32) for pair in values.registers.flat]
+        for half in (0, 1):
+            row = _thread_row(half)
+            is_wanted = _within(row, begin, end)
+            target = arith.addi(first_row, row)
+            terms = [(target, heads * width), (head, width), (column, 1)]
+            address = _device_address(output, terms, 2)
+            for i, word in enumerate(words[half::2]):
+                mgpu.utils.inline_ptx(
+                    f"st.global.b32 [$0 + {16 * i}], $1;",
+                    address,
+                    word,
+                    predicate=is_wanted,
+                    has_side_effects=True,
+                )
+
+    write(output, values, first_row, head, begin, end)
+
+
+def store_row_values(
+    output: Any,
+    values: jax.Array,
+    first_row: Any,
+    head: Any,
+    begin: Any,
+    end: Any,
+    staging: Any,
+    *,
+    interpret: bool,
+) -> None:
+    """output[first_row + r, head] = values[r] for r in [begin, end); [64] f32 to [rows, heads]."""
+    _, heads = output.shape
+    if interpret:
+        staging[...] = values
+
+        @pl.loop(begin, end)
+        def _(r: Any) -> None:
+            output[first_row + r, head] = staging[r]
+
+        return
+
+    scalar = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ROW_LAYOUT, scalar, scalar, scalar, scalar))
+    def write(_: Any, output: ir.Value, values: Any, *scalars: Any) -> None:
+        first_row, head, begin, end = (s.registers.item() for s in scalars)
+        for half, register in enumerate(values.registers.flat):
+            row = _thread_row(half)
+            terms = [(arith.addi(first_row, row), heads), (head, 1)]
+            mgpu.utils.inline_ptx(  # the four threads of a row write the same value
+                "st.global.f32 [$0], $1;",
+                _device_address(output, terms, 4),
+                vector.extract(register, [], [0]),
+                predicate=_within(row, begin, end),
+                has_side_effects=True,
+            )
+
+    write(output, values, first_row, head, begin, end)
+
+
+def zero_rows(tiles: Any, begin: Any, *, interpret: bool) -> None:
+    """Zeroes the rows from `begin` on of shared memory tiles [blocks, rows, 64] of 16 bits."""
+    blocks, rows, width = tiles.shape
+    if interpret:
+
+        @pl.loop(begin, rows)
+        def _(r: Any) -> None:
+            for i in range(blocks):
+                tiles[i, r, :] = jnp.zeros((width,), tiles.dtype)
+
+        return
+
+    @plgpu.inline_mgpu(
+        arg_types=(
+            plgpu.RefType(mosaic.operand_transforms(tiles.dtype)),
+            plgpu.Layout.WG_SPLAT(()),
+        )
+    )
+    def write(_: Any, tiles: ir.Value, begin: mgpu.FragmentedArray) -> None:
+        # A row is one swizzled row of 128 bytes: wherever its columns are, they are all zeroed.
+        i32, byte = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
+        base = mgpu.utils.memref_ptr(tiles)
+        thread = arith.remui(mgpu.thread_idx(), mgpu.c(WARPGROUP_SIZE, i32))
+        vectors = mosaic.SWIZZLE // 16
+        zero = mgpu.c(0, i32)
+        for i in range(blocks * rows * vectors // WARPGROUP_SIZE):
+            vector_index = arith.addi(thread, mgpu.c(i * WARPGROUP_SIZE, i32))
+            row = arith.remui(arith.divui(vector_index, mgpu.c(vectors, i32)), mgpu.c(rows, i32))
+            offset = arith.muli(vector_index, mgpu.c(16, i32))
+            mgpu.utils.inline_ptx(
+                "st.shared.v4.b32 [$0], {$1, $1, $1, $1};",
+                mgpu.utils.getelementptr(base, [offset], byte),
+                zero,
+                predicate=arith.cmpi(arith.CmpIPredicate.sge, row, begin.registers.item()),
+                has_side_effects=True,
+            )
+
+    write(tiles, begin)

@@ -1,0 +1,265 @@
+"""What the ops' problems look like to the dispatch table: names, classes, distances, JSON.
+
+`Rules` holds what differs from op to op; `RULES` lists them by name, `of` finds those of a problem.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from ikbo_jax.tuning import configs
+from ikbo_jax.tuning.configs import (
+    AttentionConfig,
+    AttentionProblem,
+    LinearCompressionConfig,
+    LinearCompressionProblem,
+)
+
+Problem = LinearCompressionProblem | AttentionProblem
+Config = LinearCompressionConfig | AttentionConfig
+
+#: A nearby row's tile may pad M to at most this multiple of what the best tile pads it to.
+MAX_EXTRA_PADDING = 1.125
+#: Weights of linear compression's distance. M decides how tiles fit and counts most; the coarse
+#: levels do little work.
+DISTANCE_WEIGHTS = {
+    "m": 2.0,
+    "n": 1.0,
+    "k_fine": 1.0,
+    "b_fine": 1.0,
+    "k_coarse": 0.25,
+    "ratio": 0.25,
+}
+#: Distance for every level that one problem has and the other has not.
+LEVEL_DISTANCE = 2.0
+#: Weights of attention's distance. S and T decide the pipeline and the tiles; the number of tiles,
+#: the candidates of a user and the query heads of a key head move data only.
+ATTENTION_DISTANCE_WEIGHTS = {
+    "kv_len": 1.0,
+    "q_len": 1.0,
+    "tiles": 0.25,
+    "ratio": 0.25,
+    "heads": 0.25,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """What the table asks about an op.
+
+    Attributes:
+      op: the op's name, as rows carry it.
+      problem_type: its problem description.
+      config_type: its kernel's configuration.
+      illegal_reason: why a configuration cannot run a problem; None if it can.
+      candidate_configs: the legal configurations, the likeliest best first.
+      problem_from_json: reads a problem; raises ValueError saying what is wrong with it.
+      describe: the problem in one line.
+      shape_class: problems of one class share a row, dtype aside.
+      distance: between problems, dtype aside; infinite if a row of one cannot speak for the other.
+      fits: whether a row's legal configuration suits a problem whose default one is the third.
+    """
+
+    op: str
+    problem_type: type
+    config_type: type
+    illegal_reason: Callable[[Any, Any], str | None]
+    candidate_configs: Callable[[Any], Iterator[Any]]
+    problem_from_json: Callable[[Mapping[str, Any]], Any]
+    describe: Callable[[Any], str]
+    shape_class: Callable[[Any], str]
+    distance: Callable[[Any, Any], float]
+    fits: Callable[[Any, Any, Any], bool]
+
+
+def of(problem: Problem) -> Rules:
+    """The rules of the op that `problem` belongs to."""
+    return next(rules for rules in RULES.values() if isinstance(problem, rules.problem_type))
+
+
+# Linear compression.
+
+
+def _linear_from_json(fields: Mapping[str, Any]) -> LinearCompressionProblem:
+    batches = tuple(size(b, "batches") for b in typed(fields.get("batches"), list, "batches"))
+    ks = tuple(size(k, "ks") for k in typed(fields.get("ks"), list, "ks"))
+    if not batches or len(batches) != len(ks):
+        raise ValueError(f"row has {len(batches)} batches and {len(ks)} ks")
+    dtype = typed(fields.get("dtype"), str, "dtype")
+    return LinearCompressionProblem(
+        batches, ks, size(fields.get("m"), "m"), size(fields.get("n"), "n"), dtype
+    )
+
+
+def _describe_linear(problem: LinearCompressionProblem) -> str:
+    batches = ",".join(map(str, problem.batches))
+    ks = ",".join(map(str, problem.ks))
+    return f"B={batches} K={ks} M={problem.m} N={problem.n} {problem.dtype}"
+
+
+def _linear_class(problem: LinearCompressionProblem) -> str:
+    """Batches, their ratios and K by octave; M by 16 rows, a tile's step; N by 128, its width."""
+    batches = problem.batches
+    ratios = [_octave(fine / max(coarse, 1)) for coarse, fine in _neighbours(batches)]
+    return (
+        f"linear_compression b=2^{_octave(batches[-1])} "
+        f"ratio={','.join(f'2^{r}' for r in ratios) or '-'} "
+        f"k={','.join(f'2^{_octave(k)}' for k in problem.ks)} "
+        f"m={-(-problem.m // 16) * 16} n={-(-problem.n // 128) * 128}"
+    )
+
+
+def _linear_distance(a: LinearCompressionProblem, b: LinearCompressionProblem) -> float:
+    """Weighted sum of |log2| of the sizes' ratios, levels paired from the finest.
+
+    See `DISTANCE_WEIGHTS`; "ratio" is a level's batch over that of the level before it.
+    """
+    weights = DISTANCE_WEIGHTS
+    total = weights["m"] * _doublings(a.m, b.m) + weights["n"] * _doublings(a.n, b.n)
+    total += weights["k_fine"] * _doublings(a.ks[-1], b.ks[-1])
+    total += weights["b_fine"] * _doublings(a.batches[-1], b.batches[-1])
+    for k_a, k_b in zip(a.ks[-2::-1], b.ks[-2::-1], strict=False):
+        total += weights["k_coarse"] * _doublings(k_a, k_b)
+    ratios_a = [fine / max(coarse, 1) for coarse, fine in _neighbours(a.batches)]
+    ratios_b = [fine / max(coarse, 1) for coarse, fine in _neighbours(b.batches)]
+    for r_a, r_b in zip(ratios_a[::-1], ratios_b[::-1], strict=False):
+        total += weights["ratio"] * _doublings(r_a, r_b, least=1e-6)
+    return total + LEVEL_DISTANCE * abs(len(a.batches) - len(b.batches))
+
+
+def _linear_fits(
+    problem: LinearCompressionProblem,
+    config: LinearCompressionConfig,
+    fallback: LinearCompressionConfig,
+) -> bool:
+    padded = -(-problem.m // config.block_m) * config.block_m
+    least = -(-problem.m // fallback.block_m) * fallback.block_m
+    return padded <= MAX_EXTRA_PADDING * least
+
+
+def _neighbours(batches: tuple[int, ...]) -> list[tuple[int, int]]:
+    return list(zip(batches[:-1], batches[1:], strict=True))
+
+
+# Attention.
+
+
+def _attention_from_json(fields: Mapping[str, Any]) -> AttentionProblem:
+    sizes = {
+        field.name: size(fields.get(field.name), field.name)
+        for field in dataclasses.fields(AttentionProblem)
+        if field.name != "dtype"
+    }
+    return AttentionProblem(**sizes, dtype=typed(fields.get("dtype"), str, "dtype"))
+
+
+def _describe_attention(problem: AttentionProblem) -> str:
+    p = problem
+    return (
+        f"B={p.batch} U={p.users} T={p.q_len} S={p.kv_len} N={p.q_heads} K={p.kv_heads} "
+        f"H={p.head_dim} {p.dtype}"
+    )
+
+
+def _attention_class(problem: AttentionProblem) -> str:
+    """H as it is, everything else by octave."""
+    p = problem
+    return (
+        f"attention h={p.head_dim} s=2^{_octave(p.kv_len)} t=2^{_octave(p.q_len)} "
+        f"b=2^{_octave(p.batch)} ratio=2^{_octave(p.batch / max(p.users, 1))} "
+        f"n=2^{_octave(p.q_heads)} k=2^{_octave(p.kv_heads)}"
+    )
+
+
+def _attention_distance(a: AttentionProblem, b: AttentionProblem) -> float:
+    """Weighted sum of |log2| of the sizes' ratios; infinite if H differs, which shapes all tiles.
+
+    See `ATTENTION_DISTANCE_WEIGHTS`; "tiles" counts queries times heads, "ratio" candidates of a
+    user, "heads" query heads of a key head.
+    """
+    if a.head_dim != b.head_dim:
+        return math.inf
+    measures: dict[str, Callable[[AttentionProblem], float]] = {
+        "kv_len": lambda p: p.kv_len,
+        "q_len": lambda p: p.q_len,
+        "tiles": lambda p: p.batch * p.q_len * p.q_heads,
+        "ratio": lambda p: p.batch / max(p.users, 1),
+        "heads": lambda p: p.q_heads / p.kv_heads,
+    }
+    return sum(
+        ATTENTION_DISTANCE_WEIGHTS[name] * _doublings(measure(a), measure(b), least=1e-6)
+        for name, measure in measures.items()
+    )
+
+
+RULES: Mapping[str, Rules] = {
+    rules.op: rules
+    for rules in (
+        Rules(
+            "linear_compression",
+            LinearCompressionProblem,
+            LinearCompressionConfig,
+            configs.illegal_reason,
+            configs.candidate_configs,
+            _linear_from_json,
+            _describe_linear,
+            _linear_class,
+            _linear_distance,
+            _linear_fits,
+        ),
+        Rules(
+            "attention",
+            AttentionProblem,
+            AttentionConfig,
+            configs.attention_illegal_reason,
+            configs.attention_candidate_configs,
+            _attention_from_json,
+            _describe_attention,
+            _attention_class,
+            _attention_distance,
+            lambda problem, config, fallback: True,
+        ),
+    )
+}
+
+
+@functools.lru_cache(maxsize=1024)
+def default_config(problem: Problem) -> Any:
+    """The likeliest configuration without a measurement; None if no configuration is legal."""
+    return next(of(problem).candidate_configs(problem), None)
+
+
+def _octave(value: float) -> int:
+    return round(math.log2(max(value, 1e-6)))
+
+
+def _doublings(a: float, b: float, least: float = 1.0) -> float:
+    return abs(math.log2(max(a, least) / max(b, least)))
+
+
+# Checks of JSON values, for the table as well.
+
+
+def typed(value: Any, kind: type, name: str) -> Any:
+    """Returns `value`; raises ValueError unless it is a `kind`."""
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} is {value!r:.80}, expected a {kind.__name__}")
+    return value
+
+
+def size(value: Any, name: str) -> int:
+    """Returns `value`; raises ValueError unless it is an integer of at least 0."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{name} holds {value!r:.80}, expected an integer of at least 0")
+    return value
+
+
+def positive(value: Any, name: str) -> float:
+    """Returns `value` as a float; raises ValueError unless it is a positive, finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"{name} is {value!r:.80}, expected a positive number")
+    return float(value)

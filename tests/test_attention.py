@@ -1,0 +1,463 @@
+"""`attention` on the XLA path, and the way to the kernel: values, gradients, own tokens, order."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from typing import Any
+
+import chex
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import problems
+import pytest
+
+import ikbo_jax as ikbo
+from ikbo_jax.reference import attention as reference
+from ikbo_jax.tuning import table
+from ikbo_jax.tuning.configs import AttentionConfig
+
+SHAPES = problems.ATTENTION_SHAPES
+SMALL = problems.AttentionShape(3, 7, 2, 5, 4, 2, 8, "unsorted", "ragged")
+SCALE = 0.25
+#: What the paths may differ by through the order of f32 sums alone.
+ATOL = 5e-6
+
+
+def attend(inputs: problems.AttentionInputs, **options: Any) -> Any:
+    return ikbo.attention(
+        *inputs[:4], key_value_seq_lengths=inputs.key_value_seq_lengths, **options
+    )
+
+
+def own_tokens(shape: problems.AttentionShape, count: int, dtype: str) -> dict[str, jax.Array]:
+    rng = np.random.default_rng(2)
+    size = (shape.candidates, count, shape.kv_heads, shape.head_dim)
+    return {name: problems.random_array(rng, size, dtype) for name in ("self_key", "self_value")}
+
+
+@pytest.mark.parametrize("dtype", problems.DTYPES)
+@pytest.mark.parametrize("name", SHAPES)
+def test_value_is_within_the_error_rule(name: str, dtype: str) -> None:
+    inputs = problems.make_attention_inputs(SHAPES[name], dtype)
+    results = attend(inputs, scale=SCALE, return_residuals=True)
+    problems.assert_attention_within_error_rule(results, inputs, scale=SCALE)
+
+
+@hypothesis.given(data=st.data())
+def test_any_shape_and_index_is_within_the_error_rule(data: st.DataObject) -> None:
+    size = st.integers(1, 6)
+    users, candidates = data.draw(size, "users"), data.draw(st.integers(1, 9), "candidates")
+    q_len, kv_len = data.draw(size, "q_len"), data.draw(st.integers(1, 40), "kv_len")
+    kv_heads, repeats = (data.draw(st.integers(1, 3), name) for name in ("kv_heads", "repeats"))
+    head_dim = data.draw(st.integers(1, 20), "head_dim")
+    dtype = data.draw(st.sampled_from(problems.DTYPES), "dtype")
+    scale = data.draw(st.sampled_from([0.0, -0.5, 0.3, 2.0]), "scale")
+    anything = st.integers(-(2**31), 2**31 - 1)
+    users_or_worse = st.one_of(st.integers(0, users - 1), anything)
+    index = data.draw(st.lists(users_or_worse, min_size=candidates, max_size=candidates), "index")
+    shape = problems.AttentionShape(
+        users, candidates, q_len, kv_len, kv_heads * repeats, kv_heads, head_dim
+    )
+    inputs = problems.make_attention_inputs(shape, dtype)
+    inputs = inputs._replace(cand_to_user=jnp.asarray(index, jnp.int32))
+    if data.draw(st.booleans(), "has_lengths"):
+        lengths_or_worse = st.one_of(st.integers(0, kv_len), anything)
+        lengths = data.draw(st.lists(lengths_or_worse, min_size=users, max_size=users), "lengths")
+        inputs = inputs._replace(key_value_seq_lengths=jnp.asarray(lengths, jnp.int32))
+    results = attend(inputs, scale=scale, return_residuals=True)
+    problems.assert_attention_within_error_rule(results, inputs, scale=scale)
+
+
+def test_default_scale_is_one_over_the_root_of_the_width() -> None:
+    inputs = problems.make_attention_inputs(SMALL._replace(head_dim=9), "float32")
+    np.testing.assert_array_equal(attend(inputs), attend(inputs, scale=1 / 3))
+
+
+def test_residuals_add_to_the_result() -> None:
+    inputs = problems.make_attention_inputs(SMALL)
+    out, lse = attend(inputs, return_residuals=True)
+    chex.assert_shape(out, (7, 2, 4, 8))
+    chex.assert_shape(lse, (7, 2, 4))
+    assert (out.dtype, lse.dtype) == (jnp.bfloat16, jnp.float32)
+    np.testing.assert_array_equal(out, attend(inputs))
+
+
+def test_numpy_arrays_are_welcome() -> None:
+    inputs = problems.make_attention_inputs(SMALL, "float32")
+    out = attend(problems.AttentionInputs(*map(np.asarray, inputs)), scale=np.float32(0.5))
+    assert isinstance(out, jax.Array)
+    np.testing.assert_array_equal(out, attend(inputs, scale=0.5))
+
+
+@pytest.mark.parametrize("promise", [False, True])
+def test_order_of_the_candidates_is_the_callers(promise: bool) -> None:
+    """Also where the promise that the index is sorted is broken."""
+    inputs = problems.make_attention_inputs(SHAPES["unsorted"], "float32")
+    assert np.any(np.diff(np.asarray(inputs.cand_to_user)) < 0)
+    out = attend(inputs, indices_are_sorted=promise, scale=SCALE)
+    exact, _ = problems.numpy_attention_oracle(inputs, scale=SCALE)
+    np.testing.assert_allclose(out, exact, rtol=0, atol=ATOL)
+
+
+@pytest.mark.parametrize(
+    ("users", "candidates", "q_len", "q_heads"),
+    [(3, 0, 2, 4), (0, 0, 2, 4), (3, 5, 0, 4), (3, 5, 2, 0)],
+)
+@pytest.mark.parametrize("implementation", [None, "xla"])
+def test_empty_result(users, candidates, q_len, q_heads, implementation) -> None:
+    query = jnp.ones((candidates, q_len, q_heads, 8), jnp.bfloat16)
+    keys = jnp.ones((users, 5, 2, 8), jnp.bfloat16)
+    index = jnp.zeros(candidates, jnp.int32)
+    run = functools.partial(ikbo.attention, implementation=implementation, return_residuals=True)
+    out, lse = run(query, keys, keys, index)
+    assert (out.shape, out.dtype) == (query.shape, jnp.bfloat16)
+    assert (lse.shape, lse.dtype) == (query.shape[:3], jnp.float32)
+    gradients = jax.grad(lambda *x: run(*x, index)[0].sum(), argnums=(0, 1, 2))(query, keys, keys)
+    chex.assert_trees_all_equal(gradients, jax.tree.map(jnp.zeros_like, (query, keys, keys)))
+
+
+@pytest.mark.parametrize("implementation", [None, "xla"])
+def test_no_keys_at_all(implementation) -> None:
+    inputs = problems.make_attention_inputs(SMALL._replace(lengths="full"))
+    inputs = inputs._replace(key=inputs.key[:, :0], value=inputs.value[:, :0])
+    out, lse = attend(inputs, return_residuals=True, implementation=implementation)
+    np.testing.assert_array_equal(np.asarray(out, np.float32), np.zeros((7, 2, 4, 8)))
+    np.testing.assert_array_equal(lse, np.full((7, 2, 4), -np.inf))
+    # What is left are the candidates' own tokens; one alone has all of the weight.
+    own = own_tokens(SMALL, 1, "bfloat16")
+    out = attend(inputs, implementation=implementation, **own)
+    expected = jnp.repeat(own["self_value"], 2, axis=1)
+    np.testing.assert_array_equal(out, jnp.repeat(expected, 2, axis=2))
+
+
+@pytest.mark.parametrize("dtype", problems.DTYPES)
+@pytest.mark.parametrize("count", [0, 1, 3])
+@pytest.mark.parametrize("name", ["odd_counts", "grouped_heads"])
+def test_own_tokens_are_within_the_error_rule(name: str, count: int, dtype: str) -> None:
+    inputs = problems.make_attention_inputs(SHAPES[name], dtype)
+    own = own_tokens(SHAPES[name], count, dtype)
+    results = attend(inputs, scale=SCALE, return_residuals=True, **own)
+    exact = problems.numpy_attention_oracle(inputs, scale=SCALE, **own)
+    plain, _ = problems.same_dtype_attention(*inputs, scale=SCALE)
+    without, _ = problems.numpy_attention_oracle(inputs, scale=SCALE)
+    # The user's part is rounded once before it is merged.
+    bound = 2 * np.max(np.abs(np.asarray(plain, np.float64) - without))
+    bound += 2 * float(jnp.finfo(dtype).eps) * np.max(np.abs(exact[0]))
+    np.testing.assert_allclose(np.asarray(results[0], np.float64), exact[0], rtol=0, atol=bound)
+    np.testing.assert_allclose(results[1], exact[1], rtol=1e-6, atol=ATOL)
+
+
+def test_poison_reaches_its_user_alone() -> None:
+    inputs = problems.make_attention_inputs(SHAPES["unsorted"])
+    clean = np.asarray(attend(inputs), np.float32)
+    of_user = np.asarray(inputs.cand_to_user) == 2
+    assert 0 < of_user.sum() < len(of_user)
+    for name in ("key", "value"):
+        poisoned = inputs._replace(**{name: getattr(inputs, name).at[2, 3].set(jnp.nan)})
+        out = np.asarray(attend(poisoned), np.float32)
+        assert np.isnan(out[of_user]).all()
+        np.testing.assert_array_equal(out[~of_user], clean[~of_user])
+
+
+# Gradients.
+
+
+def loss_of(inputs: problems.AttentionInputs, run, **options: Any):
+    """A loss of out and lse, of all arrays that have a gradient, that rows without keys leave."""
+
+    def loss(query, key, value, own=None) -> jax.Array:
+        arrays = inputs._replace(query=query, key=key, value=value)
+        out, lse = run(arrays, **options, **(own or {}))
+        finite = jnp.where(lse == -jnp.inf, 0.0, lse)
+        return jnp.sum(jnp.sin(3 * out.astype(jnp.float32))) + jnp.sum(jnp.cos(finite))
+
+    return loss
+
+
+def ours(inputs: problems.AttentionInputs, **options: Any):
+    return attend(inputs, return_residuals=True, scale=SCALE, **options)
+
+
+def oracle(inputs: problems.AttentionInputs, **options: Any):
+    return reference.materialised(*inputs, scale=SCALE, **options)
+
+
+@pytest.mark.parametrize("dtype", problems.DTYPES)
+@pytest.mark.parametrize("name", ["one_user", "users_without_candidates", "grouped_heads"])
+def test_gradients_are_within_the_error_rule(name: str, dtype: str) -> None:
+    shape = SHAPES[name]
+    inputs = problems.make_attention_inputs(shape, dtype)
+    rng = np.random.default_rng(1)
+    rows = (shape.candidates, shape.q_len, shape.q_heads)
+    d_out = problems.random_array(rng, (*rows, shape.head_dim), dtype)
+    d_lse = problems.random_array(rng, rows, "float32")
+
+    def gradients(run):
+        def results(*arrays):
+            return run(problems.AttentionInputs(*arrays, *inputs[3:]))
+
+        _, pull_back = jax.vjp(results, *inputs[:3])
+        return pull_back((d_out, d_lse))
+
+    plain = gradients(lambda arrays: problems.same_dtype_attention(*arrays, scale=SCALE))
+    actual = gradients(ours)
+    exact = problems.numpy_attention_gradients(inputs, d_out, d_lse, scale=SCALE)
+    chex.assert_trees_all_equal_shapes_and_dtypes(actual, plain)
+    if dtype == "float32":
+        chex.assert_trees_all_close(actual, jax.tree.map(np.float32, exact), atol=1e-5)
+    else:
+        jax.tree.map(problems.assert_within_error_rule, actual, exact, plain)
+
+
+@pytest.mark.parametrize("has_own", [False, True], ids=["user", "user_and_own"])
+def test_gradients_are_the_oracles(has_own: bool) -> None:
+    inputs = problems.make_attention_inputs(SMALL, "float32")
+    own = (own_tokens(SMALL, 2, "float32"),) if has_own else ()
+    argnums = tuple(range(3 + has_own))
+    actual = jax.jit(jax.grad(loss_of(inputs, ours), argnums))(*inputs[:3], *own)
+    expected = jax.grad(loss_of(inputs, oracle), argnums)(*inputs[:3], *own)
+    chex.assert_trees_all_close(actual, expected, atol=1e-5)
+
+
+def test_gradient_of_clamped_index_goes_where_the_value_came_from() -> None:
+    inputs = problems.make_attention_inputs(SMALL, "float32")
+    wild = jnp.asarray([-1, 3, 1, 99, -(2**31), 2, 0], jnp.int32)
+    argnums = (0, 1, 2)
+    actual, expected = (
+        jax.grad(loss_of(inputs._replace(cand_to_user=index), ours), argnums)(*inputs[:3])
+        for index in (wild, jnp.clip(wild, 0, 2))
+    )
+    chex.assert_trees_all_equal(actual, expected)
+
+
+def test_integers_have_the_gradient_that_integers_have() -> None:
+    inputs = problems.make_attention_inputs(SMALL, "float32")
+    gradient = jax.grad(lambda x: attend(x).sum(), allow_int=True)(inputs)
+    assert gradient.cand_to_user.dtype == jax.dtypes.float0
+    assert gradient.key_value_seq_lengths.dtype == jax.dtypes.float0
+
+
+def test_gradients_of_gradients() -> None:
+    inputs = problems.make_attention_inputs(SMALL, "float32")
+
+    def slope(run):
+        gradients = jax.grad(loss_of(inputs, run), argnums=(0, 1, 2))
+        return lambda *arrays: sum(jnp.sum(g**2) for g in gradients(*arrays))
+
+    actual, expected = (
+        jax.jit(jax.grad(slope(run), argnums=(0, 1, 2)))(*inputs[:3]) for run in (ours, oracle)
+    )
+    chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=1e-3)
+
+
+# Under transformations.
+
+
+def test_same_under_jit_and_scan() -> None:
+    inputs = problems.make_attention_inputs(SMALL)
+    eager = attend(inputs)
+    np.testing.assert_array_equal(jax.jit(attend)(inputs), eager)
+
+    def step(carry, query):
+        return carry, attend(inputs._replace(query=query))
+
+    _, outs = jax.lax.scan(step, 0, jnp.stack([inputs.query, -inputs.query]))
+    np.testing.assert_array_equal(outs[0], eager)
+    np.testing.assert_array_equal(outs[1], attend(inputs._replace(query=-inputs.query)))
+
+
+def test_candidates_may_be_sharded(on_cpu) -> None:
+    shape = SMALL._replace(candidates=8)
+    inputs = problems.make_attention_inputs(shape, "float32")
+    own = own_tokens(shape, 2, "float32")
+    split, whole = jax.sharding.PartitionSpec("shard"), jax.sharding.PartitionSpec()
+
+    def run(query, key, value, index, lengths, self_key, self_value):
+        arrays = problems.AttentionInputs(query, key, value, index, lengths)
+        return ours(arrays, self_key=self_key, self_value=self_value)
+
+    sharded = jax.shard_map(
+        run,
+        mesh=jax.sharding.Mesh(jax.devices("cpu")[:2], ("shard",)),
+        in_specs=(split, whole, whole, split, whole, split, split),
+        out_specs=split,
+    )
+
+    def value_and_gradients(run):
+        def loss(*floats):
+            out, lse = run(*floats[:3], *inputs[3:], *floats[3:])
+            return jnp.sum(jnp.sin(out)) + jnp.sum(lse), (out, lse)
+
+        floats = (*inputs[:3], *own.values())
+        return jax.value_and_grad(loss, argnums=(0, 1, 2, 3, 4), has_aux=True)(*floats)
+
+    chex.assert_trees_all_close(value_and_gradients(sharded), value_and_gradients(run), atol=1e-4)
+
+
+def test_f32_follows_the_default_matmul_precision() -> None:
+    inputs = problems.make_attention_inputs(SMALL, "float32")
+
+    def precisions() -> set[str]:
+        # A new function each time, since the precision is read while tracing.
+        text = str(jax.make_jaxpr(lambda *x: attend(problems.AttentionInputs(*x)))(*inputs))
+        return set(re.findall(r"Precision\.(\w+)", text))
+
+    assert precisions() == set()
+    with jax.default_matmul_precision("highest"):
+        assert precisions() == {"HIGHEST"}
+
+
+@pytest.mark.parametrize("differentiate", [False, True], ids=["value", "gradient"])
+def test_memory_holds_neither_copies_nor_all_scores(differentiate: bool) -> None:
+    """At sizes as they are in earnest: compiled, never run."""
+    batch, users, q_len, kv_len, heads, width = 2048, 32, 64, 4096, 2, 128
+    query = jax.ShapeDtypeStruct((batch, q_len, heads, width), jnp.bfloat16)
+    keys = jax.ShapeDtypeStruct((users, kv_len, heads, width), jnp.bfloat16)
+    index = jax.ShapeDtypeStruct((batch,), jnp.int32)
+
+    def run(query, key, value, index):
+        def total(*arrays):
+            return jnp.sum(ikbo.attention(*arrays, index, implementation="xla"), dtype=jnp.float32)
+
+        if differentiate:
+            return jax.grad(total, argnums=(0, 1, 2))(query, key, value)
+        return ikbo.attention(query, key, value, index, implementation="xla")
+
+    analysis = jax.jit(run).lower(query, keys, keys, index).compile().memory_analysis()
+    scores_bytes = 4 * batch * q_len * heads * kv_len
+    copies_bytes = 2 * 2 * batch * kv_len * heads * width
+    assert analysis.temp_size_in_bytes < min(scores_bytes, copies_bytes) / 4
+
+
+# Merging.
+
+
+def test_merging_two_histories_is_attending_to_both() -> None:
+    both = problems.make_attention_inputs(SHAPES["unsorted"], "bfloat16")
+    parts = [
+        ours(both._replace(key=both.key[:, part], value=both.value[:, part]))
+        for part in (slice(0, 6), slice(6, None))
+    ]
+    out, lse = ikbo.merge_attention(*parts[0], *parts[1])
+    exact_out, exact_lse = problems.numpy_attention_oracle(both, scale=SCALE)
+    assert out.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(out, np.float64), exact_out, rtol=0, atol=0.02)
+    np.testing.assert_allclose(lse, exact_lse, rtol=0, atol=ATOL)
+
+
+def test_merging_is_symmetric_and_differentiable() -> None:
+    inputs = problems.make_attention_inputs(SMALL, "float32")
+    out, lse = ours(inputs)
+    other = (jnp.sin(out), jnp.where(lse == -jnp.inf, lse, jnp.cos(lse)))
+    one, two = ikbo.merge_attention(out, lse, *other), ikbo.merge_attention(*other, out, lse)
+    chex.assert_trees_all_close(one, two, atol=ATOL)
+
+    def total(*arrays):
+        merged, merged_lse = ikbo.merge_attention(*arrays)
+        return jnp.sum(merged**2) + jnp.sum(jnp.where(lse == -jnp.inf, 0.0, merged_lse))
+
+    gradients = jax.grad(total, argnums=(0, 1, 2, 3))(out, lse, *other)
+    for direction in range(4):
+        seed = jax.random.normal(jax.random.key(direction), (out.size,), jnp.float32)
+        steps = [0.0] * 4
+        steps[direction] = 1.0
+        tangents = [
+            jnp.where(jnp.isfinite(x), step * seed[: x.size].reshape(x.shape), 0.0)
+            for step, x in zip(steps, (out, lse, *other), strict=True)
+        ]
+        forward = jax.jvp(total, (out, lse, *other), tuple(tangents))[1]
+        backward = jnp.vdot(gradients[direction], tangents[direction])
+        np.testing.assert_allclose(forward, backward, rtol=1e-4, atol=1e-4)
+        numeric = [
+            total(*(x + sign * 1e-2 * t for x, t in zip((out, lse, *other), tangents, strict=True)))
+            for sign in (1, -1)
+        ]
+        np.testing.assert_allclose((numeric[0] - numeric[1]) / 2e-2, forward, rtol=0.02, atol=0.02)
+
+
+class TestKernelPath:
+    """With a fake kernel: what the op passes on, and that gradients do not need the kernel's."""
+
+    SHAPE = problems.AttentionShape(3, 7, 2, 20, 4, 2, 64, "unsorted", "ragged")
+
+    def test_default_takes_the_kernel_and_the_tables_config(self, fake_attention) -> None:
+        inputs = problems.make_attention_inputs(self.SHAPE)
+        results = attend(inputs, scale=SCALE, return_residuals=True)
+        problems.assert_attention_within_error_rule(results, inputs, scale=SCALE)
+        (call,) = fake_attention.calls
+        (plan,) = ikbo.explain(attend, inputs).plans
+        assert call["config"] == table.lookup(plan.problem).config
+        assert isinstance(call["config"], AttentionConfig)
+        assert (call["num_sms"], call["scale"], call["return_residuals"]) == (132, SCALE, True)
+
+    def test_callers_config_wins(self, fake_attention) -> None:
+        inputs = problems.make_attention_inputs(self.SHAPE)
+        default = AttentionConfig()
+        config = dataclasses.replace(default, block_kv=default.block_kv // 2)
+        attend(inputs, config=config)
+        assert [call["config"] for call in fake_attention.calls] == [config]
+
+    def test_residuals_are_asked_for_where_they_are_needed_only(self, fake_attention) -> None:
+        inputs = problems.make_attention_inputs(self.SHAPE)
+        attend(inputs)
+        attend(inputs, **own_tokens(self.SHAPE, 1, "bfloat16"))
+        jax.grad(lambda query: attend(inputs._replace(query=query)).sum())(inputs.query)
+        asked = [call["return_residuals"] for call in fake_attention.calls]
+        assert asked == [False, True, True]
+
+    @pytest.mark.parametrize("promise", [False, True])
+    @pytest.mark.parametrize("q_len", [1, 63, 64, 128])
+    def test_work_is_in_the_users_order(self, fake_attention, q_len: int, promise: bool) -> None:
+        inputs = problems.make_attention_inputs(self.SHAPE._replace(q_len=q_len))
+        if promise:
+            inputs = inputs._replace(cand_to_user=jnp.sort(inputs.cand_to_user))
+        results = attend(inputs, scale=SCALE, return_residuals=True, indices_are_sorted=promise)
+        problems.assert_attention_within_error_rule(results, inputs, scale=SCALE)
+        (call,) = fake_attention.calls
+        assert call["is_sorted"]
+        assert call["has_order"] == (not promise and q_len % 64 == 0)
+
+    @pytest.mark.parametrize("sizes", [{"users": 1}, {"candidates": 1}], ids=str)
+    def test_one_of_a_kind_needs_no_sorting(self, fake_attention, sizes: dict) -> None:
+        inputs = problems.make_attention_inputs(self.SHAPE._replace(q_len=64, **sizes))
+        assert "sort" not in str(jax.make_jaxpr(attend)(inputs))
+        several = problems.make_attention_inputs(self.SHAPE._replace(q_len=64))
+        assert "sort" in str(jax.make_jaxpr(attend)(several))
+        assert "sort" not in str(
+            jax.make_jaxpr(functools.partial(attend, indices_are_sorted=True))(several)
+        )
+
+    def test_own_tokens(self, fake_attention) -> None:
+        inputs = problems.make_attention_inputs(self.SHAPE)
+        own = own_tokens(self.SHAPE, 3, "bfloat16")
+        out, lse = attend(inputs, scale=SCALE, return_residuals=True, **own)
+        exact = problems.numpy_attention_oracle(inputs, scale=SCALE, **own)
+        np.testing.assert_allclose(np.asarray(out, np.float64), exact[0], rtol=0, atol=0.03)
+        np.testing.assert_allclose(lse, exact[1], rtol=0, atol=1e-5)
+        assert len(fake_attention.calls) == 1
+
+    def test_xla_bypasses_the_kernel(self, fake_attention) -> None:
+        attend(problems.make_attention_inputs(self.SHAPE), implementation="xla")
+        assert fake_attention.calls == []
+
+    def test_gradients_of_both_orders(self, fake_attention) -> None:
+        inputs = problems.make_attention_inputs(self.SHAPE)
+
+        def slope(implementation):
+            loss = loss_of(inputs, ours, implementation=implementation)
+            gradients = jax.grad(loss, argnums=(0, 1, 2))
+            return lambda *x: sum(jnp.sum(g.astype(jnp.float32) ** 2) for g in gradients(*x))
+
+        for order in (slope, lambda i: jax.grad(slope(i), argnums=(0, 1, 2))):
+            actual, expected = (order(path)(*inputs[:3]) for path in ("mosaic_gpu", "xla"))
+            for found, wanted in zip(
+                jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True
+            ):
+                found, wanted = (np.asarray(x, np.float32) for x in (found, wanted))
+                np.testing.assert_allclose(found, wanted, rtol=0, atol=0.05 * np.abs(wanted).max())
+        assert fake_attention.calls

@@ -1,0 +1,269 @@
+"""Bad arguments of `attention` and `merge_attention`: what is raised, and what it says."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import problems
+import pytest
+
+import ikbo_jax as ikbo
+from ikbo_jax.tuning.configs import ATTENTION_HEAD_DIMS, AttentionConfig
+
+# B=7, U=3, T=2, S=5, N=4, K=2, H=8
+SHAPE = problems.AttentionShape(3, 7, 2, 5, 4, 2, 8)
+INPUTS = problems.make_attention_inputs(SHAPE)
+ARRAYS = dict(zip(INPUTS._fields[:4], INPUTS[:4], strict=True))
+BF16 = jnp.bfloat16
+
+
+def ones(*shape: int, dtype: Any = BF16) -> jax.Array:
+    return jnp.ones(shape, dtype)
+
+
+OWN = ones(7, 3, 2, 8)
+
+BAD_ARRAYS = {
+    "query_rank": (
+        {"query": ones(7, 2, 8)},
+        "query must have shape [B, T, N, H], but has shape (7, 2, 8)",
+    ),
+    "key_rank": (
+        {"key": ones(3, 5, 8)},
+        "key must have shape [U, S, K, H], but has shape (3, 5, 8)",
+    ),
+    "value_rank": (
+        {"value": ones(3, 5, 2, 8, 1)},
+        "value must have shape [U, S, K, H], but has shape (3, 5, 2, 8, 1)",
+    ),
+    "not_an_array": (
+        {"value": [[[[1.0]]]]},
+        "value must be an array of shape [U, S, K, H], but is a list",
+    ),
+    "key_and_value_users": ({"value": ones(4, 5, 2, 8)}, "key has U=3 but value has U=4"),
+    "key_and_value_lengths": ({"value": ones(3, 6, 2, 8)}, "key has S=5 but value has S=6"),
+    "key_and_value_heads": ({"value": ones(3, 5, 1, 8)}, "key has K=2 but value has K=1"),
+    "key_and_value_widths": ({"value": ones(3, 5, 2, 16)}, "key has H=8 but value has H=16"),
+    "query_width": ({"query": ones(7, 2, 4, 16)}, "query has H=16 but key has H=8"),
+    "heads_do_not_divide": (
+        {"query": ones(7, 2, 5, 8)},
+        "query has N=5 heads, which is not a multiple of key's K=2",
+    ),
+    "fewer_heads_than_keys": (
+        {"query": ones(7, 2, 1, 8)},
+        "query has N=1 heads, which is not a multiple of key's K=2",
+    ),
+    "no_key_heads": (
+        {"key": ones(3, 5, 0, 8), "value": ones(3, 5, 0, 8)},
+        "key must have at least 1 head, but has shape (3, 5, 0, 8)",
+    ),
+    "no_width": (
+        {"query": ones(7, 2, 4, 0), "key": ones(3, 5, 2, 0), "value": ones(3, 5, 2, 0)},
+        "query must have a head width H of at least 1, but has shape (7, 2, 4, 0)",
+    ),
+    "b": (
+        {"cand_to_user": jnp.zeros(6, jnp.int32)},
+        "cand_to_user has shape (6,) but query has B=7",
+    ),
+    "index_rank": (
+        {"cand_to_user": jnp.zeros((7, 1), jnp.int32)},
+        "cand_to_user has shape (7, 1) but query has B=7",
+    ),
+    "index_unsigned": (
+        {"cand_to_user": jnp.zeros(7, jnp.uint32)},
+        "cand_to_user must be an int32 array, but is uint32[7]",
+    ),
+    "index_int64": (
+        {"cand_to_user": np.zeros(7, np.int64)},
+        "cand_to_user must be an int32 array, but is int64[7]",
+    ),
+    "index_none": ({"cand_to_user": None}, "cand_to_user must be an int32 array, but is None"),
+    "lengths_of_candidates": (
+        {"key_value_seq_lengths": jnp.zeros(7, jnp.int32)},
+        "key_value_seq_lengths has shape (7,) but key has U=3",
+    ),
+    "lengths_rank": (
+        {"key_value_seq_lengths": jnp.zeros((3, 5), jnp.int32)},
+        "key_value_seq_lengths has shape (3, 5) but key has U=3",
+    ),
+    "lengths_float": (
+        {"key_value_seq_lengths": jnp.zeros(3, jnp.float32)},
+        "key_value_seq_lengths must be an int32 array, but is float32[3]",
+    ),
+    "lengths_list": (
+        {"key_value_seq_lengths": [1, 2, 3]},
+        "key_value_seq_lengths must be an int32 array, but is a list",
+    ),
+    "mixed": ({"key": ones(3, 5, 2, 8, dtype=jnp.float32)}, "query is bfloat16 but key is float32"),
+    "mixed_halves": (
+        {"value": ones(3, 5, 2, 8, dtype=jnp.float16)},
+        "query is bfloat16 but value is float16",
+    ),
+    "f64": (
+        {"query": np.ones((7, 2, 4, 8), np.float64)},
+        "query must be bfloat16, float16 or float32, but is float64",
+    ),
+    "int": (
+        {"key": ones(3, 5, 2, 8, dtype=jnp.int32)},
+        "key must be bfloat16, float16 or float32, but is int32",
+    ),
+    "f8": (
+        {"value": ones(3, 5, 2, 8, dtype=jnp.float8_e4m3fn)},
+        "value must be bfloat16, float16 or float32, but is float8_e4m3fn",
+    ),
+    "no_users": (
+        {"key": ones(0, 5, 2, 8), "value": ones(0, 5, 2, 8)},
+        "key has no rows, shape (0, 5, 2, 8), but query has B=7",
+    ),
+    "self_key_alone": (
+        {"self_key": OWN},
+        "self_key and self_value go together, but self_key is bfloat16[7, 3, 2, 8] and "
+        "self_value is None",
+    ),
+    "self_value_alone": (
+        {"self_value": OWN},
+        "self_key and self_value go together, but self_key is None and self_value is bfloat16",
+    ),
+    "self_rank": (
+        {"self_key": OWN[:, 0], "self_value": OWN},
+        "self_key must have shape [B, T_self, K, H], but has shape (7, 2, 8)",
+    ),
+    "self_of_users": (
+        {"self_key": ones(3, 3, 2, 8), "self_value": OWN},
+        "query has B=7 but self_key has B=3",
+    ),
+    "self_heads": (
+        {"self_key": ones(7, 3, 4, 8), "self_value": OWN},
+        "key has K=2 but self_key has K=4",
+    ),
+    "self_width": (
+        {"self_key": OWN, "self_value": ones(7, 3, 2, 4)},
+        "query has H=8 but self_value has H=4",
+    ),
+    "self_lengths": (
+        {"self_key": OWN, "self_value": OWN[:, :2]},
+        "self_key has T_self=3 but self_value has T_self=2",
+    ),
+    "self_dtype": (
+        {"self_key": OWN, "self_value": OWN.astype(jnp.float16)},
+        "query is bfloat16 but self_value is float16",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD_ARRAYS.values(), ids=BAD_ARRAYS)
+def test_bad_array_raises_and_names_both_values(changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ikbo.attention(**(ARRAYS | changes))
+
+
+@pytest.mark.parametrize("name", ["query_width", "b", "lengths_of_candidates", "no_users"])
+def test_bad_array_raises_while_tracing(name: str) -> None:
+    changes, message = BAD_ARRAYS[name]
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), ARRAYS | changes)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jax.eval_shape(lambda arrays: ikbo.attention(**arrays), shapes)
+
+
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), -float("inf"), np.float32("nan")])
+def test_scale_must_be_finite(scale: float) -> None:
+    with pytest.raises(ValueError, match=f"scale must be a finite number, but is {float(scale)}"):
+        ikbo.attention(**ARRAYS, scale=scale)
+
+
+@pytest.mark.parametrize(
+    ("scale", "words"), [("a quarter", "a str"), (1j, "a complex"), (np.ones(2), r"float64\[2\]")]
+)
+def test_scale_must_be_a_number(scale: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=f"scale must be a number .*, but is {words}"):
+        ikbo.attention(**ARRAYS, scale=scale)
+
+
+def test_scale_must_be_known_while_tracing() -> None:
+    with pytest.raises(ValueError, match=r"known while tracing, but is float32\[\]"):
+        jax.jit(lambda scale: ikbo.attention(**ARRAYS, scale=scale))(jnp.float32(1))
+
+
+@pytest.mark.parametrize("implementation", ["triton", "XLA", "", 3])
+def test_unknown_implementation_lists_the_known(implementation) -> None:
+    message = f"unknown implementation {implementation!r}; known: None, 'mosaic_gpu', 'xla'"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ikbo.attention(**ARRAYS, implementation=implementation)
+
+
+def test_config_must_be_one() -> None:
+    with pytest.raises(ValueError, match="must be an AttentionConfig, but is {'block_kv': 64}"):
+        ikbo.attention(**ARRAYS, config={"block_kv": 64})  # type: ignore[arg-type]
+
+
+def test_xla_takes_no_config() -> None:
+    with pytest.raises(ValueError, match=r"'xla' takes no config, but config is .*block_kv="):
+        ikbo.attention(**ARRAYS, implementation="xla", config=AttentionConfig())
+
+
+def test_mosaic_gpu_off_hopper(on_cpu) -> None:
+    message = "attention with implementation='mosaic_gpu': .* need a Hopper GPU.* is a cpu"
+    with pytest.raises(NotImplementedError, match=message):
+        ikbo.attention(**ARRAYS, implementation="mosaic_gpu")
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtype", "words"),
+    [
+        ({"head_dim": 8}, "bfloat16", (*map(str, ATTENTION_HEAD_DIMS), "H=8")),
+        ({"head_dim": 320}, "float16", (*map(str, ATTENTION_HEAD_DIMS), "H=320")),
+        ({"head_dim": 64}, "float32", ("bfloat16", "float16", "float32")),
+    ],
+    ids=["narrow", "wide", "dtype"],
+)
+def test_mosaic_gpu_says_what_it_cannot_do(fake_attention, changes, dtype, words) -> None:
+    inputs = problems.make_attention_inputs(SHAPE._replace(**changes), dtype)
+    with pytest.raises(NotImplementedError) as raised:
+        ikbo.attention(*inputs[:4], implementation="mosaic_gpu")
+    for word in words:
+        assert word in str(raised.value)
+    assert ikbo.attention(*inputs[:4]).dtype == dtype
+    assert fake_attention.calls == []
+
+
+def test_mosaic_gpu_refuses_an_illegal_config(fake_attention) -> None:
+    inputs = problems.make_attention_inputs(SHAPE._replace(head_dim=64))
+    config = dataclasses.replace(AttentionConfig(), k_stages=99)
+    with pytest.raises(NotImplementedError, match="k_stages=99"):
+        ikbo.attention(*inputs[:4], implementation="mosaic_gpu", config=config)
+
+
+def test_wrong_arguments_win_over_what_the_kernel_cannot_do() -> None:
+    with pytest.raises(ValueError, match="query has H=16 but key has H=8"):
+        ikbo.attention(**(ARRAYS | {"query": ones(7, 2, 4, 16)}), implementation="mosaic_gpu")
+
+
+OUT, LSE = ones(7, 2, 4, 8), jnp.zeros((7, 2, 4), jnp.float32)
+BAD_MERGES = {
+    "rank": ((OUT[0], LSE, OUT, LSE), "out1 must have shape [B, T, N, H], but has shape (2, 4, 8)"),
+    "shape": (
+        (OUT, LSE, OUT[1:], LSE),
+        "out1 has shape (7, 2, 4, 8) but out2 has shape (6, 2, 4, 8)",
+    ),
+    "dtype": ((OUT, LSE, OUT.astype(jnp.float16), LSE), "out1 is bfloat16 but out2 is float16"),
+    "lse_dtype": (
+        (OUT, LSE, OUT, LSE.astype(BF16)),
+        "lse2 must be a float32 array, but is bfloat16[7, 2, 4]",
+    ),
+    "lse_none": ((OUT, None, OUT, LSE), "lse1 must be a float32 array, but is None"),
+    "lse_shape": (
+        (OUT, LSE.mT, OUT, LSE),
+        "lse1 has shape (7, 4, 2) but out1 has shape (7, 2, 4, 8)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD_MERGES.values(), ids=BAD_MERGES)
+def test_bad_merge_raises_and_names_both_values(arguments: tuple, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ikbo.merge_attention(*arguments)

@@ -1,0 +1,188 @@
+"""vmap of `attention`: every combination of batched arguments, in XLA and around the kernel."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import problems
+import pytest
+
+import ikbo_jax as ikbo
+
+SHAPE = problems.AttentionShape(3, 5, 2, 7, 4, 2, 64, "unsorted", "ragged")
+SIZE = 2
+SCALE = 0.1
+FIELDS = problems.AttentionInputs._fields
+COMBINATIONS = [c for c in itertools.product([True, False], repeat=5) if any(c)]
+
+
+def name_of(combination: tuple[bool, ...]) -> str:
+    return "+".join(name for name, b in zip(FIELDS, combination, strict=True) if b)
+
+
+def attend(*arrays: Any, **options: Any) -> Any:
+    options = {"scale": SCALE, "return_residuals": True, **options}
+    return ikbo.attention(*arrays[:4], key_value_seq_lengths=arrays[4], **options)
+
+
+def stacked(combination: tuple[bool, ...], dtype: str) -> problems.AttentionInputs:
+    """Inputs of which those in `combination` hold `SIZE` problems on a leading axis."""
+    each = [problems.make_attention_inputs(SHAPE, dtype, seed) for seed in range(SIZE)]
+    # Clamping must come before rows of several problems are put into one array.
+    wild = jnp.asarray([-1, 1, 3, 2, 99], jnp.int32)
+    each[0] = each[0]._replace(cand_to_user=wild)
+    both = jax.tree.map(lambda *x: jnp.stack(x), *each)
+    return problems.AttentionInputs(
+        *(y if b else x for x, y, b in zip(each[0], both, combination, strict=True))
+    )
+
+
+def problem_at(inputs, combination: tuple[bool, ...], i: int) -> problems.AttentionInputs:
+    pairs = zip(inputs, combination, strict=True)
+    return problems.AttentionInputs(*(x[i] if b else x for x, b in pairs))
+
+
+def axes_of(combination: tuple[bool, ...]) -> tuple[int | None, ...]:
+    return tuple(0 if b else None for b in combination)
+
+
+def runs_of(fake_attention) -> list[dict[str, Any]]:
+    """The calls that ran: a vmap traces the problem for one as well."""
+    return [call for call in fake_attention.calls if "is_sorted" in call]
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS, ids=name_of)
+def test_equals_a_loop(combination: tuple[bool, ...]) -> None:
+    inputs = stacked(combination, "float32")
+    results = jax.vmap(attend, axes_of(combination))(*inputs)
+    for i in range(SIZE):
+        exact = problems.numpy_attention_oracle(problem_at(inputs, combination, i), scale=SCALE)
+        one = jax.tree.map(lambda x, i=i: x[i], results)
+        chex.assert_trees_all_close(one, jax.tree.map(np.float32, exact), atol=5e-6)
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS, ids=name_of)
+def test_equals_a_loop_around_the_kernel(fake_attention, combination: tuple[bool, ...]) -> None:
+    inputs = stacked(combination, "bfloat16")
+    results = jax.vmap(attend, axes_of(combination))(*inputs)
+    assert runs_of(fake_attention), "the kernel was not reached"
+    assert all(call["is_sorted"] for call in runs_of(fake_attention))
+    for i in range(SIZE):
+        problem = problem_at(inputs, combination, i)
+        one = jax.tree.map(lambda x, i=i: x[i], results)
+        problems.assert_attention_within_error_rule(one, problem, scale=SCALE)
+
+
+# Own users, shared users, lengths that alone differ, and values that alone differ.
+KINDS = [
+    (True, True, True, True, True),
+    (True, False, False, True, False),
+    (False, False, False, False, True),
+    (False, False, True, False, False),
+]
+
+
+# XLA on CPU lacks the bf16 products that the gradients of the last two would need.
+@pytest.mark.parametrize(
+    ("combination", "kernel"),
+    [*((kind, False) for kind in KINDS), *((kind, True) for kind in KINDS[:2])],
+    ids=lambda value: name_of(value) if isinstance(value, tuple) else "kernel" if value else "xla",
+)
+def test_gradient_of_vmap_and_vmap_of_gradient(request, combination, kernel: bool) -> None:
+    if kernel:
+        request.getfixturevalue("fake_attention")
+    inputs = stacked(combination, "bfloat16" if kernel else "float32")
+    axes = axes_of(combination)
+
+    def loss(arrays, integers):
+        out, lse = attend(*arrays, *integers)
+        finite = jnp.where(lse == -jnp.inf, 0.0, lse)
+        return jnp.sum(jnp.sin(out.astype(jnp.float32))) + jnp.sum(jnp.cos(finite))
+
+    arrays, integers = inputs[:3], inputs[3:]
+    both_axes = (axes[:3], axes[3:])
+    vmap_of_gradient = jax.vmap(jax.grad(loss), both_axes)(arrays, integers)
+    each = [problem_at(inputs, combination, i) for i in range(SIZE)]
+    loop = [jax.grad(loss)(problem[:3], problem[3:]) for problem in each]
+    expected = jax.tree.map(lambda *x: jnp.stack(x), *loop)
+    tolerance = 0.03 if kernel else 1e-5
+    chex.assert_trees_all_close(vmap_of_gradient, expected, atol=tolerance, rtol=tolerance)
+
+    def total(arrays):
+        return jax.vmap(loss, both_axes)(arrays, integers).sum()
+
+    summed = tuple(
+        x if b else x.astype(jnp.float32).sum(0).astype(x.dtype)
+        for x, b in zip(expected, combination, strict=False)
+    )
+    chex.assert_trees_all_close(jax.grad(total)(arrays), summed, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("kernel", [False, True], ids=["xla", "kernel"])
+def test_nested_vmap_other_axes_own_tokens_and_jit(request, kernel: bool) -> None:
+    if kernel:
+        request.getfixturevalue("fake_attention")
+    dtype = "bfloat16" if kernel else "float32"
+    each = [
+        [problems.make_attention_inputs(SHAPE, dtype, 2 * i + j) for j in range(2)]
+        for i in range(3)
+    ]
+    rows = [jax.tree.map(lambda *x: jnp.stack(x), *row) for row in each]
+    grid = jax.tree.map(lambda *x: jnp.stack(x), *rows)
+    own = problems.random_array(np.random.default_rng(1), (2, 5, 1, 2, 64), dtype)
+
+    def run(query, key, value, index, lengths, own):
+        return attend(query, key, value, index, lengths, self_key=own, self_value=own)[0]
+
+    inner = jax.vmap(run, in_axes=(2, 0, 0, 0, 0, 0), out_axes=1)
+    outer = jax.jit(jax.vmap(inner, in_axes=(0, 0, 0, 0, 0, None)))
+    out = outer(jnp.moveaxis(grid.query, 1, 3), *grid[1:], own)
+    chex.assert_shape(out, (3, 5, 2, 2, 4, 64))
+    for i, j in itertools.product(range(3), range(2)):
+        exact, _ = problems.numpy_attention_oracle(
+            each[i][j], scale=SCALE, self_key=own[j], self_value=own[j]
+        )
+        tolerance = 0.03 if kernel else 5e-6
+        found = np.asarray(out[i, :, j], np.float64)
+        np.testing.assert_allclose(found, exact, rtol=0, atol=tolerance)
+
+
+def test_promise_of_a_sorted_index_ends_where_problems_share_their_users(fake_attention) -> None:
+    combination = (True, False, False, True, False)
+    inputs = stacked(combination, "bfloat16")
+    inputs = inputs._replace(cand_to_user=jnp.sort(inputs.cand_to_user, axis=1))
+    run = jax.vmap(lambda *x: attend(*x, indices_are_sorted=True), axes_of(combination))
+    results = run(*inputs)
+    (call,) = runs_of(fake_attention)
+    assert call["is_sorted"]
+    for i in range(SIZE):
+        one = jax.tree.map(lambda x, i=i: x[i], results)
+        problem = problem_at(inputs, combination, i)
+        problems.assert_attention_within_error_rule(one, problem, scale=SCALE)
+
+
+@pytest.mark.parametrize(
+    ("combination", "users"),
+    [((True, True, True, True, True), SIZE * SHAPE.users), ((True, False, False, True, False), 3)],
+    ids=["own_users", "shared_users"],
+)
+def test_problems_become_one_launch(fake_attention, combination, users: int) -> None:
+    inputs = stacked(combination, "bfloat16")
+    (plan,) = ikbo.explain(jax.vmap(attend, axes_of(combination)), *inputs).plans
+    assert (plan.problem.users, plan.problem.batch) == (users, SIZE * SHAPE.candidates)
+    assert plan.implementation == "mosaic_gpu"
+
+
+@pytest.mark.parametrize("kernel", [False, True], ids=["xla", "kernel"])
+def test_no_problems(request, kernel: bool) -> None:
+    if kernel:
+        request.getfixturevalue("fake_attention")
+    inputs = stacked((True,) * 5, "bfloat16")
+    out, lse = jax.vmap(attend)(*(x[:0] for x in inputs))
+    chex.assert_shape(out, (0, 5, 2, 4, 64))
+    chex.assert_shape(lse, (0, 5, 2, 4))

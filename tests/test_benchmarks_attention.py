@@ -1,0 +1,148 @@
+"""The attention benchmark, on shapes for a CPU."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import attention, attention_providers, timing
+from ikbo_jax.tuning.configs import AttentionProblem
+
+TINY = AttentionProblem(9, 3, 4, 16, 4, 2, 8, "bfloat16")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("IKBO_JAX_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv(timing.COMMIT_VARIABLE, "0123456789abcdef")
+
+
+def point(index: str = "even", lengths: str = "full") -> attention.Point:
+    return attention.Point("s", "S=16", TINY, index, lengths)
+
+
+def test_every_sweep_has_points_that_differ_and_shrink():
+    every = [p for sweep in attention.SWEEPS for p in attention.points(sweep)]
+    assert len({(p.sweep, p.label) for p in every}) == len(every)
+    assert {label.split(" S=")[0] for label in attention.RELATIVE_BARS} <= {p.label for p in every}
+    for p in every:
+        small = attention.shrink(p).problem
+        assert small.useful_flops < p.problem.useful_flops / 1000
+        assert small.q_heads % small.kv_heads == 0
+    with pytest.raises(ValueError, match="unknown sweep 'x'"):
+        next(attention.points("x"))
+
+
+def test_seventy_candidates_are_seventy():
+    (seventy,) = (p for p in attention.points("ratio") if p.label == "70:1")
+    assert seventy.problem.batch == 70 * seventy.problem.users
+
+
+@pytest.mark.parametrize("index", ["even", "ragged", "unsorted"])
+@pytest.mark.parametrize("lengths", ["full", "half"])
+def test_inputs_are_what_the_point_says(index: str, lengths: str):
+    inputs = attention.make_inputs(point(index, lengths))
+    users = np.asarray(inputs.cand_to_user)
+    assert inputs.query.shape == (9, 4, 4, 8)
+    assert users.min() >= 0
+    assert users.max() < 3
+    assert inputs.is_sorted == bool(np.all(np.diff(users) >= 0)) == (index != "unsorted")
+    flops = attention.useful_flops(TINY, inputs)
+    if lengths == "full":
+        assert flops == TINY.useful_flops
+    else:
+        seen = np.asarray(inputs.lengths)
+        assert np.all((seen >= 8) & (seen <= 16))
+        assert flops == TINY.useful_flops * seen[users].sum() // (16 * 9)
+
+
+@pytest.mark.parametrize("index", ["even", "ragged", "unsorted"])
+def test_grouping_by_hand_and_back(index: str):
+    inputs = attention.make_inputs(point(index))
+
+    def attend(query, key, value, *, key_value_seq_lengths):
+        assert query.shape[0] == key.shape[0] == 3
+        assert key_value_seq_lengths is None
+        with jax.numpy_dtype_promotion("standard"):
+            return jax.nn.dot_product_attention(query, key, value, implementation="xla")
+
+    fn, args = attention_providers._grouped(attend, inputs)
+    out = attention_providers._ungrouped(fn(*args), inputs)
+    exact, bound = attention_providers.oracle(inputs, range(9))
+    assert np.abs(np.asarray(out, np.float64) - exact).max() <= bound
+
+
+@pytest.mark.parametrize("lengths", ["full", "half"])
+def test_oracle_admits_the_right_result_and_no_other(lengths: str):
+    inputs = attention.make_inputs(point(lengths=lengths))
+    fn, args = attention_providers.XLA.prepare(inputs)
+    out = np.asarray(fn(*args), np.float64)
+    exact, bound = attention_providers.oracle(inputs, range(9))
+    assert np.abs(out - exact).max() <= bound < 0.1
+    other = attention.make_inputs(point(lengths=lengths), seed=1)
+    wrong, _ = attention_providers.oracle(other, range(9))
+    assert np.abs(wrong - exact).max() > bound
+
+
+def test_run_writes_what_it_measured(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(attention, "points", lambda sweep, dtype: iter((point(),)))
+    monkeypatch.setattr(attention, "shrink", lambda point: point)
+    monkeypatch.setattr(timing, "MATMUL_SIZE", 64)
+    path, plot = tmp_path / "run.json", tmp_path / "run.svg"
+    arguments = ["--out", str(path), "--plot", str(plot), "--sweep", "s"]
+    original = attention.measure_point
+
+    def short(*args, **options):
+        return original(*args, **(options | {"window_s": 0.002, "rounds": 2, "matmul_size": 64}))
+
+    monkeypatch.setattr(attention, "measure_point", short)
+    assert attention.main(arguments) == 0
+    results = timing.read_results(path)
+    (measured,) = results["points"]
+    by_name = {p["name"]: p for p in measured["providers"]}
+    assert list(by_name) == [provider.name for provider in attention_providers.ALL]
+    for name in ("xla", "ikbo"):
+        assert by_name[name]["ok"]
+        assert len(by_name[name]["ms"]) == 2
+    if jax.default_backend() == "cpu":
+        assert "needs a GPU" in by_name["copies-cudnn"]["skipped"]
+    assert "S=16" in capsys.readouterr().out
+    assert "ikbo" in plot.read_text()
+
+
+def test_wrong_result_is_found(monkeypatch):
+    def prepare(inputs):
+        fn, args = attention_providers.XLA.prepare(inputs)
+        return lambda *x: fn(*x) + jnp.bfloat16(0.5), args
+
+    wrong = attention_providers.Provider("wrong", "off by a half", prepare)
+    measured = attention.measure_point(point(), (wrong,), window_s=0.001, rounds=1, matmul_size=64)
+    (record,) = measured["providers"]
+    assert record["ok"] is False
+    results = {"points": [measured], "environment": {"platform": "cpu"}}
+    assert not attention.is_sound(results)
+    assert "WRONG RESULT" in attention.format_table(results)
+
+
+def test_bars_name_what_was_reached():
+    def record(name: str, ms: float, fraction: float) -> dict:
+        return {"name": name, "median_ms": ms, "fraction": fraction}
+
+    def measured(sweep: str, label: str, kv_len: int, *providers: dict) -> dict:
+        problem = {"kv_len": kv_len, "dtype": "bfloat16", "head_dim": 128}
+        return {"sweep": sweep, "label": label, "problem": problem, "providers": list(providers)}
+
+    default = measured(
+        "s", "S=4096", 4096, record("ikbo", 1.0, 0.9), record("copies-cudnn", 6.0, 0.15)
+    )
+    short = measured("s", "S=128", 128, record("ikbo", 1.0, 0.5), record("grouped-cudnn", 1.4, 0.3))
+    unsorted = measured("index", "unsorted", 4096, record("ikbo", 1.1, 0.81))
+    every = [default, short, unsorted]
+    assert attention.bars(default, every) == (
+        "fraction 0.900, bar 0.96; 6.00 x the copies, bar 5.5"
+    )
+    assert attention.bars(short, every) == "1.40 x grouped cuDNN, bar 1.3"
+    assert attention.bars(unsorted, every) == "0.900 of the default's fraction, bar 0.94"
+    assert attention.bars(measured("s", "S=512", 512), every) == ""

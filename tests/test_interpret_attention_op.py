@@ -1,0 +1,73 @@
+"""The public `attention` down to its real kernel, interpreted on a CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import interpreter
+import jax
+import jax.numpy as jnp
+import numpy as np
+import problems
+import pytest
+
+import ikbo_jax as ikbo
+from ikbo_jax.ops import attention as op
+from ikbo_jax.ops import dispatch
+from ikbo_jax.pallas import attention as kernel
+from ikbo_jax.tuning.configs import AttentionConfig
+
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
+PARAMS = dataclasses.replace(interpreter.PARAMS, inline_mgpu="_hack_model_inline_mgpu_tokamax")
+CONFIG = AttentionConfig(block_kv=32, k_stages=2, v_stages=2, q_slots=2, chunk=2)
+SCALE = 0.125
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    """Lets the op take the kernel, and the kernel the interpreter."""
+    monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
+    monkeypatch.setattr(dispatch, "num_sms", lambda: 2)
+    interpreted_kernel = functools.partial(kernel.attention_kernel, interpret=PARAMS)
+    monkeypatch.setattr(kernel, "attention_kernel", interpreted_kernel)
+    op._attention.clear_cache()
+    yield
+    op._attention.clear_cache()
+
+
+@pytest.mark.parametrize("q_len", [3, 64])
+@pytest.mark.parametrize("lengths", ["full", "ragged"])
+def test_unsorted_candidates(q_len: int, lengths: str) -> None:
+    shape = problems.AttentionShape(3, 5, q_len, 40, 2, 1, 64, "unsorted", lengths)
+    inputs = problems.make_attention_inputs(shape)
+    results = ikbo.attention(
+        *inputs[:4],
+        scale=SCALE,
+        key_value_seq_lengths=inputs.key_value_seq_lengths,
+        return_residuals=True,
+        implementation="mosaic_gpu",
+        config=CONFIG,
+    )
+    problems.assert_attention_within_error_rule(results, inputs, scale=SCALE)
+
+
+def test_gradient() -> None:
+    shape = problems.AttentionShape(2, 3, 4, 40, 2, 2, 64, "unsorted", "ragged")
+    inputs = problems.make_attention_inputs(shape)
+
+    def loss(query: jax.Array, implementation: str) -> jax.Array:
+        out = ikbo.attention(
+            query,
+            *inputs[1:4],
+            key_value_seq_lengths=inputs.key_value_seq_lengths,
+            implementation=implementation,
+            config=CONFIG if implementation == "mosaic_gpu" else None,
+        )
+        return jnp.sum(jnp.sin(out.astype(jnp.float32)))
+
+    actual, expected = (
+        jax.grad(loss)(inputs.query, path).astype(jnp.float32) for path in ("mosaic_gpu", "xla")
+    )
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=0.02)

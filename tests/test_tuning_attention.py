@@ -1,0 +1,202 @@
+"""Attention in the dispatch table and in the autotuner."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ikbo_jax.tuning import autotune, configs, rules, table, trials
+from ikbo_jax.tuning.configs import AttentionConfig, AttentionProblem, LinearCompressionProblem
+
+DEFAULT = AttentionProblem(2048, 32, 64, 4096, 2, 2, 128, "bfloat16")
+TINY = AttentionProblem(40, 3, 2, 9, 4, 2, 16, "float32")
+LINEAR = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16")
+
+
+@pytest.fixture(autouse=True)
+def cache_dir(tmp_path, monkeypatch):
+    directory = tmp_path / "cache"
+    monkeypatch.setenv(table.CACHE_DIR_VARIABLE, str(directory))
+    return directory
+
+
+@pytest.fixture
+def builtin(monkeypatch) -> Callable[..., None]:
+    """Replaces the rows of sm90.json."""
+    return lambda *rows: monkeypatch.setattr(table, "_builtin_rows", lambda: rows)
+
+
+def row(problem: Any = DEFAULT, config: Any = "default") -> table.Row:
+    config = table.default_config(problem) if config == "default" else config
+    return table.Row(problem, config, "NVIDIA H200", "2026-01-02", "0.11.2", 1.0, 0.9, 9.0)
+
+
+def other() -> AttentionConfig:
+    """A legal configuration that is not the default one."""
+    return list(configs.attention_candidate_configs(DEFAULT))[1]
+
+
+def at(**changes: Any) -> AttentionProblem:
+    return dataclasses.replace(DEFAULT, **changes)
+
+
+def test_candidates_are_legal_and_differ():
+    candidates = list(configs.attention_candidate_configs(DEFAULT))
+    assert len(candidates) == len(set(candidates)) > 3
+    assert all(table.illegal_reason(DEFAULT, config) is None for config in candidates)
+
+
+@given(
+    head_dim=st.sampled_from(configs.ATTENTION_HEAD_DIMS),
+    q_len=st.integers(1, 256),
+    kv_len=st.integers(1, 20_000),
+    dtype=st.sampled_from(["bfloat16", "float16"]),
+)
+def test_every_size_the_kernel_takes_has_a_configuration(head_dim, q_len, kv_len, dtype):
+    problem = at(head_dim=head_dim, q_len=q_len, kv_len=kv_len, dtype=dtype)
+    config = table.default_config(problem)
+    assert isinstance(config, AttentionConfig)
+    assert table.illegal_reason(problem, config) is None
+    assert table.lookup(problem).config is not None
+
+
+def test_shipped_rows_are_sound():
+    rows = [r for r in table._builtin_rows() if isinstance(r.problem, AttentionProblem)]
+    keys = [(r.problem.dtype, table.shape_class(r.problem)) for r in rows]
+    assert len(keys) == len(set(keys)), "one row per dtype and shape class"
+    for r in rows:
+        assert r.config is None or table.illegal_reason(r.problem, r.config) is None
+        choice = table.lookup(r.problem)
+        assert (choice.config, choice.exact) == (r.config, True)
+
+
+def test_without_rows_the_default_runs_and_says_so(builtin):
+    builtin(row(LINEAR))
+    choice = table.lookup(DEFAULT)
+    assert (choice.config, choice.source) == (table.default_config(DEFAULT), "default")
+
+
+def test_exact_class_before_nearest(builtin):
+    builtin(row(at(kv_len=2048)), row(DEFAULT, other()), row(LINEAR))
+    asked = at(batch=2000, kv_len=4000)
+    choice = table.lookup(asked)
+    assert (choice.config, choice.source, choice.exact) == (other(), "sm90.json", True)
+
+
+def test_nearest_row_is_taken_and_named(builtin):
+    near = at(kv_len=16384)
+    builtin(row(at(kv_len=128, q_len=1)), row(near, other()), row(LINEAR))
+    choice = table.lookup(at(kv_len=8192))
+    assert (choice.config, choice.exact) == (other(), False)
+    assert "nearest row at distance 1.00" in choice.note
+    assert "B=2048 U=32 T=64 S=16384 N=2 K=2 H=128 bfloat16" in choice.note
+
+
+def test_row_of_another_head_width_says_nothing(builtin):
+    builtin(row(at(head_dim=64), other()))
+    asked = at(head_dim=192)
+    assert table.distance(at(head_dim=64), asked) == float("inf")
+    choice = table.lookup(asked)
+    assert (choice.config, choice.source) == (table.default_config(asked), "default")
+
+
+def test_head_width_without_a_kernel_goes_to_xla_and_names_the_others():
+    choice = table.lookup(at(head_dim=80))
+    assert (choice.config, choice.source) == (None, "none")
+    assert all(str(width) in choice.note for width in (80, *configs.ATTENTION_HEAD_DIMS))
+
+
+def test_distance_is_a_symmetric_premetric():
+    assert table.distance(DEFAULT, DEFAULT) == 0
+    a, b = DEFAULT, at(batch=7, users=0, q_heads=8)
+    assert table.distance(a, b) == pytest.approx(table.distance(b, a))
+    assert table.distance(a, b) > 0
+    assert table.distance(a, at(kv_len=8192)) == rules.ATTENTION_DISTANCE_WEIGHTS["kv_len"]
+    assert table.distance(DEFAULT, LINEAR) == table.distance(LINEAR, DEFAULT) == float("inf")
+
+
+def test_rows_of_both_ops_share_the_users_cache():
+    originals = [row(), row(DEFAULT, None), row(LINEAR)]
+    for original in originals:
+        assert table.Row.from_json(json.loads(json.dumps(original.to_json()))) == original
+    table.write_user_row(row(DEFAULT, other()))
+    path = table.write_user_row(row(LINEAR))
+    assert {r["op"] for r in json.loads(path.read_text())["rows"]} == set(rules.RULES)
+    choice = table.lookup(DEFAULT)
+    assert (choice.config, choice.source, choice.exact) == (other(), "user cache", True)
+    assert table.lookup(LINEAR).source == "user cache"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"kv_len": "9"}, "kv_len holds '9'"),
+        ({"batches": [1]}, "unknown keys"),
+        ({"op": "linear_compression"}, "unknown keys"),
+        ({"config": {"block_m": 64}}, "config has keys"),
+    ],
+)
+def test_wrong_row_says_what_is_wrong(changes, reason):
+    with pytest.raises(ValueError, match=reason):
+        table.Row.from_json(row().to_json() | changes)
+
+
+class Bench:
+    """Plays the device: milliseconds for every candidate; None is XLA."""
+
+    def __init__(self, times: dict[Any, float], rest: float) -> None:
+        self.times, self.rest = times, rest
+
+    def __call__(self, task: autotune.Task) -> dict[str, Any]:
+        assert autotune.Task.from_json(task.to_json()) == task
+        return {
+            "device": "NVIDIA H200",
+            "compute_capability": "9.0",
+            "jax": "0.11.2",
+            "matmul_ms": [1.6],
+            "results": [{"ms": [self.times.get(c, self.rest)]} for c in task.candidates],
+        }
+
+
+def test_tuning_picks_the_fastest_and_writes_it():
+    lines: list[str] = []
+    found = autotune.tune_attention(
+        DEFAULT,
+        run=Bench({None: 9.0, other(): 1.0}, 1.5),
+        progress=lambda done, total, text: lines.append(text),
+    )
+    assert table.config_from_json(found["config"], "attention") == other()
+    assert (found["op"], found["ms"], found["xla_ms"]) == ("attention", 1.0, 9.0)
+    assert table.lookup(DEFAULT).config == other()
+    assert any(f"block_kv {other().block_kv}" in line for line in lines)
+
+
+def test_worker_process_measures_on_this_machine():
+    task = autotune.Task(TINY, (None,), window_s=0.002, windows=2, matmul_size=64)
+    found = autotune.run_in_subprocess(task)
+    assert "failure" not in found, found
+    assert len(found["results"][0]["ms"]) == 2
+    assert found["results"][0]["error"] <= found["results"][0]["bound"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_check_admits_the_right_result_and_no_other(dtype):
+    problem = dataclasses.replace(TINY, dtype=dtype)
+    operands = trials.attention_operands(problem)
+    assert operands.query.shape == (40, 2, 4, 16)
+    assert operands.key.shape == operands.value.shape == (3, 9, 2, 16)
+    assert set(operands.cand_to_user.tolist()) == {0, 1, 2}
+    right = trials.attention_runner(problem, None)(*operands)
+    error, bound = trials.check_attention(right, operands)
+    assert error <= bound < 0.1
+    for bad in (0.2, jnp.nan, jnp.inf):
+        wrong = right.at[-2, 1, 3, 5].add(jnp.asarray(bad, right.dtype))
+        error, bound = trials.check_attention(wrong, operands)
+        assert not error <= bound
