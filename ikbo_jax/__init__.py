@@ -9,6 +9,7 @@ from ikbo_jax.ops.linear_compression import (
     linear_compression,
     multilevel_linear_compression,
 )
+from ikbo_jax.rewrite import rewrite
 
 __all__ = [
     "Explanation",
@@ -20,4 +21,5 @@ __all__ = [
     "linear_compression",
     "merge_attention",
     "multilevel_linear_compression",
+    "rewrite",
 ]

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 from jax.extend import core
+from jax.interpreters import ad, batching, mlir
 
 from ikbo_jax.ops import dispatch
 
@@ -19,14 +20,37 @@ class Explanation:
     Attributes:
       plans: one for each call that the traced function holds. A call in a loop's body stands once;
         the branches of a conditional all stand.
+      notes: what functions had to say of themselves by `note`: the reports of `rewrite`.
     """
 
     plans: tuple[dispatch.Plan, ...]
+    notes: tuple[Any, ...] = ()
 
     def __str__(self) -> str:
-        if not self.plans:
-            return "no ikbo_jax op found"
-        return "\n".join(f"{number}. {plan}" for number, plan in enumerate(self.plans, start=1))
+        plans = [f"{number}. {plan}" for number, plan in enumerate(self.plans, start=1)]
+        return "\n".join([*map(str, self.notes), *(plans or ["no ikbo_jax op found"])])
+
+
+# The identity on an array, with a note as a parameter; like `dispatch.plan_p`, but outside of any
+# custom derivative, and so with one of its own.
+note_p = core.Primitive("ikbo_note")
+note_p.def_impl(lambda x, *, note: x)
+note_p.def_abstract_eval(lambda x, *, note: x)
+mlir.register_lowering(note_p, lambda ctx, x, *, note: [x])
+ad.primitive_jvps[note_p] = lambda primals, tangents, *, note: (
+    note_p.bind(*primals, note=note),
+    *tangents,
+)
+batching.primitive_batchers[note_p] = lambda args, dims, *, note: (
+    note_p.bind(*args, note=note),
+    dims[0],
+)
+
+
+def note(result: jax.Array, note: Any) -> jax.Array:
+    """Returns `result`, marked in the traced program with a hashable note for `explain`."""
+    marked: jax.Array = note_p.bind(result, note=note)
+    return marked
 
 
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
@@ -59,17 +83,22 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         return [x for x in jax.tree.leaves(out) if hasattr(x, "dtype")]
 
     arrays = [leaf for leaf, is_array in zip(leaves, traced, strict=True) if is_array]
-    return Explanation(tuple(_plans(jax.make_jaxpr(call)(arrays).jaxpr)))
+    found = list(marks(jax.make_jaxpr(call)(arrays).jaxpr))
+    plans = tuple(mark for mark in found if isinstance(mark, dispatch.Plan))
+    return Explanation(plans, tuple(mark for mark in found if not isinstance(mark, dispatch.Plan)))
 
 
-def _plans(jaxpr: core.Jaxpr) -> Iterator[dispatch.Plan]:
+def marks(jaxpr: core.Jaxpr) -> Iterator[Any]:
+    """The plans and notes of a traced program, in its order."""
     for eqn in jaxpr.eqns:
         if eqn.primitive is dispatch.plan_p:
             yield eqn.params["plan"]
+        if eqn.primitive is note_p:
+            yield eqn.params["note"]
         for value in eqn.params.values():
             # Calls hold one program, conditionals a tuple of them.
             for inner in value if isinstance(value, (tuple, list)) else (value,):
                 if isinstance(inner, core.ClosedJaxpr):
-                    yield from _plans(inner.jaxpr)
+                    yield from marks(inner.jaxpr)
                 elif isinstance(inner, core.Jaxpr):
-                    yield from _plans(inner)
+                    yield from marks(inner)

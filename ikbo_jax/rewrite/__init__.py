@@ -1,0 +1,118 @@
+"""`rewrite`: takes the materialised broadcast out of a model that is written with it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from ikbo_jax.ops import explain
+from ikbo_jax.rewrite import calls, contraction, jit, reshape, rules, sources  # noqa: F401  For rules.
+from ikbo_jax.rewrite.interpret import Context, NotCovered, Rule, register_rule
+from ikbo_jax.rewrite.lineage import Concat, Lazy, Lineage
+from ikbo_jax.rewrite.report import FoundBroadcast, Materialisation, Recorder, RewriteReport
+
+__all__ = [
+    "Concat",
+    "Context",
+    "FoundBroadcast",
+    "Lazy",
+    "Lineage",
+    "Materialisation",
+    "NotCovered",
+    "RewriteReport",
+    "Rule",
+    "register_rule",
+    "rewrite",
+]
+
+
+def rewrite(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `fn` without its materialised broadcasts of users to candidates.
+
+    The returned function traces `fn` at each call (so put it under `jax.jit`) and follows every
+    lookup of a smaller batch's rows by the larger one's index. Work on such values runs at the
+    smaller batch; where they meet values of the larger batch, an op of this library or a
+    decomposition takes over; what no rule covers is materialised there, as `fn` would have done.
+
+    Args:
+      fn: any function that JAX can trace. Arrays among its arguments are traced; everything else
+        in them is passed as is.
+
+    Returns:
+      A function with `fn`'s signature and results, up to the order in which floating-point numbers
+      are added. It composes with jit, grad, vmap and checkpoint; `ikbo_jax.explain` of it tells
+      what was found. If nothing is found, or nothing is gained, the original program runs.
+
+    Raises:
+      Whatever `fn` raises while it is traced.
+    """
+    if getattr(fn, "_ikbo_rewritten", False):
+        return fn
+
+    @functools.wraps(fn)
+    def rewritten(*args: Any, **kwargs: Any) -> Any:
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+        traced = [_is_array(leaf) for leaf in leaves]
+        # Results that are no arrays do not pass through the traced program.
+        rest_of_results: list[Any] = []
+
+        def flat(arrays: list[Any]) -> list[Any]:
+            values = _merge(traced, arrays, leaves)
+            call_args, call_kwargs = jax.tree.unflatten(treedef, values)
+            out, out_treedef = jax.tree.flatten(fn(*call_args, **call_kwargs))
+            arrays_out = [_is_array(x) for x in out]
+            others = [None if a else x for x, a in zip(out, arrays_out, strict=True)]
+            rest_of_results[:] = [out_treedef, arrays_out, others]
+            return [x for x, a in zip(out, arrays_out, strict=True) if a]
+
+        arrays = [leaf for leaf, is_array in zip(leaves, traced, strict=True) if is_array]
+        program = jax.make_jaxpr(flat)(arrays)
+        results = _run(program, arrays)
+        out_treedef, arrays_out, others = rest_of_results
+        return jax.tree.unflatten(out_treedef, _merge(arrays_out, results, others))
+
+    rewritten._ikbo_rewritten = True  # type: ignore[attr-defined]
+    return rewritten
+
+
+def _run(program: Any, arrays: list[Any]) -> list[Any]:
+    """The results of a traced program, rewritten if that gains anything."""
+    recorder = Recorder()
+
+    def interpreted(*arrays: Any) -> list[Any]:
+        ctx = Context(recorder)
+        results = ctx.run_closed(program, arrays)
+        return [ctx.materialise(None, x, "returned by the function") for x in results]
+
+    original = core.jaxpr_as_fun(program)
+    if Context(recorder).is_plain_program(program):
+        results = original(*arrays)
+    elif _may_leave_dead_code(program) and any(isinstance(x, jax.core.Tracer) for x in arrays):
+        # Traced once only. If nothing was gained, what was traced for nothing is dead code.
+        results = interpreted(*arrays)
+        results = results if recorder.changed else original(*arrays)
+    else:
+        better = jax.make_jaxpr(interpreted)(*arrays)
+        results = core.jaxpr_as_fun(better)(*arrays) if recorder.changed else original(*arrays)
+    if results:
+        results = [explain.note(results[0], recorder.report()), *results[1:]]
+    return results
+
+
+def _may_leave_dead_code(program: Any) -> bool:
+    """Whether nothing tells a program from one with unused equations: no effect, and no mark."""
+    return not program.effects and not any(True for _ in explain.marks(program.jaxpr))
+
+
+def _is_array(x: Any) -> bool:
+    # Types such as np.float32, which people pass as dtypes, have both as well.
+    return hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, type)
+
+
+def _merge(is_array: list[bool], arrays: list[Any], others: list[Any]) -> list[Any]:
+    rest = iter(arrays)
+    return [next(rest) if a else x for x, a in zip(others, is_array, strict=True)]

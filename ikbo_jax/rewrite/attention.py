@@ -1,0 +1,196 @@
+"""Attention of candidates' queries over what is looked up by user, as models spell it out.
+
+A product of queries with looked-up keys, row by row, would need a copy of the keys for every
+candidate. It is not computed but kept as `Scores`, which follow the program through scale, mask,
+casts and softmax. When the probabilities meet the looked-up values, one call of `ikbo.attention`
+computes it all. If anything else happens to the scores, they are computed as the program says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ikbo_jax.ops.attention import attention
+from ikbo_jax.rewrite.interpret import Context, NotCovered
+from ikbo_jax.rewrite.lineage import Lazy, has_lineage, is_plain, mask_rows, origins_of, spread_axes
+from ikbo_jax.rewrite.scores import BATCH, HEAD, KEY, ONE, QUERY, STEPS, Label, Logits, Scores, only
+
+#: f32 logits plus less than this are rounded to whole numbers and more.
+_ADDED_IS_LOST_BELOW = -1e7
+
+
+def start(
+    ctx: Context,
+    eqn: Any,
+    lhs: Any,
+    rhs: Any,
+    plain_product: Callable[[Context], jax.Array],
+) -> Scores | None:
+    """Scores, if a product is one of queries at the larger batch with looked-up keys."""
+    (contract, batch) = eqn.params["dimension_numbers"]
+    lhs, rhs = (
+        one_user(ctx, lhs, batch[0], rhs, batch[1]),
+        one_user(ctx, rhs, batch[1], lhs, batch[0]),
+    )
+    sides = [(lhs, contract[0], batch[0]), (rhs, contract[1], batch[1])]
+    if has_lineage(lhs):
+        sides.reverse()
+    (query, query_contract, query_batch), (key, key_contract, key_batch) = sides
+    if has_lineage(query) or not has_lineage(key) or key.axis not in key_batch:
+        return None
+    key_free = [d for d in range(len(key.shape)) if d not in (*key_contract, *key_batch)]
+    if len(query_contract) != 1 or len(key_free) != 1 or key.dtype != query.dtype:
+        return None
+    if not jnp.issubdtype(key.dtype, jnp.floating):
+        return None
+    at = list(key_batch).index(key.axis)
+    heads_key = [d for d in key_batch if d != key.axis]
+    heads_query = [d for n, d in enumerate(query_batch) if n != at]
+    query = ctx.build(query)
+    queries = [d for d in range(query.ndim) if d not in (*query_contract, *query_batch)]
+    key_order = [key.axis, *key_free, *heads_key, *key_contract]
+    key = spread_axes(key, range(len(key.shape)))
+    key = dataclasses.replace(
+        key,
+        base=_transposed(key.base, key_order),
+        shape=tuple(key.shape[d] for d in key_order),
+        axis=0,
+    )
+    root = Logits(
+        _transposed(query, [query_batch[at], *queries, *heads_query, *query_contract]),
+        key,
+        tuple(query.shape[d] for d in queries),
+        tuple(query.shape[d] for d in heads_query),
+    )
+    heads = iter(range(len(heads_query)))
+    labels: list[Label] = [
+        (BATCH, 0) if n == at else (HEAD, next(heads)) for n in range(len(key_batch))
+    ]
+    free: list[Label] = [(QUERY, n) for n in range(len(queries))]
+    labels += [*free, (KEY, 0)] if has_lineage(rhs) else [(KEY, 0), *free]
+    (out,) = eqn.outvars
+    return Scores(
+        root, "logits", tuple(labels), tuple(out.aval.shape), out.aval.dtype, plain_product
+    )
+
+
+def one_user(ctx: Context, x: Any, batch: Any, other: Any, other_batch: Any) -> Any:
+    """What all rows share along one batch dimension, as what is looked up from a batch of one."""
+    if not isinstance(x, Lazy) or x.lineage is not None or is_plain(other) is False:
+        return x
+    shared = [
+        d
+        for d, o in zip(batch, other_batch, strict=True)
+        if x.base.shape[d] == 1 and x.shape[d] > 1 and other.shape[o] > 1
+    ]
+    if len(shared) != 1 or len(x.shape) < 3:
+        return x
+    size = x.shape[shared[0]]
+    index = ctx.lineage(("one", size), 1, size, lambda: jnp.zeros(size, jnp.int32))
+    return dataclasses.replace(x, lineage=index, axis=shared[0])
+
+
+def _transposed(x: jax.Array, order: list[int]) -> jax.Array:
+    return x if order == list(range(x.ndim)) else lax.transpose(x, order)
+
+
+def _dot(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
+    """Probabilities times looked-up values: the end."""
+    scores = only((lhs, rhs))
+    if scores.stage != "probabilities":
+        raise NotCovered(f"attention is not recognised: product with its {scores.stage}")
+    (contract, batch) = eqn.params["dimension_numbers"]
+    left = scores is lhs
+    value = rhs if left else lhs
+    own, other = (0, 1) if left else (1, 0)
+    root = scores.root
+    pairs = dict(zip((scores.labels[d] for d in batch[own]), batch[other], strict=True))
+    axis = pairs.get((BATCH, 0))
+    shared = isinstance(value, Lazy) and value.lineage is None and axis is not None
+    if shared and value.base.shape[axis] == root.key.base.shape[0] == 1:
+        # All candidates share it, as they share the keys.
+        value = dataclasses.replace(value, lineage=root.lineage, axis=axis)
+    if not has_lineage(value) or value.lineage.core is not root.lineage.core:
+        raise NotCovered("attention is not recognised: its values are not looked up as its keys")
+    heads: list[Any] = [pairs.get((HEAD, n)) for n in range(len(root.heads))]
+    free = [d for d in range(len(value.shape)) if d not in (*contract[other], *batch[other])]
+    if (
+        [scores.labels[d] for d in contract[own]] != [(KEY, 0)]
+        or axis != value.axis
+        or None in heads
+        or len(pairs) != 1 + len(heads)
+        or len(free) != 1
+        or value.shape[free[0]] != root.key.shape[-1]
+    ):
+        raise NotCovered("attention is not recognised: another product with its values")
+    value = spread_axes(value, range(len(value.shape)))
+    base = _transposed(value.base, [value.axis, *contract[other], *heads, *free])
+    if base.dtype != root.key.dtype:
+        base = base.astype(root.key.dtype)
+    out = _attend(ctx, eqn, root, base)
+    for of in (root.lineage, value.lineage):
+        out = mask_rows(out, of, 0)
+    # out is [batch, *queries, *heads, width].
+    own_free = [d for d in range(len(scores.shape)) if d not in (*contract[own], *batch[own])]
+    width: Label = ("width", 0)
+    order = [scores.labels[d] for d in batch[own]]
+    rest = [scores.labels[d] for d in own_free]
+    order += [*rest, width] if left else [width, *rest]
+    have: list[Label] = [(BATCH, 0)]
+    have += [(QUERY, n) for n in range(len(root.queries))]
+    have += [(HEAD, n) for n in range(len(root.heads))] + [width]
+    real = [label for label in order if label[0] != ONE]
+    dropped = [n for n, label in enumerate(have) if label not in real]
+    out = lax.squeeze(out, dropped) if dropped else out
+    have = [label for label in have if label in real]
+    out = lax.transpose(out, [have.index(label) for label in real])
+    out = out.reshape(eqn.outvars[0].aval.shape)
+    ctx.recorder.saved(eqn, origins_of(root.key, value) | root.mask_origins, "attention", 0, True)
+    return out.astype(eqn.outvars[0].aval.dtype)
+
+
+def _attend(ctx: Context, eqn: Any, root: Logits, value: jax.Array) -> jax.Array:
+    """[batch, *queries, *heads, width]; `value` is [users, keys, *heads, width]."""
+    batch, width = root.query.shape[0], root.query.shape[-1]
+    users, keys = value.shape[:2]
+    heads = math.prod(root.heads)
+    query = root.query.reshape(batch, math.prod(root.queries), heads, width)
+    key = root.key.base.reshape(users, keys, heads, width)
+    value = value.reshape(users, keys, heads, width)
+    lengths = root.lengths
+    if root.mask is not None:
+        if lengths is None:
+            # Attention takes its keys in any order: the kept ones go first.
+            lengths = jnp.sum(root.mask, axis=1, dtype=jnp.int32)
+            order = jnp.argsort(~root.mask, axis=1, stable=True)[:, :, None, None]
+            key = jnp.take_along_axis(key, order, axis=1)
+            value = jnp.take_along_axis(value, order, axis=1)
+        lengths = jnp.clip(lengths, 0, keys)
+        # Where all keys are masked, softmax weighs all alike, or is NaN if nothing but -inf is
+        # there. Keys of 0, or of NaN, do the same. A number that is added to all logits changes
+        # nothing, unless they are lost in its rounding.
+        empty = lengths == 0
+        if not root.added or root.fill < _ADDED_IS_LOST_BELOW:
+            alike = jnp.asarray(0 if root.fill > -math.inf else jnp.nan, key.dtype)
+            key = jnp.where(empty[:, None, None, None], alike, key)
+        lengths = jnp.where(empty, keys, lengths)
+    out = attention(
+        query,
+        key,
+        value,
+        root.lineage.index,
+        scale=root.scale,
+        key_value_seq_lengths=lengths,
+    )
+    assert not isinstance(out, tuple)
+    return out.reshape(batch, *root.queries, *root.heads, width)
+
+
+STEPS["dot_general"] = _dot

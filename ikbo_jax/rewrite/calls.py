@@ -1,0 +1,415 @@
+"""Rules of primitives that hold programs: custom derivatives, checkpoint, scan, cond."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import core
+
+from ikbo_jax.rewrite.interpret import KEEP_NAN, Context, NotCovered, register_rule
+from ikbo_jax.rewrite.lineage import Concat, Lazy, is_plain, lazy, spread, take_rows
+from ikbo_jax.rewrite.rules import ELEMENTWISE
+
+# A value outside a program and its arrays inside: `unpack` takes a value apart into arrays, which
+# can be arguments and results of a traced function, and a function that puts it together again.
+
+
+def unpack(value: Any) -> tuple[list[Any], Any]:
+    """The arrays of a value, and the function that puts the value together again."""
+    if is_plain(value):
+        return [value], lambda arrays: arrays[0]
+    if isinstance(value, Lazy):
+        return [value.base], lambda arrays: dataclasses.replace(value, base=arrays[0])
+    assert isinstance(value, Concat)
+    taken = [unpack(part) for part in value.parts]
+
+    def pack(arrays: Sequence[Any]) -> Any:
+        rest = iter(arrays)
+        parts = [put([next(rest) for _ in inside]) for inside, put in taken]
+        return Concat(tuple(parts), value.axis)
+
+    return [array for inside, _ in taken for array in inside], pack
+
+
+def unpack_all(values: Sequence[Any]) -> tuple[list[Any], Any]:
+    """The arrays of all values, and the function that puts the values together again."""
+    taken = [unpack(value) for value in values]
+
+    def pack(arrays: Sequence[Any]) -> list[Any]:
+        rest = iter(arrays)
+        return [put([next(rest) for _ in inside]) for inside, put in taken]
+
+    return [array for inside, _ in taken for array in inside], pack
+
+
+def form(value: Any) -> Any:
+    """What must agree for two values to be the same kind of result."""
+    if isinstance(value, Lazy):
+        base = (value.base.shape, value.base.dtype)
+        return (base, value.shape, value.lineage, value.axis)
+    if isinstance(value, Concat):
+        return (value.axis, tuple(map(form, value.parts)))
+    return "plain"
+
+
+def settled(inner: Context, values: Sequence[Any], outer: Context) -> list[Any]:
+    """The values, but without lineages that exist only inside."""
+    known = {id(entry[1]) for scope in outer._scopes() for entry in scope._lineages.values()}
+
+    def leaves(value: Any) -> Any:
+        if isinstance(value, Concat):
+            return all(map(leaves, value.parts))
+        return is_plain(value) or value.lineage is None or id(value.lineage) in known
+
+    return [
+        value
+        if is_plain(value) or isinstance(value, (Lazy, Concat)) and leaves(value)
+        else inner.materialise(None, value, "result of an inner function")
+        for value in values
+    ]
+
+
+@register_rule("remat2", source=True)
+def _checkpoint(ctx: Context, eqn: Any, *operands: Any) -> Any:
+    jaxpr = eqn.params["jaxpr"]
+    if all(map(is_plain, operands)) and ctx.is_plain_program(jaxpr):
+        return ctx.bind(eqn, *operands)
+    arrays, pack = unpack_all(operands)
+    packs: list[Any] = []
+
+    def body(*arrays: Any) -> Any:
+        inner = ctx.inner()
+        results = settled(inner, inner.run_closed(jaxpr, pack(arrays), eqn), ctx)
+        out, out_pack = unpack_all(results)
+        packs.append(out_pack)
+        return out
+
+    policy, prevent_cse = eqn.params["policy"], eqn.params["prevent_cse"]
+    out = jax.checkpoint(body, policy=policy, prevent_cse=prevent_cse)(*arrays)
+    return packs[-1](out)
+
+
+register_rule("checkpoint", _checkpoint, source=True)
+
+
+@register_rule("custom_jvp_call")
+def _custom_jvp(ctx: Context, eqn: Any, *operands: Any) -> Any:
+    """The function and its derivative, both at the smaller batch."""
+    params = eqn.params
+    derivative = params.get("jvp_jaxpr_fun")
+    if derivative is None or params["num_consts"]:
+        raise NotCovered("custom_jvp with closed-over values")
+    arrays, _ = unpack_all(operands)
+    if not all(jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays):
+        raise NotCovered("custom_jvp with operands that are no floating-point numbers")
+    if len(operands) == 1 and _only_elementwise(ctx, params["call_jaxpr"]):
+        results = [operands[0]] * len(eqn.outvars)
+    else:
+        with ctx.muted():
+            results = ctx.inner().run_closed(params["call_jaxpr"], operands, eqn)
+    if not all(isinstance(value, (Lazy, Concat)) for value in results):
+        raise NotCovered("custom_jvp of a function that mixes rows")
+    # A mask of rows out of bounds is laid over the result, and so is none of the function's.
+    _, pack = unpack_all([_unmasked(value) for value in operands])
+    _, pack_results = unpack_all(results)
+    wanted = [_unmasked(value) for value in results]
+
+    @jax.custom_jvp
+    def function(*arrays: Any) -> Any:
+        inner = ctx.inner()
+        values = inner.run_closed(params["call_jaxpr"], pack(arrays), eqn)
+        assert all(map(_matches, values, wanted))
+        return unpack_all(values)[0]
+
+    @function.defjvp
+    def derivative_of(primals: Any, tangents: Any) -> Any:
+        inner = ctx.inner()
+        jaxpr, consts, zeros = derivative.call_wrapped(*[False] * len(operands))
+        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+        both = [*pack(primals), *pack(tangents)]
+        nonzero = [x for x, zero in zip(wanted, zeros, strict=True) if not zero]
+        like = wanted + nonzero
+        with ctx.muted():
+            values = inner.run(jaxpr, consts, both)
+            if not all(map(_matches, values, like)):
+                values = inner.run(jaxpr, consts, [_every_row(x) for x in both])
+                values = [_first_rows(x, y) for x, y in zip(values, like, strict=True)]
+        values = [_widened(x, y) for x, y in zip(values, like, strict=True)]
+        out, rest = values[: len(wanted)], iter(values[len(wanted) :])
+        out_tangents = [
+            jax.tree.map(jnp.zeros_like, unpack(x)[0]) if zero else unpack(next(rest))[0]
+            for x, zero in zip(out, zeros, strict=True)
+        ]
+        return unpack_all(out)[0], [x for tangent in out_tangents for x in tangent]
+
+    return pack_results(function(*arrays))
+
+
+def _only_elementwise(ctx: Context, jaxpr: Any) -> bool:
+    """Whether a program works element by element and keeps NaN, so that a trial is no news."""
+    if id(jaxpr) not in ctx.elementwise_programs:
+        inner = getattr(jaxpr, "jaxpr", jaxpr)
+        made = set(inner.invars)
+        answer = not inner.constvars
+        for eqn in inner.eqns:
+            nested = eqn.params.get("jaxpr")
+            if nested is not None:
+                answer &= eqn.primitive.name in ("jit", "pjit") and _only_elementwise(ctx, nested)
+            else:
+                answer &= eqn.primitive.name in _TRIAL_FREE
+            numbers = [v for v in eqn.invars if isinstance(v, core.Literal)]
+            answer &= len(numbers) < len(eqn.invars)
+            answer &= all(np.ndim(v.val) == 0 for v in numbers)
+            made.update(eqn.outvars)
+        answer &= all(v in made for v in inner.outvars if not isinstance(v, core.Literal))
+        answer &= not any(isinstance(v, core.Literal) for v in inner.outvars)
+        ctx.elementwise_programs[id(jaxpr)] = (jaxpr, answer)
+    return ctx.elementwise_programs[id(jaxpr)][1]
+
+
+_TRIAL_FREE = frozenset(ELEMENTWISE) & KEEP_NAN
+
+
+def _unmasked(value: Any) -> Any:
+    if isinstance(value, Concat):
+        return Concat(tuple(map(_unmasked, value.parts)), value.axis)
+    if isinstance(value, Lazy) and value.lineage is not None:
+        return dataclasses.replace(value, lineage=value.lineage.core)
+    return value
+
+
+def _matches(value: Any, like: Any) -> bool:
+    """Whether two values are alike but for dimensions that one has yet to broadcast."""
+    if isinstance(like, Concat):
+        same = isinstance(value, Concat) and (value.axis, value.sizes) == (like.axis, like.sizes)
+        return same and all(map(_matches, value.parts, like.parts))
+    if isinstance(like, Lazy):
+        return (
+            isinstance(value, Lazy)
+            and (value.lineage, value.axis) == (like.lineage, like.axis)
+            and all(n in (1, m) for n, m in zip(value.base.shape, like.base.shape, strict=True))
+        )
+    return is_plain(value)
+
+
+def _widened(value: Any, like: Any) -> Any:
+    """The value with its arrays in the shapes that the other's have."""
+    if isinstance(like, Concat):
+        parts = (_widened(x, y) for x, y in zip(value.parts, like.parts, strict=True))
+        return Concat(tuple(parts), like.axis)
+    if isinstance(like, Lazy):
+        return dataclasses.replace(value, base=spread(value.base, like.base.shape))
+    return value
+
+
+# A derivative that does not stay at the smaller batch runs once at the larger one, on all rows of
+# the smaller one and some over again; its first rows are the result.
+
+
+def _every_row(value: Any) -> Any:
+    if is_plain(value):
+        return value
+    if isinstance(value, Concat):
+        return lax.concatenate([_every_row(part) for part in value.parts], value.axis)
+    x = value.base
+    if value.lineage is not None:
+        rows = jnp.arange(value.lineage.batch, dtype=jnp.int32) % jnp.int32(value.lineage.users)
+        x = take_rows(x, rows, value.axis)
+    return spread(x, value.shape)
+
+
+def _first_rows(x: Any, like: Any) -> Any:
+    if isinstance(like, Concat):
+        ends = list(itertools.accumulate(like.sizes))
+        cuts = zip([0, *ends[:-1]], ends, like.parts, strict=True)
+        parts = [
+            _first_rows(lax.slice_in_dim(x, start, end, axis=like.axis), part)
+            for start, end, part in cuts
+        ]
+        return Concat(tuple(parts), like.axis)
+    if isinstance(like, Lazy):
+        first = lax.slice(x, [0] * len(like.base.shape), like.base.shape)
+        return dataclasses.replace(like, base=first)
+    return x
+
+
+@register_rule("custom_vjp_call")
+def _custom_vjp(ctx: Context, eqn: Any, *operands: Any) -> Any:
+    raise NotCovered("custom_vjp: its backward pass is written for the larger batch")
+
+
+@register_rule("scan", source=True)
+def _scan(ctx: Context, eqn: Any, *operands: Any) -> Any:
+    params = eqn.params
+    jaxpr = params["jaxpr"]
+    if all(map(is_plain, operands)) and ctx.is_plain_program(jaxpr):
+        return ctx.bind(eqn, *operands)
+    n_consts, n_carry = _scan_counts(params)
+    consts, init, xs = _split(operands, n_consts, n_carry)
+    xs = [
+        ctx.materialise(eqn, x, "scan over the looked-up axis") if not _scannable(x) else x
+        for x in xs
+    ]
+    xs_arrays, _ = unpack_all(xs)
+    carry = list(init)
+
+    def step(carry: Sequence[Any], slices: Sequence[Any]) -> tuple[Context, list[Any]]:
+        inner = ctx.inner()
+        values = _packed_slices(xs, slices)
+        return inner, settled(inner, inner.run_closed(jaxpr, [*consts, *carry, *values], eqn), ctx)
+
+    # A carry stays lazy if the body leaves it in the form in which it came. Each trial makes at
+    # least one more of them an array.
+    while True:
+        with ctx.muted():
+            unstable, built = _trial(step, carry, xs_arrays, n_carry)
+        if not unstable:
+            break
+        for position in unstable:
+            reason = "carried through a scan whose body does not keep it looked up"
+            carry[position] = ctx.materialise(eqn, carry[position], reason)
+
+    for value in consts:
+        if id(value) in built:
+            ctx.materialise(eqn, value, "needed by every step of a scan")
+
+    arrays, pack = unpack_all(carry)
+    packs: list[Any] = []
+
+    def body(arrays: Any, slices: Any) -> Any:
+        inner, results = step(pack(arrays), slices)
+        new = [
+            inner.build(r) if is_plain(c) else r
+            for c, r in zip(carry, results[:n_carry], strict=True)
+        ]
+        stacked = [_stackable(inner, y) for y in results[n_carry:]]
+        packs.append(stacked)
+        return unpack_all(new)[0], unpack_all(stacked)[0]
+
+    out, ys = lax.scan(
+        body,
+        arrays,
+        xs_arrays,
+        length=params["length"],
+        reverse=params["reverse"],
+        unroll=params["unroll"],
+    )
+    return [*pack(out), *_packed_stacks(packs[-1], ys, params["length"])]
+
+
+def _trial(step: Any, carry: list[Any], xs_arrays: Any, n_carry: int) -> tuple[list[int], set[int]]:
+    """One step for nothing.
+
+    Returns:
+      Positions of the carry that the body returns in another form than it got, and the identities
+      of all values that were materialised.
+    """
+    arrays, pack = unpack_all(carry)
+    unstable: list[int] = []
+    built: set[int] = set()
+
+    def once(arrays: Any, slices: Any) -> Any:
+        inner, results = step(pack(arrays), slices)
+        built.update(inner.built())
+        for position in range(n_carry):
+            before, after = form(carry[position]), form(results[position])
+            if before != "plain" and before != after:
+                unstable.append(position)
+        return ()
+
+    slices = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in xs_arrays]
+    jax.eval_shape(once, arrays, slices)
+    return unstable, built
+
+
+def _scan_counts(params: Any) -> tuple[int, int]:
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
+def _split(values: Sequence[Any], *counts: int) -> list[list[Any]]:
+    pieces, rest = [], list(values)
+    for count in counts:
+        pieces.append(rest[:count])
+        rest = rest[count:]
+    return [*pieces, rest]
+
+
+def _scannable(x: Any) -> bool:
+    if isinstance(x, Concat):
+        return x.axis != 0 and all(map(_scannable, x.parts))
+    return is_plain(x) or (x.axis != 0 and x.base.shape[0] == x.shape[0])
+
+
+def _packed_slices(xs: Sequence[Any], slices: Sequence[Any]) -> list[Any]:
+    """The values of one step of a scan."""
+    rest = iter(slices)
+
+    def one(x: Any) -> Any:
+        if isinstance(x, Concat):
+            return Concat(tuple(map(one, x.parts)), x.axis - 1)
+        array = next(rest)
+        if is_plain(x):
+            return array
+        axis = x.axis - 1 if x.lineage else -1
+        return lazy(array, x.shape[1:], x.lineage, axis, x.origins)
+
+    return [one(x) for x in xs]
+
+
+def _stackable(ctx: Context, y: Any) -> Any:
+    return y if is_plain(y) or isinstance(y, Lazy) else ctx.build(y)
+
+
+def _packed_stacks(values: Sequence[Any], stacks: Sequence[Any], length: int) -> list[Any]:
+    """The stacked results of all steps."""
+    out = []
+    for value, stack in zip(values, stacks, strict=True):
+        if is_plain(value):
+            out.append(stack)
+        else:
+            axis = value.axis + 1 if value.lineage else -1
+            out.append(lazy(stack, (length, *value.shape), value.lineage, axis, value.origins))
+    return out
+
+
+@register_rule("cond", source=True)
+def _cond(ctx: Context, eqn: Any, index: Any, *operands: Any) -> Any:
+    branches = eqn.params["branches"]
+    if all(map(is_plain, operands)) and all(map(ctx.is_plain_program, branches)):
+        return ctx.bind(eqn, index, *operands)
+    index = ctx.materialise(eqn, index, "decides which branch runs")
+
+    def results(branch: Any) -> tuple[Context, list[Any]]:
+        inner = ctx.inner()
+        return inner, settled(inner, inner.run_closed(branch, operands, eqn), ctx)
+
+    forms: list[list[Any]] = []
+    with ctx.muted():
+        for branch in branches:
+            jax.eval_shape(lambda b=branch: forms.append([form(v) for v in results(b)[1]]))
+    agree = [all(form == column[0] for form in column) for column in zip(*forms, strict=True)]
+    packs: list[Any] = []
+
+    def run(branch: Any) -> Any:
+        inner, values = results(branch)
+        reason = "the branches of a cond return it in different forms"
+        values = [
+            v if same else inner.materialise(eqn, v, reason)
+            for v, same in zip(values, agree, strict=True)
+        ]
+        arrays, pack = unpack_all(values)
+        packs.append(pack)
+        return arrays
+
+    out = lax.switch(index, [lambda b=branch: run(b) for branch in branches])
+    return packs[-1](out)

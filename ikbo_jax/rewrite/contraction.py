@@ -1,0 +1,355 @@
+"""Products: at the smaller batch where that can be, by linear compression where batches meet."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ikbo_jax.ops.linear_compression import Term, linear_compression, multilevel_linear_compression
+from ikbo_jax.rewrite import attention
+from ikbo_jax.rewrite.interpret import Context, NotCovered, register_rule, shape_of
+from ikbo_jax.rewrite.lineage import (
+    Concat,
+    Lazy,
+    Lineage,
+    base_of,
+    has_lineage,
+    is_plain,
+    lazy,
+    mask_rows,
+    origins_of,
+    slice_along,
+    spread,
+    spread_axes,
+)
+from ikbo_jax.rewrite.rules import common_lineage, concat
+
+_HALF = (jnp.bfloat16, jnp.float16)
+
+
+@register_rule("dot_general")
+def _dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
+    if isinstance(lhs, Concat) and isinstance(rhs, Concat):
+        raise NotCovered("product of two concatenations")
+    if isinstance(lhs, Concat) or isinstance(rhs, Concat):
+        return _of_concat(ctx, eqn, lhs, rhs)
+    scores = attention.start(
+        ctx, eqn, lhs, rhs, lambda scope: scope.build(product(scope, eqn, lhs, rhs))
+    )
+    return product(ctx, eqn, lhs, rhs) if scores is None else scores
+
+
+def product(
+    ctx: Context, eqn: Any, lhs: Any, rhs: Any, preferred: Any = None, became: str = ""
+) -> Any:
+    """A product of two values, at the smallest batch that both allow.
+
+    Args:
+      ctx: the scope.
+      eqn: the equation, whose dimension numbers hold for the values.
+      lhs: an array or a `Lazy`.
+      rhs: the same.
+      preferred: the result's dtype; None for the equation's own.
+      became: what to tell in the report; "" for the usual.
+    """
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = _dims(eqn)
+    lhs, rhs = spread_axes(lhs, lhs_contract), spread_axes(rhs, rhs_contract)
+    for x, dims in ((lhs, lhs_contract), (rhs, rhs_contract)):
+        if has_lineage(x) and x.axis in dims:
+            raise NotCovered("product that sums over the looked-up axis")
+    lhs, rhs = _meet(ctx, eqn, lhs, rhs, lhs_batch, rhs_batch)
+
+    # Every dimension gets a label. A batch dimension that one operand has at size 1 is left out of
+    # that one, and so becomes the other's own.
+    labels = [
+        _labels("l", lhs, lhs_contract, lhs_batch),
+        _labels("r", rhs, rhs_contract, rhs_batch),
+    ]
+    logical = dict(zip(labels[0] + labels[1], shape_of(lhs) + shape_of(rhs), strict=True))
+    logical |= {f"b{n}": shape_of(lhs)[d] for n, d in enumerate(lhs_batch)}
+    wanted = [f"b{n}" for n in range(len(lhs_batch))]
+    wanted += [label for label in labels[0] + labels[1] if label[0] in "lr"]
+    looked_up = {}
+    arrays = []
+    for side, x in enumerate((lhs, rhs)):
+        if has_lineage(x):
+            label = labels[side][x.axis]
+            if label not in looked_up or x.lineage.valid is not None:
+                looked_up[label] = x.lineage
+        array = base_of(x)
+        ones = [
+            d
+            for d, label in enumerate(labels[side])
+            if label[0] == "b" and array.shape[d] == 1 and logical[label] != 1
+        ]
+        arrays.append(lax.squeeze(array, ones) if ones else array)
+        labels[side] = [label for d, label in enumerate(labels[side]) if d not in ones]
+    out, out_labels = _bind_labelled(ctx, eqn, arrays, labels, preferred)
+    missing = [label for label in wanted if label not in out_labels]
+    if missing:
+        out = lax.expand_dims(out, range(len(missing)))
+        out_labels = missing + out_labels
+    permutation = [out_labels.index(label) for label in wanted]
+    if permutation != list(range(len(wanted))):
+        out = lax.transpose(out, permutation)
+
+    shape = tuple(logical[label] for label in wanted)
+    axis = next((n for n, label in enumerate(wanted) if label in looked_up), -1)
+    value_lineage = looked_up[wanted[axis]] if axis >= 0 else None
+    origins = origins_of(lhs, rhs)
+    depth = math.prod(shape_of(lhs)[d] for d in lhs_contract)
+    saved = 2 * depth * (math.prod(shape) - math.prod(out.shape))
+    if saved > 0:
+        ctx.recorder.saved(eqn, origins, became or "product at the smaller batch", saved, True)
+    return lazy(out, shape, value_lineage, axis, origins)
+
+
+def _dims(eqn: Any) -> Any:
+    contract, batch = eqn.params["dimension_numbers"]
+    return [[int(d) for d in side] for side in contract], [[int(d) for d in side] for side in batch]
+
+
+def _labels(side: str, x: Any, contract: Any, batch: Any) -> list[str]:
+    named = {d: f"c{n}" for n, d in enumerate(contract)} | {d: f"b{n}" for n, d in enumerate(batch)}
+    return [named.get(d, f"{side}{d}") for d in range(len(shape_of(x)))]
+
+
+def _meet(
+    ctx: Context, eqn: Any, lhs: Any, rhs: Any, lhs_batch: list[int], rhs_batch: list[int]
+) -> tuple[Any, Any]:
+    """Materialises what keeps two operands from being multiplied at one batch."""
+    if has_lineage(lhs) and has_lineage(rhs):
+        pairs = list(zip(lhs_batch, rhs_batch, strict=True))
+        if (lhs.axis, rhs.axis) in pairs and lhs.lineage.core is rhs.lineage.core:
+            return lhs, rhs
+        reason = "product of two values that are looked up differently"
+        return ctx.materialise(eqn, lhs, reason), ctx.materialise(eqn, rhs, reason)
+    for x, other, dims, other_dims in (
+        (lhs, rhs, lhs_batch, rhs_batch),
+        (rhs, lhs, rhs_batch, lhs_batch),
+    ):
+        if has_lineage(x) and x.axis in dims:
+            opposite = other_dims[dims.index(x.axis)]
+            if np.shape(base_of(other))[opposite] != 1:
+                array = ctx.materialise(
+                    eqn, x, "product with a value at candidate batch, row by row"
+                )
+                return (array, rhs) if x is lhs else (lhs, array)
+    return lhs, rhs
+
+
+def _bind_labelled(
+    ctx: Context, eqn: Any, arrays: list[Any], labels: list[list[str]], preferred: Any
+) -> tuple[Any, list[str]]:
+    contract = [label for label in labels[0] if label[0] == "c"]
+    batch = [label for label in labels[0] if label in labels[1] and label[0] == "b"]
+    # Sizes 1 and full meet in no batch dimension: `_meet` and the squeeze above saw to that. Both
+    # may still be 1.
+    numbers = (
+        tuple(tuple(side.index(label) for label in contract) for side in labels),
+        tuple(tuple(side.index(label) for label in batch) for side in labels),
+    )
+    params = {"dimension_numbers": numbers}
+    if preferred is not None:
+        params["preferred_element_type"] = preferred
+    out = ctx.bind(eqn, *arrays, **params)
+    free = [
+        label for side in labels for label in side if label not in contract and label not in batch
+    ]
+    return out, batch + free
+
+
+def _of_concat(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
+    """A product with a concatenation: by parts."""
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = _dims(eqn)
+    left = isinstance(lhs, Concat)
+    whole, other = (lhs, rhs) if left else (rhs, lhs)
+    contract, other_contract = (
+        (lhs_contract, rhs_contract) if left else (rhs_contract, lhs_contract)
+    )
+    batch = lhs_batch if left else rhs_batch
+    if whole.axis in batch:
+        raise NotCovered("product, row by row, over a concatenation")
+    if whole.axis not in contract:
+        parts = []
+        for part in whole.parts:
+            parts.append(product(ctx, eqn, *((part, other) if left else (other, part))))
+        free = [d for d in range(len(whole.shape)) if d not in contract and d not in batch]
+        axis = len(batch) + free.index(whole.axis)
+        if not left:
+            axis += len(shape_of(other)) - len(contract) - len(batch)
+        return concat(parts, axis)
+    other_axis = other_contract[contract.index(whole.axis)]
+    if has_lineage(other) and other.axis == other_axis:
+        raise NotCovered("product that sums over the looked-up axis")
+    groups = _groups(ctx, whole, other, other_axis)
+    if len(groups) > 1:
+        compressed = _compress(ctx, eqn, left, whole, other, groups)
+        if compressed is not None:
+            return compressed
+    return _sum_of_products(ctx, eqn, left, groups, origins_of(whole, other))
+
+
+def _groups(ctx: Context, whole: Concat, other: Any, other_axis: int) -> list[tuple[Any, Any]]:
+    """The parts with their slices of the other operand, those of one lineage side by side."""
+    other = spread_axes(other, [other_axis])
+    found: dict[Any, tuple[list[Any], list[Any]]] = {}
+    start = 0
+    for part, size in zip(whole.parts, whole.sizes, strict=True):
+        key: Any = "plain"
+        if isinstance(part, Lazy):
+            key = (part.lineage.core, part.axis) if part.lineage else "shared"
+        parts, slices = found.setdefault(key, ([], []))
+        parts.append(part)
+        slices.append(slice_along(other, start, start + size, other_axis))
+        start += size
+    groups = []
+    for parts, slices in found.values():
+        if len(parts) > 1 and all(map(is_plain, slices)):
+            merged = _side_by_side(parts, whole.axis)
+            if merged is not None:
+                groups.append((merged, lax.concatenate(slices, other_axis)))
+                continue
+        groups += list(zip(parts, slices, strict=True))
+    return groups
+
+
+def _side_by_side(parts: list[Any], axis: int) -> Any:
+    """Parts of one lineage as one value; None if their bases do not fit."""
+    parts = [spread_axes(part, [axis]) for part in parts]
+    bases = [base_of(part) for part in parts]
+    common = np.broadcast_shapes(
+        *([1 if d == axis else n for d, n in enumerate(base.shape)] for base in bases)
+    )
+    bases = [spread(b, (*common[:axis], b.shape[axis], *common[axis + 1 :])) for b in bases]
+    base = lax.concatenate(bases, axis)
+    first = parts[0]
+    if is_plain(first):
+        return base
+    length = sum(part.shape[axis] for part in parts)
+    shape = (*first.shape[:axis], length, *first.shape[axis + 1 :])
+    value_lineage, _, _ = common_lineage(parts)
+    return lazy(base, shape, value_lineage, first.axis, origins_of(*parts))
+
+
+def _sum_of_products(ctx: Context, eqn: Any, left: bool, groups: Any, origins: frozenset) -> Any:
+    """Every part times its slice, at its own batch; small results are looked up and added."""
+    (out,) = eqn.outvars
+    dtype = out.aval.dtype
+    # The parts' sum is rounded once, as the whole product's is.
+    wide = jnp.float32 if dtype in _HALF else None
+    total: Any = None
+    for part, piece in groups:
+        operands = (part, piece) if left else (piece, part)
+        term = product(ctx, eqn, *operands, preferred=wide, became="product by parts, then added")
+        term = ctx.materialise(eqn, term, "sum with a value at candidate batch", copied=False)
+        total = term if total is None else lax.add(total, term)
+    return lax.convert_element_type(total, dtype)
+
+
+def _compress(
+    ctx: Context, eqn: Any, left: bool, whole: Concat, weight: Any, groups: list[tuple[Any, Any]]
+) -> Any:
+    """[M, K]·concat([B, K_user, N], [B, K_cand, N]), if it is that; else None."""
+    (lhs_contract, rhs_contract), (lhs_batch, _) = _dims(eqn)
+    contract = (lhs_contract if left else rhs_contract)[:1]
+    weight_contract = rhs_contract[0] if left else lhs_contract[0]
+    if not is_plain(weight) or lhs_batch or len(lhs_contract) != 1:
+        return None
+    if len(whole.shape) != 3 or np.ndim(weight) != 2 or contract != [whole.axis]:
+        return None
+    preferred = eqn.params["preferred_element_type"]
+    dtypes = {jnp.dtype(x.dtype) for pair in groups for x in pair}
+    if len(dtypes) != 1 or (preferred is not None and jnp.dtype(preferred) not in dtypes):
+        return None
+    if str(next(iter(dtypes))) not in ("bfloat16", "float16", "float32"):
+        return None
+    if eqn.params["precision"] not in (None, (lax.Precision.DEFAULT, lax.Precision.DEFAULT)):
+        return None
+    chain = _chain(ctx, whole, groups)
+    if chain is None:
+        return None
+    batch_axis, terms = chain
+    if batch_axis != 0 or whole.axis != 1:
+        return None
+    levels: list[Term] = []
+    for part, piece, parent in terms:
+        rows = spread_axes(part, range(3))
+        piece = piece if weight_contract == 1 else piece.T
+        levels.append(Term(piece, base_of(rows), parent))
+    if len(levels) == 2:
+        (user, cand) = levels
+        assert cand.parent is not None
+        out = linear_compression(
+            cand.weight, user.weight, cand.embedding, user.embedding, cand.parent
+        )
+    else:
+        out = multilevel_linear_compression(levels)
+    batch, k, n = whole.shape
+    saved = 0
+    for term in levels[:-1]:
+        saved += 2 * (batch - term.embedding.shape[0]) * term.weight.size * n
+    name = "linear_compression" if len(levels) == 2 else "multilevel_linear_compression"
+    ctx.recorder.saved(eqn, origins_of(whole), name, saved, True)
+    for part, _, _ in terms:
+        if has_lineage(part):
+            out = mask_rows(out, part.lineage, 0)
+    # out is [B, M, N]; the equation's is [B, N, M] with the weight last, [M, B, N] with it first.
+    return lax.transpose(out, (0, 2, 1) if left else (1, 0, 2))
+
+
+def _chain(
+    ctx: Context, whole: Concat, groups: Any
+) -> tuple[int, list[tuple[Any, Any, Any]]] | None:
+    """The groups coarsest first, each with the index into the one before; None if there is none."""
+    lineages: dict[tuple[Lineage, ...], tuple[Any, Any]] = {}
+    axes = {part.axis for part, _ in groups if has_lineage(part)}
+    for part, piece in groups:
+        if isinstance(part, Lazy) and part.lineage is None:
+            part = _single_user(ctx, part, axes)
+            if part is None:
+                return None
+            axes.add(0)
+        steps = part.lineage.steps if has_lineage(part) else ()
+        if steps in lineages:
+            return None
+        lineages[steps] = (part, piece)
+    if len(axes) != 1 or () not in lineages:
+        return None
+    ordered = sorted(lineages, key=len, reverse=True)
+    if not all(coarse[-len(fine) :] == fine or not fine for coarse, fine in _pairs(ordered)):
+        return None
+    terms: list[tuple[Any, Any, Any]] = []
+    coarser: Any = None
+    for steps in ordered:
+        part, piece = lineages[steps]
+        parent = None if coarser is None else _parent(ctx, coarser, steps)
+        terms.append((part, piece, parent))
+        coarser = steps
+    return axes.pop(), terms
+
+
+def _pairs(values: list[Any]) -> list[tuple[Any, Any]]:
+    return list(zip(values[:-1], values[1:], strict=True))
+
+
+def _parent(ctx: Context, coarse: tuple[Lineage, ...], fine: tuple[Lineage, ...]) -> jax.Array:
+    """The index from a level's rows into the next coarser one's."""
+    first, *rest = coarse[: len(coarse) - len(fine)]
+    for step in rest:
+        first = ctx.compose(first, step)
+    return first.index
+
+
+def _single_user(ctx: Context, part: Lazy, axes: set[int]) -> Lazy | None:
+    """What all candidates share, as what is looked up from a batch of one."""
+    if axes - {0} or part.base.shape[0] != 1 or part.shape[0] <= 1:
+        return None
+    batch = part.shape[0]
+    index = ctx.lineage(("one", batch), 1, batch, lambda: jnp.zeros(batch, jnp.int32))
+    return Lazy(part.base, part.shape, index, 0, part.origins)

@@ -1,0 +1,411 @@
+"""The interpreter: runs a jaxpr on values that may be lazy, by one rule per primitive.
+
+An equation whose operands are all arrays runs as it is, unless its primitive can make a broadcast.
+Otherwise the primitive's rule computes with the lazy values. Where there is no rule, or the rule
+raises `NotCovered`, the operands are materialised and the equation runs as it is; so a rule can
+never be missing for the result to be right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core, source_info_util
+
+from ikbo_jax.ops import dispatch
+from ikbo_jax.rewrite import report
+from ikbo_jax.rewrite.lineage import (
+    Concat,
+    Deferred,
+    Lazy,
+    Lineage,
+    is_plain,
+    take_rows,
+)
+
+#: Takes the context, the equation and its operands; returns its result, or a list of results.
+Rule = Callable[..., Any]
+
+_RULES: dict[str, Rule] = {}
+#: Primitives whose rules also run on arrays alone, since they can make a broadcast.
+_SOURCES: set[str] = set()
+
+
+class NotCovered(Exception):
+    """Raised by a rule that cannot work on these values; the message says why."""
+
+
+def register_rule(
+    primitive: core.Primitive | str, rule: Rule | None = None, *, source: bool = False
+) -> Any:
+    """Registers how a rewrite works on lazy operands of a primitive; replaces the rule it had.
+
+    The rule is called as `rule(ctx, eqn, *operands)`. An operand is a `jax.Array`, a `Lazy` or a
+    `Concat`. It returns a value of the kinds above for each of the equation's results: one, or a
+    list if the primitive has several; `ctx.bind(eqn, *arrays, **params)` runs the primitive. It
+    raises `NotCovered("why")` if it cannot: then the operands are materialised.
+
+    Args:
+      primitive: a `jax.extend.core.Primitive`, or its name.
+      rule: the rule; without it, the function returns a decorator.
+      source: whether the rule is also called when all operands are arrays.
+
+    Returns:
+      The rule, or a decorator.
+    """
+
+    def register(rule: Rule) -> Rule:
+        name = str(primitive)
+        _RULES[name] = rule
+        (_SOURCES.add if source else _SOURCES.discard)(name)
+        return rule
+
+    return register if rule is None else register(rule)
+
+
+class Context:
+    """One scope of a rewrite: the function itself, or the body of a loop or branch in it.
+
+    Attributes:
+      recorder: collects the report.
+      parent: the scope around it, whose arrays may be used here but not the other way round.
+    """
+
+    def __init__(self, recorder: report.Recorder, parent: Context | None = None) -> None:
+        self.recorder = recorder
+        self.parent = parent
+        # Keyed by identity; the entries hold the objects, so that no identity is used again.
+        self._built: dict[int, tuple[Any, jax.Array]] = {}
+        self._numbered: dict[Any, tuple[Any, list[Any]]] = {}
+        self._producers: dict[int, tuple[core.JaxprEqn, Sequence[Any], Any]] = {}
+        self._lineages: dict[Any, tuple[Any, Lineage]] = {}
+        # Answers about whole programs, shared by all scopes.
+        self._plain_jaxprs: dict[int, tuple[Any, bool]] = parent._plain_jaxprs if parent else {}
+        self.rewritten: dict[Any, tuple[Any, Any]] = parent.rewritten if parent else {}
+        self.elementwise_programs: dict[int, tuple[Any, bool]] = (
+            parent.elementwise_programs if parent else {}
+        )
+
+    def inner(self) -> Context:
+        """A scope inside this one."""
+        return Context(self.recorder, self)
+
+    def _scopes(self) -> Iterator[Context]:
+        scope: Context | None = self
+        while scope is not None:
+            yield scope
+            scope = scope.parent
+
+    # Values.
+
+    def build(self, value: Any) -> jax.Array:
+        """The array that a value stands for, computed once a scope. Records nothing."""
+        if is_plain(value):
+            return value
+        for scope in self._scopes():
+            if id(value) in scope._built:
+                return scope._built[id(value)][1]
+        array = value.build(self)
+        self._built[id(value)] = (value, array)
+        return array
+
+    def built(self) -> set[int]:
+        """Identities of the values that were materialised in this scope."""
+        return set(self._built)
+
+    def materialise(
+        self, eqn: core.JaxprEqn | None, value: Any, reason: str, *, copied: bool = True
+    ) -> jax.Array:
+        """The array that a value stands for, and a line of the report that says why it is needed.
+
+        Args:
+          eqn: the equation that needs it; None for the function's result.
+          value: any value.
+          reason: for people.
+          copied: False if XLA looks the rows up inside the operation that needs them.
+        """
+        if is_plain(value):
+            return value
+        if not any(id(value) in scope._built for scope in self._scopes()):
+            if value.step is not None:
+                # What it is made of is copied, not the value itself; for the same reason.
+                with self.recorder.because(reason):
+                    return self.build(value)
+            self.recorder.wrote(eqn, value, reason, copied)
+        return self.build(value)
+
+    def lineage(self, key: Any, users: int, batch: int, make_index: Callable[[], Any]) -> Lineage:
+        """The lineage with this key, made by `make_index` at the first call.
+
+        Args:
+          key: what makes an index the same as another: hashable, with objects by identity.
+          users: rows of the smaller batch.
+          batch: rows of the larger one.
+          make_index: returns the [batch] int32 index, values in [0, users).
+        """
+        full_key = (*(k if isinstance(k, (str, int)) else id(k) for k in key), users)
+        if (known := self._known(full_key)) is not None:
+            return known
+        made = Lineage(make_index(), users, batch)
+        self._lineages[full_key] = (key, made)
+        return made
+
+    def compose(self, coarse: Lineage, fine: Lineage) -> Lineage:
+        """The lineage of rows looked up by `fine` in what was looked up by `coarse`."""
+        steps = (*coarse.steps, *fine.steps)
+        made = self._known(("composed", *map(id, steps)))
+        if made is None:
+            index = take_rows(coarse.index, fine.index, 0)
+            made = Lineage(index, coarse.users, fine.batch, steps)
+            self._lineages["composed", *map(id, steps)] = (steps, made)
+        if coarse.valid is None and fine.valid is None:
+            return made
+
+        def valid() -> jax.Array:
+            masks = [] if fine.valid is None else [fine.valid]
+            if coarse.valid is not None:
+                masks.append(take_rows(coarse.valid, fine.index, 0))
+            return masks[0] if len(masks) == 1 else masks[0] & masks[1]
+
+        return self.masked(made, valid)
+
+    def masked(self, core: Lineage, make_valid: Callable[[], jax.Array]) -> Lineage:
+        """The lineage with those rows marked that were looked up out of bounds."""
+        key = ("masked", id(core))
+        made = self._known(key)
+        if made is None:
+            made = dataclasses.replace(core, valid=make_valid(), unmasked=core)
+            self._lineages[key] = (core, made)
+        return made
+
+    def _known(self, key: Any) -> Lineage | None:
+        for scope in self._scopes():
+            if key in scope._lineages:
+                return scope._lineages[key][1]
+        return None
+
+    def producer(self, value: Any) -> tuple[core.JaxprEqn, Sequence[Any]] | None:
+        """The equation that a value came from, and its operands; None if unknown."""
+        for scope in self._scopes():
+            if id(value) in scope._producers:
+                eqn, operands, _ = scope._producers[id(value)]
+                return eqn, operands
+        return None
+
+    # Running.
+
+    def bind(self, eqn: core.JaxprEqn, *arrays: Any, **params: Any) -> Any:
+        """Runs the equation's primitive on arrays, with some parameters replaced."""
+        bind_params = eqn.primitive.get_bind_params({**eqn.params, **params})
+        return eqn.primitive.bind(*arrays, **bind_params)
+
+    def run(self, jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        """The results of a program on values."""
+        env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
+        env.update(zip(jaxpr.invars, args, strict=True))
+        name_stack = source_info_util.current_name_stack()
+        for eqn in jaxpr.eqns:
+            operands = [v.val if isinstance(v, core.Literal) else env[v] for v in eqn.invars]
+            info = eqn.source_info
+            stack = name_stack + info.name_stack
+            with source_info_util.user_context(info.traceback, name_stack=stack), eqn.ctx.manager:
+                results = self._run_eqn(eqn, operands)
+            env.update(zip(eqn.outvars, results, strict=True))
+        return [v.val if isinstance(v, core.Literal) else env[v] for v in jaxpr.outvars]
+
+    def run_closed(self, jaxpr: Any, args: Sequence[Any], eqn: Any = None) -> list[Any]:
+        """`run`, of a program that holds its constants, inside the equation that calls it."""
+        with self.recorder.inside(eqn):
+            return self.run(getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ()), args)
+
+    def _run_eqn(self, eqn: core.JaxprEqn, operands: list[Any]) -> list[Any]:
+        """Runs an equation; one on integers only once for equal operands.
+
+        `x[index]` and `y[index]` both work out the same rows from the same index; without this
+        they would look like different ones.
+        """
+        key = self._number(eqn, operands)
+        if key is not None:
+            for scope in self._scopes():
+                if key in scope._numbered:
+                    return scope._numbered[key][1]
+        results = self._apply(eqn, operands)
+        if key is not None:
+            self._numbered[key] = (operands, results)
+        for result in results:
+            # What a call returns was made inside of it.
+            self._producers.setdefault(id(result), (eqn, operands, result))
+        return results
+
+    def _number(self, eqn: core.JaxprEqn, operands: list[Any]) -> Any:
+        """What tells an equation on integers, or on single numbers, from others; None of others."""
+        if not on_integers(eqn) and not _is_number(eqn, operands):
+            return None
+        try:
+            key = (eqn.primitive, tuple(eqn.params.items()), tuple(map(_identity, operands)))
+            hash(key)
+        except TypeError:
+            return None
+        return key
+
+    def _apply(self, eqn: core.JaxprEqn, operands: list[Any]) -> list[Any]:
+        name = eqn.primitive.name
+        deferred = [x for x in operands if isinstance(x, Deferred)]
+        if not deferred and name not in _SOURCES:
+            return _as_list(eqn, self.bind(eqn, *operands))
+        rule = _RULES.get(name)
+        try:
+            for x in deferred:
+                if x.step is not None:
+                    return _as_list(eqn, x.step(self, eqn, operands))
+            if rule is None:
+                raise NotCovered(f"no rule for {name}")
+            if _is_op(eqn):
+                raise NotCovered("already an op of ikbo_jax")
+            _check_masks(eqn, deferred)
+            return _as_list(eqn, rule(self, eqn, *operands))
+        except NotCovered as error:
+            reason = str(error)
+        operands = [self.materialise(eqn, operand, reason) for operand in operands]
+        return _as_list(eqn, self.bind(eqn, *operands))
+
+    def is_plain_program(self, jaxpr: Any) -> bool:
+        """Whether a program, run on arrays, has no primitive that can make a broadcast."""
+        if id(jaxpr) not in self._plain_jaxprs:
+            plain = not any(
+                _may_broadcast(eqn) or not all(map(self.is_plain_program, _inner_jaxprs(eqn)))
+                for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns
+            )
+            self._plain_jaxprs[id(jaxpr)] = (jaxpr, plain)
+        return self._plain_jaxprs[id(jaxpr)][1]
+
+    @contextlib.contextmanager
+    def muted(self) -> Iterator[None]:
+        """Nothing is recorded inside: for trial runs."""
+        self.recorder.muted += 1
+        try:
+            yield
+        finally:
+            self.recorder.muted -= 1
+
+
+def _as_list(eqn: core.JaxprEqn, results: Any) -> list[Any]:
+    return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def on_integers(eqn: core.JaxprEqn) -> bool:
+    """Whether an equation works on integers and truth values alone, and does nothing besides."""
+    for v in eqn.outvars:
+        if getattr(getattr(v.aval, "dtype", None), "kind", "i") not in "iub":
+            return False
+    for x in eqn.invars:
+        if getattr(getattr(x.aval, "dtype", None), "kind", "i") not in "iub":
+            return False
+    return not eqn.effects
+
+
+def _is_number(eqn: core.JaxprEqn, operands: list[Any]) -> bool:
+    """Whether an equation's only result is a number, or one number broadcast."""
+    if len(eqn.outvars) != 1 or not 0 < len(operands) <= 2 or eqn.effects:
+        return False
+    for x in operands:
+        if isinstance(x, Lazy):
+            if x.lineage is not None or x.base.size != 1:
+                return False
+        elif not is_plain(x) or np.size(x) != 1:
+            return False
+    return True
+
+
+def _identity(operand: Any) -> Any:
+    if isinstance(operand, jax.Array) or not is_plain(operand):
+        return id(operand)
+    # Literals: Python numbers and NumPy scalars, told apart by type as well.
+    array = np.asarray(operand)
+    return (array.dtype, array.item()) if array.ndim == 0 else id(operand)
+
+
+def _inner_jaxprs(eqn: core.JaxprEqn) -> Iterator[Any]:
+    for value in eqn.params.values():
+        for inner in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(inner, (core.Jaxpr, core.ClosedJaxpr)):
+                yield inner
+
+
+def _may_broadcast(eqn: core.JaxprEqn) -> bool:
+    if eqn.primitive.name == "broadcast_in_dim":
+        # Of a scalar: a constant. Constants are no broadcasts that cost anything.
+        operand: Any = eqn.invars[0].aval
+        result: Any = eqn.outvars[0].aval
+        return operand.ndim > 0 and result.size > operand.size
+    if eqn.primitive.name in ("jit", "pjit"):
+        return False
+    return eqn.primitive.name in _SOURCES and not any(True for _ in _inner_jaxprs(eqn))
+
+
+#: Primitives of whose result every row is NaN throughout where an operand's is. Those that hold
+#: programs count, since what is inside is checked by itself.
+KEEP_NAN = frozenset(
+    """
+    abs acos acosh add asin asinh atan atan2 atanh broadcast_in_dim cbrt ceil concatenate
+    convert_element_type copy cos cosh cumlogsumexp cummax cummin cumprod cumsum digamma div
+    dot_general erf erf_inv erfc exp exp2 expm1 floor gather integer_pow lgamma log log1p logistic
+    max min mul name neg optimization_barrier reduce_max reduce_min reduce_precision reduce_prod
+    reduce_sum rem reshape rev round rsqrt sign sin sinh slice sort split sqrt square squeeze
+    stop_gradient sub tan tanh transpose
+    checkpoint cond custom_jvp_call jit pjit remat2 scan
+    """.split()  # noqa: SIM905  A table of words reads better.
+)
+
+
+def _check_masks(eqn: core.JaxprEqn, operands: list[Any]) -> None:
+    """Raises NotCovered if rows that were looked up out of bounds might not stay NaN."""
+    if not any(map(_is_masked, operands)):
+        return
+    keeps = eqn.primitive.name in KEEP_NAN and all(
+        jnp.issubdtype(v.aval.dtype, jnp.inexact) or _inner_jaxprs_any(eqn)
+        for v in eqn.outvars
+        if hasattr(v.aval, "dtype")
+    )
+    if not keeps:
+        raise NotCovered(
+            f"{eqn.primitive.name} may not keep the NaN of rows looked up out of bounds; "
+            "a lookup with mode='clip' has none"
+        )
+
+
+def _inner_jaxprs_any(eqn: core.JaxprEqn) -> bool:
+    return any(True for _ in _inner_jaxprs(eqn))
+
+
+def _is_masked(value: Any) -> bool:
+    if isinstance(value, Concat):
+        return any(map(_is_masked, value.parts))
+    return isinstance(value, Lazy) and value.lineage is not None and value.lineage.valid is not None
+
+
+#: The ops' functions under jit, which hold kernels and are not gone into.
+_OPS = ("_linear_compression", "_attention", "_gdpa")
+
+
+def _is_op(eqn: core.JaxprEqn) -> bool:
+    """Whether an equation is a call that runs an op of this library."""
+
+    def holds(jaxpr: Any) -> bool:
+        eqns = getattr(jaxpr, "jaxpr", jaxpr).eqns
+        return any(
+            e.primitive is dispatch.plan_p or any(map(holds, _inner_jaxprs(e))) for e in eqns
+        )
+
+    return eqn.params.get("name") in _OPS and any(map(holds, _inner_jaxprs(eqn)))
+
+
+def shape_of(value: Any) -> tuple[int, ...]:
+    """The shape that the program sees; of a literal, ()."""
+    return tuple(np.shape(value)) if is_plain(value) else tuple(value.shape)

@@ -1,0 +1,240 @@
+"""The values that a rewritten program computes with: arrays, and broadcasts not yet carried out.
+
+A value is a plain `jax.Array`, or one of
+
+- `Lazy`: rows of an array at user batch, looked up by a `Lineage`, and an array with dimensions of
+  size 1 that the program sees at full size;
+- `Concat`: parts of any kind along one axis;
+
+or another `Deferred` that a rule makes up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Lineage:
+    """Which row of a smaller batch every row of a larger one comes from.
+
+    Two lineages are the same only if they are the same object; the context makes one for each
+    index of the program.
+
+    Attributes:
+      index: [batch] int32, values in [0, users).
+      users: rows of the smaller batch.
+      batch: rows of the larger one.
+      composed_of: the indices that it is composed of, coarsest first; () if it is one.
+      valid: [batch] bool, False for rows that hold NaN because they were looked up out of bounds;
+        None if there are none.
+      unmasked: the same lineage without `valid`; None if it has none.
+    """
+
+    index: jax.Array
+    users: int
+    batch: int
+    composed_of: tuple[Lineage, ...] = ()
+    valid: jax.Array | None = None
+    unmasked: Lineage | None = None
+
+    @property
+    def core(self) -> Lineage:
+        """The lineage without its mask: what two values must have in common to be worked on."""
+        return self.unmasked or self
+
+    @property
+    def steps(self) -> tuple[Lineage, ...]:
+        """The indices that it is composed of, coarsest first; its core alone if it is one."""
+        return self.core.composed_of or (self.core,)
+
+
+class Deferred:
+    """A value that is not computed yet. Besides `build` it has the attributes below.
+
+    Attributes:
+      shape: what the program sees.
+      dtype: what the program sees.
+      origins: the broadcasts that it stems from.
+    """
+
+    #: The value's own rule for equations that it is an operand of, called as
+    #: `step(ctx, eqn, operands)`; None leaves that to the primitives' rules.
+    step: Callable[..., Any] | None = None
+
+    def build(self, ctx: Any) -> jax.Array:
+        """The array that the program sees."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Lazy(Deferred):
+    """The array `broadcast_to(take(base, lineage.index, axis), shape)`, not yet computed.
+
+    Attributes:
+      base: an array of the rank of `shape`. Its dimension `axis` has `lineage.users` rows, the
+        others have the size in `shape` or 1.
+      shape: what the program sees.
+      lineage: how rows are looked up; None if the array has dimensions of size 1 alone that the
+        program sees larger.
+      axis: the dimension that is looked up; -1 without a lineage.
+      origins: the broadcasts that it stems from.
+    """
+
+    base: jax.Array
+    shape: tuple[int, ...]
+    lineage: Lineage | None = None
+    axis: int = -1
+    origins: frozenset = frozenset()
+
+    @property
+    def dtype(self) -> Any:
+        return self.base.dtype
+
+    def build(self, ctx: Any) -> jax.Array:
+        x = self.base
+        if self.lineage is not None:
+            x = take_rows(x, self.lineage.index, self.axis)
+            x = mask_rows(x, self.lineage, self.axis)
+        return spread(x, self.shape)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Concat(Deferred):
+    """`parts` side by side along `axis`; at least one of them is not an array."""
+
+    parts: tuple[Any, ...]
+    axis: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = list(self.parts[0].shape)
+        shape[self.axis] = sum(self.sizes)
+        return tuple(shape)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Length of every part along the axis."""
+        return tuple(part.shape[self.axis] for part in self.parts)
+
+    @property
+    def dtype(self) -> Any:
+        return self.parts[0].dtype
+
+    @property
+    def origins(self) -> frozenset:
+        return origins_of(*self.parts)
+
+    def build(self, ctx: Any) -> jax.Array:
+        return lax.concatenate([ctx.build(part) for part in self.parts], self.axis)
+
+
+def is_plain(value: Any) -> bool:
+    """Whether the value is an array."""
+    return not isinstance(value, Deferred)
+
+
+def has_lineage(value: Any) -> bool:
+    """Whether the value is looked up along an axis."""
+    return isinstance(value, Lazy) and value.lineage is not None
+
+
+def base_of(value: Any) -> Any:
+    """The array of a `Lazy`; an array itself."""
+    return value.base if isinstance(value, Lazy) else value
+
+
+def origins_of(*values: Any) -> frozenset:
+    """The broadcasts that any of the values stems from."""
+    return frozenset().union(*(v.origins for v in values if not is_plain(v)))
+
+
+def carries(value: Any, axis: int) -> bool:
+    """Whether the value may differ along `axis` other than by being looked up there."""
+    if has_lineage(value) and value.axis == axis:
+        return False
+    return np.ndim(base_of(value)) > 0 and np.shape(base_of(value))[axis] != 1
+
+
+def take_rows(x: jax.Array, index: jax.Array, axis: int) -> jax.Array:
+    """`x` at the rows `index` of `axis`; all of them must lie in bounds."""
+    offset = tuple(d for d in range(x.ndim) if d != axis)
+    numbers = lax.GatherDimensionNumbers(offset, (axis,), (axis,))
+    sizes = tuple(1 if d == axis else size for d, size in enumerate(x.shape))
+    mode = lax.GatherScatterMode.PROMISE_IN_BOUNDS
+    return lax.gather(x, index[:, None], numbers, sizes, mode=mode)
+
+
+def mask_rows(x: jax.Array, of: Lineage, axis: int) -> jax.Array:
+    """`x` with NaN in the rows that `of` looks up out of bounds."""
+    if of.valid is None:
+        return x
+    shape = tuple(of.batch if d == axis else 1 for d in range(x.ndim))
+    valid = lax.broadcast_in_dim(of.valid.reshape(shape), x.shape, tuple(range(x.ndim)))
+    return lax.select(valid, x, jnp.full_like(x, jnp.nan))
+
+
+def spread(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """`x` with its dimensions of size 1 brought to `shape`; the same rank."""
+    if tuple(x.shape) == tuple(shape):
+        return x
+    return lax.broadcast_in_dim(x, shape, tuple(range(len(shape))))
+
+
+def spread_axes(value: Any, axes: Any) -> Any:
+    """The value with the given dimensions of its base at full size, unless they are looked up."""
+    if not isinstance(value, Lazy):
+        return value
+    shape = list(value.base.shape)
+    for axis in axes:
+        if axis != value.axis:
+            shape[axis] = value.shape[axis]
+    return dataclasses.replace(value, base=spread(value.base, tuple(shape)))
+
+
+def lazy(
+    base: jax.Array,
+    shape: tuple[int, ...],
+    lineage: Lineage | None,
+    axis: int,
+    origins: frozenset,
+) -> Any:
+    """A `Lazy`, or `base` itself if there is nothing left to broadcast."""
+    if lineage is None and tuple(base.shape) == tuple(shape):
+        return base
+    return Lazy(base, tuple(shape), lineage, axis if lineage is not None else -1, origins)
+
+
+def slice_along(value: Any, start: int, stop: int, axis: int) -> Any:
+    """`value[..., start:stop, ...]` along `axis`, which must not be looked up."""
+    if np.ndim(base_of(value)) == 0:
+        return value
+    if isinstance(value, Lazy):
+        assert axis != value.axis
+        shape = list(value.shape)
+        shape[axis] = stop - start if shape[axis] != 1 else 1
+        base = value.base
+        if base.shape[axis] != 1:
+            base = lax.slice_in_dim(base, start, stop, axis=axis)
+        return dataclasses.replace(value, base=base, shape=tuple(shape))
+    if value.shape[axis] == 1:
+        return value
+    return lax.slice_in_dim(value, start, stop, axis=axis)
+
+
+def nbytes(shape: tuple[int, ...], dtype: Any) -> int:
+    """Bytes of an array."""
+    return math.prod(shape) * jnp.dtype(dtype).itemsize
+
+
+def text(value: Any) -> str:
+    """Dtype and shape for people: `bfloat16[15,64]`."""
+    return f"{value.dtype}[{','.join(map(str, value.shape))}]"

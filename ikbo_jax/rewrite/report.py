@@ -1,0 +1,277 @@
+"""What a rewrite found and did, collected while it runs and told in the user's own source lines."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+import pathlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from ikbo_jax.rewrite import lineage
+
+
+@dataclasses.dataclass(frozen=True)
+class FoundBroadcast:
+    """One broadcast of the original program.
+
+    Attributes:
+      line: where the program makes it, `model.py:12 (fn)`.
+      what: its shapes, and by what it is looked up.
+      became: what happened instead, each with its line.
+      flops_saved: floating-point operations not done, because they ran at the smaller batch. Work
+        on values that stem from several broadcasts counts for the first alone.
+      bytes_saved: bytes of the copy that are no longer written.
+    """
+
+    line: str
+    what: str
+    became: tuple[str, ...]
+    flops_saved: int
+    bytes_saved: int
+
+    def __str__(self) -> str:
+        lines = [f"{self.line}: {self.what}"]
+        lines += [f"  -> {what}" for what in self.became or ("unused",)]
+        saved = f"{_count(self.flops_saved)}FLOP, {_count(self.bytes_saved)}B not written"
+        return "\n".join([*lines, f"  saves {saved}"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Materialisation:
+    """One place at which a broadcast had to be carried out after all.
+
+    Attributes:
+      line: where.
+      what: dtype and shape of the copy.
+      reason: why.
+      nbytes: size of the copy, in bytes.
+    """
+
+    line: str
+    what: str
+    reason: str
+    nbytes: int
+
+    def __str__(self) -> str:
+        return f"{self.line}: {self.what} ({_count(self.nbytes)}B): {self.reason}"
+
+
+@dataclasses.dataclass(frozen=True)
+class RewriteReport:
+    """What a rewrite found and did; `str` makes plain text of it.
+
+    Attributes:
+      changed: whether the rewritten program runs; False if it is the original.
+      broadcasts: what was found, in program order.
+      materialised: what had to be carried out, in program order.
+    """
+
+    changed: bool
+    broadcasts: tuple[FoundBroadcast, ...] = ()
+    materialised: tuple[Materialisation, ...] = ()
+
+    @property
+    def flops_saved(self) -> int:
+        return sum(found.flops_saved for found in self.broadcasts)
+
+    @property
+    def bytes_saved(self) -> int:
+        return sum(found.bytes_saved for found in self.broadcasts)
+
+    def __str__(self) -> str:
+        if not self.broadcasts:
+            return "rewrite: no broadcast found; the original function runs"
+        count = len(self.broadcasts)
+        lines = [f"rewrite: {count} broadcast{'s' * (count != 1)} found"]
+        if self.changed:
+            saved = f"{_count(self.flops_saved)}FLOP, {_count(self.bytes_saved)}B not written"
+            lines[0] += f"; saves {saved}"
+        else:
+            lines[0] += ", nothing gained; the original function runs"
+        lines += [_indent(str(found)) for found in self.broadcasts]
+        if self.materialised:
+            lines.append("materialised:")
+            lines += [_indent(str(place)) for place in self.materialised]
+        return "\n".join(lines)
+
+
+class Broadcast:
+    """A `FoundBroadcast` in the making."""
+
+    def __init__(self, line: str, what: str, copy_bytes: int, certain: bool) -> None:
+        self.line = line
+        self.what = what
+        self.copy_bytes = copy_bytes
+        # A lookup by an index is a broadcast. Of dimensions of size 1, of which every bias has
+        # some, only those are worth telling that saved a product.
+        self.certain = certain
+        self.became: dict[str, int] = {}
+        self.flops_saved = 0
+        self.bytes_written = 0
+
+    def freeze(self) -> FoundBroadcast:
+        became = tuple(
+            text if times == 1 else f"{text} ({times} times)" for text, times in self.became.items()
+        )
+        saved = max(0, self.copy_bytes - self.bytes_written)
+        return FoundBroadcast(self.line, self.what, became, self.flops_saved, saved)
+
+
+@dataclasses.dataclass
+class Log:
+    """What was recorded in a while.
+
+    Attributes:
+      saved: arguments of `Recorder.saved`, but for the origins.
+      certain: whether a lookup was found, or anything written at the larger batch.
+    """
+
+    saved: list[tuple[Any, str, int, bool]] = dataclasses.field(default_factory=list)
+    certain: bool = False
+
+
+class Recorder:
+    """Collects what one rewrite finds and does."""
+
+    def __init__(self) -> None:
+        self.broadcasts: list[Broadcast] = []
+        self.materialised: list[Materialisation] = []
+        self.changed = False
+        self.muted = 0
+        self.reason = ""
+        self.log: Log | None = None
+        # Equations that call the program that runs. One traced by a jitted library function may
+        # know no line of the user's; that of the call then stands for it.
+        self.calls: list[Any] = []
+
+    @contextlib.contextmanager
+    def inside(self, eqn: Any) -> Iterator[None]:
+        """Inside the program that an equation calls."""
+        self.calls.append(eqn)
+        try:
+            yield
+        finally:
+            self.calls.pop()
+
+    @contextlib.contextmanager
+    def logging(self) -> Iterator[Log]:
+        """What is recorded inside, muted or not, stands in the log as well."""
+        outer, self.log = self.log, Log()
+        try:
+            yield self.log
+        finally:
+            self.log = outer
+
+    @contextlib.contextmanager
+    def because(self, reason: str) -> Iterator[None]:
+        """What is written inside is so for this reason, the outermost one."""
+        outer, self.reason = self.reason, self.reason or reason
+        try:
+            yield
+        finally:
+            self.reason = outer
+
+    def line(self, eqn: Any) -> str:
+        """The user's line that an equation stems from."""
+        if eqn is None:
+            return "the function's result"
+        lines = (source_line(e) for e in (eqn, *reversed(self.calls)) if e is not None)
+        return next((line for line in lines if line), "unknown line")
+
+    def found(self, eqn: Any, what: str, copy_bytes: int, certain: bool) -> Broadcast:
+        broadcast = Broadcast(self.line(eqn), what, copy_bytes, certain)
+        if self.log is not None:
+            self.log.certain |= certain
+        if not self.muted:
+            self.broadcasts.append(broadcast)
+        return broadcast
+
+    def saved(self, eqn: Any, origins: frozenset, became: str, flops: int, product: bool) -> None:
+        """Records work done at the smaller batch instead of the larger one.
+
+        Args:
+          eqn: the program's equation.
+          origins: the broadcasts that the work's operands stem from.
+          became: what the equation became.
+          flops: operations not done.
+          product: whether it is a product, whose line is told; other work is only counted.
+        """
+        if self.log is not None:
+            self.log.saved.append((eqn, became, flops, product))
+        if self.muted:
+            return
+        first = self._first(origins)
+        for origin in origins:
+            origin.certain |= product
+            line = f", {self.line(eqn)}" if product else ""
+            origin.became[became + line] = origin.became.get(became + line, 0) + 1
+            if origin is first:
+                origin.flops_saved += flops
+        self.changed |= any(origin.certain for origin in origins)
+
+    def wrote(self, eqn: Any, value: Any, reason: str, copied: bool) -> None:
+        """Records that a value was carried out at the larger batch; `copied` unless fused."""
+        reason = self.reason or reason
+        if self.log is not None:
+            self.log.certain = True
+        origins = [origin for origin in value.origins if origin.certain]
+        if self.muted or not origins:
+            return
+        size = lineage.nbytes(value.shape, value.dtype)
+        for origin in origins:
+            text = f"{'materialised' if copied else 'looked up in place'}, {self.line(eqn)}"
+            origin.became[text] = origin.became.get(text, 0) + 1
+        if copied:
+            self._first(frozenset(origins)).bytes_written += size
+            self.materialised.append(
+                Materialisation(self.line(eqn), lineage.text(value), reason, size)
+            )
+
+    def _first(self, origins: frozenset) -> Any:
+        if len(origins) == 1:
+            return next(iter(origins))
+        return min(origins, key=self.broadcasts.index, default=None)
+
+    def report(self) -> RewriteReport:
+        broadcasts = tuple(b.freeze() for b in self.broadcasts if b.certain)
+        if not broadcasts:
+            return RewriteReport(False)
+        return RewriteReport(self.changed, broadcasts, tuple(self.materialised))
+
+
+_PACKAGE = pathlib.Path(__file__).parents[1]
+#: Folders of this package whose frames stand between a model and the primitive.
+_BETWEEN = tuple(str(_PACKAGE / name) + os.sep for name in ("layers", "ops", "rewrite"))
+
+
+@functools.cache
+def _is_users(file_name: str) -> bool:
+    """Whether a frame of this file is the user's: not JAX's, Flax's or that of an op."""
+    libraries = [sys.modules[name] for name in ("jax", "flax") if name in sys.modules]
+    folders = [str(pathlib.Path(str(m.__file__)).parent) + os.sep for m in libraries]
+    return not file_name.startswith((*_BETWEEN, *folders))
+
+
+def source_line(eqn: Any) -> str | None:
+    """The user's line that an equation stems from: `model.py:12 (fn)`; None if it knows none."""
+    traceback = eqn.source_info.traceback
+    for frame in traceback.frames if traceback else ():
+        if _is_users(frame.file_name):
+            function = frame.function_name.rpartition(".")[2]
+            return f"{os.path.basename(frame.file_name)}:{frame.line_num} ({function})"
+    return None
+
+
+def _count(number: int) -> str:
+    for unit, size in (("T", 10**12), ("G", 10**9), ("M", 10**6), ("k", 10**3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number} "
+
+
+def _indent(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.split("\n"))

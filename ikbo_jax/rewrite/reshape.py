@@ -1,0 +1,128 @@
+"""Rules of reshapes, which leave the looked-up axis whole, or make a lookup of a repetition."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from ikbo_jax.rewrite.interpret import Context, NotCovered, register_rule
+from ikbo_jax.rewrite.lineage import Concat, Lazy, is_plain, lazy, spread_axes
+from ikbo_jax.rewrite.rules import concat
+
+
+@register_rule("squeeze")
+def _squeeze(ctx: Context, eqn: Any, x: Any) -> Any:
+    gone = [int(d) for d in eqn.params["dimensions"]]
+    return _reshape_to(ctx, eqn, x, tuple(n for d, n in enumerate(x.shape) if d not in gone))
+
+
+@register_rule("reshape")
+def _reshape(ctx: Context, eqn: Any, x: Any) -> Any:
+    if eqn.params.get("dimensions") is not None:
+        raise NotCovered("reshape with a permutation")
+    return _reshape_to(ctx, eqn, x, eqn.params["new_sizes"])
+
+
+def _reshape_to(ctx: Context, eqn: Any, x: Any, shape: tuple[int, ...]) -> Any:
+    if is_plain(x):
+        return lax.reshape(x, shape)
+    groups = _reshape_groups(x.shape, shape)
+    if isinstance(x, Concat):
+        return _reshape_concat(ctx, eqn, x, shape, groups)
+    base_shape: list[int] = []
+    axis, wide, repeat = -1, [], None
+    for dims, targets in groups:
+        sizes = [shape[t] for t in targets]
+        if x.lineage and x.axis in dims:
+            if [x.shape[d] for d in dims if x.shape[d] != 1] != [n for n in sizes if n != 1]:
+                raise NotCovered("the looked-up axis is merged or split by a reshape")
+            axis = len(base_shape) + next(i for i, n in enumerate(sizes) if n != 1)
+            base_shape += [n if n == 1 else x.base.shape[x.axis] for n in sizes]
+        elif all(x.base.shape[d] == 1 for d in dims):
+            base_shape += [1] * len(sizes)
+        elif x.lineage is None and repeat is None and _repeats(x, dims, sizes):
+            repeat = (len(base_shape), dims)
+            base_shape.append(math.prod(x.base.shape[d] for d in dims))
+        else:
+            wide += dims
+            base_shape += sizes
+    base = lax.reshape(spread_axes(x, wide).base, base_shape)
+    if repeat is not None:
+        return _repeated(ctx, eqn, x, base, shape, *repeat)
+    return lazy(base, tuple(shape), x.lineage, axis, x.origins)
+
+
+def _repeats(x: Lazy, dims: list[int], sizes: list[int]) -> bool:
+    """Whether a reshape merges a dimension with one to broadcast: every row over and over."""
+    full = [d for d in dims if x.shape[d] != 1]
+    return len(sizes) == 1 and len(full) == 2 and sum(x.base.shape[d] == 1 for d in full) == 1
+
+
+def _repeated(
+    ctx: Context, eqn: Any, x: Lazy, base: Any, shape: Any, axis: int, dims: list[int]
+) -> Any:
+    """`jnp.repeat` by a constant, or `jnp.tile` written with a reshape: a lookup by arithmetic."""
+    first, second = (d for d in dims if x.shape[d] != 1)
+    batch, rows = shape[axis], base.shape[axis]
+    if x.base.shape[second] == 1:
+        key, times = ("repeat", batch), jnp.int32(x.shape[second])
+        index = ctx.lineage(key, rows, batch, lambda: lax.iota(jnp.int32, batch) // times)
+    else:
+        index = ctx.lineage(
+            ("tile", batch), rows, batch, lambda: lax.iota(jnp.int32, batch) % jnp.int32(rows)
+        )
+    for origin in x.origins:
+        origin.certain = True
+    return Lazy(base, tuple(shape), index, axis, x.origins)
+
+
+def _reshape_concat(ctx: Context, eqn: Any, x: Concat, shape: Any, groups: Any) -> Any:
+    dims, targets = next((d, t) for d, t in groups if x.axis in d)
+    length = x.shape[x.axis]
+    if [x.shape[d] for d in dims if x.shape[d] != 1] != [
+        shape[t] for t in targets if shape[t] != 1
+    ]:
+        raise NotCovered("the concatenated axis is merged or split by a reshape")
+    axis = next((t for t in targets if shape[t] == length), None)
+    if axis is None:
+        raise NotCovered("the concatenated axis is dropped by a reshape")
+    parts = []
+    for part in x.parts:
+        part_shape = (*shape[:axis], part.shape[x.axis], *shape[axis + 1 :])
+        parts.append(_reshape_to(ctx, eqn, part, part_shape))
+    return concat(parts, axis)
+
+
+def _reshape_groups(before: Any, after: Any) -> list[tuple[list[int], list[int]]]:
+    """The smallest runs of dimensions, before and after, that hold the same elements."""
+    if 0 in before:
+        raise NotCovered("reshape of an empty value")
+    groups, i, j = [], 0, 0
+    while i < len(before) or j < len(after):
+        dims: list[int] = []
+        targets: list[int] = []
+        left, right = 1, 1
+        while True:
+            if left <= right and i < len(before) and (left < right or not dims):
+                left *= before[i]
+                dims.append(i)
+                i += 1
+            elif right <= left and j < len(after) and (right < left or not targets):
+                right *= after[j]
+                targets.append(j)
+                j += 1
+            elif left < right:
+                left *= before[i]
+                dims.append(i)
+                i += 1
+            elif right < left:
+                right *= after[j]
+                targets.append(j)
+                j += 1
+            else:
+                break
+        groups.append((dims, targets))
+    return groups

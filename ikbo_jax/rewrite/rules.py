@@ -1,0 +1,333 @@
+"""Rules of the primitives that work row by row, and of those that only move data."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+from jax import lax
+
+from ikbo_jax.rewrite import lineage
+from ikbo_jax.rewrite.interpret import Context, NotCovered, register_rule, shape_of
+from ikbo_jax.rewrite.lineage import (
+    Concat,
+    Lazy,
+    Lineage,
+    base_of,
+    carries,
+    has_lineage,
+    is_plain,
+    lazy,
+    origins_of,
+    spread,
+    spread_axes,
+)
+
+#: Primitives that work element by element and broadcast dimensions of size 1 themselves.
+ELEMENTWISE = """
+    abs acos acosh add and asin asinh atan atan2 atanh cbrt ceil clz complex conj
+    convert_element_type copy cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge
+    gt igamma igammac imag integer_pow is_finite le lgamma log log1p logistic lt max min mul
+    name ne neg nextafter not or population_count pow real reduce_precision rem round rsqrt
+    shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
+    stop_gradient sub tan tanh xor
+""".split()  # noqa: SIM905  A table of words reads better.
+
+
+def at_user_batch(
+    ctx: Context, eqn: Any, base: Any, shape: Any, value_lineage: Any, axis: Any, origins: Any
+) -> Any:
+    """A result computed at the smaller batch, with the work saved on record."""
+    saved = math.prod(shape) - math.prod(base.shape)
+    if value_lineage is not None:
+        ctx.recorder.saved(eqn, origins, "work at the smaller batch", max(0, saved), False)
+    return lazy(base, tuple(shape), value_lineage, axis, origins)
+
+
+def common_lineage(operands: Any) -> tuple[Lineage | None, int, bool]:
+    """The lineage of all operands that have one and its axis, and whether they differ in it.
+
+    Rows that one operand looks up out of bounds are NaN in the result: its mask is kept.
+    """
+    found = [x for x in operands if has_lineage(x)]
+    if not found:
+        return None, -1, False
+    first = found[0]
+    differ = any((x.lineage.core, x.axis) != (first.lineage.core, first.axis) for x in found)
+    masked = next((x.lineage for x in found if x.lineage.valid is not None), first.lineage)
+    return masked, first.axis, differ
+
+
+def elementwise(ctx: Context, eqn: Any, *operands: Any) -> Any:
+    """Runs at the smaller batch if all operands belong to it, else looks rows up in place."""
+    return _elementwise(ctx, eqn, eqn.outvars[0].aval.shape, operands)
+
+
+def _elementwise(ctx: Context, eqn: Any, shape: tuple[int, ...], operands: Any) -> Any:
+    concats = [x for x in operands if isinstance(x, Concat)]
+    if concats:
+        return _over_parts(ctx, eqn, concats, shape, operands)
+    value_lineage, axis, differ = common_lineage(operands)
+    if value_lineage is not None and (differ or any(carries(x, axis) for x in operands)):
+        others = "another lookup" if differ else "a value at candidate batch"
+        reason = f"{eqn.primitive.name} with {others}"
+        operands = tuple(
+            ctx.materialise(eqn, x, reason, copied=False) if has_lineage(x) else x for x in operands
+        )
+        value_lineage = None
+    origins = origins_of(*operands)
+    bases = [base_of(x) for x in operands]
+    base = ctx.bind(eqn, *_common_shape(eqn, bases))
+    return at_user_batch(ctx, eqn, base, shape, value_lineage, axis, origins)
+
+
+def _common_shape(eqn: Any, bases: list[Any]) -> list[Any]:
+    """Brings operands to one shape, for the primitives that do not do so themselves."""
+    if eqn.primitive.name not in ("select_n", "clamp"):
+        return bases
+    shape = np.broadcast_shapes(*(np.shape(x) for x in bases))
+    return [spread(x, shape) if np.ndim(x) else x for x in bases]
+
+
+def _over_parts(
+    ctx: Context, eqn: Any, concats: list[Concat], shape: tuple[int, ...], operands: Any
+) -> Any:
+    """Element by element on each part of a concatenation."""
+    first = concats[0]
+    if any((c.axis, c.sizes) != (first.axis, first.sizes) for c in concats):
+        raise NotCovered(f"{eqn.primitive.name} of concatenations with different parts")
+    if any(has_lineage(x) and x.axis == first.axis for x in operands):
+        raise NotCovered(f"{eqn.primitive.name} with what is looked up along the concatenation")
+    parts, start = [], 0
+    for number, size in enumerate(first.sizes):
+        cut = [
+            x.parts[number]
+            if isinstance(x, Concat)
+            else lineage.slice_along(x, start, start + size, first.axis)
+            for x in operands
+        ]
+        part_shape = (*shape[: first.axis], size, *shape[first.axis + 1 :])
+        parts.append(_elementwise(ctx, eqn, part_shape, cut))
+        start += size
+    return concat(parts, first.axis)
+
+
+def concat(parts: list[Any], axis: int) -> Any:
+    """The parts side by side: an array if all are."""
+    if all(map(is_plain, parts)):
+        return lax.concatenate(parts, axis)
+    return Concat(tuple(parts), axis)
+
+
+for _name in (*ELEMENTWISE, "select_n", "clamp"):
+    register_rule(_name, elementwise)
+
+
+@register_rule("concatenate")
+def _concatenate(ctx: Context, eqn: Any, *operands: Any) -> Any:
+    axis, shape = eqn.params["dimension"], eqn.outvars[0].aval.shape
+    parts: list[Any] = []
+    for x in operands:
+        parts += x.parts if isinstance(x, Concat) and x.axis == axis else (x,)
+    if any(has_lineage(x) and x.axis == axis for x in parts):
+        raise NotCovered("concatenation along the looked-up axis")
+    if any(isinstance(x, Concat) for x in parts):
+        raise NotCovered("concatenation of concatenations along another axis")
+    value_lineage, user_axis, differ = common_lineage(parts)
+    if value_lineage is not None and not differ:
+        # Of rows out of bounds only the masked parts are NaN.
+        mixed = value_lineage.valid is not None and any(
+            not has_lineage(x) or x.lineage is not value_lineage for x in parts
+        )
+        if not mixed and not any(carries(x, user_axis) for x in parts):
+            return _concat_at_user_batch(ctx, eqn, parts, axis, shape, value_lineage, user_axis)
+    return Concat(tuple(parts), axis)
+
+
+def _concat_at_user_batch(
+    ctx: Context, eqn: Any, parts: Any, axis: int, shape: Any, value_lineage: Any, user_axis: int
+) -> Any:
+    parts = [spread_axes(x, [axis]) for x in parts]
+    common = np.broadcast_shapes(
+        *([1 if d == axis else n for d, n in enumerate(base_of(x).shape)] for x in parts)
+    )
+    bases = []
+    for x in parts:
+        base = base_of(x)
+        bases.append(spread(base, (*common[:axis], base.shape[axis], *common[axis + 1 :])))
+    base = ctx.bind(eqn, *bases)
+    origins = origins_of(*parts)
+    return at_user_batch(ctx, eqn, base, shape, value_lineage, user_axis, origins)
+
+
+@register_rule("transpose")
+def _transpose(ctx: Context, eqn: Any, x: Any) -> Any:
+    permutation = [int(d) for d in eqn.params["permutation"]]
+    if isinstance(x, Concat):
+        parts = tuple(_transpose(ctx, eqn, part) for part in x.parts)
+        return Concat(parts, permutation.index(x.axis))
+    base = ctx.bind(eqn, base_of(x))
+    if is_plain(x):
+        return base
+    axis = permutation.index(x.axis) if x.lineage else -1
+    return Lazy(base, tuple(x.shape[d] for d in permutation), x.lineage, axis, x.origins)
+
+
+def _reduction(ctx: Context, eqn: Any, x: Any) -> Any:
+    """Reductions that keep the looked-up axis."""
+    axes = tuple(int(a) for a in eqn.params["axes"])
+    if isinstance(x, Concat):
+        if x.axis in axes:
+            return _reduce_concat(ctx, eqn, x)
+        parts = [_reduction(ctx, eqn, part) for part in x.parts]
+        return concat(parts, x.axis - sum(a < x.axis for a in axes))
+    if is_plain(x):
+        return ctx.bind(eqn, x)
+    if x.axis in axes:
+        raise NotCovered(f"{eqn.primitive.name} over the looked-up axis")
+    x = spread_axes(x, axes)
+    base = ctx.bind(eqn, x.base)
+    shape = tuple(n for d, n in enumerate(x.shape) if d not in axes)
+    axis = x.axis - sum(a < x.axis for a in axes) if x.lineage else -1
+    return at_user_batch(ctx, eqn, base, shape, x.lineage, axis, x.origins)
+
+
+_COMBINED = {
+    "reduce_sum": lax.add,
+    "reduce_max": lax.max,
+    "reduce_min": lax.min,
+    "reduce_prod": lax.mul,
+    "reduce_and": lax.bitwise_and,
+    "reduce_or": lax.bitwise_or,
+}
+
+
+def _reduce_concat(ctx: Context, eqn: Any, x: Concat) -> Any:
+    """A reduction over the concatenation: of every part at its own batch, and then of those."""
+    combine = _COMBINED.get(eqn.primitive.name)
+    if combine is None:
+        raise NotCovered(f"{eqn.primitive.name} over a concatenation")
+    total: Any = None
+    for part in x.parts:
+        reduced = ctx.materialise(eqn, _reduction(ctx, eqn, part), "sum of parts", copied=False)
+        total = reduced if total is None else combine(total, reduced)
+    return total
+
+
+for _name in (*_COMBINED, "reduce_xor", "argmax", "argmin"):
+    register_rule(_name, _reduction)
+
+
+def _along_axis(key: str) -> Any:
+    """Rules of primitives that work along one dimension and keep the shape."""
+
+    def rule(ctx: Context, eqn: Any, *operands: Any) -> Any:
+        along = eqn.params[key]
+        along = [along] if isinstance(along, int) else list(along)
+        x = operands[0]
+        if len(operands) != 1 or isinstance(x, Concat):
+            raise NotCovered(f"{eqn.primitive.name} of a concatenation or of several values")
+        if x.axis in along:
+            raise NotCovered(f"{eqn.primitive.name} along the looked-up axis")
+        x = spread_axes(x, along)
+        bases = ctx.bind(eqn, x.base)
+        if not eqn.primitive.multiple_results:
+            return at_user_batch(ctx, eqn, bases, x.shape, x.lineage, x.axis, x.origins)
+        return [
+            at_user_batch(ctx, eqn, base, x.shape, x.lineage, x.axis, x.origins) for base in bases
+        ]
+
+    return rule
+
+
+for _name in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"):
+    register_rule(_name, _along_axis("axis"))
+register_rule("rev", _along_axis("dimensions"))
+register_rule("sort", _along_axis("dimension"))
+
+
+@register_rule("slice")
+def _slice(ctx: Context, eqn: Any, x: Any) -> Any:
+    starts, stops = list(eqn.params["start_indices"]), list(eqn.params["limit_indices"])
+    strides = list(eqn.params["strides"] or [1] * len(starts))
+    whole = [
+        (start, stop, stride) == (0, n, 1)
+        for start, stop, stride, n in zip(starts, stops, strides, shape_of(x), strict=True)
+    ]
+    if isinstance(x, Concat):
+        return _slice_concat(ctx, eqn, x, starts, stops, strides)
+    if x.axis >= 0 and not whole[x.axis]:
+        raise NotCovered("slice of the looked-up axis")
+    shape = [-(-(b - a) // s) for a, b, s in zip(starts, stops, strides, strict=True)]
+    for d, n in enumerate(x.base.shape):
+        if n == 1 or d == x.axis:
+            starts[d], stops[d], strides[d] = 0, n, 1
+    base = lax.slice(x.base, starts, stops, strides)
+    return lazy(base, tuple(shape), x.lineage, x.axis, x.origins)
+
+
+def _slice_concat(ctx: Context, eqn: Any, x: Concat, starts: Any, stops: Any, strides: Any) -> Any:
+    if strides[x.axis] != 1:
+        raise NotCovered("slice of a concatenation with a stride")
+    parts, offset = [], 0
+    for part, size in zip(x.parts, x.sizes, strict=True):
+        first = max(starts[x.axis] - offset, 0)
+        last = min(stops[x.axis] - offset, size)
+        offset += size
+        if first >= last:
+            continue
+        begin, end = list(starts), list(stops)
+        begin[x.axis], end[x.axis] = first, last
+        if is_plain(part):
+            parts.append(lax.slice(part, begin, end, strides))
+            continue
+        params = {"start_indices": tuple(begin), "limit_indices": tuple(end)}
+        parts.append(_slice(ctx, eqn.replace(params={**eqn.params, **params}), part))
+    if not parts:
+        raise NotCovered("empty slice of a concatenation")
+    return parts[0] if len(parts) == 1 else concat(parts, x.axis)
+
+
+@register_rule("split")
+def _split(ctx: Context, eqn: Any, x: Any) -> Any:
+    axis, start, pieces = eqn.params["axis"], 0, []
+    if has_lineage(x) and x.axis == axis:
+        raise NotCovered("split of the looked-up axis")
+    for size in eqn.params["sizes"]:
+        if isinstance(x, Concat):
+            ends = list(x.shape)
+            begin = [0] * len(ends)
+            begin[axis], ends[axis] = start, start + size
+            params = {"start_indices": begin, "limit_indices": ends, "strides": None}
+            pieces.append(_slice(ctx, eqn.replace(params=params), x))
+        else:
+            pieces.append(lineage.slice_along(x, start, start + size, axis))
+        start += size
+    return pieces
+
+
+@register_rule("pad")
+def _pad(ctx: Context, eqn: Any, x: Any, padding_value: Any) -> Any:
+    config = eqn.params["padding_config"]
+    if not isinstance(x, Lazy) or not is_plain(padding_value):
+        raise NotCovered("pad of a concatenation, or with a lazy value")
+    padded = [d for d, how in enumerate(config) if tuple(how) != (0, 0, 0)]
+    if x.axis in padded:
+        raise NotCovered("pad of the looked-up axis")
+    x = spread_axes(x, padded)
+    base = ctx.bind(eqn, x.base, padding_value)
+    shape = eqn.outvars[0].aval.shape
+    return at_user_batch(ctx, eqn, base, shape, x.lineage, x.axis, x.origins)
+
+
+@register_rule("optimization_barrier")
+def _optimization_barrier(ctx: Context, eqn: Any, *operands: Any) -> Any:
+    if any(isinstance(x, Concat) for x in operands):
+        raise NotCovered("optimization_barrier of a concatenation")
+    bases = ctx.bind(eqn, *map(base_of, operands))
+    return [
+        base if is_plain(x) else dataclasses.replace(x, base=base)
+        for x, base in zip(operands, bases, strict=True)
+    ]

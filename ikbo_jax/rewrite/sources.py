@@ -1,0 +1,283 @@
+"""Rules of the primitives that make broadcasts: lookups of rows, tiles, dimensions of size 1."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ikbo_jax.rewrite import bounds, lineage
+from ikbo_jax.rewrite.interpret import Context, NotCovered, register_rule, shape_of
+from ikbo_jax.rewrite.lineage import (
+    Concat,
+    Lazy,
+    Lineage,
+    base_of,
+    has_lineage,
+    is_plain,
+    lazy,
+    nbytes,
+    origins_of,
+    spread_axes,
+)
+from ikbo_jax.rewrite.rules import at_user_batch, concat
+
+
+@register_rule("gather", source=True)
+def _gather(ctx: Context, eqn: Any, operand: Any, indices: Any) -> Any:
+    numbers = eqn.params["dimension_numbers"]
+    if isinstance(indices, Concat) and any(map(has_lineage, indices.parts)):
+        raise NotCovered("gather by a concatenation")
+    if isinstance(operand, Concat):
+        return _gather_of_parts(ctx, eqn, operand, indices)
+    if has_lineage(indices):
+        return _gather_by_lazy_indices(ctx, eqn, operand, indices)
+    if has_lineage(operand) and operand.axis not in numbers.start_index_map:
+        return _gather_of_features(ctx, eqn, operand, indices)
+    return _gather_rows_or_bind(ctx, eqn, operand, indices, eqn.outvars[0].aval.shape)
+
+
+def _gather_rows_or_bind(
+    ctx: Context, eqn: Any, operand: Any, indices: Any, out_shape: tuple[int, ...]
+) -> Any:
+    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    shape = shape_of(operand)
+    if not numbers.operand_batching_dims and len(shape_of(indices)) == 2:
+        fixed = _fixed_positions(ctx, eqn, operand, indices)
+        axes = [a for a, size in enumerate(sizes) if size != shape[a] and a not in fixed]
+        if len(axes) == 1 and axes[0] in numbers.start_index_map and sizes[axes[0]] == 1:
+            (axis,) = axes
+            if shape_of(indices)[0] > shape[axis] > 0 and not _is_lookup_of(operand, fixed):
+                for other, start in fixed.items():
+                    operand = lineage.slice_along(operand, start, start + sizes[other], other)
+                return _gather_rows(ctx, eqn, operand, indices, axis, out_shape)
+    if has_lineage(operand):
+        raise NotCovered("gather along the looked-up axis that is no lookup of rows")
+    return ctx.bind(eqn, ctx.build(operand), ctx.build(indices))
+
+
+def _is_lookup_of(operand: Any, axes: Any) -> bool:
+    return has_lineage(operand) and operand.axis in axes
+
+
+def _fixed_positions(ctx: Context, eqn: Any, operand: Any, indices: Any) -> dict[int, int]:
+    """The axes of which every slice takes the same known positions: `x[index, 0]`."""
+    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    fixed = {}
+    for column, axis in enumerate(numbers.start_index_map):
+        size = shape_of(operand)[axis]
+        if sizes[axis] == size or size == 1:
+            continue
+        known = bounds.interval(ctx, _column(ctx, indices, column)[0])
+        if known is not None and known[0] == known[1] and 0 <= known[0] <= size - sizes[axis]:
+            fixed[axis] = known[0]
+    return fixed
+
+
+def _gather_rows(
+    ctx: Context, eqn: Any, operand: Any, indices: Any, axis: int, shape: tuple[int, ...]
+) -> Any:
+    """Rows of `axis` by a list of indices, not looked up yet: what all of this is about."""
+    numbers = eqn.params["dimension_numbers"]
+    if has_lineage(operand) and operand.axis != axis:
+        raise NotCovered("rows looked up along one axis are looked up again along another")
+    operand = spread_axes(operand, [axis])
+    base = base_of(operand)
+    (out_axis,) = (d for d in range(len(shape)) if d not in numbers.offset_dims)
+    column = numbers.start_index_map.index(axis)
+    fine = _lineage(ctx, eqn, indices, column, shape_of(operand)[axis], operand.dtype)
+
+    what = f"{lineage.text(operand)} looked up by {fine.batch} indices -> {_text(shape, operand)}"
+    copy = nbytes(shape, operand.dtype) - nbytes(base.shape, operand.dtype)
+    found = ctx.recorder.found(eqn, what, copy, True)
+    # The slices' dimensions stand in order; the batch stands at `out_axis` among them. A dimension
+    # that is looked up but kept, with size 1, stands there besides.
+    kept = [d for d in range(base.ndim) if d not in numbers.collapsed_slice_dims]
+    source_dims = dict(zip(numbers.offset_dims, kept, strict=True)) | {out_axis: axis}
+    order = [source_dims[d] for d in range(len(shape)) if d == out_axis or source_dims[d] != axis]
+    gone = [d for d in numbers.collapsed_slice_dims if d != axis]
+    order = gone + order
+    base = base.transpose(order) if order != sorted(order) else base
+    base = lax.squeeze(base, range(len(gone))) if gone else base
+    extra = [d for d in range(len(shape)) if d != out_axis and source_dims[d] == axis]
+    base = jnp.expand_dims(base, extra) if extra else base
+    if has_lineage(operand):
+        fine = ctx.compose(operand.lineage, fine)
+    return Lazy(base, tuple(shape), fine, out_axis, origins_of(operand) | {found})
+
+
+def _lineage(ctx: Context, eqn: Any, indices: Any, column: int, rows: int, dtype: Any) -> Lineage:
+    """What a column of gather indices looks up, and which of them lie in bounds."""
+    value, own = _column(ctx, indices, column)
+    root = ctx.build(value)
+    batch = indices.shape[0]
+    index = root if root.ndim == 1 else root[:, own]
+    proven = bounds.within(ctx, root, 0, rows - 1)
+
+    def clipped() -> jax.Array:
+        # XLA does so with every index out of bounds, whatever the gather's mode promises.
+        return (index if proven else jnp.clip(index, 0, rows - 1)).astype(jnp.int32)
+
+    core = ctx.lineage(("rows", root, own), rows, batch, clipped)
+    if proven or eqn.params["mode"] != lax.GatherScatterMode.FILL_OR_DROP:
+        return core
+    fill = eqn.params["fill_value"]
+    if not jnp.issubdtype(dtype, jnp.inexact) or (fill is not None and not np.isnan(fill)):
+        raise NotCovered("lookup that fills rows out of bounds with a value other than NaN")
+    others = [c for c in range(shape_of(indices)[1]) if c != column]
+    if any(bounds.interval(ctx, _column(ctx, indices, c)[0]) is None for c in others):
+        raise NotCovered("lookup by several unknown indices that fills rows out of bounds")
+    return ctx.masked(core, lambda: (index >= 0) & (index < rows))
+
+
+def _gather_of_parts(ctx: Context, eqn: Any, operand: Concat, indices: Any) -> Any:
+    """Each part looked up by itself."""
+    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    along = operand.axis
+    if along in numbers.collapsed_slice_dims or sizes[along] != operand.shape[along]:
+        raise NotCovered("gather that cuts the concatenated axis")
+    kept = [d for d in range(len(sizes)) if d not in numbers.collapsed_slice_dims]
+    shape, axis, parts = eqn.outvars[0].aval.shape, numbers.offset_dims[kept.index(along)], []
+    for part, size in zip(operand.parts, operand.sizes, strict=True):
+        part_sizes = (*sizes[:along], size, *sizes[along + 1 :])
+        part_shape = (*shape[:axis], size, *shape[axis + 1 :])
+        part_eqn = eqn.replace(params={**eqn.params, "slice_sizes": part_sizes})
+        parts.append(_gather_rows_or_bind(ctx, part_eqn, part, indices, part_shape))
+    return concat(parts, axis)
+
+
+def _column(ctx: Context, indices: Any, column: int) -> tuple[Any, int]:
+    """What a column of gather indices was made from, as far back as that is known.
+
+    Returns:
+      An array or other value of one dimension; or one of two, of which the column counts.
+    """
+    parts: Any = indices.parts if isinstance(indices, Concat) else None
+    made = ctx.producer(indices)
+    name = made[0].primitive.name if made is not None else ""
+    if made is not None and name == "concatenate":
+        parts = made[1]
+    if parts is not None:
+        for part in parts:
+            if column < part.shape[1]:
+                return _column(ctx, part, column)
+            column -= part.shape[1]
+    if made is None or len(shape_of(indices)) != 2 or indices.shape[1] != 1:
+        return indices, column
+    first = made[1][0]
+    if name in ("reshape", "broadcast_in_dim") and shape_of(first) == indices.shape[:1]:
+        return bounds.chosen(ctx, first), 0
+    return indices, column
+
+
+def _gather_by_lazy_indices(ctx: Context, eqn: Any, operand: Any, indices: Lazy) -> Any:
+    """A table looked up by indices that are looked up themselves: an embedding of a user's ids."""
+    numbers = eqn.params["dimension_numbers"]
+    if not is_plain(operand) or numbers.start_indices_batching_dims:
+        raise NotCovered("gather by lazy indices in what is lazy itself")
+    if indices.axis == len(indices.shape) - 1:
+        raise NotCovered("gather by an index vector that is looked up")
+    indices = spread_axes(indices, range(len(indices.shape)))
+    base = ctx.bind(eqn, operand, indices.base)
+    shape = eqn.outvars[0].aval.shape
+    batch_dims = [d for d in range(len(shape)) if d not in numbers.offset_dims]
+    axis = batch_dims[indices.axis]
+    return at_user_batch(ctx, eqn, base, shape, indices.lineage, axis, indices.origins)
+
+
+def _gather_of_features(ctx: Context, eqn: Any, operand: Lazy, indices: Any) -> Any:
+    """Rows of another axis than the looked-up one, which the slices hold whole."""
+    numbers, sizes = eqn.params["dimension_numbers"], list(eqn.params["slice_sizes"])
+    axis = operand.axis
+    if axis in numbers.operand_batching_dims or sizes[axis] != operand.shape[axis]:
+        raise NotCovered("gather that cuts the looked-up axis")
+    operand = spread_axes(operand, range(len(operand.shape)))
+    sizes[axis] = operand.base.shape[axis]
+    base = ctx.bind(eqn, operand.base, ctx.build(indices), slice_sizes=tuple(sizes))
+    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    kept = [d for d in range(len(operand.shape)) if d not in gone]
+    out_axis = numbers.offset_dims[kept.index(axis)]
+    shape = eqn.outvars[0].aval.shape
+    return at_user_batch(ctx, eqn, base, shape, operand.lineage, out_axis, operand.origins)
+
+
+@register_rule("broadcast_in_dim", source=True)
+def _broadcast_in_dim(ctx: Context, eqn: Any, operand: Any, *dynamic: Any) -> Any:
+    shape, dims = eqn.params["shape"], [int(d) for d in eqn.params["broadcast_dimensions"]]
+    if dynamic or isinstance(operand, Concat):
+        return _concat_broadcast(ctx, eqn, operand, shape, dims)
+    base, seen = base_of(operand), shape_of(operand)
+    if is_plain(operand) and math.prod(shape) == math.prod(seen):
+        return ctx.bind(eqn, operand)
+    base_shape = [1] * len(shape)
+    for d, target in enumerate(dims):
+        base_shape[target] = np.shape(base)[d]
+    out = lax.broadcast_in_dim(base, tuple(base_shape), tuple(dims))
+    value_lineage, axis, origins = None, -1, origins_of(operand)
+    if has_lineage(operand):
+        value_lineage, axis = operand.lineage, dims[operand.axis]
+    elif math.prod(seen) > 1:
+        copy = nbytes(shape, operand.dtype) - nbytes(seen, operand.dtype)
+        what = f"{_text(seen, operand)} broadcast -> {_text(shape, operand)}"
+        origins |= {ctx.recorder.found(eqn, what, copy, False)}
+    return lazy(out, shape, value_lineage, axis, origins)
+
+
+def _concat_broadcast(ctx: Context, eqn: Any, operand: Any, shape: Any, dims: Any) -> Any:
+    if not isinstance(operand, Concat):
+        raise NotCovered("broadcast to a dynamic shape")
+    axis = dims[operand.axis]
+    parts = []
+    for part in operand.parts:
+        part_shape = list(shape)
+        part_shape[axis] = part.shape[operand.axis]
+        if is_plain(part):
+            parts.append(ctx.bind(eqn, part, shape=tuple(part_shape)))
+            continue
+        base_shape = [1] * len(shape)
+        for d, target in enumerate(dims):
+            base_shape[target] = part.base.shape[d]
+        base = lax.broadcast_in_dim(part.base, tuple(base_shape), tuple(dims))
+        part_axis = dims[part.axis] if part.lineage else -1
+        parts.append(lazy(base, tuple(part_shape), part.lineage, part_axis, part.origins))
+    return Concat(tuple(parts), axis)
+
+
+@register_rule("tile", source=True)
+def _tile(ctx: Context, eqn: Any, operand: Any) -> Any:
+    reps, shape = eqn.params["reps"], eqn.outvars[0].aval.shape
+    repeated = [d for d, rep in enumerate(reps) if rep > 1]
+    if isinstance(operand, Concat):
+        raise NotCovered("tile of a concatenation")
+    if len(repeated) != 1:
+        return ctx.bind(eqn, ctx.materialise(eqn, operand, "tile along several dimensions"))
+    (axis,) = repeated
+    seen = shape_of(operand)
+    if has_lineage(operand) and operand.axis == axis:
+        raise NotCovered("tile along the looked-up axis")
+    copy = nbytes(shape, operand.dtype) - nbytes(seen, operand.dtype)
+    what = f"{_text(seen, operand)} tiled -> {_text(shape, operand)}"
+    if seen[axis] == 1:
+        found = ctx.recorder.found(eqn, what, copy, False)
+        kept = (operand.lineage, operand.axis) if has_lineage(operand) else (None, -1)
+        return lazy(base_of(operand), shape, kept[0], kept[1], origins_of(operand) | {found})
+    if has_lineage(operand):
+        raise NotCovered("tile of what is looked up along another axis")
+    rows = seen[axis]
+    index = ctx.lineage(
+        ("tile", shape[axis]),
+        rows,
+        shape[axis],
+        lambda: lax.iota(jnp.int32, shape[axis]) % jnp.int32(rows),
+    )
+    found = ctx.recorder.found(eqn, what, copy, True)
+    base = base_of(spread_axes(operand, [axis]))
+    return Lazy(base, shape, index, axis, origins_of(operand) | {found})
+
+
+def _text(shape: Any, operand: Any) -> str:
+    return f"{operand.dtype}[{','.join(map(str, shape))}]"

@@ -1,0 +1,470 @@
+"""Small ranking models, each written the way people write them, with what a rewrite makes of it.
+
+Sizes differ from one another, so that a shape tells what an array is.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen, nnx
+from problems import ragged_index, random_array
+
+B, U, R = 48, 6, 3  # candidates, users, requests
+D_USER, D_CAND, D_REQ, HIDDEN = 10, 12, 14, 16
+K_USER, K_CAND, K_REQ, N, M = 9, 5, 4, 8, 11  # rows and width of embeddings, compressed rows
+S, T, HEADS, H = 7, 2, 3, 4  # keys, queries, heads, head width
+VOCABULARY = 20
+
+
+class Model(NamedTuple):
+    """A model and what is expected of its rewrite.
+
+    Attributes:
+      name: the function's.
+      fn: the model.
+      uses: names of its arguments in `arrays`.
+      became: what the report must say, in this order and perhaps with more in between.
+      never: shapes that the rewritten program must not hold, since they are copies.
+      materialised: how many places must be reported as materialised.
+    """
+
+    name: str
+    fn: Callable[..., Any]
+    uses: tuple[str, ...]
+    became: tuple[str, ...]
+    never: tuple[tuple[int, ...], ...]
+    materialised: int
+
+    def args(self) -> list[jax.Array]:
+        return [arrays()[name] for name in self.uses]
+
+
+MODELS: dict[str, Model] = {}
+
+
+def model(
+    uses: str,
+    *became: str,
+    never: tuple[tuple[int, ...], ...] = (),
+    materialised: int = 0,
+) -> Callable[[Callable], Callable]:
+    def add(fn: Callable) -> Callable:
+        name = fn.__name__
+        MODELS[name] = Model(name, fn, tuple(uses.split()), became, never, materialised)
+        return fn
+
+    return add
+
+
+@functools.cache
+def arrays() -> dict[str, jax.Array]:
+    """Every argument that a model may have, by name."""
+    rng = np.random.default_rng(0)
+
+    def normal(*shape: int) -> jax.Array:
+        return random_array(rng, shape, jnp.float32)
+
+    def weight(*shape: int) -> jax.Array:
+        return normal(*shape) * jnp.float32(shape[0] ** -0.5)
+
+    return {
+        "user": normal(U, D_USER),
+        "cand": normal(B, D_CAND),
+        "request": normal(R, D_REQ),
+        "one_user": normal(1, D_USER),
+        "lone_user": normal(D_USER),
+        "index": jnp.asarray(ragged_index(rng, U, B, "unsorted")),
+        "other_index": jnp.asarray(ragged_index(rng, U, B, "unsorted")),
+        "user_to_request": jnp.asarray(ragged_index(rng, R, U, "unsorted")),
+        "counts": jnp.asarray([11, 3, 0, 20, 8, 6], jnp.int32),
+        "user_emb": normal(U, K_USER, N),
+        "cand_emb": normal(B, K_CAND, N),
+        "request_emb": normal(R, K_REQ, N),
+        "compress": weight(M, K_USER + K_CAND),
+        "compress_flipped": weight(M, K_CAND + K_USER),
+        "compress_three": weight(M, K_REQ + K_USER + K_CAND),
+        "w_user": weight(D_USER, HIDDEN),
+        "w_first": weight(D_USER + D_CAND, HIDDEN),
+        "w_tower": weight(HIDDEN + D_CAND, HIDDEN),
+        "w_request": weight(D_REQ + D_USER + D_CAND, HIDDEN),
+        "w_hidden": weight(HIDDEN, HIDDEN),
+        "w_layers": normal(3, HIDDEN, HIDDEN) * jnp.float32(0.25),
+        "w_cand": weight(D_CAND, HIDDEN),
+        "w_gate": weight(D_USER, D_CAND),
+        "w_out": weight(HIDDEN, 1),
+        "bias": normal(HIDDEN),
+        "norm_scale": normal(D_USER),
+        "norm_bias": normal(D_USER),
+        "ids": jnp.asarray(rng.integers(0, VOCABULARY, (U, 5)), jnp.int32),
+        "table": normal(VOCABULARY, D_USER),
+        "query": normal(B, T, HEADS, H),
+        "key": normal(U, S, HEADS, H),
+        "value": normal(U, S, HEADS, H),
+        "lengths": jnp.asarray([3, 7, 0, 1, 5, 6], jnp.int32),
+        "kept": jnp.asarray(rng.integers(0, 2, (U, S)), bool),
+        "history": normal(U, S, HIDDEN),
+        "w_q": weight(D_CAND, HEADS * H),
+        "w_k": weight(HIDDEN, HEADS * H),
+        "w_v": weight(HIDDEN, HEADS * H),
+        "scores_weight": weight(HIDDEN, HIDDEN),
+    }
+
+
+# Compression of user and candidate embeddings.
+
+
+@model("compress user_emb cand_emb index", "linear_compression", never=((B, K_USER, N),))
+def compression_by_einsum(compress, user_emb, cand_emb, index):
+    embeddings = jnp.concatenate([user_emb[index], cand_emb], axis=1)
+    return jnp.einsum("mk,bkn->bmn", compress, embeddings)
+
+
+@model("compress_flipped user_emb cand_emb index", "linear_compression", never=((B, K_USER, N),))
+def compression_by_matmul(compress_flipped, user_emb, cand_emb, index):
+    users = jnp.take(user_emb, index, axis=0, mode="clip")
+    return compress_flipped @ jnp.concatenate([cand_emb, users], axis=1)
+
+
+@model("compress user_emb cand_emb counts", "linear_compression", never=((B, K_USER, N),))
+def compression_of_repeated_users(compress, user_emb, cand_emb, counts):
+    users = jnp.repeat(user_emb, counts, axis=0, total_repeat_length=B)
+    embeddings = jnp.concatenate([users, cand_emb], axis=1)
+    return jax.nn.relu(jnp.einsum("bkn,mk->bmn", embeddings, compress))
+
+
+@model("compress user_emb cand_emb", "linear_compression", never=((B, K_USER, N),))
+def compression_of_equally_many(compress, user_emb, cand_emb):
+    users = jnp.repeat(user_emb, B // U, axis=0)
+    return jnp.einsum("mk,bkn->bmn", compress, jnp.concatenate([users, cand_emb], axis=1))
+
+
+@model("compress user_emb cand_emb", "linear_compression", never=((B, K_USER, N),))
+def compression_of_tiled_users(compress, user_emb, cand_emb):
+    users = jnp.tile(user_emb, (B // U, 1, 1))
+    return jnp.einsum("mk,bkn->bmn", compress, jnp.concatenate([users, cand_emb], axis=1))
+
+
+@model("compress user_emb cand_emb", "linear_compression", never=((B, K_USER, N),))
+def compression_of_one_user(compress, user_emb, cand_emb):
+    user = jnp.broadcast_to(user_emb[:1], (B, K_USER, N))
+    return compress @ jnp.concatenate([user, cand_emb], axis=1)
+
+
+@model(
+    "compress_three request_emb user_emb cand_emb user_to_request index",
+    "multilevel_linear_compression",
+    never=((B, K_REQ + K_USER, N), (B, K_USER, N), (B, K_REQ, N), (U, K_REQ, N)),
+)
+def compression_of_three_levels(
+    compress_three, request_emb, user_emb, cand_emb, user_to_request, index
+):
+    users = jnp.concatenate([request_emb[user_to_request], user_emb], axis=1)
+    embeddings = jnp.concatenate([users[index], cand_emb], axis=1)
+    return jnp.einsum("mk,bkn->bmn", compress_three, embeddings)
+
+
+@model(
+    "compress user_emb cand_emb index",
+    "work at the smaller batch",
+    "linear_compression",
+    never=((B, K_USER, N),),
+)
+def compression_of_normalised_embeddings(compress, user_emb, cand_emb, index):
+    embeddings = jnp.concatenate([user_emb[index], cand_emb], axis=1)
+    embeddings = embeddings / (jnp.sqrt(jnp.sum(embeddings**2, -1, keepdims=True)) + 1e-6)
+    return jax.nn.gelu(jnp.einsum("mk,bkn->bmn", compress, embeddings))
+
+
+# The first layer of a multi-layer perceptron.
+
+
+@model("user cand index w_first bias w_out", "product by parts", never=((B, D_USER),))
+def first_dense_layer(user, cand, index, w_first, bias, w_out):
+    x = jnp.concatenate([user[index], cand], axis=-1)
+    x = jax.nn.relu(x @ w_first + bias)
+    return jax.nn.sigmoid(x @ w_out)
+
+
+@model("user cand index w_first bias", "product by parts", never=((B, D_USER),))
+def first_dense_layer_with_take(user, cand, index, w_first, bias):
+    x = jnp.hstack([cand, jnp.take(user, index, axis=0)])
+    return jnp.tanh(x @ w_first + bias)
+
+
+@model("lone_user cand w_first bias", "product by parts", never=((B, D_USER),))
+def vmap_over_candidates(lone_user, cand, w_first, bias):
+    def score(user, candidate):
+        return jax.nn.silu(jnp.concatenate([user, candidate]) @ w_first + bias)
+
+    return jax.vmap(score, in_axes=(None, 0))(lone_user, cand)
+
+
+@model("user cand index w_first bias", "product by parts", never=((B, D_USER),))
+def vmap_over_an_index(user, cand, index, w_first, bias):
+    def score(i, candidate):
+        return jnp.concatenate([user[i], candidate]) @ w_first + bias
+
+    return jax.vmap(score)(index, cand)
+
+
+@model(
+    "request user cand user_to_request index w_request",
+    "product by parts",
+    never=((B, D_USER), (B, D_REQ)),
+)
+def first_dense_layer_of_three_levels(request, user, cand, user_to_request, index, w_request):
+    requests = request[user_to_request[index]]
+    x = jnp.concatenate([requests, user[index], cand], axis=1)
+    return jax.nn.relu(x @ w_request)
+
+
+# Towers and the place where they meet.
+
+
+@model(
+    "user cand index w_user bias w_tower",
+    "product at the smaller batch",
+    "product by parts",
+    never=((B, D_USER),),
+)
+def user_tower_after_the_lookup(user, cand, index, w_user, bias, w_tower):
+    tower = jax.nn.gelu(user[index] @ w_user + bias)
+    return jax.nn.relu(jnp.concatenate([tower, cand], axis=1) @ w_tower)
+
+
+@model(
+    "user cand index norm_scale norm_bias w_user w_cand",
+    "work at the smaller batch",
+    "product at the smaller batch",
+    "looked up in place",
+    never=((B, D_USER),),
+)
+def two_towers_with_layer_norm(user, cand, index, norm_scale, norm_bias, w_user, w_cand):
+    users = user[index]
+    mean = users.mean(axis=-1, keepdims=True)
+    variance = users.var(axis=-1, keepdims=True)
+    users = (users - mean) * jax.lax.rsqrt(variance + 1e-6) * norm_scale + norm_bias
+    return jnp.sum((users @ w_user) * (cand @ w_cand), axis=-1)
+
+
+@model(
+    "user cand index w_gate",
+    "product at the smaller batch",
+    "work at the smaller batch",
+    "looked up in place",
+    never=((B, D_USER),),
+)
+def gate_of_candidate_by_user(user, cand, index, w_gate):
+    gate = jax.nn.sigmoid(user[index] @ w_gate)
+    return cand * gate
+
+
+@model(
+    "user cand index w_user w_layers w_tower",
+    "product at the smaller batch",
+    "product by parts",
+    never=((B, D_USER), (3, B, HIDDEN)),
+)
+def scan_over_layers_of_the_user_tower(user, cand, index, w_user, w_layers, w_tower):
+    def layer(x, w):
+        return x + jax.nn.relu(x @ w), None
+
+    x, _ = jax.lax.scan(layer, user[index] @ w_user, w_layers)
+    return jnp.concatenate([x, cand], axis=1) @ w_tower
+
+
+@model(
+    "user cand index w_user w_cand w_layers",
+    "product at the smaller batch",
+    never=((B, D_USER), (3, B, HIDDEN)),
+)
+def scan_over_candidate_layers_with_a_user_constant(user, cand, index, w_user, w_cand, w_layers):
+    users = user[index]
+
+    def layer(x, w):
+        return jax.nn.relu(x @ w + users @ w_user), None
+
+    x, _ = jax.lax.scan(layer, cand @ w_cand, w_layers)
+    return x
+
+
+@model(
+    "user cand index w_user w_hidden w_tower",
+    "product at the smaller batch",
+    "product by parts",
+    never=((B, D_USER),),
+)
+def checkpointed_tower_in_a_jit(user, cand, index, w_user, w_hidden, w_tower):
+    @jax.checkpoint
+    def tower(x):
+        return jnp.sin(x @ w_user) @ w_hidden
+
+    @jax.jit
+    def score(user, cand):
+        return jnp.concatenate([tower(user[index]), cand], axis=1) @ w_tower
+
+    return score(user, cand)
+
+
+@model(
+    "user cand index w_user w_hidden w_tower",
+    "product at the smaller batch",
+    "product by parts",
+    never=((B, D_USER),),
+)
+def conditional_tower(user, cand, index, w_user, w_hidden, w_tower):
+    x = user[index] @ w_user
+    x = jax.lax.cond(cand[0, 0] > 0, lambda x: x @ w_hidden, lambda x: x * 2, x)
+    return jnp.concatenate([x, cand], axis=1) @ w_tower
+
+
+@model(
+    "ids table cand index w_first",
+    "work at the smaller batch",
+    "product by parts",
+    never=((B, 5, D_USER), (B, D_USER)),
+)
+def embedding_of_the_users_ids(ids, table, cand, index, w_first):
+    bags = table[ids[index]].sum(axis=1)
+    return jnp.concatenate([bags, cand], axis=1) @ w_first
+
+
+@model(
+    "user cand index w_first w_out",
+    "product by parts",
+    never=((B, D_USER),),
+)
+def half_precision_with_an_f32_sum(user, cand, index, w_first, w_out):
+    half = jnp.bfloat16
+    x = jnp.concatenate([user.astype(half)[index], cand.astype(half)], axis=1)
+    x = jax.lax.dot(x, w_first.astype(half), preferred_element_type=jnp.float32)
+    return jax.nn.relu(x) @ w_out
+
+
+@model("user cand index w_first", "product by parts", never=((B, D_USER),))
+def batch_on_another_axis(user, cand, index, w_first):
+    users = user.T[:, index]
+    return w_first.T @ jnp.concatenate([users, cand.T], axis=0)
+
+
+@model(
+    "user cand index w_user w_tower",
+    "product at the smaller batch",
+    "product by parts",
+    never=((B, D_USER), (B, D_USER // 2)),
+)
+def slices_and_reshapes(user, cand, index, w_user, w_tower):
+    users = user[index].reshape(B, 2, D_USER // 2)
+    users = jnp.concatenate([users[:, 1], users[:, 0]], axis=1) @ w_user
+    return jnp.concatenate([users, cand], axis=1) @ w_tower
+
+
+# Attention of candidates over the user's history.
+
+
+@model("query key value index", "attention", never=((B, S, HEADS, H),))
+def attention_by_jax_nn(query, key, value, index):
+    return jax.nn.dot_product_attention(query, key[index], value[index])
+
+
+@model("query key value index lengths", "attention", never=((B, S, HEADS, H),))
+def attention_with_lengths(query, key, value, index, lengths):
+    return jax.nn.dot_product_attention(
+        query, key[index], value[index], key_value_seq_lengths=lengths[index], scale=0.3
+    )
+
+
+@model("query key value index kept", "attention", never=((B, S, HEADS, H),))
+def attention_by_linen(query, key, value, index, kept):
+    mask = kept[index][:, None, None, :]
+    return linen.dot_product_attention(query, key[index], value[index], mask=mask)
+
+
+@model("query key value index kept", "attention", never=((B, S, HEADS, H),))
+def attention_by_nnx(query, key, value, index, kept):
+    mask = kept[index][:, None, None, :]
+    return nnx.dot_product_attention(query, key[index], value[index], mask=mask)
+
+
+@model("query key value index lengths", "attention", never=((B, S, HEADS, H),))
+def attention_by_einsum_btnh(query, key, value, index, lengths):
+    scores = jnp.einsum("btnh,bsnh->bnts", query, key[index]) / jnp.sqrt(jnp.float32(H))
+    mask = jnp.arange(S)[None, :] < lengths[index][:, None]
+    scores = jnp.where(mask[:, None, None, :], scores, -1e9)
+    return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores, axis=-1), value[index])
+
+
+@model(
+    "cand history index w_q w_k w_v",
+    "product at the smaller batch",
+    "attention",
+    never=((B, S, HIDDEN), (B, S, HEADS * H), (B, HEADS, S, H)),
+)
+def attention_by_matmul_bnth(cand, history, index, w_q, w_k, w_v):
+    def heads(x):
+        return x.reshape(B, -1, HEADS, H).transpose(0, 2, 1, 3)
+
+    tokens = history[index]
+    q, k, v = heads(cand @ w_q), heads(tokens @ w_k), heads(tokens @ w_v)
+    scores = (q @ k.swapaxes(-1, -2)).astype(jnp.float32) * H**-0.5
+    out = jax.nn.softmax(scores, axis=-1).astype(q.dtype) @ v
+    return out.transpose(0, 2, 1, 3).reshape(B, HEADS * H)
+
+
+@model("cand history index w_cand", "attention", never=((B, S, HIDDEN),))
+def pooling_by_target_attention(cand, history, index, w_cand):
+    tokens = history[index]
+    scores = jnp.einsum("bd,bsd->bs", cand @ w_cand, tokens)
+    weights = jnp.exp(scores - scores.max(axis=1, keepdims=True))
+    weights = weights / weights.sum(axis=1, keepdims=True)
+    return jnp.einsum("bs,bsd->bd", weights, tokens)
+
+
+# What must be materialised, or cannot be found, and stays right.
+
+
+@model("user cand index other_index w_user", "product at the smaller batch")
+def two_indices(user, cand, index, other_index, w_user):
+    return jnp.tanh(user[index] @ w_user) * jnp.tanh(user[other_index] @ w_user)
+
+
+@model("user index w_user", "product at the smaller batch", "materialised", materialised=1)
+def batch_axis_merged_by_a_reshape(user, index, w_user):
+    return (user[index] @ w_user).reshape(B // 4, -1)
+
+
+@model(
+    "user cand index w_first",
+    "product by parts",
+    "materialised",
+    materialised=1,
+)
+def user_value_also_returned(user, cand, index, w_first):
+    users = user[index]
+    return jnp.concatenate([users, cand], axis=1) @ w_first, users
+
+
+@model("user index w_user", "product at the smaller batch", "materialised", materialised=1)
+def sorted_over_the_candidates(user, index, w_user):
+    return jnp.sort(user[index] @ w_user, axis=0)
+
+
+@model("query key index", materialised=1)
+def attention_without_a_softmax(query, key, index):
+    return jax.nn.sigmoid(jnp.einsum("btnh,bsnh->bnts", query, key[index]))
+
+
+@model("cand w_cand bias")
+def no_broadcast(cand, w_cand, bias):
+    return jax.nn.relu(cand @ w_cand + bias)
+
+
+@model("table ids")
+def an_embedding_of_few_rows_is_none(table, ids):
+    return table[ids[:, 0]]

@@ -1,0 +1,108 @@
+"""The Flax layers against their materialised twins, and NNX against Linen."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import problems
+import pytest
+from flax import linen as flax_linen
+from flax import nnx as flax_nnx
+
+import ikbo_jax as ikbo
+from ikbo_jax.layers import linen, nnx
+
+B, U, K_USER, K_CAND, M, N = 12, 3, 6, 5, 7, 8
+SHAPE = problems.LinearCompressionShape(U, B, M, K_USER, K_CAND, N, "unsorted")
+SIZES = (K_USER, K_CAND, M)
+
+
+def inputs(dtype: str = "float32"):
+    _, _, e_cand, e_user, index = problems.make_inputs(SHAPE, dtype)
+    return e_user, e_cand, index
+
+
+class MaterialisedCompression(flax_nnx.Module):
+    """What a model without this library would hold: one dense layer over copied users."""
+
+    def __init__(self, *, rngs: flax_nnx.Rngs) -> None:
+        self.dense = flax_nnx.Linear(K_USER + K_CAND, M, use_bias=False, rngs=rngs)
+
+    def __call__(self, e_user, e_cand, index):
+        embeddings = jnp.concatenate([e_user[index], e_cand], axis=1)
+        return jnp.swapaxes(self.dense(jnp.swapaxes(embeddings, 1, 2)), 1, 2)
+
+
+def test_agrees_with_the_materialised_twin() -> None:
+    layer = nnx.LinearCompression(*SIZES, rngs=flax_nnx.Rngs(0))
+    twin = MaterialisedCompression(rngs=flax_nnx.Rngs(1))
+    kernel = jnp.concatenate([layer.w_user[...], layer.w_cand[...]], axis=1).T
+    twin.dense.kernel = flax_nnx.Param(kernel)
+    np.testing.assert_allclose(layer(*inputs()), twin(*inputs()), atol=1e-5)
+
+    def grads(module):
+        loss = flax_nnx.grad(lambda m, x, *rest: jnp.sum(jnp.sin(m(x, *rest))), argnums=(0, 1))
+        return loss(module, *inputs())
+
+    (ours, d_user), (theirs, d_user_twin) = grads(layer), grads(twin)
+    d_kernel = jnp.concatenate([ours["w_user"][...], ours["w_cand"][...]], axis=1).T
+    np.testing.assert_allclose(d_kernel, theirs["dense"]["kernel"][...], atol=1e-4)
+    np.testing.assert_allclose(d_user, d_user_twin, atol=1e-4)
+
+
+def test_a_fresh_layer_is_a_fresh_dense_layer() -> None:
+    layer = nnx.LinearCompression(400, 600, 300, rngs=flax_nnx.Rngs(0))
+    together = np.concatenate([layer.w_user[...], layer.w_cand[...]], axis=1)
+    assert together.shape == (300, 1000)
+    np.testing.assert_allclose(together.std(), 1000**-0.5, rtol=0.02)
+
+
+def test_parameters_of_linen_load_in_nnx_and_back() -> None:
+    layer = linen.LinearCompression(*SIZES)
+    variables = layer.init(jax.random.key(0), *inputs())
+    twin = nnx.LinearCompression(*SIZES, rngs=flax_nnx.Rngs(1))
+    state = flax_nnx.state(twin, flax_nnx.Param)
+    pure = flax_nnx.to_pure_dict(state)
+    assert jax.tree.map(jnp.shape, pure) == jax.tree.map(jnp.shape, variables["params"])
+    flax_nnx.replace_by_pure_dict(state, variables["params"])
+    flax_nnx.update(twin, state)
+    out = layer.apply(variables, *inputs())
+    np.testing.assert_array_equal(twin(*inputs()), out)
+    back = {"params": flax_nnx.to_pure_dict(flax_nnx.state(twin, flax_nnx.Param))}
+    np.testing.assert_array_equal(layer.apply(back, *inputs()), out)
+
+
+def test_linen_draws_one_weight() -> None:
+    variables = linen.LinearCompression(
+        *SIZES, kernel_init=flax_linen.initializers.orthogonal()
+    ).init(jax.random.key(0), *inputs())
+    together = jnp.concatenate([variables["params"][n] for n in ("w_user", "w_cand")], axis=1)
+    np.testing.assert_allclose(together @ together.T, jnp.eye(M), atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16", "float16"])
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+def test_dtypes(dtype, param_dtype: str) -> None:
+    with jax.numpy_dtype_promotion("standard"):
+        layer = nnx.LinearCompression(
+            *SIZES, dtype=dtype, param_dtype=param_dtype, rngs=flax_nnx.Rngs(0)
+        )
+        twin = linen.LinearCompression(*SIZES, dtype=dtype, param_dtype=param_dtype)
+        out, variables = twin.init_with_output(jax.random.key(0), *inputs())
+        assert layer(*inputs()).dtype == out.dtype == (dtype or jnp.float32)
+        assert layer.w_user.dtype == variables["params"]["w_cand"].dtype == param_dtype
+
+
+def test_runs_the_op_with_the_asked_for_precision() -> None:
+    layer = nnx.LinearCompression(*SIZES, precision="highest", rngs=flax_nnx.Rngs(0))
+    explanation = ikbo.explain(layer, *inputs())
+    assert [plan.op for plan in explanation.plans] == ["linear_compression"]
+    text = str(jax.make_jaxpr(lambda *args: layer(*args))(*inputs()))
+    assert "HIGHEST" in text
+
+
+def test_wrong_sizes_name_both_values() -> None:
+    layer = nnx.LinearCompression(K_USER + 1, K_CAND, M, rngs=flax_nnx.Rngs(0))
+    with pytest.raises(ValueError, match=f"K={K_USER + 1}.*K={K_USER}"):
+        layer(*inputs())

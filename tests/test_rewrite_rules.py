@@ -1,0 +1,313 @@
+"""Every rule by itself: what stays at the smaller batch, and what is refused for a reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import problems
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+import ikbo_jax as ikbo
+
+B, U, D, C = 24, 4, 6, 5
+RNG = np.random.default_rng(0)
+USER = problems.random_array(RNG, (U, D), "float32")
+DEEP = problems.random_array(RNG, (U, 3, D), "float32")
+CAND = problems.random_array(RNG, (B, C), "float32")
+TOKENS = problems.random_array(RNG, (B, 2, D), "float32")
+INDEX = jnp.asarray(problems.ragged_index(RNG, U, B, "unsorted"))
+OTHER = jnp.asarray(problems.ragged_index(RNG, U, B, "unsorted"))
+W = problems.random_array(RNG, (D, D), "float32")
+W_ALL = problems.random_array(RNG, (D + C, 3), "float32")
+IDS = jnp.asarray(RNG.integers(0, 9, (U, 2)), jnp.int32)
+TABLE = problems.random_array(RNG, (9, D), "float32")
+
+
+@pytest.fixture(autouse=True)
+def models_may_add_a_bias_as_people_do() -> Iterator[None]:
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def check(fn, *args):
+    """Asserts that a function and its rewrite agree, and returns the report."""
+    rewritten = jax.jit(ikbo.rewrite(fn))
+    for x, y in zip(jax.tree.leaves(rewritten(*args)), jax.tree.leaves(fn(*args)), strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+    (report,) = ikbo.explain(rewritten, *args).notes
+    return report
+
+
+#: Of a looked-up [B, D] and a looked-up [B, 3, D]; all of it can be done before the lookup.
+STAY_LAZY = {
+    "arithmetic": lambda x, y: (x + 1) * x / 3 - x**2,
+    "cast": lambda x, y: x.astype(jnp.bfloat16) * jnp.bfloat16(2),
+    "compare": lambda x, y: (x > 0) & (x < 1) | ~(x == x),
+    "select": lambda x, y: jnp.where(x > 0, x, 0),
+    "select_by_scalar": lambda x, y: lax.select(W[0, 0] > 0, x, -x),
+    "clamp": lambda x, y: jnp.clip(x, -0.5, 0.5) + lax.clamp(0.0, x, 1.0),
+    "bias": lambda x, y: x + W[0],
+    "bias_of_another_shape": lambda x, y: y * W[:3],
+    "broadcast": lambda x, y: x[:, None] + y,
+    "batch_free_mask": lambda x, y: jnp.where(jnp.arange(D) < 4, x, -1.0),
+    "reduce": lambda x, y: (x.sum(-1), y.max(1), y.min((1, 2)), y.prod(2), (y > 0).all(1)),
+    "argmax": lambda x, y: (jnp.argmax(x, axis=1), jnp.argmin(y, axis=2)),
+    "cumulative": lambda x, y: jnp.cumsum(x, 1) + jnp.cumprod(x, 1) + lax.cummax(x, 1),
+    "sort": lambda x, y: jnp.sort(y, axis=1),
+    "reverse": lambda x, y: x[:, ::-1],
+    "transpose": lambda x, y: y.transpose(2, 0, 1),
+    "reshape": lambda x, y: y.reshape(B, -1)[:, : 3 * D].reshape(B, D, 3),
+    "reshape_with_ones": lambda x, y: x.reshape(1, B, 1, D, 1).squeeze(),
+    "slice": lambda x, y: y[:, 1:, ::2],
+    "split": lambda x, y: jnp.split(x, [2, 3], axis=1),
+    "pad": lambda x, y: jnp.pad(x, ((0, 0), (1, 2)), constant_values=7),
+    "expand": lambda x, y: jnp.expand_dims(x, (0, 2)),
+    "concatenate": lambda x, y: jnp.concatenate([x, y[:, 0]], axis=1),
+    "concatenate_with_shared": lambda x, y: jnp.concatenate(
+        [x, jnp.broadcast_to(W[:1], (B, D))], axis=1
+    ),
+    "matmul": lambda x, y: y @ W,
+    "matmul_from_the_left": lambda x, y: W @ x.T,
+    "product_by_row": lambda x, y: jnp.einsum("bd,bkd->bk", x, y),
+    "tensordot": lambda x, y: jnp.einsum("bkd,de->ebk", y, W),
+    "features": lambda x, y: x[:, jnp.asarray([0, 2, 2, 5])],
+    "position": lambda x, y: y[:, 1],
+    "softmax": lambda x, y: jax.nn.softmax(y, axis=-1) + jax.nn.log_softmax(y),
+    "activations": lambda x, y: jax.nn.relu(x) + jax.nn.silu(x) + jax.nn.gelu(x) + jax.nn.elu(x),
+    "more_activations": lambda x, y: jax.nn.leaky_relu(x) + jax.nn.softplus(x) + jax.nn.relu6(x),
+    "logsumexp": lambda x, y: jax.nn.logsumexp(y, axis=1),
+    "norm": lambda x, y: jax.nn.standardize(x, axis=-1),
+    "barrier": lambda x, y: lax.optimization_barrier((x, y))[1] * 2,
+    "stop_gradient": lambda x, y: lax.stop_gradient(x) * 2,
+    "jit": lambda x, y: jax.jit(lambda x: jnp.sin(x) @ W)(x),
+    "checkpoint": lambda x, y: jax.checkpoint(lambda x: jnp.sin(x) @ W)(x),
+    "checkpoint_name": lambda x, y: checkpoint_name(x, "a") * 2,
+    "scan_carry": lambda x, y: lax.scan(lambda c, w: (c * w, c[:, 0]), x, W),
+    "scan_constant": lambda x, y: lax.scan(lambda c, w: (c + w[0], x @ W * c), 0.0, W)[1],
+    "scan_over_tokens": lambda x, y: lax.scan(lambda c, t: (c + t, t), x, y.transpose(1, 0, 2)),
+    "cond": lambda x, y: lax.cond(W[0, 0] > 0, lambda x: x * 2, lambda x: x + 1, x),
+    "switch": lambda x, y: lax.switch(2, [jnp.sin, jnp.cos, lambda x: x @ W], x),
+}
+
+
+@pytest.mark.parametrize("name", STAY_LAZY)
+def test_stays_at_the_smaller_batch(name: str) -> None:
+    report = check(lambda *args: STAY_LAZY[name](args[0][INDEX], args[1][INDEX]), USER, DEEP)
+    reasons = {place.reason for place in report.materialised}
+    assert reasons <= {"returned by the function"}
+
+
+@pytest.mark.parametrize("name", ["transpose", "expand", "position", "barrier", "split", "slice"])
+def test_moving_data_alone_gains_nothing(name: str) -> None:
+    fn = STAY_LAZY[name]
+    moved = check(lambda x, y: fn(x[INDEX], y[INDEX]), USER, DEEP)
+    assert moved.changed == (name == "barrier")
+    worked = check(lambda x, y: jnp.sin(jax.tree.leaves(fn(x[INDEX], y[INDEX]))[0]), USER, DEEP)
+    assert worked.changed
+
+
+#: Of a concatenation of looked-up and candidates' [B, D + C]: parts are worked on by themselves.
+BY_PARTS = {
+    "elementwise": lambda x: jnp.tanh(x * 2 + 1) @ W_ALL,
+    "relu": lambda x: jax.nn.relu(x) @ W_ALL,
+    "with_a_bias": lambda x: (x + W_ALL[:, 0]) @ W_ALL,
+    "with_itself": lambda x: (x * jnp.sin(x)) @ W_ALL,
+    "cast": lambda x: x.astype(jnp.float16).astype(jnp.float32) @ W_ALL,
+    "transposed": lambda x: W_ALL.T @ x.T,
+    "expanded": lambda x: jnp.einsum("bok,kn->bon", x[:, None], W_ALL),
+    "reshaped": lambda x: x.reshape(B, 1, -1).squeeze(1) @ W_ALL,
+    "cut_within_a_part": lambda x: x[:, 2:] @ W_ALL[2:],
+    "cut_to_one_part": lambda x: x[:, 1:5] @ W_ALL[:4],
+    "split_back": lambda x: jnp.split(x, [D], axis=1)[0] @ W,
+    "summed": lambda x: (x * 2).sum(axis=1) + x.max(axis=1),
+    "concatenated_again": lambda x: jnp.concatenate([x, CAND], 1) @ jnp.ones((D + 2 * C, 2)),
+    "in_a_jit": lambda x: jax.jit(lambda x: x @ W_ALL)(x),
+    "in_a_checkpoint": lambda x: jax.checkpoint(lambda x: jnp.sin(x) @ W_ALL)(x),
+    "in_a_scan": lambda x: lax.scan(lambda c, w: (c + x @ w, None), jnp.zeros((B, 3)), W_ALL[None]),
+    "in_a_cond": lambda x: lax.cond(W[0, 0] > 0, lambda x: x @ W_ALL, lambda x: x[:, :3], x),
+}
+
+
+@pytest.mark.parametrize("name", BY_PARTS)
+@pytest.mark.parametrize("user_first", [True, False])
+def test_a_concatenation_is_worked_on_by_parts(name: str, user_first: bool) -> None:
+    def fn(user, cand):
+        parts = [user[INDEX], cand]
+        return BY_PARTS[name](jnp.concatenate(parts if user_first else parts[::-1], axis=1))
+
+    report = check(fn, USER, CAND)
+    assert {place.reason for place in report.materialised} <= {
+        "returned by the function",
+        # A branch that returns candidates' values cannot be lazy.
+        "the branches of a cond return it in different forms",
+    }
+
+
+def test_gradient_of_an_activation_of_a_concatenation() -> None:
+    def loss(user, cand):
+        return jnp.sum(BY_PARTS["relu"](jnp.concatenate([user[INDEX], cand], axis=1)) ** 2)
+
+    ours = jax.grad(ikbo.rewrite(loss), (0, 1))(USER, CAND)
+    for x, y in zip(ours, jax.grad(loss, (0, 1))(USER, CAND), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-3)
+
+
+def test_tokens_side_by_side_are_projected_by_parts() -> None:
+    def fn(deep, tokens):
+        x = jnp.concatenate([deep[INDEX], tokens], axis=1)
+        return jax.nn.relu(x @ W).sum(axis=1)
+
+    report = check(fn, DEEP, TOKENS)
+    assert report.materialised == ()
+    assert report.flops_saved >= (B - U) * 3 * 2 * D * D
+
+
+#: Of looked-up [B, D]: refused, and why.
+REFUSED = {
+    "sum_over_candidates": (lambda x: x.sum(0), "reduce_sum over the looked-up axis"),
+    "product_over_candidates": (lambda x: x.T @ x, "product that sums over the looked-up axis"),
+    "merged": (lambda x: x.reshape(-1), "the looked-up axis is merged or split by a reshape"),
+    "split": (lambda x: x.reshape(2, -1, D), "the looked-up axis is merged or split by a reshape"),
+    "cut": (lambda x: x[2:], "slice of the looked-up axis"),
+    "reversed": (lambda x: x[::-1], "rev along the looked-up axis"),
+    "cumulative": (lambda x: jnp.cumsum(x, axis=0), "cumsum along the looked-up axis"),
+    "padded": (lambda x: jnp.pad(x, ((1, 0), (0, 0))), "pad of the looked-up axis"),
+    "stacked": (lambda x: jnp.concatenate([x, x]), "concatenation along the looked-up axis"),
+    "scanned": (lambda x: lax.scan(lambda c, r: (c + r, c), W[0], x)[1], "scan over"),
+    "dynamic": (
+        lambda x: lax.dynamic_slice(x, (IDS[0, 0], 0), (3, D)),
+        "no rule for dynamic_slice",
+    ),
+    "loop": (lambda x: lax.fori_loop(0, IDS[0, 0], lambda _, x: x + 1, x), "no rule for while"),
+    "carry_that_meets_candidates": (
+        lambda x: lax.scan(lambda c, w: (c + CAND[:, :1] * w, None), x, W[0])[0],
+        "carried through a scan whose body does not keep it looked up",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_for_a_reason(name: str) -> None:
+    fn, reason = REFUSED[name]
+    report = check(lambda user: fn(jnp.sin(user[INDEX])), USER)
+    assert any(place.reason.startswith(reason) for place in report.materialised), report
+
+
+def test_what_every_step_needs_is_copied_once() -> None:
+    def fn(user, cand):
+        users = user[INDEX]
+        body = lambda c, w: (jnp.sort(users + w[:, None], axis=0)[:, :C] * c, None)  # noqa: E731
+        return lax.scan(body, cand, jnp.ones((3, B)))[0]
+
+    report = check(lambda *args: fn(jnp.sin(args[0]), args[1]), USER, CAND)
+    assert [place.reason for place in report.materialised] == ["needed by every step of a scan"]
+
+
+def test_random_numbers_prints_and_loops() -> None:
+    def fn(user, cand, key):
+        users = jnp.tanh(user[INDEX])
+        users = jnp.where(jax.random.bernoulli(key, 0.5, users.shape), users, 0.0)
+        jax.debug.print("{x}", x=users[0, 0])
+        x = jnp.concatenate([users, cand], axis=1) @ W_ALL
+        return lax.while_loop(lambda x: x.sum() < 10, lambda x: x * x + 1, x)
+
+    assert check(fn, USER, CAND, jax.random.key(0)).changed
+
+
+def test_a_jit_with_shardings_is_left_alone() -> None:
+    mesh = jax.make_mesh((1,), ("x",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    inner = jax.jit(lambda x: x @ W, in_shardings=sharding)
+    report = check(lambda x: inner(jnp.sin(x[INDEX])), USER)
+    assert [place.reason for place in report.materialised] == ["a jit with shardings of its own"]
+
+
+# Lookups.
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_lookup_along_any_axis(axis: int) -> None:
+    x = jnp.moveaxis(DEEP, 0, axis)
+    report = check(lambda x: jnp.sin(jnp.take(x, INDEX, axis=axis, mode="clip")).sum(), x)
+    assert report.changed
+
+
+@pytest.mark.parametrize(
+    "lookup",
+    [
+        lambda x: x[INDEX, 1],
+        lambda x: x[INDEX, :, 2],
+        lambda x: x[INDEX, 0, 3],
+        lambda x: x[:, 1][INDEX],
+        lambda x: x.at[INDEX].get(mode="promise_in_bounds"),
+        lambda x: jax.vmap(lambda i: x[i])(INDEX),
+        lambda x: jax.vmap(lambda i: lax.dynamic_index_in_dim(x, i, keepdims=False))(INDEX),
+        lambda x: jnp.take_along_axis(x, INDEX[:, None, None], axis=0),
+        lambda x: x[INDEX.astype(jnp.int16)],
+        lambda x: x[np.asarray(INDEX)],
+        lambda x: x[jnp.asarray([0, 1, 2, 3])[INDEX]],
+    ],
+)
+def test_lookups_in_other_words(lookup) -> None:
+    report = check(lambda x: jnp.sin(lookup(x)).sum(axis=-1), DEEP)
+    assert report.changed, report
+
+
+def test_the_same_index_twice_is_one_lookup() -> None:
+    def fn(user, deep):
+        return jnp.sum(user[INDEX] * jnp.take(deep, INDEX, axis=0, mode="clip")[:, 0], axis=1)
+
+    report = check(fn, USER, DEEP)
+    assert "looked up in place" not in str(report)
+
+
+def test_rows_out_of_bounds_of_one_operand_alone() -> None:
+    outside = INDEX.at[0].set(99)
+
+    def fn(user, deep):
+        return jnp.sin(user[outside] * jnp.take(deep, outside, axis=0)[:, 0])
+
+    report = check(fn, USER, DEEP)
+    assert "looked up in place" not in str(report)
+    assert np.isnan(fn(USER, DEEP)[0]).all()
+
+
+def test_a_table_looked_up_by_looked_up_ids() -> None:
+    report = check(lambda ids, table: table[ids[INDEX]].sum(1) @ W, IDS, TABLE)
+    assert {p.reason for p in report.materialised} == {"returned by the function"}
+
+
+def test_a_lookup_in_what_was_looked_up_is_one_lookup() -> None:
+    parent = jnp.asarray([0, 1, 1, 0], jnp.int32)
+
+    def fn(request, user):
+        users = jnp.sin(request[parent]) + user
+        return jnp.sin(request[parent] @ W)[INDEX], users[INDEX] @ W
+
+    assert check(fn, USER[:2], USER).changed
+
+
+def test_lookups_by_fill_in_what_was_looked_up() -> None:
+    parent = jnp.asarray([0, 5, 1, 0], jnp.int32)
+    outside = INDEX.at[0].set(99)
+
+    def fn(request):
+        return jnp.take(jnp.take(request, parent, axis=0), outside, axis=0) @ W
+
+    report = check(fn, USER[:2])
+    assert report.changed
+    assert np.isnan(fn(USER[:2])).any(axis=1).sum() >= 2
+
+
+def test_one_shared_value_is_not_reported_unless_a_product_is_saved() -> None:
+    assert check(lambda x: x + jnp.broadcast_to(W[0, :C], (B, C)), CAND).broadcasts == ()
+    report = check(lambda x: jnp.broadcast_to(USER[:1], (B, D)) @ W, CAND)
+    assert [found.what for found in report.broadcasts] == [
+        f"float32[1,{D}] broadcast -> float32[{B},{D}]"
+    ]
