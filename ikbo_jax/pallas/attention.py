@@ -24,7 +24,7 @@ Synchronisations:
                                  staged in their place has left.
   3. `k_ready[s]`, `k_free[s]`   stage s of the ring of key blocks.
   4. `v_ready[s]`, `v_free[s]`   stage s of the ring of value blocks.
-  5. `flags_ready`               consumers -> producer: the flags of both are final.
+  5. `flags_ready[0]`            consumers -> producer: the flags of both are final.
   6. Named barriers: the consumers take turns at issuing products, so that one's softmax meets the
      other's products; they meet when their flags are final, and after one of them cleaned a stage.
 
@@ -87,7 +87,8 @@ def _kernel(*refs: Any, tree: Any, shape: Shape, config: AttentionConfig, interp
     @pl.when(warpgroup < NUM_CONSUMERS)
     def _consumer() -> None:
         plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
-        attention_consumer.consume(role)
+        consumer = mosaic.warpgroup_index("warpgroup", interpret=interpret)
+        attention_consumer.consume(role._replace(consumer=consumer))
 
 
 def scratch_types(
@@ -114,7 +115,7 @@ def scratch_types(
         barrier(NUM_CONSUMERS, config.k_stages),
         barrier(blocks, config.v_stages),
         barrier(NUM_CONSUMERS, config.v_stages),
-        plgpu.Barrier(num_arrivals=NUM_CONSUMERS),
+        barrier(NUM_CONSUMERS, 2),  # an array, to be indexed; only its first is used
     )
     if not interpret:
         return types

@@ -134,6 +134,7 @@ def _step(role: Role, item: Item, index: Any, first_step: Any, block: Any, state
     p = softmax.powers(scores, state.maximum, role.shape.log2_scale)
     sums = state.sums + softmax.partial_sums(p)
     pl.when(block == 0)(functools.partial(_free_stored_slot, role, index - 1))
+    softmax.finish_before_wait(sums, interpret=role.interpret)
     accumulator.wait(0, interpret=role.interpret)
     plgpu.barrier_arrive(role.shared.v_free.at[role.v_stage(step)])
     return _State(p.astype(state.weights.dtype), state.maximum, sums, acc)
@@ -155,13 +156,15 @@ def _last_step(
         _free_read_queries(role, index + 1, following.blocks == 1)
         scores = _scores(role, scores, following, jnp.int32(0), step + 1)
         p, maximum, sums = _begin(role, scores)
+        softmax.finish_before_wait(sums, interpret=role.interpret)
         accumulator.wait(0, interpret=role.interpret)
         return acc, p.astype(state.weights.dtype), maximum, sums
 
     def alone() -> tuple[jax.Array, ...]:
         _take_turn(role)
         acc = _issue_values(role, state.acc, is_defined, state.weights, step)
-        _pass_turn(role)
+        # The first turn was given to consumer 0, so it is consumer 1 that gives none at the end.
+        pl.when(role.consumer == 0)(functools.partial(_pass_turn, role))
         accumulator.wait(0, interpret=role.interpret)
         return acc, state.weights, state.maximum, state.sums
 
@@ -180,33 +183,27 @@ def _finish(
     maximum: jax.Array,
 ) -> None:
     """Stores the rows of a pass; `acc` is not yet divided by `row_sum`."""
-    shape, shared = role.shape, role.shared
+    shared = role.shared
     has_keys = item.length > 0
     inverse = jnp.where(row_sum > 0, 1 / row_sum, 0.0)
     # A NaN sum gives a NaN row.
     inverse = jnp.where(row_sum != row_sum, row_sum, inverse)
-    out = acc * lax.broadcast_in_dim(inverse, acc.shape, (0,))
-    out = jnp.where(has_keys, out, 0.0).astype(role.outputs.out.dtype)
-    keep = functools.partial(
-        softmax.store_rows,
-        role.outputs.out,
-        out,
-        item.first_row,
-        item.head,
-        item.begin,
-        item.end,
-        shared.rows.at[role.consumer] if role.interpret else None,
-        interpret=role.interpret,
-    )
+    out = (acc * lax.broadcast_in_dim(inverse, acc.shape, (0,))).astype(role.outputs.out.dtype)
+    # Without keys, the weights are NaN, and values that do not exist may be, too.
+    out = jnp.where(has_keys, out, jnp.zeros((), out.dtype))
     if role.config.q_slots == 1:
-        keep()
+        softmax.store_rows(
+            role.outputs.out,
+            out,
+            item.first_row,
+            item.head,
+            item.begin,
+            item.end,
+            shared.rows.at[role.consumer] if role.interpret else None,
+            interpret=role.interpret,
+        )
     else:
-        is_full = (item.begin == 0) & (item.end > 0)
-        is_end = item.first_row + item.end == shape.rows
-        is_full = is_full & ((item.end == WGMMA_M) | is_end)
-        pl.when(is_full)(functools.partial(_store_by_copy, role, item, index, out))
-        if shape.has_partial_passes:
-            pl.when(~is_full)(keep)
+        _store_staged(role, item, index, out)
     if role.outputs.lse is not None:
         lse = jnp.log(row_sum) + maximum * jnp.float32(softmax.LN_2)
         lse = jnp.where(has_keys & (row_sum != 0), lse, -jnp.inf)
@@ -222,32 +219,50 @@ def _finish(
         )
 
 
-def _store_by_copy(role: Role, item: Item, index: Any, out: jax.Array) -> None:
-    """Stages the output where the pass's queries were, and lets TMA store it."""
+def _store_staged(role: Role, item: Item, index: Any, out: jax.Array) -> None:
+    """Stages the output where the pass's queries were; TMA stores it if all rows are the pass's."""
     shape = role.shape
     matrix_view, copy_view = (
         view.at[role.slot(index), role.consumer] for view in role.shared.query
     )
     width = shape.column_blocks * BLOCK_K
-    if shape.head_dim < width:  # TMA leaves out what lies past the head width
+    if shape.head_dim < width:  # what lies past the head width is left out
         padding = jnp.zeros((WGMMA_M, width - shape.head_dim), out.dtype)
         out = jnp.concatenate([out, plgpu.layout_cast(padding, plgpu.Layout.WGMMA)], axis=1)
     for i in range(shape.column_blocks):
         matrix_view.at[i][...] = lax.slice(out, (0, i * BLOCK_K), (WGMMA_M, (i + 1) * BLOCK_K))
     plgpu.commit_smem()
-    for i in range(shape.column_blocks):
-        plgpu.copy_smem_to_gmem(
-            copy_view.at[i],
-            role.outputs.out.at[pl.ds(item.first_row, WGMMA_M), item.head, role.columns(i)],
-        )
+    is_end = item.first_row + item.end == shape.rows
+    is_full = (item.begin == 0) & (item.end > 0) & ((item.end == WGMMA_M) | is_end)
+
+    @pl.when(is_full)
+    def _() -> None:
+        for i in range(shape.column_blocks):
+            plgpu.copy_smem_to_gmem(
+                copy_view.at[i],
+                role.outputs.out.at[pl.ds(item.first_row, WGMMA_M), item.head, role.columns(i)],
+            )
+
+    if shape.has_partial_passes:
+
+        @pl.when(~is_full)
+        def _() -> None:
+            softmax.store_staged_rows(
+                role.outputs.out,
+                matrix_view,
+                item.first_row,
+                item.head,
+                item.begin,
+                item.end,
+                interpret=role.interpret,
+            )
 
 
 def _flag_if_inexact(role: Role, item: Item, acc: jax.Array, sums: jax.Array) -> jax.Array:
     """The row sums [64]; flags the pass if the fixed maximum did not do for one of its rows."""
-    # Zero times infinity or NaN is NaN.  Beyond a user's length the weights are zero, but memory
-    # may hold anything.
-    sums = sums + softmax.partial_sums(acc * 0.0)
-    row_sum = jnp.sum(sums, axis=1)
+    # Beyond a user's length the weights are zero, but memory may hold anything; and large values
+    # may overflow with weights above 1.
+    row_sum = jnp.sum(softmax.spoil_if_not_finite(sums, acc), axis=1)
     softmax.flag_rows(
         role.shared.flags.at[role.consumer],
         item.flag,
@@ -379,10 +394,11 @@ def consume(role: Role) -> None:
             plgpu.barrier_arrive(free.at[stage])
     pl.when(role.consumer == 1)(functools.partial(_pass_turn, role))
     items, steps = _attend(role)
-    pl.when(role.consumer == 0)(functools.partial(_take_turn, role))
     # What was stored must not overtake what is stored again.
     plgpu.wait_smem_to_gmem(0, wait_read_only=False)
-    plgpu.barrier_arrive(shared.flags_ready)
+    # The address of a barrier known in advance would take a register through all that precedes.
+    zero = mosaic.opaque(jnp.int32(0), interpret=role.interpret)
+    plgpu.barrier_arrive(shared.flags_ready.at[zero])
     _meet()
 
     @pl.when((shared.flags[0, 0] | shared.flags[1, 0]) != 0)

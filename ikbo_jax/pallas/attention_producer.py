@@ -167,7 +167,7 @@ def produce(role: Role) -> None:
     shape, shared = role.shape, role.shared
     count = role.tile_count
     sent = _send_end(role, _send_tiles(role, _Sent(jnp.int32(0), jnp.int32(0)), 0, count))
-    plgpu.barrier_wait(shared.flags_ready)
+    plgpu.barrier_wait(shared.flags_ready.at[0])
 
     def flag(i: Any) -> Any:
         return (shared.flags[0, i] | shared.flags[1, i]) != 0

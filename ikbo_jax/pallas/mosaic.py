@@ -112,6 +112,29 @@ def opaque(value: Any, *, interpret: bool) -> Any:
     return hide(value)
 
 
+def warpgroup_index(axis_name: str, *, interpret: bool) -> Any:
+    """`lax.axis_index` of the warpgroups, read from the thread's number where it is needed.
+
+    The one that LLVM knows it keeps from the kernel's beginning on, in a register or spilled.
+    """
+    if interpret:
+        return lax.axis_index(axis_name)
+    scalar = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=scalar))
+    def read(_: Any) -> mgpu.FragmentedArray:
+        index = mgpu.utils.inline_ptx(
+            "{ .reg .u32 thread; mov.u32 thread, %tid.x; shr.u32 thread, thread, 7; "
+            "shfl.sync.idx.b32 $0, thread, 0, 31, 0xffffffff; }",
+            result_types=ir.IntegerType.get_signless(32),
+            has_side_effects=True,
+            convergent=True,
+        )
+        return mgpu.FragmentedArray.splat(index, (), is_signed=True)
+
+    return read()
+
+
 def device_counter(*, interpret: bool) -> Any:
     """A counter of the whole device, zero when the kernel starts; the interpreter has none."""
     return None if interpret else pl.get_global(plgpu.SemaphoreType.REGULAR)

@@ -54,6 +54,36 @@ def partial_sums(p: jax.Array) -> jax.Array:
     return parts[0]
 
 
+def spoil_if_not_finite(sums: jax.Array, acc: jax.Array) -> jax.Array:
+    """`sums` [64, 8], in which rows are NaN where `acc` [64, width] holds NaN or infinity."""
+    for i in range(0, acc.shape[1], PARTIAL):  # zero times them is NaN; one FFMA an element
+        sums = lax.slice(acc, (0, i), (acc.shape[0], i + PARTIAL)) * jnp.float32(0) + sums
+    return sums
+
+
+def finish_before_wait(sums: jax.Array, *, interpret: bool) -> None:
+    """Keeps the arithmetic behind `sums` [64, 8], none negative, ahead of the next WGMMA wait.
+
+    ptxas moves a wait up to where it finds it convenient: ahead of a softmax that was meant to run
+    while WGMMAs fly.  It does not move one past a barrier; this barrier would be executed if a sum
+    were negative, which ptxas cannot know before it has the sums.
+    """
+    if interpret:
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,))
+    def depend(_: Any, sums: mgpu.FragmentedArray) -> None:
+        a, b, c, d = (vector.extract(r, [], [i]) for r in sums.registers.flat for i in (0, 1))
+        mgpu.utils.inline_ptx(
+            "{ .reg .pred p; setp.lt.f32 p, $0, 0f00000000; @p barrier.sync 0; }",
+            arith.addf(arith.addf(a, b), arith.addf(c, d)),
+            has_side_effects=True,
+            convergent=True,
+        )
+
+    depend(sums)
+
+
 def mask(scores: jax.Array, keys: Any, log2_scale: float) -> jax.Array:
     """Scores without weight from column `keys` on."""
     column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
@@ -98,10 +128,20 @@ def flag_rows(
     write(flags, index, is_good.astype(jnp.int32))
 
 
-def _thread_row(half: int) -> ir.Value:
+def _thread() -> ir.Value:
+    """This thread's number in its warpgroup, read where it is needed.
+
+    What LLVM knows to be the same everywhere, it keeps in a register from the kernel's beginning,
+    past loops that have none to spare.
+    """
+    i32 = ir.IntegerType.get_signless(32)
+    thread = mgpu.utils.inline_ptx("mov.u32 $0, %tid.x;", result_types=i32, has_side_effects=True)
+    return arith.remui(thread, mgpu.c(WARPGROUP_SIZE, i32))
+
+
+def _thread_row(thread: ir.Value, half: int) -> ir.Value:
     """The row of a WGMMA fragment's register: half 0 or 1."""
     i32 = ir.IntegerType.get_signless(32)
-    thread = arith.remui(mgpu.thread_idx(), mgpu.c(WARPGROUP_SIZE, i32))
     warp = arith.divui(thread, mgpu.c(32, i32))
     lane = arith.divui(arith.remui(thread, mgpu.c(32, i32)), mgpu.c(4, i32))
     row = arith.addi(arith.muli(warp, mgpu.c(16, i32)), lane)
@@ -161,11 +201,13 @@ def store_rows(
     def write(_: Any, output: ir.Value, values: Any, *scalars: Any) -> None:
         i32 = ir.IntegerType.get_signless(32)
         first_row, head, begin, end = (s.registers.item() for s in scalars)
-        thread = arith.remui(mgpu.thread_idx(), mgpu.c(4, i32))
-        column = arith.muli(thread, mgpu.c(2, i32))
+        # Read late, the thread's number spills at H = 192 and 256; known early, at H = 128.
+        early = arith.remui(mgpu.thread_idx(), mgpu.c(WARPGROUP_SIZE, i32))
+        thread = _thread() if width <= 128 else early
+        column = arith.muli(arith.remui(thread, mgpu.c(4, i32)), mgpu.c(2, i32))
         words = [mgpu.utils.bitcast(pair, i32) for pair in values.registers.flat]
         for half in (0, 1):
-            row = _thread_row(half)
+            row = _thread_row(thread, half)
             is_wanted = _within(row, begin, end)
             target = arith.addi(first_row, row)
             terms = [(target, heads * width), (head, width), (column, 1)]
@@ -180,6 +222,84 @@ def store_rows(
                 )
 
     write(output, values, first_row, head, begin, end)
+
+
+def store_staged_rows(
+    output: Any,
+    tiles: Any,
+    first_row: Any,
+    head: Any,
+    begin: Any,
+    end: Any,
+    *,
+    interpret: bool,
+) -> None:
+    """output[first_row + r, head] = row r of `tiles` for r in [begin, end).
+
+    From registers, addresses of rows and columns would have to live beside the values, and spill.
+
+    Args:
+      output: device memory [rows, heads, width].
+      tiles: shared memory [blocks of 64 columns, 64, 64], committed; read when this returns.
+    """
+    _, heads, width = output.shape
+    blocks, rows, columns = tiles.shape
+    if interpret:
+
+        @pl.loop(begin, end)
+        def _(r: Any) -> None:
+            for i in range(blocks):
+                part = min(columns, width - i * columns)
+                output[first_row + r, head, pl.ds(i * columns, part)] = tiles[i, r, :part]
+
+        return
+
+    scalar = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(
+        arg_types=(
+            plgpu.RefType(),
+            plgpu.RefType(mosaic.operand_transforms(tiles.dtype)),
+            scalar,
+            scalar,
+            scalar,
+            scalar,
+        )
+    )
+    def write(_: Any, output: ir.Value, tiles: ir.Value, *scalars: Any) -> None:
+        i32, byte = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
+        first_row, head, begin, end = (s.registers.item() for s in scalars)
+        base = mgpu.utils.memref_ptr(tiles)
+        vectors, per_vector = mosaic.SWIZZLE // 16, columns * 16 // mosaic.SWIZZLE
+        for i in range(blocks * rows * vectors // WARPGROUP_SIZE):
+            block, first = divmod(i * WARPGROUP_SIZE, rows * vectors)
+            index = arith.addi(_thread(), mgpu.c(first, i32))
+            row = arith.divui(index, mgpu.c(vectors, i32))
+            vector_of_row = arith.remui(index, mgpu.c(vectors, i32))
+            swizzled = arith.xori(vector_of_row, arith.remui(row, mgpu.c(vectors, i32)))
+            offset = arith.addi(
+                arith.muli(row, mgpu.c(mosaic.SWIZZLE, i32)),
+                arith.addi(
+                    arith.muli(swizzled, mgpu.c(16, i32)),
+                    mgpu.c(block * rows * mosaic.SWIZZLE, i32),
+                ),
+            )
+            column = arith.addi(
+                arith.muli(vector_of_row, mgpu.c(per_vector, i32)), mgpu.c(block * columns, i32)
+            )
+            is_column = arith.cmpi(arith.CmpIPredicate.slt, column, mgpu.c(width, i32))
+            target = arith.addi(first_row, row)
+            mgpu.utils.inline_ptx(
+                "{ .reg .b32 a, b, c, d; @$2 ld.shared.v4.b32 {a, b, c, d}, [$1]; "
+                "@$2 st.global.v4.b32 [$0], {a, b, c, d}; }",
+                _device_address(output, [(target, heads * width), (head, width), (column, 1)], 2),
+                mgpu.utils.getelementptr(base, [offset], byte),
+                arith.andi(_within(row, begin, end), is_column),
+                has_side_effects=True,
+            )
+        mgpu.utils.warpgroup_barrier()  # all have read before anybody says so
+
+    write(output, tiles, first_row, head, begin, end)
 
 
 def store_row_values(
@@ -209,8 +329,9 @@ def store_row_values(
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ROW_LAYOUT, scalar, scalar, scalar, scalar))
     def write(_: Any, output: ir.Value, values: Any, *scalars: Any) -> None:
         first_row, head, begin, end = (s.registers.item() for s in scalars)
+        thread = _thread()
         for half, register in enumerate(values.registers.flat):
-            row = _thread_row(half)
+            row = _thread_row(thread, half)
             terms = [(arith.addi(first_row, row), heads), (head, 1)]
             mgpu.utils.inline_ptx(  # the four threads of a row write the same value
                 "st.global.f32 [$0], $1;",
@@ -245,7 +366,7 @@ def zero_rows(tiles: Any, begin: Any, *, interpret: bool) -> None:
         # A row is one swizzled row of 128 bytes: wherever its columns are, they are all zeroed.
         i32, byte = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
         base = mgpu.utils.memref_ptr(tiles)
-        thread = arith.remui(mgpu.thread_idx(), mgpu.c(WARPGROUP_SIZE, i32))
+        thread = _thread()
         vectors = mosaic.SWIZZLE // 16
         zero = mgpu.c(0, i32)
         for i in range(blocks * rows * vectors // WARPGROUP_SIZE):

@@ -209,9 +209,10 @@ class AttentionConfig:
       block_kv: keys of a pipeline stage; a multiple of 16.
       k_stages: stages of the ring of key blocks.
       v_stages: stages of the ring of value blocks.
-      q_slots: 2: the next tile's queries arrive early and the output leaves through the finished
-        tile's slot by TMA; 1: 64 KiB less shared memory at H = 128, the output leaves from
-        registers, which costs short sequences more than the stages bring.
+      q_slots: 2 or 3: the next tiles' queries arrive early and the output leaves through the
+        finished tile's slot by TMA; 1: 32 KiB less shared memory at H = 128, but the output leaves
+        from registers, which costs short sequences more than stages bring. 3 are for one or two
+        blocks of keys, where a tile is done before the next one's queries have come.
       chunk: tiles of one head that are worked on next to one another, so that they find their
         user's keys in L2.
     """
@@ -257,8 +258,8 @@ def attention_illegal_reason(problem: AttentionProblem, config: AttentionConfig)
             f"k_stages and v_stages must be at least 2, "
             f"but are {config.k_stages} and {config.v_stages}"
         )
-    if config.q_slots not in (1, 2):
-        return f"q_slots must be 1 or 2, but is {config.q_slots}"
+    if config.q_slots not in (1, 2, 3):
+        return f"q_slots must be 1, 2 or 3, but is {config.q_slots}"
     if config.chunk < 1:
         return f"chunk must be at least 1, but is {config.chunk}"
     smem_bytes = config.smem_bytes(problem.head_dim)
@@ -272,10 +273,12 @@ def attention_illegal_reason(problem: AttentionProblem, config: AttentionConfig)
 
 def attention_candidate_configs(problem: AttentionProblem) -> Iterator[AttentionConfig]:
     """Yields the legal configurations worth timing for `problem`, the likeliest best first."""
-    long = problem.kv_len > 4096
-    rings = ((2, 3, 2), (3, 3, 1), (3, 3, 2), (4, 4, 1), (2, 2, 2), (2, 2, 1))
-    if long:
-        rings = (rings[1], rings[0], *rings[2:])
+    rings = [(2, 3, 2), (3, 3, 1), (3, 3, 2), (4, 4, 1), (2, 2, 3), (2, 2, 2), (2, 2, 1)]
+    # (k_stages, v_stages, q_slots); measured best: three slots to 256 keys, one beyond 4096.
+    if problem.kv_len <= 256:
+        rings.sort(key=lambda ring: ring != (2, 2, 3))
+    elif problem.kv_len > 4096:
+        rings.sort(key=lambda ring: ring != (3, 3, 1))
     for block_kv in (128, 64):
         for k_stages, v_stages, q_slots in rings:
             config = AttentionConfig(block_kv, k_stages, v_stages, q_slots)
