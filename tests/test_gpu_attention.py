@@ -8,6 +8,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import time
 
 import chex
 import hypothesis
@@ -119,7 +120,8 @@ def test_attention_default_request(dtype):
     check((out[sample], lse[sample]), part)
 
 
-@hypothesis.settings(max_examples=int(os.environ.get("IKBO_GPU_EXAMPLES", "15")))
+@pytest.mark.parametrize("part", range(8))  # so that several processes can share them
+@hypothesis.settings(max_examples=int(os.environ.get("IKBO_GPU_EXAMPLES", "3")))
 @hypothesis.given(
     users=st.integers(1, 20),
     candidates=st.integers(1, 100),
@@ -133,7 +135,7 @@ def test_attention_default_request(dtype):
     dtype=st.sampled_from(problems.HALF_DTYPES),
 )
 def test_attention_drawn_shapes(
-    users, candidates, q_len, kv_len, kv_heads, group, head_dim, index, lengths, dtype
+    part, users, candidates, q_len, kv_len, kv_heads, group, head_dim, index, lengths, dtype
 ):
     shape = Shape(
         users, candidates, q_len, kv_len, kv_heads * group, kv_heads, head_dim, index, lengths
@@ -184,6 +186,17 @@ def test_attention_one_hard_candidate_in_every_position(config, q_len):
         chex.assert_trees_all_close(
             out[others].astype(jnp.float32), expected[0][others].astype(jnp.float32), atol=0.02
         )
+
+
+def test_attention_scores_that_are_all_minus_infinity():
+    inputs = problems.make_attention_inputs(Shape(4, 20, 64, 200, 2, 2, 128, "unsorted"))
+    key = inputs.key.at[1].set(-jnp.inf)  # of positive queries
+    inputs = inputs._replace(query=jnp.abs(inputs.query), key=key)
+    out, lse = run(inputs)
+    check((out, lse), inputs)
+    hit = np.asarray(inputs.cand_to_user == 1)
+    assert bool(jnp.all(lse[hit] == -jnp.inf))
+    assert not bool(jnp.any(out[hit]))
 
 
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
@@ -249,6 +262,103 @@ def test_attention_many_candidates():
     part = inputs._replace(query=inputs.query[sample], cand_to_user=inputs.cand_to_user[sample])
     check((out[sample], lse[sample]), part)
     assert bool(jnp.all(jnp.isnan(lse[np.flatnonzero(hit)])))
+
+
+def test_attention_own_tokens():
+    shape = SHAPES["odd_counts"]
+    inputs = problems.make_attention_inputs(shape)
+    rng = np.random.default_rng(1)
+    own_shape = (shape.candidates, 3, shape.kv_heads, shape.head_dim)
+    own = {
+        f"self_{kind}": problems.random_array(rng, own_shape, "bfloat16")
+        for kind in ("key", "value")
+    }
+    *arrays, lengths = inputs
+    found, plain = (
+        ikbo.attention(
+            *arrays,
+            key_value_seq_lengths=lengths,
+            return_residuals=True,
+            implementation=implementation,
+            **own,
+        )
+        for implementation in ("mosaic_gpu", "xla")
+    )
+    # The two differ by where the weights are rounded.
+    chex.assert_trees_all_close(
+        *(jax.tree.map(lambda x: x.astype(jnp.float32), r) for r in (found, plain)), atol=0.02
+    )
+    # A candidate's own tokens are part of the denominator.
+    assert bool(jnp.all(found[1] > run(inputs)[1]))
+
+
+def test_attention_gradients_do_not_need_a_kernel_of_their_own():
+    *arrays, index, lengths = problems.make_attention_inputs(SHAPES["unsorted"])
+
+    def loss(implementation, *arrays):
+        out, lse = ikbo.attention(
+            *arrays,
+            index,
+            key_value_seq_lengths=lengths,
+            return_residuals=True,
+            implementation=implementation,
+        )
+        lse = jnp.where(jnp.isfinite(lse), lse, 0.0)
+        return jnp.sum(jnp.sin(out.astype(jnp.float32))) + jnp.sum(jnp.cos(lse))
+
+    grads = [
+        jax.grad(functools.partial(loss, i), (0, 1, 2))(*arrays) for i in ("mosaic_gpu", "xla")
+    ]
+    # The two forward results differ by a rounding, which sin passes on to the cotangent.
+    chex.assert_trees_all_close(
+        *jax.tree.map(lambda x: x.astype(jnp.float32), grads), rtol=0.05, atol=0.05
+    )
+
+
+SOAKED = ("odd_counts", "unsorted", "short_keys", "three_blocks", "t1", "t16", "t65", "t192")
+
+
+@jax.jit
+def _count_if_different(count: jax.Array, actual: tuple, expected: tuple) -> jax.Array:
+    differs = [jnp.any(a != b) for a, b in zip(actual, expected, strict=True)]
+    return count + jnp.any(jnp.stack(differs)).astype(jnp.int32)
+
+
+def test_attention_soak():
+    """IKBO_SOAK_S seconds (20) of alternating shapes: no hang, no result unlike the first one."""
+    names = (
+        "odd_counts",
+        "unsorted",
+        "short_keys",
+        "three_blocks",
+        "t1",
+        "t16",
+        "t65",
+        "t192",
+        "h64",
+        "h256",
+    )
+    cases = []
+    for name in names:
+        compiled = jax.jit(run)
+        for seed in (0, 1):
+            inputs = problems.make_attention_inputs(SHAPES[name], "bfloat16", seed)
+            if name == "unsorted":  # this one goes through the second try as well
+                inputs = inputs._replace(key=inputs.key.at[0, -1].multiply(50))
+            expected = compiled(inputs)
+            check(expected, inputs)
+            cases.append((compiled, inputs, expected))
+    rng, wrong, launches = np.random.default_rng(0), jnp.int32(0), 0
+    deadline = time.monotonic() + float(os.environ.get("IKBO_SOAK_S", "20"))
+    while time.monotonic() < deadline:
+        for position in rng.permutation(len(cases)):
+            compiled, inputs, expected = cases[position]
+            wrong = _count_if_different(wrong, compiled(inputs), expected)
+            launches += 1
+        jax.block_until_ready(wrong)
+    print(f"{launches} launches")
+    assert launches > 100
+    assert int(wrong) == 0
 
 
 SANITIZED = """

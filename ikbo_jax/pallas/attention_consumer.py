@@ -134,7 +134,6 @@ def _step(role: Role, item: Item, index: Any, first_step: Any, block: Any, state
     p = softmax.powers(scores, state.maximum, role.shape.log2_scale)
     sums = state.sums + softmax.partial_sums(p)
     pl.when(block == 0)(functools.partial(_free_stored_slot, role, index - 1))
-    softmax.finish_before_wait(sums, interpret=role.interpret)
     accumulator.wait(0, interpret=role.interpret)
     plgpu.barrier_arrive(role.shared.v_free.at[role.v_stage(step)])
     return _State(p.astype(state.weights.dtype), state.maximum, sums, acc)
@@ -156,7 +155,6 @@ def _last_step(
         _free_read_queries(role, index + 1, following.blocks == 1)
         scores = _scores(role, scores, following, jnp.int32(0), step + 1)
         p, maximum, sums = _begin(role, scores)
-        softmax.finish_before_wait(sums, interpret=role.interpret)
         accumulator.wait(0, interpret=role.interpret)
         return acc, p.astype(state.weights.dtype), maximum, sums
 

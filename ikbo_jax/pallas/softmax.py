@@ -61,29 +61,6 @@ def spoil_if_not_finite(sums: jax.Array, acc: jax.Array) -> jax.Array:
     return sums
 
 
-def finish_before_wait(sums: jax.Array, *, interpret: bool) -> None:
-    """Keeps the arithmetic behind `sums` [64, 8], none negative, ahead of the next WGMMA wait.
-
-    ptxas moves a wait up to where it finds it convenient: ahead of a softmax that was meant to run
-    while WGMMAs fly.  It does not move one past a barrier; this barrier would be executed if a sum
-    were negative, which ptxas cannot know before it has the sums.
-    """
-    if interpret:
-        return
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,))
-    def depend(_: Any, sums: mgpu.FragmentedArray) -> None:
-        a, b, c, d = (vector.extract(r, [], [i]) for r in sums.registers.flat for i in (0, 1))
-        mgpu.utils.inline_ptx(
-            "{ .reg .pred p; setp.lt.f32 p, $0, 0f00000000; @p barrier.sync 0; }",
-            arith.addf(arith.addf(a, b), arith.addf(c, d)),
-            has_side_effects=True,
-            convergent=True,
-        )
-
-    depend(sums)
-
-
 def mask(scores: jax.Array, keys: Any, log2_scale: float) -> jax.Array:
     """Scores without weight from column `keys` on."""
     column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
