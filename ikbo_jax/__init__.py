@@ -4,6 +4,7 @@ from ikbo_jax import debug
 from ikbo_jax._version import __version__
 from ikbo_jax.ops.attention import attention, merge_attention
 from ikbo_jax.ops.explain import Explanation, explain
+from ikbo_jax.ops.gdpa import gdpa
 from ikbo_jax.ops.linear_compression import (
     Term,
     linear_compression,
@@ -18,6 +19,7 @@ __all__ = [
     "attention",
     "debug",
     "explain",
+    "gdpa",
     "linear_compression",
     "merge_attention",
     "multilevel_linear_compression",

@@ -8,7 +8,9 @@ import numpy as np
 from jax.experimental import checkify
 
 
-def check_index(cand_to_user: jax.Array | np.ndarray, num_users: int) -> None:
+def check_index(
+    cand_to_user: jax.Array | np.ndarray, num_users: int, name: str = "cand_to_user"
+) -> None:
     """Checks that every index lies in [0, num_users).
 
     The ops clamp an index outside that range, so that nothing is read out of bounds; this finds it.
@@ -17,14 +19,16 @@ def check_index(cand_to_user: jax.Array | np.ndarray, num_users: int) -> None:
     has no way to raise, it does nothing.
 
     Args:
-      cand_to_user: integers of any shape; for a multi-level term its `parent`.
-      num_users: rows of the array that the index points into, at least 0.
+      cand_to_user: integers of any shape; for a multi-level term its `parent`, for `gdpa` its
+        `q_to_kv`.
+      num_users: what the index points into, at least 0: rows of the array, or sequences.
+      name: the index's name in messages.
 
     Raises:
       ValueError: an index is out of range; names the position, the value and the bound.
       TypeError: the index is not an array of integers.
     """
-    _check_range("cand_to_user", cand_to_user, num_users - 1, f"[0, {num_users})", "indices")
+    _check_range(name, cand_to_user, num_users - 1, f"[0, {num_users})", "indices")
 
 
 def check_lengths(key_value_seq_lengths: jax.Array | np.ndarray, kv_len: int) -> None:
@@ -43,6 +47,78 @@ def check_lengths(key_value_seq_lengths: jax.Array | np.ndarray, kv_len: int) ->
     """
     _check_range(
         "key_value_seq_lengths", key_value_seq_lengths, kv_len, f"[0, {kv_len}]", "lengths"
+    )
+
+
+def check_offsets(
+    cu_seqlens: jax.Array | np.ndarray,
+    total: int,
+    max_seqlen: int | None = None,
+    name: str = "cu_seqlens",
+) -> None:
+    """Checks that offsets lie in [0, total], never fall, and are at most `max_seqlen` apart.
+
+    `gdpa` clamps offsets to the array, makes falling ones an empty sequence, and cuts sequences off
+    at `max_seqlen_q` and `max_seqlen_kv`; this finds them. When and how it raises is as for
+    `check_index`.
+
+    Args:
+      cu_seqlens: [batch + 1] integers, the offsets of jagged sequences.
+      total: rows of the array that they point into.
+      max_seqlen: bound of the lengths, or None.
+      name: the offsets' name in messages.
+
+    Raises:
+      ValueError: offsets are not [batch + 1], leave the array, fall, or are too far apart; names
+        the position, the values and the bound.
+      TypeError: the offsets are not an array of integers.
+    """
+    _check_range(name, cu_seqlens, total, f"[0, {total}]", "offsets")
+    if cu_seqlens.ndim != 1 or not cu_seqlens.size:
+        raise ValueError(f"{name} must have shape [batch + 1], but has shape {cu_seqlens.shape}")
+    most = total if max_seqlen is None else max_seqlen
+    if isinstance(cu_seqlens, jax.core.Tracer):
+        _check_lengths_traced(name, cu_seqlens, most, max_seqlen)
+        return
+    offsets = np.asarray(cu_seqlens).astype(np.int64)
+    lengths = np.diff(offsets)
+    falling, too_long = np.flatnonzero(lengths < 0), np.flatnonzero(lengths > most)
+    if falling.size:
+        i = int(falling[0])
+        raise ValueError(
+            f"{name}[{i + 1}] is {offsets[i + 1]}, below {name}[{i}], which is {offsets[i]}; "
+            f"{falling.size} of {lengths.size} lengths are negative"
+        )
+    if too_long.size:
+        i = int(too_long[0])
+        raise ValueError(
+            f"sequence {i} of {name} has {lengths[i]} rows, but max_seqlen is {max_seqlen}; "
+            f"{too_long.size} of {lengths.size} sequences are longer"
+        )
+
+
+def _check_lengths_traced(
+    name: str, cu_seqlens: jax.Array, most: int, max_seqlen: int | None
+) -> None:
+    if cu_seqlens.size == 1:
+        return
+    begin, end = cu_seqlens[:-1], cu_seqlens[1:]
+    falls = end < begin
+    first = jnp.argmax(falls)
+    checkify.debug_check(
+        ~jnp.any(falls),
+        f"{name} falls from {{begin}} to {{end}} in sequence {{sequence}}",
+        begin=begin[first],
+        end=end[first],
+        sequence=first,
+    )
+    is_long = end - begin > most
+    first = jnp.argmax(is_long)
+    checkify.debug_check(
+        ~jnp.any(is_long),
+        f"sequence {{sequence}} of {name} has {{rows}} rows, but max_seqlen is {max_seqlen}",
+        sequence=first,
+        rows=(end - begin)[first],
     )
 
 

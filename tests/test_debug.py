@@ -1,4 +1,4 @@
-"""`debug.check_index` and `check_lengths`: eager, under checkify, and inside a plain jit."""
+"""The checks of `debug`: eager, under checkify, and inside a plain jit."""
 
 from __future__ import annotations
 
@@ -97,3 +97,75 @@ def test_checkify_finds_wrong_lengths() -> None:
     error, out = checkify.checkify(jax.jit(run))(jnp.asarray([1, 4], jnp.int32))
     assert "key_value_seq_lengths.ravel()[1] is 4, outside [0, 3]" in error.get()
     np.testing.assert_array_equal(out, np.ones((2, 3, 1, 2)))
+
+
+OFFSETS = np.array([0, 3, 3, 10, 12], np.int32)
+
+
+@pytest.mark.parametrize("max_seqlen", [None, 7, 2**31])
+@pytest.mark.parametrize("as_array", [np.asarray, jnp.asarray])
+def test_good_offsets_pass(as_array, max_seqlen: int | None) -> None:
+    assert ikbo.debug.check_offsets(as_array(OFFSETS), 12, max_seqlen) is None
+    assert ikbo.debug.check_offsets(as_array(OFFSETS[:1]), 0, max_seqlen) is None
+
+
+BAD_OFFSETS = {
+    "beyond": ({4: 13}, None, r"cu_seqlens_q\[4\] is 13, outside \[0, 12\]; 1 of 5 offsets"),
+    "negative": ({0: -1}, None, r"cu_seqlens_q\[0\] is -1, outside \[0, 12\]"),
+    "falling": (
+        {2: 1},
+        None,
+        r"cu_seqlens_q\[2\] is 1, below cu_seqlens_q\[1\], which is 3; 1 of 4 lengths",
+    ),
+    "too_long": (
+        {},
+        6,
+        r"sequence 2 of cu_seqlens_q has 7 rows, but max_seqlen is 6; 1 of 4 sequences",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "max_seqlen", "message"), BAD_OFFSETS.values(), ids=BAD_OFFSETS
+)
+def test_bad_offsets_name_position_values_and_bound(changes, max_seqlen, message: str) -> None:
+    offsets = OFFSETS.copy()
+    for position, value in changes.items():
+        offsets[position] = value
+    for array in (offsets, jnp.asarray(offsets)):
+        with pytest.raises(ValueError, match=message):
+            ikbo.debug.check_offsets(array, 12, max_seqlen, "cu_seqlens_q")
+
+
+def test_offsets_of_wrong_shape_or_dtype() -> None:
+    with pytest.raises(ValueError, match=r"shape \[batch \+ 1\], but has shape \(2, 2\)"):
+        ikbo.debug.check_offsets(np.zeros((2, 2), np.int32), 3)
+    with pytest.raises(ValueError, match=r"shape \[batch \+ 1\], but has shape \(0,\)"):
+        ikbo.debug.check_offsets(np.zeros(0, np.int32), 3)
+    with pytest.raises(TypeError, match="cu_seqlens must be an array of integers, but is float32"):
+        ikbo.debug.check_offsets(np.zeros(2, np.float32), 3)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ([0, 3, 3, 10, 12], None),
+        ([0, 3, 3, 10, 13], "cu_seqlens_kv.ravel()[4] is 13, outside [0, 12]"),
+        ([0, 3, 1, 2, 12], "cu_seqlens_kv falls from 3 to 1 in sequence 1"),
+        ([0, 0, 9, 12, 12], "sequence 1 of cu_seqlens_kv has 9 rows, but max_seqlen is 7"),
+    ],
+)
+def test_checkify_finds_wrong_offsets(values: list[int], words: str | None) -> None:
+    def run(offsets: jax.Array) -> jax.Array:
+        ikbo.debug.check_offsets(offsets, 12, 7, "cu_seqlens_kv")
+        return offsets + 1
+
+    offsets = jnp.asarray(values, jnp.int32)
+    error, out = checkify.checkify(jax.jit(run))(offsets)
+    assert error.get() is None if words is None else words in error.get()
+    np.testing.assert_array_equal(jax.jit(run)(offsets), out)
+
+
+def test_index_may_have_another_name() -> None:
+    with pytest.raises(ValueError, match=r"q_to_kv\[1\] is 4, outside \[0, 4\)"):
+        ikbo.debug.check_index(np.array([0, 4], np.int32), 4, "q_to_kv")

@@ -36,6 +36,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "_timing": (),
     "debug": (),
     "reference": (),
+    "reference.gdpa": ("reference.activations",),
+    "reference.gdpa_chunked": ("reference.gdpa", "reference.jagged", "reference.activations"),
     "tuning": (),
     "tuning.configs": (),
     "tuning.rules": ("tuning.configs",),

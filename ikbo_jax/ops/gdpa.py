@@ -1,0 +1,301 @@
+"""Generalised dot-product attention: checks, choice of implementation, vmap rule, gradient."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ikbo_jax.ops import dispatch, gdpa_arguments, gdpa_vmap
+from ikbo_jax.reference import gdpa as reference
+from ikbo_jax.reference import gdpa_chunked
+from ikbo_jax.reference.gdpa import Arrays, Settings
+from ikbo_jax.tuning.gdpa_configs import GdpaProblem
+
+#: Why nothing runs in Mosaic GPU yet.
+NO_KERNEL = "gdpa has no Mosaic GPU kernel yet"
+
+
+def gdpa(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    cu_seqlens_q: jax.Array | None,
+    cu_seqlens_kv: jax.Array,
+    *,
+    activation: str | tuple[str, ...] = "gelu",
+    approx: str | None = None,
+    scale: float = 1.0,
+    output_scale: float = 1.0,
+    q_to_kv: jax.Array | None = None,
+    broadcast_q: bool = False,
+    max_seqlen_q: int | None = None,
+    max_seqlen_kv: int | None = None,
+    implementation: str | None = None,
+    config: Any = None,
+) -> jax.Array:
+    """Attends with any activation in place of the softmax, within each of many jagged sequences.
+
+        out[i] = output_scale · Σⱼ act(scale · query[i] · key[j]) · value[j]
+
+    over the keys j of query i's sequence, for each head. `scale` multiplies the scores before the
+    activation, `output_scale` the sum; neither has a default that depends on sizes. With
+    activation="softmax", act divides by its sum over the sequence's keys.
+
+    Sequences lie one after another: sequence b has rows cu_seqlens[b] to cu_seqlens[b + 1] - 1. One
+    function serves three regimes: self-attention (the same offsets twice), pooling by a few seed
+    queries (`broadcast_q`), and a personalised feed-forward net (many queries, few keys and values
+    that act as its two layers).
+
+    Args:
+      query: [total_q, N, H], bfloat16, float16 or float32: queries of all sequences, N heads, head
+        width H. With `broadcast_q` [T, N, H].
+      key: [total_kv, K, H], same dtype: K heads. N is a multiple of K: query head n uses key head
+        n // (N / K).
+      value: [total_kv, K, H], same dtype.
+      cu_seqlens_q: [batch + 1] int32, offsets in [0, total_q] that do not fall; the first is
+        usually 0, and the last may be below total_q. Rows outside all sequences have no effect,
+        whatever they hold. Offsets outside the array are clamped to it and falling ones raised to
+        the largest before them, so nothing is read out of bounds;
+        `ikbo_jax.debug.check_offsets` finds both. None with `broadcast_q`.
+      cu_seqlens_kv: [batch_kv + 1] int32, likewise of keys and values. Sequences may be empty.
+      activation: one of "identity", "relu", "leaky_relu" (slope 0.01), "relu_squared", "gelu" (with
+        erf), "gelu_tanh", "silu", "hardswish" and "softmax"; or a tuple of N of them, one for each
+        head.
+      approx: None computes activations exactly. "tanh": gelu_tanh and silu by the GPU's approximate
+        tanh, within 2⁻¹² · |score| of the exact value; other devices use the exact tanh.
+        "polynomial": gelu by a polynomial on [-3.7, 3.7], within 5.0e-4 of the exact value. Heads
+        with another activation stay exact.
+      scale: what scores are multiplied by before the activation, a finite number.
+      output_scale: what the result is multiplied by, a finite number.
+      q_to_kv: [batch] int32, the key-value sequence of every query sequence (the request of a
+        candidate), values in [0, batch_kv), in any order; None: batch_kv = batch, each its own. A
+        value outside is clamped to the nearest end; `ikbo_jax.debug.check_index` finds such values.
+      broadcast_q: every sequence has the same T queries. There are as many sequences as `q_to_kv`
+        has values, or as there are key-value sequences.
+      max_seqlen_q: bound of the queries' lengths, known while tracing, that makes the lists of
+        tiles shorter. What a sequence has beyond it is cut off: those rows have result 0.
+        `ikbo_jax.debug.check_offsets` finds a bound that is too small.
+      max_seqlen_kv: likewise of the keys' lengths; keys beyond it have no effect.
+      implementation: None takes the fastest that works on the default device and for these sizes;
+        "mosaic_gpu" and "xla" take exactly that. There is only "xla" yet.
+      config: tuning of the "mosaic_gpu" kernel; there is none yet, so it must be None.
+
+    Returns:
+      out, [total_q, N, H] in the inputs' dtype, or with `broadcast_q` [batch · T, N, H], sequence
+      after sequence. Zeros in rows of no sequence and where a sequence has no keys. Scores, the
+      activation and all sums are f32; activated scores are rounded to the inputs' dtype before
+      they meet the values (in float16, which ends at 65504, activated scores above that are inf).
+      f32 products follow `jax.default_matmul_precision`.
+
+      Differentiable in reverse mode, once, by query, key and value; those of keys and values are
+      summed over the query sequences that share them, that of broadcast queries over all
+      sequences. Gradients are summed in f32 and rounded once, in an order that does not change
+      from run to run, and never hold all scores at once. Rows of no sequence have gradient 0.
+
+    Raises:
+      ValueError: wrong ranks; sizes, dtypes, offsets or the index disagree; N is not a multiple of
+        K; an unknown activation, or another number of them than N; `approx` is unknown or for none
+        of the activations; `scale` or `output_scale` is not a finite number; a `max_seqlen_*` is
+        not an integer of at least 0; `cu_seqlens_q` beside `broadcast_q`, or neither;
+        `implementation` is unknown; `config` is not None.
+      NotImplementedError: implementation="mosaic_gpu", since there is no kernel yet; a gradient of
+        the gradient.
+
+    Source: Meta, generalised dot-product attention (GDPA), published with its kernels for ads
+    models.
+    """
+    dispatch.check_implementation(implementation)
+    if config is not None:
+        raise ValueError(f"config must be None, since {NO_KERNEL}, but is {config!r}")
+    arrays = Arrays(query, key, value, cu_seqlens_q, cu_seqlens_kv, q_to_kv)
+    broadcast_q = bool(broadcast_q)
+    gdpa_arguments.check_arrays(arrays)
+    gdpa_arguments.check_sequences(arrays, broadcast_q)
+    activations = gdpa_arguments.activations_of(activation, query.shape[1])
+    gdpa_arguments.check_approx(approx, activations)
+    settings = Settings(
+        activations,
+        approx,
+        gdpa_arguments.finite("scale", scale),
+        gdpa_arguments.finite("output_scale", output_scale),
+        broadcast_q,
+        gdpa_arguments.bound("max_seqlen_q", max_seqlen_q),
+        gdpa_arguments.bound("max_seqlen_kv", max_seqlen_kv),
+    )
+    if broadcast_q and settings.max_seqlen_q is not None and settings.max_seqlen_q < query.shape[0]:
+        raise ValueError(
+            f"max_seqlen_q is {settings.max_seqlen_q} but every sequence has the query's "
+            f"T={query.shape[0]} rows"
+        )
+    call = _Call(dispatch.Request("gdpa", implementation, config), settings)
+    plan = _choose(call.request, _problem(arrays, settings))
+    shape = reference.out_shape(arrays, settings)
+    if 0 in shape or not key.shape[0] or not reference.num_sequences(arrays):
+        return jnp.zeros(shape, query.dtype)
+    return _gdpa(call, plan, arrays)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """What the caller asked for, apart from the arrays."""
+
+    request: dispatch.Request
+    settings: Settings
+
+
+def _problem(arrays: Arrays, settings: Settings) -> GdpaProblem:
+    activations = settings.activations
+    return GdpaProblem(
+        batch=reference.num_sequences(arrays),
+        batch_kv=arrays.cu_seqlens_kv.shape[0] - 1,
+        q_rows=reference.out_shape(arrays, settings)[0],
+        kv_rows=arrays.key.shape[0],
+        q_heads=arrays.query.shape[1],
+        kv_heads=arrays.key.shape[1],
+        head_dim=arrays.query.shape[2],
+        dtype=str(arrays.query.dtype),
+        activations=activations[:1] if len(set(activations)) == 1 else activations,
+        approx=settings.approx,
+        broadcast_q=settings.broadcast_q,
+        max_seqlen_q=settings.max_seqlen_q,
+        max_seqlen_kv=settings.max_seqlen_kv,
+    )
+
+
+def _choose(request: dispatch.Request, problem: GdpaProblem) -> dispatch.Plan:
+    reason = NO_KERNEL
+    if request.implementation == "mosaic_gpu":
+        raise NotImplementedError(f"gdpa with implementation='mosaic_gpu': {reason}")
+    if request.implementation == "xla":
+        reason = "asked for by the caller"
+    else:
+        dispatch.logger.debug("gdpa runs in XLA: %s", reason)
+    return dispatch.Plan("gdpa", problem, problem.describe(), "xla", None, reason)
+
+
+def _run(call: _Call, plan: dispatch.Plan, arrays: Arrays) -> tuple[jax.Array, jax.Array | None]:
+    """Out, and lse if a head has a softmax, whatever `arrays` of one problem hold."""
+    out, lse = gdpa_chunked.chunked(arrays, call.settings)
+    return dispatch.record(out, plan), lse
+
+
+def _run_vmappable(
+    call: _Call, plan: dispatch.Plan, arrays: Arrays
+) -> tuple[jax.Array, jax.Array | None]:
+    """`_run` with a vmap rule of its own, so that memory stays bounded."""
+
+    @jax.custom_batching.custom_vmap
+    def run(arrays: Arrays) -> tuple[jax.Array, jax.Array | None]:
+        return _run(call, plan, arrays)
+
+    @run.def_vmap
+    def run_batched(size: int, batched: list, arrays: Arrays) -> tuple[tuple, tuple]:
+        def one(arrays: Arrays) -> tuple[jax.Array, jax.Array | None]:
+            note = f"{plan.reason}; one of {size} after another, by vmap"
+            return _run_vmappable(call, dataclasses.replace(plan, reason=note), arrays)
+
+        if gdpa_vmap.can_fold(call.settings, size, batched[0]):
+            own_kv = gdpa_vmap.has_own_kv(batched[0])
+            folded = gdpa_vmap.fold(size, batched[0], arrays, own_kv)
+            folded_plan = _choose(call.request, _problem(folded, call.settings))
+            results = gdpa_vmap.unfold(size, _run_vmappable(call, folded_plan, folded))
+        else:
+            results = gdpa_vmap.loop(one, batched[0], arrays)
+        return results, jax.tree.map(lambda _: True, results)
+
+    result: tuple[jax.Array, jax.Array | None] = run(arrays)
+    return result
+
+
+class _Residuals(NamedTuple):
+    """What the gradient needs; `out` and `lse` only where a head has a softmax."""
+
+    arrays: Arrays
+    out: jax.Array | None
+    lse: jax.Array | None
+    d_out: jax.Array
+
+
+Gradients = tuple[jax.Array, jax.Array, jax.Array]
+
+
+def _run_vjp_vmappable(call: _Call, residuals: _Residuals) -> Gradients:
+    """Gradients of query, key and value, with a vmap rule like that of `_run_vmappable`."""
+
+    @jax.custom_batching.custom_vmap
+    def run(residuals: _Residuals) -> Gradients:
+        arrays, out, lse, d_out = residuals
+        return gdpa_chunked.chunked_vjp(arrays, call.settings, out, lse, d_out)
+
+    @run.def_vmap
+    def run_batched(size: int, batched: list, residuals: _Residuals) -> tuple[Any, Any]:
+        flags = batched[0]
+        if size and not call.settings.broadcast_q:
+            # Every problem has a gradient of its own of all arrays, so copies cost no more.
+            rows = jax.tree.map(
+                lambda x, is_batched: gdpa_vmap.stack(size, x, is_batched).reshape(
+                    -1, *x.shape[1 + is_batched :]
+                ),
+                residuals[1:],
+                flags[1:],
+            )
+            arrays = gdpa_vmap.fold(size, flags.arrays, residuals.arrays, own_kv=True)
+            results = gdpa_vmap.unfold(size, _run_vjp_vmappable(call, _Residuals(arrays, *rows)))
+        else:
+            one = functools.partial(_run_vjp_vmappable, call)
+            results = gdpa_vmap.loop(one, flags, residuals)
+        return results, (True, True, True)
+
+    result: Gradients = run(residuals)
+    return result
+
+
+# custom_vjp goes outside custom_vmap, which has no reverse mode.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gradients(call: _Call, residuals: _Residuals) -> Gradients:
+    return _run_vjp_vmappable(call, residuals)
+
+
+def _no_second_gradient(*_: Any) -> Any:
+    raise NotImplementedError("gdpa has no gradient of its gradient")
+
+
+_gradients.defvjp(_no_second_gradient, _no_second_gradient)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _differentiable(
+    call: _Call, plan: dispatch.Plan, arrays: Arrays
+) -> tuple[jax.Array, jax.Array | None]:
+    return _run_vmappable(call, plan, arrays)
+
+
+def _forward(call: _Call, plan: dispatch.Plan, arrays: Arrays) -> tuple[tuple, tuple]:
+    # The differentiable function itself: whoever differentiates the gradient is to meet the message
+    # of `_gradients`, and not what has no derivative in here.
+    out, lse = _differentiable(call, plan, arrays)
+    return (out, lse), (arrays, None if lse is None else out, lse)
+
+
+def _backward(
+    call: _Call, plan: dispatch.Plan, residuals: tuple, cotangents: tuple
+) -> tuple[Arrays]:
+    arrays, out, lse = residuals
+    # That of lse is zero, since nothing but the gradient uses lse.
+    d_out, _ = cotangents
+    d_query, d_key, d_value = _gradients(call, _Residuals(arrays, out, lse, d_out))
+    # Integers have no gradient.
+    return (Arrays._make((d_query, d_key, d_value, None, None, None)),)
+
+
+_differentiable.defvjp(_forward, _backward)
+
+
+# Static arguments are all that the choice depends on, so that jit's cache never keeps a stale one.
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _gdpa(call: _Call, plan: dispatch.Plan, arrays: Arrays) -> jax.Array:
+    return _differentiable(call, plan, dispatch.varying_alike(arrays))[0]

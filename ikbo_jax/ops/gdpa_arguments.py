@@ -1,0 +1,134 @@
+"""Arguments of generalised dot-product attention: what is wrong with them, in both values."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+from ikbo_jax.ops import dispatch
+from ikbo_jax.reference.activations import ACTIVATIONS, APPROXIMATIONS
+from ikbo_jax.reference.gdpa import Arrays
+
+
+def check_arrays(arrays: Arrays) -> None:
+    """Raises ValueError, naming both values, unless query, key and value fit together."""
+    query, key, value = arrays[:3]
+    dispatch.check_array("query", query, "[total_q, N, H]")
+    for name, array in (("key", key), ("value", value)):
+        dispatch.check_array(name, array, "[total_kv, K, H]")
+        if array.dtype != query.dtype:
+            raise ValueError(f"query is {query.dtype} but {name} is {array.dtype}")
+    for axis, key_size, value_size in zip(
+        ("total_kv", "K", "H"), key.shape, value.shape, strict=True
+    ):
+        if key_size != value_size:
+            raise ValueError(f"key has {axis}={key_size} but value has {axis}={value_size}")
+    (_, q_heads, width), (_, kv_heads, key_width) = query.shape, key.shape
+    if width != key_width:
+        raise ValueError(f"query has H={width} but key has H={key_width}")
+    if width < 1:
+        raise ValueError(
+            f"query must have a head width H of at least 1, but has shape {query.shape}"
+        )
+    if kv_heads < 1:
+        raise ValueError(f"key must have at least 1 head, but has shape {key.shape}")
+    if q_heads % kv_heads:
+        raise ValueError(
+            f"query has N={q_heads} heads, which is not a multiple of key's K={kv_heads}"
+        )
+
+
+def check_sequences(arrays: Arrays, broadcast_q: bool) -> None:
+    """Raises ValueError, naming both values, unless offsets and index fit together."""
+    cu_q, cu_kv, index = arrays[3:]
+    if broadcast_q and cu_q is not None:
+        raise ValueError(
+            "broadcast_q=True gives every sequence all queries and takes no cu_seqlens_q, but it "
+            f"is {dispatch.describe(cu_q)}"
+        )
+    offsets: list[tuple[str, str, Any]] = [("cu_seqlens_kv", "batch_kv", cu_kv)]
+    if not broadcast_q:
+        offsets.insert(0, ("cu_seqlens_q", "batch", cu_q))
+    for name, axis, array in offsets:
+        if getattr(array, "dtype", None) != "int32":
+            raise ValueError(f"{name} must be an int32 array, but is {dispatch.describe(array)}")
+        if array.ndim != 1 or not array.size:
+            raise ValueError(f"{name} must have shape [{axis} + 1], but has shape {array.shape}")
+    batch_kv = cu_kv.shape[0] - 1
+    if index is not None:
+        if cu_q is None:
+            if getattr(index, "dtype", None) != "int32":
+                raise ValueError(
+                    f"q_to_kv must be an int32 array, but is {dispatch.describe(index)}"
+                )
+            if index.ndim != 1:
+                raise ValueError(f"q_to_kv must have shape [batch], but has shape {index.shape}")
+        else:
+            dispatch.check_index("q_to_kv", index, "cu_seqlens_q", "batch", cu_q.shape[0] - 1)
+        if index.size and not batch_kv:
+            raise ValueError(
+                f"cu_seqlens_kv has no sequences, shape {cu_kv.shape}, but q_to_kv has "
+                f"batch={index.size}"
+            )
+    elif cu_q is not None and cu_q.shape != cu_kv.shape:
+        raise ValueError(
+            f"cu_seqlens_q has batch={cu_q.shape[0] - 1} sequences but cu_seqlens_kv has "
+            f"batch_kv={batch_kv}; q_to_kv says which belong together"
+        )
+
+
+def activations_of(activation: str | tuple[str, ...], heads: int) -> tuple[str, ...]:
+    """A name for each of `heads` heads; raises ValueError if there are others or unknown ones."""
+    names = activation if isinstance(activation, (tuple, list)) else (activation,) * max(heads, 1)
+    for name in names:
+        if not isinstance(name, str) or name not in ACTIVATIONS:
+            known = ", ".join(map(repr, ACTIVATIONS))
+            raise ValueError(f"unknown activation {name!r}; known: {known}")
+    if isinstance(activation, (tuple, list)) and len(names) != heads:
+        raise ValueError(f"activation has {len(names)} names but query has N={heads} heads")
+    return tuple(names)
+
+
+def check_approx(approx: str | None, activations: tuple[str, ...]) -> None:
+    """Raises ValueError unless `approx` is None, or known and for one of the activations."""
+    if approx is None:
+        return
+    if not isinstance(approx, str) or approx not in APPROXIMATIONS:
+        known = ", ".join(["None", *map(repr, APPROXIMATIONS)])
+        raise ValueError(f"unknown approx {approx!r}; known: {known}")
+    if not set(APPROXIMATIONS[approx]) & set(activations):
+        raise ValueError(
+            f"approx={approx!r} is for {' and '.join(APPROXIMATIONS[approx])}, but activation is "
+            f"{', '.join(dict.fromkeys(activations))}"
+        )
+
+
+def finite(name: str, value: float) -> float:
+    """A finite number, as a float; raises ValueError if it is none."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError) as error:
+        # Among them jax's complaint about a traced value.
+        raise ValueError(
+            f"{name} must be a number known while tracing, but is {dispatch.describe(value)}"
+        ) from error
+    if not math.isfinite(number):
+        raise ValueError(f"{name} must be a finite number, but is {number}")
+    return number
+
+
+def bound(name: str, value: int | None) -> int | None:
+    """A bound of lengths, as an int32 can hold it; raises ValueError unless it is at least 0."""
+    if value is None:
+        return None
+    try:
+        number = operator.index(value)
+    except TypeError as error:
+        raise ValueError(
+            f"{name} must be an integer known while tracing, but is {dispatch.describe(value)}"
+        ) from error
+    if isinstance(value, bool) or number < 0:
+        raise ValueError(f"{name} must be an integer of at least 0, but is {value}")
+    # No array has more rows, and an int32 on the device is compared with it.
+    return min(number, 2**31 - 1)

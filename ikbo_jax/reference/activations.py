@@ -1,0 +1,148 @@
+"""Activations of generalised dot-product attention and their derivatives, exact and approximate.
+
+All work on f32 scores, element by element, and are 0 at 0, so that a score of 0 stands for a key
+that is not there. Softmax is not among them, since it needs its whole row; see `SOFTMAX`.
+
+    approx        activation       largest error of the value    of the derivative
+    tanh          gelu_tanh        2⁻¹² · |x|                    2⁻¹² · (1 + 2 |x| + |x|³ / 4)
+    tanh          silu             2⁻¹² · |x|                    2⁻¹² · (1 + |x|)
+    polynomial    gelu             5.0e-4                        5.4e-3
+
+"tanh" takes the GPU's tanh.approx.f32, whose relative error is at most 2⁻¹¹ (PTX ISA), where there
+is one; tanh everywhere else, as here. "polynomial" replaces the normal distribution's Φ(x) by
+1/2 + x · p(x²) of degree 11 on |x| ≤ 3.7 and by 0 or 1 outside, and its derivative by that of the
+polynomial, so that gradients fit the values.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+#: The activation that normalises over the keys of a sequence.
+SOFTMAX = "softmax"
+#: What leaky_relu multiplies negative scores by.
+LEAKY_SLOPE = 0.01
+#: Where the polynomial of Φ ends.
+POLYNOMIAL_DOMAIN = 3.7
+#: Coefficients of p, of rising powers of x²: least largest error of x · Φ(x). At the ends of the
+#: domain 1/2 + x · p(x²) is past 0 and 1 by 1e-6, more than its rounding, so that limiting it to
+#: [0, 1], which costs a GPU nothing, makes it exactly 0 and 1 there.
+POLYNOMIAL = (
+    0.39647512,
+    -0.062587462,
+    0.0078486111,
+    -0.00061748916,
+    2.6887923e-05,
+    -4.8995281e-07,
+)
+#: The tanh form's constants: sqrt(2 / pi), and the cubic term of Hendrycks and Gimpel, 2016.
+TANH_SCALE = math.sqrt(2 / math.pi)
+TANH_CUBIC = 0.044715
+
+
+class Activation(NamedTuple):
+    """An activation and its derivative, each from f32 to f32, element by element."""
+
+    value: Callable[[jax.Array], jax.Array]
+    slope: Callable[[jax.Array], jax.Array]
+
+
+def _step(x: jax.Array) -> jax.Array:
+    return jnp.where(x > 0, 1.0, 0.0)
+
+
+def _gelu_phi(x: jax.Array) -> jax.Array:
+    # Not 1 + erf: it would lose what little is left of negative scores.
+    return 0.5 * jax.lax.erfc(x * -math.sqrt(0.5))
+
+
+def _gelu_slope(x: jax.Array) -> jax.Array:
+    density = jnp.exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi))
+    return _gelu_phi(x) + x * density
+
+
+def _gelu_tanh_inner(x: jax.Array) -> jax.Array:
+    return jnp.tanh(TANH_SCALE * (x + TANH_CUBIC * x * x * x))
+
+
+def _gelu_tanh_slope(x: jax.Array) -> jax.Array:
+    # Beyond 10 the tanh is 1 in f32, and the cube of a huge score would make 0 · inf.
+    inner, bounded = _gelu_tanh_inner(x), jnp.clip(x, -10.0, 10.0)
+    growth = TANH_SCALE * (1.0 + 3 * TANH_CUBIC * bounded * bounded)
+    return 0.5 * (1.0 + inner) + 0.5 * bounded * (1.0 - inner * inner) * growth
+
+
+def _silu_slope(x: jax.Array) -> jax.Array:
+    gate = jax.lax.logistic(x)
+    return gate + x * gate * (1.0 - gate)
+
+
+def _hardswish_gate(x: jax.Array) -> jax.Array:
+    return jnp.clip((x + 3.0) * (1 / 6), 0.0, 1.0)
+
+
+def _hardswish_slope(x: jax.Array) -> jax.Array:
+    middle = (2.0 * x + 3.0) * (1 / 6)
+    return jnp.where(x <= -3.0, 0.0, jnp.where(x >= 3.0, 1.0, middle))
+
+
+def _horner(coefficients: tuple[float, ...], x: jax.Array) -> jax.Array:
+    return functools.reduce(lambda total, c: total * x + c, reversed(coefficients), 0.0 * x)
+
+
+def _polynomial_phi(x: jax.Array) -> jax.Array:
+    inside = jnp.clip(x, -POLYNOMIAL_DOMAIN, POLYNOMIAL_DOMAIN)
+    return jnp.clip(0.5 + inside * _horner(POLYNOMIAL, inside * inside), 0.0, 1.0)
+
+
+def _polynomial_slope(x: jax.Array) -> jax.Array:
+    powers = tuple((2 * k + 1) * c for k, c in enumerate(POLYNOMIAL))
+    inside = jnp.clip(x, -POLYNOMIAL_DOMAIN, POLYNOMIAL_DOMAIN)
+    density = jnp.where(jnp.abs(x) < POLYNOMIAL_DOMAIN, _horner(powers, inside * inside), 0.0)
+    return _polynomial_phi(x) + x * density
+
+
+_EXACT = {
+    "identity": Activation(lambda x: x, jnp.ones_like),
+    "relu": Activation(lambda x: jnp.maximum(x, 0.0), _step),
+    "leaky_relu": Activation(
+        lambda x: jnp.where(x >= 0, x, LEAKY_SLOPE * x),
+        lambda x: jnp.where(x >= 0, 1.0, LEAKY_SLOPE),
+    ),
+    "relu_squared": Activation(
+        lambda x: jnp.square(jnp.maximum(x, 0.0)), lambda x: 2.0 * jnp.maximum(x, 0.0)
+    ),
+    "gelu": Activation(lambda x: x * _gelu_phi(x), _gelu_slope),
+    "gelu_tanh": Activation(lambda x: 0.5 * x * (1.0 + _gelu_tanh_inner(x)), _gelu_tanh_slope),
+    "silu": Activation(lambda x: x * jax.lax.logistic(x), _silu_slope),
+    "hardswish": Activation(lambda x: x * _hardswish_gate(x), _hardswish_slope),
+}
+_APPROXIMATE = {
+    ("tanh", "gelu_tanh"): _EXACT["gelu_tanh"],
+    ("tanh", "silu"): _EXACT["silu"],
+    ("polynomial", "gelu"): Activation(lambda x: x * _polynomial_phi(x), _polynomial_slope),
+}
+
+#: Names of all activations.
+ACTIVATIONS = (*_EXACT, SOFTMAX)
+#: Names of the approximations, and the activations that each of them is for.
+APPROXIMATIONS = {
+    name: tuple(activation for approx, activation in _APPROXIMATE if approx == name)
+    for name in dict.fromkeys(approx for approx, _ in _APPROXIMATE)
+}
+
+
+def elementwise(name: str, approx: str | None) -> Activation:
+    """The activation `name`, approximated if `approx` is for it, exact otherwise.
+
+    Args:
+      name: one of `ACTIVATIONS`, not softmax.
+      approx: one of `APPROXIMATIONS`, or None.
+    """
+    return _APPROXIMATE.get((approx or "", name), _EXACT[name])

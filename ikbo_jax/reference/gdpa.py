@@ -1,0 +1,150 @@
+"""Generalised dot-product attention in plain jnp: its definition and the oracle.
+
+    out[i] = output_scale · Σⱼ act(scale · query[i] · key[j]) · value[j]
+
+over the keys j of query i's own sequence; softmax as `act` normalises over them. Sequences lie one
+after another in one array, from cu_seqlens[b] to cu_seqlens[b + 1]. Offsets are clamped to the
+array and made not to fall, sequences are cut off at `max_seqlen_*`, and `q_to_kv` is clamped to the
+sequences that exist. Rows of no sequence have no effect, whatever they hold, and zeros as results.
+Nothing is checked here; the ops do that.
+
+Letters: N query heads, K key heads (N a multiple of K), H head width.
+
+Source: Meta, generalised dot-product attention (GDPA), published with its kernels for ads models.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ikbo_jax.reference.activations import SOFTMAX
+
+
+class Arrays(NamedTuple):
+    """The arguments that are arrays.
+
+    Attributes:
+      query: [total_q, N, H], or with `broadcast_q` [T, N, H].
+      key: [total_kv, K, H].
+      value: [total_kv, K, H].
+      cu_seqlens_q: [batch + 1] int32; None with `broadcast_q`.
+      cu_seqlens_kv: [batch_kv + 1] int32.
+      q_to_kv: [batch] int32, or None: sequence b of the queries has sequence b of the keys.
+    """
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    cu_seqlens_q: jax.Array | None
+    cu_seqlens_kv: jax.Array
+    q_to_kv: jax.Array | None = None
+
+
+class Settings(NamedTuple):
+    """The arguments that are known while tracing.
+
+    Attributes:
+      activations: a name for each of the N heads; see `activations.ACTIVATIONS`.
+      approx: an approximation's name, or None.
+      scale: of the scores, before the activation.
+      output_scale: of the result.
+      broadcast_q: that all sequences have the same T queries.
+      max_seqlen_q: bound of the lengths, or None.
+      max_seqlen_kv: bound of the lengths, or None.
+    """
+
+    activations: tuple[str, ...]
+    approx: str | None = None
+    scale: float = 1.0
+    output_scale: float = 1.0
+    broadcast_q: bool = False
+    max_seqlen_q: int | None = None
+    max_seqlen_kv: int | None = None
+
+
+def num_sequences(arrays: Arrays) -> int:
+    """The number of query sequences."""
+    if arrays.q_to_kv is not None:
+        return arrays.q_to_kv.shape[0]
+    return arrays.cu_seqlens_kv.shape[0] - 1
+
+
+def out_shape(arrays: Arrays, settings: Settings) -> tuple[int, int, int]:
+    """Shape of the result: the queries', once for every sequence if it is broadcast."""
+    rows, heads, width = arrays.query.shape
+    return (rows * num_sequences(arrays) if settings.broadcast_q else rows), heads, width
+
+
+_ORACLE: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "identity": lambda x: x,
+    "relu": jax.nn.relu,
+    "leaky_relu": jax.nn.leaky_relu,
+    "relu_squared": lambda x: jax.nn.relu(x) ** 2,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "silu": jax.nn.silu,
+    "hardswish": jax.nn.hard_swish,
+}
+
+
+def materialised(arrays: Arrays, settings: Settings) -> jax.Array:
+    """Computes all scores of one sequence after another in f32, masked: the oracle.
+
+    Every sequence takes [total_q, total_kv] scores of each head. Activations are exact, whatever
+    `settings.approx` says.
+
+    Returns:
+      out in the query's dtype, rounded once; for its shape see `out_shape`.
+    """
+    query, key, value, cu_q, cu_kv, q_to_kv = arrays
+    batch, (total_q, heads, _), total_kv = num_sequences(arrays), query.shape, key.shape[0]
+    q_row, kv_row = (
+        jnp.arange(total, dtype=jnp.int32)[:, None, None] for total in (total_q, total_kv)
+    )
+
+    def is_in(cu: jax.Array, sequence: jax.Array, row: jax.Array, longest: int | None) -> jax.Array:
+        # The largest offset so far, inside the array.
+        before = jnp.arange(cu.size, dtype=jnp.int32) <= sequence
+        begin = jnp.max(jnp.where(before, jnp.clip(cu, 0, row.size), 0))
+        end = jnp.maximum(begin, jnp.clip(cu[sequence + 1], 0, row.size))
+        if longest is not None:
+            end = jnp.minimum(end, begin + longest)
+        return (row >= begin) & (row < end)
+
+    def of_sequence(sequence: jax.Array) -> jax.Array:
+        kv = sequence if q_to_kv is None else jnp.clip(q_to_kv[sequence], 0, cu_kv.size - 2)
+        is_query = jnp.ones_like(q_row, bool)
+        if cu_q is not None:
+            is_query = is_in(cu_q, sequence, q_row, settings.max_seqlen_q)
+        is_key = is_in(cu_kv, kv, kv_row, settings.max_seqlen_kv)
+        q = jnp.where(is_query, query.astype(jnp.float32), 0)
+        k, v = (jnp.where(is_key, x.astype(jnp.float32), 0) for x in (key, value))
+        k, v = (jnp.repeat(x, heads // key.shape[1], axis=1) for x in (k, v))
+        scores = jnp.float32(settings.scale) * jnp.einsum("inh,jnh->nij", q, k, precision="highest")
+        seen = is_query[:, 0] & is_key[:, 0, 0][None]
+        weights = jnp.stack(
+            [
+                _oracle_weights(name, s, seen)
+                for name, s in zip(settings.activations, scores, strict=True)
+            ]
+        )
+        out = jnp.einsum("nij,jnh->inh", weights, v, precision="highest")
+        return jnp.float32(settings.output_scale) * out
+
+    outs = jax.lax.map(of_sequence, jnp.arange(batch, dtype=jnp.int32))
+    out = outs.reshape(-1, *query.shape[1:]) if settings.broadcast_q else jnp.sum(outs, axis=0)
+    return out.astype(query.dtype)
+
+
+def _oracle_weights(name: str, scores: jax.Array, seen: jax.Array) -> jax.Array:
+    """act(scores) [total_q, total_kv] of one head, 0 where a query does not see a key."""
+    if name != SOFTMAX:
+        return jnp.where(seen, _ORACLE[name](scores), 0)
+    masked = jnp.where(seen, scores, -jnp.inf)
+    empty = jnp.all(masked == -jnp.inf, axis=-1, keepdims=True)
+    return jnp.where(empty, 0, jax.nn.softmax(jnp.where(empty, 0, masked), axis=-1))

@@ -1,0 +1,218 @@
+"""Shapes, seeded inputs and oracles of generalised dot-product attention."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import problems
+
+from ikbo_jax.reference.gdpa import Arrays, Settings
+
+ACTIVATIONS = (
+    "identity",
+    "relu",
+    "leaky_relu",
+    "relu_squared",
+    "gelu",
+    "gelu_tanh",
+    "silu",
+    "hardswish",
+    "softmax",
+)
+SCALE, OUTPUT_SCALE = 0.3, 0.7
+
+
+class Shape(NamedTuple):
+    """Lengths of sequences, heads, head width; rows before the first and past the last sequence.
+
+    Attributes:
+      q_lens: lengths of the query sequences; one number T: broadcast queries.
+      kv_lens: lengths of the key-value sequences.
+      q_heads: N.
+      kv_heads: K.
+      head_dim: H.
+      q_to_kv: the index, or None.
+      before: rows before the first sequence.
+      after: rows past the last one.
+    """
+
+    q_lens: tuple[int, ...] | int
+    kv_lens: tuple[int, ...]
+    q_heads: int = 2
+    kv_heads: int = 2
+    head_dim: int = 8
+    q_to_kv: tuple[int, ...] | None = None
+    before: int = 0
+    after: int = 0
+
+    @property
+    def is_broadcast_q(self) -> bool:
+        return isinstance(self.q_lens, int)
+
+
+#: One name for every branch of shapes.
+SHAPES = {
+    "self": Shape((5, 1, 9, 3), (5, 1, 9, 3)),
+    "self_empty_and_padded": Shape((0, 7, 0, 1, 0), (4, 0, 0, 1, 6), before=2, after=5),
+    "one_sequence": Shape((40,), (33,), 1, 1, 16),
+    "one_row": Shape((1,), (1,), 1, 1, 1),
+    "dense": Shape((8,) * 4, (16,) * 4),
+    "grouped_heads": Shape((6, 11), (20, 3), 6, 2),
+    "one_key_head": Shape((6, 11), (20, 3), 3, 1),
+    "pffn": Shape((40, 25), (8, 8), 2, 2),
+    "indexed": Shape((3, 8, 0, 5, 2), (9, 4, 0, 6), 2, 1, 8, (3, 0, 0, 3, 2), after=3),
+    "more_requests_than_candidates": Shape((4,), (3, 9, 1), 2, 2, 8, (1,)),
+    "pma": Shape(4, (19, 0, 1, 33), after=2),
+    "pma_indexed": Shape(3, (7, 12), 4, 2, 8, (1, 1, 0, 1, 1)),
+}
+
+
+def offsets(lengths: tuple[int, ...], before: int = 0) -> jax.Array:
+    """[batch + 1] int32 offsets of sequences of these lengths."""
+    return jnp.asarray(before + np.cumsum((0, *lengths)), jnp.int32)
+
+
+def make_arrays(shape: Shape, dtype: Any = "bfloat16", seed: int = 0) -> Arrays:
+    """Random normal inputs; rows of no sequence are NaN."""
+    rng = np.random.default_rng(seed)
+    around = shape.before + shape.after
+
+    def array(rows: int, heads: int, lengths: tuple[int, ...] | None) -> jax.Array:
+        values = problems.random_array(rng, (rows, heads, shape.head_dim), dtype)
+        if lengths is None:
+            return values
+        row = np.arange(rows)
+        outside = (row < shape.before) | (row >= shape.before + sum(lengths))
+        return jnp.where(jnp.asarray(outside)[:, None, None], jnp.nan, values).astype(dtype)
+
+    kv_rows = sum(shape.kv_lens) + around
+    if isinstance(shape.q_lens, int):
+        query, cu_q = array(shape.q_lens, shape.q_heads, None), None
+    else:
+        query = array(sum(shape.q_lens) + around, shape.q_heads, shape.q_lens)
+        cu_q = offsets(shape.q_lens, shape.before)
+    return Arrays(
+        query,
+        array(kv_rows, shape.kv_heads, shape.kv_lens),
+        array(kv_rows, shape.kv_heads, shape.kv_lens),
+        cu_q,
+        offsets(shape.kv_lens, shape.before),
+        None if shape.q_to_kv is None else jnp.asarray(shape.q_to_kv, jnp.int32),
+    )
+
+
+def make_settings(
+    shape: Shape, activation: str | tuple[str, ...] = "gelu", **rest: Any
+) -> Settings:
+    names = activation if isinstance(activation, tuple) else (activation,) * shape.q_heads
+    rest = {"scale": SCALE, "output_scale": OUTPUT_SCALE, **rest}
+    return Settings(names, broadcast_q=shape.is_broadcast_q, **rest)
+
+
+def of_all_activations(shape: Shape) -> tuple[Shape, Settings]:
+    """The shape with a head for every activation, three key heads if it groups heads."""
+    kv_heads = len(ACTIVATIONS) if shape.q_heads == shape.kv_heads else 3
+    shape = shape._replace(q_heads=len(ACTIVATIONS), kv_heads=kv_heads)
+    return shape, make_settings(shape, ACTIVATIONS)
+
+
+def cotangent(arrays: Arrays, settings: Settings, seed: int = 1) -> jax.Array:
+    """A random cotangent of out; it is not 0 in rows of no sequence."""
+    rows, heads, width = arrays.query.shape
+    if settings.broadcast_q:
+        index = arrays.cu_seqlens_kv[1:] if arrays.q_to_kv is None else arrays.q_to_kv
+        rows *= index.shape[0]
+    rng = np.random.default_rng(seed)
+    return problems.random_array(rng, (rows, heads, width), arrays.query.dtype)
+
+
+def numpy_activation(name: str, x: np.ndarray) -> np.ndarray:
+    """An activation in f64, from its definition; softmax over the last axis."""
+    if name == "softmax":
+        powers = np.exp(x - np.max(x, axis=-1, keepdims=True, initial=-np.inf))
+        return powers / np.sum(powers, axis=-1, keepdims=True)
+    cubic = np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)
+    return {
+        "identity": lambda: x,
+        "relu": lambda: np.where(x > 0, x, 0),
+        "leaky_relu": lambda: np.where(x > 0, x, 0.01 * x),
+        "relu_squared": lambda: np.where(x > 0, x, 0) ** 2,
+        "gelu": lambda: x * (1 + np.vectorize(math.erf, otypes=[float])(x / np.sqrt(2))) / 2,
+        "gelu_tanh": lambda: x * (1 + np.tanh(cubic)) / 2,
+        "silu": lambda: x / (1 + np.exp(-np.maximum(x, -700))),
+        "hardswish": lambda: x * np.minimum(np.maximum(x + 3, 0), 6) / 6,
+    }[name]()
+
+
+def numpy_oracle(arrays: Arrays, settings: Settings) -> np.ndarray:
+    """Out in f64: a loop over sequences, which takes offsets that are in order."""
+    query, key, value = (np.asarray(x).astype(np.float64) for x in arrays[:3])
+    cu_q, cu_kv, index = (None if x is None else np.asarray(x) for x in arrays[3:])
+    heads = query.shape[1] // key.shape[1]
+    sequences = range(len(cu_kv) - 1) if index is None else index
+    outs = [] if settings.broadcast_q else np.zeros_like(query)
+    for number, kv in enumerate(sequences):
+        rows = slice(None) if cu_q is None else slice(cu_q[number], cu_q[number + 1])
+        keys, values = (
+            np.repeat(x[cu_kv[kv] : cu_kv[kv + 1]], heads, axis=1) for x in (key, value)
+        )
+        scores = settings.scale * np.einsum("inh,jnh->nij", query[rows], keys)
+        named = zip(settings.activations, scores, strict=True)
+        weights = np.stack([numpy_activation(name, score) for name, score in named])
+        out = settings.output_scale * np.einsum("nij,jnh->inh", weights, values)
+        if settings.broadcast_q:
+            outs.append(out)
+        else:
+            outs[rows] = out
+    return np.concatenate(outs) if settings.broadcast_q else outs
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def same_dtype_gdpa(arrays: Arrays, settings: Settings) -> jax.Array:
+    """Out as plain jnp has it: all scores in f32 at once, weights rounded to the dtype."""
+    query, key, value, cu_q, cu_kv, index = arrays
+    batch = cu_kv.shape[0] - 1 if index is None else index.shape[0]
+    if cu_q is None:
+        query = jnp.tile(query, (batch, 1, 1))
+        cu_q = jnp.arange(batch + 1, dtype=jnp.int32) * arrays.query.shape[0]
+
+    def sequence_of(cu: jax.Array, rows: int) -> jax.Array:
+        number = jnp.searchsorted(cu, jnp.arange(rows, dtype=jnp.int32), side="right") - 1
+        return jnp.where(jnp.arange(rows, dtype=jnp.int32) < cu[-1], number, -1)
+
+    of_query, of_key = sequence_of(cu_q, query.shape[0]), sequence_of(cu_kv, key.shape[0])
+    query = jnp.where((of_query < 0)[:, None, None], 0, query)
+    key, value = (jnp.where((of_key < 0)[:, None, None], 0, x) for x in (key, value))
+    wanted = of_query if index is None else index[jnp.maximum(of_query, 0)]
+    seen = (wanted[:, None] == of_key[None]) & (of_query >= 0)[:, None] & (of_key >= 0)[None]
+    keys, values = (jnp.repeat(x, query.shape[1] // x.shape[1], axis=1) for x in (key, value))
+    scores = jnp.einsum("inh,jnh->nij", query, keys, preferred_element_type=jnp.float32)
+    scores = scores * jnp.float32(settings.scale)
+    weights = []
+    for name, x in zip(settings.activations, scores, strict=True):
+        weights.append(_plain_weights(name, x, seen).astype(query.dtype))
+    out = jnp.einsum("nij,jnh->inh", jnp.stack(weights), values, preferred_element_type=jnp.float32)
+    return (out * jnp.float32(settings.output_scale)).astype(query.dtype)
+
+
+def _plain_weights(name: str, x: jax.Array, seen: jax.Array) -> jax.Array:
+    if name == "softmax":
+        empty = ~jnp.any(seen, axis=-1, keepdims=True)
+        x = jax.nn.softmax(jnp.where(empty | seen, x, -jnp.inf), axis=-1)
+    else:
+        x = {
+            "identity": lambda x: x,
+            "relu": jax.nn.relu,
+            "leaky_relu": jax.nn.leaky_relu,
+            "relu_squared": lambda x: jnp.square(jax.nn.relu(x)),
+            "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+            "gelu_tanh": jax.nn.gelu,
+            "silu": jax.nn.silu,
+            "hardswish": jax.nn.hard_swish,
+        }[name](x)
+    return jnp.where(seen, x, 0)

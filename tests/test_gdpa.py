@@ -1,0 +1,286 @@
+"""`gdpa` on the XLA path: values and gradients in its three regimes, transformations, memory."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import problems
+import problems_gdpa
+import pytest
+from problems_gdpa import OUTPUT_SCALE, SCALE, SHAPES, Shape
+
+import ikbo_jax as ikbo
+from ikbo_jax.reference import gdpa as reference
+from ikbo_jax.reference.gdpa import Arrays, Settings
+
+SMALL = Shape((3, 0, 6), (4, 2, 5), 4, 2, 8, before=1, after=3)
+#: What the paths may differ by through the order of f32 sums alone.
+ATOL = 1e-5
+
+
+def attend(arrays: Arrays, **options: Any) -> jax.Array:
+    options = {"scale": SCALE, "output_scale": OUTPUT_SCALE, **options}
+    broadcast_q = arrays.cu_seqlens_q is None
+    return ikbo.gdpa(*arrays[:5], q_to_kv=arrays.q_to_kv, broadcast_q=broadcast_q, **options)
+
+
+def value_and_gradients(run, arrays: Arrays, d_out: jax.Array) -> tuple:
+    # Compiling is what takes the time.
+    @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+    def both(*floats: jax.Array) -> tuple:
+        out, pull_back = jax.vjp(lambda *x: run(Arrays(*x, *arrays[3:])), *floats)
+        return out, pull_back(d_out.astype(out.dtype))
+
+    return both(*arrays[:3])
+
+
+def oracle(settings: Settings):
+    return lambda arrays: reference.materialised(arrays, settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("self_empty_and_padded", "float32"),
+        ("pffn", "bfloat16"),
+        ("indexed", "float16"),
+        ("pma_indexed", "float32"),
+    ],
+)
+def test_value_and_gradients_are_within_the_error_rule(name: str, dtype: str) -> None:
+    shape = SHAPES[name]
+    arrays = problems_gdpa.make_arrays(shape, dtype)
+    settings = problems_gdpa.make_settings(shape, "gelu_tanh")
+    d_out = problems_gdpa.cotangent(arrays, settings)
+    found = value_and_gradients(lambda x: attend(x, activation="gelu_tanh"), arrays, d_out)
+    exact_arrays = Arrays(*(x.astype(jnp.float32) for x in arrays[:3]), *arrays[3:])
+    exact = value_and_gradients(oracle(settings), exact_arrays, d_out)
+    if dtype == "float32":
+        chex.assert_trees_all_close(found, exact, atol=ATOL)
+        return
+    plain = value_and_gradients(lambda x: problems_gdpa.same_dtype_gdpa(x, settings), arrays, d_out)
+    jax.tree.map(problems.assert_within_error_rule, found, exact, plain)
+
+
+def test_defaults_are_gelu_and_no_scales() -> None:
+    arrays = problems_gdpa.make_arrays(SMALL, "float32")
+    exact = problems_gdpa.numpy_oracle(arrays, Settings(("gelu",) * 4))
+    np.testing.assert_allclose(ikbo.gdpa(*arrays[:5]), exact, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(("scale", "output_scale"), [(0.5, 1), (1, -0.25), (np.float32(0), 3)])
+def test_each_scale_on_its_own(scale: float, output_scale: float) -> None:
+    """By hand: silu tells a scale of the scores from one of the result."""
+    cu = jnp.asarray([0, 1], jnp.int32)
+    query, key, value = (jnp.full((1, 1, 1), x, jnp.float32) for x in (1.5, 0.8, 2.0))
+    options = {"activation": "silu", "scale": scale, "output_scale": output_scale}
+    out = ikbo.gdpa(query, key, value, cu, cu, **options)
+    score = float(scale) * 1.2
+    expected = output_scale * score / (1 + math.exp(-score)) * 2.0
+    np.testing.assert_allclose(out.item(), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("approx", "activation"), [("polynomial", "gelu"), ("tanh", "silu")])
+def test_approximation_reaches_its_heads_alone(approx: str, activation: str) -> None:
+    arrays = problems_gdpa.make_arrays(SMALL, "float32")
+    names = (activation, "relu", "softmax", activation)
+    found, exact = (attend(arrays, activation=names, approx=a) for a in (approx, None))
+    np.testing.assert_array_equal(found[:, 1:3], exact[:, 1:3])
+    difference = np.max(np.abs(found - exact)[:, [0, 3]])
+    if approx == "tanh":
+        # Off the GPU there is no other tanh than the exact one.
+        assert difference == 0
+    else:
+        longest = max(SMALL.kv_lens)
+        bound = OUTPUT_SCALE * longest * 5e-4 * np.nanmax(np.abs(arrays.value))
+        assert 0 < difference <= bound
+
+
+def test_broadcast_queries_are_the_same_queries_for_all() -> None:
+    shape = SHAPES["pma_indexed"]
+    arrays = problems_gdpa.make_arrays(shape, "float32")
+    batch, seeds = len(shape.q_to_kv), arrays.query.shape[0]
+    copied = arrays._replace(
+        query=jnp.tile(arrays.query, (batch, 1, 1)),
+        cu_seqlens_q=jnp.arange(batch + 1, dtype=jnp.int32) * seeds,
+    )
+    settings = problems_gdpa.make_settings(shape)
+    d_out = problems_gdpa.cotangent(arrays, settings)
+    out, gradients = value_and_gradients(attend, arrays, d_out)
+    chex.assert_shape(out, (batch * seeds, shape.q_heads, shape.head_dim))
+    expected, (d_query, *rest) = value_and_gradients(attend, copied, d_out)
+    d_query = d_query.reshape(batch, *arrays.query.shape).sum(0)
+    chex.assert_trees_all_close((out, gradients), (expected, (d_query, *rest)), atol=ATOL)
+    limited = attend(arrays, max_seqlen_q=seeds, max_seqlen_kv=12)
+    np.testing.assert_allclose(limited, out, atol=ATOL)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "softmax"])
+def test_rows_of_no_sequence_are_zero(activation: str) -> None:
+    arrays = problems_gdpa.make_arrays(SMALL, "float32")
+    assert np.isnan(np.asarray(arrays.query)[[0, -1]]).all()
+    d_out = problems_gdpa.cotangent(arrays, Settings((activation,) * 4))
+    run = functools.partial(attend, activation=activation)
+    out, (d_query, d_key, d_value) = value_and_gradients(run, arrays, d_out)
+    q_row, kv_row = np.arange(13), np.arange(15)
+    of_q, of_kv = (q_row >= 1) & (q_row < 10), (kv_row >= 1) & (kv_row < 12)
+    # Nobody asks the second sequence, whose queries are none.
+    of_kv &= (kv_row < 5) | (kv_row >= 7)
+    for array, rows in ((out, of_q), (d_query, of_q), (d_key, of_kv), (d_value, of_kv)):
+        np.testing.assert_array_equal(np.any(np.asarray(array) != 0, axis=(1, 2)), rows)
+
+
+@pytest.mark.parametrize(
+    ("total_q", "total_kv", "heads", "batch"),
+    [(0, 5, 2, 3), (4, 0, 2, 3), (4, 5, 0, 3), (4, 5, 2, 0)],
+)
+@pytest.mark.parametrize("implementation", [None, "xla"])
+def test_empty(total_q: int, total_kv: int, heads: int, batch: int, implementation) -> None:
+    query = jnp.ones((total_q, heads, 8), jnp.bfloat16)
+    keys = jnp.ones((total_kv, 2, 8), jnp.bfloat16)
+    cu = jnp.zeros(batch + 1, jnp.int32)
+    run = functools.partial(ikbo.gdpa, activation="silu", implementation=implementation)
+    out = run(query, keys, keys, cu, cu)
+    chex.assert_trees_all_equal(out, jnp.zeros_like(query))
+    gradients = jax.grad(lambda *x: run(*x, cu, cu).sum(), argnums=(0, 1, 2))(query, keys, keys)
+    chex.assert_trees_all_equal(gradients, jax.tree.map(jnp.zeros_like, (query, keys, keys)))
+
+
+def test_broadcast_over_no_sequences() -> None:
+    query = jnp.ones((3, 2, 8), jnp.float32)
+    out = ikbo.gdpa(query, query, query, None, jnp.zeros(1, jnp.int32), broadcast_q=True)
+    chex.assert_shape(out, (0, 2, 8))
+
+
+def test_numpy_arrays_and_numbers_are_welcome() -> None:
+    arrays = problems_gdpa.make_arrays(SMALL, "float32")
+    out = attend(arrays, scale=np.float32(0.5), max_seqlen_q=np.int64(6), activation=["relu"] * 4)
+    again = attend(Arrays(*(None if x is None else np.asarray(x) for x in arrays)), scale=0.5,
+                   activation="relu", max_seqlen_q=6)  # fmt: skip
+    assert isinstance(again, jax.Array)
+    np.testing.assert_array_equal(out, again)
+
+
+def test_a_bound_may_be_larger_than_any_int32() -> None:
+    arrays = problems_gdpa.make_arrays(SMALL, "float32")
+    out = attend(arrays, max_seqlen_q=2**40, max_seqlen_kv=2**31)
+    np.testing.assert_allclose(out, attend(arrays), atol=ATOL)
+
+
+# Under transformations.
+
+
+def test_same_under_jit_and_scan() -> None:
+    arrays = problems_gdpa.make_arrays(SMALL)
+    eager = attend(arrays)
+    np.testing.assert_array_equal(jax.jit(attend)(arrays), eager)
+
+    def step(carry, query):
+        return carry, attend(arrays._replace(query=query))
+
+    _, outs = jax.lax.scan(step, 0, jnp.stack([arrays.query, -arrays.query]))
+    np.testing.assert_array_equal(outs[0], eager)
+
+
+def test_integers_have_the_gradient_that_integers_have() -> None:
+    arrays = problems_gdpa.make_arrays(SHAPES["indexed"], "float32")
+    gradient = jax.grad(lambda x: attend(x).sum(), allow_int=True)(arrays)
+    assert {x.dtype for x in gradient[3:]} == {jax.dtypes.float0}
+
+
+def test_a_gradient_of_the_gradient_says_that_there_is_none() -> None:
+    arrays = problems_gdpa.make_arrays(SMALL, "float32")
+
+    def slope(query: jax.Array) -> jax.Array:
+        return jax.grad(lambda q: attend(arrays._replace(query=q)).sum())(query).sum()
+
+    with pytest.raises(NotImplementedError, match="gdpa has no gradient of its gradient"):
+        jax.grad(slope)(arrays.query)
+
+
+def test_sequences_may_be_sharded(on_cpu) -> None:
+    """Queries of candidates are split, the requests' keys and values are whole."""
+    shape = Shape((3, 5, 4, 4), (6, 2), 2, 2, 8, (0, 1, 1, 0))
+    arrays = problems_gdpa.make_arrays(shape, "float32")
+    # Two shards of two sequences, each with offsets of its own.
+    cu_q = jnp.asarray([0, 3, 8, 0, 4, 8], jnp.int32)
+    arrays = arrays._replace(cu_seqlens_q=cu_q)
+    split, whole = jax.sharding.PartitionSpec("shard"), jax.sharding.PartitionSpec()
+    run = functools.partial(attend, activation=("softmax", "gelu"))
+    sharded = jax.shard_map(
+        run,
+        mesh=jax.sharding.Mesh(jax.devices("cpu")[:2], ("shard",)),
+        in_specs=(Arrays(split, whole, whole, split, whole, split),),
+        out_specs=split,
+    )
+    one = arrays._replace(cu_seqlens_q=problems_gdpa.offsets(shape.q_lens))
+    d_out = problems_gdpa.cotangent(arrays, Settings(("gelu",) * 2))
+    found = value_and_gradients(sharded, arrays, d_out)
+    chex.assert_trees_all_close(found, value_and_gradients(run, one, d_out), atol=ATOL)
+
+
+def test_f32_follows_the_default_matmul_precision() -> None:
+    arrays = problems_gdpa.make_arrays(SMALL, "float32")
+
+    def precisions() -> set[str]:
+        # A new function each time, since the precision is read while tracing.
+        text = str(jax.make_jaxpr(lambda x: attend(x))(arrays))
+        return set(re.findall(r"Precision\.(\w+)", text))
+
+    assert precisions() == set()
+    with jax.default_matmul_precision("highest"):
+        assert precisions() == {"HIGHEST"}
+
+
+def test_memory_holds_no_more_than_a_step() -> None:
+    """At sizes as they are in earnest: compiled, never run."""
+    batch, longest, heads, width = 1152, 1024, 4, 128
+    array = jax.ShapeDtypeStruct((batch * longest, heads, width), jnp.bfloat16)
+    offsets = jax.ShapeDtypeStruct((batch + 1,), jnp.int32)
+
+    def run(query, key, value, cu):
+        def total(*x):
+            return jnp.sum(ikbo.gdpa(*x, cu, cu, implementation="xla"), dtype=jnp.float32)
+
+        return jax.grad(total, argnums=(0, 1, 2))(query, key, value)
+
+    analysis = jax.jit(run).lower(array, array, array, offsets).compile().memory_analysis()
+    # Beside the step's, there are out and its cotangent, 1.2 GB each.
+    scores_bytes = 4 * batch * longest * longest * heads
+    assert analysis.temp_size_in_bytes < scores_bytes / 6
+
+
+# Which path runs.
+
+
+def test_explain_tells_sizes_and_reason() -> None:
+    arrays = problems_gdpa.make_arrays(SHAPES["indexed"])
+    run = functools.partial(attend, activation=("gelu", "softmax"), max_seqlen_q=8)
+    assert str(ikbo.explain(run, arrays)) == (
+        "1. gdpa: batch=5,4 rows=21,22 N=2 K=1 H=8 max_seqlen_q=8 gelu+softmax bfloat16\n"
+        "  implementation: xla\n"
+        "  reason: gdpa has no Mosaic GPU kernel yet"
+    )
+    run = functools.partial(attend, approx="polynomial", implementation="xla")
+    (plan,) = ikbo.explain(jax.grad(lambda x: run(x).sum(), allow_int=True), arrays).plans
+    assert plan.reason == "asked for by the caller"
+    assert "gelu approx=polynomial" in plan.sizes
+    assert plan.problem.useful_flops(100) == 4 * 100 * 2 * 8
+    (plan,) = ikbo.explain(attend, problems_gdpa.make_arrays(SHAPES["pma"])).plans
+    assert plan.sizes == "batch=4,4 rows=16,55 N=2 K=2 H=8 gelu broadcast_q bfloat16"
+
+
+def test_fallback_is_logged(caplog) -> None:
+    arrays = problems_gdpa.make_arrays(SMALL)
+    with caplog.at_level("DEBUG", logger="ikbo_jax"):
+        attend(arrays)
+        attend(arrays, implementation="xla")
+    (record,) = caplog.records
+    assert "gdpa runs in XLA: gdpa has no Mosaic GPU kernel yet" in record.getMessage()

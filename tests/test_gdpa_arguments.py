@@ -1,0 +1,216 @@
+"""Bad arguments of `gdpa`: what is raised, and what it says."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ikbo_jax as ikbo
+
+BF16 = jnp.bfloat16
+
+
+def ones(*shape: int, dtype: Any = BF16) -> jax.Array:
+    return jnp.ones(shape, dtype)
+
+
+def ints(*values: int) -> jax.Array:
+    return jnp.asarray(values, jnp.int32)
+
+
+# total_q=7, total_kv=5, N=4, K=2, H=8, batch=2
+ARRAYS = {
+    "query": ones(7, 4, 8),
+    "key": ones(5, 2, 8),
+    "value": ones(5, 2, 8),
+    "cu_seqlens_q": ints(0, 3, 7),
+    "cu_seqlens_kv": ints(0, 2, 5),
+}
+BAD_ARRAYS = {
+    "query_rank": (
+        {"query": ones(7, 8)},
+        "query must have shape [total_q, N, H], but has shape (7, 8)",
+    ),
+    "key_rank": (
+        {"key": ones(1, 5, 2, 8)},
+        "key must have shape [total_kv, K, H], but has shape (1, 5, 2, 8)",
+    ),
+    "not_an_array": (
+        {"value": [[[1.0]]]},
+        "value must be an array of shape [total_kv, K, H], but is a list",
+    ),
+    "rows": ({"value": ones(6, 2, 8)}, "key has total_kv=5 but value has total_kv=6"),
+    "key_and_value_heads": ({"value": ones(5, 1, 8)}, "key has K=2 but value has K=1"),
+    "key_and_value_widths": ({"value": ones(5, 2, 16)}, "key has H=8 but value has H=16"),
+    "query_width": ({"query": ones(7, 4, 16)}, "query has H=16 but key has H=8"),
+    "heads": (
+        {"query": ones(7, 3, 8)},
+        "query has N=3 heads, which is not a multiple of key's K=2",
+    ),
+    "no_key_heads": (
+        {"key": ones(5, 0, 8), "value": ones(5, 0, 8)},
+        "key must have at least 1 head, but has shape (5, 0, 8)",
+    ),
+    "no_width": (
+        {"query": ones(7, 4, 0), "key": ones(5, 2, 0), "value": ones(5, 2, 0)},
+        "query must have a head width H of at least 1, but has shape (7, 4, 0)",
+    ),
+    "mixed": ({"key": ones(5, 2, 8, dtype=jnp.float16)}, "query is bfloat16 but key is float16"),
+    "f64": (
+        {"query": np.ones((7, 4, 8))},
+        "query must be bfloat16, float16 or float32, but is float64",
+    ),
+    "offsets_none": (
+        {"cu_seqlens_q": None},
+        "cu_seqlens_q must be an int32 array, but is None",
+    ),
+    "offsets_int64": (
+        {"cu_seqlens_kv": np.asarray([0, 2, 5])},
+        "cu_seqlens_kv must be an int32 array, but is int64[3]",
+    ),
+    "offsets_list": (
+        {"cu_seqlens_q": [0, 3, 7]},
+        "cu_seqlens_q must be an int32 array, but is a list",
+    ),
+    "offsets_rank": (
+        {"cu_seqlens_q": ints(0, 3, 7)[None]},
+        "cu_seqlens_q must have shape [batch + 1], but has shape (1, 3)",
+    ),
+    "offsets_empty": (
+        {"cu_seqlens_kv": ints()},
+        "cu_seqlens_kv must have shape [batch_kv + 1], but has shape (0,)",
+    ),
+    "batches": (
+        {"cu_seqlens_kv": ints(0, 2, 3, 5)},
+        "cu_seqlens_q has batch=2 sequences but cu_seqlens_kv has batch_kv=3; q_to_kv says",
+    ),
+    "index_size": (
+        {"q_to_kv": ints(0, 1, 1)},
+        "q_to_kv has shape (3,) but cu_seqlens_q has batch=2",
+    ),
+    "index_dtype": (
+        {"q_to_kv": jnp.zeros(2, jnp.uint32)},
+        "q_to_kv must be an int32 array, but is uint32[2]",
+    ),
+    "nothing_to_index": (
+        {"q_to_kv": ints(0, 0), "cu_seqlens_kv": ints(0)},
+        "cu_seqlens_kv has no sequences, shape (1,), but q_to_kv has batch=2",
+    ),
+    "broadcast_with_offsets": (
+        {"broadcast_q": True},
+        "takes no cu_seqlens_q, but it is int32[3]",
+    ),
+    "broadcast_index_dtype": (
+        {"broadcast_q": True, "cu_seqlens_q": None, "q_to_kv": jnp.zeros(2, jnp.float32)},
+        "q_to_kv must be an int32 array, but is float32[2]",
+    ),
+    "broadcast_index_rank": (
+        {"broadcast_q": True, "cu_seqlens_q": None, "q_to_kv": jnp.zeros((2, 1), jnp.int32)},
+        "q_to_kv must have shape [batch], but has shape (2, 1)",
+    ),
+    "broadcast_too_long": (
+        {"broadcast_q": True, "cu_seqlens_q": None, "max_seqlen_q": 6},
+        "max_seqlen_q is 6 but every sequence has the query's T=7 rows",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD_ARRAYS.values(), ids=BAD_ARRAYS)
+def test_bad_array_raises_and_names_both_values(changes: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ikbo.gdpa(**(ARRAYS | changes))
+
+
+@pytest.mark.parametrize("name", ["query_width", "batches", "index_size"])
+def test_bad_array_raises_while_tracing(name: str) -> None:
+    changes, message = BAD_ARRAYS[name]
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), ARRAYS | changes)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jax.eval_shape(lambda arrays: ikbo.gdpa(**arrays), shapes)
+
+
+KNOWN = (
+    "known: 'identity', 'relu', 'leaky_relu', 'relu_squared', 'gelu', 'gelu_tanh', 'silu', "
+    "'hardswish', 'softmax'"
+)
+BAD_OPTIONS = {
+    "activation": ({"activation": "swish"}, f"unknown activation 'swish'; {KNOWN}"),
+    "activation_none": ({"activation": None}, f"unknown activation None; {KNOWN}"),
+    "activation_function": ({"activation": jnp.tanh}, "unknown activation <"),
+    "activation_of_a_head": (
+        {"activation": ("relu", "gelu", "ReLU", "gelu")},
+        f"unknown activation 'ReLU'; {KNOWN}",
+    ),
+    "activations_of_key_heads": (
+        {"activation": ("relu", "gelu")},
+        "activation has 2 names but query has N=4 heads",
+    ),
+    "approx": (
+        {"approx": "fast"},
+        "unknown approx 'fast'; known: None, 'tanh', 'polynomial'",
+    ),
+    "approx_of_another": (
+        {"approx": "tanh", "activation": ("gelu", "relu", "gelu", "relu")},
+        "approx='tanh' is for gelu_tanh and silu, but activation is gelu, relu",
+    ),
+    "scale_nan": ({"scale": float("nan")}, "scale must be a finite number, but is nan"),
+    "scale_none": ({"scale": None}, "scale must be a number known while tracing, but is None"),
+    "output_scale": (
+        {"output_scale": np.float32("inf")},
+        "output_scale must be a finite number, but is inf",
+    ),
+    "output_scale_str": (
+        {"output_scale": "half"},
+        "output_scale must be a number known while tracing, but is a str",
+    ),
+    "max_q_negative": (
+        {"max_seqlen_q": -1},
+        "max_seqlen_q must be an integer of at least 0, but is -1",
+    ),
+    "max_kv_float": (
+        {"max_seqlen_kv": 4.0},
+        "max_seqlen_kv must be an integer known while tracing, but is a float",
+    ),
+    "max_kv_bool": (
+        {"max_seqlen_kv": True},
+        "max_seqlen_kv must be an integer of at least 0, but is True",
+    ),
+    "implementation": (
+        {"implementation": "triton"},
+        "unknown implementation 'triton'; known: None, 'mosaic_gpu', 'xla'",
+    ),
+    "config": ({"config": {"a": 1}}, "config must be None, since gdpa has no Mosaic GPU kernel"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), BAD_OPTIONS.values(), ids=BAD_OPTIONS)
+def test_bad_option_raises_and_says_what_is_known(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ikbo.gdpa(**ARRAYS, **options)
+
+
+@pytest.mark.parametrize("name", ["scale", "output_scale"])
+def test_scales_must_be_known_while_tracing(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{name} .* known while tracing, but is float32\[\]"):
+        jax.jit(lambda x: ikbo.gdpa(**ARRAYS, **{name: x}))(jnp.float32(1))
+
+
+def test_bounds_must_be_known_while_tracing() -> None:
+    with pytest.raises(ValueError, match=r"max_seqlen_q .* known while tracing, but is int32\[\]"):
+        jax.jit(lambda x: ikbo.gdpa(**ARRAYS, max_seqlen_q=x))(jnp.int32(1))
+
+
+def test_mosaic_gpu_says_that_there_is_no_kernel() -> None:
+    message = "gdpa with implementation='mosaic_gpu': gdpa has no Mosaic GPU kernel yet"
+    with pytest.raises(NotImplementedError, match=message):
+        ikbo.gdpa(**ARRAYS, implementation="mosaic_gpu")
+
+
+def test_wrong_arguments_win_over_what_does_not_exist() -> None:
+    with pytest.raises(ValueError, match="query has H=16 but key has H=8"):
+        ikbo.gdpa(**(ARRAYS | {"query": ones(7, 4, 16)}), implementation="mosaic_gpu")

@@ -1,0 +1,118 @@
+"""vmap of `gdpa`: problems that become one, and problems that run one after another."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import problems_gdpa
+import pytest
+from problems_gdpa import Shape
+
+import ikbo_jax as ikbo
+from ikbo_jax.reference.gdpa import Arrays
+
+SIZE = 3
+# Programs run once and are tiny: compiling them is what takes the time.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+JAGGED = Shape((3, 0, 6), (4, 2, 5), 2, 1, 4, (2, 0, 1))
+POOLED = JAGGED._replace(q_lens=2)
+#: What of query, key, value, cu_seqlens_q, cu_seqlens_kv and q_to_kv is batched.
+ALL = (True,) * 6
+KINDS = {
+    "own": (JAGGED, ALL),
+    "own_without_index": (JAGGED._replace(q_to_kv=None), (True, True, True, True, False, False)),
+    "shared_kv": (JAGGED, (True, False, False, True, False, True)),
+    "shared_kv_and_q": (JAGGED, (False, False, False, False, False, True)),
+    "own_kv_alone": (JAGGED, (False, True, True, False, False, False)),
+    "values_alone": (JAGGED, (False, False, True, False, False, False)),
+    "offsets_alone": (JAGGED, (False, False, False, False, True, False)),
+    "pooled_by_the_same": (POOLED, (False, True, True, False, True, True)),
+    "pooled_by_own": (POOLED, ALL),
+    "pooled_without_index": (
+        POOLED._replace(q_to_kv=None),
+        (False, True, True, False, True, False),
+    ),
+}
+LOOPS = {"values_alone", "offsets_alone", "pooled_by_own"}
+
+
+def stacked(shape: Shape, kind: tuple[bool, ...]) -> tuple[Arrays, Arrays]:
+    """Inputs of which some hold `SIZE` problems on a leading axis, and vmap's axes for them."""
+    each = [problems_gdpa.make_arrays(shape, "float32", seed) for seed in range(SIZE)]
+    if each[0].cu_seqlens_q is not None:
+        # One problem's clamped offsets must not reach into the next one's rows.
+        wild = jnp.asarray([2, 5, 3, 99], jnp.int32), jnp.asarray([-1, 4, 7, 2**31 - 1], jnp.int32)
+        each[1] = each[1]._replace(cu_seqlens_q=wild[0], cu_seqlens_kv=wild[1])
+    if shape.q_to_kv is not None:
+        each[2] = each[2]._replace(q_to_kv=jnp.asarray([-5, 1, 99], jnp.int32))
+    both = jax.tree.map(lambda *x: jnp.stack(x), *each)
+    pairs = list(zip(each[0], both, kind, strict=True))
+    axes = Arrays(*(0 if b and x is not None else None for x, _, b in pairs))
+    return Arrays(*(y if b else x for x, y, b in pairs)), axes
+
+
+def problem_at(arrays: Arrays, axes: Arrays, i: int) -> Arrays:
+    return Arrays(*(x if a is None else x[i] for x, a in zip(arrays, axes, strict=True)))
+
+
+def attend(arrays: Arrays, **options: Any) -> jax.Array:
+    options = {"activation": ("gelu", "softmax"), "scale": 0.5, **options}
+    broadcast_q = arrays.cu_seqlens_q is None
+    return ikbo.gdpa(*arrays[:5], q_to_kv=arrays.q_to_kv, broadcast_q=broadcast_q, **options)
+
+
+def loss(floats: tuple, integers: tuple) -> jax.Array:
+    return jnp.sum(jnp.sin(attend(Arrays(*floats, *integers))))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_equals_a_loop(name: str) -> None:
+    arrays, axes = stacked(*KINDS[name])
+    out = jit(jax.vmap(attend, (axes,)))(arrays)
+    one = jit(attend)
+    for i in range(SIZE):
+        np.testing.assert_allclose(out[i], one(problem_at(arrays, axes, i)), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["shared_kv", "values_alone"])
+def test_gradient_of_vmap_and_vmap_of_gradient(name: str) -> None:
+    arrays, axes = stacked(*KINDS[name])
+    gradient = jit(jax.grad(loss))
+    each = [problem_at(arrays, axes, i) for i in range(SIZE)]
+    each = [gradient(tuple(x[:3]), tuple(x[3:])) for x in each]
+    expected = jax.tree.map(lambda *x: jnp.stack(x), *each)
+    mapped = jit(jax.vmap(jax.grad(loss), (tuple(axes[:3]), tuple(axes[3:]))))
+    chex.assert_trees_all_close(mapped(arrays[:3], arrays[3:]), expected, atol=1e-5)
+
+    def total(floats: tuple) -> jax.Array:
+        return jax.vmap(loss, (tuple(axes[:3]), tuple(axes[3:])))(floats, tuple(arrays[3:])).sum()
+
+    summed = tuple(x if a == 0 else x.sum(0) for x, a in zip(expected, axes[:3], strict=True))
+    chex.assert_trees_all_close(jit(jax.grad(total))(tuple(arrays[:3])), summed, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_problems_become_one_or_loop(name: str) -> None:
+    shape, kind = KINDS[name]
+    arrays, axes = stacked(shape, kind)
+    (plan,) = ikbo.explain(jax.vmap(attend, (axes,)), arrays).plans
+    if name in LOOPS:
+        assert plan.problem.batch == 3
+        assert plan.reason.endswith("one of 3 after another, by vmap")
+    else:
+        assert plan.problem.batch >= SIZE * 3
+        shared = kind[1:3] == (False, False)
+        assert plan.problem.kv_rows == arrays.key.shape[0] if shared else SIZE * 11
+
+
+def test_no_problems() -> None:
+    arrays, axes = stacked(*KINDS["own"])
+    none = jax.tree.map(lambda x: x[:0], arrays)
+    chex.assert_shape(jax.vmap(attend)(none), (0, 9, 2, 4))
+    gradient = jax.vmap(jax.grad(loss))(tuple(none[:3]), tuple(none[3:]))
+    chex.assert_trees_all_equal_shapes(gradient, tuple(none[:3]))
