@@ -4,7 +4,8 @@
 
 replaces what stands between `<!-- begin generated: NAME -->` and `<!-- end generated: NAME -->` in
 README.md and docs/performance.md, and draws docs/images. With --check it writes nothing and fails
-if the text would change. Blocks whose names it does not know are left alone.
+if the text would change. Blocks of other ops, and those whose names it does not know, are left
+alone.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks import linear_compression, timing
+from benchmarks import linear_compression, report_attention, timing
 from benchmarks.linear_compression import provider_of
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -229,6 +230,19 @@ def blocks(results: Results, document: str) -> dict[str, str]:
     def image(name: str, words: str) -> str:
         return f"![{words}]({os.path.relpath(name, os.path.dirname(document) or '.')})\n"
 
+    if results["op"] == "attention":
+        found = {}
+        for name, (header, rows) in (
+            ("lengths", report_attention.lengths(results)),
+            ("sweeps", report_attention.sweeps(results)),
+        ):
+            if rows:
+                table = markdown_table(header, rows)
+                found[f"attention-{name}"] = f"{table}\n{provenance(results)}"
+        if "attention-lengths" in found:
+            words = "fraction of the matmul over the keys of a user"
+            found["attention-lengths-plot"] = image(report_attention.IMAGE, words)
+        return found
     return {
         "linear-compression-table": headline(results),
         "linear-compression-environment": environment(results),
@@ -274,7 +288,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.check:
         print("stale: " + ", ".join(stale) if stale else "documents agree with the results")
         return 1 if stale else 0
-    for written in [*stale, *(path.relative_to(args.root) for path in draw(results, args.root))]:
+    drawing = report_attention.draw if results["op"] == "attention" else draw
+    for written in [*stale, *(path.relative_to(args.root) for path in drawing(results, args.root))]:
         print(f"wrote {written}")
     return 0
 

@@ -14,7 +14,7 @@ import pytest
 
 from ikbo_jax.pallas import accumulator
 from ikbo_jax.pallas import attention as kernel
-from ikbo_jax.tuning import configs
+from ikbo_jax.tuning import configs, table
 from ikbo_jax.tuning.configs import AttentionConfig, AttentionProblem
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the CUDA plugin is for Linux")
@@ -129,6 +129,23 @@ def candidates() -> dict[str, Case]:
 @pytest.mark.parametrize("name", candidates())
 def test_offline_candidate_is_fit(name: str, compiler: offline.Compiler) -> None:
     assert_fit(candidates()[name], compiler)
+
+
+def table_rows() -> dict[str, Case]:
+    """The rows of `sm90.json`, one of those that make the same kernel but for sizes."""
+    rows = (r for r in table._builtin_rows() if isinstance(r.problem, AttentionProblem))
+    return {
+        f"{r.problem.dtype}:h{r.problem.head_dim}:t{r.problem.q_len}:{r.config}": Case(
+            r.problem, r.config
+        )
+        for r in rows
+        if r.config is not None
+    }
+
+
+@pytest.mark.parametrize("name", table_rows())
+def test_offline_table_row_is_fit(name: str, compiler: offline.Compiler) -> None:
+    assert_fit(table_rows()[name], compiler)
 
 
 @pytest.mark.parametrize("head_dim", configs.ATTENTION_HEAD_DIMS)

@@ -1,0 +1,65 @@
+"""The documentation's tables and plot of attention, from a results file: see `report`."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from benchmarks import attention
+from benchmarks.linear_compression import provider_of
+
+IMAGE = "docs/images/attention_lengths.svg"
+#: What the table over S shows: provider, words.
+COLUMNS = (
+    ("copies-cudnn", "copies + cuDNN"),
+    ("grouped-cudnn", "grouped by hand, cuDNN"),
+    ("xla", "XLA path"),
+    ("ikbo", "ikbo-jax"),
+)
+
+
+def _points(results: Mapping[str, Any], over_lengths: bool) -> list[Mapping[str, Any]]:
+    return [point for point in results["points"] if (point["sweep"] == "s") == over_lengths]
+
+
+def lengths(results: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Header and rows of the table over S: milliseconds of every provider, then our fraction."""
+    header = ("S", *(f"{words}, ms" for _, words in COLUMNS), "fraction", "bar")
+    rows = []
+    for point in _points(results, over_lengths=True):
+        records = [provider_of(point, name) for name, _ in COLUMNS]
+        times = ["not run" if r is None else f"{r['median_ms']:.4f}" for r in records]
+        fraction = "-" if records[-1] is None else f"{records[-1]['fraction']:.3f}"
+        bar = attention.bars(point, results["points"])
+        rows.append((str(point["problem"]["kv_len"]), *times, fraction, bar))
+    return header, rows
+
+
+def sweeps(results: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Header and rows of the other sweeps: ours beside the queries grouped by hand."""
+    header = ("point", "ms", "grouped by hand, cuDNN, ms", "fraction", "bar")
+    rows = []
+    for point in _points(results, over_lengths=False):
+        ours, grouped = (provider_of(point, name) for name in ("ikbo", "grouped-cudnn"))
+        if ours is None:
+            rows.append((f"{point['sweep']}: {point['label']}", "not run", "", "", ""))
+            continue
+        rows.append(
+            (
+                f"{point['sweep']}: {point['label']}",
+                f"{ours['median_ms']:.4f}",
+                "not run" if grouped is None else f"{grouped['median_ms']:.4f}",
+                f"{ours['fraction']:.3f}",
+                attention.bars(point, results["points"]),
+            )
+        )
+    return header, rows
+
+
+def draw(results: Mapping[str, Any], root: pathlib.Path) -> list[pathlib.Path]:
+    """Draws the plot over S, if it was measured; returns its file."""
+    if not _points(results, over_lengths=True):
+        return []
+    attention.draw(results, root / IMAGE)
+    return [root / IMAGE]
