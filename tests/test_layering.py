@@ -36,6 +36,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "_timing": (),
     "debug": (),
     "reference": (),
+    "reference.attention_grouped": ("reference.attention",),
     "reference.gdpa": ("reference.activations",),
     "reference.gdpa_chunked": ("reference.gdpa", "reference.jagged", "reference.activations"),
     "tuning": (),

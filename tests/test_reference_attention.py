@@ -12,17 +12,18 @@ import problems
 import pytest
 
 from ikbo_jax.reference import attention as reference
+from ikbo_jax.reference import attention_grouped as grouped
 
 SHAPES = problems.ATTENTION_SHAPES
 SCALE = 0.25
 #: What the paths may differ by through the order of f32 sums alone.
 ATOL = 5e-6
 #: Many steps of every kind, of tiny sizes.
-SMALL_BLOCKS = reference.Blocking(group=2, groups=3, keys=7)
+SMALL_BLOCKS = grouped.Blocking(group=2, groups=3, keys=7)
 
 STATIC = ("scale", "blocks")
-decomposed = jax.jit(reference.decomposed, static_argnames=STATIC)
-decomposed_vjp = jax.jit(reference.decomposed_vjp, static_argnames=STATIC)
+decomposed = jax.jit(grouped.decomposed, static_argnames=STATIC)
+decomposed_vjp = jax.jit(grouped.decomposed_vjp, static_argnames=STATIC)
 materialised = jax.jit(reference.materialised, static_argnames="scale")
 
 
@@ -91,7 +92,7 @@ def test_blocking_changes_no_value(group: int, groups: int) -> None:
     inputs = f32_inputs("users_without_candidates")
     expected = materialised(*inputs, scale=SCALE)
     for keys in (1, 19, 20):
-        blocks = reference.Blocking(group, groups, keys)
+        blocks = grouped.Blocking(group, groups, keys)
         actual = decomposed(*inputs, scale=SCALE, blocks=blocks)
         chex.assert_trees_all_close(actual, expected, atol=ATOL)
 
@@ -265,11 +266,11 @@ def test_memory_holds_neither_copies_nor_all_scores(differentiate: bool, users: 
     copies_bytes = 2 * 2 * B * S * K * H
     assert bytes_of(reference.materialised) > copies_bytes
     if differentiate:
-        found = bytes_of(reference.decomposed_vjp, query, lse, query, lse)
+        found = bytes_of(grouped.decomposed_vjp, query, lse, query, lse)
         # Sums of the gradients of the users' keys and values are f32.
         found -= 2 * 4 * users * S * K * H
     else:
-        found = bytes_of(reference.decomposed)
+        found = bytes_of(grouped.decomposed)
     assert found < SCORES_BYTES / 4
     assert found < copies_bytes / 8
 
@@ -286,12 +287,12 @@ def test_memory_holds_neither_copies_nor_all_scores(differentiate: bool, users: 
 )
 def test_blocking_bounds_every_step(sizes: tuple[int, ...]) -> None:
     batch, users, q_len, kv_len, q_heads, kv_heads, head_dim = sizes
-    group, groups, keys = reference.blocking(*sizes)
+    group, groups, keys = grouped.blocking(*sizes)
     assert 1 <= group <= batch
     assert groups >= 1
     assert 1 <= keys <= kv_len
     if groups > 1:
-        assert groups * group * q_len * q_heads * keys <= reference.MAX_SCORES
-        assert groups * keys * kv_heads * head_dim <= reference.MAX_KEY_ELEMENTS
+        assert groups * group * q_len * q_heads * keys <= grouped.MAX_SCORES
+        assert groups * keys * kv_heads * head_dim <= grouped.MAX_KEY_ELEMENTS
     needed = min(batch, users) + (batch - min(batch, users)) // group
     assert needed * group <= 2 * batch

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from ikbo_jax.ops import dispatch
 from ikbo_jax.reference import attention as reference
+from ikbo_jax.reference import attention_grouped
 from ikbo_jax.tuning.configs import WGMMA_M, AttentionConfig, AttentionProblem
 
 
@@ -263,7 +264,7 @@ def _problem(arrays: _Arrays) -> AttentionProblem:
 def _run(call: _Call, plan: dispatch.Plan, arrays: _Arrays) -> tuple[jax.Array, jax.Array | None]:
     query, key, value, index, lengths = arrays
     if plan.implementation == "xla":
-        results = reference.decomposed(query, key, value, index, lengths, scale=call.scale)
+        results = attention_grouped.decomposed(query, key, value, index, lengths, scale=call.scale)
         return dispatch.record(results[0], plan), results[1] if call.return_residuals else None
     # Here and not above: it brings in Mosaic GPU, which costs 0.3 s to import.
     from ikbo_jax.pallas import attention as kernel
@@ -400,7 +401,7 @@ def _backward(
 ) -> tuple[_Arrays]:
     (query, key, value, index, lengths), out, lse = residuals
     d_out, d_lse = cotangents
-    gradients = reference.decomposed_vjp(
+    gradients = attention_grouped.decomposed_vjp(
         query, key, value, index, lengths, out, lse, d_out, d_lse, scale=call.scale
     )
     return (_Arrays._make((*gradients, None, None)),)

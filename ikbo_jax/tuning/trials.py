@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ikbo_jax.pallas.attention import attention_kernel
-from ikbo_jax.reference.attention import decomposed, materialised
+from ikbo_jax.reference.attention import materialised
+from ikbo_jax.reference.attention_grouped import decomposed
 from ikbo_jax.tuning.configs import AttentionConfig, AttentionProblem
 
 #: Candidates whose results in XLA are compared with the oracle, and how many of them at once.

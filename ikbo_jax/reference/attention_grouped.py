@@ -1,0 +1,373 @@
+"""The XLA path of broadcast attention and its gradient: grouped by user, chunked over the keys.
+
+Neither the keys that a candidate's user has nor the scores are ever held for all candidates. What
+is computed, and what the letters mean, is said in `attention`.
+
+Source: the chunked softmax is that of Milakov and Gimelshein, "Online normalizer calculation for
+softmax", 2018.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ikbo_jax.reference.attention import finite_offset, normalise
+
+#: Scores of one step of the XLA path, at most: 128 MiB in f32, and as much again for their powers.
+MAX_SCORES = 2**25
+#: Elements of the keys that one step reads, at most; as many of the values.
+MAX_KEY_ELEMENTS = 2**25
+#: Rows (candidates of one user times T) that a group should bring to a matrix product.
+GROUP_ROWS = 512
+#: Keys of one step; more make steps rarer, but no product more efficient.
+CHUNK_KEYS = 1024
+#: Steps of keys are a multiple of this, the width of a tensor core's tile.
+KEY_ALIGNMENT = 64
+
+
+class Blocking(NamedTuple):
+    """How the XLA path cuts its work up.
+
+    Attributes:
+      group: candidates of one user that share a matrix product, at most.
+      groups: groups of one step.
+      keys: keys of one step.
+    """
+
+    group: int
+    groups: int
+    keys: int
+
+
+def blocking(
+    batch: int, users: int, q_len: int, kv_len: int, q_heads: int, kv_heads: int, head_dim: int
+) -> Blocking:
+    """A blocking whose groups waste little on users with few candidates, in bounded memory."""
+    group = max(1, min(-(-batch // users), -(-GROUP_ROWS // q_len)))
+    chunks = -(-kv_len // CHUNK_KEYS)
+    keys = min(kv_len, _round_up(-(-kv_len // chunks), KEY_ALIGNMENT))
+    most = min(
+        MAX_SCORES // (group * q_len * q_heads * keys),
+        MAX_KEY_ELEMENTS // (keys * kv_heads * head_dim),
+    )
+    groups = _num_groups(batch, users, group)
+    steps = -(-groups // max(most, 1))
+    return Blocking(group, -(-groups // steps), keys)
+
+
+def decomposed(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    cand_to_user: jax.Array,
+    key_value_seq_lengths: jax.Array | None = None,
+    *,
+    scale: float,
+    blocks: Blocking | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Attends for groups of candidates of one user, a chunk of keys at a time.
+
+    Candidates are sorted by user and cut into groups of at most `blocks.group` of one user. A step
+    takes `blocks.groups` groups and `blocks.keys` keys of the user of each, so that copies of keys
+    and values and the scores exist for one step only.
+
+    Args:
+      query: [B, T, N, H].
+      key: [U, S, K, H].
+      value: [U, S, K, H].
+      cand_to_user: [B] int32, in any order.
+      key_value_seq_lengths: [U] int32, or None for S everywhere.
+      scale: of the scores.
+      blocks: how to cut the work; None takes `blocking`'s.
+
+    Returns:
+      out [B, T, N, H] in the query's dtype and lse [B, T, N] in f32. Statistics of the softmax and
+      all sums are f32; its powers are rounded to the values' dtype for the product with them. f32
+      products follow `jax.default_matmul_precision`.
+    """
+    cut = _cut(query, key, cand_to_user, key_value_seq_lengths, blocks)
+    back = functools.partial(_candidates_of, q_len=query.shape[1], q_heads=query.shape[2])
+
+    def attend(block: _Block) -> tuple[jax.Array, jax.Array]:
+        q = _rows_of(query, block.members, key.shape[2])
+
+        def step(carry: _Softmax, chunk: jax.Array) -> tuple[_Softmax, None]:
+            keys, values, seen = _chunk_of(cut, block, chunk, key, value)
+            scores = _scores(q, keys, scale)
+            scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
+            row_max = jnp.maximum(carry.row_max, jnp.max(scores, axis=-1))
+            offset = finite_offset(row_max)
+            powers = jnp.exp(scores - offset[..., None])
+            shrink = jnp.exp(carry.row_max - offset)
+            products = jnp.einsum(
+                "gkqs,gskh->gkqh",
+                powers.astype(values.dtype),
+                values,
+                preferred_element_type=jnp.float32,
+            )
+            total = carry.total * shrink + jnp.sum(powers, axis=-1)
+            return _Softmax(row_max, total, carry.out * shrink[..., None] + products), None
+
+        zeros = jnp.zeros_like(q, jnp.float32)
+        start = _Softmax(zeros[..., 0] - jnp.inf, zeros[..., 0], zeros)
+        (row_max, total, out), _ = jax.lax.scan(step, start, cut.chunks)
+        out, lse = normalise(out, total, row_max)
+        return back(out.astype(query.dtype)), back(lse[..., None])[..., 0]
+
+    out, lse = jax.lax.map(attend, cut.blocks)
+    return _gathered(cut, out), _gathered(cut, lse)
+
+
+def decomposed_vjp(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    cand_to_user: jax.Array,
+    key_value_seq_lengths: jax.Array | None,
+    out: jax.Array,
+    lse: jax.Array,
+    d_out: jax.Array,
+    d_lse: jax.Array | None,
+    *,
+    scale: float,
+    blocks: Blocking | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Pulls cotangents of `out` and `lse` back to query, key and value.
+
+    With P = exp(scores - lse), dP = d_out·valueᵀ and delta = rowsum(d_out ∘ out):
+    dS = P ∘ (dP - delta + d_lse), d_query = scale·dS·key, d_key = scale·dSᵀ·query and
+    d_value = Pᵀ·d_out, the last two summed over the candidates of a user. P is computed again, a
+    chunk of keys at a time; see `decomposed`.
+
+    Args:
+      query: [B, T, N, H].
+      key: [U, S, K, H].
+      value: [U, S, K, H].
+      cand_to_user: [B] int32.
+      key_value_seq_lengths: [U] int32, or None.
+      out: [B, T, N, H], what the forward pass returned.
+      lse: [B, T, N] f32, likewise.
+      d_out: [B, T, N, H].
+      d_lse: [B, T, N] f32, or None for zeros.
+      scale: of the scores.
+      blocks: how to cut the work; None takes `blocking`'s.
+
+    Returns:
+      Gradients of query, key and value in their shapes and dtypes, each summed in f32 and rounded
+      once.
+    """
+    cut = _cut(query, key, cand_to_user, key_value_seq_lengths, blocks)
+    kv_heads = key.shape[2]
+    delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
+    shift = delta if d_lse is None else delta - d_lse
+    sums = (jnp.zeros_like(key, jnp.float32), jnp.zeros_like(value, jnp.float32))
+
+    def pull_back(
+        sums: tuple[jax.Array, jax.Array], block: _Block
+    ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+        rows_of = functools.partial(_rows_of, members=block.members, kv_heads=kv_heads)
+        # Places without a candidate hold another's rows, which must not add to its gradient.
+        # Rows without keys have no gradient, whatever they are given.
+        is_real = rows_of((lse != -jnp.inf)[..., None], fill=False)
+        q, d_o = rows_of(query, fill=0), rows_of(d_out, fill=0)
+        row_lse, row_shift = (rows_of(x[..., None], fill=0) for x in (lse, shift))
+        offset = finite_offset(row_lse)
+
+        def step(carry: tuple, chunk: jax.Array) -> tuple[tuple, None]:
+            d_q, d_keys, d_values = carry
+            keys, values, seen = _chunk_of(cut, block, chunk, key, value)
+            counts = seen[:, None, None] & is_real
+            scores = jnp.where(counts, _scores(q, keys, scale), -jnp.inf)
+            powers = jnp.exp(scores - offset)
+            d_powers = _scores(d_o, values, 1.0)
+            d_scores = jnp.where(counts, powers * (d_powers - row_shift), 0.0) * jnp.float32(scale)
+            narrow = d_scores.astype(keys.dtype)
+            product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+            d_q += product("gkqs,gskh->gkqh", narrow, keys)
+            d_keys = _add_chunk(cut, block, chunk, d_keys, product("gkqs,gkqh->gskh", narrow, q))
+            d_value = product("gkqs,gkqh->gskh", powers.astype(d_o.dtype), d_o)
+            return (d_q, d_keys, _add_chunk(cut, block, chunk, d_values, d_value)), None
+
+        start = (jnp.zeros_like(q, jnp.float32), *sums)
+        (d_q, *sums_after), _ = jax.lax.scan(step, start, cut.chunks)
+        d_query = _candidates_of(d_q.astype(query.dtype), *query.shape[1:3])
+        return (sums_after[0], sums_after[1]), d_query
+
+    (d_key, d_value), d_query = jax.lax.scan(pull_back, sums, cut.blocks)
+    return (
+        _gathered(cut, d_query),
+        d_key.astype(key.dtype),
+        d_value.astype(value.dtype),
+    )
+
+
+class _Softmax(NamedTuple):
+    """State of the chunked softmax: [groups, K, rows] and, `out`, [groups, K, rows, H]; f32."""
+
+    row_max: jax.Array
+    total: jax.Array
+    out: jax.Array
+
+
+class _Block(NamedTuple):
+    """Groups of one step.
+
+    Attributes:
+      users: [groups] int32.
+      lengths: [groups] int32, keys of the group's user.
+      members: [groups, group] int32, candidates; B where there is none.
+    """
+
+    users: jax.Array
+    lengths: jax.Array
+    members: jax.Array
+
+
+class _Cut(NamedTuple):
+    """The whole work, cut up.
+
+    Attributes:
+      blocks: arrays of `_Block` with a leading axis of steps.
+      position: [B] int32, where a candidate stands among the members of all blocks.
+      chunks: [steps] int32, the numbers of the chunks of keys.
+      keys: keys of a chunk.
+    """
+
+    blocks: _Block
+    position: jax.Array
+    chunks: jax.Array
+    keys: int
+
+
+def _cut(
+    query: jax.Array,
+    key: jax.Array,
+    cand_to_user: jax.Array,
+    lengths: jax.Array | None,
+    blocks: Blocking | None,
+) -> _Cut:
+    batch, q_len, q_heads, head_dim = query.shape
+    users, kv_len, kv_heads, _ = key.shape
+    if blocks is None:
+        blocks = blocking(batch, users, q_len, kv_len, q_heads, kv_heads, head_dim)
+    group, per_step, keys = blocks
+    num_groups = _round_up(_num_groups(batch, users, group), per_step)
+
+    index = jnp.clip(cand_to_user, 0, users - 1)
+    order = jnp.argsort(index)
+    sorted_index = index[order]
+    counts = jnp.zeros_like(index, shape=users).at[index].add(1)
+    groups_of_user = -(-counts // group)
+    first_candidate = jnp.cumsum(counts) - counts
+    first_group = jnp.cumsum(groups_of_user) - groups_of_user
+    rank = jnp.arange(batch, dtype=jnp.int32) - first_candidate[sorted_index]
+    place = (first_group[sorted_index] + rank // group) * group + rank % group
+    members = jnp.full_like(index, batch, shape=num_groups * group).at[place].set(order)
+    group_users = jnp.zeros_like(index, shape=num_groups).at[place // group].set(sorted_index)
+    if lengths is None:
+        group_lengths = jnp.full_like(group_users, kv_len)
+    else:
+        group_lengths = lengths[group_users]
+    steps = (num_groups // per_step, per_step)
+    return _Cut(
+        _Block(
+            group_users.reshape(steps), group_lengths.reshape(steps), members.reshape(*steps, group)
+        ),
+        jnp.zeros_like(index).at[order].set(place),
+        jnp.arange(-(-kv_len // keys), dtype=jnp.int32),
+        keys,
+    )
+
+
+def _num_groups(batch: int, users: int, group: int) -> int:
+    """The most groups that any index can need: each user's last one may hold one candidate."""
+    served = min(batch, users)
+    return served + (batch - served) // group
+
+
+def _rows_of(
+    array: jax.Array, members: jax.Array, kv_heads: int, fill: float | bool | None = None
+) -> jax.Array:
+    """[B, T, N, X] of the members as [groups, K, rows, X], rows the queries of a group's members.
+
+    Where there is no member, rows hold `fill`, or anything if that is None.
+    """
+    groups, group = members.shape
+    batch, q_len, q_heads, width = array.shape
+    rows = jnp.take(array, members, axis=0, mode="clip")
+    if fill is not None:
+        rows = jnp.where((members < batch)[..., None, None, None], rows, fill)
+    rows = rows.reshape(groups, group * q_len, kv_heads, q_heads // kv_heads, width)
+    return jnp.swapaxes(rows, 1, 2).reshape(groups, kv_heads, -1, width)
+
+
+def _candidates_of(rows: jax.Array, q_len: int, q_heads: int) -> jax.Array:
+    """The inverse of `_rows_of`: [groups, K, rows, X] as [groups * group, T, N, X]."""
+    groups, kv_heads, _, width = rows.shape
+    split = rows.reshape(groups, kv_heads, -1, q_heads // kv_heads, width)
+    return jnp.swapaxes(split, 1, 2).reshape(-1, q_len, q_heads, width)
+
+
+def _chunk_of(
+    cut: _Cut, block: _Block, chunk: jax.Array, key: jax.Array, value: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Keys and values [groups, keys, K, H] of a chunk, and which of them count [groups, keys].
+
+    Those that do not count are zeros: those past a user's length, and those of the last chunk that
+    the one before it has had, since every chunk has the same number of keys.
+    """
+    start = _chunk_start(cut, chunk, key.shape[1])
+    column = start + jnp.arange(cut.keys, dtype=jnp.int32)
+    is_new = column >= chunk * cut.keys
+    seen = is_new[None] & (column[None] < block.lengths[:, None])
+
+    def gather(array: jax.Array) -> jax.Array:
+        zero = jnp.int32(0)
+        size = (1, cut.keys, *array.shape[2:])
+
+        def slice_of(user: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_slice(array, (user, start, zero, zero), size)[0]
+
+        return jnp.where(seen[..., None, None], jax.vmap(slice_of)(block.users), 0)
+
+    return gather(key), gather(value), seen
+
+
+def _chunk_start(cut: _Cut, chunk: jax.Array, kv_len: int) -> jax.Array:
+    return jnp.minimum(chunk * cut.keys, kv_len - cut.keys)
+
+
+def _add_chunk(
+    cut: _Cut, block: _Block, chunk: jax.Array, sums: jax.Array, update: jax.Array
+) -> jax.Array:
+    """Adds [groups, keys, K, H] to the rows of [U, S, K, H] that `_chunk_of` read."""
+    start = jnp.full_like(block.users, _chunk_start(cut, chunk, sums.shape[1]))
+    return jax.lax.scatter_add(
+        sums,
+        jnp.stack((block.users, start), axis=1),
+        update,
+        jax.lax.ScatterDimensionNumbers(
+            update_window_dims=(1, 2, 3),
+            inserted_window_dims=(0,),
+            scatter_dims_to_operand_dims=(0, 1),
+        ),
+    )
+
+
+def _gathered(cut: _Cut, stepwise: jax.Array) -> jax.Array:
+    """[steps, groups * group, ...] as [B, ...], in the order of the candidates."""
+    return stepwise.reshape(-1, *stepwise.shape[2:])[cut.position]
+
+
+def _scores(rows: jax.Array, keys: jax.Array, scale: float) -> jax.Array:
+    """[groups, K, rows, H] by [groups, keys, K, H]: [groups, K, rows, keys] in f32, scaled."""
+    products = jnp.einsum("gkqh,gskh->gkqs", rows, keys, preferred_element_type=jnp.float32)
+    return products * jnp.float32(scale)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
