@@ -27,7 +27,8 @@ from ikbo_jax.tuning.configs import (
     attention_illegal_reason,
 )
 
-pytestmark = pytest.mark.usefixtures("on_cpu")
+# The op's own interpreted tests are the ones that run with every jax.
+pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
 
 #: With named barriers, which the interpreter knows under this name.
 PARAMS = dataclasses.replace(interpreter.PARAMS, inline_mgpu="_hack_model_inline_mgpu_tokamax")

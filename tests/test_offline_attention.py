@@ -126,6 +126,7 @@ def candidates() -> dict[str, Case]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", candidates())
 def test_offline_candidate_is_fit(name: str, compiler: offline.Compiler) -> None:
     assert_fit(candidates()[name], compiler)
@@ -143,6 +144,7 @@ def table_rows() -> dict[str, Case]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", table_rows())
 def test_offline_table_row_is_fit(name: str, compiler: offline.Compiler) -> None:
     assert_fit(table_rows()[name], compiler)
