@@ -254,6 +254,7 @@ def _store_staged(role: Role, item: Item, index: Any, out: jax.Array) -> None:
                 item.end,
                 interpret=role.interpret,
             )
+            plgpu.commit_smem()  # TMA writes the next queries where these threads have just read
 
 
 def _flag_if_inexact(role: Role, item: Item, acc: jax.Array, sums: jax.Array) -> jax.Array:
