@@ -14,6 +14,8 @@ import pytest
 
 import ikbo_jax as ikbo
 
+pytestmark = pytest.mark.slow
+
 SHAPE = problems.AttentionShape(3, 5, 2, 7, 4, 2, 64, "unsorted", "ragged")
 SIZE = 2
 SCALE = 0.1

@@ -16,6 +16,8 @@ from problems_gdpa import Shape
 import ikbo_jax as ikbo
 from ikbo_jax.reference.gdpa import Arrays
 
+pytestmark = pytest.mark.slow
+
 SIZE = 3
 # Programs run once and are tiny: compiling them is what takes the time.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})

@@ -13,6 +13,8 @@ import pytest
 
 import ikbo_jax as ikbo
 
+pytestmark = pytest.mark.slow
+
 SHAPE = problems.LinearCompressionShape(3, 5, 6, 7, 4, 8, "unsorted")
 SIZE = 2
 FIELDS = problems.LinearCompressionInputs._fields

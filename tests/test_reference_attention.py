@@ -14,6 +14,8 @@ import pytest
 from ikbo_jax.reference import attention as reference
 from ikbo_jax.reference import attention_grouped as grouped
 
+pytestmark = pytest.mark.slow
+
 SHAPES = problems.ATTENTION_SHAPES
 SCALE = 0.25
 #: What the paths may differ by through the order of f32 sums alone.

@@ -24,6 +24,8 @@ from ikbo_jax.reference import gdpa as reference
 from ikbo_jax.reference import gdpa_chunked
 from ikbo_jax.reference.gdpa import Arrays, Settings
 
+pytestmark = pytest.mark.slow
+
 #: What paths in f32 may differ by through the order of sums alone, relative to the largest value.
 ATOL = 3e-6
 #: Many steps of every kind, of tiny sizes.

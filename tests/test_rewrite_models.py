@@ -13,6 +13,8 @@ from rewrite_models import MODELS, B, Model
 
 import ikbo_jax as ikbo
 
+pytestmark = pytest.mark.slow
+
 ALL = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 
 

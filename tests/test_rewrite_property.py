@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 import ikbo_jax as ikbo
 
+pytestmark = pytest.mark.slow
+
 B, U, R, MID = 12, 3, 2, 5
 WIDTHS = (4, 6)
 RNG = np.random.default_rng(0)
