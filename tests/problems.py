@@ -368,7 +368,7 @@ def numpy_oracle_gradients(
 
 
 def assert_within_error_rule(actual: Any, oracle: Any, same_dtype_jnp: Any) -> None:
-    """Asserts max|actual - oracle| <= 2 max|same_dtype_jnp - oracle| + one rounding.
+    """Asserts max|actual - oracle| <= 2 max|same_dtype_jnp - oracle| + one rounding (f32: four).
 
     Args:
       actual: what is tested; must have `oracle`'s shape and `same_dtype_jnp`'s dtype.
@@ -382,7 +382,9 @@ def assert_within_error_rule(actual: Any, oracle: Any, same_dtype_jnp: Any) -> N
     if not reference.size:
         return
     assert np.all(np.isfinite(x)), f"{np.count_nonzero(~np.isfinite(x))} values are not finite"
-    rounding = float(jnp.finfo(dtype).eps) / 2 * np.max(np.abs(reference))
+    # In f32, the oracle's own dtype, plain jnp is but one order of the sums: a few roundings more.
+    roundings = 4 if dtype == jnp.float32 else 1
+    rounding = roundings * float(jnp.finfo(dtype).eps) / 2 * np.max(np.abs(reference))
     bound = 2 * np.max(np.abs(plain - reference)) + rounding
     difference = np.abs(x - reference)
     worst = np.unravel_index(np.argmax(difference), difference.shape)
