@@ -17,7 +17,10 @@ from ikbo_jax.pallas import attention as kernel
 from ikbo_jax.tuning import configs, table
 from ikbo_jax.tuning.configs import AttentionConfig, AttentionProblem
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the CUDA plugin is for Linux")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="the CUDA plugin is for Linux"),
+]
 
 DEFAULT = AttentionProblem(2048, 32, 64, 1024, 2, 2, 128, "bfloat16")
 ONE_SLOT = AttentionConfig(k_stages=3, v_stages=3, q_slots=1)
@@ -126,7 +129,6 @@ def candidates() -> dict[str, Case]:
     }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", candidates())
 def test_offline_candidate_is_fit(name: str, compiler: offline.Compiler) -> None:
     assert_fit(candidates()[name], compiler)
@@ -144,7 +146,6 @@ def table_rows() -> dict[str, Case]:
     }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", table_rows())
 def test_offline_table_row_is_fit(name: str, compiler: offline.Compiler) -> None:
     assert_fit(table_rows()[name], compiler)

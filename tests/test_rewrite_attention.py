@@ -13,6 +13,8 @@ from flax import linen, nnx
 
 import ikbo_jax as ikbo
 
+pytestmark = pytest.mark.slow
+
 B, U, T, S, N, H = 20, 4, 3, 7, 2, 8
 RNG = np.random.default_rng(0)
 QUERY = problems.random_array(RNG, (B, T, N, H), "float32")

@@ -14,6 +14,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 import ikbo_jax as ikbo
 
+pytestmark = pytest.mark.slow
+
 B, U, D, C = 24, 4, 6, 5
 RNG = np.random.default_rng(0)
 USER = problems.random_array(RNG, (U, D), "float32")
