@@ -29,9 +29,6 @@ endif
 # print a traceback on every start. A value of the user's is kept.
 cpu := JAX_PLATFORMS=$${JAX_PLATFORMS-cpu}
 device := $(if $(DRIVER),,$(cpu))
-# The tests compile thousands of small programs to run each once: what LLVM takes to optimise them
-# is 40 % of the whole suite.
-fast_compile := XLA_FLAGS="$${XLA_FLAGS---xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true}"
 
 .PHONY: help demo test test-gpu lint format clean
 
@@ -44,7 +41,7 @@ demo:  ## run a ranking request through every stage and compare them
 
 test:  ## every test that needs no GPU (on the CPU, also where there is a GPU)
 	$(call setup,test offline)
-	$(cpu) $(fast_compile) $(RUN) -m pytest -n $(JOBS) $(ARGS)
+	$(cpu) $(RUN) -m pytest -n $(JOBS) $(ARGS)
 
 test-gpu:  ## the tests that need a Hopper GPU
 	@[ -n "$(DRIVER)" ] || { echo "make test-gpu needs an NVIDIA GPU; nvidia-smi finds none" >&2; exit 1; }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -93,7 +92,7 @@ def attention(
     arrays = _Arrays(query, key, value, cand_to_user, key_value_seq_lengths)
     call = _Call(
         dispatch.Request("attention", implementation, config),
-        _scale(scale, query.shape[3]),
+        query.shape[3] ** -0.5 if scale is None else dispatch.finite_number("scale", scale),
         bool(indices_are_sorted),
         bool(return_residuals),
     )
@@ -229,21 +228,6 @@ def _check_sizes(
             raise ValueError(f"{a_name} has {axis}={a_size} but {b_name} has {axis}={b_size}")
 
 
-def _scale(scale: float | None, width: int) -> float:
-    if scale is None:
-        return width**-0.5
-    try:
-        number = float(scale)
-    except (TypeError, ValueError) as error:
-        # Among them jax's complaint about a traced value.
-        raise ValueError(
-            f"scale must be a number known while tracing, but is {dispatch.describe(scale)}"
-        ) from error
-    if not math.isfinite(number):
-        raise ValueError(f"scale must be a finite number, but is {number}")
-    return number
-
-
 def _problem(arrays: _Arrays) -> AttentionProblem:
     (batch, q_len, q_heads, width), (users, kv_len, kv_heads, _) = (
         arrays.query.shape,
@@ -337,14 +321,7 @@ def _vmap(
         axes = _Arrays._make(0 if is_batched else None for is_batched in batched)
         result: tuple[jax.Array, jax.Array | None] = jax.vmap(one, (axes,))(arrays)
         return result
-    stacked = [x for x, is_batched in zip(arrays, batched, strict=True) if is_batched]
-
-    def one_of(slices: list[jax.Array]) -> tuple[jax.Array, jax.Array | None]:
-        rest = iter(slices)
-        pairs = zip(arrays, batched, strict=True)
-        return one(_Arrays._make(next(rest) if is_batched else x for x, is_batched in pairs))
-
-    looped: tuple[jax.Array, jax.Array | None] = jax.lax.map(one_of, stacked)
+    looped: tuple[jax.Array, jax.Array | None] = dispatch.one_after_another(one, batched, arrays)
     return looped
 
 

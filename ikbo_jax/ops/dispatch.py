@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -86,6 +88,20 @@ def describe(value: object) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
+def finite_number(name: str, value: float) -> float:
+    """A finite number, as a float; raises ValueError if it is none."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError) as error:
+        # Among them jax's complaint about a traced value.
+        raise ValueError(
+            f"{name} must be a number known while tracing, but is {describe(value)}"
+        ) from error
+    if not math.isfinite(number):
+        raise ValueError(f"{name} must be a finite number, but is {number}")
+    return number
+
+
 @dataclasses.dataclass(frozen=True)
 class Request:
     """What the caller of an op asked for."""
@@ -129,6 +145,22 @@ def _kernel_config(request: Request, problem: Any) -> tuple[Any, str]:
     if illegal := table.illegal_reason(problem, config):
         return None, illegal
     return config, reason
+
+
+def one_after_another(one: Callable[..., Any], batched: Any, arguments: Any) -> Any:
+    """vmap as a loop, in the memory of one problem: `one` for each slice of what is `batched`.
+
+    `batched` has a flag for every array of `arguments`, and its structure.
+    """
+    leaves, treedef = jax.tree.flatten(arguments)
+    flags = jax.tree.leaves(batched)
+
+    def one_of(slices: list[jax.Array]) -> Any:
+        rest = iter(slices)
+        pairs = zip(leaves, flags, strict=True)
+        return one(jax.tree.unflatten(treedef, [next(rest) if b else x for x, b in pairs]))
+
+    return jax.lax.map(one_of, [x for x, b in zip(leaves, flags, strict=True) if b])
 
 
 def varying_alike(arrays: Any) -> Any:

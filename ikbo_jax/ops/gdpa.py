@@ -120,8 +120,8 @@ def gdpa(
     settings = Settings(
         activations,
         approx,
-        gdpa_arguments.finite("scale", scale),
-        gdpa_arguments.finite("output_scale", output_scale),
+        dispatch.finite_number("scale", scale),
+        dispatch.finite_number("output_scale", output_scale),
         broadcast_q,
         gdpa_arguments.bound("max_seqlen_q", max_seqlen_q),
         gdpa_arguments.bound("max_seqlen_kv", max_seqlen_kv),
@@ -204,7 +204,7 @@ def _run_vmappable(
             folded_plan = _choose(call.request, _problem(folded, call.settings))
             results = gdpa_vmap.unfold(size, _run_vmappable(call, folded_plan, folded))
         else:
-            results = gdpa_vmap.loop(one, batched[0], arrays)
+            results = dispatch.one_after_another(one, batched[0], arrays)
         return results, jax.tree.map(lambda _: True, results)
 
     result: tuple[jax.Array, jax.Array | None] = run(arrays)
@@ -247,7 +247,7 @@ def _run_vjp_vmappable(call: _Call, residuals: _Residuals) -> Gradients:
             results = gdpa_vmap.unfold(size, _run_vjp_vmappable(call, _Residuals(arrays, *rows)))
         else:
             one = functools.partial(_run_vjp_vmappable, call)
-            results = gdpa_vmap.loop(one, flags, residuals)
+            results = dispatch.one_after_another(one, flags, residuals)
         return results, (True, True, True)
 
     result: Gradients = run(residuals)

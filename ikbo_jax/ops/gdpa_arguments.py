@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from typing import Any
 
@@ -102,20 +101,6 @@ def check_approx(approx: str | None, activations: tuple[str, ...]) -> None:
             f"approx={approx!r} is for {' and '.join(APPROXIMATIONS[approx])}, but activation is "
             f"{', '.join(dict.fromkeys(activations))}"
         )
-
-
-def finite(name: str, value: float) -> float:
-    """A finite number, as a float; raises ValueError if it is none."""
-    try:
-        number = float(value)
-    except (TypeError, ValueError) as error:
-        # Among them jax's complaint about a traced value.
-        raise ValueError(
-            f"{name} must be a number known while tracing, but is {dispatch.describe(value)}"
-        ) from error
-    if not math.isfinite(number):
-        raise ValueError(f"{name} must be a finite number, but is {number}")
-    return number
 
 
 def bound(name: str, value: int | None) -> int | None:

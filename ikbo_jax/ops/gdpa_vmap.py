@@ -6,7 +6,6 @@ sequence of one and the first of the next becomes a sequence as well, which atte
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -83,16 +82,3 @@ def stack(size: int, array: jax.Array, is_batched: bool) -> jax.Array:
 def unfold(size: int, results: Any) -> Any:
     """Results of a folded problem, with a leading axis of `size` problems."""
     return jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), results)
-
-
-def loop(one: Callable[..., Any], batched: Any, arguments: Any) -> Any:
-    """Runs `one` on one problem after another, in the memory of one."""
-    leaves, treedef = jax.tree.flatten(arguments)
-    flags = jax.tree.leaves(batched)
-
-    def one_of(slices: list[jax.Array]) -> Any:
-        rest = iter(slices)
-        pairs = zip(leaves, flags, strict=True)
-        return one(jax.tree.unflatten(treedef, [next(rest) if b else x for x, b in pairs]))
-
-    return jax.lax.map(one_of, [x for x, b in zip(leaves, flags, strict=True) if b])

@@ -264,15 +264,11 @@ def _vmap(
             functools.partial(_run, dataclasses.replace(plan, reason=note)), tuple(in_axes), 0
         )(*arrays)
 
-    leaves, treedef = jax.tree.flatten(arrays)
-    is_batched = jax.tree.leaves(batched)
+    def one(arrays: tuple) -> jax.Array:
+        return _run_vmappable(request, plan, *arrays)
 
-    def one(slices: list[jax.Array]) -> jax.Array:
-        rest = iter(slices)
-        merged = [next(rest) if b else x for x, b in zip(leaves, is_batched, strict=True)]
-        return _run_vmappable(request, plan, *jax.tree.unflatten(treedef, merged))
-
-    return jax.lax.map(one, [x for x, b in zip(leaves, is_batched, strict=True) if b])
+    looped: jax.Array = dispatch.one_after_another(one, batched, arrays)
+    return looped
 
 
 def _vmap_folded(
