@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import pathlib
-import shutil
-import subprocess
-import sys
 import time
 
 import chex
@@ -16,6 +12,7 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import on_gpu
 import problems
 import pytest
 
@@ -315,15 +312,6 @@ def test_attention_gradients_do_not_need_a_kernel_of_their_own():
     )
 
 
-SOAKED = ("odd_counts", "unsorted", "short_keys", "three_blocks", "t1", "t16", "t65", "t192")
-
-
-@jax.jit
-def _count_if_different(count: jax.Array, actual: tuple, expected: tuple) -> jax.Array:
-    differs = [jnp.any(a != b) for a, b in zip(actual, expected, strict=True)]
-    return count + jnp.any(jnp.stack(differs)).astype(jnp.int32)
-
-
 def test_attention_soak():
     """IKBO_SOAK_S seconds (20) of alternating shapes: no hang, no result unlike the first one."""
     names = (
@@ -353,7 +341,7 @@ def test_attention_soak():
     while time.monotonic() < deadline:
         for position in rng.permutation(len(cases)):
             compiled, inputs, expected = cases[position]
-            wrong = _count_if_different(wrong, compiled(inputs), expected)
+            wrong = on_gpu.count_if_different(wrong, compiled(inputs), expected)
             launches += 1
         jax.block_until_ready(wrong)
     print(f"{launches} launches")
@@ -384,25 +372,7 @@ print("FINISHED")
 
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 def test_attention_sanitizer(tool):
-    sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
-    assert pathlib.Path(sanitizer).exists(), "compute-sanitizer (CUDA toolkit) is not installed"
-    environment = dict(
-        os.environ,
-        XLA_PYTHON_CLIENT_PREALLOCATE="false",
-        XLA_PYTHON_CLIENT_ALLOCATOR="platform",  # one allocation an array, so that its end is seen
-    )
-    options = ["--tool", tool, "--error-exitcode", "9", "--kernel-regex", "kns=ikbo"]
-    program = [sys.executable, "-c", SANITIZED, str(pathlib.Path(__file__).parent)]
-    process = subprocess.run(
-        [sanitizer, *options, *program],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert "FINISHED" in process.stdout, process.stdout[-3000:] + process.stderr[-3000:]
-    assert process.returncode == 0, process.stdout[-3000:]
+    on_gpu.assert_sanitized(tool, SANITIZED)
 
 
 def problem_of(shape: Shape) -> AttentionProblem:

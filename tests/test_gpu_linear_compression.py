@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import pathlib
-import shutil
-import subprocess
-import sys
 
 import chex
 import hypothesis
@@ -15,10 +11,13 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import on_gpu
 import problems
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import ikbo_jax as ikbo
+from ikbo_jax.pallas.linear_compression import linear_compression_kernel
 from ikbo_jax.reference import linear_compression as reference
 from ikbo_jax.tuning.configs import LinearCompressionConfig, illegal_reason
 
@@ -181,16 +180,11 @@ def test_a_hundred_repeats_are_bitwise_equal():
         assert bool(jnp.array_equal(run_kernel(*inputs), first))
 
 
-@jax.jit
-def _count_if_different(count: jax.Array, out: jax.Array, expected: jax.Array) -> jax.Array:
-    return count + jnp.any(out != expected).astype(jnp.int32)
-
-
 def _mismatches(run, arguments, expected, times: int) -> int:
     """How many of `times` results differ; counted on the device, so that launches follow close."""
     count = jnp.int32(0)
     for _ in range(times):
-        count = _count_if_different(count, run(*arguments), expected)
+        count = on_gpu.count_if_different(count, run(*arguments), expected)
     return int(count)
 
 
@@ -227,6 +221,51 @@ def test_single_launch_while_long_kernels_hold_half_of_the_sms():
     assert wrong == 0
 
 
+@pytest.fixture
+def torch(monkeypatch):
+    """PyTorch, in which kernels run on the current stream; XLA has one stream for everything."""
+    torch = pytest.importorskip("torch", reason="PyTorch launches kernels on streams of its own")
+    # What `plgpu.as_torch_kernel` asks for is the default stream.
+    monkeypatch.setattr(torch.cuda, "default_stream", torch.cuda.current_stream)
+    broadcast_to = torch.broadcast_to
+    # Its zeros for all counters would be one word, seen through a stride of 0.
+    contiguous = lambda *args: broadcast_to(*args).contiguous()  # noqa: E731
+    monkeypatch.setattr(torch, "broadcast_to", contiguous)
+    return torch
+
+
+def test_two_single_launches_at_once(torch):
+    """Each partly resident, with user tiles of its own to wait for: none may wait for ever."""
+    config = CONFIGS["default"]
+    # Rows of 128 bytes need no packing: the kernel is all there is.
+    shape = problems.LinearCompressionShape(60, 256, 433, 512, 128, 256, "unsorted")
+    inputs = problems.make_inputs(shape, "bfloat16")
+    num_sms = jax.devices()[0].core_count
+
+    def kernel(w_cand, w_user, e_cand, e_user, cand_to_user):
+        return linear_compression_kernel(
+            (w_user, w_cand),
+            (e_user, e_cand),
+            (None, cand_to_user),
+            config=config,
+            num_sms=num_sms,
+        )
+
+    run = plgpu.as_torch_kernel(kernel)
+    *arguments, expected = map(
+        torch.from_dlpack, (*inputs, jax.block_until_ready(run_kernel(*inputs, config=config)))
+    )
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    wrong = [torch.zeros((), dtype=torch.int64, device="cuda") for _ in streams]
+    torch.cuda.synchronize()
+    for _ in range(2_000):
+        for stream, count in zip(streams, wrong, strict=True):
+            with torch.cuda.stream(stream):
+                count += (run(*arguments) != expected).any()
+    torch.cuda.synchronize()
+    assert [int(count) for count in wrong] == [0, 0]
+
+
 def test_scratch_memory_is_the_user_result_and_less_than_a_mebibyte():
     inputs = problems.make_inputs(DEFAULT, "bfloat16")
     compiled = jax.jit(run_kernel).lower(*inputs).compile()
@@ -252,31 +291,7 @@ print("FINISHED")
 
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 def test_sanitizer(tool):
-    sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
-    assert pathlib.Path(sanitizer).exists(), "compute-sanitizer (CUDA toolkit) is not installed"
-    environment = dict(
-        os.environ,
-        XLA_PYTHON_CLIENT_PREALLOCATE="false",
-        XLA_PYTHON_CLIENT_ALLOCATOR="platform",  # one allocation an array, so that its end is seen
-    )
-    command = [
-        sanitizer,
-        "--tool",
-        tool,
-        "--error-exitcode",
-        "9",
-        "--kernel-regex",
-        "kns=ikbo",
-        sys.executable,
-        "-c",
-        SANITIZED,
-        str(pathlib.Path(__file__).parent),
-    ]
-    run = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=400, check=False
-    )
-    assert "FINISHED" in run.stdout, run.stdout[-3000:] + run.stderr[-3000:]
-    assert run.returncode == 0, run.stdout[-3000:]
+    on_gpu.assert_sanitized(tool, SANITIZED)
 
 
 def test_configs_here_are_legal():

@@ -1,0 +1,48 @@
+"""What the GPU suites share: compute-sanitizer over a script, and comparing launch with launch."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.jit
+def count_if_different(count: jax.Array, actual: Any, expected: Any) -> jax.Array:
+    """`count`, plus one if any value differs; on the device, so that launches follow closely."""
+    differs = jax.tree.map(lambda a, b: jnp.any(a != b), actual, expected)
+    return count + jnp.any(jnp.stack(jax.tree.leaves(differs))).astype(jnp.int32)
+
+
+def assert_sanitized(tool: str, script: str) -> None:
+    """Runs a Python script, which ends by printing FINISHED, under compute-sanitizer.
+
+    Args:
+      tool: "memcheck" or "racecheck"; it looks at this library's kernels alone.
+      script: what to run; sys.argv[1] is the directory of the tests.
+    """
+    sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    assert pathlib.Path(sanitizer).exists(), "compute-sanitizer (CUDA toolkit) is not installed"
+    environment = dict(
+        os.environ,
+        XLA_PYTHON_CLIENT_PREALLOCATE="false",
+        XLA_PYTHON_CLIENT_ALLOCATOR="platform",  # one allocation an array, so that its end is seen
+    )
+    options = ["--tool", tool, "--error-exitcode", "9", "--kernel-regex", "kns=ikbo"]
+    program = [sys.executable, "-c", script, str(pathlib.Path(__file__).parent)]
+    run = subprocess.run(
+        [sanitizer, *options, *program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert "FINISHED" in run.stdout, run.stdout[-3000:] + run.stderr[-3000:]
+    assert run.returncode == 0, run.stdout[-3000:]
