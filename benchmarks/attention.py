@@ -8,10 +8,8 @@ GPU all sizes shrink, and the figures say no more than that the benchmark runs.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import pathlib
-import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import timing
+from benchmarks import harness
 from benchmarks.attention_providers import (
     ALL,
     COPIES,
@@ -33,7 +31,7 @@ from benchmarks.attention_providers import (
     Provider,
     oracle,
 )
-from benchmarks.linear_compression import is_sound, provider_of
+from benchmarks.harness import provider_of
 from ikbo_jax.tuning import table
 from ikbo_jax.tuning.configs import AttentionProblem
 
@@ -165,70 +163,22 @@ def useful_flops(problem: AttentionProblem, inputs: Inputs) -> int:
     return int(4 * problem.q_len * problem.q_heads * problem.head_dim * seen)
 
 
-@dataclasses.dataclass
-class _Contender:
-    """A provider, and what became of it."""
-
-    record: dict[str, Any]
-    thunk: timing.Thunk
-    compiled: Any = None
-    args: tuple = ()
-
-
-def _enter(
-    provider: Provider, inputs: Inputs, rows: Sequence[int], exact: np.ndarray, bound: float
-) -> _Contender:
-    """Compiles a provider and checks its result; a failure is recorded, not raised."""
-    record: dict[str, Any] = {"name": provider.name, "stage": provider.stage}
-    try:
-        fn, args = provider.prepare(inputs)
-        compiled = jax.jit(fn).lower(*args).compile()
-        out = provider.finish(compiled(*args), inputs)
-        found = np.stack([np.asarray(out[b]) for b in rows]).astype(np.float64)
-    except NotImplementedError as error:
-        return _Contender(record | {"skipped": str(error).splitlines()[0]}, lambda: None)
-    except Exception as error:
-        text = f"{type(error).__name__}: {str(error)[:300]}"
-        return _Contender(record | {"failure": text}, lambda: None)
-    largest = float(np.abs(found - exact).max())
-    memory = compiled.memory_analysis()
-    record |= {
-        "temp_bytes": None if memory is None else int(memory.temp_size_in_bytes),
-        "error": largest,
-        "bound": bound,
-        "ok": largest <= bound,
-    }
-    return _Contender(record, lambda: compiled(*args), compiled, args)
-
-
 def measure_point(
-    point: Point,
-    providers: Sequence[Provider],
-    *,
-    window_s: float,
-    rounds: int,
-    matmul_size: int,
-    cupti: bool = False,
+    point: Point, providers: Sequence[Provider], protocol: harness.Protocol
 ) -> dict[str, Any]:
     """Checks and times the providers at a point, by turns with the matmul that normalises."""
     problem, inputs = point.problem, make_inputs(point)
-    flops = useful_flops(problem, inputs)
     drawn = np.random.default_rng(0).integers(0, problem.batch, CHECKED - 2).tolist()
     rows = sorted({0, problem.batch - 1, *drawn})
     exact, bound = oracle(inputs, rows)
-    contenders = [_enter(provider, inputs, rows, exact, bound) for provider in providers]
-    runnable = {c.record["name"]: c for c in contenders if "error" in c.record}
-    thunks = {"matmul": timing.matmul_thunk(matmul_size)}
-    thunks |= {name: contender.thunk for name, contender in runnable.items()}
-    samples = timing.compare(thunks, window_s=window_s, rounds=rounds)
-    matmul_tflops = timing.matmul_tflops(statistics.median(samples["matmul"]), matmul_size)
-    for name, contender in runnable.items():
-        median = statistics.median(samples[name])
-        rate = timing.tflops(flops, median)
-        contender.record |= {"ms": samples[name], "median_ms": median, "tflops": rate}
-        contender.record["fraction"] = rate / matmul_tflops
-        if cupti:
-            contender.record["kernel_ms"] = timing.kernel_ms(contender.compiled, *contender.args)
+
+    def enter(provider: Provider) -> harness.Contender:
+        def prepare() -> tuple:
+            return *provider.prepare(inputs), lambda out: provider.finish(out, inputs)
+
+        return harness.enter(provider.name, provider.stage, prepare, rows, exact, bound)
+
+    contenders = [enter(provider) for provider in providers]
     choice = table.lookup(problem)
     return {
         "sweep": point.sweep,
@@ -236,14 +186,11 @@ def measure_point(
         "index": point.index,
         "lengths": point.lengths,
         "problem": dataclasses.asdict(problem),
-        "useful_flops": flops,
         "table": {
             "config": None if choice.config is None else dataclasses.asdict(choice.config),
             "note": choice.note,
         },
-        "matmul_ms": samples["matmul"],
-        "matmul_tflops": matmul_tflops,
-        "providers": [contender.record for contender in contenders],
+        **harness.measure(contenders, useful_flops(problem, inputs), protocol),
     }
 
 
@@ -279,30 +226,6 @@ def _even_point(kv_len: int, all_points: Sequence[Mapping[str, Any]]) -> Mapping
     same = (p for p in all_points if p["sweep"] == "s" and p["problem"]["kv_len"] == kv_len)
     found = (provider_of(point, OURS.name) for point in same)
     return next((record for record in found if record is not None), None)
-
-
-def format_table(results: Mapping[str, Any]) -> str:
-    """The results as plain text."""
-    lines = [
-        f"{'point':<24}{'provider':<18}{'ms':>10}{'TFLOP/s':>9}{'fraction':>9}{'temp MiB':>10}"
-        f"{'error/bound':>12}  bars"
-    ]
-    on_gpu = results["environment"]["platform"] == "gpu"  # The bars are Hopper's.
-    for point in results["points"]:
-        label = f"{point['sweep']} {point['label']}"
-        for p in point["providers"]:
-            head = f"{label:<24}{p['name']:<18}"
-            if "median_ms" not in p:
-                lines.append(head + f"  {p.get('failure') or 'skipped: ' + p['skipped']:.90}")
-                continue
-            temp = "-" if p.get("temp_bytes") is None else f"{p['temp_bytes'] / 2**20:.2f}"
-            lines.append(
-                head + f"{p['median_ms']:>10.4f}{p['tflops']:>9.1f}{p['fraction']:>9.3f}{temp:>10}"
-                f"{p['error'] / p['bound']:>12.2f}  "
-                + (bars(point, results["points"]) if p["name"] == OURS.name and on_gpu else "")
-                + ("" if p["ok"] else "  WRONG RESULT")
-            )
-    return "\n".join(lines)
 
 
 def draw(results: Mapping[str, Any], path: pathlib.Path) -> None:
@@ -359,65 +282,35 @@ def run(
     """
     start = time.monotonic()
     on_gpu = jax.default_backend() == "gpu"
-    window_s, rounds = (0.02, 1) if quick else (0.2, 3)
-    matmul_size = timing.MATMUL_SIZE if on_gpu else 256
-    results: dict[str, Any] = {
-        "op": "attention",
-        "environment": timing.environment(),
-        "protocol": {"window_s": window_s, "rounds": rounds, "matmul_size": matmul_size},
-        "points": [],
-        "left_out": [],
-    }
-    todo = [point for sweep in sweeps for point in points(sweep, dtype)]
-    for number, full_point in enumerate(todo, start=1):
-        point = full_point if on_gpu else shrink(full_point)
-        if time.monotonic() - start > budget_s:
-            results["left_out"].append(f"{point.sweep} {point.label}")
-            continue
-        measured = measure_point(
-            point,
-            providers_of(point.sweep, quick),
-            window_s=window_s,
-            rounds=rounds,
-            matmul_size=matmul_size,
-            cupti=cupti,
-        )
-        results["points"].append(measured)
-        timing.write_results(out, results)
-        ours = provider_of(measured, OURS.name)
-        text = "failed" if ours is None else f"{ours['median_ms']:.4f} ms {ours['fraction']:.3f}"
-        seconds = time.monotonic() - start
-        head = f"[{number}/{len(todo)}] {seconds:.0f} s {point.sweep} {point.label}"
-        print(f"{head}: {text}", flush=True)
-    timing.write_results(out, results)
+    protocol = harness.Protocol.here(quick=quick, cupti=cupti)
+    results = harness.new_results("attention", protocol)
+
+    def measure(point: Point) -> dict[str, Any]:
+        return measure_point(point, providers_of(point.sweep, quick), protocol)
+
+    every = [point for sweep in sweeps for point in points(sweep, dtype)]
+    todo = every if on_gpu else [shrink(point) for point in every]
+    harness.run_points(results, todo, measure, out=out, start=start, budget_s=budget_s)
     return results
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns 1 if a provider failed or was wrong."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.attention")
-    parser.add_argument("--out", type=pathlib.Path, required=True, help="results file (JSON)")
+    parser = harness.parser("attention", SWEEPS)
     parser.add_argument("--plot", type=pathlib.Path, help="draws the sweep over S to this SVG file")
-    parser.add_argument("--sweep", choices=(*SWEEPS, "all"), default="all")
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
-    parser.add_argument("--quick", action="store_true", help="short windows, few providers")
-    parser.add_argument("--cupti", action="store_true", help="also time kernels alone")
-    parser.add_argument("--budget-s", type=float, default=float("inf"), help="seconds in all")
     args = parser.parse_args(argv)
     results = run(
-        SWEEPS if args.sweep == "all" else (args.sweep,),
+        args.sweep,
         args.dtype,
         out=args.out,
         quick=args.quick,
         cupti=args.cupti,
         budget_s=args.budget_s,
     )
-    env = results["environment"]
-    print(f"{env['device']}, driver {env['driver']}, jax {env['jax']}, commit {env['commit']}")
-    print(format_table(results))
     if args.plot is not None:
         draw(results, args.plot)
-    return 0 if is_sound(results) else 1
+    return harness.print_results(results, bars)
 
 
 if __name__ == "__main__":

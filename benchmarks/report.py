@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks import linear_compression, report_attention, timing
-from benchmarks.linear_compression import provider_of
+from benchmarks.harness import provider_of
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DOCUMENTS = ("README.md", "docs/performance.md")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks import attention
-from benchmarks.linear_compression import provider_of
+from benchmarks.harness import provider_of
 
 IMAGE = "docs/images/attention_lengths.svg"
 #: What the table over S shows: provider, words.

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import linear_compression, report, timing, torch_baseline
+from benchmarks import harness, linear_compression, report, timing, torch_baseline
 from benchmarks import linear_compression_providers as providers
 from ikbo_jax.tuning.configs import LinearCompressionProblem
 
+SHORT = harness.Protocol(window_s=0.001, rounds=1, matmul_size=16)
 TINY = LinearCompressionProblem((2, 6), (7, 5), 9, 16, "bfloat16")
 
 
@@ -134,9 +135,7 @@ def test_every_provider_agrees_with_the_oracle_or_says_why_not(dtype):
     measured = linear_compression.measure_point(
         point("default", dtype),
         providers.all_providers(dataclasses.replace(TINY, dtype=dtype)),
-        window_s=0.001,
-        rounds=1,
-        matmul_size=16,
+        SHORT,
     )
     records = {record["name"]: record for record in measured["providers"]}
     expected = {"materialised", "materialised-aligned", "materialised-gemm", "xla", "ikbo"}
@@ -166,15 +165,13 @@ def test_a_wrong_provider_is_caught_and_a_failing_one_recorded():
 
     contenders = [providers.Provider(fn.__name__, "", fn) for fn in (wrong, nan, failing)]
     contenders.append(providers.XLA)
-    found = linear_compression.measure_point(
-        point("default"), contenders, window_s=0.001, rounds=1, matmul_size=16
-    )
+    found = linear_compression.measure_point(point("default"), contenders, SHORT)
     ok = [record.get("ok") for record in found["providers"]]
     assert ok == [False, False, None, True]
     assert found["providers"][2]["failure"] == "RuntimeError: broken"
     results = {"points": [found], "environment": {"platform": "cpu"}}
-    assert not linear_compression.is_sound(results)
-    assert linear_compression.format_table(results).count("WRONG RESULT") == 2
+    assert not harness.is_sound(results)
+    assert harness.format_table(results, linear_compression.bar).count("WRONG RESULT") == 2
 
 
 def test_the_oracle_is_the_equation():
@@ -200,7 +197,7 @@ def test_run_writes_every_point(tiny_run):
     assert [p["sweep"] for p in results["points"]] == ["default", "m", "ratio"]
     assert results["environment"]["commit"] == "0123456789abcdef"
     assert results["protocol"]["rounds"] == 1
-    assert linear_compression.is_sound(results)
+    assert harness.is_sound(results)
     assert results["points"][0]["problem"]["batches"] == [2, 6]
 
 
@@ -298,7 +295,7 @@ def test_bars_stand_beside_what_was_reached():
         "1.010 of XLA's time, bar 1.02",
         "0.750 of the default's fraction, bar 0.85",
     ]
-    text = linear_compression.format_table(synthetic())
+    text = harness.format_table(synthetic(), linear_compression.bar)
     assert "fraction 0.800, bar 0.82" in text
     assert "skipped: no PyTorch" in text
 
@@ -374,4 +371,4 @@ def test_committed_results_are_readable():
     for path in sorted((report.ROOT / "benchmarks/results").glob("*.json")):
         results = timing.read_results(path)
         assert results["environment"]["device"]
-        assert linear_compression.is_sound(results)
+        assert harness.is_sound(results)

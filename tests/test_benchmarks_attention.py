@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import attention, attention_providers, timing
+from benchmarks import attention, attention_providers, harness, timing
 from ikbo_jax.tuning.configs import AttentionProblem
 
 TINY = AttentionProblem(9, 3, 4, 16, 4, 2, 8, "bfloat16")
@@ -89,15 +89,10 @@ def test_oracle_admits_the_right_result_and_no_other(lengths: str):
 def test_run_writes_what_it_measured(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(attention, "points", lambda sweep, dtype: iter((point(),)))
     monkeypatch.setattr(attention, "shrink", lambda point: point)
-    monkeypatch.setattr(timing, "MATMUL_SIZE", 64)
     path, plot = tmp_path / "run.json", tmp_path / "run.svg"
     arguments = ["--out", str(path), "--plot", str(plot), "--sweep", "s"]
-    original = attention.measure_point
-
-    def short(*args, **options):
-        return original(*args, **(options | {"window_s": 0.002, "rounds": 2, "matmul_size": 64}))
-
-    monkeypatch.setattr(attention, "measure_point", short)
+    short = harness.Protocol(window_s=0.002, rounds=2, matmul_size=64)
+    monkeypatch.setattr(harness.Protocol, "here", lambda **_: short)
     assert attention.main(arguments) == 0
     results = timing.read_results(path)
     (measured,) = results["points"]
@@ -118,12 +113,12 @@ def test_wrong_result_is_found(monkeypatch):
         return lambda *x: fn(*x) + jnp.bfloat16(0.5), args
 
     wrong = attention_providers.Provider("wrong", "off by a half", prepare)
-    measured = attention.measure_point(point(), (wrong,), window_s=0.001, rounds=1, matmul_size=64)
+    measured = attention.measure_point(point(), (wrong,), harness.Protocol(0.001, 1, 64))
     (record,) = measured["providers"]
     assert record["ok"] is False
     results = {"points": [measured], "environment": {"platform": "cpu"}}
-    assert not attention.is_sound(results)
-    assert "WRONG RESULT" in attention.format_table(results)
+    assert not harness.is_sound(results)
+    assert "WRONG RESULT" in harness.format_table(results, attention.bars)
 
 
 def test_bars_name_what_was_reached():

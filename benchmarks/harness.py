@@ -1,0 +1,232 @@
+"""What the benchmarks share: checked contenders, one point's figures, results files, tables.
+
+A results file is {"op", "environment", "protocol", "points", "left_out", ...}; a point has the
+figures of its "providers", each with "name" and "stage" and either its error and times, or why it
+was "skipped", or its "failure".
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import pathlib
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks import timing
+
+Record = Mapping[str, Any]
+#: Name of this library's provider, in every benchmark.
+OUR_NAME = "ikbo"
+
+
+@dataclasses.dataclass
+class Contender:
+    """A provider, and what became of it; `record` has "error" if it ran."""
+
+    record: dict[str, Any]
+    thunk: timing.Thunk = lambda: None
+    compiled: Any = None
+    args: tuple = ()
+
+
+def enter(
+    name: str,
+    stage: str,
+    prepare: Callable[[], tuple[Callable[..., Any], tuple, Callable[[Any], Any]]],
+    rows: Sequence[int],
+    exact: np.ndarray,
+    bound: float,
+) -> Contender:
+    """Compiles a provider and checks its result; a failure is recorded, not raised.
+
+    Args:
+      name: of the provider.
+      stage: what it is, in words.
+      prepare: returns a function, its arguments on the device, and what makes the result's rows of
+        the function's result.
+      rows: of the result, to be checked.
+      exact: their values.
+      bound: the largest error admitted.
+    """
+    record: dict[str, Any] = {"name": name, "stage": stage}
+    try:
+        fn, args, finish = prepare()
+        compiled = jax.jit(fn).lower(*args).compile()
+        out = finish(compiled(*args))
+        found = np.stack([np.asarray(out[b]) for b in rows]).astype(np.float64)
+    except NotImplementedError as error:
+        return Contender(record | {"skipped": str(error).splitlines()[0]})
+    except Exception as error:
+        return Contender(record | {"failure": f"{type(error).__name__}: {str(error)[:300]}"})
+    largest = float(np.abs(found - exact).max())
+    memory = compiled.memory_analysis()
+    record |= {
+        "temp_bytes": None if memory is None else int(memory.temp_size_in_bytes),
+        "error": largest,
+        "bound": bound,
+        "ok": largest <= bound,
+    }
+    return Contender(record, lambda: compiled(*args), compiled, args)
+
+
+@dataclasses.dataclass(frozen=True)
+class Protocol:
+    """How long is measured.
+
+    Attributes:
+      window_s: seconds of launches back to back in one window.
+      rounds: windows of every provider.
+      matmul_size: of the square bf16 matmul that normalises.
+      cupti: whether kernels are timed alone as well.
+    """
+
+    window_s: float = 0.2
+    rounds: int = 3
+    matmul_size: int = timing.MATMUL_SIZE
+    cupti: bool = False
+
+    @staticmethod
+    def here(*, quick: bool, cupti: bool = False) -> Protocol:
+        """The protocol of every figure; on a CPU, or if `quick`, one that shows that it runs."""
+        size = timing.MATMUL_SIZE if jax.default_backend() == "gpu" else 256
+        return Protocol(0.02, 1, size, cupti) if quick else Protocol(0.2, 3, size, cupti)
+
+
+def measure(contenders: Sequence[Contender], flops: float, protocol: Protocol) -> dict[str, Any]:
+    """Times contenders by turns with the matmul; fills in their records and returns a point's part.
+
+    Args:
+      contenders: those that did not run are left as they are.
+      flops: useful ones, of the point.
+      protocol: how long.
+    """
+    size = protocol.matmul_size
+    runnable = {c.record["name"]: c for c in contenders if "error" in c.record}
+    thunks = {"matmul": timing.matmul_thunk(size)}
+    thunks |= {name: contender.thunk for name, contender in runnable.items()}
+    samples = timing.compare(thunks, window_s=protocol.window_s, rounds=protocol.rounds)
+    matmul_tflops = timing.matmul_tflops(statistics.median(samples["matmul"]), size)
+    for name, contender in runnable.items():
+        median = statistics.median(samples[name])
+        rate = timing.tflops(flops, median)
+        contender.record |= {"ms": samples[name], "median_ms": median, "tflops": rate}
+        contender.record["fraction"] = rate / matmul_tflops
+        if protocol.cupti and contender.compiled is not None:
+            contender.record["kernel_ms"] = timing.kernel_ms(contender.compiled, *contender.args)
+    return {
+        "useful_flops": flops,
+        "matmul_ms": samples["matmul"],
+        "matmul_tflops": matmul_tflops,
+        "providers": [contender.record for contender in contenders],
+    }
+
+
+def new_results(op: str, protocol: Protocol, **more: Any) -> dict[str, Any]:
+    """A results file without points; `more` comes before them."""
+    lengths = {k: getattr(protocol, k) for k in ("window_s", "rounds", "matmul_size")}
+    head = {"op": op, "environment": timing.environment(), "protocol": lengths}
+    return {**head, **more, "points": [], "left_out": []}
+
+
+def run_points(
+    results: dict[str, Any],
+    todo: Sequence[Any],
+    measure_point: Callable[[Any], dict[str, Any]],
+    *,
+    out: pathlib.Path,
+    start: float,
+    budget_s: float,
+) -> None:
+    """Measures points, says how it goes, and writes the results file after every one.
+
+    Args:
+      results: of `new_results`, to be filled.
+      todo: points; each has a `sweep` and a `label`.
+      measure_point: the figures of a point.
+      out: the results file.
+      start: `time.monotonic()` at the beginning.
+      budget_s: starts no point after so many seconds; the file lists those left out.
+    """
+    for number, point in enumerate(todo, start=1):
+        if time.monotonic() - start > budget_s:
+            results["left_out"].append(f"{point.sweep} {point.label}")
+            continue
+        measured = measure_point(point)
+        results["points"].append(measured)
+        timing.write_results(out, results)
+        ours = provider_of(measured, OUR_NAME)
+        text = "failed" if ours is None else f"{ours['median_ms']:.4f} ms {ours['fraction']:.3f}"
+        head = f"[{number}/{len(todo)}] {time.monotonic() - start:.0f} s"
+        print(f"{head} {point.sweep} {point.label}: {text}", flush=True)
+    timing.write_results(out, results)
+
+
+def provider_of(point: Record, name: str) -> Record | None:
+    """The figures of a provider at a point of a results file, if it was timed there."""
+    found = (p for p in point["providers"] if p["name"] == name and "median_ms" in p)
+    return next(found, None)
+
+
+def is_sound(results: Record) -> bool:
+    """Whether every provider that could run here gave a right result."""
+    records = [p for point in results["points"] for p in point["providers"]]
+    return all("failure" not in p and p.get("ok", True) for p in records)
+
+
+def format_table(results: Record, bars: Callable[[Record, Sequence[Record]], str]) -> str:
+    """The results as plain text; `bars` says what a point of all of them is held to."""
+    points = results["points"]
+    labels = [f"{point['sweep']} {point['label']}" for point in points]
+    names = [p["name"] for point in points for p in point["providers"]]
+    wide, wider = (max(map(len, column), default=0) + 2 for column in (labels, names))
+    lines = [
+        f"{'point':<{wide}}{'provider':<{wider}}{'ms':>10}{'TFLOP/s':>9}{'fraction':>9}"
+        f"{'temp MiB':>10}{'error/bound':>12}  bars"
+    ]
+    on_gpu = results["environment"]["platform"] == "gpu"  # The bars are Hopper's.
+    for point, label in zip(points, labels, strict=True):
+        for p in point["providers"]:
+            head = f"{label:<{wide}}{p['name']:<{wider}}"
+            if "median_ms" not in p:
+                lines.append(head + f"  {p.get('failure') or 'skipped: ' + p['skipped']:.90}")
+                continue
+            temp = "-" if p.get("temp_bytes") is None else f"{p['temp_bytes'] / 2**20:.2f}"
+            lines.append(
+                head + f"{p['median_ms']:>10.4f}{p['tflops']:>9.1f}{p['fraction']:>9.3f}{temp:>10}"
+                f"{p['error'] / p['bound']:>12.2f}  "
+                + (bars(point, points) if p["name"] == OUR_NAME and on_gpu else "")
+                + ("" if p["ok"] else "  WRONG RESULT")
+            )
+    return "\n".join(lines)
+
+
+def parser(name: str, sweeps: Sequence[str]) -> argparse.ArgumentParser:
+    """Options of every benchmark."""
+    found = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}")
+    found.add_argument("--out", type=pathlib.Path, required=True, help="results file (JSON)")
+    found.add_argument(
+        "--sweep", nargs="+", choices=sweeps, default=sweeps, help="which sweeps (all of them)"
+    )
+    found.add_argument("--quick", action="store_true", help="short windows, few providers")
+    found.add_argument("--cupti", action="store_true", help="also time kernels alone")
+    found.add_argument("--budget-s", type=float, default=float("inf"), help="seconds in all")
+    return found
+
+
+def print_results(results: Record, bars: Callable[[Record, Sequence[Record]], str]) -> int:
+    """Prints where the figures come from and all of them; the exit code: 1 if any is unsound."""
+    env = results["environment"]
+    print(f"{env['device']}, driver {env['driver']}, jax {env['jax']}, commit {env['commit']}")
+    matmuls = [point["matmul_tflops"] for point in results["points"]]
+    if matmuls:
+        copy = results.get("copy")
+        ceiling = "" if copy is None else f", copy {copy['tb_per_s']:.2f} TB/s"
+        print(f"matmul {statistics.median(matmuls):.1f} TFLOP/s{ceiling}")
+    print(format_table(results, bars))
+    return 0 if is_sound(results) else 1
