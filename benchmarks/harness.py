@@ -19,6 +19,7 @@ import jax
 import numpy as np
 
 from benchmarks import timing
+from ikbo_jax._timing import by_turns
 
 Record = Mapping[str, Any]
 #: Name of this library's provider, in every benchmark.
@@ -110,7 +111,7 @@ def measure(contenders: Sequence[Contender], flops: float, protocol: Protocol) -
     runnable = {c.record["name"]: c for c in contenders if "error" in c.record}
     thunks = {"matmul": timing.matmul_thunk(size)}
     thunks |= {name: contender.thunk for name, contender in runnable.items()}
-    samples = timing.compare(thunks, window_s=protocol.window_s, rounds=protocol.rounds)
+    samples = by_turns(thunks, window_s=protocol.window_s, rounds=protocol.rounds)
     matmul_tflops = timing.matmul_tflops(statistics.median(samples["matmul"]), size)
     for name, contender in runnable.items():
         median = statistics.median(samples[name])
@@ -142,6 +143,7 @@ def run_points(
     out: pathlib.Path,
     start: float,
     budget_s: float,
+    describe: Callable[[Record], str] | None = None,
 ) -> None:
     """Measures points, says how it goes, and writes the results file after every one.
 
@@ -152,7 +154,9 @@ def run_points(
       out: the results file.
       start: `time.monotonic()` at the beginning.
       budget_s: starts no point after so many seconds; the file lists those left out.
+      describe: a point's figures in a few words; by default, ours.
     """
+    describe = describe or _ours
     for number, point in enumerate(todo, start=1):
         if time.monotonic() - start > budget_s:
             results["left_out"].append(f"{point.sweep} {point.label}")
@@ -160,11 +164,14 @@ def run_points(
         measured = measure_point(point)
         results["points"].append(measured)
         timing.write_results(out, results)
-        ours = provider_of(measured, OUR_NAME)
-        text = "failed" if ours is None else f"{ours['median_ms']:.4f} ms {ours['fraction']:.3f}"
         head = f"[{number}/{len(todo)}] {time.monotonic() - start:.0f} s"
-        print(f"{head} {point.sweep} {point.label}: {text}", flush=True)
+        print(f"{head} {point.sweep} {point.label}: {describe(measured)}", flush=True)
     timing.write_results(out, results)
+
+
+def _ours(point: Record) -> str:
+    ours = provider_of(point, OUR_NAME)
+    return "failed" if ours is None else f"{ours['median_ms']:.4f} ms {ours['fraction']:.3f}"
 
 
 def provider_of(point: Record, name: str) -> Record | None:

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks import linear_compression, report_attention, timing
+from benchmarks import linear_compression, report_attention, report_ranking, timing
 from benchmarks.harness import provider_of
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -36,7 +36,7 @@ HEADLINE = (
     ("single-launch", "single launch"),
 )
 #: Columns that hold words.
-TEXT_COLUMNS = ("stage", "name", "point", "table says", "bar")
+TEXT_COLUMNS = ("stage", "name", "point", "table says", "bar", "version")
 _BLOCK = re.compile(
     r"(?P<begin><!-- begin generated: (?P<name>[\w-]+) -->\n)"
     r"(?P<body>.*?)"
@@ -243,6 +243,20 @@ def blocks(results: Results, document: str) -> dict[str, str]:
             words = "fraction of the matmul over the keys of a user"
             found["attention-lengths-plot"] = image(report_attention.IMAGE, words)
         return found
+    if results["op"] == "ranking":
+        found = {}
+        for name, (header, rows), words in (
+            ("table", report_ranking.headline(results), report_ranking.sizes(results)),
+            ("sweeps", report_ranking.sweeps(results), ""),
+        ):
+            if rows:
+                table = markdown_table(header, rows)
+                before = f"{words}\n\n" if words else ""
+                found[f"ranking-{name}"] = f"{before}{table}\n{provenance(results)}"
+        if "ranking-sweeps" in found:
+            words = "latency and memory of the ranking network over its sizes"
+            found["ranking-sweeps-plot"] = image(report_ranking.IMAGE, words)
+        return found
     return {
         "linear-compression-table": headline(results),
         "linear-compression-environment": environment(results),
@@ -288,7 +302,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.check:
         print("stale: " + ", ".join(stale) if stale else "documents agree with the results")
         return 1 if stale else 0
-    drawing = report_attention.draw if results["op"] == "attention" else draw
+    drawings = {"attention": report_attention.draw, "ranking": report_ranking.draw}
+    drawing = drawings.get(results["op"], draw)
     for written in [*stale, *(path.relative_to(args.root) for path in drawing(results, args.root))]:
         print(f"wrote {written}")
     return 0

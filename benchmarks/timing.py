@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ikbo_jax import _timing
+from ikbo_jax._timing import by_turns
 
 SCHEMA = 1
 MATMUL_SIZE = 8192
@@ -30,26 +30,6 @@ COPY_BYTES = 4 * 2**30
 COMMIT_VARIABLE = "IKBO_COMMIT"
 
 Thunk = Callable[[], Any]
-
-
-def compare(
-    thunks: Mapping[str, Thunk], *, window_s: float = 0.2, rounds: int = 3
-) -> dict[str, list[float]]:
-    """Times thunks by turns, A B A B, so that none of them has the cooler card.
-
-    Args:
-      thunks: what to launch; results are waited for at a window's end.
-      window_s: seconds of launches back to back in one window; each is preceded by a warm-up.
-      rounds: windows of every thunk.
-
-    Returns:
-      Milliseconds per call for every thunk, one figure for each round.
-    """
-    samples: dict[str, list[float]] = {name: [] for name in thunks}
-    for _ in range(rounds):
-        for name, thunk in thunks.items():
-            samples[name] += _timing.sustained_ms(thunk, window_s=window_s, windows=1)
-    return samples
 
 
 @functools.cache
@@ -76,7 +56,7 @@ def copy_ceiling(
     """Times a copy from device memory to device memory; counts bytes read and bytes written."""
     source = jax.random.bits(jax.random.key(0), (num_bytes // 4,), jnp.uint32)
     copy = jax.jit(jnp.copy).lower(source).compile()
-    ms = compare({"copy": lambda: copy(source)}, window_s=window_s, rounds=rounds)["copy"]
+    ms = by_turns({"copy": lambda: copy(source)}, window_s=window_s, rounds=rounds)["copy"]
     rate = 2 * source.nbytes / statistics.median(ms) / 1e9
     return {"bytes": source.nbytes, "ms": ms, "tb_per_s": rate}
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -57,4 +57,30 @@ def sustained_ms(
             launches = math.ceil(launches * 1.1 * window_s / elapsed)
             continue
         samples.append(elapsed * 1e3 / launches)
+    return samples
+
+
+def by_turns(
+    thunks: Mapping[str, Callable[[], Any]],
+    *,
+    window_s: float = 0.2,
+    rounds: int = 3,
+    on_turn: Callable[[str, int], None] = lambda name, turn: None,
+) -> dict[str, list[float]]:
+    """Times thunks by turns, A B A B, so that a card that grows hot slows all of them alike.
+
+    Args:
+      thunks: what to launch; results are waited for at a window's end.
+      window_s: seconds of launches back to back in one window; each is preceded by a warm-up.
+      rounds: windows of every thunk.
+      on_turn: is told whose turn it is, and in which round, from 0.
+
+    Returns:
+      Milliseconds per call for every thunk, one figure for each round.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in thunks}
+    for turn in range(rounds):
+        for name, thunk in thunks.items():
+            on_turn(name, turn)
+            samples[name] += sustained_ms(thunk, window_s=window_s, windows=1)
     return samples

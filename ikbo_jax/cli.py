@@ -1,28 +1,24 @@
-"""The command `ikbo-jax`: `demo`, `info` and `tune`.
-
-Text is plain when it goes into a pipe; on a terminal, rich draws the tables and the progress.
-"""
+"""The command `ikbo-jax`: `demo`, `info` and `tune`."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import os
+import pathlib
 import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from importlib import metadata
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any
 
+from ikbo_jax import cli_demo, terminal
 from ikbo_jax._version import __version__
 
-# jax is imported by the commands, so that `--help` answers at once.
-if TYPE_CHECKING:
-    from ikbo_jax.demo import Measured, Report, Request, Stage
-    from ikbo_jax.demo_attention import Report as AttentionReport
+# jax is imported by the commands and not up here, so that `--help` answers at once.
 
 #: Exit statuses.
 OK, DISAGREES, UNUSABLE = 0, 1, 2
@@ -53,12 +49,22 @@ def _parser() -> argparse.ArgumentParser:
 
     demo = commands.add_parser(
         "demo",
-        help="run a ranking request through every stage and compare them",
-        description="Builds a seeded ranking request, runs the materialised model and this library "
-        "side by side, checks that they agree and prints what each stage costs. Sizes default to "
-        "the representative request on an accelerator and to a small one on a CPU.",
+        help="score a ranking request in every way and compare them",
+        description="Builds a seeded ranking request and scores it by a ranking network, with "
+        "copies of the users and without; then runs the network's main ops by themselves. Checks "
+        "that all agree and prints what each costs. Sizes default to the representative request "
+        "on an accelerator and to a small one on a CPU.",
     )
     demo.add_argument("--seed", type=int, default=0, help="of inputs and candidate counts")
+    demo.add_argument(
+        "--layers", type=_positive, metavar="COUNT", help="layers of the ranking network"
+    )
+    demo.add_argument(
+        "--plot",
+        type=pathlib.Path,
+        metavar="FILE",
+        help="also time the network over candidates per user, and draw that (.png, .svg, .pdf)",
+    )
     _add_sizes(demo, required=False)
     demo.set_defaults(command=_demo)
 
@@ -140,116 +146,44 @@ def _positive(text: str) -> int:
 
 
 def _demo(args: argparse.Namespace) -> int:
-    from ikbo_jax import demo, demo_attention
+    from ikbo_jax import demo, demo_attention, demo_ranking
 
+    if args.plot is not None and (reason := _cannot_plot(args.plot)) is not None:
+        print(f"ikbo-jax demo: {reason}", file=sys.stderr)
+        return UNUSABLE
     given = {
         field.name: getattr(args, field.name)
         for field in dataclasses.fields(demo.Request)
         if getattr(args, field.name) is not None
     }
     request = dataclasses.replace(demo.default_request(), **given)
-    with _spinner() as say:
+    sizes = demo_ranking.sizes_of(request, args.layers)
+    with terminal.spinner() as say:
+        network = demo_ranking.run(sizes, request.seed, on_progress=say)
         report = demo.run(request, on_progress=say)
         attention = demo_attention.run(demo_attention.default_request(request), on_progress=say)
-    _print_demo(report, demo.automatic_path(request))
+        if args.plot is not None:
+            points = demo_ranking.sweep(sizes, request.seed, on_progress=say)
+            demo_ranking.draw(points, cli_demo.device_name(), args.plot)
+    cli_demo.print_request(request, report.counts)
     print()
-    _print_attention(attention)
-    return OK if report.agree and attention.agree else DISAGREES
-
-
-def _print_demo(report: Report, automatic: str) -> None:
-    import jax
-
-    request = report.request
-    print(f"ikbo-jax {__version__} on {_device_name()}, jax {jax.__version__}")
-    print(_describe_request(request, report.counts))
+    cli_demo.print_network(network)
     print()
-    _print_stages(report.measured, report.not_run)
+    cli_demo.print_demo(report, demo.automatic_path(request))
     print()
-    print("moved: the least the stage must read and write. memory: output and temporary buffers.")
-    print(f"max error: against the materialised model in float32; allowed: {report.tolerance:.2g}.")
-    print(f"implementation=None takes: {automatic}")
-    print(_conclusion(report))
+    cli_demo.print_attention(attention)
+    if args.plot is not None:
+        print(f"wrote {args.plot}")
+    return OK if network.agree and report.agree and attention.agree else DISAGREES
 
 
-def _print_attention(report: AttentionReport) -> None:
-    request, ranking = report.request, report.request.ranking
-    print(
-        f"attention: {ranking.candidates:,} candidates of {ranking.users:,} users, "
-        f"T={request.q_len} S={request.kv_len} N=K={request.heads} H={request.head_dim}, "
-        f"{ranking.dtype}, seed {ranking.seed}"
-    )
-    print()
-    _print_stages(report.measured, report.not_run)
-    print()
-    print(f"max error: against float32, some candidates; allowed: {report.tolerance:.2g}.")
-    wrong = [m.stage.name.split(maxsplit=1)[1] for m in report.measured if not m.agrees]
-    if wrong:
-        print(f"attention: DISAGREEMENT: {', '.join(wrong)} outside the allowed error")
-        return
-    copied = [m for m in report.measured if m.stage.name.startswith("1")]
-    ours = [m for m in report.measured if not m.stage.name.startswith("1")]
-    best = min(ours, key=lambda m: m.time_ms)
-    faster = min(m.time_ms for m in copied) / best.time_ms
-    fewer = copied[0].stage.bytes_moved / best.stage.bytes_moved
-    print(
-        f"attention: all stages agree; {best.stage.name.split(maxsplit=1)[1]} is {faster:.1f} "
-        f"times as fast as the best with copies, which has to move {fewer:.1f} times the bytes"
-    )
-
-
-def _print_stages(measured: Sequence[Measured], not_run: Sequence[Stage]) -> None:
-    """A table of the stages that ran, the first being the baseline; then why others did not."""
-    _print_table(
-        ("stage", "time", "speed-up", "moved", "memory", "max error", "path"),
-        [_row(one, measured[0]) for one in measured],
-        numbers=frozenset(range(1, 6)),
-    )
-    reasons: dict[str, list[str]] = {}
-    for stage in not_run:
-        reasons.setdefault(stage.path, []).append(" ".join(stage.name.split()))
-    for reason, names in reasons.items():
-        print(f"not run: {', '.join(names)}: {reason}")
-
-
-def _row(measured: Measured, baseline: Measured) -> tuple[str, ...]:
-    stage = measured.stage
-    return (
-        stage.name,
-        f"{measured.time_ms:.3f} ms",
-        f"{baseline.time_ms / measured.time_ms:.2f}x",
-        _bytes(stage.bytes_moved),
-        _bytes(measured.memory_bytes),
-        f"{measured.error:.2g}" + ("" if measured.agrees else " WRONG"),
-        stage.path,
-    )
-
-
-def _describe_request(request: Request, counts: Sequence[int]) -> str:
-    each = f"{min(counts)} to {max(counts)} each" if len(counts) > 1 else "all of one"
-    return (
-        f"request: {request.candidates:,} candidates of {request.users:,} users ({each}), "
-        f"M={request.m} N={request.n} K_cand={request.k_cand} K_user={request.k_user}, "
-        f"{request.dtype}, seed {request.seed}"
-    )
-
-
-def _conclusion(report: Report) -> str:
-    request = report.request
-    ratio = f"{request.candidates / request.users:.1f} candidates a user"
-    wrong = [m.stage.name.split(maxsplit=1)[1] for m in report.measured if not m.agrees]
-    if wrong:
-        return f"{ratio}: DISAGREEMENT: {', '.join(wrong)} outside the allowed error"
-    # The honest comparison: the faster of the two materialised versions against the best stage.
-    materialised = min(report.measured[:2], key=lambda m: m.time_ms)
-    best = min(report.measured[2:], key=lambda m: m.time_ms)
-    name = best.stage.name.split(maxsplit=1)[1]
-    faster = materialised.time_ms / best.time_ms
-    fewer = materialised.stage.bytes_moved / best.stage.bytes_moved
-    return (
-        f"{ratio}: all stages agree; {name} is {faster:.1f} times as fast as the best "
-        f"materialised version, which has to move {fewer:.1f} times the bytes"
-    )
+def _cannot_plot(path: pathlib.Path) -> str | None:
+    """Why no plot can be written there, before anything has run; None if it can."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return "--plot needs matplotlib, which the extra 'bench' installs"
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        return f"--plot writes .png, .svg or .pdf, but the file is {str(path)!r}"
+    return None if path.parent.is_dir() else f"there is no folder {str(path.parent)!r}"
 
 
 def _info(args: argparse.Namespace) -> int:
@@ -268,7 +202,7 @@ def _info(args: argparse.Namespace) -> int:
         ("python", f"{platform.python_version()} ({sys.executable})"),
         ("jax", f"{jax.__version__}, jaxlib {jaxlib.__version__}{_plugins()}"),
         ("platform", platform.platform()),
-        ("device", f"{_device_name()}; {jax.device_count()} in all"),
+        ("device", f"{cli_demo.device_name()}; {jax.device_count()} in all"),
         ("driver", _driver() or "no NVIDIA driver found"),
         ("linear_compression, mosaic_gpu", mosaic),
         ("linear_compression, xla", "usable (bfloat16, float16, float32)"),
@@ -276,17 +210,8 @@ def _info(args: argparse.Namespace) -> int:
         ("attention, xla", "usable (bfloat16, float16, float32)"),
         ("user's tuning cache", f"{cache}{'' if cache.exists() else ' (none yet)'}"),
     ]
-    _print_table(("", ""), rows)
+    terminal.print_table(("", ""), rows)
     return OK
-
-
-def _device_name() -> str:
-    import jax
-
-    device = jax.devices()[0]
-    if device.platform == "cpu":
-        return f"cpu ({platform.machine()})"
-    return f"{device.device_kind} ({device.platform})"
 
 
 def _plugins() -> str:
@@ -365,62 +290,3 @@ def _tune(tune: Callable[[], dict[str, Any]]) -> int:
         return UNUSABLE
     print(f"{row['ms']:.4g} ms, {row['fraction']:.3f} of the 8192x8192x8192 bfloat16 matmul")
     return OK
-
-
-def _print_table(
-    headers: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: frozenset[int] = frozenset()
-) -> None:
-    """Prints rows in columns; those in `numbers` are aligned to the right."""
-    if _is_terminal():
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(show_header=any(headers), header_style="bold", box=box.SIMPLE, pad_edge=False)
-        last = len(headers) - 1  # the only column that may wrap on a narrow terminal
-        for column, header in enumerate(headers):
-            justify: Literal["left", "right"] = "right" if column in numbers else "left"
-            table.add_column(header, justify=justify, no_wrap=column < last, overflow="fold")
-        for row in rows:
-            table.add_row(*(Text(cell) for cell in row))
-        Console().print(table)
-        return
-    lines = [*([headers] if any(headers) else []), *rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(headers))]
-    for line in lines:
-        cells = (
-            cell.rjust(width) if column in numbers else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        print("  ".join(cells).rstrip())
-
-
-class _Say(Protocol):
-    def __call__(self, text: str, /) -> None: ...
-
-
-@contextmanager
-def _spinner() -> Iterator[_Say]:
-    """Yields a function that shows what is being done, on a terminal only."""
-    if not _is_terminal():
-        yield lambda _: None
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status("starting") as status:
-        yield status.update
-
-
-def _is_terminal() -> bool:
-    return sys.stdout.isatty()
-
-
-def _bytes(count: int) -> str:
-    """A number of bytes in decimal units."""
-    value = float(count)
-    for unit in ("B", "kB", "MB"):
-        if value < 1000:
-            return f"{value:.3g} {unit}"
-        value /= 1000
-    return f"{value:.2f} GB"

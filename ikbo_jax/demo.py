@@ -7,16 +7,17 @@ checks each against an oracle in float32 and times them. `ikbo-jax demo` prints 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import statistics
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ikbo_jax._timing import sustained_ms
+from ikbo_jax._timing import by_turns
 from ikbo_jax.ops.dispatch import hopper_unavailable_reason
 from ikbo_jax.ops.explain import explain
 from ikbo_jax.ops.linear_compression import linear_compression
@@ -300,6 +301,39 @@ def device_memory(executable: jax.stages.Compiled) -> int:
     return int(analysis.output_size_in_bytes + analysis.temp_size_in_bytes)
 
 
+def compile_stages(
+    stages: Sequence[Stage], inputs: Sequence[jax.Array], on_progress: Callable[[str], None]
+) -> tuple[dict[str, jax.stages.Compiled], list[Stage], list[Stage]]:
+    """Compiled stages by name, those stages, and the ones that cannot run here, with the reason."""
+    compiled, runnable, not_run = {}, [], []
+    for stage in stages:
+        if stage.fn is None:
+            not_run.append(stage)
+            continue
+        on_progress(f"compiling {stage.name}")
+        try:
+            compiled[stage.name] = jax.jit(stage.fn).lower(*inputs).compile()
+        except NotImplementedError as error:  # legal, but not for this kernel: its message says why
+            not_run.append(dataclasses.replace(stage, fn=None, path=str(error)))
+            continue
+        runnable.append(stage)
+    return compiled, runnable, not_run
+
+
+def time_by_turns(
+    compiled: Mapping[str, jax.stages.Compiled],
+    inputs: Sequence[Any],
+    on_progress: Callable[[str], None],
+) -> dict[str, list[float]]:
+    """Milliseconds of every round, by name."""
+
+    def on_turn(name: str, turn: int) -> None:
+        on_progress(f"timing {name}, round {turn + 1} of {ROUNDS}")
+
+    thunks = {name: functools.partial(fn, *inputs) for name, fn in compiled.items()}
+    return by_turns(thunks, rounds=ROUNDS, on_turn=on_turn)
+
+
 def run(request: Request, *, on_progress: Callable[[str], None] = lambda _: None) -> Report:
     """Computes the request in every stage, checks the results, and times the stages in turn.
 
@@ -316,39 +350,19 @@ def run(request: Request, *, on_progress: Callable[[str], None] = lambda _: None
     expected = oracle(inputs)
     largest = float(jnp.max(jnp.abs(expected), initial=0.0))
 
-    compiled = {}
-    errors: dict[str, float] = {}
-    memory: dict[str, int] = {}
-    runnable, not_run = [], []
-    for stage in stages(request):
-        if stage.fn is None:
-            not_run.append(stage)
-            continue
-        on_progress(f"compiling {stage.name}")
-        try:
-            executable = jax.jit(stage.fn).lower(*inputs).compile()
-        except NotImplementedError as error:  # legal, but not for this kernel: its message says why
-            not_run.append(dataclasses.replace(stage, fn=None, path=str(error)))
-            continue
-        runnable.append(stage)
-        compiled[stage.name] = executable
-        memory[stage.name] = device_memory(executable)
-        errors[stage.name] = float(_largest_error(executable(*inputs), expected))
+    compiled, runnable, not_run = compile_stages(stages(request), inputs, on_progress)
+    errors = {
+        name: float(_largest_error(executable(*inputs), expected))
+        for name, executable in compiled.items()
+    }
     del expected
-
-    # Versions alternate, so that a card that grows hot slows all of them alike.
-    samples: dict[str, list[float]] = {stage.name: [] for stage in runnable}
-    for turn in range(ROUNDS):
-        for stage in runnable:
-            on_progress(f"timing {stage.name}, round {turn + 1} of {ROUNDS}")
-            samples[stage.name] += sustained_ms(compiled[stage.name], *inputs, windows=1)
-
+    samples = time_by_turns(compiled, inputs, on_progress)
     limit = tolerance(request, errors[runnable[0].name], largest)
     measured = tuple(
         Measured(
             stage,
             time_ms=statistics.median(samples[stage.name]),
-            memory_bytes=memory[stage.name],
+            memory_bytes=device_memory(compiled[stage.name]),
             error=errors[stage.name],
             # A NaN disagrees; and a baseline whose error hides the result has no right to vouch.
             agrees=errors[stage.name] <= limit < largest,

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from ikbo_jax import demo
-from ikbo_jax._timing import sustained_ms
 from ikbo_jax.demo import Measured, Stage
 from ikbo_jax.ops.attention import attention
 from ikbo_jax.ops.dispatch import hopper_unavailable_reason
@@ -145,6 +144,10 @@ def _oracle(inputs: Inputs, rows: jax.Array) -> jax.Array:
     return materialised(query, key, value, inputs.cand_to_user[rows], scale=scale)[0]
 
 
+def _of_attention(on_progress: Callable[[str], None], text: str) -> None:
+    on_progress(f"attention: {text}")
+
+
 def run(request: Request, *, on_progress: Callable[[str], None] = lambda _: None) -> Report:
     """Computes the attention in every stage, checks the results, and times the stages in turn.
 
@@ -161,28 +164,13 @@ def run(request: Request, *, on_progress: Callable[[str], None] = lambda _: None
     rows = jnp.asarray(np.linspace(0, batch - 1, min(CHECKED, batch)), jnp.int32)
     expected = _oracle(inputs, rows)
     largest = float(jnp.max(jnp.abs(expected)))
-    compiled, errors, runnable, not_run = {}, {}, [], []
-    for stage in stages(request):
-        if stage.fn is None:
-            not_run.append(stage)
-            continue
-        on_progress(f"attention: compiling {stage.name}")
-        try:
-            executable = jax.jit(stage.fn).lower(*inputs).compile()
-        except NotImplementedError as error:  # legal, but not for this kernel: its message says why
-            not_run.append(dataclasses.replace(stage, fn=None, path=str(error)))
-            continue
-        runnable.append(stage)
-        compiled[stage.name] = executable
-        found = executable(*inputs)[rows].astype(jnp.float32)
-        errors[stage.name] = float(jnp.max(jnp.abs(found - expected)))
-
-    # Versions alternate, so that a card that grows hot slows all of them alike.
-    samples: dict[str, list[float]] = {stage.name: [] for stage in runnable}
-    for turn in range(demo.ROUNDS):
-        for stage in runnable:
-            on_progress(f"attention: timing {stage.name}, round {turn + 1} of {demo.ROUNDS}")
-            samples[stage.name] += sustained_ms(compiled[stage.name], *inputs, windows=1)
+    report = functools.partial(_of_attention, on_progress)
+    compiled, runnable, not_run = demo.compile_stages(stages(request), inputs, report)
+    errors = {
+        name: float(jnp.max(jnp.abs(executable(*inputs)[rows].astype(jnp.float32) - expected)))
+        for name, executable in compiled.items()
+    }
+    samples = demo.time_by_turns(compiled, inputs, report)
 
     # Twice what the copied version errs in this dtype, one rounding, and f32 sums in other orders.
     rounding = float(jnp.finfo(request.ranking.dtype).eps) / 2

@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks import harness, linear_compression, report, timing, torch_baseline
 from benchmarks import linear_compression_providers as providers
+from ikbo_jax._timing import by_turns
 from ikbo_jax.tuning.configs import LinearCompressionProblem
 
 SHORT = harness.Protocol(window_s=0.001, rounds=1, matmul_size=16)
@@ -47,7 +48,7 @@ def point(sweep: str, dtype: str = "bfloat16", index: str = "ragged") -> linear_
 # Timing.
 
 
-def test_compare_alternates_and_gives_one_sample_a_round():
+def test_by_turns_alternates_and_gives_one_sample_a_round():
     order = []
 
     def thunk(name: str):
@@ -58,7 +59,7 @@ def test_compare_alternates_and_gives_one_sample_a_round():
 
         return run
 
-    found = timing.compare({"a": thunk("a"), "b": thunk("b")}, window_s=0.001, rounds=3)
+    found = by_turns({"a": thunk("a"), "b": thunk("b")}, window_s=0.001, rounds=3)
     assert order == ["a", "b"] * 3
     assert {name: len(ms) for name, ms in found.items()} == {"a": 3, "b": 3}
     assert all(ms > 0 for samples in found.values() for ms in samples)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import subprocess
 import sys
 
@@ -11,14 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ikbo_jax import cli, demo, demo_attention
+from ikbo_jax import _timing, cli, demo, demo_attention, demo_ranking, terminal
 from ikbo_jax._timing import sustained_ms
 from ikbo_jax.ops import dispatch
 from ikbo_jax.tuning import autotune
 from ikbo_jax.tuning.configs import AttentionProblem, LinearCompressionProblem
 
 SIZES = ["--m", "9", "--n", "8", "--k-cand", "7", "--k-user", "11"]
-TINY = ["demo", "--candidates", "24", "--users", "5", *SIZES]
+TINY = ["demo", "--candidates", "24", "--users", "5", *SIZES, "--layers", "1"]
 TUNE = ["tune", "linear-compression", "--b", "24", "--u", "5", *SIZES]
 RUN_EVERYWHERE = ["1  materialised", "1b aligned K", "2  decomposed"]
 KERNELS = ["3 fused", "4 single launch"]
@@ -27,11 +28,19 @@ ESCAPE = "\x1b"
 
 @pytest.fixture
 def untimed(monkeypatch):
-    """Timing is the slow part of the demo, and most tests do not ask for it."""
-    for module in (demo, demo_attention):
-        monkeypatch.setattr(module, "sustained_ms", lambda fn, *args, **kwargs: [1.0])
+    """Timing and the network are the slow parts of the demo; most tests ask for neither."""
+    monkeypatch.setattr(_timing, "sustained_ms", lambda fn, *args, **kwargs: [1.0])
+    monkeypatch.setattr(demo_ranking, "run", network_report)
 
 
+def network_report(sizes, seed, *, on_progress, wrong=False):
+    names = ("materialised", "co-designed", "rewritten")
+    measured = tuple(demo_ranking.Measured(name, 1.0, 8, 0.0, not wrong) for name in names)
+    top = (demo_ranking.Scored(3, 1, (0.5, -0.25)),)
+    return demo_ranking.Report(sizes, measured, 1e-5, top, "rewrite: none")
+
+
+@pytest.mark.slow
 def test_demo_runs_every_stage_in_a_pipe():
     command = [sys.executable, "-m", "ikbo_jax", *TINY, "--dtype", "bfloat16"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
@@ -43,7 +52,70 @@ def test_demo_runs_every_stage_in_a_pipe():
         assert any(line.startswith(name) for line in lines), result.stdout
     assert all(name in result.stdout for name in ("fused", "single launch"))
     assert any(line.startswith("4.8 candidates a user: all stages agree") for line in lines)
+    for start in ("co-designed", "rewritten", "network: all versions agree", "rewrite: "):
+        assert any(line.startswith(start) for line in lines), result.stdout
+    assert "top candidate  of user  logit 0  logit 1" in lines
+    assert "materialised:" not in lines
     assert lines[-1].startswith("attention: all stages agree")
+
+
+def test_a_planted_disagreement_of_the_network_fails(untimed, monkeypatch, capsys):
+    monkeypatch.setattr(demo_ranking, "run", functools.partial(network_report, wrong=True))
+    assert cli.main(TINY) == cli.DISAGREES
+    assert "network: DISAGREEMENT: materialised, co-designed, rewr" in capsys.readouterr().out
+
+
+def test_the_network_is_held_to_its_oracle(untimed, monkeypatch):
+    monkeypatch.undo()
+    outs = {"right": 1.0, "materialised": 1.0 + 1e-7, "wrong": 1.1, "nan": np.nan}
+    monkeypatch.setattr(_timing, "sustained_ms", lambda fn, *args, **kwargs: [1.0])
+    monkeypatch.setattr(
+        demo_ranking,
+        "versions",
+        lambda: tuple(
+            demo_ranking.Version(
+                {"right": "rewritten"}.get(name, name),
+                lambda params, request, out=out: jnp.full((24, 2), out, jnp.float32),
+            )
+            for name, out in outs.items()
+        ),
+    )
+    monkeypatch.setattr(demo_ranking, "oracle", lambda *inputs: jnp.ones((24, 2)))
+    request = demo.Request(24, 5, 9, 8, 7, 11, "float32")
+    report = demo_ranking.run(demo_ranking.sizes_of(request, 1), 0)
+    assert {m.name: m.agrees for m in report.measured} == {
+        "rewritten": True,
+        "materialised": True,
+        "wrong": False,
+        "nan": False,
+    }
+    assert len(report.top) == demo_ranking.SHOWN
+
+
+@pytest.mark.parametrize("k_user", [1, 2, 3, 11, 295, 1178])
+def test_the_network_takes_any_rows_of_a_user(k_user: int) -> None:
+    request = dataclasses.replace(demo.SMALL, k_user=k_user)
+    sizes = demo_ranking.sizes_of(request)
+    assert sizes.user_rows == k_user
+    assert sizes.pooled >= 1
+    assert min(sizes.user_tokens, sizes.dense_tokens) >= 0
+
+
+def test_plot_draws_the_sweep(untimed, monkeypatch, tmp_path, capsys):
+    points = [demo_ranking.Point(r, {"a": 1.0}, {"a": 10**6}) for r in (10, 70)]
+    monkeypatch.setattr(demo_ranking, "sweep", lambda *args, **kwargs: points)
+    path = tmp_path / "out.svg"
+    assert cli.main([*TINY, "--plot", str(path)]) == cli.OK
+    assert f"wrote {path}" in capsys.readouterr().out
+    assert path.read_text().startswith("<?xml")
+
+
+@pytest.mark.parametrize(
+    ("file", "reason"), [("out.doc", "writes .png"), ("missing/out.png", "there is no folder")]
+)
+def test_plot_refuses_before_it_runs(file: str, reason: str, tmp_path, capsys):
+    assert cli.main([*TINY, "--plot", str(tmp_path / file)]) == cli.UNUSABLE
+    assert reason in capsys.readouterr().err
 
 
 def test_demo_says_why_the_kernels_did_not_run(untimed, monkeypatch, capsys):
@@ -93,7 +165,7 @@ def test_a_wrong_baseline_cannot_vouch_for_itself(untimed, monkeypatch, capsys):
 
 
 def test_demo_on_a_terminal_draws_a_table(untimed, monkeypatch, capsys):
-    monkeypatch.setattr(cli, "_is_terminal", lambda: True)
+    monkeypatch.setattr(terminal, "is_terminal", lambda: True)
     assert cli.main(TINY) == cli.OK
     out = capsys.readouterr().out
     assert "─" in out

@@ -47,6 +47,18 @@ def test_the_readmes_example_runs():
     assert result.stdout.startswith("(12, 33, 16) 1. linear_compression:")
 
 
+def test_both_paths_of_adopting_it_run():
+    pytest.importorskip("flax")
+    page = (ROOT / "docs/adopting.md").read_text("utf-8")
+    examples = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    code = "\n".join([*examples, "print(scores.shape, tokens.shape, rows.shape)"])
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("rewrite: 1 broadcast found; saves")
+    assert result.stdout.splitlines()[-1] == "(6, 4) (6, 4, 16) (6, 3, 16)"
+
+
 def test_links_in_the_documents_lead_somewhere():
     for document in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
         for target in re.findall(r"\]\(([^)#]+)", document.read_text("utf-8")):
@@ -55,10 +67,12 @@ def test_links_in_the_documents_lead_somewhere():
 
 
 def test_every_import_is_declared():
-    """The library imports jax, numpy and declared packages; flax in the layers alone."""
+    """The library imports jax, numpy and declared packages; extras where they are asked for."""
     declared = {re.match(r"[\w-]+", entry)[0] for entry in PROJECT["dependencies"]} | {"jaxlib"}
     for path in sorted((ROOT / "ikbo_jax").rglob("*.py")):
         allowed = declared | ({"flax"} if "layers" in path.parts else set())
+        # For a plot alone: the command says which extra brings it.
+        allowed |= {"matplotlib"} if path.name == "demo_ranking.py" else set()
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]

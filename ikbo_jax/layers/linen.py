@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen
 
-from ikbo_jax.layers import nnx
+from ikbo_jax.layers import functional, nnx
 
 
 class LinearCompression(linen.Module):
@@ -53,6 +53,184 @@ class LinearCompression(linen.Module):
 
         w_user = self.param("w_user", lambda own: both(key(own))[: self.user_rows].T)
         w_cand = self.param("w_cand", lambda own: both(key(own))[self.user_rows :].T)
-        return nnx.compress(
-            w_cand, w_user, e_cand, e_user, cand_to_user, self.dtype, self.precision
+        return functional.compress(
+            {"w_user": w_user, "w_cand": w_cand},
+            e_user,
+            e_cand,
+            cand_to_user,
+            dtype=self.dtype,
+            precision=self.precision,
         )
+
+
+class CandidateAttention(linen.Module):
+    """Attends from every candidate to what its user holds; keys and values are made once a user.
+
+    Attributes:
+      cand_features: width of what candidates hold.
+      user_features: width of what users hold.
+      num_heads: N.
+      head_dim: H.
+      out_features: width of the result; None is `cand_features`.
+      dtype: what is computed in and returned; None promotes parameters and inputs.
+      param_dtype: of the parameters "w_query", "w_key", "w_value" and "w_out", shaped as those of
+        `nnx.CandidateAttention`.
+      kernel_init: initialises every parameter as a matrix, the heads side by side.
+      precision: of f32 products; a name or `jax.lax.Precision`, or None for JAX's default.
+    """
+
+    cand_features: int
+    user_features: int
+    num_heads: int
+    head_dim: int
+    out_features: int | None = None
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    kernel_init: Callable[..., Any] = nnx.default_kernel_init
+    precision: str | jax.lax.Precision | None = None
+
+    @linen.compact
+    def __call__(
+        self,
+        x_cand: jax.Array,
+        x_user: jax.Array,
+        cand_to_user: jax.Array,
+        *,
+        key_value_seq_lengths: jax.Array | None = None,
+    ) -> jax.Array:
+        """[B, T, cand_features] to [U, S, user_features] by [B] int32: [B, T, out_features]."""
+        out = self.cand_features if self.out_features is None else self.out_features
+        specs = functional.attention_specs(
+            self.cand_features, self.user_features, out, self.num_heads, self.head_dim
+        )
+        return functional.attend(
+            _parameters(self, specs),
+            x_cand,
+            x_user,
+            cand_to_user,
+            key_value_seq_lengths=key_value_seq_lengths,
+            dtype=self.dtype,
+            precision=self.precision,
+        )
+
+
+class PMA(linen.Module):
+    """Pools jagged sequences by attention of a few learned seeds, through `ikbo_jax.gdpa`.
+
+    Attributes:
+      in_features: width of the sequences.
+      num_seeds: rows that a sequence is pooled to.
+      num_heads: N.
+      head_dim: H; scores are divided by its square root.
+      out_features: width of seeds and result; None is `in_features`.
+      activation: as of `ikbo_jax.gdpa`.
+      output_scale: as of `ikbo_jax.gdpa`.
+      dtype: what is computed in and returned; None promotes parameters and inputs.
+      param_dtype: of the parameters "seeds", "w_query", "w_key", "w_value" and "w_out", shaped as
+        those of `nnx.PMA`.
+      kernel_init: initialises every parameter as a matrix.
+      precision: of f32 products; a name or `jax.lax.Precision`, or None for JAX's default.
+    """
+
+    in_features: int
+    num_seeds: int
+    num_heads: int
+    head_dim: int
+    out_features: int | None = None
+    activation: str | tuple[str, ...] = "softmax"
+    output_scale: float = 1.0
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    kernel_init: Callable[..., Any] = nnx.default_kernel_init
+    precision: str | jax.lax.Precision | None = None
+
+    @linen.compact
+    def __call__(
+        self, x: jax.Array, cu_seqlens: jax.Array, *, max_seqlen: int | None = None
+    ) -> jax.Array:
+        """Pools [total, in_features] to [batch, num_seeds, out_features]."""
+        out = self.in_features if self.out_features is None else self.out_features
+        specs = functional.pma_specs(
+            self.num_seeds, self.in_features, out, self.num_heads, self.head_dim
+        )
+        return functional.pma(
+            _parameters(self, specs),
+            x,
+            cu_seqlens,
+            activation=self.activation,
+            output_scale=self.output_scale,
+            max_seqlen=max_seqlen,
+            dtype=self.dtype,
+            precision=self.precision,
+        )
+
+
+class PFFN(linen.Module):
+    """A feed-forward net whose two layers are made from its sequence's memory (`ikbo_jax.gdpa`).
+
+    Attributes:
+      features: width of the rows and of the result.
+      memory_features: width of the memory.
+      num_heads: N.
+      head_dim: H; scores are divided by its square root.
+      activation: as of `ikbo_jax.gdpa`.
+      output_scale: as of `ikbo_jax.gdpa`.
+      dtype: what is computed in and returned; None promotes parameters and inputs.
+      param_dtype: of the parameters "w_query", "w_key", "w_value" and "w_out", shaped as those of
+        `nnx.PFFN`.
+      kernel_init: initialises every parameter as a matrix.
+      precision: of f32 products; a name or `jax.lax.Precision`, or None for JAX's default.
+    """
+
+    features: int
+    memory_features: int
+    num_heads: int
+    head_dim: int
+    activation: str | tuple[str, ...] = "gelu"
+    output_scale: float = 1.0
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    kernel_init: Callable[..., Any] = nnx.default_kernel_init
+    precision: str | jax.lax.Precision | None = None
+
+    @linen.compact
+    def __call__(
+        self,
+        x: jax.Array,
+        memory: jax.Array,
+        cu_seqlens: jax.Array,
+        cu_seqlens_memory: jax.Array,
+        x_to_memory: jax.Array | None = None,
+        *,
+        max_seqlen: int | None = None,
+        max_seqlen_memory: int | None = None,
+    ) -> jax.Array:
+        """[total, features] with [total_memory, memory_features]: [total, features]."""
+        specs = functional.attention_specs(
+            self.features, self.memory_features, self.features, self.num_heads, self.head_dim
+        )
+        return functional.pffn(
+            _parameters(self, specs),
+            x,
+            memory,
+            cu_seqlens,
+            cu_seqlens_memory,
+            x_to_memory,
+            activation=self.activation,
+            output_scale=self.output_scale,
+            max_seqlen=max_seqlen,
+            max_seqlen_memory=max_seqlen_memory,
+            dtype=self.dtype,
+            precision=self.precision,
+        )
+
+
+def _parameters(module: Any, specs: dict[str, functional.Spec]) -> dict[str, jax.Array]:
+    def param(name: str, make: Callable[..., jax.Array]) -> jax.Array:
+        def init(key: jax.Array) -> jax.Array:
+            return make(lambda shape: module.kernel_init(key, shape, module.param_dtype))
+
+        value: jax.Array = module.param(name, init)
+        return value
+
+    return {name: param(name, make) for name, (_, make) in specs.items()}

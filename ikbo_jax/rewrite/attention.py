@@ -3,7 +3,8 @@
 A product of queries with looked-up keys, row by row, would need a copy of the keys for every
 candidate. It is not computed but kept as `Scores`, which follow the program through scale, mask,
 casts and softmax. When the probabilities meet the looked-up values, one call of `ikbo.attention`
-computes it all. If anything else happens to the scores, they are computed as the program says.
+computes it all. An activation in the softmax's place makes it one of `ikbo.gdpa`. If anything else
+happens to the scores, they are computed as the program says.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from ikbo_jax.ops.attention import attention
+from ikbo_jax.ops.gdpa import gdpa
+from ikbo_jax.rewrite import curves
 from ikbo_jax.rewrite.interpret import Context, NotCovered
 from ikbo_jax.rewrite.lineage import Lazy, has_lineage, is_plain, mask_rows, origins_of, spread_axes
 from ikbo_jax.rewrite.scores import BATCH, HEAD, KEY, ONE, QUERY, STEPS, Label, Logits, Scores, only
@@ -102,9 +105,10 @@ def _transposed(x: jax.Array, order: list[int]) -> jax.Array:
 
 
 def _dot(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
-    """Probabilities times looked-up values: the end."""
+    """Probabilities, or activated scores, times looked-up values: the end."""
     scores = only((lhs, rhs))
-    if scores.stage != "probabilities":
+    activation = _activation(scores)
+    if scores.stage != "probabilities" and activation is None:
         raise NotCovered(f"attention is not recognised: product with its {scores.stage}")
     (contract, batch) = eqn.params["dimension_numbers"]
     left = scores is lhs
@@ -134,7 +138,10 @@ def _dot(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
     base = _transposed(value.base, [value.axis, *contract[other], *heads, *free])
     if base.dtype != root.key.dtype:
         base = base.astype(root.key.dtype)
-    out = _attend(ctx, eqn, root, base)
+    if activation is None:
+        out = _attend(root, base)
+    else:
+        out = _attend_activated(root, base, activation)
     for of in (root.lineage, value.lineage):
         out = mask_rows(out, of, 0)
     # out is [batch, *queries, *heads, width].
@@ -152,11 +159,46 @@ def _dot(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
     have = [label for label in have if label in real]
     out = lax.transpose(out, [have.index(label) for label in real])
     out = out.reshape(eqn.outvars[0].aval.shape)
-    ctx.recorder.saved(eqn, origins_of(root.key, value) | root.mask_origins, "attention", 0, True)
+    origins = origins_of(root.key, value) | root.mask_origins
+    op = "attention" if activation is None else "gdpa"
+    ctx.recorder.saved(eqn, origins, op, 0, True)
     return out.astype(eqn.outvars[0].aval.dtype)
 
 
-def _attend(ctx: Context, eqn: Any, root: Logits, value: jax.Array) -> jax.Array:
+def _activation(scores: Scores) -> curves.Match | None:
+    """What the scores are, if they are an activation of the logits."""
+    if scores.stage != "curve" or scores.curve is None:
+        return None
+    rounding = max(float(jnp.finfo(x).eps) for x in (scores.dtype, scores.root.query.dtype))
+    return curves.match(scores.curve, rounding)
+
+
+def _attend_activated(root: Logits, value: jax.Array, activation: curves.Match) -> jax.Array:
+    """[batch, *queries, *heads, width]; `value` is [users, keys, *heads, width]."""
+    batch, width = root.query.shape[0], root.query.shape[-1]
+    users, keys = value.shape[:2]
+    queries, heads = math.prod(root.queries), math.prod(root.heads)
+
+    def offsets(sequences: int, length: int) -> jax.Array:
+        return jnp.arange(sequences + 1, dtype=jnp.int32) * jnp.int32(length)
+
+    out = gdpa(
+        root.query.reshape(batch * queries, heads, width),
+        root.key.base.reshape(users * keys, heads, width),
+        value.reshape(users * keys, heads, width),
+        offsets(batch, queries),
+        offsets(users, keys),
+        activation=activation.activation,
+        scale=activation.scale,
+        output_scale=activation.output_scale,
+        q_to_kv=root.lineage.index,
+        max_seqlen_q=queries,
+        max_seqlen_kv=keys,
+    )
+    return out.reshape(batch, *root.queries, *root.heads, width)
+
+
+def _attend(root: Logits, value: jax.Array) -> jax.Array:
     """[batch, *queries, *heads, width]; `value` is [users, keys, *heads, width]."""
     batch, width = root.query.shape[0], root.query.shape[-1]
     users, keys = value.shape[:2]

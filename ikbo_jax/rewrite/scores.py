@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ikbo_jax.rewrite import curves
+from ikbo_jax.rewrite.curves import IDENTITY, Curve
 from ikbo_jax.rewrite.interpret import Context, NotCovered
 from ikbo_jax.rewrite.lineage import (
     Deferred,
@@ -76,11 +78,13 @@ class Scores(Deferred):
 
     Attributes:
       root: the logits that it is made of.
-      stage: "logits", "max", "shifted", "exp", "sum" or "probabilities".
+      stage: "logits", "max", "shifted", "exp", "sum", "probabilities", or "curve": what is on no
+        way to a softmax, but maybe an activation.
       labels: what each dimension is.
       shape: what the program sees.
       dtype: what the program sees.
       run: computes it as the program says.
+      curve: what the value is of queries times keys, element by element; None if unknown.
     """
 
     root: Logits
@@ -89,6 +93,7 @@ class Scores(Deferred):
     shape: tuple[int, ...]
     dtype: Any
     run: Callable[[Context], jax.Array]
+    curve: Curve | None = IDENTITY
 
     @property
     def origins(self) -> frozenset:
@@ -102,21 +107,53 @@ class Scores(Deferred):
         name = eqn.primitive.name
         if name in ("jit", "pjit"):
             return ctx.run_closed(eqn.params["jaxpr"], operands, eqn)
+        curve = _curve_of(ctx, eqn, operands)
         rule = STEPS.get(name)
-        if rule is None:
-            raise NotCovered(f"attention is not recognised: {name} of its {self.stage}")
-        return rule(ctx, eqn, *operands)
+        try:
+            if rule is None:
+                raise NotCovered(f"attention is not recognised: {name} of its {self.stage}")
+            result = rule(ctx, eqn, *operands)
+        except NotCovered:
+            if curve is None:
+                raise
+            result = self.then(eqn, operands, stage="curve", curve=curve)
+            return [result] if eqn.primitive.multiple_results else result
+        if not isinstance(result, Scores) or name in _MOVES:
+            return result
+        return dataclasses.replace(result, curve=curve)
 
     def then(self, eqn: Any, operands: Any, **changes: Any) -> Scores:
         """The next value: the result of an equation, with some of this one's attributes changed."""
         (out,) = eqn.outvars
 
         def run(ctx: Context) -> jax.Array:
-            return ctx.bind(eqn, *map(ctx.build, operands))
+            out = ctx.bind(eqn, *map(ctx.build, operands))
+            return out[0] if eqn.primitive.multiple_results else out
 
         return dataclasses.replace(
             self, shape=tuple(out.aval.shape), dtype=out.aval.dtype, run=run, **changes
         )
+
+
+def _curve_of(ctx: Context, eqn: Any, operands: Any) -> Curve | None:
+    """The curve of an equation's result, if its operands are one product's scores and numbers."""
+    if eqn.primitive.name not in curves.ELEMENTWISE or len(eqn.outvars) != 1:
+        return None
+    if jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.integer):
+        return None
+    scores = [x for x in operands if isinstance(x, Scores)]
+    first = scores[0]
+    for x in scores:
+        same = x.root.query is first.root.query and x.root.key is first.root.key
+        if not same or x.labels != first.labels or x.root.mask is not None or x.curve is None:
+            return None
+    found: list[Any] = []
+    for x in operands:
+        number = None if isinstance(x, Scores) else constant(ctx, x)
+        if number is None and not isinstance(x, Scores):
+            return None
+        found.append(x.curve if isinstance(x, Scores) else number)
+    return curves.then(eqn, found)
 
 
 #: The step of every primitive that may happen to scores; `attention` adds the last one.
@@ -272,7 +309,7 @@ def possible_values(ctx: Context, value: Any, depth: int = 12) -> set[float] | N
         return None
     eqn, operands = made
     name = eqn.primitive.name
-    if name in _MOVES or name == "gather":
+    if name in (*_MOVES, "convert_element_type", "copy", "gather"):
         return possible_values(ctx, operands[0], depth - 1)
     if name == "select_n":
         operands = operands[1:]
@@ -289,8 +326,8 @@ def possible_values(ctx: Context, value: Any, depth: int = 12) -> set[float] | N
     return found if len(found) <= 4 else None
 
 
-#: Primitives that only move or cast what they are given.
-_MOVES = ("broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze", "transpose")
+#: Primitives that only move what they are given.
+_MOVES = ("broadcast_in_dim", "reshape", "squeeze", "transpose")
 
 
 def _masked(ctx: Context, scores: Scores, mask: Any, keeps: bool, fill: float) -> Logits:

@@ -1,0 +1,370 @@
+"""The ranking network, end to end: copies, XLA by hand, this library's layers, and the rewrite.
+
+    python -m benchmarks.ranking --out benchmarks/results/ranking-h200.json
+
+Every version scores the same request with the same parameters and is checked against the
+materialised network in float32. Off a GPU all sizes shrink, and the figures say no more than that
+the benchmark runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import math
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from benchmarks import harness, timing
+from benchmarks.harness import is_sound, provider_of
+from ikbo_jax import demo_ranking
+from ikbo_jax._timing import by_turns
+from ikbo_jax.models import ranking
+from ikbo_jax.models.ranking import Sizes
+from ikbo_jax.rewrite import rewrite
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+DEFAULT = Sizes()
+SWEEPS = ("default", "ratio", "candidates")
+RATIOS = (10, 70, 300, 1000)
+CANDIDATES = (256, 512, 1024, 2048, 4096, 8192)
+#: Candidates a user in the sweep over candidates.
+RATIO = 70
+#: Bars at the default: over the copies, over XLA by hand, the rewrite over the layers, memory.
+COPIES_BAR, BY_HAND_BAR, REWRITE_BAR, MEMORY_BAR = 3.0, 1.25, 1.05, 0.25
+
+
+class Provider(NamedTuple):
+    """One version of the network.
+
+    Attributes:
+      name: short, and the key in results files.
+      stage: for people.
+      make: of the most candidates that a user has, a function of parameters and request.
+    """
+
+    name: str
+    stage: str
+    make: Callable[[int], Callable[..., jax.Array]]
+
+
+COPIES = Provider("materialised", "users copied to candidates", lambda most: ranking.materialised)
+TUNED = Provider(
+    "materialised-tuned",
+    "users copied to candidates, K aligned, cuDNN",
+    lambda most: functools.partial(ranking.materialised, tuned=True),
+)
+BY_HAND = Provider(
+    "hand-optimised",
+    "decomposed and folded by hand in XLA, cuDNN",
+    lambda most: functools.partial(ranking.hand_optimised, most=most),
+)
+OURS = Provider("co-designed", "ikbo_jax's layers", lambda most: ranking.co_designed)
+REWRITTEN = Provider(
+    "rewritten", "ikbo_jax.rewrite of the copies", lambda most: rewrite(ranking.materialised)
+)
+ALL = (OURS, REWRITTEN, BY_HAND, TUNED, COPIES)
+BY_NAME = {provider.name: provider for provider in ALL}
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """One set of sizes: which sweep it belongs to, and its label there."""
+
+    sweep: str
+    label: str
+    sizes: Sizes
+
+
+def points(sweep: str) -> Iterator[Point]:
+    """The points of a sweep."""
+
+    def at(label: str, candidates: int, users: int) -> Point:
+        sizes = dataclasses.replace(DEFAULT, candidates=candidates, users=users)
+        return Point(sweep, label, sizes)
+
+    if sweep == "default":
+        yield Point(sweep, f"B={DEFAULT.candidates}", DEFAULT)
+    elif sweep == "ratio":
+        for ratio in RATIOS:
+            yield at(f"{ratio}:1", DEFAULT.candidates, max(1, round(DEFAULT.candidates / ratio)))
+    elif sweep == "candidates":
+        for candidates in CANDIDATES:
+            yield at(f"B={candidates}", candidates, max(1, round(candidates / RATIO)))
+    else:
+        raise ValueError(f"unknown sweep {sweep!r}; known: {', '.join(SWEEPS)}")
+
+
+def shrink(point: Point) -> Point:
+    """The point in a size that a CPU can take; its users are as many a candidate."""
+    sizes = point.sizes
+    candidates = max(1, sizes.candidates // 16)
+    users = max(1, round(candidates * sizes.users / sizes.candidates))
+    small = dataclasses.replace(
+        ranking.SMALL, candidates=candidates, users=users, layers=1, history=64, cand_tokens=55
+    )
+    return dataclasses.replace(point, sizes=dataclasses.replace(small, user_tokens=35))
+
+
+def inputs_of(sizes: Sizes) -> tuple[Any, ranking.Request]:
+    """Seeded parameters and a request, on the device."""
+    return ranking.init(sizes), ranking.make_request(sizes)
+
+
+def most_of(sizes: Sizes) -> int:
+    """Candidates of the user who has the most."""
+    return int(ranking.candidate_counts(sizes).max())
+
+
+@dataclasses.dataclass
+class _Contender:
+    """A provider, and what became of it."""
+
+    record: dict[str, Any]
+    compiled: Any = None
+    error: float = 0.0
+
+
+def _enter(provider: Provider, sizes: Sizes, inputs: Any, exact: np.ndarray) -> _Contender:
+    """Compiles a provider and compares its result; a failure is recorded, not raised."""
+    record: dict[str, Any] = {"name": provider.name, "stage": provider.stage}
+    try:
+        start = time.monotonic()
+        lowered = jax.jit(provider.make(most_of(sizes))).lower(*inputs)
+        traced = time.monotonic()
+        compiled = lowered.compile()
+        record |= {"trace_s": traced - start, "compile_s": time.monotonic() - traced}
+        out = np.asarray(compiled(*inputs), np.float64)
+    except Exception as error:
+        text = f"{type(error).__name__}: {str(error)[:300]}"
+        # Copies of many candidates may not fit: that is a finding, not a fault.
+        kind = "skipped" if "RESOURCE_EXHAUSTED" in text else "failure"
+        return _Contender(record | {kind: text})
+    memory = compiled.memory_analysis()
+    if memory is not None:
+        temp, result = int(memory.temp_size_in_bytes), int(memory.output_size_in_bytes)
+        record |= {
+            "temp_bytes": temp,
+            "total_bytes": temp + result + int(memory.argument_size_in_bytes),
+        }
+    return _Contender(record, compiled, float(np.abs(out - exact).max()))
+
+
+def measure_point(
+    point: Point, providers: Sequence[Provider], *, window_s: float, rounds: int
+) -> dict[str, Any]:
+    """Checks and times the providers at a point, by turns."""
+    sizes, inputs = point.sizes, inputs_of(point.sizes)
+    exact = np.asarray(demo_ranking.oracle(*inputs), np.float64)
+    contenders = [_enter(provider, sizes, inputs, exact) for provider in providers]
+    runnable = {c.record["name"]: c for c in contenders if c.compiled is not None}
+    # The copies' own error tells what the dtype costs; without them, that of the first.
+    names = [name for name in (COPIES.name, TUNED.name, *runnable) if name in runnable]
+    bound = None
+    if names:
+        largest = float(np.abs(exact).max())
+        bound = demo_ranking.tolerance(sizes, runnable[names[0]].error, largest)
+    thunks = {
+        name: functools.partial(contender.compiled, *inputs) for name, contender in runnable.items()
+    }
+    samples = by_turns(thunks, window_s=window_s, rounds=rounds)
+    for name, contender in runnable.items():
+        median = statistics.median(samples[name])
+        contender.record |= {
+            "ms": samples[name],
+            "median_ms": median,
+            "us_per_candidate": median * 1e3 / sizes.candidates,
+            "error": contender.error,
+            "bound": bound,
+            "ok": bound is not None and contender.error <= bound,
+        }
+    return {
+        "sweep": point.sweep,
+        "label": point.label,
+        "problem": dataclasses.asdict(sizes),
+        "most": most_of(sizes),
+        "largest": float(np.abs(exact).max()),
+        "providers": [contender.record for contender in contenders],
+    }
+
+
+def device_peaks(point: Point, providers: Sequence[Provider]) -> dict[str, int | None]:
+    """Bytes that the device's allocator held at most, every provider in a process of its own.
+
+    A process that holds the device's memory already would leave the others none: call it first.
+    """
+    peaks: dict[str, int | None] = {}
+    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    for provider in providers:
+        sizes = json.dumps(dataclasses.asdict(point.sizes))
+        command = [sys.executable, "-m", "benchmarks.ranking", "--peak-of", provider.name, sizes]
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+        )
+        lines = done.stdout.splitlines()
+        peaks[provider.name] = json.loads(lines[-1]) if done.returncode == 0 and lines else None
+        print(f"peak of {provider.name}: {peaks[provider.name]}", flush=True)
+    return peaks
+
+
+def peak_of(name: str, sizes: Sizes) -> int | None:
+    """Runs a provider once; the most bytes that the device held; None if it does not tell."""
+    # From the host, so that making the inputs leaves no peak of its own. Zeros cost no less memory.
+    params, request = jax.eval_shape(lambda: inputs_of(sizes))
+    params, request = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), (params, request))
+    counts = ranking.candidate_counts(sizes)
+    index = np.repeat(np.arange(sizes.users, dtype=np.int32), counts)
+    inputs = jax.device_put((params, request._replace(cand_to_user=index)))
+    fn = BY_NAME[name].make(most_of(sizes))
+    jax.block_until_ready(jax.jit(fn)(*inputs))
+    stats = jax.devices()[0].memory_stats() or {}
+    peak = stats.get("peak_bytes_in_use")
+    return None if peak is None else int(peak)
+
+
+def bars(point: Mapping[str, Any], name: str) -> str:
+    """What a provider reached at the default point of a results file, beside its bars."""
+    if point["sweep"] != "default" or name not in (OURS.name, REWRITTEN.name):
+        return ""
+    ours, copies, hand, rewritten = (
+        provider_of(point, p.name) for p in (OURS, COPIES, BY_HAND, REWRITTEN)
+    )
+    found = []
+    if ours is None:
+        return ""
+    if name == REWRITTEN.name:
+        if rewritten is None:
+            return ""
+        share = rewritten["median_ms"] / ours["median_ms"]
+        return f"{share:.3f} of the layers' time, bar {REWRITE_BAR}"
+    if copies is not None:
+        faster = copies["median_ms"] / ours["median_ms"]
+        found.append(f"{faster:.2f} x the copies, bar {COPIES_BAR}")
+        for field in ("peak_bytes", "total_bytes"):
+            if ours.get(field) and copies.get(field):
+                share = ours[field] / copies[field]
+                found.append(f"{share:.2f} of their memory, bar {MEMORY_BAR}")
+                break
+    if hand is not None:
+        faster = hand["median_ms"] / ours["median_ms"]
+        found.append(f"{faster:.2f} x XLA by hand, bar {BY_HAND_BAR}")
+    return "; ".join(found)
+
+
+def format_table(results: Mapping[str, Any]) -> str:
+    """The results as plain text."""
+    lines = [
+        f"{'point':<20}{'provider':<20}{'ms':>9}{'us/cand.':>10}{'temp MiB':>10}{'total MiB':>11}"
+        f"{'error/bound':>12}  bars"
+    ]
+    on_gpu = results["environment"]["platform"] == "gpu"  # The bars are Hopper's.
+    for point in results["points"]:
+        label = f"{point['sweep']} {point['label']}"
+        for p in point["providers"]:
+            head = f"{label:<20}{p['name']:<20}"
+            if "median_ms" not in p:
+                lines.append(head + f"  {p.get('failure') or 'skipped: ' + p['skipped']:.90}")
+                continue
+            temp, total = (
+                "-" if p.get(field) is None else f"{p[field] / 2**20:.1f}"
+                for field in ("temp_bytes", "total_bytes")
+            )
+            lines.append(
+                head + f"{p['median_ms']:>9.3f}{p['us_per_candidate']:>10.3f}{temp:>10}{total:>11}"
+                f"{p['error'] / p['bound']:>12.2f}  "
+                + (bars(point, p["name"]) if on_gpu else "")
+                + ("" if p["ok"] else "  WRONG RESULT")
+            )
+    return "\n".join(lines)
+
+
+def run(
+    sweeps: Sequence[str],
+    *,
+    out: pathlib.Path,
+    quick: bool = False,
+    peaks: bool = False,
+    budget_s: float = float("inf"),
+) -> dict[str, Any]:
+    """Measures sweeps and writes the results file after every point.
+
+    Args:
+      sweeps: of `SWEEPS`.
+      out: the results file.
+      quick: short windows: to see that it runs.
+      peaks: measures the device's peaks at the default point as well, in processes of their own.
+      budget_s: starts no point after so many seconds; the file lists those left out.
+    """
+    start = time.monotonic()
+    todo = [point for sweep in sweeps for point in points(sweep)]
+    found_peaks = device_peaks(todo[0], ALL) if peaks and todo[0].sweep == "default" else {}
+    on_gpu = jax.default_backend() == "gpu"
+    window_s, rounds = (0.02, 1) if quick else (0.2, 3)
+    results: dict[str, Any] = {
+        "op": "ranking",
+        "environment": timing.environment(),
+        "protocol": {"window_s": window_s, "rounds": rounds},
+        "points": [],
+        "left_out": [],
+    }
+
+    def measure(point: Point) -> dict[str, Any]:
+        measured = measure_point(point, ALL, window_s=window_s, rounds=rounds)
+        for record in measured["providers"]:
+            if point.sweep == "default" and found_peaks.get(record["name"]) is not None:
+                record["peak_bytes"] = found_peaks[record["name"]]
+        return measured
+
+    def describe(point: Mapping[str, Any]) -> str:
+        times = (f"{p['name']} {p.get('median_ms', math.nan):.3f}" for p in point["providers"])
+        return ", ".join(times) + " ms"
+
+    here = todo if on_gpu else [shrink(point) for point in todo]
+    harness.run_points(
+        results, here, measure, out=out, start=start, budget_s=budget_s, describe=describe
+    )
+    return results
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; returns 1 if a provider failed or was wrong."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.ranking")
+    parser.add_argument("--out", type=pathlib.Path, help="results file (JSON)")
+    parser.add_argument("--sweep", nargs="+", choices=SWEEPS, default=SWEEPS)
+    parser.add_argument("--quick", action="store_true", help="short windows")
+    parser.add_argument("--peaks", action="store_true", help="also the device's own peaks")
+    parser.add_argument("--budget-s", type=float, default=float("inf"), help="seconds in all")
+    parser.add_argument("--peak-of", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.peak_of is not None:
+        name, sizes = args.peak_of
+        print(json.dumps(peak_of(name, Sizes(**json.loads(sizes)))))
+        return 0
+    if args.out is None:
+        parser.error("the following arguments are required: --out")
+    results = run(
+        args.sweep,
+        out=args.out,
+        quick=args.quick,
+        peaks=args.peaks,
+        budget_s=args.budget_s,
+    )
+    env = results["environment"]
+    print(f"{env['device']}, driver {env['driver']}, jax {env['jax']}, commit {env['commit']}")
+    print(format_table(results))
+    return 0 if is_sound(results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

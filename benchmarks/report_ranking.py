@@ -1,0 +1,120 @@
+"""The documentation's tables and plot of the ranking network, from a results file: see `report`."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks import ranking
+from benchmarks.harness import provider_of
+
+IMAGE = "docs/images/ranking_sweeps.svg"
+#: What the tables show: provider, words.
+HEADLINE = (
+    (ranking.COPIES.name, "materialised: every user copied to its candidates"),
+    (ranking.TUNED.name, "materialised, K aligned, cuDNN"),
+    (ranking.BY_HAND.name, "optimised by hand for XLA, cuDNN"),
+    (ranking.OURS.name, "this library's layers"),
+    (ranking.REWRITTEN.name, "`ikbo.rewrite` of the materialised"),
+)
+Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
+
+
+def points_of(results: Mapping[str, Any], sweep: str) -> list[Mapping[str, Any]]:
+    """The points of one sweep."""
+    return [point for point in results["points"] if point["sweep"] == sweep]
+
+
+def _memory(record: Mapping[str, Any]) -> int | None:
+    """What the device held at most; where that was not measured, what the compiler laid out."""
+    return record.get("peak_bytes") or record.get("total_bytes")
+
+
+def headline(results: Mapping[str, Any]) -> Table:
+    """Every version at the default point: time, speed-up, memory."""
+    header = ("version", "ms", "speed-up", "memory, MiB", "µs a candidate")
+    rows: list[tuple[str, ...]] = []
+    for point in points_of(results, "default")[:1]:
+        baseline = provider_of(point, HEADLINE[0][0])
+        for name, words in HEADLINE:
+            record = provider_of(point, name)
+            if record is None:
+                continue
+            speedup, memory = "-", _memory(record)
+            if baseline is not None:
+                speedup = f"{baseline['median_ms'] / record['median_ms']:.1f}×"
+            rows.append(
+                (
+                    words,
+                    f"{record['median_ms']:.3f}",
+                    speedup,
+                    "-" if memory is None else f"{memory / 2**20:.0f}",
+                    f"{record['us_per_candidate']:.2f}",
+                )
+            )
+    return header, rows
+
+
+def sizes(results: Mapping[str, Any]) -> str:
+    """The sizes of the default point, in words."""
+    for point in points_of(results, "default")[:1]:
+        p = point["problem"]
+        return (
+            f"{p['candidates']} candidates of {p['users']} users, at most {point['most']} of one; "
+            f"{p['layers']} layers, {p['dtype']}:"
+        )
+    return ""
+
+
+def sweeps(results: Mapping[str, Any]) -> Table:
+    """Ours beside the others over ratios and candidates."""
+    header = ("point", *(f"{name}, ms" for name, _ in HEADLINE), "µs a candidate")
+    rows = []
+    for sweep in ranking.SWEEPS[1:]:
+        for point in points_of(results, sweep):
+            records = [provider_of(point, name) for name, _ in HEADLINE]
+            times = ["not run" if r is None else f"{r['median_ms']:.3f}" for r in records]
+            ours = provider_of(point, ranking.OURS.name)
+            cost = "-" if ours is None else f"{ours['us_per_candidate']:.2f}"
+            rows.append((f"{sweep}: {point['label']}", *times, cost))
+    return header, rows
+
+
+def draw(results: Mapping[str, Any], root: pathlib.Path) -> list[pathlib.Path]:
+    """Draws latency and memory over both sweeps, if one was measured; returns the file."""
+    names = [sweep for sweep in ranking.SWEEPS[1:] if points_of(results, sweep)]
+    if not names:
+        return []
+    import matplotlib
+
+    matplotlib.use("Agg")
+    # Text stays text, and ids do not change from run to run, so that diffs show what changed.
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "ikbo-jax"})
+    from matplotlib import pyplot
+
+    figure, grid = pyplot.subplots(2, len(names), figsize=(4.5 * len(names), 6), squeeze=False)
+    for column, sweep in enumerate(names):
+        measured = points_of(results, sweep)
+        labels = [point["label"].split("=")[-1] for point in measured]
+        _curves(grid[0][column], measured, lambda r: r["median_ms"])
+        _curves(grid[1][column], measured, lambda r: (r.get("total_bytes") or 0) / 2**20)
+        for row, unit in enumerate(("ms", "memory, MiB")):
+            grid[row][column].set_xticks(range(len(labels)), labels)
+            grid[row][column].set_ylabel(unit)
+            grid[row][column].set_yscale("log")
+        grid[0][column].set_title("candidates a user" if sweep == "ratio" else "candidates")
+    grid[0][0].legend(fontsize=8)
+    figure.suptitle(f"ranking network on {results['environment']['device']}")
+    path = root / IMAGE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
+    pyplot.close(figure)
+    return [path]
+
+
+def _curves(axis: Any, measured: Sequence[Mapping[str, Any]], value: Any) -> None:
+    for name, _ in HEADLINE:
+        records = [provider_of(point, name) for point in measured]
+        values = [float("nan") if r is None else value(r) for r in records]
+        axis.plot(range(len(values)), values, marker="o", label=name)

@@ -1,0 +1,1 @@
+"""Whole models on this library's ops: `ranking`."""

@@ -1,0 +1,73 @@
+"""Tables and progress of the command line.
+
+Text is plain when it goes into a pipe; on a terminal, rich draws the tables and the progress.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal, Protocol
+
+
+def print_table(
+    headers: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: frozenset[int] = frozenset()
+) -> None:
+    """Prints rows in columns; those in `numbers` are aligned to the right."""
+    if is_terminal():
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(show_header=any(headers), header_style="bold", box=box.SIMPLE, pad_edge=False)
+        last = len(headers) - 1  # the only column that may wrap on a narrow terminal
+        for column, header in enumerate(headers):
+            justify: Literal["left", "right"] = "right" if column in numbers else "left"
+            table.add_column(header, justify=justify, no_wrap=column < last, overflow="fold")
+        for row in rows:
+            table.add_row(*(Text(cell) for cell in row))
+        Console().print(table)
+        return
+    lines = [*([headers] if any(headers) else []), *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(headers))]
+    for line in lines:
+        cells = (
+            cell.rjust(width) if column in numbers else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        print("  ".join(cells).rstrip())
+
+
+class Say(Protocol):
+    """Takes what is being done, in words."""
+
+    def __call__(self, text: str, /) -> None: ...
+
+
+@contextmanager
+def spinner() -> Iterator[Say]:
+    """Yields a function that shows what is being done, on a terminal only."""
+    if not is_terminal():
+        yield lambda _: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("starting") as status:
+        yield status.update
+
+
+def is_terminal() -> bool:
+    """Whether people read what is printed."""
+    return sys.stdout.isatty()
+
+
+def bytes_text(count: int) -> str:
+    """A number of bytes in decimal units."""
+    value = float(count)
+    for unit in ("B", "kB", "MB"):
+        if value < 1000:
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:.2f} GB"

@@ -1,0 +1,139 @@
+"""The benchmark of the ranking network, with versions that cost nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import ranking, report, report_ranking, timing
+from ikbo_jax import demo, demo_ranking
+
+SIZES = demo_ranking.sizes_of(demo.Request(12, 3, 9, 8, 7, 11, "float32"), 1)
+
+
+def score(params, request, wrong: float = 0.0):
+    logit = jnp.sum(request.cand_tokens, axis=(1, 2)) + wrong
+    return jnp.stack([logit, -logit], axis=1)
+
+
+def provider(name: str, wrong: float = 0.0, error: Exception | None = None) -> ranking.Provider:
+    def fn(params, request):
+        if error is not None:
+            raise error
+        return score(params, request, wrong)
+
+    return ranking.Provider(name, "a stage", lambda most: fn)
+
+
+@pytest.fixture(autouse=True)
+def small_and_quick(monkeypatch):
+    monkeypatch.setenv(timing.COMMIT_VARIABLE, "0123456789abcdef")
+    monkeypatch.setattr(ranking, "DEFAULT", SIZES)
+    monkeypatch.setattr(ranking, "shrink", lambda point: dataclasses.replace(point, sizes=SIZES))
+    monkeypatch.setattr(demo_ranking, "oracle", lambda *inputs: score(*inputs))
+    monkeypatch.setattr(ranking, "ALL", tuple(provider(p.name) for p in ranking.ALL))
+    monkeypatch.setattr(ranking, "inputs_of", functools.cache(ranking.inputs_of))
+    monkeypatch.setattr(ranking, "RATIOS", (10, 1000))
+    monkeypatch.setattr(ranking, "CANDIDATES", (256, 8192))
+    quick = functools.partial(ranking.by_turns, window_s=0.001, rounds=2)
+    monkeypatch.setattr(ranking, "by_turns", lambda thunks, **_: quick(thunks))
+
+
+def test_run_writes_what_it_measured_and_the_report_reads_it(tmp_path, capsys):
+    path = tmp_path / "ranking.json"
+    assert ranking.main(["--out", str(path)]) == 0
+    results = timing.read_results(path)
+    number = 1 + len(ranking.RATIOS) + len(ranking.CANDIDATES)
+    assert len(results["points"]) == number
+    assert "B=8192" in capsys.readouterr().out
+    for record in results["points"][0]["providers"]:
+        assert record["ok"]
+        assert len(record["ms"]) == 2
+        assert record["us_per_candidate"] == pytest.approx(record["median_ms"] * 1e3 / 12)
+
+    blocks = report.blocks(results, "docs/performance.md")
+    assert set(blocks) == {"ranking-table", "ranking-sweeps", "ranking-sweeps-plot"}
+    assert "12 candidates of 3 users" in blocks["ranking-table"]
+    assert blocks["ranking-table"].count("\n| ") == 2 + len(report_ranking.HEADLINE)
+    assert "ratio: 1000:1" in blocks["ranking-sweeps"]
+    (image,) = report_ranking.draw(results, tmp_path)
+    assert "hand-optimised" in image.read_text()
+
+
+def test_budget_leaves_points_out(tmp_path):
+    results = ranking.run(["ratio"], out=tmp_path / "x.json", quick=True, budget_s=-1)
+    assert results["points"] == []
+    assert len(results["left_out"]) == len(ranking.RATIOS)
+
+
+def test_wrong_results_failures_and_what_does_not_fit():
+    point = ranking.Point("default", "B=12", SIZES)
+    providers = (
+        provider("wrong", wrong=0.5),
+        provider("broken", error=TypeError("no such thing")),
+        provider("large", error=MemoryError("RESOURCE_EXHAUSTED: 1 TB")),
+        provider(ranking.COPIES.name),
+    )
+    measured = ranking.measure_point(point, providers, window_s=0.001, rounds=1)
+    wrong, broken, large, copies = measured["providers"]
+    assert (wrong["ok"], copies["ok"]) == (False, True)
+    assert "no such thing" in broken["failure"]
+    assert "1 TB" in large["skipped"]
+    results = {"points": [measured], "environment": {"platform": "cpu"}}
+    assert not ranking.is_sound(results)
+    assert "WRONG RESULT" in ranking.format_table(results)
+
+
+def test_bars_name_what_was_reached():
+    def record(name: str, ms: float, memory: int) -> dict:
+        return {"name": name, "median_ms": ms, "total_bytes": memory}
+
+    providers = [
+        record("materialised", 12.0, 400),
+        record("hand-optimised", 6.0, 150),
+        record("co-designed", 4.0, 100),
+        record("rewritten", 4.1, 100),
+    ]
+    point = {"sweep": "default", "providers": providers}
+    assert ranking.bars(point, "co-designed") == (
+        "3.00 x the copies, bar 3.0; 0.25 of their memory, bar 0.25; 1.50 x XLA by hand, bar 1.25"
+    )
+    assert ranking.bars(point, "rewritten") == "1.025 of the layers' time, bar 1.05"
+    assert ranking.bars({**point, "sweep": "ratio"}, "co-designed") == ""
+
+
+def test_peak_of_one_version(capsys, monkeypatch):
+    monkeypatch.setattr(ranking, "BY_NAME", {p.name: p for p in ranking.ALL})
+    sizes = json.dumps(dataclasses.asdict(SIZES))
+    assert ranking.main(["--peak-of", "co-designed", sizes]) == 0
+    peak = json.loads(capsys.readouterr().out)
+    assert peak is None or peak > 0
+
+
+def test_full_points_hold_the_ratios(monkeypatch):
+    monkeypatch.undo()
+    (default,) = ranking.points("default")
+    assert (default.sizes.candidates, default.sizes.users) == (1024, 15)
+    users = {p.label: p.sizes.users for p in ranking.points("ratio")}
+    assert users == {"10:1": 102, "70:1": 15, "300:1": 3, "1000:1": 1}
+    assert [p.sizes.candidates for p in ranking.points("candidates")] == [*ranking.CANDIDATES]
+    small = ranking.shrink(default).sizes
+    assert small.candidates == 64
+    assert small.users == 1
+    with pytest.raises(ValueError, match="unknown sweep 'x'"):
+        next(ranking.points("x"))
+
+
+def test_oracle_scores_a_part_at_a_time(monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(demo_ranking, "ORACLE_BATCH", 5)
+    monkeypatch.setattr(demo_ranking.ranking, "materialised", score)
+    params, request = ranking.inputs_of(SIZES)
+    np.testing.assert_allclose(
+        demo_ranking.oracle(params, request), score(params, request), rtol=1e-5
+    )

@@ -1,0 +1,138 @@
+"""The layers that attend against materialised twins, and NNX against Linen."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx as flax_nnx
+from problems import random_array
+
+import ikbo_jax as ikbo
+from ikbo_jax.layers import linen, nnx
+
+B, U, T, S, HEADS, H = 7, 3, 2, 5, 2, 4
+F_CAND, F_USER, SEEDS = 6, 8, 3
+INDEX = jnp.asarray([2, 0, 2, 1, 2, 0, 2], jnp.int32)
+LENGTHS = (5, 0, 3)
+
+
+def rows(*shape: int) -> jax.Array:
+    return random_array(np.random.default_rng(sum(shape)), shape, jnp.float32)
+
+
+def offsets(*lengths: int) -> jax.Array:
+    return jnp.asarray(np.cumsum([0, *lengths]), jnp.int32)
+
+
+def heads(x, weight):
+    return jnp.einsum("...tf,fnh->...nth", x, weight)
+
+
+def attended(p, query, memory, act):
+    """Attention of [..., T, F] to [..., S, F], spelled out; keys past a length are 0."""
+    scores = heads(query, p["w_query"]) @ jnp.swapaxes(heads(memory, p["w_key"]), -1, -2)
+    out = act(scores * jnp.float32(H**-0.5)) @ heads(memory, p["w_value"])
+    return jnp.einsum("...nth,nhf->...tf", out, p["w_out"])
+
+
+def of_attention(p, x_cand, x_user):
+    return attended(p, x_cand, x_user[INDEX], jax.nn.softmax)
+
+
+def of_pma(p, x):
+    pooled = [
+        attended(p, p["seeds"], x[begin:end], jax.nn.softmax) if end > begin else None
+        for begin, end in itertools.pairwise(np.cumsum([0, *LENGTHS]))
+    ]
+    return jnp.stack([jnp.zeros((SEEDS, F_USER)) if x is None else x for x in pooled])
+
+
+def of_pffn(p, x, memory):
+    def act(scores):
+        return 0.5 * jax.nn.gelu(scores, approximate=False)
+
+    out = attended(p, x.reshape(B, T, -1), memory.reshape(U, S, -1)[INDEX], act)
+    return out.reshape(x.shape)
+
+
+LAYERS = {
+    "CandidateAttention": (
+        ((F_CAND, F_USER, HEADS, H), {}),
+        of_attention,
+        (rows(B, T, F_CAND), rows(U, S, F_USER), INDEX),
+    ),
+    "PMA": (
+        ((F_USER, SEEDS, HEADS, H), {}),
+        of_pma,
+        (rows(sum(LENGTHS), F_USER), offsets(*LENGTHS)),
+    ),
+    "PFFN": (
+        ((F_CAND, F_USER, HEADS, H), {"activation": "gelu", "output_scale": 0.5}),
+        of_pffn,
+        (rows(B * T, F_CAND), rows(U * S, F_USER), offsets(*[T] * B), offsets(*[S] * U), INDEX),
+    ),
+}
+
+
+def close(actual, expected) -> None:
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-4), actual, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYERS)
+def test_twin_gradients_and_both_flax_interfaces(name: str) -> None:
+    (sizes, options), twin, inputs = LAYERS[name]
+    arrays = [x for x in inputs if x.dtype == jnp.float32]
+    module = nnx.__dict__[name](*sizes, **options, rngs=flax_nnx.Rngs(1))
+    graph, state = flax_nnx.split(module)
+    params = flax_nnx.to_pure_dict(state)
+
+    def of_nnx(p, *arrays):
+        held = flax_nnx.state(module)
+        flax_nnx.replace_by_pure_dict(held, p)
+        return flax_nnx.merge(graph, held)(*arrays, *inputs[len(arrays) :])
+
+    def with_gradients(fn):
+        def loss(p, *arrays):
+            out = fn(p, *arrays)
+            return jnp.sum(jnp.sin(out)), out
+
+        if name == "PFFN":  # Its gradient is held to its slope as a part of the ranking network.
+            return None, jax.jit(fn)(params, *arrays)
+        numbers = tuple(range(1 + len(arrays)))
+        return jax.jit(jax.grad(loss, argnums=numbers, has_aux=True))(params, *arrays)
+
+    ours, out = with_gradients(of_nnx)
+    close((ours, out), with_gradients(twin))
+
+    layer = linen.__dict__[name](*sizes, **options)
+    made = jax.eval_shape(layer.init, jax.random.key(0), *inputs)["params"]
+    assert jax.tree.map(jnp.shape, made) == jax.tree.map(jnp.shape, params)
+    close(jax.jit(layer.apply)({"params": params}, *inputs), out)
+
+
+def test_heads_are_initialised_as_one_matrix() -> None:
+    layer = nnx.PFFN(64, 128, 8, 16, rngs=flax_nnx.Rngs(0))
+    for name, inputs in (("w_query", 64), ("w_key", 128), ("w_out", 128)):
+        np.testing.assert_allclose(getattr(layer, name)[...].std(), inputs**-0.5, rtol=0.1)
+
+
+def test_they_run_the_ops_in_their_dtype() -> None:
+    sizes, _ = LAYERS["CandidateAttention"][0]
+    layer = nnx.CandidateAttention(*sizes, 9, dtype=jnp.bfloat16, rngs=flax_nnx.Rngs(0))
+    x_cand, x_user, index = LAYERS["CandidateAttention"][2]
+    lengths = jnp.asarray([5, 2, 1], jnp.int32)
+
+    def run(x_cand, x_user, index, lengths):
+        return layer(x_cand, x_user, index, key_value_seq_lengths=lengths)
+
+    assert jax.eval_shape(run, x_cand, x_user, index, lengths).shape == (B, T, 9)
+    (plan,) = ikbo.explain(run, x_cand, x_user, index, lengths).plans
+    assert (plan.op, plan.problem.dtype) == ("attention", "bfloat16")
+    pooled = nnx.PMA(F_USER, SEEDS, HEADS, H, precision="highest", rngs=flax_nnx.Rngs(0))
+    text = str(jax.make_jaxpr(lambda *args: pooled(*args))(*LAYERS["PMA"][2]))
+    assert "HIGHEST" in text

@@ -1,0 +1,173 @@
+"""The ranking network: its versions agree, and only the materialised one copies users."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx as flax_nnx
+from problems import random_array
+
+import ikbo_jax as ikbo
+from ikbo_jax.layers import nnx
+from ikbo_jax.models import ranking, ways
+
+# Sizes differ from one another, so that a shape tells what an array is.
+TINY = ranking.Sizes(
+    candidates=24,
+    users=3,
+    layers=1,
+    width=16,
+    user_dense=10,
+    dense_tokens=2,
+    user_tokens=10,
+    pooled=5,
+    cand_tokens=13,
+    history=12,
+    queries=4,
+    heads=2,
+    head_dim=8,
+    compressed=11,
+    rank=6,
+    hidden=18,
+    dtype="float32",
+)
+MOST = int(ranking.candidate_counts(TINY).max())
+B, S, WIDTH = TINY.candidates, TINY.history, TINY.width
+HEADS = (TINY.heads, TINY.head_dim)
+#: What a copy of a user's tensor for every candidate looks like.
+COPIES = {
+    (B, TINY.user_rows, WIDTH),
+    (B, TINY.user_rows + TINY.cand_tokens, WIDTH),
+    (B, S, WIDTH),
+    (B, S, *HEADS),
+    (B, TINY.pooled, WIDTH),
+    (B, TINY.pooled, *HEADS),
+    (B, WIDTH + TINY.user_dense),
+}
+VERSIONS = {
+    "materialised": ranking.materialised,
+    "co_designed": ranking.co_designed,
+    "rewrite": ikbo.rewrite(ranking.materialised),
+    "hand_optimised": functools.partial(ranking.hand_optimised, most=MOST),
+}
+
+
+def shapes_in(text: str) -> set[tuple[int, ...]]:
+    stable = re.findall(r"tensor<((?:\d+x)+)[a-z]", text)
+    compiled = re.findall(r"[a-z]\d+\[([\d,]+)\]", text)
+    found = {tuple(map(int, s.rstrip("x").split("x"))) for s in stable}
+    return found | {tuple(map(int, s.split(","))) for s in compiled}
+
+
+@functools.cache
+def inputs(sizes: ranking.Sizes = TINY):
+    return ranking.init(sizes), ranking.make_request(sizes)
+
+
+@functools.cache
+def lowered(name: str):
+    return jax.jit(VERSIONS[name]).lower(*inputs())
+
+
+@functools.cache
+def compiled(name: str):
+    return lowered(name).compile()
+
+
+@pytest.mark.parametrize("name", list(VERSIONS)[1:])
+def test_versions_agree_and_copy_no_user(name: str) -> None:
+    expected = compiled("materialised")(*inputs())
+    assert (expected.shape, expected.dtype) == ((B, TINY.tasks), jnp.float32)
+    assert expected.std() > 0.1
+    np.testing.assert_allclose(compiled(name)(*inputs()), expected, atol=2e-5)
+    copies = COPIES & shapes_in(lowered("materialised").as_text())
+    assert len(copies) == len(COPIES)
+    text = lowered(name).as_text() + compiled(name).as_text()
+    assert shapes_in(text) & copies == set()
+
+
+def test_the_rewrite_finds_every_meeting_of_user_and_candidate() -> None:
+    explanation = ikbo.explain(VERSIONS["rewrite"], *inputs())
+    (report,) = explanation.notes
+    assert report.materialised == ()
+    assert [p.op for p in explanation.plans] == ["attention", "gdpa", "linear_compression"]
+    by_hand = [p.op for p in ikbo.explain(ranking.co_designed, *inputs()).plans]
+    # Its pooling of the history, by a softmax at user batch, is nothing that a rewrite changes.
+    assert by_hand == ["gdpa", "attention", "gdpa", "linear_compression"]
+    assert "product by parts, then added, ways.py" in str(report)
+
+
+@pytest.mark.slow
+def test_gradient_is_the_slope_of_the_materialised_network() -> None:
+    params, request = inputs()
+    gradient = jax.jit(jax.grad(lambda p: jnp.sum(ranking.co_designed(p, request))))(params)
+    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(gradient))
+    sizes = {leaf.shape: np.float32(leaf.std()) for leaf in jax.tree.leaves(params)}
+    rng = np.random.default_rng(0)
+    along = jax.tree.map(lambda x: random_array(rng, x.shape, "float32") * sizes[x.shape], params)
+    step = np.float32(1e-3)
+
+    def at(step: np.float32) -> float:
+        moved = jax.tree.map(lambda x, y: x + step * y, params, along)
+        return np.asarray(compiled("materialised")(moved, request), np.float64).sum()
+
+    up, down = at(step), at(-step)
+    slope = sum(jax.tree.leaves(jax.tree.map(lambda x, y: np.vdot(x, y), gradient, along)))
+    np.testing.assert_allclose(slope, (up - down) / (2 * step), rtol=2e-2)
+
+
+def test_tuned_copies_are_the_same_network() -> None:
+    tuned = functools.partial(ranking.materialised, tuned=True)
+    text = jax.jit(tuned).lower(*inputs()).as_text()
+    rows = TINY.user_rows + TINY.cand_tokens
+    assert (B, -(-rows // 8) * 8, WIDTH) in shapes_in(text)
+    np.testing.assert_allclose(
+        jax.jit(tuned)(*inputs()), compiled("materialised")(*inputs()), atol=2e-5
+    )
+
+
+def test_folding_by_user_and_back() -> None:
+    index = jnp.asarray([2, 0, 2, 2, 1, 0], jnp.int32)
+    fold = ways.fold_by_user(index, 4, 3)
+    x = jnp.arange(6 * 2 * 3, dtype=jnp.float32).reshape(6, 2, 3)
+    folded = fold.fold(x)
+    assert folded.shape == (4, 6, 3)
+    np.testing.assert_array_equal(folded[2], x[jnp.asarray([0, 2, 3])].reshape(6, 3))
+    np.testing.assert_array_equal(folded[3], jnp.zeros((6, 3)))
+    np.testing.assert_array_equal(fold.unfold(folded), x)
+
+
+def test_parameters_are_those_of_the_layers() -> None:
+    layer, rngs = inputs()[0]["layers"][0], flax_nnx.Rngs(0)
+    of_layers = {
+        "attention": nnx.CandidateAttention(WIDTH, WIDTH, *HEADS, rngs=rngs),
+        "pma": nnx.PMA(WIDTH, TINY.pooled, *HEADS, rngs=rngs),
+        "pffn": nnx.PFFN(WIDTH, WIDTH, *HEADS, rngs=rngs),
+        "compression": nnx.LinearCompression(
+            TINY.user_rows, TINY.cand_tokens, TINY.compressed, rngs=rngs
+        ),
+    }
+    for name, module in of_layers.items():
+        made = flax_nnx.to_pure_dict(flax_nnx.state(module, flax_nnx.Param))
+        assert jax.tree.map(jnp.shape, made) == jax.tree.map(jnp.shape, layer[name])
+
+
+def test_full_sizes_are_the_published_ones() -> None:
+    sizes = ranking.Sizes()
+    assert (sizes.user_rows, sizes.cand_tokens, sizes.compressed, sizes.width) == (
+        1178,
+        866,
+        433,
+        256,
+    )
+    counts = ranking.candidate_counts(sizes)
+    assert counts.sum() == 1024
+    assert len(set(counts.tolist())) > 1
+    params, request = jax.eval_shape(lambda: (ranking.init(sizes), ranking.make_request(sizes)))
+    logits = jax.eval_shape(ranking.co_designed, params, request)
+    assert (logits.shape, logits.dtype) == ((1024, 2), jnp.float32)
