@@ -9,8 +9,15 @@ import subprocess
 import sys
 from typing import Any
 
+import hypothesis
 import jax
 import jax.numpy as jnp
+
+#: Tests of drawn shapes are cut into parts, so that several processes can share them. Every part
+#: draws shapes of its own, and other ones each time; hypothesis prints those that fail.
+drawn = hypothesis.settings(
+    max_examples=int(os.environ.get("IKBO_GPU_EXAMPLES", "3")), derandomize=False
+)
 
 
 @jax.jit

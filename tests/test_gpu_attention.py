@@ -117,8 +117,8 @@ def test_attention_default_request(dtype):
     check((out[sample], lse[sample]), part)
 
 
-@pytest.mark.parametrize("part", range(8))  # so that several processes can share them
-@hypothesis.settings(max_examples=int(os.environ.get("IKBO_GPU_EXAMPLES", "3")))
+@pytest.mark.parametrize("part", range(8))
+@on_gpu.drawn
 @hypothesis.given(
     users=st.integers(1, 20),
     candidates=st.integers(1, 100),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 
 import chex
 import hypothesis
@@ -100,7 +99,8 @@ def test_levels(batches, single_launch):
     check(actual, levels)
 
 
-@hypothesis.settings(max_examples=int(os.environ.get("IKBO_GPU_EXAMPLES", "15")))
+@pytest.mark.parametrize("part", range(5))
+@on_gpu.drawn
 @hypothesis.given(
     users=st.integers(1, 20),
     candidates=st.integers(1, 200),
@@ -111,7 +111,7 @@ def test_levels(batches, single_launch):
     index=st.sampled_from(["sorted", "unsorted", "gaps"]),
     dtype=st.sampled_from(problems.HALF_DTYPES),
 )
-def test_drawn_shapes(users, candidates, m, k_user, k_cand, n, index, dtype):
+def test_drawn_shapes(part, users, candidates, m, k_user, k_cand, n, index, dtype):
     shape = problems.LinearCompressionShape(users, candidates, m, k_user, k_cand, n, index)
     inputs = problems.make_inputs(shape, dtype)
     check(run_kernel(*inputs), inputs.levels)
