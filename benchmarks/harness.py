@@ -2,7 +2,7 @@
 
 A results file is {"op", "environment", "protocol", "points", "left_out", ...}; a point has the
 figures of its "providers", each with "name" and "stage" and either its error and times, or why it
-was "skipped", or its "failure".
+was "skipped", or its "failure"; a "note" says what tables should say beside a provider.
 """
 
 from __future__ import annotations
@@ -55,23 +55,48 @@ def enter(
       exact: their values.
       bound: the largest error admitted.
     """
+
+    def prepare_and_compare() -> tuple:
+        fn, args, finish = prepare()
+
+        def compare(result: Any) -> tuple[float, float]:
+            out = finish(result)
+            found = np.stack([np.asarray(out[b]) for b in rows]).astype(np.float64)
+            return float(np.abs(found - exact).max()), bound
+
+        return fn, args, compare
+
+    return enter_compared(name, stage, prepare_and_compare)
+
+
+def enter_compared(
+    name: str,
+    stage: str,
+    prepare: Callable[[], tuple[Callable[..., Any], tuple, Callable[[Any], tuple[float, float]]]],
+) -> Contender:
+    """`enter` for results of any form.
+
+    Args:
+      name: of the provider.
+      stage: what it is, in words.
+      prepare: returns a function, its arguments on the device, and what makes an error and the
+        largest one admitted of the function's result.
+    """
     record: dict[str, Any] = {"name": name, "stage": stage}
     try:
-        fn, args, finish = prepare()
+        fn, args, compare = prepare()
         compiled = jax.jit(fn).lower(*args).compile()
-        out = finish(compiled(*args))
-        found = np.stack([np.asarray(out[b]) for b in rows]).astype(np.float64)
-    except NotImplementedError as error:
-        return Contender(record | {"skipped": str(error).splitlines()[0]})
-    except Exception as error:
-        return Contender(record | {"failure": f"{type(error).__name__}: {str(error)[:300]}"})
-    largest = float(np.abs(found - exact).max())
+        error, bound = compare(compiled(*args))
+    except NotImplementedError as unable:
+        return Contender(record | {"skipped": str(unable).splitlines()[0]})
+    except Exception as failure:
+        return Contender(record | {"failure": f"{type(failure).__name__}: {str(failure)[:300]}"})
     memory = compiled.memory_analysis()
     record |= {
         "temp_bytes": None if memory is None else int(memory.temp_size_in_bytes),
-        "error": largest,
+        "error": error,
         "bound": bound,
-        "ok": largest <= bound,
+        "ok": error <= bound,
     }
     return Contender(record, lambda: compiled(*args), compiled, args)
 
@@ -170,8 +195,10 @@ def run_points(
 
 
 def _ours(point: Record) -> str:
-    ours = provider_of(point, OUR_NAME)
-    return "failed" if ours is None else f"{ours['median_ms']:.4f} ms {ours['fraction']:.3f}"
+    ours: Record = next((p for p in point["providers"] if p["name"] == OUR_NAME), {})
+    if "median_ms" not in ours:
+        return f"skipped: {ours['skipped']}" if "skipped" in ours else "failed"
+    return f"{ours['median_ms']:.4f} ms {ours['fraction']:.3f}"
 
 
 def provider_of(point: Record, name: str) -> Record | None:
@@ -208,6 +235,7 @@ def format_table(results: Record, bars: Callable[[Record, Sequence[Record]], str
                 head + f"{p['median_ms']:>10.4f}{p['tflops']:>9.1f}{p['fraction']:>9.3f}{temp:>10}"
                 f"{p['error'] / p['bound']:>12.2f}  "
                 + (bars(point, points) if p["name"] == OUR_NAME and on_gpu else "")
+                + p.get("note", "")
                 + ("" if p["ok"] else "  WRONG RESULT")
             )
     return "\n".join(lines)

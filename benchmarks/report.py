@@ -19,7 +19,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks import linear_compression, report_attention, report_ranking, timing
+from benchmarks import linear_compression, report_attention, report_gdpa, report_ranking, timing
 from benchmarks.harness import provider_of
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -230,18 +230,21 @@ def blocks(results: Results, document: str) -> dict[str, str]:
     def image(name: str, words: str) -> str:
         return f"![{words}]({os.path.relpath(name, os.path.dirname(document) or '.')})\n"
 
-    if results["op"] == "attention":
+    for op, module, words in (
+        ("attention", report_attention, "fraction of the matmul over the keys of a user"),
+        ("gdpa", report_gdpa, "fraction of the matmul over the greatest length"),
+    ):
+        if results["op"] != op:
+            continue
         found = {}
         for name, (header, rows) in (
-            ("lengths", report_attention.lengths(results)),
-            ("sweeps", report_attention.sweeps(results)),
+            ("lengths", module.lengths(results)),
+            ("sweeps", module.sweeps(results)),
         ):
             if rows:
-                table = markdown_table(header, rows)
-                found[f"attention-{name}"] = f"{table}\n{provenance(results)}"
-        if "attention-lengths" in found:
-            words = "fraction of the matmul over the keys of a user"
-            found["attention-lengths-plot"] = image(report_attention.IMAGE, words)
+                found[f"{op}-{name}"] = f"{markdown_table(header, rows)}\n{provenance(results)}"
+        if f"{op}-lengths" in found:
+            found[f"{op}-lengths-plot"] = image(module.IMAGE, words)
         return found
     if results["op"] == "ranking":
         found = {}
@@ -302,7 +305,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.check:
         print("stale: " + ", ".join(stale) if stale else "documents agree with the results")
         return 1 if stale else 0
-    drawings = {"attention": report_attention.draw, "ranking": report_ranking.draw}
+    drawings = {
+        "attention": report_attention.draw,
+        "gdpa": report_gdpa.draw,
+        "ranking": report_ranking.draw,
+    }
     drawing = drawings.get(results["op"], draw)
     for written in [*stale, *(path.relative_to(args.root) for path in drawing(results, args.root))]:
         print(f"wrote {written}")

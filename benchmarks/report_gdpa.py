@@ -1,0 +1,105 @@
+"""The documentation's tables and plot of generalised dot-product attention: see `report`."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from benchmarks import gdpa
+from benchmarks.gdpa_providers import CUDNN, OURS, TOKAMAX, XLA
+from benchmarks.harness import provider_of
+
+IMAGE = "docs/images/gdpa_lengths.svg"
+#: What the tables show: provider, words; the yardsticks only where one was timed.
+COLUMNS = (
+    (XLA.name, "XLA path"),
+    (CUDNN.name, "cuDNN softmax (another function)"),
+    (TOKAMAX.name, "tokamax softmax (another function)"),
+    (OURS.name, "ikbo-jax"),
+)
+#: What the curves are called.
+CURVES = {
+    "full": "self-attention, equal lengths",
+    "half": "self-attention, lengths uniform in 1..max",
+    "kv256": f"{gdpa.SHORT_KV} keys, many queries",
+}
+Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
+
+
+def _points(results: Mapping[str, Any], over_lengths: bool) -> list[Mapping[str, Any]]:
+    every = results["points"]
+    return [p for p in every if (p["sweep"] in gdpa.LENGTH_SWEEPS) == over_lengths]
+
+
+def _table(results: Mapping[str, Any], over_lengths: bool) -> Table:
+    points = _points(results, over_lengths)
+    columns = [
+        (name, words)
+        for name, words in COLUMNS
+        if name in (XLA.name, OURS.name) or any(provider_of(p, name) for p in points)
+    ]
+    header = ("point", *(f"{words}, ms" for _, words in columns), "fraction", "bar")
+    on_gpu = results["environment"]["platform"] == "gpu"  # The bars are Hopper's.
+    rows = []
+    for point in points:
+        records = [provider_of(point, name) for name, _ in columns]
+        times = ["not run" if r is None else f"{r['median_ms']:.4f}" for r in records]
+        fraction = "-" if records[-1] is None else f"{records[-1]['fraction']:.3f}"
+        bar = gdpa.bars(point, results["points"]) if on_gpu else ""
+        rows.append((f"{point['sweep']}: {point['label']}", *times, fraction, bar))
+    return header, rows
+
+
+def lengths(results: Mapping[str, Any]) -> Table:
+    """Header and rows over the greatest length: milliseconds of every provider, our fraction."""
+    return _table(results, over_lengths=True)
+
+
+def sweeps(results: Mapping[str, Any]) -> Table:
+    """Likewise of the other sweeps."""
+    return _table(results, over_lengths=False)
+
+
+def draw(results: Mapping[str, Any], root: pathlib.Path) -> list[pathlib.Path]:
+    """Draws our fraction over the greatest length, dotted the bars; returns its file.
+
+    One panel for the forward pass, one for the backward pass; none if neither was measured.
+    """
+    measured = [p for p in _points(results, over_lengths=True) if p["direction"] != "both"]
+    directions = [d for d in gdpa.DIRECTIONS if any(p["direction"] == d for p in measured)]
+    if not directions:
+        return []
+    import matplotlib
+
+    matplotlib.use("Agg")
+    # Text stays text, and ids do not change from run to run, so that diffs show what changed.
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "ikbo-jax"})
+    from matplotlib import pyplot
+
+    figure, row = pyplot.subplots(
+        1, len(directions), figsize=(4.5 * len(directions), 3.5), sharey=True, squeeze=False
+    )
+    for axis, direction in zip(row[0], directions, strict=True):
+        for number, (sweep, words) in enumerate(CURVES.items()):
+            points = [p for p in measured if (p["sweep"], p["direction"]) == (sweep, direction)]
+            records = [provider_of(point, OURS.name) for point in points]
+            fractions = [float("nan") if r is None else r["fraction"] for r in records]
+            over, color = [p["problem"]["q_len"] for p in points], f"C{number}"
+            axis.plot(over, fractions, marker="o", color=color, label=words)
+            bars = gdpa.FRACTION_BARS.get((sweep, direction), {})
+            axis.plot([*bars], [*bars.values()], linestyle=":", color=color, alpha=0.6)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(gdpa.LENGTHS, [str(length) for length in gdpa.LENGTHS])
+        axis.set_xlabel("greatest length")
+        axis.set_title(direction)
+    # After the last curve, since it ends the scaling of the axis that both share.
+    row[0][0].set_ylim(bottom=0)
+    row[0][0].set_ylabel("fraction of the sustained matmul")
+    row[0][0].legend(fontsize=8)
+    figure.suptitle(f"{results['environment']['device']}; dotted: the bars", fontsize=9)
+    path = root / IMAGE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
+    pyplot.close(figure)
+    return [path]

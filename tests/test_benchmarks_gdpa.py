@@ -1,0 +1,236 @@
+"""The benchmark of generalised dot-product attention, on shapes for a CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import gdpa, gdpa_oracle, gdpa_providers, harness, report, report_gdpa, timing
+from benchmarks.gdpa_providers import Sizes
+
+TINY = Sizes(3, 6, 6, 2, 8)
+SHORT = harness.Protocol(window_s=0.001, rounds=2, matmul_size=64)
+
+
+def softmax_of_dense(sizes: Sizes, inputs: gdpa_providers.Inputs) -> gdpa_providers.Op:
+    """Cheaper to compile than what the benchmark has, for a CPU."""
+
+    def attend(query, key, value):
+        q, k, v = (x.astype(jnp.float32) for x in (query, key, value))
+        scores = jnp.float32(sizes.settings.scale) * jnp.einsum("btnh,bsnh->bnts", q, k)
+        out = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), v)
+        return out.astype(query.dtype)
+
+    return gdpa_providers._dense(sizes, attend)
+
+
+DENSE = gdpa_providers.Provider("dense", "softmax", softmax_of_dense, has_softmax=True)
+
+
+@pytest.fixture(autouse=True)
+def own_commit(monkeypatch):
+    monkeypatch.setenv(timing.COMMIT_VARIABLE, "0123456789abcdef")
+
+
+def test_every_sweep_has_points_that_differ_and_shrink():
+    every = [p for d in gdpa.DIRECTIONS for sweep in gdpa.SWEEPS for p in gdpa.points(sweep, d)]
+    assert len({(p.sweep, p.label) for p in every}) == len(every)
+    names = {p.name for p in every if p.sweep == "activations"}
+    assert {*gdpa.RELATIVE_BARS, *(name for name, _ in gdpa.RELATIVE_BARS.values())} <= names
+    for sweep, direction in gdpa.FRACTION_BARS:
+        lengths = [p.sizes.q_len for p in gdpa.points(sweep, direction)]
+        assert lengths == list(gdpa.LENGTHS)
+    for p in every:
+        small = gdpa.shrink(p).sizes
+        assert small.batch * small.q_len * small.kv_len * 1000 < (
+            p.sizes.batch * p.sizes.q_len * p.sizes.kv_len
+        )
+        assert min(small.batch, small.q_len, small.kv_len, small.head_dim) > 1
+        assert gdpa.OURS in gdpa.providers_of(p, quick=False)
+    with pytest.raises(ValueError, match="unknown sweep 'x'"):
+        next(gdpa.points("x"))
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        TINY,
+        dataclasses.replace(TINY, lengths="half", batch=40),
+        dataclasses.replace(TINY, q_len=2, broadcast_q=True),
+    ],
+)
+def test_inputs_are_what_the_sizes_say(sizes: Sizes):
+    (query, key, value, cu_q, cu_kv, _), d_out = gdpa_providers.make_inputs(sizes)
+    lengths = np.diff(cu_kv)
+    assert key.shape == value.shape == (lengths.sum(), 2, 8)
+    assert len(lengths) == sizes.batch
+    assert (lengths.min(), lengths.max()) == ((1, 6) if sizes.lengths == "half" else (6, 6))
+    if sizes.broadcast_q:
+        assert cu_q is None
+        assert (query.shape[0], d_out.shape[0]) == (2, 6)
+    else:
+        np.testing.assert_array_equal(cu_q, cu_kv)
+        assert query.shape == d_out.shape == key.shape
+    q_lengths = 2 if sizes.broadcast_q else lengths
+    inputs = gdpa_providers.make_inputs(sizes)
+    assert gdpa_providers.pairs(inputs) == (q_lengths * lengths).sum()
+
+
+@pytest.mark.parametrize(
+    ("provider", "sizes", "direction"),
+    [
+        (gdpa_providers.XLA, dataclasses.replace(TINY, lengths="half"), "both"),
+        (DENSE, dataclasses.replace(TINY, q_len=2, broadcast_q=True).of_softmax(), "backward"),
+    ],
+)
+def test_oracle_admits_the_right_result_and_no_other(
+    provider: gdpa_providers.Provider, sizes: Sizes, direction: str
+):
+    inputs, sequences = gdpa_providers.make_inputs(sizes), [0, 2]
+    fn, args = provider.prepare(sizes, inputs, direction)
+    out = jax.jit(fn)(*args)
+    exact, bounds = gdpa_oracle.oracle(sizes, inputs, sequences, direction)
+
+    def check(results):
+        found = gdpa_oracle.checked_rows(results, inputs, sequences, direction)
+        return gdpa_oracle.worst(found, exact, bounds)
+
+    error, bound = check(out)
+    assert 0 < error <= bound < 0.05
+    for number, array in enumerate(map(np.asarray, out)):
+        for wrong in (np.full_like(array, np.nan), array * array.dtype.type(1.1)):
+            error, bound = check((*out[:number], wrong, *out[number + 1 :]))
+            assert not error <= bound, (number, error, bound)
+
+
+def test_plain_results_in_f32_are_the_exact_ones():
+    sizes = dataclasses.replace(TINY, lengths="half", dtype="float32")
+    inputs = gdpa_providers.make_inputs(sizes)
+    one = gdpa_oracle._one_sequence(sizes, inputs, jnp.int32(1))
+    assert one.arrays.cu_seqlens_q[1] < 6
+    names = gdpa_providers.RESULTS["both"]
+    exact, plain = gdpa_oracle._exact_and_plain(sizes, inputs, jnp.int32(1), names)
+    for name in names:
+        assert np.abs(exact[name]).max() > 1e-2
+        np.testing.assert_allclose(plain[name], exact[name], atol=1e-6)
+
+
+def test_run_writes_what_it_measured(tmp_path, monkeypatch, capsys):
+    point = gdpa.Point("full", "max=256", TINY)
+    providers = (
+        gdpa_providers.CUDNN,
+        DENSE,
+        dataclasses.replace(DENSE, directions=("backward",), name="backward-only"),
+        gdpa_providers.OURS,
+    )
+    monkeypatch.setattr(gdpa, "points", lambda sweep, direction, dtype: iter((point,)))
+    monkeypatch.setattr(gdpa, "shrink", lambda point: point)
+    monkeypatch.setattr(gdpa, "providers_of", lambda point, quick: providers)
+    monkeypatch.setattr(harness.Protocol, "here", lambda **_: SHORT)
+    path = tmp_path / "run.json"
+    arguments = ["--out", str(path), "--sweep", "full", "--direction", "forward"]
+    assert gdpa.main(arguments) == 0
+    (measured,) = timing.read_results(path)["points"]
+    assert measured["useful_flops"] == 4 * 3 * 6 * 6 * 2 * 8
+    by_name = {p["name"]: p for p in measured["providers"]}
+    assert by_name["dense"]["ok"]
+    assert len(by_name["dense"]["ms"]) == 2
+    assert by_name["backward-only"]["skipped"] == "has no forward direction"
+    assert by_name["dense"]["note"] == "another function: softmax"
+    if jax.default_backend() == "cpu":
+        assert "needs a GPU" in by_name["cudnn-softmax"]["skipped"]
+        assert "mosaic_gpu" in by_name["ikbo"]["skipped"]
+    printed = capsys.readouterr().out
+    assert "full max=256 forward" in printed
+    assert "another function: softmax" in printed
+
+
+def test_what_is_too_long_for_xla_or_not_dense_is_skipped(monkeypatch):
+    monkeypatch.setattr(gdpa_providers, "MOST_XLA_PAIRS", 107)
+    inputs = gdpa_providers.make_inputs(TINY)
+    with pytest.raises(NotImplementedError, match="too long"):
+        gdpa_providers.XLA.prepare(TINY, inputs, "forward")
+    half = dataclasses.replace(TINY, lengths="half")
+    with pytest.raises(NotImplementedError, match="needs equal lengths"):
+        gdpa_providers.ATTENTION.prepare(half, inputs, "forward")
+
+
+def synthetic(sweep: str, name: str, direction: str, q_len: int, **figures: tuple) -> dict:
+    """A point of a results file; figures are milliseconds and fractions by provider."""
+    providers = [
+        {"name": key.replace("_", "-"), "median_ms": ms, "fraction": fraction}
+        for key, (ms, fraction) in figures.items()
+    ]
+    problem = {"q_len": q_len, "dtype": "bfloat16"}
+    label = f"{name} {direction}"
+    point = {"sweep": sweep, "name": name, "direction": direction, "label": label}
+    return {**point, "problem": problem, "providers": providers}
+
+
+POINTS = (
+    synthetic("full", "max=1024", "forward", 1024, ikbo=(5.0, 0.8), cudnn_softmax=(6.0, 0.7)),
+    synthetic("kv256", "max=512", "backward", 512, ikbo=(2.0, 0.51), xla=(9.0, 0.1)),
+    synthetic("half", "max=512", "backward", 512, ikbo=(2.0, 0.5)),
+    synthetic("full", "max=2048", "forward", 2048, xla=(9.0, 0.1)),
+    synthetic("pma", "KV=1024", "forward", 32, ikbo=(1.0, 0.3), xla=(2.5, 0.1)),
+    synthetic("activations", "gelu_tanh tanh", "both", 1024, ikbo=(1.0, 0.8)),
+    synthetic("activations", "gelu", "both", 1024, ikbo=(1.25, 0.64)),
+    synthetic("activations", "gelu", "forward", 1024, ikbo=(1.25, 0.64)),
+    synthetic(
+        "activations", "softmax", "forward", 1024, ikbo=(1.0, 0.7), ikbo_attention=(0.98, 0.71)
+    ),
+)
+
+
+def test_bars_name_what_was_reached():
+    assert [gdpa.bars(point, POINTS) for point in POINTS] == [
+        "fraction 0.800, bar 0.82",
+        "fraction 0.510, bar 0.50",
+        "",
+        "",
+        "2.50 x XLA, bar 2.0",
+        "",
+        "0.800 of gelu_tanh tanh's fraction, bar 0.75",
+        "",
+        "0.980 of attention's speed, bar 0.97",
+    ]
+
+
+def test_report_makes_tables_and_a_plot(tmp_path):
+    pytest.importorskip("matplotlib")
+    environment = {
+        "device": "a card",
+        "platform": "gpu",
+        "driver": "1",
+        "jax": "2",
+        "commit": "0123456789abcdef",
+        "date": "2026-01-02T03:04",
+    }
+    results = {
+        "op": "gdpa",
+        "environment": environment,
+        "protocol": {"rounds": 3, "window_s": 0.2},
+        "points": POINTS,
+    }
+    blocks = report.blocks(results, "docs/performance.md")
+    text = (report.ROOT / "docs/performance.md").read_text(encoding="utf-8")
+    assert set(blocks) == {"gdpa-lengths", "gdpa-lengths-plot", "gdpa-sweeps"}
+    assert all(f"<!-- begin generated: {name} -->" in text for name in blocks)
+    row = (
+        "| full: max=1024 forward | not run | 6.0000 | 5.0000 | 0.800 | fraction 0.800, bar 0.82 |"
+    )
+    assert row in blocks["gdpa-lengths"]
+    assert (
+        "| full: max=2048 forward | 9.0000 | not run | not run | - |  |" in blocks["gdpa-lengths"]
+    )
+    assert "cuDNN" not in blocks["gdpa-sweeps"]
+    (image,) = report_gdpa.draw(results, tmp_path)
+    assert "lengths uniform in 1..max" in image.read_text()
+    first = image.read_bytes()
+    report_gdpa.draw(results, tmp_path)
+    assert image.read_bytes() == first
+    assert report_gdpa.draw({**results, "points": POINTS[4:]}, tmp_path) == []
