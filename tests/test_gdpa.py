@@ -17,7 +17,10 @@ import pytest
 from problems_gdpa import OUTPUT_SCALE, SCALE, SHAPES, Shape
 
 import ikbo_jax as ikbo
+from ikbo_jax.ops import dispatch, gdpa_backward
+from ikbo_jax.ops import gdpa as gdpa_op
 from ikbo_jax.reference import gdpa as reference
+from ikbo_jax.reference import gdpa_chunked
 from ikbo_jax.reference.gdpa import Arrays, Settings
 
 SMALL = Shape((3, 0, 6), (4, 2, 5), 4, 2, 8, before=1, after=3)
@@ -266,7 +269,7 @@ def test_explain_tells_sizes_and_reason() -> None:
     assert str(ikbo.explain(run, arrays)) == (
         "1. gdpa: batch=5,4 rows=21,22 N=2 K=1 H=8 max_seqlen_q=8 gelu+softmax bfloat16\n"
         "  implementation: xla\n"
-        "  reason: gdpa has no Mosaic GPU kernel yet"
+        "  reason: the Mosaic GPU kernels need a Hopper GPU, but the default device is a cpu"
     )
     run = functools.partial(attend, approx="polynomial", implementation="xla")
     (plan,) = ikbo.explain(jax.grad(lambda x: run(x).sum(), allow_int=True), arrays).plans
@@ -283,4 +286,42 @@ def test_fallback_is_logged(caplog) -> None:
         attend(arrays)
         attend(arrays, implementation="xla")
     (record,) = caplog.records
-    assert "gdpa runs in XLA: gdpa has no Mosaic GPU kernel yet" in record.getMessage()
+    assert "gdpa runs in XLA: the Mosaic GPU kernels need a Hopper" in record.getMessage()
+
+
+def test_kernel_runs_by_itself_only_beside_a_measured_row(monkeypatch) -> None:
+    monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
+    arrays = problems_gdpa.make_arrays(SMALL._replace(head_dim=64))
+    (plan,) = ikbo.explain(attend, arrays).plans
+    assert (plan.implementation, plan.config) == ("xla", None)
+    assert "no measured row" in plan.reason
+
+
+@pytest.mark.parametrize(("head_dim", "has_kernel"), [(64, True), (256, False)])
+def test_gradients_come_from_kernels_where_one_made_the_result(
+    head_dim: int, has_kernel: bool, monkeypatch
+) -> None:
+    """At H = 256 the forward has a kernel and the backward has none: XLA's gradient."""
+    calls = []
+
+    def result(settings: Settings, plan: dispatch.Plan, arrays: Arrays) -> jax.Array:
+        return gdpa_chunked.chunked(arrays, settings)[0]
+
+    def gradients(arrays: Arrays, settings: Settings, d_out: jax.Array, *, num_sms: int) -> tuple:
+        calls.append(num_sms)
+        return gdpa_chunked.chunked_vjp(arrays, settings, None, None, d_out)
+
+    monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
+    monkeypatch.setattr(dispatch, "num_sms", lambda: 132)
+    monkeypatch.setattr(gdpa_op, "_run_kernel", result)
+    monkeypatch.setattr(gdpa_backward, "kernel_vjp", gradients)
+    arrays = problems_gdpa.make_arrays(SMALL._replace(head_dim=head_dim), "bfloat16")
+    d_out = problems_gdpa.cotangent(arrays, problems_gdpa.make_settings(SMALL))
+
+    def run(implementation: str) -> tuple:
+        attended = functools.partial(attend, activation="relu", implementation=implementation)
+        return value_and_gradients(attended, arrays, d_out)
+
+    found = run("mosaic_gpu")
+    assert calls == ([132] if has_kernel else [])
+    chex.assert_trees_all_equal(found, run("xla"))

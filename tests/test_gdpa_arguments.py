@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 import ikbo_jax as ikbo
+from ikbo_jax.ops import dispatch
+from ikbo_jax.tuning.gdpa_configs import GdpaConfig
 
 BF16 = jnp.bfloat16
 
@@ -184,7 +186,11 @@ BAD_OPTIONS = {
         {"implementation": "triton"},
         "unknown implementation 'triton'; known: None, 'mosaic_gpu', 'xla'",
     ),
-    "config": ({"config": {"a": 1}}, "config must be None, since gdpa has no Mosaic GPU kernel"),
+    "config": ({"config": {"a": 1}}, "config must be a GdpaConfig, but is {'a': 1}"),
+    "config_of_xla": (
+        {"config": GdpaConfig(), "implementation": "xla"},
+        "implementation='xla' takes no config, but config is GdpaConfig(block_kv=128",
+    ),
 }
 
 
@@ -205,10 +211,44 @@ def test_bounds_must_be_known_while_tracing() -> None:
         jax.jit(lambda x: ikbo.gdpa(**ARRAYS, max_seqlen_q=x))(jnp.int32(1))
 
 
-def test_mosaic_gpu_says_that_there_is_no_kernel() -> None:
-    message = "gdpa with implementation='mosaic_gpu': gdpa has no Mosaic GPU kernel yet"
-    with pytest.raises(NotImplementedError, match=message):
-        ikbo.gdpa(**ARRAYS, implementation="mosaic_gpu")
+NOT_FOR_THE_KERNEL = {
+    "dtype": ({"dtype": jnp.float32}, {}, "the kernel takes bfloat16 and float16"),
+    "width": ({}, {}, "the kernel takes head widths 64, 96, 128, 256, but H=8"),
+    "softmax": ({}, {"activation": "softmax"}, "activations that work element by element"),
+    "block_kv": (
+        {"width": 128},
+        {"config": GdpaConfig(block_kv=144)},
+        "block_kv must be a multiple of 16 from 16 to 128",
+    ),
+    "stages": ({"width": 64}, {"config": GdpaConfig(k_stages=1)}, "must be at least 2"),
+    "q_slots": ({"width": 64}, {"config": GdpaConfig(q_slots=4)}, "q_slots must be 1, 2 or 3"),
+    "memory": ({"width": 128}, {"config": GdpaConfig(k_stages=9)}, "bytes of shared memory"),
+    "run": ({"width": 64}, {"config": GdpaConfig(run=0)}, "run must be at least 1, but is 0"),
+    "early_slots": (
+        {"width": 64},
+        {"config": GdpaConfig(early_scores=True, q_slots=1)},
+        "early_scores needs 2 or 3 q_slots",
+    ),
+    "early_width": (
+        {"width": 256},
+        {"config": GdpaConfig(block_kv=64, early_scores=True)},
+        "early_scores takes head widths up to 128",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("array", "options", "message"), NOT_FOR_THE_KERNEL.values(), ids=NOT_FOR_THE_KERNEL
+)
+def test_mosaic_gpu_says_what_it_cannot_run(
+    array: dict, options: dict, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
+    width, dtype = array.get("width", 8), array.get("dtype", BF16)
+    shapes = {"query": (7, 4, width), "key": (5, 2, width), "value": (5, 2, width)}
+    arrays = ARRAYS | {name: ones(*shape, dtype=dtype) for name, shape in shapes.items()}
+    with pytest.raises(NotImplementedError, match=re.escape(message)):
+        ikbo.gdpa(**arrays, **options, implementation="mosaic_gpu")
 
 
 def test_wrong_arguments_win_over_what_does_not_exist() -> None:

@@ -28,6 +28,23 @@ ATTENTION_PARTS = (
     "pallas.attention_consumer",
     "pallas.attention_producer",
 )
+#: Parts of the generalised attention's kernels, forward and backward.
+GDPA_SMALL_PARTS = ("pallas.activations", "pallas.gdpa_tiles")
+GDPA_FORWARD_PARTS = ("pallas.gdpa_role", "pallas.gdpa_consumer", "pallas.gdpa_producer")
+GDPA_BACKWARD_PARTS = (
+    "tuning.configs",
+    "tuning.gdpa_backward_configs",
+    "reference.jagged",
+    "pallas.mosaic",
+    "pallas.accumulator",
+    "pallas.softmax",
+    "pallas.activations",
+    "pallas.gdpa_backward_tiles",
+    "pallas.gdpa_backward_role",
+    "pallas.gdpa_backward_store",
+    "pallas.gdpa_backward_product",
+)
+GDPA_CONFIGS = ("tuning.configs", "tuning.gdpa_configs")
 OPS = ("ops", "reference", "pallas", "tuning")
 #: What a module may import of this package, by the longest prefix of its name that stands here. The
 #: autotuner stands above the kernels that it times, although it lives beside the table.
@@ -41,7 +58,9 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "reference.gdpa_chunked": ("reference.gdpa", "reference.jagged", "reference.activations"),
     "tuning": (),
     "tuning.configs": (),
-    "tuning.rules": ("tuning.configs",),
+    "tuning.gdpa_configs": ("tuning.configs",),
+    "tuning.gdpa_backward_configs": ("tuning.configs",),
+    "tuning.rules": GDPA_CONFIGS,
     "tuning.table": ("tuning.configs", "tuning.rules"),
     "tuning.trials": ("tuning.configs", "pallas", "reference"),
     "tuning.autotune": ("tuning", "pallas", "reference", "_timing"),
@@ -61,6 +80,41 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "pallas.attention_role": ("tuning.configs",),
     "pallas.attention_producer": ("tuning.configs", "pallas.attention_role", *SMALL_PARTS),
     "pallas.attention_consumer": ("tuning.configs", "pallas.attention_role", *SMALL_PARTS),
+    "pallas.activations": ("reference.activations",),
+    "pallas.gdpa_tiles": (),
+    "pallas.gdpa_backward": (
+        *GDPA_BACKWARD_PARTS,
+        "pallas.gdpa_backward_producer",
+        "pallas.gdpa_backward_consumer",
+    ),
+    "pallas.gdpa_backward_producer": GDPA_BACKWARD_PARTS,
+    "pallas.gdpa_backward_consumer": GDPA_BACKWARD_PARTS,
+    "pallas.gdpa_backward_tiles": ("tuning.gdpa_backward_configs", "reference.jagged"),
+    "pallas.gdpa_backward_role": ("tuning.configs", "tuning.gdpa_backward_configs"),
+    "pallas.gdpa_backward_store": ("pallas.mosaic", "pallas.softmax"),
+    "pallas.gdpa_backward_product": ("pallas.mosaic", "pallas.accumulator"),
+    "pallas.gdpa_forward": (
+        *GDPA_CONFIGS,
+        *SMALL_PARTS,
+        *GDPA_SMALL_PARTS,
+        "pallas.gdpa_weights",
+        *GDPA_FORWARD_PARTS,
+    ),
+    "pallas.gdpa_weights": ("pallas.activations", "reference.activations"),
+    "pallas.gdpa_role": (*GDPA_CONFIGS, "pallas.gdpa_weights"),
+    "pallas.gdpa_producer": (
+        *GDPA_CONFIGS,
+        *SMALL_PARTS,
+        "pallas.gdpa_tiles",
+        "pallas.gdpa_role",
+    ),
+    "pallas.gdpa_consumer": (
+        *GDPA_CONFIGS,
+        *SMALL_PARTS,
+        *GDPA_SMALL_PARTS,
+        "pallas.gdpa_weights",
+        "pallas.gdpa_role",
+    ),
     "ops": OPS,
     "rewrite": ("rewrite", *OPS),
     "layers": ("layers", "ops", "tuning.configs"),

@@ -9,14 +9,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ikbo_jax.ops import dispatch, gdpa_arguments, gdpa_vmap
+from ikbo_jax.ops import dispatch, gdpa_arguments, gdpa_backward, gdpa_vmap
 from ikbo_jax.reference import gdpa as reference
 from ikbo_jax.reference import gdpa_chunked
 from ikbo_jax.reference.gdpa import Arrays, Settings
-from ikbo_jax.tuning.gdpa_configs import GdpaProblem
+from ikbo_jax.tuning import table
+from ikbo_jax.tuning.gdpa_configs import GDPA_TILE_ROWS, GdpaConfig, GdpaProblem
 
-#: Why nothing runs in Mosaic GPU yet.
-NO_KERNEL = "gdpa has no Mosaic GPU kernel yet"
+#: Why XLA runs what the kernel could.
+NOT_MEASURED = "the table has no measured row near, and without one gdpa's kernel runs on request"
 
 
 def gdpa(
@@ -35,7 +36,7 @@ def gdpa(
     max_seqlen_q: int | None = None,
     max_seqlen_kv: int | None = None,
     implementation: str | None = None,
-    config: Any = None,
+    config: GdpaConfig | None = None,
 ) -> jax.Array:
     """Attends with any activation in place of the softmax, within each of many jagged sequences.
 
@@ -80,9 +81,10 @@ def gdpa(
         tiles shorter. What a sequence has beyond it is cut off: those rows have result 0.
         `ikbo_jax.debug.check_offsets` finds a bound that is too small.
       max_seqlen_kv: likewise of the keys' lengths; keys beyond it have no effect.
-      implementation: None takes the fastest that works on the default device and for these sizes;
-        "mosaic_gpu" and "xla" take exactly that. There is only "xla" yet.
-      config: tuning of the "mosaic_gpu" kernel; there is none yet, so it must be None.
+      implementation: None takes the fastest that works on the default device and for these sizes,
+        as far as that was measured; "mosaic_gpu" and "xla" take exactly that. The kernel takes
+        bfloat16 and float16, H = 64, 96, 128 and 256, and every activation but softmax.
+      config: tuning of the "mosaic_gpu" kernel; None takes the dispatch table's, or a default.
 
     Returns:
       out, [total_q, N, H] in the inputs' dtype, or with `broadcast_q` [batch · T, N, H], sequence
@@ -101,16 +103,18 @@ def gdpa(
         K; an unknown activation, or another number of them than N; `approx` is unknown or for none
         of the activations; `scale` or `output_scale` is not a finite number; a `max_seqlen_*` is
         not an integer of at least 0; `cu_seqlens_q` beside `broadcast_q`, or neither;
-        `implementation` is unknown; `config` is not None.
-      NotImplementedError: implementation="mosaic_gpu", since there is no kernel yet; a gradient of
-        the gradient.
+        `implementation` is unknown; `config` is no GdpaConfig, or beside implementation="xla".
+      NotImplementedError: implementation="mosaic_gpu" where the kernel cannot run: another device
+        than Hopper, sizes, dtype, activation or `config`; a gradient of the gradient.
 
     Source: Meta, generalised dot-product attention (GDPA), published with its kernels for ads
     models.
     """
     dispatch.check_implementation(implementation)
-    if config is not None:
-        raise ValueError(f"config must be None, since {NO_KERNEL}, but is {config!r}")
+    if config is not None and not isinstance(config, GdpaConfig):
+        raise ValueError(f"config must be a GdpaConfig, but is {config!r}")
+    if config is not None and implementation == "xla":
+        raise ValueError(f"implementation='xla' takes no config, but config is {config}")
     arrays = Arrays(query, key, value, cu_seqlens_q, cu_seqlens_kv, q_to_kv)
     broadcast_q = bool(broadcast_q)
     gdpa_arguments.check_arrays(arrays)
@@ -141,10 +145,14 @@ def gdpa(
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """What the caller asked for, apart from the arrays."""
+    """What the caller asked for, apart from the arrays.
+
+    `gradient_by_kernel`: a kernel made the result, so that kernels make the gradient if they can.
+    """
 
     request: dispatch.Request
     settings: Settings
+    gradient_by_kernel: bool = False
 
 
 def _problem(arrays: Arrays, settings: Settings) -> GdpaProblem:
@@ -167,20 +175,51 @@ def _problem(arrays: Arrays, settings: Settings) -> GdpaProblem:
 
 
 def _choose(request: dispatch.Request, problem: GdpaProblem) -> dispatch.Plan:
-    reason = NO_KERNEL
-    if request.implementation == "mosaic_gpu":
-        raise NotImplementedError(f"gdpa with implementation='mosaic_gpu': {reason}")
-    if request.implementation == "xla":
-        reason = "asked for by the caller"
-    else:
-        dispatch.logger.debug("gdpa runs in XLA: %s", reason)
-    return dispatch.Plan("gdpa", problem, problem.describe(), "xla", None, reason)
+    plan = dispatch.choose(request, problem)
+    is_free = request.implementation is None and request.config is None
+    if plan.implementation == "xla" or not is_free or table.lookup(problem).source != "default":
+        return plan
+    dispatch.logger.debug("gdpa runs in XLA: %s", NOT_MEASURED)
+    return dataclasses.replace(plan, implementation="xla", config=None, reason=NOT_MEASURED)
 
 
 def _run(call: _Call, plan: dispatch.Plan, arrays: Arrays) -> tuple[jax.Array, jax.Array | None]:
     """Out, and lse if a head has a softmax, whatever `arrays` of one problem hold."""
+    if plan.implementation == "mosaic_gpu":
+        return dispatch.record(_run_kernel(call.settings, plan, arrays), plan), None
     out, lse = gdpa_chunked.chunked(arrays, call.settings)
     return dispatch.record(out, plan), lse
+
+
+def _run_kernel(settings: Settings, plan: dispatch.Plan, arrays: Arrays) -> jax.Array:
+    # Here and not above: they bring in Mosaic GPU, which costs 0.3 s to import.
+    from ikbo_jax.pallas import gdpa_forward as kernel
+    from ikbo_jax.pallas import gdpa_tiles
+
+    query, key, value = arrays[:3]
+    tiles = gdpa_tiles.query_tiles(
+        arrays.cu_seqlens_q,
+        arrays.cu_seqlens_kv,
+        arrays.q_to_kv,
+        q_rows=query.shape[0],
+        kv_rows=key.shape[0],
+        max_seqlen_q=settings.max_seqlen_q,
+        max_seqlen_kv=settings.max_seqlen_kv,
+        size=GDPA_TILE_ROWS,
+    )
+    return kernel.gdpa_forward(
+        query,
+        key,
+        value,
+        tiles,
+        out_rows=reference.out_shape(arrays, settings)[0],
+        activations=settings.activations,
+        approx=settings.approx,
+        scale=settings.scale,
+        output_scale=settings.output_scale,
+        config=plan.config,
+        num_sms=dispatch.num_sms(),
+    )
 
 
 def _run_vmappable(
@@ -229,7 +268,9 @@ def _run_vjp_vmappable(call: _Call, residuals: _Residuals) -> Gradients:
     @jax.custom_batching.custom_vmap
     def run(residuals: _Residuals) -> Gradients:
         arrays, out, lse, d_out = residuals
-        return gdpa_chunked.chunked_vjp(arrays, call.settings, out, lse, d_out)
+        return gdpa_backward.vjp(
+            arrays, call.settings, out, lse, d_out, by_kernel=call.gradient_by_kernel
+        )
 
     @run.def_vmap
     def run_batched(size: int, batched: list, residuals: _Residuals) -> tuple[Any, Any]:
@@ -287,6 +328,7 @@ def _backward(
     arrays, out, lse = residuals
     # That of lse is zero, since nothing but the gradient uses lse.
     d_out, _ = cotangents
+    call = dataclasses.replace(call, gradient_by_kernel=plan.implementation == "mosaic_gpu")
     d_query, d_key, d_value = _gradients(call, _Residuals(arrays, out, lse, d_out))
     # Integers have no gradient.
     return (Arrays._make((d_query, d_key, d_value, None, None, None)),)

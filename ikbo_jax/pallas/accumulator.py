@@ -268,6 +268,23 @@ def add_product(
     return issue(acc, is_defined.astype(jnp.int32), p, v)
 
 
+def undefined(columns: int, *, interpret: bool) -> jax.Array:
+    """[64, columns] f32 of no value, for `add_product` with a false `is_defined`.
+
+    What is carried on from a finished accumulator occupies its registers, defined or not.
+    """
+    if interpret:
+        return jnp.full((64, columns), jnp.nan, jnp.float32)
+
+    @plgpu.inline_mgpu(
+        return_type=plgpu.ShapeDtypeStruct((64, columns), jnp.float32, layout=plgpu.Layout.WGMMA)
+    )
+    def make(_: Any) -> mgpu.FragmentedArray:
+        return _as_array([llvm.mlir_undef(ir.F32Type.get())] * (columns // 2), columns)
+
+    return make()
+
+
 def wait(pending: int, *, interpret: bool) -> None:
     """Waits until no more than `pending` of this warpgroup's WGMMA groups are in flight."""
     if not interpret:

@@ -201,6 +201,46 @@ def store_rows(
     write(output, values, first_row, head, begin, end)
 
 
+def stage_tile(tile: Any, values: jax.Array, *, interpret: bool) -> None:
+    """tile[...] = values, [64, 64] of 16 bits, for an `operand_tile`'s view for WGMMA.
+
+    Pallas' own assignment reads the old values as well, and keeps what it needs of the thread's
+    number from the kernel's beginning on.
+    """
+    if interpret:
+        tile[...] = values
+        return
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(mosaic.operand_transforms(tile.dtype)), plgpu.Layout.WGMMA)
+    )
+    def write(_: Any, tile: ir.Value, values: mgpu.FragmentedArray) -> None:
+        i32, byte = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
+        thread = _thread()
+        # Matrices of 8 x 8: lane l has the address of row l % 8 of number l / 8; the second is
+        # below the first, the third beside it.
+        row_of_8 = arith.remui(thread, mgpu.c(8, i32))
+        matrix = arith.divui(arith.remui(thread, mgpu.c(32, i32)), mgpu.c(8, i32))
+        half, beside = (op(matrix, mgpu.c(2, i32)) for op in (arith.remui, arith.divui))
+        row = arith.muli(arith.divui(thread, mgpu.c(32, i32)), mgpu.c(16, i32))
+        row = arith.addi(arith.addi(row, arith.muli(half, mgpu.c(8, i32))), row_of_8)
+        row_offset = arith.muli(row, mgpu.c(mosaic.SWIZZLE, i32))
+        base = mgpu.utils.memref_ptr(tile)
+        words = [mgpu.utils.bitcast(pair, i32) for pair in values.registers.flat]
+        for i in range(0, len(words), 4):
+            vector_of_row = arith.addi(beside, mgpu.c(i // 2, i32))
+            swizzled = arith.muli(arith.xori(vector_of_row, row_of_8), mgpu.c(16, i32))
+            mgpu.utils.inline_ptx(
+                "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};",
+                mgpu.utils.getelementptr(base, [arith.addi(row_offset, swizzled)], byte),
+                *words[i : i + 4],
+                has_side_effects=True,
+                convergent=True,
+            )
+
+    write(tile, values)
+
+
 def store_staged_rows(
     output: Any,
     tiles: Any,

@@ -153,6 +153,8 @@ def check_result(actual: jax.Array, operands: Operands) -> tuple[float, float]:
 def _operands(problem: Problem) -> Any:
     if isinstance(problem, AttentionProblem):
         return trials.attention_operands(problem)
+    if not isinstance(problem, LinearCompressionProblem):
+        raise NotImplementedError(f"the autotuner has no trials of {rules.of(problem).op}")
     return random_operands(problem)
 
 

@@ -1,8 +1,27 @@
-"""Problem description of generalised dot-product attention."""
+"""Problem description and configurations of generalised dot-product attention."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+
+from ikbo_jax.tuning.configs import (
+    BLOCK_K,
+    KERNEL_DTYPES,
+    MAX_SMEM_BYTES,
+    NUM_CONSUMERS,
+    SMEM_ALIGNMENT,
+    WGMMA_K,
+    WGMMA_M,
+)
+
+#: Head widths (96 is padded to 128 in shared memory), and the widest blocks of keys beside which a
+#: consumer thread's accumulator, scores and weights fit its 240 registers.
+GDPA_MAX_BLOCK_KV = {64: 128, 96: 128, 128: 128, 256: 64}
+#: Widest heads with `early_scores`.
+EARLY_SCORES_MAX_WIDTH = 128
+#: Query rows of a CTA tile: of one head and one sequence.
+GDPA_TILE_ROWS = NUM_CONSUMERS * WGMMA_M
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,3 +75,96 @@ class GdpaProblem:
             self.dtype,
         ]
         return " ".join(words)
+
+
+@dataclasses.dataclass(frozen=True)
+class GdpaConfig:
+    """Tuning parameters of the forward kernel.
+
+    Attributes:
+      block_kv: keys of a pipeline stage; a multiple of 16.
+      k_stages: stages of the ring of key blocks.
+      v_stages: stages of the ring of value blocks.
+      q_slots: 2 or 3: the next tiles' queries arrive early and the output leaves through the
+        finished tile's slot by TMA; 1: less shared memory, but the output leaves from registers.
+      run: neighbouring tiles that a CTA works on, one after another and head by head; it keeps
+        keys and values from one to the next of the same sequence if all fit the stages.
+      early_scores: an item's second scores are multiplied while the item before is stored; needs
+        more than one query slot, and heads up to `EARLY_SCORES_MAX_WIDTH` wide.
+      late_turns: a consumer lets the other one issue its products when its own scores are there,
+        not when it has issued its own; so the two activate at different times.
+    """
+
+    block_kv: int = 128
+    k_stages: int = 2
+    v_stages: int = 3
+    q_slots: int = 2
+    run: int = 1
+    early_scores: bool = False
+    late_turns: bool = False
+
+    def smem_bytes(self, head_dim: int) -> int:
+        """Shared memory of one CTA: query slots, both rings, descriptors, barriers."""
+        row = -(-head_dim // BLOCK_K) * BLOCK_K * 2
+        queries = self.q_slots * GDPA_TILE_ROWS * row
+        ring = (self.k_stages + self.v_stages) * self.block_kv * row
+        return queries + ring + 2 * SMEM_ALIGNMENT
+
+
+def gdpa_illegal_reason(problem: GdpaProblem, config: GdpaConfig) -> str | None:
+    """Why the forward kernel cannot run `problem` with `config`; None if it can."""
+    if problem.dtype not in KERNEL_DTYPES:
+        return f"the kernel takes {' and '.join(KERNEL_DTYPES)}, but the inputs are {problem.dtype}"
+    if "softmax" in problem.activations:
+        return "the kernel takes activations that work element by element, but a head has softmax"
+    if problem.head_dim not in GDPA_MAX_BLOCK_KV:
+        return (
+            f"the kernel takes head widths {', '.join(map(str, GDPA_MAX_BLOCK_KV))}, "
+            f"but H={problem.head_dim}"
+        )
+    widest = GDPA_MAX_BLOCK_KV[problem.head_dim]
+    if config.block_kv % WGMMA_K or not WGMMA_K <= config.block_kv <= widest:
+        return (
+            f"block_kv must be a multiple of {WGMMA_K} from {WGMMA_K} to {widest}, where scores "
+            f"and accumulator of H={problem.head_dim} fit the registers, but is {config.block_kv}"
+        )
+    if min(config.k_stages, config.v_stages) < 2:
+        return (
+            f"k_stages and v_stages must be at least 2, "
+            f"but are {config.k_stages} and {config.v_stages}"
+        )
+    if config.q_slots not in (1, 2, 3):
+        return f"q_slots must be 1, 2 or 3, but is {config.q_slots}"
+    if config.run < 1:
+        return f"run must be at least 1, but is {config.run}"
+    if config.early_scores and config.q_slots == 1:
+        return "early_scores needs 2 or 3 q_slots, but q_slots is 1"
+    if config.early_scores and problem.head_dim > EARLY_SCORES_MAX_WIDTH:
+        return (
+            f"early_scores takes head widths up to {EARLY_SCORES_MAX_WIDTH}, wider ones spill "
+            f"registers, but H={problem.head_dim}"
+        )
+    smem_bytes = config.smem_bytes(problem.head_dim)
+    if smem_bytes > MAX_SMEM_BYTES:
+        return (
+            f"{config} needs {smem_bytes} bytes of shared memory at H={problem.head_dim}, "
+            f"but a CTA has {MAX_SMEM_BYTES}"
+        )
+    return None
+
+
+def gdpa_candidate_configs(problem: GdpaProblem) -> Iterator[GdpaConfig]:
+    """Yields the legal configurations worth timing for `problem`, the likeliest best first."""
+    # (k_stages, v_stages, q_slots)
+    rings = ((2, 3, 2), (2, 2, 3), (2, 2, 2), (3, 3, 2), (4, 4, 2), (3, 3, 1), (2, 2, 1))
+    longest = problem.max_seqlen_kv or problem.kv_rows // max(problem.batch_kv, 1)
+    for block_kv in (128, 64):
+        for k_stages, v_stages, q_slots in rings:
+            has_short_keys = longest <= min(k_stages, v_stages) * block_kv
+            for late_turns in (False, True):
+                for run in (1, 2, 8) if has_short_keys and q_slots > 1 else (1,):
+                    config = GdpaConfig(
+                        block_kv, k_stages, v_stages, q_slots, run, run > 1, late_turns
+                    )
+                    if gdpa_illegal_reason(problem, config) is None:
+                        yield config

@@ -18,9 +18,15 @@ from ikbo_jax.tuning.configs import (
     LinearCompressionConfig,
     LinearCompressionProblem,
 )
+from ikbo_jax.tuning.gdpa_configs import (
+    GdpaConfig,
+    GdpaProblem,
+    gdpa_candidate_configs,
+    gdpa_illegal_reason,
+)
 
-Problem = LinearCompressionProblem | AttentionProblem
-Config = LinearCompressionConfig | AttentionConfig
+Problem = LinearCompressionProblem | AttentionProblem | GdpaProblem
+Config = LinearCompressionConfig | AttentionConfig | GdpaConfig
 
 #: A nearby row's tile may pad M to at most this multiple of what the best tile pads it to.
 MAX_EXTRA_PADDING = 1.125
@@ -45,6 +51,16 @@ ATTENTION_DISTANCE_WEIGHTS = {
     "ratio": 0.25,
     "heads": 0.25,
 }
+#: Weights of generalised attention's distance. Mean lengths decide the pipeline and the tiles; the
+#: activation decides what limits the kernel, and counts as much as one doubling.
+GDPA_DISTANCE_WEIGHTS = {
+    "kv_len": 1.0,
+    "q_len": 1.0,
+    "tiles": 0.25,
+    "ratio": 0.25,
+    "heads": 0.25,
+}
+ACTIVATION_DISTANCE = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,6 +212,67 @@ def _attention_distance(a: AttentionProblem, b: AttentionProblem) -> float:
     )
 
 
+# Generalised dot-product attention.
+
+
+def _gdpa_from_json(fields: Mapping[str, Any]) -> GdpaProblem:
+    def optional(name: str) -> int | None:
+        value = fields.get(name)
+        return None if value is None else size(value, name)
+
+    names = ("batch", "batch_kv", "q_rows", "kv_rows", "q_heads", "kv_heads", "head_dim")
+    sizes = {name: size(fields.get(name), name) for name in names}
+    activations = typed(fields.get("activations"), list, "activations")
+    approx = fields.get("approx")
+    return GdpaProblem(
+        **sizes,
+        dtype=typed(fields.get("dtype"), str, "dtype"),
+        activations=tuple(typed(name, str, "activations") for name in activations),
+        approx=None if approx is None else typed(approx, str, "approx"),
+        broadcast_q=typed(fields.get("broadcast_q"), bool, "broadcast_q"),
+        max_seqlen_q=optional("max_seqlen_q"),
+        max_seqlen_kv=optional("max_seqlen_kv"),
+    )
+
+
+def _gdpa_means(p: GdpaProblem) -> tuple[float, float]:
+    """Mean lengths of the sequences of queries and of keys."""
+    return p.q_rows / max(p.batch, 1), p.kv_rows / max(p.batch_kv, 1)
+
+
+def _gdpa_class(problem: GdpaProblem) -> str:
+    """H and activations as they are, everything else by octave; lengths by their means."""
+    p = problem
+    q_len, kv_len = _gdpa_means(p)
+    return (
+        f"gdpa h={p.head_dim} q=2^{_octave(q_len)} kv=2^{_octave(kv_len)} b=2^{_octave(p.batch)} "
+        f"ratio=2^{_octave(p.batch / max(p.batch_kv, 1))} n=2^{_octave(p.q_heads)} "
+        f"k=2^{_octave(p.kv_heads)} {'+'.join(p.activations)} {p.approx or 'exact'}"
+    )
+
+
+def _gdpa_distance(a: GdpaProblem, b: GdpaProblem) -> float:
+    """Weighted sum of |log2| of the sizes' ratios, and what the activation counts.
+
+    Infinite if H differs; see `GDPA_DISTANCE_WEIGHTS`.
+    """
+    if a.head_dim != b.head_dim:
+        return math.inf
+    measures: dict[str, Callable[[GdpaProblem], float]] = {
+        "kv_len": lambda p: _gdpa_means(p)[1],
+        "q_len": lambda p: _gdpa_means(p)[0],
+        "tiles": lambda p: p.q_rows * p.q_heads,
+        "ratio": lambda p: p.batch / max(p.batch_kv, 1),
+        "heads": lambda p: p.q_heads / p.kv_heads,
+    }
+    total = sum(
+        GDPA_DISTANCE_WEIGHTS[name] * _doublings(measure(a), measure(b), least=1e-6)
+        for name, measure in measures.items()
+    )
+    is_same = (a.activations, a.approx) == (b.activations, b.approx)
+    return total + (0.0 if is_same else ACTIVATION_DISTANCE)
+
+
 RULES: Mapping[str, Rules] = {
     rules.op: rules
     for rules in (
@@ -221,6 +298,18 @@ RULES: Mapping[str, Rules] = {
             _describe_attention,
             _attention_class,
             _attention_distance,
+            lambda problem, config, fallback: True,
+        ),
+        Rules(
+            "gdpa",
+            GdpaProblem,
+            GdpaConfig,
+            gdpa_illegal_reason,
+            gdpa_candidate_configs,
+            _gdpa_from_json,
+            GdpaProblem.describe,
+            _gdpa_class,
+            _gdpa_distance,
             lambda problem, config, fallback: True,
         ),
     )

@@ -1,0 +1,132 @@
+"""Gradients of generalised dot-product attention by kernels, where they take the problem."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ikbo_jax.ops import dispatch
+from ikbo_jax.reference import gdpa_chunked, jagged
+from ikbo_jax.reference.activations import SOFTMAX
+from ikbo_jax.reference.gdpa import Arrays, Settings, num_sequences, out_shape
+from ikbo_jax.tuning import gdpa_backward_configs as configs
+from ikbo_jax.tuning.gdpa_backward_configs import GdpaBackwardConfig
+
+
+def vjp(
+    arrays: Arrays,
+    settings: Settings,
+    out: jax.Array | None,
+    lse: jax.Array | None,
+    d_out: jax.Array,
+    *,
+    by_kernel: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`reference.gdpa_chunked.chunked_vjp`, by kernels if `by_kernel` and they take the problem."""
+    if by_kernel and illegal_reason(arrays, settings) is None:
+        return kernel_vjp(arrays, settings, d_out, num_sms=dispatch.num_sms())
+    return gdpa_chunked.chunked_vjp(arrays, settings, out, lse, d_out)
+
+
+def illegal_reason(arrays: Arrays, settings: Settings) -> str | None:
+    """Why the kernels cannot make these gradients; None if they can.
+
+    Whether there is a Hopper GPU is not asked: kernels make gradients where one made the result.
+    """
+    if SOFTMAX in settings.activations:
+        return "the backward kernels take no softmax"
+    if not arrays.query.shape[0] or not arrays.key.shape[0] or not num_sequences(arrays):
+        return "the backward kernels need a query, a key and a sequence"
+    dtype, head_dim = arrays.query.dtype.name, arrays.query.shape[-1]
+    for num_results in (1, 2):
+        config = configs.default_config(head_dim)
+        if reason := configs.illegal_reason(dtype, head_dim, config, num_results=num_results):
+            return reason
+    return None
+
+
+def kernel_vjp(
+    arrays: Arrays,
+    settings: Settings,
+    d_out: jax.Array,
+    *,
+    num_sms: int,
+    query_config: GdpaBackwardConfig | None = None,
+    key_config: GdpaBackwardConfig | None = None,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Pulls a cotangent of the result back to query, key and value, like `chunked_vjp`.
+
+    Args:
+      arrays: as for `reference.gdpa_chunked.chunked_vjp`; `illegal_reason` must be None.
+      settings: likewise.
+      d_out: cotangent of the result.
+      num_sms: streaming multiprocessors of the device.
+      query_config: of the kernel for d_query; None takes the default.
+      key_config: of the kernel for d_key and d_value; None takes the default.
+      interpret: as for `pallas.gdpa_backward.d_query_kernel`.
+
+    Returns:
+      Gradients of query, key and value in their shapes and dtypes, each summed in f32 and rounded
+      once, the same bits every time. Where queries are broadcast, one f32 copy for every sequence
+      is made before they are summed.
+    """
+    # Here and not above: a machine without a GPU never needs it.
+    from ikbo_jax.pallas import gdpa_backward as kernels
+    from ikbo_jax.pallas import gdpa_backward_tiles as tiles
+
+    query, key, value, cu_q, cu_kv, q_to_kv = arrays
+    batch, batch_kv = num_sequences(arrays), cu_kv.shape[0] - 1
+    total_q = out_shape(arrays, settings)[0]
+    query_config = query_config or configs.default_config(query.shape[-1])
+    key_config = key_config or configs.default_config(query.shape[-1])
+    number = jnp.arange(batch, dtype=jnp.int32)
+    kv_of = number if q_to_kv is None else jnp.clip(q_to_kv, 0, batch_kv - 1)
+    if cu_q is None:
+        length = jnp.full_like(number, query.shape[0])
+        q = tiles.Sequences(jnp.zeros_like(number), number * length, length)
+    else:
+        start, length = jagged.bounds(cu_q, total_q, settings.max_seqlen_q)
+        q = tiles.Sequences(start, start, length)
+    start, length = jagged.bounds(cu_kv, key.shape[0], settings.max_seqlen_kv)
+    kv = tiles.Sequences(start, start, length)
+    options: dict[str, Any] = {
+        "activations": settings.activations,
+        "approx": settings.approx,
+        "scale": settings.scale,
+        "output_scale": settings.output_scale,
+        "num_sms": num_sms,
+        "interpret": interpret,
+    }
+    is_bounded = settings.max_seqlen_q is not None and cu_q is not None
+    query_work = tiles.query_work(
+        q, kv, kv_of, total_q, block=query_config.block, is_bounded=is_bounded
+    )
+    d_query = kernels.d_query_kernel(
+        query,
+        key,
+        value,
+        d_out,
+        query_work,
+        config=query_config,
+        out_dtype=jnp.float32 if settings.broadcast_q else None,
+        **options,
+    )
+    if settings.broadcast_q:
+        d_query = jnp.sum(d_query.reshape(-1, *query.shape), axis=0).astype(query.dtype)
+    key_work = tiles.key_work(
+        kv,
+        q,
+        kv_of,
+        key.shape[0],
+        block=key_config.block,
+        group=query.shape[1] // key.shape[1],
+        is_sorted=q_to_kv is None,
+        is_bounded=settings.max_seqlen_kv is not None,
+    )
+    d_key, d_value = kernels.d_key_value_kernel(
+        query, key, value, d_out, key_work, config=key_config, **options
+    )
+    return d_query, d_key, d_value

@@ -1,0 +1,309 @@
+"""Activations and their slopes inside a kernel: element by element on f32 [64, columns].
+
+What costs time is the special function unit: it has 16 results a cycle, and at H = 128 the products
+need 8 scores a cycle, so with two results a score it takes as long as the tensor core.  So sigmoids
+share one reciprocal between two neighbours, and Φ is one exponential.
+
+    activation, approximation             its results for a value    for a slope as well
+    gelu_tanh, silu                       1.5                        1.5
+    gelu                                  1                          2
+    gelu_tanh, silu, approx "tanh"        1                          1
+    all others, approx "polynomial"       0                          0
+
+Two neighbours are columns of one row: an infinite or NaN score can spoil its own row alone, which
+the product that follows spoils anyway.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, vector
+
+from ikbo_jax.reference.activations import (
+    APPROXIMATIONS,
+    LEAKY_SLOPE,
+    POLYNOMIAL,
+    POLYNOMIAL_DOMAIN,
+    TANH_CUBIC,
+    TANH_SCALE,
+)
+
+LOG2_E = math.log2(math.e)
+#: Columns that are worked on at once: every operation is emitted for all of them, and with all 128
+#: the scores would still be needed while their exponentials are there, which spills; so does a
+#: branch with 128 results.
+CHUNK = 16
+#: log2(Φ(−x)) on 0 ≤ x ≤ `PHI_DOMAIN`, coefficients of rising powers: the errors of Φ and of x · Φ
+#: are below 1.5e-8, less than their rounding; beyond, both are below 1e-14.
+PHI_DOMAIN = 8.0
+LOG2_PHI = (
+    -0.99999994,
+    -1.151107,
+    -0.45919305,
+    -0.052546434,
+    0.0071427813,
+    -0.00020247867,
+    -0.00015727888,
+    3.296803e-05,
+    -2.275873e-06,
+)
+#: Scores below which gelu_tanh and silu are nearer to 0 than 1e-17.  Their sigmoids stay above
+#: 2⁻⁶³, so that the product of two of their reciprocals is finite.
+LEAST_GELU_TANH = -7.5
+LEAST_SILU = -42.0
+#: Above it the sigmoid of gelu_tanh is 1, and the square of a huge score would be infinite.
+GREATEST_GELU_TANH = 10.0
+
+Pair = tuple[jax.Array, jax.Array]
+
+
+def activate(
+    names: tuple[str, ...], approx: str | None, head: Any, x: jax.Array, *, interpret: bool
+) -> jax.Array:
+    """act(x) of one head.
+
+    Args:
+      names: the heads' activations, or one for all of them; see `reference.activations`.
+      approx: an approximation's name, or None; heads that it is not for stay exact.
+      head: int32 scalar; without effect if all heads have one activation.
+      x: [64, columns] f32.
+    """
+
+    def evaluate(name: str, x: jax.Array) -> jax.Array:
+        return _evaluate(name, approx, x, needs_slope=False, interpret=interpret)[0]
+
+    value: jax.Array = by_chunks(names, head, x, evaluate, interpret)
+    return value
+
+
+def activate_with_slope(
+    names: tuple[str, ...], approx: str | None, head: Any, x: jax.Array, *, interpret: bool
+) -> Pair:
+    """(act(x), act'(x)) of one head; for the arguments see `activate`."""
+
+    def evaluate(name: str, x: jax.Array) -> Pair:
+        return _evaluate(name, approx, x, needs_slope=True, interpret=interpret)
+
+    both: Pair = by_chunks(names, head, x, evaluate, interpret)
+    return both
+
+
+def by_chunks(
+    names: tuple[str, ...], head: Any, x: jax.Array, evaluate: Any, interpret: bool
+) -> Any:
+    """`evaluate(name, x)` of the head's activation, arrays like x [64, columns], chunk by chunk."""
+
+    def of_head(x: jax.Array) -> Any:
+        return _of_head(names, head, lambda name: evaluate(name, x))
+
+    if interpret:
+        return of_head(x)
+    chunks = [lax.slice(x, (0, i), (x.shape[0], i + CHUNK)) for i in range(0, x.shape[1], CHUNK)]
+    return jax.tree.map(lambda *parts: lax.concatenate(parts, 1), *map(of_head, chunks))
+
+
+def _of_head(names: tuple[str, ...], head: Any, evaluate: Any) -> Any:
+    """`evaluate` of the head's activation: a branch for each that there is, none for only one."""
+    kinds = tuple(dict.fromkeys(names))
+    if len(kinds) == 1:
+        return evaluate(kinds[0])
+    kind = jnp.int32(0)
+    for i, name in enumerate(names):
+        if number := kinds.index(name):
+            kind = jnp.where(head == i, jnp.int32(number), kind)
+    return lax.switch(kind, [functools.partial(evaluate, name) for name in kinds])
+
+
+def _evaluate(
+    name: str, approx: str | None, x: jax.Array, *, needs_slope: bool, interpret: bool
+) -> Pair:
+    """(act(x), act'(x)); the latter is whatever is at hand unless it is needed."""
+    if approx is not None and name in APPROXIMATIONS[approx]:
+        name = f"{approx} {name}"
+    if name in _SIGMOIDS:
+        return _SIGMOIDS[name](x, needs_slope, interpret)
+    value, slope = _OTHERS[name](x, needs_slope)
+    if name == "identity" and not interpret:  # a constant has no layout, the other branches' have
+        slope = plgpu.layout_cast(slope, plgpu.Layout.WGMMA)
+    return value, slope
+
+
+def horner(coefficients: tuple[float, ...], x: jax.Array) -> jax.Array:
+    """The polynomial of x, coefficients of rising powers."""
+    total = x * jnp.float32(coefficients[-1]) + jnp.float32(coefficients[-2])
+    for c in coefficients[-3::-1]:
+        total = total * x + jnp.float32(c)
+    return total
+
+
+def _limit(x: jax.Array, least: float, greatest: float) -> jax.Array:
+    return jnp.minimum(jnp.maximum(x, jnp.float32(least)), jnp.float32(greatest))
+
+
+# Without a sigmoid.
+
+
+def _identity(x: jax.Array, needs_slope: bool) -> Pair:
+    return x, jnp.full_like(x, 1.0) if needs_slope else x
+
+
+def _relu(x: jax.Array, needs_slope: bool) -> Pair:
+    slope = jnp.where(x > 0, jnp.full_like(x, 1.0), jnp.full_like(x, 0.0)) if needs_slope else x
+    return jnp.maximum(x, jnp.float32(0)), slope
+
+
+def _leaky_relu(x: jax.Array, needs_slope: bool) -> Pair:
+    value = jnp.maximum(x, x * jnp.float32(LEAKY_SLOPE))
+    if not needs_slope:
+        return value, x
+    return value, jnp.where(x >= 0, jnp.full_like(x, 1.0), jnp.full_like(x, LEAKY_SLOPE))
+
+
+def _relu_squared(x: jax.Array, needs_slope: bool) -> Pair:
+    positive = jnp.maximum(x, jnp.float32(0))
+    return positive * positive, positive + positive if needs_slope else x
+
+
+def _hardswish(x: jax.Array, needs_slope: bool) -> Pair:
+    value = x * _limit(x * jnp.float32(1 / 6) + jnp.float32(0.5), 0.0, 1.0)
+    if not needs_slope:
+        return value, x
+    middle = x * jnp.float32(1 / 3) + jnp.float32(0.5)
+    slope = jnp.where(x >= 3.0, jnp.full_like(x, 1.0), middle)
+    return value, jnp.where(x <= -3.0, jnp.full_like(x, 0.0), slope)
+
+
+def _gelu(x: jax.Array, needs_slope: bool) -> Pair:
+    """x · Φ(x) = max(x, 0) − |x| · Φ(−|x|), which keeps what little is left of negative scores."""
+    distance = jnp.minimum(jnp.abs(x), jnp.float32(PHI_DOMAIN))
+    tail = jnp.exp2(horner(LOG2_PHI, distance))
+    value = jnp.maximum(x, jnp.float32(0)) - distance * tail
+    if not needs_slope:
+        return value, x
+    phi = jnp.where(x > 0, jnp.float32(1) - tail, tail)
+    density = jnp.exp2(distance * distance * jnp.float32(-0.5 * LOG2_E))
+    inside = _limit(x, -PHI_DOMAIN, PHI_DOMAIN)
+    return value, phi + inside * density * jnp.float32(1 / math.sqrt(2 * math.pi))
+
+
+def _polynomial_gelu(x: jax.Array, needs_slope: bool) -> Pair:
+    inside = _limit(x, -POLYNOMIAL_DOMAIN, POLYNOMIAL_DOMAIN)
+    square = inside * inside
+    phi = _limit(inside * horner(POLYNOMIAL, square) + jnp.float32(0.5), 0.0, 1.0)
+    if not needs_slope:
+        return x * phi, x
+    powers = tuple((2 * k + 1) * c for k, c in enumerate(POLYNOMIAL))
+    density = horner(powers, square)
+    is_inside = jnp.abs(x) < POLYNOMIAL_DOMAIN
+    return x * phi, phi + inside * jnp.where(is_inside, density, jnp.full_like(x, 0.0))
+
+
+# With one.
+
+
+def reciprocal(x: jax.Array, *, interpret: bool) -> jax.Array:
+    """1 / x for 1 ≤ x < 2⁶³, [64, columns] f32, within a few roundings.
+
+    Two neighbouring columns share one reciprocal: 1 / a = b · (1 / ab).
+    """
+    if interpret:
+        return 1 / x
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA,),
+        return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
+    )
+    def invert(_: Any, x: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        f32 = ir.F32Type.get()
+        pair = ir.VectorType.get((2,), f32)
+        registers = np.empty_like(x.registers)
+        for index, register in np.ndenumerate(x.registers):
+            a, b = (vector.extract(register, [], [i]) for i in (0, 1))
+            inverse = mgpu.utils.inline_ptx(
+                "rcp.approx.ftz.f32 $0, $1;", arith.mulf(a, b), result_types=f32
+            )
+            products = [arith.mulf(inverse, factor) for factor in (b, a)]
+            registers[index] = vector.from_elements(pair, products)
+        return mgpu.FragmentedArray(
+            _registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None
+        )
+
+    return invert(x)
+
+
+def _silu(x: jax.Array, needs_slope: bool, interpret: bool) -> Pair:
+    bounded = jnp.maximum(x, jnp.float32(LEAST_SILU))
+    power = jnp.exp2(bounded * jnp.float32(-LOG2_E))
+    gate = reciprocal(power + jnp.float32(1), interpret=interpret)
+    value = bounded * gate
+    if not needs_slope:
+        return value, x
+    return value, gate + value * (power * gate)
+
+
+def _gelu_tanh(x: jax.Array, needs_slope: bool, interpret: bool) -> Pair:
+    """x · sigmoid(2y), where (1 + tanh(y)) / 2 = sigmoid(2y)."""
+    bounded = jnp.maximum(x, jnp.float32(LEAST_GELU_TANH))
+    factor = -2 * LOG2_E * TANH_SCALE
+    square = bounded * bounded
+    exponent = bounded * (square * jnp.float32(factor * TANH_CUBIC) + jnp.float32(factor))
+    power = jnp.exp2(exponent)
+    gate = reciprocal(power + jnp.float32(1), interpret=interpret)
+    value = bounded * gate
+    if not needs_slope:
+        return value, x
+    inside = jnp.minimum(bounded, jnp.float32(GREATEST_GELU_TANH))
+    growth = inside * inside * jnp.float32(6 * TANH_SCALE * TANH_CUBIC)
+    growth = inside * (growth + jnp.float32(2 * TANH_SCALE))
+    return value, gate + gate * (power * gate) * growth
+
+
+def _tanh_silu(x: jax.Array, needs_slope: bool, interpret: bool) -> Pair:
+    half = x * jnp.float32(0.5)
+    inner = jnp.tanh(half)  # the approximate one, as a kernel's compiler parameters say
+    value = half * inner + half
+    if not needs_slope:
+        return value, x
+    rest = jnp.float32(1) - inner * inner
+    inside = _limit(half, -32.0, 32.0)
+    return value, inner * jnp.float32(0.5) + jnp.float32(0.5) + inside * rest * jnp.float32(0.5)
+
+
+def _tanh_gelu_tanh(x: jax.Array, needs_slope: bool, interpret: bool) -> Pair:
+    scaled = x * jnp.float32(TANH_SCALE)
+    inner = jnp.tanh(x * x * (scaled * jnp.float32(TANH_CUBIC)) + scaled)
+    half = x * jnp.float32(0.5)
+    value = half * inner + half
+    if not needs_slope:
+        return value, x
+    inside = _limit(half, -GREATEST_GELU_TANH / 2, GREATEST_GELU_TANH / 2)
+    growth = inside * inside * jnp.float32(12 * TANH_SCALE * TANH_CUBIC) + jnp.float32(TANH_SCALE)
+    rest = jnp.float32(1) - inner * inner
+    return value, inner * jnp.float32(0.5) + jnp.float32(0.5) + inside * rest * growth
+
+
+_OTHERS = {
+    "identity": _identity,
+    "relu": _relu,
+    "leaky_relu": _leaky_relu,
+    "relu_squared": _relu_squared,
+    "hardswish": _hardswish,
+    "gelu": _gelu,
+    "polynomial gelu": _polynomial_gelu,
+}
+_SIGMOIDS = {
+    "silu": _silu,
+    "gelu_tanh": _gelu_tanh,
+    "tanh silu": _tanh_silu,
+    "tanh gelu_tanh": _tanh_gelu_tanh,
+}

@@ -1,0 +1,241 @@
+"""Gradients of generalised dot-product attention: two persistent Mosaic GPU kernels for Hopper.
+
+    dA = d_out @ value.T,  dS = dA * act'(scale * S),  S = query @ key.T, of each sequence and head
+    d_query = scale * output_scale * dS @ key
+    d_key   = scale * output_scale * dS.T @ query
+    d_value = output_scale * act(scale * S).T @ d_out
+
+One kernel makes d_query, another d_key and d_value; they are one body.  Its tiles are 128 rows of
+one sequence and head (of queries and d_out, or of keys and values), whose two operands stay in
+shared memory while blocks of the other side's two operands pass by: the keys of one sequence, or
+the queries of all sequences and heads that share a key.  S and dA come from shared memory, dS and
+the activated scores go back to the tensor core from registers, rounded to the inputs' dtype; sums
+stay in registers until the tile's end.  So each sum has one place and one order, and S and dA are
+made twice: seven products instead of five, but no atomic additions and no partial sums in memory.
+
+Rows of a block past a sequence's end are zeroed in shared memory, and have no effect since
+act(0) = 0; a tile's own rows past the end do nothing but fill rows that are not stored.
+
+Warpgroups: 0 and 1 multiply, 64 rows each; one warp of the third feeds them.  A consumer issues the
+scores of a tile's next block behind the products of this one; one consumer's activations meet the
+other's products.  A finished tile is staged where its operands were, while the next one's come.
+
+Synchronisations:
+  1. `own_ready[s]`, `own_free[s]`        slot s has a tile and its description; free once the
+                                          results that were staged in it have left.
+  2. `others_ready[s]`, `others_free[s]`  stage s of the ring has a block and its description.
+  3. A named barrier: the consumers meet after zeroing a block's rows.
+
+Source: the arrangement of a backward pass with two consumers of 64 keys is that of Shah et al.,
+"FlashAttention-3", 2024; no code is shared.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ikbo_jax.pallas import gdpa_backward_consumer, gdpa_backward_producer, mosaic
+from ikbo_jax.pallas.gdpa_backward_role import (
+    BLOCK_WORDS,
+    ITEM_WORDS,
+    Operands,
+    Role,
+    Shape,
+    Shared,
+)
+from ikbo_jax.pallas.gdpa_backward_tiles import Work
+from ikbo_jax.tuning.configs import BLOCK_K, NUM_CONSUMERS, WGMMA_M
+from ikbo_jax.tuning.gdpa_backward_configs import SLOTS, GdpaBackwardConfig
+
+#: Registers a thread of a consumer / the producer warpgroup holds: 2 x 240 + 24 <= 3 x 168.
+CONSUMER_REGISTERS = 240
+PRODUCER_REGISTERS = 24
+
+
+def _kernel(
+    *refs: Any, tree: Any, shape: Shape, config: GdpaBackwardConfig, interpret: bool
+) -> None:
+    """Role dispatch."""
+    operands, results, scratch = jax.tree.unflatten(tree, refs)
+    views = functools.partial(mosaic.tile_views, interpret=interpret)
+    own, others, *rest = scratch
+    if not interpret:
+        rest += [None, None]
+    shared = Shared(views(own), views(others), *rest)
+    warpgroup = lax.axis_index("warpgroup")
+    worker = lax.axis_index("worker")
+    role = Role(shape, config, shared, operands, results, worker, warpgroup, interpret)
+
+    @pl.when(warpgroup == NUM_CONSUMERS)
+    def _producer() -> None:
+        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+        produce = functools.partial(gdpa_backward_producer.produce, role)
+        mosaic.on_one_warp(produce, interpret=interpret)
+
+    @pl.when(warpgroup < NUM_CONSUMERS)
+    def _consumer() -> None:
+        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+        consumer = mosaic.warpgroup_index("warpgroup", interpret=interpret)
+        gdpa_backward_consumer.consume(role._replace(consumer=consumer))
+
+
+def scratch_types(
+    dtype: Any, shape: Shape, config: GdpaBackwardConfig, *, interpret: bool
+) -> tuple[Any, ...]:
+    """Shared memory and barriers, in the order in which `_kernel` takes them."""
+    tile = functools.partial(mosaic.operand_tile, dtype=dtype, interpret=interpret)
+    columns = shape.column_blocks
+
+    def barrier(arrivals: int, count: int) -> Any:
+        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
+
+    types = (
+        tile((SLOTS, 2, NUM_CONSUMERS, columns, WGMMA_M, BLOCK_K)),
+        tile((config.stages, 2, columns, config.block, BLOCK_K)),
+        plgpu.SMEM((SLOTS, ITEM_WORDS), jnp.int32),
+        plgpu.SMEM((config.stages, BLOCK_WORDS), jnp.int32),
+        barrier(2 * NUM_CONSUMERS * columns + 1, SLOTS),
+        barrier(NUM_CONSUMERS, SLOTS),
+        barrier(2 * columns + 1, config.stages),
+        barrier(NUM_CONSUMERS, config.stages),
+    )
+    if not interpret:
+        return types
+    rows = plgpu.SMEM((NUM_CONSUMERS, 2, WGMMA_M, config.block), dtype)
+    return (*types, rows, plgpu.SMEM((NUM_CONSUMERS, WGMMA_M, columns * BLOCK_K), jnp.float32))
+
+
+# Host side
+
+
+def d_query_kernel(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    d_out: jax.Array,
+    work: Work,
+    *,
+    activations: tuple[str, ...],
+    approx: str | None,
+    scale: float,
+    output_scale: float,
+    config: GdpaBackwardConfig,
+    num_sms: int,
+    out_dtype: Any = None,
+    interpret: Any = False,
+) -> jax.Array:
+    """Gradient of the queries.
+
+    Args:
+      query: [rows, N, H], bf16 or f16; read at the rows that `work` names.
+      key: [total_kv, K, H], the same dtype; K divides N.
+      value: [total_kv, K, H].
+      d_out: [total_q, N, H], cotangent of the result.
+      work: what `gdpa_backward_tiles.query_work` says, with `config.block`.
+      activations: a name for each of the N heads, none of them softmax.
+      approx: an approximation's name, or None.
+      scale: of the scores.
+      output_scale: of the result.
+      config: a legal configuration (`tuning.gdpa_backward_configs.illegal_reason`).
+      num_sms: streaming multiprocessors of the device.
+      out_dtype: of the gradient; the query's, or f32.
+      interpret: False, or `plgpu.InterpretGPUParams` to run on a CPU, with
+        `inline_mgpu="_hack_model_inline_mgpu_tokamax"` for the named barrier.
+
+    Returns:
+      [total_q, N, H], summed in f32 and rounded once; zeros in rows of no sequence.
+    """
+    heads, head_dim = d_out.shape[1:]
+    shape = Shape(
+        heads=heads,
+        group=1,
+        divisor=heads // key.shape[1],
+        head_dim=head_dim,
+        activations=activations,
+        approx=approx,
+        scale=scale,
+        scales=(scale * output_scale,),
+        workers=min(num_sms, work.tiles.shape[0] * heads),
+    )
+    operands = Operands((query, d_out), (key, value), *work)
+    result = jax.ShapeDtypeStruct(d_out.shape, out_dtype or query.dtype)
+    return _launch(operands, (result,), shape, config, "ikbo_gdpa_d_query", interpret)[0]
+
+
+def d_key_value_kernel(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    d_out: jax.Array,
+    work: Work,
+    *,
+    activations: tuple[str, ...],
+    approx: str | None,
+    scale: float,
+    output_scale: float,
+    config: GdpaBackwardConfig,
+    num_sms: int,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Gradients of keys and values; for the arguments see `d_query_kernel`.
+
+    Args:
+      work: what `gdpa_backward_tiles.key_work` says, with `config.block`.
+
+    Returns:
+      Two [total_kv, K, H], summed in f32 over all queries that share a key, and rounded once; zeros
+      in rows of no sequence.
+    """
+    _, heads, head_dim = key.shape
+    shape = Shape(
+        heads=heads,
+        group=d_out.shape[1] // heads,
+        divisor=1,
+        head_dim=head_dim,
+        activations=activations,
+        approx=approx,
+        scale=scale,
+        scales=(scale * output_scale, output_scale),
+        workers=min(num_sms, work.tiles.shape[0] * heads),
+    )
+    operands = Operands((key, value), (query, d_out), *work)
+    results = (jax.ShapeDtypeStruct(key.shape, key.dtype),) * 2
+    d_key, d_value = _launch(operands, results, shape, config, "ikbo_gdpa_d_key_value", interpret)
+    return d_key, d_value
+
+
+def _launch(
+    operands: Operands,
+    results: tuple[Any, ...],
+    shape: Shape,
+    config: GdpaBackwardConfig,
+    name: str,
+    interpret: Any,
+) -> tuple[jax.Array, ...]:
+    scratch = scratch_types(operands.own[0].dtype, shape, config, interpret=bool(interpret))
+    out: tuple[jax.Array, ...] = plgpu.kernel(
+        functools.partial(
+            _kernel,
+            tree=jax.tree.structure((operands, results, (0,) * len(scratch))),
+            shape=shape,
+            config=config,
+            interpret=bool(interpret),
+        ),
+        out_type=results,
+        scratch_types=scratch,
+        grid=(shape.workers,),
+        grid_names=("worker",),
+        num_threads=NUM_CONSUMERS + 1,
+        thread_name="warpgroup",
+        kernel_name=name,
+        compiler_params=mosaic.compiler_params(),
+        interpret=interpret,
+    )(*jax.tree.leaves(operands))
+    return out

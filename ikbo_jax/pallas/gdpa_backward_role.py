@@ -1,0 +1,121 @@
+"""What the warpgroups of the backward kernels share: sizes, memory, barriers, descriptors."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ikbo_jax.tuning.configs import BLOCK_K
+from ikbo_jax.tuning.gdpa_backward_configs import SLOTS, GdpaBackwardConfig
+
+#: Words of a tile's descriptor in shared memory: first row and rows of the result, head, whether
+#: the tile meets anything, blocks (at least 1).
+FIRST_ROW, ROWS, HEAD, MEETS, BLOCKS = range(5)
+ITEM_WORDS = 8
+#: Words of a block's descriptor: rows, query head.
+BLOCK_WORDS = 2
+
+
+#: Activations, and their approximations, that spill beside two sums unless a branch surrounds them.
+SPILLING_ACTIVATIONS = (("gelu", None), ("gelu", "tanh"), ("silu", "tanh"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Static description of a launch.
+
+    Attributes:
+      heads: of the tiles: K of a kernel for keys, N of one for queries.
+      group: heads of the blocks that one head of the tiles meets; 1 of a kernel for queries.
+      divisor: heads of the tiles that meet one head of the blocks; 1 of a kernel for keys.
+      activations: a name for each query head.
+      scales: what the sums are multiplied by, one for each result.
+    """
+
+    heads: int
+    group: int
+    divisor: int
+    head_dim: int
+    activations: tuple[str, ...]
+    approx: str | None
+    scale: float
+    scales: tuple[float, ...]
+    workers: int
+
+    @property
+    def is_for_keys(self) -> bool:
+        return len(self.scales) == 2
+
+    @property
+    def has_activation_in_branch(self) -> bool:
+        """Whether ptxas must not mix an activation with what is around it, since it would spill."""
+        is_alone = len(set(self.activations)) == 1
+        kind = (self.activations[0], self.approx)
+        is_wide = self.is_for_keys and self.head_dim > BLOCK_K
+        return is_wide and is_alone and kind in SPILLING_ACTIVATIONS
+
+    @property
+    def column_blocks(self) -> int:
+        """Blocks of 64 columns that hold the head width."""
+        return pl.cdiv(self.head_dim, BLOCK_K)
+
+
+class Operands(NamedTuple):
+    """Device memory. Scores are `own[0] @ others[0].T`, their gradients `own[1] @ others[1].T`."""
+
+    own: tuple[Any, Any]  # key and value [total_kv, K, H]; or query and d_out [total_q, N, H]
+    others: tuple[Any, Any]  # the other two
+    tiles: Any  # [tiles, TILE_WORDS] int32
+    num_tiles: Any  # [1] int32
+    partners: Any  # [sequences, PARTNER_WORDS] int32
+
+
+class Shared(NamedTuple):
+    """Shared memory and barriers; a tile is (view for WGMMA, view for TMA): `mosaic.tile_views`."""
+
+    own: tuple[Any, Any]  # [SLOTS, 2 operands, 2 consumers, column blocks, 64, 64]
+    others: tuple[Any, Any]  # [stages, 2 operands, column blocks, block, 64]
+    items: Any  # [SLOTS, ITEM_WORDS] int32
+    blocks: Any  # [stages, BLOCK_WORDS] int32
+    own_ready: Any
+    own_free: Any
+    others_ready: Any
+    others_free: Any
+    staging: Any  # [2 consumers, 2, 64, columns], only under interpretation
+    wide_staging: Any  # [2 consumers, 64, columns] f32, likewise
+
+
+class Role(NamedTuple):
+    """What every function of a warpgroup needs; `consumer` is 0 or 1, unused by the producer."""
+
+    shape: Shape
+    config: GdpaBackwardConfig
+    shared: Shared
+    operands: Operands
+    results: tuple[Any, ...]
+    worker: Any
+    consumer: Any
+    interpret: bool
+
+    def slot(self, item: Any) -> Any:
+        return lax.rem(item, SLOTS)
+
+    def stage(self, step: Any) -> Any:
+        return lax.rem(step, self.config.stages)
+
+    def columns(self, block: int) -> Any:
+        """Columns of a block of the head width, past which TMA reads zeros and stores nothing."""
+        begin: Any = block * BLOCK_K
+        if begin + BLOCK_K > self.shape.head_dim:
+            begin = begin + 0 * self.worker  # a start known in advance would be out of bounds
+        return pl.ds(begin, BLOCK_K)
+
+    @property
+    def item_count(self) -> Any:
+        """Tiles and heads of this CTA."""
+        shape = self.shape
+        items = self.operands.num_tiles[0] * shape.heads
+        return (items - self.worker + shape.workers - 1) // shape.workers

@@ -1,0 +1,216 @@
+"""Stores of a warpgroup's rows: into shared memory, and f32 ones straight to device memory.
+
+What does not change from tile to tile, LLVM and ptxas compute ahead of all loops, and it lives
+through the main one, where no register is left.  So addresses come from a thread's number that
+neither of them knows to be always the same, and loops have bounds that LLVM does not know.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith
+
+from ikbo_jax.pallas import mosaic, softmax
+
+
+def _thread() -> ir.Value:
+    """This thread's number in its warpgroup; ptxas moves reads of %tid, but no shuffles."""
+    i32 = ir.IntegerType.get_signless(32)
+    return mgpu.utils.inline_ptx(
+        "{ .reg .u32 lane; mov.u32 lane, %laneid; mov.u32 $0, %tid.x; and.b32 $0, $0, 127; "
+        "shfl.sync.idx.b32 $0, $0, lane, 31, 0xffffffff; }",
+        result_types=i32,
+        has_side_effects=True,
+        convergent=True,
+    )
+
+
+def zero_tiles(tiles: Any, *, interpret: bool) -> None:
+    """Zeroes shared memory tiles [blocks, rows, 64] of 16 bits."""
+    if not interpret:
+        softmax.zero_rows(tiles, jnp.int32(0), interpret=interpret)
+        return
+    for i in range(tiles.shape[0]):  # row by row takes the interpreter seconds
+        tiles[i, :, :] = jnp.zeros(tiles.shape[1:], tiles.dtype)
+
+
+def stage_rows(tiles: Any, values: jax.Array, *, interpret: bool) -> None:
+    """Writes [64, width] of 16 bits into shared memory tiles [blocks, 64, 64], zeros past width."""
+    blocks, rows, columns = tiles.shape
+    width = values.shape[1]
+    if interpret:
+        for i in range(blocks):
+            part = values[:, i * columns : (i + 1) * columns]
+            tiles[i, :, :] = jnp.pad(part, ((0, 0), (0, columns - part.shape[1])))
+        return
+
+    @plgpu.inline_mgpu(
+        arg_types=(
+            plgpu.RefType(mosaic.operand_transforms(tiles.dtype)),
+            plgpu.Layout.WGMMA,
+        )
+    )
+    def write(_: Any, tiles: ir.Value, values: mgpu.FragmentedArray) -> None:
+        i32, byte = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
+        words = [mgpu.utils.bitcast(pair, i32) for pair in values.registers.flat]
+        words += [mgpu.c(0, i32)] * ((blocks * columns - width) // 4)
+        base = mgpu.utils.memref_ptr(tiles)
+        thread = _thread()
+
+        def part(divisor: int, count: int) -> ir.Value:
+            whole = arith.divui(thread, mgpu.c(divisor, i32))
+            return arith.remui(whole, mgpu.c(count, i32))
+
+        # stmatrix takes four 8 x 8 matrices a warp, and each row's address from one lane.
+        row_of_8, lower, right, warp = part(1, 8), part(8, 2), part(16, 2), part(32, 4)
+        row = arith.addi(arith.muli(warp, mgpu.c(16, i32)), row_of_8)
+        row = arith.addi(row, arith.muli(lower, mgpu.c(8, i32)))
+        row_offset = arith.muli(row, mgpu.c(mosaic.SWIZZLE, i32))
+        per_block = columns // 16
+        for step in range(blocks * per_block):
+            block, within = divmod(step, per_block)
+            vector_of_row = arith.addi(right, mgpu.c(2 * within, i32))
+            offset = arith.addi(
+                arith.addi(row_offset, mgpu.c(block * rows * mosaic.SWIZZLE, i32)),
+                arith.muli(arith.xori(vector_of_row, row_of_8), mgpu.c(16, i32)),
+            )
+            mgpu.utils.inline_ptx(
+                "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};",
+                mgpu.utils.getelementptr(base, [offset], byte),
+                *words[4 * step : 4 * step + 4],
+                has_side_effects=True,
+                convergent=True,
+            )
+
+    write(tiles, values)
+
+
+def store_wide_rows(
+    output: Any,
+    values: jax.Array,
+    first_row: Any,
+    head: Any,
+    rows: Any,
+    staging: Any,
+    *,
+    interpret: bool,
+) -> None:
+    """output[first_row + r, head] = values[r] for r in [0, rows).
+
+    Args:
+      output: device memory [rows, heads, width] f32.
+      values: [64, width] f32.
+      staging: shared memory [64, at least width] f32 of this warpgroup, only under interpretation.
+    """
+    _, heads, width = output.shape
+    if interpret:
+        staging[:, :width] = values
+
+        @pl.loop(jnp.int32(0), rows)
+        def _(r: Any) -> None:
+            output[first_row + r, head, :] = staging[r, :width]
+
+        return
+
+    scalar = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, scalar, scalar, scalar))
+    def write(_: Any, output: ir.Value, values: mgpu.FragmentedArray, *scalars: Any) -> None:
+        i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
+        first_row, head, rows = (s.registers.item() for s in scalars)
+        thread = _thread()
+        column = arith.muli(arith.remui(thread, mgpu.c(4, i32)), mgpu.c(2, i32))
+        pairs = [mgpu.utils.bitcast(pair, i64) for pair in values.registers.flat]
+        for half in (0, 1):
+            row = softmax._thread_row(thread, half)
+            target = arith.addi(first_row, row)
+            terms = [(target, heads * width), (head, width), (column, 1)]
+            address = softmax._device_address(output, terms, 4)
+            for i, pair in enumerate(pairs[half::2]):
+                mgpu.utils.inline_ptx(
+                    f"st.global.b64 [$0 + {32 * i}], $1;",
+                    address,
+                    pair,
+                    predicate=arith.cmpi(arith.CmpIPredicate.slt, row, rows),
+                    has_side_effects=True,
+                )
+
+    write(output, values, first_row, head, rows)
+
+
+def store_staged_rows(
+    output: Any, tiles: Any, first_row: Any, head: Any, rows: Any, *, interpret: bool
+) -> None:
+    """output[first_row + r, head] = row r of `tiles` for r in [0, rows).
+
+    A loop, unlike `softmax.store_staged_rows`: what ptxas computes ahead of all loops for unrolled
+    stores takes 56 registers.
+
+    Args:
+      output: device memory [rows, heads, width].
+      tiles: shared memory [blocks, 64, 64], committed; read when this returns.
+    """
+    _, heads, width = output.shape
+    blocks, height, columns = tiles.shape
+    if interpret:
+        softmax.store_staged_rows(
+            output, tiles, first_row, head, jnp.int32(0), rows, interpret=interpret
+        )
+        return
+    scalar = plgpu.Layout.WG_SPLAT(())
+    vectors = mosaic.SWIZZLE // 16  # of a row of a block
+    per_step = softmax.WARPGROUP_SIZE // vectors  # rows
+
+    @plgpu.inline_mgpu(
+        arg_types=(
+            plgpu.RefType(),
+            plgpu.RefType(mosaic.operand_transforms(tiles.dtype)),
+            *(scalar,) * 4,
+        )
+    )
+    def write(_: Any, output: ir.Value, tiles: ir.Value, *scalars: Any) -> None:
+        i32, byte = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
+        step, first_row, head, rows = (s.registers.item() for s in scalars)
+        thread = _thread()
+        vector_of_row = arith.remui(thread, mgpu.c(vectors, i32))
+        row_of_all = arith.addi(
+            arith.muli(step, mgpu.c(per_step, i32)), arith.divui(thread, mgpu.c(vectors, i32))
+        )
+        block = arith.divui(row_of_all, mgpu.c(height, i32))
+        row = arith.remui(row_of_all, mgpu.c(height, i32))
+        swizzled = arith.xori(vector_of_row, arith.remui(row, mgpu.c(vectors, i32)))
+        offset = arith.addi(
+            arith.muli(row_of_all, mgpu.c(mosaic.SWIZZLE, i32)),
+            arith.muli(swizzled, mgpu.c(16, i32)),
+        )
+        column = arith.addi(
+            arith.muli(vector_of_row, mgpu.c(columns // vectors, i32)),
+            arith.muli(block, mgpu.c(columns, i32)),
+        )
+        is_wanted = arith.andi(
+            arith.cmpi(arith.CmpIPredicate.slt, row, rows),
+            arith.cmpi(arith.CmpIPredicate.slt, column, mgpu.c(width, i32)),
+        )
+        terms = [(arith.addi(first_row, row), heads * width), (head, width), (column, 1)]
+        mgpu.utils.inline_ptx(
+            "{ .reg .b32 a, b, c, d; @$2 ld.shared.v4.b32 {a, b, c, d}, [$1]; "
+            "@$2 st.global.v4.b32 [$0], {a, b, c, d}; }",
+            softmax._device_address(output, terms, 2),
+            mgpu.utils.getelementptr(mgpu.utils.memref_ptr(tiles), [offset], byte),
+            is_wanted,
+            has_side_effects=True,
+        )
+
+    # A bound that LLVM knows would be unrolled.
+    steps = mosaic.opaque(jnp.int32(blocks * height // per_step), interpret=interpret)
+
+    @pl.loop(jnp.int32(0), steps)
+    def write_step(step: Any) -> None:
+        write(output, tiles, step, first_row, head, rows)

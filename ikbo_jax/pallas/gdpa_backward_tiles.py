@@ -1,0 +1,151 @@
+"""What the backward kernels work on: tiles of one side, and what each of them meets of the other.
+
+Runs in XLA, before the kernels. Tiles are rows of one sequence, at most `TILE_ROWS`; the sequences
+that cost most come first, so that CTAs that take every n-th tile finish together. Rows of no
+sequence get tiles that meet nothing, at the end, so that every row of a result is written.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ikbo_jax.reference import jagged
+from ikbo_jax.tuning.gdpa_backward_configs import TILE_ROWS
+
+#: Words of a tile: first row that is read, first row that is written, rows, first partner, past the
+#: last partner, blocks of all partners; and two that make it a sector of memory.
+TILE_WORDS = 8
+#: Words of a partner: first row of one operand, first row of the other, rows; and one more.
+PARTNER_WORDS = 4
+
+
+class Sequences(NamedTuple):
+    """Sequences of one side, [batch] int32 each.
+
+    Attributes:
+      source: first row in the array of queries or keys.
+      target: first row in the array of results; the same, unless queries are broadcast.
+      length: rows.
+    """
+
+    source: jax.Array
+    target: jax.Array
+    length: jax.Array
+
+
+class Work(NamedTuple):
+    """The work of one kernel.
+
+    Attributes:
+      tiles: [tiles, TILE_WORDS] int32; those past `num_tiles` are not there.
+      num_tiles: [1] int32.
+      partners: [sequences of the other side, PARTNER_WORDS] int32.
+    """
+
+    tiles: jax.Array
+    num_tiles: jax.Array
+    partners: jax.Array
+
+
+def query_work(
+    q: Sequences, kv: Sequences, kv_of: jax.Array, total: int, *, block: int, is_bounded: bool
+) -> Work:
+    """Tiles of queries; each meets the keys of one sequence.
+
+    Args:
+      q: query sequences.
+      kv: key-value sequences.
+      kv_of: [batch] int32, the key-value sequence of each query sequence; there must be one.
+      total: rows of the result.
+      block: rows of a block of keys.
+      is_bounded: whether rows between sequences may belong to none (`max_seqlen_q`).
+    """
+    return _work(q, kv, kv_of, kv_of + 1, total, block, 1, is_bounded)
+
+
+def key_work(
+    kv: Sequences,
+    q: Sequences,
+    kv_of: jax.Array,
+    total: int,
+    *,
+    block: int,
+    group: int,
+    is_sorted: bool,
+    is_bounded: bool,
+) -> Work:
+    """Tiles of keys; each meets the queries of all sequences that share its own, and of all heads.
+
+    Args:
+      kv: key-value sequences.
+      q: query sequences.
+      kv_of: as for `query_work`.
+      total: rows of the result.
+      block: rows of a block of queries.
+      group: query heads of one key head.
+      is_sorted: that query sequence b has key-value sequence b.
+      is_bounded: as for `query_work`.
+    """
+    number = jnp.arange(kv.length.size, dtype=jnp.int32)
+    if is_sorted:
+        return _work(kv, q, number, number + 1, total, block, group, is_bounded)
+    order = jnp.argsort(kv_of, stable=True)
+    ends = jnp.searchsorted(kv_of[order], number, side="right", method="scan_unrolled")
+    end = ends.astype(jnp.int32)
+    begin = jnp.concatenate([jnp.zeros_like(end, shape=1), end[:-1]])
+    q = Sequences(*(x[order] for x in q))
+    return _work(kv, q, begin, end, total, block, group, is_bounded)
+
+
+def _work(
+    own: Sequences,
+    others: Sequences,
+    begin: jax.Array,
+    end: jax.Array,
+    total: int,
+    block: int,
+    group: int,
+    is_bounded: bool,
+) -> Work:
+    zero = jnp.zeros_like(others.length, shape=1)
+    before = jnp.concatenate([zero, jnp.cumsum(-(-others.length // block))])
+    blocks = (before[end] - before[begin]) * group
+    longest_first = jnp.argsort(-blocks, stable=True)
+    words = [x[longest_first] for x in (*own, begin, end, blocks)]
+    gaps = _gaps(own, total, is_bounded)
+    none = jnp.zeros_like(gaps.length)
+    words = [
+        jnp.concatenate([x, gap]) for x, gap in zip(words, (*gaps, none, none, none), strict=True)
+    ]
+    source, target, length, *rest = words
+    tiles_of = -(-length // TILE_ROWS)
+    last = jnp.cumsum(tiles_of)
+    number = jnp.arange(most_tiles(length.size, total), dtype=jnp.int32)
+    found = jnp.searchsorted(last, number, side="right", method="scan_unrolled")
+    sequence = jnp.minimum(found.astype(jnp.int32), length.size - 1)
+    start = (number - (last - tiles_of)[sequence]) * TILE_ROWS
+    rows = jnp.clip(length[sequence] - start, 0, TILE_ROWS)
+    first = (source[sequence] + start, target[sequence] + start)
+    columns = (*first, rows, *(x[sequence] for x in rest))
+    partners = jnp.stack([*others, jnp.zeros_like(others.length)], axis=1)
+    padding = [jnp.zeros_like(rows)] * (TILE_WORDS - len(columns))
+    return Work(jnp.stack([*columns, *padding], axis=1), last[-1:], partners)
+
+
+def most_tiles(sequences: int, total: int) -> int:
+    """The most tiles of `sequences` that share out `total` rows."""
+    return jagged.most_tiles(sequences, total, TILE_ROWS, None)
+
+
+def _gaps(own: Sequences, total: int, is_bounded: bool) -> Sequences:
+    """The rows of no sequence, from those that are written in increasing order."""
+    first, past = own.target, own.target + own.length
+    zero, end = jnp.zeros_like(first, shape=1), jnp.full_like(first, total, shape=1)
+    if not is_bounded:  # one sequence begins where the one before it ends
+        first, past = first[:1], past[-1:]
+    begin = jnp.concatenate([zero, past])
+    length = jnp.concatenate([first, end]) - begin
+    return Sequences(begin, begin, length)

@@ -1,0 +1,144 @@
+"""What the warpgroups of the GDPA forward kernel share: sizes, memory, barriers, descriptors."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ikbo_jax.pallas.gdpa_weights import Weighing
+from ikbo_jax.tuning.configs import BLOCK_K
+from ikbo_jax.tuning.gdpa_configs import GdpaConfig
+
+#: Words of a descriptor in shared memory: an `Item`, then a `Place`.
+ITEM_WORDS = 7
+#: Descriptors beyond the query slots.  A consumer reads one for the last time after it has given up
+#: the queries of the item that follows, so the one that may overwrite it is three items later.
+MORE_ITEM_SLOTS = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Static description of a launch.
+
+    Attributes:
+      q_rows: rows of the queries' array.
+      q_heads: N.
+      kv_heads: K.
+      head_dim: H.
+      weighing: how scores become weights, and sums results.
+      workers: CTAs.
+    """
+
+    q_rows: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    weighing: Weighing
+    workers: int
+
+    @property
+    def column_blocks(self) -> int:
+        """Blocks of 64 columns that hold the head width."""
+        return pl.cdiv(self.head_dim, BLOCK_K)
+
+
+class Operands(NamedTuple):
+    """Device memory."""
+
+    query: Any  # [q_rows, N, H]
+    key: Any  # [kv_rows, K, H]
+    value: Any  # [kv_rows, K, H]
+    words: Any  # [most tiles, gdpa_tiles.TILE_WORDS] int32
+    counts: Any  # [2] int32
+
+
+class Shared(NamedTuple):
+    """Shared memory and barriers; a tile is (view for WGMMA, view for TMA): `mosaic.tile_views`."""
+
+    query: tuple[Any, Any]  # [q_slots, 2, column blocks, 64, 64]
+    key: tuple[Any, Any]  # [k_stages, column blocks, block_kv, 64]
+    value: tuple[Any, Any]  # [v_stages, column blocks, block_kv, 64]
+    items: Any  # [item slots, ITEM_WORDS] int32
+    item_ready: Any
+    q_ready: Any
+    q_free: Any
+    k_ready: Any
+    k_free: Any
+    v_ready: Any
+    v_free: Any
+    rows: Any  # [2, 64, columns], only under interpretation
+
+
+class Item(NamedTuple):
+    """What a consumer has to know of one tile of one head while it works on it."""
+
+    blocks: Any  # of keys, at least 1; 0 ends the list
+    length: Any  # keys
+    head: Any
+    is_here: Any  # 1: all blocks are in shared memory, where the item before met them
+
+
+class Place(NamedTuple):
+    """Where its result goes; read when it is there, since registers are scarce before."""
+
+    head: Any
+    target: Any  # first row of the tile in the result
+    rows: Any  # of the tile
+
+
+class Role(NamedTuple):
+    """What every function of a warpgroup needs; `consumer` is 0 or 1, unused by the producer."""
+
+    shape: Shape
+    config: GdpaConfig
+    shared: Shared
+    operands: Operands
+    out: Any  # device memory [rows, N, H]
+    worker: Any
+    consumer: Any
+    interpret: bool
+
+    def slot(self, item: Any) -> Any:
+        return lax.rem(item, self.config.q_slots)
+
+    def item_slot(self, item: Any) -> Any:
+        return lax.rem(item, self.config.q_slots + MORE_ITEM_SLOTS)
+
+    def k_stage(self, step: Any) -> Any:
+        return lax.rem(step, self.config.k_stages)
+
+    def v_stage(self, step: Any) -> Any:
+        return lax.rem(step, self.config.v_stages)
+
+    def step_after(self, first_step: Any, blocks: Any, is_kept: Any) -> Any:
+        """Where in the rings an item begins after one of some blocks, which it meets if kept."""
+        if self.config.run == 1:
+            return first_step + blocks
+        return first_step + jnp.where(is_kept != 0, 0, blocks)
+
+    def columns(self, block: int) -> Any:
+        """Columns of a block of the head width, past which TMA reads zeros and stores nothing."""
+        begin: Any = block * BLOCK_K
+        if begin + BLOCK_K > self.shape.head_dim:
+            begin = begin + 0 * self.worker  # a start known in advance would be out of bounds
+        return pl.ds(begin, BLOCK_K)
+
+    def share(self, count: Any) -> Any:
+        """How many of `count` runs are this CTA's; see `turn`."""
+        workers = self.shape.workers
+        full = lax.div(count, workers)
+        return full + (self.turn(full) < count).astype(jnp.int32)
+
+    def turn(self, i: Any) -> Any:
+        """The number of this CTA's `i`-th run: forth and back, so that none always comes first.
+
+        Work falls along the list; taken in one direction only, the first CTA would have the largest
+        run of every round.
+        """
+        workers = self.shape.workers
+        place = jnp.where(lax.rem(i, 2) == 0, self.worker, workers - 1 - self.worker)
+        return i * workers + place

@@ -1,0 +1,166 @@
+"""Lists of tiles of jagged sequences, made by XLA before a kernel runs, from offsets on the device.
+
+A tile is some rows of one *segment*: of a sequence of queries, or of a gap between sequences, whose
+results are zeros.  It meets the keys of its sequence, the *other* side.  Tiles with most keys come
+first and those without any last, so that CTAs which take every n-th tile finish together, and so
+that a pipeline never meets an empty tile.
+
+The list is as long as any offsets can need; how many tiles there are is known on the device only.
+Everything is counting by comparison, in a few fused kernels: a sort or a scan of a thousand numbers
+would take as long as all of it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+#: Words of a tile in `TileList.words`: first row in the array that is read, first row in the array
+#: that is written, rows; first and number of what it meets on the other side.
+SOURCE, TARGET, ROWS, OTHER, OTHERS = range(5)
+TILE_WORDS = 5
+#: Segments up to which comparing all pairs is cheaper than sorting.
+MOST_COMPARED = 4096
+
+
+class TileList(NamedTuple):
+    """Tiles in the order in which they are worked on.
+
+    Attributes:
+      words: [most, TILE_WORDS] int32.
+      counts: [2] int32: tiles that meet anything, which come first, and all tiles.
+    """
+
+    words: jax.Array
+    counts: jax.Array
+
+
+class _Segments(NamedTuple):
+    """[segments] int32 each; `cost` is the rows of the other side that a row meets."""
+
+    source: jax.Array
+    target: jax.Array
+    length: jax.Array
+    other: jax.Array
+    others: jax.Array
+    cost: jax.Array
+
+
+def query_tiles(
+    cu_seqlens_q: jax.Array | None,
+    cu_seqlens_kv: jax.Array,
+    q_to_kv: jax.Array | None,
+    *,
+    q_rows: int,
+    kv_rows: int,
+    max_seqlen_q: int | None,
+    max_seqlen_kv: int | None,
+    size: int,
+) -> TileList:
+    """Tiles of queries; OTHER is the first row of a tile's keys and OTHERS their number.
+
+    Args:
+      cu_seqlens_q: [batch + 1] int32; None: every sequence has the same `q_rows` queries, and the
+        rows that are written follow sequence after sequence.
+      cu_seqlens_kv: [batch_kv + 1] int32.
+      q_to_kv: [batch] int32, clamped, or None: each its own.
+      q_rows: rows of the queries' array.
+      kv_rows: rows of the keys' array.
+      max_seqlen_q: rows of a sequence beyond it are a gap; or None.
+      max_seqlen_kv: keys of a sequence beyond it are not met; or None.
+      size: rows of a tile, at most.
+    """
+    kv_start, kv_length, _ = _sequences(cu_seqlens_kv, kv_rows, max_seqlen_kv)
+    if q_to_kv is not None:
+        index = jnp.clip(q_to_kv, 0, kv_start.size - 1)
+        kv_start, kv_length = kv_start[index], kv_length[index]
+    if cu_seqlens_q is None:
+        number = jnp.arange(kv_start.size, dtype=jnp.int32)
+        length = jnp.full_like(number, q_rows)
+        segments = _Segments(
+            jnp.zeros_like(number), number * q_rows, length, kv_start, kv_length, kv_length
+        )
+        return _cut(segments, size, number.size * q_rows)
+    start, length, end = _sequences(cu_seqlens_q, q_rows, max_seqlen_q)
+    segments = _Segments(start, start, length, kv_start, kv_length, kv_length)
+    return _cut(_with_gaps(segments, end, q_rows, max_seqlen_q), size, q_rows)
+
+
+def _sequences(
+    cu_seqlens: jax.Array, total: int, max_seqlen: int | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """First rows, lengths and where the next ones begin, in [0, total) whatever offsets hold."""
+    offsets = jnp.clip(cu_seqlens, 0, total)
+    if offsets.size > MOST_COMPARED:
+        offsets = lax.cummax(offsets)
+    else:
+        position = jnp.arange(offsets.size, dtype=jnp.int32)
+        is_before = position[None] <= position[:, None]
+        offsets = jnp.max(jnp.where(is_before, offsets[None], 0), axis=1)
+    length = offsets[1:] - offsets[:-1]
+    if max_seqlen is not None:
+        length = jnp.minimum(length, max_seqlen)
+    return offsets[:-1], length, offsets[1:]
+
+
+def _with_gaps(
+    segments: _Segments, end: jax.Array, total: int, max_seqlen: int | None
+) -> _Segments:
+    """`segments`, and after them the rows of no sequence."""
+    first, last = segments.source[:1], end[-1:]
+    starts = [jnp.zeros_like(first), last]
+    lengths = [first, total - last]
+    if max_seqlen is not None:
+        starts.append(segments.source + segments.length)
+        lengths.append(end - starts[-1])
+    start, length = jnp.concatenate(starts), jnp.concatenate(lengths)
+    nothing = jnp.zeros_like(start)
+    gaps = _Segments(start, start, length, nothing, nothing, nothing)
+    both: _Segments = jax.tree.map(lambda *x: jnp.concatenate(x), segments, gaps)
+    return both
+
+
+def _cut(segments: _Segments, size: int, total: int) -> TileList:
+    """The list of all tiles of at most `size` rows of `segments`, which have `total` rows."""
+    tiles = -(-segments.length // size)
+    has_work = (segments.cost > 0).astype(jnp.int32)
+    counts = jnp.sum(jnp.stack([tiles * has_work, tiles]), axis=1, dtype=jnp.int32)
+    served = min(segments.length.size, total)
+    number = jnp.arange(max(served + (total - served) // size, 1), dtype=jnp.int32)
+    # Empty segments have no tiles, so any cost of theirs will do.
+    find = _find_sorted if tiles.size > MOST_COMPARED else _find_compared
+    at, first = find(jnp.where(tiles > 0, segments.cost, 0), tiles, number)
+    start = (number - first) * size
+    rows = jnp.clip(segments.length[at] - start, 0, size)
+    place = (segments.source[at] + start, segments.target[at] + start, rows)
+    words = jnp.stack([*place, segments.other[at], segments.others[at]], axis=1)
+    return TileList(words, counts)
+
+
+def _find_compared(
+    cost: jax.Array, tiles: jax.Array, number: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """(segment, number of its first tile) of each tile of a list with the largest `cost` first."""
+    index = jnp.arange(cost.size, dtype=jnp.int32)
+    is_equal = cost[None] == cost[:, None]
+    is_before = (cost[None] > cost[:, None]) | (is_equal & (index[None] < index[:, None]))
+    first = jnp.sum(jnp.where(is_before, tiles[None], 0), axis=1, dtype=jnp.int32)
+    is_own = (first[None] <= number[:, None]) & (number[:, None] < (first + tiles)[None])
+    at = jnp.sum(jnp.where(is_own, index[None], 0), axis=1, dtype=jnp.int32)
+    return at, first[at]
+
+
+def _find_sorted(
+    cost: jax.Array, tiles: jax.Array, number: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """What `_find_compared` does, for many segments."""
+    order = jnp.argsort(-cost, stable=True).astype(jnp.int32)
+    tiles = tiles[order]
+    end = jnp.cumsum(tiles)
+    # Unrolled, the search is part of one fused kernel.
+    at = jnp.searchsorted(end, number, side="right", method="scan_unrolled").astype(jnp.int32)
+    at = jnp.minimum(at, end.size - 1)
+    return order[at], (end - tiles)[at]

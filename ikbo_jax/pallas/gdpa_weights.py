@@ -1,0 +1,238 @@
+"""Weights of the GDPA forward kernel: activations of scores as the products leave them.
+
+The kernel issues an instruction for every score, or does not, while the tensor core works: time and
+power both follow from how many.  So activations take raw scores s and leave a constant out,
+
+    act(scale * s) = factor * weight(s),
+
+which multiplies the sum of a row's products instead.  Instructions for a score, the rounding to
+bf16 included (half of one), and how many of them are of the special function unit:
+
+    activation                approx          instructions    special
+    identity, relu            -               0.5, 1.5        0
+    leaky_relu, relu_squared  -               2.5             0
+    hardswish                 -               2.5             0
+    gelu_tanh                 "tanh"          5.5             1
+    silu                      "tanh"          3.5             1
+    gelu                      "polynomial"    9.5             0
+    silu                      -               7.5             1.5
+    gelu_tanh                 -               9.5             1.5
+    gelu                      -               12.5            1
+
+In f16, whose range ends at 65504, weights are activated scores, at one multiplication more.  So
+they are where `scale` is not positive or far from 1.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import vector
+
+from ikbo_jax.pallas import activations
+from ikbo_jax.reference.activations import (
+    APPROXIMATIONS,
+    LEAKY_SLOPE,
+    POLYNOMIAL,
+    POLYNOMIAL_DOMAIN,
+    TANH_CUBIC,
+    TANH_SCALE,
+)
+
+#: Scales beyond which powers of them, and sums without them, might leave the range of f32.
+LEAST_SCALE, GREATEST_SCALE = 2.0**-10, 2.0**10
+
+
+class Weighing(NamedTuple):
+    """How scores become weights, apart from the head; static.
+
+    Attributes:
+      names: the heads' activations, or one for all of them.
+      approx: an approximation's name, or None.
+      scale: of the scores.
+      output_scale: of the result.
+      is_wide: that the weights have the range of f32.
+    """
+
+    names: tuple[str, ...]
+    approx: str | None
+    scale: float
+    output_scale: float
+    is_wide: bool
+
+    @property
+    def is_raw(self) -> bool:
+        return LEAST_SCALE <= self.scale <= GREATEST_SCALE
+
+    def full_name(self, name: str) -> str:
+        """The activation as `_WEIGHTS` knows it."""
+        if self.approx is not None and name in APPROXIMATIONS[self.approx]:
+            return f"{self.approx} {name}"
+        return name
+
+    def constant(self, name: str) -> float:
+        """act(scale * s) / weight(s)."""
+        full_name = self.full_name(name)
+        if full_name.startswith("tanh"):
+            return self.scale / 2
+        return self.scale**2 if full_name == "relu_squared" else self.scale
+
+
+def weigh(how: Weighing, head: Any, scores: jax.Array, *, interpret: bool) -> jax.Array:
+    """Weights of one head's raw scores [64, columns] f32, in f32."""
+    if not how.is_raw:
+        if how.scale != 1:
+            scores = scores * jnp.float32(how.scale)
+        return activations.activate(how.names, how.approx, head, scores, interpret=interpret)
+
+    def evaluate(name: str, scores: jax.Array) -> jax.Array:
+        weights = _WEIGHTS[how.full_name(name)](scores, how.scale, interpret)
+        constant = how.constant(name)
+        return weights if how.is_wide or constant == 1 else weights * jnp.float32(constant)
+
+    weights: jax.Array = activations.by_chunks(how.names, head, scores, evaluate, interpret)
+    return weights
+
+
+def finish(how: Weighing, head: Any, acc: jax.Array) -> jax.Array:
+    """The result of one head, from the sum of its weights' products."""
+    constants = [how.output_scale] * len(how.names)
+    if how.is_raw and how.is_wide:
+        constants = [how.output_scale * how.constant(name) for name in how.names]
+    if len(set(constants)) == 1:
+        return acc if constants[0] == 1 else acc * jnp.float32(constants[0])
+    factor = jnp.float32(constants[0])
+    for i, constant in enumerate(constants):
+        if constant != constants[0]:
+            factor = jnp.where(head == i, jnp.float32(constant), factor)
+    return acc * factor
+
+
+# Weights, from raw scores and their scale.
+
+
+def _identity(s: jax.Array, scale: float, interpret: bool) -> jax.Array:
+    return s
+
+
+def _relu(s: jax.Array, scale: float, interpret: bool) -> jax.Array:
+    return jnp.maximum(s, jnp.float32(0))
+
+
+def _leaky_relu(s: jax.Array, scale: float, interpret: bool) -> jax.Array:
+    return jnp.maximum(s, s * jnp.float32(LEAKY_SLOPE))
+
+
+def _relu_squared(s: jax.Array, scale: float, interpret: bool) -> jax.Array:
+    positive = jnp.maximum(s, jnp.float32(0))
+    return positive * positive
+
+
+def _hardswish(s: jax.Array, scale: float, interpret: bool) -> jax.Array:
+    return s * _saturated(s, scale / 6, 0.5, interpret=interpret)
+
+
+def _tanh_silu(s: jax.Array, scale: float, interpret: bool) -> jax.Array:
+    inner = jnp.tanh(s * jnp.float32(scale / 2))  # the GPU's own: see `mosaic.compiler_params`
+    return s * inner + s
+
+
+def _tanh_gelu_tanh(s: jax.Array, scale: float, interpret: bool) -> jax.Array:
+    linear, cubic = TANH_SCALE * scale, TANH_SCALE * TANH_CUBIC * scale**3
+    inner = jnp.tanh(s * (s * s * jnp.float32(cubic) + jnp.float32(linear)))
+    return s * inner + s
+
+
+def _silu(s: jax.Array, scale: float, interpret: bool) -> jax.Array:
+    bounded = jnp.maximum(s, jnp.float32(activations.LEAST_SILU / scale))
+    power = jnp.exp2(bounded * jnp.float32(-activations.LOG2_E * scale))
+    return bounded * activations.reciprocal(power + jnp.float32(1), interpret=interpret)
+
+
+def _gelu_tanh(s: jax.Array, scale: float, interpret: bool) -> jax.Array:
+    bounded = jnp.maximum(s, jnp.float32(activations.LEAST_GELU_TANH / scale))
+    linear = -2 * activations.LOG2_E * TANH_SCALE * scale
+    cubic = linear * TANH_CUBIC * scale**2
+    power = jnp.exp2(bounded * (bounded * bounded * jnp.float32(cubic) + jnp.float32(linear)))
+    return bounded * activations.reciprocal(power + jnp.float32(1), interpret=interpret)
+
+
+def _gelu(s: jax.Array, scale: float, interpret: bool) -> jax.Array:
+    distance = jnp.minimum(jnp.abs(s), jnp.float32(activations.PHI_DOMAIN / scale))
+    powers = tuple(c * scale**k for k, c in enumerate(activations.LOG2_PHI))
+    tail = jnp.exp2(activations.horner(powers, distance))
+    return jnp.maximum(s, jnp.float32(0)) - distance * tail
+
+
+def _polynomial_gelu(s: jax.Array, scale: float, interpret: bool) -> jax.Array:
+    """Beyond the domain the polynomial keeps its last value, which leads past 0 or 1 for Φ."""
+    square = jnp.minimum(s * s, jnp.float32((POLYNOMIAL_DOMAIN / scale) ** 2))
+    powers = tuple(c * scale ** (2 * k + 1) for k, c in enumerate(POLYNOMIAL))
+    slope = activations.horner(powers, square)
+    return s * _saturated(s, slope, 0.5, interpret=interpret)
+
+
+_WEIGHTS = {
+    "identity": _identity,
+    "relu": _relu,
+    "leaky_relu": _leaky_relu,
+    "relu_squared": _relu_squared,
+    "hardswish": _hardswish,
+    "tanh silu": _tanh_silu,
+    "tanh gelu_tanh": _tanh_gelu_tanh,
+    "silu": _silu,
+    "gelu_tanh": _gelu_tanh,
+    "gelu": _gelu,
+    "polynomial gelu": _polynomial_gelu,
+}
+
+
+def _saturated(x: jax.Array, slope: Any, offset: float, *, interpret: bool) -> jax.Array:
+    """x * slope + offset, limited to [0, 1], in one instruction; `slope` is an array or a number.
+
+    NaN may give 0; its product with x is NaN.
+    """
+    if interpret:
+        slope = slope if isinstance(slope, jax.Array) else jnp.float32(slope)
+        return jnp.clip(x * slope + jnp.float32(offset), 0.0, 1.0)
+    factors = (slope,) if isinstance(slope, jax.Array) else ()
+    layout = plgpu.Layout.WGMMA
+    factor = "$2" if factors else _immediate(slope)
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout,) * (1 + len(factors)),
+        return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=layout),
+    )
+    def evaluate(_: Any, *arrays: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        f32 = ir.F32Type.get()
+        pair = ir.VectorType.get((2,), f32)
+        registers = np.empty_like(arrays[0].registers)
+        for index in np.ndindex(registers.shape):
+            results = [
+                mgpu.utils.inline_ptx(
+                    f"fma.rn.sat.f32 $0, $1, {factor}, {_immediate(offset)};",
+                    *(vector.extract(array.registers[index], [], [i]) for array in arrays),
+                    result_types=f32,
+                )
+                for i in (0, 1)
+            ]
+            registers[index] = vector.from_elements(pair, results)
+        return mgpu.FragmentedArray(
+            _registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None
+        )
+
+    return evaluate(x, *factors)
+
+
+@functools.cache
+def _immediate(value: float) -> str:
+    """A number in PTX."""
+    return f"0f{struct.unpack('>I', struct.pack('>f', value))[0]:08X}"

@@ -1,0 +1,113 @@
+"""The lists of tiles of the generalised attention's kernels, against plain Python."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ikbo_jax.pallas import gdpa_tiles
+
+
+def plain_offsets(cu: Any, total: int) -> list[int]:
+    return [int(x) for x in np.maximum.accumulate(np.clip(cu, 0, total))]
+
+
+def plain_segments(offsets: list[int], longest: int | None) -> list[tuple[int, int]]:
+    """(first row, length) of sequences."""
+    return [
+        (a, b - a if longest is None else min(b - a, longest))
+        for a, b in zip(offsets[:-1], offsets[1:], strict=True)
+    ]
+
+
+def read(tiles: gdpa_tiles.TileList) -> tuple[list[list[int]], int]:
+    with_work, count = (int(x) for x in tiles.counts)
+    words = np.asarray(tiles.words)
+    assert count <= len(words)
+    assert not words[count:, gdpa_tiles.ROWS].any()
+    return words[:count].tolist(), with_work
+
+
+def check_cover(words: list[list[int]], size: int, total: int) -> None:
+    """Every row that is written has exactly one tile."""
+    written = np.zeros(total, int)
+    for _, target, rows, *_ in words:
+        assert 0 < rows <= size
+        written[target : target + rows] += 1
+    np.testing.assert_array_equal(written, 1)
+
+
+@st.composite
+def jagged(draw: Any) -> tuple[Any, ...]:
+    """(cu_q, cu_kv, q_to_kv, q_rows, kv_rows, max_q, max_kv), good offsets and bad ones.
+
+    Of few shapes, each of which compiles.
+    """
+    q_to_kv = draw(st.none() | st.lists(st.integers(-1, 5), min_size=6, max_size=6))
+    batch = 4 if q_to_kv is None else 6
+    cu_q, cu_kv = (
+        draw(st.lists(st.integers(-3, 43), min_size=n + 1, max_size=n + 1)) for n in (batch, 4)
+    )
+    if draw(st.booleans()):
+        cu_q, cu_kv = sorted(cu_q), sorted(cu_kv)
+    longest = draw(st.sampled_from([None, 11]))
+    return cu_q, cu_kv, q_to_kv, 40, 38, longest, longest
+
+
+def compiled() -> Any:
+    names = ("q_rows", "kv_rows", "max_seqlen_q", "max_seqlen_kv", "size")
+    return jax.jit(gdpa_tiles.query_tiles, static_argnames=names)
+
+
+def check(problem: tuple[Any, ...], query_tiles: Any, size: int, *, broadcast: bool) -> None:
+    cu_q, cu_kv, q_to_kv, q_rows, kv_rows, max_q, max_kv = problem
+    kv = plain_segments(plain_offsets(cu_kv, kv_rows), max_kv)
+    kv_of = range(len(kv)) if q_to_kv is None else np.clip(q_to_kv, 0, len(kv) - 1).tolist()
+    if broadcast:
+        q = [(0, q_rows)] * len(kv_of)
+        targets, total = [i * q_rows for i in range(len(kv_of))], len(kv_of) * q_rows
+    else:
+        q = plain_segments(plain_offsets(cu_q, q_rows), max_q)
+        targets, total = [start for start, _ in q], q_rows
+    arguments = [None if x is None else jnp.asarray(x, jnp.int32) for x in problem[:3]]
+    if broadcast:
+        arguments[0] = None
+    sizes = {"q_rows": q_rows, "kv_rows": kv_rows, "max_seqlen_q": max_q, "max_seqlen_kv": max_kv}
+
+    words, with_work = read(query_tiles(*arguments, **sizes, size=size))
+    check_cover(words, size, total)
+    expected = [
+        [source + i, target + i, min(size, length - i), *kv[k]]
+        for (source, length), target, k in zip(q, targets, kv_of, strict=True)
+        for i in range(0, length, size)
+        if kv[k][1]
+    ]
+    assert sorted(words[:with_work]) == sorted(expected)
+    others = [w[gdpa_tiles.OTHERS] for w in words]
+    assert others == sorted(others, reverse=True)
+    assert not any(others[with_work:])
+
+
+COMPILED = compiled()
+
+
+@given(problem=jagged(), broadcast=st.booleans())
+def test_tiles_are_those_of_the_sequences(problem: tuple[Any, ...], broadcast: bool) -> None:
+    check(problem, COMPILED, 8, broadcast=broadcast)
+
+
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_many_sequences_are_sorted(broadcast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way that more than `MOST_COMPARED` segments go."""
+    monkeypatch.setattr(gdpa_tiles, "MOST_COMPARED", 3)
+    rng = np.random.default_rng(0)
+    cu_q, cu_kv = np.sort(rng.integers(0, 60, 21)), np.sort(rng.integers(0, 60, 8))
+    check(
+        (cu_q, cu_kv, rng.integers(0, 7, 20), 61, 60, None, 9), compiled(), 8, broadcast=broadcast
+    )

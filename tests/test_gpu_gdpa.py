@@ -1,0 +1,268 @@
+"""The GDPA forward kernel on a Hopper GPU: numerics, determinism, isolation."""
+
+from __future__ import annotations
+
+import functools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import on_gpu
+import problems
+import problems_gdpa
+import pytest
+from problems_gdpa import Shape
+
+import ikbo_jax as ikbo
+from ikbo_jax.reference import activations as reference_activations
+from ikbo_jax.reference import gdpa as reference
+from ikbo_jax.reference import gdpa_chunked
+from ikbo_jax.tuning.gdpa_configs import GDPA_MAX_BLOCK_KV, GdpaConfig
+
+pytestmark = pytest.mark.gpu
+
+NAMES = [name for name in reference_activations.ACTIVATIONS if name != "softmax"]
+DTYPES = ["bfloat16", "float16"]
+CONFIGS = {
+    "default": GdpaConfig(),
+    "one_slot": GdpaConfig(k_stages=3, v_stages=3, q_slots=1),
+    "three_slots": GdpaConfig(v_stages=2, q_slots=3),
+    "narrow": GdpaConfig(block_kv=64, k_stages=4, v_stages=4),
+    "odd_block": GdpaConfig(block_kv=48, k_stages=3, v_stages=4),
+    "late_turns": GdpaConfig(late_turns=True),
+    "early_scores": GdpaConfig(early_scores=True),
+    "runs": GdpaConfig(v_stages=2, q_slots=3, run=3),
+    "runs_early_and_late": GdpaConfig(128, 2, 2, 3, run=8, early_scores=True, late_turns=True),
+}
+
+
+def of(q_lens, kv_lens, **rest) -> Shape:
+    return Shape(q_lens, kv_lens, **({"q_heads": 2, "kv_heads": 2, "head_dim": 128} | rest))
+
+
+def drawn(seed: int, count: int, longest: int) -> tuple[int, ...]:
+    return tuple(int(x) for x in np.random.default_rng(seed).integers(0, longest + 1, count))
+
+
+SHAPES = {
+    "one_row": of((1,), (1,)),
+    "one_token_each": of((1,) * 40, (1,) * 40),
+    "self": of(drawn(0, 60, 400), drawn(0, 60, 400), before=5, after=300),
+    "empty": of((0, 300, 0, 1, 129, 0), (40, 0, 0, 1, 257, 5), before=2, after=70),
+    "dense": of((256,) * 20, (128,) * 20),
+    "pffn": of(drawn(1, 30, 500), (128,) * 30),
+    "long": of((700, 3), (3000, 1)),
+    "many_short": of(drawn(2, 3000, 3), drawn(3, 3000, 9), q_heads=1, kv_heads=1),
+    "gqa": of(drawn(4, 20, 300), drawn(5, 20, 300), q_heads=6, kv_heads=2),
+    "indexed": of(drawn(6, 30, 200), drawn(7, 4, 300), q_to_kv=drawn(8, 30, 3), after=9),
+    "pma": of(32, drawn(9, 40, 700), after=2),
+    "pma_indexed": of(70, drawn(10, 5, 300), q_heads=4, q_to_kv=drawn(11, 50, 4)),
+} | {
+    f"h{h}": of(drawn(12, 20, 300), drawn(13, 20, 300), head_dim=h, after=7)
+    for h in GDPA_MAX_BLOCK_KV
+}
+
+
+def run(arrays: reference.Arrays, settings: reference.Settings, **options) -> jax.Array:
+    return ikbo.gdpa(
+        *arrays[:5],
+        q_to_kv=arrays.q_to_kv,
+        activation=settings.activations,
+        **{name: getattr(settings, name) for name in settings._fields[1:]},
+        implementation="mosaic_gpu",
+        **options,
+    )
+
+
+def check(actual, arrays: reference.Arrays, settings: reference.Settings) -> None:
+    """Holds the result to the error rule against the f32 oracle; plain jnp is the XLA path.
+
+    An approximation may add its own error, times the values that it is multiplied by.
+    """
+    # On the CPU: a GPU compiles these many small operations for a minute.
+    cpu = jax.devices("cpu")[0]
+    actual, arrays = jax.device_put((actual, arrays), cpu)
+    with jax.default_device(cpu):
+        wide = arrays._replace(query=arrays.query.astype(jnp.float32))
+        oracle = reference.materialised(wide, settings)
+        plain, _ = gdpa_chunked.chunked(arrays, settings)
+    if settings.approx is None:
+        problems.assert_within_error_rule(actual, oracle, plain)
+        return
+    error = jnp.max(jnp.abs(plain.astype(jnp.float32) - oracle))
+    values = jnp.nan_to_num(arrays.value.astype(jnp.float32))
+    offsets = arrays.cu_seqlens_kv
+    longest = int(jnp.max(offsets[1:] - offsets[:-1]))
+    each = 5e-4 if settings.approx == "polynomial" else 2.0**-12 * 8
+    # Errors of a sum of independent terms grow like its root; six of those are never reached.
+    extra = 6 * each * settings.output_scale * longest**0.5 * float(jnp.std(values))
+    difference = jnp.max(jnp.abs(actual.astype(jnp.float32) - oracle))
+    assert float(difference) <= 2 * float(error) + extra
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", SHAPES)
+def test_gdpa_every_shape_and_dtype(name, dtype):
+    arrays = problems_gdpa.make_arrays(SHAPES[name], dtype)
+    settings = problems_gdpa.make_settings(SHAPES[name], "gelu_tanh")
+    check(run(arrays, settings), arrays, settings)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("approx", "name"),
+    [
+        *((None, name) for name in NAMES),
+        *((a, n) for a, names in reference_activations.APPROXIMATIONS.items() for n in names),
+    ],
+)
+def test_gdpa_every_activation(approx, name, dtype):
+    arrays = problems_gdpa.make_arrays(SHAPES["self"], dtype)
+    settings = problems_gdpa.make_settings(SHAPES["self"], name, approx=approx)
+    check(run(arrays, settings), arrays, settings)
+
+
+@pytest.mark.parametrize("approx", [None, "tanh"])
+def test_gdpa_heads_of_their_own(approx):
+    shape = of(drawn(0, 20, 300), drawn(1, 20, 300), q_heads=8, kv_heads=4)
+    arrays = problems_gdpa.make_arrays(shape)
+    settings = problems_gdpa.make_settings(shape, tuple(NAMES), approx=approx)
+    check(run(arrays, settings), arrays, settings)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("shape", ["self", "dense", "empty", "pffn"])
+def test_gdpa_every_kind_of_config(name, shape):
+    arrays = problems_gdpa.make_arrays(SHAPES[shape])
+    settings = problems_gdpa.make_settings(SHAPES[shape], "silu")
+    check(run(arrays, settings, config=CONFIGS[name]), arrays, settings)
+
+
+@pytest.mark.parametrize(("scale", "output_scale"), [(1.0, 1.0), (-0.2, 3.0), (0.0, 1.0)])
+def test_gdpa_scales(scale, output_scale):
+    arrays = problems_gdpa.make_arrays(SHAPES["gqa"])
+    settings = problems_gdpa.make_settings(
+        SHAPES["gqa"], "gelu", scale=scale, output_scale=output_scale
+    )
+    check(run(arrays, settings), arrays, settings)
+
+
+@pytest.mark.parametrize("longest", [1, 130])
+def test_gdpa_bounds_cut_sequences_off(longest):
+    arrays = problems_gdpa.make_arrays(SHAPES["self"])
+    settings = problems_gdpa.make_settings(
+        SHAPES["self"], "silu", max_seqlen_q=longest, max_seqlen_kv=longest
+    )
+    check(run(arrays, settings), arrays, settings)
+
+
+lengths = st.lists(
+    st.sampled_from((0, 1, 2, 5, 63, 64, 65, 127, 128, 129, 300)), min_size=6, max_size=6
+)
+
+
+@on_gpu.drawn
+@hypothesis.given(
+    q_lens=lengths, kv_lens=lengths, before=st.sampled_from((0, 3)), seed=st.integers(0, 99)
+)
+def test_gdpa_drawn_lengths(q_lens, kv_lens, before, seed):
+    totals = (sum(q_lens), sum(kv_lens))
+    shape = of(tuple(q_lens), tuple(kv_lens), before=before, after=1)
+    arrays = problems_gdpa.make_arrays(shape, seed=seed)
+    settings = problems_gdpa.make_settings(shape, "gelu_tanh")
+    assert totals[0] + before + 1 == arrays.query.shape[0]
+    check(run(arrays, settings), arrays, settings)
+
+
+@pytest.mark.parametrize("bad", [[-5, 2**31 - 1, 3], [300, 20, 10], [7, 7, 7]])
+def test_gdpa_bad_offsets_read_nothing_outside(bad):
+    shape = of((60, 70), (60, 70))
+    arrays = problems_gdpa.make_arrays(shape)
+    wild = jnp.asarray(bad, jnp.int32)
+    arrays = arrays._replace(cu_seqlens_q=wild, cu_seqlens_kv=wild)
+    settings = problems_gdpa.make_settings(shape, "silu")
+    check(run(arrays, settings), arrays, settings)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_gdpa_bad_values_stay_in_their_sequence(bad):
+    shape = of((200, 3, 130, 64), (200, 3, 130, 5))
+    clean = problems_gdpa.make_arrays(shape)
+    settings = problems_gdpa.make_settings(shape, "gelu_tanh")
+    spoiled = clean._replace(
+        query=clean.query.at[200:203].set(bad),
+        key=clean.key.at[200:203].set(bad),
+        value=clean.value.at[200:203].set(bad),
+    )
+    out, expected = run(spoiled, settings), run(clean, settings)
+    assert not np.any(np.isfinite(out[200:203].astype(jnp.float32)))
+    np.testing.assert_array_equal(out.at[200:203].set(0), expected.at[200:203].set(0))
+
+
+def test_gdpa_a_hundred_repeats_are_bitwise_equal():
+    arrays = problems_gdpa.make_arrays(SHAPES["self"])
+    settings = problems_gdpa.make_settings(SHAPES["self"], "gelu")
+    compiled = jax.jit(functools.partial(run, settings=settings))
+    expected, wrong = compiled(arrays), jnp.int32(0)
+    for _ in range(100):
+        wrong += jnp.any(compiled(arrays) != expected)
+    assert int(wrong) == 0
+
+
+def test_gdpa_gradients_of_the_kernel_are_those_of_xla():
+    shape = of(drawn(4, 8, 200), drawn(5, 8, 200))
+    arrays = problems_gdpa.make_arrays(shape)
+    settings = problems_gdpa.make_settings(shape, "silu")
+    d_out = problems_gdpa.cotangent(arrays, settings)
+
+    def gradients(run_one):
+        def loss(*qkv):
+            return jnp.sum(
+                (run_one(arrays._replace(query=qkv[0], key=qkv[1], value=qkv[2])) * d_out).astype(
+                    jnp.float32
+                )
+            )
+
+        return jax.grad(loss, argnums=(0, 1, 2))(*arrays[:3])
+
+    wide = gdpa_chunked.chunked_vjp(
+        arrays._replace(
+            **{n: getattr(arrays, n).astype(jnp.float32) for n in ("query", "key", "value")}
+        ),
+        settings,
+        None,
+        None,
+        d_out.astype(jnp.float32),
+    )
+    plain = gdpa_chunked.chunked_vjp(arrays, settings, None, None, d_out)
+    for actual, exact, rounded in zip(
+        gradients(functools.partial(run, settings=settings)), wide, plain, strict=True
+    ):
+        problems.assert_within_error_rule(actual, exact, rounded)
+
+
+SANITIZED = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import jax, problems_gdpa, ikbo_jax as ikbo
+from ikbo_jax.tuning.gdpa_configs import GdpaConfig
+shape = problems_gdpa.Shape((0, 70, 5, 130), (40, 0, 129, 65), 2, 1, 128, before=3, after=140)
+arrays = problems_gdpa.make_arrays(shape)
+for q_slots in (1, 2):
+    for index in (None, arrays.cu_seqlens_q[:4] * 0 + 99):
+        def run(*operands):
+            return ikbo.gdpa(
+                *operands, *arrays[3:5], q_to_kv=index, activation="gelu_tanh",
+                implementation="mosaic_gpu", config=GdpaConfig(block_kv=64, q_slots=q_slots),
+            )
+        out, pull_back = jax.vjp(run, *arrays[:3])
+        jax.block_until_ready(pull_back(out))
+print("FINISHED")
+"""
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_gdpa_sanitizer(tool):
+    on_gpu.assert_sanitized(tool, SANITIZED)

@@ -1,0 +1,204 @@
+"""The backward kernels of GDPA on a Hopper GPU: gradients, determinism, isolation."""
+
+from __future__ import annotations
+
+import functools
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import on_gpu
+import problems
+import problems_gdpa
+import pytest
+from problems_gdpa import Shape
+
+from ikbo_jax.ops import dispatch
+from ikbo_jax.ops import gdpa_backward as op
+from ikbo_jax.reference import gdpa as reference
+from ikbo_jax.reference import gdpa_chunked
+from ikbo_jax.reference.gdpa import Arrays, Settings
+from ikbo_jax.tuning.gdpa_backward_configs import HEAD_DIMS, GdpaBackwardConfig
+
+pytestmark = pytest.mark.gpu
+
+ELEMENTWISE = tuple(name for name in problems_gdpa.ACTIVATIONS if name != "softmax")
+SHAPES = {
+    "self": Shape((300, 1, 129, 64), (300, 1, 129, 64), 2, 2, 128),
+    "empty_and_padded": Shape((0, 70, 0, 1, 0), (40, 0, 0, 1, 333), 2, 2, 128, before=2, after=205),
+    "one_row": Shape((1,), (1,), 1, 1, 64),
+    "dense": Shape((256,) * 8, (256,) * 8, 4, 4, 128),
+    "grouped_heads": Shape((60, 211), (200, 3), 6, 2, 64),
+    "one_key_head": Shape((60, 211), (200, 3), 3, 1, 128),
+    "pffn": Shape((1000, 250), (256, 128), 2, 2, 128),
+    "indexed": Shape((30, 180, 0, 50, 2), (90, 140, 0, 60), 2, 1, 128, (3, 0, 0, 3, 2), after=3),
+    "unserved_requests": Shape((40,), (300, 9, 100), 2, 2, 64, (1,)),
+    "pma": Shape(32, (190, 0, 1, 1333), 2, 2, 128, after=2),
+    "pma_indexed": Shape(130, (70, 120), 4, 2, 64, (1, 1, 0, 1, 1)),
+}
+
+
+def make_gradients(arrays: Arrays, settings: Settings, **options):
+    """A compiled function of arrays and cotangent."""
+    assert op.illegal_reason(arrays, settings) is None
+    run = functools.partial(op.kernel_vjp, settings=settings, num_sms=dispatch.num_sms(), **options)
+    return jax.jit(lambda arrays, d_out: run(arrays, d_out=d_out))
+
+
+def gradients(arrays: Arrays, settings: Settings, d_out: jax.Array, **options) -> tuple:
+    return make_gradients(arrays, settings, **options)(arrays, d_out)
+
+
+def check(actual: tuple, arrays: Arrays, settings: Settings, d_out: jax.Array) -> None:
+    """Holds every gradient to the error rule, against the oracle's own VJP in f32."""
+
+    def oracle(*operands: jax.Array) -> jax.Array:
+        wide = Arrays(*operands, *arrays[3:])
+        return reference.materialised(wide, settings._replace(approx=None))
+
+    # On the CPU: a GPU compiles these many small operations for a minute.
+    cpu = jax.devices("cpu")[0]
+    arrays, d_out = jax.device_put((arrays, d_out), cpu)
+    with jax.default_device(cpu):
+        wide = tuple(x.astype(jnp.float32) for x in arrays[:3])
+        expected = jax.vjp(oracle, *wide)[1](d_out.astype(jnp.float32))
+        plain = gdpa_chunked.chunked_vjp(arrays, settings, None, None, d_out)
+    actual = jax.device_put(actual, cpu)
+    for array, want, rounded in zip(actual, expected, plain, strict=True):
+        assert array.dtype == arrays.query.dtype
+        # The oracle multiplies NaN of rows of no sequence by zero.
+        problems.assert_within_error_rule(array, jnp.where(jnp.isnan(want), 0, want), rounded)
+
+
+def check_shape(shape: Shape, activation="gelu_tanh", dtype="bfloat16", seed=0, **options) -> None:
+    arrays = problems_gdpa.make_arrays(shape, dtype, seed)
+    settings = problems_gdpa.make_settings(shape, activation)
+    d_out = problems_gdpa.cotangent(arrays, settings)
+    check(gradients(arrays, settings, d_out, **options), arrays, settings, d_out)
+
+
+@pytest.mark.parametrize("dtype", problems.HALF_DTYPES)
+@pytest.mark.parametrize("name", SHAPES)
+def test_gradients_of_every_shape(name, dtype):
+    check_shape(SHAPES[name], dtype=dtype)
+
+
+@pytest.mark.parametrize("name", ["self", "indexed", "pma", "pffn"])
+@pytest.mark.parametrize("activation", ELEMENTWISE)
+def test_gradients_of_every_activation(activation, name):
+    check_shape(SHAPES[name], activation)
+
+
+@pytest.mark.parametrize("name", ["self", "indexed", "pma"])
+def test_gradients_of_an_activation_for_each_head(name):
+    shape = SHAPES[name]._replace(q_heads=8, kv_heads=2)
+    check_shape(shape, ELEMENTWISE)
+
+
+@pytest.mark.parametrize(
+    ("activation", "approx"), [("gelu_tanh", "tanh"), ("silu", "tanh"), ("gelu", "polynomial")]
+)
+def test_gradients_of_approximations(activation, approx):
+    """As near to the exact ones as the approximation's errors allow."""
+    shape = SHAPES["self"]
+    arrays = problems_gdpa.make_arrays(shape)
+    settings = problems_gdpa.make_settings(shape, activation)
+    d_out = problems_gdpa.cotangent(arrays, settings)
+    exact = gradients(arrays, settings, d_out)
+    actual = gradients(arrays, settings._replace(approx=approx), d_out)
+    for array, want in zip(actual, exact, strict=True):
+        array, want = (np.asarray(x, np.float32) for x in (array, want))
+        assert np.max(np.abs(array - want)) <= 0.02 * np.max(np.abs(want))
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("dtype", problems.HALF_DTYPES)
+def test_gradients_of_every_width(head_dim, dtype):
+    check_shape(SHAPES["self"]._replace(head_dim=head_dim), "silu", dtype)
+
+
+@pytest.mark.parametrize("block", [16, 32, 48, 64])
+def test_gradients_of_every_block(block):
+    config = GdpaBackwardConfig(block, 3)
+    check_shape(SHAPES["self"], query_config=config, key_config=config)
+
+
+@pytest.mark.parametrize("limits", [(100, None), (None, 65), (64, 1)])
+def test_gradients_of_sequences_cut_off(limits):
+    shape = SHAPES["self"]
+    arrays = problems_gdpa.make_arrays(shape)
+    settings = problems_gdpa.make_settings(shape)
+    settings = settings._replace(max_seqlen_q=limits[0], max_seqlen_kv=limits[1])
+    d_out = problems_gdpa.cotangent(arrays, settings)
+    check(gradients(arrays, settings, d_out), arrays, settings, d_out)
+
+
+def test_gradients_of_bad_offsets():
+    """What lies outside is clamped, and falling offsets are empty sequences."""
+    shape = SHAPES["self"]
+    arrays = problems_gdpa.make_arrays(shape)
+    offsets = jnp.asarray([-5, 300, 200, 430, 2**31 - 1], jnp.int32)
+    arrays = arrays._replace(cu_seqlens_q=offsets, cu_seqlens_kv=offsets)
+    settings = problems_gdpa.make_settings(shape)
+    d_out = problems_gdpa.cotangent(arrays, settings)
+    check(gradients(arrays, settings, d_out), arrays, settings, d_out)
+
+
+@pytest.mark.parametrize("name", ["dense", "indexed", "pma"])
+def test_gradients_repeat_bitwise(name):
+    arrays = problems_gdpa.make_arrays(SHAPES[name])
+    settings = problems_gdpa.make_settings(SHAPES[name])
+    d_out = problems_gdpa.cotangent(arrays, settings)
+    run = make_gradients(arrays, settings)
+    first = run(arrays, d_out)
+    for _ in range(20):
+        for array, want in zip(run(arrays, d_out), first, strict=True):
+            bits = (x.view(jnp.uint16) for x in (array, want))
+            assert bool(jnp.array_equal(*bits))
+
+
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
+def test_bad_values_stay_in_their_sequence(bad):
+    shape = Shape((140, 33, 200), (33, 140, 90), 2, 2, 128)
+    clean = problems_gdpa.make_arrays(shape)
+    spoiled = clean._replace(
+        query=clean.query.at[140:173].set(bad),
+        key=clean.key.at[33:173].set(bad),
+        value=clean.value.at[33:173].set(bad),
+    )
+    settings = problems_gdpa.make_settings(shape)
+    d_out = problems_gdpa.cotangent(clean, settings)
+    run = make_gradients(clean, settings)
+    results = run(spoiled, d_out.at[140:173].set(bad))
+    expected = run(clean, d_out)
+    ranges = ((140, 173), (33, 173), (33, 173))
+    for array, want, (begin, end) in zip(results, expected, ranges, strict=True):
+        others = np.r_[0:begin, end : len(array)]
+        assert bool(jnp.array_equal(array[others], want[others]))
+
+
+@pytest.mark.parametrize("part", range(4))
+@on_gpu.drawn
+@hypothesis.given(
+    lengths=st.lists(st.tuples(st.integers(0, 400), st.integers(0, 400)), min_size=1, max_size=12),
+    head_dim=st.sampled_from(HEAD_DIMS),
+    kv_heads=st.integers(1, 2),
+    group=st.sampled_from([1, 2, 3]),
+    activation=st.sampled_from(ELEMENTWISE),
+    around=st.tuples(st.integers(0, 300), st.integers(0, 300)),
+    is_indexed=st.booleans(),
+    seed=st.integers(0, 99),
+    dtype=st.sampled_from(problems.HALF_DTYPES),
+)
+def test_gradients_of_drawn_offsets(
+    part, lengths, head_dim, kv_heads, group, activation, around, is_indexed, seed, dtype
+):
+    q_lens, kv_lens = zip(*lengths, strict=True)
+    q_lens, kv_lens = (q_lens[0] + 1, *q_lens[1:]), (kv_lens[0] + 1, *kv_lens[1:])
+    index = None
+    if is_indexed:
+        index = tuple(np.random.default_rng(seed).integers(0, len(kv_lens), len(q_lens)).tolist())
+    shape = Shape(q_lens, kv_lens, kv_heads * group, kv_heads, head_dim, index, *around)
+    check_shape(shape, activation, dtype, seed)

@@ -1,0 +1,182 @@
+"""The GDPA forward kernel's own body, interpreted on a CPU under a race detector, through the op.
+
+The interpreter runs one CTA after another.  Memory starts as NaN, reads outside of an array raise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import interpreter
+import jax
+import jax.numpy as jnp
+import numpy as np
+import problems
+import problems_gdpa
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from problems_gdpa import Shape
+
+import ikbo_jax as ikbo
+from ikbo_jax.ops import dispatch
+from ikbo_jax.ops import gdpa as op
+from ikbo_jax.pallas import gdpa_consumer
+from ikbo_jax.pallas import gdpa_forward as kernel
+from ikbo_jax.reference import gdpa as reference
+from ikbo_jax.reference.gdpa import Arrays, Settings
+from ikbo_jax.tuning.configs import NUM_CONSUMERS
+from ikbo_jax.tuning.gdpa_configs import GdpaConfig
+
+pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
+
+FORWARD = kernel.gdpa_forward
+#: With named barriers, which the interpreter knows under this name.
+PARAMS = dataclasses.replace(interpreter.PARAMS, inline_mgpu="_hack_model_inline_mgpu_tokamax")
+#: Blocks of 32 keys, so that few keys are several blocks.
+TWO_SLOTS = GdpaConfig(block_kv=32, k_stages=2, v_stages=2, q_slots=2)
+ONE_SLOT = dataclasses.replace(TWO_SLOTS, q_slots=1, v_stages=3)
+DEEP = dataclasses.replace(TWO_SLOTS, k_stages=3, v_stages=4, q_slots=3)
+RUNS = dataclasses.replace(TWO_SLOTS, q_slots=3, run=3, early_scores=True, late_turns=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A problem, its config, and how many CTAs there are."""
+
+    shape: Shape
+    activation: str | tuple[str, ...] = "relu"
+    config: GdpaConfig = TWO_SLOTS
+    num_sms: int = 1
+    dtype: str = "bfloat16"
+    approx: str | None = None
+
+    @property
+    def settings(self) -> Settings:
+        return problems_gdpa.make_settings(self.shape, self.activation, approx=self.approx)
+
+
+def of(q_lens: Any, kv_lens: tuple[int, ...], **rest: Any) -> Shape:
+    heads = {"q_heads": 1, "kv_heads": 1, "head_dim": 64}
+    return Shape(q_lens, kv_lens, **(heads | rest))
+
+
+CASES = {
+    # Blocks of keys that are whole or not; tiles that meet the blocks of the one before, or others.
+    "deep": Case(of((5, 3, 1), (100, 1, 33)), "gelu_tanh", config=DEEP),
+    "runs": Case(of((260, 2), (64, 33)), "relu_squared", config=RUNS),
+    "runs_of_one_block": Case(
+        of((130, 3), (20, 32), q_heads=2, kv_heads=1), ("leaky_relu", "gelu"), config=RUNS
+    ),
+    # Empty sequences, rows of none; CTAs with two items, one, and none.
+    "gaps": Case(
+        of((0, 70, 0, 5), (40, 3, 0, 0), before=2, after=131, q_heads=2), "silu", num_sms=3
+    ),
+    "no_keys": Case(of((2, 1), (0, 0), after=2), num_sms=2),
+    "h96_f16": Case(of((65,), (33,), head_dim=96), "leaky_relu", dtype="float16"),
+    "h256_one_slot": Case(of((66, 1), (33, 32), head_dim=256), "relu_squared", config=ONE_SLOT),
+    # Which queries meet which keys.
+    "indexed": Case(of((3, 66, 0, 2), (9, 34), q_to_kv=(1, 0, 1, 1)), "gelu"),
+    "pma": Case(of(3, (33, 0, 1)), "gelu_tanh", approx="tanh"),
+}
+
+
+@pytest.fixture
+def launches() -> Iterator[interpreter.Launches]:
+    with interpreter.watched() as launches:
+        yield launches
+
+
+def attend(arrays: Arrays, case: Case, monkeypatch: pytest.MonkeyPatch) -> jax.Array:
+    """`ikbo.gdpa`, down to its interpreted kernel."""
+    monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
+    monkeypatch.setattr(dispatch, "num_sms", lambda: case.num_sms)
+    interpreted = functools.partial(FORWARD, interpret=PARAMS)
+    monkeypatch.setattr(kernel, "gdpa_forward", interpreted)
+    op._gdpa.clear_cache()
+    settings = case.settings
+    out = ikbo.gdpa(
+        *arrays[:5],
+        q_to_kv=arrays.q_to_kv,
+        activation=settings.activations,
+        **{name: getattr(settings, name) for name in settings._fields[1:]},
+        implementation="mosaic_gpu",
+        config=case.config,
+    )
+    op._gdpa.clear_cache()
+    return jax.block_until_ready(out)
+
+
+def assert_correct(out: jax.Array, arrays: Arrays, case: Case) -> None:
+    """Holds the result to the error rule, against the materialised oracle in f32."""
+    wide = arrays._replace(query=arrays.query.astype(jnp.float32))
+    oracle = reference.materialised(wide, case.settings)
+    plain = problems_gdpa.same_dtype_gdpa(arrays, case.settings)
+    problems.assert_within_error_rule(out, oracle, plain)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_interpreted_kernel_is_right_and_free_of_races(
+    name: str, launches: interpreter.Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = CASES[name]
+    arrays = problems_gdpa.make_arrays(case.shape, case.dtype)
+    out = attend(arrays, case, monkeypatch)
+    launches.assert_no_races(1)
+    assert_correct(out, arrays, case)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_interpreted_nan_of_one_sequence_stays_there(
+    launches: interpreter.Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of the sequences beside it, and tiles, reach into it."""
+    case = Case(of((5, 3, 2), (40, 5, 33)), "gelu_tanh")
+    clean = problems_gdpa.make_arrays(case.shape)
+    spoiled = clean._replace(
+        query=clean.query.at[5:8].set(jnp.nan),
+        key=clean.key.at[40:45].set(jnp.inf),
+        value=clean.value.at[40:45].set(jnp.nan),
+    )
+    out = attend(spoiled, case, monkeypatch)
+    launches.assert_no_races(1)
+    assert np.all(np.isnan(out[5:8].astype(jnp.float32)))
+    zeros = out.at[5:8].set(0)
+    plain = clean._replace(query=clean.query.at[5:8].set(0))
+    assert_correct(zeros, plain, case)
+
+
+# The checks themselves: each of them must be able to fail.
+
+
+@pytest.mark.parametrize("planted", ["too late", "queries"])
+def test_interpreted_races_are_found(
+    planted: str, launches: interpreter.Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Consumer 1 zeroes a stage that consumer 0 reads first; a slot is free before it has left."""
+    if planted == "too late":
+        await_block = gdpa_consumer._await_block
+
+        def swapped(role: Any, *rest: Any) -> None:
+            await_block(role._replace(consumer=NUM_CONSUMERS - 1 - role.consumer), *rest)
+
+        monkeypatch.setattr(gdpa_consumer, "_await_block", swapped)
+    else:
+        wait = plgpu.wait_smem_to_gmem
+
+        def only_at_the_end(n: int, wait_read_only: bool) -> None:
+            if not wait_read_only:
+                wait(n, wait_read_only=wait_read_only)
+
+        monkeypatch.setattr(plgpu, "wait_smem_to_gmem", only_at_the_end)
+    case = Case(of((128,) * 4, (33,) * 4))
+    try:
+        attend(problems_gdpa.make_arrays(case.shape), case, monkeypatch)
+    except jax.errors.JaxRuntimeError as error:
+        if "RACE DETECTED" in str(error) or "observed" in str(error):
+            return
+        raise
+    with pytest.raises(AssertionError, match="races in launches"):
+        launches.assert_no_races(1)

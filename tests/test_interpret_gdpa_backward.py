@@ -1,0 +1,167 @@
+"""The backward kernels of generalised dot-product attention, interpreted under a race detector."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import interpreter
+import jax
+import jax.numpy as jnp
+import numpy as np
+import problems
+import problems_gdpa
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from problems_gdpa import Shape
+
+from ikbo_jax.ops import gdpa_backward as op
+from ikbo_jax.pallas import accumulator
+from ikbo_jax.reference import gdpa as reference
+from ikbo_jax.reference import gdpa_chunked
+from ikbo_jax.reference.gdpa import Arrays, Settings
+from ikbo_jax.tuning.configs import NUM_CONSUMERS
+from ikbo_jax.tuning.gdpa_backward_configs import GdpaBackwardConfig
+
+pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
+
+#: With the named barrier, which the interpreter knows under this name.
+PARAMS = dataclasses.replace(interpreter.PARAMS, inline_mgpu="_hack_model_inline_mgpu_tokamax")
+#: Blocks of 32 rows, so that few rows are several blocks.
+CONFIG = GdpaBackwardConfig(block=32, stages=2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A problem, and how the kernels cut it; `limits` are those of the lengths."""
+
+    shape: Shape
+    activation: str | tuple[str, ...] = "gelu_tanh"
+    dtype: str = "bfloat16"
+    num_sms: int = 1
+    config: GdpaBackwardConfig = CONFIG
+    limits: tuple[int | None, int | None] = (None, None)
+
+    @property
+    def settings(self) -> Settings:
+        settings = problems_gdpa.make_settings(self.shape, self.activation)
+        return settings._replace(max_seqlen_q=self.limits[0], max_seqlen_kv=self.limits[1])
+
+
+# Rows that are not a whole tile's cost the interpreter most.
+CASES = {
+    "no_queries_or_keys": Case(Shape((66, 0, 3), (66, 2, 0), 1, 1, 64, after=2)),
+    "indexed_grouped_heads": Case(
+        Shape((64, 2, 0), (3, 66), 2, 1, 64, (1, 0, 1)), ("gelu", "relu"), num_sms=2
+    ),
+    "pma_h96_f16": Case(Shape(3, (66, 0), 1, 1, 96), "silu", "float16"),
+    "h128": Case(Shape((64,), (128,), 1, 1, 128), "gelu", config=GdpaBackwardConfig(64, 3)),
+    "limits": Case(Shape((64, 3), (64, 3), 1, 1, 64), "relu", limits=(62, 63)),
+}
+
+
+@pytest.fixture
+def launches() -> Iterator[interpreter.Launches]:
+    with interpreter.watched() as launches:
+        yield launches
+
+
+def gradients(arrays: Arrays, case: Case) -> tuple[jax.Array, ...]:
+    settings = case.settings
+    assert op.illegal_reason(arrays, settings) is None
+    d_out = problems_gdpa.cotangent(arrays, settings)
+    return jax.block_until_ready(
+        op.kernel_vjp(
+            arrays,
+            settings,
+            d_out,
+            num_sms=case.num_sms,
+            query_config=case.config,
+            key_config=case.config,
+            interpret=PARAMS,
+        )
+    )
+
+
+def assert_correct(
+    actual: tuple[jax.Array, ...],
+    arrays: Arrays,
+    case: Case,
+    where: Sequence[Any] = (..., ..., ...),
+) -> None:
+    """Holds every gradient to the error rule, against the oracle's own VJP in f32."""
+    settings = case.settings
+    d_out = problems_gdpa.cotangent(arrays, settings)
+
+    def oracle(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        wide = arrays._replace(query=query, key=key, value=value)
+        return reference.materialised(wide, settings)
+
+    wide = tuple(x.astype(jnp.float32) for x in arrays[:3])
+    expected = jax.vjp(oracle, *wide)[1](d_out.astype(jnp.float32))
+    plain = gdpa_chunked.chunked_vjp(arrays, settings, None, None, d_out)
+    for array, want, rounded, rows in zip(actual, expected, plain, where, strict=True):
+        assert array.dtype == arrays.query.dtype
+        problems.assert_within_error_rule(array[rows], want[rows], rounded[rows])
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_interpreted_gradients_are_right_and_free_of_races(
+    name: str, launches: interpreter.Launches
+) -> None:
+    """Rows of no sequence are NaN."""
+    case = CASES[name]
+    arrays = problems_gdpa.make_arrays(case.shape, case.dtype)
+    results = gradients(arrays, case)
+    launches.assert_no_races(2)
+    assert_correct(results, arrays, case)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_interpreted_nan_of_one_sequence_stays_there(launches: interpreter.Launches) -> None:
+    case = Case(Shape((62, 3, 2), (2, 62, 3), 1, 1, 64), "relu")
+    clean = problems_gdpa.make_arrays(case.shape)
+    spoiled = clean._replace(
+        query=clean.query.at[62:65].set(jnp.nan), key=clean.key.at[2:64].set(jnp.nan)
+    )
+    results = gradients(spoiled, case)
+    launches.assert_no_races(2)
+    ranges = ((62, 65), (2, 64), (2, 64))
+    others = [np.r_[0:begin, end : len(x)] for x, (begin, end) in zip(results, ranges, strict=True)]
+    assert_correct(results, clean, case, others)
+
+
+# The check itself must be able to fail.
+
+
+def test_interpreted_block_handed_back_too_early_is_found(
+    monkeypatch: pytest.MonkeyPatch, launches: interpreter.Launches
+) -> None:
+    """Blocks go back before the wait that says that they were read."""
+    wait, arrive = accumulator.wait, plgpu.barrier_arrive
+    held: list[int] = []
+
+    def late_wait(pending: int, *, interpret: bool) -> None:
+        if pending == 0:
+            held.append(pending)
+        else:
+            wait(pending, interpret=interpret)
+
+    def arrive_then_wait(barrier: Any) -> None:
+        arrive(barrier)
+        if held and jax.typeof(barrier.ref).inner_aval.dtype.num_arrivals == NUM_CONSUMERS:
+            wait(held.pop(), interpret=True)
+
+    monkeypatch.setattr(accumulator, "wait", late_wait)
+    monkeypatch.setattr(plgpu, "barrier_arrive", arrive_then_wait)
+    case = Case(Shape((192,), (128,), 1, 1, 64), "relu")
+    try:
+        gradients(problems_gdpa.make_arrays(case.shape), case)
+    except jax.errors.JaxRuntimeError as error:
+        complaints = ("no threads observed", "had only observed", "RACE DETECTED", "first time")
+        if any(complaint in str(error) for complaint in complaints):
+            return
+        raise
+    assert launches.with_races

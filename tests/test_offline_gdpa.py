@@ -1,0 +1,113 @@
+"""The GDPA forward kernel compiled for sm_90a without a GPU: no spills, no serialised WGMMAs."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import offline
+import pytest
+
+from ikbo_jax.pallas import gdpa_forward as kernel
+from ikbo_jax.pallas import gdpa_tiles
+from ikbo_jax.tuning import configs, gdpa_configs
+from ikbo_jax.tuning.gdpa_configs import GdpaConfig, GdpaProblem
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="the CUDA plugin is for Linux"),
+]
+
+DEFAULT = GdpaProblem(
+    batch=1152,
+    batch_kv=1152,
+    q_rows=1152 * 1024,
+    kv_rows=1152 * 1024,
+    q_heads=4,
+    kv_heads=4,
+    head_dim=128,
+    dtype="bfloat16",
+    activations=("gelu_tanh",),
+    approx=None,
+    broadcast_q=False,
+    max_seqlen_q=None,
+    max_seqlen_kv=None,
+)
+NUM_SMS = 132
+SCALES = (0.125, 0.5)
+RUNS = GdpaConfig(v_stages=2, q_slots=3, run=8, early_scores=True, late_turns=True)
+
+
+def launch(problem: GdpaProblem, config: GdpaConfig, scales: tuple[float, float]) -> tuple:
+    """The kernel's host function, and the shapes it takes."""
+
+    def fn(query: Any, key: Any, value: Any, words: Any, counts: Any) -> jax.Array:
+        return kernel.gdpa_forward(
+            query,
+            key,
+            value,
+            gdpa_tiles.TileList(words, counts),
+            out_rows=problem.q_rows,
+            activations=problem.activations,
+            approx=problem.approx,
+            scale=scales[0],
+            output_scale=scales[1],
+            config=config,
+            num_sms=NUM_SMS,
+        )
+
+    def shape(rows: int, heads: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((rows, heads, problem.head_dim), jnp.dtype(problem.dtype))
+
+    keys = shape(problem.kv_rows, problem.kv_heads)
+    words = jax.ShapeDtypeStruct((problem.q_rows // 128, gdpa_tiles.TILE_WORDS), jnp.int32)
+    counts = jax.ShapeDtypeStruct((2,), jnp.int32)
+    return fn, shape(problem.q_rows, problem.q_heads), keys, keys, words, counts
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A problem, its configuration (None: the default one), and its scales."""
+
+    problem: GdpaProblem
+    config: GdpaConfig | None = None
+    scales: tuple[float, float] = (1.0, 1.0)
+
+
+def of(config: GdpaConfig | None = None, **sizes: Any) -> Case:
+    return Case(dataclasses.replace(DEFAULT, **sizes), config)
+
+
+CASES = {
+    "f16": dataclasses.replace(of(dtype="float16"), scales=SCALES),
+    "tanh_late": dataclasses.replace(of(GdpaConfig(late_turns=True), approx="tanh"), scales=SCALES),
+    "heads_of_their_own": of(activations=("gelu", "silu", "relu", "hardswish"), kv_heads=2),
+    "one_slot": of(GdpaConfig(k_stages=3, v_stages=3, q_slots=1)),
+    "runs": dataclasses.replace(of(RUNS, approx="tanh"), scales=SCALES),
+    "h64": of(head_dim=64, activations=("silu",)),
+    "h96": of(head_dim=96, approx="polynomial", activations=("gelu",)),
+    "h256": of(head_dim=256),
+}
+
+
+@pytest.fixture(scope="session")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> offline.Compiler:
+    try:
+        return offline.Compiler(tmp_path_factory.mktemp("offline_gdpa"))
+    except offline.OfflineUnavailableError as error:
+        pytest.fail(str(error), pytrace=False)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_offline_kernel_is_fit(name: str, compiler: offline.Compiler) -> None:
+    case = CASES[name]
+    config = case.config or next(gdpa_configs.gdpa_candidate_configs(case.problem))
+    assert gdpa_configs.gdpa_illegal_reason(case.problem, config) is None
+    (compiled,) = compiler.compile(*launch(case.problem, config, case.scales))
+    assert not compiled.faults
+    limit = config.smem_bytes(case.problem.head_dim)
+    assert 0 <= limit - compiled.smem_bytes <= configs.SMEM_ALIGNMENT
+    assert limit <= configs.MAX_SMEM_BYTES

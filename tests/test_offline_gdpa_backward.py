@@ -1,0 +1,102 @@
+"""GDPA's backward kernels compiled for sm_90a without a GPU: no spills, no serialised WGMMAs."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import offline
+import pytest
+
+from ikbo_jax.pallas import gdpa_backward as kernels
+from ikbo_jax.pallas import gdpa_backward_tiles as tiles
+from ikbo_jax.tuning import configs
+from ikbo_jax.tuning import gdpa_backward_configs as backward_configs
+from ikbo_jax.tuning.gdpa_backward_configs import GdpaBackwardConfig
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="the CUDA plugin is for Linux"),
+]
+
+BATCH, ROWS = 1152, 1152 * 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A kernel, for keys or queries."""
+
+    is_for_keys: bool
+    head_dim: int = 128
+    activations: tuple[str, ...] = ("gelu_tanh",) * 4
+    approx: str | None = None
+    kv_heads: int = 4
+    dtype: str = "bfloat16"
+    is_wide: bool = False
+    config: GdpaBackwardConfig | None = None
+
+    @property
+    def chosen(self) -> GdpaBackwardConfig:
+        return self.config or backward_configs.default_config(self.head_dim)
+
+    def launch(self) -> tuple[Any, ...]:
+        """The kernel's host function, and the shapes it takes."""
+        options: dict[str, Any] = {
+            "activations": self.activations,
+            "approx": self.approx,
+            "scale": 0.3,
+            "output_scale": 0.7,
+            "config": self.chosen,
+            "num_sms": 132,
+        }
+        if not self.is_for_keys:
+            options["out_dtype"] = jnp.float32 if self.is_wide else None
+        kernel = kernels.d_key_value_kernel if self.is_for_keys else kernels.d_query_kernel
+        shape, dtype = jax.ShapeDtypeStruct, jnp.dtype(self.dtype)
+        query = shape((ROWS, len(self.activations), self.head_dim), dtype)
+        key = shape((ROWS, self.kv_heads, self.head_dim), dtype)
+        work = tiles.Work(
+            shape((tiles.most_tiles(BATCH + 2, ROWS), tiles.TILE_WORDS), jnp.int32),
+            shape((1,), jnp.int32),
+            shape((BATCH, tiles.PARTNER_WORDS), jnp.int32),
+        )
+        return functools.partial(kernel, **options), query, key, key, query, work
+
+
+MIXED = ("gelu", "relu", "silu", "gelu_tanh")
+CASES = {
+    "keys": Case(True),
+    "keys_tanh": Case(True, approx="tanh"),
+    "keys_gelu": Case(True, activations=("gelu",) * 4),
+    "keys_mixed_f16": Case(True, activations=MIXED, kv_heads=2, dtype="float16"),
+    "queries_mixed_wide_block": Case(
+        False, activations=MIXED, kv_heads=2, config=GdpaBackwardConfig(96, 2)
+    ),
+    "queries_broadcast_h64": Case(False, 64, approx="tanh", is_wide=True),
+}
+
+
+@pytest.fixture(scope="session")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> offline.Compiler:
+    try:
+        return offline.Compiler(tmp_path_factory.mktemp("offline_gdpa_backward"))
+    except offline.OfflineUnavailableError as error:
+        pytest.fail(str(error), pytrace=False)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_offline_gdpa_backward_kernel_is_fit(name: str, compiler: offline.Compiler) -> None:
+    case = CASES[name]
+    num_results = 2 if case.is_for_keys else 1
+    reason = backward_configs.illegal_reason(
+        case.dtype, case.head_dim, case.chosen, num_results=num_results
+    )
+    assert reason is None
+    (compiled,) = compiler.compile(*case.launch())
+    assert not compiled.faults
+    limit = case.chosen.smem_bytes(case.head_dim)
+    assert compiled.smem_bytes <= limit <= configs.MAX_SMEM_BYTES

@@ -1,0 +1,119 @@
+"""The kernels' activations, as they run under interpretation, against the reference's and f64.
+
+The tables of a GPU's own instructions (exp2, reciprocal, tanh) are the GPU suites' to test.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import problems_gdpa
+import pytest
+
+from ikbo_jax.pallas import activations as kernel
+from ikbo_jax.pallas import gdpa_weights
+from ikbo_jax.reference import activations as reference
+
+NAMES = [name for name in reference.ACTIVATIONS if name != reference.SOFTMAX]
+PAIRS = [
+    *((None, name) for name in NAMES),
+    *((approx, name) for approx, names in reference.APPROXIMATIONS.items() for name in names),
+]
+GRID = np.linspace(-16, 16, 64 * 512, dtype=np.float32).reshape(64, -1)
+LARGE = np.float32([-1e30, -1e15, -1e4, -60, -43, -42, -8, -7.5, 8, 9, 60, 1e4, 1e15, 1e30])
+KINKS = np.float32([-3.7, -3, -0.0, 0.0, 3, 3.7])
+
+
+def activate(name: str, approx: str | None, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The value and the slope; that the value alone is the same is part of the test."""
+    arguments = ((name,), approx, jnp.int32(0), jnp.asarray(x))
+    value, slope = kernel.activate_with_slope(*arguments, interpret=True)
+    np.testing.assert_array_equal(kernel.activate(*arguments, interpret=True), value)
+    assert value.dtype == slope.dtype == jnp.float32
+    return np.asarray(value), np.asarray(slope)
+
+
+@pytest.mark.parametrize(("approx", "name"), PAIRS)
+def test_value_and_slope_are_the_references(approx: str | None, name: str) -> None:
+    value, slope = activate(name, approx, GRID)
+    expected = reference.elementwise(name, approx)
+    # The reference's 1 + tanh loses a few roundings of 1, times the score.
+    np.testing.assert_allclose(value, expected.value(jnp.asarray(GRID)), rtol=1e-6, atol=3e-6)
+    np.testing.assert_allclose(slope, expected.slope(jnp.asarray(GRID)), rtol=3e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_value_is_exact_to_the_rounding_of_f32(name: str) -> None:
+    exact = problems_gdpa.numpy_activation(name, GRID.astype(np.float64))
+    np.testing.assert_allclose(activate(name, None, GRID)[0], exact, rtol=6e-7, atol=3e-7)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.parametrize(("approx", "name"), PAIRS)
+@pytest.mark.parametrize("x", [LARGE, KINKS], ids=["large", "kinks"])
+def test_value_and_slope_far_away_and_at_kinks(
+    approx: str | None, name: str, x: np.ndarray
+) -> None:
+    value, slope = activate(name, approx, x)
+    expected = reference.elementwise(name, approx)
+    np.testing.assert_allclose(value, expected.value(jnp.asarray(x)), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(slope, expected.slope(jnp.asarray(x)), rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(value[x == 0], 0)
+
+
+@pytest.mark.parametrize(("approx", "name"), PAIRS)
+def test_nan_stays_and_infinity_is_no_finite_value(approx: str | None, name: str) -> None:
+    value, slope = activate(name, approx, np.float32([np.nan, np.inf]))
+    assert np.isnan(value[0])
+    assert not np.isfinite(value[1])
+    is_constant = name == "identity" or name.endswith("relu")
+    assert np.isnan(slope[0]) or is_constant
+
+
+def test_heads_have_their_own_activation() -> None:
+    names = ("gelu", "identity", "gelu", "relu")
+    x = jnp.asarray(GRID[:, :16])
+    both = jax.jit(functools.partial(kernel.activate_with_slope, names, None, interpret=True))
+    for head, name in enumerate(names):
+        expected = kernel.activate_with_slope((name,), None, 0, x, interpret=True)
+        for got, want in zip(both(jnp.int32(head), x), expected, strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
+
+
+# Weights of raw scores.
+
+
+def result(how: gdpa_weights.Weighing, head: int, scores: np.ndarray) -> np.ndarray:
+    """act(scale * scores) as the result of products with ones."""
+    weights = gdpa_weights.weigh(how, jnp.int32(head), jnp.asarray(scores), interpret=True)
+    return np.asarray(gdpa_weights.finish(how, jnp.int32(head), weights))
+
+
+@pytest.mark.parametrize(
+    ("scale", "is_wide"), [(0.3, True), (4.0, True), (0.3, False), (-0.3, True), (2.0**-12, True)]
+)
+def test_weights_times_their_factor_are_activated_scores(scale: float, is_wide: bool) -> None:
+    scores = np.concatenate([GRID[:, ::32].ravel(), LARGE, KINKS])
+    for approx, name in PAIRS:
+        how = gdpa_weights.Weighing((name,), approx, scale, 1.0, is_wide)
+        expected = reference.elementwise(name, approx).value(jnp.float32(scale) * scores)
+        np.testing.assert_allclose(
+            result(how, 0, scores), expected, rtol=2e-6, atol=3e-6, err_msg=f"{name} {approx}"
+        )
+
+
+def test_weights_of_heads_have_their_own_factors() -> None:
+    names = ("relu_squared", "gelu", "gelu_tanh", "relu_squared")
+    for head, name in enumerate(names):
+        how = gdpa_weights.Weighing(names, "tanh", 0.5, 3.0, is_wide=True)
+        expected = 3 * reference.elementwise(name, "tanh").value(jnp.float32(0.5) * GRID[:, :64])
+        np.testing.assert_allclose(result(how, head, GRID[:, :64]), expected, rtol=2e-6, atol=9e-6)
+
+
+def test_narrow_weights_are_activated_scores() -> None:
+    how = gdpa_weights.Weighing(("silu",), None, 0.125, 1.0, is_wide=False)
+    weights = gdpa_weights.weigh(how, jnp.int32(0), jnp.float32([[4e5]]), interpret=True)
+    np.testing.assert_allclose(weights, 5e4, rtol=1e-6)
