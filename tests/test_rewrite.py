@@ -246,6 +246,44 @@ def test_a_jitted_function_called_again_is_rewritten_once() -> None:
         np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-3 * np.abs(y).max())
 
 
+def looking_up(jit):
+    """Layers that look users up again, share what is materialised, and run inside a scan too."""
+
+    @jit
+    def layer(w, x, users, user, index, scale):
+        met = jnp.tanh(users @ w) * scale + jnp.take(user, index, axis=0)
+        x = x * met + jnp.sort(users, axis=0) + jnp.sort(users * 2, axis=0)
+        return x, jnp.where(users > 0, users, jnp.sin(users)), users
+
+    def fn(w, user, cand, index):
+        x, users = cand @ w[D:, :D], user[index]
+        for n in range(3):
+            x, _, users = layer(w[:D, :D] * (n + 1), x, users, user, index, 0.5)
+
+        def step(carry, w):
+            x, users = carry
+            for n in range(3):
+                x, users, _ = layer(w * (n + 1), x, users, user, index, 0.5)
+            return (x, users), None
+
+        weights = jnp.stack([w[:D, :D], w[:D, :D] / 2])
+        (x, users), _ = jax.lax.scan(step, (x, users), weights)
+        return x + layer(w[:D, :D], x, users, user, index, 0.5)[0]
+
+    return fn
+
+
+def test_a_program_of_its_own_does_and_reports_what_one_in_place_does() -> None:
+    jitted, in_place = looking_up(jax.jit), looking_up(lambda f: f)
+    calls = jax.make_jaxpr(ikbo.rewrite(jitted))(*ARGS).eqns
+    # All but the first, and those in the scan.
+    assert len([e for e in calls if e.params.get("name") == "layer"]) == 3
+    ours, theirs = (jax.jit(ikbo.rewrite(f))(*ARGS) for f in (jitted, in_place))
+    close(ours, theirs)
+    np.testing.assert_allclose(ours, jitted(*ARGS), rtol=1e-4, atol=1e-4 * np.abs(ours).max())
+    assert report_of(jitted, *ARGS) == report_of(in_place, *ARGS)
+
+
 # Meaning of the lookup.
 
 OUTSIDE = jnp.asarray([0, 3, 9, -1, -9, 2] * 4, jnp.int32)
@@ -529,33 +567,55 @@ def test_custom_derivatives_are_kept(fn, mode: str) -> None:
 # What it costs.
 
 
-def test_tracing_stays_cheap() -> None:
+def plain_layer(w, b, x, users):
+    mean = x.mean(axis=-1, keepdims=True)
+    scale = jax.lax.rsqrt(jnp.square(x - mean).mean(axis=-1, keepdims=True) + 1e-6)
+    x = x + jax.nn.gelu(((x - mean) * scale) @ w + b)
+    return x, users + jnp.tanh(users @ w + b)
+
+
+def meeting_layer(w, b, x, users):
+    """What user and candidate make together is needed as an array."""
+    x = x + jax.nn.gelu(jnp.concatenate([users, x], axis=1) @ jnp.concatenate([w, w]) + b)
+    return x, users + jnp.tanh(users @ w + b)
+
+
+@pytest.mark.parametrize(
+    ("layer", "jit", "bar"),
+    # In a program of calls alone one call is no more work to trace than to rewrite, and the layer
+    # itself is gone through twice more: 2.4 and 2.6 were measured.
+    [(plain_layer, False, 2), (plain_layer, True, 3.2), (meeting_layer, True, 3.2)],
+    ids=["equations", "jitted", "jitted_meeting"],
+)
+def test_tracing_stays_cheap(layer, jit: bool, bar: float) -> None:
     rng = np.random.default_rng(0)
     width = 16
     layers = [
         tuple(problems.random_array(rng, s, "float32") for s in [(width, width), (1, width)])
         for _ in range(50)
     ]
-    user, cand = jnp.ones((U, width)), jnp.ones((B, width))
-
-    def deep(layers, user, cand, index):
-        x, users = cand, user[index]
-        for w, b in layers:
-            mean = x.mean(axis=-1, keepdims=True)
-            scale = jax.lax.rsqrt(jnp.square(x - mean).mean(axis=-1, keepdims=True) + 1e-6)
-            x = x + jax.nn.gelu(((x - mean) * scale) @ w + b)
-            users = users + jnp.tanh(users @ w + b)
-        return x * users
+    args = layers, jnp.ones((U, width)), jnp.ones((B, width)), A.index
 
     def seconds(transform) -> float:
-        # A new function each time, or JAX would not trace it again.
-        fn = transform(lambda *args: deep(*args))
+        # New functions each time, or JAX would not trace them again.
+        step = jax.jit(lambda *args: layer(*args)) if jit else layer
+
+        def deep(layers, user, cand, index):
+            x, users = cand, user[index]
+            for w, b in layers:
+                x, users = step(w, b, x, users)
+            return x * users
+
+        fn = transform(deep)
         start = time.process_time()
-        jax.make_jaxpr(fn)(layers, user, cand, A.index)
+        jax.make_jaxpr(fn)(*args)
         return time.process_time() - start
 
-    plain = [seconds(lambda f: f) for _ in range(5)]
-    rewritten = [seconds(ikbo.rewrite) for _ in range(5)]
-    assert report_of(deep, layers, user, cand, A.index).changed
-    # Twice is what it is meant to cost; the rest is for a busy machine.
-    assert min(rewritten) <= 3 * min(plain)
+    plain, rewritten = [], []
+    # The fastest of each counts; a busy machine gets more turns to have a quiet one.
+    for turn in range(40):
+        plain.append(seconds(lambda f: f))
+        rewritten.append(seconds(ikbo.rewrite))
+        if turn >= 4 and min(rewritten) <= bar * min(plain):
+            break
+    assert min(rewritten) <= bar * min(plain)

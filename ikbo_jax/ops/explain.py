@@ -91,14 +91,40 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 def marks(jaxpr: core.Jaxpr) -> Iterator[Any]:
     """The plans and notes of a traced program, in its order."""
     for eqn in jaxpr.eqns:
-        if eqn.primitive is dispatch.plan_p:
-            yield eqn.params["plan"]
-        if eqn.primitive is note_p:
-            yield eqn.params["note"]
-        for value in eqn.params.values():
-            # Calls hold one program, conditionals a tuple of them.
-            for inner in value if isinstance(value, (tuple, list)) else (value,):
-                if isinstance(inner, core.ClosedJaxpr):
-                    yield from marks(inner.jaxpr)
-                elif isinstance(inner, core.Jaxpr):
-                    yield from marks(inner)
+        mark = _mark(eqn)
+        if mark is not None:
+            yield mark
+        for inner in _programs(eqn):
+            yield from marks(inner)
+
+
+def has_marks(jaxpr: core.Jaxpr) -> bool:
+    """Whether a traced program has any; a program that it calls often is searched once."""
+    found = [getattr(jaxpr, "jaxpr", jaxpr)]
+    seen = {id(found[0])}
+    # Grows while it is searched.
+    for program in found:
+        for eqn in program.eqns:
+            if _mark(eqn) is not None:
+                return True
+            for inner in _programs(eqn):
+                if id(inner) not in seen:
+                    seen.add(id(inner))
+                    found.append(inner)
+    return False
+
+
+def _mark(eqn: Any) -> Any:
+    if eqn.primitive is dispatch.plan_p:
+        return eqn.params["plan"]
+    return eqn.params["note"] if eqn.primitive is note_p else None
+
+
+def _programs(eqn: Any) -> Iterator[core.Jaxpr]:
+    for value in eqn.params.values():
+        # Calls hold one program, conditionals a tuple of them.
+        for inner in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(inner, core.ClosedJaxpr):
+                yield inner.jaxpr
+            elif isinstance(inner, core.Jaxpr):
+                yield inner

@@ -61,7 +61,7 @@ def form(value: Any) -> Any:
 
 def settled(inner: Context, values: Sequence[Any], outer: Context) -> list[Any]:
     """The values, but without lineages that exist only inside."""
-    known = {id(entry[1]) for scope in outer._scopes() for entry in scope._lineages.values()}
+    known = {id(entry[1]) for scope in outer.scopes() for entry in scope._lineages.values()}
 
     def leaves(value: Any) -> Any:
         if isinstance(value, Concat):

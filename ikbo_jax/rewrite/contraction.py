@@ -38,6 +38,9 @@ def _dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
         raise NotCovered("product of two concatenations")
     if isinstance(lhs, Concat) or isinstance(rhs, Concat):
         return _of_concat(ctx, eqn, lhs, rhs)
+    _, (batch, _) = eqn.params["dimension_numbers"]
+    if not batch:
+        return product(ctx, eqn, lhs, rhs)
     scores = attention.start(
         ctx, eqn, lhs, rhs, lambda scope: scope.build(product(scope, eqn, lhs, rhs))
     )
@@ -63,7 +66,29 @@ def product(
         if has_lineage(x) and x.axis in dims:
             raise NotCovered("product that sums over the looked-up axis")
     lhs, rhs = _meet(ctx, eqn, lhs, rhs, lhs_batch, rhs_batch)
+    if lhs_batch:
+        out, shape, value_lineage, axis = _batched(ctx, eqn, lhs, rhs, preferred)
+    else:
+        replaced = {} if preferred is None else {"preferred_element_type": preferred}
+        out = ctx.bind(eqn, base_of(lhs), base_of(rhs), **replaced)
+        sides = ((lhs, lhs_contract), (rhs, rhs_contract))
+        free = [(x, d) for x, dims in sides for d in range(len(shape_of(x))) if d not in dims]
+        shape = tuple(shape_of(x)[d] for x, d in free)
+        axis = next((n for n, (x, d) in enumerate(free) if has_lineage(x) and d == x.axis), -1)
+        value_lineage = free[axis][0].lineage if axis >= 0 else None
+    origins = origins_of(lhs, rhs)
+    saved = math.prod(shape) - math.prod(out.shape)
+    if saved > 0:
+        saved *= 2 * math.prod(shape_of(lhs)[d] for d in lhs_contract)
+        ctx.recorder.saved(eqn, origins, became or "product at the smaller batch", saved, True)
+    return lazy(out, shape, value_lineage, axis, origins)
 
+
+def _batched(
+    ctx: Context, eqn: Any, lhs: Any, rhs: Any, preferred: Any
+) -> tuple[jax.Array, tuple[int, ...], Lineage | None, int]:
+    """A product with batch dimensions: its array, and what it stands for, as in `Lazy`."""
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = _dims(eqn)
     # Every dimension gets a label. A batch dimension that one operand has at size 1 is left out of
     # that one, and so becomes the other's own.
     labels = [
@@ -100,13 +125,7 @@ def product(
 
     shape = tuple(logical[label] for label in wanted)
     axis = next((n for n, label in enumerate(wanted) if label in looked_up), -1)
-    value_lineage = looked_up[wanted[axis]] if axis >= 0 else None
-    origins = origins_of(lhs, rhs)
-    depth = math.prod(shape_of(lhs)[d] for d in lhs_contract)
-    saved = 2 * depth * (math.prod(shape) - math.prod(out.shape))
-    if saved > 0:
-        ctx.recorder.saved(eqn, origins, became or "product at the smaller batch", saved, True)
-    return lazy(out, shape, value_lineage, axis, origins)
+    return out, shape, looked_up[wanted[axis]] if axis >= 0 else None, axis
 
 
 def _dims(eqn: Any) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -75,6 +76,10 @@ class Context:
     Attributes:
       recorder: collects the report.
       parent: the scope around it, whose arrays may be used here but not the other way round.
+      given: arrays that values stand for, by the values' identity, where they come from outside.
+      opaque: values of which more is known outside than here, by identity.
+      missed: whether it was asked where such a value comes from.
+      programs: programs of calls rewritten by themselves that hold arrays of this scope.
     """
 
     def __init__(self, recorder: report.Recorder, parent: Context | None = None) -> None:
@@ -85,9 +90,13 @@ class Context:
         self._numbered: dict[Any, tuple[Any, list[Any]]] = {}
         self._producers: dict[int, tuple[core.JaxprEqn, Sequence[Any], Any]] = {}
         self._lineages: dict[Any, tuple[Any, Lineage]] = {}
+        self.given: dict[int, jax.Array] = {}
+        self.opaque: dict[int, Any] = {}
+        self.missed = False
+        self.programs: dict[Any, Any] = {}
         # Answers about whole programs, shared by all scopes.
         self._plain_jaxprs: dict[int, tuple[Any, bool]] = parent._plain_jaxprs if parent else {}
-        self.rewritten: dict[Any, tuple[Any, Any]] = parent.rewritten if parent else {}
+        self.rewritten: dict[Any, Any] = parent.rewritten if parent else {}
         self.elementwise_programs: dict[int, tuple[Any, bool]] = (
             parent.elementwise_programs if parent else {}
         )
@@ -96,7 +105,8 @@ class Context:
         """A scope inside this one."""
         return Context(self.recorder, self)
 
-    def _scopes(self) -> Iterator[Context]:
+    def scopes(self) -> Iterator[Context]:
+        """This scope and those around it, from the inside."""
         scope: Context | None = self
         while scope is not None:
             yield scope
@@ -108,16 +118,21 @@ class Context:
         """The array that a value stands for, computed once a scope. Records nothing."""
         if is_plain(value):
             return value
-        for scope in self._scopes():
+        for scope in self.scopes():
             if id(value) in scope._built:
                 return scope._built[id(value)][1]
-        array = value.build(self)
+        array = self.given.get(id(value))
+        array = value.build(self) if array is None else array
         self._built[id(value)] = (value, array)
         return array
 
     def built(self) -> set[int]:
         """Identities of the values that were materialised in this scope."""
         return set(self._built)
+
+    def is_built(self, value: Any) -> bool:
+        """Whether a value was materialised in this scope or one around it."""
+        return any(id(value) in scope._built for scope in self.scopes())
 
     def materialise(
         self, eqn: core.JaxprEqn | None, value: Any, reason: str, *, copied: bool = True
@@ -132,7 +147,7 @@ class Context:
         """
         if is_plain(value):
             return value
-        if not any(id(value) in scope._built for scope in self._scopes()):
+        if not self.is_built(value):
             if value.step is not None:
                 # What it is made of is copied, not the value itself; for the same reason.
                 with self.recorder.because(reason):
@@ -184,39 +199,53 @@ class Context:
             self._lineages[key] = (core, made)
         return made
 
+    def has_lineages(self) -> bool:
+        """Whether a lineage was made in this scope."""
+        return bool(self._lineages)
+
     def _known(self, key: Any) -> Lineage | None:
-        for scope in self._scopes():
+        for scope in self.scopes():
             if key in scope._lineages:
                 return scope._lineages[key][1]
         return None
 
     def producer(self, value: Any) -> tuple[core.JaxprEqn, Sequence[Any]] | None:
         """The equation that a value came from, and its operands; None if unknown."""
-        for scope in self._scopes():
+        for scope in self.scopes():
             if id(value) in scope._producers:
                 eqn, operands, _ = scope._producers[id(value)]
                 return eqn, operands
+            scope.missed |= id(value) in scope.opaque
         return None
+
+    def is_known(self, value: Any) -> bool:
+        """Whether it is known in this scope, or outside of it, where a value comes from."""
+        return any(id(value) in s._producers or id(value) in s.opaque for s in self.scopes())
 
     # Running.
 
     def bind(self, eqn: core.JaxprEqn, *arrays: Any, **params: Any) -> Any:
         """Runs the equation's primitive on arrays, with some parameters replaced."""
-        bind_params = eqn.primitive.get_bind_params({**eqn.params, **params})
-        return eqn.primitive.bind(*arrays, **bind_params)
+        primitive = eqn.primitive
+        merged = {**eqn.params, **params} if params else eqn.params
+        return primitive.bind(*arrays, **primitive.get_bind_params(merged))
 
     def run(self, jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         """The results of a program on values."""
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
         name_stack = source_info_util.current_name_stack()
-        for eqn in jaxpr.eqns:
-            operands = [v.val if isinstance(v, core.Literal) else env[v] for v in eqn.invars]
-            info = eqn.source_info
-            stack = name_stack + info.name_stack
-            with source_info_util.user_context(info.traceback, name_stack=stack), eqn.ctx.manager:
-                results = self._run_eqn(eqn, operands)
-            env.update(zip(eqn.outvars, results, strict=True))
+        is_named = bool(str(name_stack))
+        user_context, literal = source_info_util.user_context, core.Literal
+        for eqn_ctx, eqns in itertools.groupby(jaxpr.eqns, lambda eqn: eqn.ctx):
+            with eqn_ctx.manager:
+                for eqn in eqns:
+                    operands = [v.val if isinstance(v, literal) else env[v] for v in eqn.invars]
+                    info = eqn.source_info
+                    stack = name_stack + info.name_stack if is_named else info.name_stack
+                    with user_context(info.traceback, name_stack=stack):
+                        results = self._run_eqn(eqn, operands)
+                    env.update(zip(eqn.outvars, results, strict=True))
         return [v.val if isinstance(v, core.Literal) else env[v] for v in jaxpr.outvars]
 
     def run_closed(self, jaxpr: Any, args: Sequence[Any], eqn: Any = None) -> list[Any]:
@@ -232,15 +261,17 @@ class Context:
         """
         key = self._number(eqn, operands)
         if key is not None:
-            for scope in self._scopes():
+            for scope in self.scopes():
                 if key in scope._numbered:
                     return scope._numbered[key][1]
         results = self._apply(eqn, operands)
         if key is not None:
             self._numbered[key] = (operands, results)
+        producers = self._producers
         for result in results:
             # What a call returns was made inside of it.
-            self._producers.setdefault(id(result), (eqn, operands, result))
+            if id(result) not in producers:
+                producers[id(result)] = (eqn, operands, result)
         return results
 
     def _number(self, eqn: core.JaxprEqn, operands: list[Any]) -> Any:
@@ -248,7 +279,7 @@ class Context:
         if not on_integers(eqn) and not _is_number(eqn, operands):
             return None
         try:
-            key = (eqn.primitive, tuple(eqn.params.items()), tuple(map(_identity, operands)))
+            key = (eqn.primitive, tuple(eqn.params.items()), tuple(map(identity, operands)))
             hash(key)
         except TypeError:
             return None
@@ -312,18 +343,20 @@ def on_integers(eqn: core.JaxprEqn) -> bool:
 
 def _is_number(eqn: core.JaxprEqn, operands: list[Any]) -> bool:
     """Whether an equation's only result is a number, or one number broadcast."""
-    if len(eqn.outvars) != 1 or not 0 < len(operands) <= 2 or eqn.effects:
+    if not 0 < len(operands) <= 2:
         return False
-    for x in operands:
-        if isinstance(x, Lazy):
-            if x.lineage is not None or x.base.size != 1:
+    for x, v in zip(operands, eqn.invars, strict=True):
+        # The program's own shapes are faster to ask for than a tracer's.
+        if not isinstance(x, Deferred):
+            if getattr(v.aval, "size", 0) != 1:
                 return False
-        elif not is_plain(x) or np.size(x) != 1:
+        elif not isinstance(x, Lazy) or x.lineage is not None or x.base.size != 1:
             return False
-    return True
+    return len(eqn.outvars) == 1 and not eqn.effects
 
 
-def _identity(operand: Any) -> Any:
+def identity(operand: Any) -> Any:
+    """What tells an operand from others: its identity, or a literal's dtype and value."""
     if isinstance(operand, jax.Array) or not is_plain(operand):
         return id(operand)
     # Literals: Python numbers and NumPy scalars, told apart by type as well.
@@ -366,7 +399,10 @@ KEEP_NAN = frozenset(
 
 def _check_masks(eqn: core.JaxprEqn, operands: list[Any]) -> None:
     """Raises NotCovered if rows that were looked up out of bounds might not stay NaN."""
-    if not any(map(_is_masked, operands)):
+    for x in operands:
+        if _is_masked(x):
+            break
+    else:
         return
     keeps = eqn.primitive.name in KEEP_NAN and all(
         jnp.issubdtype(v.aval.dtype, jnp.inexact) or _inner_jaxprs_any(eqn)
@@ -408,4 +444,4 @@ def _is_op(eqn: core.JaxprEqn) -> bool:
 
 def shape_of(value: Any) -> tuple[int, ...]:
     """The shape that the program sees; of a literal, ()."""
-    return tuple(np.shape(value)) if is_plain(value) else tuple(value.shape)
+    return tuple(getattr(value, "shape", ()))

@@ -159,9 +159,13 @@ def origins_of(*values: Any) -> frozenset:
 
 def carries(value: Any, axis: int) -> bool:
     """Whether the value may differ along `axis` other than by being looked up there."""
-    if has_lineage(value) and value.axis == axis:
-        return False
-    return np.ndim(base_of(value)) > 0 and np.shape(base_of(value))[axis] != 1
+    if isinstance(value, Lazy):
+        if value.lineage is not None and value.axis == axis:
+            return False
+        value = value.base
+    # Of a tracer, the attribute is much faster than `np.shape`. Python numbers have none.
+    shape = getattr(value, "shape", ())
+    return len(shape) > 0 and shape[axis] != 1
 
 
 def take_rows(x: jax.Array, index: jax.Array, axis: int) -> jax.Array:

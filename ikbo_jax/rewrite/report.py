@@ -121,21 +121,11 @@ class Broadcast:
         return FoundBroadcast(self.line, self.what, became, self.flops_saved, saved)
 
 
-@dataclasses.dataclass
-class Log:
-    """What was recorded in a while.
-
-    Attributes:
-      saved: arguments of `Recorder.saved`, but for the origins.
-      certain: whether a lookup was found, or anything written at the larger batch.
-    """
-
-    saved: list[tuple[Any, str, int, bool]] = dataclasses.field(default_factory=list)
-    certain: bool = False
-
-
 class Recorder:
     """Collects what one rewrite finds and does."""
+
+    #: Where an equation stands that no line of the user's is known of.
+    UNKNOWN = "unknown line"
 
     def __init__(self) -> None:
         self.broadcasts: list[Broadcast] = []
@@ -143,7 +133,6 @@ class Recorder:
         self.changed = False
         self.muted = 0
         self.reason = ""
-        self.log: Log | None = None
         # Equations that call the program that runs. One traced by a jitted library function may
         # know no line of the user's; that of the call then stands for it.
         self.calls: list[Any] = []
@@ -158,15 +147,6 @@ class Recorder:
             self.calls.pop()
 
     @contextlib.contextmanager
-    def logging(self) -> Iterator[Log]:
-        """What is recorded inside, muted or not, stands in the log as well."""
-        outer, self.log = self.log, Log()
-        try:
-            yield self.log
-        finally:
-            self.log = outer
-
-    @contextlib.contextmanager
     def because(self, reason: str) -> Iterator[None]:
         """What is written inside is so for this reason, the outermost one."""
         outer, self.reason = self.reason, self.reason or reason
@@ -176,21 +156,34 @@ class Recorder:
             self.reason = outer
 
     def line(self, eqn: Any) -> str:
-        """The user's line that an equation stems from."""
+        """The user's line that an equation stems from; a line itself."""
         if eqn is None:
             return "the function's result"
+        if isinstance(eqn, str):
+            return eqn
         lines = (source_line(e) for e in (eqn, *reversed(self.calls)) if e is not None)
-        return next((line for line in lines if line), "unknown line")
+        return next((line for line in lines if line), self.UNKNOWN)
 
     def found(self, eqn: Any, what: str, copy_bytes: int, certain: bool) -> Broadcast:
         broadcast = Broadcast(self.line(eqn), what, copy_bytes, certain)
-        if self.log is not None:
-            self.log.certain |= certain
         if not self.muted:
             self.broadcasts.append(broadcast)
         return broadcast
 
-    def saved(self, eqn: Any, origins: frozenset, became: str, flops: int, product: bool) -> None:
+    def confirmed(self, origins: frozenset) -> None:
+        """Records that broadcasts which were not certain are lookups."""
+        for origin in origins:
+            origin.certain = True
+
+    def saved(
+        self,
+        eqn: Any,
+        origins: frozenset,
+        became: str,
+        flops: int,
+        product: bool,
+        times: int = 1,
+    ) -> None:
         """Records work done at the smaller batch instead of the larger one.
 
         Args:
@@ -199,25 +192,20 @@ class Recorder:
           became: what the equation became.
           flops: operations not done.
           product: whether it is a product, whose line is told; other work is only counted.
+          times: how often it was.
         """
-        if self.log is not None:
-            self.log.saved.append((eqn, became, flops, product))
-        if self.muted:
+        if self.muted or not origins:
             return
-        first = self._first(origins)
+        text = f"{became}, {self.line(eqn)}" if product else became
         for origin in origins:
             origin.certain |= product
-            line = f", {self.line(eqn)}" if product else ""
-            origin.became[became + line] = origin.became.get(became + line, 0) + 1
-            if origin is first:
-                origin.flops_saved += flops
-        self.changed |= any(origin.certain for origin in origins)
+            origin.became[text] = origin.became.get(text, 0) + times
+            self.changed |= origin.certain
+        self._first(origins).flops_saved += flops
 
     def wrote(self, eqn: Any, value: Any, reason: str, copied: bool) -> None:
         """Records that a value was carried out at the larger batch; `copied` unless fused."""
         reason = self.reason or reason
-        if self.log is not None:
-            self.log.certain = True
         origins = [origin for origin in value.origins if origin.certain]
         if self.muted or not origins:
             return

@@ -74,8 +74,7 @@ def _repeated(
         index = ctx.lineage(
             ("tile", batch), rows, batch, lambda: lax.iota(jnp.int32, batch) % jnp.int32(rows)
         )
-    for origin in x.origins:
-        origin.certain = True
+    ctx.recorder.confirmed(x.origins)
     return Lazy(base, tuple(shape), index, axis, x.origins)
 
 

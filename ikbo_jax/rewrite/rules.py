@@ -40,9 +40,9 @@ def at_user_batch(
     ctx: Context, eqn: Any, base: Any, shape: Any, value_lineage: Any, axis: Any, origins: Any
 ) -> Any:
     """A result computed at the smaller batch, with the work saved on record."""
-    saved = math.prod(shape) - math.prod(base.shape)
     if value_lineage is not None:
-        ctx.recorder.saved(eqn, origins, "work at the smaller batch", max(0, saved), False)
+        saved = max(0, math.prod(shape) - math.prod(base.shape))
+        ctx.recorder.saved(eqn, origins, "work at the smaller batch", saved, False)
     return lazy(base, tuple(shape), value_lineage, axis, origins)
 
 
