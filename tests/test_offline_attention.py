@@ -24,6 +24,8 @@ pytestmark = [
 
 DEFAULT = AttentionProblem(2048, 32, 64, 1024, 2, 2, 128, "bfloat16")
 ONE_SLOT = AttentionConfig(k_stages=3, v_stages=3, q_slots=1)
+REUSE = AttentionConfig(128, 2, 2, 3, reuse=True, balance=True)
+EARLY = AttentionConfig(early_scores=True)
 NUM_SMS = 132
 
 
@@ -81,9 +83,12 @@ CASES = {
     "default": of(),
     "f16": of(dtype="float16"),
     "one_slot": of(ONE_SLOT),
-    "one_slot_f16": of(ONE_SLOT, dtype="float16"),
     "all_options_ordered": dataclasses.replace(every_option(of()), with_order=True),
-    "all_options_one_slot": dataclasses.replace(every_option(of(ONE_SLOT)), with_order=True),
+    "reuse_and_balance": dataclasses.replace(every_option(of(REUSE, kv_len=256)), with_order=True),
+    "reuse_t16": of(REUSE, kv_len=256, q_len=16),
+    "early_scores": dataclasses.replace(every_option(of(EARLY)), with_order=True),
+    "early_scores_h192": of(dataclasses.replace(EARLY, block_kv=64), head_dim=192),
+    "early_scores_and_reuse": of(dataclasses.replace(REUSE, early_scores=True), kv_len=256),
     "gqa": of(q_heads=8),
     "small": of(batch=1, users=1, q_len=1, kv_len=1, q_heads=1, kv_heads=1),
 } | {
@@ -115,7 +120,7 @@ def test_offline_kernel_is_fit(name: str, compiler: offline.Compiler) -> None:
 
 
 def candidates() -> dict[str, Case]:
-    """What the autotuner times first, at every head width."""
+    """What the autotuner times after the default, at every head width."""
     return {
         f"h{head_dim}:{config.block_kv}:{config.k_stages}+{config.v_stages}:{config.q_slots}": of(
             config, head_dim=head_dim
@@ -124,7 +129,7 @@ def candidates() -> dict[str, Case]:
         for config in itertools.islice(
             configs.attention_candidate_configs(dataclasses.replace(DEFAULT, head_dim=head_dim)),
             1,  # the default, which is above
-            4,
+            2,
         )
     }
 

@@ -252,10 +252,11 @@ def _run(call: _Call, plan: dispatch.Plan, arrays: _Arrays) -> tuple[jax.Array, 
         return dispatch.record(results[0], plan), results[1] if call.return_residuals else None
     # Here and not above: it brings in Mosaic GPU, which costs 0.3 s to import.
     from ikbo_jax.pallas import attention as kernel
+    from ikbo_jax.pallas import work_order
 
     order = None
     if not call.indices_are_sorted and query.shape[0] > 1 and key.shape[0] > 1:
-        order = jnp.argsort(index)
+        order = work_order.by_user(index)
     # The kernel finds a candidate's rows in place only where whole tiles belong to it. Otherwise
     # the queries are put in order, and the results back; keys and values stay where they are.
     is_regrouped = order is not None and query.shape[1] % WGMMA_M != 0

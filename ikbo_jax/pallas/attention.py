@@ -44,7 +44,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ikbo_jax.pallas import attention_consumer, attention_producer, mosaic, softmax
+from ikbo_jax.pallas import attention_consumer, attention_producer, mosaic, softmax, work_order
 from ikbo_jax.pallas.attention_role import (
     FLAG_WORDS,
     ITEM_WORDS,
@@ -106,7 +106,7 @@ def scratch_types(
         tile((slots, NUM_CONSUMERS, blocks, WGMMA_M, BLOCK_K)),
         tile((config.k_stages, *block)),
         tile((config.v_stages, *block)),
-        plgpu.SMEM((slots, ITEM_WORDS), jnp.int32),
+        plgpu.SMEM((slots + 1, ITEM_WORDS), jnp.int32),
         plgpu.SMEM((NUM_CONSUMERS, FLAG_WORDS), jnp.int32),
         barrier(1, slots),
         barrier(NUM_CONSUMERS * blocks, slots),
@@ -127,12 +127,11 @@ def scratch_types(
 # Host side
 
 
-def _run_ends(users: jax.Array) -> jax.Array:
-    """[B] int32: for every candidate, the position past the last of its run of equal users."""
-    batch = users.shape[0]
-    position = jnp.arange(1, batch + 1, dtype=jnp.int32)
-    is_last = jnp.concatenate([users[1:] != users[:-1], jnp.ones((1,), bool)])
-    return lax.cummin(jnp.where(is_last, position, batch), reverse=True)
+def _in_order(cand_to_user: jax.Array, order: jax.Array | None, users: int) -> jax.Array:
+    """[B] int32: users of the candidates in work order, clamped as the kernel clamps them."""
+    if order is not None:
+        cand_to_user = cand_to_user.at[order].get(mode="clip")
+    return jnp.clip(cand_to_user, 0, users - 1)
 
 
 def attention_kernel(
@@ -177,7 +176,15 @@ def attention_kernel(
     is_interpreted = bool(interpret)
     if scale == 0:  # every score is 0: the same as scores of queries that are
         query, scale = jnp.zeros_like(query), 1.0
-    tiles = pl.cdiv(batch * q_len, ATTENTION_TILE_ROWS) * q_heads
+    units = pl.cdiv(batch * q_len, WGMMA_M)
+    row_tiles = most_row_tiles = pl.cdiv(batch * q_len, ATTENTION_TILE_ROWS)
+    cuts = cut_counts = None
+    # With more tiles than can be counted, a CTA has so many that the longer ones even out.
+    is_cut = config.balance and q_len % ATTENTION_TILE_ROWS == WGMMA_M and users > 1
+    if is_cut and 1 < units <= work_order.MAX_COUNTED:
+        in_order = _in_order(cand_to_user, order, users)
+        cuts, cut_counts = work_order.cuts(in_order, q_len // WGMMA_M)
+        most_row_tiles = units
     shape = Shape(
         batch,
         q_len,
@@ -188,11 +195,12 @@ def attention_kernel(
         head_dim,
         scale * math.log2(math.e),
         softmax.SUM_LIMITS[query.dtype.name],
-        min(num_sms, tiles),
+        min(num_sms, row_tiles * q_heads),
+        most_row_tiles * q_heads,
     )
     run_ends = None
     if q_len < WGMMA_M:  # many candidates a tile: the producer would read them one by one
-        run_ends = _run_ends(jnp.clip(cand_to_user, 0, users - 1))
+        run_ends = work_order.run_ends(jnp.clip(cand_to_user, 0, users - 1))
     operands = Operands(
         query.reshape(batch * q_len, q_heads, head_dim),
         key,
@@ -201,6 +209,8 @@ def attention_kernel(
         key_value_seq_lengths,
         order,
         run_ends,
+        cuts,
+        cut_counts,
     )
     rows = (batch * q_len, q_heads)
     outputs = Outputs(

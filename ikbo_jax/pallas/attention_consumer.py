@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -11,9 +12,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ikbo_jax.pallas import accumulator, mosaic, softmax
+from ikbo_jax.pallas import accumulator, attention_store, mosaic, softmax
 from ikbo_jax.pallas.attention_role import COMMON_ITEM_WORDS, FLAG_WORDS, Item, Role
-from ikbo_jax.tuning.configs import BLOCK_K, NUM_CONSUMERS, WGMMA_M
+from ikbo_jax.tuning.configs import NUM_CONSUMERS, WGMMA_M
 
 #: Named barriers: the consumers' turns (one each), and where both wait for each other.
 TURN_BARRIER = 4
@@ -27,13 +28,18 @@ class _State(NamedTuple):
     weights: jax.Array  # [64, block_kv] of the block at hand
     maximum: jax.Array  # [64] f32
     sums: jax.Array  # [64, 8] f32
-    acc: jax.Array  # [64, H] f32, without the block at hand
+    acc: jax.Array  # [64, H] f32, without the block at hand; before the first, of the last pass
 
 
 def _receive(role: Role, index: Any) -> Item:
     """Waits for the producer's description of a pass."""
+    plgpu.barrier_wait(role.shared.item_ready.at[role.slot(index)])
+    return _item(role, index)
+
+
+def _item(role: Role, index: Any) -> Item:
+    """A description that was received, and whose slot is not free yet."""
     slot = role.slot(index)
-    plgpu.barrier_wait(role.shared.item_ready.at[slot])
     words = role.shared.items
     own = COMMON_ITEM_WORDS + 3 * role.consumer
     return Item(
@@ -42,10 +48,11 @@ def _receive(role: Role, index: Any) -> Item:
     )
 
 
-def _issue_scores(role: Role, index: Any, step: Any) -> jax.Array:
+def _issue_scores(role: Role, item: Item, index: Any, step: Any) -> jax.Array:
     """Scores of the pass number `index` and its user's keys in ring position `step`."""
     stage = role.k_stage(step)
-    plgpu.barrier_wait(role.shared.k_ready.at[stage])
+    ready = role.shared.k_ready.at[stage]
+    role.unless(item.is_here, functools.partial(plgpu.barrier_wait, ready))
     return accumulator.product(
         role.shared.query[0].at[role.slot(index), role.consumer],
         role.shared.key[0].at[stage],
@@ -54,26 +61,32 @@ def _issue_scores(role: Role, index: Any, step: Any) -> jax.Array:
     )
 
 
-def _issue_values(
-    role: Role, acc: jax.Array, is_defined: Any, weights: jax.Array, step: Any
-) -> jax.Array:
+def _issue_values(role: Role, item: Item, state: _State, is_defined: Any, step: Any) -> jax.Array:
+    """Adds the product of the weights at hand and the values in ring position `step`."""
     stage = role.v_stage(step)
-    plgpu.barrier_wait(role.shared.v_ready.at[stage])
+    ready = role.shared.v_ready.at[stage]
+    role.unless(item.is_here, functools.partial(plgpu.barrier_wait, ready))
     staging = role.shared.rows.at[role.consumer] if role.interpret else None
     return accumulator.add_product(
-        acc,
+        state.acc,
         is_defined,
-        weights,
+        state.weights,
         role.shared.value[0].at[stage],
         staging,
         interpret=role.interpret,
     )
 
 
+def _free_values(role: Role, item: Item, step: Any) -> None:
+    free = role.shared.v_free.at[role.v_stage(step)]
+    role.unless(item.is_kept, functools.partial(plgpu.barrier_arrive, free))
+
+
 def _scores(role: Role, scores: jax.Array, item: Item, block: Any, step: Any) -> jax.Array:
     """Scores that have been waited for, without those past the user's length; frees their keys."""
     scores = accumulator.settled(scores, interpret=role.interpret)
-    plgpu.barrier_arrive(role.shared.k_free.at[role.k_stage(step)])
+    free = role.shared.k_free.at[role.k_stage(step)]
+    role.unless(item.is_kept, functools.partial(plgpu.barrier_arrive, free))
     keys = item.length - block * role.config.block_kv
     return lax.cond(
         keys < role.config.block_kv,
@@ -121,13 +134,26 @@ def _begin(role: Role, scores: jax.Array) -> tuple[jax.Array, jax.Array, jax.Arr
     return p, maximum, softmax.partial_sums(p)
 
 
-def _step(role: Role, item: Item, index: Any, first_step: Any, block: Any, state: _State) -> _State:
-    """Multiplies block `block`, whose weights are at hand, and makes the weights of the next."""
+def _step(
+    role: Role,
+    item: Item,
+    index: Any,
+    first_step: Any,
+    block: Any,
+    state: _State,
+    meanwhile: Callable[[], None] | None = None,
+) -> _State:
+    """Multiplies block `block`, whose weights are at hand, and makes the weights of the next;
+    `meanwhile` reads the accumulator for the last time while the scores are multiplied."""
     step = first_step + block
     _take_turn(role)
-    scores = _issue_scores(role, index, step + 1)
-    acc = _issue_values(role, state.acc, block > 0, state.weights, step)
-    _pass_turn(role)
+    scores = _issue_scores(role, item, index, step + 1)
+    if meanwhile is not None:
+        _pass_turn(role)
+        meanwhile()
+    acc = _issue_values(role, item, state, block > 0, step)
+    if meanwhile is None:
+        _pass_turn(role)
     accumulator.wait(1, interpret=role.interpret)
     _free_read_queries(role, index, block + 2 == item.blocks)
     scores = _scores(role, scores, item, block + 1, step + 1)
@@ -135,32 +161,33 @@ def _step(role: Role, item: Item, index: Any, first_step: Any, block: Any, state
     sums = state.sums + softmax.partial_sums(p)
     pl.when(block == 0)(functools.partial(_free_stored_slot, role, index - 1))
     accumulator.wait(0, interpret=role.interpret)
-    plgpu.barrier_arrive(role.shared.v_free.at[role.v_stage(step)])
+    _free_values(role, item, step)
     return _State(p.astype(state.weights.dtype), state.maximum, sums, acc)
 
 
 def _last_step(
-    role: Role, item: Item, following: Item, index: Any, step: Any, state: _State
-) -> tuple[jax.Array, _State]:
-    """(this pass's accumulator, state of the next pass at its first block)."""
-    is_defined = item.blocks > 1
+    role: Role, item: Item, following: Item, index: Any, first_step: Any, state: _State
+) -> _State:
+    """The state of the next pass at its first block, with this pass's accumulator."""
+    is_defined, step = item.blocks > 1, first_step + item.blocks - 1
 
     def with_next() -> tuple[jax.Array, ...]:
+        next_step = role.step_after(item, first_step)
         _take_turn(role)
         plgpu.barrier_wait(role.shared.q_ready.at[role.slot(index + 1)])
-        scores = _issue_scores(role, index + 1, step + 1)
-        acc = _issue_values(role, state.acc, is_defined, state.weights, step)
+        scores = _issue_scores(role, following, index + 1, next_step)
+        acc = _issue_values(role, item, state, is_defined, step)
         _pass_turn(role)
         accumulator.wait(1, interpret=role.interpret)
         _free_read_queries(role, index + 1, following.blocks == 1)
-        scores = _scores(role, scores, following, jnp.int32(0), step + 1)
+        scores = _scores(role, scores, following, jnp.int32(0), next_step)
         p, maximum, sums = _begin(role, scores)
         accumulator.wait(0, interpret=role.interpret)
         return acc, p.astype(state.weights.dtype), maximum, sums
 
     def alone() -> tuple[jax.Array, ...]:
         _take_turn(role)
-        acc = _issue_values(role, state.acc, is_defined, state.weights, step)
+        acc = _issue_values(role, item, state, is_defined, step)
         # The first turn was given to consumer 0, so it is consumer 1 that gives none at the end.
         pl.when(role.consumer == 0)(functools.partial(_pass_turn, role))
         accumulator.wait(0, interpret=role.interpret)
@@ -168,140 +195,68 @@ def _last_step(
 
     acc, weights, maximum, sums = lax.cond(following.blocks > 0, with_next, alone)
     acc = accumulator.settled(acc, interpret=role.interpret)
-    plgpu.barrier_arrive(role.shared.v_free.at[role.v_stage(step)])
-    return acc, _State(weights, maximum, sums, acc)
+    _free_values(role, item, step)
+    return _State(weights, maximum, sums, acc)
 
 
-def _finish(
-    role: Role,
-    item: Item,
-    index: Any,
-    acc: jax.Array,
-    row_sum: jax.Array,
-    maximum: jax.Array,
-) -> None:
-    """Stores the rows of a pass; `acc` is not yet divided by `row_sum`."""
-    shared = role.shared
-    has_keys = item.length > 0
-    inverse = jnp.where(row_sum > 0, 1 / row_sum, 0.0)
-    # A NaN sum gives a NaN row.
-    inverse = jnp.where(row_sum != row_sum, row_sum, inverse)
-    out = (acc * lax.broadcast_in_dim(inverse, acc.shape, (0,))).astype(role.outputs.out.dtype)
-    # Without keys, the weights are NaN, and values that do not exist may be, too.
-    out = jnp.where(has_keys, out, jnp.zeros((), out.dtype))
-    if role.config.q_slots == 1:
-        softmax.store_rows(
-            role.outputs.out,
-            out,
-            item.first_row,
-            item.head,
-            item.begin,
-            item.end,
-            shared.rows.at[role.consumer] if role.interpret else None,
-            interpret=role.interpret,
-        )
-    else:
-        _store_staged(role, item, index, out)
-    if role.outputs.lse is not None:
-        lse = jnp.log(row_sum) + maximum * jnp.float32(softmax.LN_2)
-        lse = jnp.where(has_keys & (row_sum != 0), lse, -jnp.inf)
-        softmax.store_row_values(
-            role.outputs.lse,
-            lse,
-            item.first_row,
-            item.head,
-            item.begin,
-            item.end,
-            shared.row_values.at[role.consumer] if role.interpret else None,
-            interpret=role.interpret,
-        )
+def _begin_pass(
+    role: Role, item: Item, index: Any, first_step: Any, last: tuple[Any, ...], state: _State
+) -> _State:
+    """Completes the last pass, of which `last` are the sums and maxima, while this one's second
+    block is multiplied, if it has one."""
 
+    def complete_last() -> None:
+        @pl.when(index > 0)
+        def _() -> None:  # read again: a consumer has no registers to keep it
+            attention_store.complete(role, _item(role, index - 1), index - 1, state.acc, *last)
 
-def _store_staged(role: Role, item: Item, index: Any, out: jax.Array) -> None:
-    """Stages the output where the pass's queries were; TMA stores it if all rows are the pass's."""
-    shape = role.shape
-    matrix_view, copy_view = (
-        view.at[role.slot(index), role.consumer] for view in role.shared.query
-    )
-    width = shape.column_blocks * BLOCK_K
-    if shape.head_dim < width:  # what lies past the head width is left out
-        padding = jnp.zeros((WGMMA_M, width - shape.head_dim), out.dtype)
-        out = jnp.concatenate([out, plgpu.layout_cast(padding, plgpu.Layout.WGMMA)], axis=1)
-    for i in range(shape.column_blocks):
-        matrix_view.at[i][...] = lax.slice(out, (0, i * BLOCK_K), (WGMMA_M, (i + 1) * BLOCK_K))
-    plgpu.commit_smem()
-    is_end = item.first_row + item.end == shape.rows
-    is_full = (item.begin == 0) & (item.end > 0) & ((item.end == WGMMA_M) | is_end)
+    def several_blocks() -> _State:
+        return _step(role, item, index, first_step, jnp.int32(0), state, complete_last)
 
-    @pl.when(is_full)
-    def _() -> None:
-        for i in range(shape.column_blocks):
-            plgpu.copy_smem_to_gmem(
-                copy_view.at[i],
-                role.outputs.out.at[pl.ds(item.first_row, WGMMA_M), item.head, role.columns(i)],
-            )
+    def single_block() -> _State:
+        complete_last()
+        _free_stored_slot(role, index - 1)
+        return state
 
-    if shape.has_partial_passes:
-
-        @pl.when(~is_full)
-        def _() -> None:
-            softmax.store_staged_rows(
-                role.outputs.out,
-                matrix_view,
-                item.first_row,
-                item.head,
-                item.begin,
-                item.end,
-                interpret=role.interpret,
-            )
-            plgpu.commit_smem()  # TMA writes the next queries where these threads have just read
-
-
-def _flag_if_inexact(role: Role, item: Item, acc: jax.Array, sums: jax.Array) -> jax.Array:
-    """The row sums [64]; flags the pass if the fixed maximum did not do for one of its rows."""
-    # Beyond a user's length the weights are zero, but memory may hold anything; and large values
-    # may overflow with weights above 1.
-    row_sum = jnp.sum(softmax.spoil_if_not_finite(sums, acc), axis=1)
-    softmax.flag_rows(
-        role.shared.flags.at[role.consumer],
-        item.flag,
-        row_sum,
-        item.begin,
-        jnp.where(item.length > 0, item.end, item.begin),  # without keys there is nothing to redo
-        role.shape.sum_limit,
-        role.interpret,
-    )
-    return row_sum
+    begun: _State = lax.cond(item.blocks > 1, several_blocks, single_block)
+    return begun
 
 
 def _attend(role: Role) -> tuple[Any, Any]:
-    """All passes of this CTA, pipelined; returns the number of items and of blocks received."""
-    item = _receive(role, jnp.int32(0))
+    """All passes of this CTA, pipelined; returns the number of items, and where the rings are."""
+    zero, is_early = jnp.int32(0), role.is_early
+    item = _receive(role, zero)
     _take_turn(role)
     plgpu.barrier_wait(role.shared.q_ready.at[0])
-    scores = _issue_scores(role, jnp.int32(0), jnp.int32(0))
+    scores = _issue_scores(role, item, zero, zero)
     _pass_turn(role)
     accumulator.wait(0, interpret=role.interpret)
-    _free_read_queries(role, jnp.int32(0), item.blocks == 1)
-    p, maximum, sums = _begin(role, _scores(role, scores, item, jnp.int32(0), jnp.int32(0)))
+    _free_read_queries(role, zero, item.blocks == 1)
+    p, maximum, sums = _begin(role, _scores(role, scores, item, zero, zero))
     acc = jnp.zeros((WGMMA_M, role.shape.head_dim), jnp.float32)
     acc = plgpu.layout_cast(acc, plgpu.Layout.WGMMA)
     state = _State(p.astype(role.outputs.out.dtype), maximum, sums, acc)
 
     def one(carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        item, index, first_step, state = carry
+        item, index, first_step, last, state = carry
         step = functools.partial(_step, role, item, index, first_step)
-        state = lax.fori_loop(0, item.blocks - 1, step, state)
-        pl.when(item.blocks == 1)(functools.partial(_free_stored_slot, role, index - 1))
+        if is_early:
+            state = _begin_pass(role, item, index, first_step, last, state)
+        state = lax.fori_loop(int(is_early), item.blocks - 1, step, state)
+        if not is_early:
+            pl.when(item.blocks == 1)(functools.partial(_free_stored_slot, role, index - 1))
         following = _receive(role, index + 1)
-        last = first_step + item.blocks - 1
-        acc, next_state = _last_step(role, item, following, index, last, state)
-        row_sum = _flag_if_inexact(role, item, acc, state.sums)
-        _finish(role, item, index, acc, row_sum, state.maximum)
-        return following, index + 1, last + 1, next_state
+        this: tuple[Any, ...] = (state.sums, state.maximum)
+        state = _last_step(role, item, following, index, first_step, state)
+        if not is_early:
+            attention_store.complete(role, item, index, state.acc, *this)
+            this = ()
+        return following, index + 1, role.step_after(item, first_step), this, state
 
-    first = (item, jnp.int32(0), jnp.int32(0), state)
-    _, items, steps, _ = lax.while_loop(lambda carry: carry[0].blocks > 0, one, first)
+    start = (item, zero, zero, (sums, maximum) if is_early else (), state)
+    _, items, steps, last, state = lax.while_loop(lambda carry: carry[0].blocks > 0, one, start)
+    if is_early:
+        attention_store.complete(role, _item(role, items - 1), items - 1, state.acc, *last)
     _free_stored_slot(role, items - 1)
     plgpu.barrier_arrive(role.shared.q_free.at[role.slot(items)])  # of the end
     return items + 1, steps
@@ -322,7 +277,7 @@ def _clean(role: Role, stage: Any, keys: Any) -> None:
 
 
 def _recompute(role: Role, index: Any, first_step: Any) -> None:
-    """The flagged tiles again, block after block with the running maximum."""
+    """The flagged tiles again, block after block with the running maximum; no block is reused."""
     shape, shared = role.shape, role.shared
     row = functools.partial(plgpu.layout_cast, new_layout=softmax.ROW_LAYOUT)
     full = functools.partial(plgpu.layout_cast, new_layout=plgpu.Layout.WGMMA)
@@ -332,7 +287,7 @@ def _recompute(role: Role, index: Any, first_step: Any) -> None:
     ) -> tuple[Any, ...]:
         maximum, sums, acc = carry
         step = first_step + block
-        scores = _issue_scores(role, index, step)
+        scores = _issue_scores(role, item, index, step)
         accumulator.wait(0, interpret=role.interpret)
         scores = _scores(role, scores, item, block, step)
         larger = jnp.maximum(maximum, softmax.row_maximum(scores, shape.log2_scale))
@@ -369,7 +324,7 @@ def _recompute(role: Role, index: Any, first_step: Any) -> None:
         )
         step = functools.partial(block_step, item, index, first_step)
         maximum, sums, acc = lax.fori_loop(0, item.blocks, step, nothing)
-        _finish(role, item, index, acc, jnp.sum(sums, axis=1), maximum)
+        attention_store.finish(role, item, index, acc, jnp.sum(sums, axis=1), maximum)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(shared.q_free.at[role.slot(index)])
         return _receive(role, index + 1), index + 1, first_step + item.blocks

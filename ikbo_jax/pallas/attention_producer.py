@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -9,8 +10,30 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ikbo_jax.pallas.attention_role import Role
+from ikbo_jax.pallas.attention_role import COMMON_ITEM_WORDS, FLAG_WORDS, Item, Role
 from ikbo_jax.tuning.configs import ATTENTION_TILE_ROWS, NUM_CONSUMERS, WGMMA_M
+
+
+class _Share(NamedTuple):
+    """The tiles of this CTA: `count` of them, the first one and every `stride`-th after it."""
+
+    row_tiles: Any  # of a head
+    first: Any
+    stride: Any
+    count: Any
+
+
+class _Pass(NamedTuple):
+    """A pass that is yet to be sent; rows are numbered in work order."""
+
+    tile: Any  # which one of this CTA's; `_Share.count` or more: there is no such pass
+    first: Any  # row of the tile,
+    stop: Any  # and past its last
+    head: Any
+    begin: Any  # row of the pass,
+    end: Any  # and past its last
+    user: Any
+    length: Any  # keys of the user
 
 
 class _Sent(NamedTuple):
@@ -18,15 +41,38 @@ class _Sent(NamedTuple):
 
     items: Any
     steps: Any  # blocks of keys; and of values, between items
+    is_kept: Any  # of the last item
 
 
-def _locate(role: Role, tile: Any) -> tuple[Any, Any]:
-    """(first row in work order, head): tiles of one head and one user stand next to one another."""
-    shape, chunk = role.shape, role.config.chunk
-    group, rest = lax.div(tile, chunk * shape.q_heads), lax.rem(tile, chunk * shape.q_heads)
-    size = jnp.minimum(chunk, shape.row_tiles - group * chunk)
-    head, within = lax.div(rest, size), lax.rem(rest, size)
-    return (group * chunk + within) * ATTENTION_TILE_ROWS, head
+def _share(role: Role) -> _Share:
+    shape, operands = role.shape, role.operands
+    row_tiles = jnp.int32(shape.row_tiles)
+    if operands.cut_counts is not None:
+        row_tiles = operands.cut_counts[operands.cut_counts.shape[0] - 1]
+    tiles = row_tiles * shape.q_heads
+    each, extra = lax.div(tiles, shape.workers), lax.rem(tiles, shape.workers)
+    count = each + (role.worker < extra).astype(jnp.int32)
+    if role.config.reuse:  # neighbours, which have a user's keys in common
+        first = role.worker * each + jnp.minimum(role.worker, extra)
+        return _Share(row_tiles, first, 1, count)
+    return _Share(row_tiles, role.worker, shape.workers, count)
+
+
+def _tile(role: Role, share: _Share, i: Any) -> tuple[Any, Any, Any]:
+    """(first row, row past the last, head) of this CTA's `i`-th tile, or of some tile if it has
+    none: tiles of one head and one user stand next to one another."""
+    shape, chunk, cuts = role.shape, role.config.chunk, role.operands.cuts
+    tile = jnp.minimum(share.first + i * share.stride, share.row_tiles * shape.q_heads - 1)
+    if role.config.reuse:
+        head, row_tile = lax.div(tile, share.row_tiles), lax.rem(tile, share.row_tiles)
+    else:
+        group, rest = lax.div(tile, chunk * shape.q_heads), lax.rem(tile, chunk * shape.q_heads)
+        size = jnp.minimum(chunk, share.row_tiles - group * chunk)
+        head, row_tile = lax.div(rest, size), group * chunk + lax.rem(rest, size)
+    if cuts is not None:
+        return cuts[row_tile] * WGMMA_M, cuts[row_tile + 1] * WGMMA_M, head
+    first = row_tile * ATTENTION_TILE_ROWS
+    return first, jnp.minimum(first + ATTENTION_TILE_ROWS, shape.rows), head
 
 
 def _user_at(role: Role, position: Any) -> Any:
@@ -79,22 +125,71 @@ def _load_block(
         )
 
 
+def _pass(role: Role, tile: Any, where: tuple[Any, Any, Any], begin: Any) -> _Pass:
+    """The pass that begins at row `begin` of a tile; `where` is what `_tile` says of it."""
+    shape = role.shape
+    first, stop, head = where
+    user, run_end = _run_at(role, lax.div(begin, shape.q_len), shape.batch)
+    end = jnp.minimum(run_end * shape.q_len, stop)
+    if role.operands.cuts is not None:
+        end = stop  # tiles end where runs do
+    length = jnp.int32(shape.kv_len)
+    if role.operands.lengths is not None:
+        length = jnp.clip(role.operands.lengths[user], 0, shape.kv_len)
+    return _Pass(tile, first, stop, head, begin, end, user, length)
+
+
+def _note(role: Role, this: _Pass) -> Any:
+    """Keeps a pass in shared memory, for which the producer has no registers; returns its tile."""
+    for i, word in enumerate(this[1:]):
+        role.shared.items[role.config.q_slots, i] = word
+    return this.tile
+
+
+def _noted(role: Role, tile: Any) -> _Pass:
+    words = (role.shared.items[role.config.q_slots, i] for i in range(len(_Pass._fields) - 1))
+    return _Pass(tile, *words)
+
+
+def _describe(role: Role, sent: _Sent, this: _Pass, is_kept: Any) -> Item:
+    """What both consumers read, the words of each being 0."""
+    blocks = jnp.maximum(1, pl.cdiv(this.length, role.config.block_kv))
+    flag, zero = 1 + lax.div(this.tile, role.shape.tiles_per_flag), jnp.int32(0)
+    return Item(blocks, this.length, this.head, flag, sent.is_kept, is_kept, *(zero,) * 3)
+
+
+def _has_keys_of(role: Role, a: _Pass, b: _Pass) -> Any:
+    """Whether two passes read the same keys and values."""
+    group = role.shape.q_heads // role.shape.kv_heads
+    return (a.user == b.user) & (lax.div(a.head, group) == lax.div(b.head, group))
+
+
+def _ranges(role: Role, this: _Pass) -> list[Any]:
+    """For each consumer: first row in device memory, and which of its rows are the pass's."""
+    words = []
+    for consumer in range(NUM_CONSUMERS):
+        start = this.first + consumer * WGMMA_M
+        begin, end = (jnp.clip(x - start, 0, WGMMA_M) for x in (this.begin, this.end))
+        words += [_first_row(role, start), begin, end]
+    return words
+
+
 def _send_item(
-    role: Role, sent: _Sent, words: tuple[Any, ...], first_rows: tuple[Any, Any], user: Any
-) -> _Sent:
-    """Describes a pass and brings everything that it reads; words[0] is its number of blocks."""
+    role: Role, sent: _Sent, item: Item, ranges: list[Any], user: Any, meanwhile: Callable[[], Any]
+) -> tuple[_Sent, Any]:
+    """Describes a pass and brings everything that it reads and is not there; also returns what
+    `meanwhile` gives, which is called when the consumers have something to begin with."""
     shared = role.shared
-    blocks, _, head, *_ = words
     slot = role.slot(sent.items)
     plgpu.barrier_wait(shared.q_free.at[slot])
-    for i, word in enumerate(words):
+    for i, word in enumerate((*item[:COMMON_ITEM_WORDS], *ranges)):
         shared.items[slot, i] = word
     plgpu.barrier_arrive(shared.item_ready.at[slot])
     for consumer in range(NUM_CONSUMERS):
-        row = jnp.minimum(first_rows[consumer], role.shape.rows - 1)
+        row = jnp.minimum(ranges[3 * consumer], role.shape.rows - 1)
         for i in range(role.shape.column_blocks):
             plgpu.copy_gmem_to_smem(
-                role.operands.query.at[pl.ds(row, WGMMA_M), head, role.columns(i)],
+                role.operands.query.at[pl.ds(row, WGMMA_M), item.head, role.columns(i)],
                 shared.query[1].at[slot, consumer, i],
                 shared.q_ready.at[slot],
             )
@@ -103,23 +198,29 @@ def _send_item(
         stage = role.k_stage(sent.steps + block)
         plgpu.barrier_wait(shared.k_free.at[stage])
         tiles, ready = shared.key[1].at[stage], shared.k_ready.at[stage]
-        _load_block(role, role.operands.key, tiles, ready, user, head, block)
+        _load_block(role, role.operands.key, tiles, ready, user, item.head, block)
 
     def load_value(block: Any) -> None:
         stage = role.v_stage(sent.steps + block)
         plgpu.barrier_wait(shared.v_free.at[stage])
         tiles, ready = shared.value[1].at[stage], shared.v_ready.at[stage]
-        _load_block(role, role.operands.value, tiles, ready, user, head, block)
+        _load_block(role, role.operands.value, tiles, ready, user, item.head, block)
 
-    load_key(jnp.int32(0))
+    def load_rest() -> None:
+        @pl.loop(1, item.blocks)
+        def _(block: Any) -> None:
+            load_key(block)
+            load_value(block - 1)
 
-    @pl.loop(1, blocks)
-    def load_rest(block: Any) -> None:
-        load_key(block)
-        load_value(block - 1)
+        load_value(item.blocks - 1)
 
-    load_value(blocks - 1)
-    return _Sent(sent.items + 1, sent.steps + blocks)
+    role.unless(item.is_here, lambda: load_key(jnp.int32(0)))
+    has_registers = role.shape.column_blocks <= 2  # in the middle, H = 256 spills 48 bytes
+    result = meanwhile() if has_registers else None
+    role.unless(item.is_here, load_rest)
+    if not has_registers:
+        result = meanwhile()
+    return _Sent(sent.items + 1, role.step_after(item, sent.steps), item.is_kept), result
 
 
 def _send_end(role: Role, sent: _Sent) -> _Sent:
@@ -131,57 +232,60 @@ def _send_end(role: Role, sent: _Sent) -> _Sent:
     return sent._replace(items=sent.items + 1)
 
 
-def _send_tile(role: Role, sent: _Sent, i: Any) -> _Sent:
-    """All passes of this CTA's `i`-th tile."""
-    shape = role.shape
-    first, head = _locate(role, role.worker + i * shape.workers)
-    stop = jnp.minimum(first + ATTENTION_TILE_ROWS, shape.rows)
-    starts = [first + consumer * WGMMA_M for consumer in range(NUM_CONSUMERS)]
-    first_rows = tuple(_first_row(role, start) for start in starts)
-    flag = 1 + lax.div(i, shape.tiles_per_flag)
+def _send_passes(
+    role: Role, share: _Share, sent: _Sent, select: Callable[[Any], Any], reuse: bool
+) -> _Sent:
+    """All passes of the tiles that `select` gives, which is the first wanted one from a tile on;
+    and the end."""
+
+    def after(this: _Pass) -> _Pass:
+        is_within = this.end < this.stop
+        tile = lax.cond(is_within, lambda: this.tile, lambda: select(this.tile + 1))
+        first, stop, head = _tile(role, share, tile)
+        begin = jnp.where(is_within, this.end, first)
+        return _pass(role, tile, (first, stop, head), begin)
 
     def one(carry: tuple[Any, _Sent]) -> tuple[Any, _Sent]:
-        row, sent = carry
-        user, run_end = _run_at(role, lax.div(row, shape.q_len), shape.batch)
-        row_end = jnp.minimum(run_end * shape.q_len, stop)
-        length = jnp.int32(shape.kv_len)
-        if role.operands.lengths is not None:
-            length = jnp.clip(role.operands.lengths[user], 0, shape.kv_len)
-        blocks = jnp.maximum(1, pl.cdiv(length, role.config.block_kv))
-        ranges = []
-        for start, first_row in zip(starts, first_rows, strict=True):
-            begin, end = (jnp.clip(x - start, 0, WGMMA_M) for x in (row, row_end))
-            ranges += [first_row, begin, end]
-        words = (blocks, length, head, flag, *ranges)
-        return row_end, _send_item(role, sent, words, first_rows, user)
+        tile, sent = carry
+        this, is_kept = _noted(role, tile), jnp.int32(0)
+        if reuse:
+            tile = _note(role, after(this))
+            is_same = _has_keys_of(role, this, _noted(role, tile))
+            is_kept = (is_same & (tile < share.count)).astype(jnp.int32)
+        item = _describe(role, sent, this, is_kept)
+        meanwhile = (lambda: tile) if reuse else (lambda: _note(role, after(this)))
+        sent, tile = _send_item(role, sent, item, _ranges(role, this), this.user, meanwhile)
+        return tile, sent
 
-    return lax.while_loop(lambda carry: carry[0] < stop, one, (first, sent))[1]
-
-
-def _send_tiles(role: Role, sent: _Sent, begin: Any, end: Any) -> _Sent:
-    return lax.fori_loop(begin, end, lambda i, sent: _send_tile(role, sent, i), sent)
+    tile = select(jnp.int32(0))
+    where = _tile(role, share, tile)
+    _note(role, _pass(role, tile, where, where[0]))
+    sent = lax.while_loop(lambda carry: carry[0] < share.count, one, (tile, sent))[1]
+    return _send_end(role, sent)
 
 
 def produce(role: Role) -> None:
     """The producer warp."""
     shape, shared = role.shape, role.shared
-    count = role.tile_count
-    sent = _send_end(role, _send_tiles(role, _Sent(jnp.int32(0), jnp.int32(0)), 0, count))
+    share = _share(role)
+    nothing = _Sent(jnp.int32(0), jnp.int32(0), jnp.int32(0))
+    sent = _send_passes(role, share, nothing, lambda tile: tile, role.config.reuse)
     plgpu.barrier_wait(shared.flags_ready.at[0])
 
     def flag(i: Any) -> Any:
         return (shared.flags[0, i] | shared.flags[1, i]) != 0
 
+    def flagged(tile: Any) -> Any:
+        def is_good(tile: Any) -> Any:
+            # One more word than there are flags is never read: `&` looks at both of its sides.
+            word = jnp.minimum(lax.div(tile, shape.tiles_per_flag), FLAG_WORDS - 2)
+            return (tile < share.count) & ~flag(1 + word)
+
+        return lax.while_loop(is_good, lambda tile: tile + 1, tile)
+
     @pl.when(flag(0))
     def _() -> None:
-        def redo(group: Any, sent: _Sent) -> _Sent:
-            begin = group * shape.tiles_per_flag
-            end = jnp.minimum(begin + shape.tiles_per_flag, count)
-            end = jnp.where(flag(1 + group), end, begin)
-            return _send_tiles(role, sent, begin, end)
-
-        groups = pl.cdiv(count, shape.tiles_per_flag)
-        _send_end(role, lax.fori_loop(0, groups, redo, sent))
+        _send_passes(role, share, sent, flagged, False)
 
     # No arrival may outlive its barrier.
     rings = ((shared.k_free, role.config.k_stages), (shared.v_free, role.config.v_stages))

@@ -215,6 +215,12 @@ class AttentionConfig:
         blocks of keys, where a tile is done before the next one's queries have come.
       chunk: tiles of one head that are worked on next to one another, so that they find their
         user's keys in L2.
+      reuse: a CTA works on neighbouring tiles, whatever `chunk` is, and keeps keys and values from
+        one tile to the next of the same user; for keys that all fit the stages.
+      balance: with T an odd multiple of 64, tiles are cut where users end, so that a tile of two
+        candidates with different users is two units of work, not a long one.
+      early_scores: the second block of a pass is multiplied while the pass before is stored; acts
+        with T a multiple of 64, H up to 128 and two or three query slots.
     """
 
     block_kv: int = 128
@@ -222,6 +228,9 @@ class AttentionConfig:
     v_stages: int = 3
     q_slots: int = 2
     chunk: int = 32
+    reuse: bool = False
+    balance: bool = False
+    early_scores: bool = False
 
     def smem_bytes(self, head_dim: int) -> int:
         """Shared memory of one CTA: query slots, both rings, tile descriptors, flags, barriers."""
@@ -262,6 +271,12 @@ def attention_illegal_reason(problem: AttentionProblem, config: AttentionConfig)
         return f"q_slots must be 1, 2 or 3, but is {config.q_slots}"
     if config.chunk < 1:
         return f"chunk must be at least 1, but is {config.chunk}"
+    stages = min(config.k_stages, config.v_stages)
+    if config.reuse and problem.kv_len > stages * config.block_kv:
+        return (
+            f"reuse needs all keys to fit k_stages and v_stages, but S={problem.kv_len} and "
+            f"{stages} stages hold {stages * config.block_kv}"
+        )
     smem_bytes = config.smem_bytes(problem.head_dim)
     if smem_bytes > MAX_SMEM_BYTES:
         return (
@@ -281,8 +296,11 @@ def attention_candidate_configs(problem: AttentionProblem) -> Iterator[Attention
     for block_kv in (128, 64):
         for k_stages, v_stages, q_slots in rings:
             config = AttentionConfig(block_kv, k_stages, v_stages, q_slots)
-            if attention_illegal_reason(problem, config) is None:
-                yield config
+            # Keys that stay: 0.074 instead of 0.082 ms at S = 256, 64 candidates a user, in one
+            # run, 0.086 instead of 0.089 in another.
+            for candidate in (config, dataclasses.replace(config, reuse=True)):
+                if attention_illegal_reason(problem, candidate) is None:
+                    yield candidate
 
 
 def default_attention_config(problem: AttentionProblem) -> AttentionConfig | None:

@@ -134,14 +134,14 @@ def config_from_json(entry: object, op: str = "linear_compression") -> Any:
     if fields == {"implementation": "xla"}:
         return None
     config_type = _rules_named(op).config_type
-    expected = {field.name for field in dataclasses.fields(config_type)}
-    if fields.keys() != expected:
+    expected = {field.name: field.default for field in dataclasses.fields(config_type)}
+    # Rows older than a switch have it at its default.
+    needed = {name for name, default in expected.items() if not isinstance(default, bool)}
+    if not needed <= fields.keys() <= expected.keys():
         raise ValueError(f"config has keys {sorted(fields)}, expected {sorted(expected)}")
     values: dict[str, Any] = {
-        field.name: typed(fields[field.name], bool, field.name)
-        if isinstance(field.default, bool)
-        else size(fields[field.name], field.name)
-        for field in dataclasses.fields(config_type)
+        name: typed(value, bool, name) if isinstance(expected[name], bool) else size(value, name)
+        for name, value in fields.items()
     }
     return config_type(**values)
 

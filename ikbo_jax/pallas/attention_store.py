@@ -1,0 +1,125 @@
+"""The end of a pass of the attention kernel: its rows are checked, normalised and stored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ikbo_jax.pallas import softmax
+from ikbo_jax.pallas.attention_role import Item, Role
+from ikbo_jax.tuning.configs import BLOCK_K, WGMMA_M
+
+
+def finish(
+    role: Role,
+    item: Item,
+    index: Any,
+    acc: jax.Array,
+    row_sum: jax.Array,
+    maximum: jax.Array,
+) -> None:
+    """Stores the rows of a pass; `acc` is not yet divided by `row_sum`."""
+    shared = role.shared
+    has_keys = item.length > 0
+    inverse = jnp.where(row_sum > 0, 1 / row_sum, 0.0)
+    # A NaN sum gives a NaN row.
+    inverse = jnp.where(row_sum != row_sum, row_sum, inverse)
+    out = (acc * lax.broadcast_in_dim(inverse, acc.shape, (0,))).astype(role.outputs.out.dtype)
+    # Without keys, the weights are NaN, and values that do not exist may be, too.
+    out = jnp.where(has_keys, out, jnp.zeros((), out.dtype))
+    if role.config.q_slots == 1:
+        softmax.store_rows(
+            role.outputs.out,
+            out,
+            item.first_row,
+            item.head,
+            item.begin,
+            item.end,
+            shared.rows.at[role.consumer] if role.interpret else None,
+            interpret=role.interpret,
+        )
+    else:
+        _store_staged(role, item, index, out)
+    if role.outputs.lse is not None:
+        lse = jnp.log(row_sum) + maximum * jnp.float32(softmax.LN_2)
+        lse = jnp.where(has_keys & (row_sum != 0), lse, -jnp.inf)
+        softmax.store_row_values(
+            role.outputs.lse,
+            lse,
+            item.first_row,
+            item.head,
+            item.begin,
+            item.end,
+            shared.row_values.at[role.consumer] if role.interpret else None,
+            interpret=role.interpret,
+        )
+
+
+def _store_staged(role: Role, item: Item, index: Any, out: jax.Array) -> None:
+    """Stages the output where the pass's queries were; TMA stores it if all rows are the pass's."""
+    shape = role.shape
+    matrix_view, copy_view = (
+        view.at[role.slot(index), role.consumer] for view in role.shared.query
+    )
+    width = shape.column_blocks * BLOCK_K
+    if shape.head_dim < width:  # what lies past the head width is left out
+        padding = jnp.zeros((WGMMA_M, width - shape.head_dim), out.dtype)
+        out = jnp.concatenate([out, plgpu.layout_cast(padding, plgpu.Layout.WGMMA)], axis=1)
+    for i in range(shape.column_blocks):
+        matrix_view.at[i][...] = lax.slice(out, (0, i * BLOCK_K), (WGMMA_M, (i + 1) * BLOCK_K))
+    plgpu.commit_smem()
+    is_end = item.first_row + item.end == shape.rows
+    is_full = (item.begin == 0) & (item.end > 0) & ((item.end == WGMMA_M) | is_end)
+
+    @pl.when(is_full)
+    def _() -> None:
+        for i in range(shape.column_blocks):
+            plgpu.copy_smem_to_gmem(
+                copy_view.at[i],
+                role.outputs.out.at[pl.ds(item.first_row, WGMMA_M), item.head, role.columns(i)],
+            )
+
+    if shape.has_partial_passes:
+
+        @pl.when(~is_full)
+        def _() -> None:
+            softmax.store_staged_rows(
+                role.outputs.out,
+                matrix_view,
+                item.first_row,
+                item.head,
+                item.begin,
+                item.end,
+                interpret=role.interpret,
+            )
+            plgpu.commit_smem()  # TMA writes the next queries where these threads have just read
+
+
+def _flag_if_inexact(role: Role, item: Item, acc: jax.Array, sums: jax.Array) -> jax.Array:
+    """The row sums [64]; flags the pass if the fixed maximum did not do for one of its rows."""
+    # Beyond a user's length the weights are zero, but memory may hold anything; and large values
+    # may overflow with weights above 1.
+    row_sum = jnp.sum(softmax.spoil_if_not_finite(sums, acc), axis=1)
+    softmax.flag_rows(
+        role.shared.flags.at[role.consumer],
+        item.flag,
+        row_sum,
+        item.begin,
+        jnp.where(item.length > 0, item.end, item.begin),  # without keys there is nothing to redo
+        role.shape.sum_limit,
+        role.interpret,
+    )
+    return row_sum
+
+
+def complete(
+    role: Role, item: Item, index: Any, acc: jax.Array, sums: jax.Array, maximum: jax.Array
+) -> None:
+    """Checks and stores the rows of a pass, number `index`."""
+    row_sum = _flag_if_inexact(role, item, acc, sums)
+    finish(role, item, index, acc, row_sum, maximum)
