@@ -87,14 +87,11 @@ CASES = {
     "many_blocks_one_slot": Case((0, 0, 0, 0), 32 * 6 + 1, config=ONE_SLOT),
     "tail_of_one": Case((0, 0, 1, 1), 65),
     # Tiles.
-    "one_tile": Case((0, 0), 64),
-    "one_candidate": Case((1,), 64),
     "odd_pairs": Case((0, 1, 1, 1, 0), 64),
     "unsorted": Case((1, 0, 1, 0), 40),
     "ordered": Case((1, 0, 1, 0), 40, order=(1, 3, 2, 0), heads=(2, 2)),
     "several_tiles_of_two_ctas": Case((0, 0, 1, 1, 1, 1, 0), 40, heads=(2, 2), num_sms=2),
     "t128_ordered": Case((1, 0, 1), 40, q_len=128, order=(1, 0, 2)),
-    "t192": Case((1, 0), 40, q_len=192),
     "t1": Case((0,) * 5 + (1,) * 3, 40, q_len=1),
     "t16": Case((0,) * 4 + (1,) * 4 + (0,), 40, q_len=16),
     "index_out_of_range": Case((-5, 2, 2**31 - 1, -(2**31)), 40),
@@ -106,7 +103,6 @@ CASES = {
     # Scores that are multiplied while the pass before is stored.
     "early_one_block": Case((0, 0, 1, 1), 20, config=EARLY),
     "early_two_blocks": Case((0, 0, 1, 1, 1), 64, config=EARLY),
-    "early_many_blocks": Case((0,) * 6, 140, config=dataclasses.replace(EARLY, v_stages=3)),
     "early_odd_pairs_lengths": Case(
         (0, 1, 1, 2, 3, 3), 70, users=4, lengths=(70, 33, 0, 1), config=EARLY
     ),
@@ -118,16 +114,13 @@ CASES = {
     "gqa": Case((0, 0, 1), 40, heads=(4, 2)),
     "mqa": Case((0, 1, 1), 40, heads=(3, 1)),
     "h96": Case((0, 0, 1), 40, head_dim=96),
-    "h128": Case((0, 0, 1), 40, head_dim=128),
     "h256": Case((0, 0, 1), 40, head_dim=256, config=ONE_SLOT),
     # Lengths.
     "no_keys": Case((0, 1, 2, 2), 70, users=3, lengths=(0, 64, 0)),
-    "no_keys_at_all": Case((0, 1), 70, lengths=(0, 0), config=ONE_SLOT),
     "lengths_out_of_range": Case((0, 0, 1, 1), 70, lengths=(-3, 1000)),
     "lengths_t16": Case((0,) * 5 + (1,) * 5, 70, q_len=16, lengths=(0, 40)),
     # Scales, the other dtype.
     "negative_scale": Case((0, 0, 1), 40, scale=-0.2),
-    "zero_scale": Case((0, 0, 1), 40, scale=0.0),
     "f16": Case((0, 0, 1), 70, dtype="float16"),
 }
 
@@ -234,7 +227,7 @@ def test_interpreted_blocks_that_stay_are_not_brought_again(
 
 @pytest.mark.parametrize(
     ("config", "candidate"),
-    [(TWO_SLOTS, c) for c in range(5)] + [(ONE_SLOT, 1), (ALL, 2), (EARLY, 3)],
+    [(TWO_SLOTS, 1), (TWO_SLOTS, 4), (ONE_SLOT, 0), (ALL, 2), (EARLY, 3)],
 )
 def test_interpreted_growing_scores_are_computed_again(
     candidate: int,
