@@ -15,6 +15,8 @@ from benchmarks import linear_compression_providers as providers
 from ikbo_jax._timing import by_turns
 from ikbo_jax.tuning.configs import LinearCompressionProblem
 
+pytestmark = pytest.mark.slow
+
 SHORT = harness.Protocol(window_s=0.001, rounds=1, matmul_size=16)
 TINY = LinearCompressionProblem((2, 6), (7, 5), 9, 16, "bfloat16")
 

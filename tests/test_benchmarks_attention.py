@@ -10,6 +10,8 @@ import pytest
 from benchmarks import attention, attention_providers, harness, timing
 from ikbo_jax.tuning.configs import AttentionProblem
 
+pytestmark = pytest.mark.slow
+
 TINY = AttentionProblem(9, 3, 4, 16, 4, 2, 8, "bfloat16")
 
 

@@ -12,6 +12,8 @@ import pytest
 from benchmarks import gdpa, gdpa_oracle, gdpa_providers, harness, report, report_gdpa, timing
 from benchmarks.gdpa_providers import Sizes
 
+pytestmark = pytest.mark.slow
+
 TINY = Sizes(3, 6, 6, 2, 8)
 SHORT = harness.Protocol(window_s=0.001, rounds=2, matmul_size=64)
 

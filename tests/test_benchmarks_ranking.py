@@ -13,6 +13,8 @@ import pytest
 from benchmarks import ranking, report, report_ranking, timing
 from ikbo_jax import demo, demo_ranking
 
+pytestmark = pytest.mark.slow
+
 SIZES = demo_ranking.sizes_of(demo.Request(12, 3, 9, 8, 7, 11, "float32"), 1)
 
 

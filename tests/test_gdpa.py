@@ -23,6 +23,8 @@ from ikbo_jax.reference import gdpa as reference
 from ikbo_jax.reference import gdpa_chunked
 from ikbo_jax.reference.gdpa import Arrays, Settings
 
+pytestmark = pytest.mark.slow
+
 SMALL = Shape((3, 0, 6), (4, 2, 5), 4, 2, 8, before=1, after=3)
 #: What the paths may differ by through the order of f32 sums alone.
 ATOL = 1e-5

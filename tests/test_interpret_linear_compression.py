@@ -28,7 +28,7 @@ from ikbo_jax.tuning.configs import (
     illegal_reason,
 )
 
-pytestmark = pytest.mark.usefixtures("on_cpu")
+pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
 
 #: A small tile: accumulators of [64, 32], two chunks in the epilogue, a ring that wraps at once.
 TINY = LinearCompressionConfig(
@@ -80,23 +80,17 @@ class Case:
 
 CASES = {
     # Sizes of M: tiles are 32 rows, whole WGMMA steps 8, stores 16.
-    "two_n_tiles": Case((2, 3), (64, 64), 32, 256),
     "two_tiles_each_way": Case((2, 3), (70, 100), 41, 136),
     "two_tiles_each_way_two_launches": Case((2, 3), (70, 100), 41, 136, SEPARATE, 2),
     "m_tail_of_one": Case((2, 3), (64, 64), 33, 64),
-    "m_tail_one_short_of_a_tile": Case((2, 3), (64, 64), 63, 64),
-    "m_tail_not_a_multiple_of_8": Case((2, 3), (64, 72), 32 + 17, 64),
     "m_tail_in_last_chunk_of_six": Case((2, 3), (64, 72), 48 + 41, 64, SIX),
     "m_below_8": Case((2, 3), (64, 64), 5, 64),
     "n_of_8": Case((2, 3), (64, 64), 32, 8),
     "n_tail_in_second_warpgroup": Case((2, 3), (64, 64), 32, 72),
     # Sizes of K: a k step is 64, an instruction 16.
-    "k_not_a_multiple_of_64": Case((2, 3), (80, 144), 24, 64),
     "k_not_a_multiple_of_8": Case((2, 3), (67, 131), 24, 64),
     "k_below_64": Case((2, 3), (1, 33), 24, 64),
-    "many_k_steps": Case((2, 3), (64 * 5, 64 * 6 + 34), 24, 64),
     "k_steps_of_levels_differ": Case((2, 5), (64 * 5, 40), 24, 64),
-    "fewer_k_steps_than_chunks": Case((2, 5), (64, 100), 48 * 2, 64, SIX),
     "one_k_step_and_six_chunks": Case((2, 5), (30, 40), 48 * 2, 64, SIX),
     "chunks_of_8": Case((2, 3), (64, 72), 41, 64, dataclasses.replace(TINY, epilogue_rows=8)),
     "block_of_16": Case(
@@ -113,21 +107,15 @@ CASES = {
     "users_without_candidates": Case((5, 3), (40, 72), 24, 64, index=(4, 1, 1)),
     "one_candidate": Case((3, 1), (40, 72), 24, 64, index=(2,)),
     "one_user": Case((1, 4), (40, 72), 24, 64),
-    "one_of_each": Case((1, 1), (40, 72), 24, 64, SEPARATE, 3),
     "index_out_of_range": Case((3, 6), (40, 72), 24, 64, index=(-5, 0, 6, 1, -(2**31), 2**31 - 1)),
     # CTAs.
     "many_tiles_of_a_cta": Case((2, 6), (100, 130), 60, 64),
-    "many_tiles_of_two_ctas": Case((3, 5), (100, 130), 60, 64, SEPARATE, 2),
-    "three_ctas": Case((2, 4), (70, 70), 60, 64, SEPARATE, 3),
     "a_cta_without_users": Case((1, 4), (70, 70), 24, 64, SEPARATE, 3),
     # Levels.
     "one_level": Case((3,), (100,), 41, 136),
-    "one_level_two_ctas": Case((3,), (100,), 41, 72, num_sms=2),
     "three_levels": Case((2, 3, 4), (40, 33, 72), 41, 64),
-    "three_levels_three_launches": Case((2, 3, 4), (40, 33, 72), 41, 64, SEPARATE, 2),
     "four_levels": Case((1, 2, 3, 4), (9, 40, 33, 72), 24, 64),
     # The other dtype.
-    "f16": Case((2, 3), (70, 100), 41, 136, dtype="float16"),
     "f16_three_levels": Case((2, 3, 4), (40, 33, 72), 41, 64, SEPARATE, 2, dtype="float16"),
 }
 
@@ -181,7 +169,7 @@ def test_interpreted_kernel_is_right_and_free_of_races(
 
 # Infinity times the zeros that pad M is NaN, in rows that are never stored.
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
 @pytest.mark.parametrize("config", [TINY, SEPARATE], ids=["one_launch", "two_launches"])
 def test_interpreted_non_finite_user_reaches_its_candidates_alone(
     config: LinearCompressionConfig, value: float, launches: interpreter.Launches

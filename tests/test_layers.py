@@ -13,6 +13,8 @@ from flax import nnx as flax_nnx
 import ikbo_jax as ikbo
 from ikbo_jax.layers import linen, nnx
 
+pytestmark = pytest.mark.slow
+
 B, U, K_USER, K_CAND, M, N = 12, 3, 6, 5, 7, 8
 SHAPE = problems.LinearCompressionShape(U, B, M, K_USER, K_CAND, N, "unsorted")
 SIZES = (K_USER, K_CAND, M)

@@ -14,6 +14,8 @@ from problems import random_array
 import ikbo_jax as ikbo
 from ikbo_jax.layers import linen, nnx
 
+pytestmark = pytest.mark.slow
+
 B, U, T, S, HEADS, H = 7, 3, 2, 5, 2, 4
 F_CAND, F_USER, SEEDS = 6, 8, 3
 INDEX = jnp.asarray([2, 0, 2, 1, 2, 0, 2], jnp.int32)

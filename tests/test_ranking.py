@@ -16,6 +16,8 @@ import ikbo_jax as ikbo
 from ikbo_jax.layers import nnx
 from ikbo_jax.models import ranking, ways
 
+pytestmark = pytest.mark.slow
+
 # Sizes differ from one another, so that a shape tells what an array is.
 TINY = ranking.Sizes(
     candidates=24,
