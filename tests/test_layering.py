@@ -27,6 +27,7 @@ ATTENTION_PARTS = (
     "pallas.attention_role",
     "pallas.attention_consumer",
     "pallas.attention_producer",
+    "pallas.work_order",
 )
 #: Parts of the generalised attention's kernels, forward and backward.
 GDPA_SMALL_PARTS = ("pallas.activations", "pallas.gdpa_tiles")
@@ -79,7 +80,14 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "pallas.attention": ("tuning.configs", *SMALL_PARTS, *ATTENTION_PARTS),
     "pallas.attention_role": ("tuning.configs",),
     "pallas.attention_producer": ("tuning.configs", "pallas.attention_role", *SMALL_PARTS),
-    "pallas.attention_consumer": ("tuning.configs", "pallas.attention_role", *SMALL_PARTS),
+    "pallas.attention_store": ("tuning.configs", "pallas.attention_role", "pallas.softmax"),
+    "pallas.attention_consumer": (
+        "tuning.configs",
+        "pallas.attention_role",
+        "pallas.attention_store",
+        *SMALL_PARTS,
+    ),
+    "pallas.work_order": ("tuning.configs",),
     "pallas.activations": ("reference.activations",),
     "pallas.gdpa_tiles": (),
     "pallas.gdpa_backward": (
