@@ -14,10 +14,14 @@ from hypothesis import strategies as st
 
 from ikbo_jax.tuning import autotune, configs, rules, table, trials
 from ikbo_jax.tuning.configs import AttentionConfig, AttentionProblem, LinearCompressionProblem
+from ikbo_jax.tuning.gdpa_configs import GdpaProblem
 
 DEFAULT = AttentionProblem(2048, 32, 64, 4096, 2, 2, 128, "bfloat16")
 TINY = AttentionProblem(40, 3, 2, 9, 4, 2, 16, "float32")
 LINEAR = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16")
+GDPA = GdpaProblem(
+    *(8, 8, 512, 640, 4, 2, 64, "bfloat16"), ("relu", "gelu") * 2, None, False, 100, None
+)
 
 
 @pytest.fixture(autouse=True)
@@ -122,16 +126,17 @@ def test_distance_is_a_symmetric_premetric():
     assert table.distance(DEFAULT, LINEAR) == table.distance(LINEAR, DEFAULT) == float("inf")
 
 
-def test_rows_of_both_ops_share_the_users_cache():
-    originals = [row(), row(DEFAULT, None), row(LINEAR)]
+def test_rows_of_all_ops_share_the_users_cache():
+    originals = [row(), row(DEFAULT, None), row(LINEAR), row(GDPA)]
     for original in originals:
         assert table.Row.from_json(json.loads(json.dumps(original.to_json()))) == original
     table.write_user_row(row(DEFAULT, other()))
+    table.write_user_row(row(GDPA))
     path = table.write_user_row(row(LINEAR))
     assert {r["op"] for r in json.loads(path.read_text())["rows"]} == set(rules.RULES)
     choice = table.lookup(DEFAULT)
     assert (choice.config, choice.source, choice.exact) == (other(), "user cache", True)
-    assert table.lookup(LINEAR).source == "user cache"
+    assert table.lookup(LINEAR).source == table.lookup(GDPA).source == "user cache"
 
 
 @pytest.mark.parametrize(
