@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from ikbo_jax.layers import functional
+from ikbo_jax.ops.gdpa_arguments import equal_offsets
 
 Parameters = functional.Parameters
 #: Of the parameters, candidates' and users' values, and the index: a value at candidate batch.
@@ -133,14 +134,10 @@ TUNED = MATERIALISED._replace(
 # This library's layers.
 
 
-def _offsets(sequences: int, length: int) -> jax.Array:
-    return jnp.arange(sequences + 1, dtype=jnp.int32) * jnp.int32(length)
-
-
 def _pool(params: Parameters, x: jax.Array) -> jax.Array:
     users, length, width = x.shape
     flat = x.reshape(users * length, width)
-    return functional.pma(params, flat, _offsets(users, length), max_seqlen=length)
+    return functional.pma(params, flat, equal_offsets(users, length), max_seqlen=length)
 
 
 def _feed_forward(
@@ -151,8 +148,8 @@ def _feed_forward(
         params,
         queries.reshape(batch * length, width),
         pooled.reshape(users * rows, width),
-        _offsets(batch, length),
-        _offsets(users, rows),
+        equal_offsets(batch, length),
+        equal_offsets(users, rows),
         index,
         output_scale=rows**-0.5,
         max_seqlen=length,

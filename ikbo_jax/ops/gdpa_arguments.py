@@ -5,6 +5,9 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from ikbo_jax.ops import dispatch
 from ikbo_jax.reference.activations import ACTIVATIONS, APPROXIMATIONS
 from ikbo_jax.reference.gdpa import Arrays
@@ -87,6 +90,11 @@ def activations_of(activation: str | tuple[str, ...], heads: int) -> tuple[str, 
     if isinstance(activation, (tuple, list)) and len(names) != heads:
         raise ValueError(f"activation has {len(names)} names but query has N={heads} heads")
     return tuple(names)
+
+
+def equal_offsets(sequences: int, length: int) -> jax.Array:
+    """[sequences + 1] int32: the offsets of sequences that all have `length` rows."""
+    return jnp.arange(sequences + 1, dtype=jnp.int32) * jnp.int32(length)
 
 
 def check_approx(approx: str | None, activations: tuple[str, ...]) -> None:

@@ -20,6 +20,7 @@ from jax import lax
 
 from ikbo_jax.ops.attention import attention
 from ikbo_jax.ops.gdpa import gdpa
+from ikbo_jax.ops.gdpa_arguments import equal_offsets
 from ikbo_jax.rewrite import curves
 from ikbo_jax.rewrite.interpret import Context, NotCovered
 from ikbo_jax.rewrite.lineage import Lazy, has_lineage, is_plain, mask_rows, origins_of, spread_axes
@@ -179,15 +180,12 @@ def _attend_activated(root: Logits, value: jax.Array, activation: curves.Match) 
     users, keys = value.shape[:2]
     queries, heads = math.prod(root.queries), math.prod(root.heads)
 
-    def offsets(sequences: int, length: int) -> jax.Array:
-        return jnp.arange(sequences + 1, dtype=jnp.int32) * jnp.int32(length)
-
     out = gdpa(
         root.query.reshape(batch * queries, heads, width),
         root.key.base.reshape(users * keys, heads, width),
         value.reshape(users * keys, heads, width),
-        offsets(batch, queries),
-        offsets(users, keys),
+        equal_offsets(batch, queries),
+        equal_offsets(users, keys),
         activation=activation.activation,
         scale=activation.scale,
         output_scale=activation.output_scale,
