@@ -16,10 +16,13 @@ import pytest
 from ikbo_jax.ops import dispatch
 
 # The tests compile thousands of small programs to run each once: what LLVM takes to optimise them
-# would be 40 % of the suite. XLA reads this when it first looks for devices.
+# would be 40 % of the suite, and a GPU would try every way of multiplying each oracle's matrices.
+# XLA reads this when it first looks for devices.
 if os.environ.get("JAX_PLATFORMS") == "cpu":
     fast = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-    os.environ.setdefault("XLA_FLAGS", fast)
+else:
+    fast = "--xla_gpu_autotune_level=0"
+os.environ.setdefault("XLA_FLAGS", fast)
 
 # The library must not promote dtypes or ranks silently, nor must its tests.
 jax.config.update("jax_numpy_dtype_promotion", "strict")

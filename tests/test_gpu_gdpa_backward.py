@@ -51,21 +51,22 @@ def gradients(arrays: Arrays, settings: Settings, d_out: jax.Array, **options) -
     return make_gradients(arrays, settings, **options)(arrays, d_out)
 
 
-def check(actual: tuple, arrays: Arrays, settings: Settings, d_out: jax.Array) -> None:
-    """Holds every gradient to the error rule, against the oracle's own VJP in f32."""
-
+# Compiled whole: operation by operation, a GPU takes half a minute for every new shape.
+@functools.partial(jax.jit, static_argnums=1)
+def expected_and_plain(arrays: Arrays, settings: Settings, d_out: jax.Array) -> tuple:
     def oracle(*operands: jax.Array) -> jax.Array:
         wide = Arrays(*operands, *arrays[3:])
         return reference.materialised(wide, settings._replace(approx=None))
 
-    # On the CPU: a GPU compiles these many small operations for a minute.
-    cpu = jax.devices("cpu")[0]
-    arrays, d_out = jax.device_put((arrays, d_out), cpu)
-    with jax.default_device(cpu):
-        wide = tuple(x.astype(jnp.float32) for x in arrays[:3])
-        expected = jax.vjp(oracle, *wide)[1](d_out.astype(jnp.float32))
-        plain = gdpa_chunked.chunked_vjp(arrays, settings, None, None, d_out)
-    actual = jax.device_put(actual, cpu)
+    wide = tuple(x.astype(jnp.float32) for x in arrays[:3])
+    expected = jax.vjp(oracle, *wide)[1](d_out.astype(jnp.float32))
+    return expected, gdpa_chunked.chunked_vjp(arrays, settings, None, None, d_out)
+
+
+def check(actual: tuple, arrays: Arrays, settings: Settings, d_out: jax.Array) -> None:
+    """Holds every gradient to the error rule, against the oracle's own VJP in f32."""
+
+    expected, plain = expected_and_plain(arrays, settings, d_out)
     for array, want, rounded in zip(actual, expected, plain, strict=True):
         assert array.dtype == arrays.query.dtype
         # The oracle multiplies NaN of rows of no sequence by zero.

@@ -40,14 +40,16 @@ KERNEL_SHAPES = {
     if shape.n % 8 == 0 and min(shape.k_user, shape.k_cand) > 0
 }
 run_kernel = functools.partial(ikbo.linear_compression, implementation="mosaic_gpu")
+# Compiled whole: operation by operation, a GPU takes half a minute for every new shape.
+materialised = jax.jit(reference.materialised, static_argnames="precision")
 
 
 def check(actual: jax.Array, levels: tuple[tuple, tuple, tuple]) -> None:
     """Holds `actual` to the error rule against the f32 oracle."""
     weights, embeddings, parents = levels
     to_f32 = functools.partial(jax.tree.map, lambda x: x.astype(jnp.float32))
-    oracle = reference.materialised(to_f32(weights), to_f32(embeddings), parents)
-    same_dtype = reference.materialised(weights, embeddings, parents, precision=None)
+    oracle = materialised(to_f32(weights), to_f32(embeddings), parents)
+    same_dtype = materialised(weights, embeddings, parents, precision=None)
     chex.assert_equal_shape([actual, oracle])
     problems.assert_within_error_rule(actual, oracle, same_dtype)
 

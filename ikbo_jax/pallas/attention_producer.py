@@ -10,6 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ikbo_jax.pallas import mosaic
 from ikbo_jax.pallas.attention_role import COMMON_ITEM_WORDS, FLAG_WORDS, Item, Role
 from ikbo_jax.tuning.configs import ATTENTION_TILE_ROWS, NUM_CONSUMERS, WGMMA_M
 
@@ -140,9 +141,14 @@ def _pass(role: Role, tile: Any, where: tuple[Any, Any, Any], begin: Any) -> _Pa
 
 
 def _note(role: Role, this: _Pass) -> Any:
-    """Keeps a pass in shared memory, for which the producer has no registers; returns its tile."""
+    """Keeps a pass in shared memory, for which the producer has no registers; returns its tile.
+
+    Every lane writes and reads all words: none may write before the others have read the last pass.
+    """
+    mosaic.synchronise_warp(interpret=role.interpret)
     for i, word in enumerate(this[1:]):
         role.shared.items[role.config.q_slots, i] = word
+    mosaic.synchronise_warp(interpret=role.interpret)
     return this.tile
 
 

@@ -87,6 +87,18 @@ def on_one_warp(body: Callable[[], None], *, interpret: bool) -> None:
     warps()
 
 
+def synchronise_warp(*, interpret: bool) -> None:
+    """Orders shared memory among the lanes of a warp, which need not run in step."""
+    if interpret:
+        return
+
+    @plgpu.inline_mgpu()
+    def synchronise(_: Any) -> None:
+        mgpu.utils.warp_barrier()
+
+    synchronise()
+
+
 def opaque(value: Any, *, interpret: bool) -> Any:
     """An int32 scalar of which LLVM knows nothing, so that it cannot compute from it in advance.
 
