@@ -65,6 +65,21 @@ def compiled() -> Any:
     return jax.jit(gdpa_tiles.query_tiles, static_argnames=names)
 
 
+def join(
+    q: list[tuple[int, int]], keys: list[tuple[int, int]], kv_of: Any
+) -> tuple[list[tuple[int, int]], list[int]]:
+    """Neighbouring sequences of the same keys as one."""
+    found: list[tuple[int, int]] = []
+    numbers: list[int] = []
+    for number, (start, length) in enumerate(q):
+        if number and keys[number] == keys[number - 1] and sum(q[number - 1]) == start:
+            found[-1] = (found[-1][0], found[-1][1] + length)
+        else:
+            found.append((start, length))
+            numbers.append(kv_of[number])
+    return found, numbers
+
+
 def check(problem: tuple[Any, ...], query_tiles: Any, size: int, *, broadcast: bool) -> None:
     cu_q, cu_kv, q_to_kv, q_rows, kv_rows, max_q, max_kv = problem
     kv = plain_segments(plain_offsets(cu_kv, kv_rows), max_kv)
@@ -74,6 +89,8 @@ def check(problem: tuple[Any, ...], query_tiles: Any, size: int, *, broadcast: b
         targets, total = [i * q_rows for i in range(len(kv_of))], len(kv_of) * q_rows
     else:
         q = plain_segments(plain_offsets(cu_q, q_rows), max_q)
+        if q_to_kv is not None:
+            q, kv_of = join(q, [kv[k] for k in kv_of], kv_of)
         targets, total = [start for start, _ in q], q_rows
     arguments = [None if x is None else jnp.asarray(x, jnp.int32) for x in problem[:3]]
     if broadcast:

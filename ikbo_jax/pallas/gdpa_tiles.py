@@ -1,9 +1,9 @@
 """Lists of tiles of jagged sequences, made by XLA before a kernel runs, from offsets on the device.
 
-A tile is some rows of one *segment*: of a sequence of queries, or of a gap between sequences, whose
-results are zeros.  It meets the keys of its sequence, the *other* side.  Tiles with most keys come
-first and those without any last, so that CTAs which take every n-th tile finish together, and so
-that a pipeline never meets an empty tile.
+A tile is some rows of one *segment*: of a sequence of queries, of neighbouring sequences that meet
+the same keys, or of a gap between sequences, whose results are zeros.  It meets the keys of its
+sequence, the *other* side.  Tiles with most keys come first and those without any last, so that
+CTAs which take every n-th tile finish together, and so that a pipeline never meets an empty tile.
 
 The list is as long as any offsets can need; how many tiles there are is known on the device only.
 Everything is counting by comparison, in a few fused kernels: a sort or a scan of a thousand numbers
@@ -86,7 +86,11 @@ def query_tiles(
         return _cut(segments, size, number.size * q_rows)
     start, length, end = _sequences(cu_seqlens_q, q_rows, max_seqlen_q)
     segments = _Segments(start, start, length, kv_start, kv_length, kv_length)
-    return _cut(_with_gaps(segments, end, q_rows, max_seqlen_q), size, q_rows)
+    gaps = _gaps(segments, end, q_rows, max_seqlen_q)
+    if q_to_kv is not None and q_to_kv.size > 1:
+        segments = _joined(segments)
+    both: _Segments = jax.tree.map(lambda *x: jnp.concatenate(x), segments, gaps)
+    return _cut(both, size, q_rows)
 
 
 def _sequences(
@@ -106,10 +110,29 @@ def _sequences(
     return offsets[:-1], length, offsets[1:]
 
 
-def _with_gaps(
-    segments: _Segments, end: jax.Array, total: int, max_seqlen: int | None
-) -> _Segments:
-    """`segments`, and after them the rows of no sequence."""
+def _joined(segments: _Segments) -> _Segments:
+    """Neighbours that meet the same keys as one, which the first of them stands for.
+
+    Candidates of one request are such neighbours: joined, they fill whole tiles.
+    """
+    start, end = segments.source, segments.source + segments.length
+    is_other = start[1:] != end[:-1]
+    for keys in (segments.other, segments.others):
+        is_other |= keys[1:] != keys[:-1]
+    is_first = jnp.concatenate([jnp.ones(1, bool), is_other])
+    index = jnp.arange(start.size, dtype=jnp.int32)
+    # The first one of the next run, for each.
+    if start.size > MOST_COMPARED:
+        after = lax.cummin(jnp.where(is_first, index, start.size), reverse=True)
+        after = jnp.concatenate([after[1:], jnp.full(1, start.size, jnp.int32)])
+    else:
+        is_after = is_first[None] & (index[None] > index[:, None])
+        after = jnp.min(jnp.where(is_after, index[None], start.size), axis=1)
+    return segments._replace(length=jnp.where(is_first, end[after - 1] - start, 0))
+
+
+def _gaps(segments: _Segments, end: jax.Array, total: int, max_seqlen: int | None) -> _Segments:
+    """The rows of no sequence."""
     first, last = segments.source[:1], end[-1:]
     starts = [jnp.zeros_like(first), last]
     lengths = [first, total - last]
@@ -118,9 +141,7 @@ def _with_gaps(
         lengths.append(end - starts[-1])
     start, length = jnp.concatenate(starts), jnp.concatenate(lengths)
     nothing = jnp.zeros_like(start)
-    gaps = _Segments(start, start, length, nothing, nothing, nothing)
-    both: _Segments = jax.tree.map(lambda *x: jnp.concatenate(x), segments, gaps)
-    return both
+    return _Segments(start, start, length, nothing, nothing, nothing)
 
 
 def _cut(segments: _Segments, size: int, total: int) -> TileList:
