@@ -37,6 +37,9 @@ CONFIGS = {
     "narrow": AttentionConfig(block_kv=64, k_stages=3, v_stages=4),
     "odd_block": AttentionConfig(block_kv=48, k_stages=3, v_stages=4),
     "no_chunks": AttentionConfig(chunk=1),
+    "early_scores": AttentionConfig(early_scores=True),
+    "late_turns": AttentionConfig(late_turns=True),
+    "balance": AttentionConfig(balance=True, early_scores=True, late_turns=True),
 }
 SHAPES = {
     "one_candidate": Shape(1, 1, 64, 128, 1, 1, 128),

@@ -40,7 +40,9 @@ DEEP = dataclasses.replace(TWO_SLOTS, k_stages=3, v_stages=4)
 REUSE = dataclasses.replace(TWO_SLOTS, reuse=True)
 BALANCE = dataclasses.replace(TWO_SLOTS, balance=True)
 EARLY = dataclasses.replace(TWO_SLOTS, early_scores=True)
-ALL = dataclasses.replace(DEEP, v_stages=3, reuse=True, balance=True, early_scores=True)
+ALL = dataclasses.replace(
+    DEEP, v_stages=3, reuse=True, balance=True, early_scores=True, late_turns=True
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -24,7 +24,7 @@ pytestmark = [
 DEFAULT = AttentionProblem(2048, 32, 64, 1024, 2, 2, 128, "bfloat16")
 ONE_SLOT = AttentionConfig(k_stages=3, v_stages=3, q_slots=1)
 REUSE = AttentionConfig(128, 2, 2, 3, reuse=True, balance=True)
-EARLY = AttentionConfig(early_scores=True)
+EARLY = AttentionConfig(early_scores=True, late_turns=True)
 NUM_SMS = 132
 
 
@@ -82,6 +82,7 @@ CASES = {
     "default": of(),
     "f16": of(dtype="float16"),
     "one_slot": of(ONE_SLOT),
+    "late_turns": of(AttentionConfig(late_turns=True)),
     "all_options_ordered": dataclasses.replace(every_option(of()), with_order=True),
     "reuse_and_balance": dataclasses.replace(every_option(of(REUSE, kv_len=256)), with_order=True),
     "early_scores": dataclasses.replace(every_option(of(EARLY)), with_order=True),

@@ -122,6 +122,15 @@ def _pass_turn(role: Role) -> None:
     mosaic.named_barrier("arrive", TURN_BARRIER + 1 - role.consumer, CONSUMER_THREADS)
 
 
+def _await_scores(role: Role) -> None:
+    """Waits for the scores, the products before the last; the other consumer may go ahead."""
+    if not role.config.late_turns:
+        _pass_turn(role)
+    accumulator.wait(1, interpret=role.interpret)
+    if role.config.late_turns:
+        _pass_turn(role)
+
+
 def _meet() -> None:
     """The consumers wait for one another, and then see each other's writes to shared memory."""
     mosaic.named_barrier("sync", jnp.int32(MEETING_BARRIER), CONSUMER_THREADS)
@@ -153,8 +162,9 @@ def _step(
         meanwhile()
     acc = _issue_values(role, item, state, block > 0, step)
     if meanwhile is None:
-        _pass_turn(role)
-    accumulator.wait(1, interpret=role.interpret)
+        _await_scores(role)
+    else:
+        accumulator.wait(1, interpret=role.interpret)
     _free_read_queries(role, index, block + 2 == item.blocks)
     scores = _scores(role, scores, item, block + 1, step + 1)
     p = softmax.powers(scores, state.maximum, role.shape.log2_scale)
@@ -177,8 +187,7 @@ def _last_step(
         plgpu.barrier_wait(role.shared.q_ready.at[role.slot(index + 1)])
         scores = _issue_scores(role, following, index + 1, next_step)
         acc = _issue_values(role, item, state, is_defined, step)
-        _pass_turn(role)
-        accumulator.wait(1, interpret=role.interpret)
+        _await_scores(role)
         _free_read_queries(role, index + 1, following.blocks == 1)
         scores = _scores(role, scores, following, jnp.int32(0), next_step)
         p, maximum, sums = _begin(role, scores)

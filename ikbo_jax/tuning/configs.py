@@ -221,6 +221,8 @@ class AttentionConfig:
         candidates with different users is two units of work, not a long one.
       early_scores: the second block of a pass is multiplied while the pass before is stored; acts
         with T a multiple of 64, H up to 128 and two or three query slots.
+      late_turns: a consumer lets the other one issue its products when its own scores are there,
+        not when it has issued its own; so the two take exponentials at different times.
     """
 
     block_kv: int = 128
@@ -231,6 +233,7 @@ class AttentionConfig:
     reuse: bool = False
     balance: bool = False
     early_scores: bool = False
+    late_turns: bool = False
 
     def smem_bytes(self, head_dim: int) -> int:
         """Shared memory of one CTA: query slots, both rings, tile descriptors, flags, barriers."""
