@@ -49,10 +49,12 @@ SEEDS, PMA_KEYS = 32, (1024, 2048, 4096)
 #: Activations and approximations in "activations", at length 1024.
 ACTIVATIONS = (
     ("gelu_tanh", "tanh"),
+    ("gelu_tanh", "tanh_bf16"),
     ("gelu_tanh", None),
     ("gelu", None),
     ("gelu", "polynomial"),
     ("silu", "tanh"),
+    ("silu", "tanh_bf16"),
     ("silu", None),
     ("relu", None),
     ("leaky_relu", None),

@@ -154,7 +154,7 @@ BAD_OPTIONS = {
     ),
     "approx": (
         {"approx": "fast"},
-        "unknown approx 'fast'; known: None, 'tanh', 'polynomial'",
+        "unknown approx 'fast'; known: None, 'tanh', 'tanh_bf16', 'polynomial'",
     ),
     "approx_of_another": (
         {"approx": "tanh", "activation": ("gelu", "relu", "gelu", "relu")},

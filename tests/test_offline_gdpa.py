@@ -84,6 +84,9 @@ def of(config: GdpaConfig | None = None, **sizes: Any) -> Case:
 CASES = {
     "f16": dataclasses.replace(of(dtype="float16"), scales=SCALES),
     "tanh_late": dataclasses.replace(of(GdpaConfig(late_turns=True), approx="tanh"), scales=SCALES),
+    "packed": dataclasses.replace(
+        of(GdpaConfig(v_stages=2, q_slots=3, late_turns=True), approx="tanh_bf16"), scales=SCALES
+    ),
     "heads_of_their_own": of(activations=("gelu", "silu", "relu", "hardswish"), kv_heads=2),
     "one_slot": of(GdpaConfig(k_stages=3, v_stages=3, q_slots=1)),
     "runs": dataclasses.replace(of(RUNS, approx="tanh"), scales=SCALES),

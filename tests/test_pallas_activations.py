@@ -89,6 +89,7 @@ def test_heads_have_their_own_activation() -> None:
 def result(how: gdpa_weights.Weighing, head: int, scores: np.ndarray) -> np.ndarray:
     """act(scale * scores) as the result of products with ones."""
     weights = gdpa_weights.weigh(how, jnp.int32(head), jnp.asarray(scores), interpret=True)
+    weights = gdpa_weights.rounded(weights, jnp.float32).astype(jnp.float32)
     return np.asarray(gdpa_weights.finish(how, jnp.int32(head), weights))
 
 
@@ -100,9 +101,24 @@ def test_weights_times_their_factor_are_activated_scores(scale: float, is_wide: 
     for approx, name in PAIRS:
         how = gdpa_weights.Weighing((name,), approx, scale, 1.0, is_wide)
         expected = reference.elementwise(name, approx).value(jnp.float32(scale) * scores)
+        actual = result(how, 0, scores)
+        if how.is_packed:
+            assert np.all(np.abs(actual - expected) <= 2.0**-6 * np.abs(scale * scores)), name
+            continue
         np.testing.assert_allclose(
-            result(how, 0, scores), expected, rtol=2e-6, atol=3e-6, err_msg=f"{name} {approx}"
+            actual, expected, rtol=2e-6, atol=3e-6, err_msg=f"{name} {approx}"
         )
+
+
+def test_pairs_of_scores_become_weights_only_where_they_can() -> None:
+    def is_packed(names: tuple[str, ...], scale: float = 0.3, is_wide: bool = True) -> bool:
+        return gdpa_weights.Weighing(names, "tanh_bf16", scale, 1.0, is_wide).is_packed
+
+    assert is_packed(("silu", "silu"))
+    assert not is_packed(("silu", "gelu_tanh"))
+    assert not is_packed(("gelu",))
+    assert not is_packed(("silu",), scale=-0.3)
+    assert not is_packed(("silu",), is_wide=False)
 
 
 def test_weights_of_heads_have_their_own_factors() -> None:

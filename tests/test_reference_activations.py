@@ -63,6 +63,8 @@ def test_large_scores_are_finite(approx: str | None, name: str) -> None:
 
 #: What the documentation says: of the value, and of the derivative.
 BOUNDS = {
+    ("tanh_bf16", "gelu_tanh"): (lambda x: x / 2**6, lambda x: (1 + 2 * x + x**3 / 4) / 2**12),
+    ("tanh_bf16", "silu"): (lambda x: x / 2**6, lambda x: (1 + x) / 2**12),
     ("tanh", "gelu_tanh"): (lambda x: x / 2**12, lambda x: (1 + 2 * x + x**3 / 4) / 2**12),
     ("tanh", "silu"): (lambda x: x / 2**12, lambda x: (1 + x) / 2**12),
     ("polynomial", "gelu"): (lambda x: 5.0e-4 + 0 * x, lambda x: 5.4e-3 + 0 * x),
@@ -80,6 +82,26 @@ def test_approximation_is_within_its_bounds(approx: str, name: str) -> None:
     assert np.all(np.abs(slope - exact_slope(name, x)) <= of_slope(np.abs(x)) + 1e-5)
     if approx == "polynomial":
         assert np.max(errors) > 4.8e-4, "the bound is not the largest error"
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.3, 128**-0.5])
+def test_hardware_tanh_of_pairs_would_be_within_the_bounds(scale: float) -> None:
+    """As the kernel does it with raw scores, every operation rounded to bfloat16."""
+    x = GRID[np.abs(GRID) <= 12].astype(np.float64)
+    number = jnp.bfloat16.dtype.type
+    s = (x / scale).astype(number)
+    linear, cubic = (c * np.sqrt(2 / np.pi) for c in (scale, 0.044715 * scale**3))
+    inner = {
+        "gelu_tanh": s * (s * s * number(cubic) + number(linear)),
+        "silu": s * number(scale / 2),
+    }
+    for name, argument in inner.items():
+        for error in (-(2.0**-8), 2.0**-8):
+            tanh = np.tanh(argument.astype(np.float64))
+            tanh = np.clip(tanh + error * np.abs(tanh), -1, 1).astype(number)
+            value = (s * tanh + s).astype(np.float64) * (scale / 2)
+            errors = np.abs(value - problems_gdpa.numpy_activation(name, x))
+            assert np.all(errors <= BOUNDS["tanh_bf16", name][0](np.abs(x)))
 
 
 def test_hardware_tanh_would_be_within_the_bounds() -> None:

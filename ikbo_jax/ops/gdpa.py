@@ -68,6 +68,8 @@ def gdpa(
         head.
       approx: None computes activations exactly. "tanh": gelu_tanh and silu by the GPU's approximate
         tanh, within 2⁻¹² · |score| of the exact value; other devices use the exact tanh.
+        "tanh_bf16": the same in bfloat16 arithmetic, two scores at a time, within 2⁻⁶ · |score|,
+        for bfloat16 inputs and heads of one activation; "tanh" for others, and for gradients.
         "polynomial": gelu by a polynomial on [-3.7, 3.7], within 5.0e-4 of the exact value. Heads
         with another activation stay exact.
       scale: what scores are multiplied by before the activation, a finite number.

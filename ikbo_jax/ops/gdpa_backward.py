@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from ikbo_jax.ops import dispatch
 from ikbo_jax.reference import gdpa_chunked, jagged
-from ikbo_jax.reference.activations import SOFTMAX
+from ikbo_jax.reference.activations import SOFTMAX, one_by_one
 from ikbo_jax.reference.gdpa import Arrays, Settings, num_sequences, out_shape
 from ikbo_jax.tuning import gdpa_backward_configs as configs
 from ikbo_jax.tuning.gdpa_backward_configs import GdpaBackwardConfig
@@ -94,7 +94,7 @@ def kernel_vjp(
     kv = tiles.Sequences(start, start, length)
     options: dict[str, Any] = {
         "activations": settings.activations,
-        "approx": settings.approx,
+        "approx": one_by_one(settings.approx),
         "scale": settings.scale,
         "output_scale": settings.output_scale,
         "num_sms": num_sms,

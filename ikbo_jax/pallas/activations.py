@@ -36,6 +36,7 @@ from ikbo_jax.reference.activations import (
     POLYNOMIAL_DOMAIN,
     TANH_CUBIC,
     TANH_SCALE,
+    one_by_one,
 )
 
 LOG2_E = math.log2(math.e)
@@ -128,6 +129,7 @@ def _evaluate(
     name: str, approx: str | None, x: jax.Array, *, needs_slope: bool, interpret: bool
 ) -> Pair:
     """(act(x), act'(x)); the latter is whatever is at hand unless it is needed."""
+    approx = one_by_one(approx)
     if approx is not None and name in APPROXIMATIONS[approx]:
         name = f"{approx} {name}"
     if name in _SIGMOIDS:

@@ -99,15 +99,17 @@ def _issue_values(role: Role, state: _State, is_defined: Any, step: Any) -> jax.
     )
 
 
-def _weights(role: Role, scores: jax.Array, item: Item, step: Any) -> jax.Array:
-    """Activated scores in f32; the scores have been waited for, and their keys are freed.
+def _weights(role: Role, scores: jax.Array, item: Item, step: Any) -> Callable[[], jax.Array]:
+    """Makes weights of scores that have been waited for, and frees their keys.
 
-    To be rounded after the product with the weights before them: ptxas serialises products whose
-    operands are made while others are in flight.
+    What it returns rounds them, to be called after the product with the weights before them: ptxas
+    serialises products whose operands are made while others are in flight.
     """
     scores = accumulator.settled(scores, interpret=role.interpret)
     plgpu.barrier_arrive(role.shared.k_free.at[role.k_stage(step)])
-    return gdpa_weights.weigh(role.shape.weighing, item.head, scores, interpret=role.interpret)
+    how = role.shape.weighing
+    weights = gdpa_weights.weigh(how, item.head, scores, interpret=role.interpret)
+    return functools.partial(gdpa_weights.rounded, weights, role.out.dtype)
 
 
 def _free_read_queries(role: Role, index: Any, is_last: Any) -> None:
@@ -169,7 +171,7 @@ def _step(
     pl.when(block == 0)(functools.partial(_free_stored_slot, role, index - 1))
     accumulator.wait(0, interpret=role.interpret)
     plgpu.barrier_arrive(role.shared.v_free.at[role.v_stage(step)])
-    return _State(weights.astype(role.out.dtype), acc)
+    return _State(weights(), acc)
 
 
 def _last_step(
@@ -190,7 +192,7 @@ def _last_step(
         _free_read_queries(role, index + 1, following.blocks == 1)
         weights = _weights(role, scores, following, next_step)
         accumulator.wait(0, interpret=role.interpret)
-        return acc, weights.astype(role.out.dtype)
+        return acc, weights()
 
     def alone() -> tuple[jax.Array, jax.Array]:
         _take_turn(role)
@@ -300,7 +302,7 @@ def _attend(role: Role, item: Item) -> None:
     accumulator.wait(0, interpret=role.interpret)
     _free_read_queries(role, zero, item.blocks == 1)
     unset = functools.partial(accumulator.undefined, role.shape.head_dim, interpret=role.interpret)
-    weights = _weights(role, scores, item, zero).astype(role.out.dtype)
+    weights = _weights(role, scores, item, zero)()
 
     def one(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         item, index, first_step, state = carry

@@ -12,6 +12,8 @@ bf16 included (half of one), and how many of them are of the special function un
     identity, relu            -               0.5, 1.5        0
     leaky_relu, relu_squared  -               2.5             0
     hardswish                 -               2.5             0
+    gelu_tanh                 "tanh_bf16"     4               1
+    silu                      "tanh_bf16"     3               1
     gelu_tanh                 "tanh"          5.5             1
     silu                      "tanh"          3.5             1
     gelu                      "polynomial"    9.5             0
@@ -41,14 +43,20 @@ from ikbo_jax.pallas import activations
 from ikbo_jax.reference.activations import (
     APPROXIMATIONS,
     LEAKY_SLOPE,
+    PACKED,
     POLYNOMIAL,
     POLYNOMIAL_DOMAIN,
     TANH_CUBIC,
     TANH_SCALE,
+    one_by_one,
 )
 
 #: Scales beyond which powers of them, and sums without them, might leave the range of f32.
 LEAST_SCALE, GREATEST_SCALE = 2.0**-10, 2.0**10
+
+
+#: What becomes weights: f32 weights, or two arrays in bf16.
+Weights = jax.Array | tuple[jax.Array, jax.Array]
 
 
 class Weighing(NamedTuple):
@@ -72,10 +80,17 @@ class Weighing(NamedTuple):
     def is_raw(self) -> bool:
         return LEAST_SCALE <= self.scale <= GREATEST_SCALE
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether two scores at a time become weights, in bf16."""
+        is_one_kind = len(set(self.names)) == 1 and self.names[0] in APPROXIMATIONS[PACKED]
+        return self.approx == PACKED and is_one_kind and self.is_raw and self.is_wide
+
     def full_name(self, name: str) -> str:
         """The activation as `_WEIGHTS` knows it."""
-        if self.approx is not None and name in APPROXIMATIONS[self.approx]:
-            return f"{self.approx} {name}"
+        approx = one_by_one(self.approx)
+        if approx is not None and name in APPROXIMATIONS[approx]:
+            return f"{approx} {name}"
         return name
 
     def constant(self, name: str) -> float:
@@ -86,8 +101,10 @@ class Weighing(NamedTuple):
         return self.scale**2 if full_name == "relu_squared" else self.scale
 
 
-def weigh(how: Weighing, head: Any, scores: jax.Array, *, interpret: bool) -> jax.Array:
-    """Weights of one head's raw scores [64, columns] f32, in f32."""
+def weigh(how: Weighing, head: Any, scores: jax.Array, *, interpret: bool) -> Weights:
+    """What `rounded` makes weights of, from one head's raw scores [64, columns] f32."""
+    if how.is_packed:
+        return _packed(how, scores)
     if not how.is_raw:
         if how.scale != 1:
             scores = scores * jnp.float32(how.scale)
@@ -100,6 +117,23 @@ def weigh(how: Weighing, head: Any, scores: jax.Array, *, interpret: bool) -> ja
 
     weights: jax.Array = activations.by_chunks(how.names, head, scores, evaluate, interpret)
     return weights
+
+
+def _packed(how: Weighing, scores: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(scores, tanh of what the activation asks for) in bf16."""
+    s = scores.astype(jnp.bfloat16)
+    if how.names[0] == "silu":
+        return s, jnp.tanh(s * jnp.bfloat16(how.scale / 2))
+    linear, cubic = TANH_SCALE * how.scale, TANH_SCALE * TANH_CUBIC * how.scale**3
+    return s, jnp.tanh(s * (s * s * jnp.bfloat16(cubic) + jnp.bfloat16(linear)))
+
+
+def rounded(weights: Weights, dtype: Any) -> jax.Array:
+    """Weights in the dtype of the values."""
+    if isinstance(weights, tuple):
+        s, inner = weights
+        return s * inner + s
+    return weights.astype(dtype)
 
 
 def finish(how: Weighing, head: Any, acc: jax.Array) -> jax.Array:

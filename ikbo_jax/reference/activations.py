@@ -6,12 +6,16 @@ that is not there. Softmax is not among them, since it needs its whole row; see 
     approx        activation       largest error of the value    of the derivative
     tanh          gelu_tanh        2⁻¹² · |x|                    2⁻¹² · (1 + 2 |x| + |x|³ / 4)
     tanh          silu             2⁻¹² · |x|                    2⁻¹² · (1 + |x|)
+    tanh_bf16     gelu_tanh, silu  2⁻⁶ · |x|                     as "tanh"
     polynomial    gelu             5.0e-4                        5.4e-3
 
 "tanh" takes the GPU's tanh.approx.f32, whose relative error is at most 2⁻¹¹ (PTX ISA), where there
-is one; tanh everywhere else, as here. "polynomial" replaces the normal distribution's Φ(x) by
-1/2 + x · p(x²) of degree 11 on |x| ≤ 3.7 and by 0 or 1 outside, and its derivative by that of the
-polynomial, so that gradients fit the values.
+is one; tanh everywhere else, as here. "tanh_bf16" does so with two scores at a time in bfloat16,
+where inputs are bfloat16 and all heads have one activation, and is "tanh" elsewhere; the error is
+that of some six roundings to bfloat16, of which every weight of bfloat16 values has one.
+"polynomial" replaces the normal distribution's Φ(x) by 1/2 + x · p(x²) of degree 11 on |x| ≤ 3.7
+and by 0 or 1 outside, and its derivative by that of the polynomial, so that gradients fit the
+values.
 """
 
 from __future__ import annotations
@@ -126,9 +130,13 @@ _EXACT = {
 _APPROXIMATE = {
     ("tanh", "gelu_tanh"): _EXACT["gelu_tanh"],
     ("tanh", "silu"): _EXACT["silu"],
+    ("tanh_bf16", "gelu_tanh"): _EXACT["gelu_tanh"],
+    ("tanh_bf16", "silu"): _EXACT["silu"],
     ("polynomial", "gelu"): Activation(lambda x: x * _polynomial_phi(x), _polynomial_slope),
 }
 
+#: The approximation of two scores at a time.
+PACKED = "tanh_bf16"
 #: Names of all activations.
 ACTIVATIONS = (*_EXACT, SOFTMAX)
 #: Names of the approximations, and the activations that each of them is for.
@@ -136,6 +144,11 @@ APPROXIMATIONS = {
     name: tuple(activation for approx, activation in _APPROXIMATE if approx == name)
     for name in dict.fromkeys(approx for approx, _ in _APPROXIMATE)
 }
+
+
+def one_by_one(approx: str | None) -> str | None:
+    """The approximation that stands for `approx` where scores are not taken two at a time."""
+    return "tanh" if approx == PACKED else approx
 
 
 def elementwise(name: str, approx: str | None) -> Activation:
