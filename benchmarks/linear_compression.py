@@ -29,7 +29,7 @@ from benchmarks.linear_compression_providers import (
     all_providers,
     oracle,
 )
-from ikbo_jax.tuning import autotune, table
+from ikbo_jax.tuning import table, trials
 from ikbo_jax.tuning.configs import LinearCompressionProblem
 
 DEFAULT = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16")
@@ -98,7 +98,7 @@ def shrink(point: Point) -> Point:
 
 def make_inputs(point: Point, seed: int = 0) -> Inputs:
     """Random inputs, made on the device."""
-    weights, embeddings, parents = autotune.random_operands(point.problem, seed)
+    weights, embeddings, parents = trials.linear_compression_operands(point.problem, seed)
     index = parents[1]
     assert index is not None
     if point.index == "unsorted":

@@ -13,12 +13,14 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ikbo_jax import cli_demo, terminal
 from ikbo_jax._version import __version__
 
 # jax is imported by the commands and not up here, so that `--help` answers at once.
+if TYPE_CHECKING:
+    from ikbo_jax.tuning.gdpa_configs import GdpaProblem
 
 #: Exit statuses.
 OK, DISAGREES, UNUSABLE = 0, 1, 2
@@ -86,6 +88,16 @@ def _parser() -> argparse.ArgumentParser:
     _add_attention_sizes(attention)
     _add_limit(attention)
     attention.set_defaults(command=_tune_attention)
+    gdpa = ops.add_parser(
+        "gdpa",
+        help="tune gdpa",
+        description="Tunes the forward pass of gdpa. Lengths of sequences lie evenly about their "
+        "mean: a mean of half the longest is lengths from 1 to the longest. The row found serves "
+        "calls of like sizes, and those near that have another activation.",
+    )
+    _add_gdpa_sizes(gdpa)
+    _add_limit(gdpa)
+    gdpa.set_defaults(command=_tune_gdpa)
     return parser
 
 
@@ -124,6 +136,29 @@ def _add_attention_sizes(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             *flags, dest=name, type=_positive, required=True, metavar="SIZE", help=text
         )
+    parser.add_argument(
+        "--dtype", choices=_KERNEL_DTYPES, default="bfloat16", help="of every array"
+    )
+
+
+def _add_gdpa_sizes(parser: argparse.ArgumentParser) -> None:
+    queries = parser.add_mutually_exclusive_group(required=True)
+    sizes: tuple[tuple[argparse._ActionsContainer, tuple[str, ...], bool, str], ...] = (
+        (parser, ("--batch", "--b"), True, "sequences of queries"),
+        (parser, ("--batch-kv",), False, "sequences of keys; default: as many, each its own"),
+        (queries, ("--q-len", "--t"), False, "queries of the longest sequence"),
+        (queries, ("--seeds",), False, "queries that all sequences share (broadcast_q)"),
+        (parser, ("--q-mean",), False, "mean queries of a sequence; default: as the longest"),
+        (parser, ("--kv-len", "--s"), True, "keys of the longest sequence"),
+        (parser, ("--kv-mean",), False, "mean keys of a sequence; default: as the longest"),
+        (parser, ("--q-heads", "--n"), True, "N, query heads"),
+        (parser, ("--kv-heads", "--k"), True, "K, key heads; divides N"),
+        (parser, ("--head-dim", "--h"), True, "H, head width"),
+    )
+    for target, flags, is_required, text in sizes:
+        target.add_argument(*flags, type=_positive, required=is_required, metavar="SIZE", help=text)
+    parser.add_argument("--activation", default="gelu", metavar="NAME", help="of all heads")
+    parser.add_argument("--approx", metavar="NAME", help="of the activation; default: exact")
     parser.add_argument(
         "--dtype", choices=_KERNEL_DTYPES, default="bfloat16", help="of every array"
     )
@@ -274,6 +309,59 @@ def _tune_attention(args: argparse.Namespace) -> int:
     return _tune(tune)
 
 
+def _tune_gdpa(args: argparse.Namespace) -> int:
+    try:
+        problem = _gdpa_problem(args)
+    except ValueError as error:
+        print(f"ikbo-jax tune: {error}", file=sys.stderr)
+        return UNUSABLE
+
+    def tune() -> dict[str, Any]:
+        from ikbo_jax.tuning.autotune import console_progress, tune_gdpa
+
+        with console_progress() as progress:
+            return tune_gdpa(problem, progress=progress, limit=args.limit)
+
+    return _tune(tune)
+
+
+def _gdpa_problem(args: argparse.Namespace) -> GdpaProblem:
+    """The problem that the arguments name; raises ValueError if they do not fit together."""
+    from ikbo_jax.ops import gdpa_arguments
+    from ikbo_jax.tuning.gdpa_configs import GdpaProblem
+
+    if args.q_heads % args.kv_heads:
+        raise ValueError(
+            f"--q-heads {args.q_heads} is not a multiple of --kv-heads {args.kv_heads}"
+        )
+    if args.seeds is not None and args.q_mean is not None:
+        raise ValueError(f"--seeds {args.seeds} takes no --q-mean, but it is {args.q_mean}")
+    for name, mean, longest in (
+        ("q", args.q_mean, args.q_len),
+        ("kv", args.kv_mean, args.kv_len),
+    ):
+        if mean is not None and mean > longest:
+            raise ValueError(f"--{name}-mean {mean} is more than --{name}-len {longest}")
+    gdpa_arguments.activations_of(args.activation, args.q_heads)
+    gdpa_arguments.check_approx(args.approx, (args.activation,))
+    batch_kv = args.batch_kv or args.batch
+    return GdpaProblem(
+        batch=args.batch,
+        batch_kv=batch_kv,
+        q_rows=args.batch * (args.seeds or args.q_mean or args.q_len),
+        kv_rows=batch_kv * (args.kv_mean or args.kv_len),
+        q_heads=args.q_heads,
+        kv_heads=args.kv_heads,
+        head_dim=args.head_dim,
+        dtype=args.dtype,
+        activations=(args.activation,),
+        approx=args.approx,
+        broadcast_q=args.seeds is not None,
+        max_seqlen_q=args.q_len,
+        max_seqlen_kv=args.kv_len,
+    )
+
+
 def _tune(tune: Callable[[], dict[str, Any]]) -> int:
     """Runs a tuner and prints what it found, or why it could not."""
     # The kernels are timed in processes of their own: leave them the device's memory.
@@ -285,7 +373,7 @@ def _tune(tune: Callable[[], dict[str, Any]]) -> int:
         return UNUSABLE
     try:
         row = tune()
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         print(f"ikbo-jax tune: {error}", file=sys.stderr)
         return UNUSABLE
     print(f"{row['ms']:.4g} ms, {row['fraction']:.3f} of the 8192x8192x8192 bfloat16 matmul")

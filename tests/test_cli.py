@@ -17,6 +17,7 @@ from ikbo_jax._timing import sustained_ms
 from ikbo_jax.ops import dispatch
 from ikbo_jax.tuning import autotune
 from ikbo_jax.tuning.configs import AttentionProblem, LinearCompressionProblem
+from ikbo_jax.tuning.gdpa_configs import GdpaProblem
 
 SIZES = ["--m", "9", "--n", "8", "--k-cand", "7", "--k-user", "11"]
 TINY = ["demo", "--candidates", "24", "--users", "5", *SIZES, "--layers", "1"]
@@ -371,3 +372,76 @@ def test_tune_attention_off_hopper_and_with_wrong_heads(monkeypatch, capsys):
     assert "this is a toaster" in capsys.readouterr().err
     assert cli.main([*ATTENTION, "--n", "3", "--k", "2"]) == cli.UNUSABLE
     assert "--q-heads 3 is not a multiple of --kv-heads 2" in capsys.readouterr().err
+
+
+GDPA = ["tune", "gdpa", "--b", "24", "--s", "32", "--n", "4", "--k", "2", "--h", "64"]
+GDPA_PROBLEM = GdpaProblem(
+    *(24, 24, 24 * 100, 24 * 32, 4, 2, 64, "bfloat16"), ("gelu",), None, False, 100, 32
+)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "changes"),
+    [
+        (["--t", "100"], {}),
+        (
+            ["--t", "100", "--q-mean", "50", "--kv-mean", "16", "--dtype", "float16"],
+            {"q_rows": 24 * 50, "kv_rows": 24 * 16, "dtype": "float16"},
+        ),
+        (
+            ["--seeds", "8", "--batch-kv", "3", "--activation", "silu", "--approx", "tanh"],
+            {
+                "q_rows": 24 * 8,
+                "batch_kv": 3,
+                "kv_rows": 3 * 32,
+                "broadcast_q": True,
+                "max_seqlen_q": None,
+                "activations": ("silu",),
+                "approx": "tanh",
+            },
+        ),
+    ],
+    ids=["full", "half", "pma"],
+)
+def test_tune_gdpa_passes_the_sizes_on(arguments, changes, monkeypatch, capsys):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    found = []
+
+    def tune(problem, *, progress, limit):
+        found.append((problem, limit))
+        progress(1, 1, "XLA: 1 ms")
+        return {"ms": 0.25, "fraction": 0.5}
+
+    monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
+    monkeypatch.setattr(autotune, "tune_gdpa", tune)
+    assert cli.main([*GDPA, *arguments, "--limit", "3"]) == cli.OK
+    assert found == [(dataclasses.replace(GDPA_PROBLEM, **changes), 3)]
+    out = capsys.readouterr().out
+    assert "XLA: 1 ms" in out
+    assert "0.25 ms, 0.500 of the 8192x8192x8192 bfloat16 matmul" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["--t", "100", "--k", "3"], "--q-heads 4 is not a multiple of --kv-heads 3"),
+        (["--t", "100", "--q-mean", "101"], "--q-mean 101 is more than --q-len 100"),
+        (["--t", "100", "--kv-mean", "33"], "--kv-mean 33 is more than --kv-len 32"),
+        (["--seeds", "8", "--q-mean", "5"], "--seeds 8 takes no --q-mean, but it is 5"),
+        (["--t", "100", "--activation", "elu"], "unknown activation 'elu'"),
+        (["--t", "100", "--approx", "tanh"], "approx='tanh' is for gelu_tanh and silu"),
+        (["--t", "100", "--activation", "softmax"], "a head has softmax"),
+        (["--t", "100", "--h", "80"], "64, 96, 128, 256, but H=80"),
+        (["--t", "100", "--seeds", "8"], "not allowed with"),
+        ([], "one of the arguments --q-len/--t --seeds is required"),
+    ],
+)
+def test_tune_gdpa_says_what_does_not_fit(arguments, reason, monkeypatch, capsys):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
+    try:
+        status = cli.main([*GDPA, *arguments])
+    except SystemExit as exit_info:
+        status = exit_info.code
+    assert status == cli.UNUSABLE
+    assert reason in capsys.readouterr().err

@@ -291,14 +291,6 @@ def test_fallback_is_logged(caplog) -> None:
     assert "gdpa runs in XLA: the Mosaic GPU kernels need a Hopper" in record.getMessage()
 
 
-def test_kernel_runs_by_itself_only_beside_a_measured_row(monkeypatch) -> None:
-    monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
-    arrays = problems_gdpa.make_arrays(SMALL._replace(head_dim=64))
-    (plan,) = ikbo.explain(attend, arrays).plans
-    assert (plan.implementation, plan.config) == ("xla", None)
-    assert "no measured row" in plan.reason
-
-
 @pytest.mark.parametrize(("head_dim", "has_kernel"), [(64, True), (256, False)])
 def test_gradients_come_from_kernels_where_one_made_the_result(
     head_dim: int, has_kernel: bool, monkeypatch

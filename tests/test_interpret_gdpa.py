@@ -27,8 +27,9 @@ from ikbo_jax.pallas import gdpa_consumer
 from ikbo_jax.pallas import gdpa_forward as kernel
 from ikbo_jax.reference import gdpa as reference
 from ikbo_jax.reference.gdpa import Arrays, Settings
+from ikbo_jax.tuning import trials_gdpa
 from ikbo_jax.tuning.configs import NUM_CONSUMERS
-from ikbo_jax.tuning.gdpa_configs import GdpaConfig
+from ikbo_jax.tuning.gdpa_configs import GdpaConfig, GdpaProblem
 
 pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
 
@@ -126,6 +127,30 @@ def test_interpreted_kernel_is_right_and_free_of_races(
     out = attend(arrays, case, monkeypatch)
     launches.assert_no_races(1)
     assert_correct(out, arrays, case)
+
+
+def test_interpreted_trial_of_the_autotuner(
+    launches: interpreter.Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = {"batch": 3, "batch_kv": 2, "q_rows": 6, "kv_rows": 50}
+    problem = GdpaProblem(
+        **rows,
+        q_heads=1,
+        kv_heads=1,
+        head_dim=64,
+        dtype="bfloat16",
+        activations=("relu",),
+        approx=None,
+        broadcast_q=False,
+        max_seqlen_q=3,
+        max_seqlen_kv=40,
+    )
+    monkeypatch.setattr(kernel, "gdpa_forward", functools.partial(FORWARD, interpret=PARAMS))
+    operands = trials_gdpa.gdpa_operands(problem)
+    out = jax.block_until_ready(trials_gdpa.gdpa_runner(problem, TWO_SLOTS)(*operands))
+    launches.assert_no_races(1)
+    xla = trials_gdpa.gdpa_runner(problem, None)(*operands)
+    np.testing.assert_allclose(*(x.astype(jnp.float32) for x in (out, xla)), rtol=0, atol=0.02)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")

@@ -64,6 +64,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "tuning.rules": GDPA_CONFIGS,
     "tuning.table": ("tuning.configs", "tuning.rules"),
     "tuning.trials": ("tuning.configs", "pallas", "reference"),
+    "tuning.trials_gdpa": (*GDPA_CONFIGS, "tuning.trials", "pallas", "reference"),
     "tuning.autotune": ("tuning", "pallas", "reference", "_timing"),
     "pallas": ("tuning.configs", *SMALL_PARTS),
     "pallas.linear_compression": ("tuning.configs", *SMALL_PARTS, *LINEAR_COMPRESSION_PARTS),

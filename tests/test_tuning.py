@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ikbo_jax.reference.linear_compression import decomposed
-from ikbo_jax.tuning import autotune, configs, rules, table
+from ikbo_jax.tuning import autotune, configs, rules, table, trials
 from ikbo_jax.tuning.configs import LinearCompressionConfig, LinearCompressionProblem
 
 DEFAULT = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16")
@@ -438,8 +438,8 @@ def test_worker_process_that_dies_or_hangs_is_a_failure(monkeypatch):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_check_admits_the_right_result_and_no_other(dtype):
-    problem = dataclasses.replace(TINY, dtype=dtype, batches=(3, autotune.CHECK_ROWS + 3))
-    operands = autotune.random_operands(problem)
+    problem = dataclasses.replace(TINY, dtype=dtype, batches=(3, trials.CHECK_ROWS + 3))
+    operands = trials.linear_compression_operands(problem)
     weights, embeddings, parents = operands
     assert [w.shape for w in weights] == [(9, 7), (9, 5)]
     assert [e.shape for e in embeddings] == [(3, 7, 16), (131, 5, 16)]
@@ -447,11 +447,11 @@ def test_check_admits_the_right_result_and_no_other(dtype):
     assert parents[1].dtype == jnp.int32
     assert set(parents[1].tolist()) <= {0, 1, 2}
     right = decomposed(*operands)
-    error, bound = autotune.check_result(right, operands)
+    error, bound = trials.check_linear_compression(right, operands)
     assert error <= bound < 0.2
     for bad in (0.5, jnp.nan, jnp.inf):
         wrong = right.at[-1, 3, 5].add(jnp.asarray(bad, right.dtype))
-        error, bound = autotune.check_result(wrong, operands)
+        error, bound = trials.check_linear_compression(wrong, operands)
         assert not error <= bound
 
 

@@ -17,7 +17,10 @@ from ikbo_jax.tuning import table
 from ikbo_jax.tuning.gdpa_configs import GDPA_TILE_ROWS, GdpaConfig, GdpaProblem
 
 #: Why XLA runs what the kernel could.
-NOT_MEASURED = "the table has no measured row near, and without one gdpa's kernel runs on request"
+NOT_MEASURED = (
+    "the table has no measured row near, and without one gdpa's kernel runs on request; "
+    "`ikbo-jax tune gdpa` measures one"
+)
 
 
 def gdpa(

@@ -26,20 +26,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ikbo_jax import _timing
-from ikbo_jax.pallas.linear_compression import linear_compression_kernel
-from ikbo_jax.reference.linear_compression import decomposed, materialised
-from ikbo_jax.tuning import rules, table, trials
+from ikbo_jax.tuning import rules, table, trials, trials_gdpa
 from ikbo_jax.tuning.configs import AttentionProblem, LinearCompressionProblem
+from ikbo_jax.tuning.gdpa_configs import GdpaConfig, GdpaProblem
 from ikbo_jax.tuning.rules import Config, Problem
 
 #: Called after every candidate with (done, total, what came out).
 Progress = Callable[[int, int, str], None]
 #: A configuration of the kernel, or None for the XLA path.
 Candidate = Config | None
-Operands = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...], tuple[jax.Array | None, ...]]
 
 #: XLA must be this much faster for a row to prefer it.
 XLA_MARGIN = 0.02
@@ -47,8 +44,6 @@ XLA_MARGIN = 0.02
 WORKER_TIMEOUT_S = 240.0
 #: Kernel candidates that meet again in the deciding process.
 FINALISTS = 2
-#: Rows of the output that are checked at once, which bounds the oracle's memory.
-CHECK_ROWS = 128
 _RESULT_MARK = "ikbo-autotune-result "
 
 
@@ -90,87 +85,47 @@ class Task:
         )
 
 
-def random_operands(problem: LinearCompressionProblem, seed: int = 0) -> Operands:
-    """Random (weights, embeddings, parents) on the device; parents are sorted, counts ragged."""
-    dtype = jnp.dtype(problem.dtype)
-    key = jax.random.key(seed)
-    weights, embeddings = [], []
-    parents: list[jax.Array | None] = []
-    for level, (batch, k) in enumerate(zip(problem.batches, problem.ks, strict=True)):
-        weight_key, embedding_key, parent_key = jax.random.split(jax.random.fold_in(key, level), 3)
-        # The weights' scale keeps outputs near one, whatever K, so that f16 cannot overflow.
-        scale = jnp.asarray(max(k, 1) ** -0.5, dtype)
-        weights.append(jax.random.normal(weight_key, (problem.m, k), dtype) * scale)
-        embeddings.append(jax.random.normal(embedding_key, (batch, k, problem.n), dtype))
-        if level == 0:
-            parents.append(None)
-        else:
-            coarse = problem.batches[level - 1]
-            index = jax.random.randint(parent_key, (batch,), 0, coarse, jnp.int32)
-            parents.append(jnp.sort(index))
-    return tuple(weights), tuple(embeddings), tuple(parents)
+@dataclasses.dataclass(frozen=True)
+class Trials:
+    """What the tuner asks about an op.
 
-
-@jax.jit
-def _errors(
-    actual: jax.Array, operands: Operands, rows: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Errors of `actual` and same-dtype jnp against the f32 oracle in `rows`, and its maximum."""
-    weights, embeddings, parents = operands
-    embeddings = (*embeddings[:-1], embeddings[-1][rows])
-    last = parents[-1]
-    parents = (*parents[:-1], None if last is None else last[rows])
-    oracle = materialised(
-        tuple(w.astype(jnp.float32) for w in weights),
-        tuple(e.astype(jnp.float32) for e in embeddings),
-        parents,
-    )
-    same_dtype = materialised(weights, embeddings, parents).astype(jnp.float32)
-    difference = jnp.abs(actual[rows].astype(jnp.float32) - oracle)
-    # Not jnp.max alone: in a fused reduction, XLA's maximum on CPU drops NaN.
-    error = jnp.where(jnp.isnan(difference).any(), jnp.nan, jnp.max(difference))
-    return error, jnp.max(jnp.abs(same_dtype - oracle)), jnp.max(jnp.abs(oracle))
-
-
-def check_result(actual: jax.Array, operands: Operands) -> tuple[float, float]:
-    """Returns the largest error of `actual` and the largest that the error rule admits.
-
-    The rule: twice the error of same-dtype jnp, plus one rounding of the largest value. An error of
-    NaN is no error that the rule admits: compare with `error <= bound`.
+    Attributes:
+      operands: random arguments on the device, of a problem.
+      runner: the kernel with a configuration, or for None the XLA path, as a function of them.
+      check: of a problem, a result and the operands: its largest error, and the largest admitted.
+      flops: useful FLOPs of the operands of a problem.
     """
-    batch = actual.shape[0]
-    found = []
-    for start in range(0, batch, CHECK_ROWS):
-        rows = jnp.minimum(jnp.arange(start, start + CHECK_ROWS, dtype=jnp.int32), batch - 1)
-        found.append(jax.device_get(_errors(actual, operands, rows)))
-    error, same_dtype, largest = (float(x) for x in np.max(np.asarray(found), axis=0))
-    # The oracle's own f32 sums round as well, which only an f32 result is close enough to show.
-    accumulation = 2.0**-24 * sum(w.shape[1] for w in operands[0]) ** 0.5 * largest
-    one_rounding = float(jnp.finfo(actual.dtype).eps) / 2 * largest
-    return error, 2 * (same_dtype + accumulation) + one_rounding
+
+    operands: Callable[[Any], Any]
+    runner: Callable[[Any, Any], Callable[..., jax.Array]]
+    check: Callable[[Any, jax.Array, Any], tuple[float, float]]
+    flops: Callable[[Any], int]
 
 
-def _operands(problem: Problem) -> Any:
-    if isinstance(problem, AttentionProblem):
-        return trials.attention_operands(problem)
-    if not isinstance(problem, LinearCompressionProblem):
-        raise NotImplementedError(f"the autotuner has no trials of {rules.of(problem).op}")
-    return random_operands(problem)
+TRIALS = {
+    "linear_compression": Trials(
+        trials.linear_compression_operands,
+        trials.linear_compression_runner,
+        lambda problem, actual, operands: trials.check_linear_compression(actual, operands),
+        lambda problem: problem.useful_flops,
+    ),
+    "attention": Trials(
+        trials.attention_operands,
+        trials.attention_runner,
+        lambda problem, actual, operands: trials.check_attention(actual, operands),
+        lambda problem: problem.useful_flops,
+    ),
+    "gdpa": Trials(
+        trials_gdpa.gdpa_operands,
+        trials_gdpa.gdpa_runner,
+        trials_gdpa.check_gdpa,
+        trials_gdpa.gdpa_flops,
+    ),
+}
 
 
-def _runner(problem: Problem, candidate: Any) -> Callable[..., jax.Array]:
-    if isinstance(problem, AttentionProblem):
-        return trials.attention_runner(problem, candidate)
-    if candidate is None:
-        return jax.jit(decomposed)
-    num_sms = getattr(jax.devices()[0], "core_count", 1)
-    return jax.jit(functools.partial(linear_compression_kernel, config=candidate, num_sms=num_sms))
-
-
-def _check(problem: Problem, actual: jax.Array, operands: Any) -> tuple[float, float]:
-    if isinstance(problem, AttentionProblem):
-        return trials.check_attention(actual, operands)
-    return check_result(actual, operands)
+def _trials(problem: Problem) -> Trials:
+    return TRIALS[rules.of(problem).op]
 
 
 def measure(task: Task) -> dict[str, Any]:
@@ -181,15 +136,16 @@ def measure(task: Task) -> dict[str, Any]:
       samples, or failure, a text, for one that was wrong.
     """
     device = jax.devices()[0]
-    operands = _operands(task.problem)
+    problem, op = task.problem, _trials(task.problem)
+    operands = op.operands(problem)
     size = task.matmul_size
     square = jax.random.normal(jax.random.key(1), (size, size), jnp.bfloat16)
     matmul = jax.jit(jnp.matmul)
     runners: dict[int, Callable[..., jax.Array]] = {}
     results: list[dict[str, Any]] = []
     for position, candidate in enumerate(task.candidates):
-        runner = _runner(task.problem, candidate)
-        error, bound = _check(task.problem, runner(*operands), operands)
+        runner = op.runner(problem, candidate)
+        error, bound = op.check(problem, runner(*operands), operands)
         if error <= bound:
             runners[position] = runner
             results.append({"ms": [], "error": error, "bound": bound})
@@ -285,6 +241,37 @@ def tune_attention(
     return _tune(problem, progress, limit, run)
 
 
+def tune_gdpa(
+    problem: GdpaProblem,
+    *,
+    progress: Progress | None = None,
+    limit: int | None = None,
+    run: Callable[[Task], dict[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """`tune_linear_compression` for the forward pass of generalised dot-product attention.
+
+    All rows belong to sequences, whose lengths lie evenly about their mean up to `max_seqlen_q` and
+    `max_seqlen_kv`. Other than there, a problem that no kernel takes is refused.
+
+    Raises:
+      ValueError: a mean length is above its bound; there are no sequences; no configuration of the
+        kernel is legal.
+    """
+    for name, rows, sequences, longest in (
+        ("queries", problem.q_rows, problem.batch, problem.max_seqlen_q),
+        ("keys", problem.kv_rows, problem.batch_kv, problem.max_seqlen_kv),
+    ):
+        if not 0 < sequences <= rows:
+            raise ValueError(f"{rows} rows of {name} do not fill {sequences} sequences")
+        if longest is not None and rows > sequences * longest:
+            raise ValueError(
+                f"{rows} rows of {name} do not fit {sequences} sequences of at most {longest}"
+            )
+    if table.default_config(problem) is None:
+        raise ValueError(rules.of(problem).illegal_reason(problem, GdpaConfig()))
+    return _tune(problem, progress, limit, run)
+
+
 def _tune(
     problem: Problem,
     progress: Progress | None,
@@ -365,13 +352,14 @@ def _measured(
     if "failure" in answer:
         return [answer["failure"]]
     matmul_rate = 2 * matmul_size**3 / statistics.median(answer["matmul_ms"])
+    flops = _trials(problem).flops(problem)
     outcomes: list[_Measured | str] = []
     for result in answer["results"]:
         if "failure" in result:
             outcomes.append(result["failure"])
             continue
         ms = statistics.median(result["ms"])
-        fraction = problem.useful_flops / ms / matmul_rate
+        fraction = flops / ms / matmul_rate
         is_hopper = answer["compute_capability"] == "9.0"
         outcomes.append(_Measured(ms, fraction, answer["device"], is_hopper, answer["jax"]))
     return outcomes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 from ikbo_jax.tuning.configs import (
     BLOCK_K,
@@ -22,6 +23,37 @@ GDPA_MAX_BLOCK_KV = {64: 128, 96: 128, 128: 128, 256: 64}
 EARLY_SCORES_MAX_WIDTH = 128
 #: Query rows of a CTA tile: of one head and one sequence.
 GDPA_TILE_ROWS = NUM_CONSUMERS * WGMMA_M
+#: Candidates for one problem: the tuner takes some 10 s for each.
+MOST_CANDIDATES = 16
+#: (k_stages, v_stages, q_slots) of candidates, the likeliest best first. Fractions of the matmul on
+#: an H200, batch 1152, N = 4, H = 128, gelu_tanh with approx="tanh", blocks of 128 keys: 0.805 with
+#: the first ring, 0.780 with the second, full sequences of 1024.
+RINGS = ((2, 2, 3), (2, 3, 2), (3, 3, 2), (4, 4, 2), (3, 3, 1), (2, 2, 1))
+#: What else candidates differ in, the likeliest best first. Where keys do not stay, there and with
+#: the second ring, at 512, 1024 and 2048: late_turns 0.725, 0.794, 0.853; plain 0.728, 0.780,
+#: 0.824; early_scores 0.708, 0.782 (2048 was not timed). The first ring with late_turns: 0.813 at
+#: 1024.
+LONG_MODES: tuple[dict[str, Any], ...] = (
+    {"late_turns": True},
+    {},
+    {"early_scores": True, "late_turns": True},
+    {"early_scores": True},
+)
+#: Where they do, 1024 queries and 256 keys, first ring: 0.698 with runs of 8, 0.678 with
+#: early_scores as well, 0.660 with early_scores and runs of 2; 0.575 with the second ring and no
+#: runs. At 256 of both: 0.569 with early_scores and runs of 8, 0.567 of 2, 0.569 of 2 with
+#: late_turns too; 0.521 with the second ring alone.
+SHORT_MODES: tuple[dict[str, Any], ...] = (
+    {"run": 8},
+    {"run": 8, "early_scores": True},
+    {"run": 8, "late_turns": True},
+    {"run": 2, "early_scores": True, "late_turns": True},
+    {"run": 2},
+    {"late_turns": True},
+    {},
+)
+#: Places that blocks of 64 keys lose against those of 128.
+NARROW_BLOCK_COST = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,18 +185,26 @@ def gdpa_illegal_reason(problem: GdpaProblem, config: GdpaConfig) -> str | None:
     return None
 
 
+def keys_stay(problem: GdpaProblem, config: GdpaConfig) -> bool:
+    """Whether all keys of a sequence fit the stages, as far as is known: a mean without a bound."""
+    longest = problem.max_seqlen_kv or problem.kv_rows / max(problem.batch_kv, 1)
+    return longest <= min(config.k_stages, config.v_stages) * config.block_kv
+
+
 def gdpa_candidate_configs(problem: GdpaProblem) -> Iterator[GdpaConfig]:
-    """Yields the legal configurations worth timing for `problem`, the likeliest best first."""
-    # (k_stages, v_stages, q_slots)
-    rings = ((2, 3, 2), (2, 2, 3), (2, 2, 2), (3, 3, 2), (4, 4, 2), (3, 3, 1), (2, 2, 1))
-    longest = problem.max_seqlen_kv or problem.kv_rows // max(problem.batch_kv, 1)
-    for block_kv in (128, 64):
-        for k_stages, v_stages, q_slots in rings:
-            has_short_keys = longest <= min(k_stages, v_stages) * block_kv
-            for late_turns in (False, True):
-                for run in (1, 2, 8) if has_short_keys and q_slots > 1 else (1,):
-                    config = GdpaConfig(
-                        block_kv, k_stages, v_stages, q_slots, run, run > 1, late_turns
-                    )
-                    if gdpa_illegal_reason(problem, config) is None:
-                        yield config
+    """Yields the legal configurations worth timing for `problem`, the likeliest best first.
+
+    The first one is what runs where nothing was measured nearby. A configuration's place is the sum
+    of its ring's, its mode's and its block's.
+    """
+    ranked: list[tuple[int, GdpaConfig]] = []
+    for block, block_kv in enumerate((128, 64)):
+        for ring, (k_stages, v_stages, q_slots) in enumerate(RINGS):
+            plain = GdpaConfig(block_kv, k_stages, v_stages, q_slots)
+            can_stay = keys_stay(problem, plain) and q_slots > 1
+            for mode, switches in enumerate(SHORT_MODES if can_stay else LONG_MODES):
+                config = dataclasses.replace(plain, **switches)
+                if gdpa_illegal_reason(problem, config) is None:
+                    ranked.append((NARROW_BLOCK_COST * block + ring + mode, config))
+    ranked.sort(key=lambda entry: entry[0])
+    yield from (config for _, config in ranked[:MOST_CANDIDATES])

@@ -23,6 +23,7 @@ from ikbo_jax.tuning.gdpa_configs import (
     GdpaProblem,
     gdpa_candidate_configs,
     gdpa_illegal_reason,
+    keys_stay,
 )
 
 Problem = LinearCompressionProblem | AttentionProblem | GdpaProblem
@@ -78,6 +79,8 @@ class Rules:
       shape_class: problems of one class share a row, dtype aside.
       distance: between problems, dtype aside; infinite if a row of one cannot speak for the other.
       fits: whether a row's legal configuration suits a problem whose default one is the third.
+      user_rows_reach: whether a row of the user's cache speaks for other problems too, as shipped
+        rows do, or for its own alone.
     """
 
     op: str
@@ -90,6 +93,7 @@ class Rules:
     shape_class: Callable[[Any], str]
     distance: Callable[[Any, Any], float]
     fits: Callable[[Any, Any, Any], bool]
+    user_rows_reach: bool = False
 
 
 def of(problem: Problem) -> Rules:
@@ -273,6 +277,12 @@ def _gdpa_distance(a: GdpaProblem, b: GdpaProblem) -> float:
     return total + (0.0 if is_same else ACTIVATION_DISTANCE)
 
 
+def _gdpa_fits(problem: GdpaProblem, config: GdpaConfig, fallback: GdpaConfig) -> bool:
+    """Runs of tiles save nothing where keys do not stay, and share the work out less evenly."""
+    del fallback
+    return config.run == 1 or keys_stay(problem, config)
+
+
 RULES: Mapping[str, Rules] = {
     rules.op: rules
     for rules in (
@@ -310,7 +320,10 @@ RULES: Mapping[str, Rules] = {
             GdpaProblem.describe,
             _gdpa_class,
             _gdpa_distance,
-            lambda problem, config, fallback: True,
+            _gdpa_fits,
+            # How many rows jagged arrays have differs from call to call, and without a row near
+            # XLA runs them.
+            user_rows_reach=True,
         ),
     )
 }

@@ -7,6 +7,8 @@
 3. `sm90.json`: the nearest row of the op by `distance`, same dtype before other dtypes, whose
    configuration is legal here and `fits` (see `rules`). A row that prefers XLA speaks for
    a problem of its own dtype within `XLA_REACH` only;
+   in 2 and 3, rows of the user's cache as well, where the op's rules let them reach: its rows of
+   the class come first, and of rows equally near;
 4. `default_config`, the likeliest configuration by a cost model;
 5. XLA, where no configuration of the kernel is legal.
 """
@@ -189,20 +191,30 @@ def lookup(problem: Problem) -> Choice:
     for row in _user_rows():
         if row.problem == problem and _is_legal(problem, row.config):
             return Choice(row.config, "user cache", True, f"user cache, {row.describe()}")
-    rows = [row for row in _builtin_rows() if isinstance(row.problem, rule.problem_type)]
-    same_class = [
-        row
-        for row in rows
-        if row.problem.dtype == problem.dtype and shape_class(row.problem) == shape_class(problem)
-    ]
-    for row in sorted(same_class, key=lambda row: distance(row.problem, problem)):
-        if _is_legal(problem, row.config):
-            return Choice(row.config, "sm90.json", True, f"sm90.json, {row.describe()}")
-    for row in sorted(rows, key=lambda row: _preference(row, problem)):
+    files = {
+        "user cache": _user_rows() if rule.user_rows_reach else (),
+        "sm90.json": _builtin_rows(),
+    }
+    ours = {
+        source: [row for row in rows if isinstance(row.problem, rule.problem_type)]
+        for source, rows in files.items()
+    }
+    for source, rows in ours.items():
+        same_class = [
+            row
+            for row in rows
+            if row.problem.dtype == problem.dtype
+            and shape_class(row.problem) == shape_class(problem)
+        ]
+        for row in sorted(same_class, key=lambda row: distance(row.problem, problem)):
+            if _is_legal(problem, row.config):
+                return Choice(row.config, source, True, f"{source}, {row.describe()}")
+    every = [(source, row) for source, rows in ours.items() for row in rows]
+    for source, row in sorted(every, key=lambda entry: _preference(entry[1], problem)):
         if _speaks_for(row, problem, fallback):
             away = distance(row.problem, problem)
-            note = f"sm90.json, nearest row at distance {away:.2f}, {row.describe()}"
-            return Choice(row.config, "sm90.json", False, note)
+            note = f"{source}, nearest row at distance {away:.2f}, {row.describe()}"
+            return Choice(row.config, source, False, note)
     return Choice(fallback, "default", False, "default configuration: no measured row is near")
 
 

@@ -1,4 +1,7 @@
-"""What the autotuner runs and checks for attention: operands, runners, the check of a result."""
+"""What the autotuner runs and checks: operands, runners, the check of a result.
+
+Linear compression and attention; generalised attention has `trials_gdpa`.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,105 @@ import jax.numpy as jnp
 import numpy as np
 
 from ikbo_jax.pallas.attention import attention_kernel
+from ikbo_jax.pallas.linear_compression import linear_compression_kernel
+from ikbo_jax.reference import linear_compression
 from ikbo_jax.reference.attention import materialised
 from ikbo_jax.reference.attention_grouped import decomposed
-from ikbo_jax.tuning.configs import AttentionConfig, AttentionProblem
+from ikbo_jax.tuning.configs import (
+    AttentionConfig,
+    AttentionProblem,
+    LinearCompressionConfig,
+    LinearCompressionProblem,
+)
 
+LinearCompressionOperands = tuple[
+    tuple[jax.Array, ...], tuple[jax.Array, ...], tuple[jax.Array | None, ...]
+]
+#: Rows of linear compression's output that are checked at once, which bounds the oracle's memory.
+CHECK_ROWS = 128
 #: Candidates whose results in XLA are compared with the oracle, and how many of them at once.
 SAMPLED, SAMPLED_AT_ONCE = 32, 4
+
+
+# Linear compression.
+
+
+def linear_compression_operands(
+    problem: LinearCompressionProblem, seed: int = 0
+) -> LinearCompressionOperands:
+    """Random (weights, embeddings, parents) on the device; parents are sorted, counts ragged."""
+    dtype = jnp.dtype(problem.dtype)
+    key = jax.random.key(seed)
+    weights, embeddings = [], []
+    parents: list[jax.Array | None] = []
+    for level, (batch, k) in enumerate(zip(problem.batches, problem.ks, strict=True)):
+        weight_key, embedding_key, parent_key = jax.random.split(jax.random.fold_in(key, level), 3)
+        # The weights' scale keeps outputs near one, whatever K, so that f16 cannot overflow.
+        scale = jnp.asarray(max(k, 1) ** -0.5, dtype)
+        weights.append(jax.random.normal(weight_key, (problem.m, k), dtype) * scale)
+        embeddings.append(jax.random.normal(embedding_key, (batch, k, problem.n), dtype))
+        if level == 0:
+            parents.append(None)
+        else:
+            coarse = problem.batches[level - 1]
+            index = jax.random.randint(parent_key, (batch,), 0, coarse, jnp.int32)
+            parents.append(jnp.sort(index))
+    return tuple(weights), tuple(embeddings), tuple(parents)
+
+
+def linear_compression_runner(
+    problem: LinearCompressionProblem, config: LinearCompressionConfig | None
+) -> Callable[..., jax.Array]:
+    """The kernel with a configuration, or the XLA path for None."""
+    del problem  # The operands say it all.
+    if config is None:
+        return jax.jit(linear_compression.decomposed)
+    num_sms = getattr(jax.devices()[0], "core_count", 1)
+    return jax.jit(functools.partial(linear_compression_kernel, config=config, num_sms=num_sms))
+
+
+@jax.jit
+def _errors(
+    actual: jax.Array, operands: LinearCompressionOperands, rows: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Errors of `actual` and same-dtype jnp against the f32 oracle in `rows`, and its maximum."""
+    weights, embeddings, parents = operands
+    embeddings = (*embeddings[:-1], embeddings[-1][rows])
+    last = parents[-1]
+    parents = (*parents[:-1], None if last is None else last[rows])
+    oracle = linear_compression.materialised(
+        tuple(w.astype(jnp.float32) for w in weights),
+        tuple(e.astype(jnp.float32) for e in embeddings),
+        parents,
+    )
+    same_dtype = linear_compression.materialised(weights, embeddings, parents).astype(jnp.float32)
+    difference = jnp.abs(actual[rows].astype(jnp.float32) - oracle)
+    # Not jnp.max alone: in a fused reduction, XLA's maximum on CPU drops NaN.
+    error = jnp.where(jnp.isnan(difference).any(), jnp.nan, jnp.max(difference))
+    return error, jnp.max(jnp.abs(same_dtype - oracle)), jnp.max(jnp.abs(oracle))
+
+
+def check_linear_compression(
+    actual: jax.Array, operands: LinearCompressionOperands
+) -> tuple[float, float]:
+    """Returns the largest error of `actual` and the largest that the error rule admits.
+
+    The rule: twice the error of same-dtype jnp, plus one rounding of the largest value. An error of
+    NaN is no error that the rule admits: compare with `error <= bound`.
+    """
+    batch = actual.shape[0]
+    found = []
+    for start in range(0, batch, CHECK_ROWS):
+        rows = jnp.minimum(jnp.arange(start, start + CHECK_ROWS, dtype=jnp.int32), batch - 1)
+        found.append(jax.device_get(_errors(actual, operands, rows)))
+    error, same_dtype, largest = (float(x) for x in np.max(np.asarray(found), axis=0))
+    # The oracle's own f32 sums round as well, which only an f32 result is close enough to show.
+    accumulation = 2.0**-24 * sum(w.shape[1] for w in operands[0]) ** 0.5 * largest
+    one_rounding = float(jnp.finfo(actual.dtype).eps) / 2 * largest
+    return error, 2 * (same_dtype + accumulation) + one_rounding
+
+
+# Attention.
 
 
 class AttentionOperands(NamedTuple):
@@ -81,7 +177,8 @@ def _sampled_errors(
 
 
 @jax.jit
-def _largest_difference(a: jax.Array, b: jax.Array) -> jax.Array:
+def largest_difference(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Largest difference of two arrays of one shape, f32; NaN if there is one."""
     difference = jnp.abs(a.astype(jnp.float32) - b.astype(jnp.float32))
     # Not jnp.max alone: in a fused reduction, XLA's maximum on CPU drops NaN.
     return jnp.where(jnp.isnan(difference).any(), jnp.nan, jnp.max(difference))
@@ -106,4 +203,4 @@ def check_attention(actual: jax.Array, operands: AttentionOperands) -> tuple[flo
     # f32 sums in another order differ, which only an f32 result is close enough to show.
     own += 2.0**-24 * (width + operands.key.shape[1]) ** 0.5 * largest
     roundings = float(jnp.finfo(actual.dtype).eps) * largest
-    return float(_largest_difference(actual, xla)), 3 * own + roundings
+    return float(largest_difference(actual, xla)), 3 * own + roundings

@@ -1,0 +1,314 @@
+"""Generalised dot-product attention in the dispatch table and in the autotuner."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import problems_gdpa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from problems_gdpa import Shape
+
+import ikbo_jax as ikbo
+from ikbo_jax.ops import dispatch
+from ikbo_jax.tuning import autotune, gdpa_configs, rules, table, trials_gdpa
+from ikbo_jax.tuning.gdpa_configs import GDPA_MAX_BLOCK_KV, GdpaConfig, GdpaProblem
+
+ROWS = 1152 * 1024
+DEFAULT = GdpaProblem(
+    *(1152, 1152, ROWS, ROWS, 4, 4, 128, "bfloat16"), ("gelu_tanh",), "tanh", False, 1024, 1024
+)
+TINY = GdpaProblem(
+    *(5, 5, 5 * 7, 5 * 7, 2, 1, 16, "float32"), ("relu", "gelu_tanh"), "tanh", False, 12, 12
+)
+RELU = {"activations": ("relu",), "approx": None}
+#: Keys of a sequence that stay in shared memory.
+SHORT = dataclasses.replace(DEFAULT, kv_rows=1152 * 256, max_seqlen_kv=256)
+
+
+@pytest.fixture(autouse=True)
+def cache_dir(tmp_path, monkeypatch):
+    directory = tmp_path / "cache"
+    monkeypatch.setenv(table.CACHE_DIR_VARIABLE, str(directory))
+    return directory
+
+
+@pytest.fixture
+def builtin(monkeypatch) -> Callable[..., None]:
+    """Replaces the rows of sm90.json."""
+    return lambda *rows: monkeypatch.setattr(table, "_builtin_rows", lambda: rows)
+
+
+def row(problem: Any = DEFAULT, config: Any = "default") -> table.Row:
+    config = table.default_config(problem) if config == "default" else config
+    return table.Row(problem, config, "NVIDIA H200", "2026-01-02", "0.11.2", 1.0, 0.9, 9.0)
+
+
+def at(**changes: Any) -> GdpaProblem:
+    return dataclasses.replace(DEFAULT, **changes)
+
+
+def other(place: int = 1) -> GdpaConfig:
+    """A legal configuration that is not the default one."""
+    return list(gdpa_configs.gdpa_candidate_configs(DEFAULT))[place]
+
+
+# Candidates.
+
+
+@pytest.mark.parametrize("problem", [DEFAULT, SHORT, at(head_dim=64), at(kv_rows=1152 * 7)])
+def test_candidates_are_few_legal_and_differ(problem):
+    candidates = list(gdpa_configs.gdpa_candidate_configs(problem))
+    assert 8 < len(candidates) == len(set(candidates)) <= 16
+    assert all(table.illegal_reason(problem, config) is None for config in candidates)
+
+
+def test_what_was_measured_fastest_is_timed_first():
+    three_slots = GdpaConfig(128, 2, 2, 3)
+    assert table.default_config(DEFAULT) == dataclasses.replace(three_slots, late_turns=True)
+    assert table.default_config(SHORT) == dataclasses.replace(three_slots, run=8)
+    candidates = list(gdpa_configs.gdpa_candidate_configs(DEFAULT))
+    assert {(c.late_turns, c.early_scores) for c in candidates[:6]} > {(True, False), (False, True)}
+    assert {config.run for config in candidates} == {1}
+    assert {c.run for c in gdpa_configs.gdpa_candidate_configs(SHORT)} == {1, 2, 8}
+
+
+@given(
+    head_dim=st.sampled_from(sorted(GDPA_MAX_BLOCK_KV)),
+    kv_len=st.integers(1, 20_000),
+    dtype=st.sampled_from(["bfloat16", "float16"]),
+    bound=st.booleans(),
+)
+def test_every_size_the_kernel_takes_has_a_configuration(head_dim, kv_len, dtype, bound):
+    problem = at(head_dim=head_dim, dtype=dtype, kv_rows=1152 * kv_len)
+    problem = dataclasses.replace(problem, max_seqlen_kv=2 * kv_len if bound else None)
+    config = table.default_config(problem)
+    assert isinstance(config, GdpaConfig)
+    assert table.illegal_reason(problem, config) is None
+
+
+# Lookup.
+
+
+def test_exact_class_before_another_activation(builtin):
+    builtin(row(), row(at(q_rows=1000 * 1152, max_seqlen_q=None, **RELU), other()))
+    choice = table.lookup(at(**RELU))
+    assert (choice.config, choice.source, choice.exact) == (other(), "sm90.json", True)
+
+
+def test_row_of_another_activation_is_a_doubling_away(builtin):
+    builtin(row(DEFAULT, other()), row(at(kv_rows=8 * ROWS, **RELU)))
+    choice = table.lookup(at(**RELU))
+    assert (choice.config, choice.exact) == (other(), False)
+    assert rules.ACTIVATION_DISTANCE == 1
+    assert "sm90.json, nearest row at distance 1.00, batch=1152" in choice.note
+    assert "gelu_tanh approx=tanh" in choice.note
+
+
+def test_users_row_speaks_for_near_problems_and_comes_first(builtin):
+    builtin(row(DEFAULT), row(at(**RELU)))
+    jagged = at(q_rows=ROWS - 999, kv_rows=ROWS + 17, max_seqlen_q=None)
+    table.write_user_row(row(at(batch=1151, batch_kv=1151), other()))
+    choice = table.lookup(jagged)
+    assert (choice.config, choice.source, choice.exact) == (other(), "user cache", True)
+    assert table.lookup(at(**RELU)).source == "sm90.json"
+    builtin()
+    choice = table.lookup(at(**RELU))
+    assert (choice.config, choice.source, choice.exact) == (other(), "user cache", False)
+    assert choice.note.startswith("user cache, nearest row at distance 1.00")
+    table.write_user_row(row(jagged, other(2)))
+    assert table.lookup(jagged).config == other(2)
+
+
+def test_xla_row_of_the_user_reaches_a_short_way_only(builtin):
+    builtin()
+    table.write_user_row(row(DEFAULT, None))
+    assert table.lookup(at(q_rows=ROWS - 999)).config is None
+    assert table.lookup(at(**RELU)).source == "default"
+
+
+def test_runs_are_for_keys_that_stay(builtin):
+    runs = table.default_config(SHORT)
+    assert runs.run > 1
+    builtin(row(SHORT, runs))
+    assert table.lookup(dataclasses.replace(SHORT, **RELU)).config == runs
+    assert table.lookup(DEFAULT).source == "default"
+
+
+def test_distance_is_a_symmetric_premetric():
+    a, b = DEFAULT, at(batch=7, q_heads=8, **RELU)
+    assert table.distance(a, a) == 0
+    assert table.distance(a, b) == pytest.approx(table.distance(b, a))
+    assert table.distance(a, b) > rules.ACTIVATION_DISTANCE
+    assert table.distance(a, at(head_dim=64)) == float("inf")
+
+
+@pytest.mark.parametrize("is_users", [True, False], ids=["user cache", "sm90.json"])
+def test_kernel_runs_by_itself_beside_a_measured_row_only(is_users, builtin, monkeypatch):
+    monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
+    monkeypatch.setattr(dispatch, "num_sms", lambda: 132)
+    arrays = problems_gdpa.make_arrays(Shape((300, 20), (300, 20), 2, 1, 64))
+    attend = functools.partial(ikbo.gdpa, activation="relu", max_seqlen_q=300)
+    builtin()
+    (plan,) = ikbo.explain(attend, *arrays[:5]).plans
+    assert (plan.implementation, plan.config) == ("xla", None)
+    assert "no measured row" in plan.reason
+    assert "ikbo-jax tune gdpa" in plan.reason
+    # Another activation, and twice the rows.
+    measured = dataclasses.replace(
+        plan.problem, activations=("gelu_tanh",), approx="tanh", q_rows=640, kv_rows=640
+    )
+    config = GdpaConfig(v_stages=2, q_slots=3)
+    if is_users:
+        table.write_user_row(row(measured, config))
+    else:
+        builtin(row(measured, config))
+    (plan,) = ikbo.explain(attend, *arrays[:5]).plans
+    assert (plan.implementation, plan.config) == ("mosaic_gpu", config)
+    assert f"{'user cache' if is_users else 'sm90.json'}, nearest row" in plan.reason
+    (plan,) = ikbo.explain(functools.partial(attend, activation="softmax"), *arrays[:5]).plans
+    assert plan.implementation == "xla"
+
+
+# Trials.
+
+
+@given(
+    sequences=st.integers(1, 300),
+    mean=st.integers(1, 50),
+    extra=st.integers(0, 200),
+    rest=st.integers(0, 299),
+)
+def test_sequences_fill_the_rows_and_keep_their_bound(sequences, mean, extra, rest):
+    rows = sequences * mean + rest % sequences
+    longest = -(-rows // sequences) + extra
+    offsets = trials_gdpa.offsets(rows, sequences, longest)
+    lengths = np.diff(offsets)
+    assert (offsets[0], offsets[-1], len(lengths)) == (0, rows, sequences)
+    assert 1 <= lengths.min() <= lengths.max() <= longest
+    np.testing.assert_array_equal(trials_gdpa.offsets(rows, sequences, longest), offsets)
+    equal = np.diff(trials_gdpa.offsets(rows, sequences, None))
+    assert equal.max() - equal.min() <= 1
+
+
+def test_half_filled_sequences_have_all_lengths():
+    lengths = np.diff(trials_gdpa.offsets(1152 * 512, 1152, 1024))
+    assert lengths.min() <= 2
+    assert lengths.max() >= 1022
+    assert np.abs(np.diff(np.sort(lengths))).max() <= 2
+    assert (np.diff(lengths) < 0).any()
+    full = np.diff(trials_gdpa.offsets(1152 * 1024, 1152, 1024))
+    assert set(full.tolist()) == {1024}
+
+
+def test_useful_flops_count_the_pairs_of_the_operands():
+    assert trials_gdpa.gdpa_flops(DEFAULT) == DEFAULT.useful_flops(1152 * 1024**2)
+    problem = dataclasses.replace(TINY, batch_kv=3, kv_rows=24)
+    operands = trials_gdpa.gdpa_operands(problem)
+    assert operands.q_to_kv.tolist() == sorted(operands.q_to_kv.tolist())
+    pairs = sum(
+        q * int(jnp.diff(operands.cu_seqlens_kv)[kv])
+        for q, kv in zip(jnp.diff(operands.cu_seqlens_q).tolist(), operands.q_to_kv, strict=True)
+    )
+    assert trials_gdpa.gdpa_flops(problem) == problem.useful_flops(pairs)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"dtype": "bfloat16", "batch_kv": 3, "kv_rows": 24},
+        {"dtype": "float16", "broadcast_q": True, "max_seqlen_q": None, "activations": ("relu",)},
+    ],
+    ids=["self", "indexed", "pma"],
+)
+def test_check_admits_the_right_result_and_no_other(changes):
+    problem = dataclasses.replace(TINY, **changes)
+    operands = trials_gdpa.gdpa_operands(problem)
+    assert operands.query.shape == ((7 if problem.broadcast_q else 35), 2, 16)
+    assert operands.key.shape == operands.value.shape == (problem.kv_rows, 1, 16)
+    assert {x.dtype for x in operands[:3]} == {jnp.dtype(problem.dtype)}
+    right = trials_gdpa.gdpa_runner(problem, None)(*operands)
+    assert right.shape == (35, 2, 16)
+    error, bound = trials_gdpa.check_gdpa(problem, right, operands)
+    assert error <= bound < 0.05
+    for bad in (0.1, jnp.nan, jnp.inf):
+        wrong = right.at[-2, 1, 3].add(jnp.asarray(bad, right.dtype))
+        error, _ = trials_gdpa.check_gdpa(problem, wrong, operands)
+        assert not error <= bound
+
+
+# The autotuner.
+
+
+class Bench:
+    """Plays the device: milliseconds for every candidate; None is XLA."""
+
+    def __init__(self, times: dict[Any, float], rest: float) -> None:
+        self.times, self.rest = times, rest
+        self.tasks: list[autotune.Task] = []
+
+    def __call__(self, task: autotune.Task) -> dict[str, Any]:
+        assert autotune.Task.from_json(task.to_json()) == task
+        self.tasks.append(task)
+        return {
+            "device": "NVIDIA H200",
+            "compute_capability": "9.0",
+            "jax": "0.11.2",
+            "matmul_ms": [1.6],
+            "results": [{"ms": [self.times.get(c, self.rest)]} for c in task.candidates],
+        }
+
+
+def test_tuning_picks_the_fastest_and_writes_it(builtin):
+    builtin()
+    lines: list[str] = []
+    bench = Bench({None: 90.0, other(): 6.5}, 8.0)
+    half = at(q_rows=ROWS // 2, kv_rows=ROWS // 2)
+    found = autotune.tune_gdpa(
+        half, run=bench, limit=3, progress=lambda done, total, text: lines.append(text)
+    )
+    assert table.config_from_json(found["config"], "gdpa") == other()
+    assert (found["op"], found["ms"], found["xla_ms"]) == ("gdpa", 6.5, 90.0)
+    # Half-filled sequences from 1 to 1023 meet a third of 1024 squared.
+    flops = 4 * 1152 * 1024**2 / 3 * 4 * 128
+    rate = 2 * 8192**3 / 1.6
+    assert found["fraction"] == pytest.approx(flops / 6.5 / rate, rel=3e-3)
+    # XLA, three configurations, and the deciding process.
+    assert len(bench.tasks) == 5
+    assert table.lookup(half).config == other()
+    assert any(f"q_slots {other().q_slots}" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"max_seqlen_q": 100}, f"{ROWS} rows of queries do not fit 1152 sequences of at most 100"),
+        ({"max_seqlen_kv": 9}, f"{ROWS} rows of keys do not fit 1152 sequences of at most 9"),
+        ({"batch": 0}, f"{ROWS} rows of queries do not fill 0 sequences"),
+        ({"kv_rows": 3}, "3 rows of keys do not fill 1152 sequences"),
+        ({"activations": ("softmax",)}, "a head has softmax"),
+        ({"dtype": "float32"}, "the inputs are float32"),
+    ],
+)
+def test_what_cannot_be_tuned_is_refused_before_anything_runs(changes, reason, cache_dir):
+    def never(task: autotune.Task) -> dict[str, Any]:
+        raise AssertionError("nothing is to be timed")
+
+    with pytest.raises(ValueError, match=reason):
+        autotune.tune_gdpa(at(**changes), run=never)
+    assert not cache_dir.exists()
+
+
+def test_worker_process_measures_on_this_machine():
+    task = autotune.Task(TINY, (None,), window_s=0.002, windows=2, matmul_size=64)
+    found = autotune.run_in_subprocess(task)
+    assert "failure" not in found, found
+    assert len(found["results"][0]["ms"]) == 2
+    assert found["results"][0]["error"] <= found["results"][0]["bound"]
