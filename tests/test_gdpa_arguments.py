@@ -234,6 +234,11 @@ NOT_FOR_THE_KERNEL = {
         {"config": GdpaConfig(block_kv=64, early_scores=True)},
         "early_scores takes head widths up to 128",
     ),
+    "half_blocks": (
+        {"width": 64},
+        {"config": GdpaConfig(block_kv=48, half_blocks=True)},
+        "half_blocks needs a block_kv that is a multiple of 32, but it is 48",
+    ),
 }
 
 

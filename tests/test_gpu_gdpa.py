@@ -35,6 +35,14 @@ CONFIGS = {
     "early_scores": GdpaConfig(early_scores=True),
     "runs": GdpaConfig(v_stages=2, q_slots=3, run=3),
     "runs_early_and_late": GdpaConfig(128, 2, 2, 3, run=8, early_scores=True, late_turns=True),
+    "skip_empty": GdpaConfig(skip_empty=True),
+    "half_blocks": GdpaConfig(half_blocks=True),
+    "jagged": GdpaConfig(skip_empty=True, half_blocks=True),
+    "jagged_late": GdpaConfig(late_turns=True, skip_empty=True, half_blocks=True),
+    "jagged_early": GdpaConfig(early_scores=True, skip_empty=True, half_blocks=True),
+    "jagged_narrow": GdpaConfig(64, 4, 4, skip_empty=True, half_blocks=True),
+    "jagged_one_slot": GdpaConfig(128, 3, 3, 1, skip_empty=True, half_blocks=True),
+    "jagged_runs": GdpaConfig(128, 2, 2, 3, 8, True, True, skip_empty=True, half_blocks=True),
 }
 
 
@@ -167,15 +175,19 @@ lengths = st.lists(
 
 @on_gpu.drawn
 @hypothesis.given(
-    q_lens=lengths, kv_lens=lengths, before=st.sampled_from((0, 3)), seed=st.integers(0, 99)
+    q_lens=lengths,
+    kv_lens=lengths,
+    before=st.sampled_from((0, 3)),
+    seed=st.integers(0, 99),
+    config=st.sampled_from(("default", "jagged", "jagged_runs")),
 )
-def test_gdpa_drawn_lengths(q_lens, kv_lens, before, seed):
+def test_gdpa_drawn_lengths(q_lens, kv_lens, before, seed, config):
     totals = (sum(q_lens), sum(kv_lens))
     shape = of(tuple(q_lens), tuple(kv_lens), before=before, after=1)
     arrays = problems_gdpa.make_arrays(shape, seed=seed)
     settings = problems_gdpa.make_settings(shape, "gelu_tanh")
     assert totals[0] + before + 1 == arrays.query.shape[0]
-    check(run(arrays, settings), arrays, settings)
+    check(run(arrays, settings, config=CONFIGS[config]), arrays, settings)
 
 
 @pytest.mark.parametrize("bad", [[-5, 2**31 - 1, 3], [300, 20, 10], [7, 7, 7]])

@@ -41,6 +41,7 @@ TWO_SLOTS = GdpaConfig(block_kv=32, k_stages=2, v_stages=2, q_slots=2)
 ONE_SLOT = dataclasses.replace(TWO_SLOTS, q_slots=1, v_stages=3)
 DEEP = dataclasses.replace(TWO_SLOTS, k_stages=3, v_stages=4, q_slots=3)
 RUNS = dataclasses.replace(TWO_SLOTS, q_slots=3, run=3, early_scores=True, late_turns=True)
+JAGGED = {"skip_empty": True, "half_blocks": True}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +79,17 @@ CASES = {
     "no_keys": Case(of((2, 1), (0, 0), after=2), num_sms=2),
     "h96_f16": Case(of((65,), (33,), head_dim=96), "leaky_relu", dtype="float16"),
     "h256_one_slot": Case(of((66, 1), (33, 32), head_dim=256), "relu_squared", config=ONE_SLOT),
+    # Consumer 1 works, rests twice, works, and rests to the end; or rests first and works last.
+    # Last blocks hold half of their keys or less, or more.
+    "jagged": Case(
+        of((70, 5, 64, 130), (100, 80, 50, 33)),
+        "gelu",
+        config=dataclasses.replace(TWO_SLOTS, **JAGGED),
+    ),
+    "jagged_runs": Case(
+        of((70, 5, 130, 3), (100, 50, 33, 10)), config=dataclasses.replace(RUNS, **JAGGED)
+    ),
+    "jagged_one_slot": Case(of((3, 66), (70, 40)), config=dataclasses.replace(ONE_SLOT, **JAGGED)),
     # Which queries meet which keys.
     "indexed": Case(of((3, 66, 0, 2), (9, 34), q_to_kv=(1, 0, 1, 1)), "gelu"),
     "pma": Case(of(3, (33, 0, 1)), "gelu_tanh", approx="tanh_bf16"),

@@ -120,7 +120,14 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "pallas.gdpa_consumer": (
         *GDPA_CONFIGS,
         *SMALL_PARTS,
-        *GDPA_SMALL_PARTS,
+        "pallas.gdpa_weights",
+        "pallas.gdpa_role",
+        "pallas.gdpa_store",
+    ),
+    "pallas.gdpa_store": (
+        "tuning.configs",
+        "pallas.softmax",
+        "pallas.gdpa_tiles",
         "pallas.gdpa_weights",
         "pallas.gdpa_role",
     ),

@@ -39,6 +39,7 @@ DEFAULT = GdpaProblem(
 NUM_SMS = 132
 SCALES = (0.125, 0.5)
 RUNS = GdpaConfig(v_stages=2, q_slots=3, run=8, early_scores=True, late_turns=True)
+JAGGED = GdpaConfig(early_scores=True, late_turns=True, skip_empty=True, half_blocks=True)
 
 
 def launch(problem: GdpaProblem, config: GdpaConfig, scales: tuple[float, float]) -> tuple:
@@ -90,6 +91,10 @@ CASES = {
     "heads_of_their_own": of(activations=("gelu", "silu", "relu", "hardswish"), kv_heads=2),
     "one_slot": of(GdpaConfig(k_stages=3, v_stages=3, q_slots=1)),
     "runs": dataclasses.replace(of(RUNS, approx="tanh"), scales=SCALES),
+    "jagged": dataclasses.replace(of(JAGGED, approx="tanh"), scales=SCALES),
+    "jagged_one_slot": of(
+        GdpaConfig(k_stages=3, v_stages=3, q_slots=1, skip_empty=True, half_blocks=True)
+    ),
     "h64": of(head_dim=64, activations=("silu",)),
     "h96": of(head_dim=96, approx="polynomial", activations=("gelu",)),
     "h256": of(head_dim=256),

@@ -160,23 +160,27 @@ def _wgmma_instruction(
 # Attention: scores = q @ k.T from shared memory, and p @ v with p in registers.
 
 
-def product(q: Any, k: Any, depth: int, *, interpret: bool) -> jax.Array:
-    """Issues q @ k.T as one WGMMA group; its value is there after a wait and `settled`.
+def product(
+    q: Any, k: Any, depth: int, *, columns: int | None = None, interpret: bool
+) -> jax.Array:
+    """Issues q @ k[:columns].T as one WGMMA group; its value is there after a wait and `settled`.
 
     Args:
       q: shared memory tiles [blocks, 64, 64] of an `operand_tile`, 64 columns of the depth each.
-      k: shared memory tiles [blocks, columns, 64], alike.
+      k: shared memory tiles [blocks, rows, 64], alike.
       depth: columns of q and k that are multiplied.
+      columns: rows of k that are multiplied, a multiple of 8; None: all.
 
     Returns:
       [64, columns] f32.
     """
-    blocks, columns, _ = k.shape
+    blocks, k_rows, _ = k.shape
+    columns = columns or k_rows
     if interpret:
 
         def run(acc: Any) -> jax.Array:
             for i in range(blocks):  # columns past the depth are zero
-                plgpu.wgmma(acc, q.at[i], k.at[i].transpose((1, 0)))
+                plgpu.wgmma(acc, q.at[i], k.at[i, :columns].transpose((1, 0)))
             return plgpu.wgmma_accumulator_load(acc, wait_n=1)
 
         return pl.run_scoped(run, plgpu.ACC((64, columns)))
@@ -196,7 +200,7 @@ def product(q: Any, k: Any, depth: int, *, interpret: bool) -> jax.Array:
             block, within = divmod(step, 64 // WGMMA_K)
             q_step, k_step = (
                 _advance(base, block * rows * mosaic.SWIZZLE + within * WGMMA_K * 2)
-                for base, rows in ((q_base, 64), (k_base, columns))
+                for base, rows in ((q_base, 64), (k_base, k_rows))
             )
             registers = _mma(registers, None, [q_step], k_step, columns, dtype)
         nvvm.wgmma_commit_group_sync_aligned()
@@ -213,23 +217,25 @@ def add_product(
     Args:
       acc: [64, columns] f32.
       is_defined: bool scalar.
-      p: [64, rows] in v's dtype.
-      v: shared memory tiles [blocks, rows, 64] of an `operand_tile`, 64 columns each.
+      p: [64, depth] in v's dtype.
+      v: shared memory tiles [blocks, rows, 64] of an `operand_tile`, 64 columns each; the first
+        `depth` rows are multiplied.
       staging: shared memory [64, at least rows] of this warpgroup, only under interpretation, which
         can't multiply registers.
 
     Returns:
       [64, columns] f32; its value is there after a wait and `settled`.
     """
-    columns, rows, blocks = acc.shape[1], p.shape[1], v.shape[0]
+    columns, depth = acc.shape[1], p.shape[1]
+    blocks, v_rows, _ = v.shape
     if interpret:
-        staging[:, :rows] = p
+        staging[:, :depth] = p
         plgpu.commit_smem()
         products = []
         for i in range(blocks):
 
             def run(part: Any, i: int = i) -> jax.Array:
-                plgpu.wgmma(part, staging.at[:, :rows], v.at[i])
+                plgpu.wgmma(part, staging.at[:, :depth], v.at[i, :depth])
                 return plgpu.wgmma_accumulator_load(part, wait_n=1)
 
             products.append(pl.run_scoped(run, plgpu.ACC((64, 64))))
@@ -252,13 +258,13 @@ def add_product(
         registers = [vector.extract(r, [], [i]) for r in acc.registers.flat for i in (0, 1)]
         base = mma_utils.encode_descriptor(
             v,
-            leading_byte_offset=rows * mosaic.SWIZZLE,
+            leading_byte_offset=v_rows * mosaic.SWIZZLE,
             stride_byte_offset=8 * mosaic.SWIZZLE,
             swizzle=mosaic.SWIZZLE,
         )
         scale = is_defined.registers.item()
         nvvm.wgmma_fence_aligned()
-        for step in range(rows // WGMMA_K):
+        for step in range(depth // WGMMA_K):
             v_step = _advance(base, step * WGMMA_K * mosaic.SWIZZLE)
             a = words[4 * step : 4 * step + 4]
             registers = _mma(registers, scale if step == 0 else None, a, v_step, columns, dtype)

@@ -12,9 +12,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ikbo_jax.pallas import accumulator, gdpa_tiles, gdpa_weights, mosaic, softmax
-from ikbo_jax.pallas.gdpa_role import Item, Place, Role
-from ikbo_jax.tuning.configs import BLOCK_K, NUM_CONSUMERS, WGMMA_M
+from ikbo_jax.pallas import accumulator, gdpa_store, gdpa_weights, mosaic, softmax
+from ikbo_jax.pallas.gdpa_role import Item, Role
+from ikbo_jax.tuning.configs import NUM_CONSUMERS, WGMMA_M
 
 #: Named barriers of the consumers' turns, one each.
 TURN_BARRIER = 4
@@ -35,9 +35,15 @@ def _receive(role: Role, index: Any) -> Item:
     return Item(*(role.shared.items[slot, i] for i in range(len(Item._fields))))
 
 
-def _place(role: Role, index: Any) -> Place:
-    first, slot = len(Item._fields), role.item_slot(index)
-    return Place(*(role.shared.items[slot, first + i] for i in range(len(Place._fields))))
+def _has_rows(role: Role, index: Any) -> Any:
+    """Whether this consumer has rows of an item; it has none of the end."""
+    return role.place(index).rows > role.consumer * WGMMA_M
+
+
+def _is_half(role: Role, item: Item) -> Any:
+    """Whether no more than half of an item's last block are keys."""
+    block_kv = role.config.block_kv
+    return item.length <= item.blocks * block_kv - block_kv // 2
 
 
 def _take_turn(role: Role) -> None:
@@ -78,21 +84,26 @@ def _await_values(role: Role, item: Item, block: Any, step: Any) -> None:
     _await_block(role, role.shared.value[0].at[stage], role.shared.v_ready.at[stage], item, block)
 
 
-def _issue_scores(role: Role, index: Any, step: Any) -> jax.Array:
-    """Scores of the item number `index` and the keys in ring position `step`."""
+def _issue_scores(role: Role, index: Any, step: Any, columns: int | None = None) -> jax.Array:
+    """Scores of the item number `index` and the first `columns` keys in ring position `step`."""
     return accumulator.product(
         role.shared.query[0].at[role.slot(index), role.consumer],
         role.shared.key[0].at[role.k_stage(step)],
         pl.cdiv(role.shape.head_dim, accumulator.WGMMA_K) * accumulator.WGMMA_K,
+        columns=columns,
         interpret=role.interpret,
     )
 
 
-def _issue_values(role: Role, state: _State, is_defined: Any, step: Any) -> jax.Array:
+def _issue_values(
+    role: Role, state: _State, is_defined: Any, step: Any, keys: int | None = None
+) -> jax.Array:
+    """The accumulator with the first `keys` values in ring position `step`."""
+    weights = state.weights
     return accumulator.add_product(
         state.acc,
         is_defined,
-        state.weights,
+        weights if keys is None else lax.slice(weights, (0, 0), (WGMMA_M, keys)),
         role.shared.value[0].at[role.v_stage(step)],
         role.shared.rows.at[role.consumer] if role.interpret else None,
         interpret=role.interpret,
@@ -131,11 +142,11 @@ def _free_stored_slot(role: Role, index: Any) -> None:
             plgpu.barrier_arrive(role.shared.q_free.at[role.slot(index)])
 
 
-def _await_scores(role: Role) -> None:
-    """Waits for the scores, the products before the last; the other consumer may go ahead."""
+def _await_scores(role: Role, pending: int = 1) -> None:
+    """Waits for the scores, issued before `pending` products; the other consumer may go ahead."""
     if not role.config.late_turns:
         _pass_turn(role)
-    accumulator.wait(1, interpret=role.interpret)
+    accumulator.wait(pending, interpret=role.interpret)
     if role.config.late_turns:
         _pass_turn(role)
 
@@ -148,16 +159,19 @@ def _step(
     block: Any,
     state: _State,
     meanwhile: Callable[[], None] | None = None,
+    columns: int | None = None,
 ) -> _State:
-    """Multiplies block `block`, whose weights are at hand, and makes the weights of the next;
-    `meanwhile` reads the accumulator for the last time while the scores are multiplied."""
+    """Multiplies block `block`, whose weights are at hand, and makes the weights of the next, of
+    which all but the first `columns` are zero; `meanwhile` reads the accumulator for the last time
+    while the scores are multiplied."""
     step = first_step + block
     _await_keys(role, item, block + 1, step + 1)
     # Before the last block no value is another sequence's.
     plgpu.barrier_wait(role.shared.v_ready.at[role.v_stage(step)])
     _take_turn(role)
     # The eight descriptors of the queries, known for the whole item, would take 16 registers.
-    scores = _issue_scores(role, mosaic.opaque(index, interpret=role.interpret), step + 1)
+    opaque_index = mosaic.opaque(index, interpret=role.interpret)
+    scores = _issue_scores(role, opaque_index, step + 1, columns)
     if meanwhile is not None:
         _pass_turn(role)
         meanwhile()
@@ -171,121 +185,145 @@ def _step(
     pl.when(block == 0)(functools.partial(_free_stored_slot, role, index - 1))
     accumulator.wait(0, interpret=role.interpret)
     plgpu.barrier_arrive(role.shared.v_free.at[role.v_stage(step)])
-    return _State(weights(), acc)
+    narrow = weights()
+    if columns is None:
+        return _State(narrow, acc)
+    rest = jnp.zeros((WGMMA_M, role.config.block_kv - columns), narrow.dtype)
+    rest = plgpu.layout_cast(rest, plgpu.Layout.WGMMA)
+    return _State(jnp.concatenate([narrow, rest], axis=1), acc)
+
+
+def _rest_step(role: Role, item: Item, index: Any, first_step: Any, block: Any) -> None:
+    """`_step` of a consumer without rows: whatever that waits for, passes and frees."""
+    step = first_step + block
+    plgpu.barrier_wait(role.shared.k_ready.at[role.k_stage(step + 1)])
+    plgpu.barrier_wait(role.shared.v_ready.at[role.v_stage(step)])
+    _take_turn(role)
+    _pass_turn(role)
+    _free_read_queries(role, index, block + 2 == item.blocks)
+    plgpu.barrier_arrive(role.shared.k_free.at[role.k_stage(step + 1)])
+    if not role.config.early_scores:  # else it is free already
+        pl.when(block == 0)(functools.partial(_free_stored_slot, role, index - 1))
+    plgpu.barrier_arrive(role.shared.v_free.at[role.v_stage(step)])
+
+
+def _middle_steps(role: Role, item: Item, index: Any, first_step: Any, state: _State) -> _State:
+    """All steps of an item but the last and, with `early_scores`, the first."""
+    config = role.config
+    begin, end = int(config.early_scores), item.blocks - 1
+    step = functools.partial(_step, role, item, index, first_step)
+    busy_end = jnp.where(_has_rows(role, index), end, 0) if config.skip_empty else end
+    whole_end = busy_end
+    if config.half_blocks:
+        whole_end = jnp.maximum(busy_end - _is_half(role, item).astype(jnp.int32), begin)
+    state = lax.fori_loop(begin, whole_end, step, state)
+    if config.half_blocks:  # one step or none; a branch
+        half = functools.partial(step, columns=config.block_kv // 2)
+        state = lax.fori_loop(whole_end, busy_end, half, state)
+    if config.skip_empty:
+
+        @pl.loop(busy_end, end)
+        def _(block: Any) -> None:
+            _rest_step(role, item, index, first_step, block)
+
+    return state
 
 
 def _last_step(
     role: Role, item: Item, following: Item, index: Any, first_step: Any, state: _State
 ) -> _State:
-    """This item's accumulator, and the weights of the next item's first block."""
+    """This item's accumulator, and the weights of the next item's first block.
+
+    Every branch waits, passes and frees alike: a branch is chosen for what it multiplies.
+    """
+    config = role.config
     is_defined, step = item.blocks > 1, first_step + item.blocks - 1
     next_step = role.step_after(first_step, item.blocks, following.is_here)
+    has_next = following.blocks > 0
     _await_values(role, item, item.blocks - 1, step)
 
-    def with_next() -> tuple[jax.Array, jax.Array]:
+    def await_next() -> None:
         plgpu.barrier_wait(role.shared.q_ready.at[role.slot(index + 1)])
         _await_keys(role, following, jnp.int32(0), next_step)
+
+    def free_next_queries() -> None:
+        _free_read_queries(role, index + 1, following.blocks == 1)
+
+    def both(keys: int | None = None) -> tuple[jax.Array, jax.Array]:
+        await_next()
         _take_turn(role)
         scores = _issue_scores(role, index + 1, next_step)
-        acc = _issue_values(role, state, is_defined, step)
+        acc = _issue_values(role, state, is_defined, step, keys)
         _await_scores(role)
-        _free_read_queries(role, index + 1, following.blocks == 1)
+        free_next_queries()
         weights = _weights(role, scores, following, next_step)
         accumulator.wait(0, interpret=role.interpret)
         return acc, weights()
 
-    def alone() -> tuple[jax.Array, jax.Array]:
+    def without_scores(*, has_values: bool) -> tuple[jax.Array, jax.Array]:
+        if config.skip_empty:
+            pl.when(has_next)(await_next)
         _take_turn(role)
-        acc = _issue_values(role, state, is_defined, step)
+        acc = _issue_values(role, state, is_defined, step) if has_values else state.acc
         # The first turn was given to consumer 0, so it is consumer 1 that gives none at the end.
-        pl.when(role.consumer == 0)(functools.partial(_pass_turn, role))
-        accumulator.wait(0, interpret=role.interpret)
+        pl.when(has_next | (role.consumer == 0))(functools.partial(_pass_turn, role))
+        if config.skip_empty:
+
+            @pl.when(has_next)
+            def _() -> None:
+                free_next_queries()
+                plgpu.barrier_arrive(role.shared.k_free.at[role.k_stage(next_step)])
+
+        if has_values:
+            accumulator.wait(0, interpret=role.interpret)
         return acc, state.weights
 
-    acc, weights = lax.cond(following.blocks > 0, with_next, alone)
+    def without_values() -> tuple[jax.Array, jax.Array]:
+        await_next()
+        _take_turn(role)
+        scores = _issue_scores(role, index + 1, next_step)
+        _await_scores(role, pending=0)
+        free_next_queries()
+        weights = _weights(role, scores, following, next_step)
+        return state.acc, weights()
+
+    branches: list[Callable[[], Any]] = [
+        functools.partial(without_scores, has_values=True),
+        both,
+    ]
+    has_scores = _has_rows(role, index + 1) if config.skip_empty else has_next
+    number = has_scores.astype(jnp.int32)
+    if config.half_blocks:
+        number = jnp.where(has_scores & _is_half(role, item), len(branches), number)
+        branches.append(functools.partial(both, config.block_kv // 2))
+    if config.skip_empty:
+        empty = len(branches) + has_scores.astype(jnp.int32)
+        number = jnp.where(_has_rows(role, index), number, empty)
+        branches += [functools.partial(without_scores, has_values=False), without_values]
+    acc, weights = lax.switch(number, branches)
     acc = accumulator.settled(acc, interpret=role.interpret)
     plgpu.barrier_arrive(role.shared.v_free.at[role.v_stage(step)])
     return _State(weights, acc)
 
 
-def _stage(role: Role, slot: Any, out: jax.Array) -> None:
-    """Writes a result where the queries of a slot were."""
-    shape = role.shape
-    matrix_view = role.shared.query[0].at[slot, role.consumer]
-    width = shape.column_blocks * BLOCK_K
-    if shape.head_dim < width:  # what lies past the head width is left out
-        padding = jnp.zeros((WGMMA_M, width - shape.head_dim), out.dtype)
-        out = jnp.concatenate([out, plgpu.layout_cast(padding, plgpu.Layout.WGMMA)], axis=1)
-    for i in range(shape.column_blocks):
-        columns = lax.slice(out, (0, i * BLOCK_K), (WGMMA_M, (i + 1) * BLOCK_K))
-        softmax.stage_tile(matrix_view.at[i], columns, interpret=role.interpret)
-    plgpu.commit_smem()
-
-
-def _store_staged(role: Role, slot: Any, head: Any, first_row: Any, rows: Any) -> None:
-    """Stores the first `rows` rows of what is staged in a slot: by TMA if it is all of them."""
-    shape = role.shape
-    matrix_view, copy_view = (view.at[slot, role.consumer] for view in role.shared.query)
-
-    @pl.when(rows == WGMMA_M)
-    def _() -> None:
-        for i in range(shape.column_blocks):
-            plgpu.copy_smem_to_gmem(
-                copy_view.at[i],
-                role.out.at[pl.ds(first_row, WGMMA_M), head, role.columns(i)],
-            )
-
-    @pl.when((rows > 0) & (rows < WGMMA_M))
-    def _() -> None:
-        softmax.store_staged_rows(
-            role.out, matrix_view, first_row, head, 0 * rows, rows, interpret=role.interpret
-        )
-        plgpu.commit_smem()  # TMA writes the next queries where these threads have just read
-
-
-def _own_rows(role: Role, target: Any, rows: Any) -> tuple[Any, Any]:
-    """(first row in the result, rows) of this consumer's part of a tile."""
-    before = role.consumer * WGMMA_M
-    return target + before, jnp.clip(rows - before, 0, WGMMA_M)
-
-
-def _finish(role: Role, index: Any, acc: jax.Array) -> None:
-    """Stores the rows of an item."""
-    head, target, rows = _place(role, index)
-    out = gdpa_weights.finish(role.shape.weighing, head, acc).astype(role.out.dtype)
-    first_row, rows = _own_rows(role, target, rows)
-    if role.config.q_slots > 1:
-        slot = role.slot(index)
-        _stage(role, slot, out)
-        _store_staged(role, slot, head, first_row, rows)
-        return
-    softmax.store_rows(
-        role.out,
-        out,
-        first_row,
-        head,
-        0 * rows,
-        rows,
-        role.shared.rows.at[role.consumer] if role.interpret else None,
-        interpret=role.interpret,
-    )
-
-
 def _begin_item(role: Role, item: Item, index: Any, first_step: Any, state: _State) -> _State:
-    """Stores the item before while this one's second block is multiplied, if it has one."""
+    """Stores the item before while this one's second block is multiplied, if it is."""
 
     def finish_last() -> None:
-        pl.when(index > 0)(functools.partial(_finish, role, index - 1, state.acc))
+        pl.when(index > 0)(functools.partial(gdpa_store.finish, role, index - 1, state.acc))
 
     def several_blocks() -> _State:
         return _step(role, item, index, first_step, jnp.int32(0), state, finish_last)
 
-    def single_block() -> _State:
+    def finish_only() -> _State:
         finish_last()
         _free_stored_slot(role, index - 1)
         return state
 
-    begun: _State = lax.cond(item.blocks > 1, several_blocks, single_block)
+    has_second = item.blocks > 1
+    if role.config.skip_empty:
+        has_second = has_second & _has_rows(role, index)
+    begun: _State = lax.cond(has_second, several_blocks, finish_only)
     return begun
 
 
@@ -306,16 +344,15 @@ def _attend(role: Role, item: Item) -> None:
 
     def one(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         item, index, first_step, state = carry
-        step = functools.partial(_step, role, item, index, first_step)
         if is_early:
             state = _begin_item(role, item, index, first_step, state)
-        state = lax.fori_loop(int(is_early), item.blocks - 1, step, state)
+        state = _middle_steps(role, item, index, first_step, state)
         if not is_early:
             pl.when(item.blocks == 1)(functools.partial(_free_stored_slot, role, index - 1))
         following = _receive(role, index + 1)
         state = _last_step(role, item, following, index, first_step, state)
         if not is_early:
-            _finish(role, index, state.acc)
+            gdpa_store.finish(role, index, state.acc)
             state = _State(state.weights, unset())
         first_step = role.step_after(first_step, item.blocks, following.is_here)
         return following, index + 1, first_step, state
@@ -324,30 +361,9 @@ def _attend(role: Role, item: Item) -> None:
         lambda carry: carry[0].blocks > 0, one, (item, zero, zero, _State(weights, unset()))
     )
     if is_early:
-        _finish(role, items - 1, state.acc)
+        gdpa_store.finish(role, items - 1, state.acc)
     _free_stored_slot(role, items - 1)
     plgpu.barrier_arrive(role.shared.q_free.at[role.slot(items)])  # of the end
-
-
-def _zero_rest(role: Role) -> None:
-    """Zeroes the results of tiles without keys: of empty sequences, and of rows of none."""
-    heads = role.shape.q_heads
-    done, tiles = (role.operands.counts[i] for i in range(2))
-    count = role.share((tiles - done) * heads)
-
-    @pl.when(count > 0)
-    def _() -> None:
-        slot = jnp.int32(0)
-        zeros = jnp.zeros((WGMMA_M, role.shape.head_dim), role.out.dtype)
-        _stage(role, slot, plgpu.layout_cast(zeros, plgpu.Layout.WGMMA))
-
-        @pl.loop(0, count)
-        def _(i: Any) -> None:
-            number = role.turn(i)
-            tile, head = done + lax.div(number, heads), lax.rem(number, heads)
-            words = role.operands.words
-            target, rows = words[tile, gdpa_tiles.TARGET], words[tile, gdpa_tiles.ROWS]
-            _store_staged(role, slot, head, *_own_rows(role, target, rows))
 
 
 def consume(role: Role) -> None:
@@ -365,6 +381,6 @@ def consume(role: Role) -> None:
     def _() -> None:
         plgpu.barrier_arrive(shared.q_free.at[0])  # of the end
 
-    _zero_rest(role)
+    gdpa_store.zero_rest(role)
     # What was stored must not be lost when the CTA ends.
     plgpu.wait_smem_to_gmem(0, wait_read_only=False)

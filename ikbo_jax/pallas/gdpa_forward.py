@@ -16,8 +16,9 @@ flies (`gdpa_weights`); the last step of an item is paired with the first scores
 
 A block may reach past its sequence's end, into the next one.  Consumer 0 zeroes such rows in shared
 memory: an activation of 0 is 0, so there are no masks.  Query rows past the end of a tile are
-computed and not stored.  Tiles without keys come last in the list, and are zeroed after everything
-else.
+computed and not stored; where all 64 rows of consumer 1 are, it may skip the computation, but none
+of the synchronisations (`GdpaConfig.skip_empty`).  Tiles without keys come last in the list, and
+are zeroed after everything else.
 
 Synchronisations:
   1. `item_ready[s]`             producer -> consumers: slot s describes an item (or the end); free

@@ -108,6 +108,11 @@ class Role(NamedTuple):
     def item_slot(self, item: Any) -> Any:
         return lax.rem(item, self.config.q_slots + MORE_ITEM_SLOTS)
 
+    def place(self, item: Any) -> Place:
+        """Where the result of an item goes, which has been received."""
+        slot, first = self.item_slot(item), len(Item._fields)
+        return Place(*(self.shared.items[slot, first + i] for i in range(len(Place._fields))))
+
     def k_stage(self, step: Any) -> Any:
         return lax.rem(step, self.config.k_stages)
 

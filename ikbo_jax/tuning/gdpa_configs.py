@@ -125,6 +125,11 @@ class GdpaConfig:
         more than one query slot, and heads up to `EARLY_SCORES_MAX_WIDTH` wide.
       late_turns: a consumer lets the other one issue its products when its own scores are there,
         not when it has issued its own; so the two activate at different times.
+      skip_empty: a consumer skips the products and activations of a tile that has no rows for it:
+        the second one, those of tiles of at most 64 rows.
+      half_blocks: a sequence's last block, if at most half of it are keys, is multiplied and
+        activated at half its width; its scores are not where it is the first block as well, or,
+        with `early_scores`, the second.
     """
 
     block_kv: int = 128
@@ -134,6 +139,8 @@ class GdpaConfig:
     run: int = 1
     early_scores: bool = False
     late_turns: bool = False
+    skip_empty: bool = False
+    half_blocks: bool = False
 
     def smem_bytes(self, head_dim: int) -> int:
         """Shared memory of one CTA: query slots, both rings, descriptors, barriers."""
@@ -164,6 +171,11 @@ def gdpa_illegal_reason(problem: GdpaProblem, config: GdpaConfig) -> str | None:
         return (
             f"k_stages and v_stages must be at least 2, "
             f"but are {config.k_stages} and {config.v_stages}"
+        )
+    if config.half_blocks and config.block_kv % (2 * WGMMA_K):
+        return (
+            f"half_blocks needs a block_kv that is a multiple of {2 * WGMMA_K}, "
+            f"but it is {config.block_kv}"
         )
     if config.q_slots not in (1, 2, 3):
         return f"q_slots must be 1, 2 or 3, but is {config.q_slots}"
