@@ -19,8 +19,8 @@ from ikbo_jax.tuning.trials import largest_difference
 
 #: Sequences whose results in XLA are compared with the oracle.
 SAMPLED = 8
-#: What an approximation may err by for a score of 1, where XLA's path is exact; an eighth of that for
-#: "tanh_bf16", since errors of many weights are of either sign.
+#: What an approximation may err by for a score of 1, where XLA's path is exact; an eighth of that
+#: for "tanh_bf16", since errors of many weights are of either sign.
 APPROX_ERRORS = {"tanh": 2.0**-12, "tanh_bf16": 2.0**-9}
 
 
