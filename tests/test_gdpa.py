@@ -18,7 +18,7 @@ from problems_gdpa import OUTPUT_SCALE, SCALE, SHAPES, Shape
 
 import ikbo_jax as ikbo
 from ikbo_jax.ops import dispatch, gdpa_backward
-from ikbo_jax.ops import gdpa as gdpa_op
+from ikbo_jax.pallas import gdpa as gdpa_kernel
 from ikbo_jax.reference import gdpa as reference
 from ikbo_jax.reference import gdpa_chunked
 from ikbo_jax.reference.gdpa import Arrays, Settings
@@ -291,15 +291,27 @@ def test_fallback_is_logged(caplog) -> None:
     assert "gdpa runs in XLA: the Mosaic GPU kernels need a Hopper" in record.getMessage()
 
 
-@pytest.mark.parametrize(("head_dim", "has_kernel"), [(64, True), (256, False)])
+def test_softmax_of_some_heads_runs_in_xla(monkeypatch) -> None:
+    monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
+    arrays = problems_gdpa.make_arrays(SMALL._replace(head_dim=64))
+    mixed = functools.partial(attend, activation=("relu", "softmax") * 2)
+    (plan,) = ikbo.explain(mixed, arrays).plans
+    assert (plan.implementation, plan.config) == ("xla", None)
+    assert "a softmax in all heads or in none, but the heads have relu, softmax," in plan.reason
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "activation", "has_kernel"),
+    [(64, "relu", True), (256, "relu", False), (64, "softmax", False)],
+)
 def test_gradients_come_from_kernels_where_one_made_the_result(
-    head_dim: int, has_kernel: bool, monkeypatch
+    head_dim: int, activation: str, has_kernel: bool, monkeypatch
 ) -> None:
-    """At H = 256 the forward has a kernel and the backward has none: XLA's gradient."""
+    """At H = 256, or with a softmax, the forward has a kernel and the backward has none: XLA's."""
     calls = []
 
-    def result(settings: Settings, plan: dispatch.Plan, arrays: Arrays) -> jax.Array:
-        return gdpa_chunked.chunked(arrays, settings)[0]
+    def result(arrays: Arrays, settings: Settings, **rest: Any) -> tuple:
+        return gdpa_chunked.chunked(arrays, settings)
 
     def gradients(arrays: Arrays, settings: Settings, d_out: jax.Array, *, num_sms: int) -> tuple:
         calls.append(num_sms)
@@ -307,13 +319,13 @@ def test_gradients_come_from_kernels_where_one_made_the_result(
 
     monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
     monkeypatch.setattr(dispatch, "num_sms", lambda: 132)
-    monkeypatch.setattr(gdpa_op, "_run_kernel", result)
+    monkeypatch.setattr(gdpa_kernel, "gdpa_kernel", result)
     monkeypatch.setattr(gdpa_backward, "kernel_vjp", gradients)
     arrays = problems_gdpa.make_arrays(SMALL._replace(head_dim=head_dim), "bfloat16")
     d_out = problems_gdpa.cotangent(arrays, problems_gdpa.make_settings(SMALL))
 
     def run(implementation: str) -> tuple:
-        attended = functools.partial(attend, activation="relu", implementation=implementation)
+        attended = functools.partial(attend, activation=activation, implementation=implementation)
         return value_and_gradients(attended, arrays, d_out)
 
     found = run("mosaic_gpu")

@@ -214,7 +214,21 @@ def test_bounds_must_be_known_while_tracing() -> None:
 NOT_FOR_THE_KERNEL = {
     "dtype": ({"dtype": jnp.float32}, {}, "the kernel takes bfloat16 and float16"),
     "width": ({}, {}, "the kernel takes head widths 64, 96, 128, 256, but H=8"),
-    "softmax": ({}, {"activation": "softmax"}, "activations that work element by element"),
+    "softmax": (
+        {"width": 64},
+        {"activation": ("softmax", "gelu", "softmax", "relu")},
+        "a softmax in all heads or in none, but the heads have softmax, gelu, softmax, relu",
+    ),
+    "softmax_run": (
+        {"width": 64},
+        {"activation": "softmax", "config": GdpaConfig(v_stages=2, run=2)},
+        "a softmax takes run=1 and none of early_scores, skip_empty, half_blocks, but has run=2",
+    ),
+    "softmax_memory": (
+        {"width": 128},
+        {"activation": "softmax", "config": GdpaConfig(v_stages=4, q_slots=1, k_stages=3)},
+        "bytes of shared memory",
+    ),
     "block_kv": (
         {"width": 128},
         {"config": GdpaConfig(block_kv=144)},

@@ -1,4 +1,4 @@
-"""The GDPA forward kernel on a Hopper GPU: numerics, determinism, isolation."""
+"""GDPA's forward kernels on a Hopper GPU: numerics, determinism, isolation."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ import pytest
 from problems_gdpa import Shape
 
 import ikbo_jax as ikbo
+from ikbo_jax.ops import dispatch
+from ikbo_jax.pallas import attention, gdpa_tiles
 from ikbo_jax.reference import activations as reference_activations
 from ikbo_jax.reference import gdpa as reference
 from ikbo_jax.reference import gdpa_chunked
-from ikbo_jax.tuning.gdpa_configs import GDPA_MAX_BLOCK_KV, GdpaConfig
+from ikbo_jax.tuning.gdpa_configs import GDPA_MAX_BLOCK_KV, GDPA_TILE_ROWS, GdpaConfig
 
 pytestmark = pytest.mark.gpu
 
@@ -112,11 +114,12 @@ def check(actual, arrays: reference.Arrays, settings: reference.Settings) -> Non
     assert float(difference) <= 2 * float(error) + extra
 
 
+@pytest.mark.parametrize("activation", ["gelu_tanh", "softmax"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", SHAPES)
-def test_gdpa_every_shape_and_dtype(name, dtype):
+def test_gdpa_every_shape_and_dtype(name, dtype, activation):
     arrays = problems_gdpa.make_arrays(SHAPES[name], dtype)
-    settings = problems_gdpa.make_settings(SHAPES[name], "gelu_tanh")
+    settings = problems_gdpa.make_settings(SHAPES[name], activation)
     check(run(arrays, settings), arrays, settings)
 
 
@@ -150,20 +153,30 @@ def test_gdpa_every_kind_of_config(name, shape):
     check(run(arrays, settings, config=CONFIGS[name]), arrays, settings)
 
 
+@pytest.mark.parametrize("name", ["one_slot", "three_slots", "narrow", "odd_block"])
+@pytest.mark.parametrize("shape", ["self", "dense", "empty", "pffn"])
+def test_gdpa_softmax_every_kind_of_config(name, shape):
+    arrays = problems_gdpa.make_arrays(SHAPES[shape])
+    settings = problems_gdpa.make_settings(SHAPES[shape], "softmax")
+    check(run(arrays, settings, config=CONFIGS[name]), arrays, settings)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "softmax"])
 @pytest.mark.parametrize(("scale", "output_scale"), [(1.0, 1.0), (-0.2, 3.0), (0.0, 1.0)])
-def test_gdpa_scales(scale, output_scale):
+def test_gdpa_scales(scale, output_scale, activation):
     arrays = problems_gdpa.make_arrays(SHAPES["gqa"])
     settings = problems_gdpa.make_settings(
-        SHAPES["gqa"], "gelu", scale=scale, output_scale=output_scale
+        SHAPES["gqa"], activation, scale=scale, output_scale=output_scale
     )
     check(run(arrays, settings), arrays, settings)
 
 
+@pytest.mark.parametrize("activation", ["silu", "softmax"])
 @pytest.mark.parametrize("longest", [1, 130])
-def test_gdpa_bounds_cut_sequences_off(longest):
+def test_gdpa_bounds_cut_sequences_off(longest, activation):
     arrays = problems_gdpa.make_arrays(SHAPES["self"])
     settings = problems_gdpa.make_settings(
-        SHAPES["self"], "silu", max_seqlen_q=longest, max_seqlen_kv=longest
+        SHAPES["self"], activation, max_seqlen_q=longest, max_seqlen_kv=longest
     )
     check(run(arrays, settings), arrays, settings)
 
@@ -179,24 +192,29 @@ lengths = st.lists(
     kv_lens=lengths,
     before=st.sampled_from((0, 3)),
     seed=st.integers(0, 99),
-    config=st.sampled_from(("default", "jagged", "jagged_runs")),
+    how=st.sampled_from(
+        [("gelu_tanh", "default"), ("gelu_tanh", "jagged"), ("gelu_tanh", "jagged_runs")]
+        + [("softmax", "default")]
+    ),
 )
-def test_gdpa_drawn_lengths(q_lens, kv_lens, before, seed, config):
+def test_gdpa_drawn_lengths(q_lens, kv_lens, before, seed, how):
+    activation, config = how
     totals = (sum(q_lens), sum(kv_lens))
     shape = of(tuple(q_lens), tuple(kv_lens), before=before, after=1)
     arrays = problems_gdpa.make_arrays(shape, seed=seed)
-    settings = problems_gdpa.make_settings(shape, "gelu_tanh")
+    settings = problems_gdpa.make_settings(shape, activation)
     assert totals[0] + before + 1 == arrays.query.shape[0]
     check(run(arrays, settings, config=CONFIGS[config]), arrays, settings)
 
 
+@pytest.mark.parametrize("activation", ["silu", "softmax"])
 @pytest.mark.parametrize("bad", [[-5, 2**31 - 1, 3], [300, 20, 10], [7, 7, 7]])
-def test_gdpa_bad_offsets_read_nothing_outside(bad):
+def test_gdpa_bad_offsets_read_nothing_outside(bad, activation):
     shape = of((60, 70), (60, 70))
     arrays = problems_gdpa.make_arrays(shape)
     wild = jnp.asarray(bad, jnp.int32)
     arrays = arrays._replace(cu_seqlens_q=wild, cu_seqlens_kv=wild)
-    settings = problems_gdpa.make_settings(shape, "silu")
+    settings = problems_gdpa.make_settings(shape, activation)
     check(run(arrays, settings), arrays, settings)
 
 
@@ -215,9 +233,87 @@ def test_gdpa_bad_values_stay_in_their_sequence(bad):
     np.testing.assert_array_equal(out.at[200:203].set(0), expected.at[200:203].set(0))
 
 
-def test_gdpa_a_hundred_repeats_are_bitwise_equal():
+def softmax_with_lse(arrays: reference.Arrays, settings: reference.Settings):
+    tiles = gdpa_tiles.query_tiles(
+        *arrays[3:],
+        q_rows=arrays.query.shape[0],
+        kv_rows=arrays.key.shape[0],
+        max_seqlen_q=settings.max_seqlen_q,
+        max_seqlen_kv=settings.max_seqlen_kv,
+        size=GDPA_TILE_ROWS,
+    )
+    return attention.jagged_attention_kernel(
+        *arrays[:3],
+        tiles,
+        out_rows=reference.out_shape(arrays, settings)[0],
+        scale=settings.scale,
+        output_scale=settings.output_scale,
+        config=GdpaConfig().for_softmax,
+        num_sms=dispatch.num_sms(),
+    )
+
+
+@pytest.mark.parametrize("name", ["self", "empty", "pma_indexed"])
+def test_gdpa_softmax_lse(name):
+    arrays = problems_gdpa.make_arrays(SHAPES[name])
+    settings = problems_gdpa.make_settings(SHAPES[name], "softmax")
+    _, lse = softmax_with_lse(arrays, settings)
+    cpu = jax.devices("cpu")[0]
+    lse, arrays = jax.device_put((lse, arrays), cpu)
+    with jax.default_device(cpu):
+        wide = arrays._replace(query=arrays.query.astype(jnp.float32))
+        _, expected = gdpa_chunked.chunked(wide, settings)
+    expected = jnp.where(expected == 0, -jnp.inf, expected)  # rows of no sequence
+    has_keys = ~np.isneginf(np.asarray(expected))
+    assert has_keys.any()
+    np.testing.assert_array_equal(np.isneginf(lse), ~has_keys)
+    np.testing.assert_allclose(lse[has_keys], expected[has_keys], rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("config", ["default", "one_slot"])
+def test_gdpa_softmax_of_growing_scores(config, dtype):
+    """Far above the first block's maximum: such tiles are computed again."""
+    shape = of((200, 3, 330, 64), (400, 3, 330, 5), after=3)
+    arrays = problems_gdpa.make_arrays(shape, dtype)
+    arrays = arrays._replace(key=arrays.key.at[jnp.array([395, 403 + 140])].multiply(50))
+    settings = problems_gdpa.make_settings(shape, "softmax")
+    check(run(arrays, settings, config=CONFIGS[config]), arrays, settings)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_gdpa_softmax_bad_values_stay_in_their_sequence(bad):
+    """Not bit by bit: tiles whose blocks reach into the bad sequence are computed again."""
+    shape = of((200, 3, 130, 64), (200, 3, 130, 5))
+    clean = problems_gdpa.make_arrays(shape)
+    settings = problems_gdpa.make_settings(shape, "softmax")
+    spoiled = clean._replace(
+        query=clean.query.at[200:203].set(bad),
+        key=clean.key.at[200:203].set(bad),
+        value=clean.value.at[200:203].set(bad),
+    )
+    out = run(spoiled, settings)
+    assert not np.any(np.isfinite(out[200:203].astype(jnp.float32)))
+    without = clean._replace(value=clean.value.at[200:203].set(0))
+    check(out.at[200:203].set(0), without, settings)
+
+
+def test_gdpa_softmax_of_more_tiles_than_flags():
+    """Several tiles share a flag; a softmax over one key is 1, and blocks reach into NaNs."""
+    count = 20_000
+    shape = of((1,) * count, (1,) * count, q_heads=1, kv_heads=1, head_dim=64)
+    arrays = problems_gdpa.make_arrays(shape)
+    arrays = arrays._replace(value=arrays.value.at[777::5000].set(jnp.nan))
+    settings = problems_gdpa.make_settings(shape, "softmax")
+    out = run(arrays, settings).astype(jnp.float32)
+    expected = arrays.value.astype(jnp.float32) * jnp.float32(settings.output_scale)
+    np.testing.assert_allclose(out, expected, rtol=2.0**-7)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "softmax"])
+def test_gdpa_a_hundred_repeats_are_bitwise_equal(activation):
     arrays = problems_gdpa.make_arrays(SHAPES["self"])
-    settings = problems_gdpa.make_settings(SHAPES["self"], "gelu")
+    settings = problems_gdpa.make_settings(SHAPES["self"], activation)
     compiled = jax.jit(functools.partial(run, settings=settings))
     expected, wrong = compiled(arrays), jnp.int32(0)
     for _ in range(100):
@@ -225,10 +321,11 @@ def test_gdpa_a_hundred_repeats_are_bitwise_equal():
     assert int(wrong) == 0
 
 
-def test_gdpa_gradients_of_the_kernel_are_those_of_xla():
+@pytest.mark.parametrize("activation", ["silu", "softmax"])
+def test_gdpa_gradients_of_the_kernel_are_those_of_xla(activation):
     shape = of(drawn(4, 8, 200), drawn(5, 8, 200))
     arrays = problems_gdpa.make_arrays(shape)
-    settings = problems_gdpa.make_settings(shape, "silu")
+    settings = problems_gdpa.make_settings(shape, activation)
     d_out = problems_gdpa.cotangent(arrays, settings)
 
     def gradients(run_one):
@@ -241,16 +338,15 @@ def test_gdpa_gradients_of_the_kernel_are_those_of_xla():
 
         return jax.grad(loss, argnums=(0, 1, 2))(*arrays[:3])
 
-    wide = gdpa_chunked.chunked_vjp(
-        arrays._replace(
-            **{n: getattr(arrays, n).astype(jnp.float32) for n in ("query", "key", "value")}
-        ),
-        settings,
-        None,
-        None,
-        d_out.astype(jnp.float32),
-    )
-    plain = gdpa_chunked.chunked_vjp(arrays, settings, None, None, d_out)
+    def of_xla(dtype):
+        floats = (x.astype(dtype) for x in arrays[:3])
+        cast = reference.Arrays(*floats, *arrays[3:])
+        out, lse = gdpa_chunked.chunked(cast, settings)
+        return gdpa_chunked.chunked_vjp(cast, settings, out, lse, d_out.astype(dtype))
+
+    with jax.default_matmul_precision("highest"):
+        wide = of_xla(jnp.float32)
+    plain = of_xla(jnp.bfloat16)
     for actual, exact, rounded in zip(
         gradients(functools.partial(run, settings=settings)), wide, plain, strict=True
     ):
@@ -265,15 +361,15 @@ from ikbo_jax.tuning.gdpa_configs import GdpaConfig
 shape = problems_gdpa.Shape((0, 70, 5, 130), (40, 0, 129, 65), 2, 1, 128, before=3, after=140)
 arrays = problems_gdpa.make_arrays(shape)
 indices = (None, arrays.cu_seqlens_q[:4] * 0 + 99)
-def run(q_slots, index, *operands):
+def run(activation, q_slots, index, *operands):
     return ikbo.gdpa(
-        *operands, *arrays[3:5], q_to_kv=index, activation="gelu_tanh",
+        *operands, *arrays[3:5], q_to_kv=indices[index], activation=activation,
         implementation="mosaic_gpu", config=GdpaConfig(block_kv=64, q_slots=q_slots),
     )
-for q_slots, index in {runs}:
-    jax.block_until_ready(run(q_slots, indices[index], *arrays[:3]))
+for arguments in {runs}:
+    jax.block_until_ready(run(*arguments, *arrays[:3]))
 for index in {gradients}:
-    out, pull_back = jax.vjp(lambda *operands: run(2, indices[index], *operands), *arrays[:3])
+    out, pull_back = jax.vjp(lambda *qkv: run("gelu_tanh", 2, index, *qkv), *arrays[:3])
     jax.block_until_ready(pull_back(out))
 print("FINISHED")
 """
@@ -281,7 +377,13 @@ print("FINISHED")
 
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 @pytest.mark.parametrize(
-    ("runs", "gradients"), [(((1, 0), (2, 1)), ()), ((), (0, 1))], ids=["forward", "backward"]
+    ("runs", "gradients"),
+    [
+        ((("gelu_tanh", 1, 0), ("gelu_tanh", 2, 1)), ()),
+        ((("softmax", 1, 0), ("softmax", 2, 1)), ()),
+        ((), (0, 1)),
+    ],
+    ids=["forward", "softmax", "backward"],
 )
 def test_gdpa_sanitizer(runs, gradients, tool):
     script = SANITIZED.replace("{runs}", str(runs)).replace("{gradients}", str(gradients))

@@ -23,17 +23,19 @@ from problems_gdpa import Shape
 import ikbo_jax as ikbo
 from ikbo_jax.ops import dispatch
 from ikbo_jax.ops import gdpa as op
-from ikbo_jax.pallas import gdpa_consumer
+from ikbo_jax.pallas import attention, gdpa_consumer, gdpa_tiles
 from ikbo_jax.pallas import gdpa_forward as kernel
 from ikbo_jax.reference import gdpa as reference
+from ikbo_jax.reference import gdpa_chunked
 from ikbo_jax.reference.gdpa import Arrays, Settings
 from ikbo_jax.tuning import trials_gdpa
 from ikbo_jax.tuning.configs import NUM_CONSUMERS
-from ikbo_jax.tuning.gdpa_configs import GdpaConfig, GdpaProblem
+from ikbo_jax.tuning.gdpa_configs import GDPA_TILE_ROWS, GdpaConfig, GdpaProblem
 
 pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
 
 FORWARD = kernel.gdpa_forward
+SOFTMAX = attention.jagged_attention_kernel
 #: With named barriers, which the interpreter knows under this name.
 PARAMS = dataclasses.replace(interpreter.PARAMS, inline_mgpu="_hack_model_inline_mgpu_tokamax")
 #: Blocks of 32 keys, so that few keys are several blocks.
@@ -93,6 +95,11 @@ CASES = {
     # Which queries meet which keys.
     "indexed": Case(of((3, 66, 0, 2), (9, 34), q_to_kv=(1, 0, 1, 1)), "gelu"),
     "pma": Case(of(3, (33, 0, 1)), "gelu_tanh", approx="tanh_bf16"),
+    # The attention kernel: CTAs with an item or none; and one with several.
+    "softmax_gaps": Case(of((0, 70, 0, 5), (65, 3, 0, 0), after=131), "softmax", num_sms=99),
+    "softmax_pma": Case(
+        of(3, (70, 0, 32), q_to_kv=(2, 0, 1)), "softmax", ONE_SLOT, dtype="float16"
+    ),
 }
 
 
@@ -106,8 +113,8 @@ def attend(arrays: Arrays, case: Case, monkeypatch: pytest.MonkeyPatch) -> jax.A
     """`ikbo.gdpa`, down to its interpreted kernel."""
     monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
     monkeypatch.setattr(dispatch, "num_sms", lambda: case.num_sms)
-    interpreted = functools.partial(FORWARD, interpret=PARAMS)
-    monkeypatch.setattr(kernel, "gdpa_forward", interpreted)
+    for module, fn in ((kernel, FORWARD), (attention, SOFTMAX)):
+        monkeypatch.setattr(module, fn.__name__, functools.partial(fn, interpret=PARAMS))
     op._gdpa.clear_cache()
     settings = case.settings
     out = ikbo.gdpa(
@@ -183,6 +190,48 @@ def test_interpreted_nan_of_one_sequence_stays_there(
     zeros = out.at[5:8].set(0)
     plain = clean._replace(query=clean.query.at[5:8].set(0))
     assert_correct(zeros, plain, case)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_interpreted_softmax_is_exact_where_the_first_maximum_does_not_do(
+    launches: interpreter.Launches,
+) -> None:
+    """Scores that grow by far in a sequence's second block, and another sequence's NaN behind it;
+    lse as well."""
+    case = Case(of((5, 3, 70), (40, 5, 60)), "softmax")
+    arrays = problems_gdpa.make_arrays(case.shape)
+    arrays = arrays._replace(key=arrays.key.at[80].multiply(50))
+    spoiled = arrays._replace(
+        query=arrays.query.at[5:8].set(jnp.nan), value=arrays.value.at[40:45].set(jnp.inf)
+    )
+    tiles = gdpa_tiles.query_tiles(
+        *spoiled[3:],
+        q_rows=78,
+        kv_rows=105,
+        max_seqlen_q=None,
+        max_seqlen_kv=None,
+        size=GDPA_TILE_ROWS,
+    )
+    out, lse = attention.jagged_attention_kernel(
+        *spoiled[:3],
+        tiles,
+        out_rows=78,
+        scale=case.settings.scale,
+        output_scale=case.settings.output_scale,
+        config=case.config.for_softmax,
+        num_sms=1,
+        interpret=PARAMS,
+    )
+    launches.assert_no_races(1)
+    assert np.all(np.isnan(out[5:8].astype(jnp.float32)))
+    plain = arrays._replace(query=arrays.query.at[5:8].set(0), value=arrays.value.at[40:45].set(0))
+    assert_correct(out.at[5:8].set(0), plain, case)
+    _, expected = gdpa_chunked.chunked(
+        arrays._replace(query=arrays.query.astype(jnp.float32)), case.settings
+    )
+    assert expected is not None
+    rows = np.r_[0:5, 8:78]
+    np.testing.assert_allclose(lse[rows], expected[rows], rtol=1e-5, atol=1e-4)
 
 
 # The checks themselves: each of them must be able to fail.

@@ -78,9 +78,19 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "pallas.fragment": ("pallas.mosaic",),
     "pallas.accumulator": ("pallas.mosaic",),
     "pallas.softmax": ("pallas.mosaic",),
-    "pallas.attention": ("tuning.configs", *SMALL_PARTS, *ATTENTION_PARTS),
+    "pallas.attention": (
+        "tuning.configs",
+        *SMALL_PARTS,
+        *ATTENTION_PARTS,
+        "pallas.gdpa_tiles",
+    ),
     "pallas.attention_role": ("tuning.configs",),
-    "pallas.attention_producer": ("tuning.configs", "pallas.attention_role", *SMALL_PARTS),
+    "pallas.attention_producer": (
+        "tuning.configs",
+        "pallas.attention_role",
+        "pallas.gdpa_tiles",
+        *SMALL_PARTS,
+    ),
     "pallas.attention_store": ("tuning.configs", "pallas.attention_role", "pallas.softmax"),
     "pallas.attention_consumer": (
         "tuning.configs",
@@ -102,6 +112,14 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "pallas.gdpa_backward_role": ("tuning.configs", "tuning.gdpa_backward_configs"),
     "pallas.gdpa_backward_store": ("pallas.mosaic", "pallas.softmax"),
     "pallas.gdpa_backward_product": ("pallas.mosaic", "pallas.accumulator"),
+    "pallas.gdpa": (
+        "tuning.gdpa_configs",
+        "reference.gdpa",
+        "reference.activations",
+        "pallas.attention",
+        "pallas.gdpa_forward",
+        "pallas.gdpa_tiles",
+    ),
     "pallas.gdpa_forward": (
         *GDPA_CONFIGS,
         *SMALL_PARTS,
@@ -110,7 +128,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *GDPA_FORWARD_PARTS,
     ),
     "pallas.gdpa_weights": ("pallas.activations", "reference.activations"),
-    "pallas.gdpa_role": (*GDPA_CONFIGS, "pallas.gdpa_weights"),
+    "pallas.gdpa_role": (*GDPA_CONFIGS, "pallas.gdpa_weights", "pallas.schedule"),
     "pallas.gdpa_producer": (
         *GDPA_CONFIGS,
         *SMALL_PARTS,

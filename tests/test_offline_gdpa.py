@@ -1,4 +1,4 @@
-"""The GDPA forward kernel compiled for sm_90a without a GPU: no spills, no serialised WGMMAs."""
+"""GDPA's forward kernels compiled for sm_90a without a GPU: no spills, no serialised WGMMAs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import offline
 import pytest
 
+from ikbo_jax.pallas import attention, gdpa_tiles
 from ikbo_jax.pallas import gdpa_forward as kernel
-from ikbo_jax.pallas import gdpa_tiles
 from ikbo_jax.tuning import configs, gdpa_configs
 from ikbo_jax.tuning.gdpa_configs import GdpaConfig, GdpaProblem
 
@@ -42,22 +42,31 @@ RUNS = GdpaConfig(v_stages=2, q_slots=3, run=8, early_scores=True, late_turns=Tr
 JAGGED = GdpaConfig(early_scores=True, late_turns=True, skip_empty=True, half_blocks=True)
 
 
+def is_softmax(problem: GdpaProblem) -> bool:
+    return problem.activations == ("softmax",)
+
+
 def launch(problem: GdpaProblem, config: GdpaConfig, scales: tuple[float, float]) -> tuple:
     """The kernel's host function, and the shapes it takes."""
+    options: dict[str, Any] = {
+        "out_rows": problem.q_rows,
+        "scale": scales[0],
+        "output_scale": scales[1],
+        "num_sms": NUM_SMS,
+    }
 
-    def fn(query: Any, key: Any, value: Any, words: Any, counts: Any) -> jax.Array:
+    def fn(query: Any, key: Any, value: Any, words: Any, counts: Any) -> Any:
+        operands = (query, key, value, gdpa_tiles.TileList(words, counts))
+        if is_softmax(problem):
+            return attention.jagged_attention_kernel(
+                *operands, config=config.for_softmax, **options
+            )
         return kernel.gdpa_forward(
-            query,
-            key,
-            value,
-            gdpa_tiles.TileList(words, counts),
-            out_rows=problem.q_rows,
+            *operands,
             activations=problem.activations,
             approx=problem.approx,
-            scale=scales[0],
-            output_scale=scales[1],
             config=config,
-            num_sms=NUM_SMS,
+            **options,
         )
 
     def shape(rows: int, heads: int) -> jax.ShapeDtypeStruct:
@@ -98,6 +107,8 @@ CASES = {
     "h64": of(head_dim=64, activations=("silu",)),
     "h96": of(head_dim=96, approx="polynomial", activations=("gelu",)),
     "h256": of(head_dim=256),
+    "softmax": dataclasses.replace(of(activations=("softmax",), kv_heads=2), scales=SCALES),
+    "softmax_h256_f16": of(activations=("softmax",), head_dim=256, dtype="float16"),
 }
 
 
@@ -116,6 +127,7 @@ def test_offline_kernel_is_fit(name: str, compiler: offline.Compiler) -> None:
     assert gdpa_configs.gdpa_illegal_reason(case.problem, config) is None
     (compiled,) = compiler.compile(*launch(case.problem, config, case.scales))
     assert not compiled.faults
-    limit = config.smem_bytes(case.problem.head_dim)
+    sizes = config.for_softmax if is_softmax(case.problem) else config
+    limit = sizes.smem_bytes(case.problem.head_dim)
     assert 0 <= limit - compiled.smem_bytes <= configs.SMEM_ALIGNMENT
     assert limit <= configs.MAX_SMEM_BYTES

@@ -111,6 +111,20 @@ def test_last_worker_is_within_one_candidate_tile_of_the_ideal(sizes: Sizes) -> 
     assert max(ends) <= max(evenly, users_alone) + 1 + 1e-6
 
 
+@pytest.mark.parametrize(("workers", "count"), [(1, 5), (3, 0), (3, 2), (3, 7), (4, 8), (4, 14)])
+def test_back_and_forth_takes_every_task_once_and_no_worker_always_first(
+    workers: int, count: int
+) -> None:
+    shares = [int(schedules.back_and_forth_share(w, workers, count)) for w in range(workers)]
+    tasks = [
+        [int(schedules.back_and_forth(w, workers, i)) for i in range(shares[w])]
+        for w in range(workers)
+    ]
+    assert sorted(sum(tasks, [])) == list(range(count))
+    if count % (2 * workers) == 0:  # work that falls by one from task to task is shared equally
+        assert len({sum(own) for own in tasks}) == 1
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_traced_indices_give_the_same_tiles(name: str) -> None:
     schedule = make_schedule(*EXAMPLES[name])

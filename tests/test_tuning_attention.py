@@ -126,6 +126,13 @@ def test_distance_is_a_symmetric_premetric():
     assert table.distance(DEFAULT, LINEAR) == table.distance(LINEAR, DEFAULT) == float("inf")
 
 
+def test_gdpa_rows_of_a_softmax_and_of_other_activations_do_not_speak_for_each_other(builtin):
+    gelu, softmax = (dataclasses.replace(GDPA, activations=(x,)) for x in ("gelu", "softmax"))
+    builtin(row(gelu))
+    assert table.lookup(gelu).source == "sm90.json"
+    assert table.lookup(softmax).source == "default"
+
+
 def test_rows_of_all_ops_share_the_users_cache():
     originals = [row(), row(DEFAULT, None), row(LINEAR), row(GDPA)]
     for original in originals:

@@ -293,7 +293,7 @@ def test_tuning_picks_the_fastest_and_writes_it(builtin):
         ({"max_seqlen_kv": 9}, f"{ROWS} rows of keys do not fit 1152 sequences of at most 9"),
         ({"batch": 0}, f"{ROWS} rows of queries do not fill 0 sequences"),
         ({"kv_rows": 3}, "3 rows of keys do not fill 1152 sequences"),
-        ({"activations": ("softmax",)}, "a head has softmax"),
+        ({"activations": ("softmax", "relu", "relu", "relu")}, "a softmax in all heads or in none"),
         ({"dtype": "float32"}, "the inputs are float32"),
     ],
 )

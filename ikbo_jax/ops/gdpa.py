@@ -14,7 +14,7 @@ from ikbo_jax.reference import gdpa as reference
 from ikbo_jax.reference import gdpa_chunked
 from ikbo_jax.reference.gdpa import Arrays, Settings
 from ikbo_jax.tuning import table
-from ikbo_jax.tuning.gdpa_configs import GDPA_TILE_ROWS, GdpaConfig, GdpaProblem
+from ikbo_jax.tuning.gdpa_configs import GdpaConfig, GdpaProblem
 
 #: Why XLA runs what the kernel could.
 NOT_MEASURED = (
@@ -88,7 +88,8 @@ def gdpa(
       max_seqlen_kv: likewise of the keys' lengths; keys beyond it have no effect.
       implementation: None takes the fastest that works on the default device and for these sizes,
         as far as that was measured; "mosaic_gpu" and "xla" take exactly that. The kernel takes
-        bfloat16 and float16, H = 64, 96, 128 and 256, and every activation but softmax.
+        bfloat16 and float16, H = 64, 96, 128 and 256, and every activation; a softmax in all heads
+        or in none.
       config: tuning of the "mosaic_gpu" kernel; None takes the dispatch table's, or a default.
 
     Returns:
@@ -191,40 +192,15 @@ def _choose(request: dispatch.Request, problem: GdpaProblem) -> dispatch.Plan:
 def _run(call: _Call, plan: dispatch.Plan, arrays: Arrays) -> tuple[jax.Array, jax.Array | None]:
     """Out, and lse if a head has a softmax, whatever `arrays` of one problem hold."""
     if plan.implementation == "mosaic_gpu":
-        return dispatch.record(_run_kernel(call.settings, plan, arrays), plan), None
-    out, lse = gdpa_chunked.chunked(arrays, call.settings)
+        # Here and not above: it brings in Mosaic GPU, which costs 0.3 s to import.
+        from ikbo_jax.pallas.gdpa import gdpa_kernel
+
+        out, lse = gdpa_kernel(
+            arrays, call.settings, config=plan.config, num_sms=dispatch.num_sms()
+        )
+    else:
+        out, lse = gdpa_chunked.chunked(arrays, call.settings)
     return dispatch.record(out, plan), lse
-
-
-def _run_kernel(settings: Settings, plan: dispatch.Plan, arrays: Arrays) -> jax.Array:
-    # Here and not above: they bring in Mosaic GPU, which costs 0.3 s to import.
-    from ikbo_jax.pallas import gdpa_forward as kernel
-    from ikbo_jax.pallas import gdpa_tiles
-
-    query, key, value = arrays[:3]
-    tiles = gdpa_tiles.query_tiles(
-        arrays.cu_seqlens_q,
-        arrays.cu_seqlens_kv,
-        arrays.q_to_kv,
-        q_rows=query.shape[0],
-        kv_rows=key.shape[0],
-        max_seqlen_q=settings.max_seqlen_q,
-        max_seqlen_kv=settings.max_seqlen_kv,
-        size=GDPA_TILE_ROWS,
-    )
-    return kernel.gdpa_forward(
-        query,
-        key,
-        value,
-        tiles,
-        out_rows=reference.out_shape(arrays, settings)[0],
-        activations=settings.activations,
-        approx=settings.approx,
-        scale=settings.scale,
-        output_scale=settings.output_scale,
-        config=plan.config,
-        num_sms=dispatch.num_sms(),
-    )
 
 
 def _run_vmappable(

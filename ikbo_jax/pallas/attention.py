@@ -6,6 +6,10 @@ The rows of all candidates' queries, in work order, are cut into tiles of 128 ro
 tile is worked on in one *pass* per run of neighbouring candidates with the same user; a pass
 attends with all of the tile's rows to that user's keys and stores only the rows of its run.
 
+The softmax of generalised attention on jagged sequences is the same kernel, whose tiles come from a
+list that XLA made before (`gdpa_tiles`): each is one pass, of some rows of one sequence.  A block
+of keys may reach into the sequences that follow; their scores are masked like those of padding.
+
 Warpgroups: 0 and 1 multiply, 64 rows each; one warp of the third feeds them: it describes each pass
 in shared memory and brings its queries, and its user's keys and values through two rings of blocks,
 which run on across passes.  A consumer's step issues the scores of the next block, then the product
@@ -16,7 +20,8 @@ The softmax keeps the row maximum of the *first* block for the whole pass.  What
 from the exponent cancels in the end, and the first maximum adds 1 to the sum, so nothing underflows
 that matters; but scores far above it could overflow, or leave f16.  A pass whose row sums reach
 `softmax.SUM_LIMITS` or are not numbers is flagged; when a CTA is through, it does the flagged tiles
-again with the running maximum, which is exact for every input.
+again with the running maximum, which is exact for every input: there, values past the length, which
+have weight 0 but may be NaN, are zeroed.
 
 Synchronisations:
   1. `item_ready[s]`             producer -> consumers: slot s describes a pass (or the end).
@@ -44,7 +49,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ikbo_jax.pallas import attention_consumer, attention_producer, mosaic, softmax, work_order
+from ikbo_jax.pallas import (
+    attention_consumer,
+    attention_producer,
+    gdpa_tiles,
+    mosaic,
+    softmax,
+    work_order,
+)
 from ikbo_jax.pallas.attention_role import (
     FLAG_WORDS,
     ITEM_WORDS,
@@ -173,7 +185,6 @@ def attention_kernel(
     users, kv_len, kv_heads, _ = key.shape
     if order is not None and q_len % WGMMA_M:
         raise ValueError(f"an order needs T to be a multiple of {WGMMA_M}, but T={q_len}")
-    is_interpreted = bool(interpret)
     if scale == 0:  # every score is 0: the same as scores of queries that are
         query, scale = jnp.zeros_like(query), 1.0
     units = pl.cdiv(batch * q_len, WGMMA_M)
@@ -217,8 +228,84 @@ def attention_kernel(
         jax.ShapeDtypeStruct((*rows, head_dim), query.dtype),
         jax.ShapeDtypeStruct(rows, jnp.float32) if return_residuals else None,
     )
-    scratch = scratch_types(query.dtype, shape, config, interpret=is_interpreted)
-    results = plgpu.kernel(
+    results = _launch(operands, outputs, shape, config, "ikbo_attention", interpret)
+    out = results[0].reshape(query.shape)
+    return out, results[1].reshape(query.shape[:-1]) if return_residuals else None
+
+
+def jagged_attention_kernel(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    tiles: gdpa_tiles.TileList,
+    *,
+    out_rows: int,
+    scale: float,
+    output_scale: float,
+    config: AttentionConfig,
+    num_sms: int,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Softmax attention from every tile of queries to the keys and values of its sequence.
+
+    Args:
+      query: [q_rows, N, H], bf16 or f16; at least a row.
+      key: [kv_rows, K, H], the same dtype; at least a row; K divides N.
+      value: [kv_rows, K, H].
+      tiles: `gdpa_tiles.query_tiles` of size `ATTENTION_TILE_ROWS`.
+      out_rows: rows of the result, each of which has a tile.
+      scale: of the scores; finite.
+      output_scale: of the result; finite.
+      config: a legal configuration; `chunk`, `balance` and `early_scores` have no effect, and
+        `reuse` must be off.
+      num_sms: as for `attention_kernel`.
+      interpret: likewise.
+
+    Returns:
+      out [out_rows, N, H] in the query's dtype, and lse [out_rows, N] in f32, the natural logarithm
+      of the softmax's denominator.  Rows without keys have 0 and -inf.
+    """
+    _, q_heads, head_dim = query.shape
+    if config.reuse:
+        raise ValueError(f"a list of tiles takes no reuse, but config is {config}")
+    if scale == 0:  # every score is 0: the same as scores of queries that are
+        query, scale = jnp.zeros_like(query), 1.0
+    most_tiles = tiles.words.shape[0] * q_heads
+    shape = Shape(  # every row may have a sequence of its own
+        batch=out_rows,
+        q_len=1,
+        q_heads=q_heads,
+        kv_heads=key.shape[1],
+        kv_len=key.shape[0],
+        users=1,
+        head_dim=head_dim,
+        log2_scale=scale * math.log2(math.e),
+        sum_limit=softmax.SUM_LIMITS[query.dtype.name],
+        workers=min(num_sms, most_tiles),
+        most_tiles=most_tiles,
+        output_scale=output_scale,
+    )
+    operands = Operands(query, key, value, *(None,) * 6, *tiles)
+    outputs = Outputs(
+        jax.ShapeDtypeStruct((out_rows, q_heads, head_dim), query.dtype),
+        jax.ShapeDtypeStruct((out_rows, q_heads), jnp.float32),
+    )
+    out, lse = _launch(operands, outputs, shape, config, "ikbo_gdpa_softmax", interpret)
+    return out, lse
+
+
+def _launch(
+    operands: Operands,
+    outputs: Outputs,
+    shape: Shape,
+    config: AttentionConfig,
+    name: str,
+    interpret: Any,
+) -> tuple[jax.Array, ...]:
+    """What the kernel fills of `outputs`."""
+    is_interpreted = bool(interpret)
+    scratch = scratch_types(operands.query.dtype, shape, config, interpret=is_interpreted)
+    results: tuple[jax.Array, ...] = plgpu.kernel(
         functools.partial(
             _kernel,
             tree=jax.tree.structure((operands, outputs, (0,) * len(scratch))),
@@ -232,9 +319,8 @@ def attention_kernel(
         grid_names=("worker",),
         num_threads=NUM_CONSUMERS + 1,
         thread_name="warpgroup",
-        kernel_name="ikbo_attention",
+        kernel_name=name,
         compiler_params=mosaic.compiler_params(),
         interpret=interpret,
     )(*jax.tree.leaves(operands))
-    out = results[0].reshape(query.shape)
-    return out, results[1].reshape(query.shape[:-1]) if return_residuals else None
+    return results

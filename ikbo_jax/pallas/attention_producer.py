@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ikbo_jax.pallas import mosaic
+from ikbo_jax.pallas import gdpa_tiles, mosaic, schedule
 from ikbo_jax.pallas.attention_role import COMMON_ITEM_WORDS, FLAG_WORDS, Item, Role
 from ikbo_jax.tuning.configs import ATTENTION_TILE_ROWS, NUM_CONSUMERS, WGMMA_M
 
@@ -20,7 +20,7 @@ class _Share(NamedTuple):
 
     row_tiles: Any  # of a head
     first: Any
-    stride: Any
+    stride: Any  # 1 with a list of tiles, which CTAs share forth and back
     count: Any
 
 
@@ -33,8 +33,9 @@ class _Pass(NamedTuple):
     head: Any
     begin: Any  # row of the pass,
     end: Any  # and past its last
-    user: Any
-    length: Any  # keys of the user
+    user: Any  # or, with a list of tiles, row of the first key
+    length: Any  # keys
+    source: Any = None  # with a list of tiles, first row of the queries
 
 
 class _Sent(NamedTuple):
@@ -47,6 +48,12 @@ class _Sent(NamedTuple):
 
 def _share(role: Role) -> _Share:
     shape, operands = role.shape, role.operands
+    if operands.counts is not None:
+        row_tiles = operands.counts[1]
+        tiles = row_tiles * shape.q_heads
+        count = schedule.back_and_forth_share(role.worker, shape.workers, tiles)
+        # The consumers take it that there is a pass: a CTA without tiles has one without rows.
+        return _Share(row_tiles, role.worker, 1, jnp.maximum(count, 1))
     row_tiles = jnp.int32(shape.row_tiles)
     if operands.cut_counts is not None:
         row_tiles = operands.cut_counts[operands.cut_counts.shape[0] - 1]
@@ -111,13 +118,16 @@ def _first_row(role: Role, row: Any) -> Any:
 def _load_block(
     role: Role, source: Any, tiles: Any, ready: Any, user: Any, head: Any, block: Any
 ) -> None:
-    """Brings a block of one user's keys or values into a stage."""
+    """Brings a block of one user's keys or values into a stage; `user` is that of a `_Pass`."""
     config, shape = role.config, role.shape
     for i in range(shape.column_blocks):
+        first = block * config.block_kv
+        rows: tuple[Any, ...] = (user, pl.ds(first, config.block_kv))
+        if role.operands.words is not None:  # past the sequence's end, others' rows come along
+            rows = (pl.ds(user + first, config.block_kv),)
         plgpu.copy_gmem_to_smem(
             source.at[
-                user,
-                pl.ds(block * config.block_kv, config.block_kv),
+                *rows,
                 lax.div(head, shape.q_heads // shape.kv_heads),
                 role.columns(i),
             ],
@@ -140,21 +150,45 @@ def _pass(role: Role, tile: Any, where: tuple[Any, Any, Any], begin: Any) -> _Pa
     return _Pass(tile, first, stop, head, begin, end, user, length)
 
 
+def _listed_pass(role: Role, share: _Share, i: Any) -> _Pass:
+    """The pass of this CTA's `i`-th tile of a list; if it has none, one without rows and keys."""
+    shape = role.shape
+    number = schedule.back_and_forth(share.first, shape.workers, i)
+    tiles = share.row_tiles * shape.q_heads
+    is_there, number = number < tiles, jnp.clip(number, 0, jnp.maximum(tiles - 1, 0))
+    tile, head = lax.div(number, shape.q_heads), lax.rem(number, shape.q_heads)
+    source, target, rows, first_key, length = (
+        role.operands.words[tile, word] for word in range(gdpa_tiles.TILE_WORDS)
+    )
+    end = target + jnp.where(is_there, rows, 0)
+    length = jnp.where(is_there, length, 0)
+    first_key = jnp.minimum(first_key, shape.kv_len - 1)  # an empty sequence may begin past the end
+    return _Pass(i, target, end, head, target, end, first_key, length, source)
+
+
+def _first_pass(role: Role, share: _Share, i: Any) -> _Pass:
+    """The first pass of this CTA's `i`-th tile."""
+    if role.operands.words is not None:
+        return _listed_pass(role, share, i)
+    where = _tile(role, share, i)
+    return _pass(role, i, where, where[0])
+
+
 def _note(role: Role, this: _Pass) -> Any:
     """Keeps a pass in shared memory, for which the producer has no registers; returns its tile.
 
     Every lane writes and reads all words: none may write before the others have read the last pass.
     """
     mosaic.synchronise_warp(interpret=role.interpret)
-    for i, word in enumerate(this[1:]):
+    for i, word in enumerate(word for word in this[1:] if word is not None):
         role.shared.items[role.config.q_slots, i] = word
     mosaic.synchronise_warp(interpret=role.interpret)
     return this.tile
 
 
 def _noted(role: Role, tile: Any) -> _Pass:
-    words = (role.shared.items[role.config.q_slots, i] for i in range(len(_Pass._fields) - 1))
-    return _Pass(tile, *words)
+    count = len(_Pass._fields) - (1 if role.operands.words is not None else 2)
+    return _Pass(tile, *(role.shared.items[role.config.q_slots, i] for i in range(count)))
 
 
 def _describe(role: Role, sent: _Sent, this: _Pass, is_kept: Any) -> Item:
@@ -181,18 +215,21 @@ def _ranges(role: Role, this: _Pass) -> list[Any]:
 
 
 def _send_item(
-    role: Role, sent: _Sent, item: Item, ranges: list[Any], user: Any, meanwhile: Callable[[], Any]
+    role: Role, sent: _Sent, item: Item, this: _Pass, meanwhile: Callable[[], Any]
 ) -> tuple[_Sent, Any]:
     """Describes a pass and brings everything that it reads and is not there; also returns what
     `meanwhile` gives, which is called when the consumers have something to begin with."""
-    shared = role.shared
+    shared, ranges, user = role.shared, _ranges(role, this), this.user
     slot = role.slot(sent.items)
     plgpu.barrier_wait(shared.q_free.at[slot])
     for i, word in enumerate((*item[:COMMON_ITEM_WORDS], *ranges)):
         shared.items[slot, i] = word
     plgpu.barrier_arrive(shared.item_ready.at[slot])
     for consumer in range(NUM_CONSUMERS):
-        row = jnp.minimum(ranges[3 * consumer], role.shape.rows - 1)
+        row = ranges[3 * consumer]
+        if this.source is not None:
+            row = this.source + consumer * WGMMA_M
+        row = jnp.minimum(row, role.operands.query.shape[0] - 1)
         for i in range(role.shape.column_blocks):
             plgpu.copy_gmem_to_smem(
                 role.operands.query.at[pl.ds(row, WGMMA_M), item.head, role.columns(i)],
@@ -245,6 +282,8 @@ def _send_passes(
     and the end."""
 
     def after(this: _Pass) -> _Pass:
+        if role.operands.words is not None:  # a tile is one pass
+            return _first_pass(role, share, select(this.tile + 1))
         is_within = this.end < this.stop
         tile = lax.cond(is_within, lambda: this.tile, lambda: select(this.tile + 1))
         first, stop, head = _tile(role, share, tile)
@@ -260,12 +299,11 @@ def _send_passes(
             is_kept = (is_same & (tile < share.count)).astype(jnp.int32)
         item = _describe(role, sent, this, is_kept)
         meanwhile = (lambda: tile) if reuse else (lambda: _note(role, after(this)))
-        sent, tile = _send_item(role, sent, item, _ranges(role, this), this.user, meanwhile)
+        sent, tile = _send_item(role, sent, item, this, meanwhile)
         return tile, sent
 
     tile = select(jnp.int32(0))
-    where = _tile(role, share, tile)
-    _note(role, _pass(role, tile, where, where[0]))
+    _note(role, _first_pass(role, share, tile))
     sent = lax.while_loop(lambda carry: carry[0] < share.count, one, (tile, sent))[1]
     return _send_end(role, sent)
 

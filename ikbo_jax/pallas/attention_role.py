@@ -41,6 +41,7 @@ class Shape:
     sum_limit: float
     workers: int
     most_tiles: int  # of all heads
+    output_scale: float = 1.0
 
     @property
     def rows(self) -> int:
@@ -67,17 +68,22 @@ class Shape:
 
 
 class Operands(NamedTuple):
-    """Device memory; what a launch has not got is None."""
+    """Device memory; what a launch has not got is None.
 
-    query: Any  # [B * T, N, H]
-    key: Any  # [U, S, K, H]
-    value: Any  # [U, S, K, H]
+    A launch with a list of tiles has keys and values of one sequence after another, and no index.
+    """
+
+    query: Any  # [B * T, N, H], or any rows with a list
+    key: Any  # [U, S, K, H], or [rows, K, H]
+    value: Any  # [U, S, K, H], or [rows, K, H]
     cand_to_user: Any  # [B] int32
     lengths: Any  # [U] int32
     order: Any  # [B] int32
     run_ends: Any  # [B] int32, past the last candidate of the run, by position
     cuts: Any  # [R + 1] int32, of R warpgroup tiles: where tile i begins; R past the last
     cut_counts: Any  # [R] int32, tiles that begin at or before a warpgroup tile
+    words: Any = None  # [most tiles, TILE_WORDS] int32, of a `gdpa_tiles.TileList`
+    counts: Any = None  # [2] int32, likewise
 
 
 class Outputs(NamedTuple):

@@ -29,6 +29,8 @@ def finish(
     inverse = jnp.where(row_sum > 0, 1 / row_sum, 0.0)
     # A NaN sum gives a NaN row.
     inverse = jnp.where(row_sum != row_sum, row_sum, inverse)
+    if role.shape.output_scale != 1:
+        inverse = inverse * jnp.float32(role.shape.output_scale)
     out = (acc * lax.broadcast_in_dim(inverse, acc.shape, (0,))).astype(role.outputs.out.dtype)
     # Without keys, the weights are NaN, and values that do not exist may be, too.
     out = jnp.where(has_keys, out, jnp.zeros((), out.dtype))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from ikbo_jax.pallas import schedule
 from ikbo_jax.pallas.gdpa_weights import Weighing
 from ikbo_jax.tuning.configs import BLOCK_K
 from ikbo_jax.tuning.gdpa_configs import GdpaConfig
@@ -133,17 +134,9 @@ class Role(NamedTuple):
         return pl.ds(begin, BLOCK_K)
 
     def share(self, count: Any) -> Any:
-        """How many of `count` runs are this CTA's; see `turn`."""
-        workers = self.shape.workers
-        full = lax.div(count, workers)
-        return full + (self.turn(full) < count).astype(jnp.int32)
+        """How many of `count` runs are this CTA's."""
+        return schedule.back_and_forth_share(self.worker, self.shape.workers, count)
 
     def turn(self, i: Any) -> Any:
-        """The number of this CTA's `i`-th run: forth and back, so that none always comes first.
-
-        Work falls along the list; taken in one direction only, the first CTA would have the largest
-        run of every round.
-        """
-        workers = self.shape.workers
-        place = jnp.where(lax.rem(i, 2) == 0, self.worker, workers - 1 - self.worker)
-        return i * workers + place
+        """The number of this CTA's `i`-th run."""
+        return schedule.back_and_forth(self.worker, self.shape.workers, i)

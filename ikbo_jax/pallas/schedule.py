@@ -1,4 +1,4 @@
-"""Which tiles a persistent worker (a CTA or a cluster) computes when a kernel has two phases."""
+"""Which tiles a persistent worker (a CTA or a cluster) computes."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import math
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 
 
 @dataclasses.dataclass(frozen=True)
 class TileSchedule:
-    """User tiles go to the lowest workers; candidate tiles are handed out from the top.
+    """Of a kernel with two phases: user tiles go to the lowest workers; candidate tiles are handed
+    out from the top.
 
     The first `full_waves` waves of candidate tiles go to all workers, later ones only to those at
     or above `rest_from`, which computed one user tile fewer.  Methods take Python integers or
@@ -65,3 +67,19 @@ def make_schedule(
         end = max(each * user_cost + last_of_rest, (each + 1) * user_cost + last_of_users)
         best = min(best, (end, waves))
     return TileSchedule(num_workers, user_tiles, cand_tiles, best[1], extra)
+
+
+def back_and_forth(worker: Any, workers: int, i: Any) -> Any:
+    """The number of a worker's `i`-th task: forth and back, so that none always comes first.
+
+    Work falls along the list; taken in one direction only, the first worker would have the largest
+    task of every round.
+    """
+    place = jnp.where(lax.rem(i, 2) == 0, worker, workers - 1 - worker)
+    return i * workers + place
+
+
+def back_and_forth_share(worker: Any, workers: int, count: Any) -> Any:
+    """How many of `count` tasks are a worker's."""
+    full = lax.div(count, workers)
+    return full + (back_and_forth(worker, workers, full) < count).astype(jnp.int32)

@@ -14,6 +14,7 @@ from ikbo_jax.tuning.configs import (
     SMEM_ALIGNMENT,
     WGMMA_K,
     WGMMA_M,
+    AttentionConfig,
 )
 
 #: Head widths (96 is padded to 128 in shared memory), and the widest blocks of keys beside which a
@@ -21,6 +22,8 @@ from ikbo_jax.tuning.configs import (
 GDPA_MAX_BLOCK_KV = {64: 128, 96: 128, 128: 128, 256: 64}
 #: Widest heads with `early_scores`.
 EARLY_SCORES_MAX_WIDTH = 128
+#: The activation that the attention kernel computes.
+SOFTMAX = "softmax"
 #: Query rows of a CTA tile: of one head and one sequence.
 GDPA_TILE_ROWS = NUM_CONSUMERS * WGMMA_M
 #: Candidates for one problem: the tuner takes some 10 s for each.
@@ -111,7 +114,7 @@ class GdpaProblem:
 
 @dataclasses.dataclass(frozen=True)
 class GdpaConfig:
-    """Tuning parameters of the forward kernel.
+    """Tuning parameters of the forward kernel; a softmax has rings, query slots and late_turns.
 
     Attributes:
       block_kv: keys of a pipeline stage; a multiple of 16.
@@ -149,13 +152,28 @@ class GdpaConfig:
         ring = (self.k_stages + self.v_stages) * self.block_kv * row
         return queries + ring + 2 * SMEM_ALIGNMENT
 
+    @property
+    def for_softmax(self) -> AttentionConfig:
+        """The same of the attention kernel, which computes a softmax."""
+        return AttentionConfig(
+            self.block_kv,
+            self.k_stages,
+            self.v_stages,
+            self.q_slots,
+            late_turns=self.late_turns,
+        )
+
 
 def gdpa_illegal_reason(problem: GdpaProblem, config: GdpaConfig) -> str | None:
     """Why the forward kernel cannot run `problem` with `config`; None if it can."""
     if problem.dtype not in KERNEL_DTYPES:
         return f"the kernel takes {' and '.join(KERNEL_DTYPES)}, but the inputs are {problem.dtype}"
-    if "softmax" in problem.activations:
-        return "the kernel takes activations that work element by element, but a head has softmax"
+    has_softmax = SOFTMAX in problem.activations
+    if has_softmax and set(problem.activations) != {SOFTMAX}:
+        return (
+            "the kernels take a softmax in all heads or in none, "
+            f"but the heads have {', '.join(problem.activations)}"
+        )
     if problem.head_dim not in GDPA_MAX_BLOCK_KV:
         return (
             f"the kernel takes head widths {', '.join(map(str, GDPA_MAX_BLOCK_KV))}, "
@@ -181,6 +199,13 @@ def gdpa_illegal_reason(problem: GdpaProblem, config: GdpaConfig) -> str | None:
         return f"q_slots must be 1, 2 or 3, but is {config.q_slots}"
     if config.run < 1:
         return f"run must be at least 1, but is {config.run}"
+    switches = ("early_scores", "skip_empty", "half_blocks")
+    unknown = [name for name in switches if getattr(config, name)]
+    if has_softmax and (config.run > 1 or unknown):
+        return (
+            f"a softmax takes run=1 and none of {', '.join(switches)}, "
+            f"but has run={config.run} and {', '.join(unknown) or 'none of them'}"
+        )
     if config.early_scores and config.q_slots == 1:
         return "early_scores needs 2 or 3 q_slots, but q_slots is 1"
     if config.early_scores and problem.head_dim > EARLY_SCORES_MAX_WIDTH:
@@ -188,7 +213,7 @@ def gdpa_illegal_reason(problem: GdpaProblem, config: GdpaConfig) -> str | None:
             f"early_scores takes head widths up to {EARLY_SCORES_MAX_WIDTH}, wider ones spill "
             f"registers, but H={problem.head_dim}"
         )
-    smem_bytes = config.smem_bytes(problem.head_dim)
+    smem_bytes = (config.for_softmax if has_softmax else config).smem_bytes(problem.head_dim)
     if smem_bytes > MAX_SMEM_BYTES:
         return (
             f"{config} needs {smem_bytes} bytes of shared memory at H={problem.head_dim}, "

@@ -19,6 +19,7 @@ from ikbo_jax.tuning.configs import (
     LinearCompressionProblem,
 )
 from ikbo_jax.tuning.gdpa_configs import (
+    SOFTMAX,
     GdpaConfig,
     GdpaProblem,
     gdpa_candidate_configs,
@@ -258,9 +259,9 @@ def _gdpa_class(problem: GdpaProblem) -> str:
 def _gdpa_distance(a: GdpaProblem, b: GdpaProblem) -> float:
     """Weighted sum of |log2| of the sizes' ratios, and what the activation counts.
 
-    Infinite if H differs; see `GDPA_DISTANCE_WEIGHTS`.
+    Infinite if H differs, or the kernel: a softmax has another; see `GDPA_DISTANCE_WEIGHTS`.
     """
-    if a.head_dim != b.head_dim:
+    if a.head_dim != b.head_dim or (SOFTMAX in a.activations) != (SOFTMAX in b.activations):
         return math.inf
     measures: dict[str, Callable[[GdpaProblem], float]] = {
         "kv_len": lambda p: _gdpa_means(p)[1],

@@ -10,11 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ikbo_jax.pallas import gdpa_forward as kernel
-from ikbo_jax.pallas import gdpa_tiles
+from ikbo_jax.pallas.gdpa import gdpa_kernel
 from ikbo_jax.reference import gdpa_chunked
 from ikbo_jax.reference.gdpa import Arrays, Settings, materialised
-from ikbo_jax.tuning.gdpa_configs import GDPA_TILE_ROWS, GdpaConfig, GdpaProblem
+from ikbo_jax.tuning.gdpa_configs import GdpaConfig, GdpaProblem
 from ikbo_jax.tuning.trials import largest_difference
 
 #: Sequences whose results in XLA are compared with the oracle.
@@ -118,30 +117,7 @@ def gdpa_runner(problem: GdpaProblem, config: GdpaConfig | None) -> Callable[...
     num_sms = getattr(jax.devices()[0], "core_count", 1)
 
     def run(*arrays: jax.Array) -> jax.Array:
-        query, key, value, cu_q, cu_kv, q_to_kv = Arrays(*arrays)
-        tiles = gdpa_tiles.query_tiles(
-            cu_q,
-            cu_kv,
-            q_to_kv,
-            q_rows=query.shape[0],
-            kv_rows=key.shape[0],
-            max_seqlen_q=settings.max_seqlen_q,
-            max_seqlen_kv=settings.max_seqlen_kv,
-            size=GDPA_TILE_ROWS,
-        )
-        return kernel.gdpa_forward(
-            query,
-            key,
-            value,
-            tiles,
-            out_rows=problem.q_rows,
-            activations=settings.activations,
-            approx=settings.approx,
-            scale=settings.scale,
-            output_scale=settings.output_scale,
-            config=config,
-            num_sms=num_sms,
-        )
+        return gdpa_kernel(Arrays(*arrays), settings, config=config, num_sms=num_sms)[0]
 
     return jax.jit(run)
 

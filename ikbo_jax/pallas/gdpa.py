@@ -1,0 +1,60 @@
+"""The forward kernel of generalised dot-product attention, its tile list made before it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from ikbo_jax.pallas import attention, gdpa_forward, gdpa_tiles
+from ikbo_jax.reference.activations import SOFTMAX
+from ikbo_jax.reference.gdpa import Arrays, Settings, out_shape
+from ikbo_jax.tuning.gdpa_configs import GDPA_TILE_ROWS, GdpaConfig
+
+
+def gdpa_kernel(
+    arrays: Arrays, settings: Settings, *, config: GdpaConfig, num_sms: int
+) -> tuple[jax.Array, jax.Array | None]:
+    """`reference.gdpa.materialised` by a kernel; a softmax by that of attention.
+
+    Args:
+      arrays: bf16 or f16.
+      settings: a softmax is in all heads or in none.
+      config: a legal configuration (`tuning.gdpa_configs.gdpa_illegal_reason`).
+      num_sms: streaming multiprocessors of the device.
+
+    Returns:
+      out, and with a softmax lse [rows, N] in f32, the natural logarithm of its denominator.
+    """
+    query, key, value = arrays[:3]
+    tiles = gdpa_tiles.query_tiles(
+        arrays.cu_seqlens_q,
+        arrays.cu_seqlens_kv,
+        arrays.q_to_kv,
+        q_rows=query.shape[0],
+        kv_rows=key.shape[0],
+        max_seqlen_q=settings.max_seqlen_q,
+        max_seqlen_kv=settings.max_seqlen_kv,
+        size=GDPA_TILE_ROWS,
+    )
+    options: dict[str, Any] = {
+        "out_rows": out_shape(arrays, settings)[0],
+        "scale": settings.scale,
+        "output_scale": settings.output_scale,
+        "num_sms": num_sms,
+    }
+    if SOFTMAX in settings.activations:
+        return attention.jagged_attention_kernel(
+            query, key, value, tiles, config=config.for_softmax, **options
+        )
+    out = gdpa_forward.gdpa_forward(
+        query,
+        key,
+        value,
+        tiles,
+        activations=settings.activations,
+        approx=settings.approx,
+        config=config,
+        **options,
+    )
+    return out, None
