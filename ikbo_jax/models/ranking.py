@@ -251,9 +251,11 @@ def _network(params: dict[str, Any], request: Request, how: Ways) -> jax.Array:
         queries = queries + how.attend(layer["attention"], rms_norm(queries), seen, index)
         queries = queries + how.feed_forward(layer["pffn"], rms_norm(queries), pooled, index)
         rows = jnp.concatenate([request.user_tokens, dense, pooled], axis=1)
+        rows, queries = how.finish((rows, queries))
         compressed = how.compress(layer["compression"], rows, cand_tokens, index)
         interaction = _interaction(layer["interaction"], compressed)
         queries = queries + interaction[:, None]
+        history, queries, interaction = how.finish((history, queries, interaction))
         interactions.append(interaction)
     user = jnp.concatenate([jnp.mean(pooled, axis=1), request.user_dense], axis=1)
     cand = jnp.concatenate([jnp.mean(rms_norm(queries), axis=1), *interactions], axis=1)
