@@ -97,9 +97,20 @@ def test_every_size_the_kernel_takes_has_a_configuration(head_dim, kv_len, dtype
 
 
 def test_exact_class_before_another_activation(builtin):
-    builtin(row(), row(at(q_rows=1000 * 1152, max_seqlen_q=None, **RELU), other()))
+    builtin(row(), row(at(q_rows=1000 * 1152, **RELU), other()))
     choice = table.lookup(at(**RELU))
     assert (choice.config, choice.source, choice.exact) == (other(), "sm90.json", True)
+
+
+def test_full_sequences_have_rows_of_their_own(builtin):
+    half = at(q_rows=ROWS, kv_rows=ROWS, max_seqlen_q=2048, max_seqlen_kv=2048)
+    builtin(row(DEFAULT), row(half, other()))
+    assert table.lookup(DEFAULT).config != other()
+    for jagged in (half, at(max_seqlen_q=None), at(max_seqlen_kv=None)):
+        choice = table.lookup(jagged)
+        assert (choice.config, choice.exact) == (other(), True)
+    builtin(row(DEFAULT))
+    assert "nearest row at distance 1.00" in table.lookup(half).note
 
 
 def test_row_of_another_activation_is_a_doubling_away(builtin):
@@ -113,7 +124,7 @@ def test_row_of_another_activation_is_a_doubling_away(builtin):
 
 def test_users_row_speaks_for_near_problems_and_comes_first(builtin):
     builtin(row(DEFAULT), row(at(**RELU)))
-    jagged = at(q_rows=ROWS - 999, kv_rows=ROWS + 17, max_seqlen_q=None)
+    jagged = at(q_rows=ROWS - 999, kv_rows=ROWS - 17)
     table.write_user_row(row(at(batch=1151, batch_kv=1151), other()))
     choice = table.lookup(jagged)
     assert (choice.config, choice.source, choice.exact) == (other(), "user cache", True)

@@ -54,7 +54,8 @@ ATTENTION_DISTANCE_WEIGHTS = {
     "heads": 0.25,
 }
 #: Weights of generalised attention's distance. Mean lengths decide the pipeline and the tiles; the
-#: activation decides what limits the kernel, and counts as much as one doubling.
+#: activation decides what limits the kernel, and counts as much as one doubling; so does whether
+#: sequences are full or jagged.
 GDPA_DISTANCE_WEIGHTS = {
     "kv_len": 1.0,
     "q_len": 1.0,
@@ -63,6 +64,10 @@ GDPA_DISTANCE_WEIGHTS = {
     "heads": 0.25,
 }
 ACTIVATION_DISTANCE = 1.0
+#: Sequences that fill more of their bounds than this are full: nearly all tiles are whole.
+FULL = 0.75
+#: What full sequences are away from jagged ones.
+JAGGED_DISTANCE = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,6 +250,13 @@ def _gdpa_means(p: GdpaProblem) -> tuple[float, float]:
     return p.q_rows / max(p.batch, 1), p.kv_rows / max(p.batch_kv, 1)
 
 
+def _is_full(p: GdpaProblem) -> bool:
+    """Whether sequences nearly fill their bounds; without a bound, nobody knows."""
+    q_len, kv_len = _gdpa_means(p)
+    bounds = [(kv_len, p.max_seqlen_kv), *([] if p.broadcast_q else [(q_len, p.max_seqlen_q)])]
+    return all(bound is not None and mean > FULL * bound for mean, bound in bounds)
+
+
 def _gdpa_class(problem: GdpaProblem) -> str:
     """H and activations as they are, everything else by octave; lengths by their means."""
     p = problem
@@ -252,7 +264,8 @@ def _gdpa_class(problem: GdpaProblem) -> str:
     return (
         f"gdpa h={p.head_dim} q=2^{_octave(q_len)} kv=2^{_octave(kv_len)} b=2^{_octave(p.batch)} "
         f"ratio=2^{_octave(p.batch / max(p.batch_kv, 1))} n=2^{_octave(p.q_heads)} "
-        f"k=2^{_octave(p.kv_heads)} {'+'.join(p.activations)} {p.approx or 'exact'}"
+        f"k=2^{_octave(p.kv_heads)} {'full' if _is_full(p) else 'jagged'} "
+        f"{'+'.join(p.activations)} {p.approx or 'exact'}"
     )
 
 
@@ -275,7 +288,8 @@ def _gdpa_distance(a: GdpaProblem, b: GdpaProblem) -> float:
         for name, measure in measures.items()
     )
     is_same = (a.activations, a.approx) == (b.activations, b.approx)
-    return total + (0.0 if is_same else ACTIVATION_DISTANCE)
+    total += 0.0 if is_same else ACTIVATION_DISTANCE
+    return total + (0.0 if _is_full(a) == _is_full(b) else JAGGED_DISTANCE)
 
 
 def _gdpa_fits(problem: GdpaProblem, config: GdpaConfig, fallback: GdpaConfig) -> bool:
