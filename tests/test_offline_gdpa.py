@@ -13,7 +13,7 @@ import pytest
 
 from ikbo_jax.pallas import attention, gdpa_tiles
 from ikbo_jax.pallas import gdpa_forward as kernel
-from ikbo_jax.tuning import configs, gdpa_configs
+from ikbo_jax.tuning import configs, gdpa_configs, table
 from ikbo_jax.tuning.gdpa_configs import GdpaConfig, GdpaProblem
 
 pytestmark = [
@@ -120,9 +120,7 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> offline.Compiler:
         pytest.fail(str(error), pytrace=False)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_offline_kernel_is_fit(name: str, compiler: offline.Compiler) -> None:
-    case = CASES[name]
+def assert_fit(case: Case, compiler: offline.Compiler) -> None:
     config = case.config or next(gdpa_configs.gdpa_candidate_configs(case.problem))
     assert gdpa_configs.gdpa_illegal_reason(case.problem, config) is None
     (compiled,) = compiler.compile(*launch(case.problem, config, case.scales))
@@ -131,3 +129,24 @@ def test_offline_kernel_is_fit(name: str, compiler: offline.Compiler) -> None:
     limit = sizes.smem_bytes(case.problem.head_dim)
     assert 0 <= limit - compiled.smem_bytes <= configs.SMEM_ALIGNMENT
     assert limit <= configs.MAX_SMEM_BYTES
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_offline_kernel_is_fit(name: str, compiler: offline.Compiler) -> None:
+    assert_fit(CASES[name], compiler)
+
+
+def table_rows() -> dict[str, Case]:
+    """The rows of `sm90.json`, one of those that make the same kernel but for sizes."""
+    rows = (r for r in table._builtin_rows() if isinstance(r.problem, GdpaProblem))
+    return {
+        f"{r.problem.dtype}:h{r.problem.head_dim}:{r.problem.activations}:{r.problem.approx}:"
+        f"{r.config}": Case(r.problem, r.config, SCALES)
+        for r in rows
+        if r.config is not None
+    }
+
+
+@pytest.mark.parametrize("name", table_rows())
+def test_offline_table_row_is_fit(name: str, compiler: offline.Compiler) -> None:
+    assert_fit(table_rows()[name], compiler)
