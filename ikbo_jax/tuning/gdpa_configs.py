@@ -26,33 +26,36 @@ EARLY_SCORES_MAX_WIDTH = 128
 SOFTMAX = "softmax"
 #: Query rows of a CTA tile: of one head and one sequence.
 GDPA_TILE_ROWS = NUM_CONSUMERS * WGMMA_M
+#: Sequences that fill more of their bounds than this are full: nearly all tiles are whole.
+FULL = 0.75
 #: Candidates for one problem: the tuner takes some 10 s for each.
 MOST_CANDIDATES = 16
 #: (k_stages, v_stages, q_slots) of candidates, the likeliest best first. Fractions of the matmul on
 #: an H200, batch 1152, N = 4, H = 128, gelu_tanh with approx="tanh", blocks of 128 keys: 0.805 with
 #: the first ring, 0.780 with the second, full sequences of 1024.
 RINGS = ((2, 2, 3), (2, 3, 2), (3, 3, 2), (4, 4, 2), (3, 3, 1), (2, 2, 1))
-#: What else candidates differ in, the likeliest best first. Where keys do not stay, there and with
-#: the second ring, at 512, 1024 and 2048: late_turns 0.725, 0.794, 0.853; plain 0.728, 0.780,
-#: 0.824; early_scores 0.708, 0.782 (2048 was not timed). The first ring with late_turns: 0.813 at
-#: 1024.
-LONG_MODES: tuple[dict[str, Any], ...] = (
-    {"late_turns": True},
-    {},
-    {"early_scores": True, "late_turns": True},
-    {"early_scores": True},
+#: What else candidates differ in, the likeliest best first. Where keys do not stay, with the second
+#: ring at 512, 1024 and 2048: late_turns 0.725, 0.794, 0.853; plain 0.728, 0.780, 0.824;
+#: early_scores 0.708, 0.782 (2048 was not timed). The first ring with late_turns: 0.806 to 0.813 at
+#: 1024, 0.854 at 2048.
+LONG_MODES: tuple[dict[str, Any], ...] = ({"late_turns": True}, {})
+#: Jagged sequences up to 512, 1024 and 2048: the first of these 0.481 (without late_turns), 0.645
+#: and 0.753; none of them 0.472, 0.639 (with late_turns) and 0.757; blocks of 64 keys best to 256.
+JAGGED_MODES: tuple[dict[str, Any], ...] = (
+    {"late_turns": True, "skip_empty": True, "half_blocks": True},
+    {"skip_empty": True, "half_blocks": True},
+    *LONG_MODES,
 )
-#: Where they do, 1024 queries and 256 keys, first ring: 0.698 with runs of 8, 0.678 with
-#: early_scores as well, 0.660 with early_scores and runs of 2; 0.575 with the second ring and no
-#: runs. At 256 of both: 0.569 with early_scores and runs of 8, 0.567 of 2, 0.569 of 2 with
-#: late_turns too; 0.521 with the second ring alone.
+#: Where they do, full sequences of 256 keys, first ring. 1024 queries: 0.702 with runs of 8, 0.687
+#: of 4, 0.676 of 16; 0.678 with early_scores; 0.575 with the second ring and no runs. 512: 0.689
+#: with runs of 4, 0.659 of 8. 256: 0.605 with runs of 2, 0.598 with late_turns alone, 0.588 with
+#: early_scores and runs of 2.
 SHORT_MODES: tuple[dict[str, Any], ...] = (
     {"run": 8},
-    {"run": 8, "early_scores": True},
-    {"run": 8, "late_turns": True},
-    {"run": 2, "early_scores": True, "late_turns": True},
+    {"run": 4},
     {"run": 2},
     {"late_turns": True},
+    {"run": 8, "late_turns": True},
     {},
 )
 #: Places that blocks of 64 keys lose against those of 128.
@@ -92,6 +95,17 @@ class GdpaProblem:
     broadcast_q: bool
     max_seqlen_q: int | None
     max_seqlen_kv: int | None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether sequences nearly fill their bounds on the average; not known without bounds."""
+        bounds = [(self.kv_rows, self.batch_kv, self.max_seqlen_kv)]
+        if not self.broadcast_q:
+            bounds.append((self.q_rows, self.batch, self.max_seqlen_q))
+        return all(
+            bound is not None and rows > FULL * sequences * bound
+            for rows, sequences, bound in bounds
+        )
 
     def useful_flops(self, pairs: int) -> int:
         """Multiply-adds times two of both products; `pairs` of a query and a key in a sequence."""
@@ -239,7 +253,8 @@ def gdpa_candidate_configs(problem: GdpaProblem) -> Iterator[GdpaConfig]:
         for ring, (k_stages, v_stages, q_slots) in enumerate(RINGS):
             plain = GdpaConfig(block_kv, k_stages, v_stages, q_slots)
             can_stay = keys_stay(problem, plain) and q_slots > 1
-            for mode, switches in enumerate(SHORT_MODES if can_stay else LONG_MODES):
+            long_modes = LONG_MODES if problem.is_full else JAGGED_MODES
+            for mode, switches in enumerate(SHORT_MODES if can_stay else long_modes):
                 config = dataclasses.replace(plain, **switches)
                 if gdpa_illegal_reason(problem, config) is None:
                     ranked.append((NARROW_BLOCK_COST * block + ring + mode, config))

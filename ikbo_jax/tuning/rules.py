@@ -64,8 +64,6 @@ GDPA_DISTANCE_WEIGHTS = {
     "heads": 0.25,
 }
 ACTIVATION_DISTANCE = 1.0
-#: Sequences that fill more of their bounds than this are full: nearly all tiles are whole.
-FULL = 0.75
 #: What full sequences are away from jagged ones.
 JAGGED_DISTANCE = 1.0
 
@@ -250,13 +248,6 @@ def _gdpa_means(p: GdpaProblem) -> tuple[float, float]:
     return p.q_rows / max(p.batch, 1), p.kv_rows / max(p.batch_kv, 1)
 
 
-def _is_full(p: GdpaProblem) -> bool:
-    """Whether sequences nearly fill their bounds; without a bound, nobody knows."""
-    q_len, kv_len = _gdpa_means(p)
-    bounds = [(kv_len, p.max_seqlen_kv), *([] if p.broadcast_q else [(q_len, p.max_seqlen_q)])]
-    return all(bound is not None and mean > FULL * bound for mean, bound in bounds)
-
-
 def _gdpa_class(problem: GdpaProblem) -> str:
     """H and activations as they are, everything else by octave; lengths by their means."""
     p = problem
@@ -264,7 +255,7 @@ def _gdpa_class(problem: GdpaProblem) -> str:
     return (
         f"gdpa h={p.head_dim} q=2^{_octave(q_len)} kv=2^{_octave(kv_len)} b=2^{_octave(p.batch)} "
         f"ratio=2^{_octave(p.batch / max(p.batch_kv, 1))} n=2^{_octave(p.q_heads)} "
-        f"k=2^{_octave(p.kv_heads)} {'full' if _is_full(p) else 'jagged'} "
+        f"k=2^{_octave(p.kv_heads)} {'full' if p.is_full else 'jagged'} "
         f"{'+'.join(p.activations)} {p.approx or 'exact'}"
     )
 
@@ -289,7 +280,7 @@ def _gdpa_distance(a: GdpaProblem, b: GdpaProblem) -> float:
     )
     is_same = (a.activations, a.approx) == (b.activations, b.approx)
     total += 0.0 if is_same else ACTIVATION_DISTANCE
-    return total + (0.0 if _is_full(a) == _is_full(b) else JAGGED_DISTANCE)
+    return total + (0.0 if a.is_full == b.is_full else JAGGED_DISTANCE)
 
 
 def _gdpa_fits(problem: GdpaProblem, config: GdpaConfig, fallback: GdpaConfig) -> bool:
