@@ -85,10 +85,8 @@ CASES = {
     "one_block": Case((0, 0, 1, 1), 32),
     "one_masked_block": Case((0, 0, 1, 1), 5),
     "many_blocks_one_slot": Case((0, 0, 0, 0), 32 * 6 + 1, config=ONE_SLOT),
-    "tail_of_one": Case((0, 0, 1, 1), 65),
     # Tiles.
     "odd_pairs": Case((0, 1, 1, 1, 0), 64),
-    "ordered": Case((1, 0, 1, 0), 40, order=(1, 3, 2, 0), heads=(2, 2)),
     "several_tiles_of_two_ctas": Case((0, 0, 1, 1, 1, 1, 0), 40, heads=(2, 2), num_sms=2),
     "t128_ordered": Case((1, 0, 1), 40, q_len=128, order=(1, 0, 2)),
     "t1": Case((0,) * 5 + (1,) * 3, 40, q_len=1),
@@ -100,7 +98,6 @@ CASES = {
         (0,) * 9 + (1,) * 9, 60, q_len=16, heads=(2, 1), lengths=(33, 60), config=REUSE, num_sms=2
     ),
     # Scores that are multiplied while the pass before is stored.
-    "early_two_blocks": Case((0, 0, 1, 1, 1), 64, config=EARLY),
     "early_odd_pairs_lengths": Case(
         (0, 1, 1, 2, 3, 3), 70, users=4, lengths=(70, 33, 0, 1), config=EARLY
     ),
@@ -110,14 +107,10 @@ CASES = {
     ),
     # Heads.
     "gqa": Case((0, 0, 1), 40, heads=(4, 2)),
-    "h96": Case((0, 0, 1), 40, head_dim=96),
     "h256": Case((0, 0, 1), 40, head_dim=256, config=ONE_SLOT),
     # Lengths.
     "no_keys": Case((0, 1, 2, 2), 70, users=3, lengths=(0, 64, 0)),
     "lengths_out_of_range": Case((0, 0, 1, 1), 70, lengths=(-3, 1000)),
-    # Scales, the other dtype.
-    "negative_scale": Case((0, 0, 1), 40, scale=-0.2),
-    "f16": Case((0, 0, 1), 70, dtype="float16"),
 }
 
 
@@ -223,7 +216,7 @@ def test_interpreted_blocks_that_stay_are_not_brought_again(
 
 @pytest.mark.parametrize(
     ("config", "candidate"),
-    [(TWO_SLOTS, 4), (ONE_SLOT, 0), (ALL, 2), (EARLY, 3)],
+    [(TWO_SLOTS, 4), (ONE_SLOT, 0), (ALL, 2)],
 )
 def test_interpreted_growing_scores_are_computed_again(
     candidate: int,
@@ -267,16 +260,15 @@ def test_interpreted_good_scores_need_no_second_try(
     launches.assert_no_races(1)
 
 
-@pytest.mark.parametrize("value", [np.nan, -np.inf])
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-def test_interpreted_padding_has_no_effect(value: float, launches: interpreter.Launches) -> None:
+def test_interpreted_padding_has_no_effect(launches: interpreter.Launches) -> None:
     """Keys and values past a user's length may be anything."""
     case = Case((0, 0, 1, 1), 75, lengths=(70, 33))
     inputs = case.inputs()
     past = jnp.arange(75)[None] >= jnp.asarray(case.lengths)[:, None]
     spoiled = inputs._replace(
-        key=jnp.where(past[..., None, None], jnp.asarray(value, inputs.key.dtype), inputs.key),
-        value=jnp.where(past[..., None, None], jnp.asarray(value, inputs.key.dtype), inputs.value),
+        key=jnp.where(past[..., None, None], jnp.nan, inputs.key).astype(inputs.key.dtype),
+        value=jnp.where(past[..., None, None], jnp.nan, inputs.value).astype(inputs.value.dtype),
     )
     results = interpret(spoiled, case)
     launches.assert_no_races(1)
@@ -284,13 +276,12 @@ def test_interpreted_padding_has_no_effect(value: float, launches: interpreter.L
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-@pytest.mark.parametrize("position", [3, 50])
 def test_interpreted_nan_of_one_user_stays_with_its_candidates(
-    position: int, launches: interpreter.Launches
+    launches: interpreter.Launches,
 ) -> None:
     case = Case((0, 1, 1, 0, 0), 75)
     inputs = case.inputs()
-    spoiled = inputs._replace(key=inputs.key.at[1, position].set(jnp.nan))
+    spoiled = inputs._replace(key=inputs.key.at[1, 50].set(jnp.nan))
     out, lse = interpret(spoiled, case)
     launches.assert_no_races(1)
     hit = np.asarray(case.index) == 1

@@ -79,14 +79,11 @@ def every_option(case: Case) -> Case:
 
 
 CASES = {
-    "default": of(),
-    "f16": of(dtype="float16"),
     "one_slot": of(ONE_SLOT),
     "late_turns": of(AttentionConfig(late_turns=True)),
     "all_options_ordered": dataclasses.replace(every_option(of()), with_order=True),
     "reuse_and_balance": dataclasses.replace(every_option(of(REUSE, kv_len=256)), with_order=True),
     "early_scores": dataclasses.replace(every_option(of(EARLY)), with_order=True),
-    "early_scores_and_reuse": of(dataclasses.replace(REUSE, early_scores=True), kv_len=256),
     "small": of(batch=1, users=1, q_len=1, kv_len=1, q_heads=1, kv_heads=1),
 } | {
     f"h{head_dim}_t{q_len}": every_option(of(head_dim=head_dim, q_len=q_len))

@@ -38,16 +38,13 @@ def default_case(problem: LinearCompressionProblem, **changes: Any) -> Case:
 def named_cases() -> dict[str, Case]:
     of = lambda **sizes: default_case(dataclasses.replace(DEFAULT, **sizes))  # noqa: E731
     cases = {
-        "default": default_case(DEFAULT),
         "single_launch": default_case(DEFAULT, single_launch=True),
-        "default_f16": of(dtype="float16"),
         "two_launches": default_case(DEFAULT, single_launch=False),
         "two_launches_f16": default_case(
             dataclasses.replace(DEFAULT, dtype="float16"), single_launch=False
         ),
         "cluster_of_one": default_case(DEFAULT, cluster=1, single_launch=True),
         "cluster_of_one_two_launches": default_case(DEFAULT, cluster=1, single_launch=False),
-        "cluster_of_two": default_case(DEFAULT, cluster=2),
         "three_levels": default_case(THREE_LEVELS, single_launch=True),
         "three_levels_three_launches": default_case(THREE_LEVELS, single_launch=False),
         "one_level": default_case(ONE_LEVEL),
@@ -59,7 +56,6 @@ def named_cases() -> dict[str, Case]:
             dataclasses.replace(DEFAULT, batches=(1024, 1024)), single_launch=False
         ),
         "n8": of(n=8),
-        "n128": of(n=128),
         "widest_block": (
             DEFAULT,
             LinearCompressionConfig(configs.MAX_BLOCK_M, 3, configs.MAX_BLOCK_M // 4),
@@ -69,7 +65,7 @@ def named_cases() -> dict[str, Case]:
             LinearCompressionConfig(16, 4, 8),
         ),
     }
-    return cases | {f"m{m}": of(m=m) for m in (1, 128, 256, 512, 1024)}
+    return cases | {"m1": of(m=1)}
 
 
 def table_cases() -> dict[str, Case]:
@@ -110,6 +106,7 @@ def launch(problem: LinearCompressionProblem, config: LinearCompressionConfig) -
     return fn, weights, embeddings, parents
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_offline_kernel_is_fit(name: str, compiler: offline.Compiler) -> None:
     problem, config = CASES[name]

@@ -93,7 +93,6 @@ def of(config: GdpaConfig | None = None, **sizes: Any) -> Case:
 
 CASES = {
     "f16": dataclasses.replace(of(dtype="float16"), scales=SCALES),
-    "tanh_late": dataclasses.replace(of(GdpaConfig(late_turns=True), approx="tanh"), scales=SCALES),
     "packed": dataclasses.replace(
         of(GdpaConfig(v_stages=2, q_slots=3, late_turns=True), approx="tanh_bf16"), scales=SCALES
     ),
@@ -104,9 +103,7 @@ CASES = {
     "jagged_one_slot": of(
         GdpaConfig(k_stages=3, v_stages=3, q_slots=1, skip_empty=True, half_blocks=True)
     ),
-    "h64": of(head_dim=64, activations=("silu",)),
     "h96": of(head_dim=96, approx="polynomial", activations=("gelu",)),
-    "h256": of(head_dim=256),
     "softmax": dataclasses.replace(of(activations=("softmax",), kv_heads=2), scales=SCALES),
     "softmax_h256_f16": of(activations=("softmax",), head_dim=256, dtype="float16"),
 }
