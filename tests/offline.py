@@ -147,7 +147,7 @@ def describe_module(module: bytes) -> tuple[str, int]:
     context.allow_unregistered_dialects = True  # a serialised module's operations have other names
     with context:
         parsed = ir.Module.parse(module)
-        launches = [op for op in _operations(parsed.operation) if op.name.endswith("gpu.launch")]
+        launches = list(_launches(parsed.operation))
         if len(launches) != 1:
             raise ValueError(f"expected one launch in the module, found {len(launches)}")
         size = launches[0].operands[len(launches[0].operands) - 1].owner.attributes["value"]
@@ -155,12 +155,25 @@ def describe_module(module: bytes) -> tuple[str, int]:
         return name, ir.IntegerAttr(size).value
 
 
-def _operations(op: Any) -> Iterator[Any]:
+def _children(op: Any) -> Iterator[Any]:
     for region in op.regions:
         for block in region.blocks:
-            for inner in block.operations:
-                yield inner.operation
-                yield from _operations(inner.operation)
+            yield from (inner.operation for inner in block.operations)
+
+
+def _operations(op: Any) -> Iterator[Any]:
+    for inner in _children(op):
+        yield inner
+        yield from _operations(inner)
+
+
+def _launches(op: Any) -> Iterator[Any]:
+    """Kernel launches. What they hold is not looked through: that takes half of a compilation."""
+    for inner in _children(op):
+        if inner.name.endswith("gpu.launch"):
+            yield inner
+        else:
+            yield from _launches(inner)
 
 
 def find_plugin() -> pathlib.Path:
