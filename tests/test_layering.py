@@ -20,6 +20,7 @@ SMALL_PARTS = (
     "pallas.fragment",
     "pallas.schedule",
     "pallas.softmax",
+    "pallas.turns",
 )
 #: A kernel too long for one file is split; these parts are its own.
 LINEAR_COMPRESSION_PARTS = ("pallas.linear_compression_tiles", "pallas.linear_compression_roles")
@@ -78,6 +79,12 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "pallas.fragment": ("pallas.mosaic",),
     "pallas.accumulator": ("pallas.mosaic",),
     "pallas.softmax": ("pallas.mosaic",),
+    "pallas.turns": (
+        "tuning.configs",
+        "pallas.mosaic",
+        "pallas.accumulator",
+        "pallas.softmax",
+    ),
     "pallas.attention": (
         "tuning.configs",
         *SMALL_PARTS,

@@ -12,14 +12,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ikbo_jax.pallas import accumulator, attention_store, mosaic, softmax
+from ikbo_jax.pallas import accumulator, attention_store, mosaic, softmax, turns
 from ikbo_jax.pallas.attention_role import COMMON_ITEM_WORDS, FLAG_WORDS, Item, Role
 from ikbo_jax.tuning.configs import NUM_CONSUMERS, WGMMA_M
 
-#: Named barriers: the consumers' turns (one each), and where both wait for each other.
-TURN_BARRIER = 4
-MEETING_BARRIER = 6
-CONSUMER_THREADS = NUM_CONSUMERS * softmax.WARPGROUP_SIZE
+#: The named barrier where both consumers wait for each other; those before it are the turns'.
+MEETING_BARRIER = turns.TURN_BARRIER + NUM_CONSUMERS
 
 
 class _State(NamedTuple):
@@ -114,26 +112,9 @@ def _free_stored_slot(role: Role, index: Any) -> None:
             plgpu.barrier_arrive(role.shared.q_free.at[role.slot(index)])
 
 
-def _take_turn(role: Role) -> None:
-    mosaic.named_barrier("sync", TURN_BARRIER + role.consumer, CONSUMER_THREADS)
-
-
-def _pass_turn(role: Role) -> None:
-    mosaic.named_barrier("arrive", TURN_BARRIER + 1 - role.consumer, CONSUMER_THREADS)
-
-
-def _await_scores(role: Role) -> None:
-    """Waits for the scores, the products before the last; the other consumer may go ahead."""
-    if not role.config.late_turns:
-        _pass_turn(role)
-    accumulator.wait(1, interpret=role.interpret)
-    if role.config.late_turns:
-        _pass_turn(role)
-
-
 def _meet() -> None:
     """The consumers wait for one another, and then see each other's writes to shared memory."""
-    mosaic.named_barrier("sync", jnp.int32(MEETING_BARRIER), CONSUMER_THREADS)
+    mosaic.named_barrier("sync", jnp.int32(MEETING_BARRIER), turns.CONSUMER_THREADS)
 
 
 def _begin(role: Role, scores: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -155,14 +136,14 @@ def _step(
     """Multiplies block `block`, whose weights are at hand, and makes the weights of the next;
     `meanwhile` reads the accumulator for the last time while the scores are multiplied."""
     step = first_step + block
-    _take_turn(role)
+    turns.take(role)
     scores = _issue_scores(role, item, index, step + 1)
     if meanwhile is not None:
-        _pass_turn(role)
+        turns.give(role)
         meanwhile()
     acc = _issue_values(role, item, state, block > 0, step)
     if meanwhile is None:
-        _await_scores(role)
+        turns.await_scores(role)
     else:
         accumulator.wait(1, interpret=role.interpret)
     _free_read_queries(role, index, block + 2 == item.blocks)
@@ -183,11 +164,11 @@ def _last_step(
 
     def with_next() -> tuple[jax.Array, ...]:
         next_step = role.step_after(item, first_step)
-        _take_turn(role)
+        turns.take(role)
         plgpu.barrier_wait(role.shared.q_ready.at[role.slot(index + 1)])
         scores = _issue_scores(role, following, index + 1, next_step)
         acc = _issue_values(role, item, state, is_defined, step)
-        _await_scores(role)
+        turns.await_scores(role)
         _free_read_queries(role, index + 1, following.blocks == 1)
         scores = _scores(role, scores, following, jnp.int32(0), next_step)
         p, maximum, sums = _begin(role, scores)
@@ -195,10 +176,10 @@ def _last_step(
         return acc, p.astype(state.weights.dtype), maximum, sums
 
     def alone() -> tuple[jax.Array, ...]:
-        _take_turn(role)
+        turns.take(role)
         acc = _issue_values(role, item, state, is_defined, step)
         # The first turn was given to consumer 0, so it is consumer 1 that gives none at the end.
-        pl.when(role.consumer == 0)(functools.partial(_pass_turn, role))
+        pl.when(role.consumer == 0)(functools.partial(turns.give, role))
         accumulator.wait(0, interpret=role.interpret)
         return acc, state.weights, state.maximum, state.sums
 
@@ -235,10 +216,10 @@ def _attend(role: Role) -> tuple[Any, Any]:
     """All passes of this CTA, pipelined; returns the number of items, and where the rings are."""
     zero, is_early = jnp.int32(0), role.is_early
     item = _receive(role, zero)
-    _take_turn(role)
+    turns.take(role)
     plgpu.barrier_wait(role.shared.q_ready.at[0])
     scores = _issue_scores(role, item, zero, zero)
-    _pass_turn(role)
+    turns.give(role)
     accumulator.wait(0, interpret=role.interpret)
     _free_read_queries(role, zero, item.blocks == 1)
     p, maximum, sums = _begin(role, _scores(role, scores, item, zero, zero))
@@ -355,7 +336,7 @@ def consume(role: Role) -> None:
     for free, stages in (*rings, (shared.q_free, config.q_slots)):
         for stage in range(stages):
             plgpu.barrier_arrive(free.at[stage])
-    pl.when(role.consumer == 1)(functools.partial(_pass_turn, role))
+    pl.when(role.consumer == 1)(functools.partial(turns.give, role))
     items, steps = _attend(role)
     # What was stored must not overtake what is stored again.
     plgpu.wait_smem_to_gmem(0, wait_read_only=False)

@@ -12,13 +12,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ikbo_jax.pallas import accumulator, gdpa_store, gdpa_weights, mosaic, softmax
+from ikbo_jax.pallas import accumulator, gdpa_store, gdpa_weights, mosaic, softmax, turns
 from ikbo_jax.pallas.gdpa_role import Item, Role
-from ikbo_jax.tuning.configs import NUM_CONSUMERS, WGMMA_M
-
-#: Named barriers of the consumers' turns, one each.
-TURN_BARRIER = 4
-CONSUMER_THREADS = NUM_CONSUMERS * softmax.WARPGROUP_SIZE
+from ikbo_jax.tuning.configs import WGMMA_M
 
 
 class _State(NamedTuple):
@@ -44,14 +40,6 @@ def _is_half(role: Role, item: Item) -> Any:
     """Whether no more than half of an item's last block are keys."""
     block_kv = role.config.block_kv
     return item.length <= item.blocks * block_kv - block_kv // 2
-
-
-def _take_turn(role: Role) -> None:
-    mosaic.named_barrier("sync", TURN_BARRIER + role.consumer, CONSUMER_THREADS)
-
-
-def _pass_turn(role: Role) -> None:
-    mosaic.named_barrier("arrive", TURN_BARRIER + 1 - role.consumer, CONSUMER_THREADS)
 
 
 def _await_block(role: Role, tiles: Any, ready: Any, item: Item, block: Any) -> None:
@@ -142,15 +130,6 @@ def _free_stored_slot(role: Role, index: Any) -> None:
             plgpu.barrier_arrive(role.shared.q_free.at[role.slot(index)])
 
 
-def _await_scores(role: Role, pending: int = 1) -> None:
-    """Waits for the scores, issued before `pending` products; the other consumer may go ahead."""
-    if not role.config.late_turns:
-        _pass_turn(role)
-    accumulator.wait(pending, interpret=role.interpret)
-    if role.config.late_turns:
-        _pass_turn(role)
-
-
 def _step(
     role: Role,
     item: Item,
@@ -168,16 +147,16 @@ def _step(
     _await_keys(role, item, block + 1, step + 1)
     # Before the last block no value is another sequence's.
     plgpu.barrier_wait(role.shared.v_ready.at[role.v_stage(step)])
-    _take_turn(role)
+    turns.take(role)
     # The eight descriptors of the queries, known for the whole item, would take 16 registers.
     opaque_index = mosaic.opaque(index, interpret=role.interpret)
     scores = _issue_scores(role, opaque_index, step + 1, columns)
     if meanwhile is not None:
-        _pass_turn(role)
+        turns.give(role)
         meanwhile()
     acc = _issue_values(role, state, block > 0, step)
     if meanwhile is None:
-        _await_scores(role)
+        turns.await_scores(role)
     else:
         accumulator.wait(1, interpret=role.interpret)
     _free_read_queries(role, index, block + 2 == item.blocks)
@@ -198,8 +177,8 @@ def _rest_step(role: Role, item: Item, index: Any, first_step: Any, block: Any) 
     step = first_step + block
     plgpu.barrier_wait(role.shared.k_ready.at[role.k_stage(step + 1)])
     plgpu.barrier_wait(role.shared.v_ready.at[role.v_stage(step)])
-    _take_turn(role)
-    _pass_turn(role)
+    turns.take(role)
+    turns.give(role)
     _free_read_queries(role, index, block + 2 == item.blocks)
     plgpu.barrier_arrive(role.shared.k_free.at[role.k_stage(step + 1)])
     if not role.config.early_scores:  # else it is free already
@@ -251,10 +230,10 @@ def _last_step(
 
     def both(keys: int | None = None) -> tuple[jax.Array, jax.Array]:
         await_next()
-        _take_turn(role)
+        turns.take(role)
         scores = _issue_scores(role, index + 1, next_step)
         acc = _issue_values(role, state, is_defined, step, keys)
-        _await_scores(role)
+        turns.await_scores(role)
         free_next_queries()
         weights = _weights(role, scores, following, next_step)
         accumulator.wait(0, interpret=role.interpret)
@@ -263,10 +242,10 @@ def _last_step(
     def without_scores(*, has_values: bool) -> tuple[jax.Array, jax.Array]:
         if config.skip_empty:
             pl.when(has_next)(await_next)
-        _take_turn(role)
+        turns.take(role)
         acc = _issue_values(role, state, is_defined, step) if has_values else state.acc
         # The first turn was given to consumer 0, so it is consumer 1 that gives none at the end.
-        pl.when(has_next | (role.consumer == 0))(functools.partial(_pass_turn, role))
+        pl.when(has_next | (role.consumer == 0))(functools.partial(turns.give, role))
         if config.skip_empty:
 
             @pl.when(has_next)
@@ -280,9 +259,9 @@ def _last_step(
 
     def without_values() -> tuple[jax.Array, jax.Array]:
         await_next()
-        _take_turn(role)
+        turns.take(role)
         scores = _issue_scores(role, index + 1, next_step)
-        _await_scores(role, pending=0)
+        turns.await_scores(role, pending=0)
         free_next_queries()
         weights = _weights(role, scores, following, next_step)
         return state.acc, weights()
@@ -330,13 +309,13 @@ def _begin_item(role: Role, item: Item, index: Any, first_step: Any, state: _Sta
 def _attend(role: Role, item: Item) -> None:
     """All items of this CTA, of which there is one at least, pipelined."""
     is_early = role.config.early_scores
-    pl.when(role.consumer == 1)(functools.partial(_pass_turn, role))
+    pl.when(role.consumer == 1)(functools.partial(turns.give, role))
     zero = jnp.int32(0)
     plgpu.barrier_wait(role.shared.q_ready.at[0])
     _await_keys(role, item, zero, zero)
-    _take_turn(role)
+    turns.take(role)
     scores = _issue_scores(role, zero, zero)
-    _pass_turn(role)
+    turns.give(role)
     accumulator.wait(0, interpret=role.interpret)
     _free_read_queries(role, zero, item.blocks == 1)
     unset = functools.partial(accumulator.undefined, role.shape.head_dim, interpret=role.interpret)
