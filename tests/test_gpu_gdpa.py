@@ -218,16 +218,18 @@ def test_gdpa_bad_offsets_read_nothing_outside(bad, activation):
     check(run(arrays, settings), arrays, settings)
 
 
+def spoil(arrays: reference.Arrays, bad: float) -> reference.Arrays:
+    """Rows 200 to 203 of queries, keys and values replaced."""
+    floats = [array.at[200:203].set(bad) for array in arrays[:3]]
+    return reference.Arrays(*floats, *arrays[3:])
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_gdpa_bad_values_stay_in_their_sequence(bad):
     shape = of((200, 3, 130, 64), (200, 3, 130, 5))
     clean = problems_gdpa.make_arrays(shape)
     settings = problems_gdpa.make_settings(shape, "gelu_tanh")
-    spoiled = clean._replace(
-        query=clean.query.at[200:203].set(bad),
-        key=clean.key.at[200:203].set(bad),
-        value=clean.value.at[200:203].set(bad),
-    )
+    spoiled = spoil(clean, bad)
     out, expected = run(spoiled, settings), run(clean, settings)
     assert not np.any(np.isfinite(out[200:203].astype(jnp.float32)))
     np.testing.assert_array_equal(out.at[200:203].set(0), expected.at[200:203].set(0))
@@ -287,11 +289,7 @@ def test_gdpa_softmax_bad_values_stay_in_their_sequence(bad):
     shape = of((200, 3, 130, 64), (200, 3, 130, 5))
     clean = problems_gdpa.make_arrays(shape)
     settings = problems_gdpa.make_settings(shape, "softmax")
-    spoiled = clean._replace(
-        query=clean.query.at[200:203].set(bad),
-        key=clean.key.at[200:203].set(bad),
-        value=clean.value.at[200:203].set(bad),
-    )
+    spoiled = spoil(clean, bad)
     out = run(spoiled, settings)
     assert not np.any(np.isfinite(out[200:203].astype(jnp.float32)))
     without = clean._replace(value=clean.value.at[200:203].set(0))
