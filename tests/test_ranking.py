@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 
@@ -93,8 +94,10 @@ def test_versions_agree_and_copy_no_user(name: str) -> None:
     assert shapes_in(text) & copies == set()
 
 
-def test_the_rewrite_finds_every_meeting_of_user_and_candidate() -> None:
-    explanation = ikbo.explain(VERSIONS["rewrite"], *inputs())
+@pytest.mark.parametrize("users", [TINY.users, 1])
+def test_the_rewrite_finds_every_meeting_of_user_and_candidate(users: int) -> None:
+    sizes = dataclasses.replace(TINY, users=users)
+    explanation = ikbo.explain(VERSIONS["rewrite"], *inputs(sizes))
     (report,) = explanation.notes
     assert report.materialised == ()
     assert [p.op for p in explanation.plans] == ["attention", "gdpa", "linear_compression"]

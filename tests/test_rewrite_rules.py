@@ -261,6 +261,25 @@ def test_lookups_in_other_words(lookup) -> None:
     assert report.changed, report
 
 
+@pytest.mark.parametrize(
+    "lookup",
+    [
+        lambda x, index: x[index],
+        lambda x, index: x[index, 1],
+        lambda x, index: x[:, :1][index],
+        lambda x, index: jnp.take(x, index, axis=0),
+        lambda x, index: jnp.take(jnp.moveaxis(x, 0, 2), index, axis=2, mode="clip").sum(0),
+        lambda x, index: jax.vmap(lambda i: x[i])(index),
+        lambda x, index: jax.vmap(lambda i: x[i, :1])(index),
+        lambda x, index: x[np.zeros(B, np.int32)],
+    ],
+)
+def test_lookups_of_a_requests_only_user(lookup) -> None:
+    only = jnp.zeros(B, jnp.int32)
+    report = check(lambda x, index: jnp.sin(lookup(x, index)).sum(axis=-1), DEEP[:1], only)
+    assert report.changed, report
+
+
 def test_the_same_index_twice_is_one_lookup() -> None:
     def fn(user, deep):
         return jnp.sum(user[INDEX] * jnp.take(deep, INDEX, axis=0, mode="clip")[:, 0], axis=1)

@@ -49,6 +49,8 @@ def _gather_rows_or_bind(
     if not numbers.operand_batching_dims and len(shape_of(indices)) == 2:
         fixed = _fixed_positions(ctx, eqn, operand, indices)
         axes = [a for a, size in enumerate(sizes) if size != shape[a] and a not in fixed]
+        if not axes:
+            axes = _single_rows(ctx, operand, indices, numbers)
         if len(axes) == 1 and axes[0] in numbers.start_index_map and sizes[axes[0]] == 1:
             (axis,) = axes
             if shape_of(indices)[0] > shape[axis] > 0 and not _is_lookup_of(operand, fixed):
@@ -58,6 +60,20 @@ def _gather_rows_or_bind(
     if has_lineage(operand):
         raise NotCovered("gather along the looked-up axis that is no lookup of rows")
     return ctx.bind(eqn, ctx.build(operand), ctx.build(indices))
+
+
+def _single_rows(ctx: Context, operand: Any, indices: Any, numbers: Any) -> list[int]:
+    """The axis of one row, that of a request's only user, that is looked up."""
+
+    def is_known(column: int) -> bool:
+        known = bounds.interval(ctx, _column(ctx, indices, column)[0])
+        return known is not None and known[0] == known[1]
+
+    shape = shape_of(operand)
+    columns = [c for c, axis in enumerate(numbers.start_index_map) if shape[axis] == 1]
+    if len(columns) > 1:
+        columns = [c for c in columns if not is_known(c)]
+    return [numbers.start_index_map[c] for c in columns]
 
 
 def _is_lookup_of(operand: Any, axes: Any) -> bool:
