@@ -33,7 +33,7 @@ jax.config.update("jax_num_cpu_devices", 2)
 
 # Every new shape compiles, which takes longer than hypothesis allows an example by default.
 hypothesis.settings.register_profile(
-    "ikbo", deadline=None, max_examples=25, derandomize=True, database=None
+    "ikbo", deadline=None, max_examples=12, derandomize=True, database=None
 )
 hypothesis.settings.load_profile("ikbo")
 

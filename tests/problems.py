@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +13,11 @@ import numpy as np
 
 HALF_DTYPES = ("bfloat16", "float16")
 DTYPES = (*HALF_DTYPES, "float32")
+
+
+def in_turn(names: Iterable[Any]) -> list[tuple[Any, str]]:
+    """Each with one dtype, by turns: every one meets several, at a third of the programs."""
+    return list(zip(names, itertools.cycle(DTYPES), strict=False))
 
 
 class LinearCompressionShape(NamedTuple):

@@ -26,8 +26,7 @@ def as_terms(weights, embeddings, parents) -> list[ikbo.Term]:
     return [ikbo.Term(*level) for level in zip(weights, embeddings, parents, strict=True)]
 
 
-@pytest.mark.parametrize("dtype", problems.DTYPES)
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(("name", "dtype"), problems.in_turn(SHAPES))
 def test_value_is_within_the_error_rule(name: str, dtype: str) -> None:
     shape = SHAPES[name]
     inputs = problems.make_inputs(shape, dtype)
@@ -57,8 +56,9 @@ def test_any_shape_and_index_is_within_the_error_rule(data: st.DataObject) -> No
     )
 
 
-@pytest.mark.parametrize("dtype", problems.DTYPES)
-@pytest.mark.parametrize("batches", [(5,), (3, 7), (2, 3, 5, 11)], ids=str)
+@pytest.mark.parametrize(
+    ("batches", "dtype"), problems.in_turn([(5,), (3, 7), (2, 3, 5, 11)]), ids=str
+)
 def test_multilevel_is_within_the_error_rule(batches: tuple[int, ...], dtype: str) -> None:
     levels = problems.make_levels(batches, (12, 5, 9, 16)[: len(batches)], 10, 8, dtype)
     out = ikbo.multilevel_linear_compression(as_terms(*levels))
@@ -126,9 +126,11 @@ def gradients_of(inputs, cotangent, compress):
     return pull_back(cotangent)
 
 
-@pytest.mark.parametrize("dtype", problems.DTYPES)
 @pytest.mark.parametrize(
-    "name", ["one_user", "odd_counts", "unsorted", "users_without_candidates", "tails_of_default"]
+    ("name", "dtype"),
+    problems.in_turn(
+        ["one_user", "odd_counts", "unsorted", "users_without_candidates", "tails_of_default"]
+    ),
 )
 def test_gradients_are_within_the_error_rule(name: str, dtype: str) -> None:
     shape = SHAPES[name]

@@ -72,8 +72,7 @@ def test_materialised_rounds_once() -> None:
     np.testing.assert_allclose(np.asarray(out, np.float64), exact, rtol=2**-11, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", problems.DTYPES)
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(("name", "dtype"), problems.in_turn(SHAPES))
 def test_decomposed_is_within_the_error_rule(name: str, dtype: str) -> None:
     inputs = problems.make_attention_inputs(SHAPES[name], dtype)
     actual = decomposed(*inputs, scale=SCALE)
@@ -172,8 +171,10 @@ def test_poison_reaches_its_user_alone(array: str, poison: float) -> None:
 
 
 @pytest.mark.parametrize("blocks", [None, SMALL_BLOCKS], ids=["default_blocks", "small_blocks"])
-@pytest.mark.parametrize("dtype", problems.DTYPES)
-@pytest.mark.parametrize("name", ["odd_counts", "users_without_candidates", "grouped_heads"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    problems.in_turn(["odd_counts", "users_without_candidates", "grouped_heads"]),
+)
 def test_gradient_is_within_the_error_rule(name: str, dtype: str, blocks) -> None:
     shape = SHAPES[name]
     inputs = problems.make_attention_inputs(shape, dtype)

@@ -67,8 +67,7 @@ def test_indices_are_clamped_not_wrapped(function) -> None:
     np.testing.assert_array_equal(out, expected)
 
 
-@pytest.mark.parametrize("dtype", problems.DTYPES)
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(("name", "dtype"), problems.in_turn(SHAPES))
 def test_decomposed_is_within_the_error_rule(name: str, dtype: str) -> None:
     levels = problems.make_inputs(SHAPES[name], dtype).levels
     problems.assert_within_error_rule(
@@ -78,8 +77,7 @@ def test_decomposed_is_within_the_error_rule(name: str, dtype: str) -> None:
     )
 
 
-@pytest.mark.parametrize("formulation", reference.FORMULATIONS)
-@pytest.mark.parametrize("dtype", problems.DTYPES)
+@pytest.mark.parametrize(("formulation", "dtype"), problems.in_turn(reference.FORMULATIONS))
 def test_formulations_agree(formulation: str, dtype: str) -> None:
     levels = problems.make_inputs(SHAPES["n_not_multiple_of_8"], dtype).levels
     out = reference.decomposed(*levels, formulation=formulation)
@@ -103,9 +101,9 @@ def test_every_formulation_but_rounded_sums_in_f32() -> None:
         assert value == (0.0 if formulation == "rounded" else 2.0**-4), formulation
 
 
-@pytest.mark.parametrize("sizes", MULTILEVEL.values(), ids=MULTILEVEL)
-@pytest.mark.parametrize("dtype", problems.DTYPES)
-def test_gradient_is_within_the_error_rule(sizes: tuple, dtype: str) -> None:
+@pytest.mark.parametrize(("name", "dtype"), problems.in_turn(MULTILEVEL))
+def test_gradient_is_within_the_error_rule(name: str, dtype: str) -> None:
+    sizes = MULTILEVEL[name]
     weights, embeddings, parents = problems.make_levels(*sizes, m=10, n=6, dtype=dtype)
     cotangent = problems.random_array(np.random.default_rng(1), (sizes[0][-1], 10, 6), dtype)
     actual = reference.decomposed_vjp(weights, embeddings, parents, cotangent)
