@@ -6,6 +6,7 @@ The interpreter runs one CTA after another.  Memory starts as NaN, reads outside
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -138,6 +139,9 @@ def interpret(inputs: problems.AttentionInputs, case: Case) -> tuple[jax.Array, 
     return jax.block_until_ready((out, lse))
 
 
+materialised = jax.jit(reference.materialised, static_argnames="scale")
+
+
 def assert_correct(
     results: tuple[jax.Array, jax.Array],
     inputs: problems.AttentionInputs,
@@ -149,14 +153,16 @@ def assert_correct(
     What plain jnp makes of the inputs in their own dtype rounds the weights, as the kernel does.
     """
     wide = inputs._replace(query=inputs.query.astype(jnp.float32))
-    oracle, oracle_lse = reference.materialised(*wide, scale=scale_of(case))
-    plain = rounded_weights(inputs, case)
+    oracle, oracle_lse = materialised(*wide, scale=scale_of(case))
+    plain = rounded_weights(inputs, scale_of(case))
     out, lse = results
     problems.assert_within_error_rule(out[where], oracle[where], plain[where])
     np.testing.assert_allclose(lse[where], oracle_lse[where], rtol=1e-5, atol=1e-5)
 
 
-def rounded_weights(inputs: problems.AttentionInputs, case: Case) -> jax.Array:
+# One program instead of one for each operation; its conversions round.
+@functools.partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
+def rounded_weights(inputs: problems.AttentionInputs, scale: jax.Array) -> jax.Array:
     """Attention whose weights are rounded to the inputs' dtype before they meet the values."""
     query, key, value, index, lengths = inputs
     rows = jnp.clip(index, 0, key.shape[0] - 1)
@@ -165,7 +171,7 @@ def rounded_weights(inputs: problems.AttentionInputs, case: Case) -> jax.Array:
     scores = jnp.einsum("btnh,bsnh->btns", query, keys, preferred_element_type=jnp.float32)
     length = jnp.full(key.shape[:1], key.shape[1]) if lengths is None else lengths
     seen = jnp.arange(key.shape[1])[None] < length[rows][:, None]
-    scores = jnp.where(seen[:, None, None], scores * jnp.float32(scale_of(case)), -jnp.inf)
+    scores = jnp.where(seen[:, None, None], scores * jnp.asarray(scale, jnp.float32), -jnp.inf)
     highest = jnp.max(scores, axis=-1, keepdims=True)
     weights = jnp.exp(scores - jnp.where(highest == -jnp.inf, 0.0, highest))
     total = jnp.maximum(jnp.sum(weights, axis=-1), 1e-30)
