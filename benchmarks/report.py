@@ -250,15 +250,16 @@ def blocks(results: Results, document: str) -> dict[str, str]:
         found = {}
         for name, (header, rows), words in (
             ("table", report_ranking.headline(results), report_ranking.sizes(results)),
-            ("sweeps", report_ranking.sweeps(results), ""),
+            *((name, report_ranking.sweep(results, name), "") for name in report_ranking.WORDS),
         ):
             if rows:
                 table = markdown_table(header, rows)
                 before = f"{words}\n\n" if words else ""
                 found[f"ranking-{name}"] = f"{before}{table}\n{provenance(results)}"
-        if "ranking-sweeps" in found:
-            words = "latency and memory of the ranking network over its sizes"
-            found["ranking-sweeps-plot"] = image(report_ranking.IMAGE, words)
+        for name, axis in report_ranking.WORDS.items():
+            if f"ranking-{name}" in found:
+                words = f"latency and memory of the ranking network over {axis}"
+                found[f"ranking-{name}-plot"] = image(report_ranking.IMAGE.format(name), words)
         return found
     return {
         "linear-compression-table": headline(results),

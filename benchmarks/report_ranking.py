@@ -9,7 +9,9 @@ from typing import Any
 from benchmarks import ranking
 from benchmarks.harness import provider_of
 
-IMAGE = "docs/images/ranking_sweeps.svg"
+#: One file a sweep, since a run may hold one sweep alone.
+IMAGE = "docs/images/ranking_{}.svg"
+WORDS = {"ratio": "candidates a user", "candidates": "candidates"}
 #: What the tables show: provider, words.
 HEADLINE = (
     (ranking.COPIES.name, "materialised: every user copied to its candidates"),
@@ -18,6 +20,8 @@ HEADLINE = (
     (ranking.OURS.name, "this library's layers"),
     (ranking.REWRITTEN.name, "`ikbo.rewrite` of the materialised"),
 )
+#: What a sweep compares; the tuned copies take longer to compile than to time.
+SWEPT = tuple(version for version in HEADLINE if version[0] != ranking.TUNED.name)
 Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
 
 
@@ -67,23 +71,22 @@ def sizes(results: Mapping[str, Any]) -> str:
     return ""
 
 
-def sweeps(results: Mapping[str, Any]) -> Table:
-    """Ours beside the others over ratios and candidates."""
-    header = ("point", *(f"{name}, ms" for name, _ in HEADLINE), "µs a candidate")
+def sweep(results: Mapping[str, Any], name: str) -> Table:
+    """Ours beside the others over ratios, or over candidates."""
+    header = ("point", *(f"{name}, ms" for name, _ in SWEPT), "µs a candidate")
     rows = []
-    for sweep in ranking.SWEEPS[1:]:
-        for point in points_of(results, sweep):
-            records = [provider_of(point, name) for name, _ in HEADLINE]
-            times = ["not run" if r is None else f"{r['median_ms']:.3f}" for r in records]
-            ours = provider_of(point, ranking.OURS.name)
-            cost = "-" if ours is None else f"{ours['us_per_candidate']:.2f}"
-            rows.append((f"{sweep}: {point['label']}", *times, cost))
+    for point in points_of(results, name):
+        records = [provider_of(point, name) for name, _ in SWEPT]
+        times = ["not run" if r is None else f"{r['median_ms']:.3f}" for r in records]
+        ours = provider_of(point, ranking.OURS.name)
+        cost = "-" if ours is None else f"{ours['us_per_candidate']:.2f}"
+        rows.append((f"{name}: {point['label']}", *times, cost))
     return header, rows
 
 
 def draw(results: Mapping[str, Any], root: pathlib.Path) -> list[pathlib.Path]:
-    """Draws latency and memory over both sweeps, if one was measured; returns the file."""
-    names = [sweep for sweep in ranking.SWEEPS[1:] if points_of(results, sweep)]
+    """Draws latency and memory over every sweep that was measured; returns the files."""
+    names = [name for name in WORDS if points_of(results, name)]
     if not names:
         return []
     import matplotlib
@@ -93,28 +96,30 @@ def draw(results: Mapping[str, Any], root: pathlib.Path) -> list[pathlib.Path]:
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "ikbo-jax"})
     from matplotlib import pyplot
 
-    figure, grid = pyplot.subplots(2, len(names), figsize=(4.5 * len(names), 6), squeeze=False)
-    for column, sweep in enumerate(names):
-        measured = points_of(results, sweep)
+    drawn = []
+    for name in names:
+        measured = points_of(results, name)
         labels = [point["label"].split("=")[-1] for point in measured]
-        _curves(grid[0][column], measured, lambda r: r["median_ms"])
-        _curves(grid[1][column], measured, lambda r: (r.get("total_bytes") or 0) / 2**20)
-        for row, unit in enumerate(("ms", "memory, MiB")):
-            grid[row][column].set_xticks(range(len(labels)), labels)
-            grid[row][column].set_ylabel(unit)
-            grid[row][column].set_yscale("log")
-        grid[0][column].set_title("candidates a user" if sweep == "ratio" else "candidates")
-    grid[0][0].legend(fontsize=8)
-    figure.suptitle(f"ranking network on {results['environment']['device']}")
-    path = root / IMAGE
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
-    pyplot.close(figure)
-    return [path]
+        figure, row = pyplot.subplots(1, 2, figsize=(9, 3.2))
+        _curves(row[0], measured, lambda r: r["median_ms"])
+        _curves(row[1], measured, lambda r: (r.get("total_bytes") or 0) / 2**20)
+        for axis, unit in zip(row, ("ms", "memory, MiB"), strict=True):
+            axis.set_xticks(range(len(labels)), labels)
+            axis.set_xlabel(WORDS[name])
+            axis.set_ylabel(unit)
+            axis.set_yscale("log")
+        row[0].legend(fontsize=8)
+        figure.suptitle(f"ranking network on {results['environment']['device']}")
+        path = root / IMAGE.format(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
+        pyplot.close(figure)
+        drawn.append(path)
+    return drawn
 
 
 def _curves(axis: Any, measured: Sequence[Mapping[str, Any]], value: Any) -> None:
-    for name, _ in HEADLINE:
+    for name, _ in SWEPT:
         records = [provider_of(point, name) for point in measured]
         values = [float("nan") if r is None else value(r) for r in records]
         axis.plot(range(len(values)), values, marker="o", label=name)

@@ -59,12 +59,15 @@ def test_run_writes_what_it_measured_and_the_report_reads_it(tmp_path, capsys):
         assert record["us_per_candidate"] == pytest.approx(record["median_ms"] * 1e3 / 12)
 
     blocks = report.blocks(results, "docs/performance.md")
-    assert set(blocks) == {"ranking-table", "ranking-sweeps", "ranking-sweeps-plot"}
+    plotted = {f"ranking-{sweep}{part}" for sweep in report_ranking.WORDS for part in ("", "-plot")}
+    assert set(blocks) == {"ranking-table", *plotted}
     assert "12 candidates of 3 users" in blocks["ranking-table"]
     assert blocks["ranking-table"].count("\n| ") == 2 + len(report_ranking.HEADLINE)
-    assert "ratio: 1000:1" in blocks["ranking-sweeps"]
-    (image,) = report_ranking.draw(results, tmp_path)
-    assert "hand-optimised" in image.read_text()
+    assert "ratio: 1000:1" in blocks["ranking-ratio"]
+    assert "candidates: B=8192" in blocks["ranking-candidates"]
+    images = report_ranking.draw(results, tmp_path)
+    assert len(images) == 2
+    assert all("hand-optimised" in image.read_text() for image in images)
 
 
 def test_budget_leaves_points_out(tmp_path):
