@@ -240,7 +240,10 @@ def hand_optimised(params: dict[str, Any], request: Request, *, most: int) -> ja
 def _network(params: dict[str, Any], request: Request, how: Ways) -> jax.Array:
     index, width = request.cand_to_user, request.history.shape[-1]
     users = request.history.shape[0]
-    dense = (request.user_dense @ params["w_dense"]).reshape(users, -1, width)
+    # One user's product is a sum over a vector, which XLA would make anew, and slowly, inside every
+    # layer's concatenation: 0.12 ms each.
+    (dense,) = how.finish((request.user_dense @ params["w_dense"],))
+    dense = dense.reshape(users, -1, width)
     history, cand_tokens = request.history, how.prepare(request.cand_tokens)
     queries = jnp.einsum("tk,bkn->btn", params["w_queries"], request.cand_tokens)
     interactions = []
