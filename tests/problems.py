@@ -95,7 +95,7 @@ def random_array(rng: np.random.Generator, shape: Sequence[int], dtype: Any) -> 
     """Normal values in `dtype`, none of them zero."""
     values = rng.standard_normal(tuple(shape), dtype=np.float32)
     values += np.where(np.abs(values) < 1e-3, np.float32(0.5), np.float32(0))
-    return jnp.asarray(values).astype(dtype)
+    return jnp.asarray(values.astype(jnp.dtype(dtype)))
 
 
 def make_inputs(
