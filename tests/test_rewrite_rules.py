@@ -280,6 +280,16 @@ def test_lookups_of_a_requests_only_user(lookup) -> None:
     assert report.changed, report
 
 
+@pytest.mark.parametrize("rows", [U, 1])
+@pytest.mark.parametrize("position", [0, 3])
+def test_a_position_out_of_bounds_fills_every_row(position: int, rows: int) -> None:
+    def fn(x, index):
+        return jnp.sin(x.at[index, position].get(mode="fill", fill_value=jnp.nan))
+
+    report = check(fn, DEEP[:rows, :1], INDEX % rows)
+    assert report.changed == (position == 0)
+
+
 def test_the_same_index_twice_is_one_lookup() -> None:
     def fn(user, deep):
         return jnp.sum(user[INDEX] * jnp.take(deep, INDEX, axis=0, mode="clip")[:, 0], axis=1)

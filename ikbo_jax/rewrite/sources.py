@@ -54,12 +54,23 @@ def _gather_rows_or_bind(
         if len(axes) == 1 and axes[0] in numbers.start_index_map and sizes[axes[0]] == 1:
             (axis,) = axes
             if shape_of(indices)[0] > shape[axis] > 0 and not _is_lookup_of(operand, fixed):
+                _check_no_other_column_fills(ctx, eqn, indices, {axis, *fixed})
                 for other, start in fixed.items():
                     operand = lineage.slice_along(operand, start, start + sizes[other], other)
                 return _gather_rows(ctx, eqn, operand, indices, axis, out_shape)
     if has_lineage(operand):
         raise NotCovered("gather along the looked-up axis that is no lookup of rows")
     return ctx.bind(eqn, ctx.build(operand), ctx.build(indices))
+
+
+def _check_no_other_column_fills(ctx: Context, eqn: Any, indices: Any, looked_up: set[int]) -> None:
+    """Of an axis that slices take whole, any start but 0 is out of bounds."""
+    if eqn.params["mode"] != lax.GatherScatterMode.FILL_OR_DROP:
+        return
+    axes = enumerate(eqn.params["dimension_numbers"].start_index_map)
+    others = [column for column, axis in axes if axis not in looked_up]
+    if any(bounds.interval(ctx, _column(ctx, indices, c)[0]) != (0, 0) for c in others):
+        raise NotCovered("lookup by several indices that fills rows out of bounds")
 
 
 def _single_rows(ctx: Context, operand: Any, indices: Any, numbers: Any) -> list[int]:
@@ -144,9 +155,6 @@ def _lineage(ctx: Context, eqn: Any, indices: Any, column: int, rows: int, dtype
     fill = eqn.params["fill_value"]
     if not jnp.issubdtype(dtype, jnp.inexact) or (fill is not None and not np.isnan(fill)):
         raise NotCovered("lookup that fills rows out of bounds with a value other than NaN")
-    others = [c for c in range(shape_of(indices)[1]) if c != column]
-    if any(bounds.interval(ctx, _column(ctx, indices, c)[0]) is None for c in others):
-        raise NotCovered("lookup by several unknown indices that fills rows out of bounds")
     return ctx.masked(core, lambda: (index >= 0) & (index < rows))
 
 
