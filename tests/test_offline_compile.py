@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.resources
+import json
 import pathlib
 import sys
 from collections.abc import Callable
@@ -38,7 +40,11 @@ def named_cases() -> dict[str, Case]:
     cases = {
         "single_launch": default_case(DEFAULT, single_launch=True),
         "two_launches": default_case(DEFAULT, single_launch=False),
+        "two_launches_f16": default_case(
+            dataclasses.replace(DEFAULT, dtype="float16"), single_launch=False
+        ),
         "cluster_of_one": default_case(DEFAULT, cluster=1, single_launch=True),
+        "cluster_of_one_two_launches": default_case(DEFAULT, cluster=1, single_launch=False),
         "three_levels": default_case(THREE_LEVELS, single_launch=True),
         "three_levels_three_launches": default_case(THREE_LEVELS, single_launch=False),
         "one_level": default_case(ONE_LEVEL),
@@ -46,6 +52,9 @@ def named_cases() -> dict[str, Case]:
         "k_below_64": of(ks=(40, 17)),
         "one_candidate": of(batches=(1, 1)),
         "many_users": of(batches=(1024, 1024)),
+        "many_users_two_launches": default_case(
+            dataclasses.replace(DEFAULT, batches=(1024, 1024)), single_launch=False
+        ),
         "n8": of(n=8),
         "widest_block": (
             DEFAULT,
@@ -60,15 +69,13 @@ def named_cases() -> dict[str, Case]:
 
 
 def table_cases() -> dict[str, Case]:
-    """The rows of `sm90.json`, one of those that make the same kernel but for batches."""
-    rows = (r for r in table._builtin_rows() if isinstance(r.problem, LinearCompressionProblem))
+    """What `sm90.json` says of this op, one case for every row that names a configuration."""
+    text = (importlib.resources.files(table) / "sm90.json").read_text("utf-8")
+    rows = [table.Row.from_json(entry) for entry in json.loads(text)["rows"]]
     return {
-        f"{r.problem.dtype}:m{r.problem.m}:n{r.problem.n}:k{r.problem.ks}:{r.config}": (
-            r.problem,
-            r.config,
-        )
-        for r in rows
-        if r.config is not None
+        f"row{i}:{table.describe(row.problem)}": (row.problem, row.config)
+        for i, row in enumerate(rows)
+        if row.config is not None and isinstance(row.problem, LinearCompressionProblem)
     }
 
 
