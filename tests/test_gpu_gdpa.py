@@ -250,6 +250,7 @@ def softmax_with_lse(arrays: reference.Arrays, settings: reference.Settings):
         out_rows=reference.out_shape(arrays, settings)[0],
         scale=settings.scale,
         output_scale=settings.output_scale,
+        return_residuals=True,
         config=GdpaConfig().for_softmax,
         num_sms=dispatch.num_sms(),
     )

@@ -218,6 +218,7 @@ def test_interpreted_softmax_is_exact_where_the_first_maximum_does_not_do(
         out_rows=78,
         scale=case.settings.scale,
         output_scale=case.settings.output_scale,
+        return_residuals=True,
         config=case.config.for_softmax,
         num_sms=1,
         interpret=PARAMS,

@@ -20,6 +20,7 @@ SMALL_PARTS = (
     "pallas.fragment",
     "pallas.schedule",
     "pallas.softmax",
+    "pallas.stores",
     "pallas.turns",
 )
 #: A kernel too long for one file is split; these parts are its own.
@@ -31,7 +32,7 @@ ATTENTION_PARTS = (
     "pallas.work_order",
 )
 #: Parts of the generalised attention's kernels, forward and backward.
-GDPA_SMALL_PARTS = ("pallas.activations", "pallas.gdpa_tiles")
+GDPA_SMALL_PARTS = ("pallas.activations", "pallas.gdpa_tiles", "pallas.gdpa_weights")
 GDPA_FORWARD_PARTS = ("pallas.gdpa_role", "pallas.gdpa_consumer", "pallas.gdpa_producer")
 GDPA_BACKWARD_PARTS = (
     "tuning.configs",
@@ -40,7 +41,9 @@ GDPA_BACKWARD_PARTS = (
     "pallas.mosaic",
     "pallas.accumulator",
     "pallas.softmax",
-    "pallas.activations",
+    "pallas.stores",
+    "pallas.gdpa_weights",
+    "pallas.gdpa_slopes",
     "pallas.gdpa_backward_tiles",
     "pallas.gdpa_backward_role",
     "pallas.gdpa_backward_store",
@@ -79,6 +82,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "pallas.fragment": ("pallas.mosaic",),
     "pallas.accumulator": ("pallas.mosaic",),
     "pallas.softmax": ("pallas.mosaic",),
+    "pallas.stores": ("pallas.mosaic", "pallas.softmax"),
     "pallas.turns": (
         "tuning.configs",
         "pallas.mosaic",
@@ -98,7 +102,12 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "pallas.gdpa_tiles",
         *SMALL_PARTS,
     ),
-    "pallas.attention_store": ("tuning.configs", "pallas.attention_role", "pallas.softmax"),
+    "pallas.attention_store": (
+        "tuning.configs",
+        "pallas.attention_role",
+        "pallas.softmax",
+        "pallas.stores",
+    ),
     "pallas.attention_consumer": (
         "tuning.configs",
         "pallas.attention_role",
@@ -115,9 +124,22 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "pallas.gdpa_backward_producer": GDPA_BACKWARD_PARTS,
     "pallas.gdpa_backward_consumer": GDPA_BACKWARD_PARTS,
-    "pallas.gdpa_backward_tiles": ("tuning.gdpa_backward_configs", "reference.jagged"),
-    "pallas.gdpa_backward_role": ("tuning.configs", "tuning.gdpa_backward_configs"),
-    "pallas.gdpa_backward_store": ("pallas.mosaic", "pallas.softmax"),
+    "pallas.gdpa_slopes": (
+        "reference.activations",
+        "pallas.activations",
+        "pallas.gdpa_weights",
+    ),
+    "pallas.gdpa_backward_tiles": (
+        "tuning.gdpa_backward_configs",
+        "reference.jagged",
+        "pallas.gdpa_tiles",
+    ),
+    "pallas.gdpa_backward_role": (
+        "tuning.configs",
+        "tuning.gdpa_backward_configs",
+        "pallas.gdpa_weights",
+    ),
+    "pallas.gdpa_backward_store": ("pallas.mosaic", "pallas.softmax", "pallas.stores"),
     "pallas.gdpa_backward_product": ("pallas.mosaic", "pallas.accumulator"),
     "pallas.gdpa": (
         "tuning.gdpa_configs",
@@ -131,7 +153,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *GDPA_CONFIGS,
         *SMALL_PARTS,
         *GDPA_SMALL_PARTS,
-        "pallas.gdpa_weights",
         *GDPA_FORWARD_PARTS,
     ),
     "pallas.gdpa_weights": ("pallas.activations", "reference.activations"),
@@ -152,6 +173,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "pallas.gdpa_store": (
         "tuning.configs",
         "pallas.softmax",
+        "pallas.stores",
         "pallas.gdpa_tiles",
         "pallas.gdpa_weights",
         "pallas.gdpa_role",

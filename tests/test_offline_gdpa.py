@@ -59,7 +59,7 @@ def launch(problem: GdpaProblem, config: GdpaConfig, scales: tuple[float, float]
         operands = (query, key, value, gdpa_tiles.TileList(words, counts))
         if is_softmax(problem):
             return attention.jagged_attention_kernel(
-                *operands, config=config.for_softmax, **options
+                *operands, return_residuals=True, config=config.for_softmax, **options
             )
         return kernel.gdpa_forward(
             *operands,

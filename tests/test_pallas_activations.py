@@ -14,7 +14,7 @@ import problems_gdpa
 import pytest
 
 from ikbo_jax.pallas import activations as kernel
-from ikbo_jax.pallas import gdpa_weights
+from ikbo_jax.pallas import gdpa_slopes, gdpa_weights
 from ikbo_jax.reference import activations as reference
 
 NAMES = [name for name in reference.ACTIVATIONS if name != reference.SOFTMAX]
@@ -133,3 +133,50 @@ def test_narrow_weights_are_activated_scores() -> None:
     how = gdpa_weights.Weighing(("silu",), None, 0.125, 1.0, is_wide=False)
     weights = gdpa_weights.weigh(how, jnp.int32(0), jnp.float32([[4e5]]), interpret=True)
     np.testing.assert_allclose(weights, 5e4, rtol=1e-6)
+
+
+# Slopes of raw scores.
+
+
+def gradients(
+    how: gdpa_weights.Weighing, head: int, scores: np.ndarray, d_weights: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """(act(scale * scores), d_weights * act'(scale * scores)) as sums over one row make them."""
+    weights, slope = gdpa_slopes.weigh_and_slope(
+        how, jnp.int32(head), jnp.asarray(scores), interpret=True
+    )
+    by_weight, by_slope = gdpa_slopes.constants(how)
+    d_scores = gdpa_slopes.d_scores(how, jnp.asarray(d_weights), slope)
+    return np.asarray(weights) * by_weight, np.asarray(d_scores) * by_slope
+
+
+@pytest.mark.parametrize(
+    ("scale", "is_wide"), [(0.3, True), (4.0, True), (0.3, False), (-0.3, True), (2.0**-12, True)]
+)
+def test_slopes_times_their_constant_are_gradients(scale: float, is_wide: bool) -> None:
+    scores = np.concatenate([GRID[:, ::32].ravel(), LARGE, KINKS])
+    scaled = jnp.float32(scale) * scores
+    d_weights = np.linspace(-2, 2, scores.size, dtype=np.float32)
+    for approx, name in PAIRS:
+        how = gdpa_weights.Weighing((name,), approx, scale, 1.0, is_wide)
+        expected = reference.elementwise(name, approx)
+        value, d_scores = gradients(how, 0, scores, d_weights)
+        label = f"{name} {approx}"
+        np.testing.assert_allclose(
+            value, expected.value(scaled), rtol=2e-6, atol=3e-6, err_msg=label
+        )
+        np.testing.assert_allclose(
+            d_scores, d_weights * expected.slope(scaled), rtol=3e-6, atol=2e-5, err_msg=label
+        )
+
+
+def test_slopes_of_heads_that_differ_have_no_constants() -> None:
+    names = ("relu_squared", "gelu_tanh")
+    how = gdpa_weights.Weighing(names, "tanh", 0.5, 1.0, is_wide=True)
+    assert gdpa_slopes.constants(how) == (1.0, 1.0)
+    for head, name in enumerate(names):
+        expected = reference.elementwise(name, "tanh")
+        scores = GRID[:, :64]
+        value, d_scores = gradients(how, head, scores, np.full_like(scores, 3))
+        np.testing.assert_allclose(value, expected.value(scores / 2), rtol=2e-6, atol=9e-6)
+        np.testing.assert_allclose(d_scores, 3 * expected.slope(scores / 2), rtol=3e-6, atol=3e-5)

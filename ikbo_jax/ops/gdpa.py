@@ -153,11 +153,14 @@ def gdpa(
 class _Call:
     """What the caller asked for, apart from the arrays.
 
-    `gradient_by_kernel`: a kernel made the result, so that kernels make the gradient if they can.
+    Attributes:
+      return_residuals: that a gradient follows, which needs lse where a head has a softmax.
+      gradient_by_kernel: a kernel made the result, so that kernels make the gradient if they can.
     """
 
     request: dispatch.Request
     settings: Settings
+    return_residuals: bool = False
     gradient_by_kernel: bool = False
 
 
@@ -190,17 +193,21 @@ def _choose(request: dispatch.Request, problem: GdpaProblem) -> dispatch.Plan:
 
 
 def _run(call: _Call, plan: dispatch.Plan, arrays: Arrays) -> tuple[jax.Array, jax.Array | None]:
-    """Out, and lse if a head has a softmax, whatever `arrays` of one problem hold."""
+    """Out, and lse if it is asked for and a head has a softmax; `arrays` are of one problem."""
     if plan.implementation == "mosaic_gpu":
         # Here and not above: it brings in Mosaic GPU, which costs 0.3 s to import.
         from ikbo_jax.pallas.gdpa import gdpa_kernel
 
         out, lse = gdpa_kernel(
-            arrays, call.settings, config=plan.config, num_sms=dispatch.num_sms()
+            arrays,
+            call.settings,
+            return_residuals=call.return_residuals,
+            config=plan.config,
+            num_sms=dispatch.num_sms(),
         )
     else:
         out, lse = gdpa_chunked.chunked(arrays, call.settings)
-    return dispatch.record(out, plan), lse
+    return dispatch.record(out, plan), lse if call.return_residuals else None
 
 
 def _run_vmappable(
@@ -299,8 +306,12 @@ def _differentiable(
 def _forward(call: _Call, plan: dispatch.Plan, arrays: Arrays) -> tuple[tuple, tuple]:
     # The differentiable function itself: whoever differentiates the gradient is to meet the message
     # of `_gradients`, and not what has no derivative in here.
-    out, lse = _differentiable(call, plan, arrays)
-    return (out, lse), (arrays, None if lse is None else out, lse)
+    out, lse = _differentiable(dataclasses.replace(call, return_residuals=True), plan, arrays)
+    return (out, lse if call.return_residuals else None), (
+        arrays,
+        None if lse is None else out,
+        lse,
+    )
 
 
 def _backward(

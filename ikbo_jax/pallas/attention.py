@@ -242,10 +242,11 @@ def jagged_attention_kernel(
     out_rows: int,
     scale: float,
     output_scale: float,
+    return_residuals: bool,
     config: AttentionConfig,
     num_sms: int,
     interpret: Any = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array | None]:
     """Softmax attention from every tile of queries to the keys and values of its sequence.
 
     Args:
@@ -256,6 +257,7 @@ def jagged_attention_kernel(
       out_rows: rows of the result, each of which has a tile.
       scale: of the scores; finite.
       output_scale: of the result; finite.
+      return_residuals: whether lse is computed.
       config: a legal configuration; `chunk`, `balance` and `early_scores` have no effect, and
         `reuse` must be off.
       num_sms: as for `attention_kernel`.
@@ -263,7 +265,7 @@ def jagged_attention_kernel(
 
     Returns:
       out [out_rows, N, H] in the query's dtype, and lse [out_rows, N] in f32, the natural logarithm
-      of the softmax's denominator.  Rows without keys have 0 and -inf.
+      of the softmax's denominator, or None.  Rows without keys have 0 and -inf.
     """
     _, q_heads, head_dim = query.shape
     if config.reuse:
@@ -288,10 +290,10 @@ def jagged_attention_kernel(
     operands = Operands(query, key, value, *(None,) * 6, *tiles)
     outputs = Outputs(
         jax.ShapeDtypeStruct((out_rows, q_heads, head_dim), query.dtype),
-        jax.ShapeDtypeStruct((out_rows, q_heads), jnp.float32),
+        jax.ShapeDtypeStruct((out_rows, q_heads), jnp.float32) if return_residuals else None,
     )
-    out, lse = _launch(operands, outputs, shape, config, "ikbo_gdpa_softmax", interpret)
-    return out, lse
+    results = _launch(operands, outputs, shape, config, "ikbo_gdpa_softmax", interpret)
+    return results[0], results[1] if return_residuals else None
 
 
 def _launch(

@@ -13,18 +13,24 @@ from ikbo_jax.tuning.gdpa_configs import GDPA_TILE_ROWS, GdpaConfig
 
 
 def gdpa_kernel(
-    arrays: Arrays, settings: Settings, *, config: GdpaConfig, num_sms: int
+    arrays: Arrays,
+    settings: Settings,
+    *,
+    return_residuals: bool,
+    config: GdpaConfig,
+    num_sms: int,
 ) -> tuple[jax.Array, jax.Array | None]:
     """`reference.gdpa.materialised` by a kernel; a softmax by that of attention.
 
     Args:
       arrays: bf16 or f16.
       settings: a softmax is in all heads or in none.
+      return_residuals: whether lse is computed, with a softmax.
       config: a legal configuration (`tuning.gdpa_configs.gdpa_illegal_reason`).
       num_sms: streaming multiprocessors of the device.
 
     Returns:
-      out, and with a softmax lse [rows, N] in f32, the natural logarithm of its denominator.
+      out, and lse [rows, N] in f32, the natural logarithm of a softmax's denominator, or None.
     """
     query, key, value = arrays[:3]
     tiles = gdpa_tiles.query_tiles(
@@ -45,7 +51,13 @@ def gdpa_kernel(
     }
     if SOFTMAX in settings.activations:
         return attention.jagged_attention_kernel(
-            query, key, value, tiles, config=config.for_softmax, **options
+            query,
+            key,
+            value,
+            tiles,
+            return_residuals=return_residuals,
+            config=config.for_softmax,
+            **options,
         )
     out = gdpa_forward.gdpa_forward(
         query,

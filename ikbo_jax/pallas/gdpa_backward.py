@@ -41,7 +41,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ikbo_jax.pallas import gdpa_backward_consumer, gdpa_backward_producer, mosaic
+from ikbo_jax.pallas import gdpa_backward_consumer, gdpa_backward_producer, gdpa_slopes, mosaic
 from ikbo_jax.pallas.gdpa_backward_role import (
     BLOCK_WORDS,
     ITEM_WORDS,
@@ -51,6 +51,7 @@ from ikbo_jax.pallas.gdpa_backward_role import (
     Shared,
 )
 from ikbo_jax.pallas.gdpa_backward_tiles import Work
+from ikbo_jax.pallas.gdpa_weights import Weighing
 from ikbo_jax.tuning.configs import BLOCK_K, NUM_CONSUMERS, WGMMA_M
 from ikbo_jax.tuning.gdpa_backward_configs import SLOTS, GdpaBackwardConfig
 
@@ -153,15 +154,14 @@ def d_query_kernel(
       [total_q, N, H], summed in f32 and rounded once; zeros in rows of no sequence.
     """
     heads, head_dim = d_out.shape[1:]
+    weighing = _weighing(activations, approx, scale, query.dtype)
     shape = Shape(
         heads=heads,
         group=1,
         divisor=heads // key.shape[1],
         head_dim=head_dim,
-        activations=activations,
-        approx=approx,
-        scale=scale,
-        scales=(scale * output_scale,),
+        weighing=weighing,
+        scales=(scale * output_scale * gdpa_slopes.constants(weighing)[1],),
         workers=min(num_sms, work.tiles.shape[0] * heads),
     )
     operands = Operands((query, d_out), (key, value), *work)
@@ -194,21 +194,28 @@ def d_key_value_kernel(
       in rows of no sequence.
     """
     _, heads, head_dim = key.shape
+    weighing = _weighing(activations, approx, scale, query.dtype)
+    by_weight, by_slope = gdpa_slopes.constants(weighing)
     shape = Shape(
         heads=heads,
         group=d_out.shape[1] // heads,
         divisor=1,
         head_dim=head_dim,
-        activations=activations,
-        approx=approx,
-        scale=scale,
-        scales=(scale * output_scale, output_scale),
+        weighing=weighing,
+        scales=(scale * output_scale * by_slope, output_scale * by_weight),
         workers=min(num_sms, work.tiles.shape[0] * heads),
     )
     operands = Operands((key, value), (query, d_out), *work)
     results = (jax.ShapeDtypeStruct(key.shape, key.dtype),) * 2
     d_key, d_value = _launch(operands, results, shape, config, "ikbo_gdpa_d_key_value", interpret)
     return d_key, d_value
+
+
+def _weighing(
+    activations: tuple[str, ...], approx: str | None, scale: float, dtype: Any
+) -> Weighing:
+    """How scores are activated; sums have their scale at a tile's end."""
+    return Weighing(activations, approx, scale, 1.0, dtype == jnp.bfloat16)
 
 
 def _launch(

@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ikbo_jax.pallas import accumulator, activations, mosaic, softmax
+from ikbo_jax.pallas import accumulator, gdpa_slopes, mosaic, softmax, stores
 from ikbo_jax.pallas.gdpa_backward_product import add_rows
 from ikbo_jax.pallas.gdpa_backward_role import (
     BLOCKS,
@@ -23,7 +23,6 @@ from ikbo_jax.pallas.gdpa_backward_role import (
 )
 from ikbo_jax.pallas.gdpa_backward_store import (
     stage_rows,
-    store_staged_rows,
     store_wide_rows,
     zero_tiles,
 )
@@ -96,20 +95,13 @@ def _issue_sum(
 
 
 def _activate(role: Role, head: Any, scores: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The activation of a query head's scores, and its slope."""
-    shape = role.shape
+    """Weights and slopes of a query head's scores."""
+    how = role.shape.weighing
 
     def activate() -> tuple[jax.Array, jax.Array]:
-        weights, slope = activations.activate_with_slope(
-            shape.activations,
-            shape.approx,
-            head,
-            scores * jnp.float32(shape.scale),
-            interpret=role.interpret,
-        )
-        return weights, slope
+        return gdpa_slopes.weigh_and_slope(how, head, scores, interpret=role.interpret)
 
-    if not shape.has_activation_in_branch:
+    if not role.shape.has_activation_in_branch:
         return activate()
     # Always taken: ptxas moves nothing across a branch, and would spill otherwise.
     weights, slope = lax.cond(head >= 0, activate, lambda: (scores, scores))
@@ -136,7 +128,8 @@ def _multiply(
             d_value = _issue_sum(role, d_value, weights.astype(dtype), begin, 1, step)
     accumulator.wait(1 if shape.is_for_keys else 0, interpret=role.interpret)
     d_weights = accumulator.settled(d_weights, interpret=role.interpret)
-    d_scores = (d_weights * jnp.concatenate(slopes, axis=1)).astype(dtype)
+    slope = jnp.concatenate(slopes, axis=1)
+    d_scores = gdpa_slopes.d_scores(shape.weighing, d_weights, slope).astype(dtype)
     total = _issue_sum(role, total, d_scores, 0, 0, step)
     return (total,) if d_value is None else (total, d_value)
 
@@ -222,7 +215,9 @@ def _store_staged(
     @pl.when(rows < WGMMA_M)
     def _() -> None:
         for view, result in zip(matrix_views, role.results, strict=True):
-            store_staged_rows(result, view, first_row, head, rows, interpret=role.interpret)
+            stores.store_staged_rows(
+                result, view, first_row, head, jnp.int32(0), rows, interpret=role.interpret
+            )
         plgpu.commit_smem()  # TMA writes the next operands where these threads have just read
 
 

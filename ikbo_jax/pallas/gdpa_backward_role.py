@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from jax import lax
 from jax.experimental import pallas as pl
 
+from ikbo_jax.pallas.gdpa_weights import Weighing
 from ikbo_jax.tuning.configs import BLOCK_K
 from ikbo_jax.tuning.gdpa_backward_configs import SLOTS, GdpaBackwardConfig
 
@@ -31,7 +32,7 @@ class Shape:
       heads: of the tiles: K of a kernel for keys, N of one for queries.
       group: heads of the blocks that one head of the tiles meets; 1 of a kernel for queries.
       divisor: heads of the tiles that meet one head of the blocks; 1 of a kernel for keys.
-      activations: a name for each query head.
+      weighing: how scores are activated, apart from the head.
       scales: what the sums are multiplied by, one for each result.
     """
 
@@ -39,9 +40,7 @@ class Shape:
     group: int
     divisor: int
     head_dim: int
-    activations: tuple[str, ...]
-    approx: str | None
-    scale: float
+    weighing: Weighing
     scales: tuple[float, ...]
     workers: int
 
@@ -52,8 +51,8 @@ class Shape:
     @property
     def has_activation_in_branch(self) -> bool:
         """Whether ptxas must not mix an activation with what is around it, since it would spill."""
-        is_alone = len(set(self.activations)) == 1
-        kind = (self.activations[0], self.approx)
+        names = self.weighing.names
+        is_alone, kind = len(set(names)) == 1, (names[0], self.weighing.approx)
         is_wide = self.is_for_keys and self.head_dim > BLOCK_K
         return is_wide and is_alone and kind in SPILLING_ACTIVATIONS
 

@@ -1,8 +1,6 @@
-"""Stores of a warpgroup's rows: into shared memory, and f32 ones straight to device memory.
+"""Stores of a backward kernel's rows: into shared memory, and f32 ones to device memory.
 
-What does not change from tile to tile, LLVM and ptxas compute ahead of all loops, and it lives
-through the main one, where no register is left.  So addresses come from a thread's number that
-neither of them knows to be always the same, and loops have bounds that LLVM does not know.
+Addresses come from `stores.thread_number`, so that they are not made ahead of all loops.
 """
 
 from __future__ import annotations
@@ -17,19 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
-from ikbo_jax.pallas import mosaic, softmax
-
-
-def _thread() -> ir.Value:
-    """This thread's number in its warpgroup; ptxas moves reads of %tid, but no shuffles."""
-    i32 = ir.IntegerType.get_signless(32)
-    return mgpu.utils.inline_ptx(
-        "{ .reg .u32 lane; mov.u32 lane, %laneid; mov.u32 $0, %tid.x; and.b32 $0, $0, 127; "
-        "shfl.sync.idx.b32 $0, $0, lane, 31, 0xffffffff; }",
-        result_types=i32,
-        has_side_effects=True,
-        convergent=True,
-    )
+from ikbo_jax.pallas import mosaic, softmax, stores
 
 
 def zero_tiles(tiles: Any, *, interpret: bool) -> None:
@@ -62,7 +48,7 @@ def stage_rows(tiles: Any, values: jax.Array, *, interpret: bool) -> None:
         words = [mgpu.utils.bitcast(pair, i32) for pair in values.registers.flat]
         words += [mgpu.c(0, i32)] * ((blocks * columns - width) // 4)
         base = mgpu.utils.memref_ptr(tiles)
-        thread = _thread()
+        thread = stores.thread_number()
 
         def part(divisor: int, count: int) -> ir.Value:
             whole = arith.divui(thread, mgpu.c(divisor, i32))
@@ -125,14 +111,14 @@ def store_wide_rows(
     def write(_: Any, output: ir.Value, values: mgpu.FragmentedArray, *scalars: Any) -> None:
         i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
         first_row, head, rows = (s.registers.item() for s in scalars)
-        thread = _thread()
+        thread = stores.thread_number()
         column = arith.muli(arith.remui(thread, mgpu.c(4, i32)), mgpu.c(2, i32))
         pairs = [mgpu.utils.bitcast(pair, i64) for pair in values.registers.flat]
         for half in (0, 1):
-            row = softmax._thread_row(thread, half)
+            row = softmax.thread_row(thread, half)
             target = arith.addi(first_row, row)
             terms = [(target, heads * width), (head, width), (column, 1)]
-            address = softmax._device_address(output, terms, 4)
+            address = softmax.device_address(output, terms, 4)
             for i, pair in enumerate(pairs[half::2]):
                 mgpu.utils.inline_ptx(
                     f"st.global.b64 [$0 + {32 * i}], $1;",
@@ -143,74 +129,3 @@ def store_wide_rows(
                 )
 
     write(output, values, first_row, head, rows)
-
-
-def store_staged_rows(
-    output: Any, tiles: Any, first_row: Any, head: Any, rows: Any, *, interpret: bool
-) -> None:
-    """output[first_row + r, head] = row r of `tiles` for r in [0, rows).
-
-    A loop, unlike `softmax.store_staged_rows`: what ptxas computes ahead of all loops for unrolled
-    stores takes 56 registers.
-
-    Args:
-      output: device memory [rows, heads, width].
-      tiles: shared memory [blocks, 64, 64], committed; read when this returns.
-    """
-    _, heads, width = output.shape
-    blocks, height, columns = tiles.shape
-    if interpret:
-        softmax.store_staged_rows(
-            output, tiles, first_row, head, jnp.int32(0), rows, interpret=interpret
-        )
-        return
-    scalar = plgpu.Layout.WG_SPLAT(())
-    vectors = mosaic.SWIZZLE // 16  # of a row of a block
-    per_step = softmax.WARPGROUP_SIZE // vectors  # rows
-
-    @plgpu.inline_mgpu(
-        arg_types=(
-            plgpu.RefType(),
-            plgpu.RefType(mosaic.operand_transforms(tiles.dtype)),
-            *(scalar,) * 4,
-        )
-    )
-    def write(_: Any, output: ir.Value, tiles: ir.Value, *scalars: Any) -> None:
-        i32, byte = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
-        step, first_row, head, rows = (s.registers.item() for s in scalars)
-        thread = _thread()
-        vector_of_row = arith.remui(thread, mgpu.c(vectors, i32))
-        row_of_all = arith.addi(
-            arith.muli(step, mgpu.c(per_step, i32)), arith.divui(thread, mgpu.c(vectors, i32))
-        )
-        block = arith.divui(row_of_all, mgpu.c(height, i32))
-        row = arith.remui(row_of_all, mgpu.c(height, i32))
-        swizzled = arith.xori(vector_of_row, arith.remui(row, mgpu.c(vectors, i32)))
-        offset = arith.addi(
-            arith.muli(row_of_all, mgpu.c(mosaic.SWIZZLE, i32)),
-            arith.muli(swizzled, mgpu.c(16, i32)),
-        )
-        column = arith.addi(
-            arith.muli(vector_of_row, mgpu.c(columns // vectors, i32)),
-            arith.muli(block, mgpu.c(columns, i32)),
-        )
-        is_wanted = arith.andi(
-            arith.cmpi(arith.CmpIPredicate.slt, row, rows),
-            arith.cmpi(arith.CmpIPredicate.slt, column, mgpu.c(width, i32)),
-        )
-        terms = [(arith.addi(first_row, row), heads * width), (head, width), (column, 1)]
-        mgpu.utils.inline_ptx(
-            "{ .reg .b32 a, b, c, d; @$2 ld.shared.v4.b32 {a, b, c, d}, [$1]; "
-            "@$2 st.global.v4.b32 [$0], {a, b, c, d}; }",
-            softmax._device_address(output, terms, 2),
-            mgpu.utils.getelementptr(mgpu.utils.memref_ptr(tiles), [offset], byte),
-            is_wanted,
-            has_side_effects=True,
-        )
-
-    # A bound that LLVM knows would be unrolled.
-    steps = mosaic.opaque(jnp.int32(blocks * height // per_step), interpret=interpret)
-
-    @pl.loop(jnp.int32(0), steps)
-    def write_step(step: Any) -> None:
-        write(output, tiles, step, first_row, head, rows)

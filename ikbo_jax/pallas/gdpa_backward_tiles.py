@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ikbo_jax.pallas import gdpa_tiles
 from ikbo_jax.reference import jagged
 from ikbo_jax.tuning.gdpa_backward_configs import TILE_ROWS
 
@@ -40,7 +41,7 @@ class Work(NamedTuple):
     """The work of one kernel.
 
     Attributes:
-      tiles: [tiles, TILE_WORDS] int32; those past `num_tiles` are not there.
+      tiles: [most tiles, TILE_WORDS] int32; those past `num_tiles` are not there.
       num_tiles: [1] int32.
       partners: [sequences of the other side, PARTNER_WORDS] int32.
     """
@@ -63,7 +64,8 @@ def query_work(
       block: rows of a block of keys.
       is_bounded: whether rows between sequences may belong to none (`max_seqlen_q`).
     """
-    return _work(q, kv, kv_of, kv_of + 1, total, block, 1, is_bounded)
+    blocks = -(-kv.length // block)[kv_of]
+    return _work(q, kv, kv_of, kv_of + 1, blocks, total, is_bounded)
 
 
 def key_work(
@@ -90,14 +92,16 @@ def key_work(
       is_bounded: as for `query_work`.
     """
     number = jnp.arange(kv.length.size, dtype=jnp.int32)
+    blocks = -(-q.length // block) * group
     if is_sorted:
-        return _work(kv, q, number, number + 1, total, block, group, is_bounded)
+        return _work(kv, q, number, number + 1, blocks, total, is_bounded)
     order = jnp.argsort(kv_of, stable=True)
     ends = jnp.searchsorted(kv_of[order], number, side="right", method="scan_unrolled")
     end = ends.astype(jnp.int32)
     begin = jnp.concatenate([jnp.zeros_like(end, shape=1), end[:-1]])
     q = Sequences(*(x[order] for x in q))
-    return _work(kv, q, begin, end, total, block, group, is_bounded)
+    before = jnp.concatenate([jnp.zeros_like(blocks, shape=1), jnp.cumsum(blocks[order])])
+    return _work(kv, q, begin, end, before[end] - before[begin], total, is_bounded)
 
 
 def _work(
@@ -105,34 +109,25 @@ def _work(
     others: Sequences,
     begin: jax.Array,
     end: jax.Array,
+    blocks: jax.Array,
     total: int,
-    block: int,
-    group: int,
     is_bounded: bool,
 ) -> Work:
-    zero = jnp.zeros_like(others.length, shape=1)
-    before = jnp.concatenate([zero, jnp.cumsum(-(-others.length // block))])
-    blocks = (before[end] - before[begin]) * group
-    longest_first = jnp.argsort(-blocks, stable=True)
-    words = [x[longest_first] for x in (*own, begin, end, blocks)]
     gaps = _gaps(own, total, is_bounded)
     none = jnp.zeros_like(gaps.length)
-    words = [
-        jnp.concatenate([x, gap]) for x, gap in zip(words, (*gaps, none, none, none), strict=True)
-    ]
-    source, target, length, *rest = words
-    tiles_of = -(-length // TILE_ROWS)
-    last = jnp.cumsum(tiles_of)
-    number = jnp.arange(most_tiles(length.size, total), dtype=jnp.int32)
-    found = jnp.searchsorted(last, number, side="right", method="scan_unrolled")
-    sequence = jnp.minimum(found.astype(jnp.int32), length.size - 1)
-    start = (number - (last - tiles_of)[sequence]) * TILE_ROWS
-    rows = jnp.clip(length[sequence] - start, 0, TILE_ROWS)
-    first = (source[sequence] + start, target[sequence] + start)
-    columns = (*first, rows, *(x[sequence] for x in rest))
+    source, target, length, begin, end, blocks = (
+        jnp.concatenate([x, gap])
+        for x, gap in zip((*own, begin, end, blocks), (*gaps, none, none, none), strict=True)
+    )
+    most = most_tiles(length.size, total)
+    at, first, counts = gdpa_tiles.find(blocks, -(-length // TILE_ROWS), most)
+    source, target, length, *rest = (x[at] for x in (source, target, length, begin, end, blocks))
+    start = (jnp.arange(most, dtype=jnp.int32) - first) * TILE_ROWS
+    rows = jnp.clip(length - start, 0, TILE_ROWS)
+    columns = (source + start, target + start, rows, *rest)
     partners = jnp.stack([*others, jnp.zeros_like(others.length)], axis=1)
     padding = [jnp.zeros_like(rows)] * (TILE_WORDS - len(columns))
-    return Work(jnp.stack([*columns, *padding], axis=1), last[-1:], partners)
+    return Work(jnp.stack([*columns, *padding], axis=1), counts[1:], partners)
 
 
 def most_tiles(sequences: int, total: int) -> int:

@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ikbo_jax.pallas import gdpa_tiles, gdpa_weights, softmax
+from ikbo_jax.pallas import gdpa_tiles, gdpa_weights, softmax, stores
 from ikbo_jax.pallas.gdpa_role import Role
 from ikbo_jax.tuning.configs import BLOCK_K, WGMMA_M
 
@@ -45,7 +45,7 @@ def _store_staged(role: Role, slot: Any, head: Any, first_row: Any, rows: Any) -
 
     @pl.when((rows > 0) & (rows < WGMMA_M))
     def _() -> None:
-        softmax.store_staged_rows(
+        stores.store_staged_rows(
             role.out, matrix_view, first_row, head, 0 * rows, rows, interpret=role.interpret
         )
         plgpu.commit_smem()  # TMA writes the next queries where these threads have just read

@@ -23,7 +23,7 @@ from jax import lax
 SOURCE, TARGET, ROWS, OTHER, OTHERS = range(5)
 TILE_WORDS = 5
 #: Segments up to which comparing all pairs is cheaper than sorting.
-MOST_COMPARED = 4096
+MOST_COMPARED = 8192
 
 
 class TileList(NamedTuple):
@@ -39,14 +39,13 @@ class TileList(NamedTuple):
 
 
 class _Segments(NamedTuple):
-    """[segments] int32 each; `cost` is the rows of the other side that a row meets."""
+    """[segments] int32 each; `others` is what a segment's tiles cost."""
 
     source: jax.Array
     target: jax.Array
     length: jax.Array
     other: jax.Array
     others: jax.Array
-    cost: jax.Array
 
 
 def query_tiles(
@@ -73,19 +72,18 @@ def query_tiles(
       max_seqlen_kv: keys of a sequence beyond it are not met; or None.
       size: rows of a tile, at most.
     """
-    kv_start, kv_length, _ = _sequences(cu_seqlens_kv, kv_rows, max_seqlen_kv)
+    q_offsets, kv_offsets = _increasing((cu_seqlens_q, cu_seqlens_kv), (q_rows, kv_rows))
+    kv_start, kv_length, _ = _sequences(kv_offsets, max_seqlen_kv)
     if q_to_kv is not None:
         index = jnp.clip(q_to_kv, 0, kv_start.size - 1)
         kv_start, kv_length = kv_start[index], kv_length[index]
-    if cu_seqlens_q is None:
+    if q_offsets is None:
         number = jnp.arange(kv_start.size, dtype=jnp.int32)
         length = jnp.full_like(number, q_rows)
-        segments = _Segments(
-            jnp.zeros_like(number), number * q_rows, length, kv_start, kv_length, kv_length
-        )
+        segments = _Segments(jnp.zeros_like(number), number * q_rows, length, kv_start, kv_length)
         return _cut(segments, size, number.size * q_rows)
-    start, length, end = _sequences(cu_seqlens_q, q_rows, max_seqlen_q)
-    segments = _Segments(start, start, length, kv_start, kv_length, kv_length)
+    start, length, end = _sequences(q_offsets, max_seqlen_q)
+    segments = _Segments(start, start, length, kv_start, kv_length)
     gaps = _gaps(segments, end, q_rows, max_seqlen_q)
     if q_to_kv is not None and q_to_kv.size > 1:
         segments = _joined(segments)
@@ -93,17 +91,33 @@ def query_tiles(
     return _cut(both, size, q_rows)
 
 
+def _increasing(
+    cu_seqlens: tuple[jax.Array | None, jax.Array], totals: tuple[int, int]
+) -> tuple[jax.Array | None, jax.Array]:
+    """Offsets that increase within [0, total], whatever they hold; of both sides."""
+    q, kv = cu_seqlens
+    if q is None:
+        return None, _running_maximum(jnp.clip(kv, 0, totals[1]))
+    clipped = [jnp.clip(x, 0, total) for x, total in zip((q, kv), totals, strict=True)]
+    if q.shape != kv.shape:
+        return _running_maximum(clipped[0]), _running_maximum(clipped[1])
+    both = _running_maximum(jnp.stack(clipped))  # one kernel instead of two
+    return both[0], both[1]
+
+
+def _running_maximum(x: jax.Array) -> jax.Array:
+    """Of the last axis; nothing is below 0."""
+    if x.shape[-1] > MOST_COMPARED:
+        return lax.cummax(x, axis=x.ndim - 1)
+    position = jnp.arange(x.shape[-1], dtype=jnp.int32)
+    is_before = position[None] <= position[:, None]
+    return jnp.max(jnp.where(is_before, x[..., None, :], 0), axis=-1)
+
+
 def _sequences(
-    cu_seqlens: jax.Array, total: int, max_seqlen: int | None
+    offsets: jax.Array, max_seqlen: int | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """First rows, lengths and where the next ones begin, in [0, total) whatever offsets hold."""
-    offsets = jnp.clip(cu_seqlens, 0, total)
-    if offsets.size > MOST_COMPARED:
-        offsets = lax.cummax(offsets)
-    else:
-        position = jnp.arange(offsets.size, dtype=jnp.int32)
-        is_before = position[None] <= position[:, None]
-        offsets = jnp.max(jnp.where(is_before, offsets[None], 0), axis=1)
+    """First rows, lengths and where the next ones begin."""
     length = offsets[1:] - offsets[:-1]
     if max_seqlen is not None:
         length = jnp.minimum(length, max_seqlen)
@@ -141,46 +155,57 @@ def _gaps(segments: _Segments, end: jax.Array, total: int, max_seqlen: int | Non
         lengths.append(end - starts[-1])
     start, length = jnp.concatenate(starts), jnp.concatenate(lengths)
     nothing = jnp.zeros_like(start)
-    return _Segments(start, start, length, nothing, nothing, nothing)
+    return _Segments(start, start, length, nothing, nothing)
 
 
 def _cut(segments: _Segments, size: int, total: int) -> TileList:
     """The list of all tiles of at most `size` rows of `segments`, which have `total` rows."""
-    tiles = -(-segments.length // size)
-    has_work = (segments.cost > 0).astype(jnp.int32)
-    counts = jnp.sum(jnp.stack([tiles * has_work, tiles]), axis=1, dtype=jnp.int32)
     served = min(segments.length.size, total)
-    number = jnp.arange(max(served + (total - served) // size, 1), dtype=jnp.int32)
-    # Empty segments have no tiles, so any cost of theirs will do.
-    find = _find_sorted if tiles.size > MOST_COMPARED else _find_compared
-    at, first = find(jnp.where(tiles > 0, segments.cost, 0), tiles, number)
-    start = (number - first) * size
+    most = max(served + (total - served) // size, 1)
+    at, first, counts = find(segments.others, -(-segments.length // size), most)
+    start = (jnp.arange(most, dtype=jnp.int32) - first) * size
     rows = jnp.clip(segments.length[at] - start, 0, size)
     place = (segments.source[at] + start, segments.target[at] + start, rows)
     words = jnp.stack([*place, segments.other[at], segments.others[at]], axis=1)
     return TileList(words, counts)
 
 
-def _find_compared(
-    cost: jax.Array, tiles: jax.Array, number: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """(segment, number of its first tile) of each tile of a list with the largest `cost` first."""
-    index = jnp.arange(cost.size, dtype=jnp.int32)
-    is_equal = cost[None] == cost[:, None]
-    is_before = (cost[None] > cost[:, None]) | (is_equal & (index[None] < index[:, None]))
-    first = jnp.sum(jnp.where(is_before, tiles[None], 0), axis=1, dtype=jnp.int32)
-    is_own = (first[None] <= number[:, None]) & (number[:, None] < (first + tiles)[None])
-    at = jnp.sum(jnp.where(is_own, index[None], 0), axis=1, dtype=jnp.int32)
-    return at, first[at]
+def find(cost: jax.Array, tiles: jax.Array, most: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Lists tiles of segments, those of the largest `cost` first, in order where costs are equal.
+
+    Args:
+      cost: [segments] int32, at least 0.
+      tiles: [segments] int32, tiles of a segment.
+      most: length of the list, which is enough for all of them.
+
+    Returns:
+      The segment of each place of the list [most]; the place of its first tile [most]; and [2]
+      int32: tiles of segments that cost anything, and all tiles. Places past those have any
+      segment.
+    """
+    segments = tiles.size
+    counts = jnp.stack([jnp.where(cost > 0, tiles, 0), tiles]).sum(axis=1, dtype=jnp.int32)
+    if segments > MOST_COMPARED or most * segments >= 2**31:
+        return *_find_sorted(cost, tiles, most), counts
+    number = jnp.arange(segments, dtype=jnp.int32)
+    # One key for cost and number, so that there is one comparison. Costs that it has no room for
+    # count as one: the order is for speed.
+    key = jnp.minimum(cost, (2**31 - 1) // segments - 1) * segments - number
+    first = jnp.sum(jnp.where(key[None] > key[:, None], tiles[None], 0), axis=1, dtype=jnp.int32)
+    # Likewise one number for a segment's first place and the segment: the largest one that does
+    # not lie past a place is that of the segment there.
+    code = jnp.where(tiles > 0, first * segments + number, 0)
+    past = (jnp.arange(most, dtype=jnp.int32) + 1) * segments
+    found = jnp.max(jnp.where(code[None] < past[:, None], code[None], 0), axis=1)
+    return found % segments, found // segments, counts
 
 
-def _find_sorted(
-    cost: jax.Array, tiles: jax.Array, number: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """What `_find_compared` does, for many segments."""
+def _find_sorted(cost: jax.Array, tiles: jax.Array, most: int) -> tuple[jax.Array, jax.Array]:
+    """Segments and their first places, for many segments."""
     order = jnp.argsort(-cost, stable=True).astype(jnp.int32)
     tiles = tiles[order]
     end = jnp.cumsum(tiles)
+    number = jnp.arange(most, dtype=jnp.int32)
     # Unrolled, the search is part of one fused kernel.
     at = jnp.searchsorted(end, number, side="right", method="scan_unrolled").astype(jnp.int32)
     at = jnp.minimum(at, end.size - 1)

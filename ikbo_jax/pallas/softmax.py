@@ -116,7 +116,7 @@ def _thread() -> ir.Value:
     return arith.remui(thread, mgpu.c(WARPGROUP_SIZE, i32))
 
 
-def _thread_row(thread: ir.Value, half: int) -> ir.Value:
+def thread_row(thread: ir.Value, half: int) -> ir.Value:
     """The row of a WGMMA fragment's register: half 0 or 1."""
     i32 = ir.IntegerType.get_signless(32)
     warp = arith.divui(thread, mgpu.c(32, i32))
@@ -125,12 +125,13 @@ def _thread_row(thread: ir.Value, half: int) -> ir.Value:
     return arith.addi(row, mgpu.c(8 * half, i32))
 
 
-def _within(row: ir.Value, begin: ir.Value, end: ir.Value) -> ir.Value:
+def within(row: ir.Value, begin: ir.Value, end: ir.Value) -> ir.Value:
+    """begin ≤ row < end."""
     i = arith.CmpIPredicate
     return arith.andi(arith.cmpi(i.sge, row, begin), arith.cmpi(i.slt, row, end))
 
 
-def _device_address(ref: ir.Value, terms: list[tuple[ir.Value, int]], size: int) -> ir.Value:
+def device_address(ref: ir.Value, terms: list[tuple[ir.Value, int]], size: int) -> ir.Value:
     """Address of the element number sum(value * stride), in 64 bits."""
     i64 = ir.IntegerType.get_signless(64)
     offset = mgpu.c(0, i64)
@@ -184,11 +185,11 @@ def store_rows(
         column = arith.muli(arith.remui(thread, mgpu.c(4, i32)), mgpu.c(2, i32))
         words = [mgpu.utils.bitcast(pair, i32) for pair in values.registers.flat]
         for half in (0, 1):
-            row = _thread_row(thread, half)
-            is_wanted = _within(row, begin, end)
+            row = thread_row(thread, half)
+            is_wanted = within(row, begin, end)
             target = arith.addi(first_row, row)
             terms = [(target, heads * width), (head, width), (column, 1)]
-            address = _device_address(output, terms, 2)
+            address = device_address(output, terms, 2)
             for i, word in enumerate(words[half::2]):
                 mgpu.utils.inline_ptx(
                     f"st.global.b32 [$0 + {16 * i}], $1;",
@@ -241,84 +242,6 @@ def stage_tile(tile: Any, values: jax.Array, *, interpret: bool) -> None:
     write(tile, values)
 
 
-def store_staged_rows(
-    output: Any,
-    tiles: Any,
-    first_row: Any,
-    head: Any,
-    begin: Any,
-    end: Any,
-    *,
-    interpret: bool,
-) -> None:
-    """output[first_row + r, head] = row r of `tiles` for r in [begin, end).
-
-    From registers, addresses of rows and columns would have to live beside the values, and spill.
-
-    Args:
-      output: device memory [rows, heads, width].
-      tiles: shared memory [blocks of 64 columns, 64, 64], committed; read when this returns.
-    """
-    _, heads, width = output.shape
-    blocks, rows, columns = tiles.shape
-    if interpret:
-
-        @pl.loop(begin, end)
-        def _(r: Any) -> None:
-            for i in range(blocks):
-                part = min(columns, width - i * columns)
-                output[first_row + r, head, pl.ds(i * columns, part)] = tiles[i, r, :part]
-
-        return
-
-    scalar = plgpu.Layout.WG_SPLAT(())
-
-    @plgpu.inline_mgpu(
-        arg_types=(
-            plgpu.RefType(),
-            plgpu.RefType(mosaic.operand_transforms(tiles.dtype)),
-            scalar,
-            scalar,
-            scalar,
-            scalar,
-        )
-    )
-    def write(_: Any, output: ir.Value, tiles: ir.Value, *scalars: Any) -> None:
-        i32, byte = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
-        first_row, head, begin, end = (s.registers.item() for s in scalars)
-        base = mgpu.utils.memref_ptr(tiles)
-        vectors, per_vector = mosaic.SWIZZLE // 16, columns * 16 // mosaic.SWIZZLE
-        for i in range(blocks * rows * vectors // WARPGROUP_SIZE):
-            block, first = divmod(i * WARPGROUP_SIZE, rows * vectors)
-            index = arith.addi(_thread(), mgpu.c(first, i32))
-            row = arith.divui(index, mgpu.c(vectors, i32))
-            vector_of_row = arith.remui(index, mgpu.c(vectors, i32))
-            swizzled = arith.xori(vector_of_row, arith.remui(row, mgpu.c(vectors, i32)))
-            offset = arith.addi(
-                arith.muli(row, mgpu.c(mosaic.SWIZZLE, i32)),
-                arith.addi(
-                    arith.muli(swizzled, mgpu.c(16, i32)),
-                    mgpu.c(block * rows * mosaic.SWIZZLE, i32),
-                ),
-            )
-            column = arith.addi(
-                arith.muli(vector_of_row, mgpu.c(per_vector, i32)), mgpu.c(block * columns, i32)
-            )
-            is_column = arith.cmpi(arith.CmpIPredicate.slt, column, mgpu.c(width, i32))
-            target = arith.addi(first_row, row)
-            mgpu.utils.inline_ptx(
-                "{ .reg .b32 a, b, c, d; @$2 ld.shared.v4.b32 {a, b, c, d}, [$1]; "
-                "@$2 st.global.v4.b32 [$0], {a, b, c, d}; }",
-                _device_address(output, [(target, heads * width), (head, width), (column, 1)], 2),
-                mgpu.utils.getelementptr(base, [offset], byte),
-                arith.andi(_within(row, begin, end), is_column),
-                has_side_effects=True,
-            )
-        mgpu.utils.warpgroup_barrier()  # all have read before anybody says so
-
-    write(output, tiles, first_row, head, begin, end)
-
-
 def store_row_values(
     output: Any,
     values: jax.Array,
@@ -348,13 +271,13 @@ def store_row_values(
         first_row, head, begin, end = (s.registers.item() for s in scalars)
         thread = _thread()
         for half, register in enumerate(values.registers.flat):
-            row = _thread_row(thread, half)
+            row = thread_row(thread, half)
             terms = [(arith.addi(first_row, row), heads), (head, 1)]
             mgpu.utils.inline_ptx(  # the four threads of a row write the same value
                 "st.global.f32 [$0], $1;",
-                _device_address(output, terms, 4),
+                device_address(output, terms, 4),
                 vector.extract(register, [], [0]),
-                predicate=_within(row, begin, end),
+                predicate=within(row, begin, end),
                 has_side_effects=True,
             )
 

@@ -117,7 +117,9 @@ def gdpa_runner(problem: GdpaProblem, config: GdpaConfig | None) -> Callable[...
     num_sms = getattr(jax.devices()[0], "core_count", 1)
 
     def run(*arrays: jax.Array) -> jax.Array:
-        return gdpa_kernel(Arrays(*arrays), settings, config=config, num_sms=num_sms)[0]
+        return gdpa_kernel(
+            Arrays(*arrays), settings, return_residuals=False, config=config, num_sms=num_sms
+        )[0]
 
     return jax.jit(run)
 

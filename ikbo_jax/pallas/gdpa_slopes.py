@@ -1,0 +1,140 @@
+"""What the GDPA backward kernels make of scores: weights, slopes, and gradients of scores.
+
+The activation and its slope take more of these kernels' time than the products do, unless they are
+few instructions. So, as in `gdpa_weights`, they take raw scores s and leave constants out,
+
+    act(scale * s)  = weight constant * weight(s)
+    act'(scale * s) = slope constant * (slope(s) + offset),        offset = 0 or 1,
+
+which multiply the sums of a tile instead; the offset costs nothing, since a gradient of a score is
+the product of that of its weight and (slope + offset), one fused multiply-add. Instructions for a
+score, rounding and that product included, for d_query (slopes) and for d_key and d_value (weights
+as well), in bf16:
+
+    activation    approx     slopes   with weights
+    relu          -          2.5      4
+    leaky_relu    -          3.5      6
+    relu_squared  -          2.5      4
+    silu          "tanh"     5.5      7
+    gelu_tanh     "tanh"     10.5     12
+
+Before, gelu_tanh took 18.5 and 20. What stands above is for one activation in all heads; others,
+and heads that differ, are activated at scale * s by `activations`. In f16, whose range ends at
+65504, weights and slopes have their constants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ikbo_jax.pallas import activations
+from ikbo_jax.pallas.activations import Pair
+from ikbo_jax.pallas.gdpa_weights import Weighing
+from ikbo_jax.reference.activations import LEAKY_SLOPE, TANH_CUBIC, TANH_SCALE
+
+
+def weigh_and_slope(how: Weighing, head: Any, scores: jax.Array, *, interpret: bool) -> Pair:
+    """Weights, and slopes for `d_scores`, of one query head's raw scores [64, columns] f32."""
+    raw = _raw(how)
+    if raw is None:
+        scaled = scores if how.scale == 1 else scores * jnp.float32(how.scale)
+        both: Pair = activations.activate_with_slope(
+            how.names, how.approx, head, scaled, interpret=interpret
+        )
+        return both
+
+    def evaluate(_: str, s: jax.Array) -> Pair:
+        weights, slope = raw(s, how.scale)
+        if how.is_wide:
+            return weights, slope
+        name = how.names[0]
+        by_weight, by_slope = how.constant(name), _slope_constant(how)
+        offset = by_slope if _has_offset(how) else 0.0
+        return weights * jnp.float32(by_weight), slope * jnp.float32(by_slope) + jnp.float32(offset)
+
+    pair: Pair = activations.by_chunks(how.names, head, scores, evaluate, interpret)
+    return pair
+
+
+def d_scores(how: Weighing, d_weights: jax.Array, slope: jax.Array) -> jax.Array:
+    """Gradients of scores from those of weights, but for `constants`."""
+    if how.is_wide and _has_offset(how):
+        return d_weights * slope + d_weights
+    return d_weights * slope
+
+
+def constants(how: Weighing) -> tuple[float, float]:
+    """What sums over weights, and sums over `d_scores`, are multiplied by."""
+    if not how.is_wide or _raw(how) is None:
+        return 1.0, 1.0
+    return how.constant(how.names[0]), _slope_constant(how)
+
+
+def _raw(how: Weighing) -> Callable[[jax.Array, float], Pair] | None:
+    """The function of raw scores, if all heads have one activation and it has one."""
+    if len(set(how.names)) > 1 or not how.is_raw:
+        return None
+    return _SLOPES.get(how.full_name(how.names[0]))
+
+
+def _has_offset(how: Weighing) -> bool:
+    return _raw(how) in (_tanh_silu, _tanh_gelu_tanh)
+
+
+def _slope_constant(how: Weighing) -> float:
+    raw = _raw(how)
+    if raw in (_tanh_silu, _tanh_gelu_tanh):
+        return 0.5
+    return 2 * how.scale if raw is _relu_squared else 1.0
+
+
+# Weights and slopes, from raw scores and their scale.
+
+
+def _relu(s: jax.Array, scale: float) -> Pair:
+    return jnp.maximum(s, jnp.float32(0)), _choose(s > 0, s, 1.0, 0.0)
+
+
+def _leaky_relu(s: jax.Array, scale: float) -> Pair:
+    return jnp.maximum(s, s * jnp.float32(LEAKY_SLOPE)), _choose(s >= 0, s, 1.0, LEAKY_SLOPE)
+
+
+def _choose(condition: jax.Array, like: jax.Array, a: float, b: float) -> jax.Array:
+    return jnp.where(condition, jnp.full_like(like, a), jnp.full_like(like, b))
+
+
+def _relu_squared(s: jax.Array, scale: float) -> Pair:
+    positive = jnp.maximum(s, jnp.float32(0))
+    return positive * positive, positive
+
+
+def _tanh_silu(s: jax.Array, scale: float) -> Pair:
+    half = s * jnp.float32(scale / 2)
+    inner = jnp.tanh(half)  # the GPU's own: see `mosaic.compiler_params`
+    rest = jnp.float32(1) - inner * inner
+    return s * inner + s, rest * half + inner
+
+
+def _tanh_gelu_tanh(s: jax.Array, scale: float) -> Pair:
+    """With u the argument of tanh: d(s * (1 + tanh u)) = 1 + tanh u + (1 - tanh² u) * s * du/ds."""
+    # Where tanh is 1 or -1, a larger square has no effect but infinity.
+    greatest = (activations.GREATEST_GELU_TANH / scale) ** 2
+    square = jnp.minimum(s * s, jnp.float32(greatest))
+    linear, cubic = TANH_SCALE * scale, TANH_SCALE * TANH_CUBIC * scale**3
+    inner = jnp.tanh(s * (square * jnp.float32(cubic) + jnp.float32(linear)))
+    growth = s * (square * jnp.float32(3 * cubic) + jnp.float32(linear))
+    rest = jnp.float32(1) - inner * inner
+    return s * inner + s, rest * growth + inner
+
+
+_SLOPES = {
+    "relu": _relu,
+    "leaky_relu": _leaky_relu,
+    "relu_squared": _relu_squared,
+    "tanh silu": _tanh_silu,
+    "tanh gelu_tanh": _tanh_gelu_tanh,
+}

@@ -1,0 +1,113 @@
+"""Stores of rows that a warpgroup has staged in shared memory.
+
+What does not change from tile to tile, LLVM and ptxas compute ahead of all loops, and it lives
+through the main one, where no register is left.  So addresses come from a thread's number that
+neither of them knows to be always the same, and loops have bounds that LLVM does not know.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith
+
+from ikbo_jax.pallas import mosaic, softmax
+
+
+def thread_number() -> ir.Value:
+    """This thread's number in its warpgroup; ptxas moves reads of %tid, but no shuffles."""
+    i32 = ir.IntegerType.get_signless(32)
+    return mgpu.utils.inline_ptx(
+        "{ .reg .u32 lane; mov.u32 lane, %laneid; mov.u32 $0, %tid.x; and.b32 $0, $0, 127; "
+        "shfl.sync.idx.b32 $0, $0, lane, 31, 0xffffffff; }",
+        result_types=i32,
+        has_side_effects=True,
+        convergent=True,
+    )
+
+
+def store_staged_rows(
+    output: Any,
+    tiles: Any,
+    first_row: Any,
+    head: Any,
+    begin: Any,
+    end: Any,
+    *,
+    interpret: bool,
+) -> None:
+    """output[first_row + r, head] = row r of `tiles` for r in [begin, end).
+
+    From registers, addresses of rows and columns would have to live beside the values, and spill.
+    A loop: what ptxas computes ahead of all loops for unrolled stores takes 56 registers.
+
+    Args:
+      output: device memory [rows, heads, width].
+      tiles: shared memory [blocks, 64, 64], committed; read when this returns.
+    """
+    _, heads, width = output.shape
+    blocks, height, columns = tiles.shape
+    if interpret:
+
+        @pl.loop(begin, end)
+        def _(r: Any) -> None:
+            for i in range(blocks):
+                part = min(columns, width - i * columns)
+                output[first_row + r, head, pl.ds(i * columns, part)] = tiles[i, r, :part]
+
+        return
+    scalar = plgpu.Layout.WG_SPLAT(())
+    vectors = mosaic.SWIZZLE // 16  # of a row of a block
+    per_step = softmax.WARPGROUP_SIZE // vectors  # rows
+
+    @plgpu.inline_mgpu(
+        arg_types=(
+            plgpu.RefType(),
+            plgpu.RefType(mosaic.operand_transforms(tiles.dtype)),
+            *(scalar,) * 5,
+        )
+    )
+    def write(_: Any, output: ir.Value, tiles: ir.Value, *scalars: Any) -> None:
+        i32, byte = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
+        step, first_row, head, begin, end = (s.registers.item() for s in scalars)
+        thread = thread_number()
+        vector_of_row = arith.remui(thread, mgpu.c(vectors, i32))
+        row_of_all = arith.addi(
+            arith.muli(step, mgpu.c(per_step, i32)), arith.divui(thread, mgpu.c(vectors, i32))
+        )
+        block = arith.divui(row_of_all, mgpu.c(height, i32))
+        row = arith.remui(row_of_all, mgpu.c(height, i32))
+        swizzled = arith.xori(vector_of_row, arith.remui(row, mgpu.c(vectors, i32)))
+        offset = arith.addi(
+            arith.muli(row_of_all, mgpu.c(mosaic.SWIZZLE, i32)),
+            arith.muli(swizzled, mgpu.c(16, i32)),
+        )
+        column = arith.addi(
+            arith.muli(vector_of_row, mgpu.c(columns // vectors, i32)),
+            arith.muli(block, mgpu.c(columns, i32)),
+        )
+        is_wanted = arith.andi(
+            softmax.within(row, begin, end),
+            arith.cmpi(arith.CmpIPredicate.slt, column, mgpu.c(width, i32)),
+        )
+        terms = [(arith.addi(first_row, row), heads * width), (head, width), (column, 1)]
+        mgpu.utils.inline_ptx(
+            "{ .reg .b32 a, b, c, d; @$2 ld.shared.v4.b32 {a, b, c, d}, [$1]; "
+            "@$2 st.global.v4.b32 [$0], {a, b, c, d}; }",
+            softmax.device_address(output, terms, 2),
+            mgpu.utils.getelementptr(mgpu.utils.memref_ptr(tiles), [offset], byte),
+            is_wanted,
+            has_side_effects=True,
+        )
+
+    # A bound that LLVM knows would be unrolled.
+    steps = mosaic.opaque(jnp.int32(blocks * height // per_step), interpret=interpret)
+
+    @pl.loop(jnp.int32(0), steps)
+    def write_step(step: Any) -> None:
+        write(output, tiles, step, first_row, head, begin, end)
