@@ -232,8 +232,8 @@ def test_a_jitted_function_called_again_is_rewritten_once() -> None:
     jaxpr = jax.make_jaxpr(ikbo.rewrite(repeated))(*args)
     calls = [e.params["jaxpr"] for e in jaxpr.eqns if e.params.get("name") == "block"]
     at_user_batch = [inner for inner in calls if inner.in_avals[1].shape == (U, D)]
-    # The first call is rewritten in place, the other three by one program of their own.
-    assert len(at_user_batch) == 3
+    # All of them by one program of their own.
+    assert len(at_user_batch) == 4
     assert len(set(map(id, at_user_batch))) == 1
     (found,) = report_of(repeated, *args).broadcasts
     line = block.__wrapped__.__code__.co_firstlineno + 4
@@ -281,6 +281,50 @@ def test_a_program_of_its_own_does_and_reports_what_one_in_place_does() -> None:
     ours, theirs = (jax.jit(ikbo.rewrite(f))(*ARGS) for f in (jitted, in_place))
     close(ours, theirs)
     np.testing.assert_allclose(ours, jitted(*ARGS), rtol=1e-4, atol=1e-4 * np.abs(ours).max())
+    assert report_of(jitted, *ARGS) == report_of(in_place, *ARGS)
+
+
+def in_a_row(jit):
+    """Layers with nothing in between, whose results are used later as well."""
+
+    @jit
+    def layer(w, x, users, scale):
+        users = jnp.tanh(users @ w) * scale
+        x = jnp.tanh(jnp.concatenate([users, x], axis=1) @ jnp.concatenate([w, w]))
+        return x, users, w, x, users + 1
+
+    def fn(w, user, cand, index):
+        x, users, results = cand @ w[D:, :D], user[index], []
+        weights = [w[:D, :D] * (n + 1) for n in range(7)]
+        for weight in weights:
+            with jax.named_scope("deep"):
+                results.append(layer(weight, x, users, 0.5))
+            x, users, *_ = results[-1]
+        (_, _, _, third, more), (*_, w, last, _) = results[3], results[-1]
+        return x + users @ w + third + more * last
+
+    return fn
+
+
+def test_calls_in_a_row_are_traced_as_one() -> None:
+    jitted, in_place = in_a_row(jax.jit), in_a_row(lambda f: f)
+    eqns = jax.make_jaxpr(ikbo.rewrite(jitted))(*ARGS).eqns
+    assert [e.params["name"] for e in eqns if "layer" in e.params.get("name", "")] == [
+        "layer",
+        "layer_row",
+    ]
+    (row,) = [e.params["jaxpr"] for e in eqns if e.params.get("name") == "layer_row"]
+    assert [str(e.source_info.name_stack) for e in row.eqns] == ["deep"] * 6
+    # Two results of the third call, and what the last one returns of its own.
+    assert len(row.outvars) == 4
+    for transform in (
+        lambda f: f,
+        lambda f: jax.grad(lambda *args: jnp.sum(f(*args) ** 2), argnums=(0, 1, 2)),
+        lambda f: lambda *args: jax.vmap(lambda w: f(w, *args[1:]))(jnp.stack([args[0]] * 2)),
+    ):
+        ours, theirs = (jax.jit(transform(f))(*ARGS) for f in (ikbo.rewrite(jitted), jitted))
+        for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4 * np.abs(y).max())
     assert report_of(jitted, *ARGS) == report_of(in_place, *ARGS)
 
 
@@ -582,9 +626,7 @@ def meeting_layer(w, b, x, users):
 
 @pytest.mark.parametrize(
     ("layer", "jit", "bar"),
-    # In a program of calls alone one call is no more work to trace than to rewrite, and the layer
-    # itself is gone through twice more: 2.4 and 2.6 were measured.
-    [(plain_layer, False, 2), (plain_layer, True, 3.2), (meeting_layer, True, 3.2)],
+    [(plain_layer, False, 2), (plain_layer, True, 2), (meeting_layer, True, 2)],
     ids=["equations", "jitted", "jitted_meeting"],
 )
 def test_tracing_stays_cheap(layer, jit: bool, bar: float) -> None:
@@ -612,10 +654,15 @@ def test_tracing_stays_cheap(layer, jit: bool, bar: float) -> None:
         return time.process_time() - start
 
     plain, rewritten = [], []
-    # The fastest of each counts; a busy machine gets more turns to have a quiet one.
+
+    def ratio() -> float:
+        # A busy machine disturbs the turns, and one whose speed changes the fastest of each.
+        turns = np.median([b / a for a, b in zip(plain, rewritten, strict=True)])
+        return min(float(turns), min(rewritten) / min(plain))
+
     for turn in range(40):
         plain.append(seconds(lambda f: f))
         rewritten.append(seconds(ikbo.rewrite))
-        if turn >= 4 and min(rewritten) <= bar * min(plain):
+        if turn >= 4 and ratio() <= bar:
             break
-    assert min(rewritten) <= bar * min(plain)
+    assert ratio() <= bar

@@ -98,20 +98,36 @@ def marks(jaxpr: core.Jaxpr) -> Iterator[Any]:
             yield from marks(inner)
 
 
-def has_marks(jaxpr: core.Jaxpr) -> bool:
-    """Whether a traced program has any; a program that it calls often is searched once."""
+@dataclasses.dataclass(frozen=True)
+class Survey:
+    """What there is in a traced program and in those that it holds.
+
+    Attributes:
+      marked: whether there are plans or notes.
+      repeated: identities of the programs that stand in several equations.
+    """
+
+    marked: bool
+    repeated: frozenset[int]
+
+
+def survey(jaxpr: core.Jaxpr) -> Survey:
+    """Looks through a traced program; through one that it calls often once."""
     found = [getattr(jaxpr, "jaxpr", jaxpr)]
     seen = {id(found[0])}
+    repeated = set()
+    marked = False
     # Grows while it is searched.
     for program in found:
         for eqn in program.eqns:
-            if _mark(eqn) is not None:
-                return True
+            marked = marked or _mark(eqn) is not None
             for inner in _programs(eqn):
-                if id(inner) not in seen:
+                if id(inner) in seen:
+                    repeated.add(id(inner))
+                else:
                     seen.add(id(inner))
                     found.append(inner)
-    return False
+    return Survey(marked, frozenset(repeated))
 
 
 def _mark(eqn: Any) -> Any:
@@ -121,7 +137,10 @@ def _mark(eqn: Any) -> Any:
 
 
 def _programs(eqn: Any) -> Iterator[core.Jaxpr]:
-    for value in eqn.params.values():
+    # Of the many parameters of the most frequent call only one is a program.
+    params = eqn.params
+    values = (params["jaxpr"],) if eqn.primitive.name in ("jit", "pjit") else params.values()
+    for value in values:
         # Calls hold one program, conditionals a tuple of them.
         for inner in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(inner, core.ClosedJaxpr):

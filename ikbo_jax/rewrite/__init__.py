@@ -10,7 +10,15 @@ import jax
 from jax.extend import core
 
 from ikbo_jax.ops import explain
-from ikbo_jax.rewrite import calls, contraction, jit, reshape, rules, sources  # noqa: F401  For rules.
+from ikbo_jax.rewrite import (  # noqa: F401  For rules.
+    calls,
+    contraction,
+    jit,
+    reshape,
+    rows,
+    rules,
+    sources,
+)
 from ikbo_jax.rewrite.interpret import Context, NotCovered, Rule, register_rule
 from ikbo_jax.rewrite.lineage import Concat, Lazy, Lineage
 from ikbo_jax.rewrite.report import FoundBroadcast, Materialisation, Recorder, RewriteReport
@@ -82,16 +90,22 @@ def rewrite(fn: Callable[..., Any]) -> Callable[..., Any]:
 def _run(program: Any, arrays: list[Any]) -> list[Any]:
     """The results of a traced program, rewritten if that gains anything."""
     recorder = Recorder()
+    survey = explain.survey(program)
 
     def interpreted(*arrays: Any) -> list[Any]:
         ctx = Context(recorder)
+        ctx.repeated.update(survey.repeated)
         results = ctx.run_closed(program, arrays)
-        return [ctx.materialise(None, x, "returned by the function") for x in results]
+        results = [ctx.materialise(None, x, "returned by the function") for x in results]
+        recorder.settle()
+        return results
 
     original = core.jaxpr_as_fun(program)
+    # Whether nothing tells the program from one with unused equations: no effect, and no mark.
+    may_leave_dead_code = not program.effects and not survey.marked
     if Context(recorder).is_plain_program(program):
         results = original(*arrays)
-    elif _may_leave_dead_code(program) and any(isinstance(x, jax.core.Tracer) for x in arrays):
+    elif may_leave_dead_code and any(isinstance(x, jax.core.Tracer) for x in arrays):
         # Traced once only. If nothing was gained, what was traced for nothing is dead code.
         results = interpreted(*arrays)
         results = results if recorder.changed else original(*arrays)
@@ -103,13 +117,11 @@ def _run(program: Any, arrays: list[Any]) -> list[Any]:
     return results
 
 
-def _may_leave_dead_code(program: Any) -> bool:
-    """Whether nothing tells a program from one with unused equations: no effect, and no mark."""
-    return not program.effects and not explain.has_marks(program)
-
-
 def _is_array(x: Any) -> bool:
     # Types such as np.float32, which people pass as dtypes, have both as well.
+    if isinstance(x, jax.core.Tracer):
+        # The most frequent ones, which need not be asked for a shape.
+        return True
     return hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, type)
 
 

@@ -36,6 +36,9 @@ Rule = Callable[..., Any]
 _RULES: dict[str, Rule] = {}
 #: Primitives whose rules also run on arrays alone, since they can make a broadcast.
 _SOURCES: set[str] = set()
+#: Of primitives whose equations may be run several at once: called as
+#: `row(ctx, jaxpr, position, env)`, it returns how many it ran from there on.
+_ROWS: dict[str, Callable[..., int]] = {}
 
 
 class NotCovered(Exception):
@@ -70,6 +73,11 @@ def register_rule(
     return register if rule is None else register(rule)
 
 
+def register_row(primitive: str, row: Callable[..., int]) -> None:
+    """Registers what runs several equations of a primitive at once, as `_ROWS` tells."""
+    _ROWS[primitive] = row
+
+
 class Context:
     """One scope of a rewrite: the function itself, or the body of a loop or branch in it.
 
@@ -80,6 +88,7 @@ class Context:
       opaque: values of which more is known outside than here, by identity.
       missed: whether it was asked where such a value comes from.
       programs: programs of calls rewritten by themselves that hold arrays of this scope.
+      repeated: identities of programs that are called several times.
     """
 
     def __init__(self, recorder: report.Recorder, parent: Context | None = None) -> None:
@@ -97,6 +106,8 @@ class Context:
         # Answers about whole programs, shared by all scopes.
         self._plain_jaxprs: dict[int, tuple[Any, bool]] = parent._plain_jaxprs if parent else {}
         self.rewritten: dict[Any, Any] = parent.rewritten if parent else {}
+        self.repeated: set[int] = parent.repeated if parent else set()
+        self.kinds: dict[Any, Any] = parent.kinds if parent else {}
         self.elementwise_programs: dict[int, tuple[Any, bool]] = (
             parent.elementwise_programs if parent else {}
         )
@@ -237,13 +248,23 @@ class Context:
         name_stack = source_info_util.current_name_stack()
         is_named = bool(str(name_stack))
         user_context, literal = source_info_util.user_context, core.Literal
-        for eqn_ctx, eqns in itertools.groupby(jaxpr.eqns, lambda eqn: eqn.ctx):
+        rest = 0
+        numbered = enumerate(jaxpr.eqns)
+        for eqn_ctx, eqns in itertools.groupby(numbered, lambda at: at[1].ctx):
             with eqn_ctx.manager:
-                for eqn in eqns:
-                    operands = [v.val if isinstance(v, literal) else env[v] for v in eqn.invars]
+                for position, eqn in eqns:
+                    if rest:
+                        rest -= 1
+                        continue
+                    row = _ROWS.get(eqn.primitive.name)
+                    count = row(self, jaxpr, position, env) if row else 0
+                    if count:
+                        rest = count - 1
+                        continue
                     info = eqn.source_info
                     stack = name_stack + info.name_stack if is_named else info.name_stack
                     with user_context(info.traceback, name_stack=stack):
+                        operands = [v.val if isinstance(v, literal) else env[v] for v in eqn.invars]
                         results = self._run_eqn(eqn, operands)
                     env.update(zip(eqn.outvars, results, strict=True))
         return [v.val if isinstance(v, core.Literal) else env[v] for v in jaxpr.outvars]
@@ -267,12 +288,15 @@ class Context:
         results = self._apply(eqn, operands)
         if key is not None:
             self._numbered[key] = (operands, results)
-        producers = self._producers
         for result in results:
-            # What a call returns was made inside of it.
-            if id(result) not in producers:
-                producers[id(result)] = (eqn, operands, result)
+            self.made_by(eqn, result, operands)
         return results
+
+    def made_by(self, eqn: core.JaxprEqn, result: Any, operands: Sequence[Any] = ()) -> None:
+        """Remembers which equation a value came from."""
+        # What a call returns was made inside of it.
+        if id(result) not in self._producers:
+            self._producers[id(result)] = (eqn, operands, result)
 
     def _number(self, eqn: core.JaxprEqn, operands: list[Any]) -> Any:
         """What tells an equation on integers, or on single numbers, from others; None of others."""
@@ -315,6 +339,10 @@ class Context:
             )
             self._plain_jaxprs[id(jaxpr)] = (jaxpr, plain)
         return self._plain_jaxprs[id(jaxpr)][1]
+
+    def is_repeated(self, jaxpr: Any) -> bool:
+        """Whether a program is known to be called several times."""
+        return id(getattr(jaxpr, "jaxpr", jaxpr)) in self.repeated
 
     @contextlib.contextmanager
     def muted(self) -> Iterator[None]:

@@ -2,7 +2,8 @@
 
 Models call the same jitted function once a layer, which JAX traces once. So does this: a function
 that is called again on values of the same form is rewritten by itself, and that program runs at
-every further call. What its report holds is recorded anew at each of them.
+every call. What its report holds is recorded anew at each of them, or at the end for all that are
+alike.
 """
 
 from __future__ import annotations
@@ -33,7 +34,25 @@ _SMALL = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class _Rewritten:
+class Result:
+    """What a result of a rewritten program is.
+
+    Attributes:
+      value: the value inside of the program, in the result's form.
+      form: that form.
+      operand: position of the operand that it is; None where the program computes it.
+      like: position of the first result that it is. One value for one result, so that it is
+        materialised once.
+    """
+
+    value: Any
+    form: Any
+    operand: int | None
+    like: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Rewritten:
     """A program on arrays: those of operands, those that operands stand for, and its own.
 
     Attributes:
@@ -41,9 +60,8 @@ class _Rewritten:
       consts: the arrays that it closes over.
       inputs: positions of the operands whose arrays it gets.
       given: positions of the operands that are materialised for it.
-      stand_ins: what stands for the origins of each operand.
-      results: values in the form of its results.
-      returned: positions of the operands that its results are; None where it computes one.
+      stand_ins: what stands for the origins of operands, with their positions.
+      results: what its results are.
       log: what to record at each call.
     """
 
@@ -51,9 +69,8 @@ class _Rewritten:
     consts: list[Any]
     inputs: list[int]
     given: list[int]
-    stand_ins: list[Any]
-    results: list[Any]
-    returned: list[int | None]
+    stand_ins: list[tuple[int, Any]]
+    results: list[Result]
     log: Log
 
 
@@ -63,7 +80,7 @@ class _Calls:
 
     Attributes:
       alive: what the key holds by identity.
-      given: positions of operands that the first call materialised.
+      given: positions of operands that were materialised before its first call, or at it.
       failed: whether the program cannot be rewritten by itself.
     """
 
@@ -72,33 +89,81 @@ class _Calls:
     failed: bool = False
 
 
-def _jit(ctx: Context, eqn: Any, *operands: Any) -> Any:
+@dataclasses.dataclass(frozen=True)
+class _Kind:
+    """What is to be known of a call whatever its operands are, once for all calls of a program.
+
+    Attributes:
+      alive: what is known by identity.
+      small: whether it is gone into even on arrays.
+      sharded: whether it has shardings of its own.
+      indices: which operands may be indices or masks.
+    """
+
+    alive: Any
+    small: bool
+    sharded: bool
+    indices: list[bool]
+
+
+def kind_of(ctx: Context, eqn: Any) -> _Kind:
+    """What is known of a call."""
     jaxpr = eqn.params["jaxpr"]
-    small = len(jaxpr.eqns) <= _SMALL or on_integers(eqn)
-    if not small and all(map(is_plain, operands)) and ctx.is_plain_program(jaxpr):
+    shardings = eqn.params.get("in_shardings", ()), eqn.params.get("out_shardings", ())
+    key = (id(jaxpr), *map(id, shardings))
+    known = ctx.kinds.get(key)
+    if known is None:
+        small = len(jaxpr.eqns) <= _SMALL or on_integers(eqn)
+        names = {type(x).__name__ for xs in shardings for x in xs}
+        indices = [_is_index(v.aval) for v in eqn.invars]
+        known = _Kind((jaxpr, shardings), small, bool(names - {"UnspecifiedValue"}), indices)
+        ctx.kinds[key] = known
+    return known
+
+
+def _jit(ctx: Context, eqn: Any, *operands: Any) -> Any:
+    jaxpr, kind = eqn.params["jaxpr"], kind_of(ctx, eqn)
+    if not kind.small and all(map(is_plain, operands)) and ctx.is_plain_program(jaxpr):
         return ctx.bind(eqn, *operands)
-    shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
-    if any(type(sharding).__name__ != "UnspecifiedValue" for sharding in shardings):
+    if kind.sharded:
         raise NotCovered("a jit with shardings of its own")
-    if small or any(isinstance(x, Concat) for x in operands):
+    if kind.small or any(isinstance(x, Concat) for x in operands):
         return ctx.run_closed(jaxpr, operands, eqn)
-    fixed = [_is_fixed(x, v.aval) for x, v in zip(operands, eqn.invars, strict=True)]
-    forms = (identity(x) if f else form(x) for x, f in zip(operands, fixed, strict=True))
+    fixed = list(map(is_fixed, operands, kind.indices))
+    forms = [identity(x) if f else form(x) for x, f in zip(operands, fixed, strict=True)]
     key = (id(jaxpr), *forms)
-    calls = ctx.rewritten.get(key)
-    if calls is None:
-        # A program called once is rewritten in place.
-        results = ctx.run_closed(jaxpr, operands, eqn)
-        given = [n for n, x in enumerate(operands) if not is_plain(x) and ctx.is_built(x)]
-        ctx.rewritten[key] = _Calls((jaxpr, operands), given)
-        return results
+    made = program_of(ctx, key)
+    if made is not None:
+        return _called(ctx, eqn, operands, made)
+    return _called_anew(ctx, eqn, operands, fixed, key)
+
+
+def program_of(ctx: Context, key: Any) -> Rewritten | None:
+    """The rewritten program of calls with this key; None if there is none yet."""
     for scope in ctx.scopes():
         if key in scope.programs:
-            return _called(ctx, eqn, operands, scope.programs[key])
-    made = None if calls.failed else _rewritten(ctx, eqn, operands, fixed, calls.given)
+            return scope.programs[key]
+    return None
+
+
+def _called_anew(
+    ctx: Context, eqn: Any, operands: Sequence[Any], fixed: list[bool], key: Any
+) -> list[Any]:
+    """The results of a call of a program that is not rewritten by itself yet."""
+    jaxpr, calls = eqn.params["jaxpr"], ctx.rewritten.get(key)
+    first = calls is None
+    if calls is None:
+        calls = ctx.rewritten[key] = _Calls((jaxpr, operands), _built(ctx, operands))
+    made = None
+    # A program called once is rewritten in place.
+    if ctx.is_repeated(jaxpr) if first else not calls.failed:
+        made = _rewritten(ctx, eqn, operands, fixed, calls.given)
     if made is None:
-        calls.failed = True
-        return ctx.run_closed(jaxpr, operands, eqn)
+        results = ctx.run_closed(jaxpr, operands, eqn)
+        calls.given = _built(ctx, operands)
+        # What one call in place makes, such as the rows of an index, may be all that was wanting.
+        calls.failed = not first
+        return results
     owner = ctx
     if not any(isinstance(x, jax.core.Tracer) for x in made.consts):
         *_, owner = ctx.scopes()
@@ -106,14 +171,19 @@ def _jit(ctx: Context, eqn: Any, *operands: Any) -> Any:
     return _called(ctx, eqn, operands, made)
 
 
-def _is_fixed(operand: Any, aval: Any) -> bool:
+def _built(ctx: Context, operands: Sequence[Any]) -> list[int]:
+    """Positions of operands that were materialised."""
+    return [n for n, x in enumerate(operands) if not is_plain(x) and ctx.is_built(x)]
+
+
+def is_fixed(operand: Any, index: bool) -> bool:
     """Whether a program is rewritten for this very operand: what is known of it matters.
 
     So it is with indices and masks, whose equations tell what they are, and with known numbers.
     """
-    if is_plain(operand) and not isinstance(operand, jax.core.Tracer) and np.size(operand) == 1:
-        return True
-    return _is_index(aval)
+    if index or isinstance(operand, (jax.core.Tracer, Lazy)):
+        return index
+    return is_plain(operand) and np.size(operand) == 1
 
 
 def _is_index(aval: Any) -> bool:
@@ -121,34 +191,49 @@ def _is_index(aval: Any) -> bool:
     return aval.ndim > 0 and getattr(aval.dtype, "kind", "") in "ib"
 
 
-def _called(ctx: Context, eqn: Any, operands: Sequence[Any], made: _Rewritten) -> list[Any]:
+def _called(ctx: Context, eqn: Any, operands: Sequence[Any], made: Rewritten) -> list[Any]:
     """The results of a call by its rewritten program."""
-    origins = {
-        stand_in: operands[n].origins for n, stand_in in enumerate(made.stand_ins) if stand_in
-    }
+    origins = _recorded(ctx, eqn, operands, made)
+    arrays = [base_of(operands[n]) for n in made.inputs]
+    arrays += [*(ctx.build(operands[n]) for n in made.given), *made.consts]
+    bases = eqn.primitive.bind(*arrays, **made.params)
+    values: list[Any] = []
+    for result, base, stems_from in zip(made.results, bases, origins, strict=True):
+        x = result.value
+        if result.operand is not None:
+            values.append(operands[result.operand])
+        elif result.like < len(values):
+            values.append(values[result.like])
+        else:
+            lazy = not is_plain(x)
+            values.append(Lazy(base, x.shape, x.lineage, x.axis, stems_from) if lazy else base)
+    return values
+
+
+def _recorded(ctx: Context, eqn: Any, operands: Sequence[Any], made: Rewritten) -> list[frozenset]:
+    """Records a call of a rewritten program; returns the broadcasts that its results stem from."""
+    recorder, log = ctx.recorder, made.log
+    there = [operands[n].origins for n, _ in made.stand_ins]
+    key = (log, *there)
+    known = recorder.again(key)
+    if known is not None:
+        return list(known)
+    origins = {stand_in: here for (_, stand_in), here in zip(made.stand_ins, there, strict=True)}
 
     def materialise(operand: int, place: Any, reason: str, copied: bool) -> Any:
         return ctx.materialise(place, operands[operand], reason, copied=copied)
 
-    with ctx.recorder.inside(eqn):
-        here = made.log.replay(ctx.recorder, eqn, origins, materialise)
-    arrays = [base_of(operands[n]) for n in made.inputs]
-    arrays += [*(ctx.build(operands[n]) for n in made.given), *made.consts]
-    bases = eqn.primitive.bind(*arrays, **made.params)
-    # One value for one result, so that it is materialised once.
-    known = {id(made.results[m]): operands[n] for m, n in enumerate(made.returned) if n is not None}
-    for x, base in zip(made.results, bases, strict=True):
-        if id(x) not in known:
-            lazy = not is_plain(x)
-            known[id(x)] = (
-                dataclasses.replace(x, base=base, origins=here(x.origins)) if lazy else base
-            )
-    return [known[id(x)] for x in made.results]
+    with recorder.inside(eqn):
+        here = log.replay(recorder, eqn, origins, materialise)
+    known = [frozenset() if is_plain(x.value) else here(x.value.origins) for x in made.results]
+    if log.is_same_everywhere():
+        recorder.remember(key, known, lambda times: log.repeat(recorder, here, times))
+    return known
 
 
 def _rewritten(
     ctx: Context, eqn: Any, operands: Sequence[Any], fixed: Sequence[bool], given: list[int]
-) -> _Rewritten | None:
+) -> Rewritten | None:
     """The program of a call, rewritten by itself; None if that is not as good as in place."""
     if any(_is_index(v.aval) for v in eqn.outvars):
         return None
@@ -163,7 +248,7 @@ def _rewritten(
 
 def _with_given(
     ctx: Context, eqn: Any, operands: Sequence[Any], fixed: Sequence[bool], given: list[int]
-) -> tuple[_Rewritten | None, list[int]]:
+) -> tuple[Rewritten | None, list[int]]:
     """The program with some operands materialised, and those that should be."""
     jaxpr, log = eqn.params["jaxpr"], Log()
     inner = Context(log, ctx)
@@ -204,11 +289,17 @@ def _with_given(
     if params is None or inner.missed or inner.has_lineages():
         return None, given
     built = [n for n in inputs if id(values[n]) in inner.built()]
-    at = {id(x): n for n, x in enumerate(values)}
-    returned = [at.get(id(x)) for x in results]
-    return _Rewritten(
-        params, traced.consts, inputs, given, stand_ins, results, returned, log
-    ), built
+    named = [(n, stand_in) for n, stand_in in enumerate(stand_ins) if stand_in is not None]
+    kept = _results(values, results)
+    return Rewritten(params, traced.consts, inputs, given, named, kept, log), built
+
+
+def _results(operands: Sequence[Any], results: Sequence[Any]) -> list[Result]:
+    at = {id(x): n for n, x in enumerate(operands)}
+    first: dict[int, int] = {}
+    return [
+        Result(x, form(x), at.get(id(x)), first.setdefault(id(x), n)) for n, x in enumerate(results)
+    ]
 
 
 def _like(value: Any, aval: Any) -> jax.ShapeDtypeStruct:

@@ -174,7 +174,7 @@ def take_rows(x: jax.Array, index: jax.Array, axis: int) -> jax.Array:
     numbers = lax.GatherDimensionNumbers(offset, (axis,), (axis,))
     sizes = tuple(1 if d == axis else size for d, size in enumerate(x.shape))
     mode = lax.GatherScatterMode.PROMISE_IN_BOUNDS
-    return lax.gather(x, index[:, None], numbers, sizes, mode=mode)
+    return lax.gather(x, lax.expand_dims(index, (1,)), numbers, sizes, mode=mode)
 
 
 def mask_rows(x: jax.Array, of: Lineage, axis: int) -> jax.Array:

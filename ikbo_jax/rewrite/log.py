@@ -75,13 +75,17 @@ class Log(Recorder):
             self._counts[key] = len(self._events)
             self._events.append(("saved", line, origins, became, product, flops, times))
 
-    def wrote(self, eqn: Any, value: Any, reason: str, copied: bool) -> None:
+    def wrote(self, eqn: Any, value: Any, reason: str, copied: bool, times: int = 1) -> None:
         if self.muted:
             return
         operand = self.operands.get(id(value))
         copy = _Copy(tuple(value.shape), value.dtype, value.origins)
         reason = self.reason or reason
-        self._events.append(("wrote", self.line(eqn), operand, copy, reason, copied))
+        event = ("wrote", self.line(eqn), operand, copy, reason, copied)
+        self._events += [event] * times
+
+    def remember(self, key: Any, known: Any, record: Callable[[int], None]) -> None:
+        """Nothing: what is recorded here is recorded again elsewhere, and in order."""
 
     def replay(
         self, recorder: Recorder, call: Any, origins: dict[Any, frozenset], materialise: Any
@@ -124,3 +128,35 @@ class Log(Recorder):
                     copy = dataclasses.replace(copy, origins=here(copy.origins))
                     recorder.wrote(place, copy, reason, copied)
         return here
+
+    def is_same_everywhere(self) -> bool:
+        """Whether a call on values of the same origins records what the one before did.
+
+        So it is unless it finds a broadcast of its own or makes a copy, of which each is listed by
+        itself, or if what it does is told by the line of the call.
+        """
+        for kind, line, *rest in self._events:
+            if kind == "found":
+                return False
+            if kind == "saved":
+                _, _, product, _, _ = rest
+                if product and line is None:
+                    return False
+            elif kind == "wrote":
+                operand, _, _, copied = rest
+                if operand is not None or copied or line is None:
+                    return False
+        return True
+
+    def repeat(
+        self, recorder: Recorder, here: Callable[[frozenset], frozenset], times: int
+    ) -> None:
+        """Records further calls that are the same as the one `here` is of."""
+        for kind, line, *rest in self._events:
+            if kind == "saved":
+                there, became, product, flops, once = rest
+                recorder.saved(line, here(there), became, flops * times, product, once * times)
+            elif kind == "wrote":
+                _, copy, reason, copied = rest
+                copy = dataclasses.replace(copy, origins=here(copy.origins))
+                recorder.wrote(line, copy, reason, copied, times)

@@ -8,7 +8,7 @@ import functools
 import os
 import pathlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ikbo_jax.rewrite import lineage
@@ -121,6 +121,15 @@ class Broadcast:
         return FoundBroadcast(self.line, self.what, became, self.flops_saved, saved)
 
 
+@dataclasses.dataclass
+class _Repeated:
+    """Calls that are recorded like an earlier one; `record(times)` does so for all of them."""
+
+    known: Any
+    record: Callable[[int], None]
+    times: int = 0
+
+
 class Recorder:
     """Collects what one rewrite finds and does."""
 
@@ -136,6 +145,7 @@ class Recorder:
         # Equations that call the program that runs. One traced by a jitted library function may
         # know no line of the user's; that of the call then stands for it.
         self.calls: list[Any] = []
+        self._repeated: dict[Any, _Repeated] = {}
 
     @contextlib.contextmanager
     def inside(self, eqn: Any) -> Iterator[None]:
@@ -203,7 +213,7 @@ class Recorder:
             self.changed |= origin.certain
         self._first(origins).flops_saved += flops
 
-    def wrote(self, eqn: Any, value: Any, reason: str, copied: bool) -> None:
+    def wrote(self, eqn: Any, value: Any, reason: str, copied: bool, times: int = 1) -> None:
         """Records that a value was carried out at the larger batch; `copied` unless fused."""
         reason = self.reason or reason
         origins = [origin for origin in value.origins if origin.certain]
@@ -212,19 +222,45 @@ class Recorder:
         size = lineage.nbytes(value.shape, value.dtype)
         for origin in origins:
             text = f"{'materialised' if copied else 'looked up in place'}, {self.line(eqn)}"
-            origin.became[text] = origin.became.get(text, 0) + 1
+            origin.became[text] = origin.became.get(text, 0) + times
         if copied:
-            self._first(frozenset(origins)).bytes_written += size
-            self.materialised.append(
-                Materialisation(self.line(eqn), lineage.text(value), reason, size)
-            )
+            self._first(frozenset(origins)).bytes_written += size * times
+            place = Materialisation(self.line(eqn), lineage.text(value), reason, size)
+            self.materialised += [place] * times
 
     def _first(self, origins: frozenset) -> Any:
         if len(origins) == 1:
             return next(iter(origins))
         return min(origins, key=self.broadcasts.index, default=None)
 
+    def remember(self, key: Any, known: Any, record: Callable[[int], None]) -> None:
+        """Lets further calls be recorded together, at the end, if they are the same as the last.
+
+        Args:
+          key: what tells a call from others.
+          known: what `again` returns at those calls.
+          record: records a number of them.
+        """
+        if not self.muted:
+            self._repeated[key] = _Repeated(known, record)
+
+    def again(self, key: Any, times: int = 1) -> Any:
+        """Records calls as an earlier one, and returns what is known of it; None if unknown."""
+        repeated = None if self.muted else self._repeated.get(key)
+        if repeated is None:
+            return None
+        repeated.times += times
+        return repeated.known
+
+    def settle(self) -> None:
+        """Records the calls that were the same as others."""
+        for repeated in self._repeated.values():
+            if repeated.times:
+                repeated.record(repeated.times)
+                repeated.times = 0
+
     def report(self) -> RewriteReport:
+        self.settle()
         broadcasts = tuple(b.freeze() for b in self.broadcasts if b.certain)
         if not broadcasts:
             return RewriteReport(False)

@@ -147,7 +147,10 @@ def _lineage(ctx: Context, eqn: Any, indices: Any, column: int, rows: int, dtype
 
     def clipped() -> jax.Array:
         # XLA does so with every index out of bounds, whatever the gather's mode promises.
-        return (index if proven else jnp.clip(index, 0, rows - 1)).astype(jnp.int32)
+        if proven:
+            return lax.convert_element_type(index, jnp.int32)
+        first, last = np.array([0, min(rows - 1, np.iinfo(index.dtype).max)], index.dtype)
+        return lax.convert_element_type(lax.clamp(first, index, last), jnp.int32)
 
     core = ctx.lineage(("rows", root, own), rows, batch, clipped)
     if proven or eqn.params["mode"] != lax.GatherScatterMode.FILL_OR_DROP:
