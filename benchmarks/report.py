@@ -16,7 +16,7 @@ import pathlib
 import re
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from benchmarks import linear_compression, report_attention, report_gdpa, report_ranking, timing
@@ -230,22 +230,8 @@ def blocks(results: Results, document: str) -> dict[str, str]:
     def image(name: str, words: str) -> str:
         return f"![{words}]({os.path.relpath(name, os.path.dirname(document) or '.')})\n"
 
-    for op, module, words in (
-        ("attention", report_attention, "fraction of the matmul over the keys of a user"),
-        ("gdpa", report_gdpa, "fraction of the matmul over the greatest length"),
-    ):
-        if results["op"] != op:
-            continue
-        found = {}
-        for name, (header, rows) in (
-            ("lengths", module.lengths(results)),
-            ("sweeps", module.sweeps(results)),
-        ):
-            if rows:
-                found[f"{op}-{name}"] = f"{markdown_table(header, rows)}\n{provenance(results)}"
-        if f"{op}-lengths" in found:
-            found[f"{op}-lengths-plot"] = image(module.IMAGE, words)
-        return found
+    if results["op"] in ("attention", "gdpa"):
+        return _over_lengths(results, image)
     if results["op"] == "ranking":
         found = {}
         for name, (header, rows), words in (
@@ -269,6 +255,26 @@ def blocks(results: Results, document: str) -> dict[str, str]:
         "linear-compression-stages-plot": image(STAGES_IMAGE, "time of the stages"),
         "linear-compression-sweeps-plot": image(SWEEPS_IMAGE, "fraction of the matmul over sizes"),
     }
+
+
+def _over_lengths(results: Results, image: Callable[[str, str], str]) -> dict[str, str]:
+    """The blocks of an op whose first sweep is over lengths; `image` makes a link."""
+    if results["op"] == "attention":
+        module, prefix, path = report_attention, "attention", report_attention.IMAGE
+        words = "fraction of the matmul over the keys of a user"
+    else:
+        module, prefix, path = report_gdpa, report_gdpa.prefix(results), report_gdpa.image(results)
+        words = "fraction of the matmul over the greatest length"
+    found = {}
+    for name, (header, rows) in (
+        ("lengths", module.lengths(results)),
+        ("sweeps", module.sweeps(results)),
+    ):
+        if rows:
+            found[f"{prefix}-{name}"] = f"{markdown_table(header, rows)}\n{provenance(results)}"
+    if f"{prefix}-lengths" in found:
+        found[f"{prefix}-lengths-plot"] = image(path, words)
+    return found
 
 
 def replace_blocks(text: str, bodies: Mapping[str, str]) -> str:

@@ -10,7 +10,7 @@ from benchmarks import gdpa
 from benchmarks.gdpa_providers import CUDNN, OURS, TOKAMAX, XLA
 from benchmarks.harness import provider_of
 
-IMAGE = "docs/images/gdpa_lengths.svg"
+IMAGE = "docs/images/{}_lengths.svg"
 #: What the tables show: provider, words; the yardsticks only where one was timed.
 COLUMNS = (
     (XLA.name, "XLA path"),
@@ -25,6 +25,17 @@ CURVES = {
     "kv256": f"{gdpa.SHORT_KV} keys, many queries",
 }
 Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
+
+
+def prefix(results: Mapping[str, Any]) -> str:
+    """What a run's blocks and plot are named after; one of backward passes alone has its own."""
+    directions = {p["direction"] for p in results["points"]}
+    return "gdpa-backward" if directions == {"backward"} else "gdpa"
+
+
+def image(results: Mapping[str, Any]) -> str:
+    """The plot's file."""
+    return IMAGE.format(prefix(results).replace("-", "_"))
 
 
 def _points(results: Mapping[str, Any], over_lengths: bool) -> list[Mapping[str, Any]]:
@@ -98,7 +109,7 @@ def draw(results: Mapping[str, Any], root: pathlib.Path) -> list[pathlib.Path]:
     row[0][0].set_ylabel("fraction of the sustained matmul")
     row[0][0].legend(fontsize=8)
     figure.suptitle(f"{results['environment']['device']}; dotted: the bars", fontsize=9)
-    path = root / IMAGE
+    path = root / image(results)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
     pyplot.close(figure)

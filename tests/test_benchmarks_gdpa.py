@@ -230,6 +230,10 @@ def test_report_makes_tables_and_a_plot(tmp_path):
         "| full: max=2048 forward | 9.0000 | not run | not run | - |  |" in blocks["gdpa-lengths"]
     )
     assert "cuDNN" not in blocks["gdpa-sweeps"]
+    backward = [{**point, "direction": "backward"} for point in POINTS[:4]]
+    names = set(report.blocks({**results, "points": backward}, "docs/performance.md"))
+    assert names == {"gdpa-backward-lengths", "gdpa-backward-lengths-plot"}
+    assert all(f"<!-- begin generated: {name} -->" in text for name in names)
     (image,) = report_gdpa.draw(results, tmp_path)
     assert "lengths uniform in 1..max" in image.read_text()
     first = image.read_bytes()
