@@ -28,6 +28,17 @@ def test_text_holds_op_sizes_implementation_and_reason(on_cpu) -> None:
     )
 
 
+def test_calls_that_are_the_same_stand_once() -> None:
+    def deep(*arrays):
+        first, second = (ikbo.linear_compression(*arrays) for _ in range(2))
+        return first + second + model(*arrays)
+
+    explanation = ikbo.explain(deep, *INPUTS)
+    assert len(explanation.plans) == 4
+    lines = [line for line in str(explanation).split("\n") if line[0].isdigit()]
+    assert [line.split(" l")[0].split(" m")[0] for line in lines] == ["1, 2.", "3.", "4."]
+
+
 def test_no_op() -> None:
     explanation = ikbo.explain(jnp.sin, jnp.ones(3))
     assert explanation.plans == ()

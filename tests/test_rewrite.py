@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import pathlib
 import re
@@ -457,6 +458,16 @@ def test_report_tells_lines_what_it_became_and_what_was_saved() -> None:
         "materialised:",
         f"  {place.line}: float32[{B},{H}] (768 B): {place.reason}",
     ]
+
+
+def test_entries_that_are_the_same_are_printed_once() -> None:
+    report = report_of(model, *ARGS)
+    (found,) = report.broadcasts
+    text = str(dataclasses.replace(report, broadcasts=(found,) * 3))
+    assert text.startswith("rewrite: 3 broadcasts found; saves ")
+    assert f"\n  3 times {found.line}: {found.what}\n" in text
+    assert text.endswith(" not written each")
+    assert text.count(found.what) == 1
 
 
 def test_saved_bytes_are_those_of_the_copy() -> None:

@@ -27,7 +27,11 @@ class Explanation:
     notes: tuple[Any, ...] = ()
 
     def __str__(self) -> str:
-        plans = [f"{number}. {plan}" for number, plan in enumerate(self.plans, start=1)]
+        numbers: dict[dispatch.Plan, list[str]] = {}
+        for number, plan in enumerate(self.plans, start=1):
+            numbers.setdefault(plan, []).append(str(number))
+        # Calls that are the same, as those of a model's layers, as one.
+        plans = [f"{', '.join(found)}. {plan}" for plan, found in numbers.items()]
         return "\n".join([*map(str, self.notes), *(plans or ["no ikbo_jax op found"])])
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ikbo_jax.rewrite import lineage
@@ -92,11 +93,17 @@ class RewriteReport:
             lines[0] += f"; saves {saved}"
         else:
             lines[0] += ", nothing gained; the original function runs"
-        lines += [_indent(str(found)) for found in self.broadcasts]
+        lines += _once(self.broadcasts)
         if self.materialised:
-            lines.append("materialised:")
-            lines += [_indent(str(place)) for place in self.materialised]
+            lines += ["materialised:", *_once(self.materialised)]
         return "\n".join(lines)
+
+
+def _once(entries: Sequence[Any]) -> list[str]:
+    """The entries' texts; those that are equal, as those of a model's layers, as one."""
+    counts = collections.Counter(entries)
+    texts = (str(x) if n == 1 else f"{n} times {x} each" for x, n in counts.items())
+    return [_indent(text) for text in texts]
 
 
 class Broadcast:
