@@ -83,12 +83,11 @@ def make_arrays(shape: Shape, dtype: Any = "bfloat16", seed: int = 0) -> Arrays:
     around = shape.before + shape.after
 
     def array(rows: int, heads: int, lengths: tuple[int, ...] | None) -> jax.Array:
-        values = problems.random_array(rng, (rows, heads, shape.head_dim), dtype)
-        if lengths is None:
-            return values
-        row = np.arange(rows)
-        outside = (row < shape.before) | (row >= shape.before + sum(lengths))
-        return jnp.where(jnp.asarray(outside)[:, None, None], jnp.nan, values).astype(dtype)
+        values = np.array(problems.random_array(rng, (rows, heads, shape.head_dim), dtype))
+        if lengths is not None:
+            values[: shape.before] = np.nan
+            values[shape.before + sum(lengths) :] = np.nan
+        return jnp.asarray(values)
 
     kv_rows = sum(shape.kv_lens) + around
     if isinstance(shape.q_lens, int):
