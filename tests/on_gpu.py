@@ -1,4 +1,4 @@
-"""What the GPU suites share: compute-sanitizer over a script, and comparing launch with launch."""
+"""What the GPU suites share: comparing launch with launch, and compute-sanitizer over a script."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import hypothesis
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 #: Tests of drawn shapes are cut into parts, so that several processes can share them. Every part
 #: draws shapes of its own, and other ones each time; hypothesis prints those that fail.
@@ -27,6 +30,31 @@ def count_if_different(count: jax.Array, actual: Any, expected: Any) -> jax.Arra
     """`count`, plus one if any value differs; on the device, so that launches follow closely."""
     differs = jax.tree.map(lambda a, b: jnp.any(a != b), actual, expected)
     return count + jnp.any(jnp.stack(jax.tree.leaves(differs))).astype(jnp.int32)
+
+
+def soak(cases: Sequence[tuple[Callable[[Any], Any], Any, Any]]) -> None:
+    """IKBO_SOAK_S seconds (20) of launches in random order: no hang, no result unlike the first.
+
+    Says every minute how far it is (`pytest -s`), so that a run that is cut short says something.
+
+    Args:
+      cases: (compiled function, its argument, the result of its first launch).
+    """
+    rng, wrong, launches = np.random.default_rng(0), jnp.int32(0), 0
+    begin = said = time.monotonic()
+    deadline = begin + float(os.environ.get("IKBO_SOAK_S", "20"))
+    while time.monotonic() < deadline:
+        for position in rng.permutation(len(cases)):
+            compiled, inputs, expected = cases[position]
+            wrong = count_if_different(wrong, compiled(inputs), expected)
+            launches += 1
+        jax.block_until_ready(wrong)
+        if time.monotonic() - said > 60:
+            said = time.monotonic()
+            print(f"{said - begin:.0f} s: {launches} launches, {int(wrong)} wrong", flush=True)
+    print(f"{launches} launches")
+    assert launches > 100
+    assert int(wrong) == 0
 
 
 def assert_sanitized(tool: str, script: str) -> None:

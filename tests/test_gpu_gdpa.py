@@ -16,7 +16,7 @@ import pytest
 from problems_gdpa import Shape
 
 import ikbo_jax as ikbo
-from ikbo_jax.ops import dispatch
+from ikbo_jax.ops import dispatch, gdpa_backward
 from ikbo_jax.pallas import attention, gdpa_tiles
 from ikbo_jax.reference import activations as reference_activations
 from ikbo_jax.reference import gdpa as reference
@@ -318,6 +318,31 @@ def test_gdpa_a_hundred_repeats_are_bitwise_equal(activation):
     for _ in range(100):
         wrong = on_gpu.count_if_different(wrong, compiled(arrays), expected)
     assert int(wrong) == 0
+
+
+def test_gdpa_soak():
+    """Alternating shapes: results, those of a softmax, and gradients by kernels."""
+    cases = []
+    for name in ("self", "empty", "pffn", "gqa", "indexed", "pma_indexed", "h64", "h96"):
+        settings = problems_gdpa.make_settings(SHAPES[name], "gelu_tanh")
+        softmax = problems_gdpa.make_settings(SHAPES[name], "softmax")
+
+        def everything(inputs, settings=settings, softmax=softmax):
+            arrays, d_out = inputs
+            gradients = gdpa_backward.kernel_vjp(
+                arrays, settings, d_out, num_sms=dispatch.num_sms()
+            )
+            return run(arrays, settings), run(arrays, softmax), gradients
+
+        compiled = jax.jit(everything)
+        for seed in (0, 1):
+            arrays = problems_gdpa.make_arrays(SHAPES[name], seed=seed)
+            inputs = (arrays, problems_gdpa.cotangent(arrays, settings))
+            expected = compiled(inputs)
+            check(expected[0], arrays, settings)
+            check(expected[1], arrays, softmax)
+            cases.append((compiled, inputs, expected))
+    on_gpu.soak(cases)
 
 
 @pytest.mark.parametrize("activation", ["silu", "softmax"])
