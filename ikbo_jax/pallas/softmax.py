@@ -242,6 +242,86 @@ def stage_tile(tile: Any, values: jax.Array, *, interpret: bool) -> None:
     write(tile, values)
 
 
+def store_staged_rows(
+    output: Any,
+    tiles: Any,
+    first_row: Any,
+    head: Any,
+    begin: Any,
+    end: Any,
+    *,
+    interpret: bool,
+) -> None:
+    """output[first_row + r, head] = row r of `tiles` for r in [begin, end).
+
+    From registers, addresses of rows and columns would have to live beside the values, and spill.
+    Unlike `stores.store_staged_rows` unrolled: that loop's bound spills 24 bytes beside a softmax
+    with blocks of 64 keys.
+
+    Args:
+      output: device memory [rows, heads, width].
+      tiles: shared memory [blocks of 64 columns, 64, 64], committed; read when this returns.
+    """
+    _, heads, width = output.shape
+    blocks, rows, columns = tiles.shape
+    if interpret:
+
+        @pl.loop(begin, end)
+        def _(r: Any) -> None:
+            for i in range(blocks):
+                part = min(columns, width - i * columns)
+                output[first_row + r, head, pl.ds(i * columns, part)] = tiles[i, r, :part]
+
+        return
+
+    scalar = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(
+        arg_types=(
+            plgpu.RefType(),
+            plgpu.RefType(mosaic.operand_transforms(tiles.dtype)),
+            scalar,
+            scalar,
+            scalar,
+            scalar,
+        )
+    )
+    def write(_: Any, output: ir.Value, tiles: ir.Value, *scalars: Any) -> None:
+        i32, byte = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
+        first_row, head, begin, end = (s.registers.item() for s in scalars)
+        base = mgpu.utils.memref_ptr(tiles)
+        vectors, per_vector = mosaic.SWIZZLE // 16, columns * 16 // mosaic.SWIZZLE
+        for i in range(blocks * rows * vectors // WARPGROUP_SIZE):
+            block, first = divmod(i * WARPGROUP_SIZE, rows * vectors)
+            index = arith.addi(_thread(), mgpu.c(first, i32))
+            row = arith.divui(index, mgpu.c(vectors, i32))
+            vector_of_row = arith.remui(index, mgpu.c(vectors, i32))
+            swizzled = arith.xori(vector_of_row, arith.remui(row, mgpu.c(vectors, i32)))
+            offset = arith.addi(
+                arith.muli(row, mgpu.c(mosaic.SWIZZLE, i32)),
+                arith.addi(
+                    arith.muli(swizzled, mgpu.c(16, i32)),
+                    mgpu.c(block * rows * mosaic.SWIZZLE, i32),
+                ),
+            )
+            column = arith.addi(
+                arith.muli(vector_of_row, mgpu.c(per_vector, i32)), mgpu.c(block * columns, i32)
+            )
+            is_column = arith.cmpi(arith.CmpIPredicate.slt, column, mgpu.c(width, i32))
+            target = arith.addi(first_row, row)
+            mgpu.utils.inline_ptx(
+                "{ .reg .b32 a, b, c, d; @$2 ld.shared.v4.b32 {a, b, c, d}, [$1]; "
+                "@$2 st.global.v4.b32 [$0], {a, b, c, d}; }",
+                device_address(output, [(target, heads * width), (head, width), (column, 1)], 2),
+                mgpu.utils.getelementptr(base, [offset], byte),
+                arith.andi(within(row, begin, end), is_column),
+                has_side_effects=True,
+            )
+        mgpu.utils.warpgroup_barrier()  # all have read before anybody says so
+
+    write(output, tiles, first_row, head, begin, end)
+
+
 def store_row_values(
     output: Any,
     values: jax.Array,
