@@ -86,10 +86,9 @@ def _has_offset(how: Weighing) -> bool:
 
 
 def _slope_constant(how: Weighing) -> float:
-    raw = _raw(how)
-    if raw in (_tanh_silu, _tanh_gelu_tanh):
+    if _has_offset(how):
         return 0.5
-    return 2 * how.scale if raw is _relu_squared else 1.0
+    return 2 * how.scale if _raw(how) is _relu_squared else 1.0
 
 
 # Weights and slopes, from raw scores and their scale.

@@ -53,13 +53,7 @@ def store_staged_rows(
     _, heads, width = output.shape
     blocks, height, columns = tiles.shape
     if interpret:
-
-        @pl.loop(begin, end)
-        def _(r: Any) -> None:
-            for i in range(blocks):
-                part = min(columns, width - i * columns)
-                output[first_row + r, head, pl.ds(i * columns, part)] = tiles[i, r, :part]
-
+        softmax.store_staged_rows(output, tiles, first_row, head, begin, end, interpret=interpret)
         return
     scalar = plgpu.Layout.WG_SPLAT(())
     vectors = mosaic.SWIZZLE // 16  # of a row of a block

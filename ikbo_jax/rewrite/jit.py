@@ -9,7 +9,7 @@ alike.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -50,6 +50,11 @@ class Result:
     operand: int | None
     like: int
 
+    def of(self, array: Any, origins: frozenset) -> Any:
+        """The value of a call whose program returned `array` for it."""
+        x = self.value
+        return array if is_plain(x) else Lazy(array, x.shape, x.lineage, x.axis, origins)
+
 
 @dataclasses.dataclass(frozen=True)
 class Rewritten:
@@ -72,6 +77,16 @@ class Rewritten:
     stand_ins: list[tuple[int, Any]]
     results: list[Result]
     log: Log
+
+    def returned(self, operands: Sequence[Any], computed: Callable[[int], Any]) -> list[Any]:
+        """The results of a call; `computed` gives those that its program computes, by position."""
+        values: list[Any] = []
+        for n, result in enumerate(self.results):
+            if result.operand is not None:
+                values.append(operands[result.operand])
+            else:
+                values.append(values[result.like] if result.like < n else computed(n))
+        return values
 
 
 @dataclasses.dataclass
@@ -197,17 +212,7 @@ def _called(ctx: Context, eqn: Any, operands: Sequence[Any], made: Rewritten) ->
     arrays = [base_of(operands[n]) for n in made.inputs]
     arrays += [*(ctx.build(operands[n]) for n in made.given), *made.consts]
     bases = eqn.primitive.bind(*arrays, **made.params)
-    values: list[Any] = []
-    for result, base, stems_from in zip(made.results, bases, origins, strict=True):
-        x = result.value
-        if result.operand is not None:
-            values.append(operands[result.operand])
-        elif result.like < len(values):
-            values.append(values[result.like])
-        else:
-            lazy = not is_plain(x)
-            values.append(Lazy(base, x.shape, x.lineage, x.axis, stems_from) if lazy else base)
-    return values
+    return made.returned(operands, lambda n: made.results[n].of(bases[n], origins[n]))
 
 
 def _recorded(ctx: Context, eqn: Any, operands: Sequence[Any], made: Rewritten) -> list[frozenset]:
@@ -316,14 +321,21 @@ def _params(eqn: Any, traced: Any, count: int) -> dict[str, Any] | None:
     closed = inner.replace(constvars=[], invars=[*inner.invars, *inner.constvars])
     if type(closed) is not type(traced):
         closed = core.ClosedJaxpr(closed, ())
-    params = {**eqn.params, "jaxpr": closed}
-    for name in ("in_shardings", "in_layouts"):
-        if len(set(params.get(name, ()))) > 1:
-            return None
-        if params.get(name):
-            params[name] = params[name][:1] * count
+    if any(len(set(eqn.params.get(name, ()))) > 1 for name in ("in_shardings", "in_layouts")):
+        return None
+    return call_of(eqn.params, closed, {"in": count})
+
+
+def call_of(params: dict[str, Any], program: Any, counts: dict[str, int]) -> dict[str, Any]:
+    """Parameters of a call of another program, with other numbers of inputs ("in") or results
+    ("out"), none of which is placed otherwise than the first."""
+    params = {**params, "jaxpr": program}
+    for side, count in counts.items():
+        for name in (f"{side}_shardings", f"{side}_layouts"):
+            if params.get(name):
+                params[name] = params[name][:1] * count
     if "donated_invars" in params:
-        params["donated_invars"] = (False,) * count
+        params["donated_invars"] = (False,) * counts["in"]
     return params
 
 

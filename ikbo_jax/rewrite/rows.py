@@ -14,8 +14,8 @@ from jax.extend import core, source_info_util
 
 from ikbo_jax.rewrite.calls import form
 from ikbo_jax.rewrite.interpret import Context, identity, register_row
-from ikbo_jax.rewrite.jit import Result, Rewritten, is_fixed, kind_of, program_of
-from ikbo_jax.rewrite.lineage import Deferred, Lazy, base_of, is_plain
+from ikbo_jax.rewrite.jit import Result, Rewritten, call_of, is_fixed, kind_of, program_of
+from ikbo_jax.rewrite.lineage import Deferred, Lazy, base_of
 
 #: A row of fewer calls is not worth a program of its own.
 _FEW = 4
@@ -37,10 +37,7 @@ class _Pending:
 
     def value(self, array: Any) -> Any:
         """The value, once its array is known."""
-        x = self.result.value
-        if is_plain(x):
-            return array
-        return Lazy(array, x.shape, x.lineage, x.axis, self.origins)
+        return self.result.of(array, self.origins)
 
 
 class _Row:
@@ -138,14 +135,9 @@ class _Row:
         ]
         outvars = [var(aval) for aval in self.out_avals]
         self.eqns.append(eqn.replace(invars=invars, outvars=outvars, params=made.params))
-        values: list[Any] = []
-        for result, out, origins in zip(made.results, outvars, self.origins, strict=True):
-            if result.operand is not None:
-                values.append(operands[result.operand])
-            elif result.like < len(values):
-                values.append(values[result.like])
-            else:
-                values.append(_Pending(out, result, origins))
+        values = made.returned(
+            operands, lambda n: _Pending(outvars[n], made.results[n], self.origins[n])
+        )
         self.results.update(zip(eqn.outvars, values, strict=True))
 
     def _array(self, operand: Any, aval: Any) -> core.Var:
@@ -159,15 +151,8 @@ class _Row:
 
 def _params(made: Rewritten, program: Any) -> dict[str, Any]:
     """Parameters of a row's call, made of those of one in it."""
-    params = {**made.params, "jaxpr": program, "name": f"{made.params['name']}_row"}
     counts = {"in": len(program.invars), "out": len(program.outvars)}
-    for side, count in counts.items():
-        for name in (f"{side}_shardings", f"{side}_layouts"):
-            if params.get(name):
-                params[name] = params[name][:1] * count
-    if "donated_invars" in params:
-        params["donated_invars"] = (False,) * counts["in"]
-    return params
+    return call_of(made.params, program, counts) | {"name": f"{made.params['name']}_row"}
 
 
 def _row(ctx: Context, jaxpr: core.Jaxpr, start: int, env: dict[Any, Any]) -> int:
