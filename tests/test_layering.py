@@ -102,7 +102,12 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "pallas.gdpa_tiles",
         *SMALL_PARTS,
     ),
-    "pallas.attention_store": ("tuning.configs", "pallas.attention_role", "pallas.softmax"),
+    "pallas.attention_store": (
+        "tuning.configs",
+        "pallas.attention_role",
+        "pallas.softmax",
+        "pallas.stores",
+    ),
     "pallas.attention_consumer": (
         "tuning.configs",
         "pallas.attention_role",

@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ikbo_jax.pallas import softmax
+from ikbo_jax.pallas import softmax, stores
 from ikbo_jax.pallas.attention_role import Item, Role
 from ikbo_jax.tuning.configs import BLOCK_K, WGMMA_M
 
@@ -90,7 +90,7 @@ def _store_staged(role: Role, item: Item, index: Any, out: jax.Array) -> None:
 
         @pl.when(~is_full)
         def _() -> None:
-            softmax.store_staged_rows(
+            stores.store_staged_rows(
                 role.outputs.out,
                 matrix_view,
                 item.first_row,

@@ -2,7 +2,7 @@
 
 What does not change from tile to tile, LLVM and ptxas compute ahead of all loops, and it lives
 through the main one, where no register is left.  So addresses come from a thread's number that
-neither of them knows to be always the same, and loops have bounds that LLVM does not know.
+neither of them knows to be always the same, and loops have bounds that neither knows.
 """
 
 from __future__ import annotations
@@ -53,7 +53,13 @@ def store_staged_rows(
     _, heads, width = output.shape
     blocks, height, columns = tiles.shape
     if interpret:
-        softmax.store_staged_rows(output, tiles, first_row, head, begin, end, interpret=interpret)
+
+        @pl.loop(begin, end)
+        def _(r: Any) -> None:
+            for i in range(blocks):
+                part = min(columns, width - i * columns)
+                output[first_row + r, head, pl.ds(i * columns, part)] = tiles[i, r, :part]
+
         return
     scalar = plgpu.Layout.WG_SPLAT(())
     vectors = mosaic.SWIZZLE // 16  # of a row of a block
@@ -71,37 +77,30 @@ def store_staged_rows(
         step, first_row, head, begin, end = (s.registers.item() for s in scalars)
         thread = thread_number()
         vector_of_row = arith.remui(thread, mgpu.c(vectors, i32))
-        row_of_all = arith.addi(
+        row = arith.addi(
             arith.muli(step, mgpu.c(per_step, i32)), arith.divui(thread, mgpu.c(vectors, i32))
         )
-        block = arith.divui(row_of_all, mgpu.c(height, i32))
-        row = arith.remui(row_of_all, mgpu.c(height, i32))
         swizzled = arith.xori(vector_of_row, arith.remui(row, mgpu.c(vectors, i32)))
         offset = arith.addi(
-            arith.muli(row_of_all, mgpu.c(mosaic.SWIZZLE, i32)),
-            arith.muli(swizzled, mgpu.c(16, i32)),
+            arith.muli(row, mgpu.c(mosaic.SWIZZLE, i32)), arith.muli(swizzled, mgpu.c(16, i32))
         )
-        column = arith.addi(
-            arith.muli(vector_of_row, mgpu.c(columns // vectors, i32)),
-            arith.muli(block, mgpu.c(columns, i32)),
-        )
-        is_wanted = arith.andi(
-            softmax.within(row, begin, end),
-            arith.cmpi(arith.CmpIPredicate.slt, column, mgpu.c(width, i32)),
-        )
+        column = arith.muli(vector_of_row, mgpu.c(columns // vectors, i32))
         terms = [(arith.addi(first_row, row), heads * width), (head, width), (column, 1)]
-        mgpu.utils.inline_ptx(
-            "{ .reg .b32 a, b, c, d; @$2 ld.shared.v4.b32 {a, b, c, d}, [$1]; "
-            "@$2 st.global.v4.b32 [$0], {a, b, c, d}; }",
-            softmax.device_address(output, terms, 2),
-            mgpu.utils.getelementptr(mgpu.utils.memref_ptr(tiles), [offset], byte),
-            is_wanted,
-            has_side_effects=True,
-        )
+        address = softmax.device_address(output, terms, 2)
+        source = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(tiles), [offset], byte)
+        is_row = softmax.within(row, begin, end)
+        for block in range(blocks):
+            left = mgpu.c(width - block * columns, i32)
+            mgpu.utils.inline_ptx(
+                "{ .reg .b32 a, b, c, d; "
+                f"@$2 ld.shared.v4.b32 {{a, b, c, d}}, [$1 + {block * height * mosaic.SWIZZLE}]; "
+                f"@$2 st.global.v4.b32 [$0 + {block * columns * 2}], {{a, b, c, d}}; }}",
+                address,
+                source,
+                arith.andi(is_row, arith.cmpi(arith.CmpIPredicate.slt, column, left)),
+                has_side_effects=True,
+            )
 
-    # A bound that LLVM knows would be unrolled.
-    steps = mosaic.opaque(jnp.int32(blocks * height // per_step), interpret=interpret)
-
-    @pl.loop(jnp.int32(0), steps)
+    @pl.loop(jnp.int32(0), pl.cdiv(end, per_step))
     def write_step(step: Any) -> None:
         write(output, tiles, step, first_row, head, begin, end)
