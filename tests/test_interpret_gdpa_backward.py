@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -84,14 +85,14 @@ def gradients(arrays: Arrays, case: Case) -> tuple[jax.Array, ...]:
     )
 
 
-def assert_correct(
-    actual: tuple[jax.Array, ...],
-    arrays: Arrays,
-    case: Case,
-    where: Sequence[Any] = (..., ..., ...),
-) -> None:
-    """Holds every gradient to the error rule, against the oracle's own VJP in f32."""
-    settings = case.settings
+# One program instead of one for each operation; its conversions round.
+@functools.partial(
+    jax.jit, static_argnums=1, compiler_options={"xla_allow_excess_precision": False}
+)
+def references(
+    arrays: Arrays, settings: Settings
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """The oracle's own VJP in f32, and that of plain jnp in the inputs' dtype."""
     d_out = problems_gdpa.cotangent(arrays, settings)
 
     def oracle(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
@@ -100,7 +101,17 @@ def assert_correct(
 
     wide = tuple(x.astype(jnp.float32) for x in arrays[:3])
     expected = jax.vjp(oracle, *wide)[1](d_out.astype(jnp.float32))
-    plain = gdpa_chunked.chunked_vjp(arrays, settings, None, None, d_out)
+    return expected, gdpa_chunked.chunked_vjp(arrays, settings, None, None, d_out)
+
+
+def assert_correct(
+    actual: tuple[jax.Array, ...],
+    arrays: Arrays,
+    case: Case,
+    where: Sequence[Any] = (..., ..., ...),
+) -> None:
+    """Holds every gradient to the error rule, against the oracle's own VJP in f32."""
+    expected, plain = references(arrays, case.settings)
     for array, want, rounded, rows in zip(actual, expected, plain, where, strict=True):
         assert array.dtype == arrays.query.dtype
         problems.assert_within_error_rule(array[rows], want[rows], rounded[rows])

@@ -8,6 +8,7 @@ array raise.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -80,16 +81,11 @@ class Case:
 
 CASES = {
     # Sizes of M: tiles are 32 rows, whole WGMMA steps 8, stores 16.
-    "two_tiles_each_way": Case((2, 3), (70, 100), 41, 136),
-    "two_tiles_each_way_two_launches": Case((2, 3), (70, 100), 41, 136, SEPARATE, 2),
     "m_tail_in_last_chunk_of_six": Case((2, 3), (64, 72), 48 + 41, 64, SIX),
-    "m_below_8": Case((2, 3), (64, 64), 5, 64),
-    "n_of_8": Case((2, 3), (64, 64), 32, 8),
+    "m_below_8_n_of_8": Case((2, 3), (64, 64), 5, 8),
     # Sizes of K: a k step is 64, an instruction 16.
-    "k_not_a_multiple_of_8": Case((2, 3), (67, 131), 24, 64),
-    "k_below_64": Case((2, 3), (1, 33), 24, 64),
-    "k_steps_of_levels_differ": Case((2, 5), (64 * 5, 40), 24, 64),
-    "one_k_step_and_six_chunks": Case((2, 5), (30, 40), 48 * 2, 64, SIX),
+    "k_steps_of_levels_differ": Case((2, 5), (64 * 4 + 3, 131), 24, 64),
+    "one_k_step_and_six_chunks": Case((2, 3), (1, 33), 48 * 2, 64, SIX),
     "block_of_16": Case(
         (2, 3), (64, 72), 41, 64, dataclasses.replace(TINY, block_m=16, epilogue_rows=8)
     ),
@@ -97,10 +93,7 @@ CASES = {
         (2, 3), (70, 100), 433, 64, LinearCompressionConfig(single_launch=True, cluster=1)
     ),
     # Batches and indices.
-    "unsorted": Case((4, 7), (40, 72), 24, 64, SEPARATE, 2, "unsorted"),
-    "users_without_candidates": Case((5, 3), (40, 72), 24, 64, index=(4, 1, 1)),
     "one_candidate": Case((3, 1), (40, 72), 24, 64, index=(2,)),
-    "one_user": Case((1, 4), (40, 72), 24, 64),
     "index_out_of_range": Case((3, 6), (40, 72), 24, 64, index=(-5, 0, 6, 1, -(2**31), 2**31 - 1)),
     # CTAs.
     "many_tiles_of_a_cta": Case((2, 6), (100, 130), 60, 64),
@@ -129,21 +122,24 @@ def interpret(levels: Levels, case: Case) -> jax.Array:
     return jax.block_until_ready(out)
 
 
-def oracle(levels: Levels) -> jax.Array:
+# One program instead of one for each operation; its conversions round.
+@functools.partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
+def references(levels: Levels) -> tuple[jax.Array, jax.Array]:
+    """The materialised oracle in f32, and what it makes of the inputs in their own dtype."""
     wide = Levels(
         [w.astype(jnp.float32) for w in levels.weights],
         [e.astype(jnp.float32) for e in levels.embeddings],
         levels.parents,
     )
-    return reference.materialised(*wide)
+    return reference.materialised(*wide), reference.materialised(*levels)
 
 
 def assert_correct(out: jax.Array, levels: Levels) -> None:
-    problems.assert_within_error_rule(out, oracle(levels), reference.materialised(*levels))
+    problems.assert_within_error_rule(out, *references(levels))
 
 
 def assert_correct_where(where: np.ndarray, out: jax.Array, levels: Levels) -> None:
-    results = (out, oracle(levels), reference.materialised(*levels))
+    results = (out, *references(levels))
     problems.assert_within_error_rule(*(result[where] for result in results))
 
 
@@ -162,47 +158,42 @@ def test_interpreted_kernel_is_right_and_free_of_races(
 
 # Infinity times the zeros that pad M is NaN, in rows that are never stored.
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
-@pytest.mark.parametrize("value", [np.nan, -np.inf])
 @pytest.mark.parametrize("config", [TINY, SEPARATE], ids=["one_launch", "two_launches"])
-def test_interpreted_non_finite_user_reaches_its_candidates_alone(
-    config: LinearCompressionConfig, value: float, launches: interpreter.Launches
+def test_interpreted_non_finite_rows_reach_their_own_results_alone(
+    config: LinearCompressionConfig, launches: interpreter.Launches
 ) -> None:
+    """A user's NaN and another's infinity reach their candidates, a candidate's NaN itself."""
     # The poison lies in the last row of a partial k step, in the second warpgroup's columns.
     case = Case((3, 4), (70, 40), 36, 72, config, index=(2, 1, 0, 1))
     levels = case.levels()
-    poisoned = levels.embeddings[0].at[1, 69, 70].set(value)
-    poisoned_levels = levels._replace(embeddings=(poisoned, levels.embeddings[1]))
-    out = interpret(poisoned_levels, case)
+    of_users, of_cands = levels.embeddings
+    poisoned = levels._replace(
+        embeddings=(
+            of_users.at[1, 69, 70].set(np.nan).at[0, 69, 71].set(-np.inf),
+            of_cands.at[1, 39, 69].set(np.nan),
+        )
+    )
+    out = interpret(poisoned, case)
     launches.assert_no_races(case.launches)
-    expected = oracle(poisoned_levels)
+    expected, _ = references(poisoned)
     hit = np.zeros(out.shape, bool)
     hit[[1, 3], :, 70] = True
+    hit[2, :, 71] = True
+    hit[1, :, 69] = True
     np.testing.assert_array_equal(~np.isfinite(expected), hit)
     np.testing.assert_array_equal(out.astype(jnp.float32)[hit], expected[hit])
     assert_correct_where(~hit, out, levels)
 
 
-def test_interpreted_non_finite_candidate_reaches_itself_alone(
-    launches: interpreter.Launches,
-) -> None:
-    case = Case((2, 4), (70, 40), 36, 72, index=(0, 1, 0, 1))
-    levels = case.levels()
-    poisoned = levels.embeddings[1].at[1, 39, 70].set(np.nan)
-    out = interpret(levels._replace(embeddings=(levels.embeddings[0], poisoned)), case)
-    launches.assert_no_races(1)
-    hit = np.zeros(out.shape, bool)
-    hit[1, :, 70] = True
-    np.testing.assert_array_equal(np.isnan(out.astype(jnp.float32)), hit)
-    assert_correct_where(~hit, out, levels)
-
-
 def test_interpreted_result_does_not_depend_on_the_launches(launches: interpreter.Launches) -> None:
-    case = Case((2, 3), (70, 100), 41, 72)
+    """Two tiles each way, in one launch and in two."""
+    case = Case((2, 3), (70, 100), 41, 136)
     levels = case.levels()
     together = interpret(levels, case)
     apart = interpret(levels, dataclasses.replace(case, config=SEPARATE, num_sms=2))
     np.testing.assert_array_equal(together.astype(jnp.float32), apart.astype(jnp.float32))
     launches.assert_no_races(3)
+    assert_correct(together, levels)
 
 
 # The checks themselves: each of them must be able to fail.
@@ -300,11 +291,11 @@ def test_interpreted_race_is_found_without_waiting_for_a_staging_buffer(
     assert_found(case, launches, "races in launches")
 
 
-def test_interpreted_wrong_user_is_found(launches: interpreter.Launches) -> None:
+def test_wrong_user_is_found() -> None:
     case = Case((3, 4), (40, 40), 24, 16, index=(0, 1, 2, 0))
     levels = case.levels()
     mistaken = dataclasses.replace(case, index=(0, 1, 2, 1)).levels()
-    out = interpret(mistaken, case)
+    _, out = references(mistaken)
     with pytest.raises(AssertionError, match="largest error"):
         assert_correct(out, levels)
 

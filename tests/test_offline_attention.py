@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import offline
 import pytest
 
-from ikbo_jax.pallas import accumulator
 from ikbo_jax.pallas import attention as kernel
 from ikbo_jax.tuning import configs, table
 from ikbo_jax.tuning.configs import AttentionConfig, AttentionProblem
@@ -24,7 +23,6 @@ pytestmark = [
 DEFAULT = AttentionProblem(2048, 32, 64, 1024, 2, 2, 128, "bfloat16")
 ONE_SLOT = AttentionConfig(k_stages=3, v_stages=3, q_slots=1)
 REUSE = AttentionConfig(128, 2, 2, 3, reuse=True, balance=True)
-EARLY = AttentionConfig(early_scores=True, late_turns=True)
 NUM_SMS = 132
 
 
@@ -78,16 +76,14 @@ def every_option(case: Case) -> Case:
     return dataclasses.replace(case, with_lengths=True, with_lse=True)
 
 
+# What no row of the table has.
 CASES = {
     "one_slot": of(ONE_SLOT),
-    "late_turns": of(AttentionConfig(late_turns=True)),
-    "all_options_ordered": dataclasses.replace(every_option(of()), with_order=True),
     "reuse_and_balance": dataclasses.replace(every_option(of(REUSE, kv_len=256)), with_order=True),
-    "early_scores": dataclasses.replace(every_option(of(EARLY)), with_order=True),
-    "small": of(batch=1, users=1, q_len=1, kv_len=1, q_heads=1, kv_heads=1),
-} | {
-    f"h{head_dim}_t{q_len}": every_option(of(head_dim=head_dim, q_len=q_len))
-    for head_dim, q_len in ((64, 16), (96, 64), (128, 16), (192, 64), (256, 16))
+    "h64_small": every_option(
+        of(head_dim=64, batch=1, users=1, q_len=1, kv_len=1, q_heads=1, kv_heads=1)
+    ),
+    "h256_t16": every_option(of(head_dim=256, q_len=16)),
 }
 
 
@@ -104,7 +100,9 @@ def assert_fit(case: Case, compiler: offline.Compiler) -> None:
     (compiled,) = compiler.compile(*case.launch())
     assert not compiled.faults
     limit = case.chosen.smem_bytes(case.problem.head_dim)
-    assert compiled.smem_bytes <= limit <= configs.MAX_SMEM_BYTES
+    # The legality rule may round up, by no more than what it aligns to.
+    assert 0 <= limit - compiled.smem_bytes <= configs.SMEM_ALIGNMENT
+    assert limit <= configs.MAX_SMEM_BYTES
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -116,45 +114,22 @@ def table_rows() -> dict[str, Case]:
     """The rows of `sm90.json`, one of those that make the same kernel but for sizes.
 
     Of T only counts whether warpgroup tiles are parts of a candidate, or hold parts of several.
+    Optional arguments add code and take none away, so rows have all of them; but with reuse or
+    balance, for which a case above has them, and in f16, they are compiled without.
     """
-    rows = (r for r in table._builtin_rows() if isinstance(r.problem, AttentionProblem))
-    return {
-        f"{r.problem.dtype}:h{r.problem.head_dim}:{r.problem.q_len % 64 == 0}:{r.config}": Case(
-            r.problem, r.config
-        )
-        for r in rows
-        if r.config is not None
-    }
+    cases = {}
+    for row in table._builtin_rows():
+        problem, config = row.problem, row.config
+        if config is None or not isinstance(problem, AttentionProblem):
+            continue
+        has_tiles = problem.q_len % 64 == 0
+        case = Case(problem, config)
+        if problem.dtype == "bfloat16" and not (config.reuse or config.balance):
+            case = dataclasses.replace(every_option(case), with_order=has_tiles)
+        cases[f"{problem.dtype}:h{problem.head_dim}:{has_tiles}:{config}"] = case
+    return cases
 
 
 @pytest.mark.parametrize("name", table_rows())
 def test_offline_table_row_is_fit(name: str, compiler: offline.Compiler) -> None:
     assert_fit(table_rows()[name], compiler)
-
-
-@pytest.mark.parametrize("head_dim", configs.ATTENTION_HEAD_DIMS)
-@pytest.mark.parametrize("q_slots", [1, 2])
-def test_offline_shared_memory_is_what_the_config_says(head_dim: int, q_slots: int) -> None:
-    """The legality rule may round up, by no more than what it aligns to."""
-    config = AttentionConfig(block_kv=32, k_stages=2, v_stages=3, q_slots=q_slots)
-    case = of(config, head_dim=head_dim)
-    (module,) = offline.mosaic_modules(*case.launch())
-    _, smem_bytes = offline.describe_module(module)
-    assert 0 <= config.smem_bytes(head_dim) - smem_bytes <= configs.SMEM_ALIGNMENT
-
-
-# The detector itself must be able to fail.
-
-
-def test_offline_spills_are_found(compiler: offline.Compiler) -> None:
-    (compiled,) = compiler.compile(*of(AttentionConfig(96, 2, 2, 1), head_dim=192).launch())
-    assert any("bytes spilled" in fault for fault in compiled.faults)
-
-
-def test_offline_serialised_wgmmas_are_found(
-    compiler: offline.Compiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without waits, accumulators are read while WGMMAs write them."""
-    monkeypatch.setattr(accumulator, "wait", lambda pending, *, interpret: None)
-    (compiled,) = compiler.compile(*of().launch())
-    assert any("C75" in fault for fault in compiled.faults)

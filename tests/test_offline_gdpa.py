@@ -38,8 +38,8 @@ DEFAULT = GdpaProblem(
 )
 NUM_SMS = 132
 SCALES = (0.125, 0.5)
+JAGGED = {"skip_empty": True, "half_blocks": True}
 RUNS = GdpaConfig(v_stages=2, q_slots=3, run=8, early_scores=True, late_turns=True)
-JAGGED = GdpaConfig(early_scores=True, late_turns=True, skip_empty=True, half_blocks=True)
 
 
 def is_softmax(problem: GdpaProblem) -> bool:
@@ -91,21 +91,21 @@ def of(config: GdpaConfig | None = None, **sizes: Any) -> Case:
     return Case(dataclasses.replace(DEFAULT, **sizes), config)
 
 
+# What no row of the table has.
 CASES = {
-    "f16": dataclasses.replace(of(dtype="float16"), scales=SCALES),
     "packed": dataclasses.replace(
         of(GdpaConfig(v_stages=2, q_slots=3, late_turns=True), approx="tanh_bf16"), scales=SCALES
     ),
     "heads_of_their_own": of(activations=("gelu", "silu", "relu", "hardswish"), kv_heads=2),
-    "one_slot": of(GdpaConfig(k_stages=3, v_stages=3, q_slots=1)),
-    "runs": dataclasses.replace(of(RUNS, approx="tanh"), scales=SCALES),
-    "jagged": dataclasses.replace(of(JAGGED, approx="tanh"), scales=SCALES),
-    "jagged_one_slot": of(
-        GdpaConfig(k_stages=3, v_stages=3, q_slots=1, skip_empty=True, half_blocks=True)
+    "jagged_runs": dataclasses.replace(
+        of(dataclasses.replace(RUNS, **JAGGED), approx="tanh"), scales=SCALES
     ),
+    "jagged_one_slot": of(GdpaConfig(k_stages=3, v_stages=3, q_slots=1, **JAGGED)),
+    "f16": dataclasses.replace(of(dtype="float16"), scales=SCALES),
     "h96": of(head_dim=96, approx="polynomial", activations=("gelu",)),
-    "softmax": dataclasses.replace(of(activations=("softmax",), kv_heads=2), scales=SCALES),
-    "softmax_h256_f16": of(activations=("softmax",), head_dim=256, dtype="float16"),
+    "softmax_h256_f16": dataclasses.replace(
+        of(activations=("softmax",), head_dim=256, dtype="float16", kv_heads=2), scales=SCALES
+    ),
 }
 
 
