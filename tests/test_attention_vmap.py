@@ -21,7 +21,7 @@ SIZE = 2
 SCALE = 0.1
 FIELDS = problems.AttentionInputs._fields
 #: The op tells apart problems with users of their own, with the same users, and all others; of
-#: each kind, every pair of values that the flags beside keys and values can have, or more.
+#: each kind, every pair of values that two flags beside keys and values can have.
 COMBINATIONS = [
     *(
         (query, True, True, index, query == index)
@@ -33,9 +33,9 @@ COMBINATIONS = [
         for query, index in ((True, True), (True, False), (False, True))
     ),
     (True, True, False, True, True),
-    (False, True, False, False, False),
-    (True, False, True, False, True),
-    (False, False, True, True, False),
+    (False, True, False, True, False),
+    (True, False, True, False, False),
+    (False, False, True, False, True),
     (False, False, False, False, True),
     (True, False, False, True, True),
 ]

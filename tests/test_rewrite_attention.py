@@ -23,7 +23,9 @@ VALUE = problems.random_array(RNG, (U, S, N, H), "float32")
 INDEX = jnp.asarray(problems.ragged_index(RNG, U, B, "unsorted"))
 OTHER = jnp.asarray(problems.ragged_index(RNG, U, B, "unsorted"))
 LENGTHS = jnp.asarray([3, 0, 7, 1], jnp.int32)
-KEPT = jnp.asarray(RNG.integers(0, 2, (U, S)), bool).at[1].set(False).at[2].set(True)
+KEPT = RNG.integers(0, 2, (U, S)).astype(bool)
+KEPT[1:3] = [[False], [True]]
+KEPT = jnp.asarray(KEPT)
 ARGS = (QUERY, KEY, VALUE)
 
 
@@ -124,7 +126,9 @@ def module_of_nnx(query, key, value):
 
 
 LINEN = linen.MultiHeadDotProductAttention(num_heads=N)
-LINEN_PARAMS = LINEN.init(jax.random.key(0), jnp.ones((1, T, N * H)), jnp.ones((1, S, N * H)))
+LINEN_PARAMS = jax.jit(LINEN.init)(
+    jax.random.key(0), np.ones((1, T, N * H), np.float32), np.ones((1, S, N * H), np.float32)
+)
 
 
 def module_of_linen(query, key, value):
