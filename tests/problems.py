@@ -98,19 +98,21 @@ def random_array(rng: np.random.Generator, shape: Sequence[int], dtype: Any) -> 
     return jnp.asarray(values.astype(jnp.dtype(dtype)))
 
 
+def _weight(rng: np.random.Generator, m: int, k: int, dtype: Any) -> jax.Array:
+    """In NumPy: jnp would compile a program for each shape."""
+    values = np.asarray(random_array(rng, (m, k), jnp.float32)) * np.float32(max(k, 1) ** -0.5)
+    return jnp.asarray(values.astype(jnp.dtype(dtype)))
+
+
 def make_inputs(
     shape: LinearCompressionShape, dtype: Any = "bfloat16", seed: int = 0
 ) -> LinearCompressionInputs:
     """Random inputs; every element of the result has a variance near 2."""
     rng = np.random.default_rng(seed)
 
-    def weight(k: int) -> jax.Array:
-        values = random_array(rng, (shape.m, k), jnp.float32)
-        return (values * np.float32(max(k, 1) ** -0.5)).astype(dtype)
-
     return LinearCompressionInputs(
-        weight(shape.k_cand),
-        weight(shape.k_user),
+        _weight(rng, shape.m, shape.k_cand, dtype),
+        _weight(rng, shape.m, shape.k_user, dtype),
         random_array(rng, (shape.candidates, shape.k_cand, shape.n), dtype),
         random_array(rng, (shape.users, shape.k_user, shape.n), dtype),
         jnp.asarray(ragged_index(rng, shape.users, shape.candidates, shape.index)),
@@ -122,10 +124,7 @@ def make_levels(
 ) -> tuple[tuple, tuple, tuple]:
     """Random weights, embeddings and parents of a multi-level problem, coarsest first."""
     rng = np.random.default_rng(seed)
-    weights = tuple(
-        (random_array(rng, (m, k), jnp.float32) * np.float32(max(k, 1) ** -0.5)).astype(dtype)
-        for k in ks
-    )
+    weights = tuple(_weight(rng, m, k, dtype) for k in ks)
     embeddings = tuple(
         random_array(rng, (b, k, n), dtype) for b, k in zip(batches, ks, strict=True)
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import problems
 
-from ikbo_jax.reference.gdpa import Arrays, Settings
+from ikbo_jax.reference.gdpa import Arrays, Settings, out_shape
 
 ACTIVATIONS = (
     "identity",
@@ -148,27 +149,72 @@ def numpy_activation(name: str, x: np.ndarray) -> np.ndarray:
     }[name]()
 
 
+def numpy_slope(name: str, x: np.ndarray) -> np.ndarray:
+    """The derivative of an activation other than softmax, by differences in f64."""
+    step = 1e-6
+    return (numpy_activation(name, x + step) - numpy_activation(name, x - step)) / (2 * step)
+
+
+def _sequences(arrays: Arrays, settings: Settings) -> Iterator[tuple[slice, slice, slice]]:
+    """Every query sequence's rows of the queries, of the keys and of out; offsets are in order."""
+    cu_q, cu_kv, index = (None if x is None else np.asarray(x) for x in arrays[3:])
+    length = arrays.query.shape[0]
+
+    def rows_of(cu: np.ndarray, number: int, longest: int | None) -> slice:
+        rows = int(cu[number + 1] - cu[number])
+        return slice(cu[number], cu[number] + min(rows, rows if longest is None else longest))
+
+    for number, kv in enumerate(range(len(cu_kv) - 1) if index is None else index):
+        keys = rows_of(cu_kv, kv, settings.max_seqlen_kv)
+        if cu_q is None:
+            yield slice(None), keys, slice(number * length, (number + 1) * length)
+        else:
+            rows = rows_of(cu_q, number, settings.max_seqlen_q)
+            yield rows, keys, rows
+
+
 def numpy_oracle(arrays: Arrays, settings: Settings) -> np.ndarray:
     """Out in f64: a loop over sequences, which takes offsets that are in order."""
     query, key, value = (np.asarray(x).astype(np.float64) for x in arrays[:3])
-    cu_q, cu_kv, index = (None if x is None else np.asarray(x) for x in arrays[3:])
     heads = query.shape[1] // key.shape[1]
-    sequences = range(len(cu_kv) - 1) if index is None else index
-    outs = [] if settings.broadcast_q else np.zeros_like(query)
-    for number, kv in enumerate(sequences):
-        rows = slice(None) if cu_q is None else slice(cu_q[number], cu_q[number + 1])
-        keys, values = (
-            np.repeat(x[cu_kv[kv] : cu_kv[kv + 1]], heads, axis=1) for x in (key, value)
-        )
+    out = np.zeros(out_shape(arrays, settings))
+    for rows, of_keys, of_out in _sequences(arrays, settings):
+        keys, values = (np.repeat(x[of_keys], heads, axis=1) for x in (key, value))
         scores = settings.scale * np.einsum("inh,jnh->nij", query[rows], keys)
         named = zip(settings.activations, scores, strict=True)
         weights = np.stack([numpy_activation(name, score) for name, score in named])
-        out = settings.output_scale * np.einsum("nij,jnh->inh", weights, values)
-        if settings.broadcast_q:
-            outs.append(out)
-        else:
-            outs[rows] = out
-    return np.concatenate(outs) if settings.broadcast_q else outs
+        out[of_out] = settings.output_scale * np.einsum("nij,jnh->inh", weights, values)
+    return out
+
+
+def numpy_gradients(
+    arrays: Arrays, settings: Settings, d_out: Any
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Gradients of <d_out, out> by query, key and value, as `numpy_oracle` has out."""
+    query, key, value, d_out = (np.asarray(x).astype(np.float64) for x in (*arrays[:3], d_out))
+    d_query, d_key, d_value = (np.zeros_like(x) for x in (query, key, value))
+    heads = query.shape[1] // key.shape[1]
+
+    def of_key_heads(x: np.ndarray) -> np.ndarray:
+        return x.reshape(len(x), key.shape[1], heads, key.shape[2]).sum(2)
+
+    for rows, of_keys, of_out in _sequences(arrays, settings):
+        keys, values = (np.repeat(x[of_keys], heads, axis=1) for x in (key, value))
+        scores = settings.scale * np.einsum("inh,jnh->nij", query[rows], keys)
+        upstream = settings.output_scale * d_out[of_out]
+        weights, d_scores = np.zeros_like(scores), np.einsum("inh,jnh->nij", upstream, values)
+        for head, name in enumerate(settings.activations):
+            weights[head] = weight = numpy_activation(name, scores[head])
+            if name == "softmax":
+                mean = np.sum(weight * d_scores[head], axis=-1, keepdims=True)
+                d_scores[head] = weight * (d_scores[head] - mean)
+            else:
+                d_scores[head] *= numpy_slope(name, scores[head])
+        d_scores *= settings.scale
+        d_query[rows] += np.einsum("nij,jnh->inh", d_scores, keys)
+        d_key[of_keys] += of_key_heads(np.einsum("nij,inh->jnh", d_scores, query[rows]))
+        d_value[of_keys] += of_key_heads(np.einsum("nij,inh->jnh", weights, upstream))
+    return d_query, d_key, d_value
 
 
 @functools.partial(jax.jit, static_argnums=1)

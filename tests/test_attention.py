@@ -40,22 +40,20 @@ def own_tokens(shape: problems.AttentionShape, count: int, dtype: str) -> dict[s
     return {name: problems.random_array(rng, size, dtype) for name in ("self_key", "self_value")}
 
 
-@pytest.mark.parametrize(("name", "dtype"), problems.in_turn(SHAPES))
-def test_value_is_within_the_error_rule(name: str, dtype: str) -> None:
-    inputs = problems.make_attention_inputs(SHAPES[name], dtype)
-    results = attend(inputs, scale=SCALE, return_residuals=True)
-    problems.assert_attention_within_error_rule(results, inputs, scale=SCALE)
+#: Users, candidates, q_len, kv_len, key heads, query heads a key head, head_dim, dtype and scale:
+#: sizes as odd as any, but few, since each takes a program.
+DRAWN = [
+    (4, 9, 3, 40, 2, 3, 20, "float32", 0.3),
+    (6, 1, 1, 17, 1, 1, 7, "bfloat16", -0.5),
+    (1, 8, 6, 1, 3, 2, 1, "float16", 2.0),
+    (5, 6, 2, 5, 1, 2, 13, "float32", 0.0),
+]
 
 
 @hypothesis.given(data=st.data())
-def test_any_shape_and_index_is_within_the_error_rule(data: st.DataObject) -> None:
-    size = st.integers(1, 6)
-    users, candidates = data.draw(size, "users"), data.draw(st.integers(1, 9), "candidates")
-    q_len, kv_len = data.draw(size, "q_len"), data.draw(st.integers(1, 40), "kv_len")
-    kv_heads, repeats = (data.draw(st.integers(1, 3), name) for name in ("kv_heads", "repeats"))
-    head_dim = data.draw(st.integers(1, 20), "head_dim")
-    dtype = data.draw(st.sampled_from(problems.DTYPES), "dtype")
-    scale = data.draw(st.sampled_from([0.0, -0.5, 0.3, 2.0]), "scale")
+def test_any_index_and_lengths_are_within_the_error_rule(data: st.DataObject) -> None:
+    drawn = data.draw(st.sampled_from(DRAWN), "sizes")
+    users, candidates, q_len, kv_len, kv_heads, repeats, head_dim, dtype, scale = drawn
     anything = st.integers(-(2**31), 2**31 - 1)
     users_or_worse = st.one_of(st.integers(0, users - 1), anything)
     index = data.draw(st.lists(users_or_worse, min_size=candidates, max_size=candidates), "index")
@@ -63,23 +61,28 @@ def test_any_shape_and_index_is_within_the_error_rule(data: st.DataObject) -> No
         users, candidates, q_len, kv_len, kv_heads * repeats, kv_heads, head_dim
     )
     inputs = problems.make_attention_inputs(shape, dtype)
-    inputs = inputs._replace(cand_to_user=jnp.asarray(index, jnp.int32))
-    if data.draw(st.booleans(), "has_lengths"):
+    inputs = inputs._replace(cand_to_user=np.asarray(index, np.int32))
+    # The first of the sizes has none.
+    if drawn != DRAWN[0]:
         lengths_or_worse = st.one_of(st.integers(0, kv_len), anything)
         lengths = data.draw(st.lists(lengths_or_worse, min_size=users, max_size=users), "lengths")
-        inputs = inputs._replace(key_value_seq_lengths=jnp.asarray(lengths, jnp.int32))
+        inputs = inputs._replace(key_value_seq_lengths=np.asarray(lengths, np.int32))
     results = attend(inputs, scale=scale, return_residuals=True)
     problems.assert_attention_within_error_rule(results, inputs, scale=scale)
 
 
 def test_default_scale_is_one_over_the_root_of_the_width() -> None:
     inputs = problems.make_attention_inputs(SMALL._replace(head_dim=9), "float32")
-    np.testing.assert_array_equal(attend(inputs), attend(inputs, scale=1 / 3))
+    default, explicit = (
+        str(jax.make_jaxpr(functools.partial(attend, **options))(inputs))
+        for options in ({}, {"scale": 1 / 3})
+    )
+    assert default == explicit != str(jax.make_jaxpr(lambda x: attend(x, scale=0.3))(inputs))
 
 
 def test_residuals_add_to_the_result() -> None:
     inputs = problems.make_attention_inputs(SMALL)
-    out, lse = attend(inputs, return_residuals=True)
+    out, lse = jax.jit(functools.partial(attend, return_residuals=True))(inputs)
     chex.assert_shape(out, (7, 2, 4, 8))
     chex.assert_shape(lse, (7, 2, 4))
     assert (out.dtype, lse.dtype) == (jnp.bfloat16, jnp.float32)
@@ -93,14 +96,18 @@ def test_numpy_arrays_are_welcome() -> None:
     np.testing.assert_array_equal(out, attend(inputs, scale=0.5))
 
 
-@pytest.mark.parametrize("promise", [False, True])
-def test_order_of_the_candidates_is_the_callers(promise: bool) -> None:
+def test_order_of_the_candidates_is_the_callers() -> None:
     """Also where the promise that the index is sorted is broken."""
     inputs = problems.make_attention_inputs(SHAPES["unsorted"], "float32")
     assert np.any(np.diff(np.asarray(inputs.cand_to_user)) < 0)
-    out = attend(inputs, indices_are_sorted=promise, scale=SCALE)
     exact, _ = problems.numpy_attention_oracle(inputs, scale=SCALE)
-    np.testing.assert_allclose(out, exact, rtol=0, atol=ATOL)
+
+    @jax.jit
+    def run(inputs: problems.AttentionInputs) -> list[jax.Array]:
+        return [attend(inputs, indices_are_sorted=x, scale=SCALE) for x in (False, True)]
+
+    for out in run(inputs):
+        np.testing.assert_allclose(out, exact, rtol=0, atol=ATOL)
 
 
 @pytest.mark.parametrize(
@@ -134,9 +141,15 @@ def test_no_keys_at_all(implementation) -> None:
     np.testing.assert_array_equal(out, jnp.repeat(expected, 2, axis=2))
 
 
-@pytest.mark.parametrize("count", [0, 1, 3])
-@pytest.mark.parametrize(("name", "dtype"), problems.in_turn(["odd_counts", "grouped_heads"]))
-def test_own_tokens_are_within_the_error_rule(name: str, count: int, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype", "count"),
+    [
+        ("odd_counts", "bfloat16", 1),
+        ("grouped_heads", "float16", 3),
+        ("grouped_heads", "float16", 0),
+    ],
+)
+def test_own_tokens_are_within_the_error_rule(name: str, dtype: str, count: int) -> None:
     inputs = problems.make_attention_inputs(SHAPES[name], dtype)
     own = own_tokens(SHAPES[name], count, dtype)
     results = attend(inputs, scale=SCALE, return_residuals=True, **own)
@@ -156,7 +169,9 @@ def test_poison_reaches_its_user_alone() -> None:
     of_user = np.asarray(inputs.cand_to_user) == 2
     assert 0 < of_user.sum() < len(of_user)
     for name in ("key", "value"):
-        poisoned = inputs._replace(**{name: getattr(inputs, name).at[2, 3].set(jnp.nan)})
+        bad = np.array(getattr(inputs, name))
+        bad[2, 3] = np.nan
+        poisoned = inputs._replace(**{name: bad})
         out = np.asarray(attend(poisoned), np.float32)
         assert np.isnan(out[of_user]).all()
         np.testing.assert_array_equal(out[~of_user], clean[~of_user])
@@ -189,7 +204,7 @@ def oracle(inputs: problems.AttentionInputs, **options: Any):
     ("name", "dtype"),
     problems.in_turn(["one_user", "users_without_candidates", "grouped_heads"]),
 )
-def test_gradients_are_within_the_error_rule(name: str, dtype: str) -> None:
+def test_value_and_gradients_are_within_the_error_rule(name: str, dtype: str) -> None:
     shape = SHAPES[name]
     inputs = problems.make_attention_inputs(shape, dtype)
     rng = np.random.default_rng(1)
@@ -197,15 +212,18 @@ def test_gradients_are_within_the_error_rule(name: str, dtype: str) -> None:
     d_out = problems.random_array(rng, (*rows, shape.head_dim), dtype)
     d_lse = problems.random_array(rng, rows, "float32")
 
-    def gradients(run):
-        def results(*arrays):
-            return run(problems.AttentionInputs(*arrays, *inputs[3:]))
+    @jax.jit
+    def both(*floats):
+        each = []
+        for run in (ours, lambda arrays: problems.same_dtype_attention(*arrays, scale=SCALE)):
+            results, pull_back = jax.vjp(
+                lambda *x, run=run: run(problems.AttentionInputs(*x, *inputs[3:])), *floats
+            )
+            each.append((results, pull_back((d_out, d_lse))))
+        return each
 
-        _, pull_back = jax.vjp(results, *inputs[:3])
-        return pull_back((d_out, d_lse))
-
-    plain = gradients(lambda arrays: problems.same_dtype_attention(*arrays, scale=SCALE))
-    actual = gradients(ours)
+    (results, actual), (_, plain) = both(*inputs[:3])
+    problems.assert_attention_within_error_rule(results, inputs, scale=SCALE)
     exact = problems.numpy_attention_gradients(inputs, d_out, d_lse, scale=SCALE)
     chex.assert_trees_all_equal_shapes_and_dtypes(actual, plain)
     if dtype == "float32":
@@ -214,30 +232,32 @@ def test_gradients_are_within_the_error_rule(name: str, dtype: str) -> None:
         jax.tree.map(problems.assert_within_error_rule, actual, exact, plain)
 
 
-@pytest.mark.parametrize("has_own", [False, True], ids=["user", "user_and_own"])
-def test_gradients_are_the_oracles(has_own: bool) -> None:
+def test_gradients_with_own_tokens_are_the_oracles() -> None:
     inputs = problems.make_attention_inputs(SMALL, "float32")
-    own = (own_tokens(SMALL, 2, "float32"),) if has_own else ()
-    argnums = tuple(range(3 + has_own))
-    actual = jax.jit(jax.grad(loss_of(inputs, ours), argnums))(*inputs[:3], *own)
-    expected = jax.grad(loss_of(inputs, oracle), argnums)(*inputs[:3], *own)
-    chex.assert_trees_all_close(actual, expected, atol=1e-5)
+    own = own_tokens(SMALL, 2, "float32")
+
+    @jax.jit
+    def both(*floats):
+        return [jax.grad(loss_of(inputs, run), (0, 1, 2, 3))(*floats) for run in (ours, oracle)]
+
+    chex.assert_trees_all_close(*both(*inputs[:3], own), atol=1e-5)
 
 
 def test_gradient_of_clamped_index_goes_where_the_value_came_from() -> None:
     inputs = problems.make_attention_inputs(SMALL, "float32")
-    wild = jnp.asarray([-1, 3, 1, 99, -(2**31), 2, 0], jnp.int32)
-    argnums = (0, 1, 2)
-    actual, expected = (
-        jax.grad(loss_of(inputs._replace(cand_to_user=index), ours), argnums)(*inputs[:3])
-        for index in (wild, jnp.clip(wild, 0, 2))
-    )
-    chex.assert_trees_all_equal(actual, expected)
+    wild = np.asarray([-1, 3, 1, 99, -(2**31), 2, 0], np.int32)
+
+    @jax.jit
+    def gradients(index):
+        loss = loss_of(inputs._replace(cand_to_user=index), ours)
+        return jax.grad(loss, (0, 1, 2))(*inputs[:3])
+
+    chex.assert_trees_all_equal(gradients(wild), gradients(np.clip(wild, 0, 2)))
 
 
 def test_integers_have_the_gradient_that_integers_have() -> None:
     inputs = problems.make_attention_inputs(SMALL, "float32")
-    gradient = jax.grad(lambda x: attend(x).sum(), allow_int=True)(inputs)
+    gradient = jax.eval_shape(jax.grad(lambda x: attend(x).sum(), allow_int=True), inputs)
     assert gradient.cand_to_user.dtype == jax.dtypes.float0
     assert gradient.key_value_seq_lengths.dtype == jax.dtypes.float0
 
@@ -249,26 +269,26 @@ def test_gradients_of_gradients() -> None:
         gradients = jax.grad(loss_of(inputs, run), argnums=(0, 1, 2))
         return lambda *arrays: sum(jnp.sum(g**2) for g in gradients(*arrays))
 
-    actual, expected = (
-        jax.jit(jax.grad(slope(run), argnums=(0, 1, 2)))(*inputs[:3]) for run in (ours, oracle)
-    )
-    chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=1e-3)
+    @jax.jit
+    def both(*arrays):
+        return [jax.grad(slope(run), argnums=(0, 1, 2))(*arrays) for run in (ours, oracle)]
+
+    chex.assert_trees_all_close(*both(*inputs[:3]), rtol=1e-4, atol=1e-3)
 
 
 # Under transformations.
 
 
-def test_same_under_jit_and_scan() -> None:
+def test_same_under_scan() -> None:
     inputs = problems.make_attention_inputs(SMALL)
-    eager = attend(inputs)
-    np.testing.assert_array_equal(jax.jit(attend)(inputs), eager)
 
     def step(carry, query):
         return carry, attend(inputs._replace(query=query))
 
-    _, outs = jax.lax.scan(step, 0, jnp.stack([inputs.query, -inputs.query]))
-    np.testing.assert_array_equal(outs[0], eager)
-    np.testing.assert_array_equal(outs[1], attend(inputs._replace(query=-inputs.query)))
+    queries = np.stack([inputs.query, -np.asarray(inputs.query)])
+    _, outs = jax.lax.scan(step, 0, queries)
+    for query, out in zip(queries, outs, strict=True):
+        np.testing.assert_array_equal(out, attend(inputs._replace(query=query)))
 
 
 def test_candidates_may_be_sharded(on_cpu) -> None:
@@ -293,11 +313,10 @@ def test_candidates_may_be_sharded(on_cpu) -> None:
             out, lse = run(*floats[:3], *inputs[3:], *floats[3:])
             return jnp.sum(jnp.sin(out)) + jnp.sum(lse), (out, lse)
 
-        floats = (*inputs[:3], *own.values())
-        gradients = jax.value_and_grad(loss, argnums=(0, 1, 2, 3, 4), has_aux=True)
-        return jax.jit(gradients)(*floats)
+        return jax.value_and_grad(loss, argnums=(0, 1, 2, 3, 4), has_aux=True)
 
-    chex.assert_trees_all_close(value_and_gradients(sharded), value_and_gradients(run), atol=1e-4)
+    each = jax.jit(lambda *x: [value_and_gradients(path)(*x) for path in (sharded, run)])
+    chex.assert_trees_all_close(*each(*inputs[:3], *own.values()), atol=1e-4)
 
 
 def test_f32_follows_the_default_matmul_precision() -> None:
@@ -313,9 +332,8 @@ def test_f32_follows_the_default_matmul_precision() -> None:
         assert precisions() == {"HIGHEST"}
 
 
-@pytest.mark.parametrize("differentiate", [False, True], ids=["value", "gradient"])
-def test_memory_holds_neither_copies_nor_all_scores(differentiate: bool) -> None:
-    """At sizes as they are in earnest: compiled, never run."""
+def test_memory_of_the_gradient_holds_neither_copies_nor_all_scores() -> None:
+    """At sizes as they are in earnest: compiled, never run. The value's is the reference's."""
     batch, users, q_len, kv_len, heads, width = 2048, 32, 64, 4096, 2, 128
     query = jax.ShapeDtypeStruct((batch, q_len, heads, width), jnp.bfloat16)
     keys = jax.ShapeDtypeStruct((users, kv_len, heads, width), jnp.bfloat16)
@@ -325,9 +343,7 @@ def test_memory_holds_neither_copies_nor_all_scores(differentiate: bool) -> None
         def total(*arrays):
             return jnp.sum(ikbo.attention(*arrays, index, implementation="xla"), dtype=jnp.float32)
 
-        if differentiate:
-            return jax.grad(total, argnums=(0, 1, 2))(query, key, value)
-        return ikbo.attention(query, key, value, index, implementation="xla")
+        return jax.grad(total, argnums=(0, 1, 2))(query, key, value)
 
     analysis = jax.jit(run).lower(query, keys, keys, index).compile().memory_analysis()
     scores_bytes = 4 * batch * q_len * heads * kv_len
@@ -342,7 +358,7 @@ def test_merging_two_histories_is_attending_to_both() -> None:
     both = problems.make_attention_inputs(SHAPES["unsorted"], "bfloat16")
     parts = [
         ours(both._replace(key=both.key[:, part], value=both.value[:, part]))
-        for part in (slice(0, 6), slice(6, None))
+        for part in (slice(0, 10), slice(10, None))
     ]
     out, lse = ikbo.merge_attention(*parts[0], *parts[1])
     exact_out, exact_lse = problems.numpy_attention_oracle(both, scale=SCALE)
@@ -355,30 +371,38 @@ def test_merging_is_symmetric_and_differentiable() -> None:
     inputs = problems.make_attention_inputs(SMALL, "float32")
     out, lse = ours(inputs)
     other = (jnp.sin(out), jnp.where(lse == -jnp.inf, lse, jnp.cos(lse)))
-    one, two = ikbo.merge_attention(out, lse, *other), ikbo.merge_attention(*other, out, lse)
-    chex.assert_trees_all_close(one, two, atol=ATOL)
 
     def total(*arrays):
         merged, merged_lse = ikbo.merge_attention(*arrays)
         return jnp.sum(merged**2) + jnp.sum(jnp.where(lse == -jnp.inf, 0.0, merged_lse))
 
-    gradients = jax.grad(total, argnums=(0, 1, 2, 3))(out, lse, *other)
-    for direction in range(4):
-        seed = jax.random.normal(jax.random.key(direction), (out.size,), jnp.float32)
-        steps = [0.0] * 4
-        steps[direction] = 1.0
-        tangents = [
-            jnp.where(jnp.isfinite(x), step * seed[: x.size].reshape(x.shape), 0.0)
-            for step, x in zip(steps, (out, lse, *other), strict=True)
-        ]
-        forward = jax.jvp(total, (out, lse, *other), tuple(tangents))[1]
-        backward = jnp.vdot(gradients[direction], tangents[direction])
+    @jax.jit
+    def everything(*arrays):
+        both = ikbo.merge_attention(*arrays), ikbo.merge_attention(*arrays[2:], *arrays[:2])
+        gradients = jax.grad(total, argnums=(0, 1, 2, 3))(*arrays)
+        slopes = []
+        for direction in range(4):
+            seed = jax.random.normal(jax.random.key(direction), (out.size,), jnp.float32)
+            steps = [0.0] * 4
+            steps[direction] = 1.0
+            tangents = [
+                jnp.where(jnp.isfinite(x), step * seed[: x.size].reshape(x.shape), 0.0)
+                for step, x in zip(steps, arrays, strict=True)
+            ]
+            forward = jax.jvp(total, arrays, tuple(tangents))[1]
+            backward = jnp.vdot(gradients[direction], tangents[direction])
+            ahead, behind = (
+                total(*(x + sign * 1e-2 * t for x, t in zip(arrays, tangents, strict=True)))
+                for sign in (1, -1)
+            )
+            slopes.append((forward, backward, (ahead - behind) / 2e-2))
+        return both, slopes
+
+    (one, two), slopes = everything(out, lse, *other)
+    chex.assert_trees_all_close(one, two, atol=ATOL)
+    for forward, backward, numeric in slopes:
         np.testing.assert_allclose(forward, backward, rtol=1e-4, atol=1e-4)
-        numeric = [
-            total(*(x + sign * 1e-2 * t for x, t in zip((out, lse, *other), tangents, strict=True)))
-            for sign in (1, -1)
-        ]
-        np.testing.assert_allclose((numeric[0] - numeric[1]) / 2e-2, forward, rtol=0.02, atol=0.02)
+        np.testing.assert_allclose(numeric, forward, rtol=0.02, atol=0.02)
 
 
 class TestKernelPath:
@@ -400,19 +424,20 @@ class TestKernelPath:
         inputs = problems.make_attention_inputs(self.SHAPE)
         default = AttentionConfig()
         config = dataclasses.replace(default, block_kv=default.block_kv // 2)
-        attend(inputs, config=config)
+        jax.eval_shape(functools.partial(attend, config=config), inputs)
         assert [call["config"] for call in fake_attention.calls] == [config]
 
     def test_residuals_are_asked_for_where_they_are_needed_only(self, fake_attention) -> None:
         inputs = problems.make_attention_inputs(self.SHAPE)
-        attend(inputs)
-        attend(inputs, **own_tokens(self.SHAPE, 1, "bfloat16"))
-        jax.grad(lambda query: attend(inputs._replace(query=query)).sum())(inputs.query)
+        own = own_tokens(self.SHAPE, 1, "bfloat16")
+        jax.eval_shape(attend, inputs)
+        jax.eval_shape(functools.partial(attend, **own), inputs)
+        jax.eval_shape(jax.grad(lambda x: attend(x).sum(), allow_int=True), inputs)
         asked = [call["return_residuals"] for call in fake_attention.calls]
         assert asked == [False, True, True]
 
     @pytest.mark.parametrize("promise", [False, True])
-    @pytest.mark.parametrize("q_len", [1, 63, 64, 128])
+    @pytest.mark.parametrize("q_len", [63, 64])
     def test_work_is_in_the_users_order(self, fake_attention, q_len: int, promise: bool) -> None:
         inputs = problems.make_attention_inputs(self.SHAPE._replace(q_len=q_len))
         if promise:
@@ -441,7 +466,8 @@ class TestKernelPath:
         assert len(fake_attention.calls) == 1
 
     def test_xla_bypasses_the_kernel(self, fake_attention) -> None:
-        attend(problems.make_attention_inputs(self.SHAPE), implementation="xla")
+        inputs = problems.make_attention_inputs(self.SHAPE)
+        jax.eval_shape(functools.partial(attend, implementation="xla"), inputs)
         assert fake_attention.calls == []
 
     def test_gradients_of_both_orders(self, fake_attention) -> None:
@@ -450,13 +476,14 @@ class TestKernelPath:
         def slope(implementation):
             loss = loss_of(inputs, ours, implementation=implementation)
             gradients = jax.grad(loss, argnums=(0, 1, 2))
-            return lambda *x: sum(jnp.sum(g.astype(jnp.float32) ** 2) for g in gradients(*x))
 
-        for order in (slope, lambda i: jax.grad(slope(i), argnums=(0, 1, 2))):
-            actual, expected = (jax.jit(order(path))(*inputs[:3]) for path in ("mosaic_gpu", "xla"))
-            for found, wanted in zip(
-                jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True
-            ):
-                found, wanted = (np.asarray(x, np.float32) for x in (found, wanted))
-                np.testing.assert_allclose(found, wanted, rtol=0, atol=0.05 * np.abs(wanted).max())
+            def square(*x):
+                return sum(jnp.sum(g.astype(jnp.float32) ** 2) for g in gradients(*x))
+
+            return jax.jit(jax.value_and_grad(square, argnums=(0, 1, 2)))
+
+        actual, expected = (slope(path)(*inputs[:3]) for path in ("mosaic_gpu", "xla"))
+        for found, wanted in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+            found, wanted = (np.asarray(x, np.float32) for x in (found, wanted))
+            np.testing.assert_allclose(found, wanted, rtol=0, atol=0.05 * np.abs(wanted).max())
         assert fake_attention.calls

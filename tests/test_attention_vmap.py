@@ -20,7 +20,25 @@ SHAPE = problems.AttentionShape(3, 5, 2, 7, 4, 2, 64, "unsorted", "ragged")
 SIZE = 2
 SCALE = 0.1
 FIELDS = problems.AttentionInputs._fields
-COMBINATIONS = [c for c in itertools.product([True, False], repeat=5) if any(c)]
+#: The op tells apart problems with users of their own, with the same users, and all others; of
+#: each kind, every pair of values that two flags beside keys and values can have.
+COMBINATIONS = [
+    *(
+        (query, True, True, index, query == index)
+        for query in (True, False)
+        for index in (True, False)
+    ),
+    *(
+        (query, False, False, index, False)
+        for query, index in ((True, True), (True, False), (False, True))
+    ),
+    (True, True, False, True, True),
+    (False, True, False, True, False),
+    (True, False, True, False, False),
+    (False, False, True, False, True),
+    (False, False, False, False, True),
+    (True, False, False, True, True),
+]
 
 
 def name_of(combination: tuple[bool, ...]) -> str:
@@ -36,11 +54,11 @@ def stacked(combination: tuple[bool, ...], dtype: str) -> problems.AttentionInpu
     """Inputs of which those in `combination` hold `SIZE` problems on a leading axis."""
     each = [problems.make_attention_inputs(SHAPE, dtype, seed) for seed in range(SIZE)]
     # Clamping must come before rows of several problems are put into one array.
-    wild = jnp.asarray([-1, 1, 3, 2, 99], jnp.int32)
+    wild = np.asarray([-1, 1, 3, 2, 99], np.int32)
     each[0] = each[0]._replace(cand_to_user=wild)
-    both = jax.tree.map(lambda *x: jnp.stack(x), *each)
+    both = jax.tree.map(lambda *x: np.stack(x), *each)
     return problems.AttentionInputs(
-        *(y if b else x for x, y, b in zip(each[0], both, combination, strict=True))
+        *(y if b else np.asarray(x) for x, y, b in zip(each[0], both, combination, strict=True))
     )
 
 
@@ -61,22 +79,22 @@ def runs_of(fake_attention) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("combination", COMBINATIONS, ids=name_of)
 def test_equals_a_loop(combination: tuple[bool, ...]) -> None:
     inputs = stacked(combination, "float32")
-    results = jax.vmap(attend, axes_of(combination))(*inputs)
+    results = jax.jit(jax.vmap(attend, axes_of(combination)))(*inputs)
     for i in range(SIZE):
         exact = problems.numpy_attention_oracle(problem_at(inputs, combination, i), scale=SCALE)
-        one = jax.tree.map(lambda x, i=i: x[i], results)
+        one = jax.tree.map(lambda x, i=i: np.asarray(x)[i], results)
         chex.assert_trees_all_close(one, jax.tree.map(np.float32, exact), atol=5e-6)
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS, ids=name_of)
 def test_equals_a_loop_around_the_kernel(fake_attention, combination: tuple[bool, ...]) -> None:
     inputs = stacked(combination, "bfloat16")
-    results = jax.vmap(attend, axes_of(combination))(*inputs)
+    results = jax.jit(jax.vmap(attend, axes_of(combination)))(*inputs)
     assert runs_of(fake_attention), "the kernel was not reached"
     assert all(call["is_sorted"] for call in runs_of(fake_attention))
     for i in range(SIZE):
         problem = problem_at(inputs, combination, i)
-        one = jax.tree.map(lambda x, i=i: x[i], results)
+        one = jax.tree.map(lambda x, i=i: np.asarray(x)[i], results)
         problems.assert_attention_within_error_rule(one, problem, scale=SCALE)
 
 
@@ -106,23 +124,27 @@ def test_gradient_of_vmap_and_vmap_of_gradient(request, combination, kernel: boo
         finite = jnp.where(lse == -jnp.inf, 0.0, lse)
         return jnp.sum(jnp.sin(out.astype(jnp.float32))) + jnp.sum(jnp.cos(finite))
 
-    arrays, integers = inputs[:3], inputs[3:]
     both_axes = (axes[:3], axes[3:])
-    vmap_of_gradient = jax.vmap(jax.grad(loss), both_axes)(arrays, integers)
-    each = [problem_at(inputs, combination, i) for i in range(SIZE)]
-    loop = [jax.grad(loss)(problem[:3], problem[3:]) for problem in each]
-    expected = jax.tree.map(lambda *x: jnp.stack(x), *loop)
-    tolerance = 0.03 if kernel else 1e-5
-    chex.assert_trees_all_close(vmap_of_gradient, expected, atol=tolerance, rtol=tolerance)
 
-    def total(arrays):
+    def total(arrays, integers):
         return jax.vmap(loss, both_axes)(arrays, integers).sum()
 
+    @jax.jit
+    def run(arrays, integers):
+        vmap_of_gradient = jax.vmap(jax.grad(loss), both_axes)(arrays, integers)
+        each = [problem_at((*arrays, *integers), combination, i) for i in range(SIZE)]
+        loop = [jax.grad(loss)(problem[:3], problem[3:]) for problem in each]
+        return vmap_of_gradient, jax.grad(total)(arrays, integers), loop
+
+    vmap_of_gradient, gradient_of_vmap, loop = run(inputs[:3], inputs[3:])
+    expected = jax.tree.map(lambda *x: np.stack(x), *loop)
+    tolerance = 0.03 if kernel else 1e-5
+    chex.assert_trees_all_close(vmap_of_gradient, expected, atol=tolerance, rtol=tolerance)
     summed = tuple(
-        x if b else x.astype(jnp.float32).sum(0).astype(x.dtype)
+        x if b else x.astype(np.float32).sum(0).astype(x.dtype)
         for x, b in zip(expected, combination, strict=False)
     )
-    chex.assert_trees_all_close(jax.grad(total)(arrays), summed, atol=tolerance, rtol=tolerance)
+    chex.assert_trees_all_close(gradient_of_vmap, summed, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("kernel", [False, True], ids=["xla", "kernel"])
@@ -134,8 +156,8 @@ def test_nested_vmap_other_axes_own_tokens_and_jit(request, kernel: bool) -> Non
         [problems.make_attention_inputs(SHAPE, dtype, 2 * i + j) for j in range(2)]
         for i in range(3)
     ]
-    rows = [jax.tree.map(lambda *x: jnp.stack(x), *row) for row in each]
-    grid = jax.tree.map(lambda *x: jnp.stack(x), *rows)
+    rows = [jax.tree.map(lambda *x: np.stack(x), *row) for row in each]
+    grid = jax.tree.map(lambda *x: np.stack(x), *rows)
     own = problems.random_array(np.random.default_rng(1), (2, 5, 1, 2, 64), dtype)
 
     def run(query, key, value, index, lengths, own):
@@ -143,27 +165,27 @@ def test_nested_vmap_other_axes_own_tokens_and_jit(request, kernel: bool) -> Non
 
     inner = jax.vmap(run, in_axes=(2, 0, 0, 0, 0, 0), out_axes=1)
     outer = jax.jit(jax.vmap(inner, in_axes=(0, 0, 0, 0, 0, None)))
-    out = outer(jnp.moveaxis(grid.query, 1, 3), *grid[1:], own)
+    out = outer(np.moveaxis(grid.query, 1, 3), *grid[1:], own)
     chex.assert_shape(out, (3, 5, 2, 2, 4, 64))
     for i, j in itertools.product(range(3), range(2)):
         exact, _ = problems.numpy_attention_oracle(
             each[i][j], scale=SCALE, self_key=own[j], self_value=own[j]
         )
         tolerance = 0.03 if kernel else 5e-6
-        found = np.asarray(out[i, :, j], np.float64)
+        found = np.asarray(out, np.float64)[i, :, j]
         np.testing.assert_allclose(found, exact, rtol=0, atol=tolerance)
 
 
 def test_promise_of_a_sorted_index_ends_where_problems_share_their_users(fake_attention) -> None:
     combination = (True, False, False, True, False)
     inputs = stacked(combination, "bfloat16")
-    inputs = inputs._replace(cand_to_user=jnp.sort(inputs.cand_to_user, axis=1))
+    inputs = inputs._replace(cand_to_user=np.sort(inputs.cand_to_user, axis=1))
     run = jax.vmap(lambda *x: attend(*x, indices_are_sorted=True), axes_of(combination))
-    results = run(*inputs)
+    results = jax.jit(run)(*inputs)
     (call,) = runs_of(fake_attention)
     assert call["is_sorted"]
     for i in range(SIZE):
-        one = jax.tree.map(lambda x, i=i: x[i], results)
+        one = jax.tree.map(lambda x, i=i: np.asarray(x)[i], results)
         problem = problem_at(inputs, combination, i)
         problems.assert_attention_within_error_rule(one, problem, scale=SCALE)
 

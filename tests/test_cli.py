@@ -27,11 +27,37 @@ KERNELS = ["3 fused", "4 single launch"]
 ESCAPE = "\x1b"
 
 
+RUN = {demo: demo.run, demo_attention: demo_attention.run}
+
+
+@functools.cache
+def report_of(module, request):
+    """What a part of the demo reports, computed once for the tests that leave it as it is."""
+    return RUN[module](request)
+
+
 @pytest.fixture
 def untimed(monkeypatch):
     """Timing and the network are the slow parts of the demo; most tests ask for neither."""
     monkeypatch.setattr(_timing, "sustained_ms", lambda fn, *args, **kwargs: [1.0])
     monkeypatch.setattr(demo_ranking, "run", network_report)
+
+
+@pytest.fixture
+def attention_as_it_is(untimed, monkeypatch):
+    report = functools.partial(report_of, demo_attention)
+    monkeypatch.setattr(demo_attention, "run", lambda request, **kwargs: report(request))
+
+
+@pytest.fixture
+def compression_as_it_is(untimed, monkeypatch):
+    report = functools.partial(report_of, demo)
+    monkeypatch.setattr(demo, "run", lambda request, **kwargs: report(request))
+
+
+def run_once(fn, *args, **kwargs):
+    jax.block_until_ready(fn(*args))
+    return [1.0]
 
 
 def network_report(sizes, seed, *, on_progress, wrong=False):
@@ -41,26 +67,37 @@ def network_report(sizes, seed, *, on_progress, wrong=False):
     return demo_ranking.Report(sizes, measured, 1e-5, top, "rewrite: none")
 
 
-@pytest.mark.slow
-def test_demo_runs_every_stage_in_a_pipe():
-    command = [sys.executable, "-m", "ikbo_jax", *TINY, "--dtype", "bfloat16"]
+def test_module_is_the_command_and_passes_its_status_on():
+    command = [sys.executable, "-m", "ikbo_jax", "demo", "--plot", "out.doc"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert result.returncode == 0, result.stderr
-    lines = result.stdout.splitlines()
-    assert ESCAPE not in result.stdout
+    assert result.returncode == cli.UNUSABLE
+    assert "writes .png" in result.stderr
+    assert result.stdout == ""
+
+
+@pytest.mark.slow
+def test_demo_runs_every_stage_in_a_pipe(monkeypatch, capsys):
+    # Each round once: that they fill their windows is a test of its own.
+    monkeypatch.setattr(_timing, "sustained_ms", run_once)
+    assert cli.main([*TINY, "--dtype", "bfloat16"]) == cli.OK
+    out = capsys.readouterr().out
+    lines = out.splitlines()
+    assert ESCAPE not in out
     assert "24 candidates of 5 users" in lines[1]
     for name in RUN_EVERYWHERE:
-        assert any(line.startswith(name) for line in lines), result.stdout
-    assert all(name in result.stdout for name in ("fused", "single launch"))
+        assert any(line.startswith(name) for line in lines), out
+    assert all(name in out for name in ("fused", "single launch"))
     assert any(line.startswith("4.8 candidates a user: all stages agree") for line in lines)
     for start in ("co-designed", "rewritten", "network: all versions agree", "rewrite: "):
-        assert any(line.startswith(start) for line in lines), result.stdout
+        assert any(line.startswith(start) for line in lines), out
     assert "top candidate  of user  logit 0  logit 1" in lines
     assert "materialised:" not in lines
     assert lines[-1].startswith("attention: all stages agree")
 
 
-def test_a_planted_disagreement_of_the_network_fails(untimed, monkeypatch, capsys):
+def test_a_planted_disagreement_of_the_network_fails(
+    attention_as_it_is, compression_as_it_is, monkeypatch, capsys
+):
     monkeypatch.setattr(demo_ranking, "run", functools.partial(network_report, wrong=True))
     assert cli.main(TINY) == cli.DISAGREES
     assert "network: DISAGREEMENT: materialised, co-designed, rewr" in capsys.readouterr().out
@@ -102,7 +139,9 @@ def test_the_network_takes_any_rows_of_a_user(k_user: int) -> None:
     assert min(sizes.user_tokens, sizes.dense_tokens) >= 0
 
 
-def test_plot_draws_the_sweep(untimed, monkeypatch, tmp_path, capsys):
+def test_plot_draws_the_sweep(
+    attention_as_it_is, compression_as_it_is, monkeypatch, tmp_path, capsys
+):
     points = [demo_ranking.Point(r, {"a": 1.0}, {"a": 10**6}) for r in (10, 70)]
     monkeypatch.setattr(demo_ranking, "sweep", lambda *args, **kwargs: points)
     path = tmp_path / "out.svg"
@@ -119,13 +158,13 @@ def test_plot_refuses_before_it_runs(file: str, reason: str, tmp_path, capsys):
     assert reason in capsys.readouterr().err
 
 
-def test_demo_says_why_the_kernels_did_not_run(untimed, monkeypatch, capsys):
+def test_demo_says_why_the_kernels_did_not_run(attention_as_it_is, monkeypatch, capsys):
     monkeypatch.setattr(demo, "hopper_unavailable_reason", lambda: "this is a toaster")
     assert cli.main(TINY) == cli.OK
     assert f"not run: {', '.join(KERNELS)}: this is a toaster" in capsys.readouterr().out
 
 
-def test_demo_says_what_the_kernel_cannot_do(untimed, monkeypatch, capsys):
+def test_demo_says_what_the_kernel_cannot_do(attention_as_it_is, monkeypatch, capsys):
     real = demo.linear_compression
 
     def refuses(*args, implementation=None, **kwargs):
@@ -141,7 +180,7 @@ def test_demo_says_what_the_kernel_cannot_do(untimed, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("wrong", [1.0, float("nan")], ids=["off by one", "nan"])
-def test_a_planted_disagreement_fails(untimed, monkeypatch, capsys, wrong):
+def test_a_planted_disagreement_fails(attention_as_it_is, monkeypatch, capsys, wrong):
     real = demo.linear_compression
     monkeypatch.setattr(
         demo,
@@ -154,7 +193,7 @@ def test_a_planted_disagreement_fails(untimed, monkeypatch, capsys, wrong):
     assert "DISAGREEMENT: decomposed outside the allowed error" in out
 
 
-def test_a_wrong_baseline_cannot_vouch_for_itself(untimed, monkeypatch, capsys):
+def test_a_wrong_baseline_cannot_vouch_for_itself(attention_as_it_is, monkeypatch, capsys):
     real = demo.materialised
 
     def wrong_unless_oracle(*args, precision=None, **kwargs):
@@ -165,7 +204,9 @@ def test_a_wrong_baseline_cannot_vouch_for_itself(untimed, monkeypatch, capsys):
     assert "DISAGREEMENT" in capsys.readouterr().out
 
 
-def test_demo_on_a_terminal_draws_a_table(untimed, monkeypatch, capsys):
+def test_demo_on_a_terminal_draws_a_table(
+    attention_as_it_is, compression_as_it_is, monkeypatch, capsys
+):
     monkeypatch.setattr(terminal, "is_terminal", lambda: True)
     assert cli.main(TINY) == cli.OK
     out = capsys.readouterr().out
@@ -311,7 +352,9 @@ def test_demo_runs_the_kernels(capsys):
 
 
 @pytest.mark.parametrize("wrong", [1.0, float("nan")], ids=["off by one", "nan"])
-def test_a_planted_disagreement_of_attention_fails(untimed, monkeypatch, capsys, wrong):
+def test_a_planted_disagreement_of_attention_fails(
+    compression_as_it_is, monkeypatch, capsys, wrong
+):
     real = demo_attention.attention
     monkeypatch.setattr(
         demo_attention,

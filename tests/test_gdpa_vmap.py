@@ -48,14 +48,14 @@ def stacked(shape: Shape, kind: tuple[bool, ...]) -> tuple[Arrays, Arrays]:
     each = [problems_gdpa.make_arrays(shape, "float32", seed) for seed in range(SIZE)]
     if each[0].cu_seqlens_q is not None:
         # One problem's clamped offsets must not reach into the next one's rows.
-        wild = jnp.asarray([2, 5, 3, 99], jnp.int32), jnp.asarray([-1, 4, 7, 2**31 - 1], jnp.int32)
+        wild = np.asarray([2, 5, 3, 99], np.int32), np.asarray([-1, 4, 7, 2**31 - 1], np.int32)
         each[1] = each[1]._replace(cu_seqlens_q=wild[0], cu_seqlens_kv=wild[1])
     if shape.q_to_kv is not None:
-        each[2] = each[2]._replace(q_to_kv=jnp.asarray([-5, 1, 99], jnp.int32))
-    both = jax.tree.map(lambda *x: jnp.stack(x), *each)
+        each[2] = each[2]._replace(q_to_kv=np.asarray([-5, 1, 99], np.int32))
+    both = jax.tree.map(lambda *x: np.stack(x), *each)
     pairs = list(zip(each[0], both, kind, strict=True))
     axes = Arrays(*(0 if b and x is not None else None for x, _, b in pairs))
-    return Arrays(*(y if b else x for x, y, b in pairs)), axes
+    return Arrays(*(y if b or x is None else np.asarray(x) for x, y, b in pairs)), axes
 
 
 def problem_at(arrays: Arrays, axes: Arrays, i: int) -> Arrays:
@@ -76,7 +76,7 @@ def loss(floats: tuple, integers: tuple) -> jax.Array:
 def test_equals_a_loop(name: str) -> None:
     arrays, axes = stacked(*KINDS[name])
     out = jit(jax.vmap(attend, (axes,)))(arrays)
-    one = jit(attend)
+    out, one = np.asarray(out), jit(attend)
     for i in range(SIZE):
         np.testing.assert_allclose(out[i], one(problem_at(arrays, axes, i)), rtol=0, atol=1e-5)
 
@@ -84,18 +84,24 @@ def test_equals_a_loop(name: str) -> None:
 @pytest.mark.parametrize("name", ["shared_kv", "values_alone"])
 def test_gradient_of_vmap_and_vmap_of_gradient(name: str) -> None:
     arrays, axes = stacked(*KINDS[name])
+    both_axes = (tuple(axes[:3]), tuple(axes[3:]))
+
+    def total(floats: tuple, integers: tuple) -> jax.Array:
+        return jax.vmap(loss, both_axes)(floats, integers).sum()
+
+    @jit
+    def run(floats: tuple, integers: tuple) -> tuple[Any, Any]:
+        mapped = jax.vmap(jax.grad(loss), both_axes)(floats, integers)
+        return mapped, jax.grad(total)(floats, integers)
+
     gradient = jit(jax.grad(loss))
     each = [problem_at(arrays, axes, i) for i in range(SIZE)]
     each = [gradient(tuple(x[:3]), tuple(x[3:])) for x in each]
-    expected = jax.tree.map(lambda *x: jnp.stack(x), *each)
-    mapped = jit(jax.vmap(jax.grad(loss), (tuple(axes[:3]), tuple(axes[3:]))))
-    chex.assert_trees_all_close(mapped(arrays[:3], arrays[3:]), expected, atol=1e-5)
-
-    def total(floats: tuple) -> jax.Array:
-        return jax.vmap(loss, (tuple(axes[:3]), tuple(axes[3:])))(floats, tuple(arrays[3:])).sum()
-
+    expected = jax.tree.map(lambda *x: np.stack(x), *each)
+    mapped, gradient_of_sum = run(tuple(arrays[:3]), tuple(arrays[3:]))
+    chex.assert_trees_all_close(mapped, expected, atol=1e-5)
     summed = tuple(x if a == 0 else x.sum(0) for x, a in zip(expected, axes[:3], strict=True))
-    chex.assert_trees_all_close(jit(jax.grad(total))(tuple(arrays[:3])), summed, atol=1e-5)
+    chex.assert_trees_all_close(gradient_of_sum, summed, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -115,6 +121,8 @@ def test_problems_become_one_or_loop(name: str) -> None:
 def test_no_problems() -> None:
     arrays, axes = stacked(*KINDS["own"])
     none = jax.tree.map(lambda x: x[:0], arrays)
-    chex.assert_shape(jax.vmap(attend)(none), (0, 9, 2, 4))
-    gradient = jax.vmap(jax.grad(loss))(tuple(none[:3]), tuple(none[3:]))
+    out, gradient = jit(
+        lambda x: (jax.vmap(attend)(x), jax.vmap(jax.grad(loss))(tuple(x[:3]), tuple(x[3:])))
+    )(none)
+    chex.assert_shape(out, (0, 9, 2, 4))
     chex.assert_trees_all_equal_shapes(gradient, tuple(none[:3]))

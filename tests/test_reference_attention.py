@@ -25,8 +25,22 @@ SMALL_BLOCKS = grouped.Blocking(group=2, groups=3, keys=7)
 
 STATIC = ("scale", "blocks")
 decomposed = jax.jit(grouped.decomposed, static_argnames=STATIC)
-decomposed_vjp = jax.jit(grouped.decomposed_vjp, static_argnames=STATIC)
 materialised = jax.jit(reference.materialised, static_argnames="scale")
+
+
+@jax.jit
+def each_path(*inputs: jax.Array) -> tuple[tuple, tuple]:
+    """Out and lse of the oracle, and those of the XLA path."""
+    return reference.materialised(*inputs, scale=SCALE), grouped.decomposed(*inputs, scale=SCALE)
+
+
+@functools.partial(jax.jit, static_argnames="blocks")
+def results_and_gradients(
+    inputs: problems.AttentionInputs, cotangents: tuple, blocks: grouped.Blocking | None
+) -> tuple[tuple, tuple]:
+    results = grouped.decomposed(*inputs, scale=SCALE, blocks=blocks)
+    pull = functools.partial(grouped.decomposed_vjp, scale=SCALE, blocks=blocks)
+    return results, pull(*inputs, *results, *cotangents)
 
 
 def f32_inputs(name: str, seed: int = 0) -> problems.AttentionInputs:
@@ -40,15 +54,6 @@ def cotangents(shape: problems.AttentionShape, dtype: str) -> tuple[jax.Array, j
         problems.random_array(rng, (*rows, shape.head_dim), dtype),
         problems.random_array(rng, rows, "float32"),
     )
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_materialised_matches_numpy_f64(name: str) -> None:
-    inputs = f32_inputs(name)
-    out, lse = materialised(*inputs, scale=SCALE)
-    exact_out, exact_lse = problems.numpy_attention_oracle(inputs, scale=SCALE)
-    np.testing.assert_allclose(out, exact_out, rtol=0, atol=ATOL)
-    np.testing.assert_allclose(lse, exact_lse, rtol=0, atol=ATOL)
 
 
 def test_materialised_attends_to_own_tokens_too() -> None:
@@ -72,53 +77,71 @@ def test_materialised_rounds_once() -> None:
     np.testing.assert_allclose(np.asarray(out, np.float64), exact, rtol=2**-11, atol=1e-6)
 
 
-@pytest.mark.parametrize(("name", "dtype"), problems.in_turn(SHAPES))
-def test_decomposed_is_within_the_error_rule(name: str, dtype: str) -> None:
+#: Tiles are the kernel's: here, one shape of several times as many steps stands for them.
+IN_STEPS = [name for name in SHAPES if name not in ("tile", "tile_minus_one")]
+
+
+@pytest.mark.parametrize(("name", "dtype"), problems.in_turn(IN_STEPS))
+def test_many_steps_are_within_the_error_rule_and_the_oracle_is_numpys(
+    name: str, dtype: str
+) -> None:
+    """The op's tests have the default blocks."""
     inputs = problems.make_attention_inputs(SHAPES[name], dtype)
-    actual = decomposed(*inputs, scale=SCALE)
-    problems.assert_attention_within_error_rule(actual, inputs, scale=SCALE)
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_decomposed_in_many_steps_is_within_the_error_rule(name: str) -> None:
-    inputs = problems.make_attention_inputs(SHAPES[name], "bfloat16")
     blocks = SMALL_BLOCKS._replace(keys=min(SMALL_BLOCKS.keys, SHAPES[name].kv_len))
-    actual = decomposed(*inputs, scale=SCALE, blocks=blocks)
-    problems.assert_attention_within_error_rule(actual, inputs, scale=SCALE)
+
+    @jax.jit
+    def both(*inputs: jax.Array) -> tuple[tuple, tuple]:
+        exact = (*(x.astype(jnp.float32) for x in inputs[:3]), *inputs[3:])
+        found = grouped.decomposed(*inputs, scale=SCALE, blocks=blocks)
+        return found, reference.materialised(*exact, scale=SCALE)
+
+    actual, oracle = both(*inputs)
+    exact = problems.numpy_attention_oracle(inputs, scale=SCALE)
+    problems.assert_attention_within_error_rule(actual, inputs, scale=SCALE, exact=exact)
+    for found, exactly in zip(oracle, exact, strict=True):
+        np.testing.assert_allclose(found, exactly, rtol=0, atol=ATOL)
 
 
-@pytest.mark.parametrize("group", [1, 3, 50])
-@pytest.mark.parametrize("groups", [1, 4, 50])
-def test_blocking_changes_no_value(group: int, groups: int) -> None:
+@pytest.mark.parametrize(
+    ("group", "rest"),
+    [
+        (1, [(1, 1), (4, 19), (50, 20)]),
+        (3, [(1, 19), (4, 20), (50, 1)]),
+        (50, [(1, 20), (4, 1), (50, 19)]),
+    ],
+)
+def test_blocking_changes_no_value(group: int, rest: list[tuple[int, int]]) -> None:
+    """Every pair of sizes, though not all triples."""
     inputs = f32_inputs("users_without_candidates")
-    expected = materialised(*inputs, scale=SCALE)
-    for keys in (1, 19, 20):
-        blocks = grouped.Blocking(group, groups, keys)
-        actual = decomposed(*inputs, scale=SCALE, blocks=blocks)
-        chex.assert_trees_all_close(actual, expected, atol=ATOL)
+    exact = problems.numpy_attention_oracle(inputs, scale=SCALE)
+
+    @jax.jit
+    def run(*inputs: jax.Array) -> list[tuple]:
+        several = [grouped.Blocking(group, *sizes) for sizes in rest]
+        return [grouped.decomposed(*inputs, scale=SCALE, blocks=blocks) for blocks in several]
+
+    for actual in run(*inputs):
+        chex.assert_trees_all_close(actual, jax.tree.map(np.float32, exact), atol=ATOL)
 
 
-@pytest.mark.parametrize("function", [materialised, decomposed], ids=["oracle", "xla"])
-def test_indices_and_lengths_are_clamped_not_wrapped(function) -> None:
+def test_indices_and_lengths_are_clamped_not_wrapped() -> None:
     inputs = f32_inputs("odd_counts")
     wild = np.array([-1, 4, 2**31 - 1, -(2**31), *range(9)], np.int32)
     lengths = np.array([99, 2**31 - 1, -1, -(2**31)], np.int32)
-    out = function(*inputs[:3], jnp.asarray(wild), jnp.asarray(lengths), scale=SCALE)
-    tame = jnp.asarray(np.clip(wild, 0, 3)), jnp.asarray(np.clip(lengths, 0, 37))
-    chex.assert_trees_all_equal(out, function(*inputs[:3], *tame, scale=SCALE))
+    results = each_path(*inputs[:3], wild, lengths)
+    tame = np.clip(wild, 0, 3), np.clip(lengths, 0, 37)
+    chex.assert_trees_all_equal(results, each_path(*inputs[:3], *tame))
 
 
-@pytest.mark.parametrize("function", [materialised, decomposed], ids=["oracle", "xla"])
-def test_what_lies_past_the_length_has_no_effect(function) -> None:
+def test_what_lies_past_the_length_has_no_effect() -> None:
     inputs = f32_inputs("odd_counts")
-    lengths = jnp.asarray([37, 5, 30, 0], jnp.int32)
-    past = np.arange(37)[None] >= np.asarray(lengths)[:, None]
-    mask = jnp.asarray(past)[:, :, None, None]
-    clean = function(*inputs[:4], lengths, scale=SCALE)
-    for poison in (jnp.nan, jnp.inf, -jnp.inf):
-        key, value = (jnp.where(mask, poison, array) for array in inputs[1:3])
-        out = function(inputs.query, key, value, inputs.cand_to_user, lengths, scale=SCALE)
-        chex.assert_trees_all_equal(out, clean)
+    lengths = np.asarray([37, 5, 30, 0], np.int32)
+    mask = (np.arange(37)[None] >= lengths[:, None])[:, :, None, None]
+    clean = each_path(*inputs[:4], lengths)
+    for poison in (np.nan, np.inf, -np.inf):
+        key, value = (np.where(mask, np.float32(poison), array) for array in inputs[1:3])
+        results = each_path(inputs.query, key, value, inputs.cand_to_user, lengths)
+        chex.assert_trees_all_equal(results, clean)
 
 
 def test_scores_that_grow_along_s_do_not_overflow() -> None:
@@ -134,15 +157,14 @@ def test_scores_that_grow_along_s_do_not_overflow() -> None:
         np.testing.assert_allclose(actual[1], exact_lse, rtol=1e-5)
 
 
-@pytest.mark.parametrize("function", [materialised, decomposed], ids=["oracle", "xla"])
-def test_row_of_minus_infinities_is_a_row_without_keys(function) -> None:
+def test_row_of_minus_infinities_is_a_row_without_keys() -> None:
     inputs = f32_inputs("one_user")
-    query = jnp.abs(inputs.query).at[2].set(jnp.inf)
-    inputs = inputs._replace(query=query, key=-jnp.abs(inputs.key))
-    out, lse = function(*inputs, scale=SCALE)
-    assert np.all(np.asarray(lse[2]) == -np.inf)
-    assert np.all(np.asarray(out[2]) == 0)
-    assert np.all(np.isfinite(np.delete(np.asarray(lse), 2, axis=0)))
+    query, key = np.abs(inputs.query), -np.abs(inputs.key)
+    query[2] = np.inf
+    for out, lse in each_path(query, key, *inputs[2:]):
+        assert np.all(np.asarray(lse[2]) == -np.inf)
+        assert np.all(np.asarray(out[2]) == 0)
+        assert np.all(np.isfinite(np.delete(np.asarray(lse), 2, axis=0)))
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
@@ -150,58 +172,64 @@ def test_row_of_minus_infinities_is_a_row_without_keys(function) -> None:
 def test_poison_reaches_its_user_alone(array: str, poison: float) -> None:
     inputs = f32_inputs("unsorted")
     row = 2
-    poisoned = inputs._replace(**{array: getattr(inputs, array).at[row, 1].set(poison)})
-    run = functools.partial(decomposed, scale=SCALE, blocks=SMALL_BLOCKS)
-    out, clean = run(*poisoned)[0], run(*inputs)[0]
+    bad = np.array(getattr(inputs, array))
+    bad[row, 1] = poison
+    run = functools.partial(results_and_gradients, blocks=SMALL_BLOCKS)
+    d_results = cotangents(SHAPES["unsorted"], "float32")
+    (out, _), gradients = run(inputs._replace(**{array: bad}), d_results)
+    (clean, _), clean_gradients = run(inputs, d_results)
     hit = np.asarray(inputs.cand_to_user) == row if array != "query" else np.arange(17) == row
     assert 0 < hit.sum() < 17
     assert not np.all(np.isfinite(np.asarray(out)[hit]), axis=(1, 2, 3)).any()
     np.testing.assert_array_equal(np.asarray(out)[~hit], np.asarray(clean)[~hit])
 
-    d_out, d_lse = cotangents(SHAPES["unsorted"], "float32")
-    pull = functools.partial(decomposed_vjp, scale=SCALE, blocks=SMALL_BLOCKS)
-    d_query, d_key, d_value = pull(*poisoned, *run(*poisoned), d_out, d_lse)
-    clean_gradients = pull(*inputs, *run(*inputs), d_out, d_lse)
     users = np.arange(5) == (row if array != "query" else np.asarray(inputs.cand_to_user)[row])
     kept = (~hit, ~users, ~users)
-    for actual, expected, rows in zip(
-        (d_query, d_key, d_value), clean_gradients, kept, strict=True
-    ):
+    for actual, expected, rows in zip(gradients, clean_gradients, kept, strict=True):
         np.testing.assert_array_equal(np.asarray(actual)[rows], np.asarray(expected)[rows])
 
 
-@pytest.mark.parametrize("blocks", [None, SMALL_BLOCKS], ids=["default_blocks", "small_blocks"])
 @pytest.mark.parametrize(
     ("name", "dtype"),
     problems.in_turn(["odd_counts", "users_without_candidates", "grouped_heads"]),
 )
-def test_gradient_is_within_the_error_rule(name: str, dtype: str, blocks) -> None:
+def test_gradient_is_within_the_error_rule(name: str, dtype: str) -> None:
     shape = SHAPES[name]
     inputs = problems.make_attention_inputs(shape, dtype)
     d_out, d_lse = cotangents(shape, dtype)
-    results = decomposed(*inputs, scale=SCALE, blocks=blocks)
-    actual = decomposed_vjp(*inputs, *results, d_out, d_lse, scale=SCALE, blocks=blocks)
+
+    @jax.jit
+    def run(inputs: problems.AttentionInputs) -> list[tuple]:
+        """By jnp, in blocks by default, and in small ones."""
+
+        def plain(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return problems.same_dtype_attention(*arrays, *inputs[3:], scale=SCALE)
+
+        _, pull_back = jax.vjp(plain, *inputs[:3])
+        several = (None, SMALL_BLOCKS)
+        ours = [results_and_gradients(inputs, (d_out, d_lse), blocks)[1] for blocks in several]
+        return [pull_back((d_out, d_lse)), *ours]
+
+    same_dtype, *each = run(inputs)
     exact = problems.numpy_attention_gradients(inputs, d_out, d_lse, scale=SCALE)
-
-    def plain(*arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return problems.same_dtype_attention(*arrays, *inputs[3:], scale=SCALE)
-
-    _, pull_back = jax.vjp(plain, *inputs[:3])
-    same_dtype = pull_back((d_out, d_lse))
-    chex.assert_trees_all_equal_shapes_and_dtypes(actual, same_dtype)
-    if dtype == "float32":
-        # Sums in another order are as good as jnp's, and nothing rounds the difference away.
-        chex.assert_trees_all_close(actual, jax.tree.map(np.float32, exact), atol=1e-5)
-    else:
-        jax.tree.map(problems.assert_within_error_rule, actual, exact, same_dtype)
+    for actual in each:
+        chex.assert_trees_all_equal_shapes_and_dtypes(actual, same_dtype)
+        if dtype == "float32":
+            # Sums in another order are as good as jnp's, and nothing rounds the difference away.
+            chex.assert_trees_all_close(actual, jax.tree.map(np.float32, exact), atol=1e-5)
+        else:
+            jax.tree.map(problems.assert_within_error_rule, actual, exact, same_dtype)
 
 
 def test_gradient_without_that_of_lse() -> None:
     inputs = f32_inputs("grouped_heads")
     d_out, d_lse = cotangents(SHAPES["grouped_heads"], "float32")
-    results = decomposed(*inputs, scale=SCALE)
-    none = decomposed_vjp(*inputs, *results, d_out, None, scale=SCALE)
-    zeros = decomposed_vjp(*inputs, *results, d_out, 0 * d_lse, scale=SCALE)
+
+    @jax.jit
+    def run(inputs: problems.AttentionInputs, d_lse: jax.Array) -> list[tuple]:
+        return [results_and_gradients(inputs, (d_out, x), None)[1] for x in (None, d_lse)]
+
+    none, zeros = run(inputs, np.zeros_like(d_lse))
     chex.assert_trees_all_equal(none, zeros)
 
 
@@ -211,36 +239,45 @@ def test_merging_two_histories_is_attending_to_both() -> None:
         both._replace(key=both.key[:, part], value=both.value[:, part])
         for part in (slice(0, 6), slice(6, None))
     )
-    parts = [materialised(*part, scale=SCALE) for part in (first, second)]
-    out, lse = reference.merge_attention(*parts[0], *parts[1])
-    chex.assert_trees_all_close((out, lse), materialised(*both, scale=SCALE), atol=ATOL)
+
+    @jax.jit
+    def run(both, first, second) -> tuple[tuple, tuple]:
+        whole, *parts = (
+            reference.materialised(*part, scale=SCALE) for part in (both, first, second)
+        )
+        return reference.merge_attention(*parts[0], *parts[1]), whole
+
+    chex.assert_trees_all_close(*run(both, first, second), atol=ATOL)
 
 
 def test_merging_with_nothing() -> None:
-    inputs = f32_inputs("unsorted")
-    out, lse = materialised(*inputs, scale=SCALE)
-    nothing = jnp.full_like(out, jnp.nan), jnp.full_like(lse, -jnp.inf)
-    for merged in (
-        reference.merge_attention(out, lse, *nothing),
-        reference.merge_attention(*nothing, out, lse),
-    ):
+    rng = np.random.default_rng(0)
+    out, lse = (problems.random_array(rng, s, "float32") for s in ((17, 2, 2, 16), (17, 2, 2)))
+    nothing = np.full_like(out, np.nan), np.full_like(lse, -np.inf)
+
+    @jax.jit
+    def run(*arrays: jax.Array) -> tuple[tuple, tuple, tuple, tuple]:
+        merge = reference.merge_attention
+        gradient = jax.grad(lambda *x: merge(*x)[0].sum(), argnums=(0, 1, 2, 3))
+        one, other = arrays[:2], arrays[2:]
+        return merge(*one, *other), merge(*other, *one), merge(*other, *other), gradient(*arrays)
+
+    *each, of_nothing, gradients = run(out, lse, *nothing)
+    for merged in each:
         chex.assert_trees_all_close(merged, (out, lse), atol=ATOL)
-    merged = reference.merge_attention(*nothing, *nothing)
-    chex.assert_trees_all_equal(merged, (jnp.zeros_like(out), nothing[1]))
-    gradient = jax.grad(lambda *x: reference.merge_attention(*x)[0].sum(), argnums=(0, 1, 2, 3))
-    gradients = gradient(out, lse, *nothing)
+    chex.assert_trees_all_equal(of_nothing, (np.zeros_like(out), nothing[1]))
     assert all(np.all(np.isfinite(np.asarray(g))) for g in gradients)
-    chex.assert_trees_all_equal(gradients[2:], jax.tree.map(jnp.zeros_like, nothing))
+    chex.assert_trees_all_equal(gradients[2:], jax.tree.map(np.zeros_like, nothing))
 
 
 def test_own_tokens_alone_are_attended_to_in_f32() -> None:
     rng = np.random.default_rng(0)
     query = problems.random_array(rng, (5, 3, 4, 8), "bfloat16")
     own = [problems.random_array(rng, (5, 6, 2, 8), "bfloat16") for _ in range(2)]
-    out, lse = reference.self_attention(query, *own, scale=SCALE)
+    out, lse = jax.jit(functools.partial(reference.self_attention, scale=SCALE))(query, *own)
     assert (out.dtype, lse.dtype) == (jnp.float32, jnp.float32)
     # Each candidate as a user of its own.
-    users = jnp.arange(5, dtype=jnp.int32)
+    users = np.arange(5, dtype=np.int32)
     inputs = problems.AttentionInputs(query, *own, users)
     problems.assert_attention_within_error_rule(
         (out.astype(jnp.bfloat16), lse), inputs, scale=SCALE
@@ -267,12 +304,12 @@ def test_memory_holds_neither_copies_nor_all_scores(differentiate: bool, users: 
         return compiled.compile().memory_analysis().temp_size_in_bytes
 
     copies_bytes = 2 * 2 * B * S * K * H
-    assert bytes_of(reference.materialised) > copies_bytes
     if differentiate:
         found = bytes_of(grouped.decomposed_vjp, query, lse, query, lse)
         # Sums of the gradients of the users' keys and values are f32.
         found -= 2 * 4 * users * S * K * H
     else:
+        assert bytes_of(reference.materialised) > copies_bytes
         found = bytes_of(grouped.decomposed)
     assert found < SCORES_BYTES / 4
     assert found < copies_bytes / 8

@@ -30,16 +30,16 @@ pytestmark = pytest.mark.slow
 ATOL = 3e-6
 #: Many steps of every kind, of tiny sizes.
 SMALL_BLOCKS = gdpa_chunked.Blocking(q_rows=3, kv_rows=5, q_tiles=2, kv_tiles=3)
-#: A shape of every mode.
-MODES = ["self_empty_and_padded", "grouped_heads", "indexed", "pma", "pma_indexed"]
 
 
 def problem(name: str) -> tuple[Shape, Settings]:
-    """A head for every activation in `MODES`, gelu and softmax in other shapes."""
+    """A head for every activation where rows are masked, or gelu and softmax in turn."""
     shape = SHAPES[name]
-    if name in MODES:
-        return problems_gdpa.of_all_activations(shape)
-    names = ("gelu", "softmax", "gelu")[: shape.q_heads]
+    if name in ("self_empty_and_padded", "pma", "pma_indexed"):
+        # Unlike the broadcast queries' heads, those of the padded ones share key heads.
+        q_heads = 2 * shape.kv_heads if name == "self_empty_and_padded" else shape.kv_heads
+        return problems_gdpa.of_all_activations(shape._replace(q_heads=q_heads))
+    names = (("gelu", "softmax") * shape.q_heads)[: shape.q_heads]
     return shape, problems_gdpa.make_settings(shape, names)
 
 
@@ -49,7 +49,6 @@ materialised = jit(reference.materialised, static_argnums=1)
 chunked = jit(gdpa_chunked.chunked, static_argnums=(1, 2))
 
 
-@functools.partial(jit, static_argnums=1)
 def oracle(arrays: Arrays, settings: Settings, d_out: jax.Array) -> tuple[jax.Array, tuple]:
     """Out and the gradients of query, key and value, by the oracle and its own VJP, in f32."""
 
@@ -60,10 +59,23 @@ def oracle(arrays: Arrays, settings: Settings, d_out: jax.Array) -> tuple[jax.Ar
     return out, pull_back(d_out.astype(jnp.float32))
 
 
+def exactly(arrays: Arrays, settings: Settings, d_out: jax.Array) -> tuple[np.ndarray, tuple]:
+    """The same by NumPy in f64, for offsets that are in order."""
+    out = problems_gdpa.numpy_oracle(arrays, settings)
+    return out, problems_gdpa.numpy_gradients(arrays, settings, d_out)
+
+
 @functools.partial(jit, static_argnums=(1, 3))
 def ours(arrays: Arrays, settings: Settings, d_out: jax.Array, blocks=None) -> tuple:
     out, lse = gdpa_chunked.chunked(arrays, settings, blocks)
     return out, gdpa_chunked.chunked_vjp(arrays, settings, out, lse, d_out, blocks)
+
+
+@functools.partial(jit, static_argnums=1)
+def ours_and_oracle(arrays: Arrays, settings: Settings, d_out: jax.Array) -> tuple[tuple, tuple]:
+    """Both in one program, `ours` in small blocks."""
+    found = ours.__wrapped__(arrays, settings, d_out, SMALL_BLOCKS)
+    return found, oracle(arrays, settings, d_out)
 
 
 def assert_close(actual: Any, expected: Any) -> None:
@@ -74,23 +86,6 @@ def assert_close(actual: Any, expected: Any) -> None:
 
 
 # The oracle.
-
-
-@pytest.mark.parametrize("name", ["self_empty_and_padded", "indexed", "pma_indexed"])
-def test_materialised_has_the_gradient_of_its_value(name: str) -> None:
-    """Of every activation, by finite differences."""
-    shape, settings = problems_gdpa.of_all_activations(SHAPES[name])
-    arrays = problems_gdpa.make_arrays(shape, "float32")
-    query, key, value = (jnp.abs(jnp.nan_to_num(x)) for x in arrays[:3])
-    # Scores of both signs, none of them at the kink of a relu.
-    sign = jnp.where(jnp.arange(key.shape[0], dtype=jnp.int32) % 2, 1.0, -1.0)
-    floats = (query, key * sign[:, None, None], value)
-
-    @jax.jit
-    def run(*floats: jax.Array) -> jax.Array:
-        return reference.materialised(Arrays(*floats, *arrays[3:]), settings)
-
-    jax.test_util.check_grads(run, floats, order=1, modes=["rev"], atol=0.02, rtol=0.02, eps=1e-3)
 
 
 def test_materialised_rounds_once() -> None:
@@ -111,11 +106,12 @@ def one_pair(q: float, k: float, v: float) -> Arrays:
     return Arrays(query, key, value, cu, cu)
 
 
-PATHS = {"oracle": reference.materialised, "xla": lambda *x: gdpa_chunked.chunked(*x)[0]}
+def of_each_path(arrays: Arrays, settings: Settings) -> tuple[jax.Array, jax.Array]:
+    """Out of the oracle and out of the XLA path."""
+    return reference.materialised(arrays, settings), gdpa_chunked.chunked(arrays, settings)[0]
 
 
-@pytest.mark.parametrize("run", PATHS.values(), ids=PATHS)
-def test_each_scale_is_where_the_definition_has_it(run) -> None:
+def test_each_scale_is_where_the_definition_has_it() -> None:
     """By hand, with an activation that tells a scale before it from one after it.
 
     A softmax over one key is 1, whatever its score.
@@ -124,73 +120,82 @@ def test_each_scale_is_where_the_definition_has_it(run) -> None:
     def gelu(x: float) -> float:
         return x * 0.5 * (1 + math.erf(x / math.sqrt(2)))
 
-    scales = [(1.0, 1.0), (0.5, 1.0), (1.0, 0.25), (-2.0, -3.0), (0.0, 1.0)]
+    scales = [(0.5, 1.0), (-2.0, -3.0), (0.0, 1.0)]
     arrays = one_pair(1.5, 0.8, 2.0)
 
     @jit
-    def run_all(arrays: Arrays) -> list[jax.Array]:
-        return [run(arrays, Settings(("gelu", "softmax"), None, *pair)) for pair in scales]
+    def run_all(arrays: Arrays) -> list[tuple[jax.Array, jax.Array]]:
+        return [of_each_path(arrays, Settings(("gelu", "softmax"), None, *pair)) for pair in scales]
 
-    for (scale, output_scale), out in zip(scales, run_all(arrays), strict=True):
+    for (scale, output_scale), outs in zip(scales, run_all(arrays), strict=True):
         expected = [output_scale * gelu(scale * 1.2) * 2.0, output_scale * 2.0]
-        np.testing.assert_allclose(np.ravel(out), expected, rtol=1e-6)
+        for out in outs:
+            np.testing.assert_allclose(np.ravel(out), expected, rtol=1e-6)
 
 
 # The XLA path.
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_chunked_and_its_gradient_are_the_oracles(name: str) -> None:
-    """And the oracle is NumPy's, so that no second program has to be compiled to say that."""
+@pytest.mark.parametrize(
+    ("name", "limits"),
+    [
+        # Longer than the bound, as long, and shorter.
+        ("self", (4, 5)),
+        ("self_empty_and_padded", (None, None)),
+        ("one_row", (None, None)),
+        ("pma_indexed", (None, None)),
+    ],
+)
+def test_both_paths_and_their_gradients_are_numpys(name: str, limits: tuple) -> None:
+    """Compiling takes the time: what has an index is in the tests of half precision and offsets."""
     shape, settings = problem(name)
+    settings = settings._replace(max_seqlen_q=limits[0], max_seqlen_kv=limits[1])
     arrays = problems_gdpa.make_arrays(shape, "float32")
     d_out = problems_gdpa.cotangent(arrays, settings)
-    expected = oracle(arrays, settings, d_out)
-    exact = problems_gdpa.numpy_oracle(arrays, settings)
-    assert_close(expected[0], exact.astype(np.float32))
-    blocks = SMALL_BLOCKS if name in MODES else None
-    assert_close(ours(arrays, settings, d_out, blocks), expected)
+    exact = jax.tree.map(np.float32, exactly(arrays, settings, d_out))
+    for found in ours_and_oracle(arrays, settings, d_out):
+        assert_close(found, exact)
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("indexed", "bfloat16"), ("pma", "float16")])
 def test_half_precision_is_within_the_error_rule(name: str, dtype: str) -> None:
-    shape, settings = problems_gdpa.of_all_activations(SHAPES[name])
+    shape, settings = problem(name)
     arrays = problems_gdpa.make_arrays(shape, dtype)
     d_out = problems_gdpa.cotangent(arrays, settings)
-    actual = ours(arrays, settings, d_out)
-    exact = oracle(arrays, settings, d_out)
 
     @jit
-    def plain(*floats: jax.Array) -> tuple:
-        def run(*floats: jax.Array) -> jax.Array:
+    def run(arrays: Arrays) -> tuple[tuple, tuple]:
+        def plain(*floats: jax.Array) -> jax.Array:
             return problems_gdpa.same_dtype_gdpa(Arrays(*floats, *arrays[3:]), settings)
 
-        out, pull_back = jax.vjp(run, *floats)
-        return out, pull_back(d_out)
+        out, pull_back = jax.vjp(plain, *arrays[:3])
+        return ours.__wrapped__(arrays, settings, d_out), (out, pull_back(d_out))
 
-    jax.tree.map(problems.assert_within_error_rule, actual, exact, plain(*arrays[:3]))
+    actual, plain = run(arrays)
+    exact = exactly(arrays, settings, d_out)
+    jax.tree.map(problems.assert_within_error_rule, actual, exact, plain)
 
 
-@pytest.mark.parametrize("activation", ["softmax", ("gelu", "softmax", "softmax", "relu")])
-def test_lse_is_that_of_the_scores(activation) -> None:
+def test_lse_is_that_of_the_scores() -> None:
     shape = SHAPES["self_empty_and_padded"]._replace(q_heads=4)
     arrays = problems_gdpa.make_arrays(shape, "float32")
-    settings = problems_gdpa.make_settings(shape, activation)
-    _, lse = chunked(arrays, settings, SMALL_BLOCKS)
-    chex.assert_shape(lse, (arrays.query.shape[0], 4))
-    assert lse.dtype == jnp.float32
+    names = ["softmax", ("gelu", "softmax", "softmax", "relu"), "silu"]
+    several = [problems_gdpa.make_settings(shape, name) for name in names]
+    each = jit(lambda x: [gdpa_chunked.chunked(x, s, SMALL_BLOCKS)[1] for s in several])(arrays)
+    assert each.pop() is None
     begin, end = (np.asarray(arrays.cu_seqlens_q)[i:][:5] for i in (0, 1))
     kv_begin, kv_end = (np.asarray(arrays.cu_seqlens_kv)[i:][:5] for i in (0, 1))
-    expected = np.zeros(lse.shape)
+    exact = np.zeros((arrays.query.shape[0], 4))
     for q0, q1, k0, k1 in zip(begin, end, kv_begin, kv_end, strict=True):
         keys = np.repeat(np.asarray(arrays.key, np.float64)[k0:k1], 2, axis=1)
-        scores = settings.scale * np.einsum("inh,jnh->inj", arrays.query[q0:q1], keys)
+        scores = problems_gdpa.SCALE * np.einsum("inh,jnh->inj", arrays.query[q0:q1], keys)
         with np.errstate(divide="ignore"):
-            expected[q0:q1] = np.log(np.sum(np.exp(scores), axis=-1))
-    is_softmax = np.asarray(settings.activations) == "softmax"
-    expected = np.where(is_softmax, expected, 0)
-    np.testing.assert_allclose(lse, expected, rtol=1e-5, atol=1e-6)
-    assert chunked(arrays, problems_gdpa.make_settings(shape, "silu"))[1] is None
+            exact[q0:q1] = np.log(np.sum(np.exp(scores), axis=-1))
+    for lse, settings in zip(each, several, strict=False):
+        chex.assert_shape(lse, exact.shape)
+        assert lse.dtype == jnp.float32
+        is_softmax = np.asarray(settings.activations) == "softmax"
+        np.testing.assert_allclose(lse, np.where(is_softmax, exact, 0), rtol=1e-5, atol=1e-6)
 
 
 def test_scores_that_grow_along_a_sequence_do_not_overflow() -> None:
@@ -208,7 +213,7 @@ def test_scores_that_grow_along_a_sequence_do_not_overflow() -> None:
 
 
 def test_output_scale_of_zero_has_no_gradient() -> None:
-    shape, settings = problems_gdpa.of_all_activations(SHAPES["self"])
+    shape, settings = problem("self")
     arrays = problems_gdpa.make_arrays(shape, "float32")
     d_out = problems_gdpa.cotangent(arrays, settings)
     result = ours(arrays, settings._replace(output_scale=0.0), d_out)
@@ -217,9 +222,10 @@ def test_output_scale_of_zero_has_no_gradient() -> None:
 
 # Offsets of any kind.
 
-FUZZ_SHAPE, FUZZ_SETTINGS = problems_gdpa.of_all_activations(
-    Shape((8, 4, 3, 5), (10, 6, 8), 2, 2, 4, (0, 1, 2, 0))
-)
+#: More requests than candidates.
+FUZZ_SHAPE = Shape((8, 4, 3, 5), (6, 4, 8, 4, 2), 2, 2, 4, (0, 1, 4, 0))
+#: The two ways to leave a key out: a weight of zero, and none in the sum of a softmax.
+FUZZ_SETTINGS = problems_gdpa.make_settings(FUZZ_SHAPE, ("gelu", "softmax"))
 
 
 def fuzzed(count: int, total: int) -> st.SearchStrategy[list[int]]:
@@ -233,18 +239,16 @@ def fuzzed(count: int, total: int) -> st.SearchStrategy[list[int]]:
 @hypothesis.settings(max_examples=40)
 def test_any_offsets_and_index(data: st.DataObject) -> None:
     arrays = problems_gdpa.make_arrays(FUZZ_SHAPE, "float32")
-    index = st.lists(fuzzed(1, 2).map(lambda x: x[0]), min_size=4, max_size=4)
-    drawn = [data.draw(s) for s in (fuzzed(5, 20), fuzzed(4, 24), index)]
+    index = st.lists(fuzzed(1, 4).map(lambda x: x[0]), min_size=4, max_size=4)
+    drawn = [data.draw(s) for s in (fuzzed(5, 20), fuzzed(6, 24), index)]
     arrays = Arrays(*arrays[:3], *(np.asarray(x, np.int32) for x in drawn))
     limits = data.draw(st.sampled_from([(None, None), (6, 9)]))
     settings = FUZZ_SETTINGS._replace(max_seqlen_q=limits[0], max_seqlen_kv=limits[1])
     d_out = problems_gdpa.cotangent(arrays, settings)
-    expected = oracle(arrays, settings, d_out)
-    assert_close(ours(arrays, settings, d_out, SMALL_BLOCKS), expected)
+    assert_close(*ours_and_oracle(arrays, settings, d_out))
 
 
-@pytest.mark.parametrize("run", PATHS.values(), ids=PATHS)
-def test_offsets_and_index_are_clamped(run) -> None:
+def test_offsets_and_index_are_clamped() -> None:
     shape = SHAPES["indexed"]._replace(after=0)
     settings = problems_gdpa.make_settings(shape, ("softmax", "gelu"))
     arrays = problems_gdpa.make_arrays(shape, "float32")
@@ -258,47 +262,24 @@ def test_offsets_and_index_are_clamped(run) -> None:
         cu_seqlens_kv=jnp.asarray([0, 9, 13, 13, 19], jnp.int32),
         q_to_kv=jnp.asarray([3, 0, 0, 3, 2], jnp.int32),
     )
-    run = jit(run, static_argnums=1)
-    out = run(tame, settings)
-    assert np.all(np.isfinite(out))
-    np.testing.assert_array_equal(run(wild, settings), out)
-    np.testing.assert_allclose(out, problems_gdpa.numpy_oracle(tame, settings), atol=1e-5)
-
-
-def test_sequences_are_cut_off_at_the_longest() -> None:
-    shape = SHAPES["self"]
-    arrays = problems_gdpa.make_arrays(shape, "float32")
-    settings = problems_gdpa.make_settings(shape)
-    d_out = problems_gdpa.cotangent(arrays, settings)
-    limits = {"max_seqlen_q": 9, "max_seqlen_kv": 9}
-    whole = ours(arrays, settings, d_out)
-    assert_close(ours(arrays, settings._replace(**limits), d_out), whole)
-    limits = {"max_seqlen_q": 4, "max_seqlen_kv": 2}
-    out, (d_query, d_key, d_value) = ours(arrays, settings._replace(**limits), d_out)
-    row = np.concatenate([np.arange(length) for length in shape.q_lens])
-    for cut, array in ((4, out), (4, d_query), (2, d_key), (2, d_value)):
-        is_zero = np.all(np.asarray(array) == 0, axis=(1, 2))
-        np.testing.assert_array_equal(is_zero, row >= cut)
-    short = Arrays(
-        *(np.where((row < cut)[:, None, None], x, np.float32(0)) for cut, x in
-          zip((4, 2, 2), arrays[:3], strict=True)),
-        *arrays[3:],
-    )  # fmt: skip
-    # gelu(0) = 0: for this activation, a key of zeros is none.
-    expected = materialised(short, settings)
-    np.testing.assert_allclose(out, np.where(row[:, None, None] < 4, expected, 0), atol=1e-5)
+    run = jit(of_each_path, static_argnums=1)
+    exact = problems_gdpa.numpy_oracle(tame, settings)
+    for out, of_wild in zip(run(tame, settings), run(wild, settings), strict=True):
+        np.testing.assert_array_equal(of_wild, out)
+        np.testing.assert_allclose(out, exact, atol=1e-5)
 
 
 # Poison.
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
-@pytest.mark.parametrize("activation", ["gelu", "softmax", "identity"])
 @pytest.mark.parametrize("array", ["query", "key", "value", "d_out"])
-def test_poison_stays_in_its_sequence(array: str, activation: str, poison: float) -> None:
-    shape = SHAPES["indexed"]
+def test_poison_stays_in_its_sequence(array: str, poison: float) -> None:
+    """And comes out of the heads of each activation, which share no key head."""
+    shape = SHAPES["indexed"]._replace(q_heads=6, kv_heads=3)
     arrays = problems_gdpa.make_arrays(shape, "float32")
-    settings = problems_gdpa.make_settings(shape, activation)
+    names = ("gelu", "gelu", "softmax", "softmax", "identity", "identity")
+    settings = problems_gdpa.make_settings(shape, names)
     d_out = problems_gdpa.cotangent(arrays, settings)
     run = functools.partial(ours, settings=settings, blocks=SMALL_BLOCKS)
     out, clean = run(arrays, d_out=d_out)
@@ -306,7 +287,7 @@ def test_poison_stays_in_its_sequence(array: str, activation: str, poison: float
     def with_poison(x: jax.Array) -> np.ndarray:
         """In a row of the second query sequence, or of its key-value sequence, the first."""
         bad = np.array(x)
-        bad[4, 0] = poison
+        bad[4] = poison
         return bad
 
     if array == "d_out":
@@ -318,7 +299,9 @@ def test_poison_stays_in_its_sequence(array: str, activation: str, poison: float
     # Query sequences 1 and 2 (empty) have the first key-value sequence.
     of_q, of_kv = (q_rows >= 3) & (q_rows < 11), kv_rows < 9
     found = jax.tree.leaves((poisoned, gradients))
-    assert not all(np.all(np.isfinite(x)) for x in found)
+    of_activations = [x.reshape(len(x), 3, -1) for x in found]
+    finite = [np.isfinite(x).all(axis=(0, 2)) for x in of_activations]
+    assert not np.all(finite, axis=0).any()
     for x, y, hit in zip(
         found, jax.tree.leaves((out, clean)), (of_q, of_q, of_kv, of_kv), strict=True
     ):
@@ -355,9 +338,7 @@ ROWS = BATCH * LENGTH
 SCORES_BYTES = 4 * BATCH * LENGTH * LENGTH * HEADS
 
 
-@pytest.mark.parametrize(
-    ("mode", "activation"), [("self", "softmax"), ("pffn", "gelu"), ("pma", "softmax")]
-)
+@pytest.mark.parametrize(("mode", "activation"), [("self", "softmax"), ("pma", "softmax")])
 def test_memory_holds_no_more_than_a_step(mode: str, activation: str) -> None:
     array = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
     offsets = jax.ShapeDtypeStruct((BATCH + 1,), jnp.int32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 
@@ -24,12 +25,12 @@ def models_may_add_a_bias_as_people_do() -> Iterator[None]:
         yield
 
 
-def assert_close(actual, expected, factor: float = 1.0) -> None:
+def assert_close(actual, expected, factor: float = 1.0, name: str = "") -> None:
     """Equal but for the order of f32 sums, or that of bf16 where a model computes in it."""
     for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert (x.shape, x.dtype) == (y.shape, y.dtype)
         scale = np.max(np.abs(np.asarray(y, np.float64)), initial=1.0)
-        np.testing.assert_allclose(x, y, rtol=0, atol=2e-5 * factor * scale)
+        np.testing.assert_allclose(x, y, rtol=0, atol=2e-5 * factor * scale, err_msg=name)
 
 
 def shapes_in(text: str) -> set[tuple[int, ...]]:
@@ -60,21 +61,40 @@ def test_results_agree_without_a_copy_of_a_users_tensor(model: Model) -> None:
     assert [shape for shape in model.never if shape in after] == []
 
 
-@ALL
-def test_gradients_agree(model: Model) -> None:
-    args = model.args()
-    floats = [n for n, x in enumerate(args) if jnp.issubdtype(x.dtype, jnp.floating)]
-    if not floats:
-        pytest.skip("no argument is differentiable")
+#: Spellings of attention, whose gradients are compared in test_rewrite_attention.py.
+SPELLINGS = (
+    "attention_by_jax_nn",
+    "attention_with_lengths",
+    "attention_by_linen",
+    "attention_by_nnx",
+    "attention_by_einsum_btnh",
+)
+DIFFERENTIABLE = [model for name, model in MODELS.items() if name not in SPELLINGS]
 
-    def loss(fn):
-        def of(*args):
+
+@pytest.mark.parametrize(
+    "models", list(itertools.batched(DIFFERENTIABLE, 6)), ids=lambda x: x[0].name
+)
+def test_gradients_agree(models: tuple[Model, ...]) -> None:
+    """Of several models in one program: compiling each is what would take the time."""
+
+    def gradients(fn, args):
+        floats = [n for n, x in enumerate(args) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+        def loss(*args):
             return sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(fn(*args)))
 
-        return jax.jit(jax.grad(of, argnums=floats))
+        return jax.grad(loss, argnums=floats)(*args)
 
-    factor = 2000 if "half" in model.name else 5
-    assert_close(loss(ikbo.rewrite(model.fn))(*args), loss(model.fn)(*args), factor)
+    @jax.jit
+    def run(args):
+        pairs = zip(models, args, strict=True)
+        return [[gradients(f, x) for f in (ikbo.rewrite(m.fn), m.fn)] for m, x in pairs]
+
+    found = run([model.args() for model in models])
+    for model, (actual, expected) in zip(models, found, strict=True):
+        factor = 2000 if "half" in model.name else 5
+        assert_close(actual, expected, factor, model.name)
 
 
 @ALL
