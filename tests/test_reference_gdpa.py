@@ -32,11 +32,15 @@ ATOL = 3e-6
 SMALL_BLOCKS = gdpa_chunked.Blocking(q_rows=3, kv_rows=5, q_tiles=2, kv_tiles=3)
 
 
+#: One for every way in which queries meet keys.
+MODES = ("self", "self_empty_and_padded", "pffn", "indexed", "pma", "pma_indexed")
+
+
 def problem(name: str) -> tuple[Shape, Settings]:
-    """A head for every activation where rows are masked, or gelu and softmax in turn."""
+    """A head for every activation in every mode; elsewhere gelu and softmax in turn."""
     shape = SHAPES[name]
-    if name in ("self_empty_and_padded", "pma", "pma_indexed"):
-        # Unlike the broadcast queries' heads, those of the padded ones share key heads.
+    if name in MODES:
+        # Heads share key heads where rows are masked.
         q_heads = 2 * shape.kv_heads if name == "self_empty_and_padded" else shape.kv_heads
         return problems_gdpa.of_all_activations(shape._replace(q_heads=q_heads))
     names = (("gelu", "softmax") * shape.q_heads)[: shape.q_heads]
@@ -86,6 +90,23 @@ def assert_close(actual: Any, expected: Any) -> None:
 
 
 # The oracle.
+
+
+@pytest.mark.parametrize("name", ["self_empty_and_padded", "indexed", "pma_indexed"])
+def test_materialised_has_the_gradient_of_its_value(name: str) -> None:
+    """Of every activation, by finite differences."""
+    shape, settings = problem(name)
+    arrays = problems_gdpa.make_arrays(shape, "float32")
+    query, key, value = (np.abs(np.nan_to_num(x)) for x in arrays[:3])
+    # Scores of both signs, none of them at the kink of a relu.
+    sign = np.where(np.arange(key.shape[0]) % 2, np.float32(1), np.float32(-1))
+    floats = (query, key * sign[:, None, None], value)
+
+    @jax.jit
+    def run(*floats: jax.Array) -> jax.Array:
+        return reference.materialised(Arrays(*floats, *arrays[3:]), settings)
+
+    jax.test_util.check_grads(run, floats, order=1, modes=["rev"], atol=0.02, rtol=0.02, eps=1e-3)
 
 
 def test_materialised_rounds_once() -> None:
@@ -141,13 +162,11 @@ def test_each_scale_is_where_the_definition_has_it() -> None:
     [
         # Longer than the bound, as long, and shorter.
         ("self", (4, 5)),
-        ("self_empty_and_padded", (None, None)),
-        ("one_row", (None, None)),
-        ("pma_indexed", (None, None)),
+        *((name, (None, None)) for name in (*MODES[1:], "one_row")),
     ],
 )
 def test_both_paths_and_their_gradients_are_numpys(name: str, limits: tuple) -> None:
-    """Compiling takes the time: what has an index is in the tests of half precision and offsets."""
+    """Of every activation in every mode."""
     shape, settings = problem(name)
     settings = settings._replace(max_seqlen_q=limits[0], max_seqlen_kv=limits[1])
     arrays = problems_gdpa.make_arrays(shape, "float32")
