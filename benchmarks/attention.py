@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import harness
+from benchmarks import harness, plots
 from benchmarks.attention_providers import (
     ALL,
     COPIES,
@@ -230,28 +230,18 @@ def _even_point(kv_len: int, all_points: Sequence[Mapping[str, Any]]) -> Mapping
 
 def draw(results: Mapping[str, Any], path: pathlib.Path) -> None:
     """Draws the fraction of the matmul over S, a curve for every provider."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    # Text stays text, and ids do not change from run to run, so that diffs show what changed.
-    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "ikbo-jax"})
-    from matplotlib import pyplot
-
     measured = [point for point in results["points"] if point["sweep"] == "s"]
-    figure, axis = pyplot.subplots(figsize=(6, 3.5))
-    for provider in reversed(ALL):
-        records = [provider_of(point, provider.name) for point in measured]
-        if any(record is not None for record in records):
-            fractions = [float("nan") if r is None else r["fraction"] for r in records]
-            axis.plot(range(len(measured)), fractions, marker="o", label=provider.name)
-    axis.set_xticks(range(len(measured)), [p["problem"]["kv_len"] for p in measured])
-    axis.set_xlabel(f"S, keys of a user; {results['environment']['device']}")
-    axis.set_ylabel("fraction of the sustained matmul")
-    axis.set_ylim(bottom=0)
-    axis.legend(fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
-    pyplot.close(figure)
+    with plots.saved(path, size=(6, 3.5)) as (_, (axis,)):
+        for provider in reversed(ALL):
+            records = [provider_of(point, provider.name) for point in measured]
+            if any(record is not None for record in records):
+                fractions = [float("nan") if r is None else r["fraction"] for r in records]
+                axis.plot(range(len(measured)), fractions, marker="o", label=provider.name)
+        axis.set_xticks(range(len(measured)), [p["problem"]["kv_len"] for p in measured])
+        axis.set_xlabel(f"S, keys of a user; {results['environment']['device']}")
+        axis.set_ylabel("fraction of the sustained matmul")
+        axis.set_ylim(bottom=0)
+        axis.legend(fontsize=8)
 
 
 def providers_of(sweep: str, quick: bool) -> Sequence[Provider]:

@@ -19,7 +19,14 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from benchmarks import linear_compression, report_attention, report_gdpa, report_ranking, timing
+from benchmarks import (
+    linear_compression,
+    plots,
+    report_attention,
+    report_gdpa,
+    report_ranking,
+    timing,
+)
 from benchmarks.harness import provider_of
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -175,52 +182,37 @@ def environment(results: Results) -> str:
 
 def draw(results: Results, root: pathlib.Path) -> list[pathlib.Path]:
     """Draws the plots; returns their files."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    # Text stays text, and ids do not change from run to run, so that diffs show what changed.
-    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "ikbo-jax"})
-    from matplotlib import pyplot
-
-    def save(figure: Any, name: str) -> pathlib.Path:
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
-        pyplot.close(figure)
-        return path
-
     drawn = []
     for point in points_of(results, "default")[:1]:
         timed = [(words, provider_of(point, name)) for name, words in HEADLINE]
         bars = [(words, record["median_ms"]) for words, record in timed if record is not None]
-        figure, axes = pyplot.subplots(figsize=(7, 0.5 + 0.4 * len(bars)))
-        drawn_bars = axes.barh(
-            [words for words, _ in bars], [ms for _, ms in bars], color="#4c72b0"
-        )
-        axes.bar_label(drawn_bars, fmt="%.3f", padding=3)
-        axes.invert_yaxis()
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.set_xlabel(f"ms on {results['environment']['device']}; less is better")
-        drawn.append(save(figure, STAGES_IMAGE))
+        drawn.append(root / STAGES_IMAGE)
+        with plots.saved(drawn[-1], size=(7, 0.5 + 0.4 * len(bars))) as (_, (axes,)):
+            drawn_bars = axes.barh(
+                [words for words, _ in bars], [ms for _, ms in bars], color="#4c72b0"
+            )
+            axes.bar_label(drawn_bars, fmt="%.3f", padding=3)
+            axes.invert_yaxis()
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.set_xlabel(f"ms on {results['environment']['device']}; less is better")
     names = [sweep for sweep in linear_compression.SWEEPS[1:-1] if points_of(results, sweep)]
     if names:
-        figure, row = pyplot.subplots(
-            1, len(names), figsize=(3 * len(names), 2.8), sharey=True, squeeze=False
-        )
-        for axis, sweep in zip(row[0], names, strict=True):
-            points = points_of(results, sweep)
-            for name, words in (("ikbo", "ikbo-jax"), ("xla", "XLA, decomposed")):
-                records = [provider_of(point, name) for point in points]
-                fractions = [float("nan") if r is None else r["fraction"] for r in records]
-                axis.plot(range(len(points)), fractions, marker="o", label=words)
-            labels = [point["label"].split("=")[-1] for point in points]
-            axis.set_xticks(range(len(points)), labels, rotation=30, fontsize=8)
-            axis.set_title(sweep)
-        # After the last curve, since it ends the scaling of the axis that all share.
-        row[0][0].set_ylim(bottom=0)
-        row[0][0].set_ylabel("fraction of the sustained matmul")
-        row[0][0].legend(fontsize=8)
-        drawn.append(save(figure, SWEEPS_IMAGE))
+        drawn.append(root / SWEEPS_IMAGE)
+        size = (3 * len(names), 2.8)
+        with plots.saved(drawn[-1], len(names), size=size, sharey=True) as (_, row):
+            for axis, sweep in zip(row, names, strict=True):
+                points = points_of(results, sweep)
+                for name, words in (("ikbo", "ikbo-jax"), ("xla", "XLA, decomposed")):
+                    records = [provider_of(point, name) for point in points]
+                    fractions = [float("nan") if r is None else r["fraction"] for r in records]
+                    axis.plot(range(len(points)), fractions, marker="o", label=words)
+                labels = [point["label"].split("=")[-1] for point in points]
+                axis.set_xticks(range(len(points)), labels, rotation=30, fontsize=8)
+                axis.set_title(sweep)
+            # After the last curve, since it ends the scaling of the axis that all share.
+            row[0].set_ylim(bottom=0)
+            row[0].set_ylabel("fraction of the sustained matmul")
+            row[0].legend(fontsize=8)
     return drawn
 
 

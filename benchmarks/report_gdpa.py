@@ -6,7 +6,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks import gdpa
+from benchmarks import gdpa, plots
 from benchmarks.gdpa_providers import CUDNN, OURS, TOKAMAX, XLA
 from benchmarks.harness import provider_of
 
@@ -81,36 +81,25 @@ def draw(results: Mapping[str, Any], root: pathlib.Path) -> list[pathlib.Path]:
     directions = [d for d in gdpa.DIRECTIONS if any(p["direction"] == d for p in measured)]
     if not directions:
         return []
-    import matplotlib
-
-    matplotlib.use("Agg")
-    # Text stays text, and ids do not change from run to run, so that diffs show what changed.
-    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "ikbo-jax"})
-    from matplotlib import pyplot
-
-    figure, row = pyplot.subplots(
-        1, len(directions), figsize=(4.5 * len(directions), 3.5), sharey=True, squeeze=False
-    )
-    for axis, direction in zip(row[0], directions, strict=True):
-        for number, (sweep, words) in enumerate(CURVES.items()):
-            points = [p for p in measured if (p["sweep"], p["direction"]) == (sweep, direction)]
-            records = [provider_of(point, OURS.name) for point in points]
-            fractions = [float("nan") if r is None else r["fraction"] for r in records]
-            over, color = [p["problem"]["q_len"] for p in points], f"C{number}"
-            axis.plot(over, fractions, marker="o", color=color, label=words)
-            bars = gdpa.FRACTION_BARS.get((sweep, direction), {})
-            axis.plot([*bars], [*bars.values()], linestyle=":", color=color, alpha=0.6)
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(gdpa.LENGTHS, [str(length) for length in gdpa.LENGTHS])
-        axis.set_xlabel("greatest length")
-        axis.set_title(direction)
-    # After the last curve, since it ends the scaling of the axis that both share.
-    row[0][0].set_ylim(bottom=0)
-    row[0][0].set_ylabel("fraction of the sustained matmul")
-    row[0][0].legend(fontsize=8)
-    figure.suptitle(f"{results['environment']['device']}; dotted: the bars", fontsize=9)
     path = root / image(results)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
-    pyplot.close(figure)
+    size = (4.5 * len(directions), 3.5)
+    with plots.saved(path, len(directions), size=size, sharey=True) as (figure, row):
+        for axis, direction in zip(row, directions, strict=True):
+            for number, (sweep, words) in enumerate(CURVES.items()):
+                points = [p for p in measured if (p["sweep"], p["direction"]) == (sweep, direction)]
+                records = [provider_of(point, OURS.name) for point in points]
+                fractions = [float("nan") if r is None else r["fraction"] for r in records]
+                over, color = [p["problem"]["q_len"] for p in points], f"C{number}"
+                axis.plot(over, fractions, marker="o", color=color, label=words)
+                bars = gdpa.FRACTION_BARS.get((sweep, direction), {})
+                axis.plot([*bars], [*bars.values()], linestyle=":", color=color, alpha=0.6)
+            axis.set_xscale("log", base=2)
+            axis.set_xticks(gdpa.LENGTHS, [str(length) for length in gdpa.LENGTHS])
+            axis.set_xlabel("greatest length")
+            axis.set_title(direction)
+        # After the last curve, since it ends the scaling of the axis that both share.
+        row[0].set_ylim(bottom=0)
+        row[0].set_ylabel("fraction of the sustained matmul")
+        row[0].legend(fontsize=8)
+        figure.suptitle(f"{results['environment']['device']}; dotted: the bars", fontsize=9)
     return [path]

@@ -6,7 +6,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks import ranking
+from benchmarks import plots, ranking
 from benchmarks.harness import provider_of
 
 #: One file a sweep, since a run may hold one sweep alone.
@@ -89,31 +89,21 @@ def draw(results: Mapping[str, Any], root: pathlib.Path) -> list[pathlib.Path]:
     names = [name for name in WORDS if points_of(results, name)]
     if not names:
         return []
-    import matplotlib
-
-    matplotlib.use("Agg")
-    # Text stays text, and ids do not change from run to run, so that diffs show what changed.
-    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "ikbo-jax"})
-    from matplotlib import pyplot
-
     drawn = []
     for name in names:
         measured = points_of(results, name)
         labels = [point["label"].split("=")[-1] for point in measured]
-        figure, row = pyplot.subplots(1, 2, figsize=(9, 3.2))
-        _curves(row[0], measured, lambda r: r["median_ms"])
-        _curves(row[1], measured, lambda r: (r.get("total_bytes") or 0) / 2**20)
-        for axis, unit in zip(row, ("ms", "memory, MiB"), strict=True):
-            axis.set_xticks(range(len(labels)), labels)
-            axis.set_xlabel(WORDS[name])
-            axis.set_ylabel(unit)
-            axis.set_yscale("log")
-        row[0].legend(fontsize=8)
-        figure.suptitle(f"ranking network on {results['environment']['device']}")
         path = root / IMAGE.format(name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
-        pyplot.close(figure)
+        with plots.saved(path, 2, size=(9, 3.2)) as (figure, row):
+            _curves(row[0], measured, lambda r: r["median_ms"])
+            _curves(row[1], measured, lambda r: (r.get("total_bytes") or 0) / 2**20)
+            for axis, unit in zip(row, ("ms", "memory, MiB"), strict=True):
+                axis.set_xticks(range(len(labels)), labels)
+                axis.set_xlabel(WORDS[name])
+                axis.set_ylabel(unit)
+                axis.set_yscale("log")
+            row[0].legend(fontsize=8)
+            figure.suptitle(f"ranking network on {results['environment']['device']}")
         drawn.append(path)
     return drawn
 

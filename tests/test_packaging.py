@@ -238,7 +238,7 @@ def tree(machine) -> pathlib.Path:
     inner = machine.script(
         machine.root / "environment_python",
         f'if [ "$1 $2" = "-m pip" ]; then echo "$*" >>"{machine.root}/pip.log"; '
-        '[ -z "${PIP_FAILS:-}" ]; fi',
+        '[ -z "${PIP_FAILS:-}" ] && [[ -z "${UPGRADE_FAILS:-}" || "$*" != *--upgrade* ]]; fi',
     )
     machine.script(
         machine.bin / "python3.13",
@@ -307,6 +307,15 @@ def test_ci_fails_when_a_step_fails(machine, tree, target):
     result = machine.run(tree / ".ci" / "run")
     assert result.returncode != 0
     assert f"make {target}" in result.stdout
+    assert "== passed" not in result.stdout
+
+
+def test_ci_fails_when_the_newest_jax_cannot_be_installed(machine, tree):
+    machine.script(machine.bin / "make", 'echo "make $*"')
+    result = machine.run(tree / ".ci" / "run", UPGRADE_FAILS="1")
+    assert result.returncode != 0
+    assert "make lint" in result.stdout
+    assert "pip could not install ikbo-jax[test]" in result.stdout
     assert "== passed" not in result.stdout
 
 
