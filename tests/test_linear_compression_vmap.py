@@ -27,11 +27,13 @@ def name_of(combination: tuple[bool, ...]) -> str:
 
 def stacked(combination: tuple[bool, ...], dtype: str) -> problems.LinearCompressionInputs:
     """Inputs of which those in `combination` hold `SIZE` problems on a leading axis."""
-    each = [problems.make_inputs(SHAPE, dtype, seed) for seed in range(SIZE)]
+    each = [
+        jax.tree.map(np.asarray, problems.make_inputs(SHAPE, dtype, seed)) for seed in range(SIZE)
+    ]
     # Clamping must come before rows of several problems are put into one array.
-    wild = jnp.asarray([-1, 1, 3, 2, 99], jnp.int32)
+    wild = np.asarray([-1, 1, 3, 2, 99], np.int32)
     each[0] = each[0]._replace(cand_to_user=wild)
-    both = jax.tree.map(lambda *x: jnp.stack(x), *each)
+    both = jax.tree.map(lambda *x: np.stack(x), *each)
     return problems.LinearCompressionInputs(
         *(y if b else x for x, y, b in zip(each[0], both, combination, strict=True))
     )
@@ -49,24 +51,42 @@ def tolerance_of(dtype: str) -> float:
     return 1e-5 if dtype == "float32" else 0.04
 
 
-@pytest.mark.parametrize("combination", COMBINATIONS, ids=name_of)
-def test_equals_a_loop(combination: tuple[bool, ...]) -> None:
-    inputs = stacked(combination, "float32")
-    out = jax.vmap(ikbo.linear_compression, axes_of(combination))(*inputs)
-    for i in range(SIZE):
-        expected = ikbo.linear_compression(*problem_at(inputs, combination, i))
-        np.testing.assert_allclose(out[i], expected, rtol=0, atol=1e-5)
+@pytest.mark.parametrize("kernel", [False, True], ids=["xla", "kernel"])
+@pytest.mark.parametrize(
+    "weights", [(False, False), (False, True), (True, False), (True, True)], ids=str
+)
+def test_equals_a_loop(request, weights: tuple[bool, bool], kernel: bool) -> None:
+    """With these weights batched, every combination of the other arguments, in one program."""
+    calls = request.getfixturevalue("fake_hopper").calls if kernel else None
+    dtype = "bfloat16" if kernel else "float32"
+    combinations = [c for c in COMBINATIONS if c[:2] == weights]
+    each = {name_of(c): (c, stacked(c, dtype)) for c in combinations}
+
+    def run(inputs):
+        outs = {}
+        for name, (combination, _) in each.items():
+            before = kernel and len(calls)
+            outs[name] = jax.vmap(ikbo.linear_compression, axes_of(combination))(*inputs[name])
+            assert not kernel or len(calls) > before, f"{name}: the kernel was not reached"
+        return outs
+
+    outs = jax.jit(run)({name: inputs for name, (_, inputs) in each.items()})
+    for name, (combination, inputs) in each.items():
+        for i in range(SIZE):
+            np.testing.assert_allclose(
+                np.asarray(outs[name], np.float64)[i],
+                problems.numpy_oracle(*problem_at(inputs, combination, i).levels),
+                rtol=0,
+                atol=tolerance_of(dtype),
+                err_msg=name,
+            )
 
 
-@pytest.mark.parametrize("combination", COMBINATIONS, ids=name_of)
-def test_equals_a_loop_around_the_kernel(fake_hopper, combination: tuple[bool, ...]) -> None:
-    inputs = stacked(combination, "bfloat16")
-    out = jax.vmap(ikbo.linear_compression, axes_of(combination))(*inputs)
-    assert fake_hopper.calls, "the kernel was not reached"
-    for i in range(SIZE):
-        levels = problem_at(inputs, combination, i).levels
-        expected = problems.numpy_oracle(*levels)
-        np.testing.assert_allclose(np.asarray(out[i], np.float64), expected, rtol=0, atol=0.04)
+def gradient_of_sines(inputs: problems.LinearCompressionInputs) -> tuple[np.ndarray, ...]:
+    """By the four arrays, of the sum of the result's sines, in NumPy and f64; then in f32."""
+    cotangent = np.cos(problems.numpy_oracle(*inputs.levels))
+    weights, embeddings = problems.numpy_oracle_gradients(*inputs.levels, cotangent)
+    return tuple(x.astype(np.float32) for x in (*weights[::-1], *embeddings[::-1]))
 
 
 # Folded, batched by XLA (or a loop) because embeddings are shared, and because weights differ.
@@ -89,22 +109,25 @@ def test_gradient_of_vmap_and_vmap_of_gradient(request, combination, kernel: boo
         return jnp.sum(jnp.sin(ikbo.linear_compression(*arrays, index).astype(jnp.float32)))
 
     arrays, axes = inputs[:4], axes_of(combination)[:4]
-    vmap_of_gradient = jax.vmap(jax.grad(loss), (axes, index_axis))(arrays, inputs.cand_to_user)
-    loop = [
-        jax.grad(loss)(problem[:4], problem.cand_to_user)
-        for problem in (problem_at(inputs, combination, i) for i in range(SIZE))
-    ]
-    expected = jax.tree.map(lambda *x: jnp.stack(x), *loop)
+    both = jax.vmap(loss, (axes, index_axis))
+
+    @jax.jit
+    def run(arrays, index):
+        return (
+            jax.vmap(jax.grad(loss), (axes, index_axis))(arrays, index),
+            jax.grad(lambda arrays: both(arrays, index).sum())(arrays),
+        )
+
+    found = jax.tree.map(np.asarray, run(arrays, inputs.cand_to_user))
+    assert {x.dtype for x in jax.tree.leaves(found)} == {inputs.e_cand.dtype}
+    vmap_of_gradient, gradient_of_vmap = found
+    expected = jax.tree.map(
+        lambda *x: np.stack(x),
+        *(gradient_of_sines(problem_at(inputs, combination, i)) for i in range(SIZE)),
+    )
     tolerance = 0.1 if kernel else 1e-4
     chex.assert_trees_all_close(vmap_of_gradient, expected, atol=tolerance, rtol=tolerance)
-
-    gradient_of_vmap = jax.grad(
-        lambda arrays: jax.vmap(loss, (axes, index_axis))(arrays, inputs.cand_to_user).sum()
-    )(arrays)
-    summed = tuple(
-        x if b else x.astype(jnp.float32).sum(0).astype(x.dtype)
-        for x, b in zip(expected, combination, strict=False)
-    )
+    summed = tuple(x if b else x.sum(0) for x, b in zip(expected, combination, strict=False))
     chex.assert_trees_all_close(gradient_of_vmap, summed, atol=tolerance, rtol=tolerance)
 
 
@@ -120,23 +143,20 @@ def test_nested_vmap_other_axes_and_jit(request, kernel: bool) -> None:
         return ikbo.linear_compression(w_cand, w_user, e_cand, e_user, index)
 
     rest = jax.tree.map(
-        lambda *x: jnp.stack(x), *[jax.tree.map(lambda *y: jnp.stack(y), *row) for row in each]
+        lambda *x: np.stack(x), *[jax.tree.map(lambda *y: np.stack(y), *row) for row in each]
     )[2:]
     inner = jax.vmap(run, in_axes=(2, 0, 0), out_axes=1)
     outer = jax.jit(jax.vmap(inner, in_axes=(0, 0, 0)))
-    out = outer(jnp.moveaxis(rest[0], 1, 3), *rest[1:])
+    out = np.asarray(outer(np.moveaxis(rest[0], 1, 3), *rest[1:]), np.float64)
     chex.assert_shape(out, (3, 5, 2, 6, 8))
     for i, j in itertools.product(range(3), range(2)):
         problem = each[i][j]._replace(w_cand=w_cand, w_user=w_user)
         expected = problems.numpy_oracle(*problem.levels)
-        np.testing.assert_allclose(
-            np.asarray(out[i, :, j], np.float64), expected, rtol=0, atol=tolerance_of(dtype)
-        )
+        np.testing.assert_allclose(out[i, :, j], expected, rtol=0, atol=tolerance_of(dtype))
 
 
 @pytest.mark.parametrize("kernel", [False, True], ids=["xla", "kernel"])
-@pytest.mark.parametrize("shared_levels", [0, 1, 2])
-def test_multilevel(request, kernel: bool, shared_levels: int) -> None:
+def test_multilevel(request, kernel: bool) -> None:
     """The coarsest levels are shared by the problems of a vmap; the others are each one's own."""
     if kernel:
         request.getfixturevalue("fake_hopper")
@@ -149,28 +169,36 @@ def test_multilevel(request, kernel: bool, shared_levels: int) -> None:
             [ikbo.Term(*level) for level in zip(weights, embeddings, (None, *parents), strict=True)]
         )
 
-    own = [level >= shared_levels for level in range(3)]
-    embeddings = tuple(
-        jnp.stack([x[1][level] for x in each]) if own[level] else each[0][1][level]
-        for level in range(3)
-    )
-    parents = tuple(
-        jnp.stack([x[2][level] for x in each]) if own[level] else each[0][2][level]
-        for level in (1, 2)
-    )
-    axes = axes_of(tuple(own))
-    out = jax.vmap(run, in_axes=(axes, axes[1:]))(embeddings, parents)
-    for i in range(SIZE):
-        one = [x[i] if b else x for x, b in zip(embeddings, own, strict=True)]
-        up = [x[i] if b else x for x, b in zip(parents, own[1:], strict=True)]
-        expected = problems.numpy_oracle(weights, one, (None, *up))
-        np.testing.assert_allclose(
-            np.asarray(out[i], np.float64), expected, rtol=0, atol=tolerance_of(dtype)
+    owns = [tuple(level >= shared for level in range(3)) for shared in range(3)]
+
+    def arrays_of(own):
+        embeddings, parents = (
+            [
+                np.stack([x[part][level] for x in each]) if own[level] else each[0][part][level]
+                for level in levels
+            ]
+            for part, levels in ((1, range(3)), (2, (1, 2)))
         )
+        return tuple(embeddings), tuple(parents)
+
+    def run_all(every):
+        return [
+            jax.vmap(run, in_axes=(axes_of(own), axes_of(own)[1:]))(*arrays)
+            for own, arrays in zip(owns, every, strict=True)
+        ]
+
+    every = [arrays_of(own) for own in owns]
+    for own, (embeddings, parents), out in zip(owns, every, jax.jit(run_all)(every), strict=True):
+        for i in range(SIZE):
+            one = [x[i] if b else x for x, b in zip(embeddings, own, strict=True)]
+            up = [x[i] if b else x for x, b in zip(parents, own[1:], strict=True)]
+            expected = problems.numpy_oracle(weights, one, (None, *up))
+            np.testing.assert_allclose(
+                np.asarray(out, np.float64)[i], expected, rtol=0, atol=tolerance_of(dtype)
+            )
 
 
 def test_problems_that_share_weights_become_one_launch(fake_hopper) -> None:
     inputs = stacked((False, False, True, True, True), "bfloat16")
-    jax.vmap(ikbo.linear_compression, (None, None, 0, 0, 0))(*inputs)
     plan = ikbo.explain(jax.vmap(ikbo.linear_compression, (None, None, 0, 0, 0)), *inputs).plans[0]
     assert plan.problem.batches == (SIZE * SHAPE.users, SIZE * SHAPE.candidates)
