@@ -126,14 +126,12 @@ def test_inputs_follow_the_point():
     inputs = linear_compression.make_inputs(point("default"))
     assert [array.shape for array in inputs] == [(9, 5), (9, 7), (6, 5, 16), (2, 7, 16), (6,)]
     assert sorted(inputs.cand_to_user.tolist()) == inputs.cand_to_user.tolist()
-    wide = dataclasses.replace(point("index", index="unsorted"))
-    wide = dataclasses.replace(wide, problem=dataclasses.replace(TINY, batches=(9, 200)))
-    index = linear_compression.make_inputs(wide).cand_to_user
+    index = linear_compression.make_inputs(point("index", index="unsorted")).cand_to_user
     assert sorted(index.tolist()) != index.tolist()
-    assert set(index.tolist()) <= set(range(9))
+    assert sorted(index.tolist()) == inputs.cand_to_user.tolist()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_every_provider_agrees_with_the_oracle_or_says_why_not(dtype):
     measured = linear_compression.measure_point(
         point("default", dtype),

@@ -89,9 +89,16 @@ def close(actual, expected) -> None:
 def test_twin_gradients_and_both_flax_interfaces(name: str) -> None:
     (sizes, options), twin, inputs = LAYERS[name]
     arrays = [x for x in inputs if x.dtype == jnp.float32]
-    module = nnx.__dict__[name](*sizes, **options, rngs=flax_nnx.Rngs(1))
+    module = flax_nnx.eval_shape(
+        lambda: nnx.__dict__[name](*sizes, **options, rngs=flax_nnx.Rngs(1))
+    )
     graph, state = flax_nnx.split(module)
-    params = flax_nnx.to_pure_dict(state)
+    rng = np.random.default_rng(1)
+    # Near what they are initialised to, without a program for each.
+    params = jax.tree.map(
+        lambda x: np.asarray(random_array(rng, x.shape, x.dtype)) * np.float32(0.4),
+        flax_nnx.to_pure_dict(state),
+    )
 
     def of_nnx(p, *arrays):
         held = flax_nnx.state(module)
@@ -104,17 +111,22 @@ def test_twin_gradients_and_both_flax_interfaces(name: str) -> None:
             return jnp.sum(jnp.sin(out)), out
 
         if name == "PFFN":  # Its gradient is held to its slope as a part of the ranking network.
-            return None, jax.jit(fn)(params, *arrays)
+            return lambda *args: (None, fn(*args))
         numbers = tuple(range(1 + len(arrays)))
-        return jax.jit(jax.grad(loss, argnums=numbers, has_aux=True))(params, *arrays)
-
-    ours, out = with_gradients(of_nnx)
-    close((ours, out), with_gradients(twin))
+        return jax.grad(loss, argnums=numbers, has_aux=True)
 
     layer = linen.__dict__[name](*sizes, **options)
     made = jax.eval_shape(layer.init, jax.random.key(0), *inputs)["params"]
     assert jax.tree.map(jnp.shape, made) == jax.tree.map(jnp.shape, params)
-    close(jax.jit(layer.apply)({"params": params}, *inputs), out)
+
+    @jax.jit
+    def every(params, *arrays):
+        of_linen = layer.apply({"params": params}, *arrays, *inputs[len(arrays) :])
+        return *(with_gradients(fn)(params, *arrays) for fn in (of_nnx, twin)), of_linen
+
+    ours, expected, of_linen = every(params, *arrays)
+    close(ours, expected)
+    close(of_linen, ours[1])
 
 
 def test_heads_are_initialised_as_one_matrix() -> None:
@@ -125,16 +137,20 @@ def test_heads_are_initialised_as_one_matrix() -> None:
 
 def test_they_run_the_ops_in_their_dtype() -> None:
     sizes, _ = LAYERS["CandidateAttention"][0]
-    layer = nnx.CandidateAttention(*sizes, 9, dtype=jnp.bfloat16, rngs=flax_nnx.Rngs(0))
     x_cand, x_user, index = LAYERS["CandidateAttention"][2]
     lengths = jnp.asarray([5, 2, 1], jnp.int32)
 
     def run(x_cand, x_user, index, lengths):
+        layer = nnx.CandidateAttention(*sizes, 9, dtype=jnp.bfloat16, rngs=flax_nnx.Rngs(0))
         return layer(x_cand, x_user, index, key_value_seq_lengths=lengths)
 
     assert jax.eval_shape(run, x_cand, x_user, index, lengths).shape == (B, T, 9)
     (plan,) = ikbo.explain(run, x_cand, x_user, index, lengths).plans
     assert (plan.op, plan.problem.dtype) == ("attention", "bfloat16")
-    pooled = nnx.PMA(F_USER, SEEDS, HEADS, H, precision="highest", rngs=flax_nnx.Rngs(0))
-    text = str(jax.make_jaxpr(lambda *args: pooled(*args))(*LAYERS["PMA"][2]))
+
+    def pool(*args):
+        layer = nnx.PMA(F_USER, SEEDS, HEADS, H, precision="highest", rngs=flax_nnx.Rngs(0))
+        return layer(*args)
+
+    text = str(jax.make_jaxpr(pool)(*LAYERS["PMA"][2]))
     assert "HIGHEST" in text
