@@ -41,14 +41,21 @@ def test_agrees_with_the_materialised_twin() -> None:
     twin = MaterialisedCompression(rngs=flax_nnx.Rngs(1))
     kernel = jnp.concatenate([layer.w_user[...], layer.w_cand[...]], axis=1).T
     twin.dense.kernel = flax_nnx.Param(kernel)
-    np.testing.assert_allclose(layer(*inputs()), twin(*inputs()), atol=1e-5)
 
-    def grads(module):
-        loss = flax_nnx.grad(lambda m, x, *rest: jnp.sum(jnp.sin(m(x, *rest))), argnums=(0, 1))
-        return loss(module, *inputs())
+    arrays = inputs()
 
-    (ours, d_user), (theirs, d_user_twin) = grads(layer), grads(twin)
-    d_kernel = jnp.concatenate([ours["w_user"][...], ours["w_cand"][...]], axis=1).T
+    @flax_nnx.jit
+    def with_gradients(*modules):
+        def loss(module, *arrays):
+            out = module(*arrays)
+            return jnp.sum(jnp.sin(out)), out
+
+        grad = flax_nnx.grad(loss, argnums=(0, 1), has_aux=True)
+        return [grad(module, *arrays) for module in modules]
+
+    ((ours, d_user), out), ((theirs, d_user_twin), out_twin) = with_gradients(layer, twin)
+    np.testing.assert_allclose(out, out_twin, atol=1e-5)
+    d_kernel = np.concatenate([ours["w_user"][...], ours["w_cand"][...]], axis=1).T
     np.testing.assert_allclose(d_kernel, theirs["dense"]["kernel"][...], atol=1e-4)
     np.testing.assert_allclose(d_user, d_user_twin, atol=1e-4)
 
@@ -86,14 +93,20 @@ def test_linen_draws_one_weight() -> None:
 @pytest.mark.parametrize("dtype", [None, "bfloat16", "float16"])
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
 def test_dtypes(dtype, param_dtype: str) -> None:
-    with jax.numpy_dtype_promotion("standard"):
+    arrays = inputs()
+
+    def run():
         layer = nnx.LinearCompression(
             *SIZES, dtype=dtype, param_dtype=param_dtype, rngs=flax_nnx.Rngs(0)
         )
         twin = linen.LinearCompression(*SIZES, dtype=dtype, param_dtype=param_dtype)
-        out, variables = twin.init_with_output(jax.random.key(0), *inputs())
-        assert layer(*inputs()).dtype == out.dtype == (dtype or jnp.float32)
-        assert layer.w_user.dtype == variables["params"]["w_cand"].dtype == param_dtype
+        out, variables = twin.init_with_output(jax.random.key(0), *arrays)
+        return layer(*arrays), out, layer.w_user[...], variables["params"]["w_cand"]
+
+    with jax.numpy_dtype_promotion("standard"):
+        ours, out, w_user, w_cand = jax.eval_shape(run)
+    assert ours.dtype == out.dtype == (dtype or jnp.float32)
+    assert w_user.dtype == w_cand.dtype == param_dtype
 
 
 def test_runs_the_op_with_the_asked_for_precision() -> None:
@@ -105,6 +118,11 @@ def test_runs_the_op_with_the_asked_for_precision() -> None:
 
 
 def test_wrong_sizes_name_both_values() -> None:
-    layer = nnx.LinearCompression(K_USER + 1, K_CAND, M, rngs=flax_nnx.Rngs(0))
+    arrays = inputs()
+
+    def run():
+        layer = nnx.LinearCompression(K_USER + 1, K_CAND, M, rngs=flax_nnx.Rngs(0))
+        return layer(*arrays)
+
     with pytest.raises(ValueError, match=f"K={K_USER + 1}.*K={K_USER}"):
-        layer(*inputs())
+        jax.eval_shape(run)

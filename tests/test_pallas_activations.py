@@ -25,48 +25,66 @@ PAIRS = [
 GRID = np.linspace(-16, 16, 64 * 512, dtype=np.float32).reshape(64, -1)
 LARGE = np.float32([-1e30, -1e15, -1e4, -60, -43, -42, -8, -7.5, 8, 9, 60, 1e4, 1e15, 1e30])
 KINKS = np.float32([-3.7, -3, -0.0, 0.0, 3, 3.7])
+#: All of them and what is no number at once, since every shape takes its own programs.
+POINTS = np.concatenate([GRID.ravel(), LARGE, KINKS, np.float32([np.nan, np.inf])])
+AT_GRID = slice(GRID.size)
+AT_LARGE = slice(GRID.size, GRID.size + LARGE.size)
+AT_KINKS = slice(AT_LARGE.stop, AT_LARGE.stop + KINKS.size)
+AT_NAN = slice(AT_KINKS.stop, None)
 
 
-def activate(name: str, approx: str | None, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The value and the slope; that the value alone is the same is part of the test."""
-    arguments = ((name,), approx, jnp.int32(0), jnp.asarray(x))
+@functools.cache
+def activate(name: str, approx: str | None) -> tuple[np.ndarray, np.ndarray]:
+    """Value and slope at `POINTS`; that the value alone is the same is part of the test."""
+    arguments = ((name,), approx, jnp.int32(0), jnp.asarray(POINTS))
     value, slope = kernel.activate_with_slope(*arguments, interpret=True)
     np.testing.assert_array_equal(kernel.activate(*arguments, interpret=True), value)
     assert value.dtype == slope.dtype == jnp.float32
     return np.asarray(value), np.asarray(slope)
 
 
+@functools.cache
+def of_reference(name: str, approx: str | None) -> tuple[np.ndarray, np.ndarray]:
+    expected = reference.elementwise(name, approx)
+    points = jnp.asarray(POINTS)
+    return np.asarray(expected.value(points)), np.asarray(expected.slope(points))
+
+
+def pairs_at(
+    part: slice, name: str, approx: str | None
+) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+    """(value, the reference's) and (slope, the reference's) at a part of `POINTS`."""
+    value, slope = zip(activate(name, approx), of_reference(name, approx), strict=True)
+    return tuple(x[part] for x in value), tuple(x[part] for x in slope)
+
+
 @pytest.mark.parametrize(("approx", "name"), PAIRS)
 def test_value_and_slope_are_the_references(approx: str | None, name: str) -> None:
-    value, slope = activate(name, approx, GRID)
-    expected = reference.elementwise(name, approx)
+    value, slope = pairs_at(AT_GRID, name, approx)
     # The reference's 1 + tanh loses a few roundings of 1, times the score.
-    np.testing.assert_allclose(value, expected.value(jnp.asarray(GRID)), rtol=1e-6, atol=3e-6)
-    np.testing.assert_allclose(slope, expected.slope(jnp.asarray(GRID)), rtol=3e-6, atol=1e-5)
+    np.testing.assert_allclose(*value, rtol=1e-6, atol=3e-6)
+    np.testing.assert_allclose(*slope, rtol=3e-6, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_value_is_exact_to_the_rounding_of_f32(name: str) -> None:
-    exact = problems_gdpa.numpy_activation(name, GRID.astype(np.float64))
-    np.testing.assert_allclose(activate(name, None, GRID)[0], exact, rtol=6e-7, atol=3e-7)
+    exact = problems_gdpa.numpy_activation(name, POINTS[AT_GRID].astype(np.float64))
+    np.testing.assert_allclose(activate(name, None)[0][AT_GRID], exact, rtol=6e-7, atol=3e-7)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 @pytest.mark.parametrize(("approx", "name"), PAIRS)
-@pytest.mark.parametrize("x", [LARGE, KINKS], ids=["large", "kinks"])
-def test_value_and_slope_far_away_and_at_kinks(
-    approx: str | None, name: str, x: np.ndarray
-) -> None:
-    value, slope = activate(name, approx, x)
-    expected = reference.elementwise(name, approx)
-    np.testing.assert_allclose(value, expected.value(jnp.asarray(x)), rtol=1e-6, atol=1e-6)
-    np.testing.assert_allclose(slope, expected.slope(jnp.asarray(x)), rtol=1e-5, atol=1e-5)
-    np.testing.assert_array_equal(value[x == 0], 0)
+@pytest.mark.parametrize("part", [AT_LARGE, AT_KINKS], ids=["large", "kinks"])
+def test_value_and_slope_far_away_and_at_kinks(approx: str | None, name: str, part: slice) -> None:
+    value, slope = pairs_at(part, name, approx)
+    np.testing.assert_allclose(*value, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(*slope, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(value[0][POINTS[part] == 0], 0)
 
 
 @pytest.mark.parametrize(("approx", "name"), PAIRS)
 def test_nan_stays_and_infinity_is_no_finite_value(approx: str | None, name: str) -> None:
-    value, slope = activate(name, approx, np.float32([np.nan, np.inf]))
+    value, slope = (x[AT_NAN] for x in activate(name, approx))
     assert np.isnan(value[0])
     assert not np.isfinite(value[1])
     is_constant = name == "identity" or name.endswith("relu")
@@ -75,12 +93,13 @@ def test_nan_stays_and_infinity_is_no_finite_value(approx: str | None, name: str
 
 def test_heads_have_their_own_activation() -> None:
     names = ("gelu", "identity", "gelu", "relu")
-    x = jnp.asarray(GRID[:, :16])
     both = jax.jit(functools.partial(kernel.activate_with_slope, names, None, interpret=True))
     for head, name in enumerate(names):
-        expected = kernel.activate_with_slope((name,), None, 0, x, interpret=True)
-        for got, want in zip(both(jnp.int32(head), x), expected, strict=True):
-            np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
+        found = both(jnp.int32(head), jnp.asarray(GRID))
+        for got, want in zip(found, activate(name, None), strict=True):
+            np.testing.assert_allclose(
+                np.ravel(got), want[AT_GRID], rtol=1e-6, atol=1e-6, err_msg=name
+            )
 
 
 # Weights of raw scores.

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from ikbo_jax.pallas import work_order
+
+by_user = jax.jit(work_order.by_user)
+run_ends = jax.jit(work_order.run_ends)
+cuts_of = jax.jit(work_order.cuts, static_argnums=1)
 
 INDICES = {
     "one": [3],
@@ -21,7 +26,7 @@ INDICES = {
 @pytest.mark.parametrize("name", INDICES)
 def test_order_by_user_is_the_stable_sort(name: str) -> None:
     users = np.asarray(INDICES[name], np.int32)
-    order = work_order.by_user(jnp.asarray(users))
+    order = by_user(jnp.asarray(users))
     assert order.dtype == jnp.int32
     np.testing.assert_array_equal(order, np.argsort(users, kind="stable"))
 
@@ -33,14 +38,14 @@ def test_run_ends(name: str) -> None:
         next((j for j in range(i, users.size) if users[j] != users[i]), users.size)
         for i in range(users.size)
     ]
-    np.testing.assert_array_equal(work_order.run_ends(jnp.asarray(users)), expected)
+    np.testing.assert_array_equal(run_ends(jnp.asarray(users)), expected)
 
 
 @pytest.mark.parametrize("tiles_each", [1, 3])
 @pytest.mark.parametrize("name", ["one", "sorted", "alternating", "drawn"])
 def test_cuts_make_pairs_of_one_user(name: str, tiles_each: int) -> None:
     users = np.asarray(INDICES[name], np.int32)
-    cuts, counts = work_order.cuts(jnp.asarray(users), tiles_each)
+    cuts, counts = cuts_of(jnp.asarray(users), tiles_each)
     of_tile = np.repeat(users, tiles_each)
     expected = [i for i in range(of_tile.size) if i % 2 == 0 or of_tile[i] != of_tile[i - 1]]
     assert counts[-1] == len(expected)
