@@ -60,7 +60,7 @@ def test_inputs_are_what_the_point_says(index: str, lengths: str):
         assert flops == TINY.useful_flops * seen[users].sum() // (16 * 9)
 
 
-@pytest.mark.parametrize("index", ["even", "ragged", "unsorted"])
+@pytest.mark.parametrize("index", ["ragged", "unsorted"])
 def test_grouping_by_hand_and_back(index: str):
     inputs = attention.make_inputs(point(index))
 
@@ -71,7 +71,7 @@ def test_grouping_by_hand_and_back(index: str):
             return jax.nn.dot_product_attention(query, key, value, implementation="xla")
 
     fn, args = attention_providers._grouped(attend, inputs)
-    out = attention_providers._ungrouped(fn(*args), inputs)
+    out = attention_providers._ungrouped(jax.jit(fn)(*args), inputs)
     exact, bound = attention_providers.oracle(inputs, range(9))
     assert np.abs(np.asarray(out, np.float64) - exact).max() <= bound
 

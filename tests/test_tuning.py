@@ -11,7 +11,9 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -436,7 +438,7 @@ def test_worker_process_that_dies_or_hangs_is_a_failure(monkeypatch):
     assert "no answer" in autotune.run_in_subprocess(task, timeout_s=0.2)["failure"]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_check_admits_the_right_result_and_no_other(dtype):
     problem = dataclasses.replace(TINY, dtype=dtype, batches=(3, trials.CHECK_ROWS + 3))
     operands = trials.linear_compression_operands(problem)
@@ -446,11 +448,12 @@ def test_check_admits_the_right_result_and_no_other(dtype):
     assert parents[0] is None
     assert parents[1].dtype == jnp.int32
     assert set(parents[1].tolist()) <= {0, 1, 2}
-    right = decomposed(*operands)
+    right = np.asarray(jax.jit(decomposed)(*operands))
     error, bound = trials.check_linear_compression(right, operands)
     assert error <= bound < 0.2
     for bad in (0.5, jnp.nan, jnp.inf):
-        wrong = right.at[-1, 3, 5].add(jnp.asarray(bad, right.dtype))
+        wrong = right.copy()
+        wrong[-1, 3, 5] += np.asarray(bad, right.dtype)
         error, bound = trials.check_linear_compression(wrong, operands)
         assert not error <= bound
 
