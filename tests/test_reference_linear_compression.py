@@ -113,8 +113,13 @@ def test_every_formulation_but_rounded_sums_in_f32() -> None:
     weights = (jnp.full((1, 1), 256.0, jnp.bfloat16), jnp.ones((1, 2), jnp.bfloat16))
     e_cand = jnp.asarray([[[-256.0], [2.0**-4]]], jnp.bfloat16)
     levels = (weights, (jnp.ones((1, 1, 1), jnp.bfloat16), e_cand), (None, jnp.zeros(1, jnp.int32)))
-    for formulation in reference.FORMULATIONS:
-        (value,) = reference.decomposed(*levels, formulation=formulation).ravel().tolist()
+
+    @jax.jit
+    def every(*levels):
+        return {n: reference.decomposed(*levels, formulation=n) for n in reference.FORMULATIONS}
+
+    for formulation, out in every(*levels).items():
+        (value,) = np.ravel(out).tolist()
         assert value == (0.0 if formulation == "rounded" else 2.0**-4), formulation
 
 
