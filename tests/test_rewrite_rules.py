@@ -330,14 +330,15 @@ def test_the_same_index_twice_is_one_lookup() -> None:
 
 
 def test_rows_out_of_bounds_of_one_operand_alone() -> None:
-    outside = INDEX.at[0].set(99)
+    outside = np.array(INDEX)
+    outside[0] = 99
 
     def fn(user, deep):
         return jnp.sin(user[outside] * jnp.take(deep, outside, axis=0)[:, 0])
 
     report = check(fn, USER, DEEP)
     assert "looked up in place" not in str(report)
-    assert np.isnan(fn(USER, DEEP)[0]).all()
+    assert np.isnan(jax.jit(fn)(USER, DEEP)[0]).all()
 
 
 def test_a_table_looked_up_by_looked_up_ids() -> None:
@@ -357,14 +358,15 @@ def test_a_lookup_in_what_was_looked_up_is_one_lookup() -> None:
 
 def test_lookups_by_fill_in_what_was_looked_up() -> None:
     parent = jnp.asarray([0, 5, 1, 0], jnp.int32)
-    outside = INDEX.at[0].set(99)
+    outside = np.array(INDEX)
+    outside[0] = 99
 
     def fn(request):
         return jnp.take(jnp.take(request, parent, axis=0), outside, axis=0) @ W
 
     report = check(fn, USER[:2])
     assert report.changed
-    assert np.isnan(fn(USER[:2])).any(axis=1).sum() >= 2
+    assert np.isnan(jax.jit(fn)(USER[:2])).any(axis=1).sum() >= 2
 
 
 def test_one_shared_value_is_not_reported_unless_a_product_is_saved() -> None:
