@@ -138,7 +138,7 @@ def make(program):
     return fn
 
 
-@settings(max_examples=36)
+@settings(max_examples=24)
 @given(programs)
 def test_results_and_gradients_agree(program) -> None:
     fn = make(program)
@@ -160,7 +160,7 @@ def test_results_and_gradients_agree(program) -> None:
         )
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(programs)
 def test_rows_out_of_bounds_agree(program) -> None:
     _, steps = program
