@@ -179,12 +179,14 @@ def test_both_paths_and_their_gradients_are_numpys(name: str, limits: tuple) -> 
         check_finite_differences(arrays, settings, d_out)
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("indexed", "bfloat16"), ("pma", "float16")])
-def test_half_precision_is_within_the_error_rule(name: str, dtype: str) -> None:
-    """Activations are in f32 whatever the dtype: one of them, and softmax, stand for all."""
-    shape = SHAPES[name]
-    settings = problems_gdpa.make_settings(shape, ("gelu_tanh", "softmax"))
-    arrays = problems_gdpa.make_arrays(shape, dtype)
+def test_half_precision_is_within_the_error_rule() -> None:
+    """Activations are in f32 whatever the dtype: one of them, and softmax, stand for all.
+
+    The op's tests have bfloat16.
+    """
+    shape = SHAPES["pma_indexed"]
+    settings = problems_gdpa.make_settings(shape, ("gelu_tanh", "gelu_tanh", "softmax", "softmax"))
+    arrays = problems_gdpa.make_arrays(shape, "float16")
     d_out = problems_gdpa.cotangent(arrays, settings)
 
     @jit
@@ -250,7 +252,7 @@ def test_output_scale_of_zero_has_no_gradient() -> None:
 #: More requests than candidates.
 FUZZ_SHAPE = Shape((8, 4, 3, 5), (6, 4, 8, 4, 2), 2, 2, 4, (0, 1, 4, 0))
 #: The two ways to leave a key out: a weight of zero, and none in the sum of a softmax.
-FUZZ_SETTINGS = problems_gdpa.make_settings(FUZZ_SHAPE, ("silu", "softmax"))
+FUZZ_SETTINGS = problems_gdpa.make_settings(FUZZ_SHAPE, ("identity", "softmax"))
 
 
 def fuzzed(count: int, total: int) -> st.SearchStrategy[list[int]]:
