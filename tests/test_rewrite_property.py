@@ -19,8 +19,8 @@ WIDTHS = (4, 6)
 RNG = np.random.default_rng(0)
 # In NumPy: jnp would compile a program for each width.
 WEIGHTS = {
-    width: jnp.asarray(np.asarray(problems.random_array(RNG, (width, 4), "float32")) * 0.5)
-    for width in range(1, 200)
+    width: RNG.standard_normal((width, 4), dtype=np.float32) * np.float32(0.5)
+    for width in range(1, 81)
 }
 USER = problems.random_array(RNG, (U, 6), "float32")
 HISTORY = problems.random_array(RNG, (U, MID, 4), "float32")
