@@ -45,8 +45,7 @@ def own_tokens(shape: problems.AttentionShape, count: int, dtype: str) -> dict[s
 DRAWN = [
     (4, 9, 3, 40, 2, 3, 20, "float32", 0.3),
     (6, 1, 1, 17, 1, 1, 7, "bfloat16", -0.5),
-    (1, 8, 6, 1, 3, 2, 1, "float16", 2.0),
-    (5, 6, 2, 5, 1, 2, 13, "float32", 0.0),
+    (5, 6, 2, 5, 1, 2, 13, "float16", 0.0),
 ]
 
 
@@ -232,17 +231,6 @@ def test_value_and_gradients_are_within_the_error_rule(name: str, dtype: str) ->
         jax.tree.map(problems.assert_within_error_rule, actual, exact, plain)
 
 
-def test_gradients_with_own_tokens_are_the_oracles() -> None:
-    inputs = problems.make_attention_inputs(SMALL, "float32")
-    own = own_tokens(SMALL, 2, "float32")
-
-    @jax.jit
-    def both(*floats):
-        return [jax.grad(loss_of(inputs, run), (0, 1, 2, 3))(*floats) for run in (ours, oracle)]
-
-    chex.assert_trees_all_close(*both(*inputs[:3], own), atol=1e-5)
-
-
 def test_gradient_of_clamped_index_goes_where_the_value_came_from() -> None:
     inputs = problems.make_attention_inputs(SMALL, "float32")
     wild = np.asarray([-1, 3, 1, 99, -(2**31), 2, 0], np.int32)
@@ -292,17 +280,18 @@ def test_same_under_scan() -> None:
 
 
 def test_candidates_may_be_sharded(on_cpu) -> None:
+    """Values and gradients are the oracle's, those of own tokens too."""
     shape = SMALL._replace(candidates=8)
     inputs = problems.make_attention_inputs(shape, "float32")
     own = own_tokens(shape, 2, "float32")
     split, whole = jax.sharding.PartitionSpec("shard"), jax.sharding.PartitionSpec()
 
-    def run(query, key, value, index, lengths, self_key, self_value):
+    def run(path, query, key, value, index, lengths, self_key, self_value):
         arrays = problems.AttentionInputs(query, key, value, index, lengths)
-        return ours(arrays, self_key=self_key, self_value=self_value)
+        return path(arrays, self_key=self_key, self_value=self_value)
 
     sharded = jax.shard_map(
-        run,
+        functools.partial(run, ours),
         mesh=jax.sharding.Mesh(jax.devices("cpu")[:2], ("shard",)),
         in_specs=(split, whole, whole, split, whole, split, split),
         out_specs=split,
@@ -315,7 +304,8 @@ def test_candidates_may_be_sharded(on_cpu) -> None:
 
         return jax.value_and_grad(loss, argnums=(0, 1, 2, 3, 4), has_aux=True)
 
-    each = jax.jit(lambda *x: [value_and_gradients(path)(*x) for path in (sharded, run)])
+    paths = (sharded, functools.partial(run, oracle))
+    each = jax.jit(lambda *x: [value_and_gradients(path)(*x) for path in paths])
     chex.assert_trees_all_close(*each(*inputs[:3], *own.values()), atol=1e-4)
 
 
@@ -356,11 +346,12 @@ def test_memory_of_the_gradient_holds_neither_copies_nor_all_scores() -> None:
 
 def test_merging_two_histories_is_attending_to_both() -> None:
     both = problems.make_attention_inputs(SHAPES["unsorted"], "bfloat16")
+    key, value = np.asarray(both.key), np.asarray(both.value)
     parts = [
-        ours(both._replace(key=both.key[:, part], value=both.value[:, part]))
+        ours(both._replace(key=key[:, part], value=value[:, part]))
         for part in (slice(0, 10), slice(10, None))
     ]
-    out, lse = ikbo.merge_attention(*parts[0], *parts[1])
+    out, lse = jax.jit(ikbo.merge_attention)(*parts[0], *parts[1])
     exact_out, exact_lse = problems.numpy_attention_oracle(both, scale=SCALE)
     assert out.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(out, np.float64), exact_out, rtol=0, atol=0.02)
@@ -380,29 +371,30 @@ def test_merging_is_symmetric_and_differentiable() -> None:
     def everything(*arrays):
         both = ikbo.merge_attention(*arrays), ikbo.merge_attention(*arrays[2:], *arrays[:2])
         gradients = jax.grad(total, argnums=(0, 1, 2, 3))(*arrays)
-        slopes = []
-        for direction in range(4):
+
+        def slopes(direction, steps):
+            """Forward, backward and numeric, along one of the arrays."""
             seed = jax.random.normal(jax.random.key(direction), (out.size,), jnp.float32)
-            steps = [0.0] * 4
-            steps[direction] = 1.0
             tangents = [
                 jnp.where(jnp.isfinite(x), step * seed[: x.size].reshape(x.shape), 0.0)
                 for step, x in zip(steps, arrays, strict=True)
             ]
             forward = jax.jvp(total, arrays, tuple(tangents))[1]
-            backward = jnp.vdot(gradients[direction], tangents[direction])
+            backward = sum(jnp.vdot(*pair) for pair in zip(gradients, tangents, strict=True))
             ahead, behind = (
                 total(*(x + sign * 1e-2 * t for x, t in zip(arrays, tangents, strict=True)))
                 for sign in (1, -1)
             )
-            slopes.append((forward, backward, (ahead - behind) / 2e-2))
-        return both, slopes
+            return forward, backward, (ahead - behind) / 2e-2
+
+        each = jnp.arange(4, dtype=jnp.int32), jnp.eye(4, dtype=jnp.float32)
+        return both, jax.vmap(slopes)(*each)
 
     (one, two), slopes = everything(out, lse, *other)
     chex.assert_trees_all_close(one, two, atol=ATOL)
-    for forward, backward, numeric in slopes:
-        np.testing.assert_allclose(forward, backward, rtol=1e-4, atol=1e-4)
-        np.testing.assert_allclose(numeric, forward, rtol=0.02, atol=0.02)
+    forward, backward, numeric = slopes
+    np.testing.assert_allclose(forward, backward, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(numeric, forward, rtol=0.02, atol=0.02)
 
 
 class TestKernelPath:
@@ -473,16 +465,21 @@ class TestKernelPath:
     def test_gradients_of_both_orders(self, fake_attention) -> None:
         inputs = problems.make_attention_inputs(self.SHAPE)
 
-        def slope(implementation):
-            loss = loss_of(inputs, ours, implementation=implementation)
-            gradients = jax.grad(loss, argnums=(0, 1, 2))
+        exact = problems.AttentionInputs(
+            *(np.asarray(x, np.float32) for x in inputs[:3]), *inputs[3:]
+        )
+
+        def slope(inputs, run):
+            gradients = jax.grad(loss_of(inputs, run), argnums=(0, 1, 2))
 
             def square(*x):
                 return sum(jnp.sum(g.astype(jnp.float32) ** 2) for g in gradients(*x))
 
-            return jax.jit(jax.value_and_grad(square, argnums=(0, 1, 2)))
+            return jax.value_and_grad(square, argnums=(0, 1, 2))(*inputs[:3])
 
-        actual, expected = (slope(path)(*inputs[:3]) for path in ("mosaic_gpu", "xla"))
+        kernel = functools.partial(ours, implementation="mosaic_gpu")
+        run = jax.jit(lambda x, y: (slope(x, kernel), slope(y, oracle)))
+        actual, expected = run(inputs, exact)
         for found, wanted in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
             found, wanted = (np.asarray(x, np.float32) for x in (found, wanted))
             np.testing.assert_allclose(found, wanted, rtol=0, atol=0.05 * np.abs(wanted).max())

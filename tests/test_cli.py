@@ -225,7 +225,7 @@ def test_requests_are_seeded_and_ragged():
 
 def test_inputs_have_the_sizes_of_the_request():
     request = dataclasses.replace(demo.SMALL, dtype="float16")
-    inputs = demo.make_inputs(request)
+    inputs = jax.eval_shape(lambda: demo.make_inputs(request))
     assert inputs.w_cand.shape == (request.m, request.k_cand)
     assert inputs.w_user.shape == (request.m, request.k_user)
     assert inputs.e_cand.shape == (request.candidates, request.k_cand, request.n)

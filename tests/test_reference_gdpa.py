@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import chex
@@ -92,23 +92,6 @@ def assert_close(actual: Any, expected: Any) -> None:
 # The oracle.
 
 
-@pytest.mark.parametrize("name", ["self_empty_and_padded", "indexed", "pma_indexed"])
-def test_materialised_has_the_gradient_of_its_value(name: str) -> None:
-    """Of every activation, by finite differences."""
-    shape, settings = problem(name)
-    arrays = problems_gdpa.make_arrays(shape, "float32")
-    query, key, value = (np.abs(np.nan_to_num(x)) for x in arrays[:3])
-    # Scores of both signs, none of them at the kink of a relu.
-    sign = np.where(np.arange(key.shape[0]) % 2, np.float32(1), np.float32(-1))
-    floats = (query, key * sign[:, None, None], value)
-
-    @jax.jit
-    def run(*floats: jax.Array) -> jax.Array:
-        return reference.materialised(Arrays(*floats, *arrays[3:]), settings)
-
-    jax.test_util.check_grads(run, floats, order=1, modes=["rev"], atol=0.02, rtol=0.02, eps=1e-3)
-
-
 def test_materialised_rounds_once() -> None:
     shape = SHAPES["grouped_heads"]
     arrays = problems_gdpa.make_arrays(shape, "float16")
@@ -157,6 +140,24 @@ def test_each_scale_is_where_the_definition_has_it() -> None:
 # The XLA path.
 
 
+def check_finite_differences(arrays: Arrays, settings: Settings, d_out: jax.Array) -> None:
+    """That the oracle has the gradient of its value, in the program that compared it with NumPy."""
+    query, key, value = (np.abs(np.nan_to_num(x)) for x in arrays[:3])
+    # Scores of both signs, none of them at the kink of a relu.
+    sign = np.where(np.arange(key.shape[0]) % 2, np.float32(1), np.float32(-1))
+    floats = (query, key * sign[:, None, None], value)
+
+    def run(d_out: Any, *floats: Any) -> tuple[jax.Array, tuple]:
+        return ours_and_oracle(Arrays(*floats, *arrays[3:]), settings, jnp.asarray(d_out))[1]
+
+    def run_vjp(*floats: Any) -> tuple[jax.Array, Callable[[Any], tuple]]:
+        return run(d_out, *floats)[0], lambda cotangent: run(cotangent, *floats)[1]
+
+    jax.test_util.check_vjp(
+        lambda *floats: run(d_out, *floats)[0], run_vjp, floats, atol=0.02, rtol=0.02, eps=1e-3
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "limits"),
     [
@@ -166,7 +167,7 @@ def test_each_scale_is_where_the_definition_has_it() -> None:
     ],
 )
 def test_both_paths_and_their_gradients_are_numpys(name: str, limits: tuple) -> None:
-    """Of every activation in every mode."""
+    """Of every activation in every mode; the oracle's gradients by finite differences too."""
     shape, settings = problem(name)
     settings = settings._replace(max_seqlen_q=limits[0], max_seqlen_kv=limits[1])
     arrays = problems_gdpa.make_arrays(shape, "float32")
@@ -174,12 +175,18 @@ def test_both_paths_and_their_gradients_are_numpys(name: str, limits: tuple) -> 
     exact = jax.tree.map(np.float32, exactly(arrays, settings, d_out))
     for found in ours_and_oracle(arrays, settings, d_out):
         assert_close(found, exact)
+    if name in ("self_empty_and_padded", "indexed", "pma_indexed"):
+        check_finite_differences(arrays, settings, d_out)
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("indexed", "bfloat16"), ("pma", "float16")])
-def test_half_precision_is_within_the_error_rule(name: str, dtype: str) -> None:
-    shape, settings = problem(name)
-    arrays = problems_gdpa.make_arrays(shape, dtype)
+def test_half_precision_is_within_the_error_rule() -> None:
+    """Activations are in f32 whatever the dtype: one of them, and softmax, stand for all.
+
+    The op's tests have bfloat16.
+    """
+    shape = SHAPES["pma_indexed"]
+    settings = problems_gdpa.make_settings(shape, ("gelu_tanh", "gelu_tanh", "softmax", "softmax"))
+    arrays = problems_gdpa.make_arrays(shape, "float16")
     d_out = problems_gdpa.cotangent(arrays, settings)
 
     @jit
@@ -221,9 +228,9 @@ def test_scores_that_grow_along_a_sequence_do_not_overflow() -> None:
     """Every tile's maximum dwarfs that of the one before, beyond the range of exp in f32."""
     shape = Shape((6,), (40,))
     arrays = problems_gdpa.make_arrays(shape, "float32")
-    growth = jnp.linspace(1.0, 400.0, 40, dtype=jnp.float32)[:, None, None]
+    grown_key = np.asarray(arrays.key) * np.linspace(1, 400, 40, dtype=np.float32)[:, None, None]
     settings = problems_gdpa.make_settings(shape, "softmax")
-    for key in (arrays.key * growth, (arrays.key * growth)[::-1]):
+    for key in (grown_key, grown_key[::-1]):
         grown = arrays._replace(key=key)
         out, lse = chunked(grown, settings, SMALL_BLOCKS)
         assert np.max(lse) > 200
@@ -232,7 +239,8 @@ def test_scores_that_grow_along_a_sequence_do_not_overflow() -> None:
 
 
 def test_output_scale_of_zero_has_no_gradient() -> None:
-    shape, settings = problem("self")
+    shape = SHAPES["self"]
+    settings = problems_gdpa.make_settings(shape, ("silu", "softmax"))
     arrays = problems_gdpa.make_arrays(shape, "float32")
     d_out = problems_gdpa.cotangent(arrays, settings)
     result = ours(arrays, settings._replace(output_scale=0.0), d_out)
@@ -244,7 +252,7 @@ def test_output_scale_of_zero_has_no_gradient() -> None:
 #: More requests than candidates.
 FUZZ_SHAPE = Shape((8, 4, 3, 5), (6, 4, 8, 4, 2), 2, 2, 4, (0, 1, 4, 0))
 #: The two ways to leave a key out: a weight of zero, and none in the sum of a softmax.
-FUZZ_SETTINGS = problems_gdpa.make_settings(FUZZ_SHAPE, ("gelu", "softmax"))
+FUZZ_SETTINGS = problems_gdpa.make_settings(FUZZ_SHAPE, ("identity", "softmax"))
 
 
 def fuzzed(count: int, total: int) -> st.SearchStrategy[list[int]]:
@@ -318,7 +326,7 @@ def test_poison_stays_in_its_sequence(array: str, poison: float) -> None:
     # Query sequences 1 and 2 (empty) have the first key-value sequence.
     of_q, of_kv = (q_rows >= 3) & (q_rows < 11), kv_rows < 9
     found = jax.tree.leaves((poisoned, gradients))
-    of_activations = [x.reshape(len(x), 3, -1) for x in found]
+    of_activations = [np.asarray(x).reshape(len(x), 3, -1) for x in found]
     finite = [np.isfinite(x).all(axis=(0, 2)) for x in of_activations]
     assert not np.all(finite, axis=0).any()
     for x, y, hit in zip(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,9 @@ import ikbo_jax as ikbo
 pytestmark = pytest.mark.slow
 
 ALL = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+SEVERAL = pytest.mark.parametrize(
+    "models", list(itertools.batched(MODELS.values(), 8)), ids=lambda models: models[0].name
+)
 
 
 @pytest.fixture(autouse=True)
@@ -41,24 +44,14 @@ def shapes_in(text: str) -> set[tuple[int, ...]]:
     return found | {tuple(map(int, s.split(","))) for s in compiled}
 
 
+def in_any_order(shapes: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Shapes as they are however an array is transposed."""
+    return [tuple(sorted(shape)) for shape in shapes]
+
+
 def test_there_are_enough() -> None:
     assert len(MODELS) >= 25
     assert sum(bool(model.never) for model in MODELS.values()) >= 25
-
-
-@ALL
-def test_results_agree_without_a_copy_of_a_users_tensor(model: Model) -> None:
-    args = model.args()
-    lowered = [jax.jit(fn).lower(*args) for fn in (model.fn, ikbo.rewrite(model.fn))]
-    compiled = [program.compile() for program in lowered]
-    expected, actual = (run(*args) for run in compiled)
-    assert_close(actual, expected)
-    before, after = (
-        shapes_in(x.as_text() + y.as_text()) for x, y in zip(lowered, compiled, strict=True)
-    )
-    # The first of the shapes is a copy that the original makes; without it the test says nothing.
-    assert not model.never or model.never[0] in before
-    assert [shape for shape in model.never if shape in after] == []
 
 
 #: Spellings of attention, whose gradients are compared in test_rewrite_attention.py.
@@ -69,32 +62,56 @@ SPELLINGS = (
     "attention_by_nnx",
     "attention_by_einsum_btnh",
 )
-DIFFERENTIABLE = [model for name, model in MODELS.items() if name not in SPELLINGS]
 
 
-@pytest.mark.parametrize(
-    "models", list(itertools.batched(DIFFERENTIABLE, 6)), ids=lambda x: x[0].name
-)
-def test_gradients_agree(models: tuple[Model, ...]) -> None:
+def results_and_gradients(model: Model, fn, args) -> tuple:
+    """Results of a model or of its rewrite, and their gradients where those are compared."""
+    floats = [n for n, x in enumerate(args) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+    def loss(*args):
+        results = fn(*args)
+        return sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(results)), results
+
+    if model.name in SPELLINGS:
+        return fn(*args), ()
+    gradients, results = jax.grad(loss, argnums=floats, has_aux=True)(*args)
+    return results, gradients
+
+
+@SEVERAL
+def test_results_and_gradients_agree(models: tuple[Model, ...]) -> None:
     """Of several models in one program: compiling each is what would take the time."""
-
-    def gradients(fn, args):
-        floats = [n for n, x in enumerate(args) if jnp.issubdtype(x.dtype, jnp.floating)]
-
-        def loss(*args):
-            return sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(fn(*args)))
-
-        return jax.grad(loss, argnums=floats)(*args)
 
     @jax.jit
     def run(args):
         pairs = zip(models, args, strict=True)
-        return [[gradients(f, x) for f in (ikbo.rewrite(m.fn), m.fn)] for m, x in pairs]
+        return [[results_and_gradients(m, f, x) for f in (ikbo.rewrite(m.fn), m.fn)]
+                for m, x in pairs]  # fmt: skip
 
     found = run([model.args() for model in models])
     for model, (actual, expected) in zip(models, found, strict=True):
         factor = 2000 if "half" in model.name else 5
-        assert_close(actual, expected, factor, model.name)
+        assert_close(actual[0], expected[0], name=model.name)
+        assert_close(actual[1], expected[1], factor, model.name)
+
+
+@SEVERAL
+def test_there_is_no_copy_of_a_users_tensor(models: tuple[Model, ...]) -> None:
+    """Neither in a model's own program nor, once compiled, in one of several models."""
+    args = [model.args() for model in models]
+    for model, x in zip(models, args, strict=True):
+        before, after = (
+            shapes_in(jax.jit(fn).lower(*x).as_text()) for fn in (model.fn, ikbo.rewrite(model.fn))
+        )
+        never = in_any_order(model.never)
+        # The first is a copy that the original makes; without it the test says nothing.
+        assert not never or never[0] in in_any_order(before), model.name
+        assert not set(never) & set(in_any_order(after)), model.name
+    together = [ikbo.rewrite(model.fn) for model in models if model.never]
+    operands = [x for model, x in zip(models, args, strict=True) if model.never]
+    run = jax.jit(lambda args: [fn(*x) for fn, x in zip(together, args, strict=True)])
+    compiled = in_any_order(shapes_in(run.lower(operands).compile().as_text()))
+    assert not set(compiled) & {x for model in models for x in in_any_order(model.never)}
 
 
 @ALL
