@@ -315,7 +315,7 @@ def test_ci_fails_when_the_newest_jax_cannot_be_installed(machine, tree):
     result = machine.run(tree / ".ci" / "run", UPGRADE_FAILS="1")
     assert result.returncode != 0
     assert "make lint" in result.stdout
-    assert "pip could not install ikbo-jax[test]" in result.stdout
+    assert "pip could not install ikbo-jax[test,offline]" in result.stdout
     assert "== passed" not in result.stdout
 
 
