@@ -217,6 +217,11 @@ def numpy_gradients(
     return d_query, d_key, d_value
 
 
+def exactly(arrays: Arrays, settings: Settings, d_out: Any) -> tuple[np.ndarray, tuple]:
+    """Out, and the gradients of query, key and value, in f64."""
+    return numpy_oracle(arrays, settings), numpy_gradients(arrays, settings, d_out)
+
+
 @functools.partial(jax.jit, static_argnums=1)
 def same_dtype_gdpa(arrays: Arrays, settings: Settings) -> jax.Array:
     """Out as plain jnp has it: all scores in f32 at once, weights rounded to the dtype."""

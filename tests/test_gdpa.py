@@ -35,20 +35,10 @@ def attend(arrays: Arrays, **options: Any) -> jax.Array:
     return ikbo.gdpa(*arrays[:5], q_to_kv=arrays.q_to_kv, broadcast_q=broadcast_q, **options)
 
 
-# Compiling is what takes the time: programs do not optimise, and several runs share one.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-
-
 def value_and_gradients(run, arrays: Arrays, d_out: jax.Array) -> tuple:
     """Out and the gradients of query, key and value."""
     out, pull_back = jax.vjp(lambda *x: run(Arrays(*x, *arrays[3:])), *arrays[:3])
     return out, pull_back(d_out.astype(out.dtype))
-
-
-def exactly(arrays: Arrays, settings: Settings, d_out: jax.Array) -> tuple:
-    """The same by NumPy in f64."""
-    gradients = problems_gdpa.numpy_gradients(arrays, settings, d_out)
-    return problems_gdpa.numpy_oracle(arrays, settings), gradients
 
 
 @pytest.mark.parametrize(
@@ -68,10 +58,10 @@ def test_value_and_gradients_are_within_the_error_rule(name: str, dtype: str) ->
     settings = problems_gdpa.make_settings(shape, names)
     d_out = problems_gdpa.cotangent(arrays, settings)
     runs = [functools.partial(attend, activation=names)]
-    exact = exactly(arrays, settings, d_out)
+    exact = problems_gdpa.exactly(arrays, settings, d_out)
     if dtype != "float32":
         runs.append(lambda x: problems_gdpa.same_dtype_gdpa(x, settings))
-    found, *plain = jit(lambda x: [value_and_gradients(run, x, d_out) for run in runs])(arrays)
+    found, *plain = jax.jit(lambda x: [value_and_gradients(run, x, d_out) for run in runs])(arrays)
     if dtype == "float32":
         chex.assert_trees_all_close(found, jax.tree.map(np.float32, exact), atol=ATOL)
     else:
@@ -94,7 +84,7 @@ def test_each_scale_on_its_own() -> None:
     arrays = tuple(np.full((1, 1, 1), x, np.float32) for x in (1.5, 0.8, 2.0))
     scales = [(0.5, 1), (1, -0.25), (np.float32(0), 3)]
 
-    @jit
+    @jax.jit
     def run(*arrays: jax.Array) -> list[jax.Array]:
         options = [{"activation": "silu", "scale": x, "output_scale": y} for x, y in scales]
         return [ikbo.gdpa(*arrays, cu, cu, **each) for each in options]
@@ -109,7 +99,7 @@ def test_each_scale_on_its_own() -> None:
 def test_approximation_reaches_its_heads_alone(approx: str, activation: str) -> None:
     arrays = problems_gdpa.make_arrays(SMALL, "float32")
     names = (activation, "relu", "softmax", activation)
-    run = jit(lambda x: [attend(x, activation=names, approx=a) for a in (approx, None)])
+    run = jax.jit(lambda x: [attend(x, activation=names, approx=a) for a in (approx, None)])
     found, exact = map(np.asarray, run(arrays))
     np.testing.assert_array_equal(found[:, 1:3], exact[:, 1:3])
     difference = np.max(np.abs(found - exact)[:, [0, 3]])
@@ -229,8 +219,8 @@ def test_sequences_may_be_sharded(on_cpu) -> None:
     one = arrays._replace(cu_seqlens_q=problems_gdpa.offsets(shape.q_lens))
     settings = problems_gdpa.make_settings(shape, ("softmax", "silu"))
     d_out = problems_gdpa.cotangent(arrays, settings)
-    found = jit(lambda x: value_and_gradients(sharded, x, d_out))(arrays)
-    exact = jax.tree.map(np.float32, exactly(one, settings, d_out))
+    found = jax.jit(lambda x: value_and_gradients(sharded, x, d_out))(arrays)
+    exact = jax.tree.map(np.float32, problems_gdpa.exactly(one, settings, d_out))
     chex.assert_trees_all_close(found, exact, atol=ATOL)
 
 
@@ -333,7 +323,7 @@ def on_path(arrays: Arrays, activation: str, implementation: str) -> tuple:
 
 def test_gradients_come_from_kernels_where_one_made_the_result(kernel_calls) -> None:
     arrays = problems_gdpa.make_arrays(SMALL._replace(head_dim=64), "bfloat16")
-    _, gradients = jit(lambda x: on_path(x, "relu", "mosaic_gpu"))(arrays)
+    _, gradients = jax.jit(lambda x: on_path(x, "relu", "mosaic_gpu"))(arrays)
     for n, x in enumerate(gradients):
         np.testing.assert_array_equal(np.asarray(x, np.float32), n)
     assert kernel_calls == [132]
@@ -346,6 +336,6 @@ def test_gradients_without_a_kernel_are_those_of_xla(
     """At H = 256, or with a softmax, the forward has a kernel and the backward has none: XLA's."""
     arrays = problems_gdpa.make_arrays(SMALL._replace(head_dim=head_dim), "bfloat16")
     paths = ("mosaic_gpu", "xla")
-    both = jit(lambda x: [on_path(x, activation, path) for path in paths])
+    both = jax.jit(lambda x: [on_path(x, activation, path) for path in paths])
     chex.assert_trees_all_equal(*both(arrays))
     assert kernel_calls == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import chex
@@ -20,8 +19,6 @@ pytestmark = pytest.mark.slow
 
 SIZE = 3
 ACTIVATIONS = ("silu", "softmax")
-# Programs run once and are tiny: compiling them is what takes the time.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 JAGGED = Shape((3, 0, 6), (4, 2, 5), 2, 1, 4, (2, 0, 1))
 POOLED = JAGGED._replace(q_lens=2)
 #: What of query, key, value, cu_seqlens_q, cu_seqlens_kv and q_to_kv is batched.
@@ -90,7 +87,7 @@ def loss(floats: tuple, integers: tuple) -> jax.Array:
 @pytest.mark.parametrize("name", KINDS)
 def test_equals_a_loop(name: str) -> None:
     arrays, axes = stacked(*KINDS[name])
-    out = np.asarray(jit(jax.vmap(attend, (axes,)))(arrays))
+    out = np.asarray(jax.jit(jax.vmap(attend, (axes,)))(arrays))
     for i in range(SIZE):
         one = tamed(problem_at(arrays, axes, i))
         exact = problems_gdpa.numpy_oracle(one, settings_of(one))
@@ -105,7 +102,7 @@ def test_gradient_of_vmap_and_vmap_of_gradient(name: str) -> None:
     def total(floats: tuple, integers: tuple) -> jax.Array:
         return jax.vmap(loss, both_axes)(floats, integers).sum()
 
-    @jit
+    @jax.jit
     def run(floats: tuple, integers: tuple) -> tuple[Any, Any]:
         mapped = jax.vmap(jax.grad(loss), both_axes)(floats, integers)
         return mapped, jax.grad(total)(floats, integers)
@@ -140,7 +137,7 @@ def test_problems_become_one_or_loop(name: str) -> None:
 def test_no_problems() -> None:
     arrays, axes = stacked(*KINDS["own"])
     none = jax.tree.map(lambda x: x[:0], arrays)
-    out, gradient = jit(
+    out, gradient = jax.jit(
         lambda x: (jax.vmap(attend)(x), jax.vmap(jax.grad(loss))(tuple(x[:3]), tuple(x[3:])))
     )(none)
     chex.assert_shape(out, (0, 9, 2, 4))

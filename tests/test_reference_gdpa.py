@@ -47,10 +47,8 @@ def problem(name: str) -> tuple[Shape, Settings]:
     return shape, problems_gdpa.make_settings(shape, names)
 
 
-# Programs run once and are tiny: compiling them is what takes the time.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-materialised = jit(reference.materialised, static_argnums=1)
-chunked = jit(gdpa_chunked.chunked, static_argnums=(1, 2))
+materialised = jax.jit(reference.materialised, static_argnums=1)
+chunked = jax.jit(gdpa_chunked.chunked, static_argnums=(1, 2))
 
 
 def oracle(arrays: Arrays, settings: Settings, d_out: jax.Array) -> tuple[jax.Array, tuple]:
@@ -63,19 +61,13 @@ def oracle(arrays: Arrays, settings: Settings, d_out: jax.Array) -> tuple[jax.Ar
     return out, pull_back(d_out.astype(jnp.float32))
 
 
-def exactly(arrays: Arrays, settings: Settings, d_out: jax.Array) -> tuple[np.ndarray, tuple]:
-    """The same by NumPy in f64, for offsets that are in order."""
-    out = problems_gdpa.numpy_oracle(arrays, settings)
-    return out, problems_gdpa.numpy_gradients(arrays, settings, d_out)
-
-
-@functools.partial(jit, static_argnums=(1, 3))
+@functools.partial(jax.jit, static_argnums=(1, 3))
 def ours(arrays: Arrays, settings: Settings, d_out: jax.Array, blocks=None) -> tuple:
     out, lse = gdpa_chunked.chunked(arrays, settings, blocks)
     return out, gdpa_chunked.chunked_vjp(arrays, settings, out, lse, d_out, blocks)
 
 
-@functools.partial(jit, static_argnums=1)
+@functools.partial(jax.jit, static_argnums=1)
 def ours_and_oracle(arrays: Arrays, settings: Settings, d_out: jax.Array) -> tuple[tuple, tuple]:
     """Both in one program, `ours` in small blocks."""
     found = ours.__wrapped__(arrays, settings, d_out, SMALL_BLOCKS)
@@ -127,7 +119,7 @@ def test_each_scale_is_where_the_definition_has_it() -> None:
     scales = [(0.5, 1.0), (-2.0, -3.0), (0.0, 1.0)]
     arrays = one_pair(1.5, 0.8, 2.0)
 
-    @jit
+    @jax.jit
     def run_all(arrays: Arrays) -> list[tuple[jax.Array, jax.Array]]:
         return [of_each_path(arrays, Settings(("gelu", "softmax"), None, *pair)) for pair in scales]
 
@@ -172,7 +164,7 @@ def test_both_paths_and_their_gradients_are_numpys(name: str, limits: tuple) -> 
     settings = settings._replace(max_seqlen_q=limits[0], max_seqlen_kv=limits[1])
     arrays = problems_gdpa.make_arrays(shape, "float32")
     d_out = problems_gdpa.cotangent(arrays, settings)
-    exact = jax.tree.map(np.float32, exactly(arrays, settings, d_out))
+    exact = jax.tree.map(np.float32, problems_gdpa.exactly(arrays, settings, d_out))
     for found in ours_and_oracle(arrays, settings, d_out):
         assert_close(found, exact)
     if name in ("self_empty_and_padded", "indexed", "pma_indexed"):
@@ -189,7 +181,7 @@ def test_half_precision_is_within_the_error_rule() -> None:
     arrays = problems_gdpa.make_arrays(shape, "float16")
     d_out = problems_gdpa.cotangent(arrays, settings)
 
-    @jit
+    @jax.jit
     def run(arrays: Arrays) -> tuple[tuple, tuple]:
         def plain(*floats: jax.Array) -> jax.Array:
             return problems_gdpa.same_dtype_gdpa(Arrays(*floats, *arrays[3:]), settings)
@@ -198,7 +190,7 @@ def test_half_precision_is_within_the_error_rule() -> None:
         return ours.__wrapped__(arrays, settings, d_out), (out, pull_back(d_out))
 
     actual, plain = run(arrays)
-    exact = exactly(arrays, settings, d_out)
+    exact = problems_gdpa.exactly(arrays, settings, d_out)
     jax.tree.map(problems.assert_within_error_rule, actual, exact, plain)
 
 
@@ -207,7 +199,7 @@ def test_lse_is_that_of_the_scores() -> None:
     arrays = problems_gdpa.make_arrays(shape, "float32")
     names = ["softmax", ("gelu", "softmax", "softmax", "relu"), "silu"]
     several = [problems_gdpa.make_settings(shape, name) for name in names]
-    each = jit(lambda x: [gdpa_chunked.chunked(x, s, SMALL_BLOCKS)[1] for s in several])(arrays)
+    each = jax.jit(lambda x: [gdpa_chunked.chunked(x, s, SMALL_BLOCKS)[1] for s in several])(arrays)
     assert each.pop() is None
     begin, end = (np.asarray(arrays.cu_seqlens_q)[i:][:5] for i in (0, 1))
     kv_begin, kv_end = (np.asarray(arrays.cu_seqlens_kv)[i:][:5] for i in (0, 1))
@@ -289,7 +281,7 @@ def test_offsets_and_index_are_clamped() -> None:
         cu_seqlens_kv=jnp.asarray([0, 9, 13, 13, 19], jnp.int32),
         q_to_kv=jnp.asarray([3, 0, 0, 3, 2], jnp.int32),
     )
-    run = jit(of_each_path, static_argnums=1)
+    run = jax.jit(of_each_path, static_argnums=1)
     exact = problems_gdpa.numpy_oracle(tame, settings)
     for out, of_wild in zip(run(tame, settings), run(wild, settings), strict=True):
         np.testing.assert_array_equal(of_wild, out)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection, Iterator
 
 import jax
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import problems
 import pytest
+from batches import some_at_once
 from flax import linen, nnx
 
 import ikbo_jax as ikbo
@@ -284,13 +284,7 @@ def assert_agree(fns, *, without_gradient: Collection[Callable] = ()) -> None:
             np.testing.assert_allclose(x, y, atol=5e-5, err_msg=fn.__name__)
 
 
-def some_at_once(fns):
-    """Parametrises by so many functions as share a program."""
-    batches = list(itertools.batched(fns, 6))
-    return pytest.mark.parametrize("fns", batches, ids=lambda fns: fns[0].__name__)
-
-
-@some_at_once(RECOGNISED)
+@some_at_once("fns", RECOGNISED, 6, lambda fn: fn.__name__)
 def test_recognised(fns) -> None:
     assert_agree(fns, without_gradient=WITHOUT_GRADIENT)
     for fn in fns:
@@ -300,7 +294,7 @@ def test_recognised(fns) -> None:
         assert report.materialised == (), fn
 
 
-@some_at_once([*NOT_RECOGNISED, weights_also_returned])
+@some_at_once("fns", [*NOT_RECOGNISED, weights_also_returned], 6, lambda fn: fn.__name__)
 def test_not_recognised_and_right_and_the_report_says_why(fns) -> None:
     assert_agree(fns, without_gradient=[fn for fn in fns if fn not in WITH_GRADIENT])
     for fn in fns:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterable, Iterator
 
@@ -10,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from batches import some_at_once
 from rewrite_models import MODELS, B, Model
 
 import ikbo_jax as ikbo
@@ -17,9 +17,7 @@ import ikbo_jax as ikbo
 pytestmark = pytest.mark.slow
 
 ALL = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-SEVERAL = pytest.mark.parametrize(
-    "models", list(itertools.batched(MODELS.values(), 8)), ids=lambda models: models[0].name
-)
+SEVERAL = some_at_once("models", MODELS.values(), 8, lambda model: model.name)
 
 
 @pytest.fixture(autouse=True)

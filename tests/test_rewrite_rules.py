@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -11,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import problems
 import pytest
+from batches import some_at_once
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -55,12 +55,6 @@ def check_each(fns: Mapping[Any, Callable], *args) -> dict[Any, Any]:
 def check(fn, *args):
     """Asserts that a function and its rewrite agree, and returns the report."""
     return check_each({fn: fn}, *args)[fn]
-
-
-def some_at_once(names):
-    """Parametrises by so many names as share a program."""
-    batches = list(itertools.batched(names, 12))
-    return pytest.mark.parametrize("names", batches, ids=lambda names: names[0])
 
 
 #: Of a looked-up [B, D] and a looked-up [B, 3, D]; all of it can be done before the lookup.
@@ -123,7 +117,7 @@ def of_looked_up(name: str) -> Callable:
 MOVES = {"transpose", "expand", "position", "barrier", "split", "slice"}
 
 
-@some_at_once(STAY_LAZY)
+@some_at_once("names", STAY_LAZY, 12)
 def test_stays_at_the_smaller_batch(names: tuple[str, ...]) -> None:
     for name, report in check_each({x: of_looked_up(x) for x in names}, USER, DEEP).items():
         reasons = {place.reason for place in report.materialised}
@@ -162,7 +156,7 @@ BY_PARTS = {
 }
 
 
-@some_at_once(BY_PARTS)
+@some_at_once("names", BY_PARTS, 12)
 @pytest.mark.parametrize("user_first", [True, False])
 def test_a_concatenation_is_worked_on_by_parts(names: tuple[str, ...], user_first: bool) -> None:
     def of_both(name: str) -> Callable:
@@ -224,7 +218,7 @@ REFUSED = {
 }
 
 
-@some_at_once(REFUSED)
+@some_at_once("names", REFUSED, 12)
 def test_refused_for_a_reason(names: tuple[str, ...]) -> None:
     def of_work(name: str) -> Callable:
         return lambda user: REFUSED[name][0](jnp.sin(user[INDEX]))
