@@ -1,6 +1,6 @@
 """Pallas' GPU interpreter for tests: races of every launch, and those of WGMMA operands.
 
-Two things that jax 0.11 leaves out are added from outside:
+Three things that jax leaves out are added from outside:
 
 - The interpreter begins a new race detector at every launch; here all of them are kept.
 - Its WGMMA reads its operands behind the detector's back, and at once.  Here the reads are
@@ -9,6 +9,8 @@ Two things that jax 0.11 leaves out are added from outside:
   back one step too early is a race, as it is on the device.  WGMMAs with accumulators of their own
   stay in flight side by side, until `accumulator.wait`, which reads an accumulator that no WGMMA
   wrote: what it waits for is reported once more, and then over.
+- When a thread fails, the interpreter wakes the threads that wait at an allocated barrier, but not those
+  that wait at a named barrier: the launch would never end.  Here both are woken and fail.
 
 Two things are done in less time, which saves tests a third of theirs: every scalar that reaches a
 callback would become an array on a device first, and two clocks are compared in four passes.
@@ -86,6 +88,16 @@ def _watched_wgmma_accumulator_deref(**kwargs: Any) -> Any:
     return _wgmma_accumulator_deref(**kwargs)
 
 
+_abort_waiters = shared_memory.GPUSharedMemory._abort_waiters
+
+
+def _abort_all_waiters(self: Any) -> None:
+    """Also wakes threads at named barriers, which the interpreter keeps apart from allocated ones."""
+    _abort_waiters(self)
+    for barrier in self.named_barriers.values():
+        barrier.abort()
+
+
 def _callback_on_the_host(
     *args: Any, result_avals: Any, callback: Any, sharding: Any, ordered: Any
 ) -> Any:
@@ -144,6 +156,7 @@ def watched() -> Iterator[Launches]:
         ),
         mock.patch.object(callback, "io_callback_impl", _callback_on_the_host),
         mock.patch.object(shared_memory, "_to_int", _to_int),
+        mock.patch.object(shared_memory.GPUSharedMemory, "_abort_waiters", _abort_all_waiters),
         mock.patch.object(vector_clock.NpVectorClock, "ordered", _ordered),
     ):
         try:
