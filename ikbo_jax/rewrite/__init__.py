@@ -18,8 +18,8 @@ from ikbo_jax.rewrite import (  # noqa: F401  For rules.
 )
 from ikbo_jax.rewrite.interpret import Context, NotCovered, Rule, register_rule
 from ikbo_jax.rewrite.lineage import Concat, Lazy, Lineage
+from ikbo_jax.rewrite.program import run
 from ikbo_jax.rewrite.report import FoundBroadcast, Materialisation, RewriteReport
-from ikbo_jax.rewrite.run import run
 
 __all__ = [
     "Concat",
