@@ -9,11 +9,10 @@ from typing import Any
 
 import jax
 from jax.custom_derivatives import SymbolicZero
-from jax.extend import core
-from jax.interpreters import partial_eval
 
 from ikbo_jax.ops import explain
 from ikbo_jax.rewrite.interpret import Context
+from ikbo_jax.rewrite.jaxprs import evaluate, trace, without_dead_code
 from ikbo_jax.rewrite.report import Recorder
 
 
@@ -71,8 +70,7 @@ class _Original:
     def call(self, inputs: Sequence[Any]) -> list[Any]:
         """The results of the original."""
         _, arrays = self.split(inputs)
-        results: list[Any] = core.jaxpr_as_fun(self.jaxpr)(*arrays)
-        return results
+        return evaluate(self.jaxpr, arrays)
 
     def is_plain(self) -> bool:
         """Whether nothing in the program can make a broadcast."""
@@ -89,7 +87,7 @@ class _Original:
             recorder.settle()
             return results
 
-        return without_dead_code(jax.make_jaxpr(interpreted)(*inputs))
+        return without_dead_code(trace(interpreted, inputs, self.jaxpr))
 
 
 def _rewritten(original: _Original, inputs: list[Any], recorder: Recorder) -> list[Any]:
@@ -99,11 +97,11 @@ def _rewritten(original: _Original, inputs: list[Any], recorder: Recorder) -> li
         return original.call(inputs)
     results: list[Any]
     if not recorder.gradient_differs:
-        results = core.jaxpr_as_fun(program)(*inputs)
+        results = evaluate(program, inputs)
     elif program.effects:
         # A `jax.custom_jvp` refuses effects.
         program = original.rewritten(inputs, _muted(), differentiated=True)
-        results = core.jaxpr_as_fun(program)(*inputs)
+        results = evaluate(program, inputs)
     else:
         results = _with_exact_derivative(original, program)(*inputs)
     return results
@@ -117,7 +115,7 @@ def _with_exact_derivative(original: _Original, program: Any) -> Any:
 
     @jax.custom_jvp
     def values(*inputs: Any) -> Any:
-        return core.jaxpr_as_fun(program)(*inputs)
+        return evaluate(program, inputs)
 
     @functools.partial(values.defjvp, symbolic_zeros=True)
     def jvp(primals: Any, tangents: Any) -> Any:
@@ -129,7 +127,7 @@ def _with_exact_derivative(original: _Original, program: Any) -> Any:
             merged = list(primals)
             for n, value in zip(active, values, strict=True):
                 merged[n] = value
-            return core.jaxpr_as_fun(exact)(*merged)
+            return evaluate(exact, merged)
 
         return jax.jvp(of_active, [primals[n] for n in active], [tangents[n] for n in active])
 
@@ -140,9 +138,3 @@ def _muted() -> Recorder:
     recorder = Recorder()
     recorder.muted = 1
     return recorder
-
-
-def without_dead_code(program: Any) -> Any:
-    """The program, and those it calls, without equations that nothing needs."""
-    jaxpr, _ = partial_eval.dce_jaxpr(program, [True] * len(program.outvars), instantiate=True)
-    return jaxpr
