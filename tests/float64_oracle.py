@@ -115,7 +115,7 @@ def _rounded(x: Array, dtype: Any, rounding: Any) -> Array:
         return x
     if rounding is ROUNDED:
         return x.astype(dtype).astype(np.float64)
-    return x * (1 + float(jnp.finfo(dtype).eps) * rounding.uniform(-1, 1, x.shape))
+    return x * (1 + float(jnp.finfo(dtype).eps) / 2 * rounding.uniform(-1, 1, x.shape))
 
 
 def _call(program: Any, operands: list[Pair], rounding: Any) -> list[Pair]:
