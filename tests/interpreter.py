@@ -9,8 +9,8 @@ Three things that jax leaves out are added from outside:
   back one step too early is a race, as it is on the device.  WGMMAs with accumulators of their own
   stay in flight side by side, until `accumulator.wait`, which reads an accumulator that no WGMMA
   wrote: what it waits for is reported once more, and then over.
-- When a thread fails, the interpreter wakes the threads that wait at an allocated barrier, but not those
-  that wait at a named barrier: the launch would never end.  Here both are woken and fail.
+- When a thread fails, the interpreter wakes the threads that wait at an allocated barrier, but not
+  those that wait at a named barrier: the launch would never end.  Here both are woken and fail.
 
 Two things are done in less time, which saves tests a third of theirs: every scalar that reaches a
 callback would become an array on a device first, and two clocks are compared in four passes.
@@ -92,7 +92,7 @@ _abort_waiters = shared_memory.GPUSharedMemory._abort_waiters
 
 
 def _abort_all_waiters(self: Any) -> None:
-    """Also wakes threads at named barriers, which the interpreter keeps apart from allocated ones."""
+    """Also wakes threads at named barriers, which the interpreter keeps apart from others."""
     _abort_waiters(self)
     for barrier in self.named_barriers.values():
         barrier.abort()

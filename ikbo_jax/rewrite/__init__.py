@@ -7,21 +7,19 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.extend import core
 
-from ikbo_jax.ops import explain
 from ikbo_jax.rewrite import (  # noqa: F401  For rules.
     calls,
     contraction,
     jit,
     reshape,
-    rows,
     rules,
     sources,
 )
 from ikbo_jax.rewrite.interpret import Context, NotCovered, Rule, register_rule
 from ikbo_jax.rewrite.lineage import Concat, Lazy, Lineage
-from ikbo_jax.rewrite.report import FoundBroadcast, Materialisation, Recorder, RewriteReport
+from ikbo_jax.rewrite.program import run
+from ikbo_jax.rewrite.report import FoundBroadcast, Materialisation, RewriteReport
 
 __all__ = [
     "Concat",
@@ -79,42 +77,12 @@ def rewrite(fn: Callable[..., Any]) -> Callable[..., Any]:
 
         arrays = [leaf for leaf, is_array in zip(leaves, traced, strict=True) if is_array]
         program = jax.make_jaxpr(flat)(arrays)
-        results = _run(program, arrays)
+        results = run(program, arrays)
         out_treedef, arrays_out, others = rest_of_results
         return jax.tree.unflatten(out_treedef, _merge(arrays_out, results, others))
 
     rewritten._ikbo_rewritten = True  # type: ignore[attr-defined]
     return rewritten
-
-
-def _run(program: Any, arrays: list[Any]) -> list[Any]:
-    """The results of a traced program, rewritten if that gains anything."""
-    recorder = Recorder()
-    survey = explain.survey(program)
-
-    def interpreted(*arrays: Any) -> list[Any]:
-        ctx = Context(recorder)
-        ctx.repeated.update(survey.repeated)
-        results = ctx.run_closed(program, arrays)
-        results = [ctx.materialise(None, x, "returned by the function") for x in results]
-        recorder.settle()
-        return results
-
-    original = core.jaxpr_as_fun(program)
-    # Whether nothing tells the program from one with unused equations: no effect, and no mark.
-    may_leave_dead_code = not program.effects and not survey.marked
-    if Context(recorder).is_plain_program(program):
-        results = original(*arrays)
-    elif may_leave_dead_code and any(isinstance(x, jax.core.Tracer) for x in arrays):
-        # Traced once only. If nothing was gained, what was traced for nothing is dead code.
-        results = interpreted(*arrays)
-        results = results if recorder.changed else original(*arrays)
-    else:
-        better = jax.make_jaxpr(interpreted)(*arrays)
-        results = core.jaxpr_as_fun(better)(*arrays) if recorder.changed else original(*arrays)
-    if results:
-        results = [explain.note(results[0], recorder.report()), *results[1:]]
-    return results
 
 
 def _is_array(x: Any) -> bool:

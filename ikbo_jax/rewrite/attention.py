@@ -18,16 +18,26 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ikbo_jax.ops.attention import attention
 from ikbo_jax.ops.gdpa import gdpa
 from ikbo_jax.ops.gdpa_arguments import equal_offsets
-from ikbo_jax.rewrite import curves
+from ikbo_jax.rewrite import activations, curves, masks
 from ikbo_jax.rewrite.interpret import Context, NotCovered
-from ikbo_jax.rewrite.lineage import Lazy, has_lineage, is_plain, mask_rows, origins_of, spread_axes
-from ikbo_jax.rewrite.scores import BATCH, HEAD, KEY, ONE, QUERY, STEPS, Label, Logits, Scores, only
+from ikbo_jax.rewrite.lineage import Lazy, has_lineage, is_plain, origins_of, spread_axes
+from ikbo_jax.rewrite.scores import (
+    BATCH,
+    HEAD,
+    KEY,
+    ONE,
+    QUERY,
+    STEPS,
+    Label,
+    Logits,
+    Scores,
+    only,
+)
 
-#: f32 logits plus less than this are rounded to whole numbers and more.
-_ADDED_IS_LOST_BELOW = -1e7
+#: dtypes that the ops take.
+_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
 def start(
@@ -52,7 +62,10 @@ def start(
     key_free = [d for d in range(len(key.shape)) if d not in (*key_contract, *key_batch)]
     if len(query_contract) != 1 or len(key_free) != 1 or key.dtype != query.dtype:
         return None
-    if not jnp.issubdtype(key.dtype, jnp.floating):
+    (out,) = eqn.outvars
+    if key.dtype not in _DTYPES or out.aval.dtype not in (key.dtype, jnp.float32):
+        return None
+    if not has_default_precision(eqn):
         return None
     at = list(key_batch).index(key.axis)
     heads_key = [d for d in key_batch if d != key.axis]
@@ -79,10 +92,17 @@ def start(
     ]
     free: list[Label] = [(QUERY, n) for n in range(len(queries))]
     labels += [*free, (KEY, 0)] if has_lineage(rhs) else [(KEY, 0), *free]
-    (out,) = eqn.outvars
-    return Scores(
-        root, "logits", tuple(labels), tuple(out.aval.shape), out.aval.dtype, plain_product
-    )
+    shape, dtype = tuple(out.aval.shape), out.aval.dtype
+    return Scores(root, "logits", tuple(labels), shape, dtype, plain_product, curves.logits(dtype))
+
+
+def has_default_precision(eqn: Any) -> bool:
+    """Whether a product leaves its precision to the configuration, as the ops do."""
+    precision, default = eqn.params["precision"], lax.Precision.DEFAULT
+    half = {"bfloat16": "BF16_BF16_F32", "float16": "F16_F16_F32"}
+    if isinstance(precision, lax.DotAlgorithmPreset):
+        return all(precision.name == half.get(str(v.aval.dtype)) for v in eqn.invars)
+    return precision in (None, default, (default, default), (None, None))
 
 
 def one_user(ctx: Context, x: Any, batch: Any, other: Any, other_batch: Any) -> Any:
@@ -108,9 +128,19 @@ def _transposed(x: jax.Array, order: list[int]) -> jax.Array:
 def _dot(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
     """Probabilities, or activated scores, times looked-up values: the end."""
     scores = only((lhs, rhs))
-    activation = _activation(scores)
+    activation = None
+    if scores.stage == "curve" and scores.curve is not None:
+        activation = activations.match(scores.curve)
     if scores.stage != "probabilities" and activation is None:
         raise NotCovered(f"attention is not recognised: product with its {scores.stage}")
+    if activation is not None and not activation.same_slope:
+        if ctx.differentiated:
+            raise NotCovered(
+                f"attention is not recognised: {activation.activation} of another slope"
+            )
+        ctx.gradient_differs()
+    if not has_default_precision(eqn):
+        raise NotCovered("attention is not recognised: its product has a precision of its own")
     (contract, batch) = eqn.params["dimension_numbers"]
     left = scores is lhs
     value = rhs if left else lhs
@@ -137,14 +167,15 @@ def _dot(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
         raise NotCovered("attention is not recognised: another product with its values")
     value = spread_axes(value, range(len(value.shape)))
     base = _transposed(value.base, [value.axis, *contract[other], *heads, *free])
-    if base.dtype != root.key.dtype:
-        base = base.astype(root.key.dtype)
+    dtype = root.key.dtype
+    for x in (base, eqn.outvars[0].aval):
+        if jnp.finfo(x.dtype).eps < jnp.finfo(dtype).eps:
+            raise NotCovered(f"attention is not recognised: {x.dtype} values of {dtype} logits")
+    base = base.astype(dtype)
     if activation is None:
-        out = _attend(root, base)
+        out = masks.attend(ctx, scores, base)
     else:
         out = _attend_activated(root, base, activation)
-    for of in (root.lineage, value.lineage):
-        out = mask_rows(out, of, 0)
     # out is [batch, *queries, *heads, width].
     own_free = [d for d in range(len(scores.shape)) if d not in (*contract[own], *batch[own])]
     width: Label = ("width", 0)
@@ -166,15 +197,7 @@ def _dot(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
     return out.astype(eqn.outvars[0].aval.dtype)
 
 
-def _activation(scores: Scores) -> curves.Match | None:
-    """What the scores are, if they are an activation of the logits."""
-    if scores.stage != "curve" or scores.curve is None:
-        return None
-    rounding = max(float(jnp.finfo(x).eps) for x in (scores.dtype, scores.root.query.dtype))
-    return curves.match(scores.curve, rounding)
-
-
-def _attend_activated(root: Logits, value: jax.Array, activation: curves.Match) -> jax.Array:
+def _attend_activated(root: Logits, value: jax.Array, activation: activations.Match) -> jax.Array:
     """[batch, *queries, *heads, width]; `value` is [users, keys, *heads, width]."""
     batch, width = root.query.shape[0], root.query.shape[-1]
     users, keys = value.shape[:2]
@@ -193,43 +216,6 @@ def _attend_activated(root: Logits, value: jax.Array, activation: curves.Match) 
         max_seqlen_q=queries,
         max_seqlen_kv=keys,
     )
-    return out.reshape(batch, *root.queries, *root.heads, width)
-
-
-def _attend(root: Logits, value: jax.Array) -> jax.Array:
-    """[batch, *queries, *heads, width]; `value` is [users, keys, *heads, width]."""
-    batch, width = root.query.shape[0], root.query.shape[-1]
-    users, keys = value.shape[:2]
-    heads = math.prod(root.heads)
-    query = root.query.reshape(batch, math.prod(root.queries), heads, width)
-    key = root.key.base.reshape(users, keys, heads, width)
-    value = value.reshape(users, keys, heads, width)
-    lengths = root.lengths
-    if root.mask is not None:
-        if lengths is None:
-            # Attention takes its keys in any order: the kept ones go first.
-            lengths = jnp.sum(root.mask, axis=1, dtype=jnp.int32)
-            order = jnp.argsort(~root.mask, axis=1, stable=True)[:, :, None, None]
-            key = jnp.take_along_axis(key, order, axis=1)
-            value = jnp.take_along_axis(value, order, axis=1)
-        lengths = jnp.clip(lengths, 0, keys)
-        # Where all keys are masked, softmax weighs all alike, or is NaN if nothing but -inf is
-        # there. Keys of 0, or of NaN, do the same. A number that is added to all logits changes
-        # nothing, unless they are lost in its rounding.
-        empty = lengths == 0
-        if not root.added or root.fill < _ADDED_IS_LOST_BELOW:
-            alike = jnp.asarray(0 if root.fill > -math.inf else jnp.nan, key.dtype)
-            key = jnp.where(empty[:, None, None, None], alike, key)
-        lengths = jnp.where(empty, keys, lengths)
-    out = attention(
-        query,
-        key,
-        value,
-        root.lineage.index,
-        scale=root.scale,
-        key_value_seq_lengths=lengths,
-    )
-    assert not isinstance(out, tuple)
     return out.reshape(batch, *root.queries, *root.heads, width)
 
 

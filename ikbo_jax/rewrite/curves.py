@@ -1,7 +1,8 @@
-"""Functions of one number, put together from a program's equations, and the activations they are.
+"""Functions of one number that a program computes, with their slopes.
 
-Models spell an activation in many ways. What counts is its curve: it is followed from equation to
-equation as a function of NumPy arrays, and at last compared with the activations that are known.
+A program's equations from the logits on are kept as a `Curve`, which NumPy evaluates in float64,
+values and slopes at once: by the rules that JAX differentiates the equations with, so that
+`stop_gradient` and derivatives of a function's own count.
 """
 
 from __future__ import annotations
@@ -11,99 +12,80 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-Function = Callable[[np.ndarray], np.ndarray]
-#: Where curves are compared, as multiples of the scale: the activations differ there.
-_SAMPLES = np.concatenate([np.linspace(-9, 9, 73), np.linspace(-0.7, 0.7, 8)])
+
+class Dual(NamedTuple):
+    """Values and their slopes, in float64; truth values have slope 0."""
+
+    value: Any
+    slope: Any = 0.0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Curve:
-    """A function of one number.
+    """A function of the logits, element by element.
 
     Attributes:
-      value: computes it in float64.
+      eqn: computes it; None for the logits themselves.
+      operands: the equation's, curves and numbers.
+      dtype: of its values.
       slopes: of the linear functions on the way to it: the scales that an activation may have.
+      numbers: that occur on the way to it.
+      dtypes: that its equations compute in.
       linear: whether it is linear itself, by the last of `slopes`.
     """
 
-    value: Function
-    slopes: tuple[float, ...]
+    eqn: core.JaxprEqn | None
+    operands: tuple[Curve | float, ...]
+    dtype: Any
+    slopes: tuple[float, ...] = (1.0,)
+    numbers: frozenset[float] = frozenset()
+    dtypes: frozenset[Any] = frozenset()
     linear: bool = False
 
+    def __call__(self, x: np.ndarray, rounded: bool = False) -> Dual:
+        """The curve at x, every equation's result `rounded` to its dtype if asked for."""
+        known: dict[int, Dual] = {}
 
-class Match(NamedTuple):
-    """A curve as `output_scale * activation(scale * x)`."""
+        def at(curve: Curve | float) -> Dual:
+            if not isinstance(curve, Curve):
+                return Dual(np.float64(curve))
+            if curve.eqn is None:
+                return Dual(x, np.ones_like(x))
+            if id(curve) not in known:
+                known[id(curve)] = _evaluate(curve.eqn, list(map(at, curve.operands)), rounded)
+            return known[id(curve)]
 
-    activation: str
-    scale: float
-    output_scale: float
-
-
-IDENTITY = Curve(lambda x: x, (1.0,), linear=True)
-
-
-def _erfc(x: np.ndarray) -> np.ndarray:
-    return np.vectorize(math.erfc, otypes=[np.float64])(x)
-
-
-def _logistic(x: np.ndarray) -> np.ndarray:
-    return 1 / (1 + np.exp(-x))
+        found = at(self)
+        return Dual(*(np.broadcast_to(np.asarray(part, np.float64), x.shape) for part in found))
 
 
-#: NumPy's version of the primitives that activations are made of, by name; each takes the equation.
-_NUMPY: dict[str, Callable[..., Any]] = {
-    "abs": lambda _, x: np.abs(x),
-    "add": lambda _, x, y: x + y,
-    "clamp": lambda _, low, x, high: np.clip(x, low, high),
-    "convert_element_type": lambda _, x: x,
-    "copy": lambda _, x: x,
-    "div": lambda _, x, y: np.divide(x, y),
-    "erf": lambda _, x: 1 - _erfc(x),
-    "erfc": lambda _, x: _erfc(x),
-    "exp": lambda _, x: np.exp(x),
-    "ge": lambda _, x, y: np.greater_equal(x, y),
-    "gt": lambda _, x, y: np.greater(x, y),
-    "integer_pow": lambda eqn, x: x ** float(eqn.params["y"]),
-    "le": lambda _, x, y: np.less_equal(x, y),
-    "log1p": lambda _, x: np.log1p(x),
-    "logistic": lambda _, x: _logistic(x),
-    "lt": lambda _, x, y: np.less(x, y),
-    "max": lambda _, x, y: np.maximum(x, y),
-    "min": lambda _, x, y: np.minimum(x, y),
-    "mul": lambda _, x, y: x * y,
-    "name": lambda _, x: x,
-    "neg": lambda _, x: -x,
-    "reduce_precision": lambda _, x: x,
-    "select_n": lambda _, which, no, yes: np.where(which, yes, no),
-    "square": lambda _, x: x * x,
-    "stop_gradient": lambda _, x: x,
-    "sub": lambda _, x, y: x - y,
-    "tanh": lambda _, x: np.tanh(x),
-}
-_PROGRAMS = {"custom_jvp_call": "call_jaxpr", "jit": "jaxpr", "pjit": "jaxpr"}
-#: Names of the primitives that curves follow.
-ELEMENTWISE = frozenset((*_NUMPY, "custom_jvp_call"))
+def logits(dtype: Any) -> Curve:
+    """The curve that the logits themselves are."""
+    return Curve(None, (), jnp.dtype(dtype), dtypes=frozenset([jnp.dtype(dtype)]), linear=True)
 
 
 def then(eqn: core.JaxprEqn, operands: Sequence[Curve | float]) -> Curve | None:
     """The curve of an equation's result, made of curves and numbers; None if it is unknown."""
-    name = eqn.primitive.name
-    if name in _PROGRAMS and not _is_known(eqn.params[_PROGRAMS[name]]):
+    if len(eqn.outvars) != 1 or not _is_known(eqn):
         return None
     found = [x for x in operands if isinstance(x, Curve)]
-
-    def value(x: np.ndarray) -> np.ndarray:
-        return _evaluate(eqn, [c.value(x) if isinstance(c, Curve) else c for c in operands])
-
     slopes = tuple(dict.fromkeys(slope for curve in found for slope in curve.slopes))
-    factor = _factor(name, operands)
-    if factor is None:
-        return Curve(value, slopes)
-    (last,) = found
-    return Curve(value, (*slopes, last.slopes[-1] * factor), linear=True)
+    factor = _factor(eqn.primitive.name, operands)
+    if factor is not None:
+        slopes = (*slopes, found[0].slopes[-1] * factor)
+    dtype = jnp.dtype(_aval(eqn.outvars[0]).dtype)
+    numbers = frozenset(x for x in operands if not isinstance(x, Curve))
+    dtypes = _dtypes_in(eqn).union(*(x.dtypes for x in found))
+    numbers = (numbers | _numbers_in(eqn)).union(*(x.numbers for x in found))
+    return Curve(eqn, tuple(operands), dtype, slopes, numbers, dtypes, factor is not None)
+
+
+def _aval(v: Any) -> Any:
+    return v.aval
 
 
 def _factor(name: str, operands: Sequence[Curve | float]) -> float | None:
@@ -112,7 +94,7 @@ def _factor(name: str, operands: Sequence[Curve | float]) -> float | None:
     curves = [x for x in operands if isinstance(x, Curve)]
     if len(curves) != 1 or not curves[0].linear:
         return None
-    if name in ("convert_element_type", "copy", "name", "reduce_precision", "stop_gradient"):
+    if name in ("convert_element_type", "copy", "name"):
         return 1.0
     if name == "neg":
         return -1.0
@@ -123,65 +105,218 @@ def _factor(name: str, operands: Sequence[Curve | float]) -> float | None:
     return None
 
 
-def _is_known(program: Any) -> bool:
-    jaxpr = getattr(program, "jaxpr", program)
-    for eqn in jaxpr.eqns:
-        name = eqn.primitive.name
-        inner = _PROGRAMS.get(name)
-        if name not in _NUMPY and (inner is None or not _is_known(eqn.params[inner])):
-            return False
-    return not getattr(program, "consts", ()) and len(jaxpr.outvars) == 1
+# Evaluation.
 
 
-def _evaluate(eqn: core.JaxprEqn, operands: Sequence[Any]) -> Any:
-    name = eqn.primitive.name
-    if name in _NUMPY:
-        return _NUMPY[name](eqn, *operands)
-    program = eqn.params[_PROGRAMS[name]]
-    jaxpr = getattr(program, "jaxpr", program)
-    env: dict[Any, Any] = dict(zip(jaxpr.invars, operands, strict=True))
-
-    def read(v: Any) -> Any:
-        return np.asarray(v.val, np.float64) if isinstance(v, core.Literal) else env[v]
-
-    for inner in jaxpr.eqns:
-        env[inner.outvars[0]] = _evaluate(inner, [read(v) for v in inner.invars])
-    return read(jaxpr.outvars[0])
+def erfc(x: Any) -> Any:
+    """1 - erf(x), without cancellation."""
+    return np.vectorize(math.erfc, otypes=[np.float64])(x)
 
 
-#: The activations of `ikbo_jax.gdpa` that work element by element.
-_ACTIVATIONS: dict[str, Function] = {
-    "relu": lambda x: np.maximum(x, 0),
-    "leaky_relu": lambda x: np.where(x >= 0, x, 0.01 * x),
-    "relu_squared": lambda x: np.maximum(x, 0) ** 2,
-    "gelu": lambda x: 0.5 * x * _erfc(-x * math.sqrt(0.5)),
-    "gelu_tanh": lambda x: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
-    "silu": lambda x: x * _logistic(x),
-    "hardswish": lambda x: x * np.clip(x + 3, 0, 6) / 6,
+def logistic(x: Any) -> Any:
+    """1 / (1 + exp(-x))."""
+    return 1 / (1 + np.exp(-x))
+
+
+def _mul(x: Dual, y: Dual) -> Dual:
+    return Dual(x.value * y.value, x.slope * y.value + x.value * y.slope)
+
+
+def _div(x: Dual, y: Dual) -> Dual:
+    value = np.divide(x.value, y.value)
+    return Dual(value, np.divide(x.slope, y.value) - value * np.divide(y.slope, y.value))
+
+
+def _extremum(pick: Any, is_first: Any) -> Callable[..., Dual]:
+    """max or min; as in JAX, both operands count half where they are equal."""
+
+    def rule(x: Dual, y: Dual) -> Dual:
+        equal = x.value == y.value
+        share = np.where(equal, 0.5, np.where(is_first(x.value, y.value), 1.0, 0.0))
+        return Dual(pick(x.value, y.value), share * x.slope + (1 - share) * y.slope)
+
+    return rule
+
+
+def _clamp(low: Dual, x: Dual, high: Dual) -> Dual:
+    inside = (x.value > low.value) & (x.value < high.value)
+    value = np.minimum(np.maximum(x.value, low.value), high.value)
+    return Dual(value, np.where(inside, x.slope, 0.0))
+
+
+def _select(which: Dual, no: Dual, yes: Dual) -> Dual:
+    taken = np.asarray(which.value, bool)
+    return Dual(*(np.where(taken, b, a) for a, b in zip(no, yes, strict=True)))
+
+
+def _of_one(value: Any, slope: Any) -> Callable[[Dual], Dual]:
+    """The rule of a function, its slope by operand and result."""
+
+    def rule(x: Dual) -> Dual:
+        y = value(x.value)
+        return Dual(y, slope(x.value, y) * x.slope)
+
+    return rule
+
+
+def _flat(value: Any) -> Callable[..., Dual]:
+    """The rule of a function without a slope: comparisons and what is made of them."""
+    return lambda *operands: Dual(value(*(x.value for x in operands)))
+
+
+def _same(x: Dual) -> Dual:
+    return x
+
+
+_ROOT_PI = math.sqrt(math.pi)
+#: What JAX computes and how it differentiates it, by primitive. No rule: the curve is unknown.
+_RULES: dict[str, Callable[..., Dual]] = {
+    "abs": _of_one(np.abs, lambda x, _: np.sign(x)),
+    "add": lambda x, y: Dual(x.value + y.value, x.slope + y.slope),
+    "and": _flat(np.logical_and),
+    "clamp": _clamp,
+    "convert_element_type": _same,
+    "copy": _same,
+    "div": _div,
+    "eq": _flat(np.equal),
+    "erf": _of_one(lambda x: 1 - erfc(x), lambda x, _: 2 / _ROOT_PI * np.exp(-x * x)),
+    "erfc": _of_one(erfc, lambda x, _: -2 / _ROOT_PI * np.exp(-x * x)),
+    "exp": _of_one(np.exp, lambda _, y: y),
+    "expm1": _of_one(np.expm1, lambda _, y: y + 1),
+    "ge": _flat(np.greater_equal),
+    "gt": _flat(np.greater),
+    "le": _flat(np.less_equal),
+    "log": _of_one(np.log, lambda x, _: np.divide(1, x)),
+    "log1p": _of_one(np.log1p, lambda x, _: np.divide(1, 1 + x)),
+    "logistic": _of_one(logistic, lambda _, y: y * (1 - y)),
+    "lt": _flat(np.less),
+    "max": _extremum(np.maximum, np.greater),
+    "min": _extremum(np.minimum, np.less),
+    "mul": _mul,
+    "name": _same,
+    "ne": _flat(np.not_equal),
+    "neg": lambda x: Dual(-x.value, -x.slope),
+    "not": _flat(np.logical_not),
+    "or": _flat(np.logical_or),
+    "select_n": _select,
+    "sign": _flat(np.sign),
+    "sqrt": _of_one(np.sqrt, lambda _, y: np.divide(0.5, y)),
+    "square": _of_one(np.square, lambda x, _: 2 * x),
+    "stop_gradient": lambda x: Dual(x.value),
+    "sub": lambda x, y: Dual(x.value - y.value, x.slope - y.slope),
+    "tanh": _of_one(np.tanh, lambda _, y: 1 - y * y),
 }
+#: Of numbers alone.
+_OF_NUMBERS = ("broadcast_in_dim", "reshape", "squeeze")
+_PROGRAMS = {"custom_jvp_call": "call_jaxpr", "jit": "jaxpr", "pjit": "jaxpr"}
+#: Names of the primitives that curves follow.
+ELEMENTWISE = frozenset((*_RULES, "integer_pow", "custom_jvp_call"))
 
 
-def match(curve: Curve, rounding: float) -> Match | None:
-    """The activation that a curve is; None if it is none.
+def _integer_pow(x: Dual, y: int) -> Dual:
+    return Dual(x.value ** float(y), y * x.value ** float(y - 1) * x.slope)
 
-    Args:
-      curve: any.
-      rounding: of the coarsest dtype that the program computes the curve in, whose constants are
-        rounded to it.
-    """
-    best, least = None, 8 * rounding
-    with np.errstate(all="ignore"):
-        for scale in curve.slopes:
-            if scale == 0:
-                continue
-            found = np.asarray(curve.value(_SAMPLES / scale), np.float64)
-            largest = np.max(np.abs(found))
-            if found.shape != _SAMPLES.shape or not 0 < largest < math.inf:
-                continue
-            for name, activation in _ACTIVATIONS.items():
-                expected = activation(_SAMPLES)
-                factor = float(expected @ found / (expected @ expected))
-                error = np.max(np.abs(found - factor * expected)) / largest
-                if error < least:
-                    best, least = Match(name, scale, factor), error
-    return best
+
+def _evaluate(eqn: core.JaxprEqn, operands: list[Dual], rounded: bool, slopes: bool = True) -> Dual:
+    """An equation's only result, with its slope if wanted."""
+    name, params = eqn.primitive.name, eqn.params
+    if name in _PROGRAMS:
+        if name == "custom_jvp_call" and slopes:
+            return _own_derivative(eqn, operands, rounded)
+        return _run(params[_PROGRAMS[name]], operands, rounded, slopes)[0]
+    if name in _OF_NUMBERS:
+        return operands[0]
+    if name == "integer_pow":
+        result = _integer_pow(operands[0], params["y"])
+    else:
+        result = _RULES[name](*operands)
+    dtype = _aval(eqn.outvars[0]).dtype
+    if dtype == np.bool_:
+        return Dual(np.asarray(result.value, bool))
+    if rounded:
+        result = result._replace(value=np.asarray(result.value).astype(dtype).astype(np.float64))
+    return Dual(np.asarray(result.value, np.float64), result.slope)
+
+
+def _run(
+    program: Any, operands: Sequence[Dual], rounded: bool, slopes: bool, consts: Any = ()
+) -> list[Dual]:
+    jaxpr = getattr(program, "jaxpr", program)
+    env: dict[Any, Dual] = dict(zip(jaxpr.invars, operands, strict=True))
+    env.update(zip(jaxpr.constvars, (Dual(np.asarray(c, np.float64)) for c in consts), strict=True))
+
+    def read(v: Any) -> Dual:
+        return Dual(np.asarray(v.val, np.float64)) if isinstance(v, core.Literal) else env[v]
+
+    for eqn in jaxpr.eqns:
+        env[eqn.outvars[0]] = _evaluate(eqn, list(map(read, eqn.invars)), rounded, slopes)
+    return list(map(read, jaxpr.outvars))
+
+
+def _own_derivative(eqn: core.JaxprEqn, operands: list[Dual], rounded: bool) -> Dual:
+    """The value of a custom_jvp function, with the slope that its own rule gives."""
+    jaxpr, consts, zeros = own_rule(eqn)
+    (value,) = _run(eqn.params["call_jaxpr"], operands, rounded, False)
+    if zeros[0]:
+        return Dual(value.value)
+    both = [Dual(x.value) for x in operands] + [Dual(x.slope) for x in operands]
+    results = _run(jaxpr, both, rounded, False, consts)
+    return Dual(value.value, results[1].value)
+
+
+def own_rule(eqn: core.JaxprEqn) -> tuple[Any, Any, Any]:
+    """A custom_jvp function's rule: its program, constants, and which tangents are zero."""
+    rule = eqn.params["jvp_jaxpr_fun"]
+    jaxpr, consts, zeros = rule.call_wrapped(*[False] * len(eqn.invars))
+    return getattr(jaxpr, "jaxpr", jaxpr), consts, zeros
+
+
+def _inner(eqn: core.JaxprEqn, slopes: bool) -> list[tuple[Any, bool]]:
+    """The programs that an equation holds; a derivative's rule only if slopes are wanted."""
+    name = eqn.primitive.name
+    if name not in _PROGRAMS:
+        return []
+    program = eqn.params[_PROGRAMS[name]]
+    found = [(getattr(program, "jaxpr", program), slopes)]
+    if name == "custom_jvp_call" and slopes:
+        # A rule often calls its own function, of which the value alone counts there.
+        found.append((own_rule(eqn)[0], False))
+    return found
+
+
+def _is_known(eqn: core.JaxprEqn, slopes: bool = True) -> bool:
+    """Whether an equation can be evaluated."""
+    name = eqn.primitive.name
+    dtypes = [getattr(v.aval, "dtype", None) for v in (*eqn.invars, *eqn.outvars)]
+    if any(d is None or not (d == np.bool_ or jnp.issubdtype(d, jnp.inexact)) for d in dtypes):
+        # Integers count only as numbers that are known, cast before anything else.
+        return name == "convert_element_type" and isinstance(eqn.invars[0], core.Literal)
+    if name in ("jit", "pjit", "custom_jvp_call"):
+        if name == "custom_jvp_call" and eqn.params.get("num_consts"):
+            return False
+        if any(getattr(eqn.params[_PROGRAMS[name]], "consts", ())):
+            return False
+        inner = [(e, more) for program, more in _inner(eqn, slopes) for e in program.eqns]
+        return all(_is_known(e, more) and len(e.outvars) == 1 for e, more in inner)
+    if name in _OF_NUMBERS:
+        return _aval(eqn.invars[0]).size == 1
+    return name in ELEMENTWISE
+
+
+def _numbers_in(eqn: core.JaxprEqn, slopes: bool = True) -> frozenset[float]:
+    numbers: set[float] = set()
+    for program, more in _inner(eqn, slopes):
+        for inner in program.eqns:
+            numbers |= _numbers_in(inner, more)
+            for v in inner.invars:
+                if isinstance(v, core.Literal) and np.size(v.val) == 1:
+                    numbers.add(float(np.asarray(v.val, np.float64)))
+    return frozenset(numbers)
+
+
+def _dtypes_in(eqn: core.JaxprEqn, slopes: bool = True) -> frozenset[Any]:
+    dtypes = {jnp.dtype(_aval(v).dtype) for v in eqn.outvars}
+    for program, more in _inner(eqn, slopes):
+        for inner in program.eqns:
+            dtypes |= _dtypes_in(inner, more)
+    return frozenset(d for d in dtypes if jnp.issubdtype(d, jnp.inexact))

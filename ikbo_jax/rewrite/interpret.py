@@ -36,9 +36,6 @@ Rule = Callable[..., Any]
 _RULES: dict[str, Rule] = {}
 #: Primitives whose rules also run on arrays alone, since they can make a broadcast.
 _SOURCES: set[str] = set()
-#: Of primitives whose equations may be run several at once: called as
-#: `row(ctx, jaxpr, position, env)`, it returns how many it ran from there on.
-_ROWS: dict[str, Callable[..., int]] = {}
 
 
 class NotCovered(Exception):
@@ -73,11 +70,6 @@ def register_rule(
     return register if rule is None else register(rule)
 
 
-def register_row(primitive: str, row: Callable[..., int]) -> None:
-    """Registers what runs several equations of a primitive at once, as `_ROWS` tells."""
-    _ROWS[primitive] = row
-
-
 class Context:
     """One scope of a rewrite: the function itself, or the body of a loop or branch in it.
 
@@ -89,11 +81,21 @@ class Context:
       missed: whether it was asked where such a value comes from.
       programs: programs of calls rewritten by themselves that hold arrays of this scope.
       repeated: identities of programs that are called several times.
+      differentiated: whether the program's derivative must be that of the original. If not, its
+        values alone must be right, and a rule may take a form whose derivative is another one
+        after it has called `gradient_differs`.
     """
 
-    def __init__(self, recorder: report.Recorder, parent: Context | None = None) -> None:
+    def __init__(
+        self,
+        recorder: report.Recorder,
+        parent: Context | None = None,
+        *,
+        differentiated: bool = False,
+    ) -> None:
         self.recorder = recorder
         self.parent = parent
+        self.differentiated = parent.differentiated if parent else differentiated
         # Keyed by identity; the entries hold the objects, so that no identity is used again.
         self._built: dict[int, tuple[Any, jax.Array]] = {}
         self._numbered: dict[Any, tuple[Any, list[Any]]] = {}
@@ -122,6 +124,16 @@ class Context:
         while scope is not None:
             yield scope
             scope = scope.parent
+
+    def gradient_differs(self) -> None:
+        """Records that a rule takes a form with the original's values but not its derivative.
+
+        The whole program then gets another variant, traced with `differentiated`, whose derivative
+        is used. A rule must not call this where `differentiated` is set.
+        """
+        assert not self.differentiated
+        *_, outermost = self.scopes()
+        outermost.recorder.gradient_differs = True
 
     # Values.
 
@@ -248,19 +260,9 @@ class Context:
         name_stack = source_info_util.current_name_stack()
         is_named = bool(str(name_stack))
         user_context, literal = source_info_util.user_context, core.Literal
-        rest = 0
-        numbered = enumerate(jaxpr.eqns)
-        for eqn_ctx, eqns in itertools.groupby(numbered, lambda at: at[1].ctx):
+        for eqn_ctx, eqns in itertools.groupby(jaxpr.eqns, lambda eqn: eqn.ctx):
             with eqn_ctx.manager:
-                for position, eqn in eqns:
-                    if rest:
-                        rest -= 1
-                        continue
-                    row = _ROWS.get(eqn.primitive.name)
-                    count = row(self, jaxpr, position, env) if row else 0
-                    if count:
-                        rest = count - 1
-                        continue
+                for eqn in eqns:
                     info = eqn.source_info
                     stack = name_stack + info.name_stack if is_named else info.name_stack
                     with user_context(info.traceback, name_stack=stack):

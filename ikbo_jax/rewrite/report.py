@@ -147,6 +147,8 @@ class Recorder:
         self.broadcasts: list[Broadcast] = []
         self.materialised: list[Materialisation] = []
         self.changed = False
+        # Whether a rule took a form whose derivative is not the original's.
+        self.gradient_differs = False
         self.muted = 0
         self.reason = ""
         # Equations that call the program that runs. One traced by a jitted library function may

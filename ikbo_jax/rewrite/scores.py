@@ -6,7 +6,6 @@ Each primitive that models spell a softmax with has a step here, from one `Score
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,18 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ikbo_jax.rewrite import curves
-from ikbo_jax.rewrite.curves import IDENTITY, Curve
+from ikbo_jax.rewrite import curves, facts
+from ikbo_jax.rewrite.curves import Curve
+from ikbo_jax.rewrite.facts import constant
 from ikbo_jax.rewrite.interpret import Context, NotCovered
-from ikbo_jax.rewrite.lineage import (
-    Deferred,
-    Lazy,
-    Lineage,
-    base_of,
-    has_lineage,
-    is_plain,
-    spread,
-)
+from ikbo_jax.rewrite.lineage import Deferred, Lazy, Lineage, has_lineage, spread
 
 # What a dimension of the scores is. Heads are shared by queries and keys; everything else of the
 # queries is one list of queries.
@@ -34,8 +26,24 @@ BATCH, HEAD, QUERY, KEY, ONE = "batch", "head", "query", "key", "one"
 #: A dimension: what it is, and which of its kind.
 Label = tuple[str, int]
 
-#: Logits from here down count as masked: exp of them is 0 beside any other logit.
-MASKED_BELOW = -1e4
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Fill:
+    """What a mask does to logits.
+
+    Attributes:
+      kept: [users, keys] bool, False where a logit is masked.
+      lengths: [users] int32 if `kept` is known to be the first `lengths` keys.
+      value: what masked logits are, or what is added to them, where the softmax sees them.
+      added: the dtype that it was added in; None if it was chosen.
+      after: what the sum was multiplied by since.
+    """
+
+    kept: jax.Array
+    lengths: jax.Array | None
+    value: float
+    added: Any = None
+    after: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -48,11 +56,8 @@ class Logits:
       queries: sizes of the queries' dimensions.
       heads: sizes of the heads' dimensions.
       scale: factor of the product.
-      mask: base [users, keys] bool, False where the logit is `fill`; None if there is no mask.
-      lengths: [users] int32 if the mask is known to be the first `lengths` keys.
-      fill: what masked logits are, or what is added to them.
-      added: whether it is added.
-      mask_origins: the broadcasts that the mask stems from.
+      fills: what masks did, the first one first; a later one prevails where both mask.
+      mask_origins: the broadcasts that the masks stem from.
     """
 
     query: jax.Array
@@ -60,10 +65,7 @@ class Logits:
     queries: tuple[int, ...]
     heads: tuple[int, ...]
     scale: float = 1.0
-    mask: jax.Array | None = None
-    lengths: jax.Array | None = None
-    fill: float = -math.inf
-    added: bool = False
+    fills: tuple[Fill, ...] = ()
     mask_origins: frozenset = frozenset()
 
     @property
@@ -85,6 +87,7 @@ class Scores(Deferred):
       dtype: what the program sees.
       run: computes it as the program says.
       curve: what the value is of queries times keys, element by element; None if unknown.
+      shifted: whether the maximum was subtracted before the exponential.
     """
 
     root: Logits
@@ -93,7 +96,8 @@ class Scores(Deferred):
     shape: tuple[int, ...]
     dtype: Any
     run: Callable[[Context], jax.Array]
-    curve: Curve | None = IDENTITY
+    curve: Curve | None = None
+    shifted: bool = False
 
     @property
     def origins(self) -> frozenset:
@@ -118,7 +122,7 @@ class Scores(Deferred):
                 raise
             result = self.then(eqn, operands, stage="curve", curve=curve)
             return [result] if eqn.primitive.multiple_results else result
-        if not isinstance(result, Scores) or name in _MOVES:
+        if not isinstance(result, Scores) or name in facts.MOVES:
             return result
         return dataclasses.replace(result, curve=curve)
 
@@ -145,7 +149,7 @@ def _curve_of(ctx: Context, eqn: Any, operands: Any) -> Curve | None:
     first = scores[0]
     for x in scores:
         same = x.root.query is first.root.query and x.root.key is first.root.key
-        if not same or x.labels != first.labels or x.root.mask is not None or x.curve is None:
+        if not same or x.labels != first.labels or x.root.fills or x.curve is None:
             return None
     found: list[Any] = []
     for x in operands:
@@ -171,8 +175,35 @@ def only(operands: Any) -> Scores:
 
 
 def _same(ctx: Context, eqn: Any, x: Any) -> Any:
-    if not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating):
-        raise NotCovered("attention is not recognised: its scores are cast to no floating point")
+    return x.then(eqn, [x])
+
+
+def _cast(ctx: Context, eqn: Any, x: Any) -> Any:
+    dtype = eqn.outvars[0].aval.dtype
+    if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        raise NotCovered(f"attention is not recognised: its scores are cast to {dtype}")
+    return x.then(eqn, [x], root=_with_fills(x.root, dtype, 1.0))
+
+
+def _with_fills(root: Logits, dtype: Any, factor: float) -> Logits:
+    """The logits with their masks' values multiplied, and rounded to `dtype`."""
+    fills = []
+    for fill in root.fills:
+        with np.errstate(all="ignore"):
+            value = float(np.asarray(fill.value * factor).astype(dtype).astype(np.float64))
+        if math.isnan(value) or value == math.inf:
+            raise NotCovered(f"attention is not recognised: masked logits become {value}")
+        fill = dataclasses.replace(fill, value=value, after=fill.after * factor)
+        if fill.added is not None and jnp.finfo(dtype).eps > jnp.finfo(fill.added).eps:
+            fill = dataclasses.replace(fill, added=dtype)
+        fills.append(fill)
+    return dataclasses.replace(root, fills=tuple(fills)) if fills else root
+
+
+def _stopped(ctx: Context, eqn: Any, x: Any) -> Any:
+    """Of the maximum alone: its gradient cancels in the softmax."""
+    if x.stage != "max":
+        raise NotCovered(f"attention is not recognised: stop_gradient of its {x.stage}")
     return x.then(eqn, [x])
 
 
@@ -187,19 +218,19 @@ def _scaled(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
     factor = constant(ctx, other)
     if factor is None or scores.stage != "logits" or (divides and scores is y):
         raise NotCovered(f"attention is not recognised: {scores.stage} scaled by another value")
-    factor = 1 / factor if divides else factor
-    if scores.root.mask is not None and factor <= 0:
-        raise NotCovered("attention is not recognised: masked logits with their sign changed")
-    root = dataclasses.replace(
-        scores.root, scale=scores.root.scale * factor, fill=scores.root.fill * factor
-    )
+    with np.errstate(all="ignore"):
+        factor = float(np.divide(1.0, factor)) if divides else factor
+    if not math.isfinite(factor) or factor == 0:
+        raise NotCovered(f"attention is not recognised: {scores.stage} scaled by {factor:g}")
+    root = _with_fills(scores.root, eqn.outvars[0].aval.dtype, factor)
+    root = dataclasses.replace(root, scale=scores.root.scale * factor)
     return scores.then(eqn, [x, y], root=root)
 
 
 def _subtracted(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
     both = isinstance(x, Scores) and isinstance(y, Scores)
     if both and _belong(x, y) and (x.stage, y.stage) == ("logits", "max"):
-        return x.then(eqn, [x, y], stage="shifted")
+        return x.then(eqn, [x, y], stage="shifted", shifted=True)
     raise NotCovered("attention is not recognised: something is subtracted from its scores")
 
 
@@ -267,70 +298,40 @@ def _reshape(ctx: Context, eqn: Any, x: Any) -> Any:
     return x.then(eqn, [x], labels=labels)
 
 
-def _selected(ctx: Context, eqn: Any, which: Any, if_false: Any, if_true: Any) -> Any:
-    """`where(mask, logits, very negative)`, either way round."""
-    if isinstance(which, Scores):
+def _selected(ctx: Context, eqn: Any, which: Any, *cases: Any) -> Any:
+    """`where(mask, logits, number)`, either way round."""
+    if isinstance(which, Scores) or len(cases) != 2:
         raise NotCovered("attention is not recognised: its scores select")
-    scores = only((if_false, if_true))
-    keeps = scores is if_true
-    fill = constant(ctx, if_false if keeps else if_true)
-    if scores.stage != "logits" or fill is None or fill > MASKED_BELOW:
+    scores = only(cases)
+    keeps = scores is cases[1]
+    fill = constant(ctx, cases[0] if keeps else cases[1])
+    if scores.stage != "logits" or fill is None or math.isnan(fill) or fill == math.inf:
         raise NotCovered(f"attention is not recognised: its {scores.stage} are masked by a value")
-    root = _masked(ctx, scores, which, keeps, fill)
-    return scores.then(eqn, [which, if_false, if_true], root=root)
+    if any(x.added is not None for x in scores.root.fills):
+        raise NotCovered("attention is not recognised: masks by adding and by choosing")
+    root = _masked(ctx, scores, which, keeps, Fill(None, None, fill))  # type: ignore[arg-type]
+    return scores.then(eqn, [which, *cases], root=root)
 
 
 def _added(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
-    """Logits plus 0, or plus a very negative number where they are masked."""
+    """Logits plus 0, or plus 0 and one number where they are masked."""
     scores = only((x, y))
     bias = y if scores is x else x
-    values = possible_values(ctx, bias)
+    values = facts.possible_values(ctx, bias)
     if scores.stage != "logits" or not values:
         raise NotCovered(f"attention is not recognised: something is added to its {scores.stage}")
-    fills = [value for value in values if value != 0]
     if values == {0.0}:
         return scores.then(eqn, [x, y])
-    if not isinstance(bias, Lazy) or max(fills) > MASKED_BELOW:
+    fills = [value for value in values if value != 0]
+    if not isinstance(bias, Lazy) or len(fills) != 1 or scores.root.fills or fills[0] > 0:
         raise NotCovered("attention is not recognised: a bias is added to its logits")
     kept = dataclasses.replace(bias, base=bias.base == 0)
-    root = dataclasses.replace(_masked(ctx, scores, kept, True, max(fills)), added=True)
-    return scores.then(eqn, [x, y], root=root)
+    fill = Fill(None, None, fills[0], eqn.outvars[0].aval.dtype)  # type: ignore[arg-type]
+    return scores.then(eqn, [x, y], root=_masked(ctx, scores, kept, True, fill))
 
 
-def possible_values(ctx: Context, value: Any, depth: int = 12) -> set[float] | None:
-    """The few numbers that a value can hold; None if they are many, or unknown."""
-    number = constant(ctx, value)
-    if number is not None:
-        return {number}
-    if getattr(value, "dtype", None) == jnp.bool_:
-        return {0.0, 1.0}
-    made = ctx.producer(value)
-    if made is None or depth == 0:
-        return None
-    eqn, operands = made
-    name = eqn.primitive.name
-    if name in (*_MOVES, "convert_element_type", "copy", "gather"):
-        return possible_values(ctx, operands[0], depth - 1)
-    if name == "select_n":
-        operands = operands[1:]
-    elif name not in ("add", "sub", "mul"):
-        return None
-    of = [possible_values(ctx, x, depth - 1) for x in operands]
-    if any(x is None for x in of):
-        return None
-    if name == "select_n":
-        return set().union(*(x for x in of if x))
-    pairs = itertools.product(*(x for x in of if x is not None))
-    with np.errstate(all="ignore"):
-        found = {float(_ARITHMETIC[name](eqn, *pair)) for pair in pairs}
-    return found if len(found) <= 4 else None
-
-
-#: Primitives that only move what they are given.
-_MOVES = ("broadcast_in_dim", "reshape", "squeeze", "transpose")
-
-
-def _masked(ctx: Context, scores: Scores, mask: Any, keeps: bool, fill: float) -> Logits:
+def _masked(ctx: Context, scores: Scores, mask: Any, keeps: bool, fill: Fill) -> Logits:
+    """The logits masked once more; `fill` without its mask."""
     root = scores.root
     if not isinstance(mask, Lazy) or (
         has_lineage(mask)
@@ -347,103 +348,20 @@ def _masked(ctx: Context, scores: Scores, mask: Any, keeps: bool, fill: float) -
     order = [kinds.index(BATCH), kinds.index(KEY)]
     base = mask.base.reshape([mask.base.shape[d] for d in sorted(order)])
     base = spread(base if order == sorted(order) else base.T, (users, keys))
-    lengths = _lengths(ctx, mask, users, keys) if keeps else None
-    base = base if keeps else ~base
-    if root.mask is not None:
-        fill, base, lengths = max(fill, root.fill), base & root.mask, None
+    lengths = facts.lengths(ctx, mask, users, keys) if keeps else None
+    if lengths is not None:
+        last = min(keys, int(jnp.iinfo(lengths.dtype).max))
+        bounds = np.array([0, last], lengths.dtype)
+        lengths = jnp.clip(lengths, *bounds).astype(jnp.int32)
+    fill = dataclasses.replace(fill, kept=base if keeps else ~base, lengths=lengths)
     origins = root.mask_origins | mask.origins
-    return dataclasses.replace(root, mask=base, lengths=lengths, fill=fill, mask_origins=origins)
-
-
-def _lengths(ctx: Context, mask: Any, users: int, keys: int) -> jax.Array | None:
-    """The lengths, if a mask is `iota < lengths`."""
-    made = ctx.producer(mask)
-    while made is not None:
-        eqn, operands = made
-        name = eqn.primitive.name
-        if name in ("lt", "gt"):
-            position, length = operands if name == "lt" else reversed(operands)
-            if _counts_up(ctx, position, keys) and np.size(base_of(length)) == users:
-                return base_of(length).reshape(users).astype(jnp.int32)
-            return None
-        if name == "and":
-            trues = [_is_true(ctx, x) for x in operands]
-            if sum(trues) != 1:
-                return None
-            operands = [operands[trues.index(False)]]
-        elif name not in ("broadcast_in_dim", "reshape", "squeeze", "transpose", "copy"):
-            return None
-        made = ctx.producer(operands[0])
-    return None
-
-
-def _counts_up(ctx: Context, value: Any, keys: int) -> bool:
-    """Whether an array holds 0, 1, ..., keys - 1 along one dimension."""
-    if np.size(base_of(value)) != keys:
-        return False
-    while is_plain(value) is False or isinstance(value, jax.core.Tracer):
-        made = ctx.producer(value)
-        if made is None:
-            return False
-        eqn, operands = made
-        if eqn.primitive.name == "iota":
-            return True
-        if eqn.primitive.name not in ("broadcast_in_dim", "reshape", "squeeze", "copy"):
-            return False
-        value = operands[0]
-    return np.array_equal(np.ravel(value), np.arange(keys))
-
-
-def _is_true(ctx: Context, value: Any) -> bool:
-    while not is_plain(value) or isinstance(value, jax.core.Tracer):
-        made = ctx.producer(value)
-        if made is None or made[0].primitive.name not in ("broadcast_in_dim", "reshape", "copy"):
-            return False
-        value = made[1][0]
-    return bool(np.all(np.asarray(value)))
-
-
-def constant(ctx: Context, value: Any) -> float | None:
-    """The number that a value is everywhere; None if it is none, or unknown."""
-    if isinstance(value, Lazy) and value.lineage is None and value.base.size == 1:
-        made = ctx.producer(value)
-        return constant(ctx, made[1][0]) if made else constant(ctx, value.base)
-    if not is_plain(value) or np.size(value) != 1:
-        return None
-    if not isinstance(value, jax.core.Tracer):
-        return float(np.asarray(value).reshape(()).astype(np.float64))
-    made = ctx.producer(value)
-    if made is None:
-        return None
-    eqn, operands = made
-    of = [constant(ctx, x) for x in operands]
-    if None in of or eqn.primitive.name not in _ARITHMETIC:
-        return None
-    with np.errstate(all="ignore"):
-        return float(_ARITHMETIC[eqn.primitive.name](eqn, *of))
-
-
-_ARITHMETIC: dict[str, Callable[..., Any]] = {
-    "convert_element_type": lambda _, x: x,
-    "broadcast_in_dim": lambda _, x: x,
-    "reshape": lambda _, x: x,
-    "squeeze": lambda _, x: x,
-    "sqrt": lambda _, x: np.sqrt(x),
-    "rsqrt": lambda _, x: 1 / np.sqrt(x),
-    "neg": lambda _, x: -x,
-    "mul": lambda _, x, y: x * y,
-    "div": lambda _, x, y: np.divide(x, y),
-    "add": lambda _, x, y: x + y,
-    "sub": lambda _, x, y: x - y,
-    "pow": lambda _, x, y: np.power(x, y),
-    "integer_pow": lambda eqn, x: np.power(x, float(eqn.params["y"])),
-}
+    return dataclasses.replace(root, fills=(*root.fills, fill), mask_origins=origins)
 
 
 STEPS |= {
     "add": _added,
     "broadcast_in_dim": _broadcast,
-    "convert_element_type": _same,
+    "convert_element_type": _cast,
     "copy": _same,
     "div": _scaled,
     "exp": _exponential,
@@ -451,12 +369,11 @@ STEPS |= {
     "mul": _scaled,
     "name": _same,
     "reduce_max": _reduced,
-    "reduce_precision": _same,
     "reduce_sum": _reduced,
     "reshape": _reshape,
     "select_n": _selected,
     "squeeze": _reshape,
-    "stop_gradient": _same,
+    "stop_gradient": _stopped,
     "sub": _subtracted,
     "transpose": _transpose,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ikbo_jax.rewrite import bounds, lineage
+from ikbo_jax.rewrite import facts, lineage
 from ikbo_jax.rewrite.interpret import Context, NotCovered, register_rule, shape_of
 from ikbo_jax.rewrite.lineage import (
     Concat,
@@ -23,6 +24,7 @@ from ikbo_jax.rewrite.lineage import (
     nbytes,
     origins_of,
     spread_axes,
+    take_rows,
 )
 from ikbo_jax.rewrite.rules import at_user_batch, concat
 
@@ -69,7 +71,7 @@ def _check_no_other_column_fills(ctx: Context, eqn: Any, indices: Any, looked_up
         return
     axes = enumerate(eqn.params["dimension_numbers"].start_index_map)
     others = [column for column, axis in axes if axis not in looked_up]
-    if any(bounds.interval(ctx, _column(ctx, indices, c)[0]) != (0, 0) for c in others):
+    if any(facts.interval(ctx, _column(ctx, indices, c)[0]) != (0, 0) for c in others):
         raise NotCovered("lookup by several indices that fills rows out of bounds")
 
 
@@ -77,7 +79,7 @@ def _single_rows(ctx: Context, operand: Any, indices: Any, numbers: Any) -> list
     """The axis of one row, that of a request's only user, that is looked up."""
 
     def is_known(column: int) -> bool:
-        known = bounds.interval(ctx, _column(ctx, indices, column)[0])
+        known = facts.interval(ctx, _column(ctx, indices, column)[0])
         return known is not None and known[0] == known[1]
 
     shape = shape_of(operand)
@@ -99,7 +101,7 @@ def _fixed_positions(ctx: Context, eqn: Any, operand: Any, indices: Any) -> dict
         size = shape_of(operand)[axis]
         if sizes[axis] == size or size == 1:
             continue
-        known = bounds.interval(ctx, _column(ctx, indices, column)[0])
+        known = facts.interval(ctx, _column(ctx, indices, column)[0])
         if known is not None and known[0] == known[1] and 0 <= known[0] <= size - sizes[axis]:
             fixed[axis] = known[0]
     return fixed
@@ -113,12 +115,12 @@ def _gather_rows(
     if has_lineage(operand) and operand.axis != axis:
         raise NotCovered("rows looked up along one axis are looked up again along another")
     operand = spread_axes(operand, [axis])
-    base = base_of(operand)
     (out_axis,) = (d for d in range(len(shape)) if d not in numbers.offset_dims)
+    count = shape_of(indices)[0]
+    what = f"{lineage.text(operand)} looked up by {count} indices -> {_text(shape, operand)}"
     column = numbers.start_index_map.index(axis)
-    fine = _lineage(ctx, eqn, indices, column, shape_of(operand)[axis], operand.dtype)
-
-    what = f"{lineage.text(operand)} looked up by {fine.batch} indices -> {_text(shape, operand)}"
+    operand, fine = _looked_up(ctx, eqn, operand, indices, column, axis)
+    base = base_of(operand)
     copy = nbytes(shape, operand.dtype) - nbytes(base.shape, operand.dtype)
     found = ctx.recorder.found(eqn, what, copy, True)
     # The slices' dimensions stand in order; the batch stands at `out_axis` among them. A dimension
@@ -137,28 +139,110 @@ def _gather_rows(
     return Lazy(base, tuple(shape), fine, out_axis, origins_of(operand) | {found})
 
 
-def _lineage(ctx: Context, eqn: Any, indices: Any, column: int, rows: int, dtype: Any) -> Lineage:
-    """What a column of gather indices looks up, and which of them lie in bounds."""
+def _looked_up(
+    ctx: Context, eqn: Any, operand: Any, indices: Any, column: int, axis: int
+) -> tuple[Any, Lineage]:
+    """What a column of gather indices looks up along an axis, and how.
+
+    An index out of bounds fills a row, or takes the nearest row with or without a gradient. What is
+    no row of the operand, in value or derivative, is appended to it and looked up like the others.
+    """
+    rows, mode = shape_of(operand)[axis], eqn.params["mode"]
     value, own = _column(ctx, indices, column)
     root = ctx.build(value)
     batch = indices.shape[0]
     index = root if root.ndim == 1 else root[:, own]
-    proven = bounds.within(ctx, root, 0, rows - 1)
+    proven = facts.within(ctx, root, 0, rows - 1)
+    fills = mode == lax.GatherScatterMode.FILL_OR_DROP and not proven
+    # `x[index]` takes the nearest row, but adds no gradient to it.
+    drops = mode == lax.GatherScatterMode.PROMISE_IN_BOUNDS and not proven
 
-    def clipped() -> jax.Array:
-        # XLA does so with every index out of bounds, whatever the gather's mode promises.
+    def nearest() -> jax.Array:
         if proven:
             return lax.convert_element_type(index, jnp.int32)
-        first, last = np.array([0, min(rows - 1, np.iinfo(index.dtype).max)], index.dtype)
+        first, last = np.array([0, min(rows - 1, _largest(index))], index.dtype)
         return lax.convert_element_type(lax.clamp(first, index, last), jnp.int32)
 
-    core = ctx.lineage(("rows", root, own), rows, batch, clipped)
-    if proven or eqn.params["mode"] != lax.GatherScatterMode.FILL_OR_DROP:
-        return core
-    fill = eqn.params["fill_value"]
-    if not jnp.issubdtype(dtype, jnp.inexact) or (fill is not None and not np.isnan(fill)):
-        raise NotCovered("lookup that fills rows out of bounds with a value other than NaN")
-    return ctx.masked(core, lambda: (index >= 0) & (index < rows))
+    def outside() -> jax.Array:
+        at = jnp.where(index < 0, jnp.int32(rows), nearest())
+        if rows > _largest(index):
+            return at
+        return jnp.where(index >= np.asarray(rows, index.dtype), jnp.int32(rows + 1), at)
+
+    differs = drops or not _takes_every_row(root, own, rows)
+    if differs and not ctx.differentiated and jnp.issubdtype(operand.dtype, jnp.inexact):
+        ctx.gradient_differs()
+    exact = differs and ctx.differentiated
+    if not fills and not exact:
+        return operand, ctx.lineage(("rows", root, own), rows, batch, nearest)
+    if has_lineage(operand):
+        # What is looked up again is copied to the batch between, which is a small one.
+        operand = ctx.build(operand)
+    if proven:
+        found = ctx.lineage(("used", root, own), rows, batch, nearest)
+    else:
+        found = ctx.lineage(("outside", root, own), rows + 2, batch, outside)
+        operand = _with_rows_outside(eqn, operand, axis, fills, drops)
+    return (_without_unused(operand, found, axis) if exact else operand), found
+
+
+def _with_rows_outside(eqn: Any, operand: Any, axis: int, fills: bool, drops: bool) -> Any:
+    """With the rows that indices below 0, and past the last row, take: appended to an axis."""
+    base = base_of(operand)
+    if fills:
+        ends = [_fill_row(eqn, operand, axis)] * 2
+    else:
+        last = base.shape[axis] - 1
+        ends = [lax.slice_in_dim(base, n, n + 1, axis=axis) for n in (0, last)]
+    if drops:
+        ends = list(map(lax.stop_gradient, ends))
+    base = lax.concatenate([base, *ends], axis)
+    if is_plain(operand):
+        return base
+    shape = list(operand.shape)
+    shape[axis] += len(ends)
+    return dataclasses.replace(operand, base=base, shape=tuple(shape))
+
+
+def _takes_every_row(root: Any, column: int, rows: int) -> bool:
+    """Whether an index is known and leaves no row out: then no row has a gradient of its own."""
+    if isinstance(root, jax.core.Tracer):
+        return False
+    index = np.asarray(root)
+    return len(np.unique(index if index.ndim == 1 else index[:, column])) == rows
+
+
+def _without_unused(operand: Any, of: Lineage, axis: int) -> Any:
+    """The operand with a used row in the place of every row that no index takes.
+
+    The program never saw such a row. At the smaller batch it is computed with, and where that gives
+    infinity or NaN, as for a norm of padding, a gradient of 0 would make NaN of every weight's.
+    """
+    used = jnp.zeros(of.users, jnp.bool_).at[of.index].set(True, mode="promise_in_bounds")
+    rows = jnp.where(used, jnp.arange(of.users, dtype=jnp.int32), of.index[0])
+    base = take_rows(base_of(operand), rows, axis)
+    return base if is_plain(operand) else dataclasses.replace(operand, base=base)
+
+
+def _largest(index: Any) -> int:
+    return int(np.iinfo(index.dtype).max)
+
+
+def _fill_row(eqn: Any, operand: Any, axis: int) -> jax.Array:
+    """The row that a gather takes for an index out of bounds."""
+    dtype, fill = operand.dtype, eqn.params["fill_value"]
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        raise NotCovered(f"lookup that fills rows out of bounds, of {dtype}")
+    if fill is None and jnp.issubdtype(dtype, jnp.inexact):
+        fill = jnp.nan
+    elif fill is None and dtype == jnp.bool_:
+        fill = True
+    elif fill is None:
+        limits = jnp.iinfo(dtype)
+        fill = limits.min if jnp.issubdtype(dtype, jnp.signedinteger) else limits.max
+    shape = list(base_of(operand).shape)
+    shape[axis] = 1
+    return lax.full(shape, fill, dtype)
 
 
 def _gather_of_parts(ctx: Context, eqn: Any, operand: Concat, indices: Any) -> Any:
@@ -197,7 +281,7 @@ def _column(ctx: Context, indices: Any, column: int) -> tuple[Any, int]:
         return indices, column
     first = made[1][0]
     if name in ("reshape", "broadcast_in_dim") and shape_of(first) == indices.shape[:1]:
-        return bounds.chosen(ctx, first), 0
+        return facts.chosen(ctx, first), 0
     return indices, column
 
 

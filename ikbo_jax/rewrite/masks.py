@@ -1,0 +1,289 @@
+"""Attention with masked logits: what a softmax makes of the numbers that masks put in.
+
+A masked key is left out of `ikbo_jax.attention`. What it still weighs depends on its number F where
+the softmax sees it, and on how it came there:
+
+- chosen (`where`) and finite: all masked keys of a user have the logit F. They are one more part of
+  the softmax, the mean of their values with the natural-log weight F + log(their number), the same
+  for all candidates; `merge_attention` adds it. From `_UNREACHABLE` down it weighs nothing beside
+  any other key, so that only users without a key need care: they attend to all keys alike.
+- chosen and -inf: nothing, but a row without keys is NaN, and its logits have no gradient.
+- added, -inf: nothing, but a row without keys is NaN, and so are its gradients.
+- added, and hardly rounded: a second attention, over the masked keys, is merged by its lse + F.
+- added, and far larger than logits: logits are lost in the sum's rounding, but not their gradient.
+  A row without keys attends to all keys alike, and differentiates as a softmax. Logits that are too
+  large to be lost are found while the program runs, and such rows computed as they are written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ikbo_jax.ops.attention import attention, merge_attention
+from ikbo_jax.ops.gdpa import gdpa
+from ikbo_jax.ops.gdpa_arguments import equal_offsets
+from ikbo_jax.rewrite.interpret import Context, NotCovered
+from ikbo_jax.rewrite.scores import Fill, Scores
+
+#: A number above this leaves masked keys a weight that models do not mean them to have.
+_MASKS = -100.0
+#: A chosen number from here down is below any logit but one that is about to overflow.
+_UNREACHABLE = -1e30
+#: An added number whose rounding is at most this changes no weight by more than as much.
+_KEPT = 2.0**-7
+#: An added number whose rounding is at least this hides logits up to it.
+_LOST = 32.0
+#: An added number down from which masked keys weigh nothing beside others.
+_LARGE = -1e8
+
+
+class _Operands(NamedTuple):
+    """Operands of an attention.
+
+    Attributes:
+      query: [batch, queries, heads, width].
+      key: [users, keys, heads, width].
+      value: the same.
+      users: [batch] int32, whose keys a query attends to.
+      scale: of the logits.
+    """
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    users: jax.Array
+    scale: float
+
+    def attend(self, lengths: jax.Array | None = None) -> jax.Array:
+        out = attention(*self[:4], scale=self.scale, key_value_seq_lengths=lengths)
+        assert not isinstance(out, tuple)
+        return out
+
+    def attend_with_lse(self, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
+        out = attention(
+            *self[:4], scale=self.scale, key_value_seq_lengths=lengths, return_residuals=True
+        )
+        assert isinstance(out, tuple)
+        return out
+
+    def ordered(self, first: jax.Array) -> _Operands:
+        """With those keys first that a mask [users, keys] holds."""
+        order = jnp.argsort(~first, axis=1, stable=True)[:, :, None, None]
+        key, value = (jnp.take_along_axis(x, order, axis=1) for x in (self.key, self.value))
+        return self._replace(key=key, value=value)
+
+    def of_user(self, x: jax.Array) -> jax.Array:
+        """[batch, queries, ...] of [users, ...]."""
+        rows = jnp.expand_dims(x.at[self.users].get(mode="promise_in_bounds"), 1)
+        return jnp.broadcast_to(rows, (*self.query.shape[:2], *x.shape[1:]))
+
+
+def attend(ctx: Context, scores: Scores, value: jax.Array) -> jax.Array:
+    """[batch, *queries, *heads, width] of probabilities and [users, keys, *heads, width] values."""
+    root = scores.root
+    batch, width = root.query.shape[0], root.query.shape[-1]
+    users, keys = value.shape[:2]
+    heads = math.prod(root.heads)
+    operands = _Operands(
+        root.query.reshape(batch, math.prod(root.queries), heads, width),
+        root.key.base.reshape(users, keys, heads, width),
+        value.reshape(users, keys, heads, width),
+        root.lineage.index,
+        root.scale,
+    )
+    if any(fill.value > _MASKS for fill in root.fills):
+        raise NotCovered(f"attention is not recognised: masked logits are {root.fills[0].value:g}")
+    fills = [_weighed(fill, scores) for fill in root.fills]
+    if not fills:
+        out = operands.attend()
+    elif fills[0].added is not None:
+        out = _added(ctx, operands, fills[0])
+    else:
+        out = _chosen(operands, fills)
+    return out.reshape(batch, *root.queries, *root.heads, width)
+
+
+def _weighed(fill: Fill, scores: Scores) -> Fill:
+    """A fill as the exponential sees it: without a maximum, it may be 0 for all keys of a row."""
+    if scores.shifted or fill.value == -math.inf:
+        return fill
+    with np.errstate(all="ignore"):
+        weight = float(np.exp(np.float64(fill.value)).astype(scores.dtype).astype(np.float64))
+    if weight == 0 and fill.added is None:
+        return dataclasses.replace(fill, value=-math.inf)
+    if not math.isfinite(weight) or weight == 0:
+        raise NotCovered(f"attention is not recognised: exp of masked logits, {fill.value:g}")
+    return fill
+
+
+# Numbers that are chosen.
+
+
+def _chosen(operands: _Operands, fills: list[Fill]) -> jax.Array:
+    kept, lengths = _all_kept(fills)
+    by_length = len(fills) == 1 and fills[0].lengths is not None
+    ordered = operands if by_length else operands.ordered(kept)
+    values = {fill.value for fill in fills}
+    empty = lengths == 0
+    if values == {-math.inf}:
+        out = ordered.attend(lengths)
+        return jnp.where(operands.of_user(empty)[..., None, None], _nan_of(operands, empty), out)
+    if len(values) == 1 and -math.inf < min(values) <= _UNREACHABLE:
+        return _alike_where(ordered, empty, lengths)
+    out, lse = ordered.attend_with_lse(lengths)
+    rest, rest_lse = _masked_part(operands, fills)
+    merged, _ = merge_attention(out, lse, operands.of_user(rest), operands.of_user(rest_lse))
+    if -math.inf not in values:
+        return merged
+    nothing = jnp.all(_infinite(fills), axis=1)
+    return jnp.where(operands.of_user(nothing)[..., None, None], _nan_of(operands, nothing), merged)
+
+
+def _all_kept(fills: list[Fill]) -> tuple[jax.Array, jax.Array]:
+    """Which keys no mask leaves out, and how many they are."""
+    kept = fills[0].kept
+    for fill in fills[1:]:
+        kept = kept & fill.kept
+    if len(fills) == 1 and fills[0].lengths is not None:
+        return kept, fills[0].lengths
+    return kept, jnp.sum(kept, axis=1, dtype=jnp.int32)
+
+
+def _infinite(fills: list[Fill]) -> jax.Array:
+    """[users, keys], whether a logit is -inf."""
+    infinite = jnp.zeros_like(fills[0].kept)
+    for fill in fills:
+        infinite = jnp.where(fill.kept, infinite, fill.value == -math.inf)
+    return infinite
+
+
+def _alike_where(operands: _Operands, empty: jax.Array, lengths: jax.Array) -> jax.Array:
+    """Attention in which users without keys attend to all of them alike: keys of 0."""
+    key = jnp.where(empty[:, None, None, None], jnp.zeros((), operands.key.dtype), operands.key)
+    return operands._replace(key=key).attend(jnp.where(empty, operands.key.shape[1], lengths))
+
+
+def _nan_of(operands: _Operands, users: jax.Array) -> jax.Array:
+    """NaN for these users, with the gradient that NaN weights give to their values."""
+    total = jnp.sum(operands.value, axis=1, dtype=jnp.float32)
+    weight = jnp.where(users, jnp.nan, 0.0)[:, None, None]
+    return operands.of_user((total * weight).astype(operands.value.dtype))
+
+
+def _masked_part(operands: _Operands, fills: list[Fill]) -> tuple[jax.Array, jax.Array]:
+    """Weighted mean of masked values [users, heads, width], and its lse [users, heads]."""
+    number = jnp.full(fills[0].kept.shape, -jnp.inf, jnp.float32)
+    for fill in fills:
+        number = jnp.where(fill.kept, number, jnp.float32(fill.value))
+    largest = jnp.max(number, axis=1, keepdims=True)
+    largest = jnp.where(jnp.isfinite(largest), largest, 0.0)
+    weights = jnp.exp(number - largest)
+    total = jnp.sum(weights, axis=1)
+    share = weights / jnp.where(total > 0, total, 1.0)[:, None]
+    mean = jnp.einsum(
+        "us,usnh->unh",
+        share,
+        operands.value.astype(jnp.float32),
+        precision=lax.Precision.HIGHEST,
+    )
+    lse = jnp.where(total > 0, jnp.log(jnp.where(total > 0, total, 1.0)) + largest[:, 0], -jnp.inf)
+    heads = operands.value.shape[2]
+    lse = jnp.broadcast_to(lse[:, None], (lse.shape[0], heads))
+    return mean.astype(operands.value.dtype), lse
+
+
+# Numbers that are added.
+
+
+def _added(ctx: Context, operands: _Operands, fill: Fill) -> jax.Array:
+    kept, lengths = _all_kept([fill])
+    ordered = operands if fill.lengths is not None else operands.ordered(kept)
+    empty = lengths == 0
+    if fill.value == -math.inf:
+        nan = jnp.where(empty, jnp.nan, 0.0).astype(operands.key.dtype)
+        key = ordered.key + nan[:, None, None, None]
+        return ordered._replace(key=key).attend(jnp.where(empty, kept.shape[1], lengths))
+    rounding = 0.5 * float(jnp.finfo(fill.added).eps) * abs(fill.value)
+    if rounding <= _KEPT:
+        out, lse = ordered.attend_with_lse(lengths)
+        rest, rest_lse = operands.ordered(~kept).attend_with_lse(kept.shape[1] - lengths)
+        return merge_attention(out, lse, rest, rest_lse + jnp.float32(fill.value))[0]
+    if rounding < _LOST or fill.value > _LARGE or fill.after <= 0:
+        raise NotCovered(f"attention is not recognised: {fill.value:g} is added to its logits")
+    out = _alike_where(ordered, empty, lengths)
+    if ctx.differentiated:
+        slope = _slope_where(operands, empty)
+        out = out + (slope - lax.stop_gradient(slope))
+    else:
+        ctx.gradient_differs()
+    return _where_logits_show(operands, fill, empty, out)
+
+
+def _where_logits_show(
+    operands: _Operands, fill: Fill, empty: jax.Array, out: jax.Array
+) -> jax.Array:
+    """`out`, but exact in rows without keys whose logits are too large to be lost in rounding."""
+    empty_rows = empty.at[operands.users].get(mode="promise_in_bounds")
+
+    def largest(x: jax.Array, rows: jax.Array) -> jax.Array:
+        squares = jnp.max(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=-1), axis=(1, 2))
+        return jnp.max(jnp.where(rows, squares, 0.0))
+
+    def of_one(row: tuple[jax.Array, ...]) -> jax.Array:
+        query, user, is_empty, found = row
+        key, value = (x.at[user].get(mode="promise_in_bounds") for x in operands[1:3])
+        products = jnp.einsum("tnh,snh->nts", query, key, preferred_element_type=jnp.float32)
+        number = np.asarray(fill.value / fill.after, fill.added)
+        logits = (products * (operands.scale / fill.after)).astype(fill.added) + number
+        weights = jax.nn.softmax(logits.astype(jnp.float32) * fill.after, axis=-1)
+        exact = jnp.einsum("nts,snh->tnh", weights, value.astype(jnp.float32))
+        return jnp.where(is_empty, exact.astype(found.dtype), found)
+
+    def exact(out: jax.Array) -> jax.Array:
+        rows = operands.query, operands.users, empty_rows, out
+        found: jax.Array = lax.map(of_one, rows, batch_size=min(64, len(empty_rows)))
+        return found
+
+    def with_empty(out: jax.Array) -> jax.Array:
+        bound = largest(operands.query, empty_rows) * largest(operands.key, empty)
+        lost = 0.25 * float(jnp.finfo(fill.added).eps) * abs(fill.value)
+        hidden = jnp.sqrt(bound) * abs(operands.scale) < lost
+        shown: jax.Array = lax.cond(hidden, lambda out: out, exact, out)
+        return shown
+
+    fixed: jax.Array = lax.cond(jnp.any(empty_rows), with_empty, lambda out: out, out)
+    return fixed
+
+
+def _slope_where(operands: _Operands, empty: jax.Array) -> jax.Array:
+    """What has the gradient by query and key of a softmax whose weights are all alike.
+
+    With weights 1 / S the softmax's derivative is that of sum_s logit_s (v_s - mean v) / S.
+    """
+    query, key, value, index, scale = operands
+    users, keys, heads, width = key.shape
+    batch, queries = query.shape[:2]
+    wide = value.astype(jnp.float32)
+    centred = wide - jnp.mean(wide, axis=1, keepdims=True)
+    centred = jnp.where(empty[:, None, None, None], centred, 0.0).astype(value.dtype)
+    out = gdpa(
+        query.reshape(batch * queries, heads, width),
+        key.reshape(users * keys, heads, width),
+        lax.stop_gradient(centred).reshape(users * keys, heads, width),
+        equal_offsets(batch, queries),
+        equal_offsets(users, keys),
+        activation="identity",
+        scale=scale,
+        output_scale=1 / keys,
+        q_to_kv=index,
+        max_seqlen_q=queries,
+        max_seqlen_kv=keys,
+    )
+    return out.reshape(batch, queries, heads, width)

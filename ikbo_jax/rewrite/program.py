@@ -1,0 +1,148 @@
+"""Runs a traced program: the rewritten one where that gains anything, otherwise the original."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.custom_derivatives import SymbolicZero
+from jax.extend import core
+from jax.interpreters import partial_eval
+
+from ikbo_jax.ops import explain
+from ikbo_jax.rewrite.interpret import Context
+from ikbo_jax.rewrite.report import Recorder
+
+
+def run(program: Any, arrays: Sequence[Any]) -> list[Any]:
+    """The results of a traced program, rewritten if that gains anything.
+
+    Args:
+      program: what `jax.make_jaxpr` returns.
+      arrays: its arguments.
+
+    Returns:
+      The program's results, the first of which bears the report for `explain`.
+    """
+    original = _Original.of(program)
+    inputs = [*original.traced_consts(), *arrays]
+    recorder = Recorder()
+    if original.is_plain():
+        results = original.call(inputs)
+    else:
+        results = _rewritten(original, inputs, recorder)
+    if results:
+        results = [explain.note(results[0], recorder.report()), *results[1:]]
+    return results
+
+
+@dataclasses.dataclass(frozen=True)
+class _Original:
+    """A traced program whose constants that are tracers have become arguments.
+
+    The derivative of a `jax.custom_jvp` does not reach tracers that its function closes over.
+
+    Attributes:
+      jaxpr: the program, without equations that nothing needs.
+      repeated: identities of programs in it that stand in several equations.
+    """
+
+    jaxpr: Any
+    repeated: frozenset[int]
+
+    @classmethod
+    def of(cls, program: Any) -> _Original:
+        jaxpr = without_dead_code(program)
+        return cls(jaxpr, explain.survey(jaxpr).repeated)
+
+    def traced_consts(self) -> list[Any]:
+        """The constants that are arguments, ahead of the program's own."""
+        return [x for x in self.jaxpr.consts if isinstance(x, jax.core.Tracer)]
+
+    def split(self, inputs: Sequence[Any]) -> tuple[list[Any], Sequence[Any]]:
+        """All constants, and the program's own arguments."""
+        rest = iter(inputs)
+        consts = [next(rest) if isinstance(x, jax.core.Tracer) else x for x in self.jaxpr.consts]
+        return consts, list(rest)
+
+    def call(self, inputs: Sequence[Any]) -> list[Any]:
+        """The results of the original."""
+        _, arrays = self.split(inputs)
+        results: list[Any] = core.jaxpr_as_fun(self.jaxpr)(*arrays)
+        return results
+
+    def is_plain(self) -> bool:
+        """Whether nothing in the program can make a broadcast."""
+        return Context(Recorder()).is_plain_program(self.jaxpr)
+
+    def rewritten(self, inputs: Sequence[Any], recorder: Recorder, differentiated: bool) -> Any:
+        """The rewritten program as a jaxpr of `inputs`, without equations that nothing needs."""
+
+        def interpreted(*inputs: Any) -> list[Any]:
+            ctx = Context(recorder, differentiated=differentiated)
+            ctx.repeated.update(self.repeated)
+            results = ctx.run(self.jaxpr, *self.split(inputs))
+            results = [ctx.materialise(None, x, "returned by the function") for x in results]
+            recorder.settle()
+            return results
+
+        return without_dead_code(jax.make_jaxpr(interpreted)(*inputs))
+
+
+def _rewritten(original: _Original, inputs: list[Any], recorder: Recorder) -> list[Any]:
+    """The results of the rewritten program, or of the original if nothing is gained."""
+    program = original.rewritten(inputs, recorder, differentiated=False)
+    if not recorder.changed:
+        return original.call(inputs)
+    results: list[Any]
+    if not recorder.gradient_differs:
+        results = core.jaxpr_as_fun(program)(*inputs)
+    elif program.effects:
+        # A `jax.custom_jvp` refuses effects.
+        program = original.rewritten(inputs, _muted(), differentiated=True)
+        results = core.jaxpr_as_fun(program)(*inputs)
+    else:
+        results = _with_exact_derivative(original, program)(*inputs)
+    return results
+
+
+def _with_exact_derivative(original: _Original, program: Any) -> Any:
+    """A rewritten program whose derivative is that of the variant made for it.
+
+    The variant is traced only where the program is differentiated.
+    """
+
+    @jax.custom_jvp
+    def values(*inputs: Any) -> Any:
+        return core.jaxpr_as_fun(program)(*inputs)
+
+    @functools.partial(values.defjvp, symbolic_zeros=True)
+    def jvp(primals: Any, tangents: Any) -> Any:
+        exact = original.rewritten(primals, _muted(), differentiated=True)
+        # The others have no tangent, as integers and keys never have.
+        active = [n for n, x in enumerate(tangents) if not isinstance(x, SymbolicZero)]
+
+        def of_active(*values: Any) -> Any:
+            merged = list(primals)
+            for n, value in zip(active, values, strict=True):
+                merged[n] = value
+            return core.jaxpr_as_fun(exact)(*merged)
+
+        return jax.jvp(of_active, [primals[n] for n in active], [tangents[n] for n in active])
+
+    return values
+
+
+def _muted() -> Recorder:
+    recorder = Recorder()
+    recorder.muted = 1
+    return recorder
+
+
+def without_dead_code(program: Any) -> Any:
+    """The program, and those it calls, without equations that nothing needs."""
+    jaxpr, _ = partial_eval.dce_jaxpr(program, [True] * len(program.outvars), instantiate=True)
+    return jaxpr
