@@ -1,7 +1,7 @@
 """Small programs as text: attention-like ones, and lookups with indices out of bounds.
 
-A program is one expression, which a failing test prints. The names that it may use stand in
-`ATTENTION` and in `LOOKUPS`.
+A program is an expression, or several lines that define `out`; a failing test prints it. The names
+that it may use stand in `ATTENTION` and in `LOOKUPS`.
 """
 
 from __future__ import annotations
@@ -94,45 +94,72 @@ COMMON = {
     "inf": jnp.inf,
     "S": S,
     "H": H,
+    "U": U,
+    "J": OUTSIDE,
 }
 ATTENTION = """
 q [B,T,N,H]; k, v [U,S,N,H]; i [B], j [B] (out of bounds); m [U,S] bool; n [U] lengths
 L(q) = einsum("btnh,bsnh->bnts", q, k[i]); mix(p) = einsum("bnts,bsnh->btnh", p, v[i])
-M = m[i] and N = n[i], as the logits' shape needs them; at = arange(S)
+M = m[i], N = n[i] and C (a mask by candidate), as the logits' shape needs them; at = arange(S)
 """
 
 
-def attention(text: str, dtype: Any = jnp.float32, heads: bool = True) -> Case:
-    """A program of `ATTENTION`'s names; without heads, as matrices of one head."""
-    code = compile(text, f"<{text}>", "eval")
+def _result(code: Any, names: dict[str, Any]) -> Any:
+    names = {**COMMON, **names}
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        exec(code, names)
+    return names["out"]
+
+
+def _compiled(text: str) -> Any:
+    return compile(text if "out =" in text else f"out = {text}", "<program>", "exec")
+
+
+def attention(
+    text: str, dtype: Any = jnp.float32, heads: bool = True, rows: str = "X[i]", number: Any = ""
+) -> Case:
+    """A program of `ATTENTION`'s names.
+
+    Args:
+      text: the program.
+      dtype: of query, key and value.
+      heads: whether there are heads; without, query, key and value are matrices of one head.
+      rows: how keys and values, `X`, are looked up.
+      number: tells apart programs that are the same.
+    """
+    code, of_rows = _compiled(text), _compiled(rows)
 
     def fn(q, k, v, i, j, m, n):
+        def look_up(x):
+            return _result(of_rows, dict(X=x, i=i, j=j))
+
         if heads:
             own = {
-                "L": lambda q, **kw: jnp.einsum("btnh,bsnh->bnts", q, k[i], **kw),
-                "mix": lambda p, **kw: jnp.einsum("bnts,bsnh->btnh", p, v[i], **kw),
-                "M": m[i][:, None, None, :],
-                "N": n[i][:, None, None, None],
+                "L": lambda q, **kw: jnp.einsum("btnh,bsnh->bnts", q, look_up(k), **kw),
+                "mix": lambda p, **kw: jnp.einsum("bnts,bsnh->btnh", p, look_up(v), **kw),
             }
         else:
             q, k, v = q[:, :, 0], k[:, :, 0], v[:, :, 0]
             own = {
-                "L": lambda q, **kw: jnp.einsum("btd,bsd->bts", q, k[i], **kw),
-                "mix": lambda p, **kw: jnp.einsum("bts,bsd->btd", p, v[i], **kw),
-                "M": m[i][:, None, :],
-                "N": n[i][:, None, None],
+                "L": lambda q, **kw: jnp.einsum("btd,bsd->bts", q, look_up(k), **kw),
+                "mix": lambda p, **kw: jnp.einsum("bts,bsd->btd", p, look_up(v), **kw),
             }
-        names = dict(q=q, k=k, v=v, i=i, j=j, m=m, n=n, at=jnp.arange(S))
-        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-            return eval(code, {**COMMON, **names, **own})
+        between = (None,) * (2 if heads else 1)
+        own |= {
+            "M": m[i][:, *between],
+            "N": n[i][:, *between, None],
+            "C": (jnp.arange(B * S).reshape(B, S) % 7 > 1)[:, *between],
+        }
+        return _result(code, dict(q=q, k=k, v=v, i=i, j=j, m=m, n=n, at=jnp.arange(S), **own))
 
     args = (*(x.astype(dtype) for x in (QUERY, KEY, VALUE)), INDEX, OUTSIDE, KEPT, LENGTHS)
-    name = f"{text}  # {np.dtype(dtype).name}{'' if heads else ', no heads'}"
+    name = f"{text}  # {number}{np.dtype(dtype).name}{'' if heads else ', no heads'}"
+    name += "" if rows == "X[i]" else f", looked up by {rows}"
     return Case(name, fn, tuple(map(jnp.asarray, args)))
 
 
 LOOKUPS = """
-u [U,D]; c [B,D]; w [D,D]; w2 [2D,D]; j [B] (out of bounds), i [B]; ids [B,3] (some out of bounds)
+u [U,D]; c [B,D]; w [D,D]; w2 [2D,D]; j [B] (out of bounds), i [B]
 e [U,3,D] and f [B,2,D] embeddings, r [4,5] their compression; q [B,D]; t [U,S,D]
 """
 LOOKUP_ARGS = {
@@ -148,17 +175,15 @@ LOOKUP_ARGS = {
 }
 
 
-def lookup(text: str, dtype: Any = jnp.float32) -> Case:
+def lookup(text: str, dtype: Any = jnp.float32, number: Any = "") -> Case:
     """A program of `LOOKUPS`' names."""
-    code = compile(text, f"<{text}>", "eval")
+    code = _compiled(text)
 
     def fn(*args):
-        names = dict(zip([*LOOKUP_ARGS, "i", "j"], args, strict=True))
-        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-            return eval(code, {**COMMON, **names})
+        return _result(code, dict(zip([*LOOKUP_ARGS, "i", "j"], args, strict=True)))
 
     args = (*(x.astype(dtype) for x in LOOKUP_ARGS.values()), INDEX, OUTSIDE)
-    return Case(f"{text}  # {np.dtype(dtype).name}", fn, tuple(map(jnp.asarray, args)))
+    return Case(f"{text}  # {number}{np.dtype(dtype).name}", fn, tuple(map(jnp.asarray, args)))
 
 
 #: How rows of X are looked up by j.
