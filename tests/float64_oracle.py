@@ -331,6 +331,11 @@ def _cumulative(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def _away(x: Array) -> Array:
+    """Rounded to whole numbers, halves away from zero."""
+    return np.sign(x) * np.floor(np.abs(x) + 0.5)
+
+
 def _same(_: Any, x: Array, *__: Any) -> Array:
     return x
 
@@ -370,6 +375,8 @@ _PRIMITIVES: dict[str, Callable[..., Any]] = {
     "reduce_prod": _reduce(np.prod),
     "reduce_sum": _reduce(np.sum),
     "reshape": lambda eqn, x: x.reshape(eqn.params["new_sizes"]),
+    "rev": lambda eqn, x: np.flip(x, tuple(eqn.params["dimensions"])),
+    "round": lambda eqn, x: np.rint(x) if int(eqn.params["rounding_method"]) else _away(x),
     "rsqrt": lambda _, x: 1 / np.sqrt(x),
     "scatter": _scatter,
     "scatter-add": _scatter,
@@ -420,7 +427,7 @@ _PRIMITIVES |= {
 }
 _MOVES = (
     *("broadcast_in_dim", "concatenate", "copy", "copy_p", "convert_element_type"),
-    *("name", "pad", "reduce_precision", "reshape", "slice", "squeeze", "stop_gradient"),
+    *("name", "pad", "reduce_precision", "rev", "reshape", "slice", "squeeze", "stop_gradient"),
     *("transpose", "ikbo_note", "ikbo_plan"),
 )
 _PRIMITIVES |= {name: _same for name in _MOVES if name not in _PRIMITIVES}
@@ -429,5 +436,5 @@ _LINEAR = frozenset((*_MOVES, "cumsum", "dot_general", "mul", "reduce_sum"))
 #: They round nothing. A cast does if it narrows, which the next equation repeats.
 _EXACT = frozenset(
     (*_MOVES, "abs", "clamp", "gather", "max", "min", "neg", "reduce_max", "reduce_min")
-    + ("select_n", "sign", "split", "dynamic_slice", "iota", "floor")
+    + ("select_n", "sign", "split", "dynamic_slice", "iota", "floor", "round", "sort", "top_k")
 ) - {"convert_element_type", "reduce_precision"}
