@@ -21,6 +21,7 @@ from jax.extend import core, source_info_util
 
 from ikbo_jax.ops import dispatch
 from ikbo_jax.rewrite import report
+from ikbo_jax.rewrite.jaxprs import inner_programs
 from ikbo_jax.rewrite.lineage import (
     Concat,
     Deferred,
@@ -172,7 +173,9 @@ class Context:
             return value
         if not self.is_built(value):
             if value.step is not None:
-                # What it is made of is copied, not the value itself; for the same reason.
+                # What it is made of is copied, not the value itself.
+                if reason == RETURNED:
+                    reason = "needed for a value that the function returns"
                 with self.recorder.because(reason):
                     return self.build(value)
             self.recorder.wrote(eqn, value, reason, copied)
@@ -316,27 +319,50 @@ class Context:
         deferred = [x for x in operands if isinstance(x, Deferred)]
         if not deferred and name not in _SOURCES:
             return _as_list(eqn, self.bind(eqn, *operands))
-        rule = _RULES.get(name)
         try:
-            for x in deferred:
-                if x.step is not None:
-                    return _as_list(eqn, x.step(self, eqn, operands))
-            if rule is None:
-                raise NotCovered(f"no rule for {name}")
-            if _is_op(eqn):
-                raise NotCovered("already an op of ikbo_jax")
-            _check_masks(eqn, deferred)
-            return _as_list(eqn, rule(self, eqn, *operands))
+            return self._by_rule(eqn, deferred, operands)
         except NotCovered as error:
             reason = str(error)
+        except Exception as error:
+            if eqn.effects:
+                # Some may be traced already, and must not be a second time: the original runs.
+                raise
+            reason = f"the rule of {name} raised {described(error)}"
+        if name in LOOKUPS:
+            self.looked_up(eqn, "refused", reason)
         operands = [self.materialise(eqn, operand, reason) for operand in operands]
         return _as_list(eqn, self.bind(eqn, *operands))
+
+    def _by_rule(
+        self, eqn: core.JaxprEqn, deferred: list[Deferred], operands: list[Any]
+    ) -> list[Any]:
+        """The results by the rule of a value or of the primitive; raises NotCovered without one."""
+        name = eqn.primitive.name
+        step = next((x.step for x in deferred if x.step is not None), None)
+        if step is not None:
+            return _checked(eqn, step(self, eqn, operands))
+        rule = _RULES.get(name)
+        if rule is None:
+            raise NotCovered(f"no rule for {name}")
+        if _is_op(eqn):
+            raise NotCovered("already an op of ikbo_jax")
+        _check_masks(eqn, deferred)
+        results = _checked(eqn, rule(self, eqn, *operands))
+        if name in LOOKUPS:
+            removed = isinstance(results[0], Deferred)
+            self.looked_up(eqn, "removed" if removed else "kept", "" if removed else _why_kept(eqn))
+        return results
+
+    def looked_up(self, eqn: core.JaxprEqn, outcome: str, reason: str) -> None:
+        """Records what became of a lookup of the original program."""
+        *_, outermost = self.scopes()
+        outermost.recorder.looked_up(eqn, outcome, reason)
 
     def is_plain_program(self, jaxpr: Any) -> bool:
         """Whether a program, run on arrays, has no primitive that can make a broadcast."""
         if id(jaxpr) not in self._plain_jaxprs:
             plain = not any(
-                _may_broadcast(eqn) or not all(map(self.is_plain_program, _inner_jaxprs(eqn)))
+                _may_broadcast(eqn) or not all(map(self.is_plain_program, inner_programs(eqn)))
                 for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns
             )
             self._plain_jaxprs[id(jaxpr)] = (jaxpr, plain)
@@ -354,6 +380,39 @@ class Context:
             yield
         finally:
             self.recorder.muted -= 1
+
+
+#: Why a result of the function is materialised.
+RETURNED = "returned by the function"
+
+#: Primitives that look rows up or repeat them, each of which the report lists.
+LOOKUPS = ("gather", "tile")
+
+
+def described(error: Exception) -> str:
+    """An exception in one line: its type, and the first line of its message."""
+    message = str(error).strip().split("\n")[0]
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+def _why_kept(eqn: core.JaxprEqn) -> str:
+    """Why a lookup of arrays is none that could be worked on later."""
+    operand: Any = eqn.invars[0].aval
+    result: Any = eqn.outvars[0].aval
+    if result.size <= operand.size:
+        return "it makes no more rows than there are"
+    return "it is no lookup of whole rows by one index"
+
+
+def _checked(eqn: core.JaxprEqn, results: Any) -> list[Any]:
+    """A rule's results as a list; raises ValueError if they are not what the equation makes."""
+    results = _as_list(eqn, results)
+    for x, v in zip(results, eqn.outvars, strict=True):
+        aval: Any = v.aval
+        if hasattr(x, "shape") and (tuple(x.shape), x.dtype) != (aval.shape, aval.dtype):
+            made = f"{x.dtype}{list(x.shape)}"
+            raise ValueError(f"it returned {made} instead of {aval.str_short()}")
+    return results
 
 
 def _as_list(eqn: core.JaxprEqn, results: Any) -> list[Any]:
@@ -394,13 +453,6 @@ def identity(operand: Any) -> Any:
     return (array.dtype, array.item()) if array.ndim == 0 else id(operand)
 
 
-def _inner_jaxprs(eqn: core.JaxprEqn) -> Iterator[Any]:
-    for value in eqn.params.values():
-        for inner in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(inner, (core.Jaxpr, core.ClosedJaxpr)):
-                yield inner
-
-
 def _may_broadcast(eqn: core.JaxprEqn) -> bool:
     if eqn.primitive.name == "broadcast_in_dim":
         # Of a scalar: a constant. Constants are no broadcasts that cost anything.
@@ -409,7 +461,7 @@ def _may_broadcast(eqn: core.JaxprEqn) -> bool:
         return operand.ndim > 0 and result.size > operand.size
     if eqn.primitive.name in ("jit", "pjit"):
         return False
-    return eqn.primitive.name in _SOURCES and not any(True for _ in _inner_jaxprs(eqn))
+    return eqn.primitive.name in _SOURCES and not any(True for _ in inner_programs(eqn))
 
 
 #: Primitives of whose result every row is NaN throughout where an operand's is. Those that hold
@@ -447,7 +499,7 @@ def _check_masks(eqn: core.JaxprEqn, operands: list[Any]) -> None:
 
 
 def _inner_jaxprs_any(eqn: core.JaxprEqn) -> bool:
-    return any(True for _ in _inner_jaxprs(eqn))
+    return any(True for _ in inner_programs(eqn))
 
 
 def _is_masked(value: Any) -> bool:
@@ -466,10 +518,10 @@ def _is_op(eqn: core.JaxprEqn) -> bool:
     def holds(jaxpr: Any) -> bool:
         eqns = getattr(jaxpr, "jaxpr", jaxpr).eqns
         return any(
-            e.primitive is dispatch.plan_p or any(map(holds, _inner_jaxprs(e))) for e in eqns
+            e.primitive is dispatch.plan_p or any(map(holds, inner_programs(e))) for e in eqns
         )
 
-    return eqn.params.get("name") in _OPS and any(map(holds, _inner_jaxprs(eqn)))
+    return eqn.params.get("name") in _OPS and any(map(holds, inner_programs(eqn)))
 
 
 def shape_of(value: Any) -> tuple[int, ...]:

@@ -234,9 +234,17 @@ def slice_along(value: Any, start: int, stop: int, axis: int) -> Any:
     return lax.slice_in_dim(value, start, stop, axis=axis)
 
 
+def size_of(shape: tuple[Any, ...]) -> Any:
+    """Elements of an array; an expression where a dimension is symbolic."""
+    return math.prod(shape)
+
+
 def nbytes(shape: tuple[int, ...], dtype: Any) -> int:
-    """Bytes of an array."""
-    return math.prod(shape) * jnp.dtype(dtype).itemsize
+    """Bytes of an array; 0 if the shape is not known while tracing."""
+    size = math.prod(shape)
+    # Those of random keys and the like are no NumPy dtypes.
+    itemsize = getattr(dtype, "itemsize", None) or jnp.dtype(dtype).itemsize
+    return size * itemsize if isinstance(size, int) else 0
 
 
 def text(value: Any) -> str:

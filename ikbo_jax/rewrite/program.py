@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax import lax
 from jax.custom_derivatives import SymbolicZero
-from jax.extend import core
-from jax.interpreters import partial_eval
 
 from ikbo_jax.ops import explain
-from ikbo_jax.rewrite.interpret import Context
+from ikbo_jax.rewrite.interpret import LOOKUPS, RETURNED, Context, described
+from ikbo_jax.rewrite.jaxprs import evaluate, trace, without_dead_code
 from ikbo_jax.rewrite.report import Recorder
 
 
@@ -30,6 +30,7 @@ def run(program: Any, arrays: Sequence[Any]) -> list[Any]:
     original = _Original.of(program)
     inputs = [*original.traced_consts(), *arrays]
     recorder = Recorder()
+    recorder.expect(original.jaxpr, lambda eqn: eqn.primitive.name in LOOKUPS)
     if original.is_plain():
         results = original.call(inputs)
     else:
@@ -71,8 +72,7 @@ class _Original:
     def call(self, inputs: Sequence[Any]) -> list[Any]:
         """The results of the original."""
         _, arrays = self.split(inputs)
-        results: list[Any] = core.jaxpr_as_fun(self.jaxpr)(*arrays)
-        return results
+        return evaluate(self.jaxpr, arrays)
 
     def is_plain(self) -> bool:
         """Whether nothing in the program can make a broadcast."""
@@ -85,27 +85,48 @@ class _Original:
             ctx = Context(recorder, differentiated=differentiated)
             ctx.repeated.update(self.repeated)
             results = ctx.run(self.jaxpr, *self.split(inputs))
-            results = [ctx.materialise(None, x, "returned by the function") for x in results]
+            results = [ctx.materialise(None, x, RETURNED) for x in results]
             recorder.settle()
-            return results
+            avals = [v.aval for v in self.jaxpr.outvars]
+            return [_as_declared(x, aval) for x, aval in zip(results, avals, strict=True)]
 
-        return without_dead_code(jax.make_jaxpr(interpreted)(*inputs))
+        return without_dead_code(trace(interpreted, inputs, self.jaxpr))
+
+    def differentiated(self, inputs: Sequence[Any]) -> Any:
+        """The variant whose derivative is the original's; the original if that cannot be made."""
+        try:
+            return self.rewritten(inputs, _muted(), differentiated=True)
+        except Exception:
+            return trace(lambda *inputs: self.call(inputs), inputs, self.jaxpr)
+
+
+def _as_declared(x: Any, aval: Any) -> Any:
+    """A result with the weak type that the original gives it; raises if it is another array."""
+    found = jax.typeof(x)
+    if (found.shape, found.dtype) != (aval.shape, aval.dtype):
+        raise ValueError(f"a result is {found.str_short()} instead of {aval.str_short()}")
+    if found.weak_type == aval.weak_type:
+        return x
+    params = {"new_dtype": aval.dtype, "weak_type": aval.weak_type, "sharding": None}
+    return lax.convert_element_type_p.bind(x, **params)
 
 
 def _rewritten(original: _Original, inputs: list[Any], recorder: Recorder) -> list[Any]:
     """The results of the rewritten program, or of the original if nothing is gained."""
-    program = original.rewritten(inputs, recorder, differentiated=False)
+    try:
+        program = original.rewritten(inputs, recorder, differentiated=False)
+        if recorder.gradient_differs and program.effects:
+            # A `jax.custom_jvp` refuses effects.
+            program = original.rewritten(inputs, _muted(), differentiated=True)
+            recorder.gradient_differs = False
+    except Exception as error:
+        recorder.refusal = f"its rewriting raised {described(error)}"
+        return original.call(inputs)
     if not recorder.changed:
         return original.call(inputs)
-    results: list[Any]
     if not recorder.gradient_differs:
-        results = core.jaxpr_as_fun(program)(*inputs)
-    elif program.effects:
-        # A `jax.custom_jvp` refuses effects.
-        program = original.rewritten(inputs, _muted(), differentiated=True)
-        results = core.jaxpr_as_fun(program)(*inputs)
-    else:
-        results = _with_exact_derivative(original, program)(*inputs)
+        return evaluate(program, inputs)
+    results: list[Any] = _with_exact_derivative(original, program)(*inputs)
     return results
 
 
@@ -117,11 +138,11 @@ def _with_exact_derivative(original: _Original, program: Any) -> Any:
 
     @jax.custom_jvp
     def values(*inputs: Any) -> Any:
-        return core.jaxpr_as_fun(program)(*inputs)
+        return evaluate(program, inputs)
 
     @functools.partial(values.defjvp, symbolic_zeros=True)
     def jvp(primals: Any, tangents: Any) -> Any:
-        exact = original.rewritten(primals, _muted(), differentiated=True)
+        exact = original.differentiated(primals)
         # The others have no tangent, as integers and keys never have.
         active = [n for n, x in enumerate(tangents) if not isinstance(x, SymbolicZero)]
 
@@ -129,7 +150,7 @@ def _with_exact_derivative(original: _Original, program: Any) -> Any:
             merged = list(primals)
             for n, value in zip(active, values, strict=True):
                 merged[n] = value
-            return core.jaxpr_as_fun(exact)(*merged)
+            return evaluate(exact, merged)
 
         return jax.jvp(of_active, [primals[n] for n in active], [tangents[n] for n in active])
 
@@ -140,9 +161,3 @@ def _muted() -> Recorder:
     recorder = Recorder()
     recorder.muted = 1
     return recorder
-
-
-def without_dead_code(program: Any) -> Any:
-    """The program, and those it calls, without equations that nothing needs."""
-    jaxpr, _ = partial_eval.dce_jaxpr(program, [True] * len(program.outvars), instantiate=True)
-    return jaxpr

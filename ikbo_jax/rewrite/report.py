@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ikbo_jax.rewrite import lineage
+from ikbo_jax.rewrite import jaxprs, lineage
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +37,7 @@ class FoundBroadcast:
     def __str__(self) -> str:
         lines = [f"{self.line}: {self.what}"]
         lines += [f"  -> {what}" for what in self.became or ("unused",)]
-        saved = f"{_count(self.flops_saved)}FLOP, {_count(self.bytes_saved)}B not written"
-        return "\n".join([*lines, f"  saves {saved}"])
+        return "\n".join([*lines, f"  saves {_saved(self.flops_saved, self.bytes_saved)}"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +61,27 @@ class Materialisation:
 
 
 @dataclasses.dataclass(frozen=True)
+class Lookup:
+    """One lookup of rows, or one repetition of them, in the original program.
+
+    Attributes:
+      line: where the program makes it.
+      what: its shapes.
+      outcome: "removed" if work on its rows is done before them, "kept" if there is nothing to
+        gain, "refused" if a rule could not.
+      reason: why it was kept or refused; "" if it was removed.
+    """
+
+    line: str
+    what: str
+    outcome: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.line}: {self.what}: {self.outcome}: {self.reason}"
+
+
+@dataclasses.dataclass(frozen=True)
 class RewriteReport:
     """What a rewrite found and did; `str` makes plain text of it.
 
@@ -69,11 +89,17 @@ class RewriteReport:
       changed: whether the rewritten program runs; False if it is the original.
       broadcasts: what was found, in program order.
       materialised: what had to be carried out, in program order.
+      lookups: every lookup of the original program, and what became of it.
+      repetitions: how many dimensions of size 1 are repeated besides, as those of biases are.
+      reason: why the original runs although something was found; "" if nothing else is to be said.
     """
 
     changed: bool
     broadcasts: tuple[FoundBroadcast, ...] = ()
     materialised: tuple[Materialisation, ...] = ()
+    lookups: tuple[Lookup, ...] = ()
+    repetitions: int = 0
+    reason: str = ""
 
     @property
     def flops_saved(self) -> int:
@@ -84,19 +110,31 @@ class RewriteReport:
         return sum(found.bytes_saved for found in self.broadcasts)
 
     def __str__(self) -> str:
-        if not self.broadcasts:
-            return "rewrite: no broadcast found; the original function runs"
-        count = len(self.broadcasts)
-        lines = [f"rewrite: {count} broadcast{'s' * (count != 1)} found"]
-        if self.changed:
-            saved = f"{_count(self.flops_saved)}FLOP, {_count(self.bytes_saved)}B not written"
-            lines[0] += f"; saves {saved}"
-        else:
-            lines[0] += ", nothing gained; the original function runs"
+        lines = [f"rewrite: {self._summary()}"]
+        if not self.changed:
+            lines[0] += "; the original function runs" + (f": {self.reason}" if self.reason else "")
         lines += _once(self.broadcasts)
         if self.materialised:
             lines += ["materialised:", *_once(self.materialised)]
+        left = [lookup for lookup in self.lookups if lookup.outcome != "removed"]
+        if left:
+            lines += ["lookups left as they are:", *_once(left)]
         return "\n".join(lines)
+
+    def _summary(self) -> str:
+        count = len(self.broadcasts)
+        if count:
+            found = f"{count} broadcast{'s' * (count != 1)} found"
+            if not self.changed:
+                return found + ("" if self.reason else ", nothing gained")
+            return f"{found}; saves {_saved(self.flops_saved, self.bytes_saved)}"
+        if self.lookups:
+            return f"{len(self.lookups)} lookup{'s' * (len(self.lookups) != 1)} found, none removed"
+        return "nothing gained from what is repeated" if self.repetitions else "no broadcast found"
+
+
+def _saved(flops: int, nbytes: int) -> str:
+    return f"{_count(flops)}FLOP, {_count(nbytes)}B not written"
 
 
 def _once(entries: Sequence[Any]) -> list[str]:
@@ -155,6 +193,36 @@ class Recorder:
         # know no line of the user's; that of the call then stands for it.
         self.calls: list[Any] = []
         self._repeated: dict[Any, _Repeated] = {}
+        # Why the original runs although something was found.
+        self.refusal = ""
+        # What becomes of the original's lookups, by the identity of their equations.
+        self._lookups: dict[int, Lookup] = {}
+
+    def expect(self, program: Any, is_lookup: Callable[[Any], bool]) -> None:
+        """Notes all lookups of the original program, also those that no rule will come to."""
+        seen = set()
+
+        def search(program: Any, inside: str) -> None:
+            if id(program) in seen:
+                return
+            seen.add(id(program))
+            for eqn in program.eqns:
+                if is_lookup(eqn):
+                    what = _lookup_text(eqn)
+                    reason = f"it is inside {inside}, which stays as it is"
+                    self._lookups[id(eqn)] = Lookup(self.line(eqn), what, "kept", reason)
+                with self.inside(eqn):
+                    for inner in jaxprs.inner_programs(eqn):
+                        search(inner, eqn.primitive.name)
+
+        search(program, "the function")
+
+    def looked_up(self, eqn: Any, outcome: str, reason: str) -> None:
+        """Records what became of a lookup of the original; of several calls the last counts."""
+        if id(eqn) in self._lookups:
+            known = self._lookups[id(eqn)]
+            changed = dataclasses.replace(known, outcome=outcome, reason=reason)
+            self._lookups[id(eqn)] = changed
 
     @contextlib.contextmanager
     def inside(self, eqn: Any) -> Iterator[None]:
@@ -270,10 +338,32 @@ class Recorder:
 
     def report(self) -> RewriteReport:
         self.settle()
+        changed = self.changed and not self.refusal
         broadcasts = tuple(b.freeze() for b in self.broadcasts if b.certain)
-        if not broadcasts:
-            return RewriteReport(False)
-        return RewriteReport(self.changed, broadcasts, tuple(self.materialised))
+        lookups = tuple(self._lookups.values())
+        if not changed:
+            why = self.refusal or "nothing is gained by it"
+            lookups = tuple(
+                dataclasses.replace(x, outcome="kept", reason=why) if x.outcome == "removed" else x
+                for x in lookups
+            )
+        return RewriteReport(
+            changed,
+            broadcasts,
+            tuple(self.materialised) if broadcasts else (),
+            lookups,
+            sum(not b.certain for b in self.broadcasts),
+            self.refusal,
+        )
+
+
+def _lookup_text(eqn: Any) -> str:
+    """What a lookup does, as in the report of a broadcast."""
+    operand, result = (v.aval.str_short() for v in (eqn.invars[0], eqn.outvars[0]))
+    if len(eqn.invars) == 1:
+        return f"{operand} tiled -> {result}"
+    count = lineage.size_of(eqn.invars[1].aval.shape[:-1])
+    return f"{operand} looked up by {count} indices -> {result}"
 
 
 _PACKAGE = pathlib.Path(__file__).parents[1]
