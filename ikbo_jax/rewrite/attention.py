@@ -152,7 +152,7 @@ def _dot(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
     if shared and value.base.shape[axis] == root.key.base.shape[0] == 1:
         # All candidates share it, as they share the keys.
         value = dataclasses.replace(value, lineage=root.lineage, axis=axis)
-    if not has_lineage(value) or value.lineage.core is not root.lineage.core:
+    if not has_lineage(value) or value.lineage is not root.lineage:
         raise NotCovered("attention is not recognised: its values are not looked up as its keys")
     heads: list[Any] = [pairs.get((HEAD, n)) for n in range(len(root.heads))]
     free = [d for d in range(len(value.shape)) if d not in (*contract[other], *batch[other])]

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from ikbo_jax.rewrite.interpret import KEEP_NAN, Context, NotCovered, register_rule
+from ikbo_jax.rewrite.interpret import Context, NotCovered, register_rule
 from ikbo_jax.rewrite.lineage import Concat, Lazy, is_plain, lazy, spread, take_rows
 from ikbo_jax.rewrite.rules import ELEMENTWISE
 
@@ -116,10 +116,9 @@ def _custom_jvp(ctx: Context, eqn: Any, *operands: Any) -> Any:
             results = ctx.inner().run_closed(params["call_jaxpr"], operands, eqn)
     if not all(isinstance(value, (Lazy, Concat)) for value in results):
         raise NotCovered("custom_jvp of a function that mixes rows")
-    # A mask of rows out of bounds is laid over the result, and so is none of the function's.
-    _, pack = unpack_all([_unmasked(value) for value in operands])
+    _, pack = unpack_all(operands)
     _, pack_results = unpack_all(results)
-    wanted = [_unmasked(value) for value in results]
+    wanted = results
 
     @jax.custom_jvp
     def function(*arrays: Any) -> Any:
@@ -153,7 +152,7 @@ def _custom_jvp(ctx: Context, eqn: Any, *operands: Any) -> Any:
 
 
 def _only_elementwise(ctx: Context, jaxpr: Any) -> bool:
-    """Whether a program works element by element and keeps NaN, so that a trial is no news."""
+    """Whether a program works element by element, so that a trial is no news."""
     if id(jaxpr) not in ctx.elementwise_programs:
         inner = getattr(jaxpr, "jaxpr", jaxpr)
         made = set(inner.invars)
@@ -163,7 +162,7 @@ def _only_elementwise(ctx: Context, jaxpr: Any) -> bool:
             if nested is not None:
                 answer &= eqn.primitive.name in ("jit", "pjit") and _only_elementwise(ctx, nested)
             else:
-                answer &= eqn.primitive.name in _TRIAL_FREE
+                answer &= eqn.primitive.name in ELEMENTWISE
             numbers = [v for v in eqn.invars if isinstance(v, core.Literal)]
             answer &= len(numbers) < len(eqn.invars)
             answer &= all(np.ndim(v.val) == 0 for v in numbers)
@@ -172,17 +171,6 @@ def _only_elementwise(ctx: Context, jaxpr: Any) -> bool:
         answer &= not any(isinstance(v, core.Literal) for v in inner.outvars)
         ctx.elementwise_programs[id(jaxpr)] = (jaxpr, answer)
     return ctx.elementwise_programs[id(jaxpr)][1]
-
-
-_TRIAL_FREE = frozenset(ELEMENTWISE) & KEEP_NAN
-
-
-def _unmasked(value: Any) -> Any:
-    if isinstance(value, Concat):
-        return Concat(tuple(map(_unmasked, value.parts)), value.axis)
-    if isinstance(value, Lazy) and value.lineage is not None:
-        return dataclasses.replace(value, lineage=value.lineage.core)
-    return value
 
 
 def _matches(value: Any, like: Any) -> bool:

@@ -21,7 +21,6 @@ from ikbo_jax.rewrite.lineage import (
     has_lineage,
     is_plain,
     lazy,
-    mask_rows,
     origins_of,
     slice_along,
     spread,
@@ -104,8 +103,7 @@ def _batched(
     for side, x in enumerate((lhs, rhs)):
         if has_lineage(x):
             label = labels[side][x.axis]
-            if label not in looked_up or x.lineage.valid is not None:
-                looked_up[label] = x.lineage
+            looked_up[label] = x.lineage
         array = base_of(x)
         ones = [
             d
@@ -144,7 +142,7 @@ def _meet(
     """Materialises what keeps two operands from being multiplied at one batch."""
     if has_lineage(lhs) and has_lineage(rhs):
         pairs = list(zip(lhs_batch, rhs_batch, strict=True))
-        if (lhs.axis, rhs.axis) in pairs and lhs.lineage.core is rhs.lineage.core:
+        if (lhs.axis, rhs.axis) in pairs and lhs.lineage is rhs.lineage:
             return lhs, rhs
         reason = "product of two values that are looked up differently"
         return ctx.materialise(eqn, lhs, reason), ctx.materialise(eqn, rhs, reason)
@@ -222,7 +220,7 @@ def _groups(ctx: Context, whole: Concat, other: Any, other_axis: int) -> list[tu
     for part, size in zip(whole.parts, whole.sizes, strict=True):
         key: Any = "plain"
         if isinstance(part, Lazy):
-            key = (part.lineage.core, part.axis) if part.lineage else "shared"
+            key = (part.lineage, part.axis) if part.lineage else "shared"
         parts, slices = found.setdefault(key, ([], []))
         parts.append(part)
         slices.append(slice_along(other, start, start + size, other_axis))
@@ -315,9 +313,6 @@ def _compress(
         saved += 2 * (batch - term.embedding.shape[0]) * term.weight.size * n
     name = "linear_compression" if len(levels) == 2 else "multilevel_linear_compression"
     ctx.recorder.saved(eqn, origins_of(whole), name, saved, True)
-    for part, _, _ in terms:
-        if has_lineage(part):
-            out = mask_rows(out, part.lineage, 0)
     # out is [B, M, N]; the equation's is [B, N, M] with the weight last, [M, B, N] with it first.
     return lax.transpose(out, (0, 2, 1) if left else (1, 0, 2))
 

@@ -9,13 +9,11 @@ never be missing for the result to be right.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend import core, source_info_util
 
@@ -23,7 +21,6 @@ from ikbo_jax.ops import dispatch
 from ikbo_jax.rewrite import report
 from ikbo_jax.rewrite.jaxprs import inner_programs
 from ikbo_jax.rewrite.lineage import (
-    Concat,
     Deferred,
     Lazy,
     Lineage,
@@ -96,7 +93,7 @@ class Context:
     ) -> None:
         self.recorder = recorder
         self.parent = parent
-        self.differentiated = parent.differentiated if parent else differentiated
+        self.differentiated: bool = parent.differentiated if parent else differentiated
         # Keyed by identity; the entries hold the objects, so that no identity is used again.
         self._built: dict[int, tuple[Any, jax.Array]] = {}
         self._numbered: dict[Any, tuple[Any, list[Any]]] = {}
@@ -181,7 +178,14 @@ class Context:
             self.recorder.wrote(eqn, value, reason, copied)
         return self.build(value)
 
-    def lineage(self, key: Any, users: int, batch: int, make_index: Callable[[], Any]) -> Lineage:
+    def lineage(
+        self,
+        key: Any,
+        users: int,
+        batch: int,
+        make_index: Callable[[], Any],
+        nearest: Lineage | None = None,
+    ) -> Lineage:
         """The lineage with this key, made by `make_index` at the first call.
 
         Args:
@@ -189,11 +193,12 @@ class Context:
           users: rows of the smaller batch.
           batch: rows of the larger one.
           make_index: returns the [batch] int32 index, values in [0, users).
+          nearest: see `Lineage`.
         """
         full_key = (*(k if isinstance(k, (str, int)) else id(k) for k in key), users)
         if (known := self._known(full_key)) is not None:
             return known
-        made = Lineage(make_index(), users, batch)
+        made = Lineage(make_index(), users, batch, nearest=nearest)
         self._lineages[full_key] = (key, made)
         return made
 
@@ -205,24 +210,6 @@ class Context:
             index = take_rows(coarse.index, fine.index, 0)
             made = Lineage(index, coarse.users, fine.batch, steps)
             self._lineages["composed", *map(id, steps)] = (steps, made)
-        if coarse.valid is None and fine.valid is None:
-            return made
-
-        def valid() -> jax.Array:
-            masks = [] if fine.valid is None else [fine.valid]
-            if coarse.valid is not None:
-                masks.append(take_rows(coarse.valid, fine.index, 0))
-            return masks[0] if len(masks) == 1 else masks[0] & masks[1]
-
-        return self.masked(made, valid)
-
-    def masked(self, core: Lineage, make_valid: Callable[[], jax.Array]) -> Lineage:
-        """The lineage with those rows marked that were looked up out of bounds."""
-        key = ("masked", id(core))
-        made = self._known(key)
-        if made is None:
-            made = dataclasses.replace(core, valid=make_valid(), unmasked=core)
-            self._lineages[key] = (core, made)
         return made
 
     def has_lineages(self) -> bool:
@@ -346,7 +333,6 @@ class Context:
             raise NotCovered(f"no rule for {name}")
         if _is_op(eqn):
             raise NotCovered("already an op of ikbo_jax")
-        _check_masks(eqn, deferred)
         results = _checked(eqn, rule(self, eqn, *operands))
         if name in LOOKUPS:
             removed = isinstance(results[0], Deferred)
@@ -462,50 +448,6 @@ def _may_broadcast(eqn: core.JaxprEqn) -> bool:
     if eqn.primitive.name in ("jit", "pjit"):
         return False
     return eqn.primitive.name in _SOURCES and not any(True for _ in inner_programs(eqn))
-
-
-#: Primitives of whose result every row is NaN throughout where an operand's is. Those that hold
-#: programs count, since what is inside is checked by itself.
-KEEP_NAN = frozenset(
-    """
-    abs acos acosh add asin asinh atan atan2 atanh broadcast_in_dim cbrt ceil concatenate
-    convert_element_type copy cos cosh cumlogsumexp cummax cummin cumprod cumsum digamma div
-    dot_general erf erf_inv erfc exp exp2 expm1 floor gather integer_pow lgamma log log1p logistic
-    max min mul name neg optimization_barrier reduce_max reduce_min reduce_precision reduce_prod
-    reduce_sum rem reshape rev round rsqrt sign sin sinh slice sort split sqrt square squeeze
-    stop_gradient sub tan tanh transpose
-    checkpoint cond custom_jvp_call jit pjit remat2 scan
-    """.split()  # noqa: SIM905  A table of words reads better.
-)
-
-
-def _check_masks(eqn: core.JaxprEqn, operands: list[Any]) -> None:
-    """Raises NotCovered if rows that were looked up out of bounds might not stay NaN."""
-    for x in operands:
-        if _is_masked(x):
-            break
-    else:
-        return
-    keeps = eqn.primitive.name in KEEP_NAN and all(
-        jnp.issubdtype(v.aval.dtype, jnp.inexact) or _inner_jaxprs_any(eqn)
-        for v in eqn.outvars
-        if hasattr(v.aval, "dtype")
-    )
-    if not keeps:
-        raise NotCovered(
-            f"{eqn.primitive.name} may not keep the NaN of rows looked up out of bounds; "
-            "a lookup with mode='clip' has none"
-        )
-
-
-def _inner_jaxprs_any(eqn: core.JaxprEqn) -> bool:
-    return any(True for _ in inner_programs(eqn))
-
-
-def _is_masked(value: Any) -> bool:
-    if isinstance(value, Concat):
-        return any(map(_is_masked, value.parts))
-    return isinstance(value, Lazy) and value.lineage is not None and value.lineage.valid is not None
 
 
 #: The ops' functions under jit, which hold kernels and are not gone into.

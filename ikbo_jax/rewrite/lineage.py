@@ -34,27 +34,20 @@ class Lineage:
       users: rows of the smaller batch.
       batch: rows of the larger one.
       composed_of: the indices that it is composed of, coarsest first; () if it is one.
-      valid: [batch] bool, False for rows that hold NaN because they were looked up out of bounds;
-        None if there are none.
-      unmasked: the same lineage without `valid`; None if it has none.
+      nearest: the lineage of the same index whose rows out of bounds are the nearest ones, and not
+        two rows appended to the others; None if there are none.
     """
 
     index: jax.Array
     users: int
     batch: int
     composed_of: tuple[Lineage, ...] = ()
-    valid: jax.Array | None = None
-    unmasked: Lineage | None = None
-
-    @property
-    def core(self) -> Lineage:
-        """The lineage without its mask: what two values must have in common to be worked on."""
-        return self.unmasked or self
+    nearest: Lineage | None = None
 
     @property
     def steps(self) -> tuple[Lineage, ...]:
-        """The indices that it is composed of, coarsest first; its core alone if it is one."""
-        return self.core.composed_of or (self.core,)
+        """The indices that it is composed of, coarsest first; itself alone if it is one."""
+        return self.composed_of or (self,)
 
 
 class Deferred:
@@ -103,7 +96,6 @@ class Lazy(Deferred):
         x = self.base
         if self.lineage is not None:
             x = take_rows(x, self.lineage.index, self.axis)
-            x = mask_rows(x, self.lineage, self.axis)
         return spread(x, self.shape)
 
 
@@ -177,13 +169,28 @@ def take_rows(x: jax.Array, index: jax.Array, axis: int) -> jax.Array:
     return lax.gather(x, lax.expand_dims(index, (1,)), numbers, sizes, mode=mode)
 
 
-def mask_rows(x: jax.Array, of: Lineage, axis: int) -> jax.Array:
-    """`x` with NaN in the rows that `of` looks up out of bounds."""
-    if of.valid is None:
-        return x
-    shape = tuple(of.batch if d == axis else 1 for d in range(x.ndim))
-    valid = lax.broadcast_in_dim(of.valid.reshape(shape), x.shape, tuple(range(x.ndim)))
-    return lax.select(valid, x, jnp.full_like(x, jnp.nan))
+def with_nearest_rows(base: jax.Array, axis: int, change: Any = None) -> jax.Array:
+    """`base` with the rows nearest to an index below, and past, the others appended to an axis.
+
+    `change` is applied to the appended ones.
+    """
+    last = base.shape[axis] - 1
+    ends = [lax.slice_in_dim(base, n, n + 1, axis=axis) for n in (0, last)]
+    ends = ends if change is None else list(map(change, ends))
+    return lax.concatenate([base, *ends], axis)
+
+
+def aligned(values: Any) -> list[Any]:
+    """The values, with those of one index looked up by one lineage."""
+    found = {v.lineage.nearest: v.lineage for v in values if has_lineage(v) and v.lineage.nearest}
+
+    def one(value: Any) -> Any:
+        if not has_lineage(value) or value.lineage not in found:
+            return value
+        base = with_nearest_rows(value.base, value.axis)
+        return dataclasses.replace(value, base=base, lineage=found[value.lineage])
+
+    return list(map(one, values)) if found else list(values)
 
 
 def spread(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -47,17 +47,13 @@ def at_user_batch(
 
 
 def common_lineage(operands: Any) -> tuple[Lineage | None, int, bool]:
-    """The lineage of all operands that have one and its axis, and whether they differ in it.
-
-    Rows that one operand looks up out of bounds are NaN in the result: its mask is kept.
-    """
+    """The lineage of all operands that have one and its axis, and whether they differ in it."""
     found = [x for x in operands if has_lineage(x)]
     if not found:
         return None, -1, False
     first = found[0]
-    differ = any((x.lineage.core, x.axis) != (first.lineage.core, first.axis) for x in found)
-    masked = next((x.lineage for x in found if x.lineage.valid is not None), first.lineage)
-    return masked, first.axis, differ
+    differ = any((x.lineage, x.axis) != (first.lineage, first.axis) for x in found)
+    return first.lineage, first.axis, differ
 
 
 def elementwise(ctx: Context, eqn: Any, *operands: Any) -> Any:
@@ -69,13 +65,14 @@ def _elementwise(ctx: Context, eqn: Any, shape: tuple[int, ...], operands: Any) 
     concats = [x for x in operands if isinstance(x, Concat)]
     if concats:
         return _over_parts(ctx, eqn, concats, shape, operands)
+    operands = lineage.aligned(operands)
     value_lineage, axis, differ = common_lineage(operands)
     if value_lineage is not None and (differ or any(carries(x, axis) for x in operands)):
         others = "another lookup" if differ else "a value at candidate batch"
         reason = f"{eqn.primitive.name} with {others}"
-        operands = tuple(
+        operands = [
             ctx.materialise(eqn, x, reason, copied=False) if has_lineage(x) else x for x in operands
-        )
+        ]
         value_lineage = None
     origins = origins_of(*operands)
     bases = [base_of(x) for x in operands]
@@ -135,14 +132,11 @@ def _concatenate(ctx: Context, eqn: Any, *operands: Any) -> Any:
         raise NotCovered("concatenation along the looked-up axis")
     if any(isinstance(x, Concat) for x in parts):
         raise NotCovered("concatenation of concatenations along another axis")
+    parts = lineage.aligned(parts)
     value_lineage, user_axis, differ = common_lineage(parts)
-    if value_lineage is not None and not differ:
-        # Of rows out of bounds only the masked parts are NaN.
-        mixed = value_lineage.valid is not None and any(
-            not has_lineage(x) or x.lineage is not value_lineage for x in parts
-        )
-        if not mixed and not any(carries(x, user_axis) for x in parts):
-            return _concat_at_user_batch(ctx, eqn, parts, axis, shape, value_lineage, user_axis)
+    together = value_lineage is not None and not differ
+    if together and not any(carries(x, user_axis) for x in parts):
+        return _concat_at_user_batch(ctx, eqn, parts, axis, shape, value_lineage, user_axis)
     return Concat(tuple(parts), axis)
 
 

@@ -181,7 +181,8 @@ def _looked_up(
     if proven:
         found = ctx.lineage(("used", root, own), rows, batch, nearest)
     else:
-        found = ctx.lineage(("outside", root, own), rows + 2, batch, outside)
+        plain = None if exact else ctx.lineage(("rows", root, own), rows, batch, nearest)
+        found = ctx.lineage(("outside", root, own), rows + 2, batch, outside, plain)
         operand = _with_rows_outside(eqn, operand, axis, fills, drops)
     return (_without_unused(operand, found, axis) if exact else operand), found
 
@@ -190,17 +191,13 @@ def _with_rows_outside(eqn: Any, operand: Any, axis: int, fills: bool, drops: bo
     """With the rows that indices below 0, and past the last row, take: appended to an axis."""
     base = base_of(operand)
     if fills:
-        ends = [_fill_row(eqn, operand, axis)] * 2
+        base = lax.concatenate([base, *[_fill_row(eqn, operand, axis)] * 2], axis)
     else:
-        last = base.shape[axis] - 1
-        ends = [lax.slice_in_dim(base, n, n + 1, axis=axis) for n in (0, last)]
-    if drops:
-        ends = list(map(lax.stop_gradient, ends))
-    base = lax.concatenate([base, *ends], axis)
+        base = lineage.with_nearest_rows(base, axis, lax.stop_gradient if drops else None)
     if is_plain(operand):
         return base
     shape = list(operand.shape)
-    shape[axis] += len(ends)
+    shape[axis] += 2
     return dataclasses.replace(operand, base=base, shape=tuple(shape))
 
 
