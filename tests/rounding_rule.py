@@ -1,0 +1,209 @@
+"""The rounding rule of `ikbo.rewrite`: how far its results may be from the original program's.
+
+The oracle is the original program, traced at its own dtypes and evaluated in float64. The error of
+the original in a row (along the last axis) of a result is the largest of
+
+* the difference of the original from the oracle, each equation rounded as the program says, and
+* the differences of three evaluations in float64 in which every equation's result is moved at
+  random by up to one rounding of its dtype. An original that happens to be exact has an error, too.
+
+The magnitude of a row is the largest sum of |term| of its elements: for values of attention, the
+sum of |weight| * |value|. Then
+
+    |rewritten - oracle| <= 2 * error of the original + 4 roundings (16 in f32) * magnitude
+
+in each row of each result and each gradient, and NaN and infinities stand exactly where the
+original has them. If the error of the original is over 10 % of the row's magnitude, the program
+does not determine the row to its dtype (as a user without keys whose logits are lost beside a fill
+of -1e9). The rewritten row must then lie between the original and the oracle, or within 10 % of the
+magnitude outside of that interval.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from float64_oracle import ROUNDED, UnknownPrimitive, evaluate, is_floating
+from jax.extend import core
+
+import ikbo_jax as ikbo
+
+ERROR_FACTOR = 2.0
+#: Besides the error of the original: f32 functions of XLA on CPUs are off by several roundings.
+ROUNDINGS = {"float32": 16, "float64": 16, "bfloat16": 4, "float16": 4}
+#: Of the magnitude: a larger error of the original means that it does not determine the row.
+UNDETERMINED = 0.1
+EVALUATIONS = 3
+
+# XLA may leave out a rounding to 16 bits between two equations, in one of two programs only.
+AS_WRITTEN = {"xla_allow_excess_precision": False}
+
+
+class Case(NamedTuple):
+    """A program and its arguments.
+
+    Attributes:
+      name: what a failure calls it, in a line or as its text.
+      fn: a function of `args` that returns one floating-point array or a tuple of them.
+      args: arrays. The derivative is with respect to the floating-point ones.
+    """
+
+    name: str
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+
+
+def pullback(fn: Callable[..., Any], args: Sequence[Any]) -> Callable[..., list[jax.Array]]:
+    """A function of `args` that returns values of `fn` and its gradients, flat.
+
+    The cotangents are fixed numbers near 1, of both signs.
+    """
+    floating = [n for n, x in enumerate(args) if is_floating(np.asarray(x).dtype)]
+
+    def run(*args: Any) -> list[jax.Array]:
+        def of_floating(*values: Any) -> Any:
+            changed = list(args)
+            for n, x in zip(floating, values, strict=True):
+                changed[n] = x
+            return jax.tree.leaves(fn(*changed))
+
+        values, back = jax.vjp(of_floating, *(args[n] for n in floating))
+        cotangents = [_cotangent(x) for x in values]
+        return [*values, *back(cotangents)]
+
+    return run
+
+
+def _cotangent(x: jax.Array) -> jax.Array:
+    numbers = np.random.default_rng(7).uniform(0.5, 1.5, x.shape)
+    numbers *= np.where(np.arange(x.size).reshape(x.shape) % 3 == 1, -1, 1)
+    return jnp.asarray(numbers.astype(x.dtype))
+
+
+@np.errstate(all="ignore")  # A fill of -1e5 overflows float16 while a program is traced.
+def faults(cases: Sequence[Case], *, compiled: bool = False) -> dict[str, str]:
+    """Which rewritten programs break the rule, by name, and how.
+
+    Args:
+      cases: programs, of different names.
+      compiled: whether XLA runs them, all as one program, instead of NumPy one by one.
+    """
+    found: dict[str, str] = {}
+    traced: list[tuple[Case, Any, Any]] = []
+    for case in cases:
+        original = jax.make_jaxpr(pullback(case.fn, case.args))(*case.args)
+        try:
+            rewritten = jax.make_jaxpr(pullback(ikbo.rewrite(case.fn), case.args))(*case.args)
+        except Exception as error:  # Whatever it is, the original runs.
+            found[case.name] = f"raises {type(error).__name__}: {str(error)[:400]}"
+        else:
+            traced.append((case, original, rewritten))
+    results = _compiled(traced) if compiled else [_evaluated(*programs) for programs in traced]
+    for (case, original, rewritten), (theirs, ours) in zip(traced, results, strict=True):
+        fault = _fault(original, rewritten, case.args, theirs, ours)
+        if fault is not None:
+            found[case.name] = fault
+    return found
+
+
+def _compiled(traced: Sequence[tuple[Case, Any, Any]]) -> Any:
+    """Results of originals and of rewritten programs, all compiled as one program."""
+
+    def every(args: Any) -> Any:
+        return [
+            [core.jaxpr_as_fun(program)(*x) for program in programs]
+            for (_, *programs), x in zip(traced, args, strict=True)
+        ]
+
+    run = jax.jit(every, compiler_options=AS_WRITTEN)
+    results = run([case.args for case, *_ in traced])
+    return jax.tree.map(lambda x: np.asarray(x).astype(np.float64), results)
+
+
+def _evaluated(case: Case, original: Any, rewritten: Any) -> list[list[np.ndarray]]:
+    try:
+        return [
+            [x for x, _ in evaluate(program, case.args, ROUNDED)]
+            for program in (original, rewritten)
+        ]
+    except UnknownPrimitive:
+        (results,) = _compiled([(case, original, rewritten)])
+        return results
+
+
+def _fault(original: Any, rewritten: Any, args: Any, theirs: Any, ours: Any) -> str | None:
+    if original.out_avals != rewritten.out_avals:
+        return f"results are {rewritten.out_avals}, not {original.out_avals}"
+    oracle = evaluate(original, args)
+    moved = [evaluate(original, args, np.random.default_rng(n)) for n in range(EVALUATIONS)]
+    for n, aval in enumerate(original.out_avals):
+        fault = difference(
+            ours[n], theirs[n], *oracle[n], [results[n][0] for results in moved], aval.dtype
+        )
+        if fault is not None:
+            return f"result {n} of {len(theirs)} ({aval.str_short()}): {fault}"
+    return None
+
+
+def difference(
+    rewritten: np.ndarray,
+    original: np.ndarray,
+    oracle: np.ndarray,
+    magnitude: np.ndarray,
+    moved: Sequence[np.ndarray],
+    dtype: Any,
+) -> str | None:
+    """How an array breaks the rule; None if it does not. All but `dtype` in float64."""
+    for what, holds in (("NaN", np.isnan), ("inf", np.isposinf), ("-inf", np.isneginf)):
+        if not np.array_equal(holds(rewritten), holds(original)):
+            return f"{what} {_at(rewritten, original, holds(rewritten) != holds(original))}"
+    finite = np.isfinite(original)
+    with np.errstate(all="ignore"):
+        # An oracle that is not finite where the original is cannot judge it.
+        oracle = np.where(np.isfinite(oracle), oracle, original)
+        errors = [np.abs(x - oracle) for x in (original, *moved)]
+        error = _largest(np.max(np.where(np.isfinite(errors), errors, 0), axis=0), finite)
+        terms = _largest(np.where(np.isfinite(magnitude), magnitude, np.abs(original)), finite)
+        info = jnp.finfo(dtype)
+        smallest = 4 * float(info.smallest_subnormal if info.bits == 16 else info.tiny)
+        rounding = ROUNDINGS[np.dtype(dtype).name] * float(info.eps)
+        allowed = ERROR_FACTOR * error + rounding * terms + smallest
+        is_off = np.abs(rewritten - oracle) > allowed
+        slack = UNDETERMINED * terms + smallest
+        low, high = np.minimum(original, oracle) - slack, np.maximum(original, oracle) + slack
+        undetermined = error > slack
+        is_outside = (rewritten < low) | (rewritten > high)
+    wrong = finite & np.where(undetermined, is_outside, is_off)
+    if not wrong.any():
+        return None
+    which = "in an undetermined row " if (wrong & undetermined).any() else ""
+    text = _at(rewritten, original, wrong)
+    at = tuple(np.argwhere(wrong)[0])
+    return f"{which}{text}, oracle {oracle[at]:.6g}, allowed {np.broadcast_to(allowed, wrong.shape)[at]:.2g}"
+
+
+def _largest(x: np.ndarray, finite: np.ndarray) -> np.ndarray:
+    """The largest finite element of each row, in a shape that broadcasts."""
+    x = np.where(finite, x, 0)
+    return x.max(axis=-1, keepdims=True) if x.ndim else x
+
+
+def _at(rewritten: np.ndarray, original: np.ndarray, wrong: np.ndarray) -> str:
+    at = tuple(int(n) for n in np.argwhere(wrong)[0])
+    count = int(wrong.sum())
+    return f"at {at} (of {count}): rewritten {rewritten[at]:.6g}, original {original[at]:.6g}"
+
+
+def describe(found: dict[str, str]) -> str:
+    """Every fault with its program, for an assertion's message."""
+    return "\n\n".join(f"{name}\n=> {fault}" for name, fault in found.items())
+
+
+def assert_same(cases: Sequence[Case]) -> None:
+    """Fails if a rewritten program breaks the rule, with the text of each that does."""
+    found = faults(cases)
+    assert not found, f"{len(found)} of {len(cases)} programs\n\n{describe(found)}"

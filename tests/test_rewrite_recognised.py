@@ -1,0 +1,165 @@
+"""Spellings of attention that are right stay recognised, each as itself, in every dtype.
+
+What else is recognised in f32 stands in `test_rewrite_attention` and `test_rewrite_activations`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+from lookalikes import INDEX, KEPT, KEY, LENGTHS, QUERY, VALUE, B, H, N, S, T, U, attention
+from rounding_rule import Case, assert_same
+
+import ikbo_jax as ikbo
+
+DTYPES = ("float32", "bfloat16", "float16")
+#: Of gdpa's activations, in the programs that people write.
+ACTIVATIONS = {
+    "mix(nn.silu(L(q)))": "silu",
+    "mix(nn.silu(L(q) * 0.5) / S)": "silu",
+    "mix((lambda x: x * nn.sigmoid(x))(L(q)))": "silu",
+    "mix(nn.gelu(L(q)))": "gelu_tanh",
+    "mix(nn.gelu(0.5 * L(q)) * 0.25)": "gelu_tanh",
+    "mix(nn.gelu(L(q), approximate=False))": "gelu",
+    "mix(nn.relu(L(q)))": "relu",
+    "mix(nn.relu(8 * L(q)) / S)": "relu",
+    "mix(jnp.maximum(L(q), 0))": "relu",
+    "mix(nn.relu(L(q)) ** 2)": "relu_squared",
+    "mix(jnp.square(nn.relu(L(q) * 0.5)))": "relu_squared",
+    "mix(nn.leaky_relu(L(q)))": "leaky_relu",
+    "mix(nn.leaky_relu(L(q) * 0.5))": "leaky_relu",
+    "mix(nn.hard_swish(L(q)))": "hardswish",
+}
+SOFTMAXES = [
+    "mix(softmax(L(q) * 0.5))",
+    "mix(softmax(L(0.5 * q)))",
+    "mix(softmax(0.5 * jnp.where(M, L(q), -1e30)))",
+    "mix(softmax(jnp.where(M, L(q) / H ** 0.5, -1e9)))",
+    "mix(softmax(jnp.where(~M, -1e9, L(q))))",
+    "mix(softmax(jnp.where(M, L(q), jnp.finfo(q.dtype).min)))",
+    "mix(softmax(jnp.where(at < N, L(q), -1e30)))",
+    "mix(softmax(jnp.where(N > at, L(q) * 0.5, -1e9)))",
+    "mix(by_hand(jnp.where(M, L(q), -1e9)))",
+    "mix(by_hand_stopped(jnp.where(M, L(q), -1e9)))",
+]
+
+
+@pytest.fixture(autouse=True)
+def models_may_promote_as_people_do() -> Iterator[None]:
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def _args(dtype: str) -> tuple[jax.Array, ...]:
+    return tuple(jnp.asarray(x).astype(dtype) for x in (QUERY, KEY, VALUE))
+
+
+def plans(case: Case) -> list:
+    with np.errstate(all="ignore"):
+        return list(ikbo.explain(ikbo.rewrite(case.fn), *case.args).plans)
+
+
+def assert_is_attention(case: Case) -> None:
+    (report,) = ikbo.explain(ikbo.rewrite(case.fn), *case.args).notes
+    became = [text for found in report.broadcasts for text in found.became]
+    assert any(text.startswith("attention") for text in became), f"{case.name}\n{report}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_activations_are_recognised_each_as_itself(dtype: str) -> None:
+    cases = [attention(text, dtype) for text in ACTIVATIONS]
+    for case, name in zip(cases, ACTIVATIONS.values(), strict=True):
+        found = [plan.problem.activations for plan in plans(case)]
+        assert found == [(name,)], f"{case.name}: {found}"
+    assert_same(cases[:: 1 if dtype == "float32" else 3])
+
+
+def test_scales_of_an_activation_are_kept() -> None:
+    """Negative ones as well: relu(-x) is an activation of -x, not of x."""
+    texts = [
+        "mix(nn.relu(-L(q)))",
+        "mix(-nn.relu(L(q)))",
+        "mix(nn.silu(-2 * L(q)) * -3)",
+        "mix(nn.gelu(L(q) / -3))",
+        "mix(nn.relu(L(q) * 1e-3) ** 2 * 1e3)",
+        "mix(nn.hard_swish(1e-4 * L(q)) * 1e4)",
+    ]
+    assert_same([attention(text, dtype) for text in texts for dtype in DTYPES[:2]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_masked_softmax_is_recognised(dtype: str) -> None:
+    # -1e9 and -1e30 are infinite in float16, where a user without keys has NaN.
+    cases = [attention(text, dtype, heads=n % 2 == 0) for n, text in enumerate(SOFTMAXES)]
+    if dtype == "float16":
+        cases = [case for case in cases if "1e" not in case.name]
+    for case in cases:
+        assert_is_attention(case)
+    assert_same(cases)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_of_jax_with_mask_and_with_lengths(dtype: str) -> None:
+    def masked(q, k, v, i, kept):
+        mask = kept[i][:, None, None, :]
+        return jax.nn.dot_product_attention(q, k[i], v[i], mask=mask)
+
+    def with_lengths(q, k, v, i, lengths):
+        return jax.nn.dot_product_attention(q, k[i], v[i], key_value_seq_lengths=lengths[i])
+
+    def scaled(q, k, v, i, kept):
+        mask = kept[i][:, None, None, :]
+        return jax.nn.dot_product_attention(q, k[i], v[i], mask=mask, scale=0.2)
+
+    # With a key for each user: what jax.nn makes of a user without keys is another test's matter.
+    kept, lengths = jnp.asarray(KEPT).at[0, 1].set(True), jnp.asarray(LENGTHS).at[0].set(1)
+    index = jnp.asarray(INDEX)
+    cases = [
+        Case("mask", masked, (*_args(dtype), index, kept)),
+        Case("lengths", with_lengths, (*_args(dtype), index, lengths)),
+        Case("scale", scaled, (*_args(dtype), index, kept)),
+        Case("users without keys", masked, (*_args(dtype), index, jnp.asarray(KEPT))),
+        Case("lengths of 0", with_lengths, (*_args(dtype), index, jnp.asarray(LENGTHS))),
+    ]
+    for case in cases[:3]:
+        assert_is_attention(case)
+    assert_same(cases)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_modules_of_flax_with_masks(dtype: str) -> None:
+    features = N * H
+    layer = nnx.MultiHeadAttention(
+        num_heads=N,
+        in_features=features,
+        qkv_features=features,
+        decode=False,
+        dtype=jnp.dtype(dtype),
+        rngs=nnx.Rngs(0),
+    )
+    other = linen.MultiHeadDotProductAttention(num_heads=N, dtype=jnp.dtype(dtype))
+    params = jax.jit(other.init)(
+        jax.random.key(0), np.ones((1, T, features), dtype), np.ones((1, S, features), dtype)
+    )
+
+    def of_nnx(q, k, i, kept):
+        mask = kept[i][:, None, None, :]
+        return layer(q.reshape(B, T, features), k.reshape(U, S, features)[i], mask=mask)
+
+    def of_linen(q, k, i, kept):
+        mask = kept[i][:, None, None, :]
+        rows = k.reshape(U, S, features)[i]
+        return other.apply(params, q.reshape(B, T, features), rows, mask=mask)
+
+    q, k, _ = _args(dtype)
+    kept = jnp.asarray(KEPT).at[0, 2].set(True)
+    args = (q, k, jnp.asarray(INDEX), kept)
+    cases = [Case("nnx", of_nnx, args), Case("linen", of_linen, args)]
+    for case in cases:
+        assert_is_attention(case)
+    assert_same(cases)

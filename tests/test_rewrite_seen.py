@@ -1,0 +1,559 @@
+"""Programs that a rewrite took for others, or could not run: each as it was found, and its kin.
+
+`rounding_rule` says what "the same" means, for values and gradients.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from batches import some_at_once
+from jax import export
+from lookalikes import (
+    CONSUMERS,
+    INDEX,
+    KEY,
+    MODES,
+    OUTSIDE,
+    QUERY,
+    VALUE,
+    B,
+    D,
+    H,
+    S,
+    T,
+    U,
+    attention,
+    lookup,
+    looked_up,
+)
+from rounding_rule import assert_same, describe, faults
+
+import ikbo_jax as ikbo
+
+DTYPES = ("float32", "bfloat16", "float16")
+F32, BF16, F16 = ("float32",), ("bfloat16",), ("float16",)
+
+
+def every(texts, dtypes=DTYPES, make=attention):
+    return [make(text, dtype) for text in texts for dtype in dtypes]
+
+
+def short(case) -> str:
+    return case.name.replace("/", "|")[:60]
+
+
+# 1 and 2: activations that are no known one.
+
+CURVES = [
+    "mix(nn.silu(jnp.clip(L(8 * q), -10, 10)))",
+    "mix(jnp.minimum(nn.relu(L(8 * q)), 10))",
+    "mix(jnp.clip(nn.gelu(L(8 * q)), -10, 10))",
+    "mix(jnp.minimum(nn.relu(L(30 * q)) ** 2, 100))",
+    "mix(jnp.where(L(30 * q) < -40, -1, nn.relu(L(30 * q))))",
+    "mix((lambda x: jnp.where(x < -40, -1, nn.relu(x)))(L(30 * q)))",
+    "mix(nn.relu(L(q)) + 0.2)",
+    "mix(nn.relu(L(q) - 0.3))",
+    "mix((lambda x: jnp.where(x > -2, nn.silu(x), 0))(L(q)))",
+    "mix(nn.leaky_relu(L(q), 0.03))",
+    "mix(nn.leaky_relu(L(q), 0.05))",
+    "mix(nn.leaky_relu(L(q), 0.011))",
+    "mix(nn.mish(L(q)))",
+    "mix(30 * jnp.tanh(nn.relu(L(8 * q)) / 30))",
+    "mix(nn.relu(30 * jnp.tanh(L(8 * q) / 30)))",
+    "mix(nn.relu6(L(8 * q)))",
+    "mix(nn.silu(L(q)) * 1.0 + 1e-3)",
+    "mix(nn.relu(L(q)) ** 2 + 0.01 * L(q))",
+    "mix(nn.gelu(L(q) + 0.05))",
+    "mix(L(q) * nn.sigmoid(1.5 * L(q)))",
+    "mix(nn.elu(L(q)))",
+    "mix(nn.celu(L(q), 0.2))",
+    "mix(nn.softplus(L(8 * q)))",
+    "mix(jnp.maximum(L(8 * q), -20) * (L(8 * q) > 0))",
+    "mix(jnp.maximum(L(q), 1e-2))",
+    "mix(L(q))",
+    "mix(nn.hard_swish(jnp.minimum(L(8 * q), 8)))",
+    "mix(nn.silu(L(q).astype(bf16)).astype(L(q).dtype))",
+    "mix(nn.relu(L(q)).astype(f16).astype(q.dtype))",
+]
+
+
+@some_at_once("cases", every(CURVES), 9, short)
+def test_activations_are_not_mistaken(cases) -> None:
+    assert_same(cases)
+
+
+# 3: stops and derivatives of their own.
+
+STOPS = [
+    "mix(stop(softmax(L(q))))",
+    "mix(softmax(stop(L(q))))",
+    "mix(softmax(L(stop(q))))",
+    "mix(by_hand(stop(L(q))))",
+    "mix(softmax(0.5 * stop(2 * L(q))))",
+    "mix(stop(nn.relu(L(q))))",
+    "mix(nn.relu(stop(L(q))))",
+    "mix(straight_through(nn.relu)(L(q)))",
+    "mix(straight_through(jnp.round)(L(q)))",
+    "mix(nn.silu(straight_through(jnp.round)(L(q))))",
+    "mix(with_slope(nn.relu, 2.0)(L(q)))",
+    "mix(with_slope(nn.gelu, 0.0)(L(q)))",
+    "mix(with_slope(lambda x: x, -1.0)(nn.silu(L(q))))",
+    "mix(nn.silu(with_slope(lambda x: x, 0.5)(L(q))))",
+    "mix(with_slope(softmax, 2.0)(L(q)))",
+    "mix(softmax(with_slope(lambda x: x, 3.0)(L(q))))",
+    "mix(with_gradient(nn.relu, 2.0)(L(q)))",
+    "mix(with_gradient(softmax, 2.0)(L(q)))",
+    "mix(softmax(with_gradient(lambda x: x, 3.0)(L(q))))",
+    "mix(L(q) * stop(nn.sigmoid(L(q))))",
+    "mix((lambda x, e: e / stop(e.sum(-1, keepdims=True)))(L(q), jnp.exp(L(q))))",
+    "mix((lambda e: e / stop(e.sum(-1, keepdims=True)))(jnp.exp(L(q))))",
+    "mix((lambda x: softmax(jnp.where(M, stop(x), -1e9)))(L(q)))",
+    "stop(mix(softmax(L(q)))) + mix(nn.relu(L(q)))",
+]
+
+
+@some_at_once("cases", every(STOPS, F32) + every(STOPS[::3], BF16), 8, short)
+def test_derivatives_are_the_original_ones(cases) -> None:
+    assert_same(cases)
+
+
+# 4: masks.
+
+FILLS = ("-inf", "-1e30", "jnp.finfo(x.dtype).min", "-1e9", "-1e5", "-1e4")
+PUT_IN = (
+    "jnp.where(M, x, FILL)",
+    "jnp.where(~M, FILL, x)",
+    "x + jnp.where(M, 0, FILL).astype(x.dtype)",
+    "x + (1 - M.astype(x.dtype)) * FILL",
+)
+SCALED = ("(MASKED)", "(MASKED) * 1e-6", "(MASKED) * 0.5", "(MASKED) * -1", "(MASKED) * 30")
+SOFTMAXES = ("softmax", "by_hand", "by_hand_stopped", "without_max", "by_log")
+
+
+def masks():
+    count = 0
+    for fill in FILLS:
+        for put_in in PUT_IN:
+            if fill == "-inf" and "(1 -" in put_in:
+                continue  # 0 * inf: all of it is NaN.
+            for scaled in SCALED:
+                spelling = SOFTMAXES[count % len(SOFTMAXES)]
+                text = scaled.replace("MASKED", put_in).replace("FILL", fill)
+                if spelling == "without_max" and ("-1" in scaled or "30" in scaled):
+                    spelling = "by_hand"  # exp would overflow.
+                dtype = DTYPES[count % 3]
+                yield attention(f"mix((lambda x: {spelling}({text}))(L(q)))", dtype, count % 2 == 0)
+                count += 1
+
+
+@some_at_once("cases", masks(), 12, short)
+def test_masks_are_judged_where_the_softmax_sees_them(cases) -> None:
+    assert_same(cases)
+
+
+OTHER_MASKS = [
+    # Two masks over users without keys.
+    "mix(softmax(jnp.where(at < N, jnp.where(M, L(q), -1e9), -1e30)))",
+    "mix(softmax(jnp.where(at < N, jnp.where(M, L(q), -1e30), -1e9)))",
+    "mix(softmax(jnp.where(at < 3, jnp.where(M, L(q), -inf), -1e9)))",
+    "mix(softmax(jnp.where(at < 3, jnp.where(M, L(q), -1e9), -inf)))",
+    "mix(softmax(jnp.where(at < N, jnp.where(M, L(q), -1e4), -1e5)))",
+    "mix(softmax(jnp.where(M, L(q), -1e4) + jnp.where(at < N, 0, -1e4)))",
+    "mix(softmax(jnp.where(at < N, 0.1 * jnp.where(M, L(q), -1e5), -1e5)))",
+    # Logits below the fill.
+    "mix(softmax(jnp.where(M, L(q) - 3e4, -1e4)))",
+    "mix(softmax(jnp.where(M, 1e4 * L(q), -1e4)))",
+    "mix(softmax(jnp.where(M, 1e4 * L(q), -2e4) * 1e-3))",
+    "mix(softmax(jnp.where(M, L(1e3 * q), -1e4) * 1e-2))",
+    # A mask of numbers that are added, and fills that hide little.
+    "mix(softmax(L(q) + jnp.where(m, 0.0, -1e9).astype(q.dtype)[i][:, None, None]))",
+    "mix(softmax(L(q) + jnp.where(m, 0.0, -3.0).astype(q.dtype)[i][:, None, None]))",
+    "mix(softmax(L(q) + jnp.where(m, 1.0, -1e9).astype(q.dtype)[i][:, None, None]))",
+    "mix(softmax(jnp.where(M, L(q), -30.0)))",
+    "mix(softmax(jnp.where(M, L(q), 1e4)))",
+    "mix(softmax(jnp.where(M, L(q), jnp.nan)))",
+    "mix(softmax(L(q) * M))",
+    "mix(softmax(L(q)) * M)",
+    "mix(jnp.where(M, softmax(jnp.where(M, L(q), -inf)), 0))",
+    "mix(softmax(jnp.where(M, L(q), -inf), ) * 2)",
+    "mix(nn.softmax(L(q), axis=-1, where=M))",
+    "mix((lambda e: e / e.sum(-1, keepdims=True))(jnp.exp(L(q)) * M))",
+    "mix((lambda e: e / (1e-6 + e.sum(-1, keepdims=True)))(jnp.where(M, jnp.exp(L(q)), 0)))",
+    "mix(nn.relu(jnp.where(M, L(q), -1e9)))",
+    "mix(nn.silu(jnp.where(M, L(q), 0)))",
+    # Users without keys, set to 0 afterwards: the gradient is 0, too.
+    "jnp.where(m.any(), mix(softmax(jnp.where(M, L(q), -inf))), 0)",
+    "jnp.where(m[i].any(-1)[:, None, None, None], mix(softmax(jnp.where(M, L(q), -1e9))), 0)",
+    "jnp.where(m[i].any(-1)[:, None, None, None], mix(softmax(jnp.where(M, L(q), -inf))), 0)",
+    "mix(softmax(jnp.where(M | ~m.any(-1)[i][:, None, None, None], L(q), -inf)))",
+]
+NO_KEYS_AT_ALL = [
+    "jnp.where(m.any(), mix(softmax(jnp.where(M & False, L(q), -inf))), 0)",
+    "jnp.where((m & False).any(), mix(softmax(jnp.where((m & False)[i][:, None, None], L(q),"
+    " -inf))), 0)",
+]
+LENGTH_MASKS = [
+    f"mix({spelling}(jnp.where({mask}, L(q), {fill})))"
+    for mask, spelling, fill in (
+        ("at < N", "softmax", "-1e30"),
+        ("at <= N", "softmax", "-1e30"),
+        ("at > N", "softmax", "-1e30"),
+        ("at >= N", "softmax", "-1e9"),
+        ("at == N", "softmax", "-1e9"),
+        ("at != N", "by_hand", "-inf"),
+        ("N > at", "by_hand", "-1e30"),
+        ("N >= at", "softmax", "-1e9"),
+        ("N < at", "softmax", "-1e9"),
+        ("N <= at", "softmax", "-inf"),
+        ("N == at", "softmax", "-1e9"),
+        ("at + 1 <= N", "softmax", "-1e9"),
+        ("at - 1 < N", "softmax", "-1e9"),
+        ("~(at < N)", "softmax", "-1e9"),
+        ("at[::-1] < N", "softmax", "-1e9"),
+        ("at * 2 < N", "softmax", "-1e9"),
+        ("at < N - 1", "softmax", "-1e9"),
+        ("(at < N) & (at > 0)", "softmax", "-1e9"),
+        ("(at < N) | (at > 3)", "softmax", "-1e9"),
+        ("jnp.arange(S).astype(q.dtype) < N + 0.5", "softmax", "-1e9"),
+        ("at < jnp.where(N > 2, 4, 1)", "softmax", "-1e9"),
+        ("at < (2 * n)[i][:, None, None, None]", "softmax", "-1e9"),
+        ("at < -N", "softmax", "-1e9"),
+    )
+]
+
+
+@some_at_once(
+    "cases",
+    every(OTHER_MASKS, F32)
+    + every(OTHER_MASKS[::2], BF16)
+    + every(OTHER_MASKS[1::2], F16)
+    + every(NO_KEYS_AT_ALL, DTYPES)
+    + every(LENGTH_MASKS, F32)
+    + every(LENGTH_MASKS[::4], BF16),
+    10,
+    short,
+)
+def test_other_masks(cases) -> None:
+    assert_same(cases)
+
+
+# Relatives of softmax.
+
+RELATIVES = [
+    "mix((lambda e: e / (1 + e.sum(-1, keepdims=True)))(jnp.exp(L(q))))",
+    "mix((lambda e: e / jnp.maximum(e.sum(-1, keepdims=True), 9))(jnp.exp(L(q))))",
+    "mix((lambda e: e / (e.sum(-1, keepdims=True) + 1e-2))(jnp.exp(L(q))))",
+    "mix(softmax(30 * jnp.tanh(L(q) / 3) / 10))",
+    "mix(softmax(jnp.clip(L(q), -1, 1)))",
+    "mix(softmax(L(q) ** 2))",
+    "mix(softmax(L(q)) ** 2)",
+    "mix(nn.softmax(L(q), axis=-2))",
+    "mix(nn.softmax(L(q), axis=1))",
+    "mix(nn.softmax(L(q), axis=0))",
+    "mix(nn.softmax(L(q), axis=(-1, -2)))",
+    "mix(softmax(L(q) / (1 + q[:, :1, :, :1].swapaxes(1, 2) ** 2)))",
+    "mix(softmax(L(q) * m[0, 0]))",
+    "mix(softmax(L(q) * (n[1] - 4).astype(q.dtype)))",
+    "mix(softmax(softmax(L(q))))",
+    "mix(nn.log_softmax(L(q), axis=-1))",
+    "mix(softmax(-L(q)))",
+    "mix(1 - softmax(L(q)))",
+    "mix(softmax((lambda x: jnp.where(x >= lax.top_k(x, 2)[0][..., -1:], x, -1e9))(L(q))))",
+    "mix((lambda x: softmax(x - x.mean(-1, keepdims=True)))(L(q)))",
+    "mix((lambda x: jnp.exp(x - x.max(-1, keepdims=True)))(L(q)))",
+    "mix((lambda e: e / e.max(-1, keepdims=True))(jnp.exp(L(q))))",
+    "mix((lambda e: e / e.sum())(jnp.exp(L(q))))",
+    "mix((lambda e: e / e.sum(-2, keepdims=True))(jnp.exp(L(q))))",
+    "mix((lambda e: e / jnp.sum(e ** 2, -1, keepdims=True) ** 0.5)(jnp.exp(L(q))))",
+    "mix((lambda e: e / jnp.exp(2 * L(q)).sum(-1, keepdims=True))(jnp.exp(L(q))))",
+    "mix(jnp.exp2(L(q)) / jnp.exp2(L(q)).sum(-1, keepdims=True))",
+    "mix(nn.relu(softmax(L(q)) - 0.1))",
+    "mix(softmax(L(q)) + 0.1)",
+    "mix(softmax(nn.relu(L(q))))",
+    "mix(jnp.exp(L(q) - nn.logsumexp(2 * L(q), axis=-1, keepdims=True)))",
+    "mix(softmax(L(q)).astype(jnp.float8_e4m3fn).astype(q.dtype))",
+    "mix(softmax(L(q)), precision='highest')",
+    "mix(softmax(L(q, precision='highest').astype(f32))).astype(q.dtype)",
+    "mix(softmax(L(q, preferred_element_type=f32)))",
+    "mix(softmax(L(q, preferred_element_type=f32)).astype(q.dtype))",
+    "mix(softmax(L(q)), preferred_element_type=f32)",
+    "mix(nn.silu(L(q, preferred_element_type=f32)).astype(q.dtype))",
+    "mix(nn.silu(L(q)), preferred_element_type=f32)",
+]
+
+
+@some_at_once("cases", every(RELATIVES, F32) + every(RELATIVES, BF16), 10, short)
+def test_relatives_of_softmax(cases) -> None:
+    assert_same(cases)
+
+
+# 5: indices out of bounds.
+
+
+def every_lookup():
+    for count, (mode, consumer) in enumerate((m, c) for m in MODES for c in CONSUMERS):
+        yield looked_up(mode, consumer, DTYPES[count % 3] if count % 2 else "float32")
+
+
+@some_at_once("cases", every_lookup(), 22, short)
+def test_indices_out_of_bounds(cases) -> None:
+    assert_same(cases)
+
+
+def test_gradients_of_rows_out_of_bounds_are_dropped_as_jax_drops_them() -> None:
+    user, j = jnp.ones((4, 3)), jnp.array([0, 0, 1, 2, 4, 4])
+    fn = ikbo.rewrite(lambda user, j: user[j].sum())
+    np.testing.assert_array_equal(jax.grad(fn)(user, j).sum(1), [6, 3, 3, 0])
+    one = ikbo.rewrite(lambda user, j: jnp.take(user, j, axis=0) ** 0)
+    np.testing.assert_array_equal(one(user, j), np.ones((6, 3)))
+    # An index that is no argument, and one that is negative.
+    for index in (j, j - 5, -j, j + 3):
+        of_jax = jax.grad(lambda user, index=index: user[index].sum())(user).sum(1)
+        fn = ikbo.rewrite(lambda user, index=index: user[index].sum())
+        np.testing.assert_array_equal(jax.grad(fn)(user).sum(1), of_jax)
+
+
+def test_the_evaluation_is_what_jax_compiles() -> None:
+    """The tests above evaluate programs with NumPy: XLA's results obey the same rule."""
+    cases = [looked_up(mode, "times") for mode in MODES]
+    cases += [looked_up(mode, "attention", "bfloat16") for mode in ("index", "take", "take_wrap")]
+    cases += every(["mix(softmax(jnp.where(M, L(q), -1e9)))", "mix(nn.silu(L(q)))"])
+    cases += every(["mix(nn.softmax(L(q), axis=-2))", "mix(jnp.minimum(nn.relu(L(q)), 1))"], F16)
+    by_numpy, by_xla = faults(cases), faults(cases, compiled=True)
+    assert by_numpy.keys() == by_xla.keys(), describe(by_numpy | by_xla)
+
+
+# 6: programs that run still run.
+
+
+def same(fn, *args) -> None:
+    ours, theirs = ikbo.rewrite(fn)(*args), fn(*args)
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x, y = jax.random.key_data(x), jax.random.key_data(y)
+        x, y = (np.asarray(z).astype(np.float64) for z in (x, y))
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
+USER = jnp.asarray(np.arange(U * D, dtype=np.float32).reshape(U, D) / 7 - 0.8)
+CAND = jnp.asarray(np.arange(B * D, dtype=np.float32).reshape(B, D) / 9 - 1.1)
+I = jnp.asarray(INDEX)
+
+
+def test_typed_keys_are_looked_up() -> None:
+    keys = jax.random.split(jax.random.key(3), U)
+    same(lambda keys, i: keys[i], keys, I)
+    same(lambda keys, i: jax.vmap(lambda k: jax.random.normal(k, (D,)))(keys[i]), keys, I)
+    same(
+        lambda keys, user, i: user[i] + jax.vmap(lambda k: jax.random.normal(k, (D,)))(keys[i]),
+        *(keys, USER, I),
+    )
+    same(lambda keys, i: jnp.take(keys, i, axis=0, mode="clip"), keys, I)
+    same(lambda key, c: jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(6)), keys[0], CAND)
+
+
+@pytest.mark.parametrize("name", ["tower", "concat", "compression", "softmax", "gelu"])
+def test_symbolic_dimensions(name: str) -> None:
+    (b,) = export.symbolic_shape("b")
+    w, w2, r = (jnp.asarray(np.eye(*s, dtype=np.float32)) for s in ((D, D), (2 * D, D), (3, 2)))
+    user = jax.ShapeDtypeStruct((U, S, D), jnp.float32)
+    cand = jax.ShapeDtypeStruct((b, D), jnp.float32)
+    index = jax.ShapeDtypeStruct((b,), jnp.int32)
+
+    def fn(user, cand, i):
+        if name == "tower":
+            return jax.nn.relu(user[i][:, 0] @ w) * cand
+        if name == "concat":
+            return jnp.concatenate([user[i][:, 0], cand], 1) @ w2
+        if name == "compression":
+            both = jnp.concatenate([user[i][:, :1], cand[:, None]], 1)
+            return jnp.einsum("mk,bkn->bmn", r, both)
+        scores = jnp.einsum("bd,bsd->bs", cand, user[i])
+        act = jax.nn.softmax if name == "softmax" else jax.nn.gelu
+        return jnp.einsum("bs,bsd->bd", act(scores), user[i])
+
+    exported = export.export(jax.jit(ikbo.rewrite(fn)), platforms=["cpu"])(user, cand, index)
+    tokens = jnp.asarray(KEY[:, :, 0])
+    np.testing.assert_allclose(exported.call(tokens, CAND, I), fn(tokens, CAND, I), atol=1e-5)
+
+
+@pytest.mark.parametrize("act", ["softmax", "gelu", "silu", "relu"])
+def test_float64_attention(act: str) -> None:
+    with jax.enable_x64(True):
+        q, k, v = (jnp.asarray(x[:, :, 0], jnp.float64) for x in (QUERY, KEY, VALUE))
+
+        def fn(q, k, v):
+            p = getattr(jax.nn, act)(jnp.einsum("btd,bsd->bts", q, k[I]))
+            return jnp.einsum("bts,bsd->btd", p, v[I])
+
+        same(fn, q, k, v)
+        ours, theirs = (jax.grad(lambda *x, f=f: f(*x).sum())(q, k, v) for f in (ikbo.rewrite(fn), fn))
+        assert ours.dtype == theirs.dtype
+        np.testing.assert_allclose(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+CONCATENATIONS = [
+    "jnp.concatenate([u[i], c], 1) + jnp.concatenate([c, u[i]], 1)",
+    "jnp.concatenate([u[i], c[:, :2]], 1) * jnp.concatenate([c[:, :2], u[i]], 1)",
+    "jnp.concatenate([u[i], c], 1) + jnp.concatenate([c[:, :1], u[i], c[:, :3]], 1)",
+    "jnp.concatenate([u[i], c], 1) * jnp.concatenate([c, c], 1)",
+    "jnp.maximum(jnp.concatenate([u[i], c, c], 1), jnp.concatenate([c, c, u[i]], 1)).sum(1)",
+    "jnp.where(jnp.concatenate([u[i], c], 1) > 0, jnp.concatenate([c, u[i]], 1), 0.5) @ w2",
+    "(jnp.concatenate([u[i], c], 1) + jnp.concatenate([c, u[i]], 1)) @ w2",
+    "(jnp.concatenate([u[i], c], 0) @ w) * jnp.concatenate([c, u[i]], 0)",
+    "jnp.concatenate([u[i], c], 1) @ w2 + jnp.concatenate([c, u[i]], 1) @ w2",
+    "jnp.stack([u[i], c], 1) + jnp.stack([c, u[i]], 1)",
+    "jnp.concatenate([u[i][:, :1], u[i], c[:, :3]], 1) @ w2",
+    "lax.select(jnp.concatenate([u[i], c], 1) > 0, *[jnp.concatenate([c, u[i]], 1)] * 2)",
+    "jnp.clip(jnp.concatenate([u[i], c], 1), jnp.concatenate([c, u[i]], 1), 1.0)",
+    # Rows that may be filled, beside rows that are not.
+    "jnp.concatenate([u[i], jnp.take(u, j, axis=0)], 1) @ w2",
+    "jnp.concatenate([jnp.take(u, j, axis=0), u[i]], 1) @ w2",
+    "jnp.concatenate([jnp.take(u, j, axis=0), u[j]], 1) * 2",
+    "jnp.concatenate([u[j], jnp.take(u, j, axis=0)], 1).sum(1)",
+    "jnp.concatenate([jnp.take(u, j, axis=0), jnp.take(u, i, axis=0)], 1) @ w2",
+    "jnp.concatenate([jnp.take(u, j, axis=0, mode='clip'), jnp.take(u, j, axis=0)], 1) ** 2",
+    "jnp.einsum('mk,bkn->bmn', r, jnp.concatenate([jnp.take(e, j, axis=0), e[i][:, :2]], 1))",
+    "jnp.einsum('mk,bkn->bmn', r, jnp.concatenate([e[j], jnp.take(e, j, axis=0)[:, :2]], 1))",
+    "jnp.take(u, j, axis=0) + u[j]",
+    "jnp.take(u, j, axis=0) * u[i] + c",
+]
+
+
+@some_at_once("cases", every(CONCATENATIONS, F32, lookup), 12, short)
+def test_concatenations_of_different_parts(cases) -> None:
+    assert_same(cases)
+
+
+def test_a_jitted_function_keeps_what_it_had() -> None:
+    jitted = jax.jit(lambda user, i: user[i] * 2)
+    ours = ikbo.rewrite(jitted)
+    lowered = ours.lower(USER, I)
+    np.testing.assert_array_equal(lowered.compile()(USER, I), jitted(USER, I))
+    assert ours.trace(USER, I).jaxpr.out_avals == jitted.trace(USER, I).jaxpr.out_avals
+    assert ours.eval_shape(USER, I).shape == (B, D)
+
+
+@pytest.mark.parametrize("dtype", ["int4", "uint4", "int8", "float8_e4m3fn", "float8_e5m2", "bool"])
+def test_narrow_dtypes(dtype: str) -> None:
+    user = USER.astype(dtype)
+    same(lambda user, i: user[i], user, I)
+    same(lambda user, i: user[i].astype(jnp.float32) * 2, user, I)
+    same(lambda user, c, i: jnp.concatenate([user[i].astype(jnp.float32), c], 1).sum(1), user, CAND, I)
+    same(lambda user, i: jnp.take(user, i, axis=0, mode="clip"), user, I)
+
+
+def test_attention_of_narrow_dtypes() -> None:
+    q, k, v = (jnp.asarray(x[:, :, 0]).astype(jnp.float8_e4m3fn) for x in (QUERY, KEY, VALUE))
+
+    def fn(q, k, v):
+        scores = jnp.einsum("btd,bsd->bts", q, k[I], preferred_element_type=jnp.float32)
+        p = jax.nn.softmax(scores).astype(v.dtype)
+        return jnp.einsum("bts,bsd->btd", p, v[I], preferred_element_type=jnp.float32)
+
+    same(fn, q, k, v)
+
+
+def test_tokens_and_effects(capfd) -> None:
+    def fn(user, c, i):
+        rows = user[i]
+        jax.debug.print("sum {}", rows.sum(), ordered=True)
+        jax.debug.callback(lambda x: None, rows)
+        seen = jax.pure_callback(np.sin, jax.ShapeDtypeStruct((B, D), np.float32), rows)
+        return jnp.concatenate([rows, c + seen], 1).sum(1), rows * 2
+
+    same(fn, USER, CAND, I)
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("sum ") == 2
+
+
+def test_complex_numbers_and_integers() -> None:
+    z = USER.astype(jnp.complex64) * (1 + 2j)
+    same(lambda z, i: (jnp.sin(z[i]) * 2j).real, z, I)
+    whole = jnp.arange(U * S * D).reshape(U, S, D)
+
+    def counts(q, k):
+        return jnp.einsum("bts,bsd->btd", jax.nn.relu(jnp.einsum("btd,bsd->bts", q, k[I])), k[I])
+
+    same(counts, jnp.arange(B * T * D).reshape(B, T, D) - 20, whole)
+
+
+# 7: precision of products.
+
+
+def products_of(program) -> list:
+    found = []
+    for eqn in program.eqns:
+        if eqn.primitive.name == "dot_general":
+            found.append(eqn.params["precision"])
+        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = getattr(inner, "jaxpr", inner)
+            found += products_of(inner) if hasattr(inner, "eqns") else []
+    return found
+
+
+@pytest.mark.parametrize("precision", ["highest", "high"])
+@pytest.mark.parametrize("act", ["softmax", "gelu", "relu"])
+def test_precision_of_attention_is_kept(act: str, precision: str) -> None:
+    def fn(q, k, v):
+        scores = jnp.einsum("btnh,bsnh->bnts", q, k[I], precision=precision)
+        p = getattr(jax.nn, act)(scores)
+        return jnp.einsum("bnts,bsnh->btnh", p, v[I], precision=precision)
+
+    expected = jax.lax.Precision[precision.upper()]
+    program = jax.make_jaxpr(ikbo.rewrite(fn))(QUERY, KEY, VALUE)
+    precisions = products_of(program.jaxpr)
+    assert precisions, program
+    assert all(p in (expected, (expected, expected)) for p in precisions), precisions
+
+
+def test_precision_of_other_products_is_kept() -> None:
+    def fn(user, c, w, w2, r, e, f, i):
+        high = jax.lax.Precision.HIGHEST
+        tower = jnp.matmul(user[i], w, precision=high)
+        both = jnp.matmul(jnp.concatenate([tower, c], 1), w2, precision=high)
+        rows = jnp.concatenate([e[i], f], 1)
+        return both, jnp.einsum("mk,bkn->bmn", r, rows, precision=high)
+
+    args = [jnp.ones(s) for s in ((U, D), (B, D), (D, D), (2 * D, D), (4, 5), (U, 3, D), (B, 2, D))]
+    precisions = products_of(jax.make_jaxpr(ikbo.rewrite(fn))(*args, I).jaxpr)
+    high = jax.lax.Precision.HIGHEST
+    assert precisions
+    assert all(p in (high, (high, high)) for p in precisions), precisions
+
+
+# 10: what changed code did without a test that failed.
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_gradients_of_a_user_with_many_candidates_are_summed_in_f32(dtype: str) -> None:
+    many = 2000
+    i = jnp.zeros(many, jnp.int32)
+
+    def compression(e_user, e_cand, w):
+        return jnp.einsum("mk,bkn->bmn", w, jnp.concatenate([e_user[i], e_cand], 1))
+
+    def concatenated(user, cand, w):
+        return jnp.concatenate([user[i], cand], 1) @ w
+
+    ones = [jnp.ones(s, dtype) for s in ((2, 1, 2), (many, 1, 2), (1, 2))]
+    grad = jax.grad(lambda *x: ikbo.rewrite(compression)(*x).astype(jnp.float32).sum(), (0, 2))
+    of_user, of_w = grad(*ones)
+    np.testing.assert_array_equal(of_user.astype(np.float32)[:, 0], [[many] * 2, [0] * 2])
+    np.testing.assert_array_equal(of_w.astype(np.float32), [[2 * many] * 2])
+    ones = [jnp.ones(s, dtype) for s in ((2, 2), (many, 1), (3, 1))]
+    grad = jax.grad(lambda *x: ikbo.rewrite(concatenated)(*x).astype(jnp.float32).sum(), (0, 2))
+    of_user, of_w = grad(*ones)
+    np.testing.assert_array_equal(of_user.astype(np.float32), [[many] * 2, [0] * 2])
+    np.testing.assert_array_equal(of_w.astype(np.float32)[:2], [[many]] * 2)
+
+
+def test_indices_out_of_bounds_are_what_they_say() -> None:
+    assert {*OUTSIDE} - {*range(U)}
+    assert {*INDEX} <= {*range(U)}
+    assert H == D
