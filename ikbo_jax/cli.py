@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 #: Exit statuses.
 OK, DISAGREES, UNUSABLE = 0, 1, 2
+#: Largest size that an argument may give: indices are int32.
+MAX_SIZE = 2**31 - 1
 _KERNEL_DTYPES = ("bfloat16", "float16")
 _DTYPES = (*_KERNEL_DTYPES, "float32")
 
@@ -174,9 +176,15 @@ def _add_limit(parser: argparse.ArgumentParser) -> None:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError:
+        # argparse would name this function: "invalid _positive value".
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is not a whole number") from None
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not a positive number")
+    if value > MAX_SIZE:
+        raise argparse.ArgumentTypeError(f"{text[:80]} is more than {MAX_SIZE}")
     return value
 
 

@@ -6,8 +6,6 @@ import dataclasses
 import json
 import subprocess
 import sys
-import threading
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -182,127 +180,6 @@ def test_distance_is_a_symmetric_premetric():
     assert table.distance(DEFAULT, levels) == table.distance(levels, DEFAULT) > 0
     twice_m = table.distance(DEFAULT, dataclasses.replace(DEFAULT, m=866))
     assert twice_m == rules.DISTANCE_WEIGHTS["m"]
-
-
-# The user's cache.
-
-
-def test_user_cache_wins_for_its_exact_problem_only(builtin, cache_dir):
-    builtin(row(DEFAULT))
-    table.write_user_row(row(DEFAULT, other()))
-    choice = table.lookup(DEFAULT)
-    assert (choice.config, choice.source, choice.exact) == (other(), "user cache", True)
-    neighbour = dataclasses.replace(DEFAULT, batches=(15, 1023))
-    assert table.lookup(neighbour).source == "sm90.json"
-    assert [path.name for path in cache_dir.iterdir() if path.suffix != ".lock"] == ["sm90.json"]
-
-
-def test_written_row_is_seen_at_once_and_replaces_its_like():
-    for config in (other(), None, table.default_config(DEFAULT)):
-        path = table.write_user_row(row(DEFAULT, config))
-        assert table.lookup(DEFAULT).config == config
-    assert len(json.loads(path.read_text())["rows"]) == 1
-
-
-def test_rows_round_trip():
-    for original in (row(), row(DEFAULT, None), dataclasses.replace(row(), xla_ms=None)):
-        assert table.Row.from_json(json.loads(json.dumps(original.to_json()))) == original
-
-
-def _corrupt(**changes: Any) -> str:
-    return json.dumps({"schema": table.SCHEMA, "rows": [row().to_json() | changes]})
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("", "Expecting value"),
-        ('{"schema": 1, "rows": [', "Expecting value"),
-        ("[]", "expected a dict"),
-        ('{"schema": 2, "rows": []}', "schema 2, expected 1"),
-        ('{"rows": []}', "schema None, expected 1"),
-        ('{"schema": 1, "rows": {}}', "rows is {}"),
-        (_corrupt(op="softmax"), "op='softmax'"),
-        (_corrupt(m="433"), "m holds '433'"),
-        (_corrupt(m=True), "m holds True"),
-        (_corrupt(ms=float("nan")), "ms is nan"),
-        (_corrupt(batches=[15]), "1 batches and 2 ks"),
-        (_corrupt(config={"block_m": 64}), "config has keys"),
-        (_corrupt(config=None), "config is None"),
-        (_corrupt(extra=1), "unknown keys"),
-    ],
-)
-def test_corrupt_or_foreign_cache_is_ignored_with_one_warning(cache_dir, text, reason):
-    cache_dir.mkdir()
-    path = cache_dir / "sm90.json"
-    path.write_text(text)
-    with pytest.warns(UserWarning, match="ignoring the tuning cache") as caught:
-        choice = table.lookup(DEFAULT)
-    assert len(caught) == 1
-    assert str(path) in str(caught[0].message)
-    assert reason in str(caught[0].message)
-    assert choice.source != "user cache"
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        table.lookup(DEFAULT)
-    path.write_bytes(b"\xff\xfe also wrong")
-    with pytest.warns(UserWarning, match="ignoring the tuning cache"):
-        table.lookup(DEFAULT)
-
-
-def test_writing_over_a_corrupt_cache_keeps_it_aside(cache_dir):
-    cache_dir.mkdir()
-    (cache_dir / "sm90.json").write_text("not json")
-    table.write_user_row(row(DEFAULT, other()))
-    assert table.lookup(DEFAULT).config == other()
-    assert (cache_dir / "sm90.json.ignored").read_text() == "not json"
-
-
-def test_cached_row_that_is_illegal_by_now_is_passed_over():
-    huge = LinearCompressionConfig(block_m=224, num_stages=64, epilogue_rows=56)
-    table.write_user_row(row(DEFAULT, huge))
-    assert table.lookup(DEFAULT).source != "user cache"
-
-
-def test_concurrent_writers_lose_nothing(cache_dir):
-    problems = [dataclasses.replace(DEFAULT, m=16 * (i + 1)) for i in range(24)]
-    broken = []
-
-    def write(mine: list[LinearCompressionProblem]) -> None:
-        for problem in mine:
-            table.write_user_row(row(problem))
-            try:
-                table._parse((cache_dir / "sm90.json").read_text())
-            except ValueError as error:
-                broken.append(error)
-
-    threads = [threading.Thread(target=write, args=(problems[i::4],)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not broken
-    rows = table._parse((cache_dir / "sm90.json").read_text())
-    assert {r.problem for r in rows} == set(problems)
-
-
-def test_unwritable_cache_is_silent_in_lookup_and_clear_when_tuning(tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv(table.CACHE_DIR_VARIABLE, str(tmp_path / "file" / "cache"))
-    table.lookup(DEFAULT)
-
-    def never(task: autotune.Task) -> dict[str, Any]:
-        raise AssertionError("nothing is to be timed")
-
-    with pytest.raises(OSError, match=r"cannot write the tuning cache .* set IKBO_JAX_CACHE_DIR"):
-        autotune.tune_linear_compression(DEFAULT, run=never)
-
-
-def test_cache_directory_without_the_variable(monkeypatch):
-    monkeypatch.delenv(table.CACHE_DIR_VARIABLE)
-    path = table.user_cache_path()
-    assert path.name == "sm90.json"
-    assert path.parent.name == "ikbo-jax"
 
 
 # The autotuner.
