@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from ikbo_jax.tuning import autotune, configs, table
+from ikbo_jax.tuning.bench import Task
 from ikbo_jax.tuning.configs import LinearCompressionConfig, LinearCompressionProblem
 from ikbo_jax.tuning.gdpa_configs import GdpaProblem
 
@@ -208,7 +209,7 @@ def test_unwritable_cache_is_silent_in_lookup_and_clear_when_tuning(tmp_path, mo
     monkeypatch.setenv(table.CACHE_DIR_VARIABLE, str(tmp_path / "file" / "cache"))
     table.lookup(DEFAULT)
 
-    def never(task: autotune.Task) -> dict[str, Any]:
+    def never(task: Task) -> dict[str, Any]:
         raise AssertionError("nothing is to be timed")
 
     with pytest.raises(OSError, match=r"cannot write the tuning cache .* set IKBO_JAX_CACHE_DIR"):
@@ -278,7 +279,7 @@ def test_what_is_no_regular_file_is_refused_unopened(make, kind, name, tmp_path,
     make(pathlib.Path(name))
     before = path.stat()
 
-    def never(task: autotune.Task) -> dict[str, Any]:
+    def never(task: Task) -> dict[str, Any]:
         raise AssertionError("nothing is to be timed")
 
     with warnings.catch_warnings(record=True) as caught:

@@ -182,18 +182,24 @@ def illegal_reason(problem: Problem, config: Config) -> str | None:
     return rules.of(problem).illegal_reason(problem, config)
 
 
-def lookup(problem: Problem) -> Choice:
-    """Chooses a configuration, or XLA, for `problem`; see the module's docstring for the order."""
+def lookup(problem: Problem, *, with_user_rows: bool = True) -> Choice:
+    """Chooses a configuration, or XLA, for `problem`; see the module's docstring for the order.
+
+    Args:
+      problem: sizes and dtype.
+      with_user_rows: whether the user's cache is asked.
+    """
     rule = rules.of(problem)
     fallback = default_config(problem)
     if fallback is None:
         reason = rule.illegal_reason(problem, rule.config_type())
         return Choice(None, "none", False, f"no legal configuration of the kernel: {reason}")
-    for row in _user_rows():
+    user_rows = _user_rows() if with_user_rows else ()
+    for row in user_rows:
         if row.problem == problem and _is_legal(problem, row.config):
             return Choice(row.config, "user cache", True, f"user cache, {row.describe()}")
     files = {
-        "user cache": _user_rows() if rule.user_rows_reach else (),
+        "user cache": user_rows if rule.user_rows_reach else (),
         "sm90.json": _builtin_rows(),
     }
     ours = {
