@@ -49,7 +49,7 @@ def serve(lines: Iterable[str], say: Say) -> int:
 
 def _lines_until_the_end() -> Iterator[str]:
     """Lines of the standard input, whose end is the user's process': it ends this one at once."""
-    lines: queue.Queue[str] = queue.Queue()
+    lines: queue.Queue[str | None] = queue.Queue()
 
     def read() -> None:
         for line in sys.stdin:
@@ -58,8 +58,7 @@ def _lines_until_the_end() -> Iterator[str]:
         os.killpg(os.getpgrp(), signal.SIGKILL)
 
     threading.Thread(target=read, daemon=True).start()
-    while True:
-        yield lines.get()
+    return iter(lines.get, None)
 
 
 def main() -> int:
