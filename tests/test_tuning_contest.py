@@ -177,6 +177,16 @@ def test_report_says_who_won_and_by_how_much(builtin):
     assert "XLA takes 2 ms, 2.00 times as long" in lines[-1]
 
 
+def test_result_that_cannot_be_written_is_told(builtin, monkeypatch):
+    def write(row: table.Row) -> None:
+        raise OSError("no space left on device")
+
+    builtin(row(DEFAULT, CANDIDATES[0]))
+    monkeypatch.setattr(table, "write_user_row", write)
+    with pytest.raises(OSError, match="best: block_m .* no space left on device"):
+        tune(DEFAULT, Bench({None: 2.0, CANDIDATES[0]: 1.1}), limit=3)
+
+
 def test_choice_that_fails_loses_to_whoever_works(builtin):
     builtin(row(DEFAULT, CANDIDATES[0]))
     bench = Bench({None: 1.0, CANDIDATES[0]: "wrong result: error 3, bound 0.1"}, 0.9)
@@ -258,6 +268,13 @@ def test_interrupted_contest_writes_nothing_that_is_not_better(builtin, cache_fi
     builtin(row(DEFAULT, CANDIDATES[0]))
     with pytest.raises(KeyboardInterrupt, match="best: the table's choice.*nothing written"):
         tune(DEFAULT, Interrupting({None: 2.0, CANDIDATES[0]: 0.4}, 2))
+    assert not cache_file.exists()
+
+
+def test_interrupted_heat_needs_more_than_its_least_noise(builtin, cache_file):
+    builtin(row(DEFAULT, CANDIDATES[0]))
+    with pytest.raises(KeyboardInterrupt, match=r"1.0% faster .* noise of 2.0%.*nothing written"):
+        tune(DEFAULT, Interrupting({None: 2.0, CANDIDATES[0]: 0.505}, 2))
     assert not cache_file.exists()
 
 

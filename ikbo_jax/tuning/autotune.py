@@ -127,7 +127,10 @@ def _tune(
     verdict = contest.verdict()
     if verdict is None:
         raise RuntimeError("no round could be measured")
-    report(1, 1, f"{verdict.text}; {_written(verdict)}")
+    try:
+        report(1, 1, f"{verdict.text}; {_written(verdict)}")
+    except OSError as error:
+        raise OSError(f"{verdict.text}; {error}") from error
     return verdict.row.to_json()
 
 

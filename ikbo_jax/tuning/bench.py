@@ -176,7 +176,8 @@ class Bench:
         self._programs: dict[Candidate, Callable[..., jax.Array]] = {}
         self._checked: dict[Candidate, dict[str, float]] = {}
         self._failures: dict[Candidate, str] = {}
-        self._matmuls: dict[int, tuple[Any, jax.Array]] = {}
+        self._matmuls: dict[int, Any] = {}
+        self._squares: dict[int, jax.Array] = {}
 
     @functools.cached_property
     def _operands(self) -> Any:
@@ -186,7 +187,9 @@ class Bench:
     def _shapes(self) -> Any:
         return jax.eval_shape(functools.partial(self._op.operands, self.problem))
 
-    def prepare(self, alone: Collection[Candidate] = ()) -> None:
+    def prepare(
+        self, alone: Collection[Candidate] = (), matmul_size: int = Task.matmul_size
+    ) -> None:
         """Compiles all contenders side by side, those in `alone` one by one after the others."""
         workers = min(len(os.sched_getaffinity(0)), MOST_WORKERS)
         kernels = [config for config in self.contenders if config is not None]
@@ -205,6 +208,7 @@ class Bench:
                     for contender in first
                     if contender not in alone
                 }
+                threads.submit(self._compile_matmul, matmul_size)
                 # XLA's result is checked meanwhile, since the oracle takes long to compile.
                 if None in done:
                     done[None].result()
@@ -250,11 +254,16 @@ class Bench:
             ],
         }
 
+    def _compile_matmul(self, size: int) -> None:
+        square = jax.ShapeDtypeStruct((size, size), jnp.bfloat16)
+        self._matmuls[size] = jax.jit(jnp.matmul).lower(square, square).compile()
+
     def _matmul(self, size: int) -> tuple[Any, jax.Array]:
         if size not in self._matmuls:
-            square = jax.random.normal(jax.random.key(1), (size, size), jnp.bfloat16)
-            self._matmuls[size] = jax.jit(jnp.matmul), square
-        return self._matmuls[size]
+            self._compile_matmul(size)
+        if size not in self._squares:
+            self._squares[size] = jax.random.normal(jax.random.key(1), (size, size), jnp.bfloat16)
+        return self._matmuls[size], self._squares[size]
 
     def _compile(
         self, contender: Candidate, lowered: concurrent.futures.Future[Any] | None

@@ -30,6 +30,8 @@ FINALISTS = 4
 FIRST_WINDOW_S = 0.01
 #: Windows of a heat; two are the fewest that show a noise.
 HEAT_WINDOWS = 2
+#: Least noise of a heat: the fastest of a hundred in two short windows is so by luck as well.
+HEAT_NOISE = 0.02
 #: Seconds of a window of the final, and their number.
 FINAL_WINDOW_S, FINAL_WINDOWS = 0.2, 5
 
@@ -58,11 +60,13 @@ class Round:
       times: of every contender that worked.
       failures: why the others did not.
       matmul_ms: median of the matmul beside them.
+      least_noise: of any comparison, as a fraction.
     """
 
     times: dict[Candidate, Times]
     failures: dict[Candidate, str]
     matmul_ms: float
+    least_noise: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,7 +200,8 @@ class Contest:
         self._failures |= failures
         if answer["matmul_ms"]:
             matmul_ms = statistics.median(answer["matmul_ms"])
-            self._rounds.append(Round(times, failures, matmul_ms))
+            least_noise = HEAT_NOISE if task.windows < FINAL_WINDOWS else 0.0
+            self._rounds.append(Round(times, failures, matmul_ms, least_noise))
         return times
 
     def keep(self, task: Task, answer: dict[str, Any]) -> None:
@@ -217,10 +222,11 @@ class Contest:
         for played in reversed(self._rounds):
             times = {c: t for c, t in played.times.items() if c not in self._failures}
             if times and (self._incumbent in times or has_failed):
-                return self._judge(times, played.matmul_ms)
+                return self._judge(dataclasses.replace(played, times=times))
         return None
 
-    def _judge(self, times: dict[Candidate, Times], matmul_ms: float) -> Verdict:
+    def _judge(self, played: Round) -> Verdict:
+        times = played.times
         winner = self._winner(times)
         best, incumbent = times[winner], times.get(self._incumbent)
         table_name = f"the table's choice ({brief(self._incumbent)})"
@@ -231,6 +237,7 @@ class Contest:
             text = f"best: {brief(winner)}, {best.ms:.4g} ms; {table_name} failed"
         else:
             gain, noise = incumbent.ms / best.ms - 1, incumbent.noise + best.noise
+            noise = max(noise, played.least_noise)
             is_better = gain > noise
             text = (
                 f"best: {brief(winner)}, {best.ms:.4g} ms, {gain:.1%} faster than {table_name}, "
@@ -240,7 +247,9 @@ class Contest:
         if winner is not None:
             text += f"; XLA takes {xla_ms:.4g} ms, {xla_ms / best.ms:.2f} times as long"
         chosen = winner if is_better else self._incumbent
-        return Verdict(self._row(chosen, times[chosen].ms, matmul_ms, xla_ms), is_better, text)
+        return Verdict(
+            self._row(chosen, times[chosen].ms, played.matmul_ms, xla_ms), is_better, text
+        )
 
     def _winner(self, times: dict[Candidate, Times]) -> Candidate:
         """The fastest kernel, or XLA where that is faster by more than the margin."""

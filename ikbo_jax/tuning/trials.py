@@ -30,6 +30,9 @@ LinearCompressionOperands = tuple[
 ]
 #: Rows of linear compression's output that are checked at once, which bounds the oracle's memory.
 CHECK_ROWS = 128
+#: Compiler options of what checks results: XLA would try every way of multiplying an oracle's
+#: matrices, 12 s for a program that runs a few times.
+UNTUNED = {"xla_gpu_autotune_level": 0}
 #: Candidates whose results in XLA are compared with the oracle, and how many of them at once.
 SAMPLED, SAMPLED_AT_ONCE = 32, 4
 
@@ -78,7 +81,7 @@ def linear_compression_runner(
     return jax.jit(functools.partial(linear_compression_kernel, config=config, num_sms=num_sms))
 
 
-@jax.jit
+@functools.partial(jax.jit, compiler_options=UNTUNED)
 def _errors(
     actual: jax.Array, operands: LinearCompressionOperands, rows: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -172,12 +175,12 @@ def attention_runner(
     return jax.jit(run)
 
 
-@functools.partial(jax.jit, static_argnames="scale")
+@functools.partial(jax.jit, static_argnames="scale", compiler_options=UNTUNED)
 def _xla_attention(operands: AttentionOperands, scale: float) -> jax.Array:
     return decomposed(*operands, scale=scale)[0]
 
 
-@functools.partial(jax.jit, static_argnames="scale")
+@functools.partial(jax.jit, static_argnames="scale", compiler_options=UNTUNED)
 def _sampled_errors(
     xla: jax.Array, operands: AttentionOperands, rows: jax.Array, scale: float
 ) -> tuple[jax.Array, jax.Array]:

@@ -14,7 +14,7 @@ from ikbo_jax.pallas.gdpa import gdpa_kernel
 from ikbo_jax.reference import gdpa_chunked
 from ikbo_jax.reference.gdpa import Arrays, Settings, materialised
 from ikbo_jax.tuning.gdpa_configs import GdpaConfig, GdpaProblem
-from ikbo_jax.tuning.trials import device_sms, largest_difference
+from ikbo_jax.tuning.trials import UNTUNED, device_sms, largest_difference
 
 #: Sequences whose results in XLA are compared with the oracle.
 SAMPLED = 8
@@ -145,7 +145,9 @@ class _Place(NamedTuple):
     keys: jax.Array
 
 
-@functools.partial(jax.jit, static_argnames=("settings", "q_len", "kv_len"))
+@functools.partial(
+    jax.jit, static_argnames=("settings", "q_len", "kv_len"), compiler_options=UNTUNED
+)
 def _sampled_errors(
     xla: jax.Array, arrays: Arrays, place: _Place, settings: Settings, q_len: int, kv_len: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
