@@ -160,6 +160,10 @@ def do(kind, contender, position):
     trouble = BEHAVIOUR.get(f"{kind} {contender.get('epilogue_rows')} {contender.get('cluster')}")
     if trouble == "die":
         sys.exit("CUDA_ERROR_LAUNCH_FAILED")
+    if trouble == "die and leave a child":
+        import subprocess
+        subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
+        sys.exit("CUDA_ERROR_LAUNCH_FAILED")
     if trouble == "hang":
         time.sleep(60)
     if trouble == "lose":
@@ -229,6 +233,11 @@ def test_fake_contenders_can_be_told_apart():
     [
         ("compiled", "die", "worker ended with status 1: CUDA_ERROR_LAUNCH_FAILED"),
         ("checked", "die", "worker ended with status 1: CUDA_ERROR_LAUNCH_FAILED"),
+        (
+            "checked",
+            "die and leave a child",
+            "worker ended with status 1: CUDA_ERROR_LAUNCH_FAILED",
+        ),
         ("checked", "lose", "illegal address"),
         ("checked", "hang", "no answer after 1 s"),
         ("sample", "die", "worker ended with status 1: CUDA_ERROR_LAUNCH_FAILED"),
@@ -237,7 +246,8 @@ def test_fake_contenders_can_be_told_apart():
 def test_worker_that_dies_or_hangs_costs_the_contender_at_work(
     starts, tmp_path, kind, trouble, reason
 ):
-    with starts({place(kind, B): trouble}, silence_s=1.0) as run:
+    silence_s = 1.0 if trouble == "hang" else 30.0
+    with starts({place(kind, B): trouble}, silence_s=silence_s) as run:
         found = run(Task(DEFAULT, (None, A, B, C)))["results"]
         assert found[2] == {"failure": reason}
         assert all(len(result["ms"]) == 3 for result in (found[0], found[1], found[3]))

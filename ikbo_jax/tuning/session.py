@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
@@ -231,11 +232,18 @@ class _Worker:
 
     def next_event(self, silence_s: float) -> dict[str, Any]:
         """Waits for an event; raises WorkerDiedError if the worker has ended or says nothing."""
+        deadline = time.monotonic() + silence_s
         while True:
+            is_over = self._process.poll() is not None
             try:
-                line = self._lines.get(timeout=silence_s)
+                line = self._lines.get(timeout=min(silence_s, 1.0))
             except queue.Empty:
-                raise WorkerDiedError(f"no answer after {silence_s:.0f} s") from None
+                if is_over:
+                    # Processes that it started may keep its output open.
+                    raise WorkerDiedError(self._last_words()) from None
+                if time.monotonic() > deadline:
+                    raise WorkerDiedError(f"no answer after {silence_s:.0f} s") from None
+                continue
             if line is None:
                 raise WorkerDiedError(self._last_words())
             if line.startswith(MARK):
