@@ -357,3 +357,22 @@ def test_events_are_marked_lines(monkeypatch, capsys):
     monkeypatch.setattr(worker, "serve", serve)
     assert worker.main() == 7
     assert capsys.readouterr().out == 'ikbo-autotune {"event": "answer"}\n'
+
+
+@pytest.mark.gpu
+def test_kernels_that_another_process_lowered_run_on_the_device():
+    problem = LinearCompressionProblem((3, 40), (130, 66), 65, 128, "bfloat16")
+    kernels = list(configs.candidate_configs(problem))[:4]
+    lines: list[str] = []
+    with session.Session(
+        problem,
+        (None, *kernels),
+        describe=contest.brief,
+        progress=lambda done, total, text: lines.append(text),
+    ) as run:
+        found = run(Task(problem, (None, *kernels), 0.02, 2))
+    assert found["compute_capability"] == "9.0"
+    for result in found["results"]:
+        assert "failure" not in result, (result, lines)
+        assert result["error"] <= result["bound"]
+        assert len(result["ms"]) == 2
