@@ -72,6 +72,12 @@ def test_contenders_are_compiled_in_threads_checked_and_timed_by_turns(programs_
     stand.prepare()
     assert {config for config, _ in programs_of_the_cpu} == {A, B, C}
     assert all("MainThread" not in name for _, name in programs_of_the_cpu)
+    # XLA times ways of multiplying while it compiles: nothing runs before that is over.
+    told = [(event["event"], event["contender"]) for event in events]
+    checks = [place for place, (kind, _) in enumerate(told) if kind == "checked"]
+    assert told.index(("compiled", 0)) < checks[0]
+    assert told[checks[0]] == ("checked", 0)
+    assert {told[place][1] for place in checks} == {0, 1, 2}
     found = stand.measure(Task(TINY, (A, None, B, C), **SMALL))
     a, xla, b, c = found["results"]
     assert len(a["ms"]) == len(xla["ms"]) == len(found["matmul_ms"]) == 2

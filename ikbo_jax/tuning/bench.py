@@ -190,7 +190,10 @@ class Bench:
     def prepare(
         self, alone: Collection[Candidate] = (), matmul_size: int = Task.matmul_size
     ) -> None:
-        """Compiles all contenders side by side, those in `alone` one by one after the others."""
+        """Compiles all contenders side by side, and checks them as they come.
+
+        Those in `alone` are compiled one by one after the others.
+        """
         workers = min(len(os.sched_getaffinity(0)), MOST_WORKERS)
         kernels = [config for config in self.contenders if config is not None]
         # Threads reach these: cached properties have no lock.
@@ -202,17 +205,19 @@ class Bench:
                 for config in kernels:
                     lowered[config] = processes.submit(lower, self.problem, config, num_sms)
             with concurrent.futures.ThreadPoolExecutor(workers) as threads:
-                first = sorted(self.contenders, key=lambda contender: contender is not None)
+                # XLA times ways of multiplying while it compiles, beside which nothing else may run
+                # on the device: checks begin afterwards, beside the compilation of the others.
+                tuned = threads.submit(self._compile_tuned, None not in alone, matmul_size)
                 done = {
-                    contender: threads.submit(self._compile, contender, lowered.get(contender))
-                    for contender in first
-                    if contender not in alone
+                    threads.submit(self._compile, config, lowered.get(config)): config
+                    for config in kernels
+                    if config not in alone
                 }
-                threads.submit(self._compile_matmul, matmul_size)
-                # XLA's result is checked meanwhile, since the oracle takes long to compile.
-                if None in done:
-                    done[None].result()
+                tuned.result()
+                if None in self._programs:
                     self._check(None)
+                for future in concurrent.futures.as_completed(done):
+                    self._check(done[future])
             for contender in alone:
                 self._compile(contender, lowered.get(contender))
 
@@ -253,6 +258,11 @@ class Bench:
                 for candidate in task.candidates
             ],
         }
+
+    def _compile_tuned(self, with_xla: bool, matmul_size: int) -> None:
+        if with_xla and None in self.contenders:
+            self._compile(None, None)
+        self._compile_matmul(matmul_size)
 
     def _compile_matmul(self, size: int) -> None:
         square = jax.ShapeDtypeStruct((size, size), jnp.bfloat16)
