@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
 #: Exit statuses.
 OK, DISAGREES, UNUSABLE = 0, 1, 2
+#: That of a process that SIGINT ended, as shells count.
+INTERRUPTED = 130
+#: Largest size that an argument may give: indices are int32.
+MAX_SIZE = 2**31 - 1
 _KERNEL_DTYPES = ("bfloat16", "float16")
 _DTYPES = (*_KERNEL_DTYPES, "float32")
 
@@ -35,10 +39,15 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: arguments after the program's name; `sys.argv[1:]` if None.
 
     Returns:
-      0; 1 if the demo's stages disagree; 2 if the arguments or the device will not do.
+      0; 1 if the demo's stages disagree; 2 if the arguments or the device will not do; 130 if
+      Ctrl-C ended it.
     """
     args = _parser().parse_args(argv)
-    status: int = args.command(args)
+    try:
+        status: int = args.command(args)
+    except KeyboardInterrupt as stop:
+        print(f"ikbo-jax: {str(stop) or 'interrupted'}", file=sys.stderr)
+        return INTERRUPTED
     return status
 
 
@@ -76,8 +85,9 @@ def _parser() -> argparse.ArgumentParser:
     tune = commands.add_parser(
         "tune",
         help="find the fastest configuration of a kernel on this device",
-        description="Times every legal configuration, checks each for correctness, and writes the "
-        "best into the user's cache, which the dispatch table prefers.",
+        description="Compiles every configuration worth timing, checks each for correctness, and "
+        "times them beside XLA and the choice of the dispatch table. If one beats that choice by "
+        "more than the noise, it is written into the user's cache, which the table prefers.",
     )
     ops = tune.add_subparsers(required=True, metavar="op")
     linear_compression = ops.add_parser("linear-compression", help="tune linear_compression")
@@ -169,14 +179,20 @@ def _add_limit(parser: argparse.ArgumentParser) -> None:
         "--limit",
         type=_positive,
         metavar="COUNT",
-        help="time only so many configurations, the likeliest first (each takes some 10 s)",
+        help="time only so many configurations, the likeliest first, and the table's choice",
     )
 
 
 def _positive(text: str) -> int:
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError:
+        # argparse would name this function: "invalid _positive value".
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is not a whole number") from None
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not a positive number")
+    if value > MAX_SIZE:
+        raise argparse.ArgumentTypeError(f"{text[:80]} is more than {MAX_SIZE}")
     return value
 
 
