@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import pathlib
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ikbo_jax import terminal
@@ -43,22 +43,18 @@ def run(
       Whether all results agree with their oracles.
     """
     from ikbo_jax import demo, demo_attention, demo_ranking
-    from ikbo_jax.demo import programs
 
     request = dataclasses.replace(demo.default_request(), **given)
     sizes = demo_ranking.sizes_of(request, layers)
     on_attention = demo_attention.default_request(request)
-    calls = [
+    calls: list[Callable[[], Any]] = [
         functools.partial(demo_ranking.run, sizes, request.seed, on_progress=say),
         functools.partial(demo.run, request, on_progress=say),
         functools.partial(demo_attention.run, on_attention, on_progress=say),
     ]
     if plot is not None:
         calls.append(functools.partial(demo_ranking.sweep, sizes, request.seed, on_progress=say))
-    with programs.kept_compilations() as reason:
-        if reason is not None:
-            say(reason)
-        network, report, attention, *points = programs.side_by_side(calls)
+    network, report, attention, *points = demo.run_parts(calls, say)
     if plot is not None:
         demo_ranking.draw(points[0], device_name(), plot)
     print_request(request, report.counts)

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ikbo_jax import demo
+from ikbo_jax._timing.programs import Programs, Say
 from ikbo_jax.demo import Measured, Stage
-from ikbo_jax.demo.programs import Programs, Say
 from ikbo_jax.ops.attention import attention
 from ikbo_jax.ops.dispatch import hopper_unavailable_reason
 from ikbo_jax.reference.attention import materialised
@@ -165,14 +165,14 @@ def run(request: Request, *, on_progress: Say = lambda _: None) -> Report:
     rows = np.linspace(0, batch - 1, min(CHECKED, batch)).astype(np.int32)
     key, index = jax.random.key(request.ranking.seed), demo.user_index(request.ranking)
     drawn = programs.add("inputs", functools.partial(_draw, request), key, timed=False)
-    shapes = Inputs(*drawn, jax.ShapeDtypeStruct(index.shape, index.dtype))
+    shapes = Inputs._make([*drawn, jax.ShapeDtypeStruct(index.shape, index.dtype)])
     exact = programs.add("oracle in float32", functools.partial(_oracle, rows), shapes, timed=False)
     runnable, not_run = demo.add_stages(programs, stages(request), shapes)
     out = jax.ShapeDtypeStruct(shapes.query.shape, shapes.query.dtype)
     programs.add("comparison", functools.partial(_compare, rows), out, exact, timed=False)
     compiled = programs.compiled()
 
-    inputs = Inputs(*compiled["inputs"](key), index)
+    inputs = Inputs._make([*compiled["inputs"](key), index])
     expected = compiled["oracle in float32"](inputs)
     measured, limit = demo.measure(
         compiled, runnable, inputs, expected, functools.partial(_tolerance, request), say

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ikbo_jax import demo
-from ikbo_jax.demo.programs import NETWORK_ON_GPU, Programs, Say
+from ikbo_jax._timing.programs import NETWORK_ON_GPU, Programs, Say
 from ikbo_jax.models import ranking
 from ikbo_jax.models.ranking import Sizes
 from ikbo_jax.ops.explain import explain
@@ -176,7 +176,10 @@ def run(sizes: Sizes, seed: int, *, on_progress: Say = lambda _: None) -> Report
     params = programs.add("parameters", functools.partial(ranking.init, sizes), number, timed=False)
     draw = functools.partial(ranking.draw_request, sizes)
     drawn = programs.add("request", draw, number, timed=False)
-    shapes = (params, ranking.Request(*drawn, jax.ShapeDtypeStruct(index.shape, index.dtype)))
+    shapes = (
+        params,
+        ranking.Request._make([*drawn, jax.ShapeDtypeStruct(index.shape, index.dtype)]),
+    )
     # The longest compilation first, so that the others run beside it.
     names = [version.name for version in versions()]
     for version in versions():
@@ -189,7 +192,7 @@ def run(sizes: Sizes, seed: int, *, on_progress: Say = lambda _: None) -> Report
 
     inputs = (
         compiled["parameters"](number),
-        ranking.Request(*compiled["request"](number), index),
+        ranking.Request._make([*compiled["request"](number), index]),
     )
     say("checking the results")
     expected = np.asarray(compiled["oracle in float32"](*inputs))
@@ -238,14 +241,14 @@ def sweep(sizes: Sizes, seed: int, *, on_progress: Say = lambda _: None) -> tupl
         drawn = programs.add(f"request, {ratio} candidates a user", draw, number, timed=False)
         index = jax.ShapeDtypeStruct((here.candidates,), jnp.int32)
         for name, fn in versions()[:2]:
-            shapes = (params, ranking.Request(*drawn, index))
+            shapes = (params, ranking.Request._make([*drawn, index]))
             programs.add(f"{name}, {ratio} candidates a user", fn, *shapes)
     compiled = programs.compiled()
 
     values, points = compiled["parameters"](number), []
     for ratio, here in at.items():
         drawn = compiled[f"request, {ratio} candidates a user"](number)
-        inputs = (values, ranking.Request(*drawn, ranking.user_index(here, seed)))
+        inputs = (values, ranking.Request._make([*drawn, ranking.user_index(here, seed)]))
         say(f"{ratio} candidates a user")
         found = {name: compiled[f"{name}, {ratio} candidates a user"] for name in names}
         samples = demo.time_by_turns(found, inputs, say)

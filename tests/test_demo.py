@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from ikbo_jax import cli, demo, demo_attention, demo_ranking
-from ikbo_jax.demo import programs
-from ikbo_jax.demo.programs import Programs
+from ikbo_jax._timing import programs
+from ikbo_jax._timing.programs import Programs
 from ikbo_jax.models import ranking
 
 TINY = [
@@ -79,6 +79,9 @@ def test_a_part_that_fails_stops_the_others():
 
     with pytest.raises(ValueError, match="broken"):
         programs.side_by_side([fails, functools.partial(part, "b", [], log)])
+    for thread in threading.enumerate():
+        if thread.name == "demo part":
+            thread.join(60)
     assert "b has run" not in log
 
 
@@ -116,7 +119,7 @@ def entries(folder) -> list[str]:
 
 def test_compiled_programs_are_kept_in_the_users_cache_folder(tmp_path):
     before = jax.config.jax_persistent_cache_min_compile_time_secs
-    with programs.kept_compilations() as reason:
+    with programs.kept_compilations(tmp_path / "compilations") as reason:
         assert reason is None
         assert jax.config.jax_persistent_cache_min_compile_time_secs == 0
         compile_tiny()
@@ -132,7 +135,7 @@ def test_a_cache_that_the_user_chose_stays(tmp_path):
     chosen = str(tmp_path / "chosen")
     jax.config.update("jax_compilation_cache_dir", chosen)
     try:
-        with programs.kept_compilations() as reason:
+        with programs.kept_compilations(tmp_path / "compilations") as reason:
             assert reason is None
             assert jax.config.jax_compilation_cache_dir == chosen
             assert not (tmp_path / "compilations").exists()
@@ -140,10 +143,9 @@ def test_a_cache_that_the_user_chose_stays(tmp_path):
         jax.config.update("jax_compilation_cache_dir", None)
 
 
-def test_a_folder_that_cannot_be_made_is_said_and_not_fatal(tmp_path, monkeypatch):
+def test_a_folder_that_cannot_be_made_is_said_and_not_fatal(tmp_path):
     (tmp_path / "file").touch()
-    monkeypatch.setenv("IKBO_JAX_CACHE_DIR", str(tmp_path / "file"))
-    with programs.kept_compilations() as reason:
+    with programs.kept_compilations(tmp_path / "file" / "compilations") as reason:
         assert "not kept for the next time" in reason
         assert str(tmp_path / "file") in reason
         assert jax.config.jax_compilation_cache_dir is None

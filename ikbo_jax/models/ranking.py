@@ -131,7 +131,7 @@ def candidate_counts(sizes: Sizes, seed: int = 0) -> np.ndarray:
 
 def make_request(sizes: Sizes, seed: int = 0) -> Request:
     """A seeded random request with a ragged number of candidates per user."""
-    return Request(*draw_request(sizes, seed), user_index(sizes, seed))
+    return Request._make([*draw_request(sizes, seed), user_index(sizes, seed)])
 
 
 def user_index(sizes: Sizes, seed: int = 0) -> jax.Array:

@@ -30,7 +30,7 @@ def _ask_ptxas_once() -> None:
     time Mosaic GPU started ptxas: half of the time that lowering took. The function is private to
     JAX; where a version of JAX has none, there is nothing to remember.
     """
-    extension = getattr(fragmented_array.mgpu_lib, "_mosaic_gpu_ext", None)
+    extension: Any = getattr(fragmented_array.mgpu_lib, "_mosaic_gpu_ext", None)
     version = getattr(extension, "_get_ptxas_isa_version", None)
     if version is not None and not hasattr(version, "cache_info"):
         extension._get_ptxas_isa_version = functools.cache(version)

@@ -1,4 +1,4 @@
-"""The demo's programs: lowered one after another, compiled side by side, timed when none compiles.
+"""Programs that are to be timed: lowered in order, compiled side by side, run when none compiles.
 
 A part of the demo makes one `Programs`. `side_by_side` runs several parts, each in a thread:
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import os
+import pathlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,8 +21,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
-
-from ikbo_jax.tuning import table
 
 Say = Callable[[str], None]
 #: Programs of one part that compile at once. XLA's own threads compile each one's kernels.
@@ -93,23 +92,28 @@ def side_by_side(calls: Sequence[Callable[[], Any]]) -> list[Any]:
     parts += [_Part(parts) for _ in calls]
     futures: list[Future[Any]] = [Future() for _ in calls]
 
+    def stop() -> None:
+        for part in parts:
+            part.stopped = True
+
     def body(part: _Part, call: Callable[[], Any], future: Future[Any]) -> None:
         _current.set(part)  # a thread begins with a context of its own
         try:
             part.wait_to_lower()
             future.set_result(call())
         except BaseException as error:
+            stop()
             future.set_exception(error)
         finally:
             part.finish()
 
     for part, call, future in zip(parts, calls, futures, strict=True):
-        threading.Thread(target=body, args=(part, call, future), daemon=True).start()
+        arguments = (part, call, future)
+        threading.Thread(target=body, args=arguments, name="demo part", daemon=True).start()
     try:
         return [future.result() for future in futures]
     except BaseException:
-        for part in parts:
-            part.stopped = True
+        stop()
         raise
 
 
@@ -185,8 +189,8 @@ def _alone() -> _Part:
 
 
 @contextlib.contextmanager
-def kept_compilations() -> Iterator[str | None]:
-    """Keeps every compiled program in the user's cache folder, for the next time.
+def kept_compilations(folder: pathlib.Path) -> Iterator[str | None]:
+    """Keeps every compiled program in `folder`, for the next time.
 
     A cache that the user chose (`JAX_COMPILATION_CACHE_DIR`, `jax.config`) is left as it is, and so
     is the choice of none. Afterwards the settings are as before.
@@ -197,7 +201,6 @@ def kept_compilations() -> Iterator[str | None]:
     if jax.config.jax_compilation_cache_dir or not jax.config.jax_enable_compilation_cache:
         yield None
         return
-    folder = table.user_cache_path().parent / "compilations"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ikbo_jax._timing import by_turns
-from ikbo_jax.demo.programs import Programs, Say
+from ikbo_jax._timing.programs import Programs, Say, kept_compilations, side_by_side
 from ikbo_jax.ops.dispatch import hopper_unavailable_reason
 from ikbo_jax.ops.explain import explain
 from ikbo_jax.ops.linear_compression import linear_compression
@@ -28,7 +28,7 @@ from ikbo_jax.tuning.configs import (
     LinearCompressionProblem,
     illegal_reason,
 )
-from ikbo_jax.tuning.table import default_config, lookup
+from ikbo_jax.tuning.table import default_config, lookup, user_cache_path
 
 #: Rounds over all stages; in each, every stage has one window of launches back to back, and half a
 #: window before it. The stages' turns keep the card busy between a stage's windows.
@@ -143,6 +143,17 @@ class Report:
         return all(m.agrees for m in self.measured)
 
 
+def run_parts(calls: Sequence[Callable[[], Any]], say: Say) -> list[Any]:
+    """What the calls return: parts of the demo, run as `_timing.programs` says.
+
+    Compiled programs are kept for the next time, beside the user's tuning cache.
+    """
+    with kept_compilations(user_cache_path().parent / "compilations") as reason:
+        if reason is not None:
+            say(reason)
+        return side_by_side(calls)
+
+
 def default_request() -> Request:
     """The full request on an accelerator, the small one on a CPU."""
     return SMALL if jax.default_backend() == "cpu" else FULL
@@ -179,7 +190,7 @@ def user_index(request: Request) -> jax.Array:
 
 def make_inputs(request: Request) -> Inputs:
     """Seeded random inputs; weights are scaled so that results are of order one."""
-    return Inputs(*_draw(request, jax.random.key(request.seed)), user_index(request))
+    return Inputs._make([*_draw(request, jax.random.key(request.seed)), user_index(request)])
 
 
 def _levels(
@@ -402,14 +413,14 @@ def run(request: Request, *, on_progress: Say = lambda _: None) -> Report:
     programs = Programs(say)
     key, index = jax.random.key(request.seed), user_index(request)
     drawn = programs.add("inputs", functools.partial(_draw, request), key, timed=False)
-    shapes = Inputs(*drawn, jax.ShapeDtypeStruct(index.shape, index.dtype))
+    shapes = Inputs._make([*drawn, jax.ShapeDtypeStruct(index.shape, index.dtype)])
     exact = programs.add("oracle in float32", oracle, shapes, timed=False)
     runnable, not_run = add_stages(programs, stages(request), shapes)
     out = jax.ShapeDtypeStruct(exact.shape, jnp.dtype(request.dtype))
     programs.add("comparison", compare, out, exact, timed=False)
     compiled = programs.compiled()
 
-    inputs = Inputs(*compiled["inputs"](key), index)
+    inputs = Inputs._make([*compiled["inputs"](key), index])
     expected = compiled["oracle in float32"](inputs)
     measured, limit = measure(
         compiled, runnable, inputs, expected, functools.partial(tolerance, request), say
