@@ -40,14 +40,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
       0; 1 if the demo's stages disagree; 2 if the arguments or the device will not do; 130 if
-      Ctrl-C ended it.
+      Ctrl-C ended it. An interrupted process ends here, if `argv` is None: XLA's compilations cannot
+      be stopped, and Python would wait for their threads.
     """
     args = _parser().parse_args(argv)
     try:
         status: int = args.command(args)
     except KeyboardInterrupt as stop:
         print(f"ikbo-jax: {str(stop) or 'interrupted'}", file=sys.stderr)
-        return INTERRUPTED
+        status = INTERRUPTED
+    if status == INTERRUPTED and argv is None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
     return status
 
 
@@ -197,35 +202,31 @@ def _positive(text: str) -> int:
 
 
 def _demo(args: argparse.Namespace) -> int:
-    from ikbo_jax import demo, demo_attention, demo_ranking
+    try:
+        return _run_demo(args)
+    except KeyboardInterrupt:
+        print(
+            "ikbo-jax demo: interrupted before all was measured; programs that had compiled are "
+            "kept for the next time",
+            file=sys.stderr,
+        )
+        return INTERRUPTED
+
+
+def _run_demo(args: argparse.Namespace) -> int:
+    from ikbo_jax.demo import Request
 
     if args.plot is not None and (reason := _cannot_plot(args.plot)) is not None:
         print(f"ikbo-jax demo: {reason}", file=sys.stderr)
         return UNUSABLE
     given = {
         field.name: getattr(args, field.name)
-        for field in dataclasses.fields(demo.Request)
+        for field in dataclasses.fields(Request)
         if getattr(args, field.name) is not None
     }
-    request = dataclasses.replace(demo.default_request(), **given)
-    sizes = demo_ranking.sizes_of(request, args.layers)
-    with terminal.spinner() as say:
-        network = demo_ranking.run(sizes, request.seed, on_progress=say)
-        report = demo.run(request, on_progress=say)
-        attention = demo_attention.run(demo_attention.default_request(request), on_progress=say)
-        if args.plot is not None:
-            points = demo_ranking.sweep(sizes, request.seed, on_progress=say)
-            demo_ranking.draw(points, cli_demo.device_name(), args.plot)
-    cli_demo.print_request(request, report.counts)
-    print()
-    cli_demo.print_network(network)
-    print()
-    cli_demo.print_demo(report, demo.automatic_path(request))
-    print()
-    cli_demo.print_attention(attention)
-    if args.plot is not None:
-        print(f"wrote {args.plot}")
-    return OK if network.agree and report.agree and attention.agree else DISAGREES
+    with terminal.progress() as say:
+        agree = cli_demo.run(given, args.layers, args.plot, say)
+    return OK if agree else DISAGREES
 
 
 def _cannot_plot(path: pathlib.Path) -> str | None:
