@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import problems
 import pytest
+from time_limit import pytest_addoption, pytest_configure  # noqa: F401  hooks of pytest
 
 from ikbo_jax.ops import dispatch
 
