@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -37,6 +38,20 @@ def _ask_ptxas_once() -> None:
 
 
 _ask_ptxas_once()
+
+
+def kernel(body: Callable[..., None], **options: Any) -> Callable[..., Any]:
+    """`plgpu.kernel`, traced with 32-bit integers, also where `jax_enable_x64` is set.
+
+    Python integers would become int64 there, which neither the bodies nor Mosaic GPU take.
+    """
+    launch = plgpu.kernel(body, **options)
+
+    def call(*operands: jax.Array) -> Any:
+        with jax.enable_x64(False):
+            return launch(*operands)
+
+    return call
 
 
 def compiler_params() -> plgpu.CompilerParams:
