@@ -40,8 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
       0; 1 if the demo's stages disagree; 2 if the arguments or the device will not do; 130 if
-      Ctrl-C ended it. An interrupted process ends here, if `argv` is None: XLA's compilations cannot
-      be stopped, and Python would wait for their threads.
+      Ctrl-C ended it. If `argv` is None an interrupted process ends here: XLA cannot stop what it
+      compiles, and Python would wait for its threads.
     """
     args = _parser().parse_args(argv)
     try:
