@@ -90,13 +90,13 @@ def draw(
         for axis, direction in zip(row, directions, strict=True):
             for number, (sweep, words) in enumerate(CURVES.items()):
                 points = [p for p in measured if (p["sweep"], p["direction"]) == (sweep, direction)]
-                if not points:
+                bars = gdpa.FRACTION_BARS.get((sweep, direction), {})
+                if not points and not bars:
                     continue
                 records = [provider_of(point, OURS.name) for point in points]
                 fractions = [float("nan") if r is None else r["fraction"] for r in records]
                 over, color = [p["problem"]["q_len"] for p in points], f"C{number}"
                 axis.plot(over, fractions, marker="o", color=color, label=words)
-                bars = gdpa.FRACTION_BARS.get((sweep, direction), {})
                 axis.plot([*bars], [*bars.values()], linestyle=":", color=color, alpha=0.6)
             axis.set_xscale("log", base=2)
             axis.set_xticks(gdpa.LENGTHS, [str(length) for length in gdpa.LENGTHS])

@@ -265,9 +265,9 @@ def draw(points: Sequence[Point], device: str, path: pathlib.Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(1, 2, figsize=(8, 3.2), layout="constrained")
+    figure, panels = pyplot.subplots(1, 2, figsize=(8, 3.8), layout="constrained")
     for panel, field, unit, scale in (
-        (panels[0], "time_ms", "ms", 1.0),
+        (panels[0], "time_ms", "time, ms", 1.0),
         (panels[1], "memory_bytes", "memory, MB", 1e-6),
     ):
         for name in getattr(points[0], field):
@@ -277,7 +277,8 @@ def draw(points: Sequence[Point], device: str, path: pathlib.Path) -> None:
         panel.set_xlabel("candidates a user")
         panel.set_ylabel(unit)
         panel.set_ylim(bottom=0)
-    panels[0].legend()
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
     figure.suptitle(f"ranking network on {device}")
     figure.savefig(path, bbox_inches="tight")
     pyplot.close(figure)
