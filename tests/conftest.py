@@ -42,7 +42,7 @@ hypothesis.settings.load_profile("ikbo")
 
 def pytest_collection_finish() -> None:
     # What JAX and the collected tests have allocated lives to the end; to look through it again and
-    # again is a tenth of the suite's time.
+    # again was 8 % of an interpreted test's time.
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)

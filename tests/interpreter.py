@@ -12,7 +12,7 @@ Three things that jax leaves out are added from outside:
 - When a thread fails, the interpreter wakes the threads that wait at an allocated barrier, but not
   those that wait at a named barrier: the launch would never end.  Here both are woken and fail.
 
-Three things are done in less time, which saves tests more than a third of theirs: every thread of a
+Three things are done in less time, which saves tests a third of theirs: every thread of a
 launch would trace and lower their common program for itself, every scalar that reaches a callback
 would become an array on a device first, and two clocks are compared in four passes.
 """
