@@ -45,7 +45,8 @@ def attention(
       cand_to_user: [B] int32, the user of every candidate, values in [0, U), in any order; users
         may have no candidates. A value outside is clamped to the nearest end (a negative one to 0)
         and so never reads outside `key`; `ikbo_jax.debug.check_index` finds such values.
-      scale: what scores are multiplied by, a number that float32 can hold; None takes 1 / sqrt(H).
+      scale: what scores are multiplied by, a number that float32 can hold; None takes
+        1 / sqrt(H).
       key_value_seq_lengths: [U] int32, how many of a user's S keys exist, values in [0, S] (clamped
         to it; `ikbo_jax.debug.check_lengths` finds others); None takes S everywhere. Keys and
         values past the length have no effect, whatever they hold.

@@ -100,7 +100,7 @@ def finite_number(name: str, value: Any) -> float:
     a traced value, NaN, or too large.
     """
     dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", ())
-    is_number = hasattr(value, "__float__") and shape == () and dtype != bool
+    is_number = hasattr(value, "__float__") and shape == () and str(dtype) != "bool"
     try:
         if isinstance(value, bool) or not is_number:
             raise TypeError(f"{type(value).__name__} is no number")
