@@ -109,8 +109,8 @@ def gdpa(
       ValueError: wrong ranks; sizes, dtypes, offsets or the index disagree; N is not a multiple of
         K; an unknown activation, or another number of them than N; `approx` is unknown or for none
         of the activations; `scale` or `output_scale` is no number, or not finite in float32; a
-        `max_seqlen_*` is not an integer of at least 0; `cu_seqlens_q` beside `broadcast_q`, or neither;
-        `implementation` is unknown; `config` is no GdpaConfig, or beside implementation="xla".
+        `max_seqlen_*` is not an integer of at least 0; `cu_seqlens_q` beside `broadcast_q`, or
+        neither; `implementation` is unknown; `config` is no GdpaConfig, or beside implementation="xla".
       NotImplementedError: implementation="mosaic_gpu" where the kernel cannot run: another device
         than Hopper, sizes, dtype, activation or `config`; N, K or H is a symbolic dimension of
         `jax.export` (rows and batches may be on the XLA path); a gradient of the gradient.
@@ -348,4 +348,5 @@ _differentiable.defvjp(_forward, _backward)
 # Static arguments are all that the choice depends on, so that jit's cache never keeps a stale one.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _gdpa(call: _Call, plan: dispatch.Plan, arrays: Arrays) -> jax.Array:
-    return _differentiable(call, plan, dispatch.varying_alike(arrays))[0]
+    arrays = dispatch.varying_alike(arrays)
+    return _differentiable(call, plan, arrays)[0]
