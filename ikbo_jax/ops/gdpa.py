@@ -110,7 +110,8 @@ def gdpa(
         K; an unknown activation, or another number of them than N; `approx` is unknown or for none
         of the activations; `scale` or `output_scale` is no number, or not finite in float32; a
         `max_seqlen_*` is not an integer of at least 0; `cu_seqlens_q` beside `broadcast_q`, or
-        neither; `implementation` is unknown; `config` is no GdpaConfig, or beside implementation="xla".
+        neither; `implementation` is unknown; `config` is no GdpaConfig, or beside
+        implementation="xla".
       NotImplementedError: implementation="mosaic_gpu" where the kernel cannot run: another device
         than Hopper, sizes, dtype, activation or `config`; N, K or H is a symbolic dimension of
         `jax.export` (rows and batches may be on the XLA path); a gradient of the gradient.
