@@ -75,7 +75,8 @@ def attention(
     Raises:
       ValueError: wrong ranks; sizes, dtypes, the index or the lengths disagree; N is not a multiple
         of K; U = 0 with B > 0; H = 0 or K = 0; only one of `self_key` and `self_value` is given;
-        `scale` is no number, or not finite in float32; `implementation` is unknown; `config` is not a
+        `scale` is no number, or not finite in float32; `implementation` is unknown; `config` is
+        not a
         configuration, or was given with implementation="xla".
       NotImplementedError: implementation="mosaic_gpu", but the kernel cannot run here, or not with
         these sizes, this dtype or this `config`; S, N, K or H is a symbolic dimension of
