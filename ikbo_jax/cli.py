@@ -260,6 +260,8 @@ def _info(args: argparse.Namespace) -> int:
         ("linear_compression, xla", "usable (bfloat16, float16, float32)"),
         ("attention, mosaic_gpu", mosaic),
         ("attention, xla", "usable (bfloat16, float16, float32)"),
+        ("gdpa, mosaic_gpu", mosaic),
+        ("gdpa, xla", "usable (bfloat16, float16, float32)"),
         ("user's tuning cache", f"{cache}{'' if cache.exists() else ' (none yet)'}"),
     ]
     terminal.print_table(("", ""), rows)

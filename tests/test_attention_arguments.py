@@ -184,6 +184,35 @@ def test_scale_must_be_a_number(scale: Any, words: str) -> None:
         ikbo.attention(**ARRAYS, scale=scale)
 
 
+NO_SCALES = {
+    "bool": (True, "known while tracing, but is a bool, True"),
+    "numpy_bool": (np.bool_(False), "known while tracing, but is bool[], "),
+    "text": ("2", "known while tracing, but is a str, '2'"),
+    "bytes": (b"2", "known while tracing, but is a bytes, b'2'"),
+    "one_element": (np.ones(1, np.float32), "known while tracing, but is float32[1]"),
+    "beyond_float32": (1e39, "finite number, but is 1e+39, beyond float32"),
+    "just_beyond_float32": (-3.4028236e38, "beyond float32"),
+    "float64": (np.float64(1e39), "finite number, but is 1e+39, beyond float32"),
+    "beyond_float64": (-(10**400), "finite number, but is -inf"),
+}
+
+
+@pytest.mark.parametrize("name", NO_SCALES)
+def test_scale_must_be_a_number_that_float32_holds(name: str) -> None:
+    scale, words = NO_SCALES[name]
+    jagged = ones(4, 2, 8), ones(4, 2, 8), ones(4, 2, 8), *[np.asarray([0, 4], np.int32)] * 2
+    with pytest.raises(ValueError, match=re.escape(words)):
+        ikbo.attention(**ARRAYS, scale=scale)
+    for argument in ("scale", "output_scale"):
+        with pytest.raises(ValueError, match=f"^{argument} must be a .*{re.escape(words)}"):
+            ikbo.gdpa(*jagged, **{argument: scale})
+
+
+@pytest.mark.parametrize("scale", [2, 0, -0.5, 3.4e38, np.float32(2), np.int32(3), np.ones(())])
+def test_scale_may_be_any_other_number(scale: Any) -> None:
+    jax.eval_shape(lambda: ikbo.attention(**ARRAYS, scale=scale))
+
+
 def test_scale_must_be_known_while_tracing() -> None:
     with pytest.raises(ValueError, match=r"known while tracing, but is float32\[\]"):
         jax.jit(lambda scale: ikbo.attention(**ARRAYS, scale=scale))(jnp.float32(1))

@@ -285,6 +285,9 @@ def test_info_names_device_versions_kernels_and_cache(monkeypatch, tmp_path, cap
     assert cli.__version__ in out
     assert jax.devices()[0].platform in out
     assert str(tmp_path) in out
+    for op in ("linear_compression", "attention", "gdpa"):
+        assert f"{op}, mosaic_gpu" in out
+        assert f"{op}, xla" in out
     reason = dispatch.hopper_unavailable_reason()
     assert ("not usable: " + reason if reason else "mosaic_gpu  usable") in out
 

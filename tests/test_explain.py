@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 import types
 
 import jax
@@ -13,6 +14,7 @@ import pytest
 
 import ikbo_jax as ikbo
 from ikbo_jax.ops import dispatch
+from ikbo_jax.ops.explain import Explanation
 from ikbo_jax.tuning import table
 from ikbo_jax.tuning.configs import LinearCompressionConfig
 
@@ -24,7 +26,8 @@ def test_text_holds_op_sizes_implementation_and_reason(on_cpu) -> None:
     assert str(ikbo.explain(ikbo.linear_compression, *INPUTS)) == (
         "1. linear_compression: B=3,7 K=11,5 M=16 N=8 bfloat16\n"
         "  implementation: xla\n"
-        "  reason: the Mosaic GPU kernels need a Hopper GPU, but the default device is a cpu"
+        "  reason: the Mosaic GPU kernels need a Hopper GPU, but the default device is a cpu\n"
+        "  gradient: XLA, at user and candidate batch size"
     )
 
 
@@ -139,6 +142,7 @@ def test_kernel_shows_configuration_and_row(fake_hopper, monkeypatch) -> None:
         "  implementation: mosaic_gpu",
         f"  config: {config}",
         f"  reason: {note}",
+        "  gradient: XLA, at user and candidate batch size",
     ]
     own = LinearCompressionConfig(block_m=64, epilogue_rows=32)
     (plan,) = ikbo.explain(functools.partial(ikbo.linear_compression, config=own), *INPUTS).plans
@@ -205,3 +209,36 @@ def test_default_device_follows_jax() -> None:
             reason = dispatch.hopper_unavailable_reason()
             assert reason is not None
             assert reason.endswith("is a cpu")
+
+
+@pytest.mark.parametrize(
+    ("activation", "words"), [("gelu", "mosaic_gpu, "), ("softmax", "XLA, .*take no softmax")]
+)
+def test_plan_of_gdpa_says_what_makes_its_gradient(fake_hopper, activation, words) -> None:
+    rows = jax.ShapeDtypeStruct((300, 2, 64), jnp.bfloat16)
+    offsets = jax.ShapeDtypeStruct((4,), jnp.int32)
+    run = functools.partial(ikbo.gdpa, activation=activation, implementation="mosaic_gpu")
+    (plan,) = ikbo.explain(run, rows, rows, rows, offsets, offsets).plans
+    assert re.match(words, plan.backward)
+    assert f"gradient: {plan.backward}" in str(plan)
+
+
+def test_reason_says_that_another_card_was_measured(fake_hopper, monkeypatch) -> None:
+    note = "sm90.json, B=1: 1 ms, 0.7 of the matmul (NVIDIA H200, 2026-01-01, jax 0.11.2)"
+    config = LinearCompressionConfig(block_m=128, epilogue_rows=32)
+    choice = table.Choice(config, "sm90.json", True, note)
+    monkeypatch.setattr(table, "lookup", lambda problem: choice)
+    for kind, end in (
+        ("NVIDIA H100 80GB HBM3", "; measured on an H200; this is an H100"),
+        ("NVIDIA H200", ""),
+    ):
+        device = types.SimpleNamespace(platform="gpu", device_kind=kind)
+        with monkeypatch.context() as patch:
+            patch.setattr(dispatch, "default_device", lambda device=device: device)
+            (plan,) = ikbo.explain(ikbo.linear_compression, *INPUTS).plans
+        assert plan.reason == note + end
+
+
+def test_a_report_is_not_followed_by_no_op_found() -> None:
+    text = str(Explanation((), ("rewrite: replaced 7 broadcasts",)))
+    assert text.endswith("no ikbo_jax op is called directly")

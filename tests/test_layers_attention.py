@@ -160,3 +160,24 @@ def test_they_run_the_ops_in_their_dtype() -> None:
 
     text = str(jax.make_jaxpr(pool)(*LAYERS["PMA"][2]))
     assert "HIGHEST" in text
+
+
+@pytest.mark.parametrize("sizes", [(0, 8, 2, 4), (6, -1, 2, 4), (6, 8, 0, 4), (6, 8, 2, 0)])
+def test_sizes_are_positive(sizes: tuple[int, ...]) -> None:
+    for layer in (nnx.CandidateAttention, nnx.PFFN, nnx.PMA):
+        with pytest.raises(ValueError, match=f"of at least 1, but .* is {min(sizes)}"):
+            layer(*sizes, rngs=flax_nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_wrong_widths_name_both_sizes(name: str) -> None:
+    (sizes, options), _, inputs = LAYERS[name]
+    wide = jnp.concatenate([inputs[0]] * 2, axis=-1)
+
+    def run(wide):
+        layer = nnx.__dict__[name](*sizes, **options, rngs=flax_nnx.Rngs(0))
+        return layer(wide, *inputs[1:])
+
+    words = rf"{name} was made for .*features={sizes[0]}, but x\w* has shape .*{2 * sizes[0]}\)"
+    with pytest.raises(ValueError, match=words):
+        jax.eval_shape(run, wide)

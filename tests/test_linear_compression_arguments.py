@@ -20,23 +20,23 @@ BF16 = jnp.bfloat16
 BAD_ARRAYS = {
     "w_cand_rank": (
         {"w_cand": jnp.ones(5, BF16)},
-        "w_cand must have shape [M, K], but has shape (5,)",
+        "w_cand must have shape [M, K_cand], but has shape (5,)",
     ),
     "w_user_rank": (
         {"w_user": jnp.ones((1, 10, 11), BF16)},
-        "w_user must have shape [M, K], but has shape (1, 10, 11)",
+        "w_user must have shape [M, K_user], but has shape (1, 10, 11)",
     ),
     "e_cand_rank": (
         {"e_cand": jnp.ones((5, 8), BF16)},
-        "e_cand must have shape [B, K, N], but has shape (5, 8)",
+        "e_cand must have shape [B, K_cand, N], but has shape (5, 8)",
     ),
     "e_user_rank": (
         {"e_user": jnp.ones((11, 8), BF16)},
-        "e_user must have shape [B, K, N], but has shape (11, 8)",
+        "e_user must have shape [U, K_user, N], but has shape (11, 8)",
     ),
     "not_an_array": (
         {"e_user": [[[1.0]]]},
-        "e_user must be an array of shape [B, K, N], but is a list",
+        "e_user must be an array of shape [U, K_user, N], but is a list",
     ),
     "k_cand": ({"w_cand": jnp.ones((10, 4), BF16)}, "w_cand has K=4 but e_cand has K=5"),
     "k_user": ({"e_user": jnp.ones((3, 12, 8), BF16)}, "w_user has K=11 but e_user has K=12"),

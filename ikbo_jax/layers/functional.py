@@ -23,6 +23,21 @@ Parameters = Mapping[str, jax.Array]
 Spec = tuple[tuple[int, ...], Callable[[Callable[..., jax.Array]], jax.Array]]
 
 
+def check_sizes(layer: str, **sizes: int) -> None:
+    """Raises ValueError, naming the size and its value, unless all are integers of at least 1."""
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"{layer} needs {name} of at least 1, but {name} is {size!r}")
+
+
+def check_width(layer: str, name: str, array: jax.Array, features: int, size_name: str) -> None:
+    """Raises ValueError, naming both sizes, unless rows of `array` are `features` wide."""
+    if array.ndim < 1 or array.shape[-1] != features:
+        raise ValueError(
+            f"{layer} was made for {size_name}={features}, but {name} has shape {array.shape}"
+        )
+
+
 def matrix(shape: tuple[int, ...], *, into: bool) -> Spec:
     """The spec of a projection into heads, [features, N, H], or out of them, [N, H, features].
 
@@ -35,7 +50,15 @@ def matrix(shape: tuple[int, ...], *, into: bool) -> Spec:
 def attention_specs(
     query_features: int, key_features: int, out_features: int, num_heads: int, head_dim: int
 ) -> dict[str, Spec]:
-    """Parameters of the layers that attend, by name."""
+    """Parameters of the layers that attend, by name; ValueError unless all sizes are positive."""
+    check_sizes(
+        "an attention layer",
+        query_features=query_features,
+        key_features=key_features,
+        out_features=out_features,
+        num_heads=num_heads,
+        head_dim=head_dim,
+    )
     return {
         "w_query": matrix((query_features, num_heads, head_dim), into=True),
         "w_key": matrix((key_features, num_heads, head_dim), into=True),
@@ -48,6 +71,7 @@ def pma_specs(
     num_seeds: int, features: int, out_features: int, num_heads: int, head_dim: int
 ) -> dict[str, Spec]:
     """Parameters of `pma`, by name; seeds are as wide as the result."""
+    check_sizes("PMA", num_seeds=num_seeds)
     seeds = (num_seeds, out_features)
     of_attention = attention_specs(out_features, features, out_features, num_heads, head_dim)
     return {"seeds": (seeds, lambda init: init(seeds)), **of_attention}
@@ -96,6 +120,9 @@ def attend(
     Parameters: "w_query" [F_cand, N, H], "w_key" and "w_value" [F_user, N, H], "w_out"
     [N, H, F_out].
     """
+    layer = "CandidateAttention"
+    check_width(layer, "x_cand", x_cand, params["w_query"].shape[0], "cand_features")
+    check_width(layer, "x_user", x_user, params["w_key"].shape[0], "user_features")
     params, (x_cand, x_user) = _cast(params, (x_cand, x_user), dtype)
     with _precision(precision):
         out = attention(
@@ -125,6 +152,7 @@ def pma(
     Parameters: "seeds" [num_seeds, F_out], "w_query" [F_out, N, H], "w_key" and "w_value"
     [F, N, H], "w_out" [N, H, F_out].
     """
+    check_width("PMA", "x", x, params["w_key"].shape[0], "in_features")
     params, (x,) = _cast(params, (x,), dtype)
     seeds = params["seeds"]
     with _precision(precision):
@@ -162,6 +190,8 @@ def pffn(
 
     Parameters: "w_query" [F, N, H], "w_key" and "w_value" [F_memory, N, H], "w_out" [N, H, F].
     """
+    check_width("PFFN", "x", x, params["w_query"].shape[0], "features")
+    check_width("PFFN", "memory", memory, params["w_key"].shape[0], "memory_features")
     params, (x, memory) = _cast(params, (x, memory), dtype)
     with _precision(precision):
         out = gdpa(

@@ -45,7 +45,8 @@ def attention(
       cand_to_user: [B] int32, the user of every candidate, values in [0, U), in any order; users
         may have no candidates. A value outside is clamped to the nearest end (a negative one to 0)
         and so never reads outside `key`; `ikbo_jax.debug.check_index` finds such values.
-      scale: what scores are multiplied by, a finite number; None takes 1 / sqrt(H).
+      scale: what scores are multiplied by, a number that float32 can hold; None takes
+        1 / sqrt(H).
       key_value_seq_lengths: [U] int32, how many of a user's S keys exist, values in [0, S] (clamped
         to it; `ikbo_jax.debug.check_lengths` finds others); None takes S everywhere. Keys and
         values past the length have no effect, whatever they hold.
@@ -74,10 +75,12 @@ def attention(
     Raises:
       ValueError: wrong ranks; sizes, dtypes, the index or the lengths disagree; N is not a multiple
         of K; U = 0 with B > 0; H = 0 or K = 0; only one of `self_key` and `self_value` is given;
-        `scale` is not a finite number; `implementation` is unknown; `config` is not a
+        `scale` is no number, or not finite in float32; `implementation` is unknown; `config` is
+        not a
         configuration, or was given with implementation="xla".
       NotImplementedError: implementation="mosaic_gpu", but the kernel cannot run here, or not with
-        these sizes, this dtype or this `config`; the message says why.
+        these sizes, this dtype or this `config`; S, N, K or H is a symbolic dimension of
+        `jax.export` (B, U and T may be on the XLA path); the message says why.
 
     Source: Meta IKBO, flash attention with in-kernel broadcast, published by Meta on the PyTorch
     blog.
@@ -188,6 +191,9 @@ def _check(
         )
     if kv_heads < 1:
         raise ValueError(f"key must have at least 1 head, but has shape {key.shape}")
+    dispatch.check_concrete(
+        "attention", {"S": key.shape[1], "N": q_heads, "K": kv_heads, "H": width}
+    )
     if q_heads % kv_heads:
         raise ValueError(
             f"query has N={q_heads} heads, which is not a multiple of key's K={kv_heads}"

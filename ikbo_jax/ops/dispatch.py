@@ -10,10 +10,13 @@ import dataclasses
 import functools
 import logging
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.export
+import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
@@ -38,6 +41,7 @@ class Plan:
       implementation: one of `IMPLEMENTATIONS`.
       config: the kernel's configuration; None if XLA runs the op.
       reason: why this implementation, and where the configuration comes from.
+      backward: what makes its gradient, if that is asked for, and why.
     """
 
     op: str
@@ -46,12 +50,13 @@ class Plan:
     implementation: str
     config: Any
     reason: str
+    backward: str = "XLA, at user and candidate batch size"
 
     def __str__(self) -> str:
         lines = [f"{self.op}: {self.sizes}", f"  implementation: {self.implementation}"]
         if self.config is not None:
             lines.append(f"  config: {self.config}")
-        return "\n".join([*lines, f"  reason: {self.reason}"])
+        return "\n".join([*lines, f"  reason: {self.reason}", f"  gradient: {self.backward}"])
 
 
 def check_implementation(implementation: str | None) -> None:
@@ -88,17 +93,30 @@ def describe(value: object) -> str:
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-def finite_number(name: str, value: float) -> float:
-    """A finite number, as a float; raises ValueError if it is none."""
+def finite_number(name: str, value: Any) -> float:
+    """A number that float32, in which ops compute, can hold, as a float.
+
+    Raises ValueError, naming the value, if it is none: a bool, text, an array of other than rank 0,
+    a traced value, NaN, or too large.
+    """
+    dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", ())
+    is_number = hasattr(value, "__float__") and shape == () and str(dtype) != "bool"
     try:
+        if isinstance(value, bool) or not is_number:
+            raise TypeError(f"{type(value).__name__} is no number")
         number = float(value)
+    except OverflowError:
+        number = -math.inf if value < 0 else math.inf
     except (TypeError, ValueError) as error:
         # Among them jax's complaint about a traced value.
-        raise ValueError(
-            f"{name} must be a number known while tracing, but is {describe(value)}"
-        ) from error
-    if not math.isfinite(number):
-        raise ValueError(f"{name} must be a finite number, but is {number}")
+        is_plain = isinstance(value, (bool, str, bytes, np.bool_))
+        what = f"{describe(value)}, {value!r:.80}" if is_plain else describe(value)
+        raise ValueError(f"{name} must be a number known while tracing, but is {what}") from error
+    with np.errstate(over="ignore"):
+        is_finite = bool(np.isfinite(np.float32(number)))
+    if not is_finite:
+        beyond = ", beyond float32" if math.isfinite(number) else ""
+        raise ValueError(f"{name} must be a finite number, but is {number}{beyond}")
     return number
 
 
@@ -129,11 +147,17 @@ def _kernel_config(request: Request, problem: Any) -> tuple[Any, str]:
     """The kernel's configuration and where it comes from, or None and why XLA is to run."""
     if reason := hopper_unavailable_reason():
         return None, reason
+    if symbolic := _symbolic_sizes(problem):
+        axis, size = symbolic[0]
+        return None, (
+            f"{axis} is symbolic ({str(size)!r}), and a kernel is made for sizes that are known; "
+            f"export with a concrete {axis}, or use implementation='xla'"
+        )
     if request.config is not None:
         config, reason = request.config, "configuration given by the caller"
     else:
         choice = table.lookup(problem)
-        config, reason = choice.config, choice.note
+        config, reason = choice.config, choice.note + _other_card(choice.note)
         if config is None and request.implementation == "mosaic_gpu":
             # The table prefers XLA, which the caller does not.
             config = table.default_config(problem)
@@ -141,10 +165,73 @@ def _kernel_config(request: Request, problem: Any) -> tuple[Any, str]:
                 f"default configuration, asked for by the caller; the table says: {choice.note}"
             )
         if config is None:
-            return None, choice.note
+            return None, reason
     if illegal := table.illegal_reason(problem, config):
         return None, illegal
     return config, reason
+
+
+#: What the documentation calls the sizes of a problem that have another name there.
+_AXES = {
+    "users": "U",
+    "q_len": "T",
+    "kv_len": "S",
+    "q_heads": "N",
+    "kv_heads": "K",
+    "head_dim": "H",
+    "q_rows": "total_q",
+    "kv_rows": "total_kv",
+    "m": "M",
+    "n": "N",
+    "ks": "K",
+}
+
+
+def _symbolic_sizes(problem: Any) -> list[tuple[str, Any]]:
+    """Axes and sizes of a problem that are `jax.export`'s symbolic dimensions."""
+    found = []
+    for field in dataclasses.fields(problem):
+        value = getattr(problem, field.name)
+        axis = _AXES.get(field.name, field.name)
+        if field.name == "batch" and hasattr(problem, "users"):
+            axis = "B"
+        sizes = value if isinstance(value, tuple) else (value,)
+        for number, size in enumerate(sizes, start=1 - len(sizes)):
+            if is_symbolic(size):
+                coarser = {0: "B", -1: "U" if len(sizes) == 2 else "the coarser B"}
+                level = coarser.get(number, "a coarser B")
+                found.append((level if field.name == "batches" else axis, size))
+    return found
+
+
+def is_symbolic(size: Any) -> bool:
+    """Whether a size is a symbolic dimension of `jax.export`, and no integer."""
+    return jax.export.is_symbolic_dim(size)
+
+
+def check_concrete(op: str, sizes: dict[str, Any]) -> None:
+    """Raises NotImplementedError if one of `sizes`, by axis, is a symbolic dimension."""
+    for axis, size in sizes.items():
+        if is_symbolic(size):
+            raise NotImplementedError(
+                f"{op}: {axis} is symbolic ({str(size)!r}), but no implementation takes that; "
+                f"export with a concrete {axis}"
+            )
+
+
+def _other_card(note: str) -> str:
+    """What to add to a note that quotes a row which another card than the one at hand measured."""
+    here = str(getattr(default_device(), "device_kind", ""))
+    measured = re.search(r"\((?P<card>[^(),]*(?:GPU|NVIDIA)[^(),]*), \d{4}-", note)
+    if measured is None or not here or measured["card"] == here:
+        return ""
+    return f"; measured on an {_card(measured['card'])}; this is an {_card(here)}"
+
+
+def _card(device_kind: str) -> str:
+    """`NVIDIA H100 80GB HBM3` as `H100`; other names as they are."""
+    found = re.search(r"\b[A-Z]+\d+\w*\b", device_kind.removeprefix("NVIDIA "))
+    return found[0] if found else device_kind
 
 
 def one_after_another(one: Callable[..., Any], batched: Any, arguments: Any) -> Any:

@@ -32,7 +32,8 @@ class Explanation:
             numbers.setdefault(plan, []).append(str(number))
         # Calls that are the same, as those of a model's layers, as one.
         plans = [f"{', '.join(found)}. {plan}" for plan, found in numbers.items()]
-        return "\n".join([*map(str, self.notes), *(plans or ["no ikbo_jax op found"])])
+        nothing = "no ikbo_jax op is called directly" if self.notes else "no ikbo_jax op found"
+        return "\n".join([*map(str, self.notes), *(plans or [nothing])])
 
 
 # The identity on an array, with a note as a parameter; like `dispatch.plan_p`, but outside of any
@@ -61,8 +62,9 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     """Says which implementation every ikbo_jax op in a call of `fn` takes here, and why.
 
     Traces `fn` without running it, and reads the choices from the traced program; so it sees
-    through jit (cached or not), grad, vmap, scan and cond. Operations inside a gradient's backward
-    pass are XLA's and are not listed.
+    through jit (cached or not), grad, vmap, scan and cond. What makes an op's gradient, kernels or
+    XLA, stands in the plan of the op ("gradient"), whether or not `fn` takes it; a backward pass
+    has no plan of its own.
 
     Args:
       fn: any function that JAX can trace.

@@ -75,8 +75,9 @@ def gdpa(
         for bfloat16 inputs and heads of one activation; "tanh" for others, and for gradients.
         "polynomial": gelu by a polynomial on [-3.7, 3.7], within 5.0e-4 of the exact value. Heads
         with another activation stay exact.
-      scale: what scores are multiplied by before the activation, a finite number.
-      output_scale: what the result is multiplied by, a finite number.
+      scale: what scores are multiplied by before the activation, a number that float32 can
+        hold.
+      output_scale: what the result is multiplied by, likewise.
       q_to_kv: [batch] int32, the key-value sequence of every query sequence (the request of a
         candidate), values in [0, batch_kv), in any order; None: batch_kv = batch, each its own. A
         value outside is clamped to the nearest end; `ikbo_jax.debug.check_index` finds such values.
@@ -107,11 +108,13 @@ def gdpa(
     Raises:
       ValueError: wrong ranks; sizes, dtypes, offsets or the index disagree; N is not a multiple of
         K; an unknown activation, or another number of them than N; `approx` is unknown or for none
-        of the activations; `scale` or `output_scale` is not a finite number; a `max_seqlen_*` is
-        not an integer of at least 0; `cu_seqlens_q` beside `broadcast_q`, or neither;
-        `implementation` is unknown; `config` is no GdpaConfig, or beside implementation="xla".
+        of the activations; `scale` or `output_scale` is no number, or not finite in float32; a
+        `max_seqlen_*` is not an integer of at least 0; `cu_seqlens_q` beside `broadcast_q`, or
+        neither; `implementation` is unknown; `config` is no GdpaConfig, or beside
+        implementation="xla".
       NotImplementedError: implementation="mosaic_gpu" where the kernel cannot run: another device
-        than Hopper, sizes, dtype, activation or `config`; a gradient of the gradient.
+        than Hopper, sizes, dtype, activation or `config`; N, K or H is a symbolic dimension of
+        `jax.export` (rows and batches may be on the XLA path); a gradient of the gradient.
 
     Source: Meta, generalised dot-product attention (GDPA), published with its kernels for ads
     models.
@@ -142,7 +145,7 @@ def gdpa(
             f"T={query.shape[0]} rows"
         )
     call = _Call(dispatch.Request("gdpa", implementation, config), settings)
-    plan = _choose(call.request, _problem(arrays, settings))
+    plan = _with_backward(_choose(call.request, _problem(arrays, settings)), arrays, settings)
     shape = reference.out_shape(arrays, settings)
     if 0 in shape or not key.shape[0] or not reference.num_sequences(arrays):
         return jnp.zeros(shape, query.dtype)
@@ -192,6 +195,19 @@ def _choose(request: dispatch.Request, problem: GdpaProblem) -> dispatch.Plan:
     return dataclasses.replace(plan, implementation="xla", config=None, reason=NOT_MEASURED)
 
 
+def _with_backward(plan: dispatch.Plan, arrays: Arrays, settings: Settings) -> dispatch.Plan:
+    """The plan, with what makes the gradient: kernels where one makes the result, if they can."""
+    backward = "XLA, a few tiles at a time"
+    if plan.implementation == "mosaic_gpu":
+        reason = gdpa_backward.illegal_reason(arrays, settings)
+        backward = (
+            f"{backward}: {reason}"
+            if reason
+            else "mosaic_gpu, one kernel for queries and one for keys"
+        )
+    return dataclasses.replace(plan, backward=backward)
+
+
 def _run(call: _Call, plan: dispatch.Plan, arrays: Arrays) -> tuple[jax.Array, jax.Array | None]:
     """Out, and lse if it is asked for and a head has a softmax; `arrays` are of one problem."""
     if plan.implementation == "mosaic_gpu":
@@ -229,6 +245,7 @@ def _run_vmappable(
             own_kv = gdpa_vmap.has_own_kv(batched[0])
             folded = gdpa_vmap.fold(size, batched[0], arrays, own_kv)
             folded_plan = _choose(call.request, _problem(folded, call.settings))
+            folded_plan = _with_backward(folded_plan, folded, call.settings)
             results = gdpa_vmap.unfold(size, _run_vmappable(call, folded_plan, folded))
         else:
             results = dispatch.one_after_another(one, batched[0], arrays)
@@ -332,4 +349,5 @@ _differentiable.defvjp(_forward, _backward)
 # Static arguments are all that the choice depends on, so that jit's cache never keeps a stale one.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _gdpa(call: _Call, plan: dispatch.Plan, arrays: Arrays) -> jax.Array:
-    return _differentiable(call, plan, dispatch.varying_alike(arrays))[0]
+    arrays = dispatch.varying_alike(arrays)
+    return _differentiable(call, plan, arrays)[0]

@@ -35,6 +35,7 @@ def check_arrays(arrays: Arrays) -> None:
         )
     if kv_heads < 1:
         raise ValueError(f"key must have at least 1 head, but has shape {key.shape}")
+    dispatch.check_concrete("gdpa", {"N": q_heads, "K": kv_heads, "H": width})
     if q_heads % kv_heads:
         raise ValueError(
             f"query has N={q_heads} heads, which is not a multiple of key's K={kv_heads}"

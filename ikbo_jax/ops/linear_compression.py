@@ -74,8 +74,8 @@ def linear_compression(
     """
     terms = (Term(w_user, e_user), Term(w_cand, e_cand, cand_to_user))
     names = (
-        _Names("w_user", "e_user", "the users' index"),
-        _Names("w_cand", "e_cand", "cand_to_user"),
+        _Names("w_user", "e_user", "the users' index", "K_user", "U"),
+        _Names("w_cand", "e_cand", "cand_to_user", "K_cand"),
     )
     return _call("linear_compression", terms, names, implementation, config)
 
@@ -133,6 +133,8 @@ class _Names(NamedTuple):
     weight: str
     embedding: str
     parent: str
+    k: str = "K"
+    batch: str = "B"
 
 
 def _call(
@@ -160,8 +162,8 @@ def _call(
 def _check(terms: tuple[Term, ...], names: tuple[_Names, ...]) -> None:
     """Raises ValueError, naming both values, unless the terms fit together."""
     for term, name in zip(terms, names, strict=True):
-        dispatch.check_array(name.weight, term.weight, "[M, K]")
-        dispatch.check_array(name.embedding, term.embedding, "[B, K, N]")
+        dispatch.check_array(name.weight, term.weight, f"[M, {name.k}]")
+        dispatch.check_array(name.embedding, term.embedding, f"[{name.batch}, {name.k}, N]")
     (first, *_), (first_name, *_) = terms, names
     for term, name in zip(terms, names, strict=True):
         for part in ("weight", "embedding"):

@@ -29,6 +29,8 @@ MAX_SCORES = 2**25
 MAX_KEY_ELEMENTS = 2**25
 #: Rows (candidates of one user times T) that a group should bring to a matrix product.
 GROUP_ROWS = 512
+#: Candidates of a group, at most, and groups of a step where sizes are not known while tracing.
+UNKNOWN_GROUP, UNKNOWN_GROUPS = 16, 16
 #: Keys of one step; more make steps rarer, but no product more efficient.
 CHUNK_KEYS = 1024
 #: Steps of keys are a multiple of this, the width of a tensor core's tile.
@@ -53,9 +55,13 @@ def blocking(
     batch: int, users: int, q_len: int, kv_len: int, q_heads: int, kv_heads: int, head_dim: int
 ) -> Blocking:
     """A blocking whose groups waste little on users with few candidates, in bounded memory."""
-    group = max(1, min(-(-batch // users), -(-GROUP_ROWS // q_len)))
+    is_known = all(isinstance(size, int) for size in (batch, users, q_len))
+    most = -(-GROUP_ROWS // q_len) if isinstance(q_len, int) else 1
+    group = max(1, min(-(-batch // users) if is_known else UNKNOWN_GROUP, most))
     chunks = -(-kv_len // CHUNK_KEYS)
     keys = min(kv_len, _round_up(-(-kv_len // chunks), KEY_ALIGNMENT))
+    if not is_known:
+        return Blocking(group, UNKNOWN_GROUPS, keys)
     most = min(
         MAX_SCORES // (group * q_len * q_heads * keys),
         MAX_KEY_ELEMENTS // (keys * kv_heads * head_dim),
@@ -291,6 +297,8 @@ def _cut(
 
 def _num_groups(batch: int, users: int, group: int) -> int:
     """The most groups that any index can need: each user's last one may hold one candidate."""
+    if not (isinstance(batch, int) and isinstance(users, int)):  # symbolic: a bound without min
+        return users + batch // group
     served = min(batch, users)
     return served + (batch - served) // group
 

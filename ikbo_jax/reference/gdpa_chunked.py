@@ -13,7 +13,7 @@ softmax", 2018.
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,8 @@ MAX_Q_ROWS = 256
 MAX_KV_ROWS = 512
 #: Rows of a tile, at least: the width of a tensor core's tile.
 MIN_ROWS = 16
+#: Rows of a tile, and tiles of a step, at most, where sizes are not known while tracing.
+UNKNOWN_ROWS, UNKNOWN_TILES = 64, 16
 
 
 class Blocking(NamedTuple):
@@ -54,19 +56,31 @@ def blocking(arrays: Arrays, settings: Settings) -> Blocking:
     """A blocking that wastes little on short sequences, in bounded memory."""
     (q_len, q_heads, width), (total_kv, kv_heads, _) = arrays.query.shape, arrays.key.shape
     batch, batch_kv = num_sequences(arrays), arrays.cu_seqlens_kv.shape[0] - 1
-    mean_q = q_len if settings.broadcast_q else -(-q_len // max(batch, 1))
-    mean_kv = -(-total_kv // max(batch_kv, 1))
+    mean_q = q_len if settings.broadcast_q else _mean(q_len, batch)
+    mean_kv = _mean(total_kv, batch_kv)
     q_rows = _tile_rows(mean_q, settings.max_seqlen_q, MAX_Q_ROWS)
     kv_rows = _tile_rows(mean_kv, settings.max_seqlen_kv, MAX_KV_ROWS)
     elements = max(q_rows * q_heads, kv_rows * kv_heads) * width
     most = max(min(MAX_SCORES // (q_heads * q_rows * kv_rows), MAX_ELEMENTS // elements), 1)
     q_tiles = jagged.most_tiles(batch, out_shape(arrays, settings)[0], q_rows, None)
     kv_tiles = jagged.most_tiles(batch_kv, total_kv, kv_rows, None)
-    return Blocking(q_rows, kv_rows, *(max(min(most, tiles), 1) for tiles in (q_tiles, kv_tiles)))
+    per_step = (
+        max(min(most, tiles if isinstance(tiles, int) else UNKNOWN_TILES), 1)
+        for tiles in (q_tiles, kv_tiles)
+    )
+    return Blocking(q_rows, kv_rows, *per_step)
+
+
+def _mean(total: int, sequences: int) -> Any:
+    """Rows of a sequence, rounded up; no integer where a size is not known while tracing."""
+    is_known = isinstance(total, int) and isinstance(sequences, int)
+    return -(-total // max(sequences, 1)) if is_known else None
 
 
 def _tile_rows(mean: int, longest: int | None, most: int) -> int:
-    rows = min(max(1 << (mean - 1).bit_length(), MIN_ROWS), most)
+    rows = UNKNOWN_ROWS
+    if isinstance(mean, int):
+        rows = min(max(1 << (mean - 1).bit_length(), MIN_ROWS), most)
     return rows if longest is None else min(rows, max(longest, 1))
 
 

@@ -79,6 +79,9 @@ def bounds(
 
 def most_tiles(batch: int, total: int, size: int, max_seqlen: int | None) -> int:
     """The most tiles that any offsets can need: every sequence's last one may hold one row."""
+    if not (isinstance(batch, int) and isinstance(total, int)):  # symbolic: a bound without min
+        whole = total // size if max_seqlen is None else batch * (max_seqlen // size)
+        return batch + whole
     served = min(batch, total)
     most = served + (total - served) // size
     return most if max_seqlen is None else min(most, batch * -(-max_seqlen // size))
@@ -90,11 +93,14 @@ def tile(sequences: Sequences, batch_kv: int, size: int, per_step: int, most: in
     source, target, length, kv = (array[order] for array in sequences)
     tiles_of = -(-length // size)
     end = jnp.cumsum(tiles_of)
-    count = max(-(-most // per_step), 1) * per_step
+    all_steps = -(-most // per_step)
+    count = (max(all_steps, 1) if isinstance(most, int) else all_steps) * per_step
     number = jnp.arange(count, dtype=jnp.int32)
-    sequence = jnp.clip(
-        jnp.searchsorted(end, number, side="right").astype(jnp.int32), 0, kv.size - 1
-    )
+    if isinstance(kv.size, int):
+        found = jnp.searchsorted(end, number, side="right").astype(jnp.int32)
+    else:  # symbolic: the search unrolls the logarithm of a size that it must know
+        found = jnp.sum(end[None] <= number[:, None], axis=1, dtype=jnp.int32)
+    sequence = jnp.clip(found, 0, kv.size - 1)
     start = (number - (end - tiles_of)[sequence]) * size
     rows = jnp.clip(length[sequence] - start, 0, size)
     counts = jnp.zeros_like(kv, shape=batch_kv + 1).at[kv + 1].add(tiles_of)

@@ -1,0 +1,121 @@
+"""The ops under symbolic dimensions of `jax.export`, which the XLA path takes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+import ikbo_jax as ikbo
+from ikbo_jax.ops import dispatch
+
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
+SIZES = {"b": 7, "u": 3, "s": 5, "t": 2}
+B, U, S, T = export.symbolic_shape(", ".join(SIZES))
+
+
+def of(*shape: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def integers(*shape: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def attention(b: Any, u: Any, t: Any = 2, s: Any = 5) -> tuple[Any, ...]:
+    return of(b, t, 4, 8), of(u, s, 2, 8), of(u, s, 2, 8), integers(b)
+
+
+def jagged(batch: Any, rows: Any, keys: Any) -> tuple[Any, ...]:
+    offsets = integers(batch + 1)
+    return of(rows, 4, 8), of(keys, 2, 8), of(keys, 2, 8), offsets, offsets
+
+
+def shared_queries(query, key, value, offsets, **options):
+    return ikbo.gdpa(query, key, value, None, offsets, broadcast_q=True, **options)
+
+
+def with_own_tokens(query, key, value, index, own, **options):
+    return ikbo.attention(query, key, value, index, self_key=own, self_value=own, **options)
+
+
+def gradient(op: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*arrays, **options):
+        def loss(*floats):
+            return jnp.sum(op(*floats, *arrays[3:], **options))
+
+        return jax.grad(loss, (0, 1, 2))(*arrays[:3])
+
+    return run
+
+
+softmax = functools.partial(ikbo.gdpa, activation="softmax")
+compression = (of(32, 40), of(32, 24), of(B, 40, 16), of(U, 24, 16), integers(B))
+CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    "attention_b": (ikbo.attention, attention(B, 3)),
+    "attention_b_u": (ikbo.attention, attention(B, U)),
+    "attention_t": (ikbo.attention, attention(7, 3, t=T)),
+    "attention_gradient": (gradient(ikbo.attention), attention(B, 3)),
+    "attention_own": (with_own_tokens, (*attention(B, 3), of(B, 2, 2, 8))),
+    "gdpa_b": (ikbo.gdpa, jagged(B, 50, 60)),
+    "gdpa_rows": (ikbo.gdpa, jagged(7, 25 * T, 12 * S)),
+    "gdpa_gradient": (gradient(softmax), jagged(B, 16 * B, 8 * B)),
+    "gdpa_broadcast": (shared_queries, (of(5, 4, 8), of(60, 2, 8), of(60, 2, 8), integers(B + 1))),
+    "linear_compression": (ikbo.linear_compression, compression),
+}
+
+
+def example(shape: jax.ShapeDtypeStruct) -> np.ndarray:
+    rng = np.random.default_rng(0)
+    sizes = [d if isinstance(d, int) else eval(str(d), {}, SIZES) for d in shape.shape]
+    if shape.dtype == jnp.float32:
+        return rng.standard_normal(sizes, dtype=np.float32)
+    most = 3 if sizes == [7] else 50  # users, or rows
+    return np.sort(rng.integers(0, most, sizes)).astype(np.int32)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_xla_path_exports_and_gives_what_known_sizes_give(name: str) -> None:
+    op, shapes = CASES[name]
+    exported = export.export(jax.jit(op))(*shapes)
+    arrays = [example(shape) for shape in shapes]
+    actual, expected = exported.call(*arrays), op(*arrays)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4), actual, expected
+    )
+
+
+@pytest.mark.parametrize("implementation", [None, "xla", "mosaic_gpu"])
+def test_size_that_nothing_takes_is_named(implementation: str | None) -> None:
+    run = functools.partial(ikbo.attention, implementation=implementation)
+    words = r"attention: S is symbolic \('s'\).* export with a concrete S"
+    with pytest.raises(NotImplementedError, match=words):
+        jax.eval_shape(run, *attention(7, 3, s=S))
+    run = functools.partial(ikbo.gdpa, implementation=implementation)
+    query, keys, offsets = of(10, 4, 8), of(10, S, 8), integers(3)
+    with pytest.raises(NotImplementedError, match="gdpa: K is symbolic .*concrete K"):
+        jax.eval_shape(run, query, keys, keys, offsets, offsets)
+
+
+@pytest.mark.parametrize(
+    ("name", "axis", "size"),
+    [("attention_b", "B", "b"), ("gdpa_rows", "total_q", "25*t"), ("linear_compression", "U", "u")],
+)
+def test_kernels_leave_symbolic_sizes_to_xla(
+    name: str, axis: str, size: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
+    op, shapes = CASES[name]
+    (plan,) = ikbo.explain(op, *shapes).plans
+    words = f"{axis} is symbolic ('{size}'), "
+    assert (plan.implementation, plan.reason[: len(words)]) == ("xla", words)
+    insist = functools.partial(op, implementation="mosaic_gpu")
+    with pytest.raises(NotImplementedError, match=f"{axis} is symbolic .* concrete {axis}"):
+        jax.eval_shape(insist, *shapes)
