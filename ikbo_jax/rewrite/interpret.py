@@ -344,7 +344,7 @@ class Context:
         rule = _RULES.get(name)
         if rule is None:
             raise NotCovered(f"no rule for {name}")
-        if _is_op(eqn):
+        if is_op(eqn):
             raise NotCovered("already an op of ikbo_jax")
         _check_masks(eqn, deferred)
         results = _checked(eqn, rule(self, eqn, *operands))
@@ -512,7 +512,7 @@ def _is_masked(value: Any) -> bool:
 _OPS = ("_linear_compression", "_attention", "_gdpa")
 
 
-def _is_op(eqn: core.JaxprEqn) -> bool:
+def is_op(eqn: core.JaxprEqn) -> bool:
     """Whether an equation is a call that runs an op of this library."""
 
     def holds(jaxpr: Any) -> bool:
