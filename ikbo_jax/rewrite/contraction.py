@@ -238,7 +238,10 @@ def _joined(ctx: Context, eqn: Any, whole: Concat) -> Any:
             key = (part.lineage.core, part.axis)
             moved[key] = moved.get(key, 0) + _MOVED * nbytes(part.shape, part.dtype)
     dear = {key for key, size in moved.items() if size < looked_up}
-    if not dear:
+    rest = [part for part in whole.parts if is_plain(part)]
+    # One array alone is not copied into a concatenation either.
+    spared = 2 * nbytes(rest[0].shape, rest[0].dtype) if len(rest) == 1 else 0
+    if not dear or sum(moved.values()) + spared >= len(moved) * looked_up:
         return whole
     reason = "looked up for one product: products by parts would move more bytes"
     if dear == set(moved) and not any(isinstance(x, Lazy) and not x.lineage for x in whole.parts):
