@@ -96,7 +96,7 @@ class Context:
     ) -> None:
         self.recorder = recorder
         self.parent = parent
-        self.differentiated = parent.differentiated if parent else differentiated
+        self.differentiated: bool = parent.differentiated if parent else differentiated
         # Keyed by identity; the entries hold the objects, so that no identity is used again.
         self._built: dict[int, tuple[Any, jax.Array]] = {}
         self._numbered: dict[Any, tuple[Any, list[Any]]] = {}
