@@ -22,7 +22,7 @@ from jax.extend import core
 
 from ikbo_jax.ops import dispatch, explain
 from ikbo_jax.rewrite import lineage
-from ikbo_jax.rewrite.interpret import is_op
+from ikbo_jax.rewrite.equations import is_op
 from ikbo_jax.rewrite.jaxprs import inner_programs
 
 #: By how much a rewritten program may exceed its original: a share of that, and what a GPU does

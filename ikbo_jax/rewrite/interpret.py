@@ -15,17 +15,22 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.extend import core, source_info_util
 
-from ikbo_jax.ops import dispatch
 from ikbo_jax.rewrite import report
+from ikbo_jax.rewrite.equations import KEEP_NAN as KEEP_NAN
+from ikbo_jax.rewrite.equations import (
+    described,
+    drops_nan,
+    identity,
+    is_number,
+    is_op,
+    on_integers,
+    why_kept,
+)
 from ikbo_jax.rewrite.jaxprs import inner_programs
 from ikbo_jax.rewrite.lineage import (
-    Concat,
     Deferred,
-    Lazy,
     Lineage,
     is_plain,
     take_rows,
@@ -305,7 +310,7 @@ class Context:
 
     def _number(self, eqn: core.JaxprEqn, operands: list[Any]) -> Any:
         """What tells an equation on integers, or on single numbers, from others; None of others."""
-        if not on_integers(eqn) and not _is_number(eqn, operands):
+        if not on_integers(eqn) and not is_number(eqn, operands):
             return None
         try:
             key = (eqn.primitive, tuple(eqn.params.items()), tuple(map(identity, operands)))
@@ -346,11 +351,12 @@ class Context:
             raise NotCovered(f"no rule for {name}")
         if is_op(eqn):
             raise NotCovered("already an op of ikbo_jax")
-        _check_masks(eqn, deferred)
+        if reason := drops_nan(eqn, deferred):
+            raise NotCovered(reason)
         results = _checked(eqn, rule(self, eqn, *operands))
         if name in LOOKUPS:
             removed = isinstance(results[0], Deferred)
-            self.looked_up(eqn, "removed" if removed else "kept", "" if removed else _why_kept(eqn))
+            self.looked_up(eqn, "removed" if removed else "kept", "" if removed else why_kept(eqn))
         return results
 
     def looked_up(self, eqn: core.JaxprEqn, outcome: str, reason: str) -> None:
@@ -389,21 +395,6 @@ RETURNED = "returned by the function"
 LOOKUPS = ("gather", "tile")
 
 
-def described(error: Exception) -> str:
-    """An exception in one line: its type, and the first line of its message."""
-    message = str(error).strip().split("\n")[0]
-    return f"{type(error).__name__}: {message}" if message else type(error).__name__
-
-
-def _why_kept(eqn: core.JaxprEqn) -> str:
-    """Why a lookup of arrays is none that could be worked on later."""
-    operand: Any = eqn.invars[0].aval
-    result: Any = eqn.outvars[0].aval
-    if result.size <= operand.size:
-        return "it makes no more rows than there are"
-    return "it is no lookup of whole rows by one index"
-
-
 def _checked(eqn: core.JaxprEqn, results: Any) -> list[Any]:
     """A rule's results as a list; raises ValueError if they are not what the equation makes."""
     results = _as_list(eqn, results)
@@ -419,40 +410,6 @@ def _as_list(eqn: core.JaxprEqn, results: Any) -> list[Any]:
     return list(results) if eqn.primitive.multiple_results else [results]
 
 
-def on_integers(eqn: core.JaxprEqn) -> bool:
-    """Whether an equation works on integers and truth values alone, and does nothing besides."""
-    for v in eqn.outvars:
-        if getattr(getattr(v.aval, "dtype", None), "kind", "i") not in "iub":
-            return False
-    for x in eqn.invars:
-        if getattr(getattr(x.aval, "dtype", None), "kind", "i") not in "iub":
-            return False
-    return not eqn.effects
-
-
-def _is_number(eqn: core.JaxprEqn, operands: list[Any]) -> bool:
-    """Whether an equation's only result is a number, or one number broadcast."""
-    if not 0 < len(operands) <= 2:
-        return False
-    for x, v in zip(operands, eqn.invars, strict=True):
-        # The program's own shapes are faster to ask for than a tracer's.
-        if not isinstance(x, Deferred):
-            if getattr(v.aval, "size", 0) != 1:
-                return False
-        elif not isinstance(x, Lazy) or x.lineage is not None or x.base.size != 1:
-            return False
-    return len(eqn.outvars) == 1 and not eqn.effects
-
-
-def identity(operand: Any) -> Any:
-    """What tells an operand from others: its identity, or a literal's dtype and value."""
-    if isinstance(operand, jax.Array) or not is_plain(operand):
-        return id(operand)
-    # Literals: Python numbers and NumPy scalars, told apart by type as well.
-    array = np.asarray(operand)
-    return (array.dtype, array.item()) if array.ndim == 0 else id(operand)
-
-
 def _may_broadcast(eqn: core.JaxprEqn) -> bool:
     if eqn.primitive.name == "broadcast_in_dim":
         # Of a scalar: a constant. Constants are no broadcasts that cost anything.
@@ -462,66 +419,6 @@ def _may_broadcast(eqn: core.JaxprEqn) -> bool:
     if eqn.primitive.name in ("jit", "pjit"):
         return False
     return eqn.primitive.name in _SOURCES and not any(True for _ in inner_programs(eqn))
-
-
-#: Primitives of whose result every row is NaN throughout where an operand's is. Those that hold
-#: programs count, since what is inside is checked by itself.
-KEEP_NAN = frozenset(
-    """
-    abs acos acosh add asin asinh atan atan2 atanh broadcast_in_dim cbrt ceil concatenate
-    convert_element_type copy cos cosh cumlogsumexp cummax cummin cumprod cumsum digamma div
-    dot_general erf erf_inv erfc exp exp2 expm1 floor gather integer_pow lgamma log log1p logistic
-    max min mul name neg optimization_barrier reduce_max reduce_min reduce_precision reduce_prod
-    reduce_sum rem reshape rev round rsqrt sign sin sinh slice sort split sqrt square squeeze
-    stop_gradient sub tan tanh transpose
-    checkpoint cond custom_jvp_call jit pjit remat2 scan
-    """.split()  # noqa: SIM905  A table of words reads better.
-)
-
-
-def _check_masks(eqn: core.JaxprEqn, operands: list[Any]) -> None:
-    """Raises NotCovered if rows that were looked up out of bounds might not stay NaN."""
-    for x in operands:
-        if _is_masked(x):
-            break
-    else:
-        return
-    keeps = eqn.primitive.name in KEEP_NAN and all(
-        jnp.issubdtype(v.aval.dtype, jnp.inexact) or _inner_jaxprs_any(eqn)
-        for v in eqn.outvars
-        if hasattr(v.aval, "dtype")
-    )
-    if not keeps:
-        raise NotCovered(
-            f"{eqn.primitive.name} may not keep the NaN of rows looked up out of bounds; "
-            "a lookup with mode='clip' has none"
-        )
-
-
-def _inner_jaxprs_any(eqn: core.JaxprEqn) -> bool:
-    return any(True for _ in inner_programs(eqn))
-
-
-def _is_masked(value: Any) -> bool:
-    if isinstance(value, Concat):
-        return any(map(_is_masked, value.parts))
-    return isinstance(value, Lazy) and value.lineage is not None and value.lineage.valid is not None
-
-
-#: The ops' functions under jit, which hold kernels and are not gone into.
-_OPS = ("_linear_compression", "_attention", "_gdpa")
-
-
-def is_op(eqn: core.JaxprEqn) -> bool:
-    """Whether an equation is a call that runs an op of this library."""
-
-    def holds(jaxpr: Any) -> bool:
-        eqns = getattr(jaxpr, "jaxpr", jaxpr).eqns
-        return any(
-            e.primitive is dispatch.plan_p or any(map(holds, inner_programs(e))) for e in eqns
-        )
-
-    return eqn.params.get("name") in _OPS and any(map(holds, inner_programs(eqn)))
 
 
 def shape_of(value: Any) -> tuple[int, ...]:

@@ -13,7 +13,8 @@ from jax.custom_derivatives import SymbolicZero
 
 from ikbo_jax.ops import explain
 from ikbo_jax.rewrite import cost
-from ikbo_jax.rewrite.interpret import LOOKUPS, RETURNED, Context, described
+from ikbo_jax.rewrite.equations import described
+from ikbo_jax.rewrite.interpret import LOOKUPS, RETURNED, Context
 from ikbo_jax.rewrite.jaxprs import evaluate, trace, without_dead_code
 from ikbo_jax.rewrite.report import Recorder
 
