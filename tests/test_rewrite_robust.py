@@ -67,7 +67,8 @@ def test_small_dtypes(dtype: str) -> None:
 
 def test_complex_numbers() -> None:
     def fn(user, cand, index):
-        return jnp.concatenate([user[index], cand], axis=1) @ jnp.concatenate([W, W])
+        both = jnp.concatenate([user[index], cand], axis=1)
+        return both @ jnp.concatenate([W, W]).astype(jnp.complex64)
 
     user, cand = (lax.complex(x, -x) for x in (USER, CAND))
     same(fn, user, cand, INDEX)

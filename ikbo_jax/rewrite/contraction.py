@@ -21,6 +21,7 @@ from ikbo_jax.rewrite.lineage import (
     has_lineage,
     is_plain,
     lazy,
+    nbytes,
     origins_of,
     slice_along,
     spread,
@@ -209,7 +210,47 @@ def _of_concat(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
         compressed = _compress(ctx, eqn, left, whole, other, groups)
         if compressed is not None:
             return compressed
+        whole = _joined(ctx, eqn, whole)
+        if is_plain(whole):
+            return product(ctx, eqn, *((whole, other) if left else (other, whole)))
+        groups = _groups(ctx, whole, other, other_axis)
     return _sum_of_products(ctx, eqn, left, groups, origins_of(whole, other))
+
+
+#: Bytes that a lookup before a product moves for each of its own: it reads and writes the rows, so
+#: does the concatenation, and the product reads them again.
+_MOVED = 5
+
+
+def _joined(ctx: Context, eqn: Any, whole: Concat) -> Any:
+    """The concatenation without those parts whose own product would move more bytes than they.
+
+    A product by parts looks its result up at candidate batch, once for every index.
+    """
+    (out,) = eqn.outvars
+    wide = 4 if out.aval.dtype in _HALF else out.aval.dtype.itemsize
+    looked_up = wide * math.prod(out.aval.shape)
+    moved: dict[Any, int] = {}
+    for part in whole.parts:
+        if has_lineage(part):
+            key = (part.lineage.core, part.axis)
+            moved[key] = moved.get(key, 0) + _MOVED * nbytes(part.shape, part.dtype)
+    dear = {key for key, size in moved.items() if size < looked_up}
+    rest = [part for part in whole.parts if is_plain(part)]
+    # One array alone is not copied into a concatenation either.
+    spared = 2 * nbytes(rest[0].shape, rest[0].dtype) if len(rest) == 1 else 0
+    if not dear or sum(moved.values()) + spared >= len(moved) * looked_up:
+        return whole
+    reason = "looked up for one product: products by parts would move more bytes"
+    if dear == set(moved) and not any(isinstance(x, Lazy) and not x.lineage for x in whole.parts):
+        return ctx.materialise(eqn, whole, reason)
+    parts = [
+        ctx.materialise(eqn, x, reason)
+        if has_lineage(x) and (x.lineage.core, x.axis) in dear
+        else x
+        for x in whole.parts
+    ]
+    return Concat(tuple(parts), whole.axis)
 
 
 def _groups(ctx: Context, whole: Concat, other: Any, other_axis: int) -> list[tuple[Any, Any]]:

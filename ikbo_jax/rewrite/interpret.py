@@ -14,15 +14,20 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.extend import core, source_info_util
 
-from ikbo_jax.ops import dispatch
 from ikbo_jax.rewrite import report
+from ikbo_jax.rewrite.equations import (
+    described,
+    identity,
+    is_number,
+    is_op,
+    on_integers,
+    why_kept,
+)
 from ikbo_jax.rewrite.jaxprs import inner_programs
 from ikbo_jax.rewrite.lineage import (
     Deferred,
-    Lazy,
     Lineage,
     is_plain,
     take_rows,
@@ -292,7 +297,7 @@ class Context:
 
     def _number(self, eqn: core.JaxprEqn, operands: list[Any]) -> Any:
         """What tells an equation on integers, or on single numbers, from others; None of others."""
-        if not on_integers(eqn) and not _is_number(eqn, operands):
+        if not on_integers(eqn) and not is_number(eqn, operands):
             return None
         try:
             key = (eqn.primitive, tuple(eqn.params.items()), tuple(map(identity, operands)))
@@ -331,12 +336,12 @@ class Context:
         rule = _RULES.get(name)
         if rule is None:
             raise NotCovered(f"no rule for {name}")
-        if _is_op(eqn):
+        if is_op(eqn):
             raise NotCovered("already an op of ikbo_jax")
         results = _checked(eqn, rule(self, eqn, *operands))
         if name in LOOKUPS:
             removed = isinstance(results[0], Deferred)
-            self.looked_up(eqn, "removed" if removed else "kept", "" if removed else _why_kept(eqn))
+            self.looked_up(eqn, "removed" if removed else "kept", "" if removed else why_kept(eqn))
         return results
 
     def looked_up(self, eqn: core.JaxprEqn, outcome: str, reason: str) -> None:
@@ -375,21 +380,6 @@ RETURNED = "returned by the function"
 LOOKUPS = ("gather", "tile")
 
 
-def described(error: Exception) -> str:
-    """An exception in one line: its type, and the first line of its message."""
-    message = str(error).strip().split("\n")[0]
-    return f"{type(error).__name__}: {message}" if message else type(error).__name__
-
-
-def _why_kept(eqn: core.JaxprEqn) -> str:
-    """Why a lookup of arrays is none that could be worked on later."""
-    operand: Any = eqn.invars[0].aval
-    result: Any = eqn.outvars[0].aval
-    if result.size <= operand.size:
-        return "it makes no more rows than there are"
-    return "it is no lookup of whole rows by one index"
-
-
 def _checked(eqn: core.JaxprEqn, results: Any) -> list[Any]:
     """A rule's results as a list; raises ValueError if they are not what the equation makes."""
     results = _as_list(eqn, results)
@@ -405,40 +395,6 @@ def _as_list(eqn: core.JaxprEqn, results: Any) -> list[Any]:
     return list(results) if eqn.primitive.multiple_results else [results]
 
 
-def on_integers(eqn: core.JaxprEqn) -> bool:
-    """Whether an equation works on integers and truth values alone, and does nothing besides."""
-    for v in eqn.outvars:
-        if getattr(getattr(v.aval, "dtype", None), "kind", "i") not in "iub":
-            return False
-    for x in eqn.invars:
-        if getattr(getattr(x.aval, "dtype", None), "kind", "i") not in "iub":
-            return False
-    return not eqn.effects
-
-
-def _is_number(eqn: core.JaxprEqn, operands: list[Any]) -> bool:
-    """Whether an equation's only result is a number, or one number broadcast."""
-    if not 0 < len(operands) <= 2:
-        return False
-    for x, v in zip(operands, eqn.invars, strict=True):
-        # The program's own shapes are faster to ask for than a tracer's.
-        if not isinstance(x, Deferred):
-            if getattr(v.aval, "size", 0) != 1:
-                return False
-        elif not isinstance(x, Lazy) or x.lineage is not None or x.base.size != 1:
-            return False
-    return len(eqn.outvars) == 1 and not eqn.effects
-
-
-def identity(operand: Any) -> Any:
-    """What tells an operand from others: its identity, or a literal's dtype and value."""
-    if isinstance(operand, jax.Array) or not is_plain(operand):
-        return id(operand)
-    # Literals: Python numbers and NumPy scalars, told apart by type as well.
-    array = np.asarray(operand)
-    return (array.dtype, array.item()) if array.ndim == 0 else id(operand)
-
-
 def _may_broadcast(eqn: core.JaxprEqn) -> bool:
     if eqn.primitive.name == "broadcast_in_dim":
         # Of a scalar: a constant. Constants are no broadcasts that cost anything.
@@ -448,22 +404,6 @@ def _may_broadcast(eqn: core.JaxprEqn) -> bool:
     if eqn.primitive.name in ("jit", "pjit"):
         return False
     return eqn.primitive.name in _SOURCES and not any(True for _ in inner_programs(eqn))
-
-
-#: The ops' functions under jit, which hold kernels and are not gone into.
-_OPS = ("_linear_compression", "_attention", "_gdpa")
-
-
-def _is_op(eqn: core.JaxprEqn) -> bool:
-    """Whether an equation is a call that runs an op of this library."""
-
-    def holds(jaxpr: Any) -> bool:
-        eqns = getattr(jaxpr, "jaxpr", jaxpr).eqns
-        return any(
-            e.primitive is dispatch.plan_p or any(map(holds, inner_programs(e))) for e in eqns
-        )
-
-    return eqn.params.get("name") in _OPS and any(map(holds, inner_programs(eqn)))
 
 
 def shape_of(value: Any) -> tuple[int, ...]:

@@ -17,11 +17,10 @@ import numpy as np
 from jax.extend import core
 
 from ikbo_jax.rewrite.calls import form
+from ikbo_jax.rewrite.equations import identity, on_integers
 from ikbo_jax.rewrite.interpret import (
     Context,
     NotCovered,
-    identity,
-    on_integers,
     register_rule,
     shape_of,
 )

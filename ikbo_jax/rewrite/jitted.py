@@ -21,7 +21,8 @@ def parameters(fn: Any) -> tuple[Callable[..., Any], dict[str, Any]] | None:
       The function and keyword arguments of `jax.jit`; None if `fn` is not made by it, or has
       parameters that cannot be read.
     """
-    info, inner = getattr(fn, "_jit_info", None), getattr(fn, "__wrapped__", None)
+    info: Any = getattr(fn, "_jit_info", None)
+    inner = getattr(fn, "__wrapped__", None)
     if not callable(inner):
         return None
     try:

@@ -12,7 +12,9 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from ikbo_jax.ops import explain
-from ikbo_jax.rewrite.interpret import LOOKUPS, RETURNED, Context, described
+from ikbo_jax.rewrite import cost
+from ikbo_jax.rewrite.equations import described
+from ikbo_jax.rewrite.interpret import LOOKUPS, RETURNED, Context
 from ikbo_jax.rewrite.jaxprs import evaluate, trace, without_dead_code
 from ikbo_jax.rewrite.report import Recorder
 
@@ -121,10 +123,10 @@ def _rewritten(original: _Original, inputs: list[Any], recorder: Recorder) -> li
             # A `jax.custom_jvp` refuses effects.
             program = original.rewritten(inputs, _muted(), differentiated=True)
             recorder.gradient_differs = False
+        recorder.refusal = cost.refusal(program, original.jaxpr) if recorder.changed else ""
     except Exception as error:
         recorder.refusal = f"its rewriting raised {described(error)}"
-        return original.call(inputs)
-    if not recorder.changed:
+    if recorder.refusal or not recorder.changed:
         return original.call(inputs)
     if not recorder.gradient_differs:
         return evaluate(program, inputs)

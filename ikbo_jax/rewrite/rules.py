@@ -93,6 +93,14 @@ def _over_parts(
 ) -> Any:
     """Element by element on each part of a concatenation."""
     first = concats[0]
+    if _meets_everywhere(first, operands):
+        # Nothing would be left at a smaller batch: one operation, not one for every part.
+        reason = f"{eqn.primitive.name} with a value at candidate batch"
+        whole = [
+            ctx.materialise(eqn, x, reason, copied=False) if isinstance(x, Concat) else x
+            for x in operands
+        ]
+        return _elementwise(ctx, eqn, shape, whole)
     if any((c.axis, c.sizes) != (first.axis, first.sizes) for c in concats):
         raise NotCovered(f"{eqn.primitive.name} of concatenations with different parts")
     if any(has_lineage(x) and x.axis == first.axis for x in operands):
@@ -109,6 +117,15 @@ def _over_parts(
         parts.append(_elementwise(ctx, eqn, part_shape, cut))
         start += size
     return concat(parts, first.axis)
+
+
+def _meets_everywhere(first: Concat, operands: Any) -> bool:
+    """Whether every part that is looked up meets a value that differs between its rows."""
+    others = [x for x in operands if not isinstance(x, Concat)]
+    lazy_parts = [x for x in first.parts if not is_plain(x)]
+    return all(
+        has_lineage(part) and any(carries(x, part.axis) for x in others) for part in lazy_parts
+    )
 
 
 def concat(parts: list[Any], axis: int) -> Any:

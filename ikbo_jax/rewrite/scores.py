@@ -182,7 +182,8 @@ def _cast(ctx: Context, eqn: Any, x: Any) -> Any:
     dtype = eqn.outvars[0].aval.dtype
     if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         raise NotCovered(f"attention is not recognised: its scores are cast to {dtype}")
-    return x.then(eqn, [x], root=_with_fills(x.root, dtype, 1.0))
+    root = _with_fills(x.root, dtype, 1.0) if x.stage == "logits" else x.root
+    return x.then(eqn, [x], root=root)
 
 
 def _with_fills(root: Logits, dtype: Any, factor: float) -> Logits:

@@ -1,0 +1,78 @@
+"""What an equation of a traced program tells by itself, whatever the interpreter knows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core
+
+from ikbo_jax.ops import dispatch
+from ikbo_jax.rewrite.jaxprs import inner_programs
+from ikbo_jax.rewrite.lineage import Deferred, Lazy, is_plain
+
+
+def described(error: Exception) -> str:
+    """An exception in one line: its type, and the first line of its message."""
+    message = str(error).strip().split("\n")[0]
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+def why_kept(eqn: core.JaxprEqn) -> str:
+    """Why a lookup of arrays is none that could be worked on later."""
+    operand: Any = eqn.invars[0].aval
+    result: Any = eqn.outvars[0].aval
+    if result.size <= operand.size:
+        return "it makes no more rows than there are"
+    return "it is no lookup of whole rows by one index"
+
+
+def on_integers(eqn: core.JaxprEqn) -> bool:
+    """Whether an equation works on integers and truth values alone, and does nothing besides."""
+    for v in eqn.outvars:
+        if getattr(getattr(v.aval, "dtype", None), "kind", "i") not in "iub":
+            return False
+    for x in eqn.invars:
+        if getattr(getattr(x.aval, "dtype", None), "kind", "i") not in "iub":
+            return False
+    return not eqn.effects
+
+
+def is_number(eqn: core.JaxprEqn, operands: list[Any]) -> bool:
+    """Whether an equation's only result is a number, or one number broadcast."""
+    if not 0 < len(operands) <= 2:
+        return False
+    for x, v in zip(operands, eqn.invars, strict=True):
+        # The program's own shapes are faster to ask for than a tracer's.
+        if not isinstance(x, Deferred):
+            if getattr(v.aval, "size", 0) != 1:
+                return False
+        elif not isinstance(x, Lazy) or x.lineage is not None or x.base.size != 1:
+            return False
+    return len(eqn.outvars) == 1 and not eqn.effects
+
+
+def identity(operand: Any) -> Any:
+    """What tells an operand from others: its identity, or a literal's dtype and value."""
+    if isinstance(operand, jax.Array) or not is_plain(operand):
+        return id(operand)
+    # Literals: Python numbers and NumPy scalars, told apart by type as well.
+    array = np.asarray(operand)
+    return (array.dtype, array.item()) if array.ndim == 0 else id(operand)
+
+
+#: The ops' functions under jit, which hold kernels and are not gone into.
+_OPS = ("_linear_compression", "_attention", "_gdpa")
+
+
+def is_op(eqn: core.JaxprEqn) -> bool:
+    """Whether an equation is a call that runs an op of this library."""
+
+    def holds(jaxpr: Any) -> bool:
+        eqns = getattr(jaxpr, "jaxpr", jaxpr).eqns
+        return any(
+            e.primitive is dispatch.plan_p or any(map(holds, inner_programs(e))) for e in eqns
+        )
+
+    return eqn.params.get("name") in _OPS and any(map(holds, inner_programs(eqn)))

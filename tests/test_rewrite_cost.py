@@ -1,0 +1,145 @@
+"""A rewritten program never costs more than its original: DCN-V2, and the model of costs itself."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import problems
+import pytest
+from jax import lax
+
+import ikbo_jax as ikbo
+from ikbo_jax.rewrite import contraction, cost
+
+FIELDS, WIDTH, LAYERS = 26, 16, 3
+B, U = 512, 16
+X = FIELDS * WIDTH
+
+
+def cross(x0, weights, biases):
+    """DCN-V2: three cross layers."""
+    x = x0
+    for w, b in zip(weights, biases, strict=True):
+        x = x0 * (x @ w + b) + x
+    return x
+
+
+def dcn(tables, ids, user_ids, index, weights, biases):
+    """26 fields, the first of them by user, the others by candidate; each with its own table."""
+    fields = [table[i[index]] for table, i in zip(tables, user_ids, strict=False)]
+    rest = tables[len(user_ids) :]
+    fields += [table[i] for table, i in zip(rest, ids, strict=True)]
+    return cross(jnp.concatenate(fields, axis=1), weights, biases)
+
+
+def dcn_arguments(user_fields: int, rows: int):
+    rng = np.random.default_rng(0)
+    tables = [problems.random_array(rng, (rows, WIDTH), "float32") for _ in range(FIELDS)]
+
+    def some(count, batch):
+        return [jnp.asarray(rng.integers(0, rows, batch), jnp.int32) for _ in range(count)]
+
+    weights = [problems.random_array(rng, (X, X), "float32") * 0.05 for _ in range(LAYERS)]
+    biases = [jnp.zeros((1, X)) for _ in range(LAYERS)]
+    index = jnp.asarray(rng.integers(0, U, B), jnp.int32)
+    return tables, some(FIELDS - user_fields, B), some(user_fields, U), index, weights, biases
+
+
+def costs(fn, *args) -> tuple[cost.Cost, cost.Cost]:
+    return tuple(cost.program_cost(jax.make_jaxpr(f)(*args)) for f in (ikbo.rewrite(fn), fn))
+
+
+def products(fn, *args) -> int:
+    return str(jax.make_jaxpr(fn)(*args)).count("dot_general")
+
+
+# Tables smaller than the batch of candidates are broadcasts, each by an index of its own.
+@pytest.mark.parametrize("rows", [64, 4096])
+@pytest.mark.parametrize("user_fields", [0, 4])
+def test_dcn_v2_keeps_its_products_and_moves_no_more(user_fields: int, rows: int) -> None:
+    args = dcn_arguments(user_fields, rows)
+    rewritten = ikbo.rewrite(dcn)
+    assert products(rewritten, *args) == LAYERS
+    ours, theirs = costs(dcn, *args)
+    assert ours.flops <= theirs.flops
+    assert ours.nbytes <= theirs.nbytes
+    found = [jax.jit(fn).lower(*args).compile().cost_analysis() for fn in (rewritten, dcn)]
+    assert found[0]["bytes accessed"] <= 1.01 * found[1]["bytes accessed"]
+    assert found[0]["flops"] <= 1.01 * found[1]["flops"]
+    jitted = jax.jit(lambda *args: (rewritten(*args), dcn(*args)))
+    np.testing.assert_allclose(*jitted(*args), rtol=1e-4, atol=1e-4)
+
+
+def test_most_fields_of_the_user_are_worth_a_product_of_their_own() -> None:
+    def first_layer(tables, ids, user_ids, index, weights, biases):
+        fields = [table[i[index]] for table, i in zip(tables, user_ids, strict=False)]
+        fields += [t[i] for t, i in zip(tables[len(user_ids) :], ids, strict=True)]
+        return jax.nn.relu(jnp.concatenate(fields, axis=1) @ weights[0] + biases[0])
+
+    args = dcn_arguments(20, 4096)
+    assert products(ikbo.rewrite(first_layer), *args) == 2
+    ours, theirs = costs(first_layer, *args)
+    assert ours.flops < 0.4 * theirs.flops
+    assert ours.nbytes < theirs.nbytes
+
+
+def test_a_program_that_costs_more_does_not_run(monkeypatch) -> None:
+    monkeypatch.setattr(contraction, "_joined", lambda ctx, eqn, whole: whole)
+    args = dcn_arguments(0, 64)
+
+    def products_of_fields(tables, ids, user_ids, index, weights, biases):
+        fields = [table[i] for table, i in zip(tables, ids, strict=True)]
+        return jnp.concatenate(fields, axis=1) @ weights[0]
+
+    (report,) = ikbo.explain(ikbo.rewrite(products_of_fields), *args).notes
+    assert not report.changed
+    ours, theirs = report.reason.split(" bytes instead of ")
+    numbers = [int(x.split()[-1].replace(",", "")) for x in (ours, theirs)]
+    assert numbers[0] > 1.1 * numbers[1]
+    assert report.reason in str(report)
+    assert products(ikbo.rewrite(products_of_fields), *args) == 1
+
+
+# The model.
+
+
+def test_costs_of_operations() -> None:
+    x, w = jnp.ones((8, 4)), jnp.ones((4, 16))
+    index = jnp.zeros(32, jnp.int32)
+
+    def of(fn, *args):
+        found = cost.program_cost(jax.make_jaxpr(fn)(*args))
+        return found.flops, found.nbytes
+
+    dot = 2 * 8 * 4 * 16, 4 * (8 * 4 + 4 * 16 + 8 * 16)
+    assert of(lambda x, w: jnp.tanh(jnp.sin(x) @ w) * 2, x, w) == dot
+    assert of(lambda x, w: jax.jit(jnp.matmul)(x, w), x, w) == dot
+    looped = of(lambda x, w: lax.scan(lambda c, _: (c, c @ w), x, length=5)[1], x, w)
+    assert looped == (5 * dot[0], 5 * dot[1])
+    chosen = of(lambda x, w: lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: jnp.zeros((8, 16))), x, w)
+    assert chosen[0] == dot[0]
+
+    def lookup(x, index):
+        return x.at[index].get(mode="promise_in_bounds")
+
+    read = 4 * 32 * 4
+    assert of(lambda x, i: jnp.sin(lookup(x, i)) * 2, x, index) == (0, read + 4 * 32)
+    assert of(lookup, x, index) == (0, 2 * read + 4 * 32)
+    assert of(lambda x: x.sum(axis=0), x) == (0, 4 * (8 * 4 + 4))
+    assert of(lambda x: x.T, x) == (0, 2 * 4 * 8 * 4)
+    batched = lax.dot_general(x[None], w[None], (((2,), (1,)), ((0,), (0,))))
+    assert batched.shape == (1, 8, 16)
+    image, kernel = jnp.ones((1, 2, 6, 6)), jnp.ones((3, 2, 3, 3))
+    flops, _ = of(lambda a, b: lax.conv(a, b, (1, 1), "VALID"), image, kernel)
+    assert flops == 2 * (3 * 4 * 4) * (2 * 3 * 3)
+
+
+def test_costs_of_an_op_are_those_of_its_problem() -> None:
+    shape = problems.LinearCompressionShape(U, B, 7, 3, 2, 8, "unsorted")
+    args = problems.make_inputs(shape, "float32", 0)
+    found = cost.program_cost(jax.make_jaxpr(ikbo.linear_compression)(*args))
+    (plan,) = ikbo.explain(ikbo.linear_compression, *args).plans
+    assert found.flops == plan.problem.useful_flops
+    result = 4 * np.prod(jax.eval_shape(ikbo.linear_compression, *args).shape)
+    assert found.nbytes == sum(x.nbytes for x in args) + result
