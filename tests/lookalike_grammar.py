@@ -47,7 +47,13 @@ CHANGES = (
     "lax.stop_gradient(jnp.minimum(x, 0)) + jnp.maximum(x, 0)",
 )
 ACTIVATIONS = (
-    *("nn.relu(x)", "nn.gelu(x)", "nn.gelu(x, approximate=False)", "nn.silu(x)", "nn.hard_swish(x)"),
+    *(
+        "nn.relu(x)",
+        "nn.gelu(x)",
+        "nn.gelu(x, approximate=False)",
+        "nn.silu(x)",
+        "nn.hard_swish(x)",
+    ),
     *("nn.leaky_relu(x)", "nn.relu(x) ** 2", "jnp.square(nn.relu(x))", "jnp.maximum(x, 0)"),
     *("nn.relu(x)", "nn.gelu(x)", "nn.silu(x)", "nn.leaky_relu(x)", "nn.relu(x) ** 2"),
     *("nn.leaky_relu(x, 0.03)", "nn.leaky_relu(x, 0.011)", "jnp.maximum(x, 0.1 * x)"),
@@ -61,7 +67,11 @@ ACTIVATIONS = (
     *("straight_through(nn.relu)(x)", "with_slope(nn.relu, 2.0)(x)", "with_slope(nn.gelu, 1.0)(x)"),
     *("with_gradient(nn.silu, 0.5)(x)", "with_gradient(nn.relu, 1.0)(x)", "jnp.square(x)"),
     *("nn.relu(x) + 0.2", "nn.relu(x - 0.3)", "jnp.where(x > -2, nn.silu(x), 0)"),
-    *("jnp.where(x < -40, -1, nn.relu(x))", "nn.relu(x) - nn.relu(-x) * 0.01", "nn.silu(2 * x) / 2"),
+    *(
+        "jnp.where(x < -40, -1, nn.relu(x))",
+        "nn.relu(x) - nn.relu(-x) * 0.01",
+        "nn.silu(2 * x) / 2",
+    ),
     *("jnp.where(jnp.isnan(x), 0, nn.relu(x))", "nn.relu(x) / jnp.maximum(x, 30)", "x ** 3 / 9"),
 )
 SOFTMAXES = (
@@ -136,12 +146,38 @@ INDICES = ("j", "j", "j", "i", "J", "i - U", "jnp.clip(j, 0, U - 1)", "j % U", "
 #: What may happen to a list of looked-up rows, x; most of it is work on users.
 ROW_STEPS = (
     *("nn.relu(x @ w)", "jnp.tanh(x)", "x ** 0", "x * c", "c - x", "x * x", "x + c.sum()"),
-    *("jnp.where(x > 0, x, 2.0)", "jnp.where(x > 0, x, c)", "jnp.maximum(x, c)", "x @ w", "softmax(x)"),
-    *("jnp.concatenate([x, c], 1) @ w2", "jnp.concatenate([c, x], 1) @ w2", "x * stop(x)", "stop(x)"),
-    *("x - x.mean(-1, keepdims=True)", "x.sum(-1, keepdims=True) * c", "x.max(-1, keepdims=True) + x"),
-    *("jnp.concatenate([x, x * 2], 1) @ w2", "jnp.isnan(x) * c + c", "jnp.nan_to_num(x)", "-x", "x[::-1]"),
+    *(
+        "jnp.where(x > 0, x, 2.0)",
+        "jnp.where(x > 0, x, c)",
+        "jnp.maximum(x, c)",
+        "x @ w",
+        "softmax(x)",
+    ),
+    *(
+        "jnp.concatenate([x, c], 1) @ w2",
+        "jnp.concatenate([c, x], 1) @ w2",
+        "x * stop(x)",
+        "stop(x)",
+    ),
+    *(
+        "x - x.mean(-1, keepdims=True)",
+        "x.sum(-1, keepdims=True) * c",
+        "x.max(-1, keepdims=True) + x",
+    ),
+    *(
+        "jnp.concatenate([x, x * 2], 1) @ w2",
+        "jnp.isnan(x) * c + c",
+        "jnp.nan_to_num(x)",
+        "-x",
+        "x[::-1]",
+    ),
     *("x + ROWS(u)", "ROWS(u) * c + x", "jnp.concatenate([x, ROWS(u)], 1) @ w2", "x * 0"),
-    *("nn.relu(x) + (x < -1)", "jnp.cumsum(x, 1)", "x / (1 + x * x)", "x.astype(bf16).astype(x.dtype)"),
+    *(
+        "nn.relu(x) + (x < -1)",
+        "jnp.cumsum(x, 1)",
+        "x / (1 + x * x)",
+        "x.astype(bf16).astype(x.dtype)",
+    ),
 )
 
 

@@ -392,7 +392,9 @@ def test_float64_attention(act: str) -> None:
             return jnp.einsum("bts,bsd->btd", p, v[I])
 
         same(fn, q, k, v)
-        ours, theirs = (jax.grad(lambda *x, f=f: f(*x).sum())(q, k, v) for f in (ikbo.rewrite(fn), fn))
+        ours, theirs = (
+            jax.grad(lambda *x, f=f: f(*x).sum())(q, k, v) for f in (ikbo.rewrite(fn), fn)
+        )
         assert ours.dtype == theirs.dtype
         np.testing.assert_allclose(ours, theirs, rtol=1e-12, atol=1e-12)
 
@@ -444,7 +446,12 @@ def test_narrow_dtypes(dtype: str) -> None:
     user = USER.astype(dtype)
     same(lambda user, i: user[i], user, I)
     same(lambda user, i: user[i].astype(jnp.float32) * 2, user, I)
-    same(lambda user, c, i: jnp.concatenate([user[i].astype(jnp.float32), c], 1).sum(1), user, CAND, I)
+    same(
+        lambda user, c, i: jnp.concatenate([user[i].astype(jnp.float32), c], 1).sum(1),
+        user,
+        CAND,
+        I,
+    )
     same(lambda user, i: jnp.take(user, i, axis=0, mode="clip"), user, I)
 
 
@@ -491,7 +498,9 @@ def products_of(program) -> list:
     for eqn in program.eqns:
         if eqn.primitive.name == "dot_general":
             found.append(eqn.params["precision"])
-        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+        for inner in jax.tree.leaves(
+            list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
+        ):
             inner = getattr(inner, "jaxpr", inner)
             found += products_of(inner) if hasattr(inner, "eqns") else []
     return found
