@@ -12,6 +12,7 @@ from ikbo_jax.rewrite import (  # noqa: F401  For rules.
     calls,
     contraction,
     jit,
+    jitted,
     reshape,
     rules,
     sources,
@@ -50,7 +51,8 @@ def rewrite(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     Returns:
       A function with `fn`'s signature and results, up to the order in which floating-point numbers
-      are added. It composes with jit, grad, vmap and checkpoint; `ikbo_jax.explain` of it tells
+      are added; of a function under `jax.jit` again one under `jax.jit`, with the same parameters.
+      It composes with jit, grad, vmap and checkpoint; `ikbo_jax.explain` of it tells
       what was found. If nothing is found, or nothing is gained, the original program runs.
 
     Raises:
@@ -58,6 +60,9 @@ def rewrite(fn: Callable[..., Any]) -> Callable[..., Any]:
     """
     if getattr(fn, "_ikbo_rewritten", False):
         return fn
+    if (found := jitted.parameters(fn)) is not None:
+        inner, parameters = found
+        return jax.jit(rewrite(inner), **parameters)
 
     @functools.wraps(fn)
     def rewritten(*args: Any, **kwargs: Any) -> Any:
@@ -82,7 +87,7 @@ def rewrite(fn: Callable[..., Any]) -> Callable[..., Any]:
         return jax.tree.unflatten(out_treedef, _merge(arrays_out, results, others))
 
     rewritten._ikbo_rewritten = True  # type: ignore[attr-defined]
-    return rewritten
+    return jitted.WithMethods(rewritten) if hasattr(fn, "lower") else rewritten
 
 
 def _is_array(x: Any) -> bool:

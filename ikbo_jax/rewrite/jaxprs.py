@@ -37,14 +37,17 @@ def trace(fn: Callable[..., list[Any]], inputs: Sequence[Any], like: core.Jaxpr)
     return core.ClosedJaxpr(program, consts) if consts else program
 
 
-def evaluate(program: core.Jaxpr, arrays: Sequence[Any]) -> list[Any]:
-    """The results of a traced program on arrays."""
-    if not any(isinstance(x, partial_eval.DynamicJaxprTracer) for x in arrays):
+def evaluate(
+    program: core.Jaxpr, arrays: Sequence[Any], consts: Sequence[Any] | None = None
+) -> list[Any]:
+    """The results of a traced program on arrays, with other constants if they are given."""
+    consts = program.consts if consts is None else consts
+    if not any(isinstance(x, partial_eval.DynamicJaxprTracer) for x in (*consts, *arrays)):
         # Arrays that are not needed any more are freed on the way.
-        results: list[Any] = core.jaxpr_as_fun(program)(*arrays)
+        results: list[Any] = jax.core.eval_jaxpr(program, consts, *arrays)
         return results
     # The same under a trace, which holds all values anyway, in two thirds of the time.
-    env: dict[Any, Any] = dict(zip(program.constvars, program.consts, strict=True))
+    env: dict[Any, Any] = dict(zip(program.constvars, consts, strict=True))
     env.update(zip(program.invars, arrays, strict=True))
     name_stack, literal = source_info_util.current_name_stack(), core.Literal
     is_named, user_context = bool(str(name_stack)), source_info_util.user_context

@@ -71,8 +71,8 @@ class _Original:
 
     def call(self, inputs: Sequence[Any]) -> list[Any]:
         """The results of the original."""
-        _, arrays = self.split(inputs)
-        return evaluate(self.jaxpr, arrays)
+        consts, arrays = self.split(inputs)
+        return evaluate(self.jaxpr, arrays, consts)
 
     def is_plain(self) -> bool:
         """Whether nothing in the program can make a broadcast."""
@@ -103,6 +103,8 @@ class _Original:
 def _as_declared(x: Any, aval: Any) -> Any:
     """A result with the weak type that the original gives it; raises if it is another array."""
     found = jax.typeof(x)
+    if not hasattr(aval, "shape"):
+        return x
     if (found.shape, found.dtype) != (aval.shape, aval.dtype):
         raise ValueError(f"a result is {found.str_short()} instead of {aval.str_short()}")
     if found.weak_type == aval.weak_type:

@@ -1,0 +1,375 @@
+"""No program that runs may fail once it is rewritten, and the report says what was left and why."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import problems
+import pytest
+from jax import export, lax
+from jax.experimental import io_callback
+
+import ikbo_jax as ikbo
+from ikbo_jax.rewrite import NotCovered, interpret, register_rule
+
+B, U, D = 12, 3, 4
+RNG = np.random.default_rng(0)
+USER = problems.random_array(RNG, (U, D), "float32")
+CAND = problems.random_array(RNG, (B, D), "float32")
+W = problems.random_array(RNG, (D, D), "float32")
+INDEX = jnp.asarray(problems.ragged_index(RNG, U, B, "unsorted"))
+
+
+def report_of(fn, *args):
+    (report,) = ikbo.explain(ikbo.rewrite(fn), *args).notes
+    str(report)
+    return report
+
+
+def same(fn, *args, rtol=1e-5):
+    """Asserts that a function and its rewrite agree, with and without jit; returns the report."""
+    expected = fn(*args)
+    for ours in (ikbo.rewrite(fn)(*args), jax.jit(ikbo.rewrite(fn))(*args)):
+        for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
+            assert jax.typeof(x) == jax.typeof(y)
+            if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+                x, y = jax.random.key_data(x), jax.random.key_data(y)
+            x, y = (np.asarray(z.astype("float32") if z.dtype.itemsize < 2 else z) for z in (x, y))
+            np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol)
+    return report_of(fn, *args)
+
+
+# Dtypes.
+
+
+def test_random_keys_looked_up() -> None:
+    keys = jax.random.split(jax.random.key(0), U)
+
+    def fn(keys, user, index):
+        picked = keys[index]
+        draws = jax.vmap(lambda key: jax.random.normal(key, (D,)))(picked)
+        return picked, draws + jnp.sin(user[index]), jnp.tile(keys, 2)
+
+    same(fn, keys, USER, INDEX)
+
+
+@pytest.mark.parametrize("dtype", ["int4", "uint4", "float8_e4m3fn", "float8_e5m2", "bool"])
+def test_small_dtypes(dtype: str) -> None:
+    def fn(user, index):
+        users = user[index]
+        return users, users.astype(jnp.float32) @ W, users == users[::-1]
+
+    same(fn, USER.astype(dtype), INDEX)
+
+
+def test_complex_numbers() -> None:
+    def fn(user, cand, index):
+        return jnp.concatenate([user[index], cand], axis=1) @ jnp.concatenate([W, W])
+
+    user, cand = (lax.complex(x, -x) for x in (USER, CAND))
+    same(fn, user, cand, INDEX)
+
+
+def test_float64() -> None:
+    with jax.enable_x64(True):
+        user, cand, w = (np.asarray(x, np.float64) for x in (USER, CAND, W))
+
+        def attended(user, cand, index):
+            tokens = jnp.stack([user, user + 1], axis=1)[index]
+            logits = jnp.einsum("bd,bsd->bs", cand @ w, tokens)
+            return jnp.einsum("bs,bsd->bd", jax.nn.softmax(logits), tokens)
+
+        def dense(user, cand, index):
+            both = jnp.concatenate([user[index], cand], axis=1)
+            return jnp.tanh(both) @ np.concatenate([w, w])
+
+        for fn in (attended, dense):
+            for index in (np.asarray(INDEX, np.int64), INDEX):
+                same(fn, user, cand, index, rtol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(0, D), (U, 0), (1, 1)])
+def test_empty_arrays_and_numbers(shape: tuple[int, int]) -> None:
+    def fn(user, index):
+        users = user[index]
+        return users.sum(), jnp.sin(users), users.reshape(-1) * 2, jnp.float32(3) * users.mean()
+
+    index = jnp.zeros(B if shape[0] else 0, jnp.int32)
+    if all(shape):
+        same(fn, jnp.ones(shape), index)
+    same(lambda *args: fn(*args)[:3], jnp.ones(shape), index)
+    same(lambda x, i: (x[i], jnp.tanh(x)[i] * 2.0), jnp.arange(3.0), jnp.int32(1))
+
+
+def test_weak_types_are_kept() -> None:
+    def fn(user, index):
+        return jnp.sin(user[index]), lax.stop_gradient(jnp.full((U,), 2.0))[index] * 1
+
+    same(lambda x, i: (x * jnp.ones((U, D)))[i].sum() * 2, 2.0 * jnp.float32(1), INDEX)
+    same(lambda x, i: jnp.broadcast_to(x, (U,))[i] * 2, jnp.asarray(2.0), INDEX)
+    same(fn, USER, INDEX)
+
+
+# Symbolic dimensions.
+
+
+@pytest.mark.parametrize("polymorphic", ["batch", "users", "both"])
+def test_export_with_symbolic_dimensions(polymorphic: str) -> None:
+    b, u = export.symbolic_shape("b, u")
+    rows = {"batch": (b, U), "users": (B, u), "both": (b, u)}[polymorphic]
+
+    def fn(user, cand, index):
+        users = jnp.tanh(user[index] @ W)
+        x = jnp.concatenate([users, cand], axis=1) @ jnp.concatenate([W, W])
+        tokens = jnp.tile(user, (2, 1))
+        return x + users, tokens.sum(axis=0)
+
+    args = [((rows[1], D), "float32"), ((rows[0], D), "float32"), ((rows[0],), "int32")]
+    specs = [jax.ShapeDtypeStruct(*x) for x in args]
+    exported = export.export(jax.jit(ikbo.rewrite(fn)))(*specs)
+    for x, y in zip(exported.call(USER, CAND, INDEX), fn(USER, CAND, INDEX), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+    report_of(fn, *specs)
+
+
+# Effects.
+
+
+def test_ordered_callbacks_run_once_and_in_order() -> None:
+    seen: list[str] = []
+
+    def note(name, x):
+        seen.append(f"{name} {float(np.sum(x)):.3f}")
+        return np.float32(len(seen))
+
+    def fn(user, cand, index):
+        users = jnp.tanh(user[index] @ W)
+        scalar = jax.ShapeDtypeStruct((), jnp.float32)
+        first = io_callback(functools.partial(note, "first"), scalar, users, ordered=True)
+        jax.debug.callback(functools.partial(note, "second"), cand, ordered=True)
+
+        @jax.jit
+        def inner(x):
+            io_callback(functools.partial(note, "third"), scalar, x, ordered=True)
+            return jnp.sort(x, axis=0) * 2
+
+        def body(carry, _):
+            jax.debug.callback(functools.partial(note, "step"), carry, ordered=True)
+            return carry * 0.5, None
+
+        x, _ = lax.scan(body, inner(users), length=2)
+        return jnp.concatenate([x, cand], axis=1) @ jnp.concatenate([W, W]) + first
+
+    def observed(f):
+        seen.clear()
+        out = jax.jit(f)(USER, CAND, INDEX)
+        jax.effects_barrier()
+        return np.asarray(out), list(seen)
+
+    (ours, order), (theirs, expected) = observed(ikbo.rewrite(fn)), observed(fn)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert order == expected
+    assert len(order) == 5
+    assert report_of(fn, USER, CAND, INDEX).changed
+
+
+# Rules that raise.
+
+
+@pytest.fixture
+def rules(monkeypatch):
+    monkeypatch.setattr(interpret, "_RULES", dict(interpret._RULES))
+    return register_rule
+
+
+def work(user, index):
+    return jnp.sin(user[index] @ W).sum(axis=1)
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("a message"), AssertionError(), TypeError("")])
+def test_a_rule_that_raises_leaves_the_equation(rules, error: Exception) -> None:
+    @rules("sin")
+    def rule(ctx, eqn, x):
+        raise error
+
+    report = same(work, USER, INDEX)
+    assert report.changed
+    (place,) = report.materialised
+    assert place.reason.startswith(f"the rule of sin raised {type(error).__name__}")
+    assert str(error) in place.reason
+
+
+def test_a_rule_that_returns_another_array_leaves_the_equation(rules) -> None:
+    @rules("sin")
+    def rule(ctx, eqn, x):
+        return x.base[:1]
+
+    (place,) = same(work, USER, INDEX).materialised
+    assert "the rule of sin raised ValueError: it returned float32[1, 4]" in place.reason
+
+
+def test_a_rule_that_raises_inside_of_programs(rules) -> None:
+    @rules("sin")
+    def rule(ctx, eqn, x):
+        raise ZeroDivisionError
+
+    inner = jax.jit(lambda x: jnp.cos(jnp.sin(x * 2) + 1) @ W)
+    bodies = {
+        "jit": inner,
+        "again": lambda x: inner(inner(inner(x))),
+        "checkpoint": jax.checkpoint(inner),
+        "scan": lambda x: lax.scan(lambda c, _: (jnp.sin(c) * 2, None), x, length=2)[0],
+        "cond": lambda x: lax.cond(W[0, 0] > 0, jnp.sin, jnp.cos, x),
+    }
+    for body in bodies.values():
+        same(lambda user, index, body=body: body(jnp.tanh(user[index])), USER, INDEX)
+
+
+def test_an_interrupt_comes_through(rules) -> None:
+    @rules("sin")
+    def rule(ctx, eqn, x):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ikbo.rewrite(work)(USER, INDEX)
+
+
+def test_the_original_runs_if_the_rewritten_program_cannot_be_traced(monkeypatch) -> None:
+    def fail(*args):
+        raise RuntimeError("cannot build")
+
+    monkeypatch.setattr(interpret.Context, "materialise", fail)
+    report = same(work, USER, INDEX)
+    assert not report.changed
+    assert report.reason == "its rewriting raised RuntimeError: cannot build"
+    assert "the original function runs: its rewriting raised RuntimeError" in str(report)
+    (lookup,) = report.lookups
+    assert (lookup.outcome, lookup.reason) == ("kept", report.reason)
+
+
+# The report lists every lookup.
+
+
+def test_every_lookup_is_listed() -> None:
+    table = jnp.ones((50, D))
+
+    @jax.jit
+    def library(table, ids):
+        return jnp.sin(table[ids])
+
+    def fn(user, table, ids, index):
+        users = jnp.tanh(user[index] @ W)
+        rows = table[ids] + library(table, ids)
+        filled = user.at[index].get(mode="fill", fill_value=7.0)
+        loop = lax.while_loop(lambda x: x.sum() > 1e9, lambda x: x + user[index], users)
+        return users + rows + filled + loop
+
+    report = same(fn, USER, table, INDEX, INDEX)
+    first = fn.__code__.co_firstlineno
+    found = {x.line: (x.outcome, x.reason) for x in report.lookups}
+    at = {n: f"test_rewrite_robust.py:{first + n} (fn)" for n in range(6)}
+    assert found[at[1]] == ("removed", "")
+    assert found[at[2]] == ("kept", "it makes no more rows than there are")
+    assert found[at[3]][0] == "refused"
+    assert "fills rows out of bounds with a value other than NaN" in found[at[3]][1]
+    (loop,) = (x for x in report.lookups if "while" in x.reason)
+    assert loop.outcome == "kept"
+    in_library = library.__wrapped__.__code__.co_firstlineno + 2
+    assert found[f"test_rewrite_robust.py:{in_library} (library)"][0] == "kept"
+    assert len(report.lookups) == 5
+    text = str(report)
+    assert "lookups left as they are:" in text
+    assert text.count(": kept: ") + text.count(": refused: ") == 4
+
+
+def test_no_broadcast_is_said_only_without_lookups_and_repetitions() -> None:
+    table = jnp.ones((50, D))
+    none = report_of(lambda x: jnp.sin(x) @ W, CAND)
+    assert str(none) == "rewrite: no broadcast found; the original function runs"
+    bias = report_of(lambda x: x + jnp.broadcast_to(W[0], x.shape), CAND)
+    assert str(bias) == "rewrite: nothing gained from what is repeated; the original function runs"
+    kept = report_of(lambda t, i: t[i] @ W, table, INDEX)
+    assert str(kept).startswith("rewrite: 1 lookup found, none removed; the original function runs")
+    refused = report_of(lambda u, i: u.at[i].get(mode="fill", fill_value=3.0) @ W, USER, INDEX)
+    assert [x.outcome for x in refused.lookups] == ["refused"]
+
+
+def test_returned_is_said_of_returned_values_alone() -> None:
+    def fn(cand, keys, index):
+        return jax.nn.sigmoid(jnp.einsum("btd,bsd->bts", cand, keys[index]))
+
+    args = CAND[:, None], jnp.stack([USER, USER], axis=1), INDEX
+    reasons = [place.reason for place in report_of(fn, *args).materialised]
+    assert "returned by the function" not in reasons
+    returned = report_of(lambda u, i: jnp.sin(u[i]), USER, INDEX)
+    assert [place.reason for place in returned.materialised] == ["returned by the function"]
+
+
+# Functions under jit.
+
+
+@functools.partial(jax.jit, static_argnums=2, static_argnames=("mode",))
+def jitted(user, index, times, mode="a"):
+    return jnp.sin(user[index]) * times + (1 if mode == "a" else 2)
+
+
+def test_a_function_under_jit_keeps_its_parameters_and_methods() -> None:
+    rewritten = ikbo.rewrite(jitted)
+    assert ikbo.rewrite(rewritten) is rewritten
+    expected = jitted(USER, INDEX, 3, mode="b")
+    np.testing.assert_allclose(rewritten(USER, INDEX, 3, mode="b"), expected, rtol=1e-6)
+    compiled = rewritten.lower(USER, INDEX, 3, mode="b").compile()
+    np.testing.assert_allclose(compiled(USER, INDEX), expected, rtol=1e-6)
+    assert rewritten.eval_shape(USER, INDEX, 3).shape == (B, D)
+    (note,) = ikbo.explain(rewritten, USER, INDEX, 3).notes
+    assert note.changed
+    assert "sin" in str(rewritten.trace(USER, INDEX, 3).jaxpr)
+    donated = ikbo.rewrite(jax.jit(lambda x, i: x[i][:3] + x, donate_argnums=0))
+    (args_info, _) = donated.lower(USER, INDEX).args_info
+    assert [x.donated for x in args_info] == [True, False]
+
+
+def test_a_method_under_jit_keeps_its_methods() -> None:
+    class Scorer:
+        @functools.partial(jax.jit, static_argnums=0)
+        def score(self, user, index):
+            return jnp.sin(user[index])
+
+    scorer = Scorer()
+    rewritten = ikbo.rewrite(scorer.score)
+    expected = scorer.score(USER, INDEX)
+    np.testing.assert_allclose(rewritten(USER, INDEX), expected, rtol=1e-6)
+    compiled = rewritten.lower(USER, INDEX).compile()
+    np.testing.assert_allclose(compiled(USER, INDEX), expected, rtol=1e-6)
+    assert rewritten.eval_shape(USER, INDEX).shape == (B, D)
+
+
+def test_another_function_with_such_methods_keeps_them() -> None:
+    class Wrapped:
+        """As Flax's and Equinox's functions under jit are."""
+
+        __name__ = "wrapped"
+
+        def __call__(self, user, index):
+            return jnp.sin(user[index])
+
+        def lower(self, *args):
+            raise NotImplementedError
+
+    rewritten = ikbo.rewrite(Wrapped())
+    expected = jnp.sin(USER[INDEX])
+    for fn in (rewritten, rewritten.lower(USER, INDEX).compile(), jax.jit(rewritten)):
+        np.testing.assert_allclose(fn(USER, INDEX), expected, rtol=1e-6)
+    assert jax.jit(rewritten).lower(USER, INDEX).compile() is not None
+    assert rewritten.eval_shape(USER, INDEX) == rewritten.trace(USER, INDEX).out_info
+
+
+def test_a_rule_may_still_refuse(rules) -> None:
+    @rules("sin")
+    def rule(ctx, eqn, x):
+        raise NotCovered("not today")
+
+    assert [place.reason for place in same(work, USER, INDEX).materialised] == ["not today"]
