@@ -390,6 +390,7 @@ _PRIMITIVES: dict[str, Callable[..., Any]] = {
     "split": _split,
     "squeeze": lambda eqn, x: np.squeeze(x, tuple(eqn.params["dimensions"])),
     "top_k": _top_k,
+    "unstack": lambda eqn, x: list(np.moveaxis(x, eqn.params["axis"], 0)),
     "transpose": lambda eqn, x: np.transpose(x, eqn.params["permutation"]),
 }
 _PRIMITIVES |= {
@@ -438,5 +439,16 @@ _LINEAR = frozenset((*_MOVES, "cumsum", "dot_general", "mul", "reduce_sum"))
 #: They round nothing. A cast does if it narrows, which the next equation repeats.
 _EXACT = frozenset(
     (*_MOVES, "abs", "clamp", "gather", "max", "min", "neg", "reduce_max", "reduce_min")
-    + ("select_n", "sign", "split", "dynamic_slice", "iota", "floor", "round", "sort", "top_k")
+    + (
+        "select_n",
+        "sign",
+        "split",
+        "dynamic_slice",
+        "iota",
+        "floor",
+        "round",
+        "sort",
+        "top_k",
+        "unstack",
+    )
 ) - {"convert_element_type", "reduce_precision"}

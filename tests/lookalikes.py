@@ -38,14 +38,14 @@ def straight_through(f: Any) -> Any:
 
 def with_slope(f: Any, factor: float) -> Any:
     """f, with a slope of its own: `factor` times f's."""
-    g = jax.custom_jvp(f)
+    g = jax.custom_jvp(lambda x: f(x))  # Of one argument, whatever defaults f has.
     g.defjvp(lambda x, t: (f(x[0]), jax.jvp(f, x, t)[1] * factor))
     return g
 
 
 def with_gradient(f: Any, factor: float) -> Any:
     """f, with a custom_vjp: `factor` times f's gradient."""
-    g = jax.custom_vjp(f)
+    g = jax.custom_vjp(lambda x: f(x))
     g.defvjp(lambda x: (f(x), x), lambda x, t: (jax.vjp(f, x)[1](t)[0] * factor,))
     return g
 
