@@ -26,6 +26,7 @@ from benchmarks.attention_providers import (
     GROUPED_CUDNN,
     GROUPED_TOKAMAX,
     OURS,
+    WORDS,
     XLA,
     Inputs,
     Provider,
@@ -231,17 +232,17 @@ def _even_point(kv_len: int, all_points: Sequence[Mapping[str, Any]]) -> Mapping
 def draw(results: Mapping[str, Any], path: pathlib.Path) -> None:
     """Draws the fraction of the matmul over S, a curve for every provider."""
     measured = [point for point in results["points"] if point["sweep"] == "s"]
-    with plots.saved(path, size=(6, 3.5)) as (_, (axis,)):
+    with plots.saved(path, size=(8, 4.5)) as (figure, (axis,)):
         for provider in reversed(ALL):
             records = [provider_of(point, provider.name) for point in measured]
             if any(record is not None for record in records):
                 fractions = [float("nan") if r is None else r["fraction"] for r in records]
-                axis.plot(range(len(measured)), fractions, marker="o", label=provider.name)
+                axis.plot(range(len(measured)), fractions, marker="o", label=WORDS[provider.name])
         axis.set_xticks(range(len(measured)), [p["problem"]["kv_len"] for p in measured])
         axis.set_xlabel(f"S, keys of a user; {results['environment']['device']}")
         axis.set_ylabel("fraction of the sustained matmul")
         axis.set_ylim(bottom=0)
-        axis.legend(fontsize=8)
+        plots.legend_below(figure, axis, 2)
 
 
 def providers_of(sweep: str, quick: bool) -> Sequence[Provider]:

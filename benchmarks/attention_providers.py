@@ -147,6 +147,14 @@ GROUPED_TOKAMAX = Provider(
     "grouped-tokamax", "queries grouped by hand before, tokamax", _grouped_tokamax, _ungrouped
 )
 ALL = (COPIES, GROUPED_CUDNN, GROUPED_TOKAMAX, XLA, OURS)
+#: What plots and tables call the providers.
+WORDS = {
+    COPIES.name: "cuDNN, keys and values copied",
+    GROUPED_CUDNN.name: "cuDNN, queries grouped by hand",
+    GROUPED_TOKAMAX.name: "tokamax, queries grouped by hand",
+    XLA.name: "ikbo-jax in XLA",
+    OURS.name: "ikbo-jax",
+}
 
 
 def oracle(inputs: Inputs, rows: Sequence[int]) -> tuple[np.ndarray, float]:

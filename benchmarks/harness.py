@@ -182,6 +182,9 @@ def run_points(
       describe: a point's figures in a few words; by default, ours.
     """
     describe = describe or _ours
+    timing.make_folder_of(
+        out
+    )  # A name that cannot be written is known before anything is measured.
     for number, point in enumerate(todo, start=1):
         if time.monotonic() - start > budget_s:
             results["left_out"].append(f"{point.sweep} {point.label}")

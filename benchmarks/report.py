@@ -6,6 +6,10 @@ replaces what stands between `<!-- begin generated: NAME -->` and `<!-- end gene
 README.md and docs/performance.md, and draws docs/images. With --check it writes nothing and fails
 if the text would change. Blocks of other ops, and those whose names it does not know, are left
 alone.
+
+A table that was measured later than the file, or has points that the file lacks, is not replaced:
+the command says so, writes nothing at all, and returns 2. `--only NAME ...` names the blocks that
+are to be replaced, `--overwrite` replaces newer ones as well.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ import pathlib
 import re
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 from benchmarks import (
@@ -42,6 +46,14 @@ HEADLINE = (
     ("fused", "fused: broadcast in the epilogue"),
     ("single-launch", "single launch"),
 )
+#: The panels of the plot over sizes: sweep, what its horizontal axis is called.
+PANELS = {
+    "m": "compressed rows M",
+    "k": "candidate rows K",
+    "n": "embedding width N",
+    "batch": "candidates B",
+    "ratio": "candidates a user",
+}
 #: Columns that hold words.
 TEXT_COLUMNS = ("stage", "name", "point", "table says", "bar", "version")
 _BLOCK = re.compile(
@@ -50,6 +62,11 @@ _BLOCK = re.compile(
     r"(?P<end><!-- end generated: (?P=name) -->)",
     re.DOTALL,
 )
+
+#: The body of a block for which the file has no point.
+NOT_MEASURED = "Not measured yet.\n"
+#: The date in `provenance`; before it named a minute, it ended with the day.
+_DATE = re.compile(r"commit `[^`]*`, (\d{4}-\d\d-\d\d(?: \d\d:\d\d)?)")
 
 Results = Mapping[str, Any]
 Record = Mapping[str, Any]
@@ -66,14 +83,20 @@ def points_of(results: Results, sweep: str) -> list[Record]:
     return [point for point in results["points"] if point["sweep"] == sweep]
 
 
+def measured_at(results: Results) -> str:
+    """When the benchmark ran, to the minute: "2026-01-31 23:59 UTC"."""
+    date: str = results["environment"]["date"]
+    return f"{date[:16].replace('T', ' ')} UTC"
+
+
 def provenance(results: Results) -> str:
     """Where the figures come from, in one sentence."""
     env, protocol = results["environment"], results["protocol"]
     driver = f", driver {env['driver']}" if env["driver"] else ""
     return (
         f"Measured on {env['device']}{driver}, jax {env['jax']}, commit `{env['commit'][:12]}`, "
-        f"{env['date'][:10]}: median of {protocol['rounds']} windows of {protocol['window_s']} s, "
-        "launches back to back, competing versions by turns.\n"
+        f"{measured_at(results)}: median of {protocol['rounds']} windows of "
+        f"{protocol['window_s']} s, launches back to back, competing versions by turns.\n"
     )
 
 
@@ -81,7 +104,7 @@ def headline(results: Results) -> str:
     """The stages at the default shape: time, speed-up, fraction of the matmul."""
     defaults = points_of(results, "default")
     if not defaults:
-        return "Not measured yet.\n"
+        return NOT_MEASURED
     point = defaults[0]
     baseline = provider_of(point, HEADLINE[0][0])
     rows = []
@@ -136,7 +159,7 @@ def stages(results: Results) -> str:
             f"{sizes(point)}\n\n{markdown_table(header, rows)}\n"
             f"The user result alone takes {user_mib:.1f} MiB of the scratch.\n"
         )
-    return "\n".join(parts) or "Not measured yet.\n"
+    return "\n".join([*parts, provenance(results)]) if parts else NOT_MEASURED
 
 
 def sweeps(results: Results) -> str:
@@ -161,10 +184,11 @@ def sweeps(results: Results) -> str:
                 )
             )
     if not rows:
-        return "Not measured yet.\n"
+        return NOT_MEASURED
     table = markdown_table(("point", "ms", "XLA, ms", "fraction", "table says", "bar"), rows)
     left_out = results.get("left_out", [])
-    return table + (f"\nLeft out for time: {', '.join(left_out)}.\n" if left_out else "")
+    missing = f"\nLeft out for time: {', '.join(left_out)}.\n" if left_out else ""
+    return f"{table}{missing}\n{provenance(results)}"
 
 
 def environment(results: Results) -> str:
@@ -180,14 +204,16 @@ def environment(results: Results) -> str:
     )
 
 
-def draw(results: Results, root: pathlib.Path) -> list[pathlib.Path]:
-    """Draws the plots; returns their files."""
+def draw(
+    results: Results, root: pathlib.Path, images: Container[str] = (STAGES_IMAGE, SWEEPS_IMAGE)
+) -> list[pathlib.Path]:
+    """Draws those of the plots that are among `images`; returns their files."""
     drawn = []
-    for point in points_of(results, "default")[:1]:
+    for point in points_of(results, "default")[:1] if STAGES_IMAGE in images else ():
         timed = [(words, provider_of(point, name)) for name, words in HEADLINE]
         bars = [(words, record["median_ms"]) for words, record in timed if record is not None]
         drawn.append(root / STAGES_IMAGE)
-        with plots.saved(drawn[-1], size=(7, 0.5 + 0.4 * len(bars))) as (_, (axes,)):
+        with plots.saved(drawn[-1], size=(9, 0.8 + 0.45 * len(bars))) as (_, (axes,)):
             drawn_bars = axes.barh(
                 [words for words, _ in bars], [ms for _, ms in bars], color="#4c72b0"
             )
@@ -195,25 +221,36 @@ def draw(results: Results, root: pathlib.Path) -> list[pathlib.Path]:
             axes.invert_yaxis()
             axes.spines[["top", "right"]].set_visible(False)
             axes.set_xlabel(f"ms on {results['environment']['device']}; less is better")
-    names = [sweep for sweep in linear_compression.SWEEPS[1:-1] if points_of(results, sweep)]
-    if names:
+    names = [sweep for sweep in PANELS if points_of(results, sweep)]
+    if names and SWEEPS_IMAGE in images:
         drawn.append(root / SWEEPS_IMAGE)
-        size = (3 * len(names), 2.8)
-        with plots.saved(drawn[-1], len(names), size=size, sharey=True) as (_, row):
-            for axis, sweep in zip(row, names, strict=True):
-                points = points_of(results, sweep)
-                for name, words in (("ikbo", "ikbo-jax"), ("xla", "XLA, decomposed")):
-                    records = [provider_of(point, name) for point in points]
-                    fractions = [float("nan") if r is None else r["fraction"] for r in records]
-                    axis.plot(range(len(points)), fractions, marker="o", label=words)
-                labels = [point["label"].split("=")[-1] for point in points]
-                axis.set_xticks(range(len(points)), labels, rotation=30, fontsize=8)
-                axis.set_title(sweep)
-            # After the last curve, since it ends the scaling of the axis that all share.
-            row[0].set_ylim(bottom=0)
-            row[0].set_ylabel("fraction of the sustained matmul")
-            row[0].legend(fontsize=8)
+        _draw_sweeps(results, names, drawn[-1])
     return drawn
+
+
+def _draw_sweeps(results: Results, names: Sequence[str], path: pathlib.Path) -> None:
+    columns = min(3, len(names))
+    rows = -(-len(names) // columns)
+    size = (9, 0.6 + 2.9 * rows)
+    with plots.saved(path, columns, rows=rows, size=size, sharey=True) as (figure, panels):
+        panels = list(panels)
+        for axis in panels[len(names) :]:
+            axis.set_axis_off()
+        for axis, sweep in zip(panels[: len(names)], names, strict=True):
+            points = points_of(results, sweep)
+            for name, words in (("ikbo", "ikbo-jax"), ("xla", "ikbo-jax in XLA (decomposed)")):
+                records = [provider_of(point, name) for point in points]
+                fractions = [float("nan") if r is None else r["fraction"] for r in records]
+                axis.plot(range(len(points)), fractions, marker="o", label=words)
+            labels = [point["label"].split("=")[-1] for point in points]
+            labels = [label.replace(" of one user", ":1") for label in labels]
+            axis.set_xticks(range(len(points)), labels, rotation=30)
+            axis.set_xlabel(PANELS[sweep])
+        # After the last curve, since it ends the scaling of the axis that all share.
+        panels[0].set_ylim(bottom=0)
+        figure.supylabel("fraction of the sustained matmul")
+        figure.suptitle(f"linear compression on {results['environment']['device']}")
+        plots.legend_below(figure, panels[0], 2)
 
 
 def blocks(results: Results, document: str) -> dict[str, str]:
@@ -282,35 +319,92 @@ def replace_blocks(text: str, bodies: Mapping[str, str]) -> str:
     return _BLOCK.sub(replaced, text)
 
 
+def reason_to_keep(name: str, old: str, new: str) -> str | None:
+    """Why the body `old` of the block `name` should not be replaced by `new`; None if it may be."""
+    rows, new_rows = _points_in(old), _points_in(new)
+    if lost := [row for row in rows if row not in new_rows]:
+        return f"{name} has {len(lost)} points that the file lacks, {lost[0]!r} first"
+    dates = [_DATE.search(body) for body in (old, new)]
+    if dates[0] is None or dates[1] is None:
+        return None
+    then, now = dates[0][1], dates[1][1]
+    digits = min(len(then), len(now))
+    return f"{name} was measured later, {then}" if then[:digits] > now[:digits] else None
+
+
+def _points_in(body: str) -> list[str]:
+    """The first column of a body's tables, which names what was measured."""
+    cells = [
+        line.split(" | ")[0].removeprefix("| ") for line in body.split("\n") if line[:2] == "| "
+    ]
+    heads = [index - 1 for index, cell in enumerate(cells) if cell.startswith("---")]
+    return [c for i, c in enumerate(cells) if i not in heads and not c.startswith("---")]
+
+
+def images_of(bodies: Mapping[str, str], document: str) -> set[str]:
+    """The images that bodies link to, relative to the root; `document` is what holds them."""
+    links = [re.search(r"\]\(([^)]+)\)", body) for n, body in bodies.items() if n.endswith("-plot")]
+    folder = os.path.dirname(document)
+    return {os.path.normpath(os.path.join(folder, link[1])) for link in links if link is not None}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; with --check returns 1 if a document is not what the results make of it."""
+    """Command line.
+
+    Returns:
+      0; with --check 1 if a document is not what the results make of it; 2 if nothing was written
+      since a table is newer than the file, or larger.
+    """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report")
     parser.add_argument("results", type=pathlib.Path, help="results file (JSON)")
     parser.add_argument("--root", type=pathlib.Path, default=ROOT, help="root of the documents")
     parser.add_argument("--check", action="store_true", help="write nothing, fail on differences")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="replace these blocks alone")
+    parser.add_argument(
+        "--overwrite", "--force", action="store_true", help="replace newer and larger tables, too"
+    )
     args = parser.parse_args(argv)
     results = timing.read_results(args.results)
-    stale = []
+    known = blocks(results, "")
+    if unknown := [name for name in args.only or () if name not in known]:
+        parser.error(f"the file makes no block {unknown[0]}; it makes {', '.join(sorted(known))}")
+    texts, kept, images = {}, {}, set()
     for document in DOCUMENTS:
         path = args.root / document
+        bodies = blocks(results, document)
+        bodies = {n: body for n, body in bodies.items() if not args.only or n in args.only}
+        images |= images_of(bodies, document)
         if not path.exists():
             continue
         before = path.read_text(encoding="utf-8")
-        after = replace_blocks(before, blocks(results, document))
+        for match in _BLOCK.finditer(before):
+            if (name := match["name"]) in bodies:
+                reason = reason_to_keep(name, match["body"], bodies[name])
+                kept |= {} if reason is None else {reason: document}
+        after = replace_blocks(before, bodies)
         if before != after:
-            stale.append(document)
-            if not args.check:
-                path.write_text(after, encoding="utf-8")
+            texts[document] = after
     if args.check:
-        print("stale: " + ", ".join(stale) if stale else "documents agree with the results")
-        return 1 if stale else 0
+        print("stale: " + ", ".join(texts) if texts else "documents agree with the results")
+        return 1 if texts else 0
+    if kept and not args.overwrite:
+        for reason, document in kept.items():
+            print(f"{document}: {reason}", file=sys.stderr)
+        print(
+            f"wrote nothing: {args.results} is from {measured_at(results)}; --only NAME replaces "
+            "single blocks, --overwrite these as well",
+            file=sys.stderr,
+        )
+        return 2
+    for document, after in texts.items():
+        (args.root / document).write_text(after, encoding="utf-8")
     drawings = {
         "attention": report_attention.draw,
         "gdpa": report_gdpa.draw,
         "ranking": report_ranking.draw,
     }
-    drawing = drawings.get(results["op"], draw)
-    for written in [*stale, *(path.relative_to(args.root) for path in drawing(results, args.root))]:
+    drawn = drawings.get(results["op"], draw)(results, args.root, images)
+    for written in [*texts, *(path.relative_to(args.root) for path in drawn)]:
         print(f"wrote {written}")
     return 0
 

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 from benchmarks import attention
+from benchmarks.attention_providers import COPIES, GROUPED_CUDNN, OURS, WORDS, XLA
 from benchmarks.harness import provider_of
 
 IMAGE = "docs/images/attention_lengths.svg"
-#: What the table over S shows: provider, words.
-COLUMNS = (
-    ("copies-cudnn", "copies + cuDNN"),
-    ("grouped-cudnn", "grouped by hand, cuDNN"),
-    ("xla", "XLA path"),
-    ("ikbo", "ikbo-jax"),
-)
+#: What the table over S shows, by name.
+COLUMNS = (COPIES.name, GROUPED_CUDNN.name, XLA.name, OURS.name)
 
 
 def _points(results: Mapping[str, Any], over_lengths: bool) -> list[Mapping[str, Any]]:
@@ -25,10 +21,10 @@ def _points(results: Mapping[str, Any], over_lengths: bool) -> list[Mapping[str,
 
 def lengths(results: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Header and rows of the table over S: milliseconds of every provider, then our fraction."""
-    header = ("S", *(f"{words}, ms" for _, words in COLUMNS), "fraction", "bar")
+    header = ("S", *(f"{WORDS[name]}, ms" for name in COLUMNS), "fraction", "bar")
     rows = []
     for point in _points(results, over_lengths=True):
-        records = [provider_of(point, name) for name, _ in COLUMNS]
+        records = [provider_of(point, name) for name in COLUMNS]
         times = ["not run" if r is None else f"{r['median_ms']:.4f}" for r in records]
         fraction = "-" if records[-1] is None else f"{records[-1]['fraction']:.3f}"
         bar = attention.bars(point, results["points"])
@@ -38,10 +34,10 @@ def lengths(results: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[str
 
 def sweeps(results: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Header and rows of the other sweeps: ours beside the queries grouped by hand."""
-    header = ("point", "ms", "grouped by hand, cuDNN, ms", "fraction", "bar")
+    header = ("point", "ms", f"{WORDS[GROUPED_CUDNN.name]}, ms", "fraction", "bar")
     rows = []
     for point in _points(results, over_lengths=False):
-        ours, grouped = (provider_of(point, name) for name in ("ikbo", "grouped-cudnn"))
+        ours, grouped = (provider_of(point, p.name) for p in (OURS, GROUPED_CUDNN))
         if ours is None:
             rows.append((f"{point['sweep']}: {point['label']}", "not run", "", "", ""))
             continue
@@ -57,9 +53,11 @@ def sweeps(results: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[str,
     return header, rows
 
 
-def draw(results: Mapping[str, Any], root: pathlib.Path) -> list[pathlib.Path]:
-    """Draws the plot over S, if it was measured; returns its file."""
-    if not _points(results, over_lengths=True):
+def draw(
+    results: Mapping[str, Any], root: pathlib.Path, images: Container[str] = (IMAGE,)
+) -> list[pathlib.Path]:
+    """Draws the plot over S, if it was measured and is among `images`; returns its file."""
+    if IMAGE not in images or not _points(results, over_lengths=True):
         return []
     attention.draw(results, root / IMAGE)
     return [root / IMAGE]

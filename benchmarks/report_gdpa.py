@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 from benchmarks import gdpa, plots
@@ -13,7 +13,7 @@ from benchmarks.harness import provider_of
 IMAGE = "docs/images/{}_lengths.svg"
 #: What the tables show: provider, words; the yardsticks only where one was timed.
 COLUMNS = (
-    (XLA.name, "XLA path"),
+    (XLA.name, "ikbo-jax in XLA"),
     (CUDNN.name, "cuDNN softmax (another function)"),
     (TOKAMAX.name, "tokamax softmax (another function)"),
     (OURS.name, "ikbo-jax"),
@@ -72,21 +72,26 @@ def sweeps(results: Mapping[str, Any]) -> Table:
     return _table(results, over_lengths=False)
 
 
-def draw(results: Mapping[str, Any], root: pathlib.Path) -> list[pathlib.Path]:
-    """Draws our fraction over the greatest length, dotted the bars; returns its file.
+def draw(
+    results: Mapping[str, Any], root: pathlib.Path, images: Container[str] | None = None
+) -> list[pathlib.Path]:
+    """Draws our fraction over the greatest length, dotted the target; returns its file.
 
-    One panel for the forward pass, one for the backward pass; none if neither was measured.
+    One panel for the forward pass, one for the backward pass; no file if neither was measured, or
+    if the plot is not among `images`.
     """
     measured = [p for p in _points(results, over_lengths=True) if p["direction"] != "both"]
     directions = [d for d in gdpa.DIRECTIONS if any(p["direction"] == d for p in measured)]
-    if not directions:
+    if not directions or (images is not None and image(results) not in images):
         return []
     path = root / image(results)
-    size = (4.5 * len(directions), 3.5)
+    size = (4.5 * len(directions) if len(directions) > 1 else 7, 4.5)
     with plots.saved(path, len(directions), size=size, sharey=True) as (figure, row):
         for axis, direction in zip(row, directions, strict=True):
             for number, (sweep, words) in enumerate(CURVES.items()):
                 points = [p for p in measured if (p["sweep"], p["direction"]) == (sweep, direction)]
+                if not points:
+                    continue
                 records = [provider_of(point, OURS.name) for point in points]
                 fractions = [float("nan") if r is None else r["fraction"] for r in records]
                 over, color = [p["problem"]["q_len"] for p in points], f"C{number}"
@@ -96,10 +101,10 @@ def draw(results: Mapping[str, Any], root: pathlib.Path) -> list[pathlib.Path]:
             axis.set_xscale("log", base=2)
             axis.set_xticks(gdpa.LENGTHS, [str(length) for length in gdpa.LENGTHS])
             axis.set_xlabel("greatest length")
-            axis.set_title(direction)
+            axis.set_title(f"{direction} pass")
         # After the last curve, since it ends the scaling of the axis that both share.
         row[0].set_ylim(bottom=0)
         row[0].set_ylabel("fraction of the sustained matmul")
-        row[0].legend(fontsize=8)
-        figure.suptitle(f"{results['environment']['device']}; dotted: the bars", fontsize=9)
+        plots.legend_below(figure, row[0], min(2, len(directions)))
+        figure.suptitle(f"{results['environment']['device']}; dotted: target")
     return [path]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from benchmarks import plots, ranking
@@ -21,7 +21,12 @@ HEADLINE = (
     (ranking.REWRITTEN.name, "`ikbo.rewrite` of the materialised"),
 )
 #: What a sweep compares; the tuned copies take longer to compile than to time.
-SWEPT = tuple(version for version in HEADLINE if version[0] != ranking.TUNED.name)
+SWEPT = (
+    (ranking.COPIES.name, "materialised (users copied)"),
+    (ranking.BY_HAND.name, "hand-optimised for XLA, cuDNN"),
+    (ranking.OURS.name, "this library's layers"),
+    (ranking.REWRITTEN.name, "ikbo.rewrite of the materialised"),
+)
 Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
 
 
@@ -73,7 +78,7 @@ def sizes(results: Mapping[str, Any]) -> str:
 
 def sweep(results: Mapping[str, Any], name: str) -> Table:
     """Ours beside the others over ratios, or over candidates."""
-    header = ("point", *(f"{name}, ms" for name, _ in SWEPT), "µs a candidate")
+    header = ("point", *(f"{words}, ms" for _, words in SWEPT), "µs a candidate")
     rows = []
     for point in points_of(results, name):
         records = [provider_of(point, name) for name, _ in SWEPT]
@@ -84,32 +89,39 @@ def sweep(results: Mapping[str, Any], name: str) -> Table:
     return header, rows
 
 
-def draw(results: Mapping[str, Any], root: pathlib.Path) -> list[pathlib.Path]:
-    """Draws latency and memory over every sweep that was measured; returns the files."""
-    names = [name for name in WORDS if points_of(results, name)]
-    if not names:
-        return []
+def draw(
+    results: Mapping[str, Any], root: pathlib.Path, images: Container[str] | None = None
+) -> list[pathlib.Path]:
+    """Draws latency and memory over every sweep that was measured; returns the files.
+
+    If `images` are given, only plots among them.
+    """
+    names = [
+        name
+        for name in WORDS
+        if points_of(results, name) and (images is None or IMAGE.format(name) in images)
+    ]
     drawn = []
     for name in names:
         measured = points_of(results, name)
         labels = [point["label"].split("=")[-1] for point in measured]
         path = root / IMAGE.format(name)
-        with plots.saved(path, 2, size=(9, 3.2)) as (figure, row):
+        with plots.saved(path, 2, size=(9, 4.2)) as (figure, row):
             _curves(row[0], measured, lambda r: r["median_ms"])
             _curves(row[1], measured, lambda r: (r.get("total_bytes") or 0) / 2**20)
-            for axis, unit in zip(row, ("ms", "memory, MiB"), strict=True):
+            for axis, unit in zip(row, ("time, ms", "memory, MiB"), strict=True):
                 axis.set_xticks(range(len(labels)), labels)
                 axis.set_xlabel(WORDS[name])
                 axis.set_ylabel(unit)
-                axis.set_yscale("log")
-            row[0].legend(fontsize=8)
+                plots.plain_log_scale(axis)
+            plots.legend_below(figure, row[0], 2)
             figure.suptitle(f"ranking network on {results['environment']['device']}")
         drawn.append(path)
     return drawn
 
 
 def _curves(axis: Any, measured: Sequence[Mapping[str, Any]], value: Any) -> None:
-    for name, _ in SWEPT:
+    for name, words in SWEPT:
         records = [provider_of(point, name) for point in measured]
         values = [float("nan") if r is None else value(r) for r in records]
-        axis.plot(range(len(values)), values, marker="o", label=name)
+        axis.plot(range(len(values)), values, marker="o", label=words)

@@ -15,6 +15,7 @@ import pathlib
 import platform
 import statistics
 import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -107,9 +108,16 @@ def commit() -> str:
     return head + ("-dirty" if _output("git", "-C", str(root), "status", "--porcelain") else "")
 
 
+def make_folder_of(path: pathlib.Path) -> None:
+    """Makes the folder of a file that is to be written, and says so, if it is missing."""
+    if not path.parent.is_dir():
+        path.parent.mkdir(parents=True)
+        print(f"made the folder {path.parent}, which did not exist", file=sys.stderr)
+
+
 def write_results(path: pathlib.Path, results: Mapping[str, Any]) -> None:
     """Writes a results file whole; one line for every list of samples keeps its diffs short."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder_of(path)
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(_dumps({"schema": SCHEMA, **results}) + "\n", encoding="utf-8")
     os.replace(temporary, path)

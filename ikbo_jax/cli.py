@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
 #: Exit statuses.
 OK, DISAGREES, UNUSABLE = 0, 1, 2
+#: That of a process that SIGINT ended, as shells count.
+INTERRUPTED = 130
+#: Largest size that an argument may give: indices are int32.
+MAX_SIZE = 2**31 - 1
 _KERNEL_DTYPES = ("bfloat16", "float16")
 _DTYPES = (*_KERNEL_DTYPES, "float32")
 
@@ -35,10 +39,20 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: arguments after the program's name; `sys.argv[1:]` if None.
 
     Returns:
-      0; 1 if the demo's stages disagree; 2 if the arguments or the device will not do.
+      0; 1 if the demo's stages disagree; 2 if the arguments or the device will not do; 130 if
+      Ctrl-C ended it. If `argv` is None an interrupted process ends here: XLA cannot stop what it
+      compiles, and Python would wait for its threads.
     """
     args = _parser().parse_args(argv)
-    status: int = args.command(args)
+    try:
+        status: int = args.command(args)
+    except KeyboardInterrupt as stop:
+        print(f"ikbo-jax: {str(stop) or 'interrupted'}", file=sys.stderr)
+        status = INTERRUPTED
+    if status == INTERRUPTED and argv is None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
     return status
 
 
@@ -76,8 +90,9 @@ def _parser() -> argparse.ArgumentParser:
     tune = commands.add_parser(
         "tune",
         help="find the fastest configuration of a kernel on this device",
-        description="Times every legal configuration, checks each for correctness, and writes the "
-        "best into the user's cache, which the dispatch table prefers.",
+        description="Compiles every configuration worth timing, checks each for correctness, and "
+        "times them beside XLA and the choice of the dispatch table. If one beats that choice by "
+        "more than the noise, it is written into the user's cache, which the table prefers.",
     )
     ops = tune.add_subparsers(required=True, metavar="op")
     linear_compression = ops.add_parser("linear-compression", help="tune linear_compression")
@@ -169,47 +184,49 @@ def _add_limit(parser: argparse.ArgumentParser) -> None:
         "--limit",
         type=_positive,
         metavar="COUNT",
-        help="time only so many configurations, the likeliest first (each takes some 10 s)",
+        help="time only so many configurations, the likeliest first, and the table's choice",
     )
 
 
 def _positive(text: str) -> int:
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError:
+        # argparse would name this function: "invalid _positive value".
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is not a whole number") from None
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not a positive number")
+    if value > MAX_SIZE:
+        raise argparse.ArgumentTypeError(f"{text[:80]} is more than {MAX_SIZE}")
     return value
 
 
 def _demo(args: argparse.Namespace) -> int:
-    from ikbo_jax import demo, demo_attention, demo_ranking
+    try:
+        return _run_demo(args)
+    except KeyboardInterrupt:
+        print(
+            "ikbo-jax demo: interrupted before all was measured; programs that had compiled are "
+            "kept for the next time",
+            file=sys.stderr,
+        )
+        return INTERRUPTED
+
+
+def _run_demo(args: argparse.Namespace) -> int:
+    from ikbo_jax.demo import Request
 
     if args.plot is not None and (reason := _cannot_plot(args.plot)) is not None:
         print(f"ikbo-jax demo: {reason}", file=sys.stderr)
         return UNUSABLE
     given = {
         field.name: getattr(args, field.name)
-        for field in dataclasses.fields(demo.Request)
+        for field in dataclasses.fields(Request)
         if getattr(args, field.name) is not None
     }
-    request = dataclasses.replace(demo.default_request(), **given)
-    sizes = demo_ranking.sizes_of(request, args.layers)
-    with terminal.spinner() as say:
-        network = demo_ranking.run(sizes, request.seed, on_progress=say)
-        report = demo.run(request, on_progress=say)
-        attention = demo_attention.run(demo_attention.default_request(request), on_progress=say)
-        if args.plot is not None:
-            points = demo_ranking.sweep(sizes, request.seed, on_progress=say)
-            demo_ranking.draw(points, cli_demo.device_name(), args.plot)
-    cli_demo.print_request(request, report.counts)
-    print()
-    cli_demo.print_network(network)
-    print()
-    cli_demo.print_demo(report, demo.automatic_path(request))
-    print()
-    cli_demo.print_attention(attention)
-    if args.plot is not None:
-        print(f"wrote {args.plot}")
-    return OK if network.agree and report.agree and attention.agree else DISAGREES
+    with terminal.progress() as say:
+        agree = cli_demo.run(given, args.layers, args.plot, say)
+    return OK if agree else DISAGREES
 
 
 def _cannot_plot(path: pathlib.Path) -> str | None:

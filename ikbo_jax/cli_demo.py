@@ -1,10 +1,13 @@
-"""What `ikbo-jax demo` prints of its reports."""
+"""The command `ikbo-jax demo`: what it runs, and what it prints of the reports."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import pathlib
 import platform
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from ikbo_jax import terminal
 from ikbo_jax._version import __version__
@@ -23,6 +26,48 @@ def device_name() -> str:
     if device.platform == "cpu":
         return f"cpu ({platform.machine()})"
     return f"{device.device_kind} ({device.platform})"
+
+
+def run(
+    given: Mapping[str, Any], layers: int | None, plot: pathlib.Path | None, say: terminal.Say
+) -> bool:
+    """Runs the demo's parts, prints their reports, and draws the plot.
+
+    Args:
+      given: fields of the request that replace the default's.
+      layers: of the ranking network, if the default will not do.
+      plot: file to draw the network's time and memory over candidates per user into.
+      say: is told what is being done.
+
+    Returns:
+      Whether all results agree with their oracles.
+    """
+    from ikbo_jax import demo, demo_attention, demo_ranking
+
+    request = dataclasses.replace(demo.default_request(), **given)
+    sizes = demo_ranking.sizes_of(request, layers)
+    on_attention = demo_attention.default_request(request)
+    calls: list[Callable[[], Any]] = [
+        functools.partial(demo_ranking.run, sizes, request.seed, on_progress=say),
+        functools.partial(demo.run, request, on_progress=say),
+        functools.partial(demo_attention.run, on_attention, on_progress=say),
+    ]
+    if plot is not None:
+        calls.append(functools.partial(demo_ranking.sweep, sizes, request.seed, on_progress=say))
+    network, report, attention, *points = demo.run_parts(calls, say)
+    if plot is not None:
+        demo_ranking.draw(points[0], device_name(), plot)
+    print_request(request, report.counts)
+    print()
+    print_network(network)
+    print()
+    print_demo(report, demo.automatic_path(request))
+    print()
+    print_attention(attention)
+    if plot is not None:
+        print(f"wrote {plot}")
+    agree: bool = network.agree and report.agree and attention.agree
+    return agree
 
 
 def print_request(request: Request, counts: Sequence[int]) -> None:

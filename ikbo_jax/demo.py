@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ikbo_jax._timing import by_turns
+from ikbo_jax._timing.programs import Programs, Say, kept_compilations, side_by_side
 from ikbo_jax.ops.dispatch import hopper_unavailable_reason
 from ikbo_jax.ops.explain import explain
 from ikbo_jax.ops.linear_compression import linear_compression
@@ -27,10 +28,13 @@ from ikbo_jax.tuning.configs import (
     LinearCompressionProblem,
     illegal_reason,
 )
-from ikbo_jax.tuning.table import default_config, lookup
+from ikbo_jax.tuning.table import default_config, lookup, user_cache_path
 
-#: Rounds over all stages; in each, every stage has one window of launches back to back.
+#: Rounds over all stages; in each, every stage has one window of launches back to back, and half a
+#: window before it. The stages' turns keep the card busy between a stage's windows.
 ROUNDS = 3
+#: Seconds of a window: twelve stages take 3 s in all.
+WINDOW_S = 0.05
 #: Embedding rows are padded to a multiple of this in the aligned baseline: 16 bytes of bfloat16.
 ALIGNED_K = 8
 
@@ -139,6 +143,17 @@ class Report:
         return all(m.agrees for m in self.measured)
 
 
+def run_parts(calls: Sequence[Callable[[], Any]], say: Say) -> list[Any]:
+    """What the calls return: parts of the demo, run as `_timing.programs` says.
+
+    Compiled programs are kept for the next time, beside the user's tuning cache.
+    """
+    with kept_compilations(user_cache_path().parent / "compilations") as reason:
+        if reason is not None:
+            say(reason)
+        return side_by_side(calls)
+
+
 def default_request() -> Request:
     """The full request on an accelerator, the small one on a CPU."""
     return SMALL if jax.default_backend() == "cpu" else FULL
@@ -151,10 +166,9 @@ def candidate_counts(request: Request) -> np.ndarray:
     return rng.multinomial(request.candidates, popularity / popularity.sum())
 
 
-def make_inputs(request: Request) -> Inputs:
-    """Seeded random inputs; weights are scaled so that results are of order one."""
+def _draw(request: Request, key: jax.Array) -> tuple[jax.Array, ...]:
     dtype = jnp.dtype(request.dtype)
-    keys = jax.random.split(jax.random.key(request.seed), 4)
+    keys = jax.random.split(key, 4)
     scale = 1 / math.sqrt(request.k_cand + request.k_user)
     shapes = (
         (request.m, request.k_cand),
@@ -165,14 +179,18 @@ def make_inputs(request: Request) -> Inputs:
     w_cand, w_user, e_cand, e_user = (
         jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)
     )
-    index = np.repeat(np.arange(request.users, dtype=np.int32), candidate_counts(request))
-    return Inputs(
-        (w_cand * scale).astype(dtype),
-        (w_user * scale).astype(dtype),
-        e_cand,
-        e_user,
-        jnp.asarray(index),
-    )
+    return (w_cand * scale).astype(dtype), (w_user * scale).astype(dtype), e_cand, e_user
+
+
+def user_index(request: Request) -> jax.Array:
+    """The user of every candidate, [B] int32, sorted."""
+    counts = candidate_counts(request)
+    return jnp.asarray(np.repeat(np.arange(request.users, dtype=np.int32), counts))
+
+
+def make_inputs(request: Request) -> Inputs:
+    """Seeded random inputs; weights are scaled so that results are of order one."""
+    return Inputs._make([*_draw(request, jax.random.key(request.seed)), user_index(request)])
 
 
 def _levels(
@@ -199,7 +217,7 @@ def oracle(inputs: Inputs) -> jax.Array:
     """The materialised model in float32, [B, M, N] float32."""
     wide = (x.astype(jnp.float32) for x in inputs[:4])
     exact = _materialised(precision=jax.lax.Precision.HIGHEST)
-    return jax.jit(exact)(*wide, inputs.cand_to_user)
+    return exact(*wide, inputs.cand_to_user)
 
 
 def _bytes_moved(request: Request, *, copied_k: int = 0, separate_add: bool = False) -> int:
@@ -288,9 +306,10 @@ def tolerance(request: Request, baseline_error: float, largest: float) -> float:
     return 2 * baseline_error + (rounding + summation) * largest
 
 
-@jax.jit
-def _largest_error(actual: jax.Array, expected: jax.Array) -> jax.Array:
-    return jnp.max(jnp.abs(actual.astype(jnp.float32) - expected), initial=0.0)
+def compare(actual: jax.Array, expected: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The largest absolute difference, and the largest absolute value expected; two scalars."""
+    error = jnp.max(jnp.abs(actual.astype(jnp.float32) - expected), initial=0.0)
+    return error, jnp.max(jnp.abs(expected), initial=0.0)
 
 
 def device_memory(executable: jax.stages.Compiled) -> int:
@@ -301,63 +320,71 @@ def device_memory(executable: jax.stages.Compiled) -> int:
     return int(analysis.output_size_in_bytes + analysis.temp_size_in_bytes)
 
 
-def compile_stages(
-    stages: Sequence[Stage], inputs: Sequence[jax.Array], on_progress: Callable[[str], None]
-) -> tuple[dict[str, jax.stages.Compiled], list[Stage], list[Stage]]:
-    """Compiled stages by name, those stages, and the ones that cannot run here, with the reason."""
-    compiled, runnable, not_run = {}, [], []
+def add_stages(
+    programs: Programs, stages: Sequence[Stage], inputs: Sequence[Any]
+) -> tuple[list[Stage], list[Stage]]:
+    """Adds the stages to the programs; those added, and those that cannot run here, and why."""
+    runnable, not_run = [], []
     for stage in stages:
         if stage.fn is None:
             not_run.append(stage)
             continue
-        on_progress(f"compiling {stage.name}")
         try:
-            compiled[stage.name] = jax.jit(stage.fn).lower(*inputs).compile()
+            programs.add(stage.name, stage.fn, *inputs)
         except NotImplementedError as error:  # legal, but not for this kernel: its message says why
             not_run.append(dataclasses.replace(stage, fn=None, path=str(error)))
             continue
         runnable.append(stage)
-    return compiled, runnable, not_run
+    return runnable, not_run
 
 
 def time_by_turns(
-    compiled: Mapping[str, jax.stages.Compiled],
-    inputs: Sequence[Any],
-    on_progress: Callable[[str], None],
+    compiled: Mapping[str, Callable[..., Any]], inputs: Sequence[Any], say: Say
 ) -> dict[str, list[float]]:
     """Milliseconds of every round, by name."""
 
     def on_turn(name: str, turn: int) -> None:
-        on_progress(f"timing {name}, round {turn + 1} of {ROUNDS}")
+        if turn == 0:
+            say(f"timing {' '.join(name.split())}, round 1 of {ROUNDS} by turns")
 
     thunks = {name: functools.partial(fn, *inputs) for name, fn in compiled.items()}
-    return by_turns(thunks, rounds=ROUNDS, on_turn=on_turn)
+    return by_turns(thunks, window_s=WINDOW_S, rounds=ROUNDS, on_turn=on_turn)
 
 
-def run(request: Request, *, on_progress: Callable[[str], None] = lambda _: None) -> Report:
-    """Computes the request in every stage, checks the results, and times the stages in turn.
+def said_of(part: str, on_progress: Say) -> Say:
+    """`on_progress` for one part of the demo, whose name it puts before every text."""
+    return lambda text: on_progress(f"{part}: {text}")
+
+
+def measure(
+    compiled: Mapping[str, jax.stages.Compiled],
+    runnable: Sequence[Stage],
+    inputs: Sequence[jax.Array],
+    expected: jax.Array,
+    tolerance_of: Callable[[float, float], float],
+    say: Say,
+) -> tuple[tuple[Measured, ...], float]:
+    """Checks and times stages.
 
     Args:
-      request: sizes and seed.
-      on_progress: is told what is being done.
+      compiled: programs by name: the stages', and "comparison", which is `compare` or like it.
+      runnable: the stages, the baseline first.
+      inputs: of every stage.
+      expected: what "comparison" takes beside a stage's result.
+      tolerance_of: from the baseline's error and the largest value expected, the largest error
+        allowed.
+      say: is told what is being done.
 
     Returns:
-      The report; stages that cannot run on this device are in `not_run`, with the reason as path.
+      What was measured, and the largest error allowed.
     """
-    on_progress("building the request")
-    inputs = make_inputs(request)
-    on_progress("oracle in float32")
-    expected = oracle(inputs)
-    largest = float(jnp.max(jnp.abs(expected), initial=0.0))
-
-    compiled, runnable, not_run = compile_stages(stages(request), inputs, on_progress)
-    errors = {
-        name: float(_largest_error(executable(*inputs), expected))
-        for name, executable in compiled.items()
-    }
-    del expected
-    samples = time_by_turns(compiled, inputs, on_progress)
-    limit = tolerance(request, errors[runnable[0].name], largest)
+    say("checking the results")
+    errors, largest = {}, 0.0
+    for stage in runnable:
+        found = compiled["comparison"](compiled[stage.name](*inputs), expected)
+        errors[stage.name], largest = (float(x) for x in found)
+    limit = tolerance_of(errors[runnable[0].name], largest)
+    samples = time_by_turns({stage.name: compiled[stage.name] for stage in runnable}, inputs, say)
     measured = tuple(
         Measured(
             stage,
@@ -368,6 +395,35 @@ def run(request: Request, *, on_progress: Callable[[str], None] = lambda _: None
             agrees=errors[stage.name] <= limit < largest,
         )
         for stage in runnable
+    )
+    return measured, limit
+
+
+def run(request: Request, *, on_progress: Say = lambda _: None) -> Report:
+    """Computes the request in every stage, checks the results, and times the stages in turn.
+
+    Args:
+      request: sizes and seed.
+      on_progress: is told what is being done.
+
+    Returns:
+      The report; stages that cannot run on this device are in `not_run`, with the reason as path.
+    """
+    say = said_of("linear compression", on_progress)
+    programs = Programs(say)
+    key, index = jax.random.key(request.seed), user_index(request)
+    drawn = programs.add("inputs", functools.partial(_draw, request), key, timed=False)
+    shapes = Inputs._make([*drawn, jax.ShapeDtypeStruct(index.shape, index.dtype)])
+    exact = programs.add("oracle in float32", oracle, shapes, timed=False)
+    runnable, not_run = add_stages(programs, stages(request), shapes)
+    out = jax.ShapeDtypeStruct(exact.shape, jnp.dtype(request.dtype))
+    programs.add("comparison", compare, out, exact, timed=False)
+    compiled = programs.compiled()
+
+    inputs = Inputs._make([*compiled["inputs"](key), index])
+    expected = compiled["oracle in float32"](inputs)
+    measured, limit = measure(
+        compiled, runnable, inputs, expected, functools.partial(tolerance, request), say
     )
     counts = tuple(int(c) for c in candidate_counts(request))
     return Report(request, counts, measured, tuple(not_run), limit)

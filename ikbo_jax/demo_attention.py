@@ -8,8 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import statistics
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -17,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ikbo_jax import demo
+from ikbo_jax._timing.programs import Programs, Say
 from ikbo_jax.demo import Measured, Stage
 from ikbo_jax.ops.attention import attention
 from ikbo_jax.ops.dispatch import hopper_unavailable_reason
@@ -76,20 +75,14 @@ def default_request(ranking: demo.Request) -> Request:
     return Request(ranking, q_len=64, kv_len=1024, heads=2, head_dim=128)
 
 
-def make_inputs(request: Request) -> Inputs:
-    """Seeded random inputs; candidates are shared out as in the rest of the demo."""
+def _draw(request: Request, key: jax.Array) -> tuple[jax.Array, ...]:
     ranking = request.ranking
     dtype = jnp.dtype(ranking.dtype)
-    keys = jax.random.split(jax.random.key(ranking.seed), 3)
+    keys = jax.random.split(key, 3)
     width = (request.heads, request.head_dim)
     of_user = (ranking.users, request.kv_len, *width)
     shapes = ((ranking.candidates, request.q_len, *width), of_user, of_user)
-    query, key, value = (
-        jax.random.normal(k, shape, dtype) for k, shape in zip(keys, shapes, strict=True)
-    )
-    counts = demo.candidate_counts(ranking)
-    index = np.repeat(np.arange(ranking.users, dtype=np.int32), counts)
-    return Inputs(query, key, value, jnp.asarray(index))
+    return tuple(jax.random.normal(k, shape, dtype) for k, shape in zip(keys, shapes, strict=True))
 
 
 def _copied(query: jax.Array, key: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
@@ -137,18 +130,26 @@ def stages(request: Request) -> list[Stage]:
     return [*found, Stage("3  in-kernel", kernel, once, "mosaic_gpu")]
 
 
-@jax.jit
-def _oracle(inputs: Inputs, rows: jax.Array) -> jax.Array:
+def _oracle(rows: np.ndarray, inputs: Inputs) -> jax.Array:
     query, key, value = (x.astype(jnp.float32) for x in (inputs.query[rows], *inputs[1:3]))
     scale = query.shape[-1] ** -0.5
     return materialised(query, key, value, inputs.cand_to_user[rows], scale=scale)[0]
 
 
-def _of_attention(on_progress: Callable[[str], None], text: str) -> None:
-    on_progress(f"attention: {text}")
+def _compare(
+    rows: np.ndarray, actual: jax.Array, expected: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    return demo.compare(actual[rows], expected)
 
 
-def run(request: Request, *, on_progress: Callable[[str], None] = lambda _: None) -> Report:
+def _tolerance(request: Request, baseline_error: float, largest: float) -> float:
+    """Twice what the copied version errs in this dtype, one rounding, f32 sums in other orders."""
+    rounding = float(jnp.finfo(request.ranking.dtype).eps) / 2
+    summation = math.sqrt(request.kv_len) * float(jnp.finfo(jnp.float32).eps)
+    return 2 * baseline_error + (rounding + summation) * largest
+
+
+def run(request: Request, *, on_progress: Say = lambda _: None) -> Report:
     """Computes the attention in every stage, checks the results, and times the stages in turn.
 
     Args:
@@ -158,33 +159,22 @@ def run(request: Request, *, on_progress: Callable[[str], None] = lambda _: None
     Returns:
       The report; stages that cannot run on this device are in `not_run`, with the reason as path.
     """
-    on_progress("attention: oracle in float32")
-    inputs = make_inputs(request)
+    say = demo.said_of("attention", on_progress)
+    programs = Programs(say)
     batch = request.ranking.candidates
-    rows = jnp.asarray(np.linspace(0, batch - 1, min(CHECKED, batch)), jnp.int32)
-    expected = _oracle(inputs, rows)
-    largest = float(jnp.max(jnp.abs(expected)))
-    report = functools.partial(_of_attention, on_progress)
-    compiled, runnable, not_run = demo.compile_stages(stages(request), inputs, report)
-    errors = {
-        name: float(jnp.max(jnp.abs(executable(*inputs)[rows].astype(jnp.float32) - expected)))
-        for name, executable in compiled.items()
-    }
-    samples = demo.time_by_turns(compiled, inputs, report)
+    rows = np.linspace(0, batch - 1, min(CHECKED, batch)).astype(np.int32)
+    key, index = jax.random.key(request.ranking.seed), demo.user_index(request.ranking)
+    drawn = programs.add("inputs", functools.partial(_draw, request), key, timed=False)
+    shapes = Inputs._make([*drawn, jax.ShapeDtypeStruct(index.shape, index.dtype)])
+    exact = programs.add("oracle in float32", functools.partial(_oracle, rows), shapes, timed=False)
+    runnable, not_run = demo.add_stages(programs, stages(request), shapes)
+    out = jax.ShapeDtypeStruct(shapes.query.shape, shapes.query.dtype)
+    programs.add("comparison", functools.partial(_compare, rows), out, exact, timed=False)
+    compiled = programs.compiled()
 
-    # Twice what the copied version errs in this dtype, one rounding, and f32 sums in other orders.
-    rounding = float(jnp.finfo(request.ranking.dtype).eps) / 2
-    summation = math.sqrt(request.kv_len) * float(jnp.finfo(jnp.float32).eps)
-    limit = 2 * errors[runnable[0].name] + (rounding + summation) * largest
-    measured = tuple(
-        Measured(
-            stage,
-            time_ms=statistics.median(samples[stage.name]),
-            memory_bytes=demo.device_memory(compiled[stage.name]),
-            error=errors[stage.name],
-            # A NaN disagrees; and a baseline whose error hides the result has no right to vouch.
-            agrees=errors[stage.name] <= limit < largest,
-        )
-        for stage in runnable
+    inputs = Inputs._make([*compiled["inputs"](key), index])
+    expected = compiled["oracle in float32"](inputs)
+    measured, limit = demo.measure(
+        compiled, runnable, inputs, expected, functools.partial(_tolerance, request), say
     )
     return Report(request, measured, tuple(not_run), limit)

@@ -1,12 +1,14 @@
 """The demo's ranking network: a request is scored by three versions of one network.
 
 `run` compiles `materialised`, `co_designed` and the rewritten `materialised`, checks each against
-the materialised network in float32 and times them; `sweep` does so over candidates per user.
+the materialised network in float32 and times them; `sweep` times the first two over candidates per
+user.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import pathlib
 import statistics
@@ -18,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ikbo_jax import demo
+from ikbo_jax._timing.programs import NETWORK_ON_GPU, Programs, Say
 from ikbo_jax.models import ranking
 from ikbo_jax.models.ranking import Sizes
 from ikbo_jax.ops.explain import explain
@@ -128,16 +131,18 @@ def oracle(params: Any, request: ranking.Request) -> jax.Array:
     )
     batch = request.cand_to_user.shape[0]
     size = min(batch, ORACLE_BATCH)
-    score = jax.jit(ranking.materialised)
-    outs = []
-    for start in range(0, batch, size):
-        rows = np.arange(start, start + size) % batch
+
+    def score(rows: jax.Array) -> jax.Array:
         part = request._replace(
             cand_tokens=request.cand_tokens[rows], cand_to_user=request.cand_to_user[rows]
         )
         with jax.default_matmul_precision("highest"):
-            outs.append(score(params, part))
-    return jnp.concatenate(outs)[:batch]
+            return ranking.materialised(params, part)
+
+    # The last part wraps around, so that all have one size and share what is compiled.
+    rows = np.arange(-(-batch // size) * size, dtype=np.int32).reshape(-1, size) % batch
+    out = jax.lax.map(score, jnp.asarray(rows))
+    return out.reshape(-1, out.shape[-1])[:batch]
 
 
 def tolerance(sizes: Sizes, baseline_error: float, largest: float) -> float:
@@ -152,7 +157,12 @@ def tolerance(sizes: Sizes, baseline_error: float, largest: float) -> float:
     return 2 * baseline_error + (rounding + summation) * largest
 
 
-def run(sizes: Sizes, seed: int, *, on_progress: Callable[[str], None] = lambda _: None) -> Report:
+def _seed_of(seed: int) -> np.ndarray:
+    """A seed as a program takes it: the 32 bits of it that JAX uses."""
+    return np.asarray(seed % 2**32, np.uint32)
+
+
+def run(sizes: Sizes, seed: int, *, on_progress: Say = lambda _: None) -> Report:
     """Scores a seeded request with every version, checks the logits and times them in turn.
 
     Args:
@@ -160,19 +170,37 @@ def run(sizes: Sizes, seed: int, *, on_progress: Callable[[str], None] = lambda 
       seed: of parameters and request.
       on_progress: is told what is being done.
     """
-    on_progress("network: building")
-    inputs = (ranking.init(sizes, seed), ranking.make_request(sizes, seed))
-    on_progress("network: oracle in float32")
-    expected = np.asarray(oracle(*inputs))
-    largest = float(np.max(np.abs(expected)))
-    compiled, outs = {}, {}
+    say = demo.said_of("network", on_progress)
+    programs = Programs(say, NETWORK_ON_GPU)
+    number, index = _seed_of(seed), ranking.user_index(sizes, seed)
+    params = programs.add("parameters", functools.partial(ranking.init, sizes), number, timed=False)
+    draw = functools.partial(ranking.draw_request, sizes)
+    drawn = programs.add("request", draw, number, timed=False)
+    shapes = (
+        params,
+        ranking.Request._make([*drawn, jax.ShapeDtypeStruct(index.shape, index.dtype)]),
+    )
+    # The longest compilation first, so that the others run beside it.
+    names = [version.name for version in versions()]
     for version in versions():
-        on_progress(f"network: compiling {version.name}")
-        compiled[version.name] = jax.jit(version.fn).lower(*inputs).compile()
-        outs[version.name] = np.asarray(compiled[version.name](*inputs))
-    samples = demo.time_by_turns(compiled, inputs, lambda text: on_progress(f"network: {text}"))
+        programs.add(version.name, version.fn, *shapes)
+    programs.add("oracle in float32", oracle, *shapes, timed=False)
+    programs.all_added()
+    say("report of the rewrite")
+    explanation = str(explain(versions()[-1].fn, *shapes))
+    compiled = programs.compiled()
+
+    inputs = (
+        compiled["parameters"](number),
+        ranking.Request._make([*compiled["request"](number), index]),
+    )
+    say("checking the results")
+    expected = np.asarray(compiled["oracle in float32"](*inputs))
+    largest = float(np.max(np.abs(expected)))
+    outs = {name: np.asarray(compiled[name](*inputs)) for name in names}
+    samples = demo.time_by_turns({name: compiled[name] for name in names}, inputs, say)
     errors = {name: float(np.max(np.abs(out - expected))) for name, out in outs.items()}
-    limit = tolerance(sizes, next(iter(errors.values())), largest)
+    limit = tolerance(sizes, errors[names[0]], largest)
     measured = tuple(
         Measured(
             name,
@@ -184,13 +212,11 @@ def run(sizes: Sizes, seed: int, *, on_progress: Callable[[str], None] = lambda 
         )
         for name, error in errors.items()
     )
-    logits, users = outs["rewritten"], np.asarray(inputs[1].cand_to_user)
+    logits, users = outs["rewritten"], np.asarray(index)
     top = tuple(
         Scored(int(b), int(users[b]), tuple(map(float, logits[b])))
         for b in np.argsort(-logits[:, 0], kind="stable")[:SHOWN]
     )
-    on_progress("network: report of the rewrite")
-    explanation = str(explain(versions()[-1].fn, *inputs))
     return Report(sizes, measured, limit, top, explanation)
 
 
@@ -202,23 +228,32 @@ class Point(NamedTuple):
     memory_bytes: dict[str, int]
 
 
-def sweep(
-    sizes: Sizes, seed: int, *, on_progress: Callable[[str], None] = lambda _: None
-) -> tuple[Point, ...]:
+def sweep(sizes: Sizes, seed: int, *, on_progress: Say = lambda _: None) -> tuple[Point, ...]:
     """Times the materialised and the co-designed network over candidates per user."""
+    say = demo.said_of("plot", on_progress)
+    programs = Programs(say, NETWORK_ON_GPU)
     ratios = RATIOS_ON_CPU if jax.default_backend() == "cpu" else RATIOS
-    points = []
-    for ratio in ratios:
-        users = -(-sizes.candidates // ratio)
-        at = dataclasses.replace(sizes, users=users)
-        inputs = (ranking.init(at, seed), ranking.make_request(at, seed))
-        compiled = {}
-        for version in versions()[:2]:
-            on_progress(f"network: compiling {version.name} for {ratio} candidates a user")
-            compiled[version.name] = jax.jit(version.fn).lower(*inputs).compile()
-        samples = demo.time_by_turns(compiled, inputs, lambda text: on_progress(f"network: {text}"))
+    number, names = _seed_of(seed), [version.name for version in versions()[:2]]
+    params = programs.add("parameters", functools.partial(ranking.init, sizes), number, timed=False)
+    at = {r: dataclasses.replace(sizes, users=-(-sizes.candidates // r)) for r in ratios}
+    for ratio, here in at.items():
+        draw = functools.partial(ranking.draw_request, here)
+        drawn = programs.add(f"request, {ratio} candidates a user", draw, number, timed=False)
+        index = jax.ShapeDtypeStruct((here.candidates,), jnp.int32)
+        for name, fn in versions()[:2]:
+            shapes = (params, ranking.Request._make([*drawn, index]))
+            programs.add(f"{name}, {ratio} candidates a user", fn, *shapes)
+    compiled = programs.compiled()
+
+    values, points = compiled["parameters"](number), []
+    for ratio, here in at.items():
+        drawn = compiled[f"request, {ratio} candidates a user"](number)
+        inputs = (values, ranking.Request._make([*drawn, ranking.user_index(here, seed)]))
+        say(f"{ratio} candidates a user")
+        found = {name: compiled[f"{name}, {ratio} candidates a user"] for name in names}
+        samples = demo.time_by_turns(found, inputs, say)
         medians = {name: statistics.median(ms) for name, ms in samples.items()}
-        memory = {name: demo.device_memory(c) for name, c in compiled.items()}
+        memory = {name: demo.device_memory(program) for name, program in found.items()}
         points.append(Point(ratio, medians, memory))
     return tuple(points)
 

@@ -6,6 +6,7 @@ Text is plain when it goes into a pipe; on a terminal, rich draws the tables and
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal, Protocol
@@ -47,15 +48,33 @@ class Say(Protocol):
 
 
 @contextmanager
-def spinner() -> Iterator[Say]:
-    """Yields a function that shows what is being done, on a terminal only."""
+def progress() -> Iterator[Say]:
+    """Yields a function that says what is being done: a line on stderr, with the time it took.
+
+    The lines are plain text in a pipe; on a terminal the newest one is also shown with a spinner.
+    """
+    start = time.perf_counter()
+
+    def line(text: str) -> str:
+        return f"[{time.perf_counter() - start:5.1f} s] {text}"
+
     if not is_terminal():
-        yield lambda _: None
+
+        def say(text: str) -> None:
+            print(line(text), file=sys.stderr, flush=True)
+
+        yield say
         return
     from rich.console import Console
+    from rich.text import Text
 
     with Console(stderr=True).status("starting") as status:
-        yield status.update
+
+        def show(text: str) -> None:
+            status.console.print(Text(line(text), style="dim"))
+            status.update(Text(text))
+
+        yield show
 
 
 def is_terminal() -> bool:

@@ -17,12 +17,24 @@ import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-#: Tests of drawn shapes are cut into parts, so that several processes can share them. Every part
-#: draws shapes of its own, and other ones each time; hypothesis prints those that fail.
-drawn = hypothesis.settings(
-    max_examples=int(os.environ.get("IKBO_GPU_EXAMPLES", "3")), derandomize=False
-)
+SOAK_SECONDS = float(os.environ.get("IKBO_SOAK_S", "20"))
+EXAMPLES = int(os.environ.get("IKBO_GPU_EXAMPLES", "3"))
+#: Time limits: what is compiled before a soak took a minute or more; a sanitized script took 140 s
+#: beside another one, and waits for those of other processes.
+soaks = pytest.mark.time_limit(SOAK_SECONDS + 900)
+sanitizes = pytest.mark.time_limit(2400)
+
+
+def drawn(test: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorates a test of drawn shapes, above `hypothesis.given`.
+
+    Such tests are cut into parts, so that several processes can share them. Every part draws shapes
+    of its own, and other ones each time; hypothesis prints those that fail.
+    """
+    settings = hypothesis.settings(max_examples=EXAMPLES, derandomize=False)
+    return pytest.mark.time_limit(300 + 60 * EXAMPLES)(settings(test))
 
 
 @jax.jit
@@ -33,7 +45,7 @@ def count_if_different(count: jax.Array, actual: Any, expected: Any) -> jax.Arra
 
 
 def soak(cases: Sequence[tuple[Callable[[Any], Any], Any, Any]]) -> None:
-    """IKBO_SOAK_S seconds (20) of launches in random order: no hang, no result unlike the first.
+    """`SOAK_SECONDS` of launches in random order: no hang, no result unlike the first.
 
     Says every minute how far it is (`pytest -s`), so that a run that is cut short says something.
 
@@ -42,7 +54,7 @@ def soak(cases: Sequence[tuple[Callable[[Any], Any], Any, Any]]) -> None:
     """
     rng, wrong, launches = np.random.default_rng(0), jnp.int32(0), 0
     begin = said = time.monotonic()
-    deadline = begin + float(os.environ.get("IKBO_SOAK_S", "20"))
+    deadline = begin + SOAK_SECONDS
     while time.monotonic() < deadline:
         for position in rng.permutation(len(cases)):
             compiled, inputs, expected = cases[position]

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import harness, linear_compression, report, timing, torch_baseline
+from benchmarks import (
+    harness,
+    linear_compression,
+    report,
+    report_attention,
+    report_gdpa,
+    report_ranking,
+    timing,
+    torch_baseline,
+)
 from benchmarks import linear_compression_providers as providers
 from ikbo_jax._timing import by_turns
 from ikbo_jax.tuning.configs import LinearCompressionProblem
@@ -347,6 +358,161 @@ def test_report_writes_documents_and_plots(tmp_path, capsys):
     again = {path.name: path.read_bytes() for path in (tmp_path / "docs/images").iterdir()}
     assert first == again, "the same results make the same files"
     capsys.readouterr()
+
+
+def documents(root, results: dict, *arguments: str) -> tuple[int, str]:
+    """What the report returns for the results, and the page of performance afterwards."""
+    page = root / "docs/performance.md"
+    if not page.exists():
+        page.parent.mkdir()
+        names = sorted(report.blocks(synthetic(), "README.md"))
+        blocks = (f"<!-- begin generated: {n} -->\n<!-- end generated: {n} -->\n" for n in names)
+        page.write_text("".join(blocks))
+    file = root / "r.json"
+    file.write_text(json.dumps(results))
+    return report.main([str(file), "--root", str(root), *arguments]), page.read_text()
+
+
+def changed(date: str, points: slice = slice(None)) -> dict:
+    """The synthetic results, measured at another time, with some of their points."""
+    found = synthetic()
+    found["environment"]["date"] = date
+    return found | {"points": found["points"][points]}
+
+
+@pytest.mark.parametrize(
+    ("later", "earlier"),
+    [
+        ("2026-03-02T03:04:05+00:00", "2026-03-01T23:04:05+00:00"),
+        ("2026-03-02T03:04:05+00:00", "2026-03-02T03:03:05+00:00"),
+    ],
+    ids=["a day", "a minute"],
+)
+def test_report_keeps_newer_tables_unless_asked(later, earlier, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    assert documents(tmp_path, changed(later))[0] == 0
+    _, before = documents(tmp_path, changed(later), "--check")
+    images = tmp_path / "docs/images"
+    drawn = {path.name: path.stat().st_mtime_ns for path in images.iterdir()}
+    capsys.readouterr()
+    assert documents(tmp_path, changed(earlier)) == (2, before)
+    assert drawn == {path.name: path.stat().st_mtime_ns for path in images.iterdir()}
+    said = capsys.readouterr().err
+    assert "linear-compression-sweeps was measured later, 2026-03-02 03:04" in said
+    assert "wrote nothing" in said
+    assert "--overwrite" in said
+    status, after = documents(tmp_path, changed(earlier), "--overwrite")
+    assert status == 0
+    assert later[:10] not in after.replace(earlier[:10], "") or later[:10] == earlier[:10]
+    assert f"{earlier[:10]} {earlier[11:16]} UTC" in after
+
+
+def test_report_keeps_tables_with_points_that_the_file_lacks(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    _, before = documents(tmp_path, changed("2026-03-01T00:00:00+00:00"))
+    part = changed("2026-03-02T00:00:00+00:00", slice(0, 2))
+    assert documents(tmp_path, part) == (2, before)
+    assert "linear-compression-sweeps has 1 points that the file lacks" in capsys.readouterr().err
+    status, after = documents(tmp_path, part, "--only", "linear-compression-table")
+    assert status == 0
+    assert after.count("2026-03-02") == 1
+    assert capsys.readouterr().out == "wrote docs/performance.md\n"
+
+
+def test_report_names_the_blocks_that_it_knows(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        documents(tmp_path, synthetic(), "--only", "nonsense")
+    assert "linear-compression-table" in capsys.readouterr().err
+
+
+def test_every_committed_table_is_kept_from_older_and_smaller_files():
+    """Of all recorded results, none would replace a table that another file made."""
+    made: dict[str, list[str]] = {}
+    page = (report.ROOT / "docs/performance.md").read_text("utf-8")
+    bodies = {match["name"]: match["body"] for match in report._BLOCK.finditer(page)}
+    for path in sorted((report.ROOT / "benchmarks/results").glob("*.json")):
+        for name, body in report.blocks(timing.read_results(path), "docs/performance.md").items():
+            if name.endswith("-plot") or name not in bodies:
+                continue
+            if report.reason_to_keep(name, bodies[name], body) is None:
+                made.setdefault(name, []).append(path.name)
+                if len(report._points_in(body)) > 1:
+                    assert body == bodies[name] or "linear_compression-batches" in path.name
+    assert made.keys() == {name for name in bodies if not name.endswith("-plot")}
+
+
+def test_a_missing_folder_is_made_and_said(tmp_path, capsys):
+    timing.write_results(tmp_path / "a/b/r.json", {})
+    assert f"made the folder {tmp_path / 'a/b'}" in capsys.readouterr().err
+    timing.write_results(tmp_path / "a/b/r.json", {})
+    assert capsys.readouterr().err == ""
+
+
+# The plots, as text.
+
+
+def test_plots_use_words(tmp_path):
+    pytest.importorskip("matplotlib")
+    results = report.ROOT / "benchmarks/results"
+    draws = {
+        "linear_compression-h200": report.draw,
+        "attention-h200": report_attention.draw,
+        "gdpa-h200": report_gdpa.draw,
+        "ranking-ratio-h200": report_ranking.draw,
+    }
+    found = {}
+    for name, draw in draws.items():
+        for path in draw(timing.read_results(results / f"{name}.json"), tmp_path):
+            found[path.name] = path.read_text("utf-8")
+    sweeps = found["linear_compression_sweeps.svg"]
+    for words in report.PANELS.values():
+        assert f">{words}<" in sweeps
+    assert ">cuDNN, queries grouped by hand<" in found["attention_lengths.svg"]
+    assert "dotted: target" in found["gdpa_lengths.svg"]
+    ratio = found["ranking_ratio.svg"]
+    for number in ("5", "10", "20", "1,000", "2,000"):
+        assert f">{number}<" in ratio
+    for text in found.values():
+        assert "grouped-cudnn" not in text
+        assert "the bars" not in text
+        assert "×" not in text
+        # A page is some 9 inches wide: a wider picture would have smaller type.
+        assert float(re.search(r'width="([\d.]+)pt"', text)[1]) <= 9.5 * 72
+
+
+def test_legends_and_labels_lie_over_nothing(tmp_path):
+    pytest.importorskip("matplotlib")
+    boxes = []
+
+    def watched(figure, path):
+        figure.canvas.draw()
+        panels = [axis.get_window_extent() for axis in figure.axes]
+        tight = [axis.get_tightbbox() for axis in figure.axes]
+        boxes.extend((a, b) for a in tight for b in tight if a is not b)
+        boxes.extend((legend.get_window_extent(), p) for legend in figure.legends for p in panels)
+
+    results = timing.read_results(report.ROOT / "benchmarks/results/ranking-ratio-h200.json")
+    with watching_figures(watched):
+        report_ranking.draw(results, tmp_path)
+    assert len(boxes) == 2 + 2
+    for one, other in boxes:
+        assert not one.padded(-1).overlaps(other.padded(-1))
+
+
+@contextlib.contextmanager
+def watching_figures(watch):
+    """Calls `watch(figure, path)` before a figure is saved."""
+    from matplotlib.figure import Figure
+
+    real = Figure.savefig
+
+    def savefig(figure, path, *args, **kwargs):
+        watch(figure, path)
+        return real(figure, path, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", savefig)
+        yield
 
 
 def test_report_reads_what_the_benchmark_writes(tiny_run):

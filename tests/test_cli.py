@@ -27,6 +27,12 @@ KERNELS = ["3 fused", "4 single launch"]
 ESCAPE = "\x1b"
 
 
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    """The demo keeps what it compiles; not in the cache of whoever runs the tests."""
+    monkeypatch.setenv("IKBO_JAX_CACHE_DIR", str(tmp_path / "cache"))
+
+
 RUN = {demo: demo.run, demo_attention: demo_attention.run}
 
 
@@ -80,9 +86,16 @@ def test_demo_runs_every_stage_in_a_pipe(monkeypatch, capsys):
     # Each round once: that they fill their windows is a test of its own.
     monkeypatch.setattr(_timing, "sustained_ms", run_once)
     assert cli.main([*TINY, "--dtype", "bfloat16"]) == cli.OK
-    out = capsys.readouterr().out
+    out, progress = capsys.readouterr()
     lines = out.splitlines()
-    assert ESCAPE not in out
+    assert ESCAPE not in out + progress
+    for doing in ("compiling", "timing"):
+        for stage in ("1 materialised", "1b aligned K", "2 decomposed"):
+            assert f"s] linear compression: {doing} {stage}" in progress
+        for stage in ("materialised", "co-designed", "rewritten"):
+            assert f"s] network: {doing} {stage}" in progress
+        for stage in ("1 copied", "2 grouped"):
+            assert f"s] attention: {doing} {stage}" in progress
     assert "24 candidates of 5 users" in lines[1]
     for name in RUN_EVERYWHERE:
         assert any(line.startswith(name) for line in lines), out

@@ -315,6 +315,7 @@ def test_attention_gradients_do_not_need_a_kernel_of_their_own():
     )
 
 
+@on_gpu.soaks
 def test_attention_soak():
     """Alternating shapes, both orders of candidates and the second try among them."""
     names = (
@@ -363,6 +364,7 @@ print("FINISHED")
 """
 
 
+@on_gpu.sanitizes
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 def test_attention_sanitizer(tool):
     on_gpu.assert_sanitized(tool, SANITIZED)

@@ -320,6 +320,7 @@ def test_gdpa_a_hundred_repeats_are_bitwise_equal(activation):
     assert int(wrong) == 0
 
 
+@on_gpu.soaks
 def test_gdpa_soak():
     """Alternating shapes: results, those of a softmax, and gradients by kernels."""
     cases = []
@@ -399,6 +400,7 @@ print("FINISHED")
 """
 
 
+@on_gpu.sanitizes
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 @pytest.mark.parametrize(
     ("runs", "gradients"),

@@ -291,6 +291,7 @@ print("FINISHED")
 """
 
 
+@on_gpu.sanitizes
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 def test_sanitizer(tool):
     on_gpu.assert_sanitized(tool, SANITIZED)

@@ -98,6 +98,8 @@ CASES = {
     "reuse_t16_gqa_lengths": Case(
         (0,) * 9 + (1,) * 9, 60, q_len=16, heads=(2, 1), lengths=(33, 60), config=REUSE, num_sms=2
     ),
+    # Neighbours with one user: two query heads share the blocks that stay, the next two do not.
+    "reuse_key_heads": Case((0,), 20, users=1, heads=(4, 2), config=REUSE, copies=4 * 2 + 2 * 2),
     # Scores that are multiplied while the pass before is stored; lengths that are out of range.
     "early_odd_pairs_lengths": Case(
         (0, 1, 1, 2, 3, 3),

@@ -1,8 +1,8 @@
 """The Hopper kernel's own body, interpreted on a CPU under a race detector.
 
-The interpreter runs one CTA after another and has neither clusters nor device-wide semaphores: so
-cluster=1 everywhere, and a single launch is one CTA.  Memory starts as NaN, reads outside of an
-array raise.
+The interpreter runs one cluster after another, the CTAs of a cluster side by side, and has no
+device-wide semaphores: so a single launch is one CTA, or one cluster with counters of its own
+(`counters_of_a_cluster`).  Memory starts as NaN, reads outside of an array raise.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 import problems
 import pytest
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas import linear_compression as kernel
+from ikbo_jax.pallas import mosaic
 from ikbo_jax.reference import linear_compression as reference
 from ikbo_jax.tuning.configs import (
     NUM_CONSUMERS,
@@ -108,18 +110,18 @@ def launches() -> Iterator[interpreter.Launches]:
         yield launches
 
 
-def kernel_of(case: Case) -> Callable[..., jax.Array]:
+def kernel_of(case: Case, params: Any = interpreter.PARAMS) -> Callable[..., jax.Array]:
     return functools.partial(
         kernel.linear_compression_kernel,
         config=case.config,
         num_sms=case.num_sms,
-        interpret=interpreter.PARAMS,
+        interpret=params,
     )
 
 
-def interpret(levels: Levels, case: Case) -> jax.Array:
+def interpret(levels: Levels, case: Case, params: Any = interpreter.PARAMS) -> jax.Array:
     # One program instead of one for each operation.
-    return jax.block_until_ready(jax.jit(kernel_of(case))(*map(tuple, levels)))
+    return jax.block_until_ready(jax.jit(kernel_of(case, params))(*map(tuple, levels)))
 
 
 # One program instead of one for each operation; its conversions round.
@@ -175,6 +177,95 @@ def test_interpreted_non_finite_rows_reach_their_own_results_alone(
     np.testing.assert_array_equal(~np.isfinite(expected), hit)
     np.testing.assert_array_equal(out[hit].astype(float), expected[hit])
     assert_correct(out, levels, ~hit)
+
+
+# Two CTAs in a cluster. TMA reads zeros past an array's end, the interpreter is to read NaN.
+
+IN_CLUSTER = dataclasses.replace(interpreter.PARAMS, out_of_bounds_reads="uninitialized")
+#: The cluster's other CTA computes a candidate's user; a row lies past the odd batch.
+PAIR = Case(
+    (2, 3),
+    (40, 72),
+    16,
+    64,
+    dataclasses.replace(TINY, block_m=16, epilogue_rows=8, cluster=2),
+    num_sms=2,
+    index=(1, 0, 1),
+)
+
+
+@pytest.fixture
+def counters_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch of one cluster has its own counters: a CTA takes every other tile, and `users_ready`
+    is a barrier of the cluster.
+
+    A wait that is missing is a race: the fragments were written by the other CTA.
+    """
+    launch, counters = plgpu.kernel, []
+    arrivals = PAIR.batches[0] * NUM_CONSUMERS  # each user is one tile
+    barrier = plgpu.ClusterBarrier(collective_axes=("cluster",), num_arrivals=arrivals // 2)
+
+    def launch_with_counter(body: Any, *, scratch_types: Any, **rest: Any) -> Any:
+        def with_counter(*refs: Any) -> None:
+            counters.append(refs[-1])
+            body(*refs[:-1])
+
+        return launch(with_counter, scratch_types=(*scratch_types, barrier), **rest)
+
+    def wait(counter: Any, value: int, *, interpret: bool) -> None:
+        assert (value, interpret) == (arrivals, True)
+        plgpu.barrier_wait(counter)
+
+    def ticket(counter: Any, i: Any, *, interpret: bool) -> Any:
+        return 2 * i + jax.lax.axis_index("cluster")
+
+    monkeypatch.setattr(plgpu, "kernel", launch_with_counter)
+    monkeypatch.setattr(mosaic, "device_counter", lambda *, interpret: counters[-1])
+    monkeypatch.setattr(mosaic, "next_ticket", ticket)
+    monkeypatch.setattr(mosaic, "signal", lambda x, *, interpret: plgpu.barrier_arrive(x))
+    monkeypatch.setattr(mosaic, "wait", wait)
+
+
+@pytest.mark.usefixtures("counters_of_a_cluster")
+def test_interpreted_single_launch_of_a_cluster_waits_for_users_of_its_other_cta(
+    launches: interpreter.Launches,
+) -> None:
+    levels = PAIR.levels()
+    out = interpret(levels, PAIR, IN_CLUSTER)
+    launches.assert_no_races(1)
+    assert_correct(out, levels)
+
+
+@pytest.fixture
+def stored_rows(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Rows of the batch that TMA stores.
+
+    The interpreter drops rows past the batch.  The device does not in a batch of one: Mosaic GPU
+    leaves axes of size one out of TMA's descriptors, so every row is the first.
+    """
+    rows: set[int] = set()
+    copy = gpu_callbacks.copy_smem_to_gmem
+
+    def noted(**kwargs: Any) -> Any:
+        (indexer,) = kwargs["dst_transforms"]
+        rows.add(int(indexer.indices[0]))
+        return copy(**kwargs)
+
+    monkeypatch.setattr(gpu_callbacks, "copy_smem_to_gmem", noted)
+    return rows
+
+
+def test_interpreted_cluster_stores_no_row_past_an_odd_batch(
+    launches: interpreter.Launches, stored_rows: set[int]
+) -> None:
+    """Neither of the users' results nor of the output."""
+    config = dataclasses.replace(PAIR.config, single_launch=False)
+    case = dataclasses.replace(PAIR, batches=(1, 1), index=(0,), config=config)
+    levels = case.levels()
+    out = interpret(levels, case, IN_CLUSTER)
+    launches.assert_no_races(2)
+    assert stored_rows == {0}
+    assert_correct(out, levels)
 
 
 # The checks themselves: each of them must be able to fail.

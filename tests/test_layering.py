@@ -52,7 +52,7 @@ GDPA_BACKWARD_PARTS = (
 GDPA_CONFIGS = ("tuning.configs", "tuning.gdpa_configs")
 OPS = ("ops", "reference", "pallas", "tuning")
 #: What a module may import of this package, by the longest prefix of its name that stands here. The
-#: autotuner stands above the kernels that it times, although it lives beside the table.
+#: autotuner's modules stand above the kernels that they time, although they live beside the table.
 ALLOWED: dict[str, tuple[str, ...]] = {
     "_version": (),
     "_timing": (),
@@ -69,7 +69,11 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "tuning.table": ("tuning.configs", "tuning.rules"),
     "tuning.trials": ("tuning.configs", "pallas", "reference"),
     "tuning.trials_gdpa": (*GDPA_CONFIGS, "tuning.trials", "pallas", "reference"),
-    "tuning.autotune": ("tuning", "pallas", "reference", "_timing"),
+    "tuning.bench": ("tuning", "_timing"),
+    "tuning.worker": ("tuning.bench",),
+    "tuning.session": ("tuning.bench", "tuning.worker", "tuning.rules"),
+    "tuning.contest": ("tuning",),
+    "tuning.autotune": ("tuning",),
     "pallas": ("tuning.configs", *SMALL_PARTS),
     "pallas.linear_compression": ("tuning.configs", *SMALL_PARTS, *LINEAR_COMPRESSION_PARTS),
     "pallas.linear_compression_roles": (

@@ -119,6 +119,13 @@ def test_offline_shared_memory_is_what_the_config_says(num_stages: int) -> None:
     assert 0 <= config.smem_bytes - smem_bytes <= configs.SMEM_ALIGNMENT
 
 
+@pytest.mark.parametrize("is_single", [True, False])
+def test_offline_only_a_single_launch_waits_for_the_users_results(is_single: bool) -> None:
+    """The wait is for a counter of the whole device, which the interpreter has not got."""
+    kernel, *arrays = launch(*default_case(DEFAULT, single_launch=is_single, trim=False))
+    assert str(jax.make_jaxpr(kernel)(*arrays)).count("semaphore_wait") == is_single
+
+
 # The detector itself must be able to fail.
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import offline
 import pytest
 
+from ikbo_jax.pallas import accumulator
 from ikbo_jax.pallas import gdpa_backward as kernels
 from ikbo_jax.pallas import gdpa_backward_tiles as tiles
 from ikbo_jax.tuning import configs
@@ -100,3 +101,26 @@ def test_offline_gdpa_backward_kernel_is_fit(name: str, compiler: offline.Compil
     assert not compiled.faults
     limit = case.chosen.smem_bytes(case.head_dim)
     assert compiled.smem_bytes <= limit <= configs.MAX_SMEM_BYTES
+
+
+# The check itself must be able to fail.
+
+
+@pytest.mark.parametrize("function", ["add", "_multiply", "_tile"])
+def test_offline_missing_wait_is_found(
+    function: str, compiler: offline.Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the wait for a block's scores, for its gradients of weights, or for a tile's sums,
+    ptxas sees accumulators that are read while WGMMAs write them."""
+    wait, left_out = accumulator.wait, []
+
+    def planted(pending: int, *, interpret: bool) -> None:
+        if sys._getframe(1).f_code.co_name == function:
+            left_out.append(pending)
+        else:
+            wait(pending, interpret=interpret)
+
+    monkeypatch.setattr(accumulator, "wait", planted)
+    (compiled,) = compiler.compile(*CASES["queries_broadcast_h64"].launch())
+    assert left_out
+    assert compiled.ptxas.serialized

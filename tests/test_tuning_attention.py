@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ikbo_jax.tuning import autotune, configs, rules, table, trials
+from ikbo_jax.tuning.bench import Task, measure
 from ikbo_jax.tuning.configs import AttentionConfig, AttentionProblem, LinearCompressionProblem
 from ikbo_jax.tuning.gdpa_configs import GdpaProblem
 
@@ -167,8 +168,8 @@ class Bench:
     def __init__(self, times: dict[Any, float], rest: float) -> None:
         self.times, self.rest = times, rest
 
-    def __call__(self, task: autotune.Task) -> dict[str, Any]:
-        assert autotune.Task.from_json(task.to_json()) == task
+    def __call__(self, task: Task) -> dict[str, Any]:
+        assert Task.from_json(task.to_json()) == task
         return {
             "device": "NVIDIA H200",
             "compute_capability": "9.0",
@@ -192,9 +193,9 @@ def test_tuning_picks_the_fastest_and_writes_it():
 
 
 def test_worker_measures_on_this_machine():
-    """In this process: test_tuning.py has the worker's own."""
-    task = autotune.Task(TINY, (None,), window_s=0.002, windows=2, matmul_size=64)
-    found = autotune.measure(autotune.Task.from_json(task.to_json()))
+    """In this process: test_tuning_session.py has the worker's own."""
+    task = Task(TINY, (None,), window_s=0.002, windows=2, matmul_size=64)
+    found = measure(Task.from_json(task.to_json()))
     assert "failure" not in found["results"][0], found
     assert len(found["results"][0]["ms"]) == 2
     assert found["results"][0]["error"] <= found["results"][0]["bound"]

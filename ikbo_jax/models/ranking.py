@@ -131,6 +131,17 @@ def candidate_counts(sizes: Sizes, seed: int = 0) -> np.ndarray:
 
 def make_request(sizes: Sizes, seed: int = 0) -> Request:
     """A seeded random request with a ragged number of candidates per user."""
+    return Request._make([*draw_request(sizes, seed), user_index(sizes, seed)])
+
+
+def user_index(sizes: Sizes, seed: int = 0) -> jax.Array:
+    """The user of every candidate, [B] int32, sorted."""
+    counts = candidate_counts(sizes, seed)
+    return jnp.asarray(np.repeat(np.arange(sizes.users, dtype=np.int32), counts))
+
+
+def draw_request(sizes: Sizes, seed: int | jax.Array) -> tuple[jax.Array, ...]:
+    """The seeded values of a request, all but the index; `seed` may be traced."""
     shapes = (
         (sizes.users, sizes.user_dense),
         (sizes.users, sizes.user_tokens, sizes.width),
@@ -138,16 +149,17 @@ def make_request(sizes: Sizes, seed: int = 0) -> Request:
         (sizes.candidates, sizes.cand_tokens, sizes.width),
     )
     keys = jax.random.split(jax.random.key(seed), len(shapes))
-    dense, tokens, history, cand = (
+    return tuple(
         jax.random.normal(key, shape, jnp.dtype(sizes.dtype))
         for key, shape in zip(keys, shapes, strict=True)
     )
-    index = np.repeat(np.arange(sizes.users, dtype=np.int32), candidate_counts(sizes, seed))
-    return Request(dense, tokens, history, cand, jnp.asarray(index))
 
 
-def init(sizes: Sizes, seed: int = 0) -> dict[str, Any]:
-    """Seeded parameters: nested dicts, with the names that the Flax layers give them."""
+def init(sizes: Sizes, seed: int | jax.Array = 0) -> dict[str, Any]:
+    """Seeded parameters: nested dicts, with the names that the Flax layers give them.
+
+    `seed` may be traced: one program for all of them compiles much faster than one for each shape.
+    """
     dtype = jnp.dtype(sizes.dtype)
     # A stream of its own, so that parameters differ from what a request of this seed draws.
     stream = jax.random.fold_in(jax.random.key(seed), 1)

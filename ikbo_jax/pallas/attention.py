@@ -18,10 +18,11 @@ last step of a pass is paired with the first scores of the next pass.
 
 The softmax keeps the row maximum of the *first* block for the whole pass.  Whatever is subtracted
 from the exponent cancels in the end, and the first maximum adds 1 to the sum, so nothing underflows
-that matters; but scores far above it could overflow, or leave f16.  A pass whose row sums reach
-`softmax.SUM_LIMITS` or are not numbers is flagged; when a CTA is through, it does the flagged tiles
-again with the running maximum, which is exact for every input: there, values past the length, which
-have weight 0 but may be NaN, are zeroed.
+that matters; but scores far above it could overflow, or leave f16, and where scores are huge,
+rounding costs the first maximum its weight of 1.  A pass whose row sums reach `softmax.SUM_LIMITS`,
+are below `softmax.SUM_MINIMUM` or are not numbers is flagged; when a CTA is through, it does the
+flagged tiles again with the running maximum, subtracted before scores are scaled, which is exact
+for every input: there, values past the length, which have weight 0 but may be NaN, are zeroed.
 
 Synchronisations:
   1. `item_ready[s]`             producer -> consumers: slot s describes a pass (or the end).
@@ -307,7 +308,7 @@ def _launch(
     """What the kernel fills of `outputs`."""
     is_interpreted = bool(interpret)
     scratch = scratch_types(operands.query.dtype, shape, config, interpret=is_interpreted)
-    results: tuple[jax.Array, ...] = plgpu.kernel(
+    results: tuple[jax.Array, ...] = mosaic.kernel(
         functools.partial(
             _kernel,
             tree=jax.tree.structure((operands, outputs, (0,) * len(scratch))),

@@ -269,22 +269,24 @@ def _clean(role: Role, stage: Any, keys: Any) -> None:
 def _recompute(role: Role, index: Any, first_step: Any) -> None:
     """The flagged tiles again, block after block with the running maximum; no block is reused."""
     shape, shared = role.shape, role.shared
+    nothing_yet = -jnp.inf if shape.log2_scale > 0 else jnp.inf
+    further = jnp.maximum if shape.log2_scale > 0 else jnp.minimum
     row = functools.partial(plgpu.layout_cast, new_layout=softmax.ROW_LAYOUT)
     full = functools.partial(plgpu.layout_cast, new_layout=plgpu.Layout.WGMMA)
 
     def block_step(
         item: Item, index: Any, first_step: Any, block: Any, carry: tuple[Any, ...]
     ) -> tuple[Any, ...]:
-        maximum, sums, acc = carry
+        extreme, sums, acc = carry
         step = first_step + block
         scores = _issue_scores(role, item, index, step)
         accumulator.wait(0, interpret=role.interpret)
         scores = _scores(role, scores, item, block, step)
-        larger = jnp.maximum(maximum, softmax.row_maximum(scores, shape.log2_scale))
+        larger = further(extreme, softmax.row_extreme(scores, shape.log2_scale))
         # Rows without any score above -inf so far: every weight is 0.
-        finite = jnp.where(larger == -jnp.inf, 0.0, larger)
-        shrink = jnp.exp2(maximum - finite)
-        p = softmax.powers(scores, finite, shape.log2_scale)
+        finite = jnp.where(larger == nothing_yet, 0.0, larger)
+        shrink = jnp.exp2((extreme - finite) * jnp.float32(shape.log2_scale))
+        p = softmax.exact_powers(scores, finite, shape.log2_scale)
         scaled = sums * lax.broadcast_in_dim(shrink, sums.shape, (0,))
         acc = acc * lax.broadcast_in_dim(shrink, acc.shape, (0,))
         stage = role.v_stage(step)
@@ -308,13 +310,14 @@ def _recompute(role: Role, index: Any, first_step: Any) -> None:
         item, index, first_step = carry
         plgpu.barrier_wait(shared.q_ready.at[role.slot(index)])
         nothing = (
-            row(jnp.full((WGMMA_M,), -jnp.inf, jnp.float32)),
+            row(jnp.full((WGMMA_M,), nothing_yet, jnp.float32)),
             full(jnp.zeros((WGMMA_M, softmax.PARTIAL), jnp.float32)),
             full(jnp.zeros((WGMMA_M, shape.head_dim), jnp.float32)),
         )
         step = functools.partial(block_step, item, index, first_step)
-        maximum, sums, acc = lax.fori_loop(0, item.blocks, step, nothing)
-        attention_store.finish(role, item, index, acc, jnp.sum(sums, axis=1), maximum)
+        extreme, sums, acc = lax.fori_loop(0, item.blocks, step, nothing)
+        natural = shape.log2_scale * softmax.LN_2
+        attention_store.finish(role, item, index, acc, jnp.sum(sums, axis=1), extreme, natural)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(shared.q_free.at[role.slot(index)])
         return _receive(role, index + 1), index + 1, first_step + item.blocks

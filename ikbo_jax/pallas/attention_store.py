@@ -22,8 +22,12 @@ def finish(
     acc: jax.Array,
     row_sum: jax.Array,
     maximum: jax.Array,
+    unit: float = softmax.LN_2,
 ) -> None:
-    """Stores the rows of a pass; `acc` is not yet divided by `row_sum`."""
+    """Stores the rows of a pass; `acc` is not yet divided by `row_sum`.
+
+    `maximum`, times `unit`, is the natural logarithm of what weights are relative to.
+    """
     shared = role.shared
     has_keys = item.length > 0
     inverse = jnp.where(row_sum > 0, 1 / row_sum, 0.0)
@@ -48,7 +52,7 @@ def finish(
     else:
         _store_staged(role, item, index, out)
     if role.outputs.lse is not None:
-        lse = jnp.log(row_sum) + maximum * jnp.float32(softmax.LN_2)
+        lse = jnp.log(row_sum) + maximum * jnp.float32(unit)
         lse = jnp.where(has_keys & (row_sum != 0), lse, -jnp.inf)
         softmax.store_row_values(
             role.outputs.lse,

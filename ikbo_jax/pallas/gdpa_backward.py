@@ -227,7 +227,7 @@ def _launch(
     interpret: Any,
 ) -> tuple[jax.Array, ...]:
     scratch = scratch_types(operands.own[0].dtype, shape, config, interpret=bool(interpret))
-    out: tuple[jax.Array, ...] = plgpu.kernel(
+    out: tuple[jax.Array, ...] = mosaic.kernel(
         functools.partial(
             _kernel,
             tree=jax.tree.structure((operands, results, (0,) * len(scratch))),

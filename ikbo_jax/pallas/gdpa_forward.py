@@ -159,7 +159,7 @@ def gdpa_forward(
     operands = Operands(query, key, value, *tiles)
     out = jax.ShapeDtypeStruct((out_rows, q_heads, head_dim), query.dtype)
     scratch = scratch_types(query.dtype, shape, config, interpret=is_interpreted)
-    result: jax.Array = plgpu.kernel(
+    result: jax.Array = mosaic.kernel(
         functools.partial(
             _kernel,
             tree=jax.tree.structure((operands, 0, (0,) * len(scratch))),

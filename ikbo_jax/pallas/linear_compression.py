@@ -150,7 +150,7 @@ def _launch(
     cluster: dict[str, Any] = {}
     if config.cluster > 1:
         cluster = {"cluster": (config.cluster,), "cluster_names": ("cluster",)}
-    outputs = plgpu.kernel(
+    outputs = mosaic.kernel(
         functools.partial(
             _kernel,
             tree=jax.tree.structure((operands, (output, fragments), (0,) * len(scratch))),

@@ -11,15 +11,47 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
 #: Bytes of a shared memory row under the widest swizzle, which every operand tile here uses.
 SWIZZLE = 128
+
+
+def _ask_ptxas_once() -> None:
+    """Makes Mosaic GPU remember the version of ptxas, which it asks for at every cast of a bool.
+
+    `pl.when` casts its predicate, so the kernels of the ranking network asked 158 times, and each
+    time Mosaic GPU started ptxas: half of the time that lowering took. The function is private to
+    JAX; where a version of JAX has none, there is nothing to remember.
+    """
+    extension: Any = getattr(fragmented_array.mgpu_lib, "_mosaic_gpu_ext", None)
+    version = getattr(extension, "_get_ptxas_isa_version", None)
+    if version is not None and not hasattr(version, "cache_info"):
+        extension._get_ptxas_isa_version = functools.cache(version)
+
+
+_ask_ptxas_once()
+
+
+def kernel(body: Callable[..., None], **options: Any) -> Callable[..., Any]:
+    """`plgpu.kernel`, traced with 32-bit integers, also where `jax_enable_x64` is set.
+
+    Python integers would become int64 there, which neither the bodies nor Mosaic GPU take.
+    """
+    launch = plgpu.kernel(body, **options)
+
+    def call(*operands: jax.Array) -> Any:
+        with jax.enable_x64(False):
+            return launch(*operands)
+
+    return call
 
 
 def compiler_params() -> plgpu.CompilerParams:

@@ -31,18 +31,35 @@ WARPGROUP_SIZE = 128
 #: Row sums at which a fixed maximum may have cost precision or range.  bf16 has f32's range, so
 #: what limits it is that sums of values stay far from overflow; f16 weights end at 65504.
 SUM_LIMITS = {"bfloat16": 2.0**40, "float16": 2.0**15}
+#: Row sums below this have lost the weight of the maximum, which is 1: beyond 2^24 that weight is
+#: exp2 of what the rounding of the maximum cost, of `powers` one instruction that rounds once.
+SUM_MINIMUM = 0.5
+
+
+def row_extreme(scores: jax.Array, log2_scale: float) -> jax.Array:
+    """[64], the score of each row that is the largest when scaled."""
+    extreme = jnp.max if log2_scale > 0 else jnp.min
+    return extreme(scores, axis=1)
 
 
 def row_maximum(scores: jax.Array, log2_scale: float) -> jax.Array:
     """[64], the maximum of the scaled scores."""
-    extreme = jnp.max if log2_scale > 0 else jnp.min
-    return extreme(scores, axis=1) * jnp.float32(log2_scale)
+    return row_extreme(scores, log2_scale) * jnp.float32(log2_scale)
 
 
 def powers(scores: jax.Array, maximum: jax.Array, log2_scale: float) -> jax.Array:
     """exp2(score * log2_scale - maximum), [64, keys]."""
     shift = lax.broadcast_in_dim(maximum, scores.shape, (0,))
     return jnp.exp2(scores * jnp.float32(log2_scale) - shift)
+
+
+def exact_powers(scores: jax.Array, extreme: jax.Array, log2_scale: float) -> jax.Array:
+    """exp2((score - extreme) * log2_scale), [64, keys]: 1 at the extreme, however large that is.
+
+    An instruction an element more than `powers`.
+    """
+    shift = lax.broadcast_in_dim(extreme, scores.shape, (0,))
+    return jnp.exp2((scores - shift) * jnp.float32(log2_scale))
 
 
 def partial_sums(p: jax.Array) -> jax.Array:
@@ -71,12 +88,14 @@ def mask(scores: jax.Array, keys: Any, log2_scale: float) -> jax.Array:
 def flag_rows(
     flags: Any, index: Any, row_sum: jax.Array, begin: Any, end: Any, limit: float, interpret: bool
 ) -> None:
-    """Sets flags[index] and flags[0] to 1 if a row in [begin, end) has a sum not below `limit`.
+    """Sets flags[index] and flags[0] to 1 if a row in [begin, end) has a sum that is not in
+    [SUM_MINIMUM, limit).
 
     Every thread that holds such a row writes, so no value has to travel between threads.
     """
     row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW_LAYOUT)
-    is_good = (row_sum < jnp.float32(limit)) | (row < begin) | (row >= end)
+    is_good = (row_sum < jnp.float32(limit)) & (row_sum >= jnp.float32(SUM_MINIMUM))
+    is_good = is_good | (row < begin) | (row >= end)
     if interpret:
 
         @pl.when(~jnp.all(is_good))

@@ -20,14 +20,14 @@ def by_user(users: jax.Array) -> jax.Array:
     """The permutation that sorts `users` [B] int32, stable: that of `jnp.argsort`."""
     batch = users.shape[0]
     if batch > MAX_COUNTED:
-        return jnp.argsort(users)
+        return jnp.argsort(users).astype(jnp.int32)
     place = jnp.arange(batch, dtype=jnp.int32)
     is_before = (users[None] < users[:, None]) | (
         (users[None] == users[:, None]) & (place[None] < place[:, None])
     )
     rank = jnp.sum(is_before, axis=1, dtype=jnp.int32)
     # Its inverse: one number a row is not zero.
-    return jnp.sum(jnp.where(rank[None] == place[:, None], place[None], 0), axis=1)
+    return jnp.sum(jnp.where(rank[None] == place[:, None], place[None], 0), axis=1, dtype=jnp.int32)
 
 
 def run_ends(users: jax.Array) -> jax.Array:

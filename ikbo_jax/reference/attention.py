@@ -63,12 +63,15 @@ def materialised(
 
     highest = jax.lax.Precision.HIGHEST
     products = jnp.einsum("btnh,bsnh->btns", query.astype(jnp.float32), keys, precision=highest)
-    scores = jnp.where(seen[:, None, None], products * jnp.float32(scale), -jnp.inf)
-    empty = jnp.all(scores == -jnp.inf, axis=-1, keepdims=True)
+    products = jnp.where(seen[:, None, None], directed(products, scale), -jnp.inf)
+    empty = jnp.all(products == -jnp.inf, axis=-1, keepdims=True)
     # Rows without keys get scores that have a softmax, so that no gradient meets a NaN.
-    scores = jnp.where(empty, 0, scores)
-    lse = jnp.where(empty[..., 0], -jnp.inf, jax.nn.logsumexp(scores, axis=-1))
-    probabilities = jnp.where(empty, 0, jax.nn.softmax(scores, axis=-1))
+    products = jnp.where(empty, 0, products)
+    largest = jnp.max(products, axis=-1, keepdims=True)
+    below = scaled(products - largest, scale)
+    lse = scaled(largest[..., 0], scale) + jax.nn.logsumexp(below, axis=-1)
+    lse = jnp.where(empty[..., 0], -jnp.inf, lse)
+    probabilities = jnp.where(empty, 0, jax.nn.softmax(below, axis=-1))
     out = jnp.einsum("btns,bsnh->btnh", probabilities, values, precision=highest)
     return out.astype(query.dtype), lse
 
@@ -122,15 +125,56 @@ def self_attention(
     kv_heads = key.shape[2]
     q = query.reshape(batch, q_len, kv_heads, q_heads // kv_heads, width)
     products = jnp.einsum("btkrh,bskh->btkrs", q, key, preferred_element_type=jnp.float32)
-    scores = products * jnp.float32(scale)
-    row_max = jax.lax.stop_gradient(finite_offset(jnp.max(scores, axis=-1)))
-    powers = jnp.exp(scores - row_max[..., None])
+    products = directed(products, scale)
+    row_max = jax.lax.stop_gradient(finite_offset(jnp.max(products, axis=-1)))
+    powers = jnp.exp(scaled(products - row_max[..., None], scale))
     total = jnp.sum(powers, axis=-1)
     out = jnp.einsum(
         "btkrs,bskh->btkrh", powers.astype(value.dtype), value, preferred_element_type=jnp.float32
     )
-    out, lse = normalise(out, total, row_max)
+    out, lse = normalise(out, total, scaled(row_max, scale))
     return out.reshape(query.shape), lse.reshape(query.shape[:3])
+
+
+#: |lse| from which on the rounding of lse may change a weight by more than a percent.
+HUGE_LSE = 2.0**18
+#: Relative error that an lse may have: some roundings of f32.
+LSE_ERROR = 2.0**-21
+
+
+def directed(products: jax.Array, scale: float) -> jax.Array:
+    """Products of queries and keys whose largest has the largest score: of which a negative scale
+    makes the smallest, and a scale of 0 none.
+
+    The softmax subtracts its maximum from these, before they are scaled. Of scores,
+    products · scale - maximum, a compiler may make one instruction that rounds once. The largest
+    score is then not 0, but what rounding `maximum` cost: 64 or more where scores are beyond 1e9.
+    """
+    if _is_zero(scale):
+        return products * jnp.float32(0)
+    return products if scale > 0 else -products
+
+
+def scaled(products: jax.Array, scale: float) -> jax.Array:
+    """Scores of `directed` products, or differences of scores of their differences."""
+    return products * jnp.float32(1.0 if _is_zero(scale) else abs(scale))
+
+
+def _is_zero(scale: float) -> bool:
+    # XLA takes f32 below the normal ones for 0, and 0 times the -inf of a masked score is NaN.
+    return abs(scale) < float(jnp.finfo(jnp.float32).tiny)
+
+
+def weights_again(products: jax.Array, lse: jax.Array, scale: float) -> jax.Array:
+    """exp(score - lse), the softmax's weights from `directed` products [..., keys] and lse [...].
+
+    Where lse is so large that its rounding matters, a score that is as large as lse within its
+    error has weight 1: the row's clear maximum.
+    """
+    is_huge = jnp.abs(lse) >= HUGE_LSE
+    offset = finite_offset(jnp.where(is_huge, lse - jnp.abs(lse) * jnp.float32(LSE_ERROR), lse))
+    exponent = scaled(products, scale) - offset[..., None]
+    return jnp.exp(jnp.where(is_huge[..., None], jnp.minimum(exponent, 0.0), exponent))
 
 
 def finite_offset(row_max: jax.Array) -> jax.Array:

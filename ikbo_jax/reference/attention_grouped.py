@@ -15,7 +15,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ikbo_jax.reference.attention import finite_offset, normalise
+from ikbo_jax.reference.attention import (
+    directed,
+    finite_offset,
+    normalise,
+    scaled,
+    weights_again,
+)
 
 #: Scores of one step of the XLA path, at most: 128 MiB in f32, and as much again for their powers.
 MAX_SCORES = 2**25
@@ -97,12 +103,12 @@ def decomposed(
 
         def step(carry: _Softmax, chunk: jax.Array) -> tuple[_Softmax, None]:
             keys, values, seen = _chunk_of(cut, block, chunk, key, value)
-            scores = _scores(q, keys, scale)
+            scores = directed(_products(q, keys), scale)
             scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
             row_max = jnp.maximum(carry.row_max, jnp.max(scores, axis=-1))
             offset = finite_offset(row_max)
-            powers = jnp.exp(scores - offset[..., None])
-            shrink = jnp.exp(carry.row_max - offset)
+            powers = jnp.exp(scaled(scores - offset[..., None], scale))
+            shrink = jnp.exp(scaled(carry.row_max - offset, scale))
             products = jnp.einsum(
                 "gkqs,gskh->gkqh",
                 powers.astype(values.dtype),
@@ -115,7 +121,7 @@ def decomposed(
         zeros = jnp.zeros_like(q, jnp.float32)
         start = _Softmax(zeros[..., 0] - jnp.inf, zeros[..., 0], zeros)
         (row_max, total, out), _ = jax.lax.scan(step, start, cut.chunks)
-        out, lse = normalise(out, total, row_max)
+        out, lse = normalise(out, total, scaled(row_max, scale))
         return back(out.astype(query.dtype)), back(lse[..., None])[..., 0]
 
     out, lse = jax.lax.map(attend, cut.blocks)
@@ -174,17 +180,16 @@ def decomposed_vjp(
         # Rows without keys have no gradient, whatever they are given.
         is_real = rows_of((lse != -jnp.inf)[..., None], fill=False)
         q, d_o = rows_of(query, fill=0), rows_of(d_out, fill=0)
-        row_lse, row_shift = (rows_of(x[..., None], fill=0) for x in (lse, shift))
-        offset = finite_offset(row_lse)
+        row_lse, row_shift = (rows_of(x[..., None], fill=0)[..., 0] for x in (lse, shift))
 
         def step(carry: tuple, chunk: jax.Array) -> tuple[tuple, None]:
             d_q, d_keys, d_values = carry
             keys, values, seen = _chunk_of(cut, block, chunk, key, value)
             counts = seen[:, None, None] & is_real
-            scores = jnp.where(counts, _scores(q, keys, scale), -jnp.inf)
-            powers = jnp.exp(scores - offset)
-            d_powers = _scores(d_o, values, 1.0)
-            d_scores = jnp.where(counts, powers * (d_powers - row_shift), 0.0) * jnp.float32(scale)
+            scores = jnp.where(counts, directed(_products(q, keys), scale), -jnp.inf)
+            powers = weights_again(scores, row_lse, scale)
+            d_powers = _products(d_o, values) - row_shift[..., None]
+            d_scores = jnp.where(counts, powers * d_powers, 0.0) * jnp.float32(scale)
             narrow = d_scores.astype(keys.dtype)
             product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
             d_q += product("gkqs,gskh->gkqh", narrow, keys)
@@ -258,7 +263,8 @@ def _cut(
     num_groups = _round_up(_num_groups(batch, users, group), per_step)
 
     index = jnp.clip(cand_to_user, 0, users - 1)
-    order = jnp.argsort(index)
+    # With 64-bit types enabled, argsort returns int64.
+    order = jnp.argsort(index).astype(index.dtype)
     sorted_index = index[order]
     counts = jnp.zeros_like(index, shape=users).at[index].add(1)
     groups_of_user = -(-counts // group)
@@ -363,10 +369,9 @@ def _gathered(cut: _Cut, stepwise: jax.Array) -> jax.Array:
     return stepwise.reshape(-1, *stepwise.shape[2:])[cut.position]
 
 
-def _scores(rows: jax.Array, keys: jax.Array, scale: float) -> jax.Array:
-    """[groups, K, rows, H] by [groups, keys, K, H]: [groups, K, rows, keys] in f32, scaled."""
-    products = jnp.einsum("gkqh,gskh->gkqs", rows, keys, preferred_element_type=jnp.float32)
-    return products * jnp.float32(scale)
+def _products(rows: jax.Array, keys: jax.Array) -> jax.Array:
+    """[groups, K, rows, H] by [groups, keys, K, H]: [groups, K, rows, keys] in f32."""
+    return jnp.einsum("gkqh,gskh->gkqs", rows, keys, preferred_element_type=jnp.float32)
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from ikbo_jax.reference import jagged
 from ikbo_jax.reference.activations import SOFTMAX, elementwise
+from ikbo_jax.reference.attention import directed, finite_offset, scaled, weights_again
 from ikbo_jax.reference.gdpa import Arrays, Settings, num_sequences, out_shape
 
 #: Scores of one step of the XLA path, at most: 64 MiB in f32, and as much again for the weights.
@@ -134,7 +135,8 @@ def chunked(
                 jagged.gather(x, others, cut.kv.size) for x in (arrays.key, arrays.value)
             )
             seen = _seen(cut, tiles, others)
-            weights, state = _weights(_scores(q, keys, settings.scale), seen, settings, state)
+            products = _product("gkqh,gksh->gkqs", q, keys)
+            weights, state = _weights(products, seen, settings, state)
             products = _product("gkqs,gksh->gkqh", _fold(weights, kv_heads), values)
             return state._replace(out=state.out + _unfold(products, shape[1]))
 
@@ -285,10 +287,6 @@ def _product(axes: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.einsum(axes, a.astype(b.dtype), b, preferred_element_type=jnp.float32)
 
 
-def _scores(q: jax.Array, keys: jax.Array, scale: float) -> jax.Array:
-    return _product("gkqh,gksh->gkqs", q, keys) * jnp.float32(scale)
-
-
 def _seen(cut: _Cut, q: jagged.Tiles, kv: jagged.Tiles) -> jax.Array:
     """Which pairs of rows there are: [tiles, 1, q_rows, kv_rows] bool."""
     is_query, is_key = jagged.exists(q, cut.q.size), jagged.exists(kv, cut.kv.size)
@@ -315,17 +313,18 @@ def _is_softmax(settings: Settings) -> jax.Array:
 
 
 def _weights(
-    folded_scores: jax.Array, seen: jax.Array, settings: Settings, state: _Softmax
+    folded_products: jax.Array, seen: jax.Array, settings: Settings, state: _Softmax
 ) -> tuple[jax.Array, _Softmax]:
     """Weights [tiles, N, rows, keys] of one step, and the sums before it, relative to them."""
-    scores = _unfold(folded_scores, len(settings.activations))
+    products = _unfold(folded_products, len(settings.activations))
+    scores = products * jnp.float32(settings.scale)
     powers = scores
     if SOFTMAX in settings.activations:
-        masked = jnp.where(seen, scores, -jnp.inf)
+        masked = jnp.where(seen, directed(products, settings.scale), -jnp.inf)
         row_max = jnp.maximum(state.row_max, jnp.max(masked, axis=-1))
-        offset = _finite(row_max)
-        powers = jnp.exp(masked - offset[..., None])
-        shrink = jnp.exp(state.row_max - offset)
+        offset = finite_offset(row_max)
+        powers = jnp.exp(scaled(masked - offset[..., None], settings.scale))
+        shrink = jnp.exp(scaled(state.row_max - offset, settings.scale))
         total = state.total * shrink + jnp.sum(powers, axis=-1)
         shrink = jnp.where(_is_softmax(settings), shrink, 1.0)
         state = _Softmax(row_max, total, state.out * shrink[..., None])
@@ -345,7 +344,8 @@ def _normalise(state: _Softmax, settings: Settings) -> tuple[jax.Array, jax.Arra
     is_softmax = _is_softmax(settings)
     is_empty = state.total == 0
     total = jnp.where(is_softmax & ~is_empty, state.total, 1.0)
-    lse = jnp.where(is_empty, -jnp.inf, state.row_max + jnp.log(total))
+    lse = scaled(state.row_max, settings.scale) + jnp.log(total)
+    lse = jnp.where(is_empty, -jnp.inf, lse)
     out = jnp.where((is_softmax & is_empty)[..., None], 0.0, state.out / total[..., None])
     return out, jnp.where(is_softmax, lse, 0.0)
 
@@ -355,26 +355,23 @@ def _pull_back(
 ) -> tuple[jax.Array, jax.Array]:
     """Weights, and gradients of the scores over scale and output_scale: [tiles, K, rows, keys]."""
     q_heads, kv_heads = len(settings.activations), keys.shape[1]
-    scores = _unfold(_scores(rows.query, keys, settings.scale), q_heads)
-    d_weights = _unfold(_scores(rows.d_out, values, 1.0), q_heads)
+    products = _unfold(_product("gkqh,gksh->gkqs", rows.query, keys), q_heads)
+    scores = products * jnp.float32(settings.scale)
+    d_weights = _unfold(_product("gkqh,gksh->gkqs", rows.d_out, values), q_heads)
     weights, d_scores = [], []
     for name, heads in _runs(settings):
         s, d_w = scores[:, heads], d_weights[:, heads]
         if name == SOFTMAX:
             assert rows.lse is not None
             assert rows.delta is not None
-            power = jnp.exp(s - _finite(rows.lse[:, heads])[..., None])
+            masked = jnp.where(seen, directed(products[:, heads], settings.scale), -jnp.inf)
+            power = weights_again(masked, rows.lse[:, heads], settings.scale)
             weights.append(power)
             d_scores.append(power * (d_w - rows.delta[:, heads][..., None]))
         else:
             activation = elementwise(name, settings.approx)
             weights.append(activation.value(s))
             d_scores.append(activation.slope(s) * d_w)
-    masked = (jnp.where(seen, _join(parts), 0.0) for parts in (weights, d_scores))
-    folded = tuple(_fold(x, kv_heads) for x in masked)
+    results = (jnp.where(seen, _join(parts), 0.0) for parts in (weights, d_scores))
+    folded = tuple(_fold(x, kv_heads) for x in results)
     return folded[0], folded[1]
-
-
-def _finite(row_max: jax.Array) -> jax.Array:
-    """What to subtract from a row's scores: 0 where all of them are -inf, which gives powers 0."""
-    return jnp.where(row_max == -jnp.inf, 0.0, row_max)

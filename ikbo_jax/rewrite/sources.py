@@ -51,6 +51,9 @@ def _gather_rows_or_bind(
     if not numbers.operand_batching_dims and len(shape_of(indices)) == 2:
         fixed = _fixed_positions(ctx, eqn, operand, indices)
         axes = [a for a, size in enumerate(sizes) if size != shape[a] and a not in fixed]
+        if not axes and len(fixed) == 1:
+            # All candidates look up the same known row.
+            axes, fixed = list(fixed), {}
         if not axes:
             axes = _single_rows(ctx, operand, indices, numbers)
         if len(axes) == 1 and axes[0] in numbers.start_index_map and sizes[axes[0]] == 1:

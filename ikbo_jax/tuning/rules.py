@@ -178,6 +178,7 @@ def _attention_from_json(fields: Mapping[str, Any]) -> AttentionProblem:
         for field in dataclasses.fields(AttentionProblem)
         if field.name != "dtype"
     }
+    _heads(fields.get("kv_heads"), "kv_heads")
     return AttentionProblem(**sizes, dtype=typed(fields.get("dtype"), str, "dtype"))
 
 
@@ -230,6 +231,7 @@ def _gdpa_from_json(fields: Mapping[str, Any]) -> GdpaProblem:
 
     names = ("batch", "batch_kv", "q_rows", "kv_rows", "q_heads", "kv_heads", "head_dim")
     sizes = {name: size(fields.get(name), name) for name in names}
+    _heads(fields.get("kv_heads"), "kv_heads")
     activations = typed(fields.get("activations"), list, "activations")
     approx = fields.get("approx")
     return GdpaProblem(
@@ -360,14 +362,27 @@ def typed(value: Any, kind: type, name: str) -> Any:
 
 
 def size(value: Any, name: str) -> int:
-    """Returns `value`; raises ValueError unless it is an integer of at least 0."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    """Returns `value`; raises ValueError unless it is an integer of at least 0 and of 64 bits."""
+    is_size = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+    if not is_size:
         raise ValueError(f"{name} holds {value!r:.80}, expected an integer of at least 0")
-    return value
+    return int(value)
 
 
-def positive(value: Any, name: str) -> float:
-    """Returns `value` as a float; raises ValueError unless it is a positive, finite number."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"{name} is {value!r:.80}, expected a positive number")
+def measured(value: Any, name: str) -> float:
+    """Returns `value` as a float; raises ValueError unless it is finite and at least 0.
+
+    0 is what earlier versions wrote for a very small fraction.
+    """
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value < 2.0**1023:
+        raise ValueError(f"{name} is {value!r:.80}, expected a finite number of at least 0")
     return float(value)
+
+
+def _heads(value: Any, name: str) -> int:
+    """`size` of at least 1: distances divide by it."""
+    heads = size(value, name)
+    if not heads:
+        raise ValueError(f"{name} is 0, expected at least 1")
+    return heads

@@ -23,13 +23,14 @@ import json
 import math
 import os
 import pathlib
+import stat
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ikbo_jax.tuning import rules
-from ikbo_jax.tuning.rules import Config, Problem, positive, size, typed
+from ikbo_jax.tuning.rules import Config, Problem, measured, size, typed
 
 #: Format of table files; a file of another schema is foreign.
 SCHEMA = 1
@@ -87,7 +88,7 @@ class Row:
             name: list(value) if isinstance(value, tuple) else value
             for name, value in dataclasses.asdict(self.problem).items()
         }
-        measured = {
+        measurement = {
             "device": self.device,
             "date": self.date,
             "jax": self.jax,
@@ -95,7 +96,7 @@ class Row:
             "fraction": self.fraction,
             "xla_ms": self.xla_ms,
         }
-        return {"op": rules.of(self.problem).op, **problem, "config": config, **measured}
+        return {"op": rules.of(self.problem).op, **problem, "config": config, **measurement}
 
     @classmethod
     def from_json(cls, entry: object) -> Row:
@@ -113,9 +114,9 @@ class Row:
             device=typed(fields.get("device"), str, "device"),
             date=typed(fields.get("date"), str, "date"),
             jax=typed(fields.get("jax"), str, "jax"),
-            ms=positive(fields.get("ms"), "ms"),
-            fraction=positive(fields.get("fraction"), "fraction"),
-            xla_ms=None if xla_ms is None else positive(xla_ms, "xla_ms"),
+            ms=measured(fields.get("ms"), "ms"),
+            fraction=measured(fields.get("fraction"), "fraction"),
+            xla_ms=None if xla_ms is None else measured(xla_ms, "xla_ms"),
         )
 
     def describe(self) -> str:
@@ -181,18 +182,24 @@ def illegal_reason(problem: Problem, config: Config) -> str | None:
     return rules.of(problem).illegal_reason(problem, config)
 
 
-def lookup(problem: Problem) -> Choice:
-    """Chooses a configuration, or XLA, for `problem`; see the module's docstring for the order."""
+def lookup(problem: Problem, *, with_user_rows: bool = True) -> Choice:
+    """Chooses a configuration, or XLA, for `problem`; see the module's docstring for the order.
+
+    Args:
+      problem: sizes and dtype.
+      with_user_rows: whether the user's cache is asked.
+    """
     rule = rules.of(problem)
     fallback = default_config(problem)
     if fallback is None:
         reason = rule.illegal_reason(problem, rule.config_type())
         return Choice(None, "none", False, f"no legal configuration of the kernel: {reason}")
-    for row in _user_rows():
+    user_rows = _user_rows() if with_user_rows else ()
+    for row in user_rows:
         if row.problem == problem and _is_legal(problem, row.config):
             return Choice(row.config, "user cache", True, f"user cache, {row.describe()}")
     files = {
-        "user cache": _user_rows() if rule.user_rows_reach else (),
+        "user cache": user_rows if rule.user_rows_reach else (),
         "sm90.json": _builtin_rows(),
     }
     ours = {
@@ -219,19 +226,31 @@ def lookup(problem: Problem) -> Choice:
 
 
 def user_cache_path() -> pathlib.Path:
-    """File of the user's own rows, in $IKBO_JAX_CACHE_DIR if that is set."""
+    """File of the user's own rows, in $IKBO_JAX_CACHE_DIR if that is set; `~` is expanded."""
     if directory := os.environ.get(CACHE_DIR_VARIABLE):
-        return pathlib.Path(directory) / "sm90.json"
+        # Not pathlib's expanduser, which raises where a home is unknown: ops look rows up.
+        return pathlib.Path(os.path.expanduser(directory)) / "sm90.json"
     import platformdirs  # Here, so that the variable spares the dependency.
 
     return pathlib.Path(platformdirs.user_cache_dir("ikbo-jax")) / "sm90.json"
 
 
 def check_user_cache_writable() -> None:
-    """Raises OSError, naming the file and the way out, if the user's cache cannot be written."""
+    """Raises OSError, naming the file and the way out, if the user's cache cannot be written.
+
+    Nothing that is not a regular file is opened, since a FIFO would block.
+    """
     path = user_cache_path()
     with _explained_os_errors(path):
+        if path.parts[0].startswith("~"):
+            raise OSError(f"{path.parts[0]} is the home of no known user")
         path.parent.mkdir(parents=True, exist_ok=True)
+        for file, access in ((path, os.R_OK), (_lock_file(path), os.W_OK)):
+            with contextlib.suppress(FileNotFoundError):
+                if kind := _irregular(file.stat().st_mode):
+                    raise OSError(f"{file} is {kind}, not a regular file")
+                if not os.access(file, access):
+                    raise PermissionError(f"no permission to use {file}")
         with tempfile.TemporaryFile(dir=path.parent):
             pass
 
@@ -239,22 +258,17 @@ def check_user_cache_writable() -> None:
 def write_user_row(row: Row) -> pathlib.Path:
     """Puts a row into the user's cache, in place of one of the same problem; returns the file.
 
-    Readers see the old file or the new one, never a part: the new one is renamed into place. A file
-    that cannot be read is kept beside it as `sm90.json.ignored`.
+    Readers see the old file or the new one, never a part: the new one is renamed into place. Rows
+    that cannot be read are dropped, each with a UserWarning unless `lookup` gave it. A file that is
+    no table at all is kept beside the new one as `sm90.json.ignored`, or `.ignored.1` and so on.
 
     Raises:
       OSError: the cache cannot be written.
     """
     path = user_cache_path()
     check_user_cache_writable()
-    with _explained_os_errors(path), _locked(path.with_suffix(".lock")):
-        try:
-            rows = _parse(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            rows = ()
-        except (ValueError, RecursionError):
-            rows = ()
-            os.replace(path, path.with_name(path.name + ".ignored"))
+    with _explained_os_errors(path), _locked(_lock_file(path)):
+        rows = _rows_to_keep(path)
         rows = (*(old for old in rows if old.problem != row.problem), row)
         text = json.dumps({"schema": SCHEMA, "rows": [r.to_json() for r in rows]}, indent=2) + "\n"
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
@@ -269,12 +283,78 @@ def write_user_row(row: Row) -> pathlib.Path:
     return path
 
 
-def _parse(text: str) -> tuple[Row, ...]:
-    """Reads a table file; raises ValueError (JSON and Unicode errors are some) if it is not one."""
+def _rows_to_keep(path: pathlib.Path) -> tuple[Row, ...]:
+    """Rows of the file that is about to be replaced; one that is no table is put aside."""
+    try:
+        _entries(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return ()
+    except (ValueError, RecursionError):
+        number = 0
+        while (aside := _aside(path, number)).exists():
+            number += 1
+        os.replace(path, aside)
+        return ()
+    return _user_rows()
+
+
+def _aside(path: pathlib.Path, number: int) -> pathlib.Path:
+    return path.with_name(f"{path.name}.ignored" + (f".{number}" if number else ""))
+
+
+def _lock_file(path: pathlib.Path) -> pathlib.Path:
+    return path.with_suffix(".lock")
+
+
+def _irregular(mode: int) -> str | None:
+    """What a path with the st_mode `mode` leads to; None for a regular file."""
+    kinds = {
+        stat.S_ISDIR: "a directory",
+        stat.S_ISFIFO: "a FIFO",
+        stat.S_ISSOCK: "a socket",
+        stat.S_ISCHR: "a device",
+        stat.S_ISBLK: "a device",
+    }
+    if stat.S_ISREG(mode):
+        return None
+    return next((kind for is_kind, kind in kinds.items() if is_kind(mode)), "something else")
+
+
+def _entries(text: str) -> list[Any]:
+    """Rows of a table file, unread; ValueError (JSON and Unicode errors too) if it is not one."""
     content = typed(json.loads(text), dict, "file")
     if content.get("schema") != SCHEMA:
         raise ValueError(f"schema {content.get('schema')!r}, expected {SCHEMA}")
-    return tuple(Row.from_json(entry) for entry in typed(content.get("rows"), list, "rows"))
+    entries: list[Any] = typed(content.get("rows"), list, "rows")
+    return entries
+
+
+def _parse(text: str) -> tuple[Row, ...]:
+    """Reads a table file; raises ValueError if it is not one, or if a row of it cannot be read."""
+    return tuple(Row.from_json(entry) for entry in _entries(text))
+
+
+def _parse_leniently(text: str) -> tuple[tuple[Row, ...], tuple[str, ...]]:
+    """Rows of a table file that can be read, and for each other one its name and the reason.
+
+    Raises ValueError or RecursionError if the file is no table.
+    """
+    rows, faults = [], []
+    for number, entry in enumerate(_entries(text), start=1):
+        try:
+            rows.append(Row.from_json(entry))
+        except (ValueError, RecursionError) as error:
+            faults.append(f"row {number} ({_brief(entry)}): {error}")
+    return tuple(rows), tuple(faults)
+
+
+def _brief(entry: object) -> str:
+    """The beginning of a row, for a message."""
+    try:
+        text = json.dumps(entry)
+    except RecursionError:
+        return "lists within lists"
+    return text if len(text) <= 120 else f"{text[:120]}…"
 
 
 @functools.cache
@@ -285,21 +365,32 @@ def _builtin_rows() -> tuple[Row, ...]:
 def _user_rows() -> tuple[Row, ...]:
     path = user_cache_path()
     try:
-        stat = path.stat()
+        state = path.stat()
     except OSError:  # No cache, or none that we may look at.
         return ()
-    return _read_user_rows(path, stat.st_mtime_ns, stat.st_ino, stat.st_size)
+    return _read_user_rows(path, state.st_mode, state.st_mtime_ns, state.st_ino, state.st_size)
 
 
 @functools.lru_cache(maxsize=8)
-def _read_user_rows(path: pathlib.Path, mtime: int, inode: int, size: int) -> tuple[Row, ...]:
+def _read_user_rows(
+    path: pathlib.Path, mode: int, mtime: int, inode: int, size: int
+) -> tuple[Row, ...]:
     """Reads the user's cache once for every state of the file, so that it also warns once."""
     del mtime, inode, size  # Only keys of the cache: a new file has others.
-    try:
-        return _parse(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        warnings.warn(f"ignoring the tuning cache {path}: {error}", UserWarning, stacklevel=4)
+    if kind := _irregular(mode):
+        text = f"ignoring the tuning cache {path}: it is {kind}, not a regular file"
+        warnings.warn(text, UserWarning, stacklevel=4)
         return ()
+    try:
+        rows, faults = _parse_leniently(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        text = f"ignoring the tuning cache {path}, which the next tuning puts aside: {error}"
+        warnings.warn(text, UserWarning, stacklevel=4)
+        return ()
+    for fault in faults:
+        text = f"ignoring the tuning cache's {fault} (in {path})"
+        warnings.warn(text, UserWarning, stacklevel=4)
+    return rows
 
 
 def _is_legal(problem: Problem, config: Config | None) -> bool:

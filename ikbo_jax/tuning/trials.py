@@ -30,8 +30,16 @@ LinearCompressionOperands = tuple[
 ]
 #: Rows of linear compression's output that are checked at once, which bounds the oracle's memory.
 CHECK_ROWS = 128
+#: Compiler options of what checks results: XLA would try every way of multiplying an oracle's
+#: matrices, 12 s for a program that runs a few times.
+UNTUNED = {"xla_gpu_autotune_level": 0}
 #: Candidates whose results in XLA are compared with the oracle, and how many of them at once.
 SAMPLED, SAMPLED_AT_ONCE = 32, 4
+
+
+def device_sms() -> int:
+    """Streaming multiprocessors of the device; 1 where there are none."""
+    return getattr(jax.devices()[0], "core_count", 1)
 
 
 # Linear compression.
@@ -61,17 +69,19 @@ def linear_compression_operands(
 
 
 def linear_compression_runner(
-    problem: LinearCompressionProblem, config: LinearCompressionConfig | None
+    problem: LinearCompressionProblem,
+    config: LinearCompressionConfig | None,
+    num_sms: int | None = None,
 ) -> Callable[..., jax.Array]:
-    """The kernel with a configuration, or the XLA path for None."""
+    """The kernel with a configuration, or the XLA path for None, on a device of `num_sms`."""
     del problem  # The operands say it all.
     if config is None:
         return jax.jit(linear_compression.decomposed)
-    num_sms = getattr(jax.devices()[0], "core_count", 1)
+    num_sms = device_sms() if num_sms is None else num_sms
     return jax.jit(functools.partial(linear_compression_kernel, config=config, num_sms=num_sms))
 
 
-@jax.jit
+@functools.partial(jax.jit, compiler_options=UNTUNED)
 def _errors(
     actual: jax.Array, operands: LinearCompressionOperands, rows: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -138,13 +148,13 @@ def attention_operands(problem: AttentionProblem, seed: int = 0) -> AttentionOpe
 
 
 def attention_runner(
-    problem: AttentionProblem, config: AttentionConfig | None
+    problem: AttentionProblem, config: AttentionConfig | None, num_sms: int | None = None
 ) -> Callable[..., jax.Array]:
-    """The kernel with a configuration, or the XLA path for None."""
+    """The kernel with a configuration, or the XLA path for None, on a device of `num_sms`."""
     scale = problem.head_dim**-0.5
     if config is None:
         return jax.jit(lambda *operands: decomposed(*operands, scale=scale)[0])
-    num_sms = getattr(jax.devices()[0], "core_count", 1)
+    num_sms = device_sms() if num_sms is None else num_sms
 
     def run(query: jax.Array, key: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
         out, _ = attention_kernel(
@@ -165,7 +175,12 @@ def attention_runner(
     return jax.jit(run)
 
 
-@functools.partial(jax.jit, static_argnames="scale")
+@functools.partial(jax.jit, static_argnames="scale", compiler_options=UNTUNED)
+def _xla_attention(operands: AttentionOperands, scale: float) -> jax.Array:
+    return decomposed(*operands, scale=scale)[0]
+
+
+@functools.partial(jax.jit, static_argnames="scale", compiler_options=UNTUNED)
 def _sampled_errors(
     xla: jax.Array, operands: AttentionOperands, rows: jax.Array, scale: float
 ) -> tuple[jax.Array, jax.Array]:
@@ -193,7 +208,7 @@ def check_attention(actual: jax.Array, operands: AttentionOperands) -> tuple[flo
     """
     batch, width = operands.query.shape[0], operands.query.shape[-1]
     scale = width**-0.5
-    xla = jax.jit(functools.partial(decomposed, scale=scale))(*operands)[0]
+    xla = _xla_attention(operands, scale)
     sample = np.linspace(0, batch - 1, SAMPLED).astype(np.int32)
     found = [
         jax.device_get(_sampled_errors(xla, operands, jnp.asarray(rows), scale))

@@ -14,7 +14,7 @@ from ikbo_jax.pallas.gdpa import gdpa_kernel
 from ikbo_jax.reference import gdpa_chunked
 from ikbo_jax.reference.gdpa import Arrays, Settings, materialised
 from ikbo_jax.tuning.gdpa_configs import GdpaConfig, GdpaProblem
-from ikbo_jax.tuning.trials import largest_difference
+from ikbo_jax.tuning.trials import UNTUNED, device_sms, largest_difference
 
 #: Sequences whose results in XLA are compared with the oracle.
 SAMPLED = 8
@@ -109,12 +109,17 @@ def settings_of(problem: GdpaProblem) -> Settings:
     )
 
 
-def gdpa_runner(problem: GdpaProblem, config: GdpaConfig | None) -> Callable[..., jax.Array]:
-    """The kernel with a configuration, its lists of tiles included, or the XLA path for None."""
+def gdpa_runner(
+    problem: GdpaProblem, config: GdpaConfig | None, num_sms: int | None = None
+) -> Callable[..., jax.Array]:
+    """The kernel with a configuration, its lists of tiles included, or the XLA path for None.
+
+    `num_sms` is the device's if None.
+    """
     settings = settings_of(problem)
     if config is None:
         return jax.jit(lambda *arrays: gdpa_chunked.chunked(Arrays(*arrays), settings)[0])
-    num_sms = getattr(jax.devices()[0], "core_count", 1)
+    num_sms = device_sms() if num_sms is None else num_sms
 
     def run(*arrays: jax.Array) -> jax.Array:
         return gdpa_kernel(
@@ -122,6 +127,12 @@ def gdpa_runner(problem: GdpaProblem, config: GdpaConfig | None) -> Callable[...
         )[0]
 
     return jax.jit(run)
+
+
+@functools.lru_cache(maxsize=1)
+def _xla_runner(problem: GdpaProblem) -> Callable[..., jax.Array]:
+    """One program for the checks of all configurations."""
+    return gdpa_runner(problem, None)
 
 
 class _Place(NamedTuple):
@@ -134,7 +145,9 @@ class _Place(NamedTuple):
     keys: jax.Array
 
 
-@functools.partial(jax.jit, static_argnames=("settings", "q_len", "kv_len"))
+@functools.partial(
+    jax.jit, static_argnames=("settings", "q_len", "kv_len"), compiler_options=UNTUNED
+)
 def _sampled_errors(
     xla: jax.Array, arrays: Arrays, place: _Place, settings: Settings, q_len: int, kv_len: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -174,7 +187,7 @@ def check_gdpa(problem: GdpaProblem, actual: jax.Array, operands: Arrays) -> tup
     is not admitted: compare with `difference <= bound`.
     """
     settings, sequences = settings_of(problem), _sequences(problem)
-    xla = gdpa_runner(problem, None)(*operands)
+    xla = _xla_runner(problem)(*operands)
     q_lens, kv_lens = sequences.lengths(_seeds(problem))
     targets = np.cumsum(q_lens) - q_lens
     sources = targets if sequences.queries is not None else np.zeros_like(targets)

@@ -1,0 +1,213 @@
+"""The demo's programs: their order, the cache that keeps them, and what interrupts them."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ikbo_jax import cli, demo, demo_attention, demo_ranking
+from ikbo_jax._timing import programs
+from ikbo_jax._timing.programs import Programs
+from ikbo_jax.models import ranking
+
+TINY = [
+    *("demo", "--candidates", "24", "--users", "5", "--m", "9", "--n", "8"),
+    *("--k-cand", "7", "--k-user", "11", "--layers", "1"),
+]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("IKBO_JAX_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+
+
+def part(name: str, said: list[str], log: list[str]) -> str:
+    """A part of a demo: two programs, which run and are noted in `log`."""
+    mine = Programs(lambda text: said.append(f"{name} {text}"))
+    for number in range(2):
+        log.append(f"{name} lowers {number}")
+        mine.add(f"p{number}", lambda x: x * 2 + 1, jax.ShapeDtypeStruct((3,), jnp.float32))
+    compiled = mine.compiled()
+    log.append(f"{name} runs")
+    np.testing.assert_array_equal(compiled["p1"](jnp.ones(3)), [3, 3, 3])
+    log.append(f"{name} has run")
+    return name
+
+
+def test_parts_lower_in_order_and_none_runs_before_all_have_compiled():
+    said: list[str] = []
+    log: list[str] = []
+    names = ["a", "b", "c"]
+    found = programs.side_by_side([functools.partial(part, n, said, log) for n in names])
+    assert found == names
+    assert log == [
+        *(f"{name} lowers {number}" for name in names for number in range(2)),
+        *(f"{name} {does}" for name in names for does in ("runs", "has run")),
+    ]
+    assert "b compiling p1" in said
+
+
+def test_programs_compile_side_by_side(monkeypatch):
+    """Two compilations that wait for each other both end."""
+    meet = threading.Barrier(2, timeout=60)
+    real = jax.stages.Lowered.compile
+
+    def compile_together(self, *args, **kwargs):
+        meet.wait()
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compile_together)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    assert part("alone", [], []) == "alone"
+
+
+def test_a_part_that_fails_stops_the_others():
+    log: list[str] = []
+
+    def fails():
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        programs.side_by_side([fails, functools.partial(part, "b", [], log)])
+    for thread in threading.enumerate():
+        if thread.name == "demo part":
+            thread.join(60)
+    assert "b has run" not in log
+
+
+def test_only_programs_that_are_not_timed_compile_without_autotuning(monkeypatch):
+    asked = []
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    real = jax.stages.Lowered.compile
+
+    def compile_here(self, compiler_options):
+        asked.append(compiler_options)
+        return real(self)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", compile_here)
+    mine = Programs(lambda text: None, programs.NETWORK_ON_GPU)
+    mine.add("timed", jnp.sin, jnp.ones(2))
+    mine.compiled()
+    other = Programs(lambda text: None)
+    other.add("oracle", jnp.sin, jnp.ones(2), timed=False)
+    other.compiled()
+    assert asked == [programs.NETWORK_ON_GPU, programs.UNTIMED_ON_GPU]
+    assert "xla_gpu_autotune_level" not in programs.NETWORK_ON_GPU
+
+
+# The cache of compiled programs.
+
+
+def compile_tiny() -> None:
+    jax.clear_caches()
+    jax.jit(lambda x: jnp.cos(x) * 3).lower(jax.ShapeDtypeStruct((5,), jnp.float32)).compile()
+
+
+def entries(folder) -> list[str]:
+    return sorted(p.name for p in folder.glob("*-cache"))
+
+
+def test_compiled_programs_are_kept_in_the_users_cache_folder(tmp_path):
+    before = jax.config.jax_persistent_cache_min_compile_time_secs
+    with programs.kept_compilations(tmp_path / "compilations") as reason:
+        assert reason is None
+        assert jax.config.jax_persistent_cache_min_compile_time_secs == 0
+        compile_tiny()
+        kept = entries(tmp_path / "compilations")
+        assert len(kept) == 1
+        compile_tiny()
+        assert entries(tmp_path / "compilations") == kept
+    assert jax.config.jax_compilation_cache_dir is None
+    assert jax.config.jax_persistent_cache_min_compile_time_secs == before
+
+
+def test_a_cache_that_the_user_chose_stays(tmp_path):
+    chosen = str(tmp_path / "chosen")
+    jax.config.update("jax_compilation_cache_dir", chosen)
+    try:
+        with programs.kept_compilations(tmp_path / "compilations") as reason:
+            assert reason is None
+            assert jax.config.jax_compilation_cache_dir == chosen
+            assert not (tmp_path / "compilations").exists()
+    finally:
+        jax.config.update("jax_compilation_cache_dir", None)
+
+
+def test_a_folder_that_cannot_be_made_is_said_and_not_fatal(tmp_path):
+    (tmp_path / "file").touch()
+    with programs.kept_compilations(tmp_path / "file" / "compilations") as reason:
+        assert "not kept for the next time" in reason
+        assert str(tmp_path / "file") in reason
+        assert jax.config.jax_compilation_cache_dir is None
+
+
+def test_importing_the_library_keeps_nothing():
+    code = "import jax, ikbo_jax, ikbo_jax.cli; print(jax.config.jax_compilation_cache_dir)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "None\n"
+
+
+@pytest.mark.slow
+def test_a_second_demo_compiles_nothing(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("ikbo_jax._timing.sustained_ms", lambda *args, **kwargs: [1.0])
+    assert cli.main(TINY) == cli.OK
+    kept = entries(tmp_path / "compilations")
+    assert len(kept) > 10
+    jax.clear_caches()
+    assert cli.main(TINY) == cli.OK
+    assert entries(tmp_path / "compilations") == kept
+    capsys.readouterr()
+
+
+# Inputs that are made by one program.
+
+
+def test_one_program_makes_the_inputs_that_the_functions_make():
+    sizes = demo_ranking.sizes_of(demo.Request(24, 5, 9, 8, 7, 11, "float32"), 1)
+    number = demo_ranking._seed_of(3)
+    drawn = jax.jit(functools.partial(ranking.draw_request, sizes))(number)
+    request = ranking.make_request(sizes, 3)
+    for made, expected in zip(drawn, request[:4], strict=True):
+        np.testing.assert_allclose(made, expected, rtol=1e-6)
+    np.testing.assert_array_equal(ranking.user_index(sizes, 3), request.cand_to_user)
+
+
+# Interruption.
+
+
+@pytest.mark.parametrize("module", [demo_ranking, demo_attention])
+def test_an_interrupted_demo_says_so(module, monkeypatch, capsys):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    for part_of_it in (demo_ranking, demo, demo_attention):
+        monkeypatch.setattr(part_of_it, "run", lambda *args, **kwargs: None)
+    monkeypatch.setattr(module, "run", interrupted)
+    assert cli.main(TINY) == cli.INTERRUPTED == 130
+    assert capsys.readouterr().err.startswith("ikbo-jax demo: interrupted")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals are POSIX'")
+def test_ctrl_c_ends_with_a_sentence():
+    command = [sys.executable, "-m", "ikbo_jax", *TINY]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        first = process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=120)
+    assert "compiling" in first
+    assert process.returncode == 130, err
+    assert "Traceback" not in err
+    assert "interrupted before all was measured" in err.splitlines()[-1]
+    assert out == ""

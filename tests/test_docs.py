@@ -1,0 +1,67 @@
+"""The Python of the documents runs as it is printed, page by page."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+#: What a page's blocks print first.
+PRINTED = {
+    "README.md": "(12, 33, 16) 1. linear_compression:",
+    "adopting.md": "rewrite: 1 broadcast found; saves",
+    "rewrite.md": "rewrite: 1 broadcast found; saves",
+    "tuning.md": "1. linear_compression:",
+}
+#: A block: how far its fence is indented, its language, its text.
+BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
+
+
+def blocks(text: str) -> list[str]:
+    """The Python blocks of a page."""
+    return [
+        "\n".join(line.removeprefix(indent) for line in body.split("\n"))
+        for indent, language, body in BLOCK.findall(text)
+        if language == "python"
+    ]
+
+
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if blocks(page.read_text("utf-8"))], ids=lambda page: page.name
+)
+def test_every_block_of_a_page_runs_after_those_before_it(page, tmp_path):
+    if page.name == "adopting.md":
+        pytest.importorskip("flax")
+    code = "\n".join(blocks(page.read_text("utf-8")))
+    # The user's cache is empty, and nothing but the page's own lines is there.
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "IKBO_JAX_CACHE_DIR": str(tmp_path)}
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == 0, f"{page.name}:\n{result.stderr}"
+    assert result.stdout.startswith(PRINTED.get(page.name, "")), result.stdout
+
+
+def test_blocks_are_found_wherever_they_stand():
+    text = "a\n```python\nx = y\n```\n```sh\nls\n```\n  ```python\n  z\n  ```\n"
+    assert blocks(text) == ["x = y\n", "z\n"]
+
+
+def test_python_is_called_python():
+    """A block under another name, or under none, would not be run."""
+    for page in PAGES:
+        for _, language, body in BLOCK.findall(page.read_text("utf-8")):
+            is_python = re.search(r"^(import \w|from \w+ import |def \w+\()", body, re.MULTILINE)
+            assert language == "python" or not is_python, f"{page.name}:\n{body}"

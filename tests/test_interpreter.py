@@ -1,0 +1,56 @@
+"""What `tests/interpreter.py` adds to Pallas' GPU interpreter."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import interpreter
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ikbo_jax.pallas import mosaic
+
+PARAMS = dataclasses.replace(interpreter.PARAMS, inline_mgpu="_hack_model_inline_mgpu_tokamax")
+WARPGROUPS = 2
+
+
+def _kernel(source: Any, target: Any) -> None:
+    warpgroup = lax.axis_index("warpgroup")
+
+    @pl.when(warpgroup == 0)
+    def _() -> None:
+        mosaic.named_barrier("sync", jnp.int32(4), 128 * WARPGROUPS)
+
+    @pl.when(warpgroup == 1)
+    def _() -> None:
+        # The other warpgroup has come to the barrier long before the last of these reads.
+        @pl.loop(0, source.shape[0] + 1)
+        def _(i: Any) -> None:
+            target[i] = source[i]
+
+
+# The limit is a hang's: the test itself takes 2 s.
+@pytest.mark.time_limit(120)
+@pytest.mark.usefixtures("on_cpu")
+def test_interpreted_launch_ends_where_one_fails_and_another_waits_at_a_named_barrier() -> None:
+    """The failure is a read outside of an array."""
+    rows = jax.ShapeDtypeStruct((40,), jnp.float32)
+    launch = plgpu.kernel(
+        _kernel,
+        out_type=rows,
+        grid=(1,),
+        grid_names=("worker",),
+        num_threads=WARPGROUPS,
+        thread_name="warpgroup",
+        interpret=PARAMS,
+    )
+    with (
+        interpreter.watched(),
+        pytest.raises(jax.errors.JaxRuntimeError, match="(?i)out-of-bounds"),
+    ):
+        jax.block_until_ready(jax.jit(launch)(jnp.ones(rows.shape, rows.dtype)))

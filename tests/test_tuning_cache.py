@@ -1,0 +1,299 @@
+"""The user's tuning cache: what is read, written, put aside and refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import socket
+import stat
+import threading
+import warnings
+from typing import Any
+
+import pytest
+
+from ikbo_jax.tuning import autotune, configs, table
+from ikbo_jax.tuning.bench import Task
+from ikbo_jax.tuning.configs import LinearCompressionConfig, LinearCompressionProblem
+from ikbo_jax.tuning.gdpa_configs import GdpaProblem
+
+DEFAULT = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16")
+GDPA = GdpaProblem(*(8, 8, 512, 640, 4, 2, 64, "bfloat16"), ("relu",), None, False, 100, None)
+
+
+@pytest.fixture(autouse=True)
+def cache_dir(tmp_path, monkeypatch):
+    directory = tmp_path / "cache"
+    monkeypatch.setenv(table.CACHE_DIR_VARIABLE, str(directory))
+    return directory
+
+
+def row(problem: Any = DEFAULT, config: Any = "default", ms: float = 0.35) -> table.Row:
+    config = table.default_config(problem) if config == "default" else config
+    return table.Row(problem, config, "NVIDIA H200", "2026-01-02", "0.11.2", ms, 0.8, 1.0)
+
+
+@pytest.fixture
+def builtin(monkeypatch):
+    """Replaces the rows of sm90.json."""
+    return lambda *rows: monkeypatch.setattr(table, "_builtin_rows", lambda: rows)
+
+
+def other() -> LinearCompressionConfig:
+    """A legal configuration that is not the default one."""
+    return list(configs.candidate_configs(DEFAULT))[1]
+
+
+def test_user_cache_wins_for_its_exact_problem_only(builtin, cache_dir):
+    builtin(row(DEFAULT))
+    table.write_user_row(row(DEFAULT, other()))
+    choice = table.lookup(DEFAULT)
+    assert (choice.config, choice.source, choice.exact) == (other(), "user cache", True)
+    neighbour = dataclasses.replace(DEFAULT, batches=(15, 1023))
+    assert table.lookup(neighbour).source == "sm90.json"
+    assert [path.name for path in cache_dir.iterdir() if path.suffix != ".lock"] == ["sm90.json"]
+
+
+def test_written_row_is_seen_at_once_and_replaces_its_like():
+    for config in (other(), None, table.default_config(DEFAULT)):
+        path = table.write_user_row(row(DEFAULT, config))
+        assert table.lookup(DEFAULT).config == config
+    assert len(json.loads(path.read_text())["rows"]) == 1
+
+
+def test_rows_round_trip():
+    for original in (row(), row(DEFAULT, None), dataclasses.replace(row(), xla_ms=None)):
+        assert table.Row.from_json(json.loads(json.dumps(original.to_json()))) == original
+
+
+def _corrupt(**changes: Any) -> str:
+    return json.dumps({"schema": table.SCHEMA, "rows": [row().to_json() | changes]})
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("", "Expecting value"),
+        ('{"schema": 1, "rows": [', "Expecting value"),
+        ("[]", "expected a dict"),
+        ('{"schema": 2, "rows": []}', "schema 2, expected 1"),
+        ('{"rows": []}', "schema None, expected 1"),
+        ('{"schema": 1, "rows": {}}', "rows is {}"),
+        (_corrupt(op="softmax"), "op='softmax'"),
+        (_corrupt(m="433"), "m holds '433'"),
+        (_corrupt(m=True), "m holds True"),
+        (_corrupt(ms=float("nan")), "ms is nan"),
+        (_corrupt(batches=[15]), "1 batches and 2 ks"),
+        (_corrupt(config={"block_m": 64}), "config has keys"),
+        (_corrupt(config=None), "config is None"),
+        (_corrupt(extra=1), "unknown keys"),
+    ],
+)
+def test_corrupt_or_foreign_cache_is_ignored_with_one_warning(cache_dir, text, reason):
+    cache_dir.mkdir()
+    path = cache_dir / "sm90.json"
+    path.write_text(text)
+    with pytest.warns(UserWarning, match="ignoring the tuning cache") as caught:
+        choice = table.lookup(DEFAULT)
+    assert len(caught) == 1
+    assert str(path) in str(caught[0].message)
+    assert reason in str(caught[0].message)
+    assert choice.source != "user cache"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        table.lookup(DEFAULT)
+    path.write_bytes(b"\xff\xfe also wrong")
+    with pytest.warns(UserWarning, match="ignoring the tuning cache"):
+        table.lookup(DEFAULT)
+
+
+def _file_of(*entries: Any) -> str:
+    return json.dumps({"schema": table.SCHEMA, "rows": list(entries)})
+
+
+BAD_ROWS = {
+    "not a row": 3,
+    "negative fraction": row().to_json() | {"fraction": -0.1},
+    "infinite fraction": row().to_json() | {"fraction": float("inf")},
+    "future": row().to_json() | {"clusters_of_clusters": 2},
+    "huge size": row().to_json() | {"m": 10**400},
+    "no key heads": row(GDPA).to_json() | {"kv_heads": 0},
+}
+
+
+@pytest.mark.parametrize("name", BAD_ROWS)
+def test_bad_row_is_dropped_with_a_warning_and_the_others_stay(name, cache_dir, builtin):
+    builtin()
+    cache_dir.mkdir()
+    path = cache_dir / "sm90.json"
+    half = dataclasses.replace(DEFAULT, dtype="float16")
+    path.write_text(_file_of(row(DEFAULT, other()).to_json(), BAD_ROWS[name], row(half).to_json()))
+    with pytest.warns(UserWarning, match="ignoring the tuning cache's row 2 ") as caught:
+        assert table.lookup(DEFAULT).source == "user cache"
+    assert len(caught) == 1
+    assert str(path) in str(caught[0].message)
+    assert table.lookup(half).source == "user cache"
+    # A row that was read would speak for GDPA; one with no key heads used to divide by zero.
+    assert table.lookup(GDPA).source == "default"
+    third = dataclasses.replace(DEFAULT, m=64)
+    table.write_user_row(row(third))
+    assert {r.problem for r in table._parse(path.read_text())} == {DEFAULT, half, third}
+    assert not list(cache_dir.glob("*.ignored*"))
+
+
+def test_writing_beside_a_bad_row_warns_and_keeps_the_others(cache_dir):
+    cache_dir.mkdir()
+    path = cache_dir / "sm90.json"
+    path.write_text(_file_of(row(DEFAULT).to_json() | {"m": "433"}, row(GDPA).to_json()))
+    with pytest.warns(UserWarning, match=r"row 1 \(.*linear_compression.*m holds '433'"):
+        table.write_user_row(row(DEFAULT, other()))
+    assert {r.problem for r in table._parse(path.read_text())} == {DEFAULT, GDPA}
+
+
+def test_fraction_of_zero_is_a_row():
+    original = dataclasses.replace(row(DEFAULT, other()), fraction=0.0)
+    table.write_user_row(original)
+    assert table.lookup(DEFAULT).config == other()
+    assert table.Row.from_json(json.loads(json.dumps(original.to_json()))) == original
+
+
+def test_every_file_that_is_no_table_is_kept(cache_dir):
+    cache_dir.mkdir()
+    for text in ("not json", '{"schema": 9, "rows": [1]}'):
+        (cache_dir / "sm90.json").write_text(text)
+        table.write_user_row(row())
+    assert (cache_dir / "sm90.json.ignored").read_text() == "not json"
+    assert (cache_dir / "sm90.json.ignored.1").read_text() == '{"schema": 9, "rows": [1]}'
+
+
+def test_writing_over_a_corrupt_cache_keeps_it_aside(cache_dir):
+    cache_dir.mkdir()
+    (cache_dir / "sm90.json").write_text("not json")
+    table.write_user_row(row(DEFAULT, other()))
+    assert table.lookup(DEFAULT).config == other()
+    assert (cache_dir / "sm90.json.ignored").read_text() == "not json"
+
+
+def test_cached_row_that_is_illegal_by_now_is_passed_over():
+    huge = LinearCompressionConfig(block_m=224, num_stages=64, epilogue_rows=56)
+    table.write_user_row(row(DEFAULT, huge))
+    assert table.lookup(DEFAULT).source != "user cache"
+
+
+def test_concurrent_writers_lose_nothing(cache_dir):
+    problems = [dataclasses.replace(DEFAULT, m=16 * (i + 1)) for i in range(24)]
+    broken = []
+
+    def write(mine: list[LinearCompressionProblem]) -> None:
+        for problem in mine:
+            table.write_user_row(row(problem))
+            try:
+                table._parse((cache_dir / "sm90.json").read_text())
+            except ValueError as error:
+                broken.append(error)
+
+    threads = [threading.Thread(target=write, args=(problems[i::4],)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not broken
+    rows = table._parse((cache_dir / "sm90.json").read_text())
+    assert {r.problem for r in rows} == set(problems)
+
+
+def test_unwritable_cache_is_silent_in_lookup_and_clear_when_tuning(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(table.CACHE_DIR_VARIABLE, str(tmp_path / "file" / "cache"))
+    table.lookup(DEFAULT)
+
+    def never(task: Task) -> dict[str, Any]:
+        raise AssertionError("nothing is to be timed")
+
+    with pytest.raises(OSError, match=r"cannot write the tuning cache .* set IKBO_JAX_CACHE_DIR"):
+        autotune.tune_linear_compression(DEFAULT, run=never)
+
+
+def test_cache_directory_without_the_variable(monkeypatch):
+    monkeypatch.delenv(table.CACHE_DIR_VARIABLE)
+    path = table.user_cache_path()
+    assert path.name == "sm90.json"
+    assert path.parent.name == "ikbo-jax"
+
+
+def test_home_is_expanded_in_the_variable(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for value in ("~", "~/", "~/some where/cache"):
+        monkeypatch.setenv(table.CACHE_DIR_VARIABLE, value)
+        expected = tmp_path / value.lstrip("~/") / "sm90.json"
+        assert table.write_user_row(row(DEFAULT, other())) == expected
+        assert expected.exists()
+        assert table.lookup(DEFAULT).source == "user cache"
+
+
+def test_home_of_nobody_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(table.CACHE_DIR_VARIABLE, "~no-such-user-here/cache")
+    table.lookup(DEFAULT)
+    with pytest.raises(OSError, match="~no-such-user-here is the home of no known user"):
+        table.check_user_cache_writable()
+    assert not list(tmp_path.iterdir())
+
+
+def _make_fifo(path: pathlib.Path) -> None:
+    os.mkfifo(path)
+
+
+def _make_directory(path: pathlib.Path) -> None:
+    path.mkdir()
+
+
+def _make_socket(path: pathlib.Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+
+
+def _link_to_device(path: pathlib.Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("name", ["sm90.json", "sm90.lock"])
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (_make_fifo, "a FIFO"),
+        (_make_directory, "a directory"),
+        (_make_socket, "a socket"),
+        (_link_to_device, "a device"),
+    ],
+)
+def test_what_is_no_regular_file_is_refused_unopened(make, kind, name, tmp_path, monkeypatch):
+    # A socket's path may have a hundred bytes only.
+    directory = tmp_path / "c"
+    directory.mkdir()
+    monkeypatch.chdir(directory)
+    monkeypatch.setenv(table.CACHE_DIR_VARIABLE, str(directory))
+    path = directory / name
+    make(pathlib.Path(name))
+    before = path.stat()
+
+    def never(task: Task) -> dict[str, Any]:
+        raise AssertionError("nothing is to be timed")
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        table.lookup(DEFAULT)
+        table.lookup(DEFAULT)
+    if name == "sm90.json":
+        (warning,) = caught
+        assert f"ignoring the tuning cache {path}: it is {kind}" in str(warning.message)
+    for write in (
+        lambda: table.write_user_row(row()),
+        lambda: autotune.tune_linear_compression(DEFAULT, run=never),
+    ):
+        with pytest.raises(OSError, match=f"{name} is {kind}, not a regular file"):
+            write()
+    assert stat.S_IFMT(path.stat().st_mode) == stat.S_IFMT(before.st_mode)
+    assert [entry.name for entry in directory.iterdir()] == [name]

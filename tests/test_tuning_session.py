@@ -1,0 +1,384 @@
+"""The autotuner's worker process: what it compiles and measures, and what its death costs."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import pytest
+
+from ikbo_jax.reference.linear_compression import decomposed
+from ikbo_jax.tuning import bench, configs, contest, session, trials, worker
+from ikbo_jax.tuning.bench import Candidate, Task
+from ikbo_jax.tuning.configs import LinearCompressionProblem
+
+TINY = LinearCompressionProblem((2, 6), (7, 5), 9, 16, "float32")
+DEFAULT = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16")
+A, B, _, C = list(configs.candidate_configs(DEFAULT))[:4]
+SMALL = {"window_s": 0.002, "windows": 2, "matmul_size": 64}
+
+
+def test_tasks_round_trip():
+    task = Task(DEFAULT, (None, B), 0.1, 2, 64)
+    assert Task.from_json(task.to_json()) == task
+
+
+# What a worker does.
+
+
+@pytest.fixture
+def programs_of_the_cpu(monkeypatch) -> list[tuple[Candidate, str]]:
+    """Kernels are XLA's path here; returns which were lowered, and in which thread compiled."""
+    seen: list[tuple[Candidate, str]] = []
+    xla = trials.linear_compression_runner(TINY, None)
+
+    class Lowered:
+        def __init__(self, config: Candidate) -> None:
+            self.config = config
+
+        def call(self, *operands: Any) -> jax.Array:
+            seen.append((self.config, threading.current_thread().name))
+            if self.config == C:
+                raise ValueError("too many registers\nand more")
+            out = decomposed(*operands)
+            return out + 1 if self.config == B else out
+
+    def runner(problem: Any, config: Candidate, num_sms: int | None = None) -> Any:
+        return xla if config is None else jax.jit(Lowered(config).call)
+
+    ops = dataclasses.replace(bench.TRIALS["linear_compression"], runner=runner)
+    monkeypatch.setitem(bench.TRIALS, "linear_compression", ops)
+    monkeypatch.setattr(bench, "lower", lambda problem, config, num_sms: Lowered(config))
+    monkeypatch.setattr(bench, "_lowering_processes", concurrent.futures.ThreadPoolExecutor)
+    return seen
+
+
+def test_contenders_are_compiled_in_threads_checked_and_timed_by_turns(programs_of_the_cpu):
+    events: list[dict[str, Any]] = []
+    stand = bench.Bench(TINY, (None, A, B, C), events.append)
+    stand.prepare()
+    assert {config for config, _ in programs_of_the_cpu} == {A, B, C}
+    assert all("MainThread" not in name for _, name in programs_of_the_cpu)
+    # XLA times ways of multiplying while it compiles: nothing runs before that is over.
+    told = [(event["event"], event["contender"]) for event in events]
+    checks = [place for place, (kind, _) in enumerate(told) if kind == "checked"]
+    assert told.index(("compiled", 0)) < checks[0]
+    assert told[checks[0]] == ("checked", 0)
+    assert {told[place][1] for place in checks} == {0, 1, 2}
+    found = stand.measure(Task(TINY, (A, None, B, C), **SMALL))
+    a, xla, b, c = found["results"]
+    assert len(a["ms"]) == len(xla["ms"]) == len(found["matmul_ms"]) == 2
+    assert a["error"] <= a["bound"]
+    assert b["failure"].startswith("wrong result: error")
+    assert c["failure"] == "ValueError: too many registers"
+    assert (found["device"], found["jax"]) == (jax.devices()[0].device_kind, jax.__version__)
+    samples = [event["contender"] for event in events if event["event"] == "sample"]
+    assert samples == [1, 0, 1, 0]
+    ends = {(event["event"], event["contender"]): event for event in events if "contender" in event}
+    assert "failure" not in ends["compiled", 1]
+    assert ends["compiled", 3]["failure"] == c["failure"]
+    assert ends["checked", 2]["failure"] == b["failure"]
+    # Programs and checks are kept for the next round.
+    compiled = len(programs_of_the_cpu)
+    stand.measure(Task(TINY, (A, None), **SMALL))
+    assert len(programs_of_the_cpu) == compiled
+
+
+def test_suspects_are_compiled_one_by_one_at_the_end(programs_of_the_cpu):
+    stand = bench.Bench(TINY, (None, A, B))
+    stand.prepare(alone=[A])
+    assert programs_of_the_cpu[-1] == (A, "MainThread")
+
+
+def test_device_of_no_use_ends_the_worker_and_names_the_contender(programs_of_the_cpu, monkeypatch):
+    def sustained_ms(program: Any, *operands: Any, **rest: Any) -> list[float]:
+        if len(operands) == 3:  # Not the matmul.
+            raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS\nand more")
+        return [1.0]
+
+    def zeros(*args: Any) -> Any:
+        raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS, again")
+
+    events: list[dict[str, Any]] = []
+    monkeypatch.setattr(bench._timing, "sustained_ms", sustained_ms)
+    monkeypatch.setattr(bench.jnp, "zeros", zeros)
+    setup = json.dumps({"task": Task(TINY, (None, A)).to_json(), "alone": []})
+    lines = [setup, Task(TINY, (A, None), **SMALL).to_json()]
+    assert worker.serve(lines, events.append) == 1
+    lost, end = events[-2:]
+    assert lost["event"] == "lost"
+    assert lost["contender"] == 1
+    assert lost["failure"] == "RuntimeError: CUDA_ERROR_ILLEGAL_ADDRESS"
+    assert end["event"] == "end"
+
+
+def test_kernels_are_lowered_for_cuda_without_a_device():
+    exported = bench.lower(DEFAULT, A, 132)
+    assert not isinstance(exported, str), exported
+    assert exported.platforms == ("cuda",)
+    assert exported.out_avals[0].shape == (1024, 433, 256)
+    assert "mosaic_gpu" in exported.mlir_module()
+    illegal = dataclasses.replace(A, block_m=8)
+    assert "Error: " in bench.lower(DEFAULT, illegal, 132)
+
+
+def test_lowering_processes_see_no_device(monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda")
+    with bench._lowering_processes(1) as processes:
+        assert processes.submit(os.getenv, "JAX_PLATFORMS").result() == "cpu"
+    assert os.environ["JAX_PLATFORMS"] == "cuda"
+
+
+def test_session_measures_on_this_machine():
+    lines: list[tuple[int, int, str]] = []
+    with session.Session(
+        TINY, (None,), describe=contest.brief, progress=lambda *line: lines.append(line)
+    ) as run:
+        for _ in range(2):
+            found = run(Task(TINY, (None,), **SMALL))
+            assert len(found["results"][0]["ms"]) == len(found["matmul_ms"]) == 2
+            assert found["results"][0]["error"] <= found["results"][0]["bound"]
+    assert lines == [(1, 1, "compiled XLA"), (1, 1, "checked XLA")]
+
+
+# What its death costs.
+
+#: Plays a worker: "behaviour" says what it does to a contender, by its `num_stages`.
+FAKE = """
+import json, os, sys, time
+def say(**event):
+    print("ikbo-autotune " + json.dumps(event), flush=True)
+def do(kind, contender, position):
+    say(event="start", contender=position)
+    trouble = BEHAVIOUR.get(f"{kind} {contender.get('epilogue_rows')} {contender.get('cluster')}")
+    if trouble == "die":
+        sys.exit("CUDA_ERROR_LAUNCH_FAILED")
+    if trouble == "die and leave a child":
+        import subprocess
+        subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
+        sys.exit("CUDA_ERROR_LAUNCH_FAILED")
+    if trouble == "hang":
+        time.sleep(60)
+    if trouble == "lose":
+        say(event="lost", contender=position, failure="illegal address")
+        say(event="end", failure="illegal address")
+        sys.exit(1)
+    fields = {"ms": 1.0 + position} if kind == "sample" else {}
+    say(event=kind, contender=position, **fields)
+print("noise of a library")
+setup = json.loads(sys.stdin.readline())
+every = json.loads(setup["task"])["candidates"]
+with open(LOG, "a") as log:
+    print(json.dumps([len(every), len(setup["alone"])]), file=log)
+together = [i for i in range(len(every)) if i not in setup["alone"]]
+if len(together) > 1 and "together" in BEHAVIOUR:
+    for i in together:
+        say(event="start", contender=i)
+    sys.exit("LLVM ERROR")
+for i in [*together, *setup["alone"]]:
+    do("compiled", every[i], i)
+for line in sys.stdin:
+    task = json.loads(line)
+    for candidate in task["candidates"]:
+        do("checked", candidate, every.index(candidate))
+    ms = {i: [] for i in range(len(every))}
+    for _ in range(task["windows"]):
+        say(event="matmul", ms=1.5)
+        for candidate in task["candidates"]:
+            i = every.index(candidate)
+            do("sample", candidate, i)
+            ms[i].append(1.0 + i)
+    results = [{"ms": ms[every.index(c)]} for c in task["candidates"]]
+    say(event="answer", answer={"matmul_ms": [1.5], "results": results})
+"""
+
+
+def place(kind: str, config: Any) -> str:
+    """Key of a behaviour: what a contender is doing."""
+    return f"{kind} {config.epilogue_rows} {config.cluster}"
+
+
+Starts = Callable[..., session.Session]
+
+
+@pytest.fixture
+def starts(monkeypatch, tmp_path) -> Starts:
+    def start(behaviour: dict[str, str], **options: Any) -> session.Session:
+        code = f"BEHAVIOUR = {behaviour!r}\nLOG = {str(tmp_path / 'starts')!r}\n{FAKE}"
+        monkeypatch.setattr(session, "COMMAND", (sys.executable, "-S", "-c", code))
+        return session.Session(
+            DEFAULT,
+            (None, A, B, C),
+            describe=contest.brief,
+            progress=options.pop("progress", lambda done, total, text: None),
+            **options,
+        )
+
+    return start
+
+
+def test_fake_contenders_can_be_told_apart():
+    assert len({place("", config) for config in (A, B, C)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "trouble", "reason"),
+    [
+        ("compiled", "die", "worker ended with status 1: CUDA_ERROR_LAUNCH_FAILED"),
+        ("checked", "die", "worker ended with status 1: CUDA_ERROR_LAUNCH_FAILED"),
+        (
+            "checked",
+            "die and leave a child",
+            "worker ended with status 1: CUDA_ERROR_LAUNCH_FAILED",
+        ),
+        ("checked", "lose", "illegal address"),
+        ("checked", "hang", "no answer after 1 s"),
+        ("sample", "die", "worker ended with status 1: CUDA_ERROR_LAUNCH_FAILED"),
+    ],
+)
+def test_worker_that_dies_or_hangs_costs_the_contender_at_work(
+    starts, tmp_path, kind, trouble, reason
+):
+    silence_s = 1.0 if trouble == "hang" else 30.0
+    with starts({place(kind, B): trouble}, silence_s=silence_s) as run:
+        found = run(Task(DEFAULT, (None, A, B, C)))["results"]
+        assert found[2] == {"failure": reason}
+        assert all(len(result["ms"]) == 3 for result in (found[0], found[1], found[3]))
+        again = run(Task(DEFAULT, (B, C)))["results"]
+        assert again[0] == {"failure": reason}
+        assert run(Task(DEFAULT, (B,))) == {"failure": reason}
+    # The second worker had one contender less, and was the last.
+    assert (tmp_path / "starts").read_text().split("\n") == ["[4, 0]", "[3, 0]", ""]
+
+
+def test_death_with_several_at_work_has_them_compiled_one_by_one(starts, tmp_path):
+    with starts({"together": "die", place("compiled", A): "die"}) as run:
+        found = run(Task(DEFAULT, (None, A, B, C)))["results"]
+    assert found[1]["failure"].startswith("worker ended with status 1")
+    assert [len(result.get("ms", [])) for result in found] == [3, 0, 3, 3]
+    assert (tmp_path / "starts").read_text().split() == ["[4,", "0]", "[4,", "4]", "[3,", "3]"]
+
+
+def test_worker_that_cannot_start_is_a_failure_of_the_task(monkeypatch):
+    monkeypatch.setattr(session, "COMMAND", (sys.executable, "-c", "import sys; sys.exit('no')"))
+    with session.Session(
+        DEFAULT, (None, A), describe=contest.brief, progress=lambda *line: None
+    ) as run:
+        assert run(Task(DEFAULT, (None,))) == {"failure": "worker ended with status 1: no"}
+
+
+def test_interruption_ends_the_worker_and_keeps_what_was_measured(starts):
+    lines: list[str] = []
+    calls = iter(range(100))
+
+    def progress(done: int, total: int, text: str) -> None:
+        lines.append(text)
+        if text.startswith("checked") and next(calls) == 3:
+            signal.setitimer(signal.ITIMER_REAL, 0.5)
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with starts({place("sample", C): "hang"}, progress=progress) as run:
+            with pytest.raises(session.Interrupted) as stopped:
+                run(Task(DEFAULT, (None, A, B, C)))
+            process = run._worker
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert process is None
+    assert stopped.value.task.candidates == (None, A, B, C)
+    results = stopped.value.answer["results"]
+    assert [result["ms"] for result in results] == [[1.0], [2.0], [3.0], []]
+    assert sum(line.startswith("compiled") for line in lines) == 4
+
+
+def test_worker_ends_with_its_parent_and_takes_its_processes_along(tmp_path):
+    """Also in the middle of something: its input's end is enough."""
+    child = tmp_path / "child"
+    code = f"""
+import subprocess, sys, time
+from ikbo_jax.tuning import worker
+def serve(lines, say):
+    child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
+    open({str(child)!r}, "w").write(str(child.pid))
+    say({{"event": "started"}})
+    time.sleep(60)
+worker.serve = serve
+worker.main()
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline().startswith(worker.MARK.encode())
+        process.stdin.close()
+        assert process.wait(timeout=20) == -signal.SIGKILL
+    finally:
+        process.stdout.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while _is_alive(int(child.read_text())) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _is_alive(int(child.read_text()))
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        state = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def test_events_are_marked_lines(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    monkeypatch.setattr(worker.os, "killpg", lambda group, number: None)
+
+    def serve(lines: Any, say: Any) -> int:
+        say({"event": "answer"})
+        return 7
+
+    monkeypatch.setattr(worker, "serve", serve)
+    assert worker.main() == 7
+    assert capsys.readouterr().out == 'ikbo-autotune {"event": "answer"}\n'
+
+
+@pytest.mark.gpu
+def test_kernels_that_another_process_lowered_run_on_the_device():
+    problem = LinearCompressionProblem((3, 40), (130, 66), 65, 128, "bfloat16")
+    kernels = list(configs.candidate_configs(problem))[:4]
+    lines: list[str] = []
+    with session.Session(
+        problem,
+        (None, *kernels),
+        describe=contest.brief,
+        progress=lambda done, total, text: lines.append(text),
+    ) as run:
+        found = run(Task(problem, (None, *kernels), 0.02, 2))
+    assert found["compute_capability"] == "9.0"
+    for result in found["results"]:
+        assert "failure" not in result, (result, lines)
+        assert result["error"] <= result["bound"]
+        assert len(result["ms"]) == 2
