@@ -5,7 +5,8 @@
     python tools/mutate_rewrite.py --list       # checks that every mutant's text is there
 
 A mutant is caught if a test of its files fails, and survives if all pass. Each is applied in a
-temporary copy of the tree, whose tests must pass as it is. Ends with 1 if a mutant survived or its text was not found.
+temporary copy of the tree, whose tests must pass as it is. Ends with 1 if a mutant survived or its
+text was not found.
 """
 
 from __future__ import annotations
