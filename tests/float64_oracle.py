@@ -175,7 +175,9 @@ def _magnitude(eqn: Any, operands: list[Pair], result: Array) -> Array:
     if name == "clamp":
         return np.abs(result)
     if name in ("gather", "scatter", "scatter-add", "dynamic_slice"):
-        whole = [x if is_floating(x.dtype) else y for (y, _), x in zip(operands, magnitudes)]
+        whole = [
+            x if is_floating(x.dtype) else y for (y, _), x in zip(operands, magnitudes, strict=True)
+        ]
         return np.abs(_PRIMITIVES[name](eqn, *whole))
     if name in _LINEAR and all(is_floating(x.dtype) for x, _ in operands):
         return np.asarray(_PRIMITIVES[name](eqn, *magnitudes))
@@ -190,7 +192,7 @@ def _dot(eqn: Any, x: Array, y: Array) -> Array:
     letters = iter("abcdefghijklmnopqrstuvwxyz")
     of_x = [next(letters) for _ in range(x.ndim)]
     of_y = [next(letters) for _ in range(y.ndim)]
-    for a, b in (*zip(x_contract, y_contract), *zip(x_batch, y_batch)):
+    for a, b in zip((*x_contract, *x_batch), (*y_contract, *y_batch), strict=True):
         of_y[b] = of_x[a]
     out = [of_x[d] for d in x_batch]
     out += [of_x[d] for d in range(x.ndim) if d not in (*x_contract, *x_batch)]
@@ -388,6 +390,7 @@ _PRIMITIVES: dict[str, Callable[..., Any]] = {
     "split": _split,
     "squeeze": lambda eqn, x: np.squeeze(x, tuple(eqn.params["dimensions"])),
     "top_k": _top_k,
+    "unstack": lambda eqn, x: list(np.moveaxis(x, eqn.params["axis"], 0)),
     "transpose": lambda eqn, x: np.transpose(x, eqn.params["permutation"]),
 }
 _PRIMITIVES |= {
@@ -436,5 +439,16 @@ _LINEAR = frozenset((*_MOVES, "cumsum", "dot_general", "mul", "reduce_sum"))
 #: They round nothing. A cast does if it narrows, which the next equation repeats.
 _EXACT = frozenset(
     (*_MOVES, "abs", "clamp", "gather", "max", "min", "neg", "reduce_max", "reduce_min")
-    + ("select_n", "sign", "split", "dynamic_slice", "iota", "floor", "round", "sort", "top_k")
+    + (
+        "select_n",
+        "sign",
+        "split",
+        "dynamic_slice",
+        "iota",
+        "floor",
+        "round",
+        "sort",
+        "top_k",
+        "unstack",
+    )
 ) - {"convert_element_type", "reduce_precision"}

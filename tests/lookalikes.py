@@ -38,14 +38,14 @@ def straight_through(f: Any) -> Any:
 
 def with_slope(f: Any, factor: float) -> Any:
     """f, with a slope of its own: `factor` times f's."""
-    g = jax.custom_jvp(f)
+    g = jax.custom_jvp(lambda x: f(x))  # Of one argument, whatever defaults f has.
     g.defjvp(lambda x, t: (f(x[0]), jax.jvp(f, x, t)[1] * factor))
     return g
 
 
 def with_gradient(f: Any, factor: float) -> Any:
     """f, with a custom_vjp: `factor` times f's gradient."""
-    g = jax.custom_vjp(f)
+    g = jax.custom_vjp(lambda x: f(x))
     g.defvjp(lambda x: (f(x), x), lambda x, t: (jax.vjp(f, x)[1](t)[0] * factor,))
     return g
 
@@ -131,7 +131,7 @@ def attention(
 
     def fn(q, k, v, i, j, m, n):
         def look_up(x):
-            return _result(of_rows, dict(X=x, i=i, j=j))
+            return _result(of_rows, {"X": x, "i": i, "j": j})
 
         if heads:
             own = {
@@ -150,7 +150,8 @@ def attention(
             "N": n[i][:, *between, None],
             "C": (jnp.arange(B * S).reshape(B, S) % 7 > 1)[:, *between],
         }
-        return _result(code, dict(q=q, k=k, v=v, i=i, j=j, m=m, n=n, at=jnp.arange(S), **own))
+        own |= {"q": q, "k": k, "v": v, "i": i, "j": j, "m": m, "n": n, "at": jnp.arange(S)}
+        return _result(code, own)
 
     args = (*(x.astype(dtype) for x in (QUERY, KEY, VALUE)), INDEX, OUTSIDE, KEPT, LENGTHS)
     name = f"{text}  # {number}{np.dtype(dtype).name}{'' if heads else ', no heads'}"

@@ -183,7 +183,8 @@ def difference(
     which = "in an undetermined row " if (wrong & undetermined).any() else ""
     text = _at(rewritten, original, wrong)
     at = tuple(np.argwhere(wrong)[0])
-    return f"{which}{text}, oracle {oracle[at]:.6g}, allowed {np.broadcast_to(allowed, wrong.shape)[at]:.2g}"
+    limit = np.broadcast_to(allowed, wrong.shape)[at]
+    return f"{which}{text}, oracle {oracle[at]:.6g}, allowed {limit:.2g}"
 
 
 def _largest(x: np.ndarray, finite: np.ndarray) -> np.ndarray:

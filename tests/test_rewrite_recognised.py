@@ -81,14 +81,17 @@ def test_activations_are_recognised_each_as_itself(dtype: str) -> None:
 
 def test_scales_of_an_activation_are_kept() -> None:
     """Negative ones as well: relu(-x) is an activation of -x, not of x."""
-    texts = [
-        "mix(nn.relu(-L(q)))",
-        "mix(-nn.relu(L(q)))",
-        "mix(nn.silu(-2 * L(q)) * -3)",
-        "mix(nn.gelu(L(q) / -3))",
-        "mix(nn.relu(L(q) * 1e-3) ** 2 * 1e3)",
-        "mix(nn.hard_swish(1e-4 * L(q)) * 1e4)",
-    ]
+    texts = {
+        "mix(nn.relu(-L(q)))": "relu",
+        "mix(-nn.relu(L(q)))": "relu",
+        "mix(nn.silu(-2 * L(q)) * -3)": "silu",
+        "mix(nn.gelu(L(q) / -3))": "gelu_tanh",
+        "mix(nn.relu(L(q) * 1e-3) ** 2 * 1e3)": "relu_squared",
+        "mix(nn.hard_swish(1e-4 * L(q)) * 1e4)": "hardswish",
+    }
+    for text, name in texts.items():
+        found = [plan.problem.activations for plan in plans(attention(text))]
+        assert found == [(name,)], f"{text}: {found}"
     assert_same([attention(text, dtype) for text in texts for dtype in DTYPES[:2]])
 
 

@@ -1,0 +1,190 @@
+"""Programs that run still run when they are rewritten, and keep the precision of their products."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+from lookalikes import INDEX, KEY, QUERY, VALUE, B, D, S, T, U
+
+import ikbo_jax as ikbo
+
+
+def same(fn, *args) -> None:
+    ours, theirs = ikbo.rewrite(fn)(*args), fn(*args)
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x, y = jax.random.key_data(x), jax.random.key_data(y)
+        x, y = (np.asarray(z).astype(np.float64) for z in (x, y))
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
+USER = jnp.asarray(np.arange(U * D, dtype=np.float32).reshape(U, D) / 7 - 0.8)
+CAND = jnp.asarray(np.arange(B * D, dtype=np.float32).reshape(B, D) / 9 - 1.1)
+INDICES = jnp.asarray(INDEX)
+
+
+def test_typed_keys_are_looked_up() -> None:
+    keys = jax.random.split(jax.random.key(3), U)
+    same(lambda keys, i: keys[i], keys, INDICES)
+    same(lambda keys, i: jax.vmap(lambda k: jax.random.normal(k, (D,)))(keys[i]), keys, INDICES)
+    same(
+        lambda keys, user, i: user[i] + jax.vmap(lambda k: jax.random.normal(k, (D,)))(keys[i]),
+        *(keys, USER, INDICES),
+    )
+    same(lambda keys, i: jnp.take(keys, i, axis=0, mode="clip"), keys, INDICES)
+    same(lambda key, c: jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(6)), keys[0], CAND)
+
+
+@pytest.mark.parametrize("name", ["tower", "concat", "compression", "softmax", "gelu"])
+def test_symbolic_dimensions(name: str) -> None:
+    (b,) = export.symbolic_shape("b")
+    w, w2, r = (jnp.asarray(np.eye(*s, dtype=np.float32)) for s in ((D, D), (2 * D, D), (3, 2)))
+    user = jax.ShapeDtypeStruct((U, S, D), jnp.float32)
+    cand = jax.ShapeDtypeStruct((b, D), jnp.float32)
+    index = jax.ShapeDtypeStruct((b,), jnp.int32)
+
+    def fn(user, cand, i):
+        if name == "tower":
+            return jax.nn.relu(user[i][:, 0] @ w) * cand
+        if name == "concat":
+            return jnp.concatenate([user[i][:, 0], cand], 1) @ w2
+        if name == "compression":
+            both = jnp.concatenate([user[i][:, :1], cand[:, None]], 1)
+            return jnp.einsum("mk,bkn->bmn", r, both)
+        scores = jnp.einsum("bd,bsd->bs", cand, user[i])
+        act = jax.nn.softmax if name == "softmax" else jax.nn.gelu
+        return jnp.einsum("bs,bsd->bd", act(scores), user[i])
+
+    exported = export.export(jax.jit(ikbo.rewrite(fn)), platforms=["cpu"])(user, cand, index)
+    tokens = jnp.asarray(KEY[:, :, 0])
+    np.testing.assert_allclose(
+        exported.call(tokens, CAND, INDICES), fn(tokens, CAND, INDICES), atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("act", ["softmax", "gelu", "silu", "relu"])
+def test_float64_attention(act: str) -> None:
+    with jax.enable_x64(True):
+        q, k, v = (jnp.asarray(x[:, :, 0], jnp.float64) for x in (QUERY, KEY, VALUE))
+
+        def fn(q, k, v):
+            p = getattr(jax.nn, act)(jnp.einsum("btd,bsd->bts", q, k[INDICES]))
+            return jnp.einsum("bts,bsd->btd", p, v[INDICES])
+
+        same(fn, q, k, v)
+        ours, theirs = (
+            jax.grad(lambda *x, f=f: f(*x).sum())(q, k, v) for f in (ikbo.rewrite(fn), fn)
+        )
+        assert ours.dtype == theirs.dtype
+        np.testing.assert_allclose(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_a_jitted_function_keeps_what_it_had() -> None:
+    jitted = jax.jit(lambda user, i: user[i] * 2)
+    ours = ikbo.rewrite(jitted)
+    lowered = ours.lower(USER, INDICES)
+    np.testing.assert_array_equal(lowered.compile()(USER, INDICES), jitted(USER, INDICES))
+    assert ours.trace(USER, INDICES).jaxpr.out_avals == jitted.trace(USER, INDICES).jaxpr.out_avals
+    assert ours.eval_shape(USER, INDICES).shape == (B, D)
+
+
+@pytest.mark.parametrize("dtype", ["int4", "uint4", "int8", "float8_e4m3fn", "float8_e5m2", "bool"])
+def test_narrow_dtypes(dtype: str) -> None:
+    user = USER.astype(dtype)
+    same(lambda user, i: user[i], user, INDICES)
+    same(lambda user, i: user[i].astype(jnp.float32) * 2, user, INDICES)
+    same(
+        lambda user, c, i: jnp.concatenate([user[i].astype(jnp.float32), c], 1).sum(1),
+        user,
+        CAND,
+        INDICES,
+    )
+    same(lambda user, i: jnp.take(user, i, axis=0, mode="clip"), user, INDICES)
+
+
+def test_attention_of_narrow_dtypes() -> None:
+    q, k, v = (jnp.asarray(x[:, :, 0]).astype(jnp.float8_e4m3fn) for x in (QUERY, KEY, VALUE))
+
+    def fn(q, k, v):
+        scores = jnp.einsum("btd,bsd->bts", q, k[INDICES], preferred_element_type=jnp.float32)
+        p = jax.nn.softmax(scores).astype(v.dtype)
+        return jnp.einsum("bts,bsd->btd", p, v[INDICES], preferred_element_type=jnp.float32)
+
+    same(fn, q, k, v)
+
+
+def test_tokens_and_effects(capfd) -> None:
+    def fn(user, c, i):
+        rows = user[i]
+        jax.debug.print("sum {}", rows.sum(), ordered=True)
+        jax.debug.callback(lambda x: None, rows)
+        seen = jax.pure_callback(np.sin, jax.ShapeDtypeStruct((B, D), np.float32), rows)
+        return jnp.concatenate([rows, c + seen], 1).sum(1), rows * 2
+
+    same(fn, USER, CAND, INDICES)
+    jax.effects_barrier()
+    assert capfd.readouterr().out.count("sum ") == 2
+
+
+def test_complex_numbers_and_integers() -> None:
+    z = USER.astype(jnp.complex64) * (1 + 2j)
+    same(lambda z, i: (jnp.sin(z[i]) * 2j).real, z, INDICES)
+    whole = jnp.arange(U * S * D).reshape(U, S, D)
+
+    def counts(q, k):
+        return jnp.einsum(
+            "bts,bsd->btd", jax.nn.relu(jnp.einsum("btd,bsd->bts", q, k[INDICES])), k[INDICES]
+        )
+
+    same(counts, jnp.arange(B * T * D).reshape(B, T, D) - 20, whole)
+
+
+# The precision of products.
+
+
+def products_of(program) -> list:
+    found = []
+    for eqn in program.eqns:
+        if eqn.primitive.name == "dot_general":
+            found.append(eqn.params["precision"])
+        for inner in jax.tree.leaves(
+            list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
+        ):
+            inner = getattr(inner, "jaxpr", inner)
+            found += products_of(inner) if hasattr(inner, "eqns") else []
+    return found
+
+
+@pytest.mark.parametrize("precision", ["highest", "high"])
+@pytest.mark.parametrize("act", ["softmax", "gelu", "relu"])
+def test_precision_of_attention_is_kept(act: str, precision: str) -> None:
+    def fn(q, k, v):
+        scores = jnp.einsum("btnh,bsnh->bnts", q, k[INDICES], precision=precision)
+        p = getattr(jax.nn, act)(scores)
+        return jnp.einsum("bnts,bsnh->btnh", p, v[INDICES], precision=precision)
+
+    expected = jax.lax.Precision[precision.upper()]
+    program = jax.make_jaxpr(ikbo.rewrite(fn))(QUERY, KEY, VALUE)
+    precisions = products_of(program.jaxpr)
+    assert precisions, program
+    assert all(p in (expected, (expected, expected)) for p in precisions), precisions
+
+
+def test_precision_of_other_products_is_kept() -> None:
+    def fn(user, c, w, w2, r, e, f, i):
+        high = jax.lax.Precision.HIGHEST
+        tower = jnp.matmul(user[i], w, precision=high)
+        both = jnp.matmul(jnp.concatenate([tower, c], 1), w2, precision=high)
+        rows = jnp.concatenate([e[i], f], 1)
+        return both, jnp.einsum("mk,bkn->bmn", r, rows, precision=high)
+
+    args = [jnp.ones(s) for s in ((U, D), (B, D), (D, D), (2 * D, D), (4, 5), (U, 3, D), (B, 2, D))]
+    precisions = products_of(jax.make_jaxpr(ikbo.rewrite(fn))(*args, INDICES).jaxpr)
+    high = jax.lax.Precision.HIGHEST
+    assert precisions
+    assert all(p in (high, (high, high)) for p in precisions), precisions
