@@ -60,7 +60,12 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "reference": (),
     "reference.attention_grouped": ("reference.attention",),
     "reference.gdpa": ("reference.activations",),
-    "reference.gdpa_chunked": ("reference.gdpa", "reference.jagged", "reference.activations"),
+    "reference.gdpa_chunked": (
+        "reference.gdpa",
+        "reference.jagged",
+        "reference.activations",
+        "reference.attention",
+    ),
     "tuning": (),
     "tuning.configs": (),
     "tuning.gdpa_configs": ("tuning.configs",),
