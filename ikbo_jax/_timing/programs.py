@@ -28,8 +28,9 @@ WORKERS = 8
 #: Seconds from which on the time of a compilation is worth a line.
 LONG = 2.0
 #: How the programs compile on a GPU that are run and not timed (inputs, oracles, comparisons): the
-#: choice of GEMM algorithms, which is most of such a compilation, would win nothing.
-UNTIMED_ON_GPU = {"xla_gpu_autotune_level": 0}
+#: choice of GEMM algorithms, which is most of such a compilation, would win nothing, and no more
+#: would GEMMs by Triton, each of which is a kernel to be compiled where cuBLAS has one ready.
+UNTIMED_ON_GPU = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 #: How the networks compile on a GPU, all three alike. By default XLA generates and compiles dozens
 #: of Triton kernels for each of the network's 20 kinds of GEMM before it times them: 48 s for the
 #: materialised network on an H100, nearly all of it on the host. Here GEMMs are cuBLAS', whose
