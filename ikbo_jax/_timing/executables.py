@@ -140,8 +140,11 @@ def to_entry(compiled: jax.stages.Compiled, out: Any) -> tuple[Any, Any]:
 
 def load(serialized: Any) -> jax.stages.Compiled:
     """The second half of what `to_entry` made, as a program; raises what XLA's loader raises."""
+    payload, in_tree, out_tree = serialized
     compiled: jax.stages.Compiled = serialize_executable.deserialize_and_load(
-        *serialized,
+        payload,
+        in_tree,
+        out_tree,
         # By default the loader takes all devices, of which a program here uses one.
         execution_devices=[jax.config.jax_default_device or jax.devices()[0]],
     )
