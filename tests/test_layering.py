@@ -56,6 +56,7 @@ OPS = ("ops", "reference", "pallas", "tuning")
 ALLOWED: dict[str, tuple[str, ...]] = {
     "_version": (),
     "_timing": (),
+    "_timing.programs": ("_timing.executables",),
     "debug": (),
     "reference": (),
     "reference.attention_grouped": ("reference.attention",),
