@@ -245,9 +245,7 @@ def _joined(ctx: Context, eqn: Any, whole: Concat) -> Any:
     if dear == set(moved) and not any(isinstance(x, Lazy) and not x.lineage for x in whole.parts):
         return ctx.materialise(eqn, whole, reason)
     parts = [
-        ctx.materialise(eqn, x, reason)
-        if has_lineage(x) and (x.lineage, x.axis) in dear
-        else x
+        ctx.materialise(eqn, x, reason) if has_lineage(x) and (x.lineage, x.axis) in dear else x
         for x in whole.parts
     ]
     return Concat(tuple(parts), whole.axis)
