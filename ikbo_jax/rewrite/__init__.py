@@ -11,6 +11,7 @@ import jax
 from ikbo_jax.rewrite import (  # noqa: F401  For rules.
     calls,
     contraction,
+    jaxprs,
     jit,
     jitted,
     reshape,
@@ -71,8 +72,8 @@ def rewrite(fn: Callable[..., Any]) -> Callable[..., Any]:
         # Results that are no arrays do not pass through the traced program.
         rest_of_results: list[Any] = []
 
-        def flat(arrays: list[Any]) -> list[Any]:
-            values = _merge(traced, arrays, leaves)
+        def flat(*arrays: Any) -> list[Any]:
+            values = _merge(traced, list(arrays), leaves)
             call_args, call_kwargs = jax.tree.unflatten(treedef, values)
             out, out_treedef = jax.tree.flatten(fn(*call_args, **call_kwargs))
             arrays_out = [_is_array(x) for x in out]
@@ -81,7 +82,7 @@ def rewrite(fn: Callable[..., Any]) -> Callable[..., Any]:
             return [x for x, a in zip(out, arrays_out, strict=True) if a]
 
         arrays = [leaf for leaf, is_array in zip(leaves, traced, strict=True) if is_array]
-        program = jax.make_jaxpr(flat)(arrays)
+        program = jaxprs.trace(flat, arrays)
         results = run(program, arrays)
         out_treedef, arrays_out, others = rest_of_results
         return jax.tree.unflatten(out_treedef, _merge(arrays_out, results, others))

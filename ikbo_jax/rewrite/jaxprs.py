@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -13,13 +14,24 @@ from jax.interpreters import partial_eval
 
 def inner_programs(eqn: core.JaxprEqn) -> Iterator[core.Jaxpr]:
     """The programs that an equation holds."""
+    if eqn.primitive.name in ("jit", "pjit"):
+        # The most frequent call, whose other parameters are long.
+        yield eqn.params["jaxpr"]
+        return
     for value in eqn.params.values():
         for inner in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(inner, core.Jaxpr):
                 yield inner
 
 
-def trace(fn: Callable[..., list[Any]], inputs: Sequence[Any], like: core.Jaxpr) -> core.Jaxpr:
+@functools.cache
+def _empty() -> core.Jaxpr:
+    return jax.make_jaxpr(lambda: [])()
+
+
+def trace(
+    fn: Callable[..., list[Any]], inputs: Sequence[Any], like: core.Jaxpr | None = None
+) -> core.Jaxpr:
     """Traces a function of arrays that returns a list of arrays.
 
     As `jax.make_jaxpr`, but without what that does for every argument of a call to be cached,
@@ -28,9 +40,11 @@ def trace(fn: Callable[..., list[Any]], inputs: Sequence[Any], like: core.Jaxpr)
     Args:
       fn: the function.
       inputs: arrays like its arguments.
-      like: the program whose function's name the new one bears in errors.
+      like: the program whose function's name the new one bears in errors; None for `fn`'s.
     """
-    debug_info = like.debug_info._replace(arg_names=None, result_paths=None)
+    debug_info = (like or _empty()).debug_info._replace(arg_names=None, result_paths=None)
+    if like is None:
+        debug_info = debug_info._replace(func_src_info=getattr(fn, "__name__", "rewritten"))
     avals = [jax.typeof(x) for x in inputs]
     wrapped = linear_util.wrap_init(fn, debug_info=debug_info)
     program, _, consts = partial_eval.trace_to_jaxpr_dynamic(wrapped, avals)
@@ -66,6 +80,13 @@ def evaluate(
     return [v.val if isinstance(v, literal) else env[v] for v in program.outvars]
 
 
+@functools.cache
+def _jit_equation(mesh: Any) -> core.JaxprEqn:
+    """An equation of `jit` under a mesh, which is part of its parameters."""
+    (like,) = jax.make_jaxpr(jax.jit(lambda x: x))(0.0).eqns
+    return like
+
+
 def call(program: core.Jaxpr, arrays: Sequence[Any], name: str) -> list[Any]:
     """The results of a traced program on arrays; under a trace, as one call of it under `jit`.
 
@@ -73,7 +94,7 @@ def call(program: core.Jaxpr, arrays: Sequence[Any], name: str) -> list[Any]:
     """
     if not any(isinstance(x, partial_eval.DynamicJaxprTracer) for x in arrays):
         return evaluate(program, arrays)
-    (like,) = jax.make_jaxpr(jax.jit(lambda x: x))(0.0).eqns
+    like = _jit_equation(jax.sharding.get_abstract_mesh())
     counts = {"in": len(program.invars), "out": len(program.outvars)}
     params = call_params(like.params, program, counts) | {"name": name}
     results: list[Any] = like.primitive.bind(*arrays, **params)
@@ -120,9 +141,13 @@ def _has_dead_code(program: core.Jaxpr, known: dict[int, bool]) -> bool:
             if not (needed.issuperset(eqn.outvars) or eqn.effects and not eqn.outvars):
                 answer = True
                 break
-            if any(_has_dead_code(inner, known) for inner in inner_programs(eqn)):
-                answer = True
+            for inner in inner_programs(eqn):
+                if known.get(id(inner), None) is None:
+                    _has_dead_code(inner, known)
+                answer = answer or known[id(inner)]
+            if answer:
                 break
-            needed.update(v for v in eqn.invars if isinstance(v, core.Var))
+            # Literals, which cannot be hashed, are no variables.
+            needed.update(v for v in eqn.invars if type(v) is not core.Literal)
         known[id(program)] = answer
     return known[id(program)]

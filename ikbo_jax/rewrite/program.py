@@ -130,7 +130,7 @@ def _rewritten(original: _Original, inputs: list[Any], recorder: Recorder) -> li
         return original.call(inputs)
     if not recorder.gradient_differs:
         return evaluate(program, inputs)
-    results: list[Any] = _with_exact_derivative(original, program)(*inputs)
+    results: list[Any] = _with_exact_derivative(original, program)(inputs)
     return results
 
 
@@ -141,22 +141,23 @@ def _with_exact_derivative(original: _Original, program: Any) -> Any:
     """
 
     @jax.custom_jvp
-    def values(*inputs: Any) -> Any:
+    def values(inputs: list[Any]) -> Any:
         return call(program, inputs, "rewritten")
 
     @functools.partial(values.defjvp, symbolic_zeros=True)
     def jvp(primals: Any, tangents: Any) -> Any:
-        exact = original.differentiated(primals)
+        (inputs,), (slopes,) = primals, tangents
+        exact = original.differentiated(inputs)
         # The others have no tangent, as integers and keys never have.
-        active = [n for n, x in enumerate(tangents) if not isinstance(x, SymbolicZero)]
+        active = [n for n, x in enumerate(slopes) if not isinstance(x, SymbolicZero)]
 
         def of_active(*values: Any) -> Any:
-            merged = list(primals)
+            merged = list(inputs)
             for n, value in zip(active, values, strict=True):
                 merged[n] = value
             return evaluate(exact, merged)
 
-        return jax.jvp(of_active, [primals[n] for n in active], [tangents[n] for n in active])
+        return jax.jvp(of_active, [inputs[n] for n in active], [slopes[n] for n in active])
 
     return values
 
