@@ -142,7 +142,7 @@ def _has_dead_code(program: core.Jaxpr, known: dict[int, bool]) -> bool:
                 answer = True
                 break
             for inner in inner_programs(eqn):
-                if known.get(id(inner), None) is None:
+                if known.get(id(inner)) is None:
                     _has_dead_code(inner, known)
                 answer = answer or known[id(inner)]
             if answer:
