@@ -16,7 +16,7 @@ import ikbo_jax as ikbo
 
 #: Each is the original in value and gradient.
 ATTENTION = {
-    "another slope": "mix(straight_through(nn.relu)(L(q)))",
+    "another slope": "mix(nn.relu(stop(L(q))))",
     "negative logits": "mix((lambda x: jnp.where(x < -40, -1, nn.relu(x)))(L(60 * q)))",
     "stopped probabilities": "mix(stop(softmax(L(q))))",
     "softmax over the queries": "mix(nn.softmax(L(q), axis=-2))",
