@@ -20,6 +20,7 @@ ATTENTION = {
     "negative logits": "mix((lambda x: jnp.where(x < -40, -1, nn.relu(x)))(L(60 * q)))",
     "stopped probabilities": "mix(stop(softmax(L(q))))",
     "softmax over the queries": "mix(nn.softmax(L(q), axis=-2))",
+    "softmax over a dimension of one": "mix(nn.softmax(L(q)[..., None], axis=-1)[..., 0])",
     "sum of other exponentials": "mix(jnp.exp(L(q)) / jnp.exp(2 * L(q)).sum(-1, keepdims=True))",
     "maximum with a number": "mix((lambda x, e: e / e.sum(-1, keepdims=True))(0, jnp.exp(L(q)"
     " - jnp.maximum(L(q).max(-1, keepdims=True), 200))))",

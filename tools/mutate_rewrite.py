@@ -78,13 +78,13 @@ def passes_without(tests: tuple[str, ...]) -> bool:
     return not first_failure(None, tests)
 
 
-def verdict(mutant: Mutant) -> tuple[bool, str]:
+def verdict(mutant: Mutant, wide: tuple[str, ...]) -> tuple[bool, str]:
     """Whether a mutant is caught, and what to print."""
     start = time.monotonic()
     problem = check(mutant, ROOT)
     if problem:
         return False, f"NOT APPLIED: {problem}"
-    for tests in (mutant.tests, *((file,) for file in WIDE)):
+    for tests in (mutant.tests, *((file,) for file in wide)):
         by = first_failure(mutant, tests)
         if by and passes_without(tests):
             wider = "" if tests == mutant.tests else " (not by its own tests)"
@@ -103,6 +103,7 @@ def main() -> int:
     parser.add_argument("words", nargs="*", help="mutants whose names contain one of them")
     parser.add_argument("--list", action="store_true", help="runs no test")
     parser.add_argument("--jobs", type=int, default=2, help="mutants at a time")
+    parser.add_argument("--narrow", action="store_true", help="runs the mutants' own tests alone")
     options = parser.parse_args()
     chosen = [m for m in MUTANTS if not options.words or any(w in m.name for w in options.words)]
 
@@ -110,13 +111,14 @@ def main() -> int:
         problem = check(mutant, ROOT)
         return not problem, problem or "applies"
 
+    judged = functools.partial(verdict, wide=() if options.narrow else WIDE)
     own = tuple(dict.fromkeys(test for mutant in chosen for test in mutant.tests))
     if not options.list and (failure := first_failure(None, own)):
         print(f"the mutants' own tests fail without any mutant: {failure}")
         return 1
     caught = 0
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-        results = pool.map(applies if options.list else verdict, chosen)
+        results = pool.map(applies if options.list else judged, chosen)
         for mutant, (good, text) in zip(chosen, results, strict=True):
             line = _line(mutant)
             print(f"{mutant.file}:{line:<5} {mutant.name:48} {text}", flush=True)

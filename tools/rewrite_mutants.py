@@ -81,7 +81,7 @@ MUTANTS = (
         "activations.py",
         "return np.concatenate([points, -points])",
         "return points",
-        (*facts("no_activation[a threshold]"), *decisions("negative logits")),
+        facts("no_activation[far below 0]"),
     ),
     Mutant(
         "sides of constants left out",
@@ -140,7 +140,7 @@ MUTANTS = (
         "scores.py",
         "if stage is None or kinds.count(KEY) != 1 or any(",
         "if stage is None or False and any(",
-        decisions("softmax over the queries"),
+        decisions("softmax over a dimension of one"),
     ),
     Mutant(
         "sum of other exponentials accepted",
