@@ -148,7 +148,8 @@ def run_parts(calls: Sequence[Callable[[], Any]], say: Say) -> list[Any]:
 
     Compiled programs are kept for the next time, beside the user's tuning cache.
     """
-    with kept_compilations(user_cache_path().parent / "compilations") as reason:
+    table = user_cache_path()
+    with kept_compilations(table.parent / "compilations", [table]) as reason:
         if reason is not None:
             say(reason)
         return side_by_side(calls)
@@ -180,6 +181,10 @@ def _draw(request: Request, key: jax.Array) -> tuple[jax.Array, ...]:
         jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)
     )
     return (w_cand * scale).astype(dtype), (w_user * scale).astype(dtype), e_cand, e_user
+
+
+def _draw_seeded(request: Request, seed: jax.Array) -> tuple[jax.Array, ...]:
+    return _draw(request, jax.random.key(seed))
 
 
 def user_index(request: Request) -> jax.Array:
@@ -410,9 +415,11 @@ def run(request: Request, *, on_progress: Say = lambda _: None) -> Report:
       The report; stages that cannot run on this device are in `not_run`, with the reason as path.
     """
     say = said_of("linear compression", on_progress)
-    programs = Programs(say)
-    key, index = jax.random.key(request.seed), user_index(request)
-    drawn = programs.add("inputs", functools.partial(_draw, request), key, timed=False)
+    # The seed is an argument of what draws, so that one program serves all seeds.
+    unseeded = dataclasses.replace(request, seed=0)
+    programs = Programs(say, identity=f"linear compression {unseeded}")
+    number, index = np.uint32(request.seed % 2**32), user_index(request)
+    drawn = programs.add("inputs", functools.partial(_draw_seeded, unseeded), number, timed=False)
     shapes = Inputs._make([*drawn, jax.ShapeDtypeStruct(index.shape, index.dtype)])
     exact = programs.add("oracle in float32", oracle, shapes, timed=False)
     runnable, not_run = add_stages(programs, stages(request), shapes)
@@ -420,7 +427,7 @@ def run(request: Request, *, on_progress: Say = lambda _: None) -> Report:
     programs.add("comparison", compare, out, exact, timed=False)
     compiled = programs.compiled()
 
-    inputs = Inputs._make([*compiled["inputs"](key), index])
+    inputs = Inputs._make([*compiled["inputs"](number), index])
     expected = compiled["oracle in float32"](inputs)
     measured, limit = measure(
         compiled, runnable, inputs, expected, functools.partial(tolerance, request), say

@@ -171,7 +171,7 @@ def run(sizes: Sizes, seed: int, *, on_progress: Say = lambda _: None) -> Report
       on_progress: is told what is being done.
     """
     say = demo.said_of("network", on_progress)
-    programs = Programs(say, NETWORK_ON_GPU)
+    programs = Programs(say, NETWORK_ON_GPU, identity=f"network {sizes}")
     number, index = _seed_of(seed), ranking.user_index(sizes, seed)
     params = programs.add("parameters", functools.partial(ranking.init, sizes), number, timed=False)
     draw = functools.partial(ranking.draw_request, sizes)
@@ -180,14 +180,17 @@ def run(sizes: Sizes, seed: int, *, on_progress: Say = lambda _: None) -> Report
         params,
         ranking.Request._make([*drawn, jax.ShapeDtypeStruct(index.shape, index.dtype)]),
     )
-    # The longest compilation first, so that the others run beside it.
+    # What lowers in an instant and compiles for long comes first, so that it compiles beside the
+    # lowering of the others.
+    programs.add("oracle in float32", oracle, *shapes, timed=False)
     names = [version.name for version in versions()]
     for version in versions():
         programs.add(version.name, version.fn, *shapes)
-    programs.add("oracle in float32", oracle, *shapes, timed=False)
     programs.all_added()
     say("report of the rewrite")
-    explanation = str(explain(versions()[-1].fn, *shapes))
+    explanation = programs.text(
+        "report of the rewrite", lambda: str(explain(versions()[-1].fn, *shapes)), shapes
+    )
     compiled = programs.compiled()
 
     inputs = (
@@ -231,7 +234,7 @@ class Point(NamedTuple):
 def sweep(sizes: Sizes, seed: int, *, on_progress: Say = lambda _: None) -> tuple[Point, ...]:
     """Times the materialised and the co-designed network over candidates per user."""
     say = demo.said_of("plot", on_progress)
-    programs = Programs(say, NETWORK_ON_GPU)
+    programs = Programs(say, NETWORK_ON_GPU, identity=f"sweep {sizes}")
     ratios = RATIOS_ON_CPU if jax.default_backend() == "cpu" else RATIOS
     number, names = _seed_of(seed), [version.name for version in versions()[:2]]
     params = programs.add("parameters", functools.partial(ranking.init, sizes), number, timed=False)

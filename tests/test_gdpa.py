@@ -264,7 +264,8 @@ def test_explain_tells_sizes_and_reason() -> None:
     assert str(ikbo.explain(run, arrays)) == (
         "1. gdpa: batch=5,4 rows=21,22 N=2 K=1 H=8 max_seqlen_q=8 gelu+softmax bfloat16\n"
         "  implementation: xla\n"
-        "  reason: the Mosaic GPU kernels need a Hopper GPU, but the default device is a cpu"
+        "  reason: the Mosaic GPU kernels need a Hopper GPU, but the default device is a cpu\n"
+        "  gradient: XLA, a few tiles at a time"
     )
     run = functools.partial(attend, approx="polynomial", implementation="xla")
     (plan,) = ikbo.explain(jax.grad(lambda x: run(x).sum(), allow_int=True), arrays).plans

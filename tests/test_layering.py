@@ -56,11 +56,17 @@ OPS = ("ops", "reference", "pallas", "tuning")
 ALLOWED: dict[str, tuple[str, ...]] = {
     "_version": (),
     "_timing": (),
+    "_timing.programs": ("_timing.executables",),
     "debug": (),
     "reference": (),
     "reference.attention_grouped": ("reference.attention",),
     "reference.gdpa": ("reference.activations",),
-    "reference.gdpa_chunked": ("reference.gdpa", "reference.jagged", "reference.activations"),
+    "reference.gdpa_chunked": (
+        "reference.gdpa",
+        "reference.jagged",
+        "reference.activations",
+        "reference.attention",
+    ),
     "tuning": (),
     "tuning.configs": (),
     "tuning.gdpa_configs": ("tuning.configs",),

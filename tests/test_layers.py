@@ -126,3 +126,41 @@ def test_wrong_sizes_name_both_values() -> None:
 
     with pytest.raises(ValueError, match=f"K={K_USER + 1}.*K={K_USER}"):
         jax.eval_shape(run)
+
+
+@pytest.mark.parametrize("sizes", [(0, K_CAND, M), (K_USER, -1, M), (K_USER, K_CAND, 0)])
+def test_sizes_are_positive(sizes: tuple[int, int, int]) -> None:
+    name = ("user_rows", "cand_rows", "features")[int(np.argmin(sizes))]
+    words = f"LinearCompression needs {name} of at least 1, but {name} is {min(sizes)}"
+    with pytest.raises(ValueError, match=words):
+        nnx.LinearCompression(*sizes, rngs=flax_nnx.Rngs(0))
+    with pytest.raises(ValueError, match=words):
+        jax.eval_shape(linen.LinearCompression(*sizes).init, jax.random.key(0), *inputs())
+
+
+def test_linen_takes_the_sizes_of_its_inputs() -> None:
+    layer, twin = linen.LinearCompression(features=M), linen.LinearCompression(*SIZES)
+    key = jax.random.key(0)
+    out, variables = layer.init_with_output(key, *inputs())
+    expected, sized = twin.init_with_output(key, *inputs())
+    jax.tree.map(np.testing.assert_array_equal, (out, variables), (expected, sized))
+    np.testing.assert_array_equal(layer.apply(sized, *inputs()), out)
+    with pytest.raises(ValueError, match="needs features of at least 1, but features is None"):
+        linen.LinearCompression().init(key, *inputs())
+
+
+@pytest.mark.parametrize("sizes", [(), SIZES[:2]], ids=["inferred", "given"])
+def test_linen_and_nnx_name_wrong_rows_alike(sizes: tuple[int, ...]) -> None:
+    e_user, e_cand, index = inputs()
+    key = jax.random.key(0)
+    layer = linen.LinearCompression(*sizes, **{"features": M})
+    variables = layer.init(key, e_user, e_cand, index)
+    twin = nnx.LinearCompression(*SIZES, rngs=flax_nnx.Rngs(0))
+    words = rf"LinearCompression was made for user_rows={K_USER} .*but e_user has .*, 1, {N}\)"
+    for run in (lambda *args: layer.apply(variables, *args), twin):
+        with pytest.raises(ValueError, match=words):
+            run(e_user[:, :1], e_cand, index)
+        with pytest.raises(ValueError, match=rf"made for cand_rows={K_CAND} .*but e_cand has"):
+            run(e_user, e_cand[:, :1], index)
+        with pytest.raises(ValueError, match=r"e_user must have shape \[U, user_rows, N\], but"):
+            run(e_user[0], e_cand, index)

@@ -181,3 +181,70 @@ def test_wrong_widths_name_both_sizes(name: str) -> None:
     words = rf"{name} was made for .*features={sizes[0]}, but x\w* has shape .*{2 * sizes[0]}\)"
     with pytest.raises(ValueError, match=words):
         jax.eval_shape(run, wide)
+
+
+#: The sizes by name that a Linen layer does not take from its inputs.
+NOT_INFERRED = {
+    "CandidateAttention": {"num_heads": HEADS, "head_dim": H},
+    "PMA": {"num_seeds": SEEDS, "num_heads": HEADS, "head_dim": H},
+    "PFFN": {"num_heads": HEADS, "head_dim": H},
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_linen_takes_the_widths_of_its_inputs(name: str) -> None:
+    (sizes, options), _, inputs = LAYERS[name]
+    layer = linen.__dict__[name](**NOT_INFERRED[name], **options)
+    twin = linen.__dict__[name](*sizes, **options)
+    key = jax.random.key(0)
+    variables = layer.init(key, *inputs)
+    jax.tree.map(np.testing.assert_array_equal, variables, twin.init(key, *inputs))
+    np.testing.assert_array_equal(layer.apply(variables, *inputs), twin.apply(variables, *inputs))
+    wide = jnp.concatenate([inputs[0]] * 2, axis=-1)
+    words = rf"{name} was made for \w*features={sizes[0]}, but x\w* has shape .*{2 * sizes[0]}\)"
+    for linen_layer in (layer, twin):
+        with pytest.raises(ValueError, match=words):
+            linen_layer.apply(variables, wide, *inputs[1:])
+    with pytest.raises(ValueError, match=rf"{name}: x\w* must have shape \[.*features\], but has"):
+        layer.init(key, inputs[0][0], *inputs[1:])
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_linen_sizes_are_positive(name: str) -> None:
+    (_, options), _, inputs = LAYERS[name]
+    for size in NOT_INFERRED[name]:
+        for value in (0, -1, None, True):
+            layer = linen.__dict__[name](**{**NOT_INFERRED[name], size: value}, **options)
+            with pytest.raises(ValueError, match=f"{name} needs {size} of.*{size} is {value}"):
+                jax.eval_shape(layer.init, jax.random.key(0), *inputs)
+
+
+def test_sizes_have_the_names_of_the_layer() -> None:
+    for layer, sizes, name in (
+        (nnx.CandidateAttention, (0, 8, 2, 4), "cand_features"),
+        (nnx.CandidateAttention, (6, 0, 2, 4), "user_features"),
+        (nnx.PMA, (0, 3, 2, 4), "in_features"),
+        (nnx.PMA, (6, 0, 2, 4), "num_seeds"),
+        (nnx.PFFN, (0, 8, 2, 4), "features"),
+        (nnx.PFFN, (6, 0, 2, 4), "memory_features"),
+    ):
+        with pytest.raises(ValueError, match=f"^{layer.__name__} needs {name} of at least 1, but"):
+            layer(*sizes, rngs=flax_nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "words"),
+    [
+        ("CandidateAttention", 2, rf"cand_to_user has shape \({B - 1},\) but x_cand has B={B}"),
+        ("PMA", 1, r"cu_seqlens must have shape \[batch \+ 1\], but has shape \(0,\)"),
+        ("PFFN", 3, r"cu_seqlens_memory must have shape \[batch_memory \+ 1\], but has"),
+        ("PFFN", 4, rf"x_to_memory has shape \({B - 1},\) but cu_seqlens has batch={B}"),
+    ],
+)
+def test_wrong_indices_have_the_names_of_the_layer(name: str, place: int, words: str) -> None:
+    (sizes, options), _, inputs = LAYERS[name]
+    layer = nnx.__dict__[name](*sizes, **options, rngs=flax_nnx.Rngs(0))
+    wrong = [*inputs]
+    wrong[place] = jnp.zeros(0, jnp.int32) if "must have" in words else inputs[place][:-1]
+    with pytest.raises(ValueError, match=words):
+        layer(*wrong)

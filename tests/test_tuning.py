@@ -289,4 +289,21 @@ def test_check_admits_the_right_result_and_no_other(dtype):
 def test_progress_is_plain_lines_when_piped(capsys):
     with autotune.console_progress("tune") as progress:
         progress(1, 4, "XLA: 1 ms")
-    assert capsys.readouterr().out == "tune 1/4 XLA: 1 ms\n"
+    elapsed, text = capsys.readouterr().out.split("] ", 1)
+    assert elapsed.startswith("[")
+    assert elapsed.endswith(" s")
+    assert text == "tune 1/4 XLA: 1 ms\n"
+
+
+def test_the_oracle_is_computed_once_for_all_results_of_the_same_operands(monkeypatch):
+    problem = dataclasses.replace(TINY, batches=(3, trials.CHECK_ROWS + 3))
+    calls = []
+    real = trials._truth
+    monkeypatch.setattr(trials, "_truth", lambda *args: calls.append(args) or real(*args))
+    found = []
+    for seed in (0, 1):
+        operands = trials.linear_compression_operands(problem, seed)
+        right = jax.jit(decomposed)(*operands)
+        found += [trials.check_linear_compression(right, operands) for _ in range(2)]
+        assert len(calls) == 2 * (seed + 1)
+    assert found[0] == found[1] != found[2] == found[3]

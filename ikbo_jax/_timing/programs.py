@@ -22,14 +22,17 @@ from typing import Any
 
 import jax
 
+from ikbo_jax._timing import executables
+
 Say = Callable[[str], None]
 #: Programs of one part that compile at once. XLA's own threads compile each one's kernels.
 WORKERS = 8
 #: Seconds from which on the time of a compilation is worth a line.
 LONG = 2.0
 #: How the programs compile on a GPU that are run and not timed (inputs, oracles, comparisons): the
-#: choice of GEMM algorithms, which is most of such a compilation, would win nothing.
-UNTIMED_ON_GPU = {"xla_gpu_autotune_level": 0}
+#: choice of GEMM algorithms, which is most of such a compilation, would win nothing, and no more
+#: would GEMMs by Triton, each of which is a kernel to be compiled where cuBLAS has one ready.
+UNTIMED_ON_GPU = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 #: How the networks compile on a GPU, all three alike. By default XLA generates and compiles dozens
 #: of Triton kernels for each of the network's 20 kinds of GEMM before it times them: 48 s for the
 #: materialised network on an H100, nearly all of it on the host. Here GEMMs are cuBLAS', whose
@@ -123,22 +126,28 @@ class Programs:
     Args:
       say: is told what is being done.
       timed_on_gpu: compiler options of the programs that are timed, where the backend is a GPU.
+      identity: with a program's name and the shapes of its arguments, and beside what
+        `executables.surroundings` knows, all that decides what the part's programs compute: the
+        part's own name, and the sizes that its functions close over. If empty, nothing is kept.
     """
 
-    def __init__(self, say: Say, timed_on_gpu: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, say: Say, timed_on_gpu: Mapping[str, Any] | None = None, identity: str = ""
+    ) -> None:
         on_gpu = jax.default_backend() == "gpu"
         self._options = {
             True: dict(timed_on_gpu or {}) if on_gpu else {},
             False: UNTIMED_ON_GPU if on_gpu else {},
         }
-        self._say = say
+        self._say, self._identity = say, identity
+        self._store = executables.current() if identity else None
         self._part = _current.get() or _alone()
         workers = min(WORKERS, os.cpu_count() or 1)
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="compile")
         self._futures: dict[str, Future[jax.stages.Compiled]] = {}
 
     def add(self, name: str, fn: Callable[..., Any], *args: Any, timed: bool = True) -> Any:
-        """Lowers `fn(*args)` here, and has it compiled beside.
+        """Lowers `fn(*args)` here, and has it compiled beside; neither, if it has been kept.
 
         Args:
           name: of the program, one that the part has not used.
@@ -153,18 +162,57 @@ class Programs:
           Whatever tracing and lowering raise, NotImplementedError of a kernel among it.
         """
         self._part.check()
+        options = self._options[timed]
+        key, kept = "", None
+        if self._store is not None:
+            key = self._store.key(self._identity, name, args, sorted(options.items()))
+            kept = self._store.get(key)
+        if kept is not None:
+            self._say(f"loading {' '.join(name.split())}")
+            out, serialized = kept
+            self._futures[name] = self._pool.submit(
+                self._load, name, serialized, fn, args, options, key
+            )
+            return out
         self._say(f"compiling {' '.join(name.split())}")
         lowered = jax.jit(fn).lower(*args)
-        self._futures[name] = self._pool.submit(self._compile, name, lowered, self._options[timed])
+        self._futures[name] = self._pool.submit(self._compile, name, lowered, options, key)
         return lowered.out_info
 
+    def text(self, name: str, make: Callable[[], str], args: Any = ()) -> str:
+        """What `make` returns of functions with these arguments, now or when it was kept."""
+        if self._store is None:
+            return make()
+        key = self._store.key(self._identity, f"text: {name}", args)
+        kept = self._store.get(key)
+        if not isinstance(kept, str):
+            self._store.put(key, kept := make())
+        return kept
+
+    def _load(
+        self,
+        name: str,
+        serialized: Any,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        options: dict[str, Any],
+        key: str,
+    ) -> jax.stages.Compiled:
+        try:
+            return executables.load(serialized)
+        except Exception:  # whatever the loader did not like, the compiler does
+            return self._compile(name, jax.jit(fn).lower(*args), options, key)
+
     def _compile(
-        self, name: str, lowered: jax.stages.Lowered, options: dict[str, Any]
+        self, name: str, lowered: jax.stages.Lowered, options: dict[str, Any], key: str
     ) -> jax.stages.Compiled:
         start = time.perf_counter()
         compiled = lowered.compile(compiler_options=options)
         if (seconds := time.perf_counter() - start) >= LONG:
             self._say(f"compiled {' '.join(name.split())} in {seconds:.1f} s")
+        if self._store is not None:
+            with contextlib.suppress(Exception):  # not every backend serialises
+                self._store.put(key, executables.to_entry(compiled, lowered.out_info))
         return compiled
 
     def all_added(self) -> None:
@@ -189,8 +237,13 @@ def _alone() -> _Part:
 
 
 @contextlib.contextmanager
-def kept_compilations(folder: pathlib.Path) -> Iterator[str | None]:
+def kept_compilations(
+    folder: pathlib.Path, tables: Sequence[pathlib.Path] = ()
+) -> Iterator[str | None]:
     """Keeps every compiled program in `folder`, for the next time.
+
+    JAX keeps what it compiles, and `executables` keeps the programs of parts with an identity;
+    `tables` are files on which these depend.
 
     A cache that the user chose (`JAX_COMPILATION_CACHE_DIR`, `jax.config`) is left as it is, and so
     is the choice of none. Afterwards the settings are as before.
@@ -221,7 +274,8 @@ def kept_compilations(folder: pathlib.Path) -> Iterator[str | None]:
             jax.config.update(name, value)
         # JAX looks at the settings once, when it compiles for the first time.
         compilation_cache.reset_cache()
-        yield None
+        with executables.kept_in(folder / "executables", tables):
+            yield None
     finally:
         for name, value in before.items():
             jax.config.update(name, value)

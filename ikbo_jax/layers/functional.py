@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import math
+import operator
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from ikbo_jax.ops import dispatch
 from ikbo_jax.ops.attention import attention
 from ikbo_jax.ops.gdpa import gdpa
 from ikbo_jax.ops.linear_compression import linear_compression
@@ -23,19 +25,75 @@ Parameters = Mapping[str, jax.Array]
 Spec = tuple[tuple[int, ...], Callable[[Callable[..., jax.Array]], jax.Array]]
 
 
-def check_sizes(layer: str, **sizes: int) -> None:
-    """Raises ValueError, naming the size and its value, unless all are integers of at least 1."""
+class Input(NamedTuple):
+    """An input of a layer, as the layer's documentation names it and its size.
+
+    Attributes:
+      layer: the layer's name.
+      name: the argument's name.
+      axes: the argument's shape, e.g. "[B, T, cand_features]".
+      size: the axis whose size belongs to the layer.
+      letter: what `linear_compression` calls that axis; or nothing.
+    """
+
+    layer: str
+    name: str
+    axes: str
+    size: str
+    letter: str = ""
+
+    def size_of(self, array: jax.Array) -> int:
+        """The size of that axis; raises ValueError if `array` has another rank than `axes`."""
+        axes = self.axes.strip("[]").split(", ")
+        if jnp.ndim(array) != len(axes):
+            raise ValueError(
+                f"{self.layer}: {self.name} must have shape {self.axes}, but has shape "
+                f"{jnp.shape(array)}"
+            )
+        size: int = array.shape[axes.index(self.size)]
+        return size
+
+    def check(self, array: jax.Array, expected: int) -> None:
+        """Raises ValueError, naming both sizes, unless the layer was made for `array`."""
+        size = self.size_of(array)
+        if size != expected:
+            ours, theirs = (
+                (f" ({self.letter}={expected})", f", {self.letter}={size}")
+                if self.letter
+                else ("", "")
+            )
+            raise ValueError(
+                f"{self.layer} was made for {self.size}={expected}{ours}, "
+                f"but {self.name} has shape {array.shape}{theirs}"
+            )
+
+
+E_USER = Input("LinearCompression", "e_user", "[U, user_rows, N]", "user_rows", "K")
+E_CAND = Input("LinearCompression", "e_cand", "[B, cand_rows, N]", "cand_rows", "K")
+X_CAND = Input("CandidateAttention", "x_cand", "[B, T, cand_features]", "cand_features")
+X_USER = Input("CandidateAttention", "x_user", "[U, S, user_features]", "user_features")
+PMA_X = Input("PMA", "x", "[total, in_features]", "in_features")
+PFFN_X = Input("PFFN", "x", "[total, features]", "features")
+PFFN_MEMORY = Input("PFFN", "memory", "[total_memory, memory_features]", "memory_features")
+
+
+def check_sizes(layer: str, **sizes: int | None) -> tuple[int, ...]:
+    """The sizes; raises ValueError, naming size and value, unless all are integers above 0."""
+    checked = []
     for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        is_integer = hasattr(size, "__index__") and not isinstance(size, bool)
+        if size is None or not is_integer or operator.index(size) < 1:
             raise ValueError(f"{layer} needs {name} of at least 1, but {name} is {size!r}")
+        checked.append(operator.index(size))
+    return tuple(checked)
 
 
-def check_width(layer: str, name: str, array: jax.Array, features: int, size_name: str) -> None:
-    """Raises ValueError, naming both sizes, unless rows of `array` are `features` wide."""
-    if array.ndim < 1 or array.shape[-1] != features:
-        raise ValueError(
-            f"{layer} was made for {size_name}={features}, but {name} has shape {array.shape}"
-        )
+def _check_offsets(name: str, axis: str, array: jax.Array) -> None:
+    """Raises ValueError unless `array` is [axis + 1] int32."""
+    if getattr(array, "dtype", None) != "int32":
+        raise ValueError(f"{name} must be an int32 array, but is {dispatch.describe(array)}")
+    if array.ndim != 1 or not array.size:
+        raise ValueError(f"{name} must have shape [{axis} + 1], but has shape {array.shape}")
 
 
 def matrix(shape: tuple[int, ...], *, into: bool) -> Spec:
@@ -47,34 +105,81 @@ def matrix(shape: tuple[int, ...], *, into: bool) -> Spec:
     return shape, lambda init: init(flat).reshape(shape)
 
 
+def compression_sizes(
+    user_rows: int | None, cand_rows: int | None, features: int | None
+) -> tuple[int, ...]:
+    """Sizes of `compress`; ValueError unless all are positive."""
+    return check_sizes(
+        "LinearCompression", user_rows=user_rows, cand_rows=cand_rows, features=features
+    )
+
+
 def attention_specs(
-    query_features: int, key_features: int, out_features: int, num_heads: int, head_dim: int
+    cand_features: int | None,
+    user_features: int | None,
+    out_features: int | None,
+    num_heads: int | None,
+    head_dim: int | None,
 ) -> dict[str, Spec]:
-    """Parameters of the layers that attend, by name; ValueError unless all sizes are positive."""
-    check_sizes(
-        "an attention layer",
-        query_features=query_features,
-        key_features=key_features,
+    """Parameters of `attend`, by name; ValueError unless all sizes are positive."""
+    sizes = check_sizes(
+        "CandidateAttention",
+        cand_features=cand_features,
+        user_features=user_features,
         out_features=out_features,
         num_heads=num_heads,
         head_dim=head_dim,
     )
-    return {
-        "w_query": matrix((query_features, num_heads, head_dim), into=True),
-        "w_key": matrix((key_features, num_heads, head_dim), into=True),
-        "w_value": matrix((key_features, num_heads, head_dim), into=True),
-        "w_out": matrix((num_heads, head_dim, out_features), into=False),
-    }
+    return _attention_specs(*sizes)
 
 
 def pma_specs(
-    num_seeds: int, features: int, out_features: int, num_heads: int, head_dim: int
+    num_seeds: int | None,
+    in_features: int | None,
+    out_features: int | None,
+    num_heads: int | None,
+    head_dim: int | None,
 ) -> dict[str, Spec]:
-    """Parameters of `pma`, by name; seeds are as wide as the result."""
-    check_sizes("PMA", num_seeds=num_seeds)
-    seeds = (num_seeds, out_features)
-    of_attention = attention_specs(out_features, features, out_features, num_heads, head_dim)
-    return {"seeds": (seeds, lambda init: init(seeds)), **of_attention}
+    """Parameters of `pma`, by name; ValueError unless all sizes are positive.
+
+    Seeds are as wide as the result.
+    """
+    rows, width, out, *heads = check_sizes(
+        "PMA",
+        num_seeds=num_seeds,
+        in_features=in_features,
+        out_features=out_features,
+        num_heads=num_heads,
+        head_dim=head_dim,
+    )
+    seeds = (rows, out)
+    return {
+        "seeds": (seeds, lambda init: init(seeds)),
+        **_attention_specs(out, width, out, *heads),
+    }
+
+
+def pffn_specs(
+    features: int | None, memory_features: int | None, num_heads: int | None, head_dim: int | None
+) -> dict[str, Spec]:
+    """Parameters of `pffn`, by name; ValueError unless all sizes are positive."""
+    width, memory_width, *heads = check_sizes(
+        "PFFN",
+        features=features,
+        memory_features=memory_features,
+        num_heads=num_heads,
+        head_dim=head_dim,
+    )
+    return _attention_specs(width, memory_width, width, *heads)
+
+
+def _attention_specs(query: int, key: int, out: int, num_heads: int, head_dim: int) -> dict:
+    return {
+        "w_query": matrix((query, num_heads, head_dim), into=True),
+        "w_key": matrix((key, num_heads, head_dim), into=True),
+        "w_value": matrix((key, num_heads, head_dim), into=True),
+        "w_out": matrix((num_heads, head_dim, out), into=False),
+    }
 
 
 def project(x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -100,6 +205,8 @@ def compress(
 
     Parameters: "w_user" [M, K_user], "w_cand" [M, K_cand].
     """
+    E_USER.check(e_user, params["w_user"].shape[1])
+    E_CAND.check(e_cand, params["w_cand"].shape[1])
     params, (e_user, e_cand) = _cast(params, (e_user, e_cand), dtype)
     with _precision(precision):
         return linear_compression(params["w_cand"], params["w_user"], e_cand, e_user, cand_to_user)
@@ -120,9 +227,12 @@ def attend(
     Parameters: "w_query" [F_cand, N, H], "w_key" and "w_value" [F_user, N, H], "w_out"
     [N, H, F_out].
     """
-    layer = "CandidateAttention"
-    check_width(layer, "x_cand", x_cand, params["w_query"].shape[0], "cand_features")
-    check_width(layer, "x_user", x_user, params["w_key"].shape[0], "user_features")
+    X_CAND.check(x_cand, params["w_query"].shape[0])
+    X_USER.check(x_user, params["w_key"].shape[0])
+    dispatch.check_index("cand_to_user", cand_to_user, "x_cand", "B", x_cand.shape[0])
+    if key_value_seq_lengths is not None:
+        lengths = key_value_seq_lengths
+        dispatch.check_index("key_value_seq_lengths", lengths, "x_user", "U", x_user.shape[0])
     params, (x_cand, x_user) = _cast(params, (x_cand, x_user), dtype)
     with _precision(precision):
         out = attention(
@@ -152,7 +262,8 @@ def pma(
     Parameters: "seeds" [num_seeds, F_out], "w_query" [F_out, N, H], "w_key" and "w_value"
     [F, N, H], "w_out" [N, H, F_out].
     """
-    check_width("PMA", "x", x, params["w_key"].shape[0], "in_features")
+    PMA_X.check(x, params["w_key"].shape[0])
+    _check_offsets("cu_seqlens", "batch", cu_seqlens)
     params, (x,) = _cast(params, (x,), dtype)
     seeds = params["seeds"]
     with _precision(precision):
@@ -190,8 +301,13 @@ def pffn(
 
     Parameters: "w_query" [F, N, H], "w_key" and "w_value" [F_memory, N, H], "w_out" [N, H, F].
     """
-    check_width("PFFN", "x", x, params["w_query"].shape[0], "features")
-    check_width("PFFN", "memory", memory, params["w_key"].shape[0], "memory_features")
+    PFFN_X.check(x, params["w_query"].shape[0])
+    PFFN_MEMORY.check(memory, params["w_key"].shape[0])
+    _check_offsets("cu_seqlens", "batch", cu_seqlens)
+    _check_offsets("cu_seqlens_memory", "batch_memory", cu_seqlens_memory)
+    if x_to_memory is not None:
+        batch = cu_seqlens.shape[0] - 1
+        dispatch.check_index("x_to_memory", x_to_memory, "cu_seqlens", "batch", batch)
     params, (x, memory) = _cast(params, (x, memory), dtype)
     with _precision(precision):
         out = gdpa(

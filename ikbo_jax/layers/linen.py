@@ -1,4 +1,9 @@
-"""Layers for Flax Linen, with the parameters of their NNX twins."""
+"""Layers for Flax Linen, with the parameters of their NNX twins.
+
+A layer takes the sizes of its inputs that are None from its parameters, or from the first inputs
+while it makes the parameters. Every layer raises ValueError, naming the size, if a size is no
+integer of at least 1, and naming both sizes if inputs do not fit the parameters.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +23,9 @@ class LinearCompression(linen.Module):
         out[b] = w_cand · e_cand[b] + w_user · e_user[cand_to_user[b]]
 
     Attributes:
-      user_rows: embedding rows of a user, K_user.
-      cand_rows: embedding rows of a candidate, K_cand.
-      features: compressed rows, M.
+      user_rows: embedding rows of a user, K_user; None takes those of `e_user`.
+      cand_rows: embedding rows of a candidate, K_cand; None takes those of `e_cand`.
+      features: compressed rows, M; must be given.
       dtype: what is computed in and returned; None promotes parameters and inputs.
       param_dtype: of the parameters "w_user" [features, user_rows] and "w_cand" [features,
         cand_rows].
@@ -29,9 +34,9 @@ class LinearCompression(linen.Module):
       precision: of f32 products; a name or `jax.lax.Precision`, or None for JAX's default.
     """
 
-    user_rows: int
-    cand_rows: int
-    features: int
+    user_rows: int | None = None
+    cand_rows: int | None = None
+    features: int | None = None
     dtype: Any = None
     param_dtype: Any = jnp.float32
     kernel_init: Callable[..., Any] = nnx.default_kernel_init
@@ -40,10 +45,14 @@ class LinearCompression(linen.Module):
     @linen.compact
     def __call__(self, e_user: jax.Array, e_cand: jax.Array, cand_to_user: jax.Array) -> jax.Array:
         """Compresses [U, user_rows, N] and [B, cand_rows, N] by [B] int32 to [B, features, N]."""
-        rows = self.user_rows + self.cand_rows
+        user_rows, cand_rows, features = functional.compression_sizes(
+            _size(self, self.user_rows, functional.E_USER, e_user, "w_user", 1),
+            _size(self, self.cand_rows, functional.E_CAND, e_cand, "w_cand", 1),
+            self.features,
+        )
 
         def both(key: jax.Array) -> jax.Array:
-            return self.kernel_init(key, (rows, self.features), self.param_dtype)
+            return self.kernel_init(key, (user_rows + cand_rows, features), self.param_dtype)
 
         # One key for both, as one weight: `self.param` would give each a key of its own.
         drawn = self.make_rng("params") if self.is_initializing() else None
@@ -51,8 +60,8 @@ class LinearCompression(linen.Module):
         def key(own: jax.Array) -> jax.Array:
             return own if drawn is None else drawn
 
-        w_user = self.param("w_user", lambda own: both(key(own))[: self.user_rows].T)
-        w_cand = self.param("w_cand", lambda own: both(key(own))[self.user_rows :].T)
+        w_user = self.param("w_user", lambda own: both(key(own))[:user_rows].T)
+        w_cand = self.param("w_cand", lambda own: both(key(own))[user_rows:].T)
         return functional.compress(
             {"w_user": w_user, "w_cand": w_cand},
             e_user,
@@ -67,10 +76,10 @@ class CandidateAttention(linen.Module):
     """Attends from every candidate to what its user holds; keys and values are made once a user.
 
     Attributes:
-      cand_features: width of what candidates hold.
-      user_features: width of what users hold.
-      num_heads: N.
-      head_dim: H.
+      cand_features: width of what candidates hold; None takes the width of `x_cand`.
+      user_features: width of what users hold; None takes the width of `x_user`.
+      num_heads: N; must be given.
+      head_dim: H; must be given.
       out_features: width of the result; None is `cand_features`.
       dtype: what is computed in and returned; None promotes parameters and inputs.
       param_dtype: of the parameters "w_query", "w_key", "w_value" and "w_out", shaped as those of
@@ -79,10 +88,10 @@ class CandidateAttention(linen.Module):
       precision: of f32 products; a name or `jax.lax.Precision`, or None for JAX's default.
     """
 
-    cand_features: int
-    user_features: int
-    num_heads: int
-    head_dim: int
+    cand_features: int | None = None
+    user_features: int | None = None
+    num_heads: int | None = None
+    head_dim: int | None = None
     out_features: int | None = None
     dtype: Any = None
     param_dtype: Any = jnp.float32
@@ -99,10 +108,10 @@ class CandidateAttention(linen.Module):
         key_value_seq_lengths: jax.Array | None = None,
     ) -> jax.Array:
         """[B, T, cand_features] to [U, S, user_features] by [B] int32: [B, T, out_features]."""
-        out = self.cand_features if self.out_features is None else self.out_features
-        specs = functional.attention_specs(
-            self.cand_features, self.user_features, out, self.num_heads, self.head_dim
-        )
+        width = _size(self, self.cand_features, functional.X_CAND, x_cand, "w_query", 0)
+        user_width = _size(self, self.user_features, functional.X_USER, x_user, "w_key", 0)
+        out = width if self.out_features is None else self.out_features
+        specs = functional.attention_specs(width, user_width, out, self.num_heads, self.head_dim)
         return functional.attend(
             _parameters(self, specs),
             x_cand,
@@ -118,10 +127,10 @@ class PMA(linen.Module):
     """Pools jagged sequences by attention of a few learned seeds, through `ikbo_jax.gdpa`.
 
     Attributes:
-      in_features: width of the sequences.
-      num_seeds: rows that a sequence is pooled to.
-      num_heads: N.
-      head_dim: H; scores are divided by its square root.
+      in_features: width of the sequences; None takes the width of `x`.
+      num_seeds: rows that a sequence is pooled to; must be given.
+      num_heads: N; must be given.
+      head_dim: H; must be given. Scores are divided by its square root.
       out_features: width of seeds and result; None is `in_features`.
       activation: as of `ikbo_jax.gdpa`.
       output_scale: as of `ikbo_jax.gdpa`.
@@ -132,10 +141,10 @@ class PMA(linen.Module):
       precision: of f32 products; a name or `jax.lax.Precision`, or None for JAX's default.
     """
 
-    in_features: int
-    num_seeds: int
-    num_heads: int
-    head_dim: int
+    in_features: int | None = None
+    num_seeds: int | None = None
+    num_heads: int | None = None
+    head_dim: int | None = None
     out_features: int | None = None
     activation: str | tuple[str, ...] = "softmax"
     output_scale: float = 1.0
@@ -149,10 +158,9 @@ class PMA(linen.Module):
         self, x: jax.Array, cu_seqlens: jax.Array, *, max_seqlen: int | None = None
     ) -> jax.Array:
         """Pools [total, in_features] to [batch, num_seeds, out_features]."""
-        out = self.in_features if self.out_features is None else self.out_features
-        specs = functional.pma_specs(
-            self.num_seeds, self.in_features, out, self.num_heads, self.head_dim
-        )
+        width = _size(self, self.in_features, functional.PMA_X, x, "w_key", 0)
+        out = width if self.out_features is None else self.out_features
+        specs = functional.pma_specs(self.num_seeds, width, out, self.num_heads, self.head_dim)
         return functional.pma(
             _parameters(self, specs),
             x,
@@ -169,10 +177,10 @@ class PFFN(linen.Module):
     """A feed-forward net whose two layers are made from its sequence's memory (`ikbo_jax.gdpa`).
 
     Attributes:
-      features: width of the rows and of the result.
-      memory_features: width of the memory.
-      num_heads: N.
-      head_dim: H; scores are divided by its square root.
+      features: width of the rows and of the result; None takes the width of `x`.
+      memory_features: width of the memory; None takes the width of `memory`.
+      num_heads: N; must be given.
+      head_dim: H; must be given. Scores are divided by its square root.
       activation: as of `ikbo_jax.gdpa`.
       output_scale: as of `ikbo_jax.gdpa`.
       dtype: what is computed in and returned; None promotes parameters and inputs.
@@ -182,10 +190,10 @@ class PFFN(linen.Module):
       precision: of f32 products; a name or `jax.lax.Precision`, or None for JAX's default.
     """
 
-    features: int
-    memory_features: int
-    num_heads: int
-    head_dim: int
+    features: int | None = None
+    memory_features: int | None = None
+    num_heads: int | None = None
+    head_dim: int | None = None
     activation: str | tuple[str, ...] = "gelu"
     output_scale: float = 1.0
     dtype: Any = None
@@ -206,9 +214,9 @@ class PFFN(linen.Module):
         max_seqlen_memory: int | None = None,
     ) -> jax.Array:
         """[total, features] with [total_memory, memory_features]: [total, features]."""
-        specs = functional.attention_specs(
-            self.features, self.memory_features, self.features, self.num_heads, self.head_dim
-        )
+        width = _size(self, self.features, functional.PFFN_X, x, "w_query", 0)
+        memory_width = _size(self, self.memory_features, functional.PFFN_MEMORY, memory, "w_key", 0)
+        specs = functional.pffn_specs(width, memory_width, self.num_heads, self.head_dim)
         return functional.pffn(
             _parameters(self, specs),
             x,
@@ -223,6 +231,23 @@ class PFFN(linen.Module):
             dtype=self.dtype,
             precision=self.precision,
         )
+
+
+def _size(
+    module: linen.Module,
+    given: int | None,
+    spec: functional.Input,
+    array: jax.Array,
+    param: str,
+    axis: int,
+) -> int:
+    """The size of an input: as given, else as `param` has it on `axis`, else as `array` has it."""
+    if given is not None:
+        return given
+    if module.has_variable("params", param):
+        size: int = module.get_variable("params", param).shape[axis]
+        return size
+    return spec.size_of(array)
 
 
 def _parameters(module: Any, specs: dict[str, functional.Spec]) -> dict[str, jax.Array]:

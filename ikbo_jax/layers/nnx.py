@@ -51,7 +51,11 @@ class LinearCompression(nnx.Module):
             `default_kernel_init`.
           precision: of f32 products; a name or `jax.lax.Precision`, or None for JAX's default.
           rngs: the key "params" is drawn from.
+
+        Raises:
+          ValueError: a size is no integer of at least 1.
         """
+        functional.compression_sizes(user_rows, cand_rows, features)
         init = default_kernel_init if kernel_init is None else kernel_init
         kernel = init(rngs.params(), (user_rows + cand_rows, features), param_dtype)
         self.w_user = nnx.Param(kernel[:user_rows].T)
@@ -146,6 +150,9 @@ class CandidateAttention(_Attending):
             `default_kernel_init`.
           precision: of f32 products; a name or `jax.lax.Precision`, or None for JAX's default.
           rngs: the key "params" is drawn from.
+
+        Raises:
+          ValueError: a size is no integer of at least 1.
         """
         out = cand_features if out_features is None else out_features
         specs = functional.attention_specs(cand_features, user_features, out, num_heads, head_dim)
@@ -228,6 +235,9 @@ class PMA(_Attending):
           kernel_init: initialises every parameter as a matrix; None is `default_kernel_init`.
           precision: of f32 products; a name or `jax.lax.Precision`, or None for JAX's default.
           rngs: the key "params" is drawn from.
+
+        Raises:
+          ValueError: a size is no integer of at least 1.
         """
         out = in_features if out_features is None else out_features
         specs = functional.pma_specs(num_seeds, in_features, out, num_heads, head_dim)
@@ -297,8 +307,11 @@ class PFFN(_Attending):
           kernel_init: initialises every parameter as a matrix; None is `default_kernel_init`.
           precision: of f32 products; a name or `jax.lax.Precision`, or None for JAX's default.
           rngs: the key "params" is drawn from.
+
+        Raises:
+          ValueError: a size is no integer of at least 1.
         """
-        specs = functional.attention_specs(features, memory_features, features, num_heads, head_dim)
+        specs = functional.pffn_specs(features, memory_features, num_heads, head_dim)
         self._setup(specs, dtype, param_dtype, kernel_init, precision, rngs)
         self.options |= {"activation": activation, "output_scale": output_scale}
 

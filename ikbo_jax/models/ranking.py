@@ -23,6 +23,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -163,14 +165,32 @@ def init(sizes: Sizes, seed: int | jax.Array = 0) -> dict[str, Any]:
     dtype = jnp.dtype(sizes.dtype)
     # A stream of its own, so that parameters differ from what a request of this seed draws.
     stream = jax.random.fold_in(jax.random.key(seed), 1)
-    drawn = 0
+    shapes: list[tuple[int, ...]] = []
+
+    def note(shape: tuple[int, ...]) -> jax.Array:
+        shapes.append(shape)
+        return jnp.zeros(shape, dtype)
+
+    # One draw for all: a generator for each of some sixty shapes would compile for half a minute.
+    jax.eval_shape(lambda: _parameters(sizes, note))
+    ends = np.cumsum([math.prod(shape) for shape in shapes])
+    values = jax.random.normal(stream, (int(ends[-1]),), jnp.float32)
+    # Else XLA might put the generator into the kernel of every slice.
+    values = jax.lax.optimization_barrier(values)
+    remaining = iter(ends)
 
     def normal(shape: tuple[int, ...]) -> jax.Array:
         """A matrix that keeps the variance of what it is multiplied by."""
-        nonlocal drawn
-        drawn += 1
-        values = jax.random.normal(jax.random.fold_in(stream, drawn), shape, jnp.float32)
-        return (values * jnp.float32(max(1, shape[0]) ** -0.5)).astype(dtype)
+        end = int(next(remaining))
+        matrix = values[end - math.prod(shape) : end].reshape(shape)
+        return (matrix * jnp.float32(max(1, shape[0]) ** -0.5)).astype(dtype)
+
+    return _parameters(sizes, normal)
+
+
+def _parameters(sizes: Sizes, normal: Callable[[tuple[int, ...]], jax.Array]) -> dict[str, Any]:
+    """The tree of the parameters, whose matrices `normal` makes from their shapes."""
+    dtype = jnp.dtype(sizes.dtype)
 
     def made(specs: dict[str, functional.Spec]) -> dict[str, jax.Array]:
         return {name: make(normal) for name, (_, make) in specs.items()}

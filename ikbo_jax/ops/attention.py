@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ikbo_jax.ops import dispatch
+from ikbo_jax.ops import dispatch, reverse_only
 from ikbo_jax.reference import attention as reference
 from ikbo_jax.reference import attention_grouped
 from ikbo_jax.tuning.configs import WGMMA_M, AttentionConfig, AttentionProblem
@@ -80,7 +80,8 @@ def attention(
         configuration, or was given with implementation="xla".
       NotImplementedError: implementation="mosaic_gpu", but the kernel cannot run here, or not with
         these sizes, this dtype or this `config`; S, N, K or H is a symbolic dimension of
-        `jax.export` (B, U and T may be on the XLA path); the message says why.
+        `jax.export` (B, U and T may be on the XLA path); forward-mode differentiation by query,
+        key or value. The message says why.
 
     Source: Meta IKBO, flash attention with in-kernel broadcast, published by Meta on the PyTorch
     blog.
@@ -106,6 +107,7 @@ def attention(
     if 0 in query.shape:
         out, lse = jnp.zeros(query.shape, query.dtype), jnp.zeros(query.shape[:3], jnp.float32)
     else:
+        arrays = reverse_only.operands("attention", reverse_only.TWICE, arrays)
         out, lse = _attention(call, plan, arrays, own)
     return (out, lse) if return_residuals else out
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ikbo_jax.ops import dispatch, gdpa_arguments, gdpa_backward, gdpa_vmap
+from ikbo_jax.ops import dispatch, gdpa_arguments, gdpa_backward, gdpa_vmap, reverse_only
 from ikbo_jax.reference import gdpa as reference
 from ikbo_jax.reference import gdpa_chunked
 from ikbo_jax.reference.gdpa import Arrays, Settings
@@ -114,7 +114,8 @@ def gdpa(
         implementation="xla".
       NotImplementedError: implementation="mosaic_gpu" where the kernel cannot run: another device
         than Hopper, sizes, dtype, activation or `config`; N, K or H is a symbolic dimension of
-        `jax.export` (rows and batches may be on the XLA path); a gradient of the gradient.
+        `jax.export` (rows and batches may be on the XLA path); a gradient of the gradient;
+        forward-mode differentiation.
 
     Source: Meta, generalised dot-product attention (GDPA), published with its kernels for ads
     models.
@@ -149,6 +150,7 @@ def gdpa(
     shape = reference.out_shape(arrays, settings)
     if 0 in shape or not key.shape[0] or not reference.num_sequences(arrays):
         return jnp.zeros(shape, query.dtype)
+    arrays = reverse_only.operands("gdpa", reverse_only.ONCE, arrays)
     return _gdpa(call, plan, arrays)
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ikbo_jax.ops import dispatch
+from ikbo_jax.ops import dispatch, reverse_only
 from ikbo_jax.reference import linear_compression as reference
 from ikbo_jax.tuning.configs import LinearCompressionConfig, LinearCompressionProblem
 
@@ -68,7 +68,8 @@ def linear_compression(
         `implementation` is unknown; `config` is not a configuration, or was given with
         implementation="xla".
       NotImplementedError: implementation="mosaic_gpu", but the kernel cannot run here, or not with
-        these sizes, this dtype or this `config`; the message says why.
+        these sizes, this dtype or this `config`; forward-mode differentiation. The message says
+        why.
 
     Source: Meta IKBO, "linear compression embedding", published by Meta on the PyTorch blog.
     """
@@ -109,7 +110,8 @@ def multilevel_linear_compression(
         parent or a later one has none; a level is empty but a finer one is not; `implementation` is
         unknown; `config` is not a configuration, or was given with implementation="xla".
       NotImplementedError: implementation="mosaic_gpu", but the kernel cannot run here, or not with
-        these sizes, this dtype or this `config`; the message says why.
+        these sizes, this dtype or this `config`; forward-mode differentiation. The message says
+        why.
 
     Source: Meta IKBO, "linear compression embedding", published by Meta on the PyTorch blog; the
     levels generalise its user and candidate.
@@ -156,6 +158,7 @@ def _call(
     shape = (embeddings[-1].shape[0], weights[-1].shape[0], embeddings[-1].shape[2])
     if 0 in shape:
         return jnp.zeros(shape, embeddings[-1].dtype)
+    weights, embeddings = reverse_only.operands(op, reverse_only.TWICE, (weights, embeddings))
     return _linear_compression(request, plan, weights, embeddings, parents)
 
 

@@ -233,7 +233,7 @@ def _joined(ctx: Context, eqn: Any, whole: Concat) -> Any:
     moved: dict[Any, int] = {}
     for part in whole.parts:
         if has_lineage(part):
-            key = (part.lineage.core, part.axis)
+            key = (part.lineage, part.axis)
             moved[key] = moved.get(key, 0) + _MOVED * nbytes(part.shape, part.dtype)
     dear = {key for key, size in moved.items() if size < looked_up}
     rest = [part for part in whole.parts if is_plain(part)]
@@ -245,9 +245,7 @@ def _joined(ctx: Context, eqn: Any, whole: Concat) -> Any:
     if dear == set(moved) and not any(isinstance(x, Lazy) and not x.lineage for x in whole.parts):
         return ctx.materialise(eqn, whole, reason)
     parts = [
-        ctx.materialise(eqn, x, reason)
-        if has_lineage(x) and (x.lineage.core, x.axis) in dear
-        else x
+        ctx.materialise(eqn, x, reason) if has_lineage(x) and (x.lineage, x.axis) in dear else x
         for x in whole.parts
     ]
     return Concat(tuple(parts), whole.axis)

@@ -66,6 +66,38 @@ def evaluate(
     return [v.val if isinstance(v, literal) else env[v] for v in program.outvars]
 
 
+def call(program: core.Jaxpr, arrays: Sequence[Any], name: str) -> list[Any]:
+    """The results of a traced program on arrays; under a trace, as one call of it under `jit`.
+
+    To bind the equations of 50 layers once more takes as long as to trace the layers.
+    """
+    if not any(isinstance(x, partial_eval.DynamicJaxprTracer) for x in arrays):
+        return evaluate(program, arrays)
+    (like,) = jax.make_jaxpr(jax.jit(lambda x: x))(0.0).eqns
+    counts = {"in": len(program.invars), "out": len(program.outvars)}
+    params = call_params(like.params, program, counts) | {"name": name}
+    results: list[Any] = like.primitive.bind(*arrays, **params)
+    return results
+
+
+def call_params(params: dict[str, Any], program: Any, counts: dict[str, int]) -> dict[str, Any]:
+    """Parameters of a jit call of another program, from those of one.
+
+    Args:
+      params: of a call that places all of its operands, and all of its results, alike.
+      program: what is called instead.
+      counts: its numbers of operands ("in") and results ("out"); one that is left out stays.
+    """
+    params = {**params, "jaxpr": program}
+    for side, count in counts.items():
+        for name in (f"{side}_shardings", f"{side}_layouts"):
+            if params.get(name):
+                params[name] = params[name][:1] * count
+    if "donated_invars" in params:
+        params["donated_invars"] = (False,) * counts["in"]
+    return params
+
+
 def without_dead_code(program: core.Jaxpr) -> core.Jaxpr:
     """The program, and those that it calls, without equations that nothing needs.
 

@@ -24,6 +24,7 @@ from ikbo_jax.rewrite.interpret import (
     register_rule,
     shape_of,
 )
+from ikbo_jax.rewrite.jaxprs import call_params
 from ikbo_jax.rewrite.lineage import Concat, Lazy, base_of, is_plain
 from ikbo_jax.rewrite.log import Log
 
@@ -322,20 +323,7 @@ def _params(eqn: Any, traced: Any, count: int) -> dict[str, Any] | None:
         closed = core.ClosedJaxpr(closed, ())
     if any(len(set(eqn.params.get(name, ()))) > 1 for name in ("in_shardings", "in_layouts")):
         return None
-    return call_of(eqn.params, closed, {"in": count})
-
-
-def call_of(params: dict[str, Any], program: Any, counts: dict[str, int]) -> dict[str, Any]:
-    """Parameters of a call of another program, with other numbers of inputs ("in") or results
-    ("out"), none of which is placed otherwise than the first."""
-    params = {**params, "jaxpr": program}
-    for side, count in counts.items():
-        for name in (f"{side}_shardings", f"{side}_layouts"):
-            if params.get(name):
-                params[name] = params[name][:1] * count
-    if "donated_invars" in params:
-        params["donated_invars"] = (False,) * counts["in"]
-    return params
+    return call_params(eqn.params, closed, {"in": count})
 
 
 for _name in ("jit", "pjit"):

@@ -15,7 +15,7 @@ from ikbo_jax.ops import explain
 from ikbo_jax.rewrite import cost
 from ikbo_jax.rewrite.equations import described
 from ikbo_jax.rewrite.interpret import LOOKUPS, RETURNED, Context
-from ikbo_jax.rewrite.jaxprs import evaluate, trace, without_dead_code
+from ikbo_jax.rewrite.jaxprs import call, evaluate, trace, without_dead_code
 from ikbo_jax.rewrite.report import Recorder
 
 
@@ -142,7 +142,7 @@ def _with_exact_derivative(original: _Original, program: Any) -> Any:
 
     @jax.custom_jvp
     def values(*inputs: Any) -> Any:
-        return evaluate(program, inputs)
+        return call(program, inputs, "rewritten")
 
     @functools.partial(values.defjvp, symbolic_zeros=True)
     def jvp(primals: Any, tangents: Any) -> Any:

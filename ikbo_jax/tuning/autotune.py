@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -152,11 +153,19 @@ def _after_interruption(verdict: Verdict | None) -> str:
 
 @contextlib.contextmanager
 def console_progress(title: str = "tuning") -> Iterator[Progress]:
-    """A progress bar on a terminal, one plain line for every candidate when piped."""
+    """A progress bar on a terminal, one plain line for every candidate when piped.
+
+    Every line begins with the seconds since the start.
+    """
+    start = time.perf_counter()
+
+    def elapsed() -> str:
+        return f"[{time.perf_counter() - start:5.1f} s]"
+
     if not sys.stdout.isatty():
 
         def plain(done: int, total: int, text: str) -> None:
-            print(f"{title} {done}/{total} {text}", flush=True)
+            print(f"{elapsed()} {title} {done}/{total} {text}", flush=True)
 
         yield plain
         return
@@ -167,6 +176,6 @@ def console_progress(title: str = "tuning") -> Iterator[Progress]:
 
         def fancy(done: int, total: int, text: str) -> None:
             bar.update(task, completed=done, total=total)
-            bar.console.print(text, markup=False, highlight=False)
+            bar.console.print(f"{elapsed()} {text}", markup=False, highlight=False)
 
         yield fancy

@@ -33,6 +33,9 @@ Say = Callable[[dict[str, Any]], None]
 
 #: More processes or threads than this bring nothing beside a hundred contenders.
 MOST_WORKERS = 16
+#: How the matmul that normalises compiles on a GPU. XLA still times cuBLAS' algorithms; Triton's,
+#: which it would compile by the dozen before any check may begin, do not win at this size.
+MATMUL_ON_GPU = {"xla_gpu_enable_triton_gemm": False}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,7 +269,9 @@ class Bench:
 
     def _compile_matmul(self, size: int) -> None:
         square = jax.ShapeDtypeStruct((size, size), jnp.bfloat16)
-        self._matmuls[size] = jax.jit(jnp.matmul).lower(square, square).compile()
+        options = MATMUL_ON_GPU if jax.default_backend() == "gpu" else {}
+        lowered = jax.jit(jnp.matmul).lower(square, square)
+        self._matmuls[size] = lowered.compile(compiler_options=options)
 
     def _matmul(self, size: int) -> tuple[Any, jax.Array]:
         if size not in self._matmuls:

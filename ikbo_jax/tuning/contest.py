@@ -1,6 +1,6 @@
 """Who is fastest: successive halving, a deciding round by turns, and the rule of what is written.
 
-Heats time all contenders by turns, first for 10 ms at a time; the faster half goes on to the next
+Heats time all contenders by turns, first for 5 ms at a time; the faster half goes on to the next
 heat, of windows twice as long. The last few and XLA meet in a final of sustained windows. The
 table's own choice is a contender in every round, whatever its times, so that a result can be
 compared with it.
@@ -27,13 +27,13 @@ XLA_MARGIN = 0.02
 #: Configurations that the heats leave for the final.
 FINALISTS = 4
 #: Seconds of a window of the first heat; every later heat has twice those of the one before.
-FIRST_WINDOW_S = 0.01
+FIRST_WINDOW_S = 0.005
 #: Windows of a heat; two are the fewest that show a noise.
 HEAT_WINDOWS = 2
 #: Least noise of a heat: the fastest of a hundred in two short windows is so by luck as well.
 HEAT_NOISE = 0.02
 #: Seconds of a window of the final, and their number.
-FINAL_WINDOW_S, FINAL_WINDOWS = 0.2, 5
+FINAL_WINDOW_S, FINAL_WINDOWS = 0.2, 3
 
 
 @dataclasses.dataclass(frozen=True)

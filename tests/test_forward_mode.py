@@ -1,0 +1,130 @@
+"""Forward mode raises the op's own message, and everything that the message advises works."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from problems import random_array
+
+import ikbo_jax as ikbo
+
+INDEX = jnp.asarray([1, 0, 1], jnp.int32)
+
+
+def array(*shape: int) -> jax.Array:
+    return random_array(np.random.default_rng(len(shape)), shape, jnp.float32)
+
+
+KEY = array(2, 5, 1, 4)
+JAGGED_KEY, OFFSETS = array(6, 1, 4), jnp.asarray([0, 4, 6], jnp.int32)
+WEIGHT, EMBEDDING = array(2, 3), array(2, 3, 4)
+
+
+def attention(query: jax.Array) -> jax.Array:
+    out = ikbo.attention(query, KEY, KEY, INDEX)
+    assert isinstance(out, jax.Array)
+    return jnp.sum(jnp.sin(out))
+
+
+def gdpa(query: jax.Array) -> jax.Array:
+    q_offsets = jnp.asarray([0, 1, 3], jnp.int32)
+    return jnp.sum(
+        jnp.sin(ikbo.gdpa(query, JAGGED_KEY, JAGGED_KEY, q_offsets, OFFSETS, activation="gelu"))
+    )
+
+
+def linear_compression(e_cand: jax.Array) -> jax.Array:
+    out = ikbo.linear_compression(WEIGHT, WEIGHT, e_cand, EMBEDDING, INDEX)
+    return jnp.sum(jnp.sin(out))
+
+
+def multilevel_linear_compression(e_cand: jax.Array) -> jax.Array:
+    terms = [ikbo.Term(WEIGHT, EMBEDDING), ikbo.Term(WEIGHT, e_cand, INDEX)]
+    return jnp.sum(jnp.sin(ikbo.multilevel_linear_compression(terms)))
+
+
+OPS = {
+    attention: (3, 1, 1, 4),
+    gdpa: (3, 1, 4),
+    linear_compression: (3, 3, 4),
+    multilevel_linear_compression: (3, 3, 4),
+}
+TWICE = [fn for fn in OPS if fn is not gdpa]
+
+
+def jvp(fn: Callable) -> Callable:
+    return lambda x: jax.jvp(fn, (x,), (jnp.ones_like(x),))
+
+
+def in_scan(fn: Callable) -> Callable:
+    return lambda x: jax.lax.scan(lambda sum_, _: (sum_ + fn(x), None), 0.0, None, length=2)[0]
+
+
+FORWARD = {
+    "jvp": jvp,
+    "jit of jvp": lambda fn: jax.jit(jvp(fn)),
+    "jvp of jit": lambda fn: jvp(jax.jit(fn)),
+    "jvp in a scan": lambda fn: jvp(in_scan(fn)),
+    "jvp of checkpoint": lambda fn: jvp(jax.checkpoint(fn)),
+    "vmap of jvp": lambda fn: lambda x: jax.vmap(jvp(fn))(x[None]),
+    "jvp of vmap": lambda fn: lambda x: jvp(jax.vmap(fn))(x[None]),
+    "gradient of jvp": lambda fn: jax.grad(lambda x: jvp(fn)(x)[1]),
+    "jacfwd": jax.jacfwd,
+    "hessian": jax.hessian,
+    "jit of hessian": lambda fn: jax.jit(jax.hessian(fn)),
+    "linearize": lambda fn: lambda x: jax.linearize(fn, x)[1](x),
+    "linearize of jit": lambda fn: lambda x: jax.linearize(jax.jit(fn), x)[1](x),
+}
+
+
+@pytest.mark.parametrize("forward", FORWARD)
+@pytest.mark.parametrize("fn", OPS, ids=lambda fn: fn.__name__)
+def test_forward_mode_names_the_op_and_what_works(fn: Callable, forward: str) -> None:
+    words = f"^{fn.__name__} has no forward-mode derivative.*reverse mode works .jax.grad"
+    with pytest.raises(NotImplementedError, match=words) as error:
+        FORWARD[forward](fn)(array(*OPS[fn]))
+    assert ("jax.jacrev(jax.grad(f))" in str(error.value)) == (fn in TWICE)
+
+
+@pytest.mark.parametrize("fn", TWICE, ids=lambda fn: fn.__name__)
+def test_second_derivatives_by_reverse_mode(fn: Callable) -> None:
+    x = array(*OPS[fn])
+    hessian = jax.jit(jax.jacrev(jax.grad(fn)))(x).reshape(x.size, x.size)
+    np.testing.assert_allclose(hessian, hessian.T, atol=1e-4)
+    step = 1e-2 * array(x.size).reshape(x.shape)
+    difference = (jax.grad(fn)(x + step) - jax.grad(fn)(x - step)) / 2
+    np.testing.assert_allclose(hessian @ step.ravel(), difference.ravel(), atol=1e-4)
+
+
+REVERSE = {
+    "jit": jax.jit,
+    "scan": lambda fn: lambda x: in_scan(fn)(x) / 2,
+    "checkpoint": jax.checkpoint,
+    "jit of checkpoint": lambda fn: jax.jit(jax.checkpoint(fn)),
+    "vmap": lambda fn: lambda x: jax.vmap(fn)(x[None])[0],
+}
+
+
+@pytest.mark.parametrize("transform", REVERSE)
+@pytest.mark.parametrize("fn", OPS, ids=lambda fn: fn.__name__)
+def test_reverse_mode_is_the_same_under_transformations(fn: Callable, transform: str) -> None:
+    x = array(*OPS[fn])
+    transformed = jax.grad(REVERSE[transform](fn))(x)
+    np.testing.assert_allclose(transformed, jax.grad(fn)(x), atol=1e-5)
+
+
+def test_forward_mode_by_arrays_that_a_custom_vjp_does_not_take_works() -> None:
+    query, own = array(3, 1, 1, 4), array(3, 2, 1, 4)
+
+    def of_own(own: jax.Array) -> jax.Array:
+        out = ikbo.attention(query, KEY, KEY, INDEX, self_key=own, self_value=own)
+        assert isinstance(out, jax.Array)
+        return jnp.sum(jnp.sin(out))
+
+    expected = jnp.sum(jax.grad(of_own)(own))
+    np.testing.assert_allclose(jvp(of_own)(own)[1], expected, atol=1e-5)
+    np.testing.assert_allclose(jvp(lambda x: attention(query) + x)(1.0)[1], 1.0)
