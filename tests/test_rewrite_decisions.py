@@ -22,15 +22,16 @@ ATTENTION = {
     "softmax over the queries": "mix(nn.softmax(L(q), axis=-2))",
     "softmax over a dimension of one": "mix(nn.softmax(L(q)[..., None], axis=-1)[..., 0])",
     "sum of other exponentials": "mix(jnp.exp(L(q)) / jnp.exp(2 * L(q)).sum(-1, keepdims=True))",
-    "maximum with a number": "mix((lambda x, e: e / e.sum(-1, keepdims=True))(0, jnp.exp(L(q)"
-    " - jnp.maximum(L(q).max(-1, keepdims=True), 200))))",
+    "maximum with a number": "mix((lambda x: (lambda e: e / e.sum(-1, keepdims=True))"
+    "(jnp.exp(x - jnp.maximum(x.max(-1, keepdims=True), 200))))(L(q)))",
     "scaled probabilities": "mix(2 * softmax(L(q)))",
     "number over logits": "mix(softmax(2 / L(q)))",
     "logits over a number": "mix(softmax(L(q) / 3))",
-    "fill scaled later": "mix(softmax(jnp.where(M, L(q), -1e4) * 0.02))",
+    "fill scaled later": "mix(softmax(jnp.where(M, L(q), -1e5) * 1e-6))",
     "mask the other way round": "mix(softmax(jnp.where(~M, -1e9, L(q))))",
     "mask that leaves out what others keep": "mix(softmax(jnp.where(M, -1e9, L(q))))",
-    "logits below the fill": "mix(softmax(jnp.where(M, 1e4 * L(q), -1e4)))",
+    "logits below the fill": "mix(softmax(jnp.where(M, L(1e5 * q), -2e3)))"
+    " + mix(softmax(jnp.where(M, L(-1e5 * q), -2e3)))",
     "two masks": "mix(softmax(jnp.where(at < 3, jnp.where(M, L(q), -1e9), -1e9)))",
     "no keys": "mix(softmax(jnp.where(M, L(q), -inf)))",
     "two fills": "mix(softmax(jnp.where(at < 3, jnp.where(M, L(q), -inf), -1e9)))",

@@ -69,7 +69,9 @@ def first_failure(mutant: Mutant | None, tests: tuple[str, ...]) -> str:
             check=False,
         )
     failed = [x for x in done.stdout.splitlines() if x.startswith(("FAILED", "ERROR"))]
-    return failed[0] if failed else f"pytest ended with {done.returncode}" * bool(done.returncode)
+    if done.returncode and not failed:
+        raise RuntimeError(f"pytest ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+    return failed[0] if failed else ""
 
 
 @functools.cache
