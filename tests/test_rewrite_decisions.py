@@ -53,11 +53,11 @@ LEFT = {
     "fill that hides little": ("mix(softmax(jnp.where(M, L(q), -30.0)))", "masked logits are -30"),
 }
 LOOKUPS = {
-    "bound reached": "u[jnp.clip(j, 0, U)] * c",
-    "bound kept": "u[jnp.clip(j, 0, U - 1)] * c",
-    "filled": "jnp.take(u, j, axis=0) * c",
-    "clamped": "jnp.take(u, j, axis=0, mode='clip') * c",
-    "dropped": "u[j] * c",
+    "bound reached": "jnp.tanh(nn.relu(u[jnp.clip(j, 0, U)] @ w) @ w)",
+    "bound kept": "jnp.tanh(nn.relu(u[jnp.clip(j, 0, U - 1)] @ w) @ w)",
+    "filled": "jnp.tanh(nn.relu(jnp.take(u, j, axis=0) @ w) @ w)",
+    "clamped": "jnp.tanh(nn.relu(jnp.take(u, j, axis=0, mode='clip') @ w) @ w)",
+    "dropped": "jnp.tanh(nn.relu(u[j] @ w) @ w)",
     "different parts": "jnp.where(jnp.concatenate([u[i], c[:, :1]], 1) > 0,"
     " jnp.concatenate([c[:, :1], u[i]], 1), 0.5)",
     "two lookups": "jnp.concatenate([u[i], u[i[::-1]]], 1) * 2",
@@ -93,6 +93,11 @@ def test_left_for_a_reason(name: str) -> None:
 @pytest.mark.parametrize("name", LOOKUPS)
 def test_lookups(name: str) -> None:
     assert_same([lookup(LOOKUPS[name])])
+
+
+def test_a_product_with_a_precision_of_its_own_starts_no_attention() -> None:
+    case = attention("mix(softmax(L(q, precision='highest')))")
+    assert not ikbo.explain(ikbo.rewrite(case.fn), *case.args).plans
 
 
 def test_different_parts_are_left_for_that_reason() -> None:

@@ -334,7 +334,7 @@ MUTANTS = (
         "attention.py",
         "    if not has_default_precision(eqn):\n        return None",
         "    if False:\n        return None",
-        ("tests/test_rewrite_runs.py::test_precision_of_attention_is_kept",),
+        (f"{DECISIONS}::test_a_product_with_a_precision_of_its_own_starts_no_attention",),
     ),
     Mutant(
         "concatenations of different parts zipped",
