@@ -1,0 +1,121 @@
+"""One small program for each decision of `ikbo.rewrite`, which a changed decision makes wrong.
+
+The larger collections draw on the same names; here each program is its own test, so that a failure
+names the decision. `tools/mutate_rewrite.py` changes the decisions.
+"""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from lookalikes import U, attention, lookup
+from rounding_rule import Case, assert_same
+
+import ikbo_jax as ikbo
+
+#: Each is the original in value and gradient.
+ATTENTION = {
+    "another slope": "mix(nn.relu(stop(L(q))))",
+    "negative logits": "mix((lambda x: jnp.where(x < -40, -1, nn.relu(x)))(L(60 * q)))",
+    "stopped probabilities": "mix(stop(softmax(L(q))))",
+    "softmax over the queries": "mix(nn.softmax(L(q), axis=-2))",
+    "softmax over a dimension of one": "mix(nn.softmax(L(q)[..., None], axis=-1)[..., 0])",
+    "sum of other exponentials": "mix(jnp.exp(L(q)) / jnp.exp(2 * L(q)).sum(-1, keepdims=True))",
+    "maximum with a number": "mix((lambda x: (lambda e: e / e.sum(-1, keepdims=True))"
+    "(jnp.exp(x - jnp.maximum(x.max(-1, keepdims=True), 200))))(L(q)))",
+    "scaled probabilities": "mix(2 * softmax(L(q)))",
+    "number over logits": "mix(softmax(2 / L(q)))",
+    "logits over a number": "mix(softmax(L(q) / 3))",
+    "fill scaled later": "mix(softmax(jnp.where(M, L(q), -1e5) * 1e-6))",
+    "mask the other way round": "mix(softmax(jnp.where(~M, -1e9, L(q))))",
+    "mask that leaves out what others keep": "mix(softmax(jnp.where(M, -1e9, L(q))))",
+    "logits below the fill": "mix(softmax(jnp.where(M, L(1e5 * q), -2e3)))"
+    " + mix(softmax(jnp.where(M, L(-1e5 * q), -2e3)))",
+    "two masks": "mix(softmax(jnp.where(at < 3, jnp.where(M, L(q), -1e9), -1e9)))",
+    "no keys": "mix(softmax(jnp.where(M, L(q), -inf)))",
+    "two fills": "mix(softmax(jnp.where(at < 3, jnp.where(M, L(q), -inf), -1e9)))",
+    "a fill that is added": "mix(softmax(L(q) + jnp.where(M, 0, -101.0)))",
+    "order of keys": "mix(softmax(jnp.where(M, L(q), -1e9)))",
+    "slope of a user without keys": "mix(softmax(L(q) + jnp.where(M, 0, -1e9)))",
+    "lengths, at most": "mix(softmax(jnp.where(at <= N, L(q), -1e9)))",
+    "lengths, above": "mix(softmax(jnp.where(N < at, L(q), -1e9)))",
+    "values of others": "jnp.einsum('bnts,bsnh->btnh', softmax(L(q)), v[i[::-1]])",
+    "positions in another order": "mix(softmax(jnp.where(J[:S] < N, L(q), -1e9)))",
+}
+#: What is left as it is, and the reason that the report gives.
+LEFT = {
+    "mask by candidate": ("mix(softmax(jnp.where(C, L(q), -1e9)))", "differs by candidate"),
+    "mask by query": (
+        "mix(softmax(jnp.where(jnp.arange(S) <= jnp.arange(2)[:, None], L(q), -1e9)))",
+        "differs by query or head",
+    ),
+    "fill that hides little": ("mix(softmax(jnp.where(M, L(q), -30.0)))", "masked logits are -30"),
+}
+LOOKUPS = {
+    "bound reached": "jnp.tanh(nn.relu(u[jnp.clip(j, 0, U)] @ w) @ w)",
+    "bound kept": "jnp.tanh(nn.relu(u[jnp.clip(j, 0, U - 1)] @ w) @ w)",
+    "filled": "jnp.tanh(nn.relu(jnp.take(u, j, axis=0) @ w) @ w)",
+    "clamped": "jnp.tanh(nn.relu(jnp.take(u, j, axis=0, mode='clip') @ w) @ w)",
+    "dropped": "jnp.tanh(nn.relu(u[j] @ w) @ w)",
+    "different parts": "jnp.where(jnp.concatenate([u[i], c[:, :1]], 1) > 0,"
+    " jnp.concatenate([c[:, :1], u[i]], 1), 0.5)",
+    "two lookups": "jnp.concatenate([u[i], u[i[::-1]]], 1) * 2",
+}
+
+
+def reasons(case: Case) -> list[str]:
+    (report,) = ikbo.explain(ikbo.rewrite(case.fn), *case.args).notes
+    return [place.reason for place in report.materialised]
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention(name: str) -> None:
+    assert_same([attention(ATTENTION[name])])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_negative_logits_in_16_bits(dtype: str) -> None:
+    """What differs from relu at negative logits alone."""
+    at, slope = ("-20", "0.001") if dtype == "bfloat16" else ("-40", "-1")
+    text = f"mix((lambda x: jnp.where(x < {at}, {slope}, nn.relu(x)).astype(x.dtype))(L(60 * q)))"
+    assert_same([attention(text, dtype)])
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_left_for_a_reason(name: str) -> None:
+    text, reason = LEFT[name]
+    case = attention(text)
+    assert any(reason in found for found in reasons(case)), reasons(case)
+    assert_same([case])
+
+
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_lookups(name: str) -> None:
+    assert_same([lookup(LOOKUPS[name])])
+
+
+def test_a_product_with_a_precision_of_its_own_starts_no_attention() -> None:
+    case = attention("mix(softmax(L(q, precision='highest')))")
+    assert not ikbo.explain(ikbo.rewrite(case.fn), *case.args).plans
+
+
+def test_different_parts_are_left_for_that_reason() -> None:
+    found = reasons(lookup(LOOKUPS["different parts"]))
+    assert any("different parts" in reason for reason in found), found
+
+
+def test_a_fixed_position_below_0_is_no_row_from_the_end() -> None:
+    """`x[index, -1]` is the last row only because indexing adds the size; a gather clamps it."""
+
+    def fn(x, index):
+        last = jax.numpy.full((9,), -1, "int32")
+        at = jax.numpy.concatenate([index[:, None], last[:, None]], 1)
+        numbers = jax.lax.GatherDimensionNumbers((1,), (0, 1), (0, 1))
+        return jax.lax.gather(x, at, numbers, (1, 1, 4), mode="clip") * 2
+
+    x = jax.numpy.arange(U * 2 * 4, dtype="float32").reshape(U, 2, 4)
+    index = jax.numpy.asarray(np.arange(9, dtype=np.int32) % U)
+    np.testing.assert_array_equal(ikbo.rewrite(fn)(x, index), fn(x, index))
+    (report,) = ikbo.explain(ikbo.rewrite(fn), x, index).notes
+    assert "raised" not in str(report)

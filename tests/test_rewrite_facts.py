@@ -1,0 +1,280 @@
+"""Curves, the proof of activations, and facts about values, each on its own."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.extend import core
+from lookalikes import with_slope
+
+from ikbo_jax.rewrite import activations, curves, facts
+
+
+def told(fact, fn, *args, more=()):
+    """What a fact says of what a function returns: `fact(context, result, *more)`.
+
+    Args:
+      fact: of `ikbo_jax.rewrite.facts`.
+      fn: of `args`. Arrays that it closes over are known.
+      args: structs of what nothing is known of.
+      more: arguments of the fact.
+    """
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        program = jax.make_jaxpr(fn)(*args)
+    found = []
+
+    def run(*args):
+        made = {}
+
+        def result(eqn, operands):
+            out = eqn.primitive.bind(*operands, **eqn.params)
+            made[id(out)] = (out, (eqn, operands))
+            return out
+
+        env = dict(zip(program.jaxpr.invars, args, strict=True))
+        env |= dict(zip(program.jaxpr.constvars, program.consts, strict=True))
+        value = _run(program.jaxpr, env, result)
+        context = SimpleNamespace(producer=lambda x: made.get(id(x), (None, None))[1])
+        found.append(fact(context, value, *more))
+        return 0
+
+    jax.make_jaxpr(run)(*args)
+    return found[0]
+
+
+def _run(jaxpr, env, result):
+    """The only result of a program, its inner ones inline."""
+
+    def read(v):
+        return v.val if isinstance(v, core.Literal) else env[v]
+
+    for eqn in jaxpr.eqns:
+        operands = [read(v) for v in eqn.invars]
+        if eqn.primitive.name in ("jit", "pjit"):
+            inner = eqn.params["jaxpr"]
+            names = dict(zip(inner.jaxpr.invars, operands, strict=True))
+            names |= dict(zip(inner.jaxpr.constvars, inner.consts, strict=True))
+            env[eqn.outvars[0]] = _run(inner.jaxpr, names, result)
+        else:
+            env[eqn.outvars[0]] = result(eqn, operands)
+    return read(jaxpr.outvars[0])
+
+
+def curve_of(fn, dtype="float32"):
+    with jax.numpy_dtype_promotion("standard"):
+        program = jax.make_jaxpr(fn)(jax.ShapeDtypeStruct((), dtype))
+
+    def result(eqn, operands):
+        if not any(isinstance(x, curves.Curve) for x in operands):
+            return eqn.primitive.bind(*operands, **eqn.params)
+        found = curves.then(eqn, [x if isinstance(x, curves.Curve) else float(x) for x in operands])
+        assert found is not None, eqn
+        return found
+
+    env = {program.jaxpr.invars[0]: curves.logits(jnp.dtype(dtype))}
+    return _run(program.jaxpr, env, result)
+
+
+def match(fn, dtype="float32"):
+    return activations.match(curve_of(fn, dtype))
+
+
+def leaky(slope):
+    return lambda x: jnp.where(x >= 0, x, slope * x)
+
+
+FUNCTIONS = {
+    "abs": jnp.abs,
+    "clamp": lambda x: lax.clamp(-1.0, x, 1.0),
+    "div": lambda x: 1 / (1 + x * x),
+    "erf": lax.erf,
+    "erfc": lax.erfc,
+    "exp": jnp.exp,
+    "expm1": jnp.expm1,
+    "integer_pow": lambda x: x**3,
+    "log": lambda x: jnp.log(x * x + 1),
+    "log1p": lambda x: jnp.log1p(x * x),
+    "logistic": jax.nn.sigmoid,
+    "max": lambda x: jnp.maximum(x, 0.5),
+    "min": lambda x: jnp.minimum(x, 0.5),
+    "own": with_slope(jnp.exp, 2.0),
+    "select": lambda x: jnp.where(x > 0.5, x * x, -x),
+    "sign": lambda x: jnp.sign(x) * x,
+    "sqrt": lambda x: jnp.sqrt(x * x + 1),
+    "square": jnp.square,
+    "stop": lambda x: x * lax.stop_gradient(x),
+    "sub": lambda x: 2 - x * x,
+    "tanh": jnp.tanh,
+    "truth values": lambda x: jnp.where((x > 0.3) & ~(x >= 1) | (x != x), x, 2 * x),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_values_and_slopes_of_a_curve_are_those_of_jax(name: str) -> None:
+    fn = FUNCTIONS[name]
+    points = np.array([-3.25, -1.0, -0.4, 0.25, 0.5, 0.75, 1.0, 2.5], np.float32)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        values, slopes = jax.jvp(jax.vmap(fn), (points,), (np.ones_like(points),))
+    found = curve_of(fn)(points.astype(np.float64))
+    np.testing.assert_allclose(found.value, values, rtol=2e-6, atol=1e-6)
+    np.testing.assert_allclose(found.slope, slopes, rtol=2e-6, atol=1e-6)
+
+
+def test_activations_with_their_scales() -> None:
+    assert match(jax.nn.relu) == ("relu", 1.0, 1.0, True)
+    assert match(lambda x: jax.nn.relu(-x)) == ("relu", -1.0, 1.0, True)
+    assert match(lambda x: -jax.nn.relu(x)) == ("relu", 1.0, -1.0, True)
+    assert match(lambda x: jax.nn.relu(2 * x) ** 2 / 4) == ("relu_squared", 1.0, 1.0, True)
+    assert match(lambda x: jax.nn.silu(x / -4) * 3) == ("silu", -0.25, 3.0, True)
+    assert match(jax.nn.hard_swish) == ("hardswish", 1.0, 1.0, True)
+    assert match(lambda x: x * lax.clamp(0.0, x + 3, 6.0) / 6) == ("hardswish", 1.0, 1.0, True)
+
+
+OTHERS = {
+    "a slope that is off by 3e-6": leaky(0.01000003),
+    "a cap": lambda x: jnp.minimum(jax.nn.relu(x), 20.0),
+    "a threshold": lambda x: jnp.where(x < -40, -1, jax.nn.relu(x)),
+    "far below 0": lambda x: jnp.where(
+        (x < 0) & (x * x > 1600.0) & (x * x < 1700.0), -1.0, jax.nn.relu(x)
+    ),
+    "a large threshold": lambda x: jnp.where(x > 1e30, 0, jax.nn.relu(x)),
+    "a small threshold": lambda x: jnp.where((x > 0) & (x < 1e-30), 0.0, jax.nn.relu(x)),
+    "one point": lambda x: jnp.where(x == 1.2345678, 2.0, jax.nn.relu(x)),
+    "one point below 0": lambda x: jnp.where(x == -1.2345678, 2.0, jax.nn.relu(x)),
+    "between two numbers": lambda x: jnp.where((x > 1.2345678) & (x < 1.234568), 2, jax.nn.relu(x)),
+    "infinity": lambda x: jnp.where(x == jnp.inf, 0, jax.nn.relu(x)),
+    "NaN": lambda x: jnp.where(x != x, 0, jax.nn.relu(x)),
+    "0": lambda x: jnp.where(x == 0, 1, jax.nn.relu(x)),
+    "the end of the dtype": lambda x: jnp.minimum(jax.nn.relu(x), 1e38),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_no_activation(name: str) -> None:
+    assert match(OTHERS[name]) is None
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_no_activation_in_16_bits(dtype: str) -> None:
+    others = [
+        lambda x: jnp.where(x < -40, -1, jax.nn.relu(x)),
+        lambda x: jnp.where(x < -20, 0.001, jax.nn.relu(x)),
+        lambda x: jnp.where(x == 1.5, 1, jax.nn.relu(x)),
+        lambda x: jnp.where(x == -1.5, 1, jax.nn.relu(x)),
+        leaky(0.011),
+    ]
+    assert match(jax.nn.relu, dtype) == ("relu", 1.0, 1.0, True)
+    for fn in others:
+        assert match(lambda x, fn=fn: fn(x).astype(dtype), dtype) is None
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: jax.nn.relu(lax.stop_gradient(x)),
+        with_slope(jax.nn.relu, 2.0),
+        lambda x: x * lax.stop_gradient(jax.nn.sigmoid(x)),
+    ],
+)
+def test_activations_of_another_slope(fn) -> None:
+    found = match(fn)
+    assert found is not None
+    assert not found.same_slope
+
+
+def ints(*shape, dtype="int32"):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+X = ints(5)
+BOUNDS = {
+    "clip": (lambda x: jnp.clip(x, 0, 7), (0, 7)),
+    "wide cast": (lambda x: jnp.clip(x, 0, 300).astype(jnp.int16), (0, 300)),
+    "narrow cast": (lambda x: jnp.clip(x, 0, 300).astype(jnp.int8), None),
+    "unsigned cast": (lambda x: jnp.clip(x, -1, 3).astype(jnp.uint8), None),
+    "sum": (lambda x: jnp.clip(x, 0, 7) + jnp.clip(x, 1, 2), (1, 9)),
+    "difference": (lambda x: jnp.clip(x, 0, 7) - jnp.clip(x, 1, 2), (-2, 6)),
+    "remainder": (lambda x: lax.rem(jnp.clip(x, 0, 7), jnp.int32(4)), (0, 3)),
+    "quotient": (lambda x: lax.div(jnp.clip(x, 0, 7), jnp.int32(2)), (0, 3)),
+    "remainder of a negative number": (lambda x: lax.rem(x, jnp.int32(4)), None),
+    "choice": (lambda x: jnp.where(x > 2, 5, -3), (-3, 5)),
+    "negative index": (
+        lambda x: (lambda y: jnp.where(y < 0, y + 8, y))(jnp.clip(x, -8, 7)),
+        (0, 7),
+    ),
+    "too negative": (lambda x: (lambda y: jnp.where(y < 0, y + 8, y))(jnp.clip(x, -9, 7)), (-1, 7)),
+    "parts": (lambda x: jnp.concatenate([jnp.clip(x, 0, 2), jnp.clip(x, -4, 1)]), (-4, 2)),
+    "positions": (lambda x: jnp.clip(x, 0, 0) + lax.iota(jnp.int32, 5), (0, 4)),
+    "one side": (lambda x: jnp.maximum(x, 3), (3, 2**63)),
+    "running sum": (lambda x: lax.cumsum(jnp.clip(x, 0, 2)), (0, 10)),
+    "unknown": (lambda x: x * 2, None),
+}
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_bounds(name: str) -> None:
+    fn, expected = BOUNDS[name]
+    assert told(facts.interval, fn, X) == expected
+
+
+def test_within_is_both_bounds() -> None:
+    for bounds, expected in (((0, 7), True), ((0, 6), False), ((1, 7), False)):
+        assert told(facts.within, lambda x: jnp.clip(x, 0, 7), X, more=bounds) == expected
+
+
+def test_numbers_are_rounded_as_the_program_rounds_them() -> None:
+    seven = jnp.float32(7)
+    root = told(facts.constant, lambda: 1 / jnp.sqrt(seven))
+    assert root == np.float32(1) / np.sqrt(np.float32(7))
+    third = told(facts.constant, lambda: (seven / 3).astype(jnp.bfloat16))
+    assert third == float(jnp.bfloat16(7 / 3))
+    assert told(facts.constant, lambda: jnp.sin(seven)) is None
+    assert told(facts.constant, lambda y: y + 1, ints()) is None
+
+
+def test_possible_values() -> None:
+    kept = ints(2, 3, dtype="bool")
+    fills = told(facts.possible_values, lambda m: jnp.where(m, 0.0, -1e9), kept)
+    assert fills == {0.0, float(np.float32(-1e9))}
+    bias = told(facts.possible_values, lambda m: (1 - m.astype("float32")) * -1e4, kept)
+    assert bias == {0.0, -1e4}
+    assert told(facts.possible_values, lambda x: x * 2.0, ints(3)) is None
+
+
+def test_positions_count_up_only_if_they_are_0_1_2() -> None:
+    def counts_up(value, size=5):
+        return told(lambda ctx, _: facts.counts_up(ctx, value, size), lambda: jnp.ones(()))
+
+    assert counts_up(np.arange(5))
+    assert counts_up(np.arange(5)[None, :, None])
+    for other in (np.arange(5)[::-1], 1 + np.arange(5), np.zeros(5), 2 * np.arange(5)):
+        assert not counts_up(other)
+    assert not counts_up(np.arange(5), 4)
+    assert told(facts.counts_up, lambda: lax.iota("int32", 5)[None], more=(5,))
+
+
+@pytest.mark.parametrize(
+    ("fn", "is_length"),
+    [
+        (lambda at, n: at < n, True),
+        (lambda at, n: n > at, True),
+        (lambda at, n: at <= n, False),
+        (lambda at, n: n >= at, False),
+        (lambda at, n: at > n, False),
+        (lambda at, n: n < at, False),
+        (lambda at, n: at == n, False),
+        (lambda at, n: (at < n) & np.ones((3, 5), bool), True),
+        (lambda at, n: (at < n) & np.eye(3, 5, dtype=bool), False),
+        (lambda at, n: (at < n) | np.ones((3, 5), bool), False),
+        (lambda at, n: at[:, ::-1] < n, False),
+    ],
+)
+def test_lengths(fn, is_length: bool) -> None:
+    at = np.arange(5)[None]
+    found = told(facts.lengths, lambda n: fn(at, n), ints(3, 1), more=(3, 5))
+    assert (found is not None) == is_length

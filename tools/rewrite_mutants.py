@@ -1,0 +1,363 @@
+"""Changes of one line in `ikbo_jax/rewrite/`, and the tests that fail with each."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+FACTS = "tests/test_rewrite_facts.py"
+DECISIONS = "tests/test_rewrite_decisions.py"
+
+
+def facts(*tests: str) -> tuple[str, ...]:
+    """Tests of single facts."""
+    return tuple(f"{FACTS}::test_{test}" for test in tests)
+
+
+def decisions(*names: str) -> tuple[str, ...]:
+    """Programs by name, of queries and looked-up keys."""
+    return tuple(f"{DECISIONS}::test_attention[{name}]" for name in names)
+
+
+def lookups(*names: str) -> tuple[str, ...]:
+    """Programs by name, of lookups."""
+    return tuple(f"{DECISIONS}::test_lookups[{name}]" for name in names)
+
+
+def left(*names: str) -> tuple[str, ...]:
+    """Programs by name that the rewrite leaves as they are, for a reason that it tells."""
+    return tuple(f"{DECISIONS}::test_left_for_a_reason[{name}]" for name in names)
+
+
+class Mutant(NamedTuple):
+    """A change of one line.
+
+    Attributes:
+      name: what it does.
+      file: in `ikbo_jax/rewrite/`.
+      old: text that the file holds once.
+      new: what stands in its place.
+      tests: pytest's arguments: what should fail.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+MUTANTS = (
+    # Activations: values, slopes, points.
+    Mutant(
+        "tolerance of values × 100",
+        "activations.py",
+        "eps = max(float(jnp.finfo(d).eps) for d in curve.dtypes)",
+        "eps = 100 * max(float(jnp.finfo(d).eps) for d in curve.dtypes)",
+        facts("no_activation[a slope that is off by 3e-6]"),
+    ),
+    Mutant(
+        "slopes never compared",
+        "activations.py",
+        "return True, bool(np.all(slope | ~finite | (np.isnan(found.slope) & overflows)))",
+        "return True, True",
+        facts("activations_of_another_slope"),
+    ),
+    Mutant(
+        "sign of the output scale dropped",
+        "activations.py",
+        "output_scale = far / float(activation(np.array([_FAR])).value[0])",
+        "output_scale = abs(far / float(activation(np.array([_FAR])).value[0]))",
+        facts("activations_with_their_scales"),
+    ),
+    Mutant(
+        "few points decide",
+        "activations.py",
+        "same, same_slope = compare(_points(curve))",
+        "same, same_slope = compare(_FEW / scale)",
+        facts("no_activation[a cap]", "no_activation[a threshold]"),
+    ),
+    Mutant(
+        "negative points left out",
+        "activations.py",
+        "return np.concatenate([points, -points])",
+        "return points",
+        facts("no_activation[far below 0]"),
+    ),
+    Mutant(
+        "sides of constants left out",
+        "activations.py",
+        "points = np.concatenate([grid.astype(dtype), *sides, constants, special])",
+        "points = np.concatenate([grid.astype(dtype), special])",
+        facts("no_activation[one point]", "no_activation[between two numbers]"),
+    ),
+    Mutant(
+        "another slope is no reason",
+        "attention.py",
+        "if activation is not None and not activation.same_slope:",
+        "if False and activation is not None and not activation.same_slope:",
+        decisions("another slope"),
+    ),
+    Mutant(
+        "negative linear factor dropped",
+        "curves.py",
+        "        return -1.0\n",
+        "        return 1.0\n",
+        facts("activations_with_their_scales"),
+    ),
+    Mutant(
+        "stop_gradient keeps the slope in curves",
+        "curves.py",
+        '"stop_gradient": lambda x: Dual(x.value),',
+        '"stop_gradient": _same,',
+        facts(
+            "activations_of_another_slope", "values_and_slopes_of_a_curve_are_those_of_jax[stop]"
+        ),
+    ),
+    Mutant(
+        "own derivative ignored",
+        "curves.py",
+        'if name == "custom_jvp_call" and slopes:\n            return _own',
+        'if name == "custom_jvp_call" and slopes and False:\n            return _own',
+        facts("values_and_slopes_of_a_curve_are_those_of_jax[own]"),
+    ),
+    Mutant(
+        "clamp keeps the slope outside",
+        "curves.py",
+        "return Dual(value, np.where(inside, x.slope, 0.0))",
+        "return Dual(value, x.slope)",
+        facts("values_and_slopes_of_a_curve_are_those_of_jax[clamp]"),
+    ),
+    # Scores: softmax.
+    Mutant(
+        "stop_gradient accepted anywhere",
+        "scores.py",
+        'if x.stage != "max":\n        raise NotCovered(f"attention is not recognised: stop',
+        'if x.stage is None:\n        raise NotCovered(f"attention is not recognised: stop',
+        decisions("stopped probabilities"),
+    ),
+    Mutant(
+        "sum over another axis accepted",
+        "scores.py",
+        "if stage is None or kinds.count(KEY) != 1 or any(",
+        "if stage is None or False and any(",
+        decisions("softmax over a dimension of one"),
+    ),
+    Mutant(
+        "sum of other exponentials accepted",
+        "scores.py",
+        "return x.root is y.root and all(",
+        "return all(",
+        decisions("sum of other exponentials"),
+    ),
+    Mutant(
+        "maximum with any number accepted",
+        "scores.py",
+        'if scores.stage != "max" or other != -math.inf:',
+        'if scores.stage != "max":',
+        decisions("maximum with a number"),
+    ),
+    Mutant(
+        "scaled at any stage",
+        "scores.py",
+        'if factor is None or scores.stage != "logits" or (divides and scores is y):',
+        "if factor is None or (divides and scores is y):",
+        decisions("scaled probabilities"),
+    ),
+    Mutant(
+        "number over logits taken for logits over number",
+        "scores.py",
+        'if factor is None or scores.stage != "logits" or (divides and scores is y):',
+        'if factor is None or scores.stage != "logits":',
+        decisions("number over logits"),
+    ),
+    Mutant(
+        "division multiplies",
+        "scores.py",
+        "factor = float(np.divide(1.0, factor)) if divides else factor",
+        "factor = float(factor)",
+        decisions("logits over a number"),
+    ),
+    # Masks.
+    Mutant(
+        "fill not scaled with the logits",
+        "scores.py",
+        "value = float(np.asarray(fill.value * factor).astype(dtype).astype(np.float64))",
+        "value = float(np.asarray(fill.value).astype(dtype).astype(np.float64))",
+        decisions("fill scaled later"),
+    ),
+    Mutant(
+        "sense of the mask lost",
+        "scores.py",
+        "fill = dataclasses.replace(fill, kept=base if keeps else ~base, lengths=lengths)",
+        "fill = dataclasses.replace(fill, kept=base, lengths=lengths)",
+        decisions("mask that leaves out what others keep"),
+    ),
+    Mutant(
+        "mask by candidate accepted",
+        "scores.py",
+        "if n != 1 and scores.labels[d][0] == BATCH and d != mask.axis:",
+        "if False and scores.labels[d][0] == BATCH and d != mask.axis:",
+        left("mask by candidate"),
+    ),
+    Mutant(
+        "mask by query accepted",
+        "scores.py",
+        "if n != 1 and scores.labels[d][0] not in (BATCH, KEY):",
+        "if False and scores.labels[d][0] not in (BATCH, KEY):",
+        left("mask by query"),
+    ),
+    Mutant(
+        "any number masks",
+        "masks.py",
+        "if any(fill.value > _MASKS for fill in root.fills):",
+        "if any(fill.value > 1e6 for fill in root.fills):",
+        left("fill that hides little"),
+    ),
+    Mutant(
+        "masked keys always weigh nothing",
+        "masks.py",
+        "_UNREACHABLE = -1e30",
+        "_UNREACHABLE = -1e3",
+        decisions("logits below the fill"),
+    ),
+    Mutant(
+        "two masks joined by or",
+        "masks.py",
+        "kept = kept & fill.kept",
+        "kept = kept | fill.kept",
+        decisions("two masks"),
+    ),
+    Mutant(
+        "NaN of a row without keys removed",
+        "masks.py",
+        "return jnp.where(operands.of_user(empty)[..., None, None], _nan_of(operands, empty), out)",
+        "return out",
+        decisions("no keys"),
+    ),
+    Mutant(
+        "first mask's number wins",
+        "masks.py",
+        "infinite = jnp.where(fill.kept, infinite, fill.value == -math.inf)",
+        "infinite = infinite | (~fill.kept & (fill.value == -math.inf))",
+        decisions("two fills"),
+    ),
+    Mutant(
+        "rest of the keys without its number",
+        "masks.py",
+        "return merge_attention(out, lse, rest, rest_lse + jnp.float32(fill.value))[0]",
+        "return merge_attention(out, lse, rest, rest_lse)[0]",
+        decisions("a fill that is added"),
+    ),
+    Mutant(
+        "order of masked keys reversed",
+        "masks.py",
+        "order = jnp.argsort(~first, axis=1, stable=True)[:, :, None, None]",
+        "order = jnp.argsort(first, axis=1, stable=True)[:, :, None, None]",
+        decisions("order of keys"),
+    ),
+    Mutant(
+        "slope of an undetermined row left out",
+        "masks.py",
+        "out = out + (slope - lax.stop_gradient(slope))",
+        "out = out + 0 * slope",
+        decisions("slope of a user without keys"),
+    ),
+    Mutant(
+        "lengths by <=",
+        "facts.py",
+        'if name in ("lt", "gt"):\n            position',
+        'if name in ("lt", "gt", "le", "ge"):\n            position',
+        (*facts("lengths"), *decisions("lengths, at most")),
+    ),
+    Mutant(
+        "lengths and arange exchanged",
+        "facts.py",
+        'position, length = operands if name == "lt" else reversed(operands)',
+        'position, length = operands if name == "gt" else reversed(operands)',
+        (*facts("lengths"), *decisions("lengths, above")),
+    ),
+    Mutant(
+        "any positions count as arange",
+        "facts.py",
+        "return np.array_equal(np.ravel(value), np.arange(size))",
+        "return True",
+        facts("positions_count_up_only_if_they_are_0_1_2"),
+    ),
+    # Lookups.
+    Mutant(
+        "bounds off by one",
+        "sources.py",
+        "proven = facts.within(ctx, root, 0, rows - 1)",
+        "proven = facts.within(ctx, root, 0, rows)",
+        lookups("bound reached"),
+    ),
+    Mutant(
+        "fill taken for clip",
+        "sources.py",
+        "fills = mode == lax.GatherScatterMode.FILL_OR_DROP and not proven",
+        "fills = mode == lax.GatherScatterMode.CLIP and not proven",
+        lookups("filled"),
+    ),
+    Mutant(
+        "gradient of rows out of bounds kept",
+        "sources.py",
+        "lax.stop_gradient if drops else None",
+        "None",
+        lookups("dropped"),
+    ),
+    Mutant(
+        "known positions below 0",
+        "sources.py",
+        "0 <= known[0] <= size - sizes[axis]",
+        "known[0] <= size - sizes[axis]",
+        (f"{DECISIONS}::test_a_fixed_position_below_0_is_no_row_from_the_end",),
+    ),
+    Mutant(
+        "casts to narrow integers keep bounds",
+        "facts.py",
+        "return first if kept else None",
+        "return first",
+        facts("bounds[narrow cast]"),
+    ),
+    # Products and parts.
+    Mutant(
+        "parts summed in 16 bits",
+        "contraction.py",
+        "wide = jnp.float32 if dtype in _HALF else None",
+        "wide = None",
+        (
+            "tests/test_rewrite_seen.py::test_gradients_of_a_user_with_many_candidates_are_summed_in_f32",
+        ),
+    ),
+    Mutant(
+        "precision of attention dropped",
+        "attention.py",
+        "    if not has_default_precision(eqn):\n        return None",
+        "    if False:\n        return None",
+        (f"{DECISIONS}::test_a_product_with_a_precision_of_its_own_starts_no_attention",),
+    ),
+    Mutant(
+        "concatenations of different parts zipped",
+        "rules.py",
+        "if any((c.axis, c.sizes) != (first.axis, first.sizes) for c in concats):",
+        "if any(c.axis != first.axis for c in concats):",
+        (
+            *lookups("different parts"),
+            f"{DECISIONS}::test_different_parts_are_left_for_that_reason",
+        ),
+    ),
+    Mutant(
+        "values looked up by another index",
+        "attention.py",
+        "if not has_lineage(value) or value.lineage is not root.lineage:",
+        "if not has_lineage(value):",
+        decisions("values of others"),
+    ),
+    Mutant(
+        "two lookups taken for one",
+        "rules.py",
+        "together = value_lineage is not None and not differ",
+        "together = value_lineage is not None",
+        lookups("two lookups"),
+    ),
+)
