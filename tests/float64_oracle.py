@@ -431,7 +431,7 @@ _PRIMITIVES |= {
 _MOVES = (
     *("broadcast_in_dim", "concatenate", "copy", "copy_p", "convert_element_type"),
     *("name", "pad", "reduce_precision", "rev", "reshape", "slice", "squeeze", "stop_gradient"),
-    *("transpose", "ikbo_note", "ikbo_plan"),
+    *("transpose", "ikbo_note", "ikbo_plan", "ikbo_reverse_only"),
 )
 _PRIMITIVES |= {name: _same for name in _MOVES if name not in _PRIMITIVES}
 #: Their magnitude is what they make of their operands' magnitudes.

@@ -83,8 +83,14 @@ def possible_values(ctx: Any, value: Any, depth: int = _DEPTH) -> set[float] | N
         # Rows out of bounds may hold another number.
         filled = eqn.params["fill_value"] is not None or "FILL" in str(eqn.params["mode"])
         return None if filled else found
-    if name in (*MOVES, "convert_element_type"):
+    if name in MOVES:
         return possible_values(ctx, operands[0], depth - 1)
+    if name == "convert_element_type":
+        found = possible_values(ctx, operands[0], depth - 1)
+        with np.errstate(all="ignore"):
+            # A narrower dtype may make an infinity of a number.
+            cast = np.asarray(sorted(found or ())).astype(eqn.outvars[0].aval.dtype)
+        return set(cast.astype(np.float64).tolist()) if found else None
     if name == "select_n":
         operands = operands[1:]
     elif name not in ("add", "sub", "mul"):
