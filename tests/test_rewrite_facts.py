@@ -198,6 +198,7 @@ BOUNDS = {
     "narrow cast": (lambda x: jnp.clip(x, 0, 300).astype(jnp.int8), None),
     "unsigned cast": (lambda x: jnp.clip(x, -1, 3).astype(jnp.uint8), None),
     "sum": (lambda x: jnp.clip(x, 0, 7) + jnp.clip(x, 1, 2), (1, 9)),
+    "sum that wraps around": (lambda x: jnp.clip(x, 0, 2**31 - 2) + jnp.clip(x, 1, 2), None),
     "difference": (lambda x: jnp.clip(x, 0, 7) - jnp.clip(x, 1, 2), (-2, 6)),
     "remainder": (lambda x: lax.rem(jnp.clip(x, 0, 7), jnp.int32(4)), (0, 3)),
     "quotient": (lambda x: lax.div(jnp.clip(x, 0, 7), jnp.int32(2)), (0, 3)),

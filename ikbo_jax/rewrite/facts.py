@@ -87,10 +87,12 @@ def possible_values(ctx: Any, value: Any, depth: int = _DEPTH) -> set[float] | N
         return possible_values(ctx, operands[0], depth - 1)
     if name == "convert_element_type":
         found = possible_values(ctx, operands[0], depth - 1)
+        if found is None:
+            return None
         with np.errstate(all="ignore"):
             # A narrower dtype may make an infinity of a number.
-            cast = np.asarray(sorted(found or ())).astype(eqn.outvars[0].aval.dtype)
-        return set(cast.astype(np.float64).tolist()) if found else None
+            cast = np.asarray(list(found)).astype(eqn.outvars[0].aval.dtype)
+        return set(cast.astype(np.float64).tolist())
     if name == "select_n":
         operands = operands[1:]
     elif name not in ("add", "sub", "mul"):
@@ -209,7 +211,9 @@ def interval(ctx: Any, value: Any, depth: int = _DEPTH) -> Interval | None:
         return _extremum("min" if name == "and" else "max", [x or (0, 1) for x in of])
     if len(of) != 2 or not of[0] or not of[1]:
         return None
-    return _of_two(name, of[0], of[1])
+    found = _of_two(name, of[0], of[1])
+    # What does not fit the dtype wraps around.
+    return found if found and _fits(found, eqn.outvars[0].aval.dtype) else None
 
 
 def _fits(known: Interval, dtype: Any) -> bool:
