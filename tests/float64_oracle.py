@@ -338,6 +338,16 @@ def _away(x: Array) -> Array:
     return np.sign(x) * np.floor(np.abs(x) + 0.5)
 
 
+def _bits(eqn: Any, x: Array) -> Array:
+    """The bits of the value that the program has: one of its dtype, not of float64."""
+    return x.astype(eqn.invars[0].aval.dtype).view(eqn.params["new_dtype"])
+
+
+def _shift_right_logical(_: Any, x: Array, count: Array) -> Array:
+    unsigned = x.view(f"u{x.dtype.itemsize}")
+    return np.right_shift(unsigned, count.astype(unsigned.dtype)).view(x.dtype)
+
+
 def _same(_: Any, x: Array, *__: Any) -> Array:
     return x
 
@@ -351,6 +361,7 @@ def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
 
 _PRIMITIVES: dict[str, Callable[..., Any]] = {
     "argmax": lambda eqn, x: np.argmax(x, axis=eqn.params["axes"][0]),
+    "bitcast_convert_type": _bits,
     "broadcast_in_dim": _broadcast,
     "clamp": lambda _, low, x, high: np.minimum(np.maximum(x, low), high),
     "concatenate": lambda eqn, *xs: np.concatenate(xs, eqn.params["dimension"]),
@@ -369,6 +380,7 @@ _PRIMITIVES: dict[str, Callable[..., Any]] = {
     "one_minus_square": lambda _, x: 1 - x * x,
     "not": lambda _, x: np.logical_not(x) if x.dtype == bool else np.invert(x),
     "pad": _pad,
+    "polynomial": lambda _, x, *coefficients: np.polynomial.polynomial.polyval(x, coefficients),
     "pow": lambda _, x, y: np.power(x, np.asarray(y, np.float64)),
     "reduce_and": _reduce(np.all),
     "reduce_max": _reduce(np.max),
@@ -383,6 +395,7 @@ _PRIMITIVES: dict[str, Callable[..., Any]] = {
     "scatter": _scatter,
     "scatter-add": _scatter,
     "select_n": _select,
+    "shift_right_logical": _shift_right_logical,
     "sign": _plain(np.sign),
     "slice": _slice,
     "sort": _sort,
@@ -421,6 +434,8 @@ _PRIMITIVES |= {
         "neg": np.negative,
         "or": np.bitwise_or,
         "rem": np.fmod,
+        "shift_left": np.left_shift,
+        "shift_right_arithmetic": np.right_shift,
         "sin": np.sin,
         "sqrt": np.sqrt,
         "square": np.square,

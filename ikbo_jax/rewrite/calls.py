@@ -14,6 +14,7 @@ from jax import lax
 from jax.extend import core
 
 from ikbo_jax.rewrite.interpret import Context, NotCovered, register_rule
+from ikbo_jax.rewrite.jaxprs import evaluate, trace, without_dead_code
 from ikbo_jax.rewrite.lineage import Concat, Lazy, is_plain, lazy, spread, take_rows
 from ikbo_jax.rewrite.rules import ELEMENTWISE
 
@@ -129,24 +130,32 @@ def _custom_jvp(ctx: Context, eqn: Any, *operands: Any) -> Any:
 
     @function.defjvp
     def derivative_of(primals: Any, tangents: Any) -> Any:
-        inner = ctx.inner()
         jaxpr, consts, zeros = derivative.call_wrapped(*[False] * len(operands))
-        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-        both = [*pack(primals), *pack(tangents)]
         nonzero = [x for x, zero in zip(wanted, zeros, strict=True) if not zero]
         like = wanted + nonzero
-        with ctx.muted():
-            values = inner.run(jaxpr, consts, both)
-            if not all(map(_matches, values, like)):
-                values = inner.run(jaxpr, consts, [_every_row(x) for x in both])
-                values = [_first_rows(x, y) for x, y in zip(values, like, strict=True)]
-        values = [_widened(x, y) for x, y in zip(values, like, strict=True)]
-        out, rest = values[: len(wanted)], iter(values[len(wanted) :])
+        count = len(primals)
+
+        def run(*arrays: Any) -> list[Any]:
+            inner, both = ctx.inner(), [*pack(arrays[:count]), *pack(arrays[count:])]
+            with ctx.muted():
+                values = inner.run(jaxpr, consts, both)
+                if not all(map(_matches, values, like)):
+                    values = inner.run(jaxpr, consts, [_every_row(x) for x in both])
+                    values = [_first_rows(x, y) for x, y in zip(values, like, strict=True)]
+            values = [_widened(x, y) for x, y in zip(values, like, strict=True)]
+            return unpack_all(values)[0]
+
+        # JAX runs this after the trace around it has ended, when the index of the rows, which what
+        # does not stay at the smaller batch is looked up by, is no value any more. So equations
+        # that nothing needs must be gone before they run.
+        both = [*primals, *tangents]
+        found = iter(evaluate(without_dead_code(trace(run, both)), both))
+        out = [[next(found) for _ in unpack(x)[0]] for x in wanted]
         out_tangents = [
-            jax.tree.map(jnp.zeros_like, unpack(x)[0]) if zero else unpack(next(rest))[0]
+            jax.tree.map(jnp.zeros_like, x) if zero else [next(found) for _ in x]
             for x, zero in zip(out, zeros, strict=True)
         ]
-        return unpack_all(out)[0], [x for tangent in out_tangents for x in tangent]
+        return sum(out, []), sum(out_tangents, [])
 
     return pack_results(function(*arrays))
 

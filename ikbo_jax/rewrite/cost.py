@@ -39,6 +39,8 @@ _WHOLE = frozenset(
     scatter_max scatter_min scatter_mul sort top_k
     """.split()  # noqa: SIM905  A table of words reads better.
 )
+_CALLS = frozenset(["jit", "pjit"])
+_READS = _MOVES | _WHOLE | _CALLS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,13 +54,6 @@ class Cost:
 
     flops: int = 0
     nbytes: int = 0
-
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(self.flops + other.flops, self.nbytes + other.nbytes)
-
-    def times(self, count: int) -> Cost:
-        """The cost of running so often."""
-        return Cost(self.flops * count, self.nbytes * count)
 
 
 def refusal(rewritten: core.Jaxpr, original: core.Jaxpr) -> str:
@@ -85,26 +80,24 @@ def _cost(program: core.Jaxpr, known: dict[int, Cost]) -> Cost:
     if id(program) in known:
         return known[id(program)]
     written = _read_by_others(program)
-    total = Cost()
+    flops = nbytes = 0
     for eqn in program.eqns:
         name = eqn.primitive.name
         if name in _MOVES:
             (out,) = eqn.outvars
             index = 0 if name != "gather" else _size(eqn.invars[1])
-            total += Cost(0, _size(out) * (2 if out in written else 1) + index)
-        elif name in _WHOLE:
-            total += Cost(_product_flops(eqn), _operands_and_results(eqn))
-        elif name in ("jit", "pjit") and is_op(eqn):
-            total += Cost(_op_flops(eqn), _operands_and_results(eqn))
-        else:
-            inner = [_cost(x, known) for x in inner_programs(eqn)]
-            if inner and name == "cond":
-                total += Cost(max(x.flops for x in inner), max(x.nbytes for x in inner))
-            else:
-                times = eqn.params.get("length", 1) if name == "scan" else 1
-                total += sum(inner, Cost()).times(times)
-    known[id(program)] = total
-    return total
+            nbytes += _size(out) * (2 if out in written else 1) + index
+        elif name in _WHOLE or name in _CALLS and is_op(eqn):
+            flops += _product_flops(eqn) if name in _WHOLE else _op_flops(eqn)
+            nbytes += _operands_and_results(eqn)
+        elif inner := [_cost(x, known) for x in inner_programs(eqn)]:
+            if name == "cond":
+                inner = [Cost(max(x.flops for x in inner), max(x.nbytes for x in inner))]
+            times = eqn.params["length"] if name == "scan" else 1
+            flops += times * sum(x.flops for x in inner)
+            nbytes += times * sum(x.nbytes for x in inner)
+    known[id(program)] = Cost(flops, nbytes)
+    return known[id(program)]
 
 
 def _read_by_others(program: core.Jaxpr) -> set[Any]:
@@ -112,8 +105,8 @@ def _read_by_others(program: core.Jaxpr) -> set[Any]:
     found = {v for v in program.outvars if isinstance(v, core.Var)}
     for eqn in program.eqns:
         name = eqn.primitive.name
-        if name in _MOVES or name in _WHOLE or any(True for _ in inner_programs(eqn)):
-            found.update(v for v in eqn.invars if isinstance(v, core.Var))
+        if name in _READS or any(True for _ in inner_programs(eqn)):
+            found.update(v for v in eqn.invars if type(v) is not core.Literal)
     return found
 
 

@@ -24,7 +24,7 @@ from ikbo_jax.rewrite.interpret import (
     register_rule,
     shape_of,
 )
-from ikbo_jax.rewrite.jaxprs import call_params
+from ikbo_jax.rewrite.jaxprs import call_params, trace, without_dead_code
 from ikbo_jax.rewrite.lineage import Concat, Lazy, base_of, is_plain
 from ikbo_jax.rewrite.log import Log
 
@@ -287,7 +287,7 @@ def _with_given(
     avals = [_like(base_of(operands[n]), eqn.invars[n].aval) for n in inputs]
     avals += [_like(operands[n], eqn.invars[n].aval) for n in given]
     try:
-        traced = jax.make_jaxpr(program)(*avals)
+        traced = without_dead_code(trace(program, avals, jaxpr))
     except NotCovered:
         return None, given
     params = _params(eqn, traced, len(traced.consts) + len(avals))

@@ -203,17 +203,16 @@ class Recorder:
         seen = set()
 
         def search(program: Any, inside: str) -> None:
-            if id(program) in seen:
-                return
-            seen.add(id(program))
             for eqn in program.eqns:
                 if is_lookup(eqn):
                     what = _lookup_text(eqn)
                     reason = f"it is inside {inside}, which stays as it is"
                     self._lookups[id(eqn)] = Lookup(self.line(eqn), what, "kept", reason)
-                with self.inside(eqn):
-                    for inner in jaxprs.inner_programs(eqn):
-                        search(inner, eqn.primitive.name)
+                for inner in jaxprs.inner_programs(eqn):
+                    if id(inner) not in seen:
+                        seen.add(id(inner))
+                        with self.inside(eqn):
+                            search(inner, eqn.primitive.name)
 
         search(program, "the function")
 
