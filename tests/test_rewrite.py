@@ -574,9 +574,9 @@ def double_p() -> Primitive:
 
 
 def test_a_primitive_without_a_rule_is_right_and_a_rule_can_be_added(monkeypatch) -> None:
-    from ikbo_jax.rewrite import interpret
+    from ikbo_jax.rewrite import registry
 
-    monkeypatch.setattr(interpret, "_RULES", dict(interpret._RULES))
+    monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
     primitive = double_p()
 
     def fn(user, index):

@@ -13,7 +13,7 @@ from jax import export, lax
 from jax.experimental import io_callback
 
 import ikbo_jax as ikbo
-from ikbo_jax.rewrite import NotCovered, interpret, register_rule, sources
+from ikbo_jax.rewrite import NotCovered, interpret, register_rule, registry, sources
 
 B, U, D = 12, 3, 4
 RNG = np.random.default_rng(0)
@@ -182,7 +182,7 @@ def test_ordered_callbacks_run_once_and_in_order() -> None:
 
 @pytest.fixture
 def rules(monkeypatch):
-    monkeypatch.setattr(interpret, "_RULES", dict(interpret._RULES))
+    monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
     return register_rule
 
 

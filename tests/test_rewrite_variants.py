@@ -13,7 +13,7 @@ import pytest
 from jax import lax
 
 import ikbo_jax as ikbo
-from ikbo_jax.rewrite import Lazy, NotCovered, interpret, register_rule
+from ikbo_jax.rewrite import Lazy, NotCovered, register_rule, registry
 
 B, U, D = 12, 3, 5
 RNG = np.random.default_rng(0)
@@ -26,7 +26,7 @@ INDEX = jnp.asarray(problems.ragged_index(RNG, U, B, "unsorted"))
 @pytest.fixture(autouse=True)
 def a_rule_whose_fast_form_has_another_derivative(monkeypatch) -> list[bool]:
     """`atan` of looked-up values; the derivative of its fast form is 0. Returns its calls."""
-    monkeypatch.setattr(interpret, "_RULES", dict(interpret._RULES))
+    monkeypatch.setattr(registry, "_RULES", dict(registry._RULES))
     calls: list[bool] = []
 
     @register_rule("atan")

@@ -18,9 +18,10 @@ from ikbo_jax.rewrite import (  # noqa: F401  For rules.
     rules,
     sources,
 )
-from ikbo_jax.rewrite.interpret import Context, NotCovered, Rule, register_rule
+from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.lineage import Concat, Lazy, Lineage
 from ikbo_jax.rewrite.program import run
+from ikbo_jax.rewrite.registry import NotCovered, Rule, register_rule
 from ikbo_jax.rewrite.report import FoundBroadcast, Materialisation, RewriteReport
 
 __all__ = [

@@ -21,8 +21,9 @@ from jax import lax
 from ikbo_jax.ops.gdpa import gdpa
 from ikbo_jax.ops.gdpa_arguments import equal_offsets
 from ikbo_jax.rewrite import activations, curves, masks
-from ikbo_jax.rewrite.interpret import Context, NotCovered
+from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.lineage import Lazy, has_lineage, is_plain, origins_of, spread_axes
+from ikbo_jax.rewrite.registry import NotCovered
 from ikbo_jax.rewrite.scores import (
     BATCH,
     HEAD,
@@ -117,7 +118,7 @@ def one_user(ctx: Context, x: Any, batch: Any, other: Any, other_batch: Any) -> 
     if len(shared) != 1 or len(x.shape) < 3:
         return x
     size = x.shape[shared[0]]
-    index = ctx.lineage(("one", size), 1, size, lambda: jnp.zeros(size, jnp.int32))
+    index = ctx.scope.lineage(("one", size), 1, size, lambda: jnp.zeros(size, jnp.int32))
     return dataclasses.replace(x, lineage=index, axis=shared[0])
 
 

@@ -13,9 +13,10 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from ikbo_jax.rewrite.interpret import Context, NotCovered, register_rule
+from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.jaxprs import evaluate, trace, without_dead_code
 from ikbo_jax.rewrite.lineage import Concat, Lazy, is_plain, lazy, spread, take_rows
+from ikbo_jax.rewrite.registry import NotCovered, register_rule
 from ikbo_jax.rewrite.rules import ELEMENTWISE
 
 # A value outside a program and its arrays inside: `unpack` takes a value apart into arrays, which
@@ -62,7 +63,7 @@ def form(value: Any) -> Any:
 
 def settled(inner: Context, values: Sequence[Any], outer: Context) -> list[Any]:
     """The values, but without lineages that exist only inside."""
-    known = {id(entry[1]) for scope in outer.scopes() for entry in scope._lineages.values()}
+    known = outer.scope.lineages()
 
     def leaves(value: Any) -> Any:
         if isinstance(value, Concat):
@@ -80,7 +81,7 @@ def settled(inner: Context, values: Sequence[Any], outer: Context) -> list[Any]:
 @register_rule("remat2", source=True)
 def _checkpoint(ctx: Context, eqn: Any, *operands: Any) -> Any:
     jaxpr = eqn.params["jaxpr"]
-    if all(map(is_plain, operands)) and ctx.is_plain_program(jaxpr):
+    if all(map(is_plain, operands)) and ctx.programs.is_plain(jaxpr):
         return ctx.bind(eqn, *operands)
     arrays, pack = unpack_all(operands)
     packs: list[Any] = []
@@ -160,13 +161,13 @@ def _custom_jvp(ctx: Context, eqn: Any, *operands: Any) -> Any:
     return pack_results(function(*arrays))
 
 
-def _only_elementwise(ctx: Context, jaxpr: Any) -> bool:
-    """Whether a program works element by element, so that a trial is no news."""
-    if id(jaxpr) not in ctx.elementwise_programs:
-        inner = getattr(jaxpr, "jaxpr", jaxpr)
-        made = set(inner.invars)
-        answer = not inner.constvars
-        for eqn in inner.eqns:
+def _only_elementwise(ctx: Context, program: core.Jaxpr) -> bool:
+    """Whether a program works element by element, so that it need not be tried."""
+
+    def find_out(program: core.Jaxpr) -> bool:
+        made = set(program.invars)
+        answer = not program.constvars
+        for eqn in program.eqns:
             nested = eqn.params.get("jaxpr")
             if nested is not None:
                 answer &= eqn.primitive.name in ("jit", "pjit") and _only_elementwise(ctx, nested)
@@ -176,10 +177,11 @@ def _only_elementwise(ctx: Context, jaxpr: Any) -> bool:
             answer &= len(numbers) < len(eqn.invars)
             answer &= all(np.ndim(v.val) == 0 for v in numbers)
             made.update(eqn.outvars)
-        answer &= all(v in made for v in inner.outvars if not isinstance(v, core.Literal))
-        answer &= not any(isinstance(v, core.Literal) for v in inner.outvars)
-        ctx.elementwise_programs[id(jaxpr)] = (jaxpr, answer)
-    return ctx.elementwise_programs[id(jaxpr)][1]
+        return answer and all(
+            not isinstance(v, core.Literal) and v in made for v in program.outvars
+        )
+
+    return ctx.programs.answer("elementwise", program, find_out)
 
 
 def _matches(value: Any, like: Any) -> bool:
@@ -246,7 +248,7 @@ def _custom_vjp(ctx: Context, eqn: Any, *operands: Any) -> Any:
 def _scan(ctx: Context, eqn: Any, *operands: Any) -> Any:
     params = eqn.params
     jaxpr = params["jaxpr"]
-    if all(map(is_plain, operands)) and ctx.is_plain_program(jaxpr):
+    if all(map(is_plain, operands)) and ctx.programs.is_plain(jaxpr):
         return ctx.bind(eqn, *operands)
     n_consts, n_carry = _scan_counts(params)
     consts, init, xs = _split(operands, n_consts, n_carry)
@@ -314,7 +316,7 @@ def _trial(step: Any, carry: list[Any], xs_arrays: Any, n_carry: int) -> tuple[l
 
     def once(arrays: Any, slices: Any) -> Any:
         inner, results = step(pack(arrays), slices)
-        built.update(inner.built())
+        built.update(inner.scope.built())
         for position in range(n_carry):
             before, after = form(carry[position]), form(results[position])
             if before != "plain" and before != after:
@@ -382,7 +384,7 @@ def _packed_stacks(values: Sequence[Any], stacks: Sequence[Any], length: int) ->
 @register_rule("cond", source=True)
 def _cond(ctx: Context, eqn: Any, index: Any, *operands: Any) -> Any:
     branches = eqn.params["branches"]
-    if all(map(is_plain, operands)) and all(map(ctx.is_plain_program, branches)):
+    if all(map(is_plain, operands)) and all(map(ctx.programs.is_plain, branches)):
         return ctx.bind(eqn, index, *operands)
     index = ctx.materialise(eqn, index, "decides which branch runs")
 

@@ -12,7 +12,7 @@ from jax import lax
 
 from ikbo_jax.ops.linear_compression import Term, linear_compression, multilevel_linear_compression
 from ikbo_jax.rewrite import attention
-from ikbo_jax.rewrite.interpret import Context, NotCovered, register_rule, shape_of
+from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.lineage import (
     Concat,
     Lazy,
@@ -27,6 +27,7 @@ from ikbo_jax.rewrite.lineage import (
     spread,
     spread_axes,
 )
+from ikbo_jax.rewrite.registry import NotCovered, register_rule
 from ikbo_jax.rewrite.rules import common_lineage, concat
 
 _HALF = (jnp.bfloat16, jnp.float16)
@@ -395,7 +396,7 @@ def _parent(ctx: Context, coarse: tuple[Lineage, ...], fine: tuple[Lineage, ...]
     """The index from a level's rows into the next coarser one's."""
     first, *rest = coarse[: len(coarse) - len(fine)]
     for step in rest:
-        first = ctx.compose(first, step)
+        first = ctx.scope.compose(first, step)
     return first.index
 
 
@@ -404,5 +405,5 @@ def _single_user(ctx: Context, part: Lazy, axes: set[int]) -> Lazy | None:
     if axes - {0} or part.base.shape[0] != 1 or part.shape[0] <= 1:
         return None
     batch = part.shape[0]
-    index = ctx.lineage(("one", batch), 1, batch, lambda: jnp.zeros(batch, jnp.int32))
+    index = ctx.scope.lineage(("one", batch), 1, batch, lambda: jnp.zeros(batch, jnp.int32))
     return Lazy(part.base, part.shape, index, 0, part.origins)

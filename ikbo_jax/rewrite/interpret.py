@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -25,65 +25,22 @@ from ikbo_jax.rewrite.equations import (
     on_integers,
     why_kept,
 )
-from ikbo_jax.rewrite.jaxprs import inner_programs
-from ikbo_jax.rewrite.lineage import (
-    Deferred,
-    Lineage,
-    is_plain,
-    take_rows,
-)
-
-#: Takes the context, the equation and its operands; returns its result, or a list of results.
-Rule = Callable[..., Any]
-
-_RULES: dict[str, Rule] = {}
-#: Primitives whose rules also run on arrays alone, since they can make a broadcast.
-_SOURCES: set[str] = set()
-
-
-class NotCovered(Exception):
-    """Raised by a rule that cannot work on these values; the message says why."""
-
-
-def register_rule(
-    primitive: core.Primitive | str, rule: Rule | None = None, *, source: bool = False
-) -> Any:
-    """Registers how a rewrite works on lazy operands of a primitive; replaces the rule it had.
-
-    The rule is called as `rule(ctx, eqn, *operands)`. An operand is a `jax.Array`, a `Lazy` or a
-    `Concat`. It returns a value of the kinds above for each of the equation's results: one, or a
-    list if the primitive has several; `ctx.bind(eqn, *arrays, **params)` runs the primitive. It
-    raises `NotCovered("why")` if it cannot: then the operands are materialised.
-
-    Args:
-      primitive: a `jax.extend.core.Primitive`, or its name.
-      rule: the rule; without it, the function returns a decorator.
-      source: whether the rule is also called when all operands are arrays.
-
-    Returns:
-      The rule, or a decorator.
-    """
-
-    def register(rule: Rule) -> Rule:
-        name = str(primitive)
-        _RULES[name] = rule
-        (_SOURCES.add if source else _SOURCES.discard)(name)
-        return rule
-
-    return register if rule is None else register(rule)
+from ikbo_jax.rewrite.lineage import Deferred, is_plain
+from ikbo_jax.rewrite.program_cache import ProgramCache
+from ikbo_jax.rewrite.provenance import Provenance
+from ikbo_jax.rewrite.registry import NotCovered, is_source, rule_of
+from ikbo_jax.rewrite.scope import Scope
 
 
 class Context:
-    """One scope of a rewrite: the function itself, or the body of a loop or branch in it.
+    """What a rule is called with: it runs equations, and knows what the rewrite has made so far.
 
     Attributes:
       recorder: collects the report.
-      parent: the scope around it, whose arrays may be used here but not the other way round.
-      given: arrays that values stand for, by the values' identity, where they come from outside.
-      opaque: values of which more is known outside than here, by identity.
-      missed: whether it was asked where such a value comes from.
-      programs: programs of calls rewritten by themselves that hold arrays of this scope.
-      repeated: identities of programs that are called several times.
+      parent: the context of the scope around this one; None for the function's.
+      scope: the arrays and lineages made so far.
+      provenance: the equations that values came from.
+      programs: what is known of called programs.
       differentiated: whether the program's derivative must be that of the original. If not, its
         values alone must be right, and a rule may take a form whose derivative is another one
         after it has called `gradient_differs`.
@@ -95,38 +52,18 @@ class Context:
         parent: Context | None = None,
         *,
         differentiated: bool = False,
+        repeated: frozenset[int] = frozenset(),
     ) -> None:
         self.recorder = recorder
         self.parent = parent
+        self.scope: Scope = Scope(parent.scope if parent else None)
+        self.provenance: Provenance = Provenance(parent.provenance if parent else None)
+        self.programs: ProgramCache = parent.programs if parent else ProgramCache(repeated)
         self.differentiated: bool = parent.differentiated if parent else differentiated
-        # Keyed by identity; the entries hold the objects, so that no identity is used again.
-        self._built: dict[int, tuple[Any, jax.Array]] = {}
-        self._numbered: dict[Any, tuple[Any, list[Any]]] = {}
-        self._producers: dict[int, tuple[core.JaxprEqn, Sequence[Any], Any]] = {}
-        self._lineages: dict[Any, tuple[Any, Lineage]] = {}
-        self.given: dict[int, jax.Array] = {}
-        self.opaque: dict[int, Any] = {}
-        self.missed = False
-        self.programs: dict[Any, Any] = {}
-        # Answers about whole programs, shared by all scopes.
-        self._plain_jaxprs: dict[int, tuple[Any, bool]] = parent._plain_jaxprs if parent else {}
-        self.rewritten: dict[Any, Any] = parent.rewritten if parent else {}
-        self.repeated: set[int] = parent.repeated if parent else set()
-        self.kinds: dict[Any, Any] = parent.kinds if parent else {}
-        self.elementwise_programs: dict[int, tuple[Any, bool]] = (
-            parent.elementwise_programs if parent else {}
-        )
 
-    def inner(self) -> Context:
-        """A scope inside this one."""
-        return Context(self.recorder, self)
-
-    def scopes(self) -> Iterator[Context]:
-        """This scope and those around it, from the inside."""
-        scope: Context | None = self
-        while scope is not None:
-            yield scope
-            scope = scope.parent
+    def inner(self, recorder: report.Recorder | None = None) -> Context:
+        """The context of a scope inside this one, by default with the same recorder."""
+        return Context(recorder or self.recorder, self)
 
     def gradient_differs(self) -> None:
         """Records that a rule takes a form with the original's values but not its derivative.
@@ -135,30 +72,16 @@ class Context:
         is used. A rule must not call this where `differentiated` is set.
         """
         assert not self.differentiated
-        *_, outermost = self.scopes()
-        outermost.recorder.gradient_differs = True
+        self._outermost().recorder.gradient_differs = True
+
+    def _outermost(self) -> Context:
+        return self if self.parent is None else self.parent._outermost()
 
     # Values.
 
     def build(self, value: Any) -> jax.Array:
         """The array that a value stands for, computed once a scope. Records nothing."""
-        if is_plain(value):
-            return value
-        for scope in self.scopes():
-            if id(value) in scope._built:
-                return scope._built[id(value)][1]
-        array = self.given.get(id(value))
-        array = value.build(self) if array is None else array
-        self._built[id(value)] = (value, array)
-        return array
-
-    def built(self) -> set[int]:
-        """Identities of the values that were materialised in this scope."""
-        return set(self._built)
-
-    def is_built(self, value: Any) -> bool:
-        """Whether a value was materialised in this scope or one around it."""
-        return any(id(value) in scope._built for scope in self.scopes())
+        return value if is_plain(value) else self.scope.array(value, lambda: value.build(self))
 
     def materialise(
         self, eqn: core.JaxprEqn | None, value: Any, reason: str, *, copied: bool = True
@@ -173,7 +96,7 @@ class Context:
         """
         if is_plain(value):
             return value
-        if not self.is_built(value):
+        if not self.scope.is_built(value):
             if value.step is not None:
                 # What it is made of is copied, not the value itself.
                 if reason == RETURNED:
@@ -183,62 +106,9 @@ class Context:
             self.recorder.wrote(eqn, value, reason, copied)
         return self.build(value)
 
-    def lineage(
-        self,
-        key: Any,
-        users: int,
-        batch: int,
-        make_index: Callable[[], Any],
-        nearest: Lineage | None = None,
-    ) -> Lineage:
-        """The lineage with this key, made by `make_index` at the first call.
-
-        Args:
-          key: what makes an index the same as another: hashable, with objects by identity.
-          users: rows of the smaller batch.
-          batch: rows of the larger one.
-          make_index: returns the [batch] int32 index, values in [0, users).
-          nearest: see `Lineage`.
-        """
-        full_key = (*(k if isinstance(k, (str, int)) else id(k) for k in key), users)
-        if (known := self._known(full_key)) is not None:
-            return known
-        made = Lineage(make_index(), users, batch, nearest=nearest)
-        self._lineages[full_key] = (key, made)
-        return made
-
-    def compose(self, coarse: Lineage, fine: Lineage) -> Lineage:
-        """The lineage of rows looked up by `fine` in what was looked up by `coarse`."""
-        steps = (*coarse.steps, *fine.steps)
-        made = self._known(("composed", *map(id, steps)))
-        if made is None:
-            index = take_rows(coarse.index, fine.index, 0)
-            made = Lineage(index, coarse.users, fine.batch, steps)
-            self._lineages["composed", *map(id, steps)] = (steps, made)
-        return made
-
-    def has_lineages(self) -> bool:
-        """Whether a lineage was made in this scope."""
-        return bool(self._lineages)
-
-    def _known(self, key: Any) -> Lineage | None:
-        for scope in self.scopes():
-            if key in scope._lineages:
-                return scope._lineages[key][1]
-        return None
-
     def producer(self, value: Any) -> tuple[core.JaxprEqn, Sequence[Any]] | None:
         """The equation that a value came from, and its operands; None if unknown."""
-        for scope in self.scopes():
-            if id(value) in scope._producers:
-                eqn, operands, _ = scope._producers[id(value)]
-                return eqn, operands
-            scope.missed |= id(value) in scope.opaque
-        return None
-
-    def is_known(self, value: Any) -> bool:
-        """Whether it is known in this scope, or outside of it, where a value comes from."""
-        return any(id(value) in s._producers or id(value) in s.opaque for s in self.scopes())
+        return self.provenance.producer(value)
 
     # Running.
 
@@ -277,39 +147,20 @@ class Context:
         `x[index]` and `y[index]` both work out the same rows from the same index; without this
         they would look like different ones.
         """
-        key = self._number(eqn, operands)
-        if key is not None:
-            for scope in self.scopes():
-                if key in scope._numbered:
-                    return scope._numbered[key][1]
+        key = _cse_key(eqn, operands)
+        if key is not None and (known := self.scope.results(key)) is not None:
+            return known
         results = self._apply(eqn, operands)
         if key is not None:
-            self._numbered[key] = (operands, results)
+            self.scope.keep_results(key, operands, results)
         for result in results:
-            self.made_by(eqn, result, operands)
+            self.provenance.record(eqn, result, operands)
         return results
-
-    def made_by(self, eqn: core.JaxprEqn, result: Any, operands: Sequence[Any] = ()) -> None:
-        """Remembers which equation a value came from."""
-        # What a call returns was made inside of it.
-        if id(result) not in self._producers:
-            self._producers[id(result)] = (eqn, operands, result)
-
-    def _number(self, eqn: core.JaxprEqn, operands: list[Any]) -> Any:
-        """What tells an equation on integers, or on single numbers, from others; None of others."""
-        if not on_integers(eqn) and not is_number(eqn, operands):
-            return None
-        try:
-            key = (eqn.primitive, tuple(eqn.params.items()), tuple(map(identity, operands)))
-            hash(key)
-        except TypeError:
-            return None
-        return key
 
     def _apply(self, eqn: core.JaxprEqn, operands: list[Any]) -> list[Any]:
         name = eqn.primitive.name
         deferred = [x for x in operands if isinstance(x, Deferred)]
-        if not deferred and name not in _SOURCES:
+        if not deferred and not is_source(name):
             return _as_list(eqn, self.bind(eqn, *operands))
         try:
             return self._by_rule(eqn, deferred, operands)
@@ -333,7 +184,7 @@ class Context:
         step = next((x.step for x in deferred if x.step is not None), None)
         if step is not None:
             return _checked(eqn, step(self, eqn, operands))
-        rule = _RULES.get(name)
+        rule = rule_of(name)
         if rule is None:
             raise NotCovered(f"no rule for {name}")
         if is_op(eqn):
@@ -346,22 +197,7 @@ class Context:
 
     def looked_up(self, eqn: core.JaxprEqn, outcome: str, reason: str) -> None:
         """Records what became of a lookup of the original program."""
-        *_, outermost = self.scopes()
-        outermost.recorder.looked_up(eqn, outcome, reason)
-
-    def is_plain_program(self, jaxpr: Any) -> bool:
-        """Whether a program, run on arrays, has no primitive that can make a broadcast."""
-        if id(jaxpr) not in self._plain_jaxprs:
-            plain = not any(
-                _may_broadcast(eqn) or not all(map(self.is_plain_program, inner_programs(eqn)))
-                for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns
-            )
-            self._plain_jaxprs[id(jaxpr)] = (jaxpr, plain)
-        return self._plain_jaxprs[id(jaxpr)][1]
-
-    def is_repeated(self, jaxpr: Any) -> bool:
-        """Whether a program is known to be called several times."""
-        return id(getattr(jaxpr, "jaxpr", jaxpr)) in self.repeated
+        self._outermost().recorder.looked_up(eqn, outcome, reason)
 
     @contextlib.contextmanager
     def muted(self) -> Iterator[None]:
@@ -399,15 +235,19 @@ def _as_list(eqn: core.JaxprEqn, results: Any) -> list[Any]:
     return list(results) if eqn.primitive.multiple_results else [results]
 
 
-def _may_broadcast(eqn: core.JaxprEqn) -> bool:
-    if eqn.primitive.name == "broadcast_in_dim":
-        # Of a scalar: a constant. Constants are no broadcasts that cost anything.
-        operand: Any = eqn.invars[0].aval
-        result: Any = eqn.outvars[0].aval
-        return operand.ndim > 0 and result.size > operand.size
-    if eqn.primitive.name in ("jit", "pjit"):
-        return False
-    return eqn.primitive.name in _SOURCES and not any(True for _ in inner_programs(eqn))
+def _cse_key(eqn: core.JaxprEqn, operands: list[Any]) -> Any:
+    """Key under which the results of an integer equation, or of a number, are used again.
+
+    None if they cannot be.
+    """
+    if not on_integers(eqn) and not is_number(eqn, operands):
+        return None
+    try:
+        key = (eqn.primitive, tuple(eqn.params.items()), tuple(map(identity, operands)))
+        hash(key)
+    except TypeError:
+        return None
+    return key
 
 
 def shape_of(value: Any) -> tuple[int, ...]:

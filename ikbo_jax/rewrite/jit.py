@@ -18,15 +18,11 @@ from jax.extend import core
 
 from ikbo_jax.rewrite.calls import form
 from ikbo_jax.rewrite.equations import identity, on_integers
-from ikbo_jax.rewrite.interpret import (
-    Context,
-    NotCovered,
-    register_rule,
-    shape_of,
-)
+from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.jaxprs import call_params, trace, without_dead_code
 from ikbo_jax.rewrite.lineage import Concat, Lazy, base_of, is_plain
 from ikbo_jax.rewrite.log import Log
+from ikbo_jax.rewrite.registry import NotCovered, register_rule
 
 #: A jitted function of no more equations is gone into even on arrays: `jnp.where` and its like are
 #: jitted, and what indices and masks are made of must be seen.
@@ -126,19 +122,19 @@ def kind_of(ctx: Context, eqn: Any) -> _Kind:
     jaxpr = eqn.params["jaxpr"]
     shardings = eqn.params.get("in_shardings", ()), eqn.params.get("out_shardings", ())
     key = (id(jaxpr), *map(id, shardings))
-    known = ctx.kinds.get(key)
+    known = ctx.programs.kinds.get(key)
     if known is None:
         small = len(jaxpr.eqns) <= _SMALL or on_integers(eqn)
         names = {type(x).__name__ for xs in shardings for x in xs}
         indices = [_is_index(v.aval) for v in eqn.invars]
         known = _Kind((jaxpr, shardings), small, bool(names - {"UnspecifiedValue"}), indices)
-        ctx.kinds[key] = known
+        ctx.programs.kinds[key] = known
     return known
 
 
 def _jit(ctx: Context, eqn: Any, *operands: Any) -> Any:
     jaxpr, kind = eqn.params["jaxpr"], kind_of(ctx, eqn)
-    if not kind.small and all(map(is_plain, operands)) and ctx.is_plain_program(jaxpr):
+    if not kind.small and all(map(is_plain, operands)) and ctx.programs.is_plain(jaxpr):
         return ctx.bind(eqn, *operands)
     if kind.sharded:
         raise NotCovered("a jit with shardings of its own")
@@ -155,7 +151,7 @@ def _jit(ctx: Context, eqn: Any, *operands: Any) -> Any:
 
 def program_of(ctx: Context, key: Any) -> Rewritten | None:
     """The rewritten program of calls with this key; None if there is none yet."""
-    for scope in ctx.scopes():
+    for scope in ctx.scope.chain():
         if key in scope.programs:
             return scope.programs[key]
     return None
@@ -165,13 +161,13 @@ def _called_anew(
     ctx: Context, eqn: Any, operands: Sequence[Any], fixed: list[bool], key: Any
 ) -> list[Any]:
     """The results of a call of a program that is not rewritten by itself yet."""
-    jaxpr, calls = eqn.params["jaxpr"], ctx.rewritten.get(key)
+    jaxpr, calls = eqn.params["jaxpr"], ctx.programs.calls.get(key)
     first = calls is None
     if calls is None:
-        calls = ctx.rewritten[key] = _Calls((jaxpr, operands), _built(ctx, operands))
+        calls = ctx.programs.calls[key] = _Calls((jaxpr, operands), _built(ctx, operands))
     made = None
     # A program called once is rewritten in place.
-    if ctx.is_repeated(jaxpr) if first else not calls.failed:
+    if ctx.programs.is_repeated(jaxpr) if first else not calls.failed:
         made = _rewritten(ctx, eqn, operands, fixed, calls.given)
     if made is None:
         results = ctx.run_closed(jaxpr, operands, eqn)
@@ -179,16 +175,16 @@ def _called_anew(
         # What one call in place makes, such as the rows of an index, may be all that was wanting.
         calls.failed = not first
         return results
-    owner = ctx
+    owner = ctx.scope
     if not any(isinstance(x, jax.core.Tracer) for x in made.consts):
-        *_, owner = ctx.scopes()
+        *_, owner = ctx.scope.chain()
     owner.programs[key] = made
     return _called(ctx, eqn, operands, made)
 
 
 def _built(ctx: Context, operands: Sequence[Any]) -> list[int]:
     """Positions of operands that were materialised."""
-    return [n for n, x in enumerate(operands) if not is_plain(x) and ctx.is_built(x)]
+    return [n for n, x in enumerate(operands) if not is_plain(x) and ctx.scope.is_built(x)]
 
 
 def is_fixed(operand: Any, index: bool) -> bool:
@@ -229,10 +225,12 @@ def _recorded(ctx: Context, eqn: Any, operands: Sequence[Any], made: Rewritten) 
         return ctx.materialise(place, operands[operand], reason, copied=copied)
 
     with recorder.inside(eqn):
-        here = log.replay(recorder, eqn, origins, materialise)
-    known = [frozenset() if is_plain(x.value) else here(x.value.origins) for x in made.results]
+        call = log.replay(recorder, eqn, origins, materialise)
+    known = [
+        frozenset() if is_plain(x.value) else call.origins(x.value.origins) for x in made.results
+    ]
     if log.is_same_everywhere():
-        recorder.remember(key, known, lambda times: log.repeat(recorder, here, times))
+        recorder.remember(key, known, lambda times: log.repeat(call, times))
     return known
 
 
@@ -256,7 +254,7 @@ def _with_given(
 ) -> tuple[Rewritten | None, list[int]]:
     """The program with some operands materialised, and those that should be."""
     jaxpr, log = eqn.params["jaxpr"], Log()
-    inner = Context(log, ctx)
+    inner = ctx.inner(log)
     inputs = [n for n, f in enumerate(fixed) if not f]
     stand_ins = [
         None if f or is_plain(x) or not x.origins else log.stand_in()
@@ -273,10 +271,10 @@ def _with_given(
             else:
                 origins = frozenset(filter(None, [stand_ins[n]]))
                 values[n] = dataclasses.replace(x, base=array, origins=origins)
-            if not isinstance(x, jax.core.Tracer) or ctx.is_known(x):
-                inner.opaque[id(values[n])] = values[n]
+            if not isinstance(x, jax.core.Tracer) or ctx.provenance.is_known(x):
+                inner.provenance.hide(values[n])
         for n, array in zip(given, arrays[len(inputs) :], strict=True):
-            inner.given[id(values[n])] = array
+            inner.scope.outer_arrays[id(values[n])] = array
         log.operands.update((id(x), n) for n, x in enumerate(values) if not is_plain(x))
         results[:] = inner.run_closed(jaxpr, values)
         if not all(is_plain(x) or isinstance(x, Lazy) for x in results):
@@ -291,9 +289,10 @@ def _with_given(
     except NotCovered:
         return None, given
     params = _params(eqn, traced, len(traced.consts) + len(avals))
-    if params is None or inner.missed or inner.has_lineages():
+    hidden = inner.provenance.asked_hidden_producer
+    if params is None or hidden or inner.scope.has_lineages():
         return None, given
-    built = [n for n in inputs if id(values[n]) in inner.built()]
+    built = [n for n in inputs if id(values[n]) in inner.scope.built()]
     named = [(n, stand_in) for n, stand_in in enumerate(stand_ins) if stand_in is not None]
     kept = _results(values, results)
     return Rewritten(params, traced.consts, inputs, given, named, kept, log), built

@@ -1,4 +1,4 @@
-"""What a rewritten program does at each of its calls, kept to be recorded once a call."""
+"""What a rewritten program records at each of its calls, kept as a list of events."""
 
 from __future__ import annotations
 
@@ -18,11 +18,127 @@ class _Copy:
     origins: frozenset
 
 
-class Log(Recorder):
-    """A recorder that hands on what it was told, as often as its program is called.
+class _Call:
+    """A call of the program for which events are recorded.
 
-    While the program is rewritten, broadcasts that its operands stem from are stood for by others,
-    of `stand_in`.
+    Attributes:
+      recorder: the recorder of the calling program.
+      equation: the equation that calls, whose line stands for an event without one.
+      materialise: materialises an operand, as `materialise(operand, place, reason, copied)`.
+    """
+
+    def __init__(
+        self, recorder: Recorder, equation: Any, origins: dict[Any, frozenset], materialise: Any
+    ) -> None:
+        self.recorder = recorder
+        self.equation = equation
+        self.materialise = materialise
+        self._origins = dict(origins)
+        self._known: dict[frozenset, frozenset] = {}
+
+    def place(self, line: str | None) -> Any:
+        """The line of an event, or the equation that calls if the event has none."""
+        return self.equation if line is None else line
+
+    def finds(self, stand_in: Broadcast, found: Broadcast) -> None:
+        """Records which broadcast a stand-in of the program stands for in this call."""
+        self._origins[stand_in] = frozenset([found])
+
+    def origins(self, stand_ins: frozenset) -> frozenset:
+        """The broadcasts that a value stems from in this call."""
+        if stand_ins not in self._known:
+            stemming = (self._origins.get(o, (o,)) for o in stand_ins)
+            self._known[stand_ins] = frozenset().union(*stemming)
+        return self._known[stand_ins]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    """A broadcast was found."""
+
+    line: str | None
+    stand_in: Broadcast
+    what: str
+    copy_bytes: int
+    certain: bool
+
+    def replay(self, call: _Call) -> None:
+        place = call.place(self.line)
+        found = call.recorder.found(place, self.what, self.copy_bytes, self.certain)
+        call.finds(self.stand_in, found)
+
+    def is_same_everywhere(self) -> bool:
+        return False
+
+
+@dataclasses.dataclass(frozen=True)
+class _Confirmed:
+    """Broadcasts proved to be lookups."""
+
+    origins: frozenset
+
+    def replay(self, call: _Call) -> None:
+        call.recorder.confirmed(call.origins(self.origins))
+
+    def repeat(self, call: _Call, times: int) -> None:
+        """Nothing: once is enough."""
+
+    def is_same_everywhere(self) -> bool:
+        return True
+
+
+@dataclasses.dataclass(frozen=True)
+class _Saved:
+    """Work was done at the smaller batch."""
+
+    line: str | None
+    origins: frozenset
+    became: str
+    product: bool
+    flops: int
+    times: int
+
+    def replay(self, call: _Call) -> None:
+        self.repeat(call, 1)
+
+    def repeat(self, call: _Call, times: int) -> None:
+        place, origins = call.place(self.line), call.origins(self.origins)
+        flops, count = self.flops * times, self.times * times
+        call.recorder.saved(place, origins, self.became, flops, self.product, count)
+
+    def is_same_everywhere(self) -> bool:
+        return not self.product or self.line is not None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Wrote:
+    """A value was materialised; `operand` is its position if it is an operand of the call."""
+
+    line: str | None
+    operand: int | None
+    copy: _Copy
+    reason: str
+    copied: bool
+
+    def replay(self, call: _Call) -> None:
+        if self.operand is None:
+            self.repeat(call, 1)
+        else:
+            call.materialise(self.operand, call.place(self.line), self.reason, self.copied)
+
+    def repeat(self, call: _Call, times: int) -> None:
+        copy = dataclasses.replace(self.copy, origins=call.origins(self.copy.origins))
+        call.recorder.wrote(call.place(self.line), copy, self.reason, self.copied, times)
+
+    def is_same_everywhere(self) -> bool:
+        return self.operand is None and not self.copied and self.line is not None
+
+
+class Log(Recorder):
+    """A recorder that keeps what it was told, to record it anew at every call of its program.
+
+    While the program is rewritten, a stand-in (`stand_in`) takes the place of the broadcasts that
+    an operand stems from.
 
     Attributes:
       operands: positions of values that are operands of the call, by identity.
@@ -31,12 +147,12 @@ class Log(Recorder):
     def __init__(self) -> None:
         super().__init__()
         self.operands: dict[int, int] = {}
-        self._events: list[tuple[Any, ...]] = []
-        # Positions of events that only count, so that equal ones are added up.
-        self._counts: dict[Any, int] = {}
+        self._events: list[Any] = []
+        # Positions of `_Saved` events, so that equal ones are added up.
+        self._positions: dict[Any, int] = {}
 
     def stand_in(self) -> Broadcast:
-        """What stands for the broadcasts that an operand stems from."""
+        """A stand-in for the broadcasts that an operand stems from."""
         return Broadcast("", "", 0, False)
 
     def line(self, eqn: Any) -> Any:
@@ -47,12 +163,12 @@ class Log(Recorder):
     def found(self, eqn: Any, what: str, copy_bytes: int, certain: bool) -> Broadcast:
         broadcast = Broadcast("", what, copy_bytes, certain)
         if not self.muted:
-            self._events.append(("found", self.line(eqn), broadcast, what, copy_bytes, certain))
+            self._events.append(_Found(self.line(eqn), broadcast, what, copy_bytes, certain))
         return broadcast
 
     def confirmed(self, origins: frozenset) -> None:
-        self._events.append(("confirmed", None, origins))
-        self._counts.clear()
+        self._events.append(_Confirmed(origins))
+        self._positions.clear()
 
     def saved(
         self,
@@ -66,97 +182,56 @@ class Log(Recorder):
         if self.muted:
             return
         line = self.line(eqn) if product else None
+        event = _Saved(line, origins, became, product, flops, times)
         key = (line, origins, became, product)
-        if key in self._counts:
-            at = self._counts[key]
-            kind, *same, flops_before, times_before = self._events[at]
-            self._events[at] = (kind, *same, flops_before + flops, times_before + times)
+        if key in self._positions:
+            before = self._events[self._positions[key]]
+            self._events[self._positions[key]] = dataclasses.replace(
+                event, flops=before.flops + flops, times=before.times + times
+            )
         else:
-            self._counts[key] = len(self._events)
-            self._events.append(("saved", line, origins, became, product, flops, times))
+            self._positions[key] = len(self._events)
+            self._events.append(event)
 
     def wrote(self, eqn: Any, value: Any, reason: str, copied: bool, times: int = 1) -> None:
         if self.muted:
             return
         operand = self.operands.get(id(value))
         copy = _Copy(tuple(value.shape), value.dtype, value.origins)
-        reason = self.reason or reason
-        event = ("wrote", self.line(eqn), operand, copy, reason, copied)
+        event = _Wrote(self.line(eqn), operand, copy, self.reason or reason, copied)
         self._events += [event] * times
 
     def remember(self, key: Any, known: Any, record: Callable[[int], None]) -> None:
         """Nothing: what is recorded here is recorded again elsewhere, and in order."""
 
     def replay(
-        self, recorder: Recorder, call: Any, origins: dict[Any, frozenset], materialise: Any
-    ) -> Callable[[frozenset], frozenset]:
+        self, recorder: Recorder, equation: Any, origins: dict[Any, frozenset], materialise: Any
+    ) -> _Call:
         """Records a call.
 
         Args:
-          recorder: of the program that calls.
-          call: the equation that calls.
-          origins: what each stand-in stands for here.
+          recorder: the recorder of the calling program.
+          equation: the equation that calls.
+          origins: the broadcasts that each stand-in stands for in this call.
           materialise: materialises an operand, as `materialise(operand, place, reason, copied)`.
 
         Returns:
-          The broadcasts that a value of the program stems from here, given those it stems from
-          there.
+          The call, which tells the broadcasts that a value of the program stems from.
         """
-        origins = dict(origins)
-        known: dict[frozenset, frozenset] = {}
-
-        def here(there: frozenset) -> frozenset:
-            if there not in known:
-                known[there] = frozenset().union(*(origins.get(o, (o,)) for o in there))
-            return known[there]
-
-        for kind, line, *rest in self._events:
-            place = call if line is None else line
-            if kind == "saved":
-                there, became, product, flops, times = rest
-                recorder.saved(place, here(there), became, flops, product, times)
-            elif kind == "found":
-                stand_in, *what = rest
-                origins[stand_in] = frozenset([recorder.found(place, *what)])
-            elif kind == "confirmed":
-                recorder.confirmed(here(*rest))
-            else:
-                operand, copy, reason, copied = rest
-                if operand is not None:
-                    materialise(operand, place, reason, copied)
-                else:
-                    copy = dataclasses.replace(copy, origins=here(copy.origins))
-                    recorder.wrote(place, copy, reason, copied)
-        return here
+        call = _Call(recorder, equation, origins, materialise)
+        for event in self._events:
+            event.replay(call)
+        return call
 
     def is_same_everywhere(self) -> bool:
-        """Whether a call on values of the same origins records what the one before did.
+        """Whether every call on values of the same origins records the same.
 
-        So it is unless it finds a broadcast of its own or makes a copy, of which each is listed by
-        itself, or if what it does is told by the line of the call.
+        A call does not if it finds a broadcast or makes a copy, since each is listed by itself, or
+        if the calling equation's line is part of what is recorded.
         """
-        for kind, line, *rest in self._events:
-            if kind == "found":
-                return False
-            if kind == "saved":
-                _, _, product, _, _ = rest
-                if product and line is None:
-                    return False
-            elif kind == "wrote":
-                operand, _, _, copied = rest
-                if operand is not None or copied or line is None:
-                    return False
-        return True
+        return all(event.is_same_everywhere() for event in self._events)
 
-    def repeat(
-        self, recorder: Recorder, here: Callable[[frozenset], frozenset], times: int
-    ) -> None:
-        """Records further calls that are the same as the one `here` is of."""
-        for kind, line, *rest in self._events:
-            if kind == "saved":
-                there, became, product, flops, once = rest
-                recorder.saved(line, here(there), became, flops * times, product, once * times)
-            elif kind == "wrote":
-                _, copy, reason, copied = rest
-                copy = dataclasses.replace(copy, origins=here(copy.origins))
-                recorder.wrote(line, copy, reason, copied, times)
+    def repeat(self, call: _Call, times: int) -> None:
+        """Records further calls that are the same as `call`."""
+        for event in self._events:
+            event.repeat(call, times)

@@ -29,7 +29,8 @@ from jax import lax
 from ikbo_jax.ops.attention import attention, merge_attention
 from ikbo_jax.ops.gdpa import gdpa
 from ikbo_jax.ops.gdpa_arguments import equal_offsets
-from ikbo_jax.rewrite.interpret import Context, NotCovered
+from ikbo_jax.rewrite.interpret import Context
+from ikbo_jax.rewrite.registry import NotCovered
 from ikbo_jax.rewrite.scores import Fill, Scores
 
 #: A number above this leaves masked keys a weight that models do not mean them to have.

@@ -16,6 +16,7 @@ from ikbo_jax.rewrite import cost
 from ikbo_jax.rewrite.equations import described
 from ikbo_jax.rewrite.interpret import LOOKUPS, RETURNED, Context
 from ikbo_jax.rewrite.jaxprs import call, evaluate, trace, without_dead_code, wrapped
+from ikbo_jax.rewrite.program_cache import ProgramCache
 from ikbo_jax.rewrite.report import Recorder
 
 
@@ -78,14 +79,13 @@ class _Original:
 
     def is_plain(self) -> bool:
         """Whether nothing in the program can make a broadcast."""
-        return Context(Recorder()).is_plain_program(self.jaxpr)
+        return ProgramCache().is_plain(self.jaxpr)
 
     def rewritten(self, inputs: Sequence[Any], recorder: Recorder, differentiated: bool) -> Any:
         """The rewritten program as a jaxpr of `inputs`, without equations that nothing needs."""
 
         def interpreted(*inputs: Any) -> list[Any]:
-            ctx = Context(recorder, differentiated=differentiated)
-            ctx.repeated.update(self.repeated)
+            ctx = Context(recorder, differentiated=differentiated, repeated=self.repeated)
             results = ctx.run(self.jaxpr, *self.split(inputs))
             results = [ctx.materialise(None, x, RETURNED) for x in results]
             recorder.settle()

@@ -8,8 +8,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from ikbo_jax.rewrite.interpret import Context, NotCovered, register_rule
+from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.lineage import Concat, Lazy, is_plain, lazy, spread_axes
+from ikbo_jax.rewrite.registry import NotCovered, register_rule
 from ikbo_jax.rewrite.rules import concat
 
 
@@ -69,9 +70,9 @@ def _repeated(
     batch, rows = shape[axis], base.shape[axis]
     if x.base.shape[second] == 1:
         key, times = ("repeat", batch), jnp.int32(x.shape[second])
-        index = ctx.lineage(key, rows, batch, lambda: lax.iota(jnp.int32, batch) // times)
+        index = ctx.scope.lineage(key, rows, batch, lambda: lax.iota(jnp.int32, batch) // times)
     else:
-        index = ctx.lineage(
+        index = ctx.scope.lineage(
             ("tile", batch), rows, batch, lambda: lax.iota(jnp.int32, batch) % jnp.int32(rows)
         )
     ctx.recorder.confirmed(x.origins)

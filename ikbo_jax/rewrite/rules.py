@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from ikbo_jax.rewrite import lineage
-from ikbo_jax.rewrite.interpret import Context, NotCovered, register_rule, shape_of
+from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.lineage import (
     Concat,
     Lazy,
@@ -24,6 +24,7 @@ from ikbo_jax.rewrite.lineage import (
     spread,
     spread_axes,
 )
+from ikbo_jax.rewrite.registry import NotCovered, register_rule
 
 #: Primitives that work element by element and broadcast dimensions of size 1 themselves.
 ELEMENTWISE = """

@@ -17,8 +17,9 @@ import numpy as np
 from ikbo_jax.rewrite import curves, facts
 from ikbo_jax.rewrite.curves import Curve
 from ikbo_jax.rewrite.facts import constant
-from ikbo_jax.rewrite.interpret import Context, NotCovered
+from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.lineage import Deferred, Lazy, Lineage, has_lineage, spread
+from ikbo_jax.rewrite.registry import NotCovered
 
 # What a dimension of the scores is. Heads are shared by queries and keys; everything else of the
 # queries is one list of queries.

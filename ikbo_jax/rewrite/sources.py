@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from ikbo_jax.rewrite import facts, lineage
-from ikbo_jax.rewrite.interpret import Context, NotCovered, register_rule, shape_of
+from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.lineage import (
     Concat,
     Lazy,
@@ -26,6 +26,7 @@ from ikbo_jax.rewrite.lineage import (
     spread_axes,
     take_rows,
 )
+from ikbo_jax.rewrite.registry import NotCovered, register_rule
 from ikbo_jax.rewrite.rules import at_user_batch, concat
 
 
@@ -138,7 +139,7 @@ def _gather_rows(
     extra = [d for d in range(len(shape)) if d != out_axis and source_dims[d] == axis]
     base = jnp.expand_dims(base, extra) if extra else base
     if has_lineage(operand):
-        fine = ctx.compose(operand.lineage, fine)
+        fine = ctx.scope.compose(operand.lineage, fine)
     return Lazy(base, tuple(shape), fine, out_axis, origins_of(operand) | {found})
 
 
@@ -177,15 +178,15 @@ def _looked_up(
         ctx.gradient_differs()
     exact = differs and ctx.differentiated
     if not fills and not exact:
-        return operand, ctx.lineage(("rows", root, own), rows, batch, nearest)
+        return operand, ctx.scope.lineage(("rows", root, own), rows, batch, nearest)
     if has_lineage(operand):
         # What is looked up again is copied to the batch between, which is a small one.
         operand = ctx.build(operand)
     if proven:
-        found = ctx.lineage(("used", root, own), rows, batch, nearest)
+        found = ctx.scope.lineage(("used", root, own), rows, batch, nearest)
     else:
-        plain = None if exact else ctx.lineage(("rows", root, own), rows, batch, nearest)
-        found = ctx.lineage(("outside", root, own), rows + 2, batch, outside, plain)
+        plain = None if exact else ctx.scope.lineage(("rows", root, own), rows, batch, nearest)
+        found = ctx.scope.lineage(("outside", root, own), rows + 2, batch, outside, plain)
         operand = _with_rows_outside(eqn, operand, axis, fills, drops)
     return (_without_unused(operand, found, axis) if exact else operand), found
 
@@ -379,7 +380,7 @@ def _tile(ctx: Context, eqn: Any, operand: Any) -> Any:
     if has_lineage(operand):
         raise NotCovered("tile of what is looked up along another axis")
     rows = seen[axis]
-    index = ctx.lineage(
+    index = ctx.scope.lineage(
         ("tile", shape[axis]),
         rows,
         shape[axis],

@@ -1,0 +1,61 @@
+"""What a rewrite has found out about the programs that the function calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from jax.extend import core
+
+from ikbo_jax.rewrite.jaxprs import inner_programs
+from ikbo_jax.rewrite.registry import is_source
+
+
+class ProgramCache:
+    """Answers about called programs, shared by all scopes of one rewrite.
+
+    Attributes:
+      repeated: identities of the programs that are called several times.
+      calls: by the key of a call, what is known of all calls with this key.
+      kinds: by the identities of a call's parameters, what holds for any operands.
+    """
+
+    def __init__(self, repeated: frozenset[int] = frozenset()) -> None:
+        self.repeated = repeated
+        self.calls: dict[Any, Any] = {}
+        self.kinds: dict[Any, Any] = {}
+        # By identity; entries hold the program, so that no identity is used again.
+        self._answers: dict[tuple[str, int], tuple[Any, bool]] = {}
+
+    def answer(self, question: str, program: Any, find_out: Callable[[Any], bool]) -> bool:
+        """The answer to a question about a program; `find_out` is called once."""
+        key = (question, id(program))
+        if key not in self._answers:
+            self._answers[key] = (program, find_out(program))
+        return self._answers[key][1]
+
+    def is_plain(self, program: core.Jaxpr) -> bool:
+        """Whether a program, run on arrays, has no primitive that can make a broadcast."""
+
+        def find_out(program: core.Jaxpr) -> bool:
+            return not any(
+                _may_broadcast(eqn) or not all(map(self.is_plain, inner_programs(eqn)))
+                for eqn in program.eqns
+            )
+
+        return self.answer("plain", program, find_out)
+
+    def is_repeated(self, program: core.Jaxpr) -> bool:
+        """Whether a program is known to be called several times."""
+        return id(program) in self.repeated
+
+
+def _may_broadcast(eqn: core.JaxprEqn) -> bool:
+    if eqn.primitive.name == "broadcast_in_dim":
+        # A broadcast scalar is a constant, which costs nothing.
+        operand: Any = eqn.invars[0].aval
+        result: Any = eqn.outvars[0].aval
+        return operand.ndim > 0 and result.size > operand.size
+    if eqn.primitive.name in ("jit", "pjit"):
+        return False
+    return is_source(eqn.primitive.name) and not any(True for _ in inner_programs(eqn))

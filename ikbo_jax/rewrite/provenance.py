@@ -1,0 +1,57 @@
+"""Which equation every value of a rewritten program came from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jax.extend import core
+
+
+class Provenance:
+    """The equations that the values of one scope came from; the scopes around it are asked next.
+
+    Attributes:
+      asked_hidden_producer: whether somebody asked for the producer of a value that has one outside
+        of this scope, which is hidden here (`hide`).
+    """
+
+    def __init__(self, parent: Provenance | None = None) -> None:
+        self.asked_hidden_producer = False
+        self._parent = parent
+        # By identity of the result; entries hold the result, so that no identity is used again.
+        self._producers: dict[int, tuple[core.JaxprEqn, Sequence[Any], Any]] = {}
+        self._producer_hidden: dict[int, Any] = {}
+
+    def producer(self, value: Any) -> tuple[core.JaxprEqn, Sequence[Any]] | None:
+        """The equation that a value came from, and its operands; None if unknown."""
+        for provenance in self._chain():
+            if id(value) in provenance._producers:
+                eqn, operands, _ = provenance._producers[id(value)]
+                return eqn, operands
+            provenance.asked_hidden_producer |= id(value) in provenance._producer_hidden
+        return None
+
+    def record(self, eqn: core.JaxprEqn, result: Any, operands: Sequence[Any] = ()) -> None:
+        """Records which equation a value came from; the first record of a value stays.
+
+        What a call returns was made by an equation inside the call.
+        """
+        if id(result) not in self._producers:
+            self._producers[id(result)] = (eqn, operands, result)
+
+    def hide(self, value: Any) -> None:
+        """Records that a value has a producer which this scope does not see."""
+        self._producer_hidden[id(value)] = value
+
+    def is_known(self, value: Any) -> bool:
+        """Whether a value has a producer, hidden or not."""
+        return any(
+            id(value) in p._producers or id(value) in p._producer_hidden for p in self._chain()
+        )
+
+    def _chain(self) -> Iterator[Provenance]:
+        provenance: Provenance | None = self
+        while provenance is not None:
+            yield provenance
+            provenance = provenance._parent

@@ -1,0 +1,56 @@
+"""The rules by primitive, and the exception by which a rule declines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from jax.extend import core
+
+#: Takes the context, the equation and its operands; returns its result, or a list of results.
+Rule = Callable[..., Any]
+
+_RULES: dict[str, Rule] = {}
+_SOURCES: set[str] = set()
+
+
+class NotCovered(Exception):
+    """Raised by a rule that cannot work on these values; the message says why."""
+
+
+def register_rule(
+    primitive: core.Primitive | str, rule: Rule | None = None, *, source: bool = False
+) -> Any:
+    """Registers how a rewrite works on lazy operands of a primitive; replaces the rule it had.
+
+    The rule is called as `rule(ctx, eqn, *operands)`. An operand is a `jax.Array`, a `Lazy` or a
+    `Concat`. It returns a value of the kinds above for each of the equation's results: one, or a
+    list if the primitive has several; `ctx.bind(eqn, *arrays, **params)` runs the primitive. It
+    raises `NotCovered("why")` if it cannot: then the operands are materialised.
+
+    Args:
+      primitive: a `jax.extend.core.Primitive`, or its name.
+      rule: the rule; without it, the function returns a decorator.
+      source: whether the rule is also called when all operands are arrays.
+
+    Returns:
+      The rule, or a decorator.
+    """
+
+    def register(rule: Rule) -> Rule:
+        name = str(primitive)
+        _RULES[name] = rule
+        (_SOURCES.add if source else _SOURCES.discard)(name)
+        return rule
+
+    return register if rule is None else register(rule)
+
+
+def rule_of(name: str) -> Rule | None:
+    """The rule of a primitive; None if it has none."""
+    return _RULES.get(name)
+
+
+def is_source(name: str) -> bool:
+    """Whether a primitive can make a broadcast of arrays, so that its rule runs on arrays too."""
+    return name in _SOURCES
