@@ -49,7 +49,7 @@ def accumulate(
     return lax.fori_loop(begin, end, body, acc)
 
 
-def accumulated(acc: Any, columns: int, *, interpret: bool) -> jax.Array:
+def value_after_wait(acc: Any, columns: int, *, interpret: bool) -> jax.Array:
     """The value of an accumulator whose WGMMAs have been waited for."""
     if interpret:
         return acc[...]
@@ -300,9 +300,9 @@ def wait(pending: int, *, interpret: bool) -> None:
     pl.run_scoped(lambda acc: plgpu.wgmma_accumulator_load(acc, wait_n=pending), plgpu.ACC((64, 8)))
 
 
-def settled(acc: jax.Array, *, interpret: bool) -> jax.Array:
+def after_wait(acc: jax.Array, *, interpret: bool) -> jax.Array:
     """An accumulator whose WGMMAs have been waited for: no use of it moves before the wait."""
-    return acc if interpret else accumulated(acc, acc.shape[1], interpret=False)
+    return acc if interpret else value_after_wait(acc, acc.shape[1], interpret=False)
 
 
 def _row_major_descriptor(tiles: ir.Value) -> ir.Value:

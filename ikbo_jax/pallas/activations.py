@@ -204,8 +204,8 @@ def _polynomial_gelu(x: jax.Array, needs_slope: bool) -> Pair:
     phi = _limit(inside * horner(POLYNOMIAL, square) + jnp.float32(0.5), 0.0, 1.0)
     if not needs_slope:
         return x * phi, x
-    powers = tuple((2 * k + 1) * c for k, c in enumerate(POLYNOMIAL))
-    density = horner(powers, square)
+    coefficients = tuple((2 * k + 1) * c for k, c in enumerate(POLYNOMIAL))
+    density = horner(coefficients, square)
     is_inside = jnp.abs(x) < POLYNOMIAL_DOMAIN
     return x * phi, phi + inside * jnp.where(is_inside, density, jnp.full_like(x, 0.0))
 
@@ -245,12 +245,12 @@ def reciprocal(x: jax.Array, *, interpret: bool) -> jax.Array:
 
 def _silu(x: jax.Array, needs_slope: bool, interpret: bool) -> Pair:
     bounded = jnp.maximum(x, jnp.float32(LEAST_SILU))
-    power = jnp.exp2(bounded * jnp.float32(-LOG2_E))
-    gate = reciprocal(power + jnp.float32(1), interpret=interpret)
+    exponential = jnp.exp2(bounded * jnp.float32(-LOG2_E))
+    gate = reciprocal(exponential + jnp.float32(1), interpret=interpret)
     value = bounded * gate
     if not needs_slope:
         return value, x
-    return value, gate + value * (power * gate)
+    return value, gate + value * (exponential * gate)
 
 
 def _gelu_tanh(x: jax.Array, needs_slope: bool, interpret: bool) -> Pair:
@@ -259,15 +259,15 @@ def _gelu_tanh(x: jax.Array, needs_slope: bool, interpret: bool) -> Pair:
     factor = -2 * LOG2_E * TANH_SCALE
     square = bounded * bounded
     exponent = bounded * (square * jnp.float32(factor * TANH_CUBIC) + jnp.float32(factor))
-    power = jnp.exp2(exponent)
-    gate = reciprocal(power + jnp.float32(1), interpret=interpret)
+    exponential = jnp.exp2(exponent)
+    gate = reciprocal(exponential + jnp.float32(1), interpret=interpret)
     value = bounded * gate
     if not needs_slope:
         return value, x
     inside = jnp.minimum(bounded, jnp.float32(GREATEST_GELU_TANH))
     growth = inside * inside * jnp.float32(6 * TANH_SCALE * TANH_CUBIC)
     growth = inside * (growth + jnp.float32(2 * TANH_SCALE))
-    return value, gate + gate * (power * gate) * growth
+    return value, gate + gate * (exponential * gate) * growth
 
 
 def _tanh_silu(x: jax.Array, needs_slope: bool, interpret: bool) -> Pair:

@@ -53,19 +53,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ikbo_jax.pallas import (
     attention_consumer,
     attention_producer,
-    gdpa_tiles,
     mosaic,
     softmax,
+    tile_list,
     work_order,
 )
-from ikbo_jax.pallas.attention_role import (
+from ikbo_jax.pallas.attention_context import (
     FLAG_WORDS,
     ITEM_WORDS,
     Operands,
     Outputs,
-    Role,
     Shape,
     Shared,
+    WarpgroupContext,
 )
 from ikbo_jax.tuning.configs import (
     ATTENTION_TILE_ROWS,
@@ -90,18 +90,18 @@ def _kernel(*refs: Any, tree: Any, shape: Shape, config: AttentionConfig, interp
     shared = Shared(views(query), views(key), views(value), *rest)
     warpgroup = lax.axis_index("warpgroup")
     worker = lax.axis_index("worker")
-    role = Role(shape, config, shared, operands, outputs, worker, warpgroup, interpret)
+    ctx = WarpgroupContext(shape, config, shared, operands, outputs, worker, warpgroup, interpret)
 
     @pl.when(warpgroup == NUM_CONSUMERS)
     def _producer() -> None:
         plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        mosaic.on_one_warp(functools.partial(attention_producer.produce, role), interpret=interpret)
+        mosaic.on_one_warp(functools.partial(attention_producer.produce, ctx), interpret=interpret)
 
     @pl.when(warpgroup < NUM_CONSUMERS)
     def _consumer() -> None:
         plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
         consumer = mosaic.warpgroup_index("warpgroup", interpret=interpret)
-        attention_consumer.consume(role._replace(consumer=consumer))
+        attention_consumer.consume(ctx._replace(consumer=consumer))
 
 
 def scratch_types(
@@ -188,15 +188,15 @@ def attention_kernel(
         raise ValueError(f"an order needs T to be a multiple of {WGMMA_M}, but T={q_len}")
     if scale == 0:  # every score is 0: the same as scores of queries that are
         query, scale = jnp.zeros_like(query), 1.0
-    units = pl.cdiv(batch * q_len, WGMMA_M)
+    warpgroup_tiles = pl.cdiv(batch * q_len, WGMMA_M)
     row_tiles = most_row_tiles = pl.cdiv(batch * q_len, ATTENTION_TILE_ROWS)
     cuts = cut_counts = None
     # With more tiles than can be counted, a CTA has so many that the longer ones even out.
     is_cut = config.balance and q_len % ATTENTION_TILE_ROWS == WGMMA_M and users > 1
-    if is_cut and 1 < units <= work_order.MAX_COUNTED:
+    if is_cut and 1 < warpgroup_tiles <= work_order.MAX_COUNTED:
         in_order = _in_order(cand_to_user, order, users)
         cuts, cut_counts = work_order.cuts(in_order, q_len // WGMMA_M)
-        most_row_tiles = units
+        most_row_tiles = warpgroup_tiles
     shape = Shape(
         batch,
         q_len,
@@ -238,7 +238,7 @@ def jagged_attention_kernel(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    tiles: gdpa_tiles.TileList,
+    tiles: tile_list.TileList,
     *,
     out_rows: int,
     scale: float,

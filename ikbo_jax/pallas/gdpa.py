@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from ikbo_jax.pallas import attention, gdpa_forward, gdpa_tiles
+from ikbo_jax.pallas import attention, gdpa_forward, tile_list
 from ikbo_jax.reference.activations import SOFTMAX
 from ikbo_jax.reference.gdpa import Arrays, Settings, out_shape
 from ikbo_jax.tuning.gdpa_configs import GDPA_TILE_ROWS, GdpaConfig
@@ -33,7 +33,7 @@ def gdpa_kernel(
       out, and lse [rows, N] in f32, the natural logarithm of a softmax's denominator, or None.
     """
     query, key, value = arrays[:3]
-    tiles = gdpa_tiles.query_tiles(
+    tiles = tile_list.query_tiles(
         arrays.cu_seqlens_q,
         arrays.cu_seqlens_kv,
         arrays.q_to_kv,

@@ -42,16 +42,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas import gdpa_backward_consumer, gdpa_backward_producer, gdpa_slopes, mosaic
-from ikbo_jax.pallas.gdpa_backward_role import (
+from ikbo_jax.pallas.gdpa_backward_context import (
     BLOCK_WORDS,
     ITEM_WORDS,
     Operands,
-    Role,
     Shape,
     Shared,
+    WarpgroupContext,
 )
 from ikbo_jax.pallas.gdpa_backward_tiles import Work
-from ikbo_jax.pallas.gdpa_weights import Weighing
+from ikbo_jax.pallas.gdpa_weights import ActivationSpec
 from ikbo_jax.tuning.configs import BLOCK_K, NUM_CONSUMERS, WGMMA_M
 from ikbo_jax.tuning.gdpa_backward_configs import SLOTS, GdpaBackwardConfig
 
@@ -66,25 +66,25 @@ def _kernel(
     """Role dispatch."""
     operands, results, scratch = jax.tree.unflatten(tree, refs)
     views = functools.partial(mosaic.tile_views, interpret=interpret)
-    own, others, *rest = scratch
+    stationary, streamed, *rest = scratch
     if not interpret:
         rest += [None, None]
-    shared = Shared(views(own), views(others), *rest)
+    shared = Shared(views(stationary), views(streamed), *rest)
     warpgroup = lax.axis_index("warpgroup")
     worker = lax.axis_index("worker")
-    role = Role(shape, config, shared, operands, results, worker, warpgroup, interpret)
+    ctx = WarpgroupContext(shape, config, shared, operands, results, worker, warpgroup, interpret)
 
     @pl.when(warpgroup == NUM_CONSUMERS)
     def _producer() -> None:
         plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        produce = functools.partial(gdpa_backward_producer.produce, role)
+        produce = functools.partial(gdpa_backward_producer.produce, ctx)
         mosaic.on_one_warp(produce, interpret=interpret)
 
     @pl.when(warpgroup < NUM_CONSUMERS)
     def _consumer() -> None:
         plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
         consumer = mosaic.warpgroup_index("warpgroup", interpret=interpret)
-        gdpa_backward_consumer.consume(role._replace(consumer=consumer))
+        gdpa_backward_consumer.consume(ctx._replace(consumer=consumer))
 
 
 def scratch_types(
@@ -154,14 +154,14 @@ def d_query_kernel(
       [total_q, N, H], summed in f32 and rounded once; zeros in rows of no sequence.
     """
     heads, head_dim = d_out.shape[1:]
-    weighing = _weighing(activations, approx, scale, query.dtype)
+    activation = _activation_spec(activations, approx, scale, query.dtype)
     shape = Shape(
         heads=heads,
-        group=1,
-        divisor=heads // key.shape[1],
+        streamed_per_head=1,
+        heads_per_streamed=heads // key.shape[1],
         head_dim=head_dim,
-        weighing=weighing,
-        scales=(scale * output_scale * gdpa_slopes.constants(weighing)[1],),
+        activation=activation,
+        scales=(scale * output_scale * gdpa_slopes.constants(activation)[1],),
         workers=min(num_sms, work.tiles.shape[0] * heads),
     )
     operands = Operands((query, d_out), (key, value), *work)
@@ -194,14 +194,14 @@ def d_key_value_kernel(
       in rows of no sequence.
     """
     _, heads, head_dim = key.shape
-    weighing = _weighing(activations, approx, scale, query.dtype)
-    by_weight, by_slope = gdpa_slopes.constants(weighing)
+    activation = _activation_spec(activations, approx, scale, query.dtype)
+    by_weight, by_slope = gdpa_slopes.constants(activation)
     shape = Shape(
         heads=heads,
-        group=d_out.shape[1] // heads,
-        divisor=1,
+        streamed_per_head=d_out.shape[1] // heads,
+        heads_per_streamed=1,
         head_dim=head_dim,
-        weighing=weighing,
+        activation=activation,
         scales=(scale * output_scale * by_slope, output_scale * by_weight),
         workers=min(num_sms, work.tiles.shape[0] * heads),
     )
@@ -211,11 +211,11 @@ def d_key_value_kernel(
     return d_key, d_value
 
 
-def _weighing(
+def _activation_spec(
     activations: tuple[str, ...], approx: str | None, scale: float, dtype: Any
-) -> Weighing:
+) -> ActivationSpec:
     """How scores are activated; sums have their scale at a tile's end."""
-    return Weighing(activations, approx, scale, 1.0, dtype == jnp.bfloat16)
+    return ActivationSpec(activations, approx, scale, 1.0, dtype == jnp.bfloat16)
 
 
 def _launch(
@@ -226,7 +226,7 @@ def _launch(
     name: str,
     interpret: Any,
 ) -> tuple[jax.Array, ...]:
-    scratch = scratch_types(operands.own[0].dtype, shape, config, interpret=bool(interpret))
+    scratch = scratch_types(operands.stationary[0].dtype, shape, config, interpret=bool(interpret))
     out: tuple[jax.Array, ...] = mosaic.kernel(
         functools.partial(
             _kernel,

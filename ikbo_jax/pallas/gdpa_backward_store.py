@@ -50,8 +50,8 @@ def stage_rows(tiles: Any, values: jax.Array, *, interpret: bool) -> None:
         base = mgpu.utils.memref_ptr(tiles)
         thread = stores.thread_number()
 
-        def part(divisor: int, count: int) -> ir.Value:
-            whole = arith.divui(thread, mgpu.c(divisor, i32))
+        def part(heads_per_streamed: int, count: int) -> ir.Value:
+            whole = arith.divui(thread, mgpu.c(heads_per_streamed, i32))
             return arith.remui(whole, mgpu.c(count, i32))
 
         # stmatrix takes four 8 x 8 matrices a warp, and each row's address from one lane.
@@ -78,7 +78,7 @@ def stage_rows(tiles: Any, values: jax.Array, *, interpret: bool) -> None:
     write(tiles, values)
 
 
-def store_wide_rows(
+def store_f32_rows(
     output: Any,
     values: jax.Array,
     first_row: Any,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ikbo_jax.pallas import gdpa_tiles
+from ikbo_jax.pallas import tile_list
 from ikbo_jax.reference import jagged
 from ikbo_jax.tuning.gdpa_backward_configs import TILE_ROWS
 
@@ -20,7 +20,7 @@ from ikbo_jax.tuning.gdpa_backward_configs import TILE_ROWS
 #: last partner, blocks of all partners; and two that make it a sector of memory.
 TILE_WORDS = 8
 #: Words of a partner: first row of one operand, first row of the other, rows; and one more.
-PARTNER_WORDS = 4
+RANGE_WORDS = 4
 
 
 class Sequences(NamedTuple):
@@ -48,7 +48,7 @@ class Work(NamedTuple):
 
     tiles: jax.Array
     num_tiles: jax.Array
-    partners: jax.Array
+    ranges: jax.Array
 
 
 def query_work(
@@ -105,29 +105,29 @@ def key_work(
 
 
 def _work(
-    own: Sequences,
-    others: Sequences,
+    stationary: Sequences,
+    streamed: Sequences,
     begin: jax.Array,
     end: jax.Array,
     blocks: jax.Array,
     total: int,
     is_bounded: bool,
 ) -> Work:
-    gaps = _gaps(own, total, is_bounded)
+    gaps = _gaps(stationary, total, is_bounded)
     none = jnp.zeros_like(gaps.length)
     source, target, length, begin, end, blocks = (
         jnp.concatenate([x, gap])
-        for x, gap in zip((*own, begin, end, blocks), (*gaps, none, none, none), strict=True)
+        for x, gap in zip((*stationary, begin, end, blocks), (*gaps, none, none, none), strict=True)
     )
     most = most_tiles(length.size, total)
-    at, first, counts = gdpa_tiles.find(blocks, -(-length // TILE_ROWS), most)
+    at, first, counts = tile_list.order_tiles(blocks, -(-length // TILE_ROWS), most)
     source, target, length, *rest = (x[at] for x in (source, target, length, begin, end, blocks))
     start = (jnp.arange(most, dtype=jnp.int32) - first) * TILE_ROWS
     rows = jnp.clip(length - start, 0, TILE_ROWS)
     columns = (source + start, target + start, rows, *rest)
-    partners = jnp.stack([*others, jnp.zeros_like(others.length)], axis=1)
+    ranges = jnp.stack([*streamed, jnp.zeros_like(streamed.length)], axis=1)
     padding = [jnp.zeros_like(rows)] * (TILE_WORDS - len(columns))
-    return Work(jnp.stack([*columns, *padding], axis=1), counts[1:], partners)
+    return Work(jnp.stack([*columns, *padding], axis=1), counts[1:], ranges)
 
 
 def most_tiles(sequences: int, total: int) -> int:
@@ -135,9 +135,9 @@ def most_tiles(sequences: int, total: int) -> int:
     return jagged.most_tiles(sequences, total, TILE_ROWS, None)
 
 
-def _gaps(own: Sequences, total: int, is_bounded: bool) -> Sequences:
+def _gaps(stationary: Sequences, total: int, is_bounded: bool) -> Sequences:
     """The rows of no sequence, from those that are written in increasing order."""
-    first, past = own.target, own.target + own.length
+    first, past = stationary.target, stationary.target + stationary.length
     zero, end = jnp.zeros_like(first, shape=1), jnp.full_like(first, total, shape=1)
     if not is_bounded:  # one sequence begins where the one before it ends
         first, past = first[:1], past[-1:]

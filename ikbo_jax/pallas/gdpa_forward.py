@@ -46,9 +46,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ikbo_jax.pallas import gdpa_consumer, gdpa_producer, gdpa_tiles, mosaic
-from ikbo_jax.pallas.gdpa_role import ITEM_WORDS, MORE_ITEM_SLOTS, Operands, Role, Shape, Shared
-from ikbo_jax.pallas.gdpa_weights import Weighing
+from ikbo_jax.pallas import gdpa_consumer, gdpa_producer, mosaic, tile_list
+from ikbo_jax.pallas.gdpa_context import (
+    EXTRA_ITEM_SLOTS,
+    ITEM_WORDS,
+    Operands,
+    Shape,
+    Shared,
+    WarpgroupContext,
+)
+from ikbo_jax.pallas.gdpa_weights import ActivationSpec
 from ikbo_jax.tuning.configs import BLOCK_K, NUM_CONSUMERS, WGMMA_M
 from ikbo_jax.tuning.gdpa_configs import GdpaConfig
 
@@ -67,18 +74,18 @@ def _kernel(*refs: Any, tree: Any, shape: Shape, config: GdpaConfig, interpret: 
     shared = Shared(views(query), views(key), views(value), *rest)
     warpgroup = lax.axis_index("warpgroup")
     worker = lax.axis_index("worker")
-    role = Role(shape, config, shared, operands, out, worker, warpgroup, interpret)
+    ctx = WarpgroupContext(shape, config, shared, operands, out, worker, warpgroup, interpret)
 
     @pl.when(warpgroup == NUM_CONSUMERS)
     def _producer() -> None:
         plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        mosaic.on_one_warp(functools.partial(gdpa_producer.produce, role), interpret=interpret)
+        mosaic.on_one_warp(functools.partial(gdpa_producer.produce, ctx), interpret=interpret)
 
     @pl.when(warpgroup < NUM_CONSUMERS)
     def _consumer() -> None:
         plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
         consumer = mosaic.warpgroup_index("warpgroup", interpret=interpret)
-        gdpa_consumer.consume(role._replace(consumer=consumer))
+        gdpa_consumer.consume(ctx._replace(consumer=consumer))
 
 
 def scratch_types(
@@ -87,7 +94,7 @@ def scratch_types(
     """Shared memory and barriers, in the order in which `_kernel` takes them."""
     tile = functools.partial(mosaic.operand_tile, dtype=dtype, interpret=interpret)
     blocks, slots = shape.column_blocks, config.q_slots
-    items = slots + MORE_ITEM_SLOTS
+    items = slots + EXTRA_ITEM_SLOTS
     block = (blocks, config.block_kv, BLOCK_K)
 
     def barrier(arrivals: int, count: int) -> Any:
@@ -119,7 +126,7 @@ def gdpa_forward(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    tiles: gdpa_tiles.TileList,
+    tiles: tile_list.TileList,
     *,
     out_rows: int,
     activations: tuple[str, ...],
@@ -153,9 +160,9 @@ def gdpa_forward(
     q_rows, q_heads, head_dim = query.shape
     is_interpreted = bool(interpret)
     workers = min(num_sms, tiles.words.shape[0] * q_heads)
-    is_wide = query.dtype == jnp.bfloat16
-    weighing = Weighing(activations, approx, scale, output_scale, is_wide)
-    shape = Shape(q_rows, q_heads, key.shape[1], head_dim, weighing, workers)
+    has_f32_range = query.dtype == jnp.bfloat16
+    activation = ActivationSpec(activations, approx, scale, output_scale, has_f32_range)
+    shape = Shape(q_rows, q_heads, key.shape[1], head_dim, activation, workers)
     operands = Operands(query, key, value, *tiles)
     out = jax.ShapeDtypeStruct((out_rows, q_heads, head_dim), query.dtype)
     scratch = scratch_types(query.dtype, shape, config, interpret=is_interpreted)

@@ -33,62 +33,64 @@ import jax.numpy as jnp
 
 from ikbo_jax.pallas import activations
 from ikbo_jax.pallas.activations import Pair
-from ikbo_jax.pallas.gdpa_weights import Weighing
+from ikbo_jax.pallas.gdpa_weights import ActivationSpec
 from ikbo_jax.reference.activations import LEAKY_SLOPE, TANH_CUBIC, TANH_SCALE
 
 
-def weigh_and_slope(how: Weighing, head: Any, scores: jax.Array, *, interpret: bool) -> Pair:
+def weights_and_slopes(
+    spec: ActivationSpec, head: Any, scores: jax.Array, *, interpret: bool
+) -> Pair:
     """Weights, and slopes for `d_scores`, of one query head's raw scores [64, columns] f32."""
-    raw = _raw(how)
+    raw = _raw(spec)
     if raw is None:
-        scaled = scores if how.scale == 1 else scores * jnp.float32(how.scale)
+        scaled = scores if spec.scale == 1 else scores * jnp.float32(spec.scale)
         both: Pair = activations.activate_with_slope(
-            how.names, how.approx, head, scaled, interpret=interpret
+            spec.names, spec.approx, head, scaled, interpret=interpret
         )
         return both
 
     def evaluate(_: str, s: jax.Array) -> Pair:
-        weights, slope = raw(s, how.scale)
-        if how.is_wide:
+        weights, slope = raw(s, spec.scale)
+        if spec.has_f32_range:
             return weights, slope
-        name = how.names[0]
-        by_weight, by_slope = how.constant(name), _slope_constant(how)
-        offset = by_slope if _has_offset(how) else 0.0
+        name = spec.names[0]
+        by_weight, by_slope = spec.constant(name), _slope_constant(spec)
+        offset = by_slope if _has_offset(spec) else 0.0
         return weights * jnp.float32(by_weight), slope * jnp.float32(by_slope) + jnp.float32(offset)
 
-    pair: Pair = activations.by_chunks(how.names, head, scores, evaluate, interpret)
+    pair: Pair = activations.by_chunks(spec.names, head, scores, evaluate, interpret)
     return pair
 
 
-def d_scores(how: Weighing, d_weights: jax.Array, slope: jax.Array) -> jax.Array:
+def d_scores(spec: ActivationSpec, d_weights: jax.Array, slope: jax.Array) -> jax.Array:
     """Gradients of scores from those of weights, but for `constants`."""
-    if how.is_wide and _has_offset(how):
+    if spec.has_f32_range and _has_offset(spec):
         return d_weights * slope + d_weights
     return d_weights * slope
 
 
-def constants(how: Weighing) -> tuple[float, float]:
+def constants(spec: ActivationSpec) -> tuple[float, float]:
     """What sums over weights, and sums over `d_scores`, are multiplied by."""
-    if not how.is_wide or _raw(how) is None:
+    if not spec.has_f32_range or _raw(spec) is None:
         return 1.0, 1.0
-    return how.constant(how.names[0]), _slope_constant(how)
+    return spec.constant(spec.names[0]), _slope_constant(spec)
 
 
-def _raw(how: Weighing) -> Callable[[jax.Array, float], Pair] | None:
+def _raw(spec: ActivationSpec) -> Callable[[jax.Array, float], Pair] | None:
     """The function of raw scores, if all heads have one activation and it has one."""
-    if len(set(how.names)) > 1 or not how.is_raw:
+    if len(set(spec.names)) > 1 or not spec.takes_raw_scores:
         return None
-    return _SLOPES.get(how.full_name(how.names[0]))
+    return _SLOPES.get(spec.full_name(spec.names[0]))
 
 
-def _has_offset(how: Weighing) -> bool:
-    return _raw(how) in (_tanh_silu, _tanh_gelu_tanh)
+def _has_offset(spec: ActivationSpec) -> bool:
+    return _raw(spec) in (_tanh_silu, _tanh_gelu_tanh)
 
 
-def _slope_constant(how: Weighing) -> float:
-    if _has_offset(how):
+def _slope_constant(spec: ActivationSpec) -> float:
+    if _has_offset(spec):
         return 0.5
-    return 2 * how.scale if _raw(how) is _relu_squared else 1.0
+    return 2 * spec.scale if _raw(spec) is _relu_squared else 1.0
 
 
 # Weights and slopes, from raw scores and their scale.

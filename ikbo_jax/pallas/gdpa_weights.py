@@ -59,7 +59,7 @@ LEAST_SCALE, GREATEST_SCALE = 2.0**-10, 2.0**10
 Weights = jax.Array | tuple[jax.Array, jax.Array]
 
 
-class Weighing(NamedTuple):
+class ActivationSpec(NamedTuple):
     """How scores become weights, apart from the head; static.
 
     Attributes:
@@ -74,17 +74,19 @@ class Weighing(NamedTuple):
     approx: str | None
     scale: float
     output_scale: float
-    is_wide: bool
+    has_f32_range: bool
 
     @property
-    def is_raw(self) -> bool:
+    def takes_raw_scores(self) -> bool:
         return LEAST_SCALE <= self.scale <= GREATEST_SCALE
 
     @property
     def is_packed(self) -> bool:
         """Whether two scores at a time become weights, in bf16."""
         is_one_kind = len(set(self.names)) == 1 and self.names[0] in APPROXIMATIONS[PACKED]
-        return self.approx == PACKED and is_one_kind and self.is_raw and self.is_wide
+        return (
+            self.approx == PACKED and is_one_kind and self.takes_raw_scores and self.has_f32_range
+        )
 
     def full_name(self, name: str) -> str:
         """The activation as `_WEIGHTS` knows it."""
@@ -101,34 +103,36 @@ class Weighing(NamedTuple):
         return self.scale**2 if full_name == "relu_squared" else self.scale
 
 
-def weigh(how: Weighing, head: Any, scores: jax.Array, *, interpret: bool) -> Weights:
+def compute_weights(
+    spec: ActivationSpec, head: Any, scores: jax.Array, *, interpret: bool
+) -> Weights:
     """What `rounded` makes weights of, from one head's raw scores [64, columns] f32."""
-    if how.is_packed:
-        return _packed(how, scores)
-    if not how.is_raw:
-        if how.scale != 1:
-            scores = scores * jnp.float32(how.scale)
-        return activations.activate(how.names, how.approx, head, scores, interpret=interpret)
+    if spec.is_packed:
+        return _packed(spec, scores)
+    if not spec.takes_raw_scores:
+        if spec.scale != 1:
+            scores = scores * jnp.float32(spec.scale)
+        return activations.activate(spec.names, spec.approx, head, scores, interpret=interpret)
 
     def evaluate(name: str, scores: jax.Array) -> jax.Array:
-        weights = _WEIGHTS[how.full_name(name)](scores, how.scale, interpret)
-        constant = how.constant(name)
-        return weights if how.is_wide or constant == 1 else weights * jnp.float32(constant)
+        weights = _WEIGHTS[spec.full_name(name)](scores, spec.scale, interpret)
+        constant = spec.constant(name)
+        return weights if spec.has_f32_range or constant == 1 else weights * jnp.float32(constant)
 
-    weights: jax.Array = activations.by_chunks(how.names, head, scores, evaluate, interpret)
+    weights: jax.Array = activations.by_chunks(spec.names, head, scores, evaluate, interpret)
     return weights
 
 
-def _packed(how: Weighing, scores: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _packed(spec: ActivationSpec, scores: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(scores, tanh of what the activation asks for) in bf16."""
     s = scores.astype(jnp.bfloat16)
-    if how.names[0] == "silu":
-        return s, jnp.tanh(s * jnp.bfloat16(how.scale / 2))
-    linear, cubic = TANH_SCALE * how.scale, TANH_SCALE * TANH_CUBIC * how.scale**3
+    if spec.names[0] == "silu":
+        return s, jnp.tanh(s * jnp.bfloat16(spec.scale / 2))
+    linear, cubic = TANH_SCALE * spec.scale, TANH_SCALE * TANH_CUBIC * spec.scale**3
     return s, jnp.tanh(s * (s * s * jnp.bfloat16(cubic) + jnp.bfloat16(linear)))
 
 
-def rounded(weights: Weights, dtype: Any) -> jax.Array:
+def round_weights(weights: Weights, dtype: Any) -> jax.Array:
     """Weights in the dtype of the values."""
     if isinstance(weights, tuple):
         s, inner = weights
@@ -136,11 +140,11 @@ def rounded(weights: Weights, dtype: Any) -> jax.Array:
     return weights.astype(dtype)
 
 
-def finish(how: Weighing, head: Any, acc: jax.Array) -> jax.Array:
+def scale_result(spec: ActivationSpec, head: Any, acc: jax.Array) -> jax.Array:
     """The result of one head, from the sum of its weights' products."""
-    constants = [how.output_scale] * len(how.names)
-    if how.is_raw and how.is_wide:
-        constants = [how.output_scale * how.constant(name) for name in how.names]
+    constants = [spec.output_scale] * len(spec.names)
+    if spec.takes_raw_scores and spec.has_f32_range:
+        constants = [spec.output_scale * spec.constant(name) for name in spec.names]
     if len(set(constants)) == 1:
         return acc if constants[0] == 1 else acc * jnp.float32(constants[0])
     factor = jnp.float32(constants[0])
@@ -187,30 +191,30 @@ def _tanh_gelu_tanh(s: jax.Array, scale: float, interpret: bool) -> jax.Array:
 
 def _silu(s: jax.Array, scale: float, interpret: bool) -> jax.Array:
     bounded = jnp.maximum(s, jnp.float32(activations.LEAST_SILU / scale))
-    power = jnp.exp2(bounded * jnp.float32(-activations.LOG2_E * scale))
-    return bounded * activations.reciprocal(power + jnp.float32(1), interpret=interpret)
+    exponential = jnp.exp2(bounded * jnp.float32(-activations.LOG2_E * scale))
+    return bounded * activations.reciprocal(exponential + jnp.float32(1), interpret=interpret)
 
 
 def _gelu_tanh(s: jax.Array, scale: float, interpret: bool) -> jax.Array:
     bounded = jnp.maximum(s, jnp.float32(activations.LEAST_GELU_TANH / scale))
     linear = -2 * activations.LOG2_E * TANH_SCALE * scale
     cubic = linear * TANH_CUBIC * scale**2
-    power = jnp.exp2(bounded * (bounded * bounded * jnp.float32(cubic) + jnp.float32(linear)))
-    return bounded * activations.reciprocal(power + jnp.float32(1), interpret=interpret)
+    exponential = jnp.exp2(bounded * (bounded * bounded * jnp.float32(cubic) + jnp.float32(linear)))
+    return bounded * activations.reciprocal(exponential + jnp.float32(1), interpret=interpret)
 
 
 def _gelu(s: jax.Array, scale: float, interpret: bool) -> jax.Array:
     distance = jnp.minimum(jnp.abs(s), jnp.float32(activations.PHI_DOMAIN / scale))
-    powers = tuple(c * scale**k for k, c in enumerate(activations.LOG2_PHI))
-    tail = jnp.exp2(activations.horner(powers, distance))
+    coefficients = tuple(c * scale**k for k, c in enumerate(activations.LOG2_PHI))
+    tail = jnp.exp2(activations.horner(coefficients, distance))
     return jnp.maximum(s, jnp.float32(0)) - distance * tail
 
 
 def _polynomial_gelu(s: jax.Array, scale: float, interpret: bool) -> jax.Array:
     """Beyond the domain the polynomial keeps its last value, which leads past 0 or 1 for Φ."""
     square = jnp.minimum(s * s, jnp.float32((POLYNOMIAL_DOMAIN / scale) ** 2))
-    powers = tuple(c * scale ** (2 * k + 1) for k, c in enumerate(POLYNOMIAL))
-    slope = activations.horner(powers, square)
+    coefficients = tuple(c * scale ** (2 * k + 1) for k, c in enumerate(POLYNOMIAL))
+    slope = activations.horner(coefficients, square)
     return s * _saturated(s, slope, 0.5, interpret=interpret)
 
 

@@ -61,8 +61,8 @@ from ikbo_jax.pallas.linear_compression_tiles import (
     Claims,
     Operands,
     Phase,
-    Role,
     Shared,
+    WarpgroupContext,
     scratch_types,
 )
 from ikbo_jax.tuning.configs import NUM_CONSUMERS, LinearCompressionConfig
@@ -104,18 +104,18 @@ def _kernel(
         taken, taken_ready, user_stage_free = for_claims
         claims = Claims(tickets, taken, taken_ready, user_stage_free, users_ready)
     warpgroup = lax.axis_index("warpgroup")
-    role = Role(config, tiles, shared, lax.axis_index("worker"), warpgroup, interpret)
+    ctx = WarpgroupContext(config, tiles, shared, lax.axis_index("worker"), warpgroup, interpret)
 
     @pl.when(warpgroup == NUM_CONSUMERS)
     def _producer() -> None:
         plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        body = functools.partial(produce, role, phases, (user, cand), claims)
+        body = functools.partial(produce, ctx, phases, (user, cand), claims)
         mosaic.on_one_warp(body, interpret=interpret)
 
     @pl.when(warpgroup < NUM_CONSUMERS)
     def _consumer() -> None:
         plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
-        consume(role, phases, (user, cand), outputs, claims)
+        consume(ctx, phases, (user, cand), outputs, claims)
 
 
 def _launch(

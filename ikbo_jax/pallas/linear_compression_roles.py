@@ -18,8 +18,8 @@ from ikbo_jax.pallas.linear_compression_tiles import (
     Claims,
     Operands,
     Phase,
-    Role,
     Tile,
+    WarpgroupContext,
     locate,
 )
 from ikbo_jax.tuning.configs import BLOCK_K, NUM_CONSUMERS, STAGING_SLOTS, WGMMA_M
@@ -32,18 +32,18 @@ FRAGMENT_AHEAD = 3
 
 
 def _static_tiles(
-    role: Role, phase: Phase, body: Callable[[Tile, Any], Any], *, of_user: bool
+    ctx: WarpgroupContext, phase: Phase, body: Callable[[Tile, Any], Any], *, of_user: bool
 ) -> None:
     """Runs `body(tile, step)` for this worker's tiles of a phase; it returns the next step."""
-    tiles = role.tiles
+    tiles = ctx.tiles
     count, tile_of = (
         (tiles.user_count, tiles.user_tile) if of_user else (tiles.cand_count, tiles.cand_tile)
     )
 
     def one(i: Any, step: Any) -> Any:
-        return body(locate(phase, tile_of(role.worker, i)), step)
+        return body(locate(phase, tile_of(ctx.worker, i)), step)
 
-    lax.fori_loop(0, count(role.worker), one, jnp.int32(0))
+    lax.fori_loop(0, count(ctx.worker), one, jnp.int32(0))
 
 
 def _claimed_tiles(
@@ -68,13 +68,13 @@ def _claimed_tiles(
 # Producer
 
 
-def _load(role: Role, phase: Phase, operands: Operands, tile: Tile, step: Any) -> Any:
+def _load(ctx: WarpgroupContext, phase: Phase, operands: Operands, tile: Tile, step: Any) -> Any:
     """Brings one tile's operands into the ring; `step` counts the stages used so far."""
-    shared = role.shared
+    shared = ctx.shared
     (_, weight), (_, embedding) = shared.weight, shared.embedding
 
     def load_step(i: Any, step: Any) -> Any:
-        stage = role.stage(step)
+        stage = ctx.stage(step)
 
         plgpu.barrier_wait(shared.stage_free.at[stage])
         ready = shared.stage_ready.at[stage]
@@ -100,14 +100,14 @@ def _load(role: Role, phase: Phase, operands: Operands, tile: Tile, step: Any) -
     return lax.fori_loop(0, phase.k_steps, load_step, step)
 
 
-def _drain(role: Role) -> None:
+def _drain(ctx: WarpgroupContext) -> None:
     """Waits until every stage is free, so that no arrival outlives its barrier."""
-    for stage in range(role.config.num_stages):
-        plgpu.barrier_wait(role.shared.stage_free.at[stage])
+    for stage in range(ctx.config.num_stages):
+        plgpu.barrier_wait(ctx.shared.stage_free.at[stage])
 
 
 def produce(
-    role: Role,
+    ctx: WarpgroupContext,
     phases: tuple[Phase | None, Phase | None],
     operands: tuple[Any, Any],
     claims: Claims | None,
@@ -116,42 +116,42 @@ def produce(
     (user_phase, cand_phase), (user, cand) = phases, operands
 
     if claims is not None and user_phase is not None:
-        user_role = role.in_claimed_phase(claims)
+        user_ctx = ctx.in_claimed_phase(claims)
 
         def take(i: Any) -> Any:
-            ticket = mosaic.next_ticket(claims.tickets, i, interpret=role.interpret)
+            ticket = mosaic.next_ticket(claims.tickets, i, interpret=ctx.interpret)
             slot = lax.rem(i, claims.taken.shape[0])
             claims.taken[slot] = ticket
             plgpu.barrier_arrive(claims.taken_ready.at[slot])
             return ticket
 
         def load_claimed(tile: Tile, step: Any, take_next: Callable[[], Any]) -> tuple[Any, Any]:
-            step = _load(user_role, user_phase, user, tile, step)
+            step = _load(user_ctx, user_phase, user, tile, step)
             return take_next(), step
 
         _claimed_tiles(user_phase, take, load_claimed)
     elif user_phase is not None:
         _static_tiles(
-            role, user_phase, functools.partial(_load, role, user_phase, user), of_user=True
+            ctx, user_phase, functools.partial(_load, ctx, user_phase, user), of_user=True
         )
     if cand_phase is not None:
         _static_tiles(
-            role, cand_phase, functools.partial(_load, role, cand_phase, cand), of_user=False
+            ctx, cand_phase, functools.partial(_load, ctx, cand_phase, cand), of_user=False
         )
-    _drain(role)
+    _drain(ctx)
     if claims is not None:
-        _drain(user_role)
+        _drain(user_ctx)
 
 
 # Consumers
 
 
 def _multiply(
-    role: Role,
+    ctx: WarpgroupContext,
     phase: Phase,
     step: Any,
     jobs: Sequence[Callable[[], None]],
-    load_above: Callable[[], fragment.Fragment] | None,
+    load_coarser: Callable[[], fragment.Fragment] | None,
     columns: int,
 ) -> tuple[jax.Array, fragment.Fragment | None]:
     """The accumulator [64, block_m] f32 of one tile, e.T @ w.T, and the fragment to be added to it.
@@ -159,26 +159,26 @@ def _multiply(
     `jobs` run one after each of the first k steps, while that step's WGMMAs are in flight.
     Only the first `columns` compressed rows are multiplied; the rest of the tile is zero.
     """
-    shared, last = role.shared, phase.k_steps - 1
+    shared, last = ctx.shared, phase.k_steps - 1
     (weight, _), (embedding, _) = shared.weight, shared.embedding
     # Whole instructions only, but none that would multiply nothing but padding.
     last_k = pl.cdiv(phase.k - last * BLOCK_K, accumulator.WGMMA_K) * accumulator.WGMMA_K
 
     def k_step(i: Any, acc: Any, *, is_first: bool = False, k: int = BLOCK_K) -> Any:
-        stage = role.stage(step + i)
+        stage = ctx.stage(step + i)
         plgpu.barrier_wait(shared.stage_ready.at[stage])
         acc = accumulator.wgmma(
             acc,
-            embedding.at[stage, role.consumer],
+            embedding.at[stage, ctx.consumer],
             weight.at[stage, :columns],
             overwrite=is_first,
             k=k,
-            interpret=role.interpret,
+            interpret=ctx.interpret,
         )
         # The step before this one has been read; its stage goes back before any other work.
         plgpu.wgmma_wait(1)
         if not is_first:
-            plgpu.barrier_arrive(shared.stage_free.at[role.stage(step + i - 1)])
+            plgpu.barrier_arrive(shared.stage_free.at[ctx.stage(step + i - 1)])
         return acc
 
     def run(acc: Any) -> tuple[jax.Array, fragment.Fragment | None]:
@@ -187,40 +187,44 @@ def _multiply(
             acc = k_step(i, acc, is_first=i == 0, k=last_k if i == last else BLOCK_K)
             if i < len(jobs):
                 jobs[i]()
-        ahead = FRAGMENT_AHEAD if load_above else 1
+        ahead = FRAGMENT_AHEAD if load_coarser else 1
         early = max(unrolled, phase.k_steps - ahead)
-        acc = accumulator.accumulate(unrolled, early, k_step, acc, interpret=role.interpret)
+        acc = accumulator.accumulate(unrolled, early, k_step, acc, interpret=ctx.interpret)
         # The chunks of the last tile and a fragment do not fit the registers together.
         is_late = unrolled < len(jobs)
-        above = load_above() if load_above and not is_late else None
+        coarser = load_coarser() if load_coarser and not is_late else None
         for i in range(early, phase.k_steps):
             acc = k_step(i, acc, k=last_k if i == last else BLOCK_K)
         plgpu.wgmma_wait(0)
-        plgpu.barrier_arrive(shared.stage_free.at[role.stage(step + last)])
+        plgpu.barrier_arrive(shared.stage_free.at[ctx.stage(step + last)])
         for job in jobs[unrolled:]:
             job()
-        if load_above and is_late:
-            above = load_above()
-        return accumulator.accumulated(acc, columns, interpret=role.interpret), above
+        if load_coarser and is_late:
+            coarser = load_coarser()
+        return accumulator.value_after_wait(acc, columns, interpret=ctx.interpret), coarser
 
-    acc, above = accumulator.with_accumulator(run, columns, interpret=role.interpret)
+    acc, coarser = accumulator.with_accumulator(run, columns, interpret=ctx.interpret)
     if columns < phase.block_m:
         padding = jnp.zeros((WGMMA_M, phase.block_m - columns), jnp.float32)
         acc = jnp.concatenate([acc, plgpu.layout_cast(padding, plgpu.Layout.WGMMA)], axis=1)
-    return acc, above
+    return acc, coarser
 
 
 def _add(
-    role: Role, phase: Phase, tile: Tile, acc: jax.Array, above: fragment.Fragment | None
+    ctx: WarpgroupContext,
+    phase: Phase,
+    tile: Tile,
+    acc: jax.Array,
+    coarser: fragment.Fragment | None,
 ) -> jax.Array:
     """Adds the level above to a finished tile."""
-    if above is None:
+    if coarser is None:
         return acc
     # Rows past the batch need no sum; but the branch is there for ptxas, which without it unpacks
     # the fragment among the last WGMMAs, and waits for its loads there.
     return lax.cond(
         tile.row < phase.batch,
-        lambda: fragment.add(acc, above, interpret=role.interpret),
+        lambda: fragment.add(acc, coarser, interpret=ctx.interpret),
         lambda: acc,
     )
 
@@ -232,51 +236,53 @@ def _user_of(operands: Operands, row: Any) -> Any:
 
 
 def _fragment_at(
-    role: Role, phase: Phase, memory: fragment.Fragment, row: Any, tile: Tile
+    ctx: WarpgroupContext, phase: Phase, memory: fragment.Fragment, row: Any, tile: Tile
 ) -> fragment.Fragment:
     """The part of a row's fragments that belongs to a tile of `phase`."""
-    upper, lower = (plane.at[row, tile.n_tile, role.consumer] for plane in memory)
+    upper, lower = (plane.at[row, tile.n_tile, ctx.consumer] for plane in memory)
     columns = (tile.m_tile * phase.block_m, phase.block_m)
-    return fragment.columns_of(fragment.Fragment(upper, lower), *columns, interpret=role.interpret)
+    return fragment.columns_of(fragment.Fragment(upper, lower), *columns, interpret=ctx.interpret)
 
 
-def _load_fragment(role: Role, phase: Phase, memory: fragment.Fragment) -> fragment.Fragment:
-    return fragment.load(memory, phase.block_m, interpret=role.interpret)
+def _load_fragment(
+    ctx: WarpgroupContext, phase: Phase, memory: fragment.Fragment
+) -> fragment.Fragment:
+    return fragment.load(memory, phase.block_m, interpret=ctx.interpret)
 
 
 def _compute_fragment(
-    role: Role,
+    ctx: WarpgroupContext,
     phase: Phase,
     operands: Operands,
     fragments_out: fragment.Fragment,
     tile: Tile,
     step: Any,
-    when_multiplied: Callable[[], Any],
+    after_multiply: Callable[[], Any],
 ) -> tuple[Any, Any]:
     """One tile of a level that others look up.
 
     Returns what `when_multiplied` gives, which runs once the tile's stages are read, and the stages
     used so far.
     """
-    load_above = None
+    load_coarser = None
     if phase.from_fragments:
         user = _user_of(operands, tile.row)
-        memory = _fragment_at(role, phase, operands.fragments_in, user, tile)
-        load_above = functools.partial(_load_fragment, role, phase, memory)
-    acc, above = _multiply(role, phase, step, [], load_above, phase.block_m)
-    outcome = when_multiplied()
-    acc = _add(role, phase, tile, acc, above)
+        memory = _fragment_at(ctx, phase, operands.fragments_in, user, tile)
+        load_coarser = functools.partial(_load_fragment, ctx, phase, memory)
+    acc, coarser = _multiply(ctx, phase, step, [], load_coarser, phase.block_m)
+    outcome = after_multiply()
+    acc = _add(ctx, phase, tile, acc, coarser)
 
     @pl.when(tile.row < phase.batch)
     def _() -> None:
-        target = _fragment_at(role, phase, fragments_out, tile.row, tile)
-        fragment.store(target, acc, interpret=role.interpret)
+        target = _fragment_at(ctx, phase, fragments_out, tile.row, tile)
+        fragment.store(target, acc, interpret=ctx.interpret)
 
     return outcome, step + phase.k_steps
 
 
 def _store_chunk(
-    role: Role,
+    ctx: WarpgroupContext,
     phase: Phase,
     output: Any,
     chunk: int,
@@ -285,9 +291,9 @@ def _store_chunk(
     is_valid: Any,
 ) -> None:
     """Sends `epilogue_rows` compressed rows of a finished tile to the output."""
-    rows = role.config.epilogue_rows
+    rows = ctx.config.epilogue_rows
     registers_view, copy_view = (
-        view.at[role.consumer, chunk % STAGING_SLOTS] for view in role.shared.staging
+        view.at[ctx.consumer, chunk % STAGING_SLOTS] for view in ctx.shared.staging
     )
 
     if phase.batch % phase.cluster:
@@ -308,28 +314,28 @@ def _store_chunk(
             output.at[
                 tile.row,
                 pl.ds(tile.m_tile * phase.block_m + chunk * rows, rows),
-                pl.ds(tile.n_tile * BLOCK_N + role.consumer * WGMMA_M, WGMMA_M),
+                pl.ds(tile.n_tile * BLOCK_N + ctx.consumer * WGMMA_M, WGMMA_M),
             ],
         )
 
 
 def _compute_candidates(
-    role: Role,
+    ctx: WarpgroupContext,
     phase: Phase,
     operands: Operands,
     output: Any,
     wait_for_users: Callable[[], None] | None,
 ) -> None:
     """All candidate tiles of this CTA; each is stored during the first k steps of the next one."""
-    count = role.tiles.cand_count(role.worker)
-    chunks = range(phase.block_m // role.config.epilogue_rows)
-    store = functools.partial(_store_chunk, role, phase, output)
+    count = ctx.tiles.cand_count(ctx.worker)
+    chunks = range(phase.block_m // ctx.config.epilogue_rows)
+    store = functools.partial(_store_chunk, ctx, phase, output)
 
     def tile_of(i: Any) -> Tile:
-        return locate(phase, role.tiles.cand_tile(role.worker, i))
+        return locate(phase, ctx.tiles.cand_tile(ctx.worker, i))
 
     def compute(i: Any, finished: jax.Array) -> jax.Array:
-        i = mosaic.opaque(i, interpret=role.interpret)
+        i = mosaic.opaque(i, interpret=ctx.interpret)
         tile, previous = tile_of(i), tile_of(i - 1)
         users: list[Any] = []
 
@@ -342,31 +348,31 @@ def _compute_candidates(
         jobs = [first_job]
         jobs += [functools.partial(store, c, finished, previous, i > 0) for c in chunks[1:]]
 
-        def load_above() -> fragment.Fragment:
+        def load_coarser() -> fragment.Fragment:
             if wait_for_users is not None:
                 pl.when(i == 0)(wait_for_users)
-            memory = _fragment_at(role, phase, operands.fragments_in, users[-1], tile)
-            return _load_fragment(role, phase, memory)
+            memory = _fragment_at(ctx, phase, operands.fragments_in, users[-1], tile)
+            return _load_fragment(ctx, phase, memory)
 
         multiply = functools.partial(
             _multiply,
-            role,
+            ctx,
             phase,
-            mosaic.opaque(i * phase.k_steps, interpret=role.interpret),
+            mosaic.opaque(i * phase.k_steps, interpret=ctx.interpret),
             jobs,
-            load_above if phase.from_fragments else None,
+            load_coarser if phase.from_fragments else None,
         )
         if phase.m_tiles == 1:
-            acc, above = multiply(phase.last_block_m)
-        elif phase.last_block_m == phase.block_m or not role.config.trim:
-            acc, above = multiply(phase.block_m)
+            acc, coarser = multiply(phase.last_block_m)
+        elif phase.last_block_m == phase.block_m or not ctx.config.trim:
+            acc, coarser = multiply(phase.block_m)
         else:  # M = 433 in tiles of 224: 440 rows are multiplied, not 448
-            acc, above = lax.cond(
+            acc, coarser = lax.cond(
                 tile.m_tile == phase.m_tiles - 1,
                 lambda: multiply(phase.last_block_m),
                 lambda: multiply(phase.block_m),
             )
-        acc = _add(role, phase, tile, acc, above)
+        acc = _add(ctx, phase, tile, acc, coarser)
         return acc.astype(output.dtype)
 
     nothing = jnp.zeros((WGMMA_M, phase.block_m), output.dtype)
@@ -377,14 +383,14 @@ def _compute_candidates(
     plgpu.wait_smem_to_gmem(0, wait_read_only=False)
 
 
-def _free_all(role: Role) -> None:
+def _free_all(ctx: WarpgroupContext) -> None:
     """Consumer: says that it reads no stage, once all of them have been read or before any is."""
-    for stage in range(role.config.num_stages):
-        plgpu.barrier_arrive(role.shared.stage_free.at[stage])
+    for stage in range(ctx.config.num_stages):
+        plgpu.barrier_arrive(ctx.shared.stage_free.at[stage])
 
 
 def consume(
-    role: Role,
+    ctx: WarpgroupContext,
     phases: tuple[Phase | None, Phase | None],
     operands: tuple[Any, Any],
     outputs: tuple[Any, Any],
@@ -394,37 +400,37 @@ def consume(
     (user_phase, cand_phase), (user, cand), (output, fragments) = phases, operands, outputs
     wait_for_users = None
     if claims is not None and user_phase is not None:
-        user_role = role.in_claimed_phase(claims)
+        user_ctx = ctx.in_claimed_phase(claims)
 
         def taken(i: Any) -> Any:
             slot = lax.rem(i, claims.taken.shape[0])
             plgpu.barrier_wait(claims.taken_ready.at[slot])
             ticket = claims.taken[slot]
             # The user phase reads no stage any more: its last tile leaves while others come in.
-            pl.when(ticket >= user_phase.tiles)(lambda: _free_all(role))
+            pl.when(ticket >= user_phase.tiles)(lambda: _free_all(ctx))
             return ticket
 
         def compute(tile: Tile, step: Any, take_next: Callable[[], Any]) -> tuple[Any, Any]:
             ticket, step = _compute_fragment(
-                user_role, user_phase, user, fragments, tile, step, take_next
+                user_ctx, user_phase, user, fragments, tile, step, take_next
             )
-            mosaic.signal(claims.users_ready, interpret=role.interpret)
+            mosaic.signal(claims.users_ready, interpret=ctx.interpret)
             return ticket, step
 
         def wait_for_users() -> None:
             arrivals = user_phase.tiles * NUM_CONSUMERS
-            mosaic.wait(claims.users_ready, arrivals, interpret=role.interpret)
+            mosaic.wait(claims.users_ready, arrivals, interpret=ctx.interpret)
 
-        _free_all(user_role)
+        _free_all(user_ctx)
         _claimed_tiles(user_phase, taken, compute)
     else:
-        _free_all(role)
+        _free_all(ctx)
     if claims is None and user_phase is not None:
 
-        def compute_own(tile: Tile, step: Any) -> Any:
+        def compute_static(tile: Tile, step: Any) -> Any:
             rest = (fragments, tile, step, lambda: None)
-            return _compute_fragment(role, user_phase, user, *rest)[1]
+            return _compute_fragment(ctx, user_phase, user, *rest)[1]
 
-        _static_tiles(role, user_phase, compute_own, of_user=True)
+        _static_tiles(ctx, user_phase, compute_static, of_user=True)
     if cand_phase is not None:
-        _compute_candidates(role, cand_phase, cand, output, wait_for_users)
+        _compute_candidates(ctx, cand_phase, cand, output, wait_for_users)

@@ -102,7 +102,7 @@ class Claims(NamedTuple):
     users_ready: Any  # device-wide counter
 
 
-class Role(NamedTuple):
+class WarpgroupContext(NamedTuple):
     """What every function of a warpgroup needs; `consumer` is 0 or 1, unused by the producer."""
 
     config: LinearCompressionConfig
@@ -115,7 +115,7 @@ class Role(NamedTuple):
     def stage(self, step: Any) -> Any:
         return lax.rem(step, self.config.num_stages)
 
-    def in_claimed_phase(self, claims: Claims) -> Role:
+    def in_claimed_phase(self, claims: Claims) -> WarpgroupContext:
         """The same with the ring of the user phase, whose stages the CTA frees alone."""
         return self._replace(shared=self.shared._replace(stage_free=claims.stage_free))
 

@@ -47,13 +47,13 @@ def row_maximum(scores: jax.Array, log2_scale: float) -> jax.Array:
     return row_extreme(scores, log2_scale) * jnp.float32(log2_scale)
 
 
-def powers(scores: jax.Array, maximum: jax.Array, log2_scale: float) -> jax.Array:
+def exponentials(scores: jax.Array, maximum: jax.Array, log2_scale: float) -> jax.Array:
     """exp2(score * log2_scale - maximum), [64, keys]."""
     shift = lax.broadcast_in_dim(maximum, scores.shape, (0,))
     return jnp.exp2(scores * jnp.float32(log2_scale) - shift)
 
 
-def exact_powers(scores: jax.Array, extreme: jax.Array, log2_scale: float) -> jax.Array:
+def exact_exponentials(scores: jax.Array, extreme: jax.Array, log2_scale: float) -> jax.Array:
     """exp2((score - extreme) * log2_scale), [64, keys]: 1 at the extreme, however large that is.
 
     An instruction an element more than `powers`.
@@ -71,7 +71,7 @@ def partial_sums(p: jax.Array) -> jax.Array:
     return parts[0]
 
 
-def spoil_if_not_finite(sums: jax.Array, acc: jax.Array) -> jax.Array:
+def nan_where_not_finite(sums: jax.Array, acc: jax.Array) -> jax.Array:
     """`sums` [64, 8], in which rows are NaN where `acc` [64, width] holds NaN or infinity."""
     for i in range(0, acc.shape[1], PARTIAL):  # zero times them is NaN; one FFMA an element
         sums = lax.slice(acc, (0, i), (acc.shape[0], i + PARTIAL)) * jnp.float32(0) + sums

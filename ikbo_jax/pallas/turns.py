@@ -12,20 +12,20 @@ TURN_BARRIER = 4
 CONSUMER_THREADS = NUM_CONSUMERS * softmax.WARPGROUP_SIZE
 
 
-def take(role: Any) -> None:
+def take(ctx: Any) -> None:
     """Waits for the turn of this consumer, `role.consumer`."""
-    mosaic.named_barrier("sync", TURN_BARRIER + role.consumer, CONSUMER_THREADS)
+    mosaic.named_barrier("sync", TURN_BARRIER + ctx.consumer, CONSUMER_THREADS)
 
 
-def give(role: Any) -> None:
+def hand_over(ctx: Any) -> None:
     """Gives the other consumer its turn."""
-    mosaic.named_barrier("arrive", TURN_BARRIER + 1 - role.consumer, CONSUMER_THREADS)
+    mosaic.named_barrier("arrive", TURN_BARRIER + 1 - ctx.consumer, CONSUMER_THREADS)
 
 
-def await_scores(role: Any, pending: int = 1) -> None:
+def await_scores(ctx: Any, pending: int = 1) -> None:
     """Waits for the scores, issued before `pending` products; the other consumer may go ahead."""
-    if not role.config.late_turns:
-        give(role)
-    accumulator.wait(pending, interpret=role.interpret)
-    if role.config.late_turns:
-        give(role)
+    if not ctx.config.late_turns:
+        hand_over(ctx)
+    accumulator.wait(pending, interpret=ctx.interpret)
+    if ctx.config.late_turns:
+        hand_over(ctx)

@@ -20,7 +20,7 @@ from jax import lax
 
 #: Words of a tile in `TileList.words`: first row in the array that is read, first row in the array
 #: that is written, rows; first and number of what it meets on the other side.
-SOURCE, TARGET, ROWS, OTHER, OTHERS = range(5)
+SOURCE, TARGET, ROWS, KV_START, KV_LENGTH = range(5)
 TILE_WORDS = 5
 #: Segments up to which comparing all pairs is cheaper than sorting.
 MOST_COMPARED = 8192
@@ -44,8 +44,8 @@ class _Segments(NamedTuple):
     source: jax.Array
     target: jax.Array
     length: jax.Array
-    other: jax.Array
-    others: jax.Array
+    kv_start: jax.Array
+    kv_length: jax.Array
 
 
 def query_tiles(
@@ -86,7 +86,7 @@ def query_tiles(
     segments = _Segments(start, start, length, kv_start, kv_length)
     gaps = _gaps(segments, end, q_rows, max_seqlen_q)
     if q_to_kv is not None and q_to_kv.size > 1:
-        segments = _joined(segments)
+        segments = _merge_neighbours(segments)
     both: _Segments = jax.tree.map(lambda *x: jnp.concatenate(x), segments, gaps)
     return _cut(both, size, q_rows)
 
@@ -124,16 +124,16 @@ def _sequences(
     return offsets[:-1], length, offsets[1:]
 
 
-def _joined(segments: _Segments) -> _Segments:
+def _merge_neighbours(segments: _Segments) -> _Segments:
     """Neighbours that meet the same keys as one, which the first of them stands for.
 
     Candidates of one request are such neighbours: joined, they fill whole tiles.
     """
     start, end = segments.source, segments.source + segments.length
-    is_other = start[1:] != end[:-1]
-    for keys in (segments.other, segments.others):
-        is_other |= keys[1:] != keys[:-1]
-    is_first = jnp.concatenate([jnp.ones(1, bool), is_other])
+    is_different = start[1:] != end[:-1]
+    for keys in (segments.kv_start, segments.kv_length):
+        is_different |= keys[1:] != keys[:-1]
+    is_first = jnp.concatenate([jnp.ones(1, bool), is_different])
     index = jnp.arange(start.size, dtype=jnp.int32)
     # The first one of the next run, for each.
     if start.size > MOST_COMPARED:
@@ -160,17 +160,21 @@ def _gaps(segments: _Segments, end: jax.Array, total: int, max_seqlen: int | Non
 
 def _cut(segments: _Segments, size: int, total: int) -> TileList:
     """The list of all tiles of at most `size` rows of `segments`, which have `total` rows."""
-    served = min(segments.length.size, total)
-    most = max(served + (total - served) // size, 1)
-    at, first, counts = find(segments.others, -(-segments.length // size), most)
+    nonempty = min(segments.length.size, total)
+    most = max(nonempty + (total - nonempty) // size, 1)
+    segment, first, counts = order_tiles(segments.kv_length, -(-segments.length // size), most)
     start = (jnp.arange(most, dtype=jnp.int32) - first) * size
-    rows = jnp.clip(segments.length[at] - start, 0, size)
-    place = (segments.source[at] + start, segments.target[at] + start, rows)
-    words = jnp.stack([*place, segments.other[at], segments.others[at]], axis=1)
+    rows = jnp.clip(segments.length[segment] - start, 0, size)
+    rows_of_tile = (segments.source[segment] + start, segments.target[segment] + start, rows)
+    words = jnp.stack(
+        [*rows_of_tile, segments.kv_start[segment], segments.kv_length[segment]], axis=1
+    )
     return TileList(words, counts)
 
 
-def find(cost: jax.Array, tiles: jax.Array, most: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def order_tiles(
+    cost: jax.Array, tiles: jax.Array, most: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Lists tiles of segments, those of the largest `cost` first, in order where costs are equal.
 
     Args:
@@ -186,7 +190,7 @@ def find(cost: jax.Array, tiles: jax.Array, most: int) -> tuple[jax.Array, jax.A
     segments = tiles.size
     counts = jnp.stack([jnp.where(cost > 0, tiles, 0), tiles]).sum(axis=1, dtype=jnp.int32)
     if segments > MOST_COMPARED or most * segments >= 2**31:
-        return *_find_sorted(cost, tiles, most), counts
+        return *_order_sorted(cost, tiles, most), counts
     number = jnp.arange(segments, dtype=jnp.int32)
     # One key for cost and number, so that there is one comparison. Costs that it has no room for
     # count as one: the order is for speed.
@@ -200,13 +204,13 @@ def find(cost: jax.Array, tiles: jax.Array, most: int) -> tuple[jax.Array, jax.A
     return found % segments, found // segments, counts
 
 
-def _find_sorted(cost: jax.Array, tiles: jax.Array, most: int) -> tuple[jax.Array, jax.Array]:
+def _order_sorted(cost: jax.Array, tiles: jax.Array, most: int) -> tuple[jax.Array, jax.Array]:
     """Segments and their first places, for many segments."""
     order = jnp.argsort(-cost, stable=True).astype(jnp.int32)
     tiles = tiles[order]
     end = jnp.cumsum(tiles)
     number = jnp.arange(most, dtype=jnp.int32)
     # Unrolled, the search is part of one fused kernel.
-    at = jnp.searchsorted(end, number, side="right", method="scan_unrolled").astype(jnp.int32)
-    at = jnp.minimum(at, end.size - 1)
-    return order[at], (end - tiles)[at]
+    segment = jnp.searchsorted(end, number, side="right", method="scan_unrolled").astype(jnp.int32)
+    segment = jnp.minimum(segment, end.size - 1)
+    return order[segment], (end - tiles)[segment]

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ikbo_jax.pallas.gdpa_weights import Weighing
+from ikbo_jax.pallas.gdpa_weights import ActivationSpec
 from ikbo_jax.tuning.configs import BLOCK_K
 from ikbo_jax.tuning.gdpa_backward_configs import SLOTS, GdpaBackwardConfig
 
 #: Words of a tile's descriptor in shared memory: first row and rows of the result, head, whether
 #: the tile meets anything, blocks (at least 1).
-FIRST_ROW, ROWS, HEAD, MEETS, BLOCKS = range(5)
+FIRST_ROW, ROWS, HEAD, HAS_BLOCKS, BLOCKS = range(5)
 ITEM_WORDS = 8
 #: Words of a block's descriptor: rows, query head.
 BLOCK_WORDS = 2
@@ -37,10 +37,10 @@ class Shape:
     """
 
     heads: int
-    group: int
-    divisor: int
+    streamed_per_head: int
+    heads_per_streamed: int
     head_dim: int
-    weighing: Weighing
+    activation: ActivationSpec
     scales: tuple[float, ...]
     workers: int
 
@@ -51,8 +51,8 @@ class Shape:
     @property
     def has_activation_in_branch(self) -> bool:
         """Whether ptxas must not mix an activation with what is around it, since it would spill."""
-        names = self.weighing.names
-        is_alone, kind = len(set(names)) == 1, (names[0], self.weighing.approx)
+        names = self.activation.names
+        is_alone, kind = len(set(names)) == 1, (names[0], self.activation.approx)
         is_wide = self.is_for_keys and self.head_dim > BLOCK_K
         return is_wide and is_alone and kind in SPILLING_ACTIVATIONS
 
@@ -65,29 +65,31 @@ class Shape:
 class Operands(NamedTuple):
     """Device memory. Scores are `own[0] @ others[0].T`, their gradients `own[1] @ others[1].T`."""
 
-    own: tuple[Any, Any]  # key and value [total_kv, K, H]; or query and d_out [total_q, N, H]
-    others: tuple[Any, Any]  # the other two
+    stationary: tuple[
+        Any, Any
+    ]  # key and value [total_kv, K, H]; or query and d_out [total_q, N, H]
+    streamed: tuple[Any, Any]  # the other two
     tiles: Any  # [tiles, TILE_WORDS] int32
     num_tiles: Any  # [1] int32
-    partners: Any  # [sequences, PARTNER_WORDS] int32
+    ranges: Any  # [sequences, PARTNER_WORDS] int32
 
 
 class Shared(NamedTuple):
     """Shared memory and barriers; a tile is (view for WGMMA, view for TMA): `mosaic.tile_views`."""
 
-    own: tuple[Any, Any]  # [SLOTS, 2 operands, 2 consumers, column blocks, 64, 64]
-    others: tuple[Any, Any]  # [stages, 2 operands, column blocks, block, 64]
+    stationary: tuple[Any, Any]  # [SLOTS, 2 operands, 2 consumers, column blocks, 64, 64]
+    streamed: tuple[Any, Any]  # [stages, 2 operands, column blocks, block, 64]
     items: Any  # [SLOTS, ITEM_WORDS] int32
     blocks: Any  # [stages, BLOCK_WORDS] int32
-    own_ready: Any
-    own_free: Any
-    others_ready: Any
-    others_free: Any
+    stationary_ready: Any
+    stationary_free: Any
+    streamed_ready: Any
+    streamed_free: Any
     staging: Any  # [2 consumers, 2, 64, columns], only under interpretation
-    wide_staging: Any  # [2 consumers, 64, columns] f32, likewise
+    f32_staging: Any  # [2 consumers, 64, columns] f32, likewise
 
 
-class Role(NamedTuple):
+class WarpgroupContext(NamedTuple):
     """What every function of a warpgroup needs; `consumer` is 0 or 1, unused by the producer."""
 
     shape: Shape

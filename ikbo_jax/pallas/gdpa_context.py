@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ikbo_jax.pallas import schedule
-from ikbo_jax.pallas.gdpa_weights import Weighing
+from ikbo_jax.pallas.gdpa_weights import ActivationSpec
 from ikbo_jax.tuning.configs import BLOCK_K
 from ikbo_jax.tuning.gdpa_configs import GdpaConfig
 
@@ -18,7 +18,7 @@ from ikbo_jax.tuning.gdpa_configs import GdpaConfig
 ITEM_WORDS = 7
 #: Descriptors beyond the query slots.  A consumer reads one for the last time after it has given up
 #: the queries of the item that follows, so the one that may overwrite it is three items later.
-MORE_ITEM_SLOTS = 2
+EXTRA_ITEM_SLOTS = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Shape:
     q_heads: int
     kv_heads: int
     head_dim: int
-    weighing: Weighing
+    activation: ActivationSpec
     workers: int
 
     @property
@@ -80,10 +80,10 @@ class Item(NamedTuple):
     blocks: Any  # of keys, at least 1; 0 ends the list
     length: Any  # keys
     head: Any
-    is_here: Any  # 1: all blocks are in shared memory, where the item before met them
+    is_resident: Any  # 1: all blocks are in shared memory, where the item before met them
 
 
-class Place(NamedTuple):
+class Destination(NamedTuple):
     """Where its result goes; read when it is there, since registers are scarce before."""
 
     head: Any
@@ -91,7 +91,7 @@ class Place(NamedTuple):
     rows: Any  # of the tile
 
 
-class Role(NamedTuple):
+class WarpgroupContext(NamedTuple):
     """What every function of a warpgroup needs; `consumer` is 0 or 1, unused by the producer."""
 
     shape: Shape
@@ -107,12 +107,14 @@ class Role(NamedTuple):
         return lax.rem(item, self.config.q_slots)
 
     def item_slot(self, item: Any) -> Any:
-        return lax.rem(item, self.config.q_slots + MORE_ITEM_SLOTS)
+        return lax.rem(item, self.config.q_slots + EXTRA_ITEM_SLOTS)
 
-    def place(self, item: Any) -> Place:
+    def destination(self, item: Any) -> Destination:
         """Where the result of an item goes, which has been received."""
         slot, first = self.item_slot(item), len(Item._fields)
-        return Place(*(self.shared.items[slot, first + i] for i in range(len(Place._fields))))
+        return Destination(
+            *(self.shared.items[slot, first + i] for i in range(len(Destination._fields)))
+        )
 
     def k_stage(self, step: Any) -> Any:
         return lax.rem(step, self.config.k_stages)
@@ -133,10 +135,10 @@ class Role(NamedTuple):
             begin = begin + 0 * self.worker  # a start known in advance would be out of bounds
         return pl.ds(begin, BLOCK_K)
 
-    def share(self, count: Any) -> Any:
+    def work_items(self, count: Any) -> Any:
         """How many of `count` runs are this CTA's."""
         return schedule.back_and_forth_share(self.worker, self.shape.workers, count)
 
-    def turn(self, i: Any) -> Any:
+    def work_item(self, i: Any) -> Any:
         """The number of this CTA's `i`-th run."""
         return schedule.back_and_forth(self.worker, self.shape.workers, i)

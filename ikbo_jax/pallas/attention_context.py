@@ -120,14 +120,14 @@ class Item(NamedTuple):
     length: Any  # keys
     head: Any
     flag: Any  # index of the flag of the pass's tile
-    is_here: Any  # 1: the pass before has left all blocks in shared memory
+    is_resident: Any  # 1: the pass before has left all blocks in shared memory
     is_kept: Any  # 1: this pass leaves them there
     first_row: Any  # of this consumer, in device memory
     begin: Any  # of the rows that belong to the pass, from 0 to 64
     end: Any
 
 
-class Role(NamedTuple):
+class WarpgroupContext(NamedTuple):
     """What every function of a warpgroup needs; `consumer` is 0 or 1, unused by the producer."""
 
     shape: Shape
