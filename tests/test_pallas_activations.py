@@ -115,7 +115,8 @@ def result(spec: gdpa_weights.ActivationSpec, head: int, scores: np.ndarray) -> 
 
 
 @pytest.mark.parametrize(
-    ("scale", "has_f32_range"), [(0.3, True), (4.0, True), (0.3, False), (-0.3, True), (2.0**-12, True)]
+    ("scale", "has_f32_range"),
+    [(0.3, True), (4.0, True), (0.3, False), (-0.3, True), (2.0**-12, True)],
 )
 def test_weights_times_their_factor_are_activated_scores(scale: float, has_f32_range: bool) -> None:
     scores = np.concatenate([GRID[:, ::32].ravel(), LARGE, KINKS])
@@ -172,7 +173,8 @@ def gradients(
 
 
 @pytest.mark.parametrize(
-    ("scale", "has_f32_range"), [(0.3, True), (4.0, True), (0.3, False), (-0.3, True), (2.0**-12, True)]
+    ("scale", "has_f32_range"),
+    [(0.3, True), (4.0, True), (0.3, False), (-0.3, True), (2.0**-12, True)],
 )
 def test_slopes_times_their_constant_are_gradients(scale: float, has_f32_range: bool) -> None:
     scores = np.concatenate([GRID[:, ::32].ravel(), LARGE, KINKS])

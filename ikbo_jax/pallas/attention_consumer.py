@@ -1,4 +1,4 @@
-"""A consumer warpgroup of the attention kernel: 64 rows through all passes of its CTA."""
+"""A consumer warpgroup of the attention kernel: computes 64 rows of every pass of its CTA."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ from ikbo_jax.pallas import accumulator, attention_store, mosaic, softmax, turns
 from ikbo_jax.pallas.attention_context import COMMON_ITEM_WORDS, FLAG_WORDS, Item, WarpgroupContext
 from ikbo_jax.tuning.configs import NUM_CONSUMERS, WGMMA_M
 
-#: The named barrier where both consumers wait for each other; those before it are the turns'.
+#: The named barrier at which the consumers wait for each other; the turns use the two before it.
 CONSUMER_BARRIER = turns.TURN_BARRIER + NUM_CONSUMERS
 
 
 class _State(NamedTuple):
     """What a consumer carries from one step to the next."""
 
-    weights: jax.Array  # [64, block_kv] of the block at hand
-    maximum: jax.Array  # [64] f32
-    sums: jax.Array  # [64, 8] f32
-    acc: jax.Array  # [64, H] f32, without the block at hand; before the first, of the last pass
+    weights: jax.Array  # [64, block_kv], attention weights of the current block
+    maximum: jax.Array  # [64] f32, row maxima of the pass's first block
+    sums: jax.Array  # [64, 8] f32, whose rows sum to the row sums of the weights
+    acc: jax.Array  # [64, H] f32, without the current block; in block 0, the previous pass's sum
 
 
 def _receive(ctx: WarpgroupContext, index: Any) -> Item:
-    """Waits for the producer's description of a pass."""
+    """Waits for the descriptor of pass `index`."""
     plgpu.barrier_wait(ctx.shared.item_ready.at[ctx.slot(index)])
     return _item(ctx, index)
 
 
 def _item(ctx: WarpgroupContext, index: Any) -> Item:
-    """A description that was received, and whose slot is not free yet."""
+    """Reads the descriptor of pass `index`, which was received, and whose slot is not yet free."""
     slot = ctx.slot(index)
     words = ctx.shared.items
-    own = COMMON_ITEM_WORDS + 3 * ctx.consumer
+    first = COMMON_ITEM_WORDS + 3 * ctx.consumer
     return Item(
         *(words[slot, i] for i in range(COMMON_ITEM_WORDS)),
-        *(words[slot, own + i] for i in range(3)),
+        *(words[slot, first + i] for i in range(3)),
     )
 
 
 def _issue_scores(ctx: WarpgroupContext, item: Item, index: Any, step: Any) -> jax.Array:
-    """Scores of the pass number `index` and its user's keys in ring position `step`."""
+    """Issues the scores of pass `index` and the block of keys at `step`."""
     stage = ctx.k_stage(step)
     ready = ctx.shared.k_ready.at[stage]
     ctx.unless(item.is_resident, functools.partial(plgpu.barrier_wait, ready))
@@ -62,11 +62,11 @@ def _issue_scores(ctx: WarpgroupContext, item: Item, index: Any, step: Any) -> j
 def _issue_values(
     ctx: WarpgroupContext, item: Item, state: _State, is_defined: Any, step: Any
 ) -> jax.Array:
-    """Adds the product of the weights at hand and the values in ring position `step`."""
+    """Issues the sum of the accumulator and the current weights times the values at `step`."""
     stage = ctx.v_stage(step)
     ready = ctx.shared.v_ready.at[stage]
     ctx.unless(item.is_resident, functools.partial(plgpu.barrier_wait, ready))
-    staging = ctx.shared.rows.at[ctx.consumer] if ctx.interpret else None
+    staging = ctx.shared.staging.at[ctx.consumer] if ctx.interpret else None
     return accumulator.add_product(
         state.acc,
         is_defined,
@@ -85,7 +85,7 @@ def _free_values(ctx: WarpgroupContext, item: Item, step: Any) -> None:
 def _scores(
     ctx: WarpgroupContext, scores: jax.Array, item: Item, block: Any, step: Any
 ) -> jax.Array:
-    """Scores that have been waited for, without those past the user's length; frees their keys."""
+    """Masks computed scores past the user's length, and frees the block of keys."""
     scores = accumulator.after_wait(scores, interpret=ctx.interpret)
     free = ctx.shared.k_free.at[ctx.k_stage(step)]
     ctx.unless(item.is_kept, functools.partial(plgpu.barrier_arrive, free))
@@ -98,7 +98,7 @@ def _scores(
 
 
 def _free_read_queries(ctx: WarpgroupContext, index: Any, is_last: Any) -> None:
-    """With a single slot, the next queries may come as soon as the last scores are there."""
+    """With one query slot, frees it as soon as the last scores of the pass are computed."""
     if ctx.config.q_slots == 1:
 
         @pl.when(is_last)
@@ -107,7 +107,7 @@ def _free_read_queries(ctx: WarpgroupContext, index: Any, is_last: Any) -> None:
 
 
 def _free_stored_slot(ctx: WarpgroupContext, index: Any) -> None:
-    """With two slots, a slot is free once the output that was staged in it has left."""
+    """With two query slots, frees a slot after TMA has read the output that was staged in it."""
     if ctx.config.q_slots > 1:
 
         @pl.when(index >= 0)
@@ -117,12 +117,12 @@ def _free_stored_slot(ctx: WarpgroupContext, index: Any) -> None:
 
 
 def _synchronise_consumers() -> None:
-    """The consumers wait for one another, and then see each other's writes to shared memory."""
+    """Both consumers wait for each other, and then see each other's writes to shared memory."""
     mosaic.named_barrier("sync", jnp.int32(CONSUMER_BARRIER), turns.CONSUMER_THREADS)
 
 
 def _begin(ctx: WarpgroupContext, scores: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(weights in f32, maximum, sums) of a pass's first block."""
+    """(weights in f32, row maxima, sums) of a pass's first block."""
     maximum = softmax.row_maximum(scores, ctx.shape.log2_scale)
     p = softmax.exponentials(scores, maximum, ctx.shape.log2_scale)
     return p, maximum, softmax.partial_sums(p)
@@ -137,8 +137,10 @@ def _step(
     state: _State,
     meanwhile: Callable[[], None] | None = None,
 ) -> _State:
-    """Multiplies block `block`, whose weights are at hand, and makes the weights of the next;
-    `meanwhile` reads the accumulator for the last time while the scores are multiplied."""
+    """Multiplies block `block` by its weights, and computes the weights of the next block.
+
+    `meanwhile` reads the accumulator for the last time, while the scores are in flight.
+    """
     step = first_step + block
     turns.take(ctx)
     scores = _issue_scores(ctx, item, index, step + 1)
@@ -163,7 +165,7 @@ def _step(
 def _last_step(
     ctx: WarpgroupContext, item: Item, next_item: Item, index: Any, first_step: Any, state: _State
 ) -> _State:
-    """The state of the next pass at its first block, with this pass's accumulator."""
+    """The state at the next pass's first block; its accumulator is this pass's final sum."""
     is_defined, step = item.blocks > 1, first_step + item.blocks - 1
 
     def with_next() -> tuple[jax.Array, ...]:
@@ -182,7 +184,7 @@ def _last_step(
     def alone() -> tuple[jax.Array, ...]:
         turns.take(ctx)
         acc = _issue_values(ctx, item, state, is_defined, step)
-        # The first turn was given to consumer 0, so it is consumer 1 that gives none at the end.
+        # Consumer 1 handed over the first turn, to consumer 0; so at the end it hands over none.
         pl.when(ctx.consumer == 0)(functools.partial(turns.hand_over, ctx))
         accumulator.wait(0, interpret=ctx.interpret)
         return acc, state.weights, state.maximum, state.sums
@@ -198,22 +200,26 @@ def _begin_pass(
     item: Item,
     index: Any,
     first_step: Any,
-    last: tuple[Any, ...],
+    previous: tuple[Any, ...],
     state: _State,
 ) -> _State:
-    """Completes the last pass, of which `last` are the sums and maxima, while this one's second
-    block is multiplied, if it has one."""
+    """Stores the previous pass while the scores of this pass's second block are in flight.
 
-    def store_last() -> None:
+    `previous` is the previous pass's (sums, maxima).  A pass with one block has no such scores.
+    """
+
+    def store_previous() -> None:
         @pl.when(index > 0)
-        def _() -> None:  # read again: a consumer has no registers to keep it
-            attention_store.check_and_store(ctx, _item(ctx, index - 1), index - 1, state.acc, *last)
+        def _() -> None:  # its descriptor is read again: no registers are left to keep it
+            attention_store.check_and_store(
+                ctx, _item(ctx, index - 1), index - 1, state.acc, *previous
+            )
 
     def several_blocks() -> _State:
-        return _step(ctx, item, index, first_step, jnp.int32(0), state, store_last)
+        return _step(ctx, item, index, first_step, jnp.int32(0), state, store_previous)
 
     def single_block() -> _State:
-        store_last()
+        store_previous()
         _free_stored_slot(ctx, index - 1)
         return state
 
@@ -222,7 +228,7 @@ def _begin_pass(
 
 
 def _attend(ctx: WarpgroupContext) -> tuple[Any, Any]:
-    """All passes of this CTA, pipelined; returns the number of items, and where the rings are."""
+    """All passes of this CTA, pipelined; returns the next item's number and its first step."""
     zero, is_early = jnp.int32(0), ctx.is_early
     item = _receive(ctx, zero)
     turns.take(ctx)
@@ -236,33 +242,35 @@ def _attend(ctx: WarpgroupContext) -> tuple[Any, Any]:
     acc = plgpu.layout_cast(acc, plgpu.Layout.WGMMA)
     state = _State(p.astype(ctx.outputs.out.dtype), maximum, sums, acc)
 
-    def one(carry: tuple[Any, ...]) -> tuple[Any, ...]:
-        item, index, first_step, last, state = carry
+    def one_pass(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        item, index, first_step, previous, state = carry
         step = functools.partial(_step, ctx, item, index, first_step)
         if is_early:
-            state = _begin_pass(ctx, item, index, first_step, last, state)
+            state = _begin_pass(ctx, item, index, first_step, previous, state)
         state = lax.fori_loop(int(is_early), item.blocks - 1, step, state)
         if not is_early:
             pl.when(item.blocks == 1)(functools.partial(_free_stored_slot, ctx, index - 1))
         next_item = _receive(ctx, index + 1)
-        current: tuple[Any, ...] = (state.sums, state.maximum)
+        statistics: tuple[Any, ...] = (state.sums, state.maximum)
         state = _last_step(ctx, item, next_item, index, first_step, state)
         if not is_early:
-            attention_store.check_and_store(ctx, item, index, state.acc, *current)
-            current = ()
-        return next_item, index + 1, ctx.step_after(item, first_step), current, state
+            attention_store.check_and_store(ctx, item, index, state.acc, *statistics)
+            statistics = ()
+        return next_item, index + 1, ctx.step_after(item, first_step), statistics, state
 
     start = (item, zero, zero, (sums, maximum) if is_early else (), state)
-    _, items, steps, last, state = lax.while_loop(lambda carry: carry[0].blocks > 0, one, start)
+    _, items, steps, previous, state = lax.while_loop(
+        lambda carry: carry[0].blocks > 0, one_pass, start
+    )
     if is_early:
-        attention_store.check_and_store(ctx, _item(ctx, items - 1), items - 1, state.acc, *last)
+        attention_store.check_and_store(ctx, _item(ctx, items - 1), items - 1, state.acc, *previous)
     _free_stored_slot(ctx, items - 1)
-    plgpu.barrier_arrive(ctx.shared.q_free.at[ctx.slot(items)])  # of the end
+    plgpu.barrier_arrive(ctx.shared.q_free.at[ctx.slot(items)])  # the slot of the end
     return items + 1, steps
 
 
 def _zero_values_past_length(ctx: WarpgroupContext, stage: Any, keys: Any) -> None:
-    """Zeroes the values of a stage from row `keys` on, for both consumers."""
+    """Zeroes a stage's values from row `keys` on; consumer 0 writes, both consumers wait."""
     tiles = ctx.shared.value[0].at[stage]
 
     @pl.when(keys < ctx.config.block_kv)
@@ -276,7 +284,7 @@ def _zero_values_past_length(ctx: WarpgroupContext, stage: Any, keys: Any) -> No
 
 
 def _recompute(ctx: WarpgroupContext, index: Any, first_step: Any) -> None:
-    """The flagged tiles again, block after block with the running maximum; no block is reused."""
+    """Computes the flagged tiles again, with the running maximum; reuses no block."""
     shape, shared = ctx.shape, ctx.shared
     nothing_yet = -jnp.inf if shape.log2_scale > 0 else jnp.inf
     further = jnp.maximum if shape.log2_scale > 0 else jnp.minimum
@@ -292,7 +300,7 @@ def _recompute(ctx: WarpgroupContext, index: Any, first_step: Any) -> None:
         accumulator.wait(0, interpret=ctx.interpret)
         scores = _scores(ctx, scores, item, block, step)
         larger = further(extreme, softmax.row_extreme(scores, shape.log2_scale))
-        # Rows without any score above -inf so far: every weight is 0.
+        # In a row that has had no score above -inf so far, every weight is 0.
         finite = jnp.where(larger == nothing_yet, 0.0, larger)
         shrink = jnp.exp2((extreme - finite) * jnp.float32(shape.log2_scale))
         p = softmax.exact_exponentials(scores, finite, shape.log2_scale)
@@ -301,7 +309,7 @@ def _recompute(ctx: WarpgroupContext, index: Any, first_step: Any) -> None:
         stage = ctx.v_stage(step)
         plgpu.barrier_wait(shared.v_ready.at[stage])
         _zero_values_past_length(ctx, stage, item.length - block * ctx.config.block_kv)
-        staging = shared.rows.at[ctx.consumer] if ctx.interpret else None
+        staging = shared.staging.at[ctx.consumer] if ctx.interpret else None
         acc = accumulator.add_product(
             acc,
             block > 0,
@@ -315,7 +323,7 @@ def _recompute(ctx: WarpgroupContext, index: Any, first_step: Any) -> None:
         plgpu.barrier_arrive(shared.v_free.at[stage])
         return larger, scaled + softmax.partial_sums(p), acc
 
-    def one(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+    def one_pass(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         item, index, first_step = carry
         plgpu.barrier_wait(shared.q_ready.at[ctx.slot(index)])
         nothing = (
@@ -334,7 +342,7 @@ def _recompute(ctx: WarpgroupContext, index: Any, first_step: Any) -> None:
         return _receive(ctx, index + 1), index + 1, first_step + item.blocks
 
     first = (_receive(ctx, index), index, first_step)
-    _, index, _ = lax.while_loop(lambda carry: carry[0].blocks > 0, one, first)
+    _, index, _ = lax.while_loop(lambda carry: carry[0].blocks > 0, one_pass, first)
     plgpu.barrier_arrive(shared.q_free.at[ctx.slot(index)])
 
 
@@ -352,9 +360,9 @@ def consume(ctx: WarpgroupContext) -> None:
             plgpu.barrier_arrive(free.at[stage])
     pl.when(ctx.consumer == 1)(functools.partial(turns.hand_over, ctx))
     items, steps = _attend(ctx)
-    # What was stored must not overtake what is stored again.
+    # The first result of a flagged tile must not overtake the second one.
     plgpu.wait_smem_to_gmem(0, wait_read_only=False)
-    # The address of a barrier known in advance would take a register through all that precedes.
+    # A static barrier address would occupy a register through all of the code above.
     zero = mosaic.opaque(jnp.int32(0), interpret=ctx.interpret)
     plgpu.barrier_arrive(shared.flags_ready.at[zero])
     _synchronise_consumers()

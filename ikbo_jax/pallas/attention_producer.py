@@ -1,4 +1,4 @@
-"""The producer warp of the attention kernel: which passes there are, and their operands by TMA."""
+"""The producer warp of the attention kernel: finds the passes, and loads their operands by TMA."""
 
 from __future__ import annotations
 
@@ -16,34 +16,37 @@ from ikbo_jax.tuning.configs import ATTENTION_TILE_ROWS, NUM_CONSUMERS, WGMMA_M
 
 
 class _Share(NamedTuple):
-    """The tiles of this CTA: `count` of them, the first one and every `stride`-th after it."""
+    """The tiles of this CTA: `count` tiles, from tile `first` on with stride `stride`.
 
-    row_tiles: Any  # of a head
+    With a list of tiles, `schedule.back_and_forth` gives the numbers instead.
+    """
+
+    row_tiles: Any  # tiles of a head
     first: Any
-    stride: Any  # 1 with a list of tiles, which CTAs share forth and back
+    stride: Any
     count: Any
 
 
 class _Pass(NamedTuple):
-    """A pass that is yet to be sent; rows are numbered in work order."""
+    """A pass that the producer has yet to send; rows are numbered in work order."""
 
-    tile: Any  # which one of this CTA's; `_Share.count` or more: there is no such pass
-    first: Any  # row of the tile,
-    stop: Any  # and past its last
+    tile: Any  # the number of the tile within this CTA; no such pass from `_Share.count` on
+    first: Any  # the tile's rows are [first, stop)
+    stop: Any
     head: Any
-    begin: Any  # row of the pass,
-    end: Any  # and past its last
-    user: Any  # or, with a list of tiles, row of the first key
-    length: Any  # keys
+    begin: Any  # the pass's rows are [begin, end)
+    end: Any
+    user: Any  # with a list of tiles, row of the first key
+    length: Any  # number of keys
     source: Any = None  # with a list of tiles, first row of the queries
 
 
 class _Progress(NamedTuple):
-    """How far the producer has come."""
+    """How much the producer has sent."""
 
-    items: Any
-    steps: Any  # blocks of keys; and of values, between items
-    is_kept: Any  # of the last item
+    items: Any  # passes, and ends of sequences of passes
+    steps: Any  # blocks of keys; between items, as many blocks of values
+    is_kept: Any  # `Item.is_kept` of the last item
 
 
 def _share(ctx: WarpgroupContext) -> _Share:
@@ -52,7 +55,7 @@ def _share(ctx: WarpgroupContext) -> _Share:
         row_tiles = operands.counts[1]
         tiles = row_tiles * shape.q_heads
         count = schedule.back_and_forth_share(ctx.worker, shape.workers, tiles)
-        # The consumers take it that there is a pass: a CTA without tiles has one without rows.
+        # The consumers expect a pass: a CTA without tiles gets one pass without rows.
         return _Share(row_tiles, ctx.worker, 1, jnp.maximum(count, 1))
     row_tiles = jnp.int32(shape.row_tiles)
     if operands.cut_counts is not None:
@@ -60,15 +63,17 @@ def _share(ctx: WarpgroupContext) -> _Share:
     tiles = row_tiles * shape.q_heads
     each, extra = lax.div(tiles, shape.workers), lax.rem(tiles, shape.workers)
     count = each + (ctx.worker < extra).astype(jnp.int32)
-    if ctx.config.reuse:  # neighbours, which have a user's keys in common
+    if ctx.config.reuse:  # consecutive tiles, which share their users' keys
         first = ctx.worker * each + jnp.minimum(ctx.worker, extra)
         return _Share(row_tiles, first, 1, count)
     return _Share(row_tiles, ctx.worker, shape.workers, count)
 
 
 def _tile(ctx: WarpgroupContext, share: _Share, i: Any) -> tuple[Any, Any, Any]:
-    """(first row, row past the last, head) of this CTA's `i`-th tile, or of some tile if it has
-    none: tiles of one head and one user stand next to one another."""
+    """(first row, end of rows, head) of this CTA's `i`-th tile; of some tile from `count` on.
+
+    Tiles of one head and one user have consecutive numbers.
+    """
     shape, chunk, cuts = ctx.shape, ctx.config.chunk, ctx.operands.cuts
     tile = jnp.minimum(share.first + i * share.stride, share.row_tiles * shape.q_heads - 1)
     if ctx.config.reuse:
@@ -84,7 +89,7 @@ def _tile(ctx: WarpgroupContext, share: _Share, i: Any) -> tuple[Any, Any, Any]:
 
 
 def _user_at(ctx: WarpgroupContext, position: Any) -> Any:
-    """The user of the candidate at a position of the work order, clamped."""
+    """The user, clamped, of the candidate at `position` in work order."""
     operands, last = ctx.operands, ctx.shape.batch - 1
     candidate = jnp.minimum(position, last)
     if operands.order is not None:
@@ -93,8 +98,8 @@ def _user_at(ctx: WarpgroupContext, position: Any) -> Any:
 
 
 def _run_from(ctx: WarpgroupContext, position: Any, stop: Any) -> tuple[Any, Any]:
-    """(user, position past the last of the run that begins here), looking no further than a tile
-    needs, or `stop`."""
+    """(user, end) of the run of candidates that begins at `position`; looks ahead no further than
+    `stop`, and no further than a tile needs."""
     user = _user_at(ctx, position)
     if ctx.operands.run_ends is not None:
         return user, ctx.operands.run_ends[position]
@@ -107,7 +112,7 @@ def _run_from(ctx: WarpgroupContext, position: Any, stop: Any) -> tuple[Any, Any
 
 
 def _first_row(ctx: WarpgroupContext, row: Any) -> Any:
-    """Where a consumer's 64 rows stand in device memory, from where they stand in work order."""
+    """The first of a consumer's 64 rows in device memory; `row` is its number in work order."""
     order, q_len, last = ctx.operands.order, ctx.shape.q_len, ctx.shape.batch - 1
     if order is None:
         return row
@@ -118,12 +123,12 @@ def _first_row(ctx: WarpgroupContext, row: Any) -> Any:
 def _load_block(
     ctx: WarpgroupContext, source: Any, tiles: Any, ready: Any, user: Any, head: Any, block: Any
 ) -> None:
-    """Brings a block of one user's keys or values into a stage; `user` is that of a `_Pass`."""
+    """Loads a block of one user's keys or values into a stage; `user` is `_Pass.user`."""
     config, shape = ctx.config, ctx.shape
     for i in range(shape.column_blocks):
         first = block * config.block_kv
         rows: tuple[Any, ...] = (user, pl.ds(first, config.block_kv))
-        if ctx.operands.words is not None:  # past the sequence's end, others' rows come along
+        if ctx.operands.words is not None:  # may reach into the next sequence's rows
             rows = (pl.ds(user + first, config.block_kv),)
         plgpu.copy_gmem_to_smem(
             source.at[
@@ -136,14 +141,14 @@ def _load_block(
         )
 
 
-def _pass(ctx: WarpgroupContext, tile: Any, where: tuple[Any, Any, Any], begin: Any) -> _Pass:
-    """The pass that begins at row `begin` of a tile; `where` is what `_tile` says of it."""
+def _pass(ctx: WarpgroupContext, tile: Any, extent: tuple[Any, Any, Any], begin: Any) -> _Pass:
+    """The pass that begins at row `begin` of a tile, whose `extent` is the result of `_tile`."""
     shape = ctx.shape
-    first, stop, head = where
+    first, stop, head = extent
     user, run_end = _run_from(ctx, lax.div(begin, shape.q_len), shape.batch)
     end = jnp.minimum(run_end * shape.q_len, stop)
     if ctx.operands.cuts is not None:
-        end = stop  # tiles end where runs do
+        end = stop  # with cuts, a tile has one user
     length = jnp.int32(shape.kv_len)
     if ctx.operands.lengths is not None:
         length = jnp.clip(ctx.operands.lengths[user], 0, shape.kv_len)
@@ -151,7 +156,7 @@ def _pass(ctx: WarpgroupContext, tile: Any, where: tuple[Any, Any, Any], begin: 
 
 
 def _listed_pass(ctx: WarpgroupContext, share: _Share, i: Any) -> _Pass:
-    """The pass of this CTA's `i`-th tile of a list; if it has none, one without rows and keys."""
+    """The pass of this CTA's `i`-th tile of a list; past the last, a pass without rows and keys."""
     shape = ctx.shape
     number = schedule.back_and_forth(share.first, shape.workers, i)
     tiles = share.row_tiles * shape.q_heads
@@ -170,14 +175,15 @@ def _first_pass(ctx: WarpgroupContext, share: _Share, i: Any) -> _Pass:
     """The first pass of this CTA's `i`-th tile."""
     if ctx.operands.words is not None:
         return _listed_pass(ctx, share, i)
-    where = _tile(ctx, share, i)
-    return _pass(ctx, i, where, where[0])
+    extent = _tile(ctx, share, i)
+    return _pass(ctx, i, extent, extent[0])
 
 
 def _save(ctx: WarpgroupContext, current: _Pass) -> Any:
-    """Keeps a pass in shared memory, for which the producer has no registers; returns its tile.
+    """Keeps a pass in shared memory, since the producer lacks registers; returns its tile.
 
-    Every lane writes and reads all words: none may write before the others have read the last pass.
+    Every lane writes and reads all words: no lane may write before all lanes have read the pass
+    that was saved before.
     """
     mosaic.synchronise_warp(interpret=ctx.interpret)
     for i, word in enumerate(word for word in current[1:] if word is not None):
@@ -187,12 +193,13 @@ def _save(ctx: WarpgroupContext, current: _Pass) -> Any:
 
 
 def _saved(ctx: WarpgroupContext, tile: Any) -> _Pass:
+    """The pass of `tile` that `_save` kept."""
     count = len(_Pass._fields) - (1 if ctx.operands.words is not None else 2)
     return _Pass(tile, *(ctx.shared.items[ctx.config.q_slots, i] for i in range(count)))
 
 
 def _describe(ctx: WarpgroupContext, progress: _Progress, current: _Pass, is_kept: Any) -> Item:
-    """What both consumers read, the words of each being 0."""
+    """The descriptor of a pass, in which words of a single consumer are 0."""
     blocks = jnp.maximum(1, pl.cdiv(current.length, ctx.config.block_kv))
     flag, zero = 1 + lax.div(current.tile, ctx.shape.tiles_per_flag), jnp.int32(0)
     return Item(blocks, current.length, current.head, flag, progress.is_kept, is_kept, *(zero,) * 3)
@@ -205,7 +212,7 @@ def _has_keys_of(ctx: WarpgroupContext, a: _Pass, b: _Pass) -> Any:
 
 
 def _ranges(ctx: WarpgroupContext, current: _Pass) -> list[Any]:
-    """For each consumer: first row in device memory, and which of its rows are the pass's."""
+    """For each consumer: its first row in device memory, and [begin, end) of the pass's rows."""
     words = []
     for consumer in range(NUM_CONSUMERS):
         start = current.first + consumer * WGMMA_M
@@ -221,8 +228,11 @@ def _send_item(
     current: _Pass,
     meanwhile: Callable[[], Any],
 ) -> tuple[_Progress, Any]:
-    """Describes a pass and brings everything that it reads and is not there; also returns what
-    `meanwhile` gives, which is called when the consumers have something to begin with."""
+    """Sends the descriptor of a pass, and loads its operands that are not resident.
+
+    Also returns the result of `meanwhile`, which is called after the first block of keys, so that
+    the consumers can begin.
+    """
     shared, ranges, user = ctx.shared, _ranges(ctx, current), current.user
     slot = ctx.slot(progress.items)
     plgpu.barrier_wait(shared.q_free.at[slot])
@@ -262,7 +272,7 @@ def _send_item(
         load_value(item.blocks - 1)
 
     ctx.unless(item.is_resident, lambda: load_key(jnp.int32(0)))
-    has_registers = ctx.shape.column_blocks <= 2  # in the middle, H = 256 spills 48 bytes
+    has_registers = ctx.shape.column_blocks <= 2  # called there, H = 256 spills 48 bytes
     result = meanwhile() if has_registers else None
     ctx.unless(item.is_resident, load_rest)
     if not has_registers:
@@ -271,7 +281,7 @@ def _send_item(
 
 
 def _send_end(ctx: WarpgroupContext, progress: _Progress) -> _Progress:
-    """Says that no pass follows."""
+    """Sends the descriptor that ends a sequence of passes."""
     slot = ctx.slot(progress.items)
     plgpu.barrier_wait(ctx.shared.q_free.at[slot])
     ctx.shared.items[slot, 0] = jnp.int32(0)
@@ -286,8 +296,10 @@ def _send_passes(
     select: Callable[[Any], Any],
     reuse: bool,
 ) -> _Progress:
-    """All passes of the tiles that `select` gives, which is the first wanted one from a tile on;
-    and the end."""
+    """Sends the passes of all selected tiles, and the end.
+
+    `select(i)` is the number of the first selected tile from this CTA's `i`-th tile on.
+    """
 
     def after(current: _Pass) -> _Pass:
         if ctx.operands.words is not None:  # a tile is one pass
@@ -298,7 +310,7 @@ def _send_passes(
         begin = jnp.where(is_within, current.end, first)
         return _pass(ctx, tile, (first, stop, head), begin)
 
-    def one(carry: tuple[Any, _Progress]) -> tuple[Any, _Progress]:
+    def one_pass(carry: tuple[Any, _Progress]) -> tuple[Any, _Progress]:
         tile, progress = carry
         current, is_kept = _saved(ctx, tile), jnp.int32(0)
         if reuse:
@@ -312,7 +324,7 @@ def _send_passes(
 
     tile = select(jnp.int32(0))
     _save(ctx, _first_pass(ctx, share, tile))
-    progress = lax.while_loop(lambda carry: carry[0] < share.count, one, (tile, progress))[1]
+    progress = lax.while_loop(lambda carry: carry[0] < share.count, one_pass, (tile, progress))[1]
     return _send_end(ctx, progress)
 
 
@@ -329,7 +341,7 @@ def produce(ctx: WarpgroupContext) -> None:
 
     def flagged(tile: Any) -> Any:
         def is_good(tile: Any) -> Any:
-            # One more word than there are flags is never read: `&` looks at both of its sides.
+            # `&` evaluates both operands: the bound keeps the index valid past the last tile.
             word = jnp.minimum(lax.div(tile, shape.tiles_per_flag), FLAG_WORDS - 2)
             return (tile < share.count) & ~flag(1 + word)
 
@@ -339,7 +351,7 @@ def produce(ctx: WarpgroupContext) -> None:
     def _() -> None:
         _send_passes(ctx, share, progress, flagged, False)
 
-    # No arrival may outlive its barrier.
+    # All arrivals must happen before the barriers' memory is released.
     rings = ((shared.k_free, ctx.config.k_stages), (shared.v_free, ctx.config.v_stages))
     for free, stages in (*rings, (shared.q_free, ctx.config.q_slots)):
         for stage in range(stages):

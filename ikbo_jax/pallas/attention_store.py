@@ -1,4 +1,4 @@
-"""The end of a pass of the attention kernel: its rows are checked, normalised and stored."""
+"""The end of a pass of the attention kernel: checks, normalises and stores its rows."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def normalise_and_store(
     maximum: jax.Array,
     unit: float = softmax.LN_2,
 ) -> None:
-    """Stores the rows of a pass; `acc` is not yet divided by `row_sum`.
+    """Divides `acc` by `row_sum` and stores the rows of a pass.
 
-    `maximum`, times `unit`, is the natural logarithm of what weights are relative to.
+    Weights are relative to exp(`maximum` * `unit`).
     """
     shared = ctx.shared
     has_keys = item.length > 0
@@ -36,7 +36,7 @@ def normalise_and_store(
     if ctx.shape.output_scale != 1:
         inverse = inverse * jnp.float32(ctx.shape.output_scale)
     out = (acc * lax.broadcast_in_dim(inverse, acc.shape, (0,))).astype(ctx.outputs.out.dtype)
-    # Without keys, the weights are NaN, and values that do not exist may be, too.
+    # Without keys the weights are NaN, and so may be the values that were read.
     out = jnp.where(has_keys, out, jnp.zeros((), out.dtype))
     if ctx.config.q_slots == 1:
         softmax.store_rows(
@@ -46,7 +46,7 @@ def normalise_and_store(
             item.head,
             item.begin,
             item.end,
-            shared.rows.at[ctx.consumer] if ctx.interpret else None,
+            shared.staging.at[ctx.consumer] if ctx.interpret else None,
             interpret=ctx.interpret,
         )
     else:
@@ -61,17 +61,17 @@ def normalise_and_store(
             item.head,
             item.begin,
             item.end,
-            shared.row_values.at[ctx.consumer] if ctx.interpret else None,
+            shared.row_value_staging.at[ctx.consumer] if ctx.interpret else None,
             interpret=ctx.interpret,
         )
 
 
 def _store_staged(ctx: WarpgroupContext, item: Item, index: Any, out: jax.Array) -> None:
-    """Stages the output where the pass's queries were; TMA stores it if all rows are the pass's."""
+    """Stages the output in the pass's query slot; TMA stores it if all rows belong to the pass."""
     shape = ctx.shape
     matrix_view, copy_view = (view.at[ctx.slot(index), ctx.consumer] for view in ctx.shared.query)
     width = shape.column_blocks * BLOCK_K
-    if shape.head_dim < width:  # what lies past the head width is left out
+    if shape.head_dim < width:  # TMA leaves out columns past the head width
         padding = jnp.zeros((WGMMA_M, width - shape.head_dim), out.dtype)
         out = jnp.concatenate([out, plgpu.layout_cast(padding, plgpu.Layout.WGMMA)], axis=1)
     for i in range(shape.column_blocks):
@@ -101,22 +101,24 @@ def _store_staged(ctx: WarpgroupContext, item: Item, index: Any, out: jax.Array)
                 item.end,
                 interpret=ctx.interpret,
             )
-            plgpu.commit_smem()  # TMA writes the next queries where these threads have just read
+            plgpu.commit_smem()  # TMA will write queries where these threads have read
 
 
 def _flag_if_inexact(
     ctx: WarpgroupContext, item: Item, acc: jax.Array, sums: jax.Array
 ) -> jax.Array:
-    """The row sums [64]; flags the pass if the fixed maximum did not do for one of its rows."""
-    # Beyond a user's length the weights are zero, but memory may hold anything; and large values
-    # may overflow with weights above 1.
+    """Row sums [64]; flags the pass if the first maximum was inexact in one of its rows."""
+    # Past a user's length weights are zero, but values may be infinite or NaN; and where weights
+    # exceed 1, large values may overflow.
     row_sum = jnp.sum(softmax.nan_where_not_finite(sums, acc), axis=1)
     softmax.flag_rows(
         ctx.shared.flags.at[ctx.consumer],
         item.flag,
         row_sum,
         item.begin,
-        jnp.where(item.length > 0, item.end, item.begin),  # without keys there is nothing to redo
+        jnp.where(
+            item.length > 0, item.end, item.begin
+        ),  # a pass without keys needs no second result
         ctx.shape.sum_limit,
         ctx.interpret,
     )
@@ -131,6 +133,6 @@ def check_and_store(
     sums: jax.Array,
     maximum: jax.Array,
 ) -> None:
-    """Checks and stores the rows of a pass, number `index`."""
+    """Flags pass `index` if it is inexact, and stores its rows."""
     row_sum = _flag_if_inexact(ctx, item, acc, sums)
     normalise_and_store(ctx, item, index, acc, row_sum, maximum)

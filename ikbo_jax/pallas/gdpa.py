@@ -1,4 +1,4 @@
-"""The forward kernel of generalised dot-product attention, its tile list made before it."""
+"""Generalised dot-product attention, forward: makes the list of tiles, then launches a kernel."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def gdpa_kernel(
     config: GdpaConfig,
     num_sms: int,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """`reference.gdpa.materialised` by a kernel; a softmax by that of attention.
+    """`reference.gdpa.materialised` by a kernel; a softmax takes the attention kernel.
 
     Args:
       arrays: bf16 or f16.
-      settings: a softmax is in all heads or in none.
-      return_residuals: whether lse is computed, with a softmax.
+      settings: either all heads have a softmax or none.
+      return_residuals: whether lse is computed; only with a softmax.
       config: a legal configuration (`tuning.gdpa_configs.gdpa_illegal_reason`).
       num_sms: streaming multiprocessors of the device.
 

@@ -1,4 +1,4 @@
-"""A consumer warpgroup of the GDPA forward kernel: 64 rows of each of its CTA's items."""
+"""A consumer warpgroup of the GDPA forward kernel: computes 64 rows of every item of its CTA."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ from ikbo_jax.tuning.configs import WGMMA_M
 class _State(NamedTuple):
     """What a consumer carries from one step to the next."""
 
-    weights: jax.Array  # [64, block_kv] of the block at hand
-    acc: jax.Array  # [64, H] f32, without the block at hand
+    weights: jax.Array  # [64, block_kv], attention weights of the current block
+    acc: jax.Array  # [64, H] f32, without the current block; in block 0, the previous item's sum
 
 
 def _receive(ctx: WarpgroupContext, index: Any) -> Item:
-    """Waits for the producer's description of an item."""
+    """Waits for the descriptor of item `index`."""
     slot = ctx.item_slot(index)
     plgpu.barrier_wait(ctx.shared.item_ready.at[slot])
     return Item(*(ctx.shared.items[slot, i] for i in range(len(Item._fields))))
 
 
 def _has_rows(ctx: WarpgroupContext, index: Any) -> Any:
-    """Whether this consumer has rows of an item; it has none of the end."""
+    """Whether this consumer has rows of item `index`; the end of the items has no rows."""
     return ctx.destination(index).rows > ctx.consumer * WGMMA_M
 
 
 def _is_half(ctx: WarpgroupContext, item: Item) -> Any:
-    """Whether no more than half of an item's last block are keys."""
+    """Whether keys fill no more than half of an item's last block."""
     block_kv = ctx.config.block_kv
     return item.length <= item.blocks * block_kv - block_kv // 2
 
 
 def _await_block(ctx: WarpgroupContext, tiles: Any, ready: Any, item: Item, block: Any) -> None:
-    """Waits for a stage, and zeroes its rows past the sequence's end, which are another sequence's.
+    """Waits for a stage, and zeroes its rows past the sequence's end: they are another sequence's.
 
-    Zeroed keys have scores 0, and every activation of 0 is 0; but 0 times another sequence's NaN is
-    NaN, so values are zeroed as well.  Consumer 0 does it before its turn, and consumer 1 reads the
-    stage in the turn that follows, so neither has to wait for the other.
+    Zeroed keys have scores 0, and act(0) = 0; but 0 times another sequence's NaN is NaN, so values
+    are zeroed as well.  Consumer 0 zeroes before its turn, and consumer 1 reads the stage in the
+    turn that follows, so neither consumer waits for the other.
     """
     plgpu.barrier_wait(ready)
     keys = item.length - block * ctx.config.block_kv
@@ -75,7 +75,7 @@ def _await_values(ctx: WarpgroupContext, item: Item, block: Any, step: Any) -> N
 def _issue_scores(
     ctx: WarpgroupContext, index: Any, step: Any, columns: int | None = None
 ) -> jax.Array:
-    """Scores of the item number `index` and the first `columns` keys in ring position `step`."""
+    """Issues the scores of item `index` and the first `columns` keys of the block at `step`."""
     return accumulator.product(
         ctx.shared.query[0].at[ctx.slot(index), ctx.consumer],
         ctx.shared.key[0].at[ctx.k_stage(step)],
@@ -88,14 +88,14 @@ def _issue_scores(
 def _issue_values(
     ctx: WarpgroupContext, state: _State, is_defined: Any, step: Any, keys: int | None = None
 ) -> jax.Array:
-    """The accumulator with the first `keys` values in ring position `step`."""
+    """Issues the sum of the accumulator and weights times the first `keys` values at `step`."""
     weights = state.weights
     return accumulator.add_product(
         state.acc,
         is_defined,
         weights if keys is None else lax.slice(weights, (0, 0), (WGMMA_M, keys)),
         ctx.shared.value[0].at[ctx.v_stage(step)],
-        ctx.shared.rows.at[ctx.consumer] if ctx.interpret else None,
+        ctx.shared.staging.at[ctx.consumer] if ctx.interpret else None,
         interpret=ctx.interpret,
     )
 
@@ -103,10 +103,10 @@ def _issue_values(
 def _weights(
     ctx: WarpgroupContext, scores: jax.Array, item: Item, step: Any
 ) -> Callable[[], jax.Array]:
-    """Makes weights of scores that have been waited for, and frees their keys.
+    """Computes weights from computed scores, and frees the block of keys.
 
-    What it returns rounds them, to be called after the product with the weights before them: ptxas
-    serialises products whose operands are made while others are in flight.
+    The returned function rounds the weights.  Call it after the product with the previous weights:
+    ptxas serialises products whose operands are written while other products are in flight.
     """
     scores = accumulator.after_wait(scores, interpret=ctx.interpret)
     plgpu.barrier_arrive(ctx.shared.k_free.at[ctx.k_stage(step)])
@@ -116,7 +116,7 @@ def _weights(
 
 
 def _free_read_queries(ctx: WarpgroupContext, index: Any, is_last: Any) -> None:
-    """With a single slot, the next queries may come as soon as the last scores are there."""
+    """With one query slot, frees it as soon as the last scores of the item are computed."""
     if ctx.config.q_slots == 1:
 
         @pl.when(is_last)
@@ -125,7 +125,7 @@ def _free_read_queries(ctx: WarpgroupContext, index: Any, is_last: Any) -> None:
 
 
 def _free_stored_slot(ctx: WarpgroupContext, index: Any) -> None:
-    """With more slots, a slot is free once the output that was staged in it has left."""
+    """With more query slots, frees a slot after TMA has read the output that was staged in it."""
     if ctx.config.q_slots > 1:
 
         @pl.when(index >= 0)
@@ -144,15 +144,17 @@ def _step(
     meanwhile: Callable[[], None] | None = None,
     columns: int | None = None,
 ) -> _State:
-    """Multiplies block `block`, whose weights are at hand, and makes the weights of the next, of
-    which all but the first `columns` are zero; `meanwhile` reads the accumulator for the last time
-    while the scores are multiplied."""
+    """Multiplies block `block` by its weights, and computes the weights of the next block.
+
+    Weights of the next block past its first `columns` columns are zero.  `meanwhile` reads the
+    accumulator for the last time, while the scores are in flight.
+    """
     step = first_step + block
     _await_keys(ctx, item, block + 1, step + 1)
-    # Before the last block no value is another sequence's.
+    # Only an item's last block may hold another sequence's values.
     plgpu.barrier_wait(ctx.shared.v_ready.at[ctx.v_stage(step)])
     turns.take(ctx)
-    # The eight descriptors of the queries, known for the whole item, would take 16 registers.
+    # Eight matrix descriptors of the queries, constant for the item, would occupy 16 registers.
     opaque_index = mosaic.opaque(index, interpret=ctx.interpret)
     scores = _issue_scores(ctx, opaque_index, step + 1, columns)
     if meanwhile is not None:
@@ -177,7 +179,7 @@ def _step(
 
 
 def _idle_step(ctx: WarpgroupContext, item: Item, index: Any, first_step: Any, block: Any) -> None:
-    """`_step` of a consumer without rows: whatever that waits for, passes and frees."""
+    """For a consumer without rows: the same synchronisation as `_step`, no computation."""
     step = first_step + block
     plgpu.barrier_wait(ctx.shared.k_ready.at[ctx.k_stage(step + 1)])
     plgpu.barrier_wait(ctx.shared.v_ready.at[ctx.v_stage(step)])
@@ -185,7 +187,7 @@ def _idle_step(ctx: WarpgroupContext, item: Item, index: Any, first_step: Any, b
     turns.hand_over(ctx)
     _free_read_queries(ctx, index, block + 2 == item.blocks)
     plgpu.barrier_arrive(ctx.shared.k_free.at[ctx.k_stage(step + 1)])
-    if not ctx.config.early_scores:  # else it is free already
+    if not ctx.config.early_scores:  # with early_scores, `_begin_item` has freed it
         pl.when(block == 0)(functools.partial(_free_stored_slot, ctx, index - 1))
     plgpu.barrier_arrive(ctx.shared.v_free.at[ctx.v_stage(step)])
 
@@ -193,7 +195,7 @@ def _idle_step(ctx: WarpgroupContext, item: Item, index: Any, first_step: Any, b
 def _middle_steps(
     ctx: WarpgroupContext, item: Item, index: Any, first_step: Any, state: _State
 ) -> _State:
-    """All steps of an item but the last and, with `early_scores`, the first."""
+    """All steps of an item except the last, and except the first with `early_scores`."""
     config = ctx.config
     begin, end = int(config.early_scores), item.blocks - 1
     step = functools.partial(_step, ctx, item, index, first_step)
@@ -202,7 +204,7 @@ def _middle_steps(
     if config.half_blocks:
         whole_end = jnp.maximum(busy_end - _is_half(ctx, item).astype(jnp.int32), begin)
     state = lax.fori_loop(begin, whole_end, step, state)
-    if config.half_blocks:  # one step or none; a branch
+    if config.half_blocks:  # a loop of at most one step serves as a branch
         half = functools.partial(step, columns=config.block_kv // 2)
         state = lax.fori_loop(whole_end, busy_end, half, state)
     if config.skip_empty:
@@ -219,7 +221,7 @@ def _last_step(
 ) -> _State:
     """This item's accumulator, and the weights of the next item's first block.
 
-    Every branch waits, passes and frees alike: a branch is chosen for what it multiplies.
+    All branches have the same synchronisation; they differ in the products that they issue.
     """
     config = ctx.config
     is_defined, step = item.blocks > 1, first_step + item.blocks - 1
@@ -234,7 +236,7 @@ def _last_step(
     def free_next_queries() -> None:
         _free_read_queries(ctx, index + 1, next_item.blocks == 1)
 
-    def both(keys: int | None = None) -> tuple[jax.Array, jax.Array]:
+    def scores_and_values(keys: int | None = None) -> tuple[jax.Array, jax.Array]:
         await_next()
         turns.take(ctx)
         scores = _issue_scores(ctx, index + 1, next_step)
@@ -250,7 +252,7 @@ def _last_step(
             pl.when(has_next)(await_next)
         turns.take(ctx)
         acc = _issue_values(ctx, state, is_defined, step) if has_values else state.acc
-        # The first turn was given to consumer 0, so it is consumer 1 that gives none at the end.
+        # Consumer 1 handed over the first turn, to consumer 0; so at the end it hands over none.
         pl.when(has_next | (ctx.consumer == 0))(functools.partial(turns.hand_over, ctx))
         if config.skip_empty:
 
@@ -274,13 +276,13 @@ def _last_step(
 
     branches: list[Callable[[], Any]] = [
         functools.partial(without_scores, has_values=True),
-        both,
+        scores_and_values,
     ]
     has_scores = _has_rows(ctx, index + 1) if config.skip_empty else has_next
     number = has_scores.astype(jnp.int32)
     if config.half_blocks:
         number = jnp.where(has_scores & _is_half(ctx, item), len(branches), number)
-        branches.append(functools.partial(both, config.block_kv // 2))
+        branches.append(functools.partial(scores_and_values, config.block_kv // 2))
     if config.skip_empty:
         empty = len(branches) + has_scores.astype(jnp.int32)
         number = jnp.where(_has_rows(ctx, index), number, empty)
@@ -294,7 +296,10 @@ def _last_step(
 def _begin_item(
     ctx: WarpgroupContext, item: Item, index: Any, first_step: Any, state: _State
 ) -> _State:
-    """Stores the item before while this one's second block is multiplied, if it is."""
+    """Stores the previous item while the scores of this item's second block are in flight.
+
+    Without a second block, or without rows under `skip_empty`, it stores alone.
+    """
 
     def store_last() -> None:
         pl.when(index > 0)(functools.partial(gdpa_store.store_item, ctx, index - 1, state.acc))
@@ -315,7 +320,7 @@ def _begin_item(
 
 
 def _attend(ctx: WarpgroupContext, item: Item) -> None:
-    """All items of this CTA, of which there is one at least, pipelined."""
+    """All items of this CTA, at least one, pipelined."""
     is_early = ctx.config.early_scores
     pl.when(ctx.consumer == 1)(functools.partial(turns.hand_over, ctx))
     zero = jnp.int32(0)
@@ -354,7 +359,7 @@ def _attend(ctx: WarpgroupContext, item: Item) -> None:
     if is_early:
         gdpa_store.store_item(ctx, items - 1, state.acc)
     _free_stored_slot(ctx, items - 1)
-    plgpu.barrier_arrive(ctx.shared.q_free.at[ctx.slot(items)])  # of the end
+    plgpu.barrier_arrive(ctx.shared.q_free.at[ctx.slot(items)])  # the slot of the end
 
 
 def consume(ctx: WarpgroupContext) -> None:
@@ -370,7 +375,7 @@ def consume(ctx: WarpgroupContext) -> None:
 
     @pl.when(~has_items)
     def _() -> None:
-        plgpu.barrier_arrive(shared.q_free.at[0])  # of the end
+        plgpu.barrier_arrive(shared.q_free.at[0])  # the slot of the end
 
     gdpa_store.zero_rest(ctx)
     # What was stored must not be lost when the CTA ends.

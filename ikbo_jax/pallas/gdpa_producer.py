@@ -1,4 +1,4 @@
-"""The producer warp of the GDPA forward kernel: which tiles there are, their operands by TMA."""
+"""The producer warp of the GDPA forward kernel: describes items, and loads operands by TMA."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from ikbo_jax.tuning.configs import NUM_CONSUMERS, WGMMA_M
 
 
 class _Progress(NamedTuple):
-    """How far the producer has come."""
+    """How much the producer has sent."""
 
     items: Any
-    steps: Any  # blocks of keys; and of values, between items
-    is_kept: Any  # 1: the item that follows meets the blocks of the last one
+    steps: Any  # blocks of keys; between items, as many blocks of values
+    is_kept: Any  # 1: the next item reuses the last item's blocks
 
 
 def _load_block(
     ctx: WarpgroupContext, source: Any, tiles: Any, ready: Any, first_row: Any, head: Any
 ) -> None:
-    """Brings a block of keys or values into a stage; rows past the sequence's end come along."""
+    """Loads a block of keys or values into a stage; it may reach past the sequence's end."""
     for i in range(ctx.shape.column_blocks):
         plgpu.copy_gmem_to_smem(
             source.at[pl.ds(first_row, ctx.config.block_kv), head, ctx.columns(i)],
@@ -49,7 +49,7 @@ def _load_queries(ctx: WarpgroupContext, slot: Any, source: Any, head: Any) -> N
 def _describe(
     ctx: WarpgroupContext, progress: _Progress, item: Item, destination: Destination
 ) -> Any:
-    """Waits for the next slot of queries and describes what is to come there; returns the slot."""
+    """Waits for the next query slot, sends the descriptor of its item, and returns the slot."""
     slot, item_slot = ctx.slot(progress.items), ctx.item_slot(progress.items)
     plgpu.barrier_wait(ctx.shared.q_free.at[slot])
     for i, word in enumerate((*item, *destination)):
@@ -59,7 +59,7 @@ def _describe(
 
 
 def _keeps(ctx: WarpgroupContext, tile: Any, end: Any, blocks: Any) -> Any:
-    """1 if the keys of `tile` are those of the next one before `end`, and all fit the rings."""
+    """1 if the next tile, before `end`, has the keys of `tile`, and the rings hold all of them."""
     if ctx.config.run == 1:
         return jnp.int32(0)
     words = ctx.operands.words
@@ -73,7 +73,7 @@ def _keeps(ctx: WarpgroupContext, tile: Any, end: Any, blocks: Any) -> Any:
 def _send_item(
     ctx: WarpgroupContext, head: Any, end: Any, tile: Any, progress: _Progress
 ) -> _Progress:
-    """Describes one head of a tile, in a run up to tile `end`; brings what it reads."""
+    """Sends the descriptor of one head of a tile, whose run ends at tile `end`; loads operands."""
     shape, shared, operands = ctx.shape, ctx.shared, ctx.operands
     kv_head = lax.div(head, shape.q_heads // shape.kv_heads)
     source, target, rows, first_key, length = (
@@ -97,7 +97,7 @@ def _send_item(
         pl.when(is_resident == 0)(load)
 
         @pl.when(is_resident != 0)
-        def _() -> None:  # everyone has read it, and may again
+        def _() -> None:  # both consumers have read the block, and may read it again
             for _ in range(shape.column_blocks):
                 plgpu.barrier_arrive(ready)
 
@@ -124,7 +124,7 @@ def _send_item(
 
 
 def _send_run(ctx: WarpgroupContext, i: Any, progress: _Progress) -> _Progress:
-    """This CTA's `i`-th run: some neighbouring tiles, of one head."""
+    """Sends this CTA's `i`-th run: one head of consecutive tiles."""
     run, heads, tiles = ctx.config.run, ctx.shape.q_heads, ctx.operands.counts[0]
     number = ctx.work_item(i)
     begin, head = lax.div(number, heads) * run, lax.rem(number, heads)
@@ -141,7 +141,7 @@ def produce(ctx: WarpgroupContext) -> None:
     progress = _Progress(zero, zero, zero)
     progress = lax.fori_loop(0, count, functools.partial(_send_run, ctx), progress)
     _describe(ctx, progress, Item(zero, zero, zero, zero), Destination(zero, zero, zero))
-    # No arrival may outlive its barrier.
+    # All arrivals must happen before the barriers' memory is released.
     rings = ((shared.k_free, config.k_stages), (shared.v_free, config.v_stages))
     for free, stages in (*rings, (shared.q_free, config.q_slots)):
         for stage in range(stages):

@@ -1,4 +1,4 @@
-"""What leaves the GDPA forward kernel: rows of items, and zeros for tiles without keys."""
+"""Stores of the GDPA forward kernel: rows of items, and zeros for tiles without keys."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ikbo_jax.tuning.configs import BLOCK_K, WGMMA_M
 
 
 def _stage(ctx: WarpgroupContext, slot: Any, out: jax.Array) -> None:
-    """Writes a result where the queries of a slot were."""
+    """Stages a result in a query slot."""
     shape = ctx.shape
     matrix_view = ctx.shared.query[0].at[slot, ctx.consumer]
     width = shape.column_blocks * BLOCK_K
-    if shape.head_dim < width:  # what lies past the head width is left out
+    if shape.head_dim < width:  # TMA leaves out columns past the head width
         padding = jnp.zeros((WGMMA_M, width - shape.head_dim), out.dtype)
         out = jnp.concatenate([out, plgpu.layout_cast(padding, plgpu.Layout.WGMMA)], axis=1)
     for i in range(shape.column_blocks):
@@ -31,7 +31,7 @@ def _stage(ctx: WarpgroupContext, slot: Any, out: jax.Array) -> None:
 
 
 def _store_staged(ctx: WarpgroupContext, slot: Any, head: Any, first_row: Any, rows: Any) -> None:
-    """Stores the first `rows` rows of what is staged in a slot: by TMA if it is all of them."""
+    """Stores the first `rows` of the 64 rows staged in a query slot; all 64 by TMA."""
     shape = ctx.shape
     matrix_view, copy_view = (view.at[slot, ctx.consumer] for view in ctx.shared.query)
 
@@ -48,7 +48,7 @@ def _store_staged(ctx: WarpgroupContext, slot: Any, head: Any, first_row: Any, r
         stores.store_staged_rows(
             ctx.out, matrix_view, first_row, head, 0 * rows, rows, interpret=ctx.interpret
         )
-        plgpu.commit_smem()  # TMA writes the next queries where these threads have just read
+        plgpu.commit_smem()  # TMA will write queries where these threads have read
 
 
 def _consumer_rows(ctx: WarpgroupContext, target: Any, rows: Any) -> tuple[Any, Any]:
@@ -84,16 +84,16 @@ def _store(
         head,
         0 * rows,
         rows,
-        ctx.shared.rows.at[ctx.consumer] if ctx.interpret else None,
+        ctx.shared.staging.at[ctx.consumer] if ctx.interpret else None,
         interpret=ctx.interpret,
     )
 
 
 def zero_rest(ctx: WarpgroupContext) -> None:
-    """Zeroes the results of tiles without keys: of empty sequences, and of rows of none."""
+    """Zeroes the results of tiles without keys: rows with empty sequences, rows of no sequence."""
     heads = ctx.shape.q_heads
-    done, tiles = (ctx.operands.counts[i] for i in range(2))
-    count = ctx.work_items((tiles - done) * heads)
+    with_keys, tiles = (ctx.operands.counts[i] for i in range(2))
+    count = ctx.work_items((tiles - with_keys) * heads)
 
     @pl.when(count > 0)
     def _() -> None:
@@ -104,7 +104,7 @@ def zero_rest(ctx: WarpgroupContext) -> None:
         @pl.loop(0, count)
         def _(i: Any) -> None:
             number = ctx.work_item(i)
-            tile, head = done + lax.div(number, heads), lax.rem(number, heads)
+            tile, head = with_keys + lax.div(number, heads), lax.rem(number, heads)
             words = ctx.operands.words
             target, rows = words[tile, tile_list.TARGET], words[tile, tile_list.ROWS]
             _store_staged(ctx, slot, head, *_consumer_rows(ctx, target, rows))
