@@ -1,4 +1,4 @@
-"""A consumer warpgroup of the backward kernels: 64 rows through all tiles of its CTA."""
+"""A consumer warpgroup of the backward kernels: computes 64 rows of every tile of its CTA."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ from ikbo_jax.pallas.gdpa_backward_store import (
 from ikbo_jax.tuning.configs import NUM_CONSUMERS, WGMMA_M
 from ikbo_jax.tuning.gdpa_backward_configs import SLOTS
 
-#: Named barrier where the consumers wait for each other.
+#: Named barrier at which the consumers wait for each other.
 CONSUMER_BARRIER = 4
-#: Columns of scores that are activated at a time beside two sums, and multiplied at once: without
-#: products between them, ptxas activates all columns together, and spills. For the same reason what
-#: is in flight meanwhile is the product of activated scores, not the gradients of weights.
+#: Beside two sums, this many columns of scores are activated and then multiplied at a time: without
+#: products in between, ptxas activates all columns together, and spills. For the same reason the
+#: product in flight meanwhile is the one with activated scores, not the gradients of weights.
 ACTIVATED_COLUMNS = 16
 CONSUMER_THREADS = NUM_CONSUMERS * softmax.WARPGROUP_SIZE
 
 
 def _receive(ctx: WarpgroupContext, step: Any) -> None:
-    """Waits for a block and zeroes rows that it has not got."""
+    """Waits for a block, and zeroes its rows past the sequence's end."""
     shared, stage = ctx.shared, ctx.stage(step)
     plgpu.barrier_wait(shared.streamed_ready.at[stage])
     rows = shared.blocks[stage, 0]
 
-    # A zero row scores 0, and its weight and the gradient of its score are 0.
+    # A row of zeros has scores 0, weights 0, and gradients of scores 0.
     @pl.when(rows < ctx.config.block)
     def _() -> None:
         consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
@@ -55,7 +55,7 @@ def _receive(ctx: WarpgroupContext, step: Any) -> None:
 
 
 def _receive_tile(ctx: WarpgroupContext, item: Any) -> None:
-    """Waits for a tile; one that meets nothing may have any operands, which are zeroed."""
+    """Waits for a tile; zeroes the operands of a tile without blocks, since they are arbitrary."""
     shared, slot = ctx.shared, ctx.slot(item)
     plgpu.barrier_wait(shared.stationary_ready.at[slot])
 
@@ -69,8 +69,9 @@ def _receive_tile(ctx: WarpgroupContext, item: Any) -> None:
 
 
 def _issue_scores(ctx: WarpgroupContext, operand: int, item: Any, step: Any) -> jax.Array:
-    """Own rows times a block's: scores of operand 0, gradients of activated scores of operand 1."""
-    # What is made from the tile's number before the loop would live through it.
+    """Issues stationary rows times a block: scores for operand 0, gradients of activated scores
+    for operand 1."""
+    # Values that LLVM computes from the tile's number before the loop would occupy registers in it.
     slot = ctx.slot(mosaic.opaque(item, interpret=ctx.interpret))
     consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
     return accumulator.product(
@@ -89,7 +90,7 @@ def _issue_sum(
     operand: int,
     step: Any,
 ) -> jax.Array:
-    """A sum, None if it is empty, and `rows` times a block's rows from `begin` on."""
+    """Issues `total` (None: zero) plus `rows` times a block's rows from `begin` on."""
     return add_rows(
         total,
         rows,
@@ -102,7 +103,7 @@ def _issue_sum(
 
 
 def _activate(ctx: WarpgroupContext, head: Any, scores: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Weights and slopes of a query head's scores."""
+    """(weights, slopes) of a query head's scores."""
     spec = ctx.shape.activation
 
     def activate() -> tuple[jax.Array, jax.Array]:
@@ -110,7 +111,7 @@ def _activate(ctx: WarpgroupContext, head: Any, scores: jax.Array) -> tuple[jax.
 
     if not ctx.shape.has_activation_in_branch:
         return activate()
-    # Always taken: ptxas moves nothing across a branch, and would spill otherwise.
+    # This branch is always taken: ptxas moves no code across it, and would spill without it.
     weights, slope = lax.cond(head >= 0, activate, lambda: (scores, scores))
     return weights, slope
 
@@ -122,7 +123,7 @@ def _multiply(
     item: Any,
     step: Any,
 ) -> tuple[jax.Array, ...]:
-    """Adds a block, whose scores are there, to the sums, in flight; None are empty sums."""
+    """Issues the sums (None: zero) plus the products of a block, whose scores are computed."""
     shape, dtype = ctx.shape, ctx.operands.stationary[0].dtype
     head = ctx.shared.blocks[ctx.stage(step), 1]
     columns = scores.shape[1]
@@ -148,14 +149,14 @@ def _multiply(
 def _complete(
     ctx: WarpgroupContext, sums: tuple[jax.Array, ...], step: Any
 ) -> tuple[jax.Array, ...]:
-    """Sums that have been waited for; frees the block that they were made from."""
+    """The sums after their wait; frees the block of the last products."""
     sums = tuple(accumulator.after_wait(x, interpret=ctx.interpret) for x in sums)
     plgpu.barrier_arrive(ctx.shared.streamed_free.at[ctx.stage(step)])
     return sums
 
 
 def _tile(ctx: WarpgroupContext, item: Any, first_step: Any) -> Any:
-    """A tile, from its first scores to its results' stores; returns the number of blocks so far."""
+    """Computes and stores a tile; returns the next tile's first step."""
     shared = ctx.shared
     _receive_tile(ctx, item)
 
@@ -179,7 +180,7 @@ def _tile(ctx: WarpgroupContext, item: Any, first_step: Any) -> Any:
 
 
 def _free_stored_slot(ctx: WarpgroupContext, item: Any) -> None:
-    """The results that were staged in the slot of tile `item` have left."""
+    """Frees the slot of tile `item`, after TMA has read the results that were staged in it."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.barrier_arrive(ctx.shared.stationary_free.at[ctx.slot(item)])
 
@@ -208,7 +209,7 @@ def _store(ctx: WarpgroupContext, item: Any, sums: tuple[jax.Array, ...]) -> Non
 def _store_staged(
     ctx: WarpgroupContext, values: list[jax.Array], slot: Any, first_row: Any, head: Any, rows: Any
 ) -> None:
-    """Stages rows where the tile's operands were; TMA stores them if all 64 are the tile's."""
+    """Stages rows in the tile's slot; TMA stores them if all 64 rows belong to the tile."""
     matrix_views, copy_views = (
         [view.at[slot, operand, ctx.consumer] for operand in range(len(values))]
         for view in ctx.shared.stationary
@@ -231,12 +232,11 @@ def _store_staged(
             stores.store_staged_rows(
                 result, view, first_row, head, jnp.int32(0), rows, interpret=ctx.interpret
             )
-        plgpu.commit_smem()  # TMA writes the next operands where these threads have just read
+        plgpu.commit_smem()  # TMA will write operands where these threads have read
 
 
 def _all_tiles(ctx: WarpgroupContext) -> None:
-    """All tiles of this CTA, of which there is one at least."""
-
+    """All tiles of this CTA, at least one."""
     count = ctx.item_count
     lax.fori_loop(0, count, functools.partial(_tile, ctx), jnp.int32(0))
     _free_stored_slot(ctx, count - 1)

@@ -1,4 +1,4 @@
-"""What the warpgroups of the backward kernels share: sizes, memory, barriers, descriptors."""
+"""Sizes, memory, barriers and descriptors that the backward kernels' warpgroups share."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ikbo_jax.pallas.gdpa_weights import ActivationSpec
 from ikbo_jax.tuning.configs import BLOCK_K
 from ikbo_jax.tuning.gdpa_backward_configs import SLOTS, GdpaBackwardConfig
 
-#: Words of a tile's descriptor in shared memory: first row and rows of the result, head, whether
-#: the tile meets anything, blocks (at least 1).
+#: Words of a tile's descriptor in shared memory: first row and number of rows of the result, head,
+#: whether the tile has any blocks, number of blocks (at least 1).
 FIRST_ROW, ROWS, HEAD, HAS_BLOCKS, BLOCKS = range(5)
 ITEM_WORDS = 8
-#: Words of a block's descriptor: rows, query head.
+#: Words of a block's descriptor: number of rows, query head.
 BLOCK_WORDS = 2
 
 
-#: Activations, and their approximations, that spill beside two sums unless a branch surrounds them.
+#: (activation, approximation) that spill beside two sums unless a branch encloses the activation.
 SPILLING_ACTIVATIONS = (("gelu", None), ("gelu", "tanh"), ("silu", "tanh"))
 
 
@@ -29,11 +29,11 @@ class Shape:
     """Static description of a launch.
 
     Attributes:
-      heads: of the tiles: K of a kernel for keys, N of one for queries.
-      group: heads of the blocks that one head of the tiles meets; 1 of a kernel for queries.
-      divisor: heads of the tiles that meet one head of the blocks; 1 of a kernel for keys.
-      weighing: how scores are activated, apart from the head.
-      scales: what the sums are multiplied by, one for each result.
+      heads: heads of the stationary operands: K in the kernel for keys, N for queries.
+      streamed_per_head: streamed heads for each stationary head; 1 in the kernel for queries.
+      heads_per_streamed: stationary heads that share a streamed head; 1 in the kernel for keys.
+      activation: how scores become weights.
+      scales: factor of each result's sum.
     """
 
     heads: int
@@ -50,7 +50,7 @@ class Shape:
 
     @property
     def has_activation_in_branch(self) -> bool:
-        """Whether ptxas must not mix an activation with what is around it, since it would spill."""
+        """Whether ptxas must not mix the activation with the code around it: it would spill."""
         names = self.activation.names
         is_alone, kind = len(set(names)) == 1, (names[0], self.activation.approx)
         is_wide = self.is_for_keys and self.head_dim > BLOCK_K
@@ -63,19 +63,22 @@ class Shape:
 
 
 class Operands(NamedTuple):
-    """Device memory. Scores are `own[0] @ others[0].T`, their gradients `own[1] @ others[1].T`."""
+    """Device memory.
 
-    stationary: tuple[
-        Any, Any
-    ]  # key and value [total_kv, K, H]; or query and d_out [total_q, N, H]
-    streamed: tuple[Any, Any]  # the other two
+    Scores are `stationary[0] @ streamed[0].T`, and gradients of activated scores
+    `stationary[1] @ streamed[1].T`, or their transposes.
+    """
+
+    stationary: tuple[Any, Any]  # (key, value) [total_kv, K, H] or (query, d_out) [total_q, N, H]
+    streamed: tuple[Any, Any]  # the other pair
     tiles: Any  # [tiles, TILE_WORDS] int32
     num_tiles: Any  # [1] int32
     ranges: Any  # [sequences, PARTNER_WORDS] int32
 
 
 class Shared(NamedTuple):
-    """Shared memory and barriers; a tile is (view for WGMMA, view for TMA): `mosaic.tile_views`."""
+    """Shared memory and barriers; an operand has two views, (for WGMMA, for TMA): see
+    `mosaic.tile_views`."""
 
     stationary: tuple[Any, Any]  # [SLOTS, 2 operands, 2 consumers, column blocks, 64, 64]
     streamed: tuple[Any, Any]  # [stages, 2 operands, column blocks, block, 64]
@@ -90,7 +93,11 @@ class Shared(NamedTuple):
 
 
 class WarpgroupContext(NamedTuple):
-    """What every function of a warpgroup needs; `consumer` is 0 or 1, unused by the producer."""
+    """Arguments that all functions of a warpgroup share; `consumer` is 0 or 1 (producer: unused).
+
+    A *step* is the number of blocks that the CTA has loaded before; its remainder by the number of
+    stages is the block's stage.
+    """
 
     shape: Shape
     config: GdpaBackwardConfig
@@ -108,15 +115,15 @@ class WarpgroupContext(NamedTuple):
         return lax.rem(step, self.config.stages)
 
     def columns(self, block: int) -> Any:
-        """Columns of a block of the head width, past which TMA reads zeros and stores nothing."""
+        """Columns of a block of the head width; past the width TMA reads zeros, stores nothing."""
         begin: Any = block * BLOCK_K
         if begin + BLOCK_K > self.shape.head_dim:
-            begin = begin + 0 * self.worker  # a start known in advance would be out of bounds
+            begin = begin + 0 * self.worker  # a static start would be rejected as out of bounds
         return pl.ds(begin, BLOCK_K)
 
     @property
     def item_count(self) -> Any:
-        """Tiles and heads of this CTA."""
+        """Number of items, (tile, head), of this CTA."""
         shape = self.shape
         items = self.operands.num_tiles[0] * shape.heads
         return (items - self.worker + shape.workers - 1) // shape.workers

@@ -1,4 +1,4 @@
-"""The producer warp of the backward kernels: tiles, and the blocks that they meet, by TMA."""
+"""The producer warp of the backward kernels: loads tiles, and the blocks of each tile, by TMA."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ikbo_jax.tuning.gdpa_backward_configs import SLOTS
 
 
 def _send_stationary(ctx: WarpgroupContext, item: Any, tile: Any, head: Any) -> None:
-    """Describes a tile and brings both of its operands."""
+    """Sends the descriptor of a tile, and loads its two stationary operands."""
     shared, tiles = ctx.shared, ctx.operands.tiles
     slot = ctx.slot(item)
     first_rows = (tiles[tile, 0], tiles[tile, 1])
@@ -42,7 +42,7 @@ def _send_stationary(ctx: WarpgroupContext, item: Any, tile: Any, head: Any) -> 
 def _send_block(
     ctx: WarpgroupContext, step: Any, first_rows: Any, words: tuple[Any, ...], head: Any
 ) -> None:
-    """Describes a block and brings both of its operands."""
+    """Sends the descriptor of a block, and loads its two operands."""
     shared, stage = ctx.shared, ctx.stage(step)
     plgpu.barrier_wait(shared.streamed_free.at[stage])
     for i, word in enumerate(words):
@@ -58,7 +58,7 @@ def _send_block(
 
 
 def _send_item(ctx: WarpgroupContext, item: Any, step: Any) -> Any:
-    """A tile of one head, and all blocks that it meets; returns the number of blocks so far."""
+    """Sends one head of a tile, and all its blocks; returns the next item's first step."""
     shape, config, operands = ctx.shape, ctx.config, ctx.operands
     number = ctx.worker + item * shape.workers
     tile, head = lax.div(number, shape.heads), lax.rem(number, shape.heads)
@@ -88,7 +88,9 @@ def _send_item(ctx: WarpgroupContext, item: Any, step: Any) -> Any:
         lax.fori_loop(0, shape.streamed_per_head, send_head, step)
 
     @pl.when(blocks == 0)
-    def _() -> None:  # a block without rows, so that consumers know of tiles with blocks alone
+    def _() -> (
+        None
+    ):  # a block without rows, so that every tile that a consumer receives has a block
         zero = jnp.int32(0)
         _send_block(ctx, step, (zero, zero), (zero, zero), zero)
 
@@ -98,7 +100,7 @@ def _send_item(ctx: WarpgroupContext, item: Any, step: Any) -> Any:
 def produce(ctx: WarpgroupContext) -> None:
     """The producer warp."""
     lax.fori_loop(0, ctx.item_count, lambda item, step: _send_item(ctx, item, step), jnp.int32(0))
-    # No arrival may outlive its barrier.
+    # All arrivals must happen before the barriers' memory is released.
     for free, count in (
         (ctx.shared.streamed_free, ctx.config.stages),
         (ctx.shared.stationary_free, SLOTS),

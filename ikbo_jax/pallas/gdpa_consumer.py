@@ -21,7 +21,7 @@ class _State(NamedTuple):
     """What a consumer carries from one step to the next."""
 
     weights: jax.Array  # [64, block_kv], attention weights of the current block
-    acc: jax.Array  # [64, H] f32, without the current block; in block 0, the previous item's sum
+    acc: jax.Array  # [64, H] f32, without the current block; see `_begin_item`
 
 
 def _receive(ctx: WarpgroupContext, index: Any) -> Item:

@@ -17,8 +17,8 @@ from ikbo_jax.tuning.gdpa_configs import GdpaConfig
 #: Words of a descriptor in shared memory: an `Item`, then a `Destination`.
 ITEM_WORDS = 7
 #: Slots for descriptors beyond the number of query slots.  A consumer reads a descriptor for the
-#: last time after it has freed the next item's queries, so the descriptor of the item three later
-#: is the first that may overwrite it.
+#: last time after it has freed the next item's queries, so only the descriptor of an item at least
+#: three later may overwrite it.
 EXTRA_ITEM_SLOTS = 2
 
 

@@ -25,7 +25,7 @@ list; their results are zeroed after all other work.
 
 Synchronisations:
   1. `item_ready[s]`             producer -> consumers: slot s describes an item (or the end); it is
-                                 free when the query slot of the item three later is.
+                                 free when the query slot of an item at least three later is.
   2. `q_ready[s]`, `q_free[s]`   query slot s; free once the queries are read, and TMA has read the
                                  output that was staged in their place.
   3. `k_ready[s]`, `k_free[s]`   stage s of the ring of key blocks.

@@ -1,4 +1,4 @@
-"""The producer warp and the consumer warpgroups of linear compression: see `linear_compression`."""
+"""The producer warp and the consumer warpgroups of linear compression; see `linear_compression`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ikbo_jax.pallas.linear_compression_tiles import (
 )
 from ikbo_jax.tuning.configs import BLOCK_K, NUM_CONSUMERS, STAGING_SLOTS, WGMMA_M
 
-#: k steps before the end of a tile at which its fragment is asked for.
+#: A tile loads its fragment this many k steps before its end.
 FRAGMENT_AHEAD = 3
 
 
@@ -34,7 +34,7 @@ FRAGMENT_AHEAD = 3
 def _static_tiles(
     ctx: WarpgroupContext, phase: Phase, body: Callable[[Tile, Any], Any], *, of_user: bool
 ) -> None:
-    """Runs `body(tile, step)` for this worker's tiles of a phase; it returns the next step."""
+    """Calls `body(tile, step)`, which returns the next step, for this worker's tiles of a phase."""
     tiles = ctx.tiles
     count, tile_of = (
         (tiles.user_count, tiles.user_tile) if of_user else (tiles.cand_count, tiles.cand_tile)
@@ -51,9 +51,9 @@ def _claimed_tiles(
     next_ticket: Callable[[Any], Any],
     body: Callable[[Tile, Any, Callable[[], Any]], tuple[Any, Any]],
 ) -> None:
-    """Runs `body(tile, step, take_next)` for this CTA's tickets, until one names no tile.
+    """Calls `body(tile, step, take_next)` for this CTA's tickets, until a ticket names no tile.
 
-    `body` returns the next ticket, which `take_next` gives, and the next step.
+    `take_next()` is the next ticket; `body` returns it and the next step.
     """
 
     def one(carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
@@ -69,7 +69,7 @@ def _claimed_tiles(
 
 
 def _load(ctx: WarpgroupContext, phase: Phase, operands: Operands, tile: Tile, step: Any) -> Any:
-    """Brings one tile's operands into the ring; `step` counts the stages used so far."""
+    """Loads one tile's operands through the ring; returns the next step."""
     shared = ctx.shared
     (_, weight), (_, embedding) = shared.weight, shared.embedding
 
@@ -119,10 +119,10 @@ def produce(
         user_ctx = ctx.in_claimed_phase(claims)
 
         def take(i: Any) -> Any:
-            ticket = mosaic.next_ticket(claims.tickets, i, interpret=ctx.interpret)
-            slot = lax.rem(i, claims.taken.shape[0])
-            claims.taken[slot] = ticket
-            plgpu.barrier_arrive(claims.taken_ready.at[slot])
+            ticket = mosaic.next_ticket(claims.counter, i, interpret=ctx.interpret)
+            slot = lax.rem(i, claims.tickets.shape[0])
+            claims.tickets[slot] = ticket
+            plgpu.barrier_arrive(claims.tickets_ready.at[slot])
             return ticket
 
         def load_claimed(tile: Tile, step: Any, take_next: Callable[[], Any]) -> tuple[Any, Any]:
@@ -154,14 +154,14 @@ def _multiply(
     load_coarser: Callable[[], fragment.Fragment] | None,
     columns: int,
 ) -> tuple[jax.Array, fragment.Fragment | None]:
-    """The accumulator [64, block_m] f32 of one tile, e.T @ w.T, and the fragment to be added to it.
+    """(accumulator [64, block_m] f32 of one tile, e.T @ w.T; coarser fragment to be added to it).
 
-    `jobs` run one after each of the first k steps, while that step's WGMMAs are in flight.
+    After each of the first k steps one of `jobs` is called, while that step's WGMMAs are in flight.
     Only the first `columns` compressed rows are multiplied; the rest of the tile is zero.
     """
     shared, last = ctx.shared, phase.k_steps - 1
     (weight, _), (embedding, _) = shared.weight, shared.embedding
-    # Whole instructions only, but none that would multiply nothing but padding.
+    # The last k step ends after the last WGMMA instruction that multiplies more than padding.
     last_k = pl.cdiv(phase.k - last * BLOCK_K, accumulator.WGMMA_K) * accumulator.WGMMA_K
 
     def k_step(i: Any, acc: Any, *, is_first: bool = False, k: int = BLOCK_K) -> Any:
@@ -175,13 +175,13 @@ def _multiply(
             k=k,
             interpret=ctx.interpret,
         )
-        # The step before this one has been read; its stage goes back before any other work.
+        # The WGMMAs of the previous k step are complete: free their stage before any other work.
         plgpu.wgmma_wait(1)
         if not is_first:
             plgpu.barrier_arrive(shared.stage_free.at[ctx.stage(step + i - 1)])
         return acc
 
-    def run(acc: Any) -> tuple[jax.Array, fragment.Fragment | None]:
+    def all_k_steps(acc: Any) -> tuple[jax.Array, fragment.Fragment | None]:
         unrolled = min(max(len(jobs), 1), phase.k_steps)
         for i in range(unrolled):
             acc = k_step(i, acc, is_first=i == 0, k=last_k if i == last else BLOCK_K)
@@ -190,7 +190,7 @@ def _multiply(
         ahead = FRAGMENT_AHEAD if load_coarser else 1
         early = max(unrolled, phase.k_steps - ahead)
         acc = accumulator.accumulate(unrolled, early, k_step, acc, interpret=ctx.interpret)
-        # The chunks of the last tile and a fragment do not fit the registers together.
+        # Registers do not hold both the remaining chunks of the previous tile and a fragment.
         is_late = unrolled < len(jobs)
         coarser = load_coarser() if load_coarser and not is_late else None
         for i in range(early, phase.k_steps):
@@ -203,7 +203,7 @@ def _multiply(
             coarser = load_coarser()
         return accumulator.value_after_wait(acc, columns, interpret=ctx.interpret), coarser
 
-    acc, coarser = accumulator.with_accumulator(run, columns, interpret=ctx.interpret)
+    acc, coarser = accumulator.with_accumulator(all_k_steps, columns, interpret=ctx.interpret)
     if columns < phase.block_m:
         padding = jnp.zeros((WGMMA_M, phase.block_m - columns), jnp.float32)
         acc = jnp.concatenate([acc, plgpu.layout_cast(padding, plgpu.Layout.WGMMA)], axis=1)
@@ -217,11 +217,11 @@ def _add(
     acc: jax.Array,
     coarser: fragment.Fragment | None,
 ) -> jax.Array:
-    """Adds the level above to a finished tile."""
+    """Adds the coarser level's fragment to a finished tile."""
     if coarser is None:
         return acc
-    # Rows past the batch need no sum; but the branch is there for ptxas, which without it unpacks
-    # the fragment among the last WGMMAs, and waits for its loads there.
+    # Rows past the batch need no sum. But the branch is there for ptxas, which without it unpacks
+    # the fragment among the last WGMMAs, and waits for the fragment's loads there.
     return lax.cond(
         tile.row < phase.batch,
         lambda: fragment.add(acc, coarser, interpret=ctx.interpret),
@@ -230,7 +230,7 @@ def _add(
 
 
 def _user_of(operands: Operands, row: Any) -> Any:
-    """The row of the level above, clamped: an index out of range never reads outside."""
+    """The coarser level's row, clamped: an index out of range never reads outside the array."""
     row = jnp.minimum(row, operands.index.shape[0] - 1)
     return jnp.clip(operands.index[row], 0, operands.fragments_in.upper.shape[0] - 1)
 
@@ -259,10 +259,10 @@ def _compute_fragment(
     step: Any,
     after_multiply: Callable[[], Any],
 ) -> tuple[Any, Any]:
-    """One tile of a level that others look up.
+    """Computes one tile of a level that a finer level looks up, and stores it as a fragment.
 
-    Returns what `when_multiplied` gives, which runs once the tile's stages are read, and the stages
-    used so far.
+    Returns the result of `after_multiply`, which is called once the tile's stages are read, and the
+    next step.
     """
     load_coarser = None
     if phase.from_fragments:
@@ -290,20 +290,20 @@ def _store_chunk(
     tile: Tile,
     is_valid: Any,
 ) -> None:
-    """Sends `epilogue_rows` compressed rows of a finished tile to the output."""
+    """Stores `epilogue_rows` compressed rows of a finished tile."""
     rows = ctx.config.epilogue_rows
     registers_view, copy_view = (
         view.at[ctx.consumer, chunk % STAGING_SLOTS] for view in ctx.shared.staging
     )
 
     if phase.batch % phase.cluster:
-        # TMA alone would drop rows past the batch, but not of a batch of one: Mosaic GPU leaves
-        # axes of size one out of its descriptors, and all of their indices mean the same row.
+        # TMA drops rows past the batch, but not past a batch of one: Mosaic GPU leaves axes of size
+        # one out of its descriptors, so that all their indices mean the same row.
         is_valid &= tile.row < phase.batch
 
     @pl.when(is_valid)
     def _() -> None:
-        # All but the newest copy have read their staging buffer, so this one is free.
+        # All copies but the newest have read their staging buffers, so this buffer is free.
         plgpu.wait_smem_to_gmem(STAGING_SLOTS - 1, wait_read_only=True)
         registers_view.transpose((1, 0))[...] = lax.slice(
             values, (0, chunk * rows), (WGMMA_M, (chunk + 1) * rows)
@@ -326,7 +326,7 @@ def _compute_candidates(
     output: Any,
     wait_for_users: Callable[[], None] | None,
 ) -> None:
-    """All candidate tiles of this CTA; each is stored during the first k steps of the next one."""
+    """Computes this CTA's candidate tiles; stores each during the next tile's first k steps."""
     count = ctx.tiles.cand_count(ctx.worker)
     chunks = range(phase.block_m // ctx.config.epilogue_rows)
     store = functools.partial(_store_chunk, ctx, phase, output)
@@ -342,7 +342,7 @@ def _compute_candidates(
         def first_job() -> None:
             store(0, finished, previous, i > 0)
             if phase.from_fragments:
-                # Long before it is needed: used at once, the index costs its whole latency.
+                # Early, so that the k steps hide the latency of the index.
                 users.append(_user_of(operands, tile.row))
 
         jobs = [first_job]
@@ -384,7 +384,7 @@ def _compute_candidates(
 
 
 def _free_all(ctx: WarpgroupContext) -> None:
-    """Consumer: says that it reads no stage, once all of them have been read or before any is."""
+    """A consumer frees all stages, before its first read or after its last read."""
     for stage in range(ctx.config.num_stages):
         plgpu.barrier_arrive(ctx.shared.stage_free.at[stage])
 
@@ -402,11 +402,11 @@ def consume(
     if claims is not None and user_phase is not None:
         user_ctx = ctx.in_claimed_phase(claims)
 
-        def taken(i: Any) -> Any:
-            slot = lax.rem(i, claims.taken.shape[0])
-            plgpu.barrier_wait(claims.taken_ready.at[slot])
-            ticket = claims.taken[slot]
-            # The user phase reads no stage any more: its last tile leaves while others come in.
+        def receive(i: Any) -> Any:
+            slot = lax.rem(i, claims.tickets.shape[0])
+            plgpu.barrier_wait(claims.tickets_ready.at[slot])
+            ticket = claims.tickets[slot]
+            # The user phase reads no more stages: candidate operands load while it ends.
             pl.when(ticket >= user_phase.tiles)(lambda: _free_all(ctx))
             return ticket
 
@@ -422,7 +422,7 @@ def consume(
             mosaic.wait(claims.users_ready, arrivals, interpret=ctx.interpret)
 
         _free_all(user_ctx)
-        _claimed_tiles(user_phase, taken, compute)
+        _claimed_tiles(user_phase, receive, compute)
     else:
         _free_all(ctx)
     if claims is None and user_phase is not None:
