@@ -261,7 +261,7 @@ def jagged_attention_kernel(
       key: [kv_rows, K, H], the same dtype; at least a row; K divides N.
       value: [kv_rows, K, H].
       tiles: `tile_list.query_tiles` of size `ATTENTION_TILE_ROWS`.
-      out_rows: rows of the result, each of which has a tile.
+      out_rows: rows of the result; every row has a tile.
       scale: of the scores; finite.
       output_scale: of the result; finite.
       return_residuals: whether lse is computed.

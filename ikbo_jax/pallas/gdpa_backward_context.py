@@ -73,7 +73,7 @@ class Operands(NamedTuple):
     streamed: tuple[Any, Any]  # the other pair
     tiles: Any  # [tiles, TILE_WORDS] int32
     num_tiles: Any  # [1] int32
-    ranges: Any  # [sequences, PARTNER_WORDS] int32
+    ranges: Any  # [sequences, RANGE_WORDS] int32
 
 
 class Shared(NamedTuple):

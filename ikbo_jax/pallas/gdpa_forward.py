@@ -147,7 +147,7 @@ def gdpa_forward(
       key: [kv_rows, K, H], the same dtype; at least a row; K divides N.
       value: [kv_rows, K, H].
       tiles: `tile_list.query_tiles` of size `GDPA_TILE_ROWS`.
-      out_rows: rows of the result, each of which has a tile.
+      out_rows: rows of the result; every row has a tile.
       activations: the heads' activations, or one for all heads; not softmax.
       approx: name of an approximation, or None.
       scale: of the scores; finite.

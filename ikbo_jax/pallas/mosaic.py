@@ -55,7 +55,7 @@ def kernel(body: Callable[..., None], **options: Any) -> Callable[..., Any]:
 
 
 def compiler_params() -> plgpu.CompilerParams:
-    """Compiler parameters: the kernel places all barriers; math is approximate (tanh.approx.f32)."""
+    """Compiler parameters: kernels place all barriers; math is approximate (tanh.approx.f32)."""
     return plgpu.CompilerParams(
         approx_math=True,
         unsafe_no_auto_barriers=True,

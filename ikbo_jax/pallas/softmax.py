@@ -31,8 +31,9 @@ WARPGROUP_SIZE = 128
 #: From these row sums on, a fixed maximum may have cost precision or range.  bf16 has f32's range:
 #: its limit keeps sums of weights times values far from overflow.  f16 weights end at 65504.
 SUM_LIMITS = {"bfloat16": 2.0**40, "float16": 2.0**15}
-#: Row sums below this have lost the weight of the maximum, which should be 1.  `exponentials` is one
-#: instruction that rounds once, so beyond 2^24 that weight is exp2 of the maximum's rounding error.
+#: Row sums below this have lost the weight of the maximum, which should be 1.  `exponentials` takes
+#: one instruction that rounds once, so beyond 2^24 that weight is exp2 of the maximum's rounding
+#: error.
 SUM_MINIMUM = 0.5
 
 
