@@ -60,11 +60,11 @@ LOG2_PHI = (
 )
 #: Scores are raised to these bounds, below which |gelu_tanh| and |silu| are less than 1e-17.  So
 #: their sigmoids stay above 2⁻⁶³, and the product of two reciprocals of sigmoids is finite.
-LEAST_GELU_TANH = -7.5
-LEAST_SILU = -42.0
+MIN_GELU_TANH = -7.5
+MIN_SILU = -42.0
 #: Slopes of gelu_tanh lower scores to this bound, above which the sigmoid is 1: the square of a
 #: huge score would be infinite.
-GREATEST_GELU_TANH = 10.0
+MAX_GELU_TANH = 10.0
 
 Pair = tuple[jax.Array, jax.Array]
 
@@ -151,8 +151,8 @@ def horner(coefficients: tuple[float, ...], x: jax.Array) -> jax.Array:
     return total
 
 
-def _limit(x: jax.Array, least: float, greatest: float) -> jax.Array:
-    return jnp.minimum(jnp.maximum(x, jnp.float32(least)), jnp.float32(greatest))
+def _limit(x: jax.Array, low: float, high: float) -> jax.Array:
+    return jnp.minimum(jnp.maximum(x, jnp.float32(low)), jnp.float32(high))
 
 
 # Activations without a sigmoid.
@@ -247,7 +247,7 @@ def reciprocal(x: jax.Array, *, interpret: bool) -> jax.Array:
 
 
 def _silu(x: jax.Array, needs_slope: bool, interpret: bool) -> Pair:
-    bounded = jnp.maximum(x, jnp.float32(LEAST_SILU))
+    bounded = jnp.maximum(x, jnp.float32(MIN_SILU))
     exponential = jnp.exp2(bounded * jnp.float32(-LOG2_E))
     gate = reciprocal(exponential + jnp.float32(1), interpret=interpret)
     value = bounded * gate
@@ -258,7 +258,7 @@ def _silu(x: jax.Array, needs_slope: bool, interpret: bool) -> Pair:
 
 def _gelu_tanh(x: jax.Array, needs_slope: bool, interpret: bool) -> Pair:
     """x · sigmoid(2y), where (1 + tanh(y)) / 2 = sigmoid(2y)."""
-    bounded = jnp.maximum(x, jnp.float32(LEAST_GELU_TANH))
+    bounded = jnp.maximum(x, jnp.float32(MIN_GELU_TANH))
     factor = -2 * LOG2_E * TANH_SCALE
     square = bounded * bounded
     exponent = bounded * (square * jnp.float32(factor * TANH_CUBIC) + jnp.float32(factor))
@@ -267,7 +267,7 @@ def _gelu_tanh(x: jax.Array, needs_slope: bool, interpret: bool) -> Pair:
     value = bounded * gate
     if not needs_slope:
         return value, x
-    inside = jnp.minimum(bounded, jnp.float32(GREATEST_GELU_TANH))
+    inside = jnp.minimum(bounded, jnp.float32(MAX_GELU_TANH))
     growth = inside * inside * jnp.float32(6 * TANH_SCALE * TANH_CUBIC)
     growth = inside * (growth + jnp.float32(2 * TANH_SCALE))
     return value, gate + gate * (exponential * gate) * growth
@@ -291,7 +291,7 @@ def _tanh_gelu_tanh(x: jax.Array, needs_slope: bool, interpret: bool) -> Pair:
     value = half * inner + half
     if not needs_slope:
         return value, x
-    inside = _limit(half, -GREATEST_GELU_TANH / 2, GREATEST_GELU_TANH / 2)
+    inside = _limit(half, -MAX_GELU_TANH / 2, MAX_GELU_TANH / 2)
     growth = inside * inside * jnp.float32(12 * TANH_SCALE * TANH_CUBIC) + jnp.float32(TANH_SCALE)
     rest = jnp.float32(1) - inner * inner
     return value, inner * jnp.float32(0.5) + jnp.float32(0.5) + inside * rest * growth

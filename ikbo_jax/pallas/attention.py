@@ -146,7 +146,7 @@ def scratch_types(
 # Host side
 
 
-def _in_order(cand_to_user: jax.Array, order: jax.Array | None, users: int) -> jax.Array:
+def _users_in_order(cand_to_user: jax.Array, order: jax.Array | None, users: int) -> jax.Array:
     """[B] int32: users of the candidates in work order, clamped as the kernel clamps them."""
     if order is not None:
         cand_to_user = cand_to_user.at[order].get(mode="clip")
@@ -200,7 +200,7 @@ def attention_kernel(
     # Beyond MAX_COUNTED tiles, every CTA has so many that long and short ones average out.
     is_cut = config.balance and q_len % ATTENTION_TILE_ROWS == WGMMA_M and users > 1
     if is_cut and 1 < warpgroup_tiles <= work_order.MAX_COUNTED:
-        in_order = _in_order(cand_to_user, order, users)
+        in_order = _users_in_order(cand_to_user, order, users)
         cuts, cut_counts = work_order.cuts(in_order, q_len // WGMMA_M)
         most_row_tiles = warpgroup_tiles
     shape = Shape(

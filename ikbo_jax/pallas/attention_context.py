@@ -50,7 +50,7 @@ class Shape:
 
     @property
     def row_tiles(self) -> int:
-        """Tiles of a head, where they are cut without regard to users."""
+        """Tiles of a head, if tile boundaries ignore users."""
         return pl.cdiv(self.rows, ATTENTION_TILE_ROWS)
 
     @property
@@ -133,8 +133,8 @@ class Item(NamedTuple):
 class WarpgroupContext(NamedTuple):
     """Arguments that all functions of a warpgroup share; `consumer` is 0 or 1 (producer: unused).
 
-    A *step* is the number of blocks of keys that the CTA has loaded before, or of values; its
-    remainder by the number of stages is the block's stage.
+    A *step* numbers the blocks of keys, and of values, that the CTA loads; its remainder by the
+    number of stages is the block's stage.
     """
 
     shape: Shape

@@ -95,8 +95,8 @@ class Shared(NamedTuple):
 class WarpgroupContext(NamedTuple):
     """Arguments that all functions of a warpgroup share; `consumer` is 0 or 1 (producer: unused).
 
-    A *step* is the number of blocks that the CTA has loaded before; its remainder by the number of
-    stages is the block's stage.
+    A *step* numbers the blocks that the CTA loads; its remainder by the number of stages is the
+    block's stage.
     """
 
     shape: Shape

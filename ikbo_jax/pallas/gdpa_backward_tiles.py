@@ -140,7 +140,7 @@ def _gaps(stationary: Sequences, total: int, is_bounded: bool) -> Sequences:
     """The rows of no sequence; the sequences' `target` must increase."""
     first, past = stationary.target, stationary.target + stationary.length
     zero, end = jnp.zeros_like(first, shape=1), jnp.full_like(first, total, shape=1)
-    if not is_bounded:  # one sequence begins where the one before it ends
+    if not is_bounded:  # each sequence begins where the previous one ends
         first, past = first[:1], past[-1:]
     begin = jnp.concatenate([zero, past])
     length = jnp.concatenate([first, end]) - begin

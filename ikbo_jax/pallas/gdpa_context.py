@@ -96,8 +96,8 @@ class Destination(NamedTuple):
 class WarpgroupContext(NamedTuple):
     """Arguments that all functions of a warpgroup share; `consumer` is 0 or 1 (producer: unused).
 
-    A *step* is the number of blocks of keys that the CTA has loaded before, or of values; its
-    remainder by the number of stages is the block's stage.
+    A *step* numbers the blocks of keys, and of values, that the CTA loads; its remainder by the
+    number of stages is the block's stage.
     """
 
     shape: Shape

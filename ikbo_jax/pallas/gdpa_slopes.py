@@ -124,8 +124,8 @@ def _tanh_silu(s: jax.Array, scale: float) -> Pair:
 def _tanh_gelu_tanh(s: jax.Array, scale: float) -> Pair:
     """With u the argument of tanh: d(s * (1 + tanh u)) = 1 + tanh u + (1 - tanh² u) * s * du/ds."""
     # Beyond this square tanh is 1 or -1 anyway, and a larger square could become infinite.
-    greatest = (activations.GREATEST_GELU_TANH / scale) ** 2
-    square = jnp.minimum(s * s, jnp.float32(greatest))
+    high = (activations.MAX_GELU_TANH / scale) ** 2
+    square = jnp.minimum(s * s, jnp.float32(high))
     linear, cubic = TANH_SCALE * scale, TANH_SCALE * TANH_CUBIC * scale**3
     inner = jnp.tanh(s * (square * jnp.float32(cubic) + jnp.float32(linear)))
     growth = s * (square * jnp.float32(3 * cubic) + jnp.float32(linear))

@@ -52,7 +52,7 @@ from ikbo_jax.reference.activations import (
 )
 
 #: Beyond these scales, powers of the scale, or sums without the constant, might leave f32's range.
-LEAST_SCALE, GREATEST_SCALE = 2.0**-10, 2.0**10
+MIN_SCALE, MAX_SCALE = 2.0**-10, 2.0**10
 
 
 #: Argument of `round_weights`: f32 weights, or two bf16 arrays, (scores, tanh).
@@ -78,7 +78,7 @@ class ActivationSpec(NamedTuple):
 
     @property
     def takes_raw_scores(self) -> bool:
-        return LEAST_SCALE <= self.scale <= GREATEST_SCALE
+        return MIN_SCALE <= self.scale <= MAX_SCALE
 
     @property
     def is_packed(self) -> bool:
@@ -190,13 +190,13 @@ def _tanh_gelu_tanh(s: jax.Array, scale: float, interpret: bool) -> jax.Array:
 
 
 def _silu(s: jax.Array, scale: float, interpret: bool) -> jax.Array:
-    bounded = jnp.maximum(s, jnp.float32(activations.LEAST_SILU / scale))
+    bounded = jnp.maximum(s, jnp.float32(activations.MIN_SILU / scale))
     exponential = jnp.exp2(bounded * jnp.float32(-activations.LOG2_E * scale))
     return bounded * activations.reciprocal(exponential + jnp.float32(1), interpret=interpret)
 
 
 def _gelu_tanh(s: jax.Array, scale: float, interpret: bool) -> jax.Array:
-    bounded = jnp.maximum(s, jnp.float32(activations.LEAST_GELU_TANH / scale))
+    bounded = jnp.maximum(s, jnp.float32(activations.MIN_GELU_TANH / scale))
     linear = -2 * activations.LOG2_E * TANH_SCALE * scale
     cubic = linear * TANH_CUBIC * scale**2
     exponential = jnp.exp2(bounded * (bounded * bounded * jnp.float32(cubic) + jnp.float32(linear)))

@@ -101,7 +101,7 @@ def _load(ctx: WarpgroupContext, phase: Phase, operands: Operands, tile: Tile, s
 
 
 def _drain(ctx: WarpgroupContext) -> None:
-    """Waits until every stage is free, so that no arrival outlives its barrier."""
+    """Waits until all stages are free: arrivals must precede the release of barriers' memory."""
     for stage in range(ctx.config.num_stages):
         plgpu.barrier_wait(ctx.shared.stage_free.at[stage])
 

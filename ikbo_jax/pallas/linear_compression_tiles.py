@@ -106,8 +106,8 @@ class Claims(NamedTuple):
 class WarpgroupContext(NamedTuple):
     """Arguments that all functions of a warpgroup share; `consumer` is 0 or 1 (producer: unused).
 
-    A *step* is the number of stages that the CTA has filled before; its remainder by the number of
-    stages is the next stage.
+    A *step* numbers the k steps of all tiles of the CTA; its remainder by the number of stages is
+    the stage of its operands.
     """
 
     config: LinearCompressionConfig

@@ -373,7 +373,7 @@ def _normalise(state: _Softmax, settings: Settings) -> tuple[jax.Array, jax.Arra
 def _pull_back(
     rows: _Rows, keys: jax.Array, values: jax.Array, mask: jax.Array, settings: Settings
 ) -> tuple[jax.Array, jax.Array]:
-    """Weights, and gradients of the scores over scale and output_scale: [tiles, K, rows, keys]."""
+    """Weights, and gradients of scores divided by both scales: [tiles, K, rows · N / K, keys]."""
     q_heads, kv_heads = len(settings.activations), keys.shape[1]
     products = _unfold(_product("gkqh,gksh->gkqs", rows.query, keys), q_heads)
     scores = products * jnp.float32(settings.scale)

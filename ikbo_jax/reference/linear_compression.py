@@ -106,15 +106,15 @@ def decomposed_vjp(
 
     Returns:
       Gradients of the weights and of the embeddings, each in its input's shape and dtype. Sums over
-      candidates and products run in f32; each gradient is rounded once.
+      candidates and products are f32; each gradient is rounded once.
     """
     d_weights: list[jax.Array] = []
     d_embeddings: list[jax.Array] = []
     d_result = cotangent
     for level in range(len(weights) - 1, -1, -1):
         weight, embedding = weights[level], embeddings[level]
-        # The finest level multiplies in its own dtype, on the tensor cores; sums over candidates
-        # are f32, and rounding them before the next product would round the gradient twice.
+        # The finest level multiplies in the inputs' dtype, on the tensor cores. Sums over
+        # candidates are f32: rounding before the next product would round the gradient twice.
         lhs, rhs = weight.astype(d_result.dtype), embedding.astype(d_result.dtype)
         d_weight = jnp.einsum("bmn,bkn->mk", d_result, rhs, preferred_element_type=jnp.float32)
         d_embedding = jnp.einsum("mk,bmn->bkn", lhs, d_result, preferred_element_type=jnp.float32)
