@@ -276,7 +276,7 @@ def jagged_attention_kernel(
     """
     _, q_heads, head_dim = query.shape
     if config.reuse:
-        raise ValueError(f"a list of tiles takes no reuse, but config is {config}")
+        raise ValueError(f"a list of tiles does not support reuse, but config is {config}")
     if scale == 0:  # every score is 0, as with queries of zeros
         query, scale = jnp.zeros_like(query), 1.0
     most_tiles = tiles.words.shape[0] * q_heads

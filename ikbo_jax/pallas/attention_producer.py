@@ -30,7 +30,7 @@ class _Share(NamedTuple):
 class _Pass(NamedTuple):
     """A pass that the producer has yet to send; rows are numbered in work order."""
 
-    tile: Any  # the number of the tile within this CTA; no such pass from `_Share.count` on
+    tile: Any  # the tile's number within this CTA; from `_Share.count` on, the pass does not exist
     first: Any  # the tile's rows are [first, stop)
     stop: Any
     head: Any

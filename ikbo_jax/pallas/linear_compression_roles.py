@@ -175,7 +175,7 @@ def _multiply(
             k=k,
             interpret=ctx.interpret,
         )
-        # The WGMMAs of the previous k step are complete: free their stage before any other work.
+        # Waits for the WGMMAs of the previous k step, and frees their stage before any other work.
         plgpu.wgmma_wait(1)
         if not is_first:
             plgpu.barrier_arrive(shared.stage_free.at[ctx.stage(step + i - 1)])

@@ -86,7 +86,8 @@ def operand_tile(shape: tuple[int, ...], dtype: Any, *, interpret: bool) -> Any:
     serves as both views.
     """
     if shape[-1] != swizzle_columns(dtype) or shape[-2] % 8:
-        raise ValueError(f"a tile needs {swizzle_columns(dtype)} columns and 8n rows, got {shape}")
+        columns = swizzle_columns(dtype)
+        raise ValueError(f"an operand tile needs {columns} columns and 8n rows, got {shape}")
     if interpret:
         return plgpu.SMEM(shape, dtype)
     tiling, swizzle = operand_transforms(dtype)
