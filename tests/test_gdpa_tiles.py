@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ikbo_jax.pallas import gdpa_tiles
+from ikbo_jax.pallas import tile_list
 
 
 def plain_offsets(cu: Any, total: int) -> list[int]:
@@ -26,11 +26,11 @@ def plain_segments(offsets: list[int], longest: int | None) -> list[tuple[int, i
     ]
 
 
-def read(tiles: gdpa_tiles.TileList) -> tuple[list[list[int]], int]:
+def read(tiles: tile_list.TileList) -> tuple[list[list[int]], int]:
     with_work, count = (int(x) for x in tiles.counts)
     words = np.asarray(tiles.words)
     assert count <= len(words)
-    assert not words[count:, gdpa_tiles.ROWS].any()
+    assert not words[count:, tile_list.ROWS].any()
     return words[:count].tolist(), with_work
 
 
@@ -62,7 +62,7 @@ def jagged(draw: Any) -> tuple[Any, ...]:
 
 def compiled() -> Any:
     names = ("q_rows", "kv_rows", "max_seqlen_q", "max_seqlen_kv", "size")
-    return jax.jit(gdpa_tiles.query_tiles, static_argnames=names)
+    return jax.jit(tile_list.query_tiles, static_argnames=names)
 
 
 def join(
@@ -106,9 +106,9 @@ def check(problem: tuple[Any, ...], query_tiles: Any, size: int, *, broadcast: b
         if kv[k][1]
     ]
     assert sorted(words[:with_work]) == sorted(expected)
-    others = [w[gdpa_tiles.OTHERS] for w in words]
-    assert others == sorted(others, reverse=True)
-    assert not any(others[with_work:])
+    lengths = [w[tile_list.KV_LENGTH] for w in words]
+    assert lengths == sorted(lengths, reverse=True)
+    assert not any(lengths[with_work:])
 
 
 COMPILED = compiled()
@@ -122,7 +122,7 @@ def test_tiles_are_those_of_the_sequences(problem: tuple[Any, ...], broadcast: b
 @pytest.mark.parametrize("broadcast", [False, True])
 def test_many_sequences_are_sorted(broadcast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The way that more than `MOST_COMPARED` segments go."""
-    monkeypatch.setattr(gdpa_tiles, "MOST_COMPARED", 3)
+    monkeypatch.setattr(tile_list, "MOST_COMPARED", 3)
     rng = np.random.default_rng(0)
     cu_q, cu_kv = np.sort(rng.integers(0, 60, 21)), np.sort(rng.integers(0, 60, 8))
     check(

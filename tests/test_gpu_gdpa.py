@@ -17,7 +17,7 @@ from problems_gdpa import Shape
 
 import ikbo_jax as ikbo
 from ikbo_jax.ops import dispatch, gdpa_backward
-from ikbo_jax.pallas import attention, gdpa_tiles
+from ikbo_jax.pallas import attention, tile_list
 from ikbo_jax.reference import activations as reference_activations
 from ikbo_jax.reference import gdpa as reference
 from ikbo_jax.reference import gdpa_chunked
@@ -236,7 +236,7 @@ def test_gdpa_bad_values_stay_in_their_sequence(bad):
 
 
 def softmax_with_lse(arrays: reference.Arrays, settings: reference.Settings):
-    tiles = gdpa_tiles.query_tiles(
+    tiles = tile_list.query_tiles(
         *arrays[3:],
         q_rows=arrays.query.shape[0],
         kv_rows=arrays.key.shape[0],

@@ -104,8 +104,8 @@ def test_the_kernels_second_try_is_exact_and_its_check_finds_the_need() -> None:
     scores = jnp.asarray([[3e12, -1e12, 2.9e12], [-7e11, -9e12, -8e11]], jnp.float32)
     for sign in (1, -1):
         extreme = softmax.row_extreme(sign * scores, sign * scale)
-        powers = softmax.exact_powers(sign * scores, extreme, sign * scale)
-        np.testing.assert_array_equal(powers, [[1, 0, 0], [1, 0, 0]])
+        exponentials = softmax.exact_exponentials(sign * scores, extreme, sign * scale)
+        np.testing.assert_array_equal(exponentials, [[1, 0, 0], [1, 0, 0]])
     # What one instruction that rounds once makes of the maximum itself.
     product = np.float64(np.float32(scale)) * np.asarray(scores, np.float64)[:, 0]
     lost = product - product.astype(np.float32)

@@ -23,7 +23,7 @@ from problems_gdpa import Shape
 import ikbo_jax as ikbo
 from ikbo_jax.ops import dispatch
 from ikbo_jax.ops import gdpa as op
-from ikbo_jax.pallas import attention, gdpa_consumer, gdpa_tiles
+from ikbo_jax.pallas import attention, gdpa_consumer, tile_list
 from ikbo_jax.pallas import gdpa_forward as kernel
 from ikbo_jax.reference import gdpa as reference
 from ikbo_jax.reference.gdpa import Arrays, Settings
@@ -212,7 +212,7 @@ def test_interpreted_softmax_is_exact_where_the_first_maximum_does_not_do(
     key[110:115], value[110:115] = np.nan, np.inf
     spoiled = arrays._replace(key=jnp.asarray(key), value=jnp.asarray(value))
     list_tiles = functools.partial(
-        gdpa_tiles.query_tiles,
+        tile_list.query_tiles,
         q_rows=3,
         kv_rows=175,
         max_seqlen_q=None,
@@ -257,8 +257,8 @@ def test_interpreted_races_are_found(
     if planted == "too late":
         await_block = gdpa_consumer._await_block
 
-        def swapped(role: Any, *rest: Any) -> None:
-            await_block(role._replace(consumer=NUM_CONSUMERS - 1 - role.consumer), *rest)
+        def swapped(ctx: Any, *rest: Any) -> None:
+            await_block(ctx._replace(consumer=NUM_CONSUMERS - 1 - ctx.consumer), *rest)
 
         monkeypatch.setattr(gdpa_consumer, "_await_block", swapped)
     else:

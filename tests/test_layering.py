@@ -26,14 +26,14 @@ SMALL_PARTS = (
 #: A kernel too long for one file is split; these parts are its own.
 LINEAR_COMPRESSION_PARTS = ("pallas.linear_compression_tiles", "pallas.linear_compression_roles")
 ATTENTION_PARTS = (
-    "pallas.attention_role",
+    "pallas.attention_context",
     "pallas.attention_consumer",
     "pallas.attention_producer",
     "pallas.work_order",
 )
 #: Parts of the generalised attention's kernels, forward and backward.
-GDPA_SMALL_PARTS = ("pallas.activations", "pallas.gdpa_tiles", "pallas.gdpa_weights")
-GDPA_FORWARD_PARTS = ("pallas.gdpa_role", "pallas.gdpa_consumer", "pallas.gdpa_producer")
+GDPA_SMALL_PARTS = ("pallas.activations", "pallas.tile_list", "pallas.gdpa_weights")
+GDPA_FORWARD_PARTS = ("pallas.gdpa_context", "pallas.gdpa_consumer", "pallas.gdpa_producer")
 GDPA_BACKWARD_PARTS = (
     "tuning.configs",
     "tuning.gdpa_backward_configs",
@@ -45,7 +45,7 @@ GDPA_BACKWARD_PARTS = (
     "pallas.gdpa_weights",
     "pallas.gdpa_slopes",
     "pallas.gdpa_backward_tiles",
-    "pallas.gdpa_backward_role",
+    "pallas.gdpa_backward_context",
     "pallas.gdpa_backward_store",
     "pallas.gdpa_backward_product",
 )
@@ -103,30 +103,30 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "tuning.configs",
         *SMALL_PARTS,
         *ATTENTION_PARTS,
-        "pallas.gdpa_tiles",
+        "pallas.tile_list",
     ),
-    "pallas.attention_role": ("tuning.configs",),
+    "pallas.attention_context": ("tuning.configs",),
     "pallas.attention_producer": (
         "tuning.configs",
-        "pallas.attention_role",
-        "pallas.gdpa_tiles",
+        "pallas.attention_context",
+        "pallas.tile_list",
         *SMALL_PARTS,
     ),
     "pallas.attention_store": (
         "tuning.configs",
-        "pallas.attention_role",
+        "pallas.attention_context",
         "pallas.softmax",
         "pallas.stores",
     ),
     "pallas.attention_consumer": (
         "tuning.configs",
-        "pallas.attention_role",
+        "pallas.attention_context",
         "pallas.attention_store",
         *SMALL_PARTS,
     ),
     "pallas.work_order": ("tuning.configs",),
     "pallas.activations": ("reference.activations",),
-    "pallas.gdpa_tiles": (),
+    "pallas.tile_list": (),
     "pallas.gdpa_backward": (
         *GDPA_BACKWARD_PARTS,
         "pallas.gdpa_backward_producer",
@@ -142,9 +142,9 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "pallas.gdpa_backward_tiles": (
         "tuning.gdpa_backward_configs",
         "reference.jagged",
-        "pallas.gdpa_tiles",
+        "pallas.tile_list",
     ),
-    "pallas.gdpa_backward_role": (
+    "pallas.gdpa_backward_context": (
         "tuning.configs",
         "tuning.gdpa_backward_configs",
         "pallas.gdpa_weights",
@@ -157,7 +157,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "reference.activations",
         "pallas.attention",
         "pallas.gdpa_forward",
-        "pallas.gdpa_tiles",
+        "pallas.tile_list",
     ),
     "pallas.gdpa_forward": (
         *GDPA_CONFIGS,
@@ -166,27 +166,27 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *GDPA_FORWARD_PARTS,
     ),
     "pallas.gdpa_weights": ("pallas.activations", "reference.activations"),
-    "pallas.gdpa_role": (*GDPA_CONFIGS, "pallas.gdpa_weights", "pallas.schedule"),
+    "pallas.gdpa_context": (*GDPA_CONFIGS, "pallas.gdpa_weights", "pallas.schedule"),
     "pallas.gdpa_producer": (
         *GDPA_CONFIGS,
         *SMALL_PARTS,
-        "pallas.gdpa_tiles",
-        "pallas.gdpa_role",
+        "pallas.tile_list",
+        "pallas.gdpa_context",
     ),
     "pallas.gdpa_consumer": (
         *GDPA_CONFIGS,
         *SMALL_PARTS,
         "pallas.gdpa_weights",
-        "pallas.gdpa_role",
+        "pallas.gdpa_context",
         "pallas.gdpa_store",
     ),
     "pallas.gdpa_store": (
         "tuning.configs",
         "pallas.softmax",
         "pallas.stores",
-        "pallas.gdpa_tiles",
+        "pallas.tile_list",
         "pallas.gdpa_weights",
-        "pallas.gdpa_role",
+        "pallas.gdpa_context",
     ),
     "ops": OPS,
     "rewrite": ("rewrite", *OPS),

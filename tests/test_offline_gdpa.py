@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import offline
 import pytest
 
-from ikbo_jax.pallas import attention, gdpa_tiles
+from ikbo_jax.pallas import attention, tile_list
 from ikbo_jax.pallas import gdpa_forward as kernel
 from ikbo_jax.tuning import configs, gdpa_configs, table
 from ikbo_jax.tuning.gdpa_configs import GdpaConfig, GdpaProblem
@@ -56,7 +56,7 @@ def launch(problem: GdpaProblem, config: GdpaConfig, scales: tuple[float, float]
     }
 
     def fn(query: Any, key: Any, value: Any, words: Any, counts: Any) -> Any:
-        operands = (query, key, value, gdpa_tiles.TileList(words, counts))
+        operands = (query, key, value, tile_list.TileList(words, counts))
         if is_softmax(problem):
             return attention.jagged_attention_kernel(
                 *operands, return_residuals=True, config=config.for_softmax, **options
@@ -73,7 +73,7 @@ def launch(problem: GdpaProblem, config: GdpaConfig, scales: tuple[float, float]
         return jax.ShapeDtypeStruct((rows, heads, problem.head_dim), jnp.dtype(problem.dtype))
 
     keys = shape(problem.kv_rows, problem.kv_heads)
-    words = jax.ShapeDtypeStruct((problem.q_rows // 128, gdpa_tiles.TILE_WORDS), jnp.int32)
+    words = jax.ShapeDtypeStruct((problem.q_rows // 128, tile_list.TILE_WORDS), jnp.int32)
     counts = jax.ShapeDtypeStruct((2,), jnp.int32)
     return fn, shape(problem.q_rows, problem.q_heads), keys, keys, words, counts
 

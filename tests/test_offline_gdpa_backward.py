@@ -63,7 +63,7 @@ class Case:
         work = tiles.Work(
             shape((tiles.most_tiles(BATCH + 2, ROWS), tiles.TILE_WORDS), jnp.int32),
             shape((1,), jnp.int32),
-            shape((BATCH, tiles.PARTNER_WORDS), jnp.int32),
+            shape((BATCH, tiles.RANGE_WORDS), jnp.int32),
         )
         return functools.partial(kernel, **options), query, key, key, query, work
 

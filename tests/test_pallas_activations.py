@@ -105,23 +105,26 @@ def test_heads_have_their_own_activation() -> None:
 # Weights of raw scores.
 
 
-def result(how: gdpa_weights.Weighing, head: int, scores: np.ndarray) -> np.ndarray:
+def result(spec: gdpa_weights.ActivationSpec, head: int, scores: np.ndarray) -> np.ndarray:
     """act(scale * scores) as the result of products with ones."""
-    weights = gdpa_weights.weigh(how, jnp.int32(head), jnp.asarray(scores), interpret=True)
-    weights = gdpa_weights.rounded(weights, jnp.float32).astype(jnp.float32)
-    return np.asarray(gdpa_weights.finish(how, jnp.int32(head), weights))
+    weights = gdpa_weights.compute_weights(
+        spec, jnp.int32(head), jnp.asarray(scores), interpret=True
+    )
+    weights = gdpa_weights.round_weights(weights, jnp.float32).astype(jnp.float32)
+    return np.asarray(gdpa_weights.scale_result(spec, jnp.int32(head), weights))
 
 
 @pytest.mark.parametrize(
-    ("scale", "is_wide"), [(0.3, True), (4.0, True), (0.3, False), (-0.3, True), (2.0**-12, True)]
+    ("scale", "has_f32_range"),
+    [(0.3, True), (4.0, True), (0.3, False), (-0.3, True), (2.0**-12, True)],
 )
-def test_weights_times_their_factor_are_activated_scores(scale: float, is_wide: bool) -> None:
+def test_weights_times_their_factor_are_activated_scores(scale: float, has_f32_range: bool) -> None:
     scores = np.concatenate([GRID[:, ::32].ravel(), LARGE, KINKS])
     for approx, name in PAIRS:
-        how = gdpa_weights.Weighing((name,), approx, scale, 1.0, is_wide)
+        spec = gdpa_weights.ActivationSpec((name,), approx, scale, 1.0, has_f32_range)
         expected = reference.elementwise(name, approx).value(jnp.float32(scale) * scores)
-        actual = result(how, 0, scores)
-        if how.is_packed:
+        actual = result(spec, 0, scores)
+        if spec.is_packed:
             assert np.all(np.abs(actual - expected) <= 2.0**-6 * np.abs(scale * scores)), name
             continue
         np.testing.assert_allclose(
@@ -130,27 +133,27 @@ def test_weights_times_their_factor_are_activated_scores(scale: float, is_wide: 
 
 
 def test_pairs_of_scores_become_weights_only_where_they_can() -> None:
-    def is_packed(names: tuple[str, ...], scale: float = 0.3, is_wide: bool = True) -> bool:
-        return gdpa_weights.Weighing(names, "tanh_bf16", scale, 1.0, is_wide).is_packed
+    def is_packed(names: tuple[str, ...], scale: float = 0.3, has_f32_range: bool = True) -> bool:
+        return gdpa_weights.ActivationSpec(names, "tanh_bf16", scale, 1.0, has_f32_range).is_packed
 
     assert is_packed(("silu", "silu"))
     assert not is_packed(("silu", "gelu_tanh"))
     assert not is_packed(("gelu",))
     assert not is_packed(("silu",), scale=-0.3)
-    assert not is_packed(("silu",), is_wide=False)
+    assert not is_packed(("silu",), has_f32_range=False)
 
 
 def test_weights_of_heads_have_their_own_factors() -> None:
     names = ("relu_squared", "gelu", "gelu_tanh", "relu_squared")
     for head, name in enumerate(names):
-        how = gdpa_weights.Weighing(names, "tanh", 0.5, 3.0, is_wide=True)
+        spec = gdpa_weights.ActivationSpec(names, "tanh", 0.5, 3.0, has_f32_range=True)
         expected = 3 * reference.elementwise(name, "tanh").value(jnp.float32(0.5) * GRID[:, :64])
-        np.testing.assert_allclose(result(how, head, GRID[:, :64]), expected, rtol=2e-6, atol=9e-6)
+        np.testing.assert_allclose(result(spec, head, GRID[:, :64]), expected, rtol=2e-6, atol=9e-6)
 
 
 def test_narrow_weights_are_activated_scores() -> None:
-    how = gdpa_weights.Weighing(("silu",), None, 0.125, 1.0, is_wide=False)
-    weights = gdpa_weights.weigh(how, jnp.int32(0), jnp.float32([[4e5]]), interpret=True)
+    spec = gdpa_weights.ActivationSpec(("silu",), None, 0.125, 1.0, has_f32_range=False)
+    weights = gdpa_weights.compute_weights(spec, jnp.int32(0), jnp.float32([[4e5]]), interpret=True)
     np.testing.assert_allclose(weights, 5e4, rtol=1e-6)
 
 
@@ -158,28 +161,29 @@ def test_narrow_weights_are_activated_scores() -> None:
 
 
 def gradients(
-    how: gdpa_weights.Weighing, head: int, scores: np.ndarray, d_weights: np.ndarray
+    spec: gdpa_weights.ActivationSpec, head: int, scores: np.ndarray, d_weights: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """(act(scale * scores), d_weights * act'(scale * scores)) as sums over one row make them."""
-    weights, slope = gdpa_slopes.weigh_and_slope(
-        how, jnp.int32(head), jnp.asarray(scores), interpret=True
+    weights, slope = gdpa_slopes.weights_and_slopes(
+        spec, jnp.int32(head), jnp.asarray(scores), interpret=True
     )
-    by_weight, by_slope = gdpa_slopes.constants(how)
-    d_scores = gdpa_slopes.d_scores(how, jnp.asarray(d_weights), slope)
+    by_weight, by_slope = gdpa_slopes.constants(spec)
+    d_scores = gdpa_slopes.d_scores(spec, jnp.asarray(d_weights), slope)
     return np.asarray(weights) * by_weight, np.asarray(d_scores) * by_slope
 
 
 @pytest.mark.parametrize(
-    ("scale", "is_wide"), [(0.3, True), (4.0, True), (0.3, False), (-0.3, True), (2.0**-12, True)]
+    ("scale", "has_f32_range"),
+    [(0.3, True), (4.0, True), (0.3, False), (-0.3, True), (2.0**-12, True)],
 )
-def test_slopes_times_their_constant_are_gradients(scale: float, is_wide: bool) -> None:
+def test_slopes_times_their_constant_are_gradients(scale: float, has_f32_range: bool) -> None:
     scores = np.concatenate([GRID[:, ::32].ravel(), LARGE, KINKS])
     scaled = jnp.float32(scale) * scores
     d_weights = np.linspace(-2, 2, scores.size, dtype=np.float32)
     for approx, name in PAIRS:
-        how = gdpa_weights.Weighing((name,), approx, scale, 1.0, is_wide)
+        spec = gdpa_weights.ActivationSpec((name,), approx, scale, 1.0, has_f32_range)
         expected = reference.elementwise(name, approx)
-        value, d_scores = gradients(how, 0, scores, d_weights)
+        value, d_scores = gradients(spec, 0, scores, d_weights)
         label = f"{name} {approx}"
         np.testing.assert_allclose(
             value, expected.value(scaled), rtol=2e-6, atol=3e-6, err_msg=label
@@ -191,11 +195,11 @@ def test_slopes_times_their_constant_are_gradients(scale: float, is_wide: bool) 
 
 def test_slopes_of_heads_that_differ_have_no_constants() -> None:
     names = ("relu_squared", "gelu_tanh")
-    how = gdpa_weights.Weighing(names, "tanh", 0.5, 1.0, is_wide=True)
-    assert gdpa_slopes.constants(how) == (1.0, 1.0)
+    spec = gdpa_weights.ActivationSpec(names, "tanh", 0.5, 1.0, has_f32_range=True)
+    assert gdpa_slopes.constants(spec) == (1.0, 1.0)
     for head, name in enumerate(names):
         expected = reference.elementwise(name, "tanh")
         scores = GRID[:, :64]
-        value, d_scores = gradients(how, head, scores, np.full_like(scores, 3))
+        value, d_scores = gradients(spec, head, scores, np.full_like(scores, 3))
         np.testing.assert_allclose(value, expected.value(scores / 2), rtol=2e-6, atol=9e-6)
         np.testing.assert_allclose(d_scores, 3 * expected.slope(scores / 2), rtol=3e-6, atol=3e-5)

@@ -1,9 +1,9 @@
-"""WGMMA accumulators as values, with control over their first and last instruction.
+"""WGMMA accumulators as values, with control over the first and the last WGMMA instruction.
 
-Pallas' own WGMMA takes whole swizzled blocks of k and always adds to its accumulator, which then
-has to be zeroed: 56 two-register instructions a thread at the start of every tile, while the
-tensor core waits. The one here overwrites the accumulator in the first step of a tile, and stops
-early within the last block: K = 866 takes 55 instructions instead of 56.
+`plgpu.wgmma` multiplies whole swizzled blocks along k and always adds to its accumulator, which
+must therefore be zeroed: 56 two-register instructions per thread at the start of every tile, while
+the tensor core waits. `wgmma` here overwrites the accumulator in the first k step of a tile, and
+ends the last block early: K = 866 takes 55 instructions instead of 56.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from ikbo_jax.pallas import mosaic
 WGMMA_K = 16
 
 
-def with_accumulator(run: Callable[[Any], Any], columns: int, *, interpret: bool) -> Any:
-    """Calls `run` with an accumulator [64, columns] f32 that `wgmma` has yet to overwrite."""
+def with_accumulator(body: Callable[[Any], Any], columns: int, *, interpret: bool) -> Any:
+    """Calls `body` with an accumulator [64, columns] f32; the first `wgmma` must overwrite it."""
     if interpret:
-        return pl.run_scoped(run, plgpu.ACC((64, columns)))
-    return run(None)
+        return pl.run_scoped(body, plgpu.ACC((64, columns)))
+    return body(None)
 
 
 def accumulate(
@@ -49,8 +49,8 @@ def accumulate(
     return lax.fori_loop(begin, end, body, acc)
 
 
-def accumulated(acc: Any, columns: int, *, interpret: bool) -> jax.Array:
-    """The value of an accumulator whose WGMMAs have been waited for."""
+def value_after_wait(acc: Any, columns: int, *, interpret: bool) -> jax.Array:
+    """The value of an accumulator, after the wait for its WGMMAs."""
     if interpret:
         return acc[...]
 
@@ -58,19 +58,19 @@ def accumulated(acc: Any, columns: int, *, interpret: bool) -> jax.Array:
         arg_types=(plgpu.Layout.WGMMA,),
         return_type=plgpu.ShapeDtypeStruct((64, columns), jnp.float32, layout=plgpu.Layout.WGMMA),
     )
-    def settle(_: Any, array: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+    def pin(_: Any, array: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         return mgpu.optimization_barrier(array)  # no use of a register moves before the wait
 
-    return settle(acc)
+    return pin(acc)
 
 
 def wgmma(acc: Any, a_t: Any, b_t: Any, *, overwrite: bool, k: int = 64, interpret: bool) -> Any:
-    """Issues acc + a_t[:k].T @ b_t[:, :k].T (without acc under `overwrite`) as one WGMMA group.
+    """Issues acc + a_t[:k].T @ b_t[:, :k].T (`overwrite`: without acc) as one WGMMA group.
 
     Args:
-      acc: [64, columns] f32, or what `with_accumulator` gave.
-      a_t: shared memory tile [64, 64] of an `operand_tile`, k by rows.
-      b_t: shared memory tile [columns, 64] of an `operand_tile`, columns by k.
+      acc: [64, columns] f32, or the accumulator from `with_accumulator`.
+      a_t: operand tile [64, 64] in shared memory, k by rows; see `mosaic.operand_tile`.
+      b_t: operand tile [columns, 64] in shared memory, columns by k.
     """
     if interpret:  # rows past k are zero
         plgpu.wgmma(acc, a_t.transpose((1, 0)), b_t.transpose((1, 0)))
@@ -117,7 +117,7 @@ def wgmma(acc: Any, a_t: Any, b_t: Any, *, overwrite: bool, k: int = 64, interpr
 
 
 def _descriptor(tile: ir.Value, group: tuple[int, int], *, is_lhs: bool) -> tuple[ir.Value, int]:
-    """WGMMA's shared memory descriptor of a tile; its bytes from one instruction to the next."""
+    """(WGMMA's descriptor of an operand tile, bytes by which it advances per instruction)."""
     (base, strides), _, _ = mma_utils.create_descriptor(
         tile,
         swizzle=mosaic.SWIZZLE,
@@ -136,7 +136,7 @@ def _advance(descriptor: ir.Value, num_bytes: int) -> ir.Value:
 def _wgmma_instruction(
     acc: list[ir.Value], a: ir.Value, b: ir.Value, columns: int, dtype: str
 ) -> list[ir.Value]:
-    """One wgmma.mma_async; A is transposed (its m contiguous), an empty `acc` is overwritten."""
+    """One wgmma.mma_async; A is transposed (m is contiguous).  It overwrites an empty `acc`."""
     f32 = ir.F32Type.get()
     n = columns // 2
     first = 2 * n if acc else n
@@ -163,11 +163,11 @@ def _wgmma_instruction(
 def product(
     q: Any, k: Any, depth: int, *, columns: int | None = None, interpret: bool
 ) -> jax.Array:
-    """Issues q @ k[:columns].T as one WGMMA group; its value is there after a wait and `settled`.
+    """Issues q @ k[:columns].T as one WGMMA group; read its value by `wait`, then `after_wait`.
 
     Args:
-      q: shared memory tiles [blocks, 64, 64] of an `operand_tile`, 64 columns of the depth each.
-      k: shared memory tiles [blocks, rows, 64], alike.
+      q: operand tiles [column blocks, 64, 64] in shared memory, each with 64 columns of the depth.
+      k: operand tiles [column blocks, rows, 64], likewise.
       depth: columns of q and k that are multiplied.
       columns: rows of k that are multiplied, a multiple of 8; None: all.
 
@@ -178,12 +178,12 @@ def product(
     columns = columns or k_rows
     if interpret:
 
-        def run(acc: Any) -> jax.Array:
+        def multiply(acc: Any) -> jax.Array:
             for i in range(blocks):  # columns past the depth are zero
                 plgpu.wgmma(acc, q.at[i], k.at[i, :columns].transpose((1, 0)))
             return plgpu.wgmma_accumulator_load(acc, wait_n=1)
 
-        return pl.run_scoped(run, plgpu.ACC((64, columns)))
+        return pl.run_scoped(multiply, plgpu.ACC((64, columns)))
 
     operand = plgpu.RefType(mosaic.operand_transforms(k.dtype))
 
@@ -218,13 +218,13 @@ def add_product(
       acc: [64, columns] f32.
       is_defined: bool scalar.
       p: [64, depth] in v's dtype.
-      v: shared memory tiles [blocks, rows, 64] of an `operand_tile`, 64 columns each; the first
+      v: operand tiles [column blocks, rows, 64] in shared memory, each with 64 columns; the first
         `depth` rows are multiplied.
-      staging: shared memory [64, at least rows] of this warpgroup, only under interpretation, which
-        can't multiply registers.
+      staging: this warpgroup's shared memory [64, at least rows], only under interpretation: the
+        interpreter cannot multiply from registers.
 
     Returns:
-      [64, columns] f32; its value is there after a wait and `settled`.
+      [64, columns] f32; read its value by `wait`, then `after_wait`.
     """
     columns, depth = acc.shape[1], p.shape[1]
     blocks, v_rows, _ = v.shape
@@ -234,11 +234,11 @@ def add_product(
         products = []
         for i in range(blocks):
 
-            def run(part: Any, i: int = i) -> jax.Array:
+            def multiply(part: Any, i: int = i) -> jax.Array:
                 plgpu.wgmma(part, staging.at[:, :depth], v.at[i, :depth])
                 return plgpu.wgmma_accumulator_load(part, wait_n=1)
 
-            products.append(pl.run_scoped(run, plgpu.ACC((64, 64))))
+            products.append(pl.run_scoped(multiply, plgpu.ACC((64, 64))))
         return jnp.where(is_defined, acc, 0.0) + jnp.concatenate(products, axis=1)[:, :columns]
 
     @plgpu.inline_mgpu(
@@ -253,7 +253,7 @@ def add_product(
     def issue(_: Any, acc: Any, is_defined: Any, p: Any, v: ir.Value) -> mgpu.FragmentedArray:
         dtype = str(ir.MemRefType(v.type).element_type)
         i32 = ir.IntegerType.get_signless(32)
-        p = mgpu.optimization_barrier(p)  # nothing that makes p moves past the fence
+        p = mgpu.optimization_barrier(p)  # no instruction that computes p moves past the fence
         words = [mgpu.utils.bitcast(pair, i32) for pair in p.registers.flat]
         registers = [vector.extract(r, [], [i]) for r in acc.registers.flat for i in (0, 1)]
         base = mma_utils.encode_descriptor(
@@ -275,9 +275,9 @@ def add_product(
 
 
 def undefined(columns: int, *, interpret: bool) -> jax.Array:
-    """[64, columns] f32 of no value, for `add_product` with a false `is_defined`.
+    """[64, columns] f32 without a defined value, for `add_product` with a false `is_defined`.
 
-    What is carried on from a finished accumulator occupies its registers, defined or not.
+    A finished accumulator in its place would keep its registers occupied until that product.
     """
     if interpret:
         return jnp.full((64, columns), jnp.nan, jnp.float32)
@@ -300,9 +300,9 @@ def wait(pending: int, *, interpret: bool) -> None:
     pl.run_scoped(lambda acc: plgpu.wgmma_accumulator_load(acc, wait_n=pending), plgpu.ACC((64, 8)))
 
 
-def settled(acc: jax.Array, *, interpret: bool) -> jax.Array:
-    """An accumulator whose WGMMAs have been waited for: no use of it moves before the wait."""
-    return acc if interpret else accumulated(acc, acc.shape[1], interpret=False)
+def after_wait(acc: jax.Array, *, interpret: bool) -> jax.Array:
+    """`acc` after the wait for its WGMMAs: the compiler moves no use of it before the wait."""
+    return acc if interpret else value_after_wait(acc, acc.shape[1], interpret=False)
 
 
 def _row_major_descriptor(tiles: ir.Value) -> ir.Value:
@@ -334,8 +334,11 @@ def _mma(
     columns: int,
     dtype: str,
 ) -> list[ir.Value]:
-    """One wgmma.mma_async; `a` is one descriptor, k-major like b, or four registers beside a b with
-    its columns contiguous.  An empty `acc` is overwritten, and one whose `scale` is 0."""
+    """One wgmma.mma_async.
+
+    Either `a` is one descriptor, and a and b are k-major; or `a` is four registers, and b has its
+    columns contiguous.  The instruction overwrites an empty `acc`, and an `acc` with `scale` 0.
+    """
     f32 = ir.F32Type.get()
     n = columns // 2
     first = 2 * n if acc else n

@@ -1,17 +1,17 @@
-"""Activations and their slopes inside a kernel: element by element on f32 [64, columns].
+"""Activations and their slopes (derivatives) in a kernel, element by element on f32 [64, columns].
 
-What costs time is the special function unit: it has 16 results a cycle, and at H = 128 the products
-need 8 scores a cycle, so with two results a score it takes as long as the tensor core.  So sigmoids
-share one reciprocal between two neighbours, and Φ is one exponential.
+The special function unit limits their speed.  It returns 16 results a cycle, and at H = 128 the
+products consume 8 scores a cycle: with two results per score it takes as long as the tensor core.
+Therefore the sigmoids of two neighbouring scores share one reciprocal, and Φ takes one exponential.
 
-    activation, approximation             its results for a value    for a slope as well
-    gelu_tanh, silu                       1.5                        1.5
-    gelu                                  1                          2
-    gelu_tanh, silu, approx "tanh"        1                          1
-    all others, approx "polynomial"       0                          0
+    activation, approximation             results per value    per value and slope
+    gelu_tanh, silu                       1.5                  1.5
+    gelu                                  1                    2
+    gelu_tanh, silu, approx "tanh"        1                    1
+    all others, approx "polynomial"       0                    0
 
-Two neighbours are columns of one row: an infinite or NaN score can spoil its own row alone, which
-the product that follows spoils anyway.
+The two neighbours are columns of one row: an infinite or NaN score can spoil only its own row,
+which the product that follows spoils anyway.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from ikbo_jax.reference.activations import (
 )
 
 LOG2_E = math.log2(math.e)
-#: Columns that are worked on at once: every operation is emitted for all of them, and with all 128
-#: the scores would still be needed while their exponentials are there, which spills; so does a
-#: branch with 128 results.
+#: Columns that are activated at a time.  Every operation is emitted for all columns of a chunk:
+#: with 128 columns, scores and their exponentials would be live together, which spills.  A branch
+#: with 128 results spills, too.
 CHUNK = 16
-#: log2(Φ(−x)) on 0 ≤ x ≤ `PHI_DOMAIN`, coefficients of rising powers: the errors of Φ and of x · Φ
-#: are below 1.5e-8, less than their rounding; beyond, both are below 1e-14.
+#: Coefficients, in rising powers, of log2(Φ(−x)) on 0 ≤ x ≤ `PHI_DOMAIN`.  The errors of Φ(−x) and
+#: x · Φ(−x) are below 1.5e-8, less than their rounding; beyond the domain both are below 1e-14.
 PHI_DOMAIN = 8.0
 LOG2_PHI = (
     -0.99999994,
@@ -58,12 +58,13 @@ LOG2_PHI = (
     3.296803e-05,
     -2.275873e-06,
 )
-#: Scores below which gelu_tanh and silu are nearer to 0 than 1e-17.  Their sigmoids stay above
-#: 2⁻⁶³, so that the product of two of their reciprocals is finite.
-LEAST_GELU_TANH = -7.5
-LEAST_SILU = -42.0
-#: Above it the sigmoid of gelu_tanh is 1, and the square of a huge score would be infinite.
-GREATEST_GELU_TANH = 10.0
+#: Scores are raised to these bounds, below which |gelu_tanh| and |silu| are less than 1e-17.  So
+#: their sigmoids stay above 2⁻⁶³, and the product of two reciprocals of sigmoids is finite.
+MIN_GELU_TANH = -7.5
+MIN_SILU = -42.0
+#: Slopes of gelu_tanh lower scores to this bound, above which the sigmoid is 1: the square of a
+#: huge score would be infinite.
+MAX_GELU_TANH = 10.0
 
 Pair = tuple[jax.Array, jax.Array]
 
@@ -75,8 +76,8 @@ def activate(
 
     Args:
       names: the heads' activations, or one for all of them; see `reference.activations`.
-      approx: an approximation's name, or None; heads that it is not for stay exact.
-      head: int32 scalar; without effect if all heads have one activation.
+      approx: name of an approximation, or None; heads with other activations stay exact.
+      head: int32 scalar; has no effect if all heads have one activation.
       x: [64, columns] f32.
     """
 
@@ -102,7 +103,7 @@ def activate_with_slope(
 def by_chunks(
     names: tuple[str, ...], head: Any, x: jax.Array, evaluate: Any, interpret: bool
 ) -> Any:
-    """`evaluate(name, x)` of the head's activation, arrays like x [64, columns], chunk by chunk."""
+    """Calls `evaluate(name, x)` for the head's activation, a chunk of x [64, columns] at a time."""
 
     def of_head(x: jax.Array) -> Any:
         return _of_head(names, head, lambda name: evaluate(name, x))
@@ -114,7 +115,7 @@ def by_chunks(
 
 
 def _of_head(names: tuple[str, ...], head: Any, evaluate: Any) -> Any:
-    """`evaluate` of the head's activation: a branch for each that there is, none for only one."""
+    """Calls `evaluate` for the head's activation; branches only where activations differ."""
     kinds = tuple(dict.fromkeys(names))
     if len(kinds) == 1:
         return evaluate(kinds[0])
@@ -128,31 +129,33 @@ def _of_head(names: tuple[str, ...], head: Any, evaluate: Any) -> Any:
 def _evaluate(
     name: str, approx: str | None, x: jax.Array, *, needs_slope: bool, interpret: bool
 ) -> Pair:
-    """(act(x), act'(x)); the latter is whatever is at hand unless it is needed."""
+    """(act(x), act'(x)); unless `needs_slope`, the second array is a placeholder."""
     approx = one_by_one(approx)
     if approx is not None and name in APPROXIMATIONS[approx]:
         name = f"{approx} {name}"
-    if name in _SIGMOIDS:
-        return _SIGMOIDS[name](x, needs_slope, interpret)
-    value, slope = _OTHERS[name](x, needs_slope)
-    if name == "identity" and not interpret:  # a constant has no layout, the other branches' have
+    if name in _WITH_SIGMOID:
+        return _WITH_SIGMOID[name](x, needs_slope, interpret)
+    value, slope = _WITHOUT_SIGMOID[name](x, needs_slope)
+    if (
+        name == "identity" and not interpret
+    ):  # a constant has no layout, unlike slopes of other branches
         slope = plgpu.layout_cast(slope, plgpu.Layout.WGMMA)
     return value, slope
 
 
 def horner(coefficients: tuple[float, ...], x: jax.Array) -> jax.Array:
-    """The polynomial of x, coefficients of rising powers."""
+    """The polynomial of x with `coefficients` in rising powers."""
     total = x * jnp.float32(coefficients[-1]) + jnp.float32(coefficients[-2])
     for c in coefficients[-3::-1]:
         total = total * x + jnp.float32(c)
     return total
 
 
-def _limit(x: jax.Array, least: float, greatest: float) -> jax.Array:
-    return jnp.minimum(jnp.maximum(x, jnp.float32(least)), jnp.float32(greatest))
+def _limit(x: jax.Array, low: float, high: float) -> jax.Array:
+    return jnp.minimum(jnp.maximum(x, jnp.float32(low)), jnp.float32(high))
 
 
-# Without a sigmoid.
+# Activations without a sigmoid.
 
 
 def _identity(x: jax.Array, needs_slope: bool) -> Pair:
@@ -186,7 +189,7 @@ def _hardswish(x: jax.Array, needs_slope: bool) -> Pair:
 
 
 def _gelu(x: jax.Array, needs_slope: bool) -> Pair:
-    """x · Φ(x) = max(x, 0) − |x| · Φ(−|x|), which keeps what little is left of negative scores."""
+    """x · Φ(x) = max(x, 0) − |x| · Φ(−|x|), which keeps the small results at negative scores."""
     distance = jnp.minimum(jnp.abs(x), jnp.float32(PHI_DOMAIN))
     tail = jnp.exp2(horner(LOG2_PHI, distance))
     value = jnp.maximum(x, jnp.float32(0)) - distance * tail
@@ -204,13 +207,13 @@ def _polynomial_gelu(x: jax.Array, needs_slope: bool) -> Pair:
     phi = _limit(inside * horner(POLYNOMIAL, square) + jnp.float32(0.5), 0.0, 1.0)
     if not needs_slope:
         return x * phi, x
-    powers = tuple((2 * k + 1) * c for k, c in enumerate(POLYNOMIAL))
-    density = horner(powers, square)
+    coefficients = tuple((2 * k + 1) * c for k, c in enumerate(POLYNOMIAL))
+    density = horner(coefficients, square)
     is_inside = jnp.abs(x) < POLYNOMIAL_DOMAIN
     return x * phi, phi + inside * jnp.where(is_inside, density, jnp.full_like(x, 0.0))
 
 
-# With one.
+# Activations with a sigmoid.
 
 
 def reciprocal(x: jax.Array, *, interpret: bool) -> jax.Array:
@@ -244,35 +247,35 @@ def reciprocal(x: jax.Array, *, interpret: bool) -> jax.Array:
 
 
 def _silu(x: jax.Array, needs_slope: bool, interpret: bool) -> Pair:
-    bounded = jnp.maximum(x, jnp.float32(LEAST_SILU))
-    power = jnp.exp2(bounded * jnp.float32(-LOG2_E))
-    gate = reciprocal(power + jnp.float32(1), interpret=interpret)
+    bounded = jnp.maximum(x, jnp.float32(MIN_SILU))
+    exponential = jnp.exp2(bounded * jnp.float32(-LOG2_E))
+    gate = reciprocal(exponential + jnp.float32(1), interpret=interpret)
     value = bounded * gate
     if not needs_slope:
         return value, x
-    return value, gate + value * (power * gate)
+    return value, gate + value * (exponential * gate)
 
 
 def _gelu_tanh(x: jax.Array, needs_slope: bool, interpret: bool) -> Pair:
     """x · sigmoid(2y), where (1 + tanh(y)) / 2 = sigmoid(2y)."""
-    bounded = jnp.maximum(x, jnp.float32(LEAST_GELU_TANH))
+    bounded = jnp.maximum(x, jnp.float32(MIN_GELU_TANH))
     factor = -2 * LOG2_E * TANH_SCALE
     square = bounded * bounded
     exponent = bounded * (square * jnp.float32(factor * TANH_CUBIC) + jnp.float32(factor))
-    power = jnp.exp2(exponent)
-    gate = reciprocal(power + jnp.float32(1), interpret=interpret)
+    exponential = jnp.exp2(exponent)
+    gate = reciprocal(exponential + jnp.float32(1), interpret=interpret)
     value = bounded * gate
     if not needs_slope:
         return value, x
-    inside = jnp.minimum(bounded, jnp.float32(GREATEST_GELU_TANH))
+    inside = jnp.minimum(bounded, jnp.float32(MAX_GELU_TANH))
     growth = inside * inside * jnp.float32(6 * TANH_SCALE * TANH_CUBIC)
     growth = inside * (growth + jnp.float32(2 * TANH_SCALE))
-    return value, gate + gate * (power * gate) * growth
+    return value, gate + gate * (exponential * gate) * growth
 
 
 def _tanh_silu(x: jax.Array, needs_slope: bool, interpret: bool) -> Pair:
     half = x * jnp.float32(0.5)
-    inner = jnp.tanh(half)  # the approximate one, as a kernel's compiler parameters say
+    inner = jnp.tanh(half)  # tanh.approx.f32: see `mosaic.compiler_params`
     value = half * inner + half
     if not needs_slope:
         return value, x
@@ -288,13 +291,13 @@ def _tanh_gelu_tanh(x: jax.Array, needs_slope: bool, interpret: bool) -> Pair:
     value = half * inner + half
     if not needs_slope:
         return value, x
-    inside = _limit(half, -GREATEST_GELU_TANH / 2, GREATEST_GELU_TANH / 2)
+    inside = _limit(half, -MAX_GELU_TANH / 2, MAX_GELU_TANH / 2)
     growth = inside * inside * jnp.float32(12 * TANH_SCALE * TANH_CUBIC) + jnp.float32(TANH_SCALE)
     rest = jnp.float32(1) - inner * inner
     return value, inner * jnp.float32(0.5) + jnp.float32(0.5) + inside * rest * growth
 
 
-_OTHERS = {
+_WITHOUT_SIGMOID = {
     "identity": _identity,
     "relu": _relu,
     "leaky_relu": _leaky_relu,
@@ -303,7 +306,7 @@ _OTHERS = {
     "gelu": _gelu,
     "polynomial gelu": _polynomial_gelu,
 }
-_SIGMOIDS = {
+_WITH_SIGMOID = {
     "silu": _silu,
     "gelu_tanh": _gelu_tanh,
     "tanh silu": _tanh_silu,

@@ -2,40 +2,46 @@
 
     out[b] = softmax(scale * query[b] @ key[u(b)].T) @ value[u(b)],  u(b) = cand_to_user[b]
 
-The rows of all candidates' queries, in work order, are cut into tiles of 128 rows of one head.  A
-tile is worked on in one *pass* per run of neighbouring candidates with the same user; a pass
-attends with all of the tile's rows to that user's keys and stores only the rows of its run.
+The query rows of all candidates, in work order, are cut into tiles of 128 rows of one head.  A tile
+takes one *pass* for each run of consecutive candidates with the same user.  A pass attends with all
+rows of the tile to that user's keys, and stores only the rows of its run.  An *item* is the
+descriptor of a pass, which the producer writes and both consumers read.
 
-The softmax of generalised attention on jagged sequences is the same kernel, whose tiles come from a
-list that XLA made before (`gdpa_tiles`): each is one pass, of some rows of one sequence.  A block
-of keys may reach into the sequences that follow; their scores are masked like those of padding.
+A softmax on jagged sequences (generalised attention) takes the same kernel.  Its tiles come from a
+list that XLA makes before the launch (`tile_list`): a tile is some rows of one sequence, and takes
+one pass.  A block of keys may reach into the next sequences; scores of such keys are masked, as the
+scores of padding are.
 
-Warpgroups: 0 and 1 multiply, 64 rows each; one warp of the third feeds them: it describes each pass
-in shared memory and brings its queries, and its user's keys and values through two rings of blocks,
-which run on across passes.  A consumer's step issues the scores of the next block, then the product
-of this block's weights and values, and makes the next block's weights while the latter flies; the
-last step of a pass is paired with the first scores of the next pass.
+Warpgroups: 0 and 1 are the consumers, with 64 rows each; one warp of warpgroup 2 is the producer.
+The producer describes each pass in shared memory, and loads its queries, and its user's keys and
+values through two rings of blocks that continue across passes.  In a step, a consumer issues the
+product that gives the next block's scores, then the product of this block's weights and values, and
+computes the next block's weights while the second product is in flight.  The last step of a pass
+issues the first scores of the next pass.
 
 The softmax keeps the row maximum of the *first* block for the whole pass.  Whatever is subtracted
-from the exponent cancels in the end, and the first maximum adds 1 to the sum, so nothing underflows
-that matters; but scores far above it could overflow, or leave f16, and where scores are huge,
-rounding costs the first maximum its weight of 1.  A pass whose row sums reach `softmax.SUM_LIMITS`,
-are below `softmax.SUM_MINIMUM` or are not numbers is flagged; when a CTA is through, it does the
-flagged tiles again with the running maximum, subtracted before scores are scaled, which is exact
-for every input: there, values past the length, which have weight 0 but may be NaN, are zeroed.
+from the exponents cancels in the end, and the first maximum adds 1 to the sum, so underflow does no
+harm.  But scores far above the first maximum could overflow, or leave the range of f16, and where
+scores are huge, rounding costs the first maximum its weight of 1.  The consumers therefore flag a
+pass whose row sums reach `softmax.SUM_LIMITS`, are below `softmax.SUM_MINIMUM` or are NaN.  After
+its last pass, a CTA computes its flagged tiles again with the running maximum, which it subtracts
+before it scales the scores: this is exact for every input.  The second computation also zeroes
+values past the user's length, which have weight 0 but may be NaN.
 
 Synchronisations:
   1. `item_ready[s]`             producer -> consumers: slot s describes a pass (or the end).
-  2. `q_ready[s]`, `q_free[s]`   the pass's queries; free once they are read and the output that was
-                                 staged in their place has left.
+  2. `q_ready[s]`, `q_free[s]`   query slot s; free once the queries are read, and TMA has read the
+                                 output that was staged in their place.
   3. `k_ready[s]`, `k_free[s]`   stage s of the ring of key blocks.
   4. `v_ready[s]`, `v_free[s]`   stage s of the ring of value blocks.
   5. `flags_ready[0]`            consumers -> producer: the flags of both are final.
-  6. Named barriers: the consumers take turns at issuing products, so that one's softmax meets the
-     other's products; they meet when their flags are final, and after one of them cleaned a stage.
+  6. Named barriers: the consumers take turns at issuing products, so that one consumer's softmax
+     overlaps the other's products.  They wait for each other when their flags are final, and after
+     consumer 0 has zeroed rows of a stage.
 
-Source: the idea is Meta's IKBO (flash attention with in-kernel broadcast); the pipelining within a
-warpgroup and the turns are those of Shah et al., "FlashAttention-3", 2024; no code is shared.
+Source: the idea is Meta's IKBO (flash attention with in-kernel broadcast).  Pipelining within a
+warpgroup, and turns (ping-pong scheduling), follow Shah et al., "FlashAttention-3", 2024.  No code
+is shared.
 """
 
 from __future__ import annotations
@@ -53,19 +59,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ikbo_jax.pallas import (
     attention_consumer,
     attention_producer,
-    gdpa_tiles,
     mosaic,
     softmax,
+    tile_list,
     work_order,
 )
-from ikbo_jax.pallas.attention_role import (
+from ikbo_jax.pallas.attention_context import (
     FLAG_WORDS,
     ITEM_WORDS,
     Operands,
     Outputs,
-    Role,
     Shape,
     Shared,
+    WarpgroupContext,
 )
 from ikbo_jax.tuning.configs import (
     ATTENTION_TILE_ROWS,
@@ -75,13 +81,13 @@ from ikbo_jax.tuning.configs import (
     AttentionConfig,
 )
 
-#: Registers a thread of a consumer / the producer warpgroup holds: 2 x 240 + 24 <= 3 x 168.
+#: Registers per thread of a consumer and of the producer warpgroup: 2 x 240 + 24 <= 3 x 168.
 CONSUMER_REGISTERS = 240
 PRODUCER_REGISTERS = 24
 
 
 def _kernel(*refs: Any, tree: Any, shape: Shape, config: AttentionConfig, interpret: bool) -> None:
-    """Role dispatch."""
+    """Dispatches each warpgroup to its role."""
     operands, outputs, scratch = jax.tree.unflatten(tree, refs)
     views = functools.partial(mosaic.tile_views, interpret=interpret)
     query, key, value, *rest = scratch
@@ -90,18 +96,18 @@ def _kernel(*refs: Any, tree: Any, shape: Shape, config: AttentionConfig, interp
     shared = Shared(views(query), views(key), views(value), *rest)
     warpgroup = lax.axis_index("warpgroup")
     worker = lax.axis_index("worker")
-    role = Role(shape, config, shared, operands, outputs, worker, warpgroup, interpret)
+    ctx = WarpgroupContext(shape, config, shared, operands, outputs, worker, warpgroup, interpret)
 
     @pl.when(warpgroup == NUM_CONSUMERS)
     def _producer() -> None:
         plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        mosaic.on_one_warp(functools.partial(attention_producer.produce, role), interpret=interpret)
+        mosaic.on_one_warp(functools.partial(attention_producer.produce, ctx), interpret=interpret)
 
     @pl.when(warpgroup < NUM_CONSUMERS)
     def _consumer() -> None:
         plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
         consumer = mosaic.warpgroup_index("warpgroup", interpret=interpret)
-        attention_consumer.consume(role._replace(consumer=consumer))
+        attention_consumer.consume(ctx._replace(consumer=consumer))
 
 
 def scratch_types(
@@ -128,7 +134,7 @@ def scratch_types(
         barrier(NUM_CONSUMERS, config.k_stages),
         barrier(blocks, config.v_stages),
         barrier(NUM_CONSUMERS, config.v_stages),
-        barrier(NUM_CONSUMERS, 2),  # an array, to be indexed; only its first is used
+        barrier(NUM_CONSUMERS, 2),  # an array, so that it can be indexed; only element 0 is used
     )
     if not interpret:
         return types
@@ -140,7 +146,7 @@ def scratch_types(
 # Host side
 
 
-def _in_order(cand_to_user: jax.Array, order: jax.Array | None, users: int) -> jax.Array:
+def _users_in_order(cand_to_user: jax.Array, order: jax.Array | None, users: int) -> jax.Array:
     """[B] int32: users of the candidates in work order, clamped as the kernel clamps them."""
     if order is not None:
         cand_to_user = cand_to_user.at[order].get(mode="clip")
@@ -170,8 +176,8 @@ def attention_kernel(
       cand_to_user: [B] int32 in any order; clamped to [0, U).
       key_value_seq_lengths: [U] int32, clamped to [0, S], or None for S.
       scale: of the scores; finite.
-      order: None, or [B] int32, a permutation: the order in which candidates are worked on.  It is
-        fast when it puts those of a user next to one another, and needs T to be a multiple of 64.
+      order: None, or [B] int32, a permutation: the order in which candidates are processed.  It
+        saves time if it puts candidates of one user side by side; T must be a multiple of 64.
       return_residuals: whether lse is computed.
       config: a legal configuration (`tuning.configs.attention_illegal_reason`).
       num_sms: streaming multiprocessors of the device.
@@ -186,17 +192,17 @@ def attention_kernel(
     users, kv_len, kv_heads, _ = key.shape
     if order is not None and q_len % WGMMA_M:
         raise ValueError(f"an order needs T to be a multiple of {WGMMA_M}, but T={q_len}")
-    if scale == 0:  # every score is 0: the same as scores of queries that are
+    if scale == 0:  # every score is 0, as with queries of zeros
         query, scale = jnp.zeros_like(query), 1.0
-    units = pl.cdiv(batch * q_len, WGMMA_M)
+    warpgroup_tiles = pl.cdiv(batch * q_len, WGMMA_M)
     row_tiles = most_row_tiles = pl.cdiv(batch * q_len, ATTENTION_TILE_ROWS)
     cuts = cut_counts = None
-    # With more tiles than can be counted, a CTA has so many that the longer ones even out.
+    # Beyond MAX_COUNTED tiles, every CTA has so many that long and short ones average out.
     is_cut = config.balance and q_len % ATTENTION_TILE_ROWS == WGMMA_M and users > 1
-    if is_cut and 1 < units <= work_order.MAX_COUNTED:
-        in_order = _in_order(cand_to_user, order, users)
+    if is_cut and 1 < warpgroup_tiles <= work_order.MAX_COUNTED:
+        in_order = _users_in_order(cand_to_user, order, users)
         cuts, cut_counts = work_order.cuts(in_order, q_len // WGMMA_M)
-        most_row_tiles = units
+        most_row_tiles = warpgroup_tiles
     shape = Shape(
         batch,
         q_len,
@@ -211,7 +217,7 @@ def attention_kernel(
         most_row_tiles * q_heads,
     )
     run_ends = None
-    if q_len < WGMMA_M:  # many candidates a tile: the producer would read them one by one
+    if q_len < WGMMA_M:  # a tile has many candidates: the producer would read users one by one
         run_ends = work_order.run_ends(jnp.clip(cand_to_user, 0, users - 1))
     operands = Operands(
         query.reshape(batch * q_len, q_heads, head_dim),
@@ -238,7 +244,7 @@ def jagged_attention_kernel(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    tiles: gdpa_tiles.TileList,
+    tiles: tile_list.TileList,
     *,
     out_rows: int,
     scale: float,
@@ -254,8 +260,8 @@ def jagged_attention_kernel(
       query: [q_rows, N, H], bf16 or f16; at least a row.
       key: [kv_rows, K, H], the same dtype; at least a row; K divides N.
       value: [kv_rows, K, H].
-      tiles: `gdpa_tiles.query_tiles` of size `ATTENTION_TILE_ROWS`.
-      out_rows: rows of the result, each of which has a tile.
+      tiles: `tile_list.query_tiles` of size `ATTENTION_TILE_ROWS`.
+      out_rows: rows of the result; every row has a tile.
       scale: of the scores; finite.
       output_scale: of the result; finite.
       return_residuals: whether lse is computed.
@@ -270,11 +276,11 @@ def jagged_attention_kernel(
     """
     _, q_heads, head_dim = query.shape
     if config.reuse:
-        raise ValueError(f"a list of tiles takes no reuse, but config is {config}")
-    if scale == 0:  # every score is 0: the same as scores of queries that are
+        raise ValueError(f"a list of tiles does not support reuse, but config is {config}")
+    if scale == 0:  # every score is 0, as with queries of zeros
         query, scale = jnp.zeros_like(query), 1.0
     most_tiles = tiles.words.shape[0] * q_heads
-    shape = Shape(  # every row may have a sequence of its own
+    shape = Shape(  # each row may belong to a different sequence, so q_len is 1
         batch=out_rows,
         q_len=1,
         q_heads=q_heads,
@@ -305,7 +311,7 @@ def _launch(
     name: str,
     interpret: Any,
 ) -> tuple[jax.Array, ...]:
-    """What the kernel fills of `outputs`."""
+    """Launches the kernel; returns the arrays of `outputs` that are not None."""
     is_interpreted = bool(interpret)
     scratch = scratch_types(operands.query.dtype, shape, config, interpret=is_interpreted)
     results: tuple[jax.Array, ...] = mosaic.kernel(

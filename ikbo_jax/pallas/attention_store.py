@@ -1,4 +1,4 @@
-"""The end of a pass of the attention kernel: its rows are checked, normalised and stored."""
+"""The end of a pass of the attention kernel: checks, normalises and stores its rows."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas import softmax, stores
-from ikbo_jax.pallas.attention_role import Item, Role
+from ikbo_jax.pallas.attention_context import Item, WarpgroupContext
 from ikbo_jax.tuning.configs import BLOCK_K, WGMMA_M
 
 
-def finish(
-    role: Role,
+def normalise_and_store(
+    ctx: WarpgroupContext,
     item: Item,
     index: Any,
     acc: jax.Array,
@@ -24,56 +24,54 @@ def finish(
     maximum: jax.Array,
     unit: float = softmax.LN_2,
 ) -> None:
-    """Stores the rows of a pass; `acc` is not yet divided by `row_sum`.
+    """Divides `acc` by `row_sum` and stores the rows of a pass.
 
-    `maximum`, times `unit`, is the natural logarithm of what weights are relative to.
+    Weights are relative to exp(`maximum` * `unit`).
     """
-    shared = role.shared
+    shared = ctx.shared
     has_keys = item.length > 0
     inverse = jnp.where(row_sum > 0, 1 / row_sum, 0.0)
     # A NaN sum gives a NaN row.
     inverse = jnp.where(row_sum != row_sum, row_sum, inverse)
-    if role.shape.output_scale != 1:
-        inverse = inverse * jnp.float32(role.shape.output_scale)
-    out = (acc * lax.broadcast_in_dim(inverse, acc.shape, (0,))).astype(role.outputs.out.dtype)
-    # Without keys, the weights are NaN, and values that do not exist may be, too.
+    if ctx.shape.output_scale != 1:
+        inverse = inverse * jnp.float32(ctx.shape.output_scale)
+    out = (acc * lax.broadcast_in_dim(inverse, acc.shape, (0,))).astype(ctx.outputs.out.dtype)
+    # Without keys the weights are NaN, and so may be the values that were read.
     out = jnp.where(has_keys, out, jnp.zeros((), out.dtype))
-    if role.config.q_slots == 1:
+    if ctx.config.q_slots == 1:
         softmax.store_rows(
-            role.outputs.out,
+            ctx.outputs.out,
             out,
             item.first_row,
             item.head,
             item.begin,
             item.end,
-            shared.rows.at[role.consumer] if role.interpret else None,
-            interpret=role.interpret,
+            shared.staging.at[ctx.consumer] if ctx.interpret else None,
+            interpret=ctx.interpret,
         )
     else:
-        _store_staged(role, item, index, out)
-    if role.outputs.lse is not None:
+        _store_staged(ctx, item, index, out)
+    if ctx.outputs.lse is not None:
         lse = jnp.log(row_sum) + maximum * jnp.float32(unit)
         lse = jnp.where(has_keys & (row_sum != 0), lse, -jnp.inf)
         softmax.store_row_values(
-            role.outputs.lse,
+            ctx.outputs.lse,
             lse,
             item.first_row,
             item.head,
             item.begin,
             item.end,
-            shared.row_values.at[role.consumer] if role.interpret else None,
-            interpret=role.interpret,
+            shared.row_value_staging.at[ctx.consumer] if ctx.interpret else None,
+            interpret=ctx.interpret,
         )
 
 
-def _store_staged(role: Role, item: Item, index: Any, out: jax.Array) -> None:
-    """Stages the output where the pass's queries were; TMA stores it if all rows are the pass's."""
-    shape = role.shape
-    matrix_view, copy_view = (
-        view.at[role.slot(index), role.consumer] for view in role.shared.query
-    )
+def _store_staged(ctx: WarpgroupContext, item: Item, index: Any, out: jax.Array) -> None:
+    """Stages the output in the pass's query slot; TMA stores it if all rows belong to the pass."""
+    shape = ctx.shape
+    matrix_view, copy_view = (view.at[ctx.slot(index), ctx.consumer] for view in ctx.shared.query)
     width = shape.column_blocks * BLOCK_K
-    if shape.head_dim < width:  # what lies past the head width is left out
+    if shape.head_dim < width:  # TMA leaves out columns past the head width
         padding = jnp.zeros((WGMMA_M, width - shape.head_dim), out.dtype)
         out = jnp.concatenate([out, plgpu.layout_cast(padding, plgpu.Layout.WGMMA)], axis=1)
     for i in range(shape.column_blocks):
@@ -87,7 +85,7 @@ def _store_staged(role: Role, item: Item, index: Any, out: jax.Array) -> None:
         for i in range(shape.column_blocks):
             plgpu.copy_smem_to_gmem(
                 copy_view.at[i],
-                role.outputs.out.at[pl.ds(item.first_row, WGMMA_M), item.head, role.columns(i)],
+                ctx.outputs.out.at[pl.ds(item.first_row, WGMMA_M), item.head, ctx.columns(i)],
             )
 
     if shape.has_partial_passes:
@@ -95,37 +93,46 @@ def _store_staged(role: Role, item: Item, index: Any, out: jax.Array) -> None:
         @pl.when(~is_full)
         def _() -> None:
             stores.store_staged_rows(
-                role.outputs.out,
+                ctx.outputs.out,
                 matrix_view,
                 item.first_row,
                 item.head,
                 item.begin,
                 item.end,
-                interpret=role.interpret,
+                interpret=ctx.interpret,
             )
-            plgpu.commit_smem()  # TMA writes the next queries where these threads have just read
+            plgpu.commit_smem()  # TMA will write queries where these threads have read
 
 
-def _flag_if_inexact(role: Role, item: Item, acc: jax.Array, sums: jax.Array) -> jax.Array:
-    """The row sums [64]; flags the pass if the fixed maximum did not do for one of its rows."""
-    # Beyond a user's length the weights are zero, but memory may hold anything; and large values
-    # may overflow with weights above 1.
-    row_sum = jnp.sum(softmax.spoil_if_not_finite(sums, acc), axis=1)
+def _flag_if_inexact(
+    ctx: WarpgroupContext, item: Item, acc: jax.Array, sums: jax.Array
+) -> jax.Array:
+    """Row sums [64]; flags the pass if the first maximum was inexact in one of its rows."""
+    # Past a user's length weights are zero, but values may be infinite or NaN; and where weights
+    # exceed 1, large values may overflow.
+    row_sum = jnp.sum(softmax.nan_where_not_finite(sums, acc), axis=1)
     softmax.flag_rows(
-        role.shared.flags.at[role.consumer],
+        ctx.shared.flags.at[ctx.consumer],
         item.flag,
         row_sum,
         item.begin,
-        jnp.where(item.length > 0, item.end, item.begin),  # without keys there is nothing to redo
-        role.shape.sum_limit,
-        role.interpret,
+        jnp.where(
+            item.length > 0, item.end, item.begin
+        ),  # a pass without keys needs no second result
+        ctx.shape.sum_limit,
+        ctx.interpret,
     )
     return row_sum
 
 
-def complete(
-    role: Role, item: Item, index: Any, acc: jax.Array, sums: jax.Array, maximum: jax.Array
+def check_and_store(
+    ctx: WarpgroupContext,
+    item: Item,
+    index: Any,
+    acc: jax.Array,
+    sums: jax.Array,
+    maximum: jax.Array,
 ) -> None:
-    """Checks and stores the rows of a pass, number `index`."""
-    row_sum = _flag_if_inexact(role, item, acc, sums)
-    finish(role, item, index, acc, row_sum, maximum)
+    """Flags pass `index` if it is inexact, and stores its rows."""
+    row_sum = _flag_if_inexact(ctx, item, acc, sums)
+    normalise_and_store(ctx, item, index, acc, row_sum, maximum)

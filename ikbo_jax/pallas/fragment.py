@@ -1,13 +1,13 @@
-"""Fragments: accumulators [64, columns] f32 on their way between CTAs, through device memory.
+"""Fragments: accumulators [64, columns] f32 that CTAs exchange through device memory.
 
-A fragment travels as f32 rounded to 24 bits (16 significant ones, f32's range), split in two
-planes: the upper 16 bits of every value, which are a bf16, and the 8 bits below. So it costs three
-quarters of the traffic of f32, and fits beside an accumulator in the registers of a consumer. The
-rounding (at most 2^-16 of the value) is 1/256 of the one to bf16, 1/32 of the one to f16, that
-ends the sum.
+A fragment holds f32 values rounded to 24 bits (16 significant bits, f32's range) in two planes: the
+upper 16 bits of every value, which are a bf16, and the 8 bits below. So it takes three quarters of
+the traffic of f32, and fits beside an accumulator in the registers of a consumer. Its rounding (at
+most 2^-16 of the value) is 1/256 of the final rounding to bf16, or 1/32 of the final rounding to
+f16.
 
-Registers stand in memory in their own order, 16 columns a group: word w of thread t in group g at
-[g, t, w], so that every access of a warp is one contiguous run.
+Memory holds the values in the order of registers, in groups of 16 columns: word w of thread t in
+group g is at [g, t, w], so every access of a warp is contiguous.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WARPGROUP_SIZE = 128
 
 
 class Fragment(NamedTuple):
-    """A fragment in registers, or its type, or the device memory that holds it."""
+    """A fragment in registers; or its type; or the device memory that holds it."""
 
     upper: Any  # bf16 [64, columns] in WGMMA layout; memory: int32 [columns / 16, 128, 4]
     lower: Any  # int32 [columns / 8 * 128]; memory: int32 [columns / 16, 128, 2]
@@ -57,12 +57,12 @@ def columns_of(memory: Fragment, begin: Any, columns: int, *, interpret: bool) -
 
 
 def _device_pointer(ref: ir.Value) -> ir.Value:
-    """Pointer known to be to device memory: a generic one would make slower instructions."""
+    """Pointer in the global address space: a generic pointer would take slower instructions."""
     return llvm.addrspacecast(ir.Type.parse("!llvm.ptr<1>"), mgpu.utils.memref_ptr(ref))
 
 
 def _thread_vector(base: ir.Value, index: int, width: int) -> ir.Value:
-    """Address of this thread's vector number `index`, of `width` 32-bit words."""
+    """Address of this thread's vector number `index`; a vector has `width` 32-bit words."""
     i32 = ir.IntegerType.get_signless(32)
     thread = arith.remui(mgpu.thread_idx(), mgpu.c(WARPGROUP_SIZE, i32))
     offset = arith.addi(
@@ -98,7 +98,7 @@ def _lower_layout(columns: int) -> Any:
 
 
 def load(memory: Fragment, columns: int, *, interpret: bool) -> Fragment:
-    """Asks for a fragment; the values arrive while the caller goes on."""
+    """Issues the loads of a fragment; they complete while the caller continues."""
     if interpret:
         return Fragment(memory.upper[...], memory.lower[...])
 
@@ -172,17 +172,17 @@ def _permute_bytes(a: ir.Value, b: ir.Value, selector: int) -> ir.Value:
 
 
 def _round_to_24_bits(bits: ir.Value) -> ir.Value:
-    """Rounds the bits of a finite f32 so that `add` recovers it to 16 significant bits.
+    """Rounds the bits of a finite f32 so that `add` recovers 16 significant bits.
 
-    Unpacking repeats byte 1 in byte 0, which saves it an instruction a value; subtracting half of
-    that range before truncation centres the error.  Infinities and NaNs keep their upper bits.
+    `add` copies byte 1 to byte 0, which saves an instruction per value; subtracting half of that
+    range before truncation centres the error.  Infinities and NaNs keep their upper bits.
     """
     i32 = ir.IntegerType.get_signless(32)
     magnitude = arith.andi(bits, mgpu.c(0x7FFFFFFF, i32))
     finite = arith.cmpi(arith.CmpIPredicate.ult, magnitude, mgpu.c(0x7F7FFF00, i32))
     low = arith.andi(arith.shrui(bits, mgpu.c(8, i32)), mgpu.c(0xFF, i32))
     rounded = arith.addi(arith.subi(bits, low), mgpu.c(0x80, i32))
-    # a value below 0x100 would wrap; those are denormal numbers, which truncation keeps as well
+    # Bits below 0x100 would wrap: denormal numbers are truncated without rounding.
     normal = arith.cmpi(arith.CmpIPredicate.ugt, magnitude, mgpu.c(0x00800000, i32))
     return arith.select(arith.andi(finite, normal), rounded, bits)
 

@@ -1,4 +1,4 @@
-"""The forward kernel of generalised dot-product attention, its tile list made before it."""
+"""Generalised dot-product attention, forward: makes the list of tiles, then launches a kernel."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from ikbo_jax.pallas import attention, gdpa_forward, gdpa_tiles
+from ikbo_jax.pallas import attention, gdpa_forward, tile_list
 from ikbo_jax.reference.activations import SOFTMAX
 from ikbo_jax.reference.gdpa import Arrays, Settings, out_shape
 from ikbo_jax.tuning.gdpa_configs import GDPA_TILE_ROWS, GdpaConfig
@@ -20,12 +20,12 @@ def gdpa_kernel(
     config: GdpaConfig,
     num_sms: int,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """`reference.gdpa.materialised` by a kernel; a softmax by that of attention.
+    """`reference.gdpa.materialised` by a kernel; a softmax takes the attention kernel.
 
     Args:
       arrays: bf16 or f16.
-      settings: a softmax is in all heads or in none.
-      return_residuals: whether lse is computed, with a softmax.
+      settings: either all heads have a softmax or none.
+      return_residuals: whether lse is computed; only with a softmax.
       config: a legal configuration (`tuning.gdpa_configs.gdpa_illegal_reason`).
       num_sms: streaming multiprocessors of the device.
 
@@ -33,7 +33,7 @@ def gdpa_kernel(
       out, and lse [rows, N] in f32, the natural logarithm of a softmax's denominator, or None.
     """
     query, key, value = arrays[:3]
-    tiles = gdpa_tiles.query_tiles(
+    tiles = tile_list.query_tiles(
         arrays.cu_seqlens_q,
         arrays.cu_seqlens_kv,
         arrays.q_to_kv,

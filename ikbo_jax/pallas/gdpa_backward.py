@@ -5,29 +5,31 @@
     d_key   = scale * output_scale * dS.T @ query
     d_value = output_scale * act(scale * S).T @ d_out
 
-One kernel makes d_query, another d_key and d_value; they are one body.  Its tiles are 128 rows of
-one sequence and head (of queries and d_out, or of keys and values), whose two operands stay in
-shared memory while blocks of the other side's two operands pass by: the keys of one sequence, or
-the queries of all sequences and heads that share a key.  S and dA come from shared memory, dS and
-the activated scores go back to the tensor core from registers, rounded to the inputs' dtype; sums
-stay in registers until the tile's end.  So each sum has one place and one order, and S and dA are
-made twice: seven products instead of five, but no atomic additions and no partial sums in memory.
+One kernel computes d_query, another d_key and d_value; both launch the same body.  A tile is 128
+rows of one sequence and head.  Its two *stationary* operands (query and d_out, or key and value)
+stay in shared memory, while blocks of the two *streamed* operands follow one another: the keys of
+one sequence, or the queries of all sequences and heads that share a key.  The tensor core computes
+S and dA from shared memory.  The consumers round dS and the activated scores to the inputs' dtype,
+and multiply them from registers; sums stay in registers until the tile's end.  Thus each sum is
+computed in one place and in one order, and both kernels compute S and dA: seven products instead of
+five, but no atomic additions and no partial sums in memory.
 
 Rows of a block past a sequence's end are zeroed in shared memory, and have no effect since
-act(0) = 0; a tile's own rows past the end do nothing but fill rows that are not stored.
+act(0) = 0.  Rows of a tile past the end only affect results that are not stored.
 
-Warpgroups: 0 and 1 multiply, 64 rows each; one warp of the third feeds them.  A consumer issues the
-scores of a tile's next block behind the products of this one; one consumer's activations meet the
-other's products.  A finished tile is staged where its operands were, while the next one's come.
+Warpgroups: 0 and 1 are the consumers, with 64 rows each; one warp of warpgroup 2 is the producer.
+A consumer issues the scores of a tile's next block behind the products of the current block; one
+consumer's activations overlap the other's products.  A finished tile is staged in the slot of its
+stationary operands, while the producer loads the next tile's operands into another slot.
 
 Synchronisations:
-  1. `own_ready[s]`, `own_free[s]`        slot s has a tile and its description; free once the
-                                          results that were staged in it have left.
-  2. `others_ready[s]`, `others_free[s]`  stage s of the ring has a block and its description.
-  3. A named barrier: the consumers meet after zeroing a block's rows.
+  1. `stationary_ready[s]`, `stationary_free[s]`  slot s has a tile's operands and descriptor; free
+                                                  once TMA has read the results staged in it.
+  2. `streamed_ready[s]`, `streamed_free[s]`      stage s has a block and its descriptor.
+  3. A named barrier: the consumers wait for each other after they zeroed a block's rows.
 
-Source: the arrangement of a backward pass with two consumers of 64 keys is that of Shah et al.,
-"FlashAttention-3", 2024; no code is shared.
+Source: a backward pass with two consumers of 64 rows follows Shah et al., "FlashAttention-3", 2024.
+No code is shared.
 """
 
 from __future__ import annotations
@@ -42,20 +44,20 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas import gdpa_backward_consumer, gdpa_backward_producer, gdpa_slopes, mosaic
-from ikbo_jax.pallas.gdpa_backward_role import (
+from ikbo_jax.pallas.gdpa_backward_context import (
     BLOCK_WORDS,
     ITEM_WORDS,
     Operands,
-    Role,
     Shape,
     Shared,
+    WarpgroupContext,
 )
 from ikbo_jax.pallas.gdpa_backward_tiles import Work
-from ikbo_jax.pallas.gdpa_weights import Weighing
+from ikbo_jax.pallas.gdpa_weights import ActivationSpec
 from ikbo_jax.tuning.configs import BLOCK_K, NUM_CONSUMERS, WGMMA_M
 from ikbo_jax.tuning.gdpa_backward_configs import SLOTS, GdpaBackwardConfig
 
-#: Registers a thread of a consumer / the producer warpgroup holds: 2 x 240 + 24 <= 3 x 168.
+#: Registers per thread of a consumer and of the producer warpgroup: 2 x 240 + 24 <= 3 x 168.
 CONSUMER_REGISTERS = 240
 PRODUCER_REGISTERS = 24
 
@@ -63,28 +65,28 @@ PRODUCER_REGISTERS = 24
 def _kernel(
     *refs: Any, tree: Any, shape: Shape, config: GdpaBackwardConfig, interpret: bool
 ) -> None:
-    """Role dispatch."""
+    """Dispatches each warpgroup to its role."""
     operands, results, scratch = jax.tree.unflatten(tree, refs)
     views = functools.partial(mosaic.tile_views, interpret=interpret)
-    own, others, *rest = scratch
+    stationary, streamed, *rest = scratch
     if not interpret:
         rest += [None, None]
-    shared = Shared(views(own), views(others), *rest)
+    shared = Shared(views(stationary), views(streamed), *rest)
     warpgroup = lax.axis_index("warpgroup")
     worker = lax.axis_index("worker")
-    role = Role(shape, config, shared, operands, results, worker, warpgroup, interpret)
+    ctx = WarpgroupContext(shape, config, shared, operands, results, worker, warpgroup, interpret)
 
     @pl.when(warpgroup == NUM_CONSUMERS)
     def _producer() -> None:
         plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        produce = functools.partial(gdpa_backward_producer.produce, role)
+        produce = functools.partial(gdpa_backward_producer.produce, ctx)
         mosaic.on_one_warp(produce, interpret=interpret)
 
     @pl.when(warpgroup < NUM_CONSUMERS)
     def _consumer() -> None:
         plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
         consumer = mosaic.warpgroup_index("warpgroup", interpret=interpret)
-        gdpa_backward_consumer.consume(role._replace(consumer=consumer))
+        gdpa_backward_consumer.consume(ctx._replace(consumer=consumer))
 
 
 def scratch_types(
@@ -135,13 +137,13 @@ def d_query_kernel(
     """Gradient of the queries.
 
     Args:
-      query: [rows, N, H], bf16 or f16; read at the rows that `work` names.
+      query: [rows, N, H], bf16 or f16; `work` says which rows are read.
       key: [total_kv, K, H], the same dtype; K divides N.
       value: [total_kv, K, H].
       d_out: [total_q, N, H], cotangent of the result.
-      work: what `gdpa_backward_tiles.query_work` says, with `config.block`.
+      work: the result of `gdpa_backward_tiles.query_work` with `config.block`.
       activations: a name for each of the N heads, none of them softmax.
-      approx: an approximation's name, or None.
+      approx: name of an approximation, or None.
       scale: of the scores.
       output_scale: of the result.
       config: a legal configuration (`tuning.gdpa_backward_configs.illegal_reason`).
@@ -154,14 +156,14 @@ def d_query_kernel(
       [total_q, N, H], summed in f32 and rounded once; zeros in rows of no sequence.
     """
     heads, head_dim = d_out.shape[1:]
-    weighing = _weighing(activations, approx, scale, query.dtype)
+    activation = _activation_spec(activations, approx, scale, query.dtype)
     shape = Shape(
         heads=heads,
-        group=1,
-        divisor=heads // key.shape[1],
+        streamed_per_head=1,
+        heads_per_streamed=heads // key.shape[1],
         head_dim=head_dim,
-        weighing=weighing,
-        scales=(scale * output_scale * gdpa_slopes.constants(weighing)[1],),
+        activation=activation,
+        scales=(scale * output_scale * gdpa_slopes.constants(activation)[1],),
         workers=min(num_sms, work.tiles.shape[0] * heads),
     )
     operands = Operands((query, d_out), (key, value), *work)
@@ -187,21 +189,21 @@ def d_key_value_kernel(
     """Gradients of keys and values; for the arguments see `d_query_kernel`.
 
     Args:
-      work: what `gdpa_backward_tiles.key_work` says, with `config.block`.
+      work: the result of `gdpa_backward_tiles.key_work` with `config.block`.
 
     Returns:
       Two [total_kv, K, H], summed in f32 over all queries that share a key, and rounded once; zeros
       in rows of no sequence.
     """
     _, heads, head_dim = key.shape
-    weighing = _weighing(activations, approx, scale, query.dtype)
-    by_weight, by_slope = gdpa_slopes.constants(weighing)
+    activation = _activation_spec(activations, approx, scale, query.dtype)
+    by_weight, by_slope = gdpa_slopes.constants(activation)
     shape = Shape(
         heads=heads,
-        group=d_out.shape[1] // heads,
-        divisor=1,
+        streamed_per_head=d_out.shape[1] // heads,
+        heads_per_streamed=1,
         head_dim=head_dim,
-        weighing=weighing,
+        activation=activation,
         scales=(scale * output_scale * by_slope, output_scale * by_weight),
         workers=min(num_sms, work.tiles.shape[0] * heads),
     )
@@ -211,11 +213,11 @@ def d_key_value_kernel(
     return d_key, d_value
 
 
-def _weighing(
+def _activation_spec(
     activations: tuple[str, ...], approx: str | None, scale: float, dtype: Any
-) -> Weighing:
-    """How scores are activated; sums have their scale at a tile's end."""
-    return Weighing(activations, approx, scale, 1.0, dtype == jnp.bfloat16)
+) -> ActivationSpec:
+    """The specification of the scores' activation; sums are scaled at a tile's end."""
+    return ActivationSpec(activations, approx, scale, 1.0, dtype == jnp.bfloat16)
 
 
 def _launch(
@@ -226,7 +228,7 @@ def _launch(
     name: str,
     interpret: Any,
 ) -> tuple[jax.Array, ...]:
-    scratch = scratch_types(operands.own[0].dtype, shape, config, interpret=bool(interpret))
+    scratch = scratch_types(operands.stationary[0].dtype, shape, config, interpret=bool(interpret))
     out: tuple[jax.Array, ...] = mosaic.kernel(
         functools.partial(
             _kernel,

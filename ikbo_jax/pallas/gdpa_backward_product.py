@@ -1,8 +1,8 @@
 """A WGMMA product of registers and some rows of a block in shared memory.
 
-Unlike `accumulator.add_product` it can overwrite its accumulator: one that is carried into its
-first product takes registers from the moment when the one before it was stored, and two of them
-beside scores are more than a thread has.
+Unlike `accumulator.add_product`, it can overwrite its accumulator. An accumulator that enters its
+first product would occupy registers from the previous tile's stores on, and a thread has too few
+registers for two of them beside scores.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def add_rows(
     Args:
       total: [64, columns] f32; None is zero.
       p: [64, rows] in v's dtype, rows a multiple of 16.
-      v: shared memory tiles [blocks, block, 64] of an `operand_tile`, 64 columns each.
+      v: operand tiles [column blocks, block, 64] in shared memory, each with 64 columns.
       begin: the first row of v, a multiple of 16.
-      columns: of v that are multiplied.
-      staging: shared memory [64, block] of this warpgroup, only under interpretation, which can't
-        multiply registers.
+      columns: columns of v that are multiplied.
+      staging: this warpgroup's shared memory [64, block], only under interpretation: the
+        interpreter cannot multiply from registers.
 
     Returns:
-      [64, columns] f32; its value is there after a wait and `accumulator.settled`.
+      [64, columns] f32; read its value by `accumulator.wait`, then `accumulator.after_wait`.
     """
     blocks, height, _ = v.shape
     rows = p.shape[1]
@@ -63,7 +63,7 @@ def add_rows(
     )
     def issue(_: Any, v: ir.Value, p: Any, *total: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         dtype = str(ir.MemRefType(v.type).element_type)
-        p = mgpu.optimization_barrier(p)  # nothing that makes p moves past the fence
+        p = mgpu.optimization_barrier(p)  # no instruction that computes p moves past the fence
         i32 = ir.IntegerType.get_signless(32)
         words = [mgpu.utils.bitcast(pair, i32) for pair in p.registers.flat]
         base = mma_utils.encode_descriptor(

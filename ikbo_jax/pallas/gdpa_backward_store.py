@@ -1,6 +1,6 @@
-"""Stores of a backward kernel's rows: into shared memory, and f32 ones to device memory.
+"""Stores of a backward kernel's rows: into shared memory, and of f32 rows to device memory.
 
-Addresses come from `stores.thread_number`, so that they are not made ahead of all loops.
+Addresses derive from `stores.thread_number`, so that no compiler computes them before the loops.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from ikbo_jax.pallas import mosaic, softmax, stores
 
 
 def zero_tiles(tiles: Any, *, interpret: bool) -> None:
-    """Zeroes shared memory tiles [blocks, rows, 64] of 16 bits."""
+    """Zeroes operand tiles [column blocks, rows, 64] of 16 bits in shared memory."""
     if not interpret:
         softmax.zero_rows(tiles, jnp.int32(0), interpret=interpret)
         return
-    for i in range(tiles.shape[0]):  # row by row takes the interpreter seconds
+    for i in range(tiles.shape[0]):  # row by row would take the interpreter seconds
         tiles[i, :, :] = jnp.zeros(tiles.shape[1:], tiles.dtype)
 
 
 def stage_rows(tiles: Any, values: jax.Array, *, interpret: bool) -> None:
-    """Writes [64, width] of 16 bits into shared memory tiles [blocks, 64, 64], zeros past width."""
+    """Writes [64, width] of 16 bits to operand tiles [column blocks, 64, 64], zeros past width."""
     blocks, rows, columns = tiles.shape
     width = values.shape[1]
     if interpret:
@@ -50,11 +50,11 @@ def stage_rows(tiles: Any, values: jax.Array, *, interpret: bool) -> None:
         base = mgpu.utils.memref_ptr(tiles)
         thread = stores.thread_number()
 
-        def part(divisor: int, count: int) -> ir.Value:
-            whole = arith.divui(thread, mgpu.c(divisor, i32))
+        def part(heads_per_streamed: int, count: int) -> ir.Value:
+            whole = arith.divui(thread, mgpu.c(heads_per_streamed, i32))
             return arith.remui(whole, mgpu.c(count, i32))
 
-        # stmatrix takes four 8 x 8 matrices a warp, and each row's address from one lane.
+        # A warp's stmatrix stores four 8 x 8 matrices; each lane provides the address of one row.
         row_of_8, lower, right, warp = part(1, 8), part(8, 2), part(16, 2), part(32, 4)
         row = arith.addi(arith.muli(warp, mgpu.c(16, i32)), row_of_8)
         row = arith.addi(row, arith.muli(lower, mgpu.c(8, i32)))
@@ -78,7 +78,7 @@ def stage_rows(tiles: Any, values: jax.Array, *, interpret: bool) -> None:
     write(tiles, values)
 
 
-def store_wide_rows(
+def store_f32_rows(
     output: Any,
     values: jax.Array,
     first_row: Any,
@@ -93,7 +93,7 @@ def store_wide_rows(
     Args:
       output: device memory [rows, heads, width] f32.
       values: [64, width] f32.
-      staging: shared memory [64, at least width] f32 of this warpgroup, only under interpretation.
+      staging: this warpgroup's shared memory [64, at least width] f32, only under interpretation.
     """
     _, heads, width = output.shape
     if interpret:

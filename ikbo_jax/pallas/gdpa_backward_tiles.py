@@ -1,8 +1,8 @@
-"""What the backward kernels work on: tiles of one side, and what each of them meets of the other.
+"""The work of the backward kernels: stationary tiles, and the ranges of streamed rows for each.
 
-Runs in XLA, before the kernels. Tiles are rows of one sequence, at most `TILE_ROWS`; the sequences
-that cost most come first, so that CTAs that take every n-th tile finish together. Rows of no
-sequence get tiles that meet nothing, at the end, so that every row of a result is written.
+XLA computes it before the launch. A tile is at most `TILE_ROWS` rows of one sequence. Tiles of
+sequences with most blocks come first, so that CTAs that take every n-th tile finish together. Rows
+of no sequence get tiles without blocks, at the end, so that a kernel writes all rows of a result.
 """
 
 from __future__ import annotations
@@ -12,24 +12,25 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ikbo_jax.pallas import gdpa_tiles
+from ikbo_jax.pallas import tile_list
 from ikbo_jax.reference import jagged
 from ikbo_jax.tuning.gdpa_backward_configs import TILE_ROWS
 
-#: Words of a tile: first row that is read, first row that is written, rows, first partner, past the
-#: last partner, blocks of all partners; and two that make it a sector of memory.
+#: Words of a tile: first row that is read, first row that is written, number of rows, begin and end
+#: of its ranges, blocks of all its ranges; and two that fill a sector of memory.
 TILE_WORDS = 8
-#: Words of a partner: first row of one operand, first row of the other, rows; and one more.
-PARTNER_WORDS = 4
+#: Words of a range: first row of the first streamed operand, first row of the second, number of
+#: rows; and one of padding.
+RANGE_WORDS = 4
 
 
 class Sequences(NamedTuple):
-    """Sequences of one side, [batch] int32 each.
+    """Sequences of queries or of keys, [batch] int32 each.
 
     Attributes:
       source: first row in the array of queries or keys.
-      target: first row in the array of results; the same, unless queries are broadcast.
-      length: rows.
+      target: first row in the array of results; differs from `source` if queries are broadcast.
+      length: number of rows.
     """
 
     source: jax.Array
@@ -41,28 +42,28 @@ class Work(NamedTuple):
     """The work of one kernel.
 
     Attributes:
-      tiles: [most tiles, TILE_WORDS] int32; those past `num_tiles` are not there.
+      tiles: [most tiles, TILE_WORDS] int32; entries from `num_tiles` on are not tiles.
       num_tiles: [1] int32.
-      partners: [sequences of the other side, PARTNER_WORDS] int32.
+      ranges: [streamed sequences, RANGE_WORDS] int32.
     """
 
     tiles: jax.Array
     num_tiles: jax.Array
-    partners: jax.Array
+    ranges: jax.Array
 
 
 def query_work(
     q: Sequences, kv: Sequences, kv_of: jax.Array, total: int, *, block: int, is_bounded: bool
 ) -> Work:
-    """Tiles of queries; each meets the keys of one sequence.
+    """The work of the kernel for queries: a tile takes the keys of one sequence.
 
     Args:
       q: query sequences.
       kv: key-value sequences.
-      kv_of: [batch] int32, the key-value sequence of each query sequence; there must be one.
+      kv_of: [batch] int32, the key-value sequence of each query sequence; must be in range.
       total: rows of the result.
       block: rows of a block of keys.
-      is_bounded: whether rows between sequences may belong to none (`max_seqlen_q`).
+      is_bounded: whether rows between sequences may belong to no sequence (`max_seqlen_q`).
     """
     blocks = -(-kv.length // block)[kv_of]
     return _work(q, kv, kv_of, kv_of + 1, blocks, total, is_bounded)
@@ -79,7 +80,7 @@ def key_work(
     is_sorted: bool,
     is_bounded: bool,
 ) -> Work:
-    """Tiles of keys; each meets the queries of all sequences that share its own, and of all heads.
+    """The work of the kernel for keys: a tile takes the queries of all sequences that share it.
 
     Args:
       kv: key-value sequences.
@@ -88,7 +89,7 @@ def key_work(
       total: rows of the result.
       block: rows of a block of queries.
       group: query heads of one key head.
-      is_sorted: that query sequence b has key-value sequence b.
+      is_sorted: whether query sequence b has key-value sequence b.
       is_bounded: as for `query_work`.
     """
     number = jnp.arange(kv.length.size, dtype=jnp.int32)
@@ -105,41 +106,41 @@ def key_work(
 
 
 def _work(
-    own: Sequences,
-    others: Sequences,
+    stationary: Sequences,
+    streamed: Sequences,
     begin: jax.Array,
     end: jax.Array,
     blocks: jax.Array,
     total: int,
     is_bounded: bool,
 ) -> Work:
-    gaps = _gaps(own, total, is_bounded)
+    gaps = _gaps(stationary, total, is_bounded)
     none = jnp.zeros_like(gaps.length)
     source, target, length, begin, end, blocks = (
         jnp.concatenate([x, gap])
-        for x, gap in zip((*own, begin, end, blocks), (*gaps, none, none, none), strict=True)
+        for x, gap in zip((*stationary, begin, end, blocks), (*gaps, none, none, none), strict=True)
     )
     most = most_tiles(length.size, total)
-    at, first, counts = gdpa_tiles.find(blocks, -(-length // TILE_ROWS), most)
+    at, first, counts = tile_list.order_tiles(blocks, -(-length // TILE_ROWS), most)
     source, target, length, *rest = (x[at] for x in (source, target, length, begin, end, blocks))
     start = (jnp.arange(most, dtype=jnp.int32) - first) * TILE_ROWS
     rows = jnp.clip(length - start, 0, TILE_ROWS)
     columns = (source + start, target + start, rows, *rest)
-    partners = jnp.stack([*others, jnp.zeros_like(others.length)], axis=1)
+    ranges = jnp.stack([*streamed, jnp.zeros_like(streamed.length)], axis=1)
     padding = [jnp.zeros_like(rows)] * (TILE_WORDS - len(columns))
-    return Work(jnp.stack([*columns, *padding], axis=1), counts[1:], partners)
+    return Work(jnp.stack([*columns, *padding], axis=1), counts[1:], ranges)
 
 
 def most_tiles(sequences: int, total: int) -> int:
-    """The most tiles of `sequences` that share out `total` rows."""
+    """The largest number of tiles of any `sequences` sequences with `total` rows together."""
     return jagged.most_tiles(sequences, total, TILE_ROWS, None)
 
 
-def _gaps(own: Sequences, total: int, is_bounded: bool) -> Sequences:
-    """The rows of no sequence, from those that are written in increasing order."""
-    first, past = own.target, own.target + own.length
+def _gaps(stationary: Sequences, total: int, is_bounded: bool) -> Sequences:
+    """The rows of no sequence; the sequences' `target` must increase."""
+    first, past = stationary.target, stationary.target + stationary.length
     zero, end = jnp.zeros_like(first, shape=1), jnp.full_like(first, total, shape=1)
-    if not is_bounded:  # one sequence begins where the one before it ends
+    if not is_bounded:  # each sequence begins where the previous one ends
         first, past = first[:1], past[-1:]
     begin = jnp.concatenate([zero, past])
     length = jnp.concatenate([first, end]) - begin

@@ -2,37 +2,40 @@
 
     out[i] = output_scale * sum_j act(scale * query[i] @ key[j]) * value[j]
 
-over the keys j of query i's sequence, for each head.  XLA lists tiles of at most 128 query rows of
-one sequence before the kernel runs (`gdpa_tiles`); an *item* is one head of a tile, a *run* that
-of some neighbouring tiles.  CTA w takes the runs w, 2n - 1 - w, 2n + w, ... of n CTAs, forth and
-back along a list in which work falls.  Within a run, blocks stay in their stages for the next item
-of the same sequence, if all fit: the producer says that they are there without a copy.
+over the keys j of query i's sequence, for each head.  Before the launch, XLA lists tiles of at most
+128 query rows of one sequence (`tile_list`).  An *item* is one head of one tile: one pass over its
+sequence's keys.  A *run* is one head of `GdpaConfig.run` consecutive tiles: the work item that CTAs
+take from the schedule.  Of n CTAs, CTA w takes the runs w, 2n - 1 - w, 2n + w, ..., back and forth
+along the list, whose tiles are sorted by falling work.  Within a run, blocks stay in their stages
+for the next item with the same keys, if the rings hold all of them: the producer then arrives on
+their barriers without a copy.
 
-Warpgroups: 0 and 1 multiply, 64 rows each; one warp of the third feeds them: it describes each item
-in shared memory and brings its queries, and its sequence's keys and values through two rings of
-blocks, which run on across items.  A consumer's step issues the scores of the next block, then the
-product of this block's weights and values, and activates the next block's scores while the latter
-flies (`gdpa_weights`); the last step of an item is paired with the first scores of the next item.
+Warpgroups: 0 and 1 are the consumers, with 64 rows each; one warp of warpgroup 2 is the producer.
+The producer describes each item in shared memory, and loads its queries, and its sequence's keys
+and values through two rings of blocks that continue across items.  In a step, a consumer issues the
+product that gives the next block's scores, then the product of this block's weights and values, and
+activates the next block's scores while the second product is in flight (`gdpa_weights`).  The last
+step of an item issues the first scores of the next item.
 
-A block may reach past its sequence's end, into the next one.  Consumer 0 zeroes such rows in shared
-memory: an activation of 0 is 0, so there are no masks.  Query rows past the end of a tile are
-computed and not stored; where all 64 rows of consumer 1 are, it may skip the computation, but none
-of the synchronisations (`GdpaConfig.skip_empty`).  Tiles without keys come last in the list, and
-are zeroed after everything else.
+A block may reach past its sequence's end, into the next sequence.  Consumer 0 zeroes such rows in
+shared memory; since act(0) = 0, no scores are masked.  Query rows past the end of a tile are
+computed but not stored.  If all 64 rows of consumer 1 are past the end, consumer 1 may skip the
+computation, but no synchronisation (`GdpaConfig.skip_empty`).  Tiles without keys come last in the
+list; their results are zeroed after all other work.
 
 Synchronisations:
-  1. `item_ready[s]`             producer -> consumers: slot s describes an item (or the end); free
-                                 when `q_free` of three items later says so.
-  2. `q_ready[s]`, `q_free[s]`   the item's queries; free once they are read and the output that was
-                                 staged in their place has left.
+  1. `item_ready[s]`             producer -> consumers: slot s describes an item (or the end); it is
+                                 free when the query slot of an item at least three later is.
+  2. `q_ready[s]`, `q_free[s]`   query slot s; free once the queries are read, and TMA has read the
+                                 output that was staged in their place.
   3. `k_ready[s]`, `k_free[s]`   stage s of the ring of key blocks.
   4. `v_ready[s]`, `v_free[s]`   stage s of the ring of value blocks.
-  5. Named barriers: the consumers take turns at issuing products, so that one's activation meets
-     the other's products.  Consumer 0 has the first turn at every block, so that consumer 1 sees
-     what it zeroed.
+  5. Named barriers: the consumers take turns at issuing products, so that one consumer's activation
+     overlaps the other's products.  Consumer 0 has the first turn at every block, so consumer 1
+     sees the rows that consumer 0 zeroed.
 
-Source: the idea is Meta's GDPA; the pipelining within a warpgroup and the turns are those of Shah
-et al., "FlashAttention-3", 2024; no code is shared.
+Source: the idea is Meta's GDPA.  Pipelining within a warpgroup, and turns (ping-pong scheduling),
+follow Shah et al., "FlashAttention-3", 2024.  No code is shared.
 """
 
 from __future__ import annotations
@@ -46,19 +49,26 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ikbo_jax.pallas import gdpa_consumer, gdpa_producer, gdpa_tiles, mosaic
-from ikbo_jax.pallas.gdpa_role import ITEM_WORDS, MORE_ITEM_SLOTS, Operands, Role, Shape, Shared
-from ikbo_jax.pallas.gdpa_weights import Weighing
+from ikbo_jax.pallas import gdpa_consumer, gdpa_producer, mosaic, tile_list
+from ikbo_jax.pallas.gdpa_context import (
+    EXTRA_ITEM_SLOTS,
+    ITEM_WORDS,
+    Operands,
+    Shape,
+    Shared,
+    WarpgroupContext,
+)
+from ikbo_jax.pallas.gdpa_weights import ActivationSpec
 from ikbo_jax.tuning.configs import BLOCK_K, NUM_CONSUMERS, WGMMA_M
 from ikbo_jax.tuning.gdpa_configs import GdpaConfig
 
-#: Registers a thread of a consumer / the producer warpgroup holds: 2 x 240 + 24 <= 3 x 168.
+#: Registers per thread of a consumer and of the producer warpgroup: 2 x 240 + 24 <= 3 x 168.
 CONSUMER_REGISTERS = 240
 PRODUCER_REGISTERS = 24
 
 
 def _kernel(*refs: Any, tree: Any, shape: Shape, config: GdpaConfig, interpret: bool) -> None:
-    """Role dispatch."""
+    """Dispatches each warpgroup to its role."""
     operands, out, scratch = jax.tree.unflatten(tree, refs)
     views = functools.partial(mosaic.tile_views, interpret=interpret)
     query, key, value, *rest = scratch
@@ -67,18 +77,18 @@ def _kernel(*refs: Any, tree: Any, shape: Shape, config: GdpaConfig, interpret: 
     shared = Shared(views(query), views(key), views(value), *rest)
     warpgroup = lax.axis_index("warpgroup")
     worker = lax.axis_index("worker")
-    role = Role(shape, config, shared, operands, out, worker, warpgroup, interpret)
+    ctx = WarpgroupContext(shape, config, shared, operands, out, worker, warpgroup, interpret)
 
     @pl.when(warpgroup == NUM_CONSUMERS)
     def _producer() -> None:
         plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        mosaic.on_one_warp(functools.partial(gdpa_producer.produce, role), interpret=interpret)
+        mosaic.on_one_warp(functools.partial(gdpa_producer.produce, ctx), interpret=interpret)
 
     @pl.when(warpgroup < NUM_CONSUMERS)
     def _consumer() -> None:
         plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
         consumer = mosaic.warpgroup_index("warpgroup", interpret=interpret)
-        gdpa_consumer.consume(role._replace(consumer=consumer))
+        gdpa_consumer.consume(ctx._replace(consumer=consumer))
 
 
 def scratch_types(
@@ -87,7 +97,7 @@ def scratch_types(
     """Shared memory and barriers, in the order in which `_kernel` takes them."""
     tile = functools.partial(mosaic.operand_tile, dtype=dtype, interpret=interpret)
     blocks, slots = shape.column_blocks, config.q_slots
-    items = slots + MORE_ITEM_SLOTS
+    items = slots + EXTRA_ITEM_SLOTS
     block = (blocks, config.block_kv, BLOCK_K)
 
     def barrier(arrivals: int, count: int) -> Any:
@@ -119,7 +129,7 @@ def gdpa_forward(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    tiles: gdpa_tiles.TileList,
+    tiles: tile_list.TileList,
     *,
     out_rows: int,
     activations: tuple[str, ...],
@@ -136,10 +146,10 @@ def gdpa_forward(
       query: [q_rows, N, H], bf16 or f16; at least a row.
       key: [kv_rows, K, H], the same dtype; at least a row; K divides N.
       value: [kv_rows, K, H].
-      tiles: `gdpa_tiles.query_tiles` of size `GDPA_TILE_ROWS`.
-      out_rows: rows of the result, each of which has a tile.
-      activations: the heads' activations, or one for all of them; not softmax.
-      approx: an approximation's name, or None.
+      tiles: `tile_list.query_tiles` of size `GDPA_TILE_ROWS`.
+      out_rows: rows of the result; every row has a tile.
+      activations: the heads' activations, or one for all heads; not softmax.
+      approx: name of an approximation, or None.
       scale: of the scores; finite.
       output_scale: of the result; finite.
       config: a legal configuration (`tuning.gdpa_configs.gdpa_illegal_reason`).
@@ -153,9 +163,9 @@ def gdpa_forward(
     q_rows, q_heads, head_dim = query.shape
     is_interpreted = bool(interpret)
     workers = min(num_sms, tiles.words.shape[0] * q_heads)
-    is_wide = query.dtype == jnp.bfloat16
-    weighing = Weighing(activations, approx, scale, output_scale, is_wide)
-    shape = Shape(q_rows, q_heads, key.shape[1], head_dim, weighing, workers)
+    has_f32_range = query.dtype == jnp.bfloat16
+    activation = ActivationSpec(activations, approx, scale, output_scale, has_f32_range)
+    shape = Shape(q_rows, q_heads, key.shape[1], head_dim, activation, workers)
     operands = Operands(query, key, value, *tiles)
     out = jax.ShapeDtypeStruct((out_rows, q_heads, head_dim), query.dtype)
     scratch = scratch_types(query.dtype, shape, config, interpret=is_interpreted)

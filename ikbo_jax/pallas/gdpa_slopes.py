@@ -1,15 +1,15 @@
-"""What the GDPA backward kernels make of scores: weights, slopes, and gradients of scores.
+"""Elementwise work of the GDPA backward kernels: weights, slopes, and gradients of scores.
 
-The activation and its slope take more of these kernels' time than the products do, unless they are
-few instructions. So, as in `gdpa_weights`, they take raw scores s and leave constants out,
+Unless it takes few instructions, this work takes more time than the products. Therefore, as in
+`gdpa_weights`, the functions take raw scores s and omit constants,
 
     act(scale * s)  = weight constant * weight(s)
     act'(scale * s) = slope constant * (slope(s) + offset),        offset = 0 or 1,
 
-which multiply the sums of a tile instead; the offset costs nothing, since a gradient of a score is
-the product of that of its weight and (slope + offset), one fused multiply-add. Instructions for a
-score, rounding and that product included, for d_query (slopes) and for d_key and d_value (weights
-as well), in bf16:
+which multiply the sums of a tile instead. The offset costs nothing: the gradient of a score is the
+gradient of its weight times (slope + offset), one fused multiply-add. Instructions per score in
+bf16, including rounding and that multiply-add, for d_query (slopes only) and for d_key and d_value
+(with weights):
 
     activation    approx     slopes   with weights
     relu          -          2.5      4
@@ -18,9 +18,10 @@ as well), in bf16:
     silu          "tanh"     5.5      7
     gelu_tanh     "tanh"     10.5     12
 
-Before, gelu_tanh took 18.5 and 20. What stands above is for one activation in all heads; others,
-and heads that differ, are activated at scale * s by `activations`. In f16, whose range ends at
-65504, weights and slopes have their constants.
+With scale * s as its argument, gelu_tanh took 18.5 and 20. The table applies if all heads have one
+activation. Activations that it lacks, and heads with different activations, are computed from
+scale * s by `activations`. In f16, whose range ends at 65504, weights and slopes include their
+constants.
 """
 
 from __future__ import annotations
@@ -33,65 +34,67 @@ import jax.numpy as jnp
 
 from ikbo_jax.pallas import activations
 from ikbo_jax.pallas.activations import Pair
-from ikbo_jax.pallas.gdpa_weights import Weighing
+from ikbo_jax.pallas.gdpa_weights import ActivationSpec
 from ikbo_jax.reference.activations import LEAKY_SLOPE, TANH_CUBIC, TANH_SCALE
 
 
-def weigh_and_slope(how: Weighing, head: Any, scores: jax.Array, *, interpret: bool) -> Pair:
-    """Weights, and slopes for `d_scores`, of one query head's raw scores [64, columns] f32."""
-    raw = _raw(how)
+def weights_and_slopes(
+    spec: ActivationSpec, head: Any, scores: jax.Array, *, interpret: bool
+) -> Pair:
+    """(weights, slopes for `d_scores`) of one query head's raw scores [64, columns] f32."""
+    raw = _raw(spec)
     if raw is None:
-        scaled = scores if how.scale == 1 else scores * jnp.float32(how.scale)
+        scaled = scores if spec.scale == 1 else scores * jnp.float32(spec.scale)
         both: Pair = activations.activate_with_slope(
-            how.names, how.approx, head, scaled, interpret=interpret
+            spec.names, spec.approx, head, scaled, interpret=interpret
         )
         return both
 
     def evaluate(_: str, s: jax.Array) -> Pair:
-        weights, slope = raw(s, how.scale)
-        if how.is_wide:
+        weights, slope = raw(s, spec.scale)
+        if spec.has_f32_range:
             return weights, slope
-        name = how.names[0]
-        by_weight, by_slope = how.constant(name), _slope_constant(how)
-        offset = by_slope if _has_offset(how) else 0.0
+        name = spec.names[0]
+        by_weight, by_slope = spec.constant(name), _slope_constant(spec)
+        offset = by_slope if _has_offset(spec) else 0.0
         return weights * jnp.float32(by_weight), slope * jnp.float32(by_slope) + jnp.float32(offset)
 
-    pair: Pair = activations.by_chunks(how.names, head, scores, evaluate, interpret)
+    pair: Pair = activations.by_chunks(spec.names, head, scores, evaluate, interpret)
     return pair
 
 
-def d_scores(how: Weighing, d_weights: jax.Array, slope: jax.Array) -> jax.Array:
-    """Gradients of scores from those of weights, but for `constants`."""
-    if how.is_wide and _has_offset(how):
+def d_scores(spec: ActivationSpec, d_weights: jax.Array, slope: jax.Array) -> jax.Array:
+    """Gradients of scores from gradients of weights, without the second of `constants`."""
+    if spec.has_f32_range and _has_offset(spec):
         return d_weights * slope + d_weights
     return d_weights * slope
 
 
-def constants(how: Weighing) -> tuple[float, float]:
-    """What sums over weights, and sums over `d_scores`, are multiplied by."""
-    if not how.is_wide or _raw(how) is None:
+def constants(spec: ActivationSpec) -> tuple[float, float]:
+    """(constant of sums of weights, constant of sums of `d_scores`)."""
+    if not spec.has_f32_range or _raw(spec) is None:
         return 1.0, 1.0
-    return how.constant(how.names[0]), _slope_constant(how)
+    return spec.constant(spec.names[0]), _slope_constant(spec)
 
 
-def _raw(how: Weighing) -> Callable[[jax.Array, float], Pair] | None:
-    """The function of raw scores, if all heads have one activation and it has one."""
-    if len(set(how.names)) > 1 or not how.is_raw:
+def _raw(spec: ActivationSpec) -> Callable[[jax.Array, float], Pair] | None:
+    """The function of raw scores if all heads have one activation, and it has such a function."""
+    if len(set(spec.names)) > 1 or not spec.takes_raw_scores:
         return None
-    return _SLOPES.get(how.full_name(how.names[0]))
+    return _SLOPES.get(spec.full_name(spec.names[0]))
 
 
-def _has_offset(how: Weighing) -> bool:
-    return _raw(how) in (_tanh_silu, _tanh_gelu_tanh)
+def _has_offset(spec: ActivationSpec) -> bool:
+    return _raw(spec) in (_tanh_silu, _tanh_gelu_tanh)
 
 
-def _slope_constant(how: Weighing) -> float:
-    if _has_offset(how):
+def _slope_constant(spec: ActivationSpec) -> float:
+    if _has_offset(spec):
         return 0.5
-    return 2 * how.scale if _raw(how) is _relu_squared else 1.0
+    return 2 * spec.scale if _raw(spec) is _relu_squared else 1.0
 
 
-# Weights and slopes, from raw scores and their scale.
+# (Weights, slopes) from raw scores and their scale.
 
 
 def _relu(s: jax.Array, scale: float) -> Pair:
@@ -113,16 +116,16 @@ def _relu_squared(s: jax.Array, scale: float) -> Pair:
 
 def _tanh_silu(s: jax.Array, scale: float) -> Pair:
     half = s * jnp.float32(scale / 2)
-    inner = jnp.tanh(half)  # the GPU's own: see `mosaic.compiler_params`
+    inner = jnp.tanh(half)  # tanh.approx.f32: see `mosaic.compiler_params`
     rest = jnp.float32(1) - inner * inner
     return s * inner + s, rest * half + inner
 
 
 def _tanh_gelu_tanh(s: jax.Array, scale: float) -> Pair:
     """With u the argument of tanh: d(s * (1 + tanh u)) = 1 + tanh u + (1 - tanh² u) * s * du/ds."""
-    # Where tanh is 1 or -1, a larger square has no effect but infinity.
-    greatest = (activations.GREATEST_GELU_TANH / scale) ** 2
-    square = jnp.minimum(s * s, jnp.float32(greatest))
+    # Beyond this square tanh is 1 or -1 anyway, and a larger square could become infinite.
+    high = (activations.MAX_GELU_TANH / scale) ** 2
+    square = jnp.minimum(s * s, jnp.float32(high))
     linear, cubic = TANH_SCALE * scale, TANH_SCALE * TANH_CUBIC * scale**3
     inner = jnp.tanh(s * (square * jnp.float32(cubic) + jnp.float32(linear)))
     growth = s * (square * jnp.float32(3 * cubic) + jnp.float32(linear))

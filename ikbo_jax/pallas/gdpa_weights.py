@@ -1,12 +1,12 @@
-"""Weights of the GDPA forward kernel: activations of scores as the products leave them.
+"""Attention weights of the GDPA forward kernel: activated scores without a constant factor.
 
-The kernel issues an instruction for every score, or does not, while the tensor core works: time and
-power both follow from how many.  So activations take raw scores s and leave a constant out,
+Each instruction per score, which overlaps the tensor core's work, costs time and power.  Therefore
+activations take raw scores s, as the product q @ k.T leaves them, and omit a constant,
 
-    act(scale * s) = factor * weight(s),
+    act(scale * s) = constant * weight(s),
 
-which multiplies the sum of a row's products instead.  Instructions for a score, the rounding to
-bf16 included (half of one), and how many of them are of the special function unit:
+which multiplies each row's sum of weights times values instead.  Instructions per score, including
+half an instruction to round to bf16, and how many of them the special function unit executes:
 
     activation                approx          instructions    special
     identity, relu            -               0.5, 1.5        0
@@ -21,8 +21,8 @@ bf16 included (half of one), and how many of them are of the special function un
     gelu_tanh                 -               9.5             1.5
     gelu                      -               12.5            1
 
-In f16, whose range ends at 65504, weights are activated scores, at one multiplication more.  So
-they are where `scale` is not positive or far from 1.
+In f16, whose range ends at 65504, weights include the constant, for one more multiplication.  They
+also include it where `scale` is not positive or far from 1.
 """
 
 from __future__ import annotations
@@ -51,43 +51,45 @@ from ikbo_jax.reference.activations import (
     one_by_one,
 )
 
-#: Scales beyond which powers of them, and sums without them, might leave the range of f32.
-LEAST_SCALE, GREATEST_SCALE = 2.0**-10, 2.0**10
+#: Beyond these scales, powers of the scale, or sums without the constant, might leave f32's range.
+MIN_SCALE, MAX_SCALE = 2.0**-10, 2.0**10
 
 
-#: What becomes weights: f32 weights, or two arrays in bf16.
+#: Argument of `round_weights`: f32 weights, or two bf16 arrays, (scores, tanh).
 Weights = jax.Array | tuple[jax.Array, jax.Array]
 
 
-class Weighing(NamedTuple):
-    """How scores become weights, apart from the head; static.
+class ActivationSpec(NamedTuple):
+    """Static description of how scores become weights.
 
     Attributes:
-      names: the heads' activations, or one for all of them.
-      approx: an approximation's name, or None.
+      names: the heads' activations, or one for all heads.
+      approx: name of an approximation, or None.
       scale: of the scores.
       output_scale: of the result.
-      is_wide: that the weights have the range of f32.
+      has_f32_range: whether the dtype of the weights has the range of f32, as bf16 has.
     """
 
     names: tuple[str, ...]
     approx: str | None
     scale: float
     output_scale: float
-    is_wide: bool
+    has_f32_range: bool
 
     @property
-    def is_raw(self) -> bool:
-        return LEAST_SCALE <= self.scale <= GREATEST_SCALE
+    def takes_raw_scores(self) -> bool:
+        return MIN_SCALE <= self.scale <= MAX_SCALE
 
     @property
     def is_packed(self) -> bool:
-        """Whether two scores at a time become weights, in bf16."""
+        """Whether weights are computed from two scores at a time, in bf16."""
         is_one_kind = len(set(self.names)) == 1 and self.names[0] in APPROXIMATIONS[PACKED]
-        return self.approx == PACKED and is_one_kind and self.is_raw and self.is_wide
+        return (
+            self.approx == PACKED and is_one_kind and self.takes_raw_scores and self.has_f32_range
+        )
 
     def full_name(self, name: str) -> str:
-        """The activation as `_WEIGHTS` knows it."""
+        """The activation's key in `_WEIGHTS`."""
         approx = one_by_one(self.approx)
         if approx is not None and name in APPROXIMATIONS[approx]:
             return f"{approx} {name}"
@@ -101,46 +103,48 @@ class Weighing(NamedTuple):
         return self.scale**2 if full_name == "relu_squared" else self.scale
 
 
-def weigh(how: Weighing, head: Any, scores: jax.Array, *, interpret: bool) -> Weights:
-    """What `rounded` makes weights of, from one head's raw scores [64, columns] f32."""
-    if how.is_packed:
-        return _packed(how, scores)
-    if not how.is_raw:
-        if how.scale != 1:
-            scores = scores * jnp.float32(how.scale)
-        return activations.activate(how.names, how.approx, head, scores, interpret=interpret)
+def compute_weights(
+    spec: ActivationSpec, head: Any, scores: jax.Array, *, interpret: bool
+) -> Weights:
+    """Weights of one head's raw scores [64, columns] f32, for `round_weights`."""
+    if spec.is_packed:
+        return _packed(spec, scores)
+    if not spec.takes_raw_scores:
+        if spec.scale != 1:
+            scores = scores * jnp.float32(spec.scale)
+        return activations.activate(spec.names, spec.approx, head, scores, interpret=interpret)
 
     def evaluate(name: str, scores: jax.Array) -> jax.Array:
-        weights = _WEIGHTS[how.full_name(name)](scores, how.scale, interpret)
-        constant = how.constant(name)
-        return weights if how.is_wide or constant == 1 else weights * jnp.float32(constant)
+        weights = _WEIGHTS[spec.full_name(name)](scores, spec.scale, interpret)
+        constant = spec.constant(name)
+        return weights if spec.has_f32_range or constant == 1 else weights * jnp.float32(constant)
 
-    weights: jax.Array = activations.by_chunks(how.names, head, scores, evaluate, interpret)
+    weights: jax.Array = activations.by_chunks(spec.names, head, scores, evaluate, interpret)
     return weights
 
 
-def _packed(how: Weighing, scores: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(scores, tanh of what the activation asks for) in bf16."""
+def _packed(spec: ActivationSpec, scores: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(scores, the activation's tanh) in bf16."""
     s = scores.astype(jnp.bfloat16)
-    if how.names[0] == "silu":
-        return s, jnp.tanh(s * jnp.bfloat16(how.scale / 2))
-    linear, cubic = TANH_SCALE * how.scale, TANH_SCALE * TANH_CUBIC * how.scale**3
+    if spec.names[0] == "silu":
+        return s, jnp.tanh(s * jnp.bfloat16(spec.scale / 2))
+    linear, cubic = TANH_SCALE * spec.scale, TANH_SCALE * TANH_CUBIC * spec.scale**3
     return s, jnp.tanh(s * (s * s * jnp.bfloat16(cubic) + jnp.bfloat16(linear)))
 
 
-def rounded(weights: Weights, dtype: Any) -> jax.Array:
-    """Weights in the dtype of the values."""
+def round_weights(weights: Weights, dtype: Any) -> jax.Array:
+    """Weights in `dtype`, the dtype of the values."""
     if isinstance(weights, tuple):
         s, inner = weights
         return s * inner + s
     return weights.astype(dtype)
 
 
-def finish(how: Weighing, head: Any, acc: jax.Array) -> jax.Array:
-    """The result of one head, from the sum of its weights' products."""
-    constants = [how.output_scale] * len(how.names)
-    if how.is_raw and how.is_wide:
-        constants = [how.output_scale * how.constant(name) for name in how.names]
+def scale_result(spec: ActivationSpec, head: Any, acc: jax.Array) -> jax.Array:
+    """The result of one head, from the sum of weights times values."""
+    constants = [spec.output_scale] * len(spec.names)
+    if spec.takes_raw_scores and spec.has_f32_range:
+        constants = [spec.output_scale * spec.constant(name) for name in spec.names]
     if len(set(constants)) == 1:
         return acc if constants[0] == 1 else acc * jnp.float32(constants[0])
     factor = jnp.float32(constants[0])
@@ -150,7 +154,7 @@ def finish(how: Weighing, head: Any, acc: jax.Array) -> jax.Array:
     return acc * factor
 
 
-# Weights, from raw scores and their scale.
+# Weights from raw scores and their scale.
 
 
 def _identity(s: jax.Array, scale: float, interpret: bool) -> jax.Array:
@@ -175,7 +179,7 @@ def _hardswish(s: jax.Array, scale: float, interpret: bool) -> jax.Array:
 
 
 def _tanh_silu(s: jax.Array, scale: float, interpret: bool) -> jax.Array:
-    inner = jnp.tanh(s * jnp.float32(scale / 2))  # the GPU's own: see `mosaic.compiler_params`
+    inner = jnp.tanh(s * jnp.float32(scale / 2))  # tanh.approx.f32: see `mosaic.compiler_params`
     return s * inner + s
 
 
@@ -186,31 +190,31 @@ def _tanh_gelu_tanh(s: jax.Array, scale: float, interpret: bool) -> jax.Array:
 
 
 def _silu(s: jax.Array, scale: float, interpret: bool) -> jax.Array:
-    bounded = jnp.maximum(s, jnp.float32(activations.LEAST_SILU / scale))
-    power = jnp.exp2(bounded * jnp.float32(-activations.LOG2_E * scale))
-    return bounded * activations.reciprocal(power + jnp.float32(1), interpret=interpret)
+    bounded = jnp.maximum(s, jnp.float32(activations.MIN_SILU / scale))
+    exponential = jnp.exp2(bounded * jnp.float32(-activations.LOG2_E * scale))
+    return bounded * activations.reciprocal(exponential + jnp.float32(1), interpret=interpret)
 
 
 def _gelu_tanh(s: jax.Array, scale: float, interpret: bool) -> jax.Array:
-    bounded = jnp.maximum(s, jnp.float32(activations.LEAST_GELU_TANH / scale))
+    bounded = jnp.maximum(s, jnp.float32(activations.MIN_GELU_TANH / scale))
     linear = -2 * activations.LOG2_E * TANH_SCALE * scale
     cubic = linear * TANH_CUBIC * scale**2
-    power = jnp.exp2(bounded * (bounded * bounded * jnp.float32(cubic) + jnp.float32(linear)))
-    return bounded * activations.reciprocal(power + jnp.float32(1), interpret=interpret)
+    exponential = jnp.exp2(bounded * (bounded * bounded * jnp.float32(cubic) + jnp.float32(linear)))
+    return bounded * activations.reciprocal(exponential + jnp.float32(1), interpret=interpret)
 
 
 def _gelu(s: jax.Array, scale: float, interpret: bool) -> jax.Array:
     distance = jnp.minimum(jnp.abs(s), jnp.float32(activations.PHI_DOMAIN / scale))
-    powers = tuple(c * scale**k for k, c in enumerate(activations.LOG2_PHI))
-    tail = jnp.exp2(activations.horner(powers, distance))
+    coefficients = tuple(c * scale**k for k, c in enumerate(activations.LOG2_PHI))
+    tail = jnp.exp2(activations.horner(coefficients, distance))
     return jnp.maximum(s, jnp.float32(0)) - distance * tail
 
 
 def _polynomial_gelu(s: jax.Array, scale: float, interpret: bool) -> jax.Array:
-    """Beyond the domain the polynomial keeps its last value, which leads past 0 or 1 for Φ."""
+    """Beyond its domain the polynomial keeps its last value; there Φ saturates at 0 or 1."""
     square = jnp.minimum(s * s, jnp.float32((POLYNOMIAL_DOMAIN / scale) ** 2))
-    powers = tuple(c * scale ** (2 * k + 1) for k, c in enumerate(POLYNOMIAL))
-    slope = activations.horner(powers, square)
+    coefficients = tuple(c * scale ** (2 * k + 1) for k, c in enumerate(POLYNOMIAL))
+    slope = activations.horner(coefficients, square)
     return s * _saturated(s, slope, 0.5, interpret=interpret)
 
 
@@ -232,7 +236,7 @@ _WEIGHTS = {
 def _saturated(x: jax.Array, slope: Any, offset: float, *, interpret: bool) -> jax.Array:
     """x * slope + offset, limited to [0, 1], in one instruction; `slope` is an array or a number.
 
-    NaN may give 0; its product with x is NaN.
+    A NaN x may give 0, but the caller multiplies the result by x, which gives NaN.
     """
     if interpret:
         slope = slope if isinstance(slope, jax.Array) else jnp.float32(slope)
@@ -268,5 +272,5 @@ def _saturated(x: jax.Array, slope: Any, offset: float, *, interpret: bool) -> j
 
 @functools.cache
 def _immediate(value: float) -> str:
-    """A number in PTX."""
+    """An f32 number in PTX."""
     return f"0f{struct.unpack('>I', struct.pack('>f', value))[0]:08X}"

@@ -2,43 +2,44 @@
 
     out[b] = w_cand @ e_cand[b] + w_user @ e_user[cand_to_user[b]]
 
-*user* stands for the level above and *candidate* for the finer level; a multi-level problem runs
-this kernel once per level, and the last two levels share a launch where the configuration says so.
+Here *user* means the coarser of two levels and *candidate* the finer level.  A problem with several
+levels launches this kernel once per level; `single_launch` lets the last two levels share a launch.
 
-The product is computed transposed, out[b].T = e[b].T @ w.T, so that the compressed rows M become
-the n of a WGMMA, which moves in steps of 8: for M = 433, 440 rows are multiplied instead of 512.
+The kernel computes the transposed product, out[b].T = e[b].T @ w.T.  So the compressed rows M are
+the n of a WGMMA, a multiple of 8: for M = 433, it multiplies 440 rows instead of 512.
 
-Warpgroups: 0 and 1 multiply, each 64 of a tile's 128 embedding columns by `block_m` compressed
-rows; one warp of the third feeds them through a ring of shared memory stages, which runs on across
-tiles. A finished tile stays in registers, rounded, and leaves in chunks during the
-first k steps of the next one. The CTAs of a cluster work on neighbouring rows of the batch and
-share their weight tiles through multicast.
+Warpgroups: 0 and 1 are the consumers; each multiplies 64 of a tile's 128 embedding columns by
+`block_m` compressed rows.  One warp of warpgroup 2 is the producer; it loads operands through a
+ring of stages that continues across tiles.  A finished tile stays in registers, rounded, and is
+stored in chunks during the first k steps of the next tile.  The CTAs of a cluster compute tiles of
+consecutive rows of the batch, and share their weights through multicast.
 
-The user result never becomes an array [U, M, N]: consumers write it to device memory as *fragments*
-(see `fragment`), and a candidate tile asks for its user's fragment a few k steps before its end and
-adds it in f32 before the one rounding.  Where users are few, their tiles have half as many
-compressed rows as candidate tiles: they spread over twice as many CTAs and are done before the
-first candidate tile needs them.
+No array [U, M, N] holds the user result: consumers write it to device memory as *fragments* (see
+`fragment`).  A candidate tile loads its user's fragment a few k steps before its end, and adds it
+in f32 before the one rounding.  Where users are few, a user tile has half as many compressed rows
+as a candidate tile: user tiles then spread over twice as many CTAs, and finish before the first
+candidate tile needs them.
 
 Synchronisations:
   1. `stage_ready[s]`      producer -> consumers: TMA has filled stage s.
   2. `stage_free[s]`       consumers (of all CTAs of the cluster) -> producer: the WGMMAs of both
-                           warpgroups have read stage s, or none has used it yet.
+                           warpgroups have read stage s, or stage s is unused so far.
   3. `users_ready`         (single launch) device-wide counter of finished user tiles, never reset
-                           within a launch; waited on once, in a consumer's first candidate tile.
+                           within a launch; a consumer waits once, in its first candidate tile.
   4. `claims`              (single launch) tickets for user tiles: a device-wide counter, and a ring
-                           in shared memory that hands them from producer to consumers.
-  5. `user_stage_free[s]`  (single launch) `stage_free` of the user phase, in which the CTAs of a
-                           cluster work on tiles of their own.
+                           in shared memory that passes them from producer to consumers.
+  5. `user_stage_free[s]`  (single launch) `stage_free` of the user phase, in which each CTA of a
+                           cluster computes different tiles.
   6. Staging buffers: `commit_smem` before a TMA store, `wait_smem_to_gmem` before the next write.
 
-Forward progress of a single launch: a CTA takes the next user tile from the ticket counter until
-none is left, and only then goes on to its candidate tiles.  So when a CTA waits for user results,
-every user tile has been claimed by a CTA that runs and waits for nothing before it has finished it.
-One resident cluster is enough, whatever else holds the SMs.  With user tiles owned by CTAs instead,
-two such kernels, each partly resident, could wait for owners that the other keeps off the chip.
+Forward progress of a single launch: a CTA takes user tiles from the ticket counter until none is
+left, and only then starts its candidate tiles.  So when a CTA waits for user results, every user
+tile has been claimed by a resident CTA, which finishes the tile without any wait for another CTA.
+One resident cluster is enough, whatever else occupies the SMs.  If user tiles were assigned to CTAs
+statically, two such kernels, each partly resident, could wait forever for CTAs that the other keeps
+off the chip.
 
-Source: the idea is Meta's IKBO ("linear compression embedding"); no code is shared with it.
+Source: the idea is Meta's IKBO ("linear compression embedding").  No code is shared.
 """
 
 from __future__ import annotations
@@ -61,24 +62,25 @@ from ikbo_jax.pallas.linear_compression_tiles import (
     Claims,
     Operands,
     Phase,
-    Role,
     Shared,
+    WarpgroupContext,
     scratch_types,
 )
 from ikbo_jax.tuning.configs import NUM_CONSUMERS, LinearCompressionConfig
 
-#: Registers a thread of a consumer / the producer warpgroup holds: 2 x 240 + 24 <= 3 x 168.
+#: Registers per thread of a consumer and of the producer warpgroup: 2 x 240 + 24 <= 3 x 168.
 CONSUMER_REGISTERS = 240
 PRODUCER_REGISTERS = 24
-#: Bytes to which weight rows are aligned.  TMA needs 16; with 128 a row of a tile is one L2 line,
-#: not parts of two: 0.328 against 0.359 ms for the candidate product of the default shape (H200).
+#: Alignment of weight rows, bytes.  TMA needs 16; with 128, a row of an operand tile is one L2
+#: line, not parts of two: 0.328 instead of 0.359 ms for the candidate product of the default shape
+#: (H200).
 WEIGHT_ALIGNMENT = 128
-#: From so many whole user tiles an SM on, halving them no longer evens out who computes how many.
+#: From this number of whole user tiles per SM on, half tiles no longer balance the work better.
 WHOLE_TILES_PER_SM = 4
 
 
 class _Level(NamedTuple):
-    """One level of a launch."""
+    """The static description and the operands of one level of a launch."""
 
     phase: Phase
     operands: Operands
@@ -92,7 +94,7 @@ def _kernel(
     config: LinearCompressionConfig,
     interpret: bool,
 ) -> None:
-    """Role dispatch."""
+    """Dispatches each warpgroup to its role."""
     (user, cand), outputs, scratch = jax.tree.unflatten(tree, refs)
     weight, embedding, staging, stage_ready, stage_free, *for_claims = scratch
     views = functools.partial(mosaic.tile_views, interpret=interpret)
@@ -100,22 +102,22 @@ def _kernel(
     claims = None
     if for_claims:
         cand = cand._replace(fragments_in=outputs[1])
-        tickets, users_ready = (mosaic.device_counter(interpret=interpret) for _ in range(2))
-        taken, taken_ready, user_stage_free = for_claims
-        claims = Claims(tickets, taken, taken_ready, user_stage_free, users_ready)
+        counter, users_ready = (mosaic.device_counter(interpret=interpret) for _ in range(2))
+        tickets, tickets_ready, user_stage_free = for_claims
+        claims = Claims(counter, tickets, tickets_ready, user_stage_free, users_ready)
     warpgroup = lax.axis_index("warpgroup")
-    role = Role(config, tiles, shared, lax.axis_index("worker"), warpgroup, interpret)
+    ctx = WarpgroupContext(config, tiles, shared, lax.axis_index("worker"), warpgroup, interpret)
 
     @pl.when(warpgroup == NUM_CONSUMERS)
     def _producer() -> None:
         plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        body = functools.partial(produce, role, phases, (user, cand), claims)
+        body = functools.partial(produce, ctx, phases, (user, cand), claims)
         mosaic.on_one_warp(body, interpret=interpret)
 
     @pl.when(warpgroup < NUM_CONSUMERS)
     def _consumer() -> None:
         plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
-        consume(role, phases, (user, cand), outputs, claims)
+        consume(ctx, phases, (user, cand), outputs, claims)
 
 
 def _launch(
@@ -126,7 +128,7 @@ def _launch(
     num_sms: int,
     interpret: Any,
 ) -> Any:
-    """One launch: the fragments of a level, or the output (with or without a level's fragments)."""
+    """Launches the kernel once; returns the output, or without `cand` the users' fragments."""
     is_interpreted = bool(interpret)
     phases = (user.phase if user else None, cand.phase if cand else None)
     user_phase, cand_phase = phases
@@ -141,7 +143,7 @@ def _launch(
         fragments = fragment.types(columns, rows, interpret=is_interpreted)
     scratch = scratch_types(dtype, config, with_claims=None not in phases, interpret=is_interpreted)
     tiles = schedule.make_schedule(
-        # Claimed tiles are those of CTAs; here, only how many of them a worker computes counts.
+        # CTAs claim user tiles; the schedule only needs how many of them a worker will compute.
         pl.cdiv(user_phase.tiles * user_phase.cluster, config.cluster) if user_phase else 0,
         cand_phase.tiles if cand_phase else 0,
         user_phase.cost / cand_phase.cost if user_phase and cand_phase else 1.0,
@@ -174,9 +176,10 @@ def _launch(
 
 
 def _aligned(weights: Sequence[jax.Array]) -> list[tuple[jax.Array, int]]:
-    """Every weight as an operand that TMA reads well, and where in it the weight's columns begin.
+    """(aligned operand, first column of the weight in it), for each weight.
 
-    Rows are padded to `WEIGHT_ALIGNMENT`, all weights in one pass; the zeros meet zeros.
+    One copy pads the rows of all weights with zeros to `WEIGHT_ALIGNMENT`; TMA reads zeros for the
+    embeddings there.
     """
     multiple = WEIGHT_ALIGNMENT // weights[0].dtype.itemsize
     if not any(w.shape[1] % multiple for w in weights):
@@ -196,7 +199,7 @@ def linear_compression_kernel(
     num_sms: int,
     interpret: Any = False,
 ) -> jax.Array:
-    """Linear compression of levels given from coarsest to finest.
+    """Linear compression of levels, coarsest first.
 
     Args:
       weights: [M, K_l] each, bf16 or f16.
@@ -212,14 +215,14 @@ def linear_compression_kernel(
     """
     launch = functools.partial(_launch, config=config, num_sms=num_sms, interpret=interpret)
     last = len(weights) - 1
-    together = config.single_launch and last > 0
+    is_shared = config.single_launch and last > 0
     aligned = _aligned(weights)
 
     def level(i: int, fragments: Any) -> _Level:
         batch, k, n = embeddings[i].shape
         weight, k_offset = aligned[i]
         tiles = batch * pl.cdiv(n, BLOCK_N) * pl.cdiv(weight.shape[0], config.block_m)
-        # Half tiles for small levels that others look up, if the halves still are whole fragments.
+        # Half tiles for small levels that a finer level looks up, if halves are whole fragments.
         is_small = i < last and tiles < WHOLE_TILES_PER_SM * num_sms
         split = 2 if is_small and config.block_m % 32 == 0 else 1
         phase = Phase(
@@ -230,14 +233,14 @@ def linear_compression_kernel(
             block_m=config.block_m // split,
             k_offset=k_offset,
             from_fragments=i > 0,
-            # Claimed tiles are a CTA's own, whatever the other CTA of its cluster does meanwhile.
-            cluster=1 if together and i == last - 1 else config.cluster,
+            # A CTA claims user tiles by itself, independent of the other CTAs of its cluster.
+            cluster=1 if is_shared and i == last - 1 else config.cluster,
         )
         return _Level(phase, Operands(weight, embeddings[i], parents[i], fragments))
 
     fragments = None
-    for i in range(last - 1 if together else last):
+    for i in range(last - 1 if is_shared else last):
         fragments = launch(level(i, fragments), None)
-    if together:
+    if is_shared:
         return launch(level(last - 1, fragments), level(last, None))
     return launch(None, level(last, fragments))

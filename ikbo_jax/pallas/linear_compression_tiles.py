@@ -1,4 +1,4 @@
-"""What a linear-compression launch consists of: its phases, tiles, shared memory and roles."""
+"""Phases, tiles, memory and barriers of a launch of linear compression."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from ikbo_jax.tuning.configs import (
     LinearCompressionConfig,
 )
 
-#: Embedding columns of a CTA tile.
+#: Embedding columns of a tile.
 BLOCK_N = NUM_CONSUMERS * WGMMA_M
 
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """Static description of the tiles of one level."""
+    """Static description of one level's tiles."""
 
     batch: int
     k: int
     m: int
     n: int
     block_m: int
-    k_offset: int  # of this level's columns in the weight operand
-    from_fragments: bool  # adds the fragments of the level above
+    k_offset: int  # first column of this level in the weight operand
+    from_fragments: bool  # whether its tiles add fragments of the coarser level
     cluster: int
 
     @property
@@ -47,7 +47,7 @@ class Phase:
 
     @property
     def last_block_m(self) -> int:
-        """Compressed rows of the last M tile, in whole steps of a WGMMA's n."""
+        """Compressed rows of the last M tile, rounded up to a multiple of 8, for a WGMMA's n."""
         return pl.cdiv(self.m - (self.m_tiles - 1) * self.block_m, 8) * 8
 
     @property
@@ -56,7 +56,7 @@ class Phase:
 
     @property
     def tiles(self) -> int:
-        """Tiles that clusters compute, each of them `cluster` rows of the batch."""
+        """Number of tiles of clusters; each has `cluster` rows of the batch."""
         return pl.cdiv(self.batch, self.cluster) * self.n_tiles * self.m_tiles
 
     @property
@@ -68,22 +68,23 @@ class Phase:
 class Operands(NamedTuple):
     """Device memory of one phase; `index` and `fragments_in` are None at the coarsest level."""
 
-    weight: Any  # [M, columns], shared by the levels of a launch
+    weight: Any  # [M, columns], of all levels of a launch
     embedding: Any  # [B, K, N]
-    index: Any  # [B] int32, rows of the level above
+    index: Any  # [B] int32, rows of the coarser level's batch
     fragments_in: Any  # fragment.Fragment of [U, n_tiles, 2, ...]
 
 
 class Tile(NamedTuple):
-    """Where a tile lies, in units of tiles but for its row."""
+    """Position of a tile."""
 
-    row: Any  # of the batch
-    n_tile: Any
-    m_tile: Any
+    row: Any  # row of the batch
+    n_tile: Any  # number of the tile along N
+    m_tile: Any  # number of the tile along M
 
 
 class Shared(NamedTuple):
-    """Shared memory and barriers; a tile is (view for WGMMA, view for TMA): `mosaic.tile_views`."""
+    """Shared memory and barriers; an operand has two views, (for WGMMA, for TMA): see
+    `mosaic.tile_views`."""
 
     weight: tuple[Any, Any]  # [stages, block_m, 64]
     embedding: tuple[Any, Any]  # [stages, 2, 64, 64]
@@ -93,17 +94,21 @@ class Shared(NamedTuple):
 
 
 class Claims(NamedTuple):
-    """How the CTAs of a single launch share out its user tiles; None anywhere else."""
+    """How the CTAs of a single launch claim its user tiles; other launches have no claims."""
 
-    tickets: Any  # device-wide counter
-    taken: Any  # shared memory [slots] int32: tickets of this CTA, on their way to its consumers
-    taken_ready: Any
+    counter: Any  # device-wide counter of tickets
+    tickets: Any  # shared memory [slots] int32: tickets that the producer passes to the consumers
+    tickets_ready: Any
     stage_free: Any
     users_ready: Any  # device-wide counter
 
 
-class Role(NamedTuple):
-    """What every function of a warpgroup needs; `consumer` is 0 or 1, unused by the producer."""
+class WarpgroupContext(NamedTuple):
+    """Arguments that all functions of a warpgroup share; `consumer` is 0 or 1 (producer: unused).
+
+    A *step* numbers the k steps of all tiles of the CTA; its remainder by the number of stages is
+    the stage of its operands.
+    """
 
     config: LinearCompressionConfig
     tiles: schedule.TileSchedule
@@ -115,16 +120,19 @@ class Role(NamedTuple):
     def stage(self, step: Any) -> Any:
         return lax.rem(step, self.config.num_stages)
 
-    def in_claimed_phase(self, claims: Claims) -> Role:
-        """The same with the ring of the user phase, whose stages the CTA frees alone."""
+    def in_claimed_phase(self, claims: Claims) -> WarpgroupContext:
+        """The context of the user phase, in which a CTA frees its stages without its cluster."""
         return self._replace(shared=self.shared._replace(stage_free=claims.stage_free))
 
 
 def locate(phase: Phase, tile: Any) -> Tile:
-    """M tiles run fastest, so that the embedding tile they share comes from device memory once."""
+    """The position of tile number `tile`.
+
+    M tiles vary fastest, so that their common embedding tile is read from device memory once.
+    """
     rest, m_tile = lax.div(tile, phase.m_tiles), lax.rem(tile, phase.m_tiles)
     row, n_tile = lax.div(rest, phase.n_tiles), lax.rem(rest, phase.n_tiles)
-    if phase.cluster > 1:  # the last row may lie past the batch: what it reads is never stored
+    if phase.cluster > 1:  # the last row may lie past the batch; its result is not stored
         row = row * phase.cluster + lax.axis_index("cluster")
     return Tile(row, n_tile, m_tile)
 
@@ -150,7 +158,7 @@ def scratch_types(
     )
     if not with_claims:
         return types
-    # The producer is at most `stages` tiles ahead, each of which uses a stage or more.
+    # The producer is at most `stages` tiles ahead, since each tile uses at least one stage.
     slots = stages + 2
-    taken = (plgpu.SMEM((slots,), jnp.int32), plgpu.Barrier(num_barriers=slots))
-    return (*types, *taken, free_in_cta)
+    tickets = (plgpu.SMEM((slots,), jnp.int32), plgpu.Barrier(num_barriers=slots))
+    return (*types, *tickets, free_in_cta)

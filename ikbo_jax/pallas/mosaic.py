@@ -1,8 +1,8 @@
-"""Small parts that the Mosaic GPU kernels share: compiler parameters, shared memory tiles, fences.
+"""Small parts that the Mosaic GPU kernels share: compiler parameters, operand tiles, fences.
 
-Whatever Pallas' GPU interpreter cannot run sits in one function here, in `accumulator` or in
-`fragment`, beside an equal formulation for interpretation, so that the tests on a CPU exercise the
-kernel body that runs on the GPU.
+Each operation that Pallas' GPU interpreter cannot run is a small function, here or in a module such
+as `accumulator`, `fragment` or `softmax`, beside an equivalent for interpretation.  So the tests on
+a CPU exercise the kernel body that runs on the GPU.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from jaxlib.mlir import ir
 SWIZZLE = 128
 
 
-def _ask_ptxas_once() -> None:
-    """Makes Mosaic GPU remember the version of ptxas, which it asks for at every cast of a bool.
+def _cache_ptxas_version() -> None:
+    """Makes Mosaic GPU cache the version of ptxas, which it queries at every cast of a bool.
 
-    `pl.when` casts its predicate, so the kernels of the ranking network asked 158 times, and each
-    time Mosaic GPU started ptxas: half of the time that lowering took. The function is private to
-    JAX; where a version of JAX has none, there is nothing to remember.
+    `pl.when` casts its predicate, so the kernels of the ranking network queried 158 times, and each
+    time Mosaic GPU started ptxas: half of the lowering time. The function is private to JAX, and
+    some versions of JAX lack it.
     """
     extension: Any = getattr(fragmented_array.mgpu_lib, "_mosaic_gpu_ext", None)
     version = getattr(extension, "_get_ptxas_isa_version", None)
@@ -37,13 +37,13 @@ def _ask_ptxas_once() -> None:
         extension._get_ptxas_isa_version = functools.cache(version)
 
 
-_ask_ptxas_once()
+_cache_ptxas_version()
 
 
 def kernel(body: Callable[..., None], **options: Any) -> Callable[..., Any]:
-    """`plgpu.kernel`, traced with 32-bit integers, also where `jax_enable_x64` is set.
+    """`plgpu.kernel`, traced with 32-bit integers even if `jax_enable_x64` is set.
 
-    Python integers would become int64 there, which neither the bodies nor Mosaic GPU take.
+    With it, Python integers would become int64, which neither the kernels nor Mosaic GPU accept.
     """
     launch = plgpu.kernel(body, **options)
 
@@ -55,7 +55,7 @@ def kernel(body: Callable[..., None], **options: Any) -> Callable[..., Any]:
 
 
 def compiler_params() -> plgpu.CompilerParams:
-    """Parameters under which a kernel places every barrier itself."""
+    """Compiler parameters: kernels place all barriers; math is approximate (tanh.approx.f32)."""
     return plgpu.CompilerParams(
         approx_math=True,
         unsafe_no_auto_barriers=True,
@@ -70,22 +70,24 @@ def swizzle_columns(dtype: Any) -> int:
 
 
 def operand_transforms(dtype: Any) -> tuple[Any, Any]:
-    """How WGMMA and stmatrix see an `operand_tile`: tiles of 8 rows, swizzled."""
+    """WGMMA's and stmatrix's view of an `operand_tile`: swizzled groups of 8 rows."""
     tiling: Any = plgpu.TilingTransform
-    swizzle: Any = plgpu.SwizzleTransform  # both look abstract to type checkers
+    swizzle: Any = plgpu.SwizzleTransform  # both classes look abstract to type checkers
     return tiling((8, swizzle_columns(dtype))), swizzle(SWIZZLE)
 
 
 def operand_tile(shape: tuple[int, ...], dtype: Any, *, interpret: bool) -> Any:
-    """Type of a shared memory tile [..., rows, 64] that TMA fills and WGMMA reads, or the reverse.
+    """Type of shared memory [..., rows, 64] that TMA writes and WGMMA reads, or the reverse.
 
-    WGMMA and stmatrix address tiles of 8 rows.  TMA would refuse such a tile where the array's rows
-    are no multiple of 8 (K = 866, M = 433), but needs none: with one swizzled column block a
-    row-major tile is the same bytes.  So the tile is a union of both views (see `tile_views`).
-    The interpreter gives the members of a union separate memory; there, one plain tile is both.
+    WGMMA and stmatrix address groups of 8 rows.  TMA rejects this tiling if the array's rows are
+    not a multiple of 8 (K = 866, M = 433), but does not need it: with one swizzled column block, a
+    row-major layout has the same bytes.  So the type is a union of both views (see `tile_views`).
+    The interpreter allocates separate memory for each member of a union; so there, one plain array
+    serves as both views.
     """
     if shape[-1] != swizzle_columns(dtype) or shape[-2] % 8:
-        raise ValueError(f"a tile needs {swizzle_columns(dtype)} columns and 8n rows, got {shape}")
+        columns = swizzle_columns(dtype)
+        raise ValueError(f"an operand tile needs {columns} columns and 8n rows, got {shape}")
     if interpret:
         return plgpu.SMEM(shape, dtype)
     tiling, swizzle = operand_transforms(dtype)
@@ -104,9 +106,9 @@ def tile_views(ref: Any, *, interpret: bool) -> tuple[Any, Any]:
 
 
 def on_one_warp(body: Callable[[], None], *, interpret: bool) -> None:
-    """Runs `body` on the first warp of this warpgroup: a producer needs no more, and saves power.
+    """Runs `body` on the first warp of this warpgroup: a producer needs one, and saves power.
 
-    The interpreter runs it as the warpgroup; four more threads a warpgroup exhaust its pool.
+    The interpreter runs `body` as the warpgroup: one thread per warp would exhaust its thread pool.
     """
     if interpret:
         body()
@@ -120,7 +122,7 @@ def on_one_warp(body: Callable[[], None], *, interpret: bool) -> None:
 
 
 def synchronise_warp(*, interpret: bool) -> None:
-    """Orders shared memory among the lanes of a warp, which need not run in step."""
+    """Orders accesses to shared memory among the lanes of a warp, which may diverge."""
     if interpret:
         return
 
@@ -132,10 +134,10 @@ def synchronise_warp(*, interpret: bool) -> None:
 
 
 def opaque(value: Any, *, interpret: bool) -> Any:
-    """An int32 scalar of which LLVM knows nothing, so that it cannot compute from it in advance.
+    """`value`, an int32 scalar, hidden from LLVM, so that LLVM hoists no computation on it.
 
-    What it would compute once for all tiles (addresses, descriptors) lives in registers that a
-    consumer has not got: without this, K = 1024 spills 460 bytes.
+    Values that LLVM computes once for all tiles (addresses, descriptors) occupy registers, of which
+    a consumer has too few: without this function, K = 1024 spills 460 bytes.
     """
     if interpret:
         return value
@@ -157,9 +159,9 @@ def opaque(value: Any, *, interpret: bool) -> Any:
 
 
 def warpgroup_index(axis_name: str, *, interpret: bool) -> Any:
-    """`lax.axis_index` of the warpgroups, read from the thread's number where it is needed.
+    """`lax.axis_index` of the warpgroups, computed from the thread's number at each use.
 
-    The one that LLVM knows it keeps from the kernel's beginning on, in a register or spilled.
+    LLVM would keep `lax.axis_index` from the kernel's beginning on, in a register or spilled.
     """
     if interpret:
         return lax.axis_index(axis_name)
@@ -180,14 +182,15 @@ def warpgroup_index(axis_name: str, *, interpret: bool) -> Any:
 
 
 def device_counter(*, interpret: bool) -> Any:
-    """A counter of the whole device, zero when the kernel starts; the interpreter has none."""
+    """A device-wide counter, zero when the kernel starts; None under interpretation."""
     return None if interpret else pl.get_global(plgpu.SemaphoreType.REGULAR)
 
 
 def next_ticket(counter: Any, i: Any, *, interpret: bool) -> Any:
-    """Takes the counter's value and adds one to it; for a single warp.
+    """Returns the counter's value and adds one to the counter; for a single warp.
 
-    The interpreter runs CTAs one after another; there, a single CTA's `i`-th ticket is number `i`.
+    Under interpretation, CTAs run one after another; there, the `i`-th ticket of the only CTA is
+    number `i`.
     """
     if interpret:
         return i
@@ -226,7 +229,7 @@ def signal(counter: Any, *, interpret: bool) -> None:
 
 
 def wait(counter: Any, value: int, *, interpret: bool) -> None:
-    """Waits until the counter is `value`; then sees what was written before its signals."""
+    """Waits until the counter is `value`; later reads see all writes before its signals."""
     if not interpret:
         plgpu.semaphore_wait(counter, value, decrement=False, memory_scope="gpu")
 
@@ -234,8 +237,8 @@ def wait(counter: Any, value: int, *, interpret: bool) -> None:
 def named_barrier(operation: str, barrier_id: Any, num_threads: int) -> None:
     """Arrives at one of the SM's 16 named barriers, and under "sync" waits for `num_threads`.
 
-    Mosaic GPU itself uses the first four.  The interpreter knows this operation by the name of the
-    function below, under `inline_mgpu="_hack_model_inline_mgpu_tokamax"`.
+    Mosaic GPU uses the first four.  The interpreter recognises this operation by the name of the
+    function below, with `inline_mgpu="_hack_model_inline_mgpu_tokamax"`.
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT(()),))

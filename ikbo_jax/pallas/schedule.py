@@ -1,4 +1,4 @@
-"""Which tiles a persistent worker (a CTA or a cluster) computes."""
+"""The work items that each persistent worker (a CTA or a cluster) takes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from jax import lax
 
 @dataclasses.dataclass(frozen=True)
 class TileSchedule:
-    """Of a kernel with two phases: user tiles go to the lowest workers; candidate tiles are handed
-    out from the top.
+    """Schedule of a kernel with two phases: user tiles start at worker 0, candidate tiles at the
+    last worker.
 
-    The first `full_waves` waves of candidate tiles go to all workers, later ones only to those at
-    or above `rest_from`, which computed one user tile fewer.  Methods take Python integers or
-    traced ones.
+    The first `full_waves` waves of candidate tiles go to all workers, later waves only to the
+    workers from `rest_from` on, which computed one user tile fewer.  Methods take Python or traced
+    integers.
     """
 
     num_workers: int
@@ -51,7 +51,7 @@ class TileSchedule:
 def make_schedule(
     user_tiles: int, cand_tiles: int, user_cost: float, num_workers: int
 ) -> TileSchedule:
-    """Chooses the waves so that the worker that finishes last finishes earliest.
+    """Chooses `full_waves` to minimise the time at which the last worker finishes.
 
     `user_cost` is the time of a user tile in units of a candidate tile.
     """
@@ -59,7 +59,7 @@ def make_schedule(
     each, extra = divmod(user_tiles, num_workers)
     all_waves = -(-cand_tiles // num_workers)
     best = (math.inf, all_waves)
-    # The workers with one user tile more may skip as many waves as that tile takes, and no more.
+    # Workers with one more user tile may skip only as many waves as that tile takes.
     for waves in range(max(0, all_waves - math.ceil(user_cost) - 1), all_waves + 1):
         left = max(0, cand_tiles - waves * num_workers)
         last_of_rest = waves - (-left // (num_workers - extra))
@@ -70,16 +70,16 @@ def make_schedule(
 
 
 def back_and_forth(worker: Any, workers: int, i: Any) -> Any:
-    """The number of a worker's `i`-th task: forth and back, so that none always comes first.
+    """The number of a worker's `i`-th work item; odd rounds go through the workers in reverse.
 
-    Work falls along the list; taken in one direction only, the first worker would have the largest
-    task of every round.
+    Work items are sorted by falling cost: without the reversal, the first worker would have the
+    most expensive work item of every round.
     """
     place = jnp.where(lax.rem(i, 2) == 0, worker, workers - 1 - worker)
     return i * workers + place
 
 
 def back_and_forth_share(worker: Any, workers: int, count: Any) -> Any:
-    """How many of `count` tasks are a worker's."""
+    """How many of `count` work items a worker takes."""
     full = lax.div(count, workers)
     return full + (back_and_forth(worker, workers, full) < count).astype(jnp.int32)

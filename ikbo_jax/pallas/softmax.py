@@ -1,7 +1,7 @@
-"""The softmax of a warpgroup's rows, and the stores of single rows; scores are [64, keys] f32.
+"""The softmax of a warpgroup's 64 rows, and stores of single rows; scores are [64, keys] f32.
 
-Scores are kept as the tensor core left them; the scale, times log2(e), goes into the exponent:
-p = exp2(score * log2_scale - maximum), where `maximum` is that of the scaled scores.
+Scores are unscaled products, as the tensor core leaves them.  The exponent includes the scale times
+log2(e): p = exp2(score * log2_scale - maximum), where `maximum` is the maximum scaled score.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ from ikbo_jax.pallas import mosaic
 
 #: Rows of a warpgroup, the m of a WGMMA.
 ROWS = 64
-#: Layout of one value a row, as reductions along rows leave it.
+#: Layout of one value per row, the result of a reduction along rows.
 ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)
-#: Columns of a partial sum: one WGMMA fragment, so that summing needs no other thread's values.
+#: Columns of a partial sum: with 8, a thread adds only values that it holds.
 PARTIAL = 8
 LN_2 = 0.6931471805599453
 WARPGROUP_SIZE = 128
 
-#: Row sums at which a fixed maximum may have cost precision or range.  bf16 has f32's range, so
-#: what limits it is that sums of values stay far from overflow; f16 weights end at 65504.
+#: From these row sums on, a fixed maximum may have cost precision or range.  bf16 has f32's range:
+#: its limit keeps sums of weights times values far from overflow.  f16 weights end at 65504.
 SUM_LIMITS = {"bfloat16": 2.0**40, "float16": 2.0**15}
-#: Row sums below this have lost the weight of the maximum, which is 1: beyond 2^24 that weight is
-#: exp2 of what the rounding of the maximum cost, of `powers` one instruction that rounds once.
+#: Row sums below this have lost the weight of the maximum, which should be 1.  `exponentials` takes
+#: one instruction that rounds once, so beyond 2^24 that weight is exp2 of the maximum's rounding
+#: error.
 SUM_MINIMUM = 0.5
 
 
 def row_extreme(scores: jax.Array, log2_scale: float) -> jax.Array:
-    """[64], the score of each row that is the largest when scaled."""
+    """[64], the unscaled score of each row whose scaled score is largest."""
     extreme = jnp.max if log2_scale > 0 else jnp.min
     return extreme(scores, axis=1)
 
@@ -47,23 +48,23 @@ def row_maximum(scores: jax.Array, log2_scale: float) -> jax.Array:
     return row_extreme(scores, log2_scale) * jnp.float32(log2_scale)
 
 
-def powers(scores: jax.Array, maximum: jax.Array, log2_scale: float) -> jax.Array:
+def exponentials(scores: jax.Array, maximum: jax.Array, log2_scale: float) -> jax.Array:
     """exp2(score * log2_scale - maximum), [64, keys]."""
     shift = lax.broadcast_in_dim(maximum, scores.shape, (0,))
     return jnp.exp2(scores * jnp.float32(log2_scale) - shift)
 
 
-def exact_powers(scores: jax.Array, extreme: jax.Array, log2_scale: float) -> jax.Array:
-    """exp2((score - extreme) * log2_scale), [64, keys]: 1 at the extreme, however large that is.
+def exact_exponentials(scores: jax.Array, extreme: jax.Array, log2_scale: float) -> jax.Array:
+    """exp2((score - extreme) * log2_scale), [64, keys]: 1 at the extreme, however large it is.
 
-    An instruction an element more than `powers`.
+    It takes one more instruction per element than `exponentials`.
     """
     shift = lax.broadcast_in_dim(extreme, scores.shape, (0,))
     return jnp.exp2((scores - shift) * jnp.float32(log2_scale))
 
 
 def partial_sums(p: jax.Array) -> jax.Array:
-    """[64, 8], whose rows sum to those of `p`."""
+    """[64, 8], whose row sums equal the row sums of `p`."""
     parts = [lax.slice(p, (0, i), (p.shape[0], i + PARTIAL)) for i in range(0, p.shape[1], PARTIAL)]
     while len(parts) > 1:
         pairs = [a + b for a, b in zip(parts[::2], parts[1::2], strict=False)]
@@ -71,15 +72,17 @@ def partial_sums(p: jax.Array) -> jax.Array:
     return parts[0]
 
 
-def spoil_if_not_finite(sums: jax.Array, acc: jax.Array) -> jax.Array:
-    """`sums` [64, 8], in which rows are NaN where `acc` [64, width] holds NaN or infinity."""
-    for i in range(0, acc.shape[1], PARTIAL):  # zero times them is NaN; one FFMA an element
+def nan_where_not_finite(sums: jax.Array, acc: jax.Array) -> jax.Array:
+    """`sums` [64, 8] with NaN in rows where `acc` [64, width] holds NaN or infinity."""
+    for i in range(
+        0, acc.shape[1], PARTIAL
+    ):  # 0 times NaN or infinity is NaN; one FFMA per element
         sums = lax.slice(acc, (0, i), (acc.shape[0], i + PARTIAL)) * jnp.float32(0) + sums
     return sums
 
 
 def mask(scores: jax.Array, keys: Any, log2_scale: float) -> jax.Array:
-    """Scores without weight from column `keys` on."""
+    """Masks scores from column `keys` on, so that their weights are 0."""
     column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
     nothing = jnp.float32(-jnp.inf if log2_scale > 0 else jnp.inf)
     return jnp.where(column < keys, scores, nothing)
@@ -88,10 +91,10 @@ def mask(scores: jax.Array, keys: Any, log2_scale: float) -> jax.Array:
 def flag_rows(
     flags: Any, index: Any, row_sum: jax.Array, begin: Any, end: Any, limit: float, interpret: bool
 ) -> None:
-    """Sets flags[index] and flags[0] to 1 if a row in [begin, end) has a sum that is not in
+    """Sets flags[index] and flags[0] to 1 if a row in [begin, end) has a sum outside
     [SUM_MINIMUM, limit).
 
-    Every thread that holds such a row writes, so no value has to travel between threads.
+    Every thread that holds such a row writes, so threads need not communicate.
     """
     row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW_LAYOUT)
     is_good = (row_sum < jnp.float32(limit)) & (row_sum >= jnp.float32(SUM_MINIMUM))
@@ -125,10 +128,10 @@ def flag_rows(
 
 
 def _thread() -> ir.Value:
-    """This thread's number in its warpgroup, read where it is needed.
+    """This thread's number in its warpgroup, read at each use.
 
-    What LLVM knows to be the same everywhere, it keeps in a register from the kernel's beginning,
-    past loops that have none to spare.
+    LLVM would keep a value that never changes in a register from the kernel's beginning on, through
+    loops that have no register to spare.
     """
     i32 = ir.IntegerType.get_signless(32)
     thread = mgpu.utils.inline_ptx("mov.u32 $0, %tid.x;", result_types=i32, has_side_effects=True)
@@ -136,7 +139,7 @@ def _thread() -> ir.Value:
 
 
 def thread_row(thread: ir.Value, half: int) -> ir.Value:
-    """The row of a WGMMA fragment's register: half 0 or 1."""
+    """The row of a thread's registers in a WGMMA accumulator; `half` is 0 or 1."""
     i32 = ir.IntegerType.get_signless(32)
     warp = arith.divui(thread, mgpu.c(32, i32))
     lane = arith.divui(arith.remui(thread, mgpu.c(32, i32)), mgpu.c(4, i32))
@@ -151,7 +154,7 @@ def within(row: ir.Value, begin: ir.Value, end: ir.Value) -> ir.Value:
 
 
 def device_address(ref: ir.Value, terms: list[tuple[ir.Value, int]], size: int) -> ir.Value:
-    """Address of the element number sum(value * stride), in 64 bits."""
+    """Address of element sum(value * stride), in 64 bits; `size` is an element's bytes."""
     i64 = ir.IntegerType.get_signless(64)
     offset = mgpu.c(0, i64)
     for value, stride in terms:
@@ -178,7 +181,7 @@ def store_rows(
     Args:
       output: device memory [rows, heads, width].
       values: [64, width] in its dtype.
-      staging: shared memory [64, at least width] of this warpgroup, only under interpretation.
+      staging: this warpgroup's shared memory [64, at least width], only under interpretation.
     """
     _, heads, width = output.shape
     if interpret:
@@ -198,7 +201,7 @@ def store_rows(
     def write(_: Any, output: ir.Value, values: Any, *scalars: Any) -> None:
         i32 = ir.IntegerType.get_signless(32)
         first_row, head, begin, end = (s.registers.item() for s in scalars)
-        # Read late, the thread's number spills at H = 192 and 256; known early, at H = 128.
+        # Read at each use, the thread's number spills at H = 192 and 256; read early, at H = 128.
         early = arith.remui(mgpu.thread_idx(), mgpu.c(WARPGROUP_SIZE, i32))
         thread = _thread() if width <= 128 else early
         column = arith.muli(arith.remui(thread, mgpu.c(4, i32)), mgpu.c(2, i32))
@@ -224,8 +227,8 @@ def store_rows(
 def stage_tile(tile: Any, values: jax.Array, *, interpret: bool) -> None:
     """tile[...] = values, [64, 64] of 16 bits, for an `operand_tile`'s view for WGMMA.
 
-    Pallas' own assignment reads the old values as well, and keeps what it needs of the thread's
-    number from the kernel's beginning on.
+    An assignment in Pallas would also read the old values, and would keep addresses that depend on
+    the thread's number from the kernel's beginning on.
     """
     if interpret:
         tile[...] = values
@@ -237,8 +240,8 @@ def stage_tile(tile: Any, values: jax.Array, *, interpret: bool) -> None:
     def write(_: Any, tile: ir.Value, values: mgpu.FragmentedArray) -> None:
         i32, byte = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
         thread = _thread()
-        # Matrices of 8 x 8: lane l has the address of row l % 8 of number l / 8; the second is
-        # below the first, the third beside it.
+        # stmatrix stores four 8 x 8 matrices: lane l provides the address of row l % 8 of matrix
+        # l / 8. Matrix 1 is below matrix 0, matrix 2 is beside it.
         row_of_8 = arith.remui(thread, mgpu.c(8, i32))
         matrix = arith.divui(arith.remui(thread, mgpu.c(32, i32)), mgpu.c(8, i32))
         half, beside = (op(matrix, mgpu.c(2, i32)) for op in (arith.remui, arith.divui))
@@ -304,7 +307,7 @@ def store_row_values(
 
 
 def zero_rows(tiles: Any, begin: Any, *, interpret: bool) -> None:
-    """Zeroes the rows from `begin` on of shared memory tiles [blocks, rows, 64] of 16 bits."""
+    """Zeroes operand tiles [column blocks, rows, 64] of 16 bits from row `begin` on."""
     blocks, rows, width = tiles.shape
     if interpret:
 
@@ -322,7 +325,7 @@ def zero_rows(tiles: Any, begin: Any, *, interpret: bool) -> None:
         )
     )
     def write(_: Any, tiles: ir.Value, begin: mgpu.FragmentedArray) -> None:
-        # A row is one swizzled row of 128 bytes: wherever its columns are, they are all zeroed.
+        # A row is 128 contiguous bytes; swizzling permutes it only within them.
         i32, byte = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
         base = mgpu.utils.memref_ptr(tiles)
         thread = _thread()

@@ -1,8 +1,8 @@
 """Stores of rows that a warpgroup has staged in shared memory.
 
-What does not change from tile to tile, LLVM and ptxas compute ahead of all loops, and it lives
-through the main one, where no register is left.  So addresses come from a thread's number that
-neither of them knows to be always the same, and loops have bounds that neither knows.
+LLVM and ptxas compute values that are constant across tiles before all loops; such values would
+occupy registers in the main loop, which has none to spare.  So addresses derive from a thread
+number that neither compiler knows to be constant, and loop bounds are unknown to both.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ikbo_jax.pallas import mosaic, softmax
 
 
 def thread_number() -> ir.Value:
-    """This thread's number in its warpgroup; ptxas moves reads of %tid, but no shuffles."""
+    """This thread's number in its warpgroup; ptxas may move a read of %tid, but not a shuffle."""
     i32 = ir.IntegerType.get_signless(32)
     return mgpu.utils.inline_ptx(
         "{ .reg .u32 lane; mov.u32 lane, %laneid; mov.u32 $0, %tid.x; and.b32 $0, $0, 127; "
@@ -43,12 +43,13 @@ def store_staged_rows(
 ) -> None:
     """output[first_row + r, head] = row r of `tiles` for r in [begin, end).
 
-    From registers, addresses of rows and columns would have to live beside the values, and spill.
-    A loop: what ptxas computes ahead of all loops for unrolled stores takes 56 registers.
+    Stores from registers would need addresses of rows and columns beside the values, and spill.
+    The stores are a loop: for unrolled stores, ptxas computes 56 registers of addresses before all
+    other loops.
 
     Args:
       output: device memory [rows, heads, width].
-      tiles: shared memory [blocks, 64, 64], committed; read when this returns.
+      tiles: operand tiles [column blocks, 64, 64], committed; they are read when this returns.
     """
     _, heads, width = output.shape
     blocks, height, columns = tiles.shape

@@ -1,4 +1,4 @@
-"""Turns of two consumer warpgroups: while one issues its products, the other computes."""
+"""Ping-pong scheduling: one consumer warpgroup issues its products while the other computes."""
 
 from __future__ import annotations
 
@@ -7,25 +7,28 @@ from typing import Any
 from ikbo_jax.pallas import accumulator, mosaic, softmax
 from ikbo_jax.tuning.configs import NUM_CONSUMERS
 
-#: Named barriers of the consumers' turns, one each.
+#: First of two named barriers, one for each consumer's turn.
 TURN_BARRIER = 4
 CONSUMER_THREADS = NUM_CONSUMERS * softmax.WARPGROUP_SIZE
 
 
-def take(role: Any) -> None:
-    """Waits for the turn of this consumer, `role.consumer`."""
-    mosaic.named_barrier("sync", TURN_BARRIER + role.consumer, CONSUMER_THREADS)
+def take(ctx: Any) -> None:
+    """Waits for the turn of this consumer, `ctx.consumer`."""
+    mosaic.named_barrier("sync", TURN_BARRIER + ctx.consumer, CONSUMER_THREADS)
 
 
-def give(role: Any) -> None:
-    """Gives the other consumer its turn."""
-    mosaic.named_barrier("arrive", TURN_BARRIER + 1 - role.consumer, CONSUMER_THREADS)
+def hand_over(ctx: Any) -> None:
+    """Hands the turn to the other consumer."""
+    mosaic.named_barrier("arrive", TURN_BARRIER + 1 - ctx.consumer, CONSUMER_THREADS)
 
 
-def await_scores(role: Any, pending: int = 1) -> None:
-    """Waits for the scores, issued before `pending` products; the other consumer may go ahead."""
-    if not role.config.late_turns:
-        give(role)
-    accumulator.wait(pending, interpret=role.interpret)
-    if role.config.late_turns:
-        give(role)
+def await_scores(ctx: Any, pending: int = 1) -> None:
+    """Waits for scores issued before the last `pending` products, and hands over the turn.
+
+    The turn goes to the other consumer before the wait, or after it with `late_turns`.
+    """
+    if not ctx.config.late_turns:
+        hand_over(ctx)
+    accumulator.wait(pending, interpret=ctx.interpret)
+    if ctx.config.late_turns:
+        hand_over(ctx)

@@ -1,7 +1,7 @@
-"""The order in which candidates are worked on, and where it is cut: [B] int32 arrays, made by XLA.
+"""The order in which the attention kernel processes candidates, and its tiles; computed by XLA.
 
-Counting all against all takes XLA one small kernel and no memory.  A sort or a prefix sum takes a
-dozen, of 1 to 2 microseconds each, beside attention kernels of 50 to 800.
+Comparing all pairs takes XLA one small kernel and no memory.  A sort or a prefix sum takes a dozen
+kernels of 1 to 2 microseconds each, beside attention kernels of 50 to 800 microseconds.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from jax import lax
 
 from ikbo_jax.tuning.configs import NUM_CONSUMERS
 
-#: Longest array that is counted all against all.
+#: Longest array whose pairs are all compared.
 MAX_COUNTED = 4096
 
 
 def by_user(users: jax.Array) -> jax.Array:
-    """The permutation that sorts `users` [B] int32, stable: that of `jnp.argsort`."""
+    """The stable permutation that sorts `users` [B] int32: equals `jnp.argsort(users)`."""
     batch = users.shape[0]
     if batch > MAX_COUNTED:
         return jnp.argsort(users).astype(jnp.int32)
@@ -26,12 +26,12 @@ def by_user(users: jax.Array) -> jax.Array:
         (users[None] == users[:, None]) & (place[None] < place[:, None])
     )
     rank = jnp.sum(is_before, axis=1, dtype=jnp.int32)
-    # Its inverse: one number a row is not zero.
+    # The inverse of `rank`: each row of the comparison has one nonzero term.
     return jnp.sum(jnp.where(rank[None] == place[:, None], place[None], 0), axis=1, dtype=jnp.int32)
 
 
 def run_ends(users: jax.Array) -> jax.Array:
-    """[B] int32: for every candidate, the position past the last of its run of equal users."""
+    """[B] int32: for each candidate, the end of its run of consecutive candidates of one user."""
     batch = users.shape[0]
     position = jnp.arange(1, batch + 1, dtype=jnp.int32)
     is_last = jnp.concatenate([users[1:] != users[:-1], jnp.ones((1,), bool)])
@@ -39,15 +39,15 @@ def run_ends(users: jax.Array) -> jax.Array:
 
 
 def cuts(users: jax.Array, tiles_each: int) -> tuple[jax.Array, jax.Array]:
-    """Cuts R = B * tiles_each warpgroup tiles into pairs, and between two users.
+    """Groups R = B * tiles_each warpgroup tiles of 64 rows in twos, never across users.
 
     Args:
       users: [B] int32, in work order.
       tiles_each: warpgroup tiles of a candidate.
 
     Returns:
-      [R + 1] int32: the warpgroup tile where pair i begins, R past the last; [R] int32: pairs that
-      begin at or before a warpgroup tile.
+      [R + 1] int32: the first warpgroup tile of group i, R past the last group; and [R] int32: the
+      number of groups that begin at or before each warpgroup tile.
     """
     tiles = users.shape[0] * tiles_each
     tile = jnp.arange(tiles, dtype=jnp.int32)

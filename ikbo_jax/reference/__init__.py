@@ -1,1 +1,1 @@
-"""Every op in plain jnp: `materialised`, the oracle, and `decomposed`, the path XLA runs."""
+"""Every op in plain jnp: `materialised`, the oracle, and the path that XLA runs."""

@@ -1,21 +1,21 @@
 """Activations of generalised dot-product attention and their derivatives, exact and approximate.
 
-All work on f32 scores, element by element, and are 0 at 0, so that a score of 0 stands for a key
-that is not there. Softmax is not among them, since it needs its whole row; see `SOFTMAX`.
+They apply to f32 scores, element by element, and are 0 at 0, so that a score of 0 has the effect of
+a missing key. Softmax is not among them, since it needs a whole row; see `SOFTMAX`.
 
-    approx        activation       largest error of the value    of the derivative
+    approx        activation       largest error of the value    ... of the derivative
     tanh          gelu_tanh        2⁻¹² · |x|                    2⁻¹² · (1 + 2 |x| + |x|³ / 4)
     tanh          silu             2⁻¹² · |x|                    2⁻¹² · (1 + |x|)
     tanh_bf16     gelu_tanh, silu  2⁻⁶ · |x|                     as "tanh"
     polynomial    gelu             5.0e-4                        5.4e-3
 
-"tanh" takes the GPU's tanh.approx.f32, whose relative error is at most 2⁻¹¹ (PTX ISA), where there
-is one; tanh everywhere else, as here. "tanh_bf16" does so with two scores at a time in bfloat16,
-where inputs are bfloat16 and all heads have one activation, and is "tanh" elsewhere; the error is
-that of some six roundings to bfloat16, of which every weight of bfloat16 values has one.
-"polynomial" replaces the normal distribution's Φ(x) by 1/2 + x · p(x²) of degree 11 on |x| ≤ 3.7
-and by 0 or 1 outside, and its derivative by that of the polynomial, so that gradients fit the
-values.
+"tanh": kernels compute tanh by tanh.approx.f32, whose relative error is at most 2⁻¹¹ (PTX ISA);
+other paths, such as this module, compute the exact tanh. "tanh_bf16": kernels compute two scores at
+a time in bfloat16, if inputs are bfloat16 and all heads have one activation; elsewhere it is
+"tanh". Its error amounts to about six roundings to bfloat16; every weight for bfloat16 values has
+one. "polynomial": the normal distribution's Φ(x) becomes 1/2 + x · p(x²), of degree 11, on
+|x| ≤ 3.7, and 0 or 1 outside. Its derivative becomes the polynomial's derivative, so that gradients
+match values.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ import jax.numpy as jnp
 
 #: The activation that normalises over the keys of a sequence.
 SOFTMAX = "softmax"
-#: What leaky_relu multiplies negative scores by.
+#: Slope of leaky_relu at negative scores.
 LEAKY_SLOPE = 0.01
-#: Where the polynomial of Φ ends.
+#: The polynomial approximates Φ(x) for |x| up to this bound.
 POLYNOMIAL_DOMAIN = 3.7
-#: Coefficients of p, of rising powers of x²: least largest error of x · Φ(x). At the ends of the
-#: domain 1/2 + x · p(x²) is past 0 and 1 by 1e-6, more than its rounding, so that limiting it to
-#: [0, 1], which costs a GPU nothing, makes it exactly 0 and 1 there.
+#: Coefficients of p, in rising powers of x², that minimise the largest error of x · Φ(x). At the
+#: ends of the domain 1/2 + x · p(x²) exceeds [0, 1] by 1e-6, more than its rounding error. So
+#: clamping it to [0, 1], which costs a GPU nothing, makes it exactly 0 and 1 there.
 POLYNOMIAL = (
     0.39647512,
     -0.062587462,
@@ -62,7 +62,7 @@ def _step(x: jax.Array) -> jax.Array:
 
 
 def _gelu_phi(x: jax.Array) -> jax.Array:
-    # Not 1 + erf: it would lose what little is left of negative scores.
+    # 1 + erf would lose the small values at negative scores.
     return 0.5 * jax.lax.erfc(x * -math.sqrt(0.5))
 
 
@@ -106,9 +106,9 @@ def _polynomial_phi(x: jax.Array) -> jax.Array:
 
 
 def _polynomial_slope(x: jax.Array) -> jax.Array:
-    powers = tuple((2 * k + 1) * c for k, c in enumerate(POLYNOMIAL))
+    coefficients = tuple((2 * k + 1) * c for k, c in enumerate(POLYNOMIAL))
     inside = jnp.clip(x, -POLYNOMIAL_DOMAIN, POLYNOMIAL_DOMAIN)
-    density = jnp.where(jnp.abs(x) < POLYNOMIAL_DOMAIN, _horner(powers, inside * inside), 0.0)
+    density = jnp.where(jnp.abs(x) < POLYNOMIAL_DOMAIN, _horner(coefficients, inside * inside), 0.0)
     return _polynomial_phi(x) + x * density
 
 
@@ -135,11 +135,11 @@ _APPROXIMATE = {
     ("polynomial", "gelu"): Activation(lambda x: x * _polynomial_phi(x), _polynomial_slope),
 }
 
-#: The approximation of two scores at a time.
+#: The approximation that computes two scores at a time.
 PACKED = "tanh_bf16"
 #: Names of all activations.
 ACTIVATIONS = (*_EXACT, SOFTMAX)
-#: Names of the approximations, and the activations that each of them is for.
+#: Names of the approximations, and the activations that each approximates.
 APPROXIMATIONS = {
     name: tuple(activation for approx, activation in _APPROXIMATE if approx == name)
     for name in dict.fromkeys(approx for approx, _ in _APPROXIMATE)
@@ -147,12 +147,12 @@ APPROXIMATIONS = {
 
 
 def one_by_one(approx: str | None) -> str | None:
-    """The approximation that stands for `approx` where scores are not taken two at a time."""
+    """The approximation that replaces `approx` where scores are computed one at a time."""
     return "tanh" if approx == PACKED else approx
 
 
 def elementwise(name: str, approx: str | None) -> Activation:
-    """The activation `name`, approximated if `approx` is for it, exact otherwise.
+    """The activation `name`, approximated if `approx` applies to it, else exact.
 
     Args:
       name: one of `ACTIVATIONS`, not softmax.

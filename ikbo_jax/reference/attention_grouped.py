@@ -1,9 +1,9 @@
 """The XLA path of broadcast attention and its gradient: grouped by user, chunked over the keys.
 
-Neither the keys that a candidate's user has nor the scores are ever held for all candidates. What
-is computed, and what the letters mean, is said in `attention`.
+Neither users' keys nor scores ever exist for all candidates at once. For definitions and letters
+see `attention`.
 
-Source: the chunked softmax is that of Milakov and Gimelshein, "Online normalizer calculation for
+Source: the chunked softmax follows Milakov and Gimelshein, "Online normalizer calculation for
 softmax", 2018.
 """
 
@@ -19,31 +19,32 @@ from ikbo_jax.reference.attention import (
     directed,
     finite_offset,
     normalise,
+    recomputed_weights,
     scaled,
-    weights_again,
 )
 
-#: Scores of one step of the XLA path, at most: 128 MiB in f32, and as much again for their powers.
+#: Largest number of scores of one step of the XLA path: 128 MiB in f32, and as much again for their
+#: exponentials.
 MAX_SCORES = 2**25
-#: Elements of the keys that one step reads, at most; as many of the values.
+#: Largest number of elements of keys that one step reads; as many of values.
 MAX_KEY_ELEMENTS = 2**25
-#: Rows (candidates of one user times T) that a group should bring to a matrix product.
+#: Desired rows of a group in a matrix product: candidates of one user times T.
 GROUP_ROWS = 512
-#: Candidates of a group, at most, and groups of a step where sizes are not known while tracing.
+#: Largest group, candidates, and groups of a step, if sizes are unknown while tracing.
 UNKNOWN_GROUP, UNKNOWN_GROUPS = 16, 16
-#: Keys of one step; more make steps rarer, but no product more efficient.
+#: Keys of one chunk; more keys mean fewer steps, but no more efficient products.
 CHUNK_KEYS = 1024
-#: Steps of keys are a multiple of this, the width of a tensor core's tile.
+#: The number of keys of a chunk is a multiple of this, the width of a tensor core's tile.
 KEY_ALIGNMENT = 64
 
 
 class Blocking(NamedTuple):
-    """How the XLA path cuts its work up.
+    """Sizes of the XLA path's steps.
 
     Attributes:
-      group: candidates of one user that share a matrix product, at most.
+      group: largest number of candidates of one user that share a matrix product.
       groups: groups of one step.
-      keys: keys of one step.
+      keys: keys of one chunk.
     """
 
     group: int
@@ -54,7 +55,7 @@ class Blocking(NamedTuple):
 def blocking(
     batch: int, users: int, q_len: int, kv_len: int, q_heads: int, kv_heads: int, head_dim: int
 ) -> Blocking:
-    """A blocking whose groups waste little on users with few candidates, in bounded memory."""
+    """Sizes in bounded memory, whose groups waste little on users with few candidates."""
     is_known = all(isinstance(size, int) for size in (batch, users, q_len))
     most = -(-GROUP_ROWS // q_len) if isinstance(q_len, int) else 1
     group = max(1, min(-(-batch // users) if is_known else UNKNOWN_GROUP, most))
@@ -83,9 +84,9 @@ def decomposed(
 ) -> tuple[jax.Array, jax.Array]:
     """Attends for groups of candidates of one user, a chunk of keys at a time.
 
-    Candidates are sorted by user and cut into groups of at most `blocks.group` of one user. A step
-    takes `blocks.groups` groups and `blocks.keys` keys of the user of each, so that copies of keys
-    and values and the scores exist for one step only.
+    Candidates are sorted by user and cut into groups of at most `blocks.group` candidates of one
+    user. A step computes `blocks.groups` groups with `blocks.keys` keys of each group's user, so
+    copies of keys and values, and scores, exist for one step only.
 
     Args:
       query: [B, T, N, H].
@@ -94,44 +95,44 @@ def decomposed(
       cand_to_user: [B] int32, in any order.
       key_value_seq_lengths: [U] int32, or None for S everywhere.
       scale: of the scores.
-      blocks: how to cut the work; None takes `blocking`'s.
+      blocks: sizes of the steps; None: the result of `blocking`.
 
     Returns:
       out [B, T, N, H] in the query's dtype and lse [B, T, N] in f32. Statistics of the softmax and
-      all sums are f32; its powers are rounded to the values' dtype for the product with them. f32
+      all sums are f32; weights are rounded to the values' dtype for the product with them. f32
       products follow `jax.default_matmul_precision`.
     """
-    cut = _cut(query, key, cand_to_user, key_value_seq_lengths, blocks)
+    parts = _partition(query, key, cand_to_user, key_value_seq_lengths, blocks)
     back = functools.partial(_candidates_of, q_len=query.shape[1], q_heads=query.shape[2])
 
-    def attend(block: _Block) -> tuple[jax.Array, jax.Array]:
-        q = _rows_of(query, block.members, key.shape[2])
+    def attend(groups: _Groups) -> tuple[jax.Array, jax.Array]:
+        q = _rows_of(query, groups.members, key.shape[2])
 
         def step(carry: _Softmax, chunk: jax.Array) -> tuple[_Softmax, None]:
-            keys, values, seen = _chunk_of(cut, block, chunk, key, value)
+            keys, values, mask = _chunk_of(parts, groups, chunk, key, value)
             scores = directed(_products(q, keys), scale)
-            scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
+            scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
             row_max = jnp.maximum(carry.row_max, jnp.max(scores, axis=-1))
             offset = finite_offset(row_max)
-            powers = jnp.exp(scaled(scores - offset[..., None], scale))
+            exponentials = jnp.exp(scaled(scores - offset[..., None], scale))
             shrink = jnp.exp(scaled(carry.row_max - offset, scale))
             products = jnp.einsum(
                 "gkqs,gskh->gkqh",
-                powers.astype(values.dtype),
+                exponentials.astype(values.dtype),
                 values,
                 preferred_element_type=jnp.float32,
             )
-            total = carry.total * shrink + jnp.sum(powers, axis=-1)
+            total = carry.total * shrink + jnp.sum(exponentials, axis=-1)
             return _Softmax(row_max, total, carry.out * shrink[..., None] + products), None
 
         zeros = jnp.zeros_like(q, jnp.float32)
         start = _Softmax(zeros[..., 0] - jnp.inf, zeros[..., 0], zeros)
-        (row_max, total, out), _ = jax.lax.scan(step, start, cut.chunks)
+        (row_max, total, out), _ = jax.lax.scan(step, start, parts.chunks)
         out, lse = normalise(out, total, scaled(row_max, scale))
         return back(out.astype(query.dtype)), back(lse[..., None])[..., 0]
 
-    out, lse = jax.lax.map(attend, cut.blocks)
-    return _gathered(cut, out), _gathered(cut, lse)
+    out, lse = jax.lax.map(attend, parts.groups)
+    return _gathered(parts, out), _gathered(parts, lse)
 
 
 def decomposed_vjp(
@@ -152,8 +153,8 @@ def decomposed_vjp(
 
     With P = exp(scores - lse), dP = d_out·valueᵀ and delta = rowsum(d_out ∘ out):
     dS = P ∘ (dP - delta + d_lse), d_query = scale·dS·key, d_key = scale·dSᵀ·query and
-    d_value = Pᵀ·d_out, the last two summed over the candidates of a user. P is computed again, a
-    chunk of keys at a time; see `decomposed`.
+    d_value = Pᵀ·d_out, the last two summed over the candidates of a user. P is recomputed, a chunk
+    of keys at a time; see `decomposed`.
 
     Args:
       query: [B, T, N, H].
@@ -161,76 +162,76 @@ def decomposed_vjp(
       value: [U, S, K, H].
       cand_to_user: [B] int32.
       key_value_seq_lengths: [U] int32, or None.
-      out: [B, T, N, H], what the forward pass returned.
-      lse: [B, T, N] f32, likewise.
+      out: [B, T, N, H], the result of the forward pass.
+      lse: [B, T, N] f32, the result of the forward pass.
       d_out: [B, T, N, H].
       d_lse: [B, T, N] f32, or None for zeros.
       scale: of the scores.
-      blocks: how to cut the work; None takes `blocking`'s.
+      blocks: sizes of the steps; None: the result of `blocking`.
 
     Returns:
       Gradients of query, key and value in their shapes and dtypes, each summed in f32 and rounded
       once.
     """
-    cut = _cut(query, key, cand_to_user, key_value_seq_lengths, blocks)
+    parts = _partition(query, key, cand_to_user, key_value_seq_lengths, blocks)
     kv_heads = key.shape[2]
     delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     shift = delta if d_lse is None else delta - d_lse
     sums = (jnp.zeros_like(key, jnp.float32), jnp.zeros_like(value, jnp.float32))
 
     def pull_back(
-        sums: tuple[jax.Array, jax.Array], block: _Block
+        sums: tuple[jax.Array, jax.Array], groups: _Groups
     ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-        rows_of = functools.partial(_rows_of, members=block.members, kv_heads=kv_heads)
-        # Places without a candidate hold another's rows, which must not add to its gradient.
-        # Rows without keys have no gradient, whatever they are given.
+        rows_of = functools.partial(_rows_of, members=groups.members, kv_heads=kv_heads)
+        # Positions without a candidate hold another candidate's rows, which must not add to its
+        # gradient. Rows without keys have no gradient, whatever their cotangent.
         is_real = rows_of((lse != -jnp.inf)[..., None], fill=False)
         q, d_o = rows_of(query, fill=0), rows_of(d_out, fill=0)
         row_lse, row_shift = (rows_of(x[..., None], fill=0)[..., 0] for x in (lse, shift))
 
         def step(carry: tuple, chunk: jax.Array) -> tuple[tuple, None]:
             d_q, d_keys, d_values = carry
-            keys, values, seen = _chunk_of(cut, block, chunk, key, value)
-            counts = seen[:, None, None] & is_real
+            keys, values, mask = _chunk_of(parts, groups, chunk, key, value)
+            counts = mask[:, None, None] & is_real
             scores = jnp.where(counts, directed(_products(q, keys), scale), -jnp.inf)
-            powers = weights_again(scores, row_lse, scale)
-            d_powers = _products(d_o, values) - row_shift[..., None]
-            d_scores = jnp.where(counts, powers * d_powers, 0.0) * jnp.float32(scale)
+            weights = recomputed_weights(scores, row_lse, scale)
+            d_weights = _products(d_o, values) - row_shift[..., None]
+            d_scores = jnp.where(counts, weights * d_weights, 0.0) * jnp.float32(scale)
             narrow = d_scores.astype(keys.dtype)
             product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
             d_q += product("gkqs,gskh->gkqh", narrow, keys)
-            d_keys = _add_chunk(cut, block, chunk, d_keys, product("gkqs,gkqh->gskh", narrow, q))
-            d_value = product("gkqs,gkqh->gskh", powers.astype(d_o.dtype), d_o)
-            return (d_q, d_keys, _add_chunk(cut, block, chunk, d_values, d_value)), None
+            d_keys = _add_chunk(parts, groups, chunk, d_keys, product("gkqs,gkqh->gskh", narrow, q))
+            d_value = product("gkqs,gkqh->gskh", weights.astype(d_o.dtype), d_o)
+            return (d_q, d_keys, _add_chunk(parts, groups, chunk, d_values, d_value)), None
 
         start = (jnp.zeros_like(q, jnp.float32), *sums)
-        (d_q, *sums_after), _ = jax.lax.scan(step, start, cut.chunks)
+        (d_q, *sums_after), _ = jax.lax.scan(step, start, parts.chunks)
         d_query = _candidates_of(d_q.astype(query.dtype), *query.shape[1:3])
         return (sums_after[0], sums_after[1]), d_query
 
-    (d_key, d_value), d_query = jax.lax.scan(pull_back, sums, cut.blocks)
+    (d_key, d_value), d_query = jax.lax.scan(pull_back, sums, parts.groups)
     return (
-        _gathered(cut, d_query),
+        _gathered(parts, d_query),
         d_key.astype(key.dtype),
         d_value.astype(value.dtype),
     )
 
 
 class _Softmax(NamedTuple):
-    """State of the chunked softmax: [groups, K, rows] and, `out`, [groups, K, rows, H]; f32."""
+    """State of the chunked softmax, f32: [groups, K, rows], and [groups, K, rows, H] for `out`."""
 
     row_max: jax.Array
     total: jax.Array
     out: jax.Array
 
 
-class _Block(NamedTuple):
+class _Groups(NamedTuple):
     """Groups of one step.
 
     Attributes:
       users: [groups] int32.
-      lengths: [groups] int32, keys of the group's user.
-      members: [groups, group] int32, candidates; B where there is none.
+      lengths: [groups] int32, number of keys of the group's user.
+      members: [groups, group] int32, candidates; B at a position without a candidate.
     """
 
     users: jax.Array
@@ -238,29 +239,29 @@ class _Block(NamedTuple):
     members: jax.Array
 
 
-class _Cut(NamedTuple):
-    """The whole work, cut up.
+class _Partition(NamedTuple):
+    """All groups and all chunks of keys.
 
     Attributes:
-      blocks: arrays of `_Block` with a leading axis of steps.
-      position: [B] int32, where a candidate stands among the members of all blocks.
-      chunks: [steps] int32, the numbers of the chunks of keys.
+      groups: arrays of `_Groups` with a leading axis of steps.
+      position: [B] int32, position of a candidate among the members of all groups.
+      chunks: [chunks] int32, the numbers of the chunks of keys.
       keys: keys of a chunk.
     """
 
-    blocks: _Block
+    groups: _Groups
     position: jax.Array
     chunks: jax.Array
     keys: int
 
 
-def _cut(
+def _partition(
     query: jax.Array,
     key: jax.Array,
     cand_to_user: jax.Array,
     lengths: jax.Array | None,
     blocks: Blocking | None,
-) -> _Cut:
+) -> _Partition:
     batch, q_len, q_heads, head_dim = query.shape
     users, kv_len, kv_heads, _ = key.shape
     if blocks is None:
@@ -277,27 +278,29 @@ def _cut(
     first_candidate = jnp.cumsum(counts) - counts
     first_group = jnp.cumsum(groups_of_user) - groups_of_user
     rank = jnp.arange(batch, dtype=jnp.int32) - first_candidate[sorted_index]
-    place = (first_group[sorted_index] + rank // group) * group + rank % group
-    members = jnp.full_like(index, batch, shape=num_groups * group).at[place].set(order)
-    group_users = jnp.zeros_like(index, shape=num_groups).at[place // group].set(sorted_index)
+    position = (first_group[sorted_index] + rank // group) * group + rank % group
+    members = jnp.full_like(index, batch, shape=num_groups * group).at[position].set(order)
+    group_users = jnp.zeros_like(index, shape=num_groups).at[position // group].set(sorted_index)
     if lengths is None:
         group_lengths = jnp.full_like(group_users, kv_len)
     else:
         group_lengths = lengths[group_users]
     steps = (num_groups // per_step, per_step)
-    return _Cut(
-        _Block(
+    return _Partition(
+        _Groups(
             group_users.reshape(steps), group_lengths.reshape(steps), members.reshape(*steps, group)
         ),
-        jnp.zeros_like(index).at[order].set(place),
+        jnp.zeros_like(index).at[order].set(position),
         jnp.arange(-(-kv_len // keys), dtype=jnp.int32),
         keys,
     )
 
 
 def _num_groups(batch: int, users: int, group: int) -> int:
-    """The most groups that any index can need: each user's last one may hold one candidate."""
-    if not (isinstance(batch, int) and isinstance(users, int)):  # symbolic: a bound without min
+    """The largest number of groups for any index: each user's last group may have one candidate."""
+    if not (
+        isinstance(batch, int) and isinstance(users, int)
+    ):  # symbolic sizes: a bound without min
         return users + batch // group
     served = min(batch, users)
     return served + (batch - served) // group
@@ -306,9 +309,9 @@ def _num_groups(batch: int, users: int, group: int) -> int:
 def _rows_of(
     array: jax.Array, members: jax.Array, kv_heads: int, fill: float | bool | None = None
 ) -> jax.Array:
-    """[B, T, N, X] of the members as [groups, K, rows, X], rows the queries of a group's members.
+    """Rows [groups, K, rows, X] of the members' [B, T, N, X]; rows are the queries of a group.
 
-    Where there is no member, rows hold `fill`, or anything if that is None.
+    Positions without a candidate hold `fill`; with None, their rows are arbitrary.
     """
     groups, group = members.shape
     batch, q_len, q_heads, width = array.shape
@@ -327,42 +330,43 @@ def _candidates_of(rows: jax.Array, q_len: int, q_heads: int) -> jax.Array:
 
 
 def _chunk_of(
-    cut: _Cut, block: _Block, chunk: jax.Array, key: jax.Array, value: jax.Array
+    parts: _Partition, groups: _Groups, chunk: jax.Array, key: jax.Array, value: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Keys and values [groups, keys, K, H] of a chunk, and which of them count [groups, keys].
+    """Keys and values [groups, keys, K, H] of a chunk, and their mask [groups, keys].
 
-    Those that do not count are zeros: those past a user's length, and those of the last chunk that
-    the one before it has had, since every chunk has the same number of keys.
+    The mask excludes keys past a user's length. It also excludes keys of the last chunk that the
+    chunk before contains, since all chunks have the same number of keys. Excluded keys and values
+    are zeros.
     """
-    start = _chunk_start(cut, chunk, key.shape[1])
-    column = start + jnp.arange(cut.keys, dtype=jnp.int32)
-    is_new = column >= chunk * cut.keys
-    seen = is_new[None] & (column[None] < block.lengths[:, None])
+    start = _chunk_start(parts, chunk, key.shape[1])
+    column = start + jnp.arange(parts.keys, dtype=jnp.int32)
+    is_new = column >= chunk * parts.keys
+    mask = is_new[None] & (column[None] < groups.lengths[:, None])
 
     def gather(array: jax.Array) -> jax.Array:
         zero = jnp.int32(0)
-        size = (1, cut.keys, *array.shape[2:])
+        size = (1, parts.keys, *array.shape[2:])
 
         def slice_of(user: jax.Array) -> jax.Array:
             return jax.lax.dynamic_slice(array, (user, start, zero, zero), size)[0]
 
-        return jnp.where(seen[..., None, None], jax.vmap(slice_of)(block.users), 0)
+        return jnp.where(mask[..., None, None], jax.vmap(slice_of)(groups.users), 0)
 
-    return gather(key), gather(value), seen
+    return gather(key), gather(value), mask
 
 
-def _chunk_start(cut: _Cut, chunk: jax.Array, kv_len: int) -> jax.Array:
-    return jnp.minimum(chunk * cut.keys, kv_len - cut.keys)
+def _chunk_start(parts: _Partition, chunk: jax.Array, kv_len: int) -> jax.Array:
+    return jnp.minimum(chunk * parts.keys, kv_len - parts.keys)
 
 
 def _add_chunk(
-    cut: _Cut, block: _Block, chunk: jax.Array, sums: jax.Array, update: jax.Array
+    parts: _Partition, groups: _Groups, chunk: jax.Array, sums: jax.Array, update: jax.Array
 ) -> jax.Array:
     """Adds [groups, keys, K, H] to the rows of [U, S, K, H] that `_chunk_of` read."""
-    start = jnp.full_like(block.users, _chunk_start(cut, chunk, sums.shape[1]))
+    start = jnp.full_like(groups.users, _chunk_start(parts, chunk, sums.shape[1]))
     return jax.lax.scatter_add(
         sums,
-        jnp.stack((block.users, start), axis=1),
+        jnp.stack((groups.users, start), axis=1),
         update,
         jax.lax.ScatterDimensionNumbers(
             update_window_dims=(1, 2, 3),
@@ -372,9 +376,9 @@ def _add_chunk(
     )
 
 
-def _gathered(cut: _Cut, stepwise: jax.Array) -> jax.Array:
-    """[steps, groups * group, ...] as [B, ...], in the order of the candidates."""
-    return stepwise.reshape(-1, *stepwise.shape[2:])[cut.position]
+def _gathered(parts: _Partition, stepwise: jax.Array) -> jax.Array:
+    """[B, ...] in the order of the candidates, from [steps, groups * group, ...]."""
+    return stepwise.reshape(-1, *stepwise.shape[2:])[parts.position]
 
 
 def _products(rows: jax.Array, keys: jax.Array) -> jax.Array:

@@ -2,11 +2,11 @@
 
     out[i] = output_scale · Σⱼ act(scale · query[i] · key[j]) · value[j]
 
-over the keys j of query i's own sequence; softmax as `act` normalises over them. Sequences lie one
-after another in one array, from cu_seqlens[b] to cu_seqlens[b + 1]. Offsets are clamped to the
-array and made not to fall, sequences are cut off at `max_seqlen_*`, and `q_to_kv` is clamped to the
-sequences that exist. Rows of no sequence have no effect, whatever they hold, and zeros as results.
-Nothing is checked here; the ops do that.
+over the keys j of query i's sequence; softmax as `act` normalises over these keys. One array holds
+all sequences; sequence b has the rows cu_seqlens[b] to cu_seqlens[b + 1] - 1. Offsets are clamped
+to the array and replaced by their running maximum, sequences are truncated to `max_seqlen_*`, and
+`q_to_kv` is clamped to the sequences that exist. Rows of no sequence have no effect, even if they
+are NaN, and their results are zeros. The ops check arguments; these functions do not.
 
 Letters: N query heads, K key heads (N a multiple of K), H head width.
 
@@ -34,7 +34,7 @@ class Arrays(NamedTuple):
       value: [total_kv, K, H].
       cu_seqlens_q: [batch + 1] int32; None with `broadcast_q`.
       cu_seqlens_kv: [batch_kv + 1] int32.
-      q_to_kv: [batch] int32, or None: sequence b of the queries has sequence b of the keys.
+      q_to_kv: [batch] int32; None: query sequence b attends to key-value sequence b.
     """
 
     query: jax.Array
@@ -50,12 +50,12 @@ class Settings(NamedTuple):
 
     Attributes:
       activations: a name for each of the N heads; see `activations.ACTIVATIONS`.
-      approx: an approximation's name, or None.
+      approx: name of an approximation, or None.
       scale: of the scores, before the activation.
       output_scale: of the result.
-      broadcast_q: that all sequences have the same T queries.
-      max_seqlen_q: bound of the lengths, or None.
-      max_seqlen_kv: bound of the lengths, or None.
+      broadcast_q: whether all sequences share the same T queries.
+      max_seqlen_q: longest query sequence, or None.
+      max_seqlen_kv: longest key-value sequence, or None.
     """
 
     activations: tuple[str, ...]
@@ -75,7 +75,8 @@ def num_sequences(arrays: Arrays) -> int:
 
 
 def out_shape(arrays: Arrays, settings: Settings) -> tuple[int, int, int]:
-    """Shape of the result: the queries', once for every sequence if it is broadcast."""
+    """Shape of the result: the shape of the queries, which are repeated for each sequence if they
+    are broadcast."""
     rows, heads, width = arrays.query.shape
     return (rows * num_sequences(arrays) if settings.broadcast_q else rows), heads, width
 
@@ -95,8 +96,8 @@ _ORACLE: dict[str, Callable[[jax.Array], jax.Array]] = {
 def materialised(arrays: Arrays, settings: Settings) -> jax.Array:
     """Computes all scores of one sequence after another in f32, masked: the oracle.
 
-    Every sequence takes [total_q, total_kv] scores of each head. Activations are exact, whatever
-    `settings.approx` says.
+    It computes [total_q, total_kv] scores per sequence and head. Activations are exact for every
+    `settings.approx`.
 
     Returns:
       out in the query's dtype, rounded once; for its shape see `out_shape`.
@@ -108,7 +109,7 @@ def materialised(arrays: Arrays, settings: Settings) -> jax.Array:
     )
 
     def is_in(cu: jax.Array, sequence: jax.Array, row: jax.Array, longest: int | None) -> jax.Array:
-        # The largest offset so far, inside the array.
+        # The running maximum of the offsets, inside the array.
         before = jnp.arange(cu.size, dtype=jnp.int32) <= sequence
         begin = jnp.max(jnp.where(before, jnp.clip(cu, 0, row.size), 0))
         end = jnp.maximum(begin, jnp.clip(cu[sequence + 1], 0, row.size))
@@ -126,10 +127,10 @@ def materialised(arrays: Arrays, settings: Settings) -> jax.Array:
         k, v = (jnp.where(is_key, x.astype(jnp.float32), 0) for x in (key, value))
         k, v = (jnp.repeat(x, heads // key.shape[1], axis=1) for x in (k, v))
         scores = jnp.float32(settings.scale) * jnp.einsum("inh,jnh->nij", q, k, precision="highest")
-        seen = is_query[:, 0] & is_key[:, 0, 0][None]
+        mask = is_query[:, 0] & is_key[:, 0, 0][None]
         weights = jnp.stack(
             [
-                _oracle_weights(name, s, seen)
+                _oracle_weights(name, s, mask)
                 for name, s in zip(settings.activations, scores, strict=True)
             ]
         )
@@ -141,10 +142,10 @@ def materialised(arrays: Arrays, settings: Settings) -> jax.Array:
     return out.astype(query.dtype)
 
 
-def _oracle_weights(name: str, scores: jax.Array, seen: jax.Array) -> jax.Array:
-    """act(scores) [total_q, total_kv] of one head, 0 where a query does not see a key."""
+def _oracle_weights(name: str, scores: jax.Array, mask: jax.Array) -> jax.Array:
+    """act(scores) [total_q, total_kv] of one head, 0 where `mask` is false."""
     if name != SOFTMAX:
-        return jnp.where(seen, _ORACLE[name](scores), 0)
-    masked = jnp.where(seen, scores, -jnp.inf)
+        return jnp.where(mask, _ORACLE[name](scores), 0)
+    masked = jnp.where(mask, scores, -jnp.inf)
     empty = jnp.all(masked == -jnp.inf, axis=-1, keepdims=True)
     return jnp.where(empty, 0, jax.nn.softmax(jnp.where(empty, 0, masked), axis=-1))

@@ -1,9 +1,9 @@
-"""Sequences that lie one after another in one array, cut into tiles of a few rows.
+"""Cuts the sequences of one array into tiles of a few rows.
 
-A tile is some rows of one sequence. Every tile has a key-value sequence: its own, or, for tiles of
-queries, the one that its sequence attends to. Tiles are listed by that sequence, so that all that
-meets in a product lies in two ranges of two lists. How many tiles there are is known on the device
-only; the lists are as long as any offsets can need, and the rest of them is empty.
+A tile is some rows of one sequence. Each tile has a key-value sequence: a tile of keys belongs to
+it, and a tile of queries attends to it. Lists of tiles are sorted by key-value sequence, so the
+tiles that are multiplied with a tile are a range of the other list. Only the device knows the
+number of tiles; the lists are long enough for any offsets, and end with empty tiles.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import jax.numpy as jnp
 
 
 class Sequences(NamedTuple):
-    """Where sequences lie: [batch] int32 each.
+    """Positions of sequences: [batch] int32 each.
 
     Attributes:
       source: first row in the array that is read.
-      target: first row in the array that is written; the same, unless all of them read one.
-      length: rows.
-      kv: the key-value sequence, always one that exists.
+      target: first row in the array that is written; differs from `source` for broadcast queries.
+      length: number of rows.
+      kv: the key-value sequence; must exist.
     """
 
     source: jax.Array
@@ -36,7 +36,7 @@ class Tiles(NamedTuple):
     Attributes:
       source: first row in the array that is read.
       target: first row in the array that is written.
-      rows: rows, at most `Tiling.size`.
+      rows: number of rows, at most `Tiling.size`.
       kv: the key-value sequence.
     """
 
@@ -53,7 +53,7 @@ class Tiling(NamedTuple):
       tiles: the list; its length is a multiple of `per_step`.
       first: [batch_kv + 1] int32; tiles of key-value sequence s are first[s] to first[s + 1] - 1.
       size: rows of a full tile.
-      per_step: tiles that are worked on at once.
+      per_step: tiles that one step computes.
     """
 
     tiles: Tiles
@@ -65,10 +65,10 @@ class Tiling(NamedTuple):
 def bounds(
     cu_seqlens: jax.Array, total: int, max_seqlen: int | None
 ) -> tuple[jax.Array, jax.Array]:
-    """First rows and lengths of sequences, whatever the offsets hold, inside [0, total).
+    """First rows and lengths of sequences, inside [0, total) for any offsets.
 
-    Offsets are clamped to the array and never fall; what a sequence has beyond `max_seqlen` is cut
-    off.
+    Offsets are clamped to the array and replaced by their running maximum; sequences are truncated
+    to `max_seqlen`.
     """
     offsets = jax.lax.cummax(jnp.clip(cu_seqlens, 0, total))
     length = offsets[1:] - offsets[:-1]
@@ -78,17 +78,19 @@ def bounds(
 
 
 def most_tiles(batch: int, total: int, size: int, max_seqlen: int | None) -> int:
-    """The most tiles that any offsets can need: every sequence's last one may hold one row."""
-    if not (isinstance(batch, int) and isinstance(total, int)):  # symbolic: a bound without min
+    """The largest number of tiles for any offsets: each sequence's last tile may have one row."""
+    if not (
+        isinstance(batch, int) and isinstance(total, int)
+    ):  # symbolic sizes: a bound without min
         whole = total // size if max_seqlen is None else batch * (max_seqlen // size)
         return batch + whole
-    served = min(batch, total)
-    most = served + (total - served) // size
+    nonempty = min(batch, total)
+    most = nonempty + (total - nonempty) // size
     return most if max_seqlen is None else min(most, batch * -(-max_seqlen // size))
 
 
 def tile(sequences: Sequences, batch_kv: int, size: int, per_step: int, most: int) -> Tiling:
-    """Cuts `sequences` into tiles of at most `size` rows, of which there are `most` at most."""
+    """Cuts `sequences` into at most `most` tiles of at most `size` rows."""
     order = jnp.argsort(sequences.kv, stable=True)
     source, target, length, kv = (array[order] for array in sequences)
     tiles_of = -(-length // size)
@@ -98,7 +100,7 @@ def tile(sequences: Sequences, batch_kv: int, size: int, per_step: int, most: in
     number = jnp.arange(count, dtype=jnp.int32)
     if isinstance(kv.size, int):
         found = jnp.searchsorted(end, number, side="right").astype(jnp.int32)
-    else:  # symbolic: the search unrolls the logarithm of a size that it must know
+    else:  # symbolic size: `searchsorted` would have to know it, to unroll its search
         found = jnp.sum(end[None] <= number[:, None], axis=1, dtype=jnp.int32)
     sequence = jnp.clip(found, 0, kv.size - 1)
     start = (number - (end - tiles_of)[sequence]) * size
@@ -114,42 +116,43 @@ def steps(tiling: Tiling) -> Tiles:
     return tiles
 
 
-def partners(tiles: Tiles, others: Tiling) -> tuple[jax.Array, jax.Array]:
-    """First and number of those tiles of `others` that have the key-value sequence of `tiles`.
+def tile_range(tiles: Tiles, tiling: Tiling) -> tuple[jax.Array, jax.Array]:
+    """For each of `tiles`: (first, number) of the tiles of `tiling` with its key-value sequence.
 
-    An empty tile has none.
+    For an empty tile the number is 0.
     """
-    first, end = others.first[tiles.kv], others.first[tiles.kv + 1]
+    first, end = tiling.first[tiles.kv], tiling.first[tiles.kv + 1]
     return first, jnp.where(tiles.rows > 0, end - first, 0)
 
 
-def partner(others: Tiling, first: jax.Array, number: jax.Array, step: jax.Array) -> Tiles:
-    """Partner `step` of every tile, of 0 rows where there are no more; see `partners`."""
-    index = jnp.minimum(first + step, others.tiles.rows.size - 1)
-    found = jax.tree.map(lambda x: x[index], others.tiles)
+def tile_at(tiling: Tiling, first: jax.Array, number: jax.Array, step: jax.Array) -> Tiles:
+    """Tile number `step` of each `tile_range`; an empty tile past the range's end."""
+    index = jnp.minimum(first + step, tiling.tiles.rows.size - 1)
+    found = jax.tree.map(lambda x: x[index], tiling.tiles)
     return found._replace(rows=jnp.where(step < number, found.rows, 0))
 
 
-def exists(tiles: Tiles, size: int) -> jax.Array:
-    """Which rows of the tiles there are: [tiles, size] bool."""
+def row_mask(tiles: Tiles, size: int) -> jax.Array:
+    """Mask of the tiles' existing rows: [tiles, size] bool."""
     return jnp.arange(size, dtype=jnp.int32)[None] < tiles.rows[:, None]
 
 
 def gather(array: jax.Array, tiles: Tiles, size: int) -> jax.Array:
     """Rows of `array` [rows, heads, ...] as [tiles, heads, size, ...]; zeros past the end."""
-    is_there = exists(tiles, size)
+    mask = row_mask(tiles, size)
     index = tiles.source[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
-    rows = jnp.take(array, jnp.where(is_there, index, 0), axis=0, mode="clip")
-    shape = (*is_there.shape, *[1] * (array.ndim - 1))
-    return jnp.swapaxes(jnp.where(is_there.reshape(shape), rows, 0), 1, 2)
+    rows = jnp.take(array, jnp.where(mask, index, 0), axis=0, mode="clip")
+    shape = (*mask.shape, *[1] * (array.ndim - 1))
+    return jnp.swapaxes(jnp.where(mask.reshape(shape), rows, 0), 1, 2)
 
 
 def scatter(array: jax.Array, tiles: Tiles, update: jax.Array) -> jax.Array:
-    """`array` [rows, heads, ...] with those rows of [tiles, heads, size, ...] that there are."""
+    """Writes the tiles' existing rows, `update` [tiles, heads, size, ...], to `array` [rows, heads,
+    ...]; returns the result."""
     size = update.shape[2]
     number = jnp.arange(tiles.rows.size * size, dtype=jnp.int32).reshape(-1, size)
     row = tiles.target[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
-    # Rows past the end are dropped; each has a number of its own, so that all are different.
-    row = jnp.where(exists(tiles, size), row, array.shape[0] + number)
+    # Rows past the end are dropped; each gets a different index, so that all indices are unique.
+    row = jnp.where(row_mask(tiles, size), row, array.shape[0] + number)
     rows = jnp.swapaxes(update, 1, 2).astype(array.dtype)
     return array.at[row].set(rows, mode="drop", unique_indices=True)

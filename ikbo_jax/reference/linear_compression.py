@@ -1,11 +1,10 @@
-"""Linear compression in plain jnp: the materialised oracle, the decomposed XLA path, its gradient.
+"""Linear compression in plain jnp: the materialised oracle, the decomposed XLA path, the gradient.
 
     out[b] = W_L·E_L[b] + W_{L-1}·E_{L-1}[u(b)] + ...
 
 All functions take levels coarsest first: `weights[l]` is [M, K_l], `embeddings[l]` is [B_l, K_l,
-N], `parents[0]` is None and `parents[l]` ([B_l] int32) points into the batch of level l-1. Indices
-outside that batch are clamped to its ends, negative ones to 0. Nothing is checked here; the ops do
-that.
+N], `parents[0]` is None and `parents[l]` ([B_l] int32) are indices into the batch of level l-1.
+Indices are clamped to [0, B_{l-1} - 1]. The ops check arguments; these functions do not.
 
 Source: Meta IKBO, "linear compression embedding".
 """
@@ -34,27 +33,27 @@ def materialised(
 ) -> jax.Array:
     """Copies every coarser embedding to the finest batch, concatenates along K, multiplies once.
 
-    The oracle of the tests and, with `align_k`, the honest baseline of the benchmarks.
+    It is the oracle of the tests and, with `align_k`, the materialised baseline of the benchmarks.
 
     Args:
       weights: [M, K_l] of every level.
       embeddings: [B_l, K_l, N] of every level.
       parents: None, then [B_l] int32 of every further level.
-      align_k: zeros bring the concatenated K up to a multiple of this.
+      align_k: the concatenated K is padded with zeros to a multiple of this.
       precision: of the product; the oracle's default is the highest.
 
     Returns:
       [B_last, M, N] in the inputs' dtype; f32 accumulation, one rounding.
     """
     finest = embeddings[-1].shape[0]
-    rows = jnp.arange(finest, dtype=jnp.int32)
+    index = jnp.arange(finest, dtype=jnp.int32)
     copies = [embeddings[-1]]
     for level in range(len(embeddings) - 1, 0, -1):
         coarser = embeddings[level - 1]
         parent = parents[level]
         assert parent is not None
-        rows = jnp.clip(parent[rows], 0, coarser.shape[0] - 1)
-        copies.insert(0, coarser[rows])
+        index = jnp.clip(parent[index], 0, coarser.shape[0] - 1)
+        copies.insert(0, coarser[index])
     weight = jnp.concatenate(weights, axis=1)
     embedding = jnp.concatenate(copies, axis=1)
     if pad := -weight.shape[1] % align_k:
@@ -75,8 +74,8 @@ def decomposed(
       weights: [M, K_l] of every level.
       embeddings: [B_l, K_l, N] of every level.
       parents: None, then [B_l] int32 of every further level.
-      formulation: which of `FORMULATIONS` writes the products; on an H200 the default is the
-        fastest of those that copy no embedding.
+      formulation: a name of `FORMULATIONS`; on an H200 the default is the fastest formulation that
+        copies no embedding.
 
     Returns:
       [B_last, M, N] in the inputs' dtype; products accumulate in f32 and are added in f32, then one
@@ -107,15 +106,15 @@ def decomposed_vjp(
 
     Returns:
       Gradients of the weights and of the embeddings, each in its input's shape and dtype. Sums over
-      candidates and products run in f32; each gradient is rounded once.
+      candidates and products are f32; each gradient is rounded once.
     """
     d_weights: list[jax.Array] = []
     d_embeddings: list[jax.Array] = []
     d_result = cotangent
     for level in range(len(weights) - 1, -1, -1):
         weight, embedding = weights[level], embeddings[level]
-        # The finest level multiplies in its own dtype, on the tensor cores; sums over candidates
-        # are f32, and rounding them before the next product would round the gradient twice.
+        # The finest level multiplies in the inputs' dtype, on the tensor cores. Sums over
+        # candidates are f32: rounding before the next product would round the gradient twice.
         lhs, rhs = weight.astype(d_result.dtype), embedding.astype(d_result.dtype)
         d_weight = jnp.einsum("bmn,bkn->mk", d_result, rhs, preferred_element_type=jnp.float32)
         d_embedding = jnp.einsum("mk,bmn->bkn", lhs, d_result, preferred_element_type=jnp.float32)
@@ -124,9 +123,9 @@ def decomposed_vjp(
         if level > 0:
             parent = parents[level]
             assert parent is not None
-            rows = embeddings[level - 1].shape[0]
+            batch = embeddings[level - 1].shape[0]
             d_result = jax.ops.segment_sum(
-                d_result.astype(jnp.float32), jnp.clip(parent, 0, rows - 1), num_segments=rows
+                d_result.astype(jnp.float32), jnp.clip(parent, 0, batch - 1), num_segments=batch
             )
     return tuple(d_weights), tuple(d_embeddings)
 
@@ -166,7 +165,7 @@ def _folded(weight: jax.Array, embedding: jax.Array) -> jax.Array:
 
 
 def _padded(weight: jax.Array, embedding: jax.Array) -> jax.Array:
-    """`_matmul` with K brought to a multiple of 8 by zeros, which copies the embedding."""
+    """`_matmul` with K padded with zeros to a multiple of 8, which copies the embedding."""
     pad = -weight.shape[1] % 8
     weight = jnp.pad(weight, ((0, 0), (0, pad)))
     return _matmul(weight, jnp.pad(embedding, ((0, 0), (0, pad), (0, 0))))
@@ -177,7 +176,7 @@ def _rounded(weight: jax.Array, embedding: jax.Array) -> jax.Array:
     return jnp.matmul(weight, embedding)
 
 
-#: Ways of writing one level's product for XLA; the benchmarks time them side by side.
+#: Formulations of one level's product for XLA; the benchmarks time all of them.
 FORMULATIONS: Mapping[str, Product] = MappingProxyType(
     {
         "matmul": _matmul,

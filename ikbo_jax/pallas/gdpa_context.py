@@ -1,4 +1,4 @@
-"""What the warpgroups of the GDPA forward kernel share: sizes, memory, barriers, descriptors."""
+"""Sizes, memory, barriers and descriptors that the GDPA forward kernel's warpgroups share."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ikbo_jax.pallas import schedule
-from ikbo_jax.pallas.gdpa_weights import Weighing
+from ikbo_jax.pallas.gdpa_weights import ActivationSpec
 from ikbo_jax.tuning.configs import BLOCK_K
 from ikbo_jax.tuning.gdpa_configs import GdpaConfig
 
-#: Words of a descriptor in shared memory: an `Item`, then a `Place`.
+#: Words of a descriptor in shared memory: an `Item`, then a `Destination`.
 ITEM_WORDS = 7
-#: Descriptors beyond the query slots.  A consumer reads one for the last time after it has given up
-#: the queries of the item that follows, so the one that may overwrite it is three items later.
-MORE_ITEM_SLOTS = 2
+#: Slots for descriptors beyond the number of query slots.  A consumer reads a descriptor for the
+#: last time after it has freed the next item's queries, so only the descriptor of an item at least
+#: three later may overwrite it.
+EXTRA_ITEM_SLOTS = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Shape:
       q_heads: N.
       kv_heads: K.
       head_dim: H.
-      weighing: how scores become weights, and sums results.
+      activation: how scores become weights, and sums results.
       workers: CTAs.
     """
 
@@ -38,7 +39,7 @@ class Shape:
     q_heads: int
     kv_heads: int
     head_dim: int
-    weighing: Weighing
+    activation: ActivationSpec
     workers: int
 
     @property
@@ -53,12 +54,13 @@ class Operands(NamedTuple):
     query: Any  # [q_rows, N, H]
     key: Any  # [kv_rows, K, H]
     value: Any  # [kv_rows, K, H]
-    words: Any  # [most tiles, gdpa_tiles.TILE_WORDS] int32
+    words: Any  # [most tiles, tile_list.TILE_WORDS] int32
     counts: Any  # [2] int32
 
 
 class Shared(NamedTuple):
-    """Shared memory and barriers; a tile is (view for WGMMA, view for TMA): `mosaic.tile_views`."""
+    """Shared memory and barriers; an operand has two views, (for WGMMA, for TMA): see
+    `mosaic.tile_views`."""
 
     query: tuple[Any, Any]  # [q_slots, 2, column blocks, 64, 64]
     key: tuple[Any, Any]  # [k_stages, column blocks, block_kv, 64]
@@ -71,28 +73,32 @@ class Shared(NamedTuple):
     k_free: Any
     v_ready: Any
     v_free: Any
-    rows: Any  # [2, 64, columns], only under interpretation
+    staging: Any  # [2, 64, columns], only under interpretation
 
 
 class Item(NamedTuple):
-    """What a consumer has to know of one tile of one head while it works on it."""
+    """The words of an item's descriptor that a consumer keeps in registers."""
 
-    blocks: Any  # of keys, at least 1; 0 ends the list
-    length: Any  # keys
+    blocks: Any  # blocks of keys, at least 1; 0: no item follows
+    length: Any  # number of keys
     head: Any
-    is_here: Any  # 1: all blocks are in shared memory, where the item before met them
+    is_resident: Any  # 1: the item before left all blocks in shared memory
 
 
-class Place(NamedTuple):
-    """Where its result goes; read when it is there, since registers are scarce before."""
+class Destination(NamedTuple):
+    """Where an item's result goes; read only when it is stored, to save registers before."""
 
     head: Any
     target: Any  # first row of the tile in the result
-    rows: Any  # of the tile
+    rows: Any  # rows of the tile
 
 
-class Role(NamedTuple):
-    """What every function of a warpgroup needs; `consumer` is 0 or 1, unused by the producer."""
+class WarpgroupContext(NamedTuple):
+    """Arguments that all functions of a warpgroup share; `consumer` is 0 or 1 (producer: unused).
+
+    A *step* numbers the blocks of keys, and of values, that the CTA loads; its remainder by the
+    number of stages is the block's stage.
+    """
 
     shape: Shape
     config: GdpaConfig
@@ -107,12 +113,14 @@ class Role(NamedTuple):
         return lax.rem(item, self.config.q_slots)
 
     def item_slot(self, item: Any) -> Any:
-        return lax.rem(item, self.config.q_slots + MORE_ITEM_SLOTS)
+        return lax.rem(item, self.config.q_slots + EXTRA_ITEM_SLOTS)
 
-    def place(self, item: Any) -> Place:
-        """Where the result of an item goes, which has been received."""
+    def destination(self, item: Any) -> Destination:
+        """The destination of the received item number `item`."""
         slot, first = self.item_slot(item), len(Item._fields)
-        return Place(*(self.shared.items[slot, first + i] for i in range(len(Place._fields))))
+        return Destination(
+            *(self.shared.items[slot, first + i] for i in range(len(Destination._fields)))
+        )
 
     def k_stage(self, step: Any) -> Any:
         return lax.rem(step, self.config.k_stages)
@@ -121,22 +129,22 @@ class Role(NamedTuple):
         return lax.rem(step, self.config.v_stages)
 
     def step_after(self, first_step: Any, blocks: Any, is_kept: Any) -> Any:
-        """Where in the rings an item begins after one of some blocks, which it meets if kept."""
+        """The step at which the next item begins, after an item of `blocks` blocks."""
         if self.config.run == 1:
             return first_step + blocks
         return first_step + jnp.where(is_kept != 0, 0, blocks)
 
     def columns(self, block: int) -> Any:
-        """Columns of a block of the head width, past which TMA reads zeros and stores nothing."""
+        """Columns of a block of the head width; past the width TMA reads zeros, stores nothing."""
         begin: Any = block * BLOCK_K
         if begin + BLOCK_K > self.shape.head_dim:
-            begin = begin + 0 * self.worker  # a start known in advance would be out of bounds
+            begin = begin + 0 * self.worker  # a static start would be rejected as out of bounds
         return pl.ds(begin, BLOCK_K)
 
-    def share(self, count: Any) -> Any:
-        """How many of `count` runs are this CTA's."""
+    def work_items(self, count: Any) -> Any:
+        """How many of `count` work items this CTA takes."""
         return schedule.back_and_forth_share(self.worker, self.shape.workers, count)
 
-    def turn(self, i: Any) -> Any:
-        """The number of this CTA's `i`-th run."""
+    def work_item(self, i: Any) -> Any:
+        """The number of this CTA's `i`-th work item."""
         return schedule.back_and_forth(self.worker, self.shape.workers, i)

@@ -1,13 +1,13 @@
-"""Lists of tiles of jagged sequences, made by XLA before a kernel runs, from offsets on the device.
+"""Lists of tiles of jagged sequences, computed by XLA before a kernel's launch.
 
-A tile is some rows of one *segment*: of a sequence of queries, of neighbouring sequences that meet
-the same keys, or of a gap between sequences, whose results are zeros.  It meets the keys of its
-sequence, the *other* side.  Tiles with most keys come first and those without any last, so that
-CTAs which take every n-th tile finish together, and so that a pipeline never meets an empty tile.
+A tile is some rows of one *segment*.  A segment is a sequence of queries; or consecutive sequences
+of queries that attend to the same keys; or a gap between sequences, whose results are zeros.  Tiles
+with most keys come first, and tiles without keys last, so that CTAs which take every n-th tile
+finish together, and the pipelined loops of a kernel contain no tile without keys.
 
-The list is as long as any offsets can need; how many tiles there are is known on the device only.
-Everything is counting by comparison, in a few fused kernels: a sort or a scan of a thousand numbers
-would take as long as all of it.
+The list is long enough for any offsets; only the device knows the number of tiles.  All positions
+are counted by comparisons, in a few fused kernels: one sort or scan of a thousand numbers would
+take as long as all of them.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ import jax.numpy as jnp
 from jax import lax
 
 #: Words of a tile in `TileList.words`: first row in the array that is read, first row in the array
-#: that is written, rows; first and number of what it meets on the other side.
-SOURCE, TARGET, ROWS, OTHER, OTHERS = range(5)
+#: that is written, number of rows; first row and number of its keys.
+SOURCE, TARGET, ROWS, KV_START, KV_LENGTH = range(5)
 TILE_WORDS = 5
-#: Segments up to which comparing all pairs is cheaper than sorting.
+#: Up to this number of segments, comparing all pairs is cheaper than sorting.
 MOST_COMPARED = 8192
 
 
 class TileList(NamedTuple):
-    """Tiles in the order in which they are worked on.
+    """Tiles in the order in which the kernel computes them.
 
     Attributes:
-      words: [most, TILE_WORDS] int32.
-      counts: [2] int32: tiles that meet anything, which come first, and all tiles.
+      words: [most tiles, TILE_WORDS] int32.
+      counts: [2] int32: number of tiles with keys, which come first; number of all tiles.
     """
 
     words: jax.Array
@@ -39,13 +39,13 @@ class TileList(NamedTuple):
 
 
 class _Segments(NamedTuple):
-    """[segments] int32 each; `others` is what a segment's tiles cost."""
+    """[segments] int32 each: first row read, first row written, rows; first key, number of keys."""
 
     source: jax.Array
     target: jax.Array
     length: jax.Array
-    other: jax.Array
-    others: jax.Array
+    kv_start: jax.Array
+    kv_length: jax.Array
 
 
 def query_tiles(
@@ -59,18 +59,18 @@ def query_tiles(
     max_seqlen_kv: int | None,
     size: int,
 ) -> TileList:
-    """Tiles of queries; OTHER is the first row of a tile's keys and OTHERS their number.
+    """The list of tiles of queries.
 
     Args:
-      cu_seqlens_q: [batch + 1] int32; None: every sequence has the same `q_rows` queries, and the
-        rows that are written follow sequence after sequence.
+      cu_seqlens_q: [batch + 1] int32; None: all sequences have the same `q_rows` queries, and their
+        results follow one another.
       cu_seqlens_kv: [batch_kv + 1] int32.
-      q_to_kv: [batch] int32, clamped, or None: each its own.
+      q_to_kv: [batch] int32, clamped; None: query sequence b attends to key-value sequence b.
       q_rows: rows of the queries' array.
       kv_rows: rows of the keys' array.
-      max_seqlen_q: rows of a sequence beyond it are a gap; or None.
-      max_seqlen_kv: keys of a sequence beyond it are not met; or None.
-      size: rows of a tile, at most.
+      max_seqlen_q: longest sequence of queries, or None; rows beyond it are a gap.
+      max_seqlen_kv: longest sequence of keys, or None; keys beyond it are ignored.
+      size: largest number of rows of a tile.
     """
     q_offsets, kv_offsets = _increasing((cu_seqlens_q, cu_seqlens_kv), (q_rows, kv_rows))
     kv_start, kv_length, _ = _sequences(kv_offsets, max_seqlen_kv)
@@ -86,7 +86,7 @@ def query_tiles(
     segments = _Segments(start, start, length, kv_start, kv_length)
     gaps = _gaps(segments, end, q_rows, max_seqlen_q)
     if q_to_kv is not None and q_to_kv.size > 1:
-        segments = _joined(segments)
+        segments = _merge_neighbours(segments)
     both: _Segments = jax.tree.map(lambda *x: jnp.concatenate(x), segments, gaps)
     return _cut(both, size, q_rows)
 
@@ -94,7 +94,7 @@ def query_tiles(
 def _increasing(
     cu_seqlens: tuple[jax.Array | None, jax.Array], totals: tuple[int, int]
 ) -> tuple[jax.Array | None, jax.Array]:
-    """Offsets that increase within [0, total], whatever they hold; of both sides."""
+    """Offsets of queries and of keys, made to rise monotonically within [0, total]."""
     q, kv = cu_seqlens
     if q is None:
         return None, _running_maximum(jnp.clip(kv, 0, totals[1]))
@@ -106,7 +106,7 @@ def _increasing(
 
 
 def _running_maximum(x: jax.Array) -> jax.Array:
-    """Of the last axis; nothing is below 0."""
+    """Running maximum along the last axis of x >= 0."""
     if x.shape[-1] > MOST_COMPARED:
         return lax.cummax(x, axis=x.ndim - 1)
     position = jnp.arange(x.shape[-1], dtype=jnp.int32)
@@ -117,25 +117,25 @@ def _running_maximum(x: jax.Array) -> jax.Array:
 def _sequences(
     offsets: jax.Array, max_seqlen: int | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """First rows, lengths and where the next ones begin."""
+    """(first rows, lengths, first rows of the next sequences)."""
     length = offsets[1:] - offsets[:-1]
     if max_seqlen is not None:
         length = jnp.minimum(length, max_seqlen)
     return offsets[:-1], length, offsets[1:]
 
 
-def _joined(segments: _Segments) -> _Segments:
-    """Neighbours that meet the same keys as one, which the first of them stands for.
+def _merge_neighbours(segments: _Segments) -> _Segments:
+    """Merges adjacent segments with the same keys into the first of them; the others get length 0.
 
-    Candidates of one request are such neighbours: joined, they fill whole tiles.
+    Candidates of one request are such segments: merged, they fill whole tiles.
     """
     start, end = segments.source, segments.source + segments.length
-    is_other = start[1:] != end[:-1]
-    for keys in (segments.other, segments.others):
-        is_other |= keys[1:] != keys[:-1]
-    is_first = jnp.concatenate([jnp.ones(1, bool), is_other])
+    is_different = start[1:] != end[:-1]
+    for keys in (segments.kv_start, segments.kv_length):
+        is_different |= keys[1:] != keys[:-1]
+    is_first = jnp.concatenate([jnp.ones(1, bool), is_different])
     index = jnp.arange(start.size, dtype=jnp.int32)
-    # The first one of the next run, for each.
+    # For each segment, the index of the next segment that is not merged into it.
     if start.size > MOST_COMPARED:
         after = lax.cummin(jnp.where(is_first, index, start.size), reverse=True)
         after = jnp.concatenate([after[1:], jnp.full(1, start.size, jnp.int32)])
@@ -146,7 +146,7 @@ def _joined(segments: _Segments) -> _Segments:
 
 
 def _gaps(segments: _Segments, end: jax.Array, total: int, max_seqlen: int | None) -> _Segments:
-    """The rows of no sequence."""
+    """Segments of the rows that belong to no sequence."""
     first, last = segments.source[:1], end[-1:]
     starts = [jnp.zeros_like(first), last]
     lengths = [first, total - last]
@@ -159,54 +159,58 @@ def _gaps(segments: _Segments, end: jax.Array, total: int, max_seqlen: int | Non
 
 
 def _cut(segments: _Segments, size: int, total: int) -> TileList:
-    """The list of all tiles of at most `size` rows of `segments`, which have `total` rows."""
-    served = min(segments.length.size, total)
-    most = max(served + (total - served) // size, 1)
-    at, first, counts = find(segments.others, -(-segments.length // size), most)
+    """Cuts `segments`, which have `total` rows, into tiles of at most `size` rows."""
+    nonempty = min(segments.length.size, total)
+    most = max(nonempty + (total - nonempty) // size, 1)
+    segment, first, counts = order_tiles(segments.kv_length, -(-segments.length // size), most)
     start = (jnp.arange(most, dtype=jnp.int32) - first) * size
-    rows = jnp.clip(segments.length[at] - start, 0, size)
-    place = (segments.source[at] + start, segments.target[at] + start, rows)
-    words = jnp.stack([*place, segments.other[at], segments.others[at]], axis=1)
+    rows = jnp.clip(segments.length[segment] - start, 0, size)
+    rows_of_tile = (segments.source[segment] + start, segments.target[segment] + start, rows)
+    words = jnp.stack(
+        [*rows_of_tile, segments.kv_start[segment], segments.kv_length[segment]], axis=1
+    )
     return TileList(words, counts)
 
 
-def find(cost: jax.Array, tiles: jax.Array, most: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Lists tiles of segments, those of the largest `cost` first, in order where costs are equal.
+def order_tiles(
+    cost: jax.Array, tiles: jax.Array, most: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Orders the tiles of all segments by falling `cost`, stably.
 
     Args:
       cost: [segments] int32, at least 0.
-      tiles: [segments] int32, tiles of a segment.
-      most: length of the list, which is enough for all of them.
+      tiles: [segments] int32, number of tiles of each segment.
+      most: length of the list, at least the number of all tiles.
 
     Returns:
-      The segment of each place of the list [most]; the place of its first tile [most]; and [2]
-      int32: tiles of segments that cost anything, and all tiles. Places past those have any
-      segment.
+      segment [most] int32, of the tile at each list position; first [most] int32, position of that
+      segment's first tile; and [2] int32: number of tiles with cost > 0, and of all tiles. Beyond
+      the last tile, segment and first are arbitrary.
     """
     segments = tiles.size
     counts = jnp.stack([jnp.where(cost > 0, tiles, 0), tiles]).sum(axis=1, dtype=jnp.int32)
     if segments > MOST_COMPARED or most * segments >= 2**31:
-        return *_find_sorted(cost, tiles, most), counts
+        return *_order_sorted(cost, tiles, most), counts
     number = jnp.arange(segments, dtype=jnp.int32)
-    # One key for cost and number, so that there is one comparison. Costs that it has no room for
-    # count as one: the order is for speed.
+    # One sort key holds cost and number, so that one comparison suffices. Costs that exceed its
+    # range count as equal: the order only affects speed.
     key = jnp.minimum(cost, (2**31 - 1) // segments - 1) * segments - number
     first = jnp.sum(jnp.where(key[None] > key[:, None], tiles[None], 0), axis=1, dtype=jnp.int32)
-    # Likewise one number for a segment's first place and the segment: the largest one that does
-    # not lie past a place is that of the segment there.
+    # Likewise, one code holds a segment's first position and its number. The segment at a position
+    # has the largest code whose first position is not past it.
     code = jnp.where(tiles > 0, first * segments + number, 0)
     past = (jnp.arange(most, dtype=jnp.int32) + 1) * segments
     found = jnp.max(jnp.where(code[None] < past[:, None], code[None], 0), axis=1)
     return found % segments, found // segments, counts
 
 
-def _find_sorted(cost: jax.Array, tiles: jax.Array, most: int) -> tuple[jax.Array, jax.Array]:
-    """Segments and their first places, for many segments."""
+def _order_sorted(cost: jax.Array, tiles: jax.Array, most: int) -> tuple[jax.Array, jax.Array]:
+    """(segment, first) of `order_tiles`, for many segments."""
     order = jnp.argsort(-cost, stable=True).astype(jnp.int32)
     tiles = tiles[order]
     end = jnp.cumsum(tiles)
     number = jnp.arange(most, dtype=jnp.int32)
-    # Unrolled, the search is part of one fused kernel.
-    at = jnp.searchsorted(end, number, side="right", method="scan_unrolled").astype(jnp.int32)
-    at = jnp.minimum(at, end.size - 1)
-    return order[at], (end - tiles)[at]
+    # Unrolled, the search becomes part of one fused kernel.
+    segment = jnp.searchsorted(end, number, side="right", method="scan_unrolled").astype(jnp.int32)
+    segment = jnp.minimum(segment, end.size - 1)
+    return order[segment], (end - tiles)[segment]

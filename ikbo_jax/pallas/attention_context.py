@@ -1,4 +1,4 @@
-"""What the warpgroups of the attention kernel share: sizes, memory, barriers, descriptors."""
+"""Sizes, memory, barriers and descriptors that the attention kernel's warpgroups share."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from ikbo_jax.tuning.configs import (
     AttentionConfig,
 )
 
-#: Words of a descriptor in shared memory: those that both consumers read, and three for each.
+#: Words of a descriptor in shared memory: words that both consumers read, and three per consumer.
 ITEM_WORDS = 16
 COMMON_ITEM_WORDS = 6
-#: Words of a consumer's flags: whether any is set, and one for each group of neighbouring tiles.
+#: Words of a consumer's flags: whether any flag is set, and a flag for each group of consecutive
+#: tiles.
 FLAG_WORDS = 128
-#: Widest heads at which `early_scores` acts: 192 spills 96 bytes, 256 392.
+#: Widest heads to which `early_scores` applies: H = 192 spills 96 bytes with it, H = 256 392 bytes.
 EARLY_SCORES_MAX_WIDTH = 128
 
 
@@ -49,7 +50,7 @@ class Shape:
 
     @property
     def row_tiles(self) -> int:
-        """Tiles of a head, where they are cut without regard to users."""
+        """Tiles of a head, if tile boundaries ignore users."""
         return pl.cdiv(self.rows, ATTENTION_TILE_ROWS)
 
     @property
@@ -59,7 +60,7 @@ class Shape:
 
     @property
     def has_partial_passes(self) -> bool:
-        """Whether a pass may own some rows of a warpgroup and not others."""
+        """Whether a pass may store only some of a warpgroup's 64 rows."""
         return self.q_len % WGMMA_M != 0
 
     @property
@@ -68,22 +69,23 @@ class Shape:
 
 
 class Operands(NamedTuple):
-    """Device memory; what a launch has not got is None.
+    """Device memory; operands that a launch does not use are None.
 
-    A launch with a list of tiles has keys and values of one sequence after another, and no index.
+    A launch with a list of tiles has the keys and values of all sequences in one array, and no
+    index.
     """
 
-    query: Any  # [B * T, N, H], or any rows with a list
-    key: Any  # [U, S, K, H], or [rows, K, H]
-    value: Any  # [U, S, K, H], or [rows, K, H]
+    query: Any  # [B * T, N, H]; with a list of tiles, [rows, N, H]
+    key: Any  # [U, S, K, H]; with a list of tiles, [rows, K, H]
+    value: Any  # [U, S, K, H]; with a list of tiles, [rows, K, H]
     cand_to_user: Any  # [B] int32
     lengths: Any  # [U] int32
     order: Any  # [B] int32
-    run_ends: Any  # [B] int32, past the last candidate of the run, by position
-    cuts: Any  # [R + 1] int32, of R warpgroup tiles: where tile i begins; R past the last
-    cut_counts: Any  # [R] int32, tiles that begin at or before a warpgroup tile
-    words: Any = None  # [most tiles, TILE_WORDS] int32, of a `gdpa_tiles.TileList`
-    counts: Any = None  # [2] int32, likewise
+    run_ends: Any  # [B] int32; see `work_order.run_ends`
+    cuts: Any  # [warpgroup tiles + 1] int32; see `work_order.cuts`
+    cut_counts: Any  # [warpgroup tiles] int32; see `work_order.cuts`
+    words: Any = None  # [most tiles, TILE_WORDS] int32, of a `tile_list.TileList`
+    counts: Any = None  # [2] int32, of a `tile_list.TileList`
 
 
 class Outputs(NamedTuple):
@@ -94,12 +96,13 @@ class Outputs(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """Shared memory and barriers; a tile is (view for WGMMA, view for TMA): `mosaic.tile_views`."""
+    """Shared memory and barriers; an operand has two views, (for WGMMA, for TMA): see
+    `mosaic.tile_views`."""
 
     query: tuple[Any, Any]  # [q_slots, 2, column blocks, 64, 64]
     key: tuple[Any, Any]  # [k_stages, column blocks, block_kv, 64]
     value: tuple[Any, Any]  # [v_stages, column blocks, block_kv, 64]
-    items: Any  # [q_slots + 1, ITEM_WORDS] int32; the last row is the producer's own
+    items: Any  # [q_slots + 1, ITEM_WORDS] int32; the last descriptor is the producer's `_save`
     flags: Any  # [2, FLAG_WORDS] int32
     item_ready: Any
     q_ready: Any
@@ -109,26 +112,30 @@ class Shared(NamedTuple):
     v_ready: Any
     v_free: Any
     flags_ready: Any
-    rows: Any  # [2, 64, columns], only under interpretation
-    row_values: Any  # [2, 64] f32, only under interpretation
+    staging: Any  # [2, 64, columns], only under interpretation
+    row_value_staging: Any  # [2, 64] f32, only under interpretation
 
 
 class Item(NamedTuple):
-    """One pass, as a consumer sees it."""
+    """The descriptor of a pass, as a consumer reads it."""
 
-    blocks: Any  # of keys, at least 1; 0 ends the list
-    length: Any  # keys
+    blocks: Any  # blocks of keys, at least 1; 0: no pass follows
+    length: Any  # number of keys
     head: Any
     flag: Any  # index of the flag of the pass's tile
-    is_here: Any  # 1: the pass before has left all blocks in shared memory
-    is_kept: Any  # 1: this pass leaves them there
-    first_row: Any  # of this consumer, in device memory
-    begin: Any  # of the rows that belong to the pass, from 0 to 64
+    is_resident: Any  # 1: the pass before left all blocks in shared memory
+    is_kept: Any  # 1: this pass leaves all blocks in shared memory
+    first_row: Any  # this consumer's first row, in device memory
+    begin: Any  # the pass stores rows [begin, end) of the consumer's 64
     end: Any
 
 
-class Role(NamedTuple):
-    """What every function of a warpgroup needs; `consumer` is 0 or 1, unused by the producer."""
+class WarpgroupContext(NamedTuple):
+    """Arguments that all functions of a warpgroup share; `consumer` is 0 or 1 (producer: unused).
+
+    A *step* numbers the blocks of keys, and of values, that the CTA loads; its remainder by the
+    number of stages is the block's stage.
+    """
 
     shape: Shape
     config: AttentionConfig
@@ -150,10 +157,10 @@ class Role(NamedTuple):
 
     @property
     def is_early(self) -> bool:
-        """Whether the next pass's scores are multiplied while a pass is stored.
+        """Whether scores of the next pass are computed while a pass is stored.
 
-        Wider heads, and passes of some rows, have no registers for it; and with a single slot the
-        pass's description makes way for the next one before.
+        Wider heads and partial passes have too few registers for it.  With a single query slot, the
+        next pass's descriptor would overwrite the pass's before it is stored.
         """
         has_registers = (
             self.shape.head_dim <= EARLY_SCORES_MAX_WIDTH and not self.shape.has_partial_passes
@@ -161,21 +168,21 @@ class Role(NamedTuple):
         return self.config.early_scores and has_registers and self.config.q_slots > 1
 
     def unless(self, is_reused: Any, act: Callable[[], None]) -> None:
-        """Acts on the barrier of a block, unless it stays from one pass to the next."""
+        """Acts on a block's barrier, unless the block is reused by the next pass."""
         if self.config.reuse:
             pl.when(is_reused == 0)(act)
         else:
             act()
 
     def step_after(self, item: Item, first_step: Any) -> Any:
-        """Where in the rings the pass after `item` begins."""
+        """The step at which the pass after `item` begins."""
         if not self.config.reuse:
             return first_step + item.blocks
         return first_step + jnp.where(item.is_kept != 0, 0, item.blocks)
 
     def columns(self, block: int) -> Any:
-        """Columns of a block of the head width, past which TMA reads zeros and stores nothing."""
+        """Columns of a block of the head width; past the width TMA reads zeros, stores nothing."""
         begin: Any = block * BLOCK_K
         if begin + BLOCK_K > self.shape.head_dim:
-            begin = begin + 0 * self.worker  # a start known in advance would be out of bounds
+            begin = begin + 0 * self.worker  # a static start would be rejected as out of bounds
         return pl.ds(begin, BLOCK_K)
