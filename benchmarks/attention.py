@@ -189,7 +189,7 @@ def measure_point(
         "problem": dataclasses.asdict(problem),
         "table": {
             "config": None if choice.config is None else dataclasses.asdict(choice.config),
-            "note": choice.note,
+            "note": choice.reason,
         },
         **harness.measure(contenders, useful_flops(problem, inputs), protocol),
     }

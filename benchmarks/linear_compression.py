@@ -141,7 +141,7 @@ def measure_point(
         "user_result_bytes": problem.batches[0] * problem.m * problem.n * itemsize,
         "table": {
             "config": None if choice.config is None else dataclasses.asdict(choice.config),
-            "note": choice.note,
+            "note": choice.reason,
         },
         **harness.measure(contenders, problem.useful_flops, protocol),
     }

@@ -488,7 +488,7 @@ def test_tune_gdpa_passes_the_sizes_on(arguments, changes, monkeypatch, capsys):
         (["--t", "100", "--kv-mean", "33"], "--kv-mean 33 is more than --kv-len 32"),
         (["--seeds", "8", "--q-mean", "5"], "--seeds 8 takes no --q-mean, but it is 5"),
         (["--t", "100", "--activation", "elu"], "unknown activation 'elu'"),
-        (["--t", "100", "--approx", "tanh"], "approx='tanh' is for gelu_tanh and silu"),
+        (["--t", "100", "--approx", "tanh"], "approx='tanh' applies to gelu_tanh and silu"),
         (["--t", "100", "--batch-kv", "101", "--kv-mean", "40"], "--kv-mean 40 is more than"),
         (["--t", "100", "--h", "80"], "64, 96, 128, 256, but H=80"),
         (["--t", "100", "--seeds", "8"], "not allowed with"),

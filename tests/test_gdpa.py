@@ -269,7 +269,7 @@ def test_explain_tells_sizes_and_reason() -> None:
     )
     run = functools.partial(attend, approx="polynomial", implementation="xla")
     (plan,) = ikbo.explain(jax.grad(lambda x: run(x).sum(), allow_int=True), arrays).plans
-    assert plan.reason == "asked for by the caller"
+    assert plan.reason == "requested by the caller"
     assert "gelu approx=polynomial" in plan.sizes
     assert plan.problem.useful_flops(100) == 4 * 100 * 2 * 8
     (plan,) = ikbo.explain(attend, problems_gdpa.make_arrays(SHAPES["pma"])).plans

@@ -105,7 +105,7 @@ BAD_ARRAYS = {
     ),
     "broadcast_with_offsets": (
         {"broadcast_q": True},
-        "takes no cu_seqlens_q, but it is int32[3]",
+        "so cu_seqlens_q must be None, but is int32[3]",
     ),
     "broadcast_index_dtype": (
         {"broadcast_q": True, "cu_seqlens_q": None, "q_to_kv": jnp.zeros(2, jnp.float32)},
@@ -158,7 +158,7 @@ BAD_OPTIONS = {
     ),
     "approx_of_another": (
         {"approx": "tanh", "activation": ("gelu", "relu", "gelu", "relu")},
-        "approx='tanh' is for gelu_tanh and silu, but activation is gelu, relu",
+        "approx='tanh' applies to gelu_tanh and silu, but activation is gelu, relu",
     ),
     "scale_nan": ({"scale": float("nan")}, "scale must be a finite number, but is nan"),
     "scale_none": ({"scale": None}, "scale must be a number known while tracing, but is None"),

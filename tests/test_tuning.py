@@ -99,7 +99,7 @@ def test_shipped_table_is_sound():
         choice = table.lookup(r.problem)
         assert choice.exact
         assert choice.config == r.config
-        assert r.device in choice.note
+        assert r.device in choice.reason
 
 
 def test_exact_class_before_nearest(builtin):
@@ -109,7 +109,7 @@ def test_exact_class_before_nearest(builtin):
     assert table.shape_class(asked) == table.shape_class(DEFAULT)
     choice = table.lookup(asked)
     assert (choice.config, choice.source, choice.exact) == (other(), "sm90.json", True)
-    assert "NVIDIA H200" in choice.note
+    assert "NVIDIA H200" in choice.reason
 
 
 def test_nearest_row_is_taken_and_named(builtin):
@@ -119,8 +119,8 @@ def test_nearest_row_is_taken_and_named(builtin):
     choice = table.lookup(dataclasses.replace(DEFAULT, batches=(30, 2048)))
     assert choice.config == other()
     assert not choice.exact
-    assert "nearest row at distance 1.00" in choice.note
-    assert table.describe(near) in choice.note
+    assert "nearest row at distance 1.00" in choice.reason
+    assert table.describe(near) in choice.reason
 
 
 def test_same_dtype_before_a_nearer_row_of_another(builtin):
@@ -162,7 +162,7 @@ def test_xla_row_reaches_a_short_way_only(builtin):
 def test_dtype_without_a_kernel_goes_to_xla_and_says_so():
     choice = table.lookup(dataclasses.replace(DEFAULT, dtype="float32"))
     assert (choice.config, choice.source, choice.exact) == (None, "none", False)
-    assert "float32" in choice.note
+    assert "float32" in choice.reason
 
 
 @pytest.mark.parametrize("batches", [(1, 10_000), (0, 0), (1, 0), (7,), (2, 15, 15, 1024)])

@@ -115,7 +115,7 @@ def test_full_sequences_have_rows_of_their_own(builtin):
         choice = table.lookup(jagged)
         assert (choice.config, choice.exact) == (other(), True)
     builtin(row(DEFAULT))
-    assert "nearest row at distance 1.00" in table.lookup(half).note
+    assert "nearest row at distance 1.00" in table.lookup(half).reason
 
 
 def test_row_of_another_activation_is_a_doubling_away(builtin):
@@ -123,8 +123,8 @@ def test_row_of_another_activation_is_a_doubling_away(builtin):
     choice = table.lookup(at(**RELU))
     assert (choice.config, choice.exact) == (other(), False)
     assert rules.ACTIVATION_DISTANCE == 1
-    assert "sm90.json, nearest row at distance 1.00, batch=1152" in choice.note
-    assert "gelu_tanh approx=tanh" in choice.note
+    assert "sm90.json, nearest row at distance 1.00, batch=1152" in choice.reason
+    assert "gelu_tanh approx=tanh" in choice.reason
 
 
 def test_users_row_speaks_for_near_problems_and_comes_first(builtin):
@@ -137,7 +137,7 @@ def test_users_row_speaks_for_near_problems_and_comes_first(builtin):
     builtin()
     choice = table.lookup(at(**RELU))
     assert (choice.config, choice.source, choice.exact) == (other(), "user cache", False)
-    assert choice.note.startswith("user cache, nearest row at distance 1.00")
+    assert choice.reason.startswith("user cache, nearest row at distance 1.00")
     table.write_user_row(row(jagged, other(2)))
     assert table.lookup(jagged).config == other(2)
 

@@ -47,13 +47,13 @@ class Choice:
       config: configuration of the kernel, or None: XLA is faster here, or no one is legal.
       source: "user cache", "sm90.json", "default" or "none".
       exact: whether a measured row of this very problem or of its shape class was found.
-      note: one line for people: which row was used and where it was measured.
+      reason: one line of text: which row was used, and where it was measured.
     """
 
     config: Any
     source: str
     exact: bool
-    note: str
+    reason: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,8 +220,8 @@ def lookup(problem: Problem, *, with_user_rows: bool = True) -> Choice:
     for source, row in sorted(every, key=lambda entry: _preference(entry[1], problem)):
         if _speaks_for(row, problem, fallback):
             away = distance(row.problem, problem)
-            note = f"{source}, nearest row at distance {away:.2f}, {row.describe()}"
-            return Choice(row.config, source, False, note)
+            reason = f"{source}, nearest row at distance {away:.2f}, {row.describe()}"
+            return Choice(row.config, source, False, reason)
     return Choice(fallback, "default", False, "default configuration: no measured row is near")
 
 
