@@ -291,7 +291,7 @@ def test_softmax_of_some_heads_runs_in_xla(monkeypatch) -> None:
     mixed = functools.partial(attend, activation=("relu", "softmax") * 2)
     (plan,) = ikbo.explain(mixed, arrays).plans
     assert (plan.implementation, plan.config) == ("xla", None)
-    assert "a softmax in all heads or in none, but the heads have relu, softmax," in plan.reason
+    assert "softmax in all heads or in none, but the activations are relu, softmax," in plan.reason
 
 
 @pytest.fixture

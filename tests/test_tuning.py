@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ikbo_jax.reference.linear_compression import decomposed
 from ikbo_jax.tuning import autotune, configs, rules, table, trials
-from ikbo_jax.tuning.bench import Candidate, Task
+from ikbo_jax.tuning.bench import Contender, Task
 from ikbo_jax.tuning.configs import LinearCompressionConfig, LinearCompressionProblem
 
 DEFAULT = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16")
@@ -197,13 +197,13 @@ def answer(*ms: float | str, capability: str = "9.0") -> dict[str, Any]:
 class Bench:
     """Plays the device: milliseconds for every candidate; None is XLA."""
 
-    def __init__(self, times: dict[Candidate, float | str], rest: float | str) -> None:
+    def __init__(self, times: dict[Contender, float | str], rest: float | str) -> None:
         self.times, self.rest = times, rest
         self.tasks: list[Task] = []
 
     def __call__(self, task: Task) -> dict[str, Any]:
         self.tasks.append(task)
-        return answer(*(self.times.get(config, self.rest) for config in task.candidates))
+        return answer(*(self.times.get(config, self.rest) for config in task.contenders))
 
 
 def test_tuning_picks_the_fastest_and_writes_it():
@@ -250,7 +250,7 @@ def test_final_that_fails_leaves_the_heats_to_decide():
     bench = Bench({None: 1.0}, 0.5)
 
     def run(task: Task) -> dict[str, Any]:
-        is_final = None in task.candidates and len(task.candidates) > 1
+        is_final = None in task.contenders and len(task.contenders) > 1
         return {"failure": "killed"} if is_final else bench(task)
 
     assert autotune.tune_linear_compression(DEFAULT, run=run)["ms"] == 0.5

@@ -281,7 +281,7 @@ class Bench:
             "compute_capability": "9.0",
             "jax": "0.11.2",
             "matmul_ms": [1.6],
-            "results": [{"ms": [self.times.get(c, self.rest)]} for c in task.candidates],
+            "results": [{"ms": [self.times.get(c, self.rest)]} for c in task.contenders],
         }
 
 
@@ -301,7 +301,7 @@ def test_tuning_picks_the_fastest_and_writes_it(builtin):
     rate = 2 * 8192**3 / 1.6
     assert found["fraction"] == pytest.approx(flops / 6.5 / rate, rel=3e-3)
     # XLA, then three configurations at once beside XLA, which is what runs without a row.
-    assert [len(task.candidates) for task in bench.tasks] == [1, 4]
+    assert [len(task.contenders) for task in bench.tasks] == [1, 4]
     assert table.lookup(half).config == best
     assert any(f"q_slots {best.q_slots}" in line for line in lines)
 
@@ -313,7 +313,7 @@ def test_tuning_picks_the_fastest_and_writes_it(builtin):
         ({"max_seqlen_kv": 9}, f"{ROWS} rows of keys do not fit 1152 sequences of at most 9"),
         ({"batch": 0}, f"{ROWS} rows of queries do not fill 0 sequences"),
         ({"kv_rows": 3}, "3 rows of keys do not fill 1152 sequences"),
-        ({"activations": ("softmax", "relu", "relu", "relu")}, "a softmax in all heads or in none"),
+        ({"activations": ("softmax", "relu", "relu", "relu")}, "softmax in all heads or in none"),
         ({"dtype": "float32"}, "the inputs are float32"),
     ],
 )
