@@ -100,7 +100,7 @@ def _check_offsets(name: str, axis: str, array: jax.Array) -> None:
 def matrix(shape: tuple[int, ...], *, to_heads: bool) -> Spec:
     """The spec of a projection to heads, [features, N, H], or from heads, [N, H, features].
 
-    The initialiser gets the shape of a matrix, so that its variance is that of a dense layer.
+    The initialiser gets the shape of a matrix, so that results have the variance of a dense layer.
     """
     flat = (shape[0], math.prod(shape[1:])) if to_heads else (math.prod(shape[:-1]), shape[-1])
     return shape, lambda init: init(flat).reshape(shape)

@@ -88,7 +88,7 @@ class Rules:
       fits: takes (problem, config, default_config); whether the legal `config` of a nearby row
         suits the problem.
       user_rows_generalise: whether a row of the user's cache also serves nearby problems, as rows
-        of `sm90.json` do; if false, it serves only its own problem.
+        of `sm90.json` do; if false, it serves the same problem only.
     """
 
     op: str

@@ -1,10 +1,10 @@
-"""The dispatch table: which configuration, or XLA, runs for a given problem.
+"""The dispatch table: chooses a configuration of the kernel, or XLA, for a problem.
 
-`lookup` asks, in this order:
+`lookup` uses the first of these that exists:
 
 1. the user's cache (written by the autotuner): a row for exactly this problem;
 2. `sm90.json`: a row of the same shape class (`shape_class`) and dtype;
-3. `sm90.json`: the nearest row of the op by `distance`, rows of the same dtype first, if its
+3. `sm90.json`: the nearest row of the op by `distance`, rows of the same dtype first, whose
    configuration is legal for the problem and `fits` (see `rules`). A row that prefers XLA is used
    only for the same dtype and within `XLA_MAX_DISTANCE`;
 4. `default_config`, the most promising configuration by a cost model;
