@@ -217,11 +217,11 @@ def bars(point: Mapping[str, Any], all_points: Sequence[Mapping[str, Any]]) -> s
             found.append(f"{speedup:.2f} x the copies, bar {COPIES_BAR}")
     elif point["sweep"] == "h" and problem["head_dim"] == 64:
         found.append(f"fraction {ours['fraction']:.3f}, bar {NARROW_BAR}")
-    least = RELATIVE_BARS.get(point["label"].split(" S=")[0])
+    bar = RELATIVE_BARS.get(point["label"].split(" S=")[0])
     reference = _even_point(problem["kv_len"], all_points)
-    if least is not None and reference is not None:
+    if bar is not None and reference is not None:
         relative = ours["fraction"] / reference["fraction"]
-        found.append(f"{relative:.3f} of the default's fraction, bar {least}")
+        found.append(f"{relative:.3f} of the default's fraction, bar {bar}")
     return "; ".join(found)
 
 

@@ -85,7 +85,7 @@ def _copies_cudnn(inputs: Inputs) -> tuple[Callable, tuple]:
 
 
 def _users_and_ranks(inputs: Inputs) -> tuple[np.ndarray, np.ndarray, int]:
-    """For every candidate its user and its rank among the user's candidates; and the most of one.
+    """For every candidate its user and its rank among the user's candidates.
 
     The last result is the largest number of candidates of one user.
     """
@@ -98,18 +98,18 @@ def _users_and_ranks(inputs: Inputs) -> tuple[np.ndarray, np.ndarray, int]:
 
 
 def _grouped_query(inputs: Inputs) -> jax.Array:
-    """[U, most * T, N, H]: the queries of each user as one sequence, padded to the longest."""
-    users, ranks, most = _users_and_ranks(inputs)
+    """[U, max_candidates * T, N, H]: the queries of each user, padded to the longest."""
+    users, ranks, max_candidates = _users_and_ranks(inputs)
     _, q_len, heads, width = inputs.query.shape
-    shape = (inputs.key.shape[0], most, q_len, heads, width)
+    shape = (inputs.key.shape[0], max_candidates, q_len, heads, width)
     grouped = jnp.zeros(shape, inputs.query.dtype).at[users, ranks].set(inputs.query)
-    return grouped.reshape(shape[0], most * q_len, heads, width)
+    return grouped.reshape(shape[0], max_candidates * q_len, heads, width)
 
 
 def _ungrouped(out: jax.Array, inputs: Inputs) -> jax.Array:
-    users, ranks, most = _users_and_ranks(inputs)
+    users, ranks, max_candidates = _users_and_ranks(inputs)
     _, q_len, heads, width = inputs.query.shape
-    return out.reshape(-1, most, q_len, heads, width)[users, ranks]
+    return out.reshape(-1, max_candidates, q_len, heads, width)[users, ranks]
 
 
 def _grouped(attend: Callable[..., jax.Array], inputs: Inputs) -> tuple[Callable, tuple]:

@@ -205,19 +205,19 @@ def bars(point: Mapping[str, Any], all_points: Sequence[Mapping[str, Any]]) -> s
     if ours is None:
         return ""
     sweep, problem, found = point["sweep"], point["problem"], []
-    least = FRACTION_BARS.get((sweep, point["direction"]), {}).get(problem["q_len"])
-    if least is not None and problem["dtype"] == "bfloat16":
-        found.append(f"fraction {ours['fraction']:.3f}, bar {least:.2f}")
+    bar = FRACTION_BARS.get((sweep, point["direction"]), {}).get(problem["q_len"])
+    if bar is not None and problem["dtype"] == "bfloat16":
+        found.append(f"fraction {ours['fraction']:.3f}, bar {bar:.2f}")
     xla, attention = (provider_of(point, p.name) for p in (XLA, ATTENTION))
     if sweep == "pma" and xla is not None:
         speedup = xla["median_ms"] / ours["median_ms"]
         found.append(f"{speedup:.2f} x XLA, bar {PMA_BAR}")
     if sweep == "activations" and point["name"] in RELATIVE_BARS:
-        name, least = RELATIVE_BARS[point["name"]]
+        name, bar = RELATIVE_BARS[point["name"]]
         other = _activation(name, point["direction"], all_points)
         if other is not None:
             relative = ours["fraction"] / other["fraction"]
-            found.append(f"{relative:.3f} of {name}'s fraction, bar {least}")
+            found.append(f"{relative:.3f} of {name}'s fraction, bar {bar}")
     if attention is not None:
         relative = attention["median_ms"] / ours["median_ms"]
         found.append(f"{relative:.3f} of attention's speed, bar {SOFTMAX_BAR}")

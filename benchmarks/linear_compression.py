@@ -175,8 +175,8 @@ def bar(point: Mapping[str, Any], all_points: Sequence[Mapping[str, Any]]) -> st
     if not defaults or defaults[0] is None:
         return f"fraction {ours['fraction']:.3f}"
     relative = ours["fraction"] / defaults[0]["fraction"]
-    least = SMALL_BATCH_BAR if point["label"] == "B=256" else SWEEP_BAR
-    return f"{relative:.3f} of the default's fraction, bar {least}"
+    sweep_bar = SMALL_BATCH_BAR if point["label"] == "B=256" else SWEEP_BAR
+    return f"{relative:.3f} of the default's fraction, bar {sweep_bar}"
 
 
 def run(

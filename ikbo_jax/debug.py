@@ -76,18 +76,18 @@ def check_offsets(
     _check_range(name, cu_seqlens, total, f"[0, {total}]", "offsets")
     if cu_seqlens.ndim != 1 or not cu_seqlens.size:
         raise ValueError(f"{name} must have shape [batch + 1], but has shape {cu_seqlens.shape}")
-    most = total if max_seqlen is None else max_seqlen
+    max_length = total if max_seqlen is None else max_seqlen
     if isinstance(cu_seqlens, jax.core.Tracer):
-        _check_lengths_traced(name, cu_seqlens, most, max_seqlen)
+        _check_lengths_traced(name, cu_seqlens, max_length, max_seqlen)
         return
     offsets = np.asarray(cu_seqlens).astype(np.int64)
     lengths = np.diff(offsets)
-    falling, too_long = np.flatnonzero(lengths < 0), np.flatnonzero(lengths > most)
-    if falling.size:
-        i = int(falling[0])
+    decreasing, too_long = np.flatnonzero(lengths < 0), np.flatnonzero(lengths > max_length)
+    if decreasing.size:
+        i = int(decreasing[0])
         raise ValueError(
             f"{name}[{i + 1}] is {offsets[i + 1]}, below {name}[{i}], which is {offsets[i]}; "
-            f"{falling.size} of {lengths.size} lengths are negative"
+            f"{decreasing.size} of {lengths.size} lengths are negative"
         )
     if too_long.size:
         i = int(too_long[0])
@@ -98,21 +98,21 @@ def check_offsets(
 
 
 def _check_lengths_traced(
-    name: str, cu_seqlens: jax.Array, most: int, max_seqlen: int | None
+    name: str, cu_seqlens: jax.Array, max_length: int, max_seqlen: int | None
 ) -> None:
     if cu_seqlens.size == 1:
         return
     begin, end = cu_seqlens[:-1], cu_seqlens[1:]
-    falls = end < begin
-    first = jnp.argmax(falls)
+    is_decreasing = end < begin
+    first = jnp.argmax(is_decreasing)
     checkify.debug_check(
-        ~jnp.any(falls),
-        f"{name} falls from {{begin}} to {{end}} in sequence {{sequence}}",
+        ~jnp.any(is_decreasing),
+        f"{name} decreases from {{begin}} to {{end}} in sequence {{sequence}}",
         begin=begin[first],
         end=end[first],
         sequence=first,
     )
-    is_long = end - begin > most
+    is_long = end - begin > max_length
     first = jnp.argmax(is_long)
     checkify.debug_check(
         ~jnp.any(is_long),

@@ -2,7 +2,7 @@
 
 `run` compiles the versions `materialised`, `co_designed` and the rewritten `materialised`, checks
 each against the materialised network in float32 and times them. `sweep` times the first two over
-the seed_bits of candidates per user.
+the number of candidates per user.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ikbo_jax.rewrite import rewrite
 NUM_SHOWN = 5
 #: Number of candidates that the oracle scores at once, since copies in float32 are large.
 ORACLE_BATCH = 512
-#: Candidates per user in the sweep; fewer on a CPU, where every point takes about 20 s.
+#: Candidates per user in the sweep; smaller on a CPU, where every point takes about 20 s.
 RATIOS = (10, 70, 300, 1000)
 RATIOS_ON_CPU = (4, 16, 64, 256)
 

@@ -222,11 +222,11 @@ def check_concrete(op: str, sizes: dict[str, Any]) -> None:
 
 def _other_device(reason: str) -> str:
     """A suffix for a reason that quotes a row measured on another GPU model; else empty."""
-    here = str(getattr(default_device(), "device_kind", ""))
+    device_kind = str(getattr(default_device(), "device_kind", ""))
     measured = re.search(r"\((?P<device>[^(),]*(?:GPU|NVIDIA)[^(),]*), \d{4}-", reason)
-    if measured is None or not here or measured["device"] == here:
+    if measured is None or not device_kind or measured["device"] == device_kind:
         return ""
-    return f"; measured on an {_model(measured['device'])}; this is an {_model(here)}"
+    return f"; measured on an {_model(measured['device'])}; this is an {_model(device_kind)}"
 
 
 def _model(device_kind: str) -> str:
@@ -269,10 +269,10 @@ def vary_over_same_axes(arrays: Any) -> Any:
         axes: frozenset[str] = jax.typeof(x).manual_axis_type.varying
         return axes
 
-    every = frozenset().union(*map(varying, jax.tree.leaves(arrays)))
+    all_axes = frozenset().union(*map(varying, jax.tree.leaves(arrays)))
 
     def cast(x: jax.Array) -> jax.Array:
-        missing = tuple(sorted(every - varying(x)))
+        missing = tuple(sorted(all_axes - varying(x)))
         return jax.lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(cast, arrays)
@@ -313,7 +313,7 @@ def hopper_unavailable_reason() -> str | None:
 
 
 def num_sms() -> int:
-    """Streaming multiprocessors of the default device; it must be a GPU."""
+    """Number of streaming multiprocessors of the default device, which must be a GPU."""
     return int(default_device().core_count)
 
 

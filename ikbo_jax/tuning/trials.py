@@ -33,7 +33,7 @@ CHECK_ROWS = 128
 #: Compiler options of programs that check results. By default XLA would time all GEMM algorithms
 #: for an oracle: 12 s for a program that runs a few times.
 UNTUNED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
-#: Number of candidates whose XLA result is compared with the oracle, and of these at once.
+#: Number of candidates whose XLA result is compared with the oracle, in total and at once.
 SAMPLED, SAMPLED_AT_ONCE = 32, 4
 
 
