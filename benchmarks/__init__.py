@@ -1,1 +1,5 @@
-"""Benchmarks: what the ops take on the device at hand, beside their baselines and ceilings."""
+"""Benchmarks: times of the ops on the local device, compared with baselines and ceilings.
+
+A *provider* is one implementation of an op, a *point* one set of sizes, a *sweep* a list of points.
+A *bar* is the target that a figure of a point should reach.
+"""

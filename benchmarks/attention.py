@@ -1,9 +1,9 @@
-"""Broadcast attention: the baselines, the XLA path, the kernel, and the sweeps over sizes.
+"""Benchmark of broadcast attention: the kernel, the XLA path and baselines, in sweeps over sizes.
 
     python -m benchmarks.attention --out benchmarks/results/attention-h200.json
 
-Every figure counts useful FLOPs only: no padding, no copies, no keys past a user's length. Off a
-GPU all sizes shrink, and the figures say no more than that the benchmark runs.
+Every figure counts useful FLOPs only: no padding, no copies, no keys past a user's length. Without
+a GPU all sizes shrink, and the figures only show that the benchmark runs.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from benchmarks.attention_providers import (
     COPIES,
     GROUPED_CUDNN,
     GROUPED_TOKAMAX,
+    LABELS,
     OURS,
-    WORDS,
     XLA,
     Inputs,
     Provider,
@@ -48,11 +48,13 @@ DEFAULT = AttentionProblem(
 )
 SWEEPS = ("s", "dtype", "ratio", "t", "h", "heads", "index")
 SWEEP_S = (128, 256, 384, 512, 1024, 2048, 4096, 16384)
-#: Bars: our fraction of the matmul by S; from the same S's grouped cuDNN; from the copies.
+#: Bars of our fraction of the matmul, by S.
 FRACTION_BARS = {512: 0.81, 1024: 0.86, 2048: 0.93, 4096: 0.96, 16384: 1.0}
+#: Bar of our speed-up over cuDNN with grouped queries, for S of at most SHORT_S.
 SHORT_BAR, SHORT_S = 1.3, 384
+#: Bar of our speed-up over cuDNN with copies, for S of at least COPIES_S.
 COPIES_BAR, COPIES_S = 5.5, 1024
-#: Bars of points that are held to our fraction at another point of the same S: the default's.
+#: Bars of our fraction at a point over our fraction in the sweep over S at the same S, by label.
 RELATIVE_BARS = {
     "float16": 0.96,
     "10:1": 0.90,
@@ -62,22 +64,23 @@ RELATIVE_BARS = {
     "lengths S/2..S": 0.90,
     "unsorted": 0.94,
 }
+#: Bar of our fraction at H = 64.
 NARROW_BAR = 0.75
-#: Candidates whose output is compared with the oracle.
-CHECKED = 6
+#: Number of candidates whose output is compared with the oracle.
+NUM_CHECKED = 6
 
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """One set of sizes: which sweep it belongs to, its label there, and how the users look.
+    """One set of sizes.
 
     Attributes:
       sweep: one of `SWEEPS`.
-      label: what it is called there.
+      label: name of the point in its sweep.
       problem: the sizes.
-      index: "even" (sorted, the same number of candidates for each user, but for the last),
+      index: "even" (sorted, the same number of candidates for each user except the last),
         "ragged" (sorted, random numbers) or "unsorted" ("even", shuffled).
-      lengths: "full", or "half": uniform in S/2..S.
+      lengths: "full" (S for every user) or "half" (uniform in S/2..S).
     """
 
     sweep: str
@@ -88,7 +91,7 @@ class Point:
 
 
 def points(sweep: str, dtype: str = "bfloat16") -> Iterator[Point]:
-    """The points of a sweep; they differ from the default in few sizes each."""
+    """Yields the points of a sweep; each differs from the default in a few sizes."""
     base = dataclasses.replace(DEFAULT, dtype=dtype)
 
     def at(label: str, index: str = "even", lengths: str = "full", **sizes: Any) -> Point:
@@ -121,7 +124,7 @@ def points(sweep: str, dtype: str = "bfloat16") -> Iterator[Point]:
 
 
 def shrink(point: Point) -> Point:
-    """The point in a size that a CPU can take."""
+    """The point with sizes small enough for a CPU."""
     p = point.problem
     small = dataclasses.replace(
         p,
@@ -135,7 +138,7 @@ def shrink(point: Point) -> Point:
 
 
 def make_inputs(point: Point, seed: int = 0) -> Inputs:
-    """Random inputs, made on the device."""
+    """Random inputs on the device."""
     p, dtype = point.problem, jnp.dtype(point.problem.dtype)
     keys = jax.random.split(jax.random.key(seed), 3)
     user_shape = (p.users, p.kv_len, p.kv_heads, p.head_dim)
@@ -157,29 +160,29 @@ def make_inputs(point: Point, seed: int = 0) -> Inputs:
 
 
 def useful_flops(problem: AttentionProblem, inputs: Inputs) -> int:
-    """Multiply-adds times two of both products, over keys that exist."""
+    """Two FLOPs per multiply-add of both products, over valid keys."""
     if inputs.lengths is None:
         return problem.useful_flops
-    seen = np.asarray(inputs.lengths)[np.asarray(inputs.cand_to_user)].sum()
-    return int(4 * problem.q_len * problem.q_heads * problem.head_dim * seen)
+    keys = np.asarray(inputs.lengths)[np.asarray(inputs.cand_to_user)].sum()
+    return int(4 * problem.q_len * problem.q_heads * problem.head_dim * keys)
 
 
 def measure_point(
     point: Point, providers: Sequence[Provider], protocol: harness.Protocol
 ) -> dict[str, Any]:
-    """Checks and times the providers at a point, by turns with the matmul that normalises."""
+    """Checks the providers at a point, and times them interleaved with the reference matmul."""
     problem, inputs = point.problem, make_inputs(point)
-    drawn = np.random.default_rng(0).integers(0, problem.batch, CHECKED - 2).tolist()
+    drawn = np.random.default_rng(0).integers(0, problem.batch, NUM_CHECKED - 2).tolist()
     rows = sorted({0, problem.batch - 1, *drawn})
     exact, bound = oracle(inputs, rows)
 
-    def enter(provider: Provider) -> harness.Contender:
+    def compiled(provider: Provider) -> harness.Contender:
         def prepare() -> tuple:
             return *provider.prepare(inputs), lambda out: provider.finish(out, inputs)
 
-        return harness.enter(provider.name, provider.stage, prepare, rows, exact, bound)
+        return harness.compile_and_check(provider.name, provider.stage, prepare, rows, exact, bound)
 
-    contenders = [enter(provider) for provider in providers]
+    contenders = [compiled(provider) for provider in providers]
     choice = table.lookup(problem)
     return {
         "sweep": point.sweep,
@@ -189,14 +192,14 @@ def measure_point(
         "problem": dataclasses.asdict(problem),
         "table": {
             "config": None if choice.config is None else dataclasses.asdict(choice.config),
-            "note": choice.note,
+            "note": choice.reason,
         },
         **harness.measure(contenders, useful_flops(problem, inputs), protocol),
     }
 
 
 def bars(point: Mapping[str, Any], all_points: Sequence[Mapping[str, Any]]) -> str:
-    """What `ikbo` reached at a point of a results file, beside the bars it is held to."""
+    """Text with the figures of `ikbo` at a point of a results file, each next to its bar."""
     ours = provider_of(point, OURS.name)
     if ours is None:
         return ""
@@ -214,30 +217,30 @@ def bars(point: Mapping[str, Any], all_points: Sequence[Mapping[str, Any]]) -> s
             found.append(f"{speedup:.2f} x the copies, bar {COPIES_BAR}")
     elif point["sweep"] == "h" and problem["head_dim"] == 64:
         found.append(f"fraction {ours['fraction']:.3f}, bar {NARROW_BAR}")
-    least = RELATIVE_BARS.get(point["label"].split(" S=")[0])
+    bar = RELATIVE_BARS.get(point["label"].split(" S=")[0])
     reference = _even_point(problem["kv_len"], all_points)
-    if least is not None and reference is not None:
+    if bar is not None and reference is not None:
         relative = ours["fraction"] / reference["fraction"]
-        found.append(f"{relative:.3f} of the default's fraction, bar {least}")
+        found.append(f"{relative:.3f} of the default's fraction, bar {bar}")
     return "; ".join(found)
 
 
 def _even_point(kv_len: int, all_points: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """Our figures in the sweep over S at `kv_len`, if it was measured."""
+    """Our figures in the sweep over S at `kv_len`; None if the point was not measured."""
     same = (p for p in all_points if p["sweep"] == "s" and p["problem"]["kv_len"] == kv_len)
     found = (provider_of(point, OURS.name) for point in same)
     return next((record for record in found if record is not None), None)
 
 
 def draw(results: Mapping[str, Any], path: pathlib.Path) -> None:
-    """Draws the fraction of the matmul over S, a curve for every provider."""
+    """Plots the fraction of the matmul over S, with a curve for every provider."""
     measured = [point for point in results["points"] if point["sweep"] == "s"]
     with plots.saved(path, size=(8, 4.5)) as (figure, (axis,)):
         for provider in reversed(ALL):
             records = [provider_of(point, provider.name) for point in measured]
             if any(record is not None for record in records):
                 fractions = [float("nan") if r is None else r["fraction"] for r in records]
-                axis.plot(range(len(measured)), fractions, marker="o", label=WORDS[provider.name])
+                axis.plot(range(len(measured)), fractions, marker="o", label=LABELS[provider.name])
         axis.set_xticks(range(len(measured)), [p["problem"]["kv_len"] for p in measured])
         axis.set_xlabel(f"S, keys of a user; {results['environment']['device']}")
         axis.set_ylabel("fraction of the sustained matmul")
@@ -246,7 +249,7 @@ def draw(results: Mapping[str, Any], path: pathlib.Path) -> None:
 
 
 def providers_of(sweep: str, quick: bool) -> Sequence[Provider]:
-    """All providers over S, where the bars name them; few elsewhere."""
+    """All providers in the sweep over S, whose bars need them; fewer in other sweeps."""
     if quick:
         return (XLA, OURS)
     return ALL if sweep == "s" else (GROUPED_CUDNN, GROUPED_TOKAMAX, XLA, OURS)
@@ -264,23 +267,26 @@ def run(
     """Measures sweeps and writes the results file after every point.
 
     Args:
-      sweeps: of `SWEEPS`.
-      dtype: of every sweep but "dtype".
+      sweeps: names from `SWEEPS`.
+      dtype: dtype of every sweep except "dtype".
       out: the results file.
-      quick: short windows and few providers: to see that it runs.
-      cupti: times kernels alone as well.
-      budget_s: starts no point after so many seconds; the file lists those left out.
+      quick: short windows and few providers, to see that the benchmark runs.
+      cupti: whether to time kernels without launch overhead, too.
+      budget_s: seconds after which no further point is started; the file lists the rest.
+
+    Returns:
+      The content of the results file.
     """
     start = time.monotonic()
     on_gpu = jax.default_backend() == "gpu"
-    protocol = harness.Protocol.here(quick=quick, cupti=cupti)
+    protocol = harness.Protocol.for_device(quick=quick, cupti=cupti)
     results = harness.new_results("attention", protocol)
 
     def measure(point: Point) -> dict[str, Any]:
         return measure_point(point, providers_of(point.sweep, quick), protocol)
 
-    every = [point for sweep in sweeps for point in points(sweep, dtype)]
-    todo = every if on_gpu else [shrink(point) for point in every]
+    todo = [point for sweep in sweeps for point in points(sweep, dtype)]
+    todo = todo if on_gpu else [shrink(point) for point in todo]
     harness.run_points(results, todo, measure, out=out, start=start, budget_s=budget_s)
     return results
 
@@ -288,7 +294,7 @@ def run(
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns 1 if a provider failed or was wrong."""
     parser = harness.parser("attention", SWEEPS)
-    parser.add_argument("--plot", type=pathlib.Path, help="draws the sweep over S to this SVG file")
+    parser.add_argument("--plot", type=pathlib.Path, help="SVG file for a plot of the sweep over S")
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     args = parser.parse_args(argv)
     results = run(

@@ -1,4 +1,4 @@
-"""The ways to compute broadcast attention that the benchmark compares, and their oracle."""
+"""The implementations of broadcast attention that the benchmark compares, and their oracle."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import ikbo_jax
 
 
 class Inputs(NamedTuple):
-    """The arrays of `ikbo_jax.attention`; `is_sorted` says whether the index is.
+    """The arrays of `ikbo_jax.attention`.
 
-    `lengths` is [U] int32 or None.
+    `lengths` is [U] int32 or None; `is_sorted` says whether `cand_to_user` is sorted.
     """
 
     query: jax.Array
@@ -31,14 +31,14 @@ class Inputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Provider:
-    """One way to compute the op.
+    """One implementation of the op.
 
     Attributes:
-      name: short, and the key in results files.
-      stage: for people.
-      prepare: makes a function and its arguments from the inputs, ahead of the timing; raises
-        NotImplementedError, saying why, if it cannot run here.
-      finish: makes [B, T, N, H] of what the function returns, after the timing.
+      name: short name, the key in results files.
+      stage: description.
+      prepare: takes the inputs; returns a function and its arguments, before the timing. Raises
+        NotImplementedError with the reason if the provider cannot run here.
+      finish: converts the function's result to [B, T, N, H], after the timing.
     """
 
     name: str
@@ -62,16 +62,16 @@ def _attention(inputs: Inputs, implementation: str | None) -> tuple[Callable, tu
     return run, inputs[:5]
 
 
-def _need_cudnn() -> None:
+def _require_gpu_for_cudnn() -> None:
     if jax.default_backend() != "gpu":
         raise NotImplementedError(f"cuDNN needs a GPU, but this is a {jax.default_backend()}")
 
 
 def _copies_cudnn(inputs: Inputs) -> tuple[Callable, tuple]:
-    _need_cudnn()
+    _require_gpu_for_cudnn()
 
     def run(query: Any, key: Any, value: Any, index: Any, lengths: Any) -> Any:
-        # The barrier keeps XLA from doing anything but the copies that the name promises.
+        # The barrier forces XLA to materialise the copies.
         keys, values = jax.lax.optimization_barrier((key[index], value[index]))
         return jax.nn.dot_product_attention(
             query,
@@ -84,8 +84,11 @@ def _copies_cudnn(inputs: Inputs) -> tuple[Callable, tuple]:
     return run, inputs[:5]
 
 
-def _places(inputs: Inputs) -> tuple[np.ndarray, np.ndarray, int]:
-    """User and rank among the user's candidates of every candidate; candidates a user, at most."""
+def _users_and_ranks(inputs: Inputs) -> tuple[np.ndarray, np.ndarray, int]:
+    """For every candidate its user and its rank among the user's candidates.
+
+    The last result is the largest number of candidates of one user.
+    """
     index = np.asarray(inputs.cand_to_user)
     order = np.argsort(index, kind="stable")
     counts = np.bincount(index, minlength=inputs.key.shape[0])
@@ -95,18 +98,18 @@ def _places(inputs: Inputs) -> tuple[np.ndarray, np.ndarray, int]:
 
 
 def _grouped_query(inputs: Inputs) -> jax.Array:
-    """[U, most * T, N, H]: the queries of a user as one sequence, padded to the longest."""
-    users, ranks, most = _places(inputs)
+    """[U, max_candidates * T, N, H]: the queries of each user, padded to the longest."""
+    users, ranks, max_candidates = _users_and_ranks(inputs)
     _, q_len, heads, width = inputs.query.shape
-    shape = (inputs.key.shape[0], most, q_len, heads, width)
+    shape = (inputs.key.shape[0], max_candidates, q_len, heads, width)
     grouped = jnp.zeros(shape, inputs.query.dtype).at[users, ranks].set(inputs.query)
-    return grouped.reshape(shape[0], most * q_len, heads, width)
+    return grouped.reshape(shape[0], max_candidates * q_len, heads, width)
 
 
 def _ungrouped(out: jax.Array, inputs: Inputs) -> jax.Array:
-    users, ranks, most = _places(inputs)
+    users, ranks, max_candidates = _users_and_ranks(inputs)
     _, q_len, heads, width = inputs.query.shape
-    return out.reshape(-1, most, q_len, heads, width)[users, ranks]
+    return out.reshape(-1, max_candidates, q_len, heads, width)[users, ranks]
 
 
 def _grouped(attend: Callable[..., jax.Array], inputs: Inputs) -> tuple[Callable, tuple]:
@@ -117,7 +120,7 @@ def _grouped(attend: Callable[..., jax.Array], inputs: Inputs) -> tuple[Callable
 
 
 def _grouped_cudnn(inputs: Inputs) -> tuple[Callable, tuple]:
-    _need_cudnn()
+    _require_gpu_for_cudnn()
     attend = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
     return _grouped(attend, inputs)
 
@@ -147,8 +150,8 @@ GROUPED_TOKAMAX = Provider(
     "grouped-tokamax", "queries grouped by hand before, tokamax", _grouped_tokamax, _ungrouped
 )
 ALL = (COPIES, GROUPED_CUDNN, GROUPED_TOKAMAX, XLA, OURS)
-#: What plots and tables call the providers.
-WORDS = {
+#: Names of the providers in plots and tables.
+LABELS = {
     COPIES.name: "cuDNN, keys and values copied",
     GROUPED_CUDNN.name: "cuDNN, queries grouped by hand",
     GROUPED_TOKAMAX.name: "tokamax, queries grouped by hand",
@@ -158,10 +161,10 @@ WORDS = {
 
 
 def oracle(inputs: Inputs, rows: Sequence[int]) -> tuple[np.ndarray, float]:
-    """NumPy f64 results of some candidates, and the error that the error rule admits there.
+    """NumPy f64 results of some candidates, and the largest error that the error rule allows.
 
-    The rule: twice the error of attention in the inputs' dtype, which rounds the softmax's weights
-    before they meet the values, and one rounding of the largest result.
+    The rule allows twice the error of attention in the inputs' dtype, which rounds the softmax
+    probabilities before they are multiplied by the values, plus one rounding of the largest result.
     """
     index = np.asarray(inputs.cand_to_user)
     lengths = None if inputs.lengths is None else np.asarray(inputs.lengths)
@@ -177,14 +180,14 @@ def oracle(inputs: Inputs, rows: Sequence[int]) -> tuple[np.ndarray, float]:
         repeats = query.shape[1] // key.shape[1]
         key, value = np.repeat(key, repeats, axis=1), np.repeat(value, repeats, axis=1)
         scores = np.einsum("tnh,snh->tns", query, key) * query.shape[-1] ** -0.5
-        weights = np.exp(scores - scores.max(-1, keepdims=True, initial=-np.inf))
-        weights /= np.maximum(weights.sum(-1, keepdims=True), 1e-300)
-        found.append(np.einsum("tns,snh->tnh", weights, value))
-        rounded = weights.astype(dtype).astype(np.float64)
+        probabilities = np.exp(scores - scores.max(-1, keepdims=True, initial=-np.inf))
+        probabilities /= np.maximum(probabilities.sum(-1, keepdims=True), 1e-300)
+        found.append(np.einsum("tns,snh->tnh", probabilities, value))
+        rounded = probabilities.astype(dtype).astype(np.float64)
         same_dtype.append(np.einsum("tns,snh->tnh", rounded, value))
     exact = np.stack(found)
     plain = np.stack(same_dtype).astype(dtype).astype(np.float64)
-    # f32 accumulation differs from f64 far less than bf16 and f16 round, but it is all f32 has.
+    # The error of f32 accumulation; only f32 results need it, since 16-bit rounding is larger.
     accumulation = 2.0**-24 * inputs.key.shape[1] ** 0.5 * np.abs(exact).max()
     one_rounding = float(jnp.finfo(dtype).eps) / 2 * np.abs(exact).max()
     return exact, float(2 * (np.abs(plain - exact).max() + accumulation) + one_rounding)

@@ -1,11 +1,12 @@
-"""Generalised dot-product attention, forward and backward: the XLA path, the kernels, yardsticks.
+"""Benchmark of generalised dot-product attention, forward and backward, in sweeps over sizes.
 
     python -m benchmarks.gdpa --out benchmarks/results/gdpa-h200.json
 
-Useful FLOPs count pairs of a query and a key of its own sequence; the backward pass counts 2.5
-times the forward's. Softmax attention by others stands beside it as a yardstick where all lengths
-are equal: it is another function of the same sizes, and is held to an oracle of its own. Off a GPU
-all sizes shrink, and the figures say no more than that the benchmark runs.
+Useful FLOPs count pairs of a query and a key of the same sequence; the backward pass counts 2.5
+times the FLOPs of the forward pass. Where all lengths are equal, softmax attention by other
+libraries (a *yardstick*) is timed for comparison: it is another function of the same sizes and has
+a separate oracle. Without a GPU all sizes shrink, and the figures only show that the benchmark
+runs.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import jax
 import numpy as np
 
 from benchmarks import harness
-from benchmarks.gdpa_oracle import checked_rows, oracle, worst
+from benchmarks.gdpa_oracle import checked_rows, oracle, worst_error
 from benchmarks.gdpa_providers import (
     ALL,
     ATTENTION,
@@ -30,15 +31,15 @@ from benchmarks.gdpa_providers import (
     XLA,
     Provider,
     Sizes,
+    count_pairs,
     make_inputs,
-    pairs,
 )
 from benchmarks.harness import provider_of
 from ikbo_jax.reference.activations import SOFTMAX
 
 BATCH = 1152
 LENGTHS = (256, 512, 1024, 2048)
-#: Sweeps over the greatest length.
+#: Sweeps over the largest length.
 LENGTH_SWEEPS = ("full", "half", "kv256")
 SWEEPS = (*LENGTH_SWEEPS, "activations", "pma", "other")
 DIRECTIONS = tuple(RESULTS)
@@ -63,9 +64,9 @@ ACTIVATIONS = (
     ("identity", None),
     (SOFTMAX, None),
 )
-#: FLOPs of a direction over the forward's.
+#: FLOPs of a direction, relative to the forward pass.
 WORK = {"forward": 1.0, "backward": 2.5, "both": 3.5}
-#: Bars: our fraction of the matmul by sweep, direction and length.
+#: Bars of our fraction of the matmul, by sweep, direction and length.
 FRACTION_BARS = {
     ("full", "forward"): dict(zip(LENGTHS, (0.62, 0.74, 0.82, 0.86), strict=True)),
     ("half", "forward"): dict(zip(LENGTHS, (0.50, 0.62, 0.72, 0.80), strict=True)),
@@ -73,25 +74,29 @@ FRACTION_BARS = {
     ("full", "backward"): dict(zip(LENGTHS, (0.40, 0.55, 0.65, 0.70), strict=True)),
     ("kv256", "backward"): dict(zip(LENGTHS, (0.40, 0.50, 0.55, 0.58), strict=True)),
 }
-#: Bars of activations: our fraction over that of another one. Like stands beside like: exact
-#: beside exact where both have a tanh.
+#: Bars of our fraction with an activation, relative to our fraction with another activation. If
+#: both have a tanh, exact is compared with exact and approximate with approximate.
 RELATIVE_BARS = {
     "relu": ("gelu_tanh tanh", 1.0),
     "silu tanh": ("gelu_tanh tanh", 1.0),
     "silu": ("gelu_tanh", 1.0),
     "gelu": ("gelu_tanh tanh", 0.75),
 }
-#: Bars: our speed over that of the XLA path; a softmax's over that of `ikbo_jax.attention`.
+#: Bars of our speed-up over the XLA path in "pma", and over `ikbo_jax.attention` with softmax.
 PMA_BAR, SOFTMAX_BAR = 2.0, 0.97
-#: Sequences whose results are compared with the oracle.
-CHECKED = 4
+#: Number of sequences whose results are compared with the oracle.
+NUM_CHECKED = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """One set of sizes in one direction: which sweep it belongs to, and its name there.
+    """One set of sizes in one direction.
 
-    `name` is without the direction, which ends the label.
+    Attributes:
+      sweep: one of `SWEEPS`.
+      name: name of the sizes in the sweep; the label appends the direction.
+      sizes: the sizes.
+      direction: one of `DIRECTIONS`.
     """
 
     sweep: str
@@ -105,7 +110,7 @@ class Point:
 
 
 def points(sweep: str, direction: str = "forward", dtype: str = "bfloat16") -> Iterator[Point]:
-    """The points of a sweep in one direction."""
+    """Yields the points of a sweep in one direction."""
 
     def at(name: str, q_len: int, kv_len: int, batch: int = BATCH, **rest: Any) -> Point:
         return Point(sweep, name, Sizes(batch, q_len, kv_len, dtype=dtype, **rest), direction)
@@ -127,7 +132,7 @@ def points(sweep: str, direction: str = "forward", dtype: str = "bfloat16") -> I
 
 
 def shrink(point: Point) -> Point:
-    """The point in a size that a CPU can take."""
+    """The point with sizes small enough for a CPU."""
     p = point.sizes
     small = dataclasses.replace(
         p,
@@ -141,7 +146,7 @@ def shrink(point: Point) -> Point:
 
 
 def providers_of(point: Point, quick: bool) -> Sequence[Provider]:
-    """Yardsticks where the sweep is about lengths or the function is theirs."""
+    """Providers of a point; yardsticks only in sweeps over lengths and with softmax."""
     if quick:
         return (XLA, OURS)
     if point.sizes.activation == SOFTMAX:
@@ -154,65 +159,65 @@ def providers_of(point: Point, quick: bool) -> Sequence[Provider]:
 def measure_point(
     point: Point, providers: Sequence[Provider], protocol: harness.Protocol
 ) -> dict[str, Any]:
-    """Checks and times the providers at a point, by turns with the matmul that normalises."""
+    """Checks the providers at a point, and times them interleaved with the reference matmul."""
     sizes, direction, inputs = point.sizes, point.direction, make_inputs(point.sizes)
-    drawn = np.random.default_rng(0).integers(0, sizes.batch, CHECKED - 2).tolist()
+    drawn = np.random.default_rng(0).integers(0, sizes.batch, NUM_CHECKED - 2).tolist()
     sequences = sorted({0, sizes.batch - 1, *drawn})
-    # Yardsticks have an oracle of their own, which is not made for nothing.
+    # Yardsticks need another oracle, so oracles are computed on demand.
     oracles: dict[Sizes, tuple[np.ndarray, np.ndarray]] = {}
 
-    def enter(provider: Provider) -> harness.Contender:
+    def compiled(provider: Provider) -> harness.Contender:
         computed = provider.sizes(sizes)
 
         def compare(result: Sequence[jax.Array]) -> tuple[float, float]:
             if computed not in oracles:
                 oracles[computed] = oracle(computed, inputs, sequences, direction)
             found = checked_rows(result, inputs, sequences, direction)
-            return worst(found, *oracles[computed])
+            return worst_error(found, *oracles[computed])
 
         def prepare() -> tuple:
             return *provider.prepare(computed, inputs, direction), compare
 
-        contender = harness.enter_compared(provider.name, provider.stage, prepare)
+        contender = harness.compile_and_compare(provider.name, provider.stage, prepare)
         if computed != sizes:
             contender.record["note"] = f"another function: {computed.activation}"
         return contender
 
-    number = pairs(inputs)
+    pairs = count_pairs(inputs)
     return {
         "sweep": point.sweep,
         "label": point.label,
         "name": point.name,
         "direction": direction,
         "problem": dataclasses.asdict(sizes),
-        "pairs": number,
+        "pairs": pairs,
         **harness.measure(
-            [enter(provider) for provider in providers],
-            WORK[direction] * 4 * number * sizes.heads * sizes.head_dim,
+            [compiled(provider) for provider in providers],
+            WORK[direction] * 4 * pairs * sizes.heads * sizes.head_dim,
             protocol,
         ),
     }
 
 
 def bars(point: Mapping[str, Any], all_points: Sequence[Mapping[str, Any]]) -> str:
-    """What `ikbo` reached at a point of a results file, beside the bars it is held to."""
+    """Text with the figures of `ikbo` at a point of a results file, each next to its bar."""
     ours = provider_of(point, OURS.name)
     if ours is None:
         return ""
     sweep, problem, found = point["sweep"], point["problem"], []
-    least = FRACTION_BARS.get((sweep, point["direction"]), {}).get(problem["q_len"])
-    if least is not None and problem["dtype"] == "bfloat16":
-        found.append(f"fraction {ours['fraction']:.3f}, bar {least:.2f}")
+    bar = FRACTION_BARS.get((sweep, point["direction"]), {}).get(problem["q_len"])
+    if bar is not None and problem["dtype"] == "bfloat16":
+        found.append(f"fraction {ours['fraction']:.3f}, bar {bar:.2f}")
     xla, attention = (provider_of(point, p.name) for p in (XLA, ATTENTION))
     if sweep == "pma" and xla is not None:
         speedup = xla["median_ms"] / ours["median_ms"]
         found.append(f"{speedup:.2f} x XLA, bar {PMA_BAR}")
     if sweep == "activations" and point["name"] in RELATIVE_BARS:
-        name, least = RELATIVE_BARS[point["name"]]
+        name, bar = RELATIVE_BARS[point["name"]]
         other = _activation(name, point["direction"], all_points)
         if other is not None:
             relative = ours["fraction"] / other["fraction"]
-            found.append(f"{relative:.3f} of {name}'s fraction, bar {least}")
+            found.append(f"{relative:.3f} of {name}'s fraction, bar {bar}")
     if attention is not None:
         relative = attention["median_ms"] / ours["median_ms"]
         found.append(f"{relative:.3f} of attention's speed, bar {SOFTMAX_BAR}")
@@ -222,7 +227,7 @@ def bars(point: Mapping[str, Any], all_points: Sequence[Mapping[str, Any]]) -> s
 def _activation(
     name: str, direction: str, all_points: Sequence[Mapping[str, Any]]
 ) -> Mapping[str, Any] | None:
-    """Our figures with an activation in a direction, if they were measured."""
+    """Our figures with an activation in a direction; None if they were not measured."""
     wanted = ("activations", name, direction)
     same = (p for p in all_points if (p["sweep"], p["name"], p["direction"]) == wanted)
     found = (provider_of(point, OURS.name) for point in same)
@@ -242,24 +247,27 @@ def run(
     """Measures sweeps and writes the results file after every point.
 
     Args:
-      sweeps: of `SWEEPS`.
-      directions: of `DIRECTIONS`; all sweeps in the first one come first.
-      dtype: of all arrays.
+      sweeps: names from `SWEEPS`.
+      directions: names from `DIRECTIONS`; all sweeps are measured in the first direction first.
+      dtype: dtype of all arrays.
       out: the results file.
-      quick: short windows and few providers: to see that it runs.
-      cupti: times kernels alone as well.
-      budget_s: starts no point after so many seconds; the file lists those left out.
+      quick: short windows and few providers, to see that the benchmark runs.
+      cupti: whether to time kernels without launch overhead, too.
+      budget_s: seconds after which no further point is started; the file lists the rest.
+
+    Returns:
+      The content of the results file.
     """
     start = time.monotonic()
     on_gpu = jax.default_backend() == "gpu"
-    protocol = harness.Protocol.here(quick=quick, cupti=cupti)
+    protocol = harness.Protocol.for_device(quick=quick, cupti=cupti)
     results = harness.new_results("gdpa", protocol)
 
     def measure(point: Point) -> dict[str, Any]:
         return measure_point(point, providers_of(point, quick), protocol)
 
-    every = [p for direction in directions for s in sweeps for p in points(s, direction, dtype)]
-    todo = every if on_gpu else [shrink(point) for point in every]
+    todo = [p for direction in directions for s in sweeps for p in points(s, direction, dtype)]
+    todo = todo if on_gpu else [shrink(point) for point in todo]
     harness.run_points(results, todo, measure, out=out, start=start, budget_s=budget_s)
     return results
 
@@ -272,7 +280,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         nargs="+",
         choices=DIRECTIONS,
         default=DIRECTIONS,
-        help="of the result, of the gradients with a given cotangent, of both (all of them)",
+        help="what to time: the result, the gradients for a fixed cotangent, or both "
+        "(default: all three)",
     )
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     args = parser.parse_args(argv)

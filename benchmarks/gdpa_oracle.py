@@ -1,4 +1,4 @@
-"""What the benchmark of generalised dot-product attention holds results and gradients to."""
+"""The oracle of the benchmark of generalised dot-product attention, for results and gradients."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from ikbo_jax.reference.gdpa import Arrays
 def checked_rows(
     result: Sequence[jax.Array], inputs: Inputs, sequences: Sequence[int], direction: str
 ) -> np.ndarray:
-    """[rows, N, H]: what a direction returned for some sequences, one result after another.
+    """The results of a direction for some sequences, concatenated to [rows, N, H].
 
-    All rows of d_query if queries are broadcast.
+    If queries are broadcast, all rows of d_query are included.
     """
     found = []
     for name, array in zip(RESULTS[direction], result, strict=True):
@@ -33,7 +33,7 @@ def checked_rows(
 
 
 def _offsets(inputs: Inputs, is_key: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Begin and end of every sequence among the keys, or among the rows of the result."""
+    """Start and end of every sequence in the rows of the keys, or in the rows of the result."""
     arrays = inputs.arrays
     cu = arrays.cu_seqlens_kv if is_key else arrays.cu_seqlens_q
     if cu is None:
@@ -46,70 +46,71 @@ def _offsets(inputs: Inputs, is_key: bool) -> tuple[np.ndarray, np.ndarray]:
 def oracle(
     sizes: Sizes, inputs: Inputs, sequences: Sequence[int], direction: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Exact f32 results of some sequences alone, and the errors that the error rule admits.
+    """Exact f32 results of some sequences, and the largest errors that the error rule allows.
 
-    The rule, for each of `RESULTS[direction]`: twice the error of the same computation with weights
-    and gradients of scores rounded to the inputs' dtype before they meet another operand, and one
-    rounding of the largest value. d_query of broadcast queries sums over all sequences, not over
-    some.
+    For each of `RESULTS[direction]`, the rule allows twice the error of a computation that rounds
+    activated scores and gradients of scores to the inputs' dtype before they are multiplied by
+    another operand, plus one rounding of the largest value. d_query of broadcast queries is a sum
+    over all sequences.
 
     Returns:
-      What `checked_rows` should be, [rows, N, H], and bounds, [rows, 1, 1].
+      The expected result of `checked_rows`, [rows, N, H], and bounds, [rows, 1, 1].
     """
     names = RESULTS[direction]
     found: dict[str, list] = {name: [] for name in names}
-    of_one = tuple(x for x in names if not (x == "d_query" and sizes.broadcast_q))
+    per_sequence = tuple(x for x in names if not (x == "d_query" and sizes.broadcast_q))
     for sequence in sequences:
-        results = _exact_and_plain(sizes, inputs, jnp.int32(sequence), of_one)
-        for name in of_one:
+        results = _exact_and_rounded(sizes, inputs, jnp.int32(sequence), per_sequence)
+        for name in per_sequence:
             begin, end = _offsets(inputs, is_key=name in ("d_key", "d_value"))
             length = end[sequence] - begin[sequence]
             found[name].append(np.stack([np.asarray(x[name])[:length] for x in results]))
-    if of_one != names:
+    if per_sequence != names:
         found["d_query"] = [np.asarray(_summed_d_query(sizes, inputs))]
     finfo = jnp.finfo(sizes.dtype)
     exact_parts, bounds = [], []
     for name in names:
-        exact, plain = np.concatenate(found[name], axis=1)
-        plain = plain.astype(jnp.dtype(sizes.dtype)).astype(np.float32)
-        bound = 2 * np.abs(plain - exact).max() + float(finfo.eps) / 2 * np.abs(exact).max()
+        exact, rounded = np.concatenate(found[name], axis=1)
+        rounded = rounded.astype(jnp.dtype(sizes.dtype)).astype(np.float32)
+        bound = 2 * np.abs(rounded - exact).max() + float(finfo.eps) / 2 * np.abs(exact).max()
         exact_parts.append(exact)
         bounds.append(np.full((len(exact), 1, 1), bound))
     return np.concatenate(exact_parts), np.concatenate(bounds)
 
 
-def worst(found: np.ndarray, exact: np.ndarray, bounds: np.ndarray) -> tuple[float, float]:
-    """The error that comes nearest to its bound or goes furthest beyond it, and that bound."""
+def worst_error(found: np.ndarray, exact: np.ndarray, bounds: np.ndarray) -> tuple[float, float]:
+    """The error with the largest ratio to its bound, and that bound."""
     errors = np.abs(found.astype(np.float64) - exact)
-    # A NaN is the largest.
+    # argmax treats NaN as the largest value.
     place = np.unravel_index(np.argmax(errors / bounds), errors.shape)
     return float(errors[place]), float(np.broadcast_to(bounds, errors.shape)[place])
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
-def _exact_and_plain(
+def _exact_and_rounded(
     sizes: Sizes, inputs: Inputs, sequence: jax.Array, names: tuple[str, ...]
 ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    """f32 results of one sequence, padded to the longest: by the reference, and by `_plain`."""
+    """f32 results of one sequence, padded to the longest: by the reference, and by `_rounded`."""
     one = _one_sequence(sizes, inputs, sequence)
     floats = (x.astype(jnp.float32) for x in one.arrays[:3])
     out, pull = jax.vjp(
         lambda *x: reference.materialised(Arrays(*x, *one.arrays[3:]), sizes.settings), *floats
     )
     exact = (out, *pull(one.d_out.astype(jnp.float32)))
-    every = (
-        dict(zip(RESULTS["both"], results, strict=True)) for results in (exact, _plain(sizes, one))
+    both = (
+        dict(zip(RESULTS["both"], results, strict=True))
+        for results in (exact, _rounded(sizes, one))
     )
-    exact_results, plain_results = ({name: x[name] for name in names} for x in every)
-    return exact_results, plain_results
+    exact_results, rounded_results = ({name: x[name] for name in names} for x in both)
+    return exact_results, rounded_results
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _summed_d_query(sizes: Sizes, inputs: Inputs) -> jax.Array:
-    """[2, T, N, H] f32: exact and plain d_query of broadcast queries, of all sequences."""
+    """[2, T, N, H] f32: d_query of broadcast queries over all sequences, exact and rounded."""
 
     def add(total: jax.Array, sequence: jax.Array) -> tuple[jax.Array, None]:
-        results = _exact_and_plain(sizes, inputs, sequence, ("d_query",))
+        results = _exact_and_rounded(sizes, inputs, sequence, ("d_query",))
         return total + jnp.stack([x["d_query"] for x in results]), None
 
     zeros = jnp.zeros((2, *inputs.arrays.query.shape), jnp.float32)
@@ -117,7 +118,7 @@ def _summed_d_query(sizes: Sizes, inputs: Inputs) -> jax.Array:
 
 
 def _one_sequence(sizes: Sizes, inputs: Inputs, sequence: jax.Array) -> Inputs:
-    """The inputs of one sequence; what lies past its last row is of no sequence."""
+    """The inputs of one sequence, padded to the longest with rows outside the sequence."""
     arrays = inputs.arrays
 
     def rows(array: jax.Array, begin: jax.Array, longest: int) -> jax.Array:
@@ -137,8 +138,8 @@ def _one_sequence(sizes: Sizes, inputs: Inputs, sequence: jax.Array) -> Inputs:
     return Inputs(one, rows(inputs.d_out, begin_q, sizes.q_len))
 
 
-def _plain(sizes: Sizes, one: Inputs) -> tuple[jax.Array, ...]:
-    """`RESULTS["both"]` of one sequence in f32, operands of products in the inputs' dtype."""
+def _rounded(sizes: Sizes, one: Inputs) -> tuple[jax.Array, ...]:
+    """`RESULTS["both"]` of one sequence in f32, with operands rounded to the inputs' dtype."""
     (query, key, value, cu_q, cu_kv, _), settings = one.arrays, sizes.settings
 
     def product(axes: str, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -146,23 +147,23 @@ def _plain(sizes: Sizes, one: Inputs) -> tuple[jax.Array, ...]:
             axes, a.astype(b.dtype), b, preferred_element_type=jnp.float32, precision="highest"
         )
 
-    seen = (jnp.arange(key.shape[0], dtype=jnp.int32) < cu_kv[1])[None]
+    mask = (jnp.arange(key.shape[0], dtype=jnp.int32) < cu_kv[1])[None]
     if cu_q is not None:
-        seen = seen & (jnp.arange(query.shape[0], dtype=jnp.int32) < cu_q[1])[:, None]
+        mask = mask & (jnp.arange(query.shape[0], dtype=jnp.int32) < cu_q[1])[:, None]
     scale, output_scale = jnp.float32(settings.scale), jnp.float32(settings.output_scale)
     scores = scale * product("inh,jnh->nij", query, key)
-    d_weights = product("inh,jnh->nij", one.d_out, value)
+    d_activated = product("inh,jnh->nij", one.d_out, value)
     if sizes.activation == SOFTMAX:
-        weights = jnp.where(seen, jax.nn.softmax(jnp.where(seen, scores, -1e30), axis=-1), 0)
-        d_weights -= jnp.sum(weights * d_weights, axis=-1, keepdims=True)
-        d_scores = weights * d_weights
+        activated = jnp.where(mask, jax.nn.softmax(jnp.where(mask, scores, -1e30), axis=-1), 0)
+        d_activated -= jnp.sum(activated * d_activated, axis=-1, keepdims=True)
+        d_scores = activated * d_activated
     else:
         activation = elementwise(sizes.activation, sizes.approx)
-        weights = jnp.where(seen, activation.value(scores), 0)
-        d_scores = jnp.where(seen, activation.slope(scores) * d_weights, 0)
+        activated = jnp.where(mask, activation.value(scores), 0)
+        d_scores = jnp.where(mask, activation.slope(scores) * d_activated, 0)
     return (
-        output_scale * product("nij,jnh->inh", weights, value),
+        output_scale * product("nij,jnh->inh", activated, value),
         scale * output_scale * product("nij,jnh->inh", d_scores, key),
         scale * output_scale * product("nij,inh->jnh", d_scores, query),
-        output_scale * product("nij,inh->jnh", weights, one.d_out),
+        output_scale * product("nij,inh->jnh", activated, one.d_out),
     )

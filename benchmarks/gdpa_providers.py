@@ -1,4 +1,4 @@
-"""The ways to compute generalised dot-product attention that the benchmark compares."""
+"""The implementations of generalised dot-product attention that the benchmark compares."""
 
 from __future__ import annotations
 
@@ -16,34 +16,35 @@ import ikbo_jax
 from ikbo_jax.reference.activations import SOFTMAX
 from ikbo_jax.reference.gdpa import Arrays, Settings
 
-#: What each direction returns, in this order.
+#: Names of the results of each direction, in order.
 RESULTS = {
     "forward": ("out",),
     "backward": ("d_query", "d_key", "d_value"),
     "both": ("out", "d_query", "d_key", "d_value"),
 }
-#: Pairs of a query and a key that the XLA path is given at most, a head: length 1024, full.
-MOST_XLA_PAIRS = 1152 * 1024**2
-#: Rows drawn at once: a GPU makes random numbers from counters of eight times their size.
+#: Largest number of query-key pairs per head for the XLA path: full sequences of 1024.
+MAX_XLA_PAIRS = 1152 * 1024**2
+#: Rows of random numbers that are drawn at once, since a GPU needs counters of eight times their
+#: size.
 PART_ROWS = 2**16
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """A problem; scores are scaled by 1 / √H, results of a softmax by 1, others by 1 / kv_len.
+    """A problem. Scores are scaled by 1 / √H, results by 1 for softmax and 1 / kv_len otherwise.
 
     Attributes:
-      batch: sequences, each with its own keys.
+      batch: number of sequences of queries and of keys.
       q_len: queries of the longest sequence.
       kv_len: keys of the longest sequence.
-      heads: N, of queries and of keys.
-      head_dim: H.
-      dtype: of all arrays.
-      activation: of all heads.
-      approx: an approximation's name, or None.
-      lengths: "full": those above, of all sequences; "half": uniform in 1..kv_len, the same of
-        queries and keys.
-      broadcast_q: that all sequences have the same queries.
+      heads: number of query heads and of key heads.
+      head_dim: H, head width.
+      dtype: dtype of all arrays.
+      activation: activation of all heads.
+      approx: name of an approximation, or None.
+      lengths: "full" (q_len and kv_len for all sequences) or "half" (uniform in 1..kv_len, the same
+        for queries and keys).
+      broadcast_q: whether all sequences have the same queries.
     """
 
     batch: int
@@ -65,8 +66,8 @@ class Sizes:
             names, self.approx, self.head_dim**-0.5, output_scale, broadcast_q=self.broadcast_q
         )
 
-    def of_softmax(self) -> Sizes:
-        """The same sizes with a softmax."""
+    def with_softmax(self) -> Sizes:
+        """The same sizes with softmax as activation."""
         return dataclasses.replace(self, activation=SOFTMAX, approx=None)
 
 
@@ -86,7 +87,7 @@ def _normal(key: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
 
 
 def make_inputs(sizes: Sizes, seed: int = 0) -> Inputs:
-    """Random inputs, made on the device."""
+    """Random inputs on the device."""
     q_lens, kv_lens = (np.full(sizes.batch, x) for x in (sizes.q_len, sizes.kv_len))
     if sizes.lengths == "half":
         q_lens = kv_lens = np.random.default_rng(seed).integers(1, sizes.kv_len + 1, sizes.batch)
@@ -106,8 +107,8 @@ def make_inputs(sizes: Sizes, seed: int = 0) -> Inputs:
     return Inputs(Arrays(query, key, value, None if sizes.broadcast_q else cu_q, cu_kv), d_out)
 
 
-def pairs(inputs: Inputs) -> int:
-    """Pairs of a query and a key of its own sequence."""
+def count_pairs(inputs: Inputs) -> int:
+    """Number of pairs of a query and a key of the same sequence."""
     arrays = inputs.arrays
     kv_lens = np.diff(np.asarray(arrays.cu_seqlens_kv, np.int64))
     if arrays.cu_seqlens_q is None:
@@ -115,37 +116,37 @@ def pairs(inputs: Inputs) -> int:
     return int(np.dot(np.diff(np.asarray(arrays.cu_seqlens_q, np.int64)), kv_lens))
 
 
-#: Of arrays to out [rows, N, H].
+#: Takes the arrays; returns the result [rows, N, H].
 Op = Callable[[Arrays], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
 class Provider:
-    """One way to compute the op.
+    """One implementation of the op.
 
     Attributes:
-      name: short, and the key in results files.
-      stage: for people.
-      make: the op of those sizes and inputs; raises NotImplementedError, saying why, if it cannot
-        run here.
-      has_softmax: that it takes a softmax whatever the activation.
-      directions: those it has.
+      name: short name, the key in results files.
+      stage: description.
+      make: takes sizes and inputs; returns the op. Raises NotImplementedError with the reason if
+        the provider cannot run here.
+      is_softmax: whether it computes softmax for every activation.
+      directions: the directions that it supports.
     """
 
     name: str
     stage: str
     make: Callable[[Sizes, Inputs], Op]
-    has_softmax: bool = False
+    is_softmax: bool = False
     directions: Sequence[str] = tuple(RESULTS)
 
     def sizes(self, sizes: Sizes) -> Sizes:
-        """What it computes when asked for `sizes`."""
-        return sizes.of_softmax() if self.has_softmax else sizes
+        """The sizes that the provider computes for a point with `sizes`."""
+        return sizes.with_softmax() if self.is_softmax else sizes
 
     def prepare(
         self, sizes: Sizes, inputs: Inputs, direction: str
     ) -> tuple[Callable[..., tuple[jax.Array, ...]], tuple]:
-        """What computes `RESULTS[direction]`, and its arguments, on the device."""
+        """A function that computes `RESULTS[direction]`, and its arguments on the device."""
         if direction not in self.directions:
             raise NotImplementedError(f"has no {direction} direction")
         op = self.make(sizes, inputs)
@@ -162,23 +163,26 @@ class Provider:
             return lambda arrays: (op(arrays),), (inputs.arrays,)
         if direction == "both":
             return both, (inputs,)
-        # What the gradient keeps of the forward pass is made ahead of the timing. Its copies of the
-        # inputs would not fit for all providers at once.
+        # The residuals of the forward pass are computed before the timing. They contain copies of
+        # the inputs, which would not fit in memory for all providers: replace them by the inputs.
         _, pull = jax.jit(vjp)(inputs.arrays)
-        pull = jax.tree.map(functools.partial(_one_of, jax.tree.leaves(inputs.arrays)), pull)
+        deduplicate = functools.partial(_equal_array, jax.tree.leaves(inputs.arrays))
+        pull = jax.tree.map(deduplicate, pull)
         return lambda pull, d_out: pull(d_out), (pull, inputs.d_out)
 
 
-def _one_of(arrays: Sequence[jax.Array], array: jax.Array) -> jax.Array:
-    """The one of the arrays that equals `array`, which can go then; or `array`."""
+def _equal_array(arrays: Sequence[jax.Array], array: jax.Array) -> jax.Array:
+    """The first of `arrays` that equals `array`; `array` if none does."""
     alike = (x for x in arrays if (x.shape, x.dtype) == (array.shape, array.dtype))
     return next((x for x in alike if bool(jnp.array_equal(x, array))), array)
 
 
 def _gdpa(sizes: Sizes, inputs: Inputs, implementation: str) -> Op:
-    if implementation == "xla" and (number := pairs(inputs)) > MOST_XLA_PAIRS:
-        words = f"{number / 1e9:.2f}e9 pairs of a query and a key, more than"
-        raise NotImplementedError(f"too long: {words} {MOST_XLA_PAIRS / 1e9:.2f}e9")
+    if implementation == "xla" and (pairs := count_pairs(inputs)) > MAX_XLA_PAIRS:
+        raise NotImplementedError(
+            f"too long: {pairs / 1e9:.2f}e9 pairs of a query and a key, more than "
+            f"{MAX_XLA_PAIRS / 1e9:.2f}e9"
+        )
     settings = sizes.settings
 
     def op(arrays: Arrays) -> jax.Array:
@@ -198,7 +202,7 @@ def _gdpa(sizes: Sizes, inputs: Inputs, implementation: str) -> Op:
 
 
 def _dense(sizes: Sizes, attend: Callable[..., jax.Array]) -> Op:
-    """`attend` of [batch, T, N, H], [batch, S, N, H] twice, which all sequences fill."""
+    """The op by `attend` on query [batch, T, N, H], key and value [batch, S, N, H]."""
     if sizes.lengths != "full":
         raise NotImplementedError("needs equal lengths")
 
@@ -237,8 +241,8 @@ def _tokamax(sizes: Sizes, inputs: Inputs) -> Op:
 
 def _attention(sizes: Sizes, inputs: Inputs) -> Op:
     def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-        own = jnp.arange(sizes.batch, dtype=jnp.int32)
-        return ikbo_jax.attention(query, key, value, own, indices_are_sorted=True)
+        index = jnp.arange(sizes.batch, dtype=jnp.int32)
+        return ikbo_jax.attention(query, key, value, index, indices_are_sorted=True)
 
     return _dense(sizes, attend)
 
@@ -251,13 +255,13 @@ OURS = Provider(
 XLA = Provider(
     "xla", "chunked, in XLA (implementation='xla')", functools.partial(_gdpa, implementation="xla")
 )
-CUDNN = Provider("cudnn-softmax", "softmax attention by cuDNN", _cudnn, has_softmax=True)
-TOKAMAX = Provider("tokamax-softmax", "softmax attention by tokamax", _tokamax, has_softmax=True)
+CUDNN = Provider("cudnn-softmax", "softmax attention by cuDNN", _cudnn, is_softmax=True)
+TOKAMAX = Provider("tokamax-softmax", "softmax attention by tokamax", _tokamax, is_softmax=True)
 ATTENTION = Provider(
     "ikbo-attention",
     "ikbo_jax.attention, every candidate its own user",
     _attention,
-    has_softmax=True,
+    is_softmax=True,
     directions=("forward",),
 )
 ALL = (CUDNN, TOKAMAX, XLA, OURS)

@@ -1,8 +1,8 @@
-"""What the benchmarks share: checked contenders, one point's figures, results files, tables.
+"""Shared by the benchmarks: checks of providers, timing of a point, results files, tables.
 
-A results file is {"op", "environment", "protocol", "points", "left_out", ...}; a point has the
-figures of its "providers", each with "name" and "stage" and either its error and times, or why it
-was "skipped", or its "failure"; a "note" says what tables should say beside a provider.
+A results file is {"op", "environment", "protocol", "points", "left_out", ...}. A point has a list
+"providers", each with "name" and "stage", and either error and times, or "skipped" or "failure"
+with the reason. A "note" is printed next to the provider in tables.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ import jax
 import numpy as np
 
 from benchmarks import timing
-from ikbo_jax._timing import by_turns
+from ikbo_jax._timing import interleaved_ms
 
 Record = Mapping[str, Any]
-#: Name of this library's provider, in every benchmark.
+#: Name of this library's provider in every benchmark.
 OUR_NAME = "ikbo"
 
 
 @dataclasses.dataclass
 class Contender:
-    """A provider, and what became of it; `record` has "error" if it ran."""
+    """A compiled provider and its entry in the results file, which has "error" if it ran."""
 
     record: dict[str, Any]
     thunk: timing.Thunk = lambda: None
@@ -36,7 +36,7 @@ class Contender:
     args: tuple = ()
 
 
-def enter(
+def compile_and_check(
     name: str,
     stage: str,
     prepare: Callable[[], tuple[Callable[..., Any], tuple, Callable[[Any], Any]]],
@@ -47,13 +47,13 @@ def enter(
     """Compiles a provider and checks its result; a failure is recorded, not raised.
 
     Args:
-      name: of the provider.
-      stage: what it is, in words.
-      prepare: returns a function, its arguments on the device, and what makes the result's rows of
-        the function's result.
-      rows: of the result, to be checked.
-      exact: their values.
-      bound: the largest error admitted.
+      name: the provider's name.
+      stage: the provider's description.
+      prepare: returns a function, its arguments on the device, and a function that converts its
+        result to the shape of the op's result.
+      rows: rows of the op's result to check.
+      exact: expected values of the rows.
+      bound: the largest allowed error.
     """
 
     def prepare_and_compare() -> tuple:
@@ -66,21 +66,21 @@ def enter(
 
         return fn, args, compare
 
-    return enter_compared(name, stage, prepare_and_compare)
+    return compile_and_compare(name, stage, prepare_and_compare)
 
 
-def enter_compared(
+def compile_and_compare(
     name: str,
     stage: str,
     prepare: Callable[[], tuple[Callable[..., Any], tuple, Callable[[Any], tuple[float, float]]]],
 ) -> Contender:
-    """`enter` for results of any form.
+    """`compile_and_check` with another comparison.
 
     Args:
-      name: of the provider.
-      stage: what it is, in words.
-      prepare: returns a function, its arguments on the device, and what makes an error and the
-        largest one admitted of the function's result.
+      name: the provider's name.
+      stage: the provider's description.
+      prepare: returns a function, its arguments on the device, and a function that takes its
+        result and returns the error and the largest allowed error.
     """
     record: dict[str, Any] = {"name": name, "stage": stage}
     try:
@@ -103,13 +103,13 @@ def enter_compared(
 
 @dataclasses.dataclass(frozen=True)
 class Protocol:
-    """How long is measured.
+    """Parameters of the timing.
 
     Attributes:
-      window_s: seconds of launches back to back in one window.
-      rounds: windows of every provider.
-      matmul_size: of the square bf16 matmul that normalises.
-      cupti: whether kernels are timed alone as well.
+      window_s: seconds of a window of launches back to back.
+      rounds: number of windows of every provider.
+      matmul_size: size of the square bf16 reference matmul.
+      cupti: whether to time kernels without launch overhead, too.
     """
 
     window_s: float = 0.2
@@ -118,25 +118,28 @@ class Protocol:
     cupti: bool = False
 
     @staticmethod
-    def here(*, quick: bool, cupti: bool = False) -> Protocol:
-        """The protocol of every figure; on a CPU, or if `quick`, one that shows that it runs."""
+    def for_device(*, quick: bool, cupti: bool = False) -> Protocol:
+        """The standard protocol; with `quick` short windows, on a CPU a small matmul."""
         size = timing.MATMUL_SIZE if jax.default_backend() == "gpu" else 256
         return Protocol(0.02, 1, size, cupti) if quick else Protocol(0.2, 3, size, cupti)
 
 
 def measure(contenders: Sequence[Contender], flops: float, protocol: Protocol) -> dict[str, Any]:
-    """Times contenders by turns with the matmul; fills in their records and returns a point's part.
+    """Times contenders and the reference matmul interleaved; adds the times to their records.
 
     Args:
-      contenders: those that did not run are left as they are.
-      flops: useful ones, of the point.
-      protocol: how long.
+      contenders: contenders that did not run are not changed.
+      flops: useful FLOPs of the point.
+      protocol: parameters of the timing.
+
+    Returns:
+      Fields of the point in the results file.
     """
     size = protocol.matmul_size
     runnable = {c.record["name"]: c for c in contenders if "error" in c.record}
     thunks = {"matmul": timing.matmul_thunk(size)}
     thunks |= {name: contender.thunk for name, contender in runnable.items()}
-    samples = by_turns(thunks, window_s=protocol.window_s, rounds=protocol.rounds)
+    samples = interleaved_ms(thunks, window_s=protocol.window_s, rounds=protocol.rounds)
     matmul_tflops = timing.matmul_tflops(statistics.median(samples["matmul"]), size)
     for name, contender in runnable.items():
         median = statistics.median(samples[name])
@@ -154,7 +157,7 @@ def measure(contenders: Sequence[Contender], flops: float, protocol: Protocol) -
 
 
 def new_results(op: str, protocol: Protocol, **more: Any) -> dict[str, Any]:
-    """A results file without points; `more` comes before them."""
+    """A results file without points; `more` are further fields."""
     lengths = {k: getattr(protocol, k) for k in ("window_s", "rounds", "matmul_size")}
     head = {"op": op, "environment": timing.environment(), "protocol": lengths}
     return {**head, **more, "points": [], "left_out": []}
@@ -170,21 +173,19 @@ def run_points(
     budget_s: float,
     describe: Callable[[Record], str] | None = None,
 ) -> None:
-    """Measures points, says how it goes, and writes the results file after every one.
+    """Measures points, prints progress, and writes the results file after every point.
 
     Args:
-      results: of `new_results`, to be filled.
+      results: result of `new_results`; points are added to it.
       todo: points; each has a `sweep` and a `label`.
-      measure_point: the figures of a point.
+      measure_point: measures a point; returns its entry.
       out: the results file.
-      start: `time.monotonic()` at the beginning.
-      budget_s: starts no point after so many seconds; the file lists those left out.
-      describe: a point's figures in a few words; by default, ours.
+      start: `time.monotonic()` at the start of the program.
+      budget_s: seconds after which no further point is started; "left_out" lists the rest.
+      describe: formats a point's figures as short text; by default the figures of this library.
     """
-    describe = describe or _ours
-    timing.make_folder_of(
-        out
-    )  # A name that cannot be written is known before anything is measured.
+    describe = describe or _describe_ours
+    timing.make_folder_of(out)  # A path that cannot be written raises before anything is measured.
     for number, point in enumerate(todo, start=1):
         if time.monotonic() - start > budget_s:
             results["left_out"].append(f"{point.sweep} {point.label}")
@@ -197,7 +198,7 @@ def run_points(
     timing.write_results(out, results)
 
 
-def _ours(point: Record) -> str:
+def _describe_ours(point: Record) -> str:
     ours: Record = next((p for p in point["providers"] if p["name"] == OUR_NAME), {})
     if "median_ms" not in ours:
         return f"skipped: {ours['skipped']}" if "skipped" in ours else "failed"
@@ -205,19 +206,19 @@ def _ours(point: Record) -> str:
 
 
 def provider_of(point: Record, name: str) -> Record | None:
-    """The figures of a provider at a point of a results file, if it was timed there."""
+    """The figures of a provider at a point of a results file; None if it was not timed."""
     found = (p for p in point["providers"] if p["name"] == name and "median_ms" in p)
     return next(found, None)
 
 
-def is_sound(results: Record) -> bool:
-    """Whether every provider that could run here gave a right result."""
+def all_correct(results: Record) -> bool:
+    """Whether every provider that could run returned a correct result."""
     records = [p for point in results["points"] for p in point["providers"]]
     return all("failure" not in p and p.get("ok", True) for p in records)
 
 
 def format_table(results: Record, bars: Callable[[Record, Sequence[Record]], str]) -> str:
-    """The results as plain text; `bars` says what a point of all of them is held to."""
+    """The results as plain text; `bars` formats the bars of a point, given all points."""
     points = results["points"]
     labels = [f"{point['sweep']} {point['label']}" for point in points]
     names = [p["name"] for point in points for p in point["providers"]]
@@ -226,7 +227,7 @@ def format_table(results: Record, bars: Callable[[Record, Sequence[Record]], str
         f"{'point':<{wide}}{'provider':<{wider}}{'ms':>10}{'TFLOP/s':>9}{'fraction':>9}"
         f"{'temp MiB':>10}{'error/bound':>12}  bars"
     ]
-    on_gpu = results["environment"]["platform"] == "gpu"  # The bars are Hopper's.
+    on_gpu = results["environment"]["platform"] == "gpu"  # The bars are for Hopper.
     for point, label in zip(points, labels, strict=True):
         for p in point["providers"]:
             head = f"{label:<{wide}}{p['name']:<{wider}}"
@@ -245,20 +246,31 @@ def format_table(results: Record, bars: Callable[[Record, Sequence[Record]], str
 
 
 def parser(name: str, sweeps: Sequence[str]) -> argparse.ArgumentParser:
-    """Options of every benchmark."""
+    """A parser with the options of every benchmark."""
     found = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}")
     found.add_argument("--out", type=pathlib.Path, required=True, help="results file (JSON)")
     found.add_argument(
-        "--sweep", nargs="+", choices=sweeps, default=sweeps, help="which sweeps (all of them)"
+        "--sweep",
+        nargs="+",
+        choices=sweeps,
+        default=sweeps,
+        help="sweeps to measure (default: all)",
     )
     found.add_argument("--quick", action="store_true", help="short windows, few providers")
-    found.add_argument("--cupti", action="store_true", help="also time kernels alone")
-    found.add_argument("--budget-s", type=float, default=float("inf"), help="seconds in all")
+    found.add_argument(
+        "--cupti", action="store_true", help="also time kernels without launch overhead"
+    )
+    found.add_argument(
+        "--budget-s",
+        type=float,
+        default=float("inf"),
+        help="seconds after which no further point is started",
+    )
     return found
 
 
 def print_results(results: Record, bars: Callable[[Record, Sequence[Record]], str]) -> int:
-    """Prints where the figures come from and all of them; the exit code: 1 if any is unsound."""
+    """Prints environment and results; returns the exit status: 1 if a result is wrong."""
     env = results["environment"]
     print(f"{env['device']}, driver {env['driver']}, jax {env['jax']}, commit {env['commit']}")
     matmuls = [point["matmul_tflops"] for point in results["points"]]
@@ -267,4 +279,4 @@ def print_results(results: Record, bars: Callable[[Record, Sequence[Record]], st
         ceiling = "" if copy is None else f", copy {copy['tb_per_s']:.2f} TB/s"
         print(f"matmul {statistics.median(matmuls):.1f} TFLOP/s{ceiling}")
     print(format_table(results, bars))
-    return 0 if is_sound(results) else 1
+    return 0 if all_correct(results) else 1

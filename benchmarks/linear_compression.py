@@ -1,9 +1,9 @@
-"""Linear compression: every stage, the baselines and the sweeps over sizes.
+"""Benchmark of linear compression: every stage and baseline, and sweeps over sizes.
 
     python -m benchmarks.linear_compression --out benchmarks/results/linear_compression-h200.json
 
-Every figure counts useful FLOPs only: no padding, no copies. Off a GPU all sizes shrink, and the
-figures say no more than that the benchmark runs.
+Every figure counts useful FLOPs only: no padding, no copies. Without a GPU all sizes shrink, and
+the figures only show that the benchmark runs.
 """
 
 from __future__ import annotations
@@ -34,17 +34,25 @@ from ikbo_jax.tuning.configs import LinearCompressionProblem
 
 DEFAULT = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16")
 SWEEPS = ("default", "m", "k", "n", "batch", "ratio", "index")
-#: Bars: the default's fraction; a sweep's fraction over the default's; ours over XLA's time.
-DEFAULT_BAR, SWEEP_BAR, SMALL_BATCH_BAR, NO_CLIFF_BAR = 0.82, 0.92, 0.85, 1.02
-#: Candidates whose output is compared with the oracle.
-CHECKED = 8
+#: Bar of our fraction at the default point.
+DEFAULT_BAR = 0.82
+#: Bars of our fraction in sweeps relative to the default point: in general, and for B=256.
+SWEEP_BAR, SMALL_BATCH_BAR = 0.92, 0.85
+#: Bar of our time relative to the XLA path in the sweeps over M, K and N; an upper bound.
+NO_CLIFF_BAR = 1.02
+#: Number of candidates whose output is compared with the oracle.
+NUM_CHECKED = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """One set of sizes: which sweep it belongs to, its label there, and how the index looks.
+    """One set of sizes.
 
-    `index` is "ragged" (sorted, random counts per user) or "unsorted" (the same, shuffled).
+    Attributes:
+      sweep: one of `SWEEPS`.
+      label: name of the point in its sweep.
+      problem: the sizes.
+      index: "ragged" (sorted, random numbers of candidates per user) or "unsorted" (shuffled).
     """
 
     sweep: str
@@ -54,7 +62,7 @@ class Point:
 
 
 def points(sweep: str, dtype: str = "bfloat16") -> Iterator[Point]:
-    """The points of a sweep; the default's neighbours differ from it in one size each."""
+    """Yields the points of a sweep; most differ from the default in one size."""
     base = dataclasses.replace(DEFAULT, dtype=dtype)
     k_user, k_cand = base.ks
     candidates = base.batches[-1]
@@ -84,7 +92,7 @@ def points(sweep: str, dtype: str = "bfloat16") -> Iterator[Point]:
 
 
 def shrink(point: Point) -> Point:
-    """The point in a size that a CPU can take."""
+    """The point with sizes small enough for a CPU."""
     p = point.problem
     small = LinearCompressionProblem(
         tuple(max(1, b // 16) for b in p.batches),
@@ -97,7 +105,7 @@ def shrink(point: Point) -> Point:
 
 
 def make_inputs(point: Point, seed: int = 0) -> Inputs:
-    """Random inputs, made on the device."""
+    """Random inputs on the device."""
     weights, embeddings, parents = trials.linear_compression_operands(point.problem, seed)
     index = parents[1]
     assert index is not None
@@ -113,21 +121,21 @@ def measure_point(
     *,
     torch: bool = False,
 ) -> dict[str, Any]:
-    """Checks and times the providers at a point, by turns with the matmul that normalises."""
+    """Checks the providers at a point, and times them interleaved with the reference matmul."""
     problem, inputs = point.problem, make_inputs(point)
     batch = problem.batches[-1]
     rows = sorted(
-        {0, batch - 1, *np.random.default_rng(0).integers(0, batch, CHECKED - 2).tolist()}
+        {0, batch - 1, *np.random.default_rng(0).integers(0, batch, NUM_CHECKED - 2).tolist()}
     )
     exact, bound = oracle(inputs, rows)
 
-    def enter(provider: Provider) -> harness.Contender:
+    def compiled(provider: Provider) -> harness.Contender:
         def prepare() -> tuple:
             return provider.fn, provider.prepare(inputs), lambda out: out
 
-        return harness.enter(provider.name, provider.stage, prepare, rows, exact, bound)
+        return harness.compile_and_check(provider.name, provider.stage, prepare, rows, exact, bound)
 
-    contenders = [enter(provider) for provider in providers]
+    contenders = [compiled(provider) for provider in providers]
     if torch:
         for record, thunk in torch_baseline.contenders(inputs, rows, exact, bound, ALIGNED_K):
             contenders.append(harness.Contender(record, thunk))
@@ -141,14 +149,14 @@ def measure_point(
         "user_result_bytes": problem.batches[0] * problem.m * problem.n * itemsize,
         "table": {
             "config": None if choice.config is None else dataclasses.asdict(choice.config),
-            "note": choice.note,
+            "note": choice.reason,
         },
         **harness.measure(contenders, problem.useful_flops, protocol),
     }
 
 
 def bar(point: Mapping[str, Any], all_points: Sequence[Mapping[str, Any]]) -> str:
-    """What `ikbo` reached at a point of a results file, beside the bar it is held to."""
+    """Text with the figure of `ikbo` at a point of a results file, next to its bar."""
     ours, xla = provider_of(point, "ikbo"), provider_of(point, "xla")
     if ours is None:
         return ""
@@ -167,8 +175,8 @@ def bar(point: Mapping[str, Any], all_points: Sequence[Mapping[str, Any]]) -> st
     if not defaults or defaults[0] is None:
         return f"fraction {ours['fraction']:.3f}"
     relative = ours["fraction"] / defaults[0]["fraction"]
-    least = SMALL_BATCH_BAR if point["label"] == "B=256" else SWEEP_BAR
-    return f"{relative:.3f} of the default's fraction, bar {least}"
+    sweep_bar = SMALL_BATCH_BAR if point["label"] == "B=256" else SWEEP_BAR
+    return f"{relative:.3f} of the default's fraction, bar {sweep_bar}"
 
 
 def run(
@@ -183,17 +191,21 @@ def run(
     """Measures sweeps and writes the results file after every point.
 
     Args:
-      sweeps: of `SWEEPS`. The default runs in every dtype (every formulation in the first), the
-        others in the first, beside XLA only. Sizes that two sweeps share are timed once.
+      sweeps: names from `SWEEPS`. "default" runs in every dtype with all providers, and with XLA's
+        other formulations in the first dtype. Other sweeps run in the first dtype, with XLA only.
+        Sizes that two sweeps share are timed once.
       dtypes: names of dtypes.
       out: the results file.
-      quick: short windows and few providers: to see that it runs.
-      cupti: times kernels alone as well.
-      budget_s: starts no point after so many seconds; the file lists those left out.
+      quick: short windows and few providers, to see that the benchmark runs.
+      cupti: whether to time kernels without launch overhead, too.
+      budget_s: seconds after which no further point is started; the file lists the rest.
+
+    Returns:
+      The content of the results file.
     """
     start = time.monotonic()
     on_gpu = jax.default_backend() == "gpu"
-    protocol = harness.Protocol.here(quick=quick, cupti=cupti)
+    protocol = harness.Protocol.for_device(quick=quick, cupti=cupti)
     copy = timing.copy_ceiling(
         timing.COPY_BYTES if on_gpu else 2**22, window_s=protocol.window_s, rounds=protocol.rounds
     )
@@ -222,7 +234,7 @@ def run(
 
 
 def _as_in_sweep(measured: Mapping[str, Any], point: Point) -> dict[str, Any]:
-    """The figures of the same sizes, measured before, as a point of another sweep."""
+    """The entry of an earlier point with the same sizes, as a point of another sweep."""
     providers = [p for p in measured["providers"] if p["name"] in (XLA.name, OURS.name)]
     return {**measured, "sweep": point.sweep, "label": point.label, "providers": providers}
 

@@ -1,4 +1,4 @@
-"""The ways to compute linear compression that the benchmark compares, and their oracle."""
+"""The implementations of linear compression that the benchmark compares, and their oracle."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ikbo_jax.reference import linear_compression as reference
 from ikbo_jax.tuning import table
 from ikbo_jax.tuning.configs import LinearCompressionConfig, LinearCompressionProblem
 
-#: Embedding rows are padded to a multiple of this in aligned baselines: 16 bytes of bf16.
+#: Aligned baselines pad the embedding rows to a multiple of this: 16 bytes of bf16.
 ALIGNED_K = 8
 
 
@@ -31,20 +31,20 @@ class Inputs(NamedTuple):
 
     @property
     def levels(self) -> tuple[tuple, tuple, tuple]:
-        """The same as the reference takes them: coarsest level first."""
+        """(weights, embeddings, parents) for the reference functions, coarsest level first."""
         weights, embeddings = (self.w_user, self.w_cand), (self.e_user, self.e_cand)
         return weights, embeddings, (None, self.cand_to_user)
 
 
 @dataclasses.dataclass(frozen=True)
 class Provider:
-    """One way to compute the op.
+    """One implementation of the op.
 
     Attributes:
-      name: short, and the key in results files.
-      stage: for people.
-      fn: what is timed, on what `prepare` returns.
-      prepare: makes the arguments from the inputs, ahead of the timing.
+      name: short name, the key in results files.
+      stage: description.
+      fn: the timed function; its arguments are the result of `prepare`.
+      prepare: converts the inputs to the arguments of `fn`, before the timing.
     """
 
     name: str
@@ -94,9 +94,9 @@ XLA = Provider(
 
 
 def all_providers(problem: LinearCompressionProblem, formulations: bool = True) -> list[Provider]:
-    """Every stage and every baseline, with or without XLA's other formulations.
+    """Every stage and every baseline; XLA's other formulations if `formulations`.
 
-    What cannot run here is skipped when it is compiled.
+    A provider that cannot run here raises when it is compiled, and is then skipped.
     """
     providers = [
         Provider(
@@ -144,7 +144,7 @@ def all_providers(problem: LinearCompressionProblem, formulations: bool = True) 
 
 
 def oracle(inputs: Inputs, rows: Sequence[int]) -> tuple[np.ndarray, float]:
-    """NumPy f64 results of some candidates, and the error that the error rule admits there."""
+    """NumPy f64 results of some candidates, and the largest error that the error rule allows."""
 
     def f64(array: jax.Array) -> np.ndarray:
         return np.asarray(array).astype(np.float64)
@@ -156,7 +156,7 @@ def oracle(inputs: Inputs, rows: Sequence[int]) -> tuple[np.ndarray, float]:
     )
     dtype = inputs.w_cand.dtype
     same_dtype = np.abs(exact.astype(dtype).astype(np.float64) - exact).max()
-    # f32 accumulation differs from f64 far less than bf16 and f16 round, but it is all f32 has.
+    # The error of f32 accumulation; only f32 results need it, since 16-bit rounding is larger.
     accumulation = 2.0**-24 * sum(w.shape[1] for w in inputs[:2]) ** 0.5 * np.abs(exact).max()
     one_rounding = float(jnp.finfo(dtype).eps) / 2 * np.abs(exact).max()
     return exact, float(2 * (same_dtype + accumulation) + one_rounding)

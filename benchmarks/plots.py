@@ -1,4 +1,4 @@
-"""Files of plots that change only with what they show."""
+"""Plots in files that change only if the plotted data changes."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ def saved(
     size: tuple[float, float],
     sharey: bool = False,
 ) -> Iterator[tuple[Any, Any]]:
-    """A figure, and its panels [rows * columns] row by row, which is written to `path` at the end.
+    """Yields a figure and its panels [rows * columns], row by row; then writes it to `path`.
 
     Args:
-      path: of the file, whose suffix says in which format; a folder that is missing is made.
-      columns: panels side by side.
-      rows: of panels.
-      size: of the figure, inches: at most 9 wide, since a page scales it to its own width and type
-        with it.
+      path: the file, whose suffix determines the format; its folder is created if missing.
+      columns: number of columns of panels.
+      rows: number of rows of panels.
+      size: size of the figure in inches, at most 9 wide: a page scales the figure to its width,
+        and so makes the text of a wider figure too small.
       sharey: whether the panels share their vertical axis.
     """
     import matplotlib
 
     matplotlib.use("Agg")
-    # Text stays text, and ids do not change from run to run, so that diffs show what changed.
+    # Text stays text and ids are deterministic, so that diffs show only what changed.
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "ikbo-jax"})
     from matplotlib import pyplot
 
-    # Laid out anew when it is drawn, so that no label runs into the panel beside it.
+    # The constrained layout keeps labels from overlapping neighbouring panels.
     figure, panels = pyplot.subplots(
         rows, columns, figsize=size, sharey=sharey, squeeze=False, layout="constrained"
     )
@@ -48,15 +48,15 @@ def saved(
 
 
 def legend_below(figure: Any, axis: Any, columns: int) -> None:
-    """The legend of an axis' curves, below all panels, where it lies over no data."""
+    """Draws the legend of an axis' curves below all panels, where it covers no data."""
     handles, labels = axis.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
 
 
 def plain_log_scale(axis: Any) -> None:
-    """A vertical logarithmic axis from a round number to a round one, with numbers such as 20.
+    """Makes the vertical axis logarithmic, with round limits and plain tick labels such as 20.
 
-    It is for an axis whose curves are all there already.
+    Must be called after all curves are drawn.
     """
     from matplotlib import ticker
 
@@ -69,7 +69,7 @@ def plain_log_scale(axis: Any) -> None:
 
 
 def _round(value: float, *, up: bool) -> float:
-    """The nearest of 1, 2 and 5 times a power of ten that is not below `value`, or not above."""
+    """Rounds up or down to the nearest of 1, 2 and 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(value))
     steps = [power * step for step in (1, 2, 5, 10)]
     return min(x for x in steps if x >= value) if up else max(x for x in steps if x <= value)

@@ -1,10 +1,10 @@
-"""The ranking network, end to end: copies, XLA by hand, this library's layers, and the rewrite.
+"""Benchmark of the whole ranking network: materialised, hand-optimised, co-designed, rewritten.
 
     python -m benchmarks.ranking --out benchmarks/results/ranking-h200.json
 
 Every version scores the same request with the same parameters and is checked against the
-materialised network in float32. Off a GPU all sizes shrink, and the figures say no more than that
-the benchmark runs.
+materialised network in float32. Without a GPU all sizes shrink, and the figures only show that the
+benchmark runs.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ import jax
 import numpy as np
 
 from benchmarks import harness, timing
-from benchmarks.harness import is_sound, provider_of
+from benchmarks.harness import all_correct, provider_of
 from ikbo_jax import demo_ranking
-from ikbo_jax._timing import by_turns
+from ikbo_jax._timing import interleaved_ms
 from ikbo_jax.models import ranking
 from ikbo_jax.models.ranking import Sizes
 from ikbo_jax.rewrite import rewrite
@@ -40,9 +40,10 @@ DEFAULT = Sizes()
 SWEEPS = ("default", "ratio", "candidates")
 RATIOS = (10, 70, 300, 1000)
 CANDIDATES = (256, 512, 1024, 2048, 4096, 8192)
-#: Candidates a user in the sweep over candidates.
+#: Candidates per user in the sweep over candidates.
 RATIO = 70
-#: Bars at the default: over the copies, over XLA by hand, the rewrite over the layers, memory.
+#: Bars at the default point: speed-up of co-designed over materialised and over hand-optimised;
+#: time of rewritten over co-designed; memory of co-designed over materialised.
 COPIES_BAR, BY_HAND_BAR, REWRITE_BAR, MEMORY_BAR = 3.0, 1.25, 1.05, 0.25
 
 
@@ -50,9 +51,10 @@ class Provider(NamedTuple):
     """One version of the network.
 
     Attributes:
-      name: short, and the key in results files.
-      stage: for people.
-      make: of the most candidates that a user has, a function of parameters and request.
+      name: short name, the key in results files.
+      stage: description.
+      make: takes the largest number of candidates of one user; returns a function of parameters
+        and request.
     """
 
     name: str
@@ -81,7 +83,7 @@ BY_NAME = {provider.name: provider for provider in ALL}
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """One set of sizes: which sweep it belongs to, and its label there."""
+    """One set of sizes: the sweep it belongs to, its label in the sweep, and the sizes."""
 
     sweep: str
     label: str
@@ -89,7 +91,7 @@ class Point:
 
 
 def points(sweep: str) -> Iterator[Point]:
-    """The points of a sweep."""
+    """Yields the points of a sweep."""
 
     def at(label: str, candidates: int, users: int) -> Point:
         sizes = dataclasses.replace(DEFAULT, candidates=candidates, users=users)
@@ -108,7 +110,7 @@ def points(sweep: str) -> Iterator[Point]:
 
 
 def shrink(point: Point) -> Point:
-    """The point in a size that a CPU can take; its users are as many a candidate."""
+    """The point with sizes small enough for a CPU, and the same number of candidates per user."""
     sizes = point.sizes
     candidates = max(1, sizes.candidates // 16)
     users = max(1, round(candidates * sizes.users / sizes.candidates))
@@ -123,33 +125,35 @@ def inputs_of(sizes: Sizes) -> tuple[Any, ranking.Request]:
     return ranking.init(sizes), ranking.make_request(sizes)
 
 
-def most_of(sizes: Sizes) -> int:
-    """Candidates of the user who has the most."""
+def max_candidates_per_user(sizes: Sizes) -> int:
+    """The largest number of candidates of one user."""
     return int(ranking.candidate_counts(sizes).max())
 
 
 @dataclasses.dataclass
 class _Contender:
-    """A provider, and what became of it."""
+    """A compiled provider, its entry in the results file, and its largest error."""
 
     record: dict[str, Any]
     compiled: Any = None
     error: float = 0.0
 
 
-def _enter(provider: Provider, sizes: Sizes, inputs: Any, exact: np.ndarray) -> _Contender:
-    """Compiles a provider and compares its result; a failure is recorded, not raised."""
+def _compile_and_check(
+    provider: Provider, sizes: Sizes, inputs: Any, exact: np.ndarray
+) -> _Contender:
+    """Compiles a provider and computes its error; records a failure instead of raising it."""
     record: dict[str, Any] = {"name": provider.name, "stage": provider.stage}
     try:
         start = time.monotonic()
-        lowered = jax.jit(provider.make(most_of(sizes))).lower(*inputs)
+        lowered = jax.jit(provider.make(max_candidates_per_user(sizes))).lower(*inputs)
         traced = time.monotonic()
         compiled = lowered.compile()
         record |= {"trace_s": traced - start, "compile_s": time.monotonic() - traced}
         out = np.asarray(compiled(*inputs), np.float64)
     except Exception as error:
         text = f"{type(error).__name__}: {str(error)[:300]}"
-        # Copies of many candidates may not fit: that is a finding, not a fault.
+        # Running out of memory is a valid result: copies for many candidates may not fit.
         kind = "skipped" if "RESOURCE_EXHAUSTED" in text else "failure"
         return _Contender(record | {kind: text})
     memory = compiled.memory_analysis()
@@ -165,12 +169,13 @@ def _enter(provider: Provider, sizes: Sizes, inputs: Any, exact: np.ndarray) -> 
 def measure_point(
     point: Point, providers: Sequence[Provider], *, window_s: float, rounds: int
 ) -> dict[str, Any]:
-    """Checks and times the providers at a point, by turns."""
+    """Checks the providers at a point, and times them interleaved."""
     sizes, inputs = point.sizes, inputs_of(point.sizes)
     exact = np.asarray(demo_ranking.oracle(*inputs), np.float64)
-    contenders = [_enter(provider, sizes, inputs, exact) for provider in providers]
+    contenders = [_compile_and_check(provider, sizes, inputs, exact) for provider in providers]
     runnable = {c.record["name"]: c for c in contenders if c.compiled is not None}
-    # The copies' own error tells what the dtype costs; without them, that of the first.
+    # The materialised network's error defines the tolerance; if it did not run, the error of the
+    # first provider that ran.
     names = [name for name in (COPIES.name, TUNED.name, *runnable) if name in runnable]
     bound = None
     if names:
@@ -179,7 +184,7 @@ def measure_point(
     thunks = {
         name: functools.partial(contender.compiled, *inputs) for name, contender in runnable.items()
     }
-    samples = by_turns(thunks, window_s=window_s, rounds=rounds)
+    samples = interleaved_ms(thunks, window_s=window_s, rounds=rounds)
     for name, contender in runnable.items():
         median = statistics.median(samples[name])
         contender.record |= {
@@ -194,20 +199,20 @@ def measure_point(
         "sweep": point.sweep,
         "label": point.label,
         "problem": dataclasses.asdict(sizes),
-        "most": most_of(sizes),
+        "most": max_candidates_per_user(sizes),
         "largest": float(np.abs(exact).max()),
         "providers": [contender.record for contender in contenders],
     }
 
 
 def device_peaks(point: Point, providers: Sequence[Provider]) -> dict[str, int | None]:
-    """Bytes that the device's allocator held at most, every provider in a process of its own.
+    """Peak bytes of the device's allocator for every provider, each in a separate process.
 
-    A process that holds the device's memory already would leave the others none: call it first.
-    The compiler tries matrix products out on the device, in more memory than the network takes, so
-    a first process compiles and the second one, which finds it done, counts. The allocator takes
-    the device's memory in advance: growing bit by bit, it would leave up to 128 MiB of every piece
-    uncut and count them, 80 MiB of 838 here.
+    Call this before the current process allocates device memory, since it would leave none to the
+    others. XLA tries GEMM algorithms on the device and needs more memory for them than the network,
+    so the first process of a provider compiles, and a second one, which loads the compiled program
+    from the cache, measures. The allocator preallocates the device's memory: if it grew instead,
+    it would count up to 128 MiB of unused memory in every piece, here 80 MiB of 838.
     """
     peaks: dict[str, int | None] = {}
     sizes = json.dumps(dataclasses.asdict(point.sizes))
@@ -233,14 +238,15 @@ def device_peaks(point: Point, providers: Sequence[Provider]) -> dict[str, int |
 
 
 def peak_of(name: str, sizes: Sizes) -> int | None:
-    """Runs a provider once; the most bytes that the device held; None if it does not tell."""
-    # From the host, so that making the inputs leaves no peak of its own. Zeros cost no less memory.
+    """Runs a provider once; returns the device's peak bytes, None if it does not report them."""
+    # The inputs come from the host, so that computing them does not affect the peak. Zeros need as
+    # much memory as other values.
     params, request = jax.eval_shape(lambda: inputs_of(sizes))
     params, request = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), (params, request))
     counts = ranking.candidate_counts(sizes)
     index = np.repeat(np.arange(sizes.users, dtype=np.int32), counts)
     inputs = jax.device_put((params, request._replace(cand_to_user=index)))
-    fn = BY_NAME[name].make(most_of(sizes))
+    fn = BY_NAME[name].make(max_candidates_per_user(sizes))
     jax.block_until_ready(jax.jit(fn)(*inputs))
     stats = jax.devices()[0].memory_stats() or {}
     peak = stats.get("peak_bytes_in_use")
@@ -248,7 +254,7 @@ def peak_of(name: str, sizes: Sizes) -> int | None:
 
 
 def bars(point: Mapping[str, Any], name: str) -> str:
-    """What a provider reached at the default point of a results file, beside its bars."""
+    """Text with the figures of a provider at the default point, each next to its bar."""
     if point["sweep"] != "default" or name not in (OURS.name, REWRITTEN.name):
         return ""
     ours, copies, hand, rewritten = (
@@ -282,7 +288,7 @@ def format_table(results: Mapping[str, Any]) -> str:
         f"{'point':<20}{'provider':<20}{'ms':>9}{'us/cand.':>10}{'temp MiB':>10}{'total MiB':>11}"
         f"{'error/bound':>12}  bars"
     ]
-    on_gpu = results["environment"]["platform"] == "gpu"  # The bars are Hopper's.
+    on_gpu = results["environment"]["platform"] == "gpu"  # The bars are for Hopper.
     for point in results["points"]:
         label = f"{point['sweep']} {point['label']}"
         for p in point["providers"]:
@@ -314,11 +320,14 @@ def run(
     """Measures sweeps and writes the results file after every point.
 
     Args:
-      sweeps: of `SWEEPS`.
+      sweeps: names from `SWEEPS`.
       out: the results file.
-      quick: short windows: to see that it runs.
-      peaks: measures the device's peaks at the default point as well, in processes of their own.
-      budget_s: starts no point after so many seconds; the file lists those left out.
+      quick: short windows, to see that the benchmark runs.
+      peaks: whether to measure the peak memory of the device at the default point, too.
+      budget_s: seconds after which no further point is started; the file lists the rest.
+
+    Returns:
+      The content of the results file.
     """
     start = time.monotonic()
     todo = [point for sweep in sweeps for point in points(sweep)]
@@ -334,7 +343,7 @@ def run(
     }
 
     def measure(point: Point) -> dict[str, Any]:
-        # A sweep is about copies and none; compiling the tuned copies takes longer than timing.
+        # Sweeps omit the tuned copies, which take longer to compile than to time.
         providers = [p for p in ALL if point.sweep == "default" or p is not TUNED]
         measured = measure_point(point, providers, window_s=window_s, rounds=rounds)
         for record in measured["providers"]:
@@ -346,9 +355,9 @@ def run(
         times = (f"{p['name']} {p.get('median_ms', math.nan):.3f}" for p in point["providers"])
         return ", ".join(times) + " ms"
 
-    here = todo if on_gpu else [shrink(point) for point in todo]
+    todo = todo if on_gpu else [shrink(point) for point in todo]
     harness.run_points(
-        results, here, measure, out=out, start=start, budget_s=budget_s, describe=describe
+        results, todo, measure, out=out, start=start, budget_s=budget_s, describe=describe
     )
     return results
 
@@ -359,8 +368,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=pathlib.Path, help="results file (JSON)")
     parser.add_argument("--sweep", nargs="+", choices=SWEEPS, default=SWEEPS)
     parser.add_argument("--quick", action="store_true", help="short windows")
-    parser.add_argument("--peaks", action="store_true", help="also the device's own peaks")
-    parser.add_argument("--budget-s", type=float, default=float("inf"), help="seconds in all")
+    parser.add_argument("--peaks", action="store_true", help="also measure peak memory")
+    parser.add_argument(
+        "--budget-s",
+        type=float,
+        default=float("inf"),
+        help="seconds after which no further point is started",
+    )
     parser.add_argument("--peak-of", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.peak_of is not None:
@@ -379,7 +393,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     env = results["environment"]
     print(f"{env['device']}, driver {env['driver']}, jax {env['jax']}, commit {env['commit']}")
     print(format_table(results))
-    return 0 if is_sound(results) else 1
+    return 0 if all_correct(results) else 1
 
 
 if __name__ == "__main__":

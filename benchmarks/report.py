@@ -2,14 +2,13 @@
 
     python -m benchmarks.report benchmarks/results/FILE.json
 
-replaces what stands between `<!-- begin generated: NAME -->` and `<!-- end generated: NAME -->` in
-README.md and docs/performance.md, and draws docs/images. With --check it writes nothing and fails
-if the text would change. Blocks of other ops, and those whose names it does not know, are left
-alone.
+replaces the blocks between `<!-- begin generated: NAME -->` and `<!-- end generated: NAME -->` in
+README.md and docs/performance.md, and the plots in docs/images. With --check it writes nothing and
+fails if the text would change. Blocks of other ops and blocks with unknown names do not change.
 
-A table that was measured later than the file, or has points that the file lacks, is not replaced:
-the command says so, writes nothing at all, and returns 2. `--only NAME ...` names the blocks that
-are to be replaced, `--overwrite` replaces newer ones as well.
+If a table in a document is newer than the results file, or has points that the file lacks, the
+command prints the reason, writes nothing, and returns 2. `--only NAME ...` limits the command to
+these blocks; `--overwrite` replaces newer and larger tables, too.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ DOCUMENTS = ("README.md", "docs/performance.md")
 IMAGES = "docs/images"
 STAGES_IMAGE = f"{IMAGES}/linear_compression_stages.svg"
 SWEEPS_IMAGE = f"{IMAGES}/linear_compression_sweeps.svg"
-#: The stages of the short table and the plot: provider, words.
+#: Rows of the short table and bars of the plot: provider, description.
 HEADLINE = (
     ("materialised", "materialised: every user copied to its candidates"),
     ("materialised-aligned", "materialised, K aligned"),
@@ -46,7 +45,7 @@ HEADLINE = (
     ("fused", "fused: broadcast in the epilogue"),
     ("single-launch", "single launch"),
 )
-#: The panels of the plot over sizes: sweep, what its horizontal axis is called.
+#: Panels of the plot over sizes: sweep, label of its horizontal axis.
 PANELS = {
     "m": "compressed rows M",
     "k": "candidate rows K",
@@ -54,7 +53,7 @@ PANELS = {
     "batch": "candidates B",
     "ratio": "candidates a user",
 }
-#: Columns that hold words.
+#: Headers of columns that hold text and are aligned to the left.
 TEXT_COLUMNS = ("stage", "name", "point", "table says", "bar", "version")
 _BLOCK = re.compile(
     r"(?P<begin><!-- begin generated: (?P<name>[\w-]+) -->\n)"
@@ -63,9 +62,9 @@ _BLOCK = re.compile(
     re.DOTALL,
 )
 
-#: The body of a block for which the file has no point.
+#: The body of a block if the results file has no point for it.
 NOT_MEASURED = "Not measured yet.\n"
-#: The date in `provenance`; before it named a minute, it ended with the day.
+#: The date in `provenance`; in older blocks it has no time of day.
 _DATE = re.compile(r"commit `[^`]*`, (\d{4}-\d\d-\d\d(?: \d\d:\d\d)?)")
 
 Results = Mapping[str, Any]
@@ -73,7 +72,7 @@ Record = Mapping[str, Any]
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table; columns of figures are aligned to the right."""
+    """A Markdown table; columns except `TEXT_COLUMNS` are aligned to the right."""
     align = ["---" if name in TEXT_COLUMNS else "---:" for name in header]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, align, *rows)) + "\n"
 
@@ -84,13 +83,13 @@ def points_of(results: Results, sweep: str) -> list[Record]:
 
 
 def measured_at(results: Results) -> str:
-    """When the benchmark ran, to the minute: "2026-01-31 23:59 UTC"."""
+    """Date and time of the benchmark, e.g. "2026-01-31 23:59 UTC"."""
     date: str = results["environment"]["date"]
     return f"{date[:16].replace('T', ' ')} UTC"
 
 
 def provenance(results: Results) -> str:
-    """Where the figures come from, in one sentence."""
+    """One sentence about device, versions, date and protocol of the results."""
     env, protocol = results["environment"], results["protocol"]
     driver = f", driver {env['driver']}" if env["driver"] else ""
     return (
@@ -101,7 +100,7 @@ def provenance(results: Results) -> str:
 
 
 def headline(results: Results) -> str:
-    """The stages at the default shape: time, speed-up, fraction of the matmul."""
+    """The table of the stages at the default point: time, speed-up, fraction of the matmul."""
     defaults = points_of(results, "default")
     if not defaults:
         return NOT_MEASURED
@@ -121,7 +120,7 @@ def headline(results: Results) -> str:
 
 
 def sizes(point: Record) -> str:
-    """The sizes of a point, in words."""
+    """The sizes of a point as text."""
     problem = point["problem"]
     (users, candidates), (k_user, k_cand) = problem["batches"], problem["ks"]
     return (
@@ -131,7 +130,7 @@ def sizes(point: Record) -> str:
 
 
 def stages(results: Results) -> str:
-    """Every provider at the default shape, one table for each dtype."""
+    """Tables of all providers at the default point, one for each dtype."""
     parts = []
     for point in points_of(results, "default"):
         rows = []
@@ -163,9 +162,9 @@ def stages(results: Results) -> str:
 
 
 def sweeps(results: Results) -> str:
-    """Ours beside XLA in every sweep, with the bars."""
+    """The table of all sweeps: our time, the time of the XLA path, our fraction, and the bars."""
     rows = []
-    on_gpu = results["environment"]["platform"] == "gpu"  # The bars are Hopper's.
+    on_gpu = results["environment"]["platform"] == "gpu"  # The bars are for Hopper.
     for sweep in linear_compression.SWEEPS:
         for point in points_of(results, sweep):
             ours, xla = provider_of(point, "ikbo"), provider_of(point, "xla")
@@ -192,7 +191,7 @@ def sweeps(results: Results) -> str:
 
 
 def environment(results: Results) -> str:
-    """Device, protocol and ceilings."""
+    """Text about device, protocol and ceilings."""
     copy, matmuls = results["copy"], [point["matmul_tflops"] for point in results["points"]]
     matmul = f"{statistics.median(matmuls):.0f} TFLOP/s" if matmuls else "not measured"
     if len(matmuls) > 1:
@@ -207,7 +206,7 @@ def environment(results: Results) -> str:
 def draw(
     results: Results, root: pathlib.Path, images: Container[str] = (STAGES_IMAGE, SWEEPS_IMAGE)
 ) -> list[pathlib.Path]:
-    """Draws those of the plots that are among `images`; returns their files."""
+    """Draws the plots whose files are in `images`; returns the files."""
     drawn = []
     for point in points_of(results, "default")[:1] if STAGES_IMAGE in images else ():
         timed = [(words, provider_of(point, name)) for name, words in HEADLINE]
@@ -246,7 +245,7 @@ def _draw_sweeps(results: Results, names: Sequence[str], path: pathlib.Path) -> 
             labels = [label.replace(" of one user", ":1") for label in labels]
             axis.set_xticks(range(len(points)), labels, rotation=30)
             axis.set_xlabel(PANELS[sweep])
-        # After the last curve, since it ends the scaling of the axis that all share.
+        # Called after the last curve, since it turns autoscaling of the shared axis off.
         panels[0].set_ylim(bottom=0)
         figure.supylabel("fraction of the sustained matmul")
         figure.suptitle(f"linear compression on {results['environment']['device']}")
@@ -254,7 +253,7 @@ def _draw_sweeps(results: Results, names: Sequence[str], path: pathlib.Path) -> 
 
 
 def blocks(results: Results, document: str) -> dict[str, str]:
-    """The generated blocks by name, with links that hold from `document` (relative to the root)."""
+    """The generated blocks by name; links are relative to `document`, a path from the root."""
 
     def image(name: str, words: str) -> str:
         return f"![{words}]({os.path.relpath(name, os.path.dirname(document) or '.')})\n"
@@ -265,13 +264,16 @@ def blocks(results: Results, document: str) -> dict[str, str]:
         found = {}
         for name, (header, rows), words in (
             ("table", report_ranking.headline(results), report_ranking.sizes(results)),
-            *((name, report_ranking.sweep(results, name), "") for name in report_ranking.WORDS),
+            *(
+                (name, report_ranking.sweep(results, name), "")
+                for name in report_ranking.AXIS_LABELS
+            ),
         ):
             if rows:
                 table = markdown_table(header, rows)
                 before = f"{words}\n\n" if words else ""
                 found[f"ranking-{name}"] = f"{before}{table}\n{provenance(results)}"
-        for name, axis in report_ranking.WORDS.items():
+        for name, axis in report_ranking.AXIS_LABELS.items():
             if f"ranking-{name}" in found:
                 words = f"latency and memory of the ranking network over {axis}"
                 found[f"ranking-{name}-plot"] = image(report_ranking.IMAGE.format(name), words)
@@ -287,7 +289,7 @@ def blocks(results: Results, document: str) -> dict[str, str]:
 
 
 def _over_lengths(results: Results, image: Callable[[str, str], str]) -> dict[str, str]:
-    """The blocks of an op whose first sweep is over lengths; `image` makes a link."""
+    """The blocks of attention or gdpa; `image` makes a link from a file and its description."""
     if results["op"] == "attention":
         module, prefix, path = report_attention, "attention", report_attention.IMAGE
         words = "fraction of the matmul over the keys of a user"
@@ -307,7 +309,7 @@ def _over_lengths(results: Results, image: Callable[[str, str], str]) -> dict[st
 
 
 def replace_blocks(text: str, bodies: Mapping[str, str]) -> str:
-    """Puts bodies into the blocks of those names; raises ValueError if a block is left open."""
+    """Replaces the bodies of the named blocks; raises ValueError if a block is not closed."""
     opened, closed = text.count("<!-- begin generated:"), text.count("<!-- end generated:")
     if not len(_BLOCK.findall(text)) == opened == closed:
         raise ValueError(f"{opened} generated blocks begin and {closed} end, or names differ")
@@ -320,7 +322,7 @@ def replace_blocks(text: str, bodies: Mapping[str, str]) -> str:
 
 
 def reason_to_keep(name: str, old: str, new: str) -> str | None:
-    """Why the body `old` of the block `name` should not be replaced by `new`; None if it may be."""
+    """Why the body `old` of the block `name` should not be replaced by `new`; None if it should."""
     rows, new_rows = _points_in(old), _points_in(new)
     if lost := [row for row in rows if row not in new_rows]:
         return f"{name} has {len(lost)} points that the file lacks, {lost[0]!r} first"
@@ -333,7 +335,7 @@ def reason_to_keep(name: str, old: str, new: str) -> str | None:
 
 
 def _points_in(body: str) -> list[str]:
-    """The first column of a body's tables, which names what was measured."""
+    """The first column of a body's tables, which holds the names of the points."""
     cells = [
         line.split(" | ")[0].removeprefix("| ") for line in body.split("\n") if line[:2] == "| "
     ]
@@ -342,7 +344,7 @@ def _points_in(body: str) -> list[str]:
 
 
 def images_of(bodies: Mapping[str, str], document: str) -> set[str]:
-    """The images that bodies link to, relative to the root; `document` is what holds them."""
+    """The images that bodies link to, relative to the root; links are relative to `document`."""
     links = [re.search(r"\]\(([^)]+)\)", body) for n, body in bodies.items() if n.endswith("-plot")]
     folder = os.path.dirname(document)
     return {os.path.normpath(os.path.join(folder, link[1])) for link in links if link is not None}
@@ -352,8 +354,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Command line.
 
     Returns:
-      0; with --check 1 if a document is not what the results make of it; 2 if nothing was written
-      since a table is newer than the file, or larger.
+      0 on success; 1 if --check found a document that differs from the results; 2 if nothing was
+      written because a table is newer or larger than the results file.
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report")
     parser.add_argument("results", type=pathlib.Path, help="results file (JSON)")

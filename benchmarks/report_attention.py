@@ -1,4 +1,4 @@
-"""The documentation's tables and plot of attention, from a results file: see `report`."""
+"""Makes the documentation's tables and plot of attention; see `report`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Container, Mapping
 from typing import Any
 
 from benchmarks import attention
-from benchmarks.attention_providers import COPIES, GROUPED_CUDNN, OURS, WORDS, XLA
+from benchmarks.attention_providers import COPIES, GROUPED_CUDNN, LABELS, OURS, XLA
 from benchmarks.harness import provider_of
 
 IMAGE = "docs/images/attention_lengths.svg"
-#: What the table over S shows, by name.
+#: Providers in the table over S.
 COLUMNS = (COPIES.name, GROUPED_CUDNN.name, XLA.name, OURS.name)
 
 
@@ -20,8 +20,8 @@ def _points(results: Mapping[str, Any], over_lengths: bool) -> list[Mapping[str,
 
 
 def lengths(results: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Header and rows of the table over S: milliseconds of every provider, then our fraction."""
-    header = ("S", *(f"{WORDS[name]}, ms" for name in COLUMNS), "fraction", "bar")
+    """Header and rows of the table over S: time of every provider, our fraction, the bars."""
+    header = ("S", *(f"{LABELS[name]}, ms" for name in COLUMNS), "fraction", "bar")
     rows = []
     for point in _points(results, over_lengths=True):
         records = [provider_of(point, name) for name in COLUMNS]
@@ -33,8 +33,8 @@ def lengths(results: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[str
 
 
 def sweeps(results: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Header and rows of the other sweeps: ours beside the queries grouped by hand."""
-    header = ("point", "ms", f"{WORDS[GROUPED_CUDNN.name]}, ms", "fraction", "bar")
+    """Header and rows of the table of the other sweeps: our time, and cuDNN on grouped queries."""
+    header = ("point", "ms", f"{LABELS[GROUPED_CUDNN.name]}, ms", "fraction", "bar")
     rows = []
     for point in _points(results, over_lengths=False):
         ours, grouped = (provider_of(point, p.name) for p in (OURS, GROUPED_CUDNN))
@@ -56,7 +56,7 @@ def sweeps(results: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[str,
 def draw(
     results: Mapping[str, Any], root: pathlib.Path, images: Container[str] = (IMAGE,)
 ) -> list[pathlib.Path]:
-    """Draws the plot over S, if it was measured and is among `images`; returns its file."""
+    """Plots the sweep over S if it was measured and its file is in `images`; returns the file."""
     if IMAGE not in images or not _points(results, over_lengths=True):
         return []
     attention.draw(results, root / IMAGE)

@@ -1,4 +1,4 @@
-"""The documentation's tables and plot of generalised dot-product attention: see `report`."""
+"""Makes the documentation's tables and plots of generalised dot-product attention; see `report`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from benchmarks.gdpa_providers import CUDNN, OURS, TOKAMAX, XLA
 from benchmarks.harness import provider_of
 
 IMAGE = "docs/images/{}_lengths.svg"
-#: What the tables show: provider, words; the yardsticks only where one was timed.
+#: Columns of the tables: provider, description; a yardstick only if it was timed.
 COLUMNS = (
     (XLA.name, "ikbo-jax in XLA"),
     (CUDNN.name, "cuDNN softmax (another function)"),
     (TOKAMAX.name, "tokamax softmax (another function)"),
     (OURS.name, "ikbo-jax"),
 )
-#: What the curves are called.
+#: Labels of the curves, by sweep.
 CURVES = {
     "full": "self-attention, equal lengths",
     "half": "self-attention, lengths uniform in 1..max",
@@ -28,13 +28,13 @@ Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
 
 
 def prefix(results: Mapping[str, Any]) -> str:
-    """What a run's blocks and plot are named after; one of backward passes alone has its own."""
+    """Prefix of the names of blocks and plot; results of backward passes only have another one."""
     directions = {p["direction"] for p in results["points"]}
     return "gdpa-backward" if directions == {"backward"} else "gdpa"
 
 
 def image(results: Mapping[str, Any]) -> str:
-    """The plot's file."""
+    """The file of the plot."""
     return IMAGE.format(prefix(results).replace("-", "_"))
 
 
@@ -51,7 +51,7 @@ def _table(results: Mapping[str, Any], over_lengths: bool) -> Table:
         if name in (XLA.name, OURS.name) or any(provider_of(p, name) for p in points)
     ]
     header = ("point", *(f"{words}, ms" for _, words in columns), "fraction", "bar")
-    on_gpu = results["environment"]["platform"] == "gpu"  # The bars are Hopper's.
+    on_gpu = results["environment"]["platform"] == "gpu"  # The bars are for Hopper.
     rows = []
     for point in points:
         records = [provider_of(point, name) for name, _ in columns]
@@ -63,22 +63,22 @@ def _table(results: Mapping[str, Any], over_lengths: bool) -> Table:
 
 
 def lengths(results: Mapping[str, Any]) -> Table:
-    """Header and rows over the greatest length: milliseconds of every provider, our fraction."""
+    """Header and rows of the table over the largest length: times, our fraction, the bars."""
     return _table(results, over_lengths=True)
 
 
 def sweeps(results: Mapping[str, Any]) -> Table:
-    """Likewise of the other sweeps."""
+    """Header and rows of the table of the other sweeps: times, our fraction, the bars."""
     return _table(results, over_lengths=False)
 
 
 def draw(
     results: Mapping[str, Any], root: pathlib.Path, images: Container[str] | None = None
 ) -> list[pathlib.Path]:
-    """Draws our fraction over the greatest length, dotted the target; returns its file.
+    """Plots our fraction over the largest length, with dotted lines for the bars; returns the file.
 
-    One panel for the forward pass, one for the backward pass; no file if neither was measured, or
-    if the plot is not among `images`.
+    The plot has one panel for the forward pass and one for the backward pass. Returns no file if
+    neither was measured, or if the file is not in `images`.
     """
     measured = [p for p in _points(results, over_lengths=True) if p["direction"] != "both"]
     directions = [d for d in gdpa.DIRECTIONS if any(p["direction"] == d for p in measured)]
@@ -102,7 +102,7 @@ def draw(
             axis.set_xticks(gdpa.LENGTHS, [str(length) for length in gdpa.LENGTHS])
             axis.set_xlabel("greatest length")
             axis.set_title(f"{direction} pass")
-        # After the last curve, since it ends the scaling of the axis that both share.
+        # Called after the last curve, since it turns autoscaling of the shared axis off.
         row[0].set_ylim(bottom=0)
         row[0].set_ylabel("fraction of the sustained matmul")
         plots.legend_below(figure, row[0], min(2, len(directions)))

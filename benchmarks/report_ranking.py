@@ -1,4 +1,4 @@
-"""The documentation's tables and plot of the ranking network, from a results file: see `report`."""
+"""Makes the documentation's tables and plots of the ranking network; see `report`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any
 from benchmarks import plots, ranking
 from benchmarks.harness import provider_of
 
-#: One file a sweep, since a run may hold one sweep alone.
+#: One plot for each sweep, since a results file may have only one of them.
 IMAGE = "docs/images/ranking_{}.svg"
-WORDS = {"ratio": "candidates a user", "candidates": "candidates"}
-#: What the tables show: provider, words.
+#: Axis labels of the sweeps.
+AXIS_LABELS = {"ratio": "candidates a user", "candidates": "candidates"}
+#: Rows of the table at the default point: provider, description.
 HEADLINE = (
     (ranking.COPIES.name, "materialised: every user copied to its candidates"),
     (ranking.TUNED.name, "materialised, K aligned, cuDNN"),
@@ -20,7 +21,7 @@ HEADLINE = (
     (ranking.OURS.name, "this library's layers"),
     (ranking.REWRITTEN.name, "`ikbo.rewrite` of the materialised"),
 )
-#: What a sweep compares; the tuned copies take longer to compile than to time.
+#: Providers in the tables and plots of sweeps, without the tuned copies: provider, description.
 SWEPT = (
     (ranking.COPIES.name, "materialised (users copied)"),
     (ranking.BY_HAND.name, "hand-optimised for XLA, cuDNN"),
@@ -36,12 +37,12 @@ def points_of(results: Mapping[str, Any], sweep: str) -> list[Mapping[str, Any]]
 
 
 def _memory(record: Mapping[str, Any]) -> int | None:
-    """What the device held at most; where that was not measured, what the compiler laid out."""
+    """Peak bytes of the device; if they were not measured, the bytes that the compiler reports."""
     return record.get("peak_bytes") or record.get("total_bytes")
 
 
 def headline(results: Mapping[str, Any]) -> Table:
-    """Every version at the default point: time, speed-up, memory."""
+    """Header and rows of the table of all versions at the default point."""
     header = ("version", "ms", "speed-up", "memory, MiB", "µs a candidate")
     rows: list[tuple[str, ...]] = []
     for point in points_of(results, "default")[:1]:
@@ -66,7 +67,7 @@ def headline(results: Mapping[str, Any]) -> Table:
 
 
 def sizes(results: Mapping[str, Any]) -> str:
-    """The sizes of the default point, in words."""
+    """The sizes of the default point as text."""
     for point in points_of(results, "default")[:1]:
         p = point["problem"]
         return (
@@ -77,7 +78,7 @@ def sizes(results: Mapping[str, Any]) -> str:
 
 
 def sweep(results: Mapping[str, Any], name: str) -> Table:
-    """Ours beside the others over ratios, or over candidates."""
+    """Header and rows of the table of the sweep `name`: time of every version."""
     header = ("point", *(f"{words}, ms" for _, words in SWEPT), "µs a candidate")
     rows = []
     for point in points_of(results, name):
@@ -92,13 +93,13 @@ def sweep(results: Mapping[str, Any], name: str) -> Table:
 def draw(
     results: Mapping[str, Any], root: pathlib.Path, images: Container[str] | None = None
 ) -> list[pathlib.Path]:
-    """Draws latency and memory over every sweep that was measured; returns the files.
+    """Plots latency and memory over every measured sweep; returns the files.
 
-    If `images` are given, only plots among them.
+    `images` limits the plots to these files, relative to `root`.
     """
     names = [
         name
-        for name in WORDS
+        for name in AXIS_LABELS
         if points_of(results, name) and (images is None or IMAGE.format(name) in images)
     ]
     drawn = []
@@ -111,7 +112,7 @@ def draw(
             _curves(row[1], measured, lambda r: (r.get("total_bytes") or 0) / 2**20)
             for axis, unit in zip(row, ("time, ms", "memory, MiB"), strict=True):
                 axis.set_xticks(range(len(labels)), labels)
-                axis.set_xlabel(WORDS[name])
+                axis.set_xlabel(AXIS_LABELS[name])
                 axis.set_ylabel(unit)
                 plots.plain_log_scale(axis)
             plots.legend_below(figure, row[0], 2)

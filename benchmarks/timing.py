@@ -1,8 +1,9 @@
-"""Sustained timing of competing versions, ceilings of the device, and results files.
+"""The reference matmul, ceilings of the device, and results files.
 
-A card throttles by power, so every figure is sustained: launches back to back for a window, several
-windows, competing versions by turns in one process, the median. Every point also times an 8192^3
-bf16 matmul; useful FLOP/s over the matmul's is the *fraction* in which bars are written.
+A GPU throttles by power, so every figure is sustained: the median over several windows of launches
+back to back, with all providers interleaved in one process. Every point also times an 8192^3 bf16
+matmul. A provider's *fraction* is its useful FLOP/s divided by the FLOP/s of this matmul; bars are
+fractions.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ikbo_jax._timing import by_turns
+from ikbo_jax._timing import interleaved_ms
 
 SCHEMA = 1
 MATMUL_SIZE = 8192
 COPY_BYTES = 4 * 2**30
-#: Overrides the commit in results files, for runs on a copy of the tree without its history.
+#: Environment variable with the commit for results files, for a source tree without git history.
 COMMIT_VARIABLE = "IKBO_COMMIT"
 
 Thunk = Callable[[], Any]
@@ -35,7 +36,7 @@ Thunk = Callable[[], Any]
 
 @functools.cache
 def matmul_thunk(size: int = MATMUL_SIZE) -> Thunk:
-    """A size^3 bf16 matmul of random numbers (zeros would draw less power)."""
+    """A thunk of a size^3 bf16 matmul of random numbers; zeros would draw less power."""
     a, b = jax.random.normal(jax.random.key(0), (2, size, size), jnp.bfloat16)
     matmul = jax.jit(jnp.matmul).lower(a, b).compile()
     return lambda: matmul(a, b)
@@ -47,32 +48,32 @@ def matmul_tflops(ms: float, size: int = MATMUL_SIZE) -> float:
 
 
 def tflops(flops: float, ms: float) -> float:
-    """TFLOP/s of `flops` in `ms`."""
+    """TFLOP/s of `flops` FLOPs in `ms` milliseconds."""
     return flops / ms / 1e9
 
 
 def copy_ceiling(
     num_bytes: int = COPY_BYTES, *, window_s: float = 0.2, rounds: int = 3
 ) -> dict[str, Any]:
-    """Times a copy from device memory to device memory; counts bytes read and bytes written."""
+    """Times a copy within device memory; the rate counts bytes read and bytes written."""
     source = jax.random.bits(jax.random.key(0), (num_bytes // 4,), jnp.uint32)
     copy = jax.jit(jnp.copy).lower(source).compile()
-    ms = by_turns({"copy": lambda: copy(source)}, window_s=window_s, rounds=rounds)["copy"]
+    ms = interleaved_ms({"copy": lambda: copy(source)}, window_s=window_s, rounds=rounds)["copy"]
     rate = 2 * source.nbytes / statistics.median(ms) / 1e9
     return {"bytes": source.nbytes, "ms": ms, "tb_per_s": rate}
 
 
 def kernel_ms(compiled: Any, *args: Any, iterations: int = 20) -> list[float] | None:
-    """Milliseconds of a compiled function's kernels alone (CUPTI), one figure for each launch.
+    """Milliseconds of a compiled function's kernels by CUPTI, one figure for each launch.
 
-    None where CUPTI cannot be had: off NVIDIA GPUs, or under another tool that uses it.
+    None if CUPTI is not available: without an NVIDIA GPU, or if another tool uses it.
     """
     if jax.default_backend() != "gpu":
         return None
     from jax.experimental.mosaic.gpu import profiler
 
     try:
-        # Detaching CUPTI after every measurement would forbid the next one.
+        # With finalize=True, CUPTI would be detached and a second measurement impossible.
         _, ms = profiler.Cupti(finalize=False).measure(compiled, iterations=iterations)(*args)
     except RuntimeError:
         return None
@@ -80,12 +81,12 @@ def kernel_ms(compiled: Any, *args: Any, iterations: int = 20) -> list[float] | 
 
 
 def device_name() -> str:
-    """Name of the device that measures, e.g. "NVIDIA H200" or "cpu"."""
+    """Name of the first device, e.g. "NVIDIA H200" or "cpu"."""
     return str(jax.devices()[0].device_kind)
 
 
 def environment() -> dict[str, Any]:
-    """What a results file says about where its figures come from."""
+    """The field "environment" of a results file: device, versions, commit and date."""
     return {
         "device": device_name(),
         "platform": jax.default_backend(),
@@ -98,9 +99,9 @@ def environment() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The commit that runs, "-dirty" if the tree differs from it; "unknown" without a history."""
-    if given := os.environ.get(COMMIT_VARIABLE):
-        return given
+    """The checked-out commit, with "-dirty" if the tree differs; "unknown" without git history."""
+    if override := os.environ.get(COMMIT_VARIABLE):
+        return override
     root = pathlib.Path(__file__).resolve().parent.parent
     head = _output("git", "-C", str(root), "rev-parse", "HEAD")
     if not head:
@@ -109,14 +110,14 @@ def commit() -> str:
 
 
 def make_folder_of(path: pathlib.Path) -> None:
-    """Makes the folder of a file that is to be written, and says so, if it is missing."""
+    """Creates the folder of a file if it is missing, and prints a message."""
     if not path.parent.is_dir():
         path.parent.mkdir(parents=True)
         print(f"made the folder {path.parent}, which did not exist", file=sys.stderr)
 
 
 def write_results(path: pathlib.Path, results: Mapping[str, Any]) -> None:
-    """Writes a results file whole; one line for every list of samples keeps its diffs short."""
+    """Writes a results file atomically, with every list of samples on one line for short diffs."""
     make_folder_of(path)
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(_dumps({"schema": SCHEMA, **results}) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Linear compression in PyTorch (cuBLAS), where PyTorch and a GPU are at hand."""
+"""Linear compression in PyTorch (cuBLAS), if PyTorch and a GPU are available."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ def _launch(torch: Any, fn: Callable[[], Any]) -> _Pending:
 def contenders(
     inputs: Any, rows: Sequence[int], exact: np.ndarray, bound: float, align: int
 ) -> list[tuple[dict[str, Any], Callable[[], Any]]]:
-    """Returns a record, checked against `exact` in `rows`, and a thunk for every formulation.
+    """Returns a record and a thunk for every formulation; checks `rows` against `exact`.
 
-    Without PyTorch or a GPU there is one record, which says so.
+    Without PyTorch or a GPU, returns one record with the reason in "skipped".
 
     Args:
       inputs: the benchmark's inputs: w_cand, w_user, e_cand, e_user, cand_to_user.
       rows: candidates to check.
-      exact: their results.
-      bound: the largest error admitted.
-      align: padded formulations bring K to a multiple of this, ahead of the timing.
+      exact: expected results of the candidates.
+      bound: the largest allowed error of a result that is rounded once.
+      align: padded formulations pad K to a multiple of this before the timing.
     """
     try:
         torch = importlib.import_module("torch")
@@ -51,7 +51,7 @@ def contenders(
     index = index.long()
 
     def pad(tensor: Any) -> Any:
-        # torch pads from the last dimension backwards; K is dimension 1.
+        # torch lists padding from the last dimension to the first; K is dimension 1.
         rows_missing = -tensor.shape[1] % align
         return torch.nn.functional.pad(tensor, (0, 0) * (tensor.dim() - 2) + (0, rows_missing))
 
@@ -84,7 +84,7 @@ def contenders(
             found.append((record | {"skipped": str(error).splitlines()[0]}, lambda: None))
             continue
         largest = float(np.abs(out - exact).max())
-        # These round every partial result, as is usual there: twice the bound is theirs.
+        # PyTorch rounds every partial result, so twice the bound is allowed.
         record |= {"error": largest, "bound": 2 * bound, "ok": largest <= 2 * bound}
         found.append((record, functools.partial(_launch, torch, fn)))
     return found

@@ -1,4 +1,4 @@
-"""Ops for ranking models that look a candidate's user up while they run, instead of copying it."""
+"""Ops for ranking models that look up each candidate's user in the kernel instead of copying it."""
 
 from ikbo_jax import debug
 from ikbo_jax._version import __version__

@@ -1,4 +1,4 @@
-"""`python -m ikbo_jax` is the command `ikbo-jax`."""
+"""`python -m ikbo_jax` runs the command `ikbo-jax`."""
 
 import sys
 

@@ -1,3 +1,3 @@
-"""The version, in the one place from which packaging and the library read it."""
+"""The version of the library; packaging reads it from here."""
 
 __version__ = "0.1.0"

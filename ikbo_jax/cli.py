@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any
 from ikbo_jax import cli_demo, terminal
 from ikbo_jax._version import __version__
 
-# jax is imported by the commands and not up here, so that `--help` answers at once.
+# Only the commands import jax, so that `--help` takes no time.
 if TYPE_CHECKING:
     from ikbo_jax.tuning.gdpa_configs import GdpaProblem
 
 #: Exit statuses.
 OK, DISAGREES, UNUSABLE = 0, 1, 2
-#: That of a process that SIGINT ended, as shells count.
+#: Exit status after SIGINT, by the convention of shells.
 INTERRUPTED = 130
-#: Largest size that an argument may give: indices are int32.
+#: Largest size that an argument accepts, since indices are int32.
 MAX_SIZE = 2**31 - 1
 _KERNEL_DTYPES = ("bfloat16", "float16")
 _DTYPES = (*_KERNEL_DTYPES, "float32")
@@ -39,9 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: arguments after the program's name; `sys.argv[1:]` if None.
 
     Returns:
-      0; 1 if the demo's stages disagree; 2 if the arguments or the device will not do; 130 if
-      Ctrl-C ended it. If `argv` is None an interrupted process ends here: XLA cannot stop what it
-      compiles, and Python would wait for its threads.
+      0 on success; 1 if the demo's stages disagree; 2 if the arguments are wrong or the device is
+      unsuitable; 130 after Ctrl-C. If `argv` is None, Ctrl-C ends the process here: XLA cannot
+      cancel a compilation, and Python would wait for its threads.
     """
     args = _parser().parse_args(argv)
     try:
@@ -65,21 +65,27 @@ def _parser() -> argparse.ArgumentParser:
 
     demo = commands.add_parser(
         "demo",
-        help="score a ranking request in every way and compare them",
-        description="Builds a seeded ranking request and scores it by a ranking network, with "
-        "copies of the users and without; then runs the network's main ops by themselves. Checks "
-        "that all agree and prints what each costs. Sizes default to the representative request "
-        "on an accelerator and to a small one on a CPU.",
+        help="score a ranking request with and without copies of the users, and compare",
+        description="Builds a seeded ranking request and scores it with a ranking network, with "
+        "copies of the users and without; then runs the network's main ops alone. Checks that all "
+        "results agree and prints time and memory of each version. Sizes default to a "
+        "representative request on an accelerator and to a small one on a CPU.",
     )
-    demo.add_argument("--seed", type=int, default=0, help="of inputs and candidate counts")
     demo.add_argument(
-        "--layers", type=_positive, metavar="COUNT", help="layers of the ranking network"
+        "--seed", type=int, default=0, help="seed of the inputs and of the candidates per user"
+    )
+    demo.add_argument(
+        "--layers",
+        type=_positive,
+        metavar="COUNT",
+        help="number of layers of the ranking network",
     )
     demo.add_argument(
         "--plot",
         type=pathlib.Path,
         metavar="FILE",
-        help="also time the network over candidates per user, and draw that (.png, .svg, .pdf)",
+        help="also time the network over candidates per user, and plot the times (.png, .svg, "
+        ".pdf)",
     )
     _add_sizes(demo, required=False)
     demo.set_defaults(command=_demo)
@@ -90,9 +96,10 @@ def _parser() -> argparse.ArgumentParser:
     tune = commands.add_parser(
         "tune",
         help="find the fastest configuration of a kernel on this device",
-        description="Compiles every configuration worth timing, checks each for correctness, and "
-        "times them beside XLA and the choice of the dispatch table. If one beats that choice by "
-        "more than the noise, it is written into the user's cache, which the table prefers.",
+        description="Compiles every configuration worth timing, checks the results, and times the "
+        "configurations, XLA and the current choice of the dispatch table. If one is faster than "
+        "the current choice by more than the noise, it is written to the user's cache, which the "
+        "dispatch table prefers.",
     )
     ops = tune.add_subparsers(required=True, metavar="op")
     linear_compression = ops.add_parser("linear-compression", help="tune linear_compression")
@@ -106,9 +113,9 @@ def _parser() -> argparse.ArgumentParser:
     gdpa = ops.add_parser(
         "gdpa",
         help="tune gdpa",
-        description="Tunes the forward pass of gdpa. Lengths of sequences lie evenly about their "
-        "mean: a mean of half the longest is lengths from 1 to the longest. The row found serves "
-        "calls of like sizes, and those near that have another activation.",
+        description="Tunes the forward pass of gdpa. Lengths of sequences are spread evenly around "
+        "their mean: with a mean of half the longest they range from 1 to the longest. The new row "
+        "also serves calls with similar sizes, with this or another activation.",
     )
     _add_gdpa_sizes(gdpa)
     _add_limit(gdpa)
@@ -118,12 +125,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_sizes(parser: argparse.ArgumentParser, *, required: bool) -> None:
     sizes = (
-        (("--candidates", "--batch", "--b"), "candidates", "B, candidates to score"),
-        (("--users", "--u"), "users", "U, users they share"),
+        (("--candidates", "--batch", "--b"), "candidates", "B, number of candidates"),
+        (("--users", "--u"), "users", "U, number of users"),
         (("--m",), "m", "M, compressed rows"),
         (("--n",), "n", "N, embedding width"),
-        (("--k-cand",), "k_cand", "embedding rows of a candidate"),
-        (("--k-user",), "k_user", "embedding rows of a user"),
+        (("--k-cand",), "k_cand", "K_cand, embedding rows of a candidate"),
+        (("--k-user",), "k_user", "K_user, embedding rows of a user"),
     )
     for flags, name, text in sizes:
         parser.add_argument(
@@ -133,14 +140,14 @@ def _add_sizes(parser: argparse.ArgumentParser, *, required: bool) -> None:
         "--dtype",
         choices=_KERNEL_DTYPES if required else _DTYPES,
         default="bfloat16" if required else None,
-        help="of every array",
+        help="dtype of every array",
     )
 
 
 def _add_attention_sizes(parser: argparse.ArgumentParser) -> None:
     sizes = (
-        (("--candidates", "--batch", "--b"), "batch", "B, candidates to score"),
-        (("--users", "--u"), "users", "U, users they share"),
+        (("--candidates", "--batch", "--b"), "batch", "B, number of candidates"),
+        (("--users", "--u"), "users", "U, number of users"),
         (("--q-len", "--t"), "q_len", "T, queries of a candidate"),
         (("--kv-len", "--s"), "kv_len", "S, keys of a user"),
         (("--q-heads", "--n"), "q_heads", "N, query heads"),
@@ -152,30 +159,34 @@ def _add_attention_sizes(parser: argparse.ArgumentParser) -> None:
             *flags, dest=name, type=_positive, required=True, metavar="SIZE", help=text
         )
     parser.add_argument(
-        "--dtype", choices=_KERNEL_DTYPES, default="bfloat16", help="of every array"
+        "--dtype", choices=_KERNEL_DTYPES, default="bfloat16", help="dtype of every array"
     )
 
 
 def _add_gdpa_sizes(parser: argparse.ArgumentParser) -> None:
     queries = parser.add_mutually_exclusive_group(required=True)
     sizes: tuple[tuple[argparse._ActionsContainer, tuple[str, ...], bool, str], ...] = (
-        (parser, ("--batch", "--b"), True, "sequences of queries"),
-        (parser, ("--batch-kv",), False, "sequences of keys; default: as many, each its own"),
-        (queries, ("--q-len", "--t"), False, "queries of the longest sequence"),
-        (queries, ("--seeds",), False, "queries that all sequences share (broadcast_q)"),
-        (parser, ("--q-mean",), False, "mean queries of a sequence; default: as the longest"),
-        (parser, ("--kv-len", "--s"), True, "keys of the longest sequence"),
-        (parser, ("--kv-mean",), False, "mean keys of a sequence; default: as the longest"),
+        (parser, ("--batch", "--b"), True, "number of query sequences"),
+        (parser, ("--batch-kv",), False, "number of key sequences; default: --batch, no sharing"),
+        (queries, ("--q-len", "--t"), False, "number of queries of the longest sequence"),
+        (queries, ("--seeds",), False, "number of queries that all sequences share (broadcast_q)"),
+        (parser, ("--q-mean",), False, "mean number of queries of a sequence; default: --q-len"),
+        (parser, ("--kv-len", "--s"), True, "number of keys of the longest sequence"),
+        (parser, ("--kv-mean",), False, "mean number of keys of a sequence; default: --kv-len"),
         (parser, ("--q-heads", "--n"), True, "N, query heads"),
         (parser, ("--kv-heads", "--k"), True, "K, key heads; divides N"),
         (parser, ("--head-dim", "--h"), True, "H, head width"),
     )
     for target, flags, is_required, text in sizes:
         target.add_argument(*flags, type=_positive, required=is_required, metavar="SIZE", help=text)
-    parser.add_argument("--activation", default="gelu", metavar="NAME", help="of all heads")
-    parser.add_argument("--approx", metavar="NAME", help="of the activation; default: exact")
     parser.add_argument(
-        "--dtype", choices=_KERNEL_DTYPES, default="bfloat16", help="of every array"
+        "--activation", default="gelu", metavar="NAME", help="activation of all heads"
+    )
+    parser.add_argument(
+        "--approx", metavar="NAME", help="approximation of the activation; default: exact"
+    )
+    parser.add_argument(
+        "--dtype", choices=_KERNEL_DTYPES, default="bfloat16", help="dtype of every array"
     )
 
 
@@ -184,7 +195,8 @@ def _add_limit(parser: argparse.ArgumentParser) -> None:
         "--limit",
         type=_positive,
         metavar="COUNT",
-        help="time only so many configurations, the likeliest first, and the table's choice",
+        help="time at most this many configurations, the most promising first, besides XLA and "
+        "the current choice of the dispatch table",
     )
 
 
@@ -192,7 +204,7 @@ def _positive(text: str) -> int:
     try:
         value = int(text)
     except ValueError:
-        # argparse would name this function: "invalid _positive value".
+        # argparse's message would be "invalid _positive value", with this function's name.
         raise argparse.ArgumentTypeError(f"{text[:80]!r} is not a whole number") from None
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not a positive number")
@@ -206,8 +218,8 @@ def _demo(args: argparse.Namespace) -> int:
         return _run_demo(args)
     except KeyboardInterrupt:
         print(
-            "ikbo-jax demo: interrupted before all was measured; programs that had compiled are "
-            "kept for the next time",
+            "ikbo-jax demo: interrupted before the end; programs compiled so far are kept for the "
+            "next time",
             file=sys.stderr,
         )
         return INTERRUPTED
@@ -216,21 +228,21 @@ def _demo(args: argparse.Namespace) -> int:
 def _run_demo(args: argparse.Namespace) -> int:
     from ikbo_jax.demo import Request
 
-    if args.plot is not None and (reason := _cannot_plot(args.plot)) is not None:
+    if args.plot is not None and (reason := _plot_impossible_reason(args.plot)) is not None:
         print(f"ikbo-jax demo: {reason}", file=sys.stderr)
         return UNUSABLE
-    given = {
+    overrides = {
         field.name: getattr(args, field.name)
         for field in dataclasses.fields(Request)
         if getattr(args, field.name) is not None
     }
-    with terminal.progress() as say:
-        agree = cli_demo.run(given, args.layers, args.plot, say)
+    with terminal.progress() as log:
+        agree = cli_demo.run(overrides, args.layers, args.plot, log)
     return OK if agree else DISAGREES
 
 
-def _cannot_plot(path: pathlib.Path) -> str | None:
-    """Why no plot can be written there, before anything has run; None if it can."""
+def _plot_impossible_reason(path: pathlib.Path) -> str | None:
+    """Why no plot can be written to `path`; None if it can."""
     if importlib.util.find_spec("matplotlib") is None:
         return "--plot needs matplotlib, which the extra 'bench' installs"
     if path.suffix not in (".png", ".svg", ".pdf"):
@@ -279,7 +291,7 @@ def _plugins() -> str:
 
 
 def _driver() -> str | None:
-    """Version of the NVIDIA driver; None without one."""
+    """Version of the NVIDIA driver; None if there is no driver."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return None
@@ -345,7 +357,7 @@ def _tune_gdpa(args: argparse.Namespace) -> int:
 
 
 def _gdpa_problem(args: argparse.Namespace) -> GdpaProblem:
-    """The problem that the arguments name; raises ValueError if they do not fit together."""
+    """The problem with the sizes in `args`; raises ValueError if they are inconsistent."""
     from ikbo_jax.ops import gdpa_arguments
     from ikbo_jax.tuning.gdpa_configs import GdpaProblem
 
@@ -354,7 +366,7 @@ def _gdpa_problem(args: argparse.Namespace) -> GdpaProblem:
             f"--q-heads {args.q_heads} is not a multiple of --kv-heads {args.kv_heads}"
         )
     if args.seeds is not None and args.q_mean is not None:
-        raise ValueError(f"--seeds {args.seeds} takes no --q-mean, but it is {args.q_mean}")
+        raise ValueError(f"--seeds {args.seeds} excludes --q-mean, but it is {args.q_mean}")
     for name, mean, longest in (
         ("q", args.q_mean, args.q_len),
         ("kv", args.kv_mean, args.kv_len),
@@ -382,8 +394,8 @@ def _gdpa_problem(args: argparse.Namespace) -> GdpaProblem:
 
 
 def _tune(tune: Callable[[], dict[str, Any]]) -> int:
-    """Runs a tuner and prints what it found, or why it could not."""
-    # The kernels are timed in processes of their own: leave them the device's memory.
+    """Runs a tuner and prints the result, or an error."""
+    # Worker processes time the kernels, so this process must not preallocate the device's memory.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     from ikbo_jax.ops.dispatch import hopper_unavailable_reason
 

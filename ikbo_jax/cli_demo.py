@@ -1,4 +1,4 @@
-"""The command `ikbo-jax demo`: what it runs, and what it prints of the reports."""
+"""The command `ikbo-jax demo`: runs the parts of the demo and prints their reports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def device_name() -> str:
-    """The default device, for people."""
+    """The default device as text."""
     import jax
 
     device = jax.devices()[0]
@@ -29,32 +29,32 @@ def device_name() -> str:
 
 
 def run(
-    given: Mapping[str, Any], layers: int | None, plot: pathlib.Path | None, say: terminal.Say
+    overrides: Mapping[str, Any], layers: int | None, plot: pathlib.Path | None, log: terminal.Log
 ) -> bool:
     """Runs the demo's parts, prints their reports, and draws the plot.
 
     Args:
-      given: fields of the request that replace the default's.
-      layers: of the ranking network, if the default will not do.
-      plot: file to draw the network's time and memory over candidates per user into.
-      say: is told what is being done.
+      overrides: fields of the default request to replace.
+      layers: number of layers of the ranking network; None takes the default.
+      plot: file for a plot of the network's time and memory over candidates per user, or None.
+      log: called with a description of each step.
 
     Returns:
       Whether all results agree with their oracles.
     """
     from ikbo_jax import demo, demo_attention, demo_ranking
 
-    request = dataclasses.replace(demo.default_request(), **given)
+    request = dataclasses.replace(demo.default_request(), **overrides)
     sizes = demo_ranking.sizes_of(request, layers)
-    on_attention = demo_attention.default_request(request)
+    attention_request = demo_attention.default_request(request)
     calls: list[Callable[[], Any]] = [
-        functools.partial(demo_ranking.run, sizes, request.seed, on_progress=say),
-        functools.partial(demo.run, request, on_progress=say),
-        functools.partial(demo_attention.run, on_attention, on_progress=say),
+        functools.partial(demo_ranking.run, sizes, request.seed, on_progress=log),
+        functools.partial(demo.run, request, on_progress=log),
+        functools.partial(demo_attention.run, attention_request, on_progress=log),
     ]
     if plot is not None:
-        calls.append(functools.partial(demo_ranking.sweep, sizes, request.seed, on_progress=say))
-    network, report, attention, *points = demo.run_parts(calls, say)
+        calls.append(functools.partial(demo_ranking.sweep, sizes, request.seed, on_progress=log))
+    network, report, attention, *points = demo.run_parts(calls, log)
     if plot is not None:
         demo_ranking.draw(points[0], device_name(), plot)
     print_request(request, report.counts)
@@ -71,7 +71,7 @@ def run(
 
 
 def print_request(request: Request, counts: Sequence[int]) -> None:
-    """Versions, the device and the request, two lines."""
+    """Prints two lines: versions and device, and the request."""
     import jax
 
     print(f"ikbo-jax {__version__} on {device_name()}, jax {jax.__version__}")
@@ -79,7 +79,7 @@ def print_request(request: Request, counts: Sequence[int]) -> None:
 
 
 def print_network(report: RankingReport) -> None:
-    """The ranking network: versions, agreement, top candidates, report of the rewrite."""
+    """Prints the part on the ranking network: its versions, top candidates, rewrite's report."""
     sizes, baseline = report.sizes, report.measured[0]
     print(
         f"ranking network: {sizes.layers} layers, history S={sizes.history}, queries "
@@ -99,10 +99,10 @@ def print_network(report: RankingReport) -> None:
     header = ("network", "time", "speed-up", "memory", "max error")
     terminal.print_table(header, rows, numbers=frozenset(range(1, 5)))
     print()
-    print("memory: output and temporary buffers, beside the request and the parameters.")
+    print("memory: output and temporary buffers, without the request and the parameters.")
     print(f"max error: of a logit, against float32; allowed: {report.tolerance:.2g}.")
     if device_name().endswith("(gpu)"):
-        print("all versions: GEMMs outside this library's kernels are the fastest of cuBLAS'.")
+        print("all versions: cuBLAS' fastest algorithms compute all GEMMs outside the kernels.")
     wrong = [m.name for m in report.measured if not m.agrees]
     if wrong:
         print(f"network: DISAGREEMENT: {', '.join(wrong)} outside the allowed error")
@@ -113,7 +113,7 @@ def print_network(report: RankingReport) -> None:
     print()
     tasks = range(len(report.top[0].logits))
     terminal.print_table(
-        ("top candidate", "of user", *(f"logit {task}" for task in tasks)),
+        ("top candidate", "user", *(f"logit {task}" for task in tasks)),
         [
             (str(t.candidate), str(t.user), *(f"{logit:.4f}" for logit in t.logits))
             for t in report.top
@@ -125,17 +125,18 @@ def print_network(report: RankingReport) -> None:
 
 
 def print_demo(report: Report, automatic: str) -> None:
-    """Linear compression by itself: its stages, and what `implementation=None` takes."""
+    """Prints the part on linear compression: its stages, and the choice of implementation=None."""
     _print_stages(report.measured, report.not_run)
     print()
-    print("moved: the least the stage must read and write. memory: output and temporary buffers.")
+    print("moved: bytes that the stage must at least read and write.")
+    print("memory: output and temporary buffers.")
     print(f"max error: against the materialised model in float32; allowed: {report.tolerance:.2g}.")
     print(f"implementation=None takes: {automatic}")
     print(_conclusion(report))
 
 
 def print_attention(report: AttentionReport) -> None:
-    """Attention by itself: its stages."""
+    """Prints the part on attention: its stages."""
     request, ranking = report.request, report.request.ranking
     print(
         f"attention: {ranking.candidates:,} candidates of {ranking.users:,} users, "
@@ -145,24 +146,24 @@ def print_attention(report: AttentionReport) -> None:
     print()
     _print_stages(report.measured, report.not_run)
     print()
-    print(f"max error: against float32, some candidates; allowed: {report.tolerance:.2g}.")
+    print(f"max error: of some candidates, against float32; allowed: {report.tolerance:.2g}.")
     wrong = [m.stage.name.split(maxsplit=1)[1] for m in report.measured if not m.agrees]
     if wrong:
         print(f"attention: DISAGREEMENT: {', '.join(wrong)} outside the allowed error")
         return
-    copied = [m for m in report.measured if m.stage.name.startswith("1")]
-    ours = [m for m in report.measured if not m.stage.name.startswith("1")]
-    best = min(ours, key=lambda m: m.time_ms)
-    faster = min(m.time_ms for m in copied) / best.time_ms
-    fewer = copied[0].stage.bytes_moved / best.stage.bytes_moved
+    materialised = [m for m in report.measured if m.stage.name.startswith("1")]
+    without_copies = [m for m in report.measured if not m.stage.name.startswith("1")]
+    best = min(without_copies, key=lambda m: m.time_ms)
+    faster = min(m.time_ms for m in materialised) / best.time_ms
+    fewer = materialised[0].stage.bytes_moved / best.stage.bytes_moved
     print(
-        f"attention: all stages agree; {best.stage.name.split(maxsplit=1)[1]} is {faster:.1f} "
-        f"times as fast as the best with copies, which has to move {fewer:.1f} times the bytes"
+        f"attention: all stages agree; {best.stage.name.split(maxsplit=1)[1]} is {faster:.1f} times"
+        f" as fast as the best materialised version, which must move {fewer:.1f} times the bytes"
     )
 
 
 def _print_stages(measured: Sequence[Measured], not_run: Sequence[Stage]) -> None:
-    """A table of the stages that ran, the first being the baseline; then why others did not."""
+    """Prints a table of the stages that ran (the first is the baseline), and why others did not."""
     terminal.print_table(
         ("stage", "time", "speed-up", "moved", "memory", "max error", "path"),
         [_row(one, measured[0]) for one in measured],
@@ -189,7 +190,7 @@ def _row(measured: Measured, baseline: Measured) -> tuple[str, ...]:
 
 
 def _describe_request(request: Request, counts: Sequence[int]) -> str:
-    each = f"{min(counts)} to {max(counts)} each" if len(counts) > 1 else "all of one"
+    each = f"{min(counts)} to {max(counts)} per user" if len(counts) > 1 else "all of one user"
     return (
         f"request: {request.candidates:,} candidates of {request.users:,} users ({each}), "
         f"M={request.m} N={request.n} K_cand={request.k_cand} K_user={request.k_user}, "
@@ -199,11 +200,11 @@ def _describe_request(request: Request, counts: Sequence[int]) -> str:
 
 def _conclusion(report: Report) -> str:
     request = report.request
-    ratio = f"{request.candidates / request.users:.1f} candidates a user"
+    ratio = f"{request.candidates / request.users:.1f} candidates per user"
     wrong = [m.stage.name.split(maxsplit=1)[1] for m in report.measured if not m.agrees]
     if wrong:
         return f"{ratio}: DISAGREEMENT: {', '.join(wrong)} outside the allowed error"
-    # The honest comparison: the faster of the two materialised versions against the best stage.
+    # Compares the best stage with the faster one of the two materialised versions.
     materialised = min(report.measured[:2], key=lambda m: m.time_ms)
     best = min(report.measured[2:], key=lambda m: m.time_ms)
     name = best.stage.name.split(maxsplit=1)[1]
@@ -211,5 +212,5 @@ def _conclusion(report: Report) -> str:
     fewer = materialised.stage.bytes_moved / best.stage.bytes_moved
     return (
         f"{ratio}: all stages agree; {name} is {faster:.1f} times as fast as the best "
-        f"materialised version, which has to move {fewer:.1f} times the bytes"
+        f"materialised version, which must move {fewer:.1f} times the bytes"
     )

@@ -1,4 +1,4 @@
-"""Checks that cost time and so never run unasked."""
+"""Checks of index values, lengths and offsets; ops never call them, since they cost time."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ def check_index(
 ) -> None:
     """Checks that every index lies in [0, num_users).
 
-    The ops clamp an index outside that range, so that nothing is read out of bounds; this finds it.
-    Negative indices do not count from the end. Called with arrays, it raises at once. Called on
-    traced values it takes effect under `jax.experimental.checkify`; inside a plain `jax.jit`, which
-    has no way to raise, it does nothing.
+    The ops clamp an index outside the range, so that nothing is read out of bounds; this function
+    finds such an index. Negative indices do not count from the end. For arrays, it raises
+    immediately. For traced values, it takes effect under `jax.experimental.checkify`; inside
+    `jax.jit` without checkify it does nothing, since compiled code cannot raise.
 
     Args:
-      cand_to_user: integers of any shape; for a multi-level term its `parent`, for `gdpa` its
-        `q_to_kv`.
-      num_users: what the index points into, at least 0: rows of the array, or sequences.
+      cand_to_user: integers of any shape; also the `parent` of a `Term`, or `q_to_kv` of `gdpa`.
+      num_users: size of the axis that the index points into, at least 0: users, entries of the
+        coarser level, or key-value sequences.
       name: the index's name in messages.
 
     Raises:
-      ValueError: an index is out of range; names the position, the value and the bound.
+      ValueError: an index is out of range; the message has the position, the value and the bound.
       TypeError: the index is not an array of integers.
     """
     _check_range(name, cand_to_user, num_users - 1, f"[0, {num_users})", "indices")
@@ -34,15 +34,15 @@ def check_index(
 def check_lengths(key_value_seq_lengths: jax.Array | np.ndarray, kv_len: int) -> None:
     """Checks that every length lies in [0, kv_len].
 
-    `attention` clamps a length outside that range; this finds it. When and how it raises is as for
-    `check_index`.
+    `attention` clamps a length outside the range; this function finds it. It raises at the same
+    time as `check_index`.
 
     Args:
-      key_value_seq_lengths: integers of any shape, the numbers of keys that users have.
-      kv_len: S, the keys that the arrays have room for.
+      key_value_seq_lengths: integers of any shape, the number of valid keys of every user.
+      kv_len: S, the size of the key axis.
 
     Raises:
-      ValueError: a length is out of range; names the position, the value and the bound.
+      ValueError: a length is out of range; the message has the position, the value and the bound.
       TypeError: the lengths are not an array of integers.
     """
     _check_range(
@@ -56,38 +56,38 @@ def check_offsets(
     max_seqlen: int | None = None,
     name: str = "cu_seqlens",
 ) -> None:
-    """Checks that offsets lie in [0, total], never fall, and are at most `max_seqlen` apart.
+    """Checks that offsets lie in [0, total], do not decrease, and are at most `max_seqlen` apart.
 
-    `gdpa` clamps offsets to the array, makes falling ones an empty sequence, and cuts sequences off
-    at `max_seqlen_q` and `max_seqlen_kv`; this finds them. When and how it raises is as for
-    `check_index`.
+    `gdpa` clamps offsets to the range, makes a sequence with decreasing offsets empty, and cuts
+    sequences at `max_seqlen_q` and `max_seqlen_kv`; this function finds them. It raises at the same
+    time as `check_index`.
 
     Args:
       cu_seqlens: [batch + 1] integers, the offsets of jagged sequences.
-      total: rows of the array that they point into.
+      total: number of rows of the array that the offsets point into.
       max_seqlen: bound of the lengths, or None.
       name: the offsets' name in messages.
 
     Raises:
-      ValueError: offsets are not [batch + 1], leave the array, fall, or are too far apart; names
-        the position, the values and the bound.
+      ValueError: offsets have another shape than [batch + 1], lie outside the range, decrease, or
+        are too far apart; the message has the position, the values and the bound.
       TypeError: the offsets are not an array of integers.
     """
     _check_range(name, cu_seqlens, total, f"[0, {total}]", "offsets")
     if cu_seqlens.ndim != 1 or not cu_seqlens.size:
         raise ValueError(f"{name} must have shape [batch + 1], but has shape {cu_seqlens.shape}")
-    most = total if max_seqlen is None else max_seqlen
+    max_length = total if max_seqlen is None else max_seqlen
     if isinstance(cu_seqlens, jax.core.Tracer):
-        _check_lengths_traced(name, cu_seqlens, most, max_seqlen)
+        _check_lengths_traced(name, cu_seqlens, max_length, max_seqlen)
         return
     offsets = np.asarray(cu_seqlens).astype(np.int64)
     lengths = np.diff(offsets)
-    falling, too_long = np.flatnonzero(lengths < 0), np.flatnonzero(lengths > most)
-    if falling.size:
-        i = int(falling[0])
+    decreasing, too_long = np.flatnonzero(lengths < 0), np.flatnonzero(lengths > max_length)
+    if decreasing.size:
+        i = int(decreasing[0])
         raise ValueError(
             f"{name}[{i + 1}] is {offsets[i + 1]}, below {name}[{i}], which is {offsets[i]}; "
-            f"{falling.size} of {lengths.size} lengths are negative"
+            f"{decreasing.size} of {lengths.size} lengths are negative"
         )
     if too_long.size:
         i = int(too_long[0])
@@ -98,21 +98,21 @@ def check_offsets(
 
 
 def _check_lengths_traced(
-    name: str, cu_seqlens: jax.Array, most: int, max_seqlen: int | None
+    name: str, cu_seqlens: jax.Array, max_length: int, max_seqlen: int | None
 ) -> None:
     if cu_seqlens.size == 1:
         return
     begin, end = cu_seqlens[:-1], cu_seqlens[1:]
-    falls = end < begin
-    first = jnp.argmax(falls)
+    is_decreasing = end < begin
+    first = jnp.argmax(is_decreasing)
     checkify.debug_check(
-        ~jnp.any(falls),
-        f"{name} falls from {{begin}} to {{end}} in sequence {{sequence}}",
+        ~jnp.any(is_decreasing),
+        f"{name} decreases from {{begin}} to {{end}} in sequence {{sequence}}",
         begin=begin[first],
         end=end[first],
         sequence=first,
     )
-    is_long = end - begin > most
+    is_long = end - begin > max_length
     first = jnp.argmax(is_long)
     checkify.debug_check(
         ~jnp.any(is_long),
@@ -125,7 +125,7 @@ def _check_lengths_traced(
 def _check_range(
     name: str, values: jax.Array | np.ndarray, largest: int, interval: str, plural: str
 ) -> None:
-    """Checks 0 <= values <= largest at once, or under checkify if they are traced."""
+    """Checks 0 <= values <= largest immediately, or under checkify if the values are traced."""
     if not jnp.issubdtype(getattr(values, "dtype", np.dtype(object)), jnp.integer):
         raise TypeError(
             f"{name} must be an array of integers, but is "

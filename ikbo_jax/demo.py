@@ -1,7 +1,7 @@
-"""A ranking request, run through every stage from the materialised model to the single launch.
+"""The part of the demo on linear compression: stages from the materialised model to one launch.
 
-`run` builds a seeded request with a ragged number of candidates per user, compiles the stages,
-checks each against an oracle in float32 and times them. `ikbo-jax demo` prints what it returns.
+`run` builds a seeded request whose users have different numbers of candidates, compiles the stages,
+checks each against an oracle in float32 and times them. `ikbo-jax demo` prints the report.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ikbo_jax._timing import by_turns
-from ikbo_jax._timing.programs import Programs, Say, kept_compilations, side_by_side
+from ikbo_jax._timing import interleaved_ms
+from ikbo_jax._timing.programs import Log, Programs, persistent_compilations, run_concurrently
 from ikbo_jax.ops.dispatch import hopper_unavailable_reason
 from ikbo_jax.ops.explain import explain
 from ikbo_jax.ops.linear_compression import linear_compression
@@ -30,12 +30,12 @@ from ikbo_jax.tuning.configs import (
 )
 from ikbo_jax.tuning.table import default_config, lookup, user_cache_path
 
-#: Rounds over all stages; in each, every stage has one window of launches back to back, and half a
-#: window before it. The stages' turns keep the card busy between a stage's windows.
+#: Number of rounds. A round times all stages interleaved: half a window of warm-up and one window
+#: of launches back to back for each. The other stages keep the device busy between windows.
 ROUNDS = 3
-#: Seconds of a window: twelve stages take 3 s in all.
+#: Seconds of a window; twelve stages take 3 s in all.
 WINDOW_S = 0.05
-#: Embedding rows are padded to a multiple of this in the aligned baseline: 16 bytes of bfloat16.
+#: The aligned baseline pads the embedding rows to a multiple of this: 16 bytes of bfloat16.
 ALIGNED_K = 8
 
 
@@ -44,14 +44,14 @@ class Request:
     """Sizes of a ranking request.
 
     Attributes:
-      candidates: B, rows to score.
-      users: U, rows they share.
-      m: compressed rows.
-      n: embedding width.
-      k_cand: embedding rows of a candidate.
-      k_user: embedding rows of a user.
+      candidates: B, number of candidates.
+      users: U, number of users.
+      m: M, compressed rows.
+      n: N, embedding width.
+      k_cand: K_cand, embedding rows of a candidate.
+      k_user: K_user, embedding rows of a user.
       dtype: name of the dtype of every array.
-      seed: of the inputs and of the number of candidates per user.
+      seed: seed of the inputs and of the number of candidates per user.
     """
 
     candidates: int
@@ -65,7 +65,7 @@ class Request:
 
     @property
     def problem(self) -> LinearCompressionProblem:
-        """The request as the dispatch table knows it."""
+        """The request as a problem description of the dispatch table."""
         return LinearCompressionProblem(
             batches=(self.users, self.candidates),
             ks=(self.k_user, self.k_cand),
@@ -75,9 +75,9 @@ class Request:
         )
 
 
-#: What an accelerator is given: about 70 candidates for each of 15 users.
+#: Request for an accelerator: about 70 candidates for each of 15 users.
 FULL = Request(candidates=1024, users=15, m=433, n=256, k_cand=866, k_user=1178, dtype="bfloat16")
-#: What a CPU is given: a quarter of every size. CPUs multiply bfloat16 slowly, hence float32.
+#: Request for a CPU: a quarter of every size. CPUs multiply bfloat16 slowly, hence float32.
 SMALL = Request(candidates=256, users=4, m=109, n=64, k_cand=217, k_user=295, dtype="float32")
 
 
@@ -93,13 +93,13 @@ class Inputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """One way to compute the request.
+    """One implementation of the op.
 
     Attributes:
-      name: what the table calls it.
-      fn: takes `Inputs`' fields, returns [B, M, N]; None if it cannot run here.
-      bytes_moved: the least this stage has to read and write in device memory.
-      path: what runs it, or why nothing does.
+      name: name in the printed table.
+      fn: takes the fields of `Inputs`, returns the op's result; None if it cannot run here.
+      bytes_moved: bytes that the stage must at least read and write in device memory.
+      path: the implementation and its configuration, or why it cannot run.
     """
 
     name: str
@@ -116,8 +116,8 @@ class Measured:
       stage: the stage.
       time_ms: median over the rounds, milliseconds.
       memory_bytes: output and temporary buffers, as the compiler laid them out.
-      error: largest absolute difference to the oracle in float32.
-      agrees: whether that is within `Report.tolerance`.
+      error: largest absolute difference to the float32 oracle.
+      agrees: whether `error` is within `Report.tolerance`.
     """
 
     stage: Stage
@@ -129,7 +129,7 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What `run` found. `measured[0]` is the materialised model, the baseline of the speed-ups."""
+    """The result of `run`. `measured[0]` is the materialised model, the baseline of speed-ups."""
 
     request: Request
     counts: tuple[int, ...]
@@ -143,16 +143,16 @@ class Report:
         return all(m.agrees for m in self.measured)
 
 
-def run_parts(calls: Sequence[Callable[[], Any]], say: Say) -> list[Any]:
-    """What the calls return: parts of the demo, run as `_timing.programs` says.
+def run_parts(calls: Sequence[Callable[[], Any]], log: Log) -> list[Any]:
+    """Runs parts of the demo concurrently (see `_timing.programs`); returns their results.
 
-    Compiled programs are kept for the next time, beside the user's tuning cache.
+    Stores compiled programs next to the user's tuning cache for later processes.
     """
     table = user_cache_path()
-    with kept_compilations(table.parent / "compilations", [table]) as reason:
+    with persistent_compilations(table.parent / "compilations", [table]) as reason:
         if reason is not None:
-            say(reason)
-        return side_by_side(calls)
+            log(reason)
+        return run_concurrently(calls)
 
 
 def default_request() -> Request:
@@ -161,7 +161,7 @@ def default_request() -> Request:
 
 
 def candidate_counts(request: Request) -> np.ndarray:
-    """Candidates of every user, [U] int64: ragged around B / U, B in all, zero not excluded."""
+    """Number of candidates of every user, [U] int64; random around B / U, sums to B, may be 0."""
     rng = np.random.default_rng(request.seed)
     popularity = rng.uniform(0.5, 1.5, request.users)
     return rng.multinomial(request.candidates, popularity / popularity.sum())
@@ -194,7 +194,7 @@ def user_index(request: Request) -> jax.Array:
 
 
 def make_inputs(request: Request) -> Inputs:
-    """Seeded random inputs; weights are scaled so that results are of order one."""
+    """Seeded random inputs; weights are scaled so that results are near one."""
     return Inputs._make([*_draw(request, jax.random.key(request.seed)), user_index(request)])
 
 
@@ -205,7 +205,7 @@ def _levels(
     e_user: jax.Array,
     cand_to_user: jax.Array,
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...], tuple[jax.Array | None, ...]]:
-    """The two-level request as the reference functions take it: coarsest level first."""
+    """(weights, embeddings, parents) for the reference functions: users first, then candidates."""
     return (w_user, w_cand), (e_user, e_cand), (None, cand_to_user)
 
 
@@ -226,12 +226,12 @@ def oracle(inputs: Inputs) -> jax.Array:
 
 
 def _bytes_moved(request: Request, *, copied_k: int = 0, separate_add: bool = False) -> int:
-    """The least a stage has to read and write.
+    """Bytes that a stage must at least read and write.
 
     Args:
       request: the sizes.
       copied_k: rows of the concatenated embedding that the stage writes and reads back, 0 if none.
-      separate_add: whether the candidates' partial result makes a round trip before the addition.
+      separate_add: whether the stage writes the candidates' product and reads it for the addition.
     """
     size = jnp.dtype(request.dtype).itemsize
     partial = 4  # partial results are float32
@@ -250,7 +250,7 @@ def _bytes_moved(request: Request, *, copied_k: int = 0, separate_add: bool = Fa
 
 
 def _kernel_stage(request: Request, name: str, *, single_launch: bool) -> Stage:
-    """A stage that only the Mosaic GPU kernel can run, or the reason why it cannot run here."""
+    """A stage of the Mosaic GPU kernel; its `path` is the reason if the kernel cannot run here."""
     moved = _bytes_moved(request)
     if (reason := hopper_unavailable_reason()) is not None:
         return Stage(name, None, moved, reason)
@@ -262,7 +262,7 @@ def _kernel_stage(request: Request, name: str, *, single_launch: bool) -> Stage:
     def fn(*inputs: jax.Array) -> jax.Array:
         return linear_compression(*inputs, implementation="mosaic_gpu", config=config)
 
-    path = f"mosaic_gpu, {config.block_m} rows, {config.num_stages} deep"
+    path = f"mosaic_gpu, block_m {config.block_m}, {config.num_stages} stages"
     return Stage(name, fn, moved, path)
 
 
@@ -294,16 +294,16 @@ def stages(request: Request) -> list[Stage]:
 
 
 def automatic_path(request: Request) -> str:
-    """What `linear_compression` runs here when it is left to choose, and why."""
+    """The implementation that `linear_compression` chooses by default here, and why."""
     plan = explain(linear_compression, *jax.eval_shape(lambda: make_inputs(request))).plans[0]
     return f"{plan.implementation} ({plan.reason})"
 
 
 def tolerance(request: Request, baseline_error: float, largest: float) -> float:
-    """Twice the materialised model's own error in this dtype, and one rounding.
+    """The allowed error: twice the materialised model's error in this dtype, plus one rounding.
 
-    In float32 the materialised model *is* the oracle and its error zero, while another order of
-    summation is as good: allow what K roundings add up to at random.
+    In float32 the materialised model is the oracle and its error zero, but other orders of
+    summation are as accurate. So the tolerance includes √K roundings, the random sum of K.
     """
     k = request.k_cand + request.k_user
     rounding = float(jnp.finfo(request.dtype).eps) / 2
@@ -312,13 +312,13 @@ def tolerance(request: Request, baseline_error: float, largest: float) -> float:
 
 
 def compare(actual: jax.Array, expected: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The largest absolute difference, and the largest absolute value expected; two scalars."""
+    """Two scalars: the largest absolute difference, and the largest absolute expected value."""
     error = jnp.max(jnp.abs(actual.astype(jnp.float32) - expected), initial=0.0)
     return error, jnp.max(jnp.abs(expected), initial=0.0)
 
 
 def device_memory(executable: jax.stages.Compiled) -> int:
-    """Bytes of the output and of temporary buffers; 0 where the compiler does not say."""
+    """Bytes of the output and of temporary buffers; 0 if the compiler does not report them."""
     analysis = executable.memory_analysis()
     if analysis is None:
         return 0
@@ -328,7 +328,7 @@ def device_memory(executable: jax.stages.Compiled) -> int:
 def add_stages(
     programs: Programs, stages: Sequence[Stage], inputs: Sequence[Any]
 ) -> tuple[list[Stage], list[Stage]]:
-    """Adds the stages to the programs; those added, and those that cannot run here, and why."""
+    """Adds stages to the programs; returns the added ones, and the ones that cannot run here."""
     runnable, not_run = [], []
     for stage in stages:
         if stage.fn is None:
@@ -336,28 +336,28 @@ def add_stages(
             continue
         try:
             programs.add(stage.name, stage.fn, *inputs)
-        except NotImplementedError as error:  # legal, but not for this kernel: its message says why
+        except NotImplementedError as error:  # The kernel cannot run; the message says why.
             not_run.append(dataclasses.replace(stage, fn=None, path=str(error)))
             continue
         runnable.append(stage)
     return runnable, not_run
 
 
-def time_by_turns(
-    compiled: Mapping[str, Callable[..., Any]], inputs: Sequence[Any], say: Say
+def time_interleaved(
+    compiled: Mapping[str, Callable[..., Any]], inputs: Sequence[Any], log: Log
 ) -> dict[str, list[float]]:
-    """Milliseconds of every round, by name."""
+    """Times functions interleaved; returns milliseconds per call in every round, by name."""
 
     def on_turn(name: str, turn: int) -> None:
         if turn == 0:
-            say(f"timing {' '.join(name.split())}, round 1 of {ROUNDS} by turns")
+            log(f"timing {' '.join(name.split())}, round 1 of {ROUNDS}")
 
     thunks = {name: functools.partial(fn, *inputs) for name, fn in compiled.items()}
-    return by_turns(thunks, window_s=WINDOW_S, rounds=ROUNDS, on_turn=on_turn)
+    return interleaved_ms(thunks, window_s=WINDOW_S, rounds=ROUNDS, on_turn=on_turn)
 
 
-def said_of(part: str, on_progress: Say) -> Say:
-    """`on_progress` for one part of the demo, whose name it puts before every text."""
+def prefixed_log(part: str, on_progress: Log) -> Log:
+    """`on_progress` with the name of a part of the demo before every text."""
     return lambda text: on_progress(f"{part}: {text}")
 
 
@@ -367,36 +367,39 @@ def measure(
     inputs: Sequence[jax.Array],
     expected: jax.Array,
     tolerance_of: Callable[[float, float], float],
-    say: Say,
+    log: Log,
 ) -> tuple[tuple[Measured, ...], float]:
     """Checks and times stages.
 
     Args:
-      compiled: programs by name: the stages', and "comparison", which is `compare` or like it.
+      compiled: programs by name: all stages, and "comparison", which takes and returns the same as
+        `compare`.
       runnable: the stages, the baseline first.
-      inputs: of every stage.
-      expected: what "comparison" takes beside a stage's result.
-      tolerance_of: from the baseline's error and the largest value expected, the largest error
-        allowed.
-      say: is told what is being done.
+      inputs: the arguments of every stage.
+      expected: the second argument of "comparison".
+      tolerance_of: takes the baseline's error and the largest expected value; returns the largest
+        allowed error.
+      log: called with a description of each step.
 
     Returns:
-      What was measured, and the largest error allowed.
+      The measured stages, and the largest allowed error.
     """
-    say("checking the results")
+    log("checking the results")
     errors, largest = {}, 0.0
     for stage in runnable:
         found = compiled["comparison"](compiled[stage.name](*inputs), expected)
         errors[stage.name], largest = (float(x) for x in found)
     limit = tolerance_of(errors[runnable[0].name], largest)
-    samples = time_by_turns({stage.name: compiled[stage.name] for stage in runnable}, inputs, say)
+    samples = time_interleaved(
+        {stage.name: compiled[stage.name] for stage in runnable}, inputs, log
+    )
     measured = tuple(
         Measured(
             stage,
             time_ms=statistics.median(samples[stage.name]),
             memory_bytes=device_memory(compiled[stage.name]),
             error=errors[stage.name],
-            # A NaN disagrees; and a baseline whose error hides the result has no right to vouch.
+            # False for NaN, and if the baseline's error is so large that any result would pass.
             agrees=errors[stage.name] <= limit < largest,
         )
         for stage in runnable
@@ -404,22 +407,22 @@ def measure(
     return measured, limit
 
 
-def run(request: Request, *, on_progress: Say = lambda _: None) -> Report:
-    """Computes the request in every stage, checks the results, and times the stages in turn.
+def run(request: Request, *, on_progress: Log = lambda _: None) -> Report:
+    """Checks the result of every stage and times the stages interleaved.
 
     Args:
       request: sizes and seed.
-      on_progress: is told what is being done.
+      on_progress: called with a description of each step.
 
     Returns:
-      The report; stages that cannot run on this device are in `not_run`, with the reason as path.
+      The report; stages that cannot run on this device are in `not_run`, with the reason as `path`.
     """
-    say = said_of("linear compression", on_progress)
-    # The seed is an argument of what draws, so that one program serves all seeds.
+    log = prefixed_log("linear compression", on_progress)
+    # The seed is an argument of the program "inputs", so that one program serves all seeds.
     unseeded = dataclasses.replace(request, seed=0)
-    programs = Programs(say, identity=f"linear compression {unseeded}")
-    number, index = np.uint32(request.seed % 2**32), user_index(request)
-    drawn = programs.add("inputs", functools.partial(_draw_seeded, unseeded), number, timed=False)
+    programs = Programs(log, identity=f"linear compression {unseeded}")
+    seed, index = np.uint32(request.seed % 2**32), user_index(request)
+    drawn = programs.add("inputs", functools.partial(_draw_seeded, unseeded), seed, timed=False)
     shapes = Inputs._make([*drawn, jax.ShapeDtypeStruct(index.shape, index.dtype)])
     exact = programs.add("oracle in float32", oracle, shapes, timed=False)
     runnable, not_run = add_stages(programs, stages(request), shapes)
@@ -427,10 +430,10 @@ def run(request: Request, *, on_progress: Say = lambda _: None) -> Report:
     programs.add("comparison", compare, out, exact, timed=False)
     compiled = programs.compiled()
 
-    inputs = Inputs._make([*compiled["inputs"](number), index])
+    inputs = Inputs._make([*compiled["inputs"](seed), index])
     expected = compiled["oracle in float32"](inputs)
     measured, limit = measure(
-        compiled, runnable, inputs, expected, functools.partial(tolerance, request), say
+        compiled, runnable, inputs, expected, functools.partial(tolerance, request), log
     )
     counts = tuple(int(c) for c in candidate_counts(request))
     return Report(request, counts, measured, tuple(not_run), limit)

@@ -1,8 +1,8 @@
-"""The demo's ranking network: a request is scored by three versions of one network.
+"""The part of the demo on the ranking network: three versions of it score one request.
 
-`run` compiles `materialised`, `co_designed` and the rewritten `materialised`, checks each against
-the materialised network in float32 and times them; `sweep` times the first two over candidates per
-user.
+`run` compiles the versions `materialised`, `co_designed` and the rewritten `materialised`, checks
+each against the materialised network in float32 and times them. `sweep` times the first two over
+the number of candidates per user.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from ikbo_jax import demo
-from ikbo_jax._timing.programs import NETWORK_ON_GPU, Programs, Say
+from ikbo_jax._timing.programs import NETWORK_ON_GPU, Log, Programs
 from ikbo_jax.models import ranking
 from ikbo_jax.models.ranking import Sizes
 from ikbo_jax.ops.explain import explain
 from ikbo_jax.rewrite import rewrite
 
-#: How many candidates are shown.
-SHOWN = 5
-#: Candidates that the oracle scores at once: copies in float32 are large.
+#: Number of candidates in the printed table.
+NUM_SHOWN = 5
+#: Number of candidates that the oracle scores at once, since copies in float32 are large.
 ORACLE_BATCH = 512
-#: Candidates per user in the sweep; few on a CPU, where every point takes some 20 s.
+#: Candidates per user in the sweep; smaller on a CPU, where every point takes about 20 s.
 RATIOS = (10, 70, 300, 1000)
 RATIOS_ON_CPU = (4, 16, 64, 256)
 
 
 class Version(NamedTuple):
-    """One version of the network: a name, and a function of parameters and request."""
+    """One version of the network: its name, and its function of parameters and request."""
 
     name: str
     fn: Callable[..., jax.Array]
@@ -46,11 +46,11 @@ class Measured(NamedTuple):
     """A version that ran.
 
     Attributes:
-      name: the version's.
+      name: the version's name.
       time_ms: median over the rounds, milliseconds.
       memory_bytes: output and temporary buffers, as the compiler laid them out.
-      error: largest absolute difference of a logit to the oracle in float32.
-      agrees: whether that is within the tolerance.
+      error: largest absolute difference of a logit to the float32 oracle.
+      agrees: whether `error` is within `Report.tolerance`.
     """
 
     name: str
@@ -70,14 +70,14 @@ class Scored(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What `run` found. `measured[0]` is the materialised network, the baseline of the speed-ups.
+    """The result of `run`. `measured[0]` is the materialised network, the baseline of speed-ups.
 
     Attributes:
-      sizes: of the network.
+      sizes: sizes of the network.
       measured: every version.
-      tolerance: of the errors.
-      top: the candidates with the largest logit of the first task, by the rewritten network.
-      explanation: the report of the rewrite, and the paths that its ops take.
+      tolerance: largest allowed error.
+      top: the candidates with the largest first logit, computed by the rewritten network.
+      explanation: the report of `rewrite`, and the implementations that its ops take.
     """
 
     sizes: Sizes
@@ -93,7 +93,7 @@ class Report:
 
 
 def sizes_of(request: demo.Request, layers: int | None = None) -> Sizes:
-    """The network's sizes: the demo request's where it has them, those of the device elsewhere."""
+    """Sizes of the network: from the demo's request, other sizes from the device's defaults."""
     base = ranking.SMALL if jax.default_backend() == "cpu" else Sizes()
     pooled, dense = base.pooled, base.dense_tokens
     if request.k_user != base.user_rows:
@@ -124,7 +124,7 @@ def versions() -> tuple[Version, ...]:
 
 
 def oracle(params: Any, request: ranking.Request) -> jax.Array:
-    """The materialised network in float32, [B, tasks] float32; some candidates at a time."""
+    """The materialised network in float32, [B, tasks]; scores `ORACLE_BATCH` candidates at once."""
     params, request = jax.tree.map(
         lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x,
         (params, request),
@@ -139,17 +139,17 @@ def oracle(params: Any, request: ranking.Request) -> jax.Array:
         with jax.default_matmul_precision("highest"):
             return ranking.materialised(params, part)
 
-    # The last part wraps around, so that all have one size and share what is compiled.
+    # The last part wraps around, so that all parts have one size and share one program.
     rows = np.arange(-(-batch // size) * size, dtype=np.int32).reshape(-1, size) % batch
     out = jax.lax.map(score, jnp.asarray(rows))
     return out.reshape(-1, out.shape[-1])[:batch]
 
 
 def tolerance(sizes: Sizes, baseline_error: float, largest: float) -> float:
-    """Twice the materialised network's own error in this dtype, and one rounding.
+    """The allowed error: twice the materialised network's error in this dtype, plus one rounding.
 
-    In float32 the materialised network nearly is the oracle, while another order of summation is as
-    good: allow what K roundings add up to at random in each layer.
+    In float32 the materialised network is nearly the oracle, but other orders of summation are as
+    accurate. So the tolerance includes √K roundings in each layer, the random sum of K.
     """
     k = sizes.user_rows + sizes.cand_tokens
     rounding = float(jnp.finfo(sizes.dtype).eps) / 2
@@ -158,50 +158,52 @@ def tolerance(sizes: Sizes, baseline_error: float, largest: float) -> float:
 
 
 def _seed_of(seed: int) -> np.ndarray:
-    """A seed as a program takes it: the 32 bits of it that JAX uses."""
+    """The seed as an argument of a program: its low 32 bits, which JAX uses."""
     return np.asarray(seed % 2**32, np.uint32)
 
 
-def run(sizes: Sizes, seed: int, *, on_progress: Say = lambda _: None) -> Report:
-    """Scores a seeded request with every version, checks the logits and times them in turn.
+def run(sizes: Sizes, seed: int, *, on_progress: Log = lambda _: None) -> Report:
+    """Scores a seeded request with every version, checks the logits and times the versions.
 
     Args:
-      sizes: of network and request.
-      seed: of parameters and request.
-      on_progress: is told what is being done.
+      sizes: sizes of network and request.
+      seed: seed of parameters and request.
+      on_progress: called with a description of each step.
     """
-    say = demo.said_of("network", on_progress)
-    programs = Programs(say, NETWORK_ON_GPU, identity=f"network {sizes}")
-    number, index = _seed_of(seed), ranking.user_index(sizes, seed)
-    params = programs.add("parameters", functools.partial(ranking.init, sizes), number, timed=False)
+    log = demo.prefixed_log("network", on_progress)
+    programs = Programs(log, NETWORK_ON_GPU, identity=f"network {sizes}")
+    seed_bits, index = _seed_of(seed), ranking.user_index(sizes, seed)
+    params = programs.add(
+        "parameters", functools.partial(ranking.init, sizes), seed_bits, timed=False
+    )
     draw = functools.partial(ranking.draw_request, sizes)
-    drawn = programs.add("request", draw, number, timed=False)
+    drawn = programs.add("request", draw, seed_bits, timed=False)
     shapes = (
         params,
         ranking.Request._make([*drawn, jax.ShapeDtypeStruct(index.shape, index.dtype)]),
     )
-    # What lowers in an instant and compiles for long comes first, so that it compiles beside the
-    # lowering of the others.
+    # The oracle lowers quickly and compiles slowly. Added first, it compiles while the versions are
+    # lowered.
     programs.add("oracle in float32", oracle, *shapes, timed=False)
     names = [version.name for version in versions()]
     for version in versions():
         programs.add(version.name, version.fn, *shapes)
     programs.all_added()
-    say("report of the rewrite")
+    log("report of the rewrite")
     explanation = programs.text(
         "report of the rewrite", lambda: str(explain(versions()[-1].fn, *shapes)), shapes
     )
     compiled = programs.compiled()
 
     inputs = (
-        compiled["parameters"](number),
-        ranking.Request._make([*compiled["request"](number), index]),
+        compiled["parameters"](seed_bits),
+        ranking.Request._make([*compiled["request"](seed_bits), index]),
     )
-    say("checking the results")
+    log("checking the results")
     expected = np.asarray(compiled["oracle in float32"](*inputs))
     largest = float(np.max(np.abs(expected)))
     outs = {name: np.asarray(compiled[name](*inputs)) for name in names}
-    samples = demo.time_by_turns({name: compiled[name] for name in names}, inputs, say)
+    samples = demo.time_interleaved({name: compiled[name] for name in names}, inputs, log)
     errors = {name: float(np.max(np.abs(out - expected))) for name, out in outs.items()}
     limit = tolerance(sizes, errors[names[0]], largest)
     measured = tuple(
@@ -210,7 +212,7 @@ def run(sizes: Sizes, seed: int, *, on_progress: Say = lambda _: None) -> Report
             statistics.median(samples[name]),
             demo.device_memory(compiled[name]),
             error,
-            # A NaN disagrees; and a baseline whose error hides the result has no right to vouch.
+            # False for NaN, and if the baseline's error is so large that any result would pass.
             error <= limit < largest,
         )
         for name, error in errors.items()
@@ -218,43 +220,45 @@ def run(sizes: Sizes, seed: int, *, on_progress: Say = lambda _: None) -> Report
     logits, users = outs["rewritten"], np.asarray(index)
     top = tuple(
         Scored(int(b), int(users[b]), tuple(map(float, logits[b])))
-        for b in np.argsort(-logits[:, 0], kind="stable")[:SHOWN]
+        for b in np.argsort(-logits[:, 0], kind="stable")[:NUM_SHOWN]
     )
     return Report(sizes, measured, limit, top, explanation)
 
 
 class Point(NamedTuple):
-    """A point of the sweep: milliseconds and bytes of the versions by name."""
+    """A point of the sweep: milliseconds and bytes of every version, by name."""
 
     ratio: int
     time_ms: dict[str, float]
     memory_bytes: dict[str, int]
 
 
-def sweep(sizes: Sizes, seed: int, *, on_progress: Say = lambda _: None) -> tuple[Point, ...]:
-    """Times the materialised and the co-designed network over candidates per user."""
-    say = demo.said_of("plot", on_progress)
-    programs = Programs(say, NETWORK_ON_GPU, identity=f"sweep {sizes}")
+def sweep(sizes: Sizes, seed: int, *, on_progress: Log = lambda _: None) -> tuple[Point, ...]:
+    """Times the materialised and the co-designed network over the number of candidates per user."""
+    log = demo.prefixed_log("plot", on_progress)
+    programs = Programs(log, NETWORK_ON_GPU, identity=f"sweep {sizes}")
     ratios = RATIOS_ON_CPU if jax.default_backend() == "cpu" else RATIOS
-    number, names = _seed_of(seed), [version.name for version in versions()[:2]]
-    params = programs.add("parameters", functools.partial(ranking.init, sizes), number, timed=False)
-    at = {r: dataclasses.replace(sizes, users=-(-sizes.candidates // r)) for r in ratios}
-    for ratio, here in at.items():
-        draw = functools.partial(ranking.draw_request, here)
-        drawn = programs.add(f"request, {ratio} candidates a user", draw, number, timed=False)
-        index = jax.ShapeDtypeStruct((here.candidates,), jnp.int32)
+    seed_bits, names = _seed_of(seed), [version.name for version in versions()[:2]]
+    params = programs.add(
+        "parameters", functools.partial(ranking.init, sizes), seed_bits, timed=False
+    )
+    sizes_at = {r: dataclasses.replace(sizes, users=-(-sizes.candidates // r)) for r in ratios}
+    for ratio, point_sizes in sizes_at.items():
+        draw = functools.partial(ranking.draw_request, point_sizes)
+        drawn = programs.add(f"request, {ratio} candidates per user", draw, seed_bits, timed=False)
+        index = jax.ShapeDtypeStruct((point_sizes.candidates,), jnp.int32)
         for name, fn in versions()[:2]:
             shapes = (params, ranking.Request._make([*drawn, index]))
-            programs.add(f"{name}, {ratio} candidates a user", fn, *shapes)
+            programs.add(f"{name}, {ratio} candidates per user", fn, *shapes)
     compiled = programs.compiled()
 
-    values, points = compiled["parameters"](number), []
-    for ratio, here in at.items():
-        drawn = compiled[f"request, {ratio} candidates a user"](number)
-        inputs = (values, ranking.Request._make([*drawn, ranking.user_index(here, seed)]))
-        say(f"{ratio} candidates a user")
-        found = {name: compiled[f"{name}, {ratio} candidates a user"] for name in names}
-        samples = demo.time_by_turns(found, inputs, say)
+    values, points = compiled["parameters"](seed_bits), []
+    for ratio, point_sizes in sizes_at.items():
+        drawn = compiled[f"request, {ratio} candidates per user"](seed_bits)
+        inputs = (values, ranking.Request._make([*drawn, ranking.user_index(point_sizes, seed)]))
+        log(f"{ratio} candidates per user")
+        found = {name: compiled[f"{name}, {ratio} candidates per user"] for name in names}
+        samples = demo.time_interleaved(found, inputs, log)
         medians = {name: statistics.median(ms) for name, ms in samples.items()}
         memory = {name: demo.device_memory(program) for name, program in found.items()}
         points.append(Point(ratio, medians, memory))
@@ -262,7 +266,7 @@ def sweep(sizes: Sizes, seed: int, *, on_progress: Say = lambda _: None) -> tupl
 
 
 def draw(points: Sequence[Point], device: str, path: pathlib.Path) -> None:
-    """Draws time and memory over candidates per user; the file's suffix says in which format."""
+    """Plots time and memory over candidates per user; the file's suffix determines the format."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -277,7 +281,7 @@ def draw(points: Sequence[Point], device: str, path: pathlib.Path) -> None:
             values = [getattr(point, field)[name] * scale for point in points]
             panel.plot(range(len(points)), values, marker="o", label=name)
         panel.set_xticks(range(len(points)), [point.ratio for point in points])
-        panel.set_xlabel("candidates a user")
+        panel.set_xlabel("candidates per user")
         panel.set_ylabel(unit)
         panel.set_ylim(bottom=0)
     handles, labels = panels[0].get_legend_handles_labels()

@@ -1,6 +1,6 @@
 """Tables and progress of the command line.
 
-Text is plain when it goes into a pipe; on a terminal, rich draws the tables and the progress.
+In a pipe the text is plain; on a terminal, rich formats the tables and the progress.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 def print_table(
     headers: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: frozenset[int] = frozenset()
 ) -> None:
-    """Prints rows in columns; those in `numbers` are aligned to the right."""
+    """Prints a table; the columns in `numbers` (indices) are aligned to the right."""
     if is_terminal():
         from rich import box
         from rich.console import Console
@@ -23,7 +23,7 @@ def print_table(
         from rich.text import Text
 
         table = Table(show_header=any(headers), header_style="bold", box=box.SIMPLE, pad_edge=False)
-        last = len(headers) - 1  # the only column that may wrap on a narrow terminal
+        last = len(headers) - 1  # On a narrow terminal only the last column may wrap.
         for column, header in enumerate(headers):
             justify: Literal["left", "right"] = "right" if column in numbers else "left"
             table.add_column(header, justify=justify, no_wrap=column < last, overflow="fold")
@@ -41,17 +41,17 @@ def print_table(
         print("  ".join(cells).rstrip())
 
 
-class Say(Protocol):
-    """Takes what is being done, in words."""
+class Log(Protocol):
+    """Takes a line of text about progress."""
 
     def __call__(self, text: str, /) -> None: ...
 
 
 @contextmanager
-def progress() -> Iterator[Say]:
-    """Yields a function that says what is being done: a line on stderr, with the time it took.
+def progress() -> Iterator[Log]:
+    """Yields a function that prints its argument to stderr, with the seconds since the start.
 
-    The lines are plain text in a pipe; on a terminal the newest one is also shown with a spinner.
+    In a pipe the lines are plain text; on a terminal the newest one is also shown with a spinner.
     """
     start = time.perf_counter()
 
@@ -60,10 +60,10 @@ def progress() -> Iterator[Say]:
 
     if not is_terminal():
 
-        def say(text: str) -> None:
+        def log(text: str) -> None:
             print(line(text), file=sys.stderr, flush=True)
 
-        yield say
+        yield log
         return
     from rich.console import Console
     from rich.text import Text
@@ -78,7 +78,7 @@ def progress() -> Iterator[Say]:
 
 
 def is_terminal() -> bool:
-    """Whether people read what is printed."""
+    """Whether standard output is a terminal."""
     return sys.stdout.isatty()
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import harness, linear_compression, report, timing, torch_baseline
 from benchmarks import linear_compression_providers as providers
-from ikbo_jax._timing import by_turns
+from ikbo_jax._timing import interleaved_ms
 from ikbo_jax.tuning.configs import LinearCompressionProblem
 
 pytestmark = pytest.mark.slow
@@ -61,7 +61,7 @@ def test_by_turns_alternates_and_gives_one_sample_a_round():
 
         return run
 
-    found = by_turns({"a": thunk("a"), "b": thunk("b")}, window_s=0.001, rounds=3)
+    found = interleaved_ms({"a": thunk("a"), "b": thunk("b")}, window_s=0.001, rounds=3)
     assert order == ["a", "b"] * 3
     assert {name: len(ms) for name, ms in found.items()} == {"a": 3, "b": 3}
     assert all(ms > 0 for samples in found.values() for ms in samples)
@@ -171,7 +171,7 @@ def test_a_wrong_provider_is_caught_and_a_failing_one_recorded():
     assert ok == [False, False, None, True]
     assert found["providers"][2]["failure"] == "RuntimeError: broken"
     results = {"points": [found], "environment": {"platform": "cpu"}}
-    assert not harness.is_sound(results)
+    assert not harness.all_correct(results)
     assert harness.format_table(results, linear_compression.bar).count("WRONG RESULT") == 2
 
 
@@ -198,7 +198,7 @@ def test_run_writes_every_point(tiny_run):
     assert [p["sweep"] for p in results["points"]] == ["default", "m", "ratio"]
     assert results["environment"]["commit"] == "0123456789abcdef"
     assert results["protocol"]["rounds"] == 1
-    assert harness.is_sound(results)
+    assert harness.all_correct(results)
     assert results["points"][0]["problem"]["batches"] == [2, 6]
 
 
@@ -372,4 +372,4 @@ def test_committed_results_are_readable():
     for path in sorted((report.ROOT / "benchmarks/results").glob("*.json")):
         results = timing.read_results(path)
         assert results["environment"]["device"]
-        assert harness.is_sound(results)
+        assert harness.all_correct(results)

@@ -94,7 +94,7 @@ def test_run_writes_what_it_measured(tmp_path, monkeypatch, capsys):
     path, plot = tmp_path / "run.json", tmp_path / "run.svg"
     arguments = ["--out", str(path), "--plot", str(plot), "--sweep", "s"]
     short = harness.Protocol(window_s=0.002, rounds=2, matmul_size=64)
-    monkeypatch.setattr(harness.Protocol, "here", lambda **_: short)
+    monkeypatch.setattr(harness.Protocol, "for_device", lambda **_: short)
     assert attention.main(arguments) == 0
     results = timing.read_results(path)
     (measured,) = results["points"]
@@ -119,7 +119,7 @@ def test_wrong_result_is_found(monkeypatch):
     (record,) = measured["providers"]
     assert record["ok"] is False
     results = {"points": [measured], "environment": {"platform": "cpu"}}
-    assert not harness.is_sound(results)
+    assert not harness.all_correct(results)
     assert "WRONG RESULT" in harness.format_table(results, attention.bars)
 
 

@@ -30,7 +30,7 @@ def softmax_of_dense(sizes: Sizes, inputs: gdpa_providers.Inputs) -> gdpa_provid
     return gdpa_providers._dense(sizes, attend)
 
 
-DENSE = gdpa_providers.Provider("dense", "softmax", softmax_of_dense, has_softmax=True)
+DENSE = gdpa_providers.Provider("dense", "softmax", softmax_of_dense, is_softmax=True)
 
 
 @pytest.fixture(autouse=True)
@@ -79,14 +79,14 @@ def test_inputs_are_what_the_sizes_say(sizes: Sizes):
         assert query.shape == d_out.shape == key.shape
     q_lengths = 2 if sizes.broadcast_q else lengths
     inputs = gdpa_providers.make_inputs(sizes)
-    assert gdpa_providers.pairs(inputs) == (q_lengths * lengths).sum()
+    assert gdpa_providers.count_pairs(inputs) == (q_lengths * lengths).sum()
 
 
 @pytest.mark.parametrize(
     ("provider", "sizes", "direction"),
     [
         (gdpa_providers.XLA, dataclasses.replace(TINY, lengths="half"), "both"),
-        (DENSE, dataclasses.replace(TINY, q_len=2, broadcast_q=True).of_softmax(), "backward"),
+        (DENSE, dataclasses.replace(TINY, q_len=2, broadcast_q=True).with_softmax(), "backward"),
     ],
 )
 def test_oracle_admits_the_right_result_and_no_other(
@@ -99,7 +99,7 @@ def test_oracle_admits_the_right_result_and_no_other(
 
     def check(results):
         found = gdpa_oracle.checked_rows(results, inputs, sequences, direction)
-        return gdpa_oracle.worst(found, exact, bounds)
+        return gdpa_oracle.worst_error(found, exact, bounds)
 
     error, bound = check(out)
     assert 0 < error <= bound < 0.05
@@ -116,7 +116,7 @@ def test_plain_results_in_f32_are_the_exact_ones():
     one = of_one(sizes, inputs, jnp.int32(1))
     assert one.arrays.cu_seqlens_q[1] < 6
     names = gdpa_providers.RESULTS["both"]
-    exact, plain = gdpa_oracle._exact_and_plain(sizes, inputs, jnp.int32(1), names)
+    exact, plain = gdpa_oracle._exact_and_rounded(sizes, inputs, jnp.int32(1), names)
     for name in names:
         assert np.abs(exact[name]).max() > 1e-2
         np.testing.assert_allclose(plain[name], exact[name], atol=1e-6)
@@ -133,7 +133,7 @@ def test_run_writes_what_it_measured(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gdpa, "points", lambda sweep, direction, dtype: iter((point,)))
     monkeypatch.setattr(gdpa, "shrink", lambda point: point)
     monkeypatch.setattr(gdpa, "providers_of", lambda point, quick: providers)
-    monkeypatch.setattr(harness.Protocol, "here", lambda **_: SHORT)
+    monkeypatch.setattr(harness.Protocol, "for_device", lambda **_: SHORT)
     path = tmp_path / "run.json"
     arguments = ["--out", str(path), "--sweep", "full", "--direction", "forward"]
     assert gdpa.main(arguments) == 0
@@ -153,7 +153,7 @@ def test_run_writes_what_it_measured(tmp_path, monkeypatch, capsys):
 
 
 def test_what_is_too_long_for_xla_or_not_dense_is_skipped(monkeypatch):
-    monkeypatch.setattr(gdpa_providers, "MOST_XLA_PAIRS", 107)
+    monkeypatch.setattr(gdpa_providers, "MAX_XLA_PAIRS", 107)
     inputs = gdpa_providers.make_inputs(TINY)
     with pytest.raises(NotImplementedError, match="too long"):
         gdpa_providers.XLA.prepare(TINY, inputs, "forward")

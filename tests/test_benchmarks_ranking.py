@@ -55,8 +55,8 @@ def small_and_quick(monkeypatch):
     monkeypatch.setattr(ranking, "inputs_of", inputs_of)
     monkeypatch.setattr(ranking, "RATIOS", (10, 1000))
     monkeypatch.setattr(ranking, "CANDIDATES", (256, 8192))
-    quick = functools.partial(ranking.by_turns, window_s=0.001, rounds=2)
-    monkeypatch.setattr(ranking, "by_turns", lambda thunks, **_: quick(thunks))
+    quick = functools.partial(ranking.interleaved_ms, window_s=0.001, rounds=2)
+    monkeypatch.setattr(ranking, "interleaved_ms", lambda thunks, **_: quick(thunks))
 
 
 def test_run_writes_what_it_measured_and_the_report_reads_it(tmp_path, capsys):
@@ -72,7 +72,9 @@ def test_run_writes_what_it_measured_and_the_report_reads_it(tmp_path, capsys):
         assert record["us_per_candidate"] == pytest.approx(record["median_ms"] * 1e3 / 12)
 
     blocks = report.blocks(results, "docs/performance.md")
-    plotted = {f"ranking-{sweep}{part}" for sweep in report_ranking.WORDS for part in ("", "-plot")}
+    plotted = {
+        f"ranking-{sweep}{part}" for sweep in report_ranking.AXIS_LABELS for part in ("", "-plot")
+    }
     assert set(blocks) == {"ranking-table", *plotted}
     assert "12 candidates of 3 users" in blocks["ranking-table"]
     assert blocks["ranking-table"].count("\n| ") == 2 + len(report_ranking.HEADLINE)
@@ -103,7 +105,7 @@ def test_wrong_results_failures_and_what_does_not_fit():
     assert "no such thing" in broken["failure"]
     assert "1 TB" in large["skipped"]
     results = {"points": [measured], "environment": {"platform": "cpu"}}
-    assert not ranking.is_sound(results)
+    assert not ranking.all_correct(results)
     assert "WRONG RESULT" in ranking.format_table(results)
 
 

@@ -94,16 +94,16 @@ def test_demo_runs_every_stage_in_a_pipe(monkeypatch, capsys):
             assert f"s] linear compression: {doing} {stage}" in progress
         for stage in ("materialised", "co-designed", "rewritten"):
             assert f"s] network: {doing} {stage}" in progress
-        for stage in ("1 copied", "2 grouped"):
+        for stage in ("1 materialised", "2 decomposed"):
             assert f"s] attention: {doing} {stage}" in progress
     assert "24 candidates of 5 users" in lines[1]
     for name in RUN_EVERYWHERE:
         assert any(line.startswith(name) for line in lines), out
     assert all(name in out for name in ("fused", "single launch"))
-    assert any(line.startswith("4.8 candidates a user: all stages agree") for line in lines)
+    assert any(line.startswith("4.8 candidates per user: all stages agree") for line in lines)
     for start in ("co-designed", "rewritten", "network: all versions agree", "rewrite: "):
         assert any(line.startswith(start) for line in lines), out
-    assert "top candidate  of user  logit 0  logit 1" in lines
+    assert "top candidate  user  logit 0  logit 1" in lines
     assert "materialised:" not in lines
     assert lines[-1].startswith("attention: all stages agree")
 
@@ -140,7 +140,7 @@ def test_the_network_is_held_to_its_oracle(untimed, monkeypatch):
         "wrong": False,
         "nan": False,
     }
-    assert len(report.top) == demo_ranking.SHOWN
+    assert len(report.top) == demo_ranking.NUM_SHOWN
 
 
 @pytest.mark.parametrize("k_user", [1, 2, 3, 11, 295, 1178])
@@ -364,7 +364,7 @@ def test_demo_runs_the_kernels(capsys):
     out = capsys.readouterr().out
     assert "not run" not in out
     assert "4  single launch" in out
-    assert "3  in-kernel" in out
+    assert "3  fused" in out
 
 
 @pytest.mark.parametrize("wrong", [1.0, float("nan")], ids=["off by one", "nan"])
@@ -380,13 +380,13 @@ def test_a_planted_disagreement_of_attention_fails(
     assert cli.main(TINY) == cli.DISAGREES
     out = capsys.readouterr().out
     assert "all stages agree; decomposed" in out
-    assert out.splitlines()[-1] == "attention: DISAGREEMENT: grouped outside the allowed error"
+    assert out.splitlines()[-1] == "attention: DISAGREEMENT: decomposed outside the allowed error"
 
 
 def test_attention_runs_the_kernel_where_it_can(untimed, monkeypatch, fake_attention):
     monkeypatch.setattr(demo_attention, "hopper_unavailable_reason", lambda: None)
     # There is no cuDNN beside the fake kernel.
-    monkeypatch.setattr(demo_attention, "_copied_cudnn", demo_attention._copied)
+    monkeypatch.setattr(demo_attention, "_materialised_cudnn", demo_attention._materialised)
     ranking = dataclasses.replace(demo.SMALL, candidates=24, users=5, dtype="float16")
     request = demo_attention.Request(ranking, q_len=2, kv_len=16, heads=2, head_dim=64)
     report = demo_attention.run(request)
@@ -402,8 +402,8 @@ def test_what_attention_moves_is_counted_by_hand():
     ranking = demo.Request(1, 1, 1, 1, 1, 1, "bfloat16")
     found = demo_attention.stages(demo_attention.Request(ranking, 1, 1, 1, 1))
     moved = {stage.name.split(maxsplit=1)[1]: stage.bytes_moved for stage in found}
-    assert moved["copied"] == 4 * 2 + 4 + 4 * 2
-    assert moved["grouped"] == moved["in-kernel"] == 4 * 2 + 4
+    assert moved["materialised"] == 4 * 2 + 4 + 4 * 2
+    assert moved["decomposed"] == moved["fused"] == 4 * 2 + 4
 
 
 ATTENTION = ["tune", "attention", "--b", "24", "--u", "5", "--t", "4", "--s", "32", "--h", "64"]
@@ -486,9 +486,9 @@ def test_tune_gdpa_passes_the_sizes_on(arguments, changes, monkeypatch, capsys):
         (["--t", "100", "--k", "3"], "--q-heads 4 is not a multiple of --kv-heads 3"),
         (["--t", "100", "--q-mean", "101"], "--q-mean 101 is more than --q-len 100"),
         (["--t", "100", "--kv-mean", "33"], "--kv-mean 33 is more than --kv-len 32"),
-        (["--seeds", "8", "--q-mean", "5"], "--seeds 8 takes no --q-mean, but it is 5"),
+        (["--seeds", "8", "--q-mean", "5"], "--seeds 8 excludes --q-mean, but it is 5"),
         (["--t", "100", "--activation", "elu"], "unknown activation 'elu'"),
-        (["--t", "100", "--approx", "tanh"], "approx='tanh' is for gelu_tanh and silu"),
+        (["--t", "100", "--approx", "tanh"], "approx='tanh' applies to gelu_tanh and silu"),
         (["--t", "100", "--batch-kv", "101", "--kv-mean", "40"], "--kv-mean 40 is more than"),
         (["--t", "100", "--h", "80"], "64, 96, 128, 256, but H=80"),
         (["--t", "100", "--seeds", "8"], "not allowed with"),

@@ -151,7 +151,7 @@ def test_offsets_of_wrong_shape_or_dtype() -> None:
     [
         ([0, 3, 3, 10, 12], None),
         ([0, 3, 3, 10, 13], "cu_seqlens_kv.ravel()[4] is 13, outside [0, 12]"),
-        ([0, 3, 1, 2, 12], "cu_seqlens_kv falls from 3 to 1 in sequence 1"),
+        ([0, 3, 1, 2, 12], "cu_seqlens_kv decreases from 3 to 1 in sequence 1"),
         ([0, 0, 9, 12, 12], "sequence 1 of cu_seqlens_kv has 9 rows, but max_seqlen is 7"),
     ],
 )

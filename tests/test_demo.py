@@ -48,7 +48,7 @@ def test_parts_lower_in_order_and_none_runs_before_all_have_compiled():
     said: list[str] = []
     log: list[str] = []
     names = ["a", "b", "c"]
-    found = programs.side_by_side([functools.partial(part, n, said, log) for n in names])
+    found = programs.run_concurrently([functools.partial(part, n, said, log) for n in names])
     assert found == names
     assert log == [
         *(f"{name} lowers {number}" for name in names for number in range(2)),
@@ -78,7 +78,7 @@ def test_a_part_that_fails_stops_the_others():
         raise ValueError("broken")
 
     with pytest.raises(ValueError, match="broken"):
-        programs.side_by_side([fails, functools.partial(part, "b", [], log)])
+        programs.run_concurrently([fails, functools.partial(part, "b", [], log)])
     for thread in threading.enumerate():
         if thread.name == "demo part":
             thread.join(60)
@@ -119,7 +119,7 @@ def entries(folder) -> list[str]:
 
 def test_compiled_programs_are_kept_in_the_users_cache_folder(tmp_path):
     before = jax.config.jax_persistent_cache_min_compile_time_secs
-    with programs.kept_compilations(tmp_path / "compilations") as reason:
+    with programs.persistent_compilations(tmp_path / "compilations") as reason:
         assert reason is None
         assert jax.config.jax_persistent_cache_min_compile_time_secs == 0
         compile_tiny()
@@ -135,7 +135,7 @@ def test_a_cache_that_the_user_chose_stays(tmp_path):
     chosen = str(tmp_path / "chosen")
     jax.config.update("jax_compilation_cache_dir", chosen)
     try:
-        with programs.kept_compilations(tmp_path / "compilations") as reason:
+        with programs.persistent_compilations(tmp_path / "compilations") as reason:
             assert reason is None
             assert jax.config.jax_compilation_cache_dir == chosen
             assert not (tmp_path / "compilations").exists()
@@ -145,7 +145,7 @@ def test_a_cache_that_the_user_chose_stays(tmp_path):
 
 def test_a_folder_that_cannot_be_made_is_said_and_not_fatal(tmp_path):
     (tmp_path / "file").touch()
-    with programs.kept_compilations(tmp_path / "file" / "compilations") as reason:
+    with programs.persistent_compilations(tmp_path / "file" / "compilations") as reason:
         assert "not kept for the next time" in reason
         assert str(tmp_path / "file") in reason
         assert jax.config.jax_compilation_cache_dir is None
@@ -209,5 +209,5 @@ def test_ctrl_c_ends_with_a_sentence():
     assert "compiling" in first
     assert process.returncode == 130, err
     assert "Traceback" not in err
-    assert "interrupted before all was measured" in err.splitlines()[-1]
+    assert "interrupted before the end" in err.splitlines()[-1]
     assert out == ""

@@ -47,7 +47,7 @@ def run_once(
 ) -> list[str]:
     """Runs a part with one program; returns what it said."""
     said: list[str] = []
-    with executables.kept_in(folder, [] if table is None else [table]):
+    with executables.use_store(folder, [] if table is None else [table]):
         mine = Programs(said.append, identity=identity)
         shapes = mine.add("triple", triple, jax.ShapeDtypeStruct((size,), jnp.float32))
         assert shapes["tripled"].shape == (size,)
@@ -131,7 +131,7 @@ def test_a_folder_that_cannot_be_written_is_not_fatal(tmp_path):
 
 
 def test_the_least_recently_used_goes_first(tmp_path, monkeypatch):
-    monkeypatch.setattr(executables, "MOST_FILES", 2)
+    monkeypatch.setattr(executables, "MAX_FILES", 2)
     store = executables.Store(tmp_path, b"")
     for age, key in ((30, "a"), (20, "b")):
         store.put(key, key)
@@ -139,7 +139,7 @@ def test_the_least_recently_used_goes_first(tmp_path, monkeypatch):
     assert store.get("a") == "a"
     store.put("c", "c")
     assert [store.get(key) for key in "abc"] == ["a", None, "c"]
-    monkeypatch.setattr(executables, "MOST_BYTES", 1)
+    monkeypatch.setattr(executables, "MAX_BYTES", 1)
     store.put("d", "d")
     assert not list(tmp_path.iterdir())
 

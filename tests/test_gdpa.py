@@ -269,7 +269,7 @@ def test_explain_tells_sizes_and_reason() -> None:
     )
     run = functools.partial(attend, approx="polynomial", implementation="xla")
     (plan,) = ikbo.explain(jax.grad(lambda x: run(x).sum(), allow_int=True), arrays).plans
-    assert plan.reason == "asked for by the caller"
+    assert plan.reason == "requested by the caller"
     assert "gelu approx=polynomial" in plan.sizes
     assert plan.problem.useful_flops(100) == 4 * 100 * 2 * 8
     (plan,) = ikbo.explain(attend, problems_gdpa.make_arrays(SHAPES["pma"])).plans
@@ -291,7 +291,7 @@ def test_softmax_of_some_heads_runs_in_xla(monkeypatch) -> None:
     mixed = functools.partial(attend, activation=("relu", "softmax") * 2)
     (plan,) = ikbo.explain(mixed, arrays).plans
     assert (plan.implementation, plan.config) == ("xla", None)
-    assert "a softmax in all heads or in none, but the heads have relu, softmax," in plan.reason
+    assert "softmax in all heads or in none, but the activations are relu, softmax," in plan.reason
 
 
 @pytest.fixture

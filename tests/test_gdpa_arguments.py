@@ -89,7 +89,7 @@ BAD_ARRAYS = {
     ),
     "batches": (
         {"cu_seqlens_kv": ints(0, 2, 3, 5)},
-        "cu_seqlens_q has batch=2 sequences but cu_seqlens_kv has batch_kv=3; q_to_kv says",
+        "cu_seqlens_q has batch=2 sequences but cu_seqlens_kv has batch_kv=3; pass q_to_kv",
     ),
     "index_size": (
         {"q_to_kv": ints(0, 1, 1)},
@@ -105,7 +105,7 @@ BAD_ARRAYS = {
     ),
     "broadcast_with_offsets": (
         {"broadcast_q": True},
-        "takes no cu_seqlens_q, but it is int32[3]",
+        "so cu_seqlens_q must be None, but is int32[3]",
     ),
     "broadcast_index_dtype": (
         {"broadcast_q": True, "cu_seqlens_q": None, "q_to_kv": jnp.zeros(2, jnp.float32)},
@@ -158,7 +158,7 @@ BAD_OPTIONS = {
     ),
     "approx_of_another": (
         {"approx": "tanh", "activation": ("gelu", "relu", "gelu", "relu")},
-        "approx='tanh' is for gelu_tanh and silu, but activation is gelu, relu",
+        "approx='tanh' applies to gelu_tanh and silu, but activation is gelu, relu",
     ),
     "scale_nan": ({"scale": float("nan")}, "scale must be a finite number, but is nan"),
     "scale_none": ({"scale": None}, "scale must be a number known while tracing, but is None"),
@@ -217,12 +217,13 @@ NOT_FOR_THE_KERNEL = {
     "softmax": (
         {"width": 64},
         {"activation": ("softmax", "gelu", "softmax", "relu")},
-        "a softmax in all heads or in none, but the heads have softmax, gelu, softmax, relu",
+        "softmax in all heads or in none, but the activations are softmax, gelu, softmax, relu",
     ),
     "softmax_run": (
         {"width": 64},
         {"activation": "softmax", "config": GdpaConfig(v_stages=2, run=2)},
-        "a softmax takes run=1 and none of early_scores, skip_empty, half_blocks, but has run=2",
+        "softmax needs run=1 and none of early_scores, skip_empty, half_blocks, "
+        "but the config has run=2",
     ),
     "softmax_memory": (
         {"width": 128},
@@ -246,7 +247,7 @@ NOT_FOR_THE_KERNEL = {
     "early_width": (
         {"width": 256},
         {"config": GdpaConfig(block_kv=64, early_scores=True)},
-        "early_scores takes head widths up to 128",
+        "early_scores needs a head width of at most 128",
     ),
     "half_blocks": (
         {"width": 64},

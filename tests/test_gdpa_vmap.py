@@ -127,7 +127,7 @@ def test_problems_become_one_or_loop(name: str) -> None:
     (plan,) = ikbo.explain(jax.vmap(attend, (axes,)), arrays).plans
     if name in LOOPS:
         assert plan.problem.batch == 3
-        assert plan.reason.endswith("one of 3 after another, by vmap")
+        assert plan.reason.endswith("vmap runs 3 problems one after another")
     else:
         assert plan.problem.batch >= SIZE * 3
         shared = kind[1:3] == (False, False)

@@ -156,11 +156,11 @@ def test_linen_and_nnx_name_wrong_rows_alike(sizes: tuple[int, ...]) -> None:
     layer = linen.LinearCompression(*sizes, **{"features": M})
     variables = layer.init(key, e_user, e_cand, index)
     twin = nnx.LinearCompression(*SIZES, rngs=flax_nnx.Rngs(0))
-    words = rf"LinearCompression was made for user_rows={K_USER} .*but e_user has .*, 1, {N}\)"
+    words = rf"LinearCompression expects user_rows={K_USER} .*but e_user has .*, 1, {N}\)"
     for run in (lambda *args: layer.apply(variables, *args), twin):
         with pytest.raises(ValueError, match=words):
             run(e_user[:, :1], e_cand, index)
-        with pytest.raises(ValueError, match=rf"made for cand_rows={K_CAND} .*but e_cand has"):
+        with pytest.raises(ValueError, match=rf"expects cand_rows={K_CAND} .*but e_cand has"):
             run(e_user, e_cand[:, :1], index)
         with pytest.raises(ValueError, match=r"e_user must have shape \[U, user_rows, N\], but"):
             run(e_user[0], e_cand, index)

@@ -178,7 +178,7 @@ def test_wrong_widths_name_both_sizes(name: str) -> None:
         layer = nnx.__dict__[name](*sizes, **options, rngs=flax_nnx.Rngs(0))
         return layer(wide, *inputs[1:])
 
-    words = rf"{name} was made for .*features={sizes[0]}, but x\w* has shape .*{2 * sizes[0]}\)"
+    words = rf"{name} expects .*features={sizes[0]}, but x\w* has shape .*{2 * sizes[0]}\)"
     with pytest.raises(ValueError, match=words):
         jax.eval_shape(run, wide)
 
@@ -201,7 +201,7 @@ def test_linen_takes_the_widths_of_its_inputs(name: str) -> None:
     jax.tree.map(np.testing.assert_array_equal, variables, twin.init(key, *inputs))
     np.testing.assert_array_equal(layer.apply(variables, *inputs), twin.apply(variables, *inputs))
     wide = jnp.concatenate([inputs[0]] * 2, axis=-1)
-    words = rf"{name} was made for \w*features={sizes[0]}, but x\w* has shape .*{2 * sizes[0]}\)"
+    words = rf"{name} expects \w*features={sizes[0]}, but x\w* has shape .*{2 * sizes[0]}\)"
     for linen_layer in (layer, twin):
         with pytest.raises(ValueError, match=words):
             linen_layer.apply(variables, wide, *inputs[1:])

@@ -16,7 +16,7 @@ from problems import random_array
 
 import ikbo_jax as ikbo
 from ikbo_jax.layers import nnx
-from ikbo_jax.models import ranking, ways
+from ikbo_jax.models import ranking, strategies
 
 pytestmark = pytest.mark.slow
 
@@ -123,7 +123,7 @@ def test_the_rewrite_finds_every_meeting_of_user_and_candidate(users: int) -> No
     by_hand = [p.op for p in ikbo.explain(ranking.co_designed, *shapes).plans]
     # Its pooling of the history, by a softmax at user batch, is nothing that a rewrite changes.
     assert by_hand == ["gdpa", "attention", "gdpa", "linear_compression"]
-    assert "product by parts, then added, ways.py" in str(report)
+    assert "product by parts, then added, strategies.py" in str(report)
 
 
 @pytest.mark.slow
@@ -165,7 +165,7 @@ def test_folding_by_user_and_back() -> None:
 
     @jax.jit
     def there_and_back(x):
-        fold = ways.fold_by_user(index, 4, 3)
+        fold = strategies.fold_by_user(index, 4, 3)
         folded = fold.fold(x)
         return folded, fold.unfold(folded)
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ikbo_jax.reference.linear_compression import decomposed
 from ikbo_jax.tuning import autotune, configs, rules, table, trials
-from ikbo_jax.tuning.bench import Candidate, Task
+from ikbo_jax.tuning.bench import Contender, Task
 from ikbo_jax.tuning.configs import LinearCompressionConfig, LinearCompressionProblem
 
 DEFAULT = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16")
@@ -99,7 +99,7 @@ def test_shipped_table_is_sound():
         choice = table.lookup(r.problem)
         assert choice.exact
         assert choice.config == r.config
-        assert r.device in choice.note
+        assert r.device in choice.reason
 
 
 def test_exact_class_before_nearest(builtin):
@@ -109,7 +109,7 @@ def test_exact_class_before_nearest(builtin):
     assert table.shape_class(asked) == table.shape_class(DEFAULT)
     choice = table.lookup(asked)
     assert (choice.config, choice.source, choice.exact) == (other(), "sm90.json", True)
-    assert "NVIDIA H200" in choice.note
+    assert "NVIDIA H200" in choice.reason
 
 
 def test_nearest_row_is_taken_and_named(builtin):
@@ -119,8 +119,8 @@ def test_nearest_row_is_taken_and_named(builtin):
     choice = table.lookup(dataclasses.replace(DEFAULT, batches=(30, 2048)))
     assert choice.config == other()
     assert not choice.exact
-    assert "nearest row at distance 1.00" in choice.note
-    assert table.describe(near) in choice.note
+    assert "nearest row at distance 1.00" in choice.reason
+    assert table.describe(near) in choice.reason
 
 
 def test_same_dtype_before_a_nearer_row_of_another(builtin):
@@ -162,7 +162,7 @@ def test_xla_row_reaches_a_short_way_only(builtin):
 def test_dtype_without_a_kernel_goes_to_xla_and_says_so():
     choice = table.lookup(dataclasses.replace(DEFAULT, dtype="float32"))
     assert (choice.config, choice.source, choice.exact) == (None, "none", False)
-    assert "float32" in choice.note
+    assert "float32" in choice.reason
 
 
 @pytest.mark.parametrize("batches", [(1, 10_000), (0, 0), (1, 0), (7,), (2, 15, 15, 1024)])
@@ -197,13 +197,13 @@ def answer(*ms: float | str, capability: str = "9.0") -> dict[str, Any]:
 class Bench:
     """Plays the device: milliseconds for every candidate; None is XLA."""
 
-    def __init__(self, times: dict[Candidate, float | str], rest: float | str) -> None:
+    def __init__(self, times: dict[Contender, float | str], rest: float | str) -> None:
         self.times, self.rest = times, rest
         self.tasks: list[Task] = []
 
     def __call__(self, task: Task) -> dict[str, Any]:
         self.tasks.append(task)
-        return answer(*(self.times.get(config, self.rest) for config in task.candidates))
+        return answer(*(self.times.get(config, self.rest) for config in task.contenders))
 
 
 def test_tuning_picks_the_fastest_and_writes_it():
@@ -250,7 +250,7 @@ def test_final_that_fails_leaves_the_heats_to_decide():
     bench = Bench({None: 1.0}, 0.5)
 
     def run(task: Task) -> dict[str, Any]:
-        is_final = None in task.candidates and len(task.candidates) > 1
+        is_final = None in task.contenders and len(task.contenders) > 1
         return {"failure": "killed"} if is_final else bench(task)
 
     assert autotune.tune_linear_compression(DEFAULT, run=run)["ms"] == 0.5

@@ -101,8 +101,8 @@ def test_nearest_row_is_taken_and_named(builtin):
     builtin(row(at(kv_len=128, q_len=1)), row(near, other()), row(LINEAR))
     choice = table.lookup(at(kv_len=8192))
     assert (choice.config, choice.exact) == (other(), False)
-    assert "nearest row at distance 1.00" in choice.note
-    assert "B=2048 U=32 T=64 S=16384 N=2 K=2 H=128 bfloat16" in choice.note
+    assert "nearest row at distance 1.00" in choice.reason
+    assert "B=2048 U=32 T=64 S=16384 N=2 K=2 H=128 bfloat16" in choice.reason
 
 
 def test_row_of_another_head_width_says_nothing(builtin):
@@ -116,7 +116,7 @@ def test_row_of_another_head_width_says_nothing(builtin):
 def test_head_width_without_a_kernel_goes_to_xla_and_names_the_others():
     choice = table.lookup(at(head_dim=80))
     assert (choice.config, choice.source) == (None, "none")
-    assert all(str(width) in choice.note for width in (80, *configs.ATTENTION_HEAD_DIMS))
+    assert all(str(width) in choice.reason for width in (80, *configs.ATTENTION_HEAD_DIMS))
 
 
 def test_distance_is_a_symmetric_premetric():
@@ -175,7 +175,7 @@ class Bench:
             "compute_capability": "9.0",
             "jax": "0.11.2",
             "matmul_ms": [1.6],
-            "results": [{"ms": [self.times.get(c, self.rest)]} for c in task.candidates],
+            "results": [{"ms": [self.times.get(c, self.rest)]} for c in task.contenders],
         }
 
 

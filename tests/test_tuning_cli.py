@@ -79,13 +79,13 @@ WORKER = '''
 import json, sys, time
 def say(**event):
     print("ikbo-autotune " + json.dumps(event), flush=True)
-every = json.loads(json.loads(sys.stdin.readline())["task"])["candidates"]
+every = json.loads(json.loads(sys.stdin.readline())["task"])["contenders"]
 for line in sys.stdin:
     task = json.loads(line)
-    ms = [2.0 - every.index(candidate) / 10 for candidate in task["candidates"]]
+    ms = [2.0 - every.index(candidate) / 10 for candidate in task["contenders"]]
     for _ in range(2):
         say(event="matmul", ms=1.5)
-        for candidate, x in zip(task["candidates"], ms):
+        for candidate, x in zip(task["contenders"], ms):
             say(event="sample", contender=every.index(candidate), ms=x)
     if len(ms) > 1:
         print("hanging", file=sys.stderr)

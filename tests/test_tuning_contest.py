@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ikbo_jax.tuning import autotune, configs, contest, session, table
-from ikbo_jax.tuning.bench import Candidate, Task
+from ikbo_jax.tuning.bench import Contender, Task
 from ikbo_jax.tuning.configs import AttentionConfig, AttentionProblem, LinearCompressionProblem
 from ikbo_jax.tuning.gdpa_configs import GdpaProblem
 
@@ -36,7 +36,7 @@ def builtin(monkeypatch) -> Callable[..., None]:
     return lambda *rows: monkeypatch.setattr(table, "_builtin_rows", lambda: rows)
 
 
-def row(problem: Any, config: Candidate) -> table.Row:
+def row(problem: Any, config: Contender) -> table.Row:
     return table.Row(problem, config, "NVIDIA H200", "2026-01-02", "0.11.2", 0.4, 0.8, 1.0)
 
 
@@ -46,11 +46,11 @@ class Bench:
     `rest` is what the others take; a number stands for equal windows.
     """
 
-    def __init__(self, times: dict[Candidate, Any], rest: Any = 0.5) -> None:
+    def __init__(self, times: dict[Contender, Any], rest: Any = 0.5) -> None:
         self.times, self.rest = times, rest
         self.tasks: list[Task] = []
 
-    def windows(self, candidate: Candidate, task: Task) -> list[float] | str:
+    def windows(self, candidate: Contender, task: Task) -> list[float] | str:
         value = self.times.get(candidate, self.rest)
         if isinstance(value, int | float):
             return [float(value)] * task.windows
@@ -58,7 +58,7 @@ class Bench:
 
     def __call__(self, task: Task) -> dict[str, Any]:
         self.tasks.append(task)
-        found = [self.windows(candidate, task) for candidate in task.candidates]
+        found = [self.windows(candidate, task) for candidate in task.contenders]
         return {
             "device": "NVIDIA H100",
             "compute_capability": "9.0",
@@ -89,14 +89,14 @@ def test_xla_begins_and_halves_of_the_field_go_on_to_a_final_with_xla(builtin):
     found, lines = tune(DEFAULT, bench)
     assert table.config_from_json(found["config"]) == CANDIDATES[60]
     first, *heats, final = bench.tasks
-    assert first.candidates == (None,)
-    assert [len(task.candidates) for task in heats] == [104, 52, 26, 13, 8]
+    assert first.contenders == (None,)
+    assert [len(task.contenders) for task in heats] == [104, 52, 26, 13, 8]
     windows = [task.window_s for task in heats]
     assert windows == [contest.FIRST_WINDOW_S * 2**i for i in range(5)]
-    assert final.candidates[0] is None
-    assert CANDIDATES[60] in final.candidates
+    assert final.contenders[0] is None
+    assert CANDIDATES[60] in final.contenders
     assert (final.window_s, final.windows) == (contest.FINAL_WINDOW_S, contest.FINAL_WINDOWS)
-    assert all(CANDIDATES[7] in task.candidates for task in (*heats, final))
+    assert all(CANDIDATES[7] in task.contenders for task in (*heats, final))
     assert "best: block_m" in lines[-1]
 
 
@@ -110,7 +110,7 @@ def test_choice_that_no_candidate_is_takes_part_and_stays_if_it_is_fastest(built
     assert not cache_file.exists()
     assert "best: the table's choice" in lines[-1]
     assert "nothing written" in lines[-1]
-    assert all(PROPOSED_BY_NOBODY in task.candidates for task in bench.tasks[1:])
+    assert all(PROPOSED_BY_NOBODY in task.contenders for task in bench.tasks[1:])
     assert table.lookup(ATTENTION).source == "sm90.json"
 
 
@@ -123,7 +123,7 @@ def test_shipped_choice_takes_part_beside_a_row_of_the_user(builtin, cache_file)
     tune(ATTENTION, bench, limit=2)
     choice = table.lookup(ATTENTION)
     assert (choice.config, choice.source) == (PROPOSED_BY_NOBODY, "user cache")
-    assert {slow, PROPOSED_BY_NOBODY, None} <= set(bench.tasks[-1].candidates)
+    assert {slow, PROPOSED_BY_NOBODY, None} <= set(bench.tasks[-1].contenders)
 
 
 def test_gdpa_without_a_measured_row_is_compared_with_xla(builtin, cache_file):
@@ -213,7 +213,7 @@ def test_noisy_heats_leave_the_winner_within_one_percent(builtin, seed):
     truth = {c: 0.37 * (1 + abs(rng.gauss(0, 0.1))) for c in CANDIDATES} | {None: 1.1}
 
     class Noisy(Bench):
-        def windows(self, candidate: Candidate, task: Task) -> list[float] | str:
+        def windows(self, candidate: Contender, task: Task) -> list[float] | str:
             scatter = 0.02 * (contest.FIRST_WINDOW_S / task.window_s) ** 0.5
             return [truth[candidate] * (1 + rng.gauss(0, scatter)) for _ in range(task.windows)]
 
@@ -221,7 +221,7 @@ def test_noisy_heats_leave_the_winner_within_one_percent(builtin, seed):
     found, _ = tune(DEFAULT, bench)
     best = min(truth.values())
     assert truth[table.config_from_json(found["config"])] <= 1.01 * best
-    seconds = sum(t.window_s * t.windows * len(t.candidates) for t in bench.tasks)
+    seconds = sum(t.window_s * t.windows * len(t.contenders) for t in bench.tasks)
     # A window's warm-up takes as long again.
     assert 2.5 * seconds < 50
 
@@ -234,10 +234,10 @@ class Interrupting(Bench):
 
     def __init__(
         self,
-        times: dict[Candidate, Any],
+        times: dict[Contender, Any],
         place: int,
         windows: int = 2,
-        without: tuple[Candidate, ...] = (),
+        without: tuple[Contender, ...] = (),
     ) -> None:
         super().__init__(times)
         self.place, self.measured, self.without = place, windows, without
@@ -246,7 +246,7 @@ class Interrupting(Bench):
         answer = super().__call__(task)
         if len(self.tasks) - 1 < self.place:
             return answer
-        for candidate, result in zip(task.candidates, answer["results"], strict=True):
+        for candidate, result in zip(task.contenders, answer["results"], strict=True):
             measured = 0 if candidate in self.without else self.measured
             result["ms"] = result["ms"][:measured]
         raise session.Interrupted(task, {k: answer[k] for k in ("results", "matmul_ms")})

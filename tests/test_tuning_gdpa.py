@@ -115,7 +115,7 @@ def test_full_sequences_have_rows_of_their_own(builtin):
         choice = table.lookup(jagged)
         assert (choice.config, choice.exact) == (other(), True)
     builtin(row(DEFAULT))
-    assert "nearest row at distance 1.00" in table.lookup(half).note
+    assert "nearest row at distance 1.00" in table.lookup(half).reason
 
 
 def test_row_of_another_activation_is_a_doubling_away(builtin):
@@ -123,8 +123,8 @@ def test_row_of_another_activation_is_a_doubling_away(builtin):
     choice = table.lookup(at(**RELU))
     assert (choice.config, choice.exact) == (other(), False)
     assert rules.ACTIVATION_DISTANCE == 1
-    assert "sm90.json, nearest row at distance 1.00, batch=1152" in choice.note
-    assert "gelu_tanh approx=tanh" in choice.note
+    assert "sm90.json, nearest row at distance 1.00, batch=1152" in choice.reason
+    assert "gelu_tanh approx=tanh" in choice.reason
 
 
 def test_users_row_speaks_for_near_problems_and_comes_first(builtin):
@@ -137,7 +137,7 @@ def test_users_row_speaks_for_near_problems_and_comes_first(builtin):
     builtin()
     choice = table.lookup(at(**RELU))
     assert (choice.config, choice.source, choice.exact) == (other(), "user cache", False)
-    assert choice.note.startswith("user cache, nearest row at distance 1.00")
+    assert choice.reason.startswith("user cache, nearest row at distance 1.00")
     table.write_user_row(row(jagged, other(2)))
     assert table.lookup(jagged).config == other(2)
 
@@ -281,7 +281,7 @@ class Bench:
             "compute_capability": "9.0",
             "jax": "0.11.2",
             "matmul_ms": [1.6],
-            "results": [{"ms": [self.times.get(c, self.rest)]} for c in task.candidates],
+            "results": [{"ms": [self.times.get(c, self.rest)]} for c in task.contenders],
         }
 
 
@@ -301,7 +301,7 @@ def test_tuning_picks_the_fastest_and_writes_it(builtin):
     rate = 2 * 8192**3 / 1.6
     assert found["fraction"] == pytest.approx(flops / 6.5 / rate, rel=3e-3)
     # XLA, then three configurations at once beside XLA, which is what runs without a row.
-    assert [len(task.candidates) for task in bench.tasks] == [1, 4]
+    assert [len(task.contenders) for task in bench.tasks] == [1, 4]
     assert table.lookup(half).config == best
     assert any(f"q_slots {best.q_slots}" in line for line in lines)
 
@@ -313,7 +313,7 @@ def test_tuning_picks_the_fastest_and_writes_it(builtin):
         ({"max_seqlen_kv": 9}, f"{ROWS} rows of keys do not fit 1152 sequences of at most 9"),
         ({"batch": 0}, f"{ROWS} rows of queries do not fill 0 sequences"),
         ({"kv_rows": 3}, "3 rows of keys do not fill 1152 sequences"),
-        ({"activations": ("softmax", "relu", "relu", "relu")}, "a softmax in all heads or in none"),
+        ({"activations": ("softmax", "relu", "relu", "relu")}, "softmax in all heads or in none"),
         ({"dtype": "float32"}, "the inputs are float32"),
     ],
 )

@@ -22,7 +22,7 @@ import pytest
 
 from ikbo_jax.reference.linear_compression import decomposed
 from ikbo_jax.tuning import bench, configs, contest, session, trials, worker
-from ikbo_jax.tuning.bench import Candidate, Task
+from ikbo_jax.tuning.bench import Contender, Task
 from ikbo_jax.tuning.configs import LinearCompressionProblem
 
 TINY = LinearCompressionProblem((2, 6), (7, 5), 9, 16, "float32")
@@ -40,13 +40,13 @@ def test_tasks_round_trip():
 
 
 @pytest.fixture
-def programs_of_the_cpu(monkeypatch) -> list[tuple[Candidate, str]]:
+def programs_of_the_cpu(monkeypatch) -> list[tuple[Contender, str]]:
     """Kernels are XLA's path here; returns which were lowered, and in which thread compiled."""
-    seen: list[tuple[Candidate, str]] = []
+    seen: list[tuple[Contender, str]] = []
     xla = trials.linear_compression_runner(TINY, None)
 
     class Lowered:
-        def __init__(self, config: Candidate) -> None:
+        def __init__(self, config: Contender) -> None:
             self.config = config
 
         def call(self, *operands: Any) -> jax.Array:
@@ -56,7 +56,7 @@ def programs_of_the_cpu(monkeypatch) -> list[tuple[Candidate, str]]:
             out = decomposed(*operands)
             return out + 1 if self.config == B else out
 
-    def runner(problem: Any, config: Candidate, num_sms: int | None = None) -> Any:
+    def runner(problem: Any, config: Contender, num_sms: int | None = None) -> Any:
         return xla if config is None else jax.jit(Lowered(config).call)
 
     ops = dataclasses.replace(bench.TRIALS["linear_compression"], runner=runner)
@@ -180,7 +180,7 @@ def do(kind, contender, position):
     say(event=kind, contender=position, **fields)
 print("noise of a library")
 setup = json.loads(sys.stdin.readline())
-every = json.loads(setup["task"])["candidates"]
+every = json.loads(setup["task"])["contenders"]
 with open(LOG, "a") as log:
     print(json.dumps([len(every), len(setup["alone"])]), file=log)
 together = [i for i in range(len(every)) if i not in setup["alone"]]
@@ -192,16 +192,16 @@ for i in [*together, *setup["alone"]]:
     do("compiled", every[i], i)
 for line in sys.stdin:
     task = json.loads(line)
-    for candidate in task["candidates"]:
+    for candidate in task["contenders"]:
         do("checked", candidate, every.index(candidate))
     ms = {i: [] for i in range(len(every))}
     for _ in range(task["windows"]):
         say(event="matmul", ms=1.5)
-        for candidate in task["candidates"]:
+        for candidate in task["contenders"]:
             i = every.index(candidate)
             do("sample", candidate, i)
             ms[i].append(1.0 + i)
-    results = [{"ms": ms[every.index(c)]} for c in task["candidates"]]
+    results = [{"ms": ms[every.index(c)]} for c in task["contenders"]]
     say(event="answer", answer={"matmul_ms": [1.5], "results": results})
 """
 
@@ -302,7 +302,7 @@ def test_interruption_ends_the_worker_and_keeps_what_was_measured(starts):
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert process is None
-    assert stopped.value.task.candidates == (None, A, B, C)
+    assert stopped.value.task.contenders == (None, A, B, C)
     results = stopped.value.answer["results"]
     assert [result["ms"] for result in results] == [[1.0], [2.0], [3.0], []]
     assert sum(line.startswith("compiled") for line in lines) == 4

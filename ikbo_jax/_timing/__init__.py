@@ -1,7 +1,7 @@
-"""Sustained timing: what a kernel takes once the device has settled.
+"""Sustained timing: the time of a kernel at the device's steady-state clock.
 
-A large GPU throttles by power within a fraction of a second, so a short burst reads up to a fifth
-too fast. Every figure here comes from launches back to back for a whole window.
+A large GPU throttles by power within a fraction of a second, so a short burst measures times up to
+a fifth too small. Every sample here is the mean over a window of launches back to back.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 import jax
 
 
-def _run(fn: Callable[..., Any], args: tuple[Any, ...], launches: int) -> float:
+def _time_launches(fn: Callable[..., Any], args: tuple[Any, ...], launches: int) -> float:
     """Seconds for `launches` calls back to back."""
-    # A GPU runs a stream in order, so only the last result is waited for. The CPU client may run
-    # two independent calls at once, which would not be a time per call.
+    # A GPU executes a stream in order, so it suffices to wait for the last result. The CPU client
+    # may run independent calls in parallel, and the quotient would not be the time of a call.
     wait_each = jax.default_backend() == "cpu"
     start = time.perf_counter()
     out = None
@@ -32,51 +32,51 @@ def _run(fn: Callable[..., Any], args: tuple[Any, ...], launches: int) -> float:
 def sustained_ms(
     fn: Callable[..., Any], *args: Any, window_s: float = 0.2, windows: int = 3
 ) -> list[float]:
-    """Milliseconds per call of `fn(*args)`, one figure for each window.
+    """Milliseconds per call of `fn(*args)`, one sample for each window.
 
     Args:
-      fn: a compiled (or jitted) function; what it returns is waited for.
-      *args: its arguments, on the device already.
-      window_s: seconds of launches back to back in one window, at least.
-      windows: number of windows; take their median.
+      fn: a compiled (or jitted) function; its result is waited for.
+      *args: its arguments, already on the device.
+      window_s: minimal length of a window in seconds.
+      windows: number of windows; take the median of the samples.
 
     Returns:
-      `windows` figures, in milliseconds per call.
+      `windows` samples, in milliseconds per call.
     """
     jax.block_until_ready(fn(*args))
-    # Warm up and find the number of launches in one go: double it until a window is full.
+    # Doubling the number of launches until they fill half a window also warms the device up.
     launches = 1
-    while (elapsed := _run(fn, args, launches)) < window_s / 2:
+    while (elapsed := _time_launches(fn, args, launches)) < window_s / 2:
         launches *= 2
     launches = math.ceil(launches * window_s / elapsed)
     samples: list[float] = []
     while len(samples) < windows:
-        elapsed = _run(fn, args, launches)
+        elapsed = _time_launches(fn, args, launches)
         if elapsed < window_s:
-            # The warm-up ran slower than this: the window was too short to count.
+            # The device ran faster than in the warm-up, so the window was too short: repeat it.
             launches = math.ceil(launches * 1.1 * window_s / elapsed)
             continue
         samples.append(elapsed * 1e3 / launches)
     return samples
 
 
-def by_turns(
+def interleaved_ms(
     thunks: Mapping[str, Callable[[], Any]],
     *,
     window_s: float = 0.2,
     rounds: int = 3,
     on_turn: Callable[[str, int], None] = lambda name, turn: None,
 ) -> dict[str, list[float]]:
-    """Times thunks by turns, A B A B, so that a card that grows hot slows all of them alike.
+    """Times thunks interleaved, A B A B, so that a device that heats up slows all of them alike.
 
     Args:
-      thunks: what to launch; results are waited for at a window's end.
-      window_s: seconds of launches back to back in one window; each is preceded by a warm-up.
-      rounds: windows of every thunk.
-      on_turn: is told whose turn it is, and in which round, from 0.
+      thunks: the functions to time, by name; results are waited for at the end of a window.
+      window_s: minimal length of a window in seconds; a warm-up precedes each window.
+      rounds: number of windows of every thunk.
+      on_turn: called with the name and the round, from 0, before each window.
 
     Returns:
-      Milliseconds per call for every thunk, one figure for each round.
+      For every thunk one sample per round, in milliseconds per call.
     """
     samples: dict[str, list[float]] = {name: [] for name in thunks}
     for turn in range(rounds):

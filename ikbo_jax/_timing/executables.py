@@ -1,9 +1,9 @@
-"""Compiled programs kept as files, found again without tracing, lowering or compiling.
+"""A cache of compiled programs in files that needs no tracing, lowering or compiling on a hit.
 
-JAX's own cache finds a program by its lowered text, and lowering the demo's kernels takes longer
-than everything else when nothing has to compile. Here the key is what that text is made from: every
-file of this library, the user's tuning cache, the versions of JAX and of the driver, the device,
-JAX's settings, and the sizes. Whatever cannot be read or loaded is compiled again.
+JAX's compilation cache uses the lowered text as key, and if nothing has to compile, lowering the
+kernels takes most of the demo's time. Here the key is everything that determines the lowered text:
+all files of this library, the user's tuning cache, the versions of JAX and the driver, the device,
+JAX's settings, and the sizes. A program that cannot be read or loaded is compiled again.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ import jaxlib
 import numpy as np
 from jax.experimental import serialize_executable
 
-#: What the folder may hold: files, and bytes in all. The least recently used go first.
-MOST_FILES, MOST_BYTES = 128, 1 << 30
-#: Beginnings of the names of environment variables that change what a program compiles to.
+#: Largest number of files in the folder, and of bytes in all; the least recently used are deleted.
+MAX_FILES, MAX_BYTES = 128, 1 << 30
+#: Prefixes of environment variables that affect compiled programs.
 VARIABLES = ("XLA_", "JAX_", "CUDA_", "NVIDIA_", "MOSAIC_", "IKBO_", "TF_")
-#: JAX's settings that say where compiled programs go, and not what they are.
-WHERE_KEPT = ("compilation_cache", "persistent_cache")
+#: Parts of the names of JAX's settings that affect only where compiled programs are stored.
+LOCATION_SETTINGS = ("compilation_cache", "persistent_cache")
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
-def surroundings(tables: Sequence[pathlib.Path] = ()) -> bytes:
-    """A digest of all but the program itself that decides what a program compiles to.
+def environment_digest(tables: Sequence[pathlib.Path] = ()) -> bytes:
+    """A digest of everything outside a program that affects how it compiles.
 
     Args:
-      tables: files beside the library's own that decide, such as the user's tuning cache.
+      tables: further files that affect it, such as the user's tuning cache.
     """
     digest = hashlib.sha256()
     package = pathlib.Path(__file__).resolve().parents[1]
@@ -49,7 +49,7 @@ def surroundings(tables: Sequence[pathlib.Path] = ()) -> bytes:
     settings = {
         name: str(value)
         for name, value in jax.config.values.items()
-        if not any(part in name for part in WHERE_KEPT)
+        if not any(part in name for part in LOCATION_SETTINGS)
     }
     facts = (
         *(sys.version, platform.platform(), _cpu_features()),
@@ -64,40 +64,40 @@ def surroundings(tables: Sequence[pathlib.Path] = ()) -> bytes:
 
 
 def _cpu_features() -> str:
-    """What code compiled for this machine's CPU may use, as far as the system says."""
+    """The instruction set extensions of this machine's CPU, from /proc/cpuinfo; else empty."""
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
         return next((line for line in lines if line.startswith(("flags", "Features"))), "")
     return ""
 
 
 class Store:
-    """A folder of entries, each an object that `pickle` takes, found by a key.
+    """A folder of pickled entries, each in a file named after its key.
 
-    Like the tuning cache beside it, the folder is the user's own: who may write there may run code
-    as that user.
+    Reading an entry can run code, so only the user may have write permission for the folder, as
+    for the tuning cache.
 
     Args:
-      folder: is made when something is put.
-      surroundings: part of every key.
+      folder: created by the first `put`.
+      environment: part of every key; see `environment_digest`.
     """
 
-    def __init__(self, folder: pathlib.Path, surroundings: bytes) -> None:
-        self._folder, self._surroundings = folder, surroundings
+    def __init__(self, folder: pathlib.Path, environment: bytes) -> None:
+        self._folder, self._environment = folder, environment
 
     def key(self, identity: str, name: str, args: Any = (), options: Any = ()) -> str:
-        """The key of a program: of whom it is, its name, its arguments and compiler options."""
+        """The key of a program: owner, name, shapes of the arguments and compiler options."""
         leaves, tree = jax.tree.flatten(args)
         avals = [(np.shape(x), str(x.dtype), getattr(x, "weak_type", False)) for x in leaves]
         facts = repr((identity, name, avals, str(tree), options)).encode()
-        return hashlib.sha256(self._surroundings + facts).hexdigest()
+        return hashlib.sha256(self._environment + facts).hexdigest()
 
     def get(self, key: str) -> Any:
-        """The entry, or None if there is none that can be read."""
+        """The entry; None if there is none or it cannot be read."""
         path = self._folder / key
         try:
             content = path.read_bytes()
             body = content[_DIGEST_BYTES:]
-            # Nothing but what was written whole reaches pickle, or XLA's loader behind it.
+            # Only files that were written completely reach pickle and XLA's loader.
             if hashlib.sha256(body).digest() != content[:_DIGEST_BYTES]:
                 return None
             entry = pickle.loads(body)
@@ -107,7 +107,7 @@ class Store:
         return entry
 
     def put(self, key: str, entry: Any) -> None:
-        """Writes an entry in one go; where that fails, there is no entry."""
+        """Writes an entry atomically; if that fails, there is no entry and no error."""
         partial = None
         try:
             body = pickle.dumps(entry)
@@ -116,56 +116,56 @@ class Store:
                 partial = file.name
                 file.write(hashlib.sha256(body).digest() + body)
             os.replace(partial, self._folder / key)
-            self._make_room()
+            self._delete_oldest()
         except Exception:
             if partial is not None:
                 with contextlib.suppress(OSError):
                     os.unlink(partial)
 
-    def _make_room(self) -> None:
+    def _delete_oldest(self) -> None:
         files = [(path, path.stat()) for path in self._folder.iterdir()]
         total = 0
         newest_first = sorted(files, key=lambda found: -found[1].st_mtime)
         for position, (path, stat) in enumerate(newest_first):
             total += stat.st_size
-            if position >= MOST_FILES or total > MOST_BYTES:
+            if position >= MAX_FILES or total > MAX_BYTES:
                 path.unlink(missing_ok=True)
 
 
 def to_entry(compiled: jax.stages.Compiled, out: Any) -> tuple[Any, Any]:
-    """A compiled program and the shapes of its result, as `Store.put` takes them."""
+    """The pickleable entry of a compiled program: the shapes of its result, and the program."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), out)
     return shapes, serialize_executable.serialize(compiled)
 
 
 def load(serialized: Any) -> jax.stages.Compiled:
-    """The second half of what `to_entry` made, as a program; raises what XLA's loader raises."""
+    """Loads the second element of an entry of `to_entry`; raises the errors of XLA's loader."""
     payload, in_tree, out_tree = serialized
     compiled: jax.stages.Compiled = serialize_executable.deserialize_and_load(
         payload,
         in_tree,
         out_tree,
-        # By default the loader takes all devices, of which a program here uses one.
+        # By default the loader uses all devices; the programs here use one.
         execution_devices=[jax.config.jax_default_device or jax.devices()[0]],
     )
     return compiled
 
 
-_open: Store | None = None
+_current: Store | None = None
 
 
-def current() -> Store | None:
-    """The store that `kept_in` opened, which all threads share."""
-    return _open
+def current_store() -> Store | None:
+    """The store that `use_store` set, shared by all threads; None outside `use_store`."""
+    return _current
 
 
 @contextlib.contextmanager
-def kept_in(folder: pathlib.Path, tables: Sequence[pathlib.Path]) -> Iterator[None]:
-    """Has `current` be a store in `folder`; `tables` as for `surroundings`."""
-    global _open
-    before = _open
-    _open = Store(folder, surroundings(tables))
+def use_store(folder: pathlib.Path, tables: Sequence[pathlib.Path]) -> Iterator[None]:
+    """Sets `current_store()` to a store in `folder`; `tables` as in `environment_digest`."""
+    global _current
+    before = _current
+    _current = Store(folder, environment_digest(tables))
     try:
         yield
     finally:
-        _open = before
+        _current = before

@@ -1,4 +1,4 @@
-"""Flax layers that hold parameters and call the ops: `nnx` and, with the same names, `linen`.
+"""Flax layers that hold parameters and call the ops: `nnx` and `linen`, with the same names.
 
-`functional` holds what they compute, for those who keep parameters in a pytree of their own.
+`functional` holds the same layers as functions, for models that keep parameters in a plain pytree.
 """

@@ -1,7 +1,8 @@
-"""What the layers compute, as functions of their parameters by name; Flax is not needed here.
+"""The layers as functions of a mapping from names to parameters; needs no Flax.
 
-Arrays are cast to `dtype`, or to what all of them promote to if it is None. `precision` is that of
-f32 products: a name or `jax.lax.Precision`, or None for JAX's default. Letters: N heads of width H.
+Every function casts its floating-point arrays to `dtype`; with None, to the dtype that they promote
+to. `precision` applies to f32 products: a name, a `jax.lax.Precision`, or None for JAX's default.
+Letters: N heads of width H.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ from ikbo_jax.ops.gdpa import gdpa
 from ikbo_jax.ops.linear_compression import linear_compression
 
 Parameters = Mapping[str, jax.Array]
-#: A shape, and a function that makes an array of it from an initialiser of matrices.
+#: A shape, and a function that makes an array of this shape with an initialiser of matrices.
 Spec = tuple[tuple[int, ...], Callable[[Callable[..., jax.Array]], jax.Array]]
 
 
 class Input(NamedTuple):
-    """An input of a layer, as the layer's documentation names it and its size.
+    """An input of a layer, with the names that the layer's documentation uses.
 
     Attributes:
       layer: the layer's name.
       name: the argument's name.
       axes: the argument's shape, e.g. "[B, T, cand_features]".
-      size: the axis whose size belongs to the layer.
-      letter: what `linear_compression` calls that axis; or nothing.
+      size: the axis whose size the parameters fix.
+      letter: the letter of this axis in `linear_compression`; empty if it has none.
     """
 
     layer: str
@@ -43,7 +44,7 @@ class Input(NamedTuple):
     letter: str = ""
 
     def size_of(self, array: jax.Array) -> int:
-        """The size of that axis; raises ValueError if `array` has another rank than `axes`."""
+        """The size of axis `size`; raises ValueError if `array` has another rank than `axes`."""
         axes = self.axes.strip("[]").split(", ")
         if jnp.ndim(array) != len(axes):
             raise ValueError(
@@ -54,17 +55,17 @@ class Input(NamedTuple):
         return size
 
     def check(self, array: jax.Array, expected: int) -> None:
-        """Raises ValueError, naming both sizes, unless the layer was made for `array`."""
+        """Raises ValueError, naming both sizes, unless axis `size` has the size `expected`."""
         size = self.size_of(array)
         if size != expected:
-            ours, theirs = (
+            expected_text, actual_text = (
                 (f" ({self.letter}={expected})", f", {self.letter}={size}")
                 if self.letter
                 else ("", "")
             )
             raise ValueError(
-                f"{self.layer} was made for {self.size}={expected}{ours}, "
-                f"but {self.name} has shape {array.shape}{theirs}"
+                f"{self.layer} expects {self.size}={expected}{expected_text}, "
+                f"but {self.name} has shape {array.shape}{actual_text}"
             )
 
 
@@ -78,7 +79,7 @@ PFFN_MEMORY = Input("PFFN", "memory", "[total_memory, memory_features]", "memory
 
 
 def check_sizes(layer: str, **sizes: int | None) -> tuple[int, ...]:
-    """The sizes; raises ValueError, naming size and value, unless all are integers above 0."""
+    """Returns the sizes; raises ValueError, naming size and value, unless all are integers > 0."""
     checked = []
     for name, size in sizes.items():
         is_integer = hasattr(size, "__index__") and not isinstance(size, bool)
@@ -96,19 +97,19 @@ def _check_offsets(name: str, axis: str, array: jax.Array) -> None:
         raise ValueError(f"{name} must have shape [{axis} + 1], but has shape {array.shape}")
 
 
-def matrix(shape: tuple[int, ...], *, into: bool) -> Spec:
-    """The spec of a projection into heads, [features, N, H], or out of them, [N, H, features].
+def matrix(shape: tuple[int, ...], *, to_heads: bool) -> Spec:
+    """The spec of a projection to heads, [features, N, H], or from heads, [N, H, features].
 
-    The initialiser sees a matrix, so that its variance is that of a dense layer.
+    The initialiser gets the shape of a matrix, so that results have the variance of a dense layer.
     """
-    flat = (shape[0], math.prod(shape[1:])) if into else (math.prod(shape[:-1]), shape[-1])
+    flat = (shape[0], math.prod(shape[1:])) if to_heads else (math.prod(shape[:-1]), shape[-1])
     return shape, lambda init: init(flat).reshape(shape)
 
 
 def compression_sizes(
     user_rows: int | None, cand_rows: int | None, features: int | None
 ) -> tuple[int, ...]:
-    """Sizes of `compress`; ValueError unless all are positive."""
+    """Returns the sizes of `compress`; raises ValueError unless all are positive."""
     return check_sizes(
         "LinearCompression", user_rows=user_rows, cand_rows=cand_rows, features=features
     )
@@ -121,7 +122,7 @@ def attention_specs(
     num_heads: int | None,
     head_dim: int | None,
 ) -> dict[str, Spec]:
-    """Parameters of `attend`, by name; ValueError unless all sizes are positive."""
+    """Specs of the parameters of `attend`; raises ValueError unless all sizes are positive."""
     sizes = check_sizes(
         "CandidateAttention",
         cand_features=cand_features,
@@ -140,9 +141,9 @@ def pma_specs(
     num_heads: int | None,
     head_dim: int | None,
 ) -> dict[str, Spec]:
-    """Parameters of `pma`, by name; ValueError unless all sizes are positive.
+    """Specs of the parameters of `pma`; raises ValueError unless all sizes are positive.
 
-    Seeds are as wide as the result.
+    Seeds have width `out_features`.
     """
     rows, width, out, *heads = check_sizes(
         "PMA",
@@ -162,7 +163,7 @@ def pma_specs(
 def pffn_specs(
     features: int | None, memory_features: int | None, num_heads: int | None, head_dim: int | None
 ) -> dict[str, Spec]:
-    """Parameters of `pffn`, by name; ValueError unless all sizes are positive."""
+    """Specs of the parameters of `pffn`; raises ValueError unless all sizes are positive."""
     width, memory_width, *heads = check_sizes(
         "PFFN",
         features=features,
@@ -175,20 +176,20 @@ def pffn_specs(
 
 def _attention_specs(query: int, key: int, out: int, num_heads: int, head_dim: int) -> dict:
     return {
-        "w_query": matrix((query, num_heads, head_dim), into=True),
-        "w_key": matrix((key, num_heads, head_dim), into=True),
-        "w_value": matrix((key, num_heads, head_dim), into=True),
-        "w_out": matrix((num_heads, head_dim, out), into=False),
+        "w_query": matrix((query, num_heads, head_dim), to_heads=True),
+        "w_key": matrix((key, num_heads, head_dim), to_heads=True),
+        "w_value": matrix((key, num_heads, head_dim), to_heads=True),
+        "w_out": matrix((num_heads, head_dim, out), to_heads=False),
     }
 
 
 def project(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """[..., features] by [features, N, H] to [..., N, H]."""
+    """Multiplies [..., features] by [features, N, H]; returns [..., N, H]."""
     return jnp.einsum("...f,fnh->...nh", x, weight)
 
 
 def merge_heads(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """[..., N, H] by [N, H, features] to [..., features]."""
+    """Multiplies [..., N, H] by [N, H, features]; returns [..., features]."""
     return jnp.einsum("...nh,nhf->...f", x, weight)
 
 
@@ -201,9 +202,21 @@ def compress(
     dtype: Any = None,
     precision: str | jax.lax.Precision | None = None,
 ) -> jax.Array:
-    """`linear_compression` of [U, K_user, N] and [B, K_cand, N] to [B, M, N].
+    """Applies `linear_compression` to the embeddings of users and candidates.
 
-    Parameters: "w_user" [M, K_user], "w_cand" [M, K_cand].
+    Args:
+      params: "w_user" [M, K_user], "w_cand" [M, K_cand].
+      e_user: [U, K_user, N].
+      e_cand: [B, K_cand, N].
+      cand_to_user: [B] int32, the user of every candidate, in [0, U), in any order.
+      dtype: dtype of computation and result; None promotes.
+      precision: precision of f32 products.
+
+    Returns:
+      [B, M, N].
+
+    Raises:
+      ValueError: ranks or sizes disagree.
     """
     E_USER.check(e_user, params["w_user"].shape[1])
     E_CAND.check(e_cand, params["w_cand"].shape[1])
@@ -222,10 +235,23 @@ def attend(
     dtype: Any = None,
     precision: str | jax.lax.Precision | None = None,
 ) -> jax.Array:
-    """Attention from [B, T, F_cand] to the candidate's user's [U, S, F_user]: [B, T, F_out].
+    """Attends from every candidate's rows to the rows of its user.
 
-    Parameters: "w_query" [F_cand, N, H], "w_key" and "w_value" [F_user, N, H], "w_out"
-    [N, H, F_out].
+    Args:
+      params: "w_query" [F_cand, N, H], "w_key" and "w_value" [F_user, N, H], "w_out"
+        [N, H, F_out].
+      x_cand: [B, T, F_cand].
+      x_user: [U, S, F_user].
+      cand_to_user: [B] int32, the user of every candidate, in [0, U), in any order.
+      key_value_seq_lengths: [U] int32, the number of valid rows of every user; None means S.
+      dtype: dtype of computation and result; None promotes.
+      precision: precision of f32 products.
+
+    Returns:
+      [B, T, F_out].
+
+    Raises:
+      ValueError: ranks or sizes disagree.
     """
     X_CAND.check(x_cand, params["w_query"].shape[0])
     X_USER.check(x_user, params["w_key"].shape[0])
@@ -257,10 +283,24 @@ def pma(
     dtype: Any = None,
     precision: str | jax.lax.Precision | None = None,
 ) -> jax.Array:
-    """Pools the jagged sequences of [total, F] to [batch, num_seeds, F_out].
+    """Pools jagged sequences: learned seeds attend to the rows of each sequence.
 
-    Parameters: "seeds" [num_seeds, F_out], "w_query" [F_out, N, H], "w_key" and "w_value"
-    [F, N, H], "w_out" [N, H, F_out].
+    Args:
+      params: "seeds" [num_seeds, F_out], "w_query" [F_out, N, H], "w_key" and "w_value" [F, N, H],
+        "w_out" [N, H, F_out].
+      x: [total, F], sequence after sequence.
+      cu_seqlens: [batch + 1] int32, offsets as in `ikbo_jax.gdpa`.
+      activation: as in `ikbo_jax.gdpa`.
+      output_scale: as in `ikbo_jax.gdpa`.
+      max_seqlen: bound of the lengths, known while tracing; rows beyond it have no effect.
+      dtype: dtype of computation and result; None promotes.
+      precision: precision of f32 products.
+
+    Returns:
+      [batch, num_seeds, F_out].
+
+    Raises:
+      ValueError: ranks or sizes disagree, or the activation is unknown.
     """
     PMA_X.check(x, params["w_key"].shape[0])
     _check_offsets("cu_seqlens", "batch", cu_seqlens)
@@ -297,9 +337,28 @@ def pffn(
     dtype: Any = None,
     precision: str | jax.lax.Precision | None = None,
 ) -> jax.Array:
-    """The two-layer net that every sequence's memory makes, on the rows of [total, F]: [total, F].
+    """Applies to every row a two-layer net whose weights are projected from a memory.
 
-    Parameters: "w_query" [F, N, H], "w_key" and "w_value" [F_memory, N, H], "w_out" [N, H, F].
+    Args:
+      params: "w_query" [F, N, H], "w_key" and "w_value" [F_memory, N, H], "w_out" [N, H, F].
+      x: [total, F], sequence after sequence.
+      memory: [total_memory, F_memory], sequence after sequence.
+      cu_seqlens: [batch + 1] int32, offsets of `x` as in `ikbo_jax.gdpa`.
+      cu_seqlens_memory: [batch_memory + 1] int32, offsets of `memory`.
+      x_to_memory: [batch] int32, the memory sequence of every sequence; None pairs sequence b with
+        memory sequence b.
+      activation: as in `ikbo_jax.gdpa`.
+      output_scale: as in `ikbo_jax.gdpa`.
+      max_seqlen: bound of the lengths of `x`, known while tracing.
+      max_seqlen_memory: bound of the lengths of `memory`, known while tracing.
+      dtype: dtype of computation and result; None promotes.
+      precision: precision of f32 products.
+
+    Returns:
+      [total, F]; 0 in rows outside all sequences.
+
+    Raises:
+      ValueError: ranks or sizes disagree, or the activation is unknown.
     """
     PFFN_X.check(x, params["w_query"].shape[0])
     PFFN_MEMORY.check(memory, params["w_key"].shape[0])

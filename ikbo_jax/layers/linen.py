@@ -1,7 +1,7 @@
-"""Layers for Flax Linen, with the parameters of their NNX twins.
+"""Layers for Flax Linen, with the same parameters as the layers in `nnx`.
 
-A layer takes the sizes of its inputs that are None from its parameters, or from the first inputs
-while it makes the parameters. Every layer raises ValueError, naming the size, if a size is no
+Where an input size is None, a layer takes it from its parameters, or from its first inputs while it
+initialises the parameters. Every layer raises ValueError, naming the size, if a size is not an
 integer of at least 1, and naming both sizes if inputs do not fit the parameters.
 """
 
@@ -18,20 +18,21 @@ from ikbo_jax.layers import functional, nnx
 
 
 class LinearCompression(linen.Module):
-    """Compresses every candidate's embeddings and those of its user, which are never copied.
+    """Compresses the embeddings of every candidate and its user; never copies the user.
 
         out[b] = w_cand · e_cand[b] + w_user · e_user[cand_to_user[b]]
 
     Attributes:
-      user_rows: embedding rows of a user, K_user; None takes those of `e_user`.
-      cand_rows: embedding rows of a candidate, K_cand; None takes those of `e_cand`.
-      features: compressed rows, M; must be given.
-      dtype: what is computed in and returned; None promotes parameters and inputs.
-      param_dtype: of the parameters "w_user" [features, user_rows] and "w_cand" [features,
+      user_rows: K_user, embedding rows of a user; None takes the size from `e_user`.
+      cand_rows: K_cand, embedding rows of a candidate; None takes the size from `e_cand`.
+      features: M, compressed rows; required.
+      dtype: dtype of computation and result; None promotes parameters and inputs.
+      param_dtype: dtype of the parameters "w_user" [features, user_rows] and "w_cand" [features,
         cand_rows].
-      kernel_init: initialises the weight [user_rows + cand_rows, features] of users and candidates
-        together, of which the parameters are the transposed parts.
-      precision: of f32 products; a name or `jax.lax.Precision`, or None for JAX's default.
+      kernel_init: initialises one weight [user_rows + cand_rows, features]; its first `user_rows`
+        rows, transposed, are "w_user", the others "w_cand".
+      precision: precision of f32 products: a name, a `jax.lax.Precision`, or None for JAX's
+        default.
     """
 
     user_rows: int | None = None
@@ -44,7 +45,7 @@ class LinearCompression(linen.Module):
 
     @linen.compact
     def __call__(self, e_user: jax.Array, e_cand: jax.Array, cand_to_user: jax.Array) -> jax.Array:
-        """Compresses [U, user_rows, N] and [B, cand_rows, N] by [B] int32 to [B, features, N]."""
+        """Compresses the embeddings; arguments and result are as in `nnx.LinearCompression`."""
         user_rows, cand_rows, features = functional.compression_sizes(
             _size(self, self.user_rows, functional.E_USER, e_user, "w_user", 1),
             _size(self, self.cand_rows, functional.E_CAND, e_cand, "w_cand", 1),
@@ -54,14 +55,15 @@ class LinearCompression(linen.Module):
         def both(key: jax.Array) -> jax.Array:
             return self.kernel_init(key, (user_rows + cand_rows, features), self.param_dtype)
 
-        # One key for both, as one weight: `self.param` would give each a key of its own.
-        drawn = self.make_rng("params") if self.is_initializing() else None
+        # Both parameters are parts of one weight and need one key; `self.param` would pass a
+        # different key to each initialiser.
+        shared_key = self.make_rng("params") if self.is_initializing() else None
 
-        def key(own: jax.Array) -> jax.Array:
-            return own if drawn is None else drawn
+        def key(param_key: jax.Array) -> jax.Array:
+            return param_key if shared_key is None else shared_key
 
-        w_user = self.param("w_user", lambda own: both(key(own))[:user_rows].T)
-        w_cand = self.param("w_cand", lambda own: both(key(own))[user_rows:].T)
+        w_user = self.param("w_user", lambda param_key: both(key(param_key))[:user_rows].T)
+        w_cand = self.param("w_cand", lambda param_key: both(key(param_key))[user_rows:].T)
         return functional.compress(
             {"w_user": w_user, "w_cand": w_cand},
             e_user,
@@ -73,19 +75,20 @@ class LinearCompression(linen.Module):
 
 
 class CandidateAttention(linen.Module):
-    """Attends from every candidate to what its user holds; keys and values are made once a user.
+    """Attends from every candidate to its user's rows; projects keys and values once per user.
 
     Attributes:
-      cand_features: width of what candidates hold; None takes the width of `x_cand`.
-      user_features: width of what users hold; None takes the width of `x_user`.
-      num_heads: N; must be given.
-      head_dim: H; must be given.
-      out_features: width of the result; None is `cand_features`.
-      dtype: what is computed in and returned; None promotes parameters and inputs.
-      param_dtype: of the parameters "w_query", "w_key", "w_value" and "w_out", shaped as those of
-        `nnx.CandidateAttention`.
-      kernel_init: initialises every parameter as a matrix, the heads side by side.
-      precision: of f32 products; a name or `jax.lax.Precision`, or None for JAX's default.
+      cand_features: width of the candidates' rows; None takes the width of `x_cand`.
+      user_features: width of the users' rows; None takes the width of `x_user`.
+      num_heads: N; required.
+      head_dim: H; required.
+      out_features: width of the result; None means `cand_features`.
+      dtype: dtype of computation and result; None promotes parameters and inputs.
+      param_dtype: dtype of the parameters "w_query", "w_key", "w_value" and "w_out", which have
+        the shapes in `nnx.CandidateAttention`.
+      kernel_init: initialises every parameter as a matrix with the heads side by side.
+      precision: precision of f32 products: a name, a `jax.lax.Precision`, or None for JAX's
+        default.
     """
 
     cand_features: int | None = None
@@ -107,7 +110,7 @@ class CandidateAttention(linen.Module):
         *,
         key_value_seq_lengths: jax.Array | None = None,
     ) -> jax.Array:
-        """[B, T, cand_features] to [U, S, user_features] by [B] int32: [B, T, out_features]."""
+        """Attends; arguments and result are as in `nnx.CandidateAttention`."""
         width = _size(self, self.cand_features, functional.X_CAND, x_cand, "w_query", 0)
         user_width = _size(self, self.user_features, functional.X_USER, x_user, "w_key", 0)
         out = width if self.out_features is None else self.out_features
@@ -124,21 +127,22 @@ class CandidateAttention(linen.Module):
 
 
 class PMA(linen.Module):
-    """Pools jagged sequences by attention of a few learned seeds, through `ikbo_jax.gdpa`.
+    """Pools jagged sequences: a few learned seeds attend to each one, through `ikbo_jax.gdpa`.
 
     Attributes:
       in_features: width of the sequences; None takes the width of `x`.
-      num_seeds: rows that a sequence is pooled to; must be given.
-      num_heads: N; must be given.
-      head_dim: H; must be given. Scores are divided by its square root.
-      out_features: width of seeds and result; None is `in_features`.
-      activation: as of `ikbo_jax.gdpa`.
-      output_scale: as of `ikbo_jax.gdpa`.
-      dtype: what is computed in and returned; None promotes parameters and inputs.
-      param_dtype: of the parameters "seeds", "w_query", "w_key", "w_value" and "w_out", shaped as
-        those of `nnx.PMA`.
+      num_seeds: rows that a sequence is pooled to; required.
+      num_heads: N; required.
+      head_dim: H; required. Scores are divided by √H.
+      out_features: width of seeds and result; None means `in_features`.
+      activation: as in `ikbo_jax.gdpa`.
+      output_scale: as in `ikbo_jax.gdpa`.
+      dtype: dtype of computation and result; None promotes parameters and inputs.
+      param_dtype: dtype of the parameters "seeds", "w_query", "w_key", "w_value" and "w_out", which
+        have the shapes in `nnx.PMA`.
       kernel_init: initialises every parameter as a matrix.
-      precision: of f32 products; a name or `jax.lax.Precision`, or None for JAX's default.
+      precision: precision of f32 products: a name, a `jax.lax.Precision`, or None for JAX's
+        default.
     """
 
     in_features: int | None = None
@@ -157,7 +161,7 @@ class PMA(linen.Module):
     def __call__(
         self, x: jax.Array, cu_seqlens: jax.Array, *, max_seqlen: int | None = None
     ) -> jax.Array:
-        """Pools [total, in_features] to [batch, num_seeds, out_features]."""
+        """Pools; arguments and result are as in `nnx.PMA`."""
         width = _size(self, self.in_features, functional.PMA_X, x, "w_key", 0)
         out = width if self.out_features is None else self.out_features
         specs = functional.pma_specs(self.num_seeds, width, out, self.num_heads, self.head_dim)
@@ -174,20 +178,21 @@ class PMA(linen.Module):
 
 
 class PFFN(linen.Module):
-    """A feed-forward net whose two layers are made from its sequence's memory (`ikbo_jax.gdpa`).
+    """A feed-forward net whose two weights are projected from a memory, by `ikbo_jax.gdpa`.
 
     Attributes:
       features: width of the rows and of the result; None takes the width of `x`.
       memory_features: width of the memory; None takes the width of `memory`.
-      num_heads: N; must be given.
-      head_dim: H; must be given. Scores are divided by its square root.
-      activation: as of `ikbo_jax.gdpa`.
-      output_scale: as of `ikbo_jax.gdpa`.
-      dtype: what is computed in and returned; None promotes parameters and inputs.
-      param_dtype: of the parameters "w_query", "w_key", "w_value" and "w_out", shaped as those of
-        `nnx.PFFN`.
+      num_heads: N; required.
+      head_dim: H; required. Scores are divided by √H.
+      activation: as in `ikbo_jax.gdpa`.
+      output_scale: as in `ikbo_jax.gdpa`.
+      dtype: dtype of computation and result; None promotes parameters and inputs.
+      param_dtype: dtype of the parameters "w_query", "w_key", "w_value" and "w_out", which have
+        the shapes in `nnx.PFFN`.
       kernel_init: initialises every parameter as a matrix.
-      precision: of f32 products; a name or `jax.lax.Precision`, or None for JAX's default.
+      precision: precision of f32 products: a name, a `jax.lax.Precision`, or None for JAX's
+        default.
     """
 
     features: int | None = None
@@ -213,7 +218,7 @@ class PFFN(linen.Module):
         max_seqlen: int | None = None,
         max_seqlen_memory: int | None = None,
     ) -> jax.Array:
-        """[total, features] with [total_memory, memory_features]: [total, features]."""
+        """Applies the net; arguments and result are as in `nnx.PFFN`."""
         width = _size(self, self.features, functional.PFFN_X, x, "w_query", 0)
         memory_width = _size(self, self.memory_features, functional.PFFN_MEMORY, memory, "w_key", 0)
         specs = functional.pffn_specs(width, memory_width, self.num_heads, self.head_dim)
@@ -235,15 +240,15 @@ class PFFN(linen.Module):
 
 def _size(
     module: linen.Module,
-    given: int | None,
+    attribute: int | None,
     spec: functional.Input,
     array: jax.Array,
     param: str,
     axis: int,
 ) -> int:
-    """The size of an input: as given, else as `param` has it on `axis`, else as `array` has it."""
-    if given is not None:
-        return given
+    """Size of an input: `attribute` if not None, else axis `axis` of `param`, else from `array`."""
+    if attribute is not None:
+        return attribute
     if module.has_variable("params", param):
         size: int = module.get_variable("params", param).shape[axis]
         return size

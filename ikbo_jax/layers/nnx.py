@@ -1,4 +1,4 @@
-"""Layers for Flax NNX. They hold parameters and call the ops, nothing more."""
+"""Layers for Flax NNX: they hold parameters and call `functional`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from flax import nnx
 from ikbo_jax.layers import functional
 
 Initializer = Callable[..., Any]
-#: Of weights that belong together as one, so that the result's variance is that of a dense layer.
+#: Default initialiser. It gets the shape of a matrix, so that the result has the variance of a
+#: dense layer.
 default_kernel_init = nnx.initializers.lecun_normal()
 
 
 class LinearCompression(nnx.Module):
-    """Compresses every candidate's embeddings and those of its user, which are never copied.
+    """Compresses the embeddings of every candidate and its user; never copies the user.
 
         out[b] = w_cand · e_cand[b] + w_user · e_user[cand_to_user[b]]
 
@@ -41,19 +42,20 @@ class LinearCompression(nnx.Module):
         """Makes the parameters.
 
         Args:
-          user_rows: embedding rows of a user, K_user.
-          cand_rows: embedding rows of a candidate, K_cand.
-          features: compressed rows, M.
-          dtype: what is computed in and returned; None promotes parameters and inputs.
-          param_dtype: of the parameters.
-          kernel_init: initialises the weight [user_rows + cand_rows, features] of users and
-            candidates together, of which the parameters are the transposed parts; None is
+          user_rows: K_user, embedding rows of a user.
+          cand_rows: K_cand, embedding rows of a candidate.
+          features: M, compressed rows.
+          dtype: dtype of computation and result; None promotes parameters and inputs.
+          param_dtype: dtype of the parameters.
+          kernel_init: initialises one weight [user_rows + cand_rows, features]; its first
+            `user_rows` rows, transposed, are `w_user`, the others `w_cand`. None means
             `default_kernel_init`.
-          precision: of f32 products; a name or `jax.lax.Precision`, or None for JAX's default.
-          rngs: the key "params" is drawn from.
+          precision: precision of f32 products: a name, a `jax.lax.Precision`, or None for JAX's
+            default.
+          rngs: its stream "params" supplies the key.
 
         Raises:
-          ValueError: a size is no integer of at least 1.
+          ValueError: a size is not an integer of at least 1.
         """
         functional.compression_sizes(user_rows, cand_rows, features)
         init = default_kernel_init if kernel_init is None else kernel_init
@@ -64,7 +66,7 @@ class LinearCompression(nnx.Module):
         self.precision = precision
 
     def __call__(self, e_user: jax.Array, e_cand: jax.Array, cand_to_user: jax.Array) -> jax.Array:
-        """Compresses.
+        """Compresses the embeddings.
 
         Args:
           e_user: [U, user_rows, N].
@@ -88,7 +90,7 @@ class LinearCompression(nnx.Module):
 
 
 class _Attending(nnx.Module):
-    """What the layers below share: parameters made from specs, and how they compute."""
+    """Base of the layers below: makes parameters from specs and keeps the keyword arguments."""
 
     def _setup(
         self,
@@ -110,7 +112,7 @@ class _Attending(nnx.Module):
 
 
 class CandidateAttention(_Attending):
-    """Attends from every candidate to what its user holds; keys and values are made once a user.
+    """Attends from every candidate to its user's rows; projects keys and values once per user.
 
         out[b] = Attention(x_cand[b] · w_query, x_user[u] · w_key, x_user[u] · w_value) · w_out,
         u = cand_to_user[b]
@@ -139,20 +141,21 @@ class CandidateAttention(_Attending):
         """Makes the parameters.
 
         Args:
-          cand_features: width of what candidates hold.
-          user_features: width of what users hold.
+          cand_features: width of the candidates' rows.
+          user_features: width of the users' rows.
           num_heads: N.
           head_dim: H.
-          out_features: width of the result; None is `cand_features`.
-          dtype: what is computed in and returned; None promotes parameters and inputs.
-          param_dtype: of the parameters.
-          kernel_init: initialises every parameter as a matrix, the heads side by side; None is
-            `default_kernel_init`.
-          precision: of f32 products; a name or `jax.lax.Precision`, or None for JAX's default.
-          rngs: the key "params" is drawn from.
+          out_features: width of the result; None means `cand_features`.
+          dtype: dtype of computation and result; None promotes parameters and inputs.
+          param_dtype: dtype of the parameters.
+          kernel_init: initialises every parameter as a matrix with the heads side by side; None
+            means `default_kernel_init`.
+          precision: precision of f32 products: a name, a `jax.lax.Precision`, or None for JAX's
+            default.
+          rngs: its stream "params" supplies the keys.
 
         Raises:
-          ValueError: a size is no integer of at least 1.
+          ValueError: a size is not an integer of at least 1.
         """
         out = cand_features if out_features is None else out_features
         specs = functional.attention_specs(cand_features, user_features, out, num_heads, head_dim)
@@ -172,7 +175,7 @@ class CandidateAttention(_Attending):
           x_cand: [B, T, cand_features].
           x_user: [U, S, user_features].
           cand_to_user: [B] int32, the user of every candidate, in [0, U), in any order.
-          key_value_seq_lengths: [U] int32, how many of a user's S rows exist; None is S.
+          key_value_seq_lengths: [U] int32, the number of valid rows of every user; None means S.
 
         Returns:
           [B, T, out_features] in `dtype`.
@@ -191,7 +194,7 @@ class CandidateAttention(_Attending):
 
 
 class PMA(_Attending):
-    """Pools jagged sequences by attention of a few learned seeds, through `ikbo_jax.gdpa`.
+    """Pools jagged sequences: a few learned seeds attend to each one, through `ikbo_jax.gdpa`.
 
     Attributes:
       seeds: [num_seeds, out_features] parameter.
@@ -225,19 +228,20 @@ class PMA(_Attending):
           in_features: width of the sequences.
           num_seeds: rows that a sequence is pooled to.
           num_heads: N.
-          head_dim: H; scores are divided by its square root.
-          out_features: width of seeds and result; None is `in_features`.
-          activation: as of `ikbo_jax.gdpa`.
-          output_scale: as of `ikbo_jax.gdpa`; sums over the keys of an activation that is no
-            softmax grow with the sequence.
-          dtype: what is computed in and returned; None promotes parameters and inputs.
-          param_dtype: of the parameters.
-          kernel_init: initialises every parameter as a matrix; None is `default_kernel_init`.
-          precision: of f32 products; a name or `jax.lax.Precision`, or None for JAX's default.
-          rngs: the key "params" is drawn from.
+          head_dim: H; scores are divided by √H.
+          out_features: width of seeds and result; None means `in_features`.
+          activation: as in `ikbo_jax.gdpa`.
+          output_scale: as in `ikbo_jax.gdpa`. Without softmax, results grow with the number of
+            keys; a smaller scale compensates.
+          dtype: dtype of computation and result; None promotes parameters and inputs.
+          param_dtype: dtype of the parameters.
+          kernel_init: initialises every parameter as a matrix; None means `default_kernel_init`.
+          precision: precision of f32 products: a name, a `jax.lax.Precision`, or None for JAX's
+            default.
+          rngs: its stream "params" supplies the keys.
 
         Raises:
-          ValueError: a size is no integer of at least 1.
+          ValueError: a size is not an integer of at least 1.
         """
         out = in_features if out_features is None else out_features
         specs = functional.pma_specs(num_seeds, in_features, out, num_heads, head_dim)
@@ -247,11 +251,11 @@ class PMA(_Attending):
     def __call__(
         self, x: jax.Array, cu_seqlens: jax.Array, *, max_seqlen: int | None = None
     ) -> jax.Array:
-        """Pools.
+        """Pools every sequence.
 
         Args:
           x: [total, in_features], sequence after sequence.
-          cu_seqlens: [batch + 1] int32, as of `ikbo_jax.gdpa`.
+          cu_seqlens: [batch + 1] int32, offsets as in `ikbo_jax.gdpa`.
           max_seqlen: bound of the lengths, known while tracing; rows beyond it have no effect.
 
         Returns:
@@ -265,11 +269,11 @@ class PMA(_Attending):
 
 
 class PFFN(_Attending):
-    """A feed-forward net whose two layers are made from its sequence's memory (`ikbo_jax.gdpa`).
+    """A feed-forward net whose two weights are projected from a memory, by `ikbo_jax.gdpa`.
 
         out[i] = output_scale · act(x[i] · w_query · keyᵀ / √H) · value · w_out
 
-    with key = memory · w_key and value = memory · w_value of row i's own sequence.
+    with key = memory · w_key and value = memory · w_value over the memory of row i's sequence.
 
     Attributes:
       w_query: [features, num_heads, head_dim] parameter.
@@ -299,17 +303,19 @@ class PFFN(_Attending):
           features: width of the rows and of the result.
           memory_features: width of the memory.
           num_heads: N.
-          head_dim: H; scores are divided by its square root.
-          activation: as of `ikbo_jax.gdpa`.
-          output_scale: as of `ikbo_jax.gdpa`; sums grow with the memory's rows.
-          dtype: what is computed in and returned; None promotes parameters and inputs.
-          param_dtype: of the parameters.
-          kernel_init: initialises every parameter as a matrix; None is `default_kernel_init`.
-          precision: of f32 products; a name or `jax.lax.Precision`, or None for JAX's default.
-          rngs: the key "params" is drawn from.
+          head_dim: H; scores are divided by √H.
+          activation: as in `ikbo_jax.gdpa`.
+          output_scale: as in `ikbo_jax.gdpa`. Without softmax, results grow with the number of
+            memory rows; a smaller scale compensates.
+          dtype: dtype of computation and result; None promotes parameters and inputs.
+          param_dtype: dtype of the parameters.
+          kernel_init: initialises every parameter as a matrix; None means `default_kernel_init`.
+          precision: precision of f32 products: a name, a `jax.lax.Precision`, or None for JAX's
+            default.
+          rngs: its stream "params" supplies the keys.
 
         Raises:
-          ValueError: a size is no integer of at least 1.
+          ValueError: a size is not an integer of at least 1.
         """
         specs = functional.pffn_specs(features, memory_features, num_heads, head_dim)
         self._setup(specs, dtype, param_dtype, kernel_init, precision, rngs)
@@ -326,20 +332,20 @@ class PFFN(_Attending):
         max_seqlen: int | None = None,
         max_seqlen_memory: int | None = None,
     ) -> jax.Array:
-        """Runs every row through the net of its sequence.
+        """Applies to every row the net of its sequence.
 
         Args:
           x: [total, features], sequence after sequence.
-          memory: [total_memory, memory_features], likewise.
-          cu_seqlens: [batch + 1] int32, as of `ikbo_jax.gdpa`.
-          cu_seqlens_memory: [batch_memory + 1] int32.
-          x_to_memory: [batch] int32, the memory of every sequence (the user of a candidate); None:
-            each its own.
-          max_seqlen: bound of the lengths, known while tracing.
-          max_seqlen_memory: likewise of the memory.
+          memory: [total_memory, memory_features], sequence after sequence.
+          cu_seqlens: [batch + 1] int32, offsets of `x` as in `ikbo_jax.gdpa`.
+          cu_seqlens_memory: [batch_memory + 1] int32, offsets of `memory`.
+          x_to_memory: [batch] int32, the memory sequence of every sequence (the user of a
+            candidate); None pairs sequence b with memory sequence b.
+          max_seqlen: bound of the lengths of `x`, known while tracing.
+          max_seqlen_memory: bound of the lengths of `memory`, known while tracing.
 
         Returns:
-          [total, features] in `dtype`; 0 in rows of no sequence.
+          [total, features] in `dtype`; 0 in rows outside all sequences.
 
         Raises:
           ValueError: ranks or sizes disagree, or the activation is unknown.

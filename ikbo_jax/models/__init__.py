@@ -1,1 +1,1 @@
-"""Whole models on this library's ops: `ranking`."""
+"""Complete models built on this library's ops: `ranking`."""

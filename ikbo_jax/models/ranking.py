@@ -1,18 +1,19 @@
-"""A representative ranking network, in the manner of InterFormer and Kunlun, written three times.
+"""A representative ranking network in the style of InterFormer and Kunlun, in three versions.
 
 A request holds users (dense features, tokens, a history) and their candidates (tokens). Each layer
 
-1. attends over the history by itself, at user batch;
+1. applies self-attention to the history, at user batch;
 2. pools the history to a few rows (PMA), at user batch;
-3. lets every candidate's queries attend to its user's history (target attention);
-4. sends them through a feed-forward net made of the user's pooled rows (PFFN);
-5. compresses the embeddings of user and candidate together (linear compression), lets the
-   compressed rows interact (a factorisation machine) and adds that to the queries;
+3. lets every candidate's queries attend to the history of its user (target attention);
+4. applies to the queries a feed-forward net whose weights are the user's pooled rows (PFFN);
+5. compresses the embeddings of user and candidate together (linear compression), computes the
+   interactions of the compressed rows (a factorisation machine) and adds them to the queries.
 
-and a multi-layer perceptron makes two logits of what user and candidate have become.
+A multi-layer perceptron computes two logits from the final user and candidate rows.
 
-`materialised` is how such models are written: where user meets candidate, the user is copied. All
-versions are pure functions of the same parameters; `ways` says in what they differ.
+`materialised` is the usual form of such models: every layer that combines user and candidate copies
+the user. All versions are pure functions of the same parameters; `strategies` holds the operations
+that differ.
 
 Source of the layers: InterFormer (sequences and features learn from each other), Wukong (linear
 compression beside a factorisation machine) and Kunlun (PMA and PFFN by GDPA), all by Meta; Guo et
@@ -32,8 +33,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ikbo_jax.layers import functional
-from ikbo_jax.models import ways
-from ikbo_jax.models.ways import Ways
+from ikbo_jax.models import strategies
+from ikbo_jax.models.strategies import Strategy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,23 +42,23 @@ class Sizes:
     """Sizes of network and request.
 
     Attributes:
-      candidates: B.
-      users: U.
+      candidates: B, number of candidates.
+      users: U, number of users.
       layers: number of layers.
-      width: N, of tokens, history and queries.
-      user_dense: dense features of a user.
-      dense_tokens: tokens that are made of them.
-      user_tokens: tokens of a user beside those.
-      pooled: rows that a history is pooled to; keys and values of the feed-forward net.
-      cand_tokens: K_cand, tokens of a candidate.
-      history: S, events of a user.
-      queries: T, of a candidate.
-      heads: of every attention.
-      head_dim: H.
-      compressed: M, rows that user and candidate are compressed to.
-      rank: of the factorisation machine: factors of a row.
-      hidden: width of the head's hidden layer.
-      tasks: logits of a candidate.
+      width: N, width of tokens, history and queries.
+      user_dense: number of dense features of a user.
+      dense_tokens: number of tokens that are projected from the dense features.
+      user_tokens: number of a user's further tokens.
+      pooled: number of rows that a history is pooled to; keys and values of the feed-forward net.
+      cand_tokens: K_cand, number of tokens of a candidate.
+      history: S, number of events of a user.
+      queries: T, number of queries of a candidate.
+      heads: number of heads of every attention.
+      head_dim: H, width of a head.
+      compressed: M, number of rows that user and candidate are compressed to.
+      rank: number of factors of a row in the factorisation machine.
+      hidden: width of the hidden layer of the final perceptron.
+      tasks: number of logits of a candidate.
       dtype: name of the dtype of parameters and inputs.
     """
 
@@ -82,11 +83,11 @@ class Sizes:
 
     @property
     def user_rows(self) -> int:
-        """K_user: rows of a user that are compressed."""
+        """K_user, the number of a user's rows that are compressed."""
         return self.user_tokens + self.dense_tokens + self.pooled
 
 
-#: What a CPU is given. CPUs multiply bfloat16 slowly, hence float32.
+#: Sizes for a CPU. CPUs multiply bfloat16 slowly, hence float32.
 SMALL = Sizes(
     candidates=256,
     users=4,
@@ -107,7 +108,7 @@ SMALL = Sizes(
 
 
 class Request(NamedTuple):
-    """What is scored; sorted by user.
+    """The inputs of the network; candidates are sorted by user.
 
     Attributes:
       user_dense: [U, user_dense].
@@ -125,14 +126,14 @@ class Request(NamedTuple):
 
 
 def candidate_counts(sizes: Sizes, seed: int = 0) -> np.ndarray:
-    """Candidates of every user, [U] int64: ragged around B / U, B in all, zero not excluded."""
+    """Number of candidates of every user, [U] int64; random around B / U, sums to B, may be 0."""
     rng = np.random.default_rng(seed)
     popularity = rng.uniform(0.5, 1.5, sizes.users)
     return rng.multinomial(sizes.candidates, popularity / popularity.sum())
 
 
 def make_request(sizes: Sizes, seed: int = 0) -> Request:
-    """A seeded random request with a ragged number of candidates per user."""
+    """A seeded random request; the number of candidates differs from user to user."""
     return Request._make([*draw_request(sizes, seed), user_index(sizes, seed)])
 
 
@@ -143,7 +144,7 @@ def user_index(sizes: Sizes, seed: int = 0) -> jax.Array:
 
 
 def draw_request(sizes: Sizes, seed: int | jax.Array) -> tuple[jax.Array, ...]:
-    """The seeded values of a request, all but the index; `seed` may be traced."""
+    """The seeded fields of a request except `cand_to_user`; `seed` may be traced."""
     shapes = (
         (sizes.users, sizes.user_dense),
         (sizes.users, sizes.user_tokens, sizes.width),
@@ -158,29 +159,31 @@ def draw_request(sizes: Sizes, seed: int | jax.Array) -> tuple[jax.Array, ...]:
 
 
 def init(sizes: Sizes, seed: int | jax.Array = 0) -> dict[str, Any]:
-    """Seeded parameters: nested dicts, with the names that the Flax layers give them.
+    """Seeded parameters: nested dicts with the parameter names of the Flax layers.
 
-    `seed` may be traced: one program for all of them compiles much faster than one for each shape.
+    `seed` may be traced: one program that makes all parameters compiles much faster than one
+    program for each shape.
     """
     dtype = jnp.dtype(sizes.dtype)
-    # A stream of its own, so that parameters differ from what a request of this seed draws.
-    stream = jax.random.fold_in(jax.random.key(seed), 1)
+    # A separate key, so that parameters do not repeat the values of a request with the same seed.
+    key = jax.random.fold_in(jax.random.key(seed), 1)
     shapes: list[tuple[int, ...]] = []
 
-    def note(shape: tuple[int, ...]) -> jax.Array:
+    def record_shape(shape: tuple[int, ...]) -> jax.Array:
         shapes.append(shape)
         return jnp.zeros(shape, dtype)
 
-    # One draw for all: a generator for each of some sixty shapes would compile for half a minute.
-    jax.eval_shape(lambda: _parameters(sizes, note))
+    # One draw serves all parameters: a generator for each of about sixty shapes would take half a
+    # minute to compile.
+    jax.eval_shape(lambda: _parameters(sizes, record_shape))
     ends = np.cumsum([math.prod(shape) for shape in shapes])
-    values = jax.random.normal(stream, (int(ends[-1]),), jnp.float32)
-    # Else XLA might put the generator into the kernel of every slice.
+    values = jax.random.normal(key, (int(ends[-1]),), jnp.float32)
+    # Without the barrier, XLA might fuse the generator into the kernel of every slice.
     values = jax.lax.optimization_barrier(values)
     remaining = iter(ends)
 
     def normal(shape: tuple[int, ...]) -> jax.Array:
-        """A matrix that keeps the variance of what it is multiplied by."""
+        """The next matrix, scaled so that a product with it keeps the variance of its operand."""
         end = int(next(remaining))
         matrix = values[end - math.prod(shape) : end].reshape(shape)
         return (matrix * jnp.float32(max(1, shape[0]) ** -0.5)).astype(dtype)
@@ -189,10 +192,10 @@ def init(sizes: Sizes, seed: int | jax.Array = 0) -> dict[str, Any]:
 
 
 def _parameters(sizes: Sizes, normal: Callable[[tuple[int, ...]], jax.Array]) -> dict[str, Any]:
-    """The tree of the parameters, whose matrices `normal` makes from their shapes."""
+    """The tree of the parameters; `normal` makes a matrix of a shape."""
     dtype = jnp.dtype(sizes.dtype)
 
-    def made(specs: dict[str, functional.Spec]) -> dict[str, jax.Array]:
+    def initialised(specs: dict[str, functional.Spec]) -> dict[str, jax.Array]:
         return {name: make(normal) for name, (_, make) in specs.items()}
 
     width, heads = sizes.width, (sizes.heads, sizes.head_dim)
@@ -201,10 +204,10 @@ def _parameters(sizes: Sizes, normal: Callable[[tuple[int, ...]], jax.Array]) ->
     def layer() -> dict[str, Any]:
         both = normal((sizes.user_rows + sizes.cand_tokens, sizes.compressed))
         return {
-            "self_attention": made(attention()),
-            "pma": made(functional.pma_specs(sizes.pooled, width, width, *heads)),
-            "attention": made(attention()),
-            "pffn": made(attention()),
+            "self_attention": initialised(attention()),
+            "pma": initialised(functional.pma_specs(sizes.pooled, width, width, *heads)),
+            "attention": initialised(attention()),
+            "pffn": initialised(attention()),
             "compression": {
                 "w_user": both[: sizes.user_rows].T,
                 "w_cand": both[sizes.user_rows :].T,
@@ -231,77 +234,86 @@ def _parameters(sizes: Sizes, normal: Callable[[tuple[int, ...]], jax.Array]) ->
 
 
 def materialised(params: dict[str, Any], request: Request, *, tuned: bool = False) -> jax.Array:
-    """The network as it is usually written: every user is copied to its candidates.
+    """The network in its usual form: every user is copied to its candidates.
 
     Args:
-      params: of `init`.
+      params: parameters from `init`.
       request: a request of the same sizes.
-      tuned: makes the most of the copies: the compressed rows are padded to a multiple of 8, and
-        cuDNN attends where there is an NVIDIA GPU.
+      tuned: speeds up the version with copies: the embedding rows are padded to a multiple of 8,
+        and cuDNN computes attention on an NVIDIA GPU.
 
     Returns:
-      [B, tasks] f32 logits.
+      Logits [B, tasks] f32.
     """
-    return _network(params, request, ways.TUNED if tuned else ways.MATERIALISED)
+    return _network(params, request, strategies.TUNED if tuned else strategies.MATERIALISED)
 
 
 def co_designed(params: dict[str, Any], request: Request) -> jax.Array:
-    """The network on this library's layers, which copy no user; `materialised` otherwise."""
-    return _network(params, request, ways.CO_DESIGNED)
+    """The network on the layers of this library, which copy no user.
+
+    Args:
+      params: parameters from `init`.
+      request: a request of the same sizes.
+
+    Returns:
+      Logits [B, tasks] f32.
+    """
+    return _network(params, request, strategies.CO_DESIGNED)
 
 
 def hand_optimised(params: dict[str, Any], request: Request, *, most: int) -> jax.Array:
     """The network as an expert writes it for XLA, without this library.
 
-    User and candidate are compressed apart; the queries of a user's candidates are folded into one
-    sequence, so that cuDNN attends (off NVIDIA GPUs, XLA) to keys that nobody copied.
+    User and candidate are compressed separately. The queries of all candidates of a user are folded
+    into one sequence, so that attention needs no copies of the keys; cuDNN computes it on an NVIDIA
+    GPU, XLA elsewhere.
 
     Args:
-      params: of `init`.
+      params: parameters from `init`.
       request: a request of the same sizes.
-      most: candidates of one user, at most. A user's further candidates get wrong scores.
+      most: largest number of candidates of one user. A user's further candidates get wrong logits.
 
     Returns:
-      [B, tasks] f32 logits.
+      Logits [B, tasks] f32.
     """
     index = request.cand_to_user
-    fold = ways.fold_by_user(index, request.history.shape[0], most)
-    return _network(params, request, ways.by_hand(fold))
+    fold = strategies.fold_by_user(index, request.history.shape[0], most)
+    return _network(params, request, strategies.hand_optimised(fold))
 
 
-def _network(params: dict[str, Any], request: Request, how: Ways) -> jax.Array:
+def _network(params: dict[str, Any], request: Request, strategy: Strategy) -> jax.Array:
     index, width = request.cand_to_user, request.history.shape[-1]
     users = request.history.shape[0]
-    # One user's product is a sum over a vector, which XLA would make anew, and slowly, inside every
-    # layer's concatenation: 0.12 ms each.
-    (dense,) = how.finish((request.user_dense @ params["w_dense"],))
+    # With one user the product is a matrix-vector product, which XLA would fuse into every layer's
+    # concatenation and repeat there, 0.12 ms each. The barrier prevents that.
+    (dense,) = strategy.barrier((request.user_dense @ params["w_dense"],))
     dense = dense.reshape(users, -1, width)
-    history, cand_tokens = request.history, how.prepare(request.cand_tokens)
+    history, cand_tokens = request.history, strategy.prepare(request.cand_tokens)
     queries = jnp.einsum("tk,bkn->btn", params["w_queries"], request.cand_tokens)
     interactions = []
     for layer in params["layers"]:
         history = history + _self_attention(layer["self_attention"], rms_norm(history))
-        seen = rms_norm(history)
-        pooled = rms_norm(how.pool(layer["pma"], seen))
-        queries = queries + how.attend(layer["attention"], rms_norm(queries), seen, index)
-        queries = queries + how.feed_forward(layer["pffn"], rms_norm(queries), pooled, index)
+        normed = rms_norm(history)
+        pooled = rms_norm(strategy.pool(layer["pma"], normed))
+        queries = queries + strategy.attend(layer["attention"], rms_norm(queries), normed, index)
+        queries = queries + strategy.feed_forward(layer["pffn"], rms_norm(queries), pooled, index)
         rows = jnp.concatenate([request.user_tokens, dense, pooled], axis=1)
-        rows, queries = how.finish((rows, queries))
-        compressed = how.compress(layer["compression"], rows, cand_tokens, index)
+        rows, queries = strategy.barrier((rows, queries))
+        compressed = strategy.compress(layer["compression"], rows, cand_tokens, index)
         interaction = _interaction(layer["interaction"], compressed)
         queries = queries + interaction[:, None]
-        history, queries, interaction = how.finish((history, queries, interaction))
+        history, queries, interaction = strategy.barrier((history, queries, interaction))
         interactions.append(interaction)
     user = jnp.concatenate([jnp.mean(pooled, axis=1), request.user_dense], axis=1)
     cand = jnp.concatenate([jnp.mean(rms_norm(queries), axis=1), *interactions], axis=1)
     head = params["head"]
-    hidden = how.join(head["w_hidden"], user, cand, index) + head["b_hidden"][None]
+    hidden = strategy.join(head["w_hidden"], user, cand, index) + head["b_hidden"][None]
     logits = jax.nn.gelu(hidden) @ head["w_logits"] + head["b_logits"][None]
     return logits.astype(jnp.float32)
 
 
 def rms_norm(x: jax.Array) -> jax.Array:
-    """Rows of the last axis over their root mean square, in f32, rounded to `x`'s dtype."""
+    """Divides rows of the last axis by their root mean square, in f32; rounds to `x`'s dtype."""
     wide = x.astype(jnp.float32)
     mean = jnp.mean(wide * wide, axis=-1, keepdims=True)
     return (wide * jax.lax.rsqrt(mean + 1e-6)).astype(x.dtype)
@@ -311,15 +323,15 @@ def _self_attention(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
     query, key, value = (
         functional.project(x, params[name]) for name in ("w_query", "w_key", "w_value")
     )
-    out = ways.softmax_attention(query, key, value, tuned=True)
+    out = strategies.softmax_attention(query, key, value, tuned=True)
     return functional.merge_heads(out, params["w_out"])
 
 
 def _interaction(params: dict[str, jax.Array], rows: jax.Array) -> jax.Array:
-    """Factors of every row, and the sum of their products over all pairs of rows, [B, N]."""
+    """[B, N]: a projection of every row's factors and of their products, summed over row pairs."""
     factors = rows @ params["w_factors"]
     wide = factors.astype(jnp.float32)
-    # Of the pairs' products the sum is half of (Σ f)² - Σ f². M of them are as large as one.
+    # The sum over pairs of rows is ((Σ f)² - Σ f²) / 2; the division by M keeps it near one.
     pairs = jnp.sum(wide, axis=1) ** 2 - jnp.sum(wide * wide, axis=1)
     pairs = (pairs * jnp.float32(0.5 / rows.shape[1])).astype(rows.dtype)
     found = jnp.concatenate([factors.reshape(rows.shape[0], -1), pairs], axis=1)

@@ -1,1 +1,1 @@
-"""The public ops: each checks, chooses an implementation, calls it, and has a gradient."""
+"""The public ops: each checks its arguments, chooses an implementation and defines a gradient."""

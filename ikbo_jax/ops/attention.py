@@ -1,4 +1,4 @@
-"""Broadcast attention: checks, choice of implementation, own tokens, vmap rule, gradient."""
+"""Broadcast attention: checks, choice of implementation, self tokens, vmap rule, gradient."""
 
 from __future__ import annotations
 
@@ -30,58 +30,56 @@ def attention(
     implementation: str | None = None,
     config: AttentionConfig | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Attends from every candidate to the keys and values of its user, which are never copied.
+    """Attends from every candidate to its user's keys and values; never copies them.
 
         out[b] = softmax(scale · query[b] · key[u]ᵀ) · value[u],  u = cand_to_user[b]
 
     without a causal mask, for each head.
 
     Args:
-      query: [B, T, N, H], bfloat16, float16 or float32: B candidates (which may be 0), T queries of
-        each, N heads, head width H.
-      key: [U, S, K, H], same dtype: U users (at least 1 if there are candidates), S keys of each, K
-        heads. N is a multiple of K: query head n uses key head n // (N / K).
+      query: [B, T, N, H], bfloat16, float16 or float32: B candidates (B may be 0), T queries per
+        candidate, N heads, head width H.
+      key: [U, S, K, H], same dtype: U users (at least 1 if B > 0), S keys per user, K heads. N is a
+        multiple of K: query head n uses key head n // (N / K).
       value: [U, S, K, H], same dtype.
-      cand_to_user: [B] int32, the user of every candidate, values in [0, U), in any order; users
-        may have no candidates. A value outside is clamped to the nearest end (a negative one to 0)
-        and so never reads outside `key`; `ikbo_jax.debug.check_index` finds such values.
-      scale: what scores are multiplied by, a number that float32 can hold; None takes
-        1 / sqrt(H).
-      key_value_seq_lengths: [U] int32, how many of a user's S keys exist, values in [0, S] (clamped
-        to it; `ikbo_jax.debug.check_lengths` finds others); None takes S everywhere. Keys and
-        values past the length have no effect, whatever they hold.
-      self_key: [B, T_self, K, H], same dtype: keys of the candidate's own, all of which its queries
-        attend to beside the user's; or None. Their T · T_self scores of a candidate are held at
-        once, so they are meant to be few.
-      self_value: [B, T_self, K, H], same dtype, together with `self_key`.
-      indices_are_sorted: that `cand_to_user` is sorted. This spares a sort of B integers; a wrong
-        promise costs time, and changes no result.
-      return_residuals: returns lse as well.
-      implementation: None takes the fastest that works on the default device and for these sizes;
-        "mosaic_gpu" (Hopper; bfloat16 and float16) and "xla" take exactly that.
-      config: tuning of the "mosaic_gpu" kernel; None takes it from the tuning table.
+      cand_to_user: [B] int32, the user of every candidate, values in [0, U), in any order; a user
+        may have no candidates. Values outside the range are clamped to it, so nothing is read
+        outside `key`; `ikbo_jax.debug.check_index` finds them.
+      scale: factor of the scores, a number that is finite in float32; None means 1 / sqrt(H).
+      key_value_seq_lengths: [U] int32, the number of valid keys of every user, values in [0, S]
+        (others are clamped; `ikbo_jax.debug.check_lengths` finds them); None means S for every
+        user. Keys and values past the length have no effect, whatever they hold.
+      self_key: [B, T_self, K, H], same dtype: further keys, which belong to one candidate; its
+        queries attend to all of them in addition to the user's keys. None: there are none. All
+        T · T_self scores of a candidate are in memory at once, so T_self should be small.
+      self_value: [B, T_self, K, H], same dtype; required with `self_key`.
+      indices_are_sorted: whether `cand_to_user` is sorted. True saves a sort of B integers; if it
+        is wrong, the op is slower and the result the same.
+      return_residuals: whether to return lse as well.
+      implementation: None takes the fastest that can run these sizes on the default device;
+        "mosaic_gpu" (Hopper; bfloat16 and float16) or "xla" take that one or raise.
+      config: configuration of the "mosaic_gpu" kernel; None takes it from the dispatch table.
 
     Returns:
-      out, [B, T, N, H] in the inputs' dtype, in the order of the candidates. With
-      `return_residuals` a pair of out and lse: [B, T, N] f32, the natural logarithm of the
-      softmax's denominator. A row without keys has out = 0 and lse = -inf. Scores, the softmax's
-      statistics and all sums are f32; the softmax's powers are rounded to the inputs' dtype before
-      they meet the values. f32 products on the "xla" path follow `jax.default_matmul_precision`.
+      out [B, T, N, H] in the inputs' dtype, in the order of the candidates. With `return_residuals`
+      the pair (out, lse); lse [B, T, N] f32 is the natural logarithm of the softmax's denominator.
+      A query without keys has out = 0 and lse = -inf. Scores, maxima and sums are f32; the softmax
+      numerators are rounded to the inputs' dtype before they are multiplied by the values. f32
+      products on the "xla" path follow `jax.default_matmul_precision`.
 
-      Differentiable in reverse mode by query, key, value, self_key and self_value, through out and
-      lse. Gradients run in XLA on every path, at user and candidate batch size; each is summed in
-      f32 and rounded once.
+      Differentiable in reverse mode with respect to query, key, value, self_key and self_value,
+      through out and lse. XLA computes gradients on every path, at user and candidate batch size;
+      each gradient is summed in f32 and rounded once.
 
     Raises:
-      ValueError: wrong ranks; sizes, dtypes, the index or the lengths disagree; N is not a multiple
-        of K; U = 0 with B > 0; H = 0 or K = 0; only one of `self_key` and `self_value` is given;
-        `scale` is no number, or not finite in float32; `implementation` is unknown; `config` is
-        not a
-        configuration, or was given with implementation="xla".
-      NotImplementedError: implementation="mosaic_gpu", but the kernel cannot run here, or not with
-        these sizes, this dtype or this `config`; S, N, K or H is a symbolic dimension of
-        `jax.export` (B, U and T may be on the XLA path); forward-mode differentiation by query,
-        key or value. The message says why.
+      ValueError: a rank is wrong; sizes, dtypes, the index or the lengths disagree; N is not a
+        multiple of K; U = 0 with B > 0; H = 0 or K = 0; only one of `self_key` and `self_value` is
+        an array; `scale` is not a number, or not finite in float32; `implementation` is unknown;
+        `config` is not an `AttentionConfig`, or `implementation` is "xla" and `config` not None.
+      NotImplementedError: implementation="mosaic_gpu", but the kernel cannot run on this device, or
+        with these sizes, this dtype or this `config`; S, N, K or H is a symbolic dimension of
+        `jax.export` (B, U and T may be symbolic on the XLA path); forward-mode differentiation with
+        respect to query, key or value. The message says why.
 
     Source: Meta IKBO, flash attention with in-kernel broadcast, published by Meta on the PyTorch
     blog.
@@ -92,7 +90,7 @@ def attention(
     if config is not None and implementation == "xla":
         raise ValueError(f"implementation='xla' takes no config, but config is {config}")
     _check(query, key, value, cand_to_user, key_value_seq_lengths)
-    _check_own(query, key, self_key, self_value)
+    _check_self_tokens(query, key, self_key, self_value)
     arrays = _Arrays(query, key, value, cand_to_user, key_value_seq_lengths)
     call = _Call(
         dispatch.Request("attention", implementation, config),
@@ -101,25 +99,25 @@ def attention(
         bool(return_residuals),
     )
     plan = dispatch.choose(call.request, _problem(arrays))
-    own = None
+    self_tokens = None
     if self_key is not None and self_value is not None and self_key.shape[1]:
-        own = (self_key, self_value)
+        self_tokens = (self_key, self_value)
     if 0 in query.shape:
         out, lse = jnp.zeros(query.shape, query.dtype), jnp.zeros(query.shape[:3], jnp.float32)
     else:
         arrays = reverse_only.operands("attention", reverse_only.TWICE, arrays)
-        out, lse = _attention(call, plan, arrays, own)
+        out, lse = _attention(call, plan, arrays, self_tokens)
     return (out, lse) if return_residuals else out
 
 
 def merge_attention(
     out1: jax.Array, lse1: jax.Array, out2: jax.Array, lse2: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention over two sets of keys, from the results of attention over each.
+    """Merges the results of attention over two sets of keys into attention over both.
 
         lse = log(exp(lse1) + exp(lse2)),  out = exp(lse1 - lse)·out1 + exp(lse2 - lse)·out2
 
-    For candidates that attend to something beside their user's keys: a second history, say.
+    Candidates can so attend to a second set of keys, for example to a second history.
 
     Args:
       out1: [B, T, N, H], bfloat16, float16 or float32, as `attention` returns it.
@@ -128,14 +126,14 @@ def merge_attention(
       lse2: [B, T, N] f32.
 
     Returns:
-      (out [B, T, N, H] in the inputs' dtype, lse [B, T, N] f32), computed in f32. Where both lse
-      are -inf, out is 0 and lse -inf. Differentiable by all four.
+      (out [B, T, N, H] in the inputs' dtype, lse [B, T, N] f32), computed in f32. Where lse1 and
+      lse2 are both -inf, out is 0 and lse -inf. Differentiable with respect to all four arguments.
 
     Raises:
       ValueError: ranks, shapes or dtypes are wrong or disagree.
 
-    Source: the combination of partial softmaxes of Milakov and Gimelshein, "Online normalizer
-    calculation for softmax", 2018.
+    Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, for the
+    combination of partial softmaxes.
     """
     for name, out in (("out1", out1), ("out2", out2)):
         dispatch.check_array(name, out, "[B, T, N, H]")
@@ -152,7 +150,7 @@ def merge_attention(
 
 
 class _Arrays(NamedTuple):
-    """The arrays of the user's part."""
+    """The array arguments except `self_key` and `self_value`."""
 
     query: jax.Array
     key: jax.Array
@@ -163,7 +161,7 @@ class _Arrays(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """What the caller asked for, apart from the arrays."""
+    """The arguments that are not arrays."""
 
     request: dispatch.Request
     scale: float
@@ -178,7 +176,7 @@ def _check(
     cand_to_user: jax.Array,
     lengths: jax.Array | None,
 ) -> None:
-    """Raises ValueError, naming both values, unless the user's part fits together."""
+    """Raises ValueError, quoting both conflicting values, unless query, key and index agree."""
     dispatch.check_array("query", query, "[B, T, N, H]")
     for name, array in (("key", key), ("value", value)):
         dispatch.check_array(name, array, "[U, S, K, H]")
@@ -207,10 +205,10 @@ def _check(
         raise ValueError(f"key has no rows, shape {key.shape}, but query has B={batch}")
 
 
-def _check_own(
+def _check_self_tokens(
     query: jax.Array, key: jax.Array, self_key: jax.Array | None, self_value: jax.Array | None
 ) -> None:
-    """Raises ValueError, naming both values, unless the candidate's own tokens fit the rest."""
+    """Raises ValueError, quoting both conflicting values, unless self tokens fit query and key."""
     if (self_key is None) != (self_value is None):
         raise ValueError(
             "self_key and self_value go together, but self_key is "
@@ -230,7 +228,7 @@ def _check_own(
 def _check_sizes(
     a_name: str, a: jax.Array, b_name: str, b: jax.Array, axes: str | tuple[str, ...]
 ) -> None:
-    """Raises ValueError unless `a` and `b` agree in the axes that have a name."""
+    """Raises ValueError unless `a` and `b` have equal sizes on every axis that has a name."""
     for axis, a_size, b_size in zip(axes, a.shape, b.shape, strict=True):
         if axis != " " and a_size != b_size:
             raise ValueError(f"{a_name} has {axis}={a_size} but {b_name} has {axis}={b_size}")
@@ -258,17 +256,18 @@ def _run(call: _Call, plan: dispatch.Plan, arrays: _Arrays) -> tuple[jax.Array, 
     if plan.implementation == "xla":
         results = attention_grouped.decomposed(query, key, value, index, lengths, scale=call.scale)
         return dispatch.record(results[0], plan), results[1] if call.return_residuals else None
-    # Here and not above: it brings in Mosaic GPU, which costs 0.3 s to import.
+    # Imported here because Mosaic GPU takes 0.3 s to import.
     from ikbo_jax.pallas import attention as kernel
     from ikbo_jax.pallas import work_order
 
     order = None
     if not call.indices_are_sorted and query.shape[0] > 1 and key.shape[0] > 1:
         order = work_order.by_user(index)
-    # The kernel finds a candidate's rows in place only where whole tiles belong to it. Otherwise
-    # the queries are put in order, and the results back; keys and values stay where they are.
-    is_regrouped = order is not None and query.shape[1] % WGMMA_M != 0
-    if is_regrouped:
+    # The kernel reads and writes unsorted candidates in place only if T is a multiple of 64, so
+    # that no 64-row tile holds queries of two candidates. Otherwise the queries are sorted by user
+    # and the results moved back; keys and values stay in place.
+    is_reordered = order is not None and query.shape[1] % WGMMA_M != 0
+    if is_reordered:
         query, index = query[order], index[order]
     out, lse = kernel.attention_kernel(
         query,
@@ -277,21 +276,23 @@ def _run(call: _Call, plan: dispatch.Plan, arrays: _Arrays) -> tuple[jax.Array, 
         index,
         lengths,
         scale=call.scale,
-        order=None if is_regrouped else order,
+        order=None if is_reordered else order,
         return_residuals=call.return_residuals,
         config=plan.config,
         num_sms=dispatch.num_sms(),
     )
-    if is_regrouped:
-        place = jnp.zeros_like(index).at[order].set(jnp.arange(index.size, dtype=index.dtype))
-        out, lse = out[place], None if lse is None else lse[place]
+    if is_reordered:
+        inverse_order = (
+            jnp.zeros_like(index).at[order].set(jnp.arange(index.size, dtype=index.dtype))
+        )
+        out, lse = out[inverse_order], None if lse is None else lse[inverse_order]
     return dispatch.record(out, plan), lse
 
 
 def _run_vmappable(
     call: _Call, plan: dispatch.Plan, arrays: _Arrays
 ) -> tuple[jax.Array, jax.Array | None]:
-    """`_run` with a vmap rule of its own: the persistent kernel must not get another grid axis."""
+    """`_run` with a custom vmap rule: the default rule would add a grid axis to the kernel."""
 
     @jax.custom_batching.custom_vmap
     def run(arrays: _Arrays) -> tuple[jax.Array, jax.Array | None]:
@@ -311,36 +312,36 @@ def _vmap(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Runs `size` problems, stacked along the leading axis of the arrays that are `batched`.
 
-    Problems that share all of the users' arrays, or none of keys and values, become one problem.
-    Where keys are shared and values are not, or the lengths alone differ, one problem would need
-    copies of them: XLA batches its products instead, and the kernel runs in a loop.
+    If key, value and lengths are all unbatched, or key and value both batched, the problems are
+    folded into one. Otherwise (only one of key and value is batched, or the lengths alone) folding
+    would copy keys or values: XLA batches its products instead, and the kernel runs in a loop.
     """
-    own_users = batched.key and batched.value
-    shared_users = not (batched.key or batched.value or batched.lengths)
-    if own_users or shared_users:
-        return _vmap_folded(call, size, batched, arrays, own_users)
+    are_users_batched = batched.key and batched.value
+    are_users_shared = not (batched.key or batched.value or batched.lengths)
+    if are_users_batched or are_users_shared:
+        return _vmap_folded(call, size, batched, arrays, are_users_batched)
 
-    def one(arrays: _Arrays) -> tuple[jax.Array, jax.Array | None]:
+    def run_one(arrays: _Arrays) -> tuple[jax.Array, jax.Array | None]:
         if plan.implementation == "xla":
-            note = f"{plan.reason}; {size} of these at once, by vmap"
-            return _run(call, dataclasses.replace(plan, reason=note), arrays)
+            reason = f"{plan.reason}; vmap runs {size} problems at once"
+            return _run(call, dataclasses.replace(plan, reason=reason), arrays)
         return _run_vmappable(call, plan, arrays)
 
     if plan.implementation == "xla":
         axes = _Arrays._make(0 if is_batched else None for is_batched in batched)
-        result: tuple[jax.Array, jax.Array | None] = jax.vmap(one, (axes,))(arrays)
+        result: tuple[jax.Array, jax.Array | None] = jax.vmap(run_one, (axes,))(arrays)
         return result
-    looped: tuple[jax.Array, jax.Array | None] = dispatch.one_after_another(one, batched, arrays)
+    looped: tuple[jax.Array, jax.Array | None] = dispatch.map_sequentially(run_one, batched, arrays)
     return looped
 
 
 def _vmap_folded(
-    call: _Call, size: int, batched: Any, arrays: _Arrays, own_users: bool
+    call: _Call, size: int, batched: Any, arrays: _Arrays, are_users_batched: bool
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Runs `size` problems as one, their rows one problem after another."""
+    """Runs `size` problems as one whose rows are the concatenated rows of the problems."""
     query, key, value, index, lengths = arrays
     one_shape = query.shape[1:] if batched.query else query.shape
-    users = key.shape[1] if own_users else key.shape[0]
+    users = key.shape[1] if are_users_batched else key.shape[0]
     if size == 0:
         lse = jnp.zeros((0, *one_shape[:3]), jnp.float32) if call.return_residuals else None
         return jnp.zeros((0, *one_shape), query.dtype), lse
@@ -350,10 +351,11 @@ def _vmap_folded(
             array = jnp.broadcast_to(array, (size, *array.shape))
         return array.reshape(-1, *array.shape[2:])
 
-    if own_users:
+    if are_users_batched:
         key, value = fold(key, True), fold(value, True)
         lengths = None if lengths is None else fold(lengths, batched.lengths)
-        # Clamp first: an index past one problem's users would land in the next one's.
+        # Clamp before the offset is added: a value outside one problem's users would otherwise
+        # point to users of another problem.
         offsets = jnp.arange(size, dtype=jnp.int32)[:, None] * users
         if not batched.cand_to_user:
             index = jnp.broadcast_to(index, (size, *index.shape))
@@ -368,7 +370,7 @@ def _vmap_folded(
     return out.reshape(size, *one_shape), unfolded_lse
 
 
-# custom_vjp goes outside custom_vmap, which has no reverse mode.
+# custom_vjp wraps custom_vmap because custom_vmap has no reverse mode.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _differentiable(
     call: _Call, plan: dispatch.Plan, arrays: _Arrays
@@ -377,7 +379,8 @@ def _differentiable(
 
 
 def _forward(call: _Call, plan: dispatch.Plan, arrays: _Arrays) -> tuple[tuple, tuple]:
-    # The differentiable function itself, so that gradients of gradients do not meet the kernel.
+    # Calls `_differentiable` and not `_run_vmappable`, so that a second derivative finds this rule
+    # and not the kernel.
     out, lse = _differentiable(dataclasses.replace(call, return_residuals=True), plan, arrays)
     return (out, lse if call.return_residuals else None), (arrays, out, lse)
 
@@ -396,24 +399,27 @@ def _backward(
 _differentiable.defvjp(_forward, _backward)
 
 
-# Static arguments are all that the choice depends on, so that jit's cache never keeps a stale one.
+# The plan is a static argument: when the choice changes, jit's cache does not return the old one.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _attention(
-    call: _Call, plan: dispatch.Plan, arrays: _Arrays, own: tuple[jax.Array, jax.Array] | None
+    call: _Call,
+    plan: dispatch.Plan,
+    arrays: _Arrays,
+    self_tokens: tuple[jax.Array, jax.Array] | None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    arrays, own = dispatch.varying_alike((arrays, own))
+    arrays, self_tokens = dispatch.vary_over_same_axes((arrays, self_tokens))
     lse: jax.Array | None
     if arrays.key.shape[1] == 0:
         out = jnp.zeros_like(arrays.query)
         lse = jnp.full_like(arrays.query[..., 0], -jnp.inf, dtype=jnp.float32)
         out = dispatch.record(out, plan)
     else:
-        with_lse = call.return_residuals or own is not None
+        with_lse = call.return_residuals or self_tokens is not None
         out, lse = _differentiable(
             dataclasses.replace(call, return_residuals=with_lse), plan, arrays
         )
-    if own is not None:
+    if self_tokens is not None:
         assert lse is not None
-        own_out, own_lse = reference.self_attention(arrays.query, *own, scale=call.scale)
-        out, lse = reference.merge_attention(out, lse, own_out, own_lse)
+        self_out, self_lse = reference.self_attention(arrays.query, *self_tokens, scale=call.scale)
+        out, lse = reference.merge_attention(out, lse, self_out, self_lse)
     return out, lse if call.return_residuals else None

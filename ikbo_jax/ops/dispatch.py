@@ -1,7 +1,7 @@
-"""What ops share: checks of arrays, the choice of an implementation, and a record of the choice.
+"""Shared by all ops: argument checks, the choice of an implementation, and a record of the choice.
 
-An op leaves its `Plan` in the traced program with `record`. `ikbo_jax.explain` reads it back from
-there, so that it tells what a function runs even when tracing happened long before.
+An op stores its `Plan` in the jaxpr with `record`, and `ikbo_jax.explain` reads it from there. So
+`explain` also reports the plans of functions that were traced earlier and come from a cache.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from ikbo_jax.tuning import table
 
 logger = logging.getLogger("ikbo_jax")
 
-#: What `implementation` may name; None takes the fastest that works.
+#: Values of `implementation` besides None, which takes the fastest that can run.
 IMPLEMENTATIONS = ("mosaic_gpu", "xla")
-#: Dtypes that ops take; the kernels may take fewer.
+#: Dtypes that the ops accept; the kernels accept fewer.
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -37,11 +37,11 @@ class Plan:
     Attributes:
       op: the op's name.
       problem: the op's problem description, e.g. a `LinearCompressionProblem`.
-      sizes: the same for people.
+      sizes: the problem as text.
       implementation: one of `IMPLEMENTATIONS`.
       config: the kernel's configuration; None if XLA runs the op.
-      reason: why this implementation, and where the configuration comes from.
-      backward: what makes its gradient, if that is asked for, and why.
+      reason: why this implementation was chosen, and where the configuration comes from.
+      backward: which implementation computes the gradient, and why.
     """
 
     op: str
@@ -67,7 +67,7 @@ def check_implementation(implementation: str | None) -> None:
 
 
 def check_array(name: str, array: object, axes: str) -> None:
-    """Raises ValueError unless `array` has the axes of `axes`, e.g. "[M, K]", and a known dtype."""
+    """Raises ValueError unless `array` has the rank of `axes`, e.g. "[M, K]", and a known dtype."""
     shape, dtype = getattr(array, "shape", None), getattr(array, "dtype", None)
     if shape is None or dtype is None:
         raise ValueError(f"{name} must be an array of shape {axes}, but is {describe(array)}")
@@ -78,7 +78,7 @@ def check_array(name: str, array: object, axes: str) -> None:
 
 
 def check_index(name: str, array: object, rows_name: str, axis: str, rows: int) -> None:
-    """Raises ValueError unless `array` is [rows] int32, `rows` being `axis` of `rows_name`."""
+    """Raises ValueError unless `array` is [rows] int32; `rows` is `axis` of array `rows_name`."""
     shape, dtype = getattr(array, "shape", None), getattr(array, "dtype", None)
     if dtype != "int32":
         raise ValueError(f"{name} must be an int32 array, but is {describe(array)}")
@@ -87,28 +87,28 @@ def check_index(name: str, array: object, rows_name: str, axis: str, rows: int) 
 
 
 def describe(value: object) -> str:
-    """A value in an error message: dtype and shape of an array, the type of anything else."""
+    """Text for an error message: dtype and shape of an array, the type of any other value."""
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{value.dtype}{list(value.shape)}"
     return "None" if value is None else f"a {type(value).__name__}"
 
 
 def finite_number(name: str, value: Any) -> float:
-    """A number that float32, in which ops compute, can hold, as a float.
+    """Returns `value` as a float; it must be a number that is finite in float32.
 
-    Raises ValueError, naming the value, if it is none: a bool, text, an array of other than rank 0,
-    a traced value, NaN, or too large.
+    Raises ValueError, quoting the value, for a bool, text, an array of rank above 0, a traced
+    value, NaN, an infinity, and a number beyond float32's range.
     """
     dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", ())
     is_number = hasattr(value, "__float__") and shape == () and str(dtype) != "bool"
     try:
         if isinstance(value, bool) or not is_number:
-            raise TypeError(f"{type(value).__name__} is no number")
+            raise TypeError(f"{type(value).__name__} is not a number")
         number = float(value)
     except OverflowError:
         number = -math.inf if value < 0 else math.inf
     except (TypeError, ValueError) as error:
-        # Among them jax's complaint about a traced value.
+        # `float` of a traced value raises one of these as well.
         is_plain = isinstance(value, (bool, str, bytes, np.bool_))
         what = f"{describe(value)}, {value!r:.80}" if is_plain else describe(value)
         raise ValueError(f"{name} must be a number known while tracing, but is {what}") from error
@@ -122,7 +122,7 @@ def finite_number(name: str, value: Any) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What the caller of an op asked for."""
+    """The op's name, and the caller's arguments `implementation` and `config`."""
 
     op: str
     implementation: str | None
@@ -133,7 +133,7 @@ def choose(request: Request, problem: Any) -> Plan:
     """Decides how `problem` runs here; raises NotImplementedError if it cannot run as requested."""
     plan = functools.partial(Plan, request.op, problem, table.describe(problem))
     if request.implementation == "xla":
-        return plan("xla", None, "asked for by the caller")
+        return plan("xla", None, "requested by the caller")
     config, reason = _kernel_config(request, problem)
     if config is not None:
         return plan("mosaic_gpu", config, reason)
@@ -144,25 +144,26 @@ def choose(request: Request, problem: Any) -> Plan:
 
 
 def _kernel_config(request: Request, problem: Any) -> tuple[Any, str]:
-    """The kernel's configuration and where it comes from, or None and why XLA is to run."""
+    """The kernel's configuration and its origin; or None and the reason to run in XLA."""
     if reason := hopper_unavailable_reason():
         return None, reason
     if symbolic := _symbolic_sizes(problem):
         axis, size = symbolic[0]
         return None, (
-            f"{axis} is symbolic ({str(size)!r}), and a kernel is made for sizes that are known; "
+            f"{axis} is symbolic ({str(size)!r}), but the kernel needs concrete sizes; "
             f"export with a concrete {axis}, or use implementation='xla'"
         )
     if request.config is not None:
-        config, reason = request.config, "configuration given by the caller"
+        config, reason = request.config, "configuration passed by the caller"
     else:
         choice = table.lookup(problem)
-        config, reason = choice.config, choice.note + _other_card(choice.note)
+        config, reason = choice.config, choice.reason + _other_device(choice.reason)
         if config is None and request.implementation == "mosaic_gpu":
-            # The table prefers XLA, which the caller does not.
+            # The table prefers XLA, but the caller requested the kernel.
             config = table.default_config(problem)
             reason = (
-                f"default configuration, asked for by the caller; the table says: {choice.note}"
+                "default configuration, since the caller requested the kernel; the table says: "
+                f"{choice.reason}"
             )
         if config is None:
             return None, reason
@@ -171,7 +172,7 @@ def _kernel_config(request: Request, problem: Any) -> tuple[Any, str]:
     return config, reason
 
 
-#: What the documentation calls the sizes of a problem that have another name there.
+#: Names of a problem's sizes in the documentation, by field; fields not listed keep their name.
 _AXES = {
     "users": "U",
     "q_len": "T",
@@ -188,7 +189,7 @@ _AXES = {
 
 
 def _symbolic_sizes(problem: Any) -> list[tuple[str, Any]]:
-    """Axes and sizes of a problem that are `jax.export`'s symbolic dimensions."""
+    """Names and values of a problem's sizes that are symbolic dimensions of `jax.export`."""
     found = []
     for field in dataclasses.fields(problem):
         value = getattr(problem, field.name)
@@ -205,66 +206,73 @@ def _symbolic_sizes(problem: Any) -> list[tuple[str, Any]]:
 
 
 def is_symbolic(size: Any) -> bool:
-    """Whether a size is a symbolic dimension of `jax.export`, and no integer."""
+    """Whether a size is a symbolic dimension of `jax.export` rather than an integer."""
     return jax.export.is_symbolic_dim(size)
 
 
 def check_concrete(op: str, sizes: dict[str, Any]) -> None:
-    """Raises NotImplementedError if one of `sizes`, by axis, is a symbolic dimension."""
+    """Raises NotImplementedError if one of `sizes`, keyed by axis, is a symbolic dimension."""
     for axis, size in sizes.items():
         if is_symbolic(size):
             raise NotImplementedError(
-                f"{op}: {axis} is symbolic ({str(size)!r}), but no implementation takes that; "
-                f"export with a concrete {axis}"
+                f"{op}: {axis} is symbolic ({str(size)!r}), but every implementation needs it "
+                f"concrete; export with a concrete {axis}"
             )
 
 
-def _other_card(note: str) -> str:
-    """What to add to a note that quotes a row which another card than the one at hand measured."""
-    here = str(getattr(default_device(), "device_kind", ""))
-    measured = re.search(r"\((?P<card>[^(),]*(?:GPU|NVIDIA)[^(),]*), \d{4}-", note)
-    if measured is None or not here or measured["card"] == here:
+def _other_device(reason: str) -> str:
+    """A suffix for a reason that quotes a row measured on another GPU model; else empty."""
+    device_kind = str(getattr(default_device(), "device_kind", ""))
+    measured = re.search(r"\((?P<device>[^(),]*(?:GPU|NVIDIA)[^(),]*), \d{4}-", reason)
+    if measured is None or not device_kind or measured["device"] == device_kind:
         return ""
-    return f"; measured on an {_card(measured['card'])}; this is an {_card(here)}"
+    return f"; measured on an {_model(measured['device'])}; this is an {_model(device_kind)}"
 
 
-def _card(device_kind: str) -> str:
-    """`NVIDIA H100 80GB HBM3` as `H100`; other names as they are."""
+def _model(device_kind: str) -> str:
+    """`H100` for `NVIDIA H100 80GB HBM3`; a name that does not fit this pattern as it is."""
     found = re.search(r"\b[A-Z]+\d+\w*\b", device_kind.removeprefix("NVIDIA "))
     return found[0] if found else device_kind
 
 
-def one_after_another(one: Callable[..., Any], batched: Any, arguments: Any) -> Any:
-    """vmap as a loop, in the memory of one problem: `one` for each slice of what is `batched`.
+def map_sequentially(fn: Callable[..., Any], batched: Any, arguments: Any) -> Any:
+    """vmap as a loop, which needs the memory of one problem.
 
-    `batched` has a flag for every array of `arguments`, and its structure.
+    Args:
+      fn: takes a tree like `arguments` without batch axes.
+      batched: a tree of bools with the structure of `arguments`: which arrays have a leading batch
+        axis.
+      arguments: a tree of arrays.
+
+    Returns:
+      The results of `fn`, stacked along a leading axis.
     """
     leaves, treedef = jax.tree.flatten(arguments)
     flags = jax.tree.leaves(batched)
 
-    def one_of(slices: list[jax.Array]) -> Any:
+    def call_slice(slices: list[jax.Array]) -> Any:
         rest = iter(slices)
         pairs = zip(leaves, flags, strict=True)
-        return one(jax.tree.unflatten(treedef, [next(rest) if b else x for x, b in pairs]))
+        return fn(jax.tree.unflatten(treedef, [next(rest) if b else x for x, b in pairs]))
 
-    return jax.lax.map(one_of, [x for x, b in zip(leaves, flags, strict=True) if b])
+    return jax.lax.map(call_slice, [x for x, b in zip(leaves, flags, strict=True) if b])
 
 
-def varying_alike(arrays: Any) -> Any:
-    """Inside a `shard_map`, marks every array as varying over the mesh axes that any varies over.
+def vary_over_same_axes(arrays: Any) -> Any:
+    """Inside `shard_map`, marks every array as varying over all mesh axes that one varies over.
 
-    A gradient must vary like its input, but that of replicated arrays differs from shard to shard;
-    this cast's transpose sums it over the shards.
+    `shard_map` requires a gradient to vary over the same axes as its input, but the gradient of a
+    replicated array differs between shards. The transpose of this cast sums it over the shards.
     """
 
     def varying(x: jax.Array) -> frozenset[str]:
         axes: frozenset[str] = jax.typeof(x).manual_axis_type.varying
         return axes
 
-    every = frozenset().union(*map(varying, jax.tree.leaves(arrays)))
+    all_axes = frozenset().union(*map(varying, jax.tree.leaves(arrays)))
 
     def cast(x: jax.Array) -> jax.Array:
-        missing = tuple(sorted(every - varying(x)))
+        missing = tuple(sorted(all_axes - varying(x)))
         return jax.lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(cast, arrays)
@@ -273,8 +281,8 @@ def varying_alike(arrays: Any) -> Any:
 def default_device() -> jax.Device:
     """The device that new computations run on: `jax.default_device` if set, else the first one.
 
-    Choices are made while tracing, when arrays have no device yet. So a program on a machine with a
-    GPU that is to run on its CPU says so with `jax.default_device`, or with `implementation="xla"`.
+    The choice is made while tracing, when arrays have no device. To run on the CPU of a machine
+    that has a GPU, set `jax.default_device` or pass `implementation="xla"`.
     """
     device = jax.config.jax_default_device
     if device is None:
@@ -297,7 +305,7 @@ def hopper_unavailable_reason() -> str | None:
             f"but {device.device_kind} has {capability}"
         )
     try:
-        # Here and not above: importing it costs 0.3 s, which a machine without a GPU never needs.
+        # Imported here because it takes 0.3 s, and a machine without a GPU never needs it.
         from jax.experimental.pallas import mosaic_gpu  # noqa: F401
     except ImportError as error:
         return f"jax {jax.__version__} has no Pallas Mosaic GPU: {error}"
@@ -305,12 +313,13 @@ def hopper_unavailable_reason() -> str | None:
 
 
 def num_sms() -> int:
-    """Streaming multiprocessors of the default device; it must be a GPU."""
+    """Number of streaming multiprocessors of the default device, which must be a GPU."""
     return int(default_device().core_count)
 
 
-# The identity on an array, with the plan as a parameter: it lowers to nothing, and unlike a name or
-# a table beside the program it survives jit's caches, differentiation, vmap and control flow.
+# The identity on an array, with the plan as a parameter. It lowers to no instruction. Unlike a
+# name, or a registry outside the jaxpr, it survives jit's caches, differentiation, vmap and control
+# flow.
 plan_p = Primitive("ikbo_plan")
 plan_p.def_impl(lambda x, *, plan: x)
 plan_p.def_abstract_eval(lambda x, *, plan: x)
@@ -322,6 +331,6 @@ batching.primitive_batchers[plan_p] = lambda args, dims, *, plan: (
 
 
 def record(result: jax.Array, plan: Plan) -> jax.Array:
-    """Returns `result`, marked in the traced program as what `plan` computed."""
+    """Returns `result`; stores in the jaxpr that `plan` computed it."""
     marked: jax.Array = plan_p.bind(result, plan=plan)
     return marked

@@ -1,4 +1,4 @@
-"""`explain`: which path every op of a function takes here, and why."""
+"""`explain`: which implementation every op of a function takes on this device, and why."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ikbo_jax.ops import dispatch
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """The ops that a function calls, in program order; `str` makes plain text of it.
+    """The ops that a function calls, in program order; `str` formats them as text.
 
     Attributes:
-      plans: one for each call that the traced function holds. A call in a loop's body stands once;
-        the branches of a conditional all stand.
-      notes: what functions had to say of themselves by `note`: the reports of `rewrite`.
+      plans: one plan for each call of an op in the jaxpr. A call in a loop's body is listed once;
+        calls in all branches of a conditional are listed.
+      notes: objects that were stored in the jaxpr with `note`: the reports of `rewrite`.
     """
 
     plans: tuple[dispatch.Plan, ...]
@@ -30,14 +30,17 @@ class Explanation:
         numbers: dict[dispatch.Plan, list[str]] = {}
         for number, plan in enumerate(self.plans, start=1):
             numbers.setdefault(plan, []).append(str(number))
-        # Calls that are the same, as those of a model's layers, as one.
+        # Equal plans, for example of equal layers, are printed once with all their numbers.
         plans = [f"{', '.join(found)}. {plan}" for plan, found in numbers.items()]
-        nothing = "no ikbo_jax op is called directly" if self.notes else "no ikbo_jax op found"
-        return "\n".join([*map(str, self.notes), *(plans or [nothing])])
+        if not plans:
+            plans = ["no op of this library is called"]
+            if self.notes:
+                plans[0] += " directly; see the report of rewrite above"
+        return "\n".join([*map(str, self.notes), *plans])
 
 
-# The identity on an array, with a note as a parameter; like `dispatch.plan_p`, but outside of any
-# custom derivative, and so with one of its own.
+# The identity on an array, with a note as a parameter, like `dispatch.plan_p`. Unlike `plan_p` it
+# is not inside a function with a custom derivative, so it has a derivative rule.
 note_p = core.Primitive("ikbo_note")
 note_p.def_impl(lambda x, *, note: x)
 note_p.def_abstract_eval(lambda x, *, note: x)
@@ -53,27 +56,27 @@ batching.primitive_batchers[note_p] = lambda args, dims, *, note: (
 
 
 def note(result: jax.Array, note: Any) -> jax.Array:
-    """Returns `result`, marked in the traced program with a hashable note for `explain`."""
+    """Returns `result`; stores in the jaxpr a hashable note for `explain`."""
     marked: jax.Array = note_p.bind(result, note=note)
     return marked
 
 
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
-    """Says which implementation every ikbo_jax op in a call of `fn` takes here, and why.
+    """Reports which implementation every op of this library takes in a call of `fn`, and why.
 
-    Traces `fn` without running it, and reads the choices from the traced program; so it sees
-    through jit (cached or not), grad, vmap, scan and cond. What makes an op's gradient, kernels or
-    XLA, stands in the plan of the op ("gradient"), whether or not `fn` takes it; a backward pass
-    has no plan of its own.
+    Traces `fn` without running it and reads the choices from the jaxpr, so it also finds ops inside
+    jit (cached or not), grad, vmap, scan and cond. The plan of an op also names the implementation
+    of its gradient ("gradient"), whether or not `fn` computes a gradient; a backward pass has no
+    plan.
 
     Args:
       fn: any function that JAX can trace.
-      *args: its arguments: arrays or `jax.ShapeDtypeStruct`s, in pytrees; anything else is passed
-        as is.
-      **kwargs: the same by keyword.
+      *args: arguments of `fn`: pytrees of arrays or `jax.ShapeDtypeStruct`s; other values are
+        passed unchanged.
+      **kwargs: keyword arguments of `fn`, likewise.
 
     Returns:
-      An `Explanation`: print it.
+      An `Explanation`; print it.
 
     Raises:
       Whatever `fn` raises while it is traced.
@@ -95,22 +98,22 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
 
 def marks(jaxpr: core.Jaxpr) -> Iterator[Any]:
-    """The plans and notes of a traced program, in its order."""
+    """Yields the plans and notes in a jaxpr and in the jaxprs that it calls, in program order."""
     for eqn in jaxpr.eqns:
         mark = _mark(eqn)
         if mark is not None:
             yield mark
-        for inner in _programs(eqn):
+        for inner in _inner_jaxprs(eqn):
             yield from marks(inner)
 
 
 @dataclasses.dataclass(frozen=True)
 class Survey:
-    """What there is in a traced program and in those that it holds.
+    """Facts about a jaxpr and the jaxprs that it calls.
 
     Attributes:
-      marked: whether there are plans or notes.
-      repeated: identities of the programs that stand in several equations.
+      marked: whether one of them holds a plan or a note.
+      repeated: `id` of every jaxpr that several equations call.
     """
 
     marked: bool
@@ -118,16 +121,16 @@ class Survey:
 
 
 def survey(jaxpr: core.Jaxpr) -> Survey:
-    """Looks through a traced program; through one that it calls often once."""
+    """Searches a jaxpr and the jaxprs that it calls, each of them once."""
     found = [getattr(jaxpr, "jaxpr", jaxpr)]
     seen = {id(found[0])}
     repeated = set()
     marked = False
-    # Grows while it is searched.
+    # The loop appends to the list that it iterates over.
     for program in found:
         for eqn in program.eqns:
             marked = marked or _mark(eqn) is not None
-            for inner in _programs(eqn):
+            for inner in _inner_jaxprs(eqn):
                 if id(inner) in seen:
                     repeated.add(id(inner))
                 else:
@@ -142,12 +145,12 @@ def _mark(eqn: Any) -> Any:
     return eqn.params["note"] if eqn.primitive is note_p else None
 
 
-def _programs(eqn: Any) -> Iterator[core.Jaxpr]:
-    # Of the many parameters of the most frequent call only one is a program.
+def _inner_jaxprs(eqn: Any) -> Iterator[core.Jaxpr]:
+    # `jit`, the most frequent call, has many parameters; only "jaxpr" holds a jaxpr.
     params = eqn.params
     values = (params["jaxpr"],) if eqn.primitive.name in ("jit", "pjit") else params.values()
     for value in values:
-        # Calls hold one program, conditionals a tuple of them.
+        # A call has one jaxpr, a conditional a tuple of jaxprs.
         for inner in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(inner, core.ClosedJaxpr):
                 yield inner.jaxpr

@@ -16,10 +16,10 @@ from ikbo_jax.reference.gdpa import Arrays, Settings
 from ikbo_jax.tuning import table
 from ikbo_jax.tuning.gdpa_configs import GdpaConfig, GdpaProblem
 
-#: Why XLA runs what the kernel could.
+#: The reason to run in XLA although the kernel could run.
 NOT_MEASURED = (
-    "the table has no measured row near, and without one gdpa's kernel runs on request; "
-    "`ikbo-jax tune gdpa` measures one"
+    "the table has no measured row near this problem, and without one gdpa's kernel runs only with "
+    "implementation='mosaic_gpu' or a config; `ikbo-jax tune gdpa` measures a row"
 )
 
 
@@ -41,18 +41,18 @@ def gdpa(
     implementation: str | None = None,
     config: GdpaConfig | None = None,
 ) -> jax.Array:
-    """Attends with any activation in place of the softmax, within each of many jagged sequences.
+    """Attention over jagged sequences with an activation function in place of the softmax.
 
         out[i] = output_scale · Σⱼ act(scale · query[i] · key[j]) · value[j]
 
     over the keys j of query i's sequence, for each head. `scale` multiplies the scores before the
-    activation, `output_scale` the sum; neither has a default that depends on sizes. With
-    activation="softmax", act divides by its sum over the sequence's keys.
+    activation, `output_scale` the sum; the defaults do not depend on sizes. With
+    activation="softmax", act is the softmax over the keys of the sequence.
 
-    Sequences lie one after another: sequence b has rows cu_seqlens[b] to cu_seqlens[b + 1] - 1. One
-    function serves three regimes: self-attention (the same offsets twice), pooling by a few seed
-    queries (`broadcast_q`), and a personalised feed-forward net (many queries, few keys and values
-    that act as its two layers).
+    Sequences are concatenated: sequence b has rows cu_seqlens[b] to cu_seqlens[b + 1] - 1. The
+    function has three uses: self-attention (the same offsets twice), pooling by a few seed queries
+    (`broadcast_q`), and a personalised feed-forward net (many queries; the few keys and values are
+    the weights of its two layers).
 
     Args:
       query: [total_q, N, H], bfloat16, float16 or float32: queries of all sequences, N heads, head
@@ -60,62 +60,64 @@ def gdpa(
       key: [total_kv, K, H], same dtype: K heads. N is a multiple of K: query head n uses key head
         n // (N / K).
       value: [total_kv, K, H], same dtype.
-      cu_seqlens_q: [batch + 1] int32, offsets in [0, total_q] that do not fall; the first is
-        usually 0, and the last may be below total_q. Rows outside all sequences have no effect,
-        whatever they hold. Offsets outside the array are clamped to it and falling ones raised to
-        the largest before them, so nothing is read out of bounds;
-        `ikbo_jax.debug.check_offsets` finds both. None with `broadcast_q`.
-      cu_seqlens_kv: [batch_kv + 1] int32, likewise of keys and values. Sequences may be empty.
+      cu_seqlens_q: [batch + 1] int32, non-decreasing offsets in [0, total_q]; the first is usually
+        0, and the last may be below total_q. Rows outside all sequences have no effect, whatever
+        they hold. Offsets outside the range are clamped to it, and an offset below an earlier one
+        is raised to it, so nothing is read out of bounds; `ikbo_jax.debug.check_offsets` finds
+        such offsets. None with `broadcast_q`.
+      cu_seqlens_kv: [batch_kv + 1] int32, offsets of keys and values, likewise. Sequences may be
+        empty.
       activation: one of "identity", "relu", "leaky_relu" (slope 0.01), "relu_squared", "gelu" (with
-        erf), "gelu_tanh", "silu", "hardswish" and "softmax"; or a tuple of N of them, one for each
+        erf), "gelu_tanh", "silu", "hardswish" and "softmax"; or a tuple of N names, one for each
         head.
       approx: None computes activations exactly. "tanh": gelu_tanh and silu by the GPU's approximate
         tanh, within 2⁻¹² · |score| of the exact value; other devices use the exact tanh.
         "tanh_bf16": the same in bfloat16 arithmetic, two scores at a time, within 2⁻⁶ · |score|,
-        for bfloat16 inputs and heads of one activation; "tanh" for others, and for gradients.
-        "polynomial": gelu by a polynomial on [-3.7, 3.7], within 5.0e-4 of the exact value. Heads
-        with another activation stay exact.
-      scale: what scores are multiplied by before the activation, a number that float32 can
-        hold.
-      output_scale: what the result is multiplied by, likewise.
-      q_to_kv: [batch] int32, the key-value sequence of every query sequence (the request of a
-        candidate), values in [0, batch_kv), in any order; None: batch_kv = batch, each its own. A
-        value outside is clamped to the nearest end; `ikbo_jax.debug.check_index` finds such values.
-      broadcast_q: every sequence has the same T queries. There are as many sequences as `q_to_kv`
-        has values, or as there are key-value sequences.
-      max_seqlen_q: bound of the queries' lengths, known while tracing, that makes the lists of
-        tiles shorter. What a sequence has beyond it is cut off: those rows have result 0.
-        `ikbo_jax.debug.check_offsets` finds a bound that is too small.
-      max_seqlen_kv: likewise of the keys' lengths; keys beyond it have no effect.
-      implementation: None takes the fastest that works on the default device and for these sizes,
-        as far as that was measured; "mosaic_gpu" and "xla" take exactly that. The kernel takes
-        bfloat16 and float16, H = 64, 96, 128 and 256, and every activation; a softmax in all heads
-        or in none.
-      config: tuning of the "mosaic_gpu" kernel; None takes the dispatch table's, or a default.
+        for bfloat16 inputs with one activation in all heads; otherwise, and for gradients, as
+        "tanh". "polynomial": gelu by a polynomial on [-3.7, 3.7], within 5.0e-4 of the exact value.
+        Heads with another activation stay exact.
+      scale: factor of the scores before the activation, a number that is finite in float32.
+      output_scale: factor of the result, a number that is finite in float32.
+      q_to_kv: [batch] int32, the key-value sequence of every query sequence (the user of a
+        candidate), values in [0, batch_kv), in any order. None pairs query sequence b with
+        key-value sequence b; then batch_kv = batch. Values outside the range are clamped to it;
+        `ikbo_jax.debug.check_index` finds them.
+      broadcast_q: whether all sequences have the same T queries. The number of sequences is then
+        the size of `q_to_kv`, or batch_kv if `q_to_kv` is None.
+      max_seqlen_q: bound of the queries' lengths, known while tracing; shortens the list of tiles.
+        Rows of a sequence beyond it are ignored and have result 0. `ikbo_jax.debug.check_offsets`
+        finds a bound that is too small.
+      max_seqlen_kv: bound of the keys' lengths, likewise; keys beyond it have no effect.
+      implementation: None takes the kernel if a measured row of the dispatch table is near and
+        prefers it, else XLA; "mosaic_gpu" or "xla" take that one or raise. The kernel takes
+        bfloat16 and float16, H = 64, 96, 128 and 256, and every activation, but a softmax only in
+        all heads.
+      config: configuration of the "mosaic_gpu" kernel; None takes it from the dispatch table, or a
+        default.
 
     Returns:
-      out, [total_q, N, H] in the inputs' dtype, or with `broadcast_q` [batch · T, N, H], sequence
-      after sequence. Zeros in rows of no sequence and where a sequence has no keys. Scores, the
-      activation and all sums are f32; activated scores are rounded to the inputs' dtype before
-      they meet the values (in float16, which ends at 65504, activated scores above that are inf).
-      f32 products follow `jax.default_matmul_precision`.
+      out [total_q, N, H] in the inputs' dtype; with `broadcast_q` [batch · T, N, H], sequence after
+      sequence. Zero in rows outside all sequences and where a sequence has no keys. Scores,
+      activations and sums are f32; activated scores are rounded to the inputs' dtype before they
+      are multiplied by the values (in float16, activated scores above 65504 become inf). f32
+      products follow `jax.default_matmul_precision`.
 
-      Differentiable in reverse mode, once, by query, key and value; those of keys and values are
-      summed over the query sequences that share them, that of broadcast queries over all
-      sequences. Gradients are summed in f32 and rounded once, in an order that does not change
-      from run to run, and never hold all scores at once. Rows of no sequence have gradient 0.
+      Differentiable in reverse mode, once, with respect to query, key and value. The gradients of
+      keys and values are summed over the query sequences that share them, the gradient of broadcast
+      queries over all sequences. Gradients are summed in f32, in a deterministic order, and rounded
+      once; the scores are never all in memory at once. Rows outside all sequences have gradient 0.
 
     Raises:
-      ValueError: wrong ranks; sizes, dtypes, offsets or the index disagree; N is not a multiple of
-        K; an unknown activation, or another number of them than N; `approx` is unknown or for none
-        of the activations; `scale` or `output_scale` is no number, or not finite in float32; a
-        `max_seqlen_*` is not an integer of at least 0; `cu_seqlens_q` beside `broadcast_q`, or
-        neither; `implementation` is unknown; `config` is no GdpaConfig, or beside
-        implementation="xla".
-      NotImplementedError: implementation="mosaic_gpu" where the kernel cannot run: another device
-        than Hopper, sizes, dtype, activation or `config`; N, K or H is a symbolic dimension of
-        `jax.export` (rows and batches may be on the XLA path); a gradient of the gradient;
-        forward-mode differentiation.
+      ValueError: a rank is wrong; sizes, dtypes, offsets or the index disagree; N is not a multiple
+        of K; an activation is unknown, or the number of names is not N; `approx` is unknown or
+        applies to none of the activations; `scale` or `output_scale` is not a number, or not finite
+        in float32; a `max_seqlen_*` is not an integer of at least 0; both `cu_seqlens_q` and
+        `broadcast_q` are set, or neither; `implementation` is unknown; `config` is not a
+        `GdpaConfig`, or `implementation` is "xla" and `config` not None.
+      NotImplementedError: implementation="mosaic_gpu", but the kernel cannot run on this device, or
+        with these sizes, this dtype, activation or `config`; N, K or H is a symbolic dimension of
+        `jax.export` (rows and batches may be symbolic on the XLA path); a second derivative;
+        forward-mode differentiation. The message says why.
 
     Source: Meta, generalised dot-product attention (GDPA), published with its kernels for ads
     models.
@@ -156,11 +158,12 @@ def gdpa(
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """What the caller asked for, apart from the arrays.
+    """The arguments that are not arrays, and how the call is differentiated.
 
     Attributes:
-      return_residuals: that a gradient follows, which needs lse where a head has a softmax.
-      gradient_by_kernel: a kernel made the result, so that kernels make the gradient if they can.
+      return_residuals: whether a gradient follows, which needs lse where a head has a softmax.
+      gradient_by_kernel: whether the kernel computed the result; kernels then compute the gradient
+        if they can.
     """
 
     request: dispatch.Request
@@ -190,15 +193,20 @@ def _problem(arrays: Arrays, settings: Settings) -> GdpaProblem:
 
 def _choose(request: dispatch.Request, problem: GdpaProblem) -> dispatch.Plan:
     plan = dispatch.choose(request, problem)
-    is_free = request.implementation is None and request.config is None
-    if plan.implementation == "xla" or not is_free or table.lookup(problem).source != "default":
+    is_automatic = request.implementation is None and request.config is None
+    if plan.implementation == "xla" or not is_automatic:
+        return plan
+    if table.lookup(problem).source != "default":
         return plan
     dispatch.logger.debug("gdpa runs in XLA: %s", NOT_MEASURED)
     return dataclasses.replace(plan, implementation="xla", config=None, reason=NOT_MEASURED)
 
 
 def _with_backward(plan: dispatch.Plan, arrays: Arrays, settings: Settings) -> dispatch.Plan:
-    """The plan, with what makes the gradient: kernels where one makes the result, if they can."""
+    """Adds to the plan the implementation of the gradient.
+
+    Kernels compute the gradient if the kernel computes the result and `illegal_reason` is None.
+    """
     backward = "XLA, a few tiles at a time"
     if plan.implementation == "mosaic_gpu":
         reason = gdpa_backward.illegal_reason(arrays, settings)
@@ -211,9 +219,9 @@ def _with_backward(plan: dispatch.Plan, arrays: Arrays, settings: Settings) -> d
 
 
 def _run(call: _Call, plan: dispatch.Plan, arrays: Arrays) -> tuple[jax.Array, jax.Array | None]:
-    """Out, and lse if it is asked for and a head has a softmax; `arrays` are of one problem."""
+    """Computes out; and lse, if a gradient needs it. `arrays` hold one problem."""
     if plan.implementation == "mosaic_gpu":
-        # Here and not above: it brings in Mosaic GPU, which costs 0.3 s to import.
+        # Imported here because Mosaic GPU takes 0.3 s to import.
         from ikbo_jax.pallas.gdpa import gdpa_kernel
 
         out, lse = gdpa_kernel(
@@ -231,7 +239,7 @@ def _run(call: _Call, plan: dispatch.Plan, arrays: Arrays) -> tuple[jax.Array, j
 def _run_vmappable(
     call: _Call, plan: dispatch.Plan, arrays: Arrays
 ) -> tuple[jax.Array, jax.Array | None]:
-    """`_run` with a vmap rule of its own, so that memory stays bounded."""
+    """`_run` with a custom vmap rule, which bounds the memory."""
 
     @jax.custom_batching.custom_vmap
     def run(arrays: Arrays) -> tuple[jax.Array, jax.Array | None]:
@@ -239,18 +247,18 @@ def _run_vmappable(
 
     @run.def_vmap
     def run_batched(size: int, batched: list, arrays: Arrays) -> tuple[tuple, tuple]:
-        def one(arrays: Arrays) -> tuple[jax.Array, jax.Array | None]:
-            note = f"{plan.reason}; one of {size} after another, by vmap"
-            return _run_vmappable(call, dataclasses.replace(plan, reason=note), arrays)
+        def run_one(arrays: Arrays) -> tuple[jax.Array, jax.Array | None]:
+            reason = f"{plan.reason}; vmap runs {size} problems one after another"
+            return _run_vmappable(call, dataclasses.replace(plan, reason=reason), arrays)
 
         if gdpa_vmap.can_fold(call.settings, size, batched[0]):
-            own_kv = gdpa_vmap.has_own_kv(batched[0])
-            folded = gdpa_vmap.fold(size, batched[0], arrays, own_kv)
+            fold_kv = gdpa_vmap.is_kv_batched(batched[0])
+            folded = gdpa_vmap.fold(size, batched[0], arrays, fold_kv)
             folded_plan = _choose(call.request, _problem(folded, call.settings))
             folded_plan = _with_backward(folded_plan, folded, call.settings)
             results = gdpa_vmap.unfold(size, _run_vmappable(call, folded_plan, folded))
         else:
-            results = dispatch.one_after_another(one, batched[0], arrays)
+            results = dispatch.map_sequentially(run_one, batched[0], arrays)
         return results, jax.tree.map(lambda _: True, results)
 
     result: tuple[jax.Array, jax.Array | None] = run(arrays)
@@ -258,7 +266,7 @@ def _run_vmappable(
 
 
 class _Residuals(NamedTuple):
-    """What the gradient needs; `out` and `lse` only where a head has a softmax."""
+    """Inputs of the backward pass; `out` and `lse` are None unless a head has a softmax."""
 
     arrays: Arrays
     out: jax.Array | None
@@ -270,7 +278,7 @@ Gradients = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def _run_vjp_vmappable(call: _Call, residuals: _Residuals) -> Gradients:
-    """Gradients of query, key and value, with a vmap rule like that of `_run_vmappable`."""
+    """Gradients of query, key and value, with a vmap rule like the rule of `_run_vmappable`."""
 
     @jax.custom_batching.custom_vmap
     def run(residuals: _Residuals) -> Gradients:
@@ -283,7 +291,8 @@ def _run_vjp_vmappable(call: _Call, residuals: _Residuals) -> Gradients:
     def run_batched(size: int, batched: list, residuals: _Residuals) -> tuple[Any, Any]:
         flags = batched[0]
         if size and not call.settings.broadcast_q:
-            # Every problem has a gradient of its own of all arrays, so copies cost no more.
+            # Every problem returns its own gradients of all arrays, so copies of shared arrays
+            # take no more memory than the results.
             rows = jax.tree.map(
                 lambda x, is_batched: gdpa_vmap.stack(size, x, is_batched).reshape(
                     -1, *x.shape[1 + is_batched :]
@@ -291,18 +300,18 @@ def _run_vjp_vmappable(call: _Call, residuals: _Residuals) -> Gradients:
                 residuals[1:],
                 flags[1:],
             )
-            arrays = gdpa_vmap.fold(size, flags.arrays, residuals.arrays, own_kv=True)
+            arrays = gdpa_vmap.fold(size, flags.arrays, residuals.arrays, fold_kv=True)
             results = gdpa_vmap.unfold(size, _run_vjp_vmappable(call, _Residuals(arrays, *rows)))
         else:
-            one = functools.partial(_run_vjp_vmappable, call)
-            results = dispatch.one_after_another(one, flags, residuals)
+            run_one = functools.partial(_run_vjp_vmappable, call)
+            results = dispatch.map_sequentially(run_one, flags, residuals)
         return results, (True, True, True)
 
     result: Gradients = run(residuals)
     return result
 
 
-# custom_vjp goes outside custom_vmap, which has no reverse mode.
+# custom_vjp wraps custom_vmap because custom_vmap has no reverse mode.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gradients(call: _Call, residuals: _Residuals) -> Gradients:
     return _run_vjp_vmappable(call, residuals)
@@ -323,8 +332,8 @@ def _differentiable(
 
 
 def _forward(call: _Call, plan: dispatch.Plan, arrays: Arrays) -> tuple[tuple, tuple]:
-    # The differentiable function itself: whoever differentiates the gradient is to meet the message
-    # of `_gradients`, and not what has no derivative in here.
+    # Calls `_differentiable` and not `_run_vmappable`, so that a second derivative raises the error
+    # of `_gradients` and not an error about the kernel.
     out, lse = _differentiable(dataclasses.replace(call, return_residuals=True), plan, arrays)
     return (out, lse if call.return_residuals else None), (
         arrays,
@@ -337,19 +346,18 @@ def _backward(
     call: _Call, plan: dispatch.Plan, residuals: tuple, cotangents: tuple
 ) -> tuple[Arrays]:
     arrays, out, lse = residuals
-    # That of lse is zero, since nothing but the gradient uses lse.
+    # The cotangent of lse is zero, since only the gradient uses lse.
     d_out, _ = cotangents
     call = dataclasses.replace(call, gradient_by_kernel=plan.implementation == "mosaic_gpu")
     d_query, d_key, d_value = _gradients(call, _Residuals(arrays, out, lse, d_out))
-    # Integers have no gradient.
     return (Arrays._make((d_query, d_key, d_value, None, None, None)),)
 
 
 _differentiable.defvjp(_forward, _backward)
 
 
-# Static arguments are all that the choice depends on, so that jit's cache never keeps a stale one.
+# The plan is a static argument: when the choice changes, jit's cache does not return the old one.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _gdpa(call: _Call, plan: dispatch.Plan, arrays: Arrays) -> jax.Array:
-    arrays = dispatch.varying_alike(arrays)
+    arrays = dispatch.vary_over_same_axes(arrays)
     return _differentiable(call, plan, arrays)[0]

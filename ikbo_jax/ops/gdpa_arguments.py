@@ -1,4 +1,4 @@
-"""Arguments of generalised dot-product attention: what is wrong with them, in both values."""
+"""Argument checks of generalised dot-product attention; errors quote both conflicting values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ikbo_jax.reference.gdpa import Arrays
 
 
 def check_arrays(arrays: Arrays) -> None:
-    """Raises ValueError, naming both values, unless query, key and value fit together."""
+    """Raises ValueError, quoting both conflicting values, unless query, key and value agree."""
     query, key, value = arrays[:3]
     dispatch.check_array("query", query, "[total_q, N, H]")
     for name, array in (("key", key), ("value", value)):
@@ -43,12 +43,12 @@ def check_arrays(arrays: Arrays) -> None:
 
 
 def check_sequences(arrays: Arrays, broadcast_q: bool) -> None:
-    """Raises ValueError, naming both values, unless offsets and index fit together."""
+    """Raises ValueError, quoting both conflicting values, unless offsets and index agree."""
     cu_q, cu_kv, index = arrays[3:]
     if broadcast_q and cu_q is not None:
         raise ValueError(
-            "broadcast_q=True gives every sequence all queries and takes no cu_seqlens_q, but it "
-            f"is {dispatch.describe(cu_q)}"
+            "with broadcast_q=True every sequence has all queries, so cu_seqlens_q must be None, "
+            f"but is {dispatch.describe(cu_q)}"
         )
     offsets: list[tuple[str, str, Any]] = [("cu_seqlens_kv", "batch_kv", cu_kv)]
     if not broadcast_q:
@@ -77,12 +77,12 @@ def check_sequences(arrays: Arrays, broadcast_q: bool) -> None:
     elif cu_q is not None and cu_q.shape != cu_kv.shape:
         raise ValueError(
             f"cu_seqlens_q has batch={cu_q.shape[0] - 1} sequences but cu_seqlens_kv has "
-            f"batch_kv={batch_kv}; q_to_kv says which belong together"
+            f"batch_kv={batch_kv}; pass q_to_kv, the key-value sequence of every query sequence"
         )
 
 
 def activations_of(activation: str | tuple[str, ...], heads: int) -> tuple[str, ...]:
-    """A name for each of `heads` heads; raises ValueError if there are others or unknown ones."""
+    """A name for each of `heads` heads; raises ValueError for unknown names or another number."""
     names = activation if isinstance(activation, (tuple, list)) else (activation,) * max(heads, 1)
     for name in names:
         if not isinstance(name, str) or name not in ACTIVATIONS:
@@ -94,12 +94,12 @@ def activations_of(activation: str | tuple[str, ...], heads: int) -> tuple[str, 
 
 
 def equal_offsets(sequences: int, length: int) -> jax.Array:
-    """[sequences + 1] int32: the offsets of sequences that all have `length` rows."""
+    """Offsets [sequences + 1] int32 of sequences that all have `length` rows."""
     return jnp.arange(sequences + 1, dtype=jnp.int32) * jnp.int32(length)
 
 
 def check_approx(approx: str | None, activations: tuple[str, ...]) -> None:
-    """Raises ValueError unless `approx` is None, or known and for one of the activations."""
+    """Raises ValueError unless `approx` is None, or known and applies to one of the activations."""
     if approx is None:
         return
     if not isinstance(approx, str) or approx not in APPROXIMATIONS:
@@ -107,13 +107,13 @@ def check_approx(approx: str | None, activations: tuple[str, ...]) -> None:
         raise ValueError(f"unknown approx {approx!r}; known: {known}")
     if not set(APPROXIMATIONS[approx]) & set(activations):
         raise ValueError(
-            f"approx={approx!r} is for {' and '.join(APPROXIMATIONS[approx])}, but activation is "
-            f"{', '.join(dict.fromkeys(activations))}"
+            f"approx={approx!r} applies to {' and '.join(APPROXIMATIONS[approx])}, but activation "
+            f"is {', '.join(dict.fromkeys(activations))}"
         )
 
 
 def bound(name: str, value: int | None) -> int | None:
-    """A bound of lengths, as an int32 can hold it; raises ValueError unless it is at least 0."""
+    """A bound of lengths, cut to int32; raises ValueError unless it is an integer of at least 0."""
     if value is None:
         return None
     try:
@@ -124,5 +124,5 @@ def bound(name: str, value: int | None) -> int | None:
         ) from error
     if isinstance(value, bool) or number < 0:
         raise ValueError(f"{name} must be an integer of at least 0, but is {value}")
-    # No array has more rows, and an int32 on the device is compared with it.
+    # The device compares the bound with int32 lengths; no length exceeds the largest int32.
     return min(number, 2**31 - 1)

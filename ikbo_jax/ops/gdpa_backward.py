@@ -1,4 +1,4 @@
-"""Gradients of generalised dot-product attention by kernels, where they take the problem."""
+"""Gradients of generalised dot-product attention: by kernels where legal, else in XLA."""
 
 from __future__ import annotations
 
@@ -24,19 +24,20 @@ def vjp(
     *,
     by_kernel: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`reference.gdpa_chunked.chunked_vjp`, by kernels if `by_kernel` and they take the problem."""
+    """`reference.gdpa_chunked.chunked_vjp`; by kernels if `by_kernel` and they are legal here."""
     if by_kernel and illegal_reason(arrays, settings) is None:
         return kernel_vjp(arrays, settings, d_out, num_sms=dispatch.num_sms())
     return gdpa_chunked.chunked_vjp(arrays, settings, out, lse, d_out)
 
 
 def illegal_reason(arrays: Arrays, settings: Settings) -> str | None:
-    """Why the kernels cannot make these gradients; None if they can.
+    """Why the kernels cannot compute these gradients; None if they can.
 
-    Whether there is a Hopper GPU is not asked: kernels make gradients where one made the result.
+    Does not check for a Hopper GPU: kernels compute gradients only if the kernel computed the
+    result.
     """
     if SOFTMAX in settings.activations:
-        return "the backward kernels take no softmax"
+        return "the backward kernels do not support softmax"
     if not arrays.query.shape[0] or not arrays.key.shape[0] or not num_sequences(arrays):
         return "the backward kernels need a query, a key and a sequence"
     dtype, head_dim = arrays.query.dtype.name, arrays.query.shape[-1]
@@ -60,20 +61,20 @@ def kernel_vjp(
     """Pulls a cotangent of the result back to query, key and value, like `chunked_vjp`.
 
     Args:
-      arrays: as for `reference.gdpa_chunked.chunked_vjp`; `illegal_reason` must be None.
-      settings: likewise.
-      d_out: cotangent of the result.
-      num_sms: streaming multiprocessors of the device.
-      query_config: of the kernel for d_query; None takes the default.
-      key_config: of the kernel for d_key and d_value; None takes the default.
-      interpret: as for `pallas.gdpa_backward.d_query_kernel`.
+      arrays: as in `reference.gdpa_chunked.chunked_vjp`; `illegal_reason` must be None.
+      settings: as in `reference.gdpa_chunked.chunked_vjp`.
+      d_out: cotangent of the result, in the shape and dtype of the result.
+      num_sms: number of streaming multiprocessors of the device.
+      query_config: configuration of the kernel for d_query; None takes the default.
+      key_config: configuration of the kernel for d_key and d_value; None takes the default.
+      interpret: as in `pallas.gdpa_backward.d_query_kernel`.
 
     Returns:
       Gradients of query, key and value in their shapes and dtypes, each summed in f32 and rounded
-      once, the same bits every time. Where queries are broadcast, one f32 copy for every sequence
-      is made before they are summed.
+      once; deterministic. With broadcast queries, d_query of every sequence is written in f32
+      before the sum over sequences.
     """
-    # Here and not above: a machine without a GPU never needs it.
+    # Imported here because a machine without a GPU never needs it.
     from ikbo_jax.pallas import gdpa_backward as kernels
     from ikbo_jax.pallas import gdpa_backward_tiles as tiles
 

@@ -20,9 +20,9 @@ class Term(NamedTuple):
 
     Attributes:
       weight: [M, K], bfloat16, float16 or float32.
-      embedding: [B, K, N] in the same dtype: the level's own batch, K rows, embedding width N.
-      parent: [B] int32, the row of the coarser term before this one that each row belongs to, in
-        any order; None for the first, coarsest term.
+      embedding: [B, K, N] in the same dtype: batch B of this level, K rows, embedding width N.
+      parent: [B] int32, for each batch entry the index of its entry in the preceding, coarser term,
+        in any order; None for the first, coarsest term.
     """
 
     weight: jax.Array
@@ -40,36 +40,36 @@ def linear_compression(
     implementation: str | None = None,
     config: LinearCompressionConfig | None = None,
 ) -> jax.Array:
-    """Compresses every candidate's embeddings and those of its user, which are never copied.
+    """Compresses the embeddings of every candidate and its user; never copies the user.
 
         out[b] = w_cand · e_cand[b] + w_user · e_user[cand_to_user[b]]
 
     Args:
       w_cand: [M, K_cand], bfloat16, float16 or float32.
       w_user: [M, K_user], same dtype.
-      e_cand: [B, K_cand, N], same dtype; B candidates, which may be 0.
-      e_user: [U, K_user, N], same dtype; U users, at least 1 if there are candidates.
-      cand_to_user: [B] int32, the user of every candidate, values in [0, U), in any order; users
-        may have no candidates. A value outside is clamped to the nearest end (a negative one to 0)
-        and so never reads outside `e_user`; `ikbo_jax.debug.check_index` finds such values.
-      implementation: None takes the fastest that works on the default device and for these sizes;
-        "mosaic_gpu" (Hopper; bfloat16 and float16) and "xla" take exactly that.
-      config: tuning of the "mosaic_gpu" kernel; None takes it from the tuning table.
+      e_cand: [B, K_cand, N], same dtype; B candidates, B may be 0.
+      e_user: [U, K_user, N], same dtype; U users, at least 1 if B > 0.
+      cand_to_user: [B] int32, the user of every candidate, values in [0, U), in any order; a user
+        may have no candidates. Values outside the range are clamped to it, so nothing is read
+        outside `e_user`; `ikbo_jax.debug.check_index` finds them.
+      implementation: None takes the fastest that can run these sizes on the default device;
+        "mosaic_gpu" (Hopper; bfloat16 and float16) or "xla" take that one or raise.
+      config: configuration of the "mosaic_gpu" kernel; None takes it from the dispatch table.
 
     Returns:
-      [B, M, N] in the inputs' dtype. Both parts accumulate and are added in f32 and are rounded
-      once; f32 products on the "xla" path follow `jax.default_matmul_precision`.
+      [B, M, N] in the inputs' dtype. Both products are accumulated and added in f32, and the sum is
+      rounded once; f32 products on the "xla" path follow `jax.default_matmul_precision`.
 
-      Differentiable in reverse mode by all four arrays. Gradients run in XLA on every path, at user
-      and candidate batch size; each is rounded once.
+      Differentiable in reverse mode with respect to the four floating-point arrays. XLA computes
+      gradients on every path, at user and candidate batch size; each gradient is rounded once.
 
     Raises:
-      ValueError: wrong ranks; sizes, dtypes or the index disagree; U = 0 with B > 0;
-        `implementation` is unknown; `config` is not a configuration, or was given with
-        implementation="xla".
-      NotImplementedError: implementation="mosaic_gpu", but the kernel cannot run here, or not with
-        these sizes, this dtype or this `config`; forward-mode differentiation. The message says
-        why.
+      ValueError: a rank is wrong; sizes, dtypes or the index disagree; U = 0 with B > 0;
+        `implementation` is unknown; `config` is not a `LinearCompressionConfig`, or
+        `implementation` is "xla" and `config` not None.
+      NotImplementedError: implementation="mosaic_gpu", but the kernel cannot run on this device, or
+        with these sizes, this dtype or this `config`; forward-mode differentiation. The message
+        says why.
 
     Source: Meta IKBO, "linear compression embedding", published by Meta on the PyTorch blog.
     """
@@ -91,30 +91,33 @@ def multilevel_linear_compression(
 
         out[b] = Σ_l terms[l].weight · terms[l].embedding[a_l(b)]
 
-    where a_l(b) is the ancestor of row b in level l, found by following `parent` upwards.
+    where a_l(b) is the ancestor of entry b in level l, found by following `parent` from fine to
+    coarse.
 
     Args:
       terms: at least one `Term`, coarsest first: weights [M, K_l], embeddings [B_l, K_l, N] of one
         dtype, and from the second term on `parent` [B_l] int32 with values in [0, B_{l-1}), clamped
-        to that range. A level that others point into must not be empty.
-      implementation: None takes the fastest that works on the default device and for these sizes;
-        "mosaic_gpu" (Hopper; bfloat16 and float16) and "xla" take exactly that.
-      config: tuning of the "mosaic_gpu" kernel; None takes it from the tuning table.
+        to that range. B_{l-1} = 0 requires B_l = 0.
+      implementation: None takes the fastest that can run these sizes on the default device;
+        "mosaic_gpu" (Hopper; bfloat16 and float16) or "xla" take that one or raise.
+      config: configuration of the "mosaic_gpu" kernel; None takes it from the dispatch table.
 
     Returns:
-      [B_last, M, N] in the inputs' dtype; all parts accumulate and are added in f32 and are rounded
-      once. Differentiable in reverse mode by every weight and embedding.
+      [B_last, M, N] in the inputs' dtype. All products are accumulated and added in f32, and the
+      sum is rounded once. Differentiable in reverse mode with respect to every weight and
+      embedding.
 
     Raises:
-      ValueError: there is no term; ranks, sizes, dtypes or a parent are wrong; a first term has a
-        parent or a later one has none; a level is empty but a finer one is not; `implementation` is
-        unknown; `config` is not a configuration, or was given with implementation="xla".
-      NotImplementedError: implementation="mosaic_gpu", but the kernel cannot run here, or not with
-        these sizes, this dtype or this `config`; forward-mode differentiation. The message says
-        why.
+      ValueError: `terms` is empty; a rank, size, dtype or parent is wrong; the first term has a
+        parent or a later term has none; a level is empty but a finer one is not; `implementation`
+        is unknown; `config` is not a `LinearCompressionConfig`, or `implementation` is "xla" and
+        `config` not None.
+      NotImplementedError: implementation="mosaic_gpu", but the kernel cannot run on this device, or
+        with these sizes, this dtype or this `config`; forward-mode differentiation. The message
+        says why.
 
-    Source: Meta IKBO, "linear compression embedding", published by Meta on the PyTorch blog; the
-    levels generalise its user and candidate.
+    Source: Meta IKBO, "linear compression embedding", published by Meta on the PyTorch blog; levels
+    generalise the user and candidate of that publication.
     """
     terms = tuple(terms)
     if not terms:
@@ -130,7 +133,7 @@ def multilevel_linear_compression(
 
 
 class _Names(NamedTuple):
-    """What the caller calls the parts of a `Term`."""
+    """Names of a `Term`'s arrays and axes in error messages."""
 
     weight: str
     embedding: str
@@ -163,7 +166,7 @@ def _call(
 
 
 def _check(terms: tuple[Term, ...], names: tuple[_Names, ...]) -> None:
-    """Raises ValueError, naming both values, unless the terms fit together."""
+    """Raises ValueError, quoting both conflicting values, unless the terms agree."""
     for term, name in zip(terms, names, strict=True):
         dispatch.check_array(name.weight, term.weight, f"[M, {name.k}]")
         dispatch.check_array(name.embedding, term.embedding, f"[{name.batch}, {name.k}, N]")
@@ -213,7 +216,7 @@ def _run(plan: dispatch.Plan, weights: tuple, embeddings: tuple, parents: tuple)
     if plan.implementation == "xla":
         out = reference.decomposed(weights, embeddings, parents)
     else:
-        # Here and not above: it brings in Mosaic GPU, which costs 0.3 s to import.
+        # Imported here because Mosaic GPU takes 0.3 s to import.
         from ikbo_jax.pallas import linear_compression as kernel
 
         out = kernel.linear_compression_kernel(
@@ -229,7 +232,7 @@ def _run_vmappable(
     embeddings: tuple,
     parents: tuple,
 ) -> jax.Array:
-    """`_run` with a vmap rule of its own: the persistent kernel must not get another grid axis."""
+    """`_run` with a custom vmap rule: the default rule would add a grid axis to the kernel."""
 
     @jax.custom_batching.custom_vmap
     def run(weights: tuple, embeddings: tuple, parents: tuple) -> jax.Array:
@@ -248,14 +251,15 @@ def _run_vmappable(
 def _vmap(
     request: dispatch.Request, plan: dispatch.Plan, size: int, batched: tuple, arrays: tuple
 ) -> jax.Array:
-    """Runs `size` problems, each like `plan`'s; `batched` arrays hold them on a leading axis.
+    """Runs `size` problems, stacked along the leading axis of the arrays that are `batched`.
 
-    Problems that share their weights are one problem with larger batches. Embeddings shared by
-    problems would have to be copied for that; then, or where weights differ, XLA batches its
-    products and the kernel runs in a loop.
+    Problems with the same weights are folded into one problem with larger batches, unless that
+    would copy embeddings that the problems share. Otherwise XLA batches its products, and the
+    kernel runs in a loop.
     """
     weights_batched, embeddings_batched, parents_batched = batched
-    # A level has rows of its own for every problem if its arrays differ or those it points into do.
+    # A level needs separate batch entries for every problem if its arrays are batched, or if the
+    # level that its parents point into needs them.
     folded: list[bool] = []
     for level_batched in zip(embeddings_batched, parents_batched, strict=True):
         folded.append(any(level_batched) or (bool(folded) and folded[-1]))
@@ -263,23 +267,23 @@ def _vmap(
         return _vmap_folded(request, size, folded, arrays)
 
     if plan.implementation == "xla":
-        note = f"{plan.reason}; {size} of these at once, by vmap"
+        reason = f"{plan.reason}; vmap runs {size} problems at once"
         in_axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, batched)
         return jax.vmap(
-            functools.partial(_run, dataclasses.replace(plan, reason=note)), tuple(in_axes), 0
+            functools.partial(_run, dataclasses.replace(plan, reason=reason)), tuple(in_axes), 0
         )(*arrays)
 
-    def one(arrays: tuple) -> jax.Array:
+    def run_one(arrays: tuple) -> jax.Array:
         return _run_vmappable(request, plan, *arrays)
 
-    looped: jax.Array = dispatch.one_after_another(one, batched, arrays)
+    looped: jax.Array = dispatch.map_sequentially(run_one, batched, arrays)
     return looped
 
 
 def _vmap_folded(
     request: dispatch.Request, size: int, folded: list[bool], arrays: tuple
 ) -> jax.Array:
-    """Runs `size` problems with the same weights as one, their rows one problem after another."""
+    """Runs `size` problems with the same weights as one, with their batches concatenated."""
     weights, embeddings, parents = arrays
     finest_shape = embeddings[-1].shape[1:]
     out_shape = (size, finest_shape[0], weights[-1].shape[0], finest_shape[2])
@@ -291,7 +295,8 @@ def _vmap_folded(
         if parent is not None and is_folded:
             parent = jnp.broadcast_to(parent, (size, rows))
             if coarser_folded:
-                # Clamp first: an index past one problem's rows would land in the next one's.
+                # Clamp before the offset is added: a value outside one problem's entries would
+                # otherwise point to entries of another problem.
                 offsets = jnp.arange(size, dtype=jnp.int32)[:, None] * coarser_rows
                 parent = jnp.clip(parent, 0, coarser_rows - 1) + offsets
             parent = parent.reshape(size * rows)
@@ -303,7 +308,7 @@ def _vmap_folded(
     return out.reshape(out_shape)
 
 
-# custom_vjp goes outside custom_vmap, which has no reverse mode.
+# custom_vjp wraps custom_vmap because custom_vmap has no reverse mode.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _differentiable(
     request: dispatch.Request,
@@ -322,7 +327,8 @@ def _forward(
     embeddings: tuple,
     parents: tuple,
 ) -> tuple[jax.Array, tuple]:
-    # The differentiable function itself, so that gradients of gradients do not meet the kernel.
+    # Calls `_differentiable` and not `_run_vmappable`, so that a second derivative finds this rule
+    # and not the kernel.
     out = _differentiable(request, plan, weights, embeddings, parents)
     return out, (weights, embeddings, parents)
 
@@ -337,7 +343,7 @@ def _backward(
 _differentiable.defvjp(_forward, _backward)
 
 
-# Static arguments are all that the choice depends on, so that jit's cache never keeps a stale one.
+# The plan is a static argument: when the choice changes, jit's cache does not return the old one.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _linear_compression(
     request: dispatch.Request,
@@ -346,4 +352,6 @@ def _linear_compression(
     embeddings: tuple,
     parents: tuple,
 ) -> jax.Array:
-    return _differentiable(request, plan, *dispatch.varying_alike((weights, embeddings, parents)))
+    return _differentiable(
+        request, plan, *dispatch.vary_over_same_axes((weights, embeddings, parents))
+    )

@@ -1,4 +1,4 @@
-"""Kernel configurations, the table that chooses among them, and the autotuner that measures them.
+"""Kernel configurations, the dispatch table that chooses one, and the autotuner that times them.
 
-Import the submodules: `configs` and `table` are light, `autotune` pulls in the kernels.
+Import the submodules: `configs` and `table` are light, `autotune` imports the kernels.
 """

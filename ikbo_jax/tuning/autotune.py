@@ -1,9 +1,10 @@
-"""The autotuner: finds the fastest configuration on this device and remembers it.
+"""The autotuner: finds the fastest configuration on this device and writes it to the user's cache.
 
-One process compiles all candidates side by side, checks each against the oracle and times them, so
-that a CUDA error or a kernel that hangs costs that process (`session`, `worker`, `bench`). Rounds
-of successive halving leave a few for a final with the XLA path (`contest`). The table's own choice
-takes part throughout, and a row is written only if it beats that by more than the noise.
+A worker process compiles all contenders in parallel, checks each against the oracle and times them
+(`session`, `worker`, `bench`), so that a CUDA error or a kernel that hangs ends the worker and not
+the caller. Successive halving leaves a few contenders for a final with the XLA path (`contest`).
+The choice of the dispatch table takes part in every round, and a row is written only if the winner
+is faster than this choice by more than the noise.
 """
 
 from __future__ import annotations
@@ -31,27 +32,29 @@ def tune_linear_compression(
     limit: int | None = None,
     run: Callable[[Task], dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """Finds the fastest choice for a problem on this device; the user's cache has it if it is new.
+    """Finds the fastest configuration, or XLA, for a problem on this device.
+
+    Writes a row to the user's cache if the winner is faster than the choice of the dispatch table
+    by more than the noise.
 
     Args:
       problem: sizes and dtype.
-      progress: called after every compilation, check and round with (done, total, text); the last
-        text says who won, by how much, and what was written.
-      limit: times at most this many configurations, the likeliest first; the table's choice and XLA
-        take part in any case.
-      run: measures a task; the default has a process for all of them.
+      progress: called with (done, total, text) after every compilation, check and round; the last
+        text names the winner, its lead, and the file that was written.
+      limit: time at most this many configurations, the most promising first; the choice of the
+        dispatch table and XLA are timed in addition.
+      run: measures a task; by default a worker process measures all tasks.
 
     Returns:
-      The row of the winner, which now stands in the cache, if it beats the table's choice by more
-      than the noise; else a row of the table's choice as it was measured, and nothing is written.
-      Its config is {"implementation": "xla"} where XLA was more than 2 % faster than the best
-      configuration, or none worked.
+      The row of the winner, if it was written to the cache. Otherwise a row of the choice of the
+      dispatch table with the time measured now. Its config is {"implementation": "xla"} if XLA was
+      more than 2 % faster than the best configuration, or no configuration worked.
 
     Raises:
-      OSError: the user's cache cannot be written; nothing was timed.
-      RuntimeError: the device is not a Hopper GPU, or even the XLA path fails on it, or no round
-        could be measured.
-      KeyboardInterrupt: Ctrl-C; its text says what was measured by then and whether it was written.
+      OSError: the user's cache cannot be written.
+      RuntimeError: the device is not a Hopper GPU, the XLA path fails on it, or no round could be
+        measured.
+      KeyboardInterrupt: Ctrl-C; the text says what was measured and whether it was written.
     """
     return _tune(problem, progress, limit, run)
 
@@ -63,7 +66,7 @@ def tune_attention(
     limit: int | None = None,
     run: Callable[[Task], dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """`tune_linear_compression` for attention, every user with all of its S keys."""
+    """`tune_linear_compression` for attention; every user has all S keys."""
     return _tune(problem, progress, limit, run)
 
 
@@ -76,8 +79,9 @@ def tune_gdpa(
 ) -> dict[str, Any]:
     """`tune_linear_compression` for the forward pass of generalised dot-product attention.
 
-    All rows belong to sequences, whose lengths lie evenly about their mean up to `max_seqlen_q` and
-    `max_seqlen_kv`. Other than there, a problem that no kernel takes is refused.
+    All rows belong to sequences, whose lengths are spread evenly around their mean, up to
+    `max_seqlen_q` and `max_seqlen_kv`. Unlike `tune_linear_compression`, raises if no configuration
+    is legal.
 
     Raises:
       ValueError: a mean length is above its bound; there are no sequences; no configuration of the
@@ -136,7 +140,7 @@ def _tune(
 
 
 def _written(verdict: Verdict) -> str:
-    """Writes the row if it is better; returns what was done."""
+    """Writes the row if it is faster than the table's choice; returns a text about it."""
     if not verdict.is_better:
         return "nothing written, the table's choice stays"
     return f"written to {table.write_user_row(verdict.row)}"
@@ -153,7 +157,7 @@ def _after_interruption(verdict: Verdict | None) -> str:
 
 @contextlib.contextmanager
 def console_progress(title: str = "tuning") -> Iterator[Progress]:
-    """A progress bar on a terminal, one plain line for every candidate when piped.
+    """Yields a progress function: a progress bar on a terminal, else one plain line per call.
 
     Every line begins with the seconds since the start.
     """
@@ -169,7 +173,7 @@ def console_progress(title: str = "tuning") -> Iterator[Progress]:
 
         yield plain
         return
-    import rich.progress  # Here, since only a terminal needs it.
+    import rich.progress  # Imported here because only a terminal needs it.
 
     with rich.progress.Progress() as bar:
         task = bar.add_task(title, total=None)

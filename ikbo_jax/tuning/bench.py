@@ -1,8 +1,9 @@
-"""What a process of the autotuner does: compiles contenders, checks them and times them by turns.
+"""The work of the autotuner's worker: compiles contenders, checks them and times them interleaved.
 
-JAX traces and lowers under Python's lock, which takes about a second for a kernel; XLA and ptxas
-compile without it, in two. So processes without a device lower the contenders side by side, and
-threads of the one process that holds the device compile them.
+A contender is a configuration of the kernel, or the XLA path. JAX traces and lowers under Python's
+lock, about one second per kernel; XLA and ptxas compile without the lock, about two seconds. So
+several processes without a device lower the contenders in parallel, and threads of the one process
+that holds the device compile them.
 """
 
 from __future__ import annotations
@@ -27,40 +28,41 @@ from ikbo_jax.tuning import rules, table, trials, trials_gdpa
 from ikbo_jax.tuning.rules import Config, Problem
 
 #: A configuration of the kernel, or None for the XLA path.
-Candidate = Config | None
+Contender = Config | None
 #: Takes one event, the fields of a JSON object.
-Say = Callable[[dict[str, Any]], None]
+Emit = Callable[[dict[str, Any]], None]
 
-#: More processes or threads than this bring nothing beside a hundred contenders.
-MOST_WORKERS = 16
-#: How the matmul that normalises compiles on a GPU. XLA still times cuBLAS' algorithms; Triton's,
-#: which it would compile by the dozen before any check may begin, do not win at this size.
+#: Largest number of processes and of threads; more do not speed up a hundred contenders.
+MAX_WORKERS = 16
+#: Compiler options of the reference matmul on a GPU. XLA still times the algorithms of cuBLAS.
+#: Triton GEMMs are excluded: XLA would compile dozens of them before the first check, and they are
+#: not the fastest at this size.
 MATMUL_ON_GPU = {"xla_gpu_enable_triton_gemm": False}
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """Candidates to check and to time by turns.
+    """Contenders to check and to time interleaved.
 
     Attributes:
       problem: sizes of the inputs.
-      candidates: what to run.
+      contenders: the contenders to check and time.
       window_s: seconds of one timing window.
-      windows: windows of each candidate.
-      matmul_size: n of the n^3 bf16 matmul that normalises.
+      windows: number of windows of each contender.
+      matmul_size: n of the n^3 bf16 reference matmul.
     """
 
     problem: Problem
-    candidates: tuple[Candidate, ...]
+    contenders: tuple[Contender, ...]
     window_s: float = 0.2
     windows: int = 3
     matmul_size: int = 8192
 
     def to_json(self) -> str:
         fields = {"op": rules.of(self.problem).op, **dataclasses.asdict(self)}
-        fields["candidates"] = [
+        fields["contenders"] = [
             {"implementation": "xla"} if config is None else dataclasses.asdict(config)
-            for config in self.candidates
+            for config in self.contenders
         ]
         return json.dumps(fields)
 
@@ -69,7 +71,7 @@ class Task:
         fields = json.loads(text)
         return cls(
             table.problem_from_json(fields["problem"], fields["op"]),
-            tuple(table.config_from_json(entry, fields["op"]) for entry in fields["candidates"]),
+            tuple(table.config_from_json(entry, fields["op"]) for entry in fields["contenders"]),
             fields["window_s"],
             fields["windows"],
             fields["matmul_size"],
@@ -78,14 +80,15 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class Trials:
-    """What the tuner asks about an op.
+    """Functions with which the tuner runs and checks an op.
 
     Attributes:
-      operands: random arguments on the device, of a problem.
-      runner: the kernel with a configuration, or for None the XLA path, as a jitted function of
-        them; the third argument is the device's number of SMs.
-      check: of a problem, a result and the operands: its largest error, and the largest admitted.
-      flops: useful FLOPs of the operands of a problem.
+      operands: takes a problem; returns random arguments on the device.
+      runner: takes a problem, a configuration (None for the XLA path) and the device's number of
+        SMs; returns a jitted function of the operands.
+      check: takes a problem, a result and the operands; returns the largest error of the result,
+        and the largest error that is allowed.
+      flops: takes a problem; returns the useful FLOPs of its operands.
     """
 
     operands: Callable[[Any], Any]
@@ -122,15 +125,15 @@ def trials_of(problem: Problem) -> Trials:
 
 
 def first_line(error: BaseException) -> str:
-    """An exception in one line of at most 300 characters and its type."""
+    """The type of an exception, and at most 300 characters of the first line of its message."""
     text = (str(error).strip() or "no message").splitlines()[0]
     return f"{type(error).__name__}: {text[:300]}"
 
 
 def lower(problem: Problem, config: Config, num_sms: int) -> jax.export.Exported | str:
-    """The kernel's program for CUDA, lowered without a device; a text if it cannot be lowered.
+    """Lowers the kernel for CUDA without a device; returns an error text if that fails.
 
-    An exception could not always be sent to another process.
+    A text, since some exceptions cannot be pickled for the calling process.
     """
     op = trials_of(problem)
     try:
@@ -139,13 +142,13 @@ def lower(problem: Problem, config: Config, num_sms: int) -> jax.export.Exported
         exported = jax.export.export(runner, platforms=("cuda",))(*shapes)
     except Exception as error:
         return first_line(error)
-    # The rule of the gradient is a closure, which cannot be sent to another process.
+    # The gradient rule is a closure, which cannot be pickled.
     return dataclasses.replace(exported, _get_vjp=None)
 
 
 @contextlib.contextmanager
 def _lowering_processes(number: int) -> Iterator[concurrent.futures.Executor]:
-    """Processes that see no device: JAX reads the variable when they import it."""
+    """Processes that see no GPU: each reads JAX_PLATFORMS when it imports JAX."""
     before = os.environ.get("JAX_PLATFORMS")
     os.environ["JAX_PLATFORMS"] = "cpu"
     try:
@@ -160,25 +163,26 @@ def _lowering_processes(number: int) -> Iterator[concurrent.futures.Executor]:
 
 
 class Bench:
-    """Contenders of one problem in this process: compiled, checked and timed.
+    """Compiles, checks and times the contenders of one problem in this process.
 
-    Every event that `say` is told has "event" and, but for "matmul", "contender", its position in
-    `contenders`. "start" comes before something that may crash or hang, "compiled", "checked" or
-    "sample" after it, with a "failure" if it failed. "sample" and "matmul" have the "ms" of a
-    window. "lost" says that the contender left the device of no use to this process.
+    Every event that is passed to `emit` has the key "event" and, except for "matmul", "contender",
+    the index in `contenders`. "start" precedes an operation that may crash or hang; "compiled",
+    "checked" or "sample" follows it, with the key "failure" if it failed. "sample" and "matmul"
+    have "ms", the time per call in one window. "lost" means that after this contender the process
+    can no longer use the device.
     """
 
     def __init__(
         self,
         problem: Problem,
-        contenders: Sequence[Candidate],
-        say: Say = lambda event: None,
+        contenders: Sequence[Contender],
+        emit: Emit = lambda event: None,
     ) -> None:
-        self.problem, self.contenders, self._say = problem, tuple(contenders), say
+        self.problem, self.contenders, self._emit = problem, tuple(contenders), emit
         self._op = trials_of(problem)
-        self._programs: dict[Candidate, Callable[..., jax.Array]] = {}
-        self._checked: dict[Candidate, dict[str, float]] = {}
-        self._failures: dict[Candidate, str] = {}
+        self._programs: dict[Contender, Callable[..., jax.Array]] = {}
+        self._checked: dict[Contender, dict[str, float]] = {}
+        self._failures: dict[Contender, str] = {}
         self._matmuls: dict[int, Any] = {}
         self._squares: dict[int, jax.Array] = {}
 
@@ -191,25 +195,26 @@ class Bench:
         return jax.eval_shape(functools.partial(self._op.operands, self.problem))
 
     def prepare(
-        self, alone: Collection[Candidate] = (), matmul_size: int = Task.matmul_size
+        self, alone: Collection[Contender] = (), matmul_size: int = Task.matmul_size
     ) -> None:
-        """Compiles all contenders side by side, and checks them as they come.
+        """Compiles all contenders in parallel and checks each one as soon as it has compiled.
 
-        Those in `alone` are compiled one by one after the others.
+        Contenders in `alone` are compiled one at a time after all others.
         """
-        workers = min(len(os.sched_getaffinity(0)), MOST_WORKERS)
+        workers = min(len(os.sched_getaffinity(0)), MAX_WORKERS)
         kernels = [config for config in self.contenders if config is not None]
-        # Threads reach these: cached properties have no lock.
+        # Computed before threads read them, since cached properties have no lock.
         num_sms, _ = trials.device_sms(), self._shapes
         with contextlib.ExitStack() as stack:
-            lowered: dict[Candidate, concurrent.futures.Future[Any]] = {}
+            lowered: dict[Contender, concurrent.futures.Future[Any]] = {}
             if len(kernels) > 1:
                 processes = stack.enter_context(_lowering_processes(min(workers, len(kernels))))
                 for config in kernels:
                     lowered[config] = processes.submit(lower, self.problem, config, num_sms)
             with concurrent.futures.ThreadPoolExecutor(workers) as threads:
-                # XLA times ways of multiplying while it compiles, beside which nothing else may run
-                # on the device: checks begin afterwards, beside the compilation of the others.
+                # While XLA compiles the XLA path and the matmul, it times GEMM algorithms, and
+                # nothing else may run on the device. Checks begin after that, while the kernels
+                # still compile.
                 tuned = threads.submit(self._compile_tuned, None not in alone, matmul_size)
                 done = {
                     threads.submit(self._compile, config, lowered.get(config)): config
@@ -225,29 +230,30 @@ class Bench:
                 self._compile(contender, lowered.get(contender))
 
     def measure(self, task: Task) -> dict[str, Any]:
-        """Checks and times a task's candidates.
+        """Checks and times a task's contenders.
 
         Returns:
-          device, compute_capability and jax; matmul_ms, samples; results, one for every candidate:
-          ms, samples, error and bound, or failure, a text, for one that was wrong.
+          A dict that JSON can hold: "device", "compute_capability" and "jax"; "matmul_ms", a list
+          of samples; "results", for every contender either "ms" (a list of samples), "error" and
+          "bound", or "failure", a text.
         """
-        for candidate in task.candidates:
-            if candidate not in self._programs and candidate not in self._failures:
-                self._compile(candidate, None)
-            self._check(candidate)
-        samples: dict[Candidate, list[float]] = {candidate: [] for candidate in task.candidates}
+        for contender in task.contenders:
+            if contender not in self._programs and contender not in self._failures:
+                self._compile(contender, None)
+            self._check(contender)
+        samples: dict[Contender, list[float]] = {contender: [] for contender in task.contenders}
         matmul_ms: list[float] = []
-        once = functools.partial(_timing.sustained_ms, window_s=task.window_s, windows=1)
+        sample_ms = functools.partial(_timing.sustained_ms, window_s=task.window_s, windows=1)
         for _ in range(task.windows):
             matmul, square = self._matmul(task.matmul_size)
-            matmul_ms += once(matmul, square, square)
-            self._say({"event": "matmul", "ms": matmul_ms[-1]})
-            for candidate in task.candidates:
-                if candidate in self._failures:
+            matmul_ms += sample_ms(matmul, square, square)
+            self._emit({"event": "matmul", "ms": matmul_ms[-1]})
+            for contender in task.contenders:
+                if contender in self._failures:
                     continue
-                with self._guarded("sample", candidate) as fields:
-                    samples[candidate] += once(self._programs[candidate], *self._operands)
-                    fields["ms"] = samples[candidate][-1]
+                with self._guarded("sample", contender) as fields:
+                    samples[contender] += sample_ms(self._programs[contender], *self._operands)
+                    fields["ms"] = samples[contender][-1]
         device = jax.devices()[0]
         return {
             "device": device.device_kind,
@@ -255,10 +261,10 @@ class Bench:
             "jax": jax.__version__,
             "matmul_ms": matmul_ms,
             "results": [
-                {"failure": self._failures[candidate]}
-                if candidate in self._failures
-                else {"ms": samples[candidate], **self._checked[candidate]}
-                for candidate in task.candidates
+                {"failure": self._failures[contender]}
+                if contender in self._failures
+                else {"ms": samples[contender], **self._checked[contender]}
+                for contender in task.contenders
             ],
         }
 
@@ -281,12 +287,12 @@ class Bench:
         return self._matmuls[size], self._squares[size]
 
     def _compile(
-        self, contender: Candidate, lowered: concurrent.futures.Future[Any] | None
+        self, contender: Contender, lowered: concurrent.futures.Future[Any] | None
     ) -> None:
         try:
             exported = None if lowered is None else lowered.result()
         except Exception:
-            exported = None  # Its process died: this one lowers it, too.
+            exported = None  # The lowering process died: lower in this process.
         with self._guarded("compiled", contender):
             if isinstance(exported, str):
                 raise RuntimeError(exported)
@@ -297,45 +303,45 @@ class Bench:
             )
             self._programs[contender] = program.lower(*self._shapes).compile()
 
-    def _check(self, candidate: Candidate) -> None:
-        if candidate in self._failures or candidate in self._checked:
+    def _check(self, contender: Contender) -> None:
+        if contender in self._failures or contender in self._checked:
             return
-        with self._guarded("checked", candidate):
-            actual = self._programs[candidate](*self._operands)
+        with self._guarded("checked", contender):
+            actual = self._programs[contender](*self._operands)
             error, bound = self._op.check(self.problem, actual, self._operands)
             if error <= bound:
-                self._checked[candidate] = {"error": error, "bound": bound}
+                self._checked[contender] = {"error": error, "bound": bound}
             else:
-                self._failures[candidate] = f"wrong result: error {error:.3g}, bound {bound:.3g}"
+                self._failures[contender] = f"wrong result: error {error:.3g}, bound {bound:.3g}"
 
     @contextlib.contextmanager
-    def _guarded(self, event: str, contender: Candidate) -> Iterator[dict[str, Any]]:
-        """Tells of a start and of an end, with the fields put in; an exception is a failure."""
+    def _guarded(self, event: str, contender: Contender) -> Iterator[dict[str, Any]]:
+        """Emits "start", then `event` with the fields that the body sets; records an exception."""
         fields: dict[str, Any] = {}
-        self._tell("start", contender)
+        self._emit_about("start", contender)
         try:
             yield fields
         except Exception as error:
-            # Whatever it is, the tuner reports it beside the contender and goes on to the next.
+            # The tuner reports any exception as this contender's failure and continues.
             self._failures[contender] = first_line(error)
             if threading.current_thread() is threading.main_thread():
                 self._check_device(contender)
-        self._tell(event, contender, **fields)
+        self._emit_about(event, contender, **fields)
 
-    def _check_device(self, contender: Candidate) -> None:
-        """A CUDA error poisons its process: another one goes on with the other contenders."""
+    def _check_device(self, contender: Contender) -> None:
+        """Emits "lost" and raises if this process can no longer use the device (a CUDA error)."""
         try:
             jax.block_until_ready(jnp.zeros((), jnp.float32) + jnp.float32(1))
         except Exception:
-            self._tell("lost", contender)
+            self._emit_about("lost", contender)
             raise
 
-    def _tell(self, event: str, contender: Candidate, **fields: Any) -> None:
+    def _emit_about(self, event: str, contender: Contender, **fields: Any) -> None:
         if contender in self._failures:
             fields["failure"] = self._failures[contender]
-        self._say({"event": event, "contender": self.contenders.index(contender), **fields})
+        self._emit({"event": event, "contender": self.contenders.index(contender), **fields})
 
 
 def measure(task: Task) -> dict[str, Any]:
-    """Compiles, checks and times a task's candidates in this process; see `Bench.measure`."""
-    return Bench(task.problem, task.candidates).measure(task)
+    """Compiles, checks and times a task's contenders in this process; see `Bench.measure`."""
+    return Bench(task.problem, task.contenders).measure(task)

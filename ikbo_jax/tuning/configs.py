@@ -1,7 +1,7 @@
-"""Problem descriptions, kernel configurations, and the one rule that says which of them are legal.
+"""Problem descriptions, kernel configurations, and the rules that say which of them are legal.
 
-The dispatch table, the autotuner and the kernels' host side all ask `illegal_reason`; nothing else
-decides whether a configuration may run.
+The dispatch table, the autotuner and the kernels' host code all call `illegal_reason` or
+`attention_illegal_reason`; no other code decides whether a configuration may run.
 """
 
 from __future__ import annotations
@@ -10,34 +10,36 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
-#: Shared memory one CTA may use on Hopper, bytes (227 KiB of the SM's 256 KiB).
+#: Bytes of shared memory that one CTA may use on Hopper (227 KiB of the SM's 256 KiB).
 MAX_SMEM_BYTES = 227 * 1024
-#: Every shared memory allocation starts at a multiple of this, which TMA and WGMMA swizzles need.
+#: Alignment of every shared memory allocation in bytes; TMA and WGMMA swizzles need it.
 SMEM_ALIGNMENT = 1024
 #: Rows of one consumer warpgroup's tile: the m of a WGMMA instruction.
 WGMMA_M = 64
 #: The k of one WGMMA instruction on 16-bit operands.
 WGMMA_K = 16
-#: Warpgroups that multiply; one more feeds them.
+#: Number of consumer warpgroups, which multiply; one producer warpgroup loads their operands.
 NUM_CONSUMERS = 2
 #: Embedding rows of a pipeline stage: one swizzled row of shared memory, 128 bytes.
 BLOCK_K = 64
-#: Staging buffers of a consumer warpgroup: one is written while the other is on its way out.
+#: Staging buffers of a consumer warpgroup: it writes one while TMA stores the other.
 STAGING_SLOTS = 2
-#: Wider tiles spill: accumulator and fragment take 196 of a consumer thread's 240 registers at 224.
+#: Largest block_m without register spills: at 224, accumulator and fragment take 196 of a consumer
+#: thread's 240 registers.
 MAX_BLOCK_M = 224
+#: Dtypes that the kernels accept.
 KERNEL_DTYPES = ("bfloat16", "float16")
 
 
 @dataclasses.dataclass(frozen=True)
 class LinearCompressionProblem:
-    """Sizes of a (multi-level) linear compression; levels run from coarsest to finest.
+    """Sizes of a (multi-level) linear compression; levels are ordered from coarsest to finest.
 
     Attributes:
-      batches: rows of every level, e.g. (U, B).
+      batches: batch size of every level, e.g. (U, B).
       ks: embedding rows K of every level, e.g. (K_user, K_cand).
-      m: compressed rows.
-      n: embedding width.
+      m: M, compressed rows.
+      n: N, embedding width.
       dtype: name of the inputs' dtype.
     """
 
@@ -49,7 +51,7 @@ class LinearCompressionProblem:
 
     @property
     def useful_flops(self) -> int:
-        """Multiply-adds times two, every level at its own batch: no padding, no copies."""
+        """Two FLOPs per multiply-add, every level at its batch size; no padding, no copies."""
         return sum(2 * b * k * self.m * self.n for b, k in zip(self.batches, self.ks, strict=True))
 
 
@@ -59,12 +61,12 @@ class LinearCompressionConfig:
 
     Attributes:
       block_m: compressed rows of a CTA tile, the n of a WGMMA instruction; a multiple of 16.
-      num_stages: stages of the shared memory ring, each 64 embedding rows deep.
-      epilogue_rows: compressed rows that leave in one store; divides block_m.
-      single_launch: computes the last two levels in one launch instead of one launch a level.
-      cluster: CTAs that share weight tiles through multicast, 1 or 2.
-      trim: multiplies only those rows of the last M tile that exist, in a second copy of the main
-        loop; for most shapes that spills registers, for M = 433 and long K it saves 1.8 %.
+      num_stages: stages of the shared memory ring; each holds 64 embedding rows.
+      epilogue_rows: compressed rows that one TMA store writes; divides block_m.
+      single_launch: whether one launch computes the last two levels, instead of one launch each.
+      cluster: number of CTAs that share weight tiles by multicast, 1 or 2.
+      trim: whether a second copy of the main loop multiplies only the valid rows of the last M
+        tile. It spills registers for most shapes; for M = 433 and long K it saves 1.8 %.
     """
 
     block_m: int = 224
@@ -77,7 +79,7 @@ class LinearCompressionConfig:
     @property
     def smem_bytes(self) -> int:
         """Shared memory of one CTA: ring, staging buffers, tickets and barriers."""
-        row = BLOCK_K * 2  # bytes of a row of any tile, 64 elements of 16 bits
+        row = BLOCK_K * 2  # bytes of one row of a tile: 64 elements of 16 bits
         ring = self.num_stages * (self.block_m + NUM_CONSUMERS * BLOCK_K) * row
         staging = NUM_CONSUMERS * STAGING_SLOTS * self.epilogue_rows * row
         return ring + -(-staging // SMEM_ALIGNMENT) * SMEM_ALIGNMENT + 2 * SMEM_ALIGNMENT
@@ -95,8 +97,8 @@ def illegal_reason(
         return f"the kernel needs K of at least 1 at every level, but K={problem.ks}"
     if config.block_m % 16 or not 16 <= config.block_m <= MAX_BLOCK_M:
         return (
-            f"block_m must be a multiple of 16 from 16 to {MAX_BLOCK_M}, where accumulators and a "
-            f"finished tile still fit the registers, but is {config.block_m}"
+            f"block_m must be a multiple of 16 from 16 to {MAX_BLOCK_M}, so that accumulators and "
+            f"a finished tile fit the registers, but is {config.block_m}"
         )
     if (
         config.epilogue_rows < 8
@@ -109,8 +111,8 @@ def illegal_reason(
         )
     if (config.block_m // config.epilogue_rows) % STAGING_SLOTS:
         return (
-            f"block_m / epilogue_rows must be a multiple of {STAGING_SLOTS}, so that a tile begins "
-            f"with the staging buffer that has been free for longest, but is "
+            f"block_m / epilogue_rows must be a multiple of {STAGING_SLOTS}, so that every tile "
+            f"starts with the staging buffer whose store was issued first, but is "
             f"{config.block_m} / {config.epilogue_rows}"
         )
     if config.num_stages < 2:
@@ -126,15 +128,14 @@ def illegal_reason(
 
 
 def candidate_configs(problem: LinearCompressionProblem) -> Iterator[LinearCompressionConfig]:
-    """Yields the legal configurations worth timing for `problem`, the likeliest best first.
+    """Yields the legal configurations worth timing for `problem`, the most promising first.
 
-    The first one is what runs where nothing was measured nearby; the autotuner times them in this
-    order. Configurations that differ from the first in one respect come before those that differ
-    in two.
+    The first one is the default configuration; the autotuner times them in this order.
+    Configurations that differ from the first in one parameter precede those that differ in two.
     """
 
-    # A k-step of 16 reads its 64 x 16 embedding operand from shared memory in the 16 cycles that
-    # the tensor core needs for 32 rows of M, so a tile costs about 32 rows more than it has.
+    # A k-step of 16 reads its 64 x 16 embedding operand from shared memory in 16 cycles, in which
+    # the tensor core could multiply 32 rows of M. So a tile costs block_m + 32 rows.
     def cost(block_m: int) -> int:
         return -(-problem.m // block_m) * (block_m + 32)
 
@@ -149,7 +150,8 @@ def candidate_configs(problem: LinearCompressionProblem) -> Iterator[LinearCompr
         enumerate(block_ms), enumerate(stages), enumerate(single_launches), enumerate(clusters)
     ):
         divisors = [rows for rows in range(8, block_m + 1, 8) if block_m % rows == 0]
-        divisors.sort(key=lambda rows: max(rows / 56, 56 / rows))  # 56 was best beside 224
+        # With block_m=224, epilogue_rows=56 was fastest.
+        divisors.sort(key=lambda rows: max(rows / 56, 56 / rows))
         configs = [
             LinearCompressionConfig(block_m, num_stages, rows, single_launch, cluster)
             for rows in divisors
@@ -162,12 +164,11 @@ def candidate_configs(problem: LinearCompressionProblem) -> Iterator[LinearCompr
     yield from (config for _, config in ranked)
 
 
-#: Head widths of the attention kernel (96 is padded to 128 in shared memory), and the widest blocks
-#: of keys beside which a consumer thread's accumulator, scores and weights fit its 240 registers:
-#: more spills.
+#: Largest block_kv by head width (width 96 is padded to 128 in shared memory). With larger blocks
+#: accumulator, scores and probabilities exceed a consumer thread's 240 registers and spill.
 ATTENTION_MAX_BLOCK_KV = {64: 128, 96: 128, 128: 128, 192: 64, 256: 64}
 ATTENTION_HEAD_DIMS = tuple(ATTENTION_MAX_BLOCK_KV)
-#: Rows of a CTA tile: of one query head, of candidates that follow one another.
+#: Query rows of a CTA tile: consecutive rows of one query head, of one or more candidates.
 ATTENTION_TILE_ROWS = NUM_CONSUMERS * WGMMA_M
 
 
@@ -176,13 +177,13 @@ class AttentionProblem:
     """Sizes of a broadcast attention.
 
     Attributes:
-      batch: candidates B.
-      users: U.
-      q_len: queries T of a candidate.
-      kv_len: keys S of a user.
-      q_heads: N.
-      kv_heads: K, divides N.
-      head_dim: H.
+      batch: B, number of candidates.
+      users: U, number of users.
+      q_len: T, queries of a candidate.
+      kv_len: S, keys of a user.
+      q_heads: N, number of query heads.
+      kv_heads: K, number of key heads; divides N.
+      head_dim: H, head width.
       dtype: name of the inputs' dtype.
     """
 
@@ -197,7 +198,7 @@ class AttentionProblem:
 
     @property
     def useful_flops(self) -> int:
-        """Multiply-adds times two of both products, every key valid: no padding, no softmax."""
+        """Two FLOPs per multiply-add of both products, all keys valid; no padding, no softmax."""
         return 4 * self.batch * self.q_len * self.q_heads * self.kv_len * self.head_dim
 
 
@@ -206,23 +207,26 @@ class AttentionConfig:
     """Tuning parameters of the attention kernel.
 
     Attributes:
-      block_kv: keys of a pipeline stage; a multiple of 16.
+      block_kv: keys of a block, which fills a pipeline stage; a multiple of 16.
       k_stages: stages of the ring of key blocks.
       v_stages: stages of the ring of value blocks.
-      q_slots: 2 or 3: the next tiles' queries arrive early and the output leaves through the
-        finished tile's slot by TMA; 1: 32 KiB less shared memory at H = 128, but the output leaves
-        from registers, which costs short sequences more than stages bring. 3 are for one or two
-        blocks of keys, where a tile is done before the next one's queries have come.
-      chunk: tiles of one head that are worked on next to one another, so that they find their
-        user's keys in L2.
-      reuse: a CTA works on neighbouring tiles, whatever `chunk` is, and keeps keys and values from
-        one tile to the next of the same user; for keys that all fit the stages.
-      balance: with T an odd multiple of 64, tiles are cut where users end, so that a tile of two
-        candidates with different users is two units of work, not a long one.
-      early_scores: the second block of a pass is multiplied while the pass before is stored; acts
-        with T a multiple of 64, H up to 128 and two or three query slots.
-      late_turns: a consumer lets the other one issue its products when its own scores are there,
-        not when it has issued its own; so the two take exponentials at different times.
+      q_slots: number of query slots. With 2 or 3, the queries of the next tiles are loaded early,
+        and TMA stores the output from the slot of the finished tile. With 1, the kernel uses 32 KiB
+        less shared memory at H = 128 but stores the output from registers, which costs short
+        sequences more than further stages gain. 3 is for one or two blocks of keys, where a tile
+        is finished before the queries of the next one have arrived.
+      chunk: number of consecutive tiles of one head in the schedule, which find their user's keys
+        in L2.
+      reuse: whether a CTA processes neighbouring tiles, ignoring `chunk`, and keeps keys and values
+        in shared memory between tiles of the same user; needs all keys to fit the stages.
+      balance: whether tiles are split where users end, if T is an odd multiple of 64. A tile that
+        holds two candidates of different users is then two work items instead of one long one.
+      early_scores: whether the scores of a pass's second block are computed while the preceding
+        pass stores its output; takes effect if T is a multiple of 64, H at most 128 and q_slots 2
+        or 3.
+      late_turns: whether a consumer warpgroup lets the other one issue its products only after its
+        own scores have arrived, and not already after it has issued its own products; so the two
+        compute exponentials at different times.
     """
 
     block_kv: int = 128
@@ -262,8 +266,8 @@ def attention_illegal_reason(problem: AttentionProblem, config: AttentionConfig)
     widest = ATTENTION_MAX_BLOCK_KV[problem.head_dim]
     if config.block_kv % WGMMA_K or not WGMMA_K <= config.block_kv <= widest:
         return (
-            f"block_kv must be a multiple of {WGMMA_K} from {WGMMA_K} to {widest}, where scores "
-            f"and accumulator of H={problem.head_dim} fit the registers, but is {config.block_kv}"
+            f"block_kv must be a multiple of {WGMMA_K} from {WGMMA_K} to {widest}, so that scores "
+            f"and accumulator fit the registers at H={problem.head_dim}, but is {config.block_kv}"
         )
     if min(config.k_stages, config.v_stages) < 2:
         return (
@@ -290,22 +294,22 @@ def attention_illegal_reason(problem: AttentionProblem, config: AttentionConfig)
 
 
 def attention_candidate_configs(problem: AttentionProblem) -> Iterator[AttentionConfig]:
-    """Yields the legal configurations worth timing for `problem`, the likeliest best first."""
-    # (k_stages, v_stages, q_slots); three slots were best up to 256 keys: 0.053 instead of 0.076 ms
-    # at S = 128 on an H200, but 0.134 instead of 0.123 at S = 512.
+    """Yields the legal configurations worth timing for `problem`, the most promising first."""
+    # (k_stages, v_stages, q_slots). Three query slots were fastest up to 256 keys: on an H200
+    # 0.053 ms instead of 0.076 ms at S = 128, but 0.134 ms instead of 0.123 ms at S = 512.
     rings = [(2, 3, 2), (3, 3, 1), (3, 3, 2), (4, 4, 1), (2, 2, 3), (2, 2, 2), (2, 2, 1)]
     if problem.kv_len <= 256:
         rings.sort(key=lambda ring: ring != (2, 2, 3))
     for block_kv in (128, 64):
         for k_stages, v_stages, q_slots in rings:
             config = AttentionConfig(block_kv, k_stages, v_stages, q_slots)
-            # Keys that stay: 0.074 instead of 0.082 ms at S = 256, 64 candidates a user, in one
-            # run, 0.086 instead of 0.089 in another.
-            for candidate in (config, dataclasses.replace(config, reuse=True)):
-                if attention_illegal_reason(problem, candidate) is None:
-                    yield candidate
+            # reuse: 0.074 ms instead of 0.082 ms at S = 256 and 64 candidates a user in one
+            # measurement, 0.086 ms instead of 0.089 ms in another.
+            for variant in (config, dataclasses.replace(config, reuse=True)):
+                if attention_illegal_reason(problem, variant) is None:
+                    yield variant
 
 
 def default_attention_config(problem: AttentionProblem) -> AttentionConfig | None:
-    """What runs where nothing was measured nearby; None if no configuration is legal."""
+    """The configuration without a measured row nearby; None if no configuration is legal."""
     return next(attention_candidate_configs(problem), None)

@@ -1,9 +1,9 @@
-"""Who is fastest: successive halving, a deciding round by turns, and the rule of what is written.
+"""Finds the fastest contender: successive halving, a final, and the rule that decides on writing.
 
-Heats time all contenders by turns, first for 5 ms at a time; the faster half goes on to the next
-heat, of windows twice as long. The last few and XLA meet in a final of sustained windows. The
-table's own choice is a contender in every round, whatever its times, so that a result can be
-compared with it.
+A heat is one round of successive halving: it times the contenders interleaved, in the first heat
+for windows of 5 ms, and the faster half enters the next heat, with windows twice as long. The final
+times the last few contenders and XLA in sustained windows. The choice of the dispatch table (the
+incumbent) takes part in every round, however slow, so that every round can compare with it.
 """
 
 from __future__ import annotations
@@ -17,28 +17,29 @@ from collections.abc import Callable
 from typing import Any
 
 from ikbo_jax.tuning import rules, table
-from ikbo_jax.tuning.bench import Candidate, Task, trials_of
+from ikbo_jax.tuning.bench import Contender, Task, trials_of
 from ikbo_jax.tuning.gdpa_configs import GdpaProblem
 from ikbo_jax.tuning.rules import Config, Problem
 from ikbo_jax.tuning.session import Progress
 
-#: XLA must be this much faster than the best kernel for a row to prefer it.
+#: A row prefers XLA only if XLA is faster than the best kernel by more than this fraction.
 XLA_MARGIN = 0.02
-#: Configurations that the heats leave for the final.
+#: Number of configurations that the heats leave for the final.
 FINALISTS = 4
-#: Seconds of a window of the first heat; every later heat has twice those of the one before.
+#: Seconds of a window in the first heat; the windows of each later heat are twice as long.
 FIRST_WINDOW_S = 0.005
-#: Windows of a heat; two are the fewest that show a noise.
+#: Windows of a heat; an estimate of the noise needs at least two.
 HEAT_WINDOWS = 2
-#: Least noise of a heat: the fastest of a hundred in two short windows is so by luck as well.
+#: Lower bound of a heat's noise: the fastest of a hundred contenders in two short windows is partly
+#: the luckiest.
 HEAT_NOISE = 0.02
-#: Seconds of a window of the final, and their number.
+#: Seconds of a window of the final, and number of windows.
 FINAL_WINDOW_S, FINAL_WINDOWS = 0.2, 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """One contender's windows in one round, milliseconds per call."""
+    """Samples of one contender in one round, one per window, in milliseconds per call."""
 
     samples: tuple[float, ...]
 
@@ -48,35 +49,36 @@ class Times:
 
     @property
     def noise(self) -> float:
-        """Median distance of the windows to their median, as a fraction of it."""
+        """Median absolute deviation of the samples from their median, as a fraction of it."""
         return statistics.median(abs(x - self.ms) for x in self.samples) / self.ms
 
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """What a task measured.
+    """The results of a task.
 
     Attributes:
-      times: of every contender that worked.
-      failures: why the others did not.
-      matmul_ms: median of the matmul beside them.
-      least_noise: of any comparison, as a fraction.
+      times: times of every contender that worked.
+      failures: error text of every contender that failed.
+      matmul_ms: median time of the reference matmul, which was timed interleaved with them.
+      least_noise: lower bound of the noise of a comparison, as a fraction.
     """
 
-    times: dict[Candidate, Times]
-    failures: dict[Candidate, str]
+    times: dict[Contender, Times]
+    failures: dict[Contender, str]
     matmul_ms: float
     least_noise: float
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """Who won.
+    """The result of a contest.
 
     Attributes:
-      row: measured just now: of the winner if it is better, else of the table's choice.
-      is_better: whether the winner beats the table's choice by more than the noise of both.
-      text: who won and by how much.
+      row: a new row: for the winner if it is better, else for the table's choice.
+      is_better: whether the winner is faster than the table's choice by more than the noise of
+        both.
+      text: the winner and its lead, as text.
     """
 
     row: table.Row
@@ -84,84 +86,83 @@ class Verdict:
     text: str
 
 
-def brief(candidate: Candidate) -> str:
-    """A contender in a few words."""
-    if candidate is None:
+def brief(contender: Contender) -> str:
+    """A contender as short text."""
+    if contender is None:
         return "XLA"
     names = {"block_m": "block_m", "num_stages": "stages", "epilogue_rows": "epilogue"}
-    fields = dataclasses.asdict(candidate)
+    fields = dataclasses.asdict(contender)
     return " ".join(f"{names.get(name, name)} {value}" for name, value in fields.items())
 
 
-def choices_of_table(problem: Problem) -> tuple[Candidate, Candidate]:
-    """What runs `problem` now, and what would without the user's cache; None is XLA."""
+def choices_of_table(problem: Problem) -> tuple[Contender, Contender]:
+    """The choice for `problem` with and without the user's cache; None is XLA."""
     found = []
     for with_user_rows in (True, False):
         choice = table.lookup(problem, with_user_rows=with_user_rows)
-        # The op runs its kernel beside a measured row only.
+        # `gdpa` runs its kernel only if the table has a measured row.
         is_xla = isinstance(problem, GdpaProblem) and choice.source == "default"
         found.append(None if is_xla else choice.config)
     return found[0], found[1]
 
 
 class Contest:
-    """A contest of configurations of one problem; `play` it, then ask for the `verdict`.
+    """A contest between configurations for one problem: call `play`, then `verdict`.
 
     Attributes:
-      contenders: all that a task may name: XLA, the table's choices, the candidates.
+      contenders: XLA, the table's choices, and the configurations worth timing.
     """
 
     def __init__(self, problem: Problem, limit: int | None, report: Progress) -> None:
-        """Asks the table.
+        """Collects the contenders.
 
         Args:
           problem: sizes of the inputs.
-          limit: takes at most this many candidates, the likeliest first; the table's choices and
-            XLA take part in any case.
+          limit: include at most this many configurations, the most promising first; the table's
+            choices and XLA are added to them.
           report: called with (done, total, text) after every round.
         """
         self._problem, self._report = problem, report
         self._incumbent, shipped = choices_of_table(problem)
         self._fixed = tuple(dict.fromkeys((self._incumbent, shipped)))
-        every = rules.of(problem).candidate_configs(problem)
-        candidates = itertools.islice(every, limit)
-        self.contenders: tuple[Candidate, ...] = tuple(
-            dict.fromkeys((None, *self._fixed, *candidates))
+        configs = itertools.islice(rules.of(problem).candidate_configs(problem), limit)
+        self.contenders: tuple[Contender, ...] = tuple(
+            dict.fromkeys((None, *self._fixed, *configs))
         )
         self._rounds: list[Round] = []
-        self._failures: dict[Candidate, str] = {}
+        self._failures: dict[Contender, str] = {}
         self._device, self._jax, self._xla_ms = "", "", math.nan
 
     def play(self, run: Callable[[Task], dict[str, Any]]) -> None:
         """Runs all rounds.
 
         Args:
-          run: measures a task: `Bench.measure`, or {"failure": why}.
+          run: measures a task; returns the result of `Bench.measure`, or {"failure": text}.
 
         Raises:
-          RuntimeError: the device is not a Hopper GPU, or even the XLA path fails on it.
+          RuntimeError: the device is not a Hopper GPU, or the XLA path fails on it.
         """
         self._begin(run(Task(self._problem, (None,), FINAL_WINDOW_S, HEAT_WINDOWS)))
-        alive: list[Config] = [c for c in self.contenders if c is not None]
+        remaining: list[Config] = [c for c in self.contenders if c is not None]
         heats = 0
-        while (1 << heats) * FINALISTS < len(alive):
+        while (1 << heats) * FINALISTS < len(remaining):
             heats += 1
         for heat in range(heats):
-            if len(alive) <= FINALISTS:
+            if len(remaining) <= FINALISTS:
                 break
             window_s = FIRST_WINDOW_S * 2**heat
-            entrants = tuple(dict.fromkeys((*self._fixed, *alive)))
+            entrants = tuple(dict.fromkeys((*self._fixed, *remaining)))
             task = Task(self._problem, entrants, window_s, HEAT_WINDOWS)
             times = self._played(task, run(task))
-            alive = sorted((c for c in alive if c in times), key=lambda c: times[c].ms)
-            working = len(alive)
-            alive = alive[: max(FINALISTS, -(-len(alive) // 2))]
-            text = f"{working} timed for {window_s * 1e3:.0f} ms each, {len(alive)} go on"
-            if alive:
-                text += f"; fastest {times[alive[0]].ms:.4g} ms: {brief(alive[0])}"
+            remaining = sorted((c for c in remaining if c in times), key=lambda c: times[c].ms)
+            working = len(remaining)
+            remaining = remaining[: max(FINALISTS, -(-len(remaining) // 2))]
+            text = f"{working} timed for {window_s * 1e3:.0f} ms each, {len(remaining)} go on"
+            if remaining:
+                text += f"; fastest {times[remaining[0]].ms:.4g} ms: {brief(remaining[0])}"
             self._report(heat + 1, heats + 1, text)
         entrants = tuple(
-            c for c in dict.fromkeys((None, *self._fixed, *alive)) if c not in self._failures
+            c for c in dict.fromkeys((None, *self._fixed, *remaining)) if c not in self._failures
         )
         task = Task(self._problem, entrants, FINAL_WINDOW_S, FINAL_WINDOWS)
         times = self._played(task, run(task))
@@ -170,7 +171,7 @@ class Contest:
             self._report(heats + 1, heats + 1, text)
 
     def _begin(self, answer: dict[str, Any]) -> None:
-        """Reads what XLA alone took, and on which device."""
+        """Reads the device and the time of the XLA path from the answer to the first task."""
         failure = answer.get("failure") or answer["results"][0].get("failure")
         if failure is not None:
             raise RuntimeError(f"the XLA path cannot be timed here: {failure}")
@@ -182,21 +183,21 @@ class Contest:
         self._xla_ms = statistics.median(answer["results"][0]["ms"])
         self._report(1, 1, f"XLA: {self._xla_ms:.4g} ms")
 
-    def _played(self, task: Task, answer: dict[str, Any]) -> dict[Candidate, Times]:
-        """Keeps a round; returns the times of those that worked."""
+    def _played(self, task: Task, answer: dict[str, Any]) -> dict[Contender, Times]:
+        """Stores a round; returns the times of the contenders that worked."""
         if "failure" in answer:
-            # The whole task failed: earlier rounds decide.
+            # The whole task failed: the verdict uses earlier rounds.
             self._report(1, 1, f"a round failed: {answer['failure']}")
             return {}
         times, failures = {}, {}
-        for candidate, result in zip(task.candidates, answer["results"], strict=True):
+        for contender, result in zip(task.contenders, answer["results"], strict=True):
             if "failure" in result:
-                failures[candidate] = result["failure"]
+                failures[contender] = result["failure"]
             elif result["ms"]:
-                times[candidate] = Times(tuple(result["ms"]))
-        for candidate, text in failures.items():
-            if candidate not in self._failures:
-                self._report(1, 1, f"out: {brief(candidate)}: {text}")
+                times[contender] = Times(tuple(result["ms"]))
+        for contender, text in failures.items():
+            if contender not in self._failures:
+                self._report(1, 1, f"out: {brief(contender)}: {text}")
         self._failures |= failures
         if answer["matmul_ms"]:
             matmul_ms = statistics.median(answer["matmul_ms"])
@@ -205,7 +206,7 @@ class Contest:
         return times
 
     def keep(self, task: Task, answer: dict[str, Any]) -> None:
-        """Keeps what an interrupted round measured, as far as its windows show a noise."""
+        """Stores an interrupted round, without contenders that have too few samples for a noise."""
         results = [
             result if len(result.get("ms", ())) >= HEAT_WINDOWS else {"ms": []}
             for result in answer["results"]
@@ -213,10 +214,10 @@ class Contest:
         self._played(task, answer | {"results": results})
 
     def verdict(self) -> Verdict | None:
-        """Compares the fastest with the table's choice in the last round that had both.
+        """Compares the fastest contender with the table's choice in the last round with both.
 
-        Returns None if there was no such round. A contender that failed cannot win; if the table's
-        choice failed, whoever is fastest beats it.
+        Returns None if no round had both. A contender that failed in any round cannot win. If the
+        table's choice failed, the fastest contender is better.
         """
         has_failed = self._incumbent in self._failures
         for played in reversed(self._rounds):
@@ -251,8 +252,8 @@ class Contest:
             self._row(chosen, times[chosen].ms, played.matmul_ms, xla_ms), is_better, text
         )
 
-    def _winner(self, times: dict[Candidate, Times]) -> Candidate:
-        """The fastest kernel, or XLA where that is faster by more than the margin."""
+    def _winner(self, times: dict[Contender, Times]) -> Contender:
+        """The fastest kernel, or XLA if XLA is faster by more than `XLA_MARGIN`."""
         kernels = [c for c in times if c is not None]
         best = min(kernels, key=lambda c: times[c].ms, default=None)
         xla = times.get(None)
@@ -261,7 +262,7 @@ class Contest:
         )
         return best if is_kernel else None
 
-    def _row(self, config: Candidate, ms: float, matmul_ms: float, xla_ms: float) -> table.Row:
+    def _row(self, config: Contender, ms: float, matmul_ms: float, xla_ms: float) -> table.Row:
         size = Task(self._problem, ()).matmul_size
         rate = 2 * size**3 / matmul_ms
         fraction = trials_of(self._problem).flops(self._problem) / ms / rate
@@ -271,5 +272,5 @@ class Contest:
 
 
 def _digits(value: float) -> float:
-    """Five significant digits: decimals would make a small problem's fraction 0."""
+    """Rounds to five significant digits; fixed decimals would round small fractions to 0."""
     return float(f"{value:.5g}")

@@ -14,13 +14,14 @@ from ikbo_jax.tuning.configs import (
     WGMMA_M,
 )
 
-#: Head widths (96 is padded to 128 in shared memory), and the widest blocks beside which sums and
-#: scores fit a consumer thread's 240 registers: for two results (keys, values), for one (queries).
+#: Largest `block` by head width (width 96 is padded to 128 in shared memory): for the kernel with
+#: two results (d_key, d_value), and with one (d_query). With larger blocks accumulators and scores
+#: exceed a consumer thread's 240 registers.
 MAX_BLOCKS = {64: (96, 128), 96: (64, 96), 128: (64, 96)}
 HEAD_DIMS = tuple(MAX_BLOCKS)
-#: Rows of a CTA tile: of one head and one sequence.
+#: Rows of a CTA tile; all belong to one head and one sequence.
 TILE_ROWS = NUM_CONSUMERS * WGMMA_M
-#: The operands and results of the finished tile, and those of the next one.
+#: Number of slots for a tile's operands and results: the finished tile and the next one.
 SLOTS = 2
 
 
@@ -29,7 +30,7 @@ class GdpaBackwardConfig:
     """Tuning parameters of one backward kernel.
 
     Attributes:
-      block: rows of a pipeline stage, which holds two operands; a multiple of 16.
+      block: rows of each of the two operands in a pipeline stage; a multiple of 16.
       stages: stages of the ring.
     """
 
@@ -56,8 +57,8 @@ def illegal_reason(
     widest = MAX_BLOCKS[head_dim][0 if num_results == 2 else 1]
     if config.block % WGMMA_K or not WGMMA_K <= config.block <= widest:
         return (
-            f"block must be a multiple of {WGMMA_K} from {WGMMA_K} to {widest}, where scores and "
-            f"{num_results} sums of H={head_dim} fit the registers, but is {config.block}"
+            f"block must be a multiple of {WGMMA_K} from {WGMMA_K} to {widest}, so that scores and "
+            f"{num_results} accumulators fit the registers at H={head_dim}, but is {config.block}"
         )
     if config.stages < 2:
         return f"stages must be at least 2, but is {config.stages}"
@@ -71,5 +72,5 @@ def illegal_reason(
 
 
 def default_config(head_dim: int) -> GdpaBackwardConfig:
-    """What runs where nothing was measured nearby, of either kernel."""
+    """The configuration of both kernels; nothing else was measured."""
     return GdpaBackwardConfig(64, 6 if head_dim <= BLOCK_K else 3)

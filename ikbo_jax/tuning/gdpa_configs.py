@@ -17,39 +17,42 @@ from ikbo_jax.tuning.configs import (
     AttentionConfig,
 )
 
-#: Head widths (96 is padded to 128 in shared memory), and the widest blocks of keys beside which a
-#: consumer thread's accumulator, scores and weights fit its 240 registers.
+#: Largest block_kv by head width (width 96 is padded to 128 in shared memory). With larger blocks
+#: accumulator, scores and activated scores exceed a consumer thread's 240 registers.
 GDPA_MAX_BLOCK_KV = {64: 128, 96: 128, 128: 128, 256: 64}
-#: Widest heads with `early_scores`.
+#: Largest head width with `early_scores`.
 EARLY_SCORES_MAX_WIDTH = 128
-#: The activation that the attention kernel computes.
+#: Name of the activation that the attention kernel computes.
 SOFTMAX = "softmax"
-#: Query rows of a CTA tile: of one head and one sequence.
+#: Query rows of a CTA tile; all belong to one head and one sequence.
 GDPA_TILE_ROWS = NUM_CONSUMERS * WGMMA_M
-#: Sequences that fill more of their bounds than this are full: nearly all tiles are whole.
-FULL = 0.75
-#: Candidates for one problem: their XLA path takes up to 0.1 s a call, and is compared with each.
-MOST_CANDIDATES = 16
-#: (k_stages, v_stages, q_slots) of candidates, the likeliest best first. Fractions of the matmul on
-#: an H200, batch 1152, N = 4, H = 128, gelu_tanh with approx="tanh", blocks of 128 keys: 0.805 with
-#: the first ring, 0.780 with the second, full sequences of 1024.
+#: Sequences are full if their mean length is more than this fraction of the bound: nearly all tiles
+#: are then whole.
+FULL_FRACTION = 0.75
+#: Largest number of configurations to time for one problem: each result is compared with the XLA
+#: path, which takes up to 0.1 s a call.
+MAX_CONFIGS = 16
+#: (k_stages, v_stages, q_slots) of configurations worth timing, the most promising first. Fractions
+#: of the reference matmul on an H200 for batch 1152, N = 4, H = 128, gelu_tanh with approx="tanh",
+#: blocks of 128 keys and full sequences of 1024: 0.805 with the first ring, 0.780 with the second.
 RINGS = ((2, 2, 3), (2, 3, 2), (3, 3, 2), (4, 4, 2), (3, 3, 1), (2, 2, 1))
-#: What else candidates differ in, the likeliest best first. Where keys do not stay, with the second
-#: ring at 512, 1024 and 2048: late_turns 0.725, 0.794, 0.853; plain 0.728, 0.780, 0.824;
-#: early_scores 0.708, 0.782 (2048 was not timed). The first ring with late_turns: 0.806 to 0.813 at
-#: 1024, 0.854 at 2048.
+#: Further parameters, the most promising first, if the keys of a sequence do not fit the stages.
+#: Fractions with the second ring at lengths 512, 1024 and 2048: late_turns 0.725, 0.794, 0.853;
+#: none 0.728, 0.780, 0.824; early_scores 0.708, 0.782 (2048 was not timed). With the first ring and
+#: late_turns: 0.806 to 0.813 at 1024, 0.854 at 2048.
 LONG_MODES: tuple[dict[str, Any], ...] = ({"late_turns": True}, {})
-#: Jagged sequences up to 512, 1024 and 2048: the first of these 0.481 (without late_turns), 0.645
-#: and 0.753; none of them 0.472, 0.639 (with late_turns) and 0.757; blocks of 64 keys best to 256.
+#: The same for jagged sequences. Fractions for bounds 512, 1024 and 2048: with skip_empty and
+#: half_blocks 0.481 (without late_turns), 0.645 and 0.753; without them 0.472, 0.639 (with
+#: late_turns) and 0.757. Up to a bound of 256, blocks of 64 keys were fastest.
 JAGGED_MODES: tuple[dict[str, Any], ...] = (
     {"late_turns": True, "skip_empty": True, "half_blocks": True},
     {"skip_empty": True, "half_blocks": True},
     *LONG_MODES,
 )
-#: Where they do, full sequences of 256 keys, first ring. 1024 queries: 0.702 with runs of 8, 0.687
-#: of 4, 0.676 of 16; 0.678 with early_scores; 0.575 with the second ring and no runs. 512: 0.689
-#: with runs of 4, 0.659 of 8. 256: 0.605 with runs of 2, 0.598 with late_turns alone, 0.588 with
-#: early_scores and runs of 2.
+#: The same if the keys of a sequence fit the stages. Fractions for full sequences of 256 keys with
+#: the first ring. 1024 queries: 0.702 with run=8, 0.687 with 4, 0.676 with 16; 0.678 with
+#: early_scores; 0.575 with the second ring and run=1. 512 queries: 0.689 with run=4, 0.659 with 8.
+#: 256 queries: 0.605 with run=2, 0.598 with late_turns alone, 0.588 with early_scores and run=2.
 SHORT_MODES: tuple[dict[str, Any], ...] = (
     {"run": 8},
     {"run": 4},
@@ -58,28 +61,28 @@ SHORT_MODES: tuple[dict[str, Any], ...] = (
     {"run": 8, "late_turns": True},
     {},
 )
-#: Places that blocks of 64 keys lose against those of 128.
+#: Ranks that a configuration with blocks of 64 keys is placed behind the same one with 128 keys.
 NARROW_BLOCK_COST = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class GdpaProblem:
-    """Sizes of a generalised dot-product attention, as far as they are known while tracing.
+    """Sizes of a generalised dot-product attention that are known while tracing.
 
     Attributes:
-      batch: query sequences.
-      batch_kv: key-value sequences.
-      q_rows: rows of all queries' results, those of no sequence among them.
-      kv_rows: rows of all keys.
-      q_heads: N.
-      kv_heads: K, divides N.
-      head_dim: H.
+      batch: number of query sequences.
+      batch_kv: number of key-value sequences.
+      q_rows: rows of the result, including rows outside all sequences.
+      kv_rows: rows of the keys, including rows outside all sequences.
+      q_heads: N, number of query heads.
+      kv_heads: K, number of key heads; divides N.
+      head_dim: H, head width.
       dtype: name of the inputs' dtype.
-      activations: names, one for each head or one for all of them.
-      approx: an approximation's name, or None.
-      broadcast_q: that all sequences have the same queries.
-      max_seqlen_q: bound of the lengths, or None.
-      max_seqlen_kv: bound of the lengths, or None.
+      activations: one name for each head, or one name for all heads.
+      approx: name of an approximation, or None.
+      broadcast_q: whether all sequences have the same queries.
+      max_seqlen_q: bound of the lengths of query sequences, or None.
+      max_seqlen_kv: bound of the lengths of key-value sequences, or None.
     """
 
     batch: int
@@ -98,17 +101,17 @@ class GdpaProblem:
 
     @property
     def is_full(self) -> bool:
-        """Whether sequences nearly fill their bounds on the average; not known without bounds."""
+        """Whether mean lengths are near their bounds (`FULL_FRACTION`); False without bounds."""
         bounds = [(self.kv_rows, self.batch_kv, self.max_seqlen_kv)]
         if not self.broadcast_q:
             bounds.append((self.q_rows, self.batch, self.max_seqlen_q))
         return all(
-            bound is not None and rows > FULL * sequences * bound
+            bound is not None and rows > FULL_FRACTION * sequences * bound
             for rows, sequences, bound in bounds
         )
 
     def useful_flops(self, pairs: int) -> int:
-        """Multiply-adds times two of both products; `pairs` of a query and a key in a sequence."""
+        """Two FLOPs per multiply-add of both products; `pairs` counts query-key pairs per head."""
         return 4 * pairs * self.q_heads * self.head_dim
 
     def describe(self) -> str:
@@ -128,25 +131,30 @@ class GdpaProblem:
 
 @dataclasses.dataclass(frozen=True)
 class GdpaConfig:
-    """Tuning parameters of the forward kernel; a softmax has rings, query slots and late_turns.
+    """Tuning parameters of the forward kernel.
+
+    With softmax only block_kv, stages, q_slots and late_turns apply.
 
     Attributes:
-      block_kv: keys of a pipeline stage; a multiple of 16.
+      block_kv: keys of a block, which fills a pipeline stage; a multiple of 16.
       k_stages: stages of the ring of key blocks.
       v_stages: stages of the ring of value blocks.
-      q_slots: 2 or 3: the next tiles' queries arrive early and the output leaves through the
-        finished tile's slot by TMA; 1: less shared memory, but the output leaves from registers.
-      run: neighbouring tiles that a CTA works on, one after another and head by head; it keeps
-        keys and values from one to the next of the same sequence if all fit the stages.
-      early_scores: an item's second scores are multiplied while the item before is stored; needs
-        more than one query slot, and heads up to `EARLY_SCORES_MAX_WIDTH` wide.
-      late_turns: a consumer lets the other one issue its products when its own scores are there,
-        not when it has issued its own; so the two activate at different times.
-      skip_empty: a consumer skips the products and activations of a tile that has no rows for it:
-        the second one, those of tiles of at most 64 rows.
-      half_blocks: a sequence's last block, if at most half of it are keys, is multiplied and
-        activated at half its width; its scores are not where it is the first block as well, or,
-        with `early_scores`, the second.
+      q_slots: number of query slots. With 2 or 3, the queries of the next tiles are loaded early,
+        and TMA stores the output from the slot of the finished tile. With 1, the kernel uses less
+        shared memory but stores the output from registers.
+      run: number of neighbouring tiles that a CTA processes in sequence, head by head. It keeps
+        keys and values in shared memory between tiles of the same sequence if all fit the stages.
+      early_scores: whether the scores of a work item's second block are computed while the
+        preceding item stores its output; needs 2 or 3 query slots, and heads of width at most
+        `EARLY_SCORES_MAX_WIDTH`.
+      late_turns: whether a consumer warpgroup lets the other one issue its products only after its
+        own scores have arrived, and not already after it has issued its own products; so the two
+        compute activations at different times.
+      skip_empty: whether a consumer warpgroup skips products and activations of a tile that has no
+        rows for it; the second warpgroup has none in tiles of at most 64 rows.
+      half_blocks: whether a sequence's last block is multiplied and activated at half width if at
+        most half of it holds keys. Its scores are still computed at full width if it is also the
+        first block or, with `early_scores`, the second.
     """
 
     block_kv: int = 128
@@ -168,7 +176,7 @@ class GdpaConfig:
 
     @property
     def for_softmax(self) -> AttentionConfig:
-        """The same of the attention kernel, which computes a softmax."""
+        """The equivalent configuration of the attention kernel, which computes a softmax."""
         return AttentionConfig(
             self.block_kv,
             self.k_stages,
@@ -185,8 +193,8 @@ def gdpa_illegal_reason(problem: GdpaProblem, config: GdpaConfig) -> str | None:
     has_softmax = SOFTMAX in problem.activations
     if has_softmax and set(problem.activations) != {SOFTMAX}:
         return (
-            "the kernels take a softmax in all heads or in none, "
-            f"but the heads have {', '.join(problem.activations)}"
+            "the kernels support softmax in all heads or in none, "
+            f"but the activations are {', '.join(problem.activations)}"
         )
     if problem.head_dim not in GDPA_MAX_BLOCK_KV:
         return (
@@ -196,8 +204,8 @@ def gdpa_illegal_reason(problem: GdpaProblem, config: GdpaConfig) -> str | None:
     widest = GDPA_MAX_BLOCK_KV[problem.head_dim]
     if config.block_kv % WGMMA_K or not WGMMA_K <= config.block_kv <= widest:
         return (
-            f"block_kv must be a multiple of {WGMMA_K} from {WGMMA_K} to {widest}, where scores "
-            f"and accumulator of H={problem.head_dim} fit the registers, but is {config.block_kv}"
+            f"block_kv must be a multiple of {WGMMA_K} from {WGMMA_K} to {widest}, so that scores "
+            f"and accumulator fit the registers at H={problem.head_dim}, but is {config.block_kv}"
         )
     if min(config.k_stages, config.v_stages) < 2:
         return (
@@ -214,18 +222,18 @@ def gdpa_illegal_reason(problem: GdpaProblem, config: GdpaConfig) -> str | None:
     if config.run < 1:
         return f"run must be at least 1, but is {config.run}"
     switches = ("early_scores", "skip_empty", "half_blocks")
-    unknown = [name for name in switches if getattr(config, name)]
-    if has_softmax and (config.run > 1 or unknown):
+    enabled = [name for name in switches if getattr(config, name)]
+    if has_softmax and (config.run > 1 or enabled):
         return (
-            f"a softmax takes run=1 and none of {', '.join(switches)}, "
-            f"but has run={config.run} and {', '.join(unknown) or 'none of them'}"
+            f"softmax needs run=1 and none of {', '.join(switches)}, "
+            f"but the config has run={config.run} and {', '.join(enabled) or 'none of them'}"
         )
     if config.early_scores and config.q_slots == 1:
         return "early_scores needs 2 or 3 q_slots, but q_slots is 1"
     if config.early_scores and problem.head_dim > EARLY_SCORES_MAX_WIDTH:
         return (
-            f"early_scores takes head widths up to {EARLY_SCORES_MAX_WIDTH}, wider ones spill "
-            f"registers, but H={problem.head_dim}"
+            f"early_scores needs a head width of at most {EARLY_SCORES_MAX_WIDTH}, since wider "
+            f"heads spill registers, but H={problem.head_dim}"
         )
     smem_bytes = (config.for_softmax if has_softmax else config).smem_bytes(problem.head_dim)
     if smem_bytes > MAX_SMEM_BYTES:
@@ -236,27 +244,30 @@ def gdpa_illegal_reason(problem: GdpaProblem, config: GdpaConfig) -> str | None:
     return None
 
 
-def keys_stay(problem: GdpaProblem, config: GdpaConfig) -> bool:
-    """Whether all keys of a sequence fit the stages, as far as is known: a mean without a bound."""
+def keys_fit_stages(problem: GdpaProblem, config: GdpaConfig) -> bool:
+    """Whether all keys of a sequence fit the stages of both rings.
+
+    Uses max_seqlen_kv, or the mean length if no bound was passed.
+    """
     longest = problem.max_seqlen_kv or problem.kv_rows / max(problem.batch_kv, 1)
     return longest <= min(config.k_stages, config.v_stages) * config.block_kv
 
 
 def gdpa_candidate_configs(problem: GdpaProblem) -> Iterator[GdpaConfig]:
-    """Yields the legal configurations worth timing for `problem`, the likeliest best first.
+    """Yields the legal configurations worth timing for `problem`, the most promising first.
 
-    The first one is what runs where nothing was measured nearby. A configuration's place is the sum
-    of its ring's, its mode's and its block's.
+    The first one is the default configuration. A configuration's rank is the sum of the positions
+    of its ring and its mode in their lists, plus `NARROW_BLOCK_COST` for blocks of 64 keys.
     """
     ranked: list[tuple[int, GdpaConfig]] = []
     for block, block_kv in enumerate((128, 64)):
         for ring, (k_stages, v_stages, q_slots) in enumerate(RINGS):
             plain = GdpaConfig(block_kv, k_stages, v_stages, q_slots)
-            can_stay = keys_stay(problem, plain) and q_slots > 1
+            is_short = keys_fit_stages(problem, plain) and q_slots > 1
             long_modes = LONG_MODES if problem.is_full else JAGGED_MODES
-            for mode, switches in enumerate(SHORT_MODES if can_stay else long_modes):
+            for mode, switches in enumerate(SHORT_MODES if is_short else long_modes):
                 config = dataclasses.replace(plain, **switches)
                 if gdpa_illegal_reason(problem, config) is None:
                     ranked.append((NARROW_BLOCK_COST * block + ring + mode, config))
     ranked.sort(key=lambda entry: entry[0])
-    yield from (config for _, config in ranked[:MOST_CANDIDATES])
+    yield from (config for _, config in ranked[:MAX_CONFIGS])

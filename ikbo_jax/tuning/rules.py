@@ -1,6 +1,7 @@
-"""What the ops' problems look like to the dispatch table: names, classes, distances, JSON.
+"""Rules of the dispatch table for each op: names, shape classes, distances, JSON.
 
-`Rules` holds what differs from op to op; `RULES` lists them by name, `of` finds those of a problem.
+`Rules` holds the functions that differ between ops. `RULES` lists them by op name; `of` returns the
+rules for a problem.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from ikbo_jax.tuning.gdpa_configs import (
     GdpaProblem,
     gdpa_candidate_configs,
     gdpa_illegal_reason,
-    keys_stay,
+    keys_fit_stages,
 )
 
 Problem = LinearCompressionProblem | AttentionProblem | GdpaProblem
 Config = LinearCompressionConfig | AttentionConfig | GdpaConfig
 
-#: A nearby row's tile may pad M to at most this multiple of what the best tile pads it to.
+#: A nearby row's block_m may pad M to at most this multiple of M padded by the default block_m.
 MAX_EXTRA_PADDING = 1.125
-#: Weights of linear compression's distance. M decides how tiles fit and counts most; the coarse
-#: levels do little work.
+#: Coefficients of linear compression's distance. M decides how tiles fit and has the largest
+#: coefficient; the coarse levels do little work.
 DISTANCE_WEIGHTS = {
     "m": 2.0,
     "n": 1.0,
@@ -42,10 +43,10 @@ DISTANCE_WEIGHTS = {
     "k_coarse": 0.25,
     "ratio": 0.25,
 }
-#: Distance for every level that one problem has and the other has not.
+#: Added to the distance for each level that only one of the problems has.
 LEVEL_DISTANCE = 2.0
-#: Weights of attention's distance. S and T decide the pipeline and the tiles; the number of tiles,
-#: the candidates of a user and the query heads of a key head move data only.
+#: Coefficients of attention's distance. S and T decide the pipeline and the tiles; the number of
+#: tiles, of candidates per user and of query heads per key head only affect data movement.
 ATTENTION_DISTANCE_WEIGHTS = {
     "kv_len": 1.0,
     "q_len": 1.0,
@@ -53,9 +54,7 @@ ATTENTION_DISTANCE_WEIGHTS = {
     "ratio": 0.25,
     "heads": 0.25,
 }
-#: Weights of generalised attention's distance. Mean lengths decide the pipeline and the tiles; the
-#: activation decides what limits the kernel, and counts as much as one doubling; so does whether
-#: sequences are full or jagged.
+#: Coefficients of generalised attention's distance. Mean lengths decide the pipeline and the tiles.
 GDPA_DISTANCE_WEIGHTS = {
     "kv_len": 1.0,
     "q_len": 1.0,
@@ -63,28 +62,33 @@ GDPA_DISTANCE_WEIGHTS = {
     "ratio": 0.25,
     "heads": 0.25,
 }
+#: Added to the distance if activations differ, since the activation decides what limits the kernel;
+#: as much as one doubling of a length.
 ACTIVATION_DISTANCE = 1.0
-#: What full sequences are away from jagged ones.
+#: Added to the distance if one problem has full and the other jagged sequences.
 JAGGED_DISTANCE = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """What the table asks about an op.
+    """The functions that the dispatch table needs for an op.
 
     Attributes:
-      op: the op's name, as rows carry it.
-      problem_type: its problem description.
-      config_type: its kernel's configuration.
-      illegal_reason: why a configuration cannot run a problem; None if it can.
-      candidate_configs: the legal configurations, the likeliest best first.
-      problem_from_json: reads a problem; raises ValueError saying what is wrong with it.
-      describe: the problem in one line.
-      shape_class: problems of one class share a row, dtype aside.
-      distance: between problems, dtype aside; infinite if a row of one cannot speak for the other.
-      fits: whether a row's legal configuration suits a problem whose default one is the third.
-      user_rows_reach: whether a row of the user's cache speaks for other problems too, as shipped
-        rows do, or for its own alone.
+      op: the op's name in table rows.
+      problem_type: class of the op's problem description.
+      config_type: class of the kernel's configuration.
+      illegal_reason: takes (problem, config); returns why the kernel cannot run, or None.
+      candidate_configs: takes a problem; yields the legal configurations worth timing, the most
+        promising first.
+      problem_from_json: reads a problem; raises ValueError if it is malformed.
+      describe: takes a problem; returns one line of text.
+      shape_class: takes a problem; returns a name. Problems of one class and one dtype share a row.
+      distance: takes two problems, ignores their dtypes; infinite if a row for one problem says
+        nothing about the other.
+      fits: takes (problem, config, default_config); whether the legal `config` of a nearby row
+        suits the problem.
+      user_rows_generalise: whether a row of the user's cache also serves nearby problems, as rows
+        of `sm90.json` do; if false, it serves the same problem only.
     """
 
     op: str
@@ -97,7 +101,7 @@ class Rules:
     shape_class: Callable[[Any], str]
     distance: Callable[[Any, Any], float]
     fits: Callable[[Any, Any, Any], bool]
-    user_rows_reach: bool = False
+    user_rows_generalise: bool = False
 
 
 def of(problem: Problem) -> Rules:
@@ -126,9 +130,9 @@ def _describe_linear(problem: LinearCompressionProblem) -> str:
 
 
 def _linear_class(problem: LinearCompressionProblem) -> str:
-    """Batches, their ratios and K by octave; M by 16 rows, a tile's step; N by 128, its width."""
+    """Batches, ratios and K by octave; M by 16, the step of block_m; N by 128, a tile's width."""
     batches = problem.batches
-    ratios = [_octave(fine / max(coarse, 1)) for coarse, fine in _neighbours(batches)]
+    ratios = [_octave(fine / max(coarse, 1)) for coarse, fine in _adjacent(batches)]
     return (
         f"linear_compression b=2^{_octave(batches[-1])} "
         f"ratio={','.join(f'2^{r}' for r in ratios) or '-'} "
@@ -138,9 +142,9 @@ def _linear_class(problem: LinearCompressionProblem) -> str:
 
 
 def _linear_distance(a: LinearCompressionProblem, b: LinearCompressionProblem) -> float:
-    """Weighted sum of |log2| of the sizes' ratios, levels paired from the finest.
+    """Weighted sum of |log2(size of a / size of b)|; levels are paired from the finest.
 
-    See `DISTANCE_WEIGHTS`; "ratio" is a level's batch over that of the level before it.
+    See `DISTANCE_WEIGHTS`; "ratio" is the batch of a level over the batch of the next coarser one.
     """
     weights = DISTANCE_WEIGHTS
     total = weights["m"] * _doublings(a.m, b.m) + weights["n"] * _doublings(a.n, b.n)
@@ -148,8 +152,8 @@ def _linear_distance(a: LinearCompressionProblem, b: LinearCompressionProblem) -
     total += weights["b_fine"] * _doublings(a.batches[-1], b.batches[-1])
     for k_a, k_b in zip(a.ks[-2::-1], b.ks[-2::-1], strict=False):
         total += weights["k_coarse"] * _doublings(k_a, k_b)
-    ratios_a = [fine / max(coarse, 1) for coarse, fine in _neighbours(a.batches)]
-    ratios_b = [fine / max(coarse, 1) for coarse, fine in _neighbours(b.batches)]
+    ratios_a = [fine / max(coarse, 1) for coarse, fine in _adjacent(a.batches)]
+    ratios_b = [fine / max(coarse, 1) for coarse, fine in _adjacent(b.batches)]
     for r_a, r_b in zip(ratios_a[::-1], ratios_b[::-1], strict=False):
         total += weights["ratio"] * _doublings(r_a, r_b, least=1e-6)
     return total + LEVEL_DISTANCE * abs(len(a.batches) - len(b.batches))
@@ -158,14 +162,14 @@ def _linear_distance(a: LinearCompressionProblem, b: LinearCompressionProblem) -
 def _linear_fits(
     problem: LinearCompressionProblem,
     config: LinearCompressionConfig,
-    fallback: LinearCompressionConfig,
+    default_config: LinearCompressionConfig,
 ) -> bool:
     padded = -(-problem.m // config.block_m) * config.block_m
-    least = -(-problem.m // fallback.block_m) * fallback.block_m
-    return padded <= MAX_EXTRA_PADDING * least
+    default_padded = -(-problem.m // default_config.block_m) * default_config.block_m
+    return padded <= MAX_EXTRA_PADDING * default_padded
 
 
-def _neighbours(batches: tuple[int, ...]) -> list[tuple[int, int]]:
+def _adjacent(batches: tuple[int, ...]) -> list[tuple[int, int]]:
     return list(zip(batches[:-1], batches[1:], strict=True))
 
 
@@ -178,7 +182,7 @@ def _attention_from_json(fields: Mapping[str, Any]) -> AttentionProblem:
         for field in dataclasses.fields(AttentionProblem)
         if field.name != "dtype"
     }
-    _heads(fields.get("kv_heads"), "kv_heads")
+    _positive(fields.get("kv_heads"), "kv_heads")
     return AttentionProblem(**sizes, dtype=typed(fields.get("dtype"), str, "dtype"))
 
 
@@ -191,7 +195,7 @@ def _describe_attention(problem: AttentionProblem) -> str:
 
 
 def _attention_class(problem: AttentionProblem) -> str:
-    """H as it is, everything else by octave."""
+    """H exactly, every other size by octave."""
     p = problem
     return (
         f"attention h={p.head_dim} s=2^{_octave(p.kv_len)} t=2^{_octave(p.q_len)} "
@@ -201,10 +205,10 @@ def _attention_class(problem: AttentionProblem) -> str:
 
 
 def _attention_distance(a: AttentionProblem, b: AttentionProblem) -> float:
-    """Weighted sum of |log2| of the sizes' ratios; infinite if H differs, which shapes all tiles.
+    """Weighted sum of |log2(size of a / size of b)|; infinite if H, and so the tiles, differ.
 
-    See `ATTENTION_DISTANCE_WEIGHTS`; "tiles" counts queries times heads, "ratio" candidates of a
-    user, "heads" query heads of a key head.
+    See `ATTENTION_DISTANCE_WEIGHTS`; "tiles" is the number of query rows times heads, "ratio" the
+    candidates per user, "heads" the query heads per key head.
     """
     if a.head_dim != b.head_dim:
         return math.inf
@@ -231,7 +235,7 @@ def _gdpa_from_json(fields: Mapping[str, Any]) -> GdpaProblem:
 
     names = ("batch", "batch_kv", "q_rows", "kv_rows", "q_heads", "kv_heads", "head_dim")
     sizes = {name: size(fields.get(name), name) for name in names}
-    _heads(fields.get("kv_heads"), "kv_heads")
+    _positive(fields.get("kv_heads"), "kv_heads")
     activations = typed(fields.get("activations"), list, "activations")
     approx = fields.get("approx")
     return GdpaProblem(
@@ -251,7 +255,7 @@ def _gdpa_means(p: GdpaProblem) -> tuple[float, float]:
 
 
 def _gdpa_class(problem: GdpaProblem) -> str:
-    """H and activations as they are, everything else by octave; lengths by their means."""
+    """H and activations exactly, every other size by octave; lengths by their means."""
     p = problem
     q_len, kv_len = _gdpa_means(p)
     return (
@@ -263,9 +267,10 @@ def _gdpa_class(problem: GdpaProblem) -> str:
 
 
 def _gdpa_distance(a: GdpaProblem, b: GdpaProblem) -> float:
-    """Weighted sum of |log2| of the sizes' ratios, and what the activation counts.
+    """Weighted sum of |log2(size of a / size of b)|, plus terms for activations and full sequences.
 
-    Infinite if H differs, or the kernel: a softmax has another; see `GDPA_DISTANCE_WEIGHTS`.
+    Infinite if H differs, or if only one problem has softmax, which another kernel computes. See
+    `GDPA_DISTANCE_WEIGHTS`.
     """
     if a.head_dim != b.head_dim or (SOFTMAX in a.activations) != (SOFTMAX in b.activations):
         return math.inf
@@ -285,10 +290,10 @@ def _gdpa_distance(a: GdpaProblem, b: GdpaProblem) -> float:
     return total + (0.0 if a.is_full == b.is_full else JAGGED_DISTANCE)
 
 
-def _gdpa_fits(problem: GdpaProblem, config: GdpaConfig, fallback: GdpaConfig) -> bool:
-    """Runs of tiles save nothing where keys do not stay, and share the work out less evenly."""
-    del fallback
-    return config.run == 1 or keys_stay(problem, config)
+def _gdpa_fits(problem: GdpaProblem, config: GdpaConfig, default_config: GdpaConfig) -> bool:
+    """False if run > 1 and keys do not fit the stages: run then saves no loads but unbalances."""
+    del default_config
+    return config.run == 1 or keys_fit_stages(problem, config)
 
 
 RULES: Mapping[str, Rules] = {
@@ -316,7 +321,7 @@ RULES: Mapping[str, Rules] = {
             _describe_attention,
             _attention_class,
             _attention_distance,
-            lambda problem, config, fallback: True,
+            lambda problem, config, default_config: True,
         ),
         Rules(
             "gdpa",
@@ -329,9 +334,9 @@ RULES: Mapping[str, Rules] = {
             _gdpa_class,
             _gdpa_distance,
             _gdpa_fits,
-            # How many rows jagged arrays have differs from call to call, and without a row near
-            # XLA runs them.
-            user_rows_reach=True,
+            # The number of rows of jagged arrays differs between calls, and without a measured row
+            # nearby XLA runs them.
+            user_rows_generalise=True,
         ),
     )
 }
@@ -339,7 +344,7 @@ RULES: Mapping[str, Rules] = {
 
 @functools.lru_cache(maxsize=1024)
 def default_config(problem: Problem) -> Any:
-    """The likeliest configuration without a measurement; None if no configuration is legal."""
+    """The most promising configuration without a measurement; None if none is legal."""
     return next(of(problem).candidate_configs(problem), None)
 
 
@@ -351,7 +356,7 @@ def _doublings(a: float, b: float, least: float = 1.0) -> float:
     return abs(math.log2(max(a, least) / max(b, least)))
 
 
-# Checks of JSON values, for the table as well.
+# Checks of JSON values; `table` uses them, too.
 
 
 def typed(value: Any, kind: type, name: str) -> Any:
@@ -362,7 +367,7 @@ def typed(value: Any, kind: type, name: str) -> Any:
 
 
 def size(value: Any, name: str) -> int:
-    """Returns `value`; raises ValueError unless it is an integer of at least 0 and of 64 bits."""
+    """Returns `value`; raises ValueError unless it is an integer in [0, 2**63)."""
     is_size = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
     if not is_size:
         raise ValueError(f"{name} holds {value!r:.80}, expected an integer of at least 0")
@@ -372,7 +377,7 @@ def size(value: Any, name: str) -> int:
 def measured(value: Any, name: str) -> float:
     """Returns `value` as a float; raises ValueError unless it is finite and at least 0.
 
-    0 is what earlier versions wrote for a very small fraction.
+    Earlier versions wrote 0 for very small fractions.
     """
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 0 <= value < 2.0**1023:
@@ -380,9 +385,9 @@ def measured(value: Any, name: str) -> float:
     return float(value)
 
 
-def _heads(value: Any, name: str) -> int:
-    """`size` of at least 1: distances divide by it."""
-    heads = size(value, name)
-    if not heads:
+def _positive(value: Any, name: str) -> int:
+    """Like `size`, but rejects 0, since distances divide by the value."""
+    checked = size(value, name)
+    if not checked:
         raise ValueError(f"{name} is 0, expected at least 1")
-    return heads
+    return checked

@@ -1,4 +1,4 @@
-"""The autotuner's side of its worker process: sends tasks, reads events, survives its death."""
+"""Runs the autotuner's worker process: sends tasks, reads events, replaces a worker that dies."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from ikbo_jax.tuning.bench import Candidate, Task
+from ikbo_jax.tuning.bench import Contender, Task
 from ikbo_jax.tuning.rules import Problem
 from ikbo_jax.tuning.worker import MARK
 
-#: Called with (done, total, what was done).
+#: Called with (number done, total number, text about the last step).
 Progress = Callable[[int, int, str], None]
 
-#: What starts a worker.
+#: Command line of a worker.
 COMMAND = (sys.executable, "-m", "ikbo_jax.tuning.worker")
-#: Seconds without an event after which a worker counts as hung: XLA may try every way of
-#: multiplying an oracle's matrices for 50.
+#: Seconds without an event after which a worker counts as hung. XLA may take 50 s to try all GEMM
+#: algorithms for an oracle.
 SILENCE_S = 150.0
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C while `task` ran; `answer` is what had been measured of it by then."""
+    """Ctrl-C while `task` ran; `answer` holds the samples of `task` that were measured before."""
 
     def __init__(self, task: Task, answer: dict[str, Any]) -> None:
         super().__init__("interrupted")
@@ -40,42 +40,42 @@ class Interrupted(KeyboardInterrupt):
 
 
 class WorkerDiedError(Exception):
-    """The worker ended or hung; says why."""
+    """The worker ended or hung; the message says why."""
 
 
 class Session:
-    """A worker process that holds the contenders of one problem; call it with tasks of them.
+    """A worker process that holds the contenders of one problem; a call measures a task.
 
-    A contender in whose compilation, check or timing the worker dies is a failure, and another
-    worker goes on with the others.
+    If the worker dies while it compiles, checks or times a contender, the contender counts as
+    failed, and a new worker continues with the others.
     """
 
     def __init__(
         self,
         problem: Problem,
-        contenders: Sequence[Candidate],
+        contenders: Sequence[Contender],
         *,
-        describe: Callable[[Candidate], str],
+        describe: Callable[[Contender], str],
         progress: Progress,
         cache_dir: str | None = None,
         silence_s: float = SILENCE_S,
     ) -> None:
-        """Starts nothing yet.
+        """Stores the arguments; the first call starts the worker.
 
         Args:
           problem: sizes of the inputs.
-          contenders: all that tasks will name.
-          describe: names a contender for people.
-          progress: called after every compilation and every check with (done, total, text).
-          cache_dir: of JAX's compilation cache, which a second worker profits from.
+          contenders: all contenders of later tasks.
+          describe: returns a contender as text.
+          progress: called with (done, total, text) after every compilation and every check.
+          cache_dir: folder of JAX's compilation cache, which a second worker reuses.
           silence_s: seconds without an event after which a worker counts as hung.
         """
         self._problem, self._contenders = problem, tuple(contenders)
         self._describe, self._progress = describe, progress
         self._cache_dir, self._silence_s = cache_dir, silence_s
-        self._failures: dict[Candidate, str] = {}
-        self._suspects: set[Candidate] = set()
-        self._seen: dict[str, set[Candidate]] = {"compiled": set(), "checked": set()}
+        self._failures: dict[Contender, str] = {}
+        self._suspects: set[Contender] = set()
+        self._reported: dict[str, set[Contender]] = {"compiled": set(), "checked": set()}
         self._worker: _Worker | None = None
 
     def __enter__(self) -> Self:
@@ -87,39 +87,39 @@ class Session:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._end()
+        self._end_worker()
 
     def __call__(self, task: Task) -> dict[str, Any]:
-        """Measures a task; returns what `Bench.measure` does, or {"failure": why}.
+        """Measures a task; returns the result of `Bench.measure`, or {"failure": text}.
 
         Raises:
-          Interrupted: Ctrl-C; the worker is gone, and a further call would start another.
+          Interrupted: Ctrl-C. The worker has been killed; another call starts a new one.
         """
         while True:
-            alive = tuple(c for c in task.candidates if c not in self._failures)
+            alive = tuple(c for c in task.contenders if c not in self._failures)
             if not alive:
-                return {"failure": self._failures[task.candidates[0]]}
-            attempt = _Attempt(dataclasses.replace(task, candidates=alive))
+                return {"failure": self._failures[task.contenders[0]]}
+            attempt = _Attempt(dataclasses.replace(task, contenders=alive))
             try:
                 answer = self._ask(attempt)
             except WorkerDiedError as death:
-                self._end()
+                self._end_worker()
                 if not self._blame(attempt.active, str(death)):
                     return {"failure": str(death)}
                 continue
             except KeyboardInterrupt:
-                self._end()
-                answer = self._in_full(task, alive, attempt.answer())
+                self._end_worker()
+                answer = self._with_failures(task, alive, attempt.answer())
                 raise Interrupted(task, answer) from None
-            return self._in_full(task, alive, answer)
+            return self._with_failures(task, alive, answer)
 
-    def _in_full(
-        self, task: Task, alive: tuple[Candidate, ...], answer: dict[str, Any]
+    def _with_failures(
+        self, task: Task, alive: tuple[Contender, ...], answer: dict[str, Any]
     ) -> dict[str, Any]:
-        """The answer with the failures of those that the task asked for and no worker ran."""
+        """Adds to the answer the failures of the task's contenders that are not in `alive`."""
         results = dict(zip(alive, answer["results"], strict=True))
         results |= {c: {"failure": text} for c, text in self._failures.items()}
-        return answer | {"results": [results[candidate] for candidate in task.candidates]}
+        return answer | {"results": [results[contender] for contender in task.contenders]}
 
     def _ask(self, attempt: _Attempt) -> dict[str, Any]:
         if self._worker is None:
@@ -137,41 +137,45 @@ class Session:
                 answer: dict[str, Any] = event["answer"]
                 return answer
             contender = None if position is None else worker.contenders[position]
-            attempt.note(event, contender)
+            attempt.record(event, contender)
             if kind in ("lost", "end"):
                 raise WorkerDiedError(event["failure"])
-            if kind in self._seen and contender not in self._seen[kind]:
-                seen = self._seen[kind]
-                seen.add(contender)
+            if kind in self._reported and contender not in self._reported[kind]:
+                reported = self._reported[kind]
+                reported.add(contender)
                 text = f"{kind} {self._describe(contender)}"
                 if "failure" in event:
                     text = f"failed {self._describe(contender)}: {event['failure']}"
-                self._progress(len(seen), len(self._contenders), text)
+                self._progress(len(reported), len(self._contenders), text)
 
-    def _blame(self, active: set[Candidate], why: str) -> bool:
-        """Whether another worker can go on: without whoever was at work, if that is known."""
+    def _blame(self, active: set[Contender], why: str) -> bool:
+        """Decides which contenders failed after the worker died with `active` contenders running.
+
+        A single active contender has failed; several become suspects, and fail if the worker dies
+        again while only suspects are active. Returns whether a new worker can continue.
+        """
         if len(active) == 1 or (active and active <= self._suspects):
             self._failures |= dict.fromkeys(active, why)
             return True
         self._suspects |= active
         return bool(active)
 
-    def _end(self) -> None:
+    def _end_worker(self) -> None:
         if self._worker is not None:
             self._worker.kill()
             self._worker = None
 
 
 class _Attempt:
-    """A task at a worker: who is at work, and what has been measured so far."""
+    """A task that a worker runs: the active contenders, and the samples so far."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
-        self.active: set[Candidate] = set()
-        self._samples: dict[Candidate, list[float]] = {c: [] for c in task.candidates}
+        self.active: set[Contender] = set()
+        self._samples: dict[Contender, list[float]] = {c: [] for c in task.contenders}
         self._matmul_ms: list[float] = []
 
-    def note(self, event: dict[str, Any], contender: Candidate) -> None:
+    def record(self, event: dict[str, Any], contender: Contender) -> None:
         kind = event["event"]
         if kind == "matmul":
             self._matmul_ms.append(event["ms"])
@@ -185,20 +189,20 @@ class _Attempt:
             self._samples[contender].append(event["ms"])
 
     def answer(self) -> dict[str, Any]:
-        results = [{"ms": self._samples[candidate]} for candidate in self.task.candidates]
+        results = [{"ms": self._samples[contender]} for contender in self.task.contenders]
         return {"matmul_ms": self._matmul_ms, "results": results}
 
 
 class _Worker:
-    """A process, and a thread that reads what it says."""
+    """A process, and a thread that reads its output."""
 
-    def __init__(self, contenders: tuple[Candidate, ...], cache_dir: str | None) -> None:
+    def __init__(self, contenders: tuple[Contender, ...], cache_dir: str | None) -> None:
         self.contenders = contenders
-        # The parent may hold device memory of its own, so a worker takes only what it needs.
+        # The parent may hold device memory too, so a worker must not preallocate it.
         env = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         if cache_dir is not None:
             env["JAX_COMPILATION_CACHE_DIR"] = cache_dir
-        self._errors = tempfile.TemporaryFile(  # noqa: SIM115 (open as long as the process)
+        self._errors = tempfile.TemporaryFile(  # noqa: SIM115 (open while the process runs)
             "w+", encoding="utf-8", errors="replace"
         )
         self._process = subprocess.Popen(
@@ -209,7 +213,8 @@ class _Worker:
             stderr=self._errors,
             text=True,
             errors="replace",
-            # A group of its own: Ctrl-C is the parent's, and the group dies as one.
+            # In a new process group, so that Ctrl-C reaches the parent only, and `kill` ends the
+            # worker with the processes that it started.
             start_new_session=True,
         )
         self._lines: queue.Queue[str | None] = queue.Queue()
@@ -218,20 +223,20 @@ class _Worker:
 
     def _read(self) -> None:
         assert self._process.stdout is not None
-        with contextlib.suppress(ValueError):  # Closed meanwhile.
+        with contextlib.suppress(ValueError):  # The stream was closed.
             for line in self._process.stdout:
                 self._lines.put(line)
         self._lines.put(None)
 
     def send(self, line: str) -> None:
         assert self._process.stdin is not None
-        # If it is dead already, the next event says so.
+        # If the worker is dead, `next_event` reports it.
         with contextlib.suppress(OSError):
             self._process.stdin.write(line + "\n")
             self._process.stdin.flush()
 
     def next_event(self, silence_s: float) -> dict[str, Any]:
-        """Waits for an event; raises WorkerDiedError if the worker has ended or says nothing."""
+        """Waits for an event; raises WorkerDiedError if the worker has ended or is silent."""
         deadline = time.monotonic() + silence_s
         while True:
             is_over = self._process.poll() is not None
@@ -239,25 +244,25 @@ class _Worker:
                 line = self._lines.get(timeout=min(silence_s, 1.0))
             except queue.Empty:
                 if is_over:
-                    # Processes that it started may keep its output open.
-                    raise WorkerDiedError(self._last_words()) from None
+                    # A process that the worker started may keep the output open.
+                    raise WorkerDiedError(self._exit_message()) from None
                 if time.monotonic() > deadline:
                     raise WorkerDiedError(f"no answer after {silence_s:.0f} s") from None
                 continue
             if line is None:
-                raise WorkerDiedError(self._last_words())
+                raise WorkerDiedError(self._exit_message())
             if line.startswith(MARK):
                 event: dict[str, Any] = json.loads(line.removeprefix(MARK))
                 return event
 
-    def _last_words(self) -> str:
+    def _exit_message(self) -> str:
         status = self._process.wait()
         self._errors.seek(0)
         last = (self._errors.read().strip().splitlines() or ["no output"])[-1]
         return f"worker ended with status {status}: {last[:300]}"
 
     def kill(self) -> None:
-        """Ends the process and those that it started."""
+        """Ends the worker and the processes that it started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

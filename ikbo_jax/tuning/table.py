@@ -1,16 +1,17 @@
-"""The dispatch table: which configuration, or XLA, runs for a given problem.
+"""The dispatch table: chooses a configuration of the kernel, or XLA, for a problem.
 
-`lookup` asks, in this order:
+`lookup` uses the first of these that exists:
 
-1. the user's cache (written by the autotuner): a row of exactly this problem;
-2. `sm90.json`: a row of the same shape class (`shape_class`);
-3. `sm90.json`: the nearest row of the op by `distance`, same dtype before other dtypes, whose
-   configuration is legal here and `fits` (see `rules`). A row that prefers XLA speaks for
-   a problem of its own dtype within `XLA_REACH` only;
-   in 2 and 3, rows of the user's cache as well, where the op's rules let them reach: its rows of
-   the class come first, and of rows equally near;
-4. `default_config`, the likeliest configuration by a cost model;
-5. XLA, where no configuration of the kernel is legal.
+1. the user's cache (written by the autotuner): a row for exactly this problem;
+2. `sm90.json`: a row of the same shape class (`shape_class`) and dtype;
+3. `sm90.json`: the nearest row of the op by `distance`, rows of the same dtype first, whose
+   configuration is legal for the problem and `fits` (see `rules`). A row that prefers XLA is used
+   only for the same dtype and within `XLA_MAX_DISTANCE`;
+4. `default_config`, the most promising configuration by a cost model;
+5. XLA, if no configuration of the kernel is legal.
+
+Steps 2 and 3 also search the user's cache if the op's rules have `user_rows_generalise`: its rows
+of the shape class come first, and its rows win ties of distance.
 """
 
 from __future__ import annotations
@@ -32,28 +33,28 @@ from typing import Any
 from ikbo_jax.tuning import rules
 from ikbo_jax.tuning.rules import Config, Problem, measured, size, typed
 
-#: Format of table files; a file of another schema is foreign.
+#: Version of the file format; a file with another schema is not read.
 SCHEMA = 1
 CACHE_DIR_VARIABLE = "IKBO_JAX_CACHE_DIR"
-#: How far (see `distance`) a row that prefers XLA reaches: half a doubling of the finest K, say.
-XLA_REACH = 0.5
+#: Largest `distance` at which a row that prefers XLA is used, e.g. the finest K times √2.
+XLA_MAX_DISTANCE = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What the table says about a problem.
+    """The table's choice for a problem.
 
     Attributes:
-      config: configuration of the kernel, or None: XLA is faster here, or no one is legal.
+      config: configuration of the kernel; None if XLA is faster or no configuration is legal.
       source: "user cache", "sm90.json", "default" or "none".
-      exact: whether a measured row of this very problem or of its shape class was found.
-      note: one line for people: which row was used and where it was measured.
+      exact: whether a measured row for this problem or its shape class was found.
+      reason: one line of text: which row was used, and where it was measured.
     """
 
     config: Any
     source: str
     exact: bool
-    note: str
+    reason: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,14 +62,15 @@ class Row:
     """One measurement: the best choice for a problem.
 
     Attributes:
-      problem: the sizes it was measured at.
-      config: the best configuration; None: XLA was faster.
-      device: name of the device that measured it.
+      problem: sizes and dtype that were measured.
+      config: the best configuration; None if XLA was faster.
+      device: name of the device.
       date: ISO date.
       jax: version of jax.
-      ms: sustained milliseconds of the whole op.
-      fraction: useful FLOP/s over those of the sustained 8192^3 bf16 matmul of the same process.
-      xla_ms: the XLA path beside it, milliseconds, if it was timed.
+      ms: sustained time of the whole op, milliseconds.
+      fraction: useful FLOP/s, divided by the FLOP/s of a sustained 8192^3 bf16 matmul in the same
+        process.
+      xla_ms: time of the XLA path in the same process, milliseconds; None if it was not timed.
     """
 
     problem: Any
@@ -100,7 +102,7 @@ class Row:
 
     @classmethod
     def from_json(cls, entry: object) -> Row:
-        """Reads a row of a table file; raises ValueError saying what is wrong with it."""
+        """Reads a row of a table file; raises ValueError if it is malformed."""
         fields = typed(entry, dict, "row")
         rule = _rules_named(fields.get("op"))
         known = {"op", *(f.name for f in dataclasses.fields(rule.problem_type)), "config"}
@@ -127,18 +129,18 @@ class Row:
 
 
 def problem_from_json(fields: Mapping[str, Any], op: str = "linear_compression") -> Any:
-    """Reads a problem from JSON fields; raises ValueError saying what is wrong with it."""
+    """Reads a problem from JSON fields; raises ValueError if it is malformed."""
     return _rules_named(op).problem_from_json(fields)
 
 
 def config_from_json(entry: object, op: str = "linear_compression") -> Any:
-    """Reads a configuration, or None for XLA; raises ValueError saying what is wrong with it."""
+    """Reads a configuration, or None for XLA; raises ValueError if it is malformed."""
     fields = typed(entry, dict, "config")
     if fields == {"implementation": "xla"}:
         return None
     config_type = _rules_named(op).config_type
     expected = {field.name: field.default for field in dataclasses.fields(config_type)}
-    # Rows older than a switch have it at its default.
+    # A row that was written before a boolean parameter existed has its default.
     needed = {name for name, default in expected.items() if not isinstance(default, bool)}
     if not needed <= fields.keys() <= expected.keys():
         raise ValueError(f"config has keys {sorted(fields)}, expected {sorted(expected)}")
@@ -162,18 +164,18 @@ def describe(problem: Problem) -> str:
 
 
 def shape_class(problem: Problem) -> str:
-    """Problems of one class share a row."""
+    """Name of a problem's shape class; problems of one class and dtype share a row."""
     return rules.of(problem).shape_class(problem)
 
 
 def distance(a: Problem, b: Problem) -> float:
-    """How far apart two problems are, in doublings, dtype aside; infinite between ops."""
+    """Distance of two problems in doublings of a size, ignoring dtypes; infinite between ops."""
     rule = rules.of(a)
     return rule.distance(a, b) if isinstance(b, rule.problem_type) else math.inf
 
 
 def default_config(problem: Problem) -> Any:
-    """The likeliest configuration without a measurement; None if no configuration is legal."""
+    """The most promising configuration without a measurement; None if none is legal."""
     return rules.default_config(problem)
 
 
@@ -187,11 +189,11 @@ def lookup(problem: Problem, *, with_user_rows: bool = True) -> Choice:
 
     Args:
       problem: sizes and dtype.
-      with_user_rows: whether the user's cache is asked.
+      with_user_rows: whether to search the user's cache.
     """
     rule = rules.of(problem)
-    fallback = default_config(problem)
-    if fallback is None:
+    fallback_config = default_config(problem)
+    if fallback_config is None:
         reason = rule.illegal_reason(problem, rule.config_type())
         return Choice(None, "none", False, f"no legal configuration of the kernel: {reason}")
     user_rows = _user_rows() if with_user_rows else ()
@@ -199,14 +201,14 @@ def lookup(problem: Problem, *, with_user_rows: bool = True) -> Choice:
         if row.problem == problem and _is_legal(problem, row.config):
             return Choice(row.config, "user cache", True, f"user cache, {row.describe()}")
     files = {
-        "user cache": user_rows if rule.user_rows_reach else (),
+        "user cache": user_rows if rule.user_rows_generalise else (),
         "sm90.json": _builtin_rows(),
     }
-    ours = {
+    op_rows = {
         source: [row for row in rows if isinstance(row.problem, rule.problem_type)]
         for source, rows in files.items()
     }
-    for source, rows in ours.items():
+    for source, rows in op_rows.items():
         same_class = [
             row
             for row in rows
@@ -216,29 +218,31 @@ def lookup(problem: Problem, *, with_user_rows: bool = True) -> Choice:
         for row in sorted(same_class, key=lambda row: distance(row.problem, problem)):
             if _is_legal(problem, row.config):
                 return Choice(row.config, source, True, f"{source}, {row.describe()}")
-    every = [(source, row) for source, rows in ours.items() for row in rows]
-    for source, row in sorted(every, key=lambda entry: _preference(entry[1], problem)):
-        if _speaks_for(row, problem, fallback):
-            away = distance(row.problem, problem)
-            note = f"{source}, nearest row at distance {away:.2f}, {row.describe()}"
-            return Choice(row.config, source, False, note)
-    return Choice(fallback, "default", False, "default configuration: no measured row is near")
+    all_rows = [(source, row) for source, rows in op_rows.items() for row in rows]
+    for source, row in sorted(all_rows, key=lambda entry: _preference(entry[1], problem)):
+        if _is_usable(row, problem, fallback_config):
+            row_distance = distance(row.problem, problem)
+            reason = f"{source}, nearest row at distance {row_distance:.2f}, {row.describe()}"
+            return Choice(row.config, source, False, reason)
+    return Choice(
+        fallback_config, "default", False, "default configuration: no measured row is near"
+    )
 
 
 def user_cache_path() -> pathlib.Path:
-    """File of the user's own rows, in $IKBO_JAX_CACHE_DIR if that is set; `~` is expanded."""
+    """File of the user's cache, in $IKBO_JAX_CACHE_DIR if that is set; `~` is expanded."""
     if directory := os.environ.get(CACHE_DIR_VARIABLE):
-        # Not pathlib's expanduser, which raises where a home is unknown: ops look rows up.
+        # pathlib's expanduser raises if the home folder is unknown, and calls of ops come here.
         return pathlib.Path(os.path.expanduser(directory)) / "sm90.json"
-    import platformdirs  # Here, so that the variable spares the dependency.
+    import platformdirs  # Imported here, so that it is not needed if the variable is set.
 
     return pathlib.Path(platformdirs.user_cache_dir("ikbo-jax")) / "sm90.json"
 
 
 def check_user_cache_writable() -> None:
-    """Raises OSError, naming the file and the way out, if the user's cache cannot be written.
+    """Raises OSError, naming the file and the remedy, if the user's cache cannot be written.
 
-    Nothing that is not a regular file is opened, since a FIFO would block.
+    Opens regular files only, since a FIFO would block.
     """
     path = user_cache_path()
     with _explained_os_errors(path):
@@ -256,11 +260,11 @@ def check_user_cache_writable() -> None:
 
 
 def write_user_row(row: Row) -> pathlib.Path:
-    """Puts a row into the user's cache, in place of one of the same problem; returns the file.
+    """Writes a row to the user's cache, replacing a row for the same problem; returns the file.
 
-    Readers see the old file or the new one, never a part: the new one is renamed into place. Rows
-    that cannot be read are dropped, each with a UserWarning unless `lookup` gave it. A file that is
-    no table at all is kept beside the new one as `sm90.json.ignored`, or `.ignored.1` and so on.
+    The write is atomic: a new file is renamed to the old name. Malformed rows are dropped, each
+    with a UserWarning unless `lookup` has warned already. A file that is not a table is renamed to
+    `sm90.json.ignored`, or `.ignored.1` and so on.
 
     Raises:
       OSError: the cache cannot be written.
@@ -284,7 +288,7 @@ def write_user_row(row: Row) -> pathlib.Path:
 
 
 def _rows_to_keep(path: pathlib.Path) -> tuple[Row, ...]:
-    """Rows of the file that is about to be replaced; one that is no table is put aside."""
+    """Well-formed rows of the file to replace; renames a file that is not a table."""
     try:
         _entries(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -307,7 +311,7 @@ def _lock_file(path: pathlib.Path) -> pathlib.Path:
 
 
 def _irregular(mode: int) -> str | None:
-    """What a path with the st_mode `mode` leads to; None for a regular file."""
+    """The kind of file with the st_mode `mode`, as text; None for a regular file."""
     kinds = {
         stat.S_ISDIR: "a directory",
         stat.S_ISFIFO: "a FIFO",
@@ -321,7 +325,7 @@ def _irregular(mode: int) -> str | None:
 
 
 def _entries(text: str) -> list[Any]:
-    """Rows of a table file, unread; ValueError (JSON and Unicode errors too) if it is not one."""
+    """The JSON rows of a table file; raises ValueError (also for bad JSON) if it is not one."""
     content = typed(json.loads(text), dict, "file")
     if content.get("schema") != SCHEMA:
         raise ValueError(f"schema {content.get('schema')!r}, expected {SCHEMA}")
@@ -330,14 +334,14 @@ def _entries(text: str) -> list[Any]:
 
 
 def _parse(text: str) -> tuple[Row, ...]:
-    """Reads a table file; raises ValueError if it is not one, or if a row of it cannot be read."""
+    """Reads a table file; raises ValueError if it is not one, or if a row is malformed."""
     return tuple(Row.from_json(entry) for entry in _entries(text))
 
 
 def _parse_leniently(text: str) -> tuple[tuple[Row, ...], tuple[str, ...]]:
-    """Rows of a table file that can be read, and for each other one its name and the reason.
+    """The well-formed rows of a table file, and a text about each malformed row.
 
-    Raises ValueError or RecursionError if the file is no table.
+    Raises ValueError or RecursionError if the file is not a table.
     """
     rows, faults = [], []
     for number, entry in enumerate(_entries(text), start=1):
@@ -349,7 +353,7 @@ def _parse_leniently(text: str) -> tuple[tuple[Row, ...], tuple[str, ...]]:
 
 
 def _brief(entry: object) -> str:
-    """The beginning of a row, for a message."""
+    """The first 120 characters of a row's JSON."""
     try:
         text = json.dumps(entry)
     except RecursionError:
@@ -366,7 +370,7 @@ def _user_rows() -> tuple[Row, ...]:
     path = user_cache_path()
     try:
         state = path.stat()
-    except OSError:  # No cache, or none that we may look at.
+    except OSError:  # There is no cache, or no permission to read it.
         return ()
     return _read_user_rows(path, state.st_mode, state.st_mtime_ns, state.st_ino, state.st_size)
 
@@ -376,7 +380,7 @@ def _read_user_rows(
     path: pathlib.Path, mode: int, mtime: int, inode: int, size: int
 ) -> tuple[Row, ...]:
     """Reads the user's cache once for every state of the file, so that it also warns once."""
-    del mtime, inode, size  # Only keys of the cache: a new file has others.
+    del mtime, inode, size  # These only form the key of `lru_cache`.
     if kind := _irregular(mode):
         text = f"ignoring the tuning cache {path}: it is {kind}, not a regular file"
         warnings.warn(text, UserWarning, stacklevel=4)
@@ -384,7 +388,7 @@ def _read_user_rows(
     try:
         rows, faults = _parse_leniently(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        text = f"ignoring the tuning cache {path}, which the next tuning puts aside: {error}"
+        text = f"ignoring the tuning cache {path}, which the next tuning renames: {error}"
         warnings.warn(text, UserWarning, stacklevel=4)
         return ()
     for fault in faults:
@@ -401,15 +405,13 @@ def _preference(row: Row, problem: Problem) -> tuple[bool, float]:
     return row.problem.dtype != problem.dtype, distance(row.problem, problem)
 
 
-def _speaks_for(row: Row, problem: Problem, fallback: Config) -> bool:
-    """Whether a row of another shape class may decide for `problem`."""
-    away = distance(row.problem, problem)
+def _is_usable(row: Row, problem: Problem, fallback_config: Config) -> bool:
+    """Whether a row of another shape class may be used for `problem`."""
+    row_distance = distance(row.problem, problem)
     if row.config is None:
-        return row.problem.dtype == problem.dtype and away <= XLA_REACH
-    fits = rules.of(problem).fits
-    return (
-        away < math.inf and _is_legal(problem, row.config) and fits(problem, row.config, fallback)
-    )
+        return row.problem.dtype == problem.dtype and row_distance <= XLA_MAX_DISTANCE
+    is_comparable = row_distance < math.inf and _is_legal(problem, row.config)
+    return is_comparable and rules.of(problem).fits(problem, row.config, fallback_config)
 
 
 @contextlib.contextmanager
@@ -425,10 +427,10 @@ def _explained_os_errors(path: pathlib.Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _locked(path: pathlib.Path) -> Iterator[None]:
-    """Keeps writers of one machine apart, so that none loses another's row."""
+    """Holds a file lock, so that concurrent writers on one machine lose no rows."""
     try:
         import fcntl
-    except ImportError:  # Not a POSIX system; the rename still keeps the file whole.
+    except ImportError:  # Not a POSIX system; the rename alone keeps the file well-formed.
         yield
         return
     with open(path, "w", encoding="utf-8") as file:

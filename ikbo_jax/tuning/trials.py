@@ -1,6 +1,6 @@
-"""What the autotuner runs and checks: operands, runners, the check of a result.
+"""Operands, runners and result checks of the autotuner for linear compression and attention.
 
-Linear compression and attention; generalised attention has `trials_gdpa`.
+Generalised attention has `trials_gdpa`.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from ikbo_jax.tuning.configs import (
 LinearCompressionOperands = tuple[
     tuple[jax.Array, ...], tuple[jax.Array, ...], tuple[jax.Array | None, ...]
 ]
-#: Rows of linear compression's output that are checked at once, which bounds the oracle's memory.
+#: Candidates of linear compression that one check compares, which bounds the oracle's memory.
 CHECK_ROWS = 128
-#: Compiler options of what checks results: XLA would try every way of multiplying an oracle's
-#: matrices, 12 s for a program that runs a few times.
+#: Compiler options of programs that check results. By default XLA would time all GEMM algorithms
+#: for an oracle: 12 s for a program that runs a few times.
 UNTUNED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
-#: Candidates whose results in XLA are compared with the oracle, and how many of them at once.
+#: Number of candidates whose XLA result is compared with the oracle, in total and at once.
 SAMPLED, SAMPLED_AT_ONCE = 32, 4
 
 
 def device_sms() -> int:
-    """Streaming multiprocessors of the device; 1 where there are none."""
+    """Number of streaming multiprocessors of the device; 1 if it has none."""
     return getattr(jax.devices()[0], "core_count", 1)
 
 
@@ -48,14 +48,14 @@ def device_sms() -> int:
 def linear_compression_operands(
     problem: LinearCompressionProblem, seed: int = 0
 ) -> LinearCompressionOperands:
-    """Random (weights, embeddings, parents) on the device; parents are sorted, counts ragged."""
+    """Random (weights, embeddings, parents) on the device; parents are random and sorted."""
     dtype = jnp.dtype(problem.dtype)
     key = jax.random.key(seed)
     weights, embeddings = [], []
     parents: list[jax.Array | None] = []
     for level, (batch, k) in enumerate(zip(problem.batches, problem.ks, strict=True)):
         weight_key, embedding_key, parent_key = jax.random.split(jax.random.fold_in(key, level), 3)
-        # The weights' scale keeps outputs near one, whatever K, so that f16 cannot overflow.
+        # The scale keeps outputs near one for every K, so that f16 cannot overflow.
         scale = jnp.asarray(max(k, 1) ** -0.5, dtype)
         weights.append(jax.random.normal(weight_key, (problem.m, k), dtype) * scale)
         embeddings.append(jax.random.normal(embedding_key, (batch, k, problem.n), dtype))
@@ -73,20 +73,20 @@ def linear_compression_runner(
     config: LinearCompressionConfig | None,
     num_sms: int | None = None,
 ) -> Callable[..., jax.Array]:
-    """The kernel with a configuration, or the XLA path for None, on a device of `num_sms`."""
-    del problem  # The operands say it all.
+    """The kernel with `config`, or the XLA path for None, for a device with `num_sms` SMs."""
+    del problem  # The operands hold all sizes.
     if config is None:
         return jax.jit(linear_compression.decomposed)
     num_sms = device_sms() if num_sms is None else num_sms
     return jax.jit(functools.partial(linear_compression_kernel, config=config, num_sms=num_sms))
 
 
-#: Bytes of float32 oracles of linear compression that are kept for the next result's check.
-MOST_KEPT_BYTES = 2 << 30
+#: Largest size in bytes of a float32 oracle of linear compression that is cached between checks.
+MAX_CACHED_BYTES = 2 << 30
 
 
 class _Truth(NamedTuple):
-    """The f32 oracle in some rows, the error of same-dtype jnp there, the oracle's maximum."""
+    """For some rows: the f32 oracle, the largest error of same-dtype jnp, the oracle's maximum."""
 
     oracle: jax.Array
     same_dtype: jax.Array
@@ -111,39 +111,39 @@ def _truth(operands: LinearCompressionOperands, rows: jax.Array) -> _Truth:
 @functools.partial(jax.jit, compiler_options=UNTUNED)
 def _error(actual: jax.Array, oracle: jax.Array, rows: jax.Array) -> jax.Array:
     difference = jnp.abs(actual[rows].astype(jnp.float32) - oracle)
-    # Not jnp.max alone: in a fused reduction, XLA's maximum on CPU drops NaN.
+    # XLA's maximum on CPU drops NaN in a fused reduction, so NaN is handled explicitly.
     return jnp.where(jnp.isnan(difference).any(), jnp.nan, jnp.max(difference))
 
 
-#: The operands of the last check, and their truth by the first row: a tuner checks a hundred
-#: results of the same operands, and the oracle takes longer than all that it is compared with.
-_kept: tuple[LinearCompressionOperands, dict[int, _Truth]] | None = None
+#: The operands of the last check, and their truths by first row. The tuner checks a hundred results
+#: of the same operands, and the oracle takes longer than all of these results together.
+_cached: tuple[LinearCompressionOperands, dict[int, _Truth]] | None = None
 
 
 def check_linear_compression(
     actual: jax.Array, operands: LinearCompressionOperands
 ) -> tuple[float, float]:
-    """Returns the largest error of `actual` and the largest that the error rule admits.
+    """Returns the largest error of `actual` and the largest error that the error rule allows.
 
-    The rule: twice the error of same-dtype jnp, plus one rounding of the largest value. An error of
-    NaN is no error that the rule admits: compare with `error <= bound`.
+    The rule allows twice the error of same-dtype jnp, plus one rounding of the largest value. The
+    error may be NaN, which is not allowed: compare with `error <= bound`.
     """
-    global _kept
-    if _kept is None or _kept[0] is not operands:
-        _kept = (operands, {})
-    kept, batch = _kept[1], actual.shape[0]
-    may_keep = 4 * actual.size <= MOST_KEPT_BYTES
+    global _cached
+    if _cached is None or _cached[0] is not operands:
+        _cached = (operands, {})
+    cached, batch = _cached[1], actual.shape[0]
+    may_cache = 4 * actual.size <= MAX_CACHED_BYTES
     found = []
     for start in range(0, batch, CHECK_ROWS):
         rows = jnp.minimum(jnp.arange(start, start + CHECK_ROWS, dtype=jnp.int32), batch - 1)
-        if (truth := kept.get(start)) is None:
+        if (truth := cached.get(start)) is None:
             truth = _truth(operands, rows)
-            if may_keep:
-                kept[start] = truth
+            if may_cache:
+                cached[start] = truth
         error = _error(actual, truth.oracle, rows)
         found.append(jax.device_get((error, truth.same_dtype, truth.largest)))
     error, same_dtype, largest = (float(x) for x in np.max(np.asarray(found), axis=0))
-    # The oracle's own f32 sums round as well, which only an f32 result is close enough to show.
+    # The f32 sums of the oracle round, too; this matters only for f32 results.
     accumulation = 2.0**-24 * sum(w.shape[1] for w in operands[0]) ** 0.5 * largest
     one_rounding = float(jnp.finfo(actual.dtype).eps) / 2 * largest
     return error, 2 * (same_dtype + accumulation) + one_rounding
@@ -153,7 +153,7 @@ def check_linear_compression(
 
 
 class AttentionOperands(NamedTuple):
-    """Arguments of attention; the index is sorted, counts are ragged."""
+    """Arguments of attention; `cand_to_user` is random and sorted."""
 
     query: jax.Array
     key: jax.Array
@@ -165,8 +165,8 @@ def attention_operands(problem: AttentionProblem, seed: int = 0) -> AttentionOpe
     """Random operands on the device."""
     p, dtype = problem, jnp.dtype(problem.dtype)
     keys = jax.random.split(jax.random.key(seed), 4)
-    of_user = (p.users, p.kv_len, p.kv_heads, p.head_dim)
-    shapes = ((p.batch, p.q_len, p.q_heads, p.head_dim), of_user, of_user)
+    kv_shape = (p.users, p.kv_len, p.kv_heads, p.head_dim)
+    shapes = ((p.batch, p.q_len, p.q_heads, p.head_dim), kv_shape, kv_shape)
     query, key, value = (
         jax.random.normal(k, shape, dtype) for k, shape in zip(keys[:3], shapes, strict=True)
     )
@@ -177,7 +177,7 @@ def attention_operands(problem: AttentionProblem, seed: int = 0) -> AttentionOpe
 def attention_runner(
     problem: AttentionProblem, config: AttentionConfig | None, num_sms: int | None = None
 ) -> Callable[..., jax.Array]:
-    """The kernel with a configuration, or the XLA path for None, on a device of `num_sms`."""
+    """The kernel with `config`, or the XLA path for None, for a device with `num_sms` SMs."""
     scale = problem.head_dim**-0.5
     if config is None:
         return jax.jit(lambda *operands: decomposed(*operands, scale=scale)[0])
@@ -211,7 +211,7 @@ def _xla_attention(operands: AttentionOperands, scale: float) -> jax.Array:
 def _sampled_errors(
     xla: jax.Array, operands: AttentionOperands, rows: jax.Array, scale: float
 ) -> tuple[jax.Array, jax.Array]:
-    """Largest error of the XLA path in `rows` against the f32 oracle, and the largest value."""
+    """The XLA path's largest error in `rows` against the f32 oracle, and the oracle's maximum."""
     query, key, value, index = operands
     query, key, value = (x.astype(jnp.float32) for x in (query[rows], key, value))
     oracle, _ = materialised(query, key, value, index[rows], scale=scale)
@@ -220,18 +220,19 @@ def _sampled_errors(
 
 @jax.jit
 def largest_difference(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Largest difference of two arrays of one shape, f32; NaN if there is one."""
+    """Largest absolute difference of two arrays of one shape, f32; NaN if any difference is NaN."""
     difference = jnp.abs(a.astype(jnp.float32) - b.astype(jnp.float32))
-    # Not jnp.max alone: in a fused reduction, XLA's maximum on CPU drops NaN.
+    # XLA's maximum on CPU drops NaN in a fused reduction, so NaN is handled explicitly.
     return jnp.where(jnp.isnan(difference).any(), jnp.nan, jnp.max(difference))
 
 
 def check_attention(actual: jax.Array, operands: AttentionOperands) -> tuple[float, float]:
-    """Returns the largest difference of `actual` to the XLA path, and the largest admitted.
+    """Returns the largest difference of `actual` to the XLA path, and the largest one allowed.
 
-    The XLA path's own error is measured against the f32 oracle for some candidates. A result that
-    keeps the error rule (twice that, and one rounding) is at most three times that and two
-    roundings away. A difference of NaN is not admitted: compare with `difference <= bound`.
+    Let e be the error of the XLA path against the f32 oracle, measured for some candidates. The
+    error rule allows 2e plus one rounding, so a correct result differs from the XLA path by at most
+    3e plus two roundings. The difference may be NaN, which is not allowed: compare with
+    `difference <= bound`.
     """
     batch, width = operands.query.shape[0], operands.query.shape[-1]
     scale = width**-0.5
@@ -241,8 +242,8 @@ def check_attention(actual: jax.Array, operands: AttentionOperands) -> tuple[flo
         jax.device_get(_sampled_errors(xla, operands, jnp.asarray(rows), scale))
         for rows in np.split(sample, SAMPLED // SAMPLED_AT_ONCE)
     ]
-    own, largest = (float(x) for x in np.max(np.asarray(found), axis=0))
-    # f32 sums in another order differ, which only an f32 result is close enough to show.
-    own += 2.0**-24 * (width + operands.key.shape[1]) ** 0.5 * largest
+    xla_error, largest = (float(x) for x in np.max(np.asarray(found), axis=0))
+    # f32 sums in another order differ; this matters only for f32 results.
+    xla_error += 2.0**-24 * (width + operands.key.shape[1]) ** 0.5 * largest
     roundings = float(jnp.finfo(actual.dtype).eps) * largest
-    return float(largest_difference(actual, xla)), 3 * own + roundings
+    return float(largest_difference(actual, xla)), 3 * xla_error + roundings

@@ -1,4 +1,4 @@
-"""What the autotuner runs and checks for generalised dot-product attention."""
+"""Operands, runners and result checks of the autotuner for generalised dot-product attention."""
 
 from __future__ import annotations
 
@@ -16,17 +16,20 @@ from ikbo_jax.reference.gdpa import Arrays, Settings, materialised
 from ikbo_jax.tuning.gdpa_configs import GdpaConfig, GdpaProblem
 from ikbo_jax.tuning.trials import UNTUNED, device_sms, largest_difference
 
-#: Sequences whose results in XLA are compared with the oracle.
+#: Number of sequences whose XLA result is compared with the oracle.
 SAMPLED = 8
-#: What an approximation may err by for a score of 1, where XLA's path is exact; an eighth of that
-#: for "tanh_bf16", since errors of many weights are of either sign.
+#: Allowed error of an approximation for a score of 1; the XLA path is exact. For "tanh_bf16" it is
+#: an eighth of the largest error, 2⁻⁶, since errors of many scores have either sign and cancel.
 APPROX_ERRORS = {"tanh": 2.0**-12, "tanh_bf16": 2.0**-9}
 
 
 class _Sequences(NamedTuple):
-    """Offsets [sequences + 1] of queries and keys, and [batch] which keys, or None: each its own.
+    """Offsets of the sequences and the index that pairs them.
 
-    `queries` is None if all sequences have the same queries.
+    Attributes:
+      queries: [batch + 1] int32; None if all sequences have the same queries.
+      keys: [batch_kv + 1] int32.
+      q_to_kv: [batch] int32; None pairs query sequence b with key-value sequence b.
     """
 
     queries: np.ndarray | None
@@ -34,22 +37,25 @@ class _Sequences(NamedTuple):
     q_to_kv: np.ndarray | None
 
     def lengths(self, seeds: int) -> tuple[np.ndarray, np.ndarray]:
-        """[batch] queries, or `seeds` if all have the same, and keys of every query sequence."""
+        """Numbers of queries and of keys of every query sequence, [batch] each.
+
+        `seeds` is the number of queries if all sequences have the same queries.
+        """
         keys = np.diff(self.keys)
         keys = keys if self.q_to_kv is None else keys[self.q_to_kv]
         return np.full_like(keys, seeds) if self.queries is None else np.diff(self.queries), keys
 
 
 def offsets(rows: int, sequences: int, longest: int | None) -> np.ndarray:
-    """[sequences + 1] int32 offsets of sequences that fill `rows`, in a random order.
+    """Offsets [sequences + 1] int32 of sequences that fill `rows`, with lengths in random order.
 
-    Lengths lie evenly about their mean, as far from it as 1 and `longest` admit: with a mean of
-    half the longest from 1 to the longest, with a mean of the longest at it. They are equal without
-    `longest`. The same arguments give the same offsets, as self-attention needs.
+    Lengths are spread evenly around their mean, as widely as the limits 1 and `longest` allow: from
+    1 to `longest` if the mean is half of `longest`, all equal if the mean is `longest` or `longest`
+    is None. Equal arguments return equal offsets, as self-attention needs.
     """
     top = rows if longest is None else max(min(longest * sequences, 2 * rows - sequences), rows)
-    # Lengths grow from (2 rows - top) / sequences to top / sequences; in integers, so that they add
-    # up to `rows`.
+    # Lengths grow from (2 rows - top) / sequences to top / sequences, in integer arithmetic, so
+    # that they add up to `rows`.
     ends = [
         (i * sequences * (2 * rows - top) + (top - rows) * i * i) // sequences**2
         for i in range(sequences + 1)
@@ -68,26 +74,26 @@ def _sequences(problem: GdpaProblem) -> _Sequences:
 
 
 def _seeds(problem: GdpaProblem) -> int:
-    """Queries of a sequence if all have the same."""
+    """Number of queries of a sequence if all sequences have the same queries."""
     return problem.q_rows // problem.batch
 
 
 def gdpa_flops(problem: GdpaProblem) -> int:
-    """Useful FLOPs of the trials' operands."""
+    """Useful FLOPs of the operands of `gdpa_operands`."""
     lengths = _sequences(problem).lengths(_seeds(problem))
     q_lens, kv_lens = (x.astype(np.int64) for x in lengths)
     return problem.useful_flops(int(np.dot(q_lens, kv_lens)))
 
 
 def gdpa_operands(problem: GdpaProblem, seed: int = 0) -> Arrays:
-    """Random operands on the device; there are no rows of no sequence.
+    """Random operands on the device; every row belongs to a sequence.
 
-    Where there are more or fewer sequences of keys than of queries, a sorted index joins them.
+    If `batch` and `batch_kv` differ, a sorted random index pairs the sequences.
     """
     p, sequences = problem, _sequences(problem)
-    of_keys = (p.kv_rows, p.kv_heads, p.head_dim)
+    kv_shape = (p.kv_rows, p.kv_heads, p.head_dim)
     q_rows = _seeds(p) if p.broadcast_q else p.q_rows
-    shapes = ((q_rows, p.q_heads, p.head_dim), of_keys, of_keys)
+    shapes = ((q_rows, p.q_heads, p.head_dim), kv_shape, kv_shape)
     query, key, value = (
         jax.random.normal(k, shape, jnp.dtype(p.dtype))
         for k, shape in zip(jax.random.split(jax.random.key(seed), 3), shapes, strict=True)
@@ -96,7 +102,7 @@ def gdpa_operands(problem: GdpaProblem, seed: int = 0) -> Arrays:
 
 
 def settings_of(problem: GdpaProblem) -> Settings:
-    """Scores near 1 and a result that no dtype overflows at."""
+    """Settings with which scores are near 1 and the result overflows in no dtype."""
     p = problem
     return Settings(
         p.activations * p.q_heads if len(p.activations) == 1 else p.activations,
@@ -112,9 +118,9 @@ def settings_of(problem: GdpaProblem) -> Settings:
 def gdpa_runner(
     problem: GdpaProblem, config: GdpaConfig | None, num_sms: int | None = None
 ) -> Callable[..., jax.Array]:
-    """The kernel with a configuration, its lists of tiles included, or the XLA path for None.
+    """The kernel with `config`, including its tile list; the XLA path if `config` is None.
 
-    `num_sms` is the device's if None.
+    `num_sms` is the device's number of SMs if None.
     """
     settings = settings_of(problem)
     if config is None:
@@ -131,77 +137,94 @@ def gdpa_runner(
 
 @functools.lru_cache(maxsize=1)
 def _xla_runner(problem: GdpaProblem) -> Callable[..., jax.Array]:
-    """One program for the checks of all configurations."""
+    """The XLA path; cached, so that the checks of all configurations share one program."""
     return gdpa_runner(problem, None)
 
 
-class _Place(NamedTuple):
-    """First row of a sequence's result and queries, their number; likewise of its keys."""
+class _SequenceRows(NamedTuple):
+    """The rows of one sequence, int32 scalars.
 
-    target: jax.Array
-    query: jax.Array
-    queries: jax.Array
-    key: jax.Array
-    keys: jax.Array
+    Attributes:
+      out_start: first row of the result.
+      q_start: first query.
+      q_length: number of queries and of rows of the result.
+      kv_start: first key.
+      kv_length: number of keys.
+    """
+
+    out_start: jax.Array
+    q_start: jax.Array
+    q_length: jax.Array
+    kv_start: jax.Array
+    kv_length: jax.Array
 
 
 @functools.partial(
     jax.jit, static_argnames=("settings", "q_len", "kv_len"), compiler_options=UNTUNED
 )
 def _sampled_errors(
-    xla: jax.Array, arrays: Arrays, place: _Place, settings: Settings, q_len: int, kv_len: int
+    xla: jax.Array,
+    arrays: Arrays,
+    sequence: _SequenceRows,
+    settings: Settings,
+    q_len: int,
+    kv_len: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Of one sequence, padded to the longest: XLA's largest error, the largest value, the reach.
+    """Compares the XLA path with the f32 oracle for one sequence, padded to q_len and kv_len.
 
-    The last is what the scores' sizes add up to beside the values.
+    Returns:
+      The XLA path's largest error; the oracle's largest value; and the largest sum over keys of
+      |score| · |value|, times |output_scale|, by which errors proportional to scores are bounded.
     """
 
     def rows(array: jax.Array, begin: jax.Array, number: int) -> jax.Array:
         row = begin + jnp.arange(number, dtype=jnp.int32)
         return array[jnp.minimum(row, array.shape[0] - 1)].astype(jnp.float32)
 
-    def only(number: jax.Array) -> jax.Array:
-        return jnp.stack([jnp.zeros_like(number), number])
+    def offsets_of_one(length: jax.Array) -> jax.Array:
+        return jnp.stack([jnp.zeros_like(length), length])
 
-    query = rows(arrays.query, place.query, q_len)
-    key, value = (rows(x, place.key, kv_len) for x in (arrays.key, arrays.value))
-    one = Arrays(query, key, value, only(place.queries), only(place.keys))
+    query = rows(arrays.query, sequence.q_start, q_len)
+    key, value = (rows(x, sequence.kv_start, kv_len) for x in (arrays.key, arrays.value))
+    q_offsets, kv_offsets = offsets_of_one(sequence.q_length), offsets_of_one(sequence.kv_length)
+    one = Arrays(query, key, value, q_offsets, kv_offsets)
     exact = materialised(one, settings._replace(broadcast_q=False))
-    is_own = (jnp.arange(q_len, dtype=jnp.int32) < place.queries)[:, None, None]
-    error = jnp.where(is_own, jnp.abs(rows(xla, place.target, q_len) - exact), 0)
+    is_query = (jnp.arange(q_len, dtype=jnp.int32) < sequence.q_length)[:, None, None]
+    error = jnp.where(is_query, jnp.abs(rows(xla, sequence.out_start, q_len) - exact), 0)
     group = query.shape[1] // key.shape[1]
     key, value = (jnp.repeat(x, group, axis=1) for x in (key, value))
     scores = jnp.float32(settings.scale) * jnp.einsum("inh,jnh->nij", query, key)
-    is_key = jnp.arange(kv_len, dtype=jnp.int32) < place.keys
+    is_key = jnp.arange(kv_len, dtype=jnp.int32) < sequence.kv_length
     scores = jnp.where(is_key, jnp.abs(scores), 0)
-    reach = jnp.einsum("nij,jnh->inh", scores, jnp.abs(value))
-    return jnp.max(error), jnp.max(jnp.abs(exact)), abs(settings.output_scale) * jnp.max(reach)
+    magnitude = jnp.einsum("nij,jnh->inh", scores, jnp.abs(value))
+    return jnp.max(error), jnp.max(jnp.abs(exact)), abs(settings.output_scale) * jnp.max(magnitude)
 
 
 def check_gdpa(problem: GdpaProblem, actual: jax.Array, operands: Arrays) -> tuple[float, float]:
-    """Returns the largest difference of `actual` to the XLA path, and the largest admitted.
+    """Returns the largest difference of `actual` to the XLA path, and the largest one allowed.
 
-    The XLA path's own error is measured against the f32 oracle for some sequences, the longest
-    among them. A result that keeps the error rule (twice that, and one rounding) is at most three
-    times that and two roundings away; an approximate tanh adds its own error. A difference of NaN
-    is not admitted: compare with `difference <= bound`.
+    Let e be the error of the XLA path against the f32 oracle, measured for some sequences including
+    the longest. The error rule allows 2e plus one rounding, so a correct result differs from the
+    XLA path by at most 3e plus two roundings; an approximate tanh adds its error. The difference
+    may be NaN, which is not allowed: compare with `difference <= bound`.
     """
     settings, sequences = settings_of(problem), _sequences(problem)
     xla = _xla_runner(problem)(*operands)
     q_lens, kv_lens = sequences.lengths(_seeds(problem))
-    targets = np.cumsum(q_lens) - q_lens
-    sources = targets if sequences.queries is not None else np.zeros_like(targets)
-    keys = sequences.keys[:-1] if sequences.q_to_kv is None else sequences.keys[sequences.q_to_kv]
+    out_starts = np.cumsum(q_lens) - q_lens
+    q_starts = out_starts if sequences.queries is not None else np.zeros_like(out_starts)
+    index = slice(-1) if sequences.q_to_kv is None else sequences.q_to_kv
+    kv_starts = sequences.keys[index]
     sample = np.linspace(0, problem.batch - 1, SAMPLED).astype(np.int32)
     found = []
     for b in np.unique(np.argsort(kv_lens, stable=True)[sample]):
-        numbers = (x[b] for x in (targets, sources, q_lens, keys, kv_lens))
-        place = _Place(*(jnp.int32(x) for x in numbers))
+        numbers = (x[b] for x in (out_starts, q_starts, q_lens, kv_starts, kv_lens))
+        sequence = _SequenceRows(*(jnp.int32(x) for x in numbers))
         longest = {"q_len": int(q_lens.max()), "kv_len": int(kv_lens.max())}
-        found.append(jax.device_get(_sampled_errors(xla, operands, place, settings, **longest)))
-    own, largest, reach = (float(x) for x in np.max(np.asarray(found), axis=0))
-    # f32 sums in another order differ, which only an f32 result is close enough to show.
-    own += 2.0**-24 * float(problem.head_dim + kv_lens.max()) ** 0.5 * largest
-    bound = 3 * own + float(jnp.finfo(actual.dtype).eps) * largest
-    bound += APPROX_ERRORS.get(settings.approx or "", 0.0) * reach
+        found.append(jax.device_get(_sampled_errors(xla, operands, sequence, settings, **longest)))
+    xla_error, largest, magnitude = (float(x) for x in np.max(np.asarray(found), axis=0))
+    # f32 sums in another order differ; this matters only for f32 results.
+    xla_error += 2.0**-24 * float(problem.head_dim + kv_lens.max()) ** 0.5 * largest
+    bound = 3 * xla_error + float(jnp.finfo(actual.dtype).eps) * largest
+    bound += APPROX_ERRORS.get(settings.approx or "", 0.0) * magnitude
     return float(largest_difference(actual, xla)), bound

@@ -1,8 +1,8 @@
-"""A process of the autotuner: reads tasks from its standard input, tells events on its output.
+"""The autotuner's worker process: reads tasks from stdin, writes events to stdout.
 
-The first line names the contenders, which the process compiles; every other one is a task. A CUDA
-error poisons the process that it happens in and a kernel that hangs can only be killed with its
-process, so this is never the user's own; `session` starts it.
+The first line names the contenders, which the process compiles; every further line is a task. The
+work is not done in the user's process because a CUDA error makes a process unusable, and a kernel
+that hangs can only be killed with its process. `session` starts the worker.
 """
 
 from __future__ import annotations
@@ -16,45 +16,46 @@ import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from ikbo_jax.tuning.bench import Bench, Say, Task, first_line
+from ikbo_jax.tuning.bench import Bench, Emit, Task, first_line
 
-#: What a line that holds an event begins with.
+#: Prefix of a line that holds an event.
 MARK = "ikbo-autotune "
 
 
-def serve(lines: Iterable[str], say: Say) -> int:
-    """Prepares what the first of `lines` names, then runs the tasks of the others.
+def serve(lines: Iterable[str], emit: Emit) -> int:
+    """Compiles the contenders in the first line, then runs the tasks in the other lines.
 
     Args:
-      lines: first a task whose candidates are all contenders, as JSON under "task", and beside it
-        positions of those to be compiled one by one, "alone"; then tasks as JSON.
-      say: takes events: those of `Bench`, and "answer", what a task measured.
+      lines: the first is a JSON object with "task", a task with all contenders, and "alone",
+        indices of the contenders to compile one at a time; the others are tasks as JSON.
+      emit: takes events: the events of `Bench`; "answer", with the result of a task; and "end",
+        with the failure that ends the process.
 
     Returns:
       The exit status.
     """
     tasks = iter(lines)
     setup = json.loads(next(tasks))
-    every = Task.from_json(setup["task"])
-    bench = Bench(every.problem, every.candidates, say)
+    first_task = Task.from_json(setup["task"])
+    bench = Bench(first_task.problem, first_task.contenders, emit)
     try:
-        bench.prepare([every.candidates[position] for position in setup["alone"]])
+        bench.prepare([first_task.contenders[position] for position in setup["alone"]])
         for line in tasks:
-            say({"event": "answer", "answer": bench.measure(Task.from_json(line))})
+            emit({"event": "answer", "answer": bench.measure(Task.from_json(line))})
     except Exception as error:
-        say({"event": "end", "failure": first_line(error)})
+        emit({"event": "end", "failure": first_line(error)})
         return 1
     return 0
 
 
 def _lines_until_the_end() -> Iterator[str]:
-    """Lines of the standard input, whose end is the user's process': it ends this one at once."""
+    """Yields lines of stdin; when stdin ends, the parent has ended: kills this process group."""
     lines: queue.Queue[str | None] = queue.Queue()
 
     def read() -> None:
         for line in sys.stdin:
             lines.put(line)
-        # Also the processes that this one started; `session` gave them a group of their own.
+        # The group holds this process and the processes that it started; `session` created it.
         os.killpg(os.getpgrp(), signal.SIGKILL)
 
     threading.Thread(target=read, daemon=True).start()
@@ -65,11 +66,11 @@ def main() -> int:
     """Entry point of the process."""
     lock = threading.Lock()
 
-    def say(event: dict[str, Any]) -> None:
+    def emit(event: dict[str, Any]) -> None:
         with lock:
             print(MARK + json.dumps(event), flush=True)
 
-    return serve(_lines_until_the_end(), say)
+    return serve(_lines_until_the_end(), emit)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""The places at which the ranking network's user meets its candidates, in several ways.
+"""Strategies for the layers of the ranking network that combine a user with its candidates.
 
-The network itself, `ranking`, is written once; a `Ways` holds what differs from version to version.
+The network itself, `ranking`, is written once. A `Strategy` holds the operations that differ
+between versions of the network.
 """
 
 from __future__ import annotations
@@ -16,43 +17,47 @@ from ikbo_jax.layers import functional
 from ikbo_jax.ops.gdpa_arguments import equal_offsets
 
 Parameters = functional.Parameters
-#: Of the parameters, candidates' and users' values, and the index: a value at candidate batch.
-Meeting = Callable[[Parameters, jax.Array, jax.Array, jax.Array], jax.Array]
+#: Takes parameters, two arrays at candidate or user batch, and the index `cand_to_user` [B] int32;
+#: returns an array at candidate batch.
+CandidateOp = Callable[[Parameters, jax.Array, jax.Array, jax.Array], jax.Array]
 
-#: Tensor cores want rows of 16 bytes.
-ALIGNED = 8
+#: Elements to which a row is padded: 16 bytes of a 16-bit dtype, which tensor cores read at once.
+ALIGNMENT = 8
 
 
-class Ways(NamedTuple):
-    """How one version of the network does what the versions do differently.
+class Strategy(NamedTuple):
+    """The operations that differ between versions of the network.
 
     Attributes:
-      prepare: [B, K_cand, N] candidate tokens as `compress` takes them.
-      pool: parameters of PMA and [U, S, N] to [U, pooled, N].
-      attend: parameters, [B, T, N], [U, S, N] and the index to [B, T, N].
-      feed_forward: parameters, [B, T, N], [U, pooled, N] and the index to [B, T, N].
-      compress: parameters, [U, K_user, N], what `prepare` made and the index to [B, M, N].
-      join: the weight [user + cand, hidden], [U, user], [B, cand] and the index to [B, hidden].
-      finish: the same arrays, to be there before anything that takes them begins.
+      prepare: takes candidate tokens [B, K_cand, N]; returns them as `compress` expects them.
+      pool: takes parameters of PMA and [U, S, N]; returns [U, pooled, N].
+      attend: takes parameters, [B, T, N], [U, S, N] and the index; returns [B, T, N].
+      feed_forward: takes parameters, [B, T, N], [U, pooled, N] and the index; returns [B, T, N].
+      compress: takes parameters, [U, K_user, N], the result of `prepare` and the index; returns
+        [B, M, N].
+      join: first layer of the head; takes the weight [user + cand, hidden], [U, user], [B, cand]
+        and the index; returns [B, hidden].
+      barrier: returns its arrays unchanged; where it is an optimisation barrier, XLA computes all
+        of them before any operation that reads one of the results.
     """
 
     prepare: Callable[[jax.Array], jax.Array]
     pool: Callable[[Parameters, jax.Array], jax.Array]
-    attend: Meeting
-    feed_forward: Meeting
-    compress: Meeting
+    attend: CandidateOp
+    feed_forward: CandidateOp
+    compress: CandidateOp
     join: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
-    finish: Callable[[tuple[jax.Array, ...]], tuple[jax.Array, ...]]
+    barrier: Callable[[tuple[jax.Array, ...]], tuple[jax.Array, ...]]
 
 
 def softmax_attention(
     query: jax.Array, key: jax.Array, value: jax.Array, *, tuned: bool
 ) -> jax.Array:
-    """`jax.nn.dot_product_attention`; tuned, by cuDNN where that can be."""
+    """`jax.nn.dot_product_attention`; with `tuned`, by cuDNN where cuDNN takes dtype and width."""
     narrow = query.dtype in (jnp.bfloat16, jnp.float16)
-    fits = query.shape[-1] % ALIGNED == 0 and query.shape[-1] <= 128
+    fits = query.shape[-1] % ALIGNMENT == 0 and query.shape[-1] <= 128
     cudnn = tuned and narrow and fits and jax.default_backend() == "gpu"
-    # It promotes bfloat16 scores itself, which a caller's strict rules would forbid.
+    # `jax.nn` promotes bfloat16 scores to float32; strict promotion, if set, would reject that.
     with jax.numpy_dtype_promotion("standard"):
         out: jax.Array = jax.nn.dot_product_attention(
             query, key, value, implementation="cudnn" if cudnn else None
@@ -61,7 +66,7 @@ def softmax_attention(
 
 
 def activated_attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """gelu(query · keyᵀ / √H) · value / √S, in the arrays' dtype but for f32 scores."""
+    """gelu(query · keyᵀ / √H) · value / √S; scores are f32, all else has the arrays' dtype."""
     scores = jnp.einsum("btnh,bsnh->bnts", query, key, preferred_element_type=jnp.float32)
     weights = jax.nn.gelu(scores * jnp.float32(query.shape[-1] ** -0.5), approximate=False)
     out = jnp.einsum("bnts,bsnh->btnh", weights.astype(value.dtype), value)
@@ -76,7 +81,7 @@ def _projected(params: Parameters, x: jax.Array, memory: jax.Array) -> tuple[jax
     )
 
 
-# Copies.
+# The user is copied to each of its candidates.
 
 
 def _pool_by_seeds(params: Parameters, x: jax.Array, *, tuned: bool) -> jax.Array:
@@ -104,7 +109,7 @@ def _compress_copies(
     params: Parameters, rows: jax.Array, tokens: jax.Array, index: jax.Array, *, tuned: bool
 ) -> jax.Array:
     parts, weights = [rows[index], tokens], [params["w_user"], params["w_cand"]]
-    padding = -(rows.shape[1] + tokens.shape[1]) % ALIGNED if tuned else 0
+    padding = -(rows.shape[1] + tokens.shape[1]) % ALIGNMENT if tuned else 0
     if padding:
         parts.append(jnp.zeros((tokens.shape[0], padding, tokens.shape[2]), tokens.dtype))
         weights.append(jnp.zeros((weights[0].shape[0], padding), tokens.dtype))
@@ -118,14 +123,14 @@ def _join_copies(
     return jnp.concatenate([user[index], cand], axis=1) @ weight
 
 
-MATERIALISED = Ways(
+MATERIALISED = Strategy(
     prepare=lambda tokens: tokens,
     pool=functools.partial(_pool_by_seeds, tuned=False),
     attend=functools.partial(_attend_to_copies, tuned=False),
     feed_forward=_feed_forward_by_copies,
     compress=functools.partial(_compress_copies, tuned=False),
     join=_join_copies,
-    finish=lambda arrays: arrays,
+    barrier=lambda arrays: arrays,
 )
 TUNED = MATERIALISED._replace(
     pool=functools.partial(_pool_by_seeds, tuned=True),
@@ -134,7 +139,7 @@ TUNED = MATERIALISED._replace(
 )
 
 
-# This library's layers.
+# The layers of this library, which copy no user.
 
 
 def _pool(params: Parameters, x: jax.Array) -> jax.Array:
@@ -162,70 +167,74 @@ def _feed_forward(
 
 
 def _join(weight: jax.Array, user: jax.Array, cand: jax.Array, index: jax.Array) -> jax.Array:
-    """Two products, each at its own batch, added in f32 and rounded once."""
+    """Products at user and at candidate batch, added in f32 and rounded once."""
     split, dtype = user.shape[1], weight.dtype
     dot = functools.partial(jnp.dot, preferred_element_type=jnp.float32)
     return (dot(user, weight[:split])[index] + dot(cand, weight[split:])).astype(dtype)
 
 
-CO_DESIGNED = Ways(
+CO_DESIGNED = Strategy(
     prepare=lambda tokens: tokens,
     pool=_pool,
     attend=functional.attend,
     feed_forward=_feed_forward,
     compress=functional.compress,
     join=_join,
-    # Left alone, XLA works on the histories of later layers beside the compressed rows of this one:
-    # 370 MiB of temporaries instead of 294 at the default sizes on an H200.
-    finish=jax.lax.optimization_barrier,
+    # Without the barrier, XLA computes the histories of later layers while this layer's compressed
+    # rows are live: 370 MiB of temporaries instead of 294 at the default sizes on an H200.
+    barrier=jax.lax.optimization_barrier,
 )
 
 
-# By hand.
+# Optimised by hand for XLA, without this library.
 
 
 class Fold(NamedTuple):
-    """Where candidates go when those of a user are put side by side.
+    """A layout in which the candidates of each user are contiguous.
 
     Attributes:
-      slot: [B] int32, of U · most slots.
+      slot: [B] int32, the slot of every candidate, in [0, U · slots_per_user).
       users: U.
-      most: slots of a user.
+      slots_per_user: slots of each user; slots without a candidate hold zeros.
     """
 
     slot: jax.Array
     users: int
-    most: int
+    slots_per_user: int
 
     def fold(self, x: jax.Array) -> jax.Array:
-        """[B, T, ...] to [U, most · T, ...], zeros where no candidate is."""
-        slots = jnp.zeros((self.users * self.most, *x.shape[1:]), x.dtype)
-        # Slots are all different, which spares atomic additions.
+        """Moves [B, T, ...] to [U, slots_per_user · T, ...]; empty slots are zero."""
+        slots = jnp.zeros((self.users * self.slots_per_user, *x.shape[1:]), x.dtype)
+        # Declaring the slots unique avoids atomic additions.
         slots = slots.at[self.slot].set(x, unique_indices=True, mode="drop")
-        return slots.reshape(self.users, self.most * x.shape[1], *x.shape[2:])
+        return slots.reshape(self.users, self.slots_per_user * x.shape[1], *x.shape[2:])
 
     def unfold(self, x: jax.Array) -> jax.Array:
-        """The reverse of `fold`."""
-        rows = x.reshape(self.users * self.most, x.shape[1] // self.most, *x.shape[2:])
-        return rows[self.slot]
+        """Moves [U, slots_per_user · T, ...] back to [B, T, ...]."""
+        shape = (self.users * self.slots_per_user, x.shape[1] // self.slots_per_user, *x.shape[2:])
+        return x.reshape(shape)[self.slot]
 
 
-def fold_by_user(index: jax.Array, users: int, most: int) -> Fold:
-    """Folds the candidates of `index` [B] int32, in any order, at most `most` of a user."""
+def fold_by_user(index: jax.Array, users: int, slots_per_user: int) -> Fold:
+    """Makes the layout of `index` [B] int32, in any order.
+
+    A user's candidates beyond `slots_per_user` get slots of other users, or none.
+    """
     order = jnp.argsort(index, stable=True)
-    in_order = index[order]
-    first = jnp.searchsorted(in_order, jnp.arange(users, dtype=index.dtype)).astype(jnp.int32)
-    rank = jnp.arange(index.shape[0], dtype=jnp.int32) - first[in_order]
-    slot = in_order * jnp.int32(most) + rank
-    return Fold(jnp.zeros_like(index).at[order].set(slot, unique_indices=True), users, most)
+    sorted_index = index[order]
+    first = jnp.searchsorted(sorted_index, jnp.arange(users, dtype=index.dtype)).astype(jnp.int32)
+    rank = jnp.arange(index.shape[0], dtype=jnp.int32) - first[sorted_index]
+    sorted_slot = sorted_index * jnp.int32(slots_per_user) + rank
+    slot = jnp.zeros_like(index).at[order].set(sorted_slot, unique_indices=True)
+    return Fold(slot, users, slots_per_user)
 
 
-def by_hand(fold: Fold) -> Ways:
-    """What an expert does in XLA alone."""
+def hand_optimised(fold: Fold) -> Strategy:
+    """The strategy of an expert who uses XLA and cuDNN alone."""
 
     def padded(x: jax.Array, axis: int) -> jax.Array:
         widths = [(0, 0)] * x.ndim
-        widths[axis] = (0, -x.shape[axis] % ALIGNED)
+        widths[axis] = (0, -x.shape[axis] % ALIGNMENT)
         return jnp.pad(x, widths)
 
     def attend(
@@ -245,18 +254,18 @@ def by_hand(fold: Fold) -> Ways:
     def compress(
         params: Parameters, rows: jax.Array, tokens: jax.Array, index: jax.Array
     ) -> jax.Array:
-        # Both products rounded before they are added: on an H200 0.74 ms, with f32 sums 0.82 ms.
+        # Each product is rounded before the addition: 0.74 ms on an H200, 0.82 ms with f32 sums.
         dot = functools.partial(jnp.einsum, "mk,bkn->bmn")
         user: jax.Array = dot(padded(params["w_user"], 1), padded(rows, 1))
         return dot(padded(params["w_cand"], 1), tokens) + user[index]
 
-    return Ways(
-        # Once for all layers.
+    return Strategy(
+        # All layers compress the same tokens: pad them once.
         prepare=lambda tokens: padded(tokens, 1),
         pool=functools.partial(_pool_by_seeds, tuned=True),
         attend=attend,
         feed_forward=feed_forward,
         compress=compress,
         join=_join,
-        finish=lambda arrays: arrays,
+        barrier=lambda arrays: arrays,
     )
