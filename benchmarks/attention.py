@@ -33,8 +33,8 @@ from benchmarks.attention_providers import (
     oracle,
 )
 from benchmarks.harness import provider_of
+from ikbo_jax.problems import AttentionProblem
 from ikbo_jax.tuning import table
-from ikbo_jax.tuning.configs import AttentionProblem
 
 DEFAULT = AttentionProblem(
     batch=2048,

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import ikbo_jax
+from ikbo_jax.problems import LinearCompressionConfig, LinearCompressionProblem
 from ikbo_jax.reference import linear_compression as reference
 from ikbo_jax.tuning import table
-from ikbo_jax.tuning.configs import LinearCompressionConfig, LinearCompressionProblem
 
 #: Aligned baselines pad the embedding rows to a multiple of this: 16 bytes of bf16.
 ALIGNED_K = 8
@@ -130,7 +130,7 @@ def all_providers(problem: LinearCompressionProblem, formulations: bool = True) 
         fn = functools.partial(_decomposed, formulation=name)
         stage = f"2 decomposed, written as {name}, all K padded before"
         providers.append(Provider(f"xla-{name}-padded-before", stage, fn, _padded))
-    config = table.lookup(problem).config or table.default_config(problem)
+    config = table.lookup(problem).config or problem.default_config()
     if config is not None:
         for name, stage, single in (
             ("fused", "3 fused: broadcast in the epilogue", False),

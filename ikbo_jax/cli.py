@@ -20,7 +20,7 @@ from ikbo_jax._version import __version__
 
 # Only the commands import jax, so that `--help` takes no time.
 if TYPE_CHECKING:
-    from ikbo_jax.tuning.gdpa_configs import GdpaProblem
+    from ikbo_jax.problems import GdpaProblem
 
 #: Exit statuses.
 OK, DISAGREES, UNUSABLE = 0, 1, 2
@@ -306,8 +306,8 @@ def _driver() -> str | None:
 
 def _tune_linear_compression(args: argparse.Namespace) -> int:
     def tune() -> dict[str, Any]:
+        from ikbo_jax.problems import LinearCompressionProblem
         from ikbo_jax.tuning.autotune import console_progress, tune_linear_compression
-        from ikbo_jax.tuning.configs import LinearCompressionProblem
 
         problem = LinearCompressionProblem(
             batches=(args.users, args.candidates),
@@ -329,8 +329,8 @@ def _tune_attention(args: argparse.Namespace) -> int:
         return UNUSABLE
 
     def tune() -> dict[str, Any]:
+        from ikbo_jax.problems import AttentionProblem
         from ikbo_jax.tuning.autotune import console_progress, tune_attention
-        from ikbo_jax.tuning.configs import AttentionProblem
 
         names = [field.name for field in dataclasses.fields(AttentionProblem)]
         problem = AttentionProblem(**{name: getattr(args, name) for name in names})
@@ -359,7 +359,7 @@ def _tune_gdpa(args: argparse.Namespace) -> int:
 def _gdpa_problem(args: argparse.Namespace) -> GdpaProblem:
     """The problem with the sizes in `args`; raises ValueError if they are inconsistent."""
     from ikbo_jax.ops import gdpa_arguments
-    from ikbo_jax.tuning.gdpa_configs import GdpaProblem
+    from ikbo_jax.problems import GdpaProblem
 
     if args.q_heads % args.kv_heads:
         raise ValueError(

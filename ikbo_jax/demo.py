@@ -22,13 +22,9 @@ from ikbo_jax._timing.programs import Log, Programs, persistent_compilations, ru
 from ikbo_jax.ops.dispatch import hopper_unavailable_reason
 from ikbo_jax.ops.explain import explain
 from ikbo_jax.ops.linear_compression import linear_compression
+from ikbo_jax.problems import LinearCompressionConfig, LinearCompressionProblem
 from ikbo_jax.reference.linear_compression import materialised
-from ikbo_jax.tuning.configs import (
-    LinearCompressionConfig,
-    LinearCompressionProblem,
-    illegal_reason,
-)
-from ikbo_jax.tuning.table import default_config, lookup, user_cache_path
+from ikbo_jax.tuning.table import lookup, user_cache_path
 
 #: Number of rounds. A round times all stages interleaved: half a window of warm-up and one window
 #: of launches back to back for each. The other stages keep the device busy between windows.
@@ -254,9 +250,9 @@ def _kernel_stage(request: Request, name: str, *, single_launch: bool) -> Stage:
     moved = _bytes_moved(request)
     if (reason := hopper_unavailable_reason()) is not None:
         return Stage(name, None, moved, reason)
-    tuned = lookup(request.problem).config or default_config(request.problem)
+    tuned = lookup(request.problem).config or request.problem.default_config()
     config = dataclasses.replace(tuned or LinearCompressionConfig(), single_launch=single_launch)
-    if (reason := illegal_reason(request.problem, config)) is not None:
+    if (reason := config.illegal_reason(request.problem)) is not None:
         return Stage(name, None, moved, reason)
 
     def fn(*inputs: jax.Array) -> jax.Array:

@@ -98,7 +98,7 @@ def fake_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHopper]:
     gets past the op's own rules fails.
     """
     from ikbo_jax.ops import linear_compression as op
-    from ikbo_jax.pallas import linear_compression as kernel
+    from ikbo_jax.pallas.linear_compression import kernel
 
     calls: list[dict[str, Any]] = []
 
@@ -131,7 +131,7 @@ def fake_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHopper]:
 def fake_attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHopper]:
     """`fake_hopper` for attention; a call's "is_sorted" says whether the work order is by user."""
     from ikbo_jax.ops import attention as op
-    from ikbo_jax.pallas import attention as kernel
+    from ikbo_jax.pallas.flash import attention as kernel
 
     calls: list[dict[str, Any]] = []
 

@@ -17,9 +17,9 @@ import problems
 import pytest
 
 import ikbo_jax as ikbo
+from ikbo_jax.problems import AttentionConfig
 from ikbo_jax.reference import attention as reference
 from ikbo_jax.tuning import table
-from ikbo_jax.tuning.configs import AttentionConfig
 
 SHAPES = problems.ATTENTION_SHAPES
 SMALL = problems.AttentionShape(3, 7, 2, 5, 4, 2, 8, "unsorted", "ragged")

@@ -13,7 +13,8 @@ import problems
 import pytest
 
 import ikbo_jax as ikbo
-from ikbo_jax.tuning.configs import ATTENTION_HEAD_DIMS, AttentionConfig
+from ikbo_jax.problems import AttentionConfig
+from ikbo_jax.problems.attention import HEAD_DIMS
 
 # B=7, U=3, T=2, S=5, N=4, K=2, H=8
 SHAPE = problems.AttentionShape(3, 7, 2, 5, 4, 2, 8)
@@ -244,8 +245,8 @@ def test_mosaic_gpu_off_hopper(on_cpu) -> None:
 @pytest.mark.parametrize(
     ("changes", "dtype", "words"),
     [
-        ({"head_dim": 8}, "bfloat16", (*map(str, ATTENTION_HEAD_DIMS), "H=8")),
-        ({"head_dim": 320}, "float16", (*map(str, ATTENTION_HEAD_DIMS), "H=320")),
+        ({"head_dim": 8}, "bfloat16", (*map(str, HEAD_DIMS), "H=8")),
+        ({"head_dim": 320}, "float16", (*map(str, HEAD_DIMS), "H=320")),
         ({"head_dim": 64}, "float32", ("bfloat16", "float16", "float32")),
     ],
     ids=["narrow", "wide", "dtype"],

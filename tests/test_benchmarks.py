@@ -13,7 +13,7 @@ import pytest
 from benchmarks import harness, linear_compression, report, timing, torch_baseline
 from benchmarks import linear_compression_providers as providers
 from ikbo_jax._timing import interleaved_ms
-from ikbo_jax.tuning.configs import LinearCompressionProblem
+from ikbo_jax.problems import LinearCompressionProblem
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks import attention, attention_providers, harness, timing
-from ikbo_jax.tuning.configs import AttentionProblem
+from ikbo_jax.problems import AttentionProblem
 
 pytestmark = pytest.mark.slow
 

@@ -15,9 +15,13 @@ import pytest
 from ikbo_jax import _timing, cli, demo, demo_attention, demo_ranking, terminal
 from ikbo_jax._timing import sustained_ms
 from ikbo_jax.ops import dispatch
+from ikbo_jax.problems import (
+    AttentionProblem,
+    GdpaProblem,
+    LinearCompressionConfig,
+    LinearCompressionProblem,
+)
 from ikbo_jax.tuning import autotune
-from ikbo_jax.tuning.configs import AttentionProblem, LinearCompressionProblem
-from ikbo_jax.tuning.gdpa_configs import GdpaProblem
 
 SIZES = ["--m", "9", "--n", "8", "--k-cand", "7", "--k-user", "11"]
 TINY = ["demo", "--candidates", "24", "--users", "5", *SIZES, "--layers", "1"]
@@ -186,7 +190,7 @@ def test_demo_says_what_the_kernel_cannot_do(attention_as_it_is, monkeypatch, ca
         return real(*args, implementation=implementation, **kwargs)
 
     monkeypatch.setattr(demo, "hopper_unavailable_reason", lambda: None)
-    monkeypatch.setattr(demo, "illegal_reason", lambda problem, config: None)
+    monkeypatch.setattr(LinearCompressionConfig, "illegal_reason", lambda config, problem: None)
     monkeypatch.setattr(demo, "linear_compression", refuses)
     assert cli.main(TINY) == cli.OK
     assert f"not run: {', '.join(KERNELS)}: no such tile" in capsys.readouterr().out

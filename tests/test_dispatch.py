@@ -12,7 +12,7 @@ import pytest
 
 import ikbo_jax as ikbo
 from ikbo_jax.ops import dispatch
-from ikbo_jax.tuning.configs import AttentionConfig, AttentionProblem, attention_illegal_reason
+from ikbo_jax.problems import AttentionConfig, AttentionProblem
 
 HOPPER = types.SimpleNamespace(platform="gpu", compute_capability="9.0", core_count=132)
 
@@ -64,7 +64,7 @@ def test_reuse_takes_no_more_keys_than_both_rings_hold(
 ) -> None:
     def reason(kv_len: int, **options: Any) -> str | None:
         config = dataclasses.replace(REUSE, k_stages=stages[0], v_stages=stages[1], **options)
-        return attention_illegal_reason(dataclasses.replace(PROBLEM, kv_len=kv_len), config)
+        return config.illegal_reason(dataclasses.replace(PROBLEM, kv_len=kv_len))
 
     assert reason(most_keys) is None
     for kv_len in (most_keys + 1, 100 * most_keys):

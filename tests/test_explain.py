@@ -15,8 +15,8 @@ import pytest
 import ikbo_jax as ikbo
 from ikbo_jax.ops import dispatch
 from ikbo_jax.ops.explain import Explanation
+from ikbo_jax.problems import LinearCompressionConfig
 from ikbo_jax.tuning import table
-from ikbo_jax.tuning.configs import LinearCompressionConfig
 
 SMALL = problems.LinearCompressionShape(3, 7, 16, 11, 5, 8, "unsorted")
 INPUTS = problems.make_inputs(SMALL)
@@ -157,7 +157,7 @@ def test_table_may_prefer_xla_and_the_caller_may_not(fake_hopper, monkeypatch) -
     insist = functools.partial(ikbo.linear_compression, implementation="mosaic_gpu")
     (plan,) = ikbo.explain(insist, *INPUTS).plans
     assert plan.implementation == "mosaic_gpu"
-    assert plan.config == table.default_config(plan.problem)
+    assert plan.config == plan.problem.default_config()
     assert choice.reason in plan.reason
 
 

@@ -18,7 +18,7 @@ from problems_gdpa import OUTPUT_SCALE, SCALE, SHAPES, Shape
 
 import ikbo_jax as ikbo
 from ikbo_jax.ops import dispatch, gdpa_backward
-from ikbo_jax.pallas import gdpa as gdpa_kernel
+from ikbo_jax.pallas.flash import gdpa as gdpa_kernel
 from ikbo_jax.reference import gdpa_chunked
 from ikbo_jax.reference.gdpa import Arrays, Settings
 

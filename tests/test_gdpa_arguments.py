@@ -12,7 +12,7 @@ import pytest
 
 import ikbo_jax as ikbo
 from ikbo_jax.ops import dispatch
-from ikbo_jax.tuning.gdpa_configs import GdpaConfig
+from ikbo_jax.problems import GdpaConfig
 
 BF16 = jnp.bfloat16
 

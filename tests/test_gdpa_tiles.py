@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ikbo_jax.pallas import tile_list
+from ikbo_jax.pallas.flash import tile_list
 
 
 def plain_offsets(cu: Any, total: int) -> list[int]:

@@ -15,14 +15,9 @@ import problems
 import pytest
 
 import ikbo_jax as ikbo
+from ikbo_jax.problems import AttentionConfig, AttentionProblem
+from ikbo_jax.problems.attention import HEAD_DIMS
 from ikbo_jax.reference import attention as reference
-from ikbo_jax.tuning.configs import (
-    ATTENTION_HEAD_DIMS,
-    AttentionConfig,
-    AttentionProblem,
-    attention_candidate_configs,
-    attention_illegal_reason,
-)
 
 pytestmark = pytest.mark.gpu
 
@@ -59,7 +54,7 @@ SHAPES = {
     "t256": Shape(5, 9, 256, 515, 1, 1, 128, "unsorted"),
     "gqa": Shape(5, 50, 64, 300, 8, 2, 128, "unsorted"),
     "mqa": Shape(5, 50, 32, 300, 6, 1, 128, "unsorted"),
-} | {f"h{h}": Shape(5, 50, 64, 300, 2, 2, h, "unsorted", "ragged") for h in ATTENTION_HEAD_DIMS}
+} | {f"h{h}": Shape(5, 50, 64, 300, 2, 2, h, "unsorted", "ragged") for h in HEAD_DIMS}
 run_kernel = functools.partial(ikbo.attention, implementation="mosaic_gpu", return_residuals=True)
 # Compiled whole: operation by operation, a GPU takes half a minute for every new shape.
 materialised = jax.jit(reference.materialised, static_argnames="scale")
@@ -103,11 +98,11 @@ def test_attention_every_kind_of_config(name, q_len):
     check(run(inputs, config=CONFIGS[name]), inputs)
 
 
-@pytest.mark.parametrize("head_dim", ATTENTION_HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_attention_candidate_configs(head_dim):
     shape = Shape(4, 37, 64, 300, 2, 2, head_dim, "unsorted", "ragged")
     inputs = problems.make_attention_inputs(shape)
-    for config in attention_candidate_configs(problem_of(shape)):
+    for config in problem_of(shape).candidate_configs():
         check(run(inputs, config=config), inputs)
 
 
@@ -129,7 +124,7 @@ def test_attention_default_request(dtype):
     kv_len=st.integers(1, 1500),
     kv_heads=st.integers(1, 3),
     group=st.sampled_from([1, 2, 4]),
-    head_dim=st.sampled_from(ATTENTION_HEAD_DIMS),
+    head_dim=st.sampled_from(HEAD_DIMS),
     index=st.sampled_from(["sorted", "unsorted", "gaps"]),
     lengths=st.sampled_from(["full", "ragged"]),
     dtype=st.sampled_from(problems.HALF_DTYPES),
@@ -347,7 +342,7 @@ SANITIZED = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import jax, jax.numpy as jnp, problems, ikbo_jax as ikbo
-from ikbo_jax.tuning.configs import AttentionConfig
+from ikbo_jax.problems import AttentionConfig
 for q_len in (16, 64):
     shape = problems.AttentionShape(3, 9, q_len, 150, 2, 1, 128, "unsorted", "ragged")
     inputs = problems.make_attention_inputs(shape, "bfloat16")
@@ -377,4 +372,4 @@ def problem_of(shape: Shape) -> AttentionProblem:
 
 def test_attention_configs_here_are_legal():
     problem = problem_of(DEFAULT)
-    assert [n for n, c in CONFIGS.items() if attention_illegal_reason(problem, c)] == []
+    assert [n for n, c in CONFIGS.items() if c.illegal_reason(problem)] == []

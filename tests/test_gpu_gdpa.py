@@ -17,11 +17,13 @@ from problems_gdpa import Shape
 
 import ikbo_jax as ikbo
 from ikbo_jax.ops import dispatch, gdpa_backward
-from ikbo_jax.pallas import attention, tile_list
+from ikbo_jax.pallas.flash import attention, tile_list
+from ikbo_jax.problems import GdpaConfig
+from ikbo_jax.problems.gdpa import MAX_BLOCK_KV
+from ikbo_jax.problems.hopper import TILE_ROWS
 from ikbo_jax.reference import activations as reference_activations
 from ikbo_jax.reference import gdpa as reference
 from ikbo_jax.reference import gdpa_chunked
-from ikbo_jax.tuning.gdpa_configs import GDPA_MAX_BLOCK_KV, GDPA_TILE_ROWS, GdpaConfig
 
 pytestmark = pytest.mark.gpu
 
@@ -69,10 +71,7 @@ SHAPES = {
     "indexed": of(drawn(6, 30, 200), drawn(7, 4, 300), q_to_kv=drawn(8, 30, 3), after=9),
     "pma": of(32, drawn(9, 40, 700), after=2),
     "pma_indexed": of(70, drawn(10, 5, 300), q_heads=4, q_to_kv=drawn(11, 50, 4)),
-} | {
-    f"h{h}": of(drawn(12, 20, 300), drawn(13, 20, 300), head_dim=h, after=7)
-    for h in GDPA_MAX_BLOCK_KV
-}
+} | {f"h{h}": of(drawn(12, 20, 300), drawn(13, 20, 300), head_dim=h, after=7) for h in MAX_BLOCK_KV}
 
 
 def run(arrays: reference.Arrays, settings: reference.Settings, **options) -> jax.Array:
@@ -242,7 +241,7 @@ def softmax_with_lse(arrays: reference.Arrays, settings: reference.Settings):
         kv_rows=arrays.key.shape[0],
         max_seqlen_q=settings.max_seqlen_q,
         max_seqlen_kv=settings.max_seqlen_kv,
-        size=GDPA_TILE_ROWS,
+        size=TILE_ROWS,
     )
     return attention.jagged_attention_kernel(
         *arrays[:3],
@@ -382,7 +381,7 @@ SANITIZED = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import jax, problems_gdpa, ikbo_jax as ikbo
-from ikbo_jax.tuning.gdpa_configs import GdpaConfig
+from ikbo_jax.problems import GdpaConfig
 shape = problems_gdpa.Shape((0, 70, 5, 130), (40, 0, 129, 65), 2, 1, 128, before=3, after=140)
 arrays = problems_gdpa.make_arrays(shape)
 indices = (None, arrays.cu_seqlens_q[:4] * 0 + 99)

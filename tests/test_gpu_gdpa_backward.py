@@ -17,10 +17,11 @@ from problems_gdpa import Shape
 
 from ikbo_jax.ops import dispatch
 from ikbo_jax.ops import gdpa_backward as op
+from ikbo_jax.problems import GdpaBackwardConfig
+from ikbo_jax.problems.gdpa_backward import HEAD_DIMS
 from ikbo_jax.reference import gdpa as reference
 from ikbo_jax.reference import gdpa_chunked
 from ikbo_jax.reference.gdpa import Arrays, Settings
-from ikbo_jax.tuning.gdpa_backward_configs import HEAD_DIMS, GdpaBackwardConfig
 
 pytestmark = pytest.mark.gpu
 

@@ -16,9 +16,9 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import ikbo_jax as ikbo
-from ikbo_jax.pallas.linear_compression import linear_compression_kernel
+from ikbo_jax.pallas.linear_compression.kernel import linear_compression_kernel
+from ikbo_jax.problems import LinearCompressionConfig
 from ikbo_jax.reference import linear_compression as reference
-from ikbo_jax.tuning.configs import LinearCompressionConfig, illegal_reason
 
 pytestmark = pytest.mark.gpu
 
@@ -279,7 +279,7 @@ SANITIZED = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import jax, jax.numpy as jnp, problems, ikbo_jax as ikbo
-from ikbo_jax.tuning.configs import LinearCompressionConfig
+from ikbo_jax.problems import LinearCompressionConfig
 shape = problems.LinearCompressionShape(3, 9, 120, 70, 134, 136, "unsorted")
 inputs = problems.make_inputs(shape, "bfloat16")
 wild = inputs.cand_to_user.at[0].set(99).at[1].set(-7)
@@ -299,4 +299,4 @@ def test_sanitizer(tool):
 
 def test_configs_here_are_legal():
     problem = ikbo.ops.linear_compression._problem(*problems.make_inputs(DEFAULT).levels[:2])
-    assert [name for name, c in CONFIGS.items() if illegal_reason(problem, c)] == []
+    assert [name for name, c in CONFIGS.items() if c.illegal_reason(problem)] == []

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import ikbo_jax as ikbo
-from ikbo_jax.pallas import softmax
+from ikbo_jax.pallas.flash import softmax
 from ikbo_jax.reference import attention as reference
 
 INDEX = np.asarray([0, 1, 0], np.int32)

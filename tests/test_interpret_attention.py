@@ -19,14 +19,10 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ikbo_jax.pallas import accumulator
-from ikbo_jax.pallas import attention as kernel
-from ikbo_jax.tuning.configs import (
-    NUM_CONSUMERS,
-    AttentionConfig,
-    AttentionProblem,
-    attention_illegal_reason,
-)
+from ikbo_jax.pallas.flash import attention as kernel
+from ikbo_jax.pallas.hopper import accumulator
+from ikbo_jax.problems import AttentionConfig, AttentionProblem
+from ikbo_jax.problems.hopper import NUM_CONSUMERS
 
 # The op's own interpreted tests are the ones that run with every jax.
 pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
@@ -196,7 +192,7 @@ def test_interpreted_kernel_is_right_and_free_of_races(
     name: str, launches: interpreter.Launches, copies: list[None]
 ) -> None:
     case = CASES[name]
-    assert attention_illegal_reason(case.problem, case.config) is None
+    assert case.config.illegal_reason(case.problem) is None
     inputs = case.inputs()
     results = interpret(inputs, case)
     launches.assert_no_races(1)
@@ -222,7 +218,7 @@ def test_interpreted_hard_tiles_are_computed_again(
     lengths = (41, 43, 36, 43, 43)
     index = (0, 0, 1, 1, 1, 2, 3, 4)
     case = Case(index, 43, users=5, head_dim=head_dim, config=config, lengths=lengths)
-    assert attention_illegal_reason(case.problem, case.config) is None
+    assert case.config.illegal_reason(case.problem) is None
     query, key, value, *rest = case.inputs()
     user = index[candidate]
     query, key, value = (np.array(x) for x in (query, key, value))

@@ -15,8 +15,8 @@ import pytest
 import ikbo_jax as ikbo
 from ikbo_jax.ops import attention as op
 from ikbo_jax.ops import dispatch
-from ikbo_jax.pallas import attention as kernel
-from ikbo_jax.tuning.configs import AttentionConfig
+from ikbo_jax.pallas.flash import attention as kernel
+from ikbo_jax.problems import AttentionConfig
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 

@@ -23,13 +23,13 @@ from problems_gdpa import Shape
 import ikbo_jax as ikbo
 from ikbo_jax.ops import dispatch
 from ikbo_jax.ops import gdpa as op
-from ikbo_jax.pallas import attention, gdpa_consumer, tile_list
-from ikbo_jax.pallas import gdpa_forward as kernel
+from ikbo_jax.pallas.flash import attention, gdpa_consumer, tile_list
+from ikbo_jax.pallas.flash import gdpa_forward as kernel
+from ikbo_jax.problems import GdpaConfig, GdpaProblem
+from ikbo_jax.problems.hopper import NUM_CONSUMERS, TILE_ROWS
 from ikbo_jax.reference import gdpa as reference
 from ikbo_jax.reference.gdpa import Arrays, Settings
 from ikbo_jax.tuning import trials_gdpa
-from ikbo_jax.tuning.configs import NUM_CONSUMERS
-from ikbo_jax.tuning.gdpa_configs import GDPA_TILE_ROWS, GdpaConfig, GdpaProblem
 
 pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
 
@@ -217,7 +217,7 @@ def test_interpreted_softmax_is_exact_where_the_first_maximum_does_not_do(
         kv_rows=175,
         max_seqlen_q=None,
         max_seqlen_kv=None,
-        size=GDPA_TILE_ROWS,
+        size=TILE_ROWS,
     )
     tiles = jax.jit(list_tiles)(*spoiled[3:])
     results = attention.jagged_attention_kernel(

@@ -18,11 +18,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from problems_gdpa import Shape
 
 from ikbo_jax.ops import gdpa_backward as op
-from ikbo_jax.pallas import accumulator
+from ikbo_jax.pallas.hopper import accumulator
+from ikbo_jax.problems import GdpaBackwardConfig
+from ikbo_jax.problems.hopper import NUM_CONSUMERS
 from ikbo_jax.reference import gdpa_chunked
 from ikbo_jax.reference.gdpa import Arrays, Settings
-from ikbo_jax.tuning.configs import NUM_CONSUMERS
-from ikbo_jax.tuning.gdpa_backward_configs import GdpaBackwardConfig
 
 pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
 

@@ -21,15 +21,11 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ikbo_jax.pallas import linear_compression as kernel
-from ikbo_jax.pallas import mosaic
+from ikbo_jax.pallas.hopper import mosaic
+from ikbo_jax.pallas.linear_compression import kernel
+from ikbo_jax.problems import LinearCompressionConfig, LinearCompressionProblem
+from ikbo_jax.problems.hopper import NUM_CONSUMERS
 from ikbo_jax.reference import linear_compression as reference
-from ikbo_jax.tuning.configs import (
-    NUM_CONSUMERS,
-    LinearCompressionConfig,
-    LinearCompressionProblem,
-    illegal_reason,
-)
 
 pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
 
@@ -144,7 +140,7 @@ def test_interpreted_kernel_is_right_and_free_of_races(
 ) -> None:
     case = CASES[name]
     problem = LinearCompressionProblem(case.batches, case.ks, case.m, case.n, case.dtype)
-    assert illegal_reason(problem, case.config) is None
+    assert case.config.illegal_reason(problem) is None
     levels = case.levels()
     out = interpret(levels, case)
     launches.assert_no_races(case.launches)

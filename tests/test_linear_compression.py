@@ -16,8 +16,8 @@ import problems
 import pytest
 
 import ikbo_jax as ikbo
+from ikbo_jax.problems import LinearCompressionConfig
 from ikbo_jax.reference import linear_compression as reference
-from ikbo_jax.tuning.configs import LinearCompressionConfig
 
 SHAPES = problems.LINEAR_COMPRESSION_SHAPES
 SMALL = problems.LinearCompressionShape(3, 7, 10, 11, 5, 8, "unsorted")

@@ -11,7 +11,7 @@ import problems
 import pytest
 
 import ikbo_jax as ikbo
-from ikbo_jax.tuning.configs import LinearCompressionConfig
+from ikbo_jax.problems import LinearCompressionConfig
 
 # B=7, U=3, M=10, K_cand=5, K_user=11, N=8
 INPUTS = problems.make_inputs(problems.LinearCompressionShape(3, 7, 10, 11, 5, 8))

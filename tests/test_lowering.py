@@ -10,7 +10,7 @@ from jax._src.pallas.mosaic_gpu import lowering
 
 from ikbo_jax.models import ranking
 from ikbo_jax.ops import dispatch
-from ikbo_jax.pallas import mosaic
+from ikbo_jax.pallas.hopper import mosaic
 from ikbo_jax.rewrite import rewrite
 
 #: Small, and legal for every kernel of the network.

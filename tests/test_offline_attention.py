@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import offline
 import pytest
 
-from ikbo_jax.pallas import attention as kernel
-from ikbo_jax.tuning import configs, table
-from ikbo_jax.tuning.configs import AttentionConfig, AttentionProblem
+from ikbo_jax.pallas.flash import attention as kernel
+from ikbo_jax.problems import AttentionConfig, AttentionProblem
+from ikbo_jax.problems.hopper import MAX_SMEM_BYTES, SMEM_ALIGNMENT
+from ikbo_jax.tuning import table
 
 pytestmark = [
     pytest.mark.slow,
@@ -38,7 +39,7 @@ class Case:
 
     @property
     def chosen(self) -> AttentionConfig:
-        config = self.config or configs.default_attention_config(self.problem)
+        config = self.config or self.problem.default_config()
         assert config is not None
         return config
 
@@ -96,13 +97,13 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> offline.Compiler:
 
 
 def assert_fit(case: Case, compiler: offline.Compiler) -> None:
-    assert configs.attention_illegal_reason(case.problem, case.chosen) is None
+    assert case.chosen.illegal_reason(case.problem) is None
     (compiled,) = compiler.compile(*case.launch())
     assert not compiled.faults
     limit = case.chosen.smem_bytes(case.problem.head_dim)
     # The legality rule may round up, by no more than what it aligns to.
-    assert 0 <= limit - compiled.smem_bytes <= configs.SMEM_ALIGNMENT
-    assert limit <= configs.MAX_SMEM_BYTES
+    assert 0 <= limit - compiled.smem_bytes <= SMEM_ALIGNMENT
+    assert limit <= MAX_SMEM_BYTES
 
 
 @pytest.mark.parametrize("name", CASES)

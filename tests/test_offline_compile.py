@@ -15,9 +15,11 @@ import jax.numpy as jnp
 import offline
 import pytest
 
-from ikbo_jax.pallas import linear_compression as kernel
-from ikbo_jax.tuning import configs, table
-from ikbo_jax.tuning.configs import LinearCompressionConfig, LinearCompressionProblem
+from ikbo_jax.pallas.linear_compression import kernel
+from ikbo_jax.problems import LinearCompressionConfig, LinearCompressionProblem
+from ikbo_jax.problems.hopper import MAX_SMEM_BYTES, SMEM_ALIGNMENT
+from ikbo_jax.problems.linear_compression import MAX_BLOCK_M
+from ikbo_jax.tuning import table
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the CUDA plugin is for Linux")
 
@@ -30,7 +32,7 @@ Case = tuple[LinearCompressionProblem, LinearCompressionConfig]
 
 
 def default_case(problem: LinearCompressionProblem, **changes: Any) -> Case:
-    config = table.default_config(problem)
+    config = problem.default_config()
     assert config is not None
     return problem, dataclasses.replace(config, **changes)
 
@@ -50,7 +52,7 @@ def named_cases() -> dict[str, Case]:
         "many_users": of(batches=(1024, 1024)),
         "widest_block_one_candidate": (
             dataclasses.replace(DEFAULT, batches=(1, 1)),
-            LinearCompressionConfig(configs.MAX_BLOCK_M, 3, configs.MAX_BLOCK_M // 4),
+            LinearCompressionConfig(MAX_BLOCK_M, 3, MAX_BLOCK_M // 4),
         ),
         "narrowest_block_m1": (
             dataclasses.replace(DEFAULT, m=1),
@@ -64,7 +66,7 @@ def table_cases() -> dict[str, Case]:
     text = (importlib.resources.files(table) / "sm90.json").read_text("utf-8")
     rows = [table.Row.from_json(entry) for entry in json.loads(text)["rows"]]
     return {
-        f"row{i}:{table.describe(row.problem)}": (row.problem, row.config)
+        f"row{i}:{row.problem.describe()}": (row.problem, row.config)
         for i, row in enumerate(rows)
         if row.config is not None and isinstance(row.problem, LinearCompressionProblem)
     }
@@ -101,13 +103,13 @@ def launch(problem: LinearCompressionProblem, config: LinearCompressionConfig) -
 @pytest.mark.parametrize("name", CASES)
 def test_offline_kernel_is_fit(name: str, compiler: offline.Compiler) -> None:
     problem, config = CASES[name]
-    assert configs.illegal_reason(problem, config) is None
+    assert config.illegal_reason(problem) is None
     kernels = compiler.compile(*launch(problem, config))
     levels = len(problem.batches)
     assert len(kernels) == levels - (config.single_launch and levels > 1)
     for compiled in kernels:
         assert not compiled.faults
-        assert compiled.smem_bytes <= config.smem_bytes <= configs.MAX_SMEM_BYTES
+        assert compiled.smem_bytes <= config.smem_bytes <= MAX_SMEM_BYTES
 
 
 @pytest.mark.parametrize("num_stages", [2, 4])
@@ -116,7 +118,7 @@ def test_offline_shared_memory_is_what_the_config_says(num_stages: int) -> None:
     problem, config = default_case(DEFAULT, single_launch=True, num_stages=num_stages)
     (module,) = offline.mosaic_modules(*launch(problem, config))
     _, smem_bytes = offline.describe_module(module)
-    assert 0 <= config.smem_bytes - smem_bytes <= configs.SMEM_ALIGNMENT
+    assert 0 <= config.smem_bytes - smem_bytes <= SMEM_ALIGNMENT
 
 
 @pytest.mark.parametrize("is_single", [True, False])

@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import offline
 import pytest
 
-from ikbo_jax.pallas import attention, tile_list
-from ikbo_jax.pallas import gdpa_forward as kernel
-from ikbo_jax.tuning import configs, gdpa_configs, table
-from ikbo_jax.tuning.gdpa_configs import GdpaConfig, GdpaProblem
+from ikbo_jax.pallas.flash import attention, tile_list
+from ikbo_jax.pallas.flash import gdpa_forward as kernel
+from ikbo_jax.problems import GdpaConfig, GdpaProblem
+from ikbo_jax.problems.hopper import MAX_SMEM_BYTES, SMEM_ALIGNMENT
+from ikbo_jax.tuning import table
 
 pytestmark = [
     pytest.mark.slow,
@@ -119,14 +120,14 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> offline.Compiler:
 
 
 def assert_fit(case: Case, compiler: offline.Compiler) -> None:
-    config = case.config or next(gdpa_configs.gdpa_candidate_configs(case.problem))
-    assert gdpa_configs.gdpa_illegal_reason(case.problem, config) is None
+    config = case.config or next(case.problem.candidate_configs())
+    assert config.illegal_reason(case.problem) is None
     (compiled,) = compiler.compile(*launch(case.problem, config, case.scales))
     assert not compiled.faults
     sizes = config.for_softmax if is_softmax(case.problem) else config
     limit = sizes.smem_bytes(case.problem.head_dim)
-    assert 0 <= limit - compiled.smem_bytes <= configs.SMEM_ALIGNMENT
-    assert limit <= configs.MAX_SMEM_BYTES
+    assert 0 <= limit - compiled.smem_bytes <= SMEM_ALIGNMENT
+    assert limit <= MAX_SMEM_BYTES
 
 
 @pytest.mark.parametrize("name", CASES)

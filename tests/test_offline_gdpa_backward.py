@@ -12,12 +12,11 @@ import jax.numpy as jnp
 import offline
 import pytest
 
-from ikbo_jax.pallas import accumulator
-from ikbo_jax.pallas import gdpa_backward as kernels
-from ikbo_jax.pallas import gdpa_backward_tiles as tiles
-from ikbo_jax.tuning import configs
-from ikbo_jax.tuning import gdpa_backward_configs as backward_configs
-from ikbo_jax.tuning.gdpa_backward_configs import GdpaBackwardConfig
+from ikbo_jax.pallas.gdpa_backward import kernels, tiles
+from ikbo_jax.pallas.hopper import accumulator
+from ikbo_jax.problems import GdpaBackwardConfig
+from ikbo_jax.problems import gdpa_backward as backward_configs
+from ikbo_jax.problems.hopper import MAX_SMEM_BYTES
 
 pytestmark = [
     pytest.mark.slow,
@@ -93,14 +92,12 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> offline.Compiler:
 def test_offline_gdpa_backward_kernel_is_fit(name: str, compiler: offline.Compiler) -> None:
     case = CASES[name]
     num_results = 2 if case.is_for_keys else 1
-    reason = backward_configs.illegal_reason(
-        case.dtype, case.head_dim, case.chosen, num_results=num_results
-    )
+    reason = case.chosen.illegal_reason(case.dtype, case.head_dim, num_results=num_results)
     assert reason is None
     (compiled,) = compiler.compile(*case.launch())
     assert not compiled.faults
     limit = case.chosen.smem_bytes(case.head_dim)
-    assert compiled.smem_bytes <= limit <= configs.MAX_SMEM_BYTES
+    assert compiled.smem_bytes <= limit <= MAX_SMEM_BYTES
 
 
 # The check itself must be able to fail.

@@ -13,8 +13,9 @@ import numpy as np
 import problems_gdpa
 import pytest
 
-from ikbo_jax.pallas import activations as kernel
-from ikbo_jax.pallas import gdpa_slopes, gdpa_weights
+from ikbo_jax.pallas.activations import slopes as gdpa_slopes
+from ikbo_jax.pallas.activations import values as kernel
+from ikbo_jax.pallas.activations import weights as gdpa_weights
 from ikbo_jax.reference import activations as reference
 
 NAMES = [name for name in reference.ACTIVATIONS if name != reference.SOFTMAX]

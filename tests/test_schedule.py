@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ikbo_jax.pallas import schedule as schedules
-from ikbo_jax.pallas.schedule import TileSchedule, make_schedule
+from ikbo_jax.pallas.hopper import schedule as schedules
+from ikbo_jax.pallas.hopper.schedule import TileSchedule, make_schedule
 
 #: User tiles, candidate tiles, cost of a user tile in candidate tiles, workers.
 EXAMPLES = {

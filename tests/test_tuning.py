@@ -13,10 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ikbo_jax.problems import LinearCompressionConfig, LinearCompressionProblem
+from ikbo_jax.problems.linear_compression import DISTANCE_WEIGHTS
 from ikbo_jax.reference.linear_compression import decomposed
-from ikbo_jax.tuning import autotune, configs, rules, table, trials
+from ikbo_jax.tuning import autotune, table, trials
 from ikbo_jax.tuning.bench import Contender, Task
-from ikbo_jax.tuning.configs import LinearCompressionConfig, LinearCompressionProblem
 
 DEFAULT = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16")
 TINY = LinearCompressionProblem((2, 6), (7, 5), 9, 16, "float32")
@@ -32,7 +33,7 @@ def cache_dir(tmp_path, monkeypatch):
 def row(
     problem: LinearCompressionProblem = DEFAULT, config: Any = "default", ms: float = 0.35
 ) -> table.Row:
-    config = table.default_config(problem) if config == "default" else config
+    config = problem.default_config() if config == "default" else config
     return table.Row(problem, config, "NVIDIA H200", "2026-01-02", "0.11.2", ms, 0.8, 1.0)
 
 
@@ -44,29 +45,29 @@ def builtin(monkeypatch) -> Callable[..., None]:
 
 def other(problem: LinearCompressionProblem = DEFAULT) -> LinearCompressionConfig:
     """A legal configuration that is not the default one."""
-    return list(configs.candidate_configs(problem))[1]
+    return list(problem.candidate_configs())[1]
 
 
 # The configurations that may run.
 
 
 def test_candidates_are_legal_and_differ():
-    candidates = list(configs.candidate_configs(DEFAULT))
+    candidates = list(DEFAULT.candidate_configs())
     assert len(candidates) == len(set(candidates)) > 10
-    assert all(configs.illegal_reason(DEFAULT, config) is None for config in candidates)
+    assert all(config.illegal_reason(DEFAULT) is None for config in candidates)
     assert {config.single_launch for config in candidates} == {True, False}
 
 
 def test_one_level_has_no_second_launch_to_join():
     problem = LinearCompressionProblem((1024,), (866,), 433, 256, "bfloat16")
-    assert {config.single_launch for config in configs.candidate_configs(problem)} == {False}
+    assert {config.single_launch for config in problem.candidate_configs()} == {False}
 
 
 @pytest.mark.parametrize(
     ("m", "block_m"), [(433, 224), (128, 128), (256, 128), (512, 176), (1024, 208), (1, 16)]
 )
 def test_default_tile_wastes_little_of_m(m, block_m):
-    config = table.default_config(dataclasses.replace(DEFAULT, m=m))
+    config = dataclasses.replace(DEFAULT, m=m).default_config()
     assert config is not None
     assert config.block_m == block_m
 
@@ -80,9 +81,9 @@ def test_default_tile_wastes_little_of_m(m, block_m):
 )
 def test_default_config_is_legal_everywhere(m, n, k, batch, dtype):
     problem = LinearCompressionProblem((max(1, batch // 70), batch), (k, k), m, n, dtype)
-    config = table.default_config(problem)
+    config = problem.default_config()
     assert config is not None
-    assert configs.illegal_reason(problem, config) is None
+    assert config.illegal_reason(problem) is None
     padded = -(-m // config.block_m) * config.block_m
     assert padded - m < max(64, m)
 
@@ -92,10 +93,10 @@ def test_default_config_is_legal_everywhere(m, n, k, batch, dtype):
 
 def test_shipped_table_is_sound():
     rows = table._builtin_rows()
-    keys = [(r.problem.dtype, table.shape_class(r.problem)) for r in rows]
+    keys = [(r.problem.dtype, r.problem.shape_class()) for r in rows]
     assert len(keys) == len(set(keys)), "one row per dtype and shape class"
     for r in rows:
-        assert r.config is None or table.illegal_reason(r.problem, r.config) is None
+        assert r.config is None or r.config.illegal_reason(r.problem) is None
         choice = table.lookup(r.problem)
         assert choice.exact
         assert choice.config == r.config
@@ -106,7 +107,7 @@ def test_exact_class_before_nearest(builtin):
     near = dataclasses.replace(DEFAULT, batches=(30, 2048))
     builtin(row(near), row(DEFAULT, other()))
     asked = dataclasses.replace(DEFAULT, batches=(15, 1000), m=440)
-    assert table.shape_class(asked) == table.shape_class(DEFAULT)
+    assert asked.shape_class() == DEFAULT.shape_class()
     choice = table.lookup(asked)
     assert (choice.config, choice.source, choice.exact) == (other(), "sm90.json", True)
     assert "NVIDIA H200" in choice.reason
@@ -120,7 +121,7 @@ def test_nearest_row_is_taken_and_named(builtin):
     assert choice.config == other()
     assert not choice.exact
     assert "nearest row at distance 1.00" in choice.reason
-    assert table.describe(near) in choice.reason
+    assert near.describe() in choice.reason
 
 
 def test_same_dtype_before_a_nearer_row_of_another(builtin):
@@ -134,7 +135,7 @@ def test_same_dtype_before_a_nearer_row_of_another(builtin):
 
 def test_illegal_row_gives_way_to_the_next(builtin):
     huge = LinearCompressionConfig(block_m=224, num_stages=64, epilogue_rows=56)
-    assert configs.illegal_reason(DEFAULT, huge) is not None
+    assert huge.illegal_reason(DEFAULT) is not None
     builtin(row(DEFAULT, huge), row(dataclasses.replace(DEFAULT, n=512), other()))
     choice = table.lookup(DEFAULT)
     assert (choice.config, choice.exact) == (other(), False)
@@ -144,7 +145,7 @@ def test_row_whose_tile_does_not_fit_gives_way_to_the_default(builtin):
     builtin(row(DEFAULT))  # Tiles of 224 rows would pad 512 to 672.
     asked = dataclasses.replace(DEFAULT, m=512)
     choice = table.lookup(asked)
-    assert (choice.config, choice.source) == (table.default_config(asked), "default")
+    assert (choice.config, choice.source) == (asked.default_config(), "default")
     assert not choice.exact
 
 
@@ -177,7 +178,7 @@ def test_distance_is_a_symmetric_premetric():
     assert table.distance(DEFAULT, DEFAULT) == 0
     assert table.distance(DEFAULT, levels) == table.distance(levels, DEFAULT) > 0
     twice_m = table.distance(DEFAULT, dataclasses.replace(DEFAULT, m=866))
-    assert twice_m == rules.DISTANCE_WEIGHTS["m"]
+    assert twice_m == DISTANCE_WEIGHTS["m"]
 
 
 # The autotuner.
@@ -207,7 +208,7 @@ class Bench:
 
 
 def test_tuning_picks_the_fastest_and_writes_it():
-    best = list(configs.candidate_configs(DEFAULT))[5]
+    best = list(DEFAULT.candidate_configs())[5]
     bench = Bench({None: 1.0, best: 0.3}, 0.4)
     lines: list[tuple[int, int, str]] = []
     found = autotune.tune_linear_compression(
@@ -231,7 +232,7 @@ def test_xla_wins_beyond_two_percent_only(kernel_ms, is_xla):
 
 
 def test_failing_candidates_are_reported_and_passed_over():
-    first, second = list(configs.candidate_configs(DEFAULT))[:2]
+    first, second = list(DEFAULT.candidate_configs())[:2]
     bench = Bench({None: 1.0, first: "wrong result: error 3, bound 0.1", second: 0.5}, 0.6)
     lines: list[str] = []
     found = autotune.tune_linear_compression(

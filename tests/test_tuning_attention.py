@@ -13,10 +13,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ikbo_jax.tuning import autotune, configs, rules, table, trials
+from ikbo_jax.problems import (
+    PROBLEMS,
+    AttentionConfig,
+    AttentionProblem,
+    GdpaProblem,
+    LinearCompressionProblem,
+)
+from ikbo_jax.problems.attention import HEAD_DIMS
+from ikbo_jax.problems.problem import ATTENTION_DISTANCE_WEIGHTS
+from ikbo_jax.tuning import autotune, table, trials
 from ikbo_jax.tuning.bench import Task, measure
-from ikbo_jax.tuning.configs import AttentionConfig, AttentionProblem, LinearCompressionProblem
-from ikbo_jax.tuning.gdpa_configs import GdpaProblem
 
 DEFAULT = AttentionProblem(2048, 32, 64, 4096, 2, 2, 128, "bfloat16")
 TINY = AttentionProblem(40, 3, 2, 9, 4, 2, 16, "float32")
@@ -40,13 +47,13 @@ def builtin(monkeypatch) -> Callable[..., None]:
 
 
 def row(problem: Any = DEFAULT, config: Any = "default") -> table.Row:
-    config = table.default_config(problem) if config == "default" else config
+    config = problem.default_config() if config == "default" else config
     return table.Row(problem, config, "NVIDIA H200", "2026-01-02", "0.11.2", 1.0, 0.9, 9.0)
 
 
 def other() -> AttentionConfig:
     """A legal configuration that is not the default one."""
-    return list(configs.attention_candidate_configs(DEFAULT))[1]
+    return list(DEFAULT.candidate_configs())[1]
 
 
 def at(**changes: Any) -> AttentionProblem:
@@ -54,31 +61,31 @@ def at(**changes: Any) -> AttentionProblem:
 
 
 def test_candidates_are_legal_and_differ():
-    candidates = list(configs.attention_candidate_configs(DEFAULT))
+    candidates = list(DEFAULT.candidate_configs())
     assert len(candidates) == len(set(candidates)) > 3
-    assert all(table.illegal_reason(DEFAULT, config) is None for config in candidates)
+    assert all(config.illegal_reason(DEFAULT) is None for config in candidates)
 
 
 @given(
-    head_dim=st.sampled_from(configs.ATTENTION_HEAD_DIMS),
+    head_dim=st.sampled_from(HEAD_DIMS),
     q_len=st.integers(1, 256),
     kv_len=st.integers(1, 20_000),
     dtype=st.sampled_from(["bfloat16", "float16"]),
 )
 def test_every_size_the_kernel_takes_has_a_configuration(head_dim, q_len, kv_len, dtype):
     problem = at(head_dim=head_dim, q_len=q_len, kv_len=kv_len, dtype=dtype)
-    config = table.default_config(problem)
+    config = problem.default_config()
     assert isinstance(config, AttentionConfig)
-    assert table.illegal_reason(problem, config) is None
+    assert config.illegal_reason(problem) is None
     assert table.lookup(problem).config is not None
 
 
 def test_shipped_rows_are_sound():
     rows = [r for r in table._builtin_rows() if isinstance(r.problem, AttentionProblem)]
-    keys = [(r.problem.dtype, table.shape_class(r.problem)) for r in rows]
+    keys = [(r.problem.dtype, r.problem.shape_class()) for r in rows]
     assert len(keys) == len(set(keys)), "one row per dtype and shape class"
     for r in rows:
-        assert r.config is None or table.illegal_reason(r.problem, r.config) is None
+        assert r.config is None or r.config.illegal_reason(r.problem) is None
         choice = table.lookup(r.problem)
         assert (choice.config, choice.exact) == (r.config, True)
 
@@ -86,7 +93,7 @@ def test_shipped_rows_are_sound():
 def test_without_rows_the_default_runs_and_says_so(builtin):
     builtin(row(LINEAR))
     choice = table.lookup(DEFAULT)
-    assert (choice.config, choice.source) == (table.default_config(DEFAULT), "default")
+    assert (choice.config, choice.source) == (DEFAULT.default_config(), "default")
 
 
 def test_exact_class_before_nearest(builtin):
@@ -110,13 +117,13 @@ def test_row_of_another_head_width_says_nothing(builtin):
     asked = at(head_dim=192)
     assert table.distance(at(head_dim=64), asked) == float("inf")
     choice = table.lookup(asked)
-    assert (choice.config, choice.source) == (table.default_config(asked), "default")
+    assert (choice.config, choice.source) == (asked.default_config(), "default")
 
 
 def test_head_width_without_a_kernel_goes_to_xla_and_names_the_others():
     choice = table.lookup(at(head_dim=80))
     assert (choice.config, choice.source) == (None, "none")
-    assert all(str(width) in choice.reason for width in (80, *configs.ATTENTION_HEAD_DIMS))
+    assert all(str(width) in choice.reason for width in (80, *HEAD_DIMS))
 
 
 def test_distance_is_a_symmetric_premetric():
@@ -124,7 +131,7 @@ def test_distance_is_a_symmetric_premetric():
     a, b = DEFAULT, at(batch=7, users=0, q_heads=8)
     assert table.distance(a, b) == pytest.approx(table.distance(b, a))
     assert table.distance(a, b) > 0
-    assert table.distance(a, at(kv_len=8192)) == rules.ATTENTION_DISTANCE_WEIGHTS["kv_len"]
+    assert table.distance(a, at(kv_len=8192)) == ATTENTION_DISTANCE_WEIGHTS["kv_len"]
     assert table.distance(DEFAULT, LINEAR) == table.distance(LINEAR, DEFAULT) == float("inf")
 
 
@@ -142,7 +149,7 @@ def test_rows_of_all_ops_share_the_users_cache():
     table.write_user_row(row(DEFAULT, other()))
     table.write_user_row(row(GDPA))
     path = table.write_user_row(row(LINEAR))
-    assert {r["op"] for r in json.loads(path.read_text())["rows"]} == set(rules.RULES)
+    assert {r["op"] for r in json.loads(path.read_text())["rows"]} == set(PROBLEMS)
     choice = table.lookup(DEFAULT)
     assert (choice.config, choice.source, choice.exact) == (other(), "user cache", True)
     assert table.lookup(LINEAR).source == table.lookup(GDPA).source == "user cache"

@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 
-from ikbo_jax.tuning import autotune, configs, table
+from ikbo_jax.problems import GdpaProblem, LinearCompressionConfig, LinearCompressionProblem
+from ikbo_jax.tuning import autotune, table
 from ikbo_jax.tuning.bench import Task
-from ikbo_jax.tuning.configs import LinearCompressionConfig, LinearCompressionProblem
-from ikbo_jax.tuning.gdpa_configs import GdpaProblem
 
 DEFAULT = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16")
 GDPA = GdpaProblem(*(8, 8, 512, 640, 4, 2, 64, "bfloat16"), ("relu",), None, False, 100, None)
@@ -31,7 +30,7 @@ def cache_dir(tmp_path, monkeypatch):
 
 
 def row(problem: Any = DEFAULT, config: Any = "default", ms: float = 0.35) -> table.Row:
-    config = table.default_config(problem) if config == "default" else config
+    config = problem.default_config() if config == "default" else config
     return table.Row(problem, config, "NVIDIA H200", "2026-01-02", "0.11.2", ms, 0.8, 1.0)
 
 
@@ -43,7 +42,7 @@ def builtin(monkeypatch):
 
 def other() -> LinearCompressionConfig:
     """A legal configuration that is not the default one."""
-    return list(configs.candidate_configs(DEFAULT))[1]
+    return list(DEFAULT.candidate_configs())[1]
 
 
 def test_user_cache_wins_for_its_exact_problem_only(builtin, cache_dir):
@@ -57,7 +56,7 @@ def test_user_cache_wins_for_its_exact_problem_only(builtin, cache_dir):
 
 
 def test_written_row_is_seen_at_once_and_replaces_its_like():
-    for config in (other(), None, table.default_config(DEFAULT)):
+    for config in (other(), None, DEFAULT.default_config()):
         path = table.write_user_row(row(DEFAULT, config))
         assert table.lookup(DEFAULT).config == config
     assert len(json.loads(path.read_text())["rows"]) == 1

@@ -11,17 +11,21 @@ from typing import Any
 
 import pytest
 
-from ikbo_jax.tuning import autotune, configs, contest, session, table
+from ikbo_jax.problems import (
+    AttentionConfig,
+    AttentionProblem,
+    GdpaProblem,
+    LinearCompressionProblem,
+)
+from ikbo_jax.tuning import autotune, contest, session, table
 from ikbo_jax.tuning.bench import Contender, Task
-from ikbo_jax.tuning.configs import AttentionConfig, AttentionProblem, LinearCompressionProblem
-from ikbo_jax.tuning.gdpa_configs import GdpaProblem
 
 DEFAULT = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16")
 ATTENTION = AttentionProblem(2048, 32, 64, 4096, 2, 2, 128, "bfloat16")
 #: What no candidate of attention has.
 PROPOSED_BY_NOBODY = AttentionConfig(balance=True, late_turns=True)
 GDPA = GdpaProblem(*(8, 8, 512, 640, 4, 2, 64, "bfloat16"), ("relu",), None, False, 100, None)
-CANDIDATES = list(configs.candidate_configs(DEFAULT))
+CANDIDATES = list(DEFAULT.candidate_configs())
 
 
 @pytest.fixture(autouse=True)
@@ -102,7 +106,7 @@ def test_xla_begins_and_halves_of_the_field_go_on_to_a_final_with_xla(builtin):
 
 def test_choice_that_no_candidate_is_takes_part_and_stays_if_it_is_fastest(builtin, cache_file):
     """The shipped row was measured with a configuration that the tuner cannot propose."""
-    assert PROPOSED_BY_NOBODY not in list(configs.attention_candidate_configs(ATTENTION))
+    assert PROPOSED_BY_NOBODY not in list(ATTENTION.candidate_configs())
     builtin(row(ATTENTION, PROPOSED_BY_NOBODY))
     bench = Bench({None: 9.0, PROPOSED_BY_NOBODY: 0.9}, 1.0)
     found, lines = tune(ATTENTION, bench, limit=3)
@@ -117,7 +121,7 @@ def test_choice_that_no_candidate_is_takes_part_and_stays_if_it_is_fastest(built
 def test_shipped_choice_takes_part_beside_a_row_of_the_user(builtin, cache_file):
     """A row that an earlier version wrote although it was slower is found out."""
     builtin(row(ATTENTION, PROPOSED_BY_NOBODY))
-    slow = list(configs.attention_candidate_configs(ATTENTION))[5]
+    slow = list(ATTENTION.candidate_configs())[5]
     table.write_user_row(row(ATTENTION, slow))
     bench = Bench({None: 9.0, PROPOSED_BY_NOBODY: 0.9, slow: 1.1}, 1.0)
     tune(ATTENTION, bench, limit=2)

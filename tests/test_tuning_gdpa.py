@@ -17,9 +17,10 @@ from problems_gdpa import Shape
 
 import ikbo_jax as ikbo
 from ikbo_jax.ops import dispatch
-from ikbo_jax.tuning import autotune, gdpa_configs, rules, table, trials_gdpa
+from ikbo_jax.problems import GdpaConfig, GdpaProblem
+from ikbo_jax.problems.gdpa import ACTIVATION_DISTANCE, MAX_BLOCK_KV
+from ikbo_jax.tuning import autotune, table, trials_gdpa
 from ikbo_jax.tuning.bench import Task, measure
-from ikbo_jax.tuning.gdpa_configs import GDPA_MAX_BLOCK_KV, GdpaConfig, GdpaProblem
 
 ROWS = 1152 * 1024
 DEFAULT = GdpaProblem(
@@ -47,7 +48,7 @@ def builtin(monkeypatch) -> Callable[..., None]:
 
 
 def row(problem: Any = DEFAULT, config: Any = "default") -> table.Row:
-    config = table.default_config(problem) if config == "default" else config
+    config = problem.default_config() if config == "default" else config
     return table.Row(problem, config, "NVIDIA H200", "2026-01-02", "0.11.2", 1.0, 0.9, 9.0)
 
 
@@ -57,7 +58,7 @@ def at(**changes: Any) -> GdpaProblem:
 
 def other(place: int = 1) -> GdpaConfig:
     """A legal configuration that is not the default one."""
-    return list(gdpa_configs.gdpa_candidate_configs(DEFAULT))[place]
+    return list(DEFAULT.candidate_configs())[place]
 
 
 # Candidates.
@@ -65,27 +66,27 @@ def other(place: int = 1) -> GdpaConfig:
 
 @pytest.mark.parametrize("problem", [DEFAULT, SHORT, at(head_dim=64), at(kv_rows=1152 * 7)])
 def test_candidates_are_few_legal_and_differ(problem):
-    candidates = list(gdpa_configs.gdpa_candidate_configs(problem))
+    candidates = list(problem.candidate_configs())
     assert 8 < len(candidates) == len(set(candidates)) <= 16
-    assert all(table.illegal_reason(problem, config) is None for config in candidates)
+    assert all(config.illegal_reason(problem) is None for config in candidates)
 
 
 def test_what_was_measured_fastest_is_timed_first():
     three_slots = GdpaConfig(128, 2, 2, 3)
-    assert table.default_config(DEFAULT) == dataclasses.replace(three_slots, late_turns=True)
-    assert table.default_config(SHORT) == dataclasses.replace(three_slots, run=8)
-    candidates = list(gdpa_configs.gdpa_candidate_configs(DEFAULT))
+    assert DEFAULT.default_config() == dataclasses.replace(three_slots, late_turns=True)
+    assert SHORT.default_config() == dataclasses.replace(three_slots, run=8)
+    candidates = list(DEFAULT.candidate_configs())
     assert {config.late_turns for config in candidates[:4]} == {False, True}
     assert {(config.run, config.skip_empty) for config in candidates} == {(1, False)}
-    assert {c.run for c in gdpa_configs.gdpa_candidate_configs(SHORT)} == {1, 2, 4, 8}
+    assert {c.run for c in SHORT.candidate_configs()} == {1, 2, 4, 8}
     half = at(max_seqlen_q=2048, max_seqlen_kv=2048)
-    assert table.default_config(half) == GdpaConfig(
+    assert half.default_config() == GdpaConfig(
         128, 2, 2, 3, late_turns=True, skip_empty=True, half_blocks=True
     )
 
 
 @given(
-    head_dim=st.sampled_from(sorted(GDPA_MAX_BLOCK_KV)),
+    head_dim=st.sampled_from(sorted(MAX_BLOCK_KV)),
     kv_len=st.integers(1, 20_000),
     dtype=st.sampled_from(["bfloat16", "float16"]),
     bound=st.booleans(),
@@ -93,9 +94,9 @@ def test_what_was_measured_fastest_is_timed_first():
 def test_every_size_the_kernel_takes_has_a_configuration(head_dim, kv_len, dtype, bound):
     problem = at(head_dim=head_dim, dtype=dtype, kv_rows=1152 * kv_len)
     problem = dataclasses.replace(problem, max_seqlen_kv=2 * kv_len if bound else None)
-    config = table.default_config(problem)
+    config = problem.default_config()
     assert isinstance(config, GdpaConfig)
-    assert table.illegal_reason(problem, config) is None
+    assert config.illegal_reason(problem) is None
 
 
 # Lookup.
@@ -122,7 +123,7 @@ def test_row_of_another_activation_is_a_doubling_away(builtin):
     builtin(row(DEFAULT, other()), row(at(kv_rows=8 * ROWS, **RELU)))
     choice = table.lookup(at(**RELU))
     assert (choice.config, choice.exact) == (other(), False)
-    assert rules.ACTIVATION_DISTANCE == 1
+    assert ACTIVATION_DISTANCE == 1
     assert "sm90.json, nearest row at distance 1.00, batch=1152" in choice.reason
     assert "gelu_tanh approx=tanh" in choice.reason
 
@@ -150,7 +151,7 @@ def test_xla_row_of_the_user_reaches_a_short_way_only(builtin):
 
 
 def test_runs_are_for_keys_that_stay(builtin):
-    runs = table.default_config(SHORT)
+    runs = SHORT.default_config()
     assert runs.run > 1
     builtin(row(SHORT, runs))
     assert table.lookup(dataclasses.replace(SHORT, **RELU)).config == runs
@@ -161,7 +162,7 @@ def test_distance_is_a_symmetric_premetric():
     a, b = DEFAULT, at(batch=7, q_heads=8, **RELU)
     assert table.distance(a, a) == 0
     assert table.distance(a, b) == pytest.approx(table.distance(b, a))
-    assert table.distance(a, b) > rules.ACTIVATION_DISTANCE
+    assert table.distance(a, b) > ACTIVATION_DISTANCE
     assert table.distance(a, at(head_dim=64)) == float("inf")
 
 
@@ -289,7 +290,7 @@ def test_tuning_picks_the_fastest_and_writes_it(builtin):
     builtin()
     lines: list[str] = []
     half = at(q_rows=ROWS // 2, kv_rows=ROWS // 2)
-    best = list(gdpa_configs.gdpa_candidate_configs(half))[1]
+    best = list(half.candidate_configs())[1]
     bench = Bench({None: 90.0, best: 6.5}, 8.0)
     found = autotune.tune_gdpa(
         half, run=bench, limit=3, progress=lambda done, total, text: lines.append(text)

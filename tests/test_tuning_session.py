@@ -20,14 +20,14 @@ from typing import Any
 import jax
 import pytest
 
+from ikbo_jax.problems import LinearCompressionProblem
 from ikbo_jax.reference.linear_compression import decomposed
-from ikbo_jax.tuning import bench, configs, contest, session, trials, worker
+from ikbo_jax.tuning import bench, contest, session, trials, worker
 from ikbo_jax.tuning.bench import Contender, Task
-from ikbo_jax.tuning.configs import LinearCompressionProblem
 
 TINY = LinearCompressionProblem((2, 6), (7, 5), 9, 16, "float32")
 DEFAULT = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16")
-A, B, _, C = list(configs.candidate_configs(DEFAULT))[:4]
+A, B, _, C = list(DEFAULT.candidate_configs())[:4]
 SMALL = {"window_s": 0.002, "windows": 2, "matmul_size": 64}
 
 
@@ -368,7 +368,7 @@ def test_events_are_marked_lines(monkeypatch, capsys):
 @pytest.mark.gpu
 def test_kernels_that_another_process_lowered_run_on_the_device():
     problem = LinearCompressionProblem((3, 40), (130, 66), 65, 128, "bfloat16")
-    kernels = list(configs.candidate_configs(problem))[:4]
+    kernels = list(problem.candidate_configs())[:4]
     lines: list[str] = []
     with session.Session(
         problem,

@@ -14,7 +14,7 @@ import pytest
 
 import ikbo_jax as ikbo
 from ikbo_jax.ops import dispatch
-from ikbo_jax.pallas import work_order
+from ikbo_jax.pallas.flash import work_order
 
 INDEX = np.asarray([0, 2, 1, 1, 0, 2, 2], np.int32)
 OFFSETS = np.asarray([0, 100, 100, 300], np.int32)

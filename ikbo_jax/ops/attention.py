@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from ikbo_jax.ops import dispatch, reverse_only
+from ikbo_jax.problems import AttentionConfig, AttentionProblem
+from ikbo_jax.problems.hopper import WGMMA_M
 from ikbo_jax.reference import attention as reference
 from ikbo_jax.reference import attention_grouped
-from ikbo_jax.tuning.configs import WGMMA_M, AttentionConfig, AttentionProblem
 
 
 def attention(
@@ -257,8 +258,8 @@ def _run(call: _Call, plan: dispatch.Plan, arrays: _Arrays) -> tuple[jax.Array, 
         results = attention_grouped.decomposed(query, key, value, index, lengths, scale=call.scale)
         return dispatch.record(results[0], plan), results[1] if call.return_residuals else None
     # Imported here because Mosaic GPU takes 0.3 s to import.
-    from ikbo_jax.pallas import attention as kernel
-    from ikbo_jax.pallas import work_order
+    from ikbo_jax.pallas.flash import attention as kernel
+    from ikbo_jax.pallas.flash import work_order
 
     order = None
     if not call.indices_are_sorted and query.shape[0] > 1 and key.shape[0] > 1:

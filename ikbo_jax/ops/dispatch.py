@@ -131,7 +131,7 @@ class Request:
 
 def choose(request: Request, problem: Any) -> Plan:
     """Decides how `problem` runs here; raises NotImplementedError if it cannot run as requested."""
-    plan = functools.partial(Plan, request.op, problem, table.describe(problem))
+    plan = functools.partial(Plan, request.op, problem, problem.describe())
     if request.implementation == "xla":
         return plan("xla", None, "requested by the caller")
     config, reason = _kernel_config(request, problem)
@@ -160,14 +160,14 @@ def _kernel_config(request: Request, problem: Any) -> tuple[Any, str]:
         config, reason = choice.config, choice.reason + _other_device(choice.reason)
         if config is None and request.implementation == "mosaic_gpu":
             # The table prefers XLA, but the caller requested the kernel.
-            config = table.default_config(problem)
+            config = problem.default_config()
             reason = (
                 "default configuration, since the caller requested the kernel; the table says: "
                 f"{choice.reason}"
             )
         if config is None:
             return None, reason
-    if illegal := table.illegal_reason(problem, config):
+    if illegal := config.illegal_reason(problem):
         return None, illegal
     return config, reason
 

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from ikbo_jax.ops import dispatch, gdpa_arguments, gdpa_backward, gdpa_vmap, reverse_only
+from ikbo_jax.problems import GdpaConfig, GdpaProblem
 from ikbo_jax.reference import gdpa as reference
 from ikbo_jax.reference import gdpa_chunked
 from ikbo_jax.reference.gdpa import Arrays, Settings
 from ikbo_jax.tuning import table
-from ikbo_jax.tuning.gdpa_configs import GdpaConfig, GdpaProblem
 
 #: The reason to run in XLA although the kernel could run.
 NOT_MEASURED = (
@@ -222,7 +222,7 @@ def _run(call: _Call, plan: dispatch.Plan, arrays: Arrays) -> tuple[jax.Array, j
     """Computes out; and lse, if a gradient needs it. `arrays` hold one problem."""
     if plan.implementation == "mosaic_gpu":
         # Imported here because Mosaic GPU takes 0.3 s to import.
-        from ikbo_jax.pallas.gdpa import gdpa_kernel
+        from ikbo_jax.pallas.flash.gdpa import gdpa_kernel
 
         out, lse = gdpa_kernel(
             arrays,

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from ikbo_jax.ops import dispatch
+from ikbo_jax.problems import GdpaBackwardConfig
+from ikbo_jax.problems import gdpa_backward as configs
 from ikbo_jax.reference import gdpa_chunked, jagged
 from ikbo_jax.reference.activations import SOFTMAX, one_by_one
 from ikbo_jax.reference.gdpa import Arrays, Settings, num_sequences, out_shape
-from ikbo_jax.tuning import gdpa_backward_configs as configs
-from ikbo_jax.tuning.gdpa_backward_configs import GdpaBackwardConfig
 
 
 def vjp(
@@ -43,7 +43,7 @@ def illegal_reason(arrays: Arrays, settings: Settings) -> str | None:
     dtype, head_dim = arrays.query.dtype.name, arrays.query.shape[-1]
     for num_results in (1, 2):
         config = configs.default_config(head_dim)
-        if reason := configs.illegal_reason(dtype, head_dim, config, num_results=num_results):
+        if reason := config.illegal_reason(dtype, head_dim, num_results=num_results):
             return reason
     return None
 
@@ -67,7 +67,7 @@ def kernel_vjp(
       num_sms: number of streaming multiprocessors of the device.
       query_config: configuration of the kernel for d_query; None takes the default.
       key_config: configuration of the kernel for d_key and d_value; None takes the default.
-      interpret: as in `pallas.gdpa_backward.d_query_kernel`.
+      interpret: as in `pallas.gdpa_backward.kernels.d_query_kernel`.
 
     Returns:
       Gradients of query, key and value in their shapes and dtypes, each summed in f32 and rounded
@@ -75,8 +75,7 @@ def kernel_vjp(
       before the sum over sequences.
     """
     # Imported here because a machine without a GPU never needs it.
-    from ikbo_jax.pallas import gdpa_backward as kernels
-    from ikbo_jax.pallas import gdpa_backward_tiles as tiles
+    from ikbo_jax.pallas.gdpa_backward import kernels, tiles
 
     query, key, value, cu_q, cu_kv, q_to_kv = arrays
     batch, batch_kv = num_sequences(arrays), cu_kv.shape[0] - 1

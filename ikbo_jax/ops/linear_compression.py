@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from ikbo_jax.ops import dispatch, reverse_only
+from ikbo_jax.problems import LinearCompressionConfig, LinearCompressionProblem
 from ikbo_jax.reference import linear_compression as reference
-from ikbo_jax.tuning.configs import LinearCompressionConfig, LinearCompressionProblem
 
 
 class Term(NamedTuple):
@@ -217,7 +217,7 @@ def _run(plan: dispatch.Plan, weights: tuple, embeddings: tuple, parents: tuple)
         out = reference.decomposed(weights, embeddings, parents)
     else:
         # Imported here because Mosaic GPU takes 0.3 s to import.
-        from ikbo_jax.pallas import linear_compression as kernel
+        from ikbo_jax.pallas.linear_compression import kernel
 
         out = kernel.linear_compression_kernel(
             weights, embeddings, parents, config=plan.config, num_sms=dispatch.num_sms()

@@ -16,12 +16,16 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ikbo_jax.tuning import rules, table
+from ikbo_jax.problems import (
+    AttentionProblem,
+    GdpaConfig,
+    GdpaProblem,
+    LinearCompressionProblem,
+    Problem,
+)
+from ikbo_jax.tuning import table
 from ikbo_jax.tuning.bench import Task
-from ikbo_jax.tuning.configs import AttentionProblem, LinearCompressionProblem
 from ikbo_jax.tuning.contest import Contest, Verdict, brief
-from ikbo_jax.tuning.gdpa_configs import GdpaConfig, GdpaProblem
-from ikbo_jax.tuning.rules import Problem
 from ikbo_jax.tuning.session import Interrupted, Progress, Session
 
 
@@ -97,8 +101,8 @@ def tune_gdpa(
             raise ValueError(
                 f"{rows} rows of {name} do not fit {sequences} sequences of at most {longest}"
             )
-    if table.default_config(problem) is None:
-        raise ValueError(rules.of(problem).illegal_reason(problem, GdpaConfig()))
+    if problem.default_config() is None:
+        raise ValueError(GdpaConfig().illegal_reason(problem))
     return _tune(problem, progress, limit, run)
 
 

@@ -24,8 +24,8 @@ import jax.export
 import jax.numpy as jnp
 
 from ikbo_jax import _timing
-from ikbo_jax.tuning import rules, table, trials, trials_gdpa
-from ikbo_jax.tuning.rules import Config, Problem
+from ikbo_jax.problems import Config, Problem
+from ikbo_jax.tuning import table, trials, trials_gdpa
 
 #: A configuration of the kernel, or None for the XLA path.
 Contender = Config | None
@@ -59,7 +59,7 @@ class Task:
     matmul_size: int = 8192
 
     def to_json(self) -> str:
-        fields = {"op": rules.of(self.problem).op, **dataclasses.asdict(self)}
+        fields = {"op": self.problem.op, **dataclasses.asdict(self)}
         fields["contenders"] = [
             {"implementation": "xla"} if config is None else dataclasses.asdict(config)
             for config in self.contenders
@@ -121,7 +121,7 @@ TRIALS = {
 
 def trials_of(problem: Problem) -> Trials:
     """The trials of the op that `problem` belongs to."""
-    return TRIALS[rules.of(problem).op]
+    return TRIALS[problem.op]
 
 
 def first_line(error: BaseException) -> str:

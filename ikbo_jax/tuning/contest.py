@@ -16,10 +16,9 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from ikbo_jax.tuning import rules, table
+from ikbo_jax.problems import Config, GdpaProblem, Problem
+from ikbo_jax.tuning import table
 from ikbo_jax.tuning.bench import Contender, Task, trials_of
-from ikbo_jax.tuning.gdpa_configs import GdpaProblem
-from ikbo_jax.tuning.rules import Config, Problem
 from ikbo_jax.tuning.session import Progress
 
 #: A row prefers XLA only if XLA is faster than the best kernel by more than this fraction.
@@ -125,7 +124,7 @@ class Contest:
         self._problem, self._report = problem, report
         self._incumbent, shipped = choices_of_table(problem)
         self._fixed = tuple(dict.fromkeys((self._incumbent, shipped)))
-        configs = itertools.islice(rules.of(problem).candidate_configs(problem), limit)
+        configs = itertools.islice(problem.candidate_configs(), limit)
         self.contenders: tuple[Contender, ...] = tuple(
             dict.fromkeys((None, *self._fixed, *configs))
         )

@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from ikbo_jax.problems import Problem
 from ikbo_jax.tuning.bench import Contender, Task
-from ikbo_jax.tuning.rules import Problem
 from ikbo_jax.tuning.worker import MARK
 
 #: Called with (number done, total number, text about the last step).

@@ -3,14 +3,14 @@
 `lookup` uses the first of these that exists:
 
 1. the user's cache (written by the autotuner): a row for exactly this problem;
-2. `sm90.json`: a row of the same shape class (`shape_class`) and dtype;
+2. `sm90.json`: a row of the same shape class (`Problem.shape_class`) and dtype;
 3. `sm90.json`: the nearest row of the op by `distance`, rows of the same dtype first, whose
-   configuration is legal for the problem and `fits` (see `rules`). A row that prefers XLA is used
-   only for the same dtype and within `XLA_MAX_DISTANCE`;
-4. `default_config`, the most promising configuration by a cost model;
+   configuration is legal for the problem and fits it (`Problem.fits`). A row that prefers XLA is
+   used only for the same dtype and within `XLA_MAX_DISTANCE`;
+4. `Problem.default_config`, the most promising configuration by a cost model;
 5. XLA, if no configuration of the kernel is legal.
 
-Steps 2 and 3 also search the user's cache if the op's rules have `user_rows_generalise`: its rows
+Steps 2 and 3 also search the user's cache if the problem has `user_rows_generalise`: its rows
 of the shape class come first, and its rows win ties of distance.
 """
 
@@ -28,10 +28,10 @@ import stat
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
-from ikbo_jax.tuning import rules
-from ikbo_jax.tuning.rules import Config, Problem, measured, size, typed
+from ikbo_jax.problems import PROBLEMS, Config, Problem
+from ikbo_jax.problems.problem import measured, size, typed
 
 #: Version of the file format; a file with another schema is not read.
 SCHEMA = 1
@@ -98,21 +98,21 @@ class Row:
             "fraction": self.fraction,
             "xla_ms": self.xla_ms,
         }
-        return {"op": rules.of(self.problem).op, **problem, "config": config, **measurement}
+        return {"op": self.problem.op, **problem, "config": config, **measurement}
 
     @classmethod
     def from_json(cls, entry: object) -> Row:
         """Reads a row of a table file; raises ValueError if it is malformed."""
         fields = typed(entry, dict, "row")
-        rule = _rules_named(fields.get("op"))
-        known = {"op", *(f.name for f in dataclasses.fields(rule.problem_type)), "config"}
+        problem_type = _problem_type(fields.get("op"))
+        known = {"op", *(f.name for f in dataclasses.fields(cast(Any, problem_type))), "config"}
         known |= {f.name for f in dataclasses.fields(cls)} - {"problem"}
         if unknown := sorted(fields.keys() - known):
             raise ValueError(f"row has unknown keys {unknown}")
         xla_ms = fields.get("xla_ms")
         return cls(
-            problem=rule.problem_from_json(fields),
-            config=config_from_json(fields.get("config"), rule.op),
+            problem=problem_type.from_json(fields),
+            config=config_from_json(fields.get("config"), problem_type.op),
             device=typed(fields.get("device"), str, "device"),
             date=typed(fields.get("date"), str, "date"),
             jax=typed(fields.get("jax"), str, "jax"),
@@ -123,14 +123,14 @@ class Row:
 
     def describe(self) -> str:
         return (
-            f"{describe(self.problem)}: {self.ms:.4g} ms, {self.fraction:.2f} of the matmul "
+            f"{self.problem.describe()}: {self.ms:.4g} ms, {self.fraction:.2f} of the matmul "
             f"({self.device}, {self.date}, jax {self.jax})"
         )
 
 
 def problem_from_json(fields: Mapping[str, Any], op: str = "linear_compression") -> Any:
     """Reads a problem from JSON fields; raises ValueError if it is malformed."""
-    return _rules_named(op).problem_from_json(fields)
+    return _problem_type(op).from_json(fields)
 
 
 def config_from_json(entry: object, op: str = "linear_compression") -> Any:
@@ -138,7 +138,7 @@ def config_from_json(entry: object, op: str = "linear_compression") -> Any:
     fields = typed(entry, dict, "config")
     if fields == {"implementation": "xla"}:
         return None
-    config_type = _rules_named(op).config_type
+    config_type = _problem_type(op).config_type
     expected = {field.name: field.default for field in dataclasses.fields(config_type)}
     # A row that was written before a boolean parameter existed has its default.
     needed = {name for name, default in expected.items() if not isinstance(default, bool)}
@@ -151,37 +151,16 @@ def config_from_json(entry: object, op: str = "linear_compression") -> Any:
     return config_type(**values)
 
 
-def _rules_named(op: object) -> rules.Rules:
-    if not isinstance(op, str) or op not in rules.RULES:
-        known = " or ".join(map(repr, rules.RULES))
+def _problem_type(op: object) -> type[Problem]:
+    if not isinstance(op, str) or op not in PROBLEMS:
+        known = " or ".join(map(repr, PROBLEMS))
         raise ValueError(f"row has op={op!r:.80}, expected {known}")
-    return rules.RULES[op]
-
-
-def describe(problem: Problem) -> str:
-    """The problem in one line, e.g. `B=15,1024 K=1178,866 M=433 N=256 bfloat16`."""
-    return rules.of(problem).describe(problem)
-
-
-def shape_class(problem: Problem) -> str:
-    """Name of a problem's shape class; problems of one class and dtype share a row."""
-    return rules.of(problem).shape_class(problem)
+    return PROBLEMS[op]
 
 
 def distance(a: Problem, b: Problem) -> float:
     """Distance of two problems in doublings of a size, ignoring dtypes; infinite between ops."""
-    rule = rules.of(a)
-    return rule.distance(a, b) if isinstance(b, rule.problem_type) else math.inf
-
-
-def default_config(problem: Problem) -> Any:
-    """The most promising configuration without a measurement; None if none is legal."""
-    return rules.default_config(problem)
-
-
-def illegal_reason(problem: Problem, config: Config) -> str | None:
-    """Why the kernel cannot run `problem` with `config`; None if it can."""
-    return rules.of(problem).illegal_reason(problem, config)
+    return a.distance(b) if isinstance(b, type(a)) else math.inf
 
 
 def lookup(problem: Problem, *, with_user_rows: bool = True) -> Choice:
@@ -191,21 +170,20 @@ def lookup(problem: Problem, *, with_user_rows: bool = True) -> Choice:
       problem: sizes and dtype.
       with_user_rows: whether to search the user's cache.
     """
-    rule = rules.of(problem)
-    fallback_config = default_config(problem)
-    if fallback_config is None:
-        reason = rule.illegal_reason(problem, rule.config_type())
+    default_config = problem.default_config()
+    if default_config is None:
+        reason = problem.config_type().illegal_reason(problem)
         return Choice(None, "none", False, f"no legal configuration of the kernel: {reason}")
     user_rows = _user_rows() if with_user_rows else ()
     for row in user_rows:
         if row.problem == problem and _is_legal(problem, row.config):
             return Choice(row.config, "user cache", True, f"user cache, {row.describe()}")
     files = {
-        "user cache": user_rows if rule.user_rows_generalise else (),
+        "user cache": user_rows if problem.user_rows_generalise else (),
         "sm90.json": _builtin_rows(),
     }
     op_rows = {
-        source: [row for row in rows if isinstance(row.problem, rule.problem_type)]
+        source: [row for row in rows if isinstance(row.problem, type(problem))]
         for source, rows in files.items()
     }
     for source, rows in op_rows.items():
@@ -213,20 +191,19 @@ def lookup(problem: Problem, *, with_user_rows: bool = True) -> Choice:
             row
             for row in rows
             if row.problem.dtype == problem.dtype
-            and shape_class(row.problem) == shape_class(problem)
+            and row.problem.shape_class() == problem.shape_class()
         ]
         for row in sorted(same_class, key=lambda row: distance(row.problem, problem)):
             if _is_legal(problem, row.config):
                 return Choice(row.config, source, True, f"{source}, {row.describe()}")
     all_rows = [(source, row) for source, rows in op_rows.items() for row in rows]
     for source, row in sorted(all_rows, key=lambda entry: _preference(entry[1], problem)):
-        if _is_usable(row, problem, fallback_config):
+        if _is_usable(row, problem):
             row_distance = distance(row.problem, problem)
             reason = f"{source}, nearest row at distance {row_distance:.2f}, {row.describe()}"
             return Choice(row.config, source, False, reason)
-    return Choice(
-        fallback_config, "default", False, "default configuration: no measured row is near"
-    )
+    reason = "default configuration: no measured row is near"
+    return Choice(default_config, "default", False, reason)
 
 
 def user_cache_path() -> pathlib.Path:
@@ -398,20 +375,20 @@ def _read_user_rows(
 
 
 def _is_legal(problem: Problem, config: Config | None) -> bool:
-    return config is None or illegal_reason(problem, config) is None
+    return config is None or config.illegal_reason(problem) is None
 
 
 def _preference(row: Row, problem: Problem) -> tuple[bool, float]:
     return row.problem.dtype != problem.dtype, distance(row.problem, problem)
 
 
-def _is_usable(row: Row, problem: Problem, fallback_config: Config) -> bool:
+def _is_usable(row: Row, problem: Problem) -> bool:
     """Whether a row of another shape class may be used for `problem`."""
     row_distance = distance(row.problem, problem)
     if row.config is None:
         return row.problem.dtype == problem.dtype and row_distance <= XLA_MAX_DISTANCE
     is_comparable = row_distance < math.inf and _is_legal(problem, row.config)
-    return is_comparable and rules.of(problem).fits(problem, row.config, fallback_config)
+    return is_comparable and problem.fits(row.config)
 
 
 @contextlib.contextmanager

@@ -13,17 +13,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ikbo_jax.pallas.attention import attention_kernel
-from ikbo_jax.pallas.linear_compression import linear_compression_kernel
-from ikbo_jax.reference import linear_compression
-from ikbo_jax.reference.attention import materialised
-from ikbo_jax.reference.attention_grouped import decomposed
-from ikbo_jax.tuning.configs import (
+from ikbo_jax.pallas.flash.attention import attention_kernel
+from ikbo_jax.pallas.linear_compression.kernel import linear_compression_kernel
+from ikbo_jax.problems import (
     AttentionConfig,
     AttentionProblem,
     LinearCompressionConfig,
     LinearCompressionProblem,
 )
+from ikbo_jax.reference import linear_compression
+from ikbo_jax.reference.attention import materialised
+from ikbo_jax.reference.attention_grouped import decomposed
 
 LinearCompressionOperands = tuple[
     tuple[jax.Array, ...], tuple[jax.Array, ...], tuple[jax.Array | None, ...]

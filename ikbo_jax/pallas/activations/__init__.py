@@ -1,0 +1,1 @@
+"""Activations on WGMMA fragments: values, raw weights, slopes."""

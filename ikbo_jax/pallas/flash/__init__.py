@@ -1,0 +1,1 @@
+"""Attention kernels: broadcast attention, and generalised attention forward."""

@@ -1,0 +1,330 @@
+"""Broadcast attention as one persistent, warp-specialised Mosaic GPU kernel for Hopper.
+
+    out[b] = softmax(scale * query[b] @ key[u(b)].T) @ value[u(b)],  u(b) = cand_to_user[b]
+
+The query rows of all candidates, in work order, are cut into tiles of 128 rows of one head.  A tile
+takes one *pass* for each run of consecutive candidates with the same user.  A pass attends with all
+rows of the tile to that user's keys, and stores only the rows of its run.  An *item* is the
+descriptor of a pass, which the producer writes and both consumers read.
+
+A softmax on jagged sequences (generalised attention) takes the same kernel.  Its tiles come from a
+list that XLA makes before the launch (`tile_list`): a tile is some rows of one sequence, and takes
+one pass.  A block of keys may reach into the next sequences; scores of such keys are masked, as the
+scores of padding are.
+
+Warpgroups: 0 and 1 are the consumers, with 64 rows each; one warp of warpgroup 2 is the producer.
+The producer describes each pass in shared memory, and loads its queries, and its user's keys and
+values through two rings of blocks that continue across passes.  In a step, a consumer issues the
+product that gives the next block's scores, then the product of this block's weights and values, and
+computes the next block's weights while the second product is in flight.  The last step of a pass
+issues the first scores of the next pass.
+
+The softmax keeps the row maximum of the *first* block for the whole pass.  Whatever is subtracted
+from the exponents cancels in the end, and the first maximum adds 1 to the sum, so underflow does no
+harm.  But scores far above the first maximum could overflow, or leave the range of f16, and where
+scores are huge, rounding costs the first maximum its weight of 1.  The consumers therefore flag a
+pass whose row sums reach `softmax.SUM_LIMITS`, are below `softmax.SUM_MINIMUM` or are NaN.  After
+its last pass, a CTA computes its flagged tiles again with the running maximum, which it subtracts
+before it scales the scores: this is exact for every input.  The second computation also zeroes
+values past the user's length, which have weight 0 but may be NaN.
+
+Synchronisations:
+  1. `item_ready[s]`             producer -> consumers: slot s describes a pass (or the end).
+  2. `q_ready[s]`, `q_free[s]`   query slot s; free once the queries are read, and TMA has read the
+                                 output that was staged in their place.
+  3. `k_ready[s]`, `k_free[s]`   stage s of the ring of key blocks.
+  4. `v_ready[s]`, `v_free[s]`   stage s of the ring of value blocks.
+  5. `flags_ready[0]`            consumers -> producer: the flags of both are final.
+  6. Named barriers: the consumers take turns at issuing products, so that one consumer's softmax
+     overlaps the other's products.  They wait for each other when their flags are final, and after
+     consumer 0 has zeroed rows of a stage.
+
+Source: the idea is Meta's IKBO (flash attention with in-kernel broadcast).  Pipelining within a
+warpgroup, and turns (ping-pong scheduling), follow Shah et al., "FlashAttention-3", 2024.  No code
+is shared.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ikbo_jax.pallas.flash import (
+    attention_consumer,
+    attention_producer,
+    softmax,
+    tile_list,
+    work_order,
+)
+from ikbo_jax.pallas.flash.attention_context import (
+    FLAG_WORDS,
+    ITEM_WORDS,
+    Operands,
+    Outputs,
+    Shape,
+    Shared,
+    WarpgroupContext,
+)
+from ikbo_jax.pallas.hopper import mosaic
+from ikbo_jax.problems import AttentionConfig
+from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, TILE_ROWS, WGMMA_M
+
+#: Registers per thread of a consumer and of the producer warpgroup: 2 x 240 + 24 <= 3 x 168.
+CONSUMER_REGISTERS = 240
+PRODUCER_REGISTERS = 24
+
+
+def _kernel(*refs: Any, tree: Any, shape: Shape, config: AttentionConfig, interpret: bool) -> None:
+    """Dispatches each warpgroup to its role."""
+    operands, outputs, scratch = jax.tree.unflatten(tree, refs)
+    views = functools.partial(mosaic.tile_views, interpret=interpret)
+    query, key, value, *rest = scratch
+    if not interpret:
+        rest += [None, None]
+    shared = Shared(views(query), views(key), views(value), *rest)
+    warpgroup = lax.axis_index("warpgroup")
+    worker = lax.axis_index("worker")
+    ctx = WarpgroupContext(shape, config, shared, operands, outputs, worker, warpgroup, interpret)
+
+    @pl.when(warpgroup == NUM_CONSUMERS)
+    def _producer() -> None:
+        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+        mosaic.on_one_warp(functools.partial(attention_producer.produce, ctx), interpret=interpret)
+
+    @pl.when(warpgroup < NUM_CONSUMERS)
+    def _consumer() -> None:
+        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+        consumer = mosaic.warpgroup_index("warpgroup", interpret=interpret)
+        attention_consumer.consume(ctx._replace(consumer=consumer))
+
+
+def scratch_types(
+    dtype: Any, shape: Shape, config: AttentionConfig, *, interpret: bool
+) -> tuple[Any, ...]:
+    """Shared memory and barriers, in the order in which `_kernel` takes them."""
+    tile = functools.partial(mosaic.operand_tile, dtype=dtype, interpret=interpret)
+    blocks, slots = shape.column_blocks, config.q_slots
+    block = (blocks, config.block_kv, BLOCK_K)
+
+    def barrier(arrivals: int, count: int) -> Any:
+        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
+
+    types = (
+        tile((slots, NUM_CONSUMERS, blocks, WGMMA_M, BLOCK_K)),
+        tile((config.k_stages, *block)),
+        tile((config.v_stages, *block)),
+        plgpu.SMEM((slots + 1, ITEM_WORDS), jnp.int32),
+        plgpu.SMEM((NUM_CONSUMERS, FLAG_WORDS), jnp.int32),
+        barrier(1, slots),
+        barrier(NUM_CONSUMERS * blocks, slots),
+        barrier(NUM_CONSUMERS, slots),
+        barrier(blocks, config.k_stages),
+        barrier(NUM_CONSUMERS, config.k_stages),
+        barrier(blocks, config.v_stages),
+        barrier(NUM_CONSUMERS, config.v_stages),
+        barrier(NUM_CONSUMERS, 2),  # an array, so that it can be indexed; only element 0 is used
+    )
+    if not interpret:
+        return types
+    columns = max(config.block_kv, shape.head_dim)
+    rows = plgpu.SMEM((NUM_CONSUMERS, WGMMA_M, columns), dtype)
+    return (*types, rows, plgpu.SMEM((NUM_CONSUMERS, WGMMA_M), jnp.float32))
+
+
+# Host side
+
+
+def _users_in_order(cand_to_user: jax.Array, order: jax.Array | None, users: int) -> jax.Array:
+    """[B] int32: users of the candidates in work order, clamped as the kernel clamps them."""
+    if order is not None:
+        cand_to_user = cand_to_user.at[order].get(mode="clip")
+    return jnp.clip(cand_to_user, 0, users - 1)
+
+
+def attention_kernel(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    cand_to_user: jax.Array,
+    key_value_seq_lengths: jax.Array | None,
+    *,
+    scale: float,
+    order: jax.Array | None,
+    return_residuals: bool,
+    config: AttentionConfig,
+    num_sms: int,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Softmax attention of every candidate's queries over its user's keys and values.
+
+    Args:
+      query: [B, T, N, H], bf16 or f16.
+      key: [U, S, K, H], the same dtype; K divides N.
+      value: [U, S, K, H].
+      cand_to_user: [B] int32 in any order; clamped to [0, U).
+      key_value_seq_lengths: [U] int32, clamped to [0, S], or None for S.
+      scale: of the scores; finite.
+      order: None, or [B] int32, a permutation: the order in which candidates are processed.  It
+        saves time if it puts candidates of one user side by side; T must be a multiple of 64.
+      return_residuals: whether lse is computed.
+      config: a legal configuration (`AttentionConfig.illegal_reason`).
+      num_sms: streaming multiprocessors of the device.
+      interpret: False, or `plgpu.InterpretGPUParams` to run on a CPU, with
+        `inline_mgpu="_hack_model_inline_mgpu_tokamax"` for the named barriers.
+
+    Returns:
+      out [B, T, N, H] in the query's dtype, in the caller's order, and lse [B, T, N] in f32, the
+      natural logarithm of the softmax's denominator, or None.  Rows without keys have 0 and -inf.
+    """
+    batch, q_len, q_heads, head_dim = query.shape
+    users, kv_len, kv_heads, _ = key.shape
+    if order is not None and q_len % WGMMA_M:
+        raise ValueError(f"an order needs T to be a multiple of {WGMMA_M}, but T={q_len}")
+    if scale == 0:  # every score is 0, as with queries of zeros
+        query, scale = jnp.zeros_like(query), 1.0
+    warpgroup_tiles = pl.cdiv(batch * q_len, WGMMA_M)
+    row_tiles = most_row_tiles = pl.cdiv(batch * q_len, TILE_ROWS)
+    cuts = cut_counts = None
+    # Beyond MAX_COUNTED tiles, every CTA has so many that long and short ones average out.
+    is_cut = config.balance and q_len % TILE_ROWS == WGMMA_M and users > 1
+    if is_cut and 1 < warpgroup_tiles <= work_order.MAX_COUNTED:
+        in_order = _users_in_order(cand_to_user, order, users)
+        cuts, cut_counts = work_order.cuts(in_order, q_len // WGMMA_M)
+        most_row_tiles = warpgroup_tiles
+    shape = Shape(
+        batch,
+        q_len,
+        q_heads,
+        kv_heads,
+        kv_len,
+        users,
+        head_dim,
+        scale * math.log2(math.e),
+        softmax.SUM_LIMITS[query.dtype.name],
+        min(num_sms, row_tiles * q_heads),
+        most_row_tiles * q_heads,
+    )
+    run_ends = None
+    if q_len < WGMMA_M:  # a tile has many candidates: the producer would read users one by one
+        run_ends = work_order.run_ends(jnp.clip(cand_to_user, 0, users - 1))
+    operands = Operands(
+        query.reshape(batch * q_len, q_heads, head_dim),
+        key,
+        value,
+        cand_to_user,
+        key_value_seq_lengths,
+        order,
+        run_ends,
+        cuts,
+        cut_counts,
+    )
+    rows = (batch * q_len, q_heads)
+    outputs = Outputs(
+        jax.ShapeDtypeStruct((*rows, head_dim), query.dtype),
+        jax.ShapeDtypeStruct(rows, jnp.float32) if return_residuals else None,
+    )
+    results = _launch(operands, outputs, shape, config, "ikbo_attention", interpret)
+    out = results[0].reshape(query.shape)
+    return out, results[1].reshape(query.shape[:-1]) if return_residuals else None
+
+
+def jagged_attention_kernel(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    tiles: tile_list.TileList,
+    *,
+    out_rows: int,
+    scale: float,
+    output_scale: float,
+    return_residuals: bool,
+    config: AttentionConfig,
+    num_sms: int,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Softmax attention from every tile of queries to the keys and values of its sequence.
+
+    Args:
+      query: [q_rows, N, H], bf16 or f16; at least a row.
+      key: [kv_rows, K, H], the same dtype; at least a row; K divides N.
+      value: [kv_rows, K, H].
+      tiles: `tile_list.query_tiles` of size `TILE_ROWS`.
+      out_rows: rows of the result; every row has a tile.
+      scale: of the scores; finite.
+      output_scale: of the result; finite.
+      return_residuals: whether lse is computed.
+      config: a legal configuration; `chunk`, `balance` and `early_scores` have no effect, and
+        `reuse` must be off.
+      num_sms: as for `attention_kernel`.
+      interpret: likewise.
+
+    Returns:
+      out [out_rows, N, H] in the query's dtype, and lse [out_rows, N] in f32, the natural logarithm
+      of the softmax's denominator, or None.  Rows without keys have 0 and -inf.
+    """
+    _, q_heads, head_dim = query.shape
+    if config.reuse:
+        raise ValueError(f"a list of tiles does not support reuse, but config is {config}")
+    if scale == 0:  # every score is 0, as with queries of zeros
+        query, scale = jnp.zeros_like(query), 1.0
+    most_tiles = tiles.words.shape[0] * q_heads
+    shape = Shape(  # each row may belong to a different sequence, so q_len is 1
+        batch=out_rows,
+        q_len=1,
+        q_heads=q_heads,
+        kv_heads=key.shape[1],
+        kv_len=key.shape[0],
+        users=1,
+        head_dim=head_dim,
+        log2_scale=scale * math.log2(math.e),
+        sum_limit=softmax.SUM_LIMITS[query.dtype.name],
+        workers=min(num_sms, most_tiles),
+        most_tiles=most_tiles,
+        output_scale=output_scale,
+    )
+    operands = Operands(query, key, value, *(None,) * 6, *tiles)
+    outputs = Outputs(
+        jax.ShapeDtypeStruct((out_rows, q_heads, head_dim), query.dtype),
+        jax.ShapeDtypeStruct((out_rows, q_heads), jnp.float32) if return_residuals else None,
+    )
+    results = _launch(operands, outputs, shape, config, "ikbo_gdpa_softmax", interpret)
+    return results[0], results[1] if return_residuals else None
+
+
+def _launch(
+    operands: Operands,
+    outputs: Outputs,
+    shape: Shape,
+    config: AttentionConfig,
+    name: str,
+    interpret: Any,
+) -> tuple[jax.Array, ...]:
+    """Launches the kernel; returns the arrays of `outputs` that are not None."""
+    is_interpreted = bool(interpret)
+    scratch = scratch_types(operands.query.dtype, shape, config, interpret=is_interpreted)
+    results: tuple[jax.Array, ...] = mosaic.kernel(
+        functools.partial(
+            _kernel,
+            tree=jax.tree.structure((operands, outputs, (0,) * len(scratch))),
+            shape=shape,
+            config=config,
+            interpret=is_interpreted,
+        ),
+        out_type=tuple(jax.tree.leaves(outputs)),
+        scratch_types=scratch,
+        grid=(shape.workers,),
+        grid_names=("worker",),
+        num_threads=NUM_CONSUMERS + 1,
+        thread_name="warpgroup",
+        kernel_name=name,
+        compiler_params=mosaic.compiler_params(),
+        interpret=interpret,
+    )(*jax.tree.leaves(operands))
+    return results

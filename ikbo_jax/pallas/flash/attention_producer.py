@@ -1,0 +1,364 @@
+"""The producer warp of the attention kernel: finds the passes, and loads their operands by TMA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ikbo_jax.pallas.flash import tile_list
+from ikbo_jax.pallas.flash.attention_context import (
+    COMMON_ITEM_WORDS,
+    FLAG_WORDS,
+    Item,
+    WarpgroupContext,
+)
+from ikbo_jax.pallas.hopper import mosaic, schedule
+from ikbo_jax.problems.hopper import NUM_CONSUMERS, TILE_ROWS, WGMMA_M
+
+
+class _Share(NamedTuple):
+    """The tiles of this CTA: `count` tiles, from tile `first` on with stride `stride`.
+
+    With a list of tiles, `schedule.back_and_forth` gives the numbers instead.
+    """
+
+    row_tiles: Any  # tiles of a head
+    first: Any
+    stride: Any
+    count: Any
+
+
+class _Pass(NamedTuple):
+    """A pass that the producer has yet to send; rows are numbered in work order."""
+
+    tile: Any  # the tile's number within this CTA; from `_Share.count` on, the pass does not exist
+    first: Any  # the tile's rows are [first, stop)
+    stop: Any
+    head: Any
+    begin: Any  # the pass's rows are [begin, end)
+    end: Any
+    user: Any  # with a list of tiles, row of the first key
+    length: Any  # number of keys
+    source: Any = None  # with a list of tiles, first row of the queries
+
+
+class _Progress(NamedTuple):
+    """How much the producer has sent."""
+
+    items: Any  # passes, and ends of sequences of passes
+    steps: Any  # blocks of keys; between items, as many blocks of values
+    is_kept: Any  # `Item.is_kept` of the last item
+
+
+def _share(ctx: WarpgroupContext) -> _Share:
+    shape, operands = ctx.shape, ctx.operands
+    if operands.counts is not None:
+        row_tiles = operands.counts[1]
+        tiles = row_tiles * shape.q_heads
+        count = schedule.back_and_forth_share(ctx.worker, shape.workers, tiles)
+        # The consumers expect a pass: a CTA without tiles gets one pass without rows.
+        return _Share(row_tiles, ctx.worker, 1, jnp.maximum(count, 1))
+    row_tiles = jnp.int32(shape.row_tiles)
+    if operands.cut_counts is not None:
+        row_tiles = operands.cut_counts[operands.cut_counts.shape[0] - 1]
+    tiles = row_tiles * shape.q_heads
+    each, extra = lax.div(tiles, shape.workers), lax.rem(tiles, shape.workers)
+    count = each + (ctx.worker < extra).astype(jnp.int32)
+    if ctx.config.reuse:  # consecutive tiles, which share their users' keys
+        first = ctx.worker * each + jnp.minimum(ctx.worker, extra)
+        return _Share(row_tiles, first, 1, count)
+    return _Share(row_tiles, ctx.worker, shape.workers, count)
+
+
+def _tile(ctx: WarpgroupContext, share: _Share, i: Any) -> tuple[Any, Any, Any]:
+    """(first row, end of rows, head) of this CTA's `i`-th tile; of some tile from `count` on.
+
+    Tiles of one head and one user have consecutive numbers.
+    """
+    shape, chunk, cuts = ctx.shape, ctx.config.chunk, ctx.operands.cuts
+    tile = jnp.minimum(share.first + i * share.stride, share.row_tiles * shape.q_heads - 1)
+    if ctx.config.reuse:
+        head, row_tile = lax.div(tile, share.row_tiles), lax.rem(tile, share.row_tiles)
+    else:
+        group, rest = lax.div(tile, chunk * shape.q_heads), lax.rem(tile, chunk * shape.q_heads)
+        size = jnp.minimum(chunk, share.row_tiles - group * chunk)
+        head, row_tile = lax.div(rest, size), group * chunk + lax.rem(rest, size)
+    if cuts is not None:
+        return cuts[row_tile] * WGMMA_M, cuts[row_tile + 1] * WGMMA_M, head
+    first = row_tile * TILE_ROWS
+    return first, jnp.minimum(first + TILE_ROWS, shape.rows), head
+
+
+def _user_at(ctx: WarpgroupContext, position: Any) -> Any:
+    """The user, clamped, of the candidate at `position` in work order."""
+    operands, last = ctx.operands, ctx.shape.batch - 1
+    candidate = jnp.minimum(position, last)
+    if operands.order is not None:
+        candidate = jnp.clip(operands.order[candidate], 0, last)
+    return jnp.clip(operands.cand_to_user[candidate], 0, ctx.shape.users - 1)
+
+
+def _run_from(ctx: WarpgroupContext, position: Any, stop: Any) -> tuple[Any, Any]:
+    """(user, end) of the run of candidates that begins at `position`; looks ahead no further than
+    `stop`, and no further than a tile needs."""
+    user = _user_at(ctx, position)
+    if ctx.operands.run_ends is not None:
+        return user, ctx.operands.run_ends[position]
+    end, is_same = position + 1, True
+    for ahead in range(1, (TILE_ROWS - 2) // ctx.shape.q_len + 2):
+        is_next = (position + ahead < stop) & (_user_at(ctx, position + ahead) == user)
+        is_same = is_same & is_next
+        end = end + is_same.astype(jnp.int32)
+    return user, end
+
+
+def _first_row(ctx: WarpgroupContext, row: Any) -> Any:
+    """The first of a consumer's 64 rows in device memory; `row` is its number in work order."""
+    order, q_len, last = ctx.operands.order, ctx.shape.q_len, ctx.shape.batch - 1
+    if order is None:
+        return row
+    position = jnp.minimum(lax.div(row, q_len), last)
+    return jnp.clip(order[position], 0, last) * q_len + lax.rem(row, q_len)
+
+
+def _load_block(
+    ctx: WarpgroupContext, source: Any, tiles: Any, ready: Any, user: Any, head: Any, block: Any
+) -> None:
+    """Loads a block of one user's keys or values into a stage; `user` is `_Pass.user`."""
+    config, shape = ctx.config, ctx.shape
+    for i in range(shape.column_blocks):
+        first = block * config.block_kv
+        rows: tuple[Any, ...] = (user, pl.ds(first, config.block_kv))
+        if ctx.operands.words is not None:  # may reach into the next sequence's rows
+            rows = (pl.ds(user + first, config.block_kv),)
+        plgpu.copy_gmem_to_smem(
+            source.at[
+                *rows,
+                lax.div(head, shape.q_heads // shape.kv_heads),
+                ctx.columns(i),
+            ],
+            tiles.at[i],
+            ready,
+        )
+
+
+def _pass(ctx: WarpgroupContext, tile: Any, extent: tuple[Any, Any, Any], begin: Any) -> _Pass:
+    """The pass that begins at row `begin` of a tile, whose `extent` is the result of `_tile`."""
+    shape = ctx.shape
+    first, stop, head = extent
+    user, run_end = _run_from(ctx, lax.div(begin, shape.q_len), shape.batch)
+    end = jnp.minimum(run_end * shape.q_len, stop)
+    if ctx.operands.cuts is not None:
+        end = stop  # with cuts, a tile has one user
+    length = jnp.int32(shape.kv_len)
+    if ctx.operands.lengths is not None:
+        length = jnp.clip(ctx.operands.lengths[user], 0, shape.kv_len)
+    return _Pass(tile, first, stop, head, begin, end, user, length)
+
+
+def _listed_pass(ctx: WarpgroupContext, share: _Share, i: Any) -> _Pass:
+    """The pass of this CTA's `i`-th tile of a list; past the last, a pass without rows and keys."""
+    shape = ctx.shape
+    number = schedule.back_and_forth(share.first, shape.workers, i)
+    tiles = share.row_tiles * shape.q_heads
+    exists, number = number < tiles, jnp.clip(number, 0, jnp.maximum(tiles - 1, 0))
+    tile, head = lax.div(number, shape.q_heads), lax.rem(number, shape.q_heads)
+    source, target, rows, first_key, length = (
+        ctx.operands.words[tile, word] for word in range(tile_list.TILE_WORDS)
+    )
+    end = target + jnp.where(exists, rows, 0)
+    length = jnp.where(exists, length, 0)
+    first_key = jnp.minimum(first_key, shape.kv_len - 1)  # an empty sequence may begin past the end
+    return _Pass(i, target, end, head, target, end, first_key, length, source)
+
+
+def _first_pass(ctx: WarpgroupContext, share: _Share, i: Any) -> _Pass:
+    """The first pass of this CTA's `i`-th tile."""
+    if ctx.operands.words is not None:
+        return _listed_pass(ctx, share, i)
+    extent = _tile(ctx, share, i)
+    return _pass(ctx, i, extent, extent[0])
+
+
+def _save(ctx: WarpgroupContext, current: _Pass) -> Any:
+    """Keeps a pass in shared memory, since the producer lacks registers; returns its tile.
+
+    Every lane writes and reads all words: no lane may write before all lanes have read the pass
+    that was saved before.
+    """
+    mosaic.synchronise_warp(interpret=ctx.interpret)
+    for i, word in enumerate(word for word in current[1:] if word is not None):
+        ctx.shared.items[ctx.config.q_slots, i] = word
+    mosaic.synchronise_warp(interpret=ctx.interpret)
+    return current.tile
+
+
+def _saved(ctx: WarpgroupContext, tile: Any) -> _Pass:
+    """The pass of `tile` that `_save` kept."""
+    count = len(_Pass._fields) - (1 if ctx.operands.words is not None else 2)
+    return _Pass(tile, *(ctx.shared.items[ctx.config.q_slots, i] for i in range(count)))
+
+
+def _describe(ctx: WarpgroupContext, progress: _Progress, current: _Pass, is_kept: Any) -> Item:
+    """The descriptor of a pass, in which words of a single consumer are 0."""
+    blocks = jnp.maximum(1, pl.cdiv(current.length, ctx.config.block_kv))
+    flag, zero = 1 + lax.div(current.tile, ctx.shape.tiles_per_flag), jnp.int32(0)
+    return Item(blocks, current.length, current.head, flag, progress.is_kept, is_kept, *(zero,) * 3)
+
+
+def _has_keys_of(ctx: WarpgroupContext, a: _Pass, b: _Pass) -> Any:
+    """Whether two passes read the same keys and values."""
+    group = ctx.shape.q_heads // ctx.shape.kv_heads
+    return (a.user == b.user) & (lax.div(a.head, group) == lax.div(b.head, group))
+
+
+def _ranges(ctx: WarpgroupContext, current: _Pass) -> list[Any]:
+    """For each consumer: its first row in device memory, and [begin, end) of the pass's rows."""
+    words = []
+    for consumer in range(NUM_CONSUMERS):
+        start = current.first + consumer * WGMMA_M
+        begin, end = (jnp.clip(x - start, 0, WGMMA_M) for x in (current.begin, current.end))
+        words += [_first_row(ctx, start), begin, end]
+    return words
+
+
+def _send_item(
+    ctx: WarpgroupContext,
+    progress: _Progress,
+    item: Item,
+    current: _Pass,
+    meanwhile: Callable[[], Any],
+) -> tuple[_Progress, Any]:
+    """Sends the descriptor of a pass, and loads its operands that are not resident.
+
+    Also returns the result of `meanwhile`, which is called after the first block of keys, so that
+    the consumers can begin.
+    """
+    shared, ranges, user = ctx.shared, _ranges(ctx, current), current.user
+    slot = ctx.slot(progress.items)
+    plgpu.barrier_wait(shared.q_free.at[slot])
+    for i, word in enumerate((*item[:COMMON_ITEM_WORDS], *ranges)):
+        shared.items[slot, i] = word
+    plgpu.barrier_arrive(shared.item_ready.at[slot])
+    for consumer in range(NUM_CONSUMERS):
+        row = ranges[3 * consumer]
+        if current.source is not None:
+            row = current.source + consumer * WGMMA_M
+        row = jnp.minimum(row, ctx.operands.query.shape[0] - 1)
+        for i in range(ctx.shape.column_blocks):
+            plgpu.copy_gmem_to_smem(
+                ctx.operands.query.at[pl.ds(row, WGMMA_M), item.head, ctx.columns(i)],
+                shared.query[1].at[slot, consumer, i],
+                shared.q_ready.at[slot],
+            )
+
+    def load_key(block: Any) -> None:
+        stage = ctx.k_stage(progress.steps + block)
+        plgpu.barrier_wait(shared.k_free.at[stage])
+        tiles, ready = shared.key[1].at[stage], shared.k_ready.at[stage]
+        _load_block(ctx, ctx.operands.key, tiles, ready, user, item.head, block)
+
+    def load_value(block: Any) -> None:
+        stage = ctx.v_stage(progress.steps + block)
+        plgpu.barrier_wait(shared.v_free.at[stage])
+        tiles, ready = shared.value[1].at[stage], shared.v_ready.at[stage]
+        _load_block(ctx, ctx.operands.value, tiles, ready, user, item.head, block)
+
+    def load_rest() -> None:
+        @pl.loop(1, item.blocks)
+        def _(block: Any) -> None:
+            load_key(block)
+            load_value(block - 1)
+
+        load_value(item.blocks - 1)
+
+    ctx.unless(item.is_resident, lambda: load_key(jnp.int32(0)))
+    has_registers = ctx.shape.column_blocks <= 2  # called there, H = 256 spills 48 bytes
+    result = meanwhile() if has_registers else None
+    ctx.unless(item.is_resident, load_rest)
+    if not has_registers:
+        result = meanwhile()
+    return _Progress(progress.items + 1, ctx.step_after(item, progress.steps), item.is_kept), result
+
+
+def _send_end(ctx: WarpgroupContext, progress: _Progress) -> _Progress:
+    """Sends the descriptor that ends a sequence of passes."""
+    slot = ctx.slot(progress.items)
+    plgpu.barrier_wait(ctx.shared.q_free.at[slot])
+    ctx.shared.items[slot, 0] = jnp.int32(0)
+    plgpu.barrier_arrive(ctx.shared.item_ready.at[slot])
+    return progress._replace(items=progress.items + 1)
+
+
+def _send_passes(
+    ctx: WarpgroupContext,
+    share: _Share,
+    progress: _Progress,
+    select: Callable[[Any], Any],
+    reuse: bool,
+) -> _Progress:
+    """Sends the passes of all selected tiles, and the end.
+
+    `select(i)` is the number of the first selected tile from this CTA's `i`-th tile on.
+    """
+
+    def after(current: _Pass) -> _Pass:
+        if ctx.operands.words is not None:  # a tile is one pass
+            return _first_pass(ctx, share, select(current.tile + 1))
+        is_within = current.end < current.stop
+        tile = lax.cond(is_within, lambda: current.tile, lambda: select(current.tile + 1))
+        first, stop, head = _tile(ctx, share, tile)
+        begin = jnp.where(is_within, current.end, first)
+        return _pass(ctx, tile, (first, stop, head), begin)
+
+    def one_pass(carry: tuple[Any, _Progress]) -> tuple[Any, _Progress]:
+        tile, progress = carry
+        current, is_kept = _saved(ctx, tile), jnp.int32(0)
+        if reuse:
+            tile = _save(ctx, after(current))
+            is_same = _has_keys_of(ctx, current, _saved(ctx, tile))
+            is_kept = (is_same & (tile < share.count)).astype(jnp.int32)
+        item = _describe(ctx, progress, current, is_kept)
+        meanwhile = (lambda: tile) if reuse else (lambda: _save(ctx, after(current)))
+        progress, tile = _send_item(ctx, progress, item, current, meanwhile)
+        return tile, progress
+
+    tile = select(jnp.int32(0))
+    _save(ctx, _first_pass(ctx, share, tile))
+    progress = lax.while_loop(lambda carry: carry[0] < share.count, one_pass, (tile, progress))[1]
+    return _send_end(ctx, progress)
+
+
+def produce(ctx: WarpgroupContext) -> None:
+    """The producer warp."""
+    shape, shared = ctx.shape, ctx.shared
+    share = _share(ctx)
+    nothing = _Progress(jnp.int32(0), jnp.int32(0), jnp.int32(0))
+    progress = _send_passes(ctx, share, nothing, lambda tile: tile, ctx.config.reuse)
+    plgpu.barrier_wait(shared.flags_ready.at[0])
+
+    def flag(i: Any) -> Any:
+        return (shared.flags[0, i] | shared.flags[1, i]) != 0
+
+    def flagged(tile: Any) -> Any:
+        def is_good(tile: Any) -> Any:
+            # `&` evaluates both operands: the bound keeps the index valid past the last tile.
+            word = jnp.minimum(lax.div(tile, shape.tiles_per_flag), FLAG_WORDS - 2)
+            return (tile < share.count) & ~flag(1 + word)
+
+        return lax.while_loop(is_good, lambda tile: tile + 1, tile)
+
+    @pl.when(flag(0))
+    def _() -> None:
+        _send_passes(ctx, share, progress, flagged, False)
+
+    # All arrivals must happen before the barriers' memory is released.
+    rings = ((shared.k_free, ctx.config.k_stages), (shared.v_free, ctx.config.v_stages))
+    for free, stages in (*rings, (shared.q_free, ctx.config.q_slots)):
+        for stage in range(stages):
+            plgpu.barrier_wait(free.at[stage])

@@ -1,0 +1,73 @@
+"""Generalised dot-product attention, forward: makes the list of tiles, then launches a kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from ikbo_jax.pallas.flash import attention, gdpa_forward, tile_list
+from ikbo_jax.problems import GdpaConfig
+from ikbo_jax.problems.hopper import TILE_ROWS
+from ikbo_jax.reference.activations import SOFTMAX
+from ikbo_jax.reference.gdpa import Arrays, Settings, out_shape
+
+
+def gdpa_kernel(
+    arrays: Arrays,
+    settings: Settings,
+    *,
+    return_residuals: bool,
+    config: GdpaConfig,
+    num_sms: int,
+) -> tuple[jax.Array, jax.Array | None]:
+    """`reference.gdpa.materialised` by a kernel; a softmax takes the attention kernel.
+
+    Args:
+      arrays: bf16 or f16.
+      settings: either all heads have a softmax or none.
+      return_residuals: whether lse is computed; only with a softmax.
+      config: a legal configuration (`GdpaConfig.illegal_reason`).
+      num_sms: streaming multiprocessors of the device.
+
+    Returns:
+      out, and lse [rows, N] in f32, the natural logarithm of a softmax's denominator, or None.
+    """
+    query, key, value = arrays[:3]
+    tiles = tile_list.query_tiles(
+        arrays.cu_seqlens_q,
+        arrays.cu_seqlens_kv,
+        arrays.q_to_kv,
+        q_rows=query.shape[0],
+        kv_rows=key.shape[0],
+        max_seqlen_q=settings.max_seqlen_q,
+        max_seqlen_kv=settings.max_seqlen_kv,
+        size=TILE_ROWS,
+    )
+    options: dict[str, Any] = {
+        "out_rows": out_shape(arrays, settings)[0],
+        "scale": settings.scale,
+        "output_scale": settings.output_scale,
+        "num_sms": num_sms,
+    }
+    if SOFTMAX in settings.activations:
+        return attention.jagged_attention_kernel(
+            query,
+            key,
+            value,
+            tiles,
+            return_residuals=return_residuals,
+            config=config.for_softmax,
+            **options,
+        )
+    out = gdpa_forward.gdpa_forward(
+        query,
+        key,
+        value,
+        tiles,
+        activations=settings.activations,
+        approx=settings.approx,
+        config=config,
+        **options,
+    )
+    return out, None

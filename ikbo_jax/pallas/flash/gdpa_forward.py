@@ -1,0 +1,191 @@
+"""Generalised dot-product attention as one persistent, warp-specialised Mosaic GPU kernel.
+
+    out[i] = output_scale * sum_j act(scale * query[i] @ key[j]) * value[j]
+
+over the keys j of query i's sequence, for each head.  Before the launch, XLA lists tiles of at most
+128 query rows of one sequence (`tile_list`).  An *item* is one head of one tile: one pass over its
+sequence's keys.  A *run* is one head of `GdpaConfig.run` consecutive tiles: the work item that CTAs
+take from the schedule.  Of n CTAs, CTA w takes the runs w, 2n - 1 - w, 2n + w, ..., back and forth
+along the list, whose tiles are sorted by falling work.  Within a run, blocks stay in their stages
+for the next item with the same keys, if the rings hold all of them: the producer then arrives on
+their barriers without a copy.
+
+Warpgroups: 0 and 1 are the consumers, with 64 rows each; one warp of warpgroup 2 is the producer.
+The producer describes each item in shared memory, and loads its queries, and its sequence's keys
+and values through two rings of blocks that continue across items.  In a step, a consumer issues the
+product that gives the next block's scores, then the product of this block's weights and values, and
+activates the next block's scores while the second product is in flight (`gdpa_weights`).  The last
+step of an item issues the first scores of the next item.
+
+A block may reach past its sequence's end, into the next sequence.  Consumer 0 zeroes such rows in
+shared memory; since act(0) = 0, no scores are masked.  Query rows past the end of a tile are
+computed but not stored.  If all 64 rows of consumer 1 are past the end, consumer 1 may skip the
+computation, but no synchronisation (`GdpaConfig.skip_empty`).  Tiles without keys come last in the
+list; their results are zeroed after all other work.
+
+Synchronisations:
+  1. `item_ready[s]`             producer -> consumers: slot s describes an item (or the end); it is
+                                 free when the query slot of an item at least three later is.
+  2. `q_ready[s]`, `q_free[s]`   query slot s; free once the queries are read, and TMA has read the
+                                 output that was staged in their place.
+  3. `k_ready[s]`, `k_free[s]`   stage s of the ring of key blocks.
+  4. `v_ready[s]`, `v_free[s]`   stage s of the ring of value blocks.
+  5. Named barriers: the consumers take turns at issuing products, so that one consumer's activation
+     overlaps the other's products.  Consumer 0 has the first turn at every block, so consumer 1
+     sees the rows that consumer 0 zeroed.
+
+Source: the idea is Meta's GDPA.  Pipelining within a warpgroup, and turns (ping-pong scheduling),
+follow Shah et al., "FlashAttention-3", 2024.  No code is shared.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ikbo_jax.pallas.activations.weights import ActivationSpec
+from ikbo_jax.pallas.flash import gdpa_consumer, gdpa_producer, tile_list
+from ikbo_jax.pallas.flash.gdpa_context import (
+    EXTRA_ITEM_SLOTS,
+    ITEM_WORDS,
+    Operands,
+    Shape,
+    Shared,
+    WarpgroupContext,
+)
+from ikbo_jax.pallas.hopper import mosaic
+from ikbo_jax.problems import GdpaConfig
+from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, WGMMA_M
+
+#: Registers per thread of a consumer and of the producer warpgroup: 2 x 240 + 24 <= 3 x 168.
+CONSUMER_REGISTERS = 240
+PRODUCER_REGISTERS = 24
+
+
+def _kernel(*refs: Any, tree: Any, shape: Shape, config: GdpaConfig, interpret: bool) -> None:
+    """Dispatches each warpgroup to its role."""
+    operands, out, scratch = jax.tree.unflatten(tree, refs)
+    views = functools.partial(mosaic.tile_views, interpret=interpret)
+    query, key, value, *rest = scratch
+    if not interpret:
+        rest.append(None)
+    shared = Shared(views(query), views(key), views(value), *rest)
+    warpgroup = lax.axis_index("warpgroup")
+    worker = lax.axis_index("worker")
+    ctx = WarpgroupContext(shape, config, shared, operands, out, worker, warpgroup, interpret)
+
+    @pl.when(warpgroup == NUM_CONSUMERS)
+    def _producer() -> None:
+        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+        mosaic.on_one_warp(functools.partial(gdpa_producer.produce, ctx), interpret=interpret)
+
+    @pl.when(warpgroup < NUM_CONSUMERS)
+    def _consumer() -> None:
+        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+        consumer = mosaic.warpgroup_index("warpgroup", interpret=interpret)
+        gdpa_consumer.consume(ctx._replace(consumer=consumer))
+
+
+def scratch_types(
+    dtype: Any, shape: Shape, config: GdpaConfig, *, interpret: bool
+) -> tuple[Any, ...]:
+    """Shared memory and barriers, in the order in which `_kernel` takes them."""
+    tile = functools.partial(mosaic.operand_tile, dtype=dtype, interpret=interpret)
+    blocks, slots = shape.column_blocks, config.q_slots
+    items = slots + EXTRA_ITEM_SLOTS
+    block = (blocks, config.block_kv, BLOCK_K)
+
+    def barrier(arrivals: int, count: int) -> Any:
+        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
+
+    types = (
+        tile((slots, NUM_CONSUMERS, blocks, WGMMA_M, BLOCK_K)),
+        tile((config.k_stages, *block)),
+        tile((config.v_stages, *block)),
+        plgpu.SMEM((items, ITEM_WORDS), jnp.int32),
+        barrier(1, items),
+        barrier(NUM_CONSUMERS * blocks, slots),
+        barrier(NUM_CONSUMERS, slots),
+        barrier(blocks, config.k_stages),
+        barrier(NUM_CONSUMERS, config.k_stages),
+        barrier(blocks, config.v_stages),
+        barrier(NUM_CONSUMERS, config.v_stages),
+    )
+    if not interpret:
+        return types
+    columns = max(config.block_kv, shape.head_dim)
+    return (*types, plgpu.SMEM((NUM_CONSUMERS, WGMMA_M, columns), dtype))
+
+
+# Host side
+
+
+def gdpa_forward(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    tiles: tile_list.TileList,
+    *,
+    out_rows: int,
+    activations: tuple[str, ...],
+    approx: str | None,
+    scale: float,
+    output_scale: float,
+    config: GdpaConfig,
+    num_sms: int,
+    interpret: Any = False,
+) -> jax.Array:
+    """Attends from every tile of queries to the keys and values of its sequence.
+
+    Args:
+      query: [q_rows, N, H], bf16 or f16; at least a row.
+      key: [kv_rows, K, H], the same dtype; at least a row; K divides N.
+      value: [kv_rows, K, H].
+      tiles: `tile_list.query_tiles` of size `GDPA_TILE_ROWS`.
+      out_rows: rows of the result; every row has a tile.
+      activations: the heads' activations, or one for all heads; not softmax.
+      approx: name of an approximation, or None.
+      scale: of the scores; finite.
+      output_scale: of the result; finite.
+      config: a legal configuration (`GdpaConfig.illegal_reason`).
+      num_sms: streaming multiprocessors of the device.
+      interpret: False, or `plgpu.InterpretGPUParams` to run on a CPU, with
+        `inline_mgpu="_hack_model_inline_mgpu_tokamax"` for the named barriers.
+
+    Returns:
+      out [out_rows, N, H] in the query's dtype.
+    """
+    q_rows, q_heads, head_dim = query.shape
+    is_interpreted = bool(interpret)
+    workers = min(num_sms, tiles.words.shape[0] * q_heads)
+    has_f32_range = query.dtype == jnp.bfloat16
+    activation = ActivationSpec(activations, approx, scale, output_scale, has_f32_range)
+    shape = Shape(q_rows, q_heads, key.shape[1], head_dim, activation, workers)
+    operands = Operands(query, key, value, *tiles)
+    out = jax.ShapeDtypeStruct((out_rows, q_heads, head_dim), query.dtype)
+    scratch = scratch_types(query.dtype, shape, config, interpret=is_interpreted)
+    result: jax.Array = mosaic.kernel(
+        functools.partial(
+            _kernel,
+            tree=jax.tree.structure((operands, 0, (0,) * len(scratch))),
+            shape=shape,
+            config=config,
+            interpret=is_interpreted,
+        ),
+        out_type=out,
+        scratch_types=scratch,
+        grid=(workers,),
+        grid_names=("worker",),
+        num_threads=NUM_CONSUMERS + 1,
+        thread_name="warpgroup",
+        kernel_name="ikbo_gdpa_forward",
+        compiler_params=mosaic.compiler_params(),
+        interpret=interpret,
+    )(*jax.tree.leaves(operands))
+    return result

@@ -1,0 +1,112 @@
+"""Stores of the GDPA forward kernel: rows of items, and zeros for tiles without keys."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ikbo_jax.pallas.activations import weights as gdpa_weights
+from ikbo_jax.pallas.flash import tile_list
+from ikbo_jax.pallas.flash.gdpa_context import WarpgroupContext
+from ikbo_jax.pallas.hopper import stores
+from ikbo_jax.problems.hopper import BLOCK_K, WGMMA_M
+
+
+def _stage(ctx: WarpgroupContext, slot: Any, out: jax.Array) -> None:
+    """Stages a result in a query slot."""
+    shape = ctx.shape
+    matrix_view = ctx.shared.query[0].at[slot, ctx.consumer]
+    width = shape.column_blocks * BLOCK_K
+    if shape.head_dim < width:  # TMA leaves out columns past the head width
+        padding = jnp.zeros((WGMMA_M, width - shape.head_dim), out.dtype)
+        out = jnp.concatenate([out, plgpu.layout_cast(padding, plgpu.Layout.WGMMA)], axis=1)
+    for i in range(shape.column_blocks):
+        columns = lax.slice(out, (0, i * BLOCK_K), (WGMMA_M, (i + 1) * BLOCK_K))
+        stores.stage_tile(matrix_view.at[i], columns, interpret=ctx.interpret)
+    plgpu.commit_smem()
+
+
+def _store_staged(ctx: WarpgroupContext, slot: Any, head: Any, first_row: Any, rows: Any) -> None:
+    """Stores the first `rows` of the 64 rows staged in a query slot; all 64 by TMA."""
+    shape = ctx.shape
+    matrix_view, copy_view = (view.at[slot, ctx.consumer] for view in ctx.shared.query)
+
+    @pl.when(rows == WGMMA_M)
+    def _() -> None:
+        for i in range(shape.column_blocks):
+            plgpu.copy_smem_to_gmem(
+                copy_view.at[i],
+                ctx.out.at[pl.ds(first_row, WGMMA_M), head, ctx.columns(i)],
+            )
+
+    @pl.when((rows > 0) & (rows < WGMMA_M))
+    def _() -> None:
+        stores.store_staged_rows(
+            ctx.out, matrix_view, first_row, head, 0 * rows, rows, interpret=ctx.interpret
+        )
+        plgpu.commit_smem()  # TMA will write queries where these threads have read
+
+
+def _consumer_rows(ctx: WarpgroupContext, target: Any, rows: Any) -> tuple[Any, Any]:
+    """(first row in the result, rows) of this consumer's part of a tile."""
+    before = ctx.consumer * WGMMA_M
+    return target + before, jnp.clip(rows - before, 0, WGMMA_M)
+
+
+def store_item(ctx: WarpgroupContext, index: Any, acc: jax.Array) -> None:
+    """Stores the rows of an item."""
+    head, target, rows = ctx.destination(index)
+    first_row, rows = _consumer_rows(ctx, target, rows)
+    store = functools.partial(_store, ctx, index, head, first_row, rows, acc)
+    if ctx.config.skip_empty:
+        pl.when(rows > 0)(store)
+    else:
+        store()
+
+
+def _store(
+    ctx: WarpgroupContext, index: Any, head: Any, first_row: Any, rows: Any, acc: jax.Array
+) -> None:
+    out = gdpa_weights.scale_result(ctx.shape.activation, head, acc).astype(ctx.out.dtype)
+    if ctx.config.q_slots > 1:
+        slot = ctx.slot(index)
+        _stage(ctx, slot, out)
+        _store_staged(ctx, slot, head, first_row, rows)
+        return
+    stores.store_rows(
+        ctx.out,
+        out,
+        first_row,
+        head,
+        0 * rows,
+        rows,
+        ctx.shared.staging.at[ctx.consumer] if ctx.interpret else None,
+        interpret=ctx.interpret,
+    )
+
+
+def zero_rest(ctx: WarpgroupContext) -> None:
+    """Zeroes the results of tiles without keys: rows with empty sequences, rows of no sequence."""
+    heads = ctx.shape.q_heads
+    with_keys, tiles = (ctx.operands.counts[i] for i in range(2))
+    count = ctx.work_items((tiles - with_keys) * heads)
+
+    @pl.when(count > 0)
+    def _() -> None:
+        slot = jnp.int32(0)
+        zeros = jnp.zeros((WGMMA_M, ctx.shape.head_dim), ctx.out.dtype)
+        _stage(ctx, slot, plgpu.layout_cast(zeros, plgpu.Layout.WGMMA))
+
+        @pl.loop(0, count)
+        def _(i: Any) -> None:
+            number = ctx.work_item(i)
+            tile, head = with_keys + lax.div(number, heads), lax.rem(number, heads)
+            words = ctx.operands.words
+            target, rows = words[tile, tile_list.TARGET], words[tile, tile_list.ROWS]
+            _store_staged(ctx, slot, head, *_consumer_rows(ctx, target, rows))

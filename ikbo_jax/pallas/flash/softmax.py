@@ -1,0 +1,123 @@
+"""The softmax of a warpgroup's 64 rows; scores are [64, keys] f32.
+
+Scores are unscaled products, as the tensor core leaves them.  The exponent includes the scale times
+log2(e): p = exp2(score * log2_scale - maximum), where `maximum` is the maximum scaled score.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, vector
+
+from ikbo_jax.pallas.hopper.stores import ROW_LAYOUT
+from ikbo_jax.problems.hopper import WGMMA_M
+
+#: Columns of a partial sum: with 8, a thread adds only values that it holds.
+PARTIAL = 8
+LN_2 = 0.6931471805599453
+
+#: From these row sums on, a fixed maximum may have cost precision or range.  bf16 has f32's range:
+#: its limit keeps sums of weights times values far from overflow.  f16 weights end at 65504.
+SUM_LIMITS = {"bfloat16": 2.0**40, "float16": 2.0**15}
+#: Row sums below this have lost the weight of the maximum, which should be 1.  `exponentials` takes
+#: one instruction that rounds once, so beyond 2^24 that weight is exp2 of the maximum's rounding
+#: error.
+SUM_MINIMUM = 0.5
+
+
+def row_extreme(scores: jax.Array, log2_scale: float) -> jax.Array:
+    """[64], the unscaled score of each row whose scaled score is largest."""
+    extreme = jnp.max if log2_scale > 0 else jnp.min
+    return extreme(scores, axis=1)
+
+
+def row_maximum(scores: jax.Array, log2_scale: float) -> jax.Array:
+    """[64], the maximum of the scaled scores."""
+    return row_extreme(scores, log2_scale) * jnp.float32(log2_scale)
+
+
+def exponentials(scores: jax.Array, maximum: jax.Array, log2_scale: float) -> jax.Array:
+    """exp2(score * log2_scale - maximum), [64, keys]."""
+    shift = lax.broadcast_in_dim(maximum, scores.shape, (0,))
+    return jnp.exp2(scores * jnp.float32(log2_scale) - shift)
+
+
+def exact_exponentials(scores: jax.Array, extreme: jax.Array, log2_scale: float) -> jax.Array:
+    """exp2((score - extreme) * log2_scale), [64, keys]: 1 at the extreme, however large it is.
+
+    It takes one more instruction per element than `exponentials`.
+    """
+    shift = lax.broadcast_in_dim(extreme, scores.shape, (0,))
+    return jnp.exp2((scores - shift) * jnp.float32(log2_scale))
+
+
+def partial_sums(p: jax.Array) -> jax.Array:
+    """[64, 8], whose row sums equal the row sums of `p`."""
+    parts = [lax.slice(p, (0, i), (p.shape[0], i + PARTIAL)) for i in range(0, p.shape[1], PARTIAL)]
+    while len(parts) > 1:
+        pairs = [a + b for a, b in zip(parts[::2], parts[1::2], strict=False)]
+        parts = pairs + parts[2 * len(pairs) :]
+    return parts[0]
+
+
+def nan_where_not_finite(sums: jax.Array, acc: jax.Array) -> jax.Array:
+    """`sums` [64, 8] with NaN in rows where `acc` [64, width] holds NaN or infinity."""
+    for i in range(
+        0, acc.shape[1], PARTIAL
+    ):  # 0 times NaN or infinity is NaN; one FFMA per element
+        sums = lax.slice(acc, (0, i), (acc.shape[0], i + PARTIAL)) * jnp.float32(0) + sums
+    return sums
+
+
+def mask(scores: jax.Array, keys: Any, log2_scale: float) -> jax.Array:
+    """Masks scores from column `keys` on, so that their weights are 0."""
+    column = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA)
+    nothing = jnp.float32(-jnp.inf if log2_scale > 0 else jnp.inf)
+    return jnp.where(column < keys, scores, nothing)
+
+
+def flag_rows(
+    flags: Any, index: Any, row_sum: jax.Array, begin: Any, end: Any, limit: float, interpret: bool
+) -> None:
+    """Sets flags[index] and flags[0] to 1 if a row in [begin, end) has a sum outside
+    [SUM_MINIMUM, limit).
+
+    Every thread that holds such a row writes, so threads need not communicate.
+    """
+    row = plgpu.broadcasted_iota(jnp.int32, (WGMMA_M,), 0, layout=ROW_LAYOUT)
+    is_good = (row_sum < jnp.float32(limit)) & (row_sum >= jnp.float32(SUM_MINIMUM))
+    is_good = is_good | (row < begin) | (row >= end)
+    if interpret:
+
+        @pl.when(~jnp.all(is_good))
+        def _() -> None:
+            flags[index] = 1
+            flags[0] = 1
+
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(()), ROW_LAYOUT))
+    def write(_: Any, flags: ir.Value, index: Any, is_good: mgpu.FragmentedArray) -> None:
+        i32 = ir.IntegerType.get_signless(32)
+        first, second = (vector.extract(r, [], [0]) for r in is_good.registers.flat)
+        bad = arith.cmpi(arith.CmpIPredicate.eq, arith.andi(first, second), mgpu.c(0, i32))
+        base = mgpu.utils.memref_ptr(flags)
+        for at in (index.registers.item(), mgpu.c(0, i32)):
+            address = mgpu.utils.getelementptr(base, [at], i32)
+            mgpu.utils.inline_ptx(
+                "st.shared.b32 [$0], $1;",
+                address,
+                mgpu.c(1, i32),
+                predicate=bad,
+                has_side_effects=True,
+            )
+
+    write(flags, index, is_good.astype(jnp.int32))

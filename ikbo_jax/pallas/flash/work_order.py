@@ -1,0 +1,59 @@
+"""The order in which the attention kernel processes candidates, and its tiles; computed by XLA.
+
+Comparing all pairs takes XLA one small kernel and no memory.  A sort or a prefix sum takes a dozen
+kernels of 1 to 2 microseconds each, beside attention kernels of 50 to 800 microseconds.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ikbo_jax.problems.hopper import NUM_CONSUMERS
+
+#: Longest array whose pairs are all compared.
+MAX_COUNTED = 4096
+
+
+def by_user(users: jax.Array) -> jax.Array:
+    """The stable permutation that sorts `users` [B] int32: equals `jnp.argsort(users)`."""
+    batch = users.shape[0]
+    if batch > MAX_COUNTED:
+        return jnp.argsort(users).astype(jnp.int32)
+    place = jnp.arange(batch, dtype=jnp.int32)
+    is_before = (users[None] < users[:, None]) | (
+        (users[None] == users[:, None]) & (place[None] < place[:, None])
+    )
+    rank = jnp.sum(is_before, axis=1, dtype=jnp.int32)
+    # The inverse of `rank`: each row of the comparison has one nonzero term.
+    return jnp.sum(jnp.where(rank[None] == place[:, None], place[None], 0), axis=1, dtype=jnp.int32)
+
+
+def run_ends(users: jax.Array) -> jax.Array:
+    """[B] int32: for each candidate, the end of its run of consecutive candidates of one user."""
+    batch = users.shape[0]
+    position = jnp.arange(1, batch + 1, dtype=jnp.int32)
+    is_last = jnp.concatenate([users[1:] != users[:-1], jnp.ones((1,), bool)])
+    return lax.cummin(jnp.where(is_last, position, batch), reverse=True)
+
+
+def cuts(users: jax.Array, tiles_each: int) -> tuple[jax.Array, jax.Array]:
+    """Groups R = B * tiles_each warpgroup tiles of 64 rows in twos, never across users.
+
+    Args:
+      users: [B] int32, in work order.
+      tiles_each: warpgroup tiles of a candidate.
+
+    Returns:
+      [R + 1] int32: the first warpgroup tile of group i, R past the last group; and [R] int32: the
+      number of groups that begin at or before each warpgroup tile.
+    """
+    tiles = users.shape[0] * tiles_each
+    tile = jnp.arange(tiles, dtype=jnp.int32)
+    of_tile = jnp.repeat(users, tiles_each)
+    is_new = jnp.concatenate([jnp.ones((1,), bool), of_tile[1:] != of_tile[:-1]])
+    begins = is_new | (tile % NUM_CONSUMERS == 0)
+    counts = jnp.sum(begins[None] & (tile[None] <= tile[:, None]), axis=1, dtype=jnp.int32)
+    pair = jnp.arange(tiles + 1, dtype=jnp.int32)
+    return jnp.sum(counts[None] <= pair[:, None], axis=1, dtype=jnp.int32), counts

@@ -1,0 +1,1 @@
+"""The kernels of generalised attention's gradient."""

@@ -1,0 +1,130 @@
+"""Sizes, memory, barriers and descriptors that the backward kernels' warpgroups share."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ikbo_jax.pallas.activations.weights import ActivationSpec
+from ikbo_jax.problems import GdpaBackwardConfig
+from ikbo_jax.problems.gdpa_backward import SLOTS
+from ikbo_jax.problems.hopper import BLOCK_K
+
+#: Words of a tile's descriptor in shared memory: first row and number of rows of the result, head,
+#: whether the tile has any blocks, number of blocks (at least 1).
+FIRST_ROW, ROWS, HEAD, HAS_BLOCKS, BLOCKS = range(5)
+ITEM_WORDS = 8
+#: Words of a block's descriptor: number of rows, query head.
+BLOCK_WORDS = 2
+
+
+#: (activation, approximation) that spill beside two sums unless a branch encloses the activation.
+SPILLING_ACTIVATIONS = (("gelu", None), ("gelu", "tanh"), ("silu", "tanh"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Static description of a launch.
+
+    Attributes:
+      heads: heads of the stationary operands: K in the kernel for keys, N for queries.
+      streamed_per_head: streamed heads for each stationary head; 1 in the kernel for queries.
+      heads_per_streamed: stationary heads that share a streamed head; 1 in the kernel for keys.
+      activation: how scores become weights.
+      scales: factor of each result's sum.
+    """
+
+    heads: int
+    streamed_per_head: int
+    heads_per_streamed: int
+    head_dim: int
+    activation: ActivationSpec
+    scales: tuple[float, ...]
+    workers: int
+
+    @property
+    def is_for_keys(self) -> bool:
+        return len(self.scales) == 2
+
+    @property
+    def has_activation_in_branch(self) -> bool:
+        """Whether ptxas must not mix the activation with the code around it: it would spill."""
+        names = self.activation.names
+        is_alone, kind = len(set(names)) == 1, (names[0], self.activation.approx)
+        is_wide = self.is_for_keys and self.head_dim > BLOCK_K
+        return is_wide and is_alone and kind in SPILLING_ACTIVATIONS
+
+    @property
+    def column_blocks(self) -> int:
+        """Blocks of 64 columns that hold the head width."""
+        return pl.cdiv(self.head_dim, BLOCK_K)
+
+
+class Operands(NamedTuple):
+    """Device memory.
+
+    Scores are `stationary[0] @ streamed[0].T`, and gradients of activated scores
+    `stationary[1] @ streamed[1].T`, or their transposes.
+    """
+
+    stationary: tuple[Any, Any]  # (key, value) [total_kv, K, H] or (query, d_out) [total_q, N, H]
+    streamed: tuple[Any, Any]  # the other pair
+    tiles: Any  # [tiles, TILE_WORDS] int32
+    num_tiles: Any  # [1] int32
+    ranges: Any  # [sequences, RANGE_WORDS] int32
+
+
+class Shared(NamedTuple):
+    """Shared memory and barriers; an operand has two views, (for WGMMA, for TMA): see
+    `mosaic.tile_views`."""
+
+    stationary: tuple[Any, Any]  # [SLOTS, 2 operands, 2 consumers, column blocks, 64, 64]
+    streamed: tuple[Any, Any]  # [stages, 2 operands, column blocks, block, 64]
+    items: Any  # [SLOTS, ITEM_WORDS] int32
+    blocks: Any  # [stages, BLOCK_WORDS] int32
+    stationary_ready: Any
+    stationary_free: Any
+    streamed_ready: Any
+    streamed_free: Any
+    staging: Any  # [2 consumers, 2, 64, columns], only under interpretation
+    f32_staging: Any  # [2 consumers, 64, columns] f32, likewise
+
+
+class WarpgroupContext(NamedTuple):
+    """Arguments that all functions of a warpgroup share; `consumer` is 0 or 1 (producer: unused).
+
+    A *step* numbers the blocks that the CTA loads; its remainder by the number of stages is the
+    block's stage.
+    """
+
+    shape: Shape
+    config: GdpaBackwardConfig
+    shared: Shared
+    operands: Operands
+    results: tuple[Any, ...]
+    worker: Any
+    consumer: Any
+    interpret: bool
+
+    def slot(self, item: Any) -> Any:
+        return lax.rem(item, SLOTS)
+
+    def stage(self, step: Any) -> Any:
+        return lax.rem(step, self.config.stages)
+
+    def columns(self, block: int) -> Any:
+        """Columns of a block of the head width; past the width TMA reads zeros, stores nothing."""
+        begin: Any = block * BLOCK_K
+        if begin + BLOCK_K > self.shape.head_dim:
+            begin = begin + 0 * self.worker  # a static start would be rejected as out of bounds
+        return pl.ds(begin, BLOCK_K)
+
+    @property
+    def item_count(self) -> Any:
+        """Number of items, (tile, head), of this CTA."""
+        shape = self.shape
+        items = self.operands.num_tiles[0] * shape.heads
+        return (items - self.worker + shape.workers - 1) // shape.workers

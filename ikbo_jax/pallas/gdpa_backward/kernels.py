@@ -1,0 +1,253 @@
+"""Gradients of generalised dot-product attention: two persistent Mosaic GPU kernels for Hopper.
+
+    dA = d_out @ value.T,  dS = dA * act'(scale * S),  S = query @ key.T, of each sequence and head
+    d_query = scale * output_scale * dS @ key
+    d_key   = scale * output_scale * dS.T @ query
+    d_value = output_scale * act(scale * S).T @ d_out
+
+One kernel computes d_query, another d_key and d_value; both launch the same body.  A tile is 128
+rows of one sequence and head.  Its two *stationary* operands (query and d_out, or key and value)
+stay in shared memory, while blocks of the two *streamed* operands follow one another: the keys of
+one sequence, or the queries of all sequences and heads that share a key.  The tensor core computes
+S and dA from shared memory.  The consumers round dS and the activated scores to the inputs' dtype,
+and multiply them from registers; sums stay in registers until the tile's end.  Thus each sum is
+computed in one place and in one order, and both kernels compute S and dA: seven products instead of
+five, but no atomic additions and no partial sums in memory.
+
+Rows of a block past a sequence's end are zeroed in shared memory, and have no effect since
+act(0) = 0.  Rows of a tile past the end only affect results that are not stored.
+
+Warpgroups: 0 and 1 are the consumers, with 64 rows each; one warp of warpgroup 2 is the producer.
+A consumer issues the scores of a tile's next block behind the products of the current block; one
+consumer's activations overlap the other's products.  A finished tile is staged in the slot of its
+stationary operands, while the producer loads the next tile's operands into another slot.
+
+Synchronisations:
+  1. `stationary_ready[s]`, `stationary_free[s]`  slot s has a tile's operands and descriptor; free
+                                                  once TMA has read the results staged in it.
+  2. `streamed_ready[s]`, `streamed_free[s]`      stage s has a block and its descriptor.
+  3. A named barrier: the consumers wait for each other after they zeroed a block's rows.
+
+Source: a backward pass with two consumers of 64 rows follows Shah et al., "FlashAttention-3", 2024.
+No code is shared.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ikbo_jax.pallas.activations import slopes as gdpa_slopes
+from ikbo_jax.pallas.activations.weights import ActivationSpec
+from ikbo_jax.pallas.gdpa_backward import producer
+from ikbo_jax.pallas.gdpa_backward.context import (
+    BLOCK_WORDS,
+    ITEM_WORDS,
+    Operands,
+    Shape,
+    Shared,
+    WarpgroupContext,
+)
+from ikbo_jax.pallas.gdpa_backward.tiles import Work
+from ikbo_jax.pallas.hopper import mosaic
+from ikbo_jax.problems import GdpaBackwardConfig
+from ikbo_jax.problems.gdpa_backward import SLOTS
+from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, WGMMA_M
+
+#: Registers per thread of a consumer and of the producer warpgroup: 2 x 240 + 24 <= 3 x 168.
+CONSUMER_REGISTERS = 240
+PRODUCER_REGISTERS = 24
+
+
+def _kernel(
+    *refs: Any, tree: Any, shape: Shape, config: GdpaBackwardConfig, interpret: bool
+) -> None:
+    """Dispatches each warpgroup to its role."""
+    operands, results, scratch = jax.tree.unflatten(tree, refs)
+    views = functools.partial(mosaic.tile_views, interpret=interpret)
+    stationary, streamed, *rest = scratch
+    if not interpret:
+        rest += [None, None]
+    shared = Shared(views(stationary), views(streamed), *rest)
+    warpgroup = lax.axis_index("warpgroup")
+    worker = lax.axis_index("worker")
+    ctx = WarpgroupContext(shape, config, shared, operands, results, worker, warpgroup, interpret)
+
+    @pl.when(warpgroup == NUM_CONSUMERS)
+    def _producer() -> None:
+        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+        produce = functools.partial(producer.produce, ctx)
+        mosaic.on_one_warp(produce, interpret=interpret)
+
+    @pl.when(warpgroup < NUM_CONSUMERS)
+    def _consumer() -> None:
+        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+        consumer = mosaic.warpgroup_index("warpgroup", interpret=interpret)
+        consumer.consume(ctx._replace(consumer=consumer))
+
+
+def scratch_types(
+    dtype: Any, shape: Shape, config: GdpaBackwardConfig, *, interpret: bool
+) -> tuple[Any, ...]:
+    """Shared memory and barriers, in the order in which `_kernel` takes them."""
+    tile = functools.partial(mosaic.operand_tile, dtype=dtype, interpret=interpret)
+    columns = shape.column_blocks
+
+    def barrier(arrivals: int, count: int) -> Any:
+        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
+
+    types = (
+        tile((SLOTS, 2, NUM_CONSUMERS, columns, WGMMA_M, BLOCK_K)),
+        tile((config.stages, 2, columns, config.block, BLOCK_K)),
+        plgpu.SMEM((SLOTS, ITEM_WORDS), jnp.int32),
+        plgpu.SMEM((config.stages, BLOCK_WORDS), jnp.int32),
+        barrier(2 * NUM_CONSUMERS * columns + 1, SLOTS),
+        barrier(NUM_CONSUMERS, SLOTS),
+        barrier(2 * columns + 1, config.stages),
+        barrier(NUM_CONSUMERS, config.stages),
+    )
+    if not interpret:
+        return types
+    rows = plgpu.SMEM((NUM_CONSUMERS, 2, WGMMA_M, config.block), dtype)
+    return (*types, rows, plgpu.SMEM((NUM_CONSUMERS, WGMMA_M, columns * BLOCK_K), jnp.float32))
+
+
+# Host side
+
+
+def d_query_kernel(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    d_out: jax.Array,
+    work: Work,
+    *,
+    activations: tuple[str, ...],
+    approx: str | None,
+    scale: float,
+    output_scale: float,
+    config: GdpaBackwardConfig,
+    num_sms: int,
+    out_dtype: Any = None,
+    interpret: Any = False,
+) -> jax.Array:
+    """Gradient of the queries.
+
+    Args:
+      query: [rows, N, H], bf16 or f16; `work` says which rows are read.
+      key: [total_kv, K, H], the same dtype; K divides N.
+      value: [total_kv, K, H].
+      d_out: [total_q, N, H], cotangent of the result.
+      work: the result of `tiles.query_work` with `config.block`.
+      activations: a name for each of the N heads, none of them softmax.
+      approx: name of an approximation, or None.
+      scale: of the scores.
+      output_scale: of the result.
+      config: a legal configuration (`GdpaBackwardConfig.illegal_reason`).
+      num_sms: streaming multiprocessors of the device.
+      out_dtype: of the gradient; the query's, or f32.
+      interpret: False, or `plgpu.InterpretGPUParams` to run on a CPU, with
+        `inline_mgpu="_hack_model_inline_mgpu_tokamax"` for the named barrier.
+
+    Returns:
+      [total_q, N, H], summed in f32 and rounded once; zeros in rows of no sequence.
+    """
+    heads, head_dim = d_out.shape[1:]
+    activation = _activation_spec(activations, approx, scale, query.dtype)
+    shape = Shape(
+        heads=heads,
+        streamed_per_head=1,
+        heads_per_streamed=heads // key.shape[1],
+        head_dim=head_dim,
+        activation=activation,
+        scales=(scale * output_scale * gdpa_slopes.constants(activation)[1],),
+        workers=min(num_sms, work.tiles.shape[0] * heads),
+    )
+    operands = Operands((query, d_out), (key, value), *work)
+    result = jax.ShapeDtypeStruct(d_out.shape, out_dtype or query.dtype)
+    return _launch(operands, (result,), shape, config, "ikbo_gdpa_d_query", interpret)[0]
+
+
+def d_key_value_kernel(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    d_out: jax.Array,
+    work: Work,
+    *,
+    activations: tuple[str, ...],
+    approx: str | None,
+    scale: float,
+    output_scale: float,
+    config: GdpaBackwardConfig,
+    num_sms: int,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array]:
+    """Gradients of keys and values; for the arguments see `d_query_kernel`.
+
+    Args:
+      work: the result of `tiles.key_work` with `config.block`.
+
+    Returns:
+      Two [total_kv, K, H], summed in f32 over all queries that share a key, and rounded once; zeros
+      in rows of no sequence.
+    """
+    _, heads, head_dim = key.shape
+    activation = _activation_spec(activations, approx, scale, query.dtype)
+    by_weight, by_slope = gdpa_slopes.constants(activation)
+    shape = Shape(
+        heads=heads,
+        streamed_per_head=d_out.shape[1] // heads,
+        heads_per_streamed=1,
+        head_dim=head_dim,
+        activation=activation,
+        scales=(scale * output_scale * by_slope, output_scale * by_weight),
+        workers=min(num_sms, work.tiles.shape[0] * heads),
+    )
+    operands = Operands((key, value), (query, d_out), *work)
+    results = (jax.ShapeDtypeStruct(key.shape, key.dtype),) * 2
+    d_key, d_value = _launch(operands, results, shape, config, "ikbo_gdpa_d_key_value", interpret)
+    return d_key, d_value
+
+
+def _activation_spec(
+    activations: tuple[str, ...], approx: str | None, scale: float, dtype: Any
+) -> ActivationSpec:
+    """The specification of the scores' activation; sums are scaled at a tile's end."""
+    return ActivationSpec(activations, approx, scale, 1.0, dtype == jnp.bfloat16)
+
+
+def _launch(
+    operands: Operands,
+    results: tuple[Any, ...],
+    shape: Shape,
+    config: GdpaBackwardConfig,
+    name: str,
+    interpret: Any,
+) -> tuple[jax.Array, ...]:
+    scratch = scratch_types(operands.stationary[0].dtype, shape, config, interpret=bool(interpret))
+    out: tuple[jax.Array, ...] = mosaic.kernel(
+        functools.partial(
+            _kernel,
+            tree=jax.tree.structure((operands, results, (0,) * len(scratch))),
+            shape=shape,
+            config=config,
+            interpret=bool(interpret),
+        ),
+        out_type=results,
+        scratch_types=scratch,
+        grid=(shape.workers,),
+        grid_names=("worker",),
+        num_threads=NUM_CONSUMERS + 1,
+        thread_name="warpgroup",
+        kernel_name=name,
+        compiler_params=mosaic.compiler_params(),
+        interpret=interpret,
+    )(*jax.tree.leaves(operands))
+    return out

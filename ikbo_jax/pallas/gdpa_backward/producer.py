@@ -1,0 +1,109 @@
+"""The producer warp of the backward kernels: loads tiles, and the blocks of each tile, by TMA."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ikbo_jax.pallas.gdpa_backward.context import WarpgroupContext
+from ikbo_jax.problems.gdpa_backward import SLOTS
+from ikbo_jax.problems.hopper import NUM_CONSUMERS, WGMMA_M
+
+
+def _send_stationary(ctx: WarpgroupContext, item: Any, tile: Any, head: Any) -> None:
+    """Sends the descriptor of a tile, and loads its two stationary operands."""
+    shared, tiles = ctx.shared, ctx.operands.tiles
+    slot = ctx.slot(item)
+    first_rows = (tiles[tile, 0], tiles[tile, 1])
+    blocks = tiles[tile, 5]
+    has_blocks = jnp.minimum(blocks, 1)
+    words = (first_rows[1], tiles[tile, 2], head, has_blocks, jnp.maximum(blocks, 1))
+    plgpu.barrier_wait(shared.stationary_free.at[slot])
+    for i, word in enumerate(words):
+        shared.items[slot, i] = word
+    plgpu.barrier_arrive(shared.stationary_ready.at[slot])
+    for operand, (source, first) in enumerate(
+        zip(ctx.operands.stationary, first_rows, strict=True)
+    ):
+        for consumer in range(NUM_CONSUMERS):
+            row = jnp.minimum(first + consumer * WGMMA_M, source.shape[0] - 1)
+            for i in range(ctx.shape.column_blocks):
+                plgpu.copy_gmem_to_smem(
+                    source.at[pl.ds(row, WGMMA_M), head, ctx.columns(i)],
+                    shared.stationary[1].at[slot, operand, consumer, i],
+                    shared.stationary_ready.at[slot],
+                )
+
+
+def _send_block(
+    ctx: WarpgroupContext, step: Any, first_rows: Any, words: tuple[Any, ...], head: Any
+) -> None:
+    """Sends the descriptor of a block, and loads its two operands."""
+    shared, stage = ctx.shared, ctx.stage(step)
+    plgpu.barrier_wait(shared.streamed_free.at[stage])
+    for i, word in enumerate(words):
+        shared.blocks[stage, i] = word
+    plgpu.barrier_arrive(shared.streamed_ready.at[stage])
+    for operand, (source, row) in enumerate(zip(ctx.operands.streamed, first_rows, strict=True)):
+        for i in range(ctx.shape.column_blocks):
+            plgpu.copy_gmem_to_smem(
+                source.at[pl.ds(row, ctx.config.block), head, ctx.columns(i)],
+                shared.streamed[1].at[stage, operand, i],
+                shared.streamed_ready.at[stage],
+            )
+
+
+def _send_item(ctx: WarpgroupContext, item: Any, step: Any) -> Any:
+    """Sends one head of a tile, and all its blocks; returns the next item's first step."""
+    shape, config, operands = ctx.shape, ctx.config, ctx.operands
+    number = ctx.worker + item * shape.workers
+    tile, head = lax.div(number, shape.heads), lax.rem(number, shape.heads)
+    _send_stationary(ctx, item, tile, head)
+    begin, end, blocks = (operands.tiles[tile, i] for i in (3, 4, 5))
+
+    def send_head(index: Any, step: Any) -> Any:
+        block_head = lax.div(head, shape.heads_per_streamed) * shape.streamed_per_head + index
+        q_head = block_head if shape.is_for_keys else head
+
+        def send_range(index: Any, step: Any) -> Any:
+            source, target, rows = (operands.ranges[index, i] for i in range(3))
+
+            @pl.loop(0, pl.cdiv(rows, config.block))
+            def _(block: Any) -> None:
+                done = block * config.block
+                left = jnp.minimum(rows - done, config.block)
+                first_rows = (source + done, target + done)
+                _send_block(ctx, step + block, first_rows, (left, q_head), block_head)
+
+            return step + pl.cdiv(rows, config.block)
+
+        return lax.fori_loop(begin, end, send_range, step)
+
+    @pl.when(blocks > 0)
+    def _() -> None:
+        lax.fori_loop(0, shape.streamed_per_head, send_head, step)
+
+    @pl.when(blocks == 0)
+    def _() -> (
+        None
+    ):  # a block without rows, so that every tile that a consumer receives has a block
+        zero = jnp.int32(0)
+        _send_block(ctx, step, (zero, zero), (zero, zero), zero)
+
+    return step + jnp.maximum(blocks, 1)
+
+
+def produce(ctx: WarpgroupContext) -> None:
+    """The producer warp."""
+    lax.fori_loop(0, ctx.item_count, lambda item, step: _send_item(ctx, item, step), jnp.int32(0))
+    # All arrivals must happen before the barriers' memory is released.
+    for free, count in (
+        (ctx.shared.streamed_free, ctx.config.stages),
+        (ctx.shared.stationary_free, SLOTS),
+    ):
+        for i in range(count):
+            plgpu.barrier_wait(free.at[i])

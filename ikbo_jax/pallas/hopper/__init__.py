@@ -1,0 +1,1 @@
+"""What the kernels share: launch, shared memory, products, row stores, the tile schedule."""

@@ -1,0 +1,331 @@
+"""Stores of a warpgroup's rows, from registers and from shared memory.
+
+LLVM and ptxas compute values that are constant across tiles before all loops; such values would
+occupy registers in the main loop, which has none to spare.  So addresses derive from a thread
+number that neither compiler knows to be constant, and loop bounds are unknown to both.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, vector
+
+from ikbo_jax.pallas.hopper import mosaic
+from ikbo_jax.problems.hopper import WARPGROUP_SIZE
+
+#: Layout of one value per row, the result of a reduction along rows.
+ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)
+
+
+def thread_number() -> ir.Value:
+    """This thread's number in its warpgroup; ptxas may move a read of %tid, but not a shuffle."""
+    i32 = ir.IntegerType.get_signless(32)
+    return mgpu.utils.inline_ptx(
+        "{ .reg .u32 lane; mov.u32 lane, %laneid; mov.u32 $0, %tid.x; and.b32 $0, $0, 127; "
+        "shfl.sync.idx.b32 $0, $0, lane, 31, 0xffffffff; }",
+        result_types=i32,
+        has_side_effects=True,
+        convergent=True,
+    )
+
+
+def store_staged_rows(
+    output: Any,
+    tiles: Any,
+    first_row: Any,
+    head: Any,
+    begin: Any,
+    end: Any,
+    *,
+    interpret: bool,
+) -> None:
+    """output[first_row + r, head] = row r of `tiles` for r in [begin, end).
+
+    Stores from registers would need addresses of rows and columns beside the values, and spill.
+    The stores are a loop: for unrolled stores, ptxas computes 56 registers of addresses before all
+    other loops.
+
+    Args:
+      output: device memory [rows, heads, width].
+      tiles: operand tiles [column blocks, 64, 64], committed; they are read when this returns.
+    """
+    _, heads, width = output.shape
+    blocks, height, columns = tiles.shape
+    if interpret:
+
+        @pl.loop(begin, end)
+        def _(r: Any) -> None:
+            for i in range(blocks):
+                part = min(columns, width - i * columns)
+                output[first_row + r, head, pl.ds(i * columns, part)] = tiles[i, r, :part]
+
+        return
+    scalar = plgpu.Layout.WG_SPLAT(())
+    vectors = mosaic.SWIZZLE // 16  # of a row of a block
+    per_step = WARPGROUP_SIZE // vectors  # rows
+
+    @plgpu.inline_mgpu(
+        arg_types=(
+            plgpu.RefType(),
+            plgpu.RefType(mosaic.operand_transforms(tiles.dtype)),
+            *(scalar,) * 5,
+        )
+    )
+    def write(_: Any, output: ir.Value, tiles: ir.Value, *scalars: Any) -> None:
+        i32, byte = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
+        step, first_row, head, begin, end = (s.registers.item() for s in scalars)
+        thread = thread_number()
+        vector_of_row = arith.remui(thread, mgpu.c(vectors, i32))
+        row = arith.addi(
+            arith.muli(step, mgpu.c(per_step, i32)), arith.divui(thread, mgpu.c(vectors, i32))
+        )
+        swizzled = arith.xori(vector_of_row, arith.remui(row, mgpu.c(vectors, i32)))
+        offset = arith.addi(
+            arith.muli(row, mgpu.c(mosaic.SWIZZLE, i32)), arith.muli(swizzled, mgpu.c(16, i32))
+        )
+        column = arith.muli(vector_of_row, mgpu.c(columns // vectors, i32))
+        terms = [(arith.addi(first_row, row), heads * width), (head, width), (column, 1)]
+        address = device_address(output, terms, 2)
+        source = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(tiles), [offset], byte)
+        is_row = within(row, begin, end)
+        for block in range(blocks):
+            left = mgpu.c(width - block * columns, i32)
+            mgpu.utils.inline_ptx(
+                "{ .reg .b32 a, b, c, d; "
+                f"@$2 ld.shared.v4.b32 {{a, b, c, d}}, [$1 + {block * height * mosaic.SWIZZLE}]; "
+                f"@$2 st.global.v4.b32 [$0 + {block * columns * 2}], {{a, b, c, d}}; }}",
+                address,
+                source,
+                arith.andi(is_row, arith.cmpi(arith.CmpIPredicate.slt, column, left)),
+                has_side_effects=True,
+            )
+
+    @pl.loop(jnp.int32(0), pl.cdiv(end, per_step))
+    def write_step(step: Any) -> None:
+        write(output, tiles, step, first_row, head, begin, end)
+
+
+def _thread() -> ir.Value:
+    """This thread's number in its warpgroup, read at each use.
+
+    LLVM would keep a value that never changes in a register from the kernel's beginning on, through
+    loops that have no register to spare.
+    """
+    i32 = ir.IntegerType.get_signless(32)
+    thread = mgpu.utils.inline_ptx("mov.u32 $0, %tid.x;", result_types=i32, has_side_effects=True)
+    return arith.remui(thread, mgpu.c(WARPGROUP_SIZE, i32))
+
+
+def thread_row(thread: ir.Value, half: int) -> ir.Value:
+    """The row of a thread's registers in a WGMMA accumulator; `half` is 0 or 1."""
+    i32 = ir.IntegerType.get_signless(32)
+    warp = arith.divui(thread, mgpu.c(32, i32))
+    lane = arith.divui(arith.remui(thread, mgpu.c(32, i32)), mgpu.c(4, i32))
+    row = arith.addi(arith.muli(warp, mgpu.c(16, i32)), lane)
+    return arith.addi(row, mgpu.c(8 * half, i32))
+
+
+def within(row: ir.Value, begin: ir.Value, end: ir.Value) -> ir.Value:
+    """begin ≤ row < end."""
+    i = arith.CmpIPredicate
+    return arith.andi(arith.cmpi(i.sge, row, begin), arith.cmpi(i.slt, row, end))
+
+
+def device_address(ref: ir.Value, terms: list[tuple[ir.Value, int]], size: int) -> ir.Value:
+    """Address of element sum(value * stride), in 64 bits; `size` is an element's bytes."""
+    i64 = ir.IntegerType.get_signless(64)
+    offset = mgpu.c(0, i64)
+    for value, stride in terms:
+        wide = arith.extsi(i64, value)
+        offset = arith.addi(offset, arith.muli(wide, mgpu.c(stride, i64)))
+    byte = ir.IntegerType.get_signless(8)
+    offset = arith.muli(offset, mgpu.c(size, i64))
+    return mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [offset], byte)
+
+
+def store_rows(
+    output: Any,
+    values: jax.Array,
+    first_row: Any,
+    head: Any,
+    begin: Any,
+    end: Any,
+    staging: Any,
+    *,
+    interpret: bool,
+) -> None:
+    """output[first_row + r, head] = values[r] for r in [begin, end), from registers.
+
+    Args:
+      output: device memory [rows, heads, width].
+      values: [64, width] in its dtype.
+      staging: this warpgroup's shared memory [64, at least width], only under interpretation.
+    """
+    _, heads, width = output.shape
+    if interpret:
+        staging[:, :width] = values
+
+        @pl.loop(begin, end)
+        def _(r: Any) -> None:
+            output[first_row + r, head, :] = staging[r, :width]
+
+        return
+
+    scalar = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, scalar, scalar, scalar, scalar)
+    )
+    def write(_: Any, output: ir.Value, values: Any, *scalars: Any) -> None:
+        i32 = ir.IntegerType.get_signless(32)
+        first_row, head, begin, end = (s.registers.item() for s in scalars)
+        # Read at each use, the thread's number spills at H = 192 and 256; read early, at H = 128.
+        early = arith.remui(mgpu.thread_idx(), mgpu.c(WARPGROUP_SIZE, i32))
+        thread = _thread() if width <= 128 else early
+        column = arith.muli(arith.remui(thread, mgpu.c(4, i32)), mgpu.c(2, i32))
+        words = [mgpu.utils.bitcast(pair, i32) for pair in values.registers.flat]
+        for half in (0, 1):
+            row = thread_row(thread, half)
+            is_wanted = within(row, begin, end)
+            target = arith.addi(first_row, row)
+            terms = [(target, heads * width), (head, width), (column, 1)]
+            address = device_address(output, terms, 2)
+            for i, word in enumerate(words[half::2]):
+                mgpu.utils.inline_ptx(
+                    f"st.global.b32 [$0 + {16 * i}], $1;",
+                    address,
+                    word,
+                    predicate=is_wanted,
+                    has_side_effects=True,
+                )
+
+    write(output, values, first_row, head, begin, end)
+
+
+def stage_tile(tile: Any, values: jax.Array, *, interpret: bool) -> None:
+    """tile[...] = values, [64, 64] of 16 bits, for an `operand_tile`'s view for WGMMA.
+
+    An assignment in Pallas would also read the old values, and would keep addresses that depend on
+    the thread's number from the kernel's beginning on.
+    """
+    if interpret:
+        tile[...] = values
+        return
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(mosaic.operand_transforms(tile.dtype)), plgpu.Layout.WGMMA)
+    )
+    def write(_: Any, tile: ir.Value, values: mgpu.FragmentedArray) -> None:
+        i32, byte = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
+        thread = _thread()
+        # stmatrix stores four 8 x 8 matrices: lane l provides the address of row l % 8 of matrix
+        # l / 8. Matrix 1 is below matrix 0, matrix 2 is beside it.
+        row_of_8 = arith.remui(thread, mgpu.c(8, i32))
+        matrix = arith.divui(arith.remui(thread, mgpu.c(32, i32)), mgpu.c(8, i32))
+        half, beside = (op(matrix, mgpu.c(2, i32)) for op in (arith.remui, arith.divui))
+        row = arith.muli(arith.divui(thread, mgpu.c(32, i32)), mgpu.c(16, i32))
+        row = arith.addi(arith.addi(row, arith.muli(half, mgpu.c(8, i32))), row_of_8)
+        row_offset = arith.muli(row, mgpu.c(mosaic.SWIZZLE, i32))
+        base = mgpu.utils.memref_ptr(tile)
+        words = [mgpu.utils.bitcast(pair, i32) for pair in values.registers.flat]
+        for i in range(0, len(words), 4):
+            vector_of_row = arith.addi(beside, mgpu.c(i // 2, i32))
+            swizzled = arith.muli(arith.xori(vector_of_row, row_of_8), mgpu.c(16, i32))
+            mgpu.utils.inline_ptx(
+                "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};",
+                mgpu.utils.getelementptr(base, [arith.addi(row_offset, swizzled)], byte),
+                *words[i : i + 4],
+                has_side_effects=True,
+                convergent=True,
+            )
+
+    write(tile, values)
+
+
+def store_row_values(
+    output: Any,
+    values: jax.Array,
+    first_row: Any,
+    head: Any,
+    begin: Any,
+    end: Any,
+    staging: Any,
+    *,
+    interpret: bool,
+) -> None:
+    """output[first_row + r, head] = values[r] for r in [begin, end); [64] f32 to [rows, heads]."""
+    _, heads = output.shape
+    if interpret:
+        staging[...] = values
+
+        @pl.loop(begin, end)
+        def _(r: Any) -> None:
+            output[first_row + r, head] = staging[r]
+
+        return
+
+    scalar = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ROW_LAYOUT, scalar, scalar, scalar, scalar))
+    def write(_: Any, output: ir.Value, values: Any, *scalars: Any) -> None:
+        first_row, head, begin, end = (s.registers.item() for s in scalars)
+        thread = _thread()
+        for half, register in enumerate(values.registers.flat):
+            row = thread_row(thread, half)
+            terms = [(arith.addi(first_row, row), heads), (head, 1)]
+            mgpu.utils.inline_ptx(  # the four threads of a row write the same value
+                "st.global.f32 [$0], $1;",
+                device_address(output, terms, 4),
+                vector.extract(register, [], [0]),
+                predicate=within(row, begin, end),
+                has_side_effects=True,
+            )
+
+    write(output, values, first_row, head, begin, end)
+
+
+def zero_rows(tiles: Any, begin: Any, *, interpret: bool) -> None:
+    """Zeroes operand tiles [column blocks, rows, 64] of 16 bits from row `begin` on."""
+    blocks, rows, width = tiles.shape
+    if interpret:
+
+        @pl.loop(begin, rows)
+        def _(r: Any) -> None:
+            for i in range(blocks):
+                tiles[i, r, :] = jnp.zeros((width,), tiles.dtype)
+
+        return
+
+    @plgpu.inline_mgpu(
+        arg_types=(
+            plgpu.RefType(mosaic.operand_transforms(tiles.dtype)),
+            plgpu.Layout.WG_SPLAT(()),
+        )
+    )
+    def write(_: Any, tiles: ir.Value, begin: mgpu.FragmentedArray) -> None:
+        # A row is 128 contiguous bytes; swizzling permutes it only within them.
+        i32, byte = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
+        base = mgpu.utils.memref_ptr(tiles)
+        thread = _thread()
+        vectors = mosaic.SWIZZLE // 16
+        zero = mgpu.c(0, i32)
+        for i in range(blocks * rows * vectors // WARPGROUP_SIZE):
+            vector_index = arith.addi(thread, mgpu.c(i * WARPGROUP_SIZE, i32))
+            row = arith.remui(arith.divui(vector_index, mgpu.c(vectors, i32)), mgpu.c(rows, i32))
+            offset = arith.muli(vector_index, mgpu.c(16, i32))
+            mgpu.utils.inline_ptx(
+                "st.shared.v4.b32 [$0], {$1, $1, $1, $1};",
+                mgpu.utils.getelementptr(base, [offset], byte),
+                zero,
+                predicate=arith.cmpi(arith.CmpIPredicate.sge, row, begin.registers.item()),
+                has_side_effects=True,
+            )
+
+    write(tiles, begin)

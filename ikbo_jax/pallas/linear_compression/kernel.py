@@ -1,0 +1,247 @@
+"""Linear compression as one persistent, warp-specialised Mosaic GPU kernel for Hopper.
+
+    out[b] = w_cand @ e_cand[b] + w_user @ e_user[cand_to_user[b]]
+
+Here *user* means the coarser of two levels and *candidate* the finer level.  A problem with several
+levels launches this kernel once per level; `single_launch` lets the last two levels share a launch.
+
+The kernel computes the transposed product, out[b].T = e[b].T @ w.T.  So the compressed rows M are
+the n of a WGMMA, a multiple of 8: for M = 433, it multiplies 440 rows instead of 512.
+
+Warpgroups: 0 and 1 are the consumers; each multiplies 64 of a tile's 128 embedding columns by
+`block_m` compressed rows.  One warp of warpgroup 2 is the producer; it loads operands through a
+ring of stages that continues across tiles.  A finished tile stays in registers, rounded, and is
+stored in chunks during the first k steps of the next tile.  The CTAs of a cluster compute tiles of
+consecutive rows of the batch, and share their weights through multicast.
+
+No array [U, M, N] holds the user result: consumers write it to device memory as *fragments* (see
+`fragment`).  A candidate tile loads its user's fragment a few k steps before its end, and adds it
+in f32 before the one rounding.  Where users are few, a user tile has half as many compressed rows
+as a candidate tile: user tiles then spread over twice as many CTAs, and finish before the first
+candidate tile needs them.
+
+Synchronisations:
+  1. `stage_ready[s]`      producer -> consumers: TMA has filled stage s.
+  2. `stage_free[s]`       consumers (of all CTAs of the cluster) -> producer: the WGMMAs of both
+                           warpgroups have read stage s, or stage s is unused so far.
+  3. `users_ready`         (single launch) device-wide counter of finished user tiles, never reset
+                           within a launch; a consumer waits once, in its first candidate tile.
+  4. `claims`              (single launch) tickets for user tiles: a device-wide counter, and a ring
+                           in shared memory that passes them from producer to consumers.
+  5. `user_stage_free[s]`  (single launch) `stage_free` of the user phase, in which each CTA of a
+                           cluster computes different tiles.
+  6. Staging buffers: `commit_smem` before a TMA store, `wait_smem_to_gmem` before the next write.
+
+Forward progress of a single launch: a CTA takes user tiles from the ticket counter until none is
+left, and only then starts its candidate tiles.  So when a CTA waits for user results, every user
+tile has been claimed by a resident CTA, which finishes the tile without any wait for another CTA.
+One resident cluster is enough, whatever else occupies the SMs.  If user tiles were assigned to CTAs
+statically, two such kernels, each partly resident, could wait forever for CTAs that the other keeps
+off the chip.
+
+Source: the idea is Meta's IKBO ("linear compression embedding").  No code is shared.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ikbo_jax.pallas.hopper import fragment, mosaic, schedule
+from ikbo_jax.pallas.linear_compression.roles import consume, produce
+from ikbo_jax.pallas.linear_compression.tiles import (
+    BLOCK_N,
+    Claims,
+    Operands,
+    Phase,
+    Shared,
+    WarpgroupContext,
+    scratch_types,
+)
+from ikbo_jax.problems import LinearCompressionConfig
+from ikbo_jax.problems.hopper import NUM_CONSUMERS
+
+#: Registers per thread of a consumer and of the producer warpgroup: 2 x 240 + 24 <= 3 x 168.
+CONSUMER_REGISTERS = 240
+PRODUCER_REGISTERS = 24
+#: Alignment of weight rows, bytes.  TMA needs 16; with 128, a row of an operand tile is one L2
+#: line, not parts of two: 0.328 instead of 0.359 ms for the candidate product of the default shape
+#: (H200).
+WEIGHT_ALIGNMENT = 128
+#: From this number of whole user tiles per SM on, half tiles no longer balance the work better.
+WHOLE_TILES_PER_SM = 4
+
+
+class _Level(NamedTuple):
+    """The static description and the operands of one level of a launch."""
+
+    phase: Phase
+    operands: Operands
+
+
+def _kernel(
+    *refs: Any,
+    tree: Any,
+    phases: tuple[Phase | None, Phase | None],
+    tiles: schedule.TileSchedule,
+    config: LinearCompressionConfig,
+    interpret: bool,
+) -> None:
+    """Dispatches each warpgroup to its role."""
+    (user, cand), outputs, scratch = jax.tree.unflatten(tree, refs)
+    weight, embedding, staging, stage_ready, stage_free, *for_claims = scratch
+    views = functools.partial(mosaic.tile_views, interpret=interpret)
+    shared = Shared(views(weight), views(embedding), views(staging), stage_ready, stage_free)
+    claims = None
+    if for_claims:
+        cand = cand._replace(fragments_in=outputs[1])
+        counter, users_ready = (mosaic.device_counter(interpret=interpret) for _ in range(2))
+        tickets, tickets_ready, user_stage_free = for_claims
+        claims = Claims(counter, tickets, tickets_ready, user_stage_free, users_ready)
+    warpgroup = lax.axis_index("warpgroup")
+    ctx = WarpgroupContext(config, tiles, shared, lax.axis_index("worker"), warpgroup, interpret)
+
+    @pl.when(warpgroup == NUM_CONSUMERS)
+    def _producer() -> None:
+        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+        body = functools.partial(produce, ctx, phases, (user, cand), claims)
+        mosaic.on_one_warp(body, interpret=interpret)
+
+    @pl.when(warpgroup < NUM_CONSUMERS)
+    def _consumer() -> None:
+        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+        consume(ctx, phases, (user, cand), outputs, claims)
+
+
+def _launch(
+    user: _Level | None,
+    cand: _Level | None,
+    *,
+    config: LinearCompressionConfig,
+    num_sms: int,
+    interpret: Any,
+) -> Any:
+    """Launches the kernel once; returns the output, or without `cand` the users' fragments."""
+    is_interpreted = bool(interpret)
+    phases = (user.phase if user else None, cand.phase if cand else None)
+    user_phase, cand_phase = phases
+    operands = (user.operands if user else None, cand.operands if cand else None)
+    dtype = jax.tree.leaves(operands)[0].dtype
+    output = fragments = None
+    if cand_phase is not None:
+        output = jax.ShapeDtypeStruct((cand_phase.batch, cand_phase.m, cand_phase.n), dtype)
+    if user_phase is not None:
+        rows = (user_phase.batch, user_phase.n_tiles, NUM_CONSUMERS)
+        columns = pl.cdiv(user_phase.m, config.block_m) * config.block_m
+        fragments = fragment.types(columns, rows, interpret=is_interpreted)
+    scratch = scratch_types(dtype, config, with_claims=None not in phases, interpret=is_interpreted)
+    tiles = schedule.make_schedule(
+        # CTAs claim user tiles; the schedule only needs how many of them a worker will compute.
+        pl.cdiv(user_phase.tiles * user_phase.cluster, config.cluster) if user_phase else 0,
+        cand_phase.tiles if cand_phase else 0,
+        user_phase.cost / cand_phase.cost if user_phase and cand_phase else 1.0,
+        num_sms // config.cluster,
+    )
+    cluster: dict[str, Any] = {}
+    if config.cluster > 1:
+        cluster = {"cluster": (config.cluster,), "cluster_names": ("cluster",)}
+    outputs = mosaic.kernel(
+        functools.partial(
+            _kernel,
+            tree=jax.tree.structure((operands, (output, fragments), (0,) * len(scratch))),
+            phases=phases,
+            tiles=tiles,
+            config=config,
+            interpret=is_interpreted,
+        ),
+        out_type=tuple(jax.tree.leaves((output, fragments))),
+        scratch_types=scratch,
+        grid=(tiles.num_workers,),
+        grid_names=("worker",),
+        **cluster,
+        num_threads=NUM_CONSUMERS + 1,
+        thread_name="warpgroup",
+        kernel_name="ikbo_linear_compression",
+        compiler_params=mosaic.compiler_params(),
+        interpret=interpret,
+    )(*jax.tree.leaves(operands))
+    return outputs[0] if cand_phase is not None else fragment.Fragment(*outputs)
+
+
+def _aligned(weights: Sequence[jax.Array]) -> list[tuple[jax.Array, int]]:
+    """(aligned operand, first column of the weight in it), for each weight.
+
+    One copy pads the rows of all weights with zeros to `WEIGHT_ALIGNMENT`; TMA reads zeros for the
+    embeddings there.
+    """
+    multiple = WEIGHT_ALIGNMENT // weights[0].dtype.itemsize
+    if not any(w.shape[1] % multiple for w in weights):
+        return [(w, 0) for w in weights]
+    padded = [jnp.pad(w, ((0, 0), (0, -w.shape[1] % multiple))) for w in weights]
+    packed = jnp.concatenate(padded, axis=1) if len(padded) > 1 else padded[0]
+    ends = itertools.accumulate(w.shape[1] for w in padded)
+    return [(packed, end - w.shape[1]) for w, end in zip(padded, ends, strict=True)]
+
+
+def linear_compression_kernel(
+    weights: tuple[jax.Array, ...],
+    embeddings: tuple[jax.Array, ...],
+    parents: tuple[jax.Array | None, ...],
+    *,
+    config: LinearCompressionConfig,
+    num_sms: int,
+    interpret: Any = False,
+) -> jax.Array:
+    """Linear compression of levels, coarsest first.
+
+    Args:
+      weights: [M, K_l] each, bf16 or f16.
+      embeddings: [B_l, K_l, N] each, the same dtype; N a multiple of 8.
+      parents: None for the first level, then [B_l] int32 into the batch of the level before.
+      config: a legal configuration (`LinearCompressionConfig.illegal_reason`).
+      num_sms: streaming multiprocessors of the device.
+      interpret: False, or `plgpu.InterpretGPUParams` to run on a CPU; that needs `cluster=1`, and
+        `num_sms=1` for a single launch.
+
+    Returns:
+      [B_last, M, N] in the inputs' dtype; accumulated in f32 over all levels, rounded once.
+    """
+    launch = functools.partial(_launch, config=config, num_sms=num_sms, interpret=interpret)
+    last = len(weights) - 1
+    is_shared = config.single_launch and last > 0
+    aligned = _aligned(weights)
+
+    def level(i: int, fragments: Any) -> _Level:
+        batch, k, n = embeddings[i].shape
+        weight, k_offset = aligned[i]
+        tiles = batch * pl.cdiv(n, BLOCK_N) * pl.cdiv(weight.shape[0], config.block_m)
+        # Half tiles for small levels that a finer level looks up, if halves are whole fragments.
+        is_small = i < last and tiles < WHOLE_TILES_PER_SM * num_sms
+        split = 2 if is_small and config.block_m % 32 == 0 else 1
+        phase = Phase(
+            batch=batch,
+            k=k,
+            m=weight.shape[0],
+            n=n,
+            block_m=config.block_m // split,
+            k_offset=k_offset,
+            from_fragments=i > 0,
+            # A CTA claims user tiles by itself, independent of the other CTAs of its cluster.
+            cluster=1 if is_shared and i == last - 1 else config.cluster,
+        )
+        return _Level(phase, Operands(weight, embeddings[i], parents[i], fragments))
+
+    fragments = None
+    for i in range(last - 1 if is_shared else last):
+        fragments = launch(level(i, fragments), None)
+    if is_shared:
+        return launch(level(last - 1, fragments), level(last, None))
+    return launch(None, level(last, fragments))

@@ -1,0 +1,28 @@
+"""Problem descriptions, kernel configurations, and the rules that decide what a kernel can run.
+
+The ground floor: dispatch table, autotuner, ops and kernels import it, and it imports none of them.
+"""
+
+from ikbo_jax.problems.attention import AttentionConfig, AttentionProblem
+from ikbo_jax.problems.gdpa import GdpaConfig, GdpaProblem
+from ikbo_jax.problems.gdpa_backward import GdpaBackwardConfig
+from ikbo_jax.problems.linear_compression import LinearCompressionConfig, LinearCompressionProblem
+from ikbo_jax.problems.problem import Config, Problem
+
+#: The class of every op's problems, by the op's name in table rows.
+PROBLEMS: dict[str, type[Problem]] = {
+    problem.op: problem for problem in (LinearCompressionProblem, AttentionProblem, GdpaProblem)
+}
+
+__all__ = [
+    "PROBLEMS",
+    "AttentionConfig",
+    "AttentionProblem",
+    "Config",
+    "GdpaBackwardConfig",
+    "GdpaConfig",
+    "GdpaProblem",
+    "LinearCompressionConfig",
+    "LinearCompressionProblem",
+    "Problem",
+]

@@ -1,0 +1,332 @@
+"""Generalised dot-product attention: its problems, and configurations of its forward kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Self
+
+from ikbo_jax.problems import hopper
+from ikbo_jax.problems.attention import AttentionConfig
+from ikbo_jax.problems.hopper import SMEM_ALIGNMENT, TILE_ROWS, WGMMA_K
+from ikbo_jax.problems.problem import (
+    Config,
+    Problem,
+    attention_distance,
+    octave,
+    positive,
+    size,
+    typed,
+)
+
+#: Largest block_kv by head width (width 96 is padded to 128 in shared memory). With larger blocks
+#: accumulator, scores and activated scores exceed a consumer thread's 240 registers.
+MAX_BLOCK_KV = {64: 128, 96: 128, 128: 128, 256: 64}
+#: Largest head width with `early_scores`.
+EARLY_SCORES_MAX_WIDTH = 128
+#: Name of the activation that the attention kernel computes.
+SOFTMAX = "softmax"
+#: Sequences are full if their mean length is more than this fraction of the bound: nearly all tiles
+#: are then whole.
+FULL_FRACTION = 0.75
+#: Largest number of configurations to time for one problem: each result is compared with the XLA
+#: path, which takes up to 0.1 s a call.
+MAX_CONFIGS = 16
+#: (k_stages, v_stages, q_slots) of configurations worth timing, the most promising first. Fractions
+#: of the reference matmul on an H200 for batch 1152, N = 4, H = 128, gelu_tanh with approx="tanh",
+#: blocks of 128 keys and full sequences of 1024: 0.805 with the first ring, 0.780 with the second.
+RINGS = ((2, 2, 3), (2, 3, 2), (3, 3, 2), (4, 4, 2), (3, 3, 1), (2, 2, 1))
+#: Further parameters, the most promising first, if the keys of a sequence do not fit the stages.
+#: Fractions with the second ring at lengths 512, 1024 and 2048: late_turns 0.725, 0.794, 0.853;
+#: none 0.728, 0.780, 0.824; early_scores 0.708, 0.782 (2048 was not timed). With the first ring and
+#: late_turns: 0.806 to 0.813 at 1024, 0.854 at 2048.
+LONG_MODES: tuple[dict[str, Any], ...] = ({"late_turns": True}, {})
+#: The same for jagged sequences. Fractions for bounds 512, 1024 and 2048: with skip_empty and
+#: half_blocks 0.481 (without late_turns), 0.645 and 0.753; without them 0.472, 0.639 (with
+#: late_turns) and 0.757. Up to a bound of 256, blocks of 64 keys were fastest.
+JAGGED_MODES: tuple[dict[str, Any], ...] = (
+    {"late_turns": True, "skip_empty": True, "half_blocks": True},
+    {"skip_empty": True, "half_blocks": True},
+    *LONG_MODES,
+)
+#: The same if the keys of a sequence fit the stages. Fractions for full sequences of 256 keys with
+#: the first ring. 1024 queries: 0.702 with run=8, 0.687 with 4, 0.676 with 16; 0.678 with
+#: early_scores; 0.575 with the second ring and run=1. 512 queries: 0.689 with run=4, 0.659 with 8.
+#: 256 queries: 0.605 with run=2, 0.598 with late_turns alone, 0.588 with early_scores and run=2.
+SHORT_MODES: tuple[dict[str, Any], ...] = (
+    {"run": 8},
+    {"run": 4},
+    {"run": 2},
+    {"late_turns": True},
+    {"run": 8, "late_turns": True},
+    {},
+)
+#: Ranks that a configuration with blocks of 64 keys is placed behind the same one with 128 keys.
+NARROW_BLOCK_COST = 3
+#: Added to the distance if activations differ, since the activation decides what limits the kernel;
+#: as much as one doubling of a length.
+ACTIVATION_DISTANCE = 1.0
+#: Added to the distance if one problem has full and the other jagged sequences.
+JAGGED_DISTANCE = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class GdpaConfig(Config):
+    """Tuning parameters of the forward kernel.
+
+    With softmax only block_kv, stages, q_slots and late_turns apply.
+
+    Attributes:
+      block_kv: keys of a block, which fills a pipeline stage; a multiple of 16.
+      k_stages: stages of the ring of key blocks.
+      v_stages: stages of the ring of value blocks.
+      q_slots: number of query slots. With 2 or 3, the queries of the next tiles are loaded early,
+        and TMA stores the output from the slot of the finished tile. With 1, the kernel uses less
+        shared memory but stores the output from registers.
+      run: number of neighbouring tiles that a CTA processes in sequence, head by head. It keeps
+        keys and values in shared memory between tiles of the same sequence if all fit the stages.
+      early_scores: whether the scores of a work item's second block are computed while the
+        preceding item stores its output; needs 2 or 3 query slots, and heads of width at most
+        `EARLY_SCORES_MAX_WIDTH`.
+      late_turns: whether a consumer warpgroup lets the other one issue its products only after its
+        own scores have arrived, and not already after it has issued its own products; so the two
+        compute activations at different times.
+      skip_empty: whether a consumer warpgroup skips products and activations of a tile that has no
+        rows for it; the second warpgroup has none in tiles of at most 64 rows.
+      half_blocks: whether a sequence's last block is multiplied and activated at half width if at
+        most half of it holds keys. Its scores are still computed at full width if it is also the
+        first block or, with `early_scores`, the second.
+    """
+
+    block_kv: int = 128
+    k_stages: int = 2
+    v_stages: int = 3
+    q_slots: int = 2
+    run: int = 1
+    early_scores: bool = False
+    late_turns: bool = False
+    skip_empty: bool = False
+    half_blocks: bool = False
+
+    def smem_bytes(self, head_dim: int) -> int:
+        """Shared memory of one CTA: query slots, both rings, descriptors, barriers."""
+        row = hopper.row_bytes(head_dim)
+        queries = self.q_slots * TILE_ROWS * row
+        ring = (self.k_stages + self.v_stages) * self.block_kv * row
+        return queries + ring + 2 * SMEM_ALIGNMENT
+
+    @property
+    def for_softmax(self) -> AttentionConfig:
+        """The equivalent configuration of the attention kernel, which computes a softmax."""
+        return AttentionConfig(
+            self.block_kv,
+            self.k_stages,
+            self.v_stages,
+            self.q_slots,
+            late_turns=self.late_turns,
+        )
+
+    def illegal_reason(self, problem: GdpaProblem) -> str | None:
+        """Why the forward kernel cannot run `problem` with this configuration; None if it can."""
+        if reason := hopper.why_not_dtype(problem.dtype):
+            return reason
+        has_softmax = SOFTMAX in problem.activations
+        if has_softmax and set(problem.activations) != {SOFTMAX}:
+            return (
+                "the kernels support softmax in all heads or in none, "
+                f"but the activations are {', '.join(problem.activations)}"
+            )
+        if reason := hopper.why_not_head_dim(problem.head_dim, MAX_BLOCK_KV):
+            return reason
+        widest, operands = MAX_BLOCK_KV[problem.head_dim], "scores and accumulator"
+        if reason := hopper.why_not_block(
+            "block_kv", self.block_kv, widest, problem.head_dim, operands
+        ):
+            return reason
+        if self.half_blocks and self.block_kv % (2 * WGMMA_K):
+            return (
+                f"half_blocks needs a block_kv that is a multiple of {2 * WGMMA_K}, "
+                f"but it is {self.block_kv}"
+            )
+        if reason := hopper.why_not_rings(self.k_stages, self.v_stages, self.q_slots):
+            return reason
+        if self.run < 1:
+            return f"run must be at least 1, but is {self.run}"
+        switches = ("early_scores", "skip_empty", "half_blocks")
+        enabled = [name for name in switches if getattr(self, name)]
+        if has_softmax and (self.run > 1 or enabled):
+            return (
+                f"softmax needs run=1 and none of {', '.join(switches)}, "
+                f"but the config has run={self.run} and {', '.join(enabled) or 'none of them'}"
+            )
+        if self.early_scores and self.q_slots == 1:
+            return "early_scores needs 2 or 3 q_slots, but q_slots is 1"
+        if self.early_scores and problem.head_dim > EARLY_SCORES_MAX_WIDTH:
+            return (
+                f"early_scores needs a head width of at most {EARLY_SCORES_MAX_WIDTH}, since wider "
+                f"heads spill registers, but H={problem.head_dim}"
+            )
+        smem_bytes = (self.for_softmax if has_softmax else self).smem_bytes(problem.head_dim)
+        return hopper.why_not_smem(self, smem_bytes, problem.head_dim)
+
+
+@dataclasses.dataclass(frozen=True)
+class GdpaProblem(Problem):
+    """Sizes of a generalised dot-product attention that are known while tracing.
+
+    Attributes:
+      batch: number of query sequences.
+      batch_kv: number of key-value sequences.
+      q_rows: rows of the result, including rows outside all sequences.
+      kv_rows: rows of the keys, including rows outside all sequences.
+      q_heads: N, number of query heads.
+      kv_heads: K, number of key heads; divides N.
+      head_dim: H, head width.
+      dtype: name of the inputs' dtype.
+      activations: one name for each head, or one name for all heads.
+      approx: name of an approximation, or None.
+      broadcast_q: whether all sequences have the same queries.
+      max_seqlen_q: bound of the lengths of query sequences, or None.
+      max_seqlen_kv: bound of the lengths of key-value sequences, or None.
+    """
+
+    op: ClassVar[str] = "gdpa"
+    config_type: ClassVar[type] = GdpaConfig
+    # The number of rows of jagged arrays differs from call to call, and XLA runs problems without a
+    # row nearby.
+    user_rows_generalise: ClassVar[bool] = True
+
+    batch: int
+    batch_kv: int
+    q_rows: int
+    kv_rows: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    activations: tuple[str, ...]
+    approx: str | None
+    broadcast_q: bool
+    max_seqlen_q: int | None
+    max_seqlen_kv: int | None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether mean lengths are near their bounds (`FULL_FRACTION`); False without bounds."""
+        bounds = [(self.kv_rows, self.batch_kv, self.max_seqlen_kv)]
+        if not self.broadcast_q:
+            bounds.append((self.q_rows, self.batch, self.max_seqlen_q))
+        return all(
+            bound is not None and rows > FULL_FRACTION * sequences * bound
+            for rows, sequences, bound in bounds
+        )
+
+    def useful_flops(self, pairs: int) -> int:
+        """Two FLOPs per multiply-add of both products; `pairs` counts query-key pairs per head."""
+        return 4 * pairs * self.q_heads * self.head_dim
+
+    def describe(self) -> str:
+        """The problem in one line, e.g. `batch=8,8 rows=512,640 N=4 K=4 H=64 gelu bfloat16`."""
+        limits = {"max_seqlen_q": self.max_seqlen_q, "max_seqlen_kv": self.max_seqlen_kv}
+        words = [
+            f"batch={self.batch},{self.batch_kv} rows={self.q_rows},{self.kv_rows}",
+            f"N={self.q_heads} K={self.kv_heads} H={self.head_dim}",
+            *(f"{name}={limit}" for name, limit in limits.items() if limit is not None),
+            "+".join(self.activations),
+            *([] if self.approx is None else [f"approx={self.approx}"]),
+            *(["broadcast_q"] if self.broadcast_q else []),
+            self.dtype,
+        ]
+        return " ".join(words)
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Self:
+        def optional(name: str) -> int | None:
+            value = fields.get(name)
+            return None if value is None else size(value, name)
+
+        names = ("batch", "batch_kv", "q_rows", "kv_rows", "q_heads", "kv_heads", "head_dim")
+        sizes = {name: size(fields.get(name), name) for name in names}
+        positive(fields.get("kv_heads"), "kv_heads")
+        activations = typed(fields.get("activations"), list, "activations")
+        approx = fields.get("approx")
+        return cls(
+            **sizes,
+            dtype=typed(fields.get("dtype"), str, "dtype"),
+            activations=tuple(typed(name, str, "activations") for name in activations),
+            approx=None if approx is None else typed(approx, str, "approx"),
+            broadcast_q=typed(fields.get("broadcast_q"), bool, "broadcast_q"),
+            max_seqlen_q=optional("max_seqlen_q"),
+            max_seqlen_kv=optional("max_seqlen_kv"),
+        )
+
+    def shape_class(self) -> str:
+        """H and activations exactly, every other size by octave; lengths by their means."""
+        p = self
+        q_len, kv_len = self._mean_lengths()
+        return (
+            f"gdpa h={p.head_dim} q=2^{octave(q_len)} kv=2^{octave(kv_len)} b=2^{octave(p.batch)} "
+            f"ratio=2^{octave(p.batch / max(p.batch_kv, 1))} n=2^{octave(p.q_heads)} "
+            f"k=2^{octave(p.kv_heads)} {'full' if p.is_full else 'jagged'} "
+            f"{'+'.join(p.activations)} {p.approx or 'exact'}"
+        )
+
+    def distance(self, other: GdpaProblem) -> float:
+        """The attentions' distance, plus terms for activations and full sequences.
+
+        Infinite if H differs, or if only one problem has softmax, which another kernel computes.
+        """
+        has_softmax, other_has_softmax = SOFTMAX in self.activations, SOFTMAX in other.activations
+        if self.head_dim != other.head_dim or has_softmax != other_has_softmax:
+            return math.inf
+        total = attention_distance(self._sizes(), other._sizes())
+        if (self.activations, self.approx) != (other.activations, other.approx):
+            total += ACTIVATION_DISTANCE
+        return total + (0.0 if self.is_full == other.is_full else JAGGED_DISTANCE)
+
+    def candidate_configs(self) -> Iterator[GdpaConfig]:
+        """Yields the legal configurations worth timing, the most promising first.
+
+        The first one is the default configuration. A configuration's rank is the sum of the
+        positions of its ring and its mode in their lists, plus `NARROW_BLOCK_COST` for blocks of
+        64 keys.
+        """
+        ranked: list[tuple[int, GdpaConfig]] = []
+        for block, block_kv in enumerate((128, 64)):
+            for ring, (k_stages, v_stages, q_slots) in enumerate(RINGS):
+                plain = GdpaConfig(block_kv, k_stages, v_stages, q_slots)
+                is_short = self.keys_fit_stages(plain) and q_slots > 1
+                long_modes = LONG_MODES if self.is_full else JAGGED_MODES
+                for mode, switches in enumerate(SHORT_MODES if is_short else long_modes):
+                    config = dataclasses.replace(plain, **switches)
+                    if config.illegal_reason(self) is None:
+                        ranked.append((NARROW_BLOCK_COST * block + ring + mode, config))
+        ranked.sort(key=lambda entry: entry[0])
+        yield from (config for _, config in ranked[:MAX_CONFIGS])
+
+    def keys_fit_stages(self, config: GdpaConfig) -> bool:
+        """Whether all keys of a sequence fit the stages of both rings.
+
+        Uses max_seqlen_kv, or the mean length if no bound was passed.
+        """
+        longest = self.max_seqlen_kv or self.kv_rows / max(self.batch_kv, 1)
+        return longest <= min(config.k_stages, config.v_stages) * config.block_kv
+
+    def fits(self, config: GdpaConfig) -> bool:
+        """False if run > 1 and keys do not fit the stages: a run then only unbalances the CTAs."""
+        return config.run == 1 or self.keys_fit_stages(config)
+
+    def _mean_lengths(self) -> tuple[float, float]:
+        """Mean lengths of the sequences of queries and of keys."""
+        return self.q_rows / max(self.batch, 1), self.kv_rows / max(self.batch_kv, 1)
+
+    def _sizes(self) -> dict[str, float]:
+        q_len, kv_len = self._mean_lengths()
+        return {
+            "kv_len": kv_len,
+            "q_len": q_len,
+            "tiles": self.q_rows * self.q_heads,
+            "ratio": self.batch / max(self.batch_kv, 1),
+            "heads": self.q_heads / self.kv_heads,
+        }

@@ -1,0 +1,53 @@
+"""Configurations of the backward kernels of generalised dot-product attention."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ikbo_jax.problems import hopper
+from ikbo_jax.problems.hopper import BLOCK_K, SMEM_ALIGNMENT, TILE_ROWS
+
+#: Largest `block` by head width (width 96 is padded to 128 in shared memory): for the kernel with
+#: two results (d_key, d_value), and with one (d_query). With larger blocks accumulators and scores
+#: exceed a consumer thread's 240 registers.
+MAX_BLOCKS = {64: (96, 128), 96: (64, 96), 128: (64, 96)}
+HEAD_DIMS = tuple(MAX_BLOCKS)
+#: Number of slots for a tile's operands and results: the finished tile and the next one.
+SLOTS = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class GdpaBackwardConfig:
+    """Tuning parameters of one backward kernel.
+
+    Attributes:
+      block: rows of each of the two operands in a pipeline stage; a multiple of 16.
+      stages: stages of the ring.
+    """
+
+    block: int = 64
+    stages: int = 3
+
+    def smem_bytes(self, head_dim: int) -> int:
+        """Shared memory of one CTA: tiles, ring, descriptors, barriers."""
+        row = hopper.row_bytes(head_dim)
+        return 2 * row * (SLOTS * TILE_ROWS + self.stages * self.block) + 3 * SMEM_ALIGNMENT
+
+    def illegal_reason(self, dtype: str, head_dim: int, *, num_results: int) -> str | None:
+        """Why the kernel with `num_results` results cannot run with `config`; None if it can."""
+        if reason := hopper.why_not_dtype(dtype):
+            return reason
+        if reason := hopper.why_not_head_dim(head_dim, HEAD_DIMS, "backward kernels take"):
+            return reason
+        widest = MAX_BLOCKS[head_dim][0 if num_results == 2 else 1]
+        operands = f"scores and {num_results} accumulators"
+        if reason := hopper.why_not_block("block", self.block, widest, head_dim, operands):
+            return reason
+        if self.stages < 2:
+            return f"stages must be at least 2, but is {self.stages}"
+        return hopper.why_not_smem(self, self.smem_bytes(head_dim), head_dim)
+
+
+def default_config(head_dim: int) -> GdpaBackwardConfig:
+    """The configuration of both kernels; nothing else was measured."""
+    return GdpaBackwardConfig(64, 6 if head_dim <= BLOCK_K else 3)

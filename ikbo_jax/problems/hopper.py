@@ -1,0 +1,77 @@
+"""Hopper's limits, and the checks that the kernels' configurations share.
+
+A check returns a sentence that says why a kernel cannot run, or None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+#: Bytes of shared memory that one CTA may use on Hopper (227 KiB of the SM's 256 KiB).
+MAX_SMEM_BYTES = 227 * 1024
+#: Alignment of every shared memory allocation in bytes; TMA and WGMMA swizzles need it.
+SMEM_ALIGNMENT = 1024
+#: Rows of one consumer warpgroup's tile: the m of a WGMMA instruction.
+WGMMA_M = 64
+#: The k of one WGMMA instruction on 16-bit operands.
+WGMMA_K = 16
+#: Number of consumer warpgroups, which multiply; one producer warpgroup loads their operands.
+NUM_CONSUMERS = 2
+#: Embedding rows of a pipeline stage: one swizzled row of shared memory, 128 bytes.
+BLOCK_K = 64
+#: Threads of a warpgroup.
+WARPGROUP_SIZE = 128
+#: Rows of the tile that both consumer warpgroups of a CTA compute.
+TILE_ROWS = NUM_CONSUMERS * WGMMA_M
+#: Dtypes that the kernels accept.
+KERNEL_DTYPES = ("bfloat16", "float16")
+
+
+def row_bytes(width: int) -> int:
+    """Bytes of a shared memory row of `width` 16-bit elements, padded to whole swizzled rows."""
+    return -(-width // BLOCK_K) * BLOCK_K * 2
+
+
+def why_not_dtype(dtype: str) -> str | None:
+    """Checks the inputs' dtype."""
+    if dtype in KERNEL_DTYPES:
+        return None
+    return f"the kernel takes {' and '.join(KERNEL_DTYPES)}, but the inputs are {dtype}"
+
+
+def why_not_head_dim(
+    head_dim: int, supported: Iterable[int], kernel: str = "kernel takes"
+) -> str | None:
+    """Checks the head width H."""
+    widths = tuple(supported)
+    if head_dim in widths:
+        return None
+    return f"the {kernel} head widths {', '.join(map(str, widths))}, but H={head_dim}"
+
+
+def why_not_block(name: str, block: int, widest: int, head_dim: int, operands: str) -> str | None:
+    """Checks the rows of a pipeline stage, beside which `operands` have to fit the registers."""
+    if block % WGMMA_K == 0 and WGMMA_K <= block <= widest:
+        return None
+    return (
+        f"{name} must be a multiple of {WGMMA_K} from {WGMMA_K} to {widest}, so that {operands} "
+        f"fit the registers at H={head_dim}, but is {block}"
+    )
+
+
+def why_not_rings(k_stages: int, v_stages: int, q_slots: int) -> str | None:
+    """Checks the rings of keys and values, and the query slots."""
+    if min(k_stages, v_stages) < 2:
+        return f"k_stages and v_stages must be at least 2, but are {k_stages} and {v_stages}"
+    if q_slots not in (1, 2, 3):
+        return f"q_slots must be 1, 2 or 3, but is {q_slots}"
+    return None
+
+
+def why_not_smem(config: Any, smem_bytes: int, head_dim: int | None = None) -> str | None:
+    """Checks the shared memory of one CTA."""
+    if smem_bytes <= MAX_SMEM_BYTES:
+        return None
+    at = "" if head_dim is None else f" at H={head_dim}"
+    return f"{config} needs {smem_bytes} bytes of shared memory{at}, but a CTA has {MAX_SMEM_BYTES}"

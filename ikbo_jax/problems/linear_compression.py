@@ -1,0 +1,218 @@
+"""Linear compression: its problems, and the configurations of its kernel."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Self
+
+from ikbo_jax.problems.hopper import (
+    BLOCK_K,
+    NUM_CONSUMERS,
+    SMEM_ALIGNMENT,
+    why_not_dtype,
+    why_not_smem,
+)
+from ikbo_jax.problems.problem import Config, Problem, doublings, octave, size, typed
+
+#: Staging buffers of a consumer warpgroup: it writes one while TMA stores the other.
+STAGING_SLOTS = 2
+#: Largest block_m without register spills: at 224, accumulator and fragment take 196 of a consumer
+#: thread's 240 registers.
+MAX_BLOCK_M = 224
+#: A nearby row's block_m may pad M to at most this multiple of M padded by the default block_m.
+MAX_EXTRA_PADDING = 1.125
+#: Coefficients of linear compression's distance. M decides how tiles fit and has the largest
+#: coefficient; the coarse levels do little work.
+DISTANCE_WEIGHTS = {
+    "m": 2.0,
+    "n": 1.0,
+    "k_fine": 1.0,
+    "b_fine": 1.0,
+    "k_coarse": 0.25,
+    "ratio": 0.25,
+}
+#: Added to the distance for each level that only one of the problems has.
+LEVEL_DISTANCE = 2.0
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearCompressionConfig(Config):
+    """Tuning parameters of the linear-compression kernel.
+
+    Attributes:
+      block_m: compressed rows of a CTA tile, the n of a WGMMA instruction; a multiple of 16.
+      num_stages: stages of the shared memory ring; each holds 64 embedding rows.
+      epilogue_rows: compressed rows that one TMA store writes; divides block_m.
+      single_launch: whether one launch computes the last two levels, instead of one launch each.
+      cluster: number of CTAs that share weight tiles by multicast, 1 or 2.
+      trim: whether a second copy of the main loop multiplies only the valid rows of the last M
+        tile. It spills registers for most shapes; for M = 433 and long K it saves 1.8 %.
+    """
+
+    block_m: int = 224
+    num_stages: int = 4
+    epilogue_rows: int = 56
+    single_launch: bool = True
+    cluster: int = 2
+    trim: bool = False
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory of one CTA: ring, staging buffers, tickets and barriers."""
+        row = BLOCK_K * 2  # bytes of one row of a tile: 64 elements of 16 bits
+        ring = self.num_stages * (self.block_m + NUM_CONSUMERS * BLOCK_K) * row
+        staging = NUM_CONSUMERS * STAGING_SLOTS * self.epilogue_rows * row
+        return ring + -(-staging // SMEM_ALIGNMENT) * SMEM_ALIGNMENT + 2 * SMEM_ALIGNMENT
+
+    def illegal_reason(self, problem: LinearCompressionProblem) -> str | None:
+        """Why the kernel cannot run `problem` with this configuration; None if it can."""
+        if reason := why_not_dtype(problem.dtype):
+            return reason
+        if problem.n % 8:
+            return (
+                f"the kernel needs N to be a multiple of 8 (16 bytes, for TMA), but N={problem.n}"
+            )
+        if min(problem.ks) < 1:
+            return f"the kernel needs K of at least 1 at every level, but K={problem.ks}"
+        if self.block_m % 16 or not 16 <= self.block_m <= MAX_BLOCK_M:
+            return (
+                f"block_m must be a multiple of 16 from 16 to {MAX_BLOCK_M}, so that accumulators "
+                f"and a finished tile fit the registers, but is {self.block_m}"
+            )
+        if self.epilogue_rows < 8 or self.epilogue_rows % 8 or self.block_m % self.epilogue_rows:
+            return (
+                f"epilogue_rows must be a multiple of 8 that divides block_m={self.block_m}, "
+                f"but is {self.epilogue_rows}"
+            )
+        if (self.block_m // self.epilogue_rows) % STAGING_SLOTS:
+            return (
+                f"block_m / epilogue_rows must be a multiple of {STAGING_SLOTS}, so that every "
+                f"tile starts with the staging buffer whose store was issued first, but is "
+                f"{self.block_m} / {self.epilogue_rows}"
+            )
+        if self.num_stages < 2:
+            return f"num_stages must be at least 2, but is {self.num_stages}"
+        if self.cluster not in (1, 2):
+            return f"cluster must be 1 or 2, but is {self.cluster}"
+        return why_not_smem(self, self.smem_bytes)
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearCompressionProblem(Problem):
+    """Sizes of a (multi-level) linear compression; levels are ordered from coarsest to finest.
+
+    Attributes:
+      batches: batch size of every level, e.g. (U, B).
+      ks: embedding rows K of every level, e.g. (K_user, K_cand).
+      m: M, compressed rows.
+      n: N, embedding width.
+      dtype: name of the inputs' dtype.
+    """
+
+    op: ClassVar[str] = "linear_compression"
+    config_type: ClassVar[type] = LinearCompressionConfig
+
+    batches: tuple[int, ...]
+    ks: tuple[int, ...]
+    m: int
+    n: int
+    dtype: str
+
+    @property
+    def useful_flops(self) -> int:
+        """Two FLOPs per multiply-add, every level at its batch size; no padding, no copies."""
+        return sum(2 * b * k * self.m * self.n for b, k in zip(self.batches, self.ks, strict=True))
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Self:
+        batches = tuple(size(b, "batches") for b in typed(fields.get("batches"), list, "batches"))
+        ks = tuple(size(k, "ks") for k in typed(fields.get("ks"), list, "ks"))
+        if not batches or len(batches) != len(ks):
+            raise ValueError(f"row has {len(batches)} batches and {len(ks)} ks")
+        dtype = typed(fields.get("dtype"), str, "dtype")
+        return cls(batches, ks, size(fields.get("m"), "m"), size(fields.get("n"), "n"), dtype)
+
+    def describe(self) -> str:
+        batches = ",".join(map(str, self.batches))
+        ks = ",".join(map(str, self.ks))
+        return f"B={batches} K={ks} M={self.m} N={self.n} {self.dtype}"
+
+    def shape_class(self) -> str:
+        """Batches, ratios, K by octave; M by 16, the step of block_m; N by 128, a tile's width."""
+        batches = self.batches
+        ratios = [octave(fine / max(coarse, 1)) for coarse, fine in _adjacent(batches)]
+        return (
+            f"linear_compression b=2^{octave(batches[-1])} "
+            f"ratio={','.join(f'2^{r}' for r in ratios) or '-'} "
+            f"k={','.join(f'2^{octave(k)}' for k in self.ks)} "
+            f"m={-(-self.m // 16) * 16} n={-(-self.n // 128) * 128}"
+        )
+
+    def distance(self, other: LinearCompressionProblem) -> float:
+        """Weighted sum of |log2| of the sizes' ratios; levels are paired from the finest.
+
+        See `DISTANCE_WEIGHTS`; "ratio" is a level's batch over the batch of the next coarser one.
+        """
+        weights = DISTANCE_WEIGHTS
+        total = weights["m"] * doublings(self.m, other.m) + weights["n"] * doublings(
+            self.n, other.n
+        )
+        total += weights["k_fine"] * doublings(self.ks[-1], other.ks[-1])
+        total += weights["b_fine"] * doublings(self.batches[-1], other.batches[-1])
+        for k_a, k_b in zip(self.ks[-2::-1], other.ks[-2::-1], strict=False):
+            total += weights["k_coarse"] * doublings(k_a, k_b)
+        ratios_a = [fine / max(coarse, 1) for coarse, fine in _adjacent(self.batches)]
+        ratios_b = [fine / max(coarse, 1) for coarse, fine in _adjacent(other.batches)]
+        for r_a, r_b in zip(ratios_a[::-1], ratios_b[::-1], strict=False):
+            total += weights["ratio"] * doublings(r_a, r_b, least=1e-6)
+        return total + LEVEL_DISTANCE * abs(len(self.batches) - len(other.batches))
+
+    def candidate_configs(self) -> Iterator[LinearCompressionConfig]:
+        """Yields the legal configurations worth timing, the most promising first.
+
+        The first one is the default configuration; the autotuner times them in this order.
+        Configurations that differ from the first in one parameter precede those that differ in two.
+        """
+
+        # A k-step of 16 reads its 64 x 16 embedding operand from shared memory in 16 cycles, in
+        # which the tensor core could multiply 32 rows of M. So a tile costs block_m + 32 rows.
+        def cost(block_m: int) -> int:
+            return -(-self.m // block_m) * (block_m + 32)
+
+        block_ms = sorted(
+            range(16, MAX_BLOCK_M + 1, 16), key=lambda block_m: (cost(block_m), -block_m)
+        )[:3]
+        stages = (4, 5, 3)
+        single_launches = (True, False) if len(self.batches) > 1 else (False,)
+        clusters = (2, 1)
+        ranked: list[tuple[int, LinearCompressionConfig]] = []
+        for (i, block_m), (j, num_stages), (k, single_launch), (c, cluster) in itertools.product(
+            enumerate(block_ms), enumerate(stages), enumerate(single_launches), enumerate(clusters)
+        ):
+            divisors = [rows for rows in range(8, block_m + 1, 8) if block_m % rows == 0]
+            # With block_m=224, epilogue_rows=56 was fastest.
+            divisors.sort(key=lambda rows: max(rows / 56, 56 / rows))
+            configs = [
+                LinearCompressionConfig(block_m, num_stages, rows, single_launch, cluster)
+                for rows in divisors
+            ]
+            legal = [config for config in configs if config.illegal_reason(self) is None]
+            ranked.extend((i + j + k + c + rank, config) for rank, config in enumerate(legal[:2]))
+            if legal and self.m > block_m and self.m % block_m:
+                ranked.append((i + j + k + c + 1, dataclasses.replace(legal[0], trim=True)))
+        ranked.sort(key=lambda entry: entry[0])
+        yield from (config for _, config in ranked)
+
+    def fits(self, config: LinearCompressionConfig) -> bool:
+        """False if its tiles pad M by far more than the default configuration's tiles do."""
+
+        def padded(config: LinearCompressionConfig) -> int:
+            return -(-self.m // config.block_m) * config.block_m
+
+        return padded(config) <= MAX_EXTRA_PADDING * padded(self.default_config())
+
+
+def _adjacent(batches: tuple[int, ...]) -> list[tuple[int, int]]:
+    return list(zip(batches[:-1], batches[1:], strict=True))

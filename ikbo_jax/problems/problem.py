@@ -1,0 +1,152 @@
+"""What every op's problems and configurations have, and how the sizes of two problems compare."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Self
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(abc.ABC):
+    """Tuning parameters of a kernel."""
+
+    @abc.abstractmethod
+    def illegal_reason(self, problem: Any) -> str | None:
+        """Why the kernel cannot run `problem` with this configuration; None if it can."""
+
+
+class Problem(abc.ABC):
+    """The sizes and the dtype of a call of an op: a frozen dataclass.
+
+    Attributes:
+      op: the op's name in table rows.
+      config_type: class of the kernel's configurations.
+      dtype: name of the inputs' dtype.
+      user_rows_generalise: whether a row of the tuning cache also serves nearby problems, as rows
+        of `sm90.json` do; if false, it serves the same problem only.
+    """
+
+    op: ClassVar[str]
+    config_type: ClassVar[type]
+    user_rows_generalise: ClassVar[bool] = False
+    dtype: str
+
+    @classmethod
+    @abc.abstractmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Self:
+        """Reads a problem from a table row; raises ValueError if it is malformed."""
+
+    @abc.abstractmethod
+    def describe(self) -> str:
+        """The problem in one line of text."""
+
+    @abc.abstractmethod
+    def shape_class(self) -> str:
+        """Name of the problem's shape class; problems of one class and dtype share a row."""
+
+    @abc.abstractmethod
+    def distance(self, other: Any) -> float:
+        """Distance to a problem of the same op in doublings of a size, ignoring dtypes.
+
+        Infinite if a row for one problem says nothing about the other.
+        """
+
+    @abc.abstractmethod
+    def candidate_configs(self) -> Iterator[Any]:
+        """Yields the legal configurations worth timing, the most promising first."""
+
+    def default_config(self) -> Any:
+        """The most promising configuration without a measurement; None if none is legal."""
+        return _first_candidate(self)
+
+    def fits(self, config: Any) -> bool:
+        """Whether the legal configuration of a nearby row suits the problem."""
+        del config
+        return True
+
+
+@functools.lru_cache(maxsize=1024)
+def _first_candidate(problem: Problem) -> Any:
+    return next(problem.candidate_configs(), None)
+
+
+#: Coefficients of the attentions' distance. Lengths of keys and queries decide the pipeline and the
+#: tiles; the number of tiles, of candidates per user and of query heads per key head only affect
+#: data movement.
+ATTENTION_DISTANCE_WEIGHTS = {
+    "kv_len": 1.0,
+    "q_len": 1.0,
+    "tiles": 0.25,
+    "ratio": 0.25,
+    "heads": 0.25,
+}
+
+
+def attention_distance(a: Mapping[str, float], b: Mapping[str, float]) -> float:
+    """Weighted sum of |log2(size of a / size of b)|; sizes by the names of the weights."""
+    return sum(
+        weight * doublings(a[name], b[name], least=1e-6)
+        for name, weight in ATTENTION_DISTANCE_WEIGHTS.items()
+    )
+
+
+def octave(value: float) -> int:
+    """The power of two that is nearest to a size, as its exponent."""
+    return round(math.log2(max(value, 1e-6)))
+
+
+def doublings(a: float, b: float, least: float = 1.0) -> float:
+    """|log2(a / b)|, sizes below `least` counted as `least`."""
+    return abs(math.log2(max(a, least) / max(b, least)))
+
+
+# Checks of JSON values, also for table rows.
+
+
+def typed(value: Any, kind: type, name: str) -> Any:
+    """Returns `value`; raises ValueError unless it is a `kind`."""
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} is {value!r:.80}, expected a {kind.__name__}")
+    return value
+
+
+def size(value: Any, name: str) -> int:
+    """Returns `value`; raises ValueError unless it is an integer in [0, 2**63)."""
+    is_size = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+    if not is_size:
+        raise ValueError(f"{name} holds {value!r:.80}, expected an integer of at least 0")
+    return int(value)
+
+
+def measured(value: Any, name: str) -> float:
+    """Returns `value` as a float; raises ValueError unless it is finite and at least 0.
+
+    Earlier versions wrote 0 for very small fractions.
+    """
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value < 2.0**1023:
+        raise ValueError(f"{name} is {value!r:.80}, expected a finite number of at least 0")
+    return float(value)
+
+
+def positive(value: Any, name: str) -> int:
+    """Like `size`, but rejects 0, since distances divide by the value."""
+    checked = size(value, name)
+    if not checked:
+        raise ValueError(f"{name} is 0, expected at least 1")
+    return checked
+
+
+def sizes_from_json(cls: type, fields: Mapping[str, Any]) -> dict[str, int]:
+    """The fields of a dataclass that are integers; raises ValueError if one is malformed."""
+    sizes = {
+        field.name: size(fields.get(field.name), field.name)
+        for field in dataclasses.fields(cls)
+        if field.type == "int"
+    }
+    positive(fields.get("kv_heads"), "kv_heads")
+    return sizes
