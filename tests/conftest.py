@@ -18,11 +18,17 @@ from time_limit import pytest_addoption, pytest_configure  # noqa: F401  hooks o
 from ikbo_jax.ops import dispatch
 from ikbo_jax.rewrite import interpret, program
 
-# The tests compile thousands of small programs to run each once: what LLVM takes to optimise them
-# would be 40 % of the suite, and a GPU would try every way of multiplying each oracle's matrices.
+# The tests compile thousands of small programs to run each once.  LLVM's optimisation of them would
+# be 40 % of the suite.  The emitters that lower every fusion through MLIR, and the division of a
+# program into parts that compile in parallel, take half of what is then left of a gradient's test.
+# A GPU would try every way of multiplying each oracle's matrices.
 # XLA reads this when it first looks for devices.
 if os.environ.get("JAX_PLATFORMS") == "cpu":
-    fast = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    fast = (
+        "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
+        "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters "
+        "--xla_cpu_parallel_codegen_split_count=1"
+    )
 else:
     fast = "--xla_gpu_autotune_level=0"
 os.environ.setdefault("XLA_FLAGS", fast)

@@ -220,13 +220,15 @@ def _mode(eqn: Any) -> str:
 def _windows(sizes: Any, numbers: Any, indices: Array, batching: Any, limits: Any):
     """Of each row of indices: its position, its starts, and whether it lies in bounds."""
     starts_of, operand_batching, indices_batching = batching
+    last = [limit - size for limit, size in zip(limits, sizes, strict=True)]
     for at in np.ndindex(indices.shape[:-1]):
-        starts = np.zeros(len(limits), np.int64)
-        starts[list(starts_of)] = indices[at]
+        starts = [0] * len(limits)
+        for axis, start in zip(starts_of, indices[at].tolist(), strict=True):
+            starts[axis] = start
         for axis, of in zip(operand_batching, indices_batching, strict=True):
             starts[axis] = at[of]
-        last = np.asarray(limits) - np.asarray(sizes)
-        yield at, np.clip(starts, 0, last), bool(np.all((starts >= 0) & (starts <= last)))
+        clipped = [min(max(start, 0), most) for start, most in zip(starts, last, strict=True)]
+        yield at, clipped, clipped == starts
 
 
 def _gather(eqn: Any, x: Array, indices: Array) -> Array:

@@ -6,6 +6,7 @@ that it may use stand in `ATTENTION` and in `LOOKUPS`.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -111,6 +112,7 @@ def _result(code: Any, names: dict[str, Any]) -> Any:
     return names["out"]
 
 
+@functools.cache
 def _compiled(text: str) -> Any:
     return compile(text if "out =" in text else f"out = {text}", "<program>", "exec")
 

@@ -157,18 +157,6 @@ def test_importing_the_library_keeps_nothing():
     assert done.stdout == "None\n"
 
 
-@pytest.mark.slow
-def test_a_second_demo_compiles_nothing(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr("ikbo_jax._timing.sustained_ms", lambda *args, **kwargs: [1.0])
-    assert cli.main(TINY) == cli.OK
-    kept = entries(tmp_path / "compilations")
-    assert len(kept) > 10
-    jax.clear_caches()
-    assert cli.main(TINY) == cli.OK
-    assert entries(tmp_path / "compilations") == kept
-    capsys.readouterr()
-
-
 # Inputs that are made by one program.
 
 

@@ -145,7 +145,9 @@ def test_the_least_recently_used_goes_first(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_second_demo_lowers_no_program(monkeypatch, tmp_path, capsys, lowered):
+def test_a_second_demo_lowers_no_program_and_compiles_nothing(
+    monkeypatch, tmp_path, capsys, lowered
+):
     monkeypatch.setenv("IKBO_JAX_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     monkeypatch.setattr("ikbo_jax._timing.sustained_ms", lambda *args, **kwargs: [1.0])
@@ -158,9 +160,14 @@ def test_a_second_demo_lowers_no_program(monkeypatch, tmp_path, capsys, lowered)
     first = capsys.readouterr()
     count = len(lowered)
     assert count > 10
+    compilations = sorted((tmp_path / "compilations").glob("*-cache"))
+    assert len(compilations) > 10
+    # What runs without a program of its own would be compiled again, too.
+    jax.clear_caches()
     assert cli.main([*TINY, "--seed", "0"]) == cli.OK
     second = capsys.readouterr()
     assert len(lowered) == count
+    assert sorted((tmp_path / "compilations").glob("*-cache")) == compilations
     assert len(explained) == 1
     assert "compiling" in first.err
     assert "compiling" not in second.err

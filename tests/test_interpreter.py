@@ -8,8 +8,10 @@ from typing import Any
 import interpreter
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
+from jax._src.pallas.mosaic.interpret import race_detection_state, vector_clock
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -54,3 +56,23 @@ def test_interpreted_launch_ends_where_one_fails_and_another_waits_at_a_named_ba
         pytest.raises(jax.errors.JaxRuntimeError, match="(?i)out-of-bounds"),
     ):
         jax.block_until_ready(jax.jit(launch)(jnp.ones(rows.shape, rows.dtype)))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_accesses_are_compared_at_once_as_jax_compares_them_one_by_one(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    accesses = interpreter._Accesses()
+    found = []
+    for _ in range(100):
+        clock = vector_clock.NpVectorClock(3)
+        clock.clock[:] = rng.integers(0, 4, 3)
+        start, row = int(rng.integers(0, 60)), int(rng.integers(0, 3))
+        where = (slice(start, start + 3), row) if rng.integers(2) else (slice(start, start + 3),)
+        one_by_one = any(
+            not earlier.ordered(clock) and race_detection_state._ranges_overlap(where, at)
+            for _, earlier, at in accesses
+        )
+        assert accesses.races_with(clock.clock, where) == one_by_one
+        found.append(one_by_one)
+        accesses.append((None, clock, where))
+    assert {*found} == {True, False}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,31 +18,37 @@ from ikbo_jax.problems import LinearCompressionConfig
 INPUTS = problems.make_inputs(problems.LinearCompressionShape(3, 7, 10, 11, 5, 8))
 BF16 = jnp.bfloat16
 
+
+def ones(shape: int | tuple[int, ...], dtype: Any) -> jax.Array:
+    # In NumPy: jnp would compile a program for each shape, in every process that collects tests.
+    return jnp.asarray(np.ones(shape, dtype))
+
+
 BAD_ARRAYS = {
     "w_cand_rank": (
-        {"w_cand": jnp.ones(5, BF16)},
+        {"w_cand": ones(5, BF16)},
         "w_cand must have shape [M, K_cand], but has shape (5,)",
     ),
     "w_user_rank": (
-        {"w_user": jnp.ones((1, 10, 11), BF16)},
+        {"w_user": ones((1, 10, 11), BF16)},
         "w_user must have shape [M, K_user], but has shape (1, 10, 11)",
     ),
     "e_cand_rank": (
-        {"e_cand": jnp.ones((5, 8), BF16)},
+        {"e_cand": ones((5, 8), BF16)},
         "e_cand must have shape [B, K_cand, N], but has shape (5, 8)",
     ),
     "e_user_rank": (
-        {"e_user": jnp.ones((11, 8), BF16)},
+        {"e_user": ones((11, 8), BF16)},
         "e_user must have shape [U, K_user, N], but has shape (11, 8)",
     ),
     "not_an_array": (
         {"e_user": [[[1.0]]]},
         "e_user must be an array of shape [U, K_user, N], but is a list",
     ),
-    "k_cand": ({"w_cand": jnp.ones((10, 4), BF16)}, "w_cand has K=4 but e_cand has K=5"),
-    "k_user": ({"e_user": jnp.ones((3, 12, 8), BF16)}, "w_user has K=11 but e_user has K=12"),
-    "m": ({"w_cand": jnp.ones((9, 5), BF16)}, "w_user has M=10 but w_cand has M=9"),
-    "n": ({"e_cand": jnp.ones((7, 5, 16), BF16)}, "e_user has N=8 but e_cand has N=16"),
+    "k_cand": ({"w_cand": ones((10, 4), BF16)}, "w_cand has K=4 but e_cand has K=5"),
+    "k_user": ({"e_user": ones((3, 12, 8), BF16)}, "w_user has K=11 but e_user has K=12"),
+    "m": ({"w_cand": ones((9, 5), BF16)}, "w_user has M=10 but w_cand has M=9"),
+    "n": ({"e_cand": ones((7, 5, 16), BF16)}, "e_user has N=8 but e_cand has N=16"),
     "b": (
         {"cand_to_user": jnp.zeros(6, jnp.int32)},
         "cand_to_user has shape (6,) but e_cand has B=7",
@@ -68,11 +75,11 @@ BAD_ARRAYS = {
     ),
     "index_none": ({"cand_to_user": None}, "cand_to_user must be an int32 array, but is None"),
     "mixed": (
-        {"e_cand": jnp.ones((7, 5, 8), jnp.float32)},
+        {"e_cand": ones((7, 5, 8), jnp.float32)},
         "w_user is bfloat16 but e_cand is float32",
     ),
     "mixed_halves": (
-        {"w_cand": jnp.ones((10, 5), jnp.float16)},
+        {"w_cand": ones((10, 5), jnp.float16)},
         "w_user is bfloat16 but w_cand is float16",
     ),
     "f64": (
@@ -80,15 +87,15 @@ BAD_ARRAYS = {
         "e_user must be bfloat16, float16 or float32, but is float64",
     ),
     "int": (
-        {"w_user": jnp.ones((10, 11), jnp.int32)},
+        {"w_user": ones((10, 11), jnp.int32)},
         "w_user must be bfloat16, float16 or float32, but is int32",
     ),
     "f8": (
-        {"w_cand": jnp.ones((10, 5), jnp.float8_e4m3fn)},
+        {"w_cand": ones((10, 5), jnp.float8_e4m3fn)},
         "w_cand must be bfloat16, float16 or float32, but is float8_e4m3fn",
     ),
     "no_users": (
-        {"e_user": jnp.ones((0, 11, 8), BF16)},
+        {"e_user": ones((0, 11, 8), BF16)},
         "e_user has no rows, shape (0, 11, 8), but e_cand has B=7",
     ),
 }
@@ -128,9 +135,9 @@ def test_xla_takes_no_config() -> None:
         ikbo.linear_compression(*INPUTS, implementation="xla", config=LinearCompressionConfig())
 
 
-WEIGHT = jnp.ones((10, 4), BF16)
-TERM = ikbo.Term(WEIGHT, jnp.ones((3, 4, 8), BF16))
-CHILD = ikbo.Term(WEIGHT, jnp.ones((6, 4, 8), BF16), jnp.zeros(6, jnp.int32))
+WEIGHT = ones((10, 4), BF16)
+TERM = ikbo.Term(WEIGHT, ones((3, 4, 8), BF16))
+CHILD = ikbo.Term(WEIGHT, ones((6, 4, 8), BF16), jnp.zeros(6, jnp.int32))
 BAD_TERMS = {
     "none": ([], "terms must hold at least 1 Term, but holds 0"),
     "not_a_term": ([TERM, (WEIGHT, WEIGHT)], "terms[1] must be a Term, but is a tuple"),
@@ -148,19 +155,19 @@ BAD_TERMS = {
         "terms[0].weight must have shape [M, K], but has shape (4,)",
     ),
     "k": (
-        [TERM, CHILD._replace(weight=jnp.ones((10, 5), BF16))],
+        [TERM, CHILD._replace(weight=ones((10, 5), BF16))],
         "terms[1].weight has K=5 but terms[1].embedding has K=4",
     ),
     "m": (
-        [TERM, CHILD._replace(weight=jnp.ones((11, 4), BF16))],
+        [TERM, CHILD._replace(weight=ones((11, 4), BF16))],
         "terms[0].weight has M=10 but terms[1].weight has M=11",
     ),
     "n": (
-        [TERM, CHILD._replace(embedding=jnp.ones((6, 4, 9), BF16))],
+        [TERM, CHILD._replace(embedding=ones((6, 4, 9), BF16))],
         "terms[0].embedding has N=8 but terms[1].embedding has N=9",
     ),
     "mixed": (
-        [TERM, CHILD._replace(weight=jnp.ones((10, 4), jnp.float32))],
+        [TERM, CHILD._replace(weight=ones((10, 4), jnp.float32))],
         "terms[0].weight is bfloat16 but terms[1].weight is float32",
     ),
     "empty_middle": (
