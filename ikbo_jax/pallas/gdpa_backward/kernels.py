@@ -45,7 +45,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.activations import slopes as gdpa_slopes
 from ikbo_jax.pallas.activations.weights import ActivationSpec
-from ikbo_jax.pallas.gdpa_backward import producer
+from ikbo_jax.pallas.gdpa_backward.consumer import consume
 from ikbo_jax.pallas.gdpa_backward.context import (
     BLOCK_WORDS,
     ITEM_WORDS,
@@ -54,6 +54,7 @@ from ikbo_jax.pallas.gdpa_backward.context import (
     Shared,
     WarpgroupContext,
 )
+from ikbo_jax.pallas.gdpa_backward.producer import produce
 from ikbo_jax.pallas.gdpa_backward.tiles import Work
 from ikbo_jax.pallas.hopper import mosaic
 from ikbo_jax.problems import GdpaBackwardConfig
@@ -82,14 +83,13 @@ def _kernel(
     @pl.when(warpgroup == NUM_CONSUMERS)
     def _producer() -> None:
         plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        produce = functools.partial(producer.produce, ctx)
-        mosaic.on_one_warp(produce, interpret=interpret)
+        mosaic.on_one_warp(functools.partial(produce, ctx), interpret=interpret)
 
     @pl.when(warpgroup < NUM_CONSUMERS)
     def _consumer() -> None:
         plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
         consumer = mosaic.warpgroup_index("warpgroup", interpret=interpret)
-        consumer.consume(ctx._replace(consumer=consumer))
+        consume(ctx._replace(consumer=consumer))
 
 
 def scratch_types(
