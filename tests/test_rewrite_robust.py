@@ -272,7 +272,7 @@ def test_every_lookup_is_listed() -> None:
     found = {x.line: (x.outcome, x.reason) for x in report.lookups}
     at = {n: f"test_rewrite_robust.py:{first + n} (fn)" for n in range(6)}
     assert found[at[1]] == ("removed", "")
-    assert found[at[2]] == ("kept", "it makes no more rows than there are")
+    assert found[at[2]] == ("kept", "its result has no more rows than its operand")
     (loop,) = (x for x in report.lookups if "while" in x.reason)
     assert loop.outcome == "kept"
     in_library = library.__wrapped__.__code__.co_firstlineno + 2

@@ -58,7 +58,7 @@ MUTANTS = (
     Mutant(
         "slopes never compared",
         "activations.py",
-        "return True, bool(np.all(slope | ~finite | (np.isnan(found.slope) & overflows)))",
+        "return True, bool(np.all(slope | ~finite | (np.isnan(computed.slope) & overflows)))",
         "return True, True",
         facts("activations_of_another_slope"),
     ),
@@ -114,10 +114,10 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "own derivative ignored",
+        "custom derivative ignored",
         "curves.py",
-        'if name == "custom_jvp_call" and slopes:\n            return _own',
-        'if name == "custom_jvp_call" and slopes and False:\n            return _own',
+        'if name == "custom_jvp_call" and slopes:\n            return _custom_jvp',
+        'if name == "custom_jvp_call" and slopes and False:\n            return _custom_jvp',
         facts("values_and_slopes_of_a_curve_are_those_of_jax[own]"),
     ),
     Mutant(
