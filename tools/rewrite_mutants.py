@@ -306,10 +306,10 @@ MUTANTS = (
         lookups("dropped"),
     ),
     Mutant(
-        "known positions below 0",
+        "fixed positions below 0",
         "sources.py",
-        "0 <= known[0] <= size - sizes[axis]",
-        "known[0] <= size - sizes[axis]",
+        "0 <= start[0] <= size - sizes[axis]",
+        "start[0] <= size - sizes[axis]",
         (f"{DECISIONS}::test_a_fixed_position_below_0_is_no_row_from_the_end",),
     ),
     Mutant(
@@ -356,8 +356,8 @@ MUTANTS = (
     Mutant(
         "two lookups taken for one",
         "rules.py",
-        "together = value_lineage is not None and not differ",
-        "together = value_lineage is not None",
+        "one_lineage = value_lineage is not None and not differ",
+        "one_lineage = value_lineage is not None",
         lookups("two lookups"),
     ),
 )

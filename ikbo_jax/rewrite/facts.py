@@ -1,8 +1,8 @@
 """Facts about a value, proven from its producing equations: its number, bounds and pattern.
 
 An index that is proven to be in bounds needs no rows for indices out of bounds. A scale or the
-number of a mask must be proven to be a constant. A comparison with `arange` proves that a mask keeps
-the first keys of every user.
+number of a mask must be proven to be a constant. A comparison with `arange` proves that a mask
+keeps the first keys of every user.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Interval = tuple[int, int]
 
 #: Primitives that move or repeat elements and change none.
 MOVES = ("broadcast_in_dim", "reshape", "squeeze", "transpose", "copy")
-#: How many producing equations are followed, one from another.
+#: The depth to which producing equations are followed.
 _DEPTH = 16
 
 
@@ -283,13 +283,13 @@ def _select(ctx: Any, operands: Any, depth: int) -> Interval | None:
     return min(x[0] for x in cases if x), max(x[1] for x in cases if x)
 
 
-def chosen(ctx: Any, value: Any) -> Any:
-    """The operand that `select_n` is proven to select everywhere; any other value unchanged."""
+def selected(ctx: Any, value: Any) -> Any:
+    """The operand that a `select_n` is proven to select everywhere; any other value unchanged."""
     produced = ctx.producer(value)
     if produced is not None and produced[0].primitive.name == "select_n":
         which = interval(ctx, produced[1][0])
         if which is not None and which[0] == which[1]:
-            return chosen(ctx, produced[1][1 + which[0]])
+            return selected(ctx, produced[1][1 + which[0]])
     return value
 
 
@@ -298,7 +298,7 @@ def _is_zero(value: Any) -> bool:
 
 
 def _cumsum(ctx: Any, operand: Any, depth: int) -> Interval | None:
-    """Bounds of a running sum; for counts of scattered ones, as in `jnp.repeat`, their number."""
+    """Bounds of a running sum; sums of scattered counts, as in `jnp.repeat`, get closer bounds."""
     produced = ctx.producer(operand)
     bounds = interval(ctx, operand, depth - 1)
     if produced is None or produced[0].primitive.name != "scatter-add":
