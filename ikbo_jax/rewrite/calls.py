@@ -62,7 +62,7 @@ def form(value: Any) -> Any:
 
 
 def exported(inner: Context, values: Sequence[Any], outer: Context) -> list[Any]:
-    """The results of an inner program; values with lineages of its own scope are materialised."""
+    """The results of an inner program; values with lineages of its scope are materialised."""
     lineages = outer.scope.lineages()
 
     def can_leave(value: Any) -> Any:
@@ -147,8 +147,7 @@ def _custom_jvp(ctx: Context, eqn: Any, *operands: Any) -> Any:
             return unpack_all(values)[0]
 
         # JAX calls this function after the enclosing trace has ended. A lookup would then use an
-        # index of the ended trace. So unused equations, lookups among them, are removed before the
-        # others run.
+        # index of the ended trace. So the unused equations, lookups among them, are removed first.
         both = [*primals, *tangents]
         arrays = iter(evaluate(without_dead_code(trace(run, both)), both))
         out = [[next(arrays) for _ in unpack(x)[0]] for x in expected]

@@ -141,7 +141,7 @@ def _labels(side: str, x: Any, contract: Any, batch: Any) -> list[str]:
 def _at_one_batch(
     ctx: Context, eqn: Any, lhs: Any, rhs: Any, lhs_batch: list[int], rhs_batch: list[int]
 ) -> tuple[Any, Any]:
-    """The operands, of which those are materialised that cannot be multiplied at one batch."""
+    """The operands; an operand that prevents a product at one batch is materialised."""
     if has_lineage(lhs) and has_lineage(rhs):
         pairs = list(zip(lhs_batch, rhs_batch, strict=True))
         if (lhs.axis, rhs.axis) in pairs and lhs.lineage is rhs.lineage:
@@ -155,9 +155,7 @@ def _at_one_batch(
         if has_lineage(x) and x.axis in dims:
             opposite = other_dims[dims.index(x.axis)]
             if np.shape(base_of(other))[opposite] != 1:
-                array = ctx.materialise(
-                    eqn, x, "product with a value at candidate batch, row by row"
-                )
+                array = ctx.materialise(eqn, x, "batched product with a value at candidate batch")
                 return (array, rhs) if x is lhs else (lhs, array)
     return lhs, rhs
 
@@ -193,7 +191,7 @@ def _of_concat(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
     )
     batch = lhs_batch if left else rhs_batch
     if whole.axis in batch:
-        raise NotCovered("product, row by row, over a concatenation")
+        raise NotCovered("batched product with a concatenation along a batch axis")
     if whole.axis not in contract:
         parts = []
         for part in whole.parts:

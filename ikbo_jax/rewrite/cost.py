@@ -102,9 +102,7 @@ def _cost(program: core.Jaxpr, costs: dict[int, Cost]) -> Cost:
 
 
 def _read_unfused(program: core.Jaxpr) -> set[Any]:
-    """The results of the program, and the variables that some other than an elementwise
-    operation reads.
-    """
+    """The variables that are written: not all operations that read them are fused."""
     read = {v for v in program.outvars if isinstance(v, core.Var)}
     for eqn in program.eqns:
         name = eqn.primitive.name

@@ -90,7 +90,7 @@ def _aval(v: Any) -> Any:
 
 
 def _factor(name: str, operands: Sequence[Curve | float]) -> float | None:
-    """The factor by which an equation multiplies a linear curve; None for any other equation."""
+    """The factor by which an equation multiplies a linear curve; None if it does anything else."""
     numbers = [x for x in operands if not isinstance(x, Curve)]
     curves = [x for x in operands if isinstance(x, Curve)]
     if len(curves) != 1 or not curves[0].linear:

@@ -40,7 +40,7 @@ class Context:
       parent: the context of the enclosing scope; None for the scope of the whole function.
       scope: the arrays and lineages computed so far.
       provenance: the producing equations of values.
-      programs: facts about called programs.
+      programs: properties of called programs.
       differentiated: whether the program must have the original's derivative. If not, only its
         values must be right: a rule may call `gradient_differs` and then take a form with another
         derivative.
@@ -238,7 +238,7 @@ def _as_list(eqn: core.JaxprEqn, results: Any) -> list[Any]:
 def _cse_key(eqn: core.JaxprEqn, operands: list[Any]) -> Any:
     """Key under which an equation's results are reused; None if they cannot be.
 
-    Equations on integers, and equations whose result is one number, are reused.
+    Equations on integers, and equations on one or two numbers, are reused.
     """
     if not on_integers(eqn) and not is_number(eqn, operands):
         return None

@@ -91,7 +91,7 @@ def evaluate(
 
 @functools.cache
 def _jit_equation(mesh: Any) -> core.JaxprEqn:
-    """An equation of `jit` under a mesh, which is part of its parameters."""
+    """An equation of `jit` under a mesh, whose parameters hold the mesh."""
     (like,) = jax.make_jaxpr(jax.jit(lambda x: x))(0.0).eqns
     return like
 
@@ -143,7 +143,7 @@ def without_dead_code(program: core.Jaxpr) -> core.Jaxpr:
 
 
 def _without_dead_equations(program: core.Jaxpr) -> core.Jaxpr:
-    """The program without its own dead equations; the programs that it calls stay as they are.
+    """The program without its dead equations; the programs that it calls stay as they are.
 
     JAX's `dce_jaxpr` also processes every called program: for 50 calls of one jitted layer, this
     takes a tenth of the time of tracing them.

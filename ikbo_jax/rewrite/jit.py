@@ -148,7 +148,7 @@ def _jit(ctx: Context, eqn: Any, *operands: Any) -> Any:
     rewritten = program_of(ctx, key)
     if rewritten is not None:
         return _called(ctx, eqn, operands, rewritten)
-    return _called_first(ctx, eqn, operands, fixed, key)
+    return _called_without_program(ctx, eqn, operands, fixed, key)
 
 
 def program_of(ctx: Context, key: Any) -> Rewritten | None:
@@ -159,7 +159,7 @@ def program_of(ctx: Context, key: Any) -> Rewritten | None:
     return None
 
 
-def _called_first(
+def _called_without_program(
     ctx: Context, eqn: Any, operands: Sequence[Any], fixed: list[bool], key: Any
 ) -> list[Any]:
     """The results of a call whose program is not rewritten by itself yet."""
@@ -190,9 +190,9 @@ def _built(ctx: Context, operands: Sequence[Any]) -> list[int]:
 
 
 def is_fixed(operand: Any, index: bool) -> bool:
-    """Whether a rewritten program holds for this very operand, since it uses facts about it.
+    """Whether the rewriting depends on facts about this operand, so that the key names the operand.
 
-    These operands are indices and masks, with facts from their equations, and constant numbers.
+    Such operands are indices and masks, with facts from their equations, and constant numbers.
     """
     if index or isinstance(operand, (jax.core.Tracer, Lazy)):
         return index

@@ -37,9 +37,9 @@ from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.registry import NotCovered
 from ikbo_jax.rewrite.scores import Fill, Scores
 
-#: Above this number, masked keys have attention weights that are no mask's purpose.
+#: Above this number, masked keys have attention weights that no model intends.
 _MASKS = -100.0
-#: A number that `where` puts in, from here down, is below any logit that is not near overflow.
+#: From this number down, a number that `where` puts in is below any logit not near overflow.
 _UNREACHABLE = -1e30
 #: An added number whose rounding is at most this changes no attention weight by more than this.
 _KEPT = 2.0**-7
@@ -274,7 +274,7 @@ def _exact_where_logits_remain(
 
 
 def _slope_where(operands: _Operands, empty: jax.Array) -> jax.Array:
-    """A term whose gradient is that of a softmax with uniform attention weights.
+    """A term with the gradient of a softmax whose attention weights are uniform.
 
     With attention weights 1 / S, the softmax and sum_s logit_s (v_s - mean v) / S have the same
     derivative by query and key.

@@ -67,7 +67,7 @@ class _Original:
         return [x for x in self.jaxpr.consts if isinstance(x, jax.core.Tracer)]
 
     def split(self, inputs: Sequence[Any]) -> tuple[list[Any], Sequence[Any]]:
-        """All constants, and the program's arguments; `inputs` are traced constants and arguments."""
+        """All constants, and the program's arguments; `inputs` hold the traced constants first."""
         rest = iter(inputs)
         consts = [next(rest) if isinstance(x, jax.core.Tracer) else x for x in self.jaxpr.consts]
         return consts, list(rest)

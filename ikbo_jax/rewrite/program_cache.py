@@ -1,4 +1,4 @@
-"""Facts about the programs that a function calls, found once per rewrite."""
+"""Properties of the programs that a function calls, found once per rewrite."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ikbo_jax.rewrite.registry import is_source
 
 
 class ProgramCache:
-    """Facts about called programs, shared by all scopes of one rewrite.
+    """Properties of called programs, shared by all scopes of one rewrite.
 
     Attributes:
       repeated: identities of the programs that are called several times.

@@ -132,7 +132,9 @@ class RewriteReport:
             return f"{found}; saves {_saved(self.flops_saved, self.bytes_saved)}"
         if self.lookups:
             return f"{len(self.lookups)} lookup{'s' * (len(self.lookups) != 1)} found, none removed"
-        return "nothing gained from what is repeated" if self.repetitions else "no broadcast found"
+        return (
+            "nothing gained from repeated dimensions" if self.repetitions else "no broadcast found"
+        )
 
 
 def _saved(flops: int, nbytes: int) -> str:

@@ -141,9 +141,7 @@ class Scores(Deferred):
 
 
 def _curve_of(ctx: Context, eqn: Any, operands: Any) -> Curve | None:
-    """The curve of an equation's result; None unless its operands are scores of one product
-    or numbers.
-    """
+    """The curve of an equation on scores of one product and numbers; None for other operands."""
     if eqn.primitive.name not in curves.ELEMENTWISE or len(eqn.outvars) != 1:
         return None
     if jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.integer):
@@ -166,8 +164,7 @@ def _curve_of(ctx: Context, eqn: Any, operands: Any) -> Curve | None:
 #: The rule of every primitive that can be applied to scores; `attention` adds the product's.
 RULES: dict[str, Callable[..., Any]] = {}
 
-# The rules. Each is called with the context, the equation and its operands, at least one of which
-# is a `Scores`.
+# The rules. Each is called with the context, the equation and its operands, among them `Scores`.
 
 
 def only(operands: Any) -> Scores:
@@ -306,7 +303,7 @@ def _reshape(ctx: Context, eqn: Any, x: Any) -> Any:
 def _selected(ctx: Context, eqn: Any, which: Any, *cases: Any) -> Any:
     """`where(mask, logits, number)` or `where(mask, number, logits)`."""
     if isinstance(which, Scores) or len(cases) != 2:
-        raise NotCovered("attention is not recognised: its scores select")
+        raise NotCovered("attention is not recognised: its scores are the condition of a select")
     scores = only(cases)
     keeps = scores is cases[1]
     fill = constant(ctx, cases[0] if keeps else cases[1])
@@ -336,13 +333,13 @@ def _added(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
 
 
 def _masked(ctx: Context, scores: Scores, mask: Any, keeps: bool, fill: Fill) -> Logits:
-    """The logits with one more mask; `fill` lacks `kept` and `lengths` yet."""
+    """The logits with one more mask: `fill`, whose `kept` and `lengths` this function sets."""
     root = scores.root
     if not isinstance(mask, Lazy) or (
         has_lineage(mask)
         and (mask.lineage is not root.lineage or scores.labels[mask.axis][0] != BATCH)
     ):
-        raise NotCovered("attention is not recognised: its mask is not by user")
+        raise NotCovered("attention is not recognised: its mask is not looked up like its keys")
     for d, n in enumerate(mask.base.shape):
         if n != 1 and scores.labels[d][0] not in (BATCH, KEY):
             raise NotCovered("attention is not recognised: its mask differs by query or head")

@@ -151,9 +151,9 @@ def _looked_up(
 ) -> tuple[Any, Lineage]:
     """The operand and the lineage by which a column of gather indices looks up its rows.
 
-    An index out of bounds fills a row, or takes the nearest row with or without a gradient. If
-    either the value or the derivative is that of no row of the operand, a row for it is appended to
-    the operand and looked up like all rows.
+    An index out of bounds fills a row, or takes the nearest row with or without a gradient. If no
+    row of the operand has this value and derivative, a row for it is appended to the operand and
+    looked up like all rows.
     """
     rows, mode = shape_of(operand)[axis], eqn.params["mode"]
     value, column = _column(ctx, indices, column)
