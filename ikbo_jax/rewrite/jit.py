@@ -281,7 +281,7 @@ def _with_materialised(
             else:
                 origins = frozenset(filter(None, [stand_ins[n]]))
                 values[n] = dataclasses.replace(x, base=array, origins=origins)
-            if not isinstance(x, jax.core.Tracer) or ctx.provenance.is_known(x):
+            if not isinstance(x, jax.core.Tracer) or ctx.provenance.has_producer(x):
                 inner.provenance.hide(values[n])
         for n, array in zip(materialised, arrays[len(inputs) :], strict=True):
             inner.scope.outer_arrays[id(values[n])] = array

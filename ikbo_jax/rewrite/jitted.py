@@ -62,7 +62,7 @@ def _without_self(fn: Any, names: tuple[str, ...]) -> tuple[str, ...]:
 class WithMethods:
     """A rewritten function with the methods of a function under `jax.jit`.
 
-    A class holds the methods, because `jax.jit` copies the attributes of a function that it wraps.
+    If `jax.jit` wraps it again, it copies the attributes of this object, but not of its class.
     """
 
     def __init__(self, rewritten: Callable[..., Any]) -> None:

@@ -33,7 +33,7 @@ def run(program: Any, arrays: Sequence[Any]) -> list[Any]:
     original = _Original.of(program)
     inputs = [*original.traced_consts(), *arrays]
     recorder = Recorder()
-    recorder.expect(original.jaxpr, lambda eqn: eqn.primitive.name in LOOKUPS)
+    recorder.list_lookups(original.jaxpr, lambda eqn: eqn.primitive.name in LOOKUPS)
     if original.is_plain():
         results = original.call(inputs)
     else:
@@ -45,7 +45,7 @@ def run(program: Any, arrays: Sequence[Any]) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Original:
-    """The original program. Those of its constants that are tracers become arguments.
+    """The original program, whose traced constants become arguments.
 
     The reason: `jax.custom_jvp` does not differentiate by tracers that its function closes over.
 

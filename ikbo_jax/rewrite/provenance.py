@@ -44,7 +44,7 @@ class Provenance:
         """Records that a value has a producing equation outside, which this scope does not see."""
         self._producer_hidden[id(value)] = value
 
-    def is_known(self, value: Any) -> bool:
+    def has_producer(self, value: Any) -> bool:
         """Whether a value has a producing equation, hidden or not."""
         return any(
             id(value) in p._producers or id(value) in p._producer_hidden for p in self._chain()

@@ -92,8 +92,7 @@ class RewriteReport:
       materialised: the values that were materialised, in program order.
       lookups: every lookup of the original program, with its outcome.
       repetitions: the number of further broadcasts of dimensions of size 1, such as biases.
-      reason: why the original runs although broadcasts were found; "" if it does not, or if nothing
-        was gained.
+      reason: why the original runs, if the rewriting failed or would cost more; otherwise "".
     """
 
     changed: bool
@@ -206,7 +205,7 @@ class Recorder:
         # The outcomes of the original's lookups, by the identity of their equations.
         self._lookups: dict[int, Lookup] = {}
 
-    def expect(self, program: Any, is_lookup: Callable[[Any], bool]) -> None:
+    def list_lookups(self, program: Any, is_lookup: Callable[[Any], bool]) -> None:
         """Lists all lookups of the original program, including those that no rule is called for."""
         seen = set()
 

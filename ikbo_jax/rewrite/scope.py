@@ -102,7 +102,7 @@ class Scope:
         return created
 
     def compose(self, coarse: Lineage, fine: Lineage) -> Lineage:
-        """The lineage of two lookups in turn: first by `coarse`, then by `fine`."""
+        """The lineage of two successive lookups: by `coarse`, then by `fine`."""
         steps = (*coarse.steps, *fine.steps)
         composed = self._lineage_with(("composed", *map(id, steps)))
         if composed is None:
