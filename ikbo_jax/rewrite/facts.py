@@ -7,6 +7,7 @@ fill has to be a known number; a mask that counts keys is known from what it com
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -192,7 +193,8 @@ def interval(ctx: Any, value: Any, depth: int = _DEPTH) -> Interval | None:
     if name == "select_n":
         return _select(ctx, operands, depth)
     if name == "cumsum":
-        return _cumsum(ctx, operands[0], depth)
+        sums = _cumsum(ctx, operands[0], depth)
+        return sums if sums and _fits(sums, eqn.outvars[0].aval.dtype) else None
     of = [interval(ctx, x, depth - 1) for x in operands]
     first = of[0] if of else None
     if name in (*MOVES, "slice"):
@@ -265,7 +267,8 @@ def _select(ctx: Any, operands: Any, depth: int) -> Interval | None:
     if chosen is not None and chosen[0] == chosen[1] and chosen[0] < len(operands) - 1:
         return interval(ctx, operands[1 + chosen[0]], depth - 1)
     made = ctx.producer(which)
-    if made and made[0].primitive.name == "lt" and made[1][0] is first and _is_zero(made[1][1]):
+    is_lt = made is not None and made[0].primitive.name == "lt" and made[1][0] is first
+    if made and is_lt and constant(ctx, made[1][1]) == 0:
         known, added = interval(ctx, first, depth - 1), ctx.producer(second)
         if known and added and added[0].primitive.name == "add" and added[1][0] is first:
             size = interval(ctx, added[1][1], depth - 1)
@@ -290,10 +293,6 @@ def chosen(ctx: Any, value: Any) -> Any:
     return value
 
 
-def _is_zero(value: Any) -> bool:
-    return not isinstance(value, jax.core.Tracer) and np.ndim(value) == 0 and int(value) == 0
-
-
 def _cumsum(ctx: Any, operand: Any, depth: int) -> Interval | None:
     """Running counts of marks, as `jnp.repeat` makes them: at most as many as there are marks."""
     made = ctx.producer(operand)
@@ -301,9 +300,10 @@ def _cumsum(ctx: Any, operand: Any, depth: int) -> Interval | None:
     if made is None or made[0].primitive.name != "scatter-add":
         if known is None or known[0] < 0:
             return None
-        return known[0], known[1] * operand.size
+        return known[0], known[1] * math.prod(np.shape(operand))
     start, _, updates = made[1]
     before, added = interval(ctx, start, depth - 1), interval(ctx, updates, depth - 1)
     if before != (0, 0) or added is None or added[0] < 0:
         return None
-    return 0, added[1] * int(np.size(updates))
+    # `np.size` of a lazy value would be 1.
+    return 0, added[1] * math.prod(np.shape(updates))
