@@ -137,18 +137,20 @@ def _custom_jvp(ctx: Context, eqn: Any, *operands: Any) -> Any:
         count = len(primals)
 
         def run(*arrays: Any) -> list[Any]:
-            inner, both = ctx.inner(), [*pack(arrays[:count]), *pack(arrays[count:])]
+            inner, both = ctx.afterwards(), [*pack(arrays[:count]), *pack(arrays[count:])]
             with ctx.muted():
                 values = inner.run(jaxpr, consts, both)
                 if not all(map(_matches, values, like)):
                     values = inner.run(jaxpr, consts, [_every_row(x) for x in both])
+                    # One of zeros, for example, is a number that is broadcast.
+                    values = list(map(inner.build, values))
                     values = [_first_rows(x, y) for x, y in zip(values, like, strict=True)]
             values = [_widened(x, y) for x, y in zip(values, like, strict=True)]
             return unpack_all(values)[0]
 
         # JAX runs this after the trace around it has ended, when the index of the rows, which what
-        # does not stay at the smaller batch is looked up by, is no value any more. So equations
-        # that nothing needs must be gone before they run.
+        # does not stay at the smaller batch is looked up by, is no value any more, nor is any other
+        # array of it. So equations that nothing needs must be gone before they run.
         both = [*primals, *tangents]
         found = iter(evaluate(without_dead_code(trace(run, both)), both))
         out = [[next(found) for _ in unpack(x)[0]] for x in wanted]

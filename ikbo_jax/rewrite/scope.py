@@ -21,13 +21,16 @@ class Scope:
 
     Attributes:
       parent: the scope around this one; None for the function's.
+      outlives: whether this scope computes when the trace of the scopes around it has ended. Then
+        their arrays are no values any more, and it shares none of them.
       outer_arrays: by the identity of a deferred value, the array that the caller has already
         materialised for it.
       programs: by the key of a call, the rewritten program that holds arrays of this scope.
     """
 
-    def __init__(self, parent: Scope | None = None) -> None:
+    def __init__(self, parent: Scope | None = None, *, outlives: bool = False) -> None:
         self.parent = parent
+        self.outlives = outlives
         self.outer_arrays: dict[int, jax.Array] = {}
         self.programs: dict[Any, Any] = {}
         self._built: dict[int, tuple[Any, jax.Array]] = {}
@@ -35,11 +38,11 @@ class Scope:
         self._lineages: dict[Any, tuple[Any, Lineage]] = {}
 
     def chain(self) -> Iterator[Scope]:
-        """This scope and the scopes around it, innermost first."""
+        """This scope and the scopes around it whose arrays it may use, innermost first."""
         scope: Scope | None = self
         while scope is not None:
             yield scope
-            scope = scope.parent
+            scope = None if scope.outlives else scope.parent
 
     # Arrays of deferred values.
 
@@ -116,7 +119,8 @@ class Scope:
 
     def lineages(self) -> set[int]:
         """Identities of the lineages of this scope and the scopes around it."""
-        return {id(made) for scope in self.chain() for _, made in scope._lineages.values()}
+        outer = self.parent.lineages() if self.parent is not None else set()
+        return outer | {id(made) for _, made in self._lineages.values()}
 
     def _known_lineage(self, key: Any) -> Lineage | None:
         for scope in self.chain():
