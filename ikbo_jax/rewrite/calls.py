@@ -137,17 +137,20 @@ def _custom_jvp(ctx: Context, eqn: Any, *operands: Any) -> Any:
         count = len(primals)
 
         def run(*arrays: Any) -> list[Any]:
-            inner, both = ctx.inner(), [*pack(arrays[:count]), *pack(arrays[count:])]
+            inner, both = ctx.afterwards(), [*pack(arrays[:count]), *pack(arrays[count:])]
             with ctx.muted():
                 values = inner.run(jaxpr, consts, both)
                 if not all(map(_matches, values, like)):
                     values = inner.run(jaxpr, consts, [_every_row(x) for x in both])
+                    # One of zeros, for example, is a number that is broadcast.
+                    values = list(map(inner.build, values))
                     values = [_first_rows(x, y) for x, y in zip(values, like, strict=True)]
             values = [_widened(x, y) for x, y in zip(values, like, strict=True)]
             return unpack_all(values)[0]
 
-        # JAX calls this function after the enclosing trace has ended. A lookup would then use an
-        # index of the ended trace. So the unused equations, lookups among them, are removed first.
+        # JAX calls this function after the enclosing trace has ended, when no array of that trace
+        # is a value any more, the index of a lookup among them. So the unused equations, lookups
+        # among them, are removed first.
         both = [*primals, *tangents]
         arrays = iter(evaluate(without_dead_code(trace(run, both)), both))
         out = [[next(arrays) for _ in unpack(x)[0]] for x in expected]

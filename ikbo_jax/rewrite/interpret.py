@@ -53,17 +53,25 @@ class Context:
         *,
         differentiated: bool = False,
         repeated: frozenset[int] = frozenset(),
+        outlives: bool = False,
     ) -> None:
         self.recorder = recorder
         self.parent = parent
-        self.scope: Scope = Scope(parent.scope if parent else None)
+        self.scope: Scope = Scope(parent.scope if parent else None, outlives=outlives)
         self.provenance: Provenance = Provenance(parent.provenance if parent else None)
         self.programs: ProgramCache = parent.programs if parent else ProgramCache(repeated)
-        self.differentiated: bool = parent.differentiated if parent else differentiated
+        self.differentiated: bool = differentiated or parent is not None and parent.differentiated
 
     def inner(self, recorder: report.Recorder | None = None) -> Context:
         """The context of a scope inside this scope, by default with the same recorder."""
         return Context(recorder or self.recorder, self)
+
+    def afterwards(self) -> Context:
+        """The context of a scope inside this one that computes when this one's trace has ended.
+
+        The program's form is decided by then, so that derivatives must be the original's.
+        """
+        return Context(self.recorder, self, differentiated=True, outlives=True)
 
     def gradient_differs(self) -> None:
         """Records that a rule takes a form with the original's values but another derivative.
