@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from ikbo_jax.rewrite.lineage import Lineage, take_rows
 
@@ -103,6 +104,10 @@ class Scope:
         created = Lineage(make_index(), users, batch, nearest=nearest)
         self._lineages[full_key] = (key, created)
         return created
+
+    def of_one_user(self, batch: int) -> Lineage:
+        """The lineage of a batch whose rows all come from one user."""
+        return self.lineage(("one", batch), 1, batch, lambda: jnp.zeros(batch, jnp.int32))
 
     def compose(self, coarse: Lineage, fine: Lineage) -> Lineage:
         """The lineage of two successive lookups: by `coarse`, then by `fine`."""
