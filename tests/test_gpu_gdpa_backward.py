@@ -15,9 +15,9 @@ import problems_gdpa
 import pytest
 from problems_gdpa import Shape
 
-from ikbo_jax.ops import dispatch
+from ikbo_jax.ops import dispatch, gdpa
 from ikbo_jax.ops import gdpa_backward as op
-from ikbo_jax.problems import GdpaBackwardConfig
+from ikbo_jax.problems import GdpaBackwardConfig, gdpa_backward
 from ikbo_jax.problems.gdpa_backward import HEAD_DIMS
 from ikbo_jax.reference import gdpa as reference
 from ikbo_jax.reference import gdpa_chunked
@@ -43,7 +43,8 @@ SHAPES = {
 
 def make_gradients(arrays: Arrays, settings: Settings, **options):
     """A compiled function of arrays and cotangent."""
-    assert op.illegal_reason(arrays, settings) is None
+    problem = gdpa._OP.problem(gdpa._Call(None, settings), arrays)
+    assert gdpa_backward.illegal_reason(problem) is None
     run = functools.partial(op.kernel_vjp, settings=settings, num_sms=dispatch.num_sms(), **options)
     return jax.jit(lambda arrays, d_out: run(arrays, d_out=d_out))
 

@@ -17,9 +17,10 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from problems_gdpa import Shape
 
+from ikbo_jax.ops import gdpa
 from ikbo_jax.ops import gdpa_backward as op
 from ikbo_jax.pallas.hopper import accumulator
-from ikbo_jax.problems import GdpaBackwardConfig
+from ikbo_jax.problems import GdpaBackwardConfig, gdpa_backward
 from ikbo_jax.problems.hopper import NUM_CONSUMERS
 from ikbo_jax.reference import gdpa_chunked
 from ikbo_jax.reference.gdpa import Arrays, Settings
@@ -70,7 +71,8 @@ def launches() -> Iterator[interpreter.Launches]:
 
 def gradients(arrays: Arrays, case: Case) -> tuple[jax.Array, ...]:
     settings = case.settings
-    assert op.illegal_reason(arrays, settings) is None
+    problem = gdpa._OP.problem(gdpa._Call(None, settings), arrays)
+    assert gdpa_backward.illegal_reason(problem) is None
     d_out = problems_gdpa.cotangent(arrays, settings)
 
     # One program instead of one for each operation.

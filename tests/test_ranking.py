@@ -176,6 +176,15 @@ def test_folding_by_user_and_back() -> None:
     np.testing.assert_array_equal(back, x)
 
 
+def test_candidates_without_a_slot_are_nan_and_harm_no_other_user() -> None:
+    index = jnp.asarray([0, 1, 0, 0, 1, 0], jnp.int32)
+    x = np.arange(6 * 2, dtype=np.float32).reshape(6, 2, 1)
+    fold = strategies.fold_by_user(index, 2, 2)
+    back = np.asarray(fold.unfold(fold.fold(jnp.asarray(x))))
+    np.testing.assert_array_equal(back[[0, 1, 2, 4]], x[[0, 1, 2, 4]])
+    assert np.isnan(back[[3, 5]]).all()
+
+
 def test_parameters_are_those_of_the_layers() -> None:
     layer = inputs()[0]["layers"][0]
 

@@ -213,7 +213,7 @@ REFUSED = {
     "loop": (lambda x: lax.fori_loop(0, IDS[0, 0], lambda _, x: x + 1, x), "no rule for while"),
     "carry_that_meets_candidates": (
         lambda x: lax.scan(lambda c, w: (c + CAND[:, :1] * w, None), x, W[0])[0],
-        "carried through a scan whose body does not keep it looked up",
+        "carried through a scan whose body returns it in another form",
     ),
 }
 
@@ -235,7 +235,8 @@ def test_what_every_step_needs_is_copied_once() -> None:
         return lax.scan(body, cand, jnp.ones((3, B)))[0]
 
     report = check(lambda *args: fn(jnp.sin(args[0]), args[1]), USER, CAND)
-    assert [place.reason for place in report.materialised] == ["needed by every step of a scan"]
+    (place,) = report.materialised
+    assert place.reason == "needed in every iteration of a scan"
 
 
 def test_random_numbers_prints_and_loops() -> None:
@@ -254,7 +255,7 @@ def test_a_jit_with_shardings_is_left_alone() -> None:
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     inner = jax.jit(lambda x: x @ W, in_shardings=sharding)
     report = check(lambda x: inner(jnp.sin(x[INDEX])), USER)
-    assert [place.reason for place in report.materialised] == ["a jit with shardings of its own"]
+    assert [place.reason for place in report.materialised] == ["a jit that specifies shardings"]
 
 
 # Lookups.

@@ -1,13 +1,13 @@
-"""Changes one line of `ikbo_jax/rewrite/` at a time, on purpose, and tells whether a test fails.
+"""Runs mutants of `ikbo_jax/rewrite/`, each with one line changed, and expects a test to fail.
 
     python tools/mutate_rewrite.py              # every mutant, two at a time
-    python tools/mutate_rewrite.py sign bounds  # those whose names contain a word
-    python tools/mutate_rewrite.py --list       # checks that every mutant's text is there
+    python tools/mutate_rewrite.py sign bounds  # mutants whose names contain a word
+    python tools/mutate_rewrite.py --list       # checks that every mutant can be applied
 
-Each mutant of `rewrite_mutants.py` names the few tests that should fail with it; only if these
-pass, `WIDE` run. A mutant is caught if a test fails that passes without it, and survives if all
-pass. Each is applied in a temporary copy of the tree. Ends with 1 if one survived or its text was
-not found.
+Each mutant of `rewrite_mutants.py` names the few tests that should fail with it; if these pass, the
+tests in `WIDE` run. A mutant is caught if a test fails that passes without it, and survives if all
+tests pass. Each mutant is applied in a temporary copy of the tree. The exit status is 1 if a mutant
+survives or cannot be applied.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rewrite_mutants import MUTANTS, Mutant
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
-#: What runs, file by file, for a mutant that its own tests do not catch.
+#: Tests that run, file by file, for a mutant that the tests it names do not catch.
 WIDE = (
     "tests/test_rewrite_facts.py",
     "tests/test_rewrite_decisions.py",
@@ -45,11 +45,11 @@ def check(mutant: Mutant, root: pathlib.Path) -> str:
     """Why a mutant cannot be applied; "" if it can."""
     text = (root / "ikbo_jax" / "rewrite" / mutant.file).read_text()
     count = text.count(mutant.old)
-    return "" if count == 1 else f"its text stands in {mutant.file} {count} times"
+    return "" if count == 1 else f"its text occurs in {mutant.file} {count} times"
 
 
 def first_failure(mutant: Mutant | None, tests: tuple[str, ...]) -> str:
-    """The first of the tests that fails with a mutant, or with none; "" if all pass."""
+    """The first test that fails with a mutant, or without any if None; "" if all tests pass."""
     with tempfile.TemporaryDirectory() as folder:
         copy = pathlib.Path(folder)
         for name in ("ikbo_jax", "tests"):
@@ -76,36 +76,38 @@ def first_failure(mutant: Mutant | None, tests: tuple[str, ...]) -> str:
 
 @functools.cache
 def passes_without(tests: tuple[str, ...]) -> bool:
-    """Whether tests pass without a mutant, so that a failure is the mutant's."""
+    """Whether tests pass without a mutant, so that a mutant causes their failure."""
     return not first_failure(None, tests)
 
 
 def verdict(mutant: Mutant, wide: tuple[str, ...]) -> tuple[bool, str]:
-    """Whether a mutant is caught, and what to print."""
+    """Whether a mutant is caught, and the text to print."""
     start = time.monotonic()
     problem = check(mutant, ROOT)
     if problem:
         return False, f"NOT APPLIED: {problem}"
     for tests in (mutant.tests, *((file,) for file in wide)):
-        by = first_failure(mutant, tests)
-        if by and passes_without(tests):
-            wider = "" if tests == mutant.tests else " (not by its own tests)"
-            name = by.removeprefix("FAILED tests/").split(" - ")[0]
+        failure = first_failure(mutant, tests)
+        if failure and passes_without(tests):
+            wider = "" if tests == mutant.tests else " (not by the tests it names)"
+            name = failure.removeprefix("FAILED tests/").split(" - ")[0]
             return True, f"caught by {name}{wider} ({time.monotonic() - start:.0f} s)"
-        if by:
-            return False, f"NOT TRIED: fails without it, too: {by}"
+        if failure:
+            return False, f"NOT TRIED: fails without the mutant, too: {failure}"
     return False, f"SURVIVED ({time.monotonic() - start:.0f} s)"
 
 
 def main() -> int:
-    """Runs the chosen mutants; 1 if one survived or could not be applied."""
+    """Runs the chosen mutants; returns 1 if one survives or cannot be applied."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("words", nargs="*", help="mutants whose names contain one of them")
-    parser.add_argument("--list", action="store_true", help="runs no test")
-    parser.add_argument("--jobs", type=int, default=2, help="mutants at a time")
-    parser.add_argument("--narrow", action="store_true", help="runs the mutants' own tests alone")
+    parser.add_argument("words", nargs="*", help="run mutants whose names contain a word")
+    parser.add_argument("--list", action="store_true", help="run no test")
+    parser.add_argument("--jobs", type=int, default=2, help="number of mutants to run at a time")
+    parser.add_argument(
+        "--narrow", action="store_true", help="run only the tests that mutants name"
+    )
     options = parser.parse_args()
     chosen = [m for m in MUTANTS if not options.words or any(w in m.name for w in options.words)]
 
@@ -114,9 +116,9 @@ def main() -> int:
         return not problem, problem or "applies"
 
     judged = functools.partial(verdict, wide=() if options.narrow else WIDE)
-    own = tuple(dict.fromkeys(test for mutant in chosen for test in mutant.tests))
-    if not options.list and (failure := first_failure(None, own)):
-        print(f"the mutants' own tests fail without any mutant: {failure}")
+    named = tuple(dict.fromkeys(test for mutant in chosen for test in mutant.tests))
+    if not options.list and (failure := first_failure(None, named)):
+        print(f"the tests that mutants name fail without any mutant: {failure}")
         return 1
     caught = 0
     with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
@@ -130,7 +132,7 @@ def main() -> int:
 
 
 def _line(mutant: Mutant) -> int:
-    """Where a mutant's text begins; 0 if it is not there."""
+    """The line at which a mutant's text begins; 0 if the file lacks it."""
     text = (ROOT / "ikbo_jax" / "rewrite" / mutant.file).read_text()
     before, found, _ = text.partition(mutant.old)
     return before.count("\n") + 1 if found else 0

@@ -1,4 +1,4 @@
-"""Changes of one line in `ikbo_jax/rewrite/`, and the tests that fail with each."""
+"""Mutants of `ikbo_jax/rewrite/`, each one changed line, and the tests that fail with them."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ DECISIONS = "tests/test_rewrite_decisions.py"
 
 
 def facts(*tests: str) -> tuple[str, ...]:
-    """Tests of single facts."""
+    """The ids of tests of facts."""
     return tuple(f"{FACTS}::test_{test}" for test in tests)
 
 
 def decisions(*names: str) -> tuple[str, ...]:
-    """Programs by name, of queries and looked-up keys."""
+    """The ids of tests of attention programs, by name."""
     return tuple(f"{DECISIONS}::test_attention[{name}]" for name in names)
 
 
 def lookups(*names: str) -> tuple[str, ...]:
-    """Programs by name, of lookups."""
+    """The ids of tests of programs with lookups, by name."""
     return tuple(f"{DECISIONS}::test_lookups[{name}]" for name in names)
 
 
 def left(*names: str) -> tuple[str, ...]:
-    """Programs by name that the rewrite leaves as they are, for a reason that it tells."""
+    """The ids of tests of programs that stay as written, with a reason in the report, by name."""
     return tuple(f"{DECISIONS}::test_left_for_a_reason[{name}]" for name in names)
 
 
 class Mutant(NamedTuple):
-    """A change of one line.
+    """One changed line.
 
     Attributes:
-      name: what it does.
-      file: in `ikbo_jax/rewrite/`.
-      old: text that the file holds once.
-      new: what stands in its place.
-      tests: pytest's arguments: what should fail.
+      name: the change in words.
+      file: the file in `ikbo_jax/rewrite/`.
+      old: a text that occurs once in the file.
+      new: the text that replaces it.
+      tests: the ids of the tests that should fail.
     """
 
     name: str
@@ -58,7 +58,7 @@ MUTANTS = (
     Mutant(
         "slopes never compared",
         "activations.py",
-        "return True, bool(np.all(slope | ~finite | (np.isnan(found.slope) & overflows)))",
+        "return True, bool(np.all(slope | ~finite | (np.isnan(computed.slope) & overflows)))",
         "return True, True",
         facts("activations_of_another_slope"),
     ),
@@ -70,7 +70,7 @@ MUTANTS = (
         facts("activations_with_their_scales"),
     ),
     Mutant(
-        "few points decide",
+        "curves compared at few points only",
         "activations.py",
         "same, same_slope = compare(_points(curve))",
         "same, same_slope = compare(_FEW / scale)",
@@ -91,7 +91,7 @@ MUTANTS = (
         facts("no_activation[one point]", "no_activation[between two numbers]"),
     ),
     Mutant(
-        "another slope is no reason",
+        "activation with another slope accepted",
         "attention.py",
         "if activation is not None and not activation.same_slope:",
         "if False and activation is not None and not activation.same_slope:",
@@ -114,10 +114,10 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "own derivative ignored",
+        "custom derivative ignored",
         "curves.py",
-        'if name == "custom_jvp_call" and slopes:\n            return _own',
-        'if name == "custom_jvp_call" and slopes and False:\n            return _own',
+        'if name == "custom_jvp_call" and slopes:\n            return _custom_jvp',
+        'if name == "custom_jvp_call" and slopes and False:\n            return _custom_jvp',
         facts("values_and_slopes_of_a_curve_are_those_of_jax[own]"),
     ),
     Mutant(
@@ -164,7 +164,7 @@ MUTANTS = (
         decisions("scaled probabilities"),
     ),
     Mutant(
-        "number over logits taken for logits over number",
+        "number over logits treated as logits over number",
         "scores.py",
         'if factor is None or scores.stage != "logits" or (divides and scores is y):',
         'if factor is None or scores.stage != "logits":',
@@ -186,7 +186,7 @@ MUTANTS = (
         decisions("fill scaled later"),
     ),
     Mutant(
-        "sense of the mask lost",
+        "inverted mask not inverted",
         "scores.py",
         "fill = dataclasses.replace(fill, kept=base if keeps else ~base, lengths=lengths)",
         "fill = dataclasses.replace(fill, kept=base, lengths=lengths)",
@@ -214,7 +214,7 @@ MUTANTS = (
         left("fill that hides little"),
     ),
     Mutant(
-        "masked keys always weigh nothing",
+        "masked keys never have attention weights",
         "masks.py",
         "_UNREACHABLE = -1e30",
         "_UNREACHABLE = -1e3",
@@ -242,7 +242,7 @@ MUTANTS = (
         decisions("two fills"),
     ),
     Mutant(
-        "rest of the keys without its number",
+        "number not added to the lse of masked keys",
         "masks.py",
         "return merge_attention(out, lse, rest, rest_lse + jnp.float32(fill.value))[0]",
         "return merge_attention(out, lse, rest, rest_lse)[0]",
@@ -270,7 +270,7 @@ MUTANTS = (
         (*facts("lengths"), *decisions("lengths, at most")),
     ),
     Mutant(
-        "lengths and arange exchanged",
+        "lengths and arange swapped",
         "facts.py",
         'position, length = operands if name == "lt" else reversed(operands)',
         'position, length = operands if name == "gt" else reversed(operands)',
@@ -292,7 +292,7 @@ MUTANTS = (
         lookups("bound reached"),
     ),
     Mutant(
-        "fill taken for clip",
+        "fill treated as clip",
         "sources.py",
         "fills = mode == lax.GatherScatterMode.FILL_OR_DROP and not proven",
         "fills = mode == lax.GatherScatterMode.CLIP and not proven",
@@ -306,10 +306,10 @@ MUTANTS = (
         lookups("dropped"),
     ),
     Mutant(
-        "known positions below 0",
+        "fixed positions below 0",
         "sources.py",
-        "0 <= known[0] <= size - sizes[axis]",
-        "known[0] <= size - sizes[axis]",
+        "0 <= start[0] <= size - sizes[axis]",
+        "start[0] <= size - sizes[axis]",
         (f"{DECISIONS}::test_a_fixed_position_below_0_is_no_row_from_the_end",),
     ),
     Mutant(
@@ -354,10 +354,10 @@ MUTANTS = (
         decisions("values of others"),
     ),
     Mutant(
-        "two lookups taken for one",
+        "two lookups treated as one",
         "rules.py",
-        "together = value_lineage is not None and not differ",
-        "together = value_lineage is not None",
+        "one_lineage = value_lineage is not None and not differ",
+        "one_lineage = value_lineage is not None",
         lookups("two lookups"),
     ),
 )

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ikbo_jax.ops import dispatch
+from ikbo_jax.ops import arguments
 from ikbo_jax.ops.attention import attention
 from ikbo_jax.ops.gdpa import gdpa
 from ikbo_jax.ops.linear_compression import linear_compression
@@ -92,7 +92,7 @@ def check_sizes(layer: str, **sizes: int | None) -> tuple[int, ...]:
 def _check_offsets(name: str, axis: str, array: jax.Array) -> None:
     """Raises ValueError unless `array` is [axis + 1] int32."""
     if getattr(array, "dtype", None) != "int32":
-        raise ValueError(f"{name} must be an int32 array, but is {dispatch.describe(array)}")
+        raise ValueError(f"{name} must be an int32 array, but is {arguments.describe(array)}")
     if array.ndim != 1 or not array.size:
         raise ValueError(f"{name} must have shape [{axis} + 1], but has shape {array.shape}")
 
@@ -255,10 +255,10 @@ def attend(
     """
     X_CAND.check(x_cand, params["w_query"].shape[0])
     X_USER.check(x_user, params["w_key"].shape[0])
-    dispatch.check_index("cand_to_user", cand_to_user, "x_cand", "B", x_cand.shape[0])
+    arguments.check_index("cand_to_user", cand_to_user, "x_cand", "B", x_cand.shape[0])
     if key_value_seq_lengths is not None:
         lengths = key_value_seq_lengths
-        dispatch.check_index("key_value_seq_lengths", lengths, "x_user", "U", x_user.shape[0])
+        arguments.check_index("key_value_seq_lengths", lengths, "x_user", "U", x_user.shape[0])
     params, (x_cand, x_user) = _cast(params, (x_cand, x_user), dtype)
     with _precision(precision):
         out = attention(
@@ -366,7 +366,7 @@ def pffn(
     _check_offsets("cu_seqlens_memory", "batch_memory", cu_seqlens_memory)
     if x_to_memory is not None:
         batch = cu_seqlens.shape[0] - 1
-        dispatch.check_index("x_to_memory", x_to_memory, "cu_seqlens", "batch", batch)
+        arguments.check_index("x_to_memory", x_to_memory, "cu_seqlens", "batch", batch)
     params, (x, memory) = _cast(params, (x, memory), dtype)
     with _precision(precision):
         out = gdpa(

@@ -271,7 +271,7 @@ def hand_optimised(params: dict[str, Any], request: Request, *, most: int) -> ja
     Args:
       params: parameters from `init`.
       request: a request of the same sizes.
-      most: largest number of candidates of one user. A user's further candidates get wrong logits.
+      most: largest number of candidates of one user. A user's further candidates have NaN.
 
     Returns:
       Logits [B, tasks] f32.

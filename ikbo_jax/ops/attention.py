@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ikbo_jax.ops import dispatch, reverse_only
+from ikbo_jax.ops import arguments, dispatch, reverse_only
+from ikbo_jax.ops.op import Folded, Op, stack, unstack, vary_over_same_axes
 from ikbo_jax.problems import AttentionConfig, AttentionProblem
 from ikbo_jax.problems.hopper import WGMMA_M
 from ikbo_jax.reference import attention as reference
@@ -85,21 +86,17 @@ def attention(
     Source: Meta IKBO, flash attention with in-kernel broadcast, published by Meta on the PyTorch
     blog.
     """
-    dispatch.check_implementation(implementation)
-    if config is not None and not isinstance(config, AttentionConfig):
-        raise ValueError(f"config must be an AttentionConfig, but is {config!r}")
-    if config is not None and implementation == "xla":
-        raise ValueError(f"implementation='xla' takes no config, but config is {config}")
+    request = arguments.request("attention", implementation, config, AttentionConfig)
     _check(query, key, value, cand_to_user, key_value_seq_lengths)
     _check_self_tokens(query, key, self_key, self_value)
     arrays = _Arrays(query, key, value, cand_to_user, key_value_seq_lengths)
     call = _Call(
-        dispatch.Request("attention", implementation, config),
-        query.shape[3] ** -0.5 if scale is None else dispatch.finite_number("scale", scale),
+        request,
+        query.shape[3] ** -0.5 if scale is None else arguments.finite_number("scale", scale),
         bool(indices_are_sorted),
         bool(return_residuals),
     )
-    plan = dispatch.choose(call.request, _problem(arrays))
+    plan = _OP.plan(call, arrays)
     self_tokens = None
     if self_key is not None and self_value is not None and self_key.shape[1]:
         self_tokens = (self_key, self_value)
@@ -137,14 +134,14 @@ def merge_attention(
     combination of partial softmaxes.
     """
     for name, out in (("out1", out1), ("out2", out2)):
-        dispatch.check_array(name, out, "[B, T, N, H]")
+        arguments.check_array(name, out, "[B, T, N, H]")
     if out1.dtype != out2.dtype:
         raise ValueError(f"out1 is {out1.dtype} but out2 is {out2.dtype}")
     if out1.shape != out2.shape:
         raise ValueError(f"out1 has shape {out1.shape} but out2 has shape {out2.shape}")
     for name, lse in (("lse1", lse1), ("lse2", lse2)):
         if getattr(lse, "dtype", None) != "float32":
-            raise ValueError(f"{name} must be a float32 array, but is {dispatch.describe(lse)}")
+            raise ValueError(f"{name} must be a float32 array, but is {arguments.describe(lse)}")
         if lse.shape != out1.shape[:3]:
             raise ValueError(f"{name} has shape {lse.shape} but out1 has shape {out1.shape}")
     return reference.merge_attention(out1, lse1, out2, lse2)
@@ -178,9 +175,9 @@ def _check(
     lengths: jax.Array | None,
 ) -> None:
     """Raises ValueError, quoting both conflicting values, unless query, key and index agree."""
-    dispatch.check_array("query", query, "[B, T, N, H]")
+    arguments.check_array("query", query, "[B, T, N, H]")
     for name, array in (("key", key), ("value", value)):
-        dispatch.check_array(name, array, "[U, S, K, H]")
+        arguments.check_array(name, array, "[U, S, K, H]")
         if array.dtype != query.dtype:
             raise ValueError(f"query is {query.dtype} but {name} is {array.dtype}")
     _check_sizes("key", key, "value", value, "USKH")
@@ -192,16 +189,16 @@ def _check(
         )
     if kv_heads < 1:
         raise ValueError(f"key must have at least 1 head, but has shape {key.shape}")
-    dispatch.check_concrete(
+    arguments.check_concrete(
         "attention", {"S": key.shape[1], "N": q_heads, "K": kv_heads, "H": width}
     )
     if q_heads % kv_heads:
         raise ValueError(
             f"query has N={q_heads} heads, which is not a multiple of key's K={kv_heads}"
         )
-    dispatch.check_index("cand_to_user", cand_to_user, "query", "B", batch)
+    arguments.check_index("cand_to_user", cand_to_user, "query", "B", batch)
     if lengths is not None:
-        dispatch.check_index("key_value_seq_lengths", lengths, "key", "U", users)
+        arguments.check_index("key_value_seq_lengths", lengths, "key", "U", users)
     if batch and not users:
         raise ValueError(f"key has no rows, shape {key.shape}, but query has B={batch}")
 
@@ -213,12 +210,12 @@ def _check_self_tokens(
     if (self_key is None) != (self_value is None):
         raise ValueError(
             "self_key and self_value go together, but self_key is "
-            f"{dispatch.describe(self_key)} and self_value is {dispatch.describe(self_value)}"
+            f"{arguments.describe(self_key)} and self_value is {arguments.describe(self_value)}"
         )
     if self_key is None or self_value is None:
         return
     for name, array in (("self_key", self_key), ("self_value", self_value)):
-        dispatch.check_array(name, array, "[B, T_self, K, H]")
+        arguments.check_array(name, array, "[B, T_self, K, H]")
         if array.dtype != query.dtype:
             raise ValueError(f"query is {query.dtype} but {name} is {array.dtype}")
         _check_sizes("query", query, name, array, "B  H")
@@ -235,28 +232,10 @@ def _check_sizes(
             raise ValueError(f"{a_name} has {axis}={a_size} but {b_name} has {axis}={b_size}")
 
 
-def _problem(arrays: _Arrays) -> AttentionProblem:
-    (batch, q_len, q_heads, width), (users, kv_len, kv_heads, _) = (
-        arrays.query.shape,
-        arrays.key.shape,
-    )
-    return AttentionProblem(
-        batch=batch,
-        users=users,
-        q_len=q_len,
-        kv_len=kv_len,
-        q_heads=q_heads,
-        kv_heads=kv_heads,
-        head_dim=width,
-        dtype=str(arrays.query.dtype),
-    )
-
-
-def _run(call: _Call, plan: dispatch.Plan, arrays: _Arrays) -> tuple[jax.Array, jax.Array | None]:
+def _run_kernel(
+    call: _Call, plan: dispatch.Plan, arrays: _Arrays
+) -> tuple[jax.Array, jax.Array | None]:
     query, key, value, index, lengths = arrays
-    if plan.implementation == "xla":
-        results = attention_grouped.decomposed(query, key, value, index, lengths, scale=call.scale)
-        return dispatch.record(results[0], plan), results[1] if call.return_residuals else None
     # Imported here because Mosaic GPU takes 0.3 s to import.
     from ikbo_jax.pallas.flash import attention as kernel
     from ikbo_jax.pallas.flash import work_order
@@ -287,117 +266,82 @@ def _run(call: _Call, plan: dispatch.Plan, arrays: _Arrays) -> tuple[jax.Array, 
             jnp.zeros_like(index).at[order].set(jnp.arange(index.size, dtype=index.dtype))
         )
         out, lse = out[inverse_order], None if lse is None else lse[inverse_order]
-    return dispatch.record(out, plan), lse
+    return out, lse
 
 
-def _run_vmappable(
-    call: _Call, plan: dispatch.Plan, arrays: _Arrays
-) -> tuple[jax.Array, jax.Array | None]:
-    """`_run` with a custom vmap rule: the default rule would add a grid axis to the kernel."""
+class _Attention(Op):
+    def problem(self, call: _Call, arrays: _Arrays) -> AttentionProblem:
+        del call
+        batch, q_len, q_heads, width = arrays.query.shape
+        users, kv_len, kv_heads, _ = arrays.key.shape
+        return AttentionProblem(
+            batch=batch,
+            users=users,
+            q_len=q_len,
+            kv_len=kv_len,
+            q_heads=q_heads,
+            kv_heads=kv_heads,
+            head_dim=width,
+            dtype=str(arrays.query.dtype),
+        )
 
-    @jax.custom_batching.custom_vmap
-    def run(arrays: _Arrays) -> tuple[jax.Array, jax.Array | None]:
-        return _run(call, plan, arrays)
+    def run(
+        self, call: _Call, plan: dispatch.Plan, arrays: _Arrays
+    ) -> tuple[jax.Array, jax.Array | None]:
+        if plan.implementation == "mosaic_gpu":
+            out, lse = _run_kernel(call, plan, arrays)
+        else:
+            out, lse = attention_grouped.decomposed(*arrays, scale=call.scale)
+        return dispatch.record(out, plan), lse if call.return_residuals else None
 
-    @run.def_vmap
-    def run_batched(size: int, batched: list, arrays: _Arrays) -> tuple[tuple, tuple]:
-        out, lse = _vmap(call, plan, size, batched[0], arrays)
-        return (out, lse), (True, None if lse is None else True)
+    def fold(self, call: _Call, size: int, batched: _Arrays, arrays: _Arrays) -> Folded | None:
+        """Concatenates the rows of problems that share no keys and values, or share all of them.
 
-    result: tuple[jax.Array, jax.Array | None] = run(arrays)
-    return result
+        If only one of key and value is batched, or the lengths alone, folding would copy keys or
+        values.
+        """
+        are_users_batched = batched.key and batched.value
+        if not are_users_batched and (batched.key or batched.value or batched.lengths):
+            return None
+        query, key, value, index, lengths = arrays
+        users = key.shape[1] if are_users_batched else key.shape[0]
 
+        def concatenate(array: jax.Array, is_batched: bool) -> jax.Array:
+            array = stack(size, array, is_batched)
+            return array.reshape(-1, *array.shape[2:])
 
-def _vmap(
-    call: _Call, plan: dispatch.Plan, size: int, batched: Any, arrays: _Arrays
-) -> tuple[jax.Array, jax.Array | None]:
-    """Runs `size` problems, stacked along the leading axis of the arrays that are `batched`.
+        if are_users_batched:
+            key, value = concatenate(key, True), concatenate(value, True)
+            lengths = None if lengths is None else concatenate(lengths, bool(batched.lengths))
+            # Clamp before the offset is added: a value outside one problem's users would otherwise
+            # point to users of another problem.
+            offsets = jnp.arange(size, dtype=jnp.int32)[:, None] * users
+            index = stack(size, index, bool(batched.cand_to_user))
+            index = (jnp.clip(index, 0, users - 1) + offsets).reshape(-1)
+        else:
+            index = concatenate(index, bool(batched.cand_to_user))
+            call = dataclasses.replace(call, indices_are_sorted=False)
+        one = _Arrays(concatenate(query, bool(batched.query)), key, value, index, lengths)
+        return Folded(call, one, functools.partial(unstack, size))
 
-    If key, value and lengths are all unbatched, or key and value both batched, the problems are
-    folded into one. Otherwise (only one of key and value is batched, or the lengths alone) folding
-    would copy keys or values: XLA batches its products instead, and the kernel runs in a loop.
-    """
-    are_users_batched = batched.key and batched.value
-    are_users_shared = not (batched.key or batched.value or batched.lengths)
-    if are_users_batched or are_users_shared:
-        return _vmap_folded(call, size, batched, arrays, are_users_batched)
+    def for_gradient(self, call: _Call) -> _Call:
+        return dataclasses.replace(call, return_residuals=True)
 
-    def run_one(arrays: _Arrays) -> tuple[jax.Array, jax.Array | None]:
-        if plan.implementation == "xla":
-            reason = f"{plan.reason}; vmap runs {size} problems at once"
-            return _run(call, dataclasses.replace(plan, reason=reason), arrays)
-        return _run_vmappable(call, plan, arrays)
+    def visible(self, call: _Call, results: Any) -> Any:
+        out, lse = results
+        return out, lse if call.return_residuals else None
 
-    if plan.implementation == "xla":
-        axes = _Arrays._make(0 if is_batched else None for is_batched in batched)
-        result: tuple[jax.Array, jax.Array | None] = jax.vmap(run_one, (axes,))(arrays)
-        return result
-    looped: tuple[jax.Array, jax.Array | None] = dispatch.map_sequentially(run_one, batched, arrays)
-    return looped
-
-
-def _vmap_folded(
-    call: _Call, size: int, batched: Any, arrays: _Arrays, are_users_batched: bool
-) -> tuple[jax.Array, jax.Array | None]:
-    """Runs `size` problems as one whose rows are the concatenated rows of the problems."""
-    query, key, value, index, lengths = arrays
-    one_shape = query.shape[1:] if batched.query else query.shape
-    users = key.shape[1] if are_users_batched else key.shape[0]
-    if size == 0:
-        lse = jnp.zeros((0, *one_shape[:3]), jnp.float32) if call.return_residuals else None
-        return jnp.zeros((0, *one_shape), query.dtype), lse
-
-    def fold(array: jax.Array, is_batched: bool) -> jax.Array:
-        if not is_batched:
-            array = jnp.broadcast_to(array, (size, *array.shape))
-        return array.reshape(-1, *array.shape[2:])
-
-    if are_users_batched:
-        key, value = fold(key, True), fold(value, True)
-        lengths = None if lengths is None else fold(lengths, batched.lengths)
-        # Clamp before the offset is added: a value outside one problem's users would otherwise
-        # point to users of another problem.
-        offsets = jnp.arange(size, dtype=jnp.int32)[:, None] * users
-        if not batched.cand_to_user:
-            index = jnp.broadcast_to(index, (size, *index.shape))
-        index = (jnp.clip(index, 0, users - 1) + offsets).reshape(-1)
-    else:
-        index = fold(index, batched.cand_to_user)
-        call = dataclasses.replace(call, indices_are_sorted=False)
-    folded = _Arrays(fold(query, batched.query), key, value, index, lengths)
-    plan = dispatch.choose(call.request, _problem(folded))
-    out, lse = _run_vmappable(call, plan, folded)
-    unfolded_lse = None if lse is None else lse.reshape(size, *one_shape[:3])
-    return out.reshape(size, *one_shape), unfolded_lse
+    def vjp(self, call: _Call, plan: dispatch.Plan, residuals: Any, cotangents: Any) -> _Arrays:
+        del plan
+        (query, key, value, index, lengths), (out, lse) = residuals
+        d_out, d_lse = cotangents
+        gradients = attention_grouped.decomposed_vjp(
+            query, key, value, index, lengths, out, lse, d_out, d_lse, scale=call.scale
+        )
+        return _Arrays._make((*gradients, None, None))
 
 
-# custom_vjp wraps custom_vmap because custom_vmap has no reverse mode.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _differentiable(
-    call: _Call, plan: dispatch.Plan, arrays: _Arrays
-) -> tuple[jax.Array, jax.Array | None]:
-    return _run_vmappable(call, plan, arrays)
-
-
-def _forward(call: _Call, plan: dispatch.Plan, arrays: _Arrays) -> tuple[tuple, tuple]:
-    # Calls `_differentiable` and not `_run_vmappable`, so that a second derivative finds this rule
-    # and not the kernel.
-    out, lse = _differentiable(dataclasses.replace(call, return_residuals=True), plan, arrays)
-    return (out, lse if call.return_residuals else None), (arrays, out, lse)
-
-
-def _backward(
-    call: _Call, plan: dispatch.Plan, residuals: tuple, cotangents: tuple
-) -> tuple[_Arrays]:
-    (query, key, value, index, lengths), out, lse = residuals
-    d_out, d_lse = cotangents
-    gradients = attention_grouped.decomposed_vjp(
-        query, key, value, index, lengths, out, lse, d_out, d_lse, scale=call.scale
-    )
-    return (_Arrays._make((*gradients, None, None)),)
-
-
-_differentiable.defvjp(_forward, _backward)
+_OP = _Attention()
 
 
 # The plan is a static argument: when the choice changes, jit's cache does not return the old one.
@@ -408,7 +352,7 @@ def _attention(
     arrays: _Arrays,
     self_tokens: tuple[jax.Array, jax.Array] | None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    arrays, self_tokens = dispatch.vary_over_same_axes((arrays, self_tokens))
+    arrays, self_tokens = vary_over_same_axes((arrays, self_tokens))
     lse: jax.Array | None
     if arrays.key.shape[1] == 0:
         out = jnp.zeros_like(arrays.query)
@@ -416,7 +360,7 @@ def _attention(
         out = dispatch.record(out, plan)
     else:
         with_lse = call.return_residuals or self_tokens is not None
-        out, lse = _differentiable(
+        out, lse = _OP.differentiable(
             dataclasses.replace(call, return_residuals=with_lse), plan, arrays
         )
     if self_tokens is not None:

@@ -1,4 +1,4 @@
-"""Shared by all ops: argument checks, the choice of an implementation, and a record of the choice.
+"""The choice of an implementation, and a record of the choice.
 
 An op stores its `Plan` in the jaxpr with `record`, and `ikbo_jax.explain` reads it from there. So
 `explain` also reports the plans of functions that were traced earlier and come from a cache.
@@ -9,14 +9,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import math
 import re
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.export
-import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
@@ -26,8 +23,13 @@ logger = logging.getLogger("ikbo_jax")
 
 #: Values of `implementation` besides None, which takes the fastest that can run.
 IMPLEMENTATIONS = ("mosaic_gpu", "xla")
-#: Dtypes that the ops accept; the kernels accept fewer.
-DTYPES = ("bfloat16", "float16", "float32")
+
+
+#: The reason to run in XLA although the kernel could run.
+_NOT_MEASURED = (
+    "the table has no measured row near this problem, and without one {op}'s kernel runs only with "
+    "implementation='mosaic_gpu' or a config; `ikbo-jax tune {op}` measures a row"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,67 +59,6 @@ class Plan:
         if self.config is not None:
             lines.append(f"  config: {self.config}")
         return "\n".join([*lines, f"  reason: {self.reason}", f"  gradient: {self.backward}"])
-
-
-def check_implementation(implementation: str | None) -> None:
-    """Raises ValueError unless `implementation` is None or known."""
-    if implementation is not None and implementation not in IMPLEMENTATIONS:
-        known = ", ".join(["None", *map(repr, IMPLEMENTATIONS)])
-        raise ValueError(f"unknown implementation {implementation!r}; known: {known}")
-
-
-def check_array(name: str, array: object, axes: str) -> None:
-    """Raises ValueError unless `array` has the rank of `axes`, e.g. "[M, K]", and a known dtype."""
-    shape, dtype = getattr(array, "shape", None), getattr(array, "dtype", None)
-    if shape is None or dtype is None:
-        raise ValueError(f"{name} must be an array of shape {axes}, but is {describe(array)}")
-    if len(shape) != axes.count(",") + 1:
-        raise ValueError(f"{name} must have shape {axes}, but has shape {shape}")
-    if str(dtype) not in DTYPES:
-        raise ValueError(f"{name} must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}, but is {dtype}")
-
-
-def check_index(name: str, array: object, rows_name: str, axis: str, rows: int) -> None:
-    """Raises ValueError unless `array` is [rows] int32; `rows` is `axis` of array `rows_name`."""
-    shape, dtype = getattr(array, "shape", None), getattr(array, "dtype", None)
-    if dtype != "int32":
-        raise ValueError(f"{name} must be an int32 array, but is {describe(array)}")
-    if shape != (rows,):
-        raise ValueError(f"{name} has shape {shape} but {rows_name} has {axis}={rows}")
-
-
-def describe(value: object) -> str:
-    """Text for an error message: dtype and shape of an array, the type of any other value."""
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
-        return f"{value.dtype}{list(value.shape)}"
-    return "None" if value is None else f"a {type(value).__name__}"
-
-
-def finite_number(name: str, value: Any) -> float:
-    """Returns `value` as a float; it must be a number that is finite in float32.
-
-    Raises ValueError, quoting the value, for a bool, text, an array of rank above 0, a traced
-    value, NaN, an infinity, and a number beyond float32's range.
-    """
-    dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", ())
-    is_number = hasattr(value, "__float__") and shape == () and str(dtype) != "bool"
-    try:
-        if isinstance(value, bool) or not is_number:
-            raise TypeError(f"{type(value).__name__} is not a number")
-        number = float(value)
-    except OverflowError:
-        number = -math.inf if value < 0 else math.inf
-    except (TypeError, ValueError) as error:
-        # `float` of a traced value raises one of these as well.
-        is_plain = isinstance(value, (bool, str, bytes, np.bool_))
-        what = f"{describe(value)}, {value!r:.80}" if is_plain else describe(value)
-        raise ValueError(f"{name} must be a number known while tracing, but is {what}") from error
-    with np.errstate(over="ignore"):
-        is_finite = bool(np.isfinite(np.float32(number)))
-    if not is_finite:
-        beyond = ", beyond float32" if math.isfinite(number) else ""
-        raise ValueError(f"{name} must be a finite number, but is {number}{beyond}")
-    return number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,6 +99,9 @@ def _kernel_config(request: Request, problem: Any) -> tuple[Any, str]:
     else:
         choice = table.lookup(problem)
         config, reason = choice.config, choice.reason + _other_device(choice.reason)
+        is_unmeasured = choice.source == "default" and not problem.runs_unmeasured
+        if is_unmeasured and request.implementation is None:
+            return None, _NOT_MEASURED.format(op=problem.op)
         if config is None and request.implementation == "mosaic_gpu":
             # The table prefers XLA, but the caller requested the kernel.
             config = problem.default_config()
@@ -210,16 +154,6 @@ def is_symbolic(size: Any) -> bool:
     return jax.export.is_symbolic_dim(size)
 
 
-def check_concrete(op: str, sizes: dict[str, Any]) -> None:
-    """Raises NotImplementedError if one of `sizes`, keyed by axis, is a symbolic dimension."""
-    for axis, size in sizes.items():
-        if is_symbolic(size):
-            raise NotImplementedError(
-                f"{op}: {axis} is symbolic ({str(size)!r}), but every implementation needs it "
-                f"concrete; export with a concrete {axis}"
-            )
-
-
 def _other_device(reason: str) -> str:
     """A suffix for a reason that quotes a row measured on another GPU model; else empty."""
     device_kind = str(getattr(default_device(), "device_kind", ""))
@@ -233,49 +167,6 @@ def _model(device_kind: str) -> str:
     """`H100` for `NVIDIA H100 80GB HBM3`; a name that does not fit this pattern as it is."""
     found = re.search(r"\b[A-Z]+\d+\w*\b", device_kind.removeprefix("NVIDIA "))
     return found[0] if found else device_kind
-
-
-def map_sequentially(fn: Callable[..., Any], batched: Any, arguments: Any) -> Any:
-    """vmap as a loop, which needs the memory of one problem.
-
-    Args:
-      fn: takes a tree like `arguments` without batch axes.
-      batched: a tree of bools with the structure of `arguments`: which arrays have a leading batch
-        axis.
-      arguments: a tree of arrays.
-
-    Returns:
-      The results of `fn`, stacked along a leading axis.
-    """
-    leaves, treedef = jax.tree.flatten(arguments)
-    flags = jax.tree.leaves(batched)
-
-    def call_slice(slices: list[jax.Array]) -> Any:
-        rest = iter(slices)
-        pairs = zip(leaves, flags, strict=True)
-        return fn(jax.tree.unflatten(treedef, [next(rest) if b else x for x, b in pairs]))
-
-    return jax.lax.map(call_slice, [x for x, b in zip(leaves, flags, strict=True) if b])
-
-
-def vary_over_same_axes(arrays: Any) -> Any:
-    """Inside `shard_map`, marks every array as varying over all mesh axes that one varies over.
-
-    `shard_map` requires a gradient to vary over the same axes as its input, but the gradient of a
-    replicated array differs between shards. The transpose of this cast sums it over the shards.
-    """
-
-    def varying(x: jax.Array) -> frozenset[str]:
-        axes: frozenset[str] = jax.typeof(x).manual_axis_type.varying
-        return axes
-
-    all_axes = frozenset().union(*map(varying, jax.tree.leaves(arrays)))
-
-    def cast(x: jax.Array) -> jax.Array:
-        missing = tuple(sorted(all_axes - varying(x)))
-        return jax.lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(cast, arrays)
 
 
 def default_device() -> jax.Device:

@@ -9,18 +9,21 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ikbo_jax.ops import dispatch, gdpa_arguments, gdpa_backward, gdpa_vmap, reverse_only
+from ikbo_jax.ops import arguments, dispatch, gdpa_arguments, gdpa_backward, gdpa_vmap, reverse_only
+from ikbo_jax.ops.op import (
+    Folded,
+    Op,
+    map_sequentially,
+    stack,
+    unstack,
+    vary_over_same_axes,
+    vmappable,
+)
 from ikbo_jax.problems import GdpaConfig, GdpaProblem
+from ikbo_jax.problems import gdpa_backward as gdpa_backward_problems
 from ikbo_jax.reference import gdpa as reference
 from ikbo_jax.reference import gdpa_chunked
 from ikbo_jax.reference.gdpa import Arrays, Settings
-from ikbo_jax.tuning import table
-
-#: The reason to run in XLA although the kernel could run.
-NOT_MEASURED = (
-    "the table has no measured row near this problem, and without one gdpa's kernel runs only with "
-    "implementation='mosaic_gpu' or a config; `ikbo-jax tune gdpa` measures a row"
-)
 
 
 def gdpa(
@@ -122,11 +125,7 @@ def gdpa(
     Source: Meta, generalised dot-product attention (GDPA), published with its kernels for ads
     models.
     """
-    dispatch.check_implementation(implementation)
-    if config is not None and not isinstance(config, GdpaConfig):
-        raise ValueError(f"config must be a GdpaConfig, but is {config!r}")
-    if config is not None and implementation == "xla":
-        raise ValueError(f"implementation='xla' takes no config, but config is {config}")
+    request = arguments.request("gdpa", implementation, config, GdpaConfig)
     arrays = Arrays(query, key, value, cu_seqlens_q, cu_seqlens_kv, q_to_kv)
     broadcast_q = bool(broadcast_q)
     gdpa_arguments.check_arrays(arrays)
@@ -136,8 +135,8 @@ def gdpa(
     settings = Settings(
         activations,
         approx,
-        dispatch.finite_number("scale", scale),
-        dispatch.finite_number("output_scale", output_scale),
+        arguments.finite_number("scale", scale),
+        arguments.finite_number("output_scale", output_scale),
         broadcast_q,
         gdpa_arguments.bound("max_seqlen_q", max_seqlen_q),
         gdpa_arguments.bound("max_seqlen_kv", max_seqlen_kv),
@@ -147,8 +146,8 @@ def gdpa(
             f"max_seqlen_q is {settings.max_seqlen_q} but every sequence has the query's "
             f"T={query.shape[0]} rows"
         )
-    call = _Call(dispatch.Request("gdpa", implementation, config), settings)
-    plan = _with_backward(_choose(call.request, _problem(arrays, settings)), arrays, settings)
+    call = _Call(request, settings)
+    plan = _OP.plan(call, arrays)
     shape = reference.out_shape(arrays, settings)
     if 0 in shape or not key.shape[0] or not reference.num_sequences(arrays):
         return jnp.zeros(shape, query.dtype)
@@ -162,107 +161,13 @@ class _Call:
 
     Attributes:
       return_residuals: whether a gradient follows, which needs lse where a head has a softmax.
-      gradient_by_kernel: whether the kernel computed the result; kernels then compute the gradient
-        if they can.
+      gradient_by_kernel: whether kernels compute the gradient.
     """
 
     request: dispatch.Request
     settings: Settings
     return_residuals: bool = False
     gradient_by_kernel: bool = False
-
-
-def _problem(arrays: Arrays, settings: Settings) -> GdpaProblem:
-    activations = settings.activations
-    return GdpaProblem(
-        batch=reference.num_sequences(arrays),
-        batch_kv=arrays.cu_seqlens_kv.shape[0] - 1,
-        q_rows=reference.out_shape(arrays, settings)[0],
-        kv_rows=arrays.key.shape[0],
-        q_heads=arrays.query.shape[1],
-        kv_heads=arrays.key.shape[1],
-        head_dim=arrays.query.shape[2],
-        dtype=str(arrays.query.dtype),
-        activations=activations[:1] if len(set(activations)) == 1 else activations,
-        approx=settings.approx,
-        broadcast_q=settings.broadcast_q,
-        max_seqlen_q=settings.max_seqlen_q,
-        max_seqlen_kv=settings.max_seqlen_kv,
-    )
-
-
-def _choose(request: dispatch.Request, problem: GdpaProblem) -> dispatch.Plan:
-    plan = dispatch.choose(request, problem)
-    is_automatic = request.implementation is None and request.config is None
-    if plan.implementation == "xla" or not is_automatic:
-        return plan
-    if table.lookup(problem).source != "default":
-        return plan
-    dispatch.logger.debug("gdpa runs in XLA: %s", NOT_MEASURED)
-    return dataclasses.replace(plan, implementation="xla", config=None, reason=NOT_MEASURED)
-
-
-def _with_backward(plan: dispatch.Plan, arrays: Arrays, settings: Settings) -> dispatch.Plan:
-    """Adds to the plan the implementation of the gradient.
-
-    Kernels compute the gradient if the kernel computes the result and `illegal_reason` is None.
-    """
-    backward = "XLA, a few tiles at a time"
-    if plan.implementation == "mosaic_gpu":
-        reason = gdpa_backward.illegal_reason(arrays, settings)
-        backward = (
-            f"{backward}: {reason}"
-            if reason
-            else "mosaic_gpu, one kernel for queries and one for keys"
-        )
-    return dataclasses.replace(plan, backward=backward)
-
-
-def _run(call: _Call, plan: dispatch.Plan, arrays: Arrays) -> tuple[jax.Array, jax.Array | None]:
-    """Computes out; and lse, if a gradient needs it. `arrays` hold one problem."""
-    if plan.implementation == "mosaic_gpu":
-        # Imported here because Mosaic GPU takes 0.3 s to import.
-        from ikbo_jax.pallas.flash.gdpa import gdpa_kernel
-
-        out, lse = gdpa_kernel(
-            arrays,
-            call.settings,
-            return_residuals=call.return_residuals,
-            config=plan.config,
-            num_sms=dispatch.num_sms(),
-        )
-    else:
-        out, lse = gdpa_chunked.chunked(arrays, call.settings)
-    return dispatch.record(out, plan), lse if call.return_residuals else None
-
-
-def _run_vmappable(
-    call: _Call, plan: dispatch.Plan, arrays: Arrays
-) -> tuple[jax.Array, jax.Array | None]:
-    """`_run` with a custom vmap rule, which bounds the memory."""
-
-    @jax.custom_batching.custom_vmap
-    def run(arrays: Arrays) -> tuple[jax.Array, jax.Array | None]:
-        return _run(call, plan, arrays)
-
-    @run.def_vmap
-    def run_batched(size: int, batched: list, arrays: Arrays) -> tuple[tuple, tuple]:
-        def run_one(arrays: Arrays) -> tuple[jax.Array, jax.Array | None]:
-            reason = f"{plan.reason}; vmap runs {size} problems one after another"
-            return _run_vmappable(call, dataclasses.replace(plan, reason=reason), arrays)
-
-        if gdpa_vmap.can_fold(call.settings, size, batched[0]):
-            fold_kv = gdpa_vmap.is_kv_batched(batched[0])
-            folded = gdpa_vmap.fold(size, batched[0], arrays, fold_kv)
-            folded_plan = _choose(call.request, _problem(folded, call.settings))
-            folded_plan = _with_backward(folded_plan, folded, call.settings)
-            results = gdpa_vmap.unfold(size, _run_vmappable(call, folded_plan, folded))
-        else:
-            results = dispatch.map_sequentially(run_one, batched[0], arrays)
-        return results, jax.tree.map(lambda _: True, results)
-
-    result: tuple[jax.Array, jax.Array | None] = run(arrays)
-    return result
 
 
 class _Residuals(NamedTuple):
@@ -278,36 +183,31 @@ Gradients = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def _run_vjp_vmappable(call: _Call, residuals: _Residuals) -> Gradients:
-    """Gradients of query, key and value, with a vmap rule like the rule of `_run_vmappable`."""
+    """Gradients of query, key and value, with a vmap rule like the rule of the result."""
 
-    @jax.custom_batching.custom_vmap
     def run(residuals: _Residuals) -> Gradients:
         arrays, out, lse, d_out = residuals
         return gdpa_backward.vjp(
             arrays, call.settings, out, lse, d_out, by_kernel=call.gradient_by_kernel
         )
 
-    @run.def_vmap
-    def run_batched(size: int, batched: list, residuals: _Residuals) -> tuple[Any, Any]:
-        flags = batched[0]
-        if size and not call.settings.broadcast_q:
-            # Every problem returns its own gradients of all arrays, so copies of shared arrays
-            # take no more memory than the results.
-            rows = jax.tree.map(
-                lambda x, is_batched: gdpa_vmap.stack(size, x, is_batched).reshape(
-                    -1, *x.shape[1 + is_batched :]
-                ),
-                residuals[1:],
-                flags[1:],
-            )
-            arrays = gdpa_vmap.fold(size, flags.arrays, residuals.arrays, fold_kv=True)
-            results = gdpa_vmap.unfold(size, _run_vjp_vmappable(call, _Residuals(arrays, *rows)))
-        else:
+    def run_batched(size: int, batched: _Residuals, residuals: _Residuals) -> Any:
+        if not size or call.settings.broadcast_q:
             run_one = functools.partial(_run_vjp_vmappable, call)
-            results = dispatch.map_sequentially(run_one, flags, residuals)
-        return results, (True, True, True)
+            return map_sequentially(run_one, batched, residuals)
+        # Every problem returns its own gradients of all arrays, so copies of shared arrays take no
+        # more memory than the results.
+        rows = jax.tree.map(
+            lambda x, is_batched: stack(size, x, is_batched).reshape(
+                -1, *x.shape[1 + is_batched :]
+            ),
+            residuals[1:],
+            batched[1:],
+        )
+        arrays = gdpa_vmap.fold(size, batched.arrays, residuals.arrays, fold_kv=True)
+        return unstack(size, _run_vjp_vmappable(call, _Residuals(arrays, *rows)))
 
-    result: Gradients = run(residuals)
+    result: Gradients = vmappable(run, run_batched)(residuals)
     return result
 
 
@@ -324,40 +224,96 @@ def _no_second_gradient(*_: Any) -> Any:
 _gradients.defvjp(_no_second_gradient, _no_second_gradient)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _differentiable(
-    call: _Call, plan: dispatch.Plan, arrays: Arrays
-) -> tuple[jax.Array, jax.Array | None]:
-    return _run_vmappable(call, plan, arrays)
+class _Gdpa(Op):
+    xla_batches_products = False
+
+    def problem(self, call: _Call, arrays: Arrays) -> GdpaProblem:
+        settings = call.settings
+        activations = settings.activations
+        return GdpaProblem(
+            batch=reference.num_sequences(arrays),
+            batch_kv=arrays.cu_seqlens_kv.shape[0] - 1,
+            q_rows=reference.out_shape(arrays, settings)[0],
+            kv_rows=arrays.key.shape[0],
+            q_heads=arrays.query.shape[1],
+            kv_heads=arrays.key.shape[1],
+            head_dim=arrays.query.shape[2],
+            dtype=str(arrays.query.dtype),
+            activations=activations[:1] if len(set(activations)) == 1 else activations,
+            approx=settings.approx,
+            broadcast_q=settings.broadcast_q,
+            max_seqlen_q=settings.max_seqlen_q,
+            max_seqlen_kv=settings.max_seqlen_kv,
+        )
+
+    def plan(self, call: _Call, arrays: Arrays) -> dispatch.Plan:
+        """Kernels compute the gradient if the kernel computes the result and they are legal."""
+        plan = super().plan(call, arrays)
+        backward = "XLA, a few tiles at a time"
+        if plan.implementation == "mosaic_gpu":
+            reason = gdpa_backward_problems.illegal_reason(plan.problem)
+            backward = (
+                f"{backward}: {reason}"
+                if reason
+                else "mosaic_gpu, one kernel for queries and one for keys"
+            )
+        return dataclasses.replace(plan, backward=backward)
+
+    def run(
+        self, call: _Call, plan: dispatch.Plan, arrays: Arrays
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Computes out; and lse, if a gradient needs it."""
+        if plan.implementation == "mosaic_gpu":
+            # Imported here because Mosaic GPU takes 0.3 s to import.
+            from ikbo_jax.pallas.flash.gdpa import gdpa_kernel
+
+            out, lse = gdpa_kernel(
+                arrays,
+                call.settings,
+                return_residuals=call.return_residuals,
+                config=plan.config,
+                num_sms=dispatch.num_sms(),
+            )
+        else:
+            out, lse = gdpa_chunked.chunked(arrays, call.settings)
+        return dispatch.record(out, plan), lse if call.return_residuals else None
+
+    def fold(self, call: _Call, size: int, batched: Arrays, arrays: Arrays) -> Folded | None:
+        if not gdpa_vmap.can_fold(call.settings, batched):
+            return None
+        one = gdpa_vmap.fold(size, batched, arrays, gdpa_vmap.is_kv_batched(batched))
+        return Folded(call, one, functools.partial(unstack, size))
+
+    def for_gradient(self, call: _Call) -> _Call:
+        return dataclasses.replace(call, return_residuals=True)
+
+    def visible(self, call: _Call, results: Any) -> Any:
+        out, lse = results
+        return out, lse if call.return_residuals else None
+
+    def residuals(self, arrays: Arrays, results: Any) -> tuple[Arrays, Any, Any]:
+        out, lse = results
+        return arrays, None if lse is None else out, lse
+
+    def vjp(self, call: _Call, plan: dispatch.Plan, residuals: Any, cotangents: Any) -> Arrays:
+        # The cotangent of lse is zero, since only the gradient uses lse.
+        d_out, _ = cotangents
+        arrays, out, lse = residuals
+        by_kernel = (
+            plan.implementation == "mosaic_gpu"
+            and gdpa_backward_problems.illegal_reason(plan.problem) is None
+        )
+        call = dataclasses.replace(call, gradient_by_kernel=by_kernel)
+        gradients = _gradients(call, _Residuals(arrays, out, lse, d_out))
+        return Arrays._make((*gradients, None, None, None))
 
 
-def _forward(call: _Call, plan: dispatch.Plan, arrays: Arrays) -> tuple[tuple, tuple]:
-    # Calls `_differentiable` and not `_run_vmappable`, so that a second derivative raises the error
-    # of `_gradients` and not an error about the kernel.
-    out, lse = _differentiable(dataclasses.replace(call, return_residuals=True), plan, arrays)
-    return (out, lse if call.return_residuals else None), (
-        arrays,
-        None if lse is None else out,
-        lse,
-    )
-
-
-def _backward(
-    call: _Call, plan: dispatch.Plan, residuals: tuple, cotangents: tuple
-) -> tuple[Arrays]:
-    arrays, out, lse = residuals
-    # The cotangent of lse is zero, since only the gradient uses lse.
-    d_out, _ = cotangents
-    call = dataclasses.replace(call, gradient_by_kernel=plan.implementation == "mosaic_gpu")
-    d_query, d_key, d_value = _gradients(call, _Residuals(arrays, out, lse, d_out))
-    return (Arrays._make((d_query, d_key, d_value, None, None, None)),)
-
-
-_differentiable.defvjp(_forward, _backward)
+_OP = _Gdpa()
 
 
 # The plan is a static argument: when the choice changes, jit's cache does not return the old one.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _gdpa(call: _Call, plan: dispatch.Plan, arrays: Arrays) -> jax.Array:
-    arrays = dispatch.vary_over_same_axes(arrays)
-    return _differentiable(call, plan, arrays)[0]
+    arrays = vary_over_same_axes(arrays)
+    out: jax.Array = _OP.differentiable(call, plan, arrays)[0]
+    return out

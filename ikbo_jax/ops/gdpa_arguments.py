@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ikbo_jax.ops import dispatch
+from ikbo_jax.ops import arguments
 from ikbo_jax.reference.activations import ACTIVATIONS, APPROXIMATIONS
 from ikbo_jax.reference.gdpa import Arrays
 
@@ -16,9 +16,9 @@ from ikbo_jax.reference.gdpa import Arrays
 def check_arrays(arrays: Arrays) -> None:
     """Raises ValueError, quoting both conflicting values, unless query, key and value agree."""
     query, key, value = arrays[:3]
-    dispatch.check_array("query", query, "[total_q, N, H]")
+    arguments.check_array("query", query, "[total_q, N, H]")
     for name, array in (("key", key), ("value", value)):
-        dispatch.check_array(name, array, "[total_kv, K, H]")
+        arguments.check_array(name, array, "[total_kv, K, H]")
         if array.dtype != query.dtype:
             raise ValueError(f"query is {query.dtype} but {name} is {array.dtype}")
     for axis, key_size, value_size in zip(
@@ -35,7 +35,7 @@ def check_arrays(arrays: Arrays) -> None:
         )
     if kv_heads < 1:
         raise ValueError(f"key must have at least 1 head, but has shape {key.shape}")
-    dispatch.check_concrete("gdpa", {"N": q_heads, "K": kv_heads, "H": width})
+    arguments.check_concrete("gdpa", {"N": q_heads, "K": kv_heads, "H": width})
     if q_heads % kv_heads:
         raise ValueError(
             f"query has N={q_heads} heads, which is not a multiple of key's K={kv_heads}"
@@ -48,14 +48,14 @@ def check_sequences(arrays: Arrays, broadcast_q: bool) -> None:
     if broadcast_q and cu_q is not None:
         raise ValueError(
             "with broadcast_q=True every sequence has all queries, so cu_seqlens_q must be None, "
-            f"but is {dispatch.describe(cu_q)}"
+            f"but is {arguments.describe(cu_q)}"
         )
     offsets: list[tuple[str, str, Any]] = [("cu_seqlens_kv", "batch_kv", cu_kv)]
     if not broadcast_q:
         offsets.insert(0, ("cu_seqlens_q", "batch", cu_q))
     for name, axis, array in offsets:
         if getattr(array, "dtype", None) != "int32":
-            raise ValueError(f"{name} must be an int32 array, but is {dispatch.describe(array)}")
+            raise ValueError(f"{name} must be an int32 array, but is {arguments.describe(array)}")
         if array.ndim != 1 or not array.size:
             raise ValueError(f"{name} must have shape [{axis} + 1], but has shape {array.shape}")
     batch_kv = cu_kv.shape[0] - 1
@@ -63,12 +63,12 @@ def check_sequences(arrays: Arrays, broadcast_q: bool) -> None:
         if cu_q is None:
             if getattr(index, "dtype", None) != "int32":
                 raise ValueError(
-                    f"q_to_kv must be an int32 array, but is {dispatch.describe(index)}"
+                    f"q_to_kv must be an int32 array, but is {arguments.describe(index)}"
                 )
             if index.ndim != 1:
                 raise ValueError(f"q_to_kv must have shape [batch], but has shape {index.shape}")
         else:
-            dispatch.check_index("q_to_kv", index, "cu_seqlens_q", "batch", cu_q.shape[0] - 1)
+            arguments.check_index("q_to_kv", index, "cu_seqlens_q", "batch", cu_q.shape[0] - 1)
         if index.size and not batch_kv:
             raise ValueError(
                 f"cu_seqlens_kv has no sequences, shape {cu_kv.shape}, but q_to_kv has "
@@ -120,7 +120,7 @@ def bound(name: str, value: int | None) -> int | None:
         number = operator.index(value)
     except TypeError as error:
         raise ValueError(
-            f"{name} must be an integer known while tracing, but is {dispatch.describe(value)}"
+            f"{name} must be an integer known while tracing, but is {arguments.describe(value)}"
         ) from error
     if isinstance(value, bool) or number < 0:
         raise ValueError(f"{name} must be an integer of at least 0, but is {value}")

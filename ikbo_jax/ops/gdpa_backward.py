@@ -11,7 +11,7 @@ from ikbo_jax.ops import dispatch
 from ikbo_jax.problems import GdpaBackwardConfig
 from ikbo_jax.problems import gdpa_backward as configs
 from ikbo_jax.reference import gdpa_chunked, jagged
-from ikbo_jax.reference.activations import SOFTMAX, one_by_one
+from ikbo_jax.reference.activations import one_by_one
 from ikbo_jax.reference.gdpa import Arrays, Settings, num_sequences, out_shape
 
 
@@ -24,28 +24,10 @@ def vjp(
     *,
     by_kernel: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`reference.gdpa_chunked.chunked_vjp`; by kernels if `by_kernel` and they are legal here."""
-    if by_kernel and illegal_reason(arrays, settings) is None:
+    """`reference.gdpa_chunked.chunked_vjp`, or the same by kernels if `by_kernel`."""
+    if by_kernel:
         return kernel_vjp(arrays, settings, d_out, num_sms=dispatch.num_sms())
     return gdpa_chunked.chunked_vjp(arrays, settings, out, lse, d_out)
-
-
-def illegal_reason(arrays: Arrays, settings: Settings) -> str | None:
-    """Why the kernels cannot compute these gradients; None if they can.
-
-    Does not check for a Hopper GPU: kernels compute gradients only if the kernel computed the
-    result.
-    """
-    if SOFTMAX in settings.activations:
-        return "the backward kernels do not support softmax"
-    if not arrays.query.shape[0] or not arrays.key.shape[0] or not num_sequences(arrays):
-        return "the backward kernels need a query, a key and a sequence"
-    dtype, head_dim = arrays.query.dtype.name, arrays.query.shape[-1]
-    for num_results in (1, 2):
-        config = configs.default_config(head_dim)
-        if reason := config.illegal_reason(dtype, head_dim, num_results=num_results):
-            return reason
-    return None
 
 
 def kernel_vjp(
@@ -61,7 +43,8 @@ def kernel_vjp(
     """Pulls a cotangent of the result back to query, key and value, like `chunked_vjp`.
 
     Args:
-      arrays: as in `reference.gdpa_chunked.chunked_vjp`; `illegal_reason` must be None.
+      arrays: as in `reference.gdpa_chunked.chunked_vjp`; the kernels must be legal
+        (`problems.gdpa_backward.illegal_reason`).
       settings: as in `reference.gdpa_chunked.chunked_vjp`.
       d_out: cotangent of the result, in the shape and dtype of the result.
       num_sms: number of streaming multiprocessors of the device.

@@ -11,13 +11,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ikbo_jax.ops.op import stack
 from ikbo_jax.reference.gdpa import Arrays, Settings, num_sequences
 
 
-def can_fold(settings: Settings, size: int, batched: Any) -> bool:
-    """Whether `size` problems can be folded without copies of keys or values."""
+def can_fold(settings: Settings, batched: Any) -> bool:
+    """Whether problems can be folded without copies of keys or values."""
     can_fold_q = not settings.broadcast_q or not batched.query
-    return size > 0 and can_fold_q and (is_kv_batched(batched) or not _any_kv(batched))
+    return can_fold_q and (is_kv_batched(batched) or not _any_kv(batched))
 
 
 def is_kv_batched(batched: Any) -> bool:
@@ -76,13 +77,3 @@ def fold(size: int, batched: Any, arrays: Arrays, fold_kv: bool) -> Arrays:
         empty = jnp.full((size, 1), cu_kv.shape[0] - 2, jnp.int32)
         index = jnp.concatenate((index, empty), axis=1)
     return Arrays(query, key, value, cu_q, cu_kv, index.reshape(-1))
-
-
-def stack(size: int, array: jax.Array, is_batched: bool) -> jax.Array:
-    """`array` with a leading axis of `size`; broadcasts it unless it is batched."""
-    return array if is_batched else jnp.broadcast_to(array, (size, *array.shape))
-
-
-def unfold(size: int, results: Any) -> Any:
-    """Splits results of a folded problem along a new leading axis of `size` problems."""
-    return jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), results)

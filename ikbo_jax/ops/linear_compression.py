@@ -10,7 +10,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ikbo_jax.ops import dispatch, reverse_only
+from ikbo_jax.ops import arguments, dispatch, reverse_only
+from ikbo_jax.ops.op import Folded, Op, unstack, vary_over_same_axes
 from ikbo_jax.problems import LinearCompressionConfig, LinearCompressionProblem
 from ikbo_jax.reference import linear_compression as reference
 
@@ -78,7 +79,7 @@ def linear_compression(
         _Names("w_user", "e_user", "the users' index", "K_user", "U"),
         _Names("w_cand", "e_cand", "cand_to_user", "K_cand"),
     )
-    return _call("linear_compression", terms, names, implementation, config)
+    return _compress("linear_compression", terms, names, implementation, config)
 
 
 def multilevel_linear_compression(
@@ -129,7 +130,7 @@ def multilevel_linear_compression(
         _Names(*(f"terms[{level}].{field}" for field in Term._fields))
         for level in range(len(terms))
     )
-    return _call("multilevel_linear_compression", terms, names, implementation, config)
+    return _compress("multilevel_linear_compression", terms, names, implementation, config)
 
 
 class _Names(NamedTuple):
@@ -142,34 +143,29 @@ class _Names(NamedTuple):
     batch: str = "B"
 
 
-def _call(
+def _compress(
     op: str,
     terms: tuple[Term, ...],
     names: tuple[_Names, ...],
     implementation: str | None,
     config: LinearCompressionConfig | None,
 ) -> jax.Array:
-    dispatch.check_implementation(implementation)
-    if config is not None and not isinstance(config, LinearCompressionConfig):
-        raise ValueError(f"config must be a LinearCompressionConfig, but is {config!r}")
-    if config is not None and implementation == "xla":
-        raise ValueError(f"implementation='xla' takes no config, but config is {config}")
+    request = arguments.request(op, implementation, config, LinearCompressionConfig)
     _check(terms, names)
     weights, embeddings, parents = zip(*terms, strict=True)
-    request = dispatch.Request(op, implementation, config)
-    plan = dispatch.choose(request, _problem(weights, embeddings))
+    arrays, call = _Arrays(weights, embeddings, parents), _Call(request)
+    plan = _OP.plan(call, arrays)
     shape = (embeddings[-1].shape[0], weights[-1].shape[0], embeddings[-1].shape[2])
     if 0 in shape:
         return jnp.zeros(shape, embeddings[-1].dtype)
-    weights, embeddings = reverse_only.operands(op, reverse_only.TWICE, (weights, embeddings))
-    return _linear_compression(request, plan, weights, embeddings, parents)
+    return _linear_compression(call, plan, reverse_only.operands(op, reverse_only.TWICE, arrays))
 
 
 def _check(terms: tuple[Term, ...], names: tuple[_Names, ...]) -> None:
     """Raises ValueError, quoting both conflicting values, unless the terms agree."""
     for term, name in zip(terms, names, strict=True):
-        dispatch.check_array(name.weight, term.weight, f"[M, {name.k}]")
-        dispatch.check_array(name.embedding, term.embedding, f"[{name.batch}, {name.k}, N]")
+        arguments.check_array(name.weight, term.weight, f"[M, {name.k}]")
+        arguments.check_array(name.embedding, term.embedding, f"[{name.batch}, {name.k}, N]")
     (first, *_), (first_name, *_) = terms, names
     for term, name in zip(terms, names, strict=True):
         for part in ("weight", "embedding"):
@@ -188,13 +184,13 @@ def _check(terms: tuple[Term, ...], names: tuple[_Names, ...]) -> None:
                 raise ValueError(f"{a_name} has {size}={a} but {b_name} has {size}={b}")
     if first.parent is not None:
         raise ValueError(
-            f"{first_name.parent} must be None, but is {dispatch.describe(first.parent)}"
+            f"{first_name.parent} must be None, but is {arguments.describe(first.parent)}"
         )
     for coarser, term, coarser_name, name in zip(
         terms[:-1], terms[1:], names[:-1], names[1:], strict=True
     ):
         rows, coarser_rows = term.embedding.shape[0], coarser.embedding.shape[0]
-        dispatch.check_index(name.parent, term.parent, name.embedding, "B", rows)
+        arguments.check_index(name.parent, term.parent, name.embedding, "B", rows)
         if rows and not coarser_rows:
             raise ValueError(
                 f"{coarser_name.embedding} has no rows, shape {coarser.embedding.shape}, "
@@ -202,156 +198,90 @@ def _check(terms: tuple[Term, ...], names: tuple[_Names, ...]) -> None:
             )
 
 
-def _problem(weights: reference.Arrays, embeddings: reference.Arrays) -> LinearCompressionProblem:
-    return LinearCompressionProblem(
-        batches=tuple(embedding.shape[0] for embedding in embeddings),
-        ks=tuple(weight.shape[1] for weight in weights),
-        m=weights[0].shape[0],
-        n=embeddings[0].shape[2],
-        dtype=str(embeddings[0].dtype),
-    )
+class _Arrays(NamedTuple):
+    """Fields of all terms, coarsest first; the first parent is None."""
+
+    weights: tuple[jax.Array, ...]
+    embeddings: tuple[jax.Array, ...]
+    parents: tuple[jax.Array | None, ...]
 
 
-def _run(plan: dispatch.Plan, weights: tuple, embeddings: tuple, parents: tuple) -> jax.Array:
-    if plan.implementation == "xla":
-        out = reference.decomposed(weights, embeddings, parents)
-    else:
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """The arguments that are not arrays."""
+
+    request: dispatch.Request
+
+
+class _LinearCompression(Op):
+    def problem(self, call: _Call, arrays: _Arrays) -> LinearCompressionProblem:
+        del call
+        weights, embeddings, _ = arrays
+        return LinearCompressionProblem(
+            batches=tuple(embedding.shape[0] for embedding in embeddings),
+            ks=tuple(weight.shape[1] for weight in weights),
+            m=weights[0].shape[0],
+            n=embeddings[0].shape[2],
+            dtype=str(embeddings[0].dtype),
+        )
+
+    def run(self, call: _Call, plan: dispatch.Plan, arrays: _Arrays) -> jax.Array:
+        if plan.implementation == "xla":
+            return dispatch.record(reference.decomposed(*arrays), plan)
         # Imported here because Mosaic GPU takes 0.3 s to import.
         from ikbo_jax.pallas.linear_compression import kernel
 
         out = kernel.linear_compression_kernel(
-            weights, embeddings, parents, config=plan.config, num_sms=dispatch.num_sms()
+            *arrays, config=plan.config, num_sms=dispatch.num_sms()
         )
-    return dispatch.record(out, plan)
+        return dispatch.record(out, plan)
+
+    def fold(self, call: _Call, size: int, batched: _Arrays, arrays: _Arrays) -> Folded | None:
+        """Concatenates the batches of problems with the same weights.
+
+        Returns None if weights are batched, or if that would copy embeddings that are shared.
+        """
+        # A level needs separate batch entries for every problem if its arrays are batched, or if
+        # the level that its parents point into needs them.
+        folded: list[bool] = []
+        for level_batched in zip(batched.embeddings, batched.parents, strict=True):
+            folded.append(any(level_batched) or (bool(folded) and folded[-1]))
+        if any(batched.weights) or folded != list(batched.embeddings):
+            return None
+        embeddings, parents, coarser_folded, coarser_rows = [], [], False, 0
+        for embedding, parent, is_folded in zip(
+            arrays.embeddings, arrays.parents, folded, strict=True
+        ):
+            rows, k, n = embedding.shape[is_folded:]
+            if parent is not None and is_folded:
+                parent = jnp.broadcast_to(parent, (size, rows))
+                if coarser_folded:
+                    # Clamp before the offset is added: a value outside one problem's entries would
+                    # otherwise point to entries of another problem.
+                    offsets = jnp.arange(size, dtype=jnp.int32)[:, None] * coarser_rows
+                    parent = jnp.clip(parent, 0, coarser_rows - 1) + offsets
+                parent = parent.reshape(size * rows)
+            embeddings.append(embedding.reshape(size * rows, k, n) if is_folded else embedding)
+            parents.append(parent)
+            coarser_folded, coarser_rows = is_folded, rows
+        one = _Arrays(arrays.weights, tuple(embeddings), tuple(parents))
+        return Folded(call, one, functools.partial(unstack, size))
+
+    def residuals(self, arrays: _Arrays, results: jax.Array) -> _Arrays:
+        return arrays
+
+    def vjp(
+        self, call: _Call, plan: dispatch.Plan, residuals: _Arrays, cotangents: jax.Array
+    ) -> _Arrays:
+        weights, embeddings = reference.decomposed_vjp(*residuals, cotangents)
+        return _Arrays(weights, embeddings, (None,) * len(residuals.parents))
 
 
-def _run_vmappable(
-    request: dispatch.Request,
-    plan: dispatch.Plan,
-    weights: tuple,
-    embeddings: tuple,
-    parents: tuple,
-) -> jax.Array:
-    """`_run` with a custom vmap rule: the default rule would add a grid axis to the kernel."""
-
-    @jax.custom_batching.custom_vmap
-    def run(weights: tuple, embeddings: tuple, parents: tuple) -> jax.Array:
-        return _run(plan, weights, embeddings, parents)
-
-    @run.def_vmap
-    def run_batched(
-        size: int, batched: list, weights: tuple, embeddings: tuple, parents: tuple
-    ) -> tuple[jax.Array, bool]:
-        return _vmap(request, plan, size, tuple(batched), (weights, embeddings, parents)), True
-
-    out: jax.Array = run(weights, embeddings, parents)
-    return out
-
-
-def _vmap(
-    request: dispatch.Request, plan: dispatch.Plan, size: int, batched: tuple, arrays: tuple
-) -> jax.Array:
-    """Runs `size` problems, stacked along the leading axis of the arrays that are `batched`.
-
-    Problems with the same weights are folded into one problem with larger batches, unless that
-    would copy embeddings that the problems share. Otherwise XLA batches its products, and the
-    kernel runs in a loop.
-    """
-    weights_batched, embeddings_batched, parents_batched = batched
-    # A level needs separate batch entries for every problem if its arrays are batched, or if the
-    # level that its parents point into needs them.
-    folded: list[bool] = []
-    for level_batched in zip(embeddings_batched, parents_batched, strict=True):
-        folded.append(any(level_batched) or (bool(folded) and folded[-1]))
-    if not any(weights_batched) and folded == list(embeddings_batched):
-        return _vmap_folded(request, size, folded, arrays)
-
-    if plan.implementation == "xla":
-        reason = f"{plan.reason}; vmap runs {size} problems at once"
-        in_axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, batched)
-        return jax.vmap(
-            functools.partial(_run, dataclasses.replace(plan, reason=reason)), tuple(in_axes), 0
-        )(*arrays)
-
-    def run_one(arrays: tuple) -> jax.Array:
-        return _run_vmappable(request, plan, *arrays)
-
-    looped: jax.Array = dispatch.map_sequentially(run_one, batched, arrays)
-    return looped
-
-
-def _vmap_folded(
-    request: dispatch.Request, size: int, folded: list[bool], arrays: tuple
-) -> jax.Array:
-    """Runs `size` problems with the same weights as one, with their batches concatenated."""
-    weights, embeddings, parents = arrays
-    finest_shape = embeddings[-1].shape[1:]
-    out_shape = (size, finest_shape[0], weights[-1].shape[0], finest_shape[2])
-    if size == 0:
-        return jnp.zeros(out_shape, embeddings[-1].dtype)
-    new_embeddings, new_parents, coarser_folded, coarser_rows = [], [], False, 0
-    for embedding, parent, is_folded in zip(embeddings, parents, folded, strict=True):
-        rows, k, n = embedding.shape[is_folded:]
-        if parent is not None and is_folded:
-            parent = jnp.broadcast_to(parent, (size, rows))
-            if coarser_folded:
-                # Clamp before the offset is added: a value outside one problem's entries would
-                # otherwise point to entries of another problem.
-                offsets = jnp.arange(size, dtype=jnp.int32)[:, None] * coarser_rows
-                parent = jnp.clip(parent, 0, coarser_rows - 1) + offsets
-            parent = parent.reshape(size * rows)
-        new_embeddings.append(embedding.reshape(size * rows, k, n) if is_folded else embedding)
-        new_parents.append(parent)
-        coarser_folded, coarser_rows = is_folded, rows
-    plan = dispatch.choose(request, _problem(weights, new_embeddings))
-    out = _run_vmappable(request, plan, weights, tuple(new_embeddings), tuple(new_parents))
-    return out.reshape(out_shape)
-
-
-# custom_vjp wraps custom_vmap because custom_vmap has no reverse mode.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _differentiable(
-    request: dispatch.Request,
-    plan: dispatch.Plan,
-    weights: tuple,
-    embeddings: tuple,
-    parents: tuple,
-) -> jax.Array:
-    return _run_vmappable(request, plan, weights, embeddings, parents)
-
-
-def _forward(
-    request: dispatch.Request,
-    plan: dispatch.Plan,
-    weights: tuple,
-    embeddings: tuple,
-    parents: tuple,
-) -> tuple[jax.Array, tuple]:
-    # Calls `_differentiable` and not `_run_vmappable`, so that a second derivative finds this rule
-    # and not the kernel.
-    out = _differentiable(request, plan, weights, embeddings, parents)
-    return out, (weights, embeddings, parents)
-
-
-def _backward(
-    request: dispatch.Request, plan: dispatch.Plan, residuals: tuple, cotangent: jax.Array
-) -> tuple:
-    weights, embeddings, parents = residuals
-    return *reference.decomposed_vjp(weights, embeddings, parents, cotangent), None
-
-
-_differentiable.defvjp(_forward, _backward)
+_OP = _LinearCompression()
 
 
 # The plan is a static argument: when the choice changes, jit's cache does not return the old one.
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _linear_compression(
-    request: dispatch.Request,
-    plan: dispatch.Plan,
-    weights: tuple,
-    embeddings: tuple,
-    parents: tuple,
-) -> jax.Array:
-    return _differentiable(
-        request, plan, *dispatch.vary_over_same_axes((weights, embeddings, parents))
-    )
+def _linear_compression(call: _Call, plan: dispatch.Plan, arrays: _Arrays) -> jax.Array:
+    out: jax.Array = _OP.differentiable(call, plan, vary_over_same_axes(arrays))
+    return out

@@ -196,6 +196,7 @@ class GdpaProblem(Problem):
     # The number of rows of jagged arrays differs from call to call, and XLA runs problems without a
     # row nearby.
     user_rows_generalise: ClassVar[bool] = True
+    runs_unmeasured: ClassVar[bool] = False
 
     batch: int
     batch_kv: int

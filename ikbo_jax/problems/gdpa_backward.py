@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from ikbo_jax.problems import hopper
+from ikbo_jax.problems.gdpa import SOFTMAX, GdpaProblem
 from ikbo_jax.problems.hopper import BLOCK_K, SMEM_ALIGNMENT, TILE_ROWS
 
 #: Largest `block` by head width (width 96 is padded to 128 in shared memory): for the kernel with
@@ -51,3 +52,17 @@ class GdpaBackwardConfig:
 def default_config(head_dim: int) -> GdpaBackwardConfig:
     """The configuration of both kernels; nothing else was measured."""
     return GdpaBackwardConfig(64, 6 if head_dim <= BLOCK_K else 3)
+
+
+def illegal_reason(problem: GdpaProblem) -> str | None:
+    """Why the kernels cannot compute the gradients of a problem; None if they can."""
+    if SOFTMAX in problem.activations:
+        return "the backward kernels do not support softmax"
+    if not problem.q_rows or not problem.kv_rows or not problem.batch:
+        return "the backward kernels need a query, a key and a sequence"
+    config = default_config(problem.head_dim)
+    for num_results in (1, 2):
+        reason = config.illegal_reason(problem.dtype, problem.head_dim, num_results=num_results)
+        if reason is not None:
+            return reason
+    return None

@@ -25,6 +25,8 @@ class Problem(abc.ABC):
     Attributes:
       op: the op's name in table rows.
       config_type: class of the kernel's configurations.
+      runs_unmeasured: whether the kernel runs with the default configuration if no measured row is
+        near; if false, XLA runs then, unless the caller asks for the kernel.
       dtype: name of the inputs' dtype.
       user_rows_generalise: whether a row of the tuning cache also serves nearby problems, as rows
         of `sm90.json` do; if false, it serves the same problem only.
@@ -33,6 +35,7 @@ class Problem(abc.ABC):
     op: ClassVar[str]
     config_type: ClassVar[type]
     user_rows_generalise: ClassVar[bool] = False
+    runs_unmeasured: ClassVar[bool] = True
     dtype: str
 
     @classmethod

@@ -99,7 +99,9 @@ def tile(sequences: Sequences, batch_kv: int, size: int, per_step: int, most: in
     count = (max(all_steps, 1) if isinstance(most, int) else all_steps) * per_step
     number = jnp.arange(count, dtype=jnp.int32)
     if isinstance(kv.size, int):
-        found = jnp.searchsorted(end, number, side="right").astype(jnp.int32)
+        # The default method is a loop of log2(batch) steps, each a kernel on a GPU.
+        found = jnp.searchsorted(end, number, side="right", method="scan_unrolled")
+        found = found.astype(jnp.int32)
     else:  # symbolic size: `searchsorted` would have to know it, to unroll its search
         found = jnp.sum(end[None] <= number[:, None], axis=1, dtype=jnp.int32)
     sequence = jnp.clip(found, 0, kv.size - 1)

@@ -1,4 +1,4 @@
-"""`rewrite`: takes the materialised broadcast out of a model that is written with it."""
+"""`rewrite`: removes the materialised broadcast of users to candidates from a model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from ikbo_jax.rewrite import (  # noqa: F401  For rules.
+from ikbo_jax.rewrite import (  # noqa: F401  These register rules.
     calls,
     contraction,
     jaxprs,
@@ -43,63 +43,65 @@ def rewrite(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Returns `fn` without its materialised broadcasts of users to candidates.
 
     The returned function traces `fn` at each call (so put it under `jax.jit`) and follows every
-    lookup of a smaller batch's rows by the larger one's index. Work on such values runs at the
-    smaller batch; where they meet values of the larger batch, an op of this library or a
-    decomposition takes over; what no rule covers is materialised there, as `fn` would have done.
+    lookup of rows from a smaller batch to a larger batch. Work on the looked-up values runs at the
+    smaller batch. An equation that combines them with values of the larger batch becomes an op of
+    this library or a decomposition. If no rule covers an equation, its operands are materialised,
+    as in `fn`.
 
     Args:
-      fn: any function that JAX can trace. Arrays among its arguments are traced; everything else
-        in them is passed as is.
+      fn: any function that JAX can trace. Arrays among its arguments are traced; all other
+        leaves are passed as they are.
 
     Returns:
       A function with `fn`'s signature and results, up to the order in which floating-point numbers
-      are added; of a function under `jax.jit` again one under `jax.jit`, with the same parameters.
-      It composes with jit, grad, vmap and checkpoint; `ikbo_jax.explain` of it tells
-      what was found. If nothing is found, or nothing is gained, the original program runs.
+      are added. If `fn` is under `jax.jit`, so is the returned function, with the same parameters.
+      It composes with jit, grad, vmap and checkpoint. `ikbo_jax.explain` prints what was found in
+      it. If nothing is found, or nothing is gained, the original program runs.
 
     Raises:
       Whatever `fn` raises while it is traced.
     """
     if getattr(fn, "_ikbo_rewritten", False):
         return fn
-    if (found := jitted.parameters(fn)) is not None:
-        inner, parameters = found
+    if (jit_info := jitted.parameters(fn)) is not None:
+        inner, parameters = jit_info
         return jax.jit(rewrite(inner), **parameters)
 
     @functools.wraps(fn)
     def rewritten(*args: Any, **kwargs: Any) -> Any:
         leaves, treedef = jax.tree.flatten((args, kwargs))
         traced = [_is_array(leaf) for leaf in leaves]
-        # Results that are no arrays do not pass through the traced program.
-        rest_of_results: list[Any] = []
+        # The tree of the results, which of its leaves are arrays, and the leaves that are not:
+        # these do not pass through the traced program.
+        result_structure: list[Any] = []
 
         def flat(*arrays: Any) -> list[Any]:
             values = _merge(traced, list(arrays), leaves)
             call_args, call_kwargs = jax.tree.unflatten(treedef, values)
             out, out_treedef = jax.tree.flatten(fn(*call_args, **call_kwargs))
             arrays_out = [_is_array(x) for x in out]
-            others = [None if a else x for x, a in zip(out, arrays_out, strict=True)]
-            rest_of_results[:] = [out_treedef, arrays_out, others]
+            statics = [None if a else x for x, a in zip(out, arrays_out, strict=True)]
+            result_structure[:] = [out_treedef, arrays_out, statics]
             return [x for x, a in zip(out, arrays_out, strict=True) if a]
 
         arrays = [leaf for leaf, is_array in zip(leaves, traced, strict=True) if is_array]
         program = jaxprs.trace(flat, arrays)
         results = run(program, arrays)
-        out_treedef, arrays_out, others = rest_of_results
-        return jax.tree.unflatten(out_treedef, _merge(arrays_out, results, others))
+        out_treedef, arrays_out, statics = result_structure
+        return jax.tree.unflatten(out_treedef, _merge(arrays_out, results, statics))
 
     rewritten._ikbo_rewritten = True  # type: ignore[attr-defined]
     return jitted.WithMethods(rewritten) if hasattr(fn, "lower") else rewritten
 
 
 def _is_array(x: Any) -> bool:
-    # Types such as np.float32, which people pass as dtypes, have both as well.
     if isinstance(x, jax.core.Tracer):
-        # The most frequent ones, which need not be asked for a shape.
+        # Most leaves are tracers; the attributes of a tracer are slow to read.
         return True
+    # Types such as np.float32, which callers pass as dtypes, have a shape and a dtype, too.
     return hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, type)
 
 
-def _merge(is_array: list[bool], arrays: list[Any], others: list[Any]) -> list[Any]:
+def _merge(is_array: list[bool], arrays: list[Any], statics: list[Any]) -> list[Any]:
     rest = iter(arrays)
-    return [next(rest) if a else x for x, a in zip(others, is_array, strict=True)]
+    return [next(rest) if a else x for x, a in zip(statics, is_array, strict=True)]

@@ -1,18 +1,19 @@
-"""The proof that a function of the logits is an activation of `ikbo_jax.gdpa`.
+"""Proves that an elementwise function of the logits is an activation of `ikbo_jax.gdpa`.
 
-Models spell an activation in many ways, and other functions resemble activations. A curve is the
-activation `output_scale * g(scale * x)` only if, at every point tried,
+Models write an activation in many forms, and other functions resemble activations. A curve is the
+activation `output_scale * g(scale * x)` only if, at every point,
 
-1. its value is one of g(scale * x * (1 + d)), |d| <= eps, up to eps relative to the value itself;
-2. its value with every equation rounded to its own dtype differs from 1 by at most 2 eps of
-   |output_scale| * max(|scale * x|, |g(scale * x)|): the program computes the function that it
-   spells, and not a coarser one;
-3. its slope agrees as in 1, by the rules that JAX differentiates the equations with.
+1. its value lies among output_scale * g(scale * x * (1 + d)), |d| <= eps, up to eps relative to
+   this value;
+2. its value with every equation rounded to its dtype differs from the value in 1 by at most 2 eps *
+   |output_scale| * max(|scale * x|, |g(scale * x)|): rounding does not turn the function into a
+   coarser one;
+3. its slope, by the rules by which JAX differentiates the equations, agrees as in 1.
 
-eps is two roundings of the coarsest dtype among the equations. Points are every value of a 16-bit
-dtype; in float32 16 numbers per power of two, both signs, zeros, infinities, NaN, and both sides of
-every constant in the equations. If only 3 fails, the activation has the right values and another
-derivative.
+eps is two roundings of the coarsest dtype among the equations. The points are all values of a
+16-bit dtype; for float32, 16 numbers per power of two with both signs, zeros, infinities, NaN, and
+both sides of every constant in the equations. If only 3 fails, the activation has the right values
+and another derivative.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from ikbo_jax.rewrite.curves import Curve, Dual, erfc, logistic, own_rule
+from ikbo_jax.rewrite.curves import Curve, Dual, erfc, jvp_rule, logistic
 
 
 class Match(NamedTuple):
     """A curve as `output_scale * activation(scale * x)`.
 
     Attributes:
-      activation: its name in `ikbo_jax.gdpa`.
-      scale: factor of the logits.
-      output_scale: factor of the activation.
-      same_slope: whether the slope is the activation's, too.
+      activation: the name of the activation in `ikbo_jax.gdpa`.
+      scale: the factor of the logits.
+      output_scale: the factor of the activation.
+      same_slope: whether the curve also has the activation's slope.
     """
 
     activation: str
@@ -46,7 +47,7 @@ class Match(NamedTuple):
     same_slope: bool
 
 
-# The activations that work element by element, with the slopes that `gdpa` uses.
+# The elementwise activations of `gdpa`, with the slopes that `gdpa` uses.
 
 
 def _gelu(x: np.ndarray) -> Dual:
@@ -71,7 +72,7 @@ def _hardswish(x: np.ndarray) -> Dual:
     return Dual(x * np.clip(x + 3, 0, 6) / 6, slope)
 
 
-#: By name.
+#: The activations by name.
 KNOWN: dict[str, Callable[[np.ndarray], Dual]] = {
     "relu": lambda x: Dual(np.maximum(x, 0), np.where(x > 0, 1.0, 0.0)),
     "leaky_relu": lambda x: Dual(np.where(x >= 0, x, 0.01 * x), np.where(x >= 0, 1.0, 0.01)),
@@ -84,16 +85,17 @@ KNOWN: dict[str, Callable[[np.ndarray], Dual]] = {
 
 # The proof.
 
-#: Where every activation is its argument, or the square of it, to float64: shows the output scale.
+#: Here every activation equals its argument, or the argument's square, in float64. So its value
+#: yields the output scale.
 _FAR = 40.0
-#: Points for a first look, as multiples of 1 / scale.
+#: Points of a quick first comparison, as multiples of 1 / scale.
 _FEW = np.concatenate([np.linspace(-9, 9, 73), np.linspace(-0.7, 0.7, 8)])
-#: What float64 loses where an equation cancels, as in 1 + erf(x), relative to the point.
+#: Error of float64 where an equation cancels, as in 1 + erf(x), relative to the point.
 _CANCELLED = 2.0**-46
 
 
 def match(curve: Curve) -> Match | None:
-    """The activation that a curve is; None if it is none. See the module for what is required."""
+    """The activation that a curve equals by the conditions of this module; None if it is none."""
     key = _key(curve)
     if key not in _MATCHES:
         if len(_MATCHES) >= 256:
@@ -107,18 +109,18 @@ _MATCHES: dict[Any, Match | None] = {}
 
 
 def _key(curve: Curve | float) -> Any:
-    """What two curves with the same equations have in common."""
-    known: dict[int, int] = {}
+    """A key that curves with the same equations share."""
+    numbers: dict[int, int] = {}
     nodes: list[Any] = []
 
     def visit(x: Curve | float) -> Any:
         if not isinstance(x, Curve):
             return float(x).hex()
-        if id(x) not in known:
+        if id(x) not in numbers:
             operands = tuple(map(visit, x.operands))
-            known[id(x)] = len(nodes)
+            numbers[id(x)] = len(nodes)
             nodes.append((_text(x.eqn), operands, str(x.dtype)))
-        return known[id(x)]
+        return numbers[id(x)]
 
     visit(curve)
     return tuple(nodes)
@@ -128,7 +130,7 @@ def _text(eqn: core.JaxprEqn | None) -> str:
     if eqn is None:
         return ""
     rest = {k: str(v) for k, v in eqn.params.items() if k not in ("jvp_jaxpr_fun", "out_sharding")}
-    rule = own_rule(eqn) if eqn.primitive.name == "custom_jvp_call" else ()
+    rule = jvp_rule(eqn) if eqn.primitive.name == "custom_jvp_call" else ()
     return f"{eqn.primitive.name} {sorted(rest.items())} {rule}"
 
 
@@ -163,21 +165,22 @@ def _compare(
     tiny: float,
     x: np.ndarray,
 ) -> tuple[bool, bool]:
-    """Whether values agree at all points, and whether slopes do."""
-    found, coarse = curve(x), curve(x, rounded=True).value
+    """Whether the values agree at all points, and whether the slopes do."""
+    computed, coarse = curve(x), curve(x, rounded=True).value
     near = [activation(scale * x * (1 + d)) for d in (-eps, -eps / 2, 0.0, eps / 2, eps)]
     exact = near[2]
     point = np.maximum(np.abs(scale * x), np.abs(exact.value)) * abs(output_scale)
     noise = tiny + _CANCELLED * point
-    same = _agree(found.value, [output_scale * g.value for g in near], eps, noise)
-    # Near the end of a dtype's range a factor comes too late, as in x * clip(x + 3, 0, 6) / 6, or
-    # what is scaled overflows before a gate closes, as in silu(2 * x).
+    same = _agree(computed.value, [output_scale * g.value for g in near], eps, noise)
+    # Near the largest number of a dtype, an intermediate result may overflow although the result
+    # would not: before a factor < 1, as in x * clip(x + 3, 0, 6) / 6, or where a scaled logit
+    # should be multiplied by 0, as in silu(2 * x).
     largest = min(float(jnp.finfo(d).max) for d in curve.dtypes)
-    at_the_end = np.maximum(np.abs(found.value), np.abs(scale * x)) > largest / 64
-    beyond = ~np.isfinite(coarse) & at_the_end & np.isfinite(x)
-    kind = np.isnan(coarse) == np.isnan(found.value)
-    near_enough = np.abs(coarse - found.value) <= 2 * eps * point + tiny
-    same &= beyond | (kind & (near_enough | ~np.isfinite(found.value)))
+    near_largest = np.maximum(np.abs(computed.value), np.abs(scale * x)) > largest / 64
+    overflowed = ~np.isfinite(coarse) & near_largest & np.isfinite(x)
+    same_nan = np.isnan(coarse) == np.isnan(computed.value)
+    near_enough = np.abs(coarse - computed.value) <= 2 * eps * point + tiny
+    same &= overflowed | (same_nan & (near_enough | ~np.isfinite(computed.value)))
     if not np.all(same):
         return False, False
     factor = scale * output_scale
@@ -185,26 +188,28 @@ def _compare(
     share = np.abs(factor) * np.maximum(np.abs(exact.slope), np.abs(exact.value / (scale * x)))
     share = np.where(np.isfinite(share), share, 0.0)
     slopes = [factor * g.slope for g in near]
-    slope = _agree(found.slope, slopes, eps, eps * share + noise / np.maximum(np.abs(x), tiny))
-    # Beyond 1e9 rules of derivatives multiply 0 by infinity, in float64 as in the program.
+    slope = _agree(computed.slope, slopes, eps, eps * share + noise / np.maximum(np.abs(x), tiny))
+    # Beyond 1e9, differentiation rules multiply 0 by infinity, in float64 as in the program.
     overflows = np.abs(scale * x) > 1e9
-    return True, bool(np.all(slope | ~finite | (np.isnan(found.slope) & overflows)))
+    return True, bool(np.all(slope | ~finite | (np.isnan(computed.slope) & overflows)))
 
 
-def _agree(found: np.ndarray, near: list[np.ndarray], eps: float, noise: np.ndarray) -> np.ndarray:
-    """Whether values lie among others, up to eps relative to these and to noise."""
+def _agree(
+    computed: np.ndarray, near: list[np.ndarray], eps: float, noise: np.ndarray
+) -> np.ndarray:
+    """Whether values lie between the values `near`, up to eps relative to these, plus noise."""
     low, high = functools.reduce(np.fmin, near), functools.reduce(np.fmax, near)
-    inside = (found >= low - eps * np.abs(low) - noise) & (
-        found <= high + eps * np.abs(high) + noise
+    inside = (computed >= low - eps * np.abs(low) - noise) & (
+        computed <= high + eps * np.abs(high) + noise
     )
     exact = near[len(near) // 2]
     return np.where(
-        np.isfinite(exact), inside, (found == exact) | (np.isnan(found) & np.isnan(exact))
+        np.isfinite(exact), inside, (computed == exact) | (np.isnan(computed) & np.isnan(exact))
     )
 
 
 def _points(curve: Curve) -> np.ndarray:
-    """Where a curve is compared: values of the dtype that its logits have."""
+    """The points at which a curve is compared: values of the dtype of its logits."""
     dtype = next(iter(_roots(curve))).dtype
     if dtype.itemsize == 2:
         return np.arange(2**16, dtype=np.uint16).view(dtype).astype(np.float64)
@@ -225,15 +230,15 @@ def _roots(curve: Curve) -> set[Curve]:
 
 
 def _derived(curve: Curve) -> set[float]:
-    """Points at which a constant of the equations may count: itself, sums, inverse functions."""
+    """Points where the curve may change: its constants, functions of these, each over a scale."""
     numbers = [n for n in curve.numbers if math.isfinite(n)]
-    found = set(numbers)
+    points = set(numbers)
     for n in numbers:
-        found |= {math.sqrt(abs(n)), n * n, 1 / n if n else 0.0}
-        found |= {math.log(abs(n)) if n else 0.0, math.exp(min(n, 80.0))}
+        points |= {math.sqrt(abs(n)), n * n, 1 / n if n else 0.0}
+        points |= {math.log(abs(n)) if n else 0.0, math.exp(min(n, 80.0))}
     if len(numbers) <= 24:
-        found |= {f(a, b) for a, b in itertools.permutations(numbers, 2) for f in (_minus, _over)}
-    return {n / s for n in found for s in curve.slopes if s and abs(n / s) < 3e38}
+        points |= {f(a, b) for a, b in itertools.permutations(numbers, 2) for f in (_minus, _over)}
+    return {n / s for n in points for s in curve.slopes if s and abs(n / s) < 3e38}
 
 
 def _minus(a: float, b: float) -> float:

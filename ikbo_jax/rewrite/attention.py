@@ -1,10 +1,10 @@
-"""Attention of candidates' queries over what is looked up by user, as models spell it out.
+"""Attention of candidates' queries to looked-up keys and values, as written in models.
 
-A product of queries with looked-up keys, row by row, would need a copy of the keys for every
-candidate. It is not computed but kept as `Scores`, which follow the program through scale, mask,
-casts and softmax. When the probabilities meet the looked-up values, one call of `ikbo.attention`
-computes it all. An activation in the softmax's place makes it one of `ikbo.gdpa`. If anything else
-happens to the scores, they are computed as the program says.
+A batched product of queries with looked-up keys would need a copy of the keys for every candidate.
+It is not computed but represented by `Scores`, which pass through scale, mask, casts and softmax.
+At the product of the probabilities with the looked-up values, one call of `ikbo.attention` replaces
+all of these equations; with an activation instead of the softmax, one call of `ikbo.gdpa`. If any
+other equation uses the scores, they are computed as the program is written.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from ikbo_jax.rewrite.scores import (
     KEY,
     ONE,
     QUERY,
-    STEPS,
+    RULES,
     Label,
     Logits,
     Scores,
     only,
 )
 
-#: dtypes that the ops take.
+#: The dtypes that the ops accept.
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
@@ -48,7 +48,10 @@ def start(
     rhs: Any,
     plain_product: Callable[[Context], jax.Array],
 ) -> Scores | None:
-    """Scores, if a product is one of queries at the larger batch with looked-up keys."""
+    """The scores of a product of queries with looked-up keys; None for any other product.
+
+    `plain_product` computes the product as the program is written.
+    """
     (contract, batch) = eqn.params["dimension_numbers"]
     lhs, rhs = (
         one_user(ctx, lhs, batch[0], rhs, batch[1]),
@@ -68,9 +71,9 @@ def start(
         return None
     if not has_default_precision(eqn):
         return None
-    at = list(key_batch).index(key.axis)
+    user_dim = list(key_batch).index(key.axis)
     heads_key = [d for d in key_batch if d != key.axis]
-    heads_query = [d for n, d in enumerate(query_batch) if n != at]
+    heads_query = [d for n, d in enumerate(query_batch) if n != user_dim]
     query = ctx.build(query)
     queries = [d for d in range(query.ndim) if d not in (*query_contract, *query_batch)]
     key_order = [key.axis, *key_free, *heads_key, *key_contract]
@@ -82,14 +85,14 @@ def start(
         axis=0,
     )
     root = Logits(
-        _transposed(query, [query_batch[at], *queries, *heads_query, *query_contract]),
+        _transposed(query, [query_batch[user_dim], *queries, *heads_query, *query_contract]),
         key,
         tuple(query.shape[d] for d in queries),
         tuple(query.shape[d] for d in heads_query),
     )
     heads = iter(range(len(heads_query)))
     labels: list[Label] = [
-        (BATCH, 0) if n == at else (HEAD, next(heads)) for n in range(len(key_batch))
+        (BATCH, 0) if n == user_dim else (HEAD, next(heads)) for n in range(len(key_batch))
     ]
     free: list[Label] = [(QUERY, n) for n in range(len(queries))]
     labels += [*free, (KEY, 0)] if has_lineage(rhs) else [(KEY, 0), *free]
@@ -98,7 +101,7 @@ def start(
 
 
 def has_default_precision(eqn: Any) -> bool:
-    """Whether a product leaves its precision to the configuration, as the ops do."""
+    """Whether a product sets no precision, or the algorithm by which the ops compute anyway."""
     precision, default = eqn.params["precision"], lax.Precision.DEFAULT
     half = {"bfloat16": "BF16_BF16_F32", "float16": "F16_F16_F32"}
     if isinstance(precision, lax.DotAlgorithmPreset):
@@ -107,7 +110,7 @@ def has_default_precision(eqn: Any) -> bool:
 
 
 def one_user(ctx: Context, x: Any, batch: Any, other: Any, other_batch: Any) -> Any:
-    """What all rows share along one batch dimension, as what is looked up from a batch of one."""
+    """A value that is broadcast along one batch dimension, as a lookup in a batch of one user."""
     if not isinstance(x, Lazy) or x.lineage is not None or is_plain(other) is False:
         return x
     shared = [
@@ -127,7 +130,7 @@ def _transposed(x: jax.Array, order: list[int]) -> jax.Array:
 
 
 def _dot(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
-    """Probabilities, or activated scores, times looked-up values: the end."""
+    """Probabilities or activated scores times looked-up values: the last product of attention."""
     scores = only((lhs, rhs))
     activation = None
     if scores.stage == "curve" and scores.curve is not None:
@@ -137,28 +140,32 @@ def _dot(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
     if activation is not None and not activation.same_slope:
         if ctx.differentiated:
             raise NotCovered(
-                f"attention is not recognised: {activation.activation} of another slope"
+                f"attention is not recognised: {activation.activation} with another slope"
             )
         ctx.gradient_differs()
     if not has_default_precision(eqn):
-        raise NotCovered("attention is not recognised: its product has a precision of its own")
+        raise NotCovered("attention is not recognised: its product sets a precision")
     (contract, batch) = eqn.params["dimension_numbers"]
     left = scores is lhs
     value = rhs if left else lhs
-    own, other = (0, 1) if left else (1, 0)
+    scores_side, value_side = (0, 1) if left else (1, 0)
     root = scores.root
-    pairs = dict(zip((scores.labels[d] for d in batch[own]), batch[other], strict=True))
+    pairs = dict(
+        zip((scores.labels[d] for d in batch[scores_side]), batch[value_side], strict=True)
+    )
     axis = pairs.get((BATCH, 0))
     shared = isinstance(value, Lazy) and value.lineage is None and axis is not None
     if shared and value.base.shape[axis] == root.key.base.shape[0] == 1:
-        # All candidates share it, as they share the keys.
+        # All candidates share the values, as they share the keys.
         value = dataclasses.replace(value, lineage=root.lineage, axis=axis)
     if not has_lineage(value) or value.lineage is not root.lineage:
-        raise NotCovered("attention is not recognised: its values are not looked up as its keys")
+        raise NotCovered("attention is not recognised: its values are not looked up like its keys")
     heads: list[Any] = [pairs.get((HEAD, n)) for n in range(len(root.heads))]
-    free = [d for d in range(len(value.shape)) if d not in (*contract[other], *batch[other])]
+    free = [
+        d for d in range(len(value.shape)) if d not in (*contract[value_side], *batch[value_side])
+    ]
     if (
-        [scores.labels[d] for d in contract[own]] != [(KEY, 0)]
+        [scores.labels[d] for d in contract[scores_side]] != [(KEY, 0)]
         or axis != value.axis
         or None in heads
         or len(pairs) != 1 + len(heads)
@@ -167,7 +174,7 @@ def _dot(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
     ):
         raise NotCovered("attention is not recognised: another product with its values")
     value = spread_axes(value, range(len(value.shape)))
-    base = _transposed(value.base, [value.axis, *contract[other], *heads, *free])
+    base = _transposed(value.base, [value.axis, *contract[value_side], *heads, *free])
     dtype = root.key.dtype
     for x in (base, eqn.outvars[0].aval):
         if jnp.finfo(x.dtype).eps < jnp.finfo(dtype).eps:
@@ -178,10 +185,11 @@ def _dot(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
     else:
         out = _attend_activated(root, base, activation)
     # out is [batch, *queries, *heads, width].
-    own_free = [d for d in range(len(scores.shape)) if d not in (*contract[own], *batch[own])]
+    summed = (*contract[scores_side], *batch[scores_side])
+    scores_free = [d for d in range(len(scores.shape)) if d not in summed]
     width: Label = ("width", 0)
-    order = [scores.labels[d] for d in batch[own]]
-    rest = [scores.labels[d] for d in own_free]
+    order = [scores.labels[d] for d in batch[scores_side]]
+    rest = [scores.labels[d] for d in scores_free]
     order += [*rest, width] if left else [width, *rest]
     have: list[Label] = [(BATCH, 0)]
     have += [(QUERY, n) for n in range(len(root.queries))]
@@ -199,7 +207,7 @@ def _dot(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
 
 
 def _attend_activated(root: Logits, value: jax.Array, activation: activations.Match) -> jax.Array:
-    """[batch, *queries, *heads, width]; `value` is [users, keys, *heads, width]."""
+    """The result [batch, *queries, *heads, width] for values [users, keys, *heads, width]."""
     batch, width = root.query.shape[0], root.query.shape[-1]
     users, keys = value.shape[:2]
     queries, heads = math.prod(root.queries), math.prod(root.heads)
@@ -220,4 +228,4 @@ def _attend_activated(root: Logits, value: jax.Array, activation: activations.Ma
     return out.reshape(batch, *root.queries, *root.heads, width)
 
 
-STEPS["dot_general"] = _dot
+RULES["dot_general"] = _dot

@@ -1,4 +1,4 @@
-"""Rules of primitives that hold programs: custom derivatives, checkpoint, scan, cond."""
+"""Rules of primitives that call jaxprs: custom derivatives, checkpoint, scan, cond."""
 
 from __future__ import annotations
 
@@ -19,40 +19,40 @@ from ikbo_jax.rewrite.lineage import Concat, Lazy, is_plain, lazy, spread, take_
 from ikbo_jax.rewrite.registry import NotCovered, register_rule
 from ikbo_jax.rewrite.rules import ELEMENTWISE
 
-# A value outside a program and its arrays inside: `unpack` takes a value apart into arrays, which
-# can be arguments and results of a traced function, and a function that puts it together again.
+# Only arrays can be arguments and results of a traced function. So `unpack` splits a value into its
+# arrays and a function `pack` that rebuilds the value from them.
 
 
 def unpack(value: Any) -> tuple[list[Any], Any]:
-    """The arrays of a value, and the function that puts the value together again."""
+    """The arrays of a value, and the function that rebuilds the value."""
     if is_plain(value):
         return [value], lambda arrays: arrays[0]
     if isinstance(value, Lazy):
         return [value.base], lambda arrays: dataclasses.replace(value, base=arrays[0])
     assert isinstance(value, Concat)
-    taken = [unpack(part) for part in value.parts]
+    unpacked = [unpack(part) for part in value.parts]
 
     def pack(arrays: Sequence[Any]) -> Any:
         rest = iter(arrays)
-        parts = [put([next(rest) for _ in inside]) for inside, put in taken]
+        parts = [pack_part([next(rest) for _ in inner]) for inner, pack_part in unpacked]
         return Concat(tuple(parts), value.axis)
 
-    return [array for inside, _ in taken for array in inside], pack
+    return [array for inner, _ in unpacked for array in inner], pack
 
 
 def unpack_all(values: Sequence[Any]) -> tuple[list[Any], Any]:
-    """The arrays of all values, and the function that puts the values together again."""
-    taken = [unpack(value) for value in values]
+    """The arrays of all values, and the function that rebuilds the values."""
+    unpacked = [unpack(value) for value in values]
 
     def pack(arrays: Sequence[Any]) -> list[Any]:
         rest = iter(arrays)
-        return [put([next(rest) for _ in inside]) for inside, put in taken]
+        return [pack_one([next(rest) for _ in inner]) for inner, pack_one in unpacked]
 
-    return [array for inside, _ in taken for array in inside], pack
+    return [array for inner, _ in unpacked for array in inner], pack
 
 
 def form(value: Any) -> Any:
-    """What must agree for two values to be the same kind of result."""
+    """The form of a value: its kind, shapes, lineage and axis; "plain" for an array."""
     if isinstance(value, Lazy):
         base = (value.base.shape, value.base.dtype)
         return (base, value.shape, value.lineage, value.axis)
@@ -61,18 +61,18 @@ def form(value: Any) -> Any:
     return "plain"
 
 
-def settled(inner: Context, values: Sequence[Any], outer: Context) -> list[Any]:
-    """The values, but without lineages that exist only inside."""
-    known = outer.scope.lineages()
+def exported(inner: Context, values: Sequence[Any], outer: Context) -> list[Any]:
+    """The results of an inner program; values with lineages of its scope are materialised."""
+    lineages = outer.scope.lineages()
 
-    def leaves(value: Any) -> Any:
+    def can_leave(value: Any) -> Any:
         if isinstance(value, Concat):
-            return all(map(leaves, value.parts))
-        return is_plain(value) or value.lineage is None or id(value.lineage) in known
+            return all(map(can_leave, value.parts))
+        return is_plain(value) or value.lineage is None or id(value.lineage) in lineages
 
     return [
         value
-        if is_plain(value) or isinstance(value, (Lazy, Concat)) and leaves(value)
+        if is_plain(value) or isinstance(value, (Lazy, Concat)) and can_leave(value)
         else inner.materialise(None, value, "result of an inner function")
         for value in values
     ]
@@ -88,7 +88,7 @@ def _checkpoint(ctx: Context, eqn: Any, *operands: Any) -> Any:
 
     def body(*arrays: Any) -> Any:
         inner = ctx.inner()
-        results = settled(inner, inner.run_closed(jaxpr, pack(arrays), eqn), ctx)
+        results = exported(inner, inner.run_closed(jaxpr, pack(arrays), eqn), ctx)
         out, out_pack = unpack_all(results)
         packs.append(out_pack)
         return out
@@ -103,14 +103,14 @@ register_rule("checkpoint", _checkpoint, source=True)
 
 @register_rule("custom_jvp_call")
 def _custom_jvp(ctx: Context, eqn: Any, *operands: Any) -> Any:
-    """The function and its derivative, both at the smaller batch."""
+    """Runs the function and its JVP rule, both at the smaller batch."""
     params = eqn.params
     derivative = params.get("jvp_jaxpr_fun")
     if derivative is None or params["num_consts"]:
         raise NotCovered("custom_jvp with closed-over values")
     arrays, _ = unpack_all(operands)
     if not all(jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays):
-        raise NotCovered("custom_jvp with operands that are no floating-point numbers")
+        raise NotCovered("custom_jvp with operands that are not floating-point numbers")
     if len(operands) == 1 and _only_elementwise(ctx, params["call_jaxpr"]):
         results = [operands[0]] * len(eqn.outvars)
     else:
@@ -120,20 +120,20 @@ def _custom_jvp(ctx: Context, eqn: Any, *operands: Any) -> Any:
         raise NotCovered("custom_jvp of a function that mixes rows")
     _, pack = unpack_all(operands)
     _, pack_results = unpack_all(results)
-    wanted = results
+    expected = results
 
     @jax.custom_jvp
     def function(*arrays: Any) -> Any:
         inner = ctx.inner()
         values = inner.run_closed(params["call_jaxpr"], pack(arrays), eqn)
-        assert all(map(_matches, values, wanted))
+        assert all(map(_matches, values, expected))
         return unpack_all(values)[0]
 
     @function.defjvp
     def derivative_of(primals: Any, tangents: Any) -> Any:
         jaxpr, consts, zeros = derivative.call_wrapped(*[False] * len(operands))
-        nonzero = [x for x, zero in zip(wanted, zeros, strict=True) if not zero]
-        like = wanted + nonzero
+        nonzero = [x for x, zero in zip(expected, zeros, strict=True) if not zero]
+        like = expected + nonzero
         count = len(primals)
 
         def run(*arrays: Any) -> list[Any]:
@@ -146,14 +146,13 @@ def _custom_jvp(ctx: Context, eqn: Any, *operands: Any) -> Any:
             values = [_widened(x, y) for x, y in zip(values, like, strict=True)]
             return unpack_all(values)[0]
 
-        # JAX runs this after the trace around it has ended, when the index of the rows, which what
-        # does not stay at the smaller batch is looked up by, is no value any more. So equations
-        # that nothing needs must be gone before they run.
+        # JAX calls this function after the enclosing trace has ended. A lookup would then use an
+        # index of the ended trace. So the unused equations, lookups among them, are removed first.
         both = [*primals, *tangents]
-        found = iter(evaluate(without_dead_code(trace(run, both)), both))
-        out = [[next(found) for _ in unpack(x)[0]] for x in wanted]
+        arrays = iter(evaluate(without_dead_code(trace(run, both)), both))
+        out = [[next(arrays) for _ in unpack(x)[0]] for x in expected]
         out_tangents = [
-            jax.tree.map(jnp.zeros_like, x) if zero else [next(found) for _ in x]
+            jax.tree.map(jnp.zeros_like, x) if zero else [next(arrays) for _ in x]
             for x, zero in zip(out, zeros, strict=True)
         ]
         return sum(out, []), sum(out_tangents, [])
@@ -162,10 +161,10 @@ def _custom_jvp(ctx: Context, eqn: Any, *operands: Any) -> Any:
 
 
 def _only_elementwise(ctx: Context, program: core.Jaxpr) -> bool:
-    """Whether a program works element by element, so that it need not be tried."""
+    """Whether a program is elementwise, so that its results have the form of its operand."""
 
     def find_out(program: core.Jaxpr) -> bool:
-        made = set(program.invars)
+        defined = set(program.invars)
         answer = not program.constvars
         for eqn in program.eqns:
             nested = eqn.params.get("jaxpr")
@@ -176,16 +175,16 @@ def _only_elementwise(ctx: Context, program: core.Jaxpr) -> bool:
             numbers = [v for v in eqn.invars if isinstance(v, core.Literal)]
             answer &= len(numbers) < len(eqn.invars)
             answer &= all(np.ndim(v.val) == 0 for v in numbers)
-            made.update(eqn.outvars)
+            defined.update(eqn.outvars)
         return answer and all(
-            not isinstance(v, core.Literal) and v in made for v in program.outvars
+            not isinstance(v, core.Literal) and v in defined for v in program.outvars
         )
 
     return ctx.programs.answer("elementwise", program, find_out)
 
 
 def _matches(value: Any, like: Any) -> bool:
-    """Whether two values are alike but for dimensions that one has yet to broadcast."""
+    """Whether two values have the same form, once dimensions of size 1 of `value` are broadcast."""
     if isinstance(like, Concat):
         same = isinstance(value, Concat) and (value.axis, value.sizes) == (like.axis, like.sizes)
         return same and all(map(_matches, value.parts, like.parts))
@@ -199,7 +198,7 @@ def _matches(value: Any, like: Any) -> bool:
 
 
 def _widened(value: Any, like: Any) -> Any:
-    """The value with its arrays in the shapes that the other's have."""
+    """The value with its arrays broadcast to the shapes of the arrays of `like`."""
     if isinstance(like, Concat):
         parts = (_widened(x, y) for x, y in zip(value.parts, like.parts, strict=True))
         return Concat(tuple(parts), like.axis)
@@ -208,8 +207,8 @@ def _widened(value: Any, like: Any) -> Any:
     return value
 
 
-# A derivative that does not stay at the smaller batch runs once at the larger one, on all rows of
-# the smaller one and some over again; its first rows are the result.
+# A JVP rule whose results do not stay at the smaller batch runs at the larger batch, on all rows of
+# the smaller batch followed by repetitions of them. Its first rows are the result.
 
 
 def _every_row(value: Any) -> Any:
@@ -262,22 +261,22 @@ def _scan(ctx: Context, eqn: Any, *operands: Any) -> Any:
     def step(carry: Sequence[Any], slices: Sequence[Any]) -> tuple[Context, list[Any]]:
         inner = ctx.inner()
         values = _packed_slices(xs, slices)
-        return inner, settled(inner, inner.run_closed(jaxpr, [*consts, *carry, *values], eqn), ctx)
+        return inner, exported(inner, inner.run_closed(jaxpr, [*consts, *carry, *values], eqn), ctx)
 
-    # A carry stays lazy if the body leaves it in the form in which it came. Each trial makes at
-    # least one more of them an array.
+    # A carry stays lazy if the body returns it in the same form. Each failed trial turns at least
+    # one more carry into an array.
     while True:
         with ctx.muted():
             unstable, built = _trial(step, carry, xs_arrays, n_carry)
         if not unstable:
             break
         for position in unstable:
-            reason = "carried through a scan whose body does not keep it looked up"
+            reason = "carried through a scan whose body returns it in another form"
             carry[position] = ctx.materialise(eqn, carry[position], reason)
 
     for value in consts:
         if id(value) in built:
-            ctx.materialise(eqn, value, "needed by every step of a scan")
+            ctx.materialise(eqn, value, "needed in every iteration of a scan")
 
     arrays, pack = unpack_all(carry)
     packs: list[Any] = []
@@ -304,11 +303,11 @@ def _scan(ctx: Context, eqn: Any, *operands: Any) -> Any:
 
 
 def _trial(step: Any, carry: list[Any], xs_arrays: Any, n_carry: int) -> tuple[list[int], set[int]]:
-    """One step for nothing.
+    """Traces one iteration of a scan and discards it.
 
     Returns:
-      Positions of the carry that the body returns in another form than it got, and the identities
-      of all values that were materialised.
+      Positions of the carries that the body returns in another form, and the identities of all
+      values that were materialised.
     """
     arrays, pack = unpack_all(carry)
     unstable: list[int] = []
@@ -350,7 +349,7 @@ def _scannable(x: Any) -> bool:
 
 
 def _packed_slices(xs: Sequence[Any], slices: Sequence[Any]) -> list[Any]:
-    """The values of one step of a scan."""
+    """The scanned values of one iteration."""
     rest = iter(slices)
 
     def one(x: Any) -> Any:
@@ -370,7 +369,7 @@ def _stackable(ctx: Context, y: Any) -> Any:
 
 
 def _packed_stacks(values: Sequence[Any], stacks: Sequence[Any], length: int) -> list[Any]:
-    """The stacked results of all steps."""
+    """The stacked results of all iterations."""
     out = []
     for value, stack in zip(values, stacks, strict=True):
         if is_plain(value):
@@ -390,7 +389,7 @@ def _cond(ctx: Context, eqn: Any, index: Any, *operands: Any) -> Any:
 
     def results(branch: Any) -> tuple[Context, list[Any]]:
         inner = ctx.inner()
-        return inner, settled(inner, inner.run_closed(branch, operands, eqn), ctx)
+        return inner, exported(inner, inner.run_closed(branch, operands, eqn), ctx)
 
     forms: list[list[Any]] = []
     with ctx.muted():

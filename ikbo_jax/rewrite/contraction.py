@@ -1,4 +1,4 @@
-"""Products: at the smaller batch where that can be, by linear compression where batches meet."""
+"""Rules of products: at the smaller batch, by parts of a concatenation, by linear compression."""
 
 from __future__ import annotations
 
@@ -51,22 +51,22 @@ def _dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
 def product(
     ctx: Context, eqn: Any, lhs: Any, rhs: Any, preferred: Any = None, became: str = ""
 ) -> Any:
-    """A product of two values, at the smallest batch that both allow.
+    """A product of two values, at the smallest batch that both of them allow.
 
     Args:
-      ctx: the scope.
-      eqn: the equation, whose dimension numbers hold for the values.
+      ctx: the context.
+      eqn: the equation; its dimension numbers apply to the values.
       lhs: an array or a `Lazy`.
-      rhs: the same.
-      preferred: the result's dtype; None for the equation's own.
-      became: what to tell in the report; "" for the usual.
+      rhs: an array or a `Lazy`.
+      preferred: the result's dtype; None for the dtype of the equation.
+      became: what the report says; "" for "product at the smaller batch".
     """
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = _dims(eqn)
     lhs, rhs = spread_axes(lhs, lhs_contract), spread_axes(rhs, rhs_contract)
     for x, dims in ((lhs, lhs_contract), (rhs, rhs_contract)):
         if has_lineage(x) and x.axis in dims:
             raise NotCovered("product that sums over the looked-up axis")
-    lhs, rhs = _meet(ctx, eqn, lhs, rhs, lhs_batch, rhs_batch)
+    lhs, rhs = _at_one_batch(ctx, eqn, lhs, rhs, lhs_batch, rhs_batch)
     if lhs_batch:
         out, shape, value_lineage, axis = _batched(ctx, eqn, lhs, rhs, preferred)
     else:
@@ -88,10 +88,10 @@ def product(
 def _batched(
     ctx: Context, eqn: Any, lhs: Any, rhs: Any, preferred: Any
 ) -> tuple[jax.Array, tuple[int, ...], Lineage | None, int]:
-    """A product with batch dimensions: its array, and what it stands for, as in `Lazy`."""
+    """A product with batch dimensions: base, shape, lineage and axis of a `Lazy`."""
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = _dims(eqn)
-    # Every dimension gets a label. A batch dimension that one operand has at size 1 is left out of
-    # that one, and so becomes the other's own.
+    # Every dimension gets a label. If one operand has size 1 in a batch dimension, this operand is
+    # squeezed, and the dimension is a free dimension of the other operand.
     labels = [
         _labels("l", lhs, lhs_contract, lhs_batch),
         _labels("r", rhs, rhs_contract, rhs_batch),
@@ -138,10 +138,10 @@ def _labels(side: str, x: Any, contract: Any, batch: Any) -> list[str]:
     return [named.get(d, f"{side}{d}") for d in range(len(shape_of(x)))]
 
 
-def _meet(
+def _at_one_batch(
     ctx: Context, eqn: Any, lhs: Any, rhs: Any, lhs_batch: list[int], rhs_batch: list[int]
 ) -> tuple[Any, Any]:
-    """Materialises what keeps two operands from being multiplied at one batch."""
+    """The operands; an operand that prevents a product at one batch is materialised."""
     if has_lineage(lhs) and has_lineage(rhs):
         pairs = list(zip(lhs_batch, rhs_batch, strict=True))
         if (lhs.axis, rhs.axis) in pairs and lhs.lineage is rhs.lineage:
@@ -155,9 +155,7 @@ def _meet(
         if has_lineage(x) and x.axis in dims:
             opposite = other_dims[dims.index(x.axis)]
             if np.shape(base_of(other))[opposite] != 1:
-                array = ctx.materialise(
-                    eqn, x, "product with a value at candidate batch, row by row"
-                )
+                array = ctx.materialise(eqn, x, "batched product with a value at candidate batch")
                 return (array, rhs) if x is lhs else (lhs, array)
     return lhs, rhs
 
@@ -167,8 +165,8 @@ def _bind_labelled(
 ) -> tuple[Any, list[str]]:
     contract = [label for label in labels[0] if label[0] == "c"]
     batch = [label for label in labels[0] if label in labels[1] and label[0] == "b"]
-    # Sizes 1 and full meet in no batch dimension: `_meet` and the squeeze above saw to that. Both
-    # may still be 1.
+    # Both operands have the same size in every remaining batch dimension, perhaps 1: after
+    # `_at_one_batch` and the squeeze in `_batched`, no size 1 is paired with a larger one.
     numbers = (
         tuple(tuple(side.index(label) for label in contract) for side in labels),
         tuple(tuple(side.index(label) for label in batch) for side in labels),
@@ -184,7 +182,7 @@ def _bind_labelled(
 
 
 def _of_concat(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
-    """A product with a concatenation: by parts."""
+    """A product with a concatenation, computed by parts."""
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = _dims(eqn)
     left = isinstance(lhs, Concat)
     whole, other = (lhs, rhs) if left else (rhs, lhs)
@@ -193,7 +191,7 @@ def _of_concat(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
     )
     batch = lhs_batch if left else rhs_batch
     if whole.axis in batch:
-        raise NotCovered("product, row by row, over a concatenation")
+        raise NotCovered("batched product with a concatenation along a batch axis")
     if whole.axis not in contract:
         parts = []
         for part in whole.parts:
@@ -218,13 +216,13 @@ def _of_concat(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
     return _sum_of_products(ctx, eqn, left, groups, origins_of(whole, other))
 
 
-#: Bytes that a lookup before a product moves for each of its own: it reads and writes the rows, so
-#: does the concatenation, and the product reads them again.
+#: How often a lookup before a product moves each byte of the rows: the lookup and the concatenation
+#: each read and write the rows, and the product reads them.
 _MOVED = 5
 
 
 def _joined(ctx: Context, eqn: Any, whole: Concat) -> Any:
-    """The concatenation without those parts whose own product would move more bytes than they.
+    """The concatenation; parts are materialised if a product of them alone moves more bytes.
 
     A product by parts looks its result up at candidate batch, once for every index.
     """
@@ -236,39 +234,39 @@ def _joined(ctx: Context, eqn: Any, whole: Concat) -> Any:
         if has_lineage(part):
             key = (part.lineage, part.axis)
             moved[key] = moved.get(key, 0) + _MOVED * nbytes(part.shape, part.dtype)
-    dear = {key for key, size in moved.items() if size < looked_up}
+    costly = {key for key, size in moved.items() if size < looked_up}
     rest = [part for part in whole.parts if is_plain(part)]
-    # One array alone is not copied into a concatenation either.
+    # If only one array remains, no concatenation copies it.
     spared = 2 * nbytes(rest[0].shape, rest[0].dtype) if len(rest) == 1 else 0
-    if not dear or sum(moved.values()) + spared >= len(moved) * looked_up:
+    if not costly or sum(moved.values()) + spared >= len(moved) * looked_up:
         return whole
     reason = "looked up for one product: products by parts would move more bytes"
-    if dear == set(moved) and not any(isinstance(x, Lazy) and not x.lineage for x in whole.parts):
+    if costly == set(moved) and not any(isinstance(x, Lazy) and not x.lineage for x in whole.parts):
         return ctx.materialise(eqn, whole, reason)
     parts = [
-        ctx.materialise(eqn, x, reason) if has_lineage(x) and (x.lineage, x.axis) in dear else x
+        ctx.materialise(eqn, x, reason) if has_lineage(x) and (x.lineage, x.axis) in costly else x
         for x in whole.parts
     ]
     return Concat(tuple(parts), whole.axis)
 
 
 def _groups(ctx: Context, whole: Concat, other: Any, other_axis: int) -> list[tuple[Any, Any]]:
-    """The parts with their slices of the other operand, those of one lineage side by side."""
+    """The parts with their slices of the other operand; parts of one lineage are concatenated."""
     other = spread_axes(other, [other_axis])
-    found: dict[Any, tuple[list[Any], list[Any]]] = {}
+    by_lineage: dict[Any, tuple[list[Any], list[Any]]] = {}
     start = 0
     for part, size in zip(whole.parts, whole.sizes, strict=True):
         key: Any = "plain"
         if isinstance(part, Lazy):
             key = (part.lineage, part.axis) if part.lineage else "shared"
-        parts, slices = found.setdefault(key, ([], []))
+        parts, slices = by_lineage.setdefault(key, ([], []))
         parts.append(part)
         slices.append(slice_along(other, start, start + size, other_axis))
         start += size
     groups = []
-    for parts, slices in found.values():
+    for parts, slices in by_lineage.values():
         if len(parts) > 1 and all(map(is_plain, slices)):
-            merged = _side_by_side(parts, whole.axis)
+            merged = _concatenated(parts, whole.axis)
             if merged is not None:
                 groups.append((merged, lax.concatenate(slices, other_axis)))
                 continue
@@ -276,8 +274,8 @@ def _groups(ctx: Context, whole: Concat, other: Any, other_axis: int) -> list[tu
     return groups
 
 
-def _side_by_side(parts: list[Any], axis: int) -> Any:
-    """Parts of one lineage as one value; None if their bases do not fit."""
+def _concatenated(parts: list[Any], axis: int) -> Any:
+    """The concatenation of parts of one lineage, as one `Lazy` or array."""
     parts = [spread_axes(part, [axis]) for part in parts]
     bases = [base_of(part) for part in parts]
     common = np.broadcast_shapes(
@@ -295,14 +293,14 @@ def _side_by_side(parts: list[Any], axis: int) -> Any:
 
 
 def _sum_of_products(ctx: Context, eqn: Any, left: bool, groups: Any, origins: frozenset) -> Any:
-    """Every part times its slice, at its own batch; small results are looked up and added."""
+    """The sum of the parts' products, each computed at its part's batch and looked up."""
     (out,) = eqn.outvars
     dtype = out.aval.dtype
-    # The parts' sum is rounded once, as the whole product's is.
+    # The sum is rounded once, like the undivided product.
     wide = jnp.float32 if dtype in _HALF else None
     total: Any = None
-    for part, piece in groups:
-        operands = (part, piece) if left else (piece, part)
+    for part, weights in groups:
+        operands = (part, weights) if left else (weights, part)
         term = product(ctx, eqn, *operands, preferred=wide, became="product by parts, then added")
         term = ctx.materialise(eqn, term, "sum with a value at candidate batch", copied=False)
         total = term if total is None else lax.add(total, term)
@@ -312,7 +310,7 @@ def _sum_of_products(ctx: Context, eqn: Any, left: bool, groups: Any, origins: f
 def _compress(
     ctx: Context, eqn: Any, left: bool, whole: Concat, weight: Any, groups: list[tuple[Any, Any]]
 ) -> Any:
-    """[M, K]·concat([B, K_user, N], [B, K_cand, N]), if it is that; else None."""
+    """Linear compression: [M, K] · concat([B, K_user, N], [B, K_cand, N]); None if it is none."""
     (lhs_contract, rhs_contract), (lhs_batch, _) = _dims(eqn)
     contract = (lhs_contract if left else rhs_contract)[:1]
     weight_contract = rhs_contract[0] if left else lhs_contract[0]
@@ -353,14 +351,20 @@ def _compress(
         saved += 2 * (batch - term.embedding.shape[0]) * term.weight.size * n
     name = "linear_compression" if len(levels) == 2 else "multilevel_linear_compression"
     ctx.recorder.saved(eqn, origins_of(whole), name, saved, True)
-    # out is [B, M, N]; the equation's is [B, N, M] with the weight last, [M, B, N] with it first.
+    # out is [B, M, N]. The equation returns [B, N, M] if the weight is its second operand, and
+    # [M, B, N] if it is the first.
     return lax.transpose(out, (0, 2, 1) if left else (1, 0, 2))
 
 
 def _chain(
     ctx: Context, whole: Concat, groups: Any
 ) -> tuple[int, list[tuple[Any, Any, Any]]] | None:
-    """The groups coarsest first, each with the index into the one before; None if there is none."""
+    """The groups as a chain of levels; None if they are none.
+
+    Returns:
+      The batch axis, and for every level, coarsest first, its part, its slice of the weight, and
+      the index into the rows of the next coarser level.
+    """
     lineages: dict[tuple[Lineage, ...], tuple[Any, Any]] = {}
     axes = {part.axis for part, _ in groups if has_lineage(part)}
     for part, piece in groups:
@@ -393,15 +397,15 @@ def _pairs(values: list[Any]) -> list[tuple[Any, Any]]:
 
 
 def _parent(ctx: Context, coarse: tuple[Lineage, ...], fine: tuple[Lineage, ...]) -> jax.Array:
-    """The index from a level's rows into the next coarser one's."""
+    """The index from a level's rows into the rows of the next coarser level."""
     first, *rest = coarse[: len(coarse) - len(fine)]
-    for step in rest:
-        first = ctx.scope.compose(first, step)
+    for finer in rest:
+        first = ctx.scope.compose(first, finer)
     return first.index
 
 
 def _single_user(ctx: Context, part: Lazy, axes: set[int]) -> Lazy | None:
-    """What all candidates share, as what is looked up from a batch of one."""
+    """A part that all candidates share, as a lookup in a batch of one user."""
     if axes - {0} or part.base.shape[0] != 1 or part.shape[0] <= 1:
         return None
     batch = part.shape[0]

@@ -1,15 +1,16 @@
-"""What a traced program costs by a simple model: a rewritten one must not cost more than it saves.
+"""A cost model of traced programs: a rewritten program runs only if it does not cost more.
 
-Counted are the floating-point operations of products, and the bytes that operations read and write
-which XLA does not fuse with others. The model of fusion:
+The costs are the floating-point operations of products, and the bytes read and written by
+operations that XLA does not fuse with others. The model of fusion:
 
-- elementwise operations, broadcasts, reshapes and slices cost nothing: they are fused into what
-  reads their results;
+- elementwise operations, broadcasts, reshapes and slices cost nothing: XLA fuses them with the
+  operation that reads their results;
 - products, reductions, sorts, cumulative operations, scatters, and calls of this library's ops read
   all of their operands and write their results;
-- lookups, concatenations and transposes read as many bytes as they return (a lookup its indices
-  besides), and write them unless only elementwise operations read them, which fuse them;
-- a loop costs its body as often as it runs, a `while` loop once, a conditional its dearest branch.
+- lookups, concatenations and transposes read as many bytes as they return (lookups also read their
+  indices), and write them unless only elementwise operations read the result;
+- a `scan` costs its body times its length, a `while` loop its body once, a conditional its most
+  expensive branch.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from ikbo_jax.rewrite import lineage
 from ikbo_jax.rewrite.equations import is_op
 from ikbo_jax.rewrite.jaxprs import inner_programs
 
-#: By how much a rewritten program may exceed its original: a share of that, and what a GPU does
-#: in the time of one launch besides.
+#: By how much a rewritten program may exceed its original: a fraction of the original's cost, plus
+#: the cost that a GPU covers in the time of one launch.
 _FLOPS_SLACK = (0.01, 1_000_000)
 _BYTES_SLACK = (0.10, 1 << 18)
 
@@ -45,10 +46,10 @@ _READS = _MOVES | _WHOLE | _CALLS
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What a program costs.
+    """The cost of a program.
 
     Attributes:
-      flops: floating-point operations of products; multiply and add are two.
+      flops: floating-point operations of products; a multiply-add counts as two.
       nbytes: bytes read and written.
     """
 
@@ -57,29 +58,29 @@ class Cost:
 
 
 def refusal(rewritten: core.Jaxpr, original: core.Jaxpr) -> str:
-    """Why a rewritten program must not run: it costs more; "" if it does not."""
-    ours, theirs = program_cost(rewritten), program_cost(original)
-    if _exceeds(ours.flops, theirs.flops, _FLOPS_SLACK):
-        return f"its products would take {ours.flops:,} FLOP instead of {theirs.flops:,}"
-    if _exceeds(ours.nbytes, theirs.nbytes, _BYTES_SLACK):
-        return f"it would move {ours.nbytes:,} bytes instead of {theirs.nbytes:,}"
+    """Why a rewritten program costs too much to run; "" if it does not."""
+    new, old = program_cost(rewritten), program_cost(original)
+    if _exceeds(new.flops, old.flops, _FLOPS_SLACK):
+        return f"its products would take {new.flops:,} FLOP instead of {old.flops:,}"
+    if _exceeds(new.nbytes, old.nbytes, _BYTES_SLACK):
+        return f"it would move {new.nbytes:,} bytes instead of {old.nbytes:,}"
     return ""
 
 
-def _exceeds(ours: int, theirs: int, slack: tuple[float, int]) -> bool:
-    share, amount = slack
-    return ours > theirs * (1 + share) + amount
+def _exceeds(new: int, old: int, slack: tuple[float, int]) -> bool:
+    fraction, amount = slack
+    return new > old * (1 + fraction) + amount
 
 
 def program_cost(program: core.Jaxpr) -> Cost:
-    """What a traced program costs."""
+    """The cost of a traced program."""
     return _cost(program, {})
 
 
-def _cost(program: core.Jaxpr, known: dict[int, Cost]) -> Cost:
-    if id(program) in known:
-        return known[id(program)]
-    written = _read_by_others(program)
+def _cost(program: core.Jaxpr, costs: dict[int, Cost]) -> Cost:
+    if id(program) in costs:
+        return costs[id(program)]
+    written = _read_unfused(program)
     flops = nbytes = 0
     for eqn in program.eqns:
         name = eqn.primitive.name
@@ -90,24 +91,24 @@ def _cost(program: core.Jaxpr, known: dict[int, Cost]) -> Cost:
         elif name in _WHOLE or name in _CALLS and is_op(eqn):
             flops += _product_flops(eqn) if name in _WHOLE else _op_flops(eqn)
             nbytes += _operands_and_results(eqn)
-        elif inner := [_cost(x, known) for x in inner_programs(eqn)]:
+        elif inner := [_cost(x, costs) for x in inner_programs(eqn)]:
             if name == "cond":
                 inner = [Cost(max(x.flops for x in inner), max(x.nbytes for x in inner))]
             times = eqn.params["length"] if name == "scan" else 1
             flops += times * sum(x.flops for x in inner)
             nbytes += times * sum(x.nbytes for x in inner)
-    known[id(program)] = Cost(flops, nbytes)
-    return known[id(program)]
+    costs[id(program)] = Cost(flops, nbytes)
+    return costs[id(program)]
 
 
-def _read_by_others(program: core.Jaxpr) -> set[Any]:
-    """The variables that something other than an elementwise operation reads."""
-    found = {v for v in program.outvars if isinstance(v, core.Var)}
+def _read_unfused(program: core.Jaxpr) -> set[Any]:
+    """The variables that are written: not all operations that read them are fused."""
+    read = {v for v in program.outvars if isinstance(v, core.Var)}
     for eqn in program.eqns:
         name = eqn.primitive.name
         if name in _READS or any(True for _ in inner_programs(eqn)):
-            found.update(v for v in eqn.invars if type(v) is not core.Literal)
-    return found
+            read.update(v for v in eqn.invars if type(v) is not core.Literal)
+    return read
 
 
 def _size(v: Any) -> int:
@@ -135,14 +136,15 @@ def _product_flops(eqn: core.JaxprEqn) -> int:
 
 
 def _op_flops(eqn: core.JaxprEqn) -> int:
-    """Useful floating-point operations of a call of an op of this library."""
+    """The useful FLOPs of a call of an op of this library."""
     plans = [x for x in explain.marks(eqn.params["jaxpr"]) if isinstance(x, dispatch.Plan)]
     if not plans:
         return 0
     problem = plans[0].problem
     useful = getattr(problem, "useful_flops", 0)
     if callable(useful):
-        # A query meets the keys of its own user alone: of lengths that are not known, the mean.
+        # Each query attends to the keys of one user. Their number is the bound or, if there is
+        # none, the mean.
         keys = problem.max_seqlen_kv or problem.kv_rows // max(1, problem.batch_kv)
         return int(useful(problem.q_rows * keys))
     return int(useful)

@@ -1,8 +1,8 @@
-"""Functions of one number that a program computes, with their slopes.
+"""Elementwise functions of the logits that a program computes, with their slopes.
 
-A program's equations from the logits on are kept as a `Curve`, which NumPy evaluates in float64,
-values and slopes at once: by the rules that JAX differentiates the equations with, so that
-`stop_gradient` and derivatives of a function's own count.
+The equations that follow the logits are kept as a `Curve`. NumPy evaluates its values and slopes
+together, in float64. Slopes follow the rules by which JAX differentiates the equations, so
+`stop_gradient` and `custom_jvp` count.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jax.extend import core
 
 
 class Dual(NamedTuple):
-    """Values and their slopes, in float64; truth values have slope 0."""
+    """Values and their slopes, in float64; booleans have slope 0."""
 
     value: Any
     slope: Any = 0.0
@@ -26,16 +26,17 @@ class Dual(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Curve:
-    """A function of the logits, element by element.
+    """An elementwise function of the logits.
 
     Attributes:
-      eqn: computes it; None for the logits themselves.
-      operands: the equation's, curves and numbers.
-      dtype: of its values.
-      slopes: of the linear functions on the way to it: the scales that an activation may have.
-      numbers: that occur on the way to it.
-      dtypes: that its equations compute in.
-      linear: whether it is linear itself, by the last of `slopes`.
+      eqn: the producing equation; None for the logits themselves.
+      operands: the operands of the equation: curves and numbers.
+      dtype: the dtype of its values.
+      slopes: the slopes of all linear curves that it is computed from: the possible scales of an
+        activation.
+      numbers: all constants that occur in its equations.
+      dtypes: all dtypes that its equations compute in.
+      linear: whether the curve is linear itself, with the last of `slopes`.
     """
 
     eqn: core.JaxprEqn | None
@@ -47,40 +48,40 @@ class Curve:
     linear: bool = False
 
     def __call__(self, x: np.ndarray, rounded: bool = False) -> Dual:
-        """The curve at x, every equation's result `rounded` to its dtype if asked for."""
-        known: dict[int, Dual] = {}
+        """Values and slopes at x; if `rounded`, every equation's result is rounded to its dtype."""
+        evaluated: dict[int, Dual] = {}
 
         def at(curve: Curve | float) -> Dual:
             if not isinstance(curve, Curve):
                 return Dual(np.float64(curve))
             if curve.eqn is None:
                 return Dual(x, np.ones_like(x))
-            if id(curve) not in known:
-                known[id(curve)] = _evaluate(curve.eqn, list(map(at, curve.operands)), rounded)
-            return known[id(curve)]
+            if id(curve) not in evaluated:
+                evaluated[id(curve)] = _evaluate(curve.eqn, list(map(at, curve.operands)), rounded)
+            return evaluated[id(curve)]
 
-        found = at(self)
-        return Dual(*(np.broadcast_to(np.asarray(part, np.float64), x.shape) for part in found))
+        result = at(self)
+        return Dual(*(np.broadcast_to(np.asarray(part, np.float64), x.shape) for part in result))
 
 
 def logits(dtype: Any) -> Curve:
-    """The curve that the logits themselves are."""
+    """The curve of the logits themselves: the identity."""
     return Curve(None, (), jnp.dtype(dtype), dtypes=frozenset([jnp.dtype(dtype)]), linear=True)
 
 
 def then(eqn: core.JaxprEqn, operands: Sequence[Curve | float]) -> Curve | None:
-    """The curve of an equation's result, made of curves and numbers; None if it is unknown."""
-    if len(eqn.outvars) != 1 or not _is_known(eqn):
+    """The curve of an equation's result; None if it cannot be evaluated."""
+    if len(eqn.outvars) != 1 or not _can_evaluate(eqn):
         return None
-    found = [x for x in operands if isinstance(x, Curve)]
-    slopes = tuple(dict.fromkeys(slope for curve in found for slope in curve.slopes))
+    inputs = [x for x in operands if isinstance(x, Curve)]
+    slopes = tuple(dict.fromkeys(slope for curve in inputs for slope in curve.slopes))
     factor = _factor(eqn.primitive.name, operands)
     if factor is not None:
-        slopes = (*slopes, found[0].slopes[-1] * factor)
+        slopes = (*slopes, inputs[0].slopes[-1] * factor)
     dtype = jnp.dtype(_aval(eqn.outvars[0]).dtype)
     numbers = frozenset(x for x in operands if not isinstance(x, Curve))
-    dtypes = _dtypes_in(eqn).union(*(x.dtypes for x in found))
-    numbers = (numbers | _numbers_in(eqn)).union(*(x.numbers for x in found))
+    dtypes = _dtypes_in(eqn).union(*(x.dtypes for x in inputs))
+    numbers = (numbers | _numbers_in(eqn)).union(*(x.numbers for x in inputs))
     return Curve(eqn, tuple(operands), dtype, slopes, numbers, dtypes, factor is not None)
 
 
@@ -89,7 +90,7 @@ def _aval(v: Any) -> Any:
 
 
 def _factor(name: str, operands: Sequence[Curve | float]) -> float | None:
-    """What a linear curve is multiplied by; None if the result is not linear."""
+    """The factor by which an equation multiplies a linear curve; None if it does anything else."""
     numbers = [x for x in operands if not isinstance(x, Curve)]
     curves = [x for x in operands if isinstance(x, Curve)]
     if len(curves) != 1 or not curves[0].linear:
@@ -128,7 +129,7 @@ def _div(x: Dual, y: Dual) -> Dual:
 
 
 def _extremum(pick: Any, is_first: Any) -> Callable[..., Dual]:
-    """max or min; as in JAX, both operands count half where they are equal."""
+    """The rule of max or min. As in JAX, equal operands each get half of the slope."""
 
     def rule(x: Dual, y: Dual) -> Dual:
         equal = x.value == y.value
@@ -145,12 +146,12 @@ def _clamp(low: Dual, x: Dual, high: Dual) -> Dual:
 
 
 def _select(which: Dual, no: Dual, yes: Dual) -> Dual:
-    taken = np.asarray(which.value, bool)
-    return Dual(*(np.where(taken, b, a) for a, b in zip(no, yes, strict=True)))
+    mask = np.asarray(which.value, bool)
+    return Dual(*(np.where(mask, b, a) for a, b in zip(no, yes, strict=True)))
 
 
 def _of_one(value: Any, slope: Any) -> Callable[[Dual], Dual]:
-    """The rule of a function, its slope by operand and result."""
+    """The rule of a function of one operand; `slope` takes the operand and the result."""
 
     def rule(x: Dual) -> Dual:
         y = value(x.value)
@@ -160,7 +161,7 @@ def _of_one(value: Any, slope: Any) -> Callable[[Dual], Dual]:
 
 
 def _flat(value: Any) -> Callable[..., Dual]:
-    """The rule of a function without a slope: comparisons and what is made of them."""
+    """The rule of a function whose slope is 0, such as a comparison."""
     return lambda *operands: Dual(value(*(x.value for x in operands)))
 
 
@@ -169,7 +170,7 @@ def _same(x: Dual) -> Dual:
 
 
 _ROOT_PI = math.sqrt(math.pi)
-#: What JAX computes and how it differentiates it, by primitive. No rule: the curve is unknown.
+#: Value and slope, as JAX computes them, by primitive. Without a rule there is no curve.
 _RULES: dict[str, Callable[..., Dual]] = {
     "abs": _of_one(np.abs, lambda x, _: np.sign(x)),
     "add": lambda x, y: Dual(x.value + y.value, x.slope + y.slope),
@@ -206,10 +207,10 @@ _RULES: dict[str, Callable[..., Dual]] = {
     "sub": lambda x, y: Dual(x.value - y.value, x.slope - y.slope),
     "tanh": _of_one(np.tanh, lambda _, y: 1 - y * y),
 }
-#: Of numbers alone.
+#: Primitives that curves follow only if the operand is a single number.
 _OF_NUMBERS = ("broadcast_in_dim", "reshape", "squeeze")
 _PROGRAMS = {"custom_jvp_call": "call_jaxpr", "jit": "jaxpr", "pjit": "jaxpr"}
-#: Names of the primitives that curves follow.
+#: Names of the elementwise primitives that curves follow.
 ELEMENTWISE = frozenset((*_RULES, "integer_pow", "custom_jvp_call"))
 
 
@@ -218,11 +219,11 @@ def _integer_pow(x: Dual, y: int) -> Dual:
 
 
 def _evaluate(eqn: core.JaxprEqn, operands: list[Dual], rounded: bool, slopes: bool = True) -> Dual:
-    """An equation's only result, with its slope if wanted."""
+    """The only result of an equation; without `slopes`, its slope may be wrong."""
     name, params = eqn.primitive.name, eqn.params
     if name in _PROGRAMS:
         if name == "custom_jvp_call" and slopes:
-            return _own_derivative(eqn, operands, rounded)
+            return _custom_jvp(eqn, operands, rounded)
         return _run(params[_PROGRAMS[name]], operands, rounded, slopes)[0]
     if name in _OF_NUMBERS:
         return operands[0]
@@ -253,9 +254,9 @@ def _run(
     return list(map(read, jaxpr.outvars))
 
 
-def _own_derivative(eqn: core.JaxprEqn, operands: list[Dual], rounded: bool) -> Dual:
-    """The value of a custom_jvp function, with the slope that its own rule gives."""
-    jaxpr, consts, zeros = own_rule(eqn)
+def _custom_jvp(eqn: core.JaxprEqn, operands: list[Dual], rounded: bool) -> Dual:
+    """The value of a custom_jvp function, with the slope by its JVP rule."""
+    jaxpr, consts, zeros = jvp_rule(eqn)
     (value,) = _run(eqn.params["call_jaxpr"], operands, rounded, False)
     if zeros[0]:
         return Dual(value.value)
@@ -264,32 +265,32 @@ def _own_derivative(eqn: core.JaxprEqn, operands: list[Dual], rounded: bool) -> 
     return Dual(value.value, results[1].value)
 
 
-def own_rule(eqn: core.JaxprEqn) -> tuple[Any, Any, Any]:
-    """A custom_jvp function's rule: its program, constants, and which tangents are zero."""
+def jvp_rule(eqn: core.JaxprEqn) -> tuple[Any, Any, Any]:
+    """The JVP rule of a custom_jvp function: jaxpr, constants, and which tangents are zero."""
     rule = eqn.params["jvp_jaxpr_fun"]
     jaxpr, consts, zeros = rule.call_wrapped(*[False] * len(eqn.invars))
     return getattr(jaxpr, "jaxpr", jaxpr), consts, zeros
 
 
 def _inner(eqn: core.JaxprEqn, slopes: bool) -> list[tuple[Any, bool]]:
-    """The programs that an equation holds; a derivative's rule only if slopes are wanted."""
+    """The jaxprs of an equation, each with whether its slopes count; JVP rules only if `slopes`."""
     name = eqn.primitive.name
     if name not in _PROGRAMS:
         return []
     program = eqn.params[_PROGRAMS[name]]
-    found = [(getattr(program, "jaxpr", program), slopes)]
+    programs = [(getattr(program, "jaxpr", program), slopes)]
     if name == "custom_jvp_call" and slopes:
-        # A rule often calls its own function, of which the value alone counts there.
-        found.append((own_rule(eqn)[0], False))
-    return found
+        # A JVP rule often calls its function again; in the rule, only the function's value counts.
+        programs.append((jvp_rule(eqn)[0], False))
+    return programs
 
 
-def _is_known(eqn: core.JaxprEqn, slopes: bool = True) -> bool:
+def _can_evaluate(eqn: core.JaxprEqn, slopes: bool = True) -> bool:
     """Whether an equation can be evaluated."""
     name = eqn.primitive.name
     dtypes = [getattr(v.aval, "dtype", None) for v in (*eqn.invars, *eqn.outvars)]
     if any(d is None or not (d == np.bool_ or jnp.issubdtype(d, jnp.inexact)) for d in dtypes):
-        # Integers count only as numbers that are known, cast before anything else.
+        # The only integers allowed are literals that are cast at once.
         return name == "convert_element_type" and isinstance(eqn.invars[0], core.Literal)
     if name in ("jit", "pjit", "custom_jvp_call"):
         if name == "custom_jvp_call" and eqn.params.get("num_consts"):
@@ -297,7 +298,7 @@ def _is_known(eqn: core.JaxprEqn, slopes: bool = True) -> bool:
         if any(getattr(eqn.params[_PROGRAMS[name]], "consts", ())):
             return False
         inner = [(e, more) for program, more in _inner(eqn, slopes) for e in program.eqns]
-        return all(_is_known(e, more) and len(e.outvars) == 1 for e, more in inner)
+        return all(_can_evaluate(e, more) and len(e.outvars) == 1 for e, more in inner)
     if name in _OF_NUMBERS:
         return _aval(eqn.invars[0]).size == 1
     return name in ELEMENTWISE

@@ -1,4 +1,4 @@
-"""What an equation of a traced program tells by itself, whatever the interpreter knows."""
+"""Properties of a single equation, found without the interpreter's state."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from ikbo_jax.rewrite.lineage import Deferred, Lazy, is_plain
 
 
 def described(error: Exception) -> str:
-    """An exception in one line: its type, and the first line of its message."""
+    """An exception as one line: its type and the first line of its message."""
     message = str(error).strip().split("\n")[0]
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
 def why_kept(eqn: core.JaxprEqn) -> str:
-    """Why a lookup of arrays is none that could be worked on later."""
+    """Why a lookup of arrays ran as it is, instead of becoming a lazy value."""
     operand: Any = eqn.invars[0].aval
     result: Any = eqn.outvars[0].aval
     if result.size <= operand.size:
-        return "it makes no more rows than there are"
-    return "it is no lookup of whole rows by one index"
+        return "its result has no more rows than its operand"
+    return "it does not look up whole rows by one index"
 
 
 def on_integers(eqn: core.JaxprEqn) -> bool:
-    """Whether an equation works on integers and truth values alone, and does nothing besides."""
+    """Whether all operands and results are integers or booleans, and there are no effects."""
     for v in eqn.outvars:
         if getattr(getattr(v.aval, "dtype", None), "kind", "i") not in "iub":
             return False
@@ -40,11 +40,11 @@ def on_integers(eqn: core.JaxprEqn) -> bool:
 
 
 def is_number(eqn: core.JaxprEqn, operands: list[Any]) -> bool:
-    """Whether an equation's only result is a number, or one number broadcast."""
+    """Whether an equation computes one result from one or two numbers, broadcast or not."""
     if not 0 < len(operands) <= 2:
         return False
     for x, v in zip(operands, eqn.invars, strict=True):
-        # The program's own shapes are faster to ask for than a tracer's.
+        # The shape of a jaxpr's variable is faster to read than the shape of a tracer.
         if not isinstance(x, Deferred):
             if getattr(v.aval, "size", 0) != 1:
                 return False
@@ -54,20 +54,20 @@ def is_number(eqn: core.JaxprEqn, operands: list[Any]) -> bool:
 
 
 def identity(operand: Any) -> Any:
-    """What tells an operand from others: its identity, or a literal's dtype and value."""
+    """A key that equal operands share: the object's identity, or a literal's dtype and value."""
     if isinstance(operand, jax.Array) or not is_plain(operand):
         return id(operand)
-    # Literals: Python numbers and NumPy scalars, told apart by type as well.
+    # Literals are Python numbers and NumPy scalars; the dtype is part of the key.
     array = np.asarray(operand)
     return (array.dtype, array.item()) if array.ndim == 0 else id(operand)
 
 
-#: The ops' functions under jit, which hold kernels and are not gone into.
+#: The jitted functions of the ops; they hold kernels, so they are not interpreted.
 _OPS = ("_linear_compression", "_attention", "_gdpa")
 
 
 def is_op(eqn: core.JaxprEqn) -> bool:
-    """Whether an equation is a call that runs an op of this library."""
+    """Whether an equation calls an op of this library."""
 
     def holds(jaxpr: Any) -> bool:
         eqns = getattr(jaxpr, "jaxpr", jaxpr).eqns

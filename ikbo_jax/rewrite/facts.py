@@ -1,7 +1,8 @@
-"""What is known of a value from the equations that made it: its numbers, bounds and pattern.
+"""Facts about a value, proven from its producing equations: its number, bounds and pattern.
 
-An index that is known to lie in bounds needs no care for rows out of bounds; a scale or a mask's
-fill has to be a known number; a mask that counts keys is known from what it compares.
+An index that is proven to be in bounds needs no rows for indices out of bounds. A scale or the
+number of a mask must be proven to be a constant. A comparison with `arange` proves that a mask
+keeps the first keys of every user.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from ikbo_jax.rewrite.lineage import Lazy, base_of, is_plain
 
 Interval = tuple[int, int]
 
-#: Primitives that move elements or repeat them, and change none.
+#: Primitives that move or repeat elements and change none.
 MOVES = ("broadcast_in_dim", "reshape", "squeeze", "transpose", "copy")
-#: How far back the equations are followed.
+#: The depth to which producing equations are followed.
 _DEPTH = 16
 
 
@@ -27,26 +28,26 @@ _DEPTH = 16
 
 
 def constant(ctx: Any, value: Any) -> float | None:
-    """The number that a value is everywhere; None if it is none, or unknown."""
+    """The number that all elements of a value equal; None if that is not proven."""
     if isinstance(value, Lazy) and value.lineage is None and value.base.size == 1:
-        made = ctx.producer(value)
-        return constant(ctx, made[1][0]) if made else constant(ctx, value.base)
+        produced = ctx.producer(value)
+        return constant(ctx, produced[1][0]) if produced else constant(ctx, value.base)
     if not is_plain(value) or np.size(value) != 1:
         return None
     if not isinstance(value, jax.core.Tracer):
         array = np.asarray(value).reshape(())
         return float(array.astype(np.float64)) if array.dtype.kind in "biufV" else None
-    made = ctx.producer(value)
-    if made is None:
+    produced = ctx.producer(value)
+    if produced is None:
         return None
-    eqn, operands = made
-    of = [constant(ctx, x) for x in operands]
-    if None in of or eqn.primitive.name not in _ARITHMETIC:
+    eqn, operands = produced
+    numbers = [constant(ctx, x) for x in operands]
+    if None in numbers or eqn.primitive.name not in _ARITHMETIC:
         return None
     with np.errstate(all="ignore"):
-        found = _ARITHMETIC[eqn.primitive.name](eqn, *of)
-        # As the program rounds it.
-        return float(np.asarray(found, eqn.outvars[0].aval.dtype).astype(np.float64))
+        result = _ARITHMETIC[eqn.primitive.name](eqn, *numbers)
+        # The program rounds the result to its dtype.
+        return float(np.asarray(result, eqn.outvars[0].aval.dtype).astype(np.float64))
 
 
 _ARITHMETIC: dict[str, Callable[..., Any]] = {
@@ -67,42 +68,42 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
 
 
 def possible_values(ctx: Any, value: Any, depth: int = _DEPTH) -> set[float] | None:
-    """The few numbers that a value can hold; None if they are many, or unknown."""
+    """The few numbers that the elements of a value can be; None if there may be others."""
     number = constant(ctx, value)
     if number is not None:
         return {number}
     if getattr(value, "dtype", None) == np.bool_:
         return {0.0, 1.0}
-    made = ctx.producer(value)
-    if made is None or depth == 0:
+    produced = ctx.producer(value)
+    if produced is None or depth == 0:
         return None
-    eqn, operands = made
+    eqn, operands = produced
     name = eqn.primitive.name
     if name == "gather":
-        found = possible_values(ctx, operands[0], depth - 1)
-        # Rows out of bounds may hold another number.
-        filled = eqn.params["fill_value"] is not None or "FILL" in str(eqn.params["mode"])
-        return None if filled else found
+        of_operand = possible_values(ctx, operands[0], depth - 1)
+        # A filled row may hold another number.
+        fills = eqn.params["fill_value"] is not None or "FILL" in str(eqn.params["mode"])
+        return None if fills else of_operand
     if name in MOVES:
         return possible_values(ctx, operands[0], depth - 1)
     if name == "convert_element_type":
-        found = possible_values(ctx, operands[0], depth - 1)
-        if found is None:
+        of_operand = possible_values(ctx, operands[0], depth - 1)
+        if of_operand is None:
             return None
         with np.errstate(all="ignore"):
-            # A narrower dtype may make an infinity of a number.
-            cast = np.asarray(list(found)).astype(eqn.outvars[0].aval.dtype)
+            # The cast to a narrower dtype may overflow.
+            cast = np.asarray(list(of_operand)).astype(eqn.outvars[0].aval.dtype)
         return set(cast.astype(np.float64).tolist())
     if name == "select_n":
         operands = operands[1:]
     elif name not in ("add", "sub", "mul"):
         return None
-    of = [possible_values(ctx, x, depth - 1) for x in operands]
-    if any(x is None for x in of):
+    choices = [possible_values(ctx, x, depth - 1) for x in operands]
+    if any(x is None for x in choices):
         return None
     if name == "select_n":
-        return set().union(*(x for x in of if x))
-    pairs = itertools.product(*(x for x in of if x is not None))
+        return set().union(*(x for x in choices if x))
+    pairs = itertools.product(*(x for x in choices if x is not None))
     with np.errstate(all="ignore"):
         values = [_ARITHMETIC[name](eqn, *pair) for pair in pairs]
         rounded = np.asarray(values, eqn.outvars[0].aval.dtype).astype(np.float64)
@@ -113,13 +114,15 @@ def possible_values(ctx: Any, value: Any, depth: int = _DEPTH) -> set[float] | N
 
 
 def moved_from(ctx: Any, value: Any) -> Any:
-    """The operand of the move that made a value; None if no move did, or if it is unknown."""
-    made = ctx.producer(value)
-    return made[1][0] if made is not None and made[0].primitive.name in MOVES else None
+    """The operand of a value's producing equation if it is in `MOVES`; else None."""
+    produced = ctx.producer(value)
+    if produced is None or produced[0].primitive.name not in MOVES:
+        return None
+    return produced[1][0]
 
 
 def is_true(ctx: Any, value: Any) -> bool:
-    """Whether all elements are known to be true, or not 0."""
+    """Whether all elements are proven to be True, or other than 0."""
     while not is_plain(value) or isinstance(value, jax.core.Tracer):
         value = moved_from(ctx, value)
         if value is None:
@@ -132,27 +135,27 @@ def counts_up(ctx: Any, value: Any, size: int) -> bool:
     if np.size(base_of(value)) != size:
         return False
     while not is_plain(value) or isinstance(value, jax.core.Tracer):
-        made = ctx.producer(value)
-        if made is not None and made[0].primitive.name == "iota":
+        produced = ctx.producer(value)
+        if produced is not None and produced[0].primitive.name == "iota":
             return True
-        if made is None or made[0].primitive.name not in (*MOVES, "convert_element_type"):
+        if produced is None or produced[0].primitive.name not in (*MOVES, "convert_element_type"):
             return False
-        value = made[1][0]
+        value = produced[1][0]
     return np.array_equal(np.ravel(value), np.arange(size))
 
 
 def lengths(ctx: Any, mask: Any, users: int, keys: int) -> Any:
-    """[users] values, if a mask by user and key is `iota < values`; else None."""
+    """The lengths [users] if a mask by user and key is proven to be `arange(keys) < lengths`."""
     value = mask
-    while (made := ctx.producer(value)) is not None:
-        eqn, operands = made
+    while (produced := ctx.producer(value)) is not None:
+        eqn, operands = produced
         name = eqn.primitive.name
         if name in ("lt", "gt"):
             position, length = operands if name == "lt" else reversed(operands)
-            found = base_of(length)
-            if counts_up(ctx, position, keys) and np.size(found) == users:
-                whole = getattr(found, "dtype", np.dtype(int)).kind in "iu"
-                return found.reshape(users) if whole and np.ndim(found) else None
+            array = base_of(length)
+            if counts_up(ctx, position, keys) and np.size(array) == users:
+                integer = getattr(array, "dtype", np.dtype(int)).kind in "iu"
+                return array.reshape(users) if integer and np.ndim(array) else None
             return None
         if name == "and":
             trues = [is_true(ctx, x) for x in operands]
@@ -170,22 +173,22 @@ def lengths(ctx: Any, mask: Any, users: int, keys: int) -> Any:
 
 
 def within(ctx: Any, value: Any, low: int, high: int) -> bool:
-    """Whether all elements are known to lie in [low, high]."""
-    known = interval(ctx, value)
-    return known is not None and low <= known[0] and known[1] <= high
+    """Whether all elements are proven to lie in [low, high]."""
+    bounds = interval(ctx, value)
+    return bounds is not None and low <= bounds[0] and bounds[1] <= high
 
 
 def interval(ctx: Any, value: Any, depth: int = _DEPTH) -> Interval | None:
-    """The smallest and largest value that an integer array can hold; None if unknown."""
+    """Bounds [low, high] of an integer or boolean array; None if none are proven."""
     if is_plain(value) and not isinstance(value, jax.core.Tracer):
         array = np.asarray(value)
         if array.size == 0 or array.dtype.kind not in "iub":
             return None
         return int(array.min()), int(array.max())
-    made = ctx.producer(value)
-    if made is None or depth == 0:
+    produced = ctx.producer(value)
+    if produced is None or depth == 0:
         return None
-    eqn, operands = made
+    eqn, operands = produced
     name = eqn.primitive.name
     if name == "iota":
         return 0, eqn.params["shape"][eqn.params["dimension"]] - 1
@@ -193,38 +196,38 @@ def interval(ctx: Any, value: Any, depth: int = _DEPTH) -> Interval | None:
         return _select(ctx, operands, depth)
     if name == "cumsum":
         return _cumsum(ctx, operands[0], depth)
-    of = [interval(ctx, x, depth - 1) for x in operands]
-    first = of[0] if of else None
+    bounds = [interval(ctx, x, depth - 1) for x in operands]
+    first = bounds[0] if bounds else None
     if name in (*MOVES, "slice"):
         return first
     if name == "convert_element_type":
-        # Into a narrower type, values may wrap around.
+        # Integers that the new dtype cannot hold wrap around.
         kept = first is not None and _fits(first, eqn.outvars[0].aval.dtype)
         return first if kept else None
-    if name in ("max", "min") and len(of) == 2 and (of[0] or of[1]):
-        return _extremum(name, of)
-    if name == "clamp" and of[0] and of[2]:
-        return of[0][0], of[2][1]
-    if name == "concatenate" and all(of):
-        return min(x[0] for x in of if x), max(x[1] for x in of if x)
-    if name in ("and", "or") and on_truth_values(operands):
-        return _extremum("min" if name == "and" else "max", [x or (0, 1) for x in of])
-    if len(of) != 2 or not of[0] or not of[1]:
+    if name in ("max", "min") and len(bounds) == 2 and (bounds[0] or bounds[1]):
+        return _extremum(name, bounds)
+    if name == "clamp" and bounds[0] and bounds[2]:
+        return bounds[0][0], bounds[2][1]
+    if name == "concatenate" and all(bounds):
+        return min(x[0] for x in bounds if x), max(x[1] for x in bounds if x)
+    if name in ("and", "or") and on_booleans(operands):
+        return _extremum("min" if name == "and" else "max", [x or (0, 1) for x in bounds])
+    if len(bounds) != 2 or not bounds[0] or not bounds[1]:
         return None
-    found = _of_two(name, of[0], of[1])
-    # What does not fit the dtype wraps around.
-    return found if found and _fits(found, eqn.outvars[0].aval.dtype) else None
+    result = _of_two(name, bounds[0], bounds[1])
+    # Results that the dtype cannot hold wrap around.
+    return result if result and _fits(result, eqn.outvars[0].aval.dtype) else None
 
 
-def _fits(known: Interval, dtype: Any) -> bool:
+def _fits(bounds: Interval, dtype: Any) -> bool:
     if np.dtype(dtype).kind not in "iu":
-        return np.dtype(dtype) == np.bool_ and known[0] >= 0 and known[1] <= 1
+        return np.dtype(dtype) == np.bool_ and bounds[0] >= 0 and bounds[1] <= 1
     limits = np.iinfo(dtype)
-    return limits.min <= known[0] and known[1] <= limits.max
+    return limits.min <= bounds[0] and bounds[1] <= limits.max
 
 
-def on_truth_values(operands: Any) -> bool:
-    """Whether all operands are truth values."""
+def on_booleans(operands: Any) -> bool:
+    """Whether all operands are boolean."""
     return all(np.result_type(x.dtype if hasattr(x, "dtype") else x) == np.bool_ for x in operands)
 
 
@@ -251,42 +254,42 @@ def _of_two(name: str, first: Interval, second: Interval) -> Interval | None:
     return None
 
 
-def _extremum(name: str, of: list[Interval | None]) -> Interval | None:
-    """Of two values, one of which may be unknown: then one bound is."""
+def _extremum(name: str, bounds: list[Interval | None]) -> Interval | None:
+    """Bounds of the maximum or minimum of two values, one of which may have no proven bounds."""
     pick = max if name == "max" else min
-    lows, highs = zip(*(x or (-(2**63), 2**63) for x in of), strict=True)
+    lows, highs = zip(*(x or (-(2**63), 2**63) for x in bounds), strict=True)
     return pick(lows), pick(highs)
 
 
 def _select(ctx: Any, operands: Any, depth: int) -> Interval | None:
-    """`where(x < 0, x + n, x)`, as indexing writes it, or any choice of two known ones."""
+    """Bounds of `select_n`, in particular of `where(x < 0, x + n, x)`, as indexing writes it."""
     which, first, second = operands if len(operands) == 3 else (None, None, None)
-    chosen = interval(ctx, which, depth - 1)
-    if chosen is not None and chosen[0] == chosen[1] and chosen[0] < len(operands) - 1:
-        return interval(ctx, operands[1 + chosen[0]], depth - 1)
-    made = ctx.producer(which)
-    if made and made[0].primitive.name == "lt" and made[1][0] is first and _is_zero(made[1][1]):
-        known, added = interval(ctx, first, depth - 1), ctx.producer(second)
-        if known and added and added[0].primitive.name == "add" and added[1][0] is first:
+    case = interval(ctx, which, depth - 1)
+    if case is not None and case[0] == case[1] and case[0] < len(operands) - 1:
+        return interval(ctx, operands[1 + case[0]], depth - 1)
+    test = ctx.producer(which)
+    if test and test[0].primitive.name == "lt" and test[1][0] is first and _is_zero(test[1][1]):
+        bounds, added = interval(ctx, first, depth - 1), ctx.producer(second)
+        if bounds and added and added[0].primitive.name == "add" and added[1][0] is first:
             size = interval(ctx, added[1][1], depth - 1)
             if size is not None:
-                candidates = [(max(known[0], 0), known[1])] if known[1] >= 0 else []
-                if known[0] < 0:
-                    candidates.append((known[0] + size[0], min(known[1], -1) + size[1]))
-                return min(c[0] for c in candidates), max(c[1] for c in candidates)
-    of = [interval(ctx, x, depth - 1) for x in operands[1:]]
-    if not all(of):
+                ranges = [(max(bounds[0], 0), bounds[1])] if bounds[1] >= 0 else []
+                if bounds[0] < 0:
+                    ranges.append((bounds[0] + size[0], min(bounds[1], -1) + size[1]))
+                return min(r[0] for r in ranges), max(r[1] for r in ranges)
+    cases = [interval(ctx, x, depth - 1) for x in operands[1:]]
+    if not all(cases):
         return None
-    return min(x[0] for x in of if x), max(x[1] for x in of if x)
+    return min(x[0] for x in cases if x), max(x[1] for x in cases if x)
 
 
-def chosen(ctx: Any, value: Any) -> Any:
-    """The operand that a choice is known to take everywhere; another value itself."""
-    made = ctx.producer(value)
-    if made is not None and made[0].primitive.name == "select_n":
-        which = interval(ctx, made[1][0])
+def selected(ctx: Any, value: Any) -> Any:
+    """The operand that a `select_n` is proven to select everywhere; any other value unchanged."""
+    produced = ctx.producer(value)
+    if produced is not None and produced[0].primitive.name == "select_n":
+        which = interval(ctx, produced[1][0])
         if which is not None and which[0] == which[1]:
-            return chosen(ctx, made[1][1 + which[0]])
+            return selected(ctx, produced[1][1 + which[0]])
     return value
 
 
@@ -295,14 +298,14 @@ def _is_zero(value: Any) -> bool:
 
 
 def _cumsum(ctx: Any, operand: Any, depth: int) -> Interval | None:
-    """Running counts of marks, as `jnp.repeat` makes them: at most as many as there are marks."""
-    made = ctx.producer(operand)
-    known = interval(ctx, operand, depth - 1)
-    if made is None or made[0].primitive.name != "scatter-add":
-        if known is None or known[0] < 0:
+    """Bounds of a running sum; sums of scattered counts, as in `jnp.repeat`, get closer bounds."""
+    produced = ctx.producer(operand)
+    bounds = interval(ctx, operand, depth - 1)
+    if produced is None or produced[0].primitive.name != "scatter-add":
+        if bounds is None or bounds[0] < 0:
             return None
-        return known[0], known[1] * operand.size
-    start, _, updates = made[1]
+        return bounds[0], bounds[1] * operand.size
+    start, _, updates = produced[1]
     before, added = interval(ctx, start, depth - 1), interval(ctx, updates, depth - 1)
     if before != (0, 0) or added is None or added[0] < 0:
         return None

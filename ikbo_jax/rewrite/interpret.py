@@ -1,9 +1,9 @@
 """The interpreter: runs a jaxpr on values that may be lazy, by one rule per primitive.
 
 An equation whose operands are all arrays runs as it is, unless its primitive can make a broadcast.
-Otherwise the primitive's rule computes with the lazy values. Where there is no rule, or the rule
-raises `NotCovered`, the operands are materialised and the equation runs as it is; so a rule can
-never be missing for the result to be right.
+Otherwise the primitive's rule computes with the lazy values. If the primitive has no rule, or its
+rule raises `NotCovered`, the operands are materialised and the equation runs as it is. So the
+result is right without any rule.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from ikbo_jax.rewrite.scope import Scope
 
 
 class Context:
-    """What a rule is called with: it runs equations, and knows what the rewrite has made so far.
+    """The first argument of every rule: runs equations and holds the state of one scope.
 
     Attributes:
       recorder: collects the report.
-      parent: the context of the scope around this one; None for the function's.
-      scope: the arrays and lineages made so far.
-      provenance: the equations that values came from.
-      programs: what is known of called programs.
-      differentiated: whether the program's derivative must be that of the original. If not, its
-        values alone must be right, and a rule may take a form whose derivative is another one
-        after it has called `gradient_differs`.
+      parent: the context of the enclosing scope; None for the scope of the whole function.
+      scope: the arrays and lineages computed so far.
+      provenance: the producing equations of values.
+      programs: properties of called programs.
+      differentiated: whether the program must have the original's derivative. If not, only its
+        values must be right: a rule may call `gradient_differs` and then take a form with another
+        derivative.
     """
 
     def __init__(
@@ -62,14 +62,14 @@ class Context:
         self.differentiated: bool = parent.differentiated if parent else differentiated
 
     def inner(self, recorder: report.Recorder | None = None) -> Context:
-        """The context of a scope inside this one, by default with the same recorder."""
+        """The context of a scope inside this scope, by default with the same recorder."""
         return Context(recorder or self.recorder, self)
 
     def gradient_differs(self) -> None:
-        """Records that a rule takes a form with the original's values but not its derivative.
+        """Records that a rule takes a form with the original's values but another derivative.
 
-        The whole program then gets another variant, traced with `differentiated`, whose derivative
-        is used. A rule must not call this where `differentiated` is set.
+        The whole program then gets a second variant, traced with `differentiated`, which provides
+        the derivative. A rule must not call this method where `differentiated` is set.
         """
         assert not self.differentiated
         self._outermost().recorder.gradient_differs = True
@@ -80,25 +80,25 @@ class Context:
     # Values.
 
     def build(self, value: Any) -> jax.Array:
-        """The array that a value stands for, computed once a scope. Records nothing."""
+        """The array that a value represents, computed once per scope. Records nothing."""
         return value if is_plain(value) else self.scope.array(value, lambda: value.build(self))
 
     def materialise(
         self, eqn: core.JaxprEqn | None, value: Any, reason: str, *, copied: bool = True
     ) -> jax.Array:
-        """The array that a value stands for, and a line of the report that says why it is needed.
+        """The array that a value represents; adds a line to the report that says why it is needed.
 
         Args:
-          eqn: the equation that needs it; None for the function's result.
+          eqn: the equation that needs the array; None for the function's result.
           value: any value.
-          reason: for people.
+          reason: why the array is needed, for the report.
           copied: False if XLA looks the rows up inside the operation that needs them.
         """
         if is_plain(value):
             return value
         if not self.scope.is_built(value):
-            if value.step is not None:
-                # What it is made of is copied, not the value itself.
+            if value.rule is not None:
+                # The lazy values that it is computed from are copied, not the value itself.
                 if reason == RETURNED:
                     reason = "needed for a value that the function returns"
                 with self.recorder.because(reason):
@@ -107,10 +107,10 @@ class Context:
         return self.build(value)
 
     def producer(self, value: Any) -> tuple[core.JaxprEqn, Sequence[Any]] | None:
-        """The equation that a value came from, and its operands; None if unknown."""
+        """The producing equation of a value, and its operands; None if unknown."""
         return self.provenance.producer(value)
 
-    # Running.
+    # Equations and programs.
 
     def bind(self, eqn: core.JaxprEqn, *arrays: Any, **params: Any) -> Any:
         """Runs the equation's primitive on arrays, with some parameters replaced."""
@@ -119,7 +119,7 @@ class Context:
         return primitive.bind(*arrays, **primitive.get_bind_params(merged))
 
     def run(self, jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        """The results of a program on values."""
+        """Interprets a jaxpr on values; returns its results."""
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
         name_stack = source_info_util.current_name_stack()
@@ -137,19 +137,19 @@ class Context:
         return [v.val if isinstance(v, core.Literal) else env[v] for v in jaxpr.outvars]
 
     def run_closed(self, jaxpr: Any, args: Sequence[Any], eqn: Any = None) -> list[Any]:
-        """`run`, of a program that holds its constants, inside the equation that calls it."""
+        """`run` for a jaxpr that holds its constants; `eqn` is the equation that calls it."""
         with self.recorder.inside(eqn):
             return self.run(getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ()), args)
 
     def _run_eqn(self, eqn: core.JaxprEqn, operands: list[Any]) -> list[Any]:
-        """Runs an equation; one on integers only once for equal operands.
+        """Runs an equation. An integer equation runs only once for equal operands.
 
-        `x[index]` and `y[index]` both work out the same rows from the same index; without this
-        they would look like different ones.
+        `x[index]` and `y[index]` both compute row numbers from the same index. Only if the results
+        are one object do both lookups get one lineage.
         """
         key = _cse_key(eqn, operands)
-        if key is not None and (known := self.scope.results(key)) is not None:
-            return known
+        if key is not None and (earlier := self.scope.results(key)) is not None:
+            return earlier
         results = self._apply(eqn, operands)
         if key is not None:
             self.scope.keep_results(key, operands, results)
@@ -168,7 +168,7 @@ class Context:
             reason = str(error)
         except Exception as error:
             if eqn.effects:
-                # Some may be traced already, and must not be a second time: the original runs.
+                # The effects may be traced already and must not be traced twice: the original runs.
                 raise
             reason = f"the rule of {name} raised {described(error)}"
         if name in LOOKUPS:
@@ -179,11 +179,11 @@ class Context:
     def _by_rule(
         self, eqn: core.JaxprEqn, deferred: list[Deferred], operands: list[Any]
     ) -> list[Any]:
-        """The results by the rule of a value or of the primitive; raises NotCovered without one."""
+        """The results by the rule of an operand or of the primitive; NotCovered without a rule."""
         name = eqn.primitive.name
-        step = next((x.step for x in deferred if x.step is not None), None)
-        if step is not None:
-            return _checked(eqn, step(self, eqn, operands))
+        operand_rule = next((x.rule for x in deferred if x.rule is not None), None)
+        if operand_rule is not None:
+            return _checked(eqn, operand_rule(self, eqn, operands))
         rule = rule_of(name)
         if rule is None:
             raise NotCovered(f"no rule for {name}")
@@ -196,12 +196,12 @@ class Context:
         return results
 
     def looked_up(self, eqn: core.JaxprEqn, outcome: str, reason: str) -> None:
-        """Records what became of a lookup of the original program."""
+        """Records the outcome of a lookup of the original program."""
         self._outermost().recorder.looked_up(eqn, outcome, reason)
 
     @contextlib.contextmanager
     def muted(self) -> Iterator[None]:
-        """Nothing is recorded inside: for trial runs."""
+        """A context manager in which nothing is recorded: for trial runs."""
         self.recorder.muted += 1
         try:
             yield
@@ -209,25 +209,25 @@ class Context:
             self.recorder.muted -= 1
 
 
-#: Why a result of the function is materialised.
+#: The reason of a materialised result of the function.
 RETURNED = "returned by the function"
 
-#: Primitives that look rows up or repeat them, each of which the report lists.
+#: Primitives that look rows up or repeat them; the report lists every equation of these.
 LOOKUPS = ("gather", "tile")
 
 
 def _checked(eqn: core.JaxprEqn, results: Any) -> list[Any]:
-    """A rule's results as a list; raises ValueError if they are not what the equation makes."""
+    """A rule's results as a list; ValueError if their shapes or dtypes are not the equation's."""
     results = _as_list(eqn, results)
     for x, v in zip(results, eqn.outvars, strict=True):
-        # A tracer's own `shape` and `dtype` take several times as long.
-        found: Any = x.aval if isinstance(x, jax.core.Tracer) else x
+        # `shape` and `dtype` of a tracer take several times as long as those of its aval.
+        returned: Any = x.aval if isinstance(x, jax.core.Tracer) else x
         aval: Any = v.aval
-        if not hasattr(found, "shape"):
+        if not hasattr(returned, "shape"):
             continue
-        if (tuple(found.shape), found.dtype) != (aval.shape, aval.dtype):
-            made = f"{x.dtype}{list(x.shape)}"
-            raise ValueError(f"it returned {made} instead of {aval.str_short()}")
+        if (tuple(returned.shape), returned.dtype) != (aval.shape, aval.dtype):
+            text = f"{x.dtype}{list(x.shape)}"
+            raise ValueError(f"it returned {text} instead of {aval.str_short()}")
     return results
 
 
@@ -236,9 +236,9 @@ def _as_list(eqn: core.JaxprEqn, results: Any) -> list[Any]:
 
 
 def _cse_key(eqn: core.JaxprEqn, operands: list[Any]) -> Any:
-    """Key under which the results of an integer equation, or of a number, are used again.
+    """Key under which an equation's results are reused; None if they cannot be.
 
-    None if they cannot be.
+    Equations on integers, and equations on one or two numbers, are reused.
     """
     if not on_integers(eqn) and not is_number(eqn, operands):
         return None
@@ -251,5 +251,5 @@ def _cse_key(eqn: core.JaxprEqn, operands: list[Any]) -> Any:
 
 
 def shape_of(value: Any) -> tuple[int, ...]:
-    """The shape that the program sees; of a literal, ()."""
+    """The shape that the program sees; () for a literal."""
     return tuple(getattr(value, "shape", ()))

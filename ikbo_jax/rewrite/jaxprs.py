@@ -1,4 +1,4 @@
-"""What is done with traced programs: evaluation, and removal of equations that nothing needs."""
+"""Traces and evaluates programs, and removes dead equations."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jax.interpreters import partial_eval
 def inner_programs(eqn: core.JaxprEqn) -> Iterator[core.Jaxpr]:
     """The programs that an equation holds."""
     if eqn.primitive.name in ("jit", "pjit"):
-        # The most frequent call, whose other parameters are long.
+        # The most frequent equation with a jaxpr; its other parameters take long to search.
         yield eqn.params["jaxpr"]
         return
     for value in eqn.params.values():
@@ -30,11 +30,11 @@ def _empty() -> core.Jaxpr:
 
 
 def wrapped(fn: Callable[..., list[Any]], like: core.Jaxpr | None = None) -> Any:
-    """A function of arrays that returns a list, in the form in which JAX's primitives take it.
+    """A function of arrays that returns a list, wrapped as JAX's primitives expect it.
 
     Args:
       fn: the function.
-      like: the program whose function's name the function bears in errors; None for `fn`'s.
+      like: the program whose function name appears in errors; None for the name of `fn`.
     """
     debug_info = (like or _empty()).debug_info._replace(arg_names=None, result_paths=None)
     if like is None:
@@ -47,13 +47,13 @@ def trace(
 ) -> core.Jaxpr:
     """Traces a function of arrays that returns a list of arrays.
 
-    As `jax.make_jaxpr`, but without what that does for every argument of a call to be cached,
-    which for a model's weights takes as long as tracing a few layers.
+    Like `jax.make_jaxpr`, but without the work that `make_jaxpr` does for each argument to cache
+    the call: for a model's weights, this work takes as long as tracing a few layers.
 
     Args:
       fn: the function.
       inputs: arrays like its arguments.
-      like: the program whose function's name the new one bears in errors; None for `fn`'s.
+      like: the program whose function name appears in errors; None for the name of `fn`.
     """
     avals = [jax.typeof(x) for x in inputs]
     program, _, consts = partial_eval.trace_to_jaxpr_dynamic(wrapped(fn, like), avals)
@@ -63,13 +63,13 @@ def trace(
 def evaluate(
     program: core.Jaxpr, arrays: Sequence[Any], consts: Sequence[Any] | None = None
 ) -> list[Any]:
-    """The results of a traced program on arrays, with other constants if they are given."""
+    """The results of a traced program on arrays; `consts` replaces the program's constants."""
     consts = program.consts if consts is None else consts
     if not any(isinstance(x, partial_eval.DynamicJaxprTracer) for x in (*consts, *arrays)):
-        # Arrays that are not needed any more are freed on the way.
+        # This function frees arrays after their last use.
         results: list[Any] = jax.core.eval_jaxpr(program, consts, *arrays)
         return results
-    # The same under a trace, which holds all values anyway, in two thirds of the time.
+    # Under a trace, which holds all values anyway, this loop takes two thirds of the time.
     env: dict[Any, Any] = dict(zip(program.constvars, consts, strict=True))
     env.update(zip(program.invars, arrays, strict=True))
     name_stack, literal = source_info_util.current_name_stack(), core.Literal
@@ -81,25 +81,25 @@ def evaluate(
                 stack = name_stack + info.name_stack if is_named else info.name_stack
                 operands = [v.val if isinstance(v, literal) else env[v] for v in eqn.invars]
                 with user_context(info.traceback, name_stack=stack):
-                    made = primitive.bind(*operands, **primitive.get_bind_params(eqn.params))
+                    results = primitive.bind(*operands, **primitive.get_bind_params(eqn.params))
                 if primitive.multiple_results:
-                    env.update(zip(eqn.outvars, made, strict=True))
+                    env.update(zip(eqn.outvars, results, strict=True))
                 else:
-                    env[eqn.outvars[0]] = made
+                    env[eqn.outvars[0]] = results
     return [v.val if isinstance(v, literal) else env[v] for v in program.outvars]
 
 
 @functools.cache
 def _jit_equation(mesh: Any) -> core.JaxprEqn:
-    """An equation of `jit` under a mesh, which is part of its parameters."""
+    """An equation of `jit` under a mesh, whose parameters hold the mesh."""
     (like,) = jax.make_jaxpr(jax.jit(lambda x: x))(0.0).eqns
     return like
 
 
 def call(program: core.Jaxpr, arrays: Sequence[Any], name: str) -> list[Any]:
-    """The results of a traced program on arrays; under a trace, as one call of it under `jit`.
+    """The results of a traced program on arrays; under a trace, by one `jit` equation.
 
-    To bind the equations of 50 layers once more takes as long as to trace the layers.
+    Binding the equations of 50 layers again would take as long as tracing the layers.
     """
     if not any(isinstance(x, partial_eval.DynamicJaxprTracer) for x in arrays):
         return evaluate(program, arrays)
@@ -111,12 +111,13 @@ def call(program: core.Jaxpr, arrays: Sequence[Any], name: str) -> list[Any]:
 
 
 def call_params(params: dict[str, Any], program: Any, counts: dict[str, int]) -> dict[str, Any]:
-    """Parameters of a jit call of another program, from those of one.
+    """Parameters of a `jit` equation that calls another program.
 
     Args:
-      params: of a call that places all of its operands, and all of its results, alike.
-      program: what is called instead.
-      counts: its numbers of operands ("in") and results ("out"); one that is left out stays.
+      params: parameters of an equation whose operands all have the same sharding and layout, and
+        whose results do, too.
+      program: the program to call instead.
+      counts: its numbers of operands ("in") and results ("out"); a missing number stays the same.
     """
     params = {**params, "jaxpr": program}
     for side, count in counts.items():
@@ -129,10 +130,10 @@ def call_params(params: dict[str, Any], program: Any, counts: dict[str, int]) ->
 
 
 def without_dead_code(program: core.Jaxpr) -> core.Jaxpr:
-    """The program, and the programs that it calls, without equations that nothing needs.
+    """The program without dead equations, also in the programs that it calls.
 
-    A program without such equations is returned as it is, and so are those that it calls: called
-    several times, they stay one object.
+    If there are none, the same object is returned. So a program that is called several times stays
+    one object.
     """
     program = _without_dead_equations(program)
     if not _has_dead_code(program, {}):
@@ -142,10 +143,10 @@ def without_dead_code(program: core.Jaxpr) -> core.Jaxpr:
 
 
 def _without_dead_equations(program: core.Jaxpr) -> core.Jaxpr:
-    """The program without its own dead equations; the programs that it calls stay as they are.
+    """The program without its dead equations; the programs that it calls stay as they are.
 
-    JAX's `dce_jaxpr` also goes into every call, which for 50 calls of one jitted layer takes a
-    tenth of the time that tracing them takes.
+    JAX's `dce_jaxpr` also processes every called program: for 50 calls of one jitted layer, this
+    takes a tenth of the time of tracing them.
     """
     needed: set[Any] = {v for v in program.outvars if isinstance(v, core.Var)}
     kept: list[core.JaxprEqn] = []
@@ -158,23 +159,23 @@ def _without_dead_equations(program: core.Jaxpr) -> core.Jaxpr:
     return program.replace(eqns=kept[::-1])
 
 
-def _has_dead_code(program: core.Jaxpr, known: dict[int, bool]) -> bool:
-    """Whether a program, all of whose results are needed, has results in it that nothing needs."""
-    if id(program) not in known:
+def _has_dead_code(program: core.Jaxpr, answers: dict[int, bool]) -> bool:
+    """Whether some equation has a result that the program's results do not depend on."""
+    if id(program) not in answers:
         needed: set[Any] = {v for v in program.outvars if isinstance(v, core.Var)}
         answer = False
         for eqn in reversed(program.eqns):
-            # Of a scan or a jit, single results may be dead.
+            # A scan or a jit may have dead results beside used results.
             if not (needed.issuperset(eqn.outvars) or eqn.effects and not eqn.outvars):
                 answer = True
                 break
             for inner in inner_programs(eqn):
-                if known.get(id(inner)) is None:
-                    _has_dead_code(inner, known)
-                answer = answer or known[id(inner)]
+                if answers.get(id(inner)) is None:
+                    _has_dead_code(inner, answers)
+                answer = answer or answers[id(inner)]
             if answer:
                 break
-            # Literals, which cannot be hashed, are no variables.
+            # Literals are not variables and cannot be hashed.
             needed.update(v for v in eqn.invars if type(v) is not core.Literal)
-        known[id(program)] = answer
-    return known[id(program)]
+        answers[id(program)] = answer
+    return answers[id(program)]

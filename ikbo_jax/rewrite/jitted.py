@@ -1,4 +1,4 @@
-"""Functions under `jax.jit` that are rewritten: their parameters and their methods."""
+"""Rewritten functions under `jax.jit`: they keep the parameters and the methods."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import jax
 
 
 def parameters(fn: Any) -> tuple[Callable[..., Any], dict[str, Any]] | None:
-    """The function that `fn` holds and the arguments of `jax.jit` that `fn` was made with.
+    """The function that `jax.jit` wrapped, and the arguments of `jax.jit`.
 
     Args:
       fn: any function, or a method of an object.
 
     Returns:
-      The function and keyword arguments of `jax.jit`; None if `fn` is not made by it, or has
-      parameters that cannot be read.
+      The function and keyword arguments of `jax.jit`; None if `fn` is not the result of `jax.jit`,
+      or has parameters that cannot be read.
     """
     info: Any = getattr(fn, "_jit_info", None)
     inner = getattr(fn, "__wrapped__", None)
@@ -33,7 +33,7 @@ def parameters(fn: Any) -> tuple[Callable[..., Any], dict[str, Any]] | None:
         if inspect.ismethod(fn):
             if info.user_specified_in_shardings:
                 return None
-            # The object itself is the first argument of the function that it holds.
+            # The object is the first argument of the wrapped function.
             inner = types.MethodType(inner, fn.__self__)
             static, donated = ([n - 1 for n in numbers if n] for numbers in (static, donated))
         return inner, {
@@ -52,7 +52,7 @@ def parameters(fn: Any) -> tuple[Callable[..., Any], dict[str, Any]] | None:
 
 
 def _without_self(fn: Any, names: tuple[str, ...]) -> tuple[str, ...]:
-    """The names of arguments, without that of the object whose method `fn` is."""
+    """The argument names without `self`, if `fn` is a method."""
     if not inspect.ismethod(fn):
         return names
     first = next(iter(inspect.signature(fn.__func__).parameters))
@@ -60,9 +60,9 @@ def _without_self(fn: Any, names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class WithMethods:
-    """A rewritten function with the methods that those under `jax.jit` have.
+    """A rewritten function with the methods of a function under `jax.jit`.
 
-    `jax.jit` copies the attributes of a function, but not those of its class.
+    If `jax.jit` wraps it again, it copies the attributes of this object, but not of its class.
     """
 
     def __init__(self, rewritten: Callable[..., Any]) -> None:
@@ -73,13 +73,13 @@ class WithMethods:
         return self._rewritten(*args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """As of a function under `jax.jit`."""
+        """The method `lower` of a function under `jax.jit`."""
         return jax.jit(self._rewritten).lower(*args, **kwargs)
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
-        """As of a function under `jax.jit`."""
+        """The method `trace` of a function under `jax.jit`."""
         return jax.jit(self._rewritten).trace(*args, **kwargs)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
-        """As of a function under `jax.jit`."""
+        """The method `eval_shape` of a function under `jax.jit`."""
         return jax.jit(self._rewritten).eval_shape(*args, **kwargs)

@@ -1,12 +1,11 @@
-"""The values that a rewritten program computes with: arrays, and broadcasts not yet carried out.
+"""The values that a rewritten program computes with: arrays and deferred values.
 
-A value is a plain `jax.Array`, or one of
+A value is a plain `jax.Array` or one of these deferred values:
 
-- `Lazy`: rows of an array at user batch, looked up by a `Lineage`, and an array with dimensions of
-  size 1 that the program sees at full size;
-- `Concat`: parts of any kind along one axis;
-
-or another `Deferred` that a rule makes up.
+- `Lazy`: an array whose rows a `Lineage` looks up, or whose dimensions of size 1 the program sees
+  at full size, or both;
+- `Concat`: parts of any kind, concatenated along one axis;
+- another subclass of `Deferred`, which a rule defines.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ from jax import lax
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Lineage:
-    """Which row of a smaller batch every row of a larger one comes from.
+    """Which row of a smaller batch every row of a larger batch comes from.
 
-    Two lineages are the same only if they are the same object; the context makes one for each
+    Two lineages are the same only if they are the same object; the scope creates one for each
     index of the program.
 
     Attributes:
       index: [batch] int32, values in [0, users).
       users: rows of the smaller batch.
-      batch: rows of the larger one.
-      composed_of: the indices that it is composed of, coarsest first; () if it is one.
-      nearest: the lineage of the same index whose rows out of bounds are the nearest ones, and not
-        two rows appended to the others; None if there are none.
+      batch: rows of the larger batch.
+      composed_of: the lineages whose composition this is, coarsest first; () if it is not composed.
+      nearest: None, or if this lineage maps indices out of bounds to two appended rows, the lineage
+        of the same index that maps them to the nearest rows.
     """
 
     index: jax.Array
@@ -46,22 +45,22 @@ class Lineage:
 
     @property
     def steps(self) -> tuple[Lineage, ...]:
-        """The indices that it is composed of, coarsest first; itself alone if it is one."""
+        """`composed_of`, or the lineage itself if it is not composed."""
         return self.composed_of or (self,)
 
 
 class Deferred:
-    """A value that is not computed yet. Besides `build` it has the attributes below.
+    """A value that is not computed yet: base class with the interface that all of them have.
 
     Attributes:
-      shape: what the program sees.
-      dtype: what the program sees.
-      origins: the broadcasts that it stems from.
+      shape: the shape that the program sees.
+      dtype: the dtype that the program sees.
+      origins: the broadcasts that the value stems from.
     """
 
-    #: The value's own rule for equations that it is an operand of, called as
-    #: `step(ctx, eqn, operands)`; None leaves that to the primitives' rules.
-    step: Callable[..., Any] | None = None
+    #: Rewrites every equation that has the value as an operand, called as
+    #: `rule(ctx, eqn, operands)`; if None, the rules of the primitives do.
+    rule: Callable[..., Any] | None = None
 
     def build(self, ctx: Any) -> jax.Array:
         """The array that the program sees."""
@@ -73,13 +72,12 @@ class Lazy(Deferred):
     """The array `broadcast_to(take(base, lineage.index, axis), shape)`, not yet computed.
 
     Attributes:
-      base: an array of the rank of `shape`. Its dimension `axis` has `lineage.users` rows, the
-        others have the size in `shape` or 1.
-      shape: what the program sees.
-      lineage: how rows are looked up; None if the array has dimensions of size 1 alone that the
-        program sees larger.
+      base: an array of the same rank as `shape`. Its dimension `axis` has `lineage.users` rows;
+        every other dimension has its size in `shape`, or 1.
+      shape: the shape that the program sees.
+      lineage: how rows are looked up; None if dimensions of size 1 are only broadcast.
       axis: the dimension that is looked up; -1 without a lineage.
-      origins: the broadcasts that it stems from.
+      origins: the broadcasts that the value stems from.
     """
 
     base: jax.Array
@@ -101,7 +99,7 @@ class Lazy(Deferred):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Concat(Deferred):
-    """`parts` side by side along `axis`; at least one of them is not an array."""
+    """The concatenation of `parts` along `axis`; at least one part is not an array."""
 
     parts: tuple[Any, ...]
     axis: int
@@ -140,7 +138,7 @@ def has_lineage(value: Any) -> bool:
 
 
 def base_of(value: Any) -> Any:
-    """The array of a `Lazy`; an array itself."""
+    """The base of a `Lazy`; any other value unchanged."""
     return value.base if isinstance(value, Lazy) else value
 
 
@@ -150,18 +148,18 @@ def origins_of(*values: Any) -> frozenset:
 
 
 def carries(value: Any, axis: int) -> bool:
-    """Whether the value may differ along `axis` other than by being looked up there."""
+    """Whether the value has several rows along `axis` that are not looked up."""
     if isinstance(value, Lazy):
         if value.lineage is not None and value.axis == axis:
             return False
         value = value.base
-    # Of a tracer, the attribute is much faster than `np.shape`. Python numbers have none.
+    # For a tracer, the attribute is much faster than `np.shape`. Python numbers lack it.
     shape = getattr(value, "shape", ())
     return len(shape) > 0 and shape[axis] != 1
 
 
 def take_rows(x: jax.Array, index: jax.Array, axis: int) -> jax.Array:
-    """`x` at the rows `index` of `axis`; all of them must lie in bounds."""
+    """The rows `index` of `x` along `axis`; all indices must be in bounds."""
     offset = tuple(d for d in range(x.ndim) if d != axis)
     numbers = lax.GatherDimensionNumbers(offset, (axis,), (axis,))
     sizes = tuple(1 if d == axis else size for d, size in enumerate(x.shape))
@@ -170,9 +168,10 @@ def take_rows(x: jax.Array, index: jax.Array, axis: int) -> jax.Array:
 
 
 def with_nearest_rows(base: jax.Array, axis: int, change: Any = None) -> jax.Array:
-    """`base` with the rows nearest to an index below, and past, the others appended to an axis.
+    """`base` with copies of its first and of its last row appended along `axis`.
 
-    `change` is applied to the appended ones.
+    Indices below 0 look up the first appended row, indices past the end the second. `change` is
+    applied to both rows.
     """
     last = base.shape[axis] - 1
     ends = [lax.slice_in_dim(base, n, n + 1, axis=axis) for n in (0, last)]
@@ -181,27 +180,33 @@ def with_nearest_rows(base: jax.Array, axis: int, change: Any = None) -> jax.Arr
 
 
 def aligned(values: Any) -> list[Any]:
-    """The values, with those of one index looked up by one lineage."""
-    found = {v.lineage.nearest: v.lineage for v in values if has_lineage(v) and v.lineage.nearest}
+    """The values, with one lineage for each index.
+
+    If one value looks up rows appended for indices out of bounds, and another takes the nearest
+    rows by the same index (`Lineage.nearest`), the second gets these rows appended, too.
+    """
+    extended = {
+        v.lineage.nearest: v.lineage for v in values if has_lineage(v) and v.lineage.nearest
+    }
 
     def one(value: Any) -> Any:
-        if not has_lineage(value) or value.lineage not in found:
+        if not has_lineage(value) or value.lineage not in extended:
             return value
         base = with_nearest_rows(value.base, value.axis)
-        return dataclasses.replace(value, base=base, lineage=found[value.lineage])
+        return dataclasses.replace(value, base=base, lineage=extended[value.lineage])
 
-    return list(map(one, values)) if found else list(values)
+    return list(map(one, values)) if extended else list(values)
 
 
 def spread(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """`x` with its dimensions of size 1 brought to `shape`; the same rank."""
+    """`x` with its dimensions of size 1 broadcast to `shape`, which has the same rank."""
     if tuple(x.shape) == tuple(shape):
         return x
     return lax.broadcast_in_dim(x, shape, tuple(range(len(shape))))
 
 
 def spread_axes(value: Any, axes: Any) -> Any:
-    """The value with the given dimensions of its base at full size, unless they are looked up."""
+    """The value with the dimensions `axes` of its base broadcast, except the looked-up axis."""
     if not isinstance(value, Lazy):
         return value
     shape = list(value.base.shape)
@@ -218,7 +223,7 @@ def lazy(
     axis: int,
     origins: frozenset,
 ) -> Any:
-    """A `Lazy`, or `base` itself if there is nothing left to broadcast."""
+    """A `Lazy`, or `base` itself if nothing is left to broadcast."""
     if lineage is None and tuple(base.shape) == tuple(shape):
         return base
     return Lazy(base, tuple(shape), lineage, axis if lineage is not None else -1, origins)
@@ -242,18 +247,18 @@ def slice_along(value: Any, start: int, stop: int, axis: int) -> Any:
 
 
 def size_of(shape: tuple[Any, ...]) -> Any:
-    """Elements of an array; an expression where a dimension is symbolic."""
+    """Number of elements; an expression if a dimension is symbolic."""
     return math.prod(shape)
 
 
 def nbytes(shape: tuple[int, ...], dtype: Any) -> int:
-    """Bytes of an array; 0 if the shape is not known while tracing."""
+    """Size of an array in bytes; 0 if a dimension is symbolic."""
     size = math.prod(shape)
-    # Those of random keys and the like are no NumPy dtypes.
+    # Extended dtypes, such as the dtype of PRNG keys, are not NumPy dtypes.
     itemsize = getattr(dtype, "itemsize", None) or jnp.dtype(dtype).itemsize
     return size * itemsize if isinstance(size, int) else 0
 
 
 def text(value: Any) -> str:
-    """Dtype and shape for people: `bfloat16[15,64]`."""
+    """Dtype and shape for the report: `bfloat16[15,64]`."""
     return f"{value.dtype}[{','.join(map(str, value.shape))}]"

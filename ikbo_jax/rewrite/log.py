@@ -1,4 +1,4 @@
-"""What a rewritten program records at each of its calls, kept as a list of events."""
+"""The events that a rewritten program adds to the report at each of its calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ikbo_jax.rewrite.report import Broadcast, Recorder
 
 @dataclasses.dataclass(frozen=True)
 class _Copy:
-    """What the report tells of a value that was materialised."""
+    """The properties of a materialised value that the report needs."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -19,11 +19,11 @@ class _Copy:
 
 
 class _Call:
-    """A call of the program for which events are recorded.
+    """A call of the program, for which the events are replayed.
 
     Attributes:
       recorder: the recorder of the calling program.
-      equation: the equation that calls, whose line stands for an event without one.
+      equation: the equation that calls; its line is used for events without a line.
       materialise: materialises an operand, as `materialise(operand, place, reason, copied)`.
     """
 
@@ -34,22 +34,22 @@ class _Call:
         self.equation = equation
         self.materialise = materialise
         self._origins = dict(origins)
-        self._known: dict[frozenset, frozenset] = {}
+        self._origins_of: dict[frozenset, frozenset] = {}
 
     def place(self, line: str | None) -> Any:
-        """The line of an event, or the equation that calls if the event has none."""
+        """The line of an event, or the equation that calls if the event has no line."""
         return self.equation if line is None else line
 
-    def finds(self, stand_in: Broadcast, found: Broadcast) -> None:
-        """Records which broadcast a stand-in of the program stands for in this call."""
-        self._origins[stand_in] = frozenset([found])
+    def replace(self, stand_in: Broadcast, broadcast: Broadcast) -> None:
+        """Replaces a stand-in of the program by this call's broadcast."""
+        self._origins[stand_in] = frozenset([broadcast])
 
     def origins(self, stand_ins: frozenset) -> frozenset:
-        """The broadcasts that a value stems from in this call."""
-        if stand_ins not in self._known:
-            stemming = (self._origins.get(o, (o,)) for o in stand_ins)
-            self._known[stand_ins] = frozenset().union(*stemming)
-        return self._known[stand_ins]
+        """The broadcasts that a value stems from in this call, by its stand-ins."""
+        if stand_ins not in self._origins_of:
+            replaced = (self._origins.get(o, (o,)) for o in stand_ins)
+            self._origins_of[stand_ins] = frozenset().union(*replaced)
+        return self._origins_of[stand_ins]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,8 +64,8 @@ class _Found:
 
     def replay(self, call: _Call) -> None:
         place = call.place(self.line)
-        found = call.recorder.found(place, self.what, self.copy_bytes, self.certain)
-        call.finds(self.stand_in, found)
+        broadcast = call.recorder.found(place, self.what, self.copy_bytes, self.certain)
+        call.replace(self.stand_in, broadcast)
 
     def is_same_everywhere(self) -> bool:
         return False
@@ -81,7 +81,7 @@ class _Confirmed:
         call.recorder.confirmed(call.origins(self.origins))
 
     def repeat(self, call: _Call, times: int) -> None:
-        """Nothing: once is enough."""
+        """Does nothing: one record suffices for all calls."""
 
     def is_same_everywhere(self) -> bool:
         return True
@@ -135,30 +135,30 @@ class _Wrote:
 
 
 class Log(Recorder):
-    """A recorder that keeps what it was told, to record it anew at every call of its program.
+    """A recorder that keeps all events, to replay them at every call of its program.
 
-    While the program is rewritten, a stand-in (`stand_in`) takes the place of the broadcasts that
-    an operand stems from.
+    While the program is rewritten, a stand-in (`stand_in`) represents the broadcasts that an
+    operand stems from.
 
     Attributes:
-      operands: positions of values that are operands of the call, by identity.
+      operands: by identity of a value, its position among the operands of the call.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.operands: dict[int, int] = {}
         self._events: list[Any] = []
-        # Positions of `_Saved` events, so that equal ones are added up.
+        # Positions of `_Saved` events in the list, so that later equal events are added to them.
         self._positions: dict[Any, int] = {}
 
     def stand_in(self) -> Broadcast:
-        """A stand-in for the broadcasts that an operand stems from."""
+        """A new stand-in for the broadcasts that an operand stems from."""
         return Broadcast("", "", 0, False)
 
     def line(self, eqn: Any) -> Any:
-        """The user's line; None if the program's equations know none."""
-        known = super().line(eqn)
-        return None if known == self.UNKNOWN else known
+        """The model's line that an equation stems from; None if it is unknown."""
+        line = super().line(eqn)
+        return None if line == self.UNKNOWN else line
 
     def found(self, eqn: Any, what: str, copy_bytes: int, certain: bool) -> Broadcast:
         broadcast = Broadcast("", what, copy_bytes, certain)
@@ -201,22 +201,22 @@ class Log(Recorder):
         event = _Wrote(self.line(eqn), operand, copy, self.reason or reason, copied)
         self._events += [event] * times
 
-    def remember(self, key: Any, known: Any, record: Callable[[int], None]) -> None:
-        """Nothing: what is recorded here is recorded again elsewhere, and in order."""
+    def remember(self, key: Any, origins: Any, record: Callable[[int], None]) -> None:
+        """Does nothing: the events of every call are kept, in order, and replayed later."""
 
     def replay(
         self, recorder: Recorder, equation: Any, origins: dict[Any, frozenset], materialise: Any
     ) -> _Call:
-        """Records a call.
+        """Replays the events for one call.
 
         Args:
           recorder: the recorder of the calling program.
           equation: the equation that calls.
-          origins: the broadcasts that each stand-in stands for in this call.
+          origins: by stand-in, the broadcasts that it represents in this call.
           materialise: materialises an operand, as `materialise(operand, place, reason, copied)`.
 
         Returns:
-          The call, which tells the broadcasts that a value of the program stems from.
+          The call; its method `origins` maps stand-ins to broadcasts.
         """
         call = _Call(recorder, equation, origins, materialise)
         for event in self._events:
@@ -224,10 +224,10 @@ class Log(Recorder):
         return call
 
     def is_same_everywhere(self) -> bool:
-        """Whether every call on values of the same origins records the same.
+        """Whether all calls on values with the same origins record the same events.
 
-        A call does not if it finds a broadcast or makes a copy, since each is listed by itself, or
-        if the calling equation's line is part of what is recorded.
+        This is not so if a call finds a broadcast or copies a value, since the report lists each of
+        them, or if an event has the line of the equation that calls.
         """
         return all(event.is_same_everywhere() for event in self._events)
 

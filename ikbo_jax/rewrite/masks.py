@@ -1,18 +1,22 @@
-"""Attention with masked logits: what a softmax makes of the numbers that masks put in.
+"""Attention with masked logits: the attention weights that a softmax gives to masked keys.
 
-A masked key is left out of `ikbo_jax.attention`. What it still weighs depends on its number F where
-the softmax sees it, and on how it came there:
+`ikbo_jax.attention` skips masked keys. The attention weight that the original gives them depends on
+the mask's number F, as the softmax sees it, and on whether `where` or an addition applies it:
 
-- chosen (`where`) and finite: all masked keys of a user have the logit F. They are one more part of
-  the softmax, the mean of their values with the natural-log weight F + log(their number), the same
-  for all candidates; `merge_attention` adds it. From `_UNREACHABLE` down it weighs nothing beside
-  any other key, so that only users without a key need care: they attend to all keys alike.
-- chosen and -inf: nothing, but a row without keys is NaN, and its logits have no gradient.
-- added, -inf: nothing, but a row without keys is NaN, and so are its gradients.
-- added, and hardly rounded: a second attention, over the masked keys, is merged by its lse + F.
-- added, and far larger than logits: logits are lost in the sum's rounding, but not their gradient.
-  A row without keys attends to all keys alike, and differentiates as a softmax. Logits that are too
-  large to be lost are found while the program runs, and such rows computed as they are written.
+- `where`, finite: all masked keys of a user have the logit F. They are one more part of the
+  softmax: the mean of their values, with lse F + log(number of masked keys), equal for all
+  candidates; `merge_attention` adds it. From `_UNREACHABLE` down this part has no attention weight
+  beside any kept key, so only users without kept keys differ: their attention weights are uniform.
+- `where`, -inf: masked keys have no attention weight. A row without kept keys is NaN, and its
+  logits have no gradient.
+- addition, -inf: masked keys have no attention weight. A row without kept keys is NaN, and so are
+  its gradients.
+- addition, |F| so small that the sum hardly rounds the logits: a second attention, to the masked
+  keys, is merged with lse + F.
+- addition, F is far larger than the logits: the sum's rounding removes the logits, but not their
+  gradient. A row without kept keys has uniform attention weights, and the derivative of a softmax.
+  A test in the rewritten program finds logits too large to be removed, and computes such rows as
+  the original does.
 """
 
 from __future__ import annotations
@@ -33,15 +37,15 @@ from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.registry import NotCovered
 from ikbo_jax.rewrite.scores import Fill, Scores
 
-#: A number above this leaves masked keys a weight that models do not mean them to have.
+#: Above this number, masked keys have attention weights that no model intends.
 _MASKS = -100.0
-#: A chosen number from here down is below any logit but one that is about to overflow.
+#: From this number down, a number that `where` puts in is below any logit not near overflow.
 _UNREACHABLE = -1e30
-#: An added number whose rounding is at most this changes no weight by more than as much.
+#: An added number whose rounding is at most this changes no attention weight by more than this.
 _KEPT = 2.0**-7
-#: An added number whose rounding is at least this hides logits up to it.
+#: An added number whose rounding is at least this removes logits up to this size.
 _LOST = 32.0
-#: An added number down from which masked keys weigh nothing beside others.
+#: From this added number down, masked keys have no attention weight beside kept keys.
 _LARGE = -1e8
 
 
@@ -51,9 +55,9 @@ class _Operands(NamedTuple):
     Attributes:
       query: [batch, queries, heads, width].
       key: [users, keys, heads, width].
-      value: the same.
-      users: [batch] int32, whose keys a query attends to.
-      scale: of the logits.
+      value: [users, keys, heads, width].
+      users: [batch] int32, the user of every row of queries.
+      scale: the factor of the logits.
     """
 
     query: jax.Array
@@ -75,19 +79,22 @@ class _Operands(NamedTuple):
         return out
 
     def ordered(self, first: jax.Array) -> _Operands:
-        """With those keys first that a mask [users, keys] holds."""
+        """The operands with the keys where `first` [users, keys] is true moved to the front."""
         order = jnp.argsort(~first, axis=1, stable=True)[:, :, None, None]
         key, value = (jnp.take_along_axis(x, order, axis=1) for x in (self.key, self.value))
         return self._replace(key=key, value=value)
 
     def of_user(self, x: jax.Array) -> jax.Array:
-        """[batch, queries, ...] of [users, ...]."""
+        """Looks [users, ...] up by candidate: [batch, queries, ...]."""
         rows = jnp.expand_dims(x.at[self.users].get(mode="promise_in_bounds"), 1)
         return jnp.broadcast_to(rows, (*self.query.shape[:2], *x.shape[1:]))
 
 
 def attend(ctx: Context, scores: Scores, value: jax.Array) -> jax.Array:
-    """[batch, *queries, *heads, width] of probabilities and [users, keys, *heads, width] values."""
+    """The attention of `scores` to values [users, keys, *heads, width].
+
+    Its shape is [batch, *queries, *heads, width].
+    """
     root = scores.root
     batch, width = root.query.shape[0], root.query.shape[-1]
     users, keys = value.shape[:2]
@@ -101,18 +108,18 @@ def attend(ctx: Context, scores: Scores, value: jax.Array) -> jax.Array:
     )
     if any(fill.value > _MASKS for fill in root.fills):
         raise NotCovered(f"attention is not recognised: masked logits are {root.fills[0].value:g}")
-    fills = [_weighed(fill, scores) for fill in root.fills]
+    fills = [_as_exponentiated(fill, scores) for fill in root.fills]
     if not fills:
         out = operands.attend()
     elif fills[0].added is not None:
         out = _added(ctx, operands, fills[0])
     else:
-        out = _chosen(operands, fills)
+        out = _replaced(operands, fills)
     return out.reshape(batch, *root.queries, *root.heads, width)
 
 
-def _weighed(fill: Fill, scores: Scores) -> Fill:
-    """A fill as the exponential sees it: without a maximum, it may be 0 for all keys of a row."""
+def _as_exponentiated(fill: Fill, scores: Scores) -> Fill:
+    """The fill; -inf if no maximum is subtracted and its exponential is 0."""
     if scores.shifted or fill.value == -math.inf:
         return fill
     with np.errstate(all="ignore"):
@@ -124,10 +131,10 @@ def _weighed(fill: Fill, scores: Scores) -> Fill:
     return fill
 
 
-# Numbers that are chosen.
+# Masks by `where`.
 
 
-def _chosen(operands: _Operands, fills: list[Fill]) -> jax.Array:
+def _replaced(operands: _Operands, fills: list[Fill]) -> jax.Array:
     kept, lengths = _all_kept(fills)
     by_length = len(fills) == 1 and fills[0].lengths is not None
     ordered = operands if by_length else operands.ordered(kept)
@@ -137,7 +144,7 @@ def _chosen(operands: _Operands, fills: list[Fill]) -> jax.Array:
         out = ordered.attend(lengths)
         return jnp.where(operands.of_user(empty)[..., None, None], _nan_of(operands, empty), out)
     if len(values) == 1 and -math.inf < min(values) <= _UNREACHABLE:
-        return _alike_where(ordered, empty, lengths)
+        return _uniform_where(ordered, empty, lengths)
     out, lse = ordered.attend_with_lse(lengths)
     rest, rest_lse = _masked_part(operands, fills)
     merged, _ = merge_attention(out, lse, operands.of_user(rest), operands.of_user(rest_lse))
@@ -148,7 +155,7 @@ def _chosen(operands: _Operands, fills: list[Fill]) -> jax.Array:
 
 
 def _all_kept(fills: list[Fill]) -> tuple[jax.Array, jax.Array]:
-    """Which keys no mask leaves out, and how many they are."""
+    """The keys [users, keys] that every mask keeps, and their number by user."""
     kept = fills[0].kept
     for fill in fills[1:]:
         kept = kept & fill.kept
@@ -158,28 +165,28 @@ def _all_kept(fills: list[Fill]) -> tuple[jax.Array, jax.Array]:
 
 
 def _infinite(fills: list[Fill]) -> jax.Array:
-    """[users, keys], whether a logit is -inf."""
+    """Whether a logit is -inf: [users, keys]."""
     infinite = jnp.zeros_like(fills[0].kept)
     for fill in fills:
         infinite = jnp.where(fill.kept, infinite, fill.value == -math.inf)
     return infinite
 
 
-def _alike_where(operands: _Operands, empty: jax.Array, lengths: jax.Array) -> jax.Array:
-    """Attention in which users without keys attend to all of them alike: keys of 0."""
+def _uniform_where(operands: _Operands, empty: jax.Array, lengths: jax.Array) -> jax.Array:
+    """Attention with uniform weights over all keys for `empty` users, whose keys become 0."""
     key = jnp.where(empty[:, None, None, None], jnp.zeros((), operands.key.dtype), operands.key)
     return operands._replace(key=key).attend(jnp.where(empty, operands.key.shape[1], lengths))
 
 
 def _nan_of(operands: _Operands, users: jax.Array) -> jax.Array:
-    """NaN for these users, with the gradient that NaN weights give to their values."""
+    """NaN for these users, with the gradient that NaN attention weights give to their values."""
     total = jnp.sum(operands.value, axis=1, dtype=jnp.float32)
     weight = jnp.where(users, jnp.nan, 0.0)[:, None, None]
     return operands.of_user((total * weight).astype(operands.value.dtype))
 
 
 def _masked_part(operands: _Operands, fills: list[Fill]) -> tuple[jax.Array, jax.Array]:
-    """Weighted mean of masked values [users, heads, width], and its lse [users, heads]."""
+    """The attention to masked keys [users, heads, width], and its lse [users, heads]."""
     number = jnp.full(fills[0].kept.shape, -jnp.inf, jnp.float32)
     for fill in fills:
         number = jnp.where(fill.kept, number, jnp.float32(fill.value))
@@ -200,7 +207,7 @@ def _masked_part(operands: _Operands, fills: list[Fill]) -> tuple[jax.Array, jax
     return mean.astype(operands.value.dtype), lse
 
 
-# Numbers that are added.
+# Masks by addition.
 
 
 def _added(ctx: Context, operands: _Operands, fill: Fill) -> jax.Array:
@@ -218,55 +225,59 @@ def _added(ctx: Context, operands: _Operands, fill: Fill) -> jax.Array:
         return merge_attention(out, lse, rest, rest_lse + jnp.float32(fill.value))[0]
     if rounding < _LOST or fill.value > _LARGE or fill.after <= 0:
         raise NotCovered(f"attention is not recognised: {fill.value:g} is added to its logits")
-    out = _alike_where(ordered, empty, lengths)
+    out = _uniform_where(ordered, empty, lengths)
     if ctx.differentiated:
         slope = _slope_where(operands, empty)
         out = out + (slope - lax.stop_gradient(slope))
     else:
         ctx.gradient_differs()
-    return _where_logits_show(operands, fill, empty, out)
+    return _exact_where_logits_remain(operands, fill, empty, out)
 
 
-def _where_logits_show(
+def _exact_where_logits_remain(
     operands: _Operands, fill: Fill, empty: jax.Array, out: jax.Array
 ) -> jax.Array:
-    """`out`, but exact in rows without keys whose logits are too large to be lost in rounding."""
+    """`out`, except that rows without kept keys are exact if rounding does not remove their logits.
+
+    That is, if some logit of such a row may exceed the rounding of the mask's number.
+    """
     empty_rows = empty.at[operands.users].get(mode="promise_in_bounds")
 
     def largest(x: jax.Array, rows: jax.Array) -> jax.Array:
         squares = jnp.max(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=-1), axis=(1, 2))
         return jnp.max(jnp.where(rows, squares, 0.0))
 
-    def of_one(row: tuple[jax.Array, ...]) -> jax.Array:
-        query, user, is_empty, found = row
+    def exact_row(row: tuple[jax.Array, ...]) -> jax.Array:
+        query, user, is_empty, uniform = row
         key, value = (x.at[user].get(mode="promise_in_bounds") for x in operands[1:3])
         products = jnp.einsum("tnh,snh->nts", query, key, preferred_element_type=jnp.float32)
         number = np.asarray(fill.value / fill.after, fill.added)
         logits = (products * (operands.scale / fill.after)).astype(fill.added) + number
         weights = jax.nn.softmax(logits.astype(jnp.float32) * fill.after, axis=-1)
         exact = jnp.einsum("nts,snh->tnh", weights, value.astype(jnp.float32))
-        return jnp.where(is_empty, exact.astype(found.dtype), found)
+        return jnp.where(is_empty, exact.astype(uniform.dtype), uniform)
 
     def exact(out: jax.Array) -> jax.Array:
         rows = operands.query, operands.users, empty_rows, out
-        found: jax.Array = lax.map(of_one, rows, batch_size=min(64, len(empty_rows)))
-        return found
+        replaced: jax.Array = lax.map(exact_row, rows, batch_size=min(64, len(empty_rows)))
+        return replaced
 
-    def with_empty(out: jax.Array) -> jax.Array:
+    def checked(out: jax.Array) -> jax.Array:
         bound = largest(operands.query, empty_rows) * largest(operands.key, empty)
         lost = 0.25 * float(jnp.finfo(fill.added).eps) * abs(fill.value)
-        hidden = jnp.sqrt(bound) * abs(operands.scale) < lost
-        shown: jax.Array = lax.cond(hidden, lambda out: out, exact, out)
-        return shown
+        removed = jnp.sqrt(bound) * abs(operands.scale) < lost
+        result: jax.Array = lax.cond(removed, lambda out: out, exact, out)
+        return result
 
-    fixed: jax.Array = lax.cond(jnp.any(empty_rows), with_empty, lambda out: out, out)
-    return fixed
+    result: jax.Array = lax.cond(jnp.any(empty_rows), checked, lambda out: out, out)
+    return result
 
 
 def _slope_where(operands: _Operands, empty: jax.Array) -> jax.Array:
-    """What has the gradient by query and key of a softmax whose weights are all alike.
+    """A term with the gradient of a softmax whose attention weights are uniform.
 
-    With weights 1 / S the softmax's derivative is that of sum_s logit_s (v_s - mean v) / S.
+    With attention weights 1 / S, the softmax and sum_s logit_s (v_s - mean v) / S have the same
+    derivative by query and key.
     """
     query, key, value, index, scale = operands
     users, keys, heads, width = key.shape

@@ -1,4 +1,4 @@
-"""Runs a traced program: the rewritten one where that gains anything, otherwise the original."""
+"""Runs a traced program: rewritten if that gains anything, otherwise as it is."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def run(program: Any, arrays: Sequence[Any]) -> list[Any]:
     """The results of a traced program, rewritten if that gains anything.
 
     Args:
-      program: what `jax.make_jaxpr` returns.
+      program: a jaxpr, as `jax.make_jaxpr` returns it.
       arrays: its arguments.
 
     Returns:
-      The program's results, the first of which bears the report for `explain`.
+      The program's results. The report is a note on the first result, for `explain`.
     """
     original = _Original.of(program)
     inputs = [*original.traced_consts(), *arrays]
     recorder = Recorder()
-    recorder.expect(original.jaxpr, lambda eqn: eqn.primitive.name in LOOKUPS)
+    recorder.list_lookups(original.jaxpr, lambda eqn: eqn.primitive.name in LOOKUPS)
     if original.is_plain():
         results = original.call(inputs)
     else:
@@ -45,13 +45,13 @@ def run(program: Any, arrays: Sequence[Any]) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Original:
-    """A traced program whose constants that are tracers have become arguments.
+    """The original program, whose traced constants become arguments.
 
-    The derivative of a `jax.custom_jvp` does not reach tracers that its function closes over.
+    The reason: `jax.custom_jvp` does not differentiate by tracers that its function closes over.
 
     Attributes:
-      jaxpr: the program, without equations that nothing needs.
-      repeated: identities of programs in it that stand in several equations.
+      jaxpr: the program, without dead equations.
+      repeated: identities of the programs that several of its equations call.
     """
 
     jaxpr: Any
@@ -63,11 +63,11 @@ class _Original:
         return cls(jaxpr, explain.survey(jaxpr).repeated)
 
     def traced_consts(self) -> list[Any]:
-        """The constants that are arguments, ahead of the program's own."""
+        """The constants that become arguments; they precede the program's arguments."""
         return [x for x in self.jaxpr.consts if isinstance(x, jax.core.Tracer)]
 
     def split(self, inputs: Sequence[Any]) -> tuple[list[Any], Sequence[Any]]:
-        """All constants, and the program's own arguments."""
+        """All constants, and the program's arguments; `inputs` hold the traced constants first."""
         rest = iter(inputs)
         consts = [next(rest) if isinstance(x, jax.core.Tracer) else x for x in self.jaxpr.consts]
         return consts, list(rest)
@@ -78,24 +78,24 @@ class _Original:
         return evaluate(self.jaxpr, arrays, consts)
 
     def is_plain(self) -> bool:
-        """Whether nothing in the program can make a broadcast."""
+        """Whether no primitive of the program can broadcast."""
         return ProgramCache().is_plain(self.jaxpr)
 
     def rewritten(self, inputs: Sequence[Any], recorder: Recorder, differentiated: bool) -> Any:
-        """The rewritten program as a jaxpr of `inputs`, without equations that nothing needs."""
+        """The rewritten program as a jaxpr of `inputs`, without dead equations."""
 
         def interpreted(*inputs: Any) -> list[Any]:
             ctx = Context(recorder, differentiated=differentiated, repeated=self.repeated)
             results = ctx.run(self.jaxpr, *self.split(inputs))
             results = [ctx.materialise(None, x, RETURNED) for x in results]
-            recorder.settle()
+            recorder.record_repeated()
             avals = [v.aval for v in self.jaxpr.outvars]
             return [_as_declared(x, aval) for x, aval in zip(results, avals, strict=True)]
 
         return without_dead_code(trace(interpreted, inputs, self.jaxpr))
 
     def differentiated(self, inputs: Sequence[Any]) -> Any:
-        """The variant whose derivative is the original's; the original if that cannot be made."""
+        """The variant for derivatives; the original if the rewriting raises."""
         try:
             return self.rewritten(inputs, _muted(), differentiated=True)
         except Exception:
@@ -103,13 +103,13 @@ class _Original:
 
 
 def _as_declared(x: Any, aval: Any) -> Any:
-    """A result with the weak type that the original gives it; raises if it is another array."""
-    found = jax.typeof(x)
+    """A result with the weak type of the original; ValueError if shape or dtype differ."""
+    actual = jax.typeof(x)
     if not hasattr(aval, "shape"):
         return x
-    if (found.shape, found.dtype) != (aval.shape, aval.dtype):
-        raise ValueError(f"a result is {found.str_short()} instead of {aval.str_short()}")
-    if found.weak_type == aval.weak_type:
+    if (actual.shape, actual.dtype) != (aval.shape, aval.dtype):
+        raise ValueError(f"a result is {actual.str_short()} instead of {aval.str_short()}")
+    if actual.weak_type == aval.weak_type:
         return x
     params = {"new_dtype": aval.dtype, "weak_type": aval.weak_type, "sharding": None}
     return lax.convert_element_type_p.bind(x, **params)
@@ -136,11 +136,11 @@ def _rewritten(original: _Original, inputs: list[Any], recorder: Recorder) -> li
 def _with_exact_derivative(
     original: _Original, program: core.Jaxpr, inputs: Sequence[Any]
 ) -> list[Any]:
-    """The results of a rewritten program, with the derivative of the variant made for it.
+    """The results of a rewritten program, with the derivative of the variant for derivatives.
 
-    The variant is traced only where the program is differentiated. This is `jax.custom_jvp` less
-    the names that it makes for all arguments, which for a model's weights take a tenth of the time
-    that tracing the model takes.
+    The variant is traced only if the program is differentiated. This function does the work of
+    `jax.custom_jvp`, except for naming all arguments: for a model's weights, the names take a tenth
+    of the time of tracing the model.
     """
 
     def values(*inputs: Any) -> list[Any]:
@@ -150,7 +150,7 @@ def _with_exact_derivative(
         primals = primals_and_tangents[: len(inputs)]
         tangents = primals_and_tangents[len(inputs) :]
         exact = original.differentiated(primals)
-        # The other arguments have no tangent, as integers and keys never have.
+        # The remaining arguments have no tangent; integers and PRNG keys never have one.
         active = [n for n, x in enumerate(tangents) if not isinstance(x, SymbolicZero)]
 
         def of_active(*values: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a rewrite has found out about the programs that the function calls."""
+"""Properties of the programs that a function calls, found once per rewrite."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from ikbo_jax.rewrite.registry import is_source
 
 
 class ProgramCache:
-    """Answers about called programs, shared by all scopes of one rewrite.
+    """Properties of called programs, shared by all scopes of one rewrite.
 
     Attributes:
       repeated: identities of the programs that are called several times.
-      calls: by the key of a call, what is known of all calls with this key.
-      kinds: by the identities of a call's parameters, what holds for any operands.
+      calls: by the key of a call, the history of all calls with this key.
+      kinds: by the identities of a call's parameters, properties that hold for any operands.
     """
 
     def __init__(self, repeated: frozenset[int] = frozenset()) -> None:
         self.repeated = repeated
         self.calls: dict[Any, Any] = {}
         self.kinds: dict[Any, Any] = {}
-        # By identity; entries hold the program, so that no identity is used again.
+        # By identity of the program; entries hold the program, so that its identity stays unique.
         self._answers: dict[tuple[str, int], tuple[Any, bool]] = {}
 
     def answer(self, question: str, program: Any, find_out: Callable[[Any], bool]) -> bool:
-        """The answer to a question about a program; `find_out` is called once."""
+        """The answer to a question about a program; `find_out` is called only the first time."""
         key = (question, id(program))
         if key not in self._answers:
             self._answers[key] = (program, find_out(program))
@@ -46,13 +46,13 @@ class ProgramCache:
         return self.answer("plain", program, find_out)
 
     def is_repeated(self, program: core.Jaxpr) -> bool:
-        """Whether a program is known to be called several times."""
+        """Whether the function calls a program several times."""
         return id(program) in self.repeated
 
 
 def _may_broadcast(eqn: core.JaxprEqn) -> bool:
     if eqn.primitive.name == "broadcast_in_dim":
-        # A broadcast scalar is a constant, which costs nothing.
+        # Broadcasting a scalar costs nothing: XLA treats it as a constant.
         operand: Any = eqn.invars[0].aval
         result: Any = eqn.outvars[0].aval
         return operand.ndim > 0 and result.size > operand.size

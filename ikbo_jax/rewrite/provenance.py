@@ -1,4 +1,4 @@
-"""Which equation every value of a rewritten program came from."""
+"""The producing equation of every value of a rewritten program."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from jax.extend import core
 
 
 class Provenance:
-    """The equations that the values of one scope came from; the scopes around it are asked next.
+    """The producing equations of one scope's values; enclosing scopes are searched next.
 
     Attributes:
-      asked_hidden_producer: whether somebody asked for the producer of a value that has one outside
-        of this scope, which is hidden here (`hide`).
+      asked_hidden_producer: whether a rule asked for the producing equation of a value whose
+        producing equation is hidden from this scope (`hide`).
     """
 
     def __init__(self, parent: Provenance | None = None) -> None:
         self.asked_hidden_producer = False
         self._parent = parent
-        # By identity of the result; entries hold the result, so that no identity is used again.
+        # By identity of the result; entries hold the result, so that its identity stays unique.
         self._producers: dict[int, tuple[core.JaxprEqn, Sequence[Any], Any]] = {}
         self._producer_hidden: dict[int, Any] = {}
 
     def producer(self, value: Any) -> tuple[core.JaxprEqn, Sequence[Any]] | None:
-        """The equation that a value came from, and its operands; None if unknown."""
+        """The producing equation of a value, and its operands; None if unknown."""
         for provenance in self._chain():
             if id(value) in provenance._producers:
                 eqn, operands, _ = provenance._producers[id(value)]
@@ -33,19 +33,19 @@ class Provenance:
         return None
 
     def record(self, eqn: core.JaxprEqn, result: Any, operands: Sequence[Any] = ()) -> None:
-        """Records which equation a value came from; the first record of a value stays.
+        """Records the producing equation of a value, unless one is recorded already.
 
-        What a call returns was made by an equation inside the call.
+        So the producing equation of a call's result is the equation inside the call.
         """
         if id(result) not in self._producers:
             self._producers[id(result)] = (eqn, operands, result)
 
     def hide(self, value: Any) -> None:
-        """Records that a value has a producer which this scope does not see."""
+        """Records that a value has a producing equation outside, which this scope does not see."""
         self._producer_hidden[id(value)] = value
 
-    def is_known(self, value: Any) -> bool:
-        """Whether a value has a producer, hidden or not."""
+    def has_producer(self, value: Any) -> bool:
+        """Whether a value has a producing equation, hidden or not."""
         return any(
             id(value) in p._producers or id(value) in p._producer_hidden for p in self._chain()
         )

@@ -1,4 +1,4 @@
-"""The rules by primitive, and the exception by which a rule declines."""
+"""The rules by primitive, and the exception that a rule raises if it cannot rewrite."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.extend import core
 
-#: Takes the context, the equation and its operands; returns its result, or a list of results.
+#: Takes the context, the equation and its operands; returns the result, or a list of results.
 Rule = Callable[..., Any]
 
 _RULES: dict[str, Rule] = {}
@@ -15,18 +15,18 @@ _SOURCES: set[str] = set()
 
 
 class NotCovered(Exception):
-    """Raised by a rule that cannot work on these values; the message says why."""
+    """Raised by a rule that cannot rewrite its operands; the message says why."""
 
 
 def register_rule(
     primitive: core.Primitive | str, rule: Rule | None = None, *, source: bool = False
 ) -> Any:
-    """Registers how a rewrite works on lazy operands of a primitive; replaces the rule it had.
+    """Registers the rule of a primitive, which replaces any earlier rule of this primitive.
 
     The rule is called as `rule(ctx, eqn, *operands)`. An operand is a `jax.Array`, a `Lazy` or a
-    `Concat`. It returns a value of the kinds above for each of the equation's results: one, or a
-    list if the primitive has several; `ctx.bind(eqn, *arrays, **params)` runs the primitive. It
-    raises `NotCovered("why")` if it cannot: then the operands are materialised.
+    `Concat`. The rule returns the equation's result as such a value, or a list of values if the
+    primitive has several results; `ctx.bind(eqn, *arrays, **params)` runs the primitive. If the
+    rule raises `NotCovered("why")`, the operands are materialised and the equation runs as it is.
 
     Args:
       primitive: a `jax.extend.core.Primitive`, or its name.
@@ -52,5 +52,5 @@ def rule_of(name: str) -> Rule | None:
 
 
 def is_source(name: str) -> bool:
-    """Whether a primitive can make a broadcast of arrays, so that its rule runs on arrays too."""
+    """Whether a primitive can broadcast arrays, so that its rule runs on arrays, too."""
     return name in _SOURCES

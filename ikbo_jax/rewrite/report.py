@@ -1,4 +1,4 @@
-"""What a rewrite found and did, collected while it runs and told in the user's own source lines."""
+"""The report of a rewrite, collected while it runs, with the source lines of the model."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ class FoundBroadcast:
     """One broadcast of the original program.
 
     Attributes:
-      line: where the program makes it, `model.py:12 (fn)`.
-      what: its shapes, and by what it is looked up.
-      became: what happened instead, each with its line.
-      flops_saved: floating-point operations not done, because they ran at the smaller batch. Work
-        on values that stem from several broadcasts counts for the first alone.
+      line: the source line of the broadcast, as `model.py:12 (fn)`.
+      what: its shapes, and the number of indices of a lookup.
+      became: what replaced it, each entry with its line.
+      flops_saved: the floating-point operations that the original computes at candidate batch and
+        the rewritten program does not. Work on values that stem from several broadcasts counts for
+        the first of them only.
       bytes_saved: bytes of the copy that are no longer written.
     """
 
@@ -42,12 +43,12 @@ class FoundBroadcast:
 
 @dataclasses.dataclass(frozen=True)
 class Materialisation:
-    """One place at which a broadcast had to be carried out after all.
+    """One value that the rewritten program had to materialise.
 
     Attributes:
-      line: where.
+      line: the source line of the equation that needs the copy.
       what: dtype and shape of the copy.
-      reason: why.
+      reason: why the copy is needed.
       nbytes: size of the copy, in bytes.
     """
 
@@ -65,10 +66,10 @@ class Lookup:
     """One lookup of rows, or one repetition of them, in the original program.
 
     Attributes:
-      line: where the program makes it.
+      line: the source line of the lookup.
       what: its shapes.
-      outcome: "removed" if work on its rows is done before them, "kept" if there is nothing to
-        gain, "refused" if a rule could not.
+      outcome: "removed" if work on its rows is done before it, "kept" if there is nothing to gain,
+        "refused" if a rule could not rewrite it.
       reason: why it was kept or refused; "" if it was removed.
     """
 
@@ -83,15 +84,15 @@ class Lookup:
 
 @dataclasses.dataclass(frozen=True)
 class RewriteReport:
-    """What a rewrite found and did; `str` makes plain text of it.
+    """The report of a rewrite; `str` returns it as plain text.
 
     Attributes:
-      changed: whether the rewritten program runs; False if it is the original.
-      broadcasts: what was found, in program order.
-      materialised: what had to be carried out, in program order.
-      lookups: every lookup of the original program, and what became of it.
-      repetitions: how many dimensions of size 1 are repeated besides, as those of biases are.
-      reason: why the original runs although something was found; "" if nothing else is to be said.
+      changed: whether the rewritten program runs; False if the original runs.
+      broadcasts: the broadcasts that were found, in program order.
+      materialised: the values that were materialised, in program order.
+      lookups: every lookup of the original program, with its outcome.
+      repetitions: the number of further broadcasts of dimensions of size 1, such as biases.
+      reason: why the original runs, if the rewriting failed or would cost more; otherwise "".
     """
 
     changed: bool
@@ -130,7 +131,9 @@ class RewriteReport:
             return f"{found}; saves {_saved(self.flops_saved, self.bytes_saved)}"
         if self.lookups:
             return f"{len(self.lookups)} lookup{'s' * (len(self.lookups) != 1)} found, none removed"
-        return "nothing gained from what is repeated" if self.repetitions else "no broadcast found"
+        return (
+            "nothing gained from repeated dimensions" if self.repetitions else "no broadcast found"
+        )
 
 
 def _saved(flops: int, nbytes: int) -> str:
@@ -138,21 +141,21 @@ def _saved(flops: int, nbytes: int) -> str:
 
 
 def _once(entries: Sequence[Any]) -> list[str]:
-    """The entries' texts; those that are equal, as those of a model's layers, as one."""
+    """The entries as texts; equal entries, such as a model's layers make, are one text."""
     counts = collections.Counter(entries)
     texts = (str(x) if n == 1 else f"{n} times {x} each" for x, n in counts.items())
     return [_indent(text) for text in texts]
 
 
 class Broadcast:
-    """A `FoundBroadcast` in the making."""
+    """A `FoundBroadcast` that is still being recorded."""
 
     def __init__(self, line: str, what: str, copy_bytes: int, certain: bool) -> None:
         self.line = line
         self.what = what
         self.copy_bytes = copy_bytes
-        # A lookup by an index is a broadcast. Of dimensions of size 1, of which every bias has
-        # some, only those are worth telling that saved a product.
+        # Whether the report lists it. A lookup by an index is always listed. A broadcast dimension
+        # of size 1, which every bias has, is listed only if it saved a product.
         self.certain = certain
         self.became: dict[str, int] = {}
         self.flops_saved = 0
@@ -168,38 +171,42 @@ class Broadcast:
 
 @dataclasses.dataclass
 class _Repeated:
-    """Calls that are recorded like an earlier one; `record(times)` does so for all of them."""
+    """Calls that record the same as an earlier call; `record(times)` records all of them.
 
-    known: Any
+    `origins` are the broadcasts that each result of these calls stems from.
+    """
+
+    origins: Any
     record: Callable[[int], None]
     times: int = 0
 
 
 class Recorder:
-    """Collects what one rewrite finds and does."""
+    """Collects the report of one rewrite."""
 
-    #: Where an equation stands that no line of the user's is known of.
+    #: The line of an equation whose line in the model is unknown.
     UNKNOWN = "unknown line"
 
     def __init__(self) -> None:
         self.broadcasts: list[Broadcast] = []
         self.materialised: list[Materialisation] = []
         self.changed = False
-        # Whether a rule took a form whose derivative is not the original's.
+        # Whether a rule took a form with another derivative than the original.
         self.gradient_differs = False
         self.muted = 0
         self.reason = ""
-        # Equations that call the program that runs. One traced by a jitted library function may
-        # know no line of the user's; that of the call then stands for it.
+        # The equations that call the program being interpreted, outermost first. If an equation was
+        # traced inside a jitted library function, its line may be unknown; then the line of the
+        # innermost call with a line is used.
         self.calls: list[Any] = []
         self._repeated: dict[Any, _Repeated] = {}
-        # Why the original runs although something was found.
+        # Why the original runs although broadcasts were found.
         self.refusal = ""
-        # What becomes of the original's lookups, by the identity of their equations.
+        # The outcomes of the original's lookups, by the identity of their equations.
         self._lookups: dict[int, Lookup] = {}
 
-    def expect(self, program: Any, is_lookup: Callable[[Any], bool]) -> None:
-        """Notes all lookups of the original program, also those that no rule will come to."""
+    def list_lookups(self, program: Any, is_lookup: Callable[[Any], bool]) -> None:
+        """Lists all lookups of the original program, including those that no rule is called for."""
         seen = set()
 
         def search(program: Any, inside: str) -> None:
@@ -217,15 +224,14 @@ class Recorder:
         search(program, "the function")
 
     def looked_up(self, eqn: Any, outcome: str, reason: str) -> None:
-        """Records what became of a lookup of the original; of several calls the last counts."""
+        """Records the outcome of a lookup of the original; the last of several calls counts."""
         if id(eqn) in self._lookups:
-            known = self._lookups[id(eqn)]
-            changed = dataclasses.replace(known, outcome=outcome, reason=reason)
-            self._lookups[id(eqn)] = changed
+            lookup = self._lookups[id(eqn)]
+            self._lookups[id(eqn)] = dataclasses.replace(lookup, outcome=outcome, reason=reason)
 
     @contextlib.contextmanager
     def inside(self, eqn: Any) -> Iterator[None]:
-        """Inside the program that an equation calls."""
+        """A context manager for the interpretation of the program that an equation calls."""
         self.calls.append(eqn)
         try:
             yield
@@ -234,7 +240,10 @@ class Recorder:
 
     @contextlib.contextmanager
     def because(self, reason: str) -> Iterator[None]:
-        """What is written inside is so for this reason, the outermost one."""
+        """A context manager that sets the reason of all values materialised in it.
+
+        The outermost reason counts.
+        """
         outer, self.reason = self.reason, self.reason or reason
         try:
             yield
@@ -242,7 +251,7 @@ class Recorder:
             self.reason = outer
 
     def line(self, eqn: Any) -> str:
-        """The user's line that an equation stems from; a line itself."""
+        """The model's line that an equation stems from; a string unchanged."""
         if eqn is None:
             return "the function's result"
         if isinstance(eqn, str):
@@ -257,7 +266,7 @@ class Recorder:
         return broadcast
 
     def confirmed(self, origins: frozenset) -> None:
-        """Records that broadcasts which were not certain are lookups."""
+        """Records that broadcasts are lookups, so that the report lists them."""
         for origin in origins:
             origin.certain = True
 
@@ -273,12 +282,12 @@ class Recorder:
         """Records work done at the smaller batch instead of the larger one.
 
         Args:
-          eqn: the program's equation.
-          origins: the broadcasts that the work's operands stem from.
-          became: what the equation became.
-          flops: operations not done.
-          product: whether it is a product, whose line is told; other work is only counted.
-          times: how often it was.
+          eqn: the equation of the original program.
+          origins: the broadcasts that its operands stem from.
+          became: what replaced the equation.
+          flops: the operations that are saved.
+          product: whether it is a product, whose line is reported; other work is only counted.
+          times: how often this was recorded.
         """
         if self.muted or not origins:
             return
@@ -290,7 +299,7 @@ class Recorder:
         self._first(origins).flops_saved += flops
 
     def wrote(self, eqn: Any, value: Any, reason: str, copied: bool, times: int = 1) -> None:
-        """Records that a value was carried out at the larger batch; `copied` unless fused."""
+        """Records that a value was materialised; `copied` is False if XLA fuses the lookup."""
         reason = self.reason or reason
         origins = [origin for origin in value.origins if origin.certain]
         if self.muted or not origins:
@@ -309,34 +318,34 @@ class Recorder:
             return next(iter(origins))
         return min(origins, key=self.broadcasts.index, default=None)
 
-    def remember(self, key: Any, known: Any, record: Callable[[int], None]) -> None:
-        """Lets further calls be recorded together, at the end, if they are the same as the last.
+    def remember(self, key: Any, origins: Any, record: Callable[[int], None]) -> None:
+        """Prepares `again`, by which calls that record the same are recorded together at the end.
 
         Args:
-          key: what tells a call from others.
-          known: what `again` returns at those calls.
-          record: records a number of them.
+          key: equal for calls that record the same.
+          origins: what `again` returns for such a call.
+          record: records a number of such calls.
         """
         if not self.muted:
-            self._repeated[key] = _Repeated(known, record)
+            self._repeated[key] = _Repeated(origins, record)
 
     def again(self, key: Any, times: int = 1) -> Any:
-        """Records calls as an earlier one, and returns what is known of it; None if unknown."""
+        """Counts calls with this key and returns their origins; None if it is not remembered."""
         repeated = None if self.muted else self._repeated.get(key)
         if repeated is None:
             return None
         repeated.times += times
-        return repeated.known
+        return repeated.origins
 
-    def settle(self) -> None:
-        """Records the calls that were the same as others."""
+    def record_repeated(self) -> None:
+        """Records the calls that `again` has counted."""
         for repeated in self._repeated.values():
             if repeated.times:
                 repeated.record(repeated.times)
                 repeated.times = 0
 
     def report(self) -> RewriteReport:
-        self.settle()
+        self.record_repeated()
         changed = self.changed and not self.refusal
         broadcasts = tuple(b.freeze() for b in self.broadcasts if b.certain)
         lookups = tuple(self._lookups.values())
@@ -357,7 +366,7 @@ class Recorder:
 
 
 def _lookup_text(eqn: Any) -> str:
-    """What a lookup does, as in the report of a broadcast."""
+    """A lookup in words, as in the report of a broadcast."""
     operand, result = (v.aval.str_short() for v in (eqn.invars[0], eqn.outvars[0]))
     if len(eqn.invars) == 1:
         return f"{operand} tiled -> {result}"
@@ -366,23 +375,23 @@ def _lookup_text(eqn: Any) -> str:
 
 
 _PACKAGE = pathlib.Path(__file__).parents[1]
-#: Folders of this package whose frames stand between a model and the primitive.
-_BETWEEN = tuple(str(_PACKAGE / name) + os.sep for name in ("layers", "ops", "rewrite"))
+#: Folders of this package whose stack frames are not the model's.
+_LIBRARY = tuple(str(_PACKAGE / name) + os.sep for name in ("layers", "ops", "rewrite"))
 
 
 @functools.cache
-def _is_users(file_name: str) -> bool:
-    """Whether a frame of this file is the user's: not JAX's, Flax's or that of an op."""
+def _is_model(file_name: str) -> bool:
+    """Whether a stack frame of this file is the model's: not of JAX, Flax or this library."""
     libraries = [sys.modules[name] for name in ("jax", "flax") if name in sys.modules]
     folders = [str(pathlib.Path(str(m.__file__)).parent) + os.sep for m in libraries]
-    return not file_name.startswith((*_BETWEEN, *folders))
+    return not file_name.startswith((*_LIBRARY, *folders))
 
 
 def source_line(eqn: Any) -> str | None:
-    """The user's line that an equation stems from: `model.py:12 (fn)`; None if it knows none."""
+    """The model's line that an equation stems from, `model.py:12 (fn)`; None if it is unknown."""
     traceback = eqn.source_info.traceback
     for frame in traceback.frames if traceback else ():
-        if _is_users(frame.file_name):
+        if _is_model(frame.file_name):
             function = frame.function_name.rpartition(".")[2]
             return f"{os.path.basename(frame.file_name)}:{frame.line_num} ({function})"
     return None

@@ -1,4 +1,4 @@
-"""Rules of reshapes, which leave the looked-up axis whole, or make a lookup of a repetition."""
+"""Rules of reshapes: they keep the looked-up axis whole, or turn a repetition into a lookup."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ikbo_jax.rewrite.rules import concat
 
 @register_rule("squeeze")
 def _squeeze(ctx: Context, eqn: Any, x: Any) -> Any:
-    gone = [int(d) for d in eqn.params["dimensions"]]
-    return _reshape_to(ctx, eqn, x, tuple(n for d, n in enumerate(x.shape) if d not in gone))
+    squeezed = [int(d) for d in eqn.params["dimensions"]]
+    return _reshape_to(ctx, eqn, x, tuple(n for d, n in enumerate(x.shape) if d not in squeezed))
 
 
 @register_rule("reshape")
@@ -34,7 +34,7 @@ def _reshape_to(ctx: Context, eqn: Any, x: Any, shape: tuple[int, ...]) -> Any:
     if isinstance(x, Concat):
         return _reshape_concat(ctx, eqn, x, shape, groups)
     base_shape: list[int] = []
-    axis, wide, repeat = -1, [], None
+    axis, full, repeat = -1, [], None
     for dims, targets in groups:
         sizes = [shape[t] for t in targets]
         if x.lineage and x.axis in dims:
@@ -48,16 +48,16 @@ def _reshape_to(ctx: Context, eqn: Any, x: Any, shape: tuple[int, ...]) -> Any:
             repeat = (len(base_shape), dims)
             base_shape.append(math.prod(x.base.shape[d] for d in dims))
         else:
-            wide += dims
+            full += dims
             base_shape += sizes
-    base = lax.reshape(spread_axes(x, wide).base, base_shape)
+    base = lax.reshape(spread_axes(x, full).base, base_shape)
     if repeat is not None:
         return _repeated(ctx, eqn, x, base, shape, *repeat)
     return lazy(base, tuple(shape), x.lineage, axis, x.origins)
 
 
 def _repeats(x: Lazy, dims: list[int], sizes: list[int]) -> bool:
-    """Whether a reshape merges a dimension with one to broadcast: every row over and over."""
+    """Whether a reshape merges a dimension with a broadcast dimension, which repeats its rows."""
     full = [d for d in dims if x.shape[d] != 1]
     return len(sizes) == 1 and len(full) == 2 and sum(x.base.shape[d] == 1 for d in full) == 1
 
@@ -65,7 +65,7 @@ def _repeats(x: Lazy, dims: list[int], sizes: list[int]) -> bool:
 def _repeated(
     ctx: Context, eqn: Any, x: Lazy, base: Any, shape: Any, axis: int, dims: list[int]
 ) -> Any:
-    """`jnp.repeat` by a constant, or `jnp.tile` written with a reshape: a lookup by arithmetic."""
+    """`jnp.repeat` by a constant, or `jnp.tile`, written as a reshape: a lookup by `arange`."""
     first, second = (d for d in dims if x.shape[d] != 1)
     batch, rows = shape[axis], base.shape[axis]
     if x.base.shape[second] == 1:
@@ -97,7 +97,7 @@ def _reshape_concat(ctx: Context, eqn: Any, x: Concat, shape: Any, groups: Any) 
 
 
 def _reshape_groups(before: Any, after: Any) -> list[tuple[list[int], list[int]]]:
-    """The smallest runs of dimensions, before and after, that hold the same elements."""
+    """The smallest groups of neighbouring dimensions, before and after, with equal products."""
     if 0 in before:
         raise NotCovered("reshape of an empty value")
     groups, i, j = [], 0, 0

@@ -1,4 +1,4 @@
-"""Rules of the primitives that work row by row, and of those that only move data."""
+"""Rules of primitives that work row by row, and of primitives that only move data."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ELEMENTWISE = """
 def at_user_batch(
     ctx: Context, eqn: Any, base: Any, shape: Any, value_lineage: Any, axis: Any, origins: Any
 ) -> Any:
-    """A result computed at the smaller batch, with the work saved on record."""
+    """The value of a result computed at the smaller batch; records the saved work."""
     if value_lineage is not None:
         saved = max(0, math.prod(shape) - math.prod(base.shape))
         ctx.recorder.saved(eqn, origins, "work at the smaller batch", saved, False)
@@ -48,17 +48,20 @@ def at_user_batch(
 
 
 def common_lineage(operands: Any) -> tuple[Lineage | None, int, bool]:
-    """The lineage of all operands that have one and its axis, and whether they differ in it."""
-    found = [x for x in operands if has_lineage(x)]
-    if not found:
+    """The first operand's lineage and axis, and whether another operand has different ones.
+
+    Operands without a lineage do not count.
+    """
+    looked_up = [x for x in operands if has_lineage(x)]
+    if not looked_up:
         return None, -1, False
-    first = found[0]
-    differ = any((x.lineage, x.axis) != (first.lineage, first.axis) for x in found)
+    first = looked_up[0]
+    differ = any((x.lineage, x.axis) != (first.lineage, first.axis) for x in looked_up)
     return first.lineage, first.axis, differ
 
 
 def elementwise(ctx: Context, eqn: Any, *operands: Any) -> Any:
-    """Runs at the smaller batch if all operands belong to it, else looks rows up in place."""
+    """Runs at the smaller batch if all operands belong to it; otherwise looks rows up in place."""
     return _elementwise(ctx, eqn, eqn.outvars[0].aval.shape, operands)
 
 
@@ -69,8 +72,8 @@ def _elementwise(ctx: Context, eqn: Any, shape: tuple[int, ...], operands: Any) 
     operands = lineage.aligned(operands)
     value_lineage, axis, differ = common_lineage(operands)
     if value_lineage is not None and (differ or any(carries(x, axis) for x in operands)):
-        others = "another lookup" if differ else "a value at candidate batch"
-        reason = f"{eqn.primitive.name} with {others}"
+        operand = "another lookup" if differ else "a value at candidate batch"
+        reason = f"{eqn.primitive.name} with {operand}"
         operands = [
             ctx.materialise(eqn, x, reason, copied=False) if has_lineage(x) else x for x in operands
         ]
@@ -82,7 +85,7 @@ def _elementwise(ctx: Context, eqn: Any, shape: tuple[int, ...], operands: Any) 
 
 
 def _common_shape(eqn: Any, bases: list[Any]) -> list[Any]:
-    """Brings operands to one shape, for the primitives that do not do so themselves."""
+    """Broadcasts the operands of primitives that require equal shapes."""
     if eqn.primitive.name not in ("select_n", "clamp"):
         return bases
     shape = np.broadcast_shapes(*(np.shape(x) for x in bases))
@@ -92,10 +95,10 @@ def _common_shape(eqn: Any, bases: list[Any]) -> list[Any]:
 def _over_parts(
     ctx: Context, eqn: Any, concats: list[Concat], shape: tuple[int, ...], operands: Any
 ) -> Any:
-    """Element by element on each part of a concatenation."""
+    """Runs an elementwise equation on each part of a concatenation."""
     first = concats[0]
-    if _meets_everywhere(first, operands):
-        # Nothing would be left at a smaller batch: one operation, not one for every part.
+    if _is_candidate_batch(first, operands):
+        # No part would run at a smaller batch: one operation replaces one for every part.
         reason = f"{eqn.primitive.name} with a value at candidate batch"
         whole = [
             ctx.materialise(eqn, x, reason, copied=False) if isinstance(x, Concat) else x
@@ -105,7 +108,9 @@ def _over_parts(
     if any((c.axis, c.sizes) != (first.axis, first.sizes) for c in concats):
         raise NotCovered(f"{eqn.primitive.name} of concatenations with different parts")
     if any(has_lineage(x) and x.axis == first.axis for x in operands):
-        raise NotCovered(f"{eqn.primitive.name} with what is looked up along the concatenation")
+        raise NotCovered(
+            f"{eqn.primitive.name} with a value that is looked up along the concatenation"
+        )
     parts, start = [], 0
     for number, size in enumerate(first.sizes):
         cut = [
@@ -120,17 +125,17 @@ def _over_parts(
     return concat(parts, first.axis)
 
 
-def _meets_everywhere(first: Concat, operands: Any) -> bool:
-    """Whether every part that is looked up meets a value that differs between its rows."""
-    others = [x for x in operands if not isinstance(x, Concat)]
+def _is_candidate_batch(first: Concat, operands: Any) -> bool:
+    """Whether every lazy part is combined with a value that differs between candidates."""
+    values = [x for x in operands if not isinstance(x, Concat)]
     lazy_parts = [x for x in first.parts if not is_plain(x)]
     return all(
-        has_lineage(part) and any(carries(x, part.axis) for x in others) for part in lazy_parts
+        has_lineage(part) and any(carries(x, part.axis) for x in values) for part in lazy_parts
     )
 
 
 def concat(parts: list[Any], axis: int) -> Any:
-    """The parts side by side: an array if all are."""
+    """The concatenation of parts: an array if all parts are arrays."""
     if all(map(is_plain, parts)):
         return lax.concatenate(parts, axis)
     return Concat(tuple(parts), axis)
@@ -152,8 +157,8 @@ def _concatenate(ctx: Context, eqn: Any, *operands: Any) -> Any:
         raise NotCovered("concatenation of concatenations along another axis")
     parts = lineage.aligned(parts)
     value_lineage, user_axis, differ = common_lineage(parts)
-    together = value_lineage is not None and not differ
-    if together and not any(carries(x, user_axis) for x in parts):
+    one_lineage = value_lineage is not None and not differ
+    if one_lineage and not any(carries(x, user_axis) for x in parts):
         return _concat_at_user_batch(ctx, eqn, parts, axis, shape, value_lineage, user_axis)
     return Concat(tuple(parts), axis)
 
@@ -217,7 +222,7 @@ _COMBINED = {
 
 
 def _reduce_concat(ctx: Context, eqn: Any, x: Concat) -> Any:
-    """A reduction over the concatenation: of every part at its own batch, and then of those."""
+    """A reduction over the concatenated axis: of every part at its batch, then of the results."""
     combine = _COMBINED.get(eqn.primitive.name)
     if combine is None:
         raise NotCovered(f"{eqn.primitive.name} over a concatenation")
@@ -233,7 +238,7 @@ for _name in (*_COMBINED, "reduce_xor", "argmax", "argmin"):
 
 
 def _along_axis(key: str) -> Any:
-    """Rules of primitives that work along one dimension and keep the shape."""
+    """The rule of primitives that keep the shape; the parameter `key` names their dimensions."""
 
     def rule(ctx: Context, eqn: Any, *operands: Any) -> Any:
         along = eqn.params[key]
@@ -325,7 +330,7 @@ def _pad(ctx: Context, eqn: Any, x: Any, padding_value: Any) -> Any:
     config = eqn.params["padding_config"]
     if not isinstance(x, Lazy) or not is_plain(padding_value):
         raise NotCovered("pad of a concatenation, or with a lazy value")
-    padded = [d for d, how in enumerate(config) if tuple(how) != (0, 0, 0)]
+    padded = [d for d, amounts in enumerate(config) if tuple(amounts) != (0, 0, 0)]
     if x.axis in padded:
         raise NotCovered("pad of the looked-up axis")
     x = spread_axes(x, padded)

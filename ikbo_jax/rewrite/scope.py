@@ -1,4 +1,4 @@
-"""The arrays and lineages that a rewritten program has made, scope by scope."""
+"""The arrays and lineages that a rewritten program has computed, scope by scope."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from ikbo_jax.rewrite.lineage import Lineage, take_rows
 
 
 class Scope:
-    """What the function itself, or the body of a loop or branch in it, has computed.
+    """The arrays of one jaxpr: of the whole function, or of the body of a loop or branch.
 
-    An inner scope may use what the scopes around it have computed, but not the other way round: an
-    array of a loop's body does not exist outside of the body.
+    A scope may use arrays of the scopes that enclose it, but not of the scopes inside it: an array
+    of a loop's body does not exist outside of the body.
 
-    Entries are keyed by the identity of values, and hold the values, so that no identity is used
-    for another object.
+    Entries are keyed by the identity of values, and hold the values, so that identities stay
+    unique.
 
     Attributes:
-      parent: the scope around this one; None for the function's.
+      parent: the enclosing scope; None for the scope of the whole function.
       outer_arrays: by the identity of a deferred value, the array that the caller has already
         materialised for it.
-      programs: by the key of a call, the rewritten program that holds arrays of this scope.
+      programs: by the key of a call, the rewritten program; it may hold arrays of this scope.
     """
 
     def __init__(self, parent: Scope | None = None) -> None:
@@ -35,7 +35,7 @@ class Scope:
         self._lineages: dict[Any, tuple[Any, Lineage]] = {}
 
     def chain(self) -> Iterator[Scope]:
-        """This scope and the scopes around it, innermost first."""
+        """This scope and the scopes that enclose it, innermost first."""
         scope: Scope | None = self
         while scope is not None:
             yield scope
@@ -58,13 +58,13 @@ class Scope:
         return set(self._built)
 
     def is_built(self, value: Any) -> bool:
-        """Whether a value was materialised in this scope or one around it."""
+        """Whether a value was materialised in this scope or in one that encloses it."""
         return any(id(value) in scope._built for scope in self.chain())
 
-    # Results of equations that are computed once.
+    # Results that are reused.
 
     def results(self, key: Any) -> list[Any] | None:
-        """The results of an earlier equation with this key; None if there was none."""
+        """The results of an earlier equation with this key; None if no equation had it."""
         for scope in self.chain():
             if key in scope._results:
                 return scope._results[key][1]
@@ -84,41 +84,42 @@ class Scope:
         make_index: Callable[[], Any],
         nearest: Lineage | None = None,
     ) -> Lineage:
-        """The lineage with this key, made by `make_index` at the first call.
+        """The lineage with this key; the first call creates it from `make_index`.
 
         Args:
-          key: what makes an index the same as another: hashable, with objects by identity.
+          key: equal for equal indices; strings and integers compare by value, other objects by
+            identity.
           users: rows of the smaller batch.
-          batch: rows of the larger one.
+          batch: rows of the larger batch.
           make_index: returns the [batch] int32 index, values in [0, users).
           nearest: see `Lineage`.
         """
         full_key = (*(k if isinstance(k, (str, int)) else id(k) for k in key), users)
-        if (known := self._known_lineage(full_key)) is not None:
-            return known
-        made = Lineage(make_index(), users, batch, nearest=nearest)
-        self._lineages[full_key] = (key, made)
-        return made
+        if (existing := self._lineage_with(full_key)) is not None:
+            return existing
+        created = Lineage(make_index(), users, batch, nearest=nearest)
+        self._lineages[full_key] = (key, created)
+        return created
 
     def compose(self, coarse: Lineage, fine: Lineage) -> Lineage:
-        """The lineage of rows looked up by `fine` in what was looked up by `coarse`."""
+        """The lineage of two successive lookups: by `coarse`, then by `fine`."""
         steps = (*coarse.steps, *fine.steps)
-        made = self._known_lineage(("composed", *map(id, steps)))
-        if made is None:
+        composed = self._lineage_with(("composed", *map(id, steps)))
+        if composed is None:
             index = take_rows(coarse.index, fine.index, 0)
-            made = Lineage(index, coarse.users, fine.batch, steps)
-            self._lineages["composed", *map(id, steps)] = (steps, made)
-        return made
+            composed = Lineage(index, coarse.users, fine.batch, steps)
+            self._lineages["composed", *map(id, steps)] = (steps, composed)
+        return composed
 
     def has_lineages(self) -> bool:
-        """Whether a lineage was made in this scope."""
+        """Whether a lineage was created in this scope."""
         return bool(self._lineages)
 
     def lineages(self) -> set[int]:
-        """Identities of the lineages of this scope and the scopes around it."""
-        return {id(made) for scope in self.chain() for _, made in scope._lineages.values()}
+        """Identities of the lineages of this scope and of the scopes that enclose it."""
+        return {id(x) for scope in self.chain() for _, x in scope._lineages.values()}
 
-    def _known_lineage(self, key: Any) -> Lineage | None:
+    def _lineage_with(self, key: Any) -> Lineage | None:
         for scope in self.chain():
             if key in scope._lineages:
                 return scope._lineages[key][1]

@@ -1,6 +1,6 @@
-"""Attention's scores on their way from logits to probabilities, recognised but not computed.
+"""Attention's scores, from logits to probabilities: recognised, but not computed.
 
-Each primitive that models spell a softmax with has a step here, from one `Scores` to the next.
+Every primitive that occurs in a softmax has a rule here, which maps `Scores` to `Scores`.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.lineage import Deferred, Lazy, Lineage, has_lineage, spread
 from ikbo_jax.rewrite.registry import NotCovered
 
-# What a dimension of the scores is. Heads are shared by queries and keys; everything else of the
-# queries is one list of queries.
+# Kinds of dimensions of the scores. Queries and keys share the heads; all remaining dimensions of
+# the queries are of the kind QUERY.
 BATCH, HEAD, QUERY, KEY, ONE = "batch", "head", "query", "key", "one"
-#: A dimension: what it is, and which of its kind.
+#: A dimension: its kind, and its number among the dimensions of this kind.
 Label = tuple[str, int]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Fill:
-    """What a mask does to logits.
+    """A mask of logits, and its number.
 
     Attributes:
       kept: [users, keys] bool, False where a logit is masked.
-      lengths: [users] int32 if `kept` is known to be the first `lengths` keys.
-      value: what masked logits are, or what is added to them, where the softmax sees them.
-      added: the dtype that it was added in; None if it was chosen.
-      after: what the sum was multiplied by since.
+      lengths: [users] int32 if `kept` is proven to be the first `lengths` keys; else None.
+      value: the number that replaces masked logits, or is added to them, as the softmax sees it.
+      added: the dtype of the addition; None if `where` put the number in.
+      after: the factor by which the sum was multiplied after the addition.
     """
 
     kept: jax.Array
@@ -49,7 +49,7 @@ class Fill:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Logits:
-    """scale · query · key of looked-up keys, masked; the common root of all `Scores` made of it.
+    """scale · query · key of looked-up keys, masked; the root of all `Scores` computed from it.
 
     Attributes:
       query: [batch, *queries, *heads, width].
@@ -57,7 +57,7 @@ class Logits:
       queries: sizes of the queries' dimensions.
       heads: sizes of the heads' dimensions.
       scale: factor of the product.
-      fills: what masks did, the first one first; a later one prevails where both mask.
+      fills: the masks in program order; where two of them mask, the later one prevails.
       mask_origins: the broadcasts that the masks stem from.
     """
 
@@ -77,17 +77,17 @@ class Logits:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Scores(Deferred):
-    """A value on the way from logits to probabilities, not computed.
+    """A value between logits and probabilities, not computed.
 
     Attributes:
-      root: the logits that it is made of.
-      stage: "logits", "max", "shifted", "exp", "sum", "probabilities", or "curve": what is on no
-        way to a softmax, but maybe an activation.
-      labels: what each dimension is.
-      shape: what the program sees.
-      dtype: what the program sees.
-      run: computes it as the program says.
-      curve: what the value is of queries times keys, element by element; None if unknown.
+      root: the logits that it is computed from.
+      stage: "logits", "max", "shifted", "exp", "sum", "probabilities", or "curve": not part of a
+        softmax, but possibly an activation.
+      labels: the label of every dimension.
+      shape: the shape that the program sees.
+      dtype: the dtype that the program sees.
+      run: computes the value as the program is written.
+      curve: the value as an elementwise function of query · key; None if unknown.
       shifted: whether the maximum was subtracted before the exponential.
     """
 
@@ -107,17 +107,17 @@ class Scores(Deferred):
     def build(self, ctx: Context) -> jax.Array:
         return self.run(ctx)
 
-    def step(self, ctx: Context, eqn: Any, operands: Any) -> Any:
+    def rule(self, ctx: Context, eqn: Any, operands: Any) -> Any:
         """The result of an equation that has scores among its operands."""
         name = eqn.primitive.name
         if name in ("jit", "pjit"):
             return ctx.run_closed(eqn.params["jaxpr"], operands, eqn)
         curve = _curve_of(ctx, eqn, operands)
-        rule = STEPS.get(name)
+        primitive_rule = RULES.get(name)
         try:
-            if rule is None:
+            if primitive_rule is None:
                 raise NotCovered(f"attention is not recognised: {name} of its {self.stage}")
-            result = rule(ctx, eqn, *operands)
+            result = primitive_rule(ctx, eqn, *operands)
         except NotCovered:
             if curve is None:
                 raise
@@ -128,7 +128,7 @@ class Scores(Deferred):
         return dataclasses.replace(result, curve=curve)
 
     def then(self, eqn: Any, operands: Any, **changes: Any) -> Scores:
-        """The next value: the result of an equation, with some of this one's attributes changed."""
+        """The result of an equation: these scores with some attributes changed."""
         (out,) = eqn.outvars
 
         def run(ctx: Context) -> jax.Array:
@@ -141,7 +141,7 @@ class Scores(Deferred):
 
 
 def _curve_of(ctx: Context, eqn: Any, operands: Any) -> Curve | None:
-    """The curve of an equation's result, if its operands are one product's scores and numbers."""
+    """The curve of an equation on scores of one product and numbers; None for other operands."""
     if eqn.primitive.name not in curves.ELEMENTWISE or len(eqn.outvars) != 1:
         return None
     if jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.integer):
@@ -152,26 +152,26 @@ def _curve_of(ctx: Context, eqn: Any, operands: Any) -> Curve | None:
         same = x.root.query is first.root.query and x.root.key is first.root.key
         if not same or x.labels != first.labels or x.root.fills or x.curve is None:
             return None
-    found: list[Any] = []
+    arguments: list[Any] = []
     for x in operands:
         number = None if isinstance(x, Scores) else constant(ctx, x)
         if number is None and not isinstance(x, Scores):
             return None
-        found.append(x.curve if isinstance(x, Scores) else number)
-    return curves.then(eqn, found)
+        arguments.append(x.curve if isinstance(x, Scores) else number)
+    return curves.then(eqn, arguments)
 
 
-#: The step of every primitive that may happen to scores; `attention` adds the last one.
-STEPS: dict[str, Callable[..., Any]] = {}
+#: The rule of every primitive that can be applied to scores; `attention` adds the product's.
+RULES: dict[str, Callable[..., Any]] = {}
 
-# Steps. Each takes the scope, the equation and its operands, at least one of which is a `Scores`.
+# The rules. Each is called with the context, the equation and its operands, among them `Scores`.
 
 
 def only(operands: Any) -> Scores:
-    """The one of the operands that is `Scores`; raises NotCovered if several are."""
+    """The only operand that is `Scores`; raises NotCovered if several are."""
     scores = [x for x in operands if isinstance(x, Scores)]
     if len(scores) != 1:
-        raise NotCovered("attention is not recognised: its scores meet scores")
+        raise NotCovered("attention is not recognised: its scores are combined with scores")
     return scores[0]
 
 
@@ -188,7 +188,7 @@ def _cast(ctx: Context, eqn: Any, x: Any) -> Any:
 
 
 def _with_fills(root: Logits, dtype: Any, factor: float) -> Logits:
-    """The logits with their masks' values multiplied, and rounded to `dtype`."""
+    """The logits with the numbers of their masks multiplied, and rounded to `dtype`."""
     fills = []
     for fill in root.fills:
         with np.errstate(all="ignore"):
@@ -203,19 +203,19 @@ def _with_fills(root: Logits, dtype: Any, factor: float) -> Logits:
 
 
 def _stopped(ctx: Context, eqn: Any, x: Any) -> Any:
-    """Of the maximum alone: its gradient cancels in the softmax."""
+    """stop_gradient of the maximum, whose gradient cancels in the softmax."""
     if x.stage != "max":
         raise NotCovered(f"attention is not recognised: stop_gradient of its {x.stage}")
     return x.then(eqn, [x])
 
 
 def _scaled(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
-    """Scores times or over a number; exponentials over their sum."""
+    """Scores times a number or divided by one; exponentials divided by their sum."""
     divides = eqn.primitive.name == "div"
     if isinstance(x, Scores) and isinstance(y, Scores):
         if divides and (x.stage, y.stage) == ("exp", "sum") and _belong(x, y):
             return x.then(eqn, [x, y], stage="probabilities")
-        raise NotCovered("attention is not recognised: its scores meet scores")
+        raise NotCovered("attention is not recognised: its scores are combined with scores")
     scores, other = (x, y) if isinstance(x, Scores) else (y, x)
     factor = constant(ctx, other)
     if factor is None or scores.stage != "logits" or (divides and scores is y):
@@ -237,7 +237,7 @@ def _subtracted(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
 
 
 def _belong(x: Scores, y: Scores) -> bool:
-    """Whether y, reduced over the keys, lines up with x."""
+    """Whether y, reduced over the keys, has the root of x and broadcasts to its dimensions."""
     return x.root is y.root and all(
         a == b or a[0] == ONE or (a[0] == KEY and b[0] == ONE)
         for a, b in zip(x.labels, y.labels, strict=True)
@@ -259,7 +259,7 @@ def _maximum(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
 
 
 def _reduced(ctx: Context, eqn: Any, x: Any) -> Any:
-    """Maximum of the logits, sum of the exponentials; both over all keys."""
+    """Maximum of the logits or sum of the exponentials, over all keys."""
     axes = [int(a) for a in eqn.params["axes"]]
     stages = {("reduce_max", "logits"): "max", ("reduce_sum", "exp"): "sum"}
     stage = stages.get((eqn.primitive.name, x.stage))
@@ -289,7 +289,7 @@ def _broadcast(ctx: Context, eqn: Any, x: Any, *dynamic: Any) -> Any:
 
 
 def _reshape(ctx: Context, eqn: Any, x: Any) -> Any:
-    """Dimensions of size 1 come and go; others stay."""
+    """A reshape that only adds or removes dimensions of size 1."""
     shape = tuple(eqn.outvars[0].aval.shape)
     kept = [label for label, n in zip(x.labels, x.shape, strict=True) if n != 1]
     if [n for n in x.shape if n != 1] != [n for n in shape if n != 1]:
@@ -301,22 +301,22 @@ def _reshape(ctx: Context, eqn: Any, x: Any) -> Any:
 
 
 def _selected(ctx: Context, eqn: Any, which: Any, *cases: Any) -> Any:
-    """`where(mask, logits, number)`, either way round."""
+    """`where(mask, logits, number)` or `where(mask, number, logits)`."""
     if isinstance(which, Scores) or len(cases) != 2:
-        raise NotCovered("attention is not recognised: its scores select")
+        raise NotCovered("attention is not recognised: its scores are the condition of a select")
     scores = only(cases)
     keeps = scores is cases[1]
     fill = constant(ctx, cases[0] if keeps else cases[1])
     if scores.stage != "logits" or fill is None or math.isnan(fill) or fill == math.inf:
         raise NotCovered(f"attention is not recognised: its {scores.stage} are masked by a value")
     if any(x.added is not None for x in scores.root.fills):
-        raise NotCovered("attention is not recognised: masks by adding and by choosing")
+        raise NotCovered("attention is not recognised: one mask is added, another put in by where")
     root = _masked(ctx, scores, which, keeps, Fill(None, None, fill))  # type: ignore[arg-type]
     return scores.then(eqn, [which, *cases], root=root)
 
 
 def _added(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
-    """Logits plus 0, or plus 0 and one number where they are masked."""
+    """Logits plus 0, or plus a bias that holds 0 for kept keys and one number for masked keys."""
     scores = only((x, y))
     bias = y if scores is x else x
     values = facts.possible_values(ctx, bias)
@@ -333,13 +333,13 @@ def _added(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
 
 
 def _masked(ctx: Context, scores: Scores, mask: Any, keeps: bool, fill: Fill) -> Logits:
-    """The logits masked once more; `fill` without its mask."""
+    """The logits with one more mask: `fill`, whose `kept` and `lengths` this function sets."""
     root = scores.root
     if not isinstance(mask, Lazy) or (
         has_lineage(mask)
         and (mask.lineage is not root.lineage or scores.labels[mask.axis][0] != BATCH)
     ):
-        raise NotCovered("attention is not recognised: its mask is not by user")
+        raise NotCovered("attention is not recognised: its mask is not looked up like its keys")
     for d, n in enumerate(mask.base.shape):
         if n != 1 and scores.labels[d][0] not in (BATCH, KEY):
             raise NotCovered("attention is not recognised: its mask differs by query or head")
@@ -360,7 +360,7 @@ def _masked(ctx: Context, scores: Scores, mask: Any, keeps: bool, fill: Fill) ->
     return dataclasses.replace(root, fills=(*root.fills, fill), mask_origins=origins)
 
 
-STEPS |= {
+RULES |= {
     "add": _added,
     "broadcast_in_dim": _broadcast,
     "convert_element_type": _cast,

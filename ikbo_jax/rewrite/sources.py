@@ -1,4 +1,4 @@
-"""Rules of the primitives that make broadcasts: lookups of rows, tiles, dimensions of size 1."""
+"""Rules of the primitives that broadcast: lookups of rows, tiles, dimensions of size 1."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _gather_rows_or_bind(
         fixed = _fixed_positions(ctx, eqn, operand, indices)
         axes = [a for a, size in enumerate(sizes) if size != shape[a] and a not in fixed]
         if not axes and len(fixed) == 1:
-            # All candidates look up the same known row.
+            # All candidates look up one row, whose number is proven.
             axes, fixed = list(fixed), {}
         if not axes:
             axes = _single_rows(ctx, operand, indices, numbers)
@@ -70,26 +70,29 @@ def _gather_rows_or_bind(
 
 
 def _check_no_other_column_fills(ctx: Context, eqn: Any, indices: Any, looked_up: set[int]) -> None:
-    """Of an axis that slices take whole, any start but 0 is out of bounds."""
+    """Raises NotCovered if a column may fill rows, other than by the axes that are looked up.
+
+    On an axis that slices take whole, every start but 0 is out of bounds.
+    """
     if eqn.params["mode"] != lax.GatherScatterMode.FILL_OR_DROP:
         return
     axes = enumerate(eqn.params["dimension_numbers"].start_index_map)
-    others = [column for column, axis in axes if axis not in looked_up]
-    if any(facts.interval(ctx, _column(ctx, indices, c)[0]) != (0, 0) for c in others):
+    whole = [column for column, axis in axes if axis not in looked_up]
+    if any(facts.interval(ctx, _column(ctx, indices, c)[0]) != (0, 0) for c in whole):
         raise NotCovered("lookup by several indices that fills rows out of bounds")
 
 
 def _single_rows(ctx: Context, operand: Any, indices: Any, numbers: Any) -> list[int]:
-    """The axis of one row, that of a request's only user, that is looked up."""
+    """The axes of size 1 that are looked up, as in the table of a single user."""
 
-    def is_known(column: int) -> bool:
-        known = facts.interval(ctx, _column(ctx, indices, column)[0])
-        return known is not None and known[0] == known[1]
+    def is_constant(column: int) -> bool:
+        bounds = facts.interval(ctx, _column(ctx, indices, column)[0])
+        return bounds is not None and bounds[0] == bounds[1]
 
     shape = shape_of(operand)
     columns = [c for c, axis in enumerate(numbers.start_index_map) if shape[axis] == 1]
     if len(columns) > 1:
-        columns = [c for c in columns if not is_known(c)]
+        columns = [c for c in columns if not is_constant(c)]
     return [numbers.start_index_map[c] for c in columns]
 
 
@@ -98,23 +101,23 @@ def _is_lookup_of(operand: Any, axes: Any) -> bool:
 
 
 def _fixed_positions(ctx: Context, eqn: Any, operand: Any, indices: Any) -> dict[int, int]:
-    """The axes of which every slice takes the same known positions: `x[index, 0]`."""
+    """By axis, the start that is proven equal for all slices: 0 in `x[index, 0]`."""
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     fixed = {}
     for column, axis in enumerate(numbers.start_index_map):
         size = shape_of(operand)[axis]
         if sizes[axis] == size or size == 1:
             continue
-        known = facts.interval(ctx, _column(ctx, indices, column)[0])
-        if known is not None and known[0] == known[1] and 0 <= known[0] <= size - sizes[axis]:
-            fixed[axis] = known[0]
+        start = facts.interval(ctx, _column(ctx, indices, column)[0])
+        if start is not None and start[0] == start[1] and 0 <= start[0] <= size - sizes[axis]:
+            fixed[axis] = start[0]
     return fixed
 
 
 def _gather_rows(
     ctx: Context, eqn: Any, operand: Any, indices: Any, axis: int, shape: tuple[int, ...]
 ) -> Any:
-    """Rows of `axis` by a list of indices, not looked up yet: what all of this is about."""
+    """A lookup of rows along `axis` by a list of indices, as a lazy value."""
     numbers = eqn.params["dimension_numbers"]
     if has_lineage(operand) and operand.axis != axis:
         raise NotCovered("rows looked up along one axis are looked up again along another")
@@ -127,15 +130,15 @@ def _gather_rows(
     base = base_of(operand)
     copy = nbytes(shape, operand.dtype) - nbytes(base.shape, operand.dtype)
     found = ctx.recorder.found(eqn, what, copy, True)
-    # The slices' dimensions stand in order; the batch stands at `out_axis` among them. A dimension
-    # that is looked up but kept, with size 1, stands there besides.
+    # The result has the slices' dimensions in order, and the batch at `out_axis`. If the looked-up
+    # dimension is not collapsed, the result has it with size 1, too.
     kept = [d for d in range(base.ndim) if d not in numbers.collapsed_slice_dims]
     source_dims = dict(zip(numbers.offset_dims, kept, strict=True)) | {out_axis: axis}
     order = [source_dims[d] for d in range(len(shape)) if d == out_axis or source_dims[d] != axis]
-    gone = [d for d in numbers.collapsed_slice_dims if d != axis]
-    order = gone + order
+    collapsed = [d for d in numbers.collapsed_slice_dims if d != axis]
+    order = collapsed + order
     base = base.transpose(order) if order != sorted(order) else base
-    base = lax.squeeze(base, range(len(gone))) if gone else base
+    base = lax.squeeze(base, range(len(collapsed))) if collapsed else base
     extra = [d for d in range(len(shape)) if d != out_axis and source_dims[d] == axis]
     base = jnp.expand_dims(base, extra) if extra else base
     if has_lineage(operand):
@@ -146,16 +149,17 @@ def _gather_rows(
 def _looked_up(
     ctx: Context, eqn: Any, operand: Any, indices: Any, column: int, axis: int
 ) -> tuple[Any, Lineage]:
-    """What a column of gather indices looks up along an axis, and how.
+    """The operand and the lineage by which a column of gather indices looks up its rows.
 
-    An index out of bounds fills a row, or takes the nearest row with or without a gradient. What is
-    no row of the operand, in value or derivative, is appended to it and looked up like the others.
+    An index out of bounds fills a row, or takes the nearest row with or without a gradient. If no
+    row of the operand has this value and derivative, a row for it is appended to the operand and
+    looked up like all rows.
     """
     rows, mode = shape_of(operand)[axis], eqn.params["mode"]
-    value, own = _column(ctx, indices, column)
+    value, column = _column(ctx, indices, column)
     root = ctx.build(value)
     batch = indices.shape[0]
-    index = root if root.ndim == 1 else root[:, own]
+    index = root if root.ndim == 1 else root[:, column]
     proven = facts.within(ctx, root, 0, rows - 1)
     fills = mode == lax.GatherScatterMode.FILL_OR_DROP and not proven
     # `x[index]` takes the nearest row, but adds no gradient to it.
@@ -168,31 +172,31 @@ def _looked_up(
         return lax.convert_element_type(lax.clamp(first, index, last), jnp.int32)
 
     def outside() -> jax.Array:
-        at = jnp.where(index < 0, jnp.int32(rows), nearest())
+        row = jnp.where(index < 0, jnp.int32(rows), nearest())
         if rows > _largest(index):
-            return at
-        return jnp.where(index >= np.asarray(rows, index.dtype), jnp.int32(rows + 1), at)
+            return row
+        return jnp.where(index >= np.asarray(rows, index.dtype), jnp.int32(rows + 1), row)
 
-    differs = drops or not _takes_every_row(root, own, rows)
+    differs = drops or not _takes_every_row(root, column, rows)
     if differs and not ctx.differentiated and jnp.issubdtype(operand.dtype, jnp.inexact):
         ctx.gradient_differs()
     exact = differs and ctx.differentiated
     if not fills and not exact:
-        return operand, ctx.scope.lineage(("rows", root, own), rows, batch, nearest)
+        return operand, ctx.scope.lineage(("rows", root, column), rows, batch, nearest)
     if has_lineage(operand):
-        # What is looked up again is copied to the batch between, which is a small one.
+        # The operand is materialised at its own batch, which is smaller than the result's.
         operand = ctx.build(operand)
     if proven:
-        found = ctx.scope.lineage(("used", root, own), rows, batch, nearest)
+        fine = ctx.scope.lineage(("used", root, column), rows, batch, nearest)
     else:
-        plain = None if exact else ctx.scope.lineage(("rows", root, own), rows, batch, nearest)
-        found = ctx.scope.lineage(("outside", root, own), rows + 2, batch, outside, plain)
+        plain = None if exact else ctx.scope.lineage(("rows", root, column), rows, batch, nearest)
+        fine = ctx.scope.lineage(("outside", root, column), rows + 2, batch, outside, plain)
         operand = _with_rows_outside(eqn, operand, axis, fills, drops)
-    return (_without_unused(operand, found, axis) if exact else operand), found
+    return (_without_unused(operand, fine, axis) if exact else operand), fine
 
 
 def _with_rows_outside(eqn: Any, operand: Any, axis: int, fills: bool, drops: bool) -> Any:
-    """With the rows that indices below 0, and past the last row, take: appended to an axis."""
+    """The operand with two rows appended: for indices below 0, and for indices past the end."""
     base = base_of(operand)
     if fills:
         base = lax.concatenate([base, *[_fill_row(eqn, operand, axis)] * 2], axis)
@@ -206,21 +210,22 @@ def _with_rows_outside(eqn: Any, operand: Any, axis: int, fills: bool, drops: bo
 
 
 def _takes_every_row(root: Any, column: int, rows: int) -> bool:
-    """Whether an index is known and leaves no row out: then no row has a gradient of its own."""
+    """Whether an index is a constant that takes every row, so that no row is unused."""
     if isinstance(root, jax.core.Tracer):
         return False
     index = np.asarray(root)
     return len(np.unique(index if index.ndim == 1 else index[:, column])) == rows
 
 
-def _without_unused(operand: Any, of: Lineage, axis: int) -> Any:
-    """The operand with a used row in the place of every row that no index takes.
+def _without_unused(operand: Any, fine: Lineage, axis: int) -> Any:
+    """The operand with every row that no index takes replaced by a row that is taken.
 
-    The program never saw such a row. At the smaller batch it is computed with, and where that gives
-    infinity or NaN, as for a norm of padding, a gradient of 0 would make NaN of every weight's.
+    The original never computes with an unused row, but the rewritten program does, at the smaller
+    batch. If the result is infinity or NaN, as for a norm of padding, its gradient of 0 would turn
+    the gradient of every weight into NaN.
     """
-    used = jnp.zeros(of.users, jnp.bool_).at[of.index].set(True, mode="promise_in_bounds")
-    rows = jnp.where(used, jnp.arange(of.users, dtype=jnp.int32), of.index[0])
+    used = jnp.zeros(fine.users, jnp.bool_).at[fine.index].set(True, mode="promise_in_bounds")
+    rows = jnp.where(used, jnp.arange(fine.users, dtype=jnp.int32), fine.index[0])
     base = take_rows(base_of(operand), rows, axis)
     return base if is_plain(operand) else dataclasses.replace(operand, base=base)
 
@@ -230,7 +235,7 @@ def _largest(index: Any) -> int:
 
 
 def _fill_row(eqn: Any, operand: Any, axis: int) -> jax.Array:
-    """The row that a gather takes for an index out of bounds."""
+    """The row with which a gather fills an index out of bounds."""
     dtype, fill = operand.dtype, eqn.params["fill_value"]
     if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
         raise NotCovered(f"lookup that fills rows out of bounds, of {dtype}")
@@ -247,7 +252,7 @@ def _fill_row(eqn: Any, operand: Any, axis: int) -> jax.Array:
 
 
 def _gather_of_parts(ctx: Context, eqn: Any, operand: Concat, indices: Any) -> Any:
-    """Each part looked up by itself."""
+    """A lookup in a concatenation: each part is looked up by itself."""
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     along = operand.axis
     if along in numbers.collapsed_slice_dims or sizes[along] != operand.shape[along]:
@@ -263,34 +268,34 @@ def _gather_of_parts(ctx: Context, eqn: Any, operand: Concat, indices: Any) -> A
 
 
 def _column(ctx: Context, indices: Any, column: int) -> tuple[Any, int]:
-    """What a column of gather indices was made from, as far back as that is known.
+    """The value that a column of gather indices comes from, traced back through its equations.
 
     Returns:
-      An array or other value of one dimension; or one of two, of which the column counts.
+      A value of one dimension; or a value of two dimensions, and the column of it.
     """
     parts: Any = indices.parts if isinstance(indices, Concat) else None
-    made = ctx.producer(indices)
-    name = made[0].primitive.name if made is not None else ""
-    if made is not None and name == "concatenate":
-        parts = made[1]
+    produced = ctx.producer(indices)
+    name = produced[0].primitive.name if produced is not None else ""
+    if produced is not None and name == "concatenate":
+        parts = produced[1]
     if parts is not None:
         for part in parts:
             if column < part.shape[1]:
                 return _column(ctx, part, column)
             column -= part.shape[1]
-    if made is None or len(shape_of(indices)) != 2 or indices.shape[1] != 1:
+    if produced is None or len(shape_of(indices)) != 2 or indices.shape[1] != 1:
         return indices, column
-    first = made[1][0]
+    first = produced[1][0]
     if name in ("reshape", "broadcast_in_dim") and shape_of(first) == indices.shape[:1]:
-        return facts.chosen(ctx, first), 0
+        return facts.selected(ctx, first), 0
     return indices, column
 
 
 def _gather_by_lazy_indices(ctx: Context, eqn: Any, operand: Any, indices: Lazy) -> Any:
-    """A table looked up by indices that are looked up themselves: an embedding of a user's ids."""
+    """A lookup by indices that are looked up themselves, as in an embedding of a user's ids."""
     numbers = eqn.params["dimension_numbers"]
     if not is_plain(operand) or numbers.start_indices_batching_dims:
-        raise NotCovered("gather by lazy indices in what is lazy itself")
+        raise NotCovered("gather by lazy indices in a lazy value")
     if indices.axis == len(indices.shape) - 1:
         raise NotCovered("gather by an index vector that is looked up")
     indices = spread_axes(indices, range(len(indices.shape)))
@@ -302,7 +307,7 @@ def _gather_by_lazy_indices(ctx: Context, eqn: Any, operand: Any, indices: Lazy)
 
 
 def _gather_of_features(ctx: Context, eqn: Any, operand: Lazy, indices: Any) -> Any:
-    """Rows of another axis than the looked-up one, which the slices hold whole."""
+    """A gather along another axis than the looked-up axis, which every slice takes whole."""
     numbers, sizes = eqn.params["dimension_numbers"], list(eqn.params["slice_sizes"])
     axis = operand.axis
     if axis in numbers.operand_batching_dims or sizes[axis] != operand.shape[axis]:
@@ -310,8 +315,8 @@ def _gather_of_features(ctx: Context, eqn: Any, operand: Lazy, indices: Any) -> 
     operand = spread_axes(operand, range(len(operand.shape)))
     sizes[axis] = operand.base.shape[axis]
     base = ctx.bind(eqn, operand.base, ctx.build(indices), slice_sizes=tuple(sizes))
-    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    kept = [d for d in range(len(operand.shape)) if d not in gone]
+    removed = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    kept = [d for d in range(len(operand.shape)) if d not in removed]
     out_axis = numbers.offset_dims[kept.index(axis)]
     shape = eqn.outvars[0].aval.shape
     return at_user_batch(ctx, eqn, base, shape, operand.lineage, out_axis, operand.origins)
@@ -378,7 +383,7 @@ def _tile(ctx: Context, eqn: Any, operand: Any) -> Any:
         kept = (operand.lineage, operand.axis) if has_lineage(operand) else (None, -1)
         return lazy(base_of(operand), shape, kept[0], kept[1], origins_of(operand) | {found})
     if has_lineage(operand):
-        raise NotCovered("tile of what is looked up along another axis")
+        raise NotCovered("tile of a value that is looked up along another axis")
     rows = seen[axis]
     index = ctx.scope.lineage(
         ("tile", shape[axis]),

@@ -46,13 +46,11 @@ is shared.
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -72,70 +70,34 @@ from ikbo_jax.pallas.flash.attention_context import (
     Shared,
     WarpgroupContext,
 )
-from ikbo_jax.pallas.hopper import mosaic
+from ikbo_jax.pallas.hopper.launch import OperandTile, Roles, as_consumer, barrier, launch
 from ikbo_jax.problems import AttentionConfig
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, TILE_ROWS, WGMMA_M
 
-#: Registers per thread of a consumer and of the producer warpgroup: 2 x 240 + 24 <= 3 x 168.
-CONSUMER_REGISTERS = 240
-PRODUCER_REGISTERS = 24
 
-
-def _kernel(*refs: Any, tree: Any, shape: Shape, config: AttentionConfig, interpret: bool) -> None:
-    """Dispatches each warpgroup to its role."""
-    operands, outputs, scratch = jax.tree.unflatten(tree, refs)
-    views = functools.partial(mosaic.tile_views, interpret=interpret)
-    query, key, value, *rest = scratch
-    if not interpret:
-        rest += [None, None]
-    shared = Shared(views(query), views(key), views(value), *rest)
-    warpgroup = lax.axis_index("warpgroup")
-    worker = lax.axis_index("worker")
-    ctx = WarpgroupContext(shape, config, shared, operands, outputs, worker, warpgroup, interpret)
-
-    @pl.when(warpgroup == NUM_CONSUMERS)
-    def _producer() -> None:
-        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        mosaic.on_one_warp(functools.partial(attention_producer.produce, ctx), interpret=interpret)
-
-    @pl.when(warpgroup < NUM_CONSUMERS)
-    def _consumer() -> None:
-        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
-        consumer = mosaic.warpgroup_index("warpgroup", interpret=interpret)
-        attention_consumer.consume(ctx._replace(consumer=consumer))
-
-
-def scratch_types(
-    dtype: Any, shape: Shape, config: AttentionConfig, *, interpret: bool
-) -> tuple[Any, ...]:
-    """Shared memory and barriers, in the order in which `_kernel` takes them."""
-    tile = functools.partial(mosaic.operand_tile, dtype=dtype, interpret=interpret)
+def shared_types(dtype: Any, shape: Shape, config: AttentionConfig, *, interpret: bool) -> Shared:
+    """Types of shared memory and barriers."""
     blocks, slots = shape.column_blocks, config.q_slots
     block = (blocks, config.block_kv, BLOCK_K)
-
-    def barrier(arrivals: int, count: int) -> Any:
-        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
-
-    types = (
-        tile((slots, NUM_CONSUMERS, blocks, WGMMA_M, BLOCK_K)),
-        tile((config.k_stages, *block)),
-        tile((config.v_stages, *block)),
-        plgpu.SMEM((slots + 1, ITEM_WORDS), jnp.int32),
-        plgpu.SMEM((NUM_CONSUMERS, FLAG_WORDS), jnp.int32),
-        barrier(1, slots),
-        barrier(NUM_CONSUMERS * blocks, slots),
-        barrier(NUM_CONSUMERS, slots),
-        barrier(blocks, config.k_stages),
-        barrier(NUM_CONSUMERS, config.k_stages),
-        barrier(blocks, config.v_stages),
-        barrier(NUM_CONSUMERS, config.v_stages),
-        barrier(NUM_CONSUMERS, 2),  # an array, so that it can be indexed; only element 0 is used
-    )
-    if not interpret:
-        return types
     columns = max(config.block_kv, shape.head_dim)
-    rows = plgpu.SMEM((NUM_CONSUMERS, WGMMA_M, columns), dtype)
-    return (*types, rows, plgpu.SMEM((NUM_CONSUMERS, WGMMA_M), jnp.float32))
+    return Shared(
+        query=OperandTile((slots, NUM_CONSUMERS, blocks, WGMMA_M, BLOCK_K), dtype),
+        key=OperandTile((config.k_stages, *block), dtype),
+        value=OperandTile((config.v_stages, *block), dtype),
+        items=plgpu.SMEM((slots + 1, ITEM_WORDS), jnp.int32),
+        flags=plgpu.SMEM((NUM_CONSUMERS, FLAG_WORDS), jnp.int32),
+        item_ready=barrier(1, slots),
+        q_ready=barrier(NUM_CONSUMERS * blocks, slots),
+        q_free=barrier(NUM_CONSUMERS, slots),
+        k_ready=barrier(blocks, config.k_stages),
+        k_free=barrier(NUM_CONSUMERS, config.k_stages),
+        v_ready=barrier(blocks, config.v_stages),
+        v_free=barrier(NUM_CONSUMERS, config.v_stages),
+        # An array, so that it can be indexed; only element 0 is used.
+        flags_ready=barrier(NUM_CONSUMERS, 2),
+        staging=plgpu.SMEM((NUM_CONSUMERS, WGMMA_M, columns), dtype) if interpret else None,
+        row_value_staging=plgpu.SMEM((NUM_CONSUMERS, WGMMA_M), jnp.float32) if interpret else None,
+    )
 
 
 # Host side
@@ -307,24 +269,22 @@ def _launch(
     interpret: Any,
 ) -> tuple[jax.Array, ...]:
     """Launches the kernel; returns the arrays of `outputs` that are not None."""
-    is_interpreted = bool(interpret)
-    scratch = scratch_types(operands.query.dtype, shape, config, interpret=is_interpreted)
-    results: tuple[jax.Array, ...] = mosaic.kernel(
-        functools.partial(
-            _kernel,
-            tree=jax.tree.structure((operands, outputs, (0,) * len(scratch))),
-            shape=shape,
-            config=config,
-            interpret=is_interpreted,
+
+    def context(shared: Shared, operands: Operands, outputs: Outputs) -> WarpgroupContext:
+        return WarpgroupContext(
+            shape, config, shared, operands, outputs, None, None, bool(interpret)
+        )
+
+    return launch(
+        Roles(
+            context,
+            attention_producer.produce,
+            lambda ctx: attention_consumer.consume(as_consumer(ctx)),
         ),
-        out_type=tuple(jax.tree.leaves(outputs)),
-        scratch_types=scratch,
-        grid=(shape.workers,),
-        grid_names=("worker",),
-        num_threads=NUM_CONSUMERS + 1,
-        thread_name="warpgroup",
-        kernel_name=name,
-        compiler_params=mosaic.compiler_params(),
+        operands,
+        outputs,
+        shared_types(operands.query.dtype, shape, config, interpret=bool(interpret)),
+        name=name,
+        workers=shape.workers,
         interpret=interpret,
-    )(*jax.tree.leaves(operands))
-    return results
+    )

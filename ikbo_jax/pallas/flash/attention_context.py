@@ -95,9 +95,9 @@ class Shared(NamedTuple):
     """Shared memory and barriers; an operand has two views, (for WGMMA, for TMA): see
     `mosaic.tile_views`."""
 
-    query: tuple[Any, Any]  # [q_slots, 2, column blocks, 64, 64]
-    key: tuple[Any, Any]  # [k_stages, column blocks, block_kv, 64]
-    value: tuple[Any, Any]  # [v_stages, column blocks, block_kv, 64]
+    query: Any  # [q_slots, 2, column blocks, 64, 64]
+    key: Any  # [k_stages, column blocks, block_kv, 64]
+    value: Any  # [v_stages, column blocks, block_kv, 64]
     items: Any  # [q_slots + 1, ITEM_WORDS] int32; the last descriptor is the producer's `_save`
     flags: Any  # [2, FLAG_WORDS] int32
     item_ready: Any

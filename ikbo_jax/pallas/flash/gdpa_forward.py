@@ -40,13 +40,10 @@ follow Shah et al., "FlashAttention-3", 2024.  No code is shared.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.activations.weights import ActivationSpec
@@ -59,68 +56,31 @@ from ikbo_jax.pallas.flash.gdpa_context import (
     Shared,
     WarpgroupContext,
 )
-from ikbo_jax.pallas.hopper import mosaic
+from ikbo_jax.pallas.hopper.launch import OperandTile, Roles, as_consumer, barrier, launch
 from ikbo_jax.problems import GdpaConfig
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, WGMMA_M
 
-#: Registers per thread of a consumer and of the producer warpgroup: 2 x 240 + 24 <= 3 x 168.
-CONSUMER_REGISTERS = 240
-PRODUCER_REGISTERS = 24
 
-
-def _kernel(*refs: Any, tree: Any, shape: Shape, config: GdpaConfig, interpret: bool) -> None:
-    """Dispatches each warpgroup to its role."""
-    operands, out, scratch = jax.tree.unflatten(tree, refs)
-    views = functools.partial(mosaic.tile_views, interpret=interpret)
-    query, key, value, *rest = scratch
-    if not interpret:
-        rest.append(None)
-    shared = Shared(views(query), views(key), views(value), *rest)
-    warpgroup = lax.axis_index("warpgroup")
-    worker = lax.axis_index("worker")
-    ctx = WarpgroupContext(shape, config, shared, operands, out, worker, warpgroup, interpret)
-
-    @pl.when(warpgroup == NUM_CONSUMERS)
-    def _producer() -> None:
-        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        mosaic.on_one_warp(functools.partial(gdpa_producer.produce, ctx), interpret=interpret)
-
-    @pl.when(warpgroup < NUM_CONSUMERS)
-    def _consumer() -> None:
-        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
-        consumer = mosaic.warpgroup_index("warpgroup", interpret=interpret)
-        gdpa_consumer.consume(ctx._replace(consumer=consumer))
-
-
-def scratch_types(
-    dtype: Any, shape: Shape, config: GdpaConfig, *, interpret: bool
-) -> tuple[Any, ...]:
-    """Shared memory and barriers, in the order in which `_kernel` takes them."""
-    tile = functools.partial(mosaic.operand_tile, dtype=dtype, interpret=interpret)
+def shared_types(dtype: Any, shape: Shape, config: GdpaConfig, *, interpret: bool) -> Shared:
+    """Types of shared memory and barriers."""
     blocks, slots = shape.column_blocks, config.q_slots
     items = slots + EXTRA_ITEM_SLOTS
     block = (blocks, config.block_kv, BLOCK_K)
-
-    def barrier(arrivals: int, count: int) -> Any:
-        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
-
-    types = (
-        tile((slots, NUM_CONSUMERS, blocks, WGMMA_M, BLOCK_K)),
-        tile((config.k_stages, *block)),
-        tile((config.v_stages, *block)),
-        plgpu.SMEM((items, ITEM_WORDS), jnp.int32),
-        barrier(1, items),
-        barrier(NUM_CONSUMERS * blocks, slots),
-        barrier(NUM_CONSUMERS, slots),
-        barrier(blocks, config.k_stages),
-        barrier(NUM_CONSUMERS, config.k_stages),
-        barrier(blocks, config.v_stages),
-        barrier(NUM_CONSUMERS, config.v_stages),
-    )
-    if not interpret:
-        return types
     columns = max(config.block_kv, shape.head_dim)
-    return (*types, plgpu.SMEM((NUM_CONSUMERS, WGMMA_M, columns), dtype))
+    return Shared(
+        query=OperandTile((slots, NUM_CONSUMERS, blocks, WGMMA_M, BLOCK_K), dtype),
+        key=OperandTile((config.k_stages, *block), dtype),
+        value=OperandTile((config.v_stages, *block), dtype),
+        items=plgpu.SMEM((items, ITEM_WORDS), jnp.int32),
+        item_ready=barrier(1, items),
+        q_ready=barrier(NUM_CONSUMERS * blocks, slots),
+        q_free=barrier(NUM_CONSUMERS, slots),
+        k_ready=barrier(blocks, config.k_stages),
+        k_free=barrier(NUM_CONSUMERS, config.k_stages),
+        v_ready=barrier(blocks, config.v_stages),
+        v_free=barrier(NUM_CONSUMERS, config.v_stages),
+        staging=plgpu.SMEM((NUM_CONSUMERS, WGMMA_M, columns), dtype) if interpret else None,
+    )
 
 
 # Host side
@@ -169,23 +129,17 @@ def gdpa_forward(
     shape = Shape(q_rows, q_heads, key.shape[1], head_dim, activation, workers)
     operands = Operands(query, key, value, *tiles)
     out = jax.ShapeDtypeStruct((out_rows, q_heads, head_dim), query.dtype)
-    scratch = scratch_types(query.dtype, shape, config, interpret=is_interpreted)
-    result: jax.Array = mosaic.kernel(
-        functools.partial(
-            _kernel,
-            tree=jax.tree.structure((operands, 0, (0,) * len(scratch))),
-            shape=shape,
-            config=config,
-            interpret=is_interpreted,
-        ),
-        out_type=out,
-        scratch_types=scratch,
-        grid=(workers,),
-        grid_names=("worker",),
-        num_threads=NUM_CONSUMERS + 1,
-        thread_name="warpgroup",
-        kernel_name="ikbo_gdpa_forward",
-        compiler_params=mosaic.compiler_params(),
+
+    def context(shared: Shared, operands: Operands, out: Any) -> WarpgroupContext:
+        return WarpgroupContext(shape, config, shared, operands, out, None, None, is_interpreted)
+
+    (result,) = launch(
+        Roles(context, gdpa_producer.produce, lambda ctx: gdpa_consumer.consume(as_consumer(ctx))),
+        operands,
+        out,
+        shared_types(query.dtype, shape, config, interpret=is_interpreted),
+        name="ikbo_gdpa_forward",
+        workers=workers,
         interpret=interpret,
-    )(*jax.tree.leaves(operands))
+    )
     return result

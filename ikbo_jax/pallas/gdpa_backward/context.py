@@ -81,8 +81,8 @@ class Shared(NamedTuple):
     """Shared memory and barriers; an operand has two views, (for WGMMA, for TMA): see
     `mosaic.tile_views`."""
 
-    stationary: tuple[Any, Any]  # [SLOTS, 2 operands, 2 consumers, column blocks, 64, 64]
-    streamed: tuple[Any, Any]  # [stages, 2 operands, column blocks, block, 64]
+    stationary: Any  # [SLOTS, 2 operands, 2 consumers, column blocks, 64, 64]
+    streamed: Any  # [stages, 2 operands, column blocks, block, 64]
     items: Any  # [SLOTS, ITEM_WORDS] int32
     blocks: Any  # [stages, BLOCK_WORDS] int32
     stationary_ready: Any

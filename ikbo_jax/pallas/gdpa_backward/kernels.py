@@ -34,18 +34,15 @@ No code is shared.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.activations import slopes as gdpa_slopes
 from ikbo_jax.pallas.activations.weights import ActivationSpec
-from ikbo_jax.pallas.gdpa_backward import producer
+from ikbo_jax.pallas.gdpa_backward.consumer import consume
 from ikbo_jax.pallas.gdpa_backward.context import (
     BLOCK_WORDS,
     ITEM_WORDS,
@@ -54,68 +51,35 @@ from ikbo_jax.pallas.gdpa_backward.context import (
     Shared,
     WarpgroupContext,
 )
+from ikbo_jax.pallas.gdpa_backward.producer import produce
 from ikbo_jax.pallas.gdpa_backward.tiles import Work
-from ikbo_jax.pallas.hopper import mosaic
+from ikbo_jax.pallas.hopper.launch import OperandTile, Roles, as_consumer, barrier, launch
 from ikbo_jax.problems import GdpaBackwardConfig
 from ikbo_jax.problems.gdpa_backward import SLOTS
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, WGMMA_M
 
-#: Registers per thread of a consumer and of the producer warpgroup: 2 x 240 + 24 <= 3 x 168.
-CONSUMER_REGISTERS = 240
-PRODUCER_REGISTERS = 24
 
-
-def _kernel(
-    *refs: Any, tree: Any, shape: Shape, config: GdpaBackwardConfig, interpret: bool
-) -> None:
-    """Dispatches each warpgroup to its role."""
-    operands, results, scratch = jax.tree.unflatten(tree, refs)
-    views = functools.partial(mosaic.tile_views, interpret=interpret)
-    stationary, streamed, *rest = scratch
-    if not interpret:
-        rest += [None, None]
-    shared = Shared(views(stationary), views(streamed), *rest)
-    warpgroup = lax.axis_index("warpgroup")
-    worker = lax.axis_index("worker")
-    ctx = WarpgroupContext(shape, config, shared, operands, results, worker, warpgroup, interpret)
-
-    @pl.when(warpgroup == NUM_CONSUMERS)
-    def _producer() -> None:
-        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        produce = functools.partial(producer.produce, ctx)
-        mosaic.on_one_warp(produce, interpret=interpret)
-
-    @pl.when(warpgroup < NUM_CONSUMERS)
-    def _consumer() -> None:
-        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
-        consumer = mosaic.warpgroup_index("warpgroup", interpret=interpret)
-        consumer.consume(ctx._replace(consumer=consumer))
-
-
-def scratch_types(
+def shared_types(
     dtype: Any, shape: Shape, config: GdpaBackwardConfig, *, interpret: bool
-) -> tuple[Any, ...]:
-    """Shared memory and barriers, in the order in which `_kernel` takes them."""
-    tile = functools.partial(mosaic.operand_tile, dtype=dtype, interpret=interpret)
+) -> Shared:
+    """Types of shared memory and barriers."""
     columns = shape.column_blocks
-
-    def barrier(arrivals: int, count: int) -> Any:
-        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
-
-    types = (
-        tile((SLOTS, 2, NUM_CONSUMERS, columns, WGMMA_M, BLOCK_K)),
-        tile((config.stages, 2, columns, config.block, BLOCK_K)),
-        plgpu.SMEM((SLOTS, ITEM_WORDS), jnp.int32),
-        plgpu.SMEM((config.stages, BLOCK_WORDS), jnp.int32),
-        barrier(2 * NUM_CONSUMERS * columns + 1, SLOTS),
-        barrier(NUM_CONSUMERS, SLOTS),
-        barrier(2 * columns + 1, config.stages),
-        barrier(NUM_CONSUMERS, config.stages),
+    staging = f32_staging = None
+    if interpret:
+        staging = plgpu.SMEM((NUM_CONSUMERS, 2, WGMMA_M, config.block), dtype)
+        f32_staging = plgpu.SMEM((NUM_CONSUMERS, WGMMA_M, columns * BLOCK_K), jnp.float32)
+    return Shared(
+        stationary=OperandTile((SLOTS, 2, NUM_CONSUMERS, columns, WGMMA_M, BLOCK_K), dtype),
+        streamed=OperandTile((config.stages, 2, columns, config.block, BLOCK_K), dtype),
+        items=plgpu.SMEM((SLOTS, ITEM_WORDS), jnp.int32),
+        blocks=plgpu.SMEM((config.stages, BLOCK_WORDS), jnp.int32),
+        stationary_ready=barrier(2 * NUM_CONSUMERS * columns + 1, SLOTS),
+        stationary_free=barrier(NUM_CONSUMERS, SLOTS),
+        streamed_ready=barrier(2 * columns + 1, config.stages),
+        streamed_free=barrier(NUM_CONSUMERS, config.stages),
+        staging=staging,
+        f32_staging=f32_staging,
     )
-    if not interpret:
-        return types
-    rows = plgpu.SMEM((NUM_CONSUMERS, 2, WGMMA_M, config.block), dtype)
-    return (*types, rows, plgpu.SMEM((NUM_CONSUMERS, WGMMA_M, columns * BLOCK_K), jnp.float32))
 
 
 # Host side
@@ -231,23 +195,17 @@ def _launch(
     name: str,
     interpret: Any,
 ) -> tuple[jax.Array, ...]:
-    scratch = scratch_types(operands.stationary[0].dtype, shape, config, interpret=bool(interpret))
-    out: tuple[jax.Array, ...] = mosaic.kernel(
-        functools.partial(
-            _kernel,
-            tree=jax.tree.structure((operands, results, (0,) * len(scratch))),
-            shape=shape,
-            config=config,
-            interpret=bool(interpret),
-        ),
-        out_type=results,
-        scratch_types=scratch,
-        grid=(shape.workers,),
-        grid_names=("worker",),
-        num_threads=NUM_CONSUMERS + 1,
-        thread_name="warpgroup",
-        kernel_name=name,
-        compiler_params=mosaic.compiler_params(),
+    def context(shared: Shared, operands: Operands, results: Any) -> WarpgroupContext:
+        return WarpgroupContext(
+            shape, config, shared, operands, results, None, None, bool(interpret)
+        )
+
+    return launch(
+        Roles(context, produce, lambda ctx: consume(as_consumer(ctx))),
+        operands,
+        results,
+        shared_types(operands.stationary[0].dtype, shape, config, interpret=bool(interpret)),
+        name=name,
+        workers=shape.workers,
         interpret=interpret,
-    )(*jax.tree.leaves(operands))
-    return out
+    )

@@ -51,11 +51,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.hopper import fragment, mosaic, schedule
+from ikbo_jax.pallas.hopper.launch import Roles, launch
 from ikbo_jax.pallas.linear_compression.roles import consume, produce
 from ikbo_jax.pallas.linear_compression.tiles import (
     BLOCK_N,
@@ -64,14 +63,11 @@ from ikbo_jax.pallas.linear_compression.tiles import (
     Phase,
     Shared,
     WarpgroupContext,
-    scratch_types,
+    shared_types,
 )
 from ikbo_jax.problems import LinearCompressionConfig
 from ikbo_jax.problems.hopper import NUM_CONSUMERS
 
-#: Registers per thread of a consumer and of the producer warpgroup: 2 x 240 + 24 <= 3 x 168.
-CONSUMER_REGISTERS = 240
-PRODUCER_REGISTERS = 24
 #: Alignment of weight rows, bytes.  TMA needs 16; with 128, a row of an operand tile is one L2
 #: line, not parts of two: 0.328 instead of 0.359 ms for the candidate product of the default shape
 #: (H200).
@@ -85,40 +81,6 @@ class _Level(NamedTuple):
 
     phase: Phase
     operands: Operands
-
-
-def _kernel(
-    *refs: Any,
-    tree: Any,
-    phases: tuple[Phase | None, Phase | None],
-    tiles: schedule.TileSchedule,
-    config: LinearCompressionConfig,
-    interpret: bool,
-) -> None:
-    """Dispatches each warpgroup to its role."""
-    (user, cand), outputs, scratch = jax.tree.unflatten(tree, refs)
-    weight, embedding, staging, stage_ready, stage_free, *for_claims = scratch
-    views = functools.partial(mosaic.tile_views, interpret=interpret)
-    shared = Shared(views(weight), views(embedding), views(staging), stage_ready, stage_free)
-    claims = None
-    if for_claims:
-        cand = cand._replace(fragments_in=outputs[1])
-        counter, users_ready = (mosaic.device_counter(interpret=interpret) for _ in range(2))
-        tickets, tickets_ready, user_stage_free = for_claims
-        claims = Claims(counter, tickets, tickets_ready, user_stage_free, users_ready)
-    warpgroup = lax.axis_index("warpgroup")
-    ctx = WarpgroupContext(config, tiles, shared, lax.axis_index("worker"), warpgroup, interpret)
-
-    @pl.when(warpgroup == NUM_CONSUMERS)
-    def _producer() -> None:
-        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        body = functools.partial(produce, ctx, phases, (user, cand), claims)
-        mosaic.on_one_warp(body, interpret=interpret)
-
-    @pl.when(warpgroup < NUM_CONSUMERS)
-    def _consumer() -> None:
-        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
-        consume(ctx, phases, (user, cand), outputs, claims)
 
 
 def _launch(
@@ -142,7 +104,6 @@ def _launch(
         rows = (user_phase.batch, user_phase.n_tiles, NUM_CONSUMERS)
         columns = pl.cdiv(user_phase.m, config.block_m) * config.block_m
         fragments = fragment.types(columns, rows, interpret=is_interpreted)
-    scratch = scratch_types(dtype, config, with_claims=None not in phases, interpret=is_interpreted)
     tiles = schedule.make_schedule(
         # CTAs claim user tiles; the schedule only needs how many of them a worker will compute.
         pl.cdiv(user_phase.tiles * user_phase.cluster, config.cluster) if user_phase else 0,
@@ -150,29 +111,41 @@ def _launch(
         user_phase.cost / cand_phase.cost if user_phase and cand_phase else 1.0,
         num_sms // config.cluster,
     )
-    cluster: dict[str, Any] = {}
-    if config.cluster > 1:
-        cluster = {"cluster": (config.cluster,), "cluster_names": ("cluster",)}
-    outputs = mosaic.kernel(
-        functools.partial(
-            _kernel,
-            tree=jax.tree.structure((operands, (output, fragments), (0,) * len(scratch))),
-            phases=phases,
-            tiles=tiles,
-            config=config,
-            interpret=is_interpreted,
+    with_claims = None not in phases
+
+    def context(shared: Shared, operands: Any, outputs: Any) -> WarpgroupContext:
+        user, cand = operands
+        claims = None
+        if with_claims:
+            cand = cand._replace(fragments_in=outputs[1])
+            counter, users_ready = (
+                mosaic.device_counter(interpret=is_interpreted) for _ in range(2)
+            )
+            claims = Claims(
+                counter,
+                shared.tickets,
+                shared.tickets_ready,
+                shared.user_stage_free,
+                users_ready,
+            )
+        return WarpgroupContext(
+            config, tiles, shared, (user, cand), outputs, claims, is_interpreted
+        )
+
+    outputs = launch(
+        Roles(
+            context,
+            lambda ctx: produce(ctx, phases, ctx.operands, ctx.claims),
+            lambda ctx: consume(ctx, phases, ctx.operands, ctx.outputs, ctx.claims),
         ),
-        out_type=tuple(jax.tree.leaves((output, fragments))),
-        scratch_types=scratch,
-        grid=(tiles.num_workers,),
-        grid_names=("worker",),
-        **cluster,
-        num_threads=NUM_CONSUMERS + 1,
-        thread_name="warpgroup",
-        kernel_name="ikbo_linear_compression",
-        compiler_params=mosaic.compiler_params(),
+        operands,
+        (output, fragments),
+        shared_types(dtype, config, with_claims=with_claims),
+        name="ikbo_linear_compression",
+        workers=tiles.num_workers,
+        cluster=config.cluster,
         interpret=interpret,
-    )(*jax.tree.leaves(operands))
+    )
     return outputs[0] if cand_phase is not None else fragment.Fragment(*outputs)
 
 
@@ -214,7 +187,7 @@ def linear_compression_kernel(
     Returns:
       [B_last, M, N] in the inputs' dtype; accumulated in f32 over all levels, rounded once.
     """
-    launch = functools.partial(_launch, config=config, num_sms=num_sms, interpret=interpret)
+    launch_levels = functools.partial(_launch, config=config, num_sms=num_sms, interpret=interpret)
     last = len(weights) - 1
     is_shared = config.single_launch and last > 0
     aligned = _aligned(weights)
@@ -241,7 +214,7 @@ def linear_compression_kernel(
 
     fragments = None
     for i in range(last - 1 if is_shared else last):
-        fragments = launch(level(i, fragments), None)
+        fragments = launch_levels(level(i, fragments), None)
     if is_shared:
-        return launch(level(last - 1, fragments), level(last, None))
-    return launch(None, level(last, fragments))
+        return launch_levels(level(last - 1, fragments), level(last, None))
+    return launch_levels(None, level(last, fragments))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -11,7 +10,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ikbo_jax.pallas.hopper import mosaic, schedule
+from ikbo_jax.pallas.hopper import schedule
+from ikbo_jax.pallas.hopper.launch import OperandTile, barrier
 from ikbo_jax.problems import LinearCompressionConfig
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, WGMMA_M
 from ikbo_jax.problems.linear_compression import STAGING_SLOTS
@@ -82,11 +82,14 @@ class Shared(NamedTuple):
     """Shared memory and barriers; an operand has two views, (for WGMMA, for TMA): see
     `mosaic.tile_views`."""
 
-    weight: tuple[Any, Any]  # [stages, block_m, 64]
-    embedding: tuple[Any, Any]  # [stages, 2, 64, 64]
-    staging: tuple[Any, Any]  # [2, STAGING_SLOTS, epilogue_rows, 64]
+    weight: Any  # [stages, block_m, 64]
+    embedding: Any  # [stages, 2, 64, 64]
+    staging: Any  # [2, STAGING_SLOTS, epilogue_rows, 64]
     stage_ready: Any
     stage_free: Any
+    tickets: Any = None  # the fields of `Claims`, if CTAs claim tiles
+    tickets_ready: Any = None
+    user_stage_free: Any = None
 
 
 class Claims(NamedTuple):
@@ -109,9 +112,12 @@ class WarpgroupContext(NamedTuple):
     config: LinearCompressionConfig
     tiles: schedule.TileSchedule
     shared: Shared
-    worker: Any  # CTA or cluster, as counted by `tiles`
-    consumer: Any
+    operands: tuple[Operands, Operands]  # of the user level and of the candidate level
+    outputs: tuple[Any, Any]  # the result, and the users' fragments
+    claims: Claims | None
     interpret: bool
+    worker: Any = None  # CTA or cluster, as counted by `tiles`
+    consumer: Any = None
 
     def stage(self, step: Any) -> Any:
         return lax.rem(step, self.config.num_stages)
@@ -133,28 +139,28 @@ def locate(phase: Phase, tile: Any) -> Tile:
     return Tile(row, n_tile, m_tile)
 
 
-def scratch_types(
-    dtype: Any, config: LinearCompressionConfig, *, with_claims: bool, interpret: bool
-) -> tuple[Any, ...]:
-    """Shared memory and barriers, in the order in which `_kernel` takes them."""
+def shared_types(dtype: Any, config: LinearCompressionConfig, *, with_claims: bool) -> Shared:
+    """Types of shared memory and barriers."""
     stages = config.num_stages
-    tile = functools.partial(mosaic.operand_tile, dtype=dtype, interpret=interpret)
-    free_in_cta = plgpu.Barrier(num_arrivals=NUM_CONSUMERS, num_barriers=stages)
+    free_in_cta = barrier(NUM_CONSUMERS, stages)
     free: Any = free_in_cta
     if config.cluster > 1:
         free = plgpu.ClusterBarrier(
             collective_axes=("cluster",), num_arrivals=NUM_CONSUMERS, num_barriers=stages
         )
-    types = (
-        tile((stages, config.block_m, BLOCK_K)),
-        tile((stages, NUM_CONSUMERS, BLOCK_K, WGMMA_M)),
-        tile((NUM_CONSUMERS, STAGING_SLOTS, config.epilogue_rows, WGMMA_M)),
-        plgpu.Barrier(num_arrivals=1 + NUM_CONSUMERS, num_barriers=stages),
-        free,
+    shared = Shared(
+        weight=OperandTile((stages, config.block_m, BLOCK_K), dtype),
+        embedding=OperandTile((stages, NUM_CONSUMERS, BLOCK_K, WGMMA_M), dtype),
+        staging=OperandTile((NUM_CONSUMERS, STAGING_SLOTS, config.epilogue_rows, WGMMA_M), dtype),
+        stage_ready=barrier(1 + NUM_CONSUMERS, stages),
+        stage_free=free,
     )
     if not with_claims:
-        return types
+        return shared
     # The producer is at most `stages` tiles ahead, since each tile uses at least one stage.
     slots = stages + 2
-    tickets = (plgpu.SMEM((slots,), jnp.int32), plgpu.Barrier(num_barriers=slots))
-    return (*types, *tickets, free_in_cta)
+    return shared._replace(
+        tickets=plgpu.SMEM((slots,), jnp.int32),
+        tickets_ready=barrier(1, slots),
+        user_stage_free=free_in_cta,
+    )

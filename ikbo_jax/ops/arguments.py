@@ -1,0 +1,99 @@
+"""Checks of arguments that the ops share; an error quotes both conflicting values."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from ikbo_jax.ops import dispatch
+
+#: Dtypes that the ops accept; the kernels accept fewer.
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def request(
+    op: str, implementation: str | None, config: Any, config_type: type
+) -> dispatch.Request:
+    """The caller's choice of an implementation; raises ValueError if it is contradictory.
+
+    Args:
+      op: the op's name.
+      implementation: None, or one of `dispatch.IMPLEMENTATIONS`.
+      config: None, or a configuration of the kernel.
+      config_type: class of the kernel's configurations.
+    """
+    if implementation is not None and implementation not in dispatch.IMPLEMENTATIONS:
+        known = ", ".join(["None", *map(repr, dispatch.IMPLEMENTATIONS)])
+        raise ValueError(f"unknown implementation {implementation!r}; known: {known}")
+    if config is not None and not isinstance(config, config_type):
+        article = "an" if config_type.__name__[0] in "AEIOU" else "a"
+        raise ValueError(f"config must be {article} {config_type.__name__}, but is {config!r}")
+    if config is not None and implementation == "xla":
+        raise ValueError(f"implementation='xla' takes no config, but config is {config}")
+    return dispatch.Request(op, implementation, config)
+
+
+def check_array(name: str, array: object, axes: str) -> None:
+    """Raises ValueError unless `array` has the rank of `axes`, e.g. "[M, K]", and a known dtype."""
+    shape, dtype = getattr(array, "shape", None), getattr(array, "dtype", None)
+    if shape is None or dtype is None:
+        raise ValueError(f"{name} must be an array of shape {axes}, but is {describe(array)}")
+    if len(shape) != axes.count(",") + 1:
+        raise ValueError(f"{name} must have shape {axes}, but has shape {shape}")
+    if str(dtype) not in DTYPES:
+        raise ValueError(f"{name} must be {', '.join(DTYPES[:-1])} or {DTYPES[-1]}, but is {dtype}")
+
+
+def check_index(name: str, array: object, rows_name: str, axis: str, rows: int) -> None:
+    """Raises ValueError unless `array` is [rows] int32; `rows` is `axis` of array `rows_name`."""
+    shape, dtype = getattr(array, "shape", None), getattr(array, "dtype", None)
+    if dtype != "int32":
+        raise ValueError(f"{name} must be an int32 array, but is {describe(array)}")
+    if shape != (rows,):
+        raise ValueError(f"{name} has shape {shape} but {rows_name} has {axis}={rows}")
+
+
+def describe(value: object) -> str:
+    """Text for an error message: dtype and shape of an array, the type of any other value."""
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{value.dtype}{list(value.shape)}"
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def finite_number(name: str, value: Any) -> float:
+    """Returns `value` as a float; it must be a number that is finite in float32.
+
+    Raises ValueError, quoting the value, for a bool, text, an array of rank above 0, a traced
+    value, NaN, an infinity, and a number beyond float32's range.
+    """
+    dtype, shape = getattr(value, "dtype", None), getattr(value, "shape", ())
+    is_number = hasattr(value, "__float__") and shape == () and str(dtype) != "bool"
+    try:
+        if isinstance(value, bool) or not is_number:
+            raise TypeError(f"{type(value).__name__} is not a number")
+        number = float(value)
+    except OverflowError:
+        number = -math.inf if value < 0 else math.inf
+    except (TypeError, ValueError) as error:
+        # `float` of a traced value raises one of these as well.
+        is_plain = isinstance(value, (bool, str, bytes, np.bool_))
+        what = f"{describe(value)}, {value!r:.80}" if is_plain else describe(value)
+        raise ValueError(f"{name} must be a number known while tracing, but is {what}") from error
+    with np.errstate(over="ignore"):
+        is_finite = bool(np.isfinite(np.float32(number)))
+    if not is_finite:
+        beyond = ", beyond float32" if math.isfinite(number) else ""
+        raise ValueError(f"{name} must be a finite number, but is {number}{beyond}")
+    return number
+
+
+def check_concrete(op: str, sizes: dict[str, Any]) -> None:
+    """Raises NotImplementedError if one of `sizes`, keyed by axis, is a symbolic dimension."""
+    for axis, size in sizes.items():
+        if dispatch.is_symbolic(size):
+            raise NotImplementedError(
+                f"{op}: {axis} is symbolic ({str(size)!r}), but every implementation needs it "
+                f"concrete; export with a concrete {axis}"
+            )

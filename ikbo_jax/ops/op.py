@@ -1,0 +1,209 @@
+"""The spine of every op: plan, run, vmap rule, gradient.
+
+A public function checks its arguments, asks `Op.plan`, and calls its jitted function, which calls
+`Op.differentiable`. The parts that differ between ops are methods of a subclass.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ikbo_jax.ops import dispatch
+from ikbo_jax.problems import Problem
+
+
+class Folded(NamedTuple):
+    """Several problems as one.
+
+    Attributes:
+      call: the arguments that are not arrays.
+      arrays: the arrays of the one problem.
+      unfold: takes its results; returns the problems' results, stacked along a leading axis.
+    """
+
+    call: Any
+    arrays: Any
+    unfold: Callable[[Any], Any]
+
+
+class Op(abc.ABC):
+    """An op. `call` holds the arguments that are not arrays, hashable, with a `request`.
+
+    Attributes:
+      xla_batches_products: whether XLA runs problems that cannot be folded at once; if false, it
+        runs them one after another, which needs the memory of one problem.
+    """
+
+    xla_batches_products = True
+
+    def __init__(self) -> None:
+        # custom_vjp wraps custom_vmap because custom_vmap has no reverse mode.
+        self.differentiable = jax.custom_vjp(self._vmappable, nondiff_argnums=(0, 1))
+        self.differentiable.defvjp(self._forward, self._backward)
+
+    @abc.abstractmethod
+    def problem(self, call: Any, arrays: Any) -> Problem:
+        """The problem that a call poses."""
+
+    @abc.abstractmethod
+    def run(self, call: Any, plan: dispatch.Plan, arrays: Any) -> Any:
+        """Runs one problem as planned; returns a tree of arrays, the first of which is recorded."""
+
+    @abc.abstractmethod
+    def fold(self, call: Any, size: int, batched: Any, arrays: Any) -> Folded | None:
+        """Folds problems into one; None if that would copy what the problems share.
+
+        Args:
+          call: the arguments that are not arrays.
+          size: the number of problems, at least 1.
+          batched: a tree like `arrays` of bools: which arrays have a leading axis of problems.
+          arrays: the problems.
+        """
+
+    @abc.abstractmethod
+    def vjp(self, call: Any, plan: dispatch.Plan, residuals: Any, cotangents: Any) -> Any:
+        """Gradients of `arrays`, as a tree like it; None for integer arrays."""
+
+    def plan(self, call: Any, arrays: Any) -> dispatch.Plan:
+        """Decides how a call runs; raises NotImplementedError if it cannot run as requested."""
+        return dispatch.choose(call.request, self.problem(call, arrays))
+
+    def for_gradient(self, call: Any) -> Any:
+        """The call whose results the gradient needs."""
+        return call
+
+    def visible(self, call: Any, results: Any) -> Any:
+        """The results of `call`, from the results of `for_gradient(call)`."""
+        del call
+        return results
+
+    def residuals(self, arrays: Any, results: Any) -> Any:
+        """What the gradient needs of the forward pass."""
+        return arrays, results
+
+    def _vmappable(self, call: Any, plan: dispatch.Plan, arrays: Any) -> Any:
+        """`run` with a vmap rule: the default rule would add a grid axis to the kernel."""
+
+        def run(arrays: Any) -> Any:
+            return self.run(call, plan, arrays)
+
+        def run_batched(size: int, batched: Any, arrays: Any) -> Any:
+            return self._run_batched(call, plan, size, batched, arrays)
+
+        return vmappable(run, run_batched)(arrays)
+
+    def _run_batched(
+        self, call: Any, plan: dispatch.Plan, size: int, batched: Any, arrays: Any
+    ) -> Any:
+        if size == 0:
+            xla_plan = dataclasses.replace(plan, implementation="xla", config=None)
+            one = jax.tree.map(
+                lambda x, is_batched: jax.ShapeDtypeStruct(x.shape[is_batched:], x.dtype),
+                arrays,
+                batched,
+            )
+            results = jax.eval_shape(lambda arrays: self.run(call, xla_plan, arrays), one)
+            return jax.tree.map(lambda x: jnp.zeros((0, *x.shape), x.dtype), results)
+        if (folded := self.fold(call, size, batched, arrays)) is not None:
+            folded_plan = self.plan(folded.call, folded.arrays)
+            return folded.unfold(self._vmappable(folded.call, folded_plan, folded.arrays))
+        if plan.implementation == "xla" and self.xla_batches_products:
+            reason = f"{plan.reason}; vmap runs {size} problems at once"
+            noted = dataclasses.replace(plan, reason=reason)
+            axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, batched)
+            return jax.vmap(lambda arrays: self.run(call, noted, arrays), (axes,))(arrays)
+        reason = f"{plan.reason}; vmap runs {size} problems one after another"
+        noted = dataclasses.replace(plan, reason=reason)
+        return map_sequentially(
+            lambda arrays: self._vmappable(call, noted, arrays), batched, arrays
+        )
+
+    def _forward(self, call: Any, plan: dispatch.Plan, arrays: Any) -> tuple[Any, Any]:
+        # Calls `differentiable` and not `_vmappable`, so that a second derivative finds this rule
+        # and not the kernel.
+        results = self.differentiable(self.for_gradient(call), plan, arrays)
+        return self.visible(call, results), self.residuals(arrays, results)
+
+    def _backward(
+        self, call: Any, plan: dispatch.Plan, residuals: Any, cotangents: Any
+    ) -> tuple[Any]:
+        return (self.vjp(call, plan, residuals, cotangents),)
+
+
+def vmappable(
+    run: Callable[[Any], Any], run_batched: Callable[[int, Any, Any], Any]
+) -> Callable[[Any], Any]:
+    """A function of a tree of arrays with its own vmap rule.
+
+    Args:
+      run: the function.
+      run_batched: called as `run_batched(size, batched, arrays)`, see `Op.fold`; returns results
+        that all have a leading axis of `size`.
+    """
+    function = jax.custom_batching.custom_vmap(run)
+
+    @function.def_vmap
+    def rule(size: int, batched: list[Any], arrays: Any) -> tuple[Any, Any]:
+        results = run_batched(size, batched[0], arrays)
+        return results, jax.tree.map(lambda _: True, results)
+
+    return function
+
+
+def stack(size: int, array: jax.Array, is_batched: bool) -> jax.Array:
+    """`array` with a leading axis of `size`; broadcasts it unless it is batched."""
+    return array if is_batched else jnp.broadcast_to(array, (size, *array.shape))
+
+
+def unstack(size: int, results: Any) -> Any:
+    """Splits results of a folded problem along a new leading axis of `size` problems."""
+    return jax.tree.map(lambda x: x.reshape(size, x.shape[0] // size, *x.shape[1:]), results)
+
+
+def map_sequentially(fn: Callable[..., Any], batched: Any, arguments: Any) -> Any:
+    """vmap as a loop, which needs the memory of one problem.
+
+    Args:
+      fn: takes a tree like `arguments` without batch axes.
+      batched: a tree of bools with the structure of `arguments`: which arrays have a leading batch
+        axis.
+      arguments: a tree of arrays.
+
+    Returns:
+      The results of `fn`, stacked along a leading axis.
+    """
+    leaves, treedef = jax.tree.flatten(arguments)
+    flags = jax.tree.leaves(batched)
+
+    def call_slice(slices: list[jax.Array]) -> Any:
+        rest = iter(slices)
+        pairs = zip(leaves, flags, strict=True)
+        return fn(jax.tree.unflatten(treedef, [next(rest) if b else x for x, b in pairs]))
+
+    return jax.lax.map(call_slice, [x for x, b in zip(leaves, flags, strict=True) if b])
+
+
+def vary_over_same_axes(arrays: Any) -> Any:
+    """Inside `shard_map`, marks every array as varying over all mesh axes that one varies over.
+
+    `shard_map` requires a gradient to vary over the same axes as its input, but the gradient of a
+    replicated array differs between shards. The transpose of this cast sums it over the shards.
+    """
+
+    def varying(x: jax.Array) -> frozenset[str]:
+        axes: frozenset[str] = jax.typeof(x).manual_axis_type.varying
+        return axes
+
+    all_axes = frozenset().union(*map(varying, jax.tree.leaves(arrays)))
+
+    def cast(x: jax.Array) -> jax.Array:
+        missing = tuple(sorted(all_axes - varying(x)))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(cast, arrays)
