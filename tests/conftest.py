@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import hypothesis
 import jax
@@ -17,6 +18,9 @@ from time_limit import pytest_addoption, pytest_configure  # noqa: F401  hooks o
 
 from ikbo_jax.ops import dispatch
 from ikbo_jax.rewrite import interpret, program
+
+if TYPE_CHECKING:
+    import offline
 
 # The tests compile thousands of small programs to run each once.  LLVM's optimisation of them would
 # be 40 % of the suite.  The emitters that lower every fusion through MLIR, and the division of a
@@ -88,6 +92,19 @@ def on_cpu() -> Iterator[None]:
     """The CPU is the default device, also on a machine with a GPU."""
     with jax.default_device(jax.devices("cpu")[0]):
         yield
+
+
+@pytest.fixture(scope="session")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[offline.Compiler]:
+    """Compiles kernels for sm_90a; one process loads the plugin for all tests."""
+    import offline
+
+    try:
+        found = offline.Compiler(tmp_path_factory.mktemp("offline"))
+    except offline.OfflineUnavailableError as error:
+        pytest.fail(str(error), pytrace=False)
+    with contextlib.closing(found):
+        yield found
 
 
 class FakeHopper(NamedTuple):

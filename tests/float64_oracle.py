@@ -249,7 +249,7 @@ def _magnitude(eqn: Any, operands: list[Pair], result: Array) -> Array:
         return _PRIMITIVES[name](eqn, operands[0][0], *magnitudes[1:])
     if name == "clamp":
         return np.abs(result)
-    if name in ("gather", "scatter", "scatter-add", "dynamic_slice"):
+    if name in ("gather", "scatter", "scatter-add", "dynamic_slice", "dynamic_update_slice"):
         whole = [
             x if is_floating(x.dtype) else y for (y, _), x in zip(operands, magnitudes, strict=True)
         ]
@@ -380,6 +380,13 @@ def _dynamic_slice(eqn: Any, x: Array, *starts: Any) -> Array:
     return x[tuple(slice(s, s + k) for s, k in zip(starts, sizes, strict=True))]
 
 
+def _dynamic_update_slice(_: Any, x: Array, update: Array, *starts: Any) -> Array:
+    sizes, out = update.shape, np.array(x)
+    starts = [int(np.clip(s, 0, n - k)) for s, n, k in zip(starts, x.shape, sizes, strict=True)]
+    out[tuple(slice(s, s + k) for s, k in zip(starts, sizes, strict=True))] = update
+    return out
+
+
 def _iota(eqn: Any) -> Array:
     shape, d = eqn.params["shape"], eqn.params["dimension"]
     inner = [n if a == d else 1 for a, n in enumerate(shape)]
@@ -447,6 +454,8 @@ _PRIMITIVES: dict[str, Callable[..., Any]] = {
     "div": lambda eqn, x, y: x / y if x.dtype == np.float64 else (x / y).astype(int),
     "dot_general": _dot,
     "dynamic_slice": _dynamic_slice,
+    "dynamic_update_slice": _dynamic_update_slice,
+    "empty2": lambda _: np.zeros(()),
     "erf": lambda _, x: 1 - _erfc(x),
     "erfc": lambda _, x: _erfc(x),
     "exp2": _plain(np.exp2),
@@ -536,6 +545,8 @@ _EXACT = frozenset(
         "sign",
         "split",
         "dynamic_slice",
+        "dynamic_update_slice",
+        "empty2",
         "iota",
         "floor",
         "round",

@@ -103,6 +103,7 @@ def test_a_missing_folder_is_made_and_said(tmp_path, capsys):
 # The plots, as text.
 
 
+@pytest.mark.slow
 def test_plots_use_words(tmp_path):
     pytest.importorskip("matplotlib")
     results = report.ROOT / "benchmarks/results"

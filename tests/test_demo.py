@@ -185,6 +185,7 @@ def test_an_interrupted_demo_says_so(module, monkeypatch, capsys):
     assert capsys.readouterr().err.startswith("ikbo-jax demo: interrupted")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="signals are POSIX'")
 def test_ctrl_c_ends_with_a_sentence():
     command = [sys.executable, "-m", "ikbo_jax", *TINY]

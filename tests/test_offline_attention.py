@@ -88,14 +88,6 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="session")
-def compiler(tmp_path_factory: pytest.TempPathFactory) -> offline.Compiler:
-    try:
-        return offline.Compiler(tmp_path_factory.mktemp("offline_attention"))
-    except offline.OfflineUnavailableError as error:
-        pytest.fail(str(error), pytrace=False)
-
-
 def assert_fit(case: Case, compiler: offline.Compiler) -> None:
     assert case.chosen.illegal_reason(case.problem) is None
     (compiled,) = compiler.compile(*case.launch())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.resources
 import json
 import pathlib
+import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -75,14 +77,6 @@ def table_cases() -> dict[str, Case]:
 CASES = named_cases() | table_cases()
 
 
-@pytest.fixture(scope="session")
-def compiler(tmp_path_factory: pytest.TempPathFactory) -> offline.Compiler:
-    try:
-        return offline.Compiler(tmp_path_factory.mktemp("offline"))
-    except offline.OfflineUnavailableError as error:
-        pytest.fail(str(error), pytrace=False)
-
-
 def launch(problem: LinearCompressionProblem, config: LinearCompressionConfig) -> tuple:
     """The kernel's host function, and the shapes it takes for `problem`."""
     dtype = jnp.dtype(problem.dtype)
@@ -144,15 +138,29 @@ def test_offline_spills_and_serialised_wgmmas_are_found(
     assert any("C75" in fault for fault in compiled.faults)
 
 
+@pytest.mark.parametrize(
+    ("plugin", "fault"),
+    [
+        ("int nothing;", r"exit status 1\).*MosaicGpuCompile"),
+        ("void abort(void); void MosaicGpuCompile(void) { abort(); }", r"exit status -6\)"),
+    ],
+)
 def test_offline_failing_compiler_is_an_error(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+    plugin: str, fault: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(offline, "find_plugin", lambda: tmp_path / "libcuda.so.1")
+    """Without the function it cannot start; where a kernel crashes it, the next one is compiled."""
+    source, library = tmp_path / "plugin.c", tmp_path / "plugin.so"
+    source.write_text(plugin)
+    subprocess.run(
+        [offline.find_c_compiler(), "-shared", "-fPIC", "-o", library, source], check=True
+    )
+    monkeypatch.setattr(offline, "find_plugin", lambda: library)
     module, *_ = offline.mosaic_modules(*launch(*CASES["narrowest_block_m1"]))
-    with pytest.raises(
-        ValueError, match=r"(?s)did not compile \(exit status 1\).*MosaicGpuCompile"
-    ):
-        offline.Compiler(tmp_path).compile_module(module)
+    name, _ = offline.describe_module(module)
+    with contextlib.closing(offline.Compiler(tmp_path)) as compiler:
+        for _ in range(2):
+            with pytest.raises(ValueError, match=rf"(?s)^{name} did not compile \({fault}"):
+                compiler.compile_module(module)
 
 
 GOOD_LOG = """\

@@ -111,14 +111,6 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="session")
-def compiler(tmp_path_factory: pytest.TempPathFactory) -> offline.Compiler:
-    try:
-        return offline.Compiler(tmp_path_factory.mktemp("offline_gdpa"))
-    except offline.OfflineUnavailableError as error:
-        pytest.fail(str(error), pytrace=False)
-
-
 def assert_fit(case: Case, compiler: offline.Compiler) -> None:
     config = case.config or next(case.problem.candidate_configs())
     assert config.illegal_reason(case.problem) is None

@@ -80,14 +80,6 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="session")
-def compiler(tmp_path_factory: pytest.TempPathFactory) -> offline.Compiler:
-    try:
-        return offline.Compiler(tmp_path_factory.mktemp("offline_gdpa_backward"))
-    except offline.OfflineUnavailableError as error:
-        pytest.fail(str(error), pytrace=False)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_offline_gdpa_backward_kernel_is_fit(name: str, compiler: offline.Compiler) -> None:
     case = CASES[name]

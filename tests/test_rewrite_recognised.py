@@ -18,6 +18,7 @@ from rounding_rule import Case, assert_same
 import ikbo_jax as ikbo
 
 DTYPES = ("float32", "bfloat16", "float16")
+EACH_DTYPE = ("float32", *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in DTYPES[1:]))
 #: Of gdpa's activations, in the programs that people write.
 ACTIVATIONS = {
     "mix(nn.silu(L(q)))": "silu",
@@ -70,7 +71,7 @@ def assert_is_attention(case: Case) -> None:
     assert any(text.startswith("attention") for text in became), f"{case.name}\n{report}"
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", EACH_DTYPE)
 def test_activations_are_recognised_each_as_itself(dtype: str) -> None:
     cases = [attention(text, dtype) for text in ACTIVATIONS]
     for case, name in zip(cases, ACTIVATIONS.values(), strict=True):
@@ -95,7 +96,7 @@ def test_scales_of_an_activation_are_kept() -> None:
     assert_same([attention(text, dtype) for text in texts for dtype in DTYPES[:2]])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", EACH_DTYPE)
 def test_masked_softmax_is_recognised(dtype: str) -> None:
     # -1e9 and -1e30 are infinite in float16, where a user without keys has NaN.
     cases = [attention(text, dtype, heads=n % 2 == 0) for n, text in enumerate(SOFTMAXES)]
@@ -106,7 +107,7 @@ def test_masked_softmax_is_recognised(dtype: str) -> None:
     assert_same(cases)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", EACH_DTYPE)
 def test_attention_of_jax_with_mask_and_with_lengths(dtype: str) -> None:
     def masked(q, k, v, i, kept):
         mask = kept[i][:, None, None, :]
@@ -134,7 +135,7 @@ def test_attention_of_jax_with_mask_and_with_lengths(dtype: str) -> None:
     assert_same(cases)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", EACH_DTYPE)
 def test_modules_of_flax_with_masks(dtype: str) -> None:
     features = N * H
     layer = nnx.MultiHeadAttention(

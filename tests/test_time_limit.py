@@ -10,6 +10,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 HERE = pathlib.Path(__file__).parent
 CONFIG = HERE.parent / "pyproject.toml"
 

@@ -100,6 +100,7 @@ sys.exit(cli.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_tuning_with_what_was_measured_written(tmp_path):
     command = [sys.executable, "-u", "-c", INTERRUPTED, *TUNE, "--limit", "3"]
     env = os.environ | {"IKBO_JAX_CACHE_DIR": str(tmp_path)}

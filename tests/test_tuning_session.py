@@ -142,6 +142,7 @@ def test_lowering_processes_see_no_device(monkeypatch):
     assert os.environ["JAX_PLATFORMS"] == "cuda"
 
 
+@pytest.mark.slow
 def test_session_measures_on_this_machine():
     lines: list[tuple[int, int, str]] = []
     with session.Session(
@@ -280,6 +281,7 @@ def test_worker_that_cannot_start_is_a_failure_of_the_task(monkeypatch):
         assert run(Task(DEFAULT, (None,))) == {"failure": "worker ended with status 1: no"}
 
 
+@pytest.mark.slow
 def test_interruption_ends_the_worker_and_keeps_what_was_measured(starts):
     lines: list[str] = []
     calls = iter(range(100))
@@ -308,6 +310,7 @@ def test_interruption_ends_the_worker_and_keeps_what_was_measured(starts):
     assert sum(line.startswith("compiled") for line in lines) == 4
 
 
+@pytest.mark.slow
 def test_worker_ends_with_its_parent_and_takes_its_processes_along(tmp_path):
     """Also in the middle of something: its input's end is enough."""
     child = tmp_path / "child"
