@@ -29,8 +29,9 @@ from benchmarks.linear_compression_providers import (
     all_providers,
     oracle,
 )
+from ikbo_jax.autotuner import trials
 from ikbo_jax.problems import LinearCompressionProblem
-from ikbo_jax.tuning import table, trials
+from ikbo_jax.tuning import table
 
 DEFAULT = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16")
 SWEEPS = ("default", "m", "k", "n", "batch", "ratio", "index")

@@ -19,6 +19,7 @@ import numpy as np
 
 from ikbo_jax._timing import interleaved_ms
 from ikbo_jax._timing.programs import Log, Programs, persistent_compilations, run_concurrently
+from ikbo_jax.cases import error_rule
 from ikbo_jax.ops.dispatch import hopper_unavailable_reason
 from ikbo_jax.ops.explain import explain
 from ikbo_jax.ops.linear_compression import linear_compression
@@ -69,6 +70,10 @@ class Request:
             n=self.n,
             dtype=self.dtype,
         )
+
+    @property
+    def rounding(self) -> tuple[str, float]:
+        return self.dtype, self.k_cand + self.k_user
 
 
 #: Request for an accelerator: about 70 candidates for each of 15 users.
@@ -295,24 +300,6 @@ def automatic_path(request: Request) -> str:
     return f"{plan.implementation} ({plan.reason})"
 
 
-def tolerance(request: Request, baseline_error: float, largest: float) -> float:
-    """The allowed error: twice the materialised model's error in this dtype, plus one rounding.
-
-    In float32 the materialised model is the oracle and its error zero, but other orders of
-    summation are as accurate. So the tolerance includes √K roundings, the random sum of K.
-    """
-    k = request.k_cand + request.k_user
-    rounding = float(jnp.finfo(request.dtype).eps) / 2
-    summation = math.sqrt(k) * float(jnp.finfo(jnp.float32).eps)
-    return 2 * baseline_error + (rounding + summation) * largest
-
-
-def compare(actual: jax.Array, expected: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Two scalars: the largest absolute difference, and the largest absolute expected value."""
-    error = jnp.max(jnp.abs(actual.astype(jnp.float32) - expected), initial=0.0)
-    return error, jnp.max(jnp.abs(expected), initial=0.0)
-
-
 def device_memory(executable: jax.stages.Compiled) -> int:
     """Bytes of the output and of temporary buffers; 0 if the compiler does not report them."""
     analysis = executable.memory_analysis()
@@ -360,21 +347,20 @@ def prefixed_log(part: str, on_progress: Log) -> Log:
 def measure(
     compiled: Mapping[str, jax.stages.Compiled],
     runnable: Sequence[Stage],
-    inputs: Sequence[jax.Array],
+    inputs: Sequence[Any],
     expected: jax.Array,
-    tolerance_of: Callable[[float, float], float],
+    rounding: tuple[str, float],
     log: Log,
 ) -> tuple[tuple[Measured, ...], float]:
     """Checks and times stages.
 
     Args:
       compiled: programs by name: all stages, and "comparison", which takes and returns the same as
-        `compare`.
+        `error_rule.compare`.
       runnable: the stages, the baseline first.
       inputs: the arguments of every stage.
       expected: the second argument of "comparison".
-      tolerance_of: takes the baseline's error and the largest expected value; returns the largest
-        allowed error.
+      rounding: dtype of the results, and terms of their longest sums.
       log: called with a description of each step.
 
     Returns:
@@ -385,7 +371,7 @@ def measure(
     for stage in runnable:
         found = compiled["comparison"](compiled[stage.name](*inputs), expected)
         errors[stage.name], largest = (float(x) for x in found)
-    limit = tolerance_of(errors[runnable[0].name], largest)
+    limit = error_rule.bound(errors[runnable[0].name], largest, *rounding)
     samples = time_interleaved(
         {stage.name: compiled[stage.name] for stage in runnable}, inputs, log
     )
@@ -423,13 +409,11 @@ def run(request: Request, *, on_progress: Log = lambda _: None) -> Report:
     exact = programs.add("oracle in float32", oracle, shapes, timed=False)
     runnable, not_run = add_stages(programs, stages(request), shapes)
     out = jax.ShapeDtypeStruct(exact.shape, jnp.dtype(request.dtype))
-    programs.add("comparison", compare, out, exact, timed=False)
+    programs.add("comparison", error_rule.compare, out, exact, timed=False)
     compiled = programs.compiled()
 
     inputs = Inputs._make([*compiled["inputs"](seed), index])
     expected = compiled["oracle in float32"](inputs)
-    measured, limit = measure(
-        compiled, runnable, inputs, expected, functools.partial(tolerance, request), log
-    )
+    measured, limit = measure(compiled, runnable, inputs, expected, request.rounding, log)
     counts = tuple(int(c) for c in candidate_counts(request))
     return Report(request, counts, measured, tuple(not_run), limit)

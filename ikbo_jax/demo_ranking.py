@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import pathlib
 import statistics
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ import numpy as np
 
 from ikbo_jax import demo
 from ikbo_jax._timing.programs import NETWORK_ON_GPU, Log, Programs
+from ikbo_jax.cases import error_rule
 from ikbo_jax.models import ranking
 from ikbo_jax.models.ranking import Sizes
 from ikbo_jax.ops.explain import explain
@@ -146,15 +146,12 @@ def oracle(params: Any, request: ranking.Request) -> jax.Array:
 
 
 def tolerance(sizes: Sizes, baseline_error: float, largest: float) -> float:
-    """The allowed error: twice the materialised network's error in this dtype, plus one rounding.
+    """The error that the error rule allows; same-dtype jnp is the materialised network.
 
-    In float32 the materialised network is nearly the oracle, but other orders of summation are as
-    accurate. So the tolerance includes √K roundings in each layer, the random sum of K.
+    Every layer adds the roundings of a sum of K terms.
     """
-    k = sizes.user_rows + sizes.cand_tokens
-    rounding = float(jnp.finfo(sizes.dtype).eps) / 2
-    summation = sizes.layers * math.sqrt(k) * float(jnp.finfo(jnp.float32).eps)
-    return 2 * baseline_error + (rounding + summation) * largest
+    terms = sizes.layers**2 * (sizes.user_rows + sizes.cand_tokens)
+    return error_rule.bound(baseline_error, largest, sizes.dtype, terms)
 
 
 def _seed_of(seed: int) -> np.ndarray:

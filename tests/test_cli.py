@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ikbo_jax import _timing, cli, demo, demo_attention, demo_ranking, terminal
+from ikbo_jax import _timing, cases, cli, demo, demo_attention, demo_ranking, terminal
 from ikbo_jax._timing import sustained_ms
+from ikbo_jax.autotuner import autotune
 from ikbo_jax.ops import dispatch
 from ikbo_jax.problems import (
     AttentionProblem,
@@ -21,7 +22,6 @@ from ikbo_jax.problems import (
     LinearCompressionConfig,
     LinearCompressionProblem,
 )
-from ikbo_jax.tuning import autotune
 
 SIZES = ["--m", "9", "--n", "8", "--k-cand", "7", "--k-user", "11"]
 TINY = ["demo", "--candidates", "24", "--users", "5", *SIZES, "--layers", "1"]
@@ -375,9 +375,9 @@ def test_demo_runs_the_kernels(capsys):
 def test_a_planted_disagreement_of_attention_fails(
     compression_as_it_is, monkeypatch, capsys, wrong
 ):
-    real = demo_attention.attention
+    real = cases.attention.attention
     monkeypatch.setattr(
-        demo_attention,
+        cases.attention,
         "attention",
         lambda *args, **kwargs: real(*args, **kwargs).at[0, 2].add(wrong),
     )
@@ -390,7 +390,8 @@ def test_a_planted_disagreement_of_attention_fails(
 def test_attention_runs_the_kernel_where_it_can(untimed, monkeypatch, fake_attention):
     monkeypatch.setattr(demo_attention, "hopper_unavailable_reason", lambda: None)
     # There is no cuDNN beside the fake kernel.
-    monkeypatch.setattr(demo_attention, "_materialised_cudnn", demo_attention._materialised)
+    materialised = cases.attention.materialised
+    monkeypatch.setattr(cases.attention, "materialised_cudnn", materialised)
     ranking = dataclasses.replace(demo.SMALL, candidates=24, users=5, dtype="float16")
     request = demo_attention.Request(ranking, q_len=2, kv_len=16, heads=2, head_dim=64)
     report = demo_attention.run(request)

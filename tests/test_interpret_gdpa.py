@@ -21,6 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from problems_gdpa import Shape
 
 import ikbo_jax as ikbo
+from ikbo_jax.autotuner import trials_gdpa
 from ikbo_jax.ops import dispatch
 from ikbo_jax.ops import gdpa as op
 from ikbo_jax.pallas.flash import attention, gdpa_consumer, tile_list
@@ -29,7 +30,6 @@ from ikbo_jax.problems import GdpaConfig, GdpaProblem
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, TILE_ROWS
 from ikbo_jax.reference import gdpa as reference
 from ikbo_jax.reference.gdpa import Arrays, Settings
-from ikbo_jax.tuning import trials_gdpa
 
 pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
 

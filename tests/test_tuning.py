@@ -13,11 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ikbo_jax.autotuner import autotune, trials
+from ikbo_jax.autotuner.bench import Contender, Task
 from ikbo_jax.problems import LinearCompressionConfig, LinearCompressionProblem
 from ikbo_jax.problems.linear_compression import DISTANCE_WEIGHTS
 from ikbo_jax.reference.linear_compression import decomposed
-from ikbo_jax.tuning import autotune, table, trials
-from ikbo_jax.tuning.bench import Contender, Task
+from ikbo_jax.tuning import table
 
 DEFAULT = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16")
 TINY = LinearCompressionProblem((2, 6), (7, 5), 9, 16, "float32")

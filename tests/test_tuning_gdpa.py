@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 from problems_gdpa import Shape
 
 import ikbo_jax as ikbo
+from ikbo_jax.autotuner import autotune, trials_gdpa
+from ikbo_jax.autotuner.bench import Task, measure
 from ikbo_jax.ops import dispatch
 from ikbo_jax.problems import GdpaConfig, GdpaProblem
 from ikbo_jax.problems.gdpa import ACTIVATION_DISTANCE, MAX_BLOCK_KV
-from ikbo_jax.tuning import autotune, table, trials_gdpa
-from ikbo_jax.tuning.bench import Task, measure
+from ikbo_jax.tuning import table
 
 ROWS = 1152 * 1024
 DEFAULT = GdpaProblem(

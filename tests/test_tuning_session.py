@@ -20,10 +20,10 @@ from typing import Any
 import jax
 import pytest
 
+from ikbo_jax.autotuner import bench, contest, session, trials, worker
+from ikbo_jax.autotuner.bench import Contender, Task
 from ikbo_jax.problems import LinearCompressionProblem
 from ikbo_jax.reference.linear_compression import decomposed
-from ikbo_jax.tuning import bench, contest, session, trials, worker
-from ikbo_jax.tuning.bench import Contender, Task
 
 TINY = LinearCompressionProblem((2, 6), (7, 5), 9, 16, "float32")
 DEFAULT = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16")
@@ -313,7 +313,7 @@ def test_worker_ends_with_its_parent_and_takes_its_processes_along(tmp_path):
     child = tmp_path / "child"
     code = f"""
 import subprocess, sys, time
-from ikbo_jax.tuning import worker
+from ikbo_jax.autotuner import worker
 def serve(lines, say):
     child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
     open({str(child)!r}, "w").write(str(child.pid))

@@ -16,10 +16,10 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
+from ikbo_jax.autotuner.bench import Contender, Task, trials_of
+from ikbo_jax.autotuner.session import Progress
 from ikbo_jax.problems import Config, GdpaProblem, Problem
 from ikbo_jax.tuning import table
-from ikbo_jax.tuning.bench import Contender, Task, trials_of
-from ikbo_jax.tuning.session import Progress
 
 #: A row prefers XLA only if XLA is faster than the best kernel by more than this fraction.
 XLA_MARGIN = 0.02

@@ -24,8 +24,11 @@ import jax.export
 import jax.numpy as jnp
 
 from ikbo_jax import _timing
+from ikbo_jax.autotuner import trials, trials_gdpa
+from ikbo_jax.cases import attention
+from ikbo_jax.ops import dispatch
 from ikbo_jax.problems import Config, Problem
-from ikbo_jax.tuning import table, trials, trials_gdpa
+from ikbo_jax.tuning import table
 
 #: A configuration of the kernel, or None for the XLA path.
 Contender = Config | None
@@ -105,10 +108,10 @@ TRIALS = {
         lambda problem: problem.useful_flops,
     ),
     "attention": Trials(
-        trials.attention_operands,
-        trials.attention_runner,
-        lambda problem, actual, operands: trials.check_attention(actual, operands),
-        lambda problem: problem.useful_flops,
+        lambda problem: attention.Case(problem).inputs(),
+        lambda problem, *args: attention.Case(problem).runner(*args),
+        lambda problem, *args: attention.Case(problem).check(*args),
+        lambda problem: attention.Case(problem).useful_flops,
     ),
     "gdpa": Trials(
         trials_gdpa.gdpa_operands,
@@ -204,7 +207,7 @@ class Bench:
         workers = min(len(os.sched_getaffinity(0)), MAX_WORKERS)
         kernels = [config for config in self.contenders if config is not None]
         # Computed before threads read them, since cached properties have no lock.
-        num_sms, _ = trials.device_sms(), self._shapes
+        num_sms, _ = dispatch.num_sms(), self._shapes
         with contextlib.ExitStack() as stack:
             lowered: dict[Contender, concurrent.futures.Future[Any]] = {}
             if len(kernels) > 1:

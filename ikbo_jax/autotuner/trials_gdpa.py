@@ -10,11 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ikbo_jax.cases.attention import _difference as largest_difference
+from ikbo_jax.cases.error_rule import UNTUNED
+from ikbo_jax.ops.dispatch import num_sms as device_sms
 from ikbo_jax.pallas.flash.gdpa import gdpa_kernel
 from ikbo_jax.problems import GdpaConfig, GdpaProblem
 from ikbo_jax.reference import gdpa_chunked
 from ikbo_jax.reference.gdpa import Arrays, Settings, materialised
-from ikbo_jax.tuning.trials import UNTUNED, device_sms, largest_difference
 
 #: Number of sequences whose XLA result is compared with the oracle.
 SAMPLED = 8
