@@ -20,8 +20,9 @@ from typing import Any
 import jax
 import pytest
 
-from ikbo_jax.autotuner import bench, contest, session, trials, worker
+from ikbo_jax.autotuner import bench, contest, session, worker
 from ikbo_jax.autotuner.bench import Contender, Task
+from ikbo_jax.cases.linear_compression import Case
 from ikbo_jax.problems import LinearCompressionProblem
 from ikbo_jax.reference.linear_compression import decomposed
 
@@ -43,7 +44,7 @@ def test_tasks_round_trip():
 def programs_of_the_cpu(monkeypatch) -> list[tuple[Contender, str]]:
     """Kernels are XLA's path here; returns which were lowered, and in which thread compiled."""
     seen: list[tuple[Contender, str]] = []
-    xla = trials.linear_compression_runner(TINY, None)
+    xla = Case(TINY).runner(None)
 
     class Lowered:
         def __init__(self, config: Contender) -> None:

@@ -24,8 +24,8 @@ import jax.export
 import jax.numpy as jnp
 
 from ikbo_jax import _timing
-from ikbo_jax.autotuner import trials, trials_gdpa
-from ikbo_jax.cases import attention
+from ikbo_jax.autotuner import trials_gdpa
+from ikbo_jax.cases import attention, linear_compression
 from ikbo_jax.ops import dispatch
 from ikbo_jax.problems import Config, Problem
 from ikbo_jax.tuning import table
@@ -102,10 +102,10 @@ class Trials:
 
 TRIALS = {
     "linear_compression": Trials(
-        trials.linear_compression_operands,
-        trials.linear_compression_runner,
-        lambda problem, actual, operands: trials.check_linear_compression(actual, operands),
-        lambda problem: problem.useful_flops,
+        lambda problem: linear_compression.Case(problem).inputs(),
+        lambda problem, *args: linear_compression.Case(problem).runner(*args),
+        lambda problem, *args: linear_compression.Case(problem).check(*args),
+        lambda problem: linear_compression.Case(problem).useful_flops,
     ),
     "attention": Trials(
         lambda problem: attention.Case(problem).inputs(),
