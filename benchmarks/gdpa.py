@@ -31,6 +31,7 @@ from benchmarks.gdpa_providers import (
     Sizes,
 )
 from benchmarks.harness import provider_of
+from ikbo_jax.cases.error_rule import Check
 from ikbo_jax.cases.gdpa_oracle import RESULTS, Inputs, checked_rows, expected, worst_error
 from ikbo_jax.reference.activations import SOFTMAX
 
@@ -167,7 +168,7 @@ def measure_point(
     def compiled(provider: Provider) -> harness.Contender:
         computed = provider.sizes(sizes)
 
-        def compare(result: Sequence[jax.Array]) -> tuple[float, float]:
+        def compare(result: Sequence[jax.Array]) -> Check:
             if computed not in oracles:
                 oracles[computed] = expected(computed.case, inputs, sequences, direction)
             found = checked_rows(case, result, sequences, direction)

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ikbo_jax.cases.error_rule import Check
 from ikbo_jax.cases.linear_compression import ALIGNED_K
 
 
@@ -84,8 +85,8 @@ def contenders(
         except RuntimeError as error:
             found.append((record | {"skipped": str(error).splitlines()[0]}, lambda: None))
             continue
-        largest = float(np.abs(out - exact).max())
         # PyTorch rounds every partial result, so twice the bound is allowed.
-        record |= {"error": largest, "bound": 2 * bound, "ok": largest <= 2 * bound}
+        check = Check(float(np.abs(out - exact).max()), 2 * bound)
+        record |= {**check._asdict(), "ok": check.ok}
         found.append((record, functools.partial(_launch, torch, fn)))
     return found

@@ -137,7 +137,7 @@ class Case:
         ]
         xla_error, largest = (float(x) for x in np.max(np.asarray(found), axis=0))
         bound = error_rule.bound_to_plain(xla_error, largest, *self.rounding)
-        return Check(float(_difference(actual, xla)), bound)
+        return Check(float(error_rule.largest_difference(actual, xla)), bound)
 
 
 def oracle(inputs: Inputs, rows: np.ndarray | jax.Array) -> jax.Array:
@@ -224,6 +224,3 @@ def _decomposed(inputs: Inputs) -> jax.Array:
 def _sampled_errors(xla: jax.Array, inputs: Inputs, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The XLA path's largest error in `rows` against the f32 oracle, and the oracle's maximum."""
     return error_rule.compare(xla[rows], oracle(inputs, rows))
-
-
-_difference = jax.jit(error_rule.largest_difference)

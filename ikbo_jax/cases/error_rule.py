@@ -54,6 +54,7 @@ def compare(actual: jax.Array, oracle: jax.Array) -> tuple[jax.Array, jax.Array]
     return largest_difference(actual, oracle), jnp.max(jnp.abs(oracle), initial=0.0)
 
 
+@jax.jit
 def largest_difference(a: jax.Array, b: jax.Array) -> jax.Array:
     """Largest absolute difference of two arrays of one shape, f32; NaN if any difference is NaN."""
     difference = jnp.abs(a.astype(jnp.float32) - b.astype(jnp.float32))

@@ -209,7 +209,7 @@ class Case:
         terms = self.problem.head_dim + int(kv_lens.max())
         bound = error_rule.bound_to_plain(xla_error, largest, actual.dtype, terms)
         bound += APPROX_ERRORS.get(self.problem.approx or "", 0.0) * magnitude
-        return Check(float(_difference(actual, xla)), bound)
+        return Check(float(error_rule.largest_difference(actual, xla)), bound)
 
 
 def one_sequence(case: Case, arrays: Arrays, sequence: jax.Array) -> tuple[Arrays, jax.Array]:
@@ -284,6 +284,3 @@ def _sampled_errors(
     magnitude = jnp.einsum("nij,jnh->inh", scores, jnp.abs(value))
     magnitude = abs(settings.output_scale) * jnp.max(magnitude)
     return *error_rule.compare(found, exact), magnitude
-
-
-_difference = jax.jit(error_rule.largest_difference)
