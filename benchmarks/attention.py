@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import harness, plots
@@ -28,11 +27,10 @@ from benchmarks.attention_providers import (
     LABELS,
     OURS,
     XLA,
-    Inputs,
     Provider,
-    oracle,
 )
 from benchmarks.harness import provider_of
+from ikbo_jax.cases.attention import Case, Inputs
 from ikbo_jax.problems import AttentionProblem
 from ikbo_jax.tuning import table
 
@@ -78,9 +76,8 @@ class Point:
       sweep: one of `SWEEPS`.
       label: name of the point in its sweep.
       problem: the sizes.
-      index: "even" (sorted, the same number of candidates for each user except the last),
-        "ragged" (sorted, random numbers) or "unsorted" ("even", shuffled).
-      lengths: "full" (S for every user) or "half" (uniform in S/2..S).
+      index: index of the case.
+      lengths: lengths of the case.
     """
 
     sweep: str
@@ -88,6 +85,10 @@ class Point:
     problem: AttentionProblem
     index: str = "even"
     lengths: str = "full"
+
+    @property
+    def case(self) -> Case:
+        return Case(self.problem, self.index, self.lengths)
 
 
 def points(sweep: str, dtype: str = "bfloat16") -> Iterator[Point]:
@@ -137,28 +138,6 @@ def shrink(point: Point) -> Point:
     return dataclasses.replace(point, problem=small)
 
 
-def make_inputs(point: Point, seed: int = 0) -> Inputs:
-    """Random inputs on the device."""
-    p, dtype = point.problem, jnp.dtype(point.problem.dtype)
-    keys = jax.random.split(jax.random.key(seed), 3)
-    user_shape = (p.users, p.kv_len, p.kv_heads, p.head_dim)
-    shapes = ((p.batch, p.q_len, p.q_heads, p.head_dim), user_shape, user_shape)
-    arrays = [jax.random.normal(k, shape, dtype) for k, shape in zip(keys, shapes, strict=True)]
-    rng = np.random.default_rng(seed)
-    if point.index == "ragged":
-        index = np.sort(rng.integers(0, p.users, p.batch))
-    else:
-        index = np.minimum(np.arange(p.batch) // -(-p.batch // p.users), p.users - 1)
-    if point.index == "unsorted":
-        index = rng.permutation(index)
-    lengths = None
-    if point.lengths == "half":
-        drawn = rng.integers(-(-p.kv_len // 2), p.kv_len + 1, p.users)
-        lengths = jnp.asarray(drawn, jnp.int32)
-    is_sorted = point.index != "unsorted"
-    return Inputs(*arrays, jnp.asarray(index, jnp.int32), lengths, is_sorted)
-
-
 def useful_flops(problem: AttentionProblem, inputs: Inputs) -> int:
     """Two FLOPs per multiply-add of both products, over valid keys."""
     if inputs.lengths is None:
@@ -171,14 +150,15 @@ def measure_point(
     point: Point, providers: Sequence[Provider], protocol: harness.Protocol
 ) -> dict[str, Any]:
     """Checks the providers at a point, and times them interleaved with the reference matmul."""
-    problem, inputs = point.problem, make_inputs(point)
+    problem, case = point.problem, point.case
+    inputs = case.inputs()
     drawn = np.random.default_rng(0).integers(0, problem.batch, NUM_CHECKED - 2).tolist()
     rows = sorted({0, problem.batch - 1, *drawn})
-    exact, bound = oracle(inputs, rows)
+    exact, bound = case.expected(inputs, rows)
 
     def compiled(provider: Provider) -> harness.Contender:
         def prepare() -> tuple:
-            return *provider.prepare(inputs), lambda out: provider.finish(out, inputs)
+            return *provider.prepare(case, inputs), lambda out: provider.finish(out, inputs)
 
         return harness.compile_and_check(provider.name, provider.stage, prepare, rows, exact, bound)
 

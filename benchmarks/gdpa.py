@@ -22,19 +22,17 @@ import jax
 import numpy as np
 
 from benchmarks import harness
-from benchmarks.gdpa_oracle import checked_rows, oracle, worst_error
 from benchmarks.gdpa_providers import (
     ALL,
     ATTENTION,
     OURS,
-    RESULTS,
     XLA,
     Provider,
     Sizes,
-    count_pairs,
-    make_inputs,
 )
 from benchmarks.harness import provider_of
+from ikbo_jax.cases.error_rule import Check
+from ikbo_jax.cases.gdpa_oracle import RESULTS, Inputs, checked_rows, expected, worst_error
 from ikbo_jax.reference.activations import SOFTMAX
 
 BATCH = 1152
@@ -160,7 +158,8 @@ def measure_point(
     point: Point, providers: Sequence[Provider], protocol: harness.Protocol
 ) -> dict[str, Any]:
     """Checks the providers at a point, and times them interleaved with the reference matmul."""
-    sizes, direction, inputs = point.sizes, point.direction, make_inputs(point.sizes)
+    sizes, direction, case = point.sizes, point.direction, point.sizes.case
+    inputs = Inputs(case.inputs(), case.cotangent())
     drawn = np.random.default_rng(0).integers(0, sizes.batch, NUM_CHECKED - 2).tolist()
     sequences = sorted({0, sizes.batch - 1, *drawn})
     # Yardsticks need another oracle, so oracles are computed on demand.
@@ -169,10 +168,10 @@ def measure_point(
     def compiled(provider: Provider) -> harness.Contender:
         computed = provider.sizes(sizes)
 
-        def compare(result: Sequence[jax.Array]) -> tuple[float, float]:
+        def compare(result: Sequence[jax.Array]) -> Check:
             if computed not in oracles:
-                oracles[computed] = oracle(computed, inputs, sequences, direction)
-            found = checked_rows(result, inputs, sequences, direction)
+                oracles[computed] = expected(computed.case, inputs, sequences, direction)
+            found = checked_rows(case, result, sequences, direction)
             return worst_error(found, *oracles[computed])
 
         def prepare() -> tuple:
@@ -183,17 +182,16 @@ def measure_point(
             contender.record["note"] = f"another function: {computed.activation}"
         return contender
 
-    pairs = count_pairs(inputs)
     return {
         "sweep": point.sweep,
         "label": point.label,
         "name": point.name,
         "direction": direction,
         "problem": dataclasses.asdict(sizes),
-        "pairs": pairs,
+        "pairs": case.pairs,
         **harness.measure(
             [compiled(provider) for provider in providers],
-            WORK[direction] * 4 * pairs * sizes.heads * sizes.head_dim,
+            WORK[direction] * case.useful_flops,
             protocol,
         ),
     }

@@ -4,34 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import ikbo_jax
+from benchmarks import yardsticks
+from ikbo_jax.cases.gdpa import Case, uniform_lengths
+from ikbo_jax.cases.gdpa_oracle import RESULTS, Inputs
+from ikbo_jax.problems import GdpaProblem
 from ikbo_jax.reference.activations import SOFTMAX
-from ikbo_jax.reference.gdpa import Arrays, Settings
+from ikbo_jax.reference.gdpa import Arrays
 
-#: Names of the results of each direction, in order.
-RESULTS = {
-    "forward": ("out",),
-    "backward": ("d_query", "d_key", "d_value"),
-    "both": ("out", "d_query", "d_key", "d_value"),
-}
 #: Largest number of query-key pairs per head for the XLA path: full sequences of 1024.
 MAX_XLA_PAIRS = 1152 * 1024**2
-#: Rows of random numbers that are drawn at once, since a GPU needs counters of eight times their
-#: size.
-PART_ROWS = 2**16
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """A problem. Scores are scaled by 1 / √H, results by 1 for softmax and 1 / kv_len otherwise.
+    """A problem, as in results files.
 
     Attributes:
       batch: number of sequences of queries and of keys.
@@ -59,61 +51,20 @@ class Sizes:
     broadcast_q: bool = False
 
     @property
-    def settings(self) -> Settings:
-        output_scale = 1.0 if self.activation == SOFTMAX else 1 / self.kv_len
-        names = (self.activation,) * self.heads
-        return Settings(
-            names, self.approx, self.head_dim**-0.5, output_scale, broadcast_q=self.broadcast_q
+    def case(self) -> Case:
+        q_rows, kv_rows = self.batch * self.q_len, self.batch * self.kv_len
+        if self.lengths == "half":
+            q_rows = kv_rows = int(uniform_lengths(self.batch, self.kv_len).sum())
+        problem = GdpaProblem(
+            *(self.batch, self.batch, q_rows, kv_rows, self.heads, self.heads, self.head_dim),
+            *(self.dtype, (self.activation,), self.approx, self.broadcast_q),
+            *(self.q_len, self.kv_len),
         )
+        return Case(problem, "uniform" if self.lengths == "half" else "spread")
 
     def with_softmax(self) -> Sizes:
         """The same sizes with softmax as activation."""
         return dataclasses.replace(self, activation=SOFTMAX, approx=None)
-
-
-class Inputs(NamedTuple):
-    """Arrays of `ikbo_jax.gdpa`, and a cotangent of its result."""
-
-    arrays: Arrays
-    d_out: jax.Array
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _normal(key: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
-    part = (min(shape[0], PART_ROWS), *shape[1:])
-    keys = jax.random.split(key, -(-shape[0] // part[0]))
-    parts = jax.lax.map(lambda k: jax.random.normal(k, part, jnp.dtype(dtype)), keys)
-    return parts.reshape(-1, *shape[1:])[: shape[0]]
-
-
-def make_inputs(sizes: Sizes, seed: int = 0) -> Inputs:
-    """Random inputs on the device."""
-    q_lens, kv_lens = (np.full(sizes.batch, x) for x in (sizes.q_len, sizes.kv_len))
-    if sizes.lengths == "half":
-        q_lens = kv_lens = np.random.default_rng(seed).integers(1, sizes.kv_len + 1, sizes.batch)
-    cu_q, cu_kv = (
-        jnp.asarray(np.concatenate([[0], np.cumsum(lens)]), jnp.int32) for lens in (q_lens, kv_lens)
-    )
-    out_rows, kv_rows = int(q_lens.sum()), int(kv_lens.sum())
-    q_rows = sizes.q_len if sizes.broadcast_q else out_rows
-    query, key, value, d_out = (
-        _normal(k, (rows, sizes.heads, sizes.head_dim), sizes.dtype)
-        for k, rows in zip(
-            jax.random.split(jax.random.key(seed), 4),
-            (q_rows, kv_rows, kv_rows, out_rows),
-            strict=True,
-        )
-    )
-    return Inputs(Arrays(query, key, value, None if sizes.broadcast_q else cu_q, cu_kv), d_out)
-
-
-def count_pairs(inputs: Inputs) -> int:
-    """Number of pairs of a query and a key of the same sequence."""
-    arrays = inputs.arrays
-    kv_lens = np.diff(np.asarray(arrays.cu_seqlens_kv, np.int64))
-    if arrays.cu_seqlens_q is None:
-        return arrays.query.shape[0] * int(kv_lens.sum())
-    return int(np.dot(np.diff(np.asarray(arrays.cu_seqlens_q, np.int64)), kv_lens))
 
 
 #: Takes the arrays; returns the result [rows, N, H].
@@ -177,28 +128,15 @@ def _equal_array(arrays: Sequence[jax.Array], array: jax.Array) -> jax.Array:
     return next((x for x in alike if bool(jnp.array_equal(x, array))), array)
 
 
-def _gdpa(sizes: Sizes, inputs: Inputs, implementation: str) -> Op:
-    if implementation == "xla" and (pairs := count_pairs(inputs)) > MAX_XLA_PAIRS:
+def _gdpa(sizes: Sizes, inputs: Inputs, contender: str) -> Op:
+    case = sizes.case
+    if contender == "decomposed" and case.pairs > MAX_XLA_PAIRS:
         raise NotImplementedError(
-            f"too long: {pairs / 1e9:.2f}e9 pairs of a query and a key, more than "
+            f"too long: {case.pairs / 1e9:.2f}e9 pairs of a query and a key, more than "
             f"{MAX_XLA_PAIRS / 1e9:.2f}e9"
         )
-    settings = sizes.settings
-
-    def op(arrays: Arrays) -> jax.Array:
-        return ikbo_jax.gdpa(
-            *arrays[:5],
-            activation=sizes.activation,
-            approx=sizes.approx,
-            scale=settings.scale,
-            output_scale=settings.output_scale,
-            broadcast_q=sizes.broadcast_q,
-            max_seqlen_q=sizes.q_len,
-            max_seqlen_kv=sizes.kv_len,
-            implementation=implementation,
-        )
-
-    return op
+    op = case.contender(contender)
+    return lambda arrays: op(*arrays)
 
 
 def _dense(sizes: Sizes, attend: Callable[..., jax.Array]) -> Op:
@@ -222,21 +160,8 @@ def _dense(sizes: Sizes, attend: Callable[..., jax.Array]) -> Op:
     return op
 
 
-def _cudnn(sizes: Sizes, inputs: Inputs) -> Op:
-    if jax.default_backend() != "gpu":
-        raise NotImplementedError(f"cuDNN needs a GPU, but this is a {jax.default_backend()}")
-    return _dense(sizes, functools.partial(jax.nn.dot_product_attention, implementation="cudnn"))
-
-
-def _tokamax(sizes: Sizes, inputs: Inputs) -> Op:
-    if importlib.util.find_spec("tokamax") is None:
-        raise NotImplementedError("tokamax is not installed")
-    if jax.default_backend() != "gpu":
-        raise NotImplementedError(f"its kernel needs a GPU, not a {jax.default_backend()}")
-    import tokamax
-
-    attend = functools.partial(tokamax.dot_product_attention, implementation="mosaic")
-    return _dense(sizes, attend)
+def _yardstick(sizes: Sizes, inputs: Inputs, make: Callable[[], Callable[..., jax.Array]]) -> Op:
+    return _dense(sizes, make())
 
 
 def _attention(sizes: Sizes, inputs: Inputs) -> Op:
@@ -250,13 +175,25 @@ def _attention(sizes: Sizes, inputs: Inputs) -> Op:
 OURS = Provider(
     "ikbo",
     "ikbo_jax.gdpa (implementation='mosaic_gpu')",
-    functools.partial(_gdpa, implementation="mosaic_gpu"),
+    functools.partial(_gdpa, contender="fused"),
 )
 XLA = Provider(
-    "xla", "chunked, in XLA (implementation='xla')", functools.partial(_gdpa, implementation="xla")
+    "xla",
+    "chunked, in XLA (implementation='xla')",
+    functools.partial(_gdpa, contender="decomposed"),
 )
-CUDNN = Provider("cudnn-softmax", "softmax attention by cuDNN", _cudnn, is_softmax=True)
-TOKAMAX = Provider("tokamax-softmax", "softmax attention by tokamax", _tokamax, is_softmax=True)
+CUDNN = Provider(
+    "cudnn-softmax",
+    "softmax attention by cuDNN",
+    functools.partial(_yardstick, make=yardsticks.cudnn),
+    is_softmax=True,
+)
+TOKAMAX = Provider(
+    "tokamax-softmax",
+    "softmax attention by tokamax",
+    functools.partial(_yardstick, make=yardsticks.tokamax),
+    is_softmax=True,
+)
 ATTENTION = Provider(
     "ikbo-attention",
     "ikbo_jax.attention, every candidate its own user",

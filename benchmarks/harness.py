@@ -20,6 +20,7 @@ import numpy as np
 
 from benchmarks import timing
 from ikbo_jax._timing import interleaved_ms
+from ikbo_jax.cases.error_rule import Check
 
 Record = Mapping[str, Any]
 #: Name of this library's provider in every benchmark.
@@ -59,10 +60,10 @@ def compile_and_check(
     def prepare_and_compare() -> tuple:
         fn, args, finish = prepare()
 
-        def compare(result: Any) -> tuple[float, float]:
+        def compare(result: Any) -> Check:
             out = finish(result)
             found = np.stack([np.asarray(out[b]) for b in rows]).astype(np.float64)
-            return float(np.abs(found - exact).max()), bound
+            return Check(float(np.abs(found - exact).max()), bound)
 
         return fn, args, compare
 
@@ -72,7 +73,7 @@ def compile_and_check(
 def compile_and_compare(
     name: str,
     stage: str,
-    prepare: Callable[[], tuple[Callable[..., Any], tuple, Callable[[Any], tuple[float, float]]]],
+    prepare: Callable[[], tuple[Callable[..., Any], tuple, Callable[[Any], Check]]],
 ) -> Contender:
     """`compile_and_check` with another comparison.
 
@@ -80,13 +81,13 @@ def compile_and_compare(
       name: the provider's name.
       stage: the provider's description.
       prepare: returns a function, its arguments on the device, and a function that takes its
-        result and returns the error and the largest allowed error.
+        result and checks it.
     """
     record: dict[str, Any] = {"name": name, "stage": stage}
     try:
         fn, args, compare = prepare()
         compiled = jax.jit(fn).lower(*args).compile()
-        error, bound = compare(compiled(*args))
+        check = compare(compiled(*args))
     except NotImplementedError as unable:
         return Contender(record | {"skipped": str(unable).splitlines()[0]})
     except Exception as failure:
@@ -94,9 +95,8 @@ def compile_and_compare(
     memory = compiled.memory_analysis()
     record |= {
         "temp_bytes": None if memory is None else int(memory.temp_size_in_bytes),
-        "error": error,
-        "bound": bound,
-        "ok": error <= bound,
+        **check._asdict(),
+        "ok": check.ok,
     }
     return Contender(record, lambda: compiled(*args), compiled, args)
 

@@ -16,21 +16,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import harness, timing, torch_baseline
 from benchmarks.harness import provider_of
-from benchmarks.linear_compression_providers import (
-    ALIGNED_K,
-    OURS,
-    XLA,
-    Inputs,
-    Provider,
-    all_providers,
-    oracle,
-)
+from benchmarks.linear_compression_providers import OURS, XLA, Provider, all_providers
+from ikbo_jax.cases.linear_compression import Case
 from ikbo_jax.problems import LinearCompressionProblem
-from ikbo_jax.tuning import table, trials
+from ikbo_jax.tuning import table
 
 DEFAULT = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16")
 SWEEPS = ("default", "m", "k", "n", "batch", "ratio", "index")
@@ -52,13 +46,17 @@ class Point:
       sweep: one of `SWEEPS`.
       label: name of the point in its sweep.
       problem: the sizes.
-      index: "ragged" (sorted, random numbers of candidates per user) or "unsorted" (shuffled).
+      index: index of the case.
     """
 
     sweep: str
     label: str
     problem: LinearCompressionProblem
     index: str = "ragged"
+
+    @property
+    def case(self) -> Case:
+        return Case(self.problem, self.index)
 
 
 def points(sweep: str, dtype: str = "bfloat16") -> Iterator[Point]:
@@ -104,16 +102,6 @@ def shrink(point: Point) -> Point:
     return dataclasses.replace(point, problem=small)
 
 
-def make_inputs(point: Point, seed: int = 0) -> Inputs:
-    """Random inputs on the device."""
-    weights, embeddings, parents = trials.linear_compression_operands(point.problem, seed)
-    index = parents[1]
-    assert index is not None
-    if point.index == "unsorted":
-        index = jax.random.permutation(jax.random.key(seed), index)
-    return Inputs(weights[1], weights[0], embeddings[1], embeddings[0], index)
-
-
 def measure_point(
     point: Point,
     providers: Sequence[Provider],
@@ -122,12 +110,13 @@ def measure_point(
     torch: bool = False,
 ) -> dict[str, Any]:
     """Checks the providers at a point, and times them interleaved with the reference matmul."""
-    problem, inputs = point.problem, make_inputs(point)
+    problem, case = point.problem, point.case
+    inputs = case.inputs()
     batch = problem.batches[-1]
     rows = sorted(
         {0, batch - 1, *np.random.default_rng(0).integers(0, batch, NUM_CHECKED - 2).tolist()}
     )
-    exact, bound = oracle(inputs, rows)
+    exact, bound = case.expected(inputs, rows)
 
     def compiled(provider: Provider) -> harness.Contender:
         def prepare() -> tuple:
@@ -137,10 +126,10 @@ def measure_point(
 
     contenders = [compiled(provider) for provider in providers]
     if torch:
-        for record, thunk in torch_baseline.contenders(inputs, rows, exact, bound, ALIGNED_K):
+        for record, thunk in torch_baseline.contenders(inputs.arguments, rows, exact, bound):
             contenders.append(harness.Contender(record, thunk))
     choice = table.lookup(problem)
-    itemsize = inputs.w_cand.dtype.itemsize
+    itemsize = jnp.dtype(problem.dtype).itemsize
     return {
         "sweep": point.sweep,
         "label": point.label,

@@ -29,8 +29,8 @@ import numpy as np
 
 from benchmarks import harness, timing
 from benchmarks.harness import all_correct, provider_of
-from ikbo_jax import demo_ranking
 from ikbo_jax._timing import interleaved_ms
+from ikbo_jax.cases import ranking as cases
 from ikbo_jax.models import ranking
 from ikbo_jax.models.ranking import Sizes
 from ikbo_jax.rewrite import rewrite
@@ -171,7 +171,7 @@ def measure_point(
 ) -> dict[str, Any]:
     """Checks the providers at a point, and times them interleaved."""
     sizes, inputs = point.sizes, inputs_of(point.sizes)
-    exact = np.asarray(demo_ranking.oracle(*inputs), np.float64)
+    exact = np.asarray(cases.oracle(*inputs), np.float64)
     contenders = [_compile_and_check(provider, sizes, inputs, exact) for provider in providers]
     runnable = {c.record["name"]: c for c in contenders if c.compiled is not None}
     # The materialised network's error defines the tolerance; if it did not run, the error of the
@@ -180,7 +180,7 @@ def measure_point(
     bound = None
     if names:
         largest = float(np.abs(exact).max())
-        bound = demo_ranking.tolerance(sizes, runnable[names[0]].error, largest)
+        bound = cases.tolerance(sizes, runnable[names[0]].error, largest)
     thunks = {
         name: functools.partial(contender.compiled, *inputs) for name, contender in runnable.items()
     }

@@ -10,6 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from ikbo_jax.cases.error_rule import Check
+from ikbo_jax.cases.linear_compression import ALIGNED_K
+
 
 class _Pending:
     """A result that `jax.block_until_ready` can wait for."""
@@ -27,18 +30,17 @@ def _launch(torch: Any, fn: Callable[[], Any]) -> _Pending:
 
 
 def contenders(
-    inputs: Any, rows: Sequence[int], exact: np.ndarray, bound: float, align: int
+    inputs: Any, rows: Sequence[int], exact: np.ndarray, bound: float
 ) -> list[tuple[dict[str, Any], Callable[[], Any]]]:
     """Returns a record and a thunk for every formulation; checks `rows` against `exact`.
 
     Without PyTorch or a GPU, returns one record with the reason in "skipped".
 
     Args:
-      inputs: the benchmark's inputs: w_cand, w_user, e_cand, e_user, cand_to_user.
+      inputs: the arguments of the op: w_cand, w_user, e_cand, e_user, cand_to_user.
       rows: candidates to check.
       exact: expected results of the candidates.
       bound: the largest allowed error of a result that is rounded once.
-      align: padded formulations pad K to a multiple of this before the timing.
     """
     try:
         torch = importlib.import_module("torch")
@@ -52,7 +54,7 @@ def contenders(
 
     def pad(tensor: Any) -> Any:
         # torch lists padding from the last dimension to the first; K is dimension 1.
-        rows_missing = -tensor.shape[1] % align
+        rows_missing = -tensor.shape[1] % ALIGNED_K
         return torch.nn.functional.pad(tensor, (0, 0) * (tensor.dim() - 2) + (0, rows_missing))
 
     padded = [pad(tensor) for tensor in (w_cand, w_user, e_cand, e_user)]
@@ -83,8 +85,8 @@ def contenders(
         except RuntimeError as error:
             found.append((record | {"skipped": str(error).splitlines()[0]}, lambda: None))
             continue
-        largest = float(np.abs(out - exact).max())
         # PyTorch rounds every partial result, so twice the bound is allowed.
-        record |= {"error": largest, "bound": 2 * bound, "ok": largest <= 2 * bound}
+        check = Check(float(np.abs(out - exact).max()), 2 * bound)
+        record |= {**check._asdict(), "ok": check.ok}
         found.append((record, functools.partial(_launch, torch, fn)))
     return found

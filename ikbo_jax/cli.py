@@ -306,8 +306,8 @@ def _driver() -> str | None:
 
 def _tune_linear_compression(args: argparse.Namespace) -> int:
     def tune() -> dict[str, Any]:
+        from ikbo_jax.autotuner.autotune import console_progress, tune_linear_compression
         from ikbo_jax.problems import LinearCompressionProblem
-        from ikbo_jax.tuning.autotune import console_progress, tune_linear_compression
 
         problem = LinearCompressionProblem(
             batches=(args.users, args.candidates),
@@ -329,8 +329,8 @@ def _tune_attention(args: argparse.Namespace) -> int:
         return UNUSABLE
 
     def tune() -> dict[str, Any]:
+        from ikbo_jax.autotuner.autotune import console_progress, tune_attention
         from ikbo_jax.problems import AttentionProblem
-        from ikbo_jax.tuning.autotune import console_progress, tune_attention
 
         names = [field.name for field in dataclasses.fields(AttentionProblem)]
         problem = AttentionProblem(**{name: getattr(args, name) for name in names})
@@ -348,7 +348,7 @@ def _tune_gdpa(args: argparse.Namespace) -> int:
         return UNUSABLE
 
     def tune() -> dict[str, Any]:
-        from ikbo_jax.tuning.autotune import console_progress, tune_gdpa
+        from ikbo_jax.autotuner.autotune import console_progress, tune_gdpa
 
         with console_progress() as progress:
             return tune_gdpa(problem, progress=progress, limit=args.limit)

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,20 +18,18 @@ import numpy as np
 
 from ikbo_jax._timing import interleaved_ms
 from ikbo_jax._timing.programs import Log, Programs, persistent_compilations, run_concurrently
+from ikbo_jax.cases import error_rule
+from ikbo_jax.cases.linear_compression import ALIGNED_K, Case, Inputs, oracle
 from ikbo_jax.ops.dispatch import hopper_unavailable_reason
 from ikbo_jax.ops.explain import explain
-from ikbo_jax.ops.linear_compression import linear_compression
 from ikbo_jax.problems import LinearCompressionConfig, LinearCompressionProblem
-from ikbo_jax.reference.linear_compression import materialised
-from ikbo_jax.tuning.table import lookup, user_cache_path
+from ikbo_jax.tuning.table import user_cache_path
 
 #: Number of rounds. A round times all stages interleaved: half a window of warm-up and one window
 #: of launches back to back for each. The other stages keep the device busy between windows.
 ROUNDS = 3
 #: Seconds of a window; twelve stages take 3 s in all.
 WINDOW_S = 0.05
-#: The aligned baseline pads the embedding rows to a multiple of this: 16 bytes of bfloat16.
-ALIGNED_K = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,15 +57,10 @@ class Request:
     seed: int = 0
 
     @property
-    def problem(self) -> LinearCompressionProblem:
-        """The request as a problem description of the dispatch table."""
-        return LinearCompressionProblem(
-            batches=(self.users, self.candidates),
-            ks=(self.k_user, self.k_cand),
-            m=self.m,
-            n=self.n,
-            dtype=self.dtype,
-        )
+    def case(self) -> Case:
+        """The request as a case; its index is `user_index`."""
+        batches, ks = (self.users, self.candidates), (self.k_user, self.k_cand)
+        return Case(LinearCompressionProblem(batches, ks, self.m, self.n, self.dtype))
 
 
 #: Request for an accelerator: about 70 candidates for each of 15 users.
@@ -77,23 +69,13 @@ FULL = Request(candidates=1024, users=15, m=433, n=256, k_cand=866, k_user=1178,
 SMALL = Request(candidates=256, users=4, m=109, n=64, k_cand=217, k_user=295, dtype="float32")
 
 
-class Inputs(NamedTuple):
-    """The arguments of `linear_compression`, in its order."""
-
-    w_cand: jax.Array
-    w_user: jax.Array
-    e_cand: jax.Array
-    e_user: jax.Array
-    cand_to_user: jax.Array
-
-
 @dataclasses.dataclass(frozen=True)
 class Stage:
     """One implementation of the op.
 
     Attributes:
       name: name in the printed table.
-      fn: takes the fields of `Inputs`, returns the op's result; None if it cannot run here.
+      fn: takes the fields of the inputs, returns the op's result; None if it cannot run here.
       bytes_moved: bytes that the stage must at least read and write in device memory.
       path: the implementation and its configuration, or why it cannot run.
     """
@@ -163,26 +145,6 @@ def candidate_counts(request: Request) -> np.ndarray:
     return rng.multinomial(request.candidates, popularity / popularity.sum())
 
 
-def _draw(request: Request, key: jax.Array) -> tuple[jax.Array, ...]:
-    dtype = jnp.dtype(request.dtype)
-    keys = jax.random.split(key, 4)
-    scale = 1 / math.sqrt(request.k_cand + request.k_user)
-    shapes = (
-        (request.m, request.k_cand),
-        (request.m, request.k_user),
-        (request.candidates, request.k_cand, request.n),
-        (request.users, request.k_user, request.n),
-    )
-    w_cand, w_user, e_cand, e_user = (
-        jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)
-    )
-    return (w_cand * scale).astype(dtype), (w_user * scale).astype(dtype), e_cand, e_user
-
-
-def _draw_seeded(request: Request, seed: jax.Array) -> tuple[jax.Array, ...]:
-    return _draw(request, jax.random.key(seed))
-
-
 def user_index(request: Request) -> jax.Array:
     """The user of every candidate, [B] int32, sorted."""
     counts = candidate_counts(request)
@@ -190,35 +152,8 @@ def user_index(request: Request) -> jax.Array:
 
 
 def make_inputs(request: Request) -> Inputs:
-    """Seeded random inputs; weights are scaled so that results are near one."""
-    return Inputs._make([*_draw(request, jax.random.key(request.seed)), user_index(request)])
-
-
-def _levels(
-    w_cand: jax.Array,
-    w_user: jax.Array,
-    e_cand: jax.Array,
-    e_user: jax.Array,
-    cand_to_user: jax.Array,
-) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...], tuple[jax.Array | None, ...]]:
-    """(weights, embeddings, parents) for the reference functions: users first, then candidates."""
-    return (w_user, w_cand), (e_user, e_cand), (None, cand_to_user)
-
-
-def _materialised(
-    align_k: int = 1, precision: jax.lax.PrecisionLike = None
-) -> Callable[..., jax.Array]:
-    def fn(*inputs: jax.Array) -> jax.Array:
-        return materialised(*_levels(*inputs), align_k=align_k, precision=precision)
-
-    return fn
-
-
-def oracle(inputs: Inputs) -> jax.Array:
-    """The materialised model in float32, [B, M, N] float32."""
-    wide = (x.astype(jnp.float32) for x in inputs[:4])
-    exact = _materialised(precision=jax.lax.Precision.HIGHEST)
-    return exact(*wide, inputs.cand_to_user)
+    """Seeded random inputs; results are near one."""
+    return Inputs(*request.case.draw(request.seed), (None, user_index(request)))
 
 
 def _bytes_moved(request: Request, *, copied_k: int = 0, separate_add: bool = False) -> int:
@@ -250,40 +185,40 @@ def _kernel_stage(request: Request, name: str, *, single_launch: bool) -> Stage:
     moved = _bytes_moved(request)
     if (reason := hopper_unavailable_reason()) is not None:
         return Stage(name, None, moved, reason)
-    tuned = lookup(request.problem).config or request.problem.default_config()
-    config = dataclasses.replace(tuned or LinearCompressionConfig(), single_launch=single_launch)
-    if (reason := config.illegal_reason(request.problem)) is not None:
+    case = request.case
+    config = case.config(single_launch=single_launch) or LinearCompressionConfig(
+        single_launch=single_launch
+    )
+    if (reason := config.illegal_reason(case.problem)) is not None:
         return Stage(name, None, moved, reason)
-
-    def fn(*inputs: jax.Array) -> jax.Array:
-        return linear_compression(*inputs, implementation="mosaic_gpu", config=config)
-
     path = f"mosaic_gpu, block_m {config.block_m}, {config.num_stages} stages"
-    return Stage(name, fn, moved, path)
+    return Stage(name, case.contender("fused", config), moved, path)
 
 
 def stages(request: Request) -> list[Stage]:
     """Every stage, the materialised model first."""
     k = request.k_cand + request.k_user
     aligned = -(-k // ALIGNED_K) * ALIGNED_K
-
-    def decomposed(*inputs: jax.Array) -> jax.Array:
-        return linear_compression(*inputs, implementation="xla")
-
+    contender = request.case.contender
     return [
         Stage(
             "1  materialised",
-            _materialised(),
+            contender("materialised"),
             _bytes_moved(request, copied_k=k),
             f"xla, K={k}",
         ),
         Stage(
             "1b aligned K",
-            _materialised(align_k=ALIGNED_K),
+            contender("materialised-aligned"),
             _bytes_moved(request, copied_k=aligned),
             f"xla, K={aligned}",
         ),
-        Stage("2  decomposed", decomposed, _bytes_moved(request, separate_add=True), "xla"),
+        Stage(
+            "2  decomposed",
+            contender("decomposed"),
+            _bytes_moved(request, separate_add=True),
+            "xla",
+        ),
         _kernel_stage(request, "3  fused", single_launch=False),
         _kernel_stage(request, "4  single launch", single_launch=True),
     ]
@@ -291,26 +226,9 @@ def stages(request: Request) -> list[Stage]:
 
 def automatic_path(request: Request) -> str:
     """The implementation that `linear_compression` chooses by default here, and why."""
-    plan = explain(linear_compression, *jax.eval_shape(lambda: make_inputs(request))).plans[0]
+    shapes = jax.eval_shape(lambda: make_inputs(request))
+    plan = explain(request.case.contender("automatic"), *shapes).plans[0]
     return f"{plan.implementation} ({plan.reason})"
-
-
-def tolerance(request: Request, baseline_error: float, largest: float) -> float:
-    """The allowed error: twice the materialised model's error in this dtype, plus one rounding.
-
-    In float32 the materialised model is the oracle and its error zero, but other orders of
-    summation are as accurate. So the tolerance includes √K roundings, the random sum of K.
-    """
-    k = request.k_cand + request.k_user
-    rounding = float(jnp.finfo(request.dtype).eps) / 2
-    summation = math.sqrt(k) * float(jnp.finfo(jnp.float32).eps)
-    return 2 * baseline_error + (rounding + summation) * largest
-
-
-def compare(actual: jax.Array, expected: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Two scalars: the largest absolute difference, and the largest absolute expected value."""
-    error = jnp.max(jnp.abs(actual.astype(jnp.float32) - expected), initial=0.0)
-    return error, jnp.max(jnp.abs(expected), initial=0.0)
 
 
 def device_memory(executable: jax.stages.Compiled) -> int:
@@ -360,21 +278,20 @@ def prefixed_log(part: str, on_progress: Log) -> Log:
 def measure(
     compiled: Mapping[str, jax.stages.Compiled],
     runnable: Sequence[Stage],
-    inputs: Sequence[jax.Array],
+    inputs: Sequence[Any],
     expected: jax.Array,
-    tolerance_of: Callable[[float, float], float],
+    rounding: tuple[str, float],
     log: Log,
 ) -> tuple[tuple[Measured, ...], float]:
     """Checks and times stages.
 
     Args:
       compiled: programs by name: all stages, and "comparison", which takes and returns the same as
-        `compare`.
+        `error_rule.compare`.
       runnable: the stages, the baseline first.
       inputs: the arguments of every stage.
       expected: the second argument of "comparison".
-      tolerance_of: takes the baseline's error and the largest expected value; returns the largest
-        allowed error.
+      rounding: dtype of the results, and terms of their longest sums.
       log: called with a description of each step.
 
     Returns:
@@ -385,7 +302,7 @@ def measure(
     for stage in runnable:
         found = compiled["comparison"](compiled[stage.name](*inputs), expected)
         errors[stage.name], largest = (float(x) for x in found)
-    limit = tolerance_of(errors[runnable[0].name], largest)
+    limit = error_rule.bound(errors[runnable[0].name], largest, *rounding)
     samples = time_interleaved(
         {stage.name: compiled[stage.name] for stage in runnable}, inputs, log
     )
@@ -418,18 +335,17 @@ def run(request: Request, *, on_progress: Log = lambda _: None) -> Report:
     unseeded = dataclasses.replace(request, seed=0)
     programs = Programs(log, identity=f"linear compression {unseeded}")
     seed, index = np.uint32(request.seed % 2**32), user_index(request)
-    drawn = programs.add("inputs", functools.partial(_draw_seeded, unseeded), seed, timed=False)
-    shapes = Inputs._make([*drawn, jax.ShapeDtypeStruct(index.shape, index.dtype)])
+    drawn = programs.add("inputs", unseeded.case.draw, seed, timed=False)
+    parents = (None, jax.ShapeDtypeStruct(index.shape, index.dtype))
+    shapes = Inputs._make([*drawn, parents])
     exact = programs.add("oracle in float32", oracle, shapes, timed=False)
     runnable, not_run = add_stages(programs, stages(request), shapes)
     out = jax.ShapeDtypeStruct(exact.shape, jnp.dtype(request.dtype))
-    programs.add("comparison", compare, out, exact, timed=False)
+    programs.add("comparison", error_rule.compare, out, exact, timed=False)
     compiled = programs.compiled()
 
-    inputs = Inputs._make([*compiled["inputs"](seed), index])
+    inputs = Inputs._make([*compiled["inputs"](seed), (None, index)])
     expected = compiled["oracle in float32"](inputs)
-    measured, limit = measure(
-        compiled, runnable, inputs, expected, functools.partial(tolerance, request), log
-    )
+    measured, limit = measure(compiled, runnable, inputs, expected, request.case.rounding, log)
     counts = tuple(int(c) for c in candidate_counts(request))
     return Report(request, counts, measured, tuple(not_run), limit)

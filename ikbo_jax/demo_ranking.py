@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import pathlib
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +20,7 @@ import numpy as np
 
 from ikbo_jax import demo
 from ikbo_jax._timing.programs import NETWORK_ON_GPU, Log, Programs
+from ikbo_jax.cases.ranking import oracle, tolerance
 from ikbo_jax.models import ranking
 from ikbo_jax.models.ranking import Sizes
 from ikbo_jax.ops.explain import explain
@@ -28,8 +28,6 @@ from ikbo_jax.rewrite import rewrite
 
 #: Number of candidates in the printed table.
 NUM_SHOWN = 5
-#: Number of candidates that the oracle scores at once, since copies in float32 are large.
-ORACLE_BATCH = 512
 #: Candidates per user in the sweep; smaller on a CPU, where every point takes about 20 s.
 RATIOS = (10, 70, 300, 1000)
 RATIOS_ON_CPU = (4, 16, 64, 256)
@@ -121,40 +119,6 @@ def versions() -> tuple[Version, ...]:
         Version("co-designed", ranking.co_designed),
         Version("rewritten", rewrite(ranking.materialised)),
     )
-
-
-def oracle(params: Any, request: ranking.Request) -> jax.Array:
-    """The materialised network in float32, [B, tasks]; scores `ORACLE_BATCH` candidates at once."""
-    params, request = jax.tree.map(
-        lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x,
-        (params, request),
-    )
-    batch = request.cand_to_user.shape[0]
-    size = min(batch, ORACLE_BATCH)
-
-    def score(rows: jax.Array) -> jax.Array:
-        part = request._replace(
-            cand_tokens=request.cand_tokens[rows], cand_to_user=request.cand_to_user[rows]
-        )
-        with jax.default_matmul_precision("highest"):
-            return ranking.materialised(params, part)
-
-    # The last part wraps around, so that all parts have one size and share one program.
-    rows = np.arange(-(-batch // size) * size, dtype=np.int32).reshape(-1, size) % batch
-    out = jax.lax.map(score, jnp.asarray(rows))
-    return out.reshape(-1, out.shape[-1])[:batch]
-
-
-def tolerance(sizes: Sizes, baseline_error: float, largest: float) -> float:
-    """The allowed error: twice the materialised network's error in this dtype, plus one rounding.
-
-    In float32 the materialised network is nearly the oracle, but other orders of summation are as
-    accurate. So the tolerance includes √K roundings in each layer, the random sum of K.
-    """
-    k = sizes.user_rows + sizes.cand_tokens
-    rounding = float(jnp.finfo(sizes.dtype).eps) / 2
-    summation = sizes.layers * math.sqrt(k) * float(jnp.finfo(jnp.float32).eps)
-    return 2 * baseline_error + (rounding + summation) * largest
 
 
 def _seed_of(seed: int) -> np.ndarray:

@@ -123,12 +123,12 @@ def test_sweeps_hold_the_shapes_that_bars_speak_of():
 
 
 def test_inputs_follow_the_point():
-    inputs = linear_compression.make_inputs(point("default"))
-    assert [array.shape for array in inputs] == [(9, 5), (9, 7), (6, 5, 16), (2, 7, 16), (6,)]
-    assert sorted(inputs.cand_to_user.tolist()) == inputs.cand_to_user.tolist()
-    index = linear_compression.make_inputs(point("index", index="unsorted")).cand_to_user
+    arguments = point("default").case.inputs().arguments
+    assert [array.shape for array in arguments] == [(9, 5), (9, 7), (6, 5, 16), (2, 7, 16), (6,)]
+    assert sorted(arguments[4].tolist()) == arguments[4].tolist()
+    *_, index = point("index", index="unsorted").case.inputs().arguments
     assert sorted(index.tolist()) != index.tolist()
-    assert sorted(index.tolist()) == inputs.cand_to_user.tolist()
+    assert sorted(index.tolist()) == arguments[4].tolist()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -156,10 +156,10 @@ def test_every_provider_agrees_with_the_oracle_or_says_why_not(dtype):
 
 def test_a_wrong_provider_is_caught_and_a_failing_one_recorded():
     def wrong(*inputs: jax.Array) -> jax.Array:
-        return providers.XLA.fn(*inputs) + jnp.asarray(0.5, inputs[0].dtype)
+        return providers.XLA.fn(*inputs) + jnp.bfloat16(0.5)
 
     def nan(*inputs: jax.Array) -> jax.Array:
-        return providers.XLA.fn(*inputs) * jnp.asarray(jnp.nan, inputs[0].dtype)
+        return providers.XLA.fn(*inputs) * jnp.bfloat16(jnp.nan)
 
     def failing(*inputs: jax.Array) -> jax.Array:
         raise RuntimeError("broken")
@@ -176,18 +176,17 @@ def test_a_wrong_provider_is_caught_and_a_failing_one_recorded():
 
 
 def test_the_oracle_is_the_equation():
-    inputs = linear_compression.make_inputs(point("default", "float32"))
-    exact, bound = providers.oracle(inputs, [0, 5])
-    user = int(inputs.cand_to_user[5])
-    by_hand = np.einsum("mk,kn->mn", inputs.w_cand, inputs.e_cand[5])
-    by_hand += np.einsum("mk,kn->mn", inputs.w_user, inputs.e_user[user])
+    case = point("default", "float32").case
+    exact, bound = case.expected(case.inputs(), [0, 5])
+    w_cand, w_user, e_cand, e_user, index = map(np.asarray, case.inputs().arguments)
+    by_hand = w_cand @ e_cand[5] + w_user @ e_user[index[5]]
     np.testing.assert_allclose(exact[1], by_hand, atol=1e-5)
     assert 0 < bound < 1e-5
 
 
 def test_torch_baseline_is_optional():
-    inputs = linear_compression.make_inputs(point("default"))
-    found = torch_baseline.contenders(inputs, [0], np.zeros((1, 9, 16)), 1.0, 8)
+    inputs = point("default").case.inputs().arguments
+    found = torch_baseline.contenders(inputs, [0], np.zeros((1, 9, 16)), 1.0)
     for record, _ in found:
         assert record["name"].startswith("torch")
         assert record.get("ok", True)

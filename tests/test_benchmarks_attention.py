@@ -45,12 +45,13 @@ def test_seventy_candidates_are_seventy():
 @pytest.mark.parametrize("index", ["even", "ragged", "unsorted"])
 @pytest.mark.parametrize("lengths", ["full", "half"])
 def test_inputs_are_what_the_point_says(index: str, lengths: str):
-    inputs = attention.make_inputs(point(index, lengths))
+    case = point(index, lengths).case
+    inputs = case.inputs()
     users = np.asarray(inputs.cand_to_user)
     assert inputs.query.shape == (9, 4, 4, 8)
     assert users.min() >= 0
     assert users.max() < 3
-    assert inputs.is_sorted == bool(np.all(np.diff(users) >= 0)) == (index != "unsorted")
+    assert case.is_sorted == bool(np.all(np.diff(users) >= 0)) == (index != "unsorted")
     flops = attention.useful_flops(TINY, inputs)
     if lengths == "full":
         assert flops == TINY.useful_flops
@@ -62,7 +63,8 @@ def test_inputs_are_what_the_point_says(index: str, lengths: str):
 
 @pytest.mark.parametrize("index", ["ragged", "unsorted"])
 def test_grouping_by_hand_and_back(index: str):
-    inputs = attention.make_inputs(point(index))
+    case = point(index).case
+    inputs = case.inputs()
 
     def attend(query, key, value, *, key_value_seq_lengths):
         assert query.shape[0] == key.shape[0] == 3
@@ -72,19 +74,19 @@ def test_grouping_by_hand_and_back(index: str):
 
     fn, args = attention_providers._grouped(attend, inputs)
     out = attention_providers._ungrouped(jax.jit(fn)(*args), inputs)
-    exact, bound = attention_providers.oracle(inputs, range(9))
+    exact, bound = case.expected(inputs, range(9))
     assert np.abs(np.asarray(out, np.float64) - exact).max() <= bound
 
 
 @pytest.mark.parametrize("lengths", ["full", "half"])
 def test_oracle_admits_the_right_result_and_no_other(lengths: str):
-    inputs = attention.make_inputs(point(lengths=lengths))
-    fn, args = attention_providers.XLA.prepare(inputs)
+    case = point(lengths=lengths).case
+    inputs = case.inputs()
+    fn, args = attention_providers.XLA.prepare(case, inputs)
     out = np.asarray(fn(*args), np.float64)
-    exact, bound = attention_providers.oracle(inputs, range(9))
+    exact, bound = case.expected(inputs, range(9))
     assert np.abs(out - exact).max() <= bound < 0.1
-    other = attention.make_inputs(point(lengths=lengths), seed=1)
-    wrong, _ = attention_providers.oracle(other, range(9))
+    wrong, _ = case.expected(case.inputs(seed=1), range(9))
     assert np.abs(wrong - exact).max() > bound
 
 
@@ -110,8 +112,8 @@ def test_run_writes_what_it_measured(tmp_path, monkeypatch, capsys):
 
 
 def test_wrong_result_is_found(monkeypatch):
-    def prepare(inputs):
-        fn, args = attention_providers.XLA.prepare(inputs)
+    def prepare(case, inputs):
+        fn, args = attention_providers.XLA.prepare(case, inputs)
         return lambda *x: fn(*x) + jnp.bfloat16(0.5), args
 
     wrong = attention_providers.Provider("wrong", "off by a half", prepare)

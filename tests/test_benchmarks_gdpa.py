@@ -9,8 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import gdpa, gdpa_oracle, gdpa_providers, harness, report, report_gdpa, timing
+from benchmarks import gdpa, gdpa_providers, harness, report, report_gdpa, timing
 from benchmarks.gdpa_providers import Sizes
+from ikbo_jax.cases import gdpa_oracle
+from ikbo_jax.cases.gdpa import one_sequence
+from ikbo_jax.cases.gdpa_oracle import Inputs
 
 pytestmark = pytest.mark.slow
 
@@ -18,12 +21,16 @@ TINY = Sizes(3, 6, 6, 2, 8)
 SHORT = harness.Protocol(window_s=0.001, rounds=2, matmul_size=64)
 
 
-def softmax_of_dense(sizes: Sizes, inputs: gdpa_providers.Inputs) -> gdpa_providers.Op:
+def make_inputs(sizes: Sizes) -> Inputs:
+    return Inputs(sizes.case.inputs(), sizes.case.cotangent())
+
+
+def softmax_of_dense(sizes: Sizes, inputs: Inputs) -> gdpa_providers.Op:
     """Cheaper to compile than what the benchmark has, for a CPU."""
 
     def attend(query, key, value):
         q, k, v = (x.astype(jnp.float32) for x in (query, key, value))
-        scores = jnp.float32(sizes.settings.scale) * jnp.einsum("btnh,bsnh->bnts", q, k)
+        scores = jnp.float32(sizes.case.settings.scale) * jnp.einsum("btnh,bsnh->bnts", q, k)
         out = jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), v)
         return out.astype(query.dtype)
 
@@ -66,7 +73,7 @@ def test_every_sweep_has_points_that_differ_and_shrink():
     ],
 )
 def test_inputs_are_what_the_sizes_say(sizes: Sizes):
-    (query, key, value, cu_q, cu_kv, _), d_out = gdpa_providers.make_inputs(sizes)
+    (query, key, value, cu_q, cu_kv, _), d_out = make_inputs(sizes)
     lengths = np.diff(cu_kv)
     assert key.shape == value.shape == (lengths.sum(), 2, 8)
     assert len(lengths) == sizes.batch
@@ -78,8 +85,7 @@ def test_inputs_are_what_the_sizes_say(sizes: Sizes):
         np.testing.assert_array_equal(cu_q, cu_kv)
         assert query.shape == d_out.shape == key.shape
     q_lengths = 2 if sizes.broadcast_q else lengths
-    inputs = gdpa_providers.make_inputs(sizes)
-    assert gdpa_providers.count_pairs(inputs) == (q_lengths * lengths).sum()
+    assert sizes.case.pairs == (q_lengths * lengths).sum()
 
 
 @pytest.mark.parametrize(
@@ -92,13 +98,13 @@ def test_inputs_are_what_the_sizes_say(sizes: Sizes):
 def test_oracle_admits_the_right_result_and_no_other(
     provider: gdpa_providers.Provider, sizes: Sizes, direction: str
 ):
-    inputs, sequences = gdpa_providers.make_inputs(sizes), [0, 2]
+    inputs, sequences = make_inputs(sizes), [0, 2]
     fn, args = provider.prepare(sizes, inputs, direction)
     out = jax.jit(fn)(*args)
-    exact, bounds = gdpa_oracle.oracle(sizes, inputs, sequences, direction)
+    exact, bounds = gdpa_oracle.expected(sizes.case, inputs, sequences, direction)
 
     def check(results):
-        found = gdpa_oracle.checked_rows(results, inputs, sequences, direction)
+        found = gdpa_oracle.checked_rows(sizes.case, results, sequences, direction)
         return gdpa_oracle.worst_error(found, exact, bounds)
 
     error, bound = check(out)
@@ -111,12 +117,13 @@ def test_oracle_admits_the_right_result_and_no_other(
 
 def test_plain_results_in_f32_are_the_exact_ones():
     sizes = dataclasses.replace(TINY, lengths="half", dtype="float32")
-    inputs = gdpa_providers.make_inputs(sizes)
-    of_one = jax.jit(gdpa_oracle._one_sequence, static_argnums=0)
-    one = of_one(sizes, inputs, jnp.int32(1))
-    assert one.arrays.cu_seqlens_q[1] < 6
-    names = gdpa_providers.RESULTS["both"]
-    exact, plain = gdpa_oracle._exact_and_rounded(sizes, inputs, jnp.int32(1), names)
+    inputs = make_inputs(sizes)
+    of_one = jax.jit(one_sequence, static_argnums=0)
+    one, begin = of_one(sizes.case, inputs.arrays, jnp.int32(1))
+    assert begin == inputs.arrays.cu_seqlens_q[1]
+    assert one.cu_seqlens_q[1] < 6
+    names = gdpa_oracle.RESULTS["both"]
+    exact, plain = gdpa_oracle._exact_and_rounded(sizes.case, inputs, jnp.int32(1), names)
     for name in names:
         assert np.abs(exact[name]).max() > 1e-2
         np.testing.assert_allclose(plain[name], exact[name], atol=1e-6)
@@ -154,7 +161,7 @@ def test_run_writes_what_it_measured(tmp_path, monkeypatch, capsys):
 
 def test_what_is_too_long_for_xla_or_not_dense_is_skipped(monkeypatch):
     monkeypatch.setattr(gdpa_providers, "MAX_XLA_PAIRS", 107)
-    inputs = gdpa_providers.make_inputs(TINY)
+    inputs = make_inputs(TINY)
     with pytest.raises(NotImplementedError, match="too long"):
         gdpa_providers.XLA.prepare(TINY, inputs, "forward")
     half = dataclasses.replace(TINY, lengths="half")

@@ -15,6 +15,7 @@ from problems import random_array
 
 from benchmarks import ranking, report, report_ranking, timing
 from ikbo_jax import demo, demo_ranking
+from ikbo_jax.cases import ranking as cases
 from ikbo_jax.models import ranking as ranking_model
 
 pytestmark = pytest.mark.slow
@@ -50,7 +51,7 @@ def small_and_quick(monkeypatch):
     monkeypatch.setenv(timing.COMMIT_VARIABLE, "0123456789abcdef")
     monkeypatch.setattr(ranking, "DEFAULT", SIZES)
     monkeypatch.setattr(ranking, "shrink", lambda point: dataclasses.replace(point, sizes=SIZES))
-    monkeypatch.setattr(demo_ranking, "oracle", lambda *inputs: score(*inputs))
+    monkeypatch.setattr(cases, "oracle", lambda *inputs: score(*inputs))
     monkeypatch.setattr(ranking, "ALL", tuple(provider(p.name) for p in ranking.ALL))
     monkeypatch.setattr(ranking, "inputs_of", inputs_of)
     monkeypatch.setattr(ranking, "RATIOS", (10, 1000))
@@ -151,9 +152,7 @@ def test_full_points_hold_the_ratios(monkeypatch):
 
 def test_oracle_scores_a_part_at_a_time(monkeypatch):
     monkeypatch.undo()
-    monkeypatch.setattr(demo_ranking, "ORACLE_BATCH", 5)
-    monkeypatch.setattr(demo_ranking.ranking, "materialised", score)
+    monkeypatch.setattr(cases, "ORACLE_BATCH", 5)
+    monkeypatch.setattr(cases.ranking, "materialised", score)
     params, request = inputs_of(SIZES)
-    np.testing.assert_allclose(
-        demo_ranking.oracle(params, request), score(params, request), rtol=1e-5
-    )
+    np.testing.assert_allclose(cases.oracle(params, request), score(params, request), rtol=1e-5)

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ikbo_jax import _timing, cli, demo, demo_attention, demo_ranking, terminal
+from ikbo_jax import _timing, cases, cli, demo, demo_attention, demo_ranking, terminal
 from ikbo_jax._timing import sustained_ms
+from ikbo_jax.autotuner import autotune
 from ikbo_jax.ops import dispatch
 from ikbo_jax.problems import (
     AttentionProblem,
@@ -21,7 +22,6 @@ from ikbo_jax.problems import (
     LinearCompressionConfig,
     LinearCompressionProblem,
 )
-from ikbo_jax.tuning import autotune
 
 SIZES = ["--m", "9", "--n", "8", "--k-cand", "7", "--k-user", "11"]
 TINY = ["demo", "--candidates", "24", "--users", "5", *SIZES, "--layers", "1"]
@@ -182,7 +182,7 @@ def test_demo_says_why_the_kernels_did_not_run(attention_as_it_is, monkeypatch, 
 
 
 def test_demo_says_what_the_kernel_cannot_do(attention_as_it_is, monkeypatch, capsys):
-    real = demo.linear_compression
+    real = cases.linear_compression.linear_compression
 
     def refuses(*args, implementation=None, **kwargs):
         if implementation == "mosaic_gpu":
@@ -191,16 +191,16 @@ def test_demo_says_what_the_kernel_cannot_do(attention_as_it_is, monkeypatch, ca
 
     monkeypatch.setattr(demo, "hopper_unavailable_reason", lambda: None)
     monkeypatch.setattr(LinearCompressionConfig, "illegal_reason", lambda config, problem: None)
-    monkeypatch.setattr(demo, "linear_compression", refuses)
+    monkeypatch.setattr(cases.linear_compression, "linear_compression", refuses)
     assert cli.main(TINY) == cli.OK
     assert f"not run: {', '.join(KERNELS)}: no such tile" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("wrong", [1.0, float("nan")], ids=["off by one", "nan"])
 def test_a_planted_disagreement_fails(attention_as_it_is, monkeypatch, capsys, wrong):
-    real = demo.linear_compression
+    real = cases.linear_compression.linear_compression
     monkeypatch.setattr(
-        demo,
+        cases.linear_compression,
         "linear_compression",
         lambda *args, **kwargs: real(*args, **kwargs).at[3, 2].add(wrong),
     )
@@ -211,12 +211,13 @@ def test_a_planted_disagreement_fails(attention_as_it_is, monkeypatch, capsys, w
 
 
 def test_a_wrong_baseline_cannot_vouch_for_itself(attention_as_it_is, monkeypatch, capsys):
-    real = demo.materialised
+    reference = cases.linear_compression.reference
+    real = reference.materialised
 
-    def wrong_unless_oracle(*args, precision=None, **kwargs):
-        return real(*args, precision=precision, **kwargs) + (100 if precision is None else 0)
+    def wrong_unless_oracle(*args, **kwargs):
+        return real(*args, **kwargs) + (100 if "align_k" in kwargs else 0)
 
-    monkeypatch.setattr(demo, "materialised", wrong_unless_oracle)
+    monkeypatch.setattr(reference, "materialised", wrong_unless_oracle)
     assert cli.main(TINY) == cli.DISAGREES
     assert "DISAGREEMENT" in capsys.readouterr().out
 
@@ -242,13 +243,14 @@ def test_requests_are_seeded_and_ragged():
 
 def test_inputs_have_the_sizes_of_the_request():
     request = dataclasses.replace(demo.SMALL, dtype="float16")
-    inputs = jax.eval_shape(lambda: demo.make_inputs(request))
-    assert inputs.w_cand.shape == (request.m, request.k_cand)
-    assert inputs.w_user.shape == (request.m, request.k_user)
-    assert inputs.e_cand.shape == (request.candidates, request.k_cand, request.n)
-    assert inputs.e_user.shape == (request.users, request.k_user, request.n)
-    assert inputs.cand_to_user.shape == (request.candidates,)
-    assert inputs.cand_to_user.dtype == jnp.int32
+    inputs = jax.eval_shape(lambda: demo.make_inputs(request)).arguments
+    w_cand, w_user, e_cand, e_user, cand_to_user = inputs
+    assert w_cand.shape == (request.m, request.k_cand)
+    assert w_user.shape == (request.m, request.k_user)
+    assert e_cand.shape == (request.candidates, request.k_cand, request.n)
+    assert e_user.shape == (request.users, request.k_user, request.n)
+    assert cand_to_user.shape == (request.candidates,)
+    assert cand_to_user.dtype == jnp.int32
     assert {x.dtype for x in inputs[:4]} == {jnp.dtype(jnp.float16)}
 
 
@@ -375,9 +377,9 @@ def test_demo_runs_the_kernels(capsys):
 def test_a_planted_disagreement_of_attention_fails(
     compression_as_it_is, monkeypatch, capsys, wrong
 ):
-    real = demo_attention.attention
+    real = cases.attention.attention
     monkeypatch.setattr(
-        demo_attention,
+        cases.attention,
         "attention",
         lambda *args, **kwargs: real(*args, **kwargs).at[0, 2].add(wrong),
     )
@@ -390,7 +392,8 @@ def test_a_planted_disagreement_of_attention_fails(
 def test_attention_runs_the_kernel_where_it_can(untimed, monkeypatch, fake_attention):
     monkeypatch.setattr(demo_attention, "hopper_unavailable_reason", lambda: None)
     # There is no cuDNN beside the fake kernel.
-    monkeypatch.setattr(demo_attention, "_materialised_cudnn", demo_attention._materialised)
+    materialised = cases.attention.materialised
+    monkeypatch.setattr(cases.attention, "materialised_cudnn", materialised)
     ranking = dataclasses.replace(demo.SMALL, candidates=24, users=5, dtype="float16")
     request = demo_attention.Request(ranking, q_len=2, kv_len=16, heads=2, head_dim=64)
     report = demo_attention.run(request)

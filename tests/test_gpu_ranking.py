@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import ikbo_jax as ikbo
-from ikbo_jax import demo_ranking
+from ikbo_jax.cases import ranking as cases
 from ikbo_jax.models import ranking
 
 pytestmark = pytest.mark.gpu
@@ -26,12 +26,12 @@ VERSIONS = {
 
 def test_versions_agree_in_bfloat16():
     inputs = (ranking.init(SIZES), ranking.make_request(SIZES))
-    exact = np.asarray(demo_ranking.oracle(*inputs), np.float64)
+    exact = np.asarray(cases.oracle(*inputs), np.float64)
     errors = {
         name: np.max(np.abs(np.asarray(jax.jit(version)(*inputs), np.float64) - exact))
         for name, version in {"materialised": ranking.materialised, **VERSIONS}.items()
     }
-    bound = demo_ranking.tolerance(SIZES, errors["materialised"], float(np.max(np.abs(exact))))
+    bound = cases.tolerance(SIZES, errors["materialised"], float(np.max(np.abs(exact))))
     assert {name: error for name, error in errors.items() if not error <= bound} == {}
 
 

@@ -21,6 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from problems_gdpa import Shape
 
 import ikbo_jax as ikbo
+from ikbo_jax.cases import gdpa as cases
 from ikbo_jax.ops import dispatch
 from ikbo_jax.ops import gdpa as op
 from ikbo_jax.pallas.flash import attention, gdpa_consumer, tile_list
@@ -29,7 +30,6 @@ from ikbo_jax.problems import GdpaConfig, GdpaProblem
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, TILE_ROWS
 from ikbo_jax.reference import gdpa as reference
 from ikbo_jax.reference.gdpa import Arrays, Settings
-from ikbo_jax.tuning import trials_gdpa
 
 pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
 
@@ -168,10 +168,11 @@ def test_interpreted_trial_of_the_autotuner(
         max_seqlen_kv=40,
     )
     monkeypatch.setattr(kernel, "gdpa_forward", functools.partial(FORWARD, interpret=PARAMS))
-    operands = trials_gdpa.gdpa_operands(problem)
-    out = jax.block_until_ready(trials_gdpa.gdpa_runner(problem, TWO_SLOTS)(*operands))
+    case = cases.Case(problem)
+    operands = case.inputs()
+    out = jax.block_until_ready(case.runner(TWO_SLOTS)(*operands))
     launches.assert_no_races(1)
-    xla = trials_gdpa.gdpa_runner(problem, None)(*operands)
+    xla = case.runner(None)(*operands)
     np.testing.assert_allclose(*(x.astype(jnp.float32) for x in (out, xla)), rtol=0, atol=0.02)
 
 

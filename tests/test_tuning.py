@@ -13,11 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ikbo_jax.autotuner import autotune
+from ikbo_jax.autotuner.bench import Contender, Task
+from ikbo_jax.cases import linear_compression
+from ikbo_jax.cases.linear_compression import CHECK_ROWS, Case
 from ikbo_jax.problems import LinearCompressionConfig, LinearCompressionProblem
 from ikbo_jax.problems.linear_compression import DISTANCE_WEIGHTS
 from ikbo_jax.reference.linear_compression import decomposed
-from ikbo_jax.tuning import autotune, table, trials
-from ikbo_jax.tuning.bench import Contender, Task
+from ikbo_jax.tuning import table
 
 DEFAULT = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16")
 TINY = LinearCompressionProblem((2, 6), (7, 5), 9, 16, "float32")
@@ -269,22 +272,21 @@ def test_tuning_off_hopper_is_refused(cache_dir):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_check_admits_the_right_result_and_no_other(dtype):
-    problem = dataclasses.replace(TINY, dtype=dtype, batches=(3, trials.CHECK_ROWS + 3))
-    operands = trials.linear_compression_operands(problem)
-    weights, embeddings, parents = operands
+    case = Case(dataclasses.replace(TINY, dtype=dtype, batches=(3, CHECK_ROWS + 3)))
+    inputs = case.inputs()
+    weights, embeddings, parents = inputs
     assert [w.shape for w in weights] == [(9, 7), (9, 5)]
     assert [e.shape for e in embeddings] == [(3, 7, 16), (131, 5, 16)]
     assert parents[0] is None
     assert parents[1].dtype == jnp.int32
     assert set(parents[1].tolist()) <= {0, 1, 2}
-    right = np.asarray(jax.jit(decomposed)(*operands))
-    error, bound = trials.check_linear_compression(right, operands)
+    right = np.asarray(jax.jit(decomposed)(*inputs))
+    error, bound = case.check(right, inputs)
     assert error <= bound < 0.2
     for bad in (0.5, jnp.nan, jnp.inf):
         wrong = right.copy()
         wrong[-1, 3, 5] += np.asarray(bad, right.dtype)
-        error, bound = trials.check_linear_compression(wrong, operands)
-        assert not error <= bound
+        assert not case.check(wrong, inputs).ok
 
 
 def test_progress_is_plain_lines_when_piped(capsys):
@@ -296,15 +298,17 @@ def test_progress_is_plain_lines_when_piped(capsys):
     assert text == "tune 1/4 XLA: 1 ms\n"
 
 
-def test_the_oracle_is_computed_once_for_all_results_of_the_same_operands(monkeypatch):
-    problem = dataclasses.replace(TINY, batches=(3, trials.CHECK_ROWS + 3))
+def test_the_oracle_is_computed_once_for_all_results_of_the_same_inputs(monkeypatch):
+    case = Case(dataclasses.replace(TINY, batches=(3, CHECK_ROWS + 3)))
     calls = []
-    real = trials._truth
-    monkeypatch.setattr(trials, "_truth", lambda *args: calls.append(args) or real(*args))
+    real = linear_compression._truth
+    monkeypatch.setattr(
+        linear_compression, "_truth", lambda *args: calls.append(args) or real(*args)
+    )
     found = []
     for seed in (0, 1):
-        operands = trials.linear_compression_operands(problem, seed)
-        right = jax.jit(decomposed)(*operands)
-        found += [trials.check_linear_compression(right, operands) for _ in range(2)]
+        inputs = case.inputs(seed)
+        right = jax.jit(decomposed)(*inputs)
+        found += [case.check(right, inputs) for _ in range(2)]
         assert len(calls) == 2 * (seed + 1)
     assert found[0] == found[1] != found[2] == found[3]

@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
+from ikbo_jax.autotuner import autotune
+from ikbo_jax.autotuner.bench import Task
 from ikbo_jax.problems import GdpaProblem, LinearCompressionConfig, LinearCompressionProblem
-from ikbo_jax.tuning import autotune, table
-from ikbo_jax.tuning.bench import Task
+from ikbo_jax.tuning import table
 
 DEFAULT = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16")
 GDPA = GdpaProblem(*(8, 8, 512, 640, 4, 2, 64, "bfloat16"), ("relu",), None, False, 100, None)

@@ -11,8 +11,8 @@ import sys
 import pytest
 
 from ikbo_jax import cli
+from ikbo_jax.autotuner import autotune
 from ikbo_jax.ops import dispatch
-from ikbo_jax.tuning import autotune
 
 SIZES = ["--m", "9", "--n", "8", "--k-cand", "7", "--k-user", "11"]
 TUNE = ["tune", "linear-compression", "--b", "24", "--u", "5", *SIZES]
@@ -73,7 +73,7 @@ INTERRUPTED = """
 import sys
 from ikbo_jax import cli
 from ikbo_jax.ops import dispatch
-from ikbo_jax.tuning import session
+from ikbo_jax.autotuner import session
 
 WORKER = '''
 import json, sys, time

@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 
+from ikbo_jax.autotuner import autotune, contest, session
+from ikbo_jax.autotuner.bench import Contender, Task
 from ikbo_jax.problems import (
     AttentionConfig,
     AttentionProblem,
     GdpaProblem,
     LinearCompressionProblem,
 )
-from ikbo_jax.tuning import autotune, contest, session, table
-from ikbo_jax.tuning.bench import Contender, Task
+from ikbo_jax.tuning import table
 
 DEFAULT = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16")
 ATTENTION = AttentionProblem(2048, 32, 64, 4096, 2, 2, 128, "bfloat16")

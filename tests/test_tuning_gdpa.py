@@ -16,11 +16,14 @@ from hypothesis import strategies as st
 from problems_gdpa import Shape
 
 import ikbo_jax as ikbo
+from ikbo_jax.autotuner import autotune
+from ikbo_jax.autotuner.bench import Task, measure
+from ikbo_jax.cases import gdpa
+from ikbo_jax.cases.gdpa import Case
 from ikbo_jax.ops import dispatch
 from ikbo_jax.problems import GdpaConfig, GdpaProblem
 from ikbo_jax.problems.gdpa import ACTIVATION_DISTANCE, MAX_BLOCK_KV
-from ikbo_jax.tuning import autotune, table, trials_gdpa
-from ikbo_jax.tuning.bench import Task, measure
+from ikbo_jax.tuning import table
 
 ROWS = 1152 * 1024
 DEFAULT = GdpaProblem(
@@ -205,35 +208,35 @@ def test_kernel_runs_by_itself_beside_a_measured_row_only(is_users, builtin, mon
 def test_sequences_fill_the_rows_and_keep_their_bound(sequences, mean, extra, rest):
     rows = sequences * mean + rest % sequences
     longest = -(-rows // sequences) + extra
-    offsets = trials_gdpa.offsets(rows, sequences, longest)
+    offsets = gdpa.spread_offsets(rows, sequences, longest)
     lengths = np.diff(offsets)
     assert (offsets[0], offsets[-1], len(lengths)) == (0, rows, sequences)
     assert 1 <= lengths.min() <= lengths.max() <= longest
-    np.testing.assert_array_equal(trials_gdpa.offsets(rows, sequences, longest), offsets)
-    equal = np.diff(trials_gdpa.offsets(rows, sequences, None))
+    np.testing.assert_array_equal(gdpa.spread_offsets(rows, sequences, longest), offsets)
+    equal = np.diff(gdpa.spread_offsets(rows, sequences, None))
     assert equal.max() - equal.min() <= 1
 
 
 def test_half_filled_sequences_have_all_lengths():
-    lengths = np.diff(trials_gdpa.offsets(1152 * 512, 1152, 1024))
+    lengths = np.diff(gdpa.spread_offsets(1152 * 512, 1152, 1024))
     assert lengths.min() <= 2
     assert lengths.max() >= 1022
     assert np.abs(np.diff(np.sort(lengths))).max() <= 2
     assert (np.diff(lengths) < 0).any()
-    full = np.diff(trials_gdpa.offsets(1152 * 1024, 1152, 1024))
+    full = np.diff(gdpa.spread_offsets(1152 * 1024, 1152, 1024))
     assert set(full.tolist()) == {1024}
 
 
 def test_useful_flops_count_the_pairs_of_the_operands():
-    assert trials_gdpa.gdpa_flops(DEFAULT) == DEFAULT.useful_flops(1152 * 1024**2)
+    assert Case(DEFAULT).useful_flops == DEFAULT.useful_flops(1152 * 1024**2)
     problem = dataclasses.replace(TINY, batch_kv=3, kv_rows=24)
-    operands = trials_gdpa.gdpa_operands(problem)
+    operands = Case(problem).inputs()
     assert operands.q_to_kv.tolist() == sorted(operands.q_to_kv.tolist())
     pairs = sum(
         q * int(jnp.diff(operands.cu_seqlens_kv)[kv])
         for q, kv in zip(jnp.diff(operands.cu_seqlens_q).tolist(), operands.q_to_kv, strict=True)
     )
-    assert trials_gdpa.gdpa_flops(problem) == problem.useful_flops(pairs)
+    assert Case(problem).useful_flops == problem.useful_flops(pairs)
 
 
 @pytest.mark.parametrize(
@@ -245,23 +248,21 @@ def test_useful_flops_count_the_pairs_of_the_operands():
     ],
     ids=["self", "indexed", "pma"],
 )
-def test_check_admits_the_right_result_and_no_other(changes, monkeypatch):
-    # A runner is a program of its own each time.
-    monkeypatch.setattr(trials_gdpa, "gdpa_runner", functools.cache(trials_gdpa.gdpa_runner))
+def test_check_admits_the_right_result_and_no_other(changes):
     problem = dataclasses.replace(TINY, **changes)
-    operands = trials_gdpa.gdpa_operands(problem)
+    case = Case(problem)
+    operands = case.inputs()
     assert operands.query.shape == ((7 if problem.broadcast_q else 35), 2, 16)
     assert operands.key.shape == operands.value.shape == (problem.kv_rows, 1, 16)
     assert {x.dtype for x in operands[:3]} == {jnp.dtype(problem.dtype)}
-    right = trials_gdpa.gdpa_runner(problem, None)(*operands)
+    right = gdpa._xla_runner(case)(*operands)
     assert right.shape == (35, 2, 16)
-    error, bound = trials_gdpa.check_gdpa(problem, right, operands)
+    error, bound = case.check(right, operands)
     assert error <= bound < 0.05
     for bad in (0.1, np.nan, np.inf):
         wrong = np.array(right)
         wrong[-2, 1, 3] += np.asarray(bad, right.dtype)
-        error, _ = trials_gdpa.check_gdpa(problem, jnp.asarray(wrong), operands)
-        assert not error <= bound
+        assert not case.check(jnp.asarray(wrong), operands).ok
 
 
 # The autotuner.

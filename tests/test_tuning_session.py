@@ -20,10 +20,11 @@ from typing import Any
 import jax
 import pytest
 
+from ikbo_jax.autotuner import bench, contest, session, worker
+from ikbo_jax.autotuner.bench import Contender, Task
+from ikbo_jax.cases.linear_compression import Case
 from ikbo_jax.problems import LinearCompressionProblem
 from ikbo_jax.reference.linear_compression import decomposed
-from ikbo_jax.tuning import bench, contest, session, trials, worker
-from ikbo_jax.tuning.bench import Contender, Task
 
 TINY = LinearCompressionProblem((2, 6), (7, 5), 9, 16, "float32")
 DEFAULT = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16")
@@ -43,7 +44,7 @@ def test_tasks_round_trip():
 def programs_of_the_cpu(monkeypatch) -> list[tuple[Contender, str]]:
     """Kernels are XLA's path here; returns which were lowered, and in which thread compiled."""
     seen: list[tuple[Contender, str]] = []
-    xla = trials.linear_compression_runner(TINY, None)
+    xla = Case(TINY).runner(None)
 
     class Lowered:
         def __init__(self, config: Contender) -> None:
@@ -56,11 +57,10 @@ def programs_of_the_cpu(monkeypatch) -> list[tuple[Contender, str]]:
             out = decomposed(*operands)
             return out + 1 if self.config == B else out
 
-    def runner(problem: Any, config: Contender, num_sms: int | None = None) -> Any:
+    def runner(case: Case, config: Contender, num_sms: int | None = None) -> Any:
         return xla if config is None else jax.jit(Lowered(config).call)
 
-    ops = dataclasses.replace(bench.TRIALS["linear_compression"], runner=runner)
-    monkeypatch.setitem(bench.TRIALS, "linear_compression", ops)
+    monkeypatch.setattr(Case, "runner", runner)
     monkeypatch.setattr(bench, "lower", lambda problem, config, num_sms: Lowered(config))
     monkeypatch.setattr(bench, "_lowering_processes", concurrent.futures.ThreadPoolExecutor)
     return seen
@@ -316,7 +316,7 @@ def test_worker_ends_with_its_parent_and_takes_its_processes_along(tmp_path):
     child = tmp_path / "child"
     code = f"""
 import subprocess, sys, time
-from ikbo_jax.tuning import worker
+from ikbo_jax.autotuner import worker
 def serve(lines, say):
     child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
     open({str(child)!r}, "w").write(str(child.pid))

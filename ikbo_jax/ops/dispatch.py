@@ -204,8 +204,8 @@ def hopper_unavailable_reason() -> str | None:
 
 
 def num_sms() -> int:
-    """Number of streaming multiprocessors of the default device, which must be a GPU."""
-    return int(default_device().core_count)
+    """Number of streaming multiprocessors of the default device; 1 if it has none."""
+    return int(getattr(default_device(), "core_count", 1))
 
 
 # The identity on an array, with the plan as a parameter. It lowers to no instruction. Unlike a

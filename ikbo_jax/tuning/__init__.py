@@ -1,4 +1,1 @@
-"""Kernel configurations, the dispatch table that chooses one, and the autotuner that times them.
-
-Import the submodules: `configs` and `table` are light, `autotune` imports the kernels.
-"""
+"""The dispatch table, which chooses the configuration of a kernel: `table`, `sm90.json`."""

@@ -16,10 +16,10 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
+from ikbo_jax.autotuner.bench import Contender, Task, case_of
+from ikbo_jax.autotuner.session import Progress
 from ikbo_jax.problems import Config, GdpaProblem, Problem
 from ikbo_jax.tuning import table
-from ikbo_jax.tuning.bench import Contender, Task, trials_of
-from ikbo_jax.tuning.session import Progress
 
 #: A row prefers XLA only if XLA is faster than the best kernel by more than this fraction.
 XLA_MARGIN = 0.02
@@ -264,7 +264,7 @@ class Contest:
     def _row(self, config: Contender, ms: float, matmul_ms: float, xla_ms: float) -> table.Row:
         size = Task(self._problem, ()).matmul_size
         rate = 2 * size**3 / matmul_ms
-        fraction = trials_of(self._problem).flops(self._problem) / ms / rate
+        fraction = case_of(self._problem).useful_flops / ms / rate
         today = datetime.datetime.now(datetime.UTC).date().isoformat()
         numbers = (_digits(x) for x in (ms, fraction, xla_ms))
         return table.Row(self._problem, config, self._device, today, self._jax, *numbers)

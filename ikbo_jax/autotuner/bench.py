@@ -17,15 +17,18 @@ import multiprocessing
 import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.export
 import jax.numpy as jnp
 
 from ikbo_jax import _timing
+from ikbo_jax.cases import attention, gdpa, linear_compression
+from ikbo_jax.cases.error_rule import Check
+from ikbo_jax.ops import dispatch
 from ikbo_jax.problems import Config, Problem
-from ikbo_jax.tuning import table, trials, trials_gdpa
+from ikbo_jax.tuning import table
 
 #: A configuration of the kernel, or None for the XLA path.
 Contender = Config | None
@@ -78,50 +81,30 @@ class Task:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class Trials:
-    """Functions with which the tuner runs and checks an op.
+class Case(Protocol):
+    """What the tuner asks of the case of a problem."""
 
-    Attributes:
-      operands: takes a problem; returns random arguments on the device.
-      runner: takes a problem, a configuration (None for the XLA path) and the device's number of
-        SMs; returns a jitted function of the operands.
-      check: takes a problem, a result and the operands; returns the largest error of the result,
-        and the largest error that is allowed.
-      flops: takes a problem; returns the useful FLOPs of its operands.
-    """
+    @property
+    def useful_flops(self) -> int: ...
 
-    operands: Callable[[Any], Any]
-    runner: Callable[[Any, Any, int | None], Any]
-    check: Callable[[Any, jax.Array, Any], tuple[float, float]]
-    flops: Callable[[Any], int]
+    def inputs(self, seed: int = 0) -> Any: ...
+
+    def runner(self, config: Any, num_sms: int | None = None) -> Any: ...
+
+    def check(self, actual: jax.Array, inputs: Any) -> Check: ...
 
 
-TRIALS = {
-    "linear_compression": Trials(
-        trials.linear_compression_operands,
-        trials.linear_compression_runner,
-        lambda problem, actual, operands: trials.check_linear_compression(actual, operands),
-        lambda problem: problem.useful_flops,
-    ),
-    "attention": Trials(
-        trials.attention_operands,
-        trials.attention_runner,
-        lambda problem, actual, operands: trials.check_attention(actual, operands),
-        lambda problem: problem.useful_flops,
-    ),
-    "gdpa": Trials(
-        trials_gdpa.gdpa_operands,
-        trials_gdpa.gdpa_runner,
-        trials_gdpa.check_gdpa,
-        trials_gdpa.gdpa_flops,
-    ),
+#: The case of a problem, by op.
+CASES: dict[str, Callable[[Any], Case]] = {
+    "linear_compression": linear_compression.Case,
+    "attention": attention.Case,
+    "gdpa": gdpa.Case,
 }
 
 
-def trials_of(problem: Problem) -> Trials:
-    """The trials of the op that `problem` belongs to."""
-    return TRIALS[problem.op]
+def case_of(problem: Problem) -> Case:
+    """The case of a problem."""
+    return CASES[problem.op](problem)
 
 
 def first_line(error: BaseException) -> str:
@@ -135,10 +118,10 @@ def lower(problem: Problem, config: Config, num_sms: int) -> jax.export.Exported
 
     A text, since some exceptions cannot be pickled for the calling process.
     """
-    op = trials_of(problem)
+    case = case_of(problem)
     try:
-        shapes = jax.eval_shape(functools.partial(op.operands, problem))
-        runner = op.runner(problem, config, num_sms)
+        shapes = jax.eval_shape(case.inputs)
+        runner = case.runner(config, num_sms)
         exported = jax.export.export(runner, platforms=("cuda",))(*shapes)
     except Exception as error:
         return first_line(error)
@@ -179,7 +162,7 @@ class Bench:
         emit: Emit = lambda event: None,
     ) -> None:
         self.problem, self.contenders, self._emit = problem, tuple(contenders), emit
-        self._op = trials_of(problem)
+        self._case = case_of(problem)
         self._programs: dict[Contender, Callable[..., jax.Array]] = {}
         self._checked: dict[Contender, dict[str, float]] = {}
         self._failures: dict[Contender, str] = {}
@@ -187,12 +170,12 @@ class Bench:
         self._squares: dict[int, jax.Array] = {}
 
     @functools.cached_property
-    def _operands(self) -> Any:
-        return self._op.operands(self.problem)
+    def _inputs(self) -> Any:
+        return self._case.inputs()
 
     @functools.cached_property
     def _shapes(self) -> Any:
-        return jax.eval_shape(functools.partial(self._op.operands, self.problem))
+        return jax.eval_shape(self._case.inputs)
 
     def prepare(
         self, alone: Collection[Contender] = (), matmul_size: int = Task.matmul_size
@@ -204,7 +187,7 @@ class Bench:
         workers = min(len(os.sched_getaffinity(0)), MAX_WORKERS)
         kernels = [config for config in self.contenders if config is not None]
         # Computed before threads read them, since cached properties have no lock.
-        num_sms, _ = trials.device_sms(), self._shapes
+        num_sms, _ = dispatch.num_sms(), self._shapes
         with contextlib.ExitStack() as stack:
             lowered: dict[Contender, concurrent.futures.Future[Any]] = {}
             if len(kernels) > 1:
@@ -252,7 +235,7 @@ class Bench:
                 if contender in self._failures:
                     continue
                 with self._guarded("sample", contender) as fields:
-                    samples[contender] += sample_ms(self._programs[contender], *self._operands)
+                    samples[contender] += sample_ms(self._programs[contender], *self._inputs)
                     fields["ms"] = samples[contender][-1]
         device = jax.devices()[0]
         return {
@@ -297,9 +280,7 @@ class Bench:
             if isinstance(exported, str):
                 raise RuntimeError(exported)
             program: Any = (
-                self._op.runner(self.problem, contender, None)
-                if exported is None
-                else jax.jit(exported.call)
+                self._case.runner(contender) if exported is None else jax.jit(exported.call)
             )
             self._programs[contender] = program.lower(*self._shapes).compile()
 
@@ -307,12 +288,13 @@ class Bench:
         if contender in self._failures or contender in self._checked:
             return
         with self._guarded("checked", contender):
-            actual = self._programs[contender](*self._operands)
-            error, bound = self._op.check(self.problem, actual, self._operands)
-            if error <= bound:
-                self._checked[contender] = {"error": error, "bound": bound}
+            actual = self._programs[contender](*self._inputs)
+            found = self._case.check(actual, self._inputs)
+            if found.ok:
+                self._checked[contender] = found._asdict()
             else:
-                self._failures[contender] = f"wrong result: error {error:.3g}, bound {bound:.3g}"
+                text = f"wrong result: error {found.error:.3g}, bound {found.bound:.3g}"
+                self._failures[contender] = text
 
     @contextlib.contextmanager
     def _guarded(self, event: str, contender: Contender) -> Iterator[dict[str, Any]]:

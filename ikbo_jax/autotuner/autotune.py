@@ -16,6 +16,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from ikbo_jax.autotuner.bench import Task
+from ikbo_jax.autotuner.contest import Contest, Verdict, brief
+from ikbo_jax.autotuner.session import Interrupted, Progress, Session
 from ikbo_jax.problems import (
     AttentionProblem,
     GdpaConfig,
@@ -24,9 +27,6 @@ from ikbo_jax.problems import (
     Problem,
 )
 from ikbo_jax.tuning import table
-from ikbo_jax.tuning.bench import Task
-from ikbo_jax.tuning.contest import Contest, Verdict, brief
-from ikbo_jax.tuning.session import Interrupted, Progress, Session
 
 
 def tune_linear_compression(

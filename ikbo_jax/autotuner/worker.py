@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from ikbo_jax.tuning.bench import Bench, Emit, Task, first_line
+from ikbo_jax.autotuner.bench import Bench, Emit, Task, first_line
 
 #: Prefix of a line that holds an event.
 MARK = "ikbo-autotune "

@@ -17,15 +17,15 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from ikbo_jax.autotuner.bench import Contender, Task
+from ikbo_jax.autotuner.worker import MARK
 from ikbo_jax.problems import Problem
-from ikbo_jax.tuning.bench import Contender, Task
-from ikbo_jax.tuning.worker import MARK
 
 #: Called with (number done, total number, text about the last step).
 Progress = Callable[[int, int, str], None]
 
 #: Command line of a worker.
-COMMAND = (sys.executable, "-m", "ikbo_jax.tuning.worker")
+COMMAND = (sys.executable, "-m", "ikbo_jax.autotuner.worker")
 #: Seconds without an event after which a worker counts as hung. XLA may take 50 s to try all GEMM
 #: algorithms for an oracle.
 SILENCE_S = 150.0

@@ -1,0 +1,1 @@
+"""The autotuner, which times the configurations of a kernel; `autotune` is the entry."""

@@ -1,0 +1,226 @@
+"""The case of broadcast attention: inputs, oracle, contenders and checks."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ikbo_jax.cases import error_rule
+from ikbo_jax.cases.error_rule import UNTUNED, Check, Truth
+from ikbo_jax.ops import dispatch
+from ikbo_jax.ops.attention import attention
+from ikbo_jax.problems import AttentionConfig, AttentionProblem
+from ikbo_jax.reference import attention as reference
+
+#: Number of candidates whose XLA result is compared with the oracle, in total and at once.
+SAMPLED, SAMPLED_AT_ONCE = 32, 4
+
+
+class Inputs(NamedTuple):
+    """The arrays of `ikbo_jax.attention`; `lengths` is [U] int32 or None."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    cand_to_user: jax.Array
+    lengths: jax.Array | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A problem, its index and its lengths.
+
+    Attributes:
+      problem: the sizes.
+      index: "ragged" (sorted, random numbers of candidates), "even" (sorted, the same number of
+        candidates for each user except the last) or "unsorted" ("even", shuffled).
+      lengths: "full" (S for every user) or "half" (uniform in S/2..S).
+    """
+
+    problem: AttentionProblem
+    index: str = "ragged"
+    lengths: str = "full"
+
+    @property
+    def is_sorted(self) -> bool:
+        """Whether the index is sorted."""
+        return self.index != "unsorted"
+
+    def draw(self, seed: int | jax.Array) -> tuple[jax.Array, ...]:
+        """Random query, key and value; `seed` may be traced."""
+        p = self.problem
+        kv_shape = (p.users, p.kv_len, p.kv_heads, p.head_dim)
+        shapes = ((p.batch, p.q_len, p.q_heads, p.head_dim), kv_shape, kv_shape)
+        keys = jax.random.split(jax.random.key(seed), 3)
+        dtype = jnp.dtype(p.dtype)
+        return tuple(jax.random.normal(k, s, dtype) for k, s in zip(keys, shapes, strict=True))
+
+    def inputs(self, seed: int = 0) -> Inputs:
+        """Random inputs on the device."""
+        p, rng, lengths = self.problem, np.random.default_rng(seed), None
+        if self.index == "ragged":
+            index = np.sort(rng.integers(0, max(p.users, 1), p.batch))
+        else:
+            index = np.minimum(np.arange(p.batch) // -(-p.batch // p.users), p.users - 1)
+        if self.index == "unsorted":
+            index = rng.permutation(index)
+        if self.lengths == "half":
+            drawn = rng.integers(-(-p.kv_len // 2), p.kv_len + 1, p.users)
+            lengths = jnp.asarray(drawn, jnp.int32)
+        return Inputs._make([*self.draw(seed), jnp.asarray(index, jnp.int32), lengths])
+
+    @property
+    def useful_flops(self) -> int:
+        """Useful FLOPs of full lengths."""
+        return self.problem.useful_flops
+
+    def contender(self, name: str) -> Callable[..., jax.Array]:
+        """A function of the fields of `Inputs`.
+
+        "materialised" and "materialised-cudnn" copy keys and values; "decomposed", "fused" and
+        "automatic" are the op with the implementation "xla", "mosaic_gpu" and None.
+        """
+        copies = {"materialised": materialised, "materialised-cudnn": materialised_cudnn}
+        if name in copies:
+            return copies[name]
+        implementation = {"decomposed": "xla", "fused": "mosaic_gpu", "automatic": None}[name]
+        return functools.partial(_op, implementation=implementation, is_sorted=self.is_sorted)
+
+    def runner(
+        self, config: AttentionConfig | None, num_sms: int | None = None
+    ) -> Callable[..., jax.Array]:
+        """The kernel with `config`, or the XLA path for None, for a device with `num_sms` SMs.
+
+        Unlike the op, the kernel can be lowered on a machine without a device.
+        """
+        if config is None:
+            return jax.jit(self.contender("decomposed"))
+        # Imported here because Mosaic GPU takes 0.3 s to import.
+        from ikbo_jax.pallas.flash.attention import attention_kernel
+
+        kernel = functools.partial(
+            attention_kernel,
+            scale=self.problem.head_dim**-0.5,
+            order=None,
+            return_residuals=False,
+            config=config,
+            num_sms=dispatch.num_sms() if num_sms is None else num_sms,
+        )
+        return jax.jit(lambda *inputs: kernel(*inputs)[0])
+
+    def expected(self, inputs: Inputs, rows: Sequence[int]) -> tuple[np.ndarray, float]:
+        """Exact results of some candidates, and the largest error that the error rule allows."""
+        truth = _truth(inputs, jnp.asarray(rows, jnp.int32))
+        return np.asarray(truth.oracle), truth.bound(*self.rounding)
+
+    @property
+    def rounding(self) -> tuple[str, float]:
+        """The last arguments of `error_rule.bound`: dtype, and terms of the longest sums."""
+        return self.problem.dtype, self.problem.kv_len
+
+    def check(self, actual: jax.Array, inputs: Inputs) -> Check:
+        """Compares all of `actual` with the XLA path, whose error is measured for some candidates.
+
+        The error is the largest difference to the XLA path.
+        """
+        xla = _decomposed(inputs)
+        sample = np.linspace(0, self.problem.batch - 1, SAMPLED).astype(np.int32)
+        found = [
+            jax.device_get(_sampled_errors(xla, inputs, jnp.asarray(rows)))
+            for rows in np.split(sample, SAMPLED // SAMPLED_AT_ONCE)
+        ]
+        xla_error, largest = (float(x) for x in np.max(np.asarray(found), axis=0))
+        bound = error_rule.bound_to_plain(xla_error, largest, *self.rounding)
+        return Check(float(error_rule.largest_difference(actual, xla)), bound)
+
+
+def oracle(inputs: Inputs, rows: np.ndarray | jax.Array) -> jax.Array:
+    """The materialised reference in f32 for some candidates, [rows, T, N, H]."""
+    of_rows = _of_rows(inputs, rows)
+    query, key, value = (x.astype(jnp.float32) for x in of_rows[:3])
+    scale = query.shape[-1] ** -0.5
+    return reference.materialised(query, key, value, *of_rows[3:], scale=scale)[0]
+
+
+def materialised(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    index: jax.Array,
+    lengths: jax.Array | None = None,
+) -> jax.Array:
+    """Attention of a model without this library: copies keys and values for every candidate.
+
+    Every user has at least one key.
+    """
+    keys, values = key[index], value[index]
+    if (heads := query.shape[2] // key.shape[2]) > 1:
+        keys, values = (jnp.repeat(x, heads, axis=2) for x in (keys, values))
+    scores = jnp.einsum("btnh,bsnh->bnts", query, keys, preferred_element_type=jnp.float32)
+    scores = scores * query.shape[-1] ** -0.5
+    if lengths is not None:
+        is_key = jnp.arange(key.shape[1], dtype=jnp.int32)[None] < lengths[index][:, None]
+        scores = jnp.where(is_key[:, None, None], scores, -jnp.inf)
+    weights = jax.nn.softmax(scores, axis=-1).astype(query.dtype)
+    out = jnp.einsum("bnts,bsnh->btnh", weights, values, preferred_element_type=jnp.float32)
+    return out.astype(query.dtype)
+
+
+def materialised_cudnn(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    index: jax.Array,
+    lengths: jax.Array | None = None,
+) -> jax.Array:
+    """`materialised` with cuDNN's attention, which needs a GPU."""
+    # The barrier forces XLA to materialise the copies.
+    keys, values = jax.lax.optimization_barrier((key[index], value[index]))
+    out: jax.Array = jax.nn.dot_product_attention(
+        query,
+        keys,
+        values,
+        key_value_seq_lengths=None if lengths is None else lengths[index],
+        implementation="cudnn",
+    )
+    return out
+
+
+def _op(*inputs: Any, implementation: str | None, is_sorted: bool) -> Any:
+    query, key, value, index, lengths = Inputs(*inputs)
+    return attention(
+        query,
+        key,
+        value,
+        index,
+        key_value_seq_lengths=lengths,
+        indices_are_sorted=is_sorted,
+        implementation=implementation,
+    )
+
+
+def _of_rows(inputs: Inputs, rows: np.ndarray | jax.Array) -> Inputs:
+    return inputs._replace(query=inputs.query[rows], cand_to_user=inputs.cand_to_user[rows])
+
+
+@functools.partial(jax.jit, compiler_options=UNTUNED)
+def _truth(inputs: Inputs, rows: jax.Array) -> Truth:
+    return error_rule.truth(oracle(inputs, rows), materialised(*_of_rows(inputs, rows)))
+
+
+@functools.partial(jax.jit, compiler_options=UNTUNED)
+def _decomposed(inputs: Inputs) -> jax.Array:
+    out: jax.Array = _op(*inputs, implementation="xla", is_sorted=False)
+    return out
+
+
+@functools.partial(jax.jit, compiler_options=UNTUNED)
+def _sampled_errors(xla: jax.Array, inputs: Inputs, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The XLA path's largest error in `rows` against the f32 oracle, and the oracle's maximum."""
+    return error_rule.compare(xla[rows], oracle(inputs, rows))

@@ -1,0 +1,286 @@
+"""The case of generalised dot-product attention: inputs, contenders and the check of a result.
+
+`gdpa_oracle` has the oracle of results and gradients.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ikbo_jax.cases import error_rule
+from ikbo_jax.cases.error_rule import UNTUNED, Check
+from ikbo_jax.ops import dispatch
+from ikbo_jax.ops.gdpa import gdpa
+from ikbo_jax.problems import GdpaConfig, GdpaProblem
+from ikbo_jax.reference import gdpa_chunked
+from ikbo_jax.reference.activations import SOFTMAX
+from ikbo_jax.reference.gdpa import Arrays, Settings, materialised
+
+#: Number of sequences whose XLA result is compared with the oracle.
+SAMPLED = 8
+#: Allowed error of an approximation for a score of 1; the XLA path is exact. For "tanh_bf16" it is
+#: an eighth of the largest error, 2⁻⁶, since errors of many scores have either sign and cancel.
+APPROX_ERRORS = {"tanh": 2.0**-12, "tanh_bf16": 2.0**-9}
+#: Rows of random numbers that are drawn at once, since a GPU needs counters of eight times their
+#: size.
+PART_ROWS = 2**16
+
+
+class Sequences(NamedTuple):
+    """Offsets of the sequences and the index that pairs them.
+
+    Attributes:
+      queries: [batch + 1] int32; None if all sequences have the same queries.
+      keys: [batch_kv + 1] int32.
+      q_to_kv: [batch] int32; None pairs query sequence b with key-value sequence b.
+    """
+
+    queries: np.ndarray | None
+    keys: np.ndarray
+    q_to_kv: np.ndarray | None
+
+
+def spread_offsets(rows: int, sequences: int, longest: int | None) -> np.ndarray:
+    """Offsets [sequences + 1] int32 of sequences that fill `rows`, with lengths in random order.
+
+    Lengths are spread evenly around their mean, as widely as the limits 1 and `longest` allow: from
+    1 to `longest` if the mean is half of `longest`, all equal if the mean is `longest` or `longest`
+    is None. Equal arguments return equal offsets, as self-attention needs.
+    """
+    top = rows if longest is None else max(min(longest * sequences, 2 * rows - sequences), rows)
+    # Lengths grow from (2 rows - top) / sequences to top / sequences, in integer arithmetic, so
+    # that they add up to `rows`.
+    ends = [
+        (i * sequences * (2 * rows - top) + (top - rows) * i * i) // sequences**2
+        for i in range(sequences + 1)
+    ]
+    return offsets_of(np.random.default_rng(0).permutation(np.diff(ends)))
+
+
+def uniform_lengths(sequences: int, longest: int) -> np.ndarray:
+    """Random lengths [sequences], uniform in 1..longest."""
+    return np.random.default_rng(0).integers(1, longest + 1, sequences)
+
+
+def offsets_of(lengths: np.ndarray) -> np.ndarray:
+    """Offsets [sequences + 1] int32 of sequences that follow each other."""
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A problem and the lengths of its sequences, which contain every row.
+
+    If `batch` and `batch_kv` differ, a sorted random index pairs the sequences.
+
+    Attributes:
+      problem: the sizes.
+      lengths: "spread" (see `spread_offsets`) or "uniform" (`uniform_lengths` up to
+        `max_seqlen_kv`, the same for queries and keys).
+    """
+
+    problem: GdpaProblem
+    lengths: str = "spread"
+
+    @functools.cached_property
+    def sequences(self) -> Sequences:
+        """Offsets and index, in NumPy."""
+        p, index = self.problem, None
+        if self.lengths == "uniform":
+            assert p.max_seqlen_kv is not None
+            queries = keys = offsets_of(uniform_lengths(p.batch, p.max_seqlen_kv))
+        else:
+            queries = spread_offsets(p.q_rows, p.batch, p.max_seqlen_q)
+            keys = spread_offsets(p.kv_rows, p.batch_kv, p.max_seqlen_kv)
+        if p.batch != p.batch_kv:
+            rng = np.random.default_rng(1)
+            index = np.sort(rng.integers(0, p.batch_kv, p.batch, dtype=np.int32))
+        return Sequences(None if p.broadcast_q else queries, keys, index)
+
+    @property
+    def broadcast_queries(self) -> int:
+        """Number of queries of a sequence if all sequences have the same queries."""
+        return self.problem.q_rows // self.problem.batch
+
+    @property
+    def numbers(self) -> tuple[np.ndarray, np.ndarray]:
+        """Numbers of queries and of keys of every query sequence, [batch] each."""
+        queries, keys, index = self.sequences
+        kv_lens = np.diff(keys) if index is None else np.diff(keys)[index]
+        if queries is None:
+            return np.full_like(kv_lens, self.broadcast_queries), kv_lens
+        return np.diff(queries), kv_lens
+
+    @property
+    def pairs(self) -> int:
+        """Number of pairs of a query and a key of the same sequence."""
+        q_lens, kv_lens = (x.astype(np.int64) for x in self.numbers)
+        return int(np.dot(q_lens, kv_lens))
+
+    @property
+    def useful_flops(self) -> int:
+        """Useful FLOPs of the forward pass."""
+        return self.problem.useful_flops(self.pairs)
+
+    @property
+    def settings(self) -> Settings:
+        """Settings with which scores are near 1 and the result overflows in no dtype."""
+        p = self.problem
+        return Settings(
+            p.activations * p.q_heads if len(p.activations) == 1 else p.activations,
+            p.approx,
+            p.head_dim**-0.5,
+            1.0 if SOFTMAX in p.activations else p.batch_kv / p.kv_rows,
+            p.broadcast_q,
+            p.max_seqlen_q,
+            p.max_seqlen_kv,
+        )
+
+    def inputs(self, seed: int = 0) -> Arrays:
+        """Random inputs on the device."""
+        p = self.problem
+        q_rows = self.broadcast_queries if p.broadcast_q else p.q_rows
+        kv_shape = (p.kv_rows, p.kv_heads, p.head_dim)
+        shapes = ((q_rows, p.q_heads, p.head_dim), kv_shape, kv_shape)
+        keys = jax.random.split(jax.random.key(seed), 4)[:3]
+        arrays = (_normal(key, shape, p.dtype) for key, shape in zip(keys, shapes, strict=True))
+        return Arrays._make([*arrays, *jax.tree.map(jnp.asarray, self.sequences)])
+
+    def cotangent(self, seed: int = 0) -> jax.Array:
+        """A random cotangent of the result."""
+        p, key = self.problem, jax.random.split(jax.random.key(seed), 4)[3]
+        return _normal(key, (p.q_rows, p.q_heads, p.head_dim), p.dtype)
+
+    def contender(self, name: str) -> Callable[..., jax.Array]:
+        """A function of the fields of `Arrays`: "decomposed" (XLA) or "fused" (the kernel)."""
+        settings = self.settings._asdict()
+        settings["activation"] = settings.pop("activations")
+        implementation = {"decomposed": "xla", "fused": "mosaic_gpu"}[name]
+
+        def run(*arrays: jax.Array) -> jax.Array:
+            return gdpa(*arrays[:5], q_to_kv=arrays[5], implementation=implementation, **settings)
+
+        return run
+
+    def runner(
+        self, config: GdpaConfig | None, num_sms: int | None = None
+    ) -> Callable[..., jax.Array]:
+        """The kernel with `config`, including its tile list; the XLA path if `config` is None.
+
+        `num_sms` is the device's number of SMs if None. Unlike the op, the kernel can be lowered on
+        a machine without a device.
+        """
+        settings = self.settings
+        if config is None:
+            return jax.jit(lambda *arrays: gdpa_chunked.chunked(Arrays(*arrays), settings)[0])
+        # Imported here because Mosaic GPU takes 0.3 s to import.
+        from ikbo_jax.pallas.flash.gdpa import gdpa_kernel
+
+        kernel = functools.partial(
+            gdpa_kernel,
+            settings=settings,
+            return_residuals=False,
+            config=config,
+            num_sms=dispatch.num_sms() if num_sms is None else num_sms,
+        )
+        return jax.jit(lambda *arrays: kernel(Arrays(*arrays))[0])
+
+    def check(self, actual: jax.Array, inputs: Arrays) -> Check:
+        """Compares all of `actual` with the XLA path, whose error is measured for some sequences.
+
+        The error is the largest difference to the XLA path. The sequences include the longest; an
+        approximate tanh adds its error to the bound.
+        """
+        xla = _xla_runner(self)(*inputs)
+        kv_lens = self.numbers[1]
+        sample = np.linspace(0, self.problem.batch - 1, SAMPLED).astype(np.int32)
+        found = [
+            jax.device_get(_sampled_errors(self, xla, inputs, jnp.int32(b)))
+            for b in np.unique(np.argsort(kv_lens, stable=True)[sample])
+        ]
+        xla_error, largest, magnitude = (float(x) for x in np.max(np.asarray(found), axis=0))
+        terms = self.problem.head_dim + int(kv_lens.max())
+        bound = error_rule.bound_to_plain(xla_error, largest, actual.dtype, terms)
+        bound += APPROX_ERRORS.get(self.problem.approx or "", 0.0) * magnitude
+        return Check(float(error_rule.largest_difference(actual, xla)), bound)
+
+
+def one_sequence(case: Case, arrays: Arrays, sequence: jax.Array) -> tuple[Arrays, jax.Array]:
+    """The arrays of one sequence, and the first row of its result.
+
+    The arrays are padded to the longest sequence with rows outside the sequence.
+    """
+    q_len, kv_len = (int(lengths.max()) for lengths in case.numbers)
+
+    def alone(cu: jax.Array, number: jax.Array) -> jax.Array:
+        return jnp.stack([jnp.zeros_like(number), cu[number + 1] - cu[number]])
+
+    kv = sequence if arrays.q_to_kv is None else arrays.q_to_kv[sequence]
+    begin_kv, cu_kv = arrays.cu_seqlens_kv[kv], alone(arrays.cu_seqlens_kv, kv)
+    key, value = (rows_from(x, begin_kv, kv_len) for x in (arrays.key, arrays.value))
+    if arrays.cu_seqlens_q is None:
+        return Arrays(arrays.query, key, value, None, cu_kv), sequence * q_len
+    begin = arrays.cu_seqlens_q[sequence]
+    query = rows_from(arrays.query, begin, q_len)
+    return Arrays(query, key, value, alone(arrays.cu_seqlens_q, sequence), cu_kv), begin
+
+
+def rows_from(array: jax.Array, begin: jax.Array, number: int) -> jax.Array:
+    """`number` rows of an array from row `begin`; past the end, the last row."""
+    row = begin + jnp.arange(number, dtype=jnp.int32)
+    return array[jnp.minimum(row, array.shape[0] - 1)]
+
+
+def masks(one: Arrays) -> tuple[jax.Array, jax.Array]:
+    """Masks of the queries and of the keys that are in the sequence of `one_sequence`."""
+    q_row, kv_row = (jnp.arange(x.shape[0], dtype=jnp.int32) for x in (one.query, one.key))
+    is_query = jnp.ones_like(q_row, bool)
+    if one.cu_seqlens_q is not None:
+        is_query = q_row < one.cu_seqlens_q[1]
+    return is_query, kv_row < one.cu_seqlens_kv[1]
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _normal(key: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
+    part = (min(shape[0], PART_ROWS), *shape[1:])
+    keys = jax.random.split(key, -(-shape[0] // part[0]))
+    parts = jax.lax.map(lambda k: jax.random.normal(k, part, jnp.dtype(dtype)), keys)
+    return parts.reshape(-1, *shape[1:])[: shape[0]]
+
+
+@functools.lru_cache(maxsize=1)
+def _xla_runner(case: Case) -> Callable[..., jax.Array]:
+    """The XLA path; cached, so that the checks of all configurations share one program."""
+    return case.runner(None)
+
+
+@functools.partial(jax.jit, static_argnums=0, compiler_options=UNTUNED)
+def _sampled_errors(
+    case: Case, xla: jax.Array, arrays: Arrays, sequence: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Compares the XLA path with the f32 oracle for one sequence.
+
+    Returns:
+      The XLA path's largest error; the oracle's largest value; and the largest sum over keys of
+      |score| · |value|, times |output_scale|, by which errors proportional to scores are bounded.
+    """
+    settings = case.settings
+    one, begin = one_sequence(case, arrays, sequence)
+    query, key, value = (x.astype(jnp.float32) for x in one[:3])
+    exact = materialised(Arrays(query, key, value, *one[3:]), settings)
+    is_query, is_key = masks(one)
+    found = rows_from(xla, begin, exact.shape[0])
+    found = jnp.where(is_query[:, None, None], found.astype(jnp.float32), exact)
+    key, value = (jnp.repeat(x, query.shape[1] // x.shape[1], axis=1) for x in (key, value))
+    scores = jnp.float32(settings.scale) * jnp.einsum("inh,jnh->nij", query, key)
+    scores = jnp.where(is_key, jnp.abs(scores), 0)
+    magnitude = jnp.einsum("nij,jnh->inh", scores, jnp.abs(value))
+    magnitude = abs(settings.output_scale) * jnp.max(magnitude)
+    return *error_rule.compare(found, exact), magnitude

@@ -1,0 +1,191 @@
+"""The case of linear compression: inputs, oracle, contenders and checks."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ikbo_jax.cases import error_rule
+from ikbo_jax.cases.error_rule import UNTUNED, Check, Truth
+from ikbo_jax.ops import dispatch
+from ikbo_jax.ops.linear_compression import linear_compression
+from ikbo_jax.problems import LinearCompressionConfig, LinearCompressionProblem
+from ikbo_jax.reference import linear_compression as reference
+from ikbo_jax.tuning import table
+
+#: The aligned baseline pads the embedding rows to a multiple of this: 16 bytes of bfloat16.
+ALIGNED_K = 8
+#: Candidates that one check compares, which bounds the oracle's memory.
+CHECK_ROWS = 128
+#: Largest size in bytes of a float32 oracle that is cached between checks.
+MAX_CACHED_BYTES = 2 << 30
+
+
+class Inputs(NamedTuple):
+    """The arguments of the reference functions, coarsest level first."""
+
+    weights: tuple[jax.Array, ...]
+    embeddings: tuple[jax.Array, ...]
+    parents: tuple[jax.Array | None, ...]
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """The arguments of `ikbo_jax.linear_compression`, in its order."""
+        (w_user, w_cand), (e_user, e_cand), (_, cand_to_user) = self
+        return w_cand, w_user, e_cand, e_user, cand_to_user
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A problem and its index.
+
+    Attributes:
+      problem: the sizes.
+      index: "ragged" (sorted, random numbers of candidates per user) or "unsorted" (shuffled).
+    """
+
+    problem: LinearCompressionProblem
+    index: str = "ragged"
+
+    def _keys(self, seed: int | jax.Array) -> list[jax.Array]:
+        """For every level the keys of weight, embedding and parent."""
+        key, levels = jax.random.key(seed), range(len(self.problem.ks))
+        return [jax.random.split(jax.random.fold_in(key, level), 3) for level in levels]
+
+    def draw(self, seed: int | jax.Array) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+        """Random weights and embeddings; `seed` may be traced."""
+        p, dtype = self.problem, jnp.dtype(self.problem.dtype)
+        weights, embeddings = [], []
+        for (key, embedding_key, _), batch, k in zip(
+            self._keys(seed), p.batches, p.ks, strict=True
+        ):
+            # The scale keeps outputs near one for every K, so that f16 cannot overflow.
+            scale = jnp.asarray(max(k, 1) ** -0.5, dtype)
+            weights.append(jax.random.normal(key, (p.m, k), dtype) * scale)
+            embeddings.append(jax.random.normal(embedding_key, (batch, k, p.n), dtype))
+        return tuple(weights), tuple(embeddings)
+
+    def inputs(self, seed: int = 0) -> Inputs:
+        """Random inputs on the device."""
+        parents: list[jax.Array | None] = [None]
+        batches, keys = self.problem.batches, self._keys(seed)
+        for (_, _, key), coarse, batch in zip(keys[1:], batches[:-1], batches[1:], strict=True):
+            index = jnp.sort(jax.random.randint(key, (batch,), 0, coarse, jnp.int32))
+            if self.index == "unsorted":
+                index = jax.random.permutation(jax.random.key(seed), index)
+            parents.append(index)
+        return Inputs(*self.draw(seed), tuple(parents))
+
+    @property
+    def useful_flops(self) -> int:
+        """Useful FLOPs of the inputs."""
+        return self.problem.useful_flops
+
+    def config(self, *, single_launch: bool) -> LinearCompressionConfig | None:
+        """The dispatch table's configuration, or the default one, with one launch or two."""
+        config = table.lookup(self.problem).config or self.problem.default_config()
+        assert config is None or isinstance(config, LinearCompressionConfig)
+        return None if config is None else dataclasses.replace(config, single_launch=single_launch)
+
+    @staticmethod
+    def contender(
+        name: str, config: LinearCompressionConfig | None = None
+    ) -> Callable[..., jax.Array]:
+        """A function of the fields of `Inputs`, which have two levels.
+
+        "materialised" and "materialised-aligned" copy the embeddings of the users; "decomposed",
+        "fused" (with `config`) and "automatic" are the op with the implementation "xla",
+        "mosaic_gpu" and None.
+        """
+        align = {"materialised": 1, "materialised-aligned": ALIGNED_K}
+        if name in align:
+            return functools.partial(reference.materialised, align_k=align[name], precision=None)
+        implementation = {"decomposed": "xla", "fused": "mosaic_gpu", "automatic": None}[name]
+        return functools.partial(_op, implementation=implementation, config=config)
+
+    def runner(
+        self, config: LinearCompressionConfig | None, num_sms: int | None = None
+    ) -> Callable[..., jax.Array]:
+        """The kernel with `config`, or the XLA path for None, for a device with `num_sms` SMs.
+
+        Unlike the op, the kernel can be lowered on a machine without a device.
+        """
+        if config is None:
+            return jax.jit(reference.decomposed)
+        # Imported here because Mosaic GPU takes 0.3 s to import.
+        from ikbo_jax.pallas.linear_compression.kernel import linear_compression_kernel
+
+        num_sms = dispatch.num_sms() if num_sms is None else num_sms
+        return jax.jit(functools.partial(linear_compression_kernel, config=config, num_sms=num_sms))
+
+    @property
+    def rounding(self) -> tuple[str, float]:
+        """The last arguments of `error_rule.bound`: dtype, and terms of a sum."""
+        return self.problem.dtype, sum(self.problem.ks)
+
+    def expected(self, inputs: Inputs, rows: Sequence[int]) -> tuple[np.ndarray, float]:
+        """Exact results of some candidates, and the largest error that the error rule allows."""
+        truth = _truth(inputs, jnp.asarray(rows, jnp.int32))
+        return np.asarray(truth.oracle), truth.bound(*self.rounding)
+
+    def check(self, actual: jax.Array, inputs: Inputs) -> Check:
+        """Compares all of `actual` with the oracle."""
+        global _cached
+        if _cached is None or _cached[0] is not inputs:
+            _cached = (inputs, {})
+        cached, batch = _cached[1], actual.shape[0]
+        may_cache = 4 * actual.size <= MAX_CACHED_BYTES
+        found = []
+        for start in range(0, batch, CHECK_ROWS):
+            rows = jnp.minimum(jnp.arange(start, start + CHECK_ROWS, dtype=jnp.int32), batch - 1)
+            if (truth := cached.get(start)) is None:
+                truth = _truth(inputs, rows)
+                if may_cache:
+                    cached[start] = truth
+            error = _error(actual, truth.oracle, rows)
+            found.append(jax.device_get((error, truth.plain_error, truth.largest)))
+        error, plain_error, largest = (float(x) for x in np.max(np.asarray(found), axis=0))
+        return Check(error, error_rule.bound(plain_error, largest, *self.rounding))
+
+
+def oracle(inputs: Inputs) -> jax.Array:
+    """The materialised reference in f32, [B, M, N]."""
+    weights, embeddings = (
+        tuple(x.astype(jnp.float32) for x in level) for level in (inputs.weights, inputs.embeddings)
+    )
+    return reference.materialised(weights, embeddings, inputs.parents)
+
+
+def _op(*inputs: Any, **options: Any) -> jax.Array:
+    return linear_compression(*Inputs(*inputs).arguments, **options)
+
+
+def _of_rows(inputs: Inputs, rows: jax.Array) -> Inputs:
+    """The inputs of some entries of the finest level."""
+    *coarse, last = inputs.parents
+    return inputs._replace(
+        embeddings=(*inputs.embeddings[:-1], inputs.embeddings[-1][rows]),
+        parents=(*coarse, None if last is None else last[rows]),
+    )
+
+
+@functools.partial(jax.jit, compiler_options=UNTUNED)
+def _truth(inputs: Inputs, rows: jax.Array) -> Truth:
+    some = _of_rows(inputs, rows)
+    return error_rule.truth(oracle(some), reference.materialised(*some))
+
+
+@functools.partial(jax.jit, compiler_options=UNTUNED)
+def _error(actual: jax.Array, oracle: jax.Array, rows: jax.Array) -> jax.Array:
+    return error_rule.largest_difference(actual[rows], oracle)
+
+
+#: The inputs of the last check, and their truths by first row. The tuner checks a hundred results
+#: of the same inputs, and the oracle takes longer than all of these results together.
+_cached: tuple[Inputs, dict[int, Truth]] | None = None
