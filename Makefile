@@ -4,12 +4,14 @@
 #   PY=python3             uses this interpreter as it is: no environment, nothing installed
 #   VENV=.venv             where the environment lives
 #   ARGS="..."             goes to the command (make demo ARGS="--seed 1", make test ARGS="-k table")
+#   LAYER=interpret        runs the tests of one folder of tests/ (make test LAYER=interpret)
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
 VENV ?= .venv
 PY ?=
 ARGS ?=
+LAYER ?=
 JOBS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2); echo $$((n > 8 ? 8 : n)))
 export PYTHON
 
@@ -41,7 +43,7 @@ demo:  ## run a ranking request through every stage and compare them
 
 test:  ## every test that needs no GPU (on the CPU, also where there is a GPU)
 	$(call setup,test offline)
-	$(cpu) $(RUN) -m pytest -n $(JOBS) $(ARGS)
+	$(cpu) $(RUN) -m pytest -n $(JOBS) $(if $(LAYER),tests/$(LAYER)) $(ARGS)
 
 test-gpu:  ## the tests that need a Hopper GPU
 	@[ -n "$(DRIVER)" ] || { echo "make test-gpu needs an NVIDIA GPU; nvidia-smi finds none" >&2; exit 1; }

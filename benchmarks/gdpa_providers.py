@@ -103,7 +103,7 @@ class Provider:
         op = self.make(sizes, inputs)
 
         def vjp(arrays: Arrays) -> tuple[jax.Array, Callable[[jax.Array], tuple]]:
-            out, pull = jax.vjp(lambda *x: op(Arrays(*x, *arrays[3:])), *arrays[:3])
+            out, pull = jax.vjp(lambda *x: op(Arrays._make((*x, *arrays[3:]))), *arrays[:3])
             return out, pull
 
         def both(inputs: Inputs) -> tuple[jax.Array, ...]:
@@ -167,7 +167,9 @@ def _yardstick(sizes: Sizes, inputs: Inputs, make: Callable[[], Callable[..., ja
 def _attention(sizes: Sizes, inputs: Inputs) -> Op:
     def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         index = jnp.arange(sizes.batch, dtype=jnp.int32)
-        return ikbo_jax.attention(query, key, value, index, indices_are_sorted=True)
+        out = ikbo_jax.attention(query, key, value, index, indices_are_sorted=True)
+        assert isinstance(out, jax.Array)
+        return out
 
     return _dense(sizes, attend)
 

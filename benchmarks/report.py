@@ -291,10 +291,12 @@ def blocks(results: Results, document: str) -> dict[str, str]:
 def _over_lengths(results: Results, image: Callable[[str, str], str]) -> dict[str, str]:
     """The blocks of attention or gdpa; `image` makes a link from a file and its description."""
     if results["op"] == "attention":
-        module, prefix, path = report_attention, "attention", report_attention.IMAGE
+        module: Any = report_attention
+        prefix, path = "attention", report_attention.IMAGE
         words = "fraction of the matmul over the keys of a user"
     else:
-        module, prefix, path = report_gdpa, report_gdpa.prefix(results), report_gdpa.image(results)
+        module = report_gdpa
+        prefix, path = report_gdpa.prefix(results), report_gdpa.image(results)
         words = "fraction of the matmul over the greatest length"
     found = {}
     for name, (header, rows) in (
@@ -370,7 +372,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     known = blocks(results, "")
     if unknown := [name for name in args.only or () if name not in known]:
         parser.error(f"the file makes no block {unknown[0]}; it makes {', '.join(sorted(known))}")
-    texts, kept, images = {}, {}, set()
+    texts: dict[str, str] = {}
+    kept: dict[str, Any] = {}
+    images: set[Any] = set()
     for document in DOCUMENTS:
         path = args.root / document
         bodies = blocks(results, document)

@@ -35,7 +35,7 @@ def lengths(results: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[str
 def sweeps(results: Mapping[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Header and rows of the table of the other sweeps: our time, and cuDNN on grouped queries."""
     header = ("point", "ms", f"{LABELS[GROUPED_CUDNN.name]}, ms", "fraction", "bar")
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for point in _points(results, over_lengths=False):
         ours, grouped = (provider_of(point, p.name) for p in (OURS, GROUPED_CUDNN))
         if ours is None:

@@ -22,6 +22,6 @@ def tokamax() -> Callable[..., jax.Array]:
         raise NotImplementedError("tokamax is not installed")
     if jax.default_backend() != "gpu":
         raise NotImplementedError(f"its kernel needs a GPU, not a {jax.default_backend()}")
-    import tokamax
+    tokamax = importlib.import_module("tokamax")
 
     return functools.partial(tokamax.dot_product_attention, implementation="mosaic")

@@ -29,15 +29,15 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 #: Tests that run, file by file, for a mutant that the tests it names do not catch.
 WIDE = (
-    "tests/test_rewrite_facts.py",
-    "tests/test_rewrite_decisions.py",
-    "tests/test_rewrite_attention.py",
-    "tests/test_rewrite_recognised.py",
-    "tests/test_rewrite_rules.py",
-    "tests/test_rewrite_seen.py",
-    "tests/test_rewrite_activations.py",
-    "tests/test_rewrite.py",
-    "tests/test_rewrite_lookalikes.py",
+    "tests/rewrite/test_rewrite_facts.py",
+    "tests/rewrite/test_rewrite_decisions.py",
+    "tests/rewrite/test_rewrite_attention.py",
+    "tests/rewrite/test_rewrite_recognised.py",
+    "tests/rewrite/test_rewrite_rules.py",
+    "tests/rewrite/test_rewrite_seen.py",
+    "tests/rewrite/test_rewrite_activations.py",
+    "tests/rewrite/test_rewrite.py",
+    "tests/rewrite/test_rewrite_lookalikes.py",
 )
 
 

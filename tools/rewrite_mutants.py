@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-FACTS = "tests/test_rewrite_facts.py"
-DECISIONS = "tests/test_rewrite_decisions.py"
+FACTS = "tests/rewrite/test_rewrite_facts.py"
+DECISIONS = "tests/rewrite/test_rewrite_decisions.py"
 
 
 def facts(*tests: str) -> tuple[str, ...]:
@@ -326,7 +326,7 @@ MUTANTS = (
         "wide = jnp.float32 if dtype in _HALF else None",
         "wide = None",
         (
-            "tests/test_rewrite_seen.py::test_gradients_of_a_user_with_many_candidates_are_summed_in_f32",
+            "tests/rewrite/test_rewrite_seen.py::test_gradients_of_a_user_with_many_candidates_are_summed_in_f32",
         ),
     ),
     Mutant(

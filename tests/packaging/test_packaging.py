@@ -17,7 +17,7 @@ import pytest
 
 from ikbo_jax._version import __version__
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="the scripts are for POSIX shells")
@@ -60,7 +60,7 @@ def test_both_paths_of_adopting_it_run():
 
 
 def test_links_in_the_documents_lead_somewhere():
-    for document in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+    for document in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")):
         for target in re.findall(r"\]\(([^)#]+)", document.read_text("utf-8")):
             if "://" not in target:
                 assert (document.parent / target).exists(), f"{document.name} links to {target}"

@@ -12,8 +12,8 @@ import pytest
 
 pytestmark = pytest.mark.slow
 
-HERE = pathlib.Path(__file__).parent
-CONFIG = HERE.parent / "pyproject.toml"
+TESTS_FOLDER = pathlib.Path(__file__).resolve().parents[1]
+CONFIG = TESTS_FOLDER.parent / "pyproject.toml"
 
 TESTS = """
 import threading
@@ -45,7 +45,7 @@ def run(folder: pathlib.Path, tests: str, *options: str) -> tuple[int, str]:
     result = subprocess.run(
         command,
         cwd=folder,
-        env={**environment, "PYTHONPATH": str(HERE)},
+        env={**environment, "PYTHONPATH": str(TESTS_FOLDER / "support")},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -1,4 +1,4 @@
-"""What `tests/interpreter.py` adds to Pallas' GPU interpreter."""
+"""What `tests/support/interpreter.py` adds to Pallas' GPU interpreter."""
 
 from __future__ import annotations
 

@@ -518,7 +518,7 @@ def test_the_report_outlives_jit_and_stands_beside_the_ops() -> None:
 
 
 def test_the_documents_report_is_what_is_printed(tmp_path) -> None:
-    text = (pathlib.Path(__file__).parents[1] / "docs" / "rewrite.md").read_text("utf-8")
+    text = (pathlib.Path(__file__).parents[2] / "docs" / "rewrite.md").read_text("utf-8")
     (source,) = re.findall(r"`model.py`,\n\n```python\n(.*?)```", text, re.DOTALL)
     (printed,) = re.findall(r"```\n(rewrite: .*?)\n```", text, re.DOTALL)
     path = tmp_path / "model.py"
