@@ -5,9 +5,11 @@ Then each equation runs on float64 arrays, whatever floating-point dtype the equ
 result is
 
 * left as it is: the oracle (`EXACT`);
-* rounded to the equation's dtype: what the program computes (`ROUNDED`); or
-* moved at random by up to one rounding of that dtype: how far the program's results then move tells
-  how well the program determines them.
+* rounded to the equation's dtype: what the program computes (`ROUNDED`);
+* rounded in the first equations alone (`Leading`): what a program computes that leaves the other
+  roundings out; or
+* moved at random by up to one rounding of that dtype (`Moved`): how far the program's results then
+  move tells how well the program determines them.
 
 A compiled program takes 0.3 s and more however small it is, an evaluation some milliseconds.
 """
@@ -23,8 +25,6 @@ import numpy as np
 from jax.extend import core
 
 Array = np.ndarray
-#: What happens to a result: `EXACT`, `ROUNDED`, or a generator that draws by how much it is moved.
-Rounding = np.random.Generator | str
 EXACT, ROUNDED = "exact", "rounded"
 #: A value and the magnitude of the terms that it is a sum of: |value| if it is no sum.
 Pair = tuple[Array, Array]
@@ -38,6 +38,75 @@ def as_float64(x: Any) -> Array:
     """Floating-point arrays in float64, the others as they are."""
     x = np.asarray(x)
     return x.astype(np.float64) if is_floating(x.dtype) else x
+
+
+class Leading:
+    """Rounds the first results of a program alone.
+
+    Attributes:
+      left: how many are still to be rounded.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.left = count
+
+
+class Moved:
+    """Moves results at random.
+
+    Every result is moved by up to one rounding of its dtype. A softmax's weights are moved besides
+    as attention moves them that recomputes them as exp(logit - lse), or merges two parts by their
+    lse: by up to one float32 rounding of their logit and one of the row's largest. In e / sum(e)
+    such errors cancel for the largest weight. They stem from products: a number that a mask puts
+    in has none.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._rng = np.random.default_rng(seed)
+        # By identity of a value: the value, the products' magnitude in it, and whether it is the
+        # exponential of such a value. Entries hold the value, so that no identity is used again.
+        self._logits: dict[int, tuple[Array, Array, bool]] = {}
+
+    def by(self, x: Array, roundings: Any) -> Array:
+        """x, moved by up to so many roundings, each a share of x."""
+        return x * (1 + roundings * self._rng.uniform(-1, 1, x.shape))
+
+    def weighed(self, eqn: Any, operands: list[Pair], result: Pair) -> Array:
+        """The result of an equation, moved if it is a softmax's weight."""
+        name, (x, magnitude) = eqn.primitive.name, result
+        known = [self._logits.get(id(value)) for value, _ in operands]
+        found = [n for n, of in enumerate(known) if of is not None]
+        if name == "dot_general":
+            return x if found else self._keep(x, magnitude, False)
+        if not found:
+            return x
+        at, (_, logits, is_exponential) = found[0], known[found[0]]
+        if name == "exp" or (name == "div" and is_exponential and at == 0):
+            x = self.by(x, float(jnp.finfo(jnp.float32).eps) / 2 * logits)
+            return self._keep(x, logits, True)
+        if len(operands) == 1 and name in (*_MOVES, "neg", "reduce_max"):
+            moves = _same if name == "neg" else _PRIMITIVES[name]
+            return self._keep(x, moves(eqn, logits), is_exponential)
+        if is_exponential or name not in ("add", "sub", "max", "min", "select_n", "mul", "div"):
+            return x
+        zeros = np.zeros(x.shape)
+        of_each = [zeros if of is None else zeros + of[1] for of in known]
+        if name == "select_n":
+            return self._keep(x, _select(eqn, operands[0][0], *of_each[1:]), False)
+        if name not in ("mul", "div"):
+            return self._keep(x, sum(of_each), False)
+        if len(found) > 1 or (name == "div" and at == 1):
+            return x
+        factor = np.abs(operands[1 - at][0])
+        return self._keep(x, of_each[at] * (factor if name == "mul" else 1 / factor), False)
+
+    def _keep(self, x: Array, logits: Array, is_exponential: bool) -> Array:
+        self._logits[id(x)] = (x, logits, is_exponential)
+        return x
+
+
+#: What happens to results: `EXACT` or `ROUNDED`, or one of the classes above.
+Rounding = Leading | Moved | str
 
 
 class UnknownPrimitive(Exception):
@@ -107,15 +176,21 @@ def _equation(eqn: Any, operands: list[Pair], rounding: Any) -> list[Pair]:
         magnitudes = [_magnitude(eqn, operands, results[0])]
     if name not in _EXACT and rounding is not EXACT:
         results = [_rounded(x, d, rounding) for x, d in zip(results, dtypes, strict=True)]
+    if isinstance(rounding, Moved) and len(results) == 1 and is_floating(dtypes[0]):
+        results = [rounding.weighed(eqn, operands, (results[0], magnitudes[0]))]
     return list(zip(results, magnitudes, strict=True))
 
 
 def _rounded(x: Array, dtype: Any, rounding: Any) -> Array:
     if not is_floating(dtype):
         return x
-    if rounding is ROUNDED:
-        return x.astype(dtype).astype(np.float64)
-    return x * (1 + float(jnp.finfo(dtype).eps) / 2 * rounding.uniform(-1, 1, x.shape))
+    if isinstance(rounding, Moved):
+        return rounding.by(x, float(jnp.finfo(dtype).eps) / 2)
+    if isinstance(rounding, Leading):
+        rounding.left -= 1
+        if rounding.left < 0:
+            return x
+    return x.astype(dtype).astype(np.float64)
 
 
 def _call(program: Any, operands: list[Pair], rounding: Any) -> list[Pair]:

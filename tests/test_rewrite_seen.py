@@ -22,7 +22,7 @@ from lookalikes import (
     looked_up,
     lookup,
 )
-from rounding_rule import assert_same, describe, faults
+from rounding_rule import Case, assert_same, describe, faults
 
 import ikbo_jax as ikbo
 
@@ -381,3 +381,71 @@ def test_indices_out_of_bounds_are_what_they_say() -> None:
     assert {*OUTSIDE} - {*range(U)}
     assert {*INDEX} <= {*range(U)}
     assert H == D
+
+
+# 11: what drawn programs did beyond those that every run draws.
+
+OWN_RULE = """
+g = jax.custom_jvp(lambda x: jnp.tanh(x))
+g.defjvp(lambda x, t: (jnp.tanh(x[0]), RULE))
+out = nn.relu(g((u @ w)[i])) * c + jnp.nan_to_num((u @ w)[i])
+"""
+RULES = [
+    "jnp.zeros_like(t[0])",
+    "jnp.broadcast_to(jnp.zeros(4), t[0].shape)",
+    "jnp.where(x[0] > 0, t[0], 0.0)",
+    "lax.scan(lambda s, y: (s, y * 2), 0.0, t[0])[1]",
+    "jax.checkpoint(lambda y: y * 2)(t[0])",
+    # These do not work row by row.
+    "t[0] - t[0].mean(0, keepdims=True)",
+    "t[0] * jnp.arange(1.0 * t[0].shape[0])[:, None]",
+    "t[0][::-1]",
+    "jnp.cumsum(t[0], 0)",
+    "t[0] * (jnp.sum(x[0]) > 0).astype(f32)",
+]
+DERIVED_AFTERWARDS = [
+    "x = jnp.take(nn.relu(u @ w), j, axis=0, mode='clip')\n"
+    "x = jnp.nan_to_num(nn.relu(x @ w))\nout = x.sum(-1)",
+    *(OWN_RULE.replace("RULE", rule) for rule in RULES),
+]
+
+
+def test_derivatives_hold_no_values_of_the_program_around_them() -> None:
+    """JAX takes them when the trace that the program was rewritten in has ended."""
+    assert_same(every(DERIVED_AFTERWARDS, F32, lookup))
+
+
+def test_large_logits_are_compared_by_what_they_determine() -> None:
+    text = "x = L(8 * q)\nx = jnp.where(~(at < 3), jnp.finfo(x.dtype).min, x)\n"
+    text += "out = mix(softmax(x * 30))"
+    assert_same([attention(text), attention("mix(softmax(L(30 * q)))", "bfloat16")])
+
+
+COUNTED = [
+    "jnp.cumsum(jnp.zeros(6, int).at[jnp.arange(6)].add(jnp.ones(6, int)))",
+    "jnp.cumsum(jnp.zeros(6, int).at[jnp.arange(6)].add(2))",
+    "jnp.cumsum(jnp.ones(6, int))",
+    "jnp.cumsum(-jnp.ones(6, int))",
+    "jnp.where(j < jnp.zeros_like(j), j + U, j)",
+    "jnp.where(j < jnp.ones_like(j), j + U, j)",
+]
+
+
+def test_bounds_of_indices_that_are_counted() -> None:
+    """Of numbers that are broadcast: every one of them counts."""
+    text = "x = jnp.take(u, INDEX, axis=0, mode='MODE')\nout = jnp.tanh(x @ w)"
+    texts = [text.replace("INDEX", x).replace("MODE", m) for x in COUNTED for m in ("fill", "clip")]
+    cases = every(texts, F32, lookup)
+    assert_same(cases)
+    assert not any("raised" in str(ikbo.explain(ikbo.rewrite(c.fn), *c.args)) for c in cases)
+
+
+def test_counts_that_wrap_around_have_no_bounds() -> None:
+    rows = jnp.arange(1000.0).reshape(250, 4) / 1000
+
+    def fn(rows, w, marks):
+        marks = jnp.zeros_like(marks).at[jnp.arange(200)].add(jnp.ones(200, jnp.int8))
+        return jnp.tanh(jnp.take(rows, jnp.cumsum(marks), axis=0, mode="clip") @ w)
+
+    case = Case("int8", fn, (rows, jnp.ones((4, 4)), jnp.ones(400, jnp.int8)))
+    assert_same([case])

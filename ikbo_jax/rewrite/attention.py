@@ -121,7 +121,7 @@ def one_user(ctx: Context, x: Any, batch: Any, other: Any, other_batch: Any) -> 
     if len(shared) != 1 or len(x.shape) < 3:
         return x
     size = x.shape[shared[0]]
-    index = ctx.scope.lineage(("one", size), 1, size, lambda: jnp.zeros(size, jnp.int32))
+    index = ctx.scope.of_one_user(size)
     return dataclasses.replace(x, lineage=index, axis=shared[0])
 
 

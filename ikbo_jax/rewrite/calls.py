@@ -15,7 +15,7 @@ from jax.extend import core
 
 from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.jaxprs import evaluate, trace, without_dead_code
-from ikbo_jax.rewrite.lineage import Concat, Lazy, is_plain, lazy, spread, take_rows
+from ikbo_jax.rewrite.lineage import Concat, Lazy, is_plain, lazy, spread
 from ikbo_jax.rewrite.registry import NotCovered, register_rule
 from ikbo_jax.rewrite.rules import ELEMENTWISE
 
@@ -101,6 +101,11 @@ def _checkpoint(ctx: Context, eqn: Any, *operands: Any) -> Any:
 register_rule("checkpoint", _checkpoint, source=True)
 
 
+#: Derivatives of a custom_jvp function that are proven to work row by row while the program is
+#: rewritten. A JVP rule may call its own function, so that there is no last derivative.
+_PROVEN_DERIVATIVES = 2
+
+
 @register_rule("custom_jvp_call")
 def _custom_jvp(ctx: Context, eqn: Any, *operands: Any) -> Any:
     """Runs the function and its JVP rule, both at the smaller batch."""
@@ -118,46 +123,77 @@ def _custom_jvp(ctx: Context, eqn: Any, *operands: Any) -> Any:
             results = ctx.inner().run_closed(params["call_jaxpr"], operands, eqn)
     if not all(isinstance(value, (Lazy, Concat)) for value in results):
         raise NotCovered("custom_jvp of a function that mixes rows")
+    rule = None
+    if ctx.derivatives < _PROVEN_DERIVATIVES:
+        rule = _jvp_rule(ctx, derivative, operands, results)
+    if rule is None and ctx.derivatives < _PROVEN_DERIVATIVES:
+        reason = "custom_jvp whose derivative does not work row by row"
+        if ctx.differentiated:
+            raise NotCovered(reason)
+        ctx.gradient_differs()
+        return ctx.run_closed(params["call_jaxpr"], operands, eqn)
     _, pack = unpack_all(operands)
     _, pack_results = unpack_all(results)
-    expected = results
 
     @jax.custom_jvp
     def function(*arrays: Any) -> Any:
         inner = ctx.inner()
         values = inner.run_closed(params["call_jaxpr"], pack(arrays), eqn)
-        assert all(map(_matches, values, expected))
+        assert all(map(_matches, values, results))
         return unpack_all(values)[0]
 
     @function.defjvp
     def derivative_of(primals: Any, tangents: Any) -> Any:
-        jaxpr, consts, zeros = derivative.call_wrapped(*[False] * len(operands))
-        nonzero = [x for x, zero in zip(expected, zeros, strict=True) if not zero]
-        like = expected + nonzero
-        count = len(primals)
-
-        def run(*arrays: Any) -> list[Any]:
-            inner, both = ctx.inner(), [*pack(arrays[:count]), *pack(arrays[count:])]
-            with ctx.muted():
-                values = inner.run(jaxpr, consts, both)
-                if not all(map(_matches, values, like)):
-                    values = inner.run(jaxpr, consts, [_every_row(x) for x in both])
-                    values = [_first_rows(x, y) for x, y in zip(values, like, strict=True)]
-            values = [_widened(x, y) for x, y in zip(values, like, strict=True)]
-            return unpack_all(values)[0]
-
-        # JAX calls this function after the enclosing trace has ended. A lookup would then use an
-        # index of the ended trace. So the unused equations, lookups among them, are removed first.
-        both = [*primals, *tangents]
-        arrays = iter(evaluate(without_dead_code(trace(run, both)), both))
-        out = [[next(arrays) for _ in unpack(x)[0]] for x in expected]
-        out_tangents = [
-            jax.tree.map(jnp.zeros_like, x) if zero else [next(arrays) for _ in x]
-            for x, zero in zip(out, zeros, strict=True)
-        ]
-        return sum(out, []), sum(out_tangents, [])
+        program = rule or _jvp_rule(ctx, derivative, operands, results)
+        if program is None:
+            raise NotImplementedError("ikbo_jax.rewrite: a third derivative that mixes rows")
+        both = evaluate(program, [*primals, *tangents])
+        return both[: len(both) // 2], both[len(both) // 2 :]
 
     return pack_results(function(*arrays))
+
+
+def _jvp_rule(
+    ctx: Context, derivative: Any, operands: Sequence[Any], results: Sequence[Any]
+) -> core.Jaxpr | None:
+    """The JVP rule of a custom_jvp function on arrays at the smaller batch.
+
+    Args:
+      ctx: the context of the call.
+      derivative: the parameter `jvp_jaxpr_fun` of the call.
+      operands: the call's operands.
+      results: the function's results.
+
+    Returns:
+      A program from the arrays of the operands and those of their tangents to the arrays of the
+      results and those of their tangents. None if the rule cannot be proven to work row by row: a
+      result is no lookup of the same rows, or needs an array of the trace around the call, which
+      has ended when JAX takes the derivative.
+    """
+    jaxpr, consts, zeros = derivative.call_wrapped(*[False] * len(operands))
+    nonzero = [x for x, zero in zip(results, zeros, strict=True) if not zero]
+    like = [*results, *nonzero]
+    arrays, pack = unpack_all(operands)
+
+    def run(*both: Any) -> list[Any]:
+        primals, tangents = both[: len(arrays)], both[len(arrays) :]
+        with ctx.muted():
+            values = ctx.afterwards().run(jaxpr, consts, [*pack(primals), *pack(tangents)])
+        if not all(map(_matches, values, like)):
+            raise NotCovered("the derivative mixes rows")
+        found = [unpack(_widened(x, y))[0] for x, y in zip(values, like, strict=True)]
+        out, slopes = found[: len(results)], iter(found[len(results) :])
+        for x, zero in zip(list(out), zeros, strict=True):
+            out.append(list(map(jnp.zeros_like, x)) if zero else next(slopes))
+        return list(itertools.chain(*out))
+
+    try:
+        program = without_dead_code(trace(run, [*arrays, *arrays]))
+    except NotCovered:
+        return None
+    used = {v for eqn in program.eqns for v in eqn.invars if isinstance(v, core.Var)}
+    needed = [x for v, x in zip(program.constvars, program.consts, strict=True) if v in used]
+    return None if any(isinstance(x, jax.core.Tracer) for x in needed) else program
 
 
 def _only_elementwise(ctx: Context, program: core.Jaxpr) -> bool:
@@ -185,57 +221,35 @@ def _only_elementwise(ctx: Context, program: core.Jaxpr) -> bool:
 
 def _matches(value: Any, like: Any) -> bool:
     """Whether two values have the same form, once dimensions of size 1 of `value` are broadcast."""
+    if is_plain(like) or is_plain(value):
+        return is_plain(like) and is_plain(value)
+    if _is_uniform(value):
+        return True
     if isinstance(like, Concat):
         same = isinstance(value, Concat) and (value.axis, value.sizes) == (like.axis, like.sizes)
         return same and all(map(_matches, value.parts, like.parts))
-    if isinstance(like, Lazy):
-        return (
-            isinstance(value, Lazy)
-            and (value.lineage, value.axis) == (like.lineage, like.axis)
-            and all(n in (1, m) for n, m in zip(value.base.shape, like.base.shape, strict=True))
-        )
-    return is_plain(value)
+    return (
+        isinstance(value, Lazy)
+        and (value.lineage, value.axis) == (like.lineage, like.axis)
+        and all(n in (1, m) for n, m in zip(value.base.shape, like.base.shape, strict=True))
+    )
 
 
 def _widened(value: Any, like: Any) -> Any:
     """The value with its arrays broadcast to the shapes of the arrays of `like`."""
     if isinstance(like, Concat):
-        parts = (_widened(x, y) for x, y in zip(value.parts, like.parts, strict=True))
-        return Concat(tuple(parts), like.axis)
+        parts = [value] * len(like.parts) if _is_uniform(value) else value.parts
+        return Concat(tuple(map(_widened, parts, like.parts)), like.axis)
     if isinstance(like, Lazy):
-        return dataclasses.replace(value, base=spread(value.base, like.base.shape))
+        if _is_uniform(value):
+            return dataclasses.replace(like, base=lax.full_like(like.base, value.base.reshape(())))
+        return dataclasses.replace(like, base=spread(value.base, like.base.shape))
     return value
 
 
-# A JVP rule whose results do not stay at the smaller batch runs at the larger batch, on all rows of
-# the smaller batch followed by repetitions of them. Its first rows are the result.
-
-
-def _every_row(value: Any) -> Any:
-    if is_plain(value):
-        return value
-    if isinstance(value, Concat):
-        return lax.concatenate([_every_row(part) for part in value.parts], value.axis)
-    x = value.base
-    if value.lineage is not None:
-        rows = jnp.arange(value.lineage.batch, dtype=jnp.int32) % jnp.int32(value.lineage.users)
-        x = take_rows(x, rows, value.axis)
-    return spread(x, value.shape)
-
-
-def _first_rows(x: Any, like: Any) -> Any:
-    if isinstance(like, Concat):
-        ends = list(itertools.accumulate(like.sizes))
-        cuts = zip([0, *ends[:-1]], ends, like.parts, strict=True)
-        parts = [
-            _first_rows(lax.slice_in_dim(x, start, end, axis=like.axis), part)
-            for start, end, part in cuts
-        ]
-        return Concat(tuple(parts), like.axis)
-    if isinstance(like, Lazy):
-        first = lax.slice(x, [0] * len(like.base.shape), like.base.shape)
-        return dataclasses.replace(like, base=first)
-    return x
+def _is_uniform(value: Any) -> bool:
+    """Whether a value is one number, broadcast."""
+    return isinstance(value, Lazy) and value.lineage is None and value.base.size == 1
 
 
 @register_rule("custom_vjp_call")

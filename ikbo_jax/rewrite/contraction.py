@@ -266,11 +266,9 @@ def _groups(ctx: Context, whole: Concat, other: Any, other_axis: int) -> list[tu
     groups = []
     for parts, slices in by_lineage.values():
         if len(parts) > 1 and all(map(is_plain, slices)):
-            merged = _concatenated(parts, whole.axis)
-            if merged is not None:
-                groups.append((merged, lax.concatenate(slices, other_axis)))
-                continue
-        groups += list(zip(parts, slices, strict=True))
+            groups.append((_concatenated(parts, whole.axis), lax.concatenate(slices, other_axis)))
+        else:
+            groups += list(zip(parts, slices, strict=True))
     return groups
 
 
@@ -409,5 +407,5 @@ def _single_user(ctx: Context, part: Lazy, axes: set[int]) -> Lazy | None:
     if axes - {0} or part.base.shape[0] != 1 or part.shape[0] <= 1:
         return None
     batch = part.shape[0]
-    index = ctx.scope.lineage(("one", batch), 1, batch, lambda: jnp.zeros(batch, jnp.int32))
+    index = ctx.scope.of_one_user(batch)
     return Lazy(part.base, part.shape, index, 0, part.origins)

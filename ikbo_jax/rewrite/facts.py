@@ -8,6 +8,7 @@ keeps the first keys of every user.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -195,7 +196,8 @@ def interval(ctx: Any, value: Any, depth: int = _DEPTH) -> Interval | None:
     if name == "select_n":
         return _select(ctx, operands, depth)
     if name == "cumsum":
-        return _cumsum(ctx, operands[0], depth)
+        sums = _cumsum(ctx, operands[0], depth)
+        return sums if sums and _fits(sums, eqn.outvars[0].aval.dtype) else None
     bounds = [interval(ctx, x, depth - 1) for x in operands]
     first = bounds[0] if bounds else None
     if name in (*MOVES, "slice"):
@@ -268,7 +270,8 @@ def _select(ctx: Any, operands: Any, depth: int) -> Interval | None:
     if case is not None and case[0] == case[1] and case[0] < len(operands) - 1:
         return interval(ctx, operands[1 + case[0]], depth - 1)
     test = ctx.producer(which)
-    if test and test[0].primitive.name == "lt" and test[1][0] is first and _is_zero(test[1][1]):
+    is_lt = test is not None and test[0].primitive.name == "lt" and test[1][0] is first
+    if test and is_lt and constant(ctx, test[1][1]) == 0:
         bounds, added = interval(ctx, first, depth - 1), ctx.producer(second)
         if bounds and added and added[0].primitive.name == "add" and added[1][0] is first:
             size = interval(ctx, added[1][1], depth - 1)
@@ -293,10 +296,6 @@ def selected(ctx: Any, value: Any) -> Any:
     return value
 
 
-def _is_zero(value: Any) -> bool:
-    return not isinstance(value, jax.core.Tracer) and np.ndim(value) == 0 and int(value) == 0
-
-
 def _cumsum(ctx: Any, operand: Any, depth: int) -> Interval | None:
     """Bounds of a running sum; sums of scattered counts, as in `jnp.repeat`, get closer bounds."""
     produced = ctx.producer(operand)
@@ -304,9 +303,10 @@ def _cumsum(ctx: Any, operand: Any, depth: int) -> Interval | None:
     if produced is None or produced[0].primitive.name != "scatter-add":
         if bounds is None or bounds[0] < 0:
             return None
-        return bounds[0], bounds[1] * operand.size
+        return bounds[0], bounds[1] * math.prod(np.shape(operand))
     start, _, updates = produced[1]
     before, added = interval(ctx, start, depth - 1), interval(ctx, updates, depth - 1)
     if before != (0, 0) or added is None or added[0] < 0:
         return None
-    return 0, added[1] * int(np.size(updates))
+    # `np.size` of a lazy value would be 1.
+    return 0, added[1] * math.prod(np.shape(updates))

@@ -41,6 +41,7 @@ class Context:
       scope: the arrays and lineages computed so far.
       provenance: the producing equations of values.
       programs: properties of called programs.
+      derivatives: how many JVP rules this scope is inside of.
       differentiated: whether the program must have the original's derivative. If not, only its
         values must be right: a rule may call `gradient_differs` and then take a form with another
         derivative.
@@ -53,17 +54,28 @@ class Context:
         *,
         differentiated: bool = False,
         repeated: frozenset[int] = frozenset(),
+        outlives: bool = False,
     ) -> None:
         self.recorder = recorder
         self.parent = parent
-        self.scope: Scope = Scope(parent.scope if parent else None)
+        self.scope: Scope = Scope(parent.scope if parent else None, outlives=outlives)
         self.provenance: Provenance = Provenance(parent.provenance if parent else None)
         self.programs: ProgramCache = parent.programs if parent else ProgramCache(repeated)
-        self.differentiated: bool = parent.differentiated if parent else differentiated
+        self.differentiated: bool = differentiated or parent is not None and parent.differentiated
+        self.derivatives: int = parent.derivatives if parent else 0
 
     def inner(self, recorder: report.Recorder | None = None) -> Context:
         """The context of a scope inside this scope, by default with the same recorder."""
         return Context(recorder or self.recorder, self)
+
+    def afterwards(self) -> Context:
+        """The context of a scope inside this one that computes when this one's trace has ended.
+
+        The program's form is decided by then, so that derivatives must be the original's.
+        """
+        context = Context(self.recorder, self, differentiated=True, outlives=True)
+        context.derivatives += 1
+        return context
 
     def gradient_differs(self) -> None:
         """Records that a rule takes a form with the original's values but another derivative.

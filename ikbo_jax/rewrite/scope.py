@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from ikbo_jax.rewrite.lineage import Lineage, take_rows
 
@@ -21,13 +22,16 @@ class Scope:
 
     Attributes:
       parent: the enclosing scope; None for the scope of the whole function.
+      outlives: whether this scope computes after the trace of the enclosing scopes has ended. Their
+        arrays are no values then, and this scope uses none of them.
       outer_arrays: by the identity of a deferred value, the array that the caller has already
         materialised for it.
       programs: by the key of a call, the rewritten program; it may hold arrays of this scope.
     """
 
-    def __init__(self, parent: Scope | None = None) -> None:
+    def __init__(self, parent: Scope | None = None, *, outlives: bool = False) -> None:
         self.parent = parent
+        self.outlives = outlives
         self.outer_arrays: dict[int, jax.Array] = {}
         self.programs: dict[Any, Any] = {}
         self._built: dict[int, tuple[Any, jax.Array]] = {}
@@ -35,11 +39,11 @@ class Scope:
         self._lineages: dict[Any, tuple[Any, Lineage]] = {}
 
     def chain(self) -> Iterator[Scope]:
-        """This scope and the scopes that enclose it, innermost first."""
+        """This scope and the enclosing scopes whose arrays it may use, innermost first."""
         scope: Scope | None = self
         while scope is not None:
             yield scope
-            scope = scope.parent
+            scope = None if scope.outlives else scope.parent
 
     # Arrays of deferred values.
 
@@ -101,6 +105,10 @@ class Scope:
         self._lineages[full_key] = (key, created)
         return created
 
+    def of_one_user(self, batch: int) -> Lineage:
+        """The lineage of a batch whose rows all come from one user."""
+        return self.lineage(("one", batch), 1, batch, lambda: jnp.zeros(batch, jnp.int32))
+
     def compose(self, coarse: Lineage, fine: Lineage) -> Lineage:
         """The lineage of two successive lookups: by `coarse`, then by `fine`."""
         steps = (*coarse.steps, *fine.steps)
@@ -117,7 +125,8 @@ class Scope:
 
     def lineages(self) -> set[int]:
         """Identities of the lineages of this scope and of the scopes that enclose it."""
-        return {id(x) for scope in self.chain() for _, x in scope._lineages.values()}
+        outer = self.parent.lineages() if self.parent is not None else set()
+        return outer | {id(lineage) for _, lineage in self._lineages.values()}
 
     def _lineage_with(self, key: Any) -> Lineage | None:
         for scope in self.chain():

@@ -1,0 +1,43 @@
+"""The rounding rule itself: which programs it takes for others."""
+
+from __future__ import annotations
+
+import pytest
+from lookalikes import attention
+from rounding_rule import compared
+
+#: Logits of some hundreds: their rounding in float32 is that of 1e-5 of a weight, and in bfloat16
+#: that of a half.
+LARGE = "x = L(8 * q)\nx = jnp.where(~(at < 3), jnp.finfo(x.dtype).min, x) * 30\n"
+HALF = "x = L(30 * q)\n"
+MIXED = "out = mix(softmax(x))"
+
+
+@pytest.mark.parametrize(
+    ("original", "other", "dtype"),
+    [
+        (LARGE + MIXED, LARGE.replace("* 30", "* (30 + 2**-10)") + MIXED, "float32"),
+        (
+            LARGE + MIXED,
+            LARGE.replace("8 * q", "(8 * q).astype(bf16).astype(f32)") + MIXED,
+            "float32",
+        ),
+        (LARGE + MIXED, LARGE + "out = mix(softmax(x).astype(bf16).astype(f32))", "float32"),
+        (LARGE + MIXED, LARGE + "out = mix(softmax(x).astype(f16).astype(f32))", "float32"),
+        (LARGE + MIXED, LARGE + "out = mix(softmax(x) * (1 + 2**-15))", "float32"),
+        (LARGE + MIXED, LARGE + "out = mix(softmax(x + lax.stop_gradient(x) * 2**-18))", "float32"),
+        (HALF + MIXED, HALF.replace("30", "29") + MIXED, "bfloat16"),
+        (HALF + MIXED, HALF + "out = mix(softmax(x * 0.98))", "bfloat16"),
+        (
+            HALF + MIXED,
+            HALF + "out = mix(softmax(x.astype(jnp.float8_e4m3fn).astype(bf16)))",
+            "bfloat16",
+        ),
+        (HALF + MIXED, HALF + "out = mix(softmax(x) * 1.1)", "bfloat16"),
+        (HALF + MIXED, HALF + "out = mix(by_hand_stopped(x - stop(x) * 0.02))", "bfloat16"),
+    ],
+)
+def test_a_coarser_program_is_another_one(original: str, other: str, dtype: str) -> None:
+    first, second = attention(original, dtype), attention(other, dtype)
+    assert compared(first, first.fn) is None
+    assert compared(first, second.fn) is not None
