@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import offline
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.linear_compression import kernel
 from ikbo_jax.problems import LinearCompressionConfig, LinearCompressionProblem
@@ -129,7 +130,7 @@ def test_offline_spills_and_serialised_wgmmas_are_found(
     compiler: offline.Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tile too wide; and without waits, accumulators are read while WGMMAs write them."""
-    monkeypatch.setattr(kernel.plgpu, "wgmma_wait", lambda n: None)
+    monkeypatch.setattr(plgpu, "wgmma_wait", lambda n: None)
     too_wide = LinearCompressionConfig(256, 2, 32, single_launch=True)
     (compiled,) = compiler.compile(*launch(dataclasses.replace(DEFAULT, m=500), too_wide))
     assert compiled.ptxas.spill_bytes > 0
