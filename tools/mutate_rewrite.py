@@ -37,6 +37,8 @@ WIDE = (
     "tests/rewrite/test_rewrite_seen.py",
     "tests/rewrite/test_rewrite_activations.py",
     "tests/rewrite/test_rewrite.py",
+    "tests/rewrite/test_rewrite_calls.py",
+    "tests/rewrite/test_rewrite_report.py",
     "tests/rewrite/test_rewrite_lookalikes.py",
 )
 

@@ -14,13 +14,9 @@ import pytest
 
 from ikbo_jax import _timing, cases, cli, demo, demo_attention, demo_ranking, terminal
 from ikbo_jax._timing import sustained_ms
-from ikbo_jax.autotuner import autotune
 from ikbo_jax.ops import dispatch
 from ikbo_jax.problems import (
-    AttentionProblem,
-    GdpaProblem,
     LinearCompressionConfig,
-    LinearCompressionProblem,
 )
 
 SIZES = ["--m", "9", "--n", "8", "--k-cand", "7", "--k-user", "11"]
@@ -298,56 +294,6 @@ def test_info_names_device_versions_kernels_and_cache(monkeypatch, tmp_path, cap
     assert ("not usable: " + reason if reason else "mosaic_gpu  usable") in out
 
 
-def test_tune_off_hopper_exits_2_with_the_reason(monkeypatch, capsys):
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # tune sets it: restore it
-    monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: "this is a toaster")
-    assert cli.main(TUNE) == cli.UNUSABLE
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err == "ikbo-jax tune: this is a toaster\n"
-
-
-def test_tune_passes_the_problem_on_and_prints_the_result(monkeypatch, capsys):
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    asked = []
-
-    def tune(problem, *, progress, limit):
-        asked.append((problem, limit))
-        progress(1, 2, "tile one")
-        return {"ms": 0.5, "fraction": 0.75}
-
-    monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
-    monkeypatch.setattr(autotune, "tune_linear_compression", tune)
-    assert cli.main([*TUNE, "--dtype", "float16", "--limit", "3"]) == cli.OK
-    assert cli.main(TUNE) == cli.OK
-    problem = LinearCompressionProblem((5, 24), (11, 7), 9, 8, "float16")
-    assert asked == [(problem, 3), (dataclasses.replace(problem, dtype="bfloat16"), None)]
-    out = capsys.readouterr().out
-    assert "tile one" in out
-    assert "0.5 ms, 0.750 of the" in out.splitlines()[-1]
-
-
-@pytest.mark.parametrize("error", [OSError("the cache is read-only"), RuntimeError("no XLA")])
-def test_tune_reports_what_stopped_it(monkeypatch, capsys, error):
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-
-    def tune(problem, *, progress, limit):
-        raise error
-
-    monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
-    monkeypatch.setattr(autotune, "tune_linear_compression", tune)
-    assert cli.main(TUNE) == cli.UNUSABLE
-    assert str(error) in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("missing", ["--b", "--u"])
-def test_tune_needs_every_size(capsys, missing):
-    at = TUNE.index(missing)
-    with pytest.raises(SystemExit) as exit_info:
-        cli.main(TUNE[:at] + TUNE[at + 2 :])
-    assert exit_info.value.code == cli.UNUSABLE
-
-
 def test_sustained_ms_fills_its_windows():
     calls = 0
 
@@ -411,103 +357,3 @@ def test_what_attention_moves_is_counted_by_hand():
     moved = {stage.name.split(maxsplit=1)[1]: stage.bytes_moved for stage in found}
     assert moved["materialised"] == 4 * 2 + 4 + 4 * 2
     assert moved["decomposed"] == moved["fused"] == 4 * 2 + 4
-
-
-ATTENTION = ["tune", "attention", "--b", "24", "--u", "5", "--t", "4", "--s", "32", "--h", "64"]
-
-
-def test_tune_attention_passes_the_sizes_on(monkeypatch, capsys):
-    found = []
-
-    def tune(problem, *, progress, limit):
-        found.append((problem, limit))
-        progress(1, 1, "XLA: 1 ms")
-        return {"ms": 0.25, "fraction": 0.5}
-
-    monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
-    monkeypatch.setattr(autotune, "tune_attention", tune)
-    heads = ["--n", "4", "--k", "2", "--dtype", "float16", "--limit", "3"]
-    assert cli.main([*ATTENTION, *heads]) == cli.OK
-    assert found == [(AttentionProblem(24, 5, 4, 32, 4, 2, 64, "float16"), 3)]
-    assert "0.25 ms, 0.500 of the 8192x8192x8192 bfloat16 matmul" in capsys.readouterr().out
-
-
-def test_tune_attention_off_hopper_and_with_wrong_heads(monkeypatch, capsys):
-    monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: "this is a toaster")
-    assert cli.main([*ATTENTION, "--n", "4", "--k", "2"]) == cli.UNUSABLE
-    assert "this is a toaster" in capsys.readouterr().err
-    assert cli.main([*ATTENTION, "--n", "3", "--k", "2"]) == cli.UNUSABLE
-    assert "--q-heads 3 is not a multiple of --kv-heads 2" in capsys.readouterr().err
-
-
-GDPA = ["tune", "gdpa", "--b", "24", "--s", "32", "--n", "4", "--k", "2", "--h", "64"]
-GDPA_PROBLEM = GdpaProblem(
-    *(24, 24, 24 * 100, 24 * 32, 4, 2, 64, "bfloat16"), ("gelu",), None, False, 100, 32
-)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "changes"),
-    [
-        (["--t", "100"], {}),
-        (
-            ["--t", "100", "--q-mean", "50", "--kv-mean", "16", "--dtype", "float16"],
-            {"q_rows": 24 * 50, "kv_rows": 24 * 16, "dtype": "float16"},
-        ),
-        (
-            ["--seeds", "8", "--batch-kv", "3", "--activation", "silu", "--approx", "tanh"],
-            {
-                "q_rows": 24 * 8,
-                "batch_kv": 3,
-                "kv_rows": 3 * 32,
-                "broadcast_q": True,
-                "max_seqlen_q": None,
-                "activations": ("silu",),
-                "approx": "tanh",
-            },
-        ),
-    ],
-    ids=["full", "half", "pma"],
-)
-def test_tune_gdpa_passes_the_sizes_on(arguments, changes, monkeypatch, capsys):
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    found = []
-
-    def tune(problem, *, progress, limit):
-        found.append((problem, limit))
-        progress(1, 1, "XLA: 1 ms")
-        return {"ms": 0.25, "fraction": 0.5}
-
-    monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
-    monkeypatch.setattr(autotune, "tune_gdpa", tune)
-    assert cli.main([*GDPA, *arguments, "--limit", "3"]) == cli.OK
-    assert found == [(dataclasses.replace(GDPA_PROBLEM, **changes), 3)]
-    out = capsys.readouterr().out
-    assert "XLA: 1 ms" in out
-    assert "0.25 ms, 0.500 of the 8192x8192x8192 bfloat16 matmul" in out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        (["--t", "100", "--k", "3"], "--q-heads 4 is not a multiple of --kv-heads 3"),
-        (["--t", "100", "--q-mean", "101"], "--q-mean 101 is more than --q-len 100"),
-        (["--t", "100", "--kv-mean", "33"], "--kv-mean 33 is more than --kv-len 32"),
-        (["--seeds", "8", "--q-mean", "5"], "--seeds 8 excludes --q-mean, but it is 5"),
-        (["--t", "100", "--activation", "elu"], "unknown activation 'elu'"),
-        (["--t", "100", "--approx", "tanh"], "approx='tanh' applies to gelu_tanh and silu"),
-        (["--t", "100", "--batch-kv", "101", "--kv-mean", "40"], "--kv-mean 40 is more than"),
-        (["--t", "100", "--h", "80"], "64, 96, 128, 256, but H=80"),
-        (["--t", "100", "--seeds", "8"], "not allowed with"),
-        ([], "one of the arguments --q-len/--t --seeds is required"),
-    ],
-)
-def test_tune_gdpa_says_what_does_not_fit(arguments, reason, monkeypatch, capsys):
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
-    try:
-        status = cli.main([*GDPA, *arguments])
-    except SystemExit as exit_info:
-        status = exit_info.code
-    assert status == cli.UNUSABLE
-    assert reason in capsys.readouterr().err

@@ -10,18 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from batches import some_at_once
-from lookalikes import (
-    CONSUMERS,
-    INDEX,
-    MODES,
-    OUTSIDE,
-    D,
-    H,
-    U,
-    attention,
-    looked_up,
-    lookup,
-)
+from lookalikes import CONSUMERS, INDEX, MODES, OUTSIDE, D, H, U, attention, looked_up, lookup
 from rounding_rule import Case, assert_same, describe, faults
 
 import ikbo_jax as ikbo

@@ -1,0 +1,233 @@
+"""The meaning of lookups, and what the report says of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rewrite_basics import (
+    ARGS,
+    A,
+    B,
+    C,
+    D,
+    H,
+    U,
+    became,
+    both,
+    close,
+    embed,
+    embeddings,
+    model,
+    report_of,
+)
+
+import ikbo_jax as ikbo
+from ikbo_jax.rewrite import RewriteReport
+
+# Meaning of the lookup.
+
+OUTSIDE = jnp.asarray([0, 3, 9, -1, -9, 2] * 4, jnp.int32)
+
+
+def lookups(mode):
+    def fn(w, user, cand, index):
+        users = jnp.tanh(jnp.take(user, index, axis=0, mode=mode) @ w[:D])
+        return users, jnp.concatenate([users, cand], axis=1) @ w[:, :3].repeat(2, 0)[: H + C]
+
+    return fn
+
+
+@pytest.mark.parametrize("mode", ["clip", "fill", "wrap"])
+def test_indices_out_of_bounds_keep_their_meaning(mode: str) -> None:
+    fn = lookups(mode)
+    args = (A.w, A.user, A.cand, OUTSIDE)
+    ours, theirs = both(fn, *args)
+    assert np.isnan(theirs[0]).any() == (mode == "fill")
+    close(ours, theirs)
+    assert "product at the smaller batch" in became(fn, *args)
+
+
+def test_default_lookup_clamps_and_counts_negative_indices_from_the_end() -> None:
+    def fn(user, index):
+        return jnp.exp(user[index] @ A.w_user)
+
+    close(*both(fn, A.user, OUTSIDE))
+
+
+def test_filled_rows_do_not_reach_gradients() -> None:
+    fn = lookups("fill")
+
+    def gradient(f):
+        return jax.grad(lambda *a: jnp.sum(f(*a)[1] ** 2), argnums=(0, 1, 2))
+
+    ours, theirs = jax.jit(lambda *args: [gradient(f)(*args) for f in (ikbo.rewrite(fn), fn)])(
+        *ARGS
+    )
+    assert all(np.isfinite(x).all() for x in ours)
+    close(ours, theirs)
+
+
+def drops_nan(user, index):
+    users = jnp.take(user, index, axis=0)
+    return jnp.where(users > 0, users, 0.0) @ A.w_user
+
+
+def test_what_drops_nan_runs_on_a_row_of_nan() -> None:
+    close(*both(drops_nan, A.user, OUTSIDE))
+    report = report_of(drops_nan, A.user, OUTSIDE)
+    assert [place.line for place in report.materialised] == ["the function's result"]
+
+
+@pytest.mark.parametrize(
+    "in_bounds",
+    [
+        lambda index: jnp.clip(index, 0, U - 1),
+        lambda index: jnp.minimum(jnp.maximum(index, 0), U - 1),
+        lambda index: jnp.arange(B, dtype=jnp.int32) % U,
+        lambda index: jnp.arange(B, dtype=jnp.int32) // 6,
+        lambda index: np.arange(B, dtype=np.int32) % U,
+        lambda index: jnp.repeat(
+            jnp.arange(U, dtype=jnp.int32), jnp.bincount(index, length=U), total_repeat_length=B
+        ),
+    ],
+)
+def test_indices_known_to_be_in_bounds_have_no_rows_to_fill(in_bounds) -> None:
+    def fn(user, index):
+        return drops_nan(user, in_bounds(index))
+
+    report = report_of(fn, A.user, A.index)
+    assert report.changed
+    assert [place.reason for place in report.materialised] == ["returned by the function"]
+    close(*both(fn, A.user, A.index))
+
+
+def test_counts_that_do_not_add_up() -> None:
+    def fn(user, counts):
+        users = jnp.repeat(user, counts, axis=0, total_repeat_length=B)
+        return jnp.where(users > 0, users, 1.0) @ A.w_user
+
+    run = jax.jit(lambda *args: (ikbo.rewrite(fn)(*args), fn(*args)))
+    for count in (0, 3, 30):
+        close(*run(A.user, jnp.asarray([5, count, 0, 2], jnp.int32)))
+
+
+def test_integers_filled_with_a_number() -> None:
+    def fn(ids, index):
+        return jnp.take(ids, index, axis=0) * 2
+
+    ids = jnp.arange(U * 3, dtype=jnp.int32).reshape(U, 3)
+    np.testing.assert_array_equal(ikbo.rewrite(fn)(ids, OUTSIDE), fn(ids, OUTSIDE))
+
+
+# The report.
+
+
+def scored(user, cand, index):
+    users = user[index]
+    gate = jax.nn.sigmoid(users @ A.w_user)
+    return jnp.sort(gate, axis=0), gate * (cand @ A.w_cand)
+
+
+def test_report_tells_lines_what_it_became_and_what_was_saved() -> None:
+    report = report_of(scored, A.user, A.cand, A.index)
+    first = scored.__code__.co_firstlineno
+    (found,) = report.broadcasts
+    assert found.line == f"test_rewrite_report.py:{first + 1} (scored)"
+    assert found.what == f"float32[{U},{D}] looked up by {B} indices -> float32[{B},{D}]"
+    assert found.became == (
+        f"product at the smaller batch, test_rewrite_report.py:{first + 2} (scored)",
+        "work at the smaller batch",
+        f"materialised, test_rewrite_report.py:{first + 3} (scored)",
+    )
+    assert found.flops_saved == (B - U) * (2 * D * H + H)
+    assert found.bytes_saved == 0
+    (place,) = report.materialised
+    assert place.line == f"test_rewrite_report.py:{first + 3} (scored)"
+    assert (place.what, place.nbytes) == (f"float32[{B},{H}]", 4 * B * H)
+    assert place.reason == "sort along the looked-up axis"
+    assert str(report).splitlines() == [
+        f"rewrite: 1 broadcast found; saves {found.flops_saved / 1000:.3g} kFLOP, 0 B not written",
+        f"  {found.line}: {found.what}",
+        *(f"    -> {text}" for text in found.became),
+        f"    saves {found.flops_saved / 1000:.3g} kFLOP, 0 B not written",
+        "materialised:",
+        f"  {place.line}: float32[{B},{H}] (768 B): {place.reason}",
+    ]
+
+
+def test_entries_that_are_the_same_are_printed_once() -> None:
+    report = report_of(model, *ARGS)
+    (found,) = report.broadcasts
+    text = str(dataclasses.replace(report, broadcasts=(found,) * 3))
+    assert text.startswith("rewrite: 3 broadcasts found; saves ")
+    assert f"\n  3 times {found.line}: {found.what}\n" in text
+    assert text.endswith(" not written each")
+    assert text.count(found.what) == 1
+
+
+def test_saved_bytes_are_those_of_the_copy() -> None:
+    report = report_of(model, *ARGS)
+    assert report.bytes_saved == 4 * D * (B - U)
+    assert report.flops_saved == 2 * D * H * (B - U)
+
+
+def test_the_report_outlives_jit_and_stands_beside_the_ops() -> None:
+    compiled = jax.jit(ikbo.rewrite(embed))
+    compiled(*embeddings())
+    explanation = ikbo.explain(compiled, *embeddings())
+    assert [plan.op for plan in explanation.plans] == ["linear_compression"]
+    (report,) = explanation.notes
+    assert report.changed
+    lines = str(explanation).splitlines()
+    assert lines[0].startswith("rewrite: 1 broadcast found; saves ")
+    assert lines[-4].startswith("1. linear_compression: ")
+
+
+def test_the_documents_report_is_what_is_printed(tmp_path) -> None:
+    text = (pathlib.Path(__file__).parents[2] / "docs" / "rewrite.md").read_text("utf-8")
+    (source,) = re.findall(r"`model.py`,\n\n```python\n(.*?)```", text, re.DOTALL)
+    (printed,) = re.findall(r"```\n(rewrite: .*?)\n```", text, re.DOTALL)
+    path = tmp_path / "model.py"
+    path.write_text(source, "utf-8")
+    namespace: dict = {}
+    exec(compile(source, str(path), "exec"), namespace)
+    shapes = [(15, 64), (1024, 32), (64, 128), (160, 256)]
+    user, cand, w_user, w_first = (jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes)
+    index = jax.ShapeDtypeStruct((1024,), jnp.int32)
+    assert str(report_of(namespace["score"], user, cand, index, w_user, w_first)) == printed
+
+
+def untouched(w, cand):
+    return jax.nn.gelu(cand @ w)
+
+
+def test_nothing_found_runs_the_original() -> None:
+    report = report_of(untouched, A.w_cand, A.cand)
+    assert report == RewriteReport(False)
+    assert str(report) == "rewrite: no broadcast found; the original function runs"
+    ours = jax.jit(ikbo.rewrite(untouched)).lower(A.w_cand, A.cand).as_text()
+    theirs = jax.jit(untouched).lower(A.w_cand, A.cand).as_text()
+    assert ours == theirs
+
+
+def test_nothing_gained_runs_the_original() -> None:
+    def fn(user, cand, index):
+        return user[index][:, :C] + cand
+
+    report = report_of(fn, A.user, A.cand, A.index)
+    assert not report.changed
+    assert "nothing gained; the original function runs" in str(report)
+    np.testing.assert_array_equal(
+        ikbo.rewrite(fn)(A.user, A.cand, A.index), fn(A.user, A.cand, A.index)
+    )
+
+
+def test_more_rows_than_indices_are_no_broadcast() -> None:
+    table = jnp.ones((100, D))
+    assert report_of(lambda t, i: t[i] @ A.w_user, table, A.index).broadcasts == ()

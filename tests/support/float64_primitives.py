@@ -1,0 +1,306 @@
+"""What the primitives of JAX compute, in NumPy: for `float64_oracle`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+Array = np.ndarray
+
+
+def _dot(eqn: Any, x: Array, y: Array) -> Array:
+    (x_contract, y_contract), (x_batch, y_batch) = eqn.params["dimension_numbers"]
+    letters = iter("abcdefghijklmnopqrstuvwxyz")
+    of_x = [next(letters) for _ in range(x.ndim)]
+    of_y = [next(letters) for _ in range(y.ndim)]
+    for a, b in zip((*x_contract, *x_batch), (*y_contract, *y_batch), strict=True):
+        of_y[b] = of_x[a]
+    out = [of_x[d] for d in x_batch]
+    out += [of_x[d] for d in range(x.ndim) if d not in (*x_contract, *x_batch)]
+    out += [of_y[d] for d in range(y.ndim) if d not in (*y_contract, *y_batch)]
+    return np.einsum(f"{''.join(of_x)},{''.join(of_y)}->{''.join(out)}", x, y)
+
+
+def _broadcast(eqn: Any, x: Array, *_: Any) -> Array:
+    shape, dims = eqn.params["shape"], eqn.params["broadcast_dimensions"]
+    inner = [1] * len(shape)
+    for d, target in enumerate(dims):
+        inner[target] = x.shape[d]
+    return np.broadcast_to(x.reshape(inner), shape)
+
+
+def select(_: Any, which: Array, *cases: Array) -> Array:
+    which = np.broadcast_to(which, cases[0].shape).astype(int)
+    return np.choose(which, cases)
+
+
+def _mode(eqn: Any) -> str:
+    return str(eqn.params["mode"]).lower()
+
+
+def _windows(sizes: Any, numbers: Any, indices: Array, batching: Any, limits: Any):
+    """Of each row of indices: its position, its starts, and whether it lies in bounds."""
+    starts_of, operand_batching, indices_batching = batching
+    last = [limit - size for limit, size in zip(limits, sizes, strict=True)]
+    for at in np.ndindex(indices.shape[:-1]):
+        starts = [0] * len(limits)
+        for axis, start in zip(starts_of, indices[at].tolist(), strict=True):
+            starts[axis] = start
+        for axis, of in zip(operand_batching, indices_batching, strict=True):
+            starts[axis] = at[of]
+        clipped = [min(max(start, 0), most) for start, most in zip(starts, last, strict=True)]
+        yield at, clipped, clipped == starts
+
+
+def _gather(eqn: Any, x: Array, indices: Array) -> Array:
+    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    fill = eqn.params["fill_value"]
+    if fill is None:
+        fill = {"f": np.nan, "b": True}.get(x.dtype.kind)
+    if fill is None:
+        fill = np.iinfo(x.dtype).min if x.dtype.kind == "i" else np.iinfo(x.dtype).max
+    shape = eqn.outvars[0].aval.shape
+    out = np.zeros(shape, x.dtype)
+    batch_dims = [d for d in range(len(shape)) if d not in numbers.offset_dims]
+    gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+    batching = (
+        numbers.start_index_map,
+        numbers.operand_batching_dims,
+        numbers.start_indices_batching_dims,
+    )
+    for at, starts, inside in _windows(sizes, numbers, indices, batching, x.shape):
+        window = x[tuple(slice(s, s + n) for s, n in zip(starts, sizes, strict=True))]
+        window = np.squeeze(window, tuple(gone))
+        where: list[Any] = [slice(None)] * len(shape)
+        for d, n in zip(batch_dims, at, strict=True):
+            where[d] = n
+        out[tuple(where)] = fill if "fill" in _mode(eqn) and not inside else window
+    return out
+
+
+def _scatter(eqn: Any, x: Array, indices: Array, updates: Array) -> Array:
+    numbers, out = eqn.params["dimension_numbers"], np.array(x)
+    gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+    kept = [d for d in range(x.ndim) if d not in gone]
+    sizes = [1] * x.ndim
+    for d, of in zip(kept, numbers.update_window_dims, strict=True):
+        sizes[d] = updates.shape[of]
+    batch_dims = [d for d in range(updates.ndim) if d not in numbers.update_window_dims]
+    batching = (
+        numbers.scatter_dims_to_operand_dims,
+        numbers.operand_batching_dims,
+        numbers.scatter_indices_batching_dims,
+    )
+    for at, starts, inside in _windows(sizes, numbers, indices, batching, x.shape):
+        if not inside and "clip" not in _mode(eqn):
+            continue
+        where: list[Any] = [slice(None)] * updates.ndim
+        for d, n in zip(batch_dims, at, strict=True):
+            where[d] = n
+        window = tuple(slice(s, s + n) for s, n in zip(starts, sizes, strict=True))
+        update = updates[tuple(where)].reshape(sizes)
+        adds = eqn.primitive.name == "scatter-add"
+        out[window] = out[window] + update if adds else update
+    return out
+
+
+def _reduce(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda eqn, x: function(x, axis=tuple(eqn.params["axes"]))
+
+
+def _pad(eqn: Any, x: Array, value: Array) -> Array:
+    config = eqn.params["padding_config"]
+    assert all(low >= 0 and high >= 0 and inner == 0 for low, high, inner in config)
+    return np.pad(x, [c[:2] for c in config], constant_values=value)
+
+
+def _slice(eqn: Any, x: Array) -> Array:
+    p = eqn.params
+    strides = p["strides"] or (1,) * x.ndim
+    return x[tuple(map(slice, p["start_indices"], p["limit_indices"], strides))]
+
+
+def _dynamic_slice(eqn: Any, x: Array, *starts: Any) -> Array:
+    sizes = eqn.params["slice_sizes"]
+    starts = [int(np.clip(s, 0, n - k)) for s, n, k in zip(starts, x.shape, sizes, strict=True)]
+    return x[tuple(slice(s, s + k) for s, k in zip(starts, sizes, strict=True))]
+
+
+def _dynamic_update_slice(_: Any, x: Array, update: Array, *starts: Any) -> Array:
+    sizes, out = update.shape, np.array(x)
+    starts = [int(np.clip(s, 0, n - k)) for s, n, k in zip(starts, x.shape, sizes, strict=True)]
+    out[tuple(slice(s, s + k) for s, k in zip(starts, sizes, strict=True))] = update
+    return out
+
+
+def _iota(eqn: Any) -> Array:
+    shape, d = eqn.params["shape"], eqn.params["dimension"]
+    inner = [n if a == d else 1 for a, n in enumerate(shape)]
+    return np.broadcast_to(np.arange(shape[d]).reshape(inner), shape)
+
+
+def _top_k(eqn: Any, x: Array) -> tuple[Array, Array]:
+    order = np.argsort(-x, axis=-1, kind="stable")[..., : eqn.params["k"]]
+    return np.take_along_axis(x, order, -1), order
+
+
+def _sort(eqn: Any, *xs: Array) -> list[Array]:
+    order = np.argsort(xs[0], axis=eqn.params["dimension"], kind="stable")
+    return [np.take_along_axis(x, order, eqn.params["dimension"]) for x in xs]
+
+
+def _split(eqn: Any, x: Array) -> list[Array]:
+    return np.split(x, np.cumsum(eqn.params["sizes"])[:-1], eqn.params["axis"])
+
+
+def _cumulative(function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(eqn: Any, x: Array) -> Array:
+        axis, is_reversed = eqn.params["axis"], eqn.params["reverse"]
+        x = np.flip(x, axis) if is_reversed else x
+        x = function(x, axis=axis)
+        return np.flip(x, axis) if is_reversed else x
+
+    return run
+
+
+def _away(x: Array) -> Array:
+    """Rounded to whole numbers, halves away from zero."""
+    return np.sign(x) * np.floor(np.abs(x) + 0.5)
+
+
+def _bits(eqn: Any, x: Array) -> Array:
+    """The bits of the value that the program has: one of its dtype, not of float64."""
+    return x.astype(eqn.invars[0].aval.dtype).view(eqn.params["new_dtype"])
+
+
+def _shift_right_logical(_: Any, x: Array, count: Array) -> Array:
+    unsigned = x.view(f"u{x.dtype.itemsize}")
+    return np.right_shift(unsigned, count.astype(unsigned.dtype)).view(x.dtype)
+
+
+def same(_: Any, x: Array, *__: Any) -> Array:
+    return x
+
+
+_erfc = np.vectorize(math.erfc, otypes=[np.float64])
+
+
+def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda _, *xs: function(*xs)
+
+
+PRIMITIVES: dict[str, Callable[..., Any]] = {
+    "argmax": lambda eqn, x: np.argmax(x, axis=eqn.params["axes"][0]),
+    "bitcast_convert_type": _bits,
+    "broadcast_in_dim": _broadcast,
+    "clamp": lambda _, low, x, high: np.minimum(np.maximum(x, low), high),
+    "concatenate": lambda eqn, *xs: np.concatenate(xs, eqn.params["dimension"]),
+    "cummax": _cumulative(np.maximum.accumulate),
+    "cumsum": _cumulative(np.cumsum),
+    "div": lambda eqn, x, y: x / y if x.dtype == np.float64 else (x / y).astype(int),
+    "dot_general": _dot,
+    "dynamic_slice": _dynamic_slice,
+    "dynamic_update_slice": _dynamic_update_slice,
+    "empty2": lambda _: np.zeros(()),
+    "erf": lambda _, x: 1 - _erfc(x),
+    "erfc": lambda _, x: _erfc(x),
+    "exp2": _plain(np.exp2),
+    "gather": _gather,
+    "integer_pow": lambda eqn, x: x ** eqn.params["y"],
+    "iota": _iota,
+    "logistic": lambda _, x: 1 / (1 + np.exp(-x)),
+    "one_minus_square": lambda _, x: 1 - x * x,
+    "not": lambda _, x: np.logical_not(x) if x.dtype == bool else np.invert(x),
+    "pad": _pad,
+    "polynomial": lambda _, x, *coefficients: np.polynomial.polynomial.polyval(x, coefficients),
+    "pow": lambda _, x, y: np.power(x, np.asarray(y, np.float64)),
+    "reduce_and": _reduce(np.all),
+    "reduce_max": _reduce(np.max),
+    "reduce_min": _reduce(np.min),
+    "reduce_or": _reduce(np.any),
+    "reduce_prod": _reduce(np.prod),
+    "reduce_sum": _reduce(np.sum),
+    "reshape": lambda eqn, x: x.reshape(eqn.params["new_sizes"]),
+    "rev": lambda eqn, x: np.flip(x, tuple(eqn.params["dimensions"])),
+    "round": lambda eqn, x: np.rint(x) if int(eqn.params["rounding_method"]) else _away(x),
+    "rsqrt": lambda _, x: 1 / np.sqrt(x),
+    "scatter": _scatter,
+    "scatter-add": _scatter,
+    "select_n": select,
+    "shift_right_logical": _shift_right_logical,
+    "sign": _plain(np.sign),
+    "slice": _slice,
+    "sort": _sort,
+    "stack": lambda eqn, *xs: np.stack(xs, eqn.params["axis"]),
+    "split": _split,
+    "squeeze": lambda eqn, x: np.squeeze(x, tuple(eqn.params["dimensions"])),
+    "top_k": _top_k,
+    "unstack": lambda eqn, x: list(np.moveaxis(x, eqn.params["axis"], 0)),
+    "transpose": lambda eqn, x: np.transpose(x, eqn.params["permutation"]),
+}
+PRIMITIVES |= {
+    name: _plain(function)
+    for name, function in {
+        "abs": np.abs,
+        "add": np.add,
+        "add_any": np.add,
+        "and": np.bitwise_and,
+        "cos": np.cos,
+        "eq": np.equal,
+        "exp": np.exp,
+        "expm1": np.expm1,
+        "floor": np.floor,
+        "ge": np.greater_equal,
+        "gt": np.greater,
+        "is_finite": np.isfinite,
+        "le": np.less_equal,
+        "log": np.log,
+        "log1p": np.log1p,
+        "le_to": np.less_equal,
+        "lt": np.less,
+        "lt_to": np.less,
+        "max": np.maximum,
+        "min": np.minimum,
+        "mul": np.multiply,
+        "ne": np.not_equal,
+        "neg": np.negative,
+        "or": np.bitwise_or,
+        "rem": np.fmod,
+        "shift_left": np.left_shift,
+        "shift_right_arithmetic": np.right_shift,
+        "sin": np.sin,
+        "sqrt": np.sqrt,
+        "square": np.square,
+        "sub": np.subtract,
+        "tanh": np.tanh,
+    }.items()
+}
+MOVES = (
+    *("broadcast_in_dim", "concatenate", "copy", "copy_p", "convert_element_type"),
+    *("name", "pad", "reduce_precision", "rev", "reshape", "slice", "squeeze", "stop_gradient"),
+    *("transpose", "ikbo_note", "ikbo_plan", "ikbo_reverse_only"),
+)
+PRIMITIVES |= {name: same for name in MOVES if name not in PRIMITIVES}
+#: Their magnitude is what they make of their operands' magnitudes.
+LINEAR = frozenset((*MOVES, "cumsum", "dot_general", "mul", "reduce_sum"))
+#: They round nothing. A cast does if it narrows, which the next equation repeats.
+EXACT_PRIMITIVES = frozenset(
+    (*MOVES, "abs", "clamp", "gather", "max", "min", "neg", "reduce_max", "reduce_min")
+    + (
+        "select_n",
+        "sign",
+        "split",
+        "dynamic_slice",
+        "dynamic_update_slice",
+        "empty2",
+        "iota",
+        "floor",
+        "round",
+        "sort",
+        "top_k",
+        "unstack",
+    )
+) - {"convert_element_type", "reduce_precision"}
