@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+from processes import heed_interrupts
 
 from ikbo_jax import cli
 from ikbo_jax.autotuner import autotune
@@ -117,6 +118,7 @@ def test_ctrl_c_ends_a_tuning_with_what_was_measured_written(tmp_path):
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=heed_interrupts,
     )
     assert process.stdout is not None
     lines = []
