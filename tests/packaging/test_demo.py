@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from processes import heed_interrupts
+from processes import heeding_interrupts
 
 from ikbo_jax import cli, demo, demo_attention, demo_ranking
 from ikbo_jax._timing import programs
@@ -191,11 +191,10 @@ def test_an_interrupted_demo_says_so(module, monkeypatch, capsys):
 def test_ctrl_c_ends_with_a_sentence():
     command = [sys.executable, "-m", "ikbo_jax", *TINY]
     with subprocess.Popen(
-        command,
+        heeding_interrupts(command),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=heed_interrupts,
     ) as process:
         first = process.stderr.readline()
         process.send_signal(signal.SIGINT)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-import signal
+import sys
+
+_EXECUTE = (
+    "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); "
+    "os.execv(sys.argv[1], sys.argv[1:])"
+)
 
 
-def heed_interrupts() -> None:
-    """`preexec_fn` of a process that is sent SIGINT.
+def heeding_interrupts(command: list[str]) -> list[str]:
+    """A command that does not ignore SIGINT, even if this process does.
 
     A shell without job control starts what runs in its background with SIGINT ignored, processes of
-    these inherit that, and Python then installs no handler.
+    these inherit that, and Python then installs no handler. `preexec_fn` would fork this process,
+    of which JAX warns.
     """
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    return [sys.executable, "-c", _EXECUTE, *command]

@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 import pytest
-from processes import heed_interrupts
+from processes import heeding_interrupts
 
 from ikbo_jax import cli
 from ikbo_jax.autotuner import autotune
@@ -112,13 +112,12 @@ def test_ctrl_c_ends_a_tuning_with_what_was_measured_written(tmp_path):
     command = [sys.executable, "-u", "-c", INTERRUPTED, *TUNE, "--limit", "3"]
     env = os.environ | {"IKBO_JAX_CACHE_DIR": str(tmp_path)}
     process = subprocess.Popen(
-        command,
+        heeding_interrupts(command),
         env=env,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=heed_interrupts,
     )
     assert process.stdout is not None
     lines = []
