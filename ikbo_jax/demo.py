@@ -20,6 +20,7 @@ from ikbo_jax._timing import interleaved_ms
 from ikbo_jax._timing.programs import Log, Programs, persistent_compilations, run_concurrently
 from ikbo_jax.cases import error_rule
 from ikbo_jax.cases.linear_compression import ALIGNED_K, Case, Inputs, oracle
+from ikbo_jax.models import ranking
 from ikbo_jax.ops.dispatch import hopper_unavailable_reason
 from ikbo_jax.ops.explain import explain
 from ikbo_jax.problems import LinearCompressionConfig, LinearCompressionProblem
@@ -140,15 +141,12 @@ def default_request() -> Request:
 
 def candidate_counts(request: Request) -> np.ndarray:
     """Number of candidates of every user, [U] int64; random around B / U, sums to B, may be 0."""
-    rng = np.random.default_rng(request.seed)
-    popularity = rng.uniform(0.5, 1.5, request.users)
-    return rng.multinomial(request.candidates, popularity / popularity.sum())
+    return ranking.random_counts(request.users, request.candidates, request.seed)
 
 
 def user_index(request: Request) -> jax.Array:
     """The user of every candidate, [B] int32, sorted."""
-    counts = candidate_counts(request)
-    return jnp.asarray(np.repeat(np.arange(request.users, dtype=np.int32), counts))
+    return ranking.index_of(candidate_counts(request))
 
 
 def make_inputs(request: Request) -> Inputs:

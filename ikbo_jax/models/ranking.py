@@ -127,9 +127,14 @@ class Request(NamedTuple):
 
 def candidate_counts(sizes: Sizes, seed: int = 0) -> np.ndarray:
     """Number of candidates of every user, [U] int64; random around B / U, sums to B, may be 0."""
+    return random_counts(sizes.users, sizes.candidates, seed)
+
+
+def random_counts(users: int, candidates: int, seed: int) -> np.ndarray:
+    """Number of candidates of every user, as `candidate_counts` draws it."""
     rng = np.random.default_rng(seed)
-    popularity = rng.uniform(0.5, 1.5, sizes.users)
-    return rng.multinomial(sizes.candidates, popularity / popularity.sum())
+    popularity = rng.uniform(0.5, 1.5, users)
+    return rng.multinomial(candidates, popularity / popularity.sum())
 
 
 def make_request(sizes: Sizes, seed: int = 0) -> Request:
@@ -139,8 +144,12 @@ def make_request(sizes: Sizes, seed: int = 0) -> Request:
 
 def user_index(sizes: Sizes, seed: int = 0) -> jax.Array:
     """The user of every candidate, [B] int32, sorted."""
-    counts = candidate_counts(sizes, seed)
-    return jnp.asarray(np.repeat(np.arange(sizes.users, dtype=np.int32), counts))
+    return index_of(candidate_counts(sizes, seed))
+
+
+def index_of(counts: np.ndarray) -> jax.Array:
+    """The sorted index [B] int32 of users with these numbers of candidates."""
+    return jnp.asarray(np.repeat(np.arange(len(counts), dtype=np.int32), counts))
 
 
 def draw_request(sizes: Sizes, seed: int | jax.Array) -> tuple[jax.Array, ...]:

@@ -123,10 +123,9 @@ def _custom_jvp(ctx: Context, eqn: Any, *operands: Any) -> Any:
             results = ctx.inner().run_closed(params["call_jaxpr"], operands, eqn)
     if not all(isinstance(value, (Lazy, Concat)) for value in results):
         raise NotCovered("custom_jvp of a function that mixes rows")
-    rule = None
-    if ctx.derivatives < _PROVEN_DERIVATIVES:
-        rule = _jvp_rule(ctx, derivative, operands, results)
-    if rule is None and ctx.derivatives < _PROVEN_DERIVATIVES:
+    must_be_proven = ctx.derivatives < _PROVEN_DERIVATIVES
+    rule = _jvp_rule(ctx, derivative, operands, results) if must_be_proven else None
+    if must_be_proven and rule is None:
         reason = "custom_jvp whose derivative does not work row by row"
         if ctx.differentiated:
             raise NotCovered(reason)
@@ -144,7 +143,9 @@ def _custom_jvp(ctx: Context, eqn: Any, *operands: Any) -> Any:
 
     @function.defjvp
     def derivative_of(primals: Any, tangents: Any) -> Any:
-        program = rule or _jvp_rule(ctx, derivative, operands, results)
+        program = rule
+        if program is None:
+            program = _jvp_rule(ctx, derivative, operands, results)
         if program is None:
             raise NotImplementedError("ikbo_jax.rewrite: a third derivative that mixes rows")
         both = evaluate(program, [*primals, *tangents])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,24 +25,11 @@ DEFAULT = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16"
 TINY = LinearCompressionProblem((2, 6), (7, 5), 9, 16, "float32")
 
 
-@pytest.fixture(autouse=True)
-def cache_dir(tmp_path, monkeypatch):
-    directory = tmp_path / "cache"
-    monkeypatch.setenv(table.CACHE_DIR_VARIABLE, str(directory))
-    return directory
-
-
 def row(
     problem: LinearCompressionProblem = DEFAULT, config: Any = "default", ms: float = 0.35
 ) -> table.Row:
     config = problem.default_config() if config == "default" else config
     return table.Row(problem, config, "NVIDIA H200", "2026-01-02", "0.11.2", ms, 0.8, 1.0)
-
-
-@pytest.fixture
-def builtin(monkeypatch) -> Callable[..., None]:
-    """Replaces the rows of sm90.json."""
-    return lambda *rows: monkeypatch.setattr(table, "_builtin_rows", lambda: rows)
 
 
 def other(problem: LinearCompressionProblem = DEFAULT) -> LinearCompressionConfig:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -33,19 +32,6 @@ LINEAR = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16")
 GDPA = GdpaProblem(
     *(8, 8, 512, 640, 4, 2, 64, "bfloat16"), ("relu", "gelu") * 2, None, False, 100, None
 )
-
-
-@pytest.fixture(autouse=True)
-def cache_dir(tmp_path, monkeypatch):
-    directory = tmp_path / "cache"
-    monkeypatch.setenv(table.CACHE_DIR_VARIABLE, str(directory))
-    return directory
-
-
-@pytest.fixture
-def builtin(monkeypatch) -> Callable[..., None]:
-    """Replaces the rows of sm90.json."""
-    return lambda *rows: monkeypatch.setattr(table, "_builtin_rows", lambda: rows)
 
 
 def row(problem: Any = DEFAULT, config: Any = "default") -> table.Row:

@@ -23,22 +23,9 @@ DEFAULT = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16"
 GDPA = GdpaProblem(*(8, 8, 512, 640, 4, 2, 64, "bfloat16"), ("relu",), None, False, 100, None)
 
 
-@pytest.fixture(autouse=True)
-def cache_dir(tmp_path, monkeypatch):
-    directory = tmp_path / "cache"
-    monkeypatch.setenv(table.CACHE_DIR_VARIABLE, str(directory))
-    return directory
-
-
 def row(problem: Any = DEFAULT, config: Any = "default", ms: float = 0.35) -> table.Row:
     config = problem.default_config() if config == "default" else config
     return table.Row(problem, config, "NVIDIA H200", "2026-01-02", "0.11.2", ms, 0.8, 1.0)
-
-
-@pytest.fixture
-def builtin(monkeypatch):
-    """Replaces the rows of sm90.json."""
-    return lambda *rows: monkeypatch.setattr(table, "_builtin_rows", lambda: rows)
 
 
 def other() -> LinearCompressionConfig:

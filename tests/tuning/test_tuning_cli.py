@@ -147,17 +147,28 @@ def test_tune_off_hopper_exits_2_with_the_reason(monkeypatch, capsys):
     assert captured.err == "ikbo-jax tune: this is a toaster\n"
 
 
-def test_tune_passes_the_problem_on_and_prints_the_result(monkeypatch, capsys):
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    asked = []
+@pytest.fixture
+def tuned_by(monkeypatch):
+    """Puts a stand-in in a tuner's place; returns the list of problems and limits it is asked."""
 
-    def tune(problem, *, progress, limit):
-        asked.append((problem, limit))
-        progress(1, 2, "tile one")
-        return {"ms": 0.5, "fraction": 0.75}
+    def replace(name, *, line="XLA: 1 ms", ms=0.25, fraction=0.5):
+        asked = []
 
-    monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
-    monkeypatch.setattr(autotune, "tune_linear_compression", tune)
+        def tune(problem, *, progress, limit):
+            asked.append((problem, limit))
+            progress(1, 2, line)
+            return {"ms": ms, "fraction": fraction}
+
+        monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # tune sets it: restore it
+        monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
+        monkeypatch.setattr(autotune, name, tune)
+        return asked
+
+    return replace
+
+
+def test_tune_passes_the_problem_on_and_prints_the_result(tuned_by, capsys):
+    asked = tuned_by("tune_linear_compression", line="tile one", ms=0.5, fraction=0.75)
     assert cli.main([*TUNE, "--dtype", "float16", "--limit", "3"]) == cli.OK
     assert cli.main(TUNE) == cli.OK
     problem = LinearCompressionProblem((5, 24), (11, 7), 9, 8, "float16")
@@ -188,16 +199,8 @@ def test_tune_needs_every_size(capsys, missing):
     assert exit_info.value.code == cli.UNUSABLE
 
 
-def test_tune_attention_passes_the_sizes_on(monkeypatch, capsys):
-    found = []
-
-    def tune(problem, *, progress, limit):
-        found.append((problem, limit))
-        progress(1, 1, "XLA: 1 ms")
-        return {"ms": 0.25, "fraction": 0.5}
-
-    monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
-    monkeypatch.setattr(autotune, "tune_attention", tune)
+def test_tune_attention_passes_the_sizes_on(tuned_by, capsys):
+    found = tuned_by("tune_attention")
     heads = ["--n", "4", "--k", "2", "--dtype", "float16", "--limit", "3"]
     assert cli.main([*ATTENTION, *heads]) == cli.OK
     assert found == [(AttentionProblem(24, 5, 4, 32, 4, 2, 64, "float16"), 3)]
@@ -238,17 +241,8 @@ GDPA = ["tune", "gdpa", "--b", "24", "--s", "32", "--n", "4", "--k", "2", "--h",
     ],
     ids=["full", "half", "pma"],
 )
-def test_tune_gdpa_passes_the_sizes_on(arguments, changes, monkeypatch, capsys):
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    found = []
-
-    def tune(problem, *, progress, limit):
-        found.append((problem, limit))
-        progress(1, 1, "XLA: 1 ms")
-        return {"ms": 0.25, "fraction": 0.5}
-
-    monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
-    monkeypatch.setattr(autotune, "tune_gdpa", tune)
+def test_tune_gdpa_passes_the_sizes_on(arguments, changes, tuned_by, capsys):
+    found = tuned_by("tune_gdpa")
     assert cli.main([*GDPA, *arguments, "--limit", "3"]) == cli.OK
     assert found == [(dataclasses.replace(GDPA_PROBLEM, **changes), 3)]
     out = capsys.readouterr().out

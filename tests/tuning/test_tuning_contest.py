@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import json
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -33,12 +32,6 @@ CANDIDATES = list(DEFAULT.candidate_configs())
 def cache_file(tmp_path, monkeypatch):
     monkeypatch.setenv(table.CACHE_DIR_VARIABLE, str(tmp_path / "cache"))
     return tmp_path / "cache" / "sm90.json"
-
-
-@pytest.fixture
-def builtin(monkeypatch) -> Callable[..., None]:
-    """Replaces the rows of sm90.json."""
-    return lambda *rows: monkeypatch.setattr(table, "_builtin_rows", lambda: rows)
 
 
 def row(problem: Any, config: Contender) -> table.Row:

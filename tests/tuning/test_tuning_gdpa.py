@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -35,19 +34,6 @@ TINY = GdpaProblem(
 RELU = {"activations": ("relu",), "approx": None}
 #: Keys of a sequence that stay in shared memory.
 SHORT = dataclasses.replace(DEFAULT, kv_rows=1152 * 256, max_seqlen_kv=256)
-
-
-@pytest.fixture(autouse=True)
-def cache_dir(tmp_path, monkeypatch):
-    directory = tmp_path / "cache"
-    monkeypatch.setenv(table.CACHE_DIR_VARIABLE, str(directory))
-    return directory
-
-
-@pytest.fixture
-def builtin(monkeypatch) -> Callable[..., None]:
-    """Replaces the rows of sm90.json."""
-    return lambda *rows: monkeypatch.setattr(table, "_builtin_rows", lambda: rows)
 
 
 def row(problem: Any = DEFAULT, config: Any = "default") -> table.Row:

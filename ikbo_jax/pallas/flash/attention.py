@@ -70,32 +70,28 @@ from ikbo_jax.pallas.flash.attention_context import (
     Shared,
     WarpgroupContext,
 )
-from ikbo_jax.pallas.hopper.launch import OperandTile, Roles, as_consumer, barrier, launch
+from ikbo_jax.pallas.flash.rings import ring_types
+from ikbo_jax.pallas.hopper.launch import Roles, as_consumer, barrier, launch
 from ikbo_jax.problems import AttentionConfig
-from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, TILE_ROWS, WGMMA_M
+from ikbo_jax.problems.hopper import NUM_CONSUMERS, TILE_ROWS, WGMMA_M
 
 
 def shared_types(dtype: Any, shape: Shape, config: AttentionConfig, *, interpret: bool) -> Shared:
     """Types of shared memory and barriers."""
-    blocks, slots = shape.column_blocks, config.q_slots
-    block = (blocks, config.block_kv, BLOCK_K)
-    columns = max(config.block_kv, shape.head_dim)
+    rings = ring_types(
+        dtype,
+        config,
+        head_dim=shape.head_dim,
+        items=config.q_slots + 1,
+        item_words=ITEM_WORDS,
+        interpret=interpret,
+    )
     return Shared(
-        query=OperandTile((slots, NUM_CONSUMERS, blocks, WGMMA_M, BLOCK_K), dtype),
-        key=OperandTile((config.k_stages, *block), dtype),
-        value=OperandTile((config.v_stages, *block), dtype),
-        items=plgpu.SMEM((slots + 1, ITEM_WORDS), jnp.int32),
+        **rings,
         flags=plgpu.SMEM((NUM_CONSUMERS, FLAG_WORDS), jnp.int32),
-        item_ready=barrier(1, slots),
-        q_ready=barrier(NUM_CONSUMERS * blocks, slots),
-        q_free=barrier(NUM_CONSUMERS, slots),
-        k_ready=barrier(blocks, config.k_stages),
-        k_free=barrier(NUM_CONSUMERS, config.k_stages),
-        v_ready=barrier(blocks, config.v_stages),
-        v_free=barrier(NUM_CONSUMERS, config.v_stages),
+        item_ready=barrier(1, config.q_slots),
         # An array, so that it can be indexed; only element 0 is used.
         flags_ready=barrier(NUM_CONSUMERS, 2),
-        staging=plgpu.SMEM((NUM_CONSUMERS, WGMMA_M, columns), dtype) if interpret else None,
         row_value_staging=plgpu.SMEM((NUM_CONSUMERS, WGMMA_M), jnp.float32) if interpret else None,
     )
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from ikbo_jax.pallas.hopper import mosaic
 from ikbo_jax.problems import AttentionConfig
 from ikbo_jax.problems.hopper import BLOCK_K, TILE_ROWS, WGMMA_M
 
@@ -177,8 +178,5 @@ class WarpgroupContext(NamedTuple):
         return first_step + jnp.where(item.is_kept != 0, 0, item.blocks)
 
     def columns(self, block: int) -> Any:
-        """Columns of a block of the head width; past the width TMA reads zeros, stores nothing."""
-        begin: Any = block * BLOCK_K
-        if begin + BLOCK_K > self.shape.head_dim:
-            begin = begin + 0 * self.worker  # a static start would be rejected as out of bounds
-        return pl.ds(begin, BLOCK_K)
+        """Columns of a block of the head width."""
+        return mosaic.block_columns(block, self.shape.head_dim, self.worker)

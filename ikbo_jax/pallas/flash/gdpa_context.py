@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ikbo_jax.pallas.activations.weights import ActivationSpec
-from ikbo_jax.pallas.hopper import schedule
+from ikbo_jax.pallas.hopper import mosaic, schedule
 from ikbo_jax.problems import GdpaConfig
 from ikbo_jax.problems.hopper import BLOCK_K
 
@@ -135,11 +135,8 @@ class WarpgroupContext(NamedTuple):
         return first_step + jnp.where(is_kept != 0, 0, blocks)
 
     def columns(self, block: int) -> Any:
-        """Columns of a block of the head width; past the width TMA reads zeros, stores nothing."""
-        begin: Any = block * BLOCK_K
-        if begin + BLOCK_K > self.shape.head_dim:
-            begin = begin + 0 * self.worker  # a static start would be rejected as out of bounds
-        return pl.ds(begin, BLOCK_K)
+        """Columns of a block of the head width."""
+        return mosaic.block_columns(block, self.shape.head_dim, self.worker)
 
     def work_items(self, count: Any) -> Any:
         """How many of `count` work items this CTA takes."""

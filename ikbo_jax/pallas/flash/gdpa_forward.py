@@ -44,7 +44,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.activations.weights import ActivationSpec
 from ikbo_jax.pallas.flash import gdpa_consumer, gdpa_producer, tile_list
@@ -56,31 +55,23 @@ from ikbo_jax.pallas.flash.gdpa_context import (
     Shared,
     WarpgroupContext,
 )
-from ikbo_jax.pallas.hopper.launch import OperandTile, Roles, as_consumer, barrier, launch
+from ikbo_jax.pallas.flash.rings import ring_types
+from ikbo_jax.pallas.hopper.launch import Roles, as_consumer, barrier, launch
 from ikbo_jax.problems import GdpaConfig
-from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, WGMMA_M
 
 
 def shared_types(dtype: Any, shape: Shape, config: GdpaConfig, *, interpret: bool) -> Shared:
     """Types of shared memory and barriers."""
-    blocks, slots = shape.column_blocks, config.q_slots
-    items = slots + EXTRA_ITEM_SLOTS
-    block = (blocks, config.block_kv, BLOCK_K)
-    columns = max(config.block_kv, shape.head_dim)
-    return Shared(
-        query=OperandTile((slots, NUM_CONSUMERS, blocks, WGMMA_M, BLOCK_K), dtype),
-        key=OperandTile((config.k_stages, *block), dtype),
-        value=OperandTile((config.v_stages, *block), dtype),
-        items=plgpu.SMEM((items, ITEM_WORDS), jnp.int32),
-        item_ready=barrier(1, items),
-        q_ready=barrier(NUM_CONSUMERS * blocks, slots),
-        q_free=barrier(NUM_CONSUMERS, slots),
-        k_ready=barrier(blocks, config.k_stages),
-        k_free=barrier(NUM_CONSUMERS, config.k_stages),
-        v_ready=barrier(blocks, config.v_stages),
-        v_free=barrier(NUM_CONSUMERS, config.v_stages),
-        staging=plgpu.SMEM((NUM_CONSUMERS, WGMMA_M, columns), dtype) if interpret else None,
+    items = config.q_slots + EXTRA_ITEM_SLOTS
+    rings = ring_types(
+        dtype,
+        config,
+        head_dim=shape.head_dim,
+        items=items,
+        item_words=ITEM_WORDS,
+        interpret=interpret,
     )
+    return Shared(**rings, item_ready=barrier(1, items))
 
 
 # Host side

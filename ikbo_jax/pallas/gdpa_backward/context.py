@@ -9,6 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from ikbo_jax.pallas.activations.weights import ActivationSpec
+from ikbo_jax.pallas.hopper import mosaic
 from ikbo_jax.problems import GdpaBackwardConfig
 from ikbo_jax.problems.gdpa_backward import SLOTS
 from ikbo_jax.problems.hopper import BLOCK_K
@@ -116,11 +117,8 @@ class WarpgroupContext(NamedTuple):
         return lax.rem(step, self.config.stages)
 
     def columns(self, block: int) -> Any:
-        """Columns of a block of the head width; past the width TMA reads zeros, stores nothing."""
-        begin: Any = block * BLOCK_K
-        if begin + BLOCK_K > self.shape.head_dim:
-            begin = begin + 0 * self.worker  # a static start would be rejected as out of bounds
-        return pl.ds(begin, BLOCK_K)
+        """Columns of a block of the head width."""
+        return mosaic.block_columns(block, self.shape.head_dim, self.worker)
 
     @property
     def item_count(self) -> Any:

@@ -20,6 +20,8 @@ from jax.experimental.mosaic.gpu import fragmented_array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
+from ikbo_jax.problems.hopper import BLOCK_K
+
 #: Bytes of a shared memory row under the widest swizzle, which every operand tile here uses.
 SWIZZLE = 128
 
@@ -103,6 +105,20 @@ def tile_views(ref: Any, *, interpret: bool) -> tuple[Any, Any]:
         return ref, ref
     matrix_view, copy_view = ref
     return matrix_view, copy_view
+
+
+def block_columns(block: int, width: int, worker: Any) -> Any:
+    """Columns of a block of 64 columns; past `width`, TMA reads zeros and stores nothing.
+
+    Args:
+      block: number of the block.
+      width: columns of the array in device memory.
+      worker: any value that Pallas does not know to be constant.
+    """
+    begin: Any = block * BLOCK_K
+    if begin + BLOCK_K > width:
+        begin = begin + 0 * worker  # a static start would be rejected as out of bounds
+    return pl.ds(begin, BLOCK_K)
 
 
 def on_one_warp(body: Callable[[], None], *, interpret: bool) -> None:
