@@ -1,0 +1,308 @@
+"""A consumer warpgroup of the attention backward kernel: 64 keys of every tile of its CTA."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ikbo_jax.pallas.attention_backward import products, store
+from ikbo_jax.pallas.attention_backward.context import (
+    BLOCKS,
+    FIRST_TARGET,
+    HEAD,
+    KEYS,
+    PART_COUNTER,
+    PART_PLANE,
+    PART_ROW,
+    PART_TILE,
+    ROWS,
+    TILE,
+    USER,
+    WarpgroupContext,
+)
+from ikbo_jax.pallas.hopper import accumulator, mosaic, stores
+from ikbo_jax.problems.attention_backward import BLOCK_KV, D_SCORES_BUFFERS
+from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, WARPGROUP_SIZE, WGMMA_K, WGMMA_M
+
+#: Named barrier at which the consumers wait for each other.
+CONSUMER_BARRIER = 4
+CONSUMER_THREADS = NUM_CONSUMERS * WARPGROUP_SIZE
+KEY, VALUE = QUERY, D_OUT = range(2)
+LSE, DELTA = range(2)
+
+
+def _synchronise_consumers() -> None:
+    """Both consumers wait for each other, and then see each other's writes to shared memory."""
+    mosaic.named_barrier("sync", jnp.int32(CONSUMER_BARRIER), CONSUMER_THREADS)
+
+
+def _word(ctx: WarpgroupContext, item: Any, word: int) -> Any:
+    return ctx.shared.words[ctx.slot(item), word]
+
+
+def _keys(ctx: WarpgroupContext, item: Any) -> Any:
+    """Keys of this consumer's 64 that exist."""
+    keys = _word(ctx, item, KEYS) - ctx.consumer * WGMMA_M
+    return jnp.clip(keys, 0, WGMMA_M)
+
+
+def _receive_tile(ctx: WarpgroupContext, item: Any) -> None:
+    """Waits for keys and values, and zeroes those past the user's length, which may be NaN."""
+    plgpu.barrier_wait(ctx.shared.kv_ready.at[ctx.slot(item)])
+    keys = _keys(ctx, item)
+
+    @pl.when(keys < WGMMA_M)
+    def _() -> None:
+        for operand in (KEY, VALUE):
+            tiles = ctx.shared.keys_values[0].at[ctx.slot(item), operand, ctx.consumer]
+            stores.zero_rows(tiles, keys, interpret=ctx.interpret)
+        plgpu.commit_smem()
+
+
+def _receive_block(ctx: WarpgroupContext, item: Any, block: Any, step: Any) -> None:
+    """Waits for a block; zeroes the rows past the user's last, which belong to other users."""
+    shared, stage, block_q = ctx.shared, ctx.stage(step), ctx.config.block_q
+    plgpu.barrier_wait(shared.queries_ready.at[stage])
+    rows = _word(ctx, item, ROWS) - block * block_q
+
+    @pl.when(rows < block_q)
+    def _() -> None:
+        # Each consumer zeroes one operand. A row of zeros with an lse of infinity has weights 0,
+        # and gradients of scores 0.
+        consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
+        tiles = shared.queries[0].at[stage, consumer]
+        stores.zero_rows(tiles, rows, interpret=ctx.interpret)
+        for number, fill in ((LSE, math.inf), (DELTA, 0.0)):
+
+            @pl.when(consumer == number)
+            def _(number: int = number, fill: float = fill) -> None:
+                statistics = shared.statistics.at[stage, number]
+                store.fill_from(statistics, rows, fill, interpret=ctx.interpret)
+
+        plgpu.commit_smem()
+        _synchronise_consumers()
+
+
+def _issue_scores(ctx: WarpgroupContext, item: Any, step: Any, operand: int) -> jax.Array:
+    """Issues keys @ queries.T, or values @ d_out.T: [64 keys, block_q queries]."""
+    consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
+    return accumulator.product(
+        ctx.shared.keys_values[0].at[ctx.slot(item), operand, consumer],
+        ctx.shared.queries[0].at[ctx.stage(step), operand],
+        pl.cdiv(ctx.shape.head_dim, WGMMA_K) * WGMMA_K,
+        interpret=ctx.interpret,
+    )
+
+
+def _statistic(ctx: WarpgroupContext, step: Any, number: int) -> jax.Array:
+    """A statistic of the block's queries, as a row for each of the 64 keys."""
+    row = plgpu.load(
+        ctx.shared.statistics.at[ctx.stage(step), number], layout=plgpu.Layout.WGMMA.reduce(0)
+    )
+    return lax.broadcast_in_dim(row, (WGMMA_M, ctx.config.block_q), (1,))
+
+
+def _weights(ctx: WarpgroupContext, item: Any, scores: jax.Array, step: Any) -> jax.Array:
+    """exp(scale * scores - lse), 0 for keys past the user's length.
+
+    Weights exceed 1 only by the rounding of lse, which is large where scores are huge.
+    """
+    factor = jnp.float32(ctx.shape.scale * math.log2(math.e))
+    exponents = scores * factor - _statistic(ctx, step, LSE)
+    weights = jnp.exp2(jnp.minimum(exponents, jnp.float32(0)))
+    keys = _keys(ctx, item)
+
+    def masked() -> jax.Array:
+        row = plgpu.broadcasted_iota(jnp.int32, weights.shape, 0, layout=plgpu.Layout.WGMMA)
+        return jnp.where(row < keys, weights, jnp.float32(0))
+
+    return lax.cond(keys < WGMMA_M, masked, lambda: weights)
+
+
+def _issue_d_query(ctx: WarpgroupContext, item: Any, step: Any) -> jax.Array:
+    """Issues this consumer's share of the block's d_query, columns of the head width by queries.
+
+    The consumers share the head width, or the queries if the head has 64 columns.
+    """
+    column_block, rows = _share(ctx)
+    return products.sum_over_keys(
+        ctx.shared.keys_values[0].at[ctx.slot(item), KEY],
+        ctx.shared.d_scores[0].at[lax.rem(step, D_SCORES_BUFFERS)],
+        column_block,
+        rows,
+        interpret=ctx.interpret,
+    )
+
+
+def _share(ctx: WarpgroupContext) -> tuple[Any, tuple[Any, int]]:
+    consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
+    block_q = ctx.config.block_q
+    if ctx.shape.column_blocks == 1:
+        half = block_q // NUM_CONSUMERS
+        return jnp.int32(0), (consumer * half, half)
+    return consumer, (jnp.int32(0), block_q)
+
+
+def _send_part(ctx: WarpgroupContext, item: Any, block: Any, d_query: jax.Array) -> None:
+    """Stages a part of d_query, and tells the writer where it belongs."""
+    shared, shape = ctx.shared, ctx.shape
+    plgpu.barrier_wait(shared.part_free.at[0])
+    column_block, (begin, _) = _share(ctx)
+    store.stage_sums(shared.d_query, d_query, column_block, begin, interpret=ctx.interpret)
+    consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
+
+    @pl.when(consumer == 0)
+    def _() -> None:
+        head, tile, first = (_word(ctx, item, i) for i in (HEAD, TILE, FIRST_TARGET))
+        row = first + block * ctx.config.block_q
+        plane = head if ctx.config.ordered else tile * shape.kv_heads + head
+        counter = head * shape.blocks + lax.div(row, ctx.config.block_q)
+        slot = ctx.config.kv_slots
+        for i, word in (
+            (PART_TILE, tile),
+            (PART_PLANE, plane),
+            (PART_ROW, row),
+            (PART_COUNTER, counter),
+        ):
+            shared.words[slot, i] = word
+
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(shared.part_ready.at[0])
+
+
+def _block(
+    ctx: WarpgroupContext, item: Any, blocks: Any, first_step: Any, block: Any, carry: Any
+) -> Any:
+    """The five products of a block, whose scores are in flight; issues the next block's scores."""
+    d_key, d_value, scores = carry
+    step, dtype = first_step + block, ctx.operands.query.dtype
+    shared, interpret = ctx.shared, ctx.interpret
+    stage = ctx.stage(step)
+
+    def add(total: jax.Array, p: jax.Array, operand: int) -> jax.Array:
+        staging = shared.staging.at[ctx.consumer] if interpret else None
+        tiles = shared.queries[0].at[stage, operand]
+        return products.add_rows(total, p, tiles, staging, interpret=interpret)
+
+    d_weights = _issue_scores(ctx, item, step, D_OUT)
+    accumulator.wait(1, interpret=interpret)
+    scores = accumulator.after_wait(scores, interpret=interpret)
+    weights = _weights(ctx, item, scores, step)
+    d_value = add(d_value, weights.astype(dtype), D_OUT)
+    accumulator.wait(1, interpret=interpret)
+    d_weights = accumulator.after_wait(d_weights, interpret=interpret)
+    d_scores = (weights * (d_weights - _statistic(ctx, step, DELTA))).astype(dtype)
+    buffer = lax.rem(step, D_SCORES_BUFFERS)
+    consumer = mosaic.warpgroup_index("warpgroup", interpret=interpret)
+    store.stage_transposed(shared.d_scores[0].at[buffer, consumer], d_scores, interpret=interpret)
+    plgpu.commit_smem()
+    d_key = add(d_key, d_scores, QUERY)
+    _synchronise_consumers()
+    d_query = _issue_d_query(ctx, item, step)
+    # After the last block, its scores are computed once more, in vain.
+    is_last = block + 1 == blocks
+    next_step = jnp.where(is_last, step, step + 1)
+    pl.when(~is_last)(lambda: _receive_block(ctx, item, block + 1, step + 1))
+    scores = _issue_scores(ctx, item, next_step, QUERY)
+    accumulator.wait(1, interpret=interpret)
+    d_query, d_key, d_value = (
+        accumulator.after_wait(x, interpret=interpret) for x in (d_query, d_key, d_value)
+    )
+    pl.when(~is_last)(lambda: plgpu.barrier_arrive(shared.queries_free.at[stage]))
+    _send_part(ctx, item, block, d_query)
+    return d_key, d_value, scores
+
+
+def _tile(ctx: WarpgroupContext, item: Any, blocks: Any, first_step: Any) -> None:
+    """Computes and stores a tile that has queries."""
+    _receive_tile(ctx, item)
+    _receive_block(ctx, item, jnp.int32(0), first_step)
+    scores = _issue_scores(ctx, item, first_step, QUERY)
+    nothing = jnp.zeros((WGMMA_M, ctx.shape.head_dim), jnp.float32)
+    nothing = plgpu.layout_cast(nothing, plgpu.Layout.WGMMA)
+
+    def add(block: Any, carry: Any) -> Any:
+        return _block(ctx, item, blocks, first_step, block, carry)
+
+    d_key, d_value, _ = lax.fori_loop(0, blocks, add, (nothing, nothing, scores))
+    accumulator.wait(0, interpret=ctx.interpret)
+    plgpu.barrier_arrive(ctx.shared.queries_free.at[ctx.stage(first_step + blocks - 1)])
+    _synchronise_consumers()  # the other consumer has multiplied by this one's keys
+    _store(ctx, item, (d_key * jnp.float32(ctx.shape.scale), d_value))
+
+
+def _empty_tile(ctx: WarpgroupContext, item: Any) -> None:
+    nothing = jnp.zeros((WGMMA_M, ctx.shape.head_dim), jnp.float32)
+    nothing = plgpu.layout_cast(nothing, plgpu.Layout.WGMMA)
+    _store(ctx, item, (nothing, nothing))
+
+
+def _store(ctx: WarpgroupContext, item: Any, sums: tuple[jax.Array, jax.Array]) -> None:
+    """Stores the gradients of 64 keys and values, staged in their place, and frees the slot."""
+    shape, shared = ctx.shape, ctx.shared
+    consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
+    slot = ctx.slot(mosaic.opaque(item, interpret=ctx.interpret))
+    width = shape.column_blocks * BLOCK_K
+    user, head, tile = (shared.words[slot, i] for i in (USER, HEAD, TILE))
+    for operand, total in enumerate(sums):
+        rows = total.astype(ctx.operands.key.dtype)
+        if shape.head_dim < width:  # TMA leaves out columns past the head width
+            padding = jnp.zeros((WGMMA_M, width - shape.head_dim), rows.dtype)
+            rows = jnp.concatenate([rows, plgpu.layout_cast(padding, plgpu.Layout.WGMMA)], axis=1)
+        for i in range(shape.column_blocks):
+            part = lax.slice(rows, (0, i * BLOCK_K), (WGMMA_M, (i + 1) * BLOCK_K))
+            view = shared.keys_values[0].at[slot, operand, consumer, i]
+            stores.stage_tile(view, part, interpret=ctx.interpret)
+    plgpu.commit_smem()
+    first = tile * BLOCK_KV + consumer * WGMMA_M
+
+    @pl.when(first < shape.kv_len)
+    def _() -> None:
+        for operand, target in enumerate((ctx.outputs.d_key, ctx.outputs.d_value)):
+            for i in range(shape.column_blocks):
+                plgpu.copy_smem_to_gmem(
+                    shared.keys_values[1].at[slot, operand, consumer, i],
+                    target.at[user, pl.ds(first, WGMMA_M), head, ctx.columns(i)],
+                )
+
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    plgpu.barrier_arrive(shared.kv_free.at[slot])
+
+
+def consume(ctx: WarpgroupContext) -> None:
+    """A consumer warpgroup."""
+    shared = ctx.shared
+    for free, count in (
+        (shared.queries_free, ctx.config.stages),
+        (shared.kv_free, ctx.config.kv_slots),
+    ):
+        for i in range(count):
+            plgpu.barrier_arrive(free.at[i])
+
+    def receive(item: Any) -> Any:
+        plgpu.barrier_wait(shared.item_ready.at[ctx.slot(item)])
+        return _word(ctx, item, BLOCKS)
+
+    def one_tile(carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+        item, blocks, step = carry
+        pl.when(blocks > 0)(lambda: _tile(ctx, item, blocks, step))
+        pl.when(blocks == 0)(lambda: _empty_tile(ctx, item))
+        return item + 1, receive(item + 1), step + blocks
+
+    zero = jnp.int32(0)
+    item, _, _ = lax.while_loop(lambda carry: carry[1] >= 0, one_tile, (zero, receive(zero), zero))
+    plgpu.barrier_arrive(shared.kv_free.at[ctx.slot(item)])  # the slot of the end
+    plgpu.barrier_wait(shared.part_free.at[0])
+
+    @pl.when(ctx.consumer == 0)
+    def _() -> None:
+        shared.words[ctx.config.kv_slots, PART_TILE] = jnp.int32(-1)
+
+    plgpu.barrier_arrive(shared.part_ready.at[0])
+    plgpu.wait_smem_to_gmem(0, wait_read_only=False)

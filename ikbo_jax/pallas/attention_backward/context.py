@@ -1,0 +1,132 @@
+"""Sizes, memory, barriers and descriptors that the attention backward kernel's warps share."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ikbo_jax.pallas.hopper import mosaic
+from ikbo_jax.problems.attention_backward import AttentionBackwardConfig
+from ikbo_jax.problems.hopper import BLOCK_K
+
+#: Words of an item's descriptor in shared memory: number of query blocks (negative: no more items),
+#: number of query rows, user, key head, number of the tile of keys, keys of the user from the
+#: tile's first on, first row in `d_query`.
+BLOCKS, ROWS, USER, HEAD, TILE, KEYS, FIRST_TARGET = range(7)
+#: Words of a part of d_query: number of the tile of keys (negative: no more parts), plane of
+#: `d_query`, first row in it, number of the block's counter.
+PART_TILE, PART_PLANE, PART_ROW, PART_COUNTER = range(4)
+DESCRIPTOR_WORDS = 8
+#: Words of a user in device memory: first query row, number of query rows, first row in `d_query`,
+#: number of keys.
+USER_WORDS = 4
+#: f32 columns of a shared memory row of 128 bytes.
+SUM_COLUMNS = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Static description of a launch.
+
+    Attributes:
+      rows: query rows of a key head: B * T * N / K.
+      kv_tiles: tiles of keys of a user.
+      blocks: the largest number of query blocks of a key head.
+      scale: of the scores.
+    """
+
+    rows: int
+    users: int
+    kv_len: int
+    kv_heads: int
+    head_dim: int
+    kv_tiles: int
+    blocks: int
+    scale: float
+    workers: int
+
+    @property
+    def items(self) -> int:
+        return self.users * self.kv_heads * self.kv_tiles
+
+    @property
+    def column_blocks(self) -> int:
+        """Blocks of 64 columns that hold the head width."""
+        return pl.cdiv(self.head_dim, BLOCK_K)
+
+
+class Operands(NamedTuple):
+    """Device memory."""
+
+    query: Any  # [rows, K, H], a user's rows side by side
+    d_out: Any  # [rows, K, H]
+    statistics: Any  # [K, 2, at least rows] f32: lse * log2(e), and delta
+    key: Any  # [U, S, K, H]
+    value: Any  # [U, S, K, H]
+    users: Any  # [U, USER_WORDS] int32
+
+
+class Outputs(NamedTuple):
+    """Device memory that the launch fills."""
+
+    d_query: Any  # [K, or tiles of keys * K, blocks * block_q, H] f32; rows of no query: arbitrary
+    d_key: Any  # [U, S, K, H]
+    d_value: Any  # [U, S, K, H]
+
+
+class Shared(NamedTuple):
+    """Shared memory and barriers; an operand has two views, (for WGMMA, for TMA): see
+    `mosaic.tile_views`."""
+
+    keys_values: Any  # [kv_slots, 2 operands, 2 consumers, column blocks, 64, 64]
+    queries: Any  # [stages, 2 operands, column blocks, block_q, 64]: query and d_out
+    statistics: Any  # [stages, 2, block_q] f32
+    d_scores: Any  # [D_SCORES_BUFFERS, 2 consumers, block_q, 64]: queries by a consumer's keys
+    d_query: Any  # [columns / 32, block_q, 32] f32
+    words: Any  # [kv_slots + 1, DESCRIPTOR_WORDS] int32; the last descriptor is the part's
+    item_ready: Any
+    kv_ready: Any
+    kv_free: Any
+    queries_ready: Any
+    queries_free: Any
+    part_ready: Any
+    part_free: Any
+    staging: Any  # [2 consumers, 64, columns], only under interpretation
+
+
+class Global(NamedTuple):
+    """Counters in device memory, zero when the kernel starts; None under interpretation."""
+
+    tickets: Any
+    finished: Any  # [K * blocks]: tiles of keys that have added their part to a block of d_query
+
+
+class WarpgroupContext(NamedTuple):
+    """Arguments that all functions of a warpgroup share; `consumer` is 0 or 1 (others: unused).
+
+    A *step* numbers the query blocks that the CTA loads; its remainder by the number of stages is
+    the block's stage.
+    """
+
+    shape: Shape
+    config: AttentionBackwardConfig
+    shared: Shared
+    operands: Operands
+    outputs: Outputs
+    counters: Global
+    worker: Any
+    consumer: Any
+    interpret: bool
+
+    def slot(self, item: Any) -> Any:
+        return lax.rem(item, self.config.kv_slots)
+
+    def stage(self, step: Any) -> Any:
+        return lax.rem(step, self.config.stages)
+
+    def columns(self, block: int) -> Any:
+        """Columns of a block of the head width."""
+        return mosaic.block_columns(block, self.shape.head_dim, self.worker)

@@ -1,0 +1,228 @@
+"""Gradient of broadcast attention: one persistent Mosaic GPU kernel for Hopper, five products.
+
+    P  = exp(scale * query @ key.T - lse),    delta = sum(d_out * out) - d_lse
+    dS = P * (d_out @ value.T - delta)
+    d_query = scale * dS @ key,   d_key = scale * dS.T @ query,   d_value = P.T @ d_out
+
+The last two are summed over all queries of a user: of its candidates, and of the query heads that
+share a key head. XLA puts these queries side by side (`rows`), and computes lse and delta of each.
+
+An *item* is a tile of 128 keys of one user and key head. Keys and values stay in shared memory,
+their gradients in registers, while blocks of the user's queries follow one another. Scores are
+computed transposed, keys by queries, so that weights P.T and gradients dS.T of scores multiply d_out and
+queries from registers. d_query of a block needs dS of all 128 keys, so dS passes through shared
+memory; a tile's part of d_query is summed with the parts of the user's other tiles in device
+memory: by TMA in L2, in the order of the tiles (`ordered`), or by XLA. Either way, each sum is
+computed in one order, and a repeated launch gives the same bits.
+
+Rows of a block past the user's last query are zeroed in shared memory, and get an lse of infinity,
+so that another user's queries have no effect. Keys past the user's length are zeroed and get
+weights 0.
+
+Warpgroups: 0 and 1 are the consumers, with 64 keys each; of warpgroup 2, one warp loads, and one
+stores parts of d_query. A consumer issues, for each block: the gradients of weights; d_value behind
+them; after it has stored dS, d_key; and when the other consumer has stored its dS, half of the
+columns of d_query and the next block's scores.
+
+Synchronisations:
+  1. `item_ready[s]`, `kv_ready[s]`  slot s has an item's descriptor (or the end), and its keys and
+                                     values, if it has any query.
+  2. `kv_free[s]`                    TMA has read the gradients that were staged in slot s.
+  3. `queries_ready[s]`, `queries_free[s]`  stage s has a block of queries, d_out and statistics.
+  4. `part_ready[0]`, `part_free[0]`  consumers -> writer and back: a staged part of d_query and its
+                                     descriptor (or the end).
+  5. `finished[b]`                   counters in device memory: how many tiles have added their part
+                                     to block b of d_query. A writer waits until all tiles before
+                                     its own have; the first tile stores instead of adding.
+  6. A named barrier: the consumers wait for each other when dS is stored, when rows past the last
+     query are zeroed, and before gradients overwrite keys.
+
+Forward progress: CTAs take items from a counter, in the order of their numbers, and tiles of one
+user have consecutive numbers. So a writer waits only for items that running CTAs hold, and the item
+with the lowest number waits for nobody.
+
+Source: two consumers of 64 keys, scores transposed, and d_query through shared memory follow Shah
+et al., "FlashAttention-3", 2024. No code is shared.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ikbo_jax.pallas.attention_backward import rows as row_numbers
+from ikbo_jax.pallas.attention_backward.consumer import consume
+from ikbo_jax.pallas.attention_backward.context import (
+    DESCRIPTOR_WORDS,
+    SUM_COLUMNS,
+    Global,
+    Operands,
+    Outputs,
+    Shape,
+    Shared,
+    WarpgroupContext,
+)
+from ikbo_jax.pallas.attention_backward.launch import Roles, launch
+from ikbo_jax.pallas.attention_backward.producer import produce, write
+from ikbo_jax.pallas.hopper import mosaic
+from ikbo_jax.pallas.hopper.launch import OperandTile, barrier
+from ikbo_jax.problems.attention_backward import (
+    BLOCK_KV,
+    D_SCORES_BUFFERS,
+    AttentionBackwardConfig,
+)
+from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, WGMMA_M
+
+
+def shared_types(
+    dtype: Any, shape: Shape, config: AttentionBackwardConfig, *, interpret: bool
+) -> Shared:
+    """Types of shared memory and barriers."""
+    columns, block_q = shape.column_blocks, config.block_q
+    tile = (columns, WGMMA_M, BLOCK_K)
+    parts = pl.cdiv(shape.head_dim, SUM_COLUMNS)
+    swizzle: Any = plgpu.SwizzleTransform
+    return Shared(
+        keys_values=OperandTile((config.kv_slots, 2, NUM_CONSUMERS, *tile), dtype),
+        queries=OperandTile((config.stages, 2, columns, block_q, BLOCK_K), dtype),
+        statistics=plgpu.SMEM((config.stages, 2, block_q), jnp.float32),
+        d_scores=OperandTile((D_SCORES_BUFFERS, NUM_CONSUMERS, block_q, BLOCK_K), dtype),
+        d_query=plgpu.SMEM(
+            (parts, block_q, SUM_COLUMNS),
+            jnp.float32,
+            transforms=() if interpret else (swizzle(mosaic.SWIZZLE),),
+        ),
+        words=plgpu.SMEM((config.kv_slots + 1, DESCRIPTOR_WORDS), jnp.int32),
+        item_ready=barrier(1, config.kv_slots),
+        kv_ready=barrier(2 * NUM_CONSUMERS * columns, config.kv_slots),
+        kv_free=barrier(NUM_CONSUMERS, config.kv_slots),
+        queries_ready=barrier(2 * columns + 1, config.stages),
+        queries_free=barrier(NUM_CONSUMERS, config.stages),
+        # Arrays, so that they can be indexed; only element 0 is used.
+        part_ready=barrier(NUM_CONSUMERS, 2),
+        part_free=barrier(1, 2),
+        staging=plgpu.SMEM((NUM_CONSUMERS, WGMMA_M, block_q), dtype) if interpret else None,
+    )
+
+
+# Host side
+
+
+def attention_backward_kernel(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    cand_to_user: jax.Array,
+    key_value_seq_lengths: jax.Array | None,
+    out: jax.Array,
+    lse: jax.Array,
+    d_out: jax.Array,
+    d_lse: jax.Array | None,
+    *,
+    scale: float,
+    indices_are_sorted: bool,
+    config: AttentionBackwardConfig,
+    num_sms: int,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Pulls cotangents of `out` and `lse` back to query, key and value.
+
+    Args:
+      query: [B, T, N, H], bf16 or f16.
+      key: [U, S, K, H], the same dtype; K divides N.
+      value: [U, S, K, H].
+      cand_to_user: [B] int32 in any order; clamped to [0, U).
+      key_value_seq_lengths: [U] int32, clamped to [0, S], or None for S.
+      out: [B, T, N, H], the result of the forward pass.
+      lse: [B, T, N] f32, the result of the forward pass.
+      d_out: [B, T, N, H], the query's dtype.
+      d_lse: [B, T, N] f32, or None for zeros.
+      scale: of the scores; finite.
+      indices_are_sorted: whether `cand_to_user` never decreases. If not, XLA copies queries and
+        cotangents into the order of users.
+      config: a legal configuration (`AttentionBackwardConfig.illegal_reason`).
+      num_sms: streaming multiprocessors of the device.
+      interpret: False, or `plgpu.InterpretGPUParams` to run on a CPU, with
+        `inline_mgpu="_hack_model_inline_mgpu_tokamax"` for the named barrier.
+
+    Returns:
+      Gradients of query, key and value in their shapes and dtypes, each summed in f32, in the same
+      order in every run, and rounded once. Zeros for keys past a user's length, for users without
+      candidates, and for queries without keys.
+    """
+    batch, q_len, q_heads, head_dim = query.shape
+    users, kv_len, kv_heads, _ = key.shape
+    group = q_heads // kv_heads
+    rows = row_numbers.make_rows(
+        cand_to_user,
+        key_value_seq_lengths,
+        users=users,
+        kv_len=kv_len,
+        q_len=q_len,
+        group=group,
+        block_q=config.block_q,
+        is_sorted=indices_are_sorted,
+    )
+    shape = Shape(
+        rows=batch * q_len * group,
+        users=users,
+        kv_len=kv_len,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        kv_tiles=pl.cdiv(kv_len, BLOCK_KV),
+        blocks=row_numbers.most_blocks(batch, users, q_len * group, config.block_q),
+        scale=scale,
+        workers=1 if interpret else min(num_sms, users * kv_heads * pl.cdiv(kv_len, BLOCK_KV)),
+    )
+    operands = Operands(
+        row_numbers.pack(query, rows.order, kv_heads),
+        row_numbers.pack(d_out, rows.order, kv_heads),
+        row_numbers.statistics(out, lse, d_out, d_lse, rows.order, kv_heads),
+        key,
+        value,
+        rows.users,
+    )
+    sums, d_key, d_value = _launch(operands, shape, config, interpret)
+    d_query = row_numbers.unpack_d_query(sums, rows, kv_heads, scale, query.dtype)
+    return d_query, d_key, d_value
+
+
+def _launch(
+    operands: Operands, shape: Shape, config: AttentionBackwardConfig, interpret: Any
+) -> tuple[jax.Array, ...]:
+    """Launches the kernel; returns the arrays of `Outputs`."""
+
+    def context(shared: Any, operands: Any, outputs: Any, counters: Any) -> WarpgroupContext:
+        return WarpgroupContext(
+            shape,
+            config,
+            shared,
+            operands,
+            outputs,
+            Global(*counters),
+            None,
+            None,
+            bool(interpret),
+        )
+
+    planes = shape.kv_heads * (1 if config.ordered else shape.kv_tiles)
+    key = operands.key
+    outputs = Outputs(
+        jax.ShapeDtypeStruct((planes, shape.blocks * config.block_q, shape.head_dim), jnp.float32),
+        jax.ShapeDtypeStruct(key.shape, key.dtype),
+        jax.ShapeDtypeStruct(key.shape, key.dtype),
+    )
+    return launch(
+        Roles(context, produce, write, consume),
+        operands,
+        outputs,
+        shared_types(key.dtype, shape, config, interpret=bool(interpret)),
+        (1, shape.kv_heads * shape.blocks),
+        name="ikbo_attention_backward",
+        workers=shape.workers,
+        interpret=interpret,
+    )

@@ -1,0 +1,140 @@
+"""Query rows of the attention backward kernel: a user's rows side by side, and where each goes.
+
+XLA computes this before and after the launch. A *row* of a key head is a query of one of its N / K
+query heads; rows are numbered by candidate in user order, then by query, then by query head.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ikbo_jax.pallas.attention_backward.context import USER_WORDS
+from ikbo_jax.problems.attention_backward import BLOCK_KV
+from ikbo_jax.reference.attention import HUGE_LSE, LSE_ERROR
+
+
+class Rows(NamedTuple):
+    """Where rows are.
+
+    Attributes:
+      order: [B] int32, candidates in user order; None if they are in user order already.
+      users: [U, USER_WORDS] int32, the kernel's description of each user.
+      targets: [B, T, N / K] int32, rows in the kernel's `d_query` for candidates in their order.
+      kv_tiles: [B] int32, tiles of keys of each candidate's user.
+    """
+
+    order: jax.Array | None
+    users: jax.Array
+    targets: jax.Array
+    kv_tiles: jax.Array
+
+
+def most_blocks(batch: int, users: int, rows_per_candidate: int, block_q: int) -> int:
+    """The largest number of query blocks of any index: every user may have a partial block."""
+    return batch * rows_per_candidate // block_q + min(batch, users)
+
+
+def make_rows(
+    cand_to_user: jax.Array,
+    lengths: jax.Array | None,
+    *,
+    users: int,
+    kv_len: int,
+    q_len: int,
+    group: int,
+    block_q: int,
+    is_sorted: bool,
+) -> Rows:
+    """Numbers the rows.
+
+    Args:
+      cand_to_user: [B] int32; clamped to [0, users).
+      lengths: [U] int32, clamped to [0, kv_len], or None for kv_len.
+      users: U.
+      kv_len: S.
+      q_len: T.
+      group: N / K.
+      block_q: query rows of a block.
+      is_sorted: whether `cand_to_user` never decreases.
+    """
+    (batch,) = cand_to_user.shape
+    index = jnp.clip(cand_to_user, 0, users - 1)
+    counts = jnp.zeros((users,), jnp.int32).at[index].add(1)
+    per_candidate = q_len * group
+    rows = counts * per_candidate
+    first_candidate = jnp.cumsum(counts, dtype=jnp.int32) - counts
+    blocks = -(-rows // block_q)
+    first_target = (jnp.cumsum(blocks, dtype=jnp.int32) - blocks) * block_q
+    keys = jnp.full((users,), kv_len, jnp.int32)
+    if lengths is not None:
+        keys = jnp.clip(lengths.astype(jnp.int32), 0, kv_len)
+    words = (first_candidate * per_candidate, rows, first_target, keys)
+    position, order = jnp.arange(batch, dtype=jnp.int32), None
+    if not is_sorted:
+        order = jnp.argsort(index, stable=True).astype(jnp.int32)
+        position = jnp.zeros_like(position).at[order].set(position, unique_indices=True)
+    first = first_target[index] + (position - first_candidate[index]) * per_candidate
+    within = jnp.arange(per_candidate, dtype=jnp.int32).reshape(q_len, group)
+    kv_tiles = -(-keys // BLOCK_KV)
+    assert len(words) == USER_WORDS
+    return Rows(order, jnp.stack(words, axis=1), first[:, None, None] + within, kv_tiles[index])
+
+
+def pack(array: jax.Array, order: jax.Array | None, kv_heads: int) -> jax.Array:
+    """[B, T, N, H] as rows [B * T * N / K, K, H]."""
+    batch, q_len, q_heads, width = array.shape
+    if order is not None:
+        array = array[order]
+    if q_heads != kv_heads:
+        array = array.reshape(batch, q_len, kv_heads, -1, width).swapaxes(2, 3)
+    return array.reshape(-1, kv_heads, width)
+
+
+def statistics(
+    out: jax.Array,
+    lse: jax.Array,
+    d_out: jax.Array,
+    d_lse: jax.Array | None,
+    order: jax.Array | None,
+    kv_heads: int,
+) -> jax.Array:
+    """[K, 2, rows, padded to whole 16 bytes] f32: lse in powers of 2, and delta.
+
+    With P = exp(scores - lse), the gradient of a score is P * (d_out @ value.T - delta), where
+    delta = sum(d_out * out) - d_lse. Rows without keys get an lse of infinity, hence P = 0. Where
+    lse is so large that its rounding error matters, it is lowered by that error, and the kernel's
+    bound of P, which is 1, gives the row's clear maximum the weight 1.
+    """
+    delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
+    if d_lse is not None:
+        delta = delta - d_lse
+    is_empty = lse == -jnp.inf
+    lowered = lse - jnp.abs(lse) * jnp.float32(LSE_ERROR)
+    exponent = jnp.where(jnp.abs(lse) >= HUGE_LSE, lowered, lse) * jnp.float32(math.log2(math.e))
+    both = jnp.stack(
+        (jnp.where(is_empty, jnp.inf, exponent), jnp.where(is_empty, 0.0, delta)), axis=-1
+    )
+    rows = pack(both, order, kv_heads).transpose(1, 2, 0)
+    return jnp.pad(rows, ((0, 0), (0, 0), (0, -rows.shape[2] % 4)))
+
+
+def unpack_d_query(
+    sums: jax.Array, rows: Rows, kv_heads: int, scale: float, dtype: jnp.dtype
+) -> jax.Array:
+    """[B, T, N, H], from the kernel's `d_query` [planes, rows, H]; adds the planes of a key head.
+
+    Planes of tiles that a user does not have, and rows of no query, are arbitrary.
+    """
+    planes, _, width = sums.shape
+    batch, q_len, group = rows.targets.shape
+    tiles = planes // kv_heads
+    parts = sums.reshape(tiles, kv_heads, -1, width)[:, :, rows.targets]
+    tile = jnp.arange(tiles, dtype=jnp.int32)
+    exists = tile[:, None] < rows.kv_tiles  # one plane holds the sum of all tiles
+    parts = jnp.where(exists[:, None, :, None, None, None], parts, 0.0)
+    total = (jnp.sum(parts, axis=0) * jnp.float32(scale)).astype(dtype)
+    return jnp.moveaxis(total, 0, 2).reshape(batch, q_len, kv_heads * group, width)

@@ -1,0 +1,212 @@
+"""Stores of the attention backward kernel into shared memory, and its counters in device memory.
+
+Addresses derive from `stores.thread_number`, so that no compiler computes them before the loops.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, vector
+
+from ikbo_jax.pallas.attention_backward.context import SUM_COLUMNS
+from ikbo_jax.pallas.hopper import mosaic, stores
+
+
+def stage_transposed(tile: Any, values: jax.Array, *, interpret: bool) -> None:
+    """tile[...] = values.T for values [64, rows] of 16 bits and an operand tile [rows, 64]."""
+    if interpret:
+        tile[...] = values.T
+        return
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(mosaic.operand_transforms(tile.dtype)), plgpu.Layout.WGMMA)
+    )
+    def write(_: Any, tile: ir.Value, values: mgpu.FragmentedArray) -> None:
+        i32, byte = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
+        words = [mgpu.utils.bitcast(pair, i32) for pair in values.registers.flat]
+        row_of_8, lower, beside, warp = _parts(stores.thread_number(), (8, 2, 2, 4))
+        # A warp's stmatrix transposes and stores four 8 x 8 matrices; each lane provides the
+        # address of one row. Matrix 1 has the next 8 columns of the tile, matrix 2 the next rows.
+        row = arith.addi(arith.muli(beside, mgpu.c(8, i32)), row_of_8)
+        vector_of_row = arith.addi(arith.muli(warp, mgpu.c(2, i32)), lower)
+        offset = arith.addi(
+            arith.muli(row, mgpu.c(mosaic.SWIZZLE, i32)),
+            arith.muli(arith.xori(vector_of_row, row_of_8), mgpu.c(16, i32)),
+        )
+        address = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(tile), [offset], byte)
+        for step in range(len(words) // 4):
+            mgpu.utils.inline_ptx(
+                "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 "
+                f"[$0 + {step * 16 * mosaic.SWIZZLE}], {{$1, $2, $3, $4}};",
+                address,
+                *words[4 * step : 4 * step + 4],
+                has_side_effects=True,
+                convergent=True,
+            )
+
+    write(tile, values)
+
+
+def stage_sums(
+    tiles: Any, values: jax.Array, column_block: Any, begin: Any, *, interpret: bool
+) -> None:
+    """Stages [64, rows] f32, columns of the head width by queries, as TMA reads it.
+
+    A warp's store of 32 values has no bank conflict: four rows, in each of which 8 values fill two
+    neighbouring vectors of 16 bytes, and swizzling puts them in eight different ones.
+
+    Args:
+      tiles: [columns / 32, block, 32] f32, swizzled.
+      column_block: int32, which 64 columns of the head width `values` has.
+      begin: int32, the first query of `values`, a multiple of 8.
+    """
+    parts, height, _ = tiles.shape
+    count = values.shape[1]
+    if interpret:
+        for i in range(2):
+            part = jnp.minimum(2 * column_block + i, parts - 1)
+
+            @pl.when(2 * column_block + i < parts)
+            def _(i: int = i, part: Any = part) -> None:
+                rows = values[i * SUM_COLUMNS : (i + 1) * SUM_COLUMNS].T
+                tiles[part, pl.ds(begin, count), :] = rows
+
+        return
+
+    swizzle: Any = plgpu.SwizzleTransform
+    scalar = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(
+        arg_types=(
+            plgpu.RefType((swizzle(mosaic.SWIZZLE),)),
+            plgpu.Layout.WGMMA,
+            scalar,
+            scalar,
+        )
+    )
+    def write(_: Any, tiles: ir.Value, values: mgpu.FragmentedArray, *scalars: Any) -> None:
+        i32, byte = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
+        column_block, begin = (s.registers.item() for s in scalars)
+        pair, low, high, odd, upper = _parts(stores.thread_number(), (4, 4, 2, 2, 2))
+        part = arith.addi(arith.muli(column_block, mgpu.c(2, i32)), upper)
+        row = arith.addi(begin, arith.muli(pair, mgpu.c(2, i32)))
+        row = arith.addi(arith.muli(part, mgpu.c(height, i32)), row)
+        base = arith.addi(
+            arith.muli(row, mgpu.c(mosaic.SWIZZLE, i32)), arith.muli(low, mgpu.c(4, i32))
+        )
+        is_part = arith.cmpi(arith.CmpIPredicate.slt, part, mgpu.c(parts, i32))
+        first_vector = arith.addi(arith.muli(odd, mgpu.c(4, i32)), high)
+        registers = list(values.registers.flat)
+        for half in (0, 1):
+            for element in (0, 1):
+                row_of_8 = arith.addi(arith.muli(pair, mgpu.c(2, i32)), mgpu.c(element, i32))
+                column_vector = arith.addi(first_vector, mgpu.c(2 * half, i32))
+                swizzled = arith.muli(arith.xori(column_vector, row_of_8), mgpu.c(16, i32))
+                offset = arith.addi(base, swizzled)
+                address = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(tiles), [offset], byte)
+                for group in range(count // 8):
+                    value = vector.extract(registers[2 * group + half], [], [element])
+                    immediate = (8 * group + element) * mosaic.SWIZZLE
+                    mgpu.utils.inline_ptx(
+                        f"st.shared.f32 [$0 + {immediate}], $1;",
+                        address,
+                        value,
+                        predicate=is_part,
+                        has_side_effects=True,
+                    )
+
+    write(tiles, values, column_block, begin)
+
+
+def _parts(thread: ir.Value, counts: tuple[int, ...]) -> list[ir.Value]:
+    """The digits of a thread's number, the fastest first."""
+    i32 = ir.IntegerType.get_signless(32)
+    digits = []
+    for count in counts:
+        digits.append(arith.remui(thread, mgpu.c(count, i32)))
+        thread = arith.divui(thread, mgpu.c(count, i32))
+    return digits
+
+
+def fill_from(values: Any, begin: Any, fill: float, *, interpret: bool) -> None:
+    """values[begin:] = fill for an array [at most 128] f32 in shared memory."""
+    (count,) = values.shape
+    if interpret:
+
+        @pl.loop(begin, count)
+        def _(i: Any) -> None:
+            values[i] = jnp.float32(fill)
+
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())))
+    def write(_: Any, values: ir.Value, begin: mgpu.FragmentedArray) -> None:
+        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        thread = stores.thread_number()
+        mgpu.utils.inline_ptx(
+            "st.shared.f32 [$0], $1;",
+            mgpu.utils.getelementptr(mgpu.utils.memref_ptr(values), [thread], f32),
+            mgpu.c(fill, f32),
+            predicate=stores.within(thread, begin.registers.item(), mgpu.c(count, i32)),
+            has_side_effects=True,
+        )
+
+    write(values, begin)
+
+
+# Counters, which a single warp uses. A part of d_query is added by TMA, through the async proxy.
+
+
+def await_counter(counters: Any, index: Any, value: Any, *, interpret: bool) -> None:
+    """Waits until a counter is `value`; later copies by TMA follow all copies before its signals.
+
+    Under interpretation, a CTA computes all tiles of keys, one after another.
+    """
+    if interpret:
+        return
+    scalar = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), scalar, scalar))
+    def wait(_: Any, counters: ir.Value, index: Any, value: Any) -> None:
+        mgpu.utils.inline_ptx(
+            "{ .reg .pred p; .reg .s32 v; again: ld.acquire.gpu.global.s32 v, [$0]; "
+            "setp.lt.s32 p, v, $1; @p bra again; fence.proxy.async; }",
+            _counter_address(counters, index),
+            value.registers.item(),
+            has_side_effects=True,
+            convergent=True,
+        )
+
+    wait(counters, index, value)
+
+
+def signal_counter(counters: Any, index: Any, *, interpret: bool) -> None:
+    """Adds one to a counter, after all copies by TMA that this warp has waited for."""
+    if interpret:
+        return
+    scalar = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), scalar))
+    def signal(_: Any, counters: ir.Value, index: Any) -> None:
+        mgpu.utils.inline_ptx(
+            "{ .reg .pred p; .reg .u32 lane; fence.proxy.async; bar.warp.sync 0xffffffff; "
+            "mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; "
+            "@p fence.acq_rel.gpu; @p red.release.gpu.global.add.s32 [$0], 1; }",
+            _counter_address(counters, index),
+            has_side_effects=True,
+            convergent=True,
+        )
+
+    signal(counters, index)
+
+
+def _counter_address(counters: ir.Value, index: Any) -> ir.Value:
+    i32 = ir.IntegerType.get_signless(32)
+    return mgpu.utils.getelementptr(mgpu.utils.memref_ptr(counters), [index.registers.item()], i32)
