@@ -19,7 +19,7 @@ BLOCK_KV = TILE_ROWS
 #: Buffers of gradients of scores: the consumers write one while they multiply by the other.
 D_SCORES_BUFFERS = 2
 #: Allocations that hold less than a tile each: statistics, descriptors, barriers.
-SMALL_ALLOCATIONS = 3
+SMALL_ALLOCATIONS = 4
 
 
 @dataclasses.dataclass(frozen=True)

@@ -181,6 +181,7 @@ def _block(
 ) -> Any:
     """The five products of a block, whose scores are in flight; issues the next block's scores."""
     d_key, d_value, scores = carry
+    item = mosaic.opaque(item, interpret=ctx.interpret)
     step, dtype = first_step + block, ctx.operands.query.dtype
     shared, interpret = ctx.shared, ctx.interpret
     stage = ctx.stage(step)
@@ -190,12 +191,15 @@ def _block(
         tiles = shared.queries[0].at[stage, operand]
         return products.add_rows(total, p, tiles, staging, interpret=interpret)
 
-    d_weights = _issue_scores(ctx, item, step, D_OUT)
-    accumulator.wait(1, interpret=interpret)
+    # ptxas serialises all products if this wait leaves a product in flight (C7514): it does not
+    # know that the scores are the oldest ones.
+    accumulator.wait(0, interpret=interpret)
     scores = accumulator.after_wait(scores, interpret=interpret)
+    d_weights = _issue_scores(ctx, item, step, D_OUT)
     weights = _weights(ctx, item, scores, step)
     d_value = add(d_value, weights.astype(dtype), D_OUT)
-    accumulator.wait(1, interpret=interpret)
+    accumulator.wait(0, interpret=interpret)
+    d_value = accumulator.after_wait(d_value, interpret=interpret)
     d_weights = accumulator.after_wait(d_weights, interpret=interpret)
     d_scores = (weights * (d_weights - _statistic(ctx, step, DELTA))).astype(dtype)
     buffer = lax.rem(step, D_SCORES_BUFFERS)
