@@ -36,6 +36,9 @@ if os.environ.get("JAX_PLATFORMS") == "cpu":
 else:
     fast = "--xla_gpu_autotune_level=0"
 os.environ.setdefault("XLA_FLAGS", fast)
+# XLA's threads on the CPU, by default one for each core. An interpreted warpgroup holds a thread
+# while it waits for others: with four warpgroups, two cores are too few.
+os.environ.setdefault("NPROC", "8")
 
 # The library must not promote dtypes or ranks silently, nor must its tests.
 jax.config.update("jax_numpy_dtype_promotion", "strict")

@@ -12,7 +12,7 @@ from ikbo_jax.problems.problem import Config
 
 #: Largest block_q by head width (width 96 is padded to 128 in shared memory). With larger blocks
 #: two sums, scores and gradients of weights exceed a consumer thread's 240 registers and spill.
-MAX_BLOCK_Q = {64: 128, 96: 80, 128: 64}
+MAX_BLOCK_Q = {64: 128, 96: 64, 128: 64}
 HEAD_DIMS = tuple(MAX_BLOCK_Q)
 #: Keys of a tile: 64 for each consumer.
 BLOCK_KV = TILE_ROWS

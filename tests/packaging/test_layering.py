@@ -11,7 +11,12 @@ from tools.import_graph import MODULES, PACKAGE, PAGE, ROOT, drawn, imported, ro
 
 #: The rooms that a room may import, besides itself. A room stands above the rooms that it imports.
 KERNEL_PARTS = ("problems", "reference", "pallas.hopper", "pallas.activations")
-KERNELS = ("pallas.flash", "pallas.gdpa_backward", "pallas.linear_compression")
+KERNELS = (
+    "pallas.attention_backward",
+    "pallas.flash",
+    "pallas.gdpa_backward",
+    "pallas.linear_compression",
+)
 OPS = ("problems", "reference", "tuning", *KERNELS)
 ALLOWED: dict[str, tuple[str, ...]] = {
     "_version": (),
@@ -23,6 +28,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "pallas.hopper": ("problems",),
     "pallas.activations": ("reference",),
     "pallas.flash": KERNEL_PARTS,
+    "pallas.attention_backward": KERNEL_PARTS,
     "pallas.gdpa_backward": (*KERNEL_PARTS, "pallas.flash"),
     "pallas.linear_compression": ("problems", "pallas.hopper"),
     "tuning": ("problems",),

@@ -153,8 +153,8 @@ def _send_part(ctx: WarpgroupContext, item: Any, block: Any, d_query: jax.Array)
     """Stages a part of d_query, and tells the writer where it belongs."""
     shared, shape = ctx.shared, ctx.shape
     plgpu.barrier_wait(shared.part_free.at[0])
-    column_block, (begin, _) = _share(ctx)
-    store.stage_sums(shared.d_query, d_query, column_block, begin, interpret=ctx.interpret)
+    column_block, rows = _share(ctx)
+    store.stage_sums(shared.d_query, d_query, column_block, rows[0], interpret=ctx.interpret)
     consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
 
     @pl.when(consumer == 0)
@@ -300,7 +300,8 @@ def consume(ctx: WarpgroupContext) -> None:
         return item + 1, receive(item + 1), step + blocks
 
     zero = jnp.int32(0)
-    item, _, _ = lax.while_loop(lambda carry: carry[1] >= 0, one_tile, (zero, receive(zero), zero))
+    start = (zero, receive(zero), zero)
+    item = lax.while_loop(lambda carry: carry[1] >= 0, one_tile, start)[0]
     plgpu.barrier_arrive(shared.kv_free.at[ctx.slot(item)])  # the slot of the end
     plgpu.barrier_wait(shared.part_free.at[0])
 

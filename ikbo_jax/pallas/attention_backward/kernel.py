@@ -9,9 +9,9 @@ share a key head. XLA puts these queries side by side (`rows`), and computes lse
 
 An *item* is a tile of 128 keys of one user and key head. Keys and values stay in shared memory,
 their gradients in registers, while blocks of the user's queries follow one another. Scores are
-computed transposed, keys by queries, so that weights P.T and gradients dS.T of scores multiply d_out and
-queries from registers. d_query of a block needs dS of all 128 keys, so dS passes through shared
-memory; a tile's part of d_query is summed with the parts of the user's other tiles in device
+computed transposed, keys by queries, so that weights P.T and gradients of scores dS.T multiply
+d_out and queries from registers. d_query of a block needs dS of all 128 keys, so dS passes through
+shared memory; a tile's part of d_query is summed with the parts of the user's other tiles in device
 memory: by TMA in L2, in the order of the tiles (`ordered`), or by XLA. Either way, each sum is
 computed in one order, and a repeated launch gives the same bits.
 

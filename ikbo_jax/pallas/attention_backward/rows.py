@@ -81,7 +81,8 @@ def make_rows(
     within = jnp.arange(per_candidate, dtype=jnp.int32).reshape(q_len, group)
     kv_tiles = -(-keys // BLOCK_KV)
     assert len(words) == USER_WORDS
-    return Rows(order, jnp.stack(words, axis=1), first[:, None, None] + within, kv_tiles[index])
+    targets = first[:, None, None] + within[None]
+    return Rows(order, jnp.stack(words, axis=1), targets, kv_tiles[index])
 
 
 def pack(array: jax.Array, order: jax.Array | None, kv_heads: int) -> jax.Array:
@@ -134,7 +135,7 @@ def unpack_d_query(
     tiles = planes // kv_heads
     parts = sums.reshape(tiles, kv_heads, -1, width)[:, :, rows.targets]
     tile = jnp.arange(tiles, dtype=jnp.int32)
-    exists = tile[:, None] < rows.kv_tiles  # one plane holds the sum of all tiles
+    exists = tile[:, None] < rows.kv_tiles[None]  # one plane holds the sum of all tiles
     parts = jnp.where(exists[:, None, :, None, None, None], parts, 0.0)
     total = (jnp.sum(parts, axis=0) * jnp.float32(scale)).astype(dtype)
     return jnp.moveaxis(total, 0, 2).reshape(batch, q_len, kv_heads * group, width)

@@ -1,0 +1,214 @@
+"""The backward kernel of broadcast attention, interpreted under a race detector."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import interpreter
+import jax
+import jax.numpy as jnp
+import numpy as np
+import problems
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from problems import AttentionInputs, AttentionShape
+
+from ikbo_jax.pallas.attention_backward import consumer
+from ikbo_jax.pallas.attention_backward.kernel import attention_backward_kernel
+from ikbo_jax.pallas.hopper import accumulator
+from ikbo_jax.problems import AttentionProblem
+from ikbo_jax.problems.attention_backward import AttentionBackwardConfig as Config
+from ikbo_jax.problems.hopper import NUM_CONSUMERS
+from ikbo_jax.reference import attention, attention_grouped
+
+pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
+
+#: With the named barrier, which the interpreter knows under this name.
+PARAMS = dataclasses.replace(interpreter.PARAMS, inline_mgpu="_hack_model_inline_mgpu_tokamax")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A problem, and how the kernel cuts it."""
+
+    shape: AttentionShape
+    config: Config
+    dtype: str = "bfloat16"
+    has_d_lse: bool = True
+
+    @property
+    def scale(self) -> float:
+        return float(self.shape.head_dim**-0.5)
+
+
+CASES = {
+    # Two query heads a key head; partial blocks of queries; a user without keys.
+    "unsorted_grouped_heads": Case(
+        AttentionShape(3, 4, 21, 200, 2, 1, 64, "unsorted", "ragged"), Config(32)
+    ),
+    "parts_h128_f16": Case(
+        AttentionShape(3, 4, 21, 200, 2, 1, 128, "gaps", "ragged"),
+        Config(48, ordered=False),
+        "float16",
+    ),
+    "users_without_candidates_h96_f16": Case(
+        AttentionShape(5, 4, 5, 100, 2, 2, 96, "gaps", "ragged"), Config(16, 2, 2), "float16"
+    ),
+    "one_query": Case(
+        AttentionShape(3, 9, 1, 130, 1, 1, 64), Config(16, 3, 2, ordered=False), has_d_lse=False
+    ),
+    "many_blocks_h128": Case(AttentionShape(1, 3, 64, 300, 1, 1, 128), Config(64)),
+    "tile_of_keys_minus_one": Case(AttentionShape(2, 2, 33, 127, 1, 1, 64), Config(32)),
+    "tile_of_keys_plus_one": Case(AttentionShape(1, 2, 32, 129, 1, 1, 64), Config(64)),
+}
+
+
+@pytest.fixture
+def launches() -> Iterator[interpreter.Launches]:
+    with interpreter.watched() as launches:
+        yield launches
+
+
+def problem_of(case: Case) -> AttentionProblem:
+    s = case.shape
+    return AttentionProblem(
+        s.candidates, s.users, s.q_len, s.kv_len, s.q_heads, s.kv_heads, s.head_dim, case.dtype
+    )
+
+
+def make(case: Case) -> tuple[AttentionInputs, tuple[Any, ...]]:
+    """Inputs, and (out, lse, d_out, d_lse)."""
+    inputs = problems.make_attention_inputs(case.shape, case.dtype)
+    out, lse = attention.materialised(*inputs, scale=case.scale)
+    rng = np.random.default_rng(1)
+    d_out = problems.random_array(rng, out.shape, case.dtype)
+    d_lse = problems.random_array(rng, lse.shape, "float32") if case.has_d_lse else None
+    return inputs, (out, lse, d_out, d_lse)
+
+
+@functools.partial(jax.jit, static_argnums=2)  # one program instead of one for each operation
+def gradients(inputs: AttentionInputs, tensors: tuple[Any, ...], case: Case) -> Any:
+    return attention_backward_kernel(
+        *inputs,
+        *tensors,
+        scale=case.scale,
+        indices_are_sorted=case.shape.index == "sorted",
+        config=case.config,
+        num_sms=1,
+        interpret=PARAMS,
+    )
+
+
+# Its conversions round.
+@functools.partial(
+    jax.jit, static_argnums=2, compiler_options={"xla_allow_excess_precision": False}
+)
+def plain(inputs: AttentionInputs, tensors: tuple[Any, ...], scale: float) -> Any:
+    """What plain jnp makes of the arrays in their own dtype."""
+    return attention_grouped.decomposed_vjp(*inputs, *tensors, scale=scale)
+
+
+def expected(inputs: AttentionInputs, tensors: tuple[Any, ...], scale: float) -> Any:
+    """Gradients in f64."""
+    _, lse, d_out, d_lse = tensors
+    d_lse = jnp.zeros_like(lse) if d_lse is None else d_lse
+    return problems.numpy_attention_gradients(inputs, d_out, d_lse, scale=scale)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_interpreted_gradients_are_right_and_free_of_races(
+    name: str, launches: interpreter.Launches
+) -> None:
+    case = CASES[name]
+    assert case.config.illegal_reason(problem_of(case)) is None
+    inputs, tensors = make(case)
+    results = jax.block_until_ready(gradients(inputs, tensors, case))
+    launches.assert_no_races(1)
+    want, rounded = expected(inputs, tensors, case.scale), plain(inputs, tensors, case.scale)
+    for result, array, w, p in zip(results, inputs, want, rounded, strict=False):
+        assert result.dtype == array.dtype
+        assert result.shape == array.shape
+        problems.assert_within_error_rule(np.asarray(result), w, np.asarray(p))
+
+
+def test_interpreted_gradients_repeat_bitwise() -> None:
+    case = CASES["unsorted_grouped_heads"]
+    inputs, tensors = make(case)
+    runs = []
+    for _ in range(2):
+        with interpreter.watched():
+            runs.append(jax.block_until_ready(gradients(inputs, tensors, case)))
+    for first, second in zip(*runs, strict=True):
+        np.testing.assert_array_equal(np.asarray(first), np.asarray(second))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_interpreted_nan_of_one_user_stays_there(launches: interpreter.Launches) -> None:
+    """Nor do keys and values past a user's length matter."""
+    case = Case(AttentionShape(3, 4, 21, 140, 1, 1, 64, "sorted", "ragged"), Config(32))
+    inputs, tensors = make(case)
+    inputs = inputs._replace(key_value_seq_lengths=jnp.asarray([130, 40, 140], jnp.int32))
+    inputs = inputs._replace(cand_to_user=jnp.asarray([0, 1, 1, 2], jnp.int32))
+    out, lse = attention.materialised(*inputs, scale=case.scale)
+    tensors = (out, lse, *tensors[2:])
+    query, key, value, d_out = (np.array(x) for x in (*inputs[:3], tensors[2]))
+    query[1:3], d_out[1:3], key[1], value[1] = np.nan, np.nan, np.nan, np.nan
+    key[0, 130:], value[0, 130:] = np.nan, np.nan
+    spoiled = inputs._replace(
+        query=jnp.asarray(query), key=jnp.asarray(key), value=jnp.asarray(value)
+    )
+    results = gradients(spoiled, (out, lse, jnp.asarray(d_out), tensors[3]), case)
+    launches.assert_no_races(1)
+    want, rounded = expected(inputs, tensors, case.scale), plain(inputs, tensors, case.scale)
+    for result, w, p, others in zip(results, want, rounded, ([0, 3], [0, 2], [0, 2]), strict=True):
+        actually, plainly = np.asarray(result), np.asarray(p)
+        problems.assert_within_error_rule(actually[others], w[others], plainly[others])
+
+
+# The check itself must be able to fail.
+
+
+def _has_fault(case: Case, launches: interpreter.Launches) -> bool:
+    inputs, tensors = make(case)
+    try:
+        jax.block_until_ready(gradients.__wrapped__(inputs, tensors, case))
+    except jax.errors.JaxRuntimeError as error:
+        complaints = ("no threads observed", "had only observed", "RACE DETECTED", "first time")
+        if any(complaint in str(error) for complaint in complaints):
+            return True
+        raise
+    return bool(launches.with_races)
+
+
+def test_interpreted_missing_barrier_is_found(
+    monkeypatch: pytest.MonkeyPatch, launches: interpreter.Launches
+) -> None:
+    """A consumer multiplies by gradients of scores that the other one may yet write."""
+    monkeypatch.setattr(consumer, "_synchronise_consumers", lambda: None)
+    assert _has_fault(Case(AttentionShape(1, 2, 32, 128, 1, 1, 64), Config(32)), launches)
+
+
+def test_interpreted_block_handed_back_too_early_is_found(
+    monkeypatch: pytest.MonkeyPatch, launches: interpreter.Launches
+) -> None:
+    """Blocks go back before the wait that says that they were read."""
+    wait, arrive = accumulator.wait, plgpu.barrier_arrive
+    held: list[int] = []
+
+    def late_wait(pending: int, *, interpret: bool) -> None:
+        if pending == 1:
+            held.append(pending)
+        else:
+            wait(pending, interpret=interpret)
+
+    def arrive_then_wait(barrier: Any) -> None:
+        arrive(barrier)
+        if held and jax.typeof(barrier.ref).inner_aval.dtype.num_arrivals == NUM_CONSUMERS:
+            wait(held.pop(), interpret=True)
+
+    monkeypatch.setattr(accumulator, "wait", late_wait)
+    monkeypatch.setattr(plgpu, "barrier_arrive", arrive_then_wait)
+    assert _has_fault(Case(AttentionShape(1, 6, 32, 128, 1, 1, 64), Config(32)), launches)
