@@ -14,10 +14,16 @@ from ikbo_jax.problems.problem import Config
 #: two sums, scores and gradients of weights exceed a consumer thread's 240 registers and spill.
 MAX_BLOCK_Q = {64: 128, 96: 64, 128: 64}
 HEAD_DIMS = tuple(MAX_BLOCK_Q)
+#: Largest block_kv by head width, for the same reason.
+MAX_BLOCK_KV = {64: 128, 96: 96, 128: 96}
 #: Keys of a tile: 64 for each consumer.
 BLOCK_KV = TILE_ROWS
 #: Buffers of gradients of scores: the consumers write one while they multiply by the other.
 D_SCORES_BUFFERS = 2
+#: Slots for queries of the second launch: of the finished tile and of the next one.
+Q_SLOTS = 2
+#: Ways to compute d_query; see `AttentionBackwardConfig`.
+D_QUERY = ("sum", "parts", "launch")
 #: Allocations that hold less than a tile each: statistics, descriptors, barriers.
 SMALL_ALLOCATIONS = 4
 
@@ -31,24 +37,33 @@ class AttentionBackwardConfig(Config):
       stages: stages of the ring of query blocks.
       kv_slots: slots for tiles of keys and values. With 2, the keys of the next tile are loaded
         early, which matters if a user has few queries.
-      ordered: whether all tiles of keys add their part of d_query to one sum in device memory, one
-        tile after another. Otherwise each tile stores its part, and XLA adds the parts: that takes
-        S / 128 times as much memory, but no tile waits for another.
+      d_query: how the parts of d_query become a sum, one of `D_QUERY`. "sum": all tiles of keys add
+        their parts to one sum in device memory, one tile after another. "parts": each tile stores
+        its part, and XLA adds the parts; that takes S / 128 times as much memory, but no tile waits
+        for another. "launch": a second launch computes d_query, with seven products instead of
+        five, but without exchange of gradients of scores, and without sums in memory.
+      block_kv: keys of a block of the second launch, a multiple of 16.
+      kv_stages: stages of the second launch's ring of key blocks.
     """
 
     block_q: int = 64
     stages: int = 2
     kv_slots: int = 1
-    ordered: bool = True
+    d_query: str = "sum"
+    block_kv: int = 64
+    kv_stages: int = 3
 
     def smem_bytes(self, head_dim: int) -> int:
-        """Shared memory of one CTA: keys and values, ring, gradients of scores and of queries."""
+        """Shared memory of one CTA, of the launch that needs more."""
         row = hopper.row_bytes(head_dim)
-        keys_values = self.kv_slots * 2 * BLOCK_KV * row
-        ring = self.stages * 2 * self.block_q * row
-        d_scores = D_SCORES_BUFFERS * self.block_q * NUM_CONSUMERS * BLOCK_K * 2
-        d_query = self.block_q * row * 2
-        return keys_values + ring + d_scores + d_query + SMALL_ALLOCATIONS * SMEM_ALIGNMENT
+        total = self.kv_slots * 2 * BLOCK_KV * row + self.stages * 2 * self.block_q * row
+        if self.d_query == "launch":
+            second = 2 * row * (Q_SLOTS * TILE_ROWS + self.kv_stages * self.block_kv)
+            total = max(total, second - SMEM_ALIGNMENT)  # it has fewer small allocations
+        else:
+            total += D_SCORES_BUFFERS * self.block_q * NUM_CONSUMERS * BLOCK_K * 2
+            total += self.block_q * row * 2
+        return total + SMALL_ALLOCATIONS * SMEM_ALIGNMENT
 
     def illegal_reason(self, problem: AttentionProblem) -> str | None:
         """Why the kernel cannot run `problem` with this configuration; None if it can."""
@@ -77,6 +92,16 @@ class AttentionBackwardConfig(Config):
             return f"stages must be at least 2, but is {self.stages}"
         if self.kv_slots not in (1, 2):
             return f"kv_slots must be 1 or 2, but is {self.kv_slots}"
+        if self.d_query not in D_QUERY:
+            return f"d_query must be one of {', '.join(D_QUERY)}, but is {self.d_query}"
+        if self.d_query == "launch":
+            widest = MAX_BLOCK_KV[problem.head_dim]
+            if reason := hopper.why_not_block(
+                "block_kv", self.block_kv, widest, problem.head_dim, "scores and a sum"
+            ):
+                return reason
+            if self.kv_stages < 2:
+                return f"kv_stages must be at least 2, but is {self.kv_stages}"
         return hopper.why_not_smem(self, self.smem_bytes(problem.head_dim), problem.head_dim)
 
 
@@ -89,8 +114,8 @@ def candidate_configs(problem: AttentionProblem) -> Iterator[AttentionBackwardCo
     for block_q in sorted(block_qs, key=lambda block: (is_small and block < rows, 0)):
         for kv_slots in (2, 1) if is_small else (1, 2):
             for stages in (2, 3):
-                for ordered in (False, True) if is_small else (True, False):
-                    config = AttentionBackwardConfig(block_q, stages, kv_slots, ordered)
+                for d_query in ("parts", "sum") if is_small else ("sum", "launch", "parts"):
+                    config = AttentionBackwardConfig(block_q, stages, kv_slots, d_query)
                     if config.illegal_reason(problem) is None:
                         yield config
 

@@ -72,13 +72,16 @@ class Case:
 
 CASES = {
     "h128": Case(Config(64)),
-    "h128_f16_parts": Case(Config(64, ordered=False), dtype="float16", has_lengths=False),
+    "h128_f16_parts": Case(Config(64, d_query="parts"), dtype="float16", has_lengths=False),
     "h128_one_tile": Case(Config(64), kv_len=128),
-    "h128_few_queries": Case(Config(16, 2, 2, ordered=False), q_len=1, q_heads=8),
+    "h128_few_queries": Case(Config(16, 2, 2, d_query="parts"), q_len=1, q_heads=8),
     "h128_narrow": Case(Config(32, 2, 2), q_len=16),
+    "h128_two_launches": Case(Config(64, 3, d_query="launch")),
+    "h128_two_launches_wide": Case(Config(64, 3, 1, "launch", 96, 2), dtype="float16"),
+    "h64_two_launches": Case(Config(128, 2, 1, "launch", 128, 3), 64, has_lengths=False),
     "h96_widest": Case(Config(64), 96),
     "h64_widest": Case(Config(128), 64),
-    "h64_few_queries": Case(Config(16, 4, 2, ordered=False), 64, q_len=1),
+    "h64_few_queries": Case(Config(16, 4, 2, d_query="parts"), 64, q_len=1),
 }
 
 
@@ -86,9 +89,11 @@ CASES = {
 def test_offline_attention_backward_kernel_is_fit(name: str, compiler: offline.Compiler) -> None:
     case = CASES[name]
     assert case.config.illegal_reason(case.problem) is None
-    (compiled,) = compiler.compile(*case.launch())
-    assert not compiled.faults
-    assert compiled.smem_bytes <= case.config.smem_bytes(case.head_dim) <= MAX_SMEM_BYTES
+    launches = compiler.compile(*case.launch())
+    assert len(launches) == 1 + (case.config.d_query == "launch")
+    for compiled in launches:
+        assert not compiled.faults
+        assert compiled.smem_bytes <= case.config.smem_bytes(case.head_dim) <= MAX_SMEM_BYTES
 
 
 # The check itself must be able to fail.

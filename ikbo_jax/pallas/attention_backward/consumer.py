@@ -161,7 +161,7 @@ def _send_part(ctx: WarpgroupContext, item: Any, block: Any, d_query: jax.Array)
     def _() -> None:
         head, tile, first = (_word(ctx, item, i) for i in (HEAD, TILE, FIRST_TARGET))
         row = first + block * ctx.config.block_q
-        plane = head if ctx.config.ordered else tile * shape.kv_heads + head
+        plane = tile * shape.kv_heads + head if ctx.config.d_query == "parts" else head
         counter = head * shape.blocks + lax.div(row, ctx.config.block_q)
         slot = ctx.config.kv_slots
         for i, word in (
@@ -202,24 +202,29 @@ def _block(
     d_value = accumulator.after_wait(d_value, interpret=interpret)
     d_weights = accumulator.after_wait(d_weights, interpret=interpret)
     d_scores = (weights * (d_weights - _statistic(ctx, step, DELTA))).astype(dtype)
-    buffer = lax.rem(step, D_SCORES_BUFFERS)
-    consumer = mosaic.warpgroup_index("warpgroup", interpret=interpret)
-    store.stage_transposed(shared.d_scores[0].at[buffer, consumer], d_scores, interpret=interpret)
-    plgpu.commit_smem()
+    d_query: list[jax.Array] = []
+    if ctx.has_d_query:
+        buffer = lax.rem(step, D_SCORES_BUFFERS)
+        consumer = mosaic.warpgroup_index("warpgroup", interpret=interpret)
+        tile = shared.d_scores[0].at[buffer, consumer]
+        store.stage_transposed(tile, d_scores, interpret=interpret)
+        plgpu.commit_smem()
     d_key = add(d_key, d_scores, QUERY)
-    _synchronise_consumers()
-    d_query = _issue_d_query(ctx, item, step)
+    if ctx.has_d_query:
+        _synchronise_consumers()
+        d_query = [_issue_d_query(ctx, item, step)]
     # After the last block, its scores are computed once more, in vain.
     is_last = block + 1 == blocks
     next_step = jnp.where(is_last, step, step + 1)
     pl.when(~is_last)(lambda: _receive_block(ctx, item, block + 1, step + 1))
     scores = _issue_scores(ctx, item, next_step, QUERY)
     accumulator.wait(1, interpret=interpret)
-    d_query, d_key, d_value = (
-        accumulator.after_wait(x, interpret=interpret) for x in (d_query, d_key, d_value)
+    d_key, d_value, *d_query = (
+        accumulator.after_wait(x, interpret=interpret) for x in (d_key, d_value, *d_query)
     )
     pl.when(~is_last)(lambda: plgpu.barrier_arrive(shared.queries_free.at[stage]))
-    _send_part(ctx, item, block, d_query)
+    for part in d_query:
+        _send_part(ctx, item, block, part)
     return d_key, d_value, scores
 
 
@@ -279,6 +284,18 @@ def _store(ctx: WarpgroupContext, item: Any, sums: tuple[jax.Array, jax.Array]) 
     plgpu.barrier_arrive(shared.kv_free.at[slot])
 
 
+def _send_end(ctx: WarpgroupContext) -> None:
+    """Tells the writer that there are no more parts of d_query."""
+    shared = ctx.shared
+    plgpu.barrier_wait(shared.part_free.at[0])
+
+    @pl.when(ctx.consumer == 0)
+    def _() -> None:
+        shared.words[ctx.config.kv_slots, PART_TILE] = jnp.int32(-1)
+
+    plgpu.barrier_arrive(shared.part_ready.at[0])
+
+
 def consume(ctx: WarpgroupContext) -> None:
     """A consumer warpgroup."""
     shared = ctx.shared
@@ -303,11 +320,6 @@ def consume(ctx: WarpgroupContext) -> None:
     start = (zero, receive(zero), zero)
     item = lax.while_loop(lambda carry: carry[1] >= 0, one_tile, start)[0]
     plgpu.barrier_arrive(shared.kv_free.at[ctx.slot(item)])  # the slot of the end
-    plgpu.barrier_wait(shared.part_free.at[0])
-
-    @pl.when(ctx.consumer == 0)
-    def _() -> None:
-        shared.words[ctx.config.kv_slots, PART_TILE] = jnp.int32(-1)
-
-    plgpu.barrier_arrive(shared.part_ready.at[0])
+    if ctx.has_d_query:
+        _send_end(ctx)
     plgpu.wait_smem_to_gmem(0, wait_read_only=False)

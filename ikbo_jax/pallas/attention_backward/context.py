@@ -72,7 +72,8 @@ class Operands(NamedTuple):
 class Outputs(NamedTuple):
     """Device memory that the launch fills."""
 
-    d_query: Any  # [K, or tiles of keys * K, blocks * block_q, H] f32; rows of no query: arbitrary
+    d_query: Any  # [K, or tiles of keys * K, blocks * block_q, H] f32, rows of no query arbitrary;
+    # None if a second launch computes d_query
     d_key: Any  # [U, S, K, H]
     d_value: Any  # [U, S, K, H]
 
@@ -85,7 +86,9 @@ class Shared(NamedTuple):
     queries: Any  # [stages, 2 operands, column blocks, block_q, 64]: query and d_out
     statistics: Any  # [stages, 2, block_q] f32
     d_scores: Any  # [D_SCORES_BUFFERS, 2 consumers, block_q, 64]: queries by a consumer's keys
-    d_query: Any  # [columns / 32, block_q, 32] f32
+    d_query: (
+        Any  # [columns / 32, block_q, 32] f32; None, like `d_scores`, without `Outputs.d_query`
+    )
     words: Any  # [kv_slots + 1, DESCRIPTOR_WORDS] int32; the last descriptor is the part's
     item_ready: Any
     kv_ready: Any
@@ -120,6 +123,10 @@ class WarpgroupContext(NamedTuple):
     worker: Any
     consumer: Any
     interpret: bool
+
+    @property
+    def has_d_query(self) -> bool:
+        return self.config.d_query != "launch"
 
     def slot(self, item: Any) -> Any:
         return lax.rem(item, self.config.kv_slots)

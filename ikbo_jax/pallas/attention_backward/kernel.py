@@ -12,7 +12,7 @@ their gradients in registers, while blocks of the user's queries follow one anot
 computed transposed, keys by queries, so that weights P.T and gradients of scores dS.T multiply
 d_out and queries from registers. d_query of a block needs dS of all 128 keys, so dS passes through
 shared memory; a tile's part of d_query is summed with the parts of the user's other tiles in device
-memory: by TMA in L2, in the order of the tiles (`ordered`), or by XLA. Either way, each sum is
+memory: by TMA in L2, in the order of the tiles, or by XLA. Either way, each sum is
 computed in one order, and a repeated launch gives the same bits.
 
 Rows of a block past the user's last query are zeroed in shared memory, and get an lse of infinity,
@@ -66,6 +66,7 @@ from ikbo_jax.pallas.attention_backward.context import (
     Shared,
     WarpgroupContext,
 )
+from ikbo_jax.pallas.attention_backward.d_query import d_query_kernel
 from ikbo_jax.pallas.attention_backward.launch import Roles, launch
 from ikbo_jax.pallas.attention_backward.producer import produce, write
 from ikbo_jax.pallas.hopper import mosaic
@@ -86,16 +87,19 @@ def shared_types(
     tile = (columns, WGMMA_M, BLOCK_K)
     parts = pl.cdiv(shape.head_dim, SUM_COLUMNS)
     swizzle: Any = plgpu.SwizzleTransform
+    has_d_query = config.d_query != "launch"
+    d_scores = OperandTile((D_SCORES_BUFFERS, NUM_CONSUMERS, block_q, BLOCK_K), dtype)
+    d_query = plgpu.SMEM(
+        (parts, block_q, SUM_COLUMNS),
+        jnp.float32,
+        transforms=() if interpret else (swizzle(mosaic.SWIZZLE),),
+    )
     return Shared(
         keys_values=OperandTile((config.kv_slots, 2, NUM_CONSUMERS, *tile), dtype),
         queries=OperandTile((config.stages, 2, columns, block_q, BLOCK_K), dtype),
         statistics=plgpu.SMEM((config.stages, 2, block_q), jnp.float32),
-        d_scores=OperandTile((D_SCORES_BUFFERS, NUM_CONSUMERS, block_q, BLOCK_K), dtype),
-        d_query=plgpu.SMEM(
-            (parts, block_q, SUM_COLUMNS),
-            jnp.float32,
-            transforms=() if interpret else (swizzle(mosaic.SWIZZLE),),
-        ),
+        d_scores=d_scores if has_d_query else None,
+        d_query=d_query if has_d_query else None,
         words=plgpu.SMEM((config.kv_slots + 1, DESCRIPTOR_WORDS), jnp.int32),
         item_ready=barrier(1, config.kv_slots),
         kv_ready=barrier(2 * NUM_CONSUMERS * columns, config.kv_slots),
@@ -186,6 +190,10 @@ def attention_backward_kernel(
         value,
         rows.users,
     )
+    if config.d_query == "launch":
+        d_key, d_value = _launch(operands, shape, config, interpret)
+        result = d_query_kernel(operands, shape, config, num_sms=num_sms, interpret=interpret)
+        return row_numbers.unpack(result, rows.order, query.shape), d_key, d_value
     sums, d_key, d_value = _launch(operands, shape, config, interpret)
     d_query = row_numbers.unpack_d_query(sums, rows, kv_heads, scale, query.dtype)
     return d_query, d_key, d_value
@@ -209,10 +217,10 @@ def _launch(
             bool(interpret),
         )
 
-    planes = shape.kv_heads * (1 if config.ordered else shape.kv_tiles)
-    key = operands.key
+    planes = shape.kv_heads * (shape.kv_tiles if config.d_query == "parts" else 1)
+    key, sums = operands.key, (planes, shape.blocks * config.block_q, shape.head_dim)
     outputs = Outputs(
-        jax.ShapeDtypeStruct((planes, shape.blocks * config.block_q, shape.head_dim), jnp.float32),
+        None if config.d_query == "launch" else jax.ShapeDtypeStruct(sums, jnp.float32),
         jax.ShapeDtypeStruct(key.shape, key.dtype),
         jax.ShapeDtypeStruct(key.shape, key.dtype),
     )

@@ -52,8 +52,8 @@ def launch(
 
     Args:
       roles: what the warps do.
-      operands: a tuple of arrays.
-      outputs: a tuple of `jax.ShapeDtypeStruct`.
+      operands: a NamedTuple of arrays.
+      outputs: a NamedTuple of `jax.ShapeDtypeStruct`; None for absent ones.
       shared: a NamedTuple of types of shared memory and barriers; None for absent ones.
       counters: the sizes of arrays of int32 in device memory that are zero at first.
       name: of the kernel.
@@ -61,28 +61,28 @@ def launch(
       interpret: False, or `plgpu.InterpretGPUParams`.
 
     Returns:
-      The arrays of `outputs`.
+      The arrays of `outputs` that are not None.
     """
     is_interpreted = bool(interpret)
     types = {name: kind for name, kind in shared._asdict().items() if kind is not None}
+    present = {name: kind for name, kind in outputs._asdict().items() if kind is not None}
 
     def body(*refs: Any) -> None:
         inputs, refs = refs[: len(operands)], refs[len(operands) :]
-        results, scratch = refs[: len(outputs)], refs[len(outputs) :]
+        results, scratch = refs[: len(present)], refs[len(present) :]
         fields = dict(zip(types, scratch, strict=True))
         for field, kind in types.items():
             if isinstance(kind, OperandTile):
                 fields[field] = mosaic.tile_views(fields[field], interpret=is_interpreted)
         arrays = [_counters(size, interpret=is_interpreted) for size in counters]
-        ctx = roles.context(
-            shared._replace(**fields), type(operands)(*inputs), type(outputs)(*results), arrays
-        )
+        written = outputs._replace(**dict(zip(present, results, strict=True)))
+        ctx = roles.context(shared._replace(**fields), type(operands)(*inputs), written, arrays)
         warpgroup = lax.axis_index("warpgroup")
         _dispatch(roles, ctx._replace(worker=lax.axis_index("worker"), consumer=warpgroup))
 
     results: tuple[jax.Array, ...] = mosaic.kernel(
         body,
-        out_type=tuple(outputs),
+        out_type=tuple(present.values()),
         scratch_types=tuple(_type(kind, is_interpreted) for kind in types.values()),
         grid=(workers,),
         grid_names=("worker",),

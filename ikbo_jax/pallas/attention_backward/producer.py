@@ -106,7 +106,7 @@ def _write_part(ctx: WarpgroupContext, tile: Any) -> Any:
     """Stores a part of d_query, or adds it to the parts of the tiles of keys before `tile`."""
     shared, slot, block_q = ctx.shared, ctx.config.kv_slots, ctx.config.block_q
     plane, row, counter = (shared.words[slot, i] for i in (PART_PLANE, PART_ROW, PART_COUNTER))
-    is_sum = ctx.config.ordered and ctx.shape.kv_tiles > 1
+    is_sum = ctx.config.d_query == "sum" and ctx.shape.kv_tiles > 1
     if is_sum:
         store.await_counter(ctx.counters.finished, counter, tile, interpret=ctx.interpret)
 
@@ -136,6 +136,8 @@ def _write_part(ctx: WarpgroupContext, tile: Any) -> Any:
 def write(ctx: WarpgroupContext) -> None:
     """The warp that stores parts of d_query."""
     shared = ctx.shared
+    if not ctx.has_d_query:
+        return
     plgpu.barrier_arrive(shared.part_free.at[0])
     plgpu.barrier_wait(shared.part_ready.at[0])
     first = shared.words[ctx.config.kv_slots, PART_TILE]

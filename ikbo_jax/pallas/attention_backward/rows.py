@@ -95,6 +95,20 @@ def pack(array: jax.Array, order: jax.Array | None, kv_heads: int) -> jax.Array:
     return array.reshape(-1, kv_heads, width)
 
 
+def unpack(rows: jax.Array, order: jax.Array | None, shape: tuple[int, ...]) -> jax.Array:
+    """The inverse of `pack`, for an array of `shape` [B, T, N, H]."""
+    batch, q_len, q_heads, width = shape
+    kv_heads = rows.shape[1]
+    array = rows.reshape(batch, q_len, -1, kv_heads, width)
+    if q_heads != kv_heads:
+        array = array.swapaxes(2, 3)
+    array = array.reshape(shape)
+    if order is None:
+        return array
+    position = jnp.zeros_like(order).at[order].set(jnp.arange(batch, dtype=order.dtype))
+    return array[position]
+
+
 def statistics(
     out: jax.Array,
     lse: jax.Array,
