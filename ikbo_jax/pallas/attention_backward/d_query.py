@@ -31,13 +31,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.attention_backward import products
 from ikbo_jax.pallas.attention_backward.context import Operands, Shape
+from ikbo_jax.pallas.attention_backward.rows import query_tiles
 from ikbo_jax.pallas.hopper import accumulator, launch, mosaic, stores
 from ikbo_jax.pallas.hopper.launch import OperandTile, barrier
 from ikbo_jax.problems.attention_backward import Q_SLOTS, AttentionBackwardConfig
 from ikbo_jax.problems.hopper import (
     BLOCK_K,
     NUM_CONSUMERS,
-    TILE_ROWS,
     WARPGROUP_SIZE,
     WGMMA_K,
     WGMMA_M,
@@ -357,7 +357,7 @@ def d_query_kernel(
     interpret: Any = False,
 ) -> jax.Array:
     """d_query [rows, K, H], rows in the order of `operands`, from the first launch's operands."""
-    tiles, num_tiles = _tiles(operands.users, shape)
+    tiles, num_tiles = query_tiles(operands.users, shape.rows)
     columns, is_interpreted = shape.column_blocks, bool(interpret)
     dtype = operands.query.dtype
     staging = plgpu.SMEM((NUM_CONSUMERS, WGMMA_M, config.block_kv), dtype)
@@ -391,18 +391,3 @@ def d_query_kernel(
         interpret=interpret,
     )
     return d_query
-
-
-def _tiles(users: jax.Array, shape: Shape) -> tuple[jax.Array, jax.Array]:
-    """([most tiles, TILE_WORDS] int32, their number [1] int32); entries past the number are no
-    tiles."""
-    first_row, rows, _, keys = (users[:, i] for i in range(4))
-    counts = -(-rows // TILE_ROWS)
-    ends = jnp.cumsum(counts, dtype=jnp.int32)
-    most = shape.rows // TILE_ROWS + min(shape.users, shape.rows)
-    number = jnp.arange(most, dtype=jnp.int32)
-    user = jnp.searchsorted(ends, number, side="right", method="compare_all").astype(jnp.int32)
-    user = jnp.minimum(user, shape.users - 1)
-    start = (number - (ends - counts)[user]) * TILE_ROWS
-    words = (first_row[user] + start, jnp.clip(rows[user] - start, 0, TILE_ROWS), user, keys[user])
-    return jnp.stack(words, axis=1), ends[-1:]

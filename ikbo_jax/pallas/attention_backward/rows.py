@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from ikbo_jax.pallas.attention_backward.context import USER_WORDS
 from ikbo_jax.problems.attention_backward import BLOCK_KV
+from ikbo_jax.problems.hopper import TILE_ROWS
 from ikbo_jax.reference.attention import HUGE_LSE, LSE_ERROR
 
 
@@ -153,3 +154,25 @@ def unpack_d_query(
     parts = jnp.where(exists[:, None, :, None, None, None], parts, 0.0)
     total = (jnp.sum(parts, axis=0) * jnp.float32(scale)).astype(dtype)
     return jnp.moveaxis(total, 0, 2).reshape(batch, q_len, kv_heads * group, width)
+
+
+def query_tiles(users: jax.Array, total: int) -> tuple[jax.Array, jax.Array]:
+    """Tiles of at most 128 rows of one user, for the launch that computes d_query alone.
+
+    Args:
+      users: `Rows.users`.
+      total: rows of all users.
+
+    Returns:
+      [most tiles, 4] int32: first row, number of rows, user and number of its keys; and the number
+      of tiles [1] int32. Entries past that number are no tiles.
+    """
+    first_row, rows, _, keys = (users[:, i] for i in range(USER_WORDS))
+    counts = -(-rows // TILE_ROWS)
+    ends = jnp.cumsum(counts, dtype=jnp.int32)
+    number = jnp.arange(total // TILE_ROWS + min(len(users), total), dtype=jnp.int32)
+    user = jnp.searchsorted(ends, number, side="right", method="compare_all").astype(jnp.int32)
+    user = jnp.minimum(user, len(users) - 1)
+    start = (number - (ends - counts)[user]) * TILE_ROWS
+    words = (first_row[user] + start, jnp.clip(rows[user] - start, 0, TILE_ROWS), user, keys[user])
+    return jnp.stack(words, axis=1), ends[-1:]
