@@ -1,4 +1,4 @@
-"""Gradients of generalised dot-product attention: by kernels where legal, else in XLA."""
+"""Gradients of generalised dot-product attention by kernels."""
 
 from __future__ import annotations
 
@@ -7,27 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ikbo_jax.ops import dispatch
 from ikbo_jax.problems import GdpaBackwardConfig
 from ikbo_jax.problems import gdpa_backward as configs
-from ikbo_jax.reference import gdpa_chunked, jagged
+from ikbo_jax.reference import jagged
 from ikbo_jax.reference.activations import one_by_one
 from ikbo_jax.reference.gdpa import Arrays, Settings, num_sequences, out_shape
-
-
-def vjp(
-    arrays: Arrays,
-    settings: Settings,
-    out: jax.Array | None,
-    lse: jax.Array | None,
-    d_out: jax.Array,
-    *,
-    by_kernel: bool,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`reference.gdpa_chunked.chunked_vjp`, or the same by kernels if `by_kernel`."""
-    if by_kernel:
-        return kernel_vjp(arrays, settings, d_out, num_sms=dispatch.num_sms())
-    return gdpa_chunked.chunked_vjp(arrays, settings, out, lse, d_out)
 
 
 def kernel_vjp(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -91,7 +92,12 @@ def decomposed(
 
 
 def decomposed_vjp(
-    weights: Arrays, embeddings: Arrays, parents: Parents, cotangent: jax.Array
+    weights: Arrays,
+    embeddings: Arrays,
+    parents: Parents,
+    cotangent: jax.Array,
+    *,
+    dtype: Any = None,
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """Pulls a cotangent back to the weights and the embeddings, every level at its own batch.
 
@@ -103,9 +109,10 @@ def decomposed_vjp(
       embeddings: [B_l, K_l, N] of every level.
       parents: None, then [B_l] int32 of every further level.
       cotangent: [B_last, M, N] in the inputs' dtype.
+      dtype: dtype of the gradients; None means the inputs'.
 
     Returns:
-      Gradients of the weights and of the embeddings, each in its input's shape and dtype. Sums over
+      Gradients of the weights and of the embeddings, each in its input's shape. Sums over
       candidates and products are f32; each gradient is rounded once.
     """
     d_weights: list[jax.Array] = []
@@ -118,8 +125,8 @@ def decomposed_vjp(
         lhs, rhs = weight.astype(d_result.dtype), embedding.astype(d_result.dtype)
         d_weight = jnp.einsum("bmn,bkn->mk", d_result, rhs, preferred_element_type=jnp.float32)
         d_embedding = jnp.einsum("mk,bmn->bkn", lhs, d_result, preferred_element_type=jnp.float32)
-        d_weights.insert(0, d_weight.astype(weight.dtype))
-        d_embeddings.insert(0, d_embedding.astype(embedding.dtype))
+        d_weights.insert(0, d_weight.astype(dtype or weight.dtype))
+        d_embeddings.insert(0, d_embedding.astype(dtype or embedding.dtype))
         if level > 0:
             parent = parents[level]
             assert parent is not None
