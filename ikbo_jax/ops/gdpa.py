@@ -316,6 +316,12 @@ class _Gdpa(Op):
             {"k": "heads"} if can_split else {},
         )
 
+    def call_of_part(self, call: _Call, parts: Arrays) -> _Call:
+        # All heads have one activation where heads are divided.
+        activations = call.settings.activations[: parts.query.shape[1]]
+        settings = call.settings._replace(activations=activations)
+        return dataclasses.replace(call, settings=settings)
+
     def residuals(self, results: Any) -> tuple[Any, Any]:
         out, lse = results
         return None if lse is None else out, lse

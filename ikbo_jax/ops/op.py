@@ -128,18 +128,26 @@ class Op(abc.ABC):
         named = self.named(call, arrays)
 
         def local(parts: Any, division: Division | None) -> Any:
-            part_plan = self._local_plan(call, plan, parts, division)
-            return self._vmappable(call, part_plan, parts)
+            part_call, part_plan = self._on_device(call, plan, parts, division)
+            return self._vmappable(part_call, part_plan, parts)
 
         return _run_divided(local, (plan, call), (named.arrays, arrays), named.results, named.split)
 
-    def _local_plan(
+    def call_of_part(self, call: Any, parts: Any) -> Any:
+        """The call for one device's part of the arrays."""
+        del parts
+        return call
+
+    def _on_device(
         self, call: Any, plan: dispatch.Plan, parts: Any, division: Division | None
-    ) -> dispatch.Plan:
-        """The plan of one device's part."""
+    ) -> tuple[Any, dispatch.Plan]:
+        """The call and the plan of one device's part."""
         if division is None:
-            return plan
-        return dataclasses.replace(self.plan(call, parts), division=str(division))
+            return call, plan
+        call = self.call_of_part(call, parts)
+        part_plan = dataclasses.replace(self.plan(call, parts), division=str(division))
+        sharded.report(plan, part_plan)
+        return call, part_plan
 
     def _vmappable(self, call: Any, plan: dispatch.Plan, arrays: Any) -> Any:
         """`run` with a vmap rule: the default rule would add a grid axis to the kernel."""
@@ -198,10 +206,10 @@ class Op(abc.ABC):
 
         def local(parts: Any, division: Division | None) -> Any:
             arrays, residuals, cotangents = parts
-            part_plan = self._local_plan(call, plan, arrays, division)
+            part_call, part_plan = self._on_device(call, plan, arrays, division)
             # Partial sums stay in f32, so that each gradient is rounded once.
             dtype = None if division is None else jnp.float32
-            gradients = self.vjp(call, part_plan, arrays, residuals, cotangents, dtype)
+            gradients = self.vjp(part_call, part_plan, arrays, residuals, cotangents, dtype)
             if division is None:
                 return gradients
             floats = [x for x in jax.tree.leaves(arrays) if jnp.issubdtype(x.dtype, jnp.floating)]
@@ -212,7 +220,12 @@ class Op(abc.ABC):
 
         identity = ("gradient", plan, call)
         operands = (names, (*saved, cotangents))
-        return (_run_divided(local, identity, operands, gradient_names, named.split),)
+        gradients = _run_divided(local, identity, operands, gradient_names, named.split)
+        return (jax.tree.map(sharded.typed_like, gradients, arrays, is_leaf=_is_none),)
+
+
+def _is_none(x: Any) -> bool:
+    return x is None
 
 
 def _run_divided(

@@ -33,25 +33,30 @@ from jax.interpreters import mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ikbo_jax.ops import dispatch
-from ikbo_jax.ops.partition import Division, Rule, divide
+from ikbo_jax.ops.partition import Dimension, Division, Rule, divide
 
 #: An op's computation: takes the operands of one device, and how the call is divided (None: it is
 #: not); returns the results.
 Local = Callable[[Sequence[Any], Division | None], Sequence[Any]]
 
-# What `decisions` collects: pairs of a call's identity and its division.
-_collectors: list[list[tuple[Any, Division]]] = []
+_collectors: list[dict[Any, Any]] = []
 
 
 @contextlib.contextmanager
-def decisions() -> Iterator[list[tuple[Any, Division]]]:
-    """Collects the divisions that XLA asks for while it compiles, with the calls' identities."""
-    found: list[tuple[Any, Division]] = []
+def reports() -> Iterator[dict[Any, Any]]:
+    """Collects what is reported while XLA compiles: plans of calls, to plans of their parts."""
+    found: dict[Any, Any] = {}
     _collectors.append(found)
     try:
         yield found
     finally:
         _collectors.remove(found)
+
+
+def report(plan: Any, part_plan: Any) -> None:
+    """Tells every `reports` how one device's part of a call runs."""
+    for collector in _collectors:
+        collector[plan] = part_plan
 
 
 def run(local: Local, rule: Rule, identity: Any, operands: Sequence[Any]) -> tuple[Any, ...]:
@@ -119,6 +124,14 @@ def _by_shard_map(local: Local, rule: Rule, mesh: Any, operands: Sequence[Any]) 
     return results
 
 
+def typed_like(gradient: Any, operand: Any) -> Any:
+    """A gradient, sharded as its operand's type says, which may have been gathered; or None."""
+    sharding = None if gradient is None else jax.typeof(operand).sharding
+    if sharding is None or sharding == jax.typeof(gradient).sharding:
+        return gradient
+    return jax.sharding.reshard(gradient, sharding)
+
+
 def _by_xla(local: Local, rule: Rule, identity: Any, operands: Sequence[Any]) -> tuple[Any, ...]:
     # `jit` keeps constants of the computation, for which `custom_partitioning` has no place.
     @jax.jit
@@ -128,8 +141,6 @@ def _by_xla(local: Local, rule: Rule, identity: Any, operands: Sequence[Any]) ->
     def partition(mesh: Any, arguments: Any, results: Any) -> Any:
         specs = [array.sharding.spec for array in (*arguments, *results)]
         division = divide(rule, arguments, specs, mesh.shape)
-        for collector in _collectors:
-            collector.append((identity, division))
 
         def on_device(*parts: Any) -> tuple[Any, ...]:
             return tuple(local(parts, division))
@@ -179,18 +190,25 @@ def _by_xla(local: Local, rule: Rule, identity: Any, operands: Sequence[Any]) ->
 
 
 def _sharding_rule(rule: Rule, shapes: Sequence[tuple[int, ...]]) -> SdyShardingRule:
-    def mapping(dims: Any) -> ArrayMapping:
-        return ArrayMapping(*(dim[0] if len(dim) == 1 else CompoundFactor(*dim) for dim in dims))
-
-    # In order of appearance, which Shardy demands.
-    names = list(dict.fromkeys(name for dims in rule.arrays for dim in dims for name in dim))
-    alone = {dim[0] for dims in rule.arrays for dim in dims if len(dim) == 1}
-    can_split = dict(rule.split)
     sizes = rule.sizes(shapes)
+
+    def parts(dim: Dimension) -> Dimension:
+        # Shardy refuses a part of size 1 beside another one.
+        return tuple(name for name in dim if sizes[name] > 1) or dim[:1]
+
+    arrays = [[parts(dim) for dim in dims] for dims in rule.arrays]
+    mappings = [
+        ArrayMapping(*(dim[0] if len(dim) == 1 else CompoundFactor(*dim) for dim in dims))
+        for dims in arrays
+    ]
+    # In order of appearance, which Shardy demands.
+    names = list(dict.fromkeys(name for dims in arrays for dim in dims for name in dim))
+    alone = {dim[0] for dims in arrays for dim in dims if len(dim) == 1}
+    can_split = dict(rule.split)
     minor: dict[str, Any] = {name: sizes[name] for name in names if name not in alone}
     return SdyShardingRule(
-        tuple(map(mapping, rule.operands)),
-        tuple(map(mapping, rule.results)),
+        tuple(mappings[: len(rule.operands)]),
+        tuple(mappings[len(rule.operands) :]),
         need_replication_factors=tuple(name for name in names if name not in can_split),
         **minor,
     )
@@ -221,20 +239,27 @@ def run_kernel(fn: Callable[..., Any], *arrays: Any) -> Any:
     if all(jax.typeof(x).manual_axis_type.empty for x in jax.tree.leaves(arrays)):
         return fn(*arrays)
     plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+    with jax.sharding.use_abstract_mesh(_NO_MESH):
         jaxpr, shape = jax.make_jaxpr(fn, return_shape=True)(*plain)
     arrays = vary_over_same_axes(arrays)
     results = device_p.bind(*jax.tree.leaves(arrays), jaxpr=jaxpr)
     return jax.tree.unflatten(jax.tree.structure(shape), results)
 
 
+_NO_MESH = jax.sharding.AbstractMesh((), ())
 # A computation on one device, whose jaxpr has no types of `shard_map`.
 device_p = Primitive("ikbo_device")
 device_p.multiple_results = True
 device_p.def_impl(lambda *arrays, jaxpr: jaxpr_as_fun(jaxpr)(*arrays))
-mlir.register_lowering(
-    device_p, lambda ctx, *arrays, jaxpr: mlir.lower_fun(jaxpr_as_fun(jaxpr))(ctx, *arrays)
-)
+
+
+def _lower_device(ctx: Any, *arrays: Any, jaxpr: Any) -> Any:
+    plain = ctx.replace(avals_in=jaxpr.in_avals, avals_out=jaxpr.out_avals)
+    with jax.sharding.use_abstract_mesh(_NO_MESH):
+        return mlir.lower_fun(jaxpr_as_fun(jaxpr))(plain, *arrays)
+
+
+mlir.register_lowering(device_p, _lower_device)
 
 
 @device_p.def_abstract_eval
