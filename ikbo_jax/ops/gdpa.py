@@ -14,11 +14,13 @@ from ikbo_jax.ops.op import (
     Folded,
     Named,
     Op,
+    Part,
     map_sequentially,
     stack,
     unstack,
     vmappable,
 )
+from ikbo_jax.ops.partition import Division
 from ikbo_jax.ops.sharded import run_kernel, vary_over_same_axes
 from ikbo_jax.problems import GdpaConfig, GdpaProblem
 from ikbo_jax.problems import gdpa_backward as gdpa_backward_problems
@@ -163,12 +165,14 @@ class _Call:
     Attributes:
       return_residuals: whether a gradient follows, which needs lse where a head has a softmax.
       gradient_by_kernel: whether kernels compute the gradient.
+      gradient_dtype: dtype of the gradients of key and value; None means the inputs'.
     """
 
     request: dispatch.Request
     settings: Settings
     return_residuals: bool = False
     gradient_by_kernel: bool = False
+    gradient_dtype: str | None = None
 
 
 class _Residuals(NamedTuple):
@@ -189,11 +193,17 @@ def _run_vjp_vmappable(call: _Call, residuals: _Residuals) -> Gradients:
     def run(residuals: _Residuals) -> Gradients:
         arrays, out, lse, d_out = residuals
         if not call.gradient_by_kernel:
-            return gdpa_chunked.chunked_vjp(arrays, call.settings, out, lse, d_out)
+            return gdpa_chunked.chunked_vjp(
+                arrays, call.settings, out, lse, d_out, dtype=call.gradient_dtype
+            )
 
         def launch(arrays: Arrays, d_out: jax.Array) -> Gradients:
             return gdpa_backward.kernel_vjp(
-                arrays, call.settings, d_out, num_sms=dispatch.num_sms()
+                arrays,
+                call.settings,
+                d_out,
+                num_sms=dispatch.num_sms(),
+                dtype=call.gradient_dtype,
             )
 
         gradients: Gradients = run_kernel(launch, arrays, d_out)
@@ -313,14 +323,35 @@ class _Gdpa(Op):
         return Named(
             Arrays._make(("rows (k g) h", "s k h", "s k h", *index)),
             (f"{rows} (k g) h", f"{rows} (k g)" if has_lse else None),
-            {"k": "heads"} if can_split else {},
+            ({"rows": "queries"} if not call.settings.broadcast_q else {})
+            | ({"k": "heads"} if can_split else {}),
         )
 
-    def call_of_part(self, call: _Call, parts: Arrays) -> _Call:
+    def part(self, call: _Call, arrays: Arrays, division: Division) -> Part:
+        """Every device takes its rows of queries; a sequence may be cut between two devices."""
         # All heads have one activation where heads are divided.
-        activations = call.settings.activations[: parts.query.shape[1]]
-        settings = call.settings._replace(activations=activations)
-        return dataclasses.replace(call, settings=settings)
+        activations = call.settings.activations[: arrays.query.shape[1]]
+        call = dataclasses.replace(call, settings=call.settings._replace(activations=activations))
+        axes = division.axes_of("rows")
+        if not axes or arrays.cu_seqlens_q is None:
+            return Part(call, arrays)
+        rows, bound = arrays.query.shape[0], call.settings.max_seqlen_q
+        first = jax.lax.axis_index(axes) * rows
+        starts = jax.lax.cummax(arrays.cu_seqlens_q)
+        inside = jnp.clip(starts - first, 0, rows)
+        arrays = arrays._replace(cu_seqlens_q=inside)
+        if bound is None:
+            return Part(call, arrays)
+        # Rows beyond the bound, from the sequence's start, which may lie on another device.
+        stops = jnp.clip(jnp.minimum(starts[:-1] + bound, starts[1:]) - first, 0, rows)
+        steps = jnp.zeros_like(inside, shape=rows + 1).at[inside[:-1]].add(1).at[stops].add(-1)
+        is_bounded = (jnp.cumsum(steps)[:rows] > 0)[:, None, None]
+
+        def mask(results: tuple[jax.Array, jax.Array | None]) -> Any:
+            out, lse = results
+            return jnp.where(is_bounded, out, jnp.zeros_like(out)), lse
+
+        return Part(call, arrays, mask)
 
     def residuals(self, results: Any) -> tuple[Any, Any]:
         out, lse = results
@@ -335,15 +366,15 @@ class _Gdpa(Op):
         cotangents: Any,
         dtype: Any,
     ) -> Arrays:
-        # Only heads are divided over devices, so no gradient is a sum over them.
-        del dtype
         # The cotangent of lse is zero, since only the gradient uses lse.
         (out, lse), (d_out, _) = residuals, cotangents
         by_kernel = (
             plan.implementation == "mosaic_gpu"
             and gdpa_backward_problems.illegal_reason(plan.problem) is None
         )
-        call = dataclasses.replace(call, gradient_by_kernel=by_kernel)
+        call = dataclasses.replace(
+            call, gradient_by_kernel=by_kernel, gradient_dtype=dtype and jnp.dtype(dtype).name
+        )
         gradients = _gradients(call, _Residuals(arrays, out, lse, d_out))
         return Arrays._make((*gradients, None, None, None))
 

@@ -22,6 +22,7 @@ def kernel_vjp(
     num_sms: int,
     query_config: GdpaBackwardConfig | None = None,
     key_config: GdpaBackwardConfig | None = None,
+    dtype: Any = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Pulls a cotangent of the result back to query, key and value, like `chunked_vjp`.
@@ -34,6 +35,7 @@ def kernel_vjp(
       num_sms: number of streaming multiprocessors of the device.
       query_config: configuration of the kernel for d_query; None takes the default.
       key_config: configuration of the kernel for d_key and d_value; None takes the default.
+      dtype: dtype of the gradients of key and value; None means the inputs'.
       interpret: as in `pallas.gdpa_backward.kernels.d_query_kernel`.
 
     Returns:
@@ -94,6 +96,6 @@ def kernel_vjp(
         is_bounded=settings.max_seqlen_kv is not None,
     )
     d_key, d_value = kernels.d_key_value_kernel(
-        query, key, value, d_out, key_work, config=key_config, **options
+        query, key, value, d_out, key_work, config=key_config, out_dtype=dtype, **options
     )
     return d_query, d_key, d_value

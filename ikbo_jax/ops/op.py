@@ -33,6 +33,21 @@ class Folded(NamedTuple):
     unfold: Callable[[Any], Any]
 
 
+class Part(NamedTuple):
+    """One device's part of a call.
+
+    Attributes:
+      call: the arguments that are not arrays.
+      arrays: the arrays.
+      mask: takes a tree like the results, or their cotangents; zeros rows that the whole call
+        leaves zero but the part cannot know.
+    """
+
+    call: Any
+    arrays: Any
+    mask: Callable[[Any], Any] = lambda results: results
+
+
 class Named(NamedTuple):
     """Names of the dimensions of an op's arrays, see `partition.dimensions`.
 
@@ -128,26 +143,24 @@ class Op(abc.ABC):
         named = self.named(call, arrays)
 
         def local(parts: Any, division: Division | None) -> Any:
-            part_call, part_plan = self._on_device(call, plan, parts, division)
-            return self._vmappable(part_call, part_plan, parts)
+            if division is None:
+                return self._vmappable(call, plan, parts)
+            part = self.part(call, parts, division)
+            part_plan = self._plan_of_part(plan, part, division)
+            return part.mask(self._vmappable(part.call, part_plan, part.arrays))
 
         return _run_divided(local, (plan, call), (named.arrays, arrays), named.results, named.split)
 
-    def call_of_part(self, call: Any, parts: Any) -> Any:
-        """The call for one device's part of the arrays."""
-        del parts
-        return call
+    def part(self, call: Any, arrays: Any, division: Division) -> Part:
+        """One device's part of a call, from its part of the arrays."""
+        del division
+        return Part(call, arrays)
 
-    def _on_device(
-        self, call: Any, plan: dispatch.Plan, parts: Any, division: Division | None
-    ) -> tuple[Any, dispatch.Plan]:
-        """The call and the plan of one device's part."""
-        if division is None:
-            return call, plan
-        call = self.call_of_part(call, parts)
-        part_plan = dataclasses.replace(self.plan(call, parts), division=str(division))
+    def _plan_of_part(self, plan: dispatch.Plan, part: Part, division: Division) -> dispatch.Plan:
+        part_plan = self.plan(part.call, part.arrays)
+        part_plan = dataclasses.replace(part_plan, division=str(division))
         sharded.report(plan, part_plan)
-        return call, part_plan
+        return part_plan
 
     def _vmappable(self, call: Any, plan: dispatch.Plan, arrays: Any) -> Any:
         """`run` with a vmap rule: the default rule would add a grid axis to the kernel."""
@@ -206,12 +219,14 @@ class Op(abc.ABC):
 
         def local(parts: Any, division: Division | None) -> Any:
             arrays, residuals, cotangents = parts
-            part_call, part_plan = self._on_device(call, plan, arrays, division)
-            # Partial sums stay in f32, so that each gradient is rounded once.
-            dtype = None if division is None else jnp.float32
-            gradients = self.vjp(part_call, part_plan, arrays, residuals, cotangents, dtype)
             if division is None:
-                return gradients
+                return self.vjp(call, plan, arrays, residuals, cotangents, None)
+            part = self.part(call, arrays, division)
+            part_plan = self._plan_of_part(plan, part, division)
+            # Partial sums stay in f32, so that each gradient is rounded once.
+            gradients = self.vjp(
+                part.call, part_plan, part.arrays, residuals, part.mask(cotangents), jnp.float32
+            )
             floats = [x for x in jax.tree.leaves(arrays) if jnp.issubdtype(x.dtype, jnp.floating)]
             leaves = zip(
                 jax.tree.leaves(gradients), jax.tree.leaves(gradient_names), floats, strict=True

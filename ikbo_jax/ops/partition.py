@@ -96,6 +96,7 @@ class Division:
       rule: the op's rule.
       axes: the mesh axes of every divided dimension, the major axis first.
       mesh_sizes: the number of devices along every mesh axis.
+      regained: the mesh axes of dimensions that were gathered, for results that have them.
       gathered: operands that every device needs whole along an axis that they are divided over.
       summed: operands whose gradient is a sum over devices.
     """
@@ -103,14 +104,24 @@ class Division:
     rule: Rule
     axes: tuple[tuple[str, tuple[str, ...]], ...]
     mesh_sizes: tuple[tuple[str, int], ...]
+    regained: tuple[tuple[str, tuple[str, ...]], ...]
     gathered: tuple[Move, ...]
     summed: tuple[Move, ...]
 
-    def spec(self, dims: Dimensions) -> PartitionSpec:
-        """The mesh axes of an array with these dimensions."""
-        axes = dict(self.axes)
+    def spec(self, dims: Dimensions, *, again: bool = False) -> PartitionSpec:
+        """The mesh axes of an array with these dimensions.
+
+        Args:
+          dims: the array's dimensions.
+          again: whether dimensions that were gathered are divided again.
+        """
+        axes = {**dict(self.axes), **(dict(self.regained) if again else {})}
         entries = [sum((axes.get(name, ()) for name in dim), ()) for dim in dims]
         return PartitionSpec(*(_entry(found) for found in entries))
+
+    def axes_of(self, name: str) -> tuple[str, ...]:
+        """The mesh axes that divide a dimension."""
+        return dict(self.axes).get(name, ())
 
     def sums(self, dims: Dimensions) -> tuple[str, ...]:
         """The mesh axes over which a result with these dimensions is summed."""
@@ -186,7 +197,16 @@ def divide(
                 # single entries.
                 if math.prod(mesh_sizes[axis] for axis in axes_of.get(name, ())) != sizes[name]:
                     break
-    division = Division(rule, tuple(axes_of.items()), tuple(mesh_sizes.items()), (), ())
+    regained: dict[str, tuple[str, ...]] = {}
+    for dims, spec in zip(rule.operands, present, strict=False):
+        for dim, axes in zip(dims, spec, strict=True):
+            is_new = len(dim) == 1 and dim[0] not in (axes_of | regained)
+            if axes and is_new and not used.intersection(axes):
+                regained[dim[0]] = axes
+                used.update(axes)
+    division = Division(
+        rule, tuple(axes_of.items()), tuple(mesh_sizes.items()), tuple(regained.items()), (), ()
+    )
     gathered, summed = [], []
     operands = zip(rule.names, rule.operands, arrays, present, strict=False)
     for name, dims, array, spec in operands:

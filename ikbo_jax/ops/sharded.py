@@ -120,8 +120,11 @@ def _by_shard_map(local: Local, rule: Rule, mesh: Any, operands: Sequence[Any]) 
         out_specs=tuple(map(division.spec, rule.results)),
         axis_names=axes,
     )
-    results: tuple[Any, ...] = sharded(*moved)
-    return results
+    # What was gathered to be computed is divided again, so that results are as their operands are.
+    return tuple(
+        jax.sharding.reshard(result, NamedSharding(mesh, division.spec(dims, again=True)))
+        for result, dims in zip(sharded(*moved), rule.results, strict=True)
+    )
 
 
 def typed_like(gradient: Any, operand: Any) -> Any:
@@ -194,7 +197,8 @@ def _sharding_rule(rule: Rule, shapes: Sequence[tuple[int, ...]]) -> SdySharding
 
     def parts(dim: Dimension) -> Dimension:
         # Shardy refuses a part of size 1 beside another one.
-        return tuple(name for name in dim if sizes[name] > 1) or dim[:1]
+        large = tuple(name for name in dim if len(dim) > 1 and sizes[name] > 1)
+        return large or dim[:1]
 
     arrays = [[parts(dim) for dim in dims] for dims in rule.arrays]
     mappings = [

@@ -173,6 +173,7 @@ def chunked_vjp(
     lse: jax.Array | None,
     d_out: jax.Array,
     blocks: Blocking | None = None,
+    dtype: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Pulls a cotangent of `out` back to query, key and value.
 
@@ -190,6 +191,7 @@ def chunked_vjp(
       lse: the result of `chunked`.
       d_out: cotangent of out.
       blocks: sizes of the steps; None: the result of `blocking`.
+      dtype: dtype of the gradients of key and value; None means the inputs'.
 
     Returns:
       Gradients of query, key and value in their shapes and dtypes, each summed in f32 and rounded
@@ -264,7 +266,7 @@ def chunked_vjp(
     d_query, _ = jax.lax.scan(for_queries, zeros, jagged.steps(tilings.q))
     if settings.broadcast_q:
         d_query = jnp.sum(d_query.reshape(-1, *query.shape), axis=0).astype(query.dtype)
-    start = (jnp.zeros_like(key), jnp.zeros_like(value))
+    start = (jnp.zeros_like(key, dtype), jnp.zeros_like(value, dtype))
     (d_key, d_value), _ = jax.lax.scan(for_keys, start, jagged.steps(tilings.kv))
     return d_query, d_key, d_value
 

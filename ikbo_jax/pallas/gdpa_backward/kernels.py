@@ -151,6 +151,7 @@ def d_key_value_kernel(
     output_scale: float,
     config: GdpaBackwardConfig,
     num_sms: int,
+    out_dtype: Any = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Gradients of keys and values; for the arguments see `d_query_kernel`.
@@ -175,7 +176,7 @@ def d_key_value_kernel(
         workers=min(num_sms, work.tiles.shape[0] * heads),
     )
     operands = Operands((key, value), (query, d_out), *work)
-    results = (jax.ShapeDtypeStruct(key.shape, key.dtype),) * 2
+    results = (jax.ShapeDtypeStruct(key.shape, out_dtype or key.dtype),) * 2
     d_key, d_value = _launch(operands, results, shape, config, "ikbo_gdpa_d_key_value", interpret)
     return d_key, d_value
 
