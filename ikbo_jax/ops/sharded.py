@@ -146,7 +146,7 @@ def _by_xla(local: Local, rule: Rule, identity: Any, operands: Sequence[Any]) ->
         division = divide(rule, arguments, specs, mesh.shape)
 
         def on_device(*parts: Any) -> tuple[Any, ...]:
-            return tuple(local(parts, division))
+            return tuple(unlocated_p.bind(*local(parts, division)))
 
         def shardings(arrays: Any) -> tuple[NamedSharding, ...]:
             return tuple(NamedSharding(mesh, division.spec(dims)) for dims in arrays)
@@ -232,6 +232,29 @@ def _source_digest() -> str:
         if path.suffix in (".py", ".json"):
             digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+# The identity on the results of a part. XLA takes the part's source locations into a program that has
+# other ones (jaxlib 0.11.2 warns "Invalid stack_frame_id"), and a pass that compares them may then
+# loop for ever. So the part has none.
+unlocated_p = Primitive("ikbo_unlocated")
+unlocated_p.multiple_results = True
+unlocated_p.def_impl(lambda *results: list(results))
+unlocated_p.def_abstract_eval(lambda *results: list(results))
+
+
+def _lower_unlocated(ctx: Any, *results: Any) -> Any:
+    nowhere = mlir.ir.Location.unknown(ctx.module_context.context)
+
+    def forget(op: Any) -> Any:
+        op.location = nowhere
+        return mlir.ir.WalkResult.ADVANCE
+
+    ctx.module_context.module.operation.walk(forget)
+    return list(results)
+
+
+mlir.register_lowering(unlocated_p, _lower_unlocated)
 
 
 def run_kernel(fn: Callable[..., Any], *arrays: Any) -> Any:

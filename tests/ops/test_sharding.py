@@ -259,3 +259,154 @@ def test_results_gradients_layouts_and_traffic(name: str, mesh: str, kind: str) 
 @pytest.mark.parametrize("name", CASES_OF_TWO_AXES)
 def test_two_axes_at_once(name: str, kind: str) -> None:
     check(CASES_OF_TWO_AXES[name], mesh_of("4x2", kind))
+
+
+def attention_case(kind: str):
+    """Attention of divided candidates: a mesh, arrays on it, and arrays on one device."""
+    mesh = mesh_of("8", kind)
+    case = CASES["attention_candidates"]
+    arrays = draw(case)
+    return mesh, on_mesh(mesh, case, arrays), arrays
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_vmap(kind: str) -> None:
+    """Over queries and keys, and over queries alone: results stay divided by candidates."""
+    mesh, sharded, arrays = attention_case(kind)
+
+    def twice(arrays, axes):
+        def stacked(name, x):
+            return jnp.stack([x, -x]) if axes[name] == 0 else x
+
+        stack = {name: stacked(name, x) for name, x in arrays.items()}
+        one = lambda *xs: attend(**dict(zip(axes, xs, strict=True)))  # noqa: E731
+        return jax.vmap(one, tuple(axes.values()))(*(stack[name] for name in axes))
+
+    for keys in (0, None):
+        axes = {"query": 0, "key": keys, "value": keys, "index": None}
+        out = jax.jit(lambda arrays, axes=axes: twice(arrays, axes))(sharded)
+        chex.assert_trees_all_close(np.asarray(out), np.asarray(twice(arrays, axes)), atol=1e-5)
+        assert out.sharding.is_equivalent_to(NamedSharding(mesh, P(None, "x")), out.ndim)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_second_derivatives(kind: str) -> None:
+    _, sharded, arrays = attention_case(kind)
+
+    def curvature(arrays):
+        def slope(query):
+            return jnp.sum(
+                jax.grad(lambda q: jnp.sum(attend(**(arrays | {"query": q})) ** 2))(query)
+            )
+
+        return jax.grad(slope)(arrays["query"])
+
+    chex.assert_trees_all_close(
+        np.asarray(jax.jit(curvature)(sharded)), np.asarray(curvature(arrays)), atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_inside_scan_and_checkpoint(kind: str) -> None:
+    mesh, sharded, arrays = attention_case(kind)
+
+    def loss(arrays):
+        @jax.checkpoint
+        def layer(query, _):
+            return attend(**(arrays | {"query": query})), None
+
+        out, _ = jax.lax.scan(layer, arrays["query"], length=2)
+        return jnp.sum(out**2)
+
+    def gradient(arrays):
+        chosen = {name: arrays.pop(name) for name in ("query", "key")}
+        return jax.grad(lambda chosen: loss(arrays | chosen))(chosen)
+
+    found, expected = jax.jit(gradient)(dict(sharded)), gradient(dict(arrays))
+    chex.assert_trees_all_close(jax.device_get(found), jax.device_get(expected), atol=1e-4)
+    query = found["query"]
+    assert query.sharding.is_equivalent_to(NamedSharding(mesh, P("x")), query.ndim)
+
+
+def test_gradients_in_bfloat16_are_rounded_once() -> None:
+    """Partial sums of eight devices stay in float32: the error is that of one rounding."""
+    mesh = mesh_of("8", "explicit")
+    case = CASES["linear_candidates"]
+    arrays = {
+        name: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x
+        for name, x in draw(case).items()
+    }
+    exact = {name: np.asarray(x.astype(jnp.float32), np.float64) for name, x in arrays.items()}
+    sharded = on_mesh(mesh, case, arrays)
+
+    def total(w_user, arrays):
+        return jnp.sum(case.op(**(arrays | {"w_user": w_user})).astype(jnp.float32))
+
+    gradient = np.asarray(jax.jit(jax.grad(total))(sharded["w_user"], sharded), np.float64)
+    users = exact["e_user"][np.asarray(arrays["index"])].sum(axis=(0, 2))
+    expected = np.broadcast_to(users, gradient.shape)
+    np.testing.assert_allclose(gradient, expected, rtol=2.0**-8, atol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_explain_says_how_a_call_divides_and_what_moves(kind: str) -> None:
+    mesh = mesh_of("4x2", kind)
+    case = CASES["attention_users"]
+    specs = {
+        "query": P("x", None, "y"),
+        "index": P("x"),
+        "key": P("x"),
+        "value": P(None, None, "y"),
+    }
+    shaped = {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, specs[name]))
+        for name, x in draw(case).items()
+    }
+    (plan,) = ikbo.explain(case.op, **shaped).plans
+    text = plan.division
+    assert "candidates over 'x' (4 devices)" in text
+    assert "heads over 'y' (2 devices)" in text
+    assert "gathers key over 'x', 10,240 bytes" in text
+    assert "the gradient sums value over 'x', 10,240 bytes" in text
+    assert "gathers value" not in text
+    assert (plan.problem.batch, plan.problem.q_heads) == (4, 4)
+
+
+def test_one_device_of_a_large_host_is_not_divided() -> None:
+    (plan,) = ikbo.explain(attend, **draw(CASES["attention_candidates"])).plans
+    assert plan.division == ""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_jagged_queries(kind: str) -> None:
+    """Sequences that lie on two devices, a bound that cuts one, and a gradient."""
+    mesh = mesh_of("8", kind)
+    rng = np.random.default_rng(0)
+    query = rng.normal(size=(32, 2, 8)).astype(np.float32)
+    memory = rng.normal(size=(9, 2, 8)).astype(np.float32)
+    offsets, memory_offsets = np.array([0, 3, 3, 20, 27], np.int32), np.array([0, 4, 9], np.int32)
+    index = np.array([1, 0, 1, 0], np.int32)
+
+    def loss(query, memory, activation):
+        out = ikbo.gdpa(
+            query, memory, 2 * memory, offsets, memory_offsets,
+            q_to_kv=index, activation=activation, max_seqlen_q=11,
+        )  # fmt: skip
+        return jnp.sum(jnp.sin(out)), out
+
+    for activation in ("gelu", "softmax"):
+        gradients = jax.value_and_grad(
+            lambda *x, activation=activation: loss(*x, activation), argnums=(0, 1), has_aux=True
+        )
+        (_, expected), expected_gradients = gradients(query, memory)
+        args = (
+            jax.device_put(query, NamedSharding(mesh, P("x"))),
+            jax.device_put(memory, NamedSharding(mesh, P())),
+        )
+        (_, out), found = jax.jit(gradients)(*args)
+        chex.assert_trees_all_close(np.asarray(out), np.asarray(expected), atol=1e-5)
+        chex.assert_trees_all_close(
+            jax.device_get(found), jax.device_get(expected_gradients), atol=1e-4
+        )
+        assert out.sharding.is_equivalent_to(NamedSharding(mesh, P("x")), out.ndim)
+        assert not np.asarray(out)[14:20].any()
