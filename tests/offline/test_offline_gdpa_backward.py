@@ -13,7 +13,7 @@ import offline
 import pytest
 
 from ikbo_jax.pallas.gdpa_backward import kernels, tiles
-from ikbo_jax.pallas.hopper import accumulator
+from ikbo_jax.pallas.hopper import mma
 from ikbo_jax.problems import GdpaBackwardConfig
 from ikbo_jax.problems import gdpa_backward as backward_configs
 from ikbo_jax.problems.hopper import MAX_SMEM_BYTES
@@ -101,7 +101,7 @@ def test_offline_missing_wait_is_found(
 ) -> None:
     """Without the wait for a block's scores, for its gradients of weights, or for a tile's sums,
     ptxas sees accumulators that are read while WGMMAs write them."""
-    wait, left_out = accumulator.wait, []
+    wait, left_out = mma.wait, []
 
     def planted(pending: int, *, interpret: bool) -> None:
         if sys._getframe(1).f_code.co_name == function:
@@ -109,7 +109,7 @@ def test_offline_missing_wait_is_found(
         else:
             wait(pending, interpret=interpret)
 
-    monkeypatch.setattr(accumulator, "wait", planted)
+    monkeypatch.setattr(mma, "wait", planted)
     (compiled,) = compiler.compile(*CASES["queries_broadcast_h64"].launch())
     assert left_out
     assert compiled.ptxas.serialized

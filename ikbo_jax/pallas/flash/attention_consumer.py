@@ -19,7 +19,7 @@ from ikbo_jax.pallas.flash.attention_context import (
     Item,
     WarpgroupContext,
 )
-from ikbo_jax.pallas.hopper import accumulator, mosaic, stores
+from ikbo_jax.pallas.hopper import mma, mosaic, stores
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, WGMMA_M
 
 #: The named barrier at which the consumers wait for each other; the turns use the two before it.
@@ -57,10 +57,10 @@ def _issue_scores(ctx: WarpgroupContext, item: Item, index: Any, step: Any) -> j
     stage = ctx.k_stage(step)
     ready = ctx.shared.k_ready.at[stage]
     ctx.unless(item.is_resident, functools.partial(plgpu.barrier_wait, ready))
-    return accumulator.product(
+    return mma.product(
         ctx.shared.query[0].at[ctx.slot(index), ctx.consumer],
         ctx.shared.key[0].at[stage],
-        pl.cdiv(ctx.shape.head_dim, accumulator.WGMMA_K) * accumulator.WGMMA_K,
+        ctx.shape.head_dim,
         interpret=ctx.interpret,
     )
 
@@ -73,12 +73,12 @@ def _issue_values(
     ready = ctx.shared.v_ready.at[stage]
     ctx.unless(item.is_resident, functools.partial(plgpu.barrier_wait, ready))
     staging = ctx.shared.staging.at[ctx.consumer] if ctx.interpret else None
-    return accumulator.add_product(
+    return mma.add_product(
         state.acc,
-        is_defined,
         state.weights,
         ctx.shared.value[0].at[stage],
         staging,
+        is_defined=is_defined,
         interpret=ctx.interpret,
     )
 
@@ -92,7 +92,7 @@ def _scores(
     ctx: WarpgroupContext, scores: jax.Array, item: Item, block: Any, step: Any
 ) -> jax.Array:
     """Masks computed scores past the user's length, and frees the block of keys."""
-    scores = accumulator.after_wait(scores, interpret=ctx.interpret)
+    scores = mma.after_wait(scores, interpret=ctx.interpret)
     free = ctx.shared.k_free.at[ctx.k_stage(step)]
     ctx.unless(item.is_kept, functools.partial(plgpu.barrier_arrive, free))
     keys = item.length - block * ctx.config.block_kv
@@ -157,13 +157,13 @@ def _step(
     if meanwhile is None:
         turns.await_scores(ctx)
     else:
-        accumulator.wait(1, interpret=ctx.interpret)
+        mma.wait(1, interpret=ctx.interpret)
     _free_read_queries(ctx, index, block + 2 == item.blocks)
     scores = _scores(ctx, scores, item, block + 1, step + 1)
     p = softmax.exponentials(scores, state.maximum, ctx.shape.log2_scale)
     sums = state.sums + softmax.partial_sums(p)
     pl.when(block == 0)(functools.partial(_free_stored_slot, ctx, index - 1))
-    accumulator.wait(0, interpret=ctx.interpret)
+    mma.wait(0, interpret=ctx.interpret)
     _free_values(ctx, item, step)
     return _State(p.astype(state.weights.dtype), state.maximum, sums, acc)
 
@@ -184,7 +184,7 @@ def _last_step(
         _free_read_queries(ctx, index + 1, next_item.blocks == 1)
         scores = _scores(ctx, scores, next_item, jnp.int32(0), next_step)
         p, maximum, sums = _begin(ctx, scores)
-        accumulator.wait(0, interpret=ctx.interpret)
+        mma.wait(0, interpret=ctx.interpret)
         return acc, p.astype(state.weights.dtype), maximum, sums
 
     def alone() -> tuple[jax.Array, ...]:
@@ -192,11 +192,11 @@ def _last_step(
         acc = _issue_values(ctx, item, state, is_defined, step)
         # Consumer 1 handed over the first turn, to consumer 0; so at the end it hands over none.
         pl.when(ctx.consumer == 0)(functools.partial(turns.hand_over, ctx))
-        accumulator.wait(0, interpret=ctx.interpret)
+        mma.wait(0, interpret=ctx.interpret)
         return acc, state.weights, state.maximum, state.sums
 
     acc, weights, maximum, sums = lax.cond(next_item.blocks > 0, with_next, alone)
-    acc = accumulator.after_wait(acc, interpret=ctx.interpret)
+    acc = mma.after_wait(acc, interpret=ctx.interpret)
     _free_values(ctx, item, step)
     return _State(weights, maximum, sums, acc)
 
@@ -241,7 +241,7 @@ def _attend(ctx: WarpgroupContext) -> tuple[Any, Any]:
     plgpu.barrier_wait(ctx.shared.q_ready.at[0])
     scores = _issue_scores(ctx, item, zero, zero)
     turns.hand_over(ctx)
-    accumulator.wait(0, interpret=ctx.interpret)
+    mma.wait(0, interpret=ctx.interpret)
     _free_read_queries(ctx, zero, item.blocks == 1)
     p, maximum, sums = _begin(ctx, _scores(ctx, scores, item, zero, zero))
     acc = jnp.zeros((WGMMA_M, ctx.shape.head_dim), jnp.float32)
@@ -303,7 +303,7 @@ def _recompute(ctx: WarpgroupContext, index: Any, first_step: Any) -> None:
         extreme, sums, acc = carry
         step = first_step + block
         scores = _issue_scores(ctx, item, index, step)
-        accumulator.wait(0, interpret=ctx.interpret)
+        mma.wait(0, interpret=ctx.interpret)
         scores = _scores(ctx, scores, item, block, step)
         larger = further(extreme, softmax.row_extreme(scores, shape.log2_scale))
         # In a row that has had no score above -inf so far, every weight is 0.
@@ -315,17 +315,17 @@ def _recompute(ctx: WarpgroupContext, index: Any, first_step: Any) -> None:
         stage = ctx.v_stage(step)
         plgpu.barrier_wait(shared.v_ready.at[stage])
         _zero_values_past_length(ctx, stage, item.length - block * ctx.config.block_kv)
-        staging = shared.staging.at[ctx.consumer] if ctx.interpret else None
-        acc = accumulator.add_product(
+        staging, is_defined = shared.staging.at[ctx.consumer] if ctx.interpret else None, block > 0
+        acc = mma.add_product(
             acc,
-            block > 0,
             p.astype(ctx.outputs.out.dtype),
             shared.value[0].at[stage],
             staging,
+            is_defined=is_defined,
             interpret=ctx.interpret,
         )
-        accumulator.wait(0, interpret=ctx.interpret)
-        acc = accumulator.after_wait(acc, interpret=ctx.interpret)
+        mma.wait(0, interpret=ctx.interpret)
+        acc = mma.after_wait(acc, interpret=ctx.interpret)
         plgpu.barrier_arrive(shared.v_free.at[stage])
         return larger, scaled + softmax.partial_sums(p), acc
 

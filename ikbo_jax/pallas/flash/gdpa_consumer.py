@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ikbo_jax.pallas.activations import weights as gdpa_weights
 from ikbo_jax.pallas.flash import gdpa_store, turns
 from ikbo_jax.pallas.flash.gdpa_context import Item, WarpgroupContext
-from ikbo_jax.pallas.hopper import accumulator, mosaic, stores
+from ikbo_jax.pallas.hopper import mma, mosaic, stores
 from ikbo_jax.problems.hopper import WGMMA_M
 
 
@@ -78,10 +78,10 @@ def _issue_scores(
     ctx: WarpgroupContext, index: Any, step: Any, columns: int | None = None
 ) -> jax.Array:
     """Issues the scores of item `index` and the first `columns` keys of the block at `step`."""
-    return accumulator.product(
+    return mma.product(
         ctx.shared.query[0].at[ctx.slot(index), ctx.consumer],
         ctx.shared.key[0].at[ctx.k_stage(step)],
-        pl.cdiv(ctx.shape.head_dim, accumulator.WGMMA_K) * accumulator.WGMMA_K,
+        ctx.shape.head_dim,
         columns=columns,
         interpret=ctx.interpret,
     )
@@ -92,12 +92,12 @@ def _issue_values(
 ) -> jax.Array:
     """Issues the sum of the accumulator and weights times the first `keys` values at `step`."""
     weights = state.weights
-    return accumulator.add_product(
+    return mma.add_product(
         state.acc,
-        is_defined,
         weights if keys is None else lax.slice(weights, (0, 0), (WGMMA_M, keys)),
         ctx.shared.value[0].at[ctx.v_stage(step)],
         ctx.shared.staging.at[ctx.consumer] if ctx.interpret else None,
+        is_defined=is_defined,
         interpret=ctx.interpret,
     )
 
@@ -110,7 +110,7 @@ def _weights(
     The returned function rounds the weights.  Call it after the product with the previous weights:
     ptxas serialises products whose operands are written while other products are in flight.
     """
-    scores = accumulator.after_wait(scores, interpret=ctx.interpret)
+    scores = mma.after_wait(scores, interpret=ctx.interpret)
     plgpu.barrier_arrive(ctx.shared.k_free.at[ctx.k_stage(step)])
     spec = ctx.shape.activation
     weights = gdpa_weights.compute_weights(spec, item.head, scores, interpret=ctx.interpret)
@@ -166,11 +166,11 @@ def _step(
     if meanwhile is None:
         turns.await_scores(ctx)
     else:
-        accumulator.wait(1, interpret=ctx.interpret)
+        mma.wait(1, interpret=ctx.interpret)
     _free_read_queries(ctx, index, block + 2 == item.blocks)
     weights = _weights(ctx, scores, item, step + 1)
     pl.when(block == 0)(functools.partial(_free_stored_slot, ctx, index - 1))
-    accumulator.wait(0, interpret=ctx.interpret)
+    mma.wait(0, interpret=ctx.interpret)
     plgpu.barrier_arrive(ctx.shared.v_free.at[ctx.v_stage(step)])
     narrow = weights()
     if columns is None:
@@ -246,7 +246,7 @@ def _last_step(
         turns.await_scores(ctx)
         free_next_queries()
         weights = _weights(ctx, scores, next_item, next_step)
-        accumulator.wait(0, interpret=ctx.interpret)
+        mma.wait(0, interpret=ctx.interpret)
         return acc, weights()
 
     def without_scores(*, has_values: bool) -> tuple[jax.Array, jax.Array]:
@@ -264,7 +264,7 @@ def _last_step(
                 plgpu.barrier_arrive(ctx.shared.k_free.at[ctx.k_stage(next_step)])
 
         if has_values:
-            accumulator.wait(0, interpret=ctx.interpret)
+            mma.wait(0, interpret=ctx.interpret)
         return acc, state.weights
 
     def without_values() -> tuple[jax.Array, jax.Array]:
@@ -290,7 +290,7 @@ def _last_step(
         number = jnp.where(_has_rows(ctx, index), number, empty)
         branches += [functools.partial(without_scores, has_values=False), without_values]
     acc, weights = lax.switch(number, branches)
-    acc = accumulator.after_wait(acc, interpret=ctx.interpret)
+    acc = mma.after_wait(acc, interpret=ctx.interpret)
     plgpu.barrier_arrive(ctx.shared.v_free.at[ctx.v_stage(step)])
     return _State(weights, acc)
 
@@ -331,11 +331,9 @@ def _attend(ctx: WarpgroupContext, item: Item) -> None:
     turns.take(ctx)
     scores = _issue_scores(ctx, zero, zero)
     turns.hand_over(ctx)
-    accumulator.wait(0, interpret=ctx.interpret)
+    mma.wait(0, interpret=ctx.interpret)
     _free_read_queries(ctx, zero, item.blocks == 1)
-    undefined_sums = functools.partial(
-        accumulator.undefined, ctx.shape.head_dim, interpret=ctx.interpret
-    )
+    undefined_sums = functools.partial(mma.undefined, ctx.shape.head_dim, interpret=ctx.interpret)
     weights = _weights(ctx, scores, item, zero)()
 
     def one_item(carry: tuple[Any, ...]) -> tuple[Any, ...]:

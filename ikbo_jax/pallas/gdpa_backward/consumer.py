@@ -20,9 +20,8 @@ from ikbo_jax.pallas.gdpa_backward.context import (
     ROWS,
     WarpgroupContext,
 )
-from ikbo_jax.pallas.gdpa_backward.product import add_rows
 from ikbo_jax.pallas.gdpa_backward.store import stage_rows, store_f32_rows, zero_tiles
-from ikbo_jax.pallas.hopper import accumulator, mosaic, stores
+from ikbo_jax.pallas.hopper import mma, mosaic, stores
 from ikbo_jax.problems.gdpa_backward import SLOTS
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, WARPGROUP_SIZE, WGMMA_M
 
@@ -71,10 +70,10 @@ def _issue_scores(ctx: WarpgroupContext, operand: int, item: Any, step: Any) -> 
     # Values that LLVM computes from the tile's number before the loop would occupy registers in it.
     slot = ctx.slot(mosaic.opaque(item, interpret=ctx.interpret))
     consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
-    return accumulator.product(
+    return mma.product(
         ctx.shared.stationary[0].at[slot, operand, consumer],
         ctx.shared.streamed[0].at[ctx.stage(step), operand],
-        pl.cdiv(ctx.shape.head_dim, accumulator.WGMMA_K) * accumulator.WGMMA_K,
+        ctx.shape.head_dim,
         interpret=ctx.interpret,
     )
 
@@ -88,13 +87,13 @@ def _issue_sum(
     step: Any,
 ) -> jax.Array:
     """Issues `total` (None: zero) plus `rows` times a block's rows from `begin` on."""
-    return add_rows(
+    return mma.add_product(
         total,
         rows,
         ctx.shared.streamed[0].at[ctx.stage(step), operand],
-        begin,
-        ctx.shape.head_dim,
         ctx.shared.staging.at[ctx.consumer, operand] if ctx.interpret else None,
+        columns=ctx.shape.head_dim,
+        begin=begin,
         interpret=ctx.interpret,
     )
 
@@ -135,8 +134,8 @@ def _multiply(
         slopes.append(slope)
         if shape.is_for_keys:
             d_value = _issue_sum(ctx, d_value, weights.astype(dtype), begin, 1, step)
-    accumulator.wait(1 if shape.is_for_keys else 0, interpret=ctx.interpret)
-    d_weights = accumulator.after_wait(d_weights, interpret=ctx.interpret)
+    mma.wait(1 if shape.is_for_keys else 0, interpret=ctx.interpret)
+    d_weights = mma.after_wait(d_weights, interpret=ctx.interpret)
     slope = jnp.concatenate(slopes, axis=1)
     d_scores = gdpa_slopes.d_scores(shape.activation, d_weights, slope).astype(dtype)
     total = _issue_sum(ctx, total, d_scores, 0, 0, step)
@@ -147,7 +146,7 @@ def _complete(
     ctx: WarpgroupContext, sums: tuple[jax.Array, ...], step: Any
 ) -> tuple[jax.Array, ...]:
     """The sums after their wait; frees the block of the last products."""
-    sums = tuple(accumulator.after_wait(x, interpret=ctx.interpret) for x in sums)
+    sums = tuple(mma.after_wait(x, interpret=ctx.interpret) for x in sums)
     plgpu.barrier_arrive(ctx.shared.streamed_free.at[ctx.stage(step)])
     return sums
 
@@ -160,8 +159,8 @@ def _tile(ctx: WarpgroupContext, item: Any, first_step: Any) -> Any:
     def add(step: Any, sums: tuple[jax.Array, ...] | None) -> tuple[jax.Array, ...]:
         _receive(ctx, step)
         scores = _issue_scores(ctx, 0, item, step)
-        accumulator.wait(0, interpret=ctx.interpret)
-        scores = accumulator.after_wait(scores, interpret=ctx.interpret)
+        mma.wait(0, interpret=ctx.interpret)
+        scores = mma.after_wait(scores, interpret=ctx.interpret)
         if sums is not None:
             sums = _complete(ctx, sums, step - 1)
         return _multiply(ctx, sums, scores, item, step)
@@ -170,7 +169,7 @@ def _tile(ctx: WarpgroupContext, item: Any, first_step: Any) -> Any:
     pl.when(item > 0)(functools.partial(_free_stored_slot, ctx, item - 1))
     end = first_step + shared.items[ctx.slot(item), BLOCKS]
     sums = lax.fori_loop(first_step + 1, end, add, sums)
-    accumulator.wait(0, interpret=ctx.interpret)
+    mma.wait(0, interpret=ctx.interpret)
     sums = _complete(ctx, sums, end - 1)
     _store(ctx, mosaic.opaque(item, interpret=ctx.interpret), sums)
     return end

@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ikbo_jax.pallas.hopper import accumulator, fragment, mosaic
+from ikbo_jax.pallas.hopper import fragment, mma, mosaic
 from ikbo_jax.pallas.linear_compression.tiles import (
     BLOCK_N,
     Claims,
@@ -163,12 +163,12 @@ def _multiply(
     shared, last = ctx.shared, phase.k_steps - 1
     (weight, _), (embedding, _) = shared.weight, shared.embedding
     # The last k step ends after the last WGMMA instruction that multiplies more than padding.
-    last_k = pl.cdiv(phase.k - last * BLOCK_K, accumulator.WGMMA_K) * accumulator.WGMMA_K
+    last_k = pl.cdiv(phase.k - last * BLOCK_K, mma.WGMMA_K) * mma.WGMMA_K
 
     def k_step(i: Any, acc: Any, *, is_first: bool = False, k: int = BLOCK_K) -> Any:
         stage = ctx.stage(step + i)
         plgpu.barrier_wait(shared.stage_ready.at[stage])
-        acc = accumulator.wgmma(
+        acc = mma.wgmma(
             acc,
             embedding.at[stage, ctx.consumer],
             weight.at[stage, :columns],
@@ -190,7 +190,7 @@ def _multiply(
                 jobs[i]()
         ahead = FRAGMENT_AHEAD if load_coarser else 1
         early = max(unrolled, phase.k_steps - ahead)
-        acc = accumulator.accumulate(unrolled, early, k_step, acc, interpret=ctx.interpret)
+        acc = mma.accumulate(unrolled, early, k_step, acc, interpret=ctx.interpret)
         # Registers do not hold both the remaining chunks of the previous tile and a fragment.
         is_late = unrolled < len(jobs)
         coarser = load_coarser() if load_coarser and not is_late else None
@@ -202,9 +202,9 @@ def _multiply(
             job()
         if load_coarser and is_late:
             coarser = load_coarser()
-        return accumulator.value_after_wait(acc, columns, interpret=ctx.interpret), coarser
+        return mma.after_wait(acc, interpret=ctx.interpret), coarser
 
-    acc, coarser = accumulator.with_accumulator(all_k_steps, columns, interpret=ctx.interpret)
+    acc, coarser = mma.with_accumulator(all_k_steps, columns, interpret=ctx.interpret)
     if columns < phase.block_m:
         padding = jnp.zeros((WGMMA_M, phase.block_m - columns), jnp.float32)
         acc = jnp.concatenate([acc, plgpu.layout_cast(padding, plgpu.Layout.WGMMA)], axis=1)
