@@ -88,8 +88,7 @@ def test_offline_gdpa_backward_kernel_is_fit(name: str, compiler: offline.Compil
     assert reason is None
     (compiled,) = compiler.compile(*case.launch())
     assert not compiled.faults
-    limit = case.chosen.smem_bytes(case.head_dim)
-    assert compiled.smem_bytes <= limit <= MAX_SMEM_BYTES
+    assert compiled.smem_bytes == case.chosen.smem_bytes(case.head_dim) <= MAX_SMEM_BYTES
 
 
 # The check itself must be able to fail.
