@@ -153,14 +153,8 @@ def attention_kernel(
         cuts,
         cut_counts,
     )
-    rows = (batch * q_len, q_heads)
-    outputs = Outputs(
-        jax.ShapeDtypeStruct((*rows, head_dim), query.dtype),
-        jax.ShapeDtypeStruct(rows, jnp.float32) if return_residuals else None,
-    )
-    results = _launch(operands, outputs, shape, config, "ikbo_attention", interpret)
-    out = results[0].reshape(query.shape)
-    return out, results[1].reshape(query.shape[:-1]) if return_residuals else None
+    out, lse = _launch(operands, shape, config, "ikbo_attention", return_residuals, interpret)
+    return out.reshape(query.shape), None if lse is None else lse.reshape(query.shape[:-1])
 
 
 def jagged_attention_kernel(
@@ -218,25 +212,24 @@ def jagged_attention_kernel(
         output_scale=output_scale,
     )
     operands = Operands(query, key, value, *(None,) * 6, *tiles)
-    outputs = Outputs(
-        jax.ShapeDtypeStruct((out_rows, q_heads, head_dim), query.dtype),
-        jax.ShapeDtypeStruct((out_rows, q_heads), jnp.float32) if return_residuals else None,
-    )
-    results = _launch(operands, outputs, shape, config, "ikbo_gdpa_softmax", interpret)
-    return results[0], results[1] if return_residuals else None
+    return _launch(operands, shape, config, "ikbo_gdpa_softmax", return_residuals, interpret)
 
 
 def _launch(
     operands: Operands,
-    outputs: Outputs,
     shape: Shape,
     config: AttentionConfig,
     name: str,
+    return_residuals: bool,
     interpret: Any,
-) -> tuple[jax.Array, ...]:
-    """Launches the kernel; returns the arrays of `outputs` that are not None."""
-
-    return launch(
+) -> tuple[jax.Array, jax.Array | None]:
+    """Launches the kernel; returns out [rows, N, H], and lse [rows, N] or None."""
+    rows, dtype = (shape.rows, shape.q_heads), operands.query.dtype
+    outputs = Outputs(
+        jax.ShapeDtypeStruct((*rows, shape.head_dim), dtype),
+        jax.ShapeDtypeStruct(rows, jnp.float32) if return_residuals else None,
+    )
+    out, *lse = launch(
         Roles(
             functools.partial(AttentionContext, shape, config),
             attention_producer.produce,
@@ -245,8 +238,9 @@ def _launch(
         operands,
         outputs,
         config.shared(shape.head_dim),
-        dtype=operands.query.dtype,
+        dtype=dtype,
         name=name,
         workers=shape.workers,
         interpret=interpret,
     )
+    return out, lse[0] if lse else None

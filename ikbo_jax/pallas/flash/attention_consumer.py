@@ -12,9 +12,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ikbo_jax.pallas.flash import attention_store, softmax, turns
+from ikbo_jax.pallas.flash import attention_store, softmax
 from ikbo_jax.pallas.flash.attention_context import COMMON_ITEM_WORDS, AttentionContext, Item
-from ikbo_jax.pallas.hopper import mma, mosaic, stores
+from ikbo_jax.pallas.hopper import mma, mosaic, stores, turns
 from ikbo_jax.problems.attention import FLAG_WORDS
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, WGMMA_M
 

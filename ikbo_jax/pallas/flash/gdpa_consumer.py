@@ -13,9 +13,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.activations import weights as gdpa_weights
-from ikbo_jax.pallas.flash import gdpa_store, turns
+from ikbo_jax.pallas.flash import gdpa_store
 from ikbo_jax.pallas.flash.gdpa_context import GdpaContext, Item
-from ikbo_jax.pallas.hopper import mma, mosaic, stores
+from ikbo_jax.pallas.hopper import mma, mosaic, stores, turns
 from ikbo_jax.pallas.hopper.rings import Ring
 from ikbo_jax.problems.hopper import WGMMA_M
 

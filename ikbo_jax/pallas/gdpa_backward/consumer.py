@@ -20,8 +20,8 @@ from ikbo_jax.pallas.gdpa_backward.context import (
     ROWS,
     BackwardContext,
 )
-from ikbo_jax.pallas.hopper import mma, mosaic, stores
-from ikbo_jax.problems.hopper import NUM_CONSUMERS, WARPGROUP_SIZE, WGMMA_M
+from ikbo_jax.pallas.hopper import mma, mosaic, stores, turns
+from ikbo_jax.problems.hopper import WGMMA_M
 
 #: Named barrier at which the consumers wait for each other.
 CONSUMER_BARRIER = 4
@@ -29,7 +29,6 @@ CONSUMER_BARRIER = 4
 #: products in between, ptxas activates all columns together, and spills. For the same reason the
 #: product in flight meanwhile is the one with activated scores, not the gradients of weights.
 ACTIVATED_COLUMNS = 16
-CONSUMER_THREADS = NUM_CONSUMERS * WARPGROUP_SIZE
 
 
 def _receive(ctx: BackwardContext, step: Any) -> None:
@@ -45,7 +44,7 @@ def _receive(ctx: BackwardContext, step: Any) -> None:
         tiles = ring.matrix(step).at[consumer]
         stores.zero_rows(tiles, rows, interpret=ctx.interpret)
         plgpu.commit_smem()
-        mosaic.named_barrier("sync", jnp.int32(CONSUMER_BARRIER), CONSUMER_THREADS)
+        mosaic.named_barrier("sync", jnp.int32(CONSUMER_BARRIER), turns.CONSUMER_THREADS)
 
 
 def _receive_tile(ctx: BackwardContext, item: Any) -> None:

@@ -62,6 +62,7 @@ from ikbo_jax.pallas.linear_compression.tiles import (
     CompressionContext,
     Operands,
     Phase,
+    Shape,
 )
 from ikbo_jax.problems import LinearCompressionConfig
 from ikbo_jax.problems.hopper import NUM_CONSUMERS
@@ -117,16 +118,13 @@ def _launch(
             operands = user, cand._replace(fragments_in=outputs[1])
             counter, users_ready = (mosaic.device_counter(interpret=interpret) for _ in range(2))
             claims = Claims(counter, shared.tickets, users_ready)
+        shape = Shape(tiles, phases)
         return CompressionContext(
-            tiles, config, shared, operands, outputs, interpret, claims=claims
+            shape, config, shared, operands, outputs, interpret, claims=claims
         )
 
     outputs = launch(
-        Roles(
-            context,
-            functools.partial(produce, phases=phases),
-            functools.partial(consume, phases=phases),
-        ),
+        Roles(context, produce, consume),
         operands,
         (output, fragments),
         config.shared(with_claims=with_claims),

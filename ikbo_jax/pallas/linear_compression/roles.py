@@ -35,7 +35,7 @@ def _static_tiles(
     ctx: CompressionContext, phase: Phase, body: Callable[[Tile, Any], Any], *, of_user: bool
 ) -> None:
     """Calls `body(tile, step)`, which returns the next step, for this worker's tiles of a phase."""
-    tiles = ctx.shape
+    tiles = ctx.shape.tiles
     count, tile_of = (
         (tiles.user_count, tiles.user_tile) if of_user else (tiles.cand_count, tiles.cand_tile)
     )
@@ -99,9 +99,9 @@ def _load(ctx: CompressionContext, phase: Phase, operands: Operands, tile: Tile,
     return lax.fori_loop(0, phase.k_steps, load_step, step)
 
 
-def produce(ctx: CompressionContext, phases: tuple[Phase | None, Phase | None]) -> None:
+def produce(ctx: CompressionContext) -> None:
     """The producer warp."""
-    (user_phase, cand_phase), (user, cand), claims = phases, ctx.operands, ctx.claims
+    (user_phase, cand_phase), (user, cand), claims = ctx.shape.phases, ctx.operands, ctx.claims
 
     if claims is not None and user_phase is not None:
         user_ctx = ctx.in_claimed_phase()
@@ -313,12 +313,12 @@ def _compute_candidates(
     wait_for_users: Callable[[], None] | None,
 ) -> None:
     """Computes this CTA's candidate tiles; stores each during the next tile's first k steps."""
-    count = ctx.shape.cand_count(ctx.worker)
+    count = ctx.shape.tiles.cand_count(ctx.worker)
     chunks = range(phase.block_m // ctx.config.epilogue_rows)
     store = functools.partial(_store_chunk, ctx, phase, output)
 
     def tile_of(i: Any) -> Tile:
-        return locate(phase, ctx.shape.cand_tile(ctx.worker, i))
+        return locate(phase, ctx.shape.tiles.cand_tile(ctx.worker, i))
 
     def compute(i: Any, finished: jax.Array) -> jax.Array:
         i = mosaic.opaque(i, interpret=ctx.interpret)
@@ -369,9 +369,9 @@ def _compute_candidates(
     plgpu.wait_smem_to_gmem(0, wait_read_only=False)
 
 
-def consume(ctx: CompressionContext, phases: tuple[Phase | None, Phase | None]) -> None:
+def consume(ctx: CompressionContext) -> None:
     """A consumer warpgroup."""
-    (user_phase, cand_phase), (user, cand), claims = phases, ctx.operands, ctx.claims
+    (user_phase, cand_phase), (user, cand), claims = ctx.shape.phases, ctx.operands, ctx.claims
     output, fragments = ctx.outputs
     wait_for_users = None
     if claims is not None and user_phase is not None:

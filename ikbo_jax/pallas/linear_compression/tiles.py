@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from jax import lax
 from jax.experimental import pallas as pl
 
+from ikbo_jax.pallas.hopper import schedule
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, WGMMA_M
 
@@ -56,6 +57,13 @@ class Phase:
         return self.k_steps * self.block_m
 
 
+class Shape(NamedTuple):
+    """Static description of a launch."""
+
+    tiles: schedule.TileSchedule
+    phases: tuple[Phase | None, Phase | None]  # of the user level and of the candidate level
+
+
 class Operands(NamedTuple):
     """Device memory of one phase; `index` and `fragments_in` are None at the coarsest level."""
 
@@ -85,9 +93,8 @@ class Claims(NamedTuple):
 class CompressionContext(WarpgroupContext):
     """The context of a warpgroup of linear compression.
 
-    A *step* numbers the k steps of all tiles of the CTA. `shape` is the schedule of the tiles;
-    `operands` are of the user level and of the candidate level; `outputs` are the result and the
-    users' fragments.
+    A *step* numbers the k steps of all tiles of the CTA. `operands` are of the user level and of
+    the candidate level; `outputs` are the result and the users' fragments.
     """
 
     claims: Claims | None = None
