@@ -70,14 +70,8 @@ class AttentionConfig(FlashConfig):
 
     def shared(self, head_dim: int) -> AttentionShared:
         """Shared memory and barriers of one CTA."""
-        items = memory.Ring(
-            None,
-            memory.Words((self.q_slots + 1, ITEM_WORDS)),
-            memory.Barriers(self.q_slots, 1),
-            None,
-        )
         return AttentionShared(
-            items=items,
+            items=memory.descriptors(self.q_slots, ITEM_WORDS, spare=1),
             flags=memory.Words((NUM_CONSUMERS, FLAG_WORDS)),
             # An array, so that it can be indexed; only element 0 is used.
             flags_ready=memory.Barriers(2, NUM_CONSUMERS),

@@ -118,10 +118,7 @@ class GdpaConfig(FlashConfig):
 
     def shared(self, head_dim: int) -> GdpaShared:
         """Shared memory and barriers of one CTA."""
-        slots = self.q_slots + EXTRA_ITEM_SLOTS
-        items = memory.Ring(
-            None, memory.Words((slots, ITEM_WORDS)), memory.Barriers(slots, 1), None
-        )
+        items = memory.descriptors(self.q_slots + EXTRA_ITEM_SLOTS, ITEM_WORDS)
         return GdpaShared(items=items, **self.rings(head_dim))
 
     @property

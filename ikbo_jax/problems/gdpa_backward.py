@@ -16,7 +16,8 @@ MAX_BLOCKS = {64: (96, 128), 96: (64, 96), 128: (64, 96)}
 HEAD_DIMS = tuple(MAX_BLOCKS)
 #: Number of slots for a tile's operands and results: the finished tile and the next one.
 SLOTS = 2
-#: Words of a tile's descriptor in shared memory; see `gdpa_backward.context`.
+#: Words of a tile's descriptor in shared memory, of which `gdpa_backward.context` names five: with
+#: 32 bytes a slot, four words are one 16-byte access; with 20 bytes they are four accesses.
 ITEM_WORDS = 8
 #: Words of a block's descriptor: number of rows, query head.
 BLOCK_WORDS = 2

@@ -75,8 +75,7 @@ class LinearCompressionConfig(Config):
         stages = self.num_stages
         free_in_cta = memory.Barriers(stages, NUM_CONSUMERS)
         # The producer is at most `stages` tiles ahead, since each tile uses at least one stage.
-        slots = stages + 2
-        tickets = memory.Ring(None, memory.Words((slots, 1)), memory.Barriers(slots, 1), None)
+        tickets = memory.descriptors(stages + 2, 1)
         return LinearCompressionShared(
             weight=memory.Tiles((stages, self.block_m, BLOCK_K)),
             embedding=memory.Tiles((stages, NUM_CONSUMERS, BLOCK_K, WGMMA_M)),

@@ -60,16 +60,22 @@ class Ring(NamedTuple):
     free: Any  # completes when the consumers have read a slot
 
 
-def ring(
-    slots: int, *, ready: int, tiles: tuple[int, ...] | None = None, words: int | None = None
-) -> Ring:
+def ring(slots: int, *, ready: int, tiles: tuple[int, ...], words: int | None = None) -> Ring:
     """A ring whose slots have operand tiles and a descriptor; `ready` arrivals fill a slot."""
     return Ring(
-        None if tiles is None else Tiles((slots, *tiles)),
+        Tiles((slots, *tiles)),
         None if words is None else Words((slots, words)),
         Barriers(slots, ready),
         Barriers(slots, NUM_CONSUMERS),
     )
+
+
+def descriptors(slots: int, words: int, *, spare: int = 0) -> Ring:
+    """A ring of descriptors without operands, and without barriers that say that a slot is free.
+
+    `spare`: descriptors beyond the slots, which no barrier belongs to.
+    """
+    return Ring(None, Words((slots + spare, words)), Barriers(slots, 1), None)
 
 
 def smem_bytes(shared: Any) -> int:

@@ -208,8 +208,7 @@ def _attend(ctx: AttentionContext) -> tuple[Any, Any]:
     mma.wait(0, interpret=ctx.interpret)
     ctx.free_read_queries(zero, item.blocks == 1)
     p, maximum, sums = _begin(ctx, _scores(ctx, scores, item, zero, zero))
-    acc = jnp.zeros((WGMMA_M, ctx.shape.head_dim), jnp.float32)
-    acc = plgpu.layout_cast(acc, plgpu.Layout.WGMMA)
+    acc = mma.zeros(ctx.shape.head_dim, jnp.float32)
     state = _State(p.astype(ctx.outputs.out.dtype), maximum, sums, acc)
 
     def one_pass(carry: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -259,7 +258,6 @@ def _recompute(ctx: AttentionContext, index: Any, first_step: Any) -> None:
     nothing_yet = -jnp.inf if shape.log2_scale > 0 else jnp.inf
     further = jnp.maximum if shape.log2_scale > 0 else jnp.minimum
     row = functools.partial(plgpu.layout_cast, new_layout=stores.ROW_LAYOUT)
-    full = functools.partial(plgpu.layout_cast, new_layout=plgpu.Layout.WGMMA)
 
     def block_step(
         item: Item, index: Any, first_step: Any, block: Any, carry: tuple[Any, ...]
@@ -297,8 +295,8 @@ def _recompute(ctx: AttentionContext, index: Any, first_step: Any) -> None:
         shared.query.await_ready(index)
         nothing = (
             row(jnp.full((WGMMA_M,), nothing_yet, jnp.float32)),
-            full(jnp.zeros((WGMMA_M, softmax.PARTIAL), jnp.float32)),
-            full(jnp.zeros((WGMMA_M, shape.head_dim), jnp.float32)),
+            mma.zeros(softmax.PARTIAL, jnp.float32),
+            mma.zeros(shape.head_dim, jnp.float32),
         )
         step = functools.partial(block_step, item, index, first_step)
         extreme, sums, acc = lax.fori_loop(0, item.blocks, step, nothing)

@@ -139,12 +139,7 @@ def _step(
     pl.when(block == 0)(functools.partial(ctx.free_stored_slot, index - 1))
     mma.wait(0, interpret=ctx.interpret)
     ctx.shared.value.release(step)
-    narrow = weights()
-    if columns is None:
-        return _State(narrow, acc)
-    rest = jnp.zeros((WGMMA_M, ctx.config.block_kv - columns), narrow.dtype)
-    rest = plgpu.layout_cast(rest, plgpu.Layout.WGMMA)
-    return _State(jnp.concatenate([narrow, rest], axis=1), acc)
+    return _State(mma.pad(weights(), ctx.config.block_kv), acc)
 
 
 def _idle_step(ctx: GdpaContext, item: Item, index: Any, first_step: Any, block: Any) -> None:

@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ikbo_jax.pallas.activations import weights as gdpa_weights
 from ikbo_jax.pallas.flash import tile_list
 from ikbo_jax.pallas.flash.gdpa_context import GdpaContext
-from ikbo_jax.pallas.hopper import stores
+from ikbo_jax.pallas.hopper import mma, stores
 from ikbo_jax.problems.hopper import WGMMA_M
 
 
@@ -87,8 +87,7 @@ def zero_rest(ctx: GdpaContext) -> None:
     @pl.when(count > 0)
     def _() -> None:
         slot = jnp.int32(0)
-        zeros = jnp.zeros((WGMMA_M, ctx.shape.head_dim), ctx.outputs.dtype)
-        _stage(ctx, slot, plgpu.layout_cast(zeros, plgpu.Layout.WGMMA))
+        _stage(ctx, slot, mma.zeros(ctx.shape.head_dim, ctx.outputs.dtype))
 
         @pl.loop(0, count)
         def _(i: Any) -> None:

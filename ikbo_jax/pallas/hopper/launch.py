@@ -155,7 +155,7 @@ def launch(
 
 
 def _order(kinds: list[Any], interpret: bool) -> list[int]:
-    """The order of declarations in memory: operand tiles, which need the widest alignment, first.
+    """Numbers of the declarations in the order of memory: operand tiles, words, barriers.
 
     Staging memory is left out unless the kernel is interpreted.
     """

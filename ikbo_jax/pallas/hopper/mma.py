@@ -49,6 +49,19 @@ def accumulate(
     return lax.fori_loop(begin, end, body, acc)
 
 
+def zeros(columns: int, dtype: Any) -> jax.Array:
+    """[64, columns] zeros in an accumulator's layout."""
+    return plgpu.layout_cast(jnp.zeros((64, columns), dtype), plgpu.Layout.WGMMA)
+
+
+def pad(values: jax.Array, width: int) -> jax.Array:
+    """[64, width]: values [64, at most width], and zeros."""
+    columns = values.shape[1]
+    if columns == width:
+        return values
+    return jnp.concatenate([values, zeros(width - columns, values.dtype)], axis=1)
+
+
 def wait(pending: int, *, interpret: bool) -> None:
     """Waits until no more than `pending` of this warpgroup's WGMMA groups are in flight."""
     if not interpret:

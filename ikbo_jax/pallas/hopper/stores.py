@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
-from ikbo_jax.pallas.hopper import mosaic
+from ikbo_jax.pallas.hopper import mma, mosaic
 from ikbo_jax.problems.hopper import BLOCK_K, WARPGROUP_SIZE, WGMMA_M
 
 #: Layout of one value per row, the result of a reduction along rows.
@@ -192,10 +192,12 @@ def store_rows(
         i32 = ir.IntegerType.get_signless(32)
         first_row, head, begin, end = (s.registers.item() for s in scalars)
         # Read at each use, the thread's number spills at H = 192 and 256; read early, at H = 128.
-        early = arith.remui(mgpu.thread_idx(), mgpu.c(WARPGROUP_SIZE, i32))
-        thread = _thread() if width <= 128 else early
-        if is_f32 and widths:
+        if is_f32 and widths:  # of the backward kernels, which have no register to spare
             thread = thread_number()
+        elif width <= 128:
+            thread = _thread()
+        else:
+            thread = arith.remui(mgpu.thread_idx(), mgpu.c(WARPGROUP_SIZE, i32))
         column = arith.muli(arith.remui(thread, mgpu.c(4, i32)), mgpu.c(2, i32))
         if widths:
             bits = 64 if is_f32 else 32
@@ -225,10 +227,7 @@ def store_rows(
 def column_blocks(values: jax.Array, blocks: int) -> list[jax.Array]:
     """Values [64, width] in blocks of 64 columns; zeros past width, where TMA stores nothing."""
     width = blocks * BLOCK_K
-    if values.shape[1] < width:
-        padding = jnp.zeros((WGMMA_M, width - values.shape[1]), values.dtype)
-        padding = plgpu.layout_cast(padding, plgpu.Layout.WGMMA)
-        values = jnp.concatenate([values, padding], axis=1)
+    values = mma.pad(values, width)
     return [lax.slice(values, (0, i), (WGMMA_M, i + BLOCK_K)) for i in range(0, width, BLOCK_K)]
 
 

@@ -190,10 +190,7 @@ def _multiply(
         return mma.after_wait(acc, interpret=ctx.interpret), coarser
 
     acc, coarser = mma.with_accumulator(all_k_steps, columns, interpret=ctx.interpret)
-    if columns < phase.block_m:
-        padding = jnp.zeros((WGMMA_M, phase.block_m - columns), jnp.float32)
-        acc = jnp.concatenate([acc, plgpu.layout_cast(padding, plgpu.Layout.WGMMA)], axis=1)
-    return acc, coarser
+    return mma.pad(acc, phase.block_m), coarser
 
 
 def _add(
@@ -361,9 +358,7 @@ def _compute_candidates(
         acc = _add(ctx, phase, tile, acc, coarser)
         return acc.astype(output.dtype)
 
-    nothing = jnp.zeros((WGMMA_M, phase.block_m), output.dtype)
-    nothing = plgpu.layout_cast(nothing, plgpu.Layout.WGMMA)
-    finished = lax.fori_loop(0, count, compute, nothing)
+    finished = lax.fori_loop(0, count, compute, mma.zeros(phase.block_m, output.dtype))
     for c in chunks:
         store(c, finished, tile_of(count - 1), count > 0)
     plgpu.wait_smem_to_gmem(0, wait_read_only=False)
