@@ -19,7 +19,7 @@ from problems_gdpa import Shape
 
 from ikbo_jax.ops import gdpa
 from ikbo_jax.ops import gdpa_backward as op
-from ikbo_jax.pallas.hopper import accumulator
+from ikbo_jax.pallas.hopper import mma
 from ikbo_jax.problems import GdpaBackwardConfig, gdpa_backward
 from ikbo_jax.problems.hopper import NUM_CONSUMERS
 from ikbo_jax.reference import gdpa_chunked
@@ -151,7 +151,7 @@ def test_interpreted_block_handed_back_too_early_is_found(
     monkeypatch: pytest.MonkeyPatch, launches: interpreter.Launches
 ) -> None:
     """Blocks go back before the wait that says that they were read."""
-    wait, arrive = accumulator.wait, plgpu.barrier_arrive
+    wait, arrive = mma.wait, plgpu.barrier_arrive
     held: list[int] = []
 
     def late_wait(pending: int, *, interpret: bool) -> None:
@@ -165,7 +165,7 @@ def test_interpreted_block_handed_back_too_early_is_found(
         if held and jax.typeof(barrier.ref).inner_aval.dtype.num_arrivals == NUM_CONSUMERS:
             wait(held.pop(), interpret=True)
 
-    monkeypatch.setattr(accumulator, "wait", late_wait)
+    monkeypatch.setattr(mma, "wait", late_wait)
     monkeypatch.setattr(plgpu, "barrier_arrive", arrive_then_wait)
     case = Case(Shape((192,), (128,), 1, 1, 64), "relu")
     try:
