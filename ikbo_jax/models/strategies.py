@@ -85,19 +85,11 @@ def look_up(user: jax.Array, index: jax.Array) -> jax.Array:
     )
 
 
-def _projected(params: Parameters, x: jax.Array, memory: jax.Array) -> tuple[jax.Array, ...]:
-    return (
-        functional.project(x, params["w_query"]),
-        functional.project(memory, params["w_key"]),
-        functional.project(memory, params["w_value"]),
-    )
-
-
 # The user is copied to each of its candidates.
 
 
 def _pool_by_seeds(params: Parameters, x: jax.Array, *, tuned: bool) -> jax.Array:
-    query, key, value = _projected(params, params["seeds"], x)
+    query, key, value = functional.projected(params, params["seeds"], x)
     seeds = jnp.broadcast_to(query, (x.shape[0], *query.shape))
     out = softmax_attention(seeds, key, value, tuned=tuned)
     return functional.merge_heads(out, params["w_out"])
@@ -106,14 +98,16 @@ def _pool_by_seeds(params: Parameters, x: jax.Array, *, tuned: bool) -> jax.Arra
 def _attend_to_copies(
     params: Parameters, queries: jax.Array, history: jax.Array, index: jax.Array, *, tuned: bool
 ) -> jax.Array:
-    out = softmax_attention(*_projected(params, queries, look_up(history, index)), tuned=tuned)
+    out = softmax_attention(
+        *functional.projected(params, queries, look_up(history, index)), tuned=tuned
+    )
     return functional.merge_heads(out, params["w_out"])
 
 
 def _feed_forward_by_copies(
     params: Parameters, queries: jax.Array, pooled: jax.Array, index: jax.Array
 ) -> jax.Array:
-    out = activated_attention(*_projected(params, queries, look_up(pooled, index)))
+    out = activated_attention(*functional.projected(params, queries, look_up(pooled, index)))
     return functional.merge_heads(out, params["w_out"])
 
 
@@ -262,14 +256,14 @@ def hand_optimised(fold: Fold) -> Strategy:
     def attend(
         params: Parameters, queries: jax.Array, history: jax.Array, index: jax.Array
     ) -> jax.Array:
-        query, key, value = _projected(params, queries, history)
+        query, key, value = functional.projected(params, queries, history)
         out = fold.unfold(softmax_attention(fold.fold(query), key, value, tuned=True))
         return functional.merge_heads(out, params["w_out"])
 
     def feed_forward(
         params: Parameters, queries: jax.Array, pooled: jax.Array, index: jax.Array
     ) -> jax.Array:
-        query, key, value = _projected(params, queries, pooled)
+        query, key, value = functional.projected(params, queries, pooled)
         out = fold.unfold(activated_attention(fold.fold(query), key, value))
         return functional.merge_heads(out, params["w_out"])
 

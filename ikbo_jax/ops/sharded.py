@@ -234,9 +234,9 @@ def _source_digest() -> str:
     return digest.hexdigest()
 
 
-# The identity on the results of a part. XLA takes the part's source locations into a program that has
-# other ones (jaxlib 0.11.2 warns "Invalid stack_frame_id"), and a pass that compares them may then
-# loop for ever. So the part has none.
+# The identity on the results of a part. XLA takes the part's source locations into a program that
+# has other ones (jaxlib 0.11.2 warns "Invalid stack_frame_id"), and a pass that compares them may
+# then loop for ever. So the part has none.
 unlocated_p = Primitive("ikbo_unlocated")
 unlocated_p.multiple_results = True
 unlocated_p.def_impl(lambda *results: list(results))

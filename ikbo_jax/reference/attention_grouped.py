@@ -157,18 +157,11 @@ def decomposed_vjp(
     d_value = Pᵀ·d_out, the last two summed over the candidates of a user. P is recomputed, a chunk
     of keys at a time; see `decomposed`.
 
-    Args:
-      query: [B, T, N, H].
-      key: [U, S, K, H].
-      value: [U, S, K, H].
-      cand_to_user: [B] int32.
-      key_value_seq_lengths: [U] int32, or None.
+    Args (the others are as for `decomposed`):
       out: [B, T, N, H], the result of the forward pass.
       lse: [B, T, N] f32, the result of the forward pass.
       d_out: [B, T, N, H].
       d_lse: [B, T, N] f32, or None for zeros.
-      scale: of the scores.
-      blocks: sizes of the steps; None: the result of `blocking`.
       dtype: dtype of the gradients of key and value; None means the inputs'.
 
     Returns:

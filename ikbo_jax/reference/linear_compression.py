@@ -71,10 +71,7 @@ def decomposed(
 ) -> jax.Array:
     """Multiplies every level at its own batch, gathers the coarser results, adds.
 
-    Args:
-      weights: [M, K_l] of every level.
-      embeddings: [B_l, K_l, N] of every level.
-      parents: None, then [B_l] int32 of every further level.
+    Args (the levels are as for `materialised`):
       formulation: a name of `FORMULATIONS`; on an H200 the default is the fastest formulation that
         copies no embedding.
 
@@ -104,10 +101,7 @@ def decomposed_vjp(
     With P_l the result of level l: dP_last = cotangent, dP_{l-1} = segment_sum(dP_l, parent_l),
     dW_l = Σ_b dP_l[b]·E_l[b]ᵀ and dE_l[b] = W_lᵀ·dP_l[b].
 
-    Args:
-      weights: [M, K_l] of every level.
-      embeddings: [B_l, K_l, N] of every level.
-      parents: None, then [B_l] int32 of every further level.
+    Args (the levels are as for `materialised`):
       cotangent: [B_last, M, N] in the inputs' dtype.
       dtype: dtype of the gradients; None means the inputs'.
 
