@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import pathlib
 import re
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks import harness
+from benchmarks import harness, records
 from ikbo_jax import place_users
 from ikbo_jax._timing import interleaved_ms
 from ikbo_jax.models import ranking
@@ -161,7 +161,7 @@ def network_program(mesh: Mesh, requests: int, *, small: bool, training: bool = 
     candidates, users, index = _index(requests, small)
     base = ranking.SMALL if small else ranking.Sizes()
     sizes = dataclasses.replace(base, candidates=candidates, users=users)
-    request = ranking.Request(*map(np.asarray, ranking.draw_request(sizes, 0)), index)
+    request = ranking.Request._make((*map(np.asarray, ranking.draw_request(sizes, 0)), index))
     placement = place_users(index, users, mesh.size)
     by_user = placement.lay_out_users
     parts = ranking.Request(
@@ -242,7 +242,7 @@ def measure(point: Point, protocol: harness.Protocol) -> dict[str, Any]:
     for kind in kinds_of(point.sweep):
         programs[kind] = make(mesh_of(point.devices, KINDS[kind]), point.requests, small=small)
     compiled, providers, thunks = {}, [], {}
-    expected = None
+    expected: np.ndarray | None = None
     if point.mode == "weak":
         whole = make(mesh_of(1, AxisType.Auto), point.requests, small=small)
         expected = whole.compare(jax.jit(whole.fn)(*whole.args))
@@ -251,11 +251,14 @@ def measure(point: Point, protocol: harness.Protocol) -> dict[str, Any]:
         found = program.compare(compiled[name](*program.args))
         if expected is None:
             expected = found
-        record = {"name": name, "devices": 1 if name == "one device" else point.devices}
+        record: dict[str, Any] = {
+            "name": name,
+            "devices": 1 if name == "one device" else point.devices,
+        }
         if name != "one device":
             error = float(np.abs(found - expected).max() / np.abs(expected).max())
             record |= {"error": error, "bound": TOLERANCE, "ok": error <= TOLERANCE}
-            record["collectives"] = traffic(compiled[name].as_text())
+            record["collectives"] = traffic(compiled[name].as_text() or "")
         providers.append(record)
         thunks[name] = lambda name=name, args=program.args: compiled[name](*args)
     samples = interleaved_ms(thunks, window_s=protocol.window_s, rounds=protocol.rounds)
@@ -294,29 +297,28 @@ def _bar(point: Mapping[str, Any]) -> str:
     return f" (bar {STRONG_BARS[point['sweep']]})"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit status: 1 if a result is wrong."""
-    start = time.monotonic()
-    parser = harness.parser("scaling", SWEEPS)
-    args = parser.parse_args(argv)
+def run(sweeps: Sequence[str], *, out: pathlib.Path, **options: Any) -> dict[str, Any]:
+    """Measures workloads on 2, 4, … devices beside one; arguments as for `attention.run`."""
     devices = jax.device_count()
     if devices < 2:
-        print("benchmarks.scaling needs at least 2 devices, but there is 1", file=sys.stderr)
-        return 1
-    protocol = harness.Protocol.for_device(quick=args.quick)
-    results = harness.new_results("scaling", protocol, devices=devices)
-    todo = [point for sweep in args.sweep for point in points(sweep, devices)]
-    harness.run_points(
-        results,
-        todo,
-        lambda point: measure(point, protocol),
-        out=args.out,
-        start=start,
-        budget_s=args.budget_s,
-        describe=describe,
+        raise ValueError(f"benchmarks.scaling needs at least 2 devices, but there is {devices}")
+    bench = harness.Run("scaling", out, **options)
+    bench.results["devices"] = devices
+    todo = [point for sweep in sweeps for point in points(sweep, devices)]
+    return bench.measure(
+        todo, lambda point: measure(point, bench.protocol), lambda point: point, describe
     )
-    wrong = [p for point in results["points"] for p in point["providers"] if not p.get("ok", True)]
-    return 1 if wrong else 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; returns 1 if a result is wrong."""
+    args = harness.parser("scaling", SWEEPS).parse_args(argv)
+    try:
+        results = run(args.sweep, out=args.out, **harness.options(args))
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0 if records.all_correct(results) else 1
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
 def _xla_divides(arrays: list[Any]) -> bool:
     """Whether XLA decides how the arrays divide: several devices, and axes of a mesh are Auto."""
-    meshes = [jax.sharding.get_mesh()]
+    meshes: list[Any] = [jax.sharding.get_mesh()]
     meshes += [getattr(getattr(x, "sharding", None), "mesh", None) for x in arrays]
     return any(
         mesh is not None and mesh.size > 1 and AxisType.Auto in mesh.axis_types for mesh in meshes
