@@ -140,7 +140,7 @@ class Division:
         for name, axes in self.axes:
             over[words[name]] = over.get(words[name], ()) + axes
         parts = [
-            f"{word} over {_quoted(axes)} ({math.prod(sizes[a] for a in axes)} devices)"
+            f"{word} over {_quoted(axes)} ({_count(math.prod(sizes[a] for a in axes))})"
             for word, axes in over.items()
         ] or ["not divided: every device computes all of it"]
         for verb, moves in (("gathers", self.gathered), ("the gradient sums", self.summed)):
@@ -231,6 +231,10 @@ def _normalised(spec: Any, dims: Dimensions) -> tuple[tuple[str, ...], ...]:
 
 def _entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
     return axes[0] if len(axes) == 1 else axes or None
+
+
+def _count(devices: int) -> str:
+    return "1 device" if devices == 1 else f"{devices} devices"
 
 
 def _quoted(axes: tuple[str, ...]) -> str:
