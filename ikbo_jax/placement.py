@@ -21,7 +21,8 @@ Index = npt.NDArray[np.int32]
 
 #: The largest share that needs no search for a better one, as a multiple of the ideal share.
 TOLERANCE = 1.05
-#: Bounds the search: at every step it looks at all devices. At most 8 ms on one core of a server.
+#: Bounds a search: at every step it looks at all large users. With it, the worst of 1,400 requests
+#: of 10 to 64 users on 2 to 16 devices took 8 ms on one core of a server.
 SEARCH_WORK = 80_000
 
 
@@ -49,11 +50,6 @@ class Placement:
     users: Index
     candidates: Index
     cand_to_user: Index
-
-    @property
-    def num_devices(self) -> int:
-        """Number of devices."""
-        return len(self.users)
 
     @property
     def shares(self) -> npt.NDArray[np.int64]:
@@ -85,16 +81,15 @@ class Placement:
         """The part of the placement on some of the devices, such as those of one process.
 
         Args:
-          devices: different positions of devices, in [0, num_devices).
+          devices: different positions of devices, below the number of devices.
 
         Raises:
           ValueError: if there is no device at a position, or a position is there twice.
         """
-        for i, position in enumerate(devices):
-            if not 0 <= position < self.num_devices:
-                raise ValueError(f"devices[{i}] is {position} but there are {self.num_devices}")
-            if position in devices[:i]:
-                raise ValueError(f"devices[{i}] is {position}, which is there before: {devices}")
+        chosen = set(devices)
+        if len(chosen) < len(devices) or not chosen <= set(range(len(self.users))):
+            expected = f"expected different ones in [0, {len(self.users)})"
+            raise ValueError(f"devices are {list(devices)}, {expected}")
         rows = np.asarray(devices, np.intp)
         return dataclasses.replace(
             self,
@@ -204,7 +199,7 @@ def place_users(
     users, slots = _rows(user_order, device_of[user_order], num_devices, users_multiple_of)
     slot_of[user_order] = slots
     keys = device_of[index] * users.shape[1] + slot_of[index]
-    order = np.argsort(keys, kind="stable")
+    order = _stable_order(keys)
     devices = device_of[index[order]]
     candidates, columns = _rows(order, devices, num_devices, multiple_of)
     last = np.maximum(np.count_nonzero(users >= 0, axis=1) - 1, 0).astype(np.int32)
@@ -254,13 +249,26 @@ def _rows(
     return rows, columns
 
 
+def _stable_order(keys: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
+    """`np.argsort(keys, kind="stable")` of keys that are not negative.
+
+    NumPy sorts 16 bits by radix: 100,000 keys take 1 ms instead of 6 ms.
+    """
+    order = np.argsort(keys.astype(np.uint16), kind="stable")
+    high = keys[order] >> 16
+    return order[_stable_order(high)] if high.any() else order
+
+
 def _lay_out(array: npt.ArrayLike, rows: Index, size: int, name: str) -> Array:
     found = np.asarray(array)
     if found.ndim < 1 or len(found) != size:
         raise ValueError(f"array has shape {found.shape} but the request has {size} {name}")
     flat = rows.reshape(-1)
-    laid_out = np.zeros((len(flat), *found.shape[1:]), found.dtype)
-    laid_out[flat >= 0] = found[flat[flat >= 0]]
+    if size == 0:
+        return np.zeros((len(flat), *found.shape[1:]), found.dtype)
+    # One pass; 100,000 rows of 256 bytes take 4 ms instead of 18 ms for a copy of a copy.
+    laid_out: Array = np.take(found, np.maximum(flat, 0), axis=0)
+    laid_out[flat < 0] = 0
     return laid_out
 
 
@@ -274,17 +282,19 @@ def _deal(sizes: list[int], num_devices: int) -> list[int]:
     if target < bound:
         target = int(TOLERANCE * bound)
     # A user that goes to the device with the smallest share, at most the mean, keeps within the
-    # target if it is small. So only large users, fewer than 20 a device, need a search.
+    # target if it is small. So only large users, about 20 a device at most, need a search.
     large = sizes[: sum(size > target - mean for size in sizes)]
-    for search in (_best_fit, _branch_and_bound):
-        if share <= target:
-            break
-        found = search(large, num_devices, share - 1, target)
-        if found is not None:
+    # MULTIFIT: bisects the largest share, after the target itself.
+    low, middle, high = target, target, share - 1
+    while low <= high:
+        found = _best_fit(large, num_devices, middle) or _fill(large, num_devices, middle)
+        if found is None:
+            low = middle + 1
+        else:
             found = _longest_first(sizes, num_devices, found)
-            found_share = _largest_share(sizes, found, num_devices)
-            if found_share < share:
-                dealt, share = found, found_share
+            share, dealt = min((share, dealt), (_largest_share(sizes, found, num_devices), found))
+            high = min(middle, share) - 1
+        middle = (low + high) // 2
     return dealt
 
 
@@ -308,16 +318,11 @@ def _largest_share(sizes: list[int], dealt: list[int], num_devices: int) -> int:
 
 def _longest_first(sizes: list[int], num_devices: int, dealt: list[int]) -> list[int]:
     """Gives every user after those `dealt` to the device with the fewest candidates, then users."""
-    loads, numbers = [0] * num_devices, [0] * num_devices
-    for size, device in zip(sizes, dealt, strict=False):
-        loads[device] += size
-        numbers[device] += 1
-    # One integer orders by load, number of users and device.
+    # One integer orders by share, number of users and device.
     unit = num_devices * (len(sizes) + 1)
-    heap = [
-        load * unit + number * num_devices + device
-        for device, (load, number) in enumerate(zip(loads, numbers, strict=True))
-    ]
+    heap = list(range(num_devices))
+    for size, device in zip(sizes, dealt, strict=False):
+        heap[device] += size * unit + num_devices
     heapq.heapify(heap)
     found = list(dealt)
     for size in sizes[len(dealt) :]:
@@ -327,74 +332,63 @@ def _longest_first(sizes: list[int], num_devices: int, dealt: list[int]) -> list
     return found
 
 
-def _best_fit(sizes: list[int], num_devices: int, share: int, target: int) -> list[int] | None:
-    """The best placement that MULTIFIT finds with shares of at most `share`; ends at the target.
-
-    Bisects the largest share; every user goes to the device that it fills most.
+def _best_fit(sizes: list[int], num_devices: int, share: int) -> list[int] | None:
+    """A placement with shares of at most `share`: every user goes to the device that it fills most.
 
     Source: Coffman, Garey and Johnson, "An application of bin-packing to multiprocessor
     scheduling", 1978.
     """
-    best = None
-    low, high = target, share
-    while low <= high:
-        middle = (low + high) // 2
-        # One integer holds the room that is left, and the device.
-        room = [middle * num_devices + device for device in range(num_devices)]
-        dealt = []
-        for size in sizes:
-            i = bisect_left(room, size * num_devices)
-            if i == num_devices:
-                break
-            left = room.pop(i)
-            dealt.append(left % num_devices)
-            insort(room, left - size * num_devices)
-        if len(dealt) == len(sizes):
-            best, high = dealt, middle - 1
-        else:
-            low = middle + 1
-    return best
+    # One integer holds the room that is left, and the device.
+    room = [share * num_devices + device for device in range(num_devices)]
+    dealt = []
+    for size in sizes:
+        i = bisect_left(room, size * num_devices)
+        if i == num_devices:
+            return None
+        left = room.pop(i)
+        dealt.append(left % num_devices)
+        insort(room, left - size * num_devices)
+    return dealt
 
 
-def _branch_and_bound(
-    sizes: list[int], num_devices: int, share: int, target: int
-) -> list[int] | None:
-    """The best placement that a search finds with shares of at most `share`; ends at the target.
+def _fill(sizes: list[int], num_devices: int, share: int) -> list[int] | None:
+    """A placement with shares of at most `share`, by a depth-first search that ends after a while.
 
-    Depth first; every user tries the devices in the order of their shares (complete greedy).
+    Fills one device after the other, each with the largest user that is left and with users that
+    fit beside it, until no user fits. The room that stays empty on all devices is known.
 
-    Source: Korf, "A complete anytime algorithm for number partitioning", 1998.
+    Source: Korf, "A new algorithm for optimal bin packing", 2002 (bin completion).
     """
-    loads = [0] * num_devices
-    dealt: list[int] = []
-    best = None
+    dealt = [-1] * len(sizes)
 
-    def devices_for(size: int) -> Iterator[int]:
-        # Devices with equal shares are alike: one of them is tried.
-        alike = {load: device for device, load in enumerate(loads) if load + size <= share}
-        return iter([alike[load] for load in sorted(alike)])
+    def options(
+        last: int, device: int, room: int, empty: int
+    ) -> Iterator[tuple[int, int, int, int]]:
+        left = [user for user, of in enumerate(dealt) if of < 0]
+        fitting = [user for user in left if sizes[user] <= room]
+        if fitting:
+            # Users of equal size are alike; users before the last one were tried before.
+            alike = {sizes[user]: user for user in reversed(fitting) if user > last}
+            for size, user in reversed(alike.items()):
+                yield user, device, room - size, empty
+        elif room <= empty:
+            yield left[0], device + 1, share - sizes[left[0]], empty - room
 
-    levels = [devices_for(sizes[0])]
-    for _ in range(SEARCH_WORK // num_devices):
-        if len(dealt) == len(levels):
-            # Back from the device that this level tried last.
-            loads[dealt[-1]] -= sizes[len(dealt) - 1]
-            dealt.pop()
-        device = next(levels[-1], None)
-        if device is None:
+    levels = [iter([(0, 0, share - sizes[0], share * num_devices - sum(sizes))])]
+    placed: list[int] = []
+    for _ in range(SEARCH_WORK // len(sizes)):
+        if len(placed) == len(levels):
+            dealt[placed.pop()] = -1
+        option = next(levels[-1], None)
+        if option is None:
             levels.pop()
             if not levels:
                 break
             continue
-        size = sizes[len(dealt)]
-        if loads[device] + size > share:
-            continue
-        dealt.append(device)
-        loads[device] += size
-        if len(dealt) < len(sizes):
-            levels.append(devices_for(sizes[len(dealt)]))
-            continue
-        best, share = list(dealt), max(loads) - 1
-        if share < target:
-            break
-    return best
+        user, device, room, empty = option
+        dealt[user] = device
+        placed.append(user)
+        if len(placed) == len(sizes):
+            return dealt
+        levels.append(options(user, device, room, empty))
+    return None

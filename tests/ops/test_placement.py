@@ -68,6 +68,8 @@ def test_layout(counts, num_devices, multiple_of, users_multiple_of, seed):
     np.testing.assert_array_equal(of_cands[real_cands], index[placed.candidates[real_cands]])
     for rows in (real_users, real_cands):
         assert np.all(rows[:, :-1] >= rows[:, 1:])
+    both = real_users[:, :-1] & real_users[:, 1:]
+    assert np.all(np.diff(placed.users, axis=1)[both] > 0)
     # The index is in range, ascends on a device, and has no user for padding alone.
     assert np.all(np.diff(placed.cand_to_user, axis=1) >= 0)
     assert np.all(placed.cand_to_user >= 0)
@@ -110,7 +112,7 @@ def test_round_trip_of_all_devices_and_of_a_part(counts, num_devices, data):
 
     part = data.draw(st.lists(st.sampled_from(range(num_devices)), unique=True))
     mine, rows = placed.on(part), np.asarray(part, int)
-    assert mine.num_devices == len(part)
+    assert len(mine.users) == len(part)
     for whole, own in (
         (laid_out, mine.lay_out_candidates(cands)),
         (user_rows, mine.lay_out_users(users)),
@@ -141,24 +143,42 @@ def test_shares_are_near_the_ideal_where_that_is_possible(counts, num_devices):
 @pytest.mark.parametrize(
     ("counts", "num_devices", "first", "share"),
     [
-        # Graham's: longest first takes 11/9 of the best. MULTIFIT finds the best.
+        # Graham's: longest first takes 11/9 of the best. Best fit finds the best.
         ([5, 5, 4, 4, 3, 3, 3], 3, 11, 9),
-        # MULTIFIT finds 46, and 45 is within 1.05 of the ideal, 43.
+        # Best fit finds 46 at best; 45 is within 1.05 of the ideal, 43.
         ([26, 14, 14, 13, 11, 8], 2, 47, 45),
+        # The ideal is 51, but two of the three smallest users share a device with another one.
+        ([26, 21, 20, 18, 17], 2, 58, 55),
+        # The search deals the large users, and the others fill up.
+        ([294, 275, 171, 149, 145, 18, 12, 9, 6, 5], 2, 588, 569),
+        ([213, 196, 191, 182, 173, 19, 16, 15, 13, 12, 12], 2, 560, 547),
     ],
 )
 def test_a_search_improves_on_longest_first(counts, num_devices, first, share):
+    dealt = module._longest_first(counts, num_devices, [])
+    assert module._largest_share(counts, dealt, num_devices) == first
+    assert ikbo.place_users(index_of(counts), len(counts), num_devices).shares.max() <= share
+
+
+@hypothesis.settings(max_examples=150)
+@hypothesis.given(
+    counts=st.lists(st.integers(1, 40), min_size=1, max_size=7), num_devices=st.integers(1, 3)
+)
+def test_the_search_finds_a_placement_where_there_is_one(counts, num_devices):
     by_size = sorted(counts, reverse=True)
-    dealt = module._longest_first(by_size, num_devices, [])
-    assert module._largest_share(by_size, dealt, num_devices) == first
-    assert ikbo.place_users(index_of(counts), len(counts), num_devices).shares.max() == share
+    best = smallest_share(by_size, num_devices)
+    assert module._lower_bound(by_size, num_devices) <= best
+    dealt = module._fill(by_size, num_devices, best)
+    assert module._largest_share(by_size, dealt, num_devices) == best
+    if best > by_size[0]:
+        assert module._fill(by_size, num_devices, best - 1) is None
 
 
 @pytest.mark.parametrize(
-    ("num_users", "most"), [(15, 1.15), (20, 1.1), (30, 1.05), (40, 1.05), (1000, 1.05)]
+    ("num_users", "most"), [(15, 1.15), (20, 1.05), (30, 1.05), (40, 1.05), (1000, 1.05)]
 )
 def test_requests_of_seventy_candidates_a_user(num_users, most):
-    """On eight devices; two or three whole users each cannot always be within 5 %."""
+    """On eight devices; two whole users each cannot be within 5 %."""
     rng = np.random.default_rng(num_users)
     for _ in range(5):
         popularity = rng.uniform(0.5, 1.5, num_users)
@@ -186,6 +206,13 @@ def test_small_requests(index, num_users, num_devices):
     cands = np.arange(len(index), dtype=np.float32) + 1
     np.testing.assert_array_equal(placed.restore(placed.lay_out_candidates(cands)), cands)
     assert placed.lay_out_users(np.ones((num_users, 2))).sum() == 2 * len(set(index))
+
+
+def test_sort_of_keys_of_more_than_sixteen_bits():
+    keys = np.random.default_rng(0).integers(0, 2**40, 1000) >> 28 << 14
+    np.testing.assert_array_equal(module._stable_order(keys), np.argsort(keys, kind="stable"))
+    assert len(np.unique(keys)) < len(keys)
+    assert keys.max() >= 2**16
 
 
 def test_equal_requests_have_equal_placements():
@@ -224,14 +251,14 @@ def test_wrong_arrays():
         placed.lay_out_candidates(np.zeros(2))
     with pytest.raises(ValueError, match=r"shape \(3,\) but the placement has 16 rows"):
         placed.restore(np.zeros(3))
-    with pytest.raises(ValueError, match=r"devices\[1\] is 2 but there are 2"):
-        placed.on([0, 2])
-    with pytest.raises(ValueError, match=r"devices\[1\] is 0, which is there before"):
-        placed.on([0, 0])
+    for devices in ([0, 2], [-1], [0, 0]):
+        message = re.escape(f"devices are {devices}, expected different ones in [0, 2)")
+        with pytest.raises(ValueError, match=message):
+            placed.on(devices)
 
 
 def test_a_large_request_takes_milliseconds():
-    """100,000 candidates of 10,000 users: 15 to 25 ms on a core of a server."""
+    """100,000 candidates of 10,000 users: 8 ms on an idle core of a server."""
     rng = np.random.default_rng(0)
     index = rng.integers(0, 10_000, 100_000)
     times = []
@@ -240,13 +267,16 @@ def test_a_large_request_takes_milliseconds():
         placed = ikbo.place_users(index, 10_000, num_devices)
         times.append(time.process_time() - start)
         assert placed.shares.max() <= 1.05 * 100_000 / num_devices
-    assert min(times[:3]) < 0.25
-    assert times[3] < 0.5
-    # Two users on each of most devices: the search cannot reach 1.05, and ends all the same.
-    counts = rng.integers(50, 90, 1500)
-    start = time.process_time()
-    ikbo.place_users(np.repeat(np.arange(1500), counts), 1500, 1000)
-    assert time.process_time() - start < 0.5
+    assert min(times[:3]) < 0.1
+    assert times[3] < 0.2
+    # Two or three users on each device: the search cannot reach 1.05, and ends all the same.
+    for num_devices in (16, 1000):
+        num_users = num_devices * 5 // 2
+        index = np.repeat(np.arange(num_users), rng.integers(50, 90, num_users))
+        start = time.process_time()
+        placed = ikbo.place_users(index, num_users, num_devices)
+        assert time.process_time() - start < 0.3
+        assert placed.shares.max() > 1.05 * ideal_share(np.bincount(index), num_devices)
 
 
 def test_shard_map_over_placed_users_needs_no_collective():
