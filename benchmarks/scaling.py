@@ -169,7 +169,7 @@ def network_program(mesh: Mesh, requests: int, *, small: bool, training: bool = 
         by_user(request.user_tokens),
         by_user(request.history),
         placement.lay_out_candidates(request.cand_tokens),
-        placement.local_index,
+        placement.index,
     )
     parts = jax.tree.map(lambda x: _put(mesh, x, P("x")), parts)
     params = jax.tree.map(lambda x: _put(mesh, x, P()), ranking.init(sizes))
