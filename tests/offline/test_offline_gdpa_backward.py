@@ -53,8 +53,7 @@ class Case:
             "config": self.chosen,
             "num_sms": 132,
         }
-        if not self.is_for_keys:
-            options["out_dtype"] = jnp.float32 if self.is_wide else None
+        options["out_dtype"] = jnp.float32 if self.is_wide else None
         kernel = kernels.d_key_value_kernel if self.is_for_keys else kernels.d_query_kernel
         shape, dtype = jax.ShapeDtypeStruct, jnp.dtype(self.dtype)
         query = shape((ROWS, len(self.activations), self.head_dim), dtype)
@@ -72,6 +71,7 @@ CASES = {
     "keys": Case(True),
     "keys_tanh": Case(True, approx="tanh"),
     "keys_gelu": Case(True, activations=("gelu",) * 4),
+    "keys_wide": Case(True, is_wide=True),
     "keys_mixed_f16": Case(True, activations=MIXED, kv_heads=2, dtype="float16"),
     "queries_mixed_wide_block": Case(
         False, activations=MIXED, kv_heads=2, config=GdpaBackwardConfig(96, 2)

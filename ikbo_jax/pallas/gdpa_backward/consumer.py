@@ -194,7 +194,8 @@ def _store(ctx: BackwardContext, item: Any, sums: tuple[jax.Array, ...]) -> None
     if ctx.outputs[0].dtype == jnp.float32:
         staging = ctx.shared.f32_staging.at[consumer] if ctx.interpret else None
         place = (first_row, head, jnp.int32(0), rows)
-        stores.store_rows(ctx.outputs[0], values[0], *place, staging, interpret=ctx.interpret)
+        for output, value in zip(ctx.outputs, values, strict=True):
+            stores.store_rows(output, value, *place, staging, interpret=ctx.interpret)
         return
     staged = [
         tuple(view.at[slot, operand, consumer] for view in ring.tiles)
