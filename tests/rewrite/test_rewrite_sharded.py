@@ -15,7 +15,7 @@ import ikbo_jax as ikbo
 from ikbo_jax.models import ranking
 
 SIZES = ranking.Sizes(
-    candidates=16, users=3, layers=2, width=16, user_dense=16, dense_tokens=4, user_tokens=12,
+    candidates=16, users=3, layers=1, width=16, user_dense=16, dense_tokens=4, user_tokens=12,
     pooled=4, cand_tokens=8, history=8, queries=4, heads=2, head_dim=8, compressed=16, hidden=16,
     dtype="float32",
 )  # fmt: skip
@@ -93,7 +93,7 @@ def test_the_network_moves_nothing_but_the_index(name, kind):
 
     # JAX's own attention promotes in its gradient.
     with jax.numpy_dtype_promotion("standard"):
-        (_, expected), expected_gradients = both(ranking.co_designed)(params, request)
+        (_, expected), expected_gradients = jax.jit(both(ranking.co_designed))(params, request)
         sharded = jax.tree.map(lambda x: put(mesh, x), (params, request))
         params, users = sharded
         request = users._replace(
