@@ -29,6 +29,7 @@ from benchmarks import (
     report_attention,
     report_gdpa,
     report_ranking,
+    report_scaling,
     tables,
     timing,
 )
@@ -57,7 +58,7 @@ PANELS = {
     "ratio": "candidates a user",
 }
 #: Headers of columns that hold text and are aligned to the left.
-TEXT_COLUMNS = ("stage", "name", "point", "table says", "bar", "version")
+TEXT_COLUMNS = ("stage", "name", "point", "table says", "bar", "version", "moved by collectives")
 _BLOCK = re.compile(
     r"(?P<begin><!-- begin generated: (?P<name>[\w-]+) -->\n)"
     r"(?P<body>.*?)"
@@ -71,6 +72,7 @@ MODULES: dict[str, Any] = {
     "attention": report_attention,
     "gdpa": report_gdpa,
     "ranking": report_ranking,
+    "scaling": report_scaling,
 }
 #: The body of a block if the results file has no point for it.
 NOT_MEASURED = "Not measured yet.\n"

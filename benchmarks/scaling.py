@@ -275,7 +275,7 @@ def describe(point: Mapping[str, Any]) -> str:
     one, *others = point["providers"]
     parts = [f"1 device {one['median_ms']:.3f} ms"]
     for p in others:
-        bar = _bar(point)
+        bound = f" (bar {bar(point)})" if bar(point) else ""
         moved = ", ".join(
             f"{entry['count']} {name} {entry['bytes'] / 2**20:.1f} MiB"
             for name, entry in p["collectives"].items()
@@ -284,18 +284,19 @@ def describe(point: Mapping[str, Any]) -> str:
         if point["mode"] == "weak":
             figure = f"efficiency {1 / p['of_one']:.3f}"
         parts.append(
-            f"{p['name']} {p['median_ms']:.3f} ms, {figure}{bar}; {moved or 'no collectives'}"
+            f"{p['name']} {p['median_ms']:.3f} ms, {figure}{bound}; {moved or 'no collectives'}"
             + ("" if p.get("ok", True) else "; WRONG RESULT")
         )
     return " | ".join(parts)
 
 
-def _bar(point: Mapping[str, Any]) -> str:
+def bar(point: Mapping[str, Any]) -> str:
+    """The bar of a point on two devices as text; empty on more."""
     if point["devices"] != 2:
         return ""
     if point["mode"] == "weak":
-        return f" (bar {WEAK_BAR})"
-    return f" (bar {STRONG_BARS[point['sweep']]})"
+        return f"efficiency {WEAK_BAR}"
+    return f"{STRONG_BARS[point['sweep']]} of one"
 
 
 def run(sweeps: Sequence[str], *, out: pathlib.Path, **options: Any) -> dict[str, Any]:
