@@ -141,6 +141,12 @@ def _by_xla(local: Local, rule: Rule, identity: Any, operands: Sequence[Any]) ->
     def whole(*operands: Any) -> tuple[Any, ...]:
         return tuple(local(operands, None))
 
+    # An interpreted kernel has effects, for which `custom_partitioning` has no place either.
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
+    if jax.make_jaxpr(whole)(*shapes).effects:
+        results: tuple[Any, ...] = whole(*operands)
+        return results
+
     def partition(mesh: Any, arguments: Any, results: Any) -> Any:
         specs = [array.sharding.spec for array in (*arguments, *results)]
         division = divide(rule, arguments, specs, mesh.shape)
@@ -181,15 +187,15 @@ def _by_xla(local: Local, rule: Rule, identity: Any, operands: Sequence[Any]) ->
         # The callback's address, which is not the same in another process, can be left out of the
         # key of JAX's compilation cache; what it does must then stand in the program's text.
         with set_xla_metadata(ikbo_jax=_digest(identity, rule)):
-            results: tuple[Any, ...] = batchable(*operands)
-        return results
+            found: tuple[Any, ...] = batchable(*operands)
+        return found
 
     @call.defjvp
     def _(primals: Any, tangents: Any) -> Any:
         return jax.jvp(whole, primals, tangents)
 
-    found: tuple[Any, ...] = call(*operands)
-    return found
+    results = call(*operands)
+    return results
 
 
 def _sharding_rule(rule: Rule, shapes: Sequence[tuple[int, ...]]) -> SdyShardingRule:
