@@ -136,16 +136,18 @@ def typed_like(gradient: Any, operand: Any) -> Any:
 
 
 def _by_xla(local: Local, rule: Rule, identity: Any, operands: Sequence[Any]) -> tuple[Any, ...]:
+    # Traced once; `custom_partitioning` traces what it is given again.
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
+    traced = jax.make_jaxpr(lambda *operands: tuple(local(operands, None)))(*shapes)
     # `jit` keeps constants of the computation, for which `custom_partitioning` has no place.
-    @jax.jit
+    compute = jax.jit(jaxpr_as_fun(traced))
+
     def whole(*operands: Any) -> tuple[Any, ...]:
-        return tuple(local(operands, None))
+        return tuple(compute(*operands))
 
     # An interpreted kernel has effects, for which `custom_partitioning` has no place either.
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
-    if jax.make_jaxpr(whole)(*shapes).effects:
-        results: tuple[Any, ...] = whole(*operands)
-        return results
+    if traced.effects:
+        return whole(*operands)
 
     def partition(mesh: Any, arguments: Any, results: Any) -> Any:
         specs = [array.sharding.spec for array in (*arguments, *results)]
