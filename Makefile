@@ -32,7 +32,7 @@ endif
 cpu := JAX_PLATFORMS=$${JAX_PLATFORMS-cpu}
 device := $(if $(DRIVER),,$(cpu))
 
-.PHONY: help demo test test-gpu lint format clean
+.PHONY: help demo test test-gpu test-several-gpus lint format clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -49,6 +49,11 @@ test-gpu:  ## the tests that need a Hopper GPU
 	@[ -n "$(DRIVER)" ] || { echo "make test-gpu needs an NVIDIA GPU; nvidia-smi finds none" >&2; exit 1; }
 	$(call setup,test $(CUDA_EXTRA))
 	$(RUN) -m pytest -m gpu $(ARGS)
+
+test-several-gpus:  ## the tests that need two or more Hopper GPUs
+	@[ -n "$(DRIVER)" ] || { echo "make test-several-gpus needs NVIDIA GPUs; nvidia-smi finds none" >&2; exit 1; }
+	$(call setup,test $(CUDA_EXTRA))
+	$(RUN) -m pytest -m several_gpus $(ARGS)
 
 lint:  ## ruff (lint and format) and mypy
 	$(call setup,test lint)

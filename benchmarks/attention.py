@@ -11,11 +11,10 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from typing import Any
 
-import jax
 import numpy as np
 
 from benchmarks import harness, plots
@@ -27,12 +26,11 @@ from benchmarks.attention_providers import (
     LABELS,
     OURS,
     XLA,
-    Provider,
 )
-from benchmarks.harness import provider_of
+from benchmarks.harness import Point, Provider
+from benchmarks.records import Record, ours_at, points_of, provider_of
 from ikbo_jax.cases.attention import Case, Inputs
 from ikbo_jax.problems import AttentionProblem
-from ikbo_jax.tuning import table
 
 DEFAULT = AttentionProblem(
     batch=2048,
@@ -68,35 +66,12 @@ NARROW_BAR = 0.75
 NUM_CHECKED = 6
 
 
-@dataclasses.dataclass(frozen=True)
-class Point:
-    """One set of sizes.
-
-    Attributes:
-      sweep: one of `SWEEPS`.
-      label: name of the point in its sweep.
-      problem: the sizes.
-      index: index of the case.
-      lengths: lengths of the case.
-    """
-
-    sweep: str
-    label: str
-    problem: AttentionProblem
-    index: str = "even"
-    lengths: str = "full"
-
-    @property
-    def case(self) -> Case:
-        return Case(self.problem, self.index, self.lengths)
-
-
 def points(sweep: str, dtype: str = "bfloat16") -> Iterator[Point]:
     """Yields the points of a sweep; each differs from the default in a few sizes."""
     base = dataclasses.replace(DEFAULT, dtype=dtype)
 
     def at(label: str, index: str = "even", lengths: str = "full", **sizes: Any) -> Point:
-        return Point(sweep, label, dataclasses.replace(base, **sizes), index, lengths)
+        return Point(sweep, label, Case(dataclasses.replace(base, **sizes), index, lengths))
 
     if sweep == "s":
         yield from (at(f"S={s}", kv_len=s) for s in SWEEP_S)
@@ -127,15 +102,13 @@ def points(sweep: str, dtype: str = "bfloat16") -> Iterator[Point]:
 def shrink(point: Point) -> Point:
     """The point with sizes small enough for a CPU."""
     p = point.problem
-    small = dataclasses.replace(
-        p,
+    return point.resized(
         batch=max(1, p.batch // 64),
         users=max(1, p.users // 16),
         q_len=max(1, p.q_len // 16),
         kv_len=max(1, p.kv_len // 64),
         head_dim=max(1, p.head_dim // 8),
     )
-    return dataclasses.replace(point, problem=small)
 
 
 def useful_flops(problem: AttentionProblem, inputs: Inputs) -> int:
@@ -152,33 +125,16 @@ def measure_point(
     """Checks the providers at a point, and times them interleaved with the reference matmul."""
     problem, case = point.problem, point.case
     inputs = case.inputs()
-    drawn = np.random.default_rng(0).integers(0, problem.batch, NUM_CHECKED - 2).tolist()
-    rows = sorted({0, problem.batch - 1, *drawn})
-    exact, bound = case.expected(inputs, rows)
-
-    def compiled(provider: Provider) -> harness.Contender:
-        def prepare() -> tuple:
-            return *provider.prepare(case, inputs), lambda out: provider.finish(out, inputs)
-
-        return harness.compile_and_check(provider.name, provider.stage, prepare, rows, exact, bound)
-
-    contenders = [compiled(provider) for provider in providers]
-    choice = table.lookup(problem)
+    rows = harness.sample(problem.batch, NUM_CHECKED)
+    truth = case.expected(inputs, rows)
+    contenders = harness.contenders_of(providers, case, inputs, rows, *truth)
     return {
-        "sweep": point.sweep,
-        "label": point.label,
-        "index": point.index,
-        "lengths": point.lengths,
-        "problem": dataclasses.asdict(problem),
-        "table": {
-            "config": None if choice.config is None else dataclasses.asdict(choice.config),
-            "note": choice.reason,
-        },
+        **point.entry(),
         **harness.measure(contenders, useful_flops(problem, inputs), protocol),
     }
 
 
-def bars(point: Mapping[str, Any], all_points: Sequence[Mapping[str, Any]]) -> str:
+def bars(point: Record, all_points: Sequence[Record]) -> str:
     """Text with the figures of `ikbo` at a point of a results file, each next to its bar."""
     ours = provider_of(point, OURS.name)
     if ours is None:
@@ -198,30 +154,27 @@ def bars(point: Mapping[str, Any], all_points: Sequence[Mapping[str, Any]]) -> s
     elif point["sweep"] == "h" and problem["head_dim"] == 64:
         found.append(f"fraction {ours['fraction']:.3f}, bar {NARROW_BAR}")
     bar = RELATIVE_BARS.get(point["label"].split(" S=")[0])
-    reference = _even_point(problem["kv_len"], all_points)
+    same = (p for p in all_points if p["sweep"] == "s" and _kv_len(p) == problem["kv_len"])
+    reference = ours_at(same)
     if bar is not None and reference is not None:
         relative = ours["fraction"] / reference["fraction"]
         found.append(f"{relative:.3f} of the default's fraction, bar {bar}")
     return "; ".join(found)
 
 
-def _even_point(kv_len: int, all_points: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """Our figures in the sweep over S at `kv_len`; None if the point was not measured."""
-    same = (p for p in all_points if p["sweep"] == "s" and p["problem"]["kv_len"] == kv_len)
-    found = (provider_of(point, OURS.name) for point in same)
-    return next((record for record in found if record is not None), None)
+def _kv_len(point: Record) -> Any:
+    return point["problem"]["kv_len"]
 
 
-def draw(results: Mapping[str, Any], path: pathlib.Path) -> None:
+def draw(results: Record, path: pathlib.Path) -> None:
     """Plots the fraction of the matmul over S, with a curve for every provider."""
-    measured = [point for point in results["points"] if point["sweep"] == "s"]
+    measured = points_of(results, "s")
     with plots.saved(path, size=(8, 4.5)) as (figure, (axis,)):
         for provider in reversed(ALL):
             records = [provider_of(point, provider.name) for point in measured]
             if any(record is not None for record in records):
-                fractions = [float("nan") if r is None else r["fraction"] for r in records]
-                axis.plot(range(len(measured)), fractions, marker="o", label=LABELS[provider.name])
-        axis.set_xticks(range(len(measured)), [p["problem"]["kv_len"] for p in measured])
+                plots.curve(axis, records, itemgetter("fraction"), label=LABELS[provider.name])
+        axis.set_xticks(range(len(measured)), map(_kv_len, measured))
         axis.set_xlabel(f"S, keys of a user; {results['environment']['device']}")
         axis.set_ylabel("fraction of the sustained matmul")
         axis.set_ylim(bottom=0)
@@ -236,13 +189,7 @@ def providers_of(sweep: str, quick: bool) -> Sequence[Provider]:
 
 
 def run(
-    sweeps: Sequence[str],
-    dtype: str = "bfloat16",
-    *,
-    out: pathlib.Path,
-    quick: bool = False,
-    cupti: bool = False,
-    budget_s: float = float("inf"),
+    sweeps: Sequence[str], dtype: str = "bfloat16", *, out: pathlib.Path, **options: Any
 ) -> dict[str, Any]:
     """Measures sweeps and writes the results file after every point.
 
@@ -250,41 +197,27 @@ def run(
       sweeps: names from `SWEEPS`.
       dtype: dtype of every sweep except "dtype".
       out: the results file.
-      quick: short windows and few providers, to see that the benchmark runs.
-      cupti: whether to time kernels without launch overhead, too.
-      budget_s: seconds after which no further point is started; the file lists the rest.
+      **options: `quick`, `cupti` and `budget_s` of `harness.Run`.
 
     Returns:
       The content of the results file.
     """
-    start = time.monotonic()
-    on_gpu = jax.default_backend() == "gpu"
-    protocol = harness.Protocol.for_device(quick=quick, cupti=cupti)
-    results = harness.new_results("attention", protocol)
+    bench = harness.Run("attention", out, **options)
 
     def measure(point: Point) -> dict[str, Any]:
-        return measure_point(point, providers_of(point.sweep, quick), protocol)
+        return measure_point(point, providers_of(point.sweep, bench.quick), bench.protocol)
 
     todo = [point for sweep in sweeps for point in points(sweep, dtype)]
-    todo = todo if on_gpu else [shrink(point) for point in todo]
-    harness.run_points(results, todo, measure, out=out, start=start, budget_s=budget_s)
-    return results
+    return bench.measure(todo, measure, shrink)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns 1 if a provider failed or was wrong."""
-    parser = harness.parser("attention", SWEEPS)
+    parser = harness.op_parser("attention", SWEEPS)
     parser.add_argument("--plot", type=pathlib.Path, help="SVG file for a plot of the sweep over S")
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     args = parser.parse_args(argv)
-    results = run(
-        args.sweep,
-        args.dtype,
-        out=args.out,
-        quick=args.quick,
-        cupti=args.cupti,
-        budget_s=args.budget_s,
-    )
+    results = run(args.sweep, args.dtype, **harness.options(args))
     if args.plot is not None:
         draw(results, args.plot)
     return harness.print_results(results, bars)

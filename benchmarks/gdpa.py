@@ -14,8 +14,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -30,7 +29,7 @@ from benchmarks.gdpa_providers import (
     Provider,
     Sizes,
 )
-from benchmarks.harness import provider_of
+from benchmarks.records import Record, ours_at, provider_of
 from ikbo_jax.cases.error_rule import Check
 from ikbo_jax.cases.gdpa_oracle import RESULTS, Inputs, checked_rows, expected, worst_error
 from ikbo_jax.reference.activations import SOFTMAX
@@ -160,8 +159,7 @@ def measure_point(
     """Checks the providers at a point, and times them interleaved with the reference matmul."""
     sizes, direction, case = point.sizes, point.direction, point.sizes.case
     inputs = Inputs(case.inputs(), case.cotangent())
-    drawn = np.random.default_rng(0).integers(0, sizes.batch, NUM_CHECKED - 2).tolist()
-    sequences = sorted({0, sizes.batch - 1, *drawn})
+    sequences = harness.sample(sizes.batch, NUM_CHECKED)
     # Yardsticks need another oracle, so oracles are computed on demand.
     oracles: dict[Sizes, tuple[np.ndarray, np.ndarray]] = {}
 
@@ -174,10 +172,12 @@ def measure_point(
             found = checked_rows(case, result, sequences, direction)
             return worst_error(found, *oracles[computed])
 
-        def prepare() -> tuple:
-            return *provider.prepare(computed, inputs, direction), compare
-
-        contender = harness.compile_and_compare(provider.name, provider.stage, prepare)
+        contender = harness.compile_and_check(
+            provider.name,
+            provider.stage,
+            lambda: provider.prepare(computed, inputs, direction),
+            compare,
+        )
         if computed != sizes:
             contender.record["note"] = f"another function: {computed.activation}"
         return contender
@@ -197,7 +197,7 @@ def measure_point(
     }
 
 
-def bars(point: Mapping[str, Any], all_points: Sequence[Mapping[str, Any]]) -> str:
+def bars(point: Record, all_points: Sequence[Record]) -> str:
     """Text with the figures of `ikbo` at a point of a results file, each next to its bar."""
     ours = provider_of(point, OURS.name)
     if ours is None:
@@ -212,7 +212,9 @@ def bars(point: Mapping[str, Any], all_points: Sequence[Mapping[str, Any]]) -> s
         found.append(f"{speedup:.2f} x XLA, bar {PMA_BAR}")
     if sweep == "activations" and point["name"] in RELATIVE_BARS:
         name, bar = RELATIVE_BARS[point["name"]]
-        other = _activation(name, point["direction"], all_points)
+        wanted = ("activations", name, point["direction"])
+        same = (p for p in all_points if (p["sweep"], p["name"], p["direction"]) == wanted)
+        other = ours_at(same)
         if other is not None:
             relative = ours["fraction"] / other["fraction"]
             found.append(f"{relative:.3f} of {name}'s fraction, bar {bar}")
@@ -222,57 +224,33 @@ def bars(point: Mapping[str, Any], all_points: Sequence[Mapping[str, Any]]) -> s
     return "; ".join(found)
 
 
-def _activation(
-    name: str, direction: str, all_points: Sequence[Mapping[str, Any]]
-) -> Mapping[str, Any] | None:
-    """Our figures with an activation in a direction; None if they were not measured."""
-    wanted = ("activations", name, direction)
-    same = (p for p in all_points if (p["sweep"], p["name"], p["direction"]) == wanted)
-    found = (provider_of(point, OURS.name) for point in same)
-    return next((record for record in found if record is not None), None)
-
-
 def run(
     sweeps: Sequence[str],
     directions: Sequence[str] = DIRECTIONS,
     dtype: str = "bfloat16",
     *,
     out: pathlib.Path,
-    quick: bool = False,
-    cupti: bool = False,
-    budget_s: float = float("inf"),
+    **options: Any,
 ) -> dict[str, Any]:
-    """Measures sweeps and writes the results file after every point.
+    """Measures sweeps, as `attention.run` does.
 
-    Args:
+    Args (the others are as for `attention.run`):
       sweeps: names from `SWEEPS`.
       directions: names from `DIRECTIONS`; all sweeps are measured in the first direction first.
       dtype: dtype of all arrays.
-      out: the results file.
-      quick: short windows and few providers, to see that the benchmark runs.
-      cupti: whether to time kernels without launch overhead, too.
-      budget_s: seconds after which no further point is started; the file lists the rest.
-
-    Returns:
-      The content of the results file.
     """
-    start = time.monotonic()
-    on_gpu = jax.default_backend() == "gpu"
-    protocol = harness.Protocol.for_device(quick=quick, cupti=cupti)
-    results = harness.new_results("gdpa", protocol)
+    bench = harness.Run("gdpa", out, **options)
 
     def measure(point: Point) -> dict[str, Any]:
-        return measure_point(point, providers_of(point, quick), protocol)
+        return measure_point(point, providers_of(point, bench.quick), bench.protocol)
 
     todo = [p for direction in directions for s in sweeps for p in points(s, direction, dtype)]
-    todo = todo if on_gpu else [shrink(point) for point in todo]
-    harness.run_points(results, todo, measure, out=out, start=start, budget_s=budget_s)
-    return results
+    return bench.measure(todo, measure, shrink)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns 1 if a provider failed or was wrong."""
-    parser = harness.parser("gdpa", SWEEPS)
+    parser = harness.op_parser("gdpa", SWEEPS)
     parser.add_argument(
         "--direction",
         nargs="+",
@@ -283,15 +261,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     args = parser.parse_args(argv)
-    results = run(
-        args.sweep,
-        args.direction,
-        args.dtype,
-        out=args.out,
-        quick=args.quick,
-        cupti=args.cupti,
-        budget_s=args.budget_s,
-    )
+    results = run(args.sweep, args.direction, args.dtype, **harness.options(args))
     return harness.print_results(results, bars)
 
 

@@ -1,4 +1,4 @@
-"""Shared by the benchmarks: checks of providers, timing of a point, results files, tables.
+"""Shared by the benchmarks: checks of providers, timing of a point, results files, options.
 
 A results file is {"op", "environment", "protocol", "points", "left_out", ...}. A point has a list
 "providers", each with "name" and "stage", and either error and times, or "skipped" or "failure"
@@ -9,22 +9,79 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import pathlib
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from benchmarks import timing
+from benchmarks.records import OUR_NAME, Record, all_correct, format_table
 from ikbo_jax._timing import interleaved_ms
 from ikbo_jax.cases.error_rule import Check
+from ikbo_jax.tuning import table
 
-Record = Mapping[str, Any]
-#: Name of this library's provider in every benchmark.
-OUR_NAME = "ikbo"
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """One case.
+
+    Attributes:
+      sweep: name of a sweep.
+      label: name of the point in its sweep.
+      case: the sizes, and how the inputs are drawn.
+    """
+
+    sweep: str
+    label: str
+    case: Any
+
+    @property
+    def problem(self) -> Any:
+        return self.case.problem
+
+    def resized(self, **sizes: Any) -> Point:
+        """The point with other sizes."""
+        case = dataclasses.replace(self.case, problem=dataclasses.replace(self.problem, **sizes))
+        return dataclasses.replace(self, case=case)
+
+    def entry(self) -> dict[str, Any]:
+        """Its entry in a results file, with the choice of the dispatch table, without figures."""
+        choice = table.lookup(self.problem)
+        config = None if choice.config is None else dataclasses.asdict(choice.config)
+        return {
+            "sweep": self.sweep,
+            "label": self.label,
+            **dataclasses.asdict(self.case),
+            "table": {"config": config, "note": choice.reason},
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Provider:
+    """One implementation of an op.
+
+    Attributes:
+      name: short name, the key in results files.
+      stage: description.
+      prepare: takes the case and its inputs; returns a function and its arguments, before the
+        timing. Raises NotImplementedError with the reason if the provider cannot run here.
+      finish: converts the function's result to the shape of the op's result, after the timing.
+    """
+
+    name: str
+    stage: str
+    prepare: Callable[[Any, Any], tuple[Callable[..., jax.Array], tuple]]
+    finish: Callable[[jax.Array, Any], jax.Array] = lambda out, inputs: out
+
+    @classmethod
+    def of_case(cls, name: str, stage: str, *contender: Any) -> Provider:
+        """A contender of the case; `contender` are the arguments of `Case.contender`."""
+        return cls(name, stage, lambda case, inputs: (case.contender(*contender), inputs))
 
 
 @dataclasses.dataclass
@@ -37,55 +94,50 @@ class Contender:
     args: tuple = ()
 
 
-def compile_and_check(
-    name: str,
-    stage: str,
-    prepare: Callable[[], tuple[Callable[..., Any], tuple, Callable[[Any], Any]]],
+def sample(batch: int, number: int) -> list[int]:
+    """At most `number` positions in [0, batch), sorted: the first, the last and random ones."""
+    return sorted({0, batch - 1, *np.random.default_rng(0).integers(0, batch, number - 2).tolist()})
+
+
+def contenders_of(
+    providers: Sequence[Provider],
+    case: Any,
+    inputs: Any,
     rows: Sequence[int],
     exact: np.ndarray,
     bound: float,
+) -> list[Contender]:
+    """Compiles providers and compares `rows` of their results with the expected values `exact`."""
+
+    def compiled(provider: Provider) -> Contender:
+        def compare(result: Any) -> Check:
+            out = provider.finish(result, inputs)
+            found = np.stack([np.asarray(out[b]) for b in rows]).astype(np.float64)
+            return Check(float(np.abs(found - exact).max()), bound)
+
+        name, stage = provider.name, provider.stage
+        return compile_and_check(name, stage, lambda: provider.prepare(case, inputs), compare)
+
+    return list(map(compiled, providers))
+
+
+def compile_and_check(
+    name: str,
+    stage: str,
+    prepare: Callable[[], tuple[Callable[..., Any], tuple]],
+    compare: Callable[[Any], Check],
 ) -> Contender:
     """Compiles a provider and checks its result; a failure is recorded, not raised.
 
     Args:
       name: the provider's name.
       stage: the provider's description.
-      prepare: returns a function, its arguments on the device, and a function that converts its
-        result to the shape of the op's result.
-      rows: rows of the op's result to check.
-      exact: expected values of the rows.
-      bound: the largest allowed error.
-    """
-
-    def prepare_and_compare() -> tuple:
-        fn, args, finish = prepare()
-
-        def compare(result: Any) -> Check:
-            out = finish(result)
-            found = np.stack([np.asarray(out[b]) for b in rows]).astype(np.float64)
-            return Check(float(np.abs(found - exact).max()), bound)
-
-        return fn, args, compare
-
-    return compile_and_compare(name, stage, prepare_and_compare)
-
-
-def compile_and_compare(
-    name: str,
-    stage: str,
-    prepare: Callable[[], tuple[Callable[..., Any], tuple, Callable[[Any], Check]]],
-) -> Contender:
-    """`compile_and_check` with another comparison.
-
-    Args:
-      name: the provider's name.
-      stage: the provider's description.
-      prepare: returns a function, its arguments on the device, and a function that takes its
-        result and checks it.
+      prepare: returns a function and its arguments on the device.
+      compare: checks the function's result.
     """
     record: dict[str, Any] = {"name": name, "stage": stage}
     try:
-        fn, args, compare = prepare()
+        fn, args = prepare()
         compiled = jax.jit(fn).lower(*args).compile()
         check = compare(compiled(*args))
     except NotImplementedError as unable:
@@ -156,46 +208,73 @@ def measure(contenders: Sequence[Contender], flops: float, protocol: Protocol) -
     }
 
 
-def new_results(op: str, protocol: Protocol, **more: Any) -> dict[str, Any]:
-    """A results file without points; `more` are further fields."""
-    lengths = {k: getattr(protocol, k) for k in ("window_s", "rounds", "matmul_size")}
-    head = {"op": op, "environment": timing.environment(), "protocol": lengths}
-    return {**head, **more, "points": [], "left_out": []}
+@dataclasses.dataclass
+class Run:
+    """One run of a benchmark. It does not use the device before its protocol or results are read.
 
-
-def run_points(
-    results: dict[str, Any],
-    todo: Sequence[Any],
-    measure_point: Callable[[Any], dict[str, Any]],
-    *,
-    out: pathlib.Path,
-    start: float,
-    budget_s: float,
-    describe: Callable[[Record], str] | None = None,
-) -> None:
-    """Measures points, prints progress, and writes the results file after every point.
-
-    Args:
-      results: result of `new_results`; points are added to it.
-      todo: points; each has a `sweep` and a `label`.
-      measure_point: measures a point; returns its entry.
+    Attributes:
+      op: the name of the benchmark in the results file.
       out: the results file.
-      start: `time.monotonic()` at the start of the program.
-      budget_s: seconds after which no further point is started; "left_out" lists the rest.
-      describe: formats a point's figures as short text; by default the figures of this library.
+      quick: short windows and few providers, to see that the benchmark runs.
+      cupti: whether to time kernels without launch overhead, too.
+      budget_s: seconds after which no further point is started; the file lists the rest.
+      start: `time.monotonic()` at the start of the run.
     """
-    describe = describe or _describe_ours
-    timing.make_folder_of(out)  # A path that cannot be written raises before anything is measured.
-    for number, point in enumerate(todo, start=1):
-        if time.monotonic() - start > budget_s:
-            results["left_out"].append(f"{point.sweep} {point.label}")
-            continue
-        measured = measure_point(point)
-        results["points"].append(measured)
+
+    op: str
+    out: pathlib.Path
+    quick: bool = False
+    cupti: bool = False
+    budget_s: float = float("inf")
+    start: float = dataclasses.field(default_factory=time.monotonic)
+
+    @functools.cached_property
+    def protocol(self) -> Protocol:
+        """Parameters of the timing."""
+        return Protocol.for_device(quick=self.quick, cupti=self.cupti)
+
+    @functools.cached_property
+    def results(self) -> dict[str, Any]:
+        """The content of the results file."""
+        lengths = {k: getattr(self.protocol, k) for k in ("window_s", "rounds", "matmul_size")}
+        head = {"op": self.op, "environment": timing.environment(), "protocol": lengths}
+        return {**head, "points": [], "left_out": []}
+
+    def measure(
+        self,
+        todo: Sequence[Any],
+        measure_point: Callable[[Any], dict[str, Any]],
+        shrink: Callable[[Any], Any],
+        describe: Callable[[Record], str] | None = None,
+    ) -> dict[str, Any]:
+        """Measures points, prints progress, and writes the results file after every point.
+
+        Args:
+          todo: points; each has a `sweep` and a `label`.
+          measure_point: measures a point; returns its entry.
+          shrink: makes the sizes of a point small enough for a CPU.
+          describe: formats a point's figures as short text; by default the figures of this library.
+
+        Returns:
+          The content of the results file.
+        """
+        describe = describe or _describe_ours
+        results, out = self.results, self.out
+        # A path that cannot be written raises before anything is measured.
+        timing.make_folder_of(out)
+        if jax.default_backend() != "gpu":
+            todo = [shrink(point) for point in todo]
+        for number, point in enumerate(todo, start=1):
+            if time.monotonic() - self.start > self.budget_s:
+                results["left_out"].append(f"{point.sweep} {point.label}")
+                continue
+            measured = measure_point(point)
+            results["points"].append(measured)
+            timing.write_results(out, results)
+            head = f"[{number}/{len(todo)}] {time.monotonic() - self.start:.0f} s"
+            print(f"{head} {point.sweep} {point.label}: {describe(measured)}", flush=True)
         timing.write_results(out, results)
-        head = f"[{number}/{len(todo)}] {time.monotonic() - start:.0f} s"
-        print(f"{head} {point.sweep} {point.label}: {describe(measured)}", flush=True)
-    timing.write_results(out, results)
+        return results
 
 
 def _describe_ours(point: Record) -> str:
@@ -203,46 +282,6 @@ def _describe_ours(point: Record) -> str:
     if "median_ms" not in ours:
         return f"skipped: {ours['skipped']}" if "skipped" in ours else "failed"
     return f"{ours['median_ms']:.4f} ms {ours['fraction']:.3f}"
-
-
-def provider_of(point: Record, name: str) -> Record | None:
-    """The figures of a provider at a point of a results file; None if it was not timed."""
-    found = (p for p in point["providers"] if p["name"] == name and "median_ms" in p)
-    return next(found, None)
-
-
-def all_correct(results: Record) -> bool:
-    """Whether every provider that could run returned a correct result."""
-    records = [p for point in results["points"] for p in point["providers"]]
-    return all("failure" not in p and p.get("ok", True) for p in records)
-
-
-def format_table(results: Record, bars: Callable[[Record, Sequence[Record]], str]) -> str:
-    """The results as plain text; `bars` formats the bars of a point, given all points."""
-    points = results["points"]
-    labels = [f"{point['sweep']} {point['label']}" for point in points]
-    names = [p["name"] for point in points for p in point["providers"]]
-    wide, wider = (max(map(len, column), default=0) + 2 for column in (labels, names))
-    lines = [
-        f"{'point':<{wide}}{'provider':<{wider}}{'ms':>10}{'TFLOP/s':>9}{'fraction':>9}"
-        f"{'temp MiB':>10}{'error/bound':>12}  bars"
-    ]
-    on_gpu = results["environment"]["platform"] == "gpu"  # The bars are for Hopper.
-    for point, label in zip(points, labels, strict=True):
-        for p in point["providers"]:
-            head = f"{label:<{wide}}{p['name']:<{wider}}"
-            if "median_ms" not in p:
-                lines.append(head + f"  {p.get('failure') or 'skipped: ' + p['skipped']:.90}")
-                continue
-            temp = "-" if p.get("temp_bytes") is None else f"{p['temp_bytes'] / 2**20:.2f}"
-            lines.append(
-                head + f"{p['median_ms']:>10.4f}{p['tflops']:>9.1f}{p['fraction']:>9.3f}{temp:>10}"
-                f"{p['error'] / p['bound']:>12.2f}  "
-                + (bars(point, points) if p["name"] == OUR_NAME and on_gpu else "")
-                + p.get("note", "")
-                + ("" if p["ok"] else "  WRONG RESULT")
-            )
-    return "\n".join(lines)
 
 
 def parser(name: str, sweeps: Sequence[str]) -> argparse.ArgumentParser:
@@ -258,9 +297,6 @@ def parser(name: str, sweeps: Sequence[str]) -> argparse.ArgumentParser:
     )
     found.add_argument("--quick", action="store_true", help="short windows, few providers")
     found.add_argument(
-        "--cupti", action="store_true", help="also time kernels without launch overhead"
-    )
-    found.add_argument(
         "--budget-s",
         type=float,
         default=float("inf"),
@@ -269,14 +305,34 @@ def parser(name: str, sweeps: Sequence[str]) -> argparse.ArgumentParser:
     return found
 
 
+def op_parser(name: str, sweeps: Sequence[str]) -> argparse.ArgumentParser:
+    """A parser with the options of the benchmark of an op."""
+    found = parser(name, sweeps)
+    found.add_argument(
+        "--cupti", action="store_true", help="also time kernels without launch overhead"
+    )
+    return found
+
+
+def options(args: argparse.Namespace) -> dict[str, Any]:
+    """The fields of `Run` among parsed arguments."""
+    names = [field.name for field in dataclasses.fields(Run)]
+    return {name: getattr(args, name) for name in names if name in args}
+
+
 def print_results(results: Record, bars: Callable[[Record, Sequence[Record]], str]) -> int:
     """Prints environment and results; returns the exit status: 1 if a result is wrong."""
+    return print_lines(results, format_table(results, bars))
+
+
+def print_lines(results: Record, lines: str) -> int:
+    """`print_results` for results whose table is `lines`."""
     env = results["environment"]
     print(f"{env['device']}, driver {env['driver']}, jax {env['jax']}, commit {env['commit']}")
-    matmuls = [point["matmul_tflops"] for point in results["points"]]
+    matmuls = [p["matmul_tflops"] for p in results["points"] if "matmul_tflops" in p]
     if matmuls:
         copy = results.get("copy")
         ceiling = "" if copy is None else f", copy {copy['tb_per_s']:.2f} TB/s"
         print(f"matmul {statistics.median(matmuls):.1f} TFLOP/s{ceiling}")
-    print(format_table(results, bars))
+    print(lines)
     return 0 if all_correct(results) else 1

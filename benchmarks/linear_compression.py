@@ -11,20 +11,18 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from benchmarks import harness, timing, torch_baseline
-from benchmarks.harness import provider_of
-from benchmarks.linear_compression_providers import OURS, XLA, Provider, all_providers
+from benchmarks.harness import Point, Provider
+from benchmarks.linear_compression_providers import OURS, XLA, all_providers
+from benchmarks.records import Record, ours_at, provider_of
 from ikbo_jax.cases.linear_compression import Case
 from ikbo_jax.problems import LinearCompressionProblem
-from ikbo_jax.tuning import table
 
 DEFAULT = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16")
 SWEEPS = ("default", "m", "k", "n", "batch", "ratio", "index")
@@ -38,27 +36,6 @@ NO_CLIFF_BAR = 1.02
 NUM_CHECKED = 8
 
 
-@dataclasses.dataclass(frozen=True)
-class Point:
-    """One set of sizes.
-
-    Attributes:
-      sweep: one of `SWEEPS`.
-      label: name of the point in its sweep.
-      problem: the sizes.
-      index: index of the case.
-    """
-
-    sweep: str
-    label: str
-    problem: LinearCompressionProblem
-    index: str = "ragged"
-
-    @property
-    def case(self) -> Case:
-        return Case(self.problem, self.index)
-
-
 def points(sweep: str, dtype: str = "bfloat16") -> Iterator[Point]:
     """Yields the points of a sweep; most differ from the default in one size."""
     base = dataclasses.replace(DEFAULT, dtype=dtype)
@@ -66,7 +43,7 @@ def points(sweep: str, dtype: str = "bfloat16") -> Iterator[Point]:
     candidates = base.batches[-1]
 
     def at(label: str, index: str = "ragged", **sizes: Any) -> Point:
-        return Point(sweep, label, dataclasses.replace(base, **sizes), index)
+        return Point(sweep, label, Case(dataclasses.replace(base, **sizes), index))
 
     if sweep == "default":
         yield at(dtype)
@@ -92,14 +69,12 @@ def points(sweep: str, dtype: str = "bfloat16") -> Iterator[Point]:
 def shrink(point: Point) -> Point:
     """The point with sizes small enough for a CPU."""
     p = point.problem
-    small = LinearCompressionProblem(
-        tuple(max(1, b // 16) for b in p.batches),
-        tuple(k // 16 for k in p.ks),
-        p.m // 8,
-        p.n // 8,
-        p.dtype,
+    return point.resized(
+        batches=tuple(max(1, b // 16) for b in p.batches),
+        ks=tuple(k // 16 for k in p.ks),
+        m=p.m // 8,
+        n=p.n // 8,
     )
-    return dataclasses.replace(point, problem=small)
 
 
 def measure_point(
@@ -112,39 +87,21 @@ def measure_point(
     """Checks the providers at a point, and times them interleaved with the reference matmul."""
     problem, case = point.problem, point.case
     inputs = case.inputs()
-    batch = problem.batches[-1]
-    rows = sorted(
-        {0, batch - 1, *np.random.default_rng(0).integers(0, batch, NUM_CHECKED - 2).tolist()}
-    )
-    exact, bound = case.expected(inputs, rows)
-
-    def compiled(provider: Provider) -> harness.Contender:
-        def prepare() -> tuple:
-            return provider.fn, provider.prepare(inputs), lambda out: out
-
-        return harness.compile_and_check(provider.name, provider.stage, prepare, rows, exact, bound)
-
-    contenders = [compiled(provider) for provider in providers]
+    rows = harness.sample(problem.batches[-1], NUM_CHECKED)
+    truth = case.expected(inputs, rows)
+    contenders = harness.contenders_of(providers, case, inputs, rows, *truth)
     if torch:
-        for record, thunk in torch_baseline.contenders(inputs.arguments, rows, exact, bound):
+        for record, thunk in torch_baseline.contenders(inputs.arguments, rows, *truth):
             contenders.append(harness.Contender(record, thunk))
-    choice = table.lookup(problem)
     itemsize = jnp.dtype(problem.dtype).itemsize
     return {
-        "sweep": point.sweep,
-        "label": point.label,
-        "index": point.index,
-        "problem": dataclasses.asdict(problem),
+        **point.entry(),
         "user_result_bytes": problem.batches[0] * problem.m * problem.n * itemsize,
-        "table": {
-            "config": None if choice.config is None else dataclasses.asdict(choice.config),
-            "note": choice.reason,
-        },
         **harness.measure(contenders, problem.useful_flops, protocol),
     }
 
 
-def bar(point: Mapping[str, Any], all_points: Sequence[Mapping[str, Any]]) -> str:
+def bar(point: Record, all_points: Sequence[Record]) -> str:
     """Text with the figure of `ikbo` at a point of a results file, next to its bar."""
     ours, xla = provider_of(point, "ikbo"), provider_of(point, "xla")
     if ours is None:
@@ -156,73 +113,54 @@ def bar(point: Mapping[str, Any], all_points: Sequence[Mapping[str, Any]]) -> st
             return ""
         return f"{ours['median_ms'] / xla['median_ms']:.3f} of XLA's time, bar {NO_CLIFF_BAR}"
     dtype = point["problem"]["dtype"]
-    defaults = [
-        provider_of(p, "ikbo")
-        for p in all_points
-        if p["sweep"] == "default" and p["problem"]["dtype"] == dtype
-    ]
-    if not defaults or defaults[0] is None:
+    default = ours_at(
+        p for p in all_points if p["sweep"] == "default" and p["problem"]["dtype"] == dtype
+    )
+    if default is None:
         return f"fraction {ours['fraction']:.3f}"
-    relative = ours["fraction"] / defaults[0]["fraction"]
+    relative = ours["fraction"] / default["fraction"]
     sweep_bar = SMALL_BATCH_BAR if point["label"] == "B=256" else SWEEP_BAR
     return f"{relative:.3f} of the default's fraction, bar {sweep_bar}"
 
 
 def run(
-    sweeps: Sequence[str],
-    dtypes: Sequence[str],
-    *,
-    out: pathlib.Path,
-    quick: bool = False,
-    cupti: bool = False,
-    budget_s: float = float("inf"),
+    sweeps: Sequence[str], dtypes: Sequence[str], *, out: pathlib.Path, **options: Any
 ) -> dict[str, Any]:
-    """Measures sweeps and writes the results file after every point.
+    """Measures sweeps, as `attention.run` does.
 
-    Args:
+    Args (the others are as for `attention.run`):
       sweeps: names from `SWEEPS`. "default" runs in every dtype with all providers, and with XLA's
         other formulations in the first dtype. Other sweeps run in the first dtype, with XLA only.
         Sizes that two sweeps share are timed once.
       dtypes: names of dtypes.
-      out: the results file.
-      quick: short windows and few providers, to see that the benchmark runs.
-      cupti: whether to time kernels without launch overhead, too.
-      budget_s: seconds after which no further point is started; the file lists the rest.
-
-    Returns:
-      The content of the results file.
     """
-    start = time.monotonic()
-    on_gpu = jax.default_backend() == "gpu"
-    protocol = harness.Protocol.for_device(quick=quick, cupti=cupti)
-    copy = timing.copy_ceiling(
+    bench = harness.Run("linear_compression", out, **options)
+    on_gpu, protocol = jax.default_backend() == "gpu", bench.protocol
+    bench.results["copy"] = timing.copy_ceiling(
         timing.COPY_BYTES if on_gpu else 2**22, window_s=protocol.window_s, rounds=protocol.rounds
     )
-    results = harness.new_results("linear_compression", protocol, copy=copy)
-    known: dict[tuple[LinearCompressionProblem, str], dict[str, Any]] = {}
+    known: dict[Case, dict[str, Any]] = {}
 
     def measure(point: Point) -> dict[str, Any]:
-        key = (point.problem, point.index)
-        if key in known:
-            return _as_in_sweep(known[key], point)
-        is_full = point.sweep == "default" and not quick
+        if point.case in known:
+            return _as_in_sweep(known[point.case], point)
+        is_full = point.sweep == "default" and not bench.quick
         providers = [XLA, OURS]
         if is_full:
             providers = all_providers(point.problem, point.problem.dtype == dtypes[0])
-        known[key] = measure_point(point, providers, protocol, torch=is_full and on_gpu)
-        return known[key]
+        known[point.case] = measure_point(point, providers, protocol, torch=is_full and on_gpu)
+        return known[point.case]
 
     todo = [
-        point if on_gpu else shrink(point)
+        point
         for sweep in sweeps
         for dtype in (dtypes if sweep == "default" else dtypes[:1])
         for point in points(sweep, dtype)
     ]
-    harness.run_points(results, todo, measure, out=out, start=start, budget_s=budget_s)
-    return results
+    return bench.measure(todo, measure, shrink)
 
 
-def _as_in_sweep(measured: Mapping[str, Any], point: Point) -> dict[str, Any]:
+def _as_in_sweep(measured: Record, point: Point) -> dict[str, Any]:
     """The entry of an earlier point with the same sizes, as a point of another sweep."""
     providers = [p for p in measured["providers"] if p["name"] in (XLA.name, OURS.name)]
     return {**measured, "sweep": point.sweep, "label": point.label, "providers": providers}
@@ -230,17 +168,10 @@ def _as_in_sweep(measured: Mapping[str, Any], point: Point) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns 1 if a provider failed or was wrong."""
-    parser = harness.parser("linear_compression", SWEEPS)
+    parser = harness.op_parser("linear_compression", SWEEPS)
     parser.add_argument("--dtype", action="append", choices=("bfloat16", "float16", "float32"))
     args = parser.parse_args(argv)
-    results = run(
-        args.sweep,
-        args.dtype or ("bfloat16", "float16"),
-        out=args.out,
-        quick=args.quick,
-        cupti=args.cupti,
-        budget_s=args.budget_s,
-    )
+    results = run(args.sweep, args.dtype or ("bfloat16", "float16"), **harness.options(args))
     return harness.print_results(results, bar)
 
 

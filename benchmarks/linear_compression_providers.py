@@ -2,33 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
+from benchmarks.harness import Provider
 from ikbo_jax.cases.linear_compression import ALIGNED_K, Case, Inputs
 from ikbo_jax.problems import LinearCompressionProblem
 from ikbo_jax.reference import linear_compression as reference
-
-
-@dataclasses.dataclass(frozen=True)
-class Provider:
-    """One implementation of the op.
-
-    Attributes:
-      name: short name, the key in results files.
-      stage: description.
-      fn: the timed function; its arguments are the result of `prepare`.
-      prepare: converts the inputs to the arguments of `fn`, before the timing.
-    """
-
-    name: str
-    stage: str
-    fn: Callable[..., jax.Array]
-    prepare: Callable[[Inputs], tuple] = tuple
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -50,8 +33,13 @@ def _all_padded(inputs: Inputs) -> Inputs:
     return Inputs(weights, embeddings, inputs.parents)
 
 
-OURS = Provider("ikbo", "ikbo_jax.linear_compression", Case.contender("automatic"))
-XLA = Provider("xla", "2 decomposed (implementation='xla')", Case.contender("decomposed"))
+def _written_as(name: str, padded: Callable[[Inputs], tuple]) -> Callable[[Case, Inputs], tuple]:
+    fn = functools.partial(reference.decomposed, formulation=name)
+    return lambda case, inputs: (fn, padded(inputs))
+
+
+OURS = Provider.of_case("ikbo", "ikbo_jax.linear_compression", "automatic")
+XLA = Provider.of_case("xla", "2 decomposed (implementation='xla')", "decomposed")
 
 
 def all_providers(problem: LinearCompressionProblem, formulations: bool = True) -> list[Provider]:
@@ -60,41 +48,35 @@ def all_providers(problem: LinearCompressionProblem, formulations: bool = True) 
     A provider that cannot run here raises when it is compiled, and is then skipped.
     """
     providers = [
-        Provider(
-            "materialised",
-            "1 materialised, with its copies",
-            Case.contender("materialised"),
-        ),
-        Provider(
+        Provider.of_case("materialised", "1 materialised, with its copies", "materialised"),
+        Provider.of_case(
             "materialised-aligned",
             f"1 materialised, with its copies, K a multiple of {ALIGNED_K}",
-            Case.contender("materialised-aligned"),
+            "materialised-aligned",
         ),
         Provider(
             "materialised-gemm",
             "1 materialised, copies made before",
-            jnp.matmul,
-            lambda inputs: _concatenated(inputs, 1),
+            lambda case, inputs: (jnp.matmul, _concatenated(inputs, 1)),
         ),
         Provider(
             "materialised-gemm-aligned",
             f"1 materialised, copies made before, K a multiple of {ALIGNED_K}",
-            jnp.matmul,
-            lambda inputs: _concatenated(inputs, ALIGNED_K),
+            lambda case, inputs: (jnp.matmul, _concatenated(inputs, ALIGNED_K)),
         ),
         XLA,
     ]
     for name in reference.FORMULATIONS if formulations else ():
-        fn = functools.partial(reference.decomposed, formulation=name)
-        providers.append(Provider(f"xla-{name}", f"2 decomposed, written as {name}", fn))
+        stage = f"2 decomposed, written as {name}"
+        providers.append(Provider(f"xla-{name}", stage, _written_as(name, tuple)))
     for name in ("matmul", "rounded"):
-        fn = functools.partial(reference.decomposed, formulation=name)
         stage = f"2 decomposed, written as {name}, all K padded before"
-        providers.append(Provider(f"xla-{name}-padded-before", stage, fn, _all_padded))
+        prepare = _written_as(name, _all_padded)
+        providers.append(Provider(f"xla-{name}-padded-before", stage, prepare))
     for name, stage, is_single in (
         ("fused", "3 fused: broadcast in the epilogue", False),
         ("single-launch", "4 single launch", True),
     ):
         if (config := Case(problem).config(single_launch=is_single)) is not None:
-            providers.append(Provider(name, stage, Case.contender("fused", config)))
+            providers.append(Provider.of_case(name, stage, "fused", config))
     return [*providers, OURS]

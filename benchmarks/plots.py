@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import math
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from benchmarks import timing
+from benchmarks.records import Record
 
 
 @contextlib.contextmanager
@@ -45,6 +46,14 @@ def saved(
     timing.make_folder_of(path)
     figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
     pyplot.close(figure)
+
+
+def curve(
+    axis: Any, records: Sequence[Record | None], value: Callable[[Record], float], **style: Any
+) -> None:
+    """Draws `value` of every record over 0, 1, ..., with a gap where a record is None."""
+    values = [float("nan") if record is None else value(record) for record in records]
+    axis.plot(style.pop("over", range(len(values))), values, marker="o", **style)
 
 
 def legend_below(figure: Any, axis: Any, columns: int) -> None:

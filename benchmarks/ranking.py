@@ -9,7 +9,6 @@ benchmark runs.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import json
@@ -21,14 +20,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from benchmarks import harness, timing
-from benchmarks.harness import all_correct, provider_of
+from benchmarks import harness
+from benchmarks.harness import Contender
+from benchmarks.records import Record, mib, provider_of, text_table
 from ikbo_jax._timing import interleaved_ms
 from ikbo_jax.cases import ranking as cases
 from ikbo_jax.models import ranking
@@ -130,18 +130,9 @@ def max_candidates_per_user(sizes: Sizes) -> int:
     return int(ranking.candidate_counts(sizes).max())
 
 
-@dataclasses.dataclass
-class _Contender:
-    """A compiled provider, its entry in the results file, and its largest error."""
-
-    record: dict[str, Any]
-    compiled: Any = None
-    error: float = 0.0
-
-
 def _compile_and_check(
     provider: Provider, sizes: Sizes, inputs: Any, exact: np.ndarray
-) -> _Contender:
+) -> Contender:
     """Compiles a provider and computes its error; records a failure instead of raising it."""
     record: dict[str, Any] = {"name": provider.name, "stage": provider.stage}
     try:
@@ -155,7 +146,7 @@ def _compile_and_check(
         text = f"{type(error).__name__}: {str(error)[:300]}"
         # Running out of memory is a valid result: copies for many candidates may not fit.
         kind = "skipped" if "RESOURCE_EXHAUSTED" in text else "failure"
-        return _Contender(record | {kind: text})
+        return Contender(record | {kind: text})
     memory = compiled.memory_analysis()
     if memory is not None:
         temp, result = int(memory.temp_size_in_bytes), int(memory.output_size_in_bytes)
@@ -163,7 +154,8 @@ def _compile_and_check(
             "temp_bytes": temp,
             "total_bytes": temp + result + int(memory.argument_size_in_bytes),
         }
-    return _Contender(record, compiled, float(np.abs(out - exact).max()))
+    record["error"] = float(np.abs(out - exact).max())
+    return Contender(record, functools.partial(compiled, *inputs))
 
 
 def measure_point(
@@ -173,34 +165,29 @@ def measure_point(
     sizes, inputs = point.sizes, inputs_of(point.sizes)
     exact = np.asarray(cases.oracle(*inputs), np.float64)
     contenders = [_compile_and_check(provider, sizes, inputs, exact) for provider in providers]
-    runnable = {c.record["name"]: c for c in contenders if c.compiled is not None}
+    runnable = {c.record["name"]: c for c in contenders if "error" in c.record}
     # The materialised network's error defines the tolerance; if it did not run, the error of the
     # first provider that ran.
     names = [name for name in (COPIES.name, TUNED.name, *runnable) if name in runnable]
-    bound = None
-    if names:
-        largest = float(np.abs(exact).max())
-        bound = cases.tolerance(sizes, runnable[names[0]].error, largest)
-    thunks = {
-        name: functools.partial(contender.compiled, *inputs) for name, contender in runnable.items()
-    }
+    largest = float(np.abs(exact).max())
+    thunks = {name: contender.thunk for name, contender in runnable.items()}
     samples = interleaved_ms(thunks, window_s=window_s, rounds=rounds)
     for name, contender in runnable.items():
         median = statistics.median(samples[name])
+        bound = cases.tolerance(sizes, runnable[names[0]].record["error"], largest)
         contender.record |= {
             "ms": samples[name],
             "median_ms": median,
             "us_per_candidate": median * 1e3 / sizes.candidates,
-            "error": contender.error,
             "bound": bound,
-            "ok": bound is not None and contender.error <= bound,
+            "ok": contender.record["error"] <= bound,
         }
     return {
         "sweep": point.sweep,
         "label": point.label,
         "problem": dataclasses.asdict(sizes),
         "most": max_candidates_per_user(sizes),
-        "largest": float(np.abs(exact).max()),
+        "largest": largest,
         "providers": [contender.record for contender in contenders],
     }
 
@@ -253,7 +240,7 @@ def peak_of(name: str, sizes: Sizes) -> int | None:
     return None if peak is None else int(peak)
 
 
-def bars(point: Mapping[str, Any], name: str) -> str:
+def bars(point: Record, name: str) -> str:
     """Text with the figures of a provider at the default point, each next to its bar."""
     if point["sweep"] != "default" or name not in (OURS.name, REWRITTEN.name):
         return ""
@@ -282,65 +269,32 @@ def bars(point: Mapping[str, Any], name: str) -> str:
     return "; ".join(found)
 
 
-def format_table(results: Mapping[str, Any]) -> str:
+def format_table(results: Record) -> str:
     """The results as plain text."""
-    lines = [
-        f"{'point':<20}{'provider':<20}{'ms':>9}{'us/cand.':>10}{'temp MiB':>10}{'total MiB':>11}"
-        f"{'error/bound':>12}  bars"
-    ]
-    on_gpu = results["environment"]["platform"] == "gpu"  # The bars are for Hopper.
-    for point in results["points"]:
-        label = f"{point['sweep']} {point['label']}"
-        for p in point["providers"]:
-            head = f"{label:<20}{p['name']:<20}"
-            if "median_ms" not in p:
-                lines.append(head + f"  {p.get('failure') or 'skipped: ' + p['skipped']:.90}")
-                continue
-            temp, total = (
-                "-" if p.get(field) is None else f"{p[field] / 2**20:.1f}"
-                for field in ("temp_bytes", "total_bytes")
-            )
-            lines.append(
-                head + f"{p['median_ms']:>9.3f}{p['us_per_candidate']:>10.3f}{temp:>10}{total:>11}"
-                f"{p['error'] / p['bound']:>12.2f}  "
-                + (bars(point, p["name"]) if on_gpu else "")
-                + ("" if p["ok"] else "  WRONG RESULT")
-            )
-    return "\n".join(lines)
+
+    def figures(p: Record) -> str:
+        memory = f"{mib(p, 'temp_bytes', 1):>10}{mib(p, 'total_bytes', 1):>11}"
+        return f"{p['median_ms']:>9.3f}{p['us_per_candidate']:>10.3f}{memory}"
+
+    header = f"{'ms':>9}{'us/cand.':>10}{'temp MiB':>10}{'total MiB':>11}"
+    return text_table(results, (20, 20), header, figures, bars)
 
 
 def run(
-    sweeps: Sequence[str],
-    *,
-    out: pathlib.Path,
-    quick: bool = False,
-    peaks: bool = False,
-    budget_s: float = float("inf"),
+    sweeps: Sequence[str], *, out: pathlib.Path, peaks: bool = False, **options: Any
 ) -> dict[str, Any]:
-    """Measures sweeps and writes the results file after every point.
+    """Measures sweeps, as `attention.run` does.
 
-    Args:
+    Args (the others are as for `attention.run`):
       sweeps: names from `SWEEPS`.
-      out: the results file.
-      quick: short windows, to see that the benchmark runs.
       peaks: whether to measure the peak memory of the device at the default point, too.
-      budget_s: seconds after which no further point is started; the file lists the rest.
-
-    Returns:
-      The content of the results file.
+      **options: `quick` and `budget_s` of `harness.Run`.
     """
-    start = time.monotonic()
+    bench = harness.Run("ranking", out, **options)
     todo = [point for sweep in sweeps for point in points(sweep)]
     found_peaks = device_peaks(todo[0], ALL) if peaks and todo[0].sweep == "default" else {}
-    on_gpu = jax.default_backend() == "gpu"
-    window_s, rounds = (0.02, 1) if quick else (0.2, 3)
-    results: dict[str, Any] = {
-        "op": "ranking",
-        "environment": timing.environment(),
-        "protocol": {"window_s": window_s, "rounds": rounds},
-        "points": [],
-        "left_out": [],
-    }
+    window_s, rounds = bench.protocol.window_s, bench.protocol.rounds
+    del bench.results["protocol"]["matmul_size"]  # This benchmark times no matmul.
 
     def measure(point: Point) -> dict[str, Any]:
         # Sweeps omit the tuned copies, which take longer to compile than to time.
@@ -351,49 +305,25 @@ def run(
                 record["peak_bytes"] = found_peaks[record["name"]]
         return measured
 
-    def describe(point: Mapping[str, Any]) -> str:
+    def describe(point: Record) -> str:
         times = (f"{p['name']} {p.get('median_ms', math.nan):.3f}" for p in point["providers"])
         return ", ".join(times) + " ms"
 
-    todo = todo if on_gpu else [shrink(point) for point in todo]
-    harness.run_points(
-        results, todo, measure, out=out, start=start, budget_s=budget_s, describe=describe
-    )
-    return results
+    return bench.measure(todo, measure, shrink, describe)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns 1 if a provider failed or was wrong."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.ranking")
-    parser.add_argument("--out", type=pathlib.Path, help="results file (JSON)")
-    parser.add_argument("--sweep", nargs="+", choices=SWEEPS, default=SWEEPS)
-    parser.add_argument("--quick", action="store_true", help="short windows")
-    parser.add_argument("--peaks", action="store_true", help="also measure peak memory")
-    parser.add_argument(
-        "--budget-s",
-        type=float,
-        default=float("inf"),
-        help="seconds after which no further point is started",
-    )
-    parser.add_argument("--peak-of", nargs=2, help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    if args.peak_of is not None:
-        name, sizes = args.peak_of
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["--peak-of"]:  # A process of `device_peaks`.
+        _, name, sizes = argv
         print(json.dumps(peak_of(name, Sizes(**json.loads(sizes)))))
         return 0
-    if args.out is None:
-        parser.error("the following arguments are required: --out")
-    results = run(
-        args.sweep,
-        out=args.out,
-        quick=args.quick,
-        peaks=args.peaks,
-        budget_s=args.budget_s,
-    )
-    env = results["environment"]
-    print(f"{env['device']}, driver {env['driver']}, jax {env['jax']}, commit {env['commit']}")
-    print(format_table(results))
-    return 0 if all_correct(results) else 1
+    parser = harness.parser("ranking", SWEEPS)
+    parser.add_argument("--peaks", action="store_true", help="also measure peak memory")
+    args = parser.parse_args(argv)
+    results = run(args.sweep, peaks=args.peaks, **harness.options(args))
+    return harness.print_lines(results, format_table(results))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,8 @@ import pathlib
 import re
 import statistics
 import sys
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 from benchmarks import (
@@ -28,9 +29,12 @@ from benchmarks import (
     report_attention,
     report_gdpa,
     report_ranking,
+    report_scaling,
+    tables,
     timing,
 )
-from benchmarks.harness import provider_of
+from benchmarks.records import Record, is_on_gpu, mib, points_of, provider_of
+from benchmarks.tables import name_of, number
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DOCUMENTS = ("README.md", "docs/performance.md")
@@ -54,7 +58,7 @@ PANELS = {
     "ratio": "candidates a user",
 }
 #: Headers of columns that hold text and are aligned to the left.
-TEXT_COLUMNS = ("stage", "name", "point", "table says", "bar", "version")
+TEXT_COLUMNS = ("stage", "name", "point", "table says", "bar", "version", "moved by collectives")
 _BLOCK = re.compile(
     r"(?P<begin><!-- begin generated: (?P<name>[\w-]+) -->\n)"
     r"(?P<body>.*?)"
@@ -62,13 +66,18 @@ _BLOCK = re.compile(
     re.DOTALL,
 )
 
+#: By op: `blocks` yields a table's block, the words before it and the table; `plots_of` yields the
+#: block beside which a plot stands, the plot's file and its description; `draw` draws the plots.
+MODULES: dict[str, Any] = {
+    "attention": report_attention,
+    "gdpa": report_gdpa,
+    "ranking": report_ranking,
+    "scaling": report_scaling,
+}
 #: The body of a block if the results file has no point for it.
 NOT_MEASURED = "Not measured yet.\n"
 #: The date in `provenance`; in older blocks it has no time of day.
 _DATE = re.compile(r"commit `[^`]*`, (\d{4}-\d\d-\d\d(?: \d\d:\d\d)?)")
-
-Results = Mapping[str, Any]
-Record = Mapping[str, Any]
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -77,18 +86,13 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, align, *rows)) + "\n"
 
 
-def points_of(results: Results, sweep: str) -> list[Record]:
-    """The points of one sweep."""
-    return [point for point in results["points"] if point["sweep"] == sweep]
-
-
-def measured_at(results: Results) -> str:
+def measured_at(results: Record) -> str:
     """Date and time of the benchmark, e.g. "2026-01-31 23:59 UTC"."""
     date: str = results["environment"]["date"]
     return f"{date[:16].replace('T', ' ')} UTC"
 
 
-def provenance(results: Results) -> str:
+def provenance(results: Record) -> str:
     """One sentence about device, versions, date and protocol of the results."""
     env, protocol = results["environment"], results["protocol"]
     driver = f", driver {env['driver']}" if env["driver"] else ""
@@ -99,24 +103,15 @@ def provenance(results: Results) -> str:
     )
 
 
-def headline(results: Results) -> str:
+def headline(results: Record) -> str:
     """The table of the stages at the default point: time, speed-up, fraction of the matmul."""
     defaults = points_of(results, "default")
     if not defaults:
         return NOT_MEASURED
-    point = defaults[0]
-    baseline = provider_of(point, HEADLINE[0][0])
-    rows = []
-    for name, words in HEADLINE:
-        record = provider_of(point, name)
-        if record is None:
-            continue
-        speedup = "-"
-        if baseline is not None:
-            speedup = f"{baseline['median_ms'] / record['median_ms']:.1f}×"
-        rows.append((words, f"{record['median_ms']:.3f}", speedup, f"{record['fraction']:.2f}"))
+    timed = tables.headline(results, HEADLINE)
+    rows = [(*cells, number(record, "fraction", 2)) for record, cells in timed]
     table = markdown_table(("stage", "ms", "speed-up", "of the matmul"), rows)
-    return f"{sizes(point)}\n\n{table}\n{provenance(results)}"
+    return f"{sizes(defaults[0])}\n\n{table}\n{provenance(results)}"
 
 
 def sizes(point: Record) -> str:
@@ -129,7 +124,7 @@ def sizes(point: Record) -> str:
     )
 
 
-def stages(results: Results) -> str:
+def stages(results: Record) -> str:
     """Tables of all providers at the default point, one for each dtype."""
     parts = []
     for point in points_of(results, "default"):
@@ -139,15 +134,14 @@ def stages(results: Results) -> str:
                 reason = record.get("failure") or record["skipped"]
                 rows.append((record["name"], record["stage"], f"not run: {reason}", "", "", "", ""))
                 continue
-            temp = record.get("temp_bytes")
             rows.append(
                 (
                     record["name"],
                     record["stage"],
-                    f"{record['median_ms']:.4f}",
-                    f"{record['tflops']:.0f}",
-                    f"{record['fraction']:.3f}",
-                    "-" if temp is None else f"{temp / 2**20:.1f}",
+                    number(record, "median_ms"),
+                    number(record, "tflops", 0),
+                    number(record, "fraction", 3),
+                    mib(record, "temp_bytes", 1),
                     f"{record['error'] / record['bound']:.2f}"
                     + ("" if record["ok"] else " (wrong)"),
                 )
@@ -161,27 +155,23 @@ def stages(results: Results) -> str:
     return "\n".join([*parts, provenance(results)]) if parts else NOT_MEASURED
 
 
-def sweeps(results: Results) -> str:
+def sweeps(results: Record) -> str:
     """The table of all sweeps: our time, the time of the XLA path, our fraction, and the bars."""
     rows = []
-    on_gpu = results["environment"]["platform"] == "gpu"  # The bars are for Hopper.
     for sweep in linear_compression.SWEEPS:
         for point in points_of(results, sweep):
             ours, xla = provider_of(point, "ikbo"), provider_of(point, "xla")
-            if ours is None:
-                rows.append((f"{sweep}: {point['label']}", "not run", "", "", "", ""))
-                continue
-            path = "XLA" if point["table"]["config"] is None else "kernel"
-            rows.append(
-                (
-                    f"{sweep}: {point['label']}",
-                    f"{ours['median_ms']:.4f}",
-                    "-" if xla is None else f"{xla['median_ms']:.4f}",
-                    f"{ours['fraction']:.3f}",
-                    path,
-                    linear_compression.bar(point, results["points"]) if on_gpu else "",
-                )
-            )
+            cells = ["not run", "", "", "", ""]
+            if ours is not None:
+                bar = linear_compression.bar(point, results["points"])
+                cells = [
+                    number(ours, "median_ms"),
+                    number(xla, "median_ms", missing="-"),
+                    number(ours, "fraction", 3),
+                    "XLA" if point["table"]["config"] is None else "kernel",
+                    bar if is_on_gpu(results) else "",
+                ]
+            rows.append((name_of(point), *cells))
     if not rows:
         return NOT_MEASURED
     table = markdown_table(("point", "ms", "XLA, ms", "fraction", "table says", "bar"), rows)
@@ -190,7 +180,7 @@ def sweeps(results: Results) -> str:
     return f"{table}{missing}\n{provenance(results)}"
 
 
-def environment(results: Results) -> str:
+def environment(results: Record) -> str:
     """Text about device, protocol and ceilings."""
     copy, matmuls = results["copy"], [point["matmul_tflops"] for point in results["points"]]
     matmul = f"{statistics.median(matmuls):.0f} TFLOP/s" if matmuls else "not measured"
@@ -204,7 +194,7 @@ def environment(results: Results) -> str:
 
 
 def draw(
-    results: Results, root: pathlib.Path, images: Container[str] = (STAGES_IMAGE, SWEEPS_IMAGE)
+    results: Record, root: pathlib.Path, images: Container[str] = (STAGES_IMAGE, SWEEPS_IMAGE)
 ) -> list[pathlib.Path]:
     """Draws the plots whose files are in `images`; returns the files."""
     drawn = []
@@ -227,7 +217,7 @@ def draw(
     return drawn
 
 
-def _draw_sweeps(results: Results, names: Sequence[str], path: pathlib.Path) -> None:
+def _draw_sweeps(results: Record, names: Sequence[str], path: pathlib.Path) -> None:
     columns = min(3, len(names))
     rows = -(-len(names) // columns)
     size = (9, 0.6 + 2.9 * rows)
@@ -239,8 +229,7 @@ def _draw_sweeps(results: Results, names: Sequence[str], path: pathlib.Path) -> 
             points = points_of(results, sweep)
             for name, words in (("ikbo", "ikbo-jax"), ("xla", "ikbo-jax in XLA (decomposed)")):
                 records = [provider_of(point, name) for point in points]
-                fractions = [float("nan") if r is None else r["fraction"] for r in records]
-                axis.plot(range(len(points)), fractions, marker="o", label=words)
+                plots.curve(axis, records, itemgetter("fraction"), label=words)
             labels = [point["label"].split("=")[-1] for point in points]
             labels = [label.replace(" of one user", ":1") for label in labels]
             axis.set_xticks(range(len(points)), labels, rotation=30)
@@ -252,31 +241,20 @@ def _draw_sweeps(results: Results, names: Sequence[str], path: pathlib.Path) -> 
         plots.legend_below(figure, panels[0], 2)
 
 
-def blocks(results: Results, document: str) -> dict[str, str]:
+def blocks(results: Record, document: str) -> dict[str, str]:
     """The generated blocks by name; links are relative to `document`, a path from the root."""
 
     def image(name: str, words: str) -> str:
         return f"![{words}]({os.path.relpath(name, os.path.dirname(document) or '.')})\n"
 
-    if results["op"] in ("attention", "gdpa"):
-        return _over_lengths(results, image)
-    if results["op"] == "ranking":
+    if (module := MODULES.get(results["op"])) is not None:
         found = {}
-        for name, (header, rows), words in (
-            ("table", report_ranking.headline(results), report_ranking.sizes(results)),
-            *(
-                (name, report_ranking.sweep(results, name), "")
-                for name in report_ranking.AXIS_LABELS
-            ),
-        ):
+        for name, words, (header, rows) in module.blocks(results):
             if rows:
-                table = markdown_table(header, rows)
-                before = f"{words}\n\n" if words else ""
-                found[f"ranking-{name}"] = f"{before}{table}\n{provenance(results)}"
-        for name, axis in report_ranking.AXIS_LABELS.items():
-            if f"ranking-{name}" in found:
-                words = f"latency and memory of the ranking network over {axis}"
-                found[f"ranking-{name}-plot"] = image(report_ranking.IMAGE.format(name), words)
+                found[name] = f"{words}{markdown_table(header, rows)}\n{provenance(results)}"
+        for name, path, words in module.plots_of(results):
+            if name in found:
+                found[f"{name}-plot"] = image(path, words)
         return found
     return {
         "linear-compression-table": headline(results),
@@ -286,28 +264,6 @@ def blocks(results: Results, document: str) -> dict[str, str]:
         "linear-compression-stages-plot": image(STAGES_IMAGE, "time of the stages"),
         "linear-compression-sweeps-plot": image(SWEEPS_IMAGE, "fraction of the matmul over sizes"),
     }
-
-
-def _over_lengths(results: Results, image: Callable[[str, str], str]) -> dict[str, str]:
-    """The blocks of attention or gdpa; `image` makes a link from a file and its description."""
-    if results["op"] == "attention":
-        module: Any = report_attention
-        prefix, path = "attention", report_attention.IMAGE
-        words = "fraction of the matmul over the keys of a user"
-    else:
-        module = report_gdpa
-        prefix, path = report_gdpa.prefix(results), report_gdpa.image(results)
-        words = "fraction of the matmul over the greatest length"
-    found = {}
-    for name, (header, rows) in (
-        ("lengths", module.lengths(results)),
-        ("sweeps", module.sweeps(results)),
-    ):
-        if rows:
-            found[f"{prefix}-{name}"] = f"{markdown_table(header, rows)}\n{provenance(results)}"
-    if f"{prefix}-lengths" in found:
-        found[f"{prefix}-lengths-plot"] = image(path, words)
-    return found
 
 
 def replace_blocks(text: str, bodies: Mapping[str, str]) -> str:
@@ -404,12 +360,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     for document, after in texts.items():
         (args.root / document).write_text(after, encoding="utf-8")
-    drawings = {
-        "attention": report_attention.draw,
-        "gdpa": report_gdpa.draw,
-        "ranking": report_ranking.draw,
-    }
-    drawn = drawings.get(results["op"], draw)(results, args.root, images)
+    module = MODULES.get(results["op"])
+    drawn = (draw if module is None else module.draw)(results, args.root, images)
     for written in [*texts, *(path.relative_to(args.root) for path in drawn)]:
         print(f"wrote {written}")
     return 0

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Container, Mapping
-from typing import Any
+from collections.abc import Container
+from operator import itemgetter
 
 from benchmarks import gdpa, plots
 from benchmarks.gdpa_providers import CUDNN, OURS, TOKAMAX, XLA
-from benchmarks.harness import provider_of
+from benchmarks.records import Record, is_on_gpu, provider_of
+from benchmarks.tables import Block, Plot, Table, figures, name_of
 
 IMAGE = "docs/images/{}_lengths.svg"
 #: Columns of the tables: provider, description; a yardstick only if it was timed.
@@ -24,26 +25,26 @@ CURVES = {
     "half": "self-attention, lengths uniform in 1..max",
     "kv256": f"{gdpa.SHORT_KV} keys, many queries",
 }
-Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
 
 
-def prefix(results: Mapping[str, Any]) -> str:
+def prefix(results: Record) -> str:
     """Prefix of the names of blocks and plot; results of backward passes only have another one."""
     directions = {p["direction"] for p in results["points"]}
     return "gdpa-backward" if directions == {"backward"} else "gdpa"
 
 
-def image(results: Mapping[str, Any]) -> str:
+def image(results: Record) -> str:
     """The file of the plot."""
     return IMAGE.format(prefix(results).replace("-", "_"))
 
 
-def _points(results: Mapping[str, Any], over_lengths: bool) -> list[Mapping[str, Any]]:
+def _points(results: Record, over_lengths: bool) -> list[Record]:
     every = results["points"]
     return [p for p in every if (p["sweep"] in gdpa.LENGTH_SWEEPS) == over_lengths]
 
 
-def _table(results: Mapping[str, Any], over_lengths: bool) -> Table:
+def _table(results: Record, over_lengths: bool) -> Table:
+    """Header and rows of a table: times, our fraction, the bars."""
     points = _points(results, over_lengths)
     columns = [
         (name, words)
@@ -51,29 +52,29 @@ def _table(results: Mapping[str, Any], over_lengths: bool) -> Table:
         if name in (XLA.name, OURS.name) or any(provider_of(p, name) for p in points)
     ]
     header = ("point", *(f"{words}, ms" for _, words in columns), "fraction", "bar")
-    on_gpu = results["environment"]["platform"] == "gpu"  # The bars are for Hopper.
     rows = []
     for point in points:
-        records = [provider_of(point, name) for name, _ in columns]
-        times = ["not run" if r is None else f"{r['median_ms']:.4f}" for r in records]
-        fraction = "-" if records[-1] is None else f"{records[-1]['fraction']:.3f}"
-        bar = gdpa.bars(point, results["points"]) if on_gpu else ""
-        rows.append((f"{point['sweep']}: {point['label']}", *times, fraction, bar))
+        bar = gdpa.bars(point, results["points"]) if is_on_gpu(results) else ""
+        rows.append((name_of(point), *figures(point, [name for name, _ in columns]), bar))
     return header, rows
 
 
-def lengths(results: Mapping[str, Any]) -> Table:
-    """Header and rows of the table over the largest length: times, our fraction, the bars."""
-    return _table(results, over_lengths=True)
+def blocks(results: Record) -> list[Block]:
+    """The tables over the largest length and of the other sweeps."""
+    return [
+        (f"{prefix(results)}-lengths", "", _table(results, over_lengths=True)),
+        (f"{prefix(results)}-sweeps", "", _table(results, over_lengths=False)),
+    ]
 
 
-def sweeps(results: Mapping[str, Any]) -> Table:
-    """Header and rows of the table of the other sweeps: times, our fraction, the bars."""
-    return _table(results, over_lengths=False)
+def plots_of(results: Record) -> list[Plot]:
+    """The plot over the largest length."""
+    words = "fraction of the matmul over the greatest length"
+    return [(f"{prefix(results)}-lengths", image(results), words)]
 
 
 def draw(
-    results: Mapping[str, Any], root: pathlib.Path, images: Container[str] | None = None
+    results: Record, root: pathlib.Path, images: Container[str] | None = None
 ) -> list[pathlib.Path]:
     """Plots our fraction over the largest length, with dotted lines for the bars; returns the file.
 
@@ -94,9 +95,9 @@ def draw(
                 if not points and not bars:
                     continue
                 records = [provider_of(point, OURS.name) for point in points]
-                fractions = [float("nan") if r is None else r["fraction"] for r in records]
                 over, color = [p["problem"]["q_len"] for p in points], f"C{number}"
-                axis.plot(over, fractions, marker="o", color=color, label=words)
+                fraction = itemgetter("fraction")
+                plots.curve(axis, records, fraction, over=over, color=color, label=words)
                 axis.plot([*bars], [*bars.values()], linestyle=":", color=color, alpha=0.6)
             axis.set_xscale("log", base=2)
             axis.set_xticks(gdpa.LENGTHS, [str(length) for length in gdpa.LENGTHS])

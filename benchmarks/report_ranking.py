@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Sequence
+from operator import itemgetter
 from typing import Any
 
-from benchmarks import plots, ranking
-from benchmarks.harness import provider_of
+from benchmarks import plots, ranking, tables
+from benchmarks.records import Record, points_of, provider_of
+from benchmarks.tables import Block, Plot, Table, number
 
 #: One plot for each sweep, since a results file may have only one of them.
 IMAGE = "docs/images/ranking_{}.svg"
@@ -28,45 +30,25 @@ SWEPT = (
     (ranking.OURS.name, "this library's layers"),
     (ranking.REWRITTEN.name, "ikbo.rewrite of the materialised"),
 )
-Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
 
 
-def points_of(results: Mapping[str, Any], sweep: str) -> list[Mapping[str, Any]]:
-    """The points of one sweep."""
-    return [point for point in results["points"] if point["sweep"] == sweep]
-
-
-def _memory(record: Mapping[str, Any]) -> int | None:
+def _memory(record: Record) -> int | None:
     """Peak bytes of the device; if they were not measured, the bytes that the compiler reports."""
     return record.get("peak_bytes") or record.get("total_bytes")
 
 
-def headline(results: Mapping[str, Any]) -> Table:
+def headline(results: Record) -> Table:
     """Header and rows of the table of all versions at the default point."""
     header = ("version", "ms", "speed-up", "memory, MiB", "µs a candidate")
     rows: list[tuple[str, ...]] = []
-    for point in points_of(results, "default")[:1]:
-        baseline = provider_of(point, HEADLINE[0][0])
-        for name, words in HEADLINE:
-            record = provider_of(point, name)
-            if record is None:
-                continue
-            speedup, memory = "-", _memory(record)
-            if baseline is not None:
-                speedup = f"{baseline['median_ms'] / record['median_ms']:.1f}×"
-            rows.append(
-                (
-                    words,
-                    f"{record['median_ms']:.3f}",
-                    speedup,
-                    "-" if memory is None else f"{memory / 2**20:.0f}",
-                    f"{record['us_per_candidate']:.2f}",
-                )
-            )
+    for record, cells in tables.headline(results, HEADLINE):
+        memory = _memory(record)
+        memory_text = "-" if memory is None else f"{memory / 2**20:.0f}"
+        rows.append((*cells, memory_text, number(record, "us_per_candidate", 2)))
     return header, rows
 
 
-def sizes(results: Mapping[str, Any]) -> str:
+def sizes(results: Record) -> str:
     """The sizes of the default point as text."""
     for point in points_of(results, "default")[:1]:
         p = point["problem"]
@@ -77,21 +59,34 @@ def sizes(results: Mapping[str, Any]) -> str:
     return ""
 
 
-def sweep(results: Mapping[str, Any], name: str) -> Table:
+def sweep(results: Record, name: str) -> Table:
     """Header and rows of the table of the sweep `name`: time of every version."""
     header = ("point", *(f"{words}, ms" for _, words in SWEPT), "µs a candidate")
     rows = []
     for point in points_of(results, name):
-        records = [provider_of(point, name) for name, _ in SWEPT]
-        times = ["not run" if r is None else f"{r['median_ms']:.3f}" for r in records]
+        times = (number(provider_of(point, name), "median_ms", 3) for name, _ in SWEPT)
         ours = provider_of(point, ranking.OURS.name)
-        cost = "-" if ours is None else f"{ours['us_per_candidate']:.2f}"
-        rows.append((f"{name}: {point['label']}", *times, cost))
+        rows.append((tables.name_of(point), *times, number(ours, "us_per_candidate", 2, "-")))
     return header, rows
 
 
+def blocks(results: Record) -> list[Block]:
+    """The table of the default point and the tables of the sweeps."""
+    return [
+        ("ranking-table", f"{sizes(results)}\n\n", headline(results)),
+        *((f"ranking-{name}", "", sweep(results, name)) for name in AXIS_LABELS),
+    ]
+
+
+def plots_of(results: Record) -> list[Plot]:
+    """The plots of the sweeps."""
+    words = "latency and memory of the ranking network over {}"
+    axes = AXIS_LABELS.items()
+    return [(f"ranking-{name}", IMAGE.format(name), words.format(axis)) for name, axis in axes]
+
+
 def draw(
-    results: Mapping[str, Any], root: pathlib.Path, images: Container[str] | None = None
+    results: Record, root: pathlib.Path, images: Container[str] | None = None
 ) -> list[pathlib.Path]:
     """Plots latency and memory over every measured sweep; returns the files.
 
@@ -108,7 +103,7 @@ def draw(
         labels = [point["label"].split("=")[-1] for point in measured]
         path = root / IMAGE.format(name)
         with plots.saved(path, 2, size=(9, 4.2)) as (figure, row):
-            _curves(row[0], measured, lambda r: r["median_ms"])
+            _curves(row[0], measured, itemgetter("median_ms"))
             _curves(row[1], measured, lambda r: (r.get("total_bytes") or 0) / 2**20)
             for axis, unit in zip(row, ("time, ms", "memory, MiB"), strict=True):
                 axis.set_xticks(range(len(labels)), labels)
@@ -121,8 +116,6 @@ def draw(
     return drawn
 
 
-def _curves(axis: Any, measured: Sequence[Mapping[str, Any]], value: Any) -> None:
+def _curves(axis: Any, measured: Sequence[Record], value: Callable[[Record], float]) -> None:
     for name, words in SWEPT:
-        records = [provider_of(point, name) for point in measured]
-        values = [float("nan") if r is None else value(r) for r in records]
-        axis.plot(range(len(values)), values, marker="o", label=words)
+        plots.curve(axis, [provider_of(point, name) for point in measured], value, label=words)

@@ -10,10 +10,12 @@ from ikbo_jax.ops.linear_compression import (
     linear_compression,
     multilevel_linear_compression,
 )
+from ikbo_jax.placement import Placement, place_users
 from ikbo_jax.rewrite import rewrite
 
 __all__ = [
     "Explanation",
+    "Placement",
     "Term",
     "__version__",
     "attention",
@@ -23,5 +25,6 @@ __all__ = [
     "linear_compression",
     "merge_attention",
     "multilevel_linear_compression",
+    "place_users",
     "rewrite",
 ]

@@ -11,16 +11,16 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ikbo_jax import cli_demo, terminal
 from ikbo_jax._version import __version__
 
 # Only the commands import jax, so that `--help` takes no time.
 if TYPE_CHECKING:
-    from ikbo_jax.problems import GdpaProblem
+    from ikbo_jax.problems import Problem
 
 #: Exit statuses.
 OK, DISAGREES, UNUSABLE = 0, 1, 2
@@ -30,6 +30,23 @@ INTERRUPTED = 130
 MAX_SIZE = 2**31 - 1
 _KERNEL_DTYPES = ("bfloat16", "float16")
 _DTYPES = (*_KERNEL_DTYPES, "float32")
+#: Flags and meaning of the sizes of a ranking request, which linear compression has.
+_REQUEST_SIZES = (
+    (("--candidates", "--batch", "--b"), "B, number of candidates"),
+    (("--users", "--u"), "U, number of users"),
+    (("--m",), "M, compressed rows"),
+    (("--n",), "N, embedding width"),
+    (("--k-cand",), "K_cand, embedding rows of a candidate"),
+    (("--k-user",), "K_user, embedding rows of a user"),
+)
+_ATTENTION_SIZES = (
+    *_REQUEST_SIZES[:2],
+    (("--q-len", "--t"), "T, queries of a candidate"),
+    (("--kv-len", "--s"), "S, keys of a user"),
+    (("--q-heads", "--n"), "N, query heads"),
+    (("--kv-heads", "--k"), "K, key heads; divides N"),
+    (("--head-dim", "--h"), "H, head width"),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -87,7 +104,8 @@ def _parser() -> argparse.ArgumentParser:
         help="also time the network over candidates per user, and plot the times (.png, .svg, "
         ".pdf)",
     )
-    _add_sizes(demo, required=False)
+    _add_sizes(demo, _REQUEST_SIZES, required=False)
+    _add_dtype(demo, _DTYPES, None)
     demo.set_defaults(command=_demo)
 
     info = commands.add_parser("info", help="show the device, versions and usable kernels")
@@ -103,13 +121,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     ops = tune.add_subparsers(required=True, metavar="op")
     linear_compression = ops.add_parser("linear-compression", help="tune linear_compression")
-    _add_sizes(linear_compression, required=True)
-    _add_limit(linear_compression)
-    linear_compression.set_defaults(command=_tune_linear_compression)
+    _add_sizes(linear_compression, _REQUEST_SIZES, required=True)
+    _add_dtype(linear_compression)
+    linear_compression.set_defaults(problem=_linear_compression_problem)
     attention = ops.add_parser("attention", help="tune attention")
-    _add_attention_sizes(attention)
-    _add_limit(attention)
-    attention.set_defaults(command=_tune_attention)
+    _add_sizes(attention, _ATTENTION_SIZES, required=True)
+    _add_dtype(attention)
+    attention.set_defaults(problem=_attention_problem)
     gdpa = ops.add_parser(
         "gdpa",
         help="tune gdpa",
@@ -118,49 +136,32 @@ def _parser() -> argparse.ArgumentParser:
         "also serves calls with similar sizes, with this or another activation.",
     )
     _add_gdpa_sizes(gdpa)
-    _add_limit(gdpa)
-    gdpa.set_defaults(command=_tune_gdpa)
+    gdpa.set_defaults(problem=_gdpa_problem)
+    for op in (linear_compression, attention, gdpa):
+        op.add_argument(
+            "--limit",
+            type=_positive,
+            metavar="COUNT",
+            help="time at most this many configurations, the most promising first, besides XLA and "
+            "the current choice of the dispatch table",
+        )
+        op.set_defaults(command=_tune)
     return parser
 
 
-def _add_sizes(parser: argparse.ArgumentParser, *, required: bool) -> None:
-    sizes = (
-        (("--candidates", "--batch", "--b"), "candidates", "B, number of candidates"),
-        (("--users", "--u"), "users", "U, number of users"),
-        (("--m",), "m", "M, compressed rows"),
-        (("--n",), "n", "N, embedding width"),
-        (("--k-cand",), "k_cand", "K_cand, embedding rows of a candidate"),
-        (("--k-user",), "k_user", "K_user, embedding rows of a user"),
-    )
-    for flags, name, text in sizes:
-        parser.add_argument(
-            *flags, dest=name, type=_positive, required=required, metavar="SIZE", help=text
-        )
-    parser.add_argument(
-        "--dtype",
-        choices=_KERNEL_DTYPES if required else _DTYPES,
-        default="bfloat16" if required else None,
-        help="dtype of every array",
-    )
+def _add_sizes(
+    parser: argparse.ArgumentParser, sizes: Sequence[tuple[Sequence[str], str]], required: bool
+) -> None:
+    for flags, text in sizes:
+        parser.add_argument(*flags, type=_positive, required=required, metavar="SIZE", help=text)
 
 
-def _add_attention_sizes(parser: argparse.ArgumentParser) -> None:
-    sizes = (
-        (("--candidates", "--batch", "--b"), "batch", "B, number of candidates"),
-        (("--users", "--u"), "users", "U, number of users"),
-        (("--q-len", "--t"), "q_len", "T, queries of a candidate"),
-        (("--kv-len", "--s"), "kv_len", "S, keys of a user"),
-        (("--q-heads", "--n"), "q_heads", "N, query heads"),
-        (("--kv-heads", "--k"), "kv_heads", "K, key heads; divides N"),
-        (("--head-dim", "--h"), "head_dim", "H, head width"),
-    )
-    for flags, name, text in sizes:
-        parser.add_argument(
-            *flags, dest=name, type=_positive, required=True, metavar="SIZE", help=text
-        )
-    parser.add_argument(
-        "--dtype", choices=_KERNEL_DTYPES, default="bfloat16", help="dtype of every array"
-    )
+def _add_dtype(
+    parser: argparse.ArgumentParser,
+    choices: Sequence[str] = _KERNEL_DTYPES,
+    default: str | None = "bfloat16",
+) -> None:
+    parser.add_argument("--dtype", choices=choices, default=default, help="dtype of every array")
 
 
 def _add_gdpa_sizes(parser: argparse.ArgumentParser) -> None:
@@ -185,19 +186,7 @@ def _add_gdpa_sizes(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--approx", metavar="NAME", help="approximation of the activation; default: exact"
     )
-    parser.add_argument(
-        "--dtype", choices=_KERNEL_DTYPES, default="bfloat16", help="dtype of every array"
-    )
-
-
-def _add_limit(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--limit",
-        type=_positive,
-        metavar="COUNT",
-        help="time at most this many configurations, the most promising first, besides XLA and "
-        "the current choice of the dispatch table",
-    )
+    _add_dtype(parser)
 
 
 def _positive(text: str) -> int:
@@ -268,12 +257,14 @@ def _info(args: argparse.Namespace) -> int:
         ("platform", platform.platform()),
         ("device", f"{cli_demo.device_name()}; {jax.device_count()} in all"),
         ("driver", _driver() or "no NVIDIA driver found"),
-        ("linear_compression, mosaic_gpu", mosaic),
-        ("linear_compression, xla", "usable (bfloat16, float16, float32)"),
-        ("attention, mosaic_gpu", mosaic),
-        ("attention, xla", "usable (bfloat16, float16, float32)"),
-        ("gdpa, mosaic_gpu", mosaic),
-        ("gdpa, xla", "usable (bfloat16, float16, float32)"),
+        *(
+            (f"{op}, {implementation}", status)
+            for op in ("linear_compression", "attention", "gdpa")
+            for implementation, status in (
+                ("mosaic_gpu", mosaic),
+                ("xla", "usable (bfloat16, float16, float32)"),
+            )
+        ),
         ("user's tuning cache", f"{cache}{'' if cache.exists() else ' (none yet)'}"),
     ]
     terminal.print_table(("", ""), rows)
@@ -304,67 +295,36 @@ def _driver() -> str | None:
     return lines[0].strip() if lines else None
 
 
-def _tune_linear_compression(args: argparse.Namespace) -> int:
-    def tune() -> dict[str, Any]:
-        from ikbo_jax.autotuner.autotune import console_progress, tune_linear_compression
-        from ikbo_jax.problems import LinearCompressionProblem
-
-        problem = LinearCompressionProblem(
-            batches=(args.users, args.candidates),
-            ks=(args.k_user, args.k_cand),
-            m=args.m,
-            n=args.n,
-            dtype=args.dtype,
-        )
-        with console_progress() as progress:
-            return tune_linear_compression(problem, progress=progress, limit=args.limit)
-
-    return _tune(tune)
+# The problems with the sizes in `args`; ValueError if they are inconsistent.
 
 
-def _tune_attention(args: argparse.Namespace) -> int:
-    if args.q_heads % args.kv_heads:
-        text = f"--q-heads {args.q_heads} is not a multiple of --kv-heads {args.kv_heads}"
-        print(f"ikbo-jax tune: {text}", file=sys.stderr)
-        return UNUSABLE
+def _linear_compression_problem(args: argparse.Namespace) -> Problem:
+    from ikbo_jax.problems import LinearCompressionProblem
 
-    def tune() -> dict[str, Any]:
-        from ikbo_jax.autotuner.autotune import console_progress, tune_attention
-        from ikbo_jax.problems import AttentionProblem
-
-        names = [field.name for field in dataclasses.fields(AttentionProblem)]
-        problem = AttentionProblem(**{name: getattr(args, name) for name in names})
-        with console_progress() as progress:
-            return tune_attention(problem, progress=progress, limit=args.limit)
-
-    return _tune(tune)
+    batches, ks = (args.users, args.candidates), (args.k_user, args.k_cand)
+    return LinearCompressionProblem(batches, ks, args.m, args.n, args.dtype)
 
 
-def _tune_gdpa(args: argparse.Namespace) -> int:
-    try:
-        problem = _gdpa_problem(args)
-    except ValueError as error:
-        print(f"ikbo-jax tune: {error}", file=sys.stderr)
-        return UNUSABLE
+def _attention_problem(args: argparse.Namespace) -> Problem:
+    from ikbo_jax.problems import AttentionProblem
 
-    def tune() -> dict[str, Any]:
-        from ikbo_jax.autotuner.autotune import console_progress, tune_gdpa
-
-        with console_progress() as progress:
-            return tune_gdpa(problem, progress=progress, limit=args.limit)
-
-    return _tune(tune)
+    _check_heads(args)
+    sizes = (args.q_len, args.kv_len, args.q_heads, args.kv_heads, args.head_dim)
+    return AttentionProblem(args.candidates, args.users, *sizes, args.dtype)
 
 
-def _gdpa_problem(args: argparse.Namespace) -> GdpaProblem:
-    """The problem with the sizes in `args`; raises ValueError if they are inconsistent."""
-    from ikbo_jax.ops import gdpa_arguments
-    from ikbo_jax.problems import GdpaProblem
-
+def _check_heads(args: argparse.Namespace) -> None:
     if args.q_heads % args.kv_heads:
         raise ValueError(
             f"--q-heads {args.q_heads} is not a multiple of --kv-heads {args.kv_heads}"
         )
+
+
+def _gdpa_problem(args: argparse.Namespace) -> Problem:
+    from ikbo_jax.ops import gdpa_arguments
+    from ikbo_jax.problems import GdpaProblem
+
+    _check_heads(args)
     if args.seeds is not None and args.q_mean is not None:
         raise ValueError(f"--seeds {args.seeds} excludes --q-mean, but it is {args.q_mean}")
     for name, mean, longest in (
@@ -393,17 +353,20 @@ def _gdpa_problem(args: argparse.Namespace) -> GdpaProblem:
     )
 
 
-def _tune(tune: Callable[[], dict[str, Any]]) -> int:
-    """Runs a tuner and prints the result, or an error."""
+def _tune(args: argparse.Namespace) -> int:
+    """Runs the tuner of a problem and prints the result, or an error."""
     # Worker processes time the kernels, so this process must not preallocate the device's memory.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    from ikbo_jax.autotuner import autotune
     from ikbo_jax.ops.dispatch import hopper_unavailable_reason
 
-    if (reason := hopper_unavailable_reason()) is not None:
-        print(f"ikbo-jax tune: {reason}", file=sys.stderr)
-        return UNUSABLE
     try:
-        row = tune()
+        problem = args.problem(args)
+        if (reason := hopper_unavailable_reason()) is not None:
+            raise RuntimeError(reason)
+        tune = getattr(autotune, f"tune_{problem.op}")
+        with autotune.console_progress() as progress:
+            row = tune(problem, progress=progress, limit=args.limit)
     except (OSError, RuntimeError, ValueError) as error:
         print(f"ikbo-jax tune: {error}", file=sys.stderr)
         return UNUSABLE

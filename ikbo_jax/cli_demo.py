@@ -14,7 +14,6 @@ from ikbo_jax._version import __version__
 
 if TYPE_CHECKING:
     from ikbo_jax.demo import Measured, Report, Request, Stage
-    from ikbo_jax.demo_attention import Report as AttentionReport
     from ikbo_jax.demo_ranking import Report as RankingReport
 
 
@@ -57,7 +56,7 @@ def run(
     network, report, attention, *points = demo.run_parts(calls, log)
     if plot is not None:
         demo_ranking.draw(points[0], device_name(), plot)
-    print_request(request, report.counts)
+    print_request(request, demo.candidate_counts(request).tolist())
     print()
     print_network(network)
     print()
@@ -86,30 +85,15 @@ def print_network(report: RankingReport) -> None:
         f"T={sizes.queries}, {sizes.heads} heads of {sizes.head_dim}, {sizes.pooled} pooled rows"
     )
     print()
-    rows = [
-        (
-            m.name,
-            f"{m.time_ms:.3f} ms",
-            f"{baseline.time_ms / m.time_ms:.2f}x",
-            terminal.bytes_text(m.memory_bytes),
-            f"{m.error:.2g}" + ("" if m.agrees else " WRONG"),
-        )
-        for m in report.measured
-    ]
-    header = ("network", "time", "speed-up", "memory", "max error")
-    terminal.print_table(header, rows, numbers=frozenset(range(1, 5)))
+    _print_measured("network", report.measured, ("time", "speed-up", "memory", "max error"))
     print()
     print("memory: output and temporary buffers, without the request and the parameters.")
     print(f"max error: of a logit, against float32; allowed: {report.tolerance:.2g}.")
     if device_name().endswith("(gpu)"):
         print("all versions: cuBLAS' fastest algorithms compute all GEMMs outside the kernels.")
-    wrong = [m.name for m in report.measured if not m.agrees]
-    if wrong:
-        print(f"network: DISAGREEMENT: {', '.join(wrong)} outside the allowed error")
-    else:
-        best = min(report.measured[1:], key=lambda m: m.time_ms)
-        faster = baseline.time_ms / best.time_ms
-        print(f"network: all versions agree; {best.name} is {faster:.1f} times as fast as copies")
+    best = min(report.measured[1:], key=_time)
+    faster = f"{best.stage.name} is {baseline.time_ms / best.time_ms:.1f} times as fast as copies"
+    print(f"network: {_disagreement(report.measured) or f'all versions agree; {faster}'}")
     print()
     tasks = range(len(report.top[0].logits))
     terminal.print_table(
@@ -132,10 +116,11 @@ def print_demo(report: Report, automatic: str) -> None:
     print("memory: output and temporary buffers.")
     print(f"max error: against the materialised model in float32; allowed: {report.tolerance:.2g}.")
     print(f"implementation=None takes: {automatic}")
-    print(_conclusion(report))
+    ratio = report.request.candidates / report.request.users
+    print(f"{ratio:.1f} candidates per user: {_conclusion(report.measured)}")
 
 
-def print_attention(report: AttentionReport) -> None:
+def print_attention(report: Report) -> None:
     """Prints the part on attention: its stages."""
     request, ranking = report.request, report.request.ranking
     print(
@@ -147,28 +132,13 @@ def print_attention(report: AttentionReport) -> None:
     _print_stages(report.measured, report.not_run)
     print()
     print(f"max error: of some candidates, against float32; allowed: {report.tolerance:.2g}.")
-    wrong = [m.stage.name.split(maxsplit=1)[1] for m in report.measured if not m.agrees]
-    if wrong:
-        print(f"attention: DISAGREEMENT: {', '.join(wrong)} outside the allowed error")
-        return
-    materialised = [m for m in report.measured if m.stage.name.startswith("1")]
-    without_copies = [m for m in report.measured if not m.stage.name.startswith("1")]
-    best = min(without_copies, key=lambda m: m.time_ms)
-    faster = min(m.time_ms for m in materialised) / best.time_ms
-    fewer = materialised[0].stage.bytes_moved / best.stage.bytes_moved
-    print(
-        f"attention: all stages agree; {best.stage.name.split(maxsplit=1)[1]} is {faster:.1f} times"
-        f" as fast as the best materialised version, which must move {fewer:.1f} times the bytes"
-    )
+    print(f"attention: {_conclusion(report.measured)}")
 
 
 def _print_stages(measured: Sequence[Measured], not_run: Sequence[Stage]) -> None:
     """Prints a table of the stages that ran (the first is the baseline), and why others did not."""
-    terminal.print_table(
-        ("stage", "time", "speed-up", "moved", "memory", "max error", "path"),
-        [_row(one, measured[0]) for one in measured],
-        numbers=frozenset(range(1, 6)),
-    )
+    columns = ("time", "speed-up", "moved", "memory", "max error", "path")
+    _print_measured("stage", measured, columns)
     reasons: dict[str, list[str]] = {}
     for stage in not_run:
         reasons.setdefault(stage.path, []).append(" ".join(stage.name.split()))
@@ -176,17 +146,22 @@ def _print_stages(measured: Sequence[Measured], not_run: Sequence[Stage]) -> Non
         print(f"not run: {', '.join(names)}: {reason}")
 
 
-def _row(measured: Measured, baseline: Measured) -> tuple[str, ...]:
-    stage = measured.stage
-    return (
-        stage.name,
-        f"{measured.time_ms:.3f} ms",
-        f"{baseline.time_ms / measured.time_ms:.2f}x",
-        terminal.bytes_text(stage.bytes_moved),
-        terminal.bytes_text(measured.memory_bytes),
-        f"{measured.error:.2g}" + ("" if measured.agrees else " WRONG"),
-        stage.path,
-    )
+def _print_measured(name: str, measured: Sequence[Measured], columns: Sequence[str]) -> None:
+    """Prints a table of stages with some columns; the header of the first column is `name`."""
+
+    def row(one: Measured) -> tuple[str, ...]:
+        cells = {
+            "time": f"{one.time_ms:.3f} ms",
+            "speed-up": f"{measured[0].time_ms / one.time_ms:.2f}x",
+            "moved": terminal.bytes_text(one.stage.bytes_moved),
+            "memory": terminal.bytes_text(one.memory_bytes),
+            "max error": f"{one.error:.2g}" + ("" if one.agrees else " WRONG"),
+            "path": one.stage.path,
+        }
+        return one.stage.name, *(cells[column] for column in columns)
+
+    numbers = frozenset(n for n, column in enumerate(columns, start=1) if column != "path")
+    terminal.print_table((name, *columns), list(map(row, measured)), numbers=numbers)
 
 
 def _describe_request(request: Request, counts: Sequence[int]) -> str:
@@ -198,19 +173,31 @@ def _describe_request(request: Request, counts: Sequence[int]) -> str:
     )
 
 
-def _conclusion(report: Report) -> str:
-    request = report.request
-    ratio = f"{request.candidates / request.users:.1f} candidates per user"
-    wrong = [m.stage.name.split(maxsplit=1)[1] for m in report.measured if not m.agrees]
-    if wrong:
-        return f"{ratio}: DISAGREEMENT: {', '.join(wrong)} outside the allowed error"
-    # Compares the best stage with the faster one of the two materialised versions.
-    materialised = min(report.measured[:2], key=lambda m: m.time_ms)
-    best = min(report.measured[2:], key=lambda m: m.time_ms)
-    name = best.stage.name.split(maxsplit=1)[1]
+def _disagreement(measured: Sequence[Measured]) -> str:
+    """Which stages disagree with the oracle, as text; "" if none does."""
+    wrong = [_without_number(m.stage) for m in measured if not m.agrees]
+    return f"DISAGREEMENT: {', '.join(wrong)} outside the allowed error" if wrong else ""
+
+
+def _without_number(stage: Stage) -> str:
+    return stage.name.split(maxsplit=1)[-1]
+
+
+def _time(measured: Measured) -> float:
+    return measured.time_ms
+
+
+def _conclusion(measured: Sequence[Measured]) -> str:
+    """Compares the best stage with the fastest materialised one, whose number is 1."""
+    if text := _disagreement(measured):
+        return text
+    materialised, best = (
+        min((m for m in measured if m.stage.name.startswith("1") == copies), key=_time)
+        for copies in (True, False)
+    )
     faster = materialised.time_ms / best.time_ms
     fewer = materialised.stage.bytes_moved / best.stage.bytes_moved
     return (
-        f"{ratio}: all stages agree; {name} is {faster:.1f} times as fast as the best "
-        f"materialised version, which must move {fewer:.1f} times the bytes"
+        f"all stages agree; {_without_number(best.stage)} is {faster:.1f} times as fast as the "
+        f"best materialised version, which must move {fewer:.1f} times the bytes"
     )

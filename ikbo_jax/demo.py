@@ -72,19 +72,20 @@ SMALL = Request(candidates=256, users=4, m=109, n=64, k_cand=217, k_user=295, dt
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """One implementation of the op.
+    """One implementation of an op, or one version of the network.
 
     Attributes:
       name: name in the printed table.
-      fn: takes the fields of the inputs, returns the op's result; None if it cannot run here.
-      bytes_moved: bytes that the stage must at least read and write in device memory.
-      path: the implementation and its configuration, or why it cannot run.
+      fn: takes the fields of the inputs, returns the result; None if it cannot run here.
+      bytes_moved: bytes that the stage must at least read and write in device memory; 0 for the
+        network.
+      path: the implementation and its configuration, or why it cannot run; "" for the network.
     """
 
     name: str
     fn: Callable[..., jax.Array] | None
-    bytes_moved: int
-    path: str
+    bytes_moved: int = 0
+    path: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,10 +109,9 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """The result of `run`. `measured[0]` is the materialised model, the baseline of speed-ups."""
+    """The result of a part's `run`. `measured[0]` copies users, the baseline of speed-ups."""
 
-    request: Request
-    counts: tuple[int, ...]
+    request: Any
     measured: tuple[Measured, ...]
     not_run: tuple[Stage, ...]
     tolerance: float
@@ -301,10 +301,28 @@ def measure(
         found = compiled["comparison"](compiled[stage.name](*inputs), expected)
         errors[stage.name], largest = (float(x) for x in found)
     limit = error_rule.bound(errors[runnable[0].name], largest, *rounding)
-    samples = time_interleaved(
-        {stage.name: compiled[stage.name] for stage in runnable}, inputs, log
-    )
-    measured = tuple(
+    return timed(compiled, runnable, inputs, errors, limit, largest, log), limit
+
+
+def timed(
+    compiled: Mapping[str, jax.stages.Compiled],
+    stages: Sequence[Stage],
+    inputs: Sequence[Any],
+    errors: Mapping[str, float],
+    limit: float,
+    largest: float,
+    log: Log,
+) -> tuple[Measured, ...]:
+    """The times of stages whose errors are known.
+
+    Args (the others are as for `measure`):
+      errors: largest error of every stage, by name.
+      limit: the largest allowed error.
+      largest: the oracle's largest absolute value.
+    """
+    programs = {stage.name: compiled[stage.name] for stage in stages}
+    samples = time_interleaved(programs, inputs, log)
+    return tuple(
         Measured(
             stage,
             time_ms=statistics.median(samples[stage.name]),
@@ -313,9 +331,8 @@ def measure(
             # False for NaN, and if the baseline's error is so large that any result would pass.
             agrees=errors[stage.name] <= limit < largest,
         )
-        for stage in runnable
+        for stage in stages
     )
-    return measured, limit
 
 
 def run(request: Request, *, on_progress: Log = lambda _: None) -> Report:
@@ -345,5 +362,4 @@ def run(request: Request, *, on_progress: Log = lambda _: None) -> Report:
     inputs = Inputs._make([*compiled["inputs"](seed), (None, index)])
     expected = compiled["oracle in float32"](inputs)
     measured, limit = measure(compiled, runnable, inputs, expected, request.case.rounding, log)
-    counts = tuple(int(c) for c in candidate_counts(request))
-    return Report(request, counts, measured, tuple(not_run), limit)
+    return Report(request, measured, tuple(not_run), limit)

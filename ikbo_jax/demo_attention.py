@@ -16,7 +16,7 @@ from ikbo_jax import demo
 from ikbo_jax._timing.programs import Log, Programs
 from ikbo_jax.cases.attention import Case, Inputs, oracle
 from ikbo_jax.cases.error_rule import compare
-from ikbo_jax.demo import Measured, Stage
+from ikbo_jax.demo import Report, Stage
 from ikbo_jax.ops.dispatch import hopper_unavailable_reason
 from ikbo_jax.problems import AttentionProblem
 
@@ -48,21 +48,6 @@ class Request:
         ranking, heads = self.ranking, self.heads
         sizes = (ranking.candidates, ranking.users, self.q_len, self.kv_len, heads, heads)
         return Case(AttentionProblem(*sizes, self.head_dim, ranking.dtype))
-
-
-@dataclasses.dataclass(frozen=True)
-class Report:
-    """The result of `run`. `measured[0]` copies keys and values, the baseline of speed-ups."""
-
-    request: Request
-    measured: tuple[Measured, ...]
-    not_run: tuple[Stage, ...]
-    tolerance: float
-
-    @property
-    def agree(self) -> bool:
-        """Whether every stage that ran agrees with the oracle."""
-        return all(m.agrees for m in self.measured)
 
 
 def default_request(ranking: demo.Request) -> Request:
@@ -98,15 +83,7 @@ def _compare(
 
 
 def run(request: Request, *, on_progress: Log = lambda _: None) -> Report:
-    """Checks the result of every stage and times the stages interleaved.
-
-    Args:
-      request: sizes and seed.
-      on_progress: called with a description of each step.
-
-    Returns:
-      The report; stages that cannot run on this device are in `not_run`, with the reason as `path`.
-    """
+    """`demo.run` for attention."""
     log = demo.prefixed_log("attention", on_progress)
     unseeded = dataclasses.replace(request, ranking=dataclasses.replace(request.ranking, seed=0))
     programs = Programs(log, identity=f"attention {unseeded}")

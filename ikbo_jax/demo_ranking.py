@@ -21,6 +21,7 @@ import numpy as np
 from ikbo_jax import demo
 from ikbo_jax._timing.programs import NETWORK_ON_GPU, Log, Programs
 from ikbo_jax.cases.ranking import oracle, tolerance
+from ikbo_jax.demo import Measured, Stage
 from ikbo_jax.models import ranking
 from ikbo_jax.models.ranking import Sizes
 from ikbo_jax.ops.explain import explain
@@ -31,31 +32,6 @@ NUM_SHOWN = 5
 #: Candidates per user in the sweep; smaller on a CPU, where every point takes about 20 s.
 RATIOS = (10, 70, 300, 1000)
 RATIOS_ON_CPU = (4, 16, 64, 256)
-
-
-class Version(NamedTuple):
-    """One version of the network: its name, and its function of parameters and request."""
-
-    name: str
-    fn: Callable[..., jax.Array]
-
-
-class Measured(NamedTuple):
-    """A version that ran.
-
-    Attributes:
-      name: the version's name.
-      time_ms: median over the rounds, milliseconds.
-      memory_bytes: output and temporary buffers, as the compiler laid them out.
-      error: largest absolute difference of a logit to the float32 oracle.
-      agrees: whether `error` is within `Report.tolerance`.
-    """
-
-    name: str
-    time_ms: float
-    memory_bytes: int
-    error: float
-    agrees: bool
 
 
 class Scored(NamedTuple):
@@ -112,13 +88,13 @@ def sizes_of(request: demo.Request, layers: int | None = None) -> Sizes:
     )
 
 
-def versions() -> tuple[Version, ...]:
-    """The three versions, the materialised one first."""
-    return (
-        Version("materialised", ranking.materialised),
-        Version("co-designed", ranking.co_designed),
-        Version("rewritten", rewrite(ranking.materialised)),
-    )
+def versions() -> dict[str, Callable[..., jax.Array]]:
+    """The three versions by name, functions of parameters and request; first the materialised."""
+    return {
+        "materialised": ranking.materialised,
+        "co-designed": ranking.co_designed,
+        "rewritten": rewrite(ranking.materialised),
+    }
 
 
 def _seed_of(seed: int) -> np.ndarray:
@@ -149,13 +125,12 @@ def run(sizes: Sizes, seed: int, *, on_progress: Log = lambda _: None) -> Report
     # The oracle lowers quickly and compiles slowly. Added first, it compiles while the versions are
     # lowered.
     programs.add("oracle in float32", oracle, *shapes, timed=False)
-    names = [version.name for version in versions()]
-    for version in versions():
-        programs.add(version.name, version.fn, *shapes)
+    for name, fn in versions().items():
+        programs.add(name, fn, *shapes)
     programs.all_added()
     log("report of the rewrite")
     explanation = programs.text(
-        "report of the rewrite", lambda: str(explain(versions()[-1].fn, *shapes)), shapes
+        "report of the rewrite", lambda: str(explain(versions()["rewritten"], *shapes)), shapes
     )
     compiled = programs.compiled()
 
@@ -166,21 +141,11 @@ def run(sizes: Sizes, seed: int, *, on_progress: Log = lambda _: None) -> Report
     log("checking the results")
     expected = np.asarray(compiled["oracle in float32"](*inputs))
     largest = float(np.max(np.abs(expected)))
-    outs = {name: np.asarray(compiled[name](*inputs)) for name in names}
-    samples = demo.time_interleaved({name: compiled[name] for name in names}, inputs, log)
+    outs = {name: np.asarray(compiled[name](*inputs)) for name in versions()}
     errors = {name: float(np.max(np.abs(out - expected))) for name, out in outs.items()}
-    limit = tolerance(sizes, errors[names[0]], largest)
-    measured = tuple(
-        Measured(
-            name,
-            statistics.median(samples[name]),
-            demo.device_memory(compiled[name]),
-            error,
-            # False for NaN, and if the baseline's error is so large that any result would pass.
-            error <= limit < largest,
-        )
-        for name, error in errors.items()
-    )
+    limit = tolerance(sizes, errors["materialised"], largest)
+    stages = [Stage(name, fn) for name, fn in versions().items()]
+    measured = demo.timed(compiled, stages, inputs, errors, limit, largest, log)
     logits, users = outs["rewritten"], np.asarray(index)
     top = tuple(
         Scored(int(b), int(users[b]), tuple(map(float, logits[b])))
@@ -202,7 +167,7 @@ def sweep(sizes: Sizes, seed: int, *, on_progress: Log = lambda _: None) -> tupl
     log = demo.prefixed_log("plot", on_progress)
     programs = Programs(log, NETWORK_ON_GPU, identity=f"sweep {sizes}")
     ratios = RATIOS_ON_CPU if jax.default_backend() == "cpu" else RATIOS
-    seed_bits, names = _seed_of(seed), [version.name for version in versions()[:2]]
+    seed_bits, names = _seed_of(seed), ("materialised", "co-designed")
     params = programs.add(
         "parameters", functools.partial(ranking.init, sizes), seed_bits, timed=False
     )
@@ -211,9 +176,9 @@ def sweep(sizes: Sizes, seed: int, *, on_progress: Log = lambda _: None) -> tupl
         draw = functools.partial(ranking.draw_request, point_sizes)
         drawn = programs.add(f"request, {ratio} candidates per user", draw, seed_bits, timed=False)
         index = jax.ShapeDtypeStruct((point_sizes.candidates,), jnp.int32)
-        for name, fn in versions()[:2]:
+        for name in names:
             shapes = (params, ranking.Request._make([*drawn, index]))
-            programs.add(f"{name}, {ratio} candidates per user", fn, *shapes)
+            programs.add(f"{name}, {ratio} candidates per user", versions()[name], *shapes)
     compiled = programs.compiled()
 
     values, points = compiled["parameters"](seed_bits), []

@@ -44,8 +44,8 @@ os.environ.setdefault("NPROC", "8")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# shard_map needs a mesh of more than one device.
-jax.config.update("jax_num_cpu_devices", 2)
+# Meshes of one axis and of two.
+jax.config.update("jax_num_cpu_devices", 8)
 
 # Every new shape compiles, which takes longer than hypothesis allows an example by default.
 hypothesis.settings.register_profile(

@@ -308,8 +308,8 @@ MUTANTS = (
     Mutant(
         "fixed positions below 0",
         "sources.py",
-        "0 <= start[0] <= size - sizes[axis]",
-        "start[0] <= size - sizes[axis]",
+        "0 <= start <= size - sizes[axis]",
+        "start <= size - sizes[axis]",
         (f"{DECISIONS}::test_a_fixed_position_below_0_is_no_row_from_the_end",),
     ),
     Mutant(

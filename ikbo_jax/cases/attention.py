@@ -148,17 +148,12 @@ def oracle(inputs: Inputs, rows: np.ndarray | jax.Array) -> jax.Array:
     return reference.materialised(query, key, value, *of_rows[3:], scale=scale)[0]
 
 
-def materialised(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    index: jax.Array,
-    lengths: jax.Array | None = None,
-) -> jax.Array:
+def materialised(*inputs: Any) -> jax.Array:
     """Attention of a model without this library: copies keys and values for every candidate.
 
-    Every user has at least one key.
+    It is a function of the fields of `Inputs`. Every user has at least one key.
     """
+    query, key, value, index, lengths = Inputs(*inputs)
     keys, values = key[index], value[index]
     if (heads := query.shape[2] // key.shape[2]) > 1:
         keys, values = (jnp.repeat(x, heads, axis=2) for x in (keys, values))
@@ -172,14 +167,9 @@ def materialised(
     return out.astype(query.dtype)
 
 
-def materialised_cudnn(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    index: jax.Array,
-    lengths: jax.Array | None = None,
-) -> jax.Array:
+def materialised_cudnn(*inputs: Any) -> jax.Array:
     """`materialised` with cuDNN's attention, which needs a GPU."""
+    query, key, value, index, lengths = Inputs(*inputs)
     # The barrier forces XLA to materialise the copies.
     keys, values = jax.lax.optimization_barrier((key[index], value[index]))
     out: jax.Array = jax.nn.dot_product_attention(

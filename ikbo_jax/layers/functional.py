@@ -1,8 +1,8 @@
 """The layers as functions of a mapping from names to parameters; needs no Flax.
 
-Every function casts its floating-point arrays to `dtype`; with None, to the dtype that they promote
-to. `precision` applies to f32 products: a name, a `jax.lax.Precision`, or None for JAX's default.
-Letters: N heads of width H.
+Every function casts its floating-point arrays to `dtype`, the dtype of computation and result; with
+None, to the dtype that they promote to. `precision` applies to f32 products: a name, a
+`jax.lax.Precision`, or None for JAX's default. Letters: N heads of width H.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from ikbo_jax.ops.gdpa import gdpa
 from ikbo_jax.ops.linear_compression import linear_compression
 
 Parameters = Mapping[str, jax.Array]
+#: A size, which is checked: None is refused like 0.
+Size = int | None
 #: A shape, and a function that makes an array of this shape with an initialiser of matrices.
 Spec = tuple[tuple[int, ...], Callable[[Callable[..., jax.Array]], jax.Array]]
 
@@ -106,9 +108,7 @@ def matrix(shape: tuple[int, ...], *, to_heads: bool) -> Spec:
     return shape, lambda init: init(flat).reshape(shape)
 
 
-def compression_sizes(
-    user_rows: int | None, cand_rows: int | None, features: int | None
-) -> tuple[int, ...]:
+def compression_sizes(user_rows: Size, cand_rows: Size, features: Size) -> tuple[int, ...]:
     """Returns the sizes of `compress`; raises ValueError unless all are positive."""
     return check_sizes(
         "LinearCompression", user_rows=user_rows, cand_rows=cand_rows, features=features
@@ -116,11 +116,7 @@ def compression_sizes(
 
 
 def attention_specs(
-    cand_features: int | None,
-    user_features: int | None,
-    out_features: int | None,
-    num_heads: int | None,
-    head_dim: int | None,
+    cand_features: Size, user_features: Size, out_features: Size, num_heads: Size, head_dim: Size
 ) -> dict[str, Spec]:
     """Specs of the parameters of `attend`; raises ValueError unless all sizes are positive."""
     sizes = check_sizes(
@@ -135,11 +131,7 @@ def attention_specs(
 
 
 def pma_specs(
-    num_seeds: int | None,
-    in_features: int | None,
-    out_features: int | None,
-    num_heads: int | None,
-    head_dim: int | None,
+    num_seeds: Size, in_features: Size, out_features: Size, num_heads: Size, head_dim: Size
 ) -> dict[str, Spec]:
     """Specs of the parameters of `pma`; raises ValueError unless all sizes are positive.
 
@@ -161,7 +153,7 @@ def pma_specs(
 
 
 def pffn_specs(
-    features: int | None, memory_features: int | None, num_heads: int | None, head_dim: int | None
+    features: Size, memory_features: Size, num_heads: Size, head_dim: Size
 ) -> dict[str, Spec]:
     """Specs of the parameters of `pffn`; raises ValueError unless all sizes are positive."""
     width, memory_width, *heads = check_sizes(
@@ -188,6 +180,17 @@ def project(x: jax.Array, weight: jax.Array) -> jax.Array:
     return jnp.einsum("...f,fnh->...nh", x, weight)
 
 
+def projected(
+    params: Parameters, x: jax.Array, memory: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The queries of [..., F] and the keys and values of [..., F_memory]: [..., N, H] each."""
+    return (
+        project(x, params["w_query"]),
+        project(memory, params["w_key"]),
+        project(memory, params["w_value"]),
+    )
+
+
 def merge_heads(x: jax.Array, weight: jax.Array) -> jax.Array:
     """Multiplies [..., N, H] by [N, H, features]; returns [..., features]."""
     return jnp.einsum("...nh,nhf->...f", x, weight)
@@ -209,8 +212,6 @@ def compress(
       e_user: [U, K_user, N].
       e_cand: [B, K_cand, N].
       cand_to_user: [B] int32, the user of every candidate, in [0, U), in any order.
-      dtype: dtype of computation and result; None promotes.
-      precision: precision of f32 products.
 
     Returns:
       [B, M, N].
@@ -244,8 +245,6 @@ def attend(
       x_user: [U, S, F_user].
       cand_to_user: [B] int32, the user of every candidate, in [0, U), in any order.
       key_value_seq_lengths: [U] int32, the number of valid rows of every user; None means S.
-      dtype: dtype of computation and result; None promotes.
-      precision: precision of f32 products.
 
     Returns:
       [B, T, F_out].
@@ -256,18 +255,12 @@ def attend(
     X_CAND.check(x_cand, params["w_query"].shape[0])
     X_USER.check(x_user, params["w_key"].shape[0])
     arguments.check_index("cand_to_user", cand_to_user, "x_cand", "B", x_cand.shape[0])
-    if key_value_seq_lengths is not None:
-        lengths = key_value_seq_lengths
+    if (lengths := key_value_seq_lengths) is not None:
         arguments.check_index("key_value_seq_lengths", lengths, "x_user", "U", x_user.shape[0])
     params, (x_cand, x_user) = _cast(params, (x_cand, x_user), dtype)
     with _precision(precision):
-        out = attention(
-            project(x_cand, params["w_query"]),
-            project(x_user, params["w_key"]),
-            project(x_user, params["w_value"]),
-            cand_to_user,
-            key_value_seq_lengths=key_value_seq_lengths,
-        )
+        query, key, value = projected(params, x_cand, x_user)
+        out = attention(query, key, value, cand_to_user, key_value_seq_lengths=lengths)
         assert isinstance(out, jax.Array)
         return merge_heads(out, params["w_out"])
 
@@ -293,8 +286,6 @@ def pma(
       activation: as in `ikbo_jax.gdpa`.
       output_scale: as in `ikbo_jax.gdpa`.
       max_seqlen: bound of the lengths, known while tracing; rows beyond it have no effect.
-      dtype: dtype of computation and result; None promotes.
-      precision: precision of f32 products.
 
     Returns:
       [batch, num_seeds, F_out].
@@ -308,9 +299,7 @@ def pma(
     seeds = params["seeds"]
     with _precision(precision):
         out = gdpa(
-            project(seeds, params["w_query"]),
-            project(x, params["w_key"]),
-            project(x, params["w_value"]),
+            *projected(params, seeds, x),
             None,
             cu_seqlens,
             activation=activation,
@@ -345,14 +334,12 @@ def pffn(
       memory: [total_memory, F_memory], sequence after sequence.
       cu_seqlens: [batch + 1] int32, offsets of `x` as in `ikbo_jax.gdpa`.
       cu_seqlens_memory: [batch_memory + 1] int32, offsets of `memory`.
-      x_to_memory: [batch] int32, the memory sequence of every sequence; None pairs sequence b with
-        memory sequence b.
+      x_to_memory: [batch] int32, the memory sequence of every sequence (the user of a candidate);
+        None pairs sequence b with memory sequence b.
       activation: as in `ikbo_jax.gdpa`.
       output_scale: as in `ikbo_jax.gdpa`.
       max_seqlen: bound of the lengths of `x`, known while tracing.
       max_seqlen_memory: bound of the lengths of `memory`, known while tracing.
-      dtype: dtype of computation and result; None promotes.
-      precision: precision of f32 products.
 
     Returns:
       [total, F]; 0 in rows outside all sequences.
@@ -370,9 +357,7 @@ def pffn(
     params, (x, memory) = _cast(params, (x, memory), dtype)
     with _precision(precision):
         out = gdpa(
-            project(x, params["w_query"]),
-            project(memory, params["w_key"]),
-            project(memory, params["w_value"]),
+            *projected(params, x, memory),
             cu_seqlens,
             cu_seqlens_memory,
             activation=activation,

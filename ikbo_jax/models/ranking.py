@@ -258,32 +258,17 @@ def materialised(params: dict[str, Any], request: Request, *, tuned: bool = Fals
 
 
 def co_designed(params: dict[str, Any], request: Request) -> jax.Array:
-    """The network on the layers of this library, which copy no user.
-
-    Args:
-      params: parameters from `init`.
-      request: a request of the same sizes.
-
-    Returns:
-      Logits [B, tasks] f32.
-    """
+    """`materialised` on the layers of this library, which copy no user."""
     return _network(params, request, strategies.CO_DESIGNED)
 
 
 def hand_optimised(params: dict[str, Any], request: Request, *, most: int) -> jax.Array:
-    """The network as an expert writes it for XLA, without this library.
+    """`materialised` as an expert writes it for XLA, without this library.
 
     User and candidate are compressed separately. The queries of all candidates of a user are folded
     into one sequence, so that attention needs no copies of the keys; cuDNN computes it on an NVIDIA
-    GPU, XLA elsewhere.
-
-    Args:
-      params: parameters from `init`.
-      request: a request of the same sizes.
-      most: largest number of candidates of one user. A user's further candidates have NaN.
-
-    Returns:
-      Logits [B, tasks] f32.
+    GPU, XLA elsewhere. `most` is the largest number of candidates of one user; a user's further
+    candidates have NaN.
     """
     index = request.cand_to_user
     fold = strategies.fold_by_user(index, request.history.shape[0], most)
@@ -329,10 +314,7 @@ def rms_norm(x: jax.Array) -> jax.Array:
 
 
 def _self_attention(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-    query, key, value = (
-        functional.project(x, params[name]) for name in ("w_query", "w_key", "w_value")
-    )
-    out = strategies.softmax_attention(query, key, value, tuned=True)
+    out = strategies.softmax_attention(*functional.projected(params, x, x), tuned=True)
     return functional.merge_heads(out, params["w_out"])
 
 

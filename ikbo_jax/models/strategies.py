@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from ikbo_jax.layers import functional
 from ikbo_jax.ops.gdpa_arguments import equal_offsets
@@ -73,11 +74,14 @@ def activated_attention(query: jax.Array, key: jax.Array, value: jax.Array) -> j
     return out * jnp.asarray(key.shape[1] ** -0.5, out.dtype)
 
 
-def _projected(params: Parameters, x: jax.Array, memory: jax.Array) -> tuple[jax.Array, ...]:
-    return (
-        functional.project(x, params["w_query"]),
-        functional.project(memory, params["w_key"]),
-        functional.project(memory, params["w_value"]),
+def look_up(user: jax.Array, index: jax.Array) -> jax.Array:
+    """The user's entry of every candidate, sharded as the candidates are."""
+    sharding = jax.typeof(index).sharding
+    if sharding.mesh.empty:
+        return user[index]
+    # With Explicit mesh axes, JAX asks for the sharding of what it looks up.
+    return user.at[index].get(
+        out_sharding=sharding.update(spec=PartitionSpec(*sharding.spec, *[None] * (user.ndim - 1)))
     )
 
 
@@ -85,7 +89,7 @@ def _projected(params: Parameters, x: jax.Array, memory: jax.Array) -> tuple[jax
 
 
 def _pool_by_seeds(params: Parameters, x: jax.Array, *, tuned: bool) -> jax.Array:
-    query, key, value = _projected(params, params["seeds"], x)
+    query, key, value = functional.projected(params, params["seeds"], x)
     seeds = jnp.broadcast_to(query, (x.shape[0], *query.shape))
     out = softmax_attention(seeds, key, value, tuned=tuned)
     return functional.merge_heads(out, params["w_out"])
@@ -94,21 +98,23 @@ def _pool_by_seeds(params: Parameters, x: jax.Array, *, tuned: bool) -> jax.Arra
 def _attend_to_copies(
     params: Parameters, queries: jax.Array, history: jax.Array, index: jax.Array, *, tuned: bool
 ) -> jax.Array:
-    out = softmax_attention(*_projected(params, queries, history[index]), tuned=tuned)
+    out = softmax_attention(
+        *functional.projected(params, queries, look_up(history, index)), tuned=tuned
+    )
     return functional.merge_heads(out, params["w_out"])
 
 
 def _feed_forward_by_copies(
     params: Parameters, queries: jax.Array, pooled: jax.Array, index: jax.Array
 ) -> jax.Array:
-    out = activated_attention(*_projected(params, queries, pooled[index]))
+    out = activated_attention(*functional.projected(params, queries, look_up(pooled, index)))
     return functional.merge_heads(out, params["w_out"])
 
 
 def _compress_copies(
     params: Parameters, rows: jax.Array, tokens: jax.Array, index: jax.Array, *, tuned: bool
 ) -> jax.Array:
-    parts, weights = [rows[index], tokens], [params["w_user"], params["w_cand"]]
+    parts, weights = [look_up(rows, index), tokens], [params["w_user"], params["w_cand"]]
     padding = -(rows.shape[1] + tokens.shape[1]) % ALIGNMENT if tuned else 0
     if padding:
         parts.append(jnp.zeros((tokens.shape[0], padding, tokens.shape[2]), tokens.dtype))
@@ -120,7 +126,7 @@ def _compress_copies(
 def _join_copies(
     weight: jax.Array, user: jax.Array, cand: jax.Array, index: jax.Array
 ) -> jax.Array:
-    return jnp.concatenate([user[index], cand], axis=1) @ weight
+    return jnp.concatenate([look_up(user, index), cand], axis=1) @ weight
 
 
 MATERIALISED = Strategy(
@@ -170,7 +176,7 @@ def _join(weight: jax.Array, user: jax.Array, cand: jax.Array, index: jax.Array)
     """Products at user and at candidate batch, added in f32 and rounded once."""
     split, dtype = user.shape[1], weight.dtype
     dot = functools.partial(jnp.dot, preferred_element_type=jnp.float32)
-    return (dot(user, weight[:split])[index] + dot(cand, weight[split:])).astype(dtype)
+    return (look_up(dot(user, weight[:split]), index) + dot(cand, weight[split:])).astype(dtype)
 
 
 CO_DESIGNED = Strategy(
@@ -250,14 +256,14 @@ def hand_optimised(fold: Fold) -> Strategy:
     def attend(
         params: Parameters, queries: jax.Array, history: jax.Array, index: jax.Array
     ) -> jax.Array:
-        query, key, value = _projected(params, queries, history)
+        query, key, value = functional.projected(params, queries, history)
         out = fold.unfold(softmax_attention(fold.fold(query), key, value, tuned=True))
         return functional.merge_heads(out, params["w_out"])
 
     def feed_forward(
         params: Parameters, queries: jax.Array, pooled: jax.Array, index: jax.Array
     ) -> jax.Array:
-        query, key, value = _projected(params, queries, pooled)
+        query, key, value = functional.projected(params, queries, pooled)
         out = fold.unfold(activated_attention(fold.fold(query), key, value))
         return functional.merge_heads(out, params["w_out"])
 

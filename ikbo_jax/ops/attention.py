@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from ikbo_jax.ops import arguments, dispatch, reverse_only
-from ikbo_jax.ops.op import Folded, Op, stack, unstack, vary_over_same_axes
+from ikbo_jax.ops.op import Folded, Named, Op, stack, unstack
+from ikbo_jax.ops.sharded import run_kernel, vary_over_same_axes
 from ikbo_jax.problems import AttentionConfig, AttentionProblem
 from ikbo_jax.problems.hopper import WGMMA_M
 from ikbo_jax.reference import attention as reference
@@ -289,7 +290,7 @@ class _Attention(Op):
         self, call: _Call, plan: dispatch.Plan, arrays: _Arrays
     ) -> tuple[jax.Array, jax.Array | None]:
         if plan.implementation == "mosaic_gpu":
-            out, lse = _run_kernel(call, plan, arrays)
+            out, lse = run_kernel(functools.partial(_run_kernel, call, plan), arrays)
         else:
             out, lse = attention_grouped.decomposed(*arrays, scale=call.scale)
         return dispatch.record(out, plan), lse if call.return_residuals else None
@@ -331,12 +332,27 @@ class _Attention(Op):
         out, lse = results
         return out, lse if call.return_residuals else None
 
-    def vjp(self, call: _Call, plan: dispatch.Plan, residuals: Any, cotangents: Any) -> _Arrays:
+    def named(self, call: _Call, arrays: _Arrays) -> Named:
+        lengths = None if arrays.lengths is None else "u"
+        query, keys = "b t (k g) h", "u s k h"
+        return Named(
+            _Arrays._make((query, keys, keys, "b", lengths)),
+            (query, "b t (k g)" if call.return_residuals else None),
+            {"b": "candidates", "t": "queries", "k": "heads", "g": "heads"},
+        )
+
+    def vjp(
+        self,
+        call: _Call,
+        plan: dispatch.Plan,
+        arrays: _Arrays,
+        residuals: Any,
+        cotangents: Any,
+        dtype: Any,
+    ) -> _Arrays:
         del plan
-        (query, key, value, index, lengths), (out, lse) = residuals
-        d_out, d_lse = cotangents
         gradients = attention_grouped.decomposed_vjp(
-            query, key, value, index, lengths, out, lse, d_out, d_lse, scale=call.scale
+            *arrays, *residuals, *cotangents, scale=call.scale, dtype=dtype
         )
         return _Arrays._make((*gradients, None, None))
 

@@ -44,6 +44,7 @@ class Plan:
       config: the kernel's configuration; None if XLA runs the op.
       reason: why this implementation was chosen, and where the configuration comes from.
       backward: which implementation computes the gradient, and why.
+      division: how the call divides over the devices of a mesh; empty if it does not.
     """
 
     op: str
@@ -53,12 +54,16 @@ class Plan:
     config: Any
     reason: str
     backward: str = "XLA, at user and candidate batch size"
+    division: str = ""
 
     def __str__(self) -> str:
         lines = [f"{self.op}: {self.sizes}", f"  implementation: {self.implementation}"]
         if self.config is not None:
             lines.append(f"  config: {self.config}")
-        return "\n".join([*lines, f"  reason: {self.reason}", f"  gradient: {self.backward}"])
+        lines += [f"  reason: {self.reason}", f"  gradient: {self.backward}"]
+        if self.division:
+            lines.append(f"  devices: {self.division}")
+        return "\n".join(lines)
 
 
 @dataclasses.dataclass(frozen=True)

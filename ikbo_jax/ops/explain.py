@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import AxisType
 
-from ikbo_jax.ops import dispatch
+from ikbo_jax.ops import dispatch, sharded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +69,8 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     Traces `fn` without running it and reads the choices from the jaxpr, so it also finds ops inside
     jit (cached or not), grad, vmap, scan and cond. The plan of an op also names the implementation
     of its gradient ("gradient"), whether or not `fn` computes a gradient; a backward pass has no
-    plan.
+    plan. With arrays that are sharded over several devices, "devices" says how the op divides and
+    what it moves; where mesh axes are Auto, XLA decides that, so `fn` is compiled to find out.
 
     Args:
       fn: any function that JAX can trace.
@@ -94,7 +97,29 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     arrays = [leaf for leaf, is_array in zip(leaves, traced, strict=True) if is_array]
     found = list(marks(jax.make_jaxpr(call)(arrays).jaxpr))
     plans = tuple(mark for mark in found if isinstance(mark, dispatch.Plan))
+    if plans and _xla_divides(arrays):
+        plans = _of_parts(plans, call, arrays)
     return Explanation(plans, tuple(mark for mark in found if not isinstance(mark, dispatch.Plan)))
+
+
+def _xla_divides(arrays: list[Any]) -> bool:
+    """Whether XLA decides how the arrays divide: several devices, and axes of a mesh are Auto."""
+    meshes: list[Any] = [jax.sharding.get_mesh()]
+    meshes += [getattr(getattr(x, "sharding", None), "mesh", None) for x in arrays]
+    return any(
+        mesh is not None and mesh.size > 1 and AxisType.Auto in mesh.axis_types for mesh in meshes
+    )
+
+
+def _of_parts(
+    plans: tuple[dispatch.Plan, ...], call: Any, arrays: list[Any]
+) -> tuple[dispatch.Plan, ...]:
+    """The plans of the parts that XLA asks for when it compiles `call`."""
+    # A program from JAX's compilation cache would ask for nothing: a new name is never in it.
+    call.__name__ = f"explain_{uuid.uuid4().hex}"
+    with sharded.reports() as found:
+        jax.jit(call).lower(arrays).compile()
+    return tuple(found.get(plan, plan) for plan in plans)
 
 
 def marks(jaxpr: core.Jaxpr) -> Iterator[Any]:

@@ -12,13 +12,16 @@ import jax.numpy as jnp
 from ikbo_jax.ops import arguments, dispatch, gdpa_arguments, gdpa_backward, gdpa_vmap, reverse_only
 from ikbo_jax.ops.op import (
     Folded,
+    Named,
     Op,
+    Part,
     map_sequentially,
     stack,
     unstack,
-    vary_over_same_axes,
     vmappable,
 )
+from ikbo_jax.ops.partition import Division
+from ikbo_jax.ops.sharded import run_kernel, vary_over_same_axes
 from ikbo_jax.problems import GdpaConfig, GdpaProblem
 from ikbo_jax.problems import gdpa_backward as gdpa_backward_problems
 from ikbo_jax.reference import gdpa as reference
@@ -162,12 +165,14 @@ class _Call:
     Attributes:
       return_residuals: whether a gradient follows, which needs lse where a head has a softmax.
       gradient_by_kernel: whether kernels compute the gradient.
+      gradient_dtype: dtype of the gradients of key and value; None means the inputs'.
     """
 
     request: dispatch.Request
     settings: Settings
     return_residuals: bool = False
     gradient_by_kernel: bool = False
+    gradient_dtype: str | None = None
 
 
 class _Residuals(NamedTuple):
@@ -187,9 +192,22 @@ def _run_vjp_vmappable(call: _Call, residuals: _Residuals) -> Gradients:
 
     def run(residuals: _Residuals) -> Gradients:
         arrays, out, lse, d_out = residuals
-        return gdpa_backward.vjp(
-            arrays, call.settings, out, lse, d_out, by_kernel=call.gradient_by_kernel
-        )
+        if not call.gradient_by_kernel:
+            return gdpa_chunked.chunked_vjp(
+                arrays, call.settings, out, lse, d_out, dtype=call.gradient_dtype
+            )
+
+        def launch(arrays: Arrays, d_out: jax.Array) -> Gradients:
+            return gdpa_backward.kernel_vjp(
+                arrays,
+                call.settings,
+                d_out,
+                num_sms=dispatch.num_sms(),
+                dtype=call.gradient_dtype,
+            )
+
+        gradients: Gradients = run_kernel(launch, arrays, d_out)
+        return gradients
 
     def run_batched(size: int, batched: _Residuals, residuals: _Residuals) -> Any:
         if not size or call.settings.broadcast_q:
@@ -267,13 +285,14 @@ class _Gdpa(Op):
             # Imported here because Mosaic GPU takes 0.3 s to import.
             from ikbo_jax.pallas.flash.gdpa import gdpa_kernel
 
-            out, lse = gdpa_kernel(
-                arrays,
-                call.settings,
+            launch = functools.partial(
+                gdpa_kernel,
+                settings=call.settings,
                 return_residuals=call.return_residuals,
                 config=plan.config,
                 num_sms=dispatch.num_sms(),
             )
+            out, lse = run_kernel(launch, arrays)
         else:
             out, lse = gdpa_chunked.chunked(arrays, call.settings)
         return dispatch.record(out, plan), lse if call.return_residuals else None
@@ -291,19 +310,71 @@ class _Gdpa(Op):
         out, lse = results
         return out, lse if call.return_residuals else None
 
-    def residuals(self, arrays: Arrays, results: Any) -> tuple[Arrays, Any, Any]:
-        out, lse = results
-        return arrays, None if lse is None else out, lse
+    def named(self, call: _Call, arrays: Arrays) -> Named:
+        index = [
+            None if array is None else name
+            for array, name in zip(arrays[3:], ("offsets_q", "offsets_kv", "index"), strict=True)
+        ]
+        activations = call.settings.activations
+        has_lse = call.return_residuals and "softmax" in activations
+        # Heads with activations of their own are different programs on different devices.
+        can_split = len(set(activations)) == 1
+        rows = "rows" if not call.settings.broadcast_q else "out_rows"
+        return Named(
+            Arrays._make(("rows (k g) h", "s k h", "s k h", *index)),
+            (f"{rows} (k g) h", f"{rows} (k g)" if has_lse else None),
+            ({"rows": "queries"} if not call.settings.broadcast_q else {})
+            | ({"k": "heads"} if can_split else {}),
+        )
 
-    def vjp(self, call: _Call, plan: dispatch.Plan, residuals: Any, cotangents: Any) -> Arrays:
+    def part(self, call: _Call, arrays: Arrays, division: Division) -> Part:
+        """Every device takes its rows of queries; a sequence may be cut between two devices."""
+        # All heads have one activation where heads are divided.
+        activations = call.settings.activations[: arrays.query.shape[1]]
+        call = dataclasses.replace(call, settings=call.settings._replace(activations=activations))
+        axes = division.axes_of("rows")
+        if not axes or arrays.cu_seqlens_q is None:
+            return Part(call, arrays)
+        rows, bound = arrays.query.shape[0], call.settings.max_seqlen_q
+        first = jax.lax.axis_index(axes) * rows
+        starts = jax.lax.cummax(arrays.cu_seqlens_q)
+        inside = jnp.clip(starts - first, 0, rows)
+        arrays = arrays._replace(cu_seqlens_q=inside)
+        if bound is None:
+            return Part(call, arrays)
+        # Rows beyond the bound, from the sequence's start, which may lie on another device.
+        stops = jnp.clip(jnp.minimum(starts[:-1] + bound, starts[1:]) - first, 0, rows)
+        steps = jnp.zeros_like(inside, shape=rows + 1).at[inside[:-1]].add(1).at[stops].add(-1)
+        is_bounded = (jnp.cumsum(steps)[:rows] > 0)[:, None, None]
+
+        def mask(results: tuple[jax.Array, jax.Array | None]) -> Any:
+            out, lse = results
+            return jnp.where(is_bounded, out, jnp.zeros_like(out)), lse
+
+        return Part(call, arrays, mask)
+
+    def residuals(self, results: Any) -> tuple[Any, Any]:
+        out, lse = results
+        return None if lse is None else out, lse
+
+    def vjp(
+        self,
+        call: _Call,
+        plan: dispatch.Plan,
+        arrays: Arrays,
+        residuals: Any,
+        cotangents: Any,
+        dtype: Any,
+    ) -> Arrays:
         # The cotangent of lse is zero, since only the gradient uses lse.
-        d_out, _ = cotangents
-        arrays, out, lse = residuals
+        (out, lse), (d_out, _) = residuals, cotangents
         by_kernel = (
             plan.implementation == "mosaic_gpu"
             and gdpa_backward_problems.illegal_reason(plan.problem) is None
         )
-        call = dataclasses.replace(call, gradient_by_kernel=by_kernel)
+        call = dataclasses.replace(
+            call, gradient_by_kernel=by_kernel, gradient_dtype=dtype and jnp.dtype(dtype).name
+        )
         gradients = _gradients(call, _Residuals(arrays, out, lse, d_out))
         return Arrays._make((*gradients, None, None, None))
 

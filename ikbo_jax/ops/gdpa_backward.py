@@ -1,4 +1,4 @@
-"""Gradients of generalised dot-product attention: by kernels where legal, else in XLA."""
+"""Gradients of generalised dot-product attention by kernels."""
 
 from __future__ import annotations
 
@@ -7,27 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ikbo_jax.ops import dispatch
 from ikbo_jax.problems import GdpaBackwardConfig
 from ikbo_jax.problems import gdpa_backward as configs
-from ikbo_jax.reference import gdpa_chunked, jagged
+from ikbo_jax.reference import jagged
 from ikbo_jax.reference.activations import one_by_one
 from ikbo_jax.reference.gdpa import Arrays, Settings, num_sequences, out_shape
-
-
-def vjp(
-    arrays: Arrays,
-    settings: Settings,
-    out: jax.Array | None,
-    lse: jax.Array | None,
-    d_out: jax.Array,
-    *,
-    by_kernel: bool,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`reference.gdpa_chunked.chunked_vjp`, or the same by kernels if `by_kernel`."""
-    if by_kernel:
-        return kernel_vjp(arrays, settings, d_out, num_sms=dispatch.num_sms())
-    return gdpa_chunked.chunked_vjp(arrays, settings, out, lse, d_out)
 
 
 def kernel_vjp(
@@ -38,6 +22,7 @@ def kernel_vjp(
     num_sms: int,
     query_config: GdpaBackwardConfig | None = None,
     key_config: GdpaBackwardConfig | None = None,
+    dtype: Any = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Pulls a cotangent of the result back to query, key and value, like `chunked_vjp`.
@@ -50,6 +35,7 @@ def kernel_vjp(
       num_sms: number of streaming multiprocessors of the device.
       query_config: configuration of the kernel for d_query; None takes the default.
       key_config: configuration of the kernel for d_key and d_value; None takes the default.
+      dtype: dtype of the gradients of key and value; None means the inputs'.
       interpret: as in `pallas.gdpa_backward.kernels.d_query_kernel`.
 
     Returns:
@@ -110,6 +96,6 @@ def kernel_vjp(
         is_bounded=settings.max_seqlen_kv is not None,
     )
     d_key, d_value = kernels.d_key_value_kernel(
-        query, key, value, d_out, key_work, config=key_config, **options
+        query, key, value, d_out, key_work, config=key_config, out_dtype=dtype, **options
     )
     return d_query, d_key, d_value

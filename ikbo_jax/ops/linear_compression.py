@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from ikbo_jax.ops import arguments, dispatch, reverse_only
-from ikbo_jax.ops.op import Folded, Op, unstack, vary_over_same_axes
+from ikbo_jax.ops.op import Folded, Named, Op, unstack
+from ikbo_jax.ops.sharded import run_kernel, vary_over_same_axes
 from ikbo_jax.problems import LinearCompressionConfig, LinearCompressionProblem
 from ikbo_jax.reference import linear_compression as reference
 
@@ -231,9 +232,10 @@ class _LinearCompression(Op):
         # Imported here because Mosaic GPU takes 0.3 s to import.
         from ikbo_jax.pallas.linear_compression import kernel
 
-        out = kernel.linear_compression_kernel(
-            *arrays, config=plan.config, num_sms=dispatch.num_sms()
+        launch = functools.partial(
+            kernel.linear_compression_kernel, config=plan.config, num_sms=dispatch.num_sms()
         )
+        out = run_kernel(launch, *arrays)
         return dispatch.record(out, plan)
 
     def fold(self, call: _Call, size: int, batched: _Arrays, arrays: _Arrays) -> Folded | None:
@@ -267,14 +269,29 @@ class _LinearCompression(Op):
         one = _Arrays(arrays.weights, tuple(embeddings), tuple(parents))
         return Folded(call, one, functools.partial(unstack, size))
 
-    def residuals(self, arrays: _Arrays, results: jax.Array) -> _Arrays:
-        return arrays
+    def named(self, call: _Call, arrays: _Arrays) -> Named:
+        # Level by level, coarsest first: its rows of K and its batch; "b" is the last one's batch.
+        levels = range(len(arrays.weights))
+        batches = [f"u{level}" for level in levels[:-1]] + ["b"]
+        weights = tuple(f"m k{level}" for level in levels)
+        embeddings = tuple(f"{batches[level]} k{level} n" for level in levels)
+        names = _Arrays._make((weights, embeddings, (None, *batches[1:])))
+        return Named(names, "b m n", {"b": "candidates", "m": "M"})
+
+    def residuals(self, results: Any) -> None:
+        return None
 
     def vjp(
-        self, call: _Call, plan: dispatch.Plan, residuals: _Arrays, cotangents: jax.Array
+        self,
+        call: _Call,
+        plan: dispatch.Plan,
+        arrays: _Arrays,
+        residuals: None,
+        cotangents: jax.Array,
+        dtype: Any,
     ) -> _Arrays:
-        weights, embeddings = reference.decomposed_vjp(*residuals, cotangents)
-        return _Arrays(weights, embeddings, (None,) * len(residuals.parents))
+        weights, embeddings = reference.decomposed_vjp(*arrays, cotangents, dtype=dtype)
+        return _Arrays(weights, embeddings, (None,) * len(arrays.parents))
 
 
 _OP = _LinearCompression()

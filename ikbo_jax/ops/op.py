@@ -1,4 +1,4 @@
-"""The spine of every op: plan, run, vmap rule, gradient.
+"""The spine of every op: plan, division over devices, run, vmap rule, gradient.
 
 A public function checks its arguments, asks `Op.plan`, and calls its jitted function, which calls
 `Op.differentiable`. The parts that differ between ops are methods of a subclass.
@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ikbo_jax.ops import dispatch
+from ikbo_jax.ops import dispatch, sharded
+from ikbo_jax.ops.partition import Division, Rule, dimensions
 from ikbo_jax.problems import Problem
 
 
@@ -32,6 +33,35 @@ class Folded(NamedTuple):
     unfold: Callable[[Any], Any]
 
 
+class Part(NamedTuple):
+    """One device's part of a call.
+
+    Attributes:
+      call: the arguments that are not arrays.
+      arrays: the arrays.
+      mask: takes a tree like the results, or their cotangents; zeros rows that the whole call
+        leaves zero but the part cannot know.
+    """
+
+    call: Any
+    arrays: Any
+    mask: Callable[[Any], Any] = lambda results: results
+
+
+class Named(NamedTuple):
+    """Names of the dimensions of an op's arrays, see `partition.dimensions`.
+
+    Attributes:
+      arrays: a tree like the op's arrays, of strings.
+      results: a tree like the op's results, of strings.
+      split: the dimensions that can be divided over devices, and what `explain` calls them.
+    """
+
+    arrays: Any
+    results: Any
+    split: dict[str, str]
+
+
 class Op(abc.ABC):
     """An op. `call` holds the arguments that are not arrays, hashable, with a `request`.
 
@@ -44,7 +74,7 @@ class Op(abc.ABC):
 
     def __init__(self) -> None:
         # custom_vjp wraps custom_vmap because custom_vmap has no reverse mode.
-        self.differentiable = jax.custom_vjp(self._vmappable, nondiff_argnums=(0, 1))
+        self.differentiable = jax.custom_vjp(self._divided, nondiff_argnums=(0, 1))
         self.differentiable.defvjp(self._forward, self._backward)
 
     @abc.abstractmethod
@@ -67,8 +97,29 @@ class Op(abc.ABC):
         """
 
     @abc.abstractmethod
-    def vjp(self, call: Any, plan: dispatch.Plan, residuals: Any, cotangents: Any) -> Any:
-        """Gradients of `arrays`, as a tree like it; None for integer arrays."""
+    def named(self, call: Any, arrays: Any) -> Named:
+        """The names of the dimensions of the arrays and of the results of `run`."""
+
+    @abc.abstractmethod
+    def vjp(
+        self,
+        call: Any,
+        plan: dispatch.Plan,
+        arrays: Any,
+        residuals: Any,
+        cotangents: Any,
+        dtype: Any,
+    ) -> Any:
+        """Gradients of `arrays`, as a tree like it; None for integer arrays.
+
+        Args:
+          call: the arguments that are not arrays.
+          plan: how the call ran.
+          arrays: the arrays of the call.
+          residuals: what `residuals` made of the results.
+          cotangents: a tree like the visible results.
+          dtype: dtype of gradients that are still to be summed over devices; None: the arrays'.
+        """
 
     def plan(self, call: Any, arrays: Any) -> dispatch.Plan:
         """Decides how a call runs; raises NotImplementedError if it cannot run as requested."""
@@ -83,9 +134,33 @@ class Op(abc.ABC):
         del call
         return results
 
-    def residuals(self, arrays: Any, results: Any) -> Any:
-        """What the gradient needs of the forward pass."""
-        return arrays, results
+    def residuals(self, results: Any) -> Any:
+        """What the gradient needs of the results."""
+        return results
+
+    def _divided(self, call: Any, plan: dispatch.Plan, arrays: Any) -> Any:
+        """Runs one problem, or a part of it on every device of a mesh."""
+        named = self.named(call, arrays)
+
+        def local(parts: Any, division: Division | None) -> Any:
+            if division is None:
+                return self._vmappable(call, plan, parts)
+            part = self.part(call, parts, division)
+            part_plan = self._plan_of_part(plan, part, division)
+            return part.mask(self._vmappable(part.call, part_plan, part.arrays))
+
+        return _run_divided(local, (plan, call), (named.arrays, arrays), named.results, named.split)
+
+    def part(self, call: Any, arrays: Any, division: Division) -> Part:
+        """One device's part of a call, from its part of the arrays."""
+        del division
+        return Part(call, arrays)
+
+    def _plan_of_part(self, plan: dispatch.Plan, part: Part, division: Division) -> dispatch.Plan:
+        part_plan = self.plan(part.call, part.arrays)
+        part_plan = dataclasses.replace(part_plan, division=str(division))
+        sharded.report(plan, part_plan)
+        return part_plan
 
     def _vmappable(self, call: Any, plan: dispatch.Plan, arrays: Any) -> Any:
         """`run` with a vmap rule: the default rule would add a grid axis to the kernel."""
@@ -125,15 +200,72 @@ class Op(abc.ABC):
         )
 
     def _forward(self, call: Any, plan: dispatch.Plan, arrays: Any) -> tuple[Any, Any]:
-        # Calls `differentiable` and not `_vmappable`, so that a second derivative finds this rule
-        # and not the kernel.
+        # Calls `differentiable` and not `_divided`, so that a second derivative finds this rule and
+        # not the kernel.
         results = self.differentiable(self.for_gradient(call), plan, arrays)
-        return self.visible(call, results), self.residuals(arrays, results)
+        return self.visible(call, results), (arrays, self.residuals(results))
 
     def _backward(
-        self, call: Any, plan: dispatch.Plan, residuals: Any, cotangents: Any
+        self, call: Any, plan: dispatch.Plan, saved: tuple[Any, Any], cotangents: Any
     ) -> tuple[Any]:
-        return (self.vjp(call, plan, residuals, cotangents),)
+        arrays, _ = saved
+        named = self.named(self.for_gradient(call), arrays)
+        names = (named.arrays, self.residuals(named.results), self.visible(call, named.results))
+        gradient_names = jax.tree.map(
+            lambda name, x: name if jnp.issubdtype(x.dtype, jnp.floating) else None,
+            named.arrays,
+            arrays,
+        )
+
+        def local(parts: Any, division: Division | None) -> Any:
+            arrays, residuals, cotangents = parts
+            if division is None:
+                return self.vjp(call, plan, arrays, residuals, cotangents, None)
+            part = self.part(call, arrays, division)
+            part_plan = self._plan_of_part(plan, part, division)
+            # Partial sums stay in f32, so that each gradient is rounded once.
+            gradients = self.vjp(
+                part.call, part_plan, part.arrays, residuals, part.mask(cotangents), jnp.float32
+            )
+            floats = [x for x in jax.tree.leaves(arrays) if jnp.issubdtype(x.dtype, jnp.floating)]
+            leaves = zip(
+                jax.tree.leaves(gradients), jax.tree.leaves(gradient_names), floats, strict=True
+            )
+            return [division.sum(x, name).astype(like.dtype) for x, name, like in leaves]
+
+        identity = ("gradient", plan, call)
+        operands = (names, (*saved, cotangents))
+        gradients = _run_divided(local, identity, operands, gradient_names, named.split)
+        return (jax.tree.map(sharded.typed_like, gradients, arrays, is_leaf=_is_none),)
+
+
+def _is_none(x: Any) -> bool:
+    return x is None
+
+
+def _run_divided(
+    local: Callable[[Any, Division | None], Any],
+    identity: Any,
+    operands: tuple[Any, Any],
+    result_names: Any,
+    split: dict[str, str],
+) -> Any:
+    """`sharded.run` for trees: `operands` are names and arrays."""
+    names, arrays = operands
+    paths, treedef = jax.tree_util.tree_flatten_with_path(arrays)
+    result_leaves, result_treedef = jax.tree.flatten(result_names)
+    rule = Rule(
+        tuple(jax.tree_util.keystr(path[-1:], simple=True) for path, _ in paths),
+        tuple(map(dimensions, jax.tree.leaves(names))),
+        tuple(map(dimensions, result_leaves)),
+        tuple(split.items()),
+    )
+
+    def flat(leaves: Any, division: Division | None) -> Any:
+        return jax.tree.leaves(local(jax.tree.unflatten(treedef, leaves), division))
+
+    results = sharded.run(flat, rule, identity, [leaf for _, leaf in paths])
+    return jax.tree.unflatten(result_treedef, results)
 
 
 def vmappable(
@@ -187,23 +319,3 @@ def map_sequentially(fn: Callable[..., Any], batched: Any, arguments: Any) -> An
         return fn(jax.tree.unflatten(treedef, [next(rest) if b else x for x, b in pairs]))
 
     return jax.lax.map(call_slice, [x for x, b in zip(leaves, flags, strict=True) if b])
-
-
-def vary_over_same_axes(arrays: Any) -> Any:
-    """Inside `shard_map`, marks every array as varying over all mesh axes that one varies over.
-
-    `shard_map` requires a gradient to vary over the same axes as its input, but the gradient of a
-    replicated array differs between shards. The transpose of this cast sums it over the shards.
-    """
-
-    def varying(x: jax.Array) -> frozenset[str]:
-        axes: frozenset[str] = jax.typeof(x).manual_axis_type.varying
-        return axes
-
-    all_axes = frozenset().union(*map(varying, jax.tree.leaves(arrays)))
-
-    def cast(x: jax.Array) -> jax.Array:
-        missing = tuple(sorted(all_axes - varying(x)))
-        return jax.lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(cast, arrays)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
-from ikbo_jax.problems import hopper
-from ikbo_jax.problems.hopper import SMEM_ALIGNMENT, TILE_ROWS
+from ikbo_jax.problems import hopper, memory
+from ikbo_jax.problems.flash import FlashConfig
+from ikbo_jax.problems.hopper import NUM_CONSUMERS, WGMMA_M
 from ikbo_jax.problems.problem import (
-    Config,
     Problem,
     attention_distance,
+    attention_sizes,
     octave,
     sizes_from_json,
     typed,
@@ -22,21 +23,31 @@ from ikbo_jax.problems.problem import (
 #: accumulator, scores and probabilities exceed a consumer thread's 240 registers and spill.
 MAX_BLOCK_KV = {64: 128, 96: 128, 128: 128, 192: 64, 256: 64}
 HEAD_DIMS = tuple(MAX_BLOCK_KV)
+#: Words of a descriptor in shared memory: words that both consumers read, and three per consumer.
+ITEM_WORDS = 16
+#: Words of a consumer's flags: whether any flag is set, and a flag for each group of consecutive
+#: tiles.
+FLAG_WORDS = 128
+
+
+class AttentionShared(NamedTuple):
+    """Shared memory and barriers of the attention kernel; shapes follow the slot."""
+
+    items: Any  # ring of descriptors, filled only; one more than slots: the producer's `_save`
+    query: Any  # ring of [2, column blocks, 64, 64]
+    key: Any  # ring of [column blocks, block_kv, 64]
+    value: Any  # likewise
+    flags: Any  # [2, FLAG_WORDS] int32
+    flags_ready: Any
+    staging: Any  # [2, 64, columns], only under interpretation
+    row_value_staging: Any  # [2, 64] f32, only under interpretation
 
 
 @dataclasses.dataclass(frozen=True)
-class AttentionConfig(Config):
-    """Tuning parameters of the attention kernel.
+class AttentionConfig(FlashConfig):
+    """Tuning parameters of the attention kernel, besides the rings.
 
     Attributes:
-      block_kv: keys of a block, which fills a pipeline stage; a multiple of 16.
-      k_stages: stages of the ring of key blocks.
-      v_stages: stages of the ring of value blocks.
-      q_slots: number of query slots. With 2 or 3, the queries of the next tiles are loaded early,
-        and TMA stores the output from the slot of the finished tile. With 1, the kernel uses 32 KiB
-        less shared memory at H = 128 but stores the output from registers, which costs short
-        sequences more than further stages gain. 3 is for one or two blocks of keys, where a tile
-        is finished before the queries of the next one have arrived.
       chunk: number of consecutive tiles of one head in the schedule, which find their user's keys
         in L2.
       reuse: whether a CTA processes neighbouring tiles, ignoring `chunk`, and keeps keys and values
@@ -51,28 +62,26 @@ class AttentionConfig(Config):
         compute exponentials at different times.
     """
 
-    block_kv: int = 128
-    k_stages: int = 2
-    v_stages: int = 3
-    q_slots: int = 2
     chunk: int = 32
     reuse: bool = False
     balance: bool = False
     early_scores: bool = False
     late_turns: bool = False
 
-    def smem_bytes(self, head_dim: int) -> int:
-        """Shared memory of one CTA: query slots, both rings, tile descriptors, flags, barriers."""
-        row = hopper.row_bytes(head_dim)
-        queries = self.q_slots * TILE_ROWS * row
-        ring = (self.k_stages + self.v_stages) * self.block_kv * row
-        return queries + ring + 3 * SMEM_ALIGNMENT
+    def shared(self, head_dim: int) -> AttentionShared:
+        """Shared memory and barriers of one CTA."""
+        return AttentionShared(
+            items=memory.descriptors(self.q_slots, ITEM_WORDS, spare=1),
+            flags=memory.Words((NUM_CONSUMERS, FLAG_WORDS)),
+            # An array, so that it can be indexed; only element 0 is used.
+            flags_ready=memory.Barriers(2, NUM_CONSUMERS),
+            row_value_staging=memory.Staging((NUM_CONSUMERS, WGMMA_M), "float32"),
+            **self.rings(head_dim),
+        )
 
     def illegal_reason(self, problem: AttentionProblem) -> str | None:
         """Why the kernel cannot run `problem` with this configuration; None if it can."""
-        if reason := hopper.why_not_dtype(problem.dtype):
-            return reason
-        if reason := hopper.why_not_head_dim(problem.head_dim, HEAD_DIMS):
+        if reason := self.why_not_tiles(problem, MAX_BLOCK_KV):
             return reason
         if problem.kv_len < 1 or problem.users < 1:
             return (
@@ -83,13 +92,6 @@ class AttentionConfig(Config):
                 f"the kernel needs N to be a multiple of K, "
                 f"but N={problem.q_heads} and K={problem.kv_heads}"
             )
-        widest, operands = MAX_BLOCK_KV[problem.head_dim], "scores and accumulator"
-        if reason := hopper.why_not_block(
-            "block_kv", self.block_kv, widest, problem.head_dim, operands
-        ):
-            return reason
-        if reason := hopper.why_not_rings(self.k_stages, self.v_stages, self.q_slots):
-            return reason
         if self.chunk < 1:
             return f"chunk must be at least 1, but is {self.chunk}"
         stages = min(self.k_stages, self.v_stages)
@@ -177,10 +179,4 @@ class AttentionProblem(Problem):
                         yield variant
 
     def _sizes(self) -> dict[str, float]:
-        return {
-            "kv_len": self.kv_len,
-            "q_len": self.q_len,
-            "tiles": self.batch * self.q_len * self.q_heads,
-            "ratio": self.batch / max(self.users, 1),
-            "heads": self.q_heads / self.kv_heads,
-        }
+        return attention_sizes(self, self.q_len, self.kv_len, self.batch * self.q_len, self.users)

@@ -55,7 +55,7 @@ class AttentionBackwardConfig(Config):
 
     def smem_bytes(self, head_dim: int) -> int:
         """Shared memory of one CTA, of the launch that needs more."""
-        row = hopper.row_bytes(head_dim)
+        row = hopper.column_blocks(head_dim) * BLOCK_K * 2
         total = self.kv_slots * 2 * BLOCK_KV * row + self.stages * 2 * self.block_q * row
         if self.d_query == "launch":
             second = 2 * row * (Q_SLOTS * TILE_ROWS + self.kv_stages * self.block_kv)

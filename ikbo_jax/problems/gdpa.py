@@ -5,18 +5,19 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
-from ikbo_jax.problems import hopper
+from ikbo_jax.problems import hopper, memory
 from ikbo_jax.problems.attention import AttentionConfig
-from ikbo_jax.problems.hopper import SMEM_ALIGNMENT, TILE_ROWS, WGMMA_K
+from ikbo_jax.problems.flash import FlashConfig
+from ikbo_jax.problems.hopper import WGMMA_K
 from ikbo_jax.problems.problem import (
-    Config,
     Problem,
     attention_distance,
+    attention_sizes,
     octave,
-    positive,
     size,
+    sizes_from_json,
     typed,
 )
 
@@ -25,6 +26,12 @@ from ikbo_jax.problems.problem import (
 MAX_BLOCK_KV = {64: 128, 96: 128, 128: 128, 256: 64}
 #: Largest head width with `early_scores`.
 EARLY_SCORES_MAX_WIDTH = 128
+#: Words of a descriptor in shared memory: an `Item`, then a `Destination` (`flash.gdpa_context`).
+ITEM_WORDS = 7
+#: Slots for descriptors beyond the number of query slots.  A consumer reads a descriptor for the
+#: last time after it has freed the next item's queries, so only the descriptor of an item at least
+#: three later may overwrite it.
+EXTRA_ITEM_SLOTS = 2
 #: Name of the activation that the attention kernel computes.
 SOFTMAX = "softmax"
 #: Sequences are full if their mean length is more than this fraction of the bound: nearly all tiles
@@ -71,19 +78,23 @@ ACTIVATION_DISTANCE = 1.0
 JAGGED_DISTANCE = 1.0
 
 
+class GdpaShared(NamedTuple):
+    """Shared memory and barriers of the GDPA forward kernel; shapes follow the slot."""
+
+    items: Any  # ring of descriptors, filled only
+    query: Any  # ring of [2, column blocks, 64, 64]
+    key: Any  # ring of [column blocks, block_kv, 64]
+    value: Any  # likewise
+    staging: Any  # [2, 64, columns], only under interpretation
+
+
 @dataclasses.dataclass(frozen=True)
-class GdpaConfig(Config):
-    """Tuning parameters of the forward kernel.
+class GdpaConfig(FlashConfig):
+    """Tuning parameters of the forward kernel, besides the rings.
 
     With softmax only block_kv, stages, q_slots and late_turns apply.
 
     Attributes:
-      block_kv: keys of a block, which fills a pipeline stage; a multiple of 16.
-      k_stages: stages of the ring of key blocks.
-      v_stages: stages of the ring of value blocks.
-      q_slots: number of query slots. With 2 or 3, the queries of the next tiles are loaded early,
-        and TMA stores the output from the slot of the finished tile. With 1, the kernel uses less
-        shared memory but stores the output from registers.
       run: number of neighbouring tiles that a CTA processes in sequence, head by head. It keeps
         keys and values in shared memory between tiles of the same sequence if all fit the stages.
       early_scores: whether the scores of a work item's second block are computed while the
@@ -99,22 +110,16 @@ class GdpaConfig(Config):
         first block or, with `early_scores`, the second.
     """
 
-    block_kv: int = 128
-    k_stages: int = 2
-    v_stages: int = 3
-    q_slots: int = 2
     run: int = 1
     early_scores: bool = False
     late_turns: bool = False
     skip_empty: bool = False
     half_blocks: bool = False
 
-    def smem_bytes(self, head_dim: int) -> int:
-        """Shared memory of one CTA: query slots, both rings, descriptors, barriers."""
-        row = hopper.row_bytes(head_dim)
-        queries = self.q_slots * TILE_ROWS * row
-        ring = (self.k_stages + self.v_stages) * self.block_kv * row
-        return queries + ring + 2 * SMEM_ALIGNMENT
+    def shared(self, head_dim: int) -> GdpaShared:
+        """Shared memory and barriers of one CTA."""
+        items = memory.descriptors(self.q_slots + EXTRA_ITEM_SLOTS, ITEM_WORDS)
+        return GdpaShared(items=items, **self.rings(head_dim))
 
     @property
     def for_softmax(self) -> AttentionConfig:
@@ -129,7 +134,7 @@ class GdpaConfig(Config):
 
     def illegal_reason(self, problem: GdpaProblem) -> str | None:
         """Why the forward kernel cannot run `problem` with this configuration; None if it can."""
-        if reason := hopper.why_not_dtype(problem.dtype):
+        if reason := self.why_not_tiles(problem, MAX_BLOCK_KV):
             return reason
         has_softmax = SOFTMAX in problem.activations
         if has_softmax and set(problem.activations) != {SOFTMAX}:
@@ -137,20 +142,11 @@ class GdpaConfig(Config):
                 "the kernels support softmax in all heads or in none, "
                 f"but the activations are {', '.join(problem.activations)}"
             )
-        if reason := hopper.why_not_head_dim(problem.head_dim, MAX_BLOCK_KV):
-            return reason
-        widest, operands = MAX_BLOCK_KV[problem.head_dim], "scores and accumulator"
-        if reason := hopper.why_not_block(
-            "block_kv", self.block_kv, widest, problem.head_dim, operands
-        ):
-            return reason
         if self.half_blocks and self.block_kv % (2 * WGMMA_K):
             return (
                 f"half_blocks needs a block_kv that is a multiple of {2 * WGMMA_K}, "
                 f"but it is {self.block_kv}"
             )
-        if reason := hopper.why_not_rings(self.k_stages, self.v_stages, self.q_slots):
-            return reason
         if self.run < 1:
             return f"run must be at least 1, but is {self.run}"
         switches = ("early_scores", "skip_empty", "half_blocks")
@@ -247,13 +243,10 @@ class GdpaProblem(Problem):
             value = fields.get(name)
             return None if value is None else size(value, name)
 
-        names = ("batch", "batch_kv", "q_rows", "kv_rows", "q_heads", "kv_heads", "head_dim")
-        sizes = {name: size(fields.get(name), name) for name in names}
-        positive(fields.get("kv_heads"), "kv_heads")
         activations = typed(fields.get("activations"), list, "activations")
         approx = fields.get("approx")
         return cls(
-            **sizes,
+            **sizes_from_json(cls, fields),
             dtype=typed(fields.get("dtype"), str, "dtype"),
             activations=tuple(typed(name, str, "activations") for name in activations),
             approx=None if approx is None else typed(approx, str, "approx"),
@@ -323,11 +316,4 @@ class GdpaProblem(Problem):
         return self.q_rows / max(self.batch, 1), self.kv_rows / max(self.batch_kv, 1)
 
     def _sizes(self) -> dict[str, float]:
-        q_len, kv_len = self._mean_lengths()
-        return {
-            "kv_len": kv_len,
-            "q_len": q_len,
-            "tiles": self.q_rows * self.q_heads,
-            "ratio": self.batch / max(self.batch_kv, 1),
-            "heads": self.q_heads / self.kv_heads,
-        }
+        return attention_sizes(self, *self._mean_lengths(), self.q_rows, self.batch_kv)

@@ -28,9 +28,9 @@ TILE_ROWS = NUM_CONSUMERS * WGMMA_M
 KERNEL_DTYPES = ("bfloat16", "float16")
 
 
-def row_bytes(width: int) -> int:
-    """Bytes of a shared memory row of `width` 16-bit elements, padded to whole swizzled rows."""
-    return -(-width // BLOCK_K) * BLOCK_K * 2
+def column_blocks(width: int) -> int:
+    """Blocks of 64 columns, a swizzled row of 16-bit elements each, that hold `width` columns."""
+    return -(-width // BLOCK_K)
 
 
 def why_not_dtype(dtype: str) -> str | None:
@@ -58,15 +58,6 @@ def why_not_block(name: str, block: int, widest: int, head_dim: int, operands: s
         f"{name} must be a multiple of {WGMMA_K} from {WGMMA_K} to {widest}, so that {operands} "
         f"fit the registers at H={head_dim}, but is {block}"
     )
-
-
-def why_not_rings(k_stages: int, v_stages: int, q_slots: int) -> str | None:
-    """Checks the rings of keys and values, and the query slots."""
-    if min(k_stages, v_stages) < 2:
-        return f"k_stages and v_stages must be at least 2, but are {k_stages} and {v_stages}"
-    if q_slots not in (1, 2, 3):
-        return f"q_slots must be 1, 2 or 3, but is {q_slots}"
-    return None
 
 
 def why_not_smem(config: Any, smem_bytes: int, head_dim: int | None = None) -> str | None:

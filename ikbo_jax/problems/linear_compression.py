@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
+from ikbo_jax.problems import memory
 from ikbo_jax.problems.hopper import (
     BLOCK_K,
     NUM_CONSUMERS,
-    SMEM_ALIGNMENT,
+    WGMMA_M,
     why_not_dtype,
     why_not_smem,
 )
@@ -37,6 +38,17 @@ DISTANCE_WEIGHTS = {
 LEVEL_DISTANCE = 2.0
 
 
+class LinearCompressionShared(NamedTuple):
+    """Shared memory and barriers of linear compression."""
+
+    weight: Any  # [stages, block_m, 64]
+    embedding: Any  # [stages, 2, 64, 64]
+    staging: Any  # [2, STAGING_SLOTS, epilogue_rows, 64]
+    stages: Any  # ring, whose operands are the two above
+    tickets: Any  # ring of one word, filled only; None unless CTAs claim user tiles
+    user_stage_free: Any  # `stages.free` of the user phase; likewise
+
+
 @dataclasses.dataclass(frozen=True)
 class LinearCompressionConfig(Config):
     """Tuning parameters of the linear-compression kernel.
@@ -58,13 +70,30 @@ class LinearCompressionConfig(Config):
     cluster: int = 2
     trim: bool = False
 
+    def shared(self, *, with_claims: bool) -> LinearCompressionShared:
+        """Shared memory and barriers of one CTA; `with_claims`: of a single launch."""
+        stages = self.num_stages
+        free_in_cta = memory.Barriers(stages, NUM_CONSUMERS)
+        # The producer is at most `stages` tiles ahead, since each tile uses at least one stage.
+        tickets = memory.descriptors(stages + 2, 1)
+        return LinearCompressionShared(
+            weight=memory.Tiles((stages, self.block_m, BLOCK_K)),
+            embedding=memory.Tiles((stages, NUM_CONSUMERS, BLOCK_K, WGMMA_M)),
+            staging=memory.Tiles((NUM_CONSUMERS, STAGING_SLOTS, self.epilogue_rows, WGMMA_M)),
+            stages=memory.Ring(
+                None,
+                None,
+                memory.Barriers(stages, 1 + NUM_CONSUMERS),
+                dataclasses.replace(free_in_cta, is_clustered=self.cluster > 1),
+            ),
+            tickets=tickets if with_claims else None,
+            user_stage_free=free_in_cta if with_claims else None,
+        )
+
     @property
     def smem_bytes(self) -> int:
-        """Shared memory of one CTA: ring, staging buffers, tickets and barriers."""
-        row = BLOCK_K * 2  # bytes of one row of a tile: 64 elements of 16 bits
-        ring = self.num_stages * (self.block_m + NUM_CONSUMERS * BLOCK_K) * row
-        staging = NUM_CONSUMERS * STAGING_SLOTS * self.epilogue_rows * row
-        return ring + -(-staging // SMEM_ALIGNMENT) * SMEM_ALIGNMENT + 2 * SMEM_ALIGNMENT
+        """Bytes of shared memory of one CTA of a single launch; other launches take less."""
+        return memory.smem_bytes(self.shared(with_claims=True))
 
     def illegal_reason(self, problem: LinearCompressionProblem) -> str | None:
         """Why the kernel cannot run `problem` with this configuration; None if it can."""

@@ -97,6 +97,19 @@ def attention_distance(a: Mapping[str, float], b: Mapping[str, float]) -> float:
     )
 
 
+def attention_sizes(
+    heads: Any, q_len: float, kv_len: float, q_rows: int, sequences: int
+) -> dict[str, float]:
+    """The sizes that `attention_distance` compares, of a problem with `sequences` of keys."""
+    return {
+        "kv_len": kv_len,
+        "q_len": q_len,
+        "tiles": q_rows * heads.q_heads,
+        "ratio": heads.batch / max(sequences, 1),
+        "heads": heads.q_heads / heads.kv_heads,
+    }
+
+
 def octave(value: float) -> int:
     """The power of two that is nearest to a size, as its exponent."""
     return round(math.log2(max(value, 1e-6)))

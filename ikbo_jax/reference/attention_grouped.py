@@ -10,7 +10,7 @@ softmax", 2018.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -148,6 +148,7 @@ def decomposed_vjp(
     *,
     scale: float,
     blocks: Blocking | None = None,
+    dtype: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Pulls cotangents of `out` and `lse` back to query, key and value.
 
@@ -156,22 +157,16 @@ def decomposed_vjp(
     d_value = Pᵀ·d_out, the last two summed over the candidates of a user. P is recomputed, a chunk
     of keys at a time; see `decomposed`.
 
-    Args:
-      query: [B, T, N, H].
-      key: [U, S, K, H].
-      value: [U, S, K, H].
-      cand_to_user: [B] int32.
-      key_value_seq_lengths: [U] int32, or None.
+    Args (the others are as for `decomposed`):
       out: [B, T, N, H], the result of the forward pass.
       lse: [B, T, N] f32, the result of the forward pass.
       d_out: [B, T, N, H].
       d_lse: [B, T, N] f32, or None for zeros.
-      scale: of the scores.
-      blocks: sizes of the steps; None: the result of `blocking`.
+      dtype: dtype of the gradients of key and value; None means the inputs'.
 
     Returns:
-      Gradients of query, key and value in their shapes and dtypes, each summed in f32 and rounded
-      once.
+      Gradients of query, key and value in their shapes and the inputs' dtype, each summed in f32
+      and rounded once.
     """
     parts = _partition(query, key, cand_to_user, key_value_seq_lengths, blocks)
     kv_heads = key.shape[2]
@@ -212,8 +207,8 @@ def decomposed_vjp(
     (d_key, d_value), d_query = jax.lax.scan(pull_back, sums, parts.groups)
     return (
         _gathered(parts, d_query),
-        d_key.astype(key.dtype),
-        d_value.astype(value.dtype),
+        d_key.astype(dtype or key.dtype),
+        d_value.astype(dtype or value.dtype),
     )
 
 

@@ -19,7 +19,13 @@ import jax.numpy as jnp
 
 from ikbo_jax.reference import jagged
 from ikbo_jax.reference.activations import SOFTMAX, elementwise
-from ikbo_jax.reference.attention import directed, finite_offset, recomputed_weights, scaled
+from ikbo_jax.reference.attention import (
+    directed,
+    finite_offset,
+    normalise,
+    recomputed_weights,
+    scaled,
+)
 from ikbo_jax.reference.gdpa import Arrays, Settings, num_sequences, out_shape
 
 #: Largest number of scores of one step of the XLA path: 64 MiB in f32, and as much for weights.
@@ -124,6 +130,8 @@ def chunked(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Attends with a few tiles of queries at a time, each to one tile of its keys after another.
 
+    `blocks` are the sizes of the steps; None means the result of `blocking`.
+
     Returns:
       out in the query's dtype (for its shape see `out_shape`); and lse [rows of out, N] f32, the
       natural logarithm of the softmax's denominator (0 for other heads), or None if no head has a
@@ -173,6 +181,7 @@ def chunked_vjp(
     lse: jax.Array | None,
     d_out: jax.Array,
     blocks: Blocking | None = None,
+    dtype: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Pulls a cotangent of `out` back to query, key and value.
 
@@ -183,13 +192,11 @@ def chunked_vjp(
     steps of tiles of queries, and once in steps of tiles of keys, each with all tiles of queries
     that share it. So each sum is computed in one place and in one order.
 
-    Args:
-      arrays: as for `chunked`.
-      settings: as for `chunked`.
+    Args (the others are as for `chunked`):
       out: the result of `chunked`; may be None if no head has a softmax.
       lse: the result of `chunked`.
       d_out: cotangent of out.
-      blocks: sizes of the steps; None: the result of `blocking`.
+      dtype: dtype of the gradients of key and value; None means the inputs'.
 
     Returns:
       Gradients of query, key and value in their shapes and dtypes, each summed in f32 and rounded
@@ -264,7 +271,7 @@ def chunked_vjp(
     d_query, _ = jax.lax.scan(for_queries, zeros, jagged.steps(tilings.q))
     if settings.broadcast_q:
         d_query = jnp.sum(d_query.reshape(-1, *query.shape), axis=0).astype(query.dtype)
-    start = (jnp.zeros_like(key), jnp.zeros_like(value))
+    start = (jnp.zeros_like(key, dtype), jnp.zeros_like(value, dtype))
     (d_key, d_value), _ = jax.lax.scan(for_keys, start, jagged.steps(tilings.kv))
     return d_query, d_key, d_value
 
@@ -362,12 +369,8 @@ def _normalise(state: _Softmax, settings: Settings) -> tuple[jax.Array, jax.Arra
     if SOFTMAX not in settings.activations:
         return state.out, None
     is_softmax = _is_softmax(settings)
-    is_empty = state.total == 0
-    total = jnp.where(is_softmax & ~is_empty, state.total, 1.0)
-    lse = scaled(state.row_max, settings.scale) + jnp.log(total)
-    lse = jnp.where(is_empty, -jnp.inf, lse)
-    out = jnp.where((is_softmax & is_empty)[..., None], 0.0, state.out / total[..., None])
-    return out, jnp.where(is_softmax, lse, 0.0)
+    out, lse = normalise(state.out, state.total, scaled(state.row_max, settings.scale))
+    return jnp.where(is_softmax[..., None], out, state.out), jnp.where(is_softmax, lse, 0.0)
 
 
 def _pull_back(

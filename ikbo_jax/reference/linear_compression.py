@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -70,10 +71,7 @@ def decomposed(
 ) -> jax.Array:
     """Multiplies every level at its own batch, gathers the coarser results, adds.
 
-    Args:
-      weights: [M, K_l] of every level.
-      embeddings: [B_l, K_l, N] of every level.
-      parents: None, then [B_l] int32 of every further level.
+    Args (the levels are as for `materialised`):
       formulation: a name of `FORMULATIONS`; on an H200 the default is the fastest formulation that
         copies no embedding.
 
@@ -91,21 +89,24 @@ def decomposed(
 
 
 def decomposed_vjp(
-    weights: Arrays, embeddings: Arrays, parents: Parents, cotangent: jax.Array
+    weights: Arrays,
+    embeddings: Arrays,
+    parents: Parents,
+    cotangent: jax.Array,
+    *,
+    dtype: Any = None,
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """Pulls a cotangent back to the weights and the embeddings, every level at its own batch.
 
     With P_l the result of level l: dP_last = cotangent, dP_{l-1} = segment_sum(dP_l, parent_l),
     dW_l = Σ_b dP_l[b]·E_l[b]ᵀ and dE_l[b] = W_lᵀ·dP_l[b].
 
-    Args:
-      weights: [M, K_l] of every level.
-      embeddings: [B_l, K_l, N] of every level.
-      parents: None, then [B_l] int32 of every further level.
+    Args (the levels are as for `materialised`):
       cotangent: [B_last, M, N] in the inputs' dtype.
+      dtype: dtype of the gradients; None means the inputs'.
 
     Returns:
-      Gradients of the weights and of the embeddings, each in its input's shape and dtype. Sums over
+      Gradients of the weights and of the embeddings, each in its input's shape. Sums over
       candidates and products are f32; each gradient is rounded once.
     """
     d_weights: list[jax.Array] = []
@@ -118,8 +119,8 @@ def decomposed_vjp(
         lhs, rhs = weight.astype(d_result.dtype), embedding.astype(d_result.dtype)
         d_weight = jnp.einsum("bmn,bkn->mk", d_result, rhs, preferred_element_type=jnp.float32)
         d_embedding = jnp.einsum("mk,bmn->bkn", lhs, d_result, preferred_element_type=jnp.float32)
-        d_weights.insert(0, d_weight.astype(weight.dtype))
-        d_embeddings.insert(0, d_embedding.astype(embedding.dtype))
+        d_weights.insert(0, d_weight.astype(dtype or weight.dtype))
+        d_embeddings.insert(0, d_embedding.astype(dtype or embedding.dtype))
         if level > 0:
             parent = parents[level]
             assert parent is not None

@@ -10,7 +10,6 @@ other equation uses the scores, they are computed as the program is written.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +17,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ikbo_jax.ops.gdpa import gdpa
-from ikbo_jax.ops.gdpa_arguments import equal_offsets
 from ikbo_jax.rewrite import activations, curves, masks
 from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.lineage import Lazy, has_lineage, is_plain, origins_of, spread_axes
@@ -183,7 +180,8 @@ def _dot(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
     if activation is None:
         out = masks.attend(ctx, scores, base)
     else:
-        out = _attend_activated(root, base, activation)
+        name, scale, output_scale, _ = activation
+        out = masks.attend_activated(root, base, name, scale, output_scale)
     # out is [batch, *queries, *heads, width].
     summed = (*contract[scores_side], *batch[scores_side])
     scores_free = [d for d in range(len(scores.shape)) if d not in summed]
@@ -204,28 +202,6 @@ def _dot(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
     op = "attention" if activation is None else "gdpa"
     ctx.recorder.saved(eqn, origins, op, 0, True)
     return out.astype(eqn.outvars[0].aval.dtype)
-
-
-def _attend_activated(root: Logits, value: jax.Array, activation: activations.Match) -> jax.Array:
-    """The result [batch, *queries, *heads, width] for values [users, keys, *heads, width]."""
-    batch, width = root.query.shape[0], root.query.shape[-1]
-    users, keys = value.shape[:2]
-    queries, heads = math.prod(root.queries), math.prod(root.heads)
-
-    out = gdpa(
-        root.query.reshape(batch * queries, heads, width),
-        root.key.base.reshape(users * keys, heads, width),
-        value.reshape(users * keys, heads, width),
-        equal_offsets(batch, queries),
-        equal_offsets(users, keys),
-        activation=activation.activation,
-        scale=activation.scale,
-        output_scale=activation.output_scale,
-        q_to_kv=root.lineage.index,
-        max_seqlen_q=queries,
-        max_seqlen_kv=keys,
-    )
-    return out.reshape(batch, *root.queries, *root.heads, width)
 
 
 RULES["dot_general"] = _dot

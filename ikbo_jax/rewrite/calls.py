@@ -30,14 +30,8 @@ def unpack(value: Any) -> tuple[list[Any], Any]:
     if isinstance(value, Lazy):
         return [value.base], lambda arrays: dataclasses.replace(value, base=arrays[0])
     assert isinstance(value, Concat)
-    unpacked = [unpack(part) for part in value.parts]
-
-    def pack(arrays: Sequence[Any]) -> Any:
-        rest = iter(arrays)
-        parts = [pack_part([next(rest) for _ in inner]) for inner, pack_part in unpacked]
-        return Concat(tuple(parts), value.axis)
-
-    return [array for inner, _ in unpacked for array in inner], pack
+    arrays, pack_parts = unpack_all(value.parts)
+    return arrays, lambda arrays: Concat(tuple(pack_parts(arrays)), value.axis)
 
 
 def unpack_all(values: Sequence[Any]) -> tuple[list[Any], Any]:
@@ -206,7 +200,7 @@ def _only_elementwise(ctx: Context, program: core.Jaxpr) -> bool:
         for eqn in program.eqns:
             nested = eqn.params.get("jaxpr")
             if nested is not None:
-                answer &= eqn.primitive.name in ("jit", "pjit") and _only_elementwise(ctx, nested)
+                answer &= eqn.primitive.name == "jit" and _only_elementwise(ctx, nested)
             else:
                 answer &= eqn.primitive.name in ELEMENTWISE
             numbers = [v for v in eqn.invars if isinstance(v, core.Literal)]

@@ -24,11 +24,10 @@ from ikbo_jax.rewrite.lineage import (
     nbytes,
     origins_of,
     slice_along,
-    spread,
     spread_axes,
 )
 from ikbo_jax.rewrite.registry import NotCovered, register_rule
-from ikbo_jax.rewrite.rules import common_lineage, concat
+from ikbo_jax.rewrite.rules import common_lineage, concat, concatenated_bases
 
 _HALF = (jnp.bfloat16, jnp.float16)
 
@@ -274,14 +273,7 @@ def _groups(ctx: Context, whole: Concat, other: Any, other_axis: int) -> list[tu
 
 def _concatenated(parts: list[Any], axis: int) -> Any:
     """The concatenation of parts of one lineage, as one `Lazy` or array."""
-    parts = [spread_axes(part, [axis]) for part in parts]
-    bases = [base_of(part) for part in parts]
-    common = np.broadcast_shapes(
-        *([1 if d == axis else n for d, n in enumerate(base.shape)] for base in bases)
-    )
-    bases = [spread(b, (*common[:axis], b.shape[axis], *common[axis + 1 :])) for b in bases]
-    base = lax.concatenate(bases, axis)
-    first = parts[0]
+    base, first = concatenated_bases(parts, axis), parts[0]
     if is_plain(first):
         return base
     length = sum(part.shape[axis] for part in parts)

@@ -40,8 +40,7 @@ _WHOLE = frozenset(
     scatter_max scatter_min scatter_mul sort top_k
     """.split()  # noqa: SIM905  A table of words reads better.
 )
-_CALLS = frozenset(["jit", "pjit"])
-_READS = _MOVES | _WHOLE | _CALLS
+_READS = _MOVES | _WHOLE | {"jit"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +87,7 @@ def _cost(program: core.Jaxpr, costs: dict[int, Cost]) -> Cost:
             (out,) = eqn.outvars
             index = 0 if name != "gather" else _size(eqn.invars[1])
             nbytes += _size(out) * (2 if out in written else 1) + index
-        elif name in _WHOLE or name in _CALLS and is_op(eqn):
+        elif name in _WHOLE or name == "jit" and is_op(eqn):
             flops += _product_flops(eqn) if name in _WHOLE else _op_flops(eqn)
             nbytes += _operands_and_results(eqn)
         elif inner := [_cost(x, costs) for x in inner_programs(eqn)]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -209,7 +209,7 @@ _RULES: dict[str, Callable[..., Dual]] = {
 }
 #: Primitives that curves follow only if the operand is a single number.
 _OF_NUMBERS = ("broadcast_in_dim", "reshape", "squeeze")
-_PROGRAMS = {"custom_jvp_call": "call_jaxpr", "jit": "jaxpr", "pjit": "jaxpr"}
+_PROGRAMS = {"custom_jvp_call": "call_jaxpr", "jit": "jaxpr"}
 #: Names of the elementwise primitives that curves follow.
 ELEMENTWISE = frozenset((*_RULES, "integer_pow", "custom_jvp_call"))
 
@@ -240,9 +240,8 @@ def _evaluate(eqn: core.JaxprEqn, operands: list[Dual], rounded: bool, slopes: b
 
 
 def _run(
-    program: Any, operands: Sequence[Dual], rounded: bool, slopes: bool, consts: Any = ()
+    jaxpr: Any, operands: Sequence[Dual], rounded: bool, slopes: bool, consts: Any = ()
 ) -> list[Dual]:
-    jaxpr = getattr(program, "jaxpr", program)
     env: dict[Any, Dual] = dict(zip(jaxpr.invars, operands, strict=True))
     env.update(zip(jaxpr.constvars, (Dual(np.asarray(c, np.float64)) for c in consts), strict=True))
 
@@ -269,55 +268,48 @@ def jvp_rule(eqn: core.JaxprEqn) -> tuple[Any, Any, Any]:
     """The JVP rule of a custom_jvp function: jaxpr, constants, and which tangents are zero."""
     rule = eqn.params["jvp_jaxpr_fun"]
     jaxpr, consts, zeros = rule.call_wrapped(*[False] * len(eqn.invars))
-    return getattr(jaxpr, "jaxpr", jaxpr), consts, zeros
+    return jaxpr, consts, zeros
 
 
-def _inner(eqn: core.JaxprEqn, slopes: bool) -> list[tuple[Any, bool]]:
-    """The jaxprs of an equation, each with whether its slopes count; JVP rules only if `slopes`."""
+def _inside(eqn: core.JaxprEqn, slopes: bool = True) -> Iterator[core.JaxprEqn]:
+    """The equations of the programs that an equation holds; of JVP rules only if `slopes`."""
     name = eqn.primitive.name
     if name not in _PROGRAMS:
-        return []
-    program = eqn.params[_PROGRAMS[name]]
-    programs = [(getattr(program, "jaxpr", program), slopes)]
+        return
+    programs = [(eqn.params[_PROGRAMS[name]], slopes)]
     if name == "custom_jvp_call" and slopes:
         # A JVP rule often calls its function again; in the rule, only the function's value counts.
         programs.append((jvp_rule(eqn)[0], False))
-    return programs
+    for program, more in programs:
+        for inner in program.eqns:
+            yield inner
+            yield from _inside(inner, more)
 
 
-def _can_evaluate(eqn: core.JaxprEqn, slopes: bool = True) -> bool:
-    """Whether an equation can be evaluated."""
+def _can_evaluate(eqn: core.JaxprEqn) -> bool:
+    """Whether an equation, and all that it holds, can be evaluated."""
+    return _is_known(eqn) and all(_is_known(e) and len(e.outvars) == 1 for e in _inside(eqn))
+
+
+def _is_known(eqn: core.JaxprEqn) -> bool:
+    """Whether an equation can be evaluated, apart from the equations that it holds."""
     name = eqn.primitive.name
     dtypes = [getattr(v.aval, "dtype", None) for v in (*eqn.invars, *eqn.outvars)]
     if any(d is None or not (d == np.bool_ or jnp.issubdtype(d, jnp.inexact)) for d in dtypes):
         # The only integers allowed are literals that are cast at once.
         return name == "convert_element_type" and isinstance(eqn.invars[0], core.Literal)
-    if name in ("jit", "pjit", "custom_jvp_call"):
-        if name == "custom_jvp_call" and eqn.params.get("num_consts"):
-            return False
-        if any(getattr(eqn.params[_PROGRAMS[name]], "consts", ())):
-            return False
-        inner = [(e, more) for program, more in _inner(eqn, slopes) for e in program.eqns]
-        return all(_can_evaluate(e, more) and len(e.outvars) == 1 for e, more in inner)
+    if name in _PROGRAMS:
+        return not eqn.params.get("num_consts") and not any(eqn.params[_PROGRAMS[name]].consts)
     if name in _OF_NUMBERS:
         return _aval(eqn.invars[0]).size == 1
     return name in ELEMENTWISE
 
 
-def _numbers_in(eqn: core.JaxprEqn, slopes: bool = True) -> frozenset[float]:
-    numbers: set[float] = set()
-    for program, more in _inner(eqn, slopes):
-        for inner in program.eqns:
-            numbers |= _numbers_in(inner, more)
-            for v in inner.invars:
-                if isinstance(v, core.Literal) and np.size(v.val) == 1:
-                    numbers.add(float(np.asarray(v.val, np.float64)))
-    return frozenset(numbers)
+def _numbers_in(eqn: core.JaxprEqn) -> frozenset[float]:
+    literals = (v.val for e in _inside(eqn) for v in e.invars if isinstance(v, core.Literal))
+    return frozenset(float(np.asarray(x, np.float64)) for x in literals if np.size(x) == 1)
 
 
-def _dtypes_in(eqn: core.JaxprEqn, slopes: bool = True) -> frozenset[Any]:
-    dtypes = {jnp.dtype(_aval(v).dtype) for v in eqn.outvars}
-    for program, more in _inner(eqn, slopes):
-        for inner in program.eqns:
-            dtypes |= _dtypes_in(inner, more)
+def _dtypes_in(eqn: core.JaxprEqn) -> frozenset[Any]:
+    dtypes = (jnp.dtype(_aval(v).dtype) for e in (eqn, *_inside(eqn)) for v in e.outvars)
     return frozenset(d for d in dtypes if jnp.issubdtype(d, jnp.inexact))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import jax
 import numpy as np
 from jax.extend import core
 
-from ikbo_jax.ops import dispatch
+from ikbo_jax.ops import dispatch, explain
 from ikbo_jax.rewrite.jaxprs import inner_programs
 from ikbo_jax.rewrite.lineage import Deferred, Lazy, is_plain
 
@@ -30,11 +31,8 @@ def why_kept(eqn: core.JaxprEqn) -> str:
 
 def on_integers(eqn: core.JaxprEqn) -> bool:
     """Whether all operands and results are integers or booleans, and there are no effects."""
-    for v in eqn.outvars:
+    for v in itertools.chain(eqn.outvars, eqn.invars):
         if getattr(getattr(v.aval, "dtype", None), "kind", "i") not in "iub":
-            return False
-    for x in eqn.invars:
-        if getattr(getattr(x.aval, "dtype", None), "kind", "i") not in "iub":
             return False
     return not eqn.effects
 
@@ -68,11 +66,8 @@ _OPS = ("_linear_compression", "_attention", "_gdpa")
 
 def is_op(eqn: core.JaxprEqn) -> bool:
     """Whether an equation calls an op of this library."""
-
-    def holds(jaxpr: Any) -> bool:
-        eqns = getattr(jaxpr, "jaxpr", jaxpr).eqns
-        return any(
-            e.primitive is dispatch.plan_p or any(map(holds, inner_programs(e))) for e in eqns
-        )
-
-    return eqn.params.get("name") in _OPS and any(map(holds, inner_programs(eqn)))
+    return eqn.params.get("name") in _OPS and any(
+        isinstance(mark, dispatch.Plan)
+        for program in inner_programs(eqn)
+        for mark in explain.marks(program)
+    )

@@ -179,6 +179,12 @@ def within(ctx: Any, value: Any, low: int, high: int) -> bool:
     return bounds is not None and low <= bounds[0] and bounds[1] <= high
 
 
+def single(ctx: Any, value: Any, depth: int = _DEPTH) -> int | None:
+    """The integer that all elements are proven to equal; None if that is not proven."""
+    bounds = interval(ctx, value, depth)
+    return bounds[0] if bounds is not None and bounds[0] == bounds[1] else None
+
+
 def interval(ctx: Any, value: Any, depth: int = _DEPTH) -> Interval | None:
     """Bounds [low, high] of an integer or boolean array; None if none are proven."""
     if is_plain(value) and not isinstance(value, jax.core.Tracer):
@@ -266,9 +272,9 @@ def _extremum(name: str, bounds: list[Interval | None]) -> Interval | None:
 def _select(ctx: Any, operands: Any, depth: int) -> Interval | None:
     """Bounds of `select_n`, in particular of `where(x < 0, x + n, x)`, as indexing writes it."""
     which, first, second = operands if len(operands) == 3 else (None, None, None)
-    case = interval(ctx, which, depth - 1)
-    if case is not None and case[0] == case[1] and case[0] < len(operands) - 1:
-        return interval(ctx, operands[1 + case[0]], depth - 1)
+    case = single(ctx, which, depth - 1)
+    if case is not None and case < len(operands) - 1:
+        return interval(ctx, operands[1 + case], depth - 1)
     test = ctx.producer(which)
     is_lt = test is not None and test[0].primitive.name == "lt" and test[1][0] is first
     if test and is_lt and constant(ctx, test[1][1]) == 0:
@@ -290,9 +296,9 @@ def selected(ctx: Any, value: Any) -> Any:
     """The operand that a `select_n` is proven to select everywhere; any other value unchanged."""
     produced = ctx.producer(value)
     if produced is not None and produced[0].primitive.name == "select_n":
-        which = interval(ctx, produced[1][0])
-        if which is not None and which[0] == which[1]:
-            return selected(ctx, produced[1][1 + which[0]])
+        which = single(ctx, produced[1][0])
+        if which is not None:
+            return selected(ctx, produced[1][1 + which])
     return value
 
 

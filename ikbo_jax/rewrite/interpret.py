@@ -9,12 +9,11 @@ result is right without any rule.
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.extend import core, source_info_util
+from jax.extend import core
 
 from ikbo_jax.rewrite import report
 from ikbo_jax.rewrite.equations import (
@@ -25,6 +24,7 @@ from ikbo_jax.rewrite.equations import (
     on_integers,
     why_kept,
 )
+from ikbo_jax.rewrite.jaxprs import interpret
 from ikbo_jax.rewrite.lineage import Deferred, is_plain
 from ikbo_jax.rewrite.program_cache import ProgramCache
 from ikbo_jax.rewrite.provenance import Provenance
@@ -132,26 +132,12 @@ class Context:
 
     def run(self, jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         """Interprets a jaxpr on values; returns its results."""
-        env: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-        env.update(zip(jaxpr.invars, args, strict=True))
-        name_stack = source_info_util.current_name_stack()
-        is_named = bool(str(name_stack))
-        user_context, literal = source_info_util.user_context, core.Literal
-        for eqn_ctx, eqns in itertools.groupby(jaxpr.eqns, lambda eqn: eqn.ctx):
-            with eqn_ctx.manager:
-                for eqn in eqns:
-                    info = eqn.source_info
-                    stack = name_stack + info.name_stack if is_named else info.name_stack
-                    with user_context(info.traceback, name_stack=stack):
-                        operands = [v.val if isinstance(v, literal) else env[v] for v in eqn.invars]
-                        results = self._run_eqn(eqn, operands)
-                    env.update(zip(eqn.outvars, results, strict=True))
-        return [v.val if isinstance(v, core.Literal) else env[v] for v in jaxpr.outvars]
+        return interpret(jaxpr, consts, args, self._run_eqn)
 
     def run_closed(self, jaxpr: Any, args: Sequence[Any], eqn: Any = None) -> list[Any]:
         """`run` for a jaxpr that holds its constants; `eqn` is the equation that calls it."""
         with self.recorder.inside(eqn):
-            return self.run(getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ()), args)
+            return self.run(jaxpr, jaxpr.consts, args)
 
     def _run_eqn(self, eqn: core.JaxprEqn, operands: list[Any]) -> list[Any]:
         """Runs an equation. An integer equation runs only once for equal operands.

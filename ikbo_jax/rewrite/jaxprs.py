@@ -14,7 +14,7 @@ from jax.interpreters import partial_eval
 
 def inner_programs(eqn: core.JaxprEqn) -> Iterator[core.Jaxpr]:
     """The programs that an equation holds."""
-    if eqn.primitive.name in ("jit", "pjit"):
+    if eqn.primitive.name == "jit":
         # The most frequent equation with a jaxpr; its other parameters take long to search.
         yield eqn.params["jaxpr"]
         return
@@ -70,22 +70,35 @@ def evaluate(
         results: list[Any] = jax.core.eval_jaxpr(program, consts, *arrays)
         return results
     # Under a trace, which holds all values anyway, this loop takes two thirds of the time.
+    return interpret(program, consts, arrays, _bind)
+
+
+def _bind(eqn: core.JaxprEqn, operands: list[Any]) -> Sequence[Any]:
+    primitive = eqn.primitive
+    results = primitive.bind(*operands, **primitive.get_bind_params(eqn.params))
+    return results if primitive.multiple_results else (results,)
+
+
+def interpret(
+    program: core.Jaxpr,
+    consts: Sequence[Any],
+    args: Sequence[Any],
+    run: Callable[[core.JaxprEqn, list[Any]], Sequence[Any]],
+) -> list[Any]:
+    """The results of a program whose equations `run` computes, each with its operands."""
     env: dict[Any, Any] = dict(zip(program.constvars, consts, strict=True))
-    env.update(zip(program.invars, arrays, strict=True))
+    env.update(zip(program.invars, args, strict=True))
     name_stack, literal = source_info_util.current_name_stack(), core.Literal
     is_named, user_context = bool(str(name_stack)), source_info_util.user_context
     for eqn_ctx, eqns in itertools.groupby(program.eqns, lambda eqn: eqn.ctx):
         with eqn_ctx.manager:
             for eqn in eqns:
-                info, primitive = eqn.source_info, eqn.primitive
+                info = eqn.source_info
                 stack = name_stack + info.name_stack if is_named else info.name_stack
                 operands = [v.val if isinstance(v, literal) else env[v] for v in eqn.invars]
                 with user_context(info.traceback, name_stack=stack):
-                    results = primitive.bind(*operands, **primitive.get_bind_params(eqn.params))
-                if primitive.multiple_results:
-                    env.update(zip(eqn.outvars, results, strict=True))
-                else:
-                    env[eqn.outvars[0]] = results
+                    results = run(eqn, operands)
+                env.update(zip(eqn.outvars, results, strict=True))
     return [v.val if isinstance(v, literal) else env[v] for v in program.outvars]
 
 

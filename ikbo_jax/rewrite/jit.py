@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend import core
 
 from ikbo_jax.rewrite.calls import form
 from ikbo_jax.rewrite.equations import identity, on_integers
@@ -323,18 +322,13 @@ def _like(value: Any, aval: Any) -> jax.ShapeDtypeStruct:
 
 def _params(eqn: Any, traced: Any, count: int) -> dict[str, Any] | None:
     """Parameters of a call of a program with `count` inputs; None if JAX cannot call it by jit."""
-    if traced.effects or not isinstance(traced, (core.Jaxpr, core.ClosedJaxpr)):
+    if traced.effects:
         return None
-    if type(traced) is not type(eqn.params["jaxpr"]):
-        return None
-    inner = traced.jaxpr
-    closed = inner.replace(constvars=[], invars=[*inner.invars, *inner.constvars])
-    if type(closed) is not type(traced):
-        closed = core.ClosedJaxpr(closed, ())
     if any(len(set(eqn.params.get(name, ()))) > 1 for name in ("in_shardings", "in_layouts")):
         return None
+    # Without constants: the program takes them as its last arguments.
+    closed = traced.replace(constvars=[], invars=[*traced.invars, *traced.constvars])
     return call_params(eqn.params, closed, {"in": count})
 
 
-for _name in ("jit", "pjit"):
-    register_rule(_name, _jit, source=True)
+register_rule("jit", _jit, source=True)

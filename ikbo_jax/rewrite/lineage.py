@@ -74,10 +74,8 @@ class Lazy(Deferred):
     Attributes:
       base: an array of the same rank as `shape`. Its dimension `axis` has `lineage.users` rows;
         every other dimension has its size in `shape`, or 1.
-      shape: the shape that the program sees.
       lineage: how rows are looked up; None if dimensions of size 1 are only broadcast.
       axis: the dimension that is looked up; -1 without a lineage.
-      origins: the broadcasts that the value stems from.
     """
 
     base: jax.Array
@@ -259,6 +257,6 @@ def nbytes(shape: tuple[int, ...], dtype: Any) -> int:
     return size * itemsize if isinstance(size, int) else 0
 
 
-def text(value: Any) -> str:
-    """Dtype and shape for the report: `bfloat16[15,64]`."""
-    return f"{value.dtype}[{','.join(map(str, value.shape))}]"
+def text(value: Any, shape: Any = None) -> str:
+    """Dtype and shape (by default the value's) for the report: `bfloat16[15,64]`."""
+    return f"{value.dtype}[{','.join(map(str, value.shape if shape is None else shape))}]"

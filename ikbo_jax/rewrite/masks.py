@@ -35,7 +35,7 @@ from ikbo_jax.ops.gdpa import gdpa
 from ikbo_jax.ops.gdpa_arguments import equal_offsets
 from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.registry import NotCovered
-from ikbo_jax.rewrite.scores import Fill, Scores
+from ikbo_jax.rewrite.scores import Fill, Logits, Scores
 
 #: Above this number, masked keys have attention weights that no model intends.
 _MASKS = -100.0
@@ -65,6 +65,38 @@ class _Operands(NamedTuple):
     value: jax.Array
     users: jax.Array
     scale: float
+
+    @classmethod
+    def of(cls, root: Logits, value: jax.Array) -> _Operands:
+        """The operands of logits, and of values [users, keys, *heads, width]."""
+        (batch, *_, width), (users, keys, *_) = root.query.shape, value.shape
+        heads = math.prod(root.heads)
+        return cls(
+            root.query.reshape(batch, math.prod(root.queries), heads, width),
+            root.key.base.reshape(users, keys, heads, width),
+            value.reshape(users, keys, heads, width),
+            root.lineage.index,
+            root.scale,
+        )
+
+    def activated(self, activation: str, scale: float, output_scale: float) -> jax.Array:
+        """The attention with an activation instead of the softmax."""
+        (batch, queries), (users, keys) = self.query.shape[:2], self.key.shape[:2]
+        query, key, value = (x.reshape(-1, *x.shape[2:]) for x in self[:3])
+        out = gdpa(
+            query,
+            key,
+            value,
+            equal_offsets(batch, queries),
+            equal_offsets(users, keys),
+            activation=activation,
+            scale=scale,
+            output_scale=output_scale,
+            q_to_kv=self.users,
+            max_seqlen_q=queries,
+            max_seqlen_kv=keys,
+        )
+        return out.reshape(self.query.shape)
 
     def attend(self, lengths: jax.Array | None = None) -> jax.Array:
         out = attention(*self[:4], scale=self.scale, key_value_seq_lengths=lengths)
@@ -96,16 +128,7 @@ def attend(ctx: Context, scores: Scores, value: jax.Array) -> jax.Array:
     Its shape is [batch, *queries, *heads, width].
     """
     root = scores.root
-    batch, width = root.query.shape[0], root.query.shape[-1]
-    users, keys = value.shape[:2]
-    heads = math.prod(root.heads)
-    operands = _Operands(
-        root.query.reshape(batch, math.prod(root.queries), heads, width),
-        root.key.base.reshape(users, keys, heads, width),
-        value.reshape(users, keys, heads, width),
-        root.lineage.index,
-        root.scale,
-    )
+    operands = _Operands.of(root, value)
     if any(fill.value > _MASKS for fill in root.fills):
         raise NotCovered(f"attention is not recognised: masked logits are {root.fills[0].value:g}")
     fills = [_as_exponentiated(fill, scores) for fill in root.fills]
@@ -115,7 +138,19 @@ def attend(ctx: Context, scores: Scores, value: jax.Array) -> jax.Array:
         out = _added(ctx, operands, fills[0])
     else:
         out = _replaced(operands, fills)
-    return out.reshape(batch, *root.queries, *root.heads, width)
+    return _with_dims(root, out)
+
+
+def attend_activated(
+    root: Logits, value: jax.Array, activation: str, scale: float, output_scale: float
+) -> jax.Array:
+    """`attend` with an activation of the logits, which have no masks, instead of the softmax."""
+    return _with_dims(root, _Operands.of(root, value).activated(activation, scale, output_scale))
+
+
+def _with_dims(root: Logits, out: jax.Array) -> jax.Array:
+    """[batch, queries, heads, width] as [batch, *queries, *heads, width]."""
+    return out.reshape(out.shape[0], *root.queries, *root.heads, out.shape[-1])
 
 
 def _as_exponentiated(fill: Fill, scores: Scores) -> Fill:
@@ -279,23 +314,9 @@ def _slope_where(operands: _Operands, empty: jax.Array) -> jax.Array:
     With attention weights 1 / S, the softmax and sum_s logit_s (v_s - mean v) / S have the same
     derivative by query and key.
     """
-    query, key, value, index, scale = operands
-    users, keys, heads, width = key.shape
-    batch, queries = query.shape[:2]
+    value = operands.value
     wide = value.astype(jnp.float32)
     centred = wide - jnp.mean(wide, axis=1, keepdims=True)
     centred = jnp.where(empty[:, None, None, None], centred, 0.0).astype(value.dtype)
-    out = gdpa(
-        query.reshape(batch * queries, heads, width),
-        key.reshape(users * keys, heads, width),
-        lax.stop_gradient(centred).reshape(users * keys, heads, width),
-        equal_offsets(batch, queries),
-        equal_offsets(users, keys),
-        activation="identity",
-        scale=scale,
-        output_scale=1 / keys,
-        q_to_kv=index,
-        max_seqlen_q=queries,
-        max_seqlen_kv=keys,
-    )
-    return out.reshape(batch, queries, heads, width)
+    centred_operands = operands._replace(value=lax.stop_gradient(centred))
+    return centred_operands.activated("identity", operands.scale, 1 / value.shape[1])

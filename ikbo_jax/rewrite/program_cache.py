@@ -56,6 +56,6 @@ def _may_broadcast(eqn: core.JaxprEqn) -> bool:
         operand: Any = eqn.invars[0].aval
         result: Any = eqn.outvars[0].aval
         return operand.ndim > 0 and result.size > operand.size
-    if eqn.primitive.name in ("jit", "pjit"):
+    if eqn.primitive.name == "jit":
         return False
     return is_source(eqn.primitive.name) and not any(True for _ in inner_programs(eqn))

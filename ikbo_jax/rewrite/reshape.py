@@ -72,9 +72,7 @@ def _repeated(
         key, times = ("repeat", batch), jnp.int32(x.shape[second])
         index = ctx.scope.lineage(key, rows, batch, lambda: lax.iota(jnp.int32, batch) // times)
     else:
-        index = ctx.scope.lineage(
-            ("tile", batch), rows, batch, lambda: lax.iota(jnp.int32, batch) % jnp.int32(rows)
-        )
+        index = ctx.scope.of_tiles(rows, batch)
     ctx.recorder.confirmed(x.origins)
     return Lazy(base, tuple(shape), index, axis, x.origins)
 
@@ -111,14 +109,6 @@ def _reshape_groups(before: Any, after: Any) -> list[tuple[list[int], list[int]]
                 dims.append(i)
                 i += 1
             elif right <= left and j < len(after) and (right < left or not targets):
-                right *= after[j]
-                targets.append(j)
-                j += 1
-            elif left < right:
-                left *= before[i]
-                dims.append(i)
-                i += 1
-            elif right < left:
                 right *= after[j]
                 targets.append(j)
                 j += 1

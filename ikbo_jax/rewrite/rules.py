@@ -166,17 +166,19 @@ def _concatenate(ctx: Context, eqn: Any, *operands: Any) -> Any:
 def _concat_at_user_batch(
     ctx: Context, eqn: Any, parts: Any, axis: int, shape: Any, value_lineage: Any, user_axis: int
 ) -> Any:
-    parts = [spread_axes(x, [axis]) for x in parts]
-    common = np.broadcast_shapes(
-        *([1 if d == axis else n for d, n in enumerate(base_of(x).shape)] for x in parts)
-    )
-    bases = []
-    for x in parts:
-        base = base_of(x)
-        bases.append(spread(base, (*common[:axis], base.shape[axis], *common[axis + 1 :])))
-    base = ctx.bind(eqn, *bases)
+    base = concatenated_bases(parts, axis)
     origins = origins_of(*parts)
     return at_user_batch(ctx, eqn, base, shape, value_lineage, user_axis, origins)
+
+
+def concatenated_bases(parts: Any, axis: int) -> Any:
+    """The concatenation of the bases of values of one lineage."""
+    bases = [base_of(spread_axes(part, [axis])) for part in parts]
+    common = np.broadcast_shapes(
+        *([1 if d == axis else n for d, n in enumerate(base.shape)] for base in bases)
+    )
+    bases = [spread(b, (*common[:axis], b.shape[axis], *common[axis + 1 :])) for b in bases]
+    return lax.concatenate(bases, axis)
 
 
 @register_rule("transpose")

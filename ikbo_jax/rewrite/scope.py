@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from ikbo_jax.rewrite.lineage import Lineage, take_rows
 
@@ -108,6 +109,12 @@ class Scope:
     def of_one_user(self, batch: int) -> Lineage:
         """The lineage of a batch whose rows all come from one user."""
         return self.lineage(("one", batch), 1, batch, lambda: jnp.zeros(batch, jnp.int32))
+
+    def of_tiles(self, rows: int, batch: int) -> Lineage:
+        """The lineage of a batch that repeats all rows, one after another."""
+        return self.lineage(
+            ("tile", batch), rows, batch, lambda: lax.iota(jnp.int32, batch) % jnp.int32(rows)
+        )
 
     def compose(self, coarse: Lineage, fine: Lineage) -> Lineage:
         """The lineage of two successive lookups: by `coarse`, then by `fine`."""

@@ -84,8 +84,6 @@ class Scores(Deferred):
       stage: "logits", "max", "shifted", "exp", "sum", "probabilities", or "curve": not part of a
         softmax, but possibly an activation.
       labels: the label of every dimension.
-      shape: the shape that the program sees.
-      dtype: the dtype that the program sees.
       run: computes the value as the program is written.
       curve: the value as an elementwise function of query · key; None if unknown.
       shifted: whether the maximum was subtracted before the exponential.
@@ -110,7 +108,7 @@ class Scores(Deferred):
     def rule(self, ctx: Context, eqn: Any, operands: Any) -> Any:
         """The result of an equation that has scores among its operands."""
         name = eqn.primitive.name
-        if name in ("jit", "pjit"):
+        if name == "jit":
             return ctx.run_closed(eqn.params["jaxpr"], operands, eqn)
         curve = _curve_of(ctx, eqn, operands)
         primitive_rule = RULES.get(name)

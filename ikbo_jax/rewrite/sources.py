@@ -78,21 +78,16 @@ def _check_no_other_column_fills(ctx: Context, eqn: Any, indices: Any, looked_up
         return
     axes = enumerate(eqn.params["dimension_numbers"].start_index_map)
     whole = [column for column, axis in axes if axis not in looked_up]
-    if any(facts.interval(ctx, _column(ctx, indices, c)[0]) != (0, 0) for c in whole):
+    if any(facts.single(ctx, _column(ctx, indices, c)[0]) != 0 for c in whole):
         raise NotCovered("lookup by several indices that fills rows out of bounds")
 
 
 def _single_rows(ctx: Context, operand: Any, indices: Any, numbers: Any) -> list[int]:
     """The axes of size 1 that are looked up, as in the table of a single user."""
-
-    def is_constant(column: int) -> bool:
-        bounds = facts.interval(ctx, _column(ctx, indices, column)[0])
-        return bounds is not None and bounds[0] == bounds[1]
-
     shape = shape_of(operand)
     columns = [c for c, axis in enumerate(numbers.start_index_map) if shape[axis] == 1]
     if len(columns) > 1:
-        columns = [c for c in columns if not is_constant(c)]
+        columns = [c for c in columns if facts.single(ctx, _column(ctx, indices, c)[0]) is None]
     return [numbers.start_index_map[c] for c in columns]
 
 
@@ -108,9 +103,9 @@ def _fixed_positions(ctx: Context, eqn: Any, operand: Any, indices: Any) -> dict
         size = shape_of(operand)[axis]
         if sizes[axis] == size or size == 1:
             continue
-        start = facts.interval(ctx, _column(ctx, indices, column)[0])
-        if start is not None and start[0] == start[1] and 0 <= start[0] <= size - sizes[axis]:
-            fixed[axis] = start[0]
+        start = facts.single(ctx, _column(ctx, indices, column)[0])
+        if start is not None and 0 <= start <= size - sizes[axis]:
+            fixed[axis] = start
     return fixed
 
 
@@ -124,7 +119,7 @@ def _gather_rows(
     operand = spread_axes(operand, [axis])
     (out_axis,) = (d for d in range(len(shape)) if d not in numbers.offset_dims)
     count = shape_of(indices)[0]
-    what = f"{lineage.text(operand)} looked up by {count} indices -> {_text(shape, operand)}"
+    what = f"{lineage.text(operand)} looked up by {count} indices -> {lineage.text(operand, shape)}"
     column = numbers.start_index_map.index(axis)
     operand, fine = _looked_up(ctx, eqn, operand, indices, column, axis)
     base = base_of(operand)
@@ -330,18 +325,23 @@ def _broadcast_in_dim(ctx: Context, eqn: Any, operand: Any, *dynamic: Any) -> An
     base, seen = base_of(operand), shape_of(operand)
     if is_plain(operand) and math.prod(shape) == math.prod(seen):
         return ctx.bind(eqn, operand)
-    base_shape = [1] * len(shape)
-    for d, target in enumerate(dims):
-        base_shape[target] = np.shape(base)[d]
-    out = lax.broadcast_in_dim(base, tuple(base_shape), tuple(dims))
+    out = _with_new_dims(base, len(shape), dims)
     value_lineage, axis, origins = None, -1, origins_of(operand)
     if has_lineage(operand):
         value_lineage, axis = operand.lineage, dims[operand.axis]
     elif math.prod(seen) > 1:
         copy = nbytes(shape, operand.dtype) - nbytes(seen, operand.dtype)
-        what = f"{_text(seen, operand)} broadcast -> {_text(shape, operand)}"
+        what = f"{lineage.text(operand, seen)} broadcast -> {lineage.text(operand, shape)}"
         origins |= {ctx.recorder.found(eqn, what, copy, False)}
     return lazy(out, shape, value_lineage, axis, origins)
+
+
+def _with_new_dims(base: Any, rank: int, dims: list[int]) -> jax.Array:
+    """`base` with its dimensions at `dims`, and with all other dimensions of size 1."""
+    shape = [1] * rank
+    for d, target in enumerate(dims):
+        shape[target] = np.shape(base)[d]
+    return lax.broadcast_in_dim(base, tuple(shape), tuple(dims))
 
 
 def _concat_broadcast(ctx: Context, eqn: Any, operand: Any, shape: Any, dims: Any) -> Any:
@@ -355,10 +355,7 @@ def _concat_broadcast(ctx: Context, eqn: Any, operand: Any, shape: Any, dims: An
         if is_plain(part):
             parts.append(ctx.bind(eqn, part, shape=tuple(part_shape)))
             continue
-        base_shape = [1] * len(shape)
-        for d, target in enumerate(dims):
-            base_shape[target] = part.base.shape[d]
-        base = lax.broadcast_in_dim(part.base, tuple(base_shape), tuple(dims))
+        base = _with_new_dims(part.base, len(shape), dims)
         part_axis = dims[part.axis] if part.lineage else -1
         parts.append(lazy(base, tuple(part_shape), part.lineage, part_axis, part.origins))
     return Concat(tuple(parts), axis)
@@ -377,24 +374,14 @@ def _tile(ctx: Context, eqn: Any, operand: Any) -> Any:
     if has_lineage(operand) and operand.axis == axis:
         raise NotCovered("tile along the looked-up axis")
     copy = nbytes(shape, operand.dtype) - nbytes(seen, operand.dtype)
-    what = f"{_text(seen, operand)} tiled -> {_text(shape, operand)}"
+    what = f"{lineage.text(operand, seen)} tiled -> {lineage.text(operand, shape)}"
     if seen[axis] == 1:
         found = ctx.recorder.found(eqn, what, copy, False)
         kept = (operand.lineage, operand.axis) if has_lineage(operand) else (None, -1)
         return lazy(base_of(operand), shape, kept[0], kept[1], origins_of(operand) | {found})
     if has_lineage(operand):
         raise NotCovered("tile of a value that is looked up along another axis")
-    rows = seen[axis]
-    index = ctx.scope.lineage(
-        ("tile", shape[axis]),
-        rows,
-        shape[axis],
-        lambda: lax.iota(jnp.int32, shape[axis]) % jnp.int32(rows),
-    )
+    index = ctx.scope.of_tiles(seen[axis], shape[axis])
     found = ctx.recorder.found(eqn, what, copy, True)
     base = base_of(spread_axes(operand, [axis]))
     return Lazy(base, shape, index, axis, origins_of(operand) | {found})
-
-
-def _text(shape: Any, operand: Any) -> str:
-    return f"{operand.dtype}[{','.join(map(str, shape))}]"

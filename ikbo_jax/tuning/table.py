@@ -90,14 +90,8 @@ class Row:
             name: list(value) if isinstance(value, tuple) else value
             for name, value in dataclasses.asdict(self.problem).items()
         }
-        measurement = {
-            "device": self.device,
-            "date": self.date,
-            "jax": self.jax,
-            "ms": self.ms,
-            "fraction": self.fraction,
-            "xla_ms": self.xla_ms,
-        }
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        measurement = {k: v for k, v in fields.items() if k not in ("problem", "config")}
         return {"op": self.problem.op, **problem, "config": config, **measurement}
 
     @classmethod

@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import harness, linear_compression, report, timing, torch_baseline
+from benchmarks import harness, linear_compression, records, report, timing, torch_baseline
 from benchmarks import linear_compression_providers as providers
 from ikbo_jax._timing import interleaved_ms
+from ikbo_jax.cases.linear_compression import Case
 from ikbo_jax.problems import LinearCompressionProblem
 
 pytestmark = pytest.mark.slow
@@ -42,9 +43,9 @@ def tiny_run(tmp_path, monkeypatch):
     return path
 
 
-def point(sweep: str, dtype: str = "bfloat16", index: str = "ragged") -> linear_compression.Point:
+def point(sweep: str, dtype: str = "bfloat16", index: str = "ragged") -> harness.Point:
     problem = dataclasses.replace(TINY, dtype=dtype)
-    return linear_compression.Point(sweep, "tiny", problem, index)
+    return harness.Point(sweep, "tiny", Case(problem, index))
 
 
 # Timing.
@@ -117,7 +118,7 @@ def test_sweeps_hold_the_shapes_that_bars_speak_of():
     users = [p.problem.batches[0] for p in sweeps["ratio"]]
     assert users == [1024, 512, 103, 15, 2, 1]
     assert sweeps["ratio"][-1].problem.batches == (1, 10_000)
-    assert [p.index for p in sweeps["index"]] == ["unsorted"]
+    assert [p.case.index for p in sweeps["index"]] == ["unsorted"]
     with pytest.raises(ValueError, match="unknown sweep 'z'"):
         next(linear_compression.points("z"))
 
@@ -155,24 +156,29 @@ def test_every_provider_agrees_with_the_oracle_or_says_why_not(dtype):
 
 
 def test_a_wrong_provider_is_caught_and_a_failing_one_recorded():
+    xla = point("default").case.contender("decomposed")
+
     def wrong(*inputs: jax.Array) -> jax.Array:
-        return providers.XLA.fn(*inputs) + jnp.bfloat16(0.5)
+        return xla(*inputs) + jnp.bfloat16(0.5)
 
     def nan(*inputs: jax.Array) -> jax.Array:
-        return providers.XLA.fn(*inputs) * jnp.bfloat16(jnp.nan)
+        return xla(*inputs) * jnp.bfloat16(jnp.nan)
 
     def failing(*inputs: jax.Array) -> jax.Array:
         raise RuntimeError("broken")
 
-    contenders = [providers.Provider(fn.__name__, "", fn) for fn in (wrong, nan, failing)]
+    contenders = [
+        harness.Provider(fn.__name__, "", lambda case, inputs, fn=fn: (fn, inputs))
+        for fn in (wrong, nan, failing)
+    ]
     contenders.append(providers.XLA)
     found = linear_compression.measure_point(point("default"), contenders, SHORT)
     ok = [record.get("ok") for record in found["providers"]]
     assert ok == [False, False, None, True]
     assert found["providers"][2]["failure"] == "RuntimeError: broken"
     results = {"points": [found], "environment": {"platform": "cpu"}}
-    assert not harness.all_correct(results)
-    assert harness.format_table(results, linear_compression.bar).count("WRONG RESULT") == 2
+    assert not records.all_correct(results)
+    assert records.format_table(results, linear_compression.bar).count("WRONG RESULT") == 2
 
 
 def test_the_oracle_is_the_equation():
@@ -197,7 +203,7 @@ def test_run_writes_every_point(tiny_run):
     assert [p["sweep"] for p in results["points"]] == ["default", "m", "ratio"]
     assert results["environment"]["commit"] == "0123456789abcdef"
     assert results["protocol"]["rounds"] == 1
-    assert harness.all_correct(results)
+    assert records.all_correct(results)
     assert results["points"][0]["problem"]["batches"] == [2, 6]
 
 
@@ -211,7 +217,7 @@ def test_sizes_that_sweeps_share_are_timed_once(tmp_path, monkeypatch):
     monkeypatch.setattr(timing, "COPY_BYTES", 2**12)
     monkeypatch.setattr(linear_compression, "measure_point", counted)
     monkeypatch.setattr(
-        linear_compression, "shrink", lambda p: dataclasses.replace(p, problem=TINY)
+        linear_compression, "shrink", lambda p: p.resized(**dataclasses.asdict(TINY))
     )
     out = tmp_path / "r.json"
     results = linear_compression.run(("default", "n"), ("bfloat16",), out=out, quick=True)
@@ -295,7 +301,7 @@ def test_bars_stand_beside_what_was_reached():
         "1.010 of XLA's time, bar 1.02",
         "0.750 of the default's fraction, bar 0.85",
     ]
-    text = harness.format_table(synthetic(), linear_compression.bar)
+    text = records.format_table(synthetic(), linear_compression.bar)
     assert "fraction 0.800, bar 0.82" in text
     assert "skipped: no PyTorch" in text
 
@@ -368,4 +374,4 @@ def test_committed_results_are_readable():
     for path in sorted((report.ROOT / "benchmarks/results").glob("*.json")):
         results = timing.read_results(path)
         assert results["environment"]["device"]
-        assert harness.all_correct(results)
+        assert records.all_correct(results)

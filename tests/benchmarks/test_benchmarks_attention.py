@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import attention, attention_providers, harness, timing
+from benchmarks import attention, attention_providers, harness, records, timing
+from ikbo_jax.cases.attention import Case
 from ikbo_jax.problems import AttentionProblem
 
 pytestmark = pytest.mark.slow
@@ -21,8 +22,8 @@ def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv(timing.COMMIT_VARIABLE, "0123456789abcdef")
 
 
-def point(index: str = "even", lengths: str = "full") -> attention.Point:
-    return attention.Point("s", "S=16", TINY, index, lengths)
+def point(index: str = "even", lengths: str = "full") -> harness.Point:
+    return harness.Point("s", "S=16", Case(TINY, index, lengths))
 
 
 def test_every_sweep_has_points_that_differ_and_shrink():
@@ -116,13 +117,13 @@ def test_wrong_result_is_found(monkeypatch):
         fn, args = attention_providers.XLA.prepare(case, inputs)
         return lambda *x: fn(*x) + jnp.bfloat16(0.5), args
 
-    wrong = attention_providers.Provider("wrong", "off by a half", prepare)
+    wrong = harness.Provider("wrong", "off by a half", prepare)
     measured = attention.measure_point(point(), (wrong,), harness.Protocol(0.001, 1, 64))
     (record,) = measured["providers"]
     assert record["ok"] is False
     results = {"points": [measured], "environment": {"platform": "cpu"}}
-    assert not harness.all_correct(results)
-    assert "WRONG RESULT" in harness.format_table(results, attention.bars)
+    assert not records.all_correct(results)
+    assert "WRONG RESULT" in records.format_table(results, attention.bars)
 
 
 def test_bars_name_what_was_reached():

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from problems import random_array
 
-from benchmarks import ranking, report, report_ranking, timing
+from benchmarks import ranking, records, report, report_ranking, timing
 from ikbo_jax import demo, demo_ranking
 from ikbo_jax.cases import ranking as cases
 from ikbo_jax.models import ranking as ranking_model
@@ -106,7 +106,7 @@ def test_wrong_results_failures_and_what_does_not_fit():
     assert "no such thing" in broken["failure"]
     assert "1 TB" in large["skipped"]
     results = {"points": [measured], "environment": {"platform": "cpu"}}
-    assert not ranking.all_correct(results)
+    assert not records.all_correct(results)
     assert "WRONG RESULT" in ranking.format_table(results)
 
 

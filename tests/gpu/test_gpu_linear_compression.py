@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import ikbo_jax as ikbo
 from ikbo_jax.pallas.linear_compression.kernel import linear_compression_kernel
-from ikbo_jax.problems import LinearCompressionConfig
+from ikbo_jax.problems import LinearCompressionConfig, LinearCompressionProblem
 from ikbo_jax.reference import linear_compression as reference
 
 pytestmark = pytest.mark.gpu
@@ -298,5 +298,6 @@ def test_sanitizer(tool):
 
 
 def test_configs_here_are_legal():
-    problem = ikbo.ops.linear_compression._problem(*problems.make_inputs(DEFAULT).levels[:2])
+    batches, ks = (DEFAULT.users, DEFAULT.candidates), (DEFAULT.k_user, DEFAULT.k_cand)
+    problem = LinearCompressionProblem(batches, ks, DEFAULT.m, DEFAULT.n, "bfloat16")
     assert [name for name, c in CONFIGS.items() if c.illegal_reason(problem)] == []

@@ -20,7 +20,7 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.flash import attention as kernel
-from ikbo_jax.pallas.hopper import accumulator
+from ikbo_jax.pallas.hopper import mma
 from ikbo_jax.problems import AttentionConfig, AttentionProblem
 from ikbo_jax.problems.hopper import NUM_CONSUMERS
 
@@ -314,7 +314,7 @@ def test_interpreted_stage_handed_back_too_early_is_found(
     pending: int, monkeypatch: pytest.MonkeyPatch, launches: interpreter.Launches
 ) -> None:
     """Keys (1 group pending) or values (0) go back before the wait that says they were read."""
-    wait, arrive = accumulator.wait, plgpu.barrier_arrive
+    wait, arrive = mma.wait, plgpu.barrier_arrive
     held: list[int] = []
 
     def late_wait(n: int, *, interpret: bool) -> None:
@@ -328,7 +328,7 @@ def test_interpreted_stage_handed_back_too_early_is_found(
         if held and is_handed_back(barrier):
             wait(held.pop(), interpret=True)
 
-    monkeypatch.setattr(accumulator, "wait", late_wait)
+    monkeypatch.setattr(mma, "wait", late_wait)
     monkeypatch.setattr(plgpu, "barrier_arrive", arrive_then_wait)
     assert_found(Case((0, 0), 32 * 6), launches)
 

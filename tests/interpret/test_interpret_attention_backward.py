@@ -18,7 +18,7 @@ from problems import AttentionInputs, AttentionShape
 
 from ikbo_jax.pallas.attention_backward import consumer
 from ikbo_jax.pallas.attention_backward.kernel import attention_backward_kernel
-from ikbo_jax.pallas.hopper import accumulator
+from ikbo_jax.pallas.hopper import mma
 from ikbo_jax.problems import AttentionProblem
 from ikbo_jax.problems.attention_backward import AttentionBackwardConfig as Config
 from ikbo_jax.problems.hopper import NUM_CONSUMERS
@@ -206,7 +206,7 @@ def test_interpreted_block_handed_back_too_early_is_found(
     monkeypatch: pytest.MonkeyPatch, launches: interpreter.Launches
 ) -> None:
     """Blocks go back before the wait that says that they were read."""
-    wait, arrive = accumulator.wait, plgpu.barrier_arrive
+    wait, arrive = mma.wait, plgpu.barrier_arrive
     held: list[int] = []
 
     def late_wait(pending: int, *, interpret: bool) -> None:
@@ -220,6 +220,6 @@ def test_interpreted_block_handed_back_too_early_is_found(
         if held and jax.typeof(barrier.ref).inner_aval.dtype.num_arrivals == NUM_CONSUMERS:
             wait(held.pop(), interpret=True)
 
-    monkeypatch.setattr(accumulator, "wait", late_wait)
+    monkeypatch.setattr(mma, "wait", late_wait)
     monkeypatch.setattr(plgpu, "barrier_arrive", arrive_then_wait)
     assert _has_fault(Case(AttentionShape(1, 6, 32, 128, 1, 1, 64), Config(32)), launches)

@@ -259,7 +259,7 @@ def test_interpreted_races_are_found(
         await_block = gdpa_consumer._await_block
 
         def swapped(ctx: Any, *rest: Any) -> None:
-            await_block(ctx._replace(consumer=NUM_CONSUMERS - 1 - ctx.consumer), *rest)
+            await_block(ctx.replace(consumer=NUM_CONSUMERS - 1 - ctx.consumer), *rest)
 
         monkeypatch.setattr(gdpa_consumer, "_await_block", swapped)
     else:

@@ -19,7 +19,7 @@ from problems_gdpa import Shape
 
 from ikbo_jax.ops import gdpa
 from ikbo_jax.ops import gdpa_backward as op
-from ikbo_jax.pallas.hopper import accumulator
+from ikbo_jax.pallas.hopper import mma
 from ikbo_jax.problems import GdpaBackwardConfig, gdpa_backward
 from ikbo_jax.problems.hopper import NUM_CONSUMERS
 from ikbo_jax.reference import gdpa_chunked
@@ -35,7 +35,10 @@ CONFIG = GdpaBackwardConfig(block=32, stages=2)
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A problem, and how the kernels cut it; `limits` are those of the lengths."""
+    """A problem, and how the kernels cut it.
+
+    `limits` are those of the lengths; with `is_wide`, gradients of keys and values stay in f32.
+    """
 
     shape: Shape
     activation: str | tuple[str, ...] = "gelu_tanh"
@@ -43,6 +46,7 @@ class Case:
     num_sms: int = 1
     config: GdpaBackwardConfig = CONFIG
     limits: tuple[int | None, int | None] = (None, None)
+    is_wide: bool = False
 
     @property
     def settings(self) -> Settings:
@@ -58,6 +62,7 @@ CASES = {
         ("gelu", "relu"),
         num_sms=2,
         config=GdpaBackwardConfig(64, 3),
+        is_wide=True,
     ),
     "pma_h96_f16": Case(Shape(3, (66, 0), 1, 1, 96), "silu", "float16"),
 }
@@ -85,6 +90,7 @@ def gradients(arrays: Arrays, case: Case) -> tuple[jax.Array, ...]:
             num_sms=case.num_sms,
             query_config=case.config,
             key_config=case.config,
+            dtype="float32" if case.is_wide else None,
             interpret=PARAMS,
         )
 
@@ -110,9 +116,12 @@ def assert_correct(
     d_out = problems_gdpa.cotangent(arrays, case.settings)
     expected = problems_gdpa.numpy_gradients(arrays, case.settings, d_out)
     plain = plain_vjp(arrays, case.settings, d_out)
-    for array, want, rounded, rows in zip(actual, expected, plain, where, strict=True):
-        assert array.dtype == arrays.query.dtype
-        actually, plainly = np.asarray(array), np.asarray(rounded)
+    dtypes = (case.dtype, *["float32" if case.is_wide else case.dtype] * 2)
+    for array, want, rounded, rows, dtype in zip(
+        actual, expected, plain, where, dtypes, strict=True
+    ):
+        assert array.dtype == dtype
+        actually, plainly = np.asarray(array.astype(case.dtype)), np.asarray(rounded)
         problems.assert_within_error_rule(actually[rows], want[rows], plainly[rows])
 
 
@@ -151,7 +160,7 @@ def test_interpreted_block_handed_back_too_early_is_found(
     monkeypatch: pytest.MonkeyPatch, launches: interpreter.Launches
 ) -> None:
     """Blocks go back before the wait that says that they were read."""
-    wait, arrive = accumulator.wait, plgpu.barrier_arrive
+    wait, arrive = mma.wait, plgpu.barrier_arrive
     held: list[int] = []
 
     def late_wait(pending: int, *, interpret: bool) -> None:
@@ -165,7 +174,7 @@ def test_interpreted_block_handed_back_too_early_is_found(
         if held and jax.typeof(barrier.ref).inner_aval.dtype.num_arrivals == NUM_CONSUMERS:
             wait(held.pop(), interpret=True)
 
-    monkeypatch.setattr(accumulator, "wait", late_wait)
+    monkeypatch.setattr(mma, "wait", late_wait)
     monkeypatch.setattr(plgpu, "barrier_arrive", arrive_then_wait)
     case = Case(Shape((192,), (128,), 1, 1, 64), "relu")
     try:

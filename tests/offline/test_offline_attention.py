@@ -13,7 +13,7 @@ import pytest
 
 from ikbo_jax.pallas.flash import attention as kernel
 from ikbo_jax.problems import AttentionConfig, AttentionProblem
-from ikbo_jax.problems.hopper import MAX_SMEM_BYTES, SMEM_ALIGNMENT
+from ikbo_jax.problems.hopper import MAX_SMEM_BYTES
 from ikbo_jax.tuning import table
 
 pytestmark = [
@@ -92,10 +92,7 @@ def assert_fit(case: Case, compiler: offline.Compiler) -> None:
     assert case.chosen.illegal_reason(case.problem) is None
     (compiled,) = compiler.compile(*case.launch())
     assert not compiled.faults
-    limit = case.chosen.smem_bytes(case.problem.head_dim)
-    # The legality rule may round up, by no more than what it aligns to.
-    assert 0 <= limit - compiled.smem_bytes <= SMEM_ALIGNMENT
-    assert limit <= MAX_SMEM_BYTES
+    assert compiled.smem_bytes == case.chosen.smem_bytes(case.problem.head_dim) <= MAX_SMEM_BYTES
 
 
 @pytest.mark.parametrize("name", CASES)

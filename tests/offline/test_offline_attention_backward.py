@@ -13,7 +13,7 @@ import offline
 import pytest
 
 from ikbo_jax.pallas.attention_backward.kernel import attention_backward_kernel
-from ikbo_jax.pallas.hopper import accumulator
+from ikbo_jax.pallas.hopper import mma
 from ikbo_jax.problems import AttentionProblem
 from ikbo_jax.problems.attention_backward import AttentionBackwardConfig as Config
 from ikbo_jax.problems.hopper import MAX_SMEM_BYTES
@@ -105,7 +105,7 @@ def test_offline_missing_wait_is_found(
 ) -> None:
     """Without the waits for a block's products, or for a tile's sums, ptxas sees accumulators that
     are read while WGMMAs write them."""
-    wait, left_out = accumulator.wait, []
+    wait, left_out = mma.wait, []
 
     def planted(pending: int, *, interpret: bool) -> None:
         if sys._getframe(1).f_code.co_name == function:
@@ -113,7 +113,7 @@ def test_offline_missing_wait_is_found(
         else:
             wait(pending, interpret=interpret)
 
-    monkeypatch.setattr(accumulator, "wait", planted)
+    monkeypatch.setattr(mma, "wait", planted)
     (compiled,) = compiler.compile(*CASES["h64_few_queries"].launch())
     assert left_out
     assert compiled.ptxas.serialized

@@ -19,8 +19,8 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.linear_compression import kernel
-from ikbo_jax.problems import LinearCompressionConfig, LinearCompressionProblem
-from ikbo_jax.problems.hopper import MAX_SMEM_BYTES, SMEM_ALIGNMENT
+from ikbo_jax.problems import LinearCompressionConfig, LinearCompressionProblem, memory
+from ikbo_jax.problems.hopper import MAX_SMEM_BYTES
 from ikbo_jax.problems.linear_compression import MAX_BLOCK_M
 from ikbo_jax.tuning import table
 
@@ -102,18 +102,19 @@ def test_offline_kernel_is_fit(name: str, compiler: offline.Compiler) -> None:
     kernels = compiler.compile(*launch(problem, config))
     levels = len(problem.batches)
     assert len(kernels) == levels - (config.single_launch and levels > 1)
-    for compiled in kernels:
+    with_claims = [False] * (len(kernels) - 1) + [config.single_launch and levels > 1]
+    for compiled, has_claims in zip(kernels, with_claims, strict=True):
         assert not compiled.faults
+        assert compiled.smem_bytes == memory.smem_bytes(config.shared(with_claims=has_claims))
         assert compiled.smem_bytes <= config.smem_bytes <= MAX_SMEM_BYTES
 
 
 @pytest.mark.parametrize("num_stages", [2, 4])
 def test_offline_shared_memory_is_what_the_config_says(num_stages: int) -> None:
-    """The legality rule may round up, by no more than what it aligns to."""
     problem, config = default_case(DEFAULT, single_launch=True, num_stages=num_stages)
     (module,) = offline.mosaic_modules(*launch(problem, config))
     _, smem_bytes = offline.describe_module(module)
-    assert 0 <= config.smem_bytes - smem_bytes <= SMEM_ALIGNMENT
+    assert smem_bytes == config.smem_bytes
 
 
 @pytest.mark.parametrize("is_single", [True, False])

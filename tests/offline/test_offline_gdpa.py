@@ -14,7 +14,7 @@ import pytest
 from ikbo_jax.pallas.flash import attention, tile_list
 from ikbo_jax.pallas.flash import gdpa_forward as kernel
 from ikbo_jax.problems import GdpaConfig, GdpaProblem
-from ikbo_jax.problems.hopper import MAX_SMEM_BYTES, SMEM_ALIGNMENT
+from ikbo_jax.problems.hopper import MAX_SMEM_BYTES
 from ikbo_jax.tuning import table
 
 pytestmark = [
@@ -117,9 +117,7 @@ def assert_fit(case: Case, compiler: offline.Compiler) -> None:
     (compiled,) = compiler.compile(*launch(case.problem, config, case.scales))
     assert not compiled.faults
     sizes = config.for_softmax if is_softmax(case.problem) else config
-    limit = sizes.smem_bytes(case.problem.head_dim)
-    assert 0 <= limit - compiled.smem_bytes <= SMEM_ALIGNMENT
-    assert limit <= MAX_SMEM_BYTES
+    assert compiled.smem_bytes == sizes.smem_bytes(case.problem.head_dim) <= MAX_SMEM_BYTES
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -13,7 +13,7 @@ import offline
 import pytest
 
 from ikbo_jax.pallas.gdpa_backward import kernels, tiles
-from ikbo_jax.pallas.hopper import accumulator
+from ikbo_jax.pallas.hopper import mma
 from ikbo_jax.problems import GdpaBackwardConfig
 from ikbo_jax.problems import gdpa_backward as backward_configs
 from ikbo_jax.problems.hopper import MAX_SMEM_BYTES
@@ -53,8 +53,7 @@ class Case:
             "config": self.chosen,
             "num_sms": 132,
         }
-        if not self.is_for_keys:
-            options["out_dtype"] = jnp.float32 if self.is_wide else None
+        options["out_dtype"] = jnp.float32 if self.is_wide else None
         kernel = kernels.d_key_value_kernel if self.is_for_keys else kernels.d_query_kernel
         shape, dtype = jax.ShapeDtypeStruct, jnp.dtype(self.dtype)
         query = shape((ROWS, len(self.activations), self.head_dim), dtype)
@@ -72,6 +71,7 @@ CASES = {
     "keys": Case(True),
     "keys_tanh": Case(True, approx="tanh"),
     "keys_gelu": Case(True, activations=("gelu",) * 4),
+    "keys_wide": Case(True, is_wide=True),
     "keys_mixed_f16": Case(True, activations=MIXED, kv_heads=2, dtype="float16"),
     "queries_mixed_wide_block": Case(
         False, activations=MIXED, kv_heads=2, config=GdpaBackwardConfig(96, 2)
@@ -88,8 +88,7 @@ def test_offline_gdpa_backward_kernel_is_fit(name: str, compiler: offline.Compil
     assert reason is None
     (compiled,) = compiler.compile(*case.launch())
     assert not compiled.faults
-    limit = case.chosen.smem_bytes(case.head_dim)
-    assert compiled.smem_bytes <= limit <= MAX_SMEM_BYTES
+    assert compiled.smem_bytes == case.chosen.smem_bytes(case.head_dim) <= MAX_SMEM_BYTES
 
 
 # The check itself must be able to fail.
@@ -101,7 +100,7 @@ def test_offline_missing_wait_is_found(
 ) -> None:
     """Without the wait for a block's scores, for its gradients of weights, or for a tile's sums,
     ptxas sees accumulators that are read while WGMMAs write them."""
-    wait, left_out = accumulator.wait, []
+    wait, left_out = mma.wait, []
 
     def planted(pending: int, *, interpret: bool) -> None:
         if sys._getframe(1).f_code.co_name == function:
@@ -109,7 +108,7 @@ def test_offline_missing_wait_is_found(
         else:
             wait(pending, interpret=interpret)
 
-    monkeypatch.setattr(accumulator, "wait", planted)
+    monkeypatch.setattr(mma, "wait", planted)
     (compiled,) = compiler.compile(*CASES["queries_broadcast_h64"].launch())
     assert left_out
     assert compiled.ptxas.serialized

@@ -305,8 +305,8 @@ def kernel_calls(monkeypatch) -> list[int]:
     def result(arrays: Arrays, settings: Settings, **rest: Any) -> tuple:
         return gdpa_chunked.chunked(arrays, settings)
 
-    def gradients(arrays: Arrays, settings: Settings, d_out: jax.Array, *, num_sms: int) -> tuple:
-        calls.append(num_sms)
+    def gradients(arrays: Arrays, settings: Settings, d_out: jax.Array, **options: Any) -> tuple:
+        calls.append(options["num_sms"])
         return tuple(jnp.full_like(x, n) for n, x in enumerate(arrays[:3]))
 
     monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)

@@ -68,7 +68,8 @@ def run_once(fn, *args, **kwargs):
 
 def network_report(sizes, seed, *, on_progress, wrong=False):
     names = ("materialised", "co-designed", "rewritten")
-    measured = tuple(demo_ranking.Measured(name, 1.0, 8, 0.0, not wrong) for name in names)
+    stages = [demo.Stage(name, None) for name in names]
+    measured = tuple(demo.Measured(stage, 1.0, 8, 0.0, not wrong) for stage in stages)
     top = (demo_ranking.Scored(3, 1, (0.5, -0.25)),)
     return demo_ranking.Report(sizes, measured, 1e-5, top, "rewrite: none")
 
@@ -123,18 +124,17 @@ def test_the_network_is_held_to_its_oracle(untimed, monkeypatch):
     monkeypatch.setattr(
         demo_ranking,
         "versions",
-        lambda: tuple(
-            demo_ranking.Version(
-                {"right": "rewritten"}.get(name, name),
-                lambda params, request, out=out: jnp.full((24, 2), out, jnp.float32),
+        lambda: {
+            {"right": "rewritten"}.get(name, name): (
+                lambda params, request, out=out: jnp.full((24, 2), out, jnp.float32)
             )
             for name, out in outs.items()
-        ),
+        },
     )
     monkeypatch.setattr(demo_ranking, "oracle", lambda *inputs: jnp.ones((24, 2)))
     request = demo.Request(24, 5, 9, 8, 7, 11, "float32")
     report = demo_ranking.run(demo_ranking.sizes_of(request, 1), 0)
-    assert {m.name: m.agrees for m in report.measured} == {
+    assert {m.stage.name: m.agrees for m in report.measured} == {
         "rewritten": True,
         "materialised": True,
         "wrong": False,

@@ -26,9 +26,9 @@ from ikbo_jax.pallas.attention_backward.context import (
     USER,
     WarpgroupContext,
 )
-from ikbo_jax.pallas.hopper import accumulator, mosaic, stores
+from ikbo_jax.pallas.hopper import mma, mosaic, stores
 from ikbo_jax.problems.attention_backward import BLOCK_KV, D_SCORES_BUFFERS
-from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, WARPGROUP_SIZE, WGMMA_K, WGMMA_M
+from ikbo_jax.problems.hopper import NUM_CONSUMERS, WARPGROUP_SIZE, WGMMA_K, WGMMA_M
 
 #: Named barrier at which the consumers wait for each other.
 CONSUMER_BARRIER = 4
@@ -92,7 +92,7 @@ def _receive_block(ctx: WarpgroupContext, item: Any, block: Any, step: Any) -> N
 def _issue_scores(ctx: WarpgroupContext, item: Any, step: Any, operand: int) -> jax.Array:
     """Issues keys @ queries.T, or values @ d_out.T: [64 keys, block_q queries]."""
     consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
-    return accumulator.product(
+    return mma.product(
         ctx.shared.keys_values[0].at[ctx.slot(item), operand, consumer],
         ctx.shared.queries[0].at[ctx.stage(step), operand],
         pl.cdiv(ctx.shape.head_dim, WGMMA_K) * WGMMA_K,
@@ -193,14 +193,14 @@ def _block(
 
     # ptxas serialises all products if this wait leaves a product in flight (C7514): it does not
     # know that the scores are the oldest ones.
-    accumulator.wait(0, interpret=interpret)
-    scores = accumulator.after_wait(scores, interpret=interpret)
+    mma.wait(0, interpret=interpret)
+    scores = mma.after_wait(scores, interpret=interpret)
     d_weights = _issue_scores(ctx, item, step, D_OUT)
     weights = _weights(ctx, item, scores, step)
     d_value = add(d_value, weights.astype(dtype), D_OUT)
-    accumulator.wait(0, interpret=interpret)
-    d_value = accumulator.after_wait(d_value, interpret=interpret)
-    d_weights = accumulator.after_wait(d_weights, interpret=interpret)
+    mma.wait(0, interpret=interpret)
+    d_value = mma.after_wait(d_value, interpret=interpret)
+    d_weights = mma.after_wait(d_weights, interpret=interpret)
     d_scores = (weights * (d_weights - _statistic(ctx, step, DELTA))).astype(dtype)
     d_query: list[jax.Array] = []
     if ctx.has_d_query:
@@ -218,9 +218,9 @@ def _block(
     next_step = jnp.where(is_last, step, step + 1)
     pl.when(~is_last)(lambda: _receive_block(ctx, item, block + 1, step + 1))
     scores = _issue_scores(ctx, item, next_step, QUERY)
-    accumulator.wait(1, interpret=interpret)
+    mma.wait(1, interpret=interpret)
     d_key, d_value, *d_query = (
-        accumulator.after_wait(x, interpret=interpret) for x in (d_key, d_value, *d_query)
+        mma.after_wait(x, interpret=interpret) for x in (d_key, d_value, *d_query)
     )
     pl.when(~is_last)(lambda: plgpu.barrier_arrive(shared.queries_free.at[stage]))
     for part in d_query:
@@ -240,7 +240,7 @@ def _tile(ctx: WarpgroupContext, item: Any, blocks: Any, first_step: Any) -> Non
         return _block(ctx, item, blocks, first_step, block, carry)
 
     d_key, d_value, _ = lax.fori_loop(0, blocks, add, (nothing, nothing, scores))
-    accumulator.wait(0, interpret=ctx.interpret)
+    mma.wait(0, interpret=ctx.interpret)
     plgpu.barrier_arrive(ctx.shared.queries_free.at[ctx.stage(first_step + blocks - 1)])
     _synchronise_consumers()  # the other consumer has multiplied by this one's keys
     _store(ctx, item, (d_key * jnp.float32(ctx.shape.scale), d_value))
@@ -257,17 +257,11 @@ def _store(ctx: WarpgroupContext, item: Any, sums: tuple[jax.Array, jax.Array]) 
     shape, shared = ctx.shape, ctx.shared
     consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
     slot = ctx.slot(mosaic.opaque(item, interpret=ctx.interpret))
-    width = shape.column_blocks * BLOCK_K
     user, head, tile = (shared.words[slot, i] for i in (USER, HEAD, TILE))
     for operand, total in enumerate(sums):
         rows = total.astype(ctx.operands.key.dtype)
-        if shape.head_dim < width:  # TMA leaves out columns past the head width
-            padding = jnp.zeros((WGMMA_M, width - shape.head_dim), rows.dtype)
-            rows = jnp.concatenate([rows, plgpu.layout_cast(padding, plgpu.Layout.WGMMA)], axis=1)
-        for i in range(shape.column_blocks):
-            part = lax.slice(rows, (0, i * BLOCK_K), (WGMMA_M, (i + 1) * BLOCK_K))
-            view = shared.keys_values[0].at[slot, operand, consumer, i]
-            stores.stage_tile(view, part, interpret=ctx.interpret)
+        tiles = shared.keys_values[0].at[slot, operand, consumer]
+        stores.stage_rows(tiles, rows, reads_late=True, interpret=ctx.interpret)
     plgpu.commit_smem()
     first = tile * BLOCK_KV + consumer * WGMMA_M
 

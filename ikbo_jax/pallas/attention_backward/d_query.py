@@ -31,9 +31,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.attention_backward import products
 from ikbo_jax.pallas.attention_backward.context import Operands, Shape
+from ikbo_jax.pallas.attention_backward.launch import OperandTile, Roles, barrier, launch
 from ikbo_jax.pallas.attention_backward.rows import query_tiles
-from ikbo_jax.pallas.hopper import accumulator, launch, mosaic, stores
-from ikbo_jax.pallas.hopper.launch import OperandTile, barrier
+from ikbo_jax.pallas.hopper import mma, mosaic, stores
 from ikbo_jax.problems.attention_backward import Q_SLOTS, AttentionBackwardConfig
 from ikbo_jax.problems.hopper import (
     BLOCK_K,
@@ -63,6 +63,12 @@ class TileOperands(NamedTuple):
     value: Any  # [U, S, K, H]
     tiles: Any  # [most tiles, TILE_WORDS] int32
     num_tiles: Any  # [1] int32
+
+
+class TileOutputs(NamedTuple):
+    """Device memory that the launch fills."""
+
+    d_query: Any  # [rows, K, H]
 
 
 class Shared(NamedTuple):
@@ -187,7 +193,7 @@ def _issue_scores(ctx: Context, item: Any, step: Any, operand: int) -> jax.Array
     """Issues queries @ keys.T, or d_out @ values.T: [64, block_kv]."""
     slot = ctx.slot(mosaic.opaque(item, interpret=ctx.interpret))
     consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
-    return accumulator.product(
+    return mma.product(
         ctx.shared.queries[0].at[slot, operand, consumer],
         ctx.shared.keys_values[0].at[ctx.stage(step), operand],
         pl.cdiv(ctx.shape.head_dim, WGMMA_K) * WGMMA_K,
@@ -223,8 +229,8 @@ def _block(
     step, interpret = first_step + block, ctx.interpret
     lse, delta = statistics
     # ptxas serialises all products if a wait leaves a product of the loop's last round in flight.
-    accumulator.wait(0, interpret=interpret)
-    total, scores = (accumulator.after_wait(x, interpret=interpret) for x in (total, scores))
+    mma.wait(0, interpret=interpret)
+    total, scores = (mma.after_wait(x, interpret=interpret) for x in (total, scores))
 
     @pl.when(block > 0)
     def _() -> None:
@@ -232,8 +238,8 @@ def _block(
 
     d_weights = _issue_scores(ctx, item, step, D_OUT)
     weights = _weights(ctx, item, block, scores, lse)
-    accumulator.wait(0, interpret=interpret)
-    d_weights = accumulator.after_wait(d_weights, interpret=interpret)
+    mma.wait(0, interpret=interpret)
+    d_weights = mma.after_wait(d_weights, interpret=interpret)
     d_scores = weights * (d_weights - lax.broadcast_in_dim(delta, weights.shape, (0,)))
     total = products.add_rows(
         total,
@@ -271,15 +277,15 @@ def _tile(ctx: Context, item: Any, first_step: Any) -> Any:
         scores = _issue_scores(ctx, item, first_step, QUERY)
         pl.when(item > 0)(lambda: _free_stored_slot(ctx, item - 1))
         # The sum is zeroed here. ptxas serialises all products if one is in flight then (C7515).
-        accumulator.wait(0, interpret=ctx.interpret)
-        scores = accumulator.after_wait(scores, interpret=ctx.interpret)
+        mma.wait(0, interpret=ctx.interpret)
+        scores = mma.after_wait(scores, interpret=ctx.interpret)
 
         def add(block: Any, carry: Any) -> Any:
             return _block(ctx, item, blocks, first_step, (lse, delta), block, carry)
 
         total, _ = lax.fori_loop(0, blocks, add, (nothing, scores))
-        accumulator.wait(0, interpret=ctx.interpret)
-        total = accumulator.after_wait(total, interpret=ctx.interpret)
+        mma.wait(0, interpret=ctx.interpret)
+        total = mma.after_wait(total, interpret=ctx.interpret)
         plgpu.barrier_arrive(shared.kv_free.at[ctx.stage(first_step + blocks - 1)])
         _store(ctx, item, total * jnp.float32(ctx.shape.scale))
 
@@ -302,14 +308,8 @@ def _store(ctx: Context, item: Any, total: jax.Array) -> None:
     shape, slot = ctx.shape, ctx.slot(mosaic.opaque(item, interpret=ctx.interpret))
     consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
     matrix_view, copy_view = (view.at[slot, QUERY, consumer] for view in ctx.shared.queries)
-    width = shape.column_blocks * BLOCK_K
     values = total.astype(ctx.result.dtype)
-    if shape.head_dim < width:  # TMA leaves out columns past the head width
-        padding = jnp.zeros((WGMMA_M, width - shape.head_dim), values.dtype)
-        values = jnp.concatenate([values, plgpu.layout_cast(padding, plgpu.Layout.WGMMA)], axis=1)
-    for i in range(shape.column_blocks):
-        part = lax.slice(values, (0, i * BLOCK_K), (WGMMA_M, (i + 1) * BLOCK_K))
-        stores.stage_tile(matrix_view.at[i], part, interpret=ctx.interpret)
+    stores.stage_rows(matrix_view, values, reads_late=True, interpret=ctx.interpret)
     plgpu.commit_smem()
     words = ctx.shared.words
     first_row, head = words[slot, FIRST_ROW] + consumer * WGMMA_M, words[slot, HEAD]
@@ -376,16 +376,17 @@ def d_query_kernel(
     )
     workers = min(num_sms, tiles.shape[0] * shape.kv_heads)
 
-    def context(shared: Any, operands: Any, results: Any) -> Context:
+    def context(shared: Any, operands: Any, outputs: Any, _: Any) -> Context:
         return Context(
-            shape, config, shared, operands, results[0], workers, None, None, is_interpreted
+            shape, config, shared, operands, outputs.d_query, workers, None, None, is_interpreted
         )
 
-    (d_query,) = launch.launch(
-        launch.Roles(context, _produce, lambda ctx: _consume(launch.as_consumer(ctx))),
+    (d_query,) = launch(
+        Roles(context, _produce, None, _consume),
         TileOperands(*operands[:5], tiles, num_tiles),
-        (jax.ShapeDtypeStruct(operands.query.shape, operands.query.dtype),),
+        TileOutputs(jax.ShapeDtypeStruct(operands.query.shape, dtype)),
         shared,
+        (),
         name="ikbo_attention_backward_d_query",
         workers=workers,
         interpret=interpret,

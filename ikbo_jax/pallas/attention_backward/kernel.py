@@ -1,5 +1,7 @@
 """Gradient of broadcast attention: one persistent Mosaic GPU kernel for Hopper, five products.
 
+The op does not use this kernel yet, and the kernel was not run on a GPU so far.
+
     P  = exp(scale * query @ key.T - lse),    delta = sum(d_out * out) - d_lse
     dS = P * (d_out @ value.T - delta)
     d_query = scale * dS @ key,   d_key = scale * dS.T @ query,   d_value = P.T @ d_out
@@ -67,10 +69,9 @@ from ikbo_jax.pallas.attention_backward.context import (
     WarpgroupContext,
 )
 from ikbo_jax.pallas.attention_backward.d_query import d_query_kernel
-from ikbo_jax.pallas.attention_backward.launch import Roles, launch
+from ikbo_jax.pallas.attention_backward.launch import OperandTile, Roles, barrier, launch
 from ikbo_jax.pallas.attention_backward.producer import produce, write
 from ikbo_jax.pallas.hopper import mosaic
-from ikbo_jax.pallas.hopper.launch import OperandTile, barrier
 from ikbo_jax.problems.attention_backward import (
     BLOCK_KV,
     D_SCORES_BUFFERS,

@@ -1,11 +1,13 @@
 """The launch of a kernel whose producer warpgroup has two busy warps: one loads, one stores.
 
-It differs from `pallas.hopper.launch` in the second warp, and in counters in device memory. Under
-interpretation, where a warp cannot be a thread, the second warp is a warpgroup of its own.
+It differs from `pallas.hopper.launch` in the second warp, in counters in device memory, and in
+shared memory of f32. Under interpretation, where a warp cannot be a thread, the second warp is a
+warpgroup of its own.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,8 +18,21 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.hopper import mosaic
-from ikbo_jax.pallas.hopper.launch import CONSUMER_REGISTERS, PRODUCER_REGISTERS, OperandTile
+from ikbo_jax.pallas.hopper.launch import CONSUMER_REGISTERS, PRODUCER_REGISTERS
 from ikbo_jax.problems.hopper import NUM_CONSUMERS
+
+
+@dataclasses.dataclass(frozen=True)
+class OperandTile:
+    """Type of an operand in shared memory; inside the kernel, the field holds two views of it."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+def barrier(arrivals: int, count: int) -> Any:
+    """Type of `count` barriers that complete after `arrivals` arrivals each."""
+    return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
 
 
 class Roles(NamedTuple):
@@ -27,13 +42,13 @@ class Roles(NamedTuple):
       context: called as `context(shared, operands, outputs, counters)`; returns a NamedTuple with
         fields `worker`, `consumer` and `interpret`.
       produce: takes the context, on one warp.
-      write: takes the context, on another warp.
+      write: takes the context, on another warp; None if the producer has one busy warp.
       consume: takes the context, on each consumer warpgroup.
     """
 
     context: Callable[[Any, Any, Any, Any], Any]
     produce: Callable[[Any], None]
-    write: Callable[[Any], None]
+    write: Callable[[Any], None] | None
     consume: Callable[[Any], None]
 
 
@@ -86,7 +101,7 @@ def launch(
         scratch_types=tuple(_type(kind, is_interpreted) for kind in types.values()),
         grid=(workers,),
         grid_names=("worker",),
-        num_threads=NUM_CONSUMERS + (2 if is_interpreted else 1),
+        num_threads=NUM_CONSUMERS + (2 if is_interpreted and roles.write else 1),
         thread_name="warpgroup",
         kernel_name=name,
         compiler_params=mosaic.compiler_params(),
@@ -112,9 +127,10 @@ def _dispatch(roles: Roles, ctx: Any) -> None:
     @pl.when(warpgroup == NUM_CONSUMERS)
     def _producer() -> None:
         plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        _on_warps((functools.partial(roles.produce, ctx), functools.partial(roles.write, ctx)), ctx)
+        bodies = [role for role in (roles.produce, roles.write) if role is not None]
+        _on_warps(tuple(functools.partial(body, ctx) for body in bodies), ctx)
 
-    if ctx.interpret:
+    if ctx.interpret and roles.write is not None:
         pl.when(warpgroup > NUM_CONSUMERS)(functools.partial(roles.write, ctx))
 
     @pl.when(warpgroup < NUM_CONSUMERS)

@@ -1,4 +1,4 @@
-"""WGMMA products of the attention backward kernel, besides `accumulator.product`.
+"""WGMMA products of the attention backward kernel, besides `mma.product`.
 
 Both read one operand with its rows as the depth, which WGMMA calls transposed.
 """
@@ -35,7 +35,7 @@ def add_rows(total: jax.Array, p: jax.Array, tiles: Any, staging: Any, *, interp
         interpreter cannot multiply from registers.
 
     Returns:
-      [64, width] f32; read its value by `accumulator.wait`, then `accumulator.after_wait`.
+      [64, width] f32; read its value by `mma.wait`, then `mma.after_wait`.
     """
     width, depth = total.shape[1], p.shape[1]
     blocks, height, _ = tiles.shape

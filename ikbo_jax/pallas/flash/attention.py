@@ -29,11 +29,11 @@ before it scales the scores: this is exact for every input.  The second computat
 values past the user's length, which have weight 0 but may be NaN.
 
 Synchronisations:
-  1. `item_ready[s]`             producer -> consumers: slot s describes a pass (or the end).
-  2. `q_ready[s]`, `q_free[s]`   query slot s; free once the queries are read, and TMA has read the
+  1. `items.ready[s]`            producer -> consumers: slot s describes a pass (or the end).
+  2. `query.ready[s]`, `.free`   query slot s; free once the queries are read, and TMA has read the
                                  output that was staged in their place.
-  3. `k_ready[s]`, `k_free[s]`   stage s of the ring of key blocks.
-  4. `v_ready[s]`, `v_free[s]`   stage s of the ring of value blocks.
+  3. `key.ready[s]`, `.free`     stage s of the ring of key blocks.
+  4. `value.ready[s]`, `.free`   stage s of the ring of value blocks.
   5. `flags_ready[0]`            consumers -> producer: the flags of both are final.
   6. Named barriers: the consumers take turns at issuing products, so that one consumer's softmax
      overlaps the other's products.  They wait for each other when their flags are final, and after
@@ -46,13 +46,13 @@ is shared.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.flash import (
     attention_consumer,
@@ -61,40 +61,10 @@ from ikbo_jax.pallas.flash import (
     tile_list,
     work_order,
 )
-from ikbo_jax.pallas.flash.attention_context import (
-    FLAG_WORDS,
-    ITEM_WORDS,
-    Operands,
-    Outputs,
-    Shape,
-    Shared,
-    WarpgroupContext,
-)
-from ikbo_jax.pallas.flash.rings import ring_types
-from ikbo_jax.pallas.hopper.launch import Roles, as_consumer, barrier, launch
+from ikbo_jax.pallas.flash.attention_context import AttentionContext, Operands, Outputs, Shape
+from ikbo_jax.pallas.hopper.launch import Roles, launch
 from ikbo_jax.problems import AttentionConfig
-from ikbo_jax.problems.hopper import NUM_CONSUMERS, TILE_ROWS, WGMMA_M
-
-
-def shared_types(dtype: Any, shape: Shape, config: AttentionConfig, *, interpret: bool) -> Shared:
-    """Types of shared memory and barriers."""
-    rings = ring_types(
-        dtype,
-        config,
-        head_dim=shape.head_dim,
-        items=config.q_slots + 1,
-        item_words=ITEM_WORDS,
-        interpret=interpret,
-    )
-    return Shared(
-        **rings,
-        flags=plgpu.SMEM((NUM_CONSUMERS, FLAG_WORDS), jnp.int32),
-        item_ready=barrier(1, config.q_slots),
-        # An array, so that it can be indexed; only element 0 is used.
-        flags_ready=barrier(NUM_CONSUMERS, 2),
-        row_value_staging=plgpu.SMEM((NUM_CONSUMERS, WGMMA_M), jnp.float32) if interpret else None,
-    )
-
+from ikbo_jax.problems.hopper import TILE_ROWS, WGMMA_M
 
 # Host side
 
@@ -183,14 +153,8 @@ def attention_kernel(
         cuts,
         cut_counts,
     )
-    rows = (batch * q_len, q_heads)
-    outputs = Outputs(
-        jax.ShapeDtypeStruct((*rows, head_dim), query.dtype),
-        jax.ShapeDtypeStruct(rows, jnp.float32) if return_residuals else None,
-    )
-    results = _launch(operands, outputs, shape, config, "ikbo_attention", interpret)
-    out = results[0].reshape(query.shape)
-    return out, results[1].reshape(query.shape[:-1]) if return_residuals else None
+    out, lse = _launch(operands, shape, config, "ikbo_attention", return_residuals, interpret)
+    return out.reshape(query.shape), None if lse is None else lse.reshape(query.shape[:-1])
 
 
 def jagged_attention_kernel(
@@ -248,39 +212,35 @@ def jagged_attention_kernel(
         output_scale=output_scale,
     )
     operands = Operands(query, key, value, *(None,) * 6, *tiles)
-    outputs = Outputs(
-        jax.ShapeDtypeStruct((out_rows, q_heads, head_dim), query.dtype),
-        jax.ShapeDtypeStruct((out_rows, q_heads), jnp.float32) if return_residuals else None,
-    )
-    results = _launch(operands, outputs, shape, config, "ikbo_gdpa_softmax", interpret)
-    return results[0], results[1] if return_residuals else None
+    return _launch(operands, shape, config, "ikbo_gdpa_softmax", return_residuals, interpret)
 
 
 def _launch(
     operands: Operands,
-    outputs: Outputs,
     shape: Shape,
     config: AttentionConfig,
     name: str,
+    return_residuals: bool,
     interpret: Any,
-) -> tuple[jax.Array, ...]:
-    """Launches the kernel; returns the arrays of `outputs` that are not None."""
-
-    def context(shared: Shared, operands: Operands, outputs: Outputs) -> WarpgroupContext:
-        return WarpgroupContext(
-            shape, config, shared, operands, outputs, None, None, bool(interpret)
-        )
-
-    return launch(
+) -> tuple[jax.Array, jax.Array | None]:
+    """Launches the kernel; returns out [rows, N, H], and lse [rows, N] or None."""
+    rows, dtype = (shape.rows, shape.q_heads), operands.query.dtype
+    outputs = Outputs(
+        jax.ShapeDtypeStruct((*rows, shape.head_dim), dtype),
+        jax.ShapeDtypeStruct(rows, jnp.float32) if return_residuals else None,
+    )
+    out, *lse = launch(
         Roles(
-            context,
+            functools.partial(AttentionContext, shape, config),
             attention_producer.produce,
-            lambda ctx: attention_consumer.consume(as_consumer(ctx)),
+            attention_consumer.consume,
         ),
         operands,
         outputs,
-        shared_types(operands.query.dtype, shape, config, interpret=bool(interpret)),
+        config.shared(shape.head_dim),
+        dtype=dtype,
         name=name,
         workers=shape.workers,
         interpret=interpret,
     )
+    return out, lse[0] if lse else None

@@ -12,14 +12,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ikbo_jax.pallas.flash import attention_store, softmax, turns
-from ikbo_jax.pallas.flash.attention_context import (
-    COMMON_ITEM_WORDS,
-    FLAG_WORDS,
-    Item,
-    WarpgroupContext,
-)
-from ikbo_jax.pallas.hopper import accumulator, mosaic, stores
+from ikbo_jax.pallas.flash import attention_store, softmax
+from ikbo_jax.pallas.flash.attention_context import COMMON_ITEM_WORDS, AttentionContext, Item
+from ikbo_jax.pallas.hopper import mma, mosaic, stores, turns
+from ikbo_jax.problems.attention import FLAG_WORDS
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, WGMMA_M
 
 #: The named barrier at which the consumers wait for each other; the turns use the two before it.
@@ -35,16 +31,15 @@ class _State(NamedTuple):
     acc: jax.Array  # [64, H] f32, without the current block; in block 0, the previous pass's sum
 
 
-def _receive(ctx: WarpgroupContext, index: Any) -> Item:
+def _receive(ctx: AttentionContext, index: Any) -> Item:
     """Waits for the descriptor of pass `index`."""
-    plgpu.barrier_wait(ctx.shared.item_ready.at[ctx.slot(index)])
+    ctx.shared.items.await_ready(index)
     return _item(ctx, index)
 
 
-def _item(ctx: WarpgroupContext, index: Any) -> Item:
+def _item(ctx: AttentionContext, index: Any) -> Item:
     """Reads the descriptor of pass `index`, which was received, and whose slot is not yet free."""
-    slot = ctx.slot(index)
-    words = ctx.shared.items
+    slot, words = ctx.shared.items.slot(index), ctx.shared.items.words
     first = COMMON_ITEM_WORDS + 3 * ctx.consumer
     return Item(
         *(words[slot, i] for i in range(COMMON_ITEM_WORDS)),
@@ -52,49 +47,37 @@ def _item(ctx: WarpgroupContext, index: Any) -> Item:
     )
 
 
-def _issue_scores(ctx: WarpgroupContext, item: Item, index: Any, step: Any) -> jax.Array:
+def _issue_scores(ctx: AttentionContext, item: Item, index: Any, step: Any) -> jax.Array:
     """Issues the scores of pass `index` and the block of keys at `step`."""
-    stage = ctx.k_stage(step)
-    ready = ctx.shared.k_ready.at[stage]
-    ctx.unless(item.is_resident, functools.partial(plgpu.barrier_wait, ready))
-    return accumulator.product(
-        ctx.shared.query[0].at[ctx.slot(index), ctx.consumer],
-        ctx.shared.key[0].at[stage],
-        pl.cdiv(ctx.shape.head_dim, accumulator.WGMMA_K) * accumulator.WGMMA_K,
-        interpret=ctx.interpret,
-    )
+    ctx.unless(item.is_resident, plgpu.barrier_wait, ctx.shared.key.ready_at(step))
+    return ctx.product(index, step)
 
 
 def _issue_values(
-    ctx: WarpgroupContext, item: Item, state: _State, is_defined: Any, step: Any
+    ctx: AttentionContext, item: Item, state: _State, is_defined: Any, step: Any
 ) -> jax.Array:
     """Issues the sum of the accumulator and the current weights times the values at `step`."""
-    stage = ctx.v_stage(step)
-    ready = ctx.shared.v_ready.at[stage]
-    ctx.unless(item.is_resident, functools.partial(plgpu.barrier_wait, ready))
-    staging = ctx.shared.staging.at[ctx.consumer] if ctx.interpret else None
-    return accumulator.add_product(
+    ctx.unless(item.is_resident, plgpu.barrier_wait, ctx.shared.value.ready_at(step))
+    return mma.add_product(
         state.acc,
-        is_defined,
         state.weights,
-        ctx.shared.value[0].at[stage],
-        staging,
+        ctx.shared.value.matrix(step),
+        ctx.staging(),
+        is_defined=is_defined,
         interpret=ctx.interpret,
     )
 
 
-def _free_values(ctx: WarpgroupContext, item: Item, step: Any) -> None:
-    free = ctx.shared.v_free.at[ctx.v_stage(step)]
-    ctx.unless(item.is_kept, functools.partial(plgpu.barrier_arrive, free))
+def _free_values(ctx: AttentionContext, item: Item, step: Any) -> None:
+    ctx.unless(item.is_kept, plgpu.barrier_arrive, ctx.shared.value.free_at(step))
 
 
 def _scores(
-    ctx: WarpgroupContext, scores: jax.Array, item: Item, block: Any, step: Any
+    ctx: AttentionContext, scores: jax.Array, item: Item, block: Any, step: Any
 ) -> jax.Array:
     """Masks computed scores past the user's length, and frees the block of keys."""
-    scores = accumulator.after_wait(scores, interpret=ctx.interpret)
-    free = ctx.shared.k_free.at[ctx.k_stage(step)]
-    ctx.unless(item.is_kept, functools.partial(plgpu.barrier_arrive, free))
+    scores = mma.after_wait(scores, interpret=ctx.interpret)
+    ctx.unless(item.is_kept, plgpu.barrier_arrive, ctx.shared.key.free_at(step))
     keys = item.length - block * ctx.config.block_kv
     return lax.cond(
         keys < ctx.config.block_kv,
@@ -103,31 +86,12 @@ def _scores(
     )
 
 
-def _free_read_queries(ctx: WarpgroupContext, index: Any, is_last: Any) -> None:
-    """With one query slot, frees it as soon as the last scores of the pass are computed."""
-    if ctx.config.q_slots == 1:
-
-        @pl.when(is_last)
-        def _() -> None:
-            plgpu.barrier_arrive(ctx.shared.q_free.at[ctx.slot(index)])
-
-
-def _free_stored_slot(ctx: WarpgroupContext, index: Any) -> None:
-    """With two query slots, frees a slot after TMA has read the output that was staged in it."""
-    if ctx.config.q_slots > 1:
-
-        @pl.when(index >= 0)
-        def _() -> None:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            plgpu.barrier_arrive(ctx.shared.q_free.at[ctx.slot(index)])
-
-
 def _synchronise_consumers() -> None:
     """Both consumers wait for each other, and then see each other's writes to shared memory."""
     mosaic.named_barrier("sync", jnp.int32(CONSUMER_BARRIER), turns.CONSUMER_THREADS)
 
 
-def _begin(ctx: WarpgroupContext, scores: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _begin(ctx: AttentionContext, scores: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(weights in f32, row maxima, sums) of a pass's first block."""
     maximum = softmax.row_maximum(scores, ctx.shape.log2_scale)
     p = softmax.exponentials(scores, maximum, ctx.shape.log2_scale)
@@ -135,7 +99,7 @@ def _begin(ctx: WarpgroupContext, scores: jax.Array) -> tuple[jax.Array, jax.Arr
 
 
 def _step(
-    ctx: WarpgroupContext,
+    ctx: AttentionContext,
     item: Item,
     index: Any,
     first_step: Any,
@@ -157,19 +121,19 @@ def _step(
     if meanwhile is None:
         turns.await_scores(ctx)
     else:
-        accumulator.wait(1, interpret=ctx.interpret)
-    _free_read_queries(ctx, index, block + 2 == item.blocks)
+        mma.wait(1, interpret=ctx.interpret)
+    ctx.free_read_queries(index, block + 2 == item.blocks)
     scores = _scores(ctx, scores, item, block + 1, step + 1)
     p = softmax.exponentials(scores, state.maximum, ctx.shape.log2_scale)
     sums = state.sums + softmax.partial_sums(p)
-    pl.when(block == 0)(functools.partial(_free_stored_slot, ctx, index - 1))
-    accumulator.wait(0, interpret=ctx.interpret)
+    pl.when(block == 0)(functools.partial(ctx.free_stored_slot, index - 1))
+    mma.wait(0, interpret=ctx.interpret)
     _free_values(ctx, item, step)
     return _State(p.astype(state.weights.dtype), state.maximum, sums, acc)
 
 
 def _last_step(
-    ctx: WarpgroupContext, item: Item, next_item: Item, index: Any, first_step: Any, state: _State
+    ctx: AttentionContext, item: Item, next_item: Item, index: Any, first_step: Any, state: _State
 ) -> _State:
     """The state at the next pass's first block; its accumulator is this pass's final sum."""
     is_defined, step = item.blocks > 1, first_step + item.blocks - 1
@@ -177,14 +141,14 @@ def _last_step(
     def with_next() -> tuple[jax.Array, ...]:
         next_step = ctx.step_after(item, first_step)
         turns.take(ctx)
-        plgpu.barrier_wait(ctx.shared.q_ready.at[ctx.slot(index + 1)])
+        ctx.shared.query.await_ready(index + 1)
         scores = _issue_scores(ctx, next_item, index + 1, next_step)
         acc = _issue_values(ctx, item, state, is_defined, step)
         turns.await_scores(ctx)
-        _free_read_queries(ctx, index + 1, next_item.blocks == 1)
+        ctx.free_read_queries(index + 1, next_item.blocks == 1)
         scores = _scores(ctx, scores, next_item, jnp.int32(0), next_step)
         p, maximum, sums = _begin(ctx, scores)
-        accumulator.wait(0, interpret=ctx.interpret)
+        mma.wait(0, interpret=ctx.interpret)
         return acc, p.astype(state.weights.dtype), maximum, sums
 
     def alone() -> tuple[jax.Array, ...]:
@@ -192,17 +156,17 @@ def _last_step(
         acc = _issue_values(ctx, item, state, is_defined, step)
         # Consumer 1 handed over the first turn, to consumer 0; so at the end it hands over none.
         pl.when(ctx.consumer == 0)(functools.partial(turns.hand_over, ctx))
-        accumulator.wait(0, interpret=ctx.interpret)
+        mma.wait(0, interpret=ctx.interpret)
         return acc, state.weights, state.maximum, state.sums
 
     acc, weights, maximum, sums = lax.cond(next_item.blocks > 0, with_next, alone)
-    acc = accumulator.after_wait(acc, interpret=ctx.interpret)
+    acc = mma.after_wait(acc, interpret=ctx.interpret)
     _free_values(ctx, item, step)
     return _State(weights, maximum, sums, acc)
 
 
 def _begin_pass(
-    ctx: WarpgroupContext,
+    ctx: AttentionContext,
     item: Item,
     index: Any,
     first_step: Any,
@@ -226,26 +190,25 @@ def _begin_pass(
 
     def single_block() -> _State:
         store_previous()
-        _free_stored_slot(ctx, index - 1)
+        ctx.free_stored_slot(index - 1)
         return state
 
     result: _State = lax.cond(item.blocks > 1, several_blocks, single_block)
     return result
 
 
-def _attend(ctx: WarpgroupContext) -> tuple[Any, Any]:
+def _attend(ctx: AttentionContext) -> tuple[Any, Any]:
     """All passes of this CTA, pipelined; returns the next item's number and its first step."""
     zero, is_early = jnp.int32(0), ctx.is_early
     item = _receive(ctx, zero)
     turns.take(ctx)
-    plgpu.barrier_wait(ctx.shared.q_ready.at[0])
+    plgpu.barrier_wait(ctx.shared.query.ready.at[0])
     scores = _issue_scores(ctx, item, zero, zero)
     turns.hand_over(ctx)
-    accumulator.wait(0, interpret=ctx.interpret)
-    _free_read_queries(ctx, zero, item.blocks == 1)
+    mma.wait(0, interpret=ctx.interpret)
+    ctx.free_read_queries(zero, item.blocks == 1)
     p, maximum, sums = _begin(ctx, _scores(ctx, scores, item, zero, zero))
-    acc = jnp.zeros((WGMMA_M, ctx.shape.head_dim), jnp.float32)
-    acc = plgpu.layout_cast(acc, plgpu.Layout.WGMMA)
+    acc = mma.zeros(ctx.shape.head_dim, jnp.float32)
     state = _State(p.astype(ctx.outputs.out.dtype), maximum, sums, acc)
 
     def one_pass(carry: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -255,7 +218,7 @@ def _attend(ctx: WarpgroupContext) -> tuple[Any, Any]:
             state = _begin_pass(ctx, item, index, first_step, previous, state)
         state = lax.fori_loop(int(is_early), item.blocks - 1, step, state)
         if not is_early:
-            pl.when(item.blocks == 1)(functools.partial(_free_stored_slot, ctx, index - 1))
+            pl.when(item.blocks == 1)(functools.partial(ctx.free_stored_slot, index - 1))
         next_item = _receive(ctx, index + 1)
         statistics: tuple[Any, ...] = (state.sums, state.maximum)
         state = _last_step(ctx, item, next_item, index, first_step, state)
@@ -270,14 +233,14 @@ def _attend(ctx: WarpgroupContext) -> tuple[Any, Any]:
     )
     if is_early:
         attention_store.check_and_store(ctx, _item(ctx, items - 1), items - 1, state.acc, *previous)
-    _free_stored_slot(ctx, items - 1)
-    plgpu.barrier_arrive(ctx.shared.q_free.at[ctx.slot(items)])  # the slot of the end
+    ctx.free_stored_slot(items - 1)
+    ctx.shared.query.release(items)  # the slot of the end
     return items + 1, steps
 
 
-def _zero_values_past_length(ctx: WarpgroupContext, stage: Any, keys: Any) -> None:
+def _zero_values_past_length(ctx: AttentionContext, step: Any, keys: Any) -> None:
     """Zeroes a stage's values from row `keys` on; consumer 0 writes, both consumers wait."""
-    tiles = ctx.shared.value[0].at[stage]
+    tiles = ctx.shared.value.matrix(step)
 
     @pl.when(keys < ctx.config.block_kv)
     def _() -> None:
@@ -289,13 +252,12 @@ def _zero_values_past_length(ctx: WarpgroupContext, stage: Any, keys: Any) -> No
         _synchronise_consumers()
 
 
-def _recompute(ctx: WarpgroupContext, index: Any, first_step: Any) -> None:
+def _recompute(ctx: AttentionContext, index: Any, first_step: Any) -> None:
     """Computes the flagged tiles again, with the running maximum; reuses no block."""
     shape, shared = ctx.shape, ctx.shared
     nothing_yet = -jnp.inf if shape.log2_scale > 0 else jnp.inf
     further = jnp.maximum if shape.log2_scale > 0 else jnp.minimum
     row = functools.partial(plgpu.layout_cast, new_layout=stores.ROW_LAYOUT)
-    full = functools.partial(plgpu.layout_cast, new_layout=plgpu.Layout.WGMMA)
 
     def block_step(
         item: Item, index: Any, first_step: Any, block: Any, carry: tuple[Any, ...]
@@ -303,7 +265,7 @@ def _recompute(ctx: WarpgroupContext, index: Any, first_step: Any) -> None:
         extreme, sums, acc = carry
         step = first_step + block
         scores = _issue_scores(ctx, item, index, step)
-        accumulator.wait(0, interpret=ctx.interpret)
+        mma.wait(0, interpret=ctx.interpret)
         scores = _scores(ctx, scores, item, block, step)
         larger = further(extreme, softmax.row_extreme(scores, shape.log2_scale))
         # In a row that has had no score above -inf so far, every weight is 0.
@@ -312,30 +274,29 @@ def _recompute(ctx: WarpgroupContext, index: Any, first_step: Any) -> None:
         p = softmax.exact_exponentials(scores, finite, shape.log2_scale)
         scaled = sums * lax.broadcast_in_dim(shrink, sums.shape, (0,))
         acc = acc * lax.broadcast_in_dim(shrink, acc.shape, (0,))
-        stage = ctx.v_stage(step)
-        plgpu.barrier_wait(shared.v_ready.at[stage])
-        _zero_values_past_length(ctx, stage, item.length - block * ctx.config.block_kv)
-        staging = shared.staging.at[ctx.consumer] if ctx.interpret else None
-        acc = accumulator.add_product(
+        shared.value.await_ready(step)
+        _zero_values_past_length(ctx, step, item.length - block * ctx.config.block_kv)
+        is_defined = block > 0
+        acc = mma.add_product(
             acc,
-            block > 0,
             p.astype(ctx.outputs.out.dtype),
-            shared.value[0].at[stage],
-            staging,
+            shared.value.matrix(step),
+            ctx.staging(),
+            is_defined=is_defined,
             interpret=ctx.interpret,
         )
-        accumulator.wait(0, interpret=ctx.interpret)
-        acc = accumulator.after_wait(acc, interpret=ctx.interpret)
-        plgpu.barrier_arrive(shared.v_free.at[stage])
+        mma.wait(0, interpret=ctx.interpret)
+        acc = mma.after_wait(acc, interpret=ctx.interpret)
+        shared.value.release(step)
         return larger, scaled + softmax.partial_sums(p), acc
 
     def one_pass(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         item, index, first_step = carry
-        plgpu.barrier_wait(shared.q_ready.at[ctx.slot(index)])
+        shared.query.await_ready(index)
         nothing = (
             row(jnp.full((WGMMA_M,), nothing_yet, jnp.float32)),
-            full(jnp.zeros((WGMMA_M, softmax.PARTIAL), jnp.float32)),
-            full(jnp.zeros((WGMMA_M, shape.head_dim), jnp.float32)),
+            mma.zeros(softmax.PARTIAL, jnp.float32),
+            mma.zeros(shape.head_dim, jnp.float32),
         )
         step = functools.partial(block_step, item, index, first_step)
         extreme, sums, acc = lax.fori_loop(0, item.blocks, step, nothing)
@@ -344,26 +305,24 @@ def _recompute(ctx: WarpgroupContext, index: Any, first_step: Any) -> None:
             ctx, item, index, acc, jnp.sum(sums, axis=1), extreme, natural
         )
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        plgpu.barrier_arrive(shared.q_free.at[ctx.slot(index)])
+        shared.query.release(index)
         return _receive(ctx, index + 1), index + 1, first_step + item.blocks
 
     first = (_receive(ctx, index), index, first_step)
     _, index, _ = lax.while_loop(lambda carry: carry[0].blocks > 0, one_pass, first)
-    plgpu.barrier_arrive(shared.q_free.at[ctx.slot(index)])
+    shared.query.release(index)
 
 
-def consume(ctx: WarpgroupContext) -> None:
+def consume(ctx: AttentionContext) -> None:
     """A consumer warpgroup."""
-    shared, config = ctx.shared, ctx.config
+    ctx = ctx.as_consumer()
+    shared = ctx.shared
     nothing = jnp.zeros((FLAG_WORDS,), jnp.int32)
     shared.flags.at[ctx.consumer][...] = plgpu.layout_cast(
         nothing, plgpu.Layout.WG_STRIDED((FLAG_WORDS,), vec_size=1)
     )
     plgpu.commit_smem()
-    rings = ((shared.k_free, config.k_stages), (shared.v_free, config.v_stages))
-    for free, stages in (*rings, (shared.q_free, config.q_slots)):
-        for stage in range(stages):
-            plgpu.barrier_arrive(free.at[stage])
+    ctx.release_all()
     pl.when(ctx.consumer == 1)(functools.partial(turns.hand_over, ctx))
     items, steps = _attend(ctx)
     # The first result of a flagged tile must not overtake the second one.

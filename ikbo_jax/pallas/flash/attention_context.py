@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 
-from ikbo_jax.pallas.hopper import mosaic
-from ikbo_jax.problems import AttentionConfig
-from ikbo_jax.problems.hopper import BLOCK_K, TILE_ROWS, WGMMA_M
+from ikbo_jax.pallas.flash.context import FlashContext
+from ikbo_jax.problems.attention import FLAG_WORDS
+from ikbo_jax.problems.hopper import TILE_ROWS, WGMMA_M
 
-#: Words of a descriptor in shared memory: words that both consumers read, and three per consumer.
-ITEM_WORDS = 16
+#: Words of a descriptor that both consumers read; three for each consumer follow.
 COMMON_ITEM_WORDS = 6
-#: Words of a consumer's flags: whether any flag is set, and a flag for each group of consecutive
-#: tiles.
-FLAG_WORDS = 128
 #: Widest heads to which `early_scores` applies: H = 192 spills 96 bytes with it, H = 256 392 bytes.
 EARLY_SCORES_MAX_WIDTH = 128
 
@@ -49,11 +45,6 @@ class Shape:
     def row_tiles(self) -> int:
         """Tiles of a head, if tile boundaries ignore users."""
         return pl.cdiv(self.rows, TILE_ROWS)
-
-    @property
-    def column_blocks(self) -> int:
-        """Blocks of 64 columns that hold the head width."""
-        return pl.cdiv(self.head_dim, BLOCK_K)
 
     @property
     def has_partial_passes(self) -> bool:
@@ -92,27 +83,6 @@ class Outputs(NamedTuple):
     lse: Any  # [B * T, N] f32
 
 
-class Shared(NamedTuple):
-    """Shared memory and barriers; an operand has two views, (for WGMMA, for TMA): see
-    `mosaic.tile_views`."""
-
-    query: Any  # [q_slots, 2, column blocks, 64, 64]
-    key: Any  # [k_stages, column blocks, block_kv, 64]
-    value: Any  # [v_stages, column blocks, block_kv, 64]
-    items: Any  # [q_slots + 1, ITEM_WORDS] int32; the last descriptor is the producer's `_save`
-    flags: Any  # [2, FLAG_WORDS] int32
-    item_ready: Any
-    q_ready: Any
-    q_free: Any
-    k_ready: Any
-    k_free: Any
-    v_ready: Any
-    v_free: Any
-    flags_ready: Any
-    staging: Any  # [2, 64, columns], only under interpretation
-    row_value_staging: Any  # [2, 64] f32, only under interpretation
-
-
 class Item(NamedTuple):
     """The descriptor of a pass, as a consumer reads it."""
 
@@ -127,30 +97,9 @@ class Item(NamedTuple):
     end: Any
 
 
-class WarpgroupContext(NamedTuple):
-    """Arguments that all functions of a warpgroup share; `consumer` is 0 or 1 (producer: unused).
-
-    A *step* numbers the blocks of keys, and of values, that the CTA loads; its remainder by the
-    number of stages is the block's stage.
-    """
-
-    shape: Shape
-    config: AttentionConfig
-    shared: Shared
-    operands: Operands
-    outputs: Outputs
-    worker: Any
-    consumer: Any
-    interpret: bool
-
-    def slot(self, item: Any) -> Any:
-        return lax.rem(item, self.config.q_slots)
-
-    def k_stage(self, step: Any) -> Any:
-        return lax.rem(step, self.config.k_stages)
-
-    def v_stage(self, step: Any) -> Any:
-        return lax.rem(step, self.config.v_stages)
+@dataclasses.dataclass(frozen=True)
+class AttentionContext(FlashContext):
+    """The context of an attention kernel's warpgroup."""
 
     @property
     def is_early(self) -> bool:
@@ -164,19 +113,15 @@ class WarpgroupContext(NamedTuple):
         )
         return self.config.early_scores and has_registers and self.config.q_slots > 1
 
-    def unless(self, is_reused: Any, act: Callable[[], None]) -> None:
+    def unless(self, is_reused: Any, act: Callable[..., None], *barrier: Any) -> None:
         """Acts on a block's barrier, unless the block is reused by the next pass."""
         if self.config.reuse:
-            pl.when(is_reused == 0)(act)
+            pl.when(is_reused == 0)(functools.partial(act, *barrier))
         else:
-            act()
+            act(*barrier)
 
     def step_after(self, item: Item, first_step: Any) -> Any:
         """The step at which the pass after `item` begins."""
         if not self.config.reuse:
             return first_step + item.blocks
         return first_step + jnp.where(item.is_kept != 0, 0, item.blocks)
-
-    def columns(self, block: int) -> Any:
-        """Columns of a block of the head width."""
-        return mosaic.block_columns(block, self.shape.head_dim, self.worker)

@@ -11,14 +11,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.flash import tile_list
-from ikbo_jax.pallas.flash.attention_context import (
-    COMMON_ITEM_WORDS,
-    FLAG_WORDS,
-    Item,
-    WarpgroupContext,
-)
+from ikbo_jax.pallas.flash.attention_context import COMMON_ITEM_WORDS, AttentionContext, Item
 from ikbo_jax.pallas.hopper import mosaic, schedule
-from ikbo_jax.problems.hopper import NUM_CONSUMERS, TILE_ROWS, WGMMA_M
+from ikbo_jax.pallas.hopper.rings import Ring
+from ikbo_jax.problems.attention import FLAG_WORDS
+from ikbo_jax.problems.hopper import NUM_CONSUMERS, TILE_ROWS, WGMMA_M, column_blocks
 
 
 class _Share(NamedTuple):
@@ -55,7 +52,7 @@ class _Progress(NamedTuple):
     is_kept: Any  # `Item.is_kept` of the last item
 
 
-def _share(ctx: WarpgroupContext) -> _Share:
+def _share(ctx: AttentionContext) -> _Share:
     shape, operands = ctx.shape, ctx.operands
     if operands.counts is not None:
         row_tiles = operands.counts[1]
@@ -75,7 +72,7 @@ def _share(ctx: WarpgroupContext) -> _Share:
     return _Share(row_tiles, ctx.worker, shape.workers, count)
 
 
-def _tile(ctx: WarpgroupContext, share: _Share, i: Any) -> tuple[Any, Any, Any]:
+def _tile(ctx: AttentionContext, share: _Share, i: Any) -> tuple[Any, Any, Any]:
     """(first row, end of rows, head) of this CTA's `i`-th tile; of some tile from `count` on.
 
     Tiles of one head and one user have consecutive numbers.
@@ -94,7 +91,7 @@ def _tile(ctx: WarpgroupContext, share: _Share, i: Any) -> tuple[Any, Any, Any]:
     return first, jnp.minimum(first + TILE_ROWS, shape.rows), head
 
 
-def _user_at(ctx: WarpgroupContext, position: Any) -> Any:
+def _user_at(ctx: AttentionContext, position: Any) -> Any:
     """The user, clamped, of the candidate at `position` in work order."""
     operands, last = ctx.operands, ctx.shape.batch - 1
     candidate = jnp.minimum(position, last)
@@ -103,7 +100,7 @@ def _user_at(ctx: WarpgroupContext, position: Any) -> Any:
     return jnp.clip(operands.cand_to_user[candidate], 0, ctx.shape.users - 1)
 
 
-def _run_from(ctx: WarpgroupContext, position: Any, stop: Any) -> tuple[Any, Any]:
+def _run_from(ctx: AttentionContext, position: Any, stop: Any) -> tuple[Any, Any]:
     """(user, end) of the run of candidates that begins at `position`; looks ahead no further than
     `stop`, and no further than a tile needs."""
     user = _user_at(ctx, position)
@@ -117,7 +114,7 @@ def _run_from(ctx: WarpgroupContext, position: Any, stop: Any) -> tuple[Any, Any
     return user, end
 
 
-def _first_row(ctx: WarpgroupContext, row: Any) -> Any:
+def _first_row(ctx: AttentionContext, row: Any) -> Any:
     """The first of a consumer's 64 rows in device memory; `row` is its number in work order."""
     order, q_len, last = ctx.operands.order, ctx.shape.q_len, ctx.shape.batch - 1
     if order is None:
@@ -127,27 +124,20 @@ def _first_row(ctx: WarpgroupContext, row: Any) -> Any:
 
 
 def _load_block(
-    ctx: WarpgroupContext, source: Any, tiles: Any, ready: Any, user: Any, head: Any, block: Any
+    ctx: AttentionContext, source: Any, ring: Ring, step: Any, user: Any, head: Any, block: Any
 ) -> None:
-    """Loads a block of one user's keys or values into a stage; `user` is `_Pass.user`."""
+    """Loads a block of one user's keys or values into the stage of `step`; see `_Pass.user`."""
     config, shape = ctx.config, ctx.shape
-    for i in range(shape.column_blocks):
-        first = block * config.block_kv
-        rows: tuple[Any, ...] = (user, pl.ds(first, config.block_kv))
-        if ctx.operands.words is not None:  # may reach into the next sequence's rows
-            rows = (pl.ds(user + first, config.block_kv),)
-        plgpu.copy_gmem_to_smem(
-            source.at[
-                *rows,
-                lax.div(head, shape.q_heads // shape.kv_heads),
-                ctx.columns(i),
-            ],
-            tiles.at[i],
-            ready,
-        )
+    ring.await_free(step)
+    first = block * config.block_kv
+    rows: tuple[Any, ...] = (user, pl.ds(first, config.block_kv))
+    if ctx.operands.words is not None:  # may reach into the next sequence's rows
+        rows = (pl.ds(user + first, config.block_kv),)
+    kv_head = lax.div(head, shape.q_heads // shape.kv_heads)
+    ctx.load(source, (*rows, kv_head), ring.copied(step), ring.ready_at(step))
 
 
-def _pass(ctx: WarpgroupContext, tile: Any, extent: tuple[Any, Any, Any], begin: Any) -> _Pass:
+def _pass(ctx: AttentionContext, tile: Any, extent: tuple[Any, Any, Any], begin: Any) -> _Pass:
     """The pass that begins at row `begin` of a tile, whose `extent` is the result of `_tile`."""
     shape = ctx.shape
     first, stop, head = extent
@@ -161,7 +151,7 @@ def _pass(ctx: WarpgroupContext, tile: Any, extent: tuple[Any, Any, Any], begin:
     return _Pass(tile, first, stop, head, begin, end, user, length)
 
 
-def _listed_pass(ctx: WarpgroupContext, share: _Share, i: Any) -> _Pass:
+def _listed_pass(ctx: AttentionContext, share: _Share, i: Any) -> _Pass:
     """The pass of this CTA's `i`-th tile of a list; past the last, a pass without rows and keys."""
     shape = ctx.shape
     number = schedule.back_and_forth(share.first, shape.workers, i)
@@ -177,7 +167,7 @@ def _listed_pass(ctx: WarpgroupContext, share: _Share, i: Any) -> _Pass:
     return _Pass(i, target, end, head, target, end, first_key, length, source)
 
 
-def _first_pass(ctx: WarpgroupContext, share: _Share, i: Any) -> _Pass:
+def _first_pass(ctx: AttentionContext, share: _Share, i: Any) -> _Pass:
     """The first pass of this CTA's `i`-th tile."""
     if ctx.operands.words is not None:
         return _listed_pass(ctx, share, i)
@@ -185,7 +175,7 @@ def _first_pass(ctx: WarpgroupContext, share: _Share, i: Any) -> _Pass:
     return _pass(ctx, i, extent, extent[0])
 
 
-def _save(ctx: WarpgroupContext, current: _Pass) -> Any:
+def _save(ctx: AttentionContext, current: _Pass) -> Any:
     """Keeps a pass in shared memory, since the producer lacks registers; returns its tile.
 
     Every lane writes and reads all words: no lane may write before all lanes have read the pass
@@ -193,31 +183,31 @@ def _save(ctx: WarpgroupContext, current: _Pass) -> Any:
     """
     mosaic.synchronise_warp(interpret=ctx.interpret)
     for i, word in enumerate(word for word in current[1:] if word is not None):
-        ctx.shared.items[ctx.config.q_slots, i] = word
+        ctx.shared.items.words[ctx.config.q_slots, i] = word
     mosaic.synchronise_warp(interpret=ctx.interpret)
     return current.tile
 
 
-def _saved(ctx: WarpgroupContext, tile: Any) -> _Pass:
+def _saved(ctx: AttentionContext, tile: Any) -> _Pass:
     """The pass of `tile` that `_save` kept."""
     count = len(_Pass._fields) - (1 if ctx.operands.words is not None else 2)
-    return _Pass(tile, *(ctx.shared.items[ctx.config.q_slots, i] for i in range(count)))
+    return _Pass(tile, *(ctx.shared.items.words[ctx.config.q_slots, i] for i in range(count)))
 
 
-def _describe(ctx: WarpgroupContext, progress: _Progress, current: _Pass, is_kept: Any) -> Item:
+def _describe(ctx: AttentionContext, progress: _Progress, current: _Pass, is_kept: Any) -> Item:
     """The descriptor of a pass, in which words of a single consumer are 0."""
     blocks = jnp.maximum(1, pl.cdiv(current.length, ctx.config.block_kv))
     flag, zero = 1 + lax.div(current.tile, ctx.shape.tiles_per_flag), jnp.int32(0)
     return Item(blocks, current.length, current.head, flag, progress.is_kept, is_kept, *(zero,) * 3)
 
 
-def _has_keys_of(ctx: WarpgroupContext, a: _Pass, b: _Pass) -> Any:
+def _has_keys_of(ctx: AttentionContext, a: _Pass, b: _Pass) -> Any:
     """Whether two passes read the same keys and values."""
     group = ctx.shape.q_heads // ctx.shape.kv_heads
     return (a.user == b.user) & (lax.div(a.head, group) == lax.div(b.head, group))
 
 
-def _ranges(ctx: WarpgroupContext, current: _Pass) -> list[Any]:
+def _ranges(ctx: AttentionContext, current: _Pass) -> list[Any]:
     """For each consumer: its first row in device memory, and [begin, end) of the pass's rows."""
     words = []
     for consumer in range(NUM_CONSUMERS):
@@ -228,7 +218,7 @@ def _ranges(ctx: WarpgroupContext, current: _Pass) -> list[Any]:
 
 
 def _send_item(
-    ctx: WarpgroupContext,
+    ctx: AttentionContext,
     progress: _Progress,
     item: Item,
     current: _Pass,
@@ -239,35 +229,24 @@ def _send_item(
     Also returns the result of `meanwhile`, which is called after the first block of keys, so that
     the consumers can begin.
     """
-    shared, ranges, user = ctx.shared, _ranges(ctx, current), current.user
-    slot = ctx.slot(progress.items)
-    plgpu.barrier_wait(shared.q_free.at[slot])
-    for i, word in enumerate((*item[:COMMON_ITEM_WORDS], *ranges)):
-        shared.items[slot, i] = word
-    plgpu.barrier_arrive(shared.item_ready.at[slot])
-    for consumer in range(NUM_CONSUMERS):
-        row = ranges[3 * consumer]
-        if current.source is not None:
-            row = current.source + consumer * WGMMA_M
-        row = jnp.minimum(row, ctx.operands.query.shape[0] - 1)
-        for i in range(ctx.shape.column_blocks):
-            plgpu.copy_gmem_to_smem(
-                ctx.operands.query.at[pl.ds(row, WGMMA_M), item.head, ctx.columns(i)],
-                shared.query[1].at[slot, consumer, i],
-                shared.q_ready.at[slot],
-            )
+    shared, ranges = ctx.shared, _ranges(ctx, current)
+    words = (*item[:COMMON_ITEM_WORDS], *ranges)
+    shared.items.send_words(progress.items, words, after=shared.query)
+
+    def first_row(consumer: int) -> Any:
+        if current.source is None:
+            return ranges[3 * consumer]
+        return current.source + consumer * WGMMA_M
+
+    ctx.load_queries(progress.items, first_row, item.head)
 
     def load_key(block: Any) -> None:
-        stage = ctx.k_stage(progress.steps + block)
-        plgpu.barrier_wait(shared.k_free.at[stage])
-        tiles, ready = shared.key[1].at[stage], shared.k_ready.at[stage]
-        _load_block(ctx, ctx.operands.key, tiles, ready, user, item.head, block)
+        step = progress.steps + block
+        _load_block(ctx, ctx.operands.key, shared.key, step, current.user, item.head, block)
 
     def load_value(block: Any) -> None:
-        stage = ctx.v_stage(progress.steps + block)
-        plgpu.barrier_wait(shared.v_free.at[stage])
-        tiles, ready = shared.value[1].at[stage], shared.v_ready.at[stage]
-        _load_block(ctx, ctx.operands.value, tiles, ready, user, item.head, block)
+        step = progress.steps + block
+        _load_block(ctx, ctx.operands.value, shared.value, step, current.user, item.head, block)
 
     def load_rest() -> None:
         @pl.loop(1, item.blocks)
@@ -278,7 +257,7 @@ def _send_item(
         load_value(item.blocks - 1)
 
     ctx.unless(item.is_resident, lambda: load_key(jnp.int32(0)))
-    has_registers = ctx.shape.column_blocks <= 2  # called there, H = 256 spills 48 bytes
+    has_registers = column_blocks(ctx.shape.head_dim) <= 2  # called there, H = 256 spills 48 bytes
     result = meanwhile() if has_registers else None
     ctx.unless(item.is_resident, load_rest)
     if not has_registers:
@@ -286,17 +265,14 @@ def _send_item(
     return _Progress(progress.items + 1, ctx.step_after(item, progress.steps), item.is_kept), result
 
 
-def _send_end(ctx: WarpgroupContext, progress: _Progress) -> _Progress:
+def _send_end(ctx: AttentionContext, progress: _Progress) -> _Progress:
     """Sends the descriptor that ends a sequence of passes."""
-    slot = ctx.slot(progress.items)
-    plgpu.barrier_wait(ctx.shared.q_free.at[slot])
-    ctx.shared.items[slot, 0] = jnp.int32(0)
-    plgpu.barrier_arrive(ctx.shared.item_ready.at[slot])
+    ctx.shared.items.send_words(progress.items, (jnp.int32(0),), after=ctx.shared.query)
     return progress._replace(items=progress.items + 1)
 
 
 def _send_passes(
-    ctx: WarpgroupContext,
+    ctx: AttentionContext,
     share: _Share,
     progress: _Progress,
     select: Callable[[Any], Any],
@@ -334,7 +310,7 @@ def _send_passes(
     return _send_end(ctx, progress)
 
 
-def produce(ctx: WarpgroupContext) -> None:
+def produce(ctx: AttentionContext) -> None:
     """The producer warp."""
     shape, shared = ctx.shape, ctx.shared
     share = _share(ctx)
@@ -357,8 +333,4 @@ def produce(ctx: WarpgroupContext) -> None:
     def _() -> None:
         _send_passes(ctx, share, progress, flagged, False)
 
-    # All arrivals must happen before the barriers' memory is released.
-    rings = ((shared.k_free, ctx.config.k_stages), (shared.v_free, ctx.config.v_stages))
-    for free, stages in (*rings, (shared.q_free, ctx.config.q_slots)):
-        for stage in range(stages):
-            plgpu.barrier_wait(free.at[stage])
+    ctx.drain()

@@ -7,17 +7,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.flash import softmax
-from ikbo_jax.pallas.flash.attention_context import Item, WarpgroupContext
+from ikbo_jax.pallas.flash.attention_context import AttentionContext, Item
 from ikbo_jax.pallas.hopper import stores
-from ikbo_jax.problems.hopper import BLOCK_K, WGMMA_M
+from ikbo_jax.problems.hopper import WGMMA_M
 
 
 def normalise_and_store(
-    ctx: WarpgroupContext,
+    ctx: AttentionContext,
     item: Item,
     index: Any,
     acc: jax.Array,
@@ -47,7 +46,7 @@ def normalise_and_store(
             item.head,
             item.begin,
             item.end,
-            shared.staging.at[ctx.consumer] if ctx.interpret else None,
+            ctx.staging(),
             interpret=ctx.interpret,
         )
     else:
@@ -55,7 +54,7 @@ def normalise_and_store(
     if ctx.outputs.lse is not None:
         lse = jnp.log(row_sum) + maximum * jnp.float32(unit)
         lse = jnp.where(has_keys & (row_sum != 0), lse, -jnp.inf)
-        stores.store_row_values(
+        stores.store_rows(
             ctx.outputs.lse,
             lse,
             item.first_row,
@@ -67,46 +66,30 @@ def normalise_and_store(
         )
 
 
-def _store_staged(ctx: WarpgroupContext, item: Item, index: Any, out: jax.Array) -> None:
+def _store_staged(ctx: AttentionContext, item: Item, index: Any, out: jax.Array) -> None:
     """Stages the output in the pass's query slot; TMA stores it if all rows belong to the pass."""
-    shape = ctx.shape
-    matrix_view, copy_view = (view.at[ctx.slot(index), ctx.consumer] for view in ctx.shared.query)
-    width = shape.column_blocks * BLOCK_K
-    if shape.head_dim < width:  # TMA leaves out columns past the head width
-        padding = jnp.zeros((WGMMA_M, width - shape.head_dim), out.dtype)
-        out = jnp.concatenate([out, plgpu.layout_cast(padding, plgpu.Layout.WGMMA)], axis=1)
-    for i in range(shape.column_blocks):
-        matrix_view.at[i][...] = lax.slice(out, (0, i * BLOCK_K), (WGMMA_M, (i + 1) * BLOCK_K))
+    staged = tuple(
+        view.at[ctx.shared.query.slot(index), ctx.consumer] for view in ctx.shared.query.tiles
+    )
+    matrix_view = staged[0]
+    for i, columns in enumerate(stores.column_blocks(out, matrix_view.shape[0])):
+        matrix_view.at[i][...] = columns
     plgpu.commit_smem()
-    is_end = item.first_row + item.end == shape.rows
+    is_end = item.first_row + item.end == ctx.shape.rows
     is_full = (item.begin == 0) & (item.end > 0) & ((item.end == WGMMA_M) | is_end)
-
-    @pl.when(is_full)
-    def _() -> None:
-        for i in range(shape.column_blocks):
-            plgpu.copy_smem_to_gmem(
-                copy_view.at[i],
-                ctx.outputs.out.at[pl.ds(item.first_row, WGMMA_M), item.head, ctx.columns(i)],
-            )
-
-    if shape.has_partial_passes:
-
-        @pl.when(~is_full)
-        def _() -> None:
-            stores.store_staged_rows(
-                ctx.outputs.out,
-                matrix_view,
-                item.first_row,
-                item.head,
-                item.begin,
-                item.end,
-                interpret=ctx.interpret,
-            )
-            plgpu.commit_smem()  # TMA will write queries where these threads have read
+    stores.store_staged(
+        ctx,
+        [staged],
+        [ctx.outputs.out],
+        (item.first_row, item.head),
+        (item.begin, item.end),
+        is_full=is_full,
+        is_partial=~is_full if ctx.shape.has_partial_passes else None,
+    )
 
 
 def _flag_if_inexact(
-    ctx: WarpgroupContext, item: Item, acc: jax.Array, sums: jax.Array
+    ctx: AttentionContext, item: Item, acc: jax.Array, sums: jax.Array
 ) -> jax.Array:
     """Row sums [64]; flags the pass if the first maximum was inexact in one of its rows."""
     # Past a user's length weights are zero, but values may be infinite or NaN; and where weights
@@ -127,7 +110,7 @@ def _flag_if_inexact(
 
 
 def check_and_store(
-    ctx: WarpgroupContext,
+    ctx: AttentionContext,
     item: Item,
     index: Any,
     acc: jax.Array,

@@ -13,9 +13,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.activations import weights as gdpa_weights
-from ikbo_jax.pallas.flash import gdpa_store, turns
-from ikbo_jax.pallas.flash.gdpa_context import Item, WarpgroupContext
-from ikbo_jax.pallas.hopper import accumulator, mosaic, stores
+from ikbo_jax.pallas.flash import gdpa_store
+from ikbo_jax.pallas.flash.gdpa_context import GdpaContext, Item
+from ikbo_jax.pallas.hopper import mma, mosaic, stores, turns
+from ikbo_jax.pallas.hopper.rings import Ring
 from ikbo_jax.problems.hopper import WGMMA_M
 
 
@@ -26,32 +27,40 @@ class _State(NamedTuple):
     acc: jax.Array  # [64, H] f32, without the current block; see `_begin_item`
 
 
-def _receive(ctx: WarpgroupContext, index: Any) -> Item:
+class _Work(NamedTuple):
+    """What a consumer issues in the last step of an item."""
+
+    has_scores: bool  # the scores of the next item's first block
+    keys: int  # values of the last block that are multiplied; 0: this consumer has no rows
+
+
+def _receive(ctx: GdpaContext, index: Any) -> Item:
     """Waits for the descriptor of item `index`."""
-    slot = ctx.item_slot(index)
-    plgpu.barrier_wait(ctx.shared.item_ready.at[slot])
-    return Item(*(ctx.shared.items[slot, i] for i in range(len(Item._fields))))
+    items = ctx.shared.items
+    items.await_ready(index)
+    slot = items.slot(index)
+    return Item(*(items.words[slot, i] for i in range(len(Item._fields))))
 
 
-def _has_rows(ctx: WarpgroupContext, index: Any) -> Any:
+def _has_rows(ctx: GdpaContext, index: Any) -> Any:
     """Whether this consumer has rows of item `index`; the end of the items has no rows."""
     return ctx.destination(index).rows > ctx.consumer * WGMMA_M
 
 
-def _is_half(ctx: WarpgroupContext, item: Item) -> Any:
+def _is_half(ctx: GdpaContext, item: Item) -> Any:
     """Whether keys fill no more than half of an item's last block."""
     block_kv = ctx.config.block_kv
     return item.length <= item.blocks * block_kv - block_kv // 2
 
 
-def _await_block(ctx: WarpgroupContext, tiles: Any, ready: Any, item: Item, block: Any) -> None:
+def _await_block(ctx: GdpaContext, ring: Ring, item: Item, block: Any, step: Any) -> None:
     """Waits for a stage, and zeroes its rows past the sequence's end: they are another sequence's.
 
     Zeroed keys have scores 0, and act(0) = 0; but 0 times another sequence's NaN is NaN, so values
     are zeroed as well.  Consumer 0 zeroes before its turn, and consumer 1 reads the stage in the
     turn that follows, so neither consumer waits for the other.
     """
-    plgpu.barrier_wait(ready)
+    ring.await_ready(step)
     keys = item.length - block * ctx.config.block_kv
 
     is_cut = keys < ctx.config.block_kv
@@ -60,84 +69,42 @@ def _await_block(ctx: WarpgroupContext, tiles: Any, ready: Any, item: Item, bloc
 
     @pl.when((ctx.consumer == 0) & is_cut)
     def _() -> None:
-        stores.zero_rows(tiles, keys, interpret=ctx.interpret)
+        stores.zero_rows(ring.matrix(step), keys, interpret=ctx.interpret)
         plgpu.commit_smem()
 
 
-def _await_keys(ctx: WarpgroupContext, item: Item, block: Any, step: Any) -> None:
-    stage = ctx.k_stage(step)
-    _await_block(ctx, ctx.shared.key[0].at[stage], ctx.shared.k_ready.at[stage], item, block)
-
-
-def _await_values(ctx: WarpgroupContext, item: Item, block: Any, step: Any) -> None:
-    stage = ctx.v_stage(step)
-    _await_block(ctx, ctx.shared.value[0].at[stage], ctx.shared.v_ready.at[stage], item, block)
-
-
-def _issue_scores(
-    ctx: WarpgroupContext, index: Any, step: Any, columns: int | None = None
-) -> jax.Array:
-    """Issues the scores of item `index` and the first `columns` keys of the block at `step`."""
-    return accumulator.product(
-        ctx.shared.query[0].at[ctx.slot(index), ctx.consumer],
-        ctx.shared.key[0].at[ctx.k_stage(step)],
-        pl.cdiv(ctx.shape.head_dim, accumulator.WGMMA_K) * accumulator.WGMMA_K,
-        columns=columns,
-        interpret=ctx.interpret,
-    )
-
-
 def _issue_values(
-    ctx: WarpgroupContext, state: _State, is_defined: Any, step: Any, keys: int | None = None
+    ctx: GdpaContext, state: _State, is_defined: Any, step: Any, keys: int
 ) -> jax.Array:
     """Issues the sum of the accumulator and weights times the first `keys` values at `step`."""
+    if not keys:
+        return state.acc
     weights = state.weights
-    return accumulator.add_product(
+    return mma.add_product(
         state.acc,
-        is_defined,
-        weights if keys is None else lax.slice(weights, (0, 0), (WGMMA_M, keys)),
-        ctx.shared.value[0].at[ctx.v_stage(step)],
-        ctx.shared.staging.at[ctx.consumer] if ctx.interpret else None,
+        weights if keys == weights.shape[1] else lax.slice(weights, (0, 0), (WGMMA_M, keys)),
+        ctx.shared.value.matrix(step),
+        ctx.staging(),
+        is_defined=is_defined,
         interpret=ctx.interpret,
     )
 
 
-def _weights(
-    ctx: WarpgroupContext, scores: jax.Array, item: Item, step: Any
-) -> Callable[[], jax.Array]:
+def _weights(ctx: GdpaContext, scores: jax.Array, item: Item, step: Any) -> Callable[[], jax.Array]:
     """Computes weights from computed scores, and frees the block of keys.
 
     The returned function rounds the weights.  Call it after the product with the previous weights:
     ptxas serialises products whose operands are written while other products are in flight.
     """
-    scores = accumulator.after_wait(scores, interpret=ctx.interpret)
-    plgpu.barrier_arrive(ctx.shared.k_free.at[ctx.k_stage(step)])
+    scores = mma.after_wait(scores, interpret=ctx.interpret)
+    ctx.shared.key.release(step)
     spec = ctx.shape.activation
     weights = gdpa_weights.compute_weights(spec, item.head, scores, interpret=ctx.interpret)
-    return functools.partial(gdpa_weights.round_weights, weights, ctx.out.dtype)
-
-
-def _free_read_queries(ctx: WarpgroupContext, index: Any, is_last: Any) -> None:
-    """With one query slot, frees it as soon as the last scores of the item are computed."""
-    if ctx.config.q_slots == 1:
-
-        @pl.when(is_last)
-        def _() -> None:
-            plgpu.barrier_arrive(ctx.shared.q_free.at[ctx.slot(index)])
-
-
-def _free_stored_slot(ctx: WarpgroupContext, index: Any) -> None:
-    """With more query slots, frees a slot after TMA has read the output that was staged in it."""
-    if ctx.config.q_slots > 1:
-
-        @pl.when(index >= 0)
-        def _() -> None:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            plgpu.barrier_arrive(ctx.shared.q_free.at[ctx.slot(index)])
+    return functools.partial(gdpa_weights.round_weights, weights, ctx.outputs.dtype)
 
 
 def _step(
-    ctx: WarpgroupContext,
+    ctx: GdpaContext,
     item: Item,
     index: Any,
     first_step: Any,
@@ -152,50 +119,45 @@ def _step(
     accumulator for the last time, while the scores are in flight.
     """
     step = first_step + block
-    _await_keys(ctx, item, block + 1, step + 1)
+    _await_block(ctx, ctx.shared.key, item, block + 1, step + 1)
     # Only an item's last block may hold another sequence's values.
-    plgpu.barrier_wait(ctx.shared.v_ready.at[ctx.v_stage(step)])
+    ctx.shared.value.await_ready(step)
     turns.take(ctx)
     # Eight matrix descriptors of the queries, constant for the item, would occupy 16 registers.
     opaque_index = mosaic.opaque(index, interpret=ctx.interpret)
-    scores = _issue_scores(ctx, opaque_index, step + 1, columns)
+    scores = ctx.product(opaque_index, step + 1, columns)
     if meanwhile is not None:
         turns.hand_over(ctx)
         meanwhile()
-    acc = _issue_values(ctx, state, block > 0, step)
+    acc = _issue_values(ctx, state, block > 0, step, ctx.config.block_kv)
     if meanwhile is None:
         turns.await_scores(ctx)
     else:
-        accumulator.wait(1, interpret=ctx.interpret)
-    _free_read_queries(ctx, index, block + 2 == item.blocks)
+        mma.wait(1, interpret=ctx.interpret)
+    ctx.free_read_queries(index, block + 2 == item.blocks)
     weights = _weights(ctx, scores, item, step + 1)
-    pl.when(block == 0)(functools.partial(_free_stored_slot, ctx, index - 1))
-    accumulator.wait(0, interpret=ctx.interpret)
-    plgpu.barrier_arrive(ctx.shared.v_free.at[ctx.v_stage(step)])
-    narrow = weights()
-    if columns is None:
-        return _State(narrow, acc)
-    rest = jnp.zeros((WGMMA_M, ctx.config.block_kv - columns), narrow.dtype)
-    rest = plgpu.layout_cast(rest, plgpu.Layout.WGMMA)
-    return _State(jnp.concatenate([narrow, rest], axis=1), acc)
+    pl.when(block == 0)(functools.partial(ctx.free_stored_slot, index - 1))
+    mma.wait(0, interpret=ctx.interpret)
+    ctx.shared.value.release(step)
+    return _State(mma.pad(weights(), ctx.config.block_kv), acc)
 
 
-def _idle_step(ctx: WarpgroupContext, item: Item, index: Any, first_step: Any, block: Any) -> None:
+def _idle_step(ctx: GdpaContext, item: Item, index: Any, first_step: Any, block: Any) -> None:
     """For a consumer without rows: the same synchronisation as `_step`, no computation."""
     step = first_step + block
-    plgpu.barrier_wait(ctx.shared.k_ready.at[ctx.k_stage(step + 1)])
-    plgpu.barrier_wait(ctx.shared.v_ready.at[ctx.v_stage(step)])
+    ctx.shared.key.await_ready(step + 1)
+    ctx.shared.value.await_ready(step)
     turns.take(ctx)
     turns.hand_over(ctx)
-    _free_read_queries(ctx, index, block + 2 == item.blocks)
-    plgpu.barrier_arrive(ctx.shared.k_free.at[ctx.k_stage(step + 1)])
+    ctx.free_read_queries(index, block + 2 == item.blocks)
+    ctx.shared.key.release(step + 1)
     if not ctx.config.early_scores:  # with early_scores, `_begin_item` has freed it
-        pl.when(block == 0)(functools.partial(_free_stored_slot, ctx, index - 1))
-    plgpu.barrier_arrive(ctx.shared.v_free.at[ctx.v_stage(step)])
+        pl.when(block == 0)(functools.partial(ctx.free_stored_slot, index - 1))
+    ctx.shared.value.release(step)
 
 
 def _middle_steps(
-    ctx: WarpgroupContext, item: Item, index: Any, first_step: Any, state: _State
+    ctx: GdpaContext, item: Item, index: Any, first_step: Any, state: _State
 ) -> _State:
     """All steps of an item except the last, and except the first with `early_scores`."""
     config = ctx.config
@@ -219,7 +181,7 @@ def _middle_steps(
 
 
 def _last_step(
-    ctx: WarpgroupContext, item: Item, next_item: Item, index: Any, first_step: Any, state: _State
+    ctx: GdpaContext, item: Item, next_item: Item, index: Any, first_step: Any, state: _State
 ) -> _State:
     """This item's accumulator, and the weights of the next item's first block.
 
@@ -229,31 +191,32 @@ def _last_step(
     is_defined, step = item.blocks > 1, first_step + item.blocks - 1
     next_step = ctx.step_after(first_step, item.blocks, next_item.is_resident)
     has_next = next_item.blocks > 0
-    _await_values(ctx, item, item.blocks - 1, step)
+    _await_block(ctx, ctx.shared.value, item, item.blocks - 1, step)
 
     def await_next() -> None:
-        plgpu.barrier_wait(ctx.shared.q_ready.at[ctx.slot(index + 1)])
-        _await_keys(ctx, next_item, jnp.int32(0), next_step)
+        ctx.shared.query.await_ready(index + 1)
+        _await_block(ctx, ctx.shared.key, next_item, jnp.int32(0), next_step)
 
     def free_next_queries() -> None:
-        _free_read_queries(ctx, index + 1, next_item.blocks == 1)
+        ctx.free_read_queries(index + 1, next_item.blocks == 1)
 
-    def scores_and_values(keys: int | None = None) -> tuple[jax.Array, jax.Array]:
+    def with_scores(keys: int) -> tuple[jax.Array, jax.Array]:
         await_next()
         turns.take(ctx)
-        scores = _issue_scores(ctx, index + 1, next_step)
+        scores = ctx.product(index + 1, next_step)
         acc = _issue_values(ctx, state, is_defined, step, keys)
-        turns.await_scores(ctx)
+        turns.await_scores(ctx, pending=1 if keys else 0)
         free_next_queries()
         weights = _weights(ctx, scores, next_item, next_step)
-        accumulator.wait(0, interpret=ctx.interpret)
+        if keys:
+            mma.wait(0, interpret=ctx.interpret)
         return acc, weights()
 
-    def without_scores(*, has_values: bool) -> tuple[jax.Array, jax.Array]:
+    def without_scores(keys: int) -> tuple[jax.Array, jax.Array]:
         if config.skip_empty:
             pl.when(has_next)(await_next)
         turns.take(ctx)
-        acc = _issue_values(ctx, state, is_defined, step) if has_values else state.acc
+        acc = _issue_values(ctx, state, is_defined, step, keys)
         # Consumer 1 handed over the first turn, to consumer 0; so at the end it hands over none.
         pl.when(has_next | (ctx.consumer == 0))(functools.partial(turns.hand_over, ctx))
         if config.skip_empty:
@@ -261,43 +224,36 @@ def _last_step(
             @pl.when(has_next)
             def _() -> None:
                 free_next_queries()
-                plgpu.barrier_arrive(ctx.shared.k_free.at[ctx.k_stage(next_step)])
+                ctx.shared.key.release(next_step)
 
-        if has_values:
-            accumulator.wait(0, interpret=ctx.interpret)
+        if keys:
+            mma.wait(0, interpret=ctx.interpret)
         return acc, state.weights
 
-    def without_values() -> tuple[jax.Array, jax.Array]:
-        await_next()
-        turns.take(ctx)
-        scores = _issue_scores(ctx, index + 1, next_step)
-        turns.await_scores(ctx, pending=0)
-        free_next_queries()
-        weights = _weights(ctx, scores, next_item, next_step)
-        return state.acc, weights()
-
-    branches: list[Callable[[], Any]] = [
-        functools.partial(without_scores, has_values=True),
-        scores_and_values,
-    ]
-    has_scores = _has_rows(ctx, index + 1) if config.skip_empty else has_next
+    full, half, has_scores = config.block_kv, config.block_kv // 2, has_next
+    if config.skip_empty:
+        has_scores = _has_rows(ctx, index + 1)
+    table = [_Work(False, full), _Work(True, full)]
     number = has_scores.astype(jnp.int32)
     if config.half_blocks:
-        number = jnp.where(has_scores & _is_half(ctx, item), len(branches), number)
-        branches.append(functools.partial(scores_and_values, config.block_kv // 2))
+        table.append(_Work(True, half))
+        is_half = has_scores & _is_half(ctx, item)
+        number = jnp.where(is_half, table.index(_Work(True, half)), number)
     if config.skip_empty:
-        empty = len(branches) + has_scores.astype(jnp.int32)
+        table += [_Work(False, 0), _Work(True, 0)]
+        empty = table.index(_Work(False, 0)) + has_scores.astype(jnp.int32)
         number = jnp.where(_has_rows(ctx, index), number, empty)
-        branches += [functools.partial(without_scores, has_values=False), without_values]
+    branches = [
+        functools.partial(with_scores if work.has_scores else without_scores, work.keys)
+        for work in table
+    ]
     acc, weights = lax.switch(number, branches)
-    acc = accumulator.after_wait(acc, interpret=ctx.interpret)
-    plgpu.barrier_arrive(ctx.shared.v_free.at[ctx.v_stage(step)])
+    acc = mma.after_wait(acc, interpret=ctx.interpret)
+    ctx.shared.value.release(step)
     return _State(weights, acc)
 
 
-def _begin_item(
-    ctx: WarpgroupContext, item: Item, index: Any, first_step: Any, state: _State
-) -> _State:
+def _begin_item(ctx: GdpaContext, item: Item, index: Any, first_step: Any, state: _State) -> _State:
     """Stores the previous item while the scores of this item's second block are in flight.
 
     Without a second block, or without rows under `skip_empty`, it stores alone.
@@ -311,7 +267,7 @@ def _begin_item(
 
     def store_only() -> _State:
         store_last()
-        _free_stored_slot(ctx, index - 1)
+        ctx.free_stored_slot(index - 1)
         return state
 
     has_second = item.blocks > 1
@@ -321,21 +277,19 @@ def _begin_item(
     return result
 
 
-def _attend(ctx: WarpgroupContext, item: Item) -> None:
+def _attend(ctx: GdpaContext, item: Item) -> None:
     """All items of this CTA, at least one, pipelined."""
     is_early = ctx.config.early_scores
     pl.when(ctx.consumer == 1)(functools.partial(turns.hand_over, ctx))
     zero = jnp.int32(0)
-    plgpu.barrier_wait(ctx.shared.q_ready.at[0])
-    _await_keys(ctx, item, zero, zero)
+    plgpu.barrier_wait(ctx.shared.query.ready.at[0])
+    _await_block(ctx, ctx.shared.key, item, zero, zero)
     turns.take(ctx)
-    scores = _issue_scores(ctx, zero, zero)
+    scores = ctx.product(zero, zero)
     turns.hand_over(ctx)
-    accumulator.wait(0, interpret=ctx.interpret)
-    _free_read_queries(ctx, zero, item.blocks == 1)
-    undefined_sums = functools.partial(
-        accumulator.undefined, ctx.shape.head_dim, interpret=ctx.interpret
-    )
+    mma.wait(0, interpret=ctx.interpret)
+    ctx.free_read_queries(zero, item.blocks == 1)
+    undefined_sums = functools.partial(mma.undefined, ctx.shape.head_dim, interpret=ctx.interpret)
     weights = _weights(ctx, scores, item, zero)()
 
     def one_item(carry: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -344,7 +298,7 @@ def _attend(ctx: WarpgroupContext, item: Item) -> None:
             state = _begin_item(ctx, item, index, first_step, state)
         state = _middle_steps(ctx, item, index, first_step, state)
         if not is_early:
-            pl.when(item.blocks == 1)(functools.partial(_free_stored_slot, ctx, index - 1))
+            pl.when(item.blocks == 1)(functools.partial(ctx.free_stored_slot, index - 1))
         next_item = _receive(ctx, index + 1)
         state = _last_step(ctx, item, next_item, index, first_step, state)
         if not is_early:
@@ -360,24 +314,21 @@ def _attend(ctx: WarpgroupContext, item: Item) -> None:
     )
     if is_early:
         gdpa_store.store_item(ctx, items - 1, state.acc)
-    _free_stored_slot(ctx, items - 1)
-    plgpu.barrier_arrive(ctx.shared.q_free.at[ctx.slot(items)])  # the slot of the end
+    ctx.free_stored_slot(items - 1)
+    ctx.shared.query.release(items)  # the slot of the end
 
 
-def consume(ctx: WarpgroupContext) -> None:
+def consume(ctx: GdpaContext) -> None:
     """A consumer warpgroup."""
-    shared, config = ctx.shared, ctx.config
-    rings = ((shared.k_free, config.k_stages), (shared.v_free, config.v_stages))
-    for free, stages in (*rings, (shared.q_free, config.q_slots)):
-        for stage in range(stages):
-            plgpu.barrier_arrive(free.at[stage])
+    ctx = ctx.as_consumer()
+    ctx.release_all()
     item = _receive(ctx, jnp.int32(0))
     has_items = item.blocks > 0
     pl.when(has_items)(functools.partial(_attend, ctx, item))
 
     @pl.when(~has_items)
     def _() -> None:
-        plgpu.barrier_arrive(shared.q_free.at[0])  # the slot of the end
+        plgpu.barrier_arrive(ctx.shared.query.free.at[0])  # the slot of the end
 
     gdpa_store.zero_rest(ctx)
     # What was stored must not be lost when the CTA ends.

@@ -24,12 +24,12 @@ computation, but no synchronisation (`GdpaConfig.skip_empty`).  Tiles without ke
 list; their results are zeroed after all other work.
 
 Synchronisations:
-  1. `item_ready[s]`             producer -> consumers: slot s describes an item (or the end); it is
+  1. `items.ready[s]`            producer -> consumers: slot s describes an item (or the end); it is
                                  free when the query slot of an item at least three later is.
-  2. `q_ready[s]`, `q_free[s]`   query slot s; free once the queries are read, and TMA has read the
+  2. `query.ready[s]`, `.free`   query slot s; free once the queries are read, and TMA has read the
                                  output that was staged in their place.
-  3. `k_ready[s]`, `k_free[s]`   stage s of the ring of key blocks.
-  4. `v_ready[s]`, `v_free[s]`   stage s of the ring of value blocks.
+  3. `key.ready[s]`, `.free`     stage s of the ring of key blocks.
+  4. `value.ready[s]`, `.free`   stage s of the ring of value blocks.
   5. Named barriers: the consumers take turns at issuing products, so that one consumer's activation
      overlaps the other's products.  Consumer 0 has the first turn at every block, so consumer 1
      sees the rows that consumer 0 zeroed.
@@ -40,6 +40,7 @@ follow Shah et al., "FlashAttention-3", 2024.  No code is shared.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -47,32 +48,9 @@ import jax.numpy as jnp
 
 from ikbo_jax.pallas.activations.weights import ActivationSpec
 from ikbo_jax.pallas.flash import gdpa_consumer, gdpa_producer, tile_list
-from ikbo_jax.pallas.flash.gdpa_context import (
-    EXTRA_ITEM_SLOTS,
-    ITEM_WORDS,
-    Operands,
-    Shape,
-    Shared,
-    WarpgroupContext,
-)
-from ikbo_jax.pallas.flash.rings import ring_types
-from ikbo_jax.pallas.hopper.launch import Roles, as_consumer, barrier, launch
+from ikbo_jax.pallas.flash.gdpa_context import GdpaContext, Operands, Shape
+from ikbo_jax.pallas.hopper.launch import Roles, launch
 from ikbo_jax.problems import GdpaConfig
-
-
-def shared_types(dtype: Any, shape: Shape, config: GdpaConfig, *, interpret: bool) -> Shared:
-    """Types of shared memory and barriers."""
-    items = config.q_slots + EXTRA_ITEM_SLOTS
-    rings = ring_types(
-        dtype,
-        config,
-        head_dim=shape.head_dim,
-        items=items,
-        item_words=ITEM_WORDS,
-        interpret=interpret,
-    )
-    return Shared(**rings, item_ready=barrier(1, items))
-
 
 # Host side
 
@@ -113,22 +91,22 @@ def gdpa_forward(
       out [out_rows, N, H] in the query's dtype.
     """
     q_rows, q_heads, head_dim = query.shape
-    is_interpreted = bool(interpret)
     workers = min(num_sms, tiles.words.shape[0] * q_heads)
     has_f32_range = query.dtype == jnp.bfloat16
     activation = ActivationSpec(activations, approx, scale, output_scale, has_f32_range)
     shape = Shape(q_rows, q_heads, key.shape[1], head_dim, activation, workers)
     operands = Operands(query, key, value, *tiles)
     out = jax.ShapeDtypeStruct((out_rows, q_heads, head_dim), query.dtype)
-
-    def context(shared: Shared, operands: Operands, out: Any) -> WarpgroupContext:
-        return WarpgroupContext(shape, config, shared, operands, out, None, None, is_interpreted)
-
     (result,) = launch(
-        Roles(context, gdpa_producer.produce, lambda ctx: gdpa_consumer.consume(as_consumer(ctx))),
+        Roles(
+            functools.partial(GdpaContext, shape, config),
+            gdpa_producer.produce,
+            gdpa_consumer.consume,
+        ),
         operands,
         out,
-        shared_types(query.dtype, shape, config, interpret=is_interpreted),
+        config.shared(head_dim),
+        dtype=query.dtype,
         name="ikbo_gdpa_forward",
         workers=workers,
         interpret=interpret,

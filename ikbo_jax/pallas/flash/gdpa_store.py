@@ -13,53 +13,40 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.activations import weights as gdpa_weights
 from ikbo_jax.pallas.flash import tile_list
-from ikbo_jax.pallas.flash.gdpa_context import WarpgroupContext
-from ikbo_jax.pallas.hopper import stores
-from ikbo_jax.problems.hopper import BLOCK_K, WGMMA_M
+from ikbo_jax.pallas.flash.gdpa_context import GdpaContext
+from ikbo_jax.pallas.hopper import mma, stores
+from ikbo_jax.problems.hopper import WGMMA_M
 
 
-def _stage(ctx: WarpgroupContext, slot: Any, out: jax.Array) -> None:
+def _stage(ctx: GdpaContext, slot: Any, out: jax.Array) -> None:
     """Stages a result in a query slot."""
-    shape = ctx.shape
-    matrix_view = ctx.shared.query[0].at[slot, ctx.consumer]
-    width = shape.column_blocks * BLOCK_K
-    if shape.head_dim < width:  # TMA leaves out columns past the head width
-        padding = jnp.zeros((WGMMA_M, width - shape.head_dim), out.dtype)
-        out = jnp.concatenate([out, plgpu.layout_cast(padding, plgpu.Layout.WGMMA)], axis=1)
-    for i in range(shape.column_blocks):
-        columns = lax.slice(out, (0, i * BLOCK_K), (WGMMA_M, (i + 1) * BLOCK_K))
-        stores.stage_tile(matrix_view.at[i], columns, interpret=ctx.interpret)
+    tiles = ctx.shared.query.tiles[0].at[slot, ctx.consumer]
+    for i, columns in enumerate(stores.column_blocks(out, tiles.shape[0])):
+        block = tiles.at[pl.ds(i, 1)]
+        stores.stage_rows(block, columns, reads_late=True, interpret=ctx.interpret)
     plgpu.commit_smem()
 
 
-def _store_staged(ctx: WarpgroupContext, slot: Any, head: Any, first_row: Any, rows: Any) -> None:
+def _store_staged(ctx: GdpaContext, slot: Any, head: Any, first_row: Any, rows: Any) -> None:
     """Stores the first `rows` of the 64 rows staged in a query slot; all 64 by TMA."""
-    shape = ctx.shape
-    matrix_view, copy_view = (view.at[slot, ctx.consumer] for view in ctx.shared.query)
-
-    @pl.when(rows == WGMMA_M)
-    def _() -> None:
-        for i in range(shape.column_blocks):
-            plgpu.copy_smem_to_gmem(
-                copy_view.at[i],
-                ctx.out.at[pl.ds(first_row, WGMMA_M), head, ctx.columns(i)],
-            )
-
-    @pl.when((rows > 0) & (rows < WGMMA_M))
-    def _() -> None:
-        stores.store_staged_rows(
-            ctx.out, matrix_view, first_row, head, 0 * rows, rows, interpret=ctx.interpret
-        )
-        plgpu.commit_smem()  # TMA will write queries where these threads have read
+    stores.store_staged(
+        ctx,
+        [tuple(view.at[slot, ctx.consumer] for view in ctx.shared.query.tiles)],
+        [ctx.outputs],
+        (first_row, head),
+        (0 * rows, rows),
+        is_full=rows == WGMMA_M,
+        is_partial=(rows > 0) & (rows < WGMMA_M),
+    )
 
 
-def _consumer_rows(ctx: WarpgroupContext, target: Any, rows: Any) -> tuple[Any, Any]:
+def _consumer_rows(ctx: GdpaContext, target: Any, rows: Any) -> tuple[Any, Any]:
     """(first row in the result, rows) of this consumer's part of a tile."""
     before = ctx.consumer * WGMMA_M
     return target + before, jnp.clip(rows - before, 0, WGMMA_M)
 
 
-def store_item(ctx: WarpgroupContext, index: Any, acc: jax.Array) -> None:
+def store_item(ctx: GdpaContext, index: Any, acc: jax.Array) -> None:
     """Stores the rows of an item."""
     head, target, rows = ctx.destination(index)
     first_row, rows = _consumer_rows(ctx, target, rows)
@@ -71,27 +58,27 @@ def store_item(ctx: WarpgroupContext, index: Any, acc: jax.Array) -> None:
 
 
 def _store(
-    ctx: WarpgroupContext, index: Any, head: Any, first_row: Any, rows: Any, acc: jax.Array
+    ctx: GdpaContext, index: Any, head: Any, first_row: Any, rows: Any, acc: jax.Array
 ) -> None:
-    out = gdpa_weights.scale_result(ctx.shape.activation, head, acc).astype(ctx.out.dtype)
+    out = gdpa_weights.scale_result(ctx.shape.activation, head, acc).astype(ctx.outputs.dtype)
     if ctx.config.q_slots > 1:
-        slot = ctx.slot(index)
+        slot = ctx.shared.query.slot(index)
         _stage(ctx, slot, out)
         _store_staged(ctx, slot, head, first_row, rows)
         return
     stores.store_rows(
-        ctx.out,
+        ctx.outputs,
         out,
         first_row,
         head,
         0 * rows,
         rows,
-        ctx.shared.staging.at[ctx.consumer] if ctx.interpret else None,
+        ctx.staging(),
         interpret=ctx.interpret,
     )
 
 
-def zero_rest(ctx: WarpgroupContext) -> None:
+def zero_rest(ctx: GdpaContext) -> None:
     """Zeroes the results of tiles without keys: rows with empty sequences, rows of no sequence."""
     heads = ctx.shape.q_heads
     with_keys, tiles = (ctx.operands.counts[i] for i in range(2))
@@ -100,8 +87,7 @@ def zero_rest(ctx: WarpgroupContext) -> None:
     @pl.when(count > 0)
     def _() -> None:
         slot = jnp.int32(0)
-        zeros = jnp.zeros((WGMMA_M, ctx.shape.head_dim), ctx.out.dtype)
-        _stage(ctx, slot, plgpu.layout_cast(zeros, plgpu.Layout.WGMMA))
+        _stage(ctx, slot, mma.zeros(ctx.shape.head_dim, ctx.outputs.dtype))
 
         @pl.loop(0, count)
         def _(i: Any) -> None:

@@ -5,23 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
-from jax import lax
-from jax.experimental import pallas as pl
-
 from ikbo_jax.pallas.activations.weights import ActivationSpec
-from ikbo_jax.pallas.hopper import mosaic
-from ikbo_jax.problems import GdpaBackwardConfig
-from ikbo_jax.problems.gdpa_backward import SLOTS
+from ikbo_jax.pallas.hopper.launch import WarpgroupContext
 from ikbo_jax.problems.hopper import BLOCK_K
 
 #: Words of a tile's descriptor in shared memory: first row and number of rows of the result, head,
 #: whether the tile has any blocks, number of blocks (at least 1).
 FIRST_ROW, ROWS, HEAD, HAS_BLOCKS, BLOCKS = range(5)
-ITEM_WORDS = 8
-#: Words of a block's descriptor: number of rows, query head.
-BLOCK_WORDS = 2
-
-
 #: (activation, approximation) that spill beside two sums unless a branch encloses the activation.
 SPILLING_ACTIVATIONS = (("gelu", None), ("gelu", "tanh"), ("silu", "tanh"))
 
@@ -58,11 +48,6 @@ class Shape:
         is_wide = self.is_for_keys and self.head_dim > BLOCK_K
         return is_wide and is_alone and kind in SPILLING_ACTIVATIONS
 
-    @property
-    def column_blocks(self) -> int:
-        """Blocks of 64 columns that hold the head width."""
-        return pl.cdiv(self.head_dim, BLOCK_K)
-
 
 class Operands(NamedTuple):
     """Device memory.
@@ -78,47 +63,12 @@ class Operands(NamedTuple):
     ranges: Any  # [sequences, RANGE_WORDS] int32
 
 
-class Shared(NamedTuple):
-    """Shared memory and barriers; an operand has two views, (for WGMMA, for TMA): see
-    `mosaic.tile_views`."""
+@dataclasses.dataclass(frozen=True)
+class BackwardContext(WarpgroupContext):
+    """The context of a backward kernel's warpgroup.
 
-    stationary: Any  # [SLOTS, 2 operands, 2 consumers, column blocks, 64, 64]
-    streamed: Any  # [stages, 2 operands, column blocks, block, 64]
-    items: Any  # [SLOTS, ITEM_WORDS] int32
-    blocks: Any  # [stages, BLOCK_WORDS] int32
-    stationary_ready: Any
-    stationary_free: Any
-    streamed_ready: Any
-    streamed_free: Any
-    staging: Any  # [2 consumers, 2, 64, columns], only under interpretation
-    f32_staging: Any  # [2 consumers, 64, columns] f32, likewise
-
-
-class WarpgroupContext(NamedTuple):
-    """Arguments that all functions of a warpgroup share; `consumer` is 0 or 1 (producer: unused).
-
-    A *step* numbers the blocks that the CTA loads; its remainder by the number of stages is the
-    block's stage.
+    A *step* numbers the blocks that the CTA loads. `outputs` is (d_query,) or (d_key, d_value).
     """
-
-    shape: Shape
-    config: GdpaBackwardConfig
-    shared: Shared
-    operands: Operands
-    results: tuple[Any, ...]
-    worker: Any
-    consumer: Any
-    interpret: bool
-
-    def slot(self, item: Any) -> Any:
-        return lax.rem(item, SLOTS)
-
-    def stage(self, step: Any) -> Any:
-        return lax.rem(step, self.config.stages)
-
-    def columns(self, block: int) -> Any:
-        """Columns of a block of the head width."""
-        return mosaic.block_columns(block, self.shape.head_dim, self.worker)
 
     @property
     def item_count(self) -> Any:

@@ -23,9 +23,9 @@ consumer's activations overlap the other's products.  A finished tile is staged 
 stationary operands, while the producer loads the next tile's operands into another slot.
 
 Synchronisations:
-  1. `stationary_ready[s]`, `stationary_free[s]`  slot s has a tile's operands and descriptor; free
+  1. `stationary.ready[s]`, `stationary.free[s]`  slot s has a tile's operands and descriptor; free
                                                   once TMA has read the results staged in it.
-  2. `streamed_ready[s]`, `streamed_free[s]`      stage s has a block and its descriptor.
+  2. `streamed.ready[s]`, `streamed.free[s]`      stage s has a block and its descriptor.
   3. A named barrier: the consumers wait for each other after they zeroed a block's rows.
 
 Source: a backward pass with two consumers of 64 rows follows Shah et al., "FlashAttention-3", 2024.
@@ -34,53 +34,20 @@ No code is shared.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.activations import slopes as gdpa_slopes
 from ikbo_jax.pallas.activations.weights import ActivationSpec
 from ikbo_jax.pallas.gdpa_backward.consumer import consume
-from ikbo_jax.pallas.gdpa_backward.context import (
-    BLOCK_WORDS,
-    ITEM_WORDS,
-    Operands,
-    Shape,
-    Shared,
-    WarpgroupContext,
-)
+from ikbo_jax.pallas.gdpa_backward.context import BackwardContext, Operands, Shape
 from ikbo_jax.pallas.gdpa_backward.producer import produce
 from ikbo_jax.pallas.gdpa_backward.tiles import Work
-from ikbo_jax.pallas.hopper.launch import OperandTile, Roles, as_consumer, barrier, launch
+from ikbo_jax.pallas.hopper.launch import Roles, launch
 from ikbo_jax.problems import GdpaBackwardConfig
-from ikbo_jax.problems.gdpa_backward import SLOTS
-from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, WGMMA_M
-
-
-def shared_types(
-    dtype: Any, shape: Shape, config: GdpaBackwardConfig, *, interpret: bool
-) -> Shared:
-    """Types of shared memory and barriers."""
-    columns = shape.column_blocks
-    staging = f32_staging = None
-    if interpret:
-        staging = plgpu.SMEM((NUM_CONSUMERS, 2, WGMMA_M, config.block), dtype)
-        f32_staging = plgpu.SMEM((NUM_CONSUMERS, WGMMA_M, columns * BLOCK_K), jnp.float32)
-    return Shared(
-        stationary=OperandTile((SLOTS, 2, NUM_CONSUMERS, columns, WGMMA_M, BLOCK_K), dtype),
-        streamed=OperandTile((config.stages, 2, columns, config.block, BLOCK_K), dtype),
-        items=plgpu.SMEM((SLOTS, ITEM_WORDS), jnp.int32),
-        blocks=plgpu.SMEM((config.stages, BLOCK_WORDS), jnp.int32),
-        stationary_ready=barrier(2 * NUM_CONSUMERS * columns + 1, SLOTS),
-        stationary_free=barrier(NUM_CONSUMERS, SLOTS),
-        streamed_ready=barrier(2 * columns + 1, config.stages),
-        streamed_free=barrier(NUM_CONSUMERS, config.stages),
-        staging=staging,
-        f32_staging=f32_staging,
-    )
-
 
 # Host side
 
@@ -151,6 +118,7 @@ def d_key_value_kernel(
     output_scale: float,
     config: GdpaBackwardConfig,
     num_sms: int,
+    out_dtype: Any = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Gradients of keys and values; for the arguments see `d_query_kernel`.
@@ -175,7 +143,7 @@ def d_key_value_kernel(
         workers=min(num_sms, work.tiles.shape[0] * heads),
     )
     operands = Operands((key, value), (query, d_out), *work)
-    results = (jax.ShapeDtypeStruct(key.shape, key.dtype),) * 2
+    results = (jax.ShapeDtypeStruct(key.shape, out_dtype or key.dtype),) * 2
     d_key, d_value = _launch(operands, results, shape, config, "ikbo_gdpa_d_key_value", interpret)
     return d_key, d_value
 
@@ -195,16 +163,12 @@ def _launch(
     name: str,
     interpret: Any,
 ) -> tuple[jax.Array, ...]:
-    def context(shared: Shared, operands: Operands, results: Any) -> WarpgroupContext:
-        return WarpgroupContext(
-            shape, config, shared, operands, results, None, None, bool(interpret)
-        )
-
     return launch(
-        Roles(context, produce, lambda ctx: consume(as_consumer(ctx))),
+        Roles(functools.partial(BackwardContext, shape, config), produce, consume),
         operands,
         results,
-        shared_types(operands.stationary[0].dtype, shape, config, interpret=bool(interpret)),
+        config.shared(shape.head_dim),
+        dtype=operands.stationary[0].dtype,
         name=name,
         workers=shape.workers,
         interpret=interpret,

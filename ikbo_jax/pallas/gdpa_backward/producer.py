@@ -7,57 +7,41 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ikbo_jax.pallas.gdpa_backward.context import WarpgroupContext
-from ikbo_jax.problems.gdpa_backward import SLOTS
+from ikbo_jax.pallas.gdpa_backward.context import BackwardContext
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, WGMMA_M
 
 
-def _send_stationary(ctx: WarpgroupContext, item: Any, tile: Any, head: Any) -> None:
+def _send_stationary(ctx: BackwardContext, item: Any, tile: Any, head: Any) -> None:
     """Sends the descriptor of a tile, and loads its two stationary operands."""
-    shared, tiles = ctx.shared, ctx.operands.tiles
-    slot = ctx.slot(item)
+    ring, tiles = ctx.shared.stationary, ctx.operands.tiles
+    slot = ring.slot(item)
     first_rows = (tiles[tile, 0], tiles[tile, 1])
     blocks = tiles[tile, 5]
     has_blocks = jnp.minimum(blocks, 1)
     words = (first_rows[1], tiles[tile, 2], head, has_blocks, jnp.maximum(blocks, 1))
-    plgpu.barrier_wait(shared.stationary_free.at[slot])
-    for i, word in enumerate(words):
-        shared.items[slot, i] = word
-    plgpu.barrier_arrive(shared.stationary_ready.at[slot])
+    ring.send_words(item, words, after=ring)
     for operand, (source, first) in enumerate(
         zip(ctx.operands.stationary, first_rows, strict=True)
     ):
         for consumer in range(NUM_CONSUMERS):
             row = jnp.minimum(first + consumer * WGMMA_M, source.shape[0] - 1)
-            for i in range(ctx.shape.column_blocks):
-                plgpu.copy_gmem_to_smem(
-                    source.at[pl.ds(row, WGMMA_M), head, ctx.columns(i)],
-                    shared.stationary[1].at[slot, operand, consumer, i],
-                    shared.stationary_ready.at[slot],
-                )
+            target = ring.tiles[1].at[slot, operand, consumer]
+            ctx.load(source, (pl.ds(row, WGMMA_M), head), target, ring.ready.at[slot])
 
 
 def _send_block(
-    ctx: WarpgroupContext, step: Any, first_rows: Any, words: tuple[Any, ...], head: Any
+    ctx: BackwardContext, step: Any, first_rows: Any, words: tuple[Any, ...], head: Any
 ) -> None:
     """Sends the descriptor of a block, and loads its two operands."""
-    shared, stage = ctx.shared, ctx.stage(step)
-    plgpu.barrier_wait(shared.streamed_free.at[stage])
-    for i, word in enumerate(words):
-        shared.blocks[stage, i] = word
-    plgpu.barrier_arrive(shared.streamed_ready.at[stage])
+    ring = ctx.shared.streamed
+    ring.send_words(step, words, after=ring)
     for operand, (source, row) in enumerate(zip(ctx.operands.streamed, first_rows, strict=True)):
-        for i in range(ctx.shape.column_blocks):
-            plgpu.copy_gmem_to_smem(
-                source.at[pl.ds(row, ctx.config.block), head, ctx.columns(i)],
-                shared.streamed[1].at[stage, operand, i],
-                shared.streamed_ready.at[stage],
-            )
+        tiles, ready = ring.copied(step).at[operand], ring.ready_at(step)
+        ctx.load(source, (pl.ds(row, ctx.config.block), head), tiles, ready)
 
 
-def _send_item(ctx: WarpgroupContext, item: Any, step: Any) -> Any:
+def _send_item(ctx: BackwardContext, item: Any, step: Any) -> Any:
     """Sends one head of a tile, and all its blocks; returns the next item's first step."""
     shape, config, operands = ctx.shape, ctx.config, ctx.operands
     number = ctx.worker + item * shape.workers
@@ -97,13 +81,8 @@ def _send_item(ctx: WarpgroupContext, item: Any, step: Any) -> Any:
     return step + jnp.maximum(blocks, 1)
 
 
-def produce(ctx: WarpgroupContext) -> None:
+def produce(ctx: BackwardContext) -> None:
     """The producer warp."""
     lax.fori_loop(0, ctx.item_count, lambda item, step: _send_item(ctx, item, step), jnp.int32(0))
-    # All arrivals must happen before the barriers' memory is released.
-    for free, count in (
-        (ctx.shared.streamed_free, ctx.config.stages),
-        (ctx.shared.stationary_free, SLOTS),
-    ):
-        for i in range(count):
-            plgpu.barrier_wait(free.at[i])
+    ctx.shared.streamed.drain()
+    ctx.shared.stationary.drain()

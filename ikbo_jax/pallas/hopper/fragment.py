@@ -23,8 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-#: Threads of a warpgroup.
-WARPGROUP_SIZE = 128
+from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 
 
 class Fragment(NamedTuple):

@@ -1,7 +1,8 @@
 """The launch that every kernel has: persistent CTAs of two consumer warpgroups and a producer.
 
-A kernel names its shared memory and barriers as fields of a NamedTuple, its `Shared`. The same
-NamedTuple holds the types before the launch, and the references inside the kernel.
+A kernel's configuration declares its shared memory and barriers as a NamedTuple of
+`problems.memory`'s declarations. Inside the kernel the same NamedTuple holds references: an operand
+has two views, (for WGMMA, for TMA), see `mosaic.tile_views`; a ring is a `rings.Ring`.
 """
 
 from __future__ import annotations
@@ -9,14 +10,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ikbo_jax.pallas.hopper import mosaic
+from ikbo_jax.pallas.hopper import mosaic, rings
+from ikbo_jax.problems import memory
 from ikbo_jax.problems.hopper import NUM_CONSUMERS
 
 #: Registers per thread of a consumer and of the producer warpgroup: 2 x 240 + 24 <= 3 x 168.
@@ -25,11 +28,52 @@ PRODUCER_REGISTERS = 24
 
 
 @dataclasses.dataclass(frozen=True)
-class OperandTile:
-    """A field of `Shared` that becomes two views, (for WGMMA, for TMA): see `mosaic.tile_views`."""
+class WarpgroupContext:
+    """Arguments that all functions of a warpgroup share.
 
-    shape: tuple[int, ...]
-    dtype: Any
+    Attributes:
+      shape: static description of the launch.
+      config: the kernel's configuration.
+      shared: references to its shared memory and barriers.
+      operands: device memory that the launch reads.
+      outputs: device memory that the launch fills.
+      interpret: whether the kernel is interpreted.
+      worker: CTA or cluster.
+      consumer: 0 or 1; producer: unused.
+    """
+
+    shape: Any
+    config: Any
+    shared: Any
+    operands: Any
+    outputs: Any
+    interpret: bool
+    worker: Any = None
+    consumer: Any = None
+
+    def replace(self, **changes: Any) -> Self:
+        return dataclasses.replace(self, **changes)
+
+    def as_consumer(self) -> Self:
+        """With the consumer's number in a form that is uniform over the warpgroup."""
+        consumer = mosaic.warpgroup_index("warpgroup", interpret=self.interpret)
+        return self.replace(consumer=consumer)
+
+    def load(self, source: Any, index: tuple[Any, ...], tiles: Any, ready: Any) -> None:
+        """TMA loads source[*index], [rows, width], into operand tiles [column blocks, rows, 64]."""
+        for i in range(tiles.shape[0]):
+            columns = mosaic.block_columns(i, source.shape[-1], self.worker)
+            plgpu.copy_gmem_to_smem(source.at[*index, columns], tiles.at[i], ready)
+
+    def store(self, tiles: Any, target: Any, index: tuple[Any, ...]) -> None:
+        """TMA stores operand tiles to target[*index]; the reverse of `load`."""
+        for i in range(tiles.shape[0]):
+            columns = mosaic.block_columns(i, target.shape[-1], self.worker)
+            plgpu.copy_smem_to_gmem(tiles.at[i], target.at[*index, columns])
+
+    def staging(self, *index: Any) -> Any:
+        """This warpgroup's part of the memory that only an interpreted kernel has, or None."""
+        return self.shared.staging.at[self.consumer, *index] if self.interpret else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,25 +81,15 @@ class Roles:
     """What the kernel's warpgroups do.
 
     Attributes:
-      context: called as `context(shared, operands, outputs)`; returns the warpgroups' context, a
-        NamedTuple with fields `worker`, `consumer` and `interpret`.
+      context: called as `context(shared, operands, outputs, interpret)`; returns a
+        `WarpgroupContext`.
       produce: takes the context, on one warp of the producer.
       consume: takes the context, whose `consumer` is 0 or 1, on each consumer warpgroup.
     """
 
-    context: Callable[[Any, Any, Any], Any]
+    context: Callable[[Any, Any, Any, bool], WarpgroupContext]
     produce: Callable[[Any], None]
     consume: Callable[[Any], None]
-
-
-def barrier(arrivals: int, count: int) -> Any:
-    """`count` barriers that complete after `arrivals` arrivals each."""
-    return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
-
-
-def as_consumer(ctx: Any) -> Any:
-    """The context with the consumer's number in a form that is uniform over the warpgroup."""
-    return ctx._replace(consumer=mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret))
 
 
 def launch(
@@ -64,6 +98,7 @@ def launch(
     outputs: Any,
     shared: Any,
     *,
+    dtype: Any,
     name: str,
     workers: int,
     cluster: int = 1,
@@ -75,7 +110,8 @@ def launch(
       roles: what the warpgroups do.
       operands: a tree of arrays; None for those that the launch does not use.
       outputs: a tree of `jax.ShapeDtypeStruct`, likewise.
-      shared: a NamedTuple of types of shared memory and barriers; None for absent ones.
+      shared: a NamedTuple of declarations of shared memory and barriers; None for absent ones.
+      dtype: of operand tiles.
       name: of the kernel.
       workers: number of CTAs, or of clusters.
       cluster: CTAs of a cluster.
@@ -85,22 +121,27 @@ def launch(
       The arrays of `outputs` that are not None.
     """
     is_interpreted = bool(interpret)
-    present = [name for name, kind in shared._asdict().items() if kind is not None]
-    body = functools.partial(
-        _body,
-        roles=roles,
-        tree=jax.tree.structure((operands, outputs, (0,) * len(present))),
-        shared=shared,
-        present=present,
-        interpret=is_interpreted,
-    )
+    kinds, shared_tree = jax.tree.flatten(shared)
+    order = _order(kinds, is_interpreted)
+    tree = jax.tree.structure((operands, outputs, (0,) * len(order)))
+
+    def body(*refs: Any) -> None:
+        operands, outputs, scratch = jax.tree.unflatten(tree, refs)
+        fields: list[Any] = [None] * len(kinds)
+        for i, ref in zip(order, scratch, strict=True):
+            is_tiles = isinstance(kinds[i], memory.Tiles)
+            fields[i] = mosaic.tile_views(ref, interpret=is_interpreted) if is_tiles else ref
+        shared = jax.tree.unflatten(shared_tree, fields)
+        shared = shared._make(rings.Ring(*x) if isinstance(x, memory.Ring) else x for x in shared)
+        _dispatch(roles, roles.context(shared, operands, outputs, is_interpreted))
+
     clustered: dict[str, Any] = {}
     if cluster > 1:
         clustered = {"cluster": (cluster,), "cluster_names": ("cluster",)}
     results: tuple[jax.Array, ...] = mosaic.kernel(
         body,
         out_type=tuple(jax.tree.leaves(outputs)),
-        scratch_types=tuple(_type(getattr(shared, name), is_interpreted) for name in present),
+        scratch_types=tuple(_type(kinds[i], dtype, is_interpreted) for i in order),
         grid=(workers,),
         grid_names=("worker",),
         **clustered,
@@ -113,29 +154,40 @@ def launch(
     return results
 
 
-def _type(kind: Any, interpret: bool) -> Any:
-    if isinstance(kind, OperandTile):
-        return mosaic.operand_tile(kind.shape, kind.dtype, interpret=interpret)
-    return kind
+def _order(kinds: list[Any], interpret: bool) -> list[int]:
+    """Numbers of the declarations in the order of memory: operand tiles, words, barriers.
+
+    Staging memory is left out unless the kernel is interpreted.
+    """
+    ranks = (memory.Tiles, memory.Words, memory.Staging, memory.Barriers)
+    order = sorted(range(len(kinds)), key=lambda i: ranks.index(type(kinds[i])))
+    return [i for i in order if interpret or not isinstance(kinds[i], memory.Staging)]
 
 
-def _body(
-    *refs: Any, roles: Roles, tree: Any, shared: Any, present: list[str], interpret: bool
-) -> None:
+def _type(kind: Any, dtype: Any, interpret: bool) -> Any:
+    """The scratch type of a declaration."""
+    match kind:
+        case memory.Tiles(shape):
+            return mosaic.operand_tile(shape, dtype, interpret=interpret)
+        case memory.Words(shape):
+            return plgpu.SMEM(shape, jnp.int32)
+        case memory.Staging(shape, own_dtype):
+            return plgpu.SMEM(shape, jnp.dtype(own_dtype or dtype))
+    options = {"num_arrivals": kind.arrivals, "num_barriers": kind.count}
+    if kind.is_clustered:
+        return plgpu.ClusterBarrier(collective_axes=("cluster",), **options)
+    return plgpu.Barrier(**options)
+
+
+def _dispatch(roles: Roles, ctx: WarpgroupContext) -> None:
     """Dispatches each warpgroup to its role."""
-    operands, outputs, scratch = jax.tree.unflatten(tree, refs)
-    fields = dict(zip(present, scratch, strict=True))
-    for name in present:
-        if isinstance(getattr(shared, name), OperandTile):
-            fields[name] = mosaic.tile_views(fields[name], interpret=interpret)
-    ctx = roles.context(shared._replace(**fields), operands, outputs)
     warpgroup = lax.axis_index("warpgroup")
-    ctx = ctx._replace(worker=lax.axis_index("worker"), consumer=warpgroup)
+    ctx = ctx.replace(worker=lax.axis_index("worker"), consumer=warpgroup)
 
     @pl.when(warpgroup == NUM_CONSUMERS)
     def _producer() -> None:
         plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        mosaic.on_one_warp(functools.partial(roles.produce, ctx), interpret=interpret)
+        mosaic.on_one_warp(functools.partial(roles.produce, ctx), interpret=ctx.interpret)
 
     @pl.when(warpgroup < NUM_CONSUMERS)
     def _consumer() -> None:

@@ -1,7 +1,7 @@
 """Small parts that the Mosaic GPU kernels share: compiler parameters, operand tiles, fences.
 
 Each operation that Pallas' GPU interpreter cannot run is a small function, here or in a module such
-as `accumulator`, `fragment` or `softmax`, beside an equivalent for interpretation.  So the tests on
+as `mma`, `fragment` or `softmax`, beside an equivalent for interpretation.  So the tests on
 a CPU exercise the kernel body that runs on the GPU.
 """
 

@@ -7,18 +7,20 @@ number that neither compiler knows to be constant, and loop bounds are unknown t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
-from ikbo_jax.pallas.hopper import mosaic
-from ikbo_jax.problems.hopper import WARPGROUP_SIZE
+from ikbo_jax.pallas.hopper import mma, mosaic
+from ikbo_jax.problems.hopper import BLOCK_K, WARPGROUP_SIZE, WGMMA_M
 
 #: Layout of one value per row, the result of a reduction along rows.
 ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)
@@ -164,42 +166,55 @@ def store_rows(
     """output[first_row + r, head] = values[r] for r in [begin, end), from registers.
 
     Args:
-      output: device memory [rows, heads, width].
-      values: [64, width] in its dtype.
-      staging: this warpgroup's shared memory [64, at least width], only under interpretation.
+      output: device memory [rows, heads, width], or [rows, heads] f32.
+      values: [64, width] of 16 or 32 bits, or [64] f32, in the output's dtype.
+      staging: this warpgroup's shared memory [64, at least width], or [64], only under
+        interpretation.
     """
-    _, heads, width = output.shape
+    _, heads, *widths = output.shape
+    width = widths[0] if widths else 1
+    is_f32 = output.dtype == jnp.float32
     if interpret:
-        staging[:, :width] = values
+        columns = (slice(width),) if widths else ()
+        staging[:, *columns] = values
 
         @pl.loop(begin, end)
         def _(r: Any) -> None:
-            output[first_row + r, head, :] = staging[r, :width]
+            output[first_row + r, head] = staging[r, *columns]
 
         return
 
     scalar = plgpu.Layout.WG_SPLAT(())
+    layout: Any = plgpu.Layout.WGMMA if widths else ROW_LAYOUT
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, scalar, scalar, scalar, scalar)
-    )
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, *(scalar,) * 4))
     def write(_: Any, output: ir.Value, values: Any, *scalars: Any) -> None:
         i32 = ir.IntegerType.get_signless(32)
         first_row, head, begin, end = (s.registers.item() for s in scalars)
         # Read at each use, the thread's number spills at H = 192 and 256; read early, at H = 128.
-        early = arith.remui(mgpu.thread_idx(), mgpu.c(WARPGROUP_SIZE, i32))
-        thread = _thread() if width <= 128 else early
+        if is_f32 and widths:  # of the backward kernels, which have no register to spare
+            thread = thread_number()
+        elif width <= 128:
+            thread = _thread()
+        else:
+            thread = arith.remui(mgpu.thread_idx(), mgpu.c(WARPGROUP_SIZE, i32))
         column = arith.muli(arith.remui(thread, mgpu.c(4, i32)), mgpu.c(2, i32))
-        words = [mgpu.utils.bitcast(pair, i32) for pair in values.registers.flat]
+        if widths:
+            bits = 64 if is_f32 else 32
+            pair_type = ir.IntegerType.get_signless(bits)
+            words = [mgpu.utils.bitcast(pair, pair_type) for pair in values.registers.flat]
+            kind, columns = f"b{bits}", [(column, 1)]
+        else:  # the four threads of a row write the same value
+            words = [vector.extract(register, [], [0]) for register in values.registers.flat]
+            bits, kind, columns = 32, "f32", []
         for half in (0, 1):
             row = thread_row(thread, half)
             is_wanted = within(row, begin, end)
-            target = arith.addi(first_row, row)
-            terms = [(target, heads * width), (head, width), (column, 1)]
-            address = device_address(output, terms, 2)
+            terms = [(arith.addi(first_row, row), heads * width), (head, width), *columns]
+            address = device_address(output, terms, 4 if is_f32 else 2)
             for i, word in enumerate(words[half::2]):
                 mgpu.utils.inline_ptx(
-                    f"st.global.b32 [$0 + {16 * i}], $1;",
+                    f"st.global.{kind} [$0 + {bits // 2 * i}], $1;",
                     address,
                     word,
                     predicate=is_wanted,
@@ -209,86 +224,101 @@ def store_rows(
     write(output, values, first_row, head, begin, end)
 
 
-def stage_tile(tile: Any, values: jax.Array, *, interpret: bool) -> None:
-    """tile[...] = values, [64, 64] of 16 bits, for an `operand_tile`'s view for WGMMA.
+def column_blocks(values: jax.Array, blocks: int) -> list[jax.Array]:
+    """Values [64, width] in blocks of 64 columns; zeros past width, where TMA stores nothing."""
+    width = blocks * BLOCK_K
+    values = mma.pad(values, width)
+    return [lax.slice(values, (0, i), (WGMMA_M, i + BLOCK_K)) for i in range(0, width, BLOCK_K)]
+
+
+def stage_rows(tiles: Any, values: jax.Array, *, reads_late: bool = False, interpret: bool) -> None:
+    """Writes [64, width] of 16 bits to operand tiles [column blocks, 64, 64], zeros past width.
 
     An assignment in Pallas would also read the old values, and would keep addresses that depend on
     the thread's number from the kernel's beginning on.
+
+    Args:
+      reads_late: whether addresses derive from `_thread`, not from `thread_number`.
     """
+    blocks = tiles.shape[0]
+    for i, columns in enumerate(column_blocks(values, blocks) if interpret else []):
+        tiles[i, :, :] = columns
     if interpret:
-        tile[...] = values
         return
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(mosaic.operand_transforms(tile.dtype)), plgpu.Layout.WGMMA)
+        arg_types=(plgpu.RefType(mosaic.operand_transforms(tiles.dtype)), plgpu.Layout.WGMMA)
     )
-    def write(_: Any, tile: ir.Value, values: mgpu.FragmentedArray) -> None:
+    def write(_: Any, tiles: ir.Value, values: mgpu.FragmentedArray) -> None:
         i32, byte = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
-        thread = _thread()
-        # stmatrix stores four 8 x 8 matrices: lane l provides the address of row l % 8 of matrix
-        # l / 8. Matrix 1 is below matrix 0, matrix 2 is beside it.
-        row_of_8 = arith.remui(thread, mgpu.c(8, i32))
-        matrix = arith.divui(arith.remui(thread, mgpu.c(32, i32)), mgpu.c(8, i32))
-        half, beside = (op(matrix, mgpu.c(2, i32)) for op in (arith.remui, arith.divui))
-        row = arith.muli(arith.divui(thread, mgpu.c(32, i32)), mgpu.c(16, i32))
-        row = arith.addi(arith.addi(row, arith.muli(half, mgpu.c(8, i32))), row_of_8)
-        row_offset = arith.muli(row, mgpu.c(mosaic.SWIZZLE, i32))
-        base = mgpu.utils.memref_ptr(tile)
         words = [mgpu.utils.bitcast(pair, i32) for pair in values.registers.flat]
-        for i in range(0, len(words), 4):
-            vector_of_row = arith.addi(beside, mgpu.c(i // 2, i32))
-            swizzled = arith.muli(arith.xori(vector_of_row, row_of_8), mgpu.c(16, i32))
+        words += [mgpu.c(0, i32)] * (blocks * BLOCK_K // 4 - len(words))
+        thread = _thread() if reads_late else thread_number()
+
+        def part(size: int, count: int) -> ir.Value:
+            return arith.remui(arith.divui(thread, mgpu.c(size, i32)), mgpu.c(count, i32))
+
+        # A warp's stmatrix stores four 8 x 8 matrices: lane l provides the address of row l % 8 of
+        # matrix l / 8. Matrix 1 is below matrix 0, matrix 2 is beside it.
+        row_of_8, lower, right, warp = part(1, 8), part(8, 2), part(16, 2), part(32, 4)
+        row = arith.addi(arith.muli(warp, mgpu.c(16, i32)), row_of_8)
+        row = arith.addi(row, arith.muli(lower, mgpu.c(8, i32)))
+        row_offset = arith.muli(row, mgpu.c(mosaic.SWIZZLE, i32))
+        base = mgpu.utils.memref_ptr(tiles)
+        for step in range(len(words) // 4):
+            block, within = divmod(step, BLOCK_K // 16)
+            vector_of_row = arith.addi(right, mgpu.c(2 * within, i32))
+            offset = arith.addi(
+                arith.addi(row_offset, mgpu.c(block * WGMMA_M * mosaic.SWIZZLE, i32)),
+                arith.muli(arith.xori(vector_of_row, row_of_8), mgpu.c(16, i32)),
+            )
             mgpu.utils.inline_ptx(
                 "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};",
-                mgpu.utils.getelementptr(base, [arith.addi(row_offset, swizzled)], byte),
-                *words[i : i + 4],
+                mgpu.utils.getelementptr(base, [offset], byte),
+                *words[4 * step : 4 * step + 4],
                 has_side_effects=True,
                 convergent=True,
             )
 
-    write(tile, values)
+    write(tiles, values)
 
 
-def store_row_values(
-    output: Any,
-    values: jax.Array,
-    first_row: Any,
-    head: Any,
-    begin: Any,
-    end: Any,
-    staging: Any,
+def store_staged(
+    ctx: Any,
+    staged: Sequence[tuple[Any, Any]],
+    outputs: Sequence[Any],
+    position: tuple[Any, Any],
+    rows: tuple[Any, Any],
     *,
-    interpret: bool,
+    is_full: Any,
+    is_partial: Any,
 ) -> None:
-    """output[first_row + r, head] = values[r] for r in [begin, end); [64] f32 to [rows, heads]."""
-    _, heads = output.shape
-    if interpret:
-        staging[...] = values
+    """Stores staged rows [begin, end) of every output; all 64 by TMA.
 
-        @pl.loop(begin, end)
-        def _(r: Any) -> None:
-            output[first_row + r, head] = staging[r]
+    Args:
+      ctx: the warpgroup's context.
+      staged: (view for WGMMA, view for TMA) of operand tiles [column blocks, 64, 64] each.
+      outputs: device memory [rows, heads, width] each.
+      position: (first row, head).
+      rows: (begin, end).
+      is_full: whether TMA stores the rows; it drops rows past the output's end.
+      is_partial: whether threads store them; None: never.
+    """
+    first_row, head = position
 
+    @pl.when(is_full)
+    def _() -> None:
+        for (_, copy_view), output in zip(staged, outputs, strict=True):
+            ctx.store(copy_view, output, (pl.ds(first_row, WGMMA_M), head))
+
+    if is_partial is None:
         return
 
-    scalar = plgpu.Layout.WG_SPLAT(())
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ROW_LAYOUT, scalar, scalar, scalar, scalar))
-    def write(_: Any, output: ir.Value, values: Any, *scalars: Any) -> None:
-        first_row, head, begin, end = (s.registers.item() for s in scalars)
-        thread = _thread()
-        for half, register in enumerate(values.registers.flat):
-            row = thread_row(thread, half)
-            terms = [(arith.addi(first_row, row), heads), (head, 1)]
-            mgpu.utils.inline_ptx(  # the four threads of a row write the same value
-                "st.global.f32 [$0], $1;",
-                device_address(output, terms, 4),
-                vector.extract(register, [], [0]),
-                predicate=within(row, begin, end),
-                has_side_effects=True,
-            )
-
-    write(output, values, first_row, head, begin, end)
+    @pl.when(is_partial)
+    def _() -> None:
+        for (matrix_view, _), output in zip(staged, outputs, strict=True):
+            store_staged_rows(output, matrix_view, *position, *rows, interpret=ctx.interpret)
+        plgpu.commit_smem()  # TMA will write operands where these threads have read
 
 
 def zero_rows(tiles: Any, begin: Any, *, interpret: bool) -> None:
@@ -329,3 +359,12 @@ def zero_rows(tiles: Any, begin: Any, *, interpret: bool) -> None:
             )
 
     write(tiles, begin)
+
+
+def zero_tiles(tiles: Any, *, interpret: bool) -> None:
+    """Zeroes operand tiles [column blocks, rows, 64] of 16 bits in shared memory."""
+    if not interpret:
+        zero_rows(tiles, jnp.int32(0), interpret=interpret)
+        return
+    for i in range(tiles.shape[0]):  # row by row would take the interpreter seconds
+        tiles[i, :, :] = jnp.zeros(tiles.shape[1:], tiles.dtype)

@@ -21,14 +21,14 @@ as a candidate tile: user tiles then spread over twice as many CTAs, and finish 
 candidate tile needs them.
 
 Synchronisations:
-  1. `stage_ready[s]`      producer -> consumers: TMA has filled stage s.
-  2. `stage_free[s]`       consumers (of all CTAs of the cluster) -> producer: the WGMMAs of both
+  1. `stages.ready[s]`     producer -> consumers: TMA has filled stage s.
+  2. `stages.free[s]`      consumers (of all CTAs of the cluster) -> producer: the WGMMAs of both
                            warpgroups have read stage s, or stage s is unused so far.
   3. `users_ready`         (single launch) device-wide counter of finished user tiles, never reset
                            within a launch; a consumer waits once, in its first candidate tile.
   4. `claims`              (single launch) tickets for user tiles: a device-wide counter, and a ring
                            in shared memory that passes them from producer to consumers.
-  5. `user_stage_free[s]`  (single launch) `stage_free` of the user phase, in which each CTA of a
+  5. `user_stage_free[s]`  (single launch) `stages.free` of the user phase, in which each CTA of a
                            cluster computes different tiles.
   6. Staging buffers: `commit_smem` before a TMA store, `wait_smem_to_gmem` before the next write.
 
@@ -59,11 +59,10 @@ from ikbo_jax.pallas.linear_compression.roles import consume, produce
 from ikbo_jax.pallas.linear_compression.tiles import (
     BLOCK_N,
     Claims,
+    CompressionContext,
     Operands,
     Phase,
-    Shared,
-    WarpgroupContext,
-    shared_types,
+    Shape,
 )
 from ikbo_jax.problems import LinearCompressionConfig
 from ikbo_jax.problems.hopper import NUM_CONSUMERS
@@ -92,7 +91,6 @@ def _launch(
     interpret: Any,
 ) -> Any:
     """Launches the kernel once; returns the output, or without `cand` the users' fragments."""
-    is_interpreted = bool(interpret)
     phases = (user.phase if user else None, cand.phase if cand else None)
     user_phase, cand_phase = phases
     operands = (user.operands if user else None, cand.operands if cand else None)
@@ -103,7 +101,7 @@ def _launch(
     if user_phase is not None:
         rows = (user_phase.batch, user_phase.n_tiles, NUM_CONSUMERS)
         columns = pl.cdiv(user_phase.m, config.block_m) * config.block_m
-        fragments = fragment.types(columns, rows, interpret=is_interpreted)
+        fragments = fragment.types(columns, rows, interpret=bool(interpret))
     tiles = schedule.make_schedule(
         # CTAs claim user tiles; the schedule only needs how many of them a worker will compute.
         pl.cdiv(user_phase.tiles * user_phase.cluster, config.cluster) if user_phase else 0,
@@ -113,34 +111,24 @@ def _launch(
     )
     with_claims = None not in phases
 
-    def context(shared: Shared, operands: Any, outputs: Any) -> WarpgroupContext:
-        user, cand = operands
+    def context(shared: Any, operands: Any, outputs: Any, interpret: bool) -> CompressionContext:
         claims = None
         if with_claims:
-            cand = cand._replace(fragments_in=outputs[1])
-            counter, users_ready = (
-                mosaic.device_counter(interpret=is_interpreted) for _ in range(2)
-            )
-            claims = Claims(
-                counter,
-                shared.tickets,
-                shared.tickets_ready,
-                shared.user_stage_free,
-                users_ready,
-            )
-        return WarpgroupContext(
-            config, tiles, shared, (user, cand), outputs, claims, is_interpreted
+            user, cand = operands
+            operands = user, cand._replace(fragments_in=outputs[1])
+            counter, users_ready = (mosaic.device_counter(interpret=interpret) for _ in range(2))
+            claims = Claims(counter, shared.tickets, users_ready)
+        shape = Shape(tiles, phases)
+        return CompressionContext(
+            shape, config, shared, operands, outputs, interpret, claims=claims
         )
 
     outputs = launch(
-        Roles(
-            context,
-            lambda ctx: produce(ctx, phases, ctx.operands, ctx.claims),
-            lambda ctx: consume(ctx, phases, ctx.operands, ctx.outputs, ctx.claims),
-        ),
+        Roles(context, produce, consume),
         operands,
         (output, fragments),
-        shared_types(dtype, config, with_claims=with_claims),
+        config.shared(with_claims=with_claims),
+        dtype=dtype,
         name="ikbo_linear_compression",
         workers=tiles.num_workers,
         cluster=config.cluster,

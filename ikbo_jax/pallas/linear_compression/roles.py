@@ -12,14 +12,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ikbo_jax.pallas.hopper import accumulator, fragment, mosaic
+from ikbo_jax.pallas.hopper import fragment, mma, mosaic
 from ikbo_jax.pallas.linear_compression.tiles import (
     BLOCK_N,
-    Claims,
+    CompressionContext,
     Operands,
     Phase,
     Tile,
-    WarpgroupContext,
     locate,
 )
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, WGMMA_M
@@ -33,10 +32,10 @@ FRAGMENT_AHEAD = 3
 
 
 def _static_tiles(
-    ctx: WarpgroupContext, phase: Phase, body: Callable[[Tile, Any], Any], *, of_user: bool
+    ctx: CompressionContext, phase: Phase, body: Callable[[Tile, Any], Any], *, of_user: bool
 ) -> None:
     """Calls `body(tile, step)`, which returns the next step, for this worker's tiles of a phase."""
-    tiles = ctx.tiles
+    tiles = ctx.shape.tiles
     count, tile_of = (
         (tiles.user_count, tiles.user_tile) if of_user else (tiles.cand_count, tiles.cand_tile)
     )
@@ -69,16 +68,15 @@ def _claimed_tiles(
 # Producer
 
 
-def _load(ctx: WarpgroupContext, phase: Phase, operands: Operands, tile: Tile, step: Any) -> Any:
+def _load(ctx: CompressionContext, phase: Phase, operands: Operands, tile: Tile, step: Any) -> Any:
     """Loads one tile's operands through the ring; returns the next step."""
     shared = ctx.shared
     (_, weight), (_, embedding) = shared.weight, shared.embedding
 
     def load_step(i: Any, step: Any) -> Any:
-        stage = ctx.stage(step)
-
-        plgpu.barrier_wait(shared.stage_free.at[stage])
-        ready = shared.stage_ready.at[stage]
+        stage = shared.stages.slot(step)
+        shared.stages.await_free(step)
+        ready = shared.stages.ready.at[stage]
         k = i * BLOCK_K
         plgpu.copy_gmem_to_smem(
             operands.weight.at[
@@ -101,29 +99,16 @@ def _load(ctx: WarpgroupContext, phase: Phase, operands: Operands, tile: Tile, s
     return lax.fori_loop(0, phase.k_steps, load_step, step)
 
 
-def _drain(ctx: WarpgroupContext) -> None:
-    """Waits until all stages are free: arrivals must precede the release of barriers' memory."""
-    for stage in range(ctx.config.num_stages):
-        plgpu.barrier_wait(ctx.shared.stage_free.at[stage])
-
-
-def produce(
-    ctx: WarpgroupContext,
-    phases: tuple[Phase | None, Phase | None],
-    operands: tuple[Any, Any],
-    claims: Claims | None,
-) -> None:
+def produce(ctx: CompressionContext) -> None:
     """The producer warp."""
-    (user_phase, cand_phase), (user, cand) = phases, operands
+    (user_phase, cand_phase), (user, cand), claims = ctx.shape.phases, ctx.operands, ctx.claims
 
     if claims is not None and user_phase is not None:
-        user_ctx = ctx.in_claimed_phase(claims)
+        user_ctx = ctx.in_claimed_phase()
 
         def take(i: Any) -> Any:
             ticket = mosaic.next_ticket(claims.counter, i, interpret=ctx.interpret)
-            slot = lax.rem(i, claims.tickets.shape[0])
-            claims.tickets[slot] = ticket
-            plgpu.barrier_arrive(claims.tickets_ready.at[slot])
+            claims.tickets.send_words(i, (ticket,))
             return ticket
 
         def load_claimed(tile: Tile, step: Any, take_next: Callable[[], Any]) -> tuple[Any, Any]:
@@ -139,16 +124,16 @@ def produce(
         _static_tiles(
             ctx, cand_phase, functools.partial(_load, ctx, cand_phase, cand), of_user=False
         )
-    _drain(ctx)
+    ctx.shared.stages.drain()
     if claims is not None:
-        _drain(user_ctx)
+        user_ctx.shared.stages.drain()
 
 
 # Consumers
 
 
 def _multiply(
-    ctx: WarpgroupContext,
+    ctx: CompressionContext,
     phase: Phase,
     step: Any,
     jobs: Sequence[Callable[[], None]],
@@ -163,12 +148,12 @@ def _multiply(
     shared, last = ctx.shared, phase.k_steps - 1
     (weight, _), (embedding, _) = shared.weight, shared.embedding
     # The last k step ends after the last WGMMA instruction that multiplies more than padding.
-    last_k = pl.cdiv(phase.k - last * BLOCK_K, accumulator.WGMMA_K) * accumulator.WGMMA_K
+    last_k = pl.cdiv(phase.k - last * BLOCK_K, mma.WGMMA_K) * mma.WGMMA_K
 
     def k_step(i: Any, acc: Any, *, is_first: bool = False, k: int = BLOCK_K) -> Any:
-        stage = ctx.stage(step + i)
-        plgpu.barrier_wait(shared.stage_ready.at[stage])
-        acc = accumulator.wgmma(
+        stage = shared.stages.slot(step + i)
+        shared.stages.await_ready(step + i)
+        acc = mma.wgmma(
             acc,
             embedding.at[stage, ctx.consumer],
             weight.at[stage, :columns],
@@ -179,7 +164,7 @@ def _multiply(
         # Waits for the WGMMAs of the previous k step, and frees their stage before any other work.
         plgpu.wgmma_wait(1)
         if not is_first:
-            plgpu.barrier_arrive(shared.stage_free.at[ctx.stage(step + i - 1)])
+            shared.stages.release(step + i - 1)
         return acc
 
     def all_k_steps(acc: Any) -> tuple[jax.Array, fragment.Fragment | None]:
@@ -190,29 +175,26 @@ def _multiply(
                 jobs[i]()
         ahead = FRAGMENT_AHEAD if load_coarser else 1
         early = max(unrolled, phase.k_steps - ahead)
-        acc = accumulator.accumulate(unrolled, early, k_step, acc, interpret=ctx.interpret)
+        acc = mma.accumulate(unrolled, early, k_step, acc, interpret=ctx.interpret)
         # Registers do not hold both the remaining chunks of the previous tile and a fragment.
         is_late = unrolled < len(jobs)
         coarser = load_coarser() if load_coarser and not is_late else None
         for i in range(early, phase.k_steps):
             acc = k_step(i, acc, k=last_k if i == last else BLOCK_K)
         plgpu.wgmma_wait(0)
-        plgpu.barrier_arrive(shared.stage_free.at[ctx.stage(step + last)])
+        shared.stages.release(step + last)
         for job in jobs[unrolled:]:
             job()
         if load_coarser and is_late:
             coarser = load_coarser()
-        return accumulator.value_after_wait(acc, columns, interpret=ctx.interpret), coarser
+        return mma.after_wait(acc, interpret=ctx.interpret), coarser
 
-    acc, coarser = accumulator.with_accumulator(all_k_steps, columns, interpret=ctx.interpret)
-    if columns < phase.block_m:
-        padding = jnp.zeros((WGMMA_M, phase.block_m - columns), jnp.float32)
-        acc = jnp.concatenate([acc, plgpu.layout_cast(padding, plgpu.Layout.WGMMA)], axis=1)
-    return acc, coarser
+    acc, coarser = mma.with_accumulator(all_k_steps, columns, interpret=ctx.interpret)
+    return mma.pad(acc, phase.block_m), coarser
 
 
 def _add(
-    ctx: WarpgroupContext,
+    ctx: CompressionContext,
     phase: Phase,
     tile: Tile,
     acc: jax.Array,
@@ -237,7 +219,7 @@ def _user_of(operands: Operands, row: Any) -> Any:
 
 
 def _fragment_at(
-    ctx: WarpgroupContext, phase: Phase, memory: fragment.Fragment, row: Any, tile: Tile
+    ctx: CompressionContext, phase: Phase, memory: fragment.Fragment, row: Any, tile: Tile
 ) -> fragment.Fragment:
     """The part of a row's fragments that belongs to a tile of `phase`."""
     upper, lower = (plane.at[row, tile.n_tile, ctx.consumer] for plane in memory)
@@ -246,13 +228,13 @@ def _fragment_at(
 
 
 def _load_fragment(
-    ctx: WarpgroupContext, phase: Phase, memory: fragment.Fragment
+    ctx: CompressionContext, phase: Phase, memory: fragment.Fragment
 ) -> fragment.Fragment:
     return fragment.load(memory, phase.block_m, interpret=ctx.interpret)
 
 
 def _compute_fragment(
-    ctx: WarpgroupContext,
+    ctx: CompressionContext,
     phase: Phase,
     operands: Operands,
     fragments_out: fragment.Fragment,
@@ -283,7 +265,7 @@ def _compute_fragment(
 
 
 def _store_chunk(
-    ctx: WarpgroupContext,
+    ctx: CompressionContext,
     phase: Phase,
     output: Any,
     chunk: int,
@@ -321,19 +303,19 @@ def _store_chunk(
 
 
 def _compute_candidates(
-    ctx: WarpgroupContext,
+    ctx: CompressionContext,
     phase: Phase,
     operands: Operands,
     output: Any,
     wait_for_users: Callable[[], None] | None,
 ) -> None:
     """Computes this CTA's candidate tiles; stores each during the next tile's first k steps."""
-    count = ctx.tiles.cand_count(ctx.worker)
+    count = ctx.shape.tiles.cand_count(ctx.worker)
     chunks = range(phase.block_m // ctx.config.epilogue_rows)
     store = functools.partial(_store_chunk, ctx, phase, output)
 
     def tile_of(i: Any) -> Tile:
-        return locate(phase, ctx.tiles.cand_tile(ctx.worker, i))
+        return locate(phase, ctx.shape.tiles.cand_tile(ctx.worker, i))
 
     def compute(i: Any, finished: jax.Array) -> jax.Array:
         i = mosaic.opaque(i, interpret=ctx.interpret)
@@ -376,39 +358,25 @@ def _compute_candidates(
         acc = _add(ctx, phase, tile, acc, coarser)
         return acc.astype(output.dtype)
 
-    nothing = jnp.zeros((WGMMA_M, phase.block_m), output.dtype)
-    nothing = plgpu.layout_cast(nothing, plgpu.Layout.WGMMA)
-    finished = lax.fori_loop(0, count, compute, nothing)
+    finished = lax.fori_loop(0, count, compute, mma.zeros(phase.block_m, output.dtype))
     for c in chunks:
         store(c, finished, tile_of(count - 1), count > 0)
     plgpu.wait_smem_to_gmem(0, wait_read_only=False)
 
 
-def _free_all(ctx: WarpgroupContext) -> None:
-    """A consumer frees all stages, before its first read or after its last read."""
-    for stage in range(ctx.config.num_stages):
-        plgpu.barrier_arrive(ctx.shared.stage_free.at[stage])
-
-
-def consume(
-    ctx: WarpgroupContext,
-    phases: tuple[Phase | None, Phase | None],
-    operands: tuple[Any, Any],
-    outputs: tuple[Any, Any],
-    claims: Claims | None,
-) -> None:
+def consume(ctx: CompressionContext) -> None:
     """A consumer warpgroup."""
-    (user_phase, cand_phase), (user, cand), (output, fragments) = phases, operands, outputs
+    (user_phase, cand_phase), (user, cand), claims = ctx.shape.phases, ctx.operands, ctx.claims
+    output, fragments = ctx.outputs
     wait_for_users = None
     if claims is not None and user_phase is not None:
-        user_ctx = ctx.in_claimed_phase(claims)
+        user_ctx = ctx.in_claimed_phase()
 
         def receive(i: Any) -> Any:
-            slot = lax.rem(i, claims.tickets.shape[0])
-            plgpu.barrier_wait(claims.tickets_ready.at[slot])
-            ticket = claims.tickets[slot]
+            claims.tickets.await_ready(i)
+            ticket = claims.tickets.words[claims.tickets.slot(i), 0]
             # The user phase reads no more stages: candidate operands load while it ends.
-            pl.when(ticket >= user_phase.tiles)(lambda: _free_all(ctx))
+            pl.when(ticket >= user_phase.tiles)(ctx.shared.stages.release_all)
             return ticket
 
         def compute(tile: Tile, step: Any, take_next: Callable[[], Any]) -> tuple[Any, Any]:
@@ -422,10 +390,10 @@ def consume(
             arrivals = user_phase.tiles * NUM_CONSUMERS
             mosaic.wait(claims.users_ready, arrivals, interpret=ctx.interpret)
 
-        _free_all(user_ctx)
+        user_ctx.shared.stages.release_all()
         _claimed_tiles(user_phase, receive, compute)
     else:
-        _free_all(ctx)
+        ctx.shared.stages.release_all()
     if claims is None and user_phase is not None:
 
         def compute_static(tile: Tile, step: Any) -> Any:

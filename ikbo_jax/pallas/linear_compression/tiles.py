@@ -1,20 +1,16 @@
-"""Phases, tiles, memory and barriers of a launch of linear compression."""
+"""Phases, tiles and context of a launch of linear compression."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.hopper import schedule
-from ikbo_jax.pallas.hopper.launch import OperandTile, barrier
-from ikbo_jax.problems import LinearCompressionConfig
+from ikbo_jax.pallas.hopper.launch import WarpgroupContext
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, WGMMA_M
-from ikbo_jax.problems.linear_compression import STAGING_SLOTS
 
 #: Embedding columns of a tile.
 BLOCK_N = NUM_CONSUMERS * WGMMA_M
@@ -61,6 +57,13 @@ class Phase:
         return self.k_steps * self.block_m
 
 
+class Shape(NamedTuple):
+    """Static description of a launch."""
+
+    tiles: schedule.TileSchedule
+    phases: tuple[Phase | None, Phase | None]  # of the user level and of the candidate level
+
+
 class Operands(NamedTuple):
     """Device memory of one phase; `index` and `fragments_in` are None at the coarsest level."""
 
@@ -78,53 +81,28 @@ class Tile(NamedTuple):
     m_tile: Any  # number of the tile along M
 
 
-class Shared(NamedTuple):
-    """Shared memory and barriers; an operand has two views, (for WGMMA, for TMA): see
-    `mosaic.tile_views`."""
-
-    weight: Any  # [stages, block_m, 64]
-    embedding: Any  # [stages, 2, 64, 64]
-    staging: Any  # [2, STAGING_SLOTS, epilogue_rows, 64]
-    stage_ready: Any
-    stage_free: Any
-    tickets: Any = None  # the fields of `Claims`, if CTAs claim tiles
-    tickets_ready: Any = None
-    user_stage_free: Any = None
-
-
 class Claims(NamedTuple):
     """How the CTAs of a single launch claim its user tiles; other launches have no claims."""
 
     counter: Any  # device-wide counter of tickets
-    tickets: Any  # shared memory [slots] int32: tickets that the producer passes to the consumers
-    tickets_ready: Any
-    stage_free: Any
+    tickets: Any  # ring that passes tickets from the producer to the consumers
     users_ready: Any  # device-wide counter
 
 
-class WarpgroupContext(NamedTuple):
-    """Arguments that all functions of a warpgroup share; `consumer` is 0 or 1 (producer: unused).
+@dataclasses.dataclass(frozen=True)
+class CompressionContext(WarpgroupContext):
+    """The context of a warpgroup of linear compression.
 
-    A *step* numbers the k steps of all tiles of the CTA; its remainder by the number of stages is
-    the stage of its operands.
+    A *step* numbers the k steps of all tiles of the CTA. `operands` are of the user level and of
+    the candidate level; `outputs` are the result and the users' fragments.
     """
 
-    config: LinearCompressionConfig
-    tiles: schedule.TileSchedule
-    shared: Shared
-    operands: tuple[Operands, Operands]  # of the user level and of the candidate level
-    outputs: tuple[Any, Any]  # the result, and the users' fragments
-    claims: Claims | None
-    interpret: bool
-    worker: Any = None  # CTA or cluster, as counted by `tiles`
-    consumer: Any = None
+    claims: Claims | None = None
 
-    def stage(self, step: Any) -> Any:
-        return lax.rem(step, self.config.num_stages)
-
-    def in_claimed_phase(self, claims: Claims) -> WarpgroupContext:
+    def in_claimed_phase(self) -> CompressionContext:
         """The context of the user phase, in which a CTA frees its stages without its cluster."""
-        return self._replace(shared=self.shared._replace(stage_free=claims.stage_free))
+        stages = self.shared.stages._replace(free=self.shared.user_stage_free)
+        return self.replace(shared=self.shared._replace(stages=stages))
 
 
 def locate(phase: Phase, tile: Any) -> Tile:
@@ -137,30 +115,3 @@ def locate(phase: Phase, tile: Any) -> Tile:
     if phase.cluster > 1:  # the last row may lie past the batch; its result is not stored
         row = row * phase.cluster + lax.axis_index("cluster")
     return Tile(row, n_tile, m_tile)
-
-
-def shared_types(dtype: Any, config: LinearCompressionConfig, *, with_claims: bool) -> Shared:
-    """Types of shared memory and barriers."""
-    stages = config.num_stages
-    free_in_cta = barrier(NUM_CONSUMERS, stages)
-    free: Any = free_in_cta
-    if config.cluster > 1:
-        free = plgpu.ClusterBarrier(
-            collective_axes=("cluster",), num_arrivals=NUM_CONSUMERS, num_barriers=stages
-        )
-    shared = Shared(
-        weight=OperandTile((stages, config.block_m, BLOCK_K), dtype),
-        embedding=OperandTile((stages, NUM_CONSUMERS, BLOCK_K, WGMMA_M), dtype),
-        staging=OperandTile((NUM_CONSUMERS, STAGING_SLOTS, config.epilogue_rows, WGMMA_M), dtype),
-        stage_ready=barrier(1 + NUM_CONSUMERS, stages),
-        stage_free=free,
-    )
-    if not with_claims:
-        return shared
-    # The producer is at most `stages` tiles ahead, since each tile uses at least one stage.
-    slots = stages + 2
-    return shared._replace(
-        tickets=plgpu.SMEM((slots,), jnp.int32),
-        tickets_ready=barrier(1, slots),
-        user_stage_free=free_in_cta,
-    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ikbo_jax.pallas.hopper import accumulator, mosaic
+from ikbo_jax.pallas.hopper import mma, mosaic
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, WARPGROUP_SIZE
 
 #: First of two named barriers, one for each consumer's turn.
@@ -29,6 +29,6 @@ def await_scores(ctx: Any, pending: int = 1) -> None:
     """
     if not ctx.config.late_turns:
         hand_over(ctx)
-    accumulator.wait(pending, interpret=ctx.interpret)
+    mma.wait(pending, interpret=ctx.interpret)
     if ctx.config.late_turns:
         hand_over(ctx)

@@ -1,0 +1,99 @@
+"""Reads results files: figures of providers, and the table of all of them as text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+#: A results file, or one of its points or providers.
+Record = Mapping[str, Any]
+#: Name of this library's provider in every benchmark.
+OUR_NAME = "ikbo"
+
+
+def provider_of(point: Record, name: str) -> Record | None:
+    """The figures of a provider at a point of a results file; None if it was not timed."""
+    found = (p for p in point["providers"] if p["name"] == name and "median_ms" in p)
+    return next(found, None)
+
+
+def ours_at(points: Iterable[Record]) -> Record | None:
+    """The figures of this library at the first point where it was timed; None if at none."""
+    found = (provider_of(point, OUR_NAME) for point in points)
+    return next((record for record in found if record is not None), None)
+
+
+def points_of(results: Record, sweep: str) -> list[Record]:
+    """The points of one sweep."""
+    return [point for point in results["points"] if point["sweep"] == sweep]
+
+
+def all_correct(results: Record) -> bool:
+    """Whether every provider that could run returned a correct result."""
+    records = [p for point in results["points"] for p in point["providers"]]
+    return all("failure" not in p and p.get("ok", True) for p in records)
+
+
+def format_table(results: Record, bars: Callable[[Record, Sequence[Record]], str]) -> str:
+    """The results as plain text; `bars` formats the bars of a point, given all points."""
+    points = results["points"]
+    labels = [f"{point['sweep']} {point['label']}" for point in points]
+    names = [p["name"] for point in points for p in point["providers"]]
+    wide, wider = (max(map(len, column), default=0) + 2 for column in (labels, names))
+
+    def figures(p: Record) -> str:
+        times = f"{p['median_ms']:>10.4f}{p['tflops']:>9.1f}{p['fraction']:>9.3f}"
+        return times + f"{mib(p, 'temp_bytes', 2):>10}"
+
+    def bars_of(point: Record, name: str) -> str:
+        return bars(point, points) if name == OUR_NAME else ""
+
+    header = f"{'ms':>10}{'TFLOP/s':>9}{'fraction':>9}{'temp MiB':>10}"
+    return text_table(results, (wide, wider), header, figures, bars_of)
+
+
+def text_table(
+    results: Record,
+    widths: tuple[int, int],
+    header: str,
+    figures: Callable[[Record], str],
+    bars: Callable[[Record, str], str],
+) -> str:
+    """A table with a line for every provider at every point.
+
+    Args:
+      results: the content of a results file.
+      widths: of the columns "point" and "provider".
+      header: the headers of the columns between "provider" and "error/bound".
+      figures: formats these columns of a provider.
+      bars: formats the bars of a provider, given a point and the provider's name.
+    """
+    wide, wider = widths
+    lines = [f"{'point':<{wide}}{'provider':<{wider}}{header}{'error/bound':>12}  bars"]
+    on_gpu = is_on_gpu(results)
+    for point in results["points"]:
+        label = f"{point['sweep']} {point['label']}"
+        for p in point["providers"]:
+            head = f"{label:<{wide}}{p['name']:<{wider}}"
+            if "median_ms" not in p:
+                lines.append(head + f"  {p.get('failure') or 'skipped: ' + p['skipped']:.90}")
+                continue
+            lines.append(
+                head
+                + figures(p)
+                + f"{p['error'] / p['bound']:>12.2f}  "
+                + (bars(point, p["name"]) if on_gpu else "")
+                + p.get("note", "")
+                + ("" if p["ok"] else "  WRONG RESULT")
+            )
+    return "\n".join(lines)
+
+
+def is_on_gpu(results: Record) -> bool:
+    """Whether the results were measured on a GPU; the bars are for Hopper."""
+    return bool(results["environment"]["platform"] == "gpu")
+
+
+def mib(record: Record, field: str, digits: int) -> str:
+    """A field in bytes as text in MiB; "-" if it is missing or None."""
+    return "-" if record.get(field) is None else f"{record[field] / 2**20:.{digits}f}"

@@ -1,0 +1,99 @@
+"""Makes the documentation's table and plot of several devices; see `report`."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Container, Iterator
+
+from benchmarks import plots, scaling
+from benchmarks.records import Record
+from benchmarks.tables import Block, Plot, Table, number
+
+IMAGE = "docs/images/scaling.svg"
+#: Names of the workloads in table and plot.
+WORDS = {
+    "linear_compression": "linear compression",
+    "attention": "attention",
+    "network": "ranking network",
+    "training": "its training step",
+}
+#: How a provider divides the work, in the table.
+KINDS = {"auto": "jit, Auto axes", "explicit": "jit, Explicit axes"}
+
+
+def _several(point: Record) -> Iterator[Record]:
+    yield from point["providers"][1:]
+
+
+def speedup(point: Record, record: Record) -> float:
+    """How many devices' work the devices do in the time of one."""
+    requests = point["devices"] if point["mode"] == "weak" else 1
+    return requests / float(record["of_one"])
+
+
+def table(results: Record) -> Table:
+    """Header and rows of the table of all points."""
+    header = ("point", "stage", "one device, ms", "ms", "speed-up", "bar", "moved by collectives")
+    rows: list[tuple[str, ...]] = []
+    for point in results["points"]:
+        one = point["providers"][0]
+        for record in _several(point):
+            how = KINDS[record["name"]]
+            if point["sweep"] in ("network", "training"):
+                how = "shard_map, users beside candidates"
+            moved = ", ".join(
+                f"{entry['count']} {name}, {entry['bytes'] / 2**20:.1f} MiB"
+                for name, entry in record["collectives"].items()
+            )
+            rows.append(
+                (
+                    f"{WORDS[point['sweep']]}, {point['label']}",
+                    how,
+                    number(one, "median_ms", 3),
+                    number(record, "median_ms", 3),
+                    f"{speedup(point, record):.2f}×",
+                    scaling.bar(point) or "-",
+                    moved or "nothing",
+                )
+            )
+    return header, rows
+
+
+def blocks(results: Record) -> list[Block]:
+    """The table of all points."""
+    words = (
+        "Strong: one request on several devices; weak: one request for each device, of 2,048 "
+        "candidates of 32 users. The speed-up is work per time, relative to one device.\n\n"
+    )
+    return [("scaling-table", words, table(results))]
+
+
+def plots_of(results: Record) -> list[Plot]:
+    """The plot of all points."""
+    del results
+    return [("scaling-table", IMAGE, "speed-up over devices, strong and weak")]
+
+
+def draw(
+    results: Record, root: pathlib.Path, images: Container[str] | None = None
+) -> list[pathlib.Path]:
+    """Plots the speed-up over the number of devices; returns the file."""
+    if images is not None and IMAGE not in images:
+        return []
+    path = root / IMAGE
+    with plots.saved(path, 2, size=(9, 4.2), sharey=True) as (figure, panels):
+        for axis, mode in zip(panels, ("strong", "weak"), strict=True):
+            found = [point for point in results["points"] if point["mode"] == mode]
+            devices = sorted({point["devices"] for point in found})
+            for sweep, words in WORDS.items():
+                points = [point for point in found if point["sweep"] == sweep]
+                over = [1, *(point["devices"] for point in points)]
+                values = [1.0, *(max(speedup(p, r) for r in _several(p)) for p in points)]
+                axis.plot(over, values, marker="o", label=words)
+            axis.plot([1, *devices], [1, *devices], color="0.7", linestyle=":", label="ideal")
+            axis.set_xticks([1, *devices])
+            axis.set_xlabel(f"devices, {mode} scaling")
+        panels[0].set_ylabel("speed-up")
+        plots.legend_below(figure, panels[0], 5)
+        figure.suptitle(f"several devices: {results['environment']['device']}")
+    return [path]

@@ -1,0 +1,241 @@
+"""How an op divides over the devices of a mesh: which axes of its arrays, and what must move.
+
+A `Rule` names every dimension of an op's operands and results. A dimension whose name is in `split`
+can be divided: every device then computes its part alone. All other dimensions are gathered. A
+result that lacks a divided dimension is a sum over the devices along it: the gradient of a user's
+keys, for example, over the devices that hold that user's candidates.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+#: The names of one dimension, the major one first: ("k", "g") for N = K · group heads.
+Dimension = tuple[str, ...]
+Dimensions = tuple[Dimension, ...]
+
+
+def dimensions(text: str) -> Dimensions:
+    """Parses names of dimensions, "b t (k g) h"; parentheses hold the names of one dimension."""
+    words = re.findall(r"\([^)]*\)|\S+", text)
+    return tuple(tuple(word.strip("()").split()) for word in words)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """The dimensions of an op's operands and results.
+
+    Attributes:
+      names: the operands' names, for `explain`.
+      operands: the dimensions of every operand.
+      results: the dimensions of every result.
+      split: the dimensions that can be divided, and what they are called in `explain`.
+    """
+
+    names: tuple[str, ...]
+    operands: tuple[Dimensions, ...]
+    results: tuple[Dimensions, ...]
+    split: tuple[tuple[str, str], ...]
+
+    @property
+    def arrays(self) -> tuple[Dimensions, ...]:
+        """The dimensions of the operands and of the results."""
+        return self.operands + self.results
+
+    def sizes(self, shapes: Sequence[tuple[int, ...]]) -> dict[str, int]:
+        """The size of every dimension, from the operands' shapes.
+
+        The minor part of a dimension with two names follows from the major part, which has a
+        dimension of its own in another operand.
+        """
+        sizes: dict[str, int] = {}
+        pairs = [
+            pair
+            for dims, shape in zip(self.operands, shapes, strict=True)
+            for pair in zip(dims, shape, strict=True)
+        ]
+        sizes.update({dim[0]: size for dim, size in pairs if len(dim) == 1})
+        for dim, size in pairs:
+            if len(dim) == 2:
+                sizes[dim[1]] = size // sizes[dim[0]]
+        return sizes
+
+    def batched(self, batched: Sequence[bool]) -> Rule:
+        """The rule of `vmap` over the operands that are `batched`; it divides no problems."""
+        problem = (("problem",),)
+        operands = tuple(
+            problem + dims if is_batched else dims
+            for dims, is_batched in zip(self.operands, batched, strict=True)
+        )
+        results = tuple(problem + dims for dims in self.results)
+        return dataclasses.replace(self, operands=operands, results=results)
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """Bytes that devices exchange: an array, the mesh axes, the array's size in bytes."""
+
+    name: str
+    axes: tuple[str, ...]
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Division:
+    """A decision how one call divides over a mesh.
+
+    Attributes:
+      rule: the op's rule.
+      axes: the mesh axes of every divided dimension, the major axis first.
+      mesh_sizes: the number of devices along every mesh axis.
+      regained: the mesh axes of dimensions that were gathered, for results that have them.
+      gathered: operands that every device needs whole along an axis that they are divided over.
+      summed: operands whose gradient is a sum over devices.
+    """
+
+    rule: Rule
+    axes: tuple[tuple[str, tuple[str, ...]], ...]
+    mesh_sizes: tuple[tuple[str, int], ...]
+    regained: tuple[tuple[str, tuple[str, ...]], ...]
+    gathered: tuple[Move, ...]
+    summed: tuple[Move, ...]
+
+    def spec(self, dims: Dimensions, *, again: bool = False) -> PartitionSpec:
+        """The mesh axes of an array with these dimensions.
+
+        Args:
+          dims: the array's dimensions.
+          again: whether dimensions that were gathered are divided again.
+        """
+        axes = {**dict(self.axes), **(dict(self.regained) if again else {})}
+        entries = [sum((axes.get(name, ()) for name in dim), ()) for dim in dims]
+        return PartitionSpec(*(_entry(found) for found in entries))
+
+    def axes_of(self, name: str) -> tuple[str, ...]:
+        """The mesh axes that divide a dimension."""
+        return dict(self.axes).get(name, ())
+
+    def sums(self, dims: Dimensions) -> tuple[str, ...]:
+        """The mesh axes over which a result with these dimensions is summed."""
+        present = {name for dim in dims for name in dim}
+        return sum((axes for name, axes in self.axes if name not in present), ())
+
+    def sum(self, part: jax.Array, names: str) -> jax.Array:
+        """The sum of a result's parts over the devices along dimensions that it lacks."""
+        axes = self.sums(dimensions(names))
+        return jax.lax.psum(part, axes) if axes else part
+
+    def __str__(self) -> str:
+        sizes = dict(self.mesh_sizes)
+        words = dict(self.rule.split)
+        over: dict[str, tuple[str, ...]] = {}
+        for name, axes in self.axes:
+            over[words[name]] = over.get(words[name], ()) + axes
+        parts = [
+            f"{word} over {_quoted(axes)} ({_count(math.prod(sizes[a] for a in axes))})"
+            for word, axes in over.items()
+        ] or ["not divided: every device computes all of it"]
+        for verb, moves in (("gathers", self.gathered), ("the gradient sums", self.summed)):
+            parts += [
+                f"{verb} {move.name} over {_quoted(move.axes)}, {move.nbytes:,} bytes"
+                for move in moves
+            ]
+        return "; ".join(parts)
+
+
+def divide(
+    rule: Rule,
+    arrays: Sequence[Any],
+    specs: Sequence[PartitionSpec],
+    mesh_sizes: Mapping[str, int],
+) -> Division:
+    """Decides which mesh axes divide which dimensions.
+
+    The first operand or result that is divided along a dimension decides; a mesh axis divides one
+    dimension. Axes that do not divide a dimension's size, or divide a dimension that is not in
+    `rule.split`, are gathered.
+
+    Args:
+      rule: the op's rule.
+      arrays: the operands, with a shape and a dtype.
+      specs: how the operands are divided, and then, where that is known, the results.
+      mesh_sizes: the number of devices along every mesh axis.
+    """
+    sizes = rule.sizes([array.shape for array in arrays])
+    can_split = dict(rule.split)
+    axes_of: dict[str, tuple[str, ...]] = {}
+    used: set[str] = set()
+    present = [_normalised(spec, dims) for spec, dims in zip(specs, rule.arrays, strict=False)]
+    for dims, spec in zip(rule.arrays, present, strict=False):
+        for dim, axes in zip(dims, spec, strict=True):
+            left = list(axes)
+            for name in dim:
+                if name not in can_split:
+                    break
+                if name not in axes_of:
+                    taken: tuple[str, ...] = ()
+                    parts = 1
+                    while left and left[0] not in used:
+                        parts *= mesh_sizes[left[0]]
+                        if sizes[name] % parts:
+                            break
+                        taken += (left.pop(0),)
+                    if taken:
+                        axes_of[name] = taken
+                        used.update(taken)
+                elif tuple(left[: len(axes_of[name])]) == axes_of[name]:
+                    del left[: len(axes_of[name])]
+                # The minor part is contiguous on a device only if the major part is divided to
+                # single entries.
+                if math.prod(mesh_sizes[axis] for axis in axes_of.get(name, ())) != sizes[name]:
+                    break
+    regained: dict[str, tuple[str, ...]] = {}
+    for dims, spec in zip(rule.operands, present, strict=False):
+        for dim, axes in zip(dims, spec, strict=True):
+            is_new = len(dim) == 1 and dim[0] not in (axes_of | regained)
+            if axes and is_new and not used.intersection(axes):
+                regained[dim[0]] = axes
+                used.update(axes)
+    division = Division(
+        rule, tuple(axes_of.items()), tuple(mesh_sizes.items()), tuple(regained.items()), (), ()
+    )
+    gathered, summed = [], []
+    operands = zip(rule.names, rule.operands, arrays, present, strict=False)
+    for name, dims, array, spec in operands:
+        kept = _normalised(division.spec(dims), dims)
+        lost = tuple(a for old, new in zip(spec, kept, strict=True) for a in old if a not in new)
+        nbytes = math.prod(array.shape) * array.dtype.itemsize
+        if lost:
+            gathered.append(Move(name, lost, nbytes))
+        if (axes := division.sums(dims)) and jnp.issubdtype(array.dtype, jnp.floating):
+            summed.append(Move(name, axes, nbytes))
+    return dataclasses.replace(division, gathered=tuple(gathered), summed=tuple(summed))
+
+
+def _normalised(spec: Any, dims: Dimensions) -> tuple[tuple[str, ...], ...]:
+    """The mesh axes of every dimension; unconstrained ones have none."""
+    entries = tuple(spec) + (None,) * (len(dims) - len(spec))
+    return tuple(
+        (entry,) if isinstance(entry, str) else entry if isinstance(entry, tuple) else ()
+        for entry in entries
+    )
+
+
+def _entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
+    return axes[0] if len(axes) == 1 else axes or None
+
+
+def _count(devices: int) -> str:
+    return "1 device" if devices == 1 else f"{devices} devices"
+
+
+def _quoted(axes: tuple[str, ...]) -> str:
+    return ", ".join(f"'{axis}'" for axis in axes)

@@ -1,0 +1,71 @@
+"""What the warpgroups' contexts of the attention kernel and of the GDPA forward kernel share."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ikbo_jax.pallas.hopper import mma
+from ikbo_jax.pallas.hopper.launch import WarpgroupContext
+from ikbo_jax.problems.hopper import NUM_CONSUMERS, WGMMA_M
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashContext(WarpgroupContext):
+    """The context of a kernel with query slots and rings of keys and values.
+
+    A *step* numbers the blocks of keys, and of values, that the CTA loads.
+    """
+
+    def load_queries(self, item: Any, first_row: Callable[[int], Any], head: Any) -> None:
+        """Loads 64 rows of queries for each consumer, from its first row on."""
+        query, source = self.shared.query, self.operands.query
+        slot = query.slot(item)
+        for consumer in range(NUM_CONSUMERS):
+            row = jnp.minimum(first_row(consumer), source.shape[0] - 1)
+            tiles = query.tiles[1].at[slot, consumer]
+            self.load(source, (pl.ds(row, WGMMA_M), head), tiles, query.ready.at[slot])
+
+    def product(self, item: Any, step: Any, columns: int | None = None) -> jax.Array:
+        """Issues the scores of item `item` and the first `columns` keys of the block at `step`."""
+        query, key = self.shared.query, self.shared.key
+        return mma.product(
+            query.tiles[0].at[query.slot(item), self.consumer],
+            key.matrix(step),
+            self.shape.head_dim,
+            columns=columns,
+            interpret=self.interpret,
+        )
+
+    def free_read_queries(self, item: Any, is_last: Any) -> None:
+        """With one query slot, frees it as soon as the last scores of the item are computed."""
+        if self.config.q_slots == 1:
+
+            @pl.when(is_last)
+            def _() -> None:
+                self.shared.query.release(item)
+
+    def free_stored_slot(self, item: Any) -> None:
+        """With more query slots, frees a slot after TMA has read the output staged in it."""
+        if self.config.q_slots > 1:
+
+            @pl.when(item >= 0)
+            def _() -> None:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                self.shared.query.release(item)
+
+    def release_all(self) -> None:
+        """A consumer frees all slots and stages, before its first read."""
+        for ring in (self.shared.key, self.shared.value, self.shared.query):
+            ring.release_all()
+
+    def drain(self) -> None:
+        """The producer waits for all slots and stages."""
+        for ring in (self.shared.key, self.shared.value, self.shared.query):
+            ring.drain()

@@ -1,0 +1,337 @@
+"""WGMMA products: accumulators as values, control over the first and the last WGMMA instruction.
+
+`plgpu.wgmma` multiplies whole swizzled blocks along k and always adds to its accumulator, which
+must therefore be zeroed: 56 two-register instructions per thread at the start of every tile, while
+the tensor core waits. `wgmma` here overwrites the accumulator in the first k step of a tile, and
+ends the last block early: K = 866 takes 55 instructions instead of 56.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import mma_utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
+
+from ikbo_jax.pallas.hopper import mosaic
+
+#: The k of one WGMMA instruction on 16-bit operands.
+WGMMA_K = 16
+
+
+def with_accumulator(body: Callable[[Any], Any], columns: int, *, interpret: bool) -> Any:
+    """Calls `body` with an accumulator [64, columns] f32; the first `wgmma` must overwrite it."""
+    if interpret:
+        return pl.run_scoped(body, plgpu.ACC((64, columns)))
+    return body(None)
+
+
+def accumulate(
+    begin: Any, end: Any, body: Callable[[Any, Any], Any], acc: Any, *, interpret: bool
+) -> Any:
+    """`lax.fori_loop` over an accumulator."""
+    if interpret:
+
+        @pl.loop(begin, end)
+        def _(i: Any) -> None:
+            body(i, acc)
+
+        return acc
+    return lax.fori_loop(begin, end, body, acc)
+
+
+def zeros(columns: int, dtype: Any) -> jax.Array:
+    """[64, columns] zeros in an accumulator's layout."""
+    return plgpu.layout_cast(jnp.zeros((64, columns), dtype), plgpu.Layout.WGMMA)
+
+
+def pad(values: jax.Array, width: int) -> jax.Array:
+    """[64, width]: values [64, at most width], and zeros."""
+    columns = values.shape[1]
+    if columns == width:
+        return values
+    return jnp.concatenate([values, zeros(width - columns, values.dtype)], axis=1)
+
+
+def wait(pending: int, *, interpret: bool) -> None:
+    """Waits until no more than `pending` of this warpgroup's WGMMA groups are in flight."""
+    if not interpret:
+        plgpu.wgmma_wait(pending)
+        return
+    # The interpreter multiplies at once and ignores waits; tests watch for this read instead.
+    pl.run_scoped(lambda acc: plgpu.wgmma_accumulator_load(acc, wait_n=pending), plgpu.ACC((64, 8)))
+
+
+def after_wait(acc: Any, *, interpret: bool) -> jax.Array:
+    """The value of `acc` after the wait for its WGMMAs: no use of it moves before the wait."""
+    if interpret:
+        return acc if isinstance(acc, jax.Array) else acc[...]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=_accumulator_type(acc.shape[1]))
+    def pin(_: Any, array: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        return mgpu.optimization_barrier(array)
+
+    return pin(acc)
+
+
+def undefined(columns: int, *, interpret: bool) -> jax.Array:
+    """[64, columns] f32 without a defined value, for `add_product` with a false `is_defined`.
+
+    A finished accumulator in its place would keep its registers occupied until that product.
+    """
+    if interpret:
+        return jnp.full((64, columns), jnp.nan, jnp.float32)
+
+    @plgpu.inline_mgpu(return_type=_accumulator_type(columns))
+    def make(_: Any) -> mgpu.FragmentedArray:
+        return _as_array([llvm.mlir_undef(ir.F32Type.get())] * (columns // 2), columns)
+
+    return make()
+
+
+# Products
+
+
+def wgmma(acc: Any, a_t: Any, b_t: Any, *, overwrite: bool, k: int = 64, interpret: bool) -> Any:
+    """Issues acc + a_t[:k].T @ b_t[:, :k].T (`overwrite`: without acc) as one WGMMA group.
+
+    Args:
+      acc: [64, columns] f32, or the accumulator from `with_accumulator`.
+      a_t: operand tile [64, 64] in shared memory, k by rows; see `mosaic.operand_tile`.
+      b_t: operand tile [columns, 64] in shared memory, columns by k.
+    """
+    if interpret:  # rows past k are zero
+        plgpu.wgmma(acc, a_t.transpose((1, 0)), b_t.transpose((1, 0)))
+        return acc
+
+    columns = b_t.shape[0]
+    operand = plgpu.RefType(mosaic.operand_transforms(b_t.dtype))
+    accumulator = () if overwrite else (acc,)
+
+    @plgpu.inline_mgpu(
+        arg_types=(operand, operand, *(plgpu.Layout.WGMMA,) * len(accumulator)),
+        return_type=_accumulator_type(columns),
+    )
+    def issue(_: Any, a: ir.Value, b: ir.Value, *acc: mgpu.FragmentedArray) -> Any:
+        a_base, b_base = _descriptor(a, 8 * mosaic.SWIZZLE), _descriptor(b)
+        with _Group(b, columns, *acc) as group:
+            for step in range(k // WGMMA_K):
+                a_step = _advance(a_base, step * WGMMA_K * mosaic.SWIZZLE)
+                b_step = _advance(b_base, step * WGMMA_K * 2)
+                group.multiply([a_step], b_step, transposes="1, 0")
+        return group.result
+
+    return issue(a_t, b_t, *accumulator)
+
+
+def product(
+    q: Any, k: Any, depth: int, *, columns: int | None = None, interpret: bool
+) -> jax.Array:
+    """Issues q @ k[:columns].T as one WGMMA group; read its value by `wait`, then `after_wait`.
+
+    Args:
+      q: operand tiles [column blocks, 64, 64] in shared memory, each with 64 columns of the depth.
+      k: operand tiles [column blocks, rows, 64], likewise.
+      depth: columns of q and k that are multiplied, rounded up to a multiple of 16.
+      columns: rows of k that are multiplied, a multiple of 8; None: all.
+
+    Returns:
+      [64, columns] f32.
+    """
+    blocks, k_rows, _ = k.shape
+    columns = columns or k_rows
+    if interpret:
+
+        def multiply(acc: Any) -> jax.Array:
+            for i in range(blocks):  # columns past the depth are zero
+                plgpu.wgmma(acc, q.at[i], k.at[i, :columns].transpose((1, 0)))
+            return plgpu.wgmma_accumulator_load(acc, wait_n=1)
+
+        return pl.run_scoped(multiply, plgpu.ACC((64, columns)))
+
+    operand = plgpu.RefType(mosaic.operand_transforms(k.dtype))
+
+    @plgpu.inline_mgpu(arg_types=(operand, operand), return_type=_accumulator_type(columns))
+    def issue(_: Any, q: ir.Value, k: ir.Value) -> mgpu.FragmentedArray:
+        q_base, k_base = _descriptor(q), _descriptor(k)
+        with _Group(k, columns) as group:
+            for step in range(pl.cdiv(depth, WGMMA_K)):
+                block, within = divmod(step, 64 // WGMMA_K)
+                q_step, k_step = (
+                    _advance(base, block * rows * mosaic.SWIZZLE + within * WGMMA_K * 2)
+                    for base, rows in ((q_base, 64), (k_base, k_rows))
+                )
+                group.multiply([q_step], k_step, transposes="0, 0")
+        return group.result
+
+    return issue(q, k)
+
+
+def add_product(
+    acc: jax.Array | None,
+    p: jax.Array,
+    v: Any,
+    staging: Any,
+    *,
+    columns: int | None = None,
+    is_defined: Any = None,
+    begin: int = 0,
+    interpret: bool,
+) -> jax.Array:
+    """Issues acc + p @ v[begin : begin + depth] as one WGMMA group.
+
+    Args:
+      acc: [64, columns] f32; None is zero. An accumulator that enters its first product as zero
+        would occupy registers from the previous tile's stores on, and a thread of the backward
+        kernels has too few registers for two of them beside scores.
+      p: [64, depth] in v's dtype, depth a multiple of 16.
+      v: operand tiles [column blocks, rows, 64] in shared memory, each with 64 columns.
+      staging: this warpgroup's shared memory [64, at least depth], only under interpretation: the
+        interpreter cannot multiply from registers.
+      columns: columns of v that are multiplied; only needed without `acc`.
+      is_defined: bool scalar; `acc` counts as zero if it is false. None: true.
+      begin: the first row of v that is multiplied, a multiple of 16.
+
+    Returns:
+      [64, columns] f32; read its value by `wait`, then `after_wait`.
+    """
+    depth = p.shape[1]
+    columns = columns or (0 if acc is None else acc.shape[1])
+    blocks, v_rows, _ = v.shape
+    if interpret:
+        staging[:, :depth] = p
+        plgpu.commit_smem()
+        products = []
+        for i in range(blocks):
+
+            def multiply(part: Any, i: int = i) -> jax.Array:
+                plgpu.wgmma(part, staging.at[:, :depth], v.at[i, pl.ds(begin, depth)])
+                return plgpu.wgmma_accumulator_load(part, wait_n=1)
+
+            products.append(pl.run_scoped(multiply, plgpu.ACC((64, 64))))
+        total = jnp.concatenate(products, axis=1)[:, :columns]
+        if acc is None:
+            return total
+        return total + (acc if is_defined is None else jnp.where(is_defined, acc, 0.0))
+
+    operands: list[tuple[Any, jax.Array]] = [(plgpu.Layout.WGMMA, p)]
+    if acc is not None:
+        operands.append((plgpu.Layout.WGMMA, acc))
+    if is_defined is not None:
+        operands.append((plgpu.Layout.WG_SPLAT(()), is_defined.astype(jnp.int32)))
+    types, values = zip(*operands, strict=True)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(mosaic.operand_transforms(v.dtype)), *types),
+        return_type=_accumulator_type(columns),
+    )
+    def issue(_: Any, v: ir.Value, p: Any, acc: Any = None, is_defined: Any = None) -> Any:
+        p = mgpu.optimization_barrier(p)  # no instruction that computes p moves past the fence
+        i32 = ir.IntegerType.get_signless(32)
+        words = [mgpu.utils.bitcast(pair, i32) for pair in p.registers.flat]
+        base = _descriptor(v, v_rows * mosaic.SWIZZLE)
+        scale = None if is_defined is None else is_defined.registers.item()
+        with _Group(v, columns, *([] if acc is None else [acc])) as group:
+            for step in range(depth // WGMMA_K):
+                v_step = _advance(base, (begin + step * WGMMA_K) * mosaic.SWIZZLE)
+                a = words[4 * step : 4 * step + 4]
+                group.multiply(a, v_step, transposes="1", scale=scale if step == 0 else None)
+        return group.result
+
+    return issue(v, *values)
+
+
+def _accumulator_type(columns: int) -> Any:
+    return plgpu.ShapeDtypeStruct((64, columns), jnp.float32, layout=plgpu.Layout.WGMMA)
+
+
+def _descriptor(tiles: ir.Value, leading: int = 0) -> ir.Value:
+    """WGMMA's descriptor of operand tiles; `leading`: bytes from a block of columns to the next."""
+    return mma_utils.encode_descriptor(
+        tiles,
+        leading_byte_offset=leading,
+        stride_byte_offset=8 * mosaic.SWIZZLE,
+        swizzle=mosaic.SWIZZLE,
+    )
+
+
+def _advance(descriptor: ir.Value, num_bytes: int) -> ir.Value:
+    i64 = ir.IntegerType.get_signless(64)
+    return arith.addi(descriptor, mgpu.c(num_bytes >> 4, i64)) if num_bytes else descriptor
+
+
+def _as_array(registers: list[ir.Value], columns: int) -> mgpu.FragmentedArray:
+    pair = ir.VectorType.get((2,), ir.F32Type.get())
+    pairs = [vector.from_elements(pair, registers[i : i + 2]) for i in range(0, len(registers), 2)]
+    return mgpu.FragmentedArray(
+        _registers=np.array(pairs, dtype=object).reshape(
+            mgpu.WGMMA_LAYOUT.registers_shape((64, columns))
+        ),
+        _layout=mgpu.WGMMA_LAYOUT,
+        _is_signed=None,
+    )
+
+
+class _Group:
+    """A WGMMA group that is being issued; `registers` is its accumulator."""
+
+    def __init__(self, b: ir.Value, columns: int, *acc: mgpu.FragmentedArray) -> None:
+        """`b` is the operand whose dtype the instructions take; without `acc`, they overwrite."""
+        self.dtype, self.columns = str(ir.MemRefType(b.type).element_type), columns
+        self.registers = [
+            vector.extract(pair, [], [i]) for x in acc for pair in x.registers.flat for i in (0, 1)
+        ]
+
+    def __enter__(self) -> Self:
+        nvvm.wgmma_fence_aligned()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        nvvm.wgmma_commit_group_sync_aligned()
+
+    @property
+    def result(self) -> mgpu.FragmentedArray:
+        return _as_array(self.registers, self.columns)
+
+    def multiply(
+        self, a: list[ir.Value], b: ir.Value, *, transposes: str, scale: ir.Value | None = None
+    ) -> None:
+        """Issues one wgmma.mma_async.
+
+        Either `a` is one descriptor, or four registers. `transposes` says of each operand in shared
+        memory whether it is "0", k-major, or "1". The instruction overwrites an accumulator without
+        registers, and one with `scale` 0.
+        """
+        acc, f32, n = self.registers, ir.F32Type.get(), self.columns // 2
+        shape, dtype = f"m64n{self.columns}k{WGMMA_K}", self.dtype
+        first = 2 * n if acc else n
+        from_registers = len(a) > 1
+        names = [f"${first + i}" for i in range(len(a))]
+        operand = f"{{{', '.join(names)}}}" if from_registers else names[0]
+        predicate = f"${first + len(a) + 1}" if scale is not None else str(int(bool(acc)))
+        ptx = (
+            f"{{ .reg .pred p; setp.ne.b32 p, {predicate}, 0; "
+            f"wgmma.mma_async.sync.aligned.{shape}.f32.{dtype}.{dtype} "
+            f"{{{', '.join(f'${i}' for i in range(n))}}}, {operand}, ${first + len(a)}, "
+            f"p, 1, 1, {transposes}; }}"
+        )
+        tied = [str(i) for i in range(n)] if acc else []
+        kinds = ["r"] * 4 if from_registers else ["l"]
+        result = llvm.inline_asm(
+            llvm.StructType.get_literal([f32] * n),
+            [*acc, *a, b, *([] if scale is None else [scale])],
+            ptx,
+            ",".join(["=f"] * n + tied + kinds + ["l"] + ([] if scale is None else ["r"])),
+            asm_dialect=0,
+            has_side_effects=True,
+        )
+        self.registers = [llvm.extractvalue(f32, result, [i]) for i in range(n)]

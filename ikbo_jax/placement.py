@@ -1,0 +1,394 @@
+"""Deals a request's users to devices, each user beside its candidates.
+
+A device that holds whole users and all of their candidates computes its part of a request alone: no
+device needs another device's user. `place_users` decides on the host, in NumPy, which user goes
+where; `Placement` lays the request's arrays out in that order and brings results back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.generic]
+Index = npt.NDArray[np.int32]
+
+#: The largest share that needs no search for a better one, as a multiple of the ideal share.
+TOLERANCE = 1.05
+#: Bounds a search: at every step it looks at all large users. With it, the worst of 1,400 requests
+#: of 10 to 64 users on 2 to 16 devices took 8 ms on one core of a server.
+SEARCH_WORK = 80_000
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Placement:
+    """Which device holds which users and candidates of a request; made by `place_users`.
+
+    Every device has the same number of rows of users, and of candidates; what is missing is
+    padding. Rows of several devices follow one another, as in an array that is divided over the
+    devices along its first axis.
+
+    Attributes:
+      num_users: U, number of users of the request.
+      num_candidates: B, number of candidates of the request.
+      users: [devices, users_per_device] int32, the user in every row, ascending; -1 is padding.
+        Users without candidates are on no device.
+      candidates: [devices, cands_per_device] int32, the candidate in every row, its user's
+        candidates side by side and in the caller's order; -1 is padding.
+      cand_to_user: [devices, cands_per_device] int32, the row of every candidate's user among the
+        device's users. It ascends on every device; padding repeats the device's last user.
+    """
+
+    num_users: int
+    num_candidates: int
+    users: Index
+    candidates: Index
+    cand_to_user: Index
+
+    @property
+    def shares(self) -> npt.NDArray[np.int64]:
+        """Number of candidates of every device, without padding: [devices] int64."""
+        return np.sum(self.candidates >= 0, axis=1, dtype=np.int64)
+
+    @property
+    def mask(self) -> npt.NDArray[np.bool_]:
+        """Whether a row holds a candidate, not padding: [devices · cands_per_device] bool."""
+        return self.candidates.reshape(-1) >= 0
+
+    @property
+    def index(self) -> Index:
+        """`cand_to_user` of all devices, in one row: [devices · cands_per_device] int32.
+
+        On every device the index ascends, so that `indices_are_sorted=True` holds there.
+        """
+        return self.cand_to_user.reshape(-1)
+
+    @property
+    def positions(self) -> Index:
+        """The candidates on these devices in the caller's order, ascending: [n] int32.
+
+        All B of the request, unless the placement is a part of another one.
+        """
+        return np.flatnonzero(self._row_of() >= 0).astype(np.int32)
+
+    def on(self, devices: Sequence[int]) -> Placement:
+        """The part of the placement on some of the devices, such as those of one process.
+
+        Args:
+          devices: different positions of devices, below the number of devices.
+
+        Raises:
+          ValueError: if there is no device at a position, or a position is there twice.
+        """
+        chosen = set(devices)
+        if len(chosen) < len(devices) or not chosen <= set(range(len(self.users))):
+            expected = f"expected different ones in [0, {len(self.users)})"
+            raise ValueError(f"devices are {list(devices)}, {expected}")
+        rows = np.asarray(devices, np.intp)
+        return dataclasses.replace(
+            self,
+            users=_frozen(self.users[rows]),
+            candidates=_frozen(self.candidates[rows]),
+            cand_to_user=_frozen(self.cand_to_user[rows]),
+        )
+
+    def lay_out_users(self, array: npt.ArrayLike) -> Array:
+        """An array of users in the devices' order; padding is zero.
+
+        Args:
+          array: [U, ...], any dtype.
+
+        Returns:
+          [devices · users_per_device, ...], the array's dtype.
+
+        Raises:
+          ValueError: if the array does not have U rows.
+        """
+        return _lay_out(array, self.users, self.num_users, "users")
+
+    def lay_out_candidates(self, array: npt.ArrayLike) -> Array:
+        """An array of candidates in the devices' order; padding is zero.
+
+        Args:
+          array: [B, ...], any dtype.
+
+        Returns:
+          [devices · cands_per_device, ...], the array's dtype.
+
+        Raises:
+          ValueError: if the array does not have B rows.
+        """
+        return _lay_out(array, self.candidates, self.num_candidates, "candidates")
+
+    def restore(self, results: npt.ArrayLike) -> Array:
+        """Results of candidates without padding, in the caller's order.
+
+        Args:
+          results: [devices · cands_per_device, ...] in the devices' order, any dtype.
+
+        Returns:
+          [B, ...], the results' dtype. A part of a placement returns the results of its own
+          candidates, which `positions` names.
+
+        Raises:
+          ValueError: if the results have another number of rows.
+        """
+        found = np.asarray(results)
+        rows = self.candidates.size
+        if found.ndim < 1 or len(found) != rows:
+            raise ValueError(
+                f"results have shape {found.shape} but the placement has {rows} rows of candidates"
+            )
+        order = self._row_of()
+        restored: Array = found[order[order >= 0]]
+        return restored
+
+    def _row_of(self) -> npt.NDArray[np.intp]:
+        """The row of every candidate of the request; -1 on no device of this part."""
+        rows = np.full(self.num_candidates, -1, np.intp)
+        rows[self.candidates[self.candidates >= 0]] = np.flatnonzero(self.mask)
+        return rows
+
+
+def place_users(
+    cand_to_user: npt.ArrayLike,
+    num_users: int,
+    num_devices: int,
+    *,
+    multiple_of: int = 8,
+    users_multiple_of: int = 1,
+) -> Placement:
+    """Deals users to devices, each with all of its candidates, so that devices have equal work.
+
+    The user with the most candidates goes first, each to the device that has the fewest candidates
+    so far. If a device's share is then above 1.05 times the ideal, which is the larger of
+    ceil(B / devices) and the candidates of one user, a bounded search looks for a better placement.
+
+    Args:
+      cand_to_user: [B] integers in [0, num_users), in any order.
+      num_users: U, number of users.
+      num_devices: number of devices.
+      multiple_of: the number of candidates of every device is padded to a multiple of this. Equal
+        shapes share a compiled program: a larger multiple compiles fewer programs, and computes
+        more padding.
+      users_multiple_of: the same for the number of users.
+
+    Returns:
+      The placement; equal arguments have equal placements, on every process.
+
+    Raises:
+      ValueError: if an argument has the wrong rank, dtype or range.
+    """
+    index = np.asarray(cand_to_user)
+    _check(index, num_users, num_devices, multiple_of, users_multiple_of)
+    index = index.astype(np.intp)
+    counts = np.bincount(index, minlength=num_users)
+    present = np.flatnonzero(counts)
+    by_size = present[np.argsort(-counts[present], kind="stable")]
+    device_of = np.zeros(num_users, np.intp)
+    device_of[by_size] = _deal(counts[by_size].tolist(), num_devices)
+
+    user_order = present[np.argsort(device_of[present], kind="stable")]
+    slot_of = np.zeros(num_users, np.intp)
+    users, slots = _rows(user_order, device_of[user_order], num_devices, users_multiple_of)
+    slot_of[user_order] = slots
+    keys = device_of[index] * users.shape[1] + slot_of[index]
+    order = _stable_order(keys)
+    devices = device_of[index[order]]
+    candidates, columns = _rows(order, devices, num_devices, multiple_of)
+    last = np.maximum(np.count_nonzero(users >= 0, axis=1) - 1, 0).astype(np.int32)
+    local = np.repeat(last[:, None], candidates.shape[1], axis=1)
+    local[devices, columns] = slot_of[index[order]]
+    return Placement(num_users, len(index), *map(_frozen, (users, candidates, local)))
+
+
+def _check(
+    index: Array, num_users: int, num_devices: int, multiple_of: int, users_multiple_of: int
+) -> None:
+    if index.ndim != 1:
+        raise ValueError(f"cand_to_user has shape {index.shape}, expected one dimension [B]")
+    if index.size and not np.issubdtype(index.dtype, np.integer):
+        raise ValueError(f"cand_to_user has dtype {index.dtype}, expected integers")
+    at_least = {
+        "num_users": (num_users, 0),
+        "num_devices": (num_devices, 1),
+        "multiple_of": (multiple_of, 1),
+        "users_multiple_of": (users_multiple_of, 1),
+    }
+    for name, (value, least) in at_least.items():
+        if value < least:
+            raise ValueError(f"{name} is {value}, expected at least {least}")
+    wrong = np.flatnonzero((index < 0) | (index >= num_users))  # type: ignore[operator]
+    if wrong.size:
+        raise ValueError(
+            f"cand_to_user[{wrong[0]}] is {index[wrong[0]]} but num_users is {num_users}"
+        )
+
+
+def _frozen(array: Index) -> Index:
+    array.setflags(write=False)
+    return array
+
+
+def _rows(
+    items: npt.NDArray[np.intp], devices: npt.NDArray[np.intp], num_devices: int, multiple_of: int
+) -> tuple[Index, npt.NDArray[np.intp]]:
+    """Items that are sorted by device as [devices, columns], and the column of every item."""
+    sizes = np.bincount(devices, minlength=num_devices)
+    columns = np.arange(len(items)) - (np.cumsum(sizes) - sizes)[devices]
+    # A dimension of size 0 is of no use to a program.
+    width = -(-max(int(sizes.max()), 1) // multiple_of) * multiple_of
+    rows = np.full((num_devices, width), -1, np.int32)
+    rows[devices, columns] = items
+    return rows, columns
+
+
+def _stable_order(keys: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
+    """`np.argsort(keys, kind="stable")` of keys that are not negative.
+
+    NumPy sorts 16 bits by radix: 100,000 keys take 1 ms instead of 6 ms.
+    """
+    order = np.argsort(keys.astype(np.uint16), kind="stable")
+    high = keys[order] >> 16
+    return order[_stable_order(high)] if high.any() else order
+
+
+def _lay_out(array: npt.ArrayLike, rows: Index, size: int, name: str) -> Array:
+    found = np.asarray(array)
+    if found.ndim < 1 or len(found) != size:
+        raise ValueError(f"array has shape {found.shape} but the request has {size} {name}")
+    flat = rows.reshape(-1)
+    if size == 0:
+        return np.zeros((len(flat), *found.shape[1:]), found.dtype)
+    # One pass; 100,000 rows of 256 bytes take 4 ms instead of 18 ms for a copy of a copy.
+    laid_out: Array = np.take(found, np.maximum(flat, 0), axis=0)
+    laid_out[flat < 0] = 0
+    return laid_out
+
+
+def _deal(sizes: list[int], num_devices: int) -> list[int]:
+    """The device of every user; `sizes` descend."""
+    dealt = _longest_first(sizes, num_devices, [])
+    share = _largest_share(sizes, dealt, num_devices)
+    mean = sum(sizes) // num_devices
+    bound = _lower_bound(sizes, num_devices)
+    target = int(TOLERANCE * max(-(-sum(sizes) // num_devices), max(sizes, default=0)))
+    if target < bound:
+        target = int(TOLERANCE * bound)
+    # A user that goes to the device with the smallest share, at most the mean, keeps within the
+    # target if it is small. So only large users, about 20 a device at most, need a search.
+    large = sizes[: sum(size > target - mean for size in sizes)]
+    # MULTIFIT: bisects the largest share, after the target itself.
+    low, middle, high = target, target, share - 1
+    while low <= high:
+        found = _best_fit(large, num_devices, middle) or _fill(large, num_devices, middle)
+        if found is None:
+            low = middle + 1
+        else:
+            found = _longest_first(sizes, num_devices, found)
+            share, dealt = min((share, dealt), (_largest_share(sizes, found, num_devices), found))
+            high = min(middle, share) - 1
+        middle = (low + high) // 2
+    return dealt
+
+
+def _lower_bound(sizes: list[int], num_devices: int) -> int:
+    """A number of candidates that no placement's largest share is below; `sizes` descend."""
+    sums = [0, *itertools.accumulate(sizes)]
+    bound = max(-(-sums[-1] // num_devices), max(sizes, default=0))
+    # Of the first k · devices + 1 users, some device has k + 1.
+    for k in range(1, (len(sizes) - 1) // num_devices + 1):
+        end = k * num_devices + 1
+        bound = max(bound, sums[end] - sums[end - k - 1])
+    return bound
+
+
+def _largest_share(sizes: list[int], dealt: list[int], num_devices: int) -> int:
+    loads = [0] * num_devices
+    for size, device in zip(sizes, dealt, strict=True):
+        loads[device] += size
+    return max(loads)
+
+
+def _longest_first(sizes: list[int], num_devices: int, dealt: list[int]) -> list[int]:
+    """Gives every user after those `dealt` to the device with the fewest candidates, then users."""
+    # One integer orders by share, number of users and device.
+    unit = num_devices * (len(sizes) + 1)
+    heap = list(range(num_devices))
+    for size, device in zip(sizes, dealt, strict=False):
+        heap[device] += size * unit + num_devices
+    heapq.heapify(heap)
+    found = list(dealt)
+    for size in sizes[len(dealt) :]:
+        smallest = heap[0]
+        found.append(smallest % num_devices)
+        heapq.heapreplace(heap, smallest + size * unit + num_devices)
+    return found
+
+
+def _best_fit(sizes: list[int], num_devices: int, share: int) -> list[int] | None:
+    """A placement with shares of at most `share`: every user goes to the device that it fills most.
+
+    Source: Coffman, Garey and Johnson, "An application of bin-packing to multiprocessor
+    scheduling", 1978.
+    """
+    # One integer holds the room that is left, and the device.
+    room = [share * num_devices + device for device in range(num_devices)]
+    dealt = []
+    for size in sizes:
+        i = bisect_left(room, size * num_devices)
+        if i == num_devices:
+            return None
+        left = room.pop(i)
+        dealt.append(left % num_devices)
+        insort(room, left - size * num_devices)
+    return dealt
+
+
+def _fill(sizes: list[int], num_devices: int, share: int) -> list[int] | None:
+    """A placement with shares of at most `share`, by a depth-first search that ends after a while.
+
+    Fills one device after the other, each with the largest user that is left and with users that
+    fit beside it, until no user fits. The room that stays empty on all devices is known.
+
+    Source: Korf, "A new algorithm for optimal bin packing", 2002 (bin completion).
+    """
+    dealt = [-1] * len(sizes)
+
+    def options(
+        last: int, device: int, room: int, empty: int
+    ) -> Iterator[tuple[int, int, int, int]]:
+        left = [user for user, of in enumerate(dealt) if of < 0]
+        fitting = [user for user in left if sizes[user] <= room]
+        if fitting:
+            # Users of equal size are alike; users before the last one were tried before.
+            alike = {sizes[user]: user for user in reversed(fitting) if user > last}
+            for size, user in reversed(alike.items()):
+                yield user, device, room - size, empty
+        elif room <= empty:
+            yield left[0], device + 1, share - sizes[left[0]], empty - room
+
+    levels = [iter([(0, 0, share - sizes[0], share * num_devices - sum(sizes))])]
+    placed: list[int] = []
+    for _ in range(SEARCH_WORK // len(sizes)):
+        if len(placed) == len(levels):
+            dealt[placed.pop()] = -1
+        option = next(levels[-1], None)
+        if option is None:
+            levels.pop()
+            if not levels:
+                break
+            continue
+        user, device, room, empty = option
+        dealt[user] = device
+        placed.append(user)
+        if len(placed) == len(sizes):
+            return dealt
+        levels.append(options(user, device, room, empty))
+    return None

@@ -1,0 +1,76 @@
+"""What the configurations of the attention kernel and of the GDPA forward kernel share."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from ikbo_jax.problems import hopper, memory
+from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, WGMMA_M
+from ikbo_jax.problems.problem import Config
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashConfig(Config):
+    """Query slots, and a ring of blocks of keys and one of values.
+
+    Attributes:
+      block_kv: keys of a block, which fills a pipeline stage; a multiple of 16.
+      k_stages: stages of the ring of key blocks.
+      v_stages: stages of the ring of value blocks.
+      q_slots: number of query slots. With 2 or 3, the queries of the next tiles are loaded early,
+        and TMA stores the output from the slot of the finished tile. With 1, the kernel uses 32 KiB
+        less shared memory at H = 128 but stores the output from registers, which costs short
+        sequences more than further stages gain. 3 is for one or two blocks of keys, where a tile
+        is finished before the queries of the next one have arrived.
+    """
+
+    block_kv: int = 128
+    k_stages: int = 2
+    v_stages: int = 3
+    q_slots: int = 2
+
+    def rings(self, head_dim: int) -> dict[str, Any]:
+        """The declarations `query`, `key`, `value` and `staging` of the kernel's shared memory."""
+        blocks = hopper.column_blocks(head_dim)
+        block = (blocks, self.block_kv, BLOCK_K)
+        return {
+            "query": memory.ring(
+                self.q_slots,
+                ready=NUM_CONSUMERS * blocks,
+                tiles=(NUM_CONSUMERS, blocks, WGMMA_M, BLOCK_K),
+            ),
+            "key": memory.ring(self.k_stages, ready=blocks, tiles=block),
+            "value": memory.ring(self.v_stages, ready=blocks, tiles=block),
+            "staging": memory.Staging((NUM_CONSUMERS, WGMMA_M, max(self.block_kv, head_dim))),
+        }
+
+    @abc.abstractmethod
+    def shared(self, head_dim: int) -> Any:
+        """Shared memory and barriers of one CTA, a tuple of declarations (`problems.memory`)."""
+
+    def smem_bytes(self, head_dim: int) -> int:
+        """Bytes of shared memory of one CTA."""
+        return memory.smem_bytes(self.shared(head_dim))
+
+    def why_not_tiles(self, problem: Any, max_block_kv: Mapping[int, int]) -> str | None:
+        """Checks dtype, head width, block and rings; `max_block_kv` is by head width."""
+        if reason := hopper.why_not_dtype(problem.dtype):
+            return reason
+        if reason := hopper.why_not_head_dim(problem.head_dim, max_block_kv):
+            return reason
+        widest, operands = max_block_kv[problem.head_dim], "scores and accumulator"
+        if reason := hopper.why_not_block(
+            "block_kv", self.block_kv, widest, problem.head_dim, operands
+        ):
+            return reason
+        if min(self.k_stages, self.v_stages) < 2:
+            return (
+                "k_stages and v_stages must be at least 2, "
+                f"but are {self.k_stages} and {self.v_stages}"
+            )
+        if self.q_slots not in (1, 2, 3):
+            return f"q_slots must be 1, 2 or 3, but is {self.q_slots}"
+        return None

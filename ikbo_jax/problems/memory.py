@@ -1,0 +1,90 @@
+"""The shared memory and the barriers of one CTA, as a kernel's configuration declares them.
+
+A configuration's `shared` is a tuple of the declarations below. The launch makes the kernel's
+scratch of it, and `smem_bytes` adds it up: what is legal and what is launched cannot differ.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+from ikbo_jax.problems.hopper import NUM_CONSUMERS, SMEM_ALIGNMENT
+
+#: Bytes of a barrier.
+BARRIER_BYTES = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """Operand tiles [..., rows, 64] of the inputs' dtype; see `mosaic.operand_tile`."""
+
+    shape: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Words:
+    """Integers of 32 bits."""
+
+    shape: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Staging:
+    """Memory that only an interpreted kernel has; without a dtype, it has the inputs' dtype."""
+
+    shape: tuple[int, ...]
+    dtype: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Barriers:
+    """`count` barriers that complete after `arrivals` arrivals each, of all CTAs of a cluster if
+    `is_clustered`."""
+
+    count: int
+    arrivals: int
+    is_clustered: bool = False
+
+
+class Ring(NamedTuple):
+    """Slots that the producer fills, and both consumers free; None for what it lacks.
+
+    In a kernel, the fields hold references: see `hopper.rings.Ring`.
+    """
+
+    tiles: Any  # [slots, ...]
+    words: Any  # [slots, ...]: descriptors
+    ready: Any  # completes when a slot is filled
+    free: Any  # completes when the consumers have read a slot
+
+
+def ring(slots: int, *, ready: int, tiles: tuple[int, ...], words: int | None = None) -> Ring:
+    """A ring whose slots have operand tiles and a descriptor; `ready` arrivals fill a slot."""
+    return Ring(
+        Tiles((slots, *tiles)),
+        None if words is None else Words((slots, words)),
+        Barriers(slots, ready),
+        Barriers(slots, NUM_CONSUMERS),
+    )
+
+
+def descriptors(slots: int, words: int, *, spare: int = 0) -> Ring:
+    """A ring of descriptors without operands, and without barriers that say that a slot is free.
+
+    `spare`: descriptors beyond the slots, which no barrier belongs to.
+    """
+    return Ring(None, Words((slots + spare, words)), Barriers(slots, 1), None)
+
+
+def smem_bytes(shared: Any) -> int:
+    """Bytes of one CTA's shared memory; `shared` is a tuple of declarations, or one of them."""
+    if isinstance(shared, tuple):
+        return sum(map(smem_bytes, shared))
+    if isinstance(shared, Barriers):
+        return shared.count * BARRIER_BYTES
+    if isinstance(shared, Tiles | Words):
+        size = math.prod(shared.shape) * (2 if isinstance(shared, Tiles) else 4)
+        return -(-size // SMEM_ALIGNMENT) * SMEM_ALIGNMENT
+    return 0

@@ -1,0 +1,45 @@
+"""The benchmark of several devices: its points, what it reads of programs, a run in small."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks import scaling
+
+PROGRAM = """
+  %all-reduce.1 = (f32[16,8]{1,0}, /*index=5*/bf16[4]{0}) all-reduce(%a, %b), channel_id=1
+  %all-gather.2 = s32[16]{0} all-gather(%c), dimensions={0}
+  %add.3 = f32[2]{0} add(%d, %e)
+"""
+
+
+def test_traffic_counts_collectives_and_bytes():
+    assert scaling.traffic(PROGRAM) == {
+        "all-reduce": {"count": 1, "bytes": 16 * 8 * 4 + 4 * 2},
+        "all-gather": {"count": 1, "bytes": 16 * 4},
+    }
+
+
+@pytest.mark.parametrize(("devices", "expected"), [(2, [2]), (3, [2]), (8, [2, 4, 8])])
+def test_points_are_powers_of_two(devices, expected):
+    for mode in ("strong", "weak"):
+        found = [p.devices for p in scaling.points("attention", devices) if p.mode == mode]
+        assert found == expected
+
+
+def test_a_run_in_small(tmp_path, capsys):
+    """All eight of the tests' devices; the ops' forward passes move nothing."""
+    out = tmp_path / "scaling.json"
+    assert scaling.main(["--out", str(out), "--quick", "--sweep", "linear_compression"]) == 0
+    points = json.loads(out.read_text())["points"]
+    assert [point["label"] for point in points] == [
+        f"{mode} {devices}" for mode in ("strong", "weak") for devices in (2, 4, 8)
+    ]
+    for point in points:
+        one, auto, explicit = point["providers"]
+        assert (one["name"], auto["name"], explicit["name"]) == ("one device", "auto", "explicit")
+        assert auto["ok"]
+        assert auto["collectives"] == explicit["collectives"] == {}
+    assert "no collectives" in capsys.readouterr().out

@@ -1,0 +1,416 @@
+"""Ops on arrays that are sharded over eight devices, under plain jit: results, layouts, traffic."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import ikbo_jax as ikbo
+
+COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
+KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+B, U = 16, 3
+
+
+class Case(NamedTuple):
+    """A call with its layout.
+
+    Attributes:
+      op: takes the arrays.
+      arrays: name to shape; integer arrays are drawn below the last number, a bound.
+      specs: how every array is sharded; absent: replicated.
+      out: how the result is.
+      sums: how many reductions the gradients of all floating-point arrays need.
+      forward: whether the result needs no collective.
+    """
+
+    op: Callable[..., Any]
+    arrays: dict[str, tuple[int, ...]]
+    specs: dict[str, P]
+    out: P
+    sums: int
+    is_local: bool = True
+
+
+def linear(w_cand, w_user, e_cand, e_user, index):
+    return ikbo.linear_compression(w_cand, w_user, e_cand, e_user, index)
+
+
+def three_levels(w_cand, w_user, w_all, e_cand, e_user, e_all, index, user_index):
+    return ikbo.multilevel_linear_compression(
+        [
+            ikbo.Term(w_all, e_all),
+            ikbo.Term(w_user, e_user, user_index),
+            ikbo.Term(w_cand, e_cand, index),
+        ]
+    )
+
+
+def attend(query, key, value, index):
+    return ikbo.attention(query, key, value, index)
+
+
+def attend_with_everything(query, key, value, index, lengths, self_key, self_value):
+    out, lse = ikbo.attention(
+        query,
+        key,
+        value,
+        index,
+        key_value_seq_lengths=lengths,
+        self_key=self_key,
+        self_value=self_value,
+        return_residuals=True,
+    )
+    return out + lse[..., None]
+
+
+def attend_twice(query, key, value, index):
+    parts = [
+        ikbo.attention(query, k, v, index, return_residuals=True)
+        for k, v in ((key, value), (value, key))
+    ]
+    return ikbo.merge_attention(*parts[0], *parts[1])[0]
+
+
+OFFSETS = np.array([0, 3, 3, 9, 12], np.int32)
+
+
+def jagged(activation):
+    def op(query, key, value):
+        return ikbo.gdpa(query, key, value, OFFSETS, OFFSETS, activation=activation)
+
+    return op
+
+
+LINEAR = {
+    "w_cand": (16, 5), "w_user": (16, 7), "e_cand": (B, 5, 8), "e_user": (U, 7, 8),
+    "index": (B, -U),
+}  # fmt: skip
+THREE = LINEAR | {"w_all": (16, 3), "e_all": (2, 3, 8), "user_index": (U, -2)}
+ATTENTION = {
+    "query": (B, 3, 8, 8), "key": (U, 5, 8, 8), "value": (U, 5, 8, 8), "index": (B, -U),
+}  # fmt: skip
+ONE_KEY_HEAD = ATTENTION | {"key": (U, 5, 1, 8), "value": (U, 5, 1, 8)}
+EVERYTHING = ATTENTION | {
+    "lengths": (U, -6), "self_key": (B, 2, 8, 8), "self_value": (B, 2, 8, 8),
+}  # fmt: skip
+JAGGED = {"query": (12, 8, 8), "key": (12, 8, 8), "value": (12, 8, 8)}
+
+#: "x" is the larger axis of a mesh, "y" the other one.
+CASES = {
+    "linear_candidates": Case(
+        linear, LINEAR, {"e_cand": P("x"), "index": P("x")}, P("x"), sums=3
+    ),
+    "linear_m": Case(linear, LINEAR, {"w_cand": P("x"), "w_user": P("x")}, P(None, "x"), sums=2),
+    "linear_users_too": Case(
+        linear, LINEAR, {"e_cand": P("x"), "index": P("x"), "e_user": P()}, P("x"), sums=3
+    ),
+    "linear_index_replicated": Case(linear, LINEAR, {"e_cand": P("x")}, P("x"), sums=3),
+    "three_levels": Case(
+        three_levels, THREE, {"e_cand": P("x"), "index": P("x")}, P("x"), sums=5
+    ),
+    "attention_candidates": Case(
+        attend, ATTENTION, {"query": P("x"), "index": P("x")}, P("x"), sums=2
+    ),
+    "attention_heads": Case(
+        attend, ATTENTION, dict.fromkeys(("query", "key", "value"), P(None, None, "x")),
+        P(None, None, "x"), sums=0,
+    ),
+    "attention_one_key_head": Case(
+        attend, ONE_KEY_HEAD, {"query": P(None, None, "x")}, P(None, None, "x"), sums=2
+    ),
+    "attention_everything": Case(
+        attend_with_everything, EVERYTHING,
+        {"query": P("x"), "index": P("x"), "self_key": P("x"), "self_value": P("x")},
+        P("x"), sums=2,
+    ),
+    "attention_merged": Case(
+        attend_twice, ATTENTION, {"query": P("x"), "index": P("x")}, P("x"), sums=4
+    ),
+    "gdpa_heads": Case(
+        jagged("gelu"), JAGGED, dict.fromkeys(JAGGED, P(None, "x")), P(None, "x"), sums=0
+    ),
+    "gdpa_softmax_heads": Case(
+        jagged("softmax"), JAGGED, dict.fromkeys(JAGGED, P(None, "x")), P(None, "x"), sums=0
+    ),
+    "attention_users": Case(
+        attend, ATTENTION | {"key": (8, 5, 8, 8), "value": (8, 5, 8, 8)},
+        {"query": P("x"), "index": P("x"), "key": P("x"), "value": P("x")},
+        P("x"), sums=2, is_local=False,
+    ),
+    "attention_keys_over_s": Case(
+        attend, ATTENTION | {"key": (U, 8, 8, 8), "value": (U, 8, 8, 8)},
+        {"query": P("x"), "index": P("x"), "key": P(None, "x"), "value": P(None, "x")},
+        P("x"), sums=2, is_local=False,
+    ),
+}  # fmt: skip
+#: Both axes of a mesh at once.
+CASES_OF_TWO_AXES = {
+    "linear_candidates_and_m": Case(
+        linear, LINEAR,
+        {"e_cand": P("x"), "index": P("x"), "w_cand": P("y"), "w_user": P("y")},
+        P("x", "y"), sums=4,
+    ),
+    "attention_candidates_and_heads": Case(
+        attend, ATTENTION,
+        {
+            "query": P("x", None, "y"), "index": P("x"),
+            "key": P(None, None, "y"), "value": P(None, None, "y"),
+        },
+        P("x", None, "y"), sums=2,
+    ),
+    "attention_candidates_over_both": Case(
+        attend, ATTENTION, {"query": P(("x", "y")), "index": P(("x", "y"))}, P(("x", "y")), sums=2
+    ),
+}  # fmt: skip
+
+
+def draw(case: Case) -> dict[str, jax.Array]:
+    rng = np.random.default_rng(0)
+    arrays = {}
+    for name, shape in case.arrays.items():
+        if shape[-1] < 0:
+            arrays[name] = jnp.asarray(rng.integers(0, -shape[-1], shape[:-1]), jnp.int32)
+        else:
+            arrays[name] = jnp.asarray(rng.normal(size=shape), jnp.float32)
+    return arrays
+
+
+def collectives(program: str) -> set[str]:
+    """The collectives in a compiled program's text."""
+    return {name for name in COLLECTIVES if re.search(rf" {name}(?:-start)?\(", program)}
+
+
+def reductions(program: str) -> int:
+    """How many arrays, scalars apart, are reduced over devices; XLA may reduce several at once."""
+    shapes = re.findall(r" = (\(.*?\)|\S+) (?:all-reduce|reduce-scatter)(?:-start)?\(", program)
+    return sum(len(re.findall(r"f32\[\d", shape)) for shape in shapes)
+
+
+def on_mesh(mesh, case: Case, arrays) -> dict[str, jax.Array]:
+    return {
+        name: jax.device_put(x, NamedSharding(mesh, case.specs.get(name, P())))
+        for name, x in arrays.items()
+    }
+
+
+def mesh_of(name: str, kind: str):
+    shape, axes = {"8": ((8,), ("x",)), "4x2": ((4, 2), ("x", "y"))}[name]
+    return jax.make_mesh(shape, axes, axis_types=(KINDS[kind],) * len(axes))
+
+
+def check(case: Case, mesh) -> None:
+    arrays = draw(case)
+    floats = tuple(name for name, x in arrays.items() if x.dtype == jnp.float32)
+
+    def loss(chosen, rest):
+        out = case.op(**chosen, **rest)
+        return jnp.sum(jnp.sin(out)), out
+
+    def split(arrays):
+        return [
+            {name: x for name, x in arrays.items() if (name in floats) is wanted}
+            for wanted in (True, False)
+        ]
+
+    gradients = jax.value_and_grad(loss, has_aux=True)
+    (_, expected), expected_gradients = gradients(*split(arrays))
+    sharded = split(on_mesh(mesh, case, arrays))
+    step = jax.jit(gradients).lower(*sharded).compile()
+    (_, out), found_gradients = step(*sharded)
+    chex.assert_trees_all_close(np.asarray(out), np.asarray(expected), atol=1e-5)
+    for name in floats:
+        np.testing.assert_allclose(
+            np.asarray(found_gradients[name]), expected_gradients[name], atol=2e-4, err_msg=name
+        )
+    assert out.sharding.is_equivalent_to(NamedSharding(mesh, case.out), out.ndim)
+    forward = jax.jit(lambda chosen, rest: case.op(**chosen, **rest))
+    if case.is_local:
+        assert not collectives(forward.lower(*sharded).compile().as_text())
+        assert collectives(step.as_text()) <= {"all-reduce"}
+        assert reductions(step.as_text()) == case.sums
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mesh", ["8", "4x2"])
+@pytest.mark.parametrize("name", CASES)
+def test_results_gradients_layouts_and_traffic(name: str, mesh: str, kind: str) -> None:
+    check(CASES[name], mesh_of(mesh, kind))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", CASES_OF_TWO_AXES)
+def test_two_axes_at_once(name: str, kind: str) -> None:
+    check(CASES_OF_TWO_AXES[name], mesh_of("4x2", kind))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_eager_calls(kind: str) -> None:
+    """A call outside jit on divided arrays takes the same way."""
+    mesh = mesh_of("8", kind)
+    for name in ("linear_candidates", "attention_everything", "gdpa_heads"):
+        case = CASES[name]
+        arrays = draw(case)
+        out = case.op(**on_mesh(mesh, case, arrays))
+        chex.assert_trees_all_close(np.asarray(out), np.asarray(case.op(**arrays)), atol=1e-5)
+        assert out.sharding.is_equivalent_to(NamedSharding(mesh, case.out), out.ndim)
+
+
+def attention_case(kind: str):
+    """Attention of divided candidates: a mesh, arrays on it, and arrays on one device."""
+    mesh = mesh_of("8", kind)
+    case = CASES["attention_candidates"]
+    arrays = draw(case)
+    return mesh, on_mesh(mesh, case, arrays), arrays
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_vmap(kind: str) -> None:
+    """Over queries and keys, and over queries alone: results stay divided by candidates."""
+    mesh, sharded, arrays = attention_case(kind)
+
+    def twice(arrays, axes):
+        def stacked(name, x):
+            return jnp.stack([x, -x]) if axes[name] == 0 else x
+
+        stack = {name: stacked(name, x) for name, x in arrays.items()}
+        one = lambda *xs: attend(**dict(zip(axes, xs, strict=True)))  # noqa: E731
+        return jax.vmap(one, tuple(axes.values()))(*(stack[name] for name in axes))
+
+    for keys in (0, None):
+        axes = {"query": 0, "key": keys, "value": keys, "index": None}
+        out = jax.jit(lambda arrays, axes=axes: twice(arrays, axes))(sharded)
+        chex.assert_trees_all_close(np.asarray(out), np.asarray(twice(arrays, axes)), atol=1e-5)
+        assert out.sharding.is_equivalent_to(NamedSharding(mesh, P(None, "x")), out.ndim)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_second_derivatives(kind: str) -> None:
+    _, sharded, arrays = attention_case(kind)
+
+    def curvature(arrays):
+        def slope(query):
+            return jnp.sum(
+                jax.grad(lambda q: jnp.sum(attend(**(arrays | {"query": q})) ** 2))(query)
+            )
+
+        return jax.grad(slope)(arrays["query"])
+
+    chex.assert_trees_all_close(
+        np.asarray(jax.jit(curvature)(sharded)), np.asarray(curvature(arrays)), atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_inside_scan_and_checkpoint(kind: str) -> None:
+    mesh, sharded, arrays = attention_case(kind)
+
+    def loss(arrays):
+        @jax.checkpoint
+        def layer(query, _):
+            return attend(**(arrays | {"query": query})), None
+
+        out, _ = jax.lax.scan(layer, arrays["query"], length=2)
+        return jnp.sum(out**2)
+
+    def gradient(arrays):
+        chosen = {name: arrays.pop(name) for name in ("query", "key")}
+        return jax.grad(lambda chosen: loss(arrays | chosen))(chosen)
+
+    found, expected = jax.jit(gradient)(dict(sharded)), gradient(dict(arrays))
+    chex.assert_trees_all_close(jax.device_get(found), jax.device_get(expected), atol=1e-4)
+    query = found["query"]
+    assert query.sharding.is_equivalent_to(NamedSharding(mesh, P("x")), query.ndim)
+
+
+def test_gradients_in_bfloat16_are_rounded_once() -> None:
+    """Partial sums of eight devices stay in float32: the error is that of one rounding."""
+    mesh = mesh_of("8", "explicit")
+    case = CASES["linear_candidates"]
+    arrays = {
+        name: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x
+        for name, x in draw(case).items()
+    }
+    exact = {name: np.asarray(x.astype(jnp.float32), np.float64) for name, x in arrays.items()}
+    sharded = on_mesh(mesh, case, arrays)
+
+    def total(w_user, arrays):
+        return jnp.sum(case.op(**(arrays | {"w_user": w_user})).astype(jnp.float32))
+
+    gradient = np.asarray(jax.jit(jax.grad(total))(sharded["w_user"], sharded), np.float64)
+    users = exact["e_user"][np.asarray(arrays["index"])].sum(axis=(0, 2))
+    expected = np.broadcast_to(users, gradient.shape)
+    np.testing.assert_allclose(gradient, expected, rtol=2.0**-8, atol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_explain_says_how_a_call_divides_and_what_moves(kind: str) -> None:
+    mesh = mesh_of("4x2", kind)
+    case = CASES["attention_users"]
+    specs = {
+        "query": P("x", None, "y"),
+        "index": P("x"),
+        "key": P("x"),
+        "value": P(None, None, "y"),
+    }
+    shaped = {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, specs[name]))
+        for name, x in draw(case).items()
+    }
+    (plan,) = ikbo.explain(case.op, **shaped).plans
+    text = plan.division
+    assert "candidates over 'x' (4 devices)" in text
+    assert "heads over 'y' (2 devices)" in text
+    assert "gathers key over 'x', 10,240 bytes" in text
+    assert "the gradient sums value over 'x', 10,240 bytes" in text
+    assert "gathers value" not in text
+    assert (plan.problem.batch, plan.problem.q_heads) == (4, 4)
+
+
+def test_one_device_of_a_large_host_is_not_divided() -> None:
+    (plan,) = ikbo.explain(attend, **draw(CASES["attention_candidates"])).plans
+    assert plan.division == ""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_jagged_queries(kind: str) -> None:
+    """Sequences that lie on two devices, a bound that cuts one, and a gradient."""
+    mesh = mesh_of("8", kind)
+    rng = np.random.default_rng(0)
+    query = rng.normal(size=(32, 2, 8)).astype(np.float32)
+    memory = rng.normal(size=(9, 2, 8)).astype(np.float32)
+    offsets, memory_offsets = np.array([0, 3, 3, 20, 27], np.int32), np.array([0, 4, 9], np.int32)
+    index = np.array([1, 0, 1, 0], np.int32)
+
+    def loss(query, memory, activation):
+        out = ikbo.gdpa(
+            query, memory, 2 * memory, offsets, memory_offsets,
+            q_to_kv=index, activation=activation, max_seqlen_q=11,
+        )  # fmt: skip
+        return jnp.sum(jnp.sin(out)), out
+
+    for activation in ("gelu", "softmax"):
+        gradients = jax.value_and_grad(
+            lambda *x, activation=activation: loss(*x, activation), argnums=(0, 1), has_aux=True
+        )
+        (_, expected), expected_gradients = gradients(query, memory)
+        args = (
+            jax.device_put(query, NamedSharding(mesh, P("x"))),
+            jax.device_put(memory, NamedSharding(mesh, P())),
+        )
+        (_, out), found = jax.jit(gradients)(*args)
+        chex.assert_trees_all_close(np.asarray(out), np.asarray(expected), atol=1e-5)
+        chex.assert_trees_all_close(
+            jax.device_get(found), jax.device_get(expected_gradients), atol=1e-4
+        )
+        assert out.sharding.is_equivalent_to(NamedSharding(mesh, P("x")), out.ndim)
+        assert not np.asarray(out)[14:20].any()

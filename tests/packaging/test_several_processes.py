@@ -1,0 +1,172 @@
+"""The example of several processes: it runs, its processes agree, a failing one ends the others."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+from processes import heeding_interrupts
+
+from examples import several_processes as example
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+COMMAND = [sys.executable, str(ROOT / "examples" / "several_processes.py")]
+#: A process that writes its id to the file that it is given, and then sleeps.
+SLEEP = (
+    "import os, pathlib, sys, time; path = pathlib.Path(sys.argv[1]); "
+    "path.with_suffix('.new').write_text(str(os.getpid())); path.with_suffix('.new').rename(path); "
+    "time.sleep(600)"
+)
+
+
+def environment() -> dict[str, str]:
+    found = {name: x for name, x in os.environ.items() if not name.startswith("JAX_")}
+    return found | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+
+
+def run(*arguments: str) -> dict[int, dict[str, str]]:
+    """What every process printed: its number to a dict of what it says to what it found."""
+    done = subprocess.run(
+        heeding_interrupts([*COMMAND, "--time-limit", "200", *arguments]),
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found: dict[int, dict[str, str]] = {}
+    # Gloo writes to the same output, and the ends of its lines apart from the lines.
+    line = re.compile(r"\[(\d+)\] ([^:\[\]\n]*): (.*)$", re.MULTILINE)
+    for number, subject, text in line.findall(done.stdout):
+        found.setdefault(int(number), {})[subject] = text
+    return found
+
+
+def check(found: dict[int, dict[str, str]], processes: int) -> None:
+    assert sorted(found) == list(range(processes))
+    # No communication in the forward pass; in a step, the gradients of all parameters, once each.
+    assert found[0]["collectives of the forward pass"] == "none"
+    parameters = found[0]["parameters"]
+    assert found[0]["collectives of a training step"] == f"all-reduce of {parameters}"
+    assert re.fullmatch(r"[1-9]\d* arrays, [1-9][\d,]* bytes", parameters)
+    # One device's result is the same.
+    assert float(found[0]["largest difference from one device's result"]) < 1e-4
+    for subject in ("losses", "digest of the trained parameters"):
+        assert len({found[number][subject] for number in found}) == 1, found
+    losses = [float(loss) for loss in found[0]["losses"].split()]
+    assert len(losses) == 3
+    assert losses[2] < losses[1] < losses[0]
+
+
+@pytest.mark.time_limit(260)
+def test_two_processes():
+    found = run("--steps", "3")
+    check(found, processes=2)
+    assert found[0]["mesh"] == "{'device': 2} of 2 cpu devices, 2 processes"
+
+
+@pytest.mark.time_limit(260)
+@pytest.mark.slow
+def test_two_processes_of_two_devices_on_a_mesh_of_two_levels():
+    found = run("--steps", "3", "--devices", "2", "--two-level")
+    check(found, processes=2)
+    assert found[0]["mesh"] == "{'host': 2, 'device': 2} of 4 cpu devices, 2 processes"
+
+
+def wait_for(path: pathlib.Path) -> int:
+    end = time.monotonic() + 30
+    while not path.exists():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    return int(path.read_text())
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_a_process_that_fails_ends_the_others(tmp_path, capfd):
+    pid = tmp_path / "pid"
+    # It fails once the other one runs.
+    fail = (
+        "import pathlib, sys, time\n"
+        "while not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.02)\n"
+        "sys.exit(3)"
+    )
+    commands = [[sys.executable, "-c", code, str(pid)] for code in (SLEEP, fail)]
+    start = time.monotonic()
+    assert example.run_together(commands, time_limit=60) == 1
+    assert time.monotonic() - start < 30
+    assert capfd.readouterr().out == "process 1 failed with status 3\n"
+    assert not is_alive(int(pid.read_text()))
+
+
+def test_the_time_limit_ends_all(tmp_path, capfd):
+    pids = [tmp_path / name for name in ("first", "second")]
+    commands = [[sys.executable, "-c", SLEEP, str(pid)] for pid in pids]
+    assert example.run_together(commands, time_limit=2) == 1
+    assert capfd.readouterr().out == "not finished after 2 seconds\n"
+    assert not any(is_alive(wait_for(pid)) for pid in pids)
+
+
+def test_commands_that_succeed():
+    assert example.run_together([[sys.executable, "-c", ""]] * 2, time_limit=60) == 0
+
+
+def test_a_process_ends_with_the_command_that_started_it(tmp_path):
+    """Its standard input ends then, however the command ended."""
+    pid = tmp_path / "pid"
+    code = f"from examples import several_processes as x; x.end_with_stdin(); {SLEEP}"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(pid)], stdin=subprocess.PIPE, env=environment()
+    )
+    try:
+        wait_for(pid)
+        assert process.poll() is None
+        process.stdin.close()
+        assert process.wait(timeout=30) == 1
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--coordinator", "127.0.0.1:1"], "--coordinator and --process-id belong together"),
+        (["--process-id", "0"], "--coordinator and --process-id belong together"),
+        (["--coordinator", "a:1", "--process-id", "0"], "--coordinator needs --processes"),
+        (["--devices", "0"], "--processes and --devices must be at least 1"),
+        (["--processes", "0"], "--processes and --devices must be at least 1"),
+    ],
+)
+def test_options_that_make_no_sense(arguments, message, capsys):
+    with pytest.raises(SystemExit) as raised:
+        example.main(arguments)
+    assert raised.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_collectives_are_found_with_what_they_move():
+    class Compiled:
+        def as_text(self) -> str:
+            return """
+  %all-reduce.1 = (f32[4,8]{1,0}, f32[]) all-reduce(%a, %b), channel_id=1
+  ROOT %all-gather-start = bf16[16]{0} all-gather-start(%c), dimensions={0}
+  %all-gather-done = bf16[16]{0} all-gather-done(%all-gather-start)
+  %all-reduce.2 = f32[2]{0:T(128)} all-reduce(%all-reduce.1), channel_id=2
+"""
+
+    assert example.collectives(Compiled()) == (
+        "all-reduce of 3 arrays, 140 bytes, all-gather of 1 arrays, 32 bytes"
+    )
