@@ -261,7 +261,10 @@ def _store(ctx: WarpgroupContext, item: Any, sums: tuple[jax.Array, jax.Array]) 
     for operand, total in enumerate(sums):
         rows = total.astype(ctx.operands.key.dtype)
         tiles = shared.keys_values[0].at[slot, operand, consumer]
-        stores.stage_rows(tiles, rows, reads_late=True, interpret=ctx.interpret)
+        # One call for all blocks compiles to other code, without spills too; neither was timed.
+        for i, part in enumerate(stores.column_blocks(rows, shape.column_blocks)):
+            view = tiles.at[pl.ds(i, 1)]
+            stores.stage_rows(view, part, reads_late=True, interpret=ctx.interpret)
     plgpu.commit_smem()
     first = tile * BLOCK_KV + consumer * WGMMA_M
 

@@ -309,7 +309,9 @@ def _store(ctx: Context, item: Any, total: jax.Array) -> None:
     consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
     matrix_view, copy_view = (view.at[slot, QUERY, consumer] for view in ctx.shared.queries)
     values = total.astype(ctx.result.dtype)
-    stores.stage_rows(matrix_view, values, reads_late=True, interpret=ctx.interpret)
+    for i, part in enumerate(stores.column_blocks(values, shape.column_blocks)):
+        view = matrix_view.at[pl.ds(i, 1)]
+        stores.stage_rows(view, part, reads_late=True, interpret=ctx.interpret)
     plgpu.commit_smem()
     words = ctx.shared.words
     first_row, head = words[slot, FIRST_ROW] + consumer * WGMMA_M, words[slot, HEAD]
