@@ -80,7 +80,8 @@ class Moved:
             return x if found else self._keep(x, magnitude, False)
         if not found:
             return x
-        at, (_, logits, is_exponential) = found[0], known[found[0]]
+        at = found[0]
+        _, logits, is_exponential = next(of for of in known if of is not None)
         if name == "exp" or (name == "div" and is_exponential and at == 0):
             x = self.by(x, float(jnp.finfo(jnp.float32).eps) / 2 * logits)
             return self._keep(x, logits, True)
@@ -94,7 +95,7 @@ class Moved:
         if name == "select_n":
             return self._keep(x, select(eqn, operands[0][0], *of_each[1:]), False)
         if name not in ("mul", "div"):
-            return self._keep(x, sum(of_each), False)
+            return self._keep(x, np.sum(of_each, axis=0), False)
         if len(found) > 1 or (name == "div" and at == 1):
             return x
         factor = np.abs(operands[1 - at][0])
@@ -212,7 +213,7 @@ def _scan(eqn: Any, operands: list[Pair], rounding: Any) -> list[Pair]:
         each.append(found[carry:])
     each = each[::-1] if p["reverse"] else each
     stacked = [
-        tuple(np.stack([step[n][part] for step in each]) for part in (0, 1))
+        (np.stack([step[n][0] for step in each]), np.stack([step[n][1] for step in each]))
         for n in range(len(each[0]))
     ]
     return [*state, *stacked]

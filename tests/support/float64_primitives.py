@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,9 @@ def _mode(eqn: Any) -> str:
     return str(eqn.params["mode"]).lower()
 
 
-def _windows(sizes: Any, numbers: Any, indices: Array, batching: Any, limits: Any):
+def _windows(
+    sizes: Any, numbers: Any, indices: Array, batching: Any, limits: Any
+) -> Iterator[tuple[Any, Any, bool]]:
     """Of each row of indices: its position, its starts, and whether it lies in bounds."""
     starts_of, operand_batching, indices_batching = batching
     last = [limit - size for limit, size in zip(limits, sizes, strict=True)]
@@ -125,14 +127,14 @@ def _slice(eqn: Any, x: Array) -> Array:
 
 def _dynamic_slice(eqn: Any, x: Array, *starts: Any) -> Array:
     sizes = eqn.params["slice_sizes"]
-    starts = [int(np.clip(s, 0, n - k)) for s, n, k in zip(starts, x.shape, sizes, strict=True)]
-    return x[tuple(slice(s, s + k) for s, k in zip(starts, sizes, strict=True))]
+    first = [int(np.clip(s, 0, n - k)) for s, n, k in zip(starts, x.shape, sizes, strict=True)]
+    return x[tuple(slice(s, s + k) for s, k in zip(first, sizes, strict=True))]
 
 
 def _dynamic_update_slice(_: Any, x: Array, update: Array, *starts: Any) -> Array:
     sizes, out = update.shape, np.array(x)
-    starts = [int(np.clip(s, 0, n - k)) for s, n, k in zip(starts, x.shape, sizes, strict=True)]
-    out[tuple(slice(s, s + k) for s, k in zip(starts, sizes, strict=True))] = update
+    first = [int(np.clip(s, 0, n - k)) for s, n, k in zip(starts, x.shape, sizes, strict=True)]
+    out[tuple(slice(s, s + k) for s, k in zip(first, sizes, strict=True))] = update
     return out
 
 

@@ -260,7 +260,7 @@ def _softmax(rng: random.Random, dtype: str, scale: float) -> list[str]:
             lines.append(f"x = {rng.choice(SCALES)}")
             small = small and lines[-1] in ("x = x * 0.5", "x = x / 2", "x = 0.1 * x")
     kind = rng.random()
-    choices = SOFTMAXES if kind < 0.6 else RELATIVES
+    choices: tuple[str, ...] = SOFTMAXES if kind < 0.6 else RELATIVES
     if small and kind > 0.8:
         choices = OF_EXPONENTIALS
     lines.append(f"x = {rng.choice(choices)}")

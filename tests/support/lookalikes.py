@@ -135,6 +135,7 @@ def attention(
         def look_up(x):
             return _result(of_rows, {"X": x, "i": i, "j": j})
 
+        own: dict[str, Any]
         if heads:
             own = {
                 "L": lambda q, **kw: jnp.einsum("btnh,bsnh->bnts", q, look_up(k), **kw),

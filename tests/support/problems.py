@@ -29,7 +29,7 @@ class LinearCompressionShape(NamedTuple):
     k_user: int
     k_cand: int
     n: int
-    index: str = "sorted"
+    index: str = "sorted"  # type: ignore[assignment]  # hides tuple.index, which nobody calls
 
 
 #: One name for every branch. N is a multiple of 8, which the kernel needs, unless the name says so.
@@ -149,7 +149,7 @@ class AttentionShape(NamedTuple):
     q_heads: int
     kv_heads: int
     head_dim: int
-    index: str = "sorted"
+    index: str = "sorted"  # type: ignore[assignment]  # hides tuple.index, which nobody calls
     lengths: str = "full"
 
 
@@ -182,13 +182,11 @@ class AttentionInputs(NamedTuple):
     cand_to_user: jax.Array
     key_value_seq_lengths: jax.Array | None = None
 
-    def f64(self) -> AttentionInputs:
+    def f64(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray | None]:
         """The same in NumPy, floats in f64."""
-        index = np.asarray(self.cand_to_user)
-        lengths = self.key_value_seq_lengths
-        return AttentionInputs(
-            *_f64(self[:3]), index, None if lengths is None else np.asarray(lengths)
-        )
+        query, key, value = _f64(self[:3])
+        index, lengths = np.asarray(self.cand_to_user), self.key_value_seq_lengths
+        return query, key, value, index, None if lengths is None else np.asarray(lengths)
 
 
 def make_attention_inputs(

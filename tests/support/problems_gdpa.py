@@ -157,7 +157,8 @@ def numpy_slope(name: str, x: np.ndarray) -> np.ndarray:
 
 def _sequences(arrays: Arrays, settings: Settings) -> Iterator[tuple[slice, slice, slice]]:
     """Every query sequence's rows of the queries, of the keys and of out; offsets are in order."""
-    cu_q, cu_kv, index = (None if x is None else np.asarray(x) for x in arrays[3:])
+    cu_kv = np.asarray(arrays.cu_seqlens_kv)
+    cu_q, index = (None if x is None else np.asarray(x) for x in (arrays[3], arrays[5]))
     length = arrays.query.shape[0]
 
     def rows_of(cu: np.ndarray, number: int, longest: int | None) -> slice:

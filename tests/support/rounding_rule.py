@@ -26,6 +26,7 @@ often, and the roundings that it keeps may be those that the others made up for.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -160,11 +161,16 @@ def _fault(original: Any, rewritten: Any, args: Any, theirs: Any, ours: Any) -> 
             *oracle[n],
             [results[n][0] for results in moved],
             aval.dtype,
-            lambda n=n: (results[n][0] for results in _partly_rounded(original, args)),
+            functools.partial(_nth_partly_rounded, original, args, n),
         )
         if fault is not None:
             return f"result {n} of {len(theirs)} ({aval.str_short()}): {fault}"
     return None
+
+
+def _nth_partly_rounded(program: Any, args: Any, number: int) -> Iterator[Any]:
+    """A result of each of `_partly_rounded`."""
+    return (results[number][0] for results in _partly_rounded(program, args))
 
 
 def _partly_rounded(program: Any, args: Any) -> Iterator[Any]:
