@@ -14,7 +14,10 @@ from ikbo_jax.problems.hopper import (
     why_not_dtype,
     why_not_smem,
 )
-from ikbo_jax.problems.linear_compression import LinearCompressionProblem
+from ikbo_jax.problems.linear_compression import (
+    LinearCompressionConfig,
+    LinearCompressionProblem,
+)
 from ikbo_jax.problems.problem import Config
 
 #: Largest n of a WGMMA instruction.
@@ -80,13 +83,14 @@ class WeightGradientConfig(Config):
             return f"cluster must be 1 or 2, but is {self.cluster}"
         return why_not_smem(self, memory.smem_bytes(self.shared))
 
-    def splits(self, batch: int, k: int, m: int, n: int, num_sms: int) -> int:
-        """Into how many parts the batch is split, so that CTAs are busy to the end.
+    def splits(self, batch: int, k: int, m: int, n: int, *, problems: int, num_sms: int) -> int:
+        """Into how many parts each problem's batch is split, so that CTAs are busy to the end.
 
         Each part's sum is a work item, which takes `ITEM_COST` beside its products.
         """
-        tiles = -(-k // TILE_ROWS) * -(-(-(-m // self.block_m)) // self.cluster)
-        workers = num_sms // self.cluster
+        m_tiles = -(-m // self.block_m)
+        tiles = problems * -(-k // TILE_ROWS) * -(-m_tiles // self.cluster)
+        workers = max(1, num_sms // self.cluster)
         steps = -(-n // BLOCK_K)
 
         def time(splits: int) -> float:
@@ -143,3 +147,67 @@ class SumConfig(Config):
         if self.stages < 2:
             return f"stages must be at least 2, but is {self.stages}"
         return why_not_smem(self, memory.smem_bytes(self.shared))
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearCompressionBackwardConfig(Config):
+    """Tuning parameters of all kernels of linear compression's gradient.
+
+    Attributes:
+      embeddings: of the forward kernel that multiplies cotangents by a transposed weight, for every
+        level.
+      weights: of the kernel for a weight's gradient, for every level.
+      sums: of the kernel that sums cotangents.
+    """
+
+    embeddings: tuple[LinearCompressionConfig, ...]
+    weights: tuple[WeightGradientConfig, ...]
+    sums: SumConfig = SumConfig()
+
+    def illegal_reason(self, problem: LinearCompressionProblem) -> str | None:
+        """Why the kernels cannot compute the gradient of `problem`; None if they can."""
+        if not len(self.embeddings) == len(self.weights) == len(problem.ks):
+            return (
+                f"the configuration is for {len(self.embeddings)} and {len(self.weights)} levels, "
+                f"but the problem has {len(problem.ks)}"
+            )
+        reasons = [
+            config.illegal_reason(embedding_problem(problem, level))
+            for level, config in enumerate(self.embeddings)
+        ]
+        reasons += [config.illegal_reason(problem) for config in (*self.weights, self.sums)]
+        return next((reason for reason in reasons if reason is not None), None)
+
+
+def embedding_problem(problem: LinearCompressionProblem, level: int) -> LinearCompressionProblem:
+    """The linear compression by a transposed weight that gives a level's gradient: M is its K."""
+    return dataclasses.replace(
+        problem, batches=(problem.batches[level],), ks=(problem.m,), m=problem.ks[level]
+    )
+
+
+def default_config(problem: LinearCompressionProblem) -> LinearCompressionBackwardConfig:
+    """The configuration without a measurement; legal unless none is."""
+    embeddings = []
+    for level in range(len(problem.ks)):
+        config = embedding_problem(problem, level).default_config()
+        embeddings.append(config or LinearCompressionConfig(single_launch=False))
+    weight = WeightGradientConfig(_block_m(problem.m))
+    return LinearCompressionBackwardConfig(tuple(embeddings), (weight,) * len(embeddings))
+
+
+def _block_m(m: int) -> int:
+    """The block_m whose tiles cover M at the least cost; each costs 32 rows beside its own."""
+    least = -(-m // MAX_BLOCK_M)
+    blocks = [-(-m // (8 * tiles)) * 8 for tiles in range(max(1, least), least + 3)]
+    return min(blocks, key=lambda block: -(-m // block) * (block + 32))
+
+
+def illegal_reason(problem: LinearCompressionProblem) -> str | None:
+    """Why the kernels cannot compute the gradient of a problem; None if they can."""
+    if min(*problem.batches, *problem.ks, problem.m, problem.n) < 1:
+        return (
+            f"the gradient's kernels need sizes of at least 1, but B={problem.batches}, "
+            f"K={problem.ks}, M={problem.m} and N={problem.n}"
+        )
+    return default_config(problem).illegal_reason(problem)

@@ -42,18 +42,19 @@ from ikbo_jax.problems.linear_compression_backward import WeightGradientConfig
 class _Shape(NamedTuple):
     """Static description of a launch."""
 
-    batch: int
+    problems: int
+    batch: int  # of one problem
     k: int
     m: int
     n: int
-    splits: int
+    splits: int  # of one problem
     k_tiles: int
     m_pairs: int  # tiles along M of a cluster
     cluster: int
 
     @property
     def workers(self) -> int:
-        return self.m_pairs * self.k_tiles * self.splits
+        return self.m_pairs * self.k_tiles * self.splits * self.problems
 
     @property
     def n_steps(self) -> int:
@@ -66,7 +67,7 @@ class _Item(NamedTuple):
 
     m_tile: Any
     k_tile: Any
-    split: Any
+    part: Any  # number of the part of all problems' batches
     first: Any  # entry of the batch
     steps: Any
 
@@ -82,14 +83,15 @@ def _item(ctx: WarpgroupContext) -> _Item:
     """This CTA's work item: tiles along M vary fastest, parts of the batch slowest."""
     shape = ctx.shape
     rest, m_tile = lax.div(ctx.worker, shape.m_pairs), lax.rem(ctx.worker, shape.m_pairs)
-    split, k_tile = lax.div(rest, shape.k_tiles), lax.rem(rest, shape.k_tiles)
+    part, k_tile = lax.div(rest, shape.k_tiles), lax.rem(rest, shape.k_tiles)
     if shape.cluster > 1:  # the last tile may lie past M; TMA reads zeros, and nothing is stored
         m_tile = m_tile * shape.cluster + lax.axis_index("cluster")
-    # Entry i of split s: batch // splits of them, and one more in the first splits.
+    problem, split = lax.div(part, shape.splits), lax.rem(part, shape.splits)
+    # The first `extra` parts of a problem have one entry more.
     each, extra = divmod(shape.batch, shape.splits)
-    first = split * each + jnp.minimum(split, extra)
+    first = problem * shape.batch + split * each + jnp.minimum(split, extra)
     count = each + (split < extra).astype(jnp.int32)
-    return _Item(m_tile, k_tile, split, first, count * shape.n_steps)
+    return _Item(m_tile, k_tile, part, first, count * shape.n_steps)
 
 
 def _produce(ctx: WarpgroupContext) -> None:
@@ -158,7 +160,7 @@ def _consume(ctx: WarpgroupContext) -> None:
     stores.store_rows(
         ctx.outputs[0],
         acc,
-        item.split * shape.k + row,
+        item.part * shape.k + row,
         item.m_tile,
         jnp.int32(0),
         jnp.where(is_tile, jnp.clip(shape.k - row, 0, WGMMA_M), 0),
@@ -173,27 +175,30 @@ def d_weight_kernel(
     *,
     config: WeightGradientConfig,
     num_sms: int,
+    problems: int = 1,
     dtype: Any = None,
     interpret: Any = False,
 ) -> jax.Array:
-    """Gradient of a level's weight.
+    """Gradients of a level's weight, one for each of several problems.
 
     Args:
-      d_out: [B, M, N], bf16 or f16, cotangent of the level's result; B at least 1.
-      embedding: [B, K, N] in the same dtype; N a multiple of 8.
+      d_out: [problems * B, M, N], bf16 or f16, cotangent of the level's result; B at least 1.
+      embedding: [problems * B, K, N] in the same dtype; N a multiple of 8.
       config: a legal configuration (`WeightGradientConfig.illegal_reason`).
       num_sms: streaming multiprocessors of the device.
-      dtype: dtype of the gradient; None means the operands'.
-      interpret: False, or `plgpu.InterpretGPUParams` to run on a CPU; that needs `cluster=1`.
+      problems: how many problems stand one after another in the batch.
+      dtype: dtype of the gradients; None means the operands'.
+      interpret: False, or `plgpu.InterpretGPUParams` to run on a CPU.
 
     Returns:
-      [M, K] in `dtype`; summed in f32, in the same order in every run, and rounded once.
+      [problems, M, K] in `dtype`; summed in f32, in the same order in every run, rounded once.
     """
-    batch, m, n = d_out.shape
-    k = embedding.shape[1]
+    m, n = d_out.shape[1:]
+    batch, k = d_out.shape[0] // problems, embedding.shape[1]
     m_tiles = pl.cdiv(m, config.block_m)
-    splits = config.splits(batch, k, m, n, num_sms)
+    splits = config.splits(batch, k, m, n, problems=problems, num_sms=num_sms)
     shape = _Shape(
+        problems=problems,
         batch=batch,
         k=k,
         m=m,
@@ -207,10 +212,11 @@ def d_weight_kernel(
     def context(shared: Any, operands: Any, outputs: Any, interpret: bool) -> WarpgroupContext:
         return WarpgroupContext(shape, config, shared, operands, outputs, interpret)
 
+    rows = problems * splits * k
     (parts,) = launch(
         Roles(context, _produce, _consume),
         _Operands(d_out, embedding),
-        (jax.ShapeDtypeStruct((splits * k, m_tiles, config.block_m), jnp.float32),),
+        (jax.ShapeDtypeStruct((rows, m_tiles, config.block_m), jnp.float32),),
         config.shared,
         dtype=d_out.dtype,
         name="ikbo_linear_compression_d_weight",
@@ -218,5 +224,5 @@ def d_weight_kernel(
         cluster=config.cluster,
         interpret=interpret,
     )
-    parts = parts.reshape(splits, k, m_tiles * config.block_m)[:, :, :m]
-    return jnp.sum(parts, axis=0).T.astype(dtype or d_out.dtype)
+    parts = parts.reshape(problems, splits, k, m_tiles * config.block_m)[..., :m]
+    return jnp.swapaxes(jnp.sum(parts, axis=1), 1, 2).astype(dtype or d_out.dtype)
