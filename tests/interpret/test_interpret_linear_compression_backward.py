@@ -13,12 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import problems
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.ops.linear_compression_backward import Gradients, kernel_vjp
-from ikbo_jax.pallas.hopper import mosaic
 from ikbo_jax.problems import LinearCompressionConfig, LinearCompressionProblem
-from ikbo_jax.problems.hopper import NUM_CONSUMERS
 from ikbo_jax.problems.linear_compression_backward import (
     LinearCompressionBackwardConfig,
     SumConfig,
