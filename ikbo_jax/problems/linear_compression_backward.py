@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from ikbo_jax.problems import memory
 from ikbo_jax.problems.hopper import (
     BLOCK_K,
+    MAX_SMEM_BYTES,
     NUM_CONSUMERS,
     TILE_ROWS,
     WGMMA_M,
@@ -22,6 +23,8 @@ from ikbo_jax.problems.problem import Config
 
 #: Largest n of a WGMMA instruction.
 MAX_BLOCK_M = 256
+#: Most stages of the ring of a weight's gradient; tiles of more than 224 compressed rows have fewer.
+MAX_STAGES = 5
 #: What a work item costs beside its k steps, in k steps: the first load and the store.
 ITEM_COST = 12
 #: Most waves of work items that `WeightGradientConfig.splits` considers.
@@ -44,13 +47,10 @@ class WeightGradientConfig(Config):
     Attributes:
       block_m: compressed rows of a CTA tile, the n of a WGMMA instruction; a multiple of 8.
       stages: stages of the shared memory ring; each holds 64 embedding columns.
-      cluster: number of CTAs with neighbouring tiles along M that share embedding tiles by
-        multicast, 1 or 2.
     """
 
     block_m: int = 224
     stages: int = 5
-    cluster: int = 1
 
     @property
     def shared(self) -> WeightGradientShared:
@@ -62,7 +62,7 @@ class WeightGradientConfig(Config):
                 None,
                 None,
                 memory.Barriers(self.stages, 1 + NUM_CONSUMERS),
-                memory.Barriers(self.stages, NUM_CONSUMERS, is_clustered=self.cluster > 1),
+                memory.Barriers(self.stages, NUM_CONSUMERS),
             ),
             staging=memory.Staging((NUM_CONSUMERS, WGMMA_M, self.block_m), "float32"),
         )
@@ -79,8 +79,6 @@ class WeightGradientConfig(Config):
             return f"block_m must be a multiple of 8 from 8 to {MAX_BLOCK_M}, but is {self.block_m}"
         if self.stages < 2:
             return f"stages must be at least 2, but is {self.stages}"
-        if self.cluster not in (1, 2):
-            return f"cluster must be 1 or 2, but is {self.cluster}"
         return why_not_smem(self, memory.smem_bytes(self.shared))
 
     def splits(self, batch: int, k: int, m: int, n: int, *, problems: int, num_sms: int) -> int:
@@ -88,16 +86,14 @@ class WeightGradientConfig(Config):
 
         Each part's sum is a work item, which takes `ITEM_COST` beside its products.
         """
-        m_tiles = -(-m // self.block_m)
-        tiles = problems * -(-k // TILE_ROWS) * -(-m_tiles // self.cluster)
-        workers = max(1, num_sms // self.cluster)
+        tiles = problems * -(-k // TILE_ROWS) * -(-m // self.block_m)
         steps = -(-n // BLOCK_K)
 
         def time(splits: int) -> float:
-            waves = -(-tiles * splits // workers)
+            waves = -(-tiles * splits // num_sms)
             return waves * (-(-batch // splits) * steps + ITEM_COST)
 
-        most = max(1, min(batch, MAX_WAVES * workers // tiles))
+        most = max(1, min(batch, MAX_WAVES * num_sms // tiles))
         return min(range(1, most + 1), key=time)
 
 
@@ -192,7 +188,9 @@ def default_config(problem: LinearCompressionProblem) -> LinearCompressionBackwa
     for level in range(len(problem.ks)):
         config = embedding_problem(problem, level).default_config()
         embeddings.append(config or LinearCompressionConfig(single_launch=False))
-    weight = WeightGradientConfig(_block_m(problem.m))
+    block_m = _block_m(problem.m)
+    weights = [WeightGradientConfig(block_m, stages) for stages in range(MAX_STAGES, 1, -1)]
+    weight = next(x for x in weights if memory.smem_bytes(x.shared) <= MAX_SMEM_BYTES)
     return LinearCompressionBackwardConfig(tuple(embeddings), (weight,) * len(embeddings))
 
 

@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
 
 #: Small tiles, rings that wrap at once.
 FORWARD = LinearCompressionConfig(32, 2, 16, single_launch=False, cluster=1)
-WEIGHT = WeightGradientConfig(block_m=32, stages=2, cluster=1)
+WEIGHT = WeightGradientConfig(block_m=32, stages=2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,6 @@ class Case:
     ks: tuple[int, ...]
     m: int
     n: int
-    weight: WeightGradientConfig = WEIGHT
     num_sms: int = 1
     index: str | tuple[int, ...] = "unsorted"
     dtype: str = "bfloat16"
@@ -48,7 +47,7 @@ class Case:
     def config(self) -> LinearCompressionBackwardConfig:
         levels = len(self.ks)
         return LinearCompressionBackwardConfig(
-            (FORWARD,) * levels, (self.weight,) * levels, SumConfig(2)
+            (FORWARD,) * levels, (WEIGHT,) * levels, SumConfig(2)
         )
 
     @property
@@ -141,3 +140,57 @@ def test_interpreted_gradients_are_right_and_free_of_races(
     found = run(case, arrays)
     launches.assert_no_races(case.launches)
     assert_correct(found, arrays, case)
+
+
+# Infinity times the zeros that pad M is NaN, in columns that are not stored.
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
+def test_interpreted_non_finite_values_stay_with_their_user(
+    launches: interpreter.Launches,
+) -> None:
+    """An embedding's reaches gradients of weights alone; a cotangent's, its candidate and user."""
+    case = Case((3, 4), (70, 40), 41, 136, index=(2, 1, 0, 1))
+    weights, embeddings, parents, cotangent = arrays = case.arrays()
+    of_users, of_cands, spoiled = (np.array(x) for x in (*embeddings, cotangent))
+    of_users[1, 69, 70], of_cands[1, 39, 69], spoiled[2, 40, 71] = np.nan, -np.inf, np.nan
+    found = run(
+        case,
+        (weights, tuple(map(jnp.asarray, (of_users, of_cands))), parents, jnp.asarray(spoiled)),
+    )
+    launches.assert_no_races(case.launches)
+    _, (d_users, d_cands) = found
+    clean = run(case, arrays)
+    launches.assert_no_races(2 * case.launches)
+    hit = np.zeros(d_cands.shape, bool)
+    hit[2, :, 71] = True
+    np.testing.assert_array_equal(np.isnan(d_cands), hit)
+    np.testing.assert_array_equal(d_cands[~hit], clean[1][1][~hit])
+    hit = np.zeros(d_users.shape, bool)
+    hit[0, :, 71] = True
+    np.testing.assert_array_equal(np.isnan(d_users), hit)
+    np.testing.assert_array_equal(d_users[~hit], clean[1][0][~hit])
+
+
+def test_interpreted_problems_with_common_weights_have_gradients_of_their_own(
+    launches: interpreter.Launches,
+) -> None:
+    """Two problems in one batch: as if each was computed alone."""
+    both = Case((4, 6), (24, 70), 24, 64, index=(0, 1, 0, 3, 2, 3), num_sms=3)
+    weights, embeddings, parents, cotangent = both.arrays()
+    fn = functools.partial(kernel_vjp, config=both.config, num_sms=3, problems=2)
+    d_weights, d_embeddings = jax.block_until_ready(
+        jax.jit(functools.partial(fn, interpret=interpreter.PARAMS))(
+            weights, embeddings, parents, cotangent
+        )
+    )
+    launches.assert_no_races(both.launches)
+    for problem in range(2):
+        users, cands = slice(2 * problem, 2 * problem + 2), slice(3 * problem, 3 * problem + 3)
+        index = None if parents[1] is None else parents[1][cands] - 2 * problem
+        levels = weights, (embeddings[0][users], embeddings[1][cands]), (None, index)
+        one = (*levels, cotangent[cands])
+        found = (
+            tuple(x[problem] for x in d_weights),
+            (d_embeddings[0][users], d_embeddings[1][cands]),
+        )
+        case = dataclasses.replace(both, batches=(2, 3), index=())
+        assert_correct(found, one, case)

@@ -12,15 +12,14 @@ item and stores its sums in f32; XLA adds the parts in a fixed order. Work items
 neighbouring numbers, so they run at the same time and find each other's operands in L2.
 
 Warpgroups: 0 and 1 are the consumers; each multiplies 64 rows of K. One warp of warpgroup 2 is the
-producer. With clusters, two CTAs compute neighbouring tiles along M, and share the embedding's
-tiles through multicast.
+producer.
 
 Synchronisations:
   1. `stages.ready[s]`  producer -> consumers: TMA has filled stage s.
-  2. `stages.free[s]`   consumers (of all CTAs of the cluster) -> producer: the WGMMAs of both
-                        warpgroups have read stage s, or stage s is unused so far.
+  2. `stages.free[s]`   consumers -> producer: the WGMMAs of both warpgroups have read stage s, or
+                        stage s is unused so far.
 
-A CTA waits for no other CTA, except for the other one of its cluster, which runs at the same time.
+A CTA waits for no other CTA.
 """
 
 from __future__ import annotations
@@ -49,12 +48,11 @@ class _Shape(NamedTuple):
     n: int
     splits: int  # of one problem
     k_tiles: int
-    m_pairs: int  # tiles along M of a cluster
-    cluster: int
+    m_tiles: int
 
     @property
     def workers(self) -> int:
-        return self.m_pairs * self.k_tiles * self.splits * self.problems
+        return self.m_tiles * self.k_tiles * self.splits * self.problems
 
     @property
     def n_steps(self) -> int:
@@ -82,10 +80,8 @@ class _Operands(NamedTuple):
 def _item(ctx: WarpgroupContext) -> _Item:
     """This CTA's work item: tiles along M vary fastest, parts of the batch slowest."""
     shape = ctx.shape
-    rest, m_tile = lax.div(ctx.worker, shape.m_pairs), lax.rem(ctx.worker, shape.m_pairs)
+    rest, m_tile = lax.div(ctx.worker, shape.m_tiles), lax.rem(ctx.worker, shape.m_tiles)
     part, k_tile = lax.div(rest, shape.k_tiles), lax.rem(rest, shape.k_tiles)
-    if shape.cluster > 1:  # the last tile may lie past M; TMA reads zeros, and nothing is stored
-        m_tile = m_tile * shape.cluster + lax.axis_index("cluster")
     problem, split = lax.div(part, shape.splits), lax.rem(part, shape.splits)
     # The first `extra` parts of a problem have one entry more.
     each, extra = divmod(shape.batch, shape.splits)
@@ -98,7 +94,6 @@ def _produce(ctx: WarpgroupContext) -> None:
     """The producer warp."""
     shape, shared, item = ctx.shape, ctx.shared, _item(ctx)
     (_, embedding), (_, cotangent) = shared.embedding, shared.cotangent
-    axes = "cluster" if shape.cluster > 1 else None
 
     def load(step: Any, _: Any) -> None:
         stage = shared.stages.slot(step)
@@ -112,7 +107,6 @@ def _produce(ctx: WarpgroupContext) -> None:
                 ctx.operands.embedding.at[entry, rows, columns],
                 embedding.at[stage, consumer],
                 ready,
-                collective_axes=axes,
             )
         rows = pl.ds(item.m_tile * ctx.config.block_m, ctx.config.block_m)
         plgpu.copy_gmem_to_smem(
@@ -156,14 +150,13 @@ def _consume(ctx: WarpgroupContext) -> None:
 
     acc = mma.with_accumulator(all_k_steps, block_m, interpret=ctx.interpret)
     row = item.k_tile * TILE_ROWS + ctx.consumer * WGMMA_M
-    is_tile = item.m_tile * block_m < shape.m
     stores.store_rows(
         ctx.outputs[0],
         acc,
         item.part * shape.k + row,
         item.m_tile,
         jnp.int32(0),
-        jnp.where(is_tile, jnp.clip(shape.k - row, 0, WGMMA_M), 0),
+        jnp.clip(shape.k - row, 0, WGMMA_M),
         ctx.staging(),
         interpret=ctx.interpret,
     )
@@ -205,8 +198,7 @@ def d_weight_kernel(
         n=n,
         splits=splits,
         k_tiles=pl.cdiv(k, TILE_ROWS),
-        m_pairs=pl.cdiv(m_tiles, config.cluster),
-        cluster=config.cluster,
+        m_tiles=m_tiles,
     )
 
     def context(shared: Any, operands: Any, outputs: Any, interpret: bool) -> WarpgroupContext:
@@ -221,7 +213,6 @@ def d_weight_kernel(
         dtype=d_out.dtype,
         name="ikbo_linear_compression_d_weight",
         workers=shape.workers,
-        cluster=config.cluster,
         interpret=interpret,
     )
     parts = parts.reshape(problems, splits, k, m_tiles * config.block_m)[..., :m]
