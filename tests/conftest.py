@@ -146,8 +146,8 @@ def fake_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHopper]:
         )
 
     def fake_d_weight(d_out, embedding, *, config, num_sms, problems, dtype):
-        calls.append({"config": config, "num_sms": num_sms})
         dtype = jnp.dtype(dtype or d_out.dtype)
+        calls.append({"config": config, "num_sms": num_sms, "dtype": dtype})
 
         def compute(*arrays):
             d_out, embedding = (np.asarray(x, np.float64) for x in arrays)

@@ -356,3 +356,34 @@ class TestKernelPath:
         plan = ikbo.explain(gradients("xla"), *inputs[:4]).plans[0]
         assert plan.backward == "XLA, at user and candidate batch size"
         assert not fake_hopper.calls
+
+    @pytest.mark.parametrize("over", ["candidates", "M"])
+    def test_gradients_of_a_call_that_devices_divide(self, fake_hopper, over) -> None:
+        """Gradients that are sums over devices leave the kernels in f32."""
+        inputs = problems.make_inputs(
+            problems.LinearCompressionShape(3, 8, 16, 24, 32, 8, "unsorted")
+        )
+        axis, kind = jax.sharding.PartitionSpec, jax.sharding.AxisType.Explicit
+        split, whole = axis("x"), axis()
+        specs = (whole, whole, split, whole, split)
+        if over == "M":
+            specs = (split, split, whole, whole, whole)
+        mesh = jax.make_mesh((4,), ("x",), axis_types=(kind,), devices=jax.devices("cpu")[:4])
+        sharded = [
+            jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))
+            for x, spec in zip(inputs, specs, strict=True)
+        ]
+
+        def gradients(implementation, arrays):
+            def loss(*floats):
+                out = ikbo.linear_compression(*floats, arrays[4], implementation=implementation)
+                return jnp.sum(jnp.sin(out.astype(jnp.float32)))
+
+            return jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(*arrays[:4])
+
+        both = gradients("mosaic_gpu", sharded), gradients("xla", inputs)
+        dtypes = {call["dtype"] for call in fake_hopper.calls if "dtype" in call}
+        assert dtypes == {jnp.dtype("float32")}
+        for found, expected in zip(*both, strict=True):
+            found, expected = (np.asarray(x, np.float32) for x in (found, expected))
+            np.testing.assert_allclose(found, expected, atol=0.02 * np.abs(expected).max())
