@@ -25,6 +25,7 @@ CandidateOp = Callable[[Parameters, jax.Array, jax.Array, jax.Array], jax.Array]
 
 #: Elements to which a row is padded: 16 bytes of a 16-bit dtype, which tensor cores read at once.
 ALIGNMENT = 8
+F32 = jnp.float32
 
 
 class Strategy(NamedTuple):
@@ -67,12 +68,43 @@ def softmax_attention(
     return out
 
 
-def activated_attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """gelu(query · keyᵀ / √H) · value / √S; scores are f32, all else has the arrays' dtype."""
-    scores = jnp.einsum("btnh,bsnh->bnts", query, key, preferred_element_type=jnp.float32)
+def activated_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, *, tuned: bool = False
+) -> jax.Array:
+    """gelu(query · keyᵀ / √H) · value / √S; scores are f32, all else has the arrays' dtype.
+
+    With `tuned`, the gradient multiplies in the arrays' dtype, too (`einsum_f32`).
+    """
+    product = einsum_f32 if tuned else functools.partial(jnp.einsum, preferred_element_type=F32)
+    scores = product("btnh,bsnh->bnts", query, key)
     weights = jax.nn.gelu(scores * jnp.float32(query.shape[-1] ** -0.5), approximate=False)
     out = jnp.einsum("bnts,bsnh->btnh", weights.astype(value.dtype), value)
     return out * jnp.asarray(key.shape[1] ** -0.5, out.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def einsum_f32(axes: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """`jnp.einsum` with an f32 result, whose cotangent is rounded to the operands' dtype.
+
+    JAX' own gradient would multiply the f32 cotangent with wide operands: twice the time.
+    """
+    return jnp.einsum(axes, a, b, preferred_element_type=F32)
+
+
+def _einsum_f32_vjp(
+    axes: str, operands: tuple[jax.Array, jax.Array], d_out: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    a, b = operands
+    of_operands, of_result = axes.split("->")
+    of_a, of_b = of_operands.split(",")
+    d_out = d_out.astype(a.dtype)
+    return (
+        jnp.einsum(f"{of_result},{of_b}->{of_a}", d_out, b),
+        jnp.einsum(f"{of_result},{of_a}->{of_b}", d_out, a),
+    )
+
+
+einsum_f32.defvjp(lambda axes, a, b: (einsum_f32(axes, a, b), (a, b)), _einsum_f32_vjp)
 
 
 def look_up(user: jax.Array, index: jax.Array) -> jax.Array:
@@ -225,13 +257,13 @@ class Fold(NamedTuple):
 
     def fold(self, x: jax.Array) -> jax.Array:
         """Moves [B, T, ...] to [U, slots_per_user · T, ...]; empty slots are zero."""
-        slots = _move(x, self.members, self.slot, 0.0)
+        slots = move(x, self.members, self.slot, 0.0)
         return slots.reshape(self.users, self.slots_per_user * x.shape[1], *x.shape[2:])
 
     def unfold(self, x: jax.Array) -> jax.Array:
         """Moves [U, slots_per_user · T, ...] back to [B, T, ...]; NaN without a slot."""
         shape = (self.users * self.slots_per_user, x.shape[1] // self.slots_per_user, *x.shape[2:])
-        return _move(x.reshape(shape), self.slot, self.members, math.nan)
+        return move(x.reshape(shape), self.slot, self.members, math.nan)
 
     def look_up(self, user: jax.Array) -> jax.Array:
         """The user's entry of every candidate, [B, ...] from [U, ...]."""
@@ -239,13 +271,13 @@ class Fold(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _move(x: jax.Array, source: jax.Array, target: jax.Array, fill: float) -> jax.Array:
+def move(x: jax.Array, source: jax.Array, target: jax.Array, fill: float) -> jax.Array:
     """`x[source]`, `fill` where `source` is out of range; `target` is the inverse of `source`."""
     return x.at[source].get(mode="fill", fill_value=fill)
 
 
-_move.defvjp(
-    lambda x, source, target, fill: (_move(x, source, target, fill), target),
+move.defvjp(
+    lambda x, source, target, fill: (move(x, source, target, fill), target),
     lambda fill, target, d_out: (d_out.at[target].get(mode="fill", fill_value=0.0), None, None),
 )
 
@@ -312,7 +344,7 @@ def hand_optimised(fold: Fold) -> Strategy:
         params: Parameters, queries: jax.Array, pooled: jax.Array, index: jax.Array
     ) -> jax.Array:
         query, key, value = functional.projected(params, queries, pooled)
-        out = fold.unfold(activated_attention(fold.fold(query), key, value))
+        out = fold.unfold(activated_attention(fold.fold(query), key, value, tuned=True))
         return functional.merge_heads(out, params["w_out"])
 
     def compress(
