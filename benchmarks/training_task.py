@@ -66,7 +66,7 @@ def step_of(
         with jax.named_scope("update"):
             updates, moments = optimiser().update(gradients, state.optimiser, state.params)
             params = optax.apply_updates(state.params, updates)
-            norm = optax.global_norm(gradients)
+            norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(gradients)))
         return State(params, moments), (value, norm)
 
     return step
@@ -86,7 +86,7 @@ def draw(sizes: ranking.Sizes, seed: int | jax.Array, index: jax.Array) -> tuple
 
     def shifted(x: jax.Array, signal: jax.Array) -> jax.Array:
         """Adds the signal along a fixed direction, whose elements alternate in sign."""
-        direction = 1 - 2 * (jnp.arange(x.shape[-1]) % 2)
+        direction = 1 - 2 * (jax.lax.broadcasted_iota(jnp.float32, x.shape, x.ndim - 1) % 2)
         signal = signal.reshape(-1, *[1] * (x.ndim - 1))
         return x + (SIGNAL * signal * direction).astype(x.dtype)
 
