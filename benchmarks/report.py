@@ -30,6 +30,7 @@ from benchmarks import (
     report_gdpa,
     report_ranking,
     report_scaling,
+    report_training,
     tables,
     timing,
 )
@@ -73,6 +74,7 @@ MODULES: dict[str, Any] = {
     "gdpa": report_gdpa,
     "ranking": report_ranking,
     "scaling": report_scaling,
+    "training": report_training,
 }
 #: The body of a block if the results file has no point for it.
 NOT_MEASURED = "Not measured yet.\n"

@@ -159,7 +159,7 @@ def task_of(sizes: Any) -> Task:
     if isinstance(sizes, training_gdpa.Sizes):
         params, (inputs, labels) = training_gdpa.init(sizes), training_gdpa.draw(sizes)
         return Task(params, inputs, labels, _gdpa_loss(sizes, params, inputs, labels))
-    params = ranking.inputs_of(sizes)[0]
+    params = model.init(sizes)
     inputs, labels = training_task.draw(sizes, 0, model.user_index(sizes))
     logits = cases.oracle(params, inputs)
     loss = float(jnp.mean(jax.nn.softplus(-labels * logits)))
@@ -206,7 +206,9 @@ def _compile(version: Version, sizes: Any, task: Task, profile: bool) -> Trained
         start = time.monotonic()
         step = training_task.step_of(version.make(sizes), sizes.dtype)
         shapes = jax.eval_shape(training_task.start, task.params)
-        lowered = jax.jit(step, donate_argnums=0).lower(shapes, task.inputs, task.labels)
+        # The gradient of attention in `jax.nn`, and optax' count of steps, mix dtypes.
+        with jax.numpy_dtype_promotion("standard"):
+            lowered = jax.jit(step, donate_argnums=0).lower(shapes, task.inputs, task.labels)
         traced = time.monotonic()
         compiled = to_profile = lowered.compile()
         record |= {"trace_s": traced - start, "compile_s": time.monotonic() - traced}
