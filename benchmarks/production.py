@@ -14,12 +14,19 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import fcntl
 import functools
+import json
 import math
+import os
+import pathlib
 import statistics
+import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -70,11 +77,13 @@ class Point:
         return self.shape.flops * PRODUCTS[self.shape.op], 2.0 * self.shape.num_bytes
 
 
-def points(sweeps: Sequence[str], number: int, seed: int) -> Iterator[Point]:
-    """Yields `number` points of every sweep."""
-    for sweep in sweeps:
-        op, direction = sweep.split()
-        yield from (Point(shape, direction) for shape in shapes(op, number, seed))
+def points(sweeps: Sequence[str], number: int, seed: int) -> list[Point]:
+    """`number` points of every sweep."""
+    return [
+        Point(shape, direction)
+        for op, direction in map(str.split, sweeps)
+        for shape in shapes(op, number, seed)
+    ]
 
 
 def _program(contender: Contender, direction: str) -> tuple[Callable[..., Any], tuple]:
@@ -119,35 +128,70 @@ def _ratio(check: Check) -> float:
     return math.inf if math.isnan(ratio) else ratio
 
 
-def _compiled(
-    make: Callable[[], Contender], direction: str, exact: list[np.ndarray]
-) -> harness.Contender:
-    try:
-        contender = make()
-    except NotImplementedError as unable:
-        record = {"name": make.__name__, "stage": "-", "skipped": str(unable)}
+class Program(NamedTuple):
+    """A compiled contender; its arrays are made again for the timing.
+
+    Attributes:
+      make: makes the contender and its arrays.
+      compiled: None if it cannot run.
+      record: its entry in the results file.
+    """
+
+    make: Callable[[], Contender]
+    compiled: Any
+    record: dict[str, Any]
+
+
+def compiled(point: Point) -> list[Program]:
+    """Compiles every contender of a point, without running any."""
+    programs = []
+    for make in contenders(point.shape):
+        name, record = make.__name__, {"stage": "-"}
+        try:
+            contender = make()
+            name, record = contender.name, {"stage": contender.stage}
+            fn, args = _program(contender, point.direction)
+            compiled = jax.jit(fn).lower(*args).compile()
+            programs.append(Program(make, compiled, {"name": name, **record}))
+        except Exception as failure:
+            # cuDNN refuses some sizes, and copies need more memory than there is.
+            word = "failure" if name == OUR_NAME else "skipped"
+            reason = f"{type(failure).__name__}: {str(failure)[:200]}"
+            programs.append(Program(make, None, {"name": name, **record, word: reason}))
+    return programs
+
+
+def _checked(program: Program, direction: str, exact: list[np.ndarray]) -> harness.Contender:
+    """Runs a program once and compares its results."""
+    record = dict(program.record)
+    if program.compiled is None:
         return harness.Contender(record)
-
-    def compare(results: Sequence[Any]) -> Check:
-        if not contender.is_comparable:
-            return Check(0.0, 1.0)
-        return _compare(contender, exact, results)
-
-    found = harness.compile_and_check(
-        contender.name, contender.stage, lambda: _program(contender, direction), compare
-    )
-    if not contender.is_comparable:
-        found.record["note"] = "another function: softmax"
-    if "failure" in found.record and contender.name != OUR_NAME:
-        # cuDNN refuses some sizes, and copies need more memory than there is.
-        found.record["skipped"] = found.record.pop("failure")
-    return found
+    contender = program.make()
+    _, args = _program(contender, direction)
+    check = Check(0.0, 1.0)
+    try:
+        results = jax.block_until_ready(program.compiled(*args))
+        if contender.is_comparable:
+            check = _compare(contender, exact, results)
+        else:
+            record["note"] = "another function: softmax"
+    except Exception as failure:
+        word = "failure" if contender.name == OUR_NAME else "skipped"
+        return harness.Contender(record | {word: f"{type(failure).__name__}: {failure!s:.200}"})
+    memory = program.compiled.memory_analysis()
+    record |= {
+        "temp_bytes": None if memory is None else int(memory.temp_size_in_bytes),
+        **check._asdict(),
+        "ok": check.ok,
+    }
+    thunk = functools.partial(program.compiled, *args)
+    return harness.Contender(record, thunk, program.compiled, args)
 
 
 def _short(found: Sequence[harness.Contender]) -> None:
     """Replaces the times of all contenders by CUPTI's, where it could time all of them."""
     timed = [c for c in found if "median_ms" in c.record]
-    if min(c.record["median_ms"] for c in timed) >= SHORT_MS:
+    if not timed or min(c.record["median_ms"] for c in timed) >= SHORT_MS:
         return
     kernels = [timing.kernel_ms(c.compiled, *c.args) for c in timed]
     for contender, ms in zip(timed, kernels, strict=True):
@@ -167,11 +211,12 @@ def _ceilings() -> tuple[float, float]:
     return timing.copy_ceiling(size)["tb_per_s"], 0.0 if empty is None else statistics.median(empty)
 
 
-def measure_point(point: Point, protocol: harness.Protocol) -> dict[str, Any]:
+def measure_point(
+    point: Point, programs: Sequence[Program], protocol: harness.Protocol
+) -> dict[str, Any]:
     """Checks all contenders of a point, and times them interleaved with the reference matmul."""
-    makers = contenders(point.shape)
-    exact = _exact(makers[1](), point.direction)
-    found = [_compiled(make, point.direction, exact) for make in makers]
+    exact = _exact(programs[1].make(), point.direction)
+    found = [_checked(program, point.direction, exact) for program in programs]
     flops, num_bytes = point.work
     measured = harness.measure(found, flops, protocol)
     _short(found)
@@ -238,19 +283,64 @@ def summary(results: Record) -> str:
     return "\n".join(lines)
 
 
+def _measure_share(args: argparse.Namespace, share: int) -> None:
+    """Measures every `args.jobs`-th point; one process at a time has the device.
+
+    Programs are compiled before any process measures, because XLA times GEMM algorithms then.
+    """
+    folder = pathlib.Path(args.scratch)
+    mine = points(args.sweep, args.number, args.seed)[share :: args.jobs]
+    if jax.default_backend() != "gpu":
+        mine = [dataclasses.replace(point, shape=shrink(point.shape)) for point in mine]
+    protocol = harness.Protocol.for_device(quick=args.quick)
+    programs = [compiled(point) for point in mine]
+    (folder / f"compiled-{share}").touch()
+    while len(list(folder.glob("compiled-*"))) < args.jobs:
+        time.sleep(0.1)
+    measured = []
+    for point, of_point in zip(mine, programs, strict=True):
+        with open(folder / "device", "w", encoding="utf-8") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            record = measure_point(point, of_point, protocol)
+        measured.append(record)
+        timing.write_results(folder / f"points-{share}.json", {"points": measured})
+        print(f"{point.sweep} {point.label}: {bars(record, ())}", flush=True)
+
+
+def _measure_all(args: argparse.Namespace, argv: Sequence[str]) -> list[Record]:
+    """Measures all points in `args.jobs` processes; returns them in the order of the draws."""
+    with tempfile.TemporaryDirectory() as scratch:
+        base = [sys.executable, "-m", "benchmarks.production", *argv, "--scratch", scratch]
+        environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        processes = [
+            subprocess.Popen([*base, "--share", str(share)], env=environment)
+            for share in range(args.jobs)
+        ]
+        failed = [share for share, process in enumerate(processes) if process.wait()]
+        found: list[Record] = []
+        for path in pathlib.Path(scratch).glob("points-*.json"):
+            found += json.loads(path.read_text(encoding="utf-8"))["points"]
+    if failed:
+        print(f"{len(failed)} of {args.jobs} processes failed; their points are missing")
+    return sorted(found, key=lambda point: SWEEPS.index(point["sweep"]))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns 1 if this library failed or a result was wrong."""
     parser: argparse.ArgumentParser = harness.parser("production", SWEEPS)
     parser.add_argument("--number", type=int, default=80, help="points of every sweep")
     parser.add_argument("--seed", type=int, default=0, help="seed of the draws")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that compile at once")
+    parser.add_argument("--share", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--scratch", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
+    if args.share is not None:
+        _measure_share(args, args.share)
+        return 0
     bench = harness.Run("production", **harness.options(args))
-    results = bench.measure(
-        list(points(args.sweep, args.number, args.seed)),
-        lambda point: measure_point(point, bench.protocol),
-        lambda point: dataclasses.replace(point, shape=shrink(point.shape)),
-        lambda record: bars(record, ()),
-    )
+    results = bench.results
+    results["points"] = _measure_all(args, sys.argv[1:] if argv is None else argv)
+    timing.write_results(args.out, results)
     status = harness.print_lines(results, format_table(results, bars))
     print(summary(results))
     return status

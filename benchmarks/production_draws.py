@@ -306,16 +306,14 @@ def shapes(op: str, number: int, seed: int = 0) -> list[Shape]:
 
 def shrink(shape: Shape) -> Shape:
     """The workload with sizes small enough for a CPU."""
+    batch = min(shape.batch, 24)
     if isinstance(shape, AttentionShape):
-        batch, users = min(shape.batch, 24), min(shape.users, 6)
-        small = {"batch": batch, "users": users, "q_len": min(shape.q_len, 3)}
-        return dataclasses.replace(shape, **small, kv_len=min(shape.kv_len, 40), head_dim=16)
+        small = dataclasses.replace(shape, batch=batch, users=min(shape.users, 6), head_dim=16)
+        return dataclasses.replace(small, q_len=min(shape.q_len, 3), kv_len=min(shape.kv_len, 40))
     if isinstance(shape, CompressionShape):
-        batch, users = min(shape.batch, 24), min(shape.users, 6)
-        sizes = {"m": min(shape.m, 9), "n": 8}
+        narrow = dataclasses.replace(shape, batch=batch, users=min(shape.users, 6), n=8)
         return dataclasses.replace(
-            shape, batch=batch, users=users, **sizes, k_cand=min(shape.k_cand, 10), k_user=11
+            narrow, m=min(shape.m, 9), k_cand=min(shape.k_cand, 10), k_user=min(shape.k_user, 11)
         )
-    return dataclasses.replace(
-        shape, batch=min(shape.batch, 3), longest=min(shape.longest, 20), heads=1, head_dim=16
-    )
+    longest = min(shape.longest, 20)
+    return dataclasses.replace(shape, batch=min(batch, 3), longest=longest, heads=1, head_dim=16)
