@@ -118,13 +118,14 @@ class FakeHopper(NamedTuple):
 
 @pytest.fixture
 def fake_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHopper]:
-    """A machine that seems to have a Hopper GPU, whose kernel is a NumPy callback.
+    """A machine that seems to have a Hopper GPU, whose kernels are NumPy callbacks.
 
-    The callback has neither a vmap rule nor a gradient, like the kernel that it stands for: whoever
-    gets past the op's own rules fails.
+    The callbacks have neither a vmap rule nor a gradient, like the kernels that they stand for:
+    whoever gets past the op's own rules fails.
     """
     from ikbo_jax.ops import linear_compression as op
     from ikbo_jax.pallas.linear_compression import kernel
+    from ikbo_jax.pallas.linear_compression_backward import d_weight, sums
 
     calls: list[dict[str, Any]] = []
 
@@ -144,9 +145,34 @@ def fake_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHopper]:
             parents,
         )
 
+    def fake_d_weight(d_out, embedding, *, config, num_sms, problems, dtype):
+        dtype = jnp.dtype(dtype or d_out.dtype)
+        calls.append({"config": config, "num_sms": num_sms, "dtype": dtype})
+
+        def compute(*arrays):
+            d_out, embedding = (np.asarray(x, np.float64) for x in arrays)
+            d_out, embedding = (x.reshape(problems, -1, *x.shape[1:]) for x in (d_out, embedding))
+            return np.einsum("pbmn,pbkn->pmk", d_out, embedding).astype(dtype)
+
+        shape = (problems, d_out.shape[1], embedding.shape[1])
+        return jax.pure_callback(compute, jax.ShapeDtypeStruct(shape, dtype), d_out, embedding)
+
+    def fake_sums(d_out, cand_to_user, users, *, config, num_sms):
+        calls.append({"config": config, "num_sms": num_sms})
+
+        def compute(d_out, index):
+            total = np.zeros((users, *d_out.shape[1:]))
+            np.add.at(total, np.clip(index, 0, users - 1), np.asarray(d_out, np.float64))
+            return total.astype(d_out.dtype)
+
+        out = jax.ShapeDtypeStruct((users, *d_out.shape[1:]), d_out.dtype)
+        return jax.pure_callback(compute, out, d_out, cand_to_user)
+
     monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
     monkeypatch.setattr(dispatch, "num_sms", lambda: 132)
     monkeypatch.setattr(kernel, "linear_compression_kernel", fake_kernel)
+    monkeypatch.setattr(d_weight, "d_weight_kernel", fake_d_weight)
+    monkeypatch.setattr(sums, "user_sums_kernel", fake_sums)
     # Programs traced with a real kernel, or with another test's, must not be used again.
     op._linear_compression.clear_cache()
     yield FakeHopper(calls)
