@@ -31,6 +31,7 @@ from benchmarks import (
     report_production,
     report_ranking,
     report_scaling,
+    report_training,
     tables,
     timing,
 )
@@ -78,6 +79,7 @@ MODULES: dict[str, Any] = {
     "production": report_production,
     "ranking": report_ranking,
     "scaling": report_scaling,
+    "training": report_training,
 }
 #: The body of a block if the results file has no point for it.
 NOT_MEASURED = "Not measured yet.\n"
