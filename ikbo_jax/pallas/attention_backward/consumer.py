@@ -258,6 +258,15 @@ def _store(ctx: WarpgroupContext, item: Any, sums: tuple[jax.Array, jax.Array]) 
     consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
     slot = ctx.slot(mosaic.opaque(item, interpret=ctx.interpret))
     user, head, tile = (shared.words[slot, i] for i in (USER, HEAD, TILE))
+    first = tile * BLOCK_KV + consumer * WGMMA_M
+    if ctx.outputs.d_key.dtype == jnp.float32:
+        staging = shared.f32_staging.at[consumer] if ctx.interpret else None
+        rows = jnp.clip(shape.kv_len - first, 0, WGMMA_M)
+        place = (user * shape.kv_len + first, head, jnp.int32(0), rows)
+        for target, total in zip((ctx.outputs.d_key, ctx.outputs.d_value), sums, strict=True):
+            stores.store_rows(target, total, *place, staging, interpret=ctx.interpret)
+        plgpu.barrier_arrive(shared.kv_free.at[slot])
+        return
     for operand, total in enumerate(sums):
         rows = total.astype(ctx.operands.key.dtype)
         tiles = shared.keys_values[0].at[slot, operand, consumer]
@@ -266,7 +275,6 @@ def _store(ctx: WarpgroupContext, item: Any, sums: tuple[jax.Array, jax.Array]) 
             view = tiles.at[pl.ds(i, 1)]
             stores.stage_rows(view, part, reads_late=True, interpret=ctx.interpret)
     plgpu.commit_smem()
-    first = tile * BLOCK_KV + consumer * WGMMA_M
 
     @pl.when(first < shape.kv_len)
     def _() -> None:

@@ -74,8 +74,8 @@ class Outputs(NamedTuple):
 
     d_query: Any  # [K, or tiles of keys * K, blocks * block_q, H] f32, rows of no query arbitrary;
     # None if a second launch computes d_query
-    d_key: Any  # [U, S, K, H]
-    d_value: Any  # [U, S, K, H]
+    d_key: Any  # [U, S, K, H] of 16 bits, or [U * S, K, H] f32
+    d_value: Any  # likewise
 
 
 class Shared(NamedTuple):
@@ -97,7 +97,8 @@ class Shared(NamedTuple):
     queries_free: Any
     part_ready: Any
     part_free: Any
-    staging: Any  # [2 consumers, 64, columns], only under interpretation
+    staging: Any  # [2 consumers, 64, block_q], only under interpretation
+    f32_staging: Any  # [2 consumers, 64, columns] f32, likewise
 
 
 class Global(NamedTuple):
