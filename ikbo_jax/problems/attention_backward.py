@@ -19,8 +19,9 @@ HEAD_DIMS = tuple(MAX_BLOCK_Q)
 MAX_BLOCK_KV = {64: 128, 96: 96, 128: 96}
 #: Keys of a tile: 64 for each consumer.
 BLOCK_KV = TILE_ROWS
-#: Buffers of gradients of scores: the consumers write one while they multiply by the other.
-D_SCORES_BUFFERS = 2
+#: Buffers of gradients of scores, as many as fit: each consumer multiplies by the block before,
+#: and with three of them, one consumer can be most of a block ahead of the other.
+D_SCORES_BUFFERS = (3, 2)
 #: Slots for queries of the second launch: of the finished tile and of the next one.
 Q_SLOTS = 2
 #: Ways to compute d_query; see `AttentionBackwardConfig`.
@@ -54,15 +55,23 @@ class AttentionBackwardConfig(Config):
     block_kv: int = 64
     kv_stages: int = 3
 
+    def d_scores_buffers(self, head_dim: int) -> int:
+        """Buffers of gradients of scores."""
+        most, least = D_SCORES_BUFFERS
+        return most if self._smem_bytes(head_dim, most) <= hopper.MAX_SMEM_BYTES else least
+
     def smem_bytes(self, head_dim: int) -> int:
         """Shared memory of one CTA, of the launch that needs more."""
+        return self._smem_bytes(head_dim, self.d_scores_buffers(head_dim))
+
+    def _smem_bytes(self, head_dim: int, d_scores_buffers: int) -> int:
         row = hopper.column_blocks(head_dim) * BLOCK_K * 2
         total = self.kv_slots * 2 * BLOCK_KV * row + self.stages * 2 * self.block_q * row
         if self.d_query == "launch":
             second = 2 * row * (Q_SLOTS * TILE_ROWS + self.kv_stages * self.block_kv)
             total = max(total, second - SMEM_ALIGNMENT)  # it has fewer small allocations
         else:
-            total += D_SCORES_BUFFERS * self.block_q * NUM_CONSUMERS * BLOCK_K * 2
+            total += d_scores_buffers * self.block_q * NUM_CONSUMERS * BLOCK_K * 2
             total += self.block_q * row * 2
         return total + SMALL_ALLOCATIONS * SMEM_ALIGNMENT
 

@@ -61,13 +61,13 @@ from ikbo_jax.pallas.attention_backward import rows as row_numbers
 from ikbo_jax.pallas.attention_backward.consumer import consume
 from ikbo_jax.pallas.attention_backward.context import (
     DESCRIPTOR_WORDS,
-    SUM_COLUMNS,
     Global,
     Operands,
     Outputs,
     Shape,
     Shared,
     WarpgroupContext,
+    part_shape,
 )
 from ikbo_jax.pallas.attention_backward.d_query import d_query_kernel
 from ikbo_jax.pallas.attention_backward.launch import OperandTile, Roles, barrier, launch
@@ -75,7 +75,6 @@ from ikbo_jax.pallas.attention_backward.producer import produce, write
 from ikbo_jax.pallas.hopper import mosaic
 from ikbo_jax.problems.attention_backward import (
     BLOCK_KV,
-    D_SCORES_BUFFERS,
     AttentionBackwardConfig,
 )
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, WGMMA_M
@@ -87,12 +86,12 @@ def shared_types(
     """Types of shared memory and barriers; `dtype` is the operands'."""
     columns, block_q = shape.column_blocks, config.block_q
     tile = (columns, WGMMA_M, BLOCK_K)
-    parts = pl.cdiv(shape.head_dim, SUM_COLUMNS)
+    buffers = config.d_scores_buffers(shape.head_dim)
     swizzle: Any = plgpu.SwizzleTransform
     has_d_query = config.d_query != "launch"
-    d_scores = OperandTile((D_SCORES_BUFFERS, NUM_CONSUMERS, block_q, BLOCK_K), dtype)
+    d_scores = OperandTile((buffers, NUM_CONSUMERS, block_q, BLOCK_K), dtype)
     d_query = plgpu.SMEM(
-        (parts, block_q, SUM_COLUMNS),
+        (NUM_CONSUMERS, *part_shape(shape.head_dim, block_q)),
         jnp.float32,
         transforms=() if interpret else (swizzle(mosaic.SWIZZLE),),
     )
@@ -102,15 +101,16 @@ def shared_types(
         statistics=plgpu.SMEM((config.stages, 2, block_q), jnp.float32),
         d_scores=d_scores if has_d_query else None,
         d_query=d_query if has_d_query else None,
-        words=plgpu.SMEM((config.kv_slots + 1, DESCRIPTOR_WORDS), jnp.int32),
+        words=plgpu.SMEM((config.kv_slots + NUM_CONSUMERS, DESCRIPTOR_WORDS), jnp.int32),
         item_ready=barrier(1, config.kv_slots),
         kv_ready=barrier(2 * NUM_CONSUMERS * columns, config.kv_slots),
         kv_free=barrier(NUM_CONSUMERS, config.kv_slots),
         queries_ready=barrier(2 * columns + 1, config.stages),
         queries_free=barrier(NUM_CONSUMERS, config.stages),
-        # Arrays, so that they can be indexed; only element 0 is used.
-        part_ready=barrier(NUM_CONSUMERS, 2),
-        part_free=barrier(1, 2),
+        d_scores_ready=barrier(NUM_CONSUMERS, buffers) if has_d_query else None,
+        d_scores_free=barrier(NUM_CONSUMERS, buffers) if has_d_query else None,
+        part_ready=barrier(1, NUM_CONSUMERS) if has_d_query else None,
+        part_free=barrier(1, NUM_CONSUMERS) if has_d_query else None,
         staging=plgpu.SMEM((NUM_CONSUMERS, WGMMA_M, block_q), dtype) if interpret else None,
         f32_staging=plgpu.SMEM((NUM_CONSUMERS, WGMMA_M, columns * BLOCK_K), jnp.float32)
         if interpret
@@ -243,11 +243,11 @@ def _launch(
         gradient,
     )
     *d_query, d_key, d_value = launch(
-        Roles(context, produce, write, consume),
+        Roles(context, produce, write if config.d_query != "launch" else None, consume),
         operands,
         outputs,
         shared_types(key.dtype, shape, config, interpret=bool(interpret)),
-        (1, shape.kv_heads * shape.blocks),
+        (1, shape.kv_heads * shape.blocks * NUM_CONSUMERS),
         name="ikbo_attention_backward",
         workers=shape.workers,
         interpret=interpret,
