@@ -118,7 +118,11 @@ def statistics(
     order: jax.Array | None,
     kv_heads: int,
 ) -> jax.Array:
-    """[K, 2, rows, padded to whole 16 bytes] f32: lse in powers of 2, and delta.
+    """[K, 2, at least rows + 128] f32: lse in powers of 2, and delta.
+
+    Past the rows are zeros, so that TMA reads every block from inside of the array: a copy of 64
+    values from the last value on ended with an illegal instruction on an H200, where one from the
+    last but two did not.
 
     With P = exp(scores - lse), the gradient of a score is P * (d_out @ value.T - delta), where
     delta = sum(d_out * out) - d_lse. Rows without keys get an lse of infinity, hence P = 0. Where
@@ -135,7 +139,8 @@ def statistics(
         (jnp.where(is_empty, jnp.inf, exponent), jnp.where(is_empty, 0.0, delta)), axis=-1
     )
     rows = pack(both, order, kv_heads).transpose(1, 2, 0)
-    return jnp.pad(rows, ((0, 0), (0, 0), (0, -rows.shape[2] % 4)))
+    padding = TILE_ROWS + -rows.shape[2] % 4  # whole 16 bytes
+    return jnp.pad(rows, ((0, 0), (0, 0), (0, padding)))
 
 
 def unpack_d_query(
