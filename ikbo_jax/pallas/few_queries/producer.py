@@ -1,0 +1,147 @@
+"""The producer warp: finds the items of its CTA, and loads their operands by TMA."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ikbo_jax.pallas.few_queries import rows
+from ikbo_jax.pallas.few_queries.context import ALONE, BY_KEYS, BY_ROWS, Context
+from ikbo_jax.pallas.hopper import mosaic
+from ikbo_jax.pallas.hopper.rings import Ring
+from ikbo_jax.problems.hopper import column_blocks
+
+
+class _Progress(NamedTuple):
+    """How much the producer has sent."""
+
+    items: Any
+    steps: Any  # blocks of keys, and of values
+
+
+def _extent(ctx: Context, slot: Any) -> tuple[Any, Any]:
+    """[first row, end) of a slot; empty if first ≥ end."""
+    shape, starts = ctx.shape, ctx.operands.starts
+    if starts is None:
+        first = slot * shape.item_rows
+        return first, jnp.minimum(first + shape.item_rows, shape.rows)
+    user = rows.user_of_slot(starts, slot, shape.q_len, shape.item_rows, interpret=ctx.interpret)
+    begin, end = starts[user] * shape.q_len, starts[user + 1] * shape.q_len
+    first_slot = user + lax.div(begin, shape.item_rows)
+    first = begin + (slot - first_slot) * shape.item_rows
+    return first, jnp.minimum(first + shape.item_rows, end)
+
+
+def _run(ctx: Context, first: Any, end: Any) -> tuple[Any, Any]:
+    """(user, end row) of the rows from `first` on that have the same user, up to `end`."""
+    shape, index = ctx.shape, ctx.operands.cand_to_user
+    if index is None:
+        return jnp.int32(0), end
+    candidate = lax.div(first, shape.q_len)
+    user = jnp.clip(index[candidate], 0, shape.users - 1)
+    stop = lax.div(end - 1, shape.q_len) + 1
+    stop = rows.end_of_run(
+        index,
+        candidate,
+        stop,
+        shape.item_rows // shape.q_len + 2,
+        shape.users,
+        interpret=ctx.interpret,
+    )
+    return user, jnp.minimum(stop * shape.q_len, end)
+
+
+def _load_queries(ctx: Context, item: Any, first: Any, head: Any) -> None:
+    shape, query = ctx.shape, ctx.shared.query
+    tiles, ready = query.copied(item), query.ready_at(item)
+    for tile in range(ctx.tiles):
+        row = jnp.minimum(first + tile * shape.head_rows, shape.rows - 1)
+        for member in range(shape.group):
+            begin = member * shape.head_rows
+            for i in range(column_blocks(shape.head_dim)):
+                columns = mosaic.block_columns(i, shape.head_dim, ctx.worker)
+                source = ctx.operands.query.at[pl.ds(row, shape.head_rows), head + member, columns]
+                target = tiles.at[tile, i]
+                if shape.group > 1:
+                    target = target.at[pl.ds(begin, shape.head_rows)]
+                plgpu.copy_gmem_to_smem(source, target, ready)
+
+
+def _load_block(ctx: Context, source: Any, ring: Ring, step: Any, place: tuple[Any, ...]) -> None:
+    """Loads the block at `place`, (user, number of the block, key head), into a stage."""
+    user, block, head = place
+    ring.await_free(step)
+    keys = pl.ds(block * ctx.config.block_kv, ctx.config.block_kv)
+    ctx.load(source, (user, keys, head), ring.copied(step), ring.ready_at(step))
+
+
+def _send(
+    ctx: Context, progress: _Progress, extent: tuple[Any, Any], split: Any, group: Any
+) -> tuple[Any, _Progress]:
+    """Sends the first rows of `extent` that have one user; returns the next row."""
+    shape, shared, operands = ctx.shape, ctx.shared, ctx.operands
+    first, _ = extent
+    user, end = _run(ctx, *extent)
+    length = jnp.int32(shape.kv_len)
+    if operands.lengths is not None:
+        length = jnp.clip(operands.lengths[user], 0, shape.kv_len)
+    first_block = split * ctx.split_blocks
+    keys = length - first_block * ctx.config.block_kv
+    blocks = jnp.clip(pl.cdiv(keys, ctx.config.block_kv), 0, ctx.split_blocks)
+    head = group * shape.group
+    count = end - first
+    sharing = jnp.where(blocks > 1, BY_KEYS, ALONE)
+    if ctx.tiles > 1:
+        sharing = jnp.where(count > shape.head_rows, BY_ROWS, sharing)
+    words = (blocks, keys, head, split * shape.rows + first, count, sharing)
+    shared.items.send_words(progress.items, words, after=shared.query)
+    _load_queries(ctx, progress.items, first, head)
+    kv_head = lax.div(head, shape.q_heads // shape.kv_heads)
+
+    def load(source: Any, ring: Ring, block: Any) -> None:
+        place = (user, first_block + block, kv_head)
+        _load_block(ctx, source, ring, progress.steps + block, place)
+
+    @pl.when(blocks > 0)
+    def _() -> None:
+        load(operands.key, shared.key, jnp.int32(0))
+
+        @pl.loop(1, blocks)
+        def _(block: Any) -> None:
+            load(operands.key, shared.key, block)
+            load(operands.value, shared.value, block - 1)
+
+        load(operands.value, shared.value, blocks - 1)
+
+    return end, _Progress(progress.items + 1, progress.steps + blocks)
+
+
+def produce(ctx: Context) -> None:
+    """The producer warp."""
+    shape = ctx.shape
+
+    def one_item(number: Any, progress: _Progress) -> _Progress:
+        group, rest = lax.rem(number, shape.groups), lax.div(number, shape.groups)
+        split, slot = lax.rem(rest, shape.splits), lax.div(rest, shape.splits)
+        first, end = _extent(ctx, slot)
+
+        def one_run(carry: tuple[Any, _Progress]) -> tuple[Any, _Progress]:
+            return _send(ctx, carry[1], (carry[0], end), split, group)
+
+        carry = lax.while_loop(lambda carry: carry[0] < end, one_run, (first, progress))
+        return carry[1]
+
+    def next_item(i: Any, progress: _Progress) -> _Progress:
+        return one_item(ctx.worker + i * shape.workers, progress)
+
+    count = lax.div(shape.items - 1 - ctx.worker, shape.workers) + 1
+    start = _Progress(jnp.int32(0), jnp.int32(0))
+    progress = lax.fori_loop(0, count, next_item, start)
+    shared = ctx.shared
+    shared.items.send_words(progress.items, (jnp.int32(-1),), after=shared.query)
+    for ring in (shared.key, shared.value, shared.query):
+        ring.drain()
