@@ -69,9 +69,10 @@ CASES = {
     "h64_split": Case(problem(64), FewQueriesConfig(splits=4)),
     "h64_f16_gqa": Case(problem(64, (8, 2), q_len=5, dtype="float16"), FewQueriesConfig()),
     "h96": Case(problem(96), FewQueriesConfig(block_kv=64)),
-    "h128_wide": Case(problem(128), FewQueriesConfig(128, 1, 64)),
+    "h128_wide": Case(problem(128), FewQueriesConfig(128, 1, 64, 4, 3)),
     "h128": Case(problem(128), FewQueriesConfig(64, 1, 128, 2, 2)),
-    "h256": Case(problem(256), FewQueriesConfig(64, 1, 64, 2, 2)),
+    "h192": Case(problem(192), FewQueriesConfig(64, 1, 32, 3, 3)),
+    "h256": Case(problem(256), FewQueriesConfig(64, 1, 32, 3, 2)),
 }
 
 

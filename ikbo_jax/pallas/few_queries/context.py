@@ -67,7 +67,6 @@ class Operands(NamedTuple):
     key: Any  # [U, S, K, H]
     value: Any  # [U, S, K, H]
     cand_to_user: Any  # [B] int32; None with one user
-    starts: Any  # [U + 1] int32, see `rows.first_candidates`; None with one user
     lengths: Any  # [U] int32
 
 

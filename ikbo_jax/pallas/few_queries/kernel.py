@@ -103,12 +103,6 @@ def few_queries_kernel(
     item_rows = head_rows * config.tile_rows // WGMMA_M
     splits = min(config.splits, pl.cdiv(kv_len, config.block_kv))
     slots = rows.slots(batch, users, q_len, item_rows)
-    index = starts = None
-    if users > 1:
-        index = cand_to_user
-        starts = rows.first_candidates(jnp.clip(cand_to_user, 0, users - 1), users)
-    else:
-        slots = pl.cdiv(batch * q_len, item_rows)
     shape = Shape(
         batch=batch,
         q_len=q_len,
@@ -127,7 +121,11 @@ def few_queries_kernel(
     )
     rows_and_heads = (batch * q_len, q_heads)
     operands = Operands(
-        query.reshape(*rows_and_heads, head_dim), key, value, index, starts, key_value_seq_lengths
+        query.reshape(*rows_and_heads, head_dim),
+        key,
+        value,
+        cand_to_user if users > 1 else None,
+        key_value_seq_lengths,
     )
     out, lse = _launch(operands, shape, config, return_residuals, interpret)
     return out.reshape(query.shape), None if lse is None else lse.reshape(query.shape[:-1])

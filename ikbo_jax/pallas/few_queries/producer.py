@@ -23,17 +23,54 @@ class _Progress(NamedTuple):
     steps: Any  # blocks of keys, and of values
 
 
+def _user_at(ctx: Context, candidate: Any) -> Any:
+    """The user, clamped, of a candidate."""
+    shape, index = ctx.shape, ctx.operands.cand_to_user
+    if index is None:
+        return jnp.int32(0)
+    return jnp.clip(index[jnp.minimum(candidate, shape.batch - 1)], 0, shape.users - 1)
+
+
+def _candidates(ctx: Context, user: Any) -> tuple[Any, Any]:
+    shape, index = ctx.shape, ctx.operands.cand_to_user
+    if index is None:
+        return jnp.int32(0), jnp.int32(shape.batch)
+    return rows.candidates(index, user, shape.users, interpret=ctx.interpret)
+
+
+def _owner(ctx: Context, candidate: Any) -> Any:
+    """The user whose range has a candidate, in an index that is not sorted: the slow way."""
+
+    def halve(bounds: tuple[Any, Any]) -> tuple[Any, Any]:
+        low, high = bounds
+        middle = lax.div(low + high, 2)
+        is_low = _candidates(ctx, middle)[0] <= candidate
+        return jnp.where(is_low, middle, low), jnp.where(is_low, high, middle)
+
+    bounds = (jnp.int32(0), jnp.int32(ctx.shape.users))
+    return lax.while_loop(lambda bounds: bounds[1] - bounds[0] > 1, halve, bounds)[0]
+
+
 def _extent(ctx: Context, slot: Any) -> tuple[Any, Any]:
     """[first row, end) of a slot; empty if first ≥ end."""
-    shape, starts = ctx.shape, ctx.operands.starts
-    if starts is None:
-        first = slot * shape.item_rows
-        return first, jnp.minimum(first + shape.item_rows, shape.rows)
-    user = rows.user_of_slot(starts, slot, shape.q_len, shape.item_rows, interpret=ctx.interpret)
-    begin, end = starts[user] * shape.q_len, starts[user + 1] * shape.q_len
-    first_slot = user + lax.div(begin, shape.item_rows)
-    first = begin + (slot - first_slot) * shape.item_rows
-    return first, jnp.minimum(first + shape.item_rows, end)
+    shape = ctx.shape
+    extra = slot - shape.users
+    is_extra = extra >= 0
+    candidate = lax.div((extra + 1) * shape.item_rows - 1, shape.q_len)
+    candidate = jnp.maximum(candidate, 0)
+    user = jnp.where(is_extra, _user_at(ctx, candidate), slot)
+    begin, stop = _candidates(ctx, user)
+    if ctx.operands.cand_to_user is not None:
+        is_found = ~is_extra | ((begin <= candidate) & (candidate < stop))
+        begin, stop = lax.cond(
+            is_found,
+            lambda: (begin, stop),
+            lambda: _candidates(ctx, _owner(ctx, candidate)),
+        )
+    begin, stop = begin * shape.q_len, stop * shape.q_len
+    tile = jnp.where(is_extra, 1 + extra - lax.div(begin, shape.item_rows), 0)
+    first = begin + tile * shape.item_rows
+    return first, jnp.minimum(first + shape.item_rows, stop)
 
 
 def _run(ctx: Context, first: Any, end: Any) -> tuple[Any, Any]:
@@ -42,17 +79,15 @@ def _run(ctx: Context, first: Any, end: Any) -> tuple[Any, Any]:
     if index is None:
         return jnp.int32(0), end
     candidate = lax.div(first, shape.q_len)
-    user = jnp.clip(index[candidate], 0, shape.users - 1)
-    stop = lax.div(end - 1, shape.q_len) + 1
     stop = rows.end_of_run(
         index,
         candidate,
-        stop,
+        lax.div(end - 1, shape.q_len) + 1,
         shape.item_rows // shape.q_len + 2,
         shape.users,
         interpret=ctx.interpret,
     )
-    return user, jnp.minimum(stop * shape.q_len, end)
+    return _user_at(ctx, candidate), jnp.minimum(stop * shape.q_len, end)
 
 
 def _load_queries(ctx: Context, item: Any, first: Any, head: Any) -> None:

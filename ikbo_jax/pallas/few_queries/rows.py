@@ -1,10 +1,19 @@
-"""Which rows an item has: users' first candidates, computed by XLA, and searches in the kernel."""
+"""Which rows an item has: searches of the index that the producer warp makes.
+
+A *slot* stands for up to `item_rows` rows of one user. Slot u < U has the first rows of user u.
+Every row number that is a multiple of `item_rows` gives one more slot, to the user of the row
+before it. So a user with n rows has at least n / item_rows slots, rounded up; those that it does not
+need are empty. No list of items is needed, and slots with many rows come first.
+
+The index is searched in the same way for every user, so the ranges that `candidates` finds hold
+every candidate exactly once even if the index is not sorted. Only its users then differ within a
+range, which `end_of_run` finds.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
@@ -13,34 +22,12 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
 LANES = 32
-#: Largest product of candidates and users whose pairs are all compared.
-MOST_COMPARED = 2**26
-
-
-def first_candidates(users_of: jax.Array, users: int) -> jax.Array:
-    """[U + 1] int32: number of candidates of the users before user u.
-
-    If the index is sorted, user u has the candidates from element u to element u + 1. If not, these
-    ranges still hold every candidate once, and the kernel finds the user of each.
-
-    Args:
-      users_of: [B] int32, within [0, U).
-      users: U.
-    """
-    user = jnp.arange(users + 1, dtype=jnp.int32)
-    if users_of.size * users <= MOST_COMPARED:
-        return jnp.sum(users_of[None] < user[:, None], axis=1, dtype=jnp.int32)
-    # Unrolled, the search is one fused kernel. The bounds hold in an unsorted index as well.
-    found = jnp.searchsorted(users_of, user, side="left", method="scan_unrolled")
-    return found.astype(jnp.int32).at[-1].set(users_of.size)
+#: Lanes that search for one bound.
+HALF = 16
 
 
 def slots(batch: int, users: int, q_len: int, item_rows: int) -> int:
-    """Number of slots: user u's items fill slots from u + starts[u] * T // item_rows on.
-
-    A user with n rows from row s on has 1 + (s + n) // item_rows - s // item_rows slots, which is
-    at least n / item_rows, rounded up. Slots that it does not need are empty.
-    """
+    """Number of slots; see the module's docstring."""
     return users + batch * q_len // item_rows
 
 
@@ -66,9 +53,30 @@ def _ballot(predicate: ir.Value) -> ir.Value:
     )
 
 
-def _unary(instruction: str, x: ir.Value) -> ir.Value:
+def _lowest_bit(x: ir.Value) -> ir.Value:
+    """Number of the lowest bit that is set."""
     i32 = ir.IntegerType.get_signless(32)
-    return mgpu.utils.inline_ptx(f"{instruction} $0, $1;", x, result_types=i32)
+    return mgpu.utils.inline_ptx(
+        "{ .reg .b32 x; brev.b32 x, $1; clz.b32 $0, x; }", x, result_types=i32
+    )
+
+
+def _from_lane(x: ir.Value, lane: int) -> ir.Value:
+    i32 = ir.IntegerType.get_signless(32)
+    return mgpu.utils.inline_ptx(
+        f"shfl.sync.idx.b32 $0, $1, {lane}, 31, 0xffffffff;",
+        x,
+        result_types=i32,
+        has_side_effects=True,
+        convergent=True,
+    )
+
+
+def _user_at(index: ir.Value, position: ir.Value, batch: int, users: int) -> ir.Value:
+    """The user, clamped, of the candidate at `position`, or of the last candidate."""
+    i32 = ir.IntegerType.get_signless(32)
+    user = _load(index, arith.minsi(position, mgpu.c(batch - 1, i32)))
+    return arith.minsi(arith.maxsi(user, mgpu.c(0, i32)), mgpu.c(users - 1, i32))
 
 
 def _splat(value: ir.Value) -> mgpu.FragmentedArray:
@@ -79,50 +87,58 @@ _SCALAR = plgpu.Layout.WG_SPLAT(())
 _INTEGER = plgpu.ShapeDtypeStruct((), jnp.int32, layout=_SCALAR)
 
 
-def user_of_slot(starts: Any, slot: Any, q_len: int, item_rows: int, *, interpret: bool) -> Any:
-    """The last user u whose first slot, u + starts[u] * T // item_rows, is not past `slot`.
+def candidates(cand_to_user: Any, user: Any, users: int, *, interpret: bool) -> tuple[Any, Any]:
+    """(first candidate, end) of a user.
 
-    One warp tests 32 users at once.
+    Half a warp searches for each of the two: it compares 16 candidates at once. The bound is in the
+    first part whose last candidate is not below it.
 
     Args:
-      starts: device memory [U + 1] int32.
-      slot: int32.
-      q_len: T.
-      item_rows: rows of an item.
+      cand_to_user: device memory [B] int32; clamped to [0, U).
+      user: int32.
+      users: U.
     """
-    users = starts.shape[0] - 1
+    batch = cand_to_user.shape[0]
     if interpret:
 
-        def halve(_: Any, bounds: tuple[Any, Any]) -> tuple[Any, Any]:
-            low, high = bounds
-            middle = (low + high) // 2
-            is_low = middle + starts[middle] * q_len // item_rows <= slot
-            return jnp.where(is_low, middle, low), jnp.where(is_low, high, middle)
+        def count_below(user: Any) -> Any:
+            def halve(_: Any, bounds: tuple[Any, Any]) -> tuple[Any, Any]:
+                low, high = bounds
+                middle = (low + high) // 2
+                other = jnp.clip(cand_to_user[jnp.minimum(middle, batch - 1)], 0, users - 1)
+                is_below = (other < user) & (low < high)
+                return jnp.where(is_below, middle + 1, low), jnp.where(is_below, high, middle)
 
-        bounds = (jnp.int32(0), jnp.int32(users))
-        return lax.fori_loop(0, users.bit_length(), halve, bounds)[0]
+            bounds = (jnp.int32(0), jnp.int32(batch))
+            return lax.fori_loop(0, batch.bit_length(), halve, bounds)[0]
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR), return_type=_INTEGER)
-    def search(_: Any, starts: ir.Value, slot: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        return count_below(user), count_below(user + 1)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR), return_type=(_INTEGER, _INTEGER))
+    def search(_: Any, index: ir.Value, user: mgpu.FragmentedArray) -> Any:
         i32, predicates = ir.IntegerType.get_signless(32), arith.CmpIPredicate
         lane, low, step = _lane(), mgpu.c(0, i32), 1
-        while step * LANES < users:
-            step *= LANES
+        half = arith.divui(lane, mgpu.c(HALF, i32))
+        part = arith.addi(arith.remui(lane, mgpu.c(HALF, i32)), mgpu.c(1, i32))
+        bound = arith.addi(user.registers.item(), half)
+        while step * HALF < batch:
+            step *= HALF
         while step:
-            user = arith.addi(low, arith.muli(lane, mgpu.c(step, i32)))
-            start = _load(starts, arith.minsi(user, mgpu.c(users, i32)))
-            row = arith.muli(start, mgpu.c(q_len, i32))
-            first_slot = arith.addi(user, arith.divui(row, mgpu.c(item_rows, i32)))
-            is_low = arith.andi(
-                arith.cmpi(predicates.slt, user, mgpu.c(users, i32)),
-                arith.cmpi(predicates.sle, first_slot, slot.registers.item()),
+            last = arith.addi(low, arith.muli(part, mgpu.c(step, i32)))
+            last = arith.subi(last, mgpu.c(1, i32))
+            is_below = arith.andi(
+                arith.cmpi(predicates.slt, last, mgpu.c(batch, i32)),
+                arith.cmpi(predicates.slt, _user_at(index, last, batch, users), bound),
             )
-            passed = arith.subi(_unary("popc.b32", _ballot(is_low)), mgpu.c(1, i32))
+            not_below = arith.xori(_ballot(is_below), mgpu.c(-1, i32))
+            of_half = arith.shrui(not_below, arith.muli(half, mgpu.c(HALF, i32)))
+            passed = _lowest_bit(arith.ori(of_half, mgpu.c(1 << HALF, i32)))
             low = arith.addi(low, arith.muli(passed, mgpu.c(step, i32)))
-            step //= LANES
-        return _splat(low)
+            step //= HALF
+        low = arith.minsi(low, mgpu.c(batch, i32))
+        return _splat(_from_lane(low, 0)), _splat(_from_lane(low, HALF))
 
-    return search(starts, slot)
+    return search(cand_to_user, user)
 
 
 def end_of_run(
@@ -155,18 +171,13 @@ def end_of_run(
         i32, predicates = ir.IntegerType.get_signless(32), arith.CmpIPredicate
         begin, end = first.registers.item(), stop.registers.item()
 
-        def user_at(position: ir.Value) -> ir.Value:
-            user = _load(index, arith.minsi(position, mgpu.c(batch - 1, i32)))
-            return arith.minsi(arith.maxsi(user, mgpu.c(0, i32)), mgpu.c(users - 1, i32))
-
-        user, lane, result = user_at(begin), _lane(), end
+        user, lane, result = _user_at(index, begin, batch, users), _lane(), end
         for offset in range(0, most, LANES):
             position = arith.addi(begin, arith.addi(lane, mgpu.c(offset, i32)))
-            is_other = arith.cmpi(predicates.ne, user_at(position), user)
-            others = _ballot(is_other)
-            lowest = _unary("brev.b32", others)
-            lowest = _unary("bfind.shiftamt.u32", lowest)  # 2^32 - 1 without a bit
-            found = arith.addi(arith.addi(begin, mgpu.c(offset, i32)), lowest)
+            others = _ballot(
+                arith.cmpi(predicates.ne, _user_at(index, position, batch, users), user)
+            )
+            found = arith.addi(arith.addi(begin, mgpu.c(offset, i32)), _lowest_bit(others))
             is_found = arith.cmpi(predicates.ne, others, mgpu.c(0, i32))
             result = arith.select(is_found, arith.minsi(result, found), result)
         return _splat(result)
