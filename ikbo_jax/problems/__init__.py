@@ -4,6 +4,7 @@ The ground floor: dispatch table, autotuner, ops and kernels import it, and it i
 """
 
 from ikbo_jax.problems.attention import AttentionConfig, AttentionProblem
+from ikbo_jax.problems.few_queries import FewQueriesConfig
 from ikbo_jax.problems.gdpa import GdpaConfig, GdpaProblem
 from ikbo_jax.problems.gdpa_backward import GdpaBackwardConfig
 from ikbo_jax.problems.linear_compression import LinearCompressionConfig, LinearCompressionProblem
@@ -19,6 +20,7 @@ __all__ = [
     "AttentionConfig",
     "AttentionProblem",
     "Config",
+    "FewQueriesConfig",
     "GdpaBackwardConfig",
     "GdpaConfig",
     "GdpaProblem",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from ikbo_jax.problems import hopper, memory
@@ -11,7 +13,7 @@ from ikbo_jax.problems.problem import Config
 
 #: Largest block_kv by head width (width 96 is padded to 128 in shared memory). With larger blocks
 #: accumulator, scores and probabilities exceed a consumer thread's 240 registers and spill.
-MAX_BLOCK_KV = {64: 128, 96: 128, 128: 128, 192: 64, 256: 64}
+MAX_BLOCK_KV = {64: 128, 96: 128, 128: 128, 192: 64}
 #: Words of an item's descriptor in shared memory.
 ITEM_WORDS = 8
 #: f32 words of a row's statistics that one consumer hands to the other: maximum and sum, for each
@@ -19,6 +21,25 @@ ITEM_WORDS = 8
 STATISTIC_WORDS = 4
 #: Rows of a group of swizzled rows in shared memory: a head's queries begin at a multiple of it.
 SWIZZLE_ROWS = 8
+#: Most queries of a candidate, and most query rows of a user and key head, for which this kernel
+#: is the default. With more rows the tensor cores limit the time, and the kernel whose tiles span
+#: users uses them better. That kernel has no splits: where it has fewer work items than
+#: `LEAST_ITEMS`, this kernel is the default all the same.
+MAX_QUERIES = 16
+MAX_ROWS = 256
+LEAST_ITEMS = 264
+
+# The model by which a configuration is chosen where none was measured; H100 and H200.
+NUM_SMS = 132
+#: Time of a CTA for one block of 64 rows by 128 keys at H = 64, of an item, and of the launch, us.
+BLOCK_US, ITEM_US, LAUNCH_US = 0.32, 0.6, 4.0
+#: Time of the launch that merges splits, us.
+MERGE_US = 3.0
+#: Bytes that L2, device memory, and L2 to one SM deliver in a us.
+L2_BYTES, MEMORY_BYTES, SM_BYTES = 5.5e6, 4.0e6, 6e4
+#: Factor of the time with fewer than three stages: the rings run empty.
+SHALLOW = 1.05
+SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 
 class FewQueriesShared(NamedTuple):
@@ -47,6 +68,75 @@ def rows_of_head(group: int) -> int:
     """Rows of a tile of 64 that belong to one query head of a group; a power of 2."""
     rows = WGMMA_M // group
     return 1 << (rows.bit_length() - 1)
+
+
+def serves(problem: Any) -> bool:
+    """Whether the kernel is a candidate for an `AttentionProblem`."""
+    return (
+        0 < problem.q_len <= MAX_QUERIES
+        and min(problem.batch, problem.users, problem.kv_len) > 0
+        and problem.q_heads % problem.kv_heads == 0
+    )
+
+
+def is_preferred(problem: Any) -> bool:
+    """Whether the kernel is the default for an `AttentionProblem`."""
+    if not serves(problem) or problem.head_dim not in MAX_BLOCK_KV:
+        return False
+    rows = problem.batch * problem.q_len
+    items = -(-rows // TILE_ROWS) * problem.q_heads
+    of_user = rows / problem.users * (problem.q_heads // problem.kv_heads)
+    return of_user <= MAX_ROWS or items < LEAST_ITEMS
+
+
+def candidate_configs(problem: Any) -> Iterator[FewQueriesConfig]:
+    """Yields the legal configurations worth timing, the most promising first."""
+    if not serves(problem):
+        return
+    configs = [
+        FewQueriesConfig(tile_rows, splits, block_kv, *stages)
+        for tile_rows in (WGMMA_M, TILE_ROWS)
+        for splits in SPLITS
+        for block_kv in (128, 64, 32)
+        for stages in ((5, 5), (4, 4), (3, 3), (2, 2))
+        if splits == 1 or splits * block_kv * 2 <= problem.kv_len
+    ]
+    legal = [config for config in configs if config.illegal_reason(problem) is None]
+    # Of configurations that differ in their stages alone, the first has most.
+    seen: dict[tuple[int, ...], FewQueriesConfig] = {}
+    for config in legal:
+        seen.setdefault((config.tile_rows, config.splits, config.block_kv), config)
+    yield from sorted(seen.values(), key=lambda config: estimated_us(problem, config))
+
+
+def estimated_us(problem: Any, config: FewQueriesConfig) -> float:
+    """Time by a model: waves of items, the traffic of L2 and of device memory, and the merge."""
+    p = problem
+    group = head_group(p.q_heads, p.kv_heads)
+    head_rows = rows_of_head(group)
+    rows = -(-p.batch * p.q_len // p.users)
+    item_rows = head_rows * config.tile_rows // WGMMA_M
+    tiles = -(-rows // item_rows)
+    items = min(p.users, p.batch) * (p.q_heads // group) * tiles
+    blocks = -(-p.kv_len // config.block_kv)
+    width = hopper.column_blocks(p.head_dim) * config.block_kv / 128
+    block_us = BLOCK_US * max(width, 0.5 + 0.5 * width)
+    if rows > head_rows and config.tile_rows > WGMMA_M:
+        block_us *= 2
+    elif blocks < 2 * config.splits:  # one consumer computes a block alone
+        block_us *= 1.5
+    waves = math.ceil(items * config.splits / NUM_SMS)
+    compute = waves * (math.ceil(blocks / config.splits) * block_us + ITEM_US)
+    keys = 4 * p.kv_len * p.head_dim  # bytes of a user's keys and values of one head
+    compute = max(compute, waves * keys / config.splits / SM_BYTES)
+    read = min(p.users, p.batch) * p.kv_heads * keys
+    traffic = max(items * keys / L2_BYTES, read / MEMORY_BYTES)
+    merge = 0.0
+    if config.splits > 1:
+        sums = 8 * config.splits * p.batch * p.q_len * p.q_heads * p.head_dim
+        merge = MERGE_US + sums / MEMORY_BYTES
+    shallow = SHALLOW if config.k_stages < 3 else 1.0
+    return LAUNCH_US + max(compute, traffic) * shallow + merge
 
 
 @dataclasses.dataclass(frozen=True)

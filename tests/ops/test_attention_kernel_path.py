@@ -13,7 +13,7 @@ import pytest
 from attention_basics import SCALE, attend, loss_of, oracle, ours, own_tokens
 
 import ikbo_jax as ikbo
-from ikbo_jax.problems import AttentionConfig
+from ikbo_jax.problems import AttentionConfig, FewQueriesConfig
 from ikbo_jax.tuning import table
 
 
@@ -29,7 +29,7 @@ class TestKernelPath:
         (call,) = fake_attention.calls
         (plan,) = ikbo.explain(attend, inputs).plans
         assert call["config"] == table.lookup(plan.problem).config
-        assert isinstance(call["config"], AttentionConfig)
+        assert isinstance(call["config"], FewQueriesConfig)
         assert (call["num_sms"], call["scale"], call["return_residuals"]) == (132, SCALE, True)
 
     def test_callers_config_wins(self, fake_attention) -> None:

@@ -138,7 +138,7 @@ def _compute(ctx: Context, work: _Work) -> tuple[jax.Array, ...]:
     row = functools.partial(plgpu.layout_cast, new_layout=stores.ROW_LAYOUT)
     maximum = row(jnp.full((WGMMA_M,), _nothing_yet(ctx), jnp.float32))
     sums = mma.zeros(softmax.PARTIAL, jnp.float32)
-    p, maximum, sums, _ = _weigh(ctx, work, scores, part.begin, maximum, sums)
+    p, maximum, sums, _factor = _weigh(ctx, work, scores, part.begin, maximum, sums)
     pl.when(part.begin == 1)(functools.partial(_skip_values, ctx, first_step))
 
     def one_block(i: Any, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -230,9 +230,7 @@ def _one_item(carry: tuple[Any, ...], ctx: Context) -> tuple[Any, ...]:
         functools.partial(_merged, ctx, acc, maximum, sums),
         lambda: (acc, maximum, sums),
     )
-    pl.when(part.stores)(
-        functools.partial(store.store, ctx, part, item.head, acc, maximum, sums)
-    )
+    pl.when(part.stores)(functools.partial(store.store, ctx, part, item.head, acc, maximum, sums))
     return ctx.receive(index + 1), index + 1, first_step + jnp.maximum(item.blocks, 0)
 
 
@@ -249,9 +247,10 @@ def consume(ctx: Context) -> None:
 
     zero = jnp.int32(0)
     first = (ctx.receive(zero), zero, zero)
-    _, index, _ = lax.while_loop(
+    end: tuple[Any, ...] = lax.while_loop(
         lambda carry: carry[0].blocks >= 0, functools.partial(_one_item, ctx=ctx), first
     )
+    index = end[1]
     shared.query.release(index)  # the slot of the end
 
     @pl.when(ctx.consumer == 1)

@@ -142,7 +142,7 @@ def _send(
         _load_block(ctx, source, ring, progress.steps + block, place)
 
     @pl.when(blocks > 0)
-    def _() -> None:
+    def _load_all() -> None:
         load(operands.key, shared.key, jnp.int32(0))
 
         @pl.loop(1, blocks)
