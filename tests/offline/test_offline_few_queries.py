@@ -72,7 +72,6 @@ CASES = {
     "h128_wide": Case(problem(128), FewQueriesConfig(128, 1, 64, 4, 3)),
     "h128": Case(problem(128), FewQueriesConfig(64, 1, 128, 2, 2)),
     "h192": Case(problem(192), FewQueriesConfig(64, 1, 32, 3, 3)),
-    "h256": Case(problem(256), FewQueriesConfig(64, 1, 32, 3, 2)),
 }
 
 

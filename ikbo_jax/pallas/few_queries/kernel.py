@@ -10,7 +10,8 @@ An *item* is a user, a group of query heads with one key head, up to 64 or 128 o
 fill one tile of 64 rows of WGMMA. Items are numbered by *slots*, which the producer finds in the
 index (`rows`): XLA makes no list of items. The candidates of an item need not have one user: where
 they do not, because the index is not sorted, the producer sends each run of candidates of one user
-as an item.
+as an item. The first block of keys of a CTA is loaded before its rows are found, which takes
+several dependent loads; if no row needs it, an item without rows takes it.
 
 Warpgroups: 0 and 1 are the consumers; one warp of warpgroup 2 is the producer, which loads keys and
 values through two rings of blocks that continue across items. The consumers of a CTA share an item:
@@ -29,7 +30,7 @@ Synchronisations:
   2. `query.ready[s]`, `.free`   query slot s.
   3. `key.ready[s]`, `.free`     stage s of the ring of key blocks.
   4. `value.ready[s]`, `.free`   stage s of the ring of value blocks.
-  5. `exchange_ready[0]`, `exchange_free[0]`  consumer 1 -> 0 and back: the sums of half of the keys.
+  5. `exchange_ready[0]`, `exchange_free[0]`  consumer 1 -> 0 and back: sums over half of the keys.
   6. A named barrier: the consumers wait for each other after consumer 0 has zeroed values past a
      user's length, if both use them.
 
@@ -101,7 +102,8 @@ def few_queries_kernel(
     group = head_group(q_heads, kv_heads)
     head_rows = rows_of_head(group)
     item_rows = head_rows * config.tile_rows // WGMMA_M
-    splits = min(config.splits, pl.cdiv(kv_len, config.block_kv))
+    blocks = pl.cdiv(kv_len, config.block_kv)
+    splits = pl.cdiv(blocks, pl.cdiv(blocks, min(config.splits, blocks)))  # none without blocks
     slots = rows.slots(batch, users, q_len, item_rows)
     shape = Shape(
         batch=batch,

@@ -16,6 +16,15 @@ from ikbo_jax.pallas.hopper.rings import Ring
 from ikbo_jax.problems.hopper import column_blocks
 
 
+class _Place(NamedTuple):
+    """Where an item is."""
+
+    slot: Any
+    split: Any
+    head: Any  # first query head
+    kv_head: Any
+
+
 class _Progress(NamedTuple):
     """How much the producer has sent."""
 
@@ -78,7 +87,7 @@ def _run(ctx: Context, first: Any, end: Any) -> tuple[Any, Any]:
     shape, index = ctx.shape, ctx.operands.cand_to_user
     if index is None:
         return jnp.int32(0), end
-    candidate = lax.div(first, shape.q_len)
+    candidate = jnp.minimum(lax.div(first, shape.q_len), shape.batch - 1)
     stop = rows.end_of_run(
         index,
         candidate,
@@ -114,37 +123,66 @@ def _load_block(ctx: Context, source: Any, ring: Ring, step: Any, place: tuple[A
     ctx.load(source, (user, keys, head), ring.copied(step), ring.ready_at(step))
 
 
+def _load_first_keys(ctx: Context, place: _Place) -> Any:
+    """Loads the first block of keys of this CTA, before it is known which rows need them.
+
+    The loads of the index that find the rows take about as long as the load of the block. Returns
+    the user whose keys are loaded, or -1 if the place's slot may have any user.
+    """
+    is_users = place.slot < ctx.shape.users
+
+    @pl.when(is_users)
+    def _() -> None:
+        first = (place.slot, place.split * ctx.split_blocks, place.kv_head)
+        _load_block(ctx, ctx.operands.key, ctx.shared.key, jnp.int32(0), first)
+
+    return jnp.where(is_users, place.slot, -1)
+
+
 def _send(
-    ctx: Context, progress: _Progress, extent: tuple[Any, Any], split: Any, group: Any
+    ctx: Context, progress: _Progress, extent: tuple[Any, Any], place: _Place, loaded: Any
 ) -> tuple[Any, _Progress]:
-    """Sends the first rows of `extent` that have one user; returns the next row."""
+    """Sends the first rows of `extent` that have one user; returns the next row.
+
+    `loaded`: the user whose first block of keys is in the ring already, or -1. If the rows have
+    another user, an item without rows takes that block.
+    """
     shape, shared, operands = ctx.shape, ctx.shared, ctx.operands
     first, _ = extent
+    # Queries are on their way while the index is read.
+    shared.query.await_free(progress.items)
+    _load_queries(ctx, progress.items, first, place.head)
     user, end = _run(ctx, *extent)
+    is_loaded = loaded >= 0
+    is_void = is_loaded & ((first >= extent[1]) | (user != loaded))
+    user = jnp.where(is_void, loaded, user)
+    end = jnp.where(is_void, first, end)
     length = jnp.int32(shape.kv_len)
     if operands.lengths is not None:
         length = jnp.clip(operands.lengths[user], 0, shape.kv_len)
-    first_block = split * ctx.split_blocks
-    keys = length - first_block * ctx.config.block_kv
-    blocks = jnp.clip(pl.cdiv(keys, ctx.config.block_kv), 0, ctx.split_blocks)
-    head = group * shape.group
+    first_block = place.split * ctx.split_blocks
+    keys = jnp.where(is_void, 0, length - first_block * ctx.config.block_kv)
+    blocks = jnp.clip(
+        pl.cdiv(keys, ctx.config.block_kv), is_loaded.astype(jnp.int32), ctx.split_blocks
+    )
     count = end - first
     sharing = jnp.where(blocks > 1, BY_KEYS, ALONE)
     if ctx.tiles > 1:
         sharing = jnp.where(count > shape.head_rows, BY_ROWS, sharing)
-    words = (blocks, keys, head, split * shape.rows + first, count, sharing)
-    shared.items.send_words(progress.items, words, after=shared.query)
-    _load_queries(ctx, progress.items, first, head)
-    kv_head = lax.div(head, shape.q_heads // shape.kv_heads)
+    target = place.split * shape.rows + first
+    words = (blocks, keys, place.head, target, count, sharing)
+    shared.items.send_words(progress.items, words)
 
     def load(source: Any, ring: Ring, block: Any) -> None:
-        place = (user, first_block + block, kv_head)
-        _load_block(ctx, source, ring, progress.steps + block, place)
+        where = (user, first_block + block, place.kv_head)
+        _load_block(ctx, source, ring, progress.steps + block, where)
 
-    @pl.when(blocks > 0)
-    def _load_all() -> None:
+    @pl.when((blocks > 0) & ~is_loaded)
+    def _load_first() -> None:
         load(operands.key, shared.key, jnp.int32(0))
 
+    @pl.when(blocks > 0)
+    def _load_rest() -> None:
         @pl.loop(1, blocks)
         def _(block: Any) -> None:
             load(operands.key, shared.key, block)
@@ -157,26 +195,34 @@ def _send(
 
 def produce(ctx: Context) -> None:
     """The producer warp."""
-    shape = ctx.shape
+    shape, shared = ctx.shape, ctx.shared
 
-    def one_item(number: Any, progress: _Progress) -> _Progress:
+    def place_of(i: Any) -> _Place:
+        number = ctx.worker + i * shape.workers
         group, rest = lax.rem(number, shape.groups), lax.div(number, shape.groups)
         split, slot = lax.rem(rest, shape.splits), lax.div(rest, shape.splits)
-        first, end = _extent(ctx, slot)
+        head = group * shape.group
+        return _Place(slot, split, head, lax.div(head, shape.q_heads // shape.kv_heads))
 
-        def one_run(carry: tuple[Any, _Progress]) -> tuple[Any, _Progress]:
-            return _send(ctx, carry[1], (carry[0], end), split, group)
+    def one_item(i: Any, carry: tuple[Any, _Progress]) -> tuple[Any, _Progress]:
+        loaded, progress = carry
+        place = place_of(i)
+        first, end = _extent(ctx, place.slot)
 
-        carry = lax.while_loop(lambda carry: carry[0] < end, one_run, (first, progress))
-        return carry[1]
+        def one_run(carry: tuple[Any, Any, _Progress]) -> tuple[Any, Any, _Progress]:
+            first, loaded, progress = carry
+            first, progress = _send(ctx, progress, (first, end), place, loaded)
+            return first, jnp.int32(-1), progress
 
-    def next_item(i: Any, progress: _Progress) -> _Progress:
-        return one_item(ctx.worker + i * shape.workers, progress)
+        _, loaded, progress = lax.while_loop(
+            lambda carry: (carry[0] < end) | (carry[1] >= 0), one_run, (first, loaded, progress)
+        )
+        return loaded, progress
 
     count = lax.div(shape.items - 1 - ctx.worker, shape.workers) + 1
-    start = _Progress(jnp.int32(0), jnp.int32(0))
-    progress = lax.fori_loop(0, count, next_item, start)
-    shared = ctx.shared
+    loaded = _load_first_keys(ctx, place_of(jnp.int32(0)))
+    start = (loaded, _Progress(jnp.int32(0), jnp.int32(0)))
+    _, progress = lax.fori_loop(0, count, one_item, start)
     shared.items.send_words(progress.items, (jnp.int32(-1),), after=shared.query)
     for ring in (shared.key, shared.value, shared.query):
         ring.drain()
