@@ -93,14 +93,19 @@ def candidate_configs(problem: Any) -> Iterator[FewQueriesConfig]:
     """Yields the legal configurations worth timing, the most promising first."""
     if not serves(problem):
         return
-    configs = [
-        FewQueriesConfig(tile_rows, splits, block_kv, *stages)
-        for tile_rows in (WGMMA_M, TILE_ROWS)
-        for splits in SPLITS
-        for block_kv in (128, 64, 32)
-        for stages in ((5, 5), (4, 4), (3, 3), (2, 2))
-        if splits == 1 or splits * block_kv * 2 <= problem.kv_len
-    ]
+    configs = []
+    for block_kv in (128, 64, 32):
+        for splits in SPLITS:
+            keys = problem.kv_len / splits
+            if splits > 1 and keys < 2 * block_kv:
+                continue
+            # With few blocks the queries of several items are in flight.
+            q_slots = 2 if keys > 2 * block_kv else 4
+            configs += [
+                FewQueriesConfig(tile_rows, splits, block_kv, *stages, q_slots)
+                for tile_rows in (WGMMA_M, TILE_ROWS)
+                for stages in ((5, 5), (4, 4), (3, 3), (2, 2))
+            ]
     legal = [config for config in configs if config.illegal_reason(problem) is None]
     # Of configurations that differ in their stages alone, the first has most.
     seen: dict[tuple[int, ...], FewQueriesConfig] = {}

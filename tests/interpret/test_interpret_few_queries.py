@@ -79,6 +79,11 @@ CASES = {
     "gqa_16_h128": Case((0, 1, 1), 40, q_len=2, heads=(16, 1), head_dim=128),
     # Lengths: none, out of range, less than a block.
     "lengths": Case((0, 1, 1, 2, 3), 60, users=4, lengths=(0, 1000, -3, 17)),
+    # Groups of heads that one CTA takes together.
+    "bundles": Case((0, 0, 1, 2, 3, 4, 5), 20, users=8, heads=(4, 2), num_sms=1),
+    "bundles_unsorted_lengths": Case(
+        (4, 0, 0, 2, 3, 4, 5), 20, users=8, heads=(2, 2), lengths=(9, 0, 20, 1, 2, 3, 4, 5)
+    ),
     # Parts of the keys.
     "split": Case((0, 0, 1), 75, config=SPLIT),
     "split_lengths_gqa": Case(

@@ -29,6 +29,8 @@ class Shape:
       item_rows: rows of an item.
       slots: see `rows.slots`.
       splits: parts of a user's keys.
+      bundle: neighbouring items, of one slot and split, that a CTA takes at once: 1, or one for
+        each group of query heads. The rows are then found once for all of them.
     """
 
     batch: int
@@ -43,6 +45,7 @@ class Shape:
     item_rows: int
     slots: int
     splits: int
+    bundle: int
     log2_scale: float
     workers: int
 
@@ -56,8 +59,8 @@ class Shape:
         return self.q_heads // self.group
 
     @property
-    def items(self) -> int:
-        return self.slots * self.splits * self.groups
+    def bundles(self) -> int:
+        return self.slots * self.splits * self.groups // self.bundle
 
 
 class Operands(NamedTuple):

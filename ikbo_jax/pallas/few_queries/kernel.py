@@ -61,6 +61,10 @@ from ikbo_jax.pallas.hopper.launch import Roles, launch
 from ikbo_jax.problems.few_queries import FewQueriesConfig, head_group, rows_of_head
 from ikbo_jax.problems.hopper import WGMMA_M
 
+#: From this number of bundles for each CTA on, items are bundled; with fewer, CTAs would finish at
+#: different times.
+LEAST_BUNDLES = 4
+
 
 def few_queries_kernel(
     query: jax.Array,
@@ -105,6 +109,8 @@ def few_queries_kernel(
     blocks = pl.cdiv(kv_len, config.block_kv)
     splits = pl.cdiv(blocks, pl.cdiv(blocks, min(config.splits, blocks)))  # none without blocks
     slots = rows.slots(batch, users, q_len, item_rows)
+    groups = q_heads // group
+    bundle = groups if slots * splits >= LEAST_BUNDLES * num_sms else 1
     shape = Shape(
         batch=batch,
         q_len=q_len,
@@ -118,8 +124,9 @@ def few_queries_kernel(
         item_rows=item_rows,
         slots=slots,
         splits=splits,
+        bundle=bundle,
         log2_scale=scale * math.log2(math.e),
-        workers=min(num_sms, slots * splits * (q_heads // group)),
+        workers=min(num_sms, slots * splits * groups // bundle),
     )
     rows_and_heads = (batch * q_len, q_heads)
     operands = Operands(

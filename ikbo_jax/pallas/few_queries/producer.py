@@ -197,17 +197,18 @@ def produce(ctx: Context) -> None:
     """The producer warp."""
     shape, shared = ctx.shape, ctx.shared
 
-    def place_of(i: Any) -> _Place:
+    def place_of(i: Any, member: Any) -> _Place:
         number = ctx.worker + i * shape.workers
-        group, rest = lax.rem(number, shape.groups), lax.div(number, shape.groups)
+        groups = shape.groups // shape.bundle
+        group, rest = lax.rem(number, groups) * shape.bundle + member, lax.div(number, groups)
         split, slot = lax.rem(rest, shape.splits), lax.div(rest, shape.splits)
         head = group * shape.group
         return _Place(slot, split, head, lax.div(head, shape.q_heads // shape.kv_heads))
 
-    def one_item(i: Any, carry: tuple[Any, _Progress]) -> tuple[Any, _Progress]:
-        loaded, progress = carry
-        place = place_of(i)
-        first, end = _extent(ctx, place.slot)
+    def one_item(
+        place: _Place, extent: tuple[Any, Any], carry: tuple[Any, _Progress]
+    ) -> tuple[Any, _Progress]:
+        first, end = extent
 
         def one_run(carry: tuple[Any, Any, _Progress]) -> tuple[Any, Any, _Progress]:
             first, loaded, progress = carry
@@ -215,14 +216,23 @@ def produce(ctx: Context) -> None:
             return first, jnp.int32(-1), progress
 
         _, loaded, progress = lax.while_loop(
-            lambda carry: (carry[0] < end) | (carry[1] >= 0), one_run, (first, loaded, progress)
+            lambda carry: (carry[0] < end) | (carry[1] >= 0), one_run, (first, *carry)
         )
         return loaded, progress
 
-    count = lax.div(shape.items - 1 - ctx.worker, shape.workers) + 1
-    loaded = _load_first_keys(ctx, place_of(jnp.int32(0)))
+    def one_bundle(i: Any, carry: tuple[Any, _Progress]) -> tuple[Any, _Progress]:
+        extent = _extent(ctx, place_of(i, 0).slot)
+        if shape.bundle == 1:
+            return one_item(place_of(i, 0), extent, carry)
+        result: tuple[Any, _Progress] = lax.fori_loop(
+            0, shape.bundle, lambda j, carry: one_item(place_of(i, j), extent, carry), carry
+        )
+        return result
+
+    count = lax.div(shape.bundles - 1 - ctx.worker, shape.workers) + 1
+    loaded = _load_first_keys(ctx, place_of(jnp.int32(0), 0))
     start = (loaded, _Progress(jnp.int32(0), jnp.int32(0)))
-    _, progress = lax.fori_loop(0, count, one_item, start)
+    _, progress = lax.fori_loop(0, count, one_bundle, start)
     shared.items.send_words(progress.items, (jnp.int32(-1),), after=shared.query)
     for ring in (shared.key, shared.value, shared.query):
         ring.drain()
