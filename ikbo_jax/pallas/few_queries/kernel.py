@@ -7,8 +7,8 @@ once for each item of work.
 
 An *item* is a user, a group of query heads with one key head, up to 64 or 128 of the user's rows
 (a row is a candidate's query of all heads) and one part of the user's keys. Rows of several heads
-fill one tile of 64 rows of WGMMA. Items are numbered by *slots*, which the producer finds in the
-index (`rows`): XLA makes no list of items. The candidates of an item need not have one user: where
+fill one tile of 64 rows of WGMMA. Items are numbered by *row slots*, which the producer finds in
+the index (`rows`): XLA makes no list of items. The candidates of an item need not have one user: where
 they do not, because the index is not sorted, the producer sends each run of candidates of one user
 as an item. The first block of keys of a CTA is loaded before its rows are found, which takes
 several dependent loads; if no row needs it, an item without rows takes it.
@@ -187,13 +187,16 @@ def merge(
     Returns:
       (out [rows, N, H], lse [rows, N]), f32.
     """
-    # As in the kernel, the maximum is subtracted before the scale: exact for huge scores.
-    largest = jnp.max(maximum, axis=0) if log2_scale > 0 else jnp.min(maximum, axis=0)
-    finite = jnp.where(jnp.isinf(largest) & (jnp.sum(sums, axis=0) == 0), 0.0, largest)
-    weights = jnp.exp2((maximum - finite[None]) * jnp.float32(log2_scale))
-    total = jnp.sum(weights * sums, axis=0)
-    is_empty = total == 0
-    inverse = 1 / jnp.where(is_empty, 1.0, total)
-    out = jnp.sum(acc * (weights * inverse[None])[..., None], axis=0)
+    # Unrolled over the parts, all of it is elementwise: XLA makes one kernel of it instead of one
+    # for each reduction. As in the kernel, the maximum is subtracted before the scale is applied,
+    # which is exact for huge scores.
+    further = jnp.maximum if log2_scale > 0 else jnp.minimum
+    largest = functools.reduce(further, maximum)
+    has_no_sum = functools.reduce(jnp.logical_and, [x == 0 for x in sums])
+    finite = jnp.where(jnp.isinf(largest) & has_no_sum, 0.0, largest)
+    weights = [jnp.exp2((x - finite) * jnp.float32(log2_scale)) for x in maximum]
+    total = functools.reduce(jnp.add, [w * x for w, x in zip(weights, sums, strict=True)])
+    inverse = 1 / jnp.where(total == 0, 1.0, total)
+    parts = [x * (w * inverse)[..., None] for w, x in zip(weights, acc, strict=True)]
     lse = jnp.log(total) + finite * jnp.float32(log2_scale * LN_2)
-    return out, jnp.where(is_empty, -jnp.inf, lse)
+    return functools.reduce(jnp.add, parts), jnp.where(total == 0, -jnp.inf, lse)

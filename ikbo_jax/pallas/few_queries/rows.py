@@ -1,6 +1,6 @@
 """Which rows an item has: searches of the index that the producer warp makes.
 
-A *slot* stands for up to `item_rows` rows of one user. Slot u < U has the first rows of user u.
+A *row slot* stands for up to `item_rows` rows of one user. Row slot u < U has the first rows of user u.
 Every row number that is a multiple of `item_rows` gives one more slot, to the user of the row
 before it. So a user with n rows has at least n / item_rows slots, rounded up; those that it does
 not need are empty. No list of items is needed, and slots with many rows come first.
@@ -27,7 +27,7 @@ HALF = 16
 
 
 def slots(batch: int, users: int, q_len: int, item_rows: int) -> int:
-    """Number of slots; see the module's docstring."""
+    """Number of row slots; see the module's docstring."""
     return users + batch * q_len // item_rows
 
 
