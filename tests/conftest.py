@@ -185,12 +185,15 @@ def fake_attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHopper]:
     """`fake_hopper` for attention; a call's "is_sorted" says whether the work order is by user."""
     from ikbo_jax.ops import attention as op
     from ikbo_jax.pallas.attention_backward import kernel as backward_kernel
+    from ikbo_jax.pallas.few_queries import kernel as few_queries
     from ikbo_jax.pallas.flash import attention as kernel
 
     calls: list[dict[str, Any]] = []
     backward_calls: list[dict[str, Any]] = []
 
-    def fake_kernel(query, key, value, index, lengths, *, order, return_residuals, scale, **rest):
+    def fake_kernel(
+        query, key, value, index, lengths, *, return_residuals, scale, order=None, **rest
+    ):
         assert (query.ndim, key.ndim, value.ndim, index.ndim) == (4, 4, 4, 1)
         assert order is None or query.shape[1] % 64 == 0
         call = {"query": query.shape, "has_order": order is not None, "scale": scale, **rest}
@@ -239,6 +242,7 @@ def fake_attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHopper]:
 
     monkeypatch.setattr(kernel, "attention_kernel", fake_kernel)
     monkeypatch.setattr(backward_kernel, "attention_backward_kernel", fake_backward)
+    monkeypatch.setattr(few_queries, "few_queries_kernel", fake_kernel)
     op._attention.clear_cache()
     yield FakeHopper(calls, backward_calls)
     op._attention.clear_cache()
