@@ -46,6 +46,8 @@ class AttentionBackwardConfig(Config):
         five, but without exchange of gradients of scores, and without sums in memory.
       block_kv: keys of a block of the second launch, a multiple of 16.
       kv_stages: stages of the second launch's ring of key blocks.
+      splits: parts that a user's queries are cut into, where users are too few to occupy the
+        device. XLA adds the parts' gradients of keys and values, in f32.
     """
 
     block_q: int = 64
@@ -54,6 +56,7 @@ class AttentionBackwardConfig(Config):
     d_query: str = "sum"
     block_kv: int = 64
     kv_stages: int = 3
+    splits: int = 1
 
     def d_scores_buffers(self, head_dim: int) -> int:
         """Buffers of gradients of scores."""
@@ -102,6 +105,8 @@ class AttentionBackwardConfig(Config):
             return f"stages must be at least 2, but is {self.stages}"
         if self.kv_slots not in (1, 2):
             return f"kv_slots must be 1 or 2, but is {self.kv_slots}"
+        if self.splits < 1:
+            return f"splits must be at least 1, but is {self.splits}"
         if self.d_query not in D_QUERY:
             return f"d_query must be one of {', '.join(D_QUERY)}, but is {self.d_query}"
         if self.d_query == "launch":

@@ -77,6 +77,13 @@ CASES = {
         "float16",
         sum_dtype="float32",
     ),
+    "split_queries": Case(
+        AttentionShape(2, 9, 21, 150, 1, 1, 64, "gaps", "ragged"), Config(32, splits=3)
+    ),
+    "split_queries_two_launches": Case(
+        AttentionShape(1, 150, 1, 129, 2, 2, 64),
+        Config(32, d_query="launch", splits=2),
+    ),
     "many_blocks_h128": Case(AttentionShape(1, 3, 64, 300, 1, 1, 128), Config(64)),
     "tile_of_keys_minus_one": Case(AttentionShape(2, 2, 33, 127, 1, 1, 64), Config(32)),
     "tile_of_keys_plus_one": Case(AttentionShape(1, 2, 32, 129, 1, 1, 64), Config(64)),

@@ -84,6 +84,7 @@ CASES = {
     "h128_f32_sums": Case(Config(64), sum_dtype="float32"),
     "h64_f32_sums": Case(Config(128), 64, sum_dtype="float32"),
     "h128_two_launches_f32_sums": Case(Config(64, 3, d_query="launch"), sum_dtype="float32"),
+    "h64_split_queries": Case(Config(128, splits=4), 64, q_len=1),
     "h96_widest": Case(Config(64), 96),
     "h64_widest": Case(Config(128), 64),
     "h64_few_queries": Case(Config(16, 4, 2, d_query="parts"), 64, q_len=1),

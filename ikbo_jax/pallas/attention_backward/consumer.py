@@ -17,13 +17,13 @@ from ikbo_jax.pallas.attention_backward.context import (
     FIRST_TARGET,
     HEAD,
     KEYS,
+    PART,
     PART_COUNTER,
     PART_PLANE,
     PART_ROW,
     PART_TILE,
     ROWS,
     TILE,
-    USER,
     WarpgroupContext,
 )
 from ikbo_jax.pallas.hopper import mma, mosaic, stores
@@ -302,12 +302,12 @@ def _store(ctx: WarpgroupContext, item: Any, sums: tuple[jax.Array, jax.Array]) 
     shape, shared = ctx.shape, ctx.shared
     consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
     slot = ctx.slot(mosaic.opaque(item, interpret=ctx.interpret))
-    user, head, tile = (shared.words[slot, i] for i in (USER, HEAD, TILE))
+    part, head, tile = (shared.words[slot, i] for i in (PART, HEAD, TILE))
     first = tile * BLOCK_KV + consumer * WGMMA_M
     if ctx.outputs.d_key.dtype == jnp.float32:
         staging = shared.f32_staging.at[consumer] if ctx.interpret else None
         rows = jnp.clip(shape.kv_len - first, 0, WGMMA_M)
-        place = (user * shape.kv_len + first, head, jnp.int32(0), rows)
+        place = (part * shape.kv_len + first, head, jnp.int32(0), rows)
         for target, total in zip((ctx.outputs.d_key, ctx.outputs.d_value), sums, strict=True):
             stores.store_rows(target, total, *place, staging, interpret=ctx.interpret)
         plgpu.barrier_arrive(shared.kv_free.at[slot])
@@ -316,9 +316,9 @@ def _store(ctx: WarpgroupContext, item: Any, sums: tuple[jax.Array, jax.Array]) 
         rows = total.astype(ctx.operands.key.dtype)
         tiles = shared.keys_values[0].at[slot, operand, consumer]
         # One call for all blocks compiles to other code, without spills too; neither was timed.
-        for i, part in enumerate(stores.column_blocks(rows, shape.column_blocks)):
+        for i, columns in enumerate(stores.column_blocks(rows, shape.column_blocks)):
             view = tiles.at[pl.ds(i, 1)]
-            stores.stage_rows(view, part, reads_late=True, interpret=ctx.interpret)
+            stores.stage_rows(view, columns, reads_late=True, interpret=ctx.interpret)
     plgpu.commit_smem()
 
     @pl.when(first < shape.kv_len)
@@ -327,7 +327,7 @@ def _store(ctx: WarpgroupContext, item: Any, sums: tuple[jax.Array, jax.Array]) 
             for i in range(shape.column_blocks):
                 plgpu.copy_smem_to_gmem(
                     shared.keys_values[1].at[slot, operand, consumer, i],
-                    target.at[user, pl.ds(first, WGMMA_M), head, ctx.columns(i)],
+                    target.at[part, pl.ds(first, WGMMA_M), head, ctx.columns(i)],
                 )
 
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -13,15 +13,15 @@ from ikbo_jax.problems.attention_backward import AttentionBackwardConfig
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS
 
 #: Words of an item's descriptor in shared memory: number of query blocks (negative: no more items),
-#: number of query rows, user, key head, number of the tile of keys, keys of the user from the
-#: tile's first on, first row in `d_query`.
-BLOCKS, ROWS, USER, HEAD, TILE, KEYS, FIRST_TARGET = range(7)
+#: number of query rows, part of a user's rows, key head, number of the tile of keys, keys of the
+#: user from the tile's first on, first row in `d_query`.
+BLOCKS, ROWS, PART, HEAD, TILE, KEYS, FIRST_TARGET = range(7)
 #: Words of a consumer's part of d_query: number of the tile of keys (negative: no more parts),
 #: plane of `d_query`, first row in it, number of the part's counter.
 PART_TILE, PART_PLANE, PART_ROW, PART_COUNTER = range(4)
 DESCRIPTOR_WORDS = 8
-#: Words of a user in device memory: first query row, number of query rows, first row in `d_query`,
-#: number of keys.
+#: Words of a part of a user's rows in device memory: first query row, number of query rows, first
+#: row in `d_query`, number of the user's keys.
 USER_WORDS = 4
 #: f32 columns of a shared memory row of 128 bytes.
 SUM_COLUMNS = 32
@@ -35,6 +35,7 @@ class Shape:
       rows: query rows of a key head: B * T * N / K.
       kv_tiles: tiles of keys of a user.
       blocks: the largest number of query blocks of a key head.
+      splits: parts of a user's rows.
       scale: of the scores.
     """
 
@@ -45,12 +46,12 @@ class Shape:
     head_dim: int
     kv_tiles: int
     blocks: int
+    splits: int
     scale: float
-    workers: int
 
     @property
     def items(self) -> int:
-        return self.users * self.kv_heads * self.kv_tiles
+        return self.users * self.splits * self.kv_heads * self.kv_tiles
 
     @property
     def column_blocks(self) -> int:
@@ -75,7 +76,7 @@ class Operands(NamedTuple):
     statistics: Any  # [K, 2, at least rows] f32: lse * log2(e), and delta
     key: Any  # [U, S, K, H]
     value: Any  # [U, S, K, H]
-    users: Any  # [U, USER_WORDS] int32
+    users: Any  # [U * splits, USER_WORDS] int32
 
 
 class Outputs(NamedTuple):
@@ -83,7 +84,7 @@ class Outputs(NamedTuple):
 
     d_query: Any  # [K, or tiles of keys * K, blocks * block_q, H] f32, rows of no query arbitrary;
     # None if a second launch computes d_query
-    d_key: Any  # [U, S, K, H] of 16 bits, or [U * S, K, H] f32
+    d_key: Any  # [U, S, K, H] of 16 bits, or [U * splits * S, K, H] f32
     d_value: Any  # likewise
 
 

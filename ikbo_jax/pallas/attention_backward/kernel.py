@@ -176,6 +176,7 @@ def attention_backward_kernel(
         q_len=q_len,
         group=group,
         block_q=config.block_q,
+        splits=config.splits,
         is_sorted=indices_are_sorted,
     )
     shape = Shape(
@@ -186,10 +187,13 @@ def attention_backward_kernel(
         head_dim=head_dim,
         kv_tiles=pl.cdiv(kv_len, BLOCK_KV),
         blocks=row_numbers.most_blocks(batch, users, q_len * group, config.block_q),
+        splits=config.splits,
         scale=scale,
-        workers=1 if interpret else min(num_sms, users * kv_heads * pl.cdiv(kv_len, BLOCK_KV)),
     )
-    run = functools.partial(_launch, shape=shape, config=config, interpret=interpret)
+    workers = 1 if interpret else min(num_sms, shape.items)
+    run = functools.partial(
+        _launch, shape=shape, config=config, workers=workers, interpret=interpret
+    )
     sum_dtype = jnp.dtype(dtype or key.dtype)
     operands = Operands(
         row_numbers.pack(query, rows.order, kv_heads),
@@ -197,10 +201,11 @@ def attention_backward_kernel(
         row_numbers.statistics(out, lse, d_out, d_lse, rows.order, kv_heads),
         key,
         value,
-        rows.users,
+        rows.parts,
     )
     if config.d_query == "launch":
         d_key, d_value = run(operands, sum_dtype)
+        operands = operands._replace(users=rows.users)
         result = d_query_kernel(operands, shape, config, num_sms=num_sms, interpret=interpret)
         return row_numbers.unpack(result, rows.order, query.shape), d_key, d_value
     sums, d_key, d_value = run(operands, sum_dtype)
@@ -214,6 +219,7 @@ def _launch(
     *,
     shape: Shape,
     config: AttentionBackwardConfig,
+    workers: int,
     interpret: Any,
 ) -> tuple[jax.Array, ...]:
     """Launches the kernel; returns the arrays of `Outputs`, gradients of keys in `dtype`."""
@@ -234,9 +240,10 @@ def _launch(
     planes = shape.kv_heads * (shape.kv_tiles if config.d_query == "parts" else 1)
     key, sums = operands.key, (planes, shape.blocks * config.block_q, shape.head_dim)
     # Threads store f32, to rows of all users; TMA stores 16 bits, and drops rows past S.
-    rows = (shape.users * shape.kv_len,)
-    target = (key.shape[:2] if dtype == key.dtype else rows) + key.shape[2:]
-    gradient = jax.ShapeDtypeStruct(target, dtype)
+    gradient = jax.ShapeDtypeStruct(key.shape, key.dtype)
+    if dtype != key.dtype or shape.splits > 1:
+        rows = shape.users * shape.splits * shape.kv_len
+        gradient = jax.ShapeDtypeStruct((rows, *key.shape[2:]), jnp.float32)
     outputs = Outputs(
         None if config.d_query == "launch" else jax.ShapeDtypeStruct(sums, jnp.float32),
         gradient,
@@ -249,7 +256,10 @@ def _launch(
         shared_types(key.dtype, shape, config, interpret=bool(interpret)),
         (1, shape.kv_heads * shape.blocks * NUM_CONSUMERS),
         name="ikbo_attention_backward",
-        workers=shape.workers,
+        workers=workers,
         interpret=interpret,
     )
-    return *d_query, d_key.reshape(key.shape), d_value.reshape(key.shape)
+    parts = (shape.users, shape.splits, *key.shape[1:])
+    if shape.splits > 1:
+        d_key, d_value = (jnp.sum(x.reshape(parts), axis=1) for x in (d_key, d_value))
+    return *d_query, *(x.reshape(key.shape).astype(dtype) for x in (d_key, d_value))

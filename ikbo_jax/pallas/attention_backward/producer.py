@@ -30,12 +30,13 @@ def _send_item(ctx: WarpgroupContext, item: Any, number: Any, step: Any) -> Any:
     shape, shared, users = ctx.shape, ctx.shared, ctx.operands.users
     slot, block_q = ctx.slot(item), ctx.config.block_q
     tile, rest = lax.rem(number, shape.kv_tiles), lax.div(number, shape.kv_tiles)
-    head, user = lax.rem(rest, shape.kv_heads), lax.div(rest, shape.kv_heads)
-    first_row, rows, first_target = (users[user, i] for i in range(3))
-    keys = users[user, 3] - tile * BLOCK_KV
+    head, part = lax.rem(rest, shape.kv_heads), lax.div(rest, shape.kv_heads)
+    first_row, rows, first_target = (users[part, i] for i in range(3))
+    keys = users[part, 3] - tile * BLOCK_KV
+    user = lax.div(part, shape.splits)
     blocks = jnp.where(keys > 0, pl.cdiv(rows, block_q), 0)
     plgpu.barrier_wait(shared.kv_free.at[slot])
-    for i, word in enumerate((blocks, rows, user, head, tile, keys, first_target)):
+    for i, word in enumerate((blocks, rows, part, head, tile, keys, first_target)):
         shared.words[slot, i] = word
     plgpu.barrier_arrive(shared.item_ready.at[slot])
 
