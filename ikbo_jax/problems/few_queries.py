@@ -12,7 +12,8 @@ from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, TILE_ROWS, WGMMA_M
 from ikbo_jax.problems.problem import Config
 
 #: Largest block_kv by head width (width 96 is padded to 128 in shared memory). With larger blocks
-#: accumulator, scores and probabilities exceed a consumer thread's 240 registers and spill.
+#: accumulator, scores and probabilities exceed a consumer thread's 240 registers and spill. H = 256
+#: spills 200 bytes with blocks of 32 keys.
 MAX_BLOCK_KV = {64: 128, 96: 128, 128: 128, 192: 64}
 #: Words of an item's descriptor in shared memory.
 ITEM_WORDS = 8
@@ -104,7 +105,7 @@ def candidate_configs(problem: Any) -> Iterator[FewQueriesConfig]:
             configs += [
                 FewQueriesConfig(tile_rows, splits, block_kv, *stages, q_slots)
                 for tile_rows in (WGMMA_M, TILE_ROWS)
-                for stages in ((5, 5), (4, 4), (3, 3), (2, 2))
+                for stages in ((5, 5), (4, 4), (3, 3), (3, 2), (2, 2))
             ]
     legal = [config for config in configs if config.illegal_reason(problem) is None]
     # Of configurations that differ in their stages alone, the first has most.

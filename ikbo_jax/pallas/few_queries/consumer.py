@@ -193,15 +193,14 @@ def _merged(
     """(acc, maximum, sums) with the other consumer's part."""
     shared = ctx.shared
     plgpu.barrier_wait(shared.exchange_ready.at[0])
-    acc2, maximum2, sums2 = exchange.take(ctx, ctx.shape.head_dim)
-    plgpu.barrier_arrive(shared.exchange_free.at[0])
+    maximum2, sums2 = exchange.take_statistics(ctx)
     further = jnp.maximum if ctx.shape.log2_scale > 0 else jnp.minimum
     larger = further(maximum, maximum2)
     finite = _finite(ctx, larger)
     log2_scale = jnp.float32(ctx.shape.log2_scale)
     factor, factor2 = (jnp.exp2((x - finite) * log2_scale) for x in (maximum, maximum2))
-    acc = acc * lax.broadcast_in_dim(factor, acc.shape, (0,))
-    acc = acc + acc2 * lax.broadcast_in_dim(factor2, acc.shape, (0,))
+    acc = exchange.take_sum(ctx, acc, factor, factor2)
+    plgpu.barrier_arrive(shared.exchange_free.at[0])
     return acc, larger, sums * factor + sums2 * factor2
 
 

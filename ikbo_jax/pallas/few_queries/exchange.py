@@ -32,6 +32,16 @@ def _address(memory: ir.Value, thread: ir.Value, number: int) -> ir.Value:
     return mgpu.utils.getelementptr(mgpu.utils.memref_ptr(memory), [offset], i32)
 
 
+def _load(address: ir.Value) -> list[ir.Value]:
+    words = mgpu.utils.inline_ptx(
+        "ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];",
+        address,
+        result_types=[ir.F32Type.get()] * VECTOR,
+        has_side_effects=True,
+    )
+    return list(words)
+
+
 def give(ctx: Any, acc: jax.Array, maximum: jax.Array, sums: jax.Array) -> None:
     """Writes acc [64, H] f32, and maximum and sums [64] f32, to the exchange memory."""
     shared = ctx.shared
@@ -61,55 +71,65 @@ def give(ctx: Any, acc: jax.Array, maximum: jax.Array, sums: jax.Array) -> None:
     write(shared.exchange, acc, maximum, sums)
 
 
-def take(ctx: Any, width: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Reads (acc [64, width], maximum [64], sums [64]), f32, that the other consumer wrote."""
+def take_statistics(ctx: Any) -> tuple[jax.Array, jax.Array]:
+    """Reads maximum [64] and sums [64], f32, that the other consumer wrote."""
     shared = ctx.shared
     if ctx.interpret:
-        return shared.exchange_staging[...], shared.row_staging[2], shared.row_staging[3]
-
-    memory_vectors = shared.exchange.shape[0]
+        return shared.row_staging[2], shared.row_staging[3]
     row = plgpu.ShapeDtypeStruct((WGMMA_M,), jnp.float32, layout=ROW_LAYOUT)
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(),),
-        return_type=(
-            plgpu.ShapeDtypeStruct((WGMMA_M, width), jnp.float32, layout=plgpu.Layout.WGMMA),
-            row,
-            row,
-        ),
-    )
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=(row, row))
     def read(_: Any, memory: ir.Value) -> Any:
-        f32, thread = ir.F32Type.get(), thread_number()
-        words: list[ir.Value] = []
-        for number in range(memory_vectors):
-            words += mgpu.utils.inline_ptx(
-                "ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];",
-                _address(memory, thread, number),
-                result_types=[f32] * VECTOR,
-                has_side_effects=True,
-            )
-        halves = len(words) - VECTOR
-        pair, single = ir.VectorType.get((2,), f32), ir.VectorType.get((1,), f32)
-        registers = [vector.from_elements(pair, words[i : i + 2]) for i in range(0, halves, 2)]
-        acc = mgpu.FragmentedArray(
-            _registers=np.array(registers, dtype=object).reshape(
-                mgpu.WGMMA_LAYOUT.registers_shape((WGMMA_M, width))
-            ),
-            _layout=mgpu.WGMMA_LAYOUT,
-            _is_signed=None,
-        )
-        layout = ROW_LAYOUT.to_mgpu()
-        rows = [
+        words = _load(_address(memory, thread_number(), last_vector))
+        single, layout = ir.VectorType.get((1,), ir.F32Type.get()), ROW_LAYOUT.to_mgpu()
+        registers = [vector.from_elements(single, [word]) for word in words]
+        return tuple(
             mgpu.FragmentedArray(
-                _registers=np.array(
-                    [vector.from_elements(single, [word]) for word in words[i : i + 2]],
-                    dtype=object,
-                ).reshape(layout.registers_shape((WGMMA_M,))),
+                _registers=np.array(pair, dtype=object).reshape(layout.registers_shape((WGMMA_M,))),
                 _layout=layout,
                 _is_signed=None,
             )
-            for i in (halves, halves + 2)
-        ]
-        return acc, *rows
+            for pair in (registers[:2], registers[2:])
+        )
 
-    return read(shared.exchange)
+    last_vector = shared.exchange.shape[0] - 1
+    result: tuple[jax.Array, jax.Array] = read(shared.exchange)
+    return result
+
+
+def take_sum(ctx: Any, acc: jax.Array, factor: jax.Array, factor2: jax.Array) -> jax.Array:
+    """factor * acc + factor2 * the acc that the other consumer wrote; factors are of rows, [64].
+
+    Vector by vector: a thread has no registers to hold both at H = 192.
+    """
+    if ctx.interpret:
+        own = acc * factor[:, None]
+        return own + ctx.shared.exchange_staging[...] * factor2[:, None]
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, ROW_LAYOUT, ROW_LAYOUT),
+        return_type=plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
+    )
+    def add(_: Any, memory: ir.Value, acc: Any, *factors: Any) -> Any:
+        thread = thread_number()
+        pair = ir.VectorType.get((2,), ir.F32Type.get())
+        # A thread's pairs of columns alternate between its two rows.
+        of_rows = [[vector.extract(r, [], [0]) for r in f.registers.flat] for f in factors]
+        registers = acc.registers.copy()
+        for number in range(registers.size // 2):
+            words = _load(_address(memory, thread, number))
+            for row in (0, 1):
+                own = registers.flat[2 * number + row]
+                sums = [
+                    arith.addf(
+                        arith.mulf(vector.extract(own, [], [i]), of_rows[0][row]),
+                        arith.mulf(words[2 * row + i], of_rows[1][row]),
+                    )
+                    for i in (0, 1)
+                ]
+                registers.flat[2 * number + row] = vector.from_elements(pair, sums)
+        return mgpu.FragmentedArray(
+            _registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None
+        )
+
+    return add(ctx.shared.exchange, acc, factor, factor2)

@@ -8,9 +8,9 @@ once for each item of work.
 An *item* is a user, a group of query heads with one key head, up to 64 or 128 of the user's rows
 (a row is a candidate's query of all heads) and one part of the user's keys. Rows of several heads
 fill one tile of 64 rows of WGMMA. Items are numbered by *row slots*, which the producer finds in
-the index (`rows`): XLA makes no list of items. The candidates of an item need not have one user: where
-they do not, because the index is not sorted, the producer sends each run of candidates of one user
-as an item. The first block of keys of a CTA is loaded before its rows are found, which takes
+the index (`rows`): XLA makes no list of items. The candidates of an item need not have one user:
+where they do not, because the index is not sorted, the producer sends each run of candidates of one
+user as an item. The first block of keys of a CTA is loaded before its rows are found, which takes
 several dependent loads; if no row needs it, an item without rows takes it.
 
 Warpgroups: 0 and 1 are the consumers; one warp of warpgroup 2 is the producer, which loads keys and

@@ -1,9 +1,9 @@
 """Which rows an item has: searches of the index that the producer warp makes.
 
-A *row slot* stands for up to `item_rows` rows of one user. Row slot u < U has the first rows of user u.
-Every row number that is a multiple of `item_rows` gives one more slot, to the user of the row
-before it. So a user with n rows has at least n / item_rows slots, rounded up; those that it does
-not need are empty. No list of items is needed, and slots with many rows come first.
+A *row slot* stands for up to `item_rows` rows of one user. Row slot u < U has the first rows of
+user u. Every row number that is a multiple of `item_rows` gives one more row slot, to the user of
+the row before it. So a user with n rows has at least n / item_rows row slots, rounded up; those
+that it does not need are empty. No list of items is needed, and those with many rows come first.
 
 The index is searched in the same way for every user, so the ranges that `candidates` finds hold
 every candidate exactly once even if the index is not sorted. Only its users then differ within a
