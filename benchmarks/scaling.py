@@ -212,9 +212,11 @@ def kinds_of(sweep: str) -> Sequence[str]:
     return ("auto", "explicit") if sweep in ("linear_compression", "attention") else ("auto",)
 
 
+# An asynchronous collective's type holds the tuple of its operands before its results.
+_OPERANDS = r"\((?:[^()]|\([^()]*\))*\), "
 _COLLECTIVE = re.compile(
-    r" = (?P<shapes>\(.*?\)|\S+) (?P<name>all-gather|all-reduce|all-to-all|collective-permute"
-    r"|reduce-scatter)(?:-start)?\("
+    rf" = (?:\({_OPERANDS})?(?P<shapes>\(.*?\)|\S+) (?P<name>all-gather|all-reduce|all-to-all"
+    r"|collective-permute|reduce-scatter)(?:-start)?\("
 )
 _SHAPE = re.compile(r"(?P<bits>[a-z]+(\d+))\[(?P<sizes>[\d,]*)\]")
 
