@@ -28,6 +28,7 @@ from benchmarks import (
     plots,
     report_attention,
     report_gdpa,
+    report_linear_compression_gradient,
     report_production,
     report_ranking,
     report_scaling,
@@ -76,6 +77,7 @@ _BLOCK = re.compile(
 MODULES: dict[str, Any] = {
     "attention": report_attention,
     "gdpa": report_gdpa,
+    "linear_compression_gradient": report_linear_compression_gradient,
     "production": report_production,
     "ranking": report_ranking,
     "scaling": report_scaling,
