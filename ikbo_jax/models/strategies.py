@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from ikbo_jax.layers import functional
+from ikbo_jax.ops.attention import attention
 from ikbo_jax.ops.gdpa_arguments import equal_offsets
 
 Parameters = functional.Parameters
@@ -182,9 +183,15 @@ TUNED = MATERIALISED._replace(
 
 
 def _pool(params: Parameters, x: jax.Array) -> jax.Array:
-    users, length, width = x.shape
-    flat = x.reshape(users * length, width)
-    return functional.pma(params, flat, equal_offsets(users, length), max_seqlen=length)
+    """PMA as attention from every user's seeds: all histories have one length, and attention's
+    gradient has a kernel, where a softmax in `gdpa` has none."""
+    query, key, value = functional.projected(params, params["seeds"], x)
+    users = x.shape[0]
+    seeds = jnp.broadcast_to(query, (users, *query.shape))
+    index = jnp.arange(users, dtype=jnp.int32)
+    out = attention(seeds, key, value, index, indices_are_sorted=True)
+    assert isinstance(out, jax.Array)
+    return functional.merge_heads(out, params["w_out"])
 
 
 def _feed_forward(
