@@ -5,9 +5,9 @@
 A step computes the loss, the gradients of all parameters and an update by Adam, with donated
 buffers; parameters are float32 and rounded to bfloat16 in every step. The versions of the ranking
 network are those of `benchmarks.ranking`. The first step of every version is checked: its loss
-against a float32 oracle, and the norm of its gradient against the norm of the checked version of
-this point. `--profile` prints which kernels a step spends its time in. Without a GPU all sizes
-shrink, and the figures only show that the benchmark runs.
+against a float32 oracle, and the norm of its gradient against the first version's. `--profile NAME`
+prints which kernels a version's step spends its time in. Without a GPU all sizes shrink, and the
+figures only show that the benchmark runs.
 """
 
 from __future__ import annotations
@@ -24,13 +24,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from benchmarks import harness, profiles, ranking, training_gdpa, training_task
 from benchmarks.records import Record, mib, provider_of, text_table
 from ikbo_jax._timing import interleaved_ms
-from ikbo_jax.cases import ranking as cases
 from ikbo_jax.models import ranking as model
 
 SWEEPS = ("default", "users", "ratio", "gdpa")
@@ -41,8 +38,6 @@ RATIOS, QUERIES = (1, 8, 70), (1, 16, 64)
 MS_BAR, BY_HAND_BAR, COPIES_BAR, USERS_BAR, GDPA_BAR = 13.5, 2.0, 5.0, 1.6, 1.3
 #: Largest relative error of the first loss, and largest relative difference of gradient norms.
 LOSS_TOLERANCE, NORM_TOLERANCE = 0.01, 0.05
-#: Sequences whose loss the oracle of "gdpa" computes at once.
-ORACLE_BATCH = 64
 
 
 class Version(NamedTuple):
@@ -88,6 +83,8 @@ OF_GDPA = (
         is_other=True,
     ),
 )
+
+NAMES = tuple(version.name for version in (*OF_RANKING, *OF_GDPA))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,52 +142,6 @@ def shrink(point: Point) -> Point:
     return dataclasses.replace(point, sizes=small)
 
 
-class Task(NamedTuple):
-    """What all versions of a point train on: float32 parameters, inputs, labels, first loss."""
-
-    params: Any
-    inputs: Any
-    labels: jax.Array
-    expected: float
-
-
-def task_of(sizes: Any) -> Task:
-    """The seeded task of a point, on the device."""
-    if isinstance(sizes, training_gdpa.Sizes):
-        params, (inputs, labels) = training_gdpa.init(sizes), training_gdpa.draw(sizes)
-        return Task(params, inputs, labels, _gdpa_loss(sizes, params, inputs, labels))
-    params = model.init(sizes)
-    inputs, labels = training_task.draw(sizes, 0, model.user_index(sizes))
-    logits = cases.oracle(params, inputs)
-    loss = float(jnp.mean(jax.nn.softplus(-labels * logits)))
-    return Task(params, inputs, labels, loss)
-
-
-def _gdpa_loss(sizes: training_gdpa.Sizes, params: Any, inputs: Any, labels: jax.Array) -> float:
-    """The loss of the padded network in float32, of parameters that are rounded as in a step."""
-    total, rows = 0.0, inputs.rows.astype(jnp.float32)
-    rounded = jax.tree.map(lambda x: x.astype(sizes.dtype).astype(jnp.float32), params)
-    offsets = np.asarray(inputs.offsets)
-    # All parts have one size: the last rows of short parts are not read.
-    count = min(ORACLE_BATCH, sizes.batch)
-    most = count * sizes.max_length
-    padded = jnp.pad(rows, ((0, most), (0, 0)))
-
-    @jax.jit
-    def part_loss(first: jax.Array, offsets: jax.Array, labels: jax.Array) -> jax.Array:
-        part = training_gdpa.Inputs(jax.lax.dynamic_slice_in_dim(padded, first, most), offsets)
-        part_sizes = dataclasses.replace(sizes, batch=count)
-        with jax.default_matmul_precision("highest"):
-            logits = training_gdpa.network(training_gdpa.xla, part_sizes, rounded, part)
-        return jnp.sum(jax.nn.softplus(-labels * logits))
-
-    starts = range(0, sizes.batch - count + 1, count)
-    for start in starts:
-        part = offsets[start : start + count + 1]
-        total += float(part_loss(part[0], part - part[0], labels[start : start + count]))
-    return total / (len(starts) * count)
-
-
 class Trained(NamedTuple):
     """A version's entry in the results file, its compiled step, and the step to profile."""
 
@@ -199,7 +150,9 @@ class Trained(NamedTuple):
     to_profile: Any = None
 
 
-def _compile(version: Version, sizes: Any, task: Task, profile: bool) -> Trained:
+def _compile(
+    version: Version, sizes: Any, task: training_task.Task, profiled: Sequence[str]
+) -> Trained:
     """Compiles a version's step; records a failure instead of raising it."""
     record: dict[str, Any] = {"name": version.name, "stage": version.stage}
     try:
@@ -212,7 +165,7 @@ def _compile(version: Version, sizes: Any, task: Task, profile: bool) -> Trained
         traced = time.monotonic()
         compiled = to_profile = lowered.compile()
         record |= {"trace_s": traced - start, "compile_s": time.monotonic() - traced}
-        if profile and jax.default_backend() == "gpu":
+        if version.name in profiled and jax.default_backend() == "gpu":
             to_profile = lowered.compile(profiles.WITHOUT_GRAPHS)
     except NotImplementedError as unable:
         return Trained(record | {"skipped": str(unable).splitlines()[0]})
@@ -232,7 +185,7 @@ def _failure(error: Exception) -> dict[str, str]:
     return {"skipped" if "RESOURCE_EXHAUSTED" in text else "failure": text}
 
 
-def _first_step(trained: Trained, task: Task) -> Callable[[], Any] | None:
+def _first_step(trained: Trained, task: training_task.Task) -> Callable[[], Any] | None:
     """Records the first loss and gradient norm; returns a function that runs the next step."""
     state = training_task.start(task.params)
     try:
@@ -250,7 +203,7 @@ def _first_step(trained: Trained, task: Task) -> Callable[[], Any] | None:
     return step
 
 
-def _check(versions: Sequence[Version], found: Sequence[Trained], task: Task) -> None:
+def _check(versions: Sequence[Version], found: Sequence[Trained], task: training_task.Task) -> None:
     """Records the larger error of loss and gradient norm, relative to its bound.
 
     Norms are compared with the norm of the first version that ran.
@@ -273,18 +226,31 @@ def _check(versions: Sequence[Version], found: Sequence[Trained], task: Task) ->
         record |= {"error": error, "bound": 1.0, "ok": bool(error <= 1.0)}
 
 
-def _profile(trained: Trained, task: Task) -> profiles.Shares:
+def _profile(trained: Trained, task: training_task.Task) -> profiles.Shares:
     step = _first_step(trained._replace(record={}, compiled=trained.to_profile), task)
     assert step is not None
     return profiles.shares(step, trained.to_profile.as_text() or "")
 
 
 def measure_point(
-    point: Point, versions: Sequence[Version], *, window_s: float, rounds: int, profile: bool
+    point: Point,
+    versions: Sequence[Version],
+    *,
+    window_s: float,
+    rounds: int,
+    profiled: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Checks the first step of every version, and times further ones interleaved."""
-    task = task_of(point.sizes)
-    compile_one = functools.partial(_compile, sizes=point.sizes, task=task, profile=profile)
+    """Checks the first step of every version, and times further ones interleaved.
+
+    Args:
+      point: the network.
+      versions: its versions.
+      window_s: seconds of a window of steps back to back.
+      rounds: number of windows of every version.
+      profiled: names of versions to profile, too.
+    """
+    task = training_task.task_of(point.sizes)
+    compile_one = functools.partial(_compile, sizes=point.sizes, task=task, profiled=profiled)
     with concurrent.futures.ThreadPoolExecutor() as pool:
         found = list(pool.map(compile_one, versions))
     firsts = {t.record["name"]: _first_step(t, task) for t in found if t.compiled is not None}
@@ -296,12 +262,11 @@ def measure_point(
             median = statistics.median(ms)
             rate = point.samples * 1e3 / median
             trained.record.update(ms=ms, median_ms=median, samples_per_s=rate)
-    if profile:
-        for trained in found:
-            if trained.record["name"] in steps:
-                shares = _profile(trained, task)
-                trained.record["ms_by_part"] = shares.by_part
-                print(f"{point.sweep} {point.label}, {trained.record['name']}:\n{shares}")
+    for trained in found:
+        if (name := trained.record["name"]) in steps and name in profiled:
+            shares = _profile(trained, task)
+            trained.record["ms_by_part"] = shares.by_part
+            print(f"{point.sweep} {point.label}, {name}:\n{shares}")
     return {
         "sweep": point.sweep,
         "label": point.label,
@@ -348,22 +313,33 @@ def format_table(results: Record) -> str:
 
 
 def run(
-    sweeps: Sequence[str], *, out: pathlib.Path, profile: bool = False, **options: Any
+    sweeps: Sequence[str],
+    *,
+    out: pathlib.Path,
+    versions: Sequence[str] = NAMES,
+    profiled: Sequence[str] = (),
+    **options: Any,
 ) -> dict[str, Any]:
     """Measures sweeps, as `attention.run` does.
 
     Args (the others are as for `attention.run`):
       sweeps: names from `SWEEPS`.
-      profile: whether to print and record which kernels the steps spend their time in.
+      versions: names of the versions to measure.
+      profiled: names of versions of which to print and record where a step spends its time.
     """
     bench = harness.Run("training", out, **options)
     window_s, rounds = bench.protocol.window_s, bench.protocol.rounds
     del bench.results["protocol"]["matmul_size"]  # This benchmark times no matmul.
 
     def measure(point: Point) -> dict[str, Any]:
-        return measure_point(
-            point, point.versions, window_s=window_s, rounds=rounds, profile=profile
-        )
+        # Sweeps omit the tuned copies, which take longer to compile than to time.
+        chosen = [
+            version
+            for version in point.versions
+            if version.name in versions
+            and (point.sweep == "default" or version.name != ranking.TUNED.name)
+        ]
+        return measure_point(point, chosen, window_s=window_s, rounds=rounds, profiled=profiled)
 
     def describe(point: Record) -> str:
         times = (f"{p['name']} {p.get('median_ms', math.nan):.3f}" for p in point["providers"])
@@ -376,9 +352,15 @@ def run(
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns 1 if a version failed or was wrong."""
     parser = harness.parser("training", SWEEPS)
-    parser.add_argument("--profile", action="store_true", help="print the share of every kernel")
+    for option, default, words in (
+        ("--version", NAMES, "versions to measure (default: all)"),
+        ("--profile", (), "versions of which to print the time by kernel"),
+    ):
+        parser.add_argument(
+            option, nargs="+", choices=NAMES, metavar="NAME", default=default, help=words
+        )
     args = parser.parse_args(argv)
-    results = run(args.sweep, profile=args.profile, **harness.options(args))
+    results = run(args.sweep, versions=args.version, profiled=args.profile, **harness.options(args))
     return harness.print_lines(results, format_table(results))
 
 

@@ -1,21 +1,28 @@
-"""What is trained: a loss, a step of Adam, and a task for the ranking network that can be learnt.
+"""What is trained: a loss, a step of Adam, and tasks.
 
 Parameters are kept in float32 and rounded to the network's dtype in every step, so that small
-updates are not lost; gradients have the network's dtype, and Adam's moments are float32.
+updates are not lost; gradients have the network's dtype, Adam's moments are float32. The ranking
+network's task can be learnt.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
+from benchmarks import training_gdpa
+from ikbo_jax.cases import ranking as cases
 from ikbo_jax.models import ranking
 
 LEARNING_RATE = 1e-3
+#: Sequences whose loss the oracle of the network of generalised attention computes at once.
+ORACLE_BATCH = 64
 #: How far the planted signals stand out of the noise, and the steepness of the labels' odds.
 SIGNAL, STEEPNESS = 2.0, 6.0
 
@@ -97,3 +104,49 @@ def draw(sizes: ranking.Sizes, seed: int | jax.Array, index: jax.Array) -> tuple
     odds = STEEPNESS * jnp.stack([of_cand, *[both] * (sizes.tasks - 1)], axis=1)
     is_met = jax.random.uniform(keys[2], odds.shape) < jax.nn.sigmoid(odds)
     return request, jnp.where(is_met, 1.0, -1.0)
+
+
+class Task(NamedTuple):
+    """What all versions of a point train on: float32 parameters, inputs, labels, first loss."""
+
+    params: Any
+    inputs: Any
+    labels: jax.Array
+    expected: float
+
+
+def task_of(sizes: Any) -> Task:
+    """The seeded task of a point, on the device."""
+    if isinstance(sizes, training_gdpa.Sizes):
+        params, (inputs, labels) = training_gdpa.init(sizes), training_gdpa.draw(sizes)
+        return Task(params, inputs, labels, _gdpa_loss(sizes, params, inputs, labels))
+    params = ranking.init(sizes)
+    inputs, labels = draw(sizes, 0, ranking.user_index(sizes))
+    logits = cases.oracle(params, inputs)
+    loss = float(jnp.mean(jax.nn.softplus(-labels * logits)))
+    return Task(params, inputs, labels, loss)
+
+
+def _gdpa_loss(sizes: training_gdpa.Sizes, params: Any, inputs: Any, labels: jax.Array) -> float:
+    """The loss of the padded network in float32, of parameters that are rounded as in a step."""
+    total, rows = 0.0, inputs.rows.astype(jnp.float32)
+    rounded = jax.tree.map(lambda x: x.astype(sizes.dtype).astype(jnp.float32), params)
+    offsets = np.asarray(inputs.offsets)
+    # All parts have one size: the last rows of short parts are not read.
+    count = min(ORACLE_BATCH, sizes.batch)
+    most = count * sizes.max_length
+    padded = jnp.pad(rows, ((0, most), (0, 0)))
+
+    @jax.jit
+    def part_loss(first: jax.Array, offsets: jax.Array, labels: jax.Array) -> jax.Array:
+        part = training_gdpa.Inputs(jax.lax.dynamic_slice_in_dim(padded, first, most), offsets)
+        part_sizes = dataclasses.replace(sizes, batch=count)
+        with jax.default_matmul_precision("highest"):
+            logits = training_gdpa.network(training_gdpa.xla, part_sizes, rounded, part)
+        return jnp.sum(jax.nn.softplus(-labels * logits))
+
+    starts = range(0, sizes.batch - count + 1, count)
+    for start in starts:
+        part = offsets[start : start + count + 1]
+        total += float(part_loss(part[0], part - part[0], labels[start : start + count]))
+    return total / (len(starts) * count)

@@ -111,9 +111,10 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[offline.Compi
 
 
 class FakeHopper(NamedTuple):
-    """What the fake kernel was called with, in order."""
+    """What the fake kernels were called with, in order: the result's, and the gradient's."""
 
     calls: list[dict[str, Any]]
+    backward_calls: tuple[dict[str, Any], ...] | list[dict[str, Any]] = ()
 
 
 @pytest.fixture
@@ -183,11 +184,16 @@ def fake_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHopper]:
 def fake_attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHopper]:
     """`fake_hopper` for attention; a call's "is_sorted" says whether the work order is by user."""
     from ikbo_jax.ops import attention as op
+    from ikbo_jax.pallas.attention_backward import kernel as backward_kernel
+    from ikbo_jax.pallas.few_queries import kernel as few_queries
     from ikbo_jax.pallas.flash import attention as kernel
 
     calls: list[dict[str, Any]] = []
+    backward_calls: list[dict[str, Any]] = []
 
-    def fake_kernel(query, key, value, index, lengths, *, order, return_residuals, scale, **rest):
+    def fake_kernel(
+        query, key, value, index, lengths, *, return_residuals, scale, order=None, **rest
+    ):
         assert (query.ndim, key.ndim, value.ndim, index.ndim) == (4, 4, 4, 1)
         assert order is None or query.shape[1] % 64 == 0
         call = {"query": query.shape, "has_order": order is not None, "scale": scale, **rest}
@@ -213,7 +219,30 @@ def fake_attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHopper]:
 
     monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
     monkeypatch.setattr(dispatch, "num_sms", lambda: 132)
+
+    def fake_backward(query, key, value, index, lengths, *tensors, scale, dtype, **rest):
+        assert (query.ndim, key.ndim, value.ndim, index.ndim) == (4, 4, 4, 1)
+        backward_calls.append({"query": query.shape, "scale": scale, "dtype": dtype, **rest})
+        dtypes = (query.dtype, dtype or key.dtype, dtype or key.dtype)
+        shapes = tuple(
+            jax.ShapeDtypeStruct(x.shape, jnp.dtype(d))
+            for x, d in zip((query, key, value), dtypes, strict=True)
+        )
+
+        def run(query, key, value, index, lengths, out, lse, d_out, d_lse):
+            inputs = problems.AttentionInputs(query, key, value, index, lengths)
+            users = np.clip(index, 0, key.shape[0] - 1)
+            assert not rest["indices_are_sorted"] or np.all(np.diff(users) >= 0)
+            d_lse = np.zeros_like(lse) if d_lse is None else d_lse
+            found = problems.numpy_attention_gradients(inputs, d_out, d_lse, scale=scale)
+            return tuple(x.astype(s.dtype) for x, s in zip(found, shapes, strict=True))
+
+        arrays = (query, key, value, index, lengths, *tensors)
+        return jax.pure_callback(run, shapes, *arrays)
+
     monkeypatch.setattr(kernel, "attention_kernel", fake_kernel)
+    monkeypatch.setattr(backward_kernel, "attention_backward_kernel", fake_backward)
+    monkeypatch.setattr(few_queries, "few_queries_kernel", fake_kernel)
     op._attention.clear_cache()
-    yield FakeHopper(calls)
+    yield FakeHopper(calls, backward_calls)
     op._attention.clear_cache()

@@ -79,9 +79,9 @@ def test_a_run_in_small_and_its_report(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(training, "shrink", smaller)
     monkeypatch.setattr(training, "QUERIES", (64,))
     score = version("oracle").make(SIZES)
-    monkeypatch.setattr(training.cases, "oracle", score)
+    monkeypatch.setattr(training_task.cases, "oracle", score)
     path = tmp_path / "training.json"
-    assert training.main(["--out", str(path), "--quick", "--profile"]) == 0
+    assert training.main(["--out", str(path), "--quick", "--profile", "ikbo"]) == 0
     results = timing.read_results(path)
     labels = {point["sweep"]: point["label"] for point in results["points"]}
     assert set(labels) == set(training.SWEEPS)
@@ -106,7 +106,7 @@ def test_a_run_in_small_and_its_report(tmp_path, capsys, monkeypatch):
 
 
 def test_wrong_losses_wrong_gradients_failures_and_what_does_not_fit(monkeypatch):
-    monkeypatch.setattr(training.cases, "oracle", version("oracle").make(SIZES))
+    monkeypatch.setattr(training_task.cases, "oracle", version("oracle").make(SIZES))
     frozen = version("frozen")
     network = frozen.make(SIZES)
 
@@ -123,7 +123,7 @@ def test_wrong_losses_wrong_gradients_failures_and_what_does_not_fit(monkeypatch
         version("large", error=MemoryError("RESOURCE_EXHAUSTED: 1 TB")),
     )
     point = training.Point("default", "B=12", SIZES)
-    measured = training.measure_point(point, versions, window_s=0.001, rounds=1, profile=False)
+    measured = training.measure_point(point, versions, window_s=0.001, rounds=1)
     right, wrong, frozen, broken, large = measured["providers"]
     assert (right["ok"], wrong["ok"], frozen["ok"]) == (True, False, False)
     assert "no such thing" in broken["failure"]

@@ -42,7 +42,7 @@ CASES = {
         ((B, T, N, H), (U, S, N, H), (U, S, N, H), (B,)),
         (CANDIDATES, P(), P(), CANDIDATES),
         CANDIDATES,
-        (1, 1),
+        (1, 2),
     ),
     "linear_compression": (
         compress,
