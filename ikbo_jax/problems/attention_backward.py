@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
-from ikbo_jax.problems import hopper
+from ikbo_jax.problems import hopper, memory
 from ikbo_jax.problems.attention import AttentionSizes
-from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, SMEM_ALIGNMENT, TILE_ROWS, WGMMA_M
+from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, TILE_ROWS, WGMMA_M
 from ikbo_jax.problems.problem import Config
 
 #: Largest block_q by head width (width 96 is padded to 128 in shared memory). With larger blocks
@@ -26,8 +26,40 @@ D_SCORES_BUFFERS = (3, 2)
 Q_SLOTS = 2
 #: Ways to compute d_query; see `AttentionBackwardConfig`.
 D_QUERY = ("sum", "parts", "launch")
-#: Allocations that hold less than a tile each: statistics, descriptors, barriers.
-SMALL_ALLOCATIONS = 4
+#: Words of a descriptor in shared memory: with 32 bytes, four words are one 16-byte access.
+DESCRIPTOR_WORDS = 8
+#: f32 columns of a shared memory row of 128 bytes.
+SUM_COLUMNS = 32
+
+
+class AttentionBackwardShared(NamedTuple):
+    """Shared memory and barriers of the first launch; shapes follow the slot.
+
+    Without d_query, `d_scores`, `d_query` and their barriers are None.
+    """
+
+    keys_values: Any  # ring of [2 operands, 2 consumers, column blocks, 64, 64]
+    queries: Any  # ring of [2 operands, column blocks, block_q, 64]: query and d_out
+    statistics: Any  # [stages, 2, block_q] f32
+    items: Any  # ring of descriptors; two more than slots, of the consumers' parts of d_query
+    staging: Any  # [2 consumers, 64, block_q], only under interpretation
+    f32_staging: Any  # [2 consumers, 64, columns] f32, likewise
+    d_scores: Any  # [buffers, 2 consumers, block_q, 64]: queries by a consumer's keys
+    d_query: Any  # [2 consumers, *part_shape] f32
+    d_scores_ready: Any
+    d_scores_free: Any
+    part_ready: Any
+    part_free: Any
+
+
+class DQueryShared(NamedTuple):
+    """Shared memory and barriers of the second launch; shapes follow the slot."""
+
+    queries: Any  # ring of [2 operands, 2 consumers, column blocks, 64, 64] and descriptors
+    keys_values: Any  # ring of [2 operands, column blocks, block_kv, 64]
+    statistics: Any  # [2 consumers, 2, 64] f32
+    statistics_free: Any
+    staging: Any  # [2 consumers, 64, block_kv], only under interpretation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,25 +90,84 @@ class AttentionBackwardConfig(Config):
     kv_stages: int = 3
     splits: int = 1
 
+    @property
+    def has_d_query(self) -> bool:
+        """Whether the first launch computes d_query."""
+        return self.d_query != "launch"
+
     def d_scores_buffers(self, head_dim: int) -> int:
         """Buffers of gradients of scores."""
         most, least = D_SCORES_BUFFERS
-        return most if self._smem_bytes(head_dim, most) <= hopper.MAX_SMEM_BYTES else least
+        fits = memory.smem_bytes(self._shared(head_dim, most)) <= hopper.MAX_SMEM_BYTES
+        return most if fits else least
+
+    def shared(self, head_dim: int) -> AttentionBackwardShared:
+        """Shared memory and barriers of a CTA of the first launch."""
+        return self._shared(head_dim, self.d_scores_buffers(head_dim))
+
+    def _shared(self, head_dim: int, buffers: int) -> AttentionBackwardShared:
+        blocks = hopper.column_blocks(head_dim)
+        d_query: dict[str, Any] = dict.fromkeys(
+            ("d_scores", "d_query", "d_scores_ready", "d_scores_free", "part_ready", "part_free")
+        )
+        if self.has_d_query:
+            d_query = {
+                "d_scores": memory.Tiles((buffers, NUM_CONSUMERS, self.block_q, BLOCK_K)),
+                "d_query": memory.Floats((NUM_CONSUMERS, *self.part_shape(head_dim)), True),
+                "d_scores_ready": memory.Barriers(buffers, NUM_CONSUMERS),
+                "d_scores_free": memory.Barriers(buffers, NUM_CONSUMERS),
+                "part_ready": memory.Barriers(NUM_CONSUMERS, 1),
+                "part_free": memory.Barriers(NUM_CONSUMERS, 1),
+            }
+        return AttentionBackwardShared(
+            keys_values=memory.ring(
+                self.kv_slots,
+                ready=2 * NUM_CONSUMERS * blocks,
+                tiles=(2, NUM_CONSUMERS, blocks, WGMMA_M, BLOCK_K),
+            ),
+            queries=memory.ring(
+                self.stages, ready=2 * blocks + 1, tiles=(2, blocks, self.block_q, BLOCK_K)
+            ),
+            statistics=memory.Floats((self.stages, 2, self.block_q)),
+            items=memory.descriptors(self.kv_slots, DESCRIPTOR_WORDS, spare=NUM_CONSUMERS),
+            staging=memory.Staging((NUM_CONSUMERS, WGMMA_M, self.block_q)),
+            f32_staging=memory.Staging((NUM_CONSUMERS, WGMMA_M, blocks * BLOCK_K), "float32"),
+            **d_query,
+        )
+
+    def part_shape(self, head_dim: int) -> tuple[int, int, int]:
+        """A consumer's part of a block of d_query: halves of 32 columns, rows, columns.
+
+        The consumers share the head width, or the queries if the head has 64 columns.
+        """
+        rows = self.block_q // NUM_CONSUMERS if head_dim <= BLOCK_K else self.block_q
+        return BLOCK_K // SUM_COLUMNS, rows, SUM_COLUMNS
+
+    def d_query_shared(self, head_dim: int) -> DQueryShared:
+        """Shared memory and barriers of a CTA of the second launch."""
+        blocks = hopper.column_blocks(head_dim)
+        return DQueryShared(
+            queries=memory.ring(
+                Q_SLOTS,
+                ready=NUM_CONSUMERS * (2 * blocks + 1) + 1,
+                tiles=(2, NUM_CONSUMERS, blocks, WGMMA_M, BLOCK_K),
+                words=DESCRIPTOR_WORDS,
+            ),
+            keys_values=memory.ring(
+                self.kv_stages, ready=2 * blocks, tiles=(2, blocks, self.block_kv, BLOCK_K)
+            ),
+            statistics=memory.Floats((NUM_CONSUMERS, 2, WGMMA_M)),
+            # An array, so that it can be indexed; only element 0 is used.
+            statistics_free=memory.Barriers(2, NUM_CONSUMERS),
+            staging=memory.Staging((NUM_CONSUMERS, WGMMA_M, self.block_kv)),
+        )
 
     def smem_bytes(self, head_dim: int) -> int:
         """Shared memory of one CTA, of the launch that needs more."""
-        return self._smem_bytes(head_dim, self.d_scores_buffers(head_dim))
-
-    def _smem_bytes(self, head_dim: int, d_scores_buffers: int) -> int:
-        row = hopper.column_blocks(head_dim) * BLOCK_K * 2
-        total = self.kv_slots * 2 * BLOCK_KV * row + self.stages * 2 * self.block_q * row
-        if self.d_query == "launch":
-            second = 2 * row * (Q_SLOTS * TILE_ROWS + self.kv_stages * self.block_kv)
-            total = max(total, second - SMEM_ALIGNMENT)  # it has fewer small allocations
-        else:
-            total += d_scores_buffers * self.block_q * NUM_CONSUMERS * BLOCK_K * 2
-            total += self.block_q * row * 2
-        return total + SMALL_ALLOCATIONS * SMEM_ALIGNMENT
+        most = memory.smem_bytes(self.shared(head_dim))
+        if self.has_d_query:
+            return most
+        return max(most, memory.smem_bytes(self.d_query_shared(head_dim)))
 
     def illegal_reason(self, problem: AttentionSizes) -> str | None:
         """Why the kernel cannot run `problem` with this configuration; None if it can."""

@@ -99,7 +99,8 @@ def test_offline_attention_backward_kernel_is_fit(name: str, compiler: offline.C
     assert len(launches) == 1 + (case.config.d_query == "launch")
     for compiled in launches:
         assert not compiled.faults
-        assert compiled.smem_bytes <= case.config.smem_bytes(case.head_dim) <= MAX_SMEM_BYTES
+    most = max(compiled.smem_bytes for compiled in launches)
+    assert most == case.config.smem_bytes(case.head_dim) <= MAX_SMEM_BYTES
 
 
 # The check itself must be able to fail.

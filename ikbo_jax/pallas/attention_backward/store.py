@@ -15,8 +15,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
-from ikbo_jax.pallas.attention_backward.context import SUM_COLUMNS
 from ikbo_jax.pallas.hopper import mosaic, stores
+from ikbo_jax.problems.attention_backward import SUM_COLUMNS
 
 
 def stage_transposed(tile: Any, values: jax.Array, *, interpret: bool) -> None:
