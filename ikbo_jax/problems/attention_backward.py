@@ -26,6 +26,8 @@ D_SCORES_BUFFERS = (3, 2)
 Q_SLOTS = 2
 #: Ways to compute d_query; see `AttentionBackwardConfig`.
 D_QUERY = ("sum", "parts", "launch")
+#: Streaming multiprocessors of an H100 or an H200.
+NUM_SMS = 132
 #: Words of a descriptor in shared memory: with 32 bytes, four words are one 16-byte access.
 DESCRIPTOR_WORDS = 8
 #: f32 columns of a shared memory row of 128 bytes.
@@ -224,16 +226,48 @@ class AttentionBackwardProblem(AttentionSizes):
         """The gradient of `forward`."""
         return cls(**dataclasses.asdict(forward))
 
+    @property
+    def rows(self) -> int:
+        """Mean number of query rows of a user and key head."""
+        rows = -(-self.batch * self.q_len // max(self.users, 1))
+        return rows * (self.q_heads // max(self.kv_heads, 1))
+
     def candidate_configs(self) -> Iterator[AttentionBackwardConfig]:
         """Yields the legal configurations worth timing, the most promising first."""
-        rows = -(-self.batch * self.q_len // max(self.users, 1))
-        rows *= self.q_heads // max(self.kv_heads, 1)
-        is_small = rows <= WGMMA_M
-        block_qs = (16, 32, 64) if is_small else (128, 96, 80, 64, 48, 32)
-        for block_q in sorted(block_qs, key=lambda block: (is_small and block < rows, 0)):
-            for kv_slots in (2, 1) if is_small else (1, 2):
-                for stages in (2, 3):
-                    for d_query in ("parts", "sum") if is_small else ("sum", "launch", "parts"):
-                        config = AttentionBackwardConfig(block_q, stages, kv_slots, d_query)
-                        if config.illegal_reason(self) is None:
-                            yield config
+        found = self._for_few_rows() if self.rows <= WGMMA_M else self._for_many_rows()
+        for config in dict.fromkeys(found):
+            for splits in self._splits(config.block_q):
+                candidate = dataclasses.replace(config, splits=splits)
+                if candidate.illegal_reason(self) is None:
+                    yield candidate
+
+    def _for_few_rows(self) -> Iterator[AttentionBackwardConfig]:
+        """For users with one block of queries; keys of the next tile are loaded early."""
+        for block_q in sorted((16, 32, 64), key=lambda block: block < self.rows):
+            for kv_slots, stages in ((2, 2), (1, 2), (2, 3)):
+                for d_query in ("parts", "sum"):
+                    yield AttentionBackwardConfig(block_q, stages, kv_slots, d_query)
+
+    def _for_many_rows(self) -> Iterator[AttentionBackwardConfig]:
+        widest = MAX_BLOCK_Q.get(self.head_dim, WGMMA_M)
+        rings: tuple[tuple[int, int], ...]
+        if self.head_dim <= BLOCK_K:
+            rings = ((128, 3), (128, 2), (96, 4), (64, 5))
+        else:
+            rings = ((64, 3), (96, 2), (80, 2))
+        # On an H200 with S = 2048 and 64 candidates a user, a second launch took 1.58 ms at
+        # H = 128 and 0.924 ms at H = 64, where one sum took 1.77 ms and 0.942 ms.
+        for stages in (3, 2):
+            for block_kv, kv_stages in rings:
+                yield AttentionBackwardConfig(widest, stages, 1, "launch", block_kv, kv_stages)
+        for block_q in (widest, *(x for x in (96, 64, 48, 32) if x < widest)):
+            for stages in (2, 3):
+                for d_query in ("sum", "parts"):
+                    yield AttentionBackwardConfig(block_q, stages, 1, d_query)
+
+    def _splits(self, block_q: int) -> tuple[int, ...]:
+        """Parts of a user's queries: enough for two items an SM, of at least four blocks."""
+        items = self.users * self.kv_heads * -(-self.kv_len // BLOCK_KV)
+        enough = -(-2 * NUM_SMS // max(items, 1))
+        splits = min(enough, self.rows // (4 * block_q)) if items < NUM_SMS else 1
+        return (splits, 1) if splits > 1 else (1,)
