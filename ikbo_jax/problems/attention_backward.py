@@ -19,9 +19,8 @@ HEAD_DIMS = tuple(MAX_BLOCK_Q)
 MAX_BLOCK_KV = {64: 128, 96: 96, 128: 96}
 #: Keys of a tile: 64 for each consumer.
 BLOCK_KV = TILE_ROWS
-#: Buffers of gradients of scores, as many as fit: each consumer multiplies by the block before,
-#: and with three of them, one consumer can be most of a block ahead of the other.
-D_SCORES_BUFFERS = (3, 2)
+#: Buffers of gradients of scores: the consumers write one while they multiply by the other.
+D_SCORES_BUFFERS = 2
 #: Slots for queries of the second launch: of the finished tile and of the next one.
 Q_SLOTS = 2
 #: Ways to compute d_query; see `AttentionBackwardConfig`.
@@ -43,13 +42,11 @@ class AttentionBackwardShared(NamedTuple):
     keys_values: Any  # ring of [2 operands, 2 consumers, column blocks, 64, 64]
     queries: Any  # ring of [2 operands, column blocks, block_q, 64]: query and d_out
     statistics: Any  # [stages, 2, block_q] f32
-    items: Any  # ring of descriptors; two more than slots, of the consumers' parts of d_query
+    items: Any  # ring of descriptors; one more than slots, of the part of d_query
     staging: Any  # [2 consumers, 64, block_q], only under interpretation
     f32_staging: Any  # [2 consumers, 64, columns] f32, likewise
     d_scores: Any  # [buffers, 2 consumers, block_q, 64]: queries by a consumer's keys
-    d_query: Any  # [2 consumers, *part_shape] f32
-    d_scores_ready: Any
-    d_scores_free: Any
+    d_query: Any  # [columns / 32, block_q, 32] f32
     part_ready: Any
     part_free: Any
 
@@ -97,29 +94,18 @@ class AttentionBackwardConfig(Config):
         """Whether the first launch computes d_query."""
         return self.d_query != "launch"
 
-    def d_scores_buffers(self, head_dim: int) -> int:
-        """Buffers of gradients of scores."""
-        most, least = D_SCORES_BUFFERS
-        fits = memory.smem_bytes(self._shared(head_dim, most)) <= hopper.MAX_SMEM_BYTES
-        return most if fits else least
-
     def shared(self, head_dim: int) -> AttentionBackwardShared:
         """Shared memory and barriers of a CTA of the first launch."""
-        return self._shared(head_dim, self.d_scores_buffers(head_dim))
-
-    def _shared(self, head_dim: int, buffers: int) -> AttentionBackwardShared:
         blocks = hopper.column_blocks(head_dim)
-        d_query: dict[str, Any] = dict.fromkeys(
-            ("d_scores", "d_query", "d_scores_ready", "d_scores_free", "part_ready", "part_free")
-        )
+        d_query: dict[str, Any] = dict.fromkeys(("d_scores", "d_query", "part_ready", "part_free"))
         if self.has_d_query:
+            parts = -(-head_dim // SUM_COLUMNS)
             d_query = {
-                "d_scores": memory.Tiles((buffers, NUM_CONSUMERS, self.block_q, BLOCK_K)),
-                "d_query": memory.Floats((NUM_CONSUMERS, *self.part_shape(head_dim)), True),
-                "d_scores_ready": memory.Barriers(buffers, NUM_CONSUMERS),
-                "d_scores_free": memory.Barriers(buffers, NUM_CONSUMERS),
-                "part_ready": memory.Barriers(NUM_CONSUMERS, 1),
-                "part_free": memory.Barriers(NUM_CONSUMERS, 1),
+                "d_scores": memory.Tiles((D_SCORES_BUFFERS, NUM_CONSUMERS, self.block_q, BLOCK_K)),
+                "d_query": memory.Floats((parts, self.block_q, SUM_COLUMNS), True),
+                # Arrays, so that they can be indexed; only element 0 is used.
+                "part_ready": memory.Barriers(2, NUM_CONSUMERS),
+                "part_free": memory.Barriers(2, 1),
             }
         return AttentionBackwardShared(
             keys_values=memory.ring(
@@ -131,19 +117,11 @@ class AttentionBackwardConfig(Config):
                 self.stages, ready=2 * blocks + 1, tiles=(2, blocks, self.block_q, BLOCK_K)
             ),
             statistics=memory.Floats((self.stages, 2, self.block_q)),
-            items=memory.descriptors(self.kv_slots, DESCRIPTOR_WORDS, spare=NUM_CONSUMERS),
+            items=memory.descriptors(self.kv_slots, DESCRIPTOR_WORDS, spare=1),
             staging=memory.Staging((NUM_CONSUMERS, WGMMA_M, self.block_q)),
             f32_staging=memory.Staging((NUM_CONSUMERS, WGMMA_M, blocks * BLOCK_K), "float32"),
             **d_query,
         )
-
-    def part_shape(self, head_dim: int) -> tuple[int, int, int]:
-        """A consumer's part of a block of d_query: halves of 32 columns, rows, columns.
-
-        The consumers share the head width, or the queries if the head has 64 columns.
-        """
-        rows = self.block_q // NUM_CONSUMERS if head_dim <= BLOCK_K else self.block_q
-        return BLOCK_K // SUM_COLUMNS, rows, SUM_COLUMNS
 
     def d_query_shared(self, head_dim: int) -> DQueryShared:
         """Shared memory and barriers of a CTA of the second launch."""

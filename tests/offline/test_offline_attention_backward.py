@@ -106,7 +106,7 @@ def test_offline_attention_backward_kernel_is_fit(name: str, compiler: offline.C
 # The check itself must be able to fail.
 
 
-@pytest.mark.parametrize("function", ["_block", "_last_d_query"])
+@pytest.mark.parametrize("function", ["_block", "_tile"])
 def test_offline_missing_wait_is_found(
     function: str, compiler: offline.Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
-from jax import lax
 from jax.experimental import pallas as pl
 
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext
@@ -15,8 +14,8 @@ from ikbo_jax.problems.hopper import BLOCK_K
 #: number of query rows, part of a user's rows, key head, number of the tile of keys, keys of the
 #: user from the tile's first on, first row in `d_query`.
 BLOCKS, ROWS, PART, HEAD, TILE, KEYS, FIRST_TARGET = range(7)
-#: Words of a consumer's part of d_query: number of the tile of keys (negative: no more parts),
-#: plane of `d_query`, first row in it, number of the part's counter.
+#: Words of a part of d_query: number of the tile of keys (negative: no more parts),
+#: plane of `d_query`, first row in it, number of the block's counter.
 PART_TILE, PART_PLANE, PART_ROW, PART_COUNTER = range(4)
 #: Words of a part of a user's rows in device memory: first query row, number of query rows, first
 #: row in `d_query`, number of the user's keys.
@@ -81,14 +80,11 @@ class BackwardContext(WarpgroupContext):
     """The context of the attention backward kernel's warps.
 
     A *step* numbers the query blocks that the CTA loads; its remainder by the number of stages is
-    the block's stage. The counters are of tickets, and of parts of d_query [K * blocks *
-    2 consumers]: how many tiles of keys have added theirs.
+    the block's stage. The counters are of tickets, and of blocks of d_query [K * blocks]: how many
+    tiles of keys have added their part.
     """
 
     @property
     def has_d_query(self) -> bool:
         found: bool = self.config.has_d_query
         return found
-
-    def buffer(self, step: Any) -> Any:
-        return lax.rem(step, self.config.d_scores_buffers(self.shape.head_dim))

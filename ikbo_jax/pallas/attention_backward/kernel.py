@@ -20,25 +20,22 @@ so that another user's queries have no effect. Keys past the user's length are z
 weights 0.
 
 Warpgroups: 0 and 1 are the consumers, with 64 keys each; of warpgroup 2, one warp loads, and one
-for each consumer stores parts of d_query. A consumer issues, for each block: the gradients of
-weights; d_value behind them; after it has stored dS, d_key; half of the columns of d_query of the
-block before; and the next block's scores. So one consumer may be most of a block ahead of the
-other, and computes exponentials while the other multiplies.
+stores parts of d_query. A consumer issues, for each block: the gradients of weights; d_value behind
+them; after it has stored dS, d_key; and when the other consumer has stored its dS, half of the
+columns of d_query and the next block's scores.
 
 Synchronisations:
   1. `item_ready[s]`, `kv_ready[s]`  slot s has an item's descriptor (or the end), and its keys and
                                      values, if it has any query.
   2. `kv_free[s]`                    TMA has read the gradients that were staged in slot s.
   3. `queries_ready[s]`, `queries_free[s]`  stage s has a block of queries, d_out and statistics.
-  4. `d_scores_ready[i]`, `d_scores_free[i]`  both consumers have stored their dS of a block in
-                                     buffer i; both have multiplied by it.
-  5. `part_ready[c]`, `part_free[c]`  consumer c -> its writer, and back: a staged part of d_query,
-                                     and its descriptor (or the end).
-  6. `finished[b]`                   counters in device memory: how many tiles have added their part
-                                     b of d_query. A writer waits until all tiles before its own
-                                     have; the first tile stores instead of adding.
-  7. A named barrier: the consumers wait for each other when rows past the last query are zeroed,
-     and before gradients overwrite keys.
+  4. `part_ready[0]`, `part_free[0]`  consumers -> writer and back: a staged part of d_query and its
+                                     descriptor (or the end).
+  5. `finished[b]`                   counters in device memory: how many tiles have added their part
+                                     to block b of d_query. A writer waits until all tiles before
+                                     its own have; the first tile stores instead of adding.
+  6. A named barrier: the consumers wait for each other when dS is stored, when rows past the last
+     query are zeroed, and before gradients overwrite keys.
 
 Forward progress: CTAs take items from a counter, in the order of their numbers, and tiles of one
 user have consecutive numbers. So a writer waits only for items that running CTAs hold, and the item
@@ -72,7 +69,6 @@ from ikbo_jax.problems.attention_backward import (
     BLOCK_KV,
     AttentionBackwardConfig,
 )
-from ikbo_jax.problems.hopper import NUM_CONSUMERS
 
 # Host side
 
@@ -203,7 +199,7 @@ def _launch(
         dtype=key.dtype,
         name="ikbo_attention_backward",
         workers=workers,
-        counters=(1, shape.kv_heads * shape.blocks * NUM_CONSUMERS),
+        counters=(1, shape.kv_heads * shape.blocks),
         interpret=interpret,
     )
     parts = (shape.users, shape.splits, *key.shape[1:])

@@ -1,4 +1,4 @@
-"""The three warps of the attention backward kernel's producer: one loads, two store d_query."""
+"""The two warps of the attention backward kernel's producer: one loads, one stores d_query."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ikbo_jax.pallas.attention_backward.context import (
 )
 from ikbo_jax.pallas.hopper import mosaic
 from ikbo_jax.problems.attention_backward import BLOCK_KV, SUM_COLUMNS
-from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, WGMMA_M
+from ikbo_jax.problems.hopper import NUM_CONSUMERS, WGMMA_M
 
 
 def _send_item(ctx: BackwardContext, item: Any, number: Any, step: Any) -> Any:
@@ -88,29 +88,24 @@ def produce(ctx: BackwardContext) -> None:
     shared.keys_values.drain()
 
 
-def _write_part(ctx: BackwardContext, consumer: int, tile: Any) -> Any:
+def _write_part(ctx: BackwardContext, tile: Any) -> Any:
     """Stores a part of d_query, or adds it to the parts of the tiles of keys before `tile`."""
-    shared, slot = ctx.shared, ctx.config.kv_slots + consumer
+    shared, slot, block_q = ctx.shared, ctx.config.kv_slots, ctx.config.block_q
     plane, row, counter = (
         shared.items.words[slot, i] for i in (PART_PLANE, PART_ROW, PART_COUNTER)
     )
     is_sum = ctx.config.d_query == "sum" and ctx.shape.kv_tiles > 1
     if is_sum:
         store.await_counter(ctx.counters[1], counter, tile, interpret=ctx.interpret)
-    _, rows, _ = ctx.config.part_shape(ctx.shape.head_dim)
-    first_column = 0 if rows < ctx.config.block_q else consumer * BLOCK_K
 
     def copy(reduction: Any) -> None:
-        for i, column in enumerate(range(first_column, first_column + BLOCK_K, SUM_COLUMNS)):
-            if column >= ctx.shape.head_dim:
-                continue
-            columns = pl.ds(column, SUM_COLUMNS)
-            source = shared.d_query.at[consumer, i]
-            target = ctx.outputs.d_query.at[plane, pl.ds(row, rows), columns]
+        for i in range(shared.d_query.shape[0]):
+            columns = pl.ds(i * SUM_COLUMNS, SUM_COLUMNS)
+            target = ctx.outputs.d_query.at[plane, pl.ds(row, block_q), columns]
             if reduction is not None and ctx.interpret:  # the interpreter only stores
-                target[...] = target[...] + source[...]
+                target[...] = target[...] + shared.d_query[i]
             else:
-                plgpu.copy_smem_to_gmem(source, target, reduction_op=reduction)
+                plgpu.copy_smem_to_gmem(shared.d_query.at[i], target, reduction_op=reduction)
 
     if is_sum:
         pl.when(tile > 0)(lambda: copy("add"))
@@ -118,19 +113,19 @@ def _write_part(ctx: BackwardContext, consumer: int, tile: Any) -> Any:
     else:
         copy(None)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    plgpu.barrier_arrive(shared.part_free.at[consumer])
+    plgpu.barrier_arrive(shared.part_free.at[0])
     if is_sum:
         plgpu.wait_smem_to_gmem(0, wait_read_only=False)
         store.signal_counter(ctx.counters[1], counter, interpret=ctx.interpret)
-    plgpu.barrier_wait(shared.part_ready.at[consumer])
+    plgpu.barrier_wait(shared.part_ready.at[0])
     return shared.items.words[slot, PART_TILE]
 
 
-def write(ctx: BackwardContext, consumer: int) -> None:
-    """The warp that stores a consumer's parts of d_query."""
-    shared, slot = ctx.shared, ctx.config.kv_slots + consumer
-    plgpu.barrier_arrive(shared.part_free.at[consumer])
-    plgpu.barrier_wait(shared.part_ready.at[consumer])
-    first = shared.items.words[slot, PART_TILE]
-    lax.while_loop(lambda tile: tile >= 0, lambda tile: _write_part(ctx, consumer, tile), first)
+def write(ctx: BackwardContext) -> None:
+    """The warp that stores parts of d_query."""
+    shared = ctx.shared
+    plgpu.barrier_arrive(shared.part_free.at[0])
+    plgpu.barrier_wait(shared.part_ready.at[0])
+    first = shared.items.words[ctx.config.kv_slots, PART_TILE]
+    lax.while_loop(lambda tile: tile >= 0, lambda tile: _write_part(ctx, tile), first)
     plgpu.wait_smem_to_gmem(0, wait_read_only=False)

@@ -88,14 +88,14 @@ class Roles:
         `WarpgroupContext`.
       produce: takes the context, on one warp of the producer.
       consume: takes the context, whose `consumer` is 0 or 1, on each consumer warpgroup.
-      write: takes the context and a consumer's number, on a warp of the producer for each consumer;
-        None: there are no such warps. Under interpretation, each is a warpgroup of its own.
+      write: takes the context, on another warp of the producer; None: there is no such warp. Under
+        interpretation, it is a warpgroup of its own.
     """
 
     context: Callable[[Any, Any, Any, bool], WarpgroupContext]
     produce: Callable[[Any], None]
     consume: Callable[[Any], None]
-    write: Callable[[Any, int], None] | None = None
+    write: Callable[[Any], None] | None = None
 
 
 def launch(
@@ -156,7 +156,7 @@ def launch(
         grid=(workers,),
         grid_names=("worker",),
         **clustered,
-        num_threads=NUM_CONSUMERS + 1 + (NUM_CONSUMERS if interpret and roles.write else 0),
+        num_threads=NUM_CONSUMERS + 1 + bool(interpret and roles.write),
         thread_name="warpgroup",
         kernel_name=name,
         compiler_params=mosaic.compiler_params(),
@@ -202,18 +202,16 @@ def _dispatch(roles: Roles, ctx: WarpgroupContext) -> None:
     """Dispatches each warpgroup to its role."""
     warpgroup = lax.axis_index("warpgroup")
     ctx = ctx.replace(worker=lax.axis_index("worker"), consumer=warpgroup)
-    writers: list[Callable[[], None]] = []
-    if roles.write is not None:
-        writers = [functools.partial(roles.write, ctx, i) for i in range(NUM_CONSUMERS)]
+    bodies = [role for role in (roles.produce, roles.write) if role is not None]
 
     @pl.when(warpgroup == NUM_CONSUMERS)
     def _producer() -> None:
         plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        produce = functools.partial(roles.produce, ctx)
-        mosaic.on_warps((produce, *writers), interpret=ctx.interpret)
+        warps = tuple(functools.partial(body, ctx) for body in bodies)
+        mosaic.on_warps(warps, interpret=ctx.interpret)
 
-    for number, writer in enumerate(writers if ctx.interpret else ()):
-        pl.when(warpgroup == NUM_CONSUMERS + 1 + number)(writer)
+    if ctx.interpret and roles.write is not None:
+        pl.when(warpgroup > NUM_CONSUMERS)(functools.partial(roles.write, ctx))
 
     @pl.when(warpgroup < NUM_CONSUMERS)
     def _consumer() -> None:
