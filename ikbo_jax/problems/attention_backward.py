@@ -25,6 +25,9 @@ D_SCORES_BUFFERS = 2
 Q_SLOTS = 2
 #: Ways to compute d_query; see `AttentionBackwardConfig`.
 D_QUERY = ("sum", "parts", "launch")
+#: Most tiles of keys whose parts of d_query are stored apart by default; each part takes twice the
+#: memory of the queries.
+MAX_PARTS = 8
 #: Streaming multiprocessors of an H100 or an H200.
 NUM_SMS = 132
 #: Words of a descriptor in shared memory: with 32 bytes, four words are one 16-byte access.
@@ -210,6 +213,23 @@ class AttentionBackwardProblem(AttentionSizes):
         rows = -(-self.batch * self.q_len // max(self.users, 1))
         return rows * (self.q_heads // max(self.kv_heads, 1))
 
+    @property
+    def items(self) -> int:
+        """Tiles of keys of all users and key heads."""
+        return self.users * self.kv_heads * self._tiles
+
+    @property
+    def _tiles(self) -> int:
+        return -(-self.kv_len // BLOCK_KV)
+
+    def fits(self, config: AttentionBackwardConfig) -> bool:
+        """Small blocks are for few rows; parts take memory; splits are for few items."""
+        if config.splits > 1 and self.items >= NUM_SMS:
+            return False
+        if config.d_query == "parts" and self._tiles > MAX_PARTS:
+            return False
+        return (config.block_q < WGMMA_M) == (self.rows <= WGMMA_M)
+
     def candidate_configs(self) -> Iterator[AttentionBackwardConfig]:
         """Yields the legal configurations worth timing, the most promising first."""
         found = self._for_few_rows() if self.rows <= WGMMA_M else self._for_many_rows()
@@ -223,7 +243,7 @@ class AttentionBackwardProblem(AttentionSizes):
         """For users with one block of queries; keys of the next tile are loaded early."""
         for block_q in sorted((16, 32, 64), key=lambda block: block < self.rows):
             for kv_slots, stages in ((2, 2), (1, 2), (2, 3)):
-                for d_query in ("parts", "sum"):
+                for d_query in ("parts", "sum") if self._tiles <= MAX_PARTS else ("sum",):
                     yield AttentionBackwardConfig(block_q, stages, kv_slots, d_query)
 
     def _for_many_rows(self) -> Iterator[AttentionBackwardConfig]:
@@ -240,12 +260,10 @@ class AttentionBackwardProblem(AttentionSizes):
                 yield AttentionBackwardConfig(widest, stages, 1, "launch", block_kv, kv_stages)
         for block_q in (widest, *(x for x in (96, 64, 48, 32) if x < widest)):
             for stages in (2, 3):
-                for d_query in ("sum", "parts"):
-                    yield AttentionBackwardConfig(block_q, stages, 1, d_query)
+                yield AttentionBackwardConfig(block_q, stages)
 
     def _splits(self, block_q: int) -> tuple[int, ...]:
         """Parts of a user's queries: enough for two items an SM, of at least four blocks."""
-        items = self.users * self.kv_heads * -(-self.kv_len // BLOCK_KV)
-        enough = -(-2 * NUM_SMS // max(items, 1))
-        splits = min(enough, self.rows // (4 * block_q)) if items < NUM_SMS else 1
+        enough = -(-2 * NUM_SMS // max(self.items, 1))
+        splits = min(enough, self.rows // (4 * block_q)) if self.items < NUM_SMS else 1
         return (splits, 1) if splits > 1 else (1,)
