@@ -13,7 +13,7 @@ from ikbo_jax.ops import arguments, attention_backward, attention_vmap, dispatch
 from ikbo_jax.ops.attention_vmap import Arrays
 from ikbo_jax.ops.op import Folded, Named, Op, unstack
 from ikbo_jax.ops.sharded import run_kernel, vary_over_same_axes
-from ikbo_jax.problems import AttentionConfig, AttentionProblem
+from ikbo_jax.problems import AttentionConfig, AttentionProblem, FewQueriesConfig
 from ikbo_jax.problems.hopper import WGMMA_M
 from ikbo_jax.reference import attention as reference
 from ikbo_jax.reference import attention_grouped
@@ -32,7 +32,7 @@ def attention(
     indices_are_sorted: bool = False,
     return_residuals: bool = False,
     implementation: str | None = None,
-    config: AttentionConfig | None = None,
+    config: AttentionConfig | FewQueriesConfig | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attends from every candidate to its user's keys and values; never copies them.
 
@@ -62,7 +62,8 @@ def attention(
       return_residuals: whether to return lse as well.
       implementation: None takes the fastest that can run these sizes on the default device;
         "mosaic_gpu" (Hopper; bfloat16 and float16) or "xla" take that one or raise.
-      config: configuration of the "mosaic_gpu" kernel; None takes it from the dispatch table.
+      config: configuration of the "mosaic_gpu" kernel; None takes it from the dispatch table. A
+        `FewQueriesConfig` selects the kernel for users with few queries.
 
     Returns:
       out [B, T, N, H] in the inputs' dtype, in the order of the candidates. With `return_residuals`
@@ -81,7 +82,8 @@ def attention(
       ValueError: a rank is wrong; sizes, dtypes, the index or the lengths disagree; N is not a
         multiple of K; U = 0 with B > 0; H = 0 or K = 0; only one of `self_key` and `self_value` is
         an array; `scale` is not a number, or not finite in float32; `implementation` is unknown;
-        `config` is not an `AttentionConfig`, or `implementation` is "xla" and `config` not None.
+        `config` is neither an `AttentionConfig` nor a `FewQueriesConfig`, or `implementation` is
+        "xla" and `config` not None.
       NotImplementedError: implementation="mosaic_gpu", but the kernel cannot run on this device, or
         with these sizes, this dtype or this `config`; S, N, K or H is a symbolic dimension of
         `jax.export` (B, U and T may be symbolic on the XLA path); forward-mode differentiation with
@@ -90,7 +92,9 @@ def attention(
     Source: Meta IKBO, flash attention with in-kernel broadcast, published by Meta on the PyTorch
     blog.
     """
-    request = arguments.request("attention", implementation, config, AttentionConfig)
+    request = arguments.request(
+        "attention", implementation, config, AttentionConfig, FewQueriesConfig
+    )
     _check(query, key, value, cand_to_user, key_value_seq_lengths)
     _check_self_tokens(query, key, self_key, self_value)
     arrays = Arrays(query, key, value, cand_to_user, key_value_seq_lengths)
@@ -231,8 +235,11 @@ def _run_kernel(
 ) -> tuple[jax.Array, jax.Array | None]:
     query, key, value, index, lengths = arrays
     # Imported here because Mosaic GPU takes 0.3 s to import.
+    from ikbo_jax.pallas.few_queries import kernel as few_queries
     from ikbo_jax.pallas.flash import attention as kernel
     from ikbo_jax.pallas.flash import work_order
+
+    has_few_queries = isinstance(plan.config, FewQueriesConfig)
 
     order = None
     if not call.indices_are_sorted and query.shape[0] > 1 and key.shape[0] > 1:
@@ -240,17 +247,20 @@ def _run_kernel(
     # The kernel reads and writes unsorted candidates in place only if T is a multiple of 64, so
     # that no 64-row tile holds queries of two candidates. Otherwise the queries are sorted by user
     # and the results moved back; keys and values stay in place.
-    is_reordered = order is not None and query.shape[1] % WGMMA_M != 0
+    is_reordered = order is not None and (has_few_queries or query.shape[1] % WGMMA_M != 0)
     if is_reordered:
         query, index = query[order], index[order]
-    out, lse = kernel.attention_kernel(
+    run: Any = few_queries.few_queries_kernel
+    if not has_few_queries:
+        in_place = None if is_reordered else order
+        run = functools.partial(kernel.attention_kernel, order=in_place)
+    out, lse = run(
         query,
         key,
         value,
         index,
         lengths,
         scale=call.scale,
-        order=None if is_reordered else order,
         return_residuals=call.return_residuals,
         config=plan.config,
         num_sms=dispatch.num_sms(),

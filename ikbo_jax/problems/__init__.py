@@ -8,6 +8,7 @@ from ikbo_jax.problems.attention_backward import (
     AttentionBackwardConfig,
     AttentionBackwardProblem,
 )
+from ikbo_jax.problems.few_queries import FewQueriesConfig
 from ikbo_jax.problems.gdpa import GdpaConfig, GdpaProblem
 from ikbo_jax.problems.gdpa_backward import GdpaBackwardConfig
 from ikbo_jax.problems.linear_compression import LinearCompressionConfig, LinearCompressionProblem
@@ -31,6 +32,7 @@ __all__ = [
     "AttentionConfig",
     "AttentionProblem",
     "Config",
+    "FewQueriesConfig",
     "GdpaBackwardConfig",
     "GdpaConfig",
     "GdpaProblem",

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple, Self
 
-from ikbo_jax.problems import hopper, memory
+from ikbo_jax.problems import few_queries, hopper, memory
+from ikbo_jax.problems.few_queries import FewQueriesConfig
 from ikbo_jax.problems.flash import FlashConfig
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, WGMMA_M
 from ikbo_jax.problems.problem import (
+    Config,
     Problem,
     attention_distance,
     attention_sizes,
@@ -28,6 +31,8 @@ ITEM_WORDS = 16
 #: Words of a consumer's flags: whether any flag is set, and a flag for each group of consecutive
 #: tiles.
 FLAG_WORDS = 128
+#: Configurations of the kernel for few queries that are worth timing.
+MOST_FEW_QUERIES = 8
 
 
 class AttentionShared(NamedTuple):
@@ -175,8 +180,26 @@ class AttentionProblem(AttentionSizes):
     config_type: ClassVar[type] = AttentionConfig
     products: ClassVar[int] = 2
 
-    def candidate_configs(self) -> Iterator[AttentionConfig]:
+    @classmethod
+    def config_type_of(cls, fields: Mapping[str, Any]) -> type[Config]:
+        return FewQueriesConfig if "tile_rows" in fields else AttentionConfig
+
+    def candidate_configs(self) -> Iterator[AttentionConfig | FewQueriesConfig]:
         """Yields the legal configurations worth timing, the most promising first."""
+        for_few = list(itertools.islice(few_queries.candidate_configs(self), MOST_FEW_QUERIES))
+        if few_queries.is_preferred(self):
+            yield from for_few
+        yield from self._tile_configs()
+        if not few_queries.is_preferred(self):
+            yield from for_few
+
+    def fits(self, config: Config) -> bool:
+        """False if the other kernel is preferred, or if splits were chosen for another problem."""
+        is_for_few = isinstance(config, FewQueriesConfig)
+        return not is_for_few and not few_queries.is_preferred(self)
+
+    def _tile_configs(self) -> Iterator[AttentionConfig]:
+        """Yields the legal configurations of the kernel whose tiles span users."""
         # (k_stages, v_stages, q_slots). Three query slots were fastest up to 256 keys: on an H200
         # 0.053 ms instead of 0.076 ms at S = 128, but 0.134 ms instead of 0.123 ms at S = 512.
         rings = [(2, 3, 2), (3, 3, 1), (3, 3, 2), (4, 4, 1), (2, 2, 3), (2, 2, 2), (2, 2, 1)]

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
+from typing import Any
 
+import jax
 import pytest
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import AxisType
 
 from benchmarks import scaling
 
@@ -22,11 +27,43 @@ def test_traffic_counts_collectives_and_bytes():
     }
 
 
+def test_traffic_counts_an_asynchronous_collective_once():
+    """XLA lists the operands of a `-start` before its results."""
+    program = """
+  %s = ((bf16[16]{0}), bf16[16]{0}) all-reduce-start(%a), channel_id=1
+  %d = bf16[16]{0} all-reduce-done(%s)
+  %t = ((f32[4]{0}, f32[2]{0}), (f32[8]{0}, f32[4]{0})) all-gather-start(%b, %c), dimensions={0}
+"""
+    assert scaling.traffic(program) == {
+        "all-reduce": {"count": 1, "bytes": 16 * 2},
+        "all-gather": {"count": 1, "bytes": 8 * 4 + 4 * 4},
+    }
+
+
 @pytest.mark.parametrize(("devices", "expected"), [(2, [2]), (3, [2]), (8, [2, 4, 8])])
 def test_points_are_powers_of_two(devices, expected):
     for mode in ("strong", "weak"):
         found = [p.devices for p in scaling.points("attention", devices) if p.mode == mode]
         assert found == expected
+
+
+def summed_elements(jaxpr: Any) -> int:
+    found = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name.startswith("psum"):
+            found += sum(math.prod(x.aval.shape) for x in equation.invars)
+        found += sum(map(summed_elements, jaxprs_in_params(equation.params)))
+    return found
+
+
+def test_a_training_step_sums_no_more_than_its_parameters_over_devices():
+    """What a parameter is broadcast to is summed on the device before."""
+    mesh = scaling.mesh_of(2, AxisType.Auto)
+    program = scaling.training_program(mesh, 1, small=True)
+    parameters = sum(x.size for x in jax.tree.leaves(program.args[0]))
+    with jax.numpy_dtype_promotion("standard"):
+        jaxpr = jax.make_jaxpr(program.fn)(*program.args).jaxpr
+    assert parameters / 2 < summed_elements(jaxpr) <= parameters
 
 
 def test_a_run_in_small(tmp_path, capsys):

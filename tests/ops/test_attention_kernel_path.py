@@ -18,6 +18,7 @@ from ikbo_jax.problems import (
     AttentionBackwardConfig,
     AttentionBackwardProblem,
     AttentionConfig,
+    FewQueriesConfig,
 )
 from ikbo_jax.tuning import table
 
@@ -34,7 +35,7 @@ class TestKernelPath:
         (call,) = fake_attention.calls
         (plan,) = ikbo.explain(attend, inputs).plans
         assert call["config"] == table.lookup(plan.problem).config
-        assert isinstance(call["config"], AttentionConfig)
+        assert isinstance(call["config"], FewQueriesConfig)
         assert (call["num_sms"], call["scale"], call["return_residuals"]) == (132, SCALE, True)
 
     def test_callers_config_wins(self, fake_attention) -> None:

@@ -20,11 +20,13 @@ from ikbo_jax.problems import (
     AttentionBackwardProblem,
     AttentionConfig,
     AttentionProblem,
+    FewQueriesConfig,
     GdpaProblem,
     LinearCompressionProblem,
 )
 from ikbo_jax.problems.attention import HEAD_DIMS
 from ikbo_jax.problems.attention_backward import HEAD_DIMS as BACKWARD_HEAD_DIMS
+from ikbo_jax.problems.few_queries import is_preferred
 from ikbo_jax.problems.problem import ATTENTION_DISTANCE_WEIGHTS
 from ikbo_jax.tuning import table
 
@@ -66,7 +68,7 @@ def test_candidates_are_legal_and_differ():
 def test_every_size_the_kernel_takes_has_a_configuration(head_dim, q_len, kv_len, dtype):
     problem = at(head_dim=head_dim, q_len=q_len, kv_len=kv_len, dtype=dtype)
     config = problem.default_config()
-    assert isinstance(config, AttentionConfig)
+    assert isinstance(config, FewQueriesConfig if is_preferred(problem) else AttentionConfig)
     assert config.illegal_reason(problem) is None
     assert table.lookup(problem).config is not None
 
@@ -270,3 +272,40 @@ def test_check_admits_the_right_result_and_no_other(dtype):
         wrong = np.array(right)
         wrong[-2, 1, 3, 5] += np.asarray(bad, right.dtype)
         assert not case.check(jnp.asarray(wrong), inputs).ok
+
+
+FEW = AttentionProblem(1024, 16, 1, 512, 4, 4, 64, "bfloat16")
+
+
+def test_few_queries_take_their_own_kernel():
+    config = FEW.default_config()
+    assert isinstance(config, FewQueriesConfig)
+    choice = table.lookup(FEW, with_user_rows=False)
+    assert (choice.config, choice.source) == (config, "default")
+    assert not isinstance(dataclasses.replace(FEW, q_len=64).default_config(), FewQueriesConfig)
+    several = {type(config) for config in FEW.candidate_configs()}
+    assert several == {AttentionConfig, FewQueriesConfig}
+
+
+def test_keys_are_split_where_items_are_few():
+    one_user = dataclasses.replace(FEW, batch=2000, users=1, q_heads=1, kv_heads=1, kv_len=16384)
+    config = one_user.default_config()
+    assert isinstance(config, FewQueriesConfig)
+    assert config.splits > 1
+    assert FEW.default_config().splits == 1
+
+
+def test_row_of_either_kernel_is_read_back(builtin):
+    for config in (FewQueriesConfig(splits=3), AttentionConfig()):
+        read = table.Row.from_json(json.loads(json.dumps(row(FEW, config).to_json())))
+        assert read == row(FEW, config)
+        builtin(read)
+        assert table.lookup(FEW).config == config  # of the same shape class
+
+
+def test_row_of_few_queries_serves_its_shape_class_only(builtin):
+    builtin(row(FEW, FewQueriesConfig(splits=3)))
+    asked = dataclasses.replace(FEW, kv_len=4096)
+    assert table.lookup(asked).config == asked.default_config()
+    tiles = dataclasses.replace(FEW, q_len=64)
+    assert isinstance(table.lookup(tiles).config, AttentionConfig)
