@@ -38,7 +38,6 @@ SHAPES = {
     "gqa_3": Shape(17, 200, 3, 300, 6, 2, 64, "sorted"),
     "mqa_16": Shape(17, 100, 1, 300, 16, 1, 128, "sorted"),
     "h96": Shape(5, 50, 3, 300, 2, 2, 96, "sorted", "ragged"),
-    "h192": Shape(5, 50, 3, 300, 2, 2, 192, "sorted", "ragged"),
 }
 
 

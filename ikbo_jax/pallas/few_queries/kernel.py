@@ -61,6 +61,9 @@ from ikbo_jax.pallas.hopper.launch import Roles, launch
 from ikbo_jax.problems.few_queries import FewQueriesConfig, head_group, rows_of_head
 from ikbo_jax.problems.hopper import WGMMA_M
 
+#: Registers per thread of a consumer and of the producer, which searches: with 24, it spills where
+#: query heads share a tile.
+REGISTERS = (224, 56)
 #: From this number of bundles for each CTA on, items are bundled; with fewer, CTAs would finish at
 #: different times.
 LEAST_BUNDLES = 4
@@ -157,7 +160,7 @@ def _launch(
         out = jax.ShapeDtypeStruct((*rows_and_heads, shape.head_dim), dtype)
         outputs = Outputs(out, statistics if return_residuals else None, None, None)
     results = launch(
-        Roles(functools.partial(Context, shape, config), produce, consume),
+        Roles(functools.partial(Context, shape, config), produce, consume, REGISTERS),
         operands,
         outputs,
         config.shared(shape.head_dim, shape.group),

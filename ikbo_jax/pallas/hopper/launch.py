@@ -85,11 +85,13 @@ class Roles:
         `WarpgroupContext`.
       produce: takes the context, on one warp of the producer.
       consume: takes the context, whose `consumer` is 0 or 1, on each consumer warpgroup.
+      registers: per thread of a consumer and of the producer warpgroup.
     """
 
     context: Callable[[Any, Any, Any, bool], WarpgroupContext]
     produce: Callable[[Any], None]
     consume: Callable[[Any], None]
+    registers: tuple[int, int] = (CONSUMER_REGISTERS, PRODUCER_REGISTERS)
 
 
 def launch(
@@ -186,10 +188,10 @@ def _dispatch(roles: Roles, ctx: WarpgroupContext) -> None:
 
     @pl.when(warpgroup == NUM_CONSUMERS)
     def _producer() -> None:
-        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+        plgpu.set_max_registers(roles.registers[1], action="decrease")
         mosaic.on_one_warp(functools.partial(roles.produce, ctx), interpret=ctx.interpret)
 
     @pl.when(warpgroup < NUM_CONSUMERS)
     def _consumer() -> None:
-        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+        plgpu.set_max_registers(roles.registers[0], action="increase")
         roles.consume(ctx)
