@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ikbo_jax.ops import arguments, dispatch, reverse_only
-from ikbo_jax.ops.op import Folded, Named, Op, stack, unstack
+from ikbo_jax.ops import arguments, attention_backward, attention_vmap, dispatch, reverse_only
+from ikbo_jax.ops.attention_vmap import Arrays
+from ikbo_jax.ops.op import Folded, Named, Op, unstack
 from ikbo_jax.ops.sharded import run_kernel, vary_over_same_axes
 from ikbo_jax.problems import AttentionConfig, AttentionProblem, FewQueriesConfig
 from ikbo_jax.problems.hopper import WGMMA_M
@@ -72,8 +73,10 @@ def attention(
       products on the "xla" path follow `jax.default_matmul_precision`.
 
       Differentiable in reverse mode with respect to query, key, value, self_key and self_value,
-      through out and lse. XLA computes gradients on every path, at user and candidate batch size;
-      each gradient is summed in f32 and rounded once.
+      through out and lse, at user and candidate batch size. On Hopper a kernel computes gradients
+      for H = 64, 96 and 128 in bfloat16 and float16, unless the dispatch table prefers XLA or
+      `implementation` is "xla"; XLA computes all others, and derivatives of gradients. Each
+      gradient is summed in f32, in one order, and rounded once.
 
     Raises:
       ValueError: a rank is wrong; sizes, dtypes, the index or the lengths disagree; N is not a
@@ -94,7 +97,7 @@ def attention(
     )
     _check(query, key, value, cand_to_user, key_value_seq_lengths)
     _check_self_tokens(query, key, self_key, self_value)
-    arrays = _Arrays(query, key, value, cand_to_user, key_value_seq_lengths)
+    arrays = Arrays(query, key, value, cand_to_user, key_value_seq_lengths)
     call = _Call(
         request,
         query.shape[3] ** -0.5 if scale is None else arguments.finite_number("scale", scale),
@@ -150,16 +153,6 @@ def merge_attention(
         if lse.shape != out1.shape[:3]:
             raise ValueError(f"{name} has shape {lse.shape} but out1 has shape {out1.shape}")
     return reference.merge_attention(out1, lse1, out2, lse2)
-
-
-class _Arrays(NamedTuple):
-    """The array arguments except `self_key` and `self_value`."""
-
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
-    cand_to_user: jax.Array
-    lengths: jax.Array | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,7 +231,7 @@ def _check_sizes(
 
 
 def _run_kernel(
-    call: _Call, plan: dispatch.Plan, arrays: _Arrays
+    call: _Call, plan: dispatch.Plan, arrays: Arrays
 ) -> tuple[jax.Array, jax.Array | None]:
     query, key, value, index, lengths = arrays
     # Imported here because Mosaic GPU takes 0.3 s to import.
@@ -281,23 +274,22 @@ def _run_kernel(
 
 
 class _Attention(Op):
-    def problem(self, call: _Call, arrays: _Arrays) -> AttentionProblem:
+    def problem(self, call: _Call, arrays: Arrays) -> AttentionProblem:
         del call
-        batch, q_len, q_heads, width = arrays.query.shape
-        users, kv_len, kv_heads, _ = arrays.key.shape
-        return AttentionProblem(
-            batch=batch,
-            users=users,
-            q_len=q_len,
-            kv_len=kv_len,
-            q_heads=q_heads,
-            kv_heads=kv_heads,
-            head_dim=width,
-            dtype=str(arrays.query.dtype),
+        return attention_backward.problem_of(arrays)
+
+    def plan(self, call: _Call, arrays: Arrays) -> dispatch.Plan:
+        """The gradient has a kernel of its own, which is chosen apart from the result's."""
+        plan = super().plan(call, arrays)
+        config, reason = attention_backward.choose(call.request, plan.problem)
+        return dataclasses.replace(
+            plan,
+            backward=attention_backward.described(plan, config, reason),
+            backward_config=config,
         )
 
     def run(
-        self, call: _Call, plan: dispatch.Plan, arrays: _Arrays
+        self, call: _Call, plan: dispatch.Plan, arrays: Arrays
     ) -> tuple[jax.Array, jax.Array | None]:
         if plan.implementation == "mosaic_gpu":
             out, lse = run_kernel(functools.partial(_run_kernel, call, plan), arrays)
@@ -305,34 +297,18 @@ class _Attention(Op):
             out, lse = attention_grouped.decomposed(*arrays, scale=call.scale)
         return dispatch.record(out, plan), lse if call.return_residuals else None
 
-    def fold(self, call: _Call, size: int, batched: _Arrays, arrays: _Arrays) -> Folded | None:
+    def fold(self, call: _Call, size: int, batched: Arrays, arrays: Arrays) -> Folded | None:
         """Concatenates the rows of problems that share no keys and values, or share all of them.
 
         If only one of key and value is batched, or the lengths alone, folding would copy keys or
         values.
         """
-        are_users_batched = batched.key and batched.value
-        if not are_users_batched and (batched.key or batched.value or batched.lengths):
+        if not attention_vmap.can_fold(batched):
             return None
-        query, key, value, index, lengths = arrays
-        users = key.shape[1] if are_users_batched else key.shape[0]
-
-        def concatenate(array: jax.Array, is_batched: bool) -> jax.Array:
-            array = stack(size, array, is_batched)
-            return array.reshape(-1, *array.shape[2:])
-
-        if are_users_batched:
-            key, value = concatenate(key, True), concatenate(value, True)
-            lengths = None if lengths is None else concatenate(lengths, bool(batched.lengths))
-            # Clamp before the offset is added: a value outside one problem's users would otherwise
-            # point to users of another problem.
-            offsets = jnp.arange(size, dtype=jnp.int32)[:, None] * users
-            index = stack(size, index, bool(batched.cand_to_user))
-            index = (jnp.clip(index, 0, users - 1) + offsets).reshape(-1)
-        else:
-            index = concatenate(index, bool(batched.cand_to_user))
+        fold_users = attention_vmap.are_users_batched(batched)
+        if not fold_users:
             call = dataclasses.replace(call, indices_are_sorted=False)
-        one = _Arrays(concatenate(query, bool(batched.query)), key, value, index, lengths)
+        one = attention_vmap.fold(size, batched, arrays, fold_users=fold_users)
         return Folded(call, one, functools.partial(unstack, size))
 
     def for_gradient(self, call: _Call) -> _Call:
@@ -342,11 +318,11 @@ class _Attention(Op):
         out, lse = results
         return out, lse if call.return_residuals else None
 
-    def named(self, call: _Call, arrays: _Arrays) -> Named:
+    def named(self, call: _Call, arrays: Arrays) -> Named:
         lengths = None if arrays.lengths is None else "u"
         query, keys = "b t (k g) h", "u s k h"
         return Named(
-            _Arrays._make((query, keys, keys, "b", lengths)),
+            Arrays._make((query, keys, keys, "b", lengths)),
             (query, "b t (k g)" if call.return_residuals else None),
             {"b": "candidates", "t": "queries", "k": "heads", "g": "heads"},
         )
@@ -355,16 +331,26 @@ class _Attention(Op):
         self,
         call: _Call,
         plan: dispatch.Plan,
-        arrays: _Arrays,
+        arrays: Arrays,
         residuals: Any,
         cotangents: Any,
         dtype: Any,
-    ) -> _Arrays:
-        del plan
-        gradients = attention_grouped.decomposed_vjp(
-            *arrays, *residuals, *cotangents, scale=call.scale, dtype=dtype
-        )
-        return _Arrays._make((*gradients, None, None))
+    ) -> Arrays:
+        if plan.backward_config is None:
+            gradients = attention_grouped.decomposed_vjp(
+                *arrays, *residuals, *cotangents, scale=call.scale, dtype=dtype
+            )
+        else:
+            settings = attention_backward.Settings(
+                call.request,
+                call.scale,
+                call.indices_are_sorted,
+                dtype and jnp.dtype(dtype).name,
+                plan.backward_config,
+            )
+            operands = attention_backward.Operands(arrays, *residuals, *cotangents)
+            gradients = attention_backward.gradients(settings, operands)
+        return Arrays._make((*gradients, None, None))
 
 
 _OP = _Attention()
@@ -375,7 +361,7 @@ _OP = _Attention()
 def _attention(
     call: _Call,
     plan: dispatch.Plan,
-    arrays: _Arrays,
+    arrays: Arrays,
     self_tokens: tuple[jax.Array, jax.Array] | None,
 ) -> tuple[jax.Array, jax.Array | None]:
     arrays, self_tokens = vary_over_same_axes((arrays, self_tokens))

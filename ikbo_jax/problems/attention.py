@@ -109,10 +109,11 @@ class AttentionConfig(FlashConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class AttentionProblem(Problem):
-    """Sizes of a broadcast attention.
+class AttentionSizes(Problem):
+    """Sizes of a broadcast attention, or of its gradient.
 
     Attributes:
+      products: matrix products of a key by a query, in either direction, that the op needs.
       batch: B, number of candidates.
       users: U, number of users.
       q_len: T, queries of a candidate.
@@ -123,8 +124,7 @@ class AttentionProblem(Problem):
       dtype: name of the inputs' dtype.
     """
 
-    op: ClassVar[str] = "attention"
-    config_type: ClassVar[type] = AttentionConfig
+    products: ClassVar[int]
 
     batch: int
     users: int
@@ -137,8 +137,9 @@ class AttentionProblem(Problem):
 
     @property
     def useful_flops(self) -> int:
-        """Two FLOPs per multiply-add of both products, all keys valid; no padding, no softmax."""
-        return 4 * self.batch * self.q_len * self.q_heads * self.kv_len * self.head_dim
+        """Two FLOPs per multiply-add of the products, all keys valid; no padding, no softmax."""
+        pairs = self.batch * self.q_len * self.q_heads * self.kv_len
+        return 2 * self.products * pairs * self.head_dim
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Self:
@@ -156,16 +157,28 @@ class AttentionProblem(Problem):
         """H exactly, every other size by octave."""
         p = self
         return (
-            f"attention h={p.head_dim} s=2^{octave(p.kv_len)} t=2^{octave(p.q_len)} "
+            f"{p.op} h={p.head_dim} s=2^{octave(p.kv_len)} t=2^{octave(p.q_len)} "
             f"b=2^{octave(p.batch)} ratio=2^{octave(p.batch / max(p.users, 1))} "
             f"n=2^{octave(p.q_heads)} k=2^{octave(p.kv_heads)}"
         )
 
-    def distance(self, other: AttentionProblem) -> float:
+    def distance(self, other: AttentionSizes) -> float:
         """Infinite if H, and so the tiles, differ; see `ATTENTION_DISTANCE_WEIGHTS`."""
         if self.head_dim != other.head_dim:
             return math.inf
         return attention_distance(self._sizes(), other._sizes())
+
+    def _sizes(self) -> dict[str, float]:
+        return attention_sizes(self, self.q_len, self.kv_len, self.batch * self.q_len, self.users)
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionProblem(AttentionSizes):
+    """Sizes of a broadcast attention, forward."""
+
+    op: ClassVar[str] = "attention"
+    config_type: ClassVar[type] = AttentionConfig
+    products: ClassVar[int] = 2
 
     @classmethod
     def config_type_of(cls, fields: Mapping[str, Any]) -> type[Config]:
@@ -200,6 +213,3 @@ class AttentionProblem(Problem):
                 for variant in (config, dataclasses.replace(config, reuse=True)):
                     if variant.illegal_reason(self) is None:
                         yield variant
-
-    def _sizes(self) -> dict[str, float]:
-        return attention_sizes(self, self.q_len, self.kv_len, self.batch * self.q_len, self.users)

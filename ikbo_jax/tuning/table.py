@@ -139,7 +139,9 @@ def config_from_json(entry: object, op: str = "linear_compression") -> Any:
     if not needed <= fields.keys() <= expected.keys():
         raise ValueError(f"config has keys {sorted(fields)}, expected {sorted(expected)}")
     values: dict[str, Any] = {
-        name: typed(value, bool, name) if isinstance(expected[name], bool) else size(value, name)
+        name: typed(value, type(expected[name]), name)
+        if isinstance(expected[name], bool | str)
+        else size(value, name)
         for name, value in fields.items()
     }
     return config_type(**values)

@@ -17,6 +17,7 @@ KERNELS = (
     "pallas.flash",
     "pallas.gdpa_backward",
     "pallas.linear_compression",
+    "pallas.linear_compression_backward",
 )
 OPS = ("problems", "reference", "tuning", *KERNELS)
 ALLOWED: dict[str, tuple[str, ...]] = {
@@ -34,6 +35,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "pallas.few_queries": (*KERNEL_PARTS, "pallas.flash"),
     "pallas.gdpa_backward": (*KERNEL_PARTS, "pallas.flash"),
     "pallas.linear_compression": ("problems", "pallas.hopper"),
+    "pallas.linear_compression_backward": ("problems", "pallas.hopper", "pallas.flash"),
     "tuning": ("problems",),
     "ops": OPS,
     "rewrite": ("ops",),

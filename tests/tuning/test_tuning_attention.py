@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from ikbo_jax.autotuner import autotune
 from ikbo_jax.autotuner.bench import Task, measure
-from ikbo_jax.cases import attention
+from ikbo_jax.cases import attention, attention_backward
 from ikbo_jax.problems import (
     PROBLEMS,
+    AttentionBackwardProblem,
     AttentionConfig,
     AttentionProblem,
     FewQueriesConfig,
@@ -24,12 +25,14 @@ from ikbo_jax.problems import (
     LinearCompressionProblem,
 )
 from ikbo_jax.problems.attention import HEAD_DIMS
+from ikbo_jax.problems.attention_backward import HEAD_DIMS as BACKWARD_HEAD_DIMS
 from ikbo_jax.problems.few_queries import is_preferred
 from ikbo_jax.problems.problem import ATTENTION_DISTANCE_WEIGHTS
 from ikbo_jax.tuning import table
 
 DEFAULT = AttentionProblem(2048, 32, 64, 4096, 2, 2, 128, "bfloat16")
 TINY = AttentionProblem(40, 3, 2, 9, 4, 2, 16, "float32")
+BACKWARD = AttentionBackwardProblem.of(DEFAULT)
 LINEAR = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16")
 GDPA = GdpaProblem(
     *(8, 8, 512, 640, 4, 2, 64, "bfloat16"), ("relu", "gelu") * 2, None, False, 100, None
@@ -133,16 +136,73 @@ def test_gdpa_rows_of_a_softmax_and_of_other_activations_do_not_speak_for_each_o
 
 
 def test_rows_of_all_ops_share_the_users_cache():
-    originals = [row(), row(DEFAULT, None), row(LINEAR), row(GDPA)]
+    originals = [row(), row(DEFAULT, None), row(LINEAR), row(GDPA), row(BACKWARD)]
     for original in originals:
         assert table.Row.from_json(json.loads(json.dumps(original.to_json()))) == original
     table.write_user_row(row(DEFAULT, other()))
     table.write_user_row(row(GDPA))
+    table.write_user_row(row(BACKWARD))
     path = table.write_user_row(row(LINEAR))
     assert {r["op"] for r in json.loads(path.read_text())["rows"]} == set(PROBLEMS)
     choice = table.lookup(DEFAULT)
     assert (choice.config, choice.source, choice.exact) == (other(), "user cache", True)
-    assert table.lookup(LINEAR).source == table.lookup(GDPA).source == "user cache"
+    assert all(table.lookup(p).source == "user cache" for p in (LINEAR, GDPA, BACKWARD))
+
+
+def test_rows_of_the_gradient_and_of_the_result_do_not_speak_for_each_other(builtin):
+    assert table.distance(DEFAULT, BACKWARD) == table.distance(BACKWARD, DEFAULT) == float("inf")
+    builtin(row())
+    assert table.lookup(BACKWARD).source == "default"
+    builtin(row(BACKWARD, None))
+    assert (table.lookup(DEFAULT).source, table.lookup(BACKWARD).config) == ("default", None)
+
+
+@given(
+    head_dim=st.sampled_from(BACKWARD_HEAD_DIMS),
+    q_len=st.integers(1, 256),
+    kv_len=st.integers(1, 20_000),
+    users=st.integers(1, 5_000),
+    dtype=st.sampled_from(["bfloat16", "float16"]),
+)
+def test_every_gradient_that_the_kernel_takes_has_a_configuration(
+    head_dim, q_len, kv_len, users, dtype
+):
+    changes = {"head_dim": head_dim, "q_len": q_len, "kv_len": kv_len, "dtype": dtype}
+    problem = dataclasses.replace(BACKWARD, users=users, **changes)
+    candidates = list(problem.candidate_configs())
+    assert len(candidates) == len(set(candidates)) > 3
+    assert all(config.illegal_reason(problem) is None for config in candidates)
+    assert problem.default_config() == candidates[0]
+
+
+def test_worker_measures_the_gradient_on_this_machine():
+    problem = AttentionBackwardProblem.of(TINY)
+    task = Task(problem, (None,), window_s=0.002, windows=2, matmul_size=64)
+    found = measure(Task.from_json(task.to_json()))
+    assert "failure" not in found["results"][0], found
+    assert found["results"][0]["error"] <= found["results"][0]["bound"]
+
+
+def test_tuning_of_the_gradient_writes_a_configuration_with_a_word():
+    best = dataclasses.replace(BACKWARD.default_config(), d_query="launch")
+    autotune.tune_attention_backward(BACKWARD, run=Bench({None: 9.0, best: 1.0}, 1.5))
+    assert table.lookup(BACKWARD).config == best
+    assert BACKWARD.useful_flops == 2.5 * DEFAULT.useful_flops
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_check_admits_the_right_gradients_and_no_other(dtype):
+    problem = AttentionBackwardProblem.of(dataclasses.replace(TINY, dtype=dtype))
+    case = attention_backward.Case(problem)
+    inputs = case.inputs()
+    right = case.runner(None)(*inputs)
+    error, bound = case.check(right, inputs)
+    assert error <= bound < 0.5
+    for number in range(3):
+        for bad in (0.5, np.nan):
+            wrong = [np.array(x) for x in right]
+            wrong[number][-1, 1, 1, 5] += np.asarray(bad, dtype)
+            assert not case.check(tuple(map(jnp.asarray, wrong)), inputs).ok
 
 
 @pytest.mark.parametrize(
