@@ -31,12 +31,13 @@ LEAST_ITEMS = 264
 
 # The model by which a configuration is chosen where none was measured; H100 and H200.
 NUM_SMS = 132
-#: Time of a CTA for one block of 64 rows by 128 keys at H = 64, of an item, and of the launch, us.
-BLOCK_US, ITEM_US, LAUNCH_US = 0.32, 0.6, 4.0
+#: Time of a CTA for one block of 64 rows by 128 keys at H = 64, of one of 128 rows, of an item, and
+#: of the launch, us; measured on an H200, like the numbers below.
+BLOCK_US, WIDE_BLOCK_US, ITEM_US, LAUNCH_US = 0.7, 1.5, 0.6, 4.0
 #: Time of the launch that merges splits, us.
 MERGE_US = 3.0
 #: Bytes that L2, device memory, and L2 to one SM deliver in a us.
-L2_BYTES, MEMORY_BYTES, SM_BYTES = 5.5e6, 4.0e6, 6e4
+L2_BYTES, MEMORY_BYTES, SM_BYTES = 5.5e6, 3.5e6, 6e4
 #: Factor of the time with fewer than three stages: the rings run empty.
 SHALLOW = 1.05
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
@@ -119,17 +120,16 @@ def estimated_us(problem: Any, config: FewQueriesConfig) -> float:
     p = problem
     group = head_group(p.q_heads, p.kv_heads)
     head_rows = rows_of_head(group)
-    rows = -(-p.batch * p.q_len // p.users)
+    # With several users, one standard deviation more than the mean: half of the users have more.
+    mean = p.batch / p.users
+    rows = math.ceil(mean + (math.sqrt(mean) if p.users > 1 and mean > 1 else 0)) * p.q_len
     item_rows = head_rows * config.tile_rows // WGMMA_M
     tiles = -(-rows // item_rows)
     items = min(p.users, p.batch) * (p.q_heads // group) * tiles
     blocks = -(-p.kv_len // config.block_kv)
     width = hopper.column_blocks(p.head_dim) * config.block_kv / 128
-    block_us = BLOCK_US * max(width, 0.5 + 0.5 * width)
-    if rows > head_rows and config.tile_rows > WGMMA_M:
-        block_us *= 2
-    elif blocks < 2 * config.splits:  # one consumer computes a block alone
-        block_us *= 1.5
+    is_wide = rows > head_rows and config.tile_rows > WGMMA_M
+    block_us = (WIDE_BLOCK_US if is_wide else BLOCK_US) * max(width, 0.5 + 0.5 * width)
     waves = math.ceil(items * config.splits / NUM_SMS)
     compute = waves * (math.ceil(blocks / config.splits) * block_us + ITEM_US)
     keys = 4 * p.kv_len * p.head_dim  # bytes of a user's keys and values of one head
@@ -158,6 +158,8 @@ class FewQueriesConfig(Config):
       k_stages: stages of the ring of key blocks.
       v_stages: stages of the ring of value blocks.
       q_slots: number of query slots.
+      stagger: whether users' keys begin with different blocks, if there are no lengths, so that
+        CTAs do not read all users' keys at the same offset at the same time.
     """
 
     tile_rows: int = 64
@@ -166,6 +168,7 @@ class FewQueriesConfig(Config):
     k_stages: int = 4
     v_stages: int = 4
     q_slots: int = 2
+    stagger: bool = False
 
     def shared(self, head_dim: int, group: int = 1) -> FewQueriesShared:
         """Shared memory and barriers of one CTA; `group`: see `head_group`."""

@@ -67,6 +67,9 @@ CASES = {
     "h64_plain": Case(problem(64), FewQueriesConfig(), with_options=False),
     "h64_wide": Case(problem(64), FewQueriesConfig(tile_rows=128)),
     "h64_split": Case(problem(64), FewQueriesConfig(splits=4)),
+    "h128_stagger": Case(
+        problem(128), FewQueriesConfig(64, 2, 64, 4, 4, stagger=True), with_options=False
+    ),
     "h64_f16_gqa": Case(problem(64, (8, 2), q_len=5, dtype="float16"), FewQueriesConfig()),
     "h96": Case(problem(96), FewQueriesConfig(block_kv=64)),
     "h128_wide": Case(problem(128), FewQueriesConfig(128, 1, 64, 4, 3)),

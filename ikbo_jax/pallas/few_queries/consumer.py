@@ -65,7 +65,7 @@ def _weigh(
     """(weights f32, maximum, sums, factor of earlier weights) of computed scores of a block."""
     scores = mma.after_wait(scores, interpret=ctx.interpret)
     ctx.shared.key.release(work.first_step + block)
-    keys = work.item.keys - block * ctx.config.block_kv
+    keys = ctx.keys_from(work.item, block)
     log2_scale = ctx.shape.log2_scale
     scores = lax.cond(
         keys < ctx.config.block_kv,
@@ -83,7 +83,7 @@ def _weigh(
 
 def _zero_values_past_length(ctx: Context, work: _Work, block: Any) -> None:
     """Zeroes values past the user's length, which have weight 0 but may be NaN."""
-    keys = work.item.keys - block * ctx.config.block_kv
+    keys = ctx.keys_from(work.item, block)
     tiles = ctx.shared.value.matrix(work.first_step + block)
     is_shared = work.item.sharing == BY_ROWS
 
