@@ -160,6 +160,8 @@ class FewQueriesConfig(Config):
       q_slots: number of query slots.
       stagger: whether users' keys begin with different blocks, if there are no lengths, so that
         CTAs do not read all users' keys at the same offset at the same time.
+      turns: whether the consumers take turns at issuing products, so that one computes exponentials
+        while the other multiplies.
     """
 
     tile_rows: int = 64
@@ -169,6 +171,7 @@ class FewQueriesConfig(Config):
     v_stages: int = 4
     q_slots: int = 2
     stagger: bool = False
+    turns: bool = False
 
     def shared(self, head_dim: int, group: int = 1) -> FewQueriesShared:
         """Shared memory and barriers of one CTA; `group`: see `head_group`."""

@@ -92,6 +92,17 @@ CASES = {
     "stagger_lengths": Case(
         (0, 1), 75, lengths=(60, 20), config=dataclasses.replace(SMALL, stagger=True)
     ),
+    # Turns: odd and even numbers of blocks, items with and without them.
+    "turns": Case(
+        (0, 0, 1, 2, 3, 4),
+        75,
+        users=5,
+        lengths=(75, 60, 5, 0, 40),
+        config=dataclasses.replace(SMALL, turns=True),
+    ),
+    "turns_wide": Case(
+        (0,) * 70 + (1,) * 3, 75, config=dataclasses.replace(WIDE, turns=True), num_sms=2
+    ),
     # Parts of the keys.
     "split": Case((0, 0, 1), 75, config=SPLIT),
     "split_lengths_gqa": Case(

@@ -67,6 +67,7 @@ CASES = {
     "h64_plain": Case(problem(64), FewQueriesConfig(), with_options=False),
     "h64_wide": Case(problem(64), FewQueriesConfig(tile_rows=128)),
     "h64_split": Case(problem(64), FewQueriesConfig(splits=4)),
+    "h64_turns": Case(problem(64), FewQueriesConfig(128, 1, 128, 4, 4, turns=True)),
     "h128_stagger": Case(
         problem(128), FewQueriesConfig(64, 2, 64, 4, 4, stagger=True), with_options=False
     ),

@@ -110,6 +110,7 @@ class Part(NamedTuple):
     gives: Any  # whether its results go to consumer 0
     takes: Any  # whether it adds consumer 1's results to its own
     stores: Any
+    turns: Any  # number of its blocks, from the first on, whose products wait for a turn
 
 
 def rotated(block: Any, rotation: Any, blocks: Any) -> Any:
@@ -154,6 +155,7 @@ class Context(WarpgroupContext):
             is_by_keys & (consumer == 1),
             is_by_keys & (consumer == 0),
             stores,
+            jnp.where(is_alone, 0, jnp.where(is_by_keys, lax.div(item.blocks, 2), item.blocks)),
         )
 
     def keys_from(self, item: Item, block: Any) -> Any:

@@ -31,8 +31,8 @@ Synchronisations:
   3. `key.ready[s]`, `.free`     stage s of the ring of key blocks.
   4. `value.ready[s]`, `.free`   stage s of the ring of value blocks.
   5. `exchange_ready[0]`, `exchange_free[0]`  consumer 1 -> 0 and back: sums over half of the keys.
-  6. A named barrier: the consumers wait for each other after consumer 0 has zeroed values past a
-     user's length, if both use them.
+  6. Named barriers: the consumers wait for each other after consumer 0 has zeroed values past a
+     user's length, if both use them; with `turns`, they take turns at issuing products.
 
 Both consumers wait for every block, and free it, whether they use it or not. A consumer waits for
 block n only after it has freed block n - 1 of the same ring, and for values only after it has freed
