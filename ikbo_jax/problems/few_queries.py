@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -21,15 +22,10 @@ ITEM_WORDS = 8
 STATISTIC_WORDS = 4
 #: Rows of a group of swizzled rows in shared memory: a head's queries begin at a multiple of it.
 SWIZZLE_ROWS = 8
-#: Most queries of a candidate, and most query rows of a user and key head, for which this kernel
-#: is the default. With more rows the tensor cores limit the time, and the kernel whose tiles span
-#: users uses them better. That kernel has no splits: where it has fewer work items than
-#: `LEAST_ITEMS`, this kernel is the default all the same.
+#: Most queries of a candidate for which this kernel is a candidate.
 MAX_QUERIES = 16
-MAX_ROWS = 256
-LEAST_ITEMS = 264
 
-# The model by which a configuration is chosen where none was measured; H100 and H200.
+# The models by which a kernel and its configuration are chosen where none was measured.
 NUM_SMS = 132
 #: Time of a CTA for one block of 64 rows by 128 keys at H = 64, of one of 128 rows, of an item, and
 #: of the launch, us; measured on an H200, like the numbers below.
@@ -40,6 +36,9 @@ MERGE_US = 3.0
 L2_BYTES, MEMORY_BYTES, SM_BYTES = 5.5e6, 3.5e6, 6e4
 #: Factor of the time with fewer than three stages: the rings run empty.
 SHALLOW = 1.05
+#: The kernel whose tiles of 128 rows span users: the launch and the XLA kernels beside it, a pass,
+#: and a block of 128 rows by 128 keys, by column blocks.
+TILE_LAUNCH_US, PASS_US, TILE_BLOCK_US = 6.0, 1.0, {1: 0.95, 2: 1.6}
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 
@@ -80,14 +79,15 @@ def serves(problem: Any) -> bool:
     )
 
 
+@functools.lru_cache(maxsize=1024)
 def is_preferred(problem: Any) -> bool:
-    """Whether the kernel is the default for an `AttentionProblem`."""
-    if not serves(problem) or problem.head_dim not in MAX_BLOCK_KV:
-        return False
-    rows = problem.batch * problem.q_len
-    items = -(-rows // TILE_ROWS) * problem.q_heads
-    of_user = rows / problem.users * (problem.q_heads // problem.kv_heads)
-    return of_user <= MAX_ROWS or items < LEAST_ITEMS
+    """Whether the kernel is the default for an `AttentionProblem`: whether its model is faster.
+
+    With many rows of a user the tensor cores limit the time. Then the kernel whose tiles span users
+    is faster, whose softmax keeps the maximum of the first block.
+    """
+    best = next(candidate_configs(problem), None)
+    return best is not None and estimated_us(problem, best) < estimated_tile_us(problem)
 
 
 def candidate_configs(problem: Any) -> Iterator[FewQueriesConfig]:
@@ -142,6 +142,18 @@ def estimated_us(problem: Any, config: FewQueriesConfig) -> float:
         merge = MERGE_US + sums / MEMORY_BYTES
     shallow = SHALLOW if config.k_stages < 3 else 1.0
     return LAUNCH_US + max(compute, traffic) * shallow + merge
+
+
+def estimated_tile_us(problem: Any) -> float:
+    """Time of the kernel whose tiles span users: waves of tiles, and a pass for each user."""
+    p = problem
+    items = -(-p.batch * p.q_len // TILE_ROWS) * p.q_heads
+    waves = math.ceil(items / NUM_SMS)
+    passes = min(1 + (p.users > 1) * TILE_ROWS * p.users / (p.batch * p.q_len), TILE_ROWS)
+    if waves == 1:  # the tile with most passes ends last
+        passes = math.ceil(passes)
+    block_us = TILE_BLOCK_US[hopper.column_blocks(p.head_dim)]
+    return TILE_LAUNCH_US + waves * passes * (-(-p.kv_len // 128) * block_us + PASS_US)
 
 
 @dataclasses.dataclass(frozen=True)
