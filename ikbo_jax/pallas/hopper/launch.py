@@ -90,12 +90,14 @@ class Roles:
       consume: takes the context, whose `consumer` is 0 or 1, on each consumer warpgroup.
       write: takes the context, on another warp of the producer; None: there is no such warp. Under
         interpretation, it is a warpgroup of its own.
+      registers: per thread of a consumer and of the producer warpgroup.
     """
 
     context: Callable[[Any, Any, Any, bool], WarpgroupContext]
     produce: Callable[[Any], None]
     consume: Callable[[Any], None]
     write: Callable[[Any], None] | None = None
+    registers: tuple[int, int] = (CONSUMER_REGISTERS, PRODUCER_REGISTERS)
 
 
 def launch(
@@ -206,7 +208,7 @@ def _dispatch(roles: Roles, ctx: WarpgroupContext) -> None:
 
     @pl.when(warpgroup == NUM_CONSUMERS)
     def _producer() -> None:
-        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+        plgpu.set_max_registers(roles.registers[1], action="decrease")
         warps = tuple(functools.partial(body, ctx) for body in bodies)
         mosaic.on_warps(warps, interpret=ctx.interpret)
 
@@ -215,5 +217,5 @@ def _dispatch(roles: Roles, ctx: WarpgroupContext) -> None:
 
     @pl.when(warpgroup < NUM_CONSUMERS)
     def _consumer() -> None:
-        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+        plgpu.set_max_registers(roles.registers[0], action="increase")
         roles.consume(ctx)
