@@ -201,6 +201,18 @@ def test_interpreted_nan_of_one_user_stays_there(
         problems.assert_within_error_rule(actually[others], w[others], plainly[others])
 
 
+@pytest.mark.parametrize("d_query", ["sum", "launch"])
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_interpreted_wrong_promise_of_a_sorted_index_gives_nan(d_query: str) -> None:
+    """A user's rows would be another user's candidates: nothing may look like a gradient."""
+    shape = AttentionShape(2, 4, 5, 140, 1, 1, 64, "sorted")
+    case = Case(shape, Config(16, d_query=d_query))
+    inputs, tensors = make(case)
+    unsorted = inputs._replace(cand_to_user=jnp.asarray([1, 0, 1, 0], jnp.int32))
+    for result in gradients(unsorted, tensors, case):
+        assert np.all(np.isnan(np.asarray(result, np.float32)))
+
+
 # The check itself must be able to fail.
 
 

@@ -105,7 +105,8 @@ def attention_backward_kernel(
       d_lse: [B, T, N] f32, or None for zeros.
       scale: of the scores; finite.
       indices_are_sorted: whether `cand_to_user` never decreases. If not, XLA copies queries and
-        cotangents into the order of users.
+        cotangents into the order of users. If True is wrong, all gradients of users with candidates
+        are NaN.
       config: a legal configuration (`AttentionBackwardConfig.illegal_reason`).
       num_sms: streaming multiprocessors of the device.
       dtype: dtype of the gradients of key and value, the inputs' or f32; None means the inputs'.
@@ -147,6 +148,8 @@ def attention_backward_kernel(
         _launch, shape=shape, config=config, workers=workers, interpret=interpret
     )
     sum_dtype = jnp.dtype(dtype or key.dtype)
+    if indices_are_sorted:
+        lse = row_numbers.nan_unless_sorted(lse, cand_to_user, users)
     operands = Operands(
         row_numbers.pack(query, rows.order, kv_heads),
         row_numbers.pack(d_out, rows.order, kv_heads),

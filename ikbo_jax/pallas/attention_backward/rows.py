@@ -124,6 +124,15 @@ def unpack(rows: jax.Array, order: jax.Array | None, shape: tuple[int, ...]) -> 
     return array[position]
 
 
+def nan_unless_sorted(lse: jax.Array, cand_to_user: jax.Array, users: int) -> jax.Array:
+    """`lse`, or NaN in every row if candidates that are said to be in user order are not.
+
+    A user's rows would be other users' candidates. The kernel passes NaN on to all gradients.
+    """
+    index = jnp.clip(cand_to_user, 0, users - 1)
+    return jnp.where(jnp.all(index[1:] >= index[:-1]), lse, jnp.nan)
+
+
 def statistics(
     out: jax.Array,
     lse: jax.Array,
