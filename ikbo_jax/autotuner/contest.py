@@ -18,7 +18,7 @@ from typing import Any
 
 from ikbo_jax.autotuner.bench import Contender, Task, case_of
 from ikbo_jax.autotuner.session import Progress
-from ikbo_jax.problems import Config, GdpaProblem, Problem
+from ikbo_jax.problems import Config, Problem
 from ikbo_jax.tuning import table
 
 #: A row prefers XLA only if XLA is faster than the best kernel by more than this fraction.
@@ -99,8 +99,8 @@ def choices_of_table(problem: Problem) -> tuple[Contender, Contender]:
     found = []
     for with_user_rows in (True, False):
         choice = table.lookup(problem, with_user_rows=with_user_rows)
-        # `gdpa` runs its kernel only if the table has a measured row.
-        is_xla = isinstance(problem, GdpaProblem) and choice.source == "default"
+        # Some kernels run only if the table has a measured row.
+        is_xla = choice.source == "default" and not problem.runs_unmeasured
         found.append(None if is_xla else choice.config)
     return found[0], found[1]
 

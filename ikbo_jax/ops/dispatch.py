@@ -28,7 +28,7 @@ IMPLEMENTATIONS = ("mosaic_gpu", "xla")
 #: The reason to run in XLA although the kernel could run.
 _NOT_MEASURED = (
     "the table has no measured row near this problem, and without one {op}'s kernel runs only with "
-    "implementation='mosaic_gpu' or a config; `ikbo-jax tune {op}` measures a row"
+    "implementation='mosaic_gpu' or a config; `ikbo-jax tune {command}` measures a row"
 )
 
 
@@ -111,7 +111,7 @@ def kernel_config(request: Request, problem: Any) -> tuple[Any, str]:
         config, reason = choice.config, choice.reason + _other_device(choice.reason)
         is_unmeasured = choice.source == "default" and not problem.runs_unmeasured
         if is_unmeasured and request.implementation is None:
-            return None, _NOT_MEASURED.format(op=problem.op)
+            return None, _NOT_MEASURED.format(op=problem.op, command=problem.op.replace("_", "-"))
         if config is None and request.implementation == "mosaic_gpu":
             # The table prefers XLA, but the caller requested the kernel.
             config = problem.default_config()

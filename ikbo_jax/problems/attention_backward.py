@@ -200,6 +200,8 @@ class AttentionBackwardProblem(AttentionSizes):
 
     op: ClassVar[str] = "attention_backward"
     config_type: ClassVar[type] = AttentionBackwardConfig
+    # What is not near a row was not verified on a GPU either.
+    runs_unmeasured: ClassVar[bool] = False
     products: ClassVar[int] = 5
 
     @classmethod
@@ -223,16 +225,20 @@ class AttentionBackwardProblem(AttentionSizes):
         return -(-self.kv_len // BLOCK_KV)
 
     def fits(self, config: AttentionBackwardConfig) -> bool:
-        """Small blocks are for few rows; parts take memory; splits are for few items."""
+        """Small blocks and parts are for few rows and keys, splits for few items."""
         if config.splits > 1 and self.items >= NUM_SMS:
             return False
-        if config.d_query == "parts" and self._tiles > MAX_PARTS:
-            return False
-        return (config.block_q < WGMMA_M) == (self.rows <= WGMMA_M)
+        is_for_few = config.block_q < WGMMA_M or config.d_query == "parts"
+        return self._is_small if is_for_few else True
+
+    @property
+    def _is_small(self) -> bool:
+        """Whether users have one block of queries, and few parts of its gradient."""
+        return self.rows <= WGMMA_M and self._tiles <= MAX_PARTS
 
     def candidate_configs(self) -> Iterator[AttentionBackwardConfig]:
         """Yields the legal configurations worth timing, the most promising first."""
-        found = self._for_few_rows() if self.rows <= WGMMA_M else self._for_many_rows()
+        found = self._for_few_rows() if self._is_small else self._for_many_rows()
         for config in dict.fromkeys(found):
             for splits in self._splits(config.block_q):
                 candidate = dataclasses.replace(config, splits=splits)
@@ -243,7 +249,7 @@ class AttentionBackwardProblem(AttentionSizes):
         """For users with one block of queries; keys of the next tile are loaded early."""
         for block_q in sorted((16, 32, 64), key=lambda block: block < self.rows):
             for kv_slots, stages in ((2, 2), (1, 2), (2, 3)):
-                for d_query in ("parts", "sum") if self._tiles <= MAX_PARTS else ("sum",):
+                for d_query in ("parts", "sum"):
                     yield AttentionBackwardConfig(block_q, stages, kv_slots, d_query)
 
     def _for_many_rows(self) -> Iterator[AttentionBackwardConfig]:
@@ -266,4 +272,5 @@ class AttentionBackwardProblem(AttentionSizes):
         """Parts of a user's queries: enough for two items an SM, of at least four blocks."""
         enough = -(-2 * NUM_SMS // max(self.items, 1))
         splits = min(enough, self.rows // (4 * block_q)) if self.items < NUM_SMS else 1
-        return (splits, 1) if splits > 1 else (1,)
+        # Not the default: on a GPU, splits ran only in a version that had d_query wrong.
+        return (1, splits) if splits > 1 else (1,)

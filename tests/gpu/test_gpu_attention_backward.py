@@ -138,7 +138,7 @@ def test_gradients_of_every_kind_of_config(name, config):
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("config", ["sum", "parts", "two_launches"])
 def test_gradients_of_a_last_tile_of_few_rows(config, rows):
-    """TMA's copy of statistics from the array's last value on ended with a CUDA error once."""
+    """A copy of statistics that began at the array's last value ended with a CUDA error once."""
     check_shape(Shape(1, 256 + rows, 1, 128, 1, 1, 64), CONFIGS[config])
 
 

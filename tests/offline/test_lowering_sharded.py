@@ -42,7 +42,7 @@ CASES = {
         ((B, T, N, H), (U, S, N, H), (U, S, N, H), (B,)),
         (CANDIDATES, P(), P(), CANDIDATES),
         CANDIDATES,
-        (1, 2),
+        (1, 3),  # the gradient by two launches
     ),
     "linear_compression": (
         compress,

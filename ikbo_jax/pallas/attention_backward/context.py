@@ -60,7 +60,7 @@ class Operands(NamedTuple):
 
     query: Any  # [rows, K, H], a user's rows side by side
     d_out: Any  # [rows, K, H]
-    statistics: Any  # [K, 2, at least rows] f32: lse * log2(e), and delta
+    statistics: Any  # [K, 2, rows of `d_query` + 128] f32: lse * log2(e), and delta
     key: Any  # [U, S, K, H]
     value: Any  # [U, S, K, H]
     users: Any  # [U * splits, USER_WORDS] int32

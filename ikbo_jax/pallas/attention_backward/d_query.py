@@ -44,8 +44,8 @@ from ikbo_jax.problems.hopper import (
 )
 
 #: Words of a tile's descriptor, in device memory and, with the head, in shared memory.
-FIRST_ROW, ROWS, USER, KEYS, HEAD = range(5)
-TILE_WORDS = 4
+FIRST_ROW, ROWS, USER, KEYS, TARGET, HEAD = range(6)
+TILE_WORDS = 5
 CONSUMER_BARRIER = 4
 CONSUMER_THREADS = NUM_CONSUMERS * WARPGROUP_SIZE
 LSE, DELTA = range(2)
@@ -57,7 +57,7 @@ class TileOperands(NamedTuple):
 
     query: Any  # [rows, K, H]
     d_out: Any  # [rows, K, H]
-    statistics: Any  # [K, 2, at least rows] f32
+    statistics: Any  # [K, 2, more than all targets] f32
     key: Any  # [U, S, K, H]
     value: Any  # [U, S, K, H]
     tiles: Any  # [most tiles, TILE_WORDS] int32
@@ -92,7 +92,7 @@ def _send_item(ctx: Context, item: Any, step: Any) -> Any:
             ctx.load(source, (pl.ds(row, WGMMA_M), head), tiles, ready)
     plgpu.barrier_wait(shared.statistics_free.at[0])
     for consumer in range(NUM_CONSUMERS):
-        row = words[FIRST_ROW] + consumer * WGMMA_M
+        row = words[TARGET] + consumer * WGMMA_M
         source = operands.statistics.at[head, :, pl.ds(row, WGMMA_M)]
         plgpu.copy_gmem_to_smem(source, shared.statistics.at[consumer], ready)
     blocks = ctx.blocks(words[KEYS])

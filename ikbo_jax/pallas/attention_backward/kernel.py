@@ -153,7 +153,9 @@ def attention_backward_kernel(
     operands = Operands(
         row_numbers.pack(query, rows.order, kv_heads),
         row_numbers.pack(d_out, rows.order, kv_heads),
-        row_numbers.statistics(out, lse, d_out, d_lse, rows.order, kv_heads),
+        row_numbers.statistics(
+            out, lse, d_out, d_lse, rows, kv_heads, shape.blocks * config.block_q
+        ),
         key,
         value,
         rows.parts,

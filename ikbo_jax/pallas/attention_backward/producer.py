@@ -46,18 +46,19 @@ def _send_item(ctx: BackwardContext, item: Any, number: Any, step: Any) -> Any:
 
     @pl.loop(0, blocks)
     def _(block: Any) -> None:
-        _send_block(ctx, step + block, first_row + block * block_q, head)
+        begin = block * block_q
+        _send_block(ctx, step + block, first_row + begin, first_target + begin, head)
 
     return step + blocks
 
 
-def _send_block(ctx: BackwardContext, step: Any, row: Any, head: Any) -> None:
-    """Loads a block of queries, cotangents and statistics."""
+def _send_block(ctx: BackwardContext, step: Any, row: Any, target: Any, head: Any) -> None:
+    """Loads a block of queries, cotangents and statistics, which are at the rows' target."""
     shared, block_q = ctx.shared, ctx.config.block_q
     stage, ready = shared.queries.slot(step), shared.queries.ready_at(step)
     shared.queries.await_free(step)
     plgpu.copy_gmem_to_smem(
-        ctx.operands.statistics.at[head, :, pl.ds(row, block_q)],
+        ctx.operands.statistics.at[head, :, pl.ds(target, block_q)],
         shared.statistics.at[stage],
         ready,
     )

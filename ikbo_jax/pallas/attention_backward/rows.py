@@ -138,14 +138,15 @@ def statistics(
     lse: jax.Array,
     d_out: jax.Array,
     d_lse: jax.Array | None,
-    order: jax.Array | None,
+    rows: Rows,
     kv_heads: int,
+    count: int,
 ) -> jax.Array:
-    """[K, 2, at least rows + 128] f32: lse in powers of 2, and delta.
+    """[K, 2, count + 128] f32: lse in powers of 2, and delta, at the rows' targets.
 
-    Past the rows are zeros, so that TMA reads every block from inside of the array: a copy of 64
-    values from the last value on ended with an illegal instruction on an H200, where one from the
-    last but two did not.
+    Targets of a user begin with a block, so TMA copies blocks that begin at whole 64 bytes and end
+    inside of the array. A copy that began at an array's last value, 12 bytes after whole 16 bytes,
+    ended with an illegal instruction on an H200. At rows of no query, lse is infinite.
 
     With P = exp(scores - lse), the gradient of a score is P * (d_out @ value.T - delta), where
     delta = sum(d_out * out) - d_lse. Rows without keys get an lse of infinity, hence P = 0. Where
@@ -158,12 +159,12 @@ def statistics(
     is_empty = lse == -jnp.inf
     lowered = lse - jnp.abs(lse) * jnp.float32(LSE_ERROR)
     exponent = jnp.where(jnp.abs(lse) >= HUGE_LSE, lowered, lse) * jnp.float32(math.log2(math.e))
-    both = jnp.stack(
-        (jnp.where(is_empty, jnp.inf, exponent), jnp.where(is_empty, 0.0, delta)), axis=-1
-    )
-    rows = pack(both, order, kv_heads).transpose(1, 2, 0)
-    padding = TILE_ROWS + -rows.shape[2] % 4  # whole 16 bytes
-    return jnp.pad(rows, ((0, 0), (0, 0), (0, padding)))
+    both = jnp.stack((jnp.where(is_empty, jnp.inf, exponent), jnp.where(is_empty, 0.0, delta)))
+    batch, q_len, group = rows.targets.shape
+    both = jnp.moveaxis(both.reshape(2, batch, q_len, kv_heads, group), 3, 0)
+    absent = jnp.asarray([jnp.inf, 0.0], jnp.float32)[None, :, None]
+    found = jnp.broadcast_to(absent, (kv_heads, 2, count + TILE_ROWS))
+    return found.at[:, :, rows.targets].set(both, unique_indices=True)
 
 
 def unpack_d_query(
@@ -192,15 +193,21 @@ def query_tiles(users: jax.Array, total: int) -> tuple[jax.Array, jax.Array]:
       total: rows of all users.
 
     Returns:
-      [most tiles, 4] int32: first row, number of rows, user and number of its keys; and the number
-      of tiles [1] int32. Entries past that number are no tiles.
+      [most tiles, 5] int32: first row, number of rows, user, number of its keys, and the first
+      row's target; and the number of tiles [1] int32. Entries past that number are no tiles.
     """
-    first_row, rows, _, keys = (users[:, i] for i in range(USER_WORDS))
+    first_row, rows, target, keys = (users[:, i] for i in range(USER_WORDS))
     counts = -(-rows // TILE_ROWS)
     ends = jnp.cumsum(counts, dtype=jnp.int32)
     number = jnp.arange(total // TILE_ROWS + min(len(users), total), dtype=jnp.int32)
     user = jnp.searchsorted(ends, number, side="right", method="compare_all").astype(jnp.int32)
     user = jnp.minimum(user, len(users) - 1)
     start = (number - (ends - counts)[user]) * TILE_ROWS
-    words = (first_row[user] + start, jnp.clip(rows[user] - start, 0, TILE_ROWS), user, keys[user])
+    words = (
+        first_row[user] + start,
+        jnp.clip(rows[user] - start, 0, TILE_ROWS),
+        user,
+        keys[user],
+        target[user] + start,
+    )
     return jnp.stack(words, axis=1), ends[-1:]
