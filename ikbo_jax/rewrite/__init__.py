@@ -10,10 +10,12 @@ import jax
 
 from ikbo_jax.rewrite import (  # noqa: F401  These register rules.
     calls,
+    concatenation,
     contraction,
     jaxprs,
     jit,
     jitted,
+    merged_rules,
     reshape,
     rules,
     sources,

@@ -16,6 +16,7 @@ from jax.extend import core
 from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.jaxprs import evaluate, trace, without_dead_code
 from ikbo_jax.rewrite.lineage import Concat, Lazy, is_plain, lazy, spread
+from ikbo_jax.rewrite.merged import Merged
 from ikbo_jax.rewrite.registry import NotCovered, register_rule
 from ikbo_jax.rewrite.rules import ELEMENTWISE
 
@@ -29,6 +30,9 @@ def unpack(value: Any) -> tuple[list[Any], Any]:
         return [value], lambda arrays: arrays[0]
     if isinstance(value, Lazy):
         return [value.base], lambda arrays: dataclasses.replace(value, base=arrays[0])
+    if isinstance(value, Merged):
+        arrays, pack_inner = unpack(value.inner)
+        return arrays, lambda arrays: dataclasses.replace(value, inner=pack_inner(arrays))
     assert isinstance(value, Concat)
     arrays, pack_parts = unpack_all(value.parts)
     return arrays, lambda arrays: Concat(tuple(pack_parts(arrays)), value.axis)
@@ -52,6 +56,8 @@ def form(value: Any) -> Any:
         return (base, value.shape, value.lineage, value.axis)
     if isinstance(value, Concat):
         return (value.axis, tuple(map(form, value.parts)))
+    if isinstance(value, Merged):
+        return (value.groups, form(value.inner))
     return "plain"
 
 
@@ -62,11 +68,13 @@ def exported(inner: Context, values: Sequence[Any], outer: Context) -> list[Any]
     def can_leave(value: Any) -> Any:
         if isinstance(value, Concat):
             return all(map(can_leave, value.parts))
+        if isinstance(value, Merged):
+            return can_leave(value.inner)
         return is_plain(value) or value.lineage is None or id(value.lineage) in lineages
 
     return [
         value
-        if is_plain(value) or isinstance(value, (Lazy, Concat)) and can_leave(value)
+        if is_plain(value) or isinstance(value, (Lazy, Concat, Merged)) and can_leave(value)
         else inner.materialise(None, value, "result of an inner function")
         for value in values
     ]
@@ -115,7 +123,7 @@ def _custom_jvp(ctx: Context, eqn: Any, *operands: Any) -> Any:
     else:
         with ctx.muted():
             results = ctx.inner().run_closed(params["call_jaxpr"], operands, eqn)
-    if not all(isinstance(value, (Lazy, Concat)) for value in results):
+    if not all(isinstance(value, (Lazy, Concat, Merged)) for value in results):
         raise NotCovered("custom_jvp of a function that mixes rows")
     must_be_proven = ctx.derivatives < _PROVEN_DERIVATIVES
     rule = _jvp_rule(ctx, derivative, operands, results) if must_be_proven else None
@@ -220,6 +228,9 @@ def _matches(value: Any, like: Any) -> bool:
         return is_plain(like) and is_plain(value)
     if _is_uniform(value):
         return True
+    if isinstance(like, Merged):
+        same = isinstance(value, Merged) and value.groups == like.groups
+        return same and _matches(value.inner, like.inner)
     if isinstance(like, Concat):
         same = isinstance(value, Concat) and (value.axis, value.sizes) == (like.axis, like.sizes)
         return same and all(map(_matches, value.parts, like.parts))
@@ -232,6 +243,9 @@ def _matches(value: Any, like: Any) -> bool:
 
 def _widened(value: Any, like: Any) -> Any:
     """The value with its arrays broadcast to the shapes of the arrays of `like`."""
+    if isinstance(like, Merged):
+        inner = value if _is_uniform(value) else value.inner
+        return dataclasses.replace(like, inner=_widened(inner, like.inner))
     if isinstance(like, Concat):
         parts = [value] * len(like.parts) if _is_uniform(value) else value.parts
         return Concat(tuple(map(_widened, parts, like.parts)), like.axis)
@@ -354,7 +368,7 @@ def _split(values: Sequence[Any], *counts: int) -> list[list[Any]]:
 def _scannable(x: Any) -> bool:
     if isinstance(x, Concat):
         return x.axis != 0 and all(map(_scannable, x.parts))
-    return is_plain(x) or (x.axis != 0 and x.base.shape[0] == x.shape[0])
+    return is_plain(x) or isinstance(x, Lazy) and (x.axis != 0 and x.base.shape[0] == x.shape[0])
 
 
 def _packed_slices(xs: Sequence[Any], slices: Sequence[Any]) -> list[Any]:

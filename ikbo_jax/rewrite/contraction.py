@@ -12,6 +12,7 @@ from jax import lax
 
 from ikbo_jax.ops.linear_compression import Term, linear_compression, multilevel_linear_compression
 from ikbo_jax.rewrite import attention
+from ikbo_jax.rewrite.concatenation import of_one_lineage
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.lineage import (
     Concat,
@@ -27,13 +28,14 @@ from ikbo_jax.rewrite.lineage import (
     spread_axes,
 )
 from ikbo_jax.rewrite.registry import NotCovered, register_rule
-from ikbo_jax.rewrite.rules import common_lineage, concat, concatenated_bases
+from ikbo_jax.rewrite.rules import concat
 
 _HALF = (jnp.bfloat16, jnp.float16)
 
 
 @register_rule("dot_general")
-def _dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
+def dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
+    """A product of two values, of which at least one is deferred."""
     if isinstance(lhs, Concat) and isinstance(rhs, Concat):
         raise NotCovered("product of two concatenations")
     if isinstance(lhs, Concat) or isinstance(rhs, Concat):
@@ -265,21 +267,10 @@ def _groups(ctx: Context, whole: Concat, other: Any, other_axis: int) -> list[tu
     groups = []
     for parts, slices in by_lineage.values():
         if len(parts) > 1 and all(map(is_plain, slices)):
-            groups.append((_concatenated(parts, whole.axis), lax.concatenate(slices, other_axis)))
+            groups.append((of_one_lineage(parts, whole.axis), lax.concatenate(slices, other_axis)))
         else:
             groups += list(zip(parts, slices, strict=True))
     return groups
-
-
-def _concatenated(parts: list[Any], axis: int) -> Any:
-    """The concatenation of parts of one lineage, as one `Lazy` or array."""
-    base, first = concatenated_bases(parts, axis), parts[0]
-    if is_plain(first):
-        return base
-    length = sum(part.shape[axis] for part in parts)
-    shape = (*first.shape[:axis], length, *first.shape[axis + 1 :])
-    value_lineage, _, _ = common_lineage(parts)
-    return lazy(base, shape, value_lineage, first.axis, origins_of(*parts))
 
 
 def _sum_of_products(ctx: Context, eqn: Any, left: bool, groups: Any, origins: frozenset) -> Any:

@@ -31,7 +31,7 @@ from ikbo_jax.rewrite.jaxprs import inner_programs
 _FLOPS_SLACK = (0.01, 1_000_000)
 _BYTES_SLACK = (0.10, 1 << 18)
 
-_MOVES = frozenset(["concatenate", "dynamic_slice", "gather", "transpose"])
+_MOVES = frozenset(["concatenate", "dynamic_slice", "gather", "stack", "transpose"])
 _WHOLE = frozenset(
     """
     argmax argmin conv_general_dilated cumlogsumexp cummax cummin cumprod cumsum dot_general

@@ -109,7 +109,7 @@ class Context:
         if is_plain(value):
             return value
         if not self.scope.is_built(value):
-            if value.rule is not None:
+            if value.is_computed:
                 # The lazy values that it is computed from are copied, not the value itself.
                 if reason == RETURNED:
                     reason = "needed for a value that the function returns"

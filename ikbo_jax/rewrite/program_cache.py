@@ -58,4 +58,9 @@ def _may_broadcast(eqn: core.JaxprEqn) -> bool:
         return operand.ndim > 0 and result.size > operand.size
     if eqn.primitive.name == "jit":
         return False
+    if eqn.primitive.name in ("concatenate", "stack"):
+        # Copies of a slice broadcast it.
+        copies = len(eqn.invars) > 1 and all(v is eqn.invars[0] for v in eqn.invars)
+        axis, first = eqn.params.get("dimension"), eqn.invars[0].aval
+        return copies and (axis is None or first.shape[axis] == 1)  # type: ignore[attr-defined]
     return is_source(eqn.primitive.name) and not any(True for _ in inner_programs(eqn))

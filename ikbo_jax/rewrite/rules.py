@@ -62,10 +62,11 @@ def common_lineage(operands: Any) -> tuple[Lineage | None, int, bool]:
 
 def elementwise(ctx: Context, eqn: Any, *operands: Any) -> Any:
     """Runs at the smaller batch if all operands belong to it; otherwise looks rows up in place."""
-    return _elementwise(ctx, eqn, eqn.outvars[0].aval.shape, operands)
+    return elementwise_to(ctx, eqn, eqn.outvars[0].aval.shape, operands)
 
 
-def _elementwise(ctx: Context, eqn: Any, shape: tuple[int, ...], operands: Any) -> Any:
+def elementwise_to(ctx: Context, eqn: Any, shape: tuple[int, ...], operands: Any) -> Any:
+    """`elementwise`, with a result of this shape."""
     concats = [x for x in operands if isinstance(x, Concat)]
     if concats:
         return _over_parts(ctx, eqn, concats, shape, operands)
@@ -104,7 +105,7 @@ def _over_parts(
             ctx.materialise(eqn, x, reason, copied=False) if isinstance(x, Concat) else x
             for x in operands
         ]
-        return _elementwise(ctx, eqn, shape, whole)
+        return elementwise_to(ctx, eqn, shape, whole)
     if any((c.axis, c.sizes) != (first.axis, first.sizes) for c in concats):
         raise NotCovered(f"{eqn.primitive.name} of concatenations with different parts")
     if any(has_lineage(x) and x.axis == first.axis for x in operands):
@@ -120,7 +121,7 @@ def _over_parts(
             for x in operands
         ]
         part_shape = (*shape[: first.axis], size, *shape[first.axis + 1 :])
-        parts.append(_elementwise(ctx, eqn, part_shape, cut))
+        parts.append(elementwise_to(ctx, eqn, part_shape, cut))
         start += size
     return concat(parts, first.axis)
 
@@ -145,47 +146,12 @@ for _name in (*ELEMENTWISE, "select_n", "clamp"):
     register_rule(_name, elementwise)
 
 
-@register_rule("concatenate")
-def _concatenate(ctx: Context, eqn: Any, *operands: Any) -> Any:
-    axis, shape = eqn.params["dimension"], eqn.outvars[0].aval.shape
-    parts: list[Any] = []
-    for x in operands:
-        parts += x.parts if isinstance(x, Concat) and x.axis == axis else (x,)
-    if any(has_lineage(x) and x.axis == axis for x in parts):
-        raise NotCovered("concatenation along the looked-up axis")
-    if any(isinstance(x, Concat) for x in parts):
-        raise NotCovered("concatenation of concatenations along another axis")
-    parts = lineage.aligned(parts)
-    value_lineage, user_axis, differ = common_lineage(parts)
-    one_lineage = value_lineage is not None and not differ
-    if one_lineage and not any(carries(x, user_axis) for x in parts):
-        return _concat_at_user_batch(ctx, eqn, parts, axis, shape, value_lineage, user_axis)
-    return Concat(tuple(parts), axis)
-
-
-def _concat_at_user_batch(
-    ctx: Context, eqn: Any, parts: Any, axis: int, shape: Any, value_lineage: Any, user_axis: int
-) -> Any:
-    base = concatenated_bases(parts, axis)
-    origins = origins_of(*parts)
-    return at_user_batch(ctx, eqn, base, shape, value_lineage, user_axis, origins)
-
-
-def concatenated_bases(parts: Any, axis: int) -> Any:
-    """The concatenation of the bases of values of one lineage."""
-    bases = [base_of(spread_axes(part, [axis])) for part in parts]
-    common = np.broadcast_shapes(
-        *([1 if d == axis else n for d, n in enumerate(base.shape)] for base in bases)
-    )
-    bases = [spread(b, (*common[:axis], b.shape[axis], *common[axis + 1 :])) for b in bases]
-    return lax.concatenate(bases, axis)
-
-
 @register_rule("transpose")
-def _transpose(ctx: Context, eqn: Any, x: Any) -> Any:
+def transpose(ctx: Context, eqn: Any, x: Any) -> Any:
+    """A transpose, of the base or of every part."""
     permutation = [int(d) for d in eqn.params["permutation"]]
     if isinstance(x, Concat):
-        parts = tuple(_transpose(ctx, eqn, part) for part in x.parts)
+        parts = tuple(transpose(ctx, eqn, part) for part in x.parts)
         return Concat(parts, permutation.index(x.axis))
     base = ctx.bind(eqn, base_of(x))
     if is_plain(x):
@@ -194,13 +160,13 @@ def _transpose(ctx: Context, eqn: Any, x: Any) -> Any:
     return Lazy(base, tuple(x.shape[d] for d in permutation), x.lineage, axis, x.origins)
 
 
-def _reduction(ctx: Context, eqn: Any, x: Any) -> Any:
+def reduction(ctx: Context, eqn: Any, x: Any) -> Any:
     """Reductions that keep the looked-up axis."""
     axes = tuple(int(a) for a in eqn.params["axes"])
     if isinstance(x, Concat):
         if x.axis in axes:
             return _reduce_concat(ctx, eqn, x)
-        parts = [_reduction(ctx, eqn, part) for part in x.parts]
+        parts = [reduction(ctx, eqn, part) for part in x.parts]
         return concat(parts, x.axis - sum(a < x.axis for a in axes))
     if is_plain(x):
         return ctx.bind(eqn, x)
@@ -230,13 +196,16 @@ def _reduce_concat(ctx: Context, eqn: Any, x: Concat) -> Any:
         raise NotCovered(f"{eqn.primitive.name} over a concatenation")
     total: Any = None
     for part in x.parts:
-        reduced = ctx.materialise(eqn, _reduction(ctx, eqn, part), "sum of parts", copied=False)
+        reduced = ctx.materialise(eqn, reduction(ctx, eqn, part), "sum of parts", copied=False)
         total = reduced if total is None else combine(total, reduced)
     return total
 
 
-for _name in (*_COMBINED, "reduce_xor", "argmax", "argmin"):
-    register_rule(_name, _reduction)
+#: Primitives that reduce some axes.
+REDUCTIONS = (*_COMBINED, "reduce_xor", "argmax", "argmin")
+
+for _name in REDUCTIONS:
+    register_rule(_name, reduction)
 
 
 def _along_axis(key: str) -> Any:

@@ -98,6 +98,8 @@ class Scores(Deferred):
     curve: Curve | None = None
     shifted: bool = False
 
+    is_computed = True
+
     @property
     def origins(self) -> frozenset:
         return self.root.key.origins
