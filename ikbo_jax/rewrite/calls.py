@@ -13,6 +13,8 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
+from ikbo_jax.rewrite import hoisting
+from ikbo_jax.rewrite.cost import program_cost
 from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.jaxprs import evaluate, trace, without_dead_code
 from ikbo_jax.rewrite.lineage import Concat, Lazy, is_plain, lazy, spread
@@ -270,10 +272,17 @@ def _custom_vjp(ctx: Context, eqn: Any, *operands: Any) -> Any:
 def _scan(ctx: Context, eqn: Any, *operands: Any) -> Any:
     params = eqn.params
     jaxpr = params["jaxpr"]
-    if all(map(is_plain, operands)) and ctx.programs.is_plain(jaxpr):
+    n_consts, n_carry = scan_counts(params)
+    hoisted = hoisting.split(jaxpr, n_consts, params["length"])
+    if all(map(is_plain, operands)) and ctx.programs.is_plain(jaxpr) and hoisted is None:
         return ctx.bind(eqn, *operands)
-    n_consts, n_carry = _scan_counts(params)
     consts, init, xs = _split(operands, n_consts, n_carry)
+    if hoisted is not None:
+        first, jaxpr = hoisted
+        origins = frozenset({ctx.recorder.found(eqn, "values of every iteration", 0, False)})
+        flops = (params["length"] - 1) * program_cost(first).flops
+        ctx.recorder.saved(eqn, origins, "computed once, before the loop", flops, True)
+        consts += ctx.run_closed(first, consts, eqn)
     xs = [
         ctx.materialise(eqn, x, "scan over the looked-up axis") if not _scannable(x) else x
         for x in xs
@@ -350,7 +359,8 @@ def _trial(step: Any, carry: list[Any], xs_arrays: Any, n_carry: int) -> tuple[l
     return unstable, built
 
 
-def _scan_counts(params: Any) -> tuple[int, int]:
+def scan_counts(params: Any) -> tuple[int, int]:
+    """How many operands of a scan are constants, and how many are carries."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()

@@ -95,22 +95,18 @@ def _concat_of_concats(
 
 
 def _joined_neighbours(parts: list[Any], axis: int) -> list[Any]:
-    """The parts; neighbours of one lineage, and neighbouring arrays, become one part."""
+    """The parts; neighbours of one lineage become one part."""
 
     def kind(x: Any) -> Any:
-        if is_plain(x):
-            return "plain"
         return (id(x.lineage), x.axis) if has_lineage(x) else id(x)
 
     joined = []
     for _, same in itertools.groupby(parts, kind):
         run = list(same)
-        if len(run) == 1:
-            joined.append(run[0])
-        elif is_plain(run[0]):
-            joined.append(lax.concatenate(run, axis))
-        else:
+        if has_lineage(run[0]) and len(run) > 1:
             joined.append(of_one_lineage(run, axis))
+        else:
+            joined += run
     return joined
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from ikbo_jax.ops.linear_compression import Term, linear_compression, multilevel_linear_compression
-from ikbo_jax.rewrite import attention
+from ikbo_jax.rewrite import attention, one_hot, sums
 from ikbo_jax.rewrite.concatenation import of_one_lineage
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.lineage import (
@@ -33,9 +33,14 @@ from ikbo_jax.rewrite.rules import concat
 _HALF = (jnp.bfloat16, jnp.float16)
 
 
-@register_rule("dot_general")
+@register_rule("dot_general", arrays=one_hot.is_lookup)
 def dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
-    """A product of two values, of which at least one is deferred."""
+    """A product of two values, of which at least one is deferred or may be one-hot."""
+    rows = one_hot.lookup(ctx, eqn, lhs, rhs)
+    if rows is not None:
+        return rows
+    if is_plain(lhs) and is_plain(rhs):
+        return ctx.bind(eqn, lhs, rhs)
     if isinstance(lhs, Concat) and isinstance(rhs, Concat):
         raise NotCovered("product of two concatenations")
     if isinstance(lhs, Concat) or isinstance(rhs, Concat):
@@ -205,6 +210,7 @@ def _of_concat(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
     other_axis = other_contract[contract.index(whole.axis)]
     if has_lineage(other) and other.axis == other_axis:
         raise NotCovered("product that sums over the looked-up axis")
+    whole, other = sums.by_terms(ctx, whole, other, other_axis)
     groups = _groups(ctx, whole, other, other_axis)
     if len(groups) > 1:
         compressed = _compress(ctx, eqn, left, whole, other, groups)
@@ -259,7 +265,10 @@ def _groups(ctx: Context, whole: Concat, other: Any, other_axis: int) -> list[tu
     for part, size in zip(whole.parts, whole.sizes, strict=True):
         key: Any = "plain"
         if isinstance(part, Lazy):
-            key = (part.lineage, part.axis) if part.lineage else "shared"
+            # Parts without a lineage differ by the dimensions that they are broadcast along: in a
+            # grid of users and items, users along the items and items along the users.
+            broadcast = tuple(n == 1 for n in part.base.shape)
+            key = (part.lineage, part.axis) if part.lineage else broadcast
         parts, slices = by_lineage.setdefault(key, ([], []))
         parts.append(part)
         slices.append(slice_along(other, start, start + size, other_axis))

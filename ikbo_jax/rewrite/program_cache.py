@@ -7,6 +7,7 @@ from typing import Any
 
 from jax.extend import core
 
+from ikbo_jax.rewrite import equations, hoisting
 from ikbo_jax.rewrite.jaxprs import inner_programs
 from ikbo_jax.rewrite.registry import is_source
 
@@ -63,4 +64,11 @@ def _may_broadcast(eqn: core.JaxprEqn) -> bool:
         copies = len(eqn.invars) > 1 and all(v is eqn.invars[0] for v in eqn.invars)
         axis, first = eqn.params.get("dimension"), eqn.invars[0].aval
         return copies and (axis is None or first.shape[axis] == 1)  # type: ignore[attr-defined]
-    return is_source(eqn.primitive.name) and not any(True for _ in inner_programs(eqn))
+    if eqn.primitive.name == "scan":
+        counts = eqn.params.get("num_consts")
+        if counts is None:
+            counts = len(eqn.params["ft_in"].unpack()[0])
+        return hoisting.split(eqn.params["jaxpr"], counts, eqn.params["length"]) is not None
+    if is_source(eqn.primitive.name):
+        return not any(True for _ in inner_programs(eqn))
+    return equations.grows(eqn)

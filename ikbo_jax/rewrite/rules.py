@@ -6,13 +6,16 @@ import dataclasses
 import math
 from typing import Any
 
+import jax
 import numpy as np
 from jax import lax
 
 from ikbo_jax.rewrite import lineage
+from ikbo_jax.rewrite.equations import grows
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.lineage import (
     Concat,
+    Deferred,
     Lazy,
     Lineage,
     base_of,
@@ -67,6 +70,7 @@ def elementwise(ctx: Context, eqn: Any, *operands: Any) -> Any:
 
 def elementwise_to(ctx: Context, eqn: Any, shape: tuple[int, ...], operands: Any) -> Any:
     """`elementwise`, with a result of this shape."""
+    operands = [_narrowed(x) for x in operands]
     concats = [x for x in operands if isinstance(x, Concat)]
     if concats:
         return _over_parts(ctx, eqn, concats, shape, operands)
@@ -82,7 +86,25 @@ def elementwise_to(ctx: Context, eqn: Any, shape: tuple[int, ...], operands: Any
     origins = origins_of(*operands)
     bases = [base_of(x) for x in operands]
     base = ctx.bind(eqn, *_common_shape(eqn, bases))
+    if not origins and 1 < base.size < math.prod(shape):
+        # One user, broadcast by a sum with zeros or by a product with ones.
+        copy = lineage.nbytes(shape, base.dtype) - lineage.nbytes(base.shape, base.dtype)
+        what = f"{lineage.text(base)} broadcast -> {lineage.text(base, shape)}"
+        origins = frozenset({ctx.recorder.found(eqn, what, copy, False)})
     return at_user_batch(ctx, eqn, base, shape, value_lineage, axis, origins)
+
+
+#: Constant arrays of at most this size are searched for equal numbers.
+_SMALL = 1 << 16
+
+
+def _narrowed(x: Any) -> Any:
+    """A constant array of equal numbers as one number of the same rank."""
+    if isinstance(x, (Deferred, jax.core.Tracer)) or not 1 < np.size(x) <= _SMALL:
+        return x
+    array = np.asarray(x).reshape(-1)
+    first = array[:1]
+    return first.reshape([1] * np.ndim(x)) if array.tobytes() == first.tobytes() * len(array) else x
 
 
 def _common_shape(eqn: Any, bases: list[Any]) -> list[Any]:
@@ -143,7 +165,7 @@ def concat(parts: list[Any], axis: int) -> Any:
 
 
 for _name in (*ELEMENTWISE, "select_n", "clamp"):
-    register_rule(_name, elementwise)
+    register_rule(_name, elementwise, arrays=lambda _, eqn, __: grows(eqn))
 
 
 @register_rule("transpose")

@@ -122,7 +122,7 @@ def _gather_rows(
     count = shape_of(indices)[0]
     what = f"{lineage.text(operand)} looked up by {count} indices -> {lineage.text(operand, shape)}"
     column = numbers.start_index_map.index(axis)
-    operand, fine = _looked_up(ctx, eqn, operand, indices, column, axis)
+    operand, fine = looked_up(ctx, eqn, operand, indices, column, axis)
     base = base_of(operand)
     copy = nbytes(shape, operand.dtype) - nbytes(base.shape, operand.dtype)
     found = ctx.recorder.found(eqn, what, copy, True)
@@ -142,7 +142,7 @@ def _gather_rows(
     return Lazy(base, tuple(shape), fine, out_axis, origins_of(operand) | {found})
 
 
-def _looked_up(
+def looked_up(
     ctx: Context, eqn: Any, operand: Any, indices: Any, column: int, axis: int
 ) -> tuple[Any, Lineage]:
     """The operand and the lineage by which a column of gather indices looks up its rows.

@@ -45,7 +45,7 @@ def same(fn, *args, rtol=1e-5):
 # Dtypes.
 
 
-def test_random_keys_looked_up() -> None:
+def test_random_keyslooked_up() -> None:
     keys = jax.random.split(jax.random.key(0), U)
 
     def fn(keys, user, index):
@@ -298,7 +298,7 @@ def test_no_broadcast_is_said_only_without_lookups_and_repetitions(
     def cannot(*args):
         raise NotCovered("a reason of its own")
 
-    monkeypatch.setattr(sources, "_looked_up", cannot)
+    monkeypatch.setattr(sources, "looked_up", cannot)
     refused = report_of(lambda u, i: jnp.sin(u[i]) @ W, USER, INDEX)
     assert [(x.outcome, x.reason) for x in refused.lookups] == [("refused", "a reason of its own")]
 

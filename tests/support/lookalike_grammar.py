@@ -178,6 +178,16 @@ ROW_STEPS = (
         "x / (1 + x * x)",
         "x.astype(bf16).astype(x.dtype)",
     ),
+    *(
+        "jnp.stack([x, c], 1).reshape(-1, 2 * H) @ w2",
+        "jnp.stack([c, x, x * c], 1).reshape(-1, H)[1::3]",
+        "jnp.concatenate([x - c, x], 1) @ w2",
+        "jnp.concatenate([c, c - 2 * x], 1) @ w2",
+        "jnp.concatenate([x + stop(c), c + x], 1) @ w2",
+        "(nn.relu(jnp.stack([c, x], 1).reshape(-1, H)) @ w).reshape(-1, 2 * H) @ w2",
+        "jnp.tanh(x.reshape(-1, 2)).reshape(-1, H)",
+        "jnp.concatenate([x[:, :, None], c[:, :, None]], 2).reshape(-1, 2 * H) @ w2",
+    ),
 )
 
 
