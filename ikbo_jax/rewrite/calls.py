@@ -306,7 +306,7 @@ def _scan(ctx: Context, eqn: Any, *operands: Any) -> Any:
             reason = "carried through a scan whose body returns it in another form"
             carry[position] = ctx.materialise(eqn, carry[position], reason)
 
-    for value in consts:
+    for value in consts[:n_consts]:
         if id(value) in built:
             ctx.materialise(eqn, value, "needed in every iteration of a scan")
 

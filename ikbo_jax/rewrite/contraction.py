@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from ikbo_jax.ops.linear_compression import Term, linear_compression, multilevel_linear_compression
-from ikbo_jax.rewrite import attention, one_hot, sums
+from ikbo_jax.rewrite import attention, blocks, one_hot, sums
 from ikbo_jax.rewrite.concatenation import of_one_lineage
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.lineage import (
@@ -41,6 +41,10 @@ def dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
         return rows
     if is_plain(lhs) and is_plain(rhs):
         return ctx.bind(eqn, lhs, rhs)
+    if isinstance(lhs, Concat) or isinstance(rhs, Concat):
+        found = _blocks(ctx, eqn, lhs, rhs)
+        if found is not None:
+            return found
     if isinstance(lhs, Concat) and isinstance(rhs, Concat):
         raise NotCovered("product of two concatenations")
     if isinstance(lhs, Concat) or isinstance(rhs, Concat):
@@ -52,6 +56,21 @@ def dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
         ctx, eqn, lhs, rhs, lambda scope: scope.build(product(scope, eqn, lhs, rhs))
     )
     return product(ctx, eqn, lhs, rhs) if scores is None else scores
+
+
+def _blocks(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
+    """The scores of tokens of users and candidates; None for another product."""
+    _, (batch, _) = eqn.params["dimension_numbers"]
+    if not batch or not attention.has_default_precision(eqn):
+        return None
+
+    def plain_product(scope: Context) -> jax.Array:
+        reason = "product of two concatenations"
+        out = scope.bind(eqn, *(scope.materialise(eqn, x, reason) for x in (lhs, rhs)))
+        assert isinstance(out, jax.Array)
+        return out
+
+    return blocks.start(ctx, eqn, lhs, rhs, plain_product)
 
 
 def product(

@@ -325,6 +325,11 @@ def _added(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
     if values == {0.0}:
         return scores.then(eqn, [x, y])
     fills = [value for value in values if value != 0]
+    if not isinstance(scores.root, Logits) and len(fills) == 1 and not scores.root.fills:
+        kept = _is_zero(ctx, bias)
+        fill = Fill(None, None, fills[0], eqn.outvars[0].aval.dtype)
+        if kept is not None:
+            return scores.then(eqn, [x, y], root=_masked(ctx, scores, kept, True, fill))
     if not isinstance(bias, Lazy) or len(fills) != 1 or scores.root.fills or fills[0] > 0:
         raise NotCovered("attention is not recognised: a bias is added to its logits")
     kept = dataclasses.replace(bias, base=bias.base == 0)
@@ -332,9 +337,23 @@ def _added(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
     return scores.then(eqn, [x, y], root=_masked(ctx, scores, kept, True, fill))
 
 
-def _masked(ctx: Context, scores: Scores, mask: Any, keeps: bool, fill: Fill) -> Logits:
+def _is_zero(ctx: Context, bias: Any) -> Any:
+    """The condition of a bias that is written as `where(condition, 0, number)`; None if unknown."""
+    produced = ctx.producer(bias)
+    while produced is not None and produced[0].primitive.name == "convert_element_type":
+        produced = ctx.producer(produced[1][0])
+    if produced is None or produced[0].primitive.name != "select_n" or len(produced[1]) != 3:
+        return None
+    which, _, kept = produced[1]
+    same = getattr(which, "dtype", None) == np.bool_ and len(which.shape) == len(bias.shape)
+    return which if same and constant(ctx, kept) == 0 else None
+
+
+def _masked(ctx: Context, scores: Scores, mask: Any, keeps: bool, fill: Fill) -> Any:
     """The logits with one more mask: `fill`, whose `kept` and `lengths` this function sets."""
     root = scores.root
+    if not isinstance(root, Logits):
+        return root.masked(ctx, scores, mask, keeps, fill)
     if not isinstance(mask, Lazy) or (
         has_lineage(mask)
         and (mask.lineage is not root.lineage or scores.labels[mask.axis][0] != BATCH)

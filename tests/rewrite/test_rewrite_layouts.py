@@ -29,9 +29,6 @@ def share_removed(layout: Layout) -> float:
 
 #: Layouts without a rule yet.
 PENDING = {
-    "causal_transformer",
-    "causal_transformer_of_8_layers",
-    "causal_transformer_of_jax_nn",
     "column_set",
     "convolution_over_the_history",
     "dlrm",
