@@ -16,7 +16,9 @@ from ikbo_jax.rewrite import (  # noqa: F401  These register rules.
     jit,
     jitted,
     merged_rules,
+    pairs,
     reshape,
+    row_rules,
     rules,
     sources,
 )

@@ -163,7 +163,8 @@ def start(
     of_queries: list[Label] = [(QUERY, n) for n in range(len(free[query_side]))]
     labels += [*of_queries, (KEY, 0)] if key_side == 1 else [(KEY, 0), *of_queries]
     shape, dtype = tuple(out.aval.shape), out.aval.dtype
-    return Scores(root, "logits", tuple(labels), shape, dtype, plain_product)  # type: ignore[arg-type]
+    scores = Scores(root, "logits", tuple(labels), shape, dtype, plain_product)  # type: ignore[arg-type]
+    return dataclasses.replace(scores, equation=eqn)
 
 
 def _user_dimension(lhs: Any, rhs: Any, batch: list[list[int]]) -> int | None:

@@ -87,6 +87,7 @@ class Scores(Deferred):
       run: computes the value as the program is written.
       curve: the value as an elementwise function of query · key; None if unknown.
       shifted: whether the maximum was subtracted before the exponential.
+      equation: the product of the logits, if their root is `Blocks`.
     """
 
     root: Logits
@@ -97,6 +98,7 @@ class Scores(Deferred):
     run: Callable[[Context], jax.Array]
     curve: Curve | None = None
     shifted: bool = False
+    equation: Any = None
 
     is_computed = True
 

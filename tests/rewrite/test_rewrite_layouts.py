@@ -28,15 +28,7 @@ def share_removed(layout: Layout) -> float:
 
 
 #: Layouts without a rule yet.
-PENDING = {
-    "column_set",
-    "convolution_over_the_history",
-    "dlrm",
-    "dlrm_of_stacked_fields",
-    "dynamic_slice_by_constants",
-    "top_k",
-    "while_loop",
-}
+PENDING = {}
 
 
 def _named(names):

@@ -264,7 +264,7 @@ def test_every_lookup_is_listed() -> None:
     def fn(user, table, ids, index):
         users = jnp.tanh(user[index] @ W)
         rows = table[ids] + library(table, ids)
-        loop = lax.while_loop(lambda x: x.sum() > 1e9, lambda x: x + user[index], users)
+        loop = lax.while_loop(lambda x: x.sum() > 1e9, lambda x: x + user[index], rows)
         return users + rows + loop
 
     report = same(fn, USER, table, INDEX, INDEX)

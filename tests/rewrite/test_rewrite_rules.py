@@ -211,9 +211,12 @@ REFUSED = {
     "scanned": (lambda x: lax.scan(lambda c, r: (c + r, c), W[0], x)[1], "scan over"),
     "dynamic": (
         lambda x: lax.dynamic_slice(x, (IDS[0, 0], 0), (3, D)),
-        "no rule for dynamic_slice",
+        "dynamic_slice of the looked-up axis",
     ),
-    "loop": (lambda x: lax.fori_loop(0, IDS[0, 0], lambda _, x: x + 1, x), "no rule for while"),
+    "loop": (
+        lambda x: lax.fori_loop(0, IDS[0, 0], lambda _, x: x + x[::-1], x),
+        "carried through a while loop whose body returns it in another form",
+    ),
     "carry_that_meets_candidates": (
         lambda x: lax.scan(lambda c, w: (c + CAND[:, :1] * w, None), x, W[0])[0],
         "carried through a scan whose body returns it in another form",

@@ -186,6 +186,13 @@ ROW_STEPS = (
         "jnp.concatenate([x + stop(c), c + x], 1) @ w2",
         "(nn.relu(jnp.stack([c, x], 1).reshape(-1, H)) @ w).reshape(-1, 2 * H) @ w2",
         "jnp.tanh(x.reshape(-1, 2)).reshape(-1, H)",
+        "lax.top_k(x, 3)[0] @ w[:3]",
+        "x.at[:, 1].set(c[:, 0])",
+        "x.at[:, 1].add(x[:, 0])",
+        "x.at[:, :2].multiply(2.0)",
+        "lax.dynamic_slice_in_dim(x, 1, 2, 1) @ w[:2]",
+        "lax.dynamic_update_slice(x, -x[:, :2], (0, 2))",
+        "jnp.einsum('bfd,bgd->bfg', *(jnp.stack([x, c, x], 1),) * 2)[:, [1, 2, 2], [0, 0, 1]] @ w[:3]",
         "jnp.concatenate([x[:, :, None], c[:, :, None]], 2).reshape(-1, 2 * H) @ w2",
     ),
 )
