@@ -281,7 +281,8 @@ class _Call:
 
     def _flat(self, x: jax.Array, rows: int) -> jax.Array:
         """[batch, *rows, *heads, width] as [batch, rows, heads, width]."""
-        return x.reshape(x.shape[0], rows, self.heads, x.shape[-1])
+        shape = (x.shape[0], rows, self.heads, x.shape[-1])
+        return x if x.shape == shape else lax.reshape(x, shape)
 
     def _at_user_batch(self, query: _Part, live: list[_Part], users: Lineage) -> jax.Array:
         """Softmax attention of users' queries to users' keys: [users, queries, heads, width]."""
@@ -298,30 +299,25 @@ class _Call:
                 if mask is None:
                     raise NotCovered("attention is not recognised: its mask differs by candidate")
                 masks[n].append(mask)
-        all_keys, all_values = (jnp.concatenate(x, axis=1) for x in (keys, values))
-        logits = jnp.einsum(
-            "utnh,usnh->unts",
-            self._flat(base, rows),
-            all_keys,
-            preferred_element_type=jnp.float32,
-        )
-        logits = logits * self.root.scale
+        all_keys, all_values = _concatenated(keys), _concatenated(values)
+        logits = _logits(self._flat(base, rows), all_keys, self.root.scale)
         for fill, parts in zip(self.root.fills, masks, strict=True):
             if all(self._state(query, key).kept for key in live):
                 continue
             whole = _joined([self._logits_mask(x, rows, 0) for x in parts], live)
-            logits = jnp.where(whole, logits, jnp.float32(fill.value))
-        weights = jax.nn.softmax(logits, axis=-1).astype(all_values.dtype)
+            logits = _where(whole, logits, fill.value)
+        largest = lax.stop_gradient(jnp.max(logits, axis=3))
+        weights = lax.exp(logits - lax.expand_dims(largest, (3,)))
+        total = lax.expand_dims(jnp.sum(weights, axis=3), (3,))
+        weights = lax.convert_element_type(weights / total, all_values.dtype)
         size = users.users * math.prod(value.shape[1:-1]) * all_keys.shape[1]
         batch = users.batch * math.prod(value.shape[1:-1]) * all_keys.shape[1]
         self.saved.append(2 * (batch - size) * (value.shape[-1] + all_values.shape[-1]))
-        out = jnp.einsum("unts,usnh->utnh", weights, all_values, preferred_element_type=jnp.float32)
-        return out.astype(self.dtype)
+        return lax.convert_element_type(_weighted(weights, all_values), self.dtype)
 
     def _user_rows(self, x: Any, users: Lineage) -> jax.Array:
         """Keys or values [users, keys, heads, width] of one part."""
-        base = spread(x.base, (users.users, *x.shape[1:]))
-        return self._flat(base, x.shape[1])
+        return self._flat(spread(x.base, (users.users, *x.shape[1:])), x.shape[1])
 
     def _at_candidate_batch(
         self, query: _Part, live: list[_Part], states: dict[int, _State]
@@ -342,7 +338,7 @@ class _Call:
         if own:
             own_rows = tuple(
                 self._flat(
-                    jnp.concatenate([self.ctx.build(x) for x in xs], axis=1),
+                    _concatenated([self.ctx.build(x) for x in xs]),
                     sum(key.stop - key.start for key in own),
                 ).astype(dtype)
                 for xs in ([key.value for key in own], [key.values for key in own])
@@ -351,7 +347,7 @@ class _Call:
         for n, (users, keys) in enumerate(groups.items()):
             assert users is not None
             of_users = [
-                jnp.concatenate([self._user_rows(x, users) for x in xs], axis=1).astype(dtype)
+                _concatenated([self._user_rows(x, users) for x in xs]).astype(dtype)
                 for xs in ([key.value for key in keys], [key.values for key in keys])
             ]
             lengths = None
@@ -412,8 +408,7 @@ class _Call:
         self, query: _Part, own: list[_Part], flat: jax.Array, key: jax.Array, value: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Attention to own keys with masks: the result, and lse [batch, queries, heads]."""
-        logits = jnp.einsum("btnh,bsnh->bnts", flat, key, preferred_element_type=jnp.float32)
-        logits = logits * self.root.scale
+        logits = _logits(flat, key, self.root.scale)
         for fill in self.root.fills:
             parts = [
                 self._logits_mask(
@@ -421,20 +416,40 @@ class _Call:
                 )
                 for k in own
             ]
-            logits = jnp.where(_joined(parts, own), logits, jnp.float32(-jnp.inf))
+            logits = _where(_joined(parts, own), logits, -jnp.inf)
         largest = lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
         largest = jnp.where(jnp.isfinite(largest), largest, 0.0)
         weights = jnp.exp(logits - largest)
         total = jnp.sum(weights, axis=-1)
         safe = jnp.where(total > 0, total, 1.0)
-        out = jnp.einsum(
-            "bnts,bsnh->btnh",
-            (weights / safe[..., None]).astype(value.dtype),
-            value,
-            preferred_element_type=jnp.float32,
-        )
+        out = _weighted((weights / safe[..., None]).astype(value.dtype), value)
         lse = jnp.where(total > 0, jnp.log(safe) + largest[..., 0], -jnp.inf)
         return out.astype(value.dtype), lse.transpose(0, 2, 1)
+
+
+def _concatenated(arrays: list[jax.Array]) -> jax.Array:
+    return arrays[0] if len(arrays) == 1 else lax.concatenate(arrays, 1)
+
+
+# These are written in `lax`: tracing `jnp.einsum` and `jax.nn.softmax` takes several times as long.
+
+
+def _logits(query: jax.Array, key: jax.Array, scale: float) -> jax.Array:
+    """scale · query · key in float32: [batch, heads, queries, keys]."""
+    numbers = (((3,), (3,)), ((0, 2), (0, 2)))
+    logits = lax.dot_general(query, key, numbers, preferred_element_type=jnp.float32)
+    return logits if scale == 1 else logits * np.float32(scale)
+
+
+def _weighted(weights: jax.Array, value: jax.Array) -> jax.Array:
+    """The weighted sum of values in float32: [batch, queries, heads, width]."""
+    numbers = (((3,), (1,)), ((0, 1), (0, 2)))
+    out = lax.dot_general(weights, value, numbers, preferred_element_type=jnp.float32)
+    return lax.transpose(out, (0, 2, 1, 3))
+
+
+def _where(mask: jax.Array, logits: jax.Array, fill: float) -> jax.Array:
+    return lax.select(spread(mask, logits.shape), logits, lax.full_like(logits, fill))
 
 
 def _merged(first: Any, second: Any) -> tuple[jax.Array, jax.Array]:

@@ -229,7 +229,9 @@ def _of_concat(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
     other_axis = other_contract[contract.index(whole.axis)]
     if has_lineage(other) and other.axis == other_axis:
         raise NotCovered("product that sums over the looked-up axis")
-    whole, other = sums.by_terms(ctx, whole, other, other_axis)
+    split, weights = sums.by_terms(ctx, whole, other, other_axis)
+    if split is not whole and _joined(ctx, eqn, split) is split:
+        whole, other = split, weights
     groups = _groups(ctx, whole, other, other_axis)
     if len(groups) > 1:
         compressed = _compress(ctx, eqn, left, whole, other, groups)
