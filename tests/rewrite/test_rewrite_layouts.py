@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import layout_modules
 import numpy as np
 import pytest
 from layout_models import LAYOUTS, Layout
@@ -79,6 +80,40 @@ def test_no_copy_of_the_history(name: str) -> None:
     layout = LAYOUTS[name]
     shapes = set(_shapes(jax.make_jaxpr(ikbo.rewrite(layout.fn))(*layout.args()).jaxpr))
     assert not shapes.intersection(layout.never)
+
+
+@pytest.fixture(scope="module")
+def modules():
+    return layout_modules.models()
+
+
+@pytest.mark.parametrize(
+    ("name", "bar"),
+    [
+        ("linen_fields", 0.9),
+        ("nnx_fields", 0.9),
+        ("linen_transformer", 0.8),
+        ("nnx_transformer", 0.8),
+    ],
+)
+def test_modules_of_flax(modules, name: str, bar: float) -> None:
+    fn, (params, *request), by_hand = modules[name]
+    original, ours = (flops(f, (params, *request)) for f in (fn, ikbo.rewrite(fn)))
+    assert (original - ours) / (original - by_hand) >= bar
+
+    def loss(fn):
+        def of(params):
+            out = fn(params, *request)
+            return jnp.sum(jnp.sin(out)), out
+
+        return jax.grad(of, has_aux=True)
+
+    with jax.numpy_rank_promotion("allow"):
+        ours, theirs = jax.jit(lambda params: [loss(f)(params) for f in (ikbo.rewrite(fn), fn)])(
+            params
+        )
+    for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=2e-5 * np.max(np.abs(y), initial=1.0))
 
 
 def _is_floating(x) -> bool:
