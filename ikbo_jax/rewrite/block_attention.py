@@ -15,15 +15,25 @@ import numpy as np
 from jax import lax
 
 from ikbo_jax.ops.attention import attention, merge_attention
-from ikbo_jax.rewrite import known, lineage
+from ikbo_jax.rewrite import known
+from ikbo_jax.rewrite.block_parts import (
+    Part,
+    at_users,
+    block_of,
+    concatenated,
+    lineage_of,
+    logits_of,
+    masked,
+    parts_of,
+    reordered,
+    weighted,
+)
 from ikbo_jax.rewrite.blocks import BlockFill, Blocks, transposed
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.lineage import (
     Concat,
     Lazy,
     Lineage,
-    base_of,
-    has_lineage,
     is_plain,
     origins_of,
     spread,
@@ -36,25 +46,11 @@ from ikbo_jax.rewrite.scores import BATCH, HEAD, KEY, Label, Scores
 _HIDES = -1e8
 
 
-@dataclasses.dataclass(frozen=True)
-class _Part:
-    """A part of the queries, or of the keys and values.
+def product(ctx: Context, eqn: Any, lhs: Any, rhs: Any, scores: Scores, pointwise: Any) -> Any:
+    """The product of attention weights with the values of the same tokens.
 
-    Attributes:
-      value: the queries or keys.
-      start: its first row.
-      stop: the row after its last.
-      values: the values of these keys; None for queries.
+    `pointwise` makes the `Call` of weights that are no probabilities of a softmax.
     """
-
-    value: Any
-    start: int
-    stop: int
-    values: Any = None
-
-
-def product(ctx: Context, eqn: Any, lhs: Any, rhs: Any, scores: Scores) -> Any:
-    """The product of the probabilities with the values of the same tokens."""
     root: Any = scores.root
     assert isinstance(root, Blocks)
     (contract, batch) = eqn.params["dimension_numbers"]
@@ -78,12 +74,16 @@ def product(ctx: Context, eqn: Any, lhs: Any, rhs: Any, scores: Scores) -> Any:
     value = transposed(value, [int(pairs[BATCH, 0]), *map(int, summed), *heads, *free])
     if jnp.finfo(value.dtype).eps < jnp.finfo(root.key.dtype).eps:
         raise NotCovered(f"attention is not recognised: {value.dtype} values")
-    keys = _parts(root.key, 1, value)
+    keys = parts_of(root.key, 1, value)
     query_axis = root.query.axis if isinstance(root.query, Concat) else 1
-    queries = _parts(root.query, query_axis)
-    if any(fill.value > _HIDES for fill in root.fills):
+    queries = parts_of(root.query, query_axis)
+    dtype = eqn.outvars[0].aval.dtype
+    if scores.stage != "probabilities":
+        call = pointwise(ctx, eqn, scores, query_axis, keys, dtype)
+    elif any(fill.value > _HIDES for fill in root.fills):
         raise NotCovered(f"attention is not recognised: masked logits are {root.fills[0].value:g}")
-    call = _Call(ctx, eqn, root, query_axis, keys, eqn.outvars[0].aval.dtype)
+    else:
+        call = Call(ctx, eqn, root, query_axis, keys, dtype)
     outs = [call.attended(part) for part in queries]
     origins = origins_of(root.query, root.key, value) | root.mask_origins
     flops = sum(call.saved)
@@ -99,96 +99,10 @@ def product(ctx: Context, eqn: Any, lhs: Any, rhs: Any, scores: Scores) -> Any:
     rest = [scores.labels[d] for d in scores_free]
     order += [*rest, ("width", 0)] if left else [("width", 0), *rest]
     out = outs[0] if len(outs) == 1 else concat(outs, query_axis)
-    return _reordered(out, have, order, tuple(eqn.outvars[0].aval.shape))
+    return reordered(out, have, order, tuple(eqn.outvars[0].aval.shape))
 
 
-def _parts(x: Any, axis: int, values: Any = None) -> list[_Part]:
-    """The parts of a value along an axis, with the same parts of the values."""
-    if not isinstance(x, Concat):
-        return [_Part(x, 0, shape_of(x)[axis] if axis < len(shape_of(x)) else 1, values)]
-    if values is not None and (not isinstance(values, Concat) or values.sizes != x.sizes):
-        raise NotCovered("attention is not recognised: its values are not concatenated as its keys")
-    parts, begin = [], 0
-    for n, (part, size) in enumerate(zip(x.parts, x.sizes, strict=True)):
-        own = None if values is None else values.parts[n]
-        if own is not None and _lineage_of(own) is not _lineage_of(part):
-            raise NotCovered(
-                "attention is not recognised: its values are not looked up as its keys"
-            )
-        parts.append(_Part(part, begin, begin + size, own))
-        begin += size
-    return parts
-
-
-def _lineage_of(x: Any) -> Lineage | None:
-    return x.lineage if has_lineage(x) else None
-
-
-def _reordered(x: Any, have: list[Label], order: list[Label], shape: tuple[int, ...]) -> Any:
-    """A value with dimensions `have`, as dimensions `order`; those of ONE are added or dropped."""
-    real = [label for label in order if label in have]
-    dropped = [n for n, label in enumerate(have) if label not in real]
-    permutation = [*(have.index(label) for label in real), *dropped]
-    if any(shape_of(x)[n] != 1 for n in dropped):
-        raise NotCovered("attention is not recognised: another product with its values")
-    x = transposed(x, permutation)
-
-    def reshaped(x: Any, shape: tuple[int, ...], numbers: dict[int, int]) -> Any:
-        if is_plain(x):
-            return lax.reshape(x, shape)
-        base = [1] * len(shape)
-        for old, new in numbers.items():
-            base[new] = x.base.shape[old]
-        axis = numbers[x.axis] if has_lineage(x) else -1
-        return Lazy(lax.reshape(x.base, base), shape, x.lineage, axis, x.origins)
-
-    numbers = {n: order.index(label) for n, label in enumerate(real)}
-    if not isinstance(x, Concat):
-        return reshaped(x, shape, numbers)
-    axis = numbers[x.axis]
-    parts = []
-    for part, size in zip(x.parts, x.sizes, strict=True):
-        part_shape = (*shape[:axis], size, *shape[axis + 1 :])
-        parts.append(reshaped(part, part_shape, numbers))
-    return Concat(tuple(parts), axis)
-
-
-def _block(x: Any, axis: int, begin: int, end: int) -> Any:
-    """`x[..., begin:end, ...]` along `axis`; a dimension of size 1 stays."""
-    if not isinstance(x, Concat):
-        return lineage.slice_along(x, begin, end, axis)
-    if x.axis != axis:
-        return Concat(tuple(_block(part, axis, begin, end) for part in x.parts), x.axis)
-    found, offset = [], 0
-    for part, size in zip(x.parts, x.sizes, strict=True):
-        first, last = max(begin - offset, 0), min(end - offset, size)
-        offset += size
-        if first < last:
-            found.append(_block(part, axis, first, last))
-    return found[0] if len(found) == 1 else Concat(tuple(found), axis)
-
-
-def _at_users(x: Any, users: Lineage) -> Any:
-    """The array of a value at user batch, along axis 0; None if the value differs by candidate."""
-    if isinstance(x, Concat):
-        parts = [_at_users(part, users) for part in x.parts]
-        if any(part is None for part in parts):
-            return None
-        common = np.broadcast_shapes(
-            *(tuple(1 if d == x.axis else n for d, n in enumerate(p.shape)) for p in parts)
-        )
-        parts = [
-            spread(p, (*common[: x.axis], size, *common[x.axis + 1 :]))
-            for p, size in zip(parts, x.sizes, strict=True)
-        ]
-        return lax.concatenate(parts, x.axis)
-    if has_lineage(x):
-        return x.base if x.lineage is users and x.axis == 0 else None
-    array = base_of(x)
-    return array if array.shape[0] == 1 else None
-
-
-class _Call:
+class Call:
     """One attention: every part of its queries, computed by itself.
 
     Attributes:
@@ -196,22 +110,22 @@ class _Call:
     """
 
     def __init__(
-        self, ctx: Context, eqn: Any, root: Blocks, axis: int, keys: list[_Part], dtype: Any
+        self, ctx: Context, eqn: Any, root: Blocks, axis: int, keys: list[Part], dtype: Any
     ) -> None:
         self.ctx, self.eqn, self.root, self.axis = ctx, eqn, root, axis
         self.keys, self.dtype = keys, dtype
         self.heads = math.prod(root.heads)
         self.saved: list[int] = []
 
-    def attended(self, query: _Part) -> Any:
+    def attended(self, query: Part) -> Any:
         """The result of some queries: [batch, *queries, *heads, width]."""
         states = {id(key): self._state(query, key) for key in self.keys}
         live = [key for key in self.keys if not states[id(key)].hidden]
         if any(fill.value > -math.inf for fill in self.root.fills) or len(live) < len(self.keys):
             self._check_rows(query, live, states)
-        users = _lineage_of(query.value)
+        users = lineage_of(query.value)
         shape = list(shape_of(query.value))
-        if users is not None and all(self._of_users(key, users) for key in live):
+        if users is not None and all(self.of_users(key, users) for key in live):
             out = self._at_user_batch(query, live, users)
             shape[-1] = out.shape[-1]
             out = out.reshape(users_of(out, shape))
@@ -220,7 +134,7 @@ class _Call:
         shape[-1] = out.shape[-1]
         return out.reshape(shape)
 
-    def _state(self, query: _Part, key: _Part) -> _State:
+    def _state(self, query: Part, key: Part) -> _State:
         kept = True
         for fill in self.root.fills:
             state = self._cut(fill.state, query, key)
@@ -229,7 +143,7 @@ class _Call:
             kept = kept and bool((state == 1).all())
         return _State(False, kept)
 
-    def _cut(self, x: np.ndarray, query: _Part, key: _Part) -> np.ndarray:
+    def _cut(self, x: np.ndarray, query: Part, key: Part) -> np.ndarray:
         index = [slice(None)] * x.ndim
         if x.ndim > 2 and x.shape[self.axis] != 1 and self.root.queries:
             index[self.axis] = slice(query.start, query.stop)
@@ -237,7 +151,7 @@ class _Call:
             index[-1] = slice(key.start, key.stop)
         return x[tuple(index)]
 
-    def _check_rows(self, query: _Part, live: list[_Part], states: dict[int, _State]) -> None:
+    def _check_rows(self, query: Part, live: list[Part], states: dict[int, _State]) -> None:
         """Raises NotCovered unless every query provably keeps a key."""
         if any(states[id(key)].kept for key in live):
             return
@@ -250,15 +164,16 @@ class _Call:
         if not np.all(total):
             raise NotCovered("attention is not recognised: a query may keep no key")
 
-    def _of_users(self, key: _Part, users: Lineage) -> bool:
-        return _lineage_of(key.value) is users or (
+    def of_users(self, key: Part, users: Lineage) -> bool:
+        """Whether keys are the same for all candidates of a user."""
+        return lineage_of(key.value) is users or (
             not is_plain(key.value) and key.value.base.shape[0] == 1
         )
 
-    def _mask(self, fill: BlockFill, query: _Part, key: _Part) -> Any:
+    def _mask(self, fill: BlockFill, query: Part, key: Part) -> Any:
         """The block of a mask: [batch, *queries, *heads, keys]."""
-        mask = _block(fill.kept, len(self.root.labels) - 1, key.start, key.stop)
-        return _block(mask, self.axis, query.start, query.stop) if self.root.queries else mask
+        mask = block_of(fill.kept, len(self.root.labels) - 1, key.start, key.stop)
+        return block_of(mask, self.axis, query.start, query.stop) if self.root.queries else mask
 
     def _logits_mask(self, mask: jax.Array, queries: int, keys: int) -> jax.Array:
         """A mask [batch, *queries, *heads, keys] as [batch, heads, queries, keys]."""
@@ -270,42 +185,40 @@ class _Call:
             sizes.append(1 if all(n == 1 for n in own) else full)
         full_queries = list(of_queries)
         if sizes[0] != 1 and math.prod(of_queries) != queries:
-            full_queries = [
-                n if n != 1 else m for n, m in zip(of_queries, self._sizes, strict=True)
-            ]
+            full_queries = [n if n != 1 else m for n, m in zip(of_queries, self.sizes, strict=True)]
         full_heads = list(of_heads)
         if sizes[1] != 1 and math.prod(of_heads) != self.heads:
             full_heads = list(self.root.heads)
         mask = spread(mask, (batch, *full_queries, *full_heads, last))
         return mask.reshape(batch, *sizes, last).transpose(0, 2, 1, 3)
 
-    def _flat(self, x: jax.Array, rows: int) -> jax.Array:
+    def flat(self, x: jax.Array, rows: int) -> jax.Array:
         """[batch, *rows, *heads, width] as [batch, rows, heads, width]."""
         shape = (x.shape[0], rows, self.heads, x.shape[-1])
         return x if x.shape == shape else lax.reshape(x, shape)
 
-    def _at_user_batch(self, query: _Part, live: list[_Part], users: Lineage) -> jax.Array:
+    def _at_user_batch(self, query: Part, live: list[Part], users: Lineage) -> jax.Array:
         """Softmax attention of users' queries to users' keys: [users, queries, heads, width]."""
         value = query.value
         base = spread(value.base, (users.users, *value.shape[1:]))
-        self._sizes = value.shape[1 : 1 + len(self.root.queries)]
-        rows = math.prod(self._sizes)
+        self.sizes = value.shape[1 : 1 + len(self.root.queries)]
+        rows = math.prod(self.sizes)
         keys, values, masks = [], [], [[] for _ in self.root.fills]  # type: ignore[var-annotated]
         for key in live:
-            keys.append(self._user_rows(key.value, users))
-            values.append(self._user_rows(key.values, users))
+            keys.append(self.user_rows(key.value, users))
+            values.append(self.user_rows(key.values, users))
             for n, fill in enumerate(self.root.fills):
-                mask = _at_users(self._mask(fill, query, key), users)
+                mask = at_users(self._mask(fill, query, key), users)
                 if mask is None:
                     raise NotCovered("attention is not recognised: its mask differs by candidate")
                 masks[n].append(mask)
-        all_keys, all_values = _concatenated(keys), _concatenated(values)
-        logits = _logits(self._flat(base, rows), all_keys, self.root.scale)
+        all_keys, all_values = concatenated(keys), concatenated(values)
+        logits = logits_of(self.flat(base, rows), all_keys, self.root.scale)
         for fill, parts in zip(self.root.fills, masks, strict=True):
             if all(self._state(query, key).kept for key in live):
                 continue
             whole = _joined([self._logits_mask(x, rows, 0) for x in parts], live)
-            logits = _where(whole, logits, fill.value)
+            logits = masked(whole, logits, fill.value)
         largest = lax.stop_gradient(jnp.max(logits, axis=3))
         weights = lax.exp(logits - lax.expand_dims(largest, (3,)))
         total = lax.expand_dims(jnp.sum(weights, axis=3), (3,))
@@ -313,32 +226,32 @@ class _Call:
         size = users.users * math.prod(value.shape[1:-1]) * all_keys.shape[1]
         batch = users.batch * math.prod(value.shape[1:-1]) * all_keys.shape[1]
         self.saved.append(2 * (batch - size) * (value.shape[-1] + all_values.shape[-1]))
-        return lax.convert_element_type(_weighted(weights, all_values), self.dtype)
+        return lax.convert_element_type(weighted(weights, all_values), self.dtype)
 
-    def _user_rows(self, x: Any, users: Lineage) -> jax.Array:
+    def user_rows(self, x: Any, users: Lineage) -> jax.Array:
         """Keys or values [users, keys, heads, width] of one part."""
-        return self._flat(spread(x.base, (users.users, *x.shape[1:])), x.shape[1])
+        return self.flat(spread(x.base, (users.users, *x.shape[1:])), x.shape[1])
 
     def _at_candidate_batch(
-        self, query: _Part, live: list[_Part], states: dict[int, _State]
+        self, query: Part, live: list[Part], states: dict[int, _State]
     ) -> jax.Array:
         """Attention to the keys of users and to own keys: [batch, queries, heads, width]."""
         reason = "queries that attend to keys of the candidate"
         array = self.ctx.materialise(self.eqn, query.value, reason)
-        self._sizes = array.shape[1 : 1 + len(self.root.queries)]
-        rows = math.prod(self._sizes)
+        self.sizes = array.shape[1 : 1 + len(self.root.queries)]
+        rows = math.prod(self.sizes)
         dtype = self.root.key.dtype
-        flat = self._flat(array, rows)
-        groups: dict[Any, list[_Part]] = {}
+        flat = self.flat(array, rows)
+        groups: dict[Any, list[Part]] = {}
         for key in live:
-            groups.setdefault(_lineage_of(key.value), []).append(key)
+            groups.setdefault(lineage_of(key.value), []).append(key)
         own = groups.pop(None, [])
         own_kept = all(states[id(key)].kept for key in own)
         own_rows = None
         if own:
             own_rows = tuple(
-                self._flat(
-                    _concatenated([self.ctx.build(x) for x in xs]),
+                self.flat(
+                    concatenated([self.ctx.build(x) for x in xs]),
                     sum(key.stop - key.start for key in own),
                 ).astype(dtype)
                 for xs in ([key.value for key in own], [key.values for key in own])
@@ -347,7 +260,7 @@ class _Call:
         for n, (users, keys) in enumerate(groups.items()):
             assert users is not None
             of_users = [
-                _concatenated([self._user_rows(x, users) for x in xs]).astype(dtype)
+                concatenated([self.user_rows(x, users) for x in xs]).astype(dtype)
                 for xs in ([key.value for key in keys], [key.values for key in keys])
             ]
             lengths = None
@@ -375,7 +288,7 @@ class _Call:
         return merged[0].astype(self.dtype)
 
     def _kept_first(
-        self, query: _Part, keys: list[_Part], users: Lineage, of_users: list[jax.Array]
+        self, query: Part, keys: list[Part], users: Lineage, of_users: list[jax.Array]
     ) -> tuple[list[jax.Array], jax.Array]:
         """Keys and values with those first that the masks keep, and their number by user."""
         kept: Any = True
@@ -395,20 +308,20 @@ class _Call:
         ordered = [jnp.take_along_axis(x, order, axis=1) for x in of_users]
         return ordered, jnp.sum(kept, axis=1, dtype=jnp.int32)
 
-    def _of_keys(self, fill: BlockFill, query: _Part, key: _Part, users: Lineage) -> Any:
+    def _of_keys(self, fill: BlockFill, query: Part, key: Part, users: Lineage) -> Any:
         """The block of a mask at user batch; without queries and heads if it is fixed and equal."""
         state = self._cut(fill.state, query, key)
         first = state.reshape(-1, state.shape[-1])[:1]
         if (state != known.UNKNOWN).all() and (state == first).all():
             shape = (1,) * (state.ndim - 1) + state.shape[-1:]
             return jnp.asarray(first.reshape(shape) == 1)
-        return _at_users(self._mask(fill, query, key), users)
+        return at_users(self._mask(fill, query, key), users)
 
     def _to_own(
-        self, query: _Part, own: list[_Part], flat: jax.Array, key: jax.Array, value: jax.Array
+        self, query: Part, own: list[Part], flat: jax.Array, key: jax.Array, value: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Attention to own keys with masks: the result, and lse [batch, queries, heads]."""
-        logits = _logits(flat, key, self.root.scale)
+        logits = logits_of(flat, key, self.root.scale)
         for fill in self.root.fills:
             parts = [
                 self._logits_mask(
@@ -416,40 +329,15 @@ class _Call:
                 )
                 for k in own
             ]
-            logits = _where(_joined(parts, own), logits, -jnp.inf)
+            logits = masked(_joined(parts, own), logits, -jnp.inf)
         largest = lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
         largest = jnp.where(jnp.isfinite(largest), largest, 0.0)
         weights = jnp.exp(logits - largest)
         total = jnp.sum(weights, axis=-1)
         safe = jnp.where(total > 0, total, 1.0)
-        out = _weighted((weights / safe[..., None]).astype(value.dtype), value)
+        out = weighted((weights / safe[..., None]).astype(value.dtype), value)
         lse = jnp.where(total > 0, jnp.log(safe) + largest[..., 0], -jnp.inf)
         return out.astype(value.dtype), lse.transpose(0, 2, 1)
-
-
-def _concatenated(arrays: list[jax.Array]) -> jax.Array:
-    return arrays[0] if len(arrays) == 1 else lax.concatenate(arrays, 1)
-
-
-# These are written in `lax`: tracing `jnp.einsum` and `jax.nn.softmax` takes several times as long.
-
-
-def _logits(query: jax.Array, key: jax.Array, scale: float) -> jax.Array:
-    """scale · query · key in float32: [batch, heads, queries, keys]."""
-    numbers = (((3,), (3,)), ((0, 2), (0, 2)))
-    logits = lax.dot_general(query, key, numbers, preferred_element_type=jnp.float32)
-    return logits if scale == 1 else logits * np.float32(scale)
-
-
-def _weighted(weights: jax.Array, value: jax.Array) -> jax.Array:
-    """The weighted sum of values in float32: [batch, queries, heads, width]."""
-    numbers = (((3,), (1,)), ((0, 1), (0, 2)))
-    out = lax.dot_general(weights, value, numbers, preferred_element_type=jnp.float32)
-    return lax.transpose(out, (0, 2, 1, 3))
-
-
-def _where(mask: jax.Array, logits: jax.Array, fill: float) -> jax.Array:
-    return lax.select(spread(mask, logits.shape), logits, lax.full_like(logits, fill))
 
 
 def _merged(first: Any, second: Any) -> tuple[jax.Array, jax.Array]:
@@ -470,7 +358,7 @@ def users_of(out: jax.Array, shape: list[int]) -> tuple[int, ...]:
     return (out.shape[0], *shape[1:])
 
 
-def _joined(masks: list[jax.Array], parts: list[_Part]) -> jax.Array:
+def _joined(masks: list[jax.Array], parts: list[Part]) -> jax.Array:
     """Masks [batch, heads, queries, keys] of several parts of the keys, as one."""
     masks = [
         spread(x, (*x.shape[:-1], part.stop - part.start))

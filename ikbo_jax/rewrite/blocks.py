@@ -87,7 +87,7 @@ class Blocks:
         labels = list(scores.labels)
         new = BlockFill(
             arranged(mask, labels, self.labels),
-            _arranged_array(state, labels, self.labels, np),
+            arranged_array(state, labels, self.labels, np),
             fill.value,
             fill.added,
             fill.after,
@@ -206,16 +206,17 @@ def arranged(x: Any, labels: list[Label], wanted: list[Label]) -> Any:
             raise NotCovered("attention is not recognised: its mask is a concatenation")
         return Concat(parts, wanted.index(labels[x.axis]))
     if is_plain(x):
-        return _arranged_array(x, labels, wanted, jnp)
+        return arranged_array(x, labels, wanted, jnp)
     if not isinstance(x, Lazy):
         raise NotCovered("attention is not recognised: its mask is computed from scores")
-    base = _arranged_array(x.base, labels, wanted, jnp)
+    base = arranged_array(x.base, labels, wanted, jnp)
     shape = tuple(x.shape[labels.index(w)] if w in labels else 1 for w in wanted)
     axis = wanted.index(labels[x.axis]) if has_lineage(x) else -1
     return Lazy(base, shape, x.lineage, axis, x.origins)
 
 
-def _arranged_array(x: Any, labels: list[Label], wanted: list[Label], numpy: Any) -> Any:
+def arranged_array(x: Any, labels: list[Label], wanted: list[Label], numpy: Any) -> Any:
+    """`arranged` of an array of `numpy` or `jax.numpy`."""
     dims = [labels.index(w) if w in labels else None for w in wanted]
     kept = [d for d in dims if d is not None]
     rest = [d for d in range(len(labels)) if d not in kept]

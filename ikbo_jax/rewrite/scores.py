@@ -14,12 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ikbo_jax.rewrite import curves, facts
+from ikbo_jax.rewrite import any_shape, curves, facts
 from ikbo_jax.rewrite.curves import Curve
 from ikbo_jax.rewrite.facts import constant
 from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.lineage import Deferred, Lazy, Lineage, has_lineage, spread
 from ikbo_jax.rewrite.registry import NotCovered
+from ikbo_jax.rewrite.rules import ELEMENTWISE
 
 # Kinds of dimensions of the scores. Queries and keys share the heads; all remaining dimensions of
 # the queries are of the kind QUERY.
@@ -81,13 +82,14 @@ class Scores(Deferred):
 
     Attributes:
       root: the logits that it is computed from.
-      stage: "logits", "max", "shifted", "exp", "sum", "probabilities", or "curve": not part of a
-        softmax, but possibly an activation.
+      stage: "logits", "max", "shifted", "exp", "sum", "probabilities"; or "curve", not part of a
+        softmax, but possibly an activation; or, if the root is `Blocks`, "elementwise".
       labels: the label of every dimension.
       run: computes the value as the program is written.
       curve: the value as an elementwise function of query · key; None if unknown.
       shifted: whether the maximum was subtracted before the exponential.
       equation: the product of the logits, if their root is `Blocks`.
+      made: the producing equation and its operands; None for a product.
     """
 
     root: Logits
@@ -99,6 +101,7 @@ class Scores(Deferred):
     curve: Curve | None = None
     shifted: bool = False
     equation: Any = None
+    made: Any = None
 
     is_computed = True
 
@@ -121,9 +124,12 @@ class Scores(Deferred):
                 raise NotCovered(f"attention is not recognised: {name} of its {self.stage}")
             result = primitive_rule(ctx, eqn, *operands)
         except NotCovered:
-            if curve is None:
+            if curve is not None:
+                result = self.then(eqn, operands, stage="curve", curve=curve)
+            elif _is_elementwise(eqn, operands):
+                result = self.then(eqn, operands, stage="elementwise")
+            else:
                 raise
-            result = self.then(eqn, operands, stage="curve", curve=curve)
             return [result] if eqn.primitive.multiple_results else result
         if not isinstance(result, Scores) or name in facts.MOVES:
             return result
@@ -137,9 +143,29 @@ class Scores(Deferred):
             out = ctx.bind(eqn, *map(ctx.build, operands))
             return out[0] if eqn.primitive.multiple_results else out
 
-        return dataclasses.replace(
-            self, shape=tuple(out.aval.shape), dtype=out.aval.dtype, run=run, **changes
-        )
+        shape, dtype = tuple(out.aval.shape), out.aval.dtype
+        made = eqn, tuple(operands)
+        return dataclasses.replace(self, shape=shape, dtype=dtype, run=run, made=made, **changes)
+
+
+def _is_elementwise(eqn: Any, operands: Any) -> bool:
+    """Whether an equation computes element by element with scores of concatenated tokens."""
+    scores = [x for x in operands if isinstance(x, Scores)]
+    first = scores[0]
+    if isinstance(first.root, Logits) or len(eqn.outvars) != 1:
+        return False
+    same = all(
+        x.labels == first.labels
+        and x.root.query is first.root.query
+        and x.root.key is first.root.key
+        and x.stage in ("logits", "elementwise")
+        for x in scores
+    )
+    name = eqn.primitive.name
+    # A custom_jvp function may do anything to the rows of its operand.
+    if name == "custom_jvp_call":
+        return same and len(operands) == 1 and any_shape.is_elementwise_jvp(eqn)
+    return same and name in (*ELEMENTWISE, "select_n", "clamp")
 
 
 def _curve_of(ctx: Context, eqn: Any, operands: Any) -> Curve | None:

@@ -77,6 +77,60 @@ SOFTMAXES = {
     "squared": lambda x: jax.nn.softmax(x, axis=-1) ** 2,
     "f32": lambda x: jax.nn.softmax(x.astype(jnp.float32), axis=-1).astype(x.dtype),
 }
+#: Weights of the logits x, the mask m, and its numbers; no softmax.
+POINTWISE = {
+    "hstu": lambda x, m: jax.nn.silu(x) / L * m.astype(x.dtype),
+    "where_silu": lambda x, m: jnp.where(m, jax.nn.silu(x), 0) * 0.125,
+    "where_first": lambda x, m: jax.nn.silu(jnp.where(m, x, 0)),
+    "gelu": lambda x, m: jnp.where(m, jax.nn.gelu(x * 0.5), 0),
+    "relu": lambda x, m: jax.nn.relu(x) * m.astype(x.dtype),
+    "squared_relu": lambda x, m: jnp.where(m, jnp.square(jax.nn.relu(x)), 0),
+    "maximum": lambda x, m: jnp.maximum(x, 0) * m.astype(x.dtype),
+    "sigmoid": lambda x, m: jnp.where(m, jax.nn.sigmoid(x), 0),
+    "one_less": lambda x, m: jnp.where(m, jax.nn.silu(x), -1),
+    "transposed": lambda x, m: (
+        jax.nn.silu(x).transpose(0, 1, 3, 2) * m.astype(x.dtype).transpose(0, 1, 3, 2)
+    ).transpose(0, 1, 3, 2),
+    "biased": lambda x, m: (
+        jax.nn.silu(x + jnp.asarray(COLUMNS - ROWS, x.dtype)[None, None] / 9) * m.astype(x.dtype)
+    ),
+    "linear": lambda x, m: x * m.astype(x.dtype),
+    "minus": lambda x, m: jax.nn.silu(x) - (1 - m.astype(x.dtype)),
+}
+
+
+def pointwise(name, mask, layers=1, dtype="float32") -> Case:
+    def fn(history, own, index, valid):
+        scales = jnp.asarray(SCALES, own.dtype)
+        x = jnp.concatenate([history[index], own], axis=1)
+        seen = MASKS[mask](index, valid)
+        for _ in range(layers):
+            q, k, v = (x * s[None, None] for s in scales)
+            logits = jnp.einsum("btnh,bsnh->bnts", q, k)
+            weights = POINTWISE[name](logits, seen).astype(v.dtype)
+            x = x + jnp.tanh(jnp.einsum("bnts,bsnh->btnh", weights, v))
+        return x
+
+    args = tuple(jnp.asarray(x, dtype) for x in (HISTORY, OWN))
+    text = f"{dtype} {name} {mask} {layers}"
+    return Case(text, fn, (*args, jnp.asarray(INDEX), jnp.asarray(VALID)))
+
+
+@pytest.mark.parametrize("name", POINTWISE)
+def test_other_functions_than_the_softmax(name: str) -> None:
+    masks = [mask for mask in MASKS if mask != "none"]
+    cases = [pointwise(name, mask, 1 + n % 2) for n, mask in enumerate(masks)]
+    cases.append(pointwise(name, "tril", 1, "bfloat16"))
+    found = faults(cases)
+    assert not found, describe(found)
+
+
+@pytest.mark.parametrize("name", ["hstu", "where_silu", "gelu", "relu", "squared_relu", "maximum"])
+def test_functions_that_are_recognised(name: str) -> None:
+    recognised = pointwise(name, "tril", 2)
+    assert "attention with own tokens" in became(recognised.fn, *recognised.args)
+
+
 #: What the attention attends to and from, of the sequence.
 SEQUENCES = {
     "all": lambda x: (x, x, x),
