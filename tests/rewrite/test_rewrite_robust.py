@@ -278,7 +278,7 @@ def test_every_lookup_is_listed() -> None:
     in_library = library.__wrapped__.__code__.co_firstlineno + 2
     assert found[f"test_rewrite_robust.py:{in_library} (library)"][0] == "kept"
     assert len(report.lookups) == 4
-    text = str(report)
+    text = report.details
     assert "lookups left as they are:" in text
     assert text.count(": kept: ") == 3
 
