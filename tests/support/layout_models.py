@@ -276,6 +276,38 @@ def dlrm_of_stacked_fields(user_fields, cand_fields, index, w_pairs, w_top):
     return jax.nn.relu(jnp.concatenate([fields[0], flat], axis=1) @ w_pairs) @ w_top
 
 
+@layout("user_fields cand_fields index w_pairs w_top", lambda *args: _dlrm_alternating(*args), 0.6)
+def dlrm_of_alternating_fields(user_fields, cand_fields, index, w_pairs, w_top):
+    users, parts = user_fields[index], []
+    for n in range(F_CAND):
+        parts += [users[:, 2 * n : 2 * n + 2], cand_fields[:, n : n + 1]]
+    fields = jnp.concatenate(parts, axis=1)
+    pairs = jnp.einsum("bfd,bgd->bfg", fields, fields)
+    rows, columns = _dlrm_pairs()
+    x = jnp.concatenate([fields[:, 0], pairs[:, rows, columns]], axis=1)
+    return jax.nn.relu(x @ w_pairs) @ w_top
+
+
+def _dlrm_alternating(user_fields, cand_fields, index, w_pairs, w_top):
+    of_user = np.array([n % 3 != 2 for n in range(F)])
+    rows, columns = _dlrm_pairs()
+    own = of_user[rows] & of_user[columns]
+    at = np.cumsum(of_user) - 1
+    among = jnp.einsum("ufd,ugd->ufg", user_fields, user_fields)
+    w = w_pairs[D:]
+    first = jnp.concatenate([user_fields[:, 0], among[:, at[rows[own]], at[columns[own]]]], 1)
+    users = first @ jnp.concatenate([w_pairs[:D], w[own]])
+    cands = np.cumsum(~of_user) - 1
+    whole = jnp.concatenate([user_fields[index], cand_fields], axis=1)
+    place = np.where(of_user, at, F_USER + cands)
+    crossed = jnp.einsum("bfd,bgd->bfg", cand_fields, whole)
+    swapped = of_user[rows]
+    mixed_rows = np.where(swapped, columns, rows)[~own]
+    mixed_columns = np.where(swapped, rows, columns)[~own]
+    rest = crossed[:, cands[mixed_rows], place[mixed_columns]] @ w[~own]
+    return jax.nn.relu(users[index] + rest) @ w_top
+
+
 # Other spellings of a lookup.
 
 
