@@ -394,11 +394,11 @@ MUTANTS = (
         ("tests/rewrite/test_rewrite_layouts.py::test_share_removed[grid_by_nested_vmap]",),
     ),
     Mutant(
-        "one-hot vectors of another width",
+        "one-hot vectors of other positions",
         "one_hot.py",
-        "if np.shape(base_of(index)) != tuple(across):",
-        "if False:",
-        layouts("one_hot"),
+        "or not facts.counts_up(",
+        "or False and facts.counts_up(",
+        ("tests/rewrite/test_rewrite_layouts.py::test_comparisons_that_are_no_lookups",),
     ),
     # Attention over [history, candidate].
     Mutant(

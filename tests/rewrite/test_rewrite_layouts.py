@@ -82,6 +82,20 @@ def test_no_copy_of_the_history(name: str) -> None:
     assert not shapes.intersection(layout.never)
 
 
+def test_comparisons_that_are_no_lookups() -> None:
+    def at(positions, compare=jnp.equal):
+        def fn(user, index):
+            return compare(index[:, None], positions).astype(user.dtype) @ user
+
+        return fn
+
+    user, index = LAYOUTS["one_hot"].args()[:1] + LAYOUTS["one_hot"].args()[2:3]
+    positions = jnp.arange(user.shape[0])[None]
+    for fn in (at(positions[:, ::-1]), at(positions + 1), at(positions, jnp.less), at(positions)):
+        ours, theirs = jax.jit(lambda *x, fn=fn: (ikbo.rewrite(fn)(*x), fn(*x)))(user, index - 1)
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
 @pytest.fixture(scope="module")
 def modules():
     return layout_modules.models()
