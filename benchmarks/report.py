@@ -28,8 +28,11 @@ from benchmarks import (
     plots,
     report_attention,
     report_gdpa,
+    report_linear_compression_gradient,
+    report_production,
     report_ranking,
     report_scaling,
+    report_training,
     tables,
     timing,
 )
@@ -58,7 +61,10 @@ PANELS = {
     "ratio": "candidates a user",
 }
 #: Headers of columns that hold text and are aligned to the left.
-TEXT_COLUMNS = ("stage", "name", "point", "table says", "bar", "version", "moved by collectives")
+TEXT_COLUMNS = (
+    *("stage", "name", "point", "table says", "bar", "version", "moved by collectives"),
+    "best alternative",
+)
 _BLOCK = re.compile(
     r"(?P<begin><!-- begin generated: (?P<name>[\w-]+) -->\n)"
     r"(?P<body>.*?)"
@@ -71,8 +77,11 @@ _BLOCK = re.compile(
 MODULES: dict[str, Any] = {
     "attention": report_attention,
     "gdpa": report_gdpa,
+    "linear_compression_gradient": report_linear_compression_gradient,
+    "production": report_production,
     "ranking": report_ranking,
     "scaling": report_scaling,
+    "training": report_training,
 }
 #: The body of a block if the results file has no point for it.
 NOT_MEASURED = "Not measured yet.\n"

@@ -13,6 +13,7 @@ benchmark runs.
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import math
 import pathlib
@@ -212,9 +213,11 @@ def kinds_of(sweep: str) -> Sequence[str]:
     return ("auto", "explicit") if sweep in ("linear_compression", "attention") else ("auto",)
 
 
+# An asynchronous collective's type holds the tuple of its operands before its results.
+_OPERANDS = r"\((?:[^()]|\([^()]*\))*\), "
 _COLLECTIVE = re.compile(
-    r" = (?P<shapes>\(.*?\)|\S+) (?P<name>all-gather|all-reduce|all-to-all|collective-permute"
-    r"|reduce-scatter)(?:-start)?\("
+    rf" = (?:\({_OPERANDS})?(?P<shapes>\(.*?\)|\S+) (?P<name>all-gather|all-reduce|all-to-all"
+    r"|collective-permute|reduce-scatter)(?:-start)?\("
 )
 _SHAPE = re.compile(r"(?P<bits>[a-z]+(\d+))\[(?P<sizes>[\d,]*)\]")
 
@@ -231,6 +234,10 @@ def traffic(program: str) -> dict[str, dict[str, int]]:
     return found
 
 
+def _compiled(program: Program) -> Any:
+    return jax.jit(program.fn).lower(*program.args).compile()
+
+
 def measure(point: Point, protocol: harness.Protocol) -> dict[str, Any]:
     """Times one device and several, interleaved; returns the point's entry."""
     small = jax.default_backend() != "gpu"
@@ -238,7 +245,9 @@ def measure(point: Point, protocol: harness.Protocol) -> dict[str, Any]:
     programs = {"one device": make(mesh_of(1, AxisType.Auto), 1, small=small)}
     for kind in kinds_of(point.sweep):
         programs[kind] = make(mesh_of(point.devices, KINDS[kind]), point.requests, small=small)
-    compiled, providers, thunks = {}, [], {}
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        compiled = dict(zip(programs, pool.map(_compiled, programs.values()), strict=True))
+    providers, thunks = [], {}
     expected: np.ndarray | None = None
     if point.mode == "weak" and point.sweep != "training":
         whole = make(mesh_of(1, AxisType.Auto), point.requests, small=small)
@@ -247,7 +256,6 @@ def measure(point: Point, protocol: harness.Protocol) -> dict[str, Any]:
     # what the strong point compares.
     is_compared = point.mode == "strong" or expected is not None
     for name, program in programs.items():
-        compiled[name] = jax.jit(program.fn).lower(*program.args).compile()
         found = program.compare(compiled[name](*program.args))
         if expected is None and is_compared:
             expected = found

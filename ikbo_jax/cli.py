@@ -20,7 +20,7 @@ from ikbo_jax._version import __version__
 
 # Only the commands import jax, so that `--help` takes no time.
 if TYPE_CHECKING:
-    from ikbo_jax.problems import Problem
+    from ikbo_jax.problems import AttentionProblem, Problem
 
 #: Exit statuses.
 OK, DISAGREES, UNUSABLE = 0, 1, 2
@@ -128,6 +128,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_sizes(attention, _ATTENTION_SIZES, required=True)
     _add_dtype(attention)
     attention.set_defaults(problem=_attention_problem)
+    backward = ops.add_parser("attention-backward", help="tune the gradient of attention")
+    _add_sizes(backward, _ATTENTION_SIZES, required=True)
+    _add_dtype(backward)
+    backward.set_defaults(problem=_attention_backward_problem)
     gdpa = ops.add_parser(
         "gdpa",
         help="tune gdpa",
@@ -137,7 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_gdpa_sizes(gdpa)
     gdpa.set_defaults(problem=_gdpa_problem)
-    for op in (linear_compression, attention, gdpa):
+    for op in (linear_compression, attention, backward, gdpa):
         op.add_argument(
             "--limit",
             type=_positive,
@@ -305,12 +309,18 @@ def _linear_compression_problem(args: argparse.Namespace) -> Problem:
     return LinearCompressionProblem(batches, ks, args.m, args.n, args.dtype)
 
 
-def _attention_problem(args: argparse.Namespace) -> Problem:
+def _attention_problem(args: argparse.Namespace) -> AttentionProblem:
     from ikbo_jax.problems import AttentionProblem
 
     _check_heads(args)
     sizes = (args.q_len, args.kv_len, args.q_heads, args.kv_heads, args.head_dim)
     return AttentionProblem(args.candidates, args.users, *sizes, args.dtype)
+
+
+def _attention_backward_problem(args: argparse.Namespace) -> Problem:
+    from ikbo_jax.problems import AttentionBackwardProblem
+
+    return AttentionBackwardProblem.of(_attention_problem(args))
 
 
 def _check_heads(args: argparse.Namespace) -> None:

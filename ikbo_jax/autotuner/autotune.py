@@ -20,6 +20,7 @@ from ikbo_jax.autotuner.bench import Task
 from ikbo_jax.autotuner.contest import Contest, Verdict, brief
 from ikbo_jax.autotuner.session import Interrupted, Progress, Session
 from ikbo_jax.problems import (
+    AttentionBackwardProblem,
     AttentionProblem,
     GdpaConfig,
     GdpaProblem,
@@ -71,6 +72,17 @@ def tune_attention(
     run: Callable[[Task], dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """`tune_linear_compression` for attention; every user has all S keys."""
+    return _tune(problem, progress, limit, run)
+
+
+def tune_attention_backward(
+    problem: AttentionBackwardProblem,
+    *,
+    progress: Progress | None = None,
+    limit: int | None = None,
+    run: Callable[[Task], dict[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """`tune_linear_compression` for the gradient of attention; every user has all S keys."""
     return _tune(problem, progress, limit, run)
 
 

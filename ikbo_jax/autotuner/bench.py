@@ -24,7 +24,7 @@ import jax.export
 import jax.numpy as jnp
 
 from ikbo_jax import _timing
-from ikbo_jax.cases import attention, gdpa, linear_compression
+from ikbo_jax.cases import attention, attention_backward, gdpa, linear_compression
 from ikbo_jax.cases.error_rule import Check
 from ikbo_jax.ops import dispatch
 from ikbo_jax.problems import Config, Problem
@@ -91,13 +91,14 @@ class Case(Protocol):
 
     def runner(self, config: Any, num_sms: int | None = None) -> Any: ...
 
-    def check(self, actual: jax.Array, inputs: Any) -> Check: ...
+    def check(self, actual: Any, inputs: Any) -> Check: ...
 
 
 #: The case of a problem, by op.
 CASES: dict[str, Callable[[Any], Case]] = {
     "linear_compression": linear_compression.Case,
     "attention": attention.Case,
+    "attention_backward": attention_backward.Case,
     "gdpa": gdpa.Case,
 }
 

@@ -15,7 +15,7 @@ from ikbo_jax.cases import error_rule
 from ikbo_jax.cases.error_rule import UNTUNED, Check, Truth
 from ikbo_jax.ops import dispatch
 from ikbo_jax.ops.attention import attention
-from ikbo_jax.problems import AttentionConfig, AttentionProblem
+from ikbo_jax.problems import AttentionConfig, AttentionProblem, FewQueriesConfig
 from ikbo_jax.reference import attention as reference
 
 #: Number of candidates whose XLA result is compared with the oracle, in total and at once.
@@ -93,7 +93,7 @@ class Case:
         return functools.partial(_op, implementation=implementation, is_sorted=self.is_sorted)
 
     def runner(
-        self, config: AttentionConfig | None, num_sms: int | None = None
+        self, config: AttentionConfig | FewQueriesConfig | None, num_sms: int | None = None
     ) -> Callable[..., jax.Array]:
         """The kernel with `config`, or the XLA path for None, for a device with `num_sms` SMs.
 
@@ -102,12 +102,15 @@ class Case:
         if config is None:
             return jax.jit(self.contender("decomposed"))
         # Imported here because Mosaic GPU takes 0.3 s to import.
+        from ikbo_jax.pallas.few_queries.kernel import few_queries_kernel
         from ikbo_jax.pallas.flash.attention import attention_kernel
 
+        run: Any = few_queries_kernel
+        if isinstance(config, AttentionConfig):
+            run = functools.partial(attention_kernel, order=None)
         kernel = functools.partial(
-            attention_kernel,
+            run,
             scale=self.problem.head_dim**-0.5,
-            order=None,
             return_residuals=False,
             config=config,
             num_sms=dispatch.num_sms() if num_sms is None else num_sms,

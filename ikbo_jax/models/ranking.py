@@ -276,34 +276,55 @@ def hand_optimised(params: dict[str, Any], request: Request, *, most: int) -> ja
 
 
 def _network(params: dict[str, Any], request: Request, strategy: Strategy) -> jax.Array:
+    # The named scopes let a profile tell the parts of the network from one another.
     index, width = request.cand_to_user, request.history.shape[-1]
     users = request.history.shape[0]
-    # With one user the product is a matrix-vector product, which XLA would fuse into every layer's
-    # concatenation and repeat there, 0.12 ms each. The barrier prevents that.
-    (dense,) = strategy.barrier((request.user_dense @ params["w_dense"],))
-    dense = dense.reshape(users, -1, width)
-    history, cand_tokens = request.history, strategy.prepare(request.cand_tokens)
-    queries = jnp.einsum("tk,bkn->btn", params["w_queries"], request.cand_tokens)
+    with jax.named_scope("embedding"):
+        # With one user the product is a matrix-vector product, which XLA would fuse into every
+        # layer's concatenation and repeat there, 0.12 ms each. The barrier prevents that.
+        (dense,) = strategy.barrier((request.user_dense @ params["w_dense"],))
+        dense = dense.reshape(users, -1, width)
+        history, cand_tokens = request.history, strategy.prepare(request.cand_tokens)
+        queries = _query_rows(params["w_queries"], request.cand_tokens)
     interactions = []
     for layer in params["layers"]:
-        history = history + _self_attention(layer["self_attention"], rms_norm(history))
-        normed = rms_norm(history)
-        pooled = rms_norm(strategy.pool(layer["pma"], normed))
-        queries = queries + strategy.attend(layer["attention"], rms_norm(queries), normed, index)
-        queries = queries + strategy.feed_forward(layer["pffn"], rms_norm(queries), pooled, index)
-        rows = jnp.concatenate([request.user_tokens, dense, pooled], axis=1)
-        rows, queries = strategy.barrier((rows, queries))
-        compressed = strategy.compress(layer["compression"], rows, cand_tokens, index)
-        interaction = _interaction(layer["interaction"], compressed)
-        queries = queries + interaction[:, None]
+        with jax.named_scope("self_attention"):
+            history = history + _self_attention(layer["self_attention"], rms_norm(history))
+        with jax.named_scope("pooling"):
+            normed = rms_norm(history)
+            pooled = rms_norm(strategy.pool(layer["pma"], normed))
+        with jax.named_scope("attention"):
+            attended = strategy.attend(layer["attention"], rms_norm(queries), normed, index)
+            queries = queries + attended
+        with jax.named_scope("feed_forward"):
+            fed = strategy.feed_forward(layer["pffn"], rms_norm(queries), pooled, index)
+            queries = queries + fed
+        with jax.named_scope("compression"):
+            rows = jnp.concatenate([request.user_tokens, dense, pooled], axis=1)
+            rows, queries = strategy.barrier((rows, queries))
+            compressed = strategy.compress(layer["compression"], rows, cand_tokens, index)
+        with jax.named_scope("interaction"):
+            interaction = _interaction(layer["interaction"], compressed)
+            queries = queries + interaction[:, None]
         history, queries, interaction = strategy.barrier((history, queries, interaction))
         interactions.append(interaction)
-    user = jnp.concatenate([jnp.mean(pooled, axis=1), request.user_dense], axis=1)
-    cand = jnp.concatenate([jnp.mean(rms_norm(queries), axis=1), *interactions], axis=1)
-    head = params["head"]
-    hidden = strategy.join(head["w_hidden"], user, cand, index) + head["b_hidden"][None]
-    logits = jax.nn.gelu(hidden) @ head["w_logits"] + head["b_logits"][None]
+    with jax.named_scope("head"):
+        user = jnp.concatenate([jnp.mean(pooled, axis=1), request.user_dense], axis=1)
+        cand = jnp.concatenate([jnp.mean(rms_norm(queries), axis=1), *interactions], axis=1)
+        head = params["head"]
+        hidden = strategy.join(head["w_hidden"], user, cand, index) + head["b_hidden"][None]
+        logits = jax.nn.gelu(hidden) @ head["w_logits"] + head["b_logits"][None]
     return logits.astype(jnp.float32)
+
+
+def _query_rows(weight: jax.Array, tokens: jax.Array) -> jax.Array:
+    """The products of [T, K] with [B, K, N], one for each candidate: [B, T, N].
+
+    Of 1,024 candidates' 866 tokens and 64 queries this takes an H200 0.16 ms, and the weight's
+    gradient 0.18 ms; as an einsum over all candidates 0.18 and 0.53 ms.
+    """
+    weights = jnp.broadcast_to(weight, (tokens.shape[0], *weight.shape))
+    return weights @ tokens
 
 
 def rms_norm(x: jax.Array) -> jax.Array:

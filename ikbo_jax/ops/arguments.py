@@ -14,7 +14,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 def request(
-    op: str, implementation: str | None, config: Any, config_type: type
+    op: str, implementation: str | None, config: Any, *config_types: type
 ) -> dispatch.Request:
     """The caller's choice of an implementation; raises ValueError if it is contradictory.
 
@@ -22,14 +22,15 @@ def request(
       op: the op's name.
       implementation: None, or one of `dispatch.IMPLEMENTATIONS`.
       config: None, or a configuration of the kernel.
-      config_type: class of the kernel's configurations.
+      *config_types: classes of the kernels' configurations.
     """
     if implementation is not None and implementation not in dispatch.IMPLEMENTATIONS:
         known = ", ".join(["None", *map(repr, dispatch.IMPLEMENTATIONS)])
         raise ValueError(f"unknown implementation {implementation!r}; known: {known}")
-    if config is not None and not isinstance(config, config_type):
-        article = "an" if config_type.__name__[0] in "AEIOU" else "a"
-        raise ValueError(f"config must be {article} {config_type.__name__}, but is {config!r}")
+    if config is not None and not isinstance(config, config_types):
+        names = [t.__name__ for t in config_types]
+        known = " or ".join(f"{'an' if n[0] in 'AEIOU' else 'a'} {n}" for n in names)
+        raise ValueError(f"config must be {known}, but is {config!r}")
     if config is not None and implementation == "xla":
         raise ValueError(f"implementation='xla' takes no config, but config is {config}")
     return dispatch.Request(op, implementation, config)

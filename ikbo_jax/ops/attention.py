@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ikbo_jax.ops import arguments, dispatch, reverse_only
-from ikbo_jax.ops.op import Folded, Named, Op, stack, unstack
+from ikbo_jax.ops import arguments, attention_backward, attention_vmap, dispatch, reverse_only
+from ikbo_jax.ops.attention_vmap import Arrays
+from ikbo_jax.ops.op import Folded, Named, Op, unstack
 from ikbo_jax.ops.sharded import run_kernel, vary_over_same_axes
-from ikbo_jax.problems import AttentionConfig, AttentionProblem
+from ikbo_jax.problems import AttentionConfig, AttentionProblem, FewQueriesConfig
 from ikbo_jax.problems.hopper import WGMMA_M
 from ikbo_jax.reference import attention as reference
 from ikbo_jax.reference import attention_grouped
@@ -31,7 +32,7 @@ def attention(
     indices_are_sorted: bool = False,
     return_residuals: bool = False,
     implementation: str | None = None,
-    config: AttentionConfig | None = None,
+    config: AttentionConfig | FewQueriesConfig | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attends from every candidate to its user's keys and values; never copies them.
 
@@ -61,7 +62,8 @@ def attention(
       return_residuals: whether to return lse as well.
       implementation: None takes the fastest that can run these sizes on the default device;
         "mosaic_gpu" (Hopper; bfloat16 and float16) or "xla" take that one or raise.
-      config: configuration of the "mosaic_gpu" kernel; None takes it from the dispatch table.
+      config: configuration of the "mosaic_gpu" kernel; None takes it from the dispatch table. A
+        `FewQueriesConfig` selects the kernel for users with few queries.
 
     Returns:
       out [B, T, N, H] in the inputs' dtype, in the order of the candidates. With `return_residuals`
@@ -71,14 +73,17 @@ def attention(
       products on the "xla" path follow `jax.default_matmul_precision`.
 
       Differentiable in reverse mode with respect to query, key, value, self_key and self_value,
-      through out and lse. XLA computes gradients on every path, at user and candidate batch size;
-      each gradient is summed in f32 and rounded once.
+      through out and lse, at user and candidate batch size. On Hopper a kernel computes gradients
+      for H = 64, 96 and 128 in bfloat16 and float16, unless the dispatch table prefers XLA or
+      `implementation` is "xla"; XLA computes all others, and derivatives of gradients. Each
+      gradient is summed in f32, in one order, and rounded once.
 
     Raises:
       ValueError: a rank is wrong; sizes, dtypes, the index or the lengths disagree; N is not a
         multiple of K; U = 0 with B > 0; H = 0 or K = 0; only one of `self_key` and `self_value` is
         an array; `scale` is not a number, or not finite in float32; `implementation` is unknown;
-        `config` is not an `AttentionConfig`, or `implementation` is "xla" and `config` not None.
+        `config` is neither an `AttentionConfig` nor a `FewQueriesConfig`, or `implementation` is
+        "xla" and `config` not None.
       NotImplementedError: implementation="mosaic_gpu", but the kernel cannot run on this device, or
         with these sizes, this dtype or this `config`; S, N, K or H is a symbolic dimension of
         `jax.export` (B, U and T may be symbolic on the XLA path); forward-mode differentiation with
@@ -87,10 +92,12 @@ def attention(
     Source: Meta IKBO, flash attention with in-kernel broadcast, published by Meta on the PyTorch
     blog.
     """
-    request = arguments.request("attention", implementation, config, AttentionConfig)
+    request = arguments.request(
+        "attention", implementation, config, AttentionConfig, FewQueriesConfig
+    )
     _check(query, key, value, cand_to_user, key_value_seq_lengths)
     _check_self_tokens(query, key, self_key, self_value)
-    arrays = _Arrays(query, key, value, cand_to_user, key_value_seq_lengths)
+    arrays = Arrays(query, key, value, cand_to_user, key_value_seq_lengths)
     call = _Call(
         request,
         query.shape[3] ** -0.5 if scale is None else arguments.finite_number("scale", scale),
@@ -146,16 +153,6 @@ def merge_attention(
         if lse.shape != out1.shape[:3]:
             raise ValueError(f"{name} has shape {lse.shape} but out1 has shape {out1.shape}")
     return reference.merge_attention(out1, lse1, out2, lse2)
-
-
-class _Arrays(NamedTuple):
-    """The array arguments except `self_key` and `self_value`."""
-
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
-    cand_to_user: jax.Array
-    lengths: jax.Array | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,12 +231,15 @@ def _check_sizes(
 
 
 def _run_kernel(
-    call: _Call, plan: dispatch.Plan, arrays: _Arrays
+    call: _Call, plan: dispatch.Plan, arrays: Arrays
 ) -> tuple[jax.Array, jax.Array | None]:
     query, key, value, index, lengths = arrays
     # Imported here because Mosaic GPU takes 0.3 s to import.
+    from ikbo_jax.pallas.few_queries import kernel as few_queries
     from ikbo_jax.pallas.flash import attention as kernel
     from ikbo_jax.pallas.flash import work_order
+
+    has_few_queries = isinstance(plan.config, FewQueriesConfig)
 
     order = None
     if not call.indices_are_sorted and query.shape[0] > 1 and key.shape[0] > 1:
@@ -247,17 +247,20 @@ def _run_kernel(
     # The kernel reads and writes unsorted candidates in place only if T is a multiple of 64, so
     # that no 64-row tile holds queries of two candidates. Otherwise the queries are sorted by user
     # and the results moved back; keys and values stay in place.
-    is_reordered = order is not None and query.shape[1] % WGMMA_M != 0
+    is_reordered = order is not None and (has_few_queries or query.shape[1] % WGMMA_M != 0)
     if is_reordered:
         query, index = query[order], index[order]
-    out, lse = kernel.attention_kernel(
+    run: Any = few_queries.few_queries_kernel
+    if not has_few_queries:
+        in_place = None if is_reordered else order
+        run = functools.partial(kernel.attention_kernel, order=in_place)
+    out, lse = run(
         query,
         key,
         value,
         index,
         lengths,
         scale=call.scale,
-        order=None if is_reordered else order,
         return_residuals=call.return_residuals,
         config=plan.config,
         num_sms=dispatch.num_sms(),
@@ -271,23 +274,22 @@ def _run_kernel(
 
 
 class _Attention(Op):
-    def problem(self, call: _Call, arrays: _Arrays) -> AttentionProblem:
+    def problem(self, call: _Call, arrays: Arrays) -> AttentionProblem:
         del call
-        batch, q_len, q_heads, width = arrays.query.shape
-        users, kv_len, kv_heads, _ = arrays.key.shape
-        return AttentionProblem(
-            batch=batch,
-            users=users,
-            q_len=q_len,
-            kv_len=kv_len,
-            q_heads=q_heads,
-            kv_heads=kv_heads,
-            head_dim=width,
-            dtype=str(arrays.query.dtype),
+        return attention_backward.problem_of(arrays)
+
+    def plan(self, call: _Call, arrays: Arrays) -> dispatch.Plan:
+        """The gradient has a kernel of its own, which is chosen apart from the result's."""
+        plan = super().plan(call, arrays)
+        config, reason = attention_backward.choose(call.request, plan.problem)
+        return dataclasses.replace(
+            plan,
+            backward=attention_backward.described(plan, config, reason),
+            backward_config=config,
         )
 
     def run(
-        self, call: _Call, plan: dispatch.Plan, arrays: _Arrays
+        self, call: _Call, plan: dispatch.Plan, arrays: Arrays
     ) -> tuple[jax.Array, jax.Array | None]:
         if plan.implementation == "mosaic_gpu":
             out, lse = run_kernel(functools.partial(_run_kernel, call, plan), arrays)
@@ -295,34 +297,18 @@ class _Attention(Op):
             out, lse = attention_grouped.decomposed(*arrays, scale=call.scale)
         return dispatch.record(out, plan), lse if call.return_residuals else None
 
-    def fold(self, call: _Call, size: int, batched: _Arrays, arrays: _Arrays) -> Folded | None:
+    def fold(self, call: _Call, size: int, batched: Arrays, arrays: Arrays) -> Folded | None:
         """Concatenates the rows of problems that share no keys and values, or share all of them.
 
         If only one of key and value is batched, or the lengths alone, folding would copy keys or
         values.
         """
-        are_users_batched = batched.key and batched.value
-        if not are_users_batched and (batched.key or batched.value or batched.lengths):
+        if not attention_vmap.can_fold(batched):
             return None
-        query, key, value, index, lengths = arrays
-        users = key.shape[1] if are_users_batched else key.shape[0]
-
-        def concatenate(array: jax.Array, is_batched: bool) -> jax.Array:
-            array = stack(size, array, is_batched)
-            return array.reshape(-1, *array.shape[2:])
-
-        if are_users_batched:
-            key, value = concatenate(key, True), concatenate(value, True)
-            lengths = None if lengths is None else concatenate(lengths, bool(batched.lengths))
-            # Clamp before the offset is added: a value outside one problem's users would otherwise
-            # point to users of another problem.
-            offsets = jnp.arange(size, dtype=jnp.int32)[:, None] * users
-            index = stack(size, index, bool(batched.cand_to_user))
-            index = (jnp.clip(index, 0, users - 1) + offsets).reshape(-1)
-        else:
-            index = concatenate(index, bool(batched.cand_to_user))
+        fold_users = attention_vmap.are_users_batched(batched)
+        if not fold_users:
             call = dataclasses.replace(call, indices_are_sorted=False)
-        one = _Arrays(concatenate(query, bool(batched.query)), key, value, index, lengths)
+        one = attention_vmap.fold(size, batched, arrays, fold_users=fold_users)
         return Folded(call, one, functools.partial(unstack, size))
 
     def for_gradient(self, call: _Call) -> _Call:
@@ -332,11 +318,11 @@ class _Attention(Op):
         out, lse = results
         return out, lse if call.return_residuals else None
 
-    def named(self, call: _Call, arrays: _Arrays) -> Named:
+    def named(self, call: _Call, arrays: Arrays) -> Named:
         lengths = None if arrays.lengths is None else "u"
         query, keys = "b t (k g) h", "u s k h"
         return Named(
-            _Arrays._make((query, keys, keys, "b", lengths)),
+            Arrays._make((query, keys, keys, "b", lengths)),
             (query, "b t (k g)" if call.return_residuals else None),
             {"b": "candidates", "t": "queries", "k": "heads", "g": "heads"},
         )
@@ -345,16 +331,26 @@ class _Attention(Op):
         self,
         call: _Call,
         plan: dispatch.Plan,
-        arrays: _Arrays,
+        arrays: Arrays,
         residuals: Any,
         cotangents: Any,
         dtype: Any,
-    ) -> _Arrays:
-        del plan
-        gradients = attention_grouped.decomposed_vjp(
-            *arrays, *residuals, *cotangents, scale=call.scale, dtype=dtype
-        )
-        return _Arrays._make((*gradients, None, None))
+    ) -> Arrays:
+        if plan.backward_config is None:
+            gradients = attention_grouped.decomposed_vjp(
+                *arrays, *residuals, *cotangents, scale=call.scale, dtype=dtype
+            )
+        else:
+            settings = attention_backward.Settings(
+                call.request,
+                call.scale,
+                call.indices_are_sorted,
+                dtype and jnp.dtype(dtype).name,
+                plan.backward_config,
+            )
+            operands = attention_backward.Operands(arrays, *residuals, *cotangents)
+            gradients = attention_backward.gradients(settings, operands)
+        return Arrays._make((*gradients, None, None))
 
 
 _OP = _Attention()
@@ -365,7 +361,7 @@ _OP = _Attention()
 def _attention(
     call: _Call,
     plan: dispatch.Plan,
-    arrays: _Arrays,
+    arrays: Arrays,
     self_tokens: tuple[jax.Array, jax.Array] | None,
 ) -> tuple[jax.Array, jax.Array | None]:
     arrays, self_tokens = vary_over_same_axes((arrays, self_tokens))

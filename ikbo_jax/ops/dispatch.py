@@ -44,6 +44,7 @@ class Plan:
       config: the kernel's configuration; None if XLA runs the op.
       reason: why this implementation was chosen, and where the configuration comes from.
       backward: which implementation computes the gradient, and why.
+      backward_config: configuration of the gradient's kernel, where it is chosen by the table.
       division: how the call divides over the devices of a mesh; empty if it does not.
     """
 
@@ -54,6 +55,7 @@ class Plan:
     config: Any
     reason: str
     backward: str = "XLA, at user and candidate batch size"
+    backward_config: Any = None
     division: str = ""
 
     def __str__(self) -> str:
@@ -80,7 +82,7 @@ def choose(request: Request, problem: Any) -> Plan:
     plan = functools.partial(Plan, request.op, problem, problem.describe())
     if request.implementation == "xla":
         return plan("xla", None, "requested by the caller")
-    config, reason = _kernel_config(request, problem)
+    config, reason = kernel_config(request, problem)
     if config is not None:
         return plan("mosaic_gpu", config, reason)
     if request.implementation == "mosaic_gpu":
@@ -89,8 +91,11 @@ def choose(request: Request, problem: Any) -> Plan:
     return plan("xla", None, reason)
 
 
-def _kernel_config(request: Request, problem: Any) -> tuple[Any, str]:
-    """The kernel's configuration and its origin; or None and the reason to run in XLA."""
+def kernel_config(request: Request, problem: Any) -> tuple[Any, str]:
+    """The kernel's configuration and its origin; or None and the reason to run in XLA.
+
+    Takes no notice of a request for "xla".
+    """
     if reason := hopper_unavailable_reason():
         return None, reason
     if symbolic := _symbolic_sizes(problem):

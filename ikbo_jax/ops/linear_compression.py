@@ -11,9 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from ikbo_jax.ops import arguments, dispatch, reverse_only
-from ikbo_jax.ops.op import Folded, Named, Op, unstack
+from ikbo_jax.ops.linear_compression_backward import Arrays, fold, gradients, problem_of
+from ikbo_jax.ops.op import Folded, Named, Op, Part, unstack
+from ikbo_jax.ops.partition import Division
 from ikbo_jax.ops.sharded import run_kernel, vary_over_same_axes
 from ikbo_jax.problems import LinearCompressionConfig, LinearCompressionProblem
+from ikbo_jax.problems import linear_compression_backward as backward_problems
 from ikbo_jax.reference import linear_compression as reference
 
 
@@ -62,8 +65,10 @@ def linear_compression(
       [B, M, N] in the inputs' dtype. Both products are accumulated and added in f32, and the sum is
       rounded once; f32 products on the "xla" path follow `jax.default_matmul_precision`.
 
-      Differentiable in reverse mode with respect to the four floating-point arrays. XLA computes
-      gradients on every path, at user and candidate batch size; each gradient is rounded once.
+      Differentiable in reverse mode with respect to the four floating-point arrays, at user and
+      candidate batch size. With "mosaic_gpu", kernels compute the gradients, and round the sum over
+      a user's candidates and the gradient; with "xla", each gradient is rounded once. XLA computes
+      second derivatives.
 
     Raises:
       ValueError: a rank is wrong; sizes, dtypes or the index disagree; U = 0 with B > 0;
@@ -154,7 +159,7 @@ def _compress(
     request = arguments.request(op, implementation, config, LinearCompressionConfig)
     _check(terms, names)
     weights, embeddings, parents = zip(*terms, strict=True)
-    arrays, call = _Arrays(weights, embeddings, parents), _Call(request)
+    arrays, call = Arrays(weights, embeddings, parents), _Call(request)
     plan = _OP.plan(call, arrays)
     shape = (embeddings[-1].shape[0], weights[-1].shape[0], embeddings[-1].shape[2])
     if 0 in shape:
@@ -199,34 +204,35 @@ def _check(terms: tuple[Term, ...], names: tuple[_Names, ...]) -> None:
             )
 
 
-class _Arrays(NamedTuple):
-    """Fields of all terms, coarsest first; the first parent is None."""
-
-    weights: tuple[jax.Array, ...]
-    embeddings: tuple[jax.Array, ...]
-    parents: tuple[jax.Array | None, ...]
-
-
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """The arguments that are not arrays."""
+    """The arguments that are not arrays, and how devices divide the call.
+
+    Attributes:
+      is_m_divided: whether every device has a part of M, so that each has a part of the sum of
+        every embedding's gradient.
+    """
 
     request: dispatch.Request
+    is_m_divided: bool = False
 
 
 class _LinearCompression(Op):
-    def problem(self, call: _Call, arrays: _Arrays) -> LinearCompressionProblem:
+    def problem(self, call: _Call, arrays: Arrays) -> LinearCompressionProblem:
         del call
-        weights, embeddings, _ = arrays
-        return LinearCompressionProblem(
-            batches=tuple(embedding.shape[0] for embedding in embeddings),
-            ks=tuple(weight.shape[1] for weight in weights),
-            m=weights[0].shape[0],
-            n=embeddings[0].shape[2],
-            dtype=str(embeddings[0].dtype),
-        )
+        return problem_of(arrays)
 
-    def run(self, call: _Call, plan: dispatch.Plan, arrays: _Arrays) -> jax.Array:
+    def plan(self, call: _Call, arrays: Arrays) -> dispatch.Plan:
+        """Kernels compute the gradient if the kernel computes the result and they are legal."""
+        plan = super().plan(call, arrays)
+        if plan.implementation != "mosaic_gpu":
+            return plan
+        reason = backward_problems.illegal_reason(plan.problem)
+        by_xla = f"{plan.backward}: {reason}"
+        by_kernels = "mosaic_gpu, at user and candidate batch size"
+        return dataclasses.replace(plan, backward=by_xla if reason else by_kernels)
+
+    def run(self, call: _Call, plan: dispatch.Plan, arrays: Arrays) -> jax.Array:
         if plan.implementation == "xla":
             return dispatch.record(reference.decomposed(*arrays), plan)
         # Imported here because Mosaic GPU takes 0.3 s to import.
@@ -238,7 +244,7 @@ class _LinearCompression(Op):
         out = run_kernel(launch, *arrays)
         return dispatch.record(out, plan)
 
-    def fold(self, call: _Call, size: int, batched: _Arrays, arrays: _Arrays) -> Folded | None:
+    def fold(self, call: _Call, size: int, batched: Arrays, arrays: Arrays) -> Folded | None:
         """Concatenates the batches of problems with the same weights.
 
         Returns None if weights are batched, or if that would copy embeddings that are shared.
@@ -250,33 +256,20 @@ class _LinearCompression(Op):
             folded.append(any(level_batched) or (bool(folded) and folded[-1]))
         if any(batched.weights) or folded != list(batched.embeddings):
             return None
-        embeddings, parents, coarser_folded, coarser_rows = [], [], False, 0
-        for embedding, parent, is_folded in zip(
-            arrays.embeddings, arrays.parents, folded, strict=True
-        ):
-            rows, k, n = embedding.shape[is_folded:]
-            if parent is not None and is_folded:
-                parent = jnp.broadcast_to(parent, (size, rows))
-                if coarser_folded:
-                    # Clamp before the offset is added: a value outside one problem's entries would
-                    # otherwise point to entries of another problem.
-                    offsets = jnp.arange(size, dtype=jnp.int32)[:, None] * coarser_rows
-                    parent = jnp.clip(parent, 0, coarser_rows - 1) + offsets
-                parent = parent.reshape(size * rows)
-            embeddings.append(embedding.reshape(size * rows, k, n) if is_folded else embedding)
-            parents.append(parent)
-            coarser_folded, coarser_rows = is_folded, rows
-        one = _Arrays(arrays.weights, tuple(embeddings), tuple(parents))
+        one = fold(size, folded, arrays)
         return Folded(call, one, functools.partial(unstack, size))
 
-    def named(self, call: _Call, arrays: _Arrays) -> Named:
+    def named(self, call: _Call, arrays: Arrays) -> Named:
         # Level by level, coarsest first: its rows of K and its batch; "b" is the last one's batch.
         levels = range(len(arrays.weights))
         batches = [f"u{level}" for level in levels[:-1]] + ["b"]
         weights = tuple(f"m k{level}" for level in levels)
         embeddings = tuple(f"{batches[level]} k{level} n" for level in levels)
-        names = _Arrays._make((weights, embeddings, (None, *batches[1:])))
+        names = Arrays._make((weights, embeddings, (None, *batches[1:])))
         return Named(names, "b m n", {"b": "candidates", "m": "M"})
+
+    def part(self, call: _Call, arrays: Arrays, division: Division) -> Part:
+        return Part(dataclasses.replace(call, is_m_divided=bool(division.axes_of("m"))), arrays)
 
     def residuals(self, results: Any) -> None:
         return None
@@ -285,13 +278,20 @@ class _LinearCompression(Op):
         self,
         call: _Call,
         plan: dispatch.Plan,
-        arrays: _Arrays,
+        arrays: Arrays,
         residuals: None,
         cotangents: jax.Array,
         dtype: Any,
-    ) -> _Arrays:
+    ) -> Arrays:
+        no_parents = (None,) * len(arrays.parents)
+        is_kernel = plan.implementation == "mosaic_gpu"
+        if is_kernel and backward_problems.illegal_reason(plan.problem) is None:
+            name = dtype and jnp.dtype(dtype).name
+            # A candidate is on one device, unless every device has a part of M.
+            dtypes = (name, name, name if call.is_m_divided else None)
+            return Arrays(*gradients(dtypes, arrays, cotangents), no_parents)
         weights, embeddings = reference.decomposed_vjp(*arrays, cotangents, dtype=dtype)
-        return _Arrays(weights, embeddings, (None,) * len(arrays.parents))
+        return Arrays(weights, embeddings, no_parents)
 
 
 _OP = _LinearCompression()
@@ -299,6 +299,6 @@ _OP = _LinearCompression()
 
 # The plan is a static argument: when the choice changes, jit's cache does not return the old one.
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _linear_compression(call: _Call, plan: dispatch.Plan, arrays: _Arrays) -> jax.Array:
+def _linear_compression(call: _Call, plan: dispatch.Plan, arrays: Arrays) -> jax.Array:
     out: jax.Array = _OP.differentiable(call, plan, vary_over_same_axes(arrays))
     return out

@@ -4,6 +4,11 @@ The ground floor: dispatch table, autotuner, ops and kernels import it, and it i
 """
 
 from ikbo_jax.problems.attention import AttentionConfig, AttentionProblem
+from ikbo_jax.problems.attention_backward import (
+    AttentionBackwardConfig,
+    AttentionBackwardProblem,
+)
+from ikbo_jax.problems.few_queries import FewQueriesConfig
 from ikbo_jax.problems.gdpa import GdpaConfig, GdpaProblem
 from ikbo_jax.problems.gdpa_backward import GdpaBackwardConfig
 from ikbo_jax.problems.linear_compression import LinearCompressionConfig, LinearCompressionProblem
@@ -11,14 +16,23 @@ from ikbo_jax.problems.problem import Config, Problem
 
 #: The class of every op's problems, by the op's name in table rows.
 PROBLEMS: dict[str, type[Problem]] = {
-    problem.op: problem for problem in (LinearCompressionProblem, AttentionProblem, GdpaProblem)
+    problem.op: problem
+    for problem in (
+        LinearCompressionProblem,
+        AttentionProblem,
+        AttentionBackwardProblem,
+        GdpaProblem,
+    )
 }
 
 __all__ = [
     "PROBLEMS",
+    "AttentionBackwardConfig",
+    "AttentionBackwardProblem",
     "AttentionConfig",
     "AttentionProblem",
     "Config",
+    "FewQueriesConfig",
     "GdpaBackwardConfig",
     "GdpaConfig",
     "GdpaProblem",

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple, Self
 
-from ikbo_jax.problems import hopper, memory
+from ikbo_jax.problems import few_queries, hopper, memory
+from ikbo_jax.problems.few_queries import FewQueriesConfig
 from ikbo_jax.problems.flash import FlashConfig
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, WGMMA_M
 from ikbo_jax.problems.problem import (
+    Config,
     Problem,
     attention_distance,
     attention_sizes,
@@ -28,6 +31,8 @@ ITEM_WORDS = 16
 #: Words of a consumer's flags: whether any flag is set, and a flag for each group of consecutive
 #: tiles.
 FLAG_WORDS = 128
+#: Configurations of the kernel for few queries that are worth timing.
+MOST_FEW_QUERIES = 8
 
 
 class AttentionShared(NamedTuple):
@@ -104,10 +109,11 @@ class AttentionConfig(FlashConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class AttentionProblem(Problem):
-    """Sizes of a broadcast attention.
+class AttentionSizes(Problem):
+    """Sizes of a broadcast attention, or of its gradient.
 
     Attributes:
+      products: matrix products of a key by a query, in either direction, that the op needs.
       batch: B, number of candidates.
       users: U, number of users.
       q_len: T, queries of a candidate.
@@ -118,8 +124,7 @@ class AttentionProblem(Problem):
       dtype: name of the inputs' dtype.
     """
 
-    op: ClassVar[str] = "attention"
-    config_type: ClassVar[type] = AttentionConfig
+    products: ClassVar[int]
 
     batch: int
     users: int
@@ -132,8 +137,9 @@ class AttentionProblem(Problem):
 
     @property
     def useful_flops(self) -> int:
-        """Two FLOPs per multiply-add of both products, all keys valid; no padding, no softmax."""
-        return 4 * self.batch * self.q_len * self.q_heads * self.kv_len * self.head_dim
+        """Two FLOPs per multiply-add of the products, all keys valid; no padding, no softmax."""
+        pairs = self.batch * self.q_len * self.q_heads * self.kv_len
+        return 2 * self.products * pairs * self.head_dim
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Self:
@@ -151,19 +157,49 @@ class AttentionProblem(Problem):
         """H exactly, every other size by octave."""
         p = self
         return (
-            f"attention h={p.head_dim} s=2^{octave(p.kv_len)} t=2^{octave(p.q_len)} "
+            f"{p.op} h={p.head_dim} s=2^{octave(p.kv_len)} t=2^{octave(p.q_len)} "
             f"b=2^{octave(p.batch)} ratio=2^{octave(p.batch / max(p.users, 1))} "
             f"n=2^{octave(p.q_heads)} k=2^{octave(p.kv_heads)}"
         )
 
-    def distance(self, other: AttentionProblem) -> float:
+    def distance(self, other: AttentionSizes) -> float:
         """Infinite if H, and so the tiles, differ; see `ATTENTION_DISTANCE_WEIGHTS`."""
         if self.head_dim != other.head_dim:
             return math.inf
         return attention_distance(self._sizes(), other._sizes())
 
-    def candidate_configs(self) -> Iterator[AttentionConfig]:
+    def _sizes(self) -> dict[str, float]:
+        return attention_sizes(self, self.q_len, self.kv_len, self.batch * self.q_len, self.users)
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionProblem(AttentionSizes):
+    """Sizes of a broadcast attention, forward."""
+
+    op: ClassVar[str] = "attention"
+    config_type: ClassVar[type] = AttentionConfig
+    products: ClassVar[int] = 2
+
+    @classmethod
+    def config_type_of(cls, fields: Mapping[str, Any]) -> type[Config]:
+        return FewQueriesConfig if "tile_rows" in fields else AttentionConfig
+
+    def candidate_configs(self) -> Iterator[AttentionConfig | FewQueriesConfig]:
         """Yields the legal configurations worth timing, the most promising first."""
+        for_few = list(itertools.islice(few_queries.candidate_configs(self), MOST_FEW_QUERIES))
+        if few_queries.is_preferred(self):
+            yield from for_few
+        yield from self._tile_configs()
+        if not few_queries.is_preferred(self):
+            yield from for_few
+
+    def fits(self, config: Config) -> bool:
+        """False if the other kernel is preferred, or if splits were chosen for another problem."""
+        is_for_few = isinstance(config, FewQueriesConfig)
+        return not is_for_few and not few_queries.is_preferred(self)
+
+    def _tile_configs(self) -> Iterator[AttentionConfig]:
+        """Yields the legal configurations of the kernel whose tiles span users."""
         # (k_stages, v_stages, q_slots). Three query slots were fastest up to 256 keys: on an H200
         # 0.053 ms instead of 0.076 ms at S = 128, but 0.134 ms instead of 0.123 ms at S = 512.
         rings = [(2, 3, 2), (3, 3, 1), (3, 3, 2), (4, 4, 1), (2, 2, 3), (2, 2, 2), (2, 2, 1)]
@@ -177,6 +213,3 @@ class AttentionProblem(Problem):
                 for variant in (config, dataclasses.replace(config, reuse=True)):
                     if variant.illegal_reason(self) is None:
                         yield variant
-
-    def _sizes(self) -> dict[str, float]:
-        return attention_sizes(self, self.q_len, self.kv_len, self.batch * self.q_len, self.users)

@@ -1,12 +1,13 @@
-"""Configurations of the backward kernel of broadcast attention."""
+"""The gradient of broadcast attention: its problems, and the configurations of its kernel."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import ClassVar, Self
 
 from ikbo_jax.problems import hopper
-from ikbo_jax.problems.attention import AttentionProblem
+from ikbo_jax.problems.attention import AttentionSizes
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, SMEM_ALIGNMENT, TILE_ROWS, WGMMA_M
 from ikbo_jax.problems.problem import Config
 
@@ -18,8 +19,9 @@ HEAD_DIMS = tuple(MAX_BLOCK_Q)
 MAX_BLOCK_KV = {64: 128, 96: 96, 128: 96}
 #: Keys of a tile: 64 for each consumer.
 BLOCK_KV = TILE_ROWS
-#: Buffers of gradients of scores: the consumers write one while they multiply by the other.
-D_SCORES_BUFFERS = 2
+#: Buffers of gradients of scores, as many as fit: each consumer multiplies by the block before,
+#: and with three of them, one consumer can be most of a block ahead of the other.
+D_SCORES_BUFFERS = (3, 2)
 #: Slots for queries of the second launch: of the finished tile and of the next one.
 Q_SLOTS = 2
 #: Ways to compute d_query; see `AttentionBackwardConfig`.
@@ -44,6 +46,8 @@ class AttentionBackwardConfig(Config):
         five, but without exchange of gradients of scores, and without sums in memory.
       block_kv: keys of a block of the second launch, a multiple of 16.
       kv_stages: stages of the second launch's ring of key blocks.
+      splits: parts that a user's queries are cut into, where users are too few to occupy the
+        device. XLA adds the parts' gradients of keys and values, in f32.
     """
 
     block_q: int = 64
@@ -52,20 +56,29 @@ class AttentionBackwardConfig(Config):
     d_query: str = "sum"
     block_kv: int = 64
     kv_stages: int = 3
+    splits: int = 1
+
+    def d_scores_buffers(self, head_dim: int) -> int:
+        """Buffers of gradients of scores."""
+        most, least = D_SCORES_BUFFERS
+        return most if self._smem_bytes(head_dim, most) <= hopper.MAX_SMEM_BYTES else least
 
     def smem_bytes(self, head_dim: int) -> int:
         """Shared memory of one CTA, of the launch that needs more."""
+        return self._smem_bytes(head_dim, self.d_scores_buffers(head_dim))
+
+    def _smem_bytes(self, head_dim: int, d_scores_buffers: int) -> int:
         row = hopper.column_blocks(head_dim) * BLOCK_K * 2
         total = self.kv_slots * 2 * BLOCK_KV * row + self.stages * 2 * self.block_q * row
         if self.d_query == "launch":
             second = 2 * row * (Q_SLOTS * TILE_ROWS + self.kv_stages * self.block_kv)
             total = max(total, second - SMEM_ALIGNMENT)  # it has fewer small allocations
         else:
-            total += D_SCORES_BUFFERS * self.block_q * NUM_CONSUMERS * BLOCK_K * 2
+            total += d_scores_buffers * self.block_q * NUM_CONSUMERS * BLOCK_K * 2
             total += self.block_q * row * 2
         return total + SMALL_ALLOCATIONS * SMEM_ALIGNMENT
 
-    def illegal_reason(self, problem: AttentionProblem) -> str | None:
+    def illegal_reason(self, problem: AttentionSizes) -> str | None:
         """Why the kernel cannot run `problem` with this configuration; None if it can."""
         if reason := hopper.why_not_dtype(problem.dtype):
             return reason
@@ -92,6 +105,8 @@ class AttentionBackwardConfig(Config):
             return f"stages must be at least 2, but is {self.stages}"
         if self.kv_slots not in (1, 2):
             return f"kv_slots must be 1 or 2, but is {self.kv_slots}"
+        if self.splits < 1:
+            return f"splits must be at least 1, but is {self.splits}"
         if self.d_query not in D_QUERY:
             return f"d_query must be one of {', '.join(D_QUERY)}, but is {self.d_query}"
         if self.d_query == "launch":
@@ -105,21 +120,29 @@ class AttentionBackwardConfig(Config):
         return hopper.why_not_smem(self, self.smem_bytes(problem.head_dim), problem.head_dim)
 
 
-def candidate_configs(problem: AttentionProblem) -> Iterator[AttentionBackwardConfig]:
-    """Yields the legal configurations worth timing, the most promising first. None is measured."""
-    rows = -(-problem.batch * problem.q_len // max(problem.users, 1))
-    rows *= problem.q_heads // max(problem.kv_heads, 1)
-    is_small = rows <= WGMMA_M
-    block_qs = (16, 32, 64) if is_small else (128, 96, 80, 64, 48, 32)
-    for block_q in sorted(block_qs, key=lambda block: (is_small and block < rows, 0)):
-        for kv_slots in (2, 1) if is_small else (1, 2):
-            for stages in (2, 3):
-                for d_query in ("parts", "sum") if is_small else ("sum", "launch", "parts"):
-                    config = AttentionBackwardConfig(block_q, stages, kv_slots, d_query)
-                    if config.illegal_reason(problem) is None:
-                        yield config
+@dataclasses.dataclass(frozen=True)
+class AttentionBackwardProblem(AttentionSizes):
+    """Sizes of the gradient of a broadcast attention."""
 
+    op: ClassVar[str] = "attention_backward"
+    config_type: ClassVar[type] = AttentionBackwardConfig
+    products: ClassVar[int] = 5
 
-def default_config(problem: AttentionProblem) -> AttentionBackwardConfig | None:
-    """The most promising configuration without a measurement; None if none is legal."""
-    return next(candidate_configs(problem), None)
+    @classmethod
+    def of(cls, forward: AttentionSizes) -> Self:
+        """The gradient of `forward`."""
+        return cls(**dataclasses.asdict(forward))
+
+    def candidate_configs(self) -> Iterator[AttentionBackwardConfig]:
+        """Yields the legal configurations worth timing, the most promising first."""
+        rows = -(-self.batch * self.q_len // max(self.users, 1))
+        rows *= self.q_heads // max(self.kv_heads, 1)
+        is_small = rows <= WGMMA_M
+        block_qs = (16, 32, 64) if is_small else (128, 96, 80, 64, 48, 32)
+        for block_q in sorted(block_qs, key=lambda block: (is_small and block < rows, 0)):
+            for kv_slots in (2, 1) if is_small else (1, 2):
+                for stages in (2, 3):
+                    for d_query in ("parts", "sum") if is_small else ("sum", "launch", "parts"):
+                        config = AttentionBackwardConfig(block_q, stages, kv_slots, d_query)
+                        if config.illegal_reason(self) is None:
+                            yield config

@@ -33,7 +33,7 @@ class Problem(abc.ABC):
     """
 
     op: ClassVar[str]
-    config_type: ClassVar[type]
+    config_type: ClassVar[type[Any]]
     user_rows_generalise: ClassVar[bool] = False
     runs_unmeasured: ClassVar[bool] = True
     dtype: str
@@ -42,6 +42,12 @@ class Problem(abc.ABC):
     @abc.abstractmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Self:
         """Reads a problem from a table row; raises ValueError if it is malformed."""
+
+    @classmethod
+    def config_type_of(cls, fields: Mapping[str, Any]) -> type[Config]:
+        """The class of the configuration with these JSON fields."""
+        del fields
+        return cls.config_type
 
     @abc.abstractmethod
     def describe(self) -> str:

@@ -12,6 +12,7 @@ softmax", 2018.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -39,6 +40,8 @@ MAX_KV_ROWS = 512
 MIN_ROWS = 16
 #: Largest tiles, rows, and largest number of tiles of a step, if sizes are unknown while tracing.
 UNKNOWN_ROWS, UNKNOWN_TILES = 64, 16
+#: Largest number of tiles of one sequence for which the loop over them is unrolled.
+MAX_UNROLLED = 4
 
 
 class Blocking(NamedTuple):
@@ -67,13 +70,26 @@ def blocking(arrays: Arrays, settings: Settings) -> Blocking:
     kv_rows = _tile_rows(mean_kv, settings.max_seqlen_kv, MAX_KV_ROWS)
     elements = max(q_rows * q_heads, kv_rows * kv_heads) * width
     most = max(min(MAX_SCORES // (q_heads * q_rows * kv_rows), MAX_ELEMENTS // elements), 1)
-    q_tiles = jagged.most_tiles(batch, out_shape(arrays, settings)[0], q_rows, None)
-    kv_tiles = jagged.most_tiles(batch_kv, total_kv, kv_rows, None)
+    longest = _longest(arrays, settings)
+    q_tiles = jagged.most_tiles(batch, out_shape(arrays, settings)[0], q_rows, longest.q)
+    kv_tiles = jagged.most_tiles(batch_kv, total_kv, kv_rows, longest.kv)
     per_step = (
         max(min(most, tiles if isinstance(tiles, int) else UNKNOWN_TILES), 1)
         for tiles in (q_tiles, kv_tiles)
     )
     return Blocking(q_rows, kv_rows, *per_step)
+
+
+class _Longest(NamedTuple):
+    """Bounds of the lengths of sequences of queries and of keys; None if unknown while tracing."""
+
+    q: int | None
+    kv: int | None
+
+
+def _longest(arrays: Arrays, settings: Settings) -> _Longest:
+    q = arrays.query.shape[0] if settings.broadcast_q else settings.max_seqlen_q
+    return _Longest(q, settings.max_seqlen_kv)
 
 
 def _mean(total: int, sequences: int) -> Any:
@@ -109,12 +125,12 @@ def _tilings(arrays: Arrays, settings: Settings, blocks: Blocking | None) -> _Ti
         assert cu_q is not None
         start, length = jagged.bounds(cu_q, query.shape[0], settings.max_seqlen_q)
         sequences = jagged.Sequences(start, start, length, kv_of)
-    longest = query.shape[0] if settings.broadcast_q else settings.max_seqlen_q
-    most = jagged.most_tiles(batch, out_shape(arrays, settings)[0], blocks.q_rows, longest)
+    longest = _longest(arrays, settings)
+    most = jagged.most_tiles(batch, out_shape(arrays, settings)[0], blocks.q_rows, longest.q)
     q = jagged.tile(sequences, batch_kv, blocks.q_rows, blocks.q_tiles, most)
     start, length = jagged.bounds(cu_kv, key.shape[0], settings.max_seqlen_kv)
     kv_number = jnp.zeros_like(start) + jnp.arange(batch_kv, dtype=jnp.int32)
-    most = jagged.most_tiles(batch_kv, key.shape[0], blocks.kv_rows, settings.max_seqlen_kv)
+    most = jagged.most_tiles(batch_kv, key.shape[0], blocks.kv_rows, longest.kv)
     kv = jagged.tile(
         jagged.Sequences(start, start, length, kv_number),
         batch_kv,
@@ -140,6 +156,7 @@ def chunked(
     """
     tilings = _tilings(arrays, settings, blocks)
     kv_heads = arrays.key.shape[1]
+    most_kv = _most_tiles_of_one(_longest(arrays, settings).kv, tilings.kv)
     shape = out_shape(arrays, settings)
     has_softmax = SOFTMAX in settings.activations
     out = jnp.zeros_like(arrays.query, shape=shape)
@@ -163,7 +180,7 @@ def chunked(
 
         zeros = jnp.zeros_like(_unfold(q, shape[1]), jnp.float32)
         start = _Softmax(zeros[..., 0] - jnp.inf, zeros[..., 0], zeros)
-        state = jax.lax.fori_loop(0, jnp.max(number), add_tile, start)
+        state = _for_tiles(number, most_kv, add_tile, start)
         result, tile_lse = _normalise(state, settings)
         result = result * jnp.float32(settings.output_scale)
         if tile_lse is not None:
@@ -205,6 +222,10 @@ def chunked_vjp(
     tilings = _tilings(arrays, settings, blocks)
     query, key, value = arrays[:3]
     kv_heads = key.shape[1]
+    longest = _longest(arrays, settings)
+    most_kv = _most_tiles_of_one(longest.kv, tilings.kv)
+    # Several sequences of queries may share a sequence of keys.
+    most_q = _most_tiles_of_one(longest.q, tilings.q) if arrays.q_to_kv is None else None
     delta = None
     if out is not None and lse is not None:
         delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
@@ -238,9 +259,7 @@ def chunked_vjp(
             )
             return d_q + _product("gkqs,gksh->gkqh", d_scores, keys)
 
-        d_q = jax.lax.fori_loop(
-            0, jnp.max(number), add_tile, jnp.zeros_like(rows.query, jnp.float32)
-        )
+        d_q = _for_tiles(number, most_kv, add_tile, jnp.zeros_like(rows.query, jnp.float32))
         d_q = _unfold(d_q, query.shape[1]) * jnp.float32(settings.scale * settings.output_scale)
         return jagged.scatter(d_query, tiles, d_q), None
 
@@ -260,7 +279,7 @@ def chunked_vjp(
             return sums[0] + d_k, sums[1] + d_v
 
         zeros = jnp.zeros_like(keys, jnp.float32)
-        d_k, d_v = jax.lax.fori_loop(0, jnp.max(number), add_tile, (zeros, zeros))
+        d_k, d_v = _for_tiles(number, most_q, add_tile, (zeros, zeros))
         d_k = d_k * jnp.float32(settings.scale * settings.output_scale)
         d_v = d_v * jnp.float32(settings.output_scale)
         return (jagged.scatter(d_key, tiles, d_k), jagged.scatter(d_value, tiles, d_v)), None
@@ -274,6 +293,28 @@ def chunked_vjp(
     start = (jnp.zeros_like(key, dtype), jnp.zeros_like(value, dtype))
     (d_key, d_value), _ = jax.lax.scan(for_keys, start, jagged.steps(tilings.kv))
     return d_query, d_key, d_value
+
+
+def _most_tiles_of_one(longest: int | None, tiling: jagged.Tiling) -> int | None:
+    """The largest number of tiles of one sequence; None if unknown while tracing."""
+    return None if longest is None else -(-longest // tiling.size)
+
+
+def _for_tiles(
+    number: jax.Array, most: int | None, body: Callable[[Any, Any], Any], start: Any
+) -> Any:
+    """The last state of `body(index, state)` for index 0, 1, ... below the largest `number`.
+
+    `most` is a bound of `number` that is known while tracing, or None. With a small one the loop is
+    unrolled: a GPU's host waits for the device before every turn of a loop whose length only the
+    device knows. `body` must not change the state where index is not below `number`.
+    """
+    if most is None or most > MAX_UNROLLED:
+        return jax.lax.fori_loop(0, jnp.max(number), body, start)
+    state = start
+    for index in range(most):
+        state = body(jnp.int32(index), state)
+    return state
 
 
 class _Softmax(NamedTuple):

@@ -132,14 +132,16 @@ def config_from_json(entry: object, op: str = "linear_compression") -> Any:
     fields = typed(entry, dict, "config")
     if fields == {"implementation": "xla"}:
         return None
-    config_type = _problem_type(op).config_type
+    config_type: Any = _problem_type(op).config_type_of(fields)
     expected = {field.name: field.default for field in dataclasses.fields(config_type)}
     # A row that was written before a boolean parameter existed has its default.
     needed = {name for name, default in expected.items() if not isinstance(default, bool)}
     if not needed <= fields.keys() <= expected.keys():
         raise ValueError(f"config has keys {sorted(fields)}, expected {sorted(expected)}")
     values: dict[str, Any] = {
-        name: typed(value, bool, name) if isinstance(expected[name], bool) else size(value, name)
+        name: typed(value, type(expected[name]), name)
+        if isinstance(expected[name], bool | str)
+        else size(value, name)
         for name, value in fields.items()
     }
     return config_type(**values)

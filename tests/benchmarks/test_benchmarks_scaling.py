@@ -22,6 +22,19 @@ def test_traffic_counts_collectives_and_bytes():
     }
 
 
+def test_traffic_counts_an_asynchronous_collective_once():
+    """XLA lists the operands of a `-start` before its results."""
+    program = """
+  %s = ((bf16[16]{0}), bf16[16]{0}) all-reduce-start(%a), channel_id=1
+  %d = bf16[16]{0} all-reduce-done(%s)
+  %t = ((f32[4]{0}, f32[2]{0}), (f32[8]{0}, f32[4]{0})) all-gather-start(%b, %c), dimensions={0}
+"""
+    assert scaling.traffic(program) == {
+        "all-reduce": {"count": 1, "bytes": 16 * 2},
+        "all-gather": {"count": 1, "bytes": 8 * 4 + 4 * 4},
+    }
+
+
 @pytest.mark.parametrize(("devices", "expected"), [(2, [2]), (3, [2]), (8, [2, 4, 8])])
 def test_points_are_powers_of_two(devices, expected):
     for mode in ("strong", "weak"):

@@ -38,6 +38,7 @@ class Case:
     config: Config
     dtype: str = "bfloat16"
     has_d_lse: bool = True
+    sum_dtype: str | None = None
 
     @property
     def scale(self) -> float:
@@ -66,6 +67,22 @@ CASES = {
     ),
     "two_launches_h96_f16": Case(
         AttentionShape(2, 3, 64, 129, 1, 1, 96), Config(64, d_query="launch"), "float16"
+    ),
+    "f32_sums": Case(
+        AttentionShape(3, 4, 21, 200, 2, 1, 64, "gaps", "ragged"), Config(32), sum_dtype="float32"
+    ),
+    "f32_sums_two_launches": Case(
+        AttentionShape(2, 3, 64, 129, 1, 1, 96),
+        Config(64, d_query="launch"),
+        "float16",
+        sum_dtype="float32",
+    ),
+    "split_queries": Case(
+        AttentionShape(2, 9, 21, 150, 1, 1, 64, "gaps", "ragged"), Config(32, splits=3)
+    ),
+    "split_queries_two_launches": Case(
+        AttentionShape(1, 150, 1, 129, 2, 2, 64),
+        Config(32, d_query="launch", splits=2),
     ),
     "many_blocks_h128": Case(AttentionShape(1, 3, 64, 300, 1, 1, 128), Config(64)),
     "tile_of_keys_minus_one": Case(AttentionShape(2, 2, 33, 127, 1, 1, 64), Config(32)),
@@ -105,17 +122,20 @@ def gradients(inputs: AttentionInputs, tensors: tuple[Any, ...], case: Case) -> 
         indices_are_sorted=case.shape.index == "sorted",
         config=case.config,
         num_sms=1,
+        dtype=case.sum_dtype,
         interpret=PARAMS,
     )
 
 
 # Its conversions round.
 @functools.partial(
-    jax.jit, static_argnums=2, compiler_options={"xla_allow_excess_precision": False}
+    jax.jit, static_argnums=(2, 3), compiler_options={"xla_allow_excess_precision": False}
 )
-def plain(inputs: AttentionInputs, tensors: tuple[Any, ...], scale: float) -> Any:
+def plain(
+    inputs: AttentionInputs, tensors: tuple[Any, ...], scale: float, dtype: str | None = None
+) -> Any:
     """What plain jnp makes of the arrays in their own dtype."""
-    return attention_grouped.decomposed_vjp(*inputs, *tensors, scale=scale)
+    return attention_grouped.decomposed_vjp(*inputs, *tensors, scale=scale, dtype=dtype)
 
 
 def expected(inputs: AttentionInputs, tensors: tuple[Any, ...], scale: float) -> Any:
@@ -134,9 +154,11 @@ def test_interpreted_gradients_are_right_and_free_of_races(
     inputs, tensors = make(case)
     results = jax.block_until_ready(gradients(inputs, tensors, case))
     launches.assert_no_races(2 if case.config.d_query == "launch" else 1)
-    want, rounded = expected(inputs, tensors, case.scale), plain(inputs, tensors, case.scale)
-    for result, array, w, p in zip(results, inputs, want, rounded, strict=False):
-        assert result.dtype == array.dtype
+    want = expected(inputs, tensors, case.scale)
+    rounded = plain(inputs, tensors, case.scale, case.sum_dtype)
+    dtypes = (case.dtype, *[case.sum_dtype or case.dtype] * 2)
+    for result, array, dtype, w, p in zip(results, inputs, dtypes, want, rounded, strict=False):
+        assert result.dtype == dtype
         assert result.shape == array.shape
         problems.assert_within_error_rule(np.asarray(result), w, np.asarray(p))
 

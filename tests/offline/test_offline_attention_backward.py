@@ -35,6 +35,7 @@ class Case:
     kv_len: int = 1024
     dtype: str = "bfloat16"
     has_lengths: bool = True
+    sum_dtype: str | None = None
 
     @property
     def problem(self) -> AttentionProblem:
@@ -51,6 +52,7 @@ class Case:
             indices_are_sorted=True,
             config=self.config,
             num_sms=132,
+            dtype=self.sum_dtype,
         )
         query = shape((p.batch, p.q_len, p.q_heads, p.head_dim), dtype)
         key = shape((p.users, p.kv_len, p.kv_heads, p.head_dim), dtype)
@@ -79,6 +81,10 @@ CASES = {
     "h128_two_launches": Case(Config(64, 3, d_query="launch")),
     "h128_two_launches_wide": Case(Config(64, 3, 1, "launch", 96, 2), dtype="float16"),
     "h64_two_launches": Case(Config(128, 2, 1, "launch", 128, 3), 64, has_lengths=False),
+    "h128_f32_sums": Case(Config(64), sum_dtype="float32"),
+    "h64_f32_sums": Case(Config(128), 64, sum_dtype="float32"),
+    "h128_two_launches_f32_sums": Case(Config(64, 3, d_query="launch"), sum_dtype="float32"),
+    "h64_split_queries": Case(Config(128, splits=4), 64, q_len=1),
     "h96_widest": Case(Config(64), 96),
     "h64_widest": Case(Config(128), 64),
     "h64_few_queries": Case(Config(16, 4, 2, d_query="parts"), 64, q_len=1),
@@ -99,7 +105,7 @@ def test_offline_attention_backward_kernel_is_fit(name: str, compiler: offline.C
 # The check itself must be able to fail.
 
 
-@pytest.mark.parametrize("function", ["_block", "_tile"])
+@pytest.mark.parametrize("function", ["_block", "_last_d_query"])
 def test_offline_missing_wait_is_found(
     function: str, compiler: offline.Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -228,7 +228,7 @@ def test_unknown_implementation_lists_the_known(implementation) -> None:
 
 
 def test_config_must_be_one() -> None:
-    with pytest.raises(ValueError, match="must be an AttentionConfig, but is {'block_kv': 64}"):
+    with pytest.raises(ValueError, match="or a FewQueriesConfig, but is {'block_kv': 64}"):
         ikbo.attention(**ARRAYS, config={"block_kv": 64})  # type: ignore[arg-type]
 
 

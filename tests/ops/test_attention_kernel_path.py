@@ -1,9 +1,10 @@
-"""Attention by the kernel, for which a fake stands: what the op asks it for."""
+"""Attention by the kernels, for which fakes stand: what the op asks them for."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +14,17 @@ import pytest
 from attention_basics import SCALE, attend, loss_of, oracle, ours, own_tokens
 
 import ikbo_jax as ikbo
-from ikbo_jax.problems import AttentionConfig
+from ikbo_jax.problems import (
+    AttentionBackwardConfig,
+    AttentionBackwardProblem,
+    AttentionConfig,
+    FewQueriesConfig,
+)
 from ikbo_jax.tuning import table
 
 
 class TestKernelPath:
-    """With a fake kernel: what the op passes on, and that gradients do not need the kernel's."""
+    """With fake kernels: what the op passes on, and that neither needs a gradient of its own."""
 
     SHAPE = problems.AttentionShape(3, 7, 2, 20, 4, 2, 64, "unsorted", "ragged")
 
@@ -29,7 +35,7 @@ class TestKernelPath:
         (call,) = fake_attention.calls
         (plan,) = ikbo.explain(attend, inputs).plans
         assert call["config"] == table.lookup(plan.problem).config
-        assert isinstance(call["config"], AttentionConfig)
+        assert isinstance(call["config"], FewQueriesConfig)
         assert (call["num_sms"], call["scale"], call["return_residuals"]) == (132, SCALE, True)
 
     def test_callers_config_wins(self, fake_attention) -> None:
@@ -104,3 +110,99 @@ class TestKernelPath:
             found, wanted = (np.asarray(x, np.float32) for x in (found, wanted))
             np.testing.assert_allclose(found, wanted, rtol=0, atol=0.05 * np.abs(wanted).max())
         assert fake_attention.calls
+        assert fake_attention.backward_calls
+
+
+class TestGradientByTheKernel:
+    """What the op passes on to the gradient's kernel, and where XLA computes the gradient."""
+
+    SHAPE = TestKernelPath.SHAPE
+
+    def gradients(self, inputs, **options):
+        return jax.grad(loss_of(inputs, ours, **options), argnums=(0, 1, 2))(*inputs[:3])
+
+    @pytest.mark.parametrize("with_own_tokens", [False, True])
+    def test_gradients_are_right(self, fake_attention, with_own_tokens: bool) -> None:
+        inputs = problems.make_attention_inputs(self.SHAPE)
+        exact = problems.AttentionInputs(
+            *(np.asarray(x, np.float32) for x in inputs[:3]), *inputs[3:]
+        )
+        own = own_tokens(self.SHAPE, 2, "bfloat16") if with_own_tokens else {}
+        wide = {name: np.asarray(x, np.float32) for name, x in own.items()}
+        found = self.gradients(inputs, **own)
+        wanted = jax.grad(loss_of(exact, oracle, **wide), argnums=(0, 1, 2))(*exact[:3])
+        for x, array, want in zip(found, inputs, wanted, strict=False):
+            assert (x.dtype, x.shape) == (array.dtype, array.shape)
+            x, want = (np.asarray(y, np.float32) for y in (x, want))
+            np.testing.assert_allclose(x, want, rtol=0, atol=0.03 * np.abs(want).max())
+        assert len(fake_attention.backward_calls) == 1
+
+    @pytest.mark.parametrize("promise", [False, True])
+    def test_what_the_kernel_gets(self, fake_attention, promise: bool) -> None:
+        inputs = problems.make_attention_inputs(self.SHAPE)
+        if promise:
+            inputs = inputs._replace(cand_to_user=jnp.sort(inputs.cand_to_user))
+        options = {"scale": SCALE, "indices_are_sorted": promise}
+        call = functools.partial(attend, **options)
+        jax.grad(lambda x: call(inputs._replace(key=x)).sum().astype(jnp.float32))(inputs.key)
+        (asked,) = fake_attention.backward_calls
+        (plan,) = ikbo.explain(call, inputs).plans
+        problem = AttentionBackwardProblem.of(plan.problem)
+        assert asked == {
+            "query": inputs.query.shape,
+            "scale": SCALE,
+            "dtype": None,
+            "indices_are_sorted": promise,
+            "config": table.lookup(problem).config,
+            "num_sms": 132,
+        }
+        assert plan.backward_config == asked["config"]
+        assert str(asked["config"]) in plan.backward
+        assert f"gradient: mosaic_gpu, {asked['config']}; " in str(plan)
+
+    @pytest.mark.parametrize("sizes", [{"users": 1}, {"candidates": 1}], ids=str)
+    def test_one_of_a_kind_is_sorted(self, fake_attention, sizes: dict) -> None:
+        self.gradients(problems.make_attention_inputs(self.SHAPE._replace(**sizes)))
+        (asked,) = fake_attention.backward_calls
+        assert asked["indices_are_sorted"]
+
+    def test_callers_config_is_the_forwards(self, fake_attention) -> None:
+        config = AttentionConfig(block_kv=64)
+        inputs = problems.make_attention_inputs(self.SHAPE)
+        self.gradients(inputs, config=config)
+        assert {call["config"] for call in fake_attention.calls} == {config}
+        (asked,) = fake_attention.backward_calls
+        assert isinstance(asked["config"], AttentionBackwardConfig)
+
+    @pytest.mark.parametrize(
+        ("head_dim", "implementation", "reason"),
+        [(192, "mosaic_gpu", ": .*head widths 64, 96, 128, but H=192"), (64, "xla", "$")],
+    )
+    def test_xla_where_no_kernel_runs_says_why(
+        self, fake_attention, head_dim: int, implementation: str, reason: str
+    ) -> None:
+        inputs = problems.make_attention_inputs(self.SHAPE._replace(head_dim=head_dim))
+        run = functools.partial(ours, implementation=implementation)
+        (plan,) = ikbo.explain(run, inputs).plans
+        assert plan.implementation == implementation
+        assert plan.backward_config is None
+        assert re.match("XLA, at user and candidate batch size" + reason, plan.backward)
+        jax.eval_shape(lambda: self.gradients(inputs, implementation=implementation))
+        assert not fake_attention.backward_calls
+
+    def test_a_row_of_the_table_may_prefer_xla(self, fake_attention, monkeypatch) -> None:
+        choice = table.Choice(None, "sm90.json", True, "XLA was faster")
+        lookup = table.lookup
+
+        def chosen(problem, **options):
+            is_backward = isinstance(problem, AttentionBackwardProblem)
+            return choice if is_backward else lookup(problem, **options)
+
+        monkeypatch.setattr(table, "lookup", chosen)
+        inputs = problems.make_attention_inputs(self.SHAPE)
+        (plan,) = ikbo.explain(ours, inputs).plans
+        assert plan.implementation == "mosaic_gpu"
+        assert plan.backward == "XLA, at user and candidate batch size: XLA was faster"
+        forced = functools.partial(ours, implementation="mosaic_gpu")
+        (plan,) = ikbo.explain(forced, inputs).plans
+        assert plan.backward.startswith("mosaic_gpu, AttentionBackwardConfig(")

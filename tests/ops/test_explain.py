@@ -142,7 +142,7 @@ def test_kernel_shows_configuration_and_row(fake_hopper, monkeypatch) -> None:
         "  implementation: mosaic_gpu",
         f"  config: {config}",
         f"  reason: {note}",
-        "  gradient: XLA, at user and candidate batch size",
+        "  gradient: mosaic_gpu, at user and candidate batch size",
     ]
     own = LinearCompressionConfig(block_m=64, epilogue_rows=32)
     (plan,) = ikbo.explain(functools.partial(ikbo.linear_compression, config=own), *INPUTS).plans

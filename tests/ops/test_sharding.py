@@ -352,6 +352,32 @@ def test_gradients_in_bfloat16_are_rounded_once() -> None:
     np.testing.assert_allclose(gradient, expected, rtol=2.0**-8, atol=0)
 
 
+def test_the_gradients_kernel_sums_parts_in_float32(fake_attention) -> None:
+    """Each device's kernel returns float32 sums of its candidates, rounded after the sum."""
+    mesh = mesh_of("8", "explicit")
+    shape = {"query": (B, 3, 2, 64), "key": (U, 5, 2, 64), "value": (U, 5, 2, 64)}
+    case = CASES["attention_candidates"]
+    case = case._replace(arrays=shape | {"index": (B, -U)})
+    drawn = draw(case)
+    arrays = {n: x.astype(jnp.bfloat16) if n != "index" else x for n, x in drawn.items()}
+
+    def total(floats, index):
+        return jnp.sum(jnp.sin(case.op(**floats, index=index).astype(jnp.float32)))
+
+    def gradients(arrays):
+        floats = {name: x for name, x in arrays.items() if name != "index"}
+        return jax.jit(jax.grad(total))(floats, arrays["index"])
+
+    found = gradients(on_mesh(mesh, case, arrays))
+    asked = {call["dtype"]: call["query"] for call in fake_attention.backward_calls}
+    assert asked == {"float32": (B // 8, 3, 2, 64)}
+    exact = {n: x.astype(jnp.float32) if n != "index" else x for n, x in arrays.items()}
+    for name, want in gradients(exact).items():
+        assert found[name].dtype == jnp.bfloat16
+        x = np.asarray(found[name], np.float32)
+        np.testing.assert_allclose(x, want, rtol=0, atol=0.03 * np.abs(want).max())
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_explain_says_how_a_call_divides_and_what_moves(kind: str) -> None:
     mesh = mesh_of("4x2", kind)

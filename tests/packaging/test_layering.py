@@ -13,9 +13,11 @@ from tools.import_graph import MODULES, PACKAGE, PAGE, ROOT, drawn, imported, ro
 KERNEL_PARTS = ("problems", "reference", "pallas.hopper", "pallas.activations")
 KERNELS = (
     "pallas.attention_backward",
+    "pallas.few_queries",
     "pallas.flash",
     "pallas.gdpa_backward",
     "pallas.linear_compression",
+    "pallas.linear_compression_backward",
 )
 OPS = ("problems", "reference", "tuning", *KERNELS)
 ALLOWED: dict[str, tuple[str, ...]] = {
@@ -30,8 +32,10 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "pallas.activations": ("reference",),
     "pallas.flash": KERNEL_PARTS,
     "pallas.attention_backward": KERNEL_PARTS,
+    "pallas.few_queries": (*KERNEL_PARTS, "pallas.flash"),
     "pallas.gdpa_backward": (*KERNEL_PARTS, "pallas.flash"),
     "pallas.linear_compression": ("problems", "pallas.hopper"),
+    "pallas.linear_compression_backward": ("problems", "pallas.hopper", "pallas.flash"),
     "tuning": ("problems",),
     "ops": OPS,
     "rewrite": ("ops",),

@@ -413,3 +413,34 @@ def test_blocking_bounds_every_step(batch, q_rows, kv_rows, heads, width, limits
     # Tiles are no more than twice as long as the sequences are on average, or than a minimum.
     assert blocks.q_rows <= max(2 * -(-q_rows // batch), gdpa_chunked.MIN_ROWS)
     assert limits[0] is None or blocks.q_rows <= limits[0]
+
+
+def loops_of_unknown_length(jaxpr: Any) -> int:
+    found = 0
+    for equation in jaxpr.eqns:
+        found += equation.primitive.name == "while"
+        found += sum(map(loops_of_unknown_length, jaxprs_in_params(equation.params)))
+    return found
+
+
+@pytest.mark.parametrize(("max_seqlen_kv", "expected"), [(None, 1), (1024, 0), (4096, 1)])
+def test_short_loops_over_tiles_are_unrolled(max_seqlen_kv, expected) -> None:
+    """A GPU's host waits before every turn of a loop whose length only the device knows."""
+    batch, seeds, length = 8, 128, 1024
+    query, key = (
+        jax.ShapeDtypeStruct((rows, 2, 128), jnp.bfloat16) for rows in (seeds, batch * length)
+    )
+    offsets = jax.ShapeDtypeStruct((batch + 1,), jnp.int32)
+    settings = Settings(("softmax",) * 2, broadcast_q=True, max_seqlen_kv=max_seqlen_kv)
+    arrays = Arrays(query, key, key, None, offsets)
+    jaxpr = jax.make_jaxpr(lambda *x: gdpa_chunked.chunked(Arrays(*x[:3], None, x[3]), settings))
+    assert loops_of_unknown_length(jaxpr(query, key, key, offsets).jaxpr) == expected
+    out, lse = jax.eval_shape(lambda x: gdpa_chunked.chunked(x, settings), arrays)
+    pull_back = jax.make_jaxpr(
+        lambda x, offsets, *rest: gdpa_chunked.chunked_vjp(
+            Arrays(*x, None, offsets), settings, *rest
+        )
+    )
+    # The gradient of the keys loops over the seeds, whose number is known.
+    found = loops_of_unknown_length(pull_back((query, key, key), offsets, out, lse, out).jaxpr)
+    assert found == expected

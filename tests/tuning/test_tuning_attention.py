@@ -14,20 +14,25 @@ from hypothesis import strategies as st
 
 from ikbo_jax.autotuner import autotune
 from ikbo_jax.autotuner.bench import Task, measure
-from ikbo_jax.cases import attention
+from ikbo_jax.cases import attention, attention_backward
 from ikbo_jax.problems import (
     PROBLEMS,
+    AttentionBackwardProblem,
     AttentionConfig,
     AttentionProblem,
+    FewQueriesConfig,
     GdpaProblem,
     LinearCompressionProblem,
 )
 from ikbo_jax.problems.attention import HEAD_DIMS
+from ikbo_jax.problems.attention_backward import HEAD_DIMS as BACKWARD_HEAD_DIMS
+from ikbo_jax.problems.few_queries import is_preferred
 from ikbo_jax.problems.problem import ATTENTION_DISTANCE_WEIGHTS
 from ikbo_jax.tuning import table
 
 DEFAULT = AttentionProblem(2048, 32, 64, 4096, 2, 2, 128, "bfloat16")
 TINY = AttentionProblem(40, 3, 2, 9, 4, 2, 16, "float32")
+BACKWARD = AttentionBackwardProblem.of(DEFAULT)
 LINEAR = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16")
 GDPA = GdpaProblem(
     *(8, 8, 512, 640, 4, 2, 64, "bfloat16"), ("relu", "gelu") * 2, None, False, 100, None
@@ -63,7 +68,7 @@ def test_candidates_are_legal_and_differ():
 def test_every_size_the_kernel_takes_has_a_configuration(head_dim, q_len, kv_len, dtype):
     problem = at(head_dim=head_dim, q_len=q_len, kv_len=kv_len, dtype=dtype)
     config = problem.default_config()
-    assert isinstance(config, AttentionConfig)
+    assert isinstance(config, FewQueriesConfig if is_preferred(problem) else AttentionConfig)
     assert config.illegal_reason(problem) is None
     assert table.lookup(problem).config is not None
 
@@ -131,16 +136,73 @@ def test_gdpa_rows_of_a_softmax_and_of_other_activations_do_not_speak_for_each_o
 
 
 def test_rows_of_all_ops_share_the_users_cache():
-    originals = [row(), row(DEFAULT, None), row(LINEAR), row(GDPA)]
+    originals = [row(), row(DEFAULT, None), row(LINEAR), row(GDPA), row(BACKWARD)]
     for original in originals:
         assert table.Row.from_json(json.loads(json.dumps(original.to_json()))) == original
     table.write_user_row(row(DEFAULT, other()))
     table.write_user_row(row(GDPA))
+    table.write_user_row(row(BACKWARD))
     path = table.write_user_row(row(LINEAR))
     assert {r["op"] for r in json.loads(path.read_text())["rows"]} == set(PROBLEMS)
     choice = table.lookup(DEFAULT)
     assert (choice.config, choice.source, choice.exact) == (other(), "user cache", True)
-    assert table.lookup(LINEAR).source == table.lookup(GDPA).source == "user cache"
+    assert all(table.lookup(p).source == "user cache" for p in (LINEAR, GDPA, BACKWARD))
+
+
+def test_rows_of_the_gradient_and_of_the_result_do_not_speak_for_each_other(builtin):
+    assert table.distance(DEFAULT, BACKWARD) == table.distance(BACKWARD, DEFAULT) == float("inf")
+    builtin(row())
+    assert table.lookup(BACKWARD).source == "default"
+    builtin(row(BACKWARD, None))
+    assert (table.lookup(DEFAULT).source, table.lookup(BACKWARD).config) == ("default", None)
+
+
+@given(
+    head_dim=st.sampled_from(BACKWARD_HEAD_DIMS),
+    q_len=st.integers(1, 256),
+    kv_len=st.integers(1, 20_000),
+    users=st.integers(1, 5_000),
+    dtype=st.sampled_from(["bfloat16", "float16"]),
+)
+def test_every_gradient_that_the_kernel_takes_has_a_configuration(
+    head_dim, q_len, kv_len, users, dtype
+):
+    changes = {"head_dim": head_dim, "q_len": q_len, "kv_len": kv_len, "dtype": dtype}
+    problem = dataclasses.replace(BACKWARD, users=users, **changes)
+    candidates = list(problem.candidate_configs())
+    assert len(candidates) == len(set(candidates)) > 3
+    assert all(config.illegal_reason(problem) is None for config in candidates)
+    assert problem.default_config() == candidates[0]
+
+
+def test_worker_measures_the_gradient_on_this_machine():
+    problem = AttentionBackwardProblem.of(TINY)
+    task = Task(problem, (None,), window_s=0.002, windows=2, matmul_size=64)
+    found = measure(Task.from_json(task.to_json()))
+    assert "failure" not in found["results"][0], found
+    assert found["results"][0]["error"] <= found["results"][0]["bound"]
+
+
+def test_tuning_of_the_gradient_writes_a_configuration_with_a_word():
+    best = dataclasses.replace(BACKWARD.default_config(), d_query="launch")
+    autotune.tune_attention_backward(BACKWARD, run=Bench({None: 9.0, best: 1.0}, 1.5))
+    assert table.lookup(BACKWARD).config == best
+    assert BACKWARD.useful_flops == 2.5 * DEFAULT.useful_flops
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_check_admits_the_right_gradients_and_no_other(dtype):
+    problem = AttentionBackwardProblem.of(dataclasses.replace(TINY, dtype=dtype))
+    case = attention_backward.Case(problem)
+    inputs = case.inputs()
+    right = case.runner(None)(*inputs)
+    error, bound = case.check(right, inputs)
+    assert error <= bound < 0.5
+    for number in range(3):
+        for bad in (0.5, np.nan):
+            wrong = [np.array(x) for x in right]
+            wrong[number][-1, 1, 1, 5] += np.asarray(bad, dtype)
+            assert not case.check(tuple(map(jnp.asarray, wrong)), inputs).ok
 
 
 @pytest.mark.parametrize(
@@ -210,3 +272,40 @@ def test_check_admits_the_right_result_and_no_other(dtype):
         wrong = np.array(right)
         wrong[-2, 1, 3, 5] += np.asarray(bad, right.dtype)
         assert not case.check(jnp.asarray(wrong), inputs).ok
+
+
+FEW = AttentionProblem(1024, 16, 1, 512, 4, 4, 64, "bfloat16")
+
+
+def test_few_queries_take_their_own_kernel():
+    config = FEW.default_config()
+    assert isinstance(config, FewQueriesConfig)
+    choice = table.lookup(FEW, with_user_rows=False)
+    assert (choice.config, choice.source) == (config, "default")
+    assert not isinstance(dataclasses.replace(FEW, q_len=64).default_config(), FewQueriesConfig)
+    several = {type(config) for config in FEW.candidate_configs()}
+    assert several == {AttentionConfig, FewQueriesConfig}
+
+
+def test_keys_are_split_where_items_are_few():
+    one_user = dataclasses.replace(FEW, batch=2000, users=1, q_heads=1, kv_heads=1, kv_len=16384)
+    config = one_user.default_config()
+    assert isinstance(config, FewQueriesConfig)
+    assert config.splits > 1
+    assert FEW.default_config().splits == 1
+
+
+def test_row_of_either_kernel_is_read_back(builtin):
+    for config in (FewQueriesConfig(splits=3), AttentionConfig()):
+        read = table.Row.from_json(json.loads(json.dumps(row(FEW, config).to_json())))
+        assert read == row(FEW, config)
+        builtin(read)
+        assert table.lookup(FEW).config == config  # of the same shape class
+
+
+def test_row_of_few_queries_serves_its_shape_class_only(builtin):
+    builtin(row(FEW, FewQueriesConfig(splits=3)))
+    asked = dataclasses.replace(FEW, kv_len=4096)
+    assert table.lookup(asked).config == asked.default_config()
+    tiles = dataclasses.replace(FEW, q_len=64)
+    assert isinstance(table.lookup(tiles).config, AttentionConfig)

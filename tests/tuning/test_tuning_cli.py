@@ -15,7 +15,12 @@ from processes import heeding_interrupts
 from ikbo_jax import cli
 from ikbo_jax.autotuner import autotune
 from ikbo_jax.ops import dispatch
-from ikbo_jax.problems import AttentionProblem, GdpaProblem, LinearCompressionProblem
+from ikbo_jax.problems import (
+    AttentionBackwardProblem,
+    AttentionProblem,
+    GdpaProblem,
+    LinearCompressionProblem,
+)
 
 SIZES = ["--m", "9", "--n", "8", "--k-cand", "7", "--k-user", "11"]
 TUNE = ["tune", "linear-compression", "--b", "24", "--u", "5", *SIZES]
@@ -205,6 +210,13 @@ def test_tune_attention_passes_the_sizes_on(tuned_by, capsys):
     assert cli.main([*ATTENTION, *heads]) == cli.OK
     assert found == [(AttentionProblem(24, 5, 4, 32, 4, 2, 64, "float16"), 3)]
     assert "0.25 ms, 0.500 of the 8192x8192x8192 bfloat16 matmul" in capsys.readouterr().out
+
+
+def test_tune_attention_backward_passes_the_sizes_on(tuned_by):
+    found = tuned_by("tune_attention_backward")
+    sizes = [*ATTENTION[2:], "--n", "4", "--k", "2"]
+    assert cli.main(["tune", "attention-backward", *sizes]) == cli.OK
+    assert found == [(AttentionBackwardProblem(24, 5, 4, 32, 4, 2, 64, "bfloat16"), None)]
 
 
 def test_tune_attention_off_hopper_and_with_wrong_heads(monkeypatch, capsys):

@@ -17,17 +17,17 @@ from ikbo_jax.pallas.attention_backward.context import (
     FIRST_TARGET,
     HEAD,
     KEYS,
+    PART,
     PART_COUNTER,
     PART_PLANE,
     PART_ROW,
     PART_TILE,
     ROWS,
     TILE,
-    USER,
     WarpgroupContext,
 )
 from ikbo_jax.pallas.hopper import mma, mosaic, stores
-from ikbo_jax.problems.attention_backward import BLOCK_KV, D_SCORES_BUFFERS
+from ikbo_jax.problems.attention_backward import BLOCK_KV
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, WARPGROUP_SIZE, WGMMA_K, WGMMA_M
 
 #: Named barrier at which the consumers wait for each other.
@@ -125,15 +125,15 @@ def _weights(ctx: WarpgroupContext, item: Any, scores: jax.Array, step: Any) -> 
     return lax.cond(keys < WGMMA_M, masked, lambda: weights)
 
 
-def _issue_d_query(ctx: WarpgroupContext, item: Any, step: Any) -> jax.Array:
-    """Issues this consumer's share of the block's d_query, columns of the head width by queries.
+def _issue_d_query(ctx: WarpgroupContext, item: Any, buffer: Any) -> jax.Array:
+    """Issues this consumer's share of a block's d_query, columns of the head width by queries.
 
     The consumers share the head width, or the queries if the head has 64 columns.
     """
     column_block, rows = _share(ctx)
     return products.sum_over_keys(
         ctx.shared.keys_values[0].at[ctx.slot(item), KEY],
-        ctx.shared.d_scores[0].at[lax.rem(step, D_SCORES_BUFFERS)],
+        ctx.shared.d_scores[0].at[buffer],
         column_block,
         rows,
         interpret=ctx.interpret,
@@ -150,36 +150,37 @@ def _share(ctx: WarpgroupContext) -> tuple[Any, tuple[Any, int]]:
 
 
 def _send_part(ctx: WarpgroupContext, item: Any, block: Any, d_query: jax.Array) -> None:
-    """Stages a part of d_query, and tells the writer where it belongs."""
+    """Stages a part of d_query, and tells the consumer's writer where it belongs."""
     shared, shape = ctx.shared, ctx.shape
-    plgpu.barrier_wait(shared.part_free.at[0])
-    column_block, rows = _share(ctx)
-    store.stage_sums(shared.d_query, d_query, column_block, rows[0], interpret=ctx.interpret)
     consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
-
-    @pl.when(consumer == 0)
-    def _() -> None:
-        head, tile, first = (_word(ctx, item, i) for i in (HEAD, TILE, FIRST_TARGET))
-        row = first + block * ctx.config.block_q
-        plane = tile * shape.kv_heads + head if ctx.config.d_query == "parts" else head
-        counter = head * shape.blocks + lax.div(row, ctx.config.block_q)
-        slot = ctx.config.kv_slots
-        for i, word in (
-            (PART_TILE, tile),
-            (PART_PLANE, plane),
-            (PART_ROW, row),
-            (PART_COUNTER, counter),
-        ):
-            shared.words[slot, i] = word
-
+    plgpu.barrier_wait(shared.part_free.at[consumer])
+    store.stage_sums(shared.d_query.at[consumer], d_query, interpret=ctx.interpret)
+    head, tile, first = (_word(ctx, item, i) for i in (HEAD, TILE, FIRST_TARGET))
+    row = first + block * ctx.config.block_q
+    plane = tile * shape.kv_heads + head if ctx.config.d_query == "parts" else head
+    counter = head * shape.blocks + lax.div(row, ctx.config.block_q)
+    counter = NUM_CONSUMERS * counter + consumer
+    if shape.column_blocks == 1:  # the consumer's half of the queries
+        row = row + consumer * (ctx.config.block_q // NUM_CONSUMERS)
+    for i, word in (
+        (PART_TILE, tile),
+        (PART_PLANE, plane),
+        (PART_ROW, row),
+        (PART_COUNTER, counter),
+    ):
+        shared.words[ctx.config.kv_slots + consumer, i] = word
     plgpu.commit_smem()
-    plgpu.barrier_arrive(shared.part_ready.at[0])
+    plgpu.barrier_arrive(shared.part_ready.at[consumer])
 
 
 def _block(
     ctx: WarpgroupContext, item: Any, blocks: Any, first_step: Any, block: Any, carry: Any
 ) -> Any:
-    """The five products of a block, whose scores are in flight; issues the next block's scores."""
+    """The products of a block, whose scores are in flight, but for its d_query.
+
+    Issues d_query of the block before, for which the other consumer has had time to store its
+    gradients of scores, and the next block's scores.
+    """
     d_key, d_value, scores = carry
     item = mosaic.opaque(item, interpret=ctx.interpret)
     step, dtype = first_step + block, ctx.operands.query.dtype
@@ -202,17 +203,13 @@ def _block(
     d_value = mma.after_wait(d_value, interpret=interpret)
     d_weights = mma.after_wait(d_weights, interpret=interpret)
     d_scores = (weights * (d_weights - _statistic(ctx, step, DELTA))).astype(dtype)
+    if ctx.has_d_query:
+        _send_d_scores(ctx, step, d_scores)
+    d_key = add(d_key, d_scores, QUERY)
     d_query: list[jax.Array] = []
     if ctx.has_d_query:
-        buffer = lax.rem(step, D_SCORES_BUFFERS)
-        consumer = mosaic.warpgroup_index("warpgroup", interpret=interpret)
-        tile = shared.d_scores[0].at[buffer, consumer]
-        store.stage_transposed(tile, d_scores, interpret=interpret)
-        plgpu.commit_smem()
-    d_key = add(d_key, d_scores, QUERY)
-    if ctx.has_d_query:
-        _synchronise_consumers()
-        d_query = [_issue_d_query(ctx, item, step)]
+        pl.when(block > 0)(lambda: _receive_d_scores(ctx, step - 1))
+        d_query = [_issue_d_query_before(ctx, item, block, step)]
     # After the last block, its scores are computed once more, in vain.
     is_last = block + 1 == blocks
     next_step = jnp.where(is_last, step, step + 1)
@@ -224,8 +221,53 @@ def _block(
     )
     pl.when(~is_last)(lambda: plgpu.barrier_arrive(shared.queries_free.at[stage]))
     for part in d_query:
-        _send_part(ctx, item, block, part)
+
+        @pl.when(block > 0)
+        def _(part: jax.Array = part) -> None:
+            plgpu.barrier_arrive(shared.d_scores_free.at[ctx.buffer(step - 1)])
+            _send_part(ctx, item, block - 1, part)
+
     return d_key, d_value, scores
+
+
+def _send_d_scores(ctx: WarpgroupContext, step: Any, d_scores: jax.Array) -> None:
+    """Stores this consumer's gradients of scores, transposed, for both consumers' d_query."""
+    shared, buffer = ctx.shared, ctx.buffer(step)
+    plgpu.barrier_wait(shared.d_scores_free.at[buffer])
+    consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
+    store.stage_transposed(
+        shared.d_scores[0].at[buffer, consumer], d_scores, interpret=ctx.interpret
+    )
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(shared.d_scores_ready.at[buffer])
+
+
+def _receive_d_scores(ctx: WarpgroupContext, step: Any) -> None:
+    """Waits until both consumers have stored their gradients of scores."""
+    plgpu.barrier_wait(ctx.shared.d_scores_ready.at[ctx.buffer(step)])
+
+
+def _issue_d_query_before(ctx: WarpgroupContext, item: Any, block: Any, step: Any) -> jax.Array:
+    """Issues d_query of the block before; before the first block, an arbitrary result."""
+    if not ctx.interpret:
+        # Without a branch, which would separate products that are in flight.
+        return _issue_d_query(ctx, item, ctx.buffer(jnp.maximum(step - 1, 0)))
+    _, (_, rows) = _share(ctx)
+    return lax.cond(
+        block > 0,
+        lambda: _issue_d_query(ctx, item, ctx.buffer(step - 1)),
+        lambda: jnp.zeros((WGMMA_M, rows), jnp.float32),
+    )
+
+
+def _last_d_query(ctx: WarpgroupContext, item: Any, block: Any, step: Any) -> None:
+    """Computes and sends d_query of a tile's last block."""
+    _receive_d_scores(ctx, step)
+    part = _issue_d_query(ctx, item, ctx.buffer(step))
+    mma.wait(0, interpret=ctx.interpret)
+    part = mma.after_wait(part, interpret=ctx.interpret)
+    plgpu.barrier_arrive(ctx.shared.d_scores_free.at[ctx.buffer(step)])
+    _send_part(ctx, item, block, part)
 
 
 def _tile(ctx: WarpgroupContext, item: Any, blocks: Any, first_step: Any) -> None:
@@ -241,7 +283,10 @@ def _tile(ctx: WarpgroupContext, item: Any, blocks: Any, first_step: Any) -> Non
 
     d_key, d_value, _ = lax.fori_loop(0, blocks, add, (nothing, nothing, scores))
     mma.wait(0, interpret=ctx.interpret)
-    plgpu.barrier_arrive(ctx.shared.queries_free.at[ctx.stage(first_step + blocks - 1)])
+    last_step = first_step + blocks - 1
+    plgpu.barrier_arrive(ctx.shared.queries_free.at[ctx.stage(last_step)])
+    if ctx.has_d_query:
+        _last_d_query(ctx, item, blocks - 1, last_step)
     _synchronise_consumers()  # the other consumer has multiplied by this one's keys
     _store(ctx, item, (d_key * jnp.float32(ctx.shape.scale), d_value))
 
@@ -257,16 +302,24 @@ def _store(ctx: WarpgroupContext, item: Any, sums: tuple[jax.Array, jax.Array]) 
     shape, shared = ctx.shape, ctx.shared
     consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
     slot = ctx.slot(mosaic.opaque(item, interpret=ctx.interpret))
-    user, head, tile = (shared.words[slot, i] for i in (USER, HEAD, TILE))
+    part, head, tile = (shared.words[slot, i] for i in (PART, HEAD, TILE))
+    first = tile * BLOCK_KV + consumer * WGMMA_M
+    if ctx.outputs.d_key.dtype == jnp.float32:
+        staging = shared.f32_staging.at[consumer] if ctx.interpret else None
+        rows = jnp.clip(shape.kv_len - first, 0, WGMMA_M)
+        place = (part * shape.kv_len + first, head, jnp.int32(0), rows)
+        for target, total in zip((ctx.outputs.d_key, ctx.outputs.d_value), sums, strict=True):
+            stores.store_rows(target, total, *place, staging, interpret=ctx.interpret)
+        plgpu.barrier_arrive(shared.kv_free.at[slot])
+        return
     for operand, total in enumerate(sums):
         rows = total.astype(ctx.operands.key.dtype)
         tiles = shared.keys_values[0].at[slot, operand, consumer]
         # One call for all blocks compiles to other code, without spills too; neither was timed.
-        for i, part in enumerate(stores.column_blocks(rows, shape.column_blocks)):
+        for i, columns in enumerate(stores.column_blocks(rows, shape.column_blocks)):
             view = tiles.at[pl.ds(i, 1)]
-            stores.stage_rows(view, part, reads_late=True, interpret=ctx.interpret)
+            stores.stage_rows(view, columns, reads_late=True, interpret=ctx.interpret)
     plgpu.commit_smem()
-    first = tile * BLOCK_KV + consumer * WGMMA_M
 
     @pl.when(first < shape.kv_len)
     def _() -> None:
@@ -274,7 +327,7 @@ def _store(ctx: WarpgroupContext, item: Any, sums: tuple[jax.Array, jax.Array]) 
             for i in range(shape.column_blocks):
                 plgpu.copy_smem_to_gmem(
                     shared.keys_values[1].at[slot, operand, consumer, i],
-                    target.at[user, pl.ds(first, WGMMA_M), head, ctx.columns(i)],
+                    target.at[part, pl.ds(first, WGMMA_M), head, ctx.columns(i)],
                 )
 
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -282,15 +335,12 @@ def _store(ctx: WarpgroupContext, item: Any, sums: tuple[jax.Array, jax.Array]) 
 
 
 def _send_end(ctx: WarpgroupContext) -> None:
-    """Tells the writer that there are no more parts of d_query."""
+    """Tells the consumer's writer that there are no more parts of d_query."""
     shared = ctx.shared
-    plgpu.barrier_wait(shared.part_free.at[0])
-
-    @pl.when(ctx.consumer == 0)
-    def _() -> None:
-        shared.words[ctx.config.kv_slots, PART_TILE] = jnp.int32(-1)
-
-    plgpu.barrier_arrive(shared.part_ready.at[0])
+    consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
+    plgpu.barrier_wait(shared.part_free.at[consumer])
+    shared.words[ctx.config.kv_slots + consumer, PART_TILE] = jnp.int32(-1)
+    plgpu.barrier_arrive(shared.part_ready.at[consumer])
 
 
 def consume(ctx: WarpgroupContext) -> None:
@@ -299,8 +349,9 @@ def consume(ctx: WarpgroupContext) -> None:
     for free, count in (
         (shared.queries_free, ctx.config.stages),
         (shared.kv_free, ctx.config.kv_slots),
+        (shared.d_scores_free, ctx.config.d_scores_buffers(ctx.shape.head_dim)),
     ):
-        for i in range(count):
+        for i in range(count if free is not None else 0):
             plgpu.barrier_arrive(free.at[i])
 
     def receive(item: Any) -> Any:
@@ -318,5 +369,7 @@ def consume(ctx: WarpgroupContext) -> None:
     item = lax.while_loop(lambda carry: carry[1] >= 0, one_tile, start)[0]
     plgpu.barrier_arrive(shared.kv_free.at[ctx.slot(item)])  # the slot of the end
     if ctx.has_d_query:
+        for i in range(ctx.config.d_scores_buffers(ctx.shape.head_dim)):
+            plgpu.barrier_wait(shared.d_scores_free.at[i])
         _send_end(ctx)
     plgpu.wait_smem_to_gmem(0, wait_read_only=False)

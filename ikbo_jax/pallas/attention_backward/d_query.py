@@ -142,7 +142,7 @@ def _send_item(ctx: Context, item: Any, step: Any) -> Any:
                 )
     plgpu.barrier_wait(shared.statistics_free.at[0])
     for consumer in range(NUM_CONSUMERS):
-        row = jnp.minimum(words[FIRST_ROW] + consumer * WGMMA_M, shape.rows - 1)
+        row = words[FIRST_ROW] + consumer * WGMMA_M
         source = operands.statistics.at[head, :, pl.ds(row, WGMMA_M)]
         plgpu.copy_gmem_to_smem(source, shared.statistics.at[consumer], ready)
     blocks = ctx.blocks(words[KEYS])

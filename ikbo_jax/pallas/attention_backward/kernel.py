@@ -49,6 +49,7 @@ et al., "FlashAttention-3", 2024. No code is shared.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -60,13 +61,13 @@ from ikbo_jax.pallas.attention_backward import rows as row_numbers
 from ikbo_jax.pallas.attention_backward.consumer import consume
 from ikbo_jax.pallas.attention_backward.context import (
     DESCRIPTOR_WORDS,
-    SUM_COLUMNS,
     Global,
     Operands,
     Outputs,
     Shape,
     Shared,
     WarpgroupContext,
+    part_shape,
 )
 from ikbo_jax.pallas.attention_backward.d_query import d_query_kernel
 from ikbo_jax.pallas.attention_backward.launch import OperandTile, Roles, barrier, launch
@@ -74,7 +75,6 @@ from ikbo_jax.pallas.attention_backward.producer import produce, write
 from ikbo_jax.pallas.hopper import mosaic
 from ikbo_jax.problems.attention_backward import (
     BLOCK_KV,
-    D_SCORES_BUFFERS,
     AttentionBackwardConfig,
 )
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, WGMMA_M
@@ -83,15 +83,15 @@ from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, WGMMA_M
 def shared_types(
     dtype: Any, shape: Shape, config: AttentionBackwardConfig, *, interpret: bool
 ) -> Shared:
-    """Types of shared memory and barriers."""
+    """Types of shared memory and barriers; `dtype` is the operands'."""
     columns, block_q = shape.column_blocks, config.block_q
     tile = (columns, WGMMA_M, BLOCK_K)
-    parts = pl.cdiv(shape.head_dim, SUM_COLUMNS)
+    buffers = config.d_scores_buffers(shape.head_dim)
     swizzle: Any = plgpu.SwizzleTransform
     has_d_query = config.d_query != "launch"
-    d_scores = OperandTile((D_SCORES_BUFFERS, NUM_CONSUMERS, block_q, BLOCK_K), dtype)
+    d_scores = OperandTile((buffers, NUM_CONSUMERS, block_q, BLOCK_K), dtype)
     d_query = plgpu.SMEM(
-        (parts, block_q, SUM_COLUMNS),
+        (NUM_CONSUMERS, *part_shape(shape.head_dim, block_q)),
         jnp.float32,
         transforms=() if interpret else (swizzle(mosaic.SWIZZLE),),
     )
@@ -101,16 +101,20 @@ def shared_types(
         statistics=plgpu.SMEM((config.stages, 2, block_q), jnp.float32),
         d_scores=d_scores if has_d_query else None,
         d_query=d_query if has_d_query else None,
-        words=plgpu.SMEM((config.kv_slots + 1, DESCRIPTOR_WORDS), jnp.int32),
+        words=plgpu.SMEM((config.kv_slots + NUM_CONSUMERS, DESCRIPTOR_WORDS), jnp.int32),
         item_ready=barrier(1, config.kv_slots),
         kv_ready=barrier(2 * NUM_CONSUMERS * columns, config.kv_slots),
         kv_free=barrier(NUM_CONSUMERS, config.kv_slots),
         queries_ready=barrier(2 * columns + 1, config.stages),
         queries_free=barrier(NUM_CONSUMERS, config.stages),
-        # Arrays, so that they can be indexed; only element 0 is used.
-        part_ready=barrier(NUM_CONSUMERS, 2),
-        part_free=barrier(1, 2),
+        d_scores_ready=barrier(NUM_CONSUMERS, buffers) if has_d_query else None,
+        d_scores_free=barrier(NUM_CONSUMERS, buffers) if has_d_query else None,
+        part_ready=barrier(1, NUM_CONSUMERS) if has_d_query else None,
+        part_free=barrier(1, NUM_CONSUMERS) if has_d_query else None,
         staging=plgpu.SMEM((NUM_CONSUMERS, WGMMA_M, block_q), dtype) if interpret else None,
+        f32_staging=plgpu.SMEM((NUM_CONSUMERS, WGMMA_M, columns * BLOCK_K), jnp.float32)
+        if interpret
+        else None,
     )
 
 
@@ -132,6 +136,7 @@ def attention_backward_kernel(
     indices_are_sorted: bool,
     config: AttentionBackwardConfig,
     num_sms: int,
+    dtype: Any = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Pulls cotangents of `out` and `lse` back to query, key and value.
@@ -151,11 +156,12 @@ def attention_backward_kernel(
         cotangents into the order of users.
       config: a legal configuration (`AttentionBackwardConfig.illegal_reason`).
       num_sms: streaming multiprocessors of the device.
+      dtype: dtype of the gradients of key and value, the inputs' or f32; None means the inputs'.
       interpret: False, or `plgpu.InterpretGPUParams` to run on a CPU, with
         `inline_mgpu="_hack_model_inline_mgpu_tokamax"` for the named barrier.
 
     Returns:
-      Gradients of query, key and value in their shapes and dtypes, each summed in f32, in the same
+      Gradients of query, key and value in their shapes, each summed in f32, in the same
       order in every run, and rounded once. Zeros for keys past a user's length, for users without
       candidates, and for queries without keys.
     """
@@ -170,6 +176,7 @@ def attention_backward_kernel(
         q_len=q_len,
         group=group,
         block_q=config.block_q,
+        splits=config.splits,
         is_sorted=indices_are_sorted,
     )
     shape = Shape(
@@ -180,30 +187,42 @@ def attention_backward_kernel(
         head_dim=head_dim,
         kv_tiles=pl.cdiv(kv_len, BLOCK_KV),
         blocks=row_numbers.most_blocks(batch, users, q_len * group, config.block_q),
+        splits=config.splits,
         scale=scale,
-        workers=1 if interpret else min(num_sms, users * kv_heads * pl.cdiv(kv_len, BLOCK_KV)),
     )
+    workers = 1 if interpret else min(num_sms, shape.items)
+    run = functools.partial(
+        _launch, shape=shape, config=config, workers=workers, interpret=interpret
+    )
+    sum_dtype = jnp.dtype(dtype or key.dtype)
     operands = Operands(
         row_numbers.pack(query, rows.order, kv_heads),
         row_numbers.pack(d_out, rows.order, kv_heads),
         row_numbers.statistics(out, lse, d_out, d_lse, rows.order, kv_heads),
         key,
         value,
-        rows.users,
+        rows.parts,
     )
     if config.d_query == "launch":
-        d_key, d_value = _launch(operands, shape, config, interpret)
+        d_key, d_value = run(operands, sum_dtype)
+        operands = operands._replace(users=rows.users)
         result = d_query_kernel(operands, shape, config, num_sms=num_sms, interpret=interpret)
         return row_numbers.unpack(result, rows.order, query.shape), d_key, d_value
-    sums, d_key, d_value = _launch(operands, shape, config, interpret)
+    sums, d_key, d_value = run(operands, sum_dtype)
     d_query = row_numbers.unpack_d_query(sums, rows, kv_heads, scale, query.dtype)
     return d_query, d_key, d_value
 
 
 def _launch(
-    operands: Operands, shape: Shape, config: AttentionBackwardConfig, interpret: Any
+    operands: Operands,
+    dtype: Any,
+    *,
+    shape: Shape,
+    config: AttentionBackwardConfig,
+    workers: int,
+    interpret: Any,
 ) -> tuple[jax.Array, ...]:
-    """Launches the kernel; returns the arrays of `Outputs`."""
+    """Launches the kernel; returns the arrays of `Outputs`, gradients of keys in `dtype`."""
 
     def context(shared: Any, operands: Any, outputs: Any, counters: Any) -> WarpgroupContext:
         return WarpgroupContext(
@@ -220,18 +239,27 @@ def _launch(
 
     planes = shape.kv_heads * (shape.kv_tiles if config.d_query == "parts" else 1)
     key, sums = operands.key, (planes, shape.blocks * config.block_q, shape.head_dim)
+    # Threads store f32, to rows of all users; TMA stores 16 bits, and drops rows past S.
+    gradient = jax.ShapeDtypeStruct(key.shape, key.dtype)
+    if dtype != key.dtype or shape.splits > 1:
+        rows = shape.users * shape.splits * shape.kv_len
+        gradient = jax.ShapeDtypeStruct((rows, *key.shape[2:]), jnp.float32)
     outputs = Outputs(
         None if config.d_query == "launch" else jax.ShapeDtypeStruct(sums, jnp.float32),
-        jax.ShapeDtypeStruct(key.shape, key.dtype),
-        jax.ShapeDtypeStruct(key.shape, key.dtype),
+        gradient,
+        gradient,
     )
-    return launch(
-        Roles(context, produce, write, consume),
+    *d_query, d_key, d_value = launch(
+        Roles(context, produce, write if config.d_query != "launch" else None, consume),
         operands,
         outputs,
         shared_types(key.dtype, shape, config, interpret=bool(interpret)),
-        (1, shape.kv_heads * shape.blocks),
+        (1, shape.kv_heads * shape.blocks * NUM_CONSUMERS),
         name="ikbo_attention_backward",
-        workers=shape.workers,
+        workers=workers,
         interpret=interpret,
     )
+    parts = (shape.users, shape.splits, *key.shape[1:])
+    if shape.splits > 1:
+        d_key, d_value = (jnp.sum(x.reshape(parts), axis=1) for x in (d_key, d_value))
+    return *d_query, *(x.reshape(key.shape).astype(dtype) for x in (d_key, d_value))

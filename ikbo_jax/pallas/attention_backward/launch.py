@@ -1,7 +1,7 @@
-"""The launch of a kernel whose producer warpgroup has two busy warps: one loads, one stores.
+"""The launch of a kernel whose producer warpgroup has three busy warps: one loads, two store.
 
-It differs from `pallas.hopper.launch` in the second warp, in counters in device memory, and in
-shared memory of f32. Under interpretation, where a warp cannot be a thread, the second warp is a
+It differs from `pallas.hopper.launch` in these warps, in counters in device memory, and in shared
+memory of f32. Under interpretation, where a warp cannot be a thread, each warp that stores is a
 warpgroup of its own.
 """
 
@@ -42,13 +42,14 @@ class Roles(NamedTuple):
       context: called as `context(shared, operands, outputs, counters)`; returns a NamedTuple with
         fields `worker`, `consumer` and `interpret`.
       produce: takes the context, on one warp.
-      write: takes the context, on another warp; None if the producer has one busy warp.
+      write: takes the context and a consumer's number, on a warp for each consumer; None if the
+        producer has one busy warp.
       consume: takes the context, on each consumer warpgroup.
     """
 
     context: Callable[[Any, Any, Any, Any], Any]
     produce: Callable[[Any], None]
-    write: Callable[[Any], None] | None
+    write: Callable[[Any, int], None] | None
     consume: Callable[[Any], None]
 
 
@@ -101,7 +102,7 @@ def launch(
         scratch_types=tuple(_type(kind, is_interpreted) for kind in types.values()),
         grid=(workers,),
         grid_names=("worker",),
-        num_threads=NUM_CONSUMERS + (2 if is_interpreted and roles.write else 1),
+        num_threads=NUM_CONSUMERS + 1 + (NUM_CONSUMERS if is_interpreted and roles.write else 0),
         thread_name="warpgroup",
         kernel_name=name,
         compiler_params=mosaic.compiler_params(),
@@ -122,16 +123,17 @@ def _type(kind: Any, interpret: bool) -> Any:
 
 def _dispatch(roles: Roles, ctx: Any) -> None:
     """Dispatches each warpgroup, and each warp of the last one, to its role."""
-    warpgroup = ctx.consumer
+    warpgroup, writers = ctx.consumer, []
+    if roles.write is not None:
+        writers = [functools.partial(roles.write, ctx, i) for i in range(NUM_CONSUMERS)]
 
     @pl.when(warpgroup == NUM_CONSUMERS)
     def _producer() -> None:
         plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        bodies = [role for role in (roles.produce, roles.write) if role is not None]
-        _on_warps(tuple(functools.partial(body, ctx) for body in bodies), ctx)
+        _on_warps((functools.partial(roles.produce, ctx), *writers), ctx)
 
-    if ctx.interpret and roles.write is not None:
-        pl.when(warpgroup > NUM_CONSUMERS)(functools.partial(roles.write, ctx))
+    for number, writer in enumerate(writers if ctx.interpret else ()):
+        pl.when(warpgroup == NUM_CONSUMERS + 1 + number)(writer)
 
     @pl.when(warpgroup < NUM_CONSUMERS)
     def _consumer() -> None:

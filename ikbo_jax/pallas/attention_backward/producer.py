@@ -1,4 +1,4 @@
-"""The two warps of the attention backward kernel's producer: one loads, one stores d_query."""
+"""The three warps of the attention backward kernel's producer: one loads, two store d_query."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from ikbo_jax.pallas.attention_backward.context import (
     PART_TILE,
     SUM_COLUMNS,
     WarpgroupContext,
+    part_shape,
 )
 from ikbo_jax.pallas.hopper import mosaic
 from ikbo_jax.problems.attention_backward import BLOCK_KV
-from ikbo_jax.problems.hopper import NUM_CONSUMERS, WGMMA_M
+from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, WGMMA_M
 
 
 def _send_item(ctx: WarpgroupContext, item: Any, number: Any, step: Any) -> Any:
@@ -29,12 +30,13 @@ def _send_item(ctx: WarpgroupContext, item: Any, number: Any, step: Any) -> Any:
     shape, shared, users = ctx.shape, ctx.shared, ctx.operands.users
     slot, block_q = ctx.slot(item), ctx.config.block_q
     tile, rest = lax.rem(number, shape.kv_tiles), lax.div(number, shape.kv_tiles)
-    head, user = lax.rem(rest, shape.kv_heads), lax.div(rest, shape.kv_heads)
-    first_row, rows, first_target = (users[user, i] for i in range(3))
-    keys = users[user, 3] - tile * BLOCK_KV
+    head, part = lax.rem(rest, shape.kv_heads), lax.div(rest, shape.kv_heads)
+    first_row, rows, first_target = (users[part, i] for i in range(3))
+    keys = users[part, 3] - tile * BLOCK_KV
+    user = lax.div(part, shape.splits)
     blocks = jnp.where(keys > 0, pl.cdiv(rows, block_q), 0)
     plgpu.barrier_wait(shared.kv_free.at[slot])
-    for i, word in enumerate((blocks, rows, user, head, tile, keys, first_target)):
+    for i, word in enumerate((blocks, rows, part, head, tile, keys, first_target)):
         shared.words[slot, i] = word
     plgpu.barrier_arrive(shared.item_ready.at[slot])
 
@@ -102,22 +104,27 @@ def produce(ctx: WarpgroupContext) -> None:
             plgpu.barrier_wait(free.at[i])
 
 
-def _write_part(ctx: WarpgroupContext, tile: Any) -> Any:
+def _write_part(ctx: WarpgroupContext, consumer: int, tile: Any) -> Any:
     """Stores a part of d_query, or adds it to the parts of the tiles of keys before `tile`."""
-    shared, slot, block_q = ctx.shared, ctx.config.kv_slots, ctx.config.block_q
+    shared, slot = ctx.shared, ctx.config.kv_slots + consumer
     plane, row, counter = (shared.words[slot, i] for i in (PART_PLANE, PART_ROW, PART_COUNTER))
     is_sum = ctx.config.d_query == "sum" and ctx.shape.kv_tiles > 1
     if is_sum:
         store.await_counter(ctx.counters.finished, counter, tile, interpret=ctx.interpret)
+    _, rows, _ = part_shape(ctx.shape.head_dim, ctx.config.block_q)
+    first_column = 0 if rows < ctx.config.block_q else consumer * BLOCK_K
 
     def copy(reduction: Any) -> None:
-        for i in range(shared.d_query.shape[0]):
-            columns = pl.ds(i * SUM_COLUMNS, SUM_COLUMNS)
-            target = ctx.outputs.d_query.at[plane, pl.ds(row, block_q), columns]
+        for i, column in enumerate(range(first_column, first_column + BLOCK_K, SUM_COLUMNS)):
+            if column >= ctx.shape.head_dim:
+                continue
+            columns = pl.ds(column, SUM_COLUMNS)
+            source = shared.d_query.at[consumer, i]
+            target = ctx.outputs.d_query.at[plane, pl.ds(row, rows), columns]
             if reduction is not None and ctx.interpret:  # the interpreter only stores
-                target[...] = target[...] + shared.d_query[i]
+                target[...] = target[...] + source[...]
             else:
-                plgpu.copy_smem_to_gmem(shared.d_query.at[i], target, reduction_op=reduction)
+                plgpu.copy_smem_to_gmem(source, target, reduction_op=reduction)
 
     if is_sum:
         pl.when(tile > 0)(lambda: copy("add"))
@@ -125,21 +132,19 @@ def _write_part(ctx: WarpgroupContext, tile: Any) -> Any:
     else:
         copy(None)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    plgpu.barrier_arrive(shared.part_free.at[0])
+    plgpu.barrier_arrive(shared.part_free.at[consumer])
     if is_sum:
         plgpu.wait_smem_to_gmem(0, wait_read_only=False)
         store.signal_counter(ctx.counters.finished, counter, interpret=ctx.interpret)
-    plgpu.barrier_wait(shared.part_ready.at[0])
+    plgpu.barrier_wait(shared.part_ready.at[consumer])
     return shared.words[slot, PART_TILE]
 
 
-def write(ctx: WarpgroupContext) -> None:
-    """The warp that stores parts of d_query."""
-    shared = ctx.shared
-    if not ctx.has_d_query:
-        return
-    plgpu.barrier_arrive(shared.part_free.at[0])
-    plgpu.barrier_wait(shared.part_ready.at[0])
-    first = shared.words[ctx.config.kv_slots, PART_TILE]
-    lax.while_loop(lambda tile: tile >= 0, lambda tile: _write_part(ctx, tile), first)
+def write(ctx: WarpgroupContext, consumer: int) -> None:
+    """The warp that stores a consumer's parts of d_query."""
+    shared, slot = ctx.shared, ctx.config.kv_slots + consumer
+    plgpu.barrier_arrive(shared.part_free.at[consumer])
+    plgpu.barrier_wait(shared.part_ready.at[consumer])
+    first = shared.words[slot, PART_TILE]
+    lax.while_loop(lambda tile: tile >= 0, lambda tile: _write_part(ctx, consumer, tile), first)
     plgpu.wait_smem_to_gmem(0, wait_read_only=False)

@@ -23,13 +23,15 @@ class Rows(NamedTuple):
 
     Attributes:
       order: [B] int32, candidates in user order; None if they are in user order already.
-      users: [U, USER_WORDS] int32, the kernel's description of each user.
+      users: [U, USER_WORDS] int32, the description of each user.
+      parts: [U * splits, USER_WORDS] int32, the description of each part of a user's rows.
       targets: [B, T, N / K] int32, rows in the kernel's `d_query` for candidates in their order.
       kv_tiles: [B] int32, tiles of keys of each candidate's user.
     """
 
     order: jax.Array | None
     users: jax.Array
+    parts: jax.Array
     targets: jax.Array
     kv_tiles: jax.Array
 
@@ -48,6 +50,7 @@ def make_rows(
     q_len: int,
     group: int,
     block_q: int,
+    splits: int,
     is_sorted: bool,
 ) -> Rows:
     """Numbers the rows.
@@ -60,6 +63,7 @@ def make_rows(
       q_len: T.
       group: N / K.
       block_q: query rows of a block.
+      splits: parts of a user's rows.
       is_sorted: whether `cand_to_user` never decreases.
     """
     (batch,) = cand_to_user.shape
@@ -74,6 +78,15 @@ def make_rows(
     if lengths is not None:
         keys = jnp.clip(lengths.astype(jnp.int32), 0, kv_len)
     words = (first_candidate * per_candidate, rows, first_target, keys)
+    # All parts but a user's last ones have whole blocks.
+    part_rows = -(-blocks // splits) * block_q
+    begin = part_rows[:, None] * jnp.arange(splits, dtype=jnp.int32)[None]
+    part_words = (
+        words[0][:, None] + begin,
+        jnp.clip(rows[:, None] - begin, 0, part_rows[:, None]),
+        first_target[:, None] + begin,
+        jnp.broadcast_to(keys[:, None], begin.shape),
+    )
     position, order = jnp.arange(batch, dtype=jnp.int32), None
     if not is_sorted:
         order = jnp.argsort(index, stable=True).astype(jnp.int32)
@@ -83,7 +96,8 @@ def make_rows(
     kv_tiles = -(-keys // BLOCK_KV)
     assert len(words) == USER_WORDS
     targets = first[:, None, None] + within[None]
-    return Rows(order, jnp.stack(words, axis=1), targets, kv_tiles[index])
+    parts = jnp.stack(part_words, axis=2).reshape(users * splits, USER_WORDS)
+    return Rows(order, jnp.stack(words, axis=1), parts, targets, kv_tiles[index])
 
 
 def pack(array: jax.Array, order: jax.Array | None, kv_heads: int) -> jax.Array:
@@ -118,7 +132,11 @@ def statistics(
     order: jax.Array | None,
     kv_heads: int,
 ) -> jax.Array:
-    """[K, 2, rows, padded to whole 16 bytes] f32: lse in powers of 2, and delta.
+    """[K, 2, at least rows + 128] f32: lse in powers of 2, and delta.
+
+    Past the rows are zeros, so that TMA reads every block from inside of the array: a copy of 64
+    values from the last value on ended with an illegal instruction on an H200, where one from the
+    last but two did not.
 
     With P = exp(scores - lse), the gradient of a score is P * (d_out @ value.T - delta), where
     delta = sum(d_out * out) - d_lse. Rows without keys get an lse of infinity, hence P = 0. Where
@@ -135,7 +153,8 @@ def statistics(
         (jnp.where(is_empty, jnp.inf, exponent), jnp.where(is_empty, 0.0, delta)), axis=-1
     )
     rows = pack(both, order, kv_heads).transpose(1, 2, 0)
-    return jnp.pad(rows, ((0, 0), (0, 0), (0, -rows.shape[2] % 4)))
+    padding = TILE_ROWS + -rows.shape[2] % 4  # whole 16 bytes
+    return jnp.pad(rows, ((0, 0), (0, 0), (0, padding)))
 
 
 def unpack_d_query(

@@ -54,54 +54,31 @@ def stage_transposed(tile: Any, values: jax.Array, *, interpret: bool) -> None:
     write(tile, values)
 
 
-def stage_sums(
-    tiles: Any, values: jax.Array, column_block: Any, begin: Any, *, interpret: bool
-) -> None:
-    """Stages [64, rows] f32, columns of the head width by queries, as TMA reads it.
+def stage_sums(tiles: Any, values: jax.Array, *, interpret: bool) -> None:
+    """Stages [64, rows] f32, columns of the head width by queries, for TMA.
 
     A warp's store of 32 values has no bank conflict: four rows, in each of which 8 values fill two
     neighbouring vectors of 16 bytes, and swizzling puts them in eight different ones.
 
     Args:
-      tiles: [columns / 32, block, 32] f32, swizzled.
-      column_block: int32, which 64 columns of the head width `values` has.
-      begin: int32, the first query of `values`, a multiple of 8.
+      tiles: [2, rows, 32] f32, swizzled.
     """
-    parts, height, _ = tiles.shape
-    count = values.shape[1]
+    parts, count, _ = tiles.shape
     if interpret:
-        for i in range(2):
-            part = jnp.minimum(2 * column_block + i, parts - 1)
-
-            @pl.when(2 * column_block + i < parts)
-            def _(i: int = i, part: Any = part) -> None:
-                rows = values[i * SUM_COLUMNS : (i + 1) * SUM_COLUMNS].T
-                tiles[part, pl.ds(begin, count), :] = rows
-
+        for i in range(parts):
+            tiles[i] = values[i * SUM_COLUMNS : (i + 1) * SUM_COLUMNS].T
         return
 
     swizzle: Any = plgpu.SwizzleTransform
-    scalar = plgpu.Layout.WG_SPLAT(())
 
-    @plgpu.inline_mgpu(
-        arg_types=(
-            plgpu.RefType((swizzle(mosaic.SWIZZLE),)),
-            plgpu.Layout.WGMMA,
-            scalar,
-            scalar,
-        )
-    )
-    def write(_: Any, tiles: ir.Value, values: mgpu.FragmentedArray, *scalars: Any) -> None:
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType((swizzle(mosaic.SWIZZLE),)), plgpu.Layout.WGMMA))
+    def write(_: Any, tiles: ir.Value, values: mgpu.FragmentedArray) -> None:
         i32, byte = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
-        column_block, begin = (s.registers.item() for s in scalars)
         pair, low, high, odd, upper = _parts(stores.thread_number(), (4, 4, 2, 2, 2))
-        part = arith.addi(arith.muli(column_block, mgpu.c(2, i32)), upper)
-        row = arith.addi(begin, arith.muli(pair, mgpu.c(2, i32)))
-        row = arith.addi(arith.muli(part, mgpu.c(height, i32)), row)
+        row = arith.addi(arith.muli(upper, mgpu.c(count, i32)), arith.muli(pair, mgpu.c(2, i32)))
         base = arith.addi(
             arith.muli(row, mgpu.c(mosaic.SWIZZLE, i32)), arith.muli(low, mgpu.c(4, i32))
         )
-        is_part = arith.cmpi(arith.CmpIPredicate.slt, part, mgpu.c(parts, i32))
         first_vector = arith.addi(arith.muli(odd, mgpu.c(4, i32)), high)
         registers = list(values.registers.flat)
         for half in (0, 1):
@@ -118,11 +95,10 @@ def stage_sums(
                         f"st.shared.f32 [$0 + {immediate}], $1;",
                         address,
                         value,
-                        predicate=is_part,
                         has_side_effects=True,
                     )
 
-    write(tiles, values, column_block, begin)
+    write(tiles, values)
 
 
 def _parts(thread: ir.Value, counts: tuple[int, ...]) -> list[ir.Value]:

@@ -101,16 +101,29 @@ def undefined(columns: int, *, interpret: bool) -> jax.Array:
 # Products
 
 
-def wgmma(acc: Any, a_t: Any, b_t: Any, *, overwrite: bool, k: int = 64, interpret: bool) -> Any:
-    """Issues acc + a_t[:k].T @ b_t[:, :k].T (`overwrite`: without acc) as one WGMMA group.
+def wgmma(
+    acc: Any,
+    a: Any,
+    b_t: Any,
+    *,
+    overwrite: bool,
+    k: int = 64,
+    a_is_transposed: bool = True,
+    interpret: bool,
+) -> Any:
+    """Issues acc + a.T[:, :k] @ b_t[:, :k].T (`overwrite`: without acc) as one WGMMA group.
 
     Args:
       acc: [64, columns] f32, or the accumulator from `with_accumulator`.
-      a_t: operand tile [64, 64] in shared memory, k by rows; see `mosaic.operand_tile`.
+      a: operand tile [64, 64] in shared memory, k by rows; see `mosaic.operand_tile`.
       b_t: operand tile [columns, 64] in shared memory, columns by k.
+      overwrite: whether the product replaces the accumulator.
+      k: columns of b_t that are multiplied, a multiple of 16.
+      a_is_transposed: if false, `a` is rows by k, and is multiplied as it is.
+      interpret: whether the kernel is interpreted.
     """
     if interpret:  # rows past k are zero
-        plgpu.wgmma(acc, a_t.transpose((1, 0)), b_t.transpose((1, 0)))
+        plgpu.wgmma(acc, a.transpose((1, 0)) if a_is_transposed else a, b_t.transpose((1, 0)))
         return acc
 
     columns = b_t.shape[0]
@@ -122,15 +135,16 @@ def wgmma(acc: Any, a_t: Any, b_t: Any, *, overwrite: bool, k: int = 64, interpr
         return_type=_accumulator_type(columns),
     )
     def issue(_: Any, a: ir.Value, b: ir.Value, *acc: mgpu.FragmentedArray) -> Any:
-        a_base, b_base = _descriptor(a, 8 * mosaic.SWIZZLE), _descriptor(b)
+        a_base, b_base = _descriptor(a, 8 * mosaic.SWIZZLE * a_is_transposed), _descriptor(b)
+        a_bytes = mosaic.SWIZZLE if a_is_transposed else 2  # from one k to the next
         with _Group(b, columns, *acc) as group:
             for step in range(k // WGMMA_K):
-                a_step = _advance(a_base, step * WGMMA_K * mosaic.SWIZZLE)
+                a_step = _advance(a_base, step * WGMMA_K * a_bytes)
                 b_step = _advance(b_base, step * WGMMA_K * 2)
-                group.multiply([a_step], b_step, transposes="1, 0")
+                group.multiply([a_step], b_step, transposes=f"{int(a_is_transposed)}, 0")
         return group.result
 
-    return issue(a_t, b_t, *accumulator)
+    return issue(a, b_t, *accumulator)
 
 
 def product(

@@ -1,0 +1,231 @@
+"""Benchmark of linear compression's gradient, beside XLA's and beside XLA written by hand.
+
+    python -m benchmarks.linear_compression_gradient --out FILE.json
+
+Times the gradients of both weights and both embeddings for a given cotangent, without the forward
+pass. Useful FLOPs are twice those of the result. Without a GPU all sizes shrink, and the figures
+only show that the benchmark runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import pathlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import harness
+from benchmarks.harness import Point
+from benchmarks.linear_compression import DEFAULT, shrink
+from benchmarks.records import Record, provider_of
+from ikbo_jax.cases import error_rule
+from ikbo_jax.cases.error_rule import Check
+from ikbo_jax.cases.linear_compression import Case, Inputs
+from ikbo_jax.ops.linear_compression import linear_compression
+from ikbo_jax.reference import linear_compression as reference
+
+SWEEPS = ("ratio", "batch", "dtype")
+#: Bar of our fraction at the default sizes; of our time relative to XLA by hand, an upper bound.
+FRACTION_BAR, BY_HAND_BAR = 0.55, 1.0
+#: Candidates of 70:1.
+DEFAULT_BATCH = DEFAULT.batches[-1]
+#: Number of users and of candidates whose gradients are compared with the oracle.
+NUM_CHECKED = 8
+
+#: Gradients of the weights and of the embeddings, coarsest level first.
+Gradients = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]
+Gradient = Callable[[Inputs, jax.Array], Gradients]
+
+
+def points(sweep: str) -> Iterator[Point]:
+    """Yields the points of a sweep."""
+
+    def at(label: str, candidates: int, ratio: int, dtype: str = "bfloat16") -> Point:
+        batches = (-(-candidates // ratio), candidates)
+        problem = dataclasses.replace(DEFAULT, batches=batches, dtype=dtype)
+        return Point(sweep, label, Case(problem, "unsorted"))
+
+    if sweep == "ratio":
+        yield from (at(f"{ratio}:1", DEFAULT_BATCH, ratio) for ratio in (1, 8, 70, 1024))
+    elif sweep == "batch":
+        yield from (at(f"B={batch}", batch, 70) for batch in (256, 4096))
+    elif sweep == "dtype":
+        yield at("float16", DEFAULT_BATCH, 70, "float16")
+    else:
+        raise ValueError(f"unknown sweep {sweep!r}; known: {', '.join(SWEEPS)}")
+
+
+# Providers
+
+
+def _by_op(implementation: str | None) -> Gradient:
+    def gradient(inputs: Inputs, cotangent: jax.Array) -> Gradients:
+        def op(weights: Any, embeddings: Any) -> jax.Array:
+            arguments = Inputs(weights, embeddings, inputs.parents).arguments
+            return linear_compression(*arguments, implementation=implementation)
+
+        found: Gradients = jax.vjp(op, *inputs[:2])[1](cotangent)
+        return found
+
+    return gradient
+
+
+def _sum_scattered(cotangent: jax.Array, index: jax.Array, users: int) -> jax.Array:
+    return jax.ops.segment_sum(cotangent.astype(jnp.float32), index, users)
+
+
+def _sum_multiplied(cotangent: jax.Array, index: jax.Array, users: int) -> jax.Array:
+    """By a one-hot matrix, which spreads a candidate's NaN to all users."""
+    is_of_user = jnp.arange(users, dtype=jnp.int32)[:, None] == index[None]
+    return jnp.einsum(
+        "ub,bmn->umn",
+        is_of_user.astype(cotangent.dtype),
+        cotangent,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _by_hand(total: Callable[[jax.Array, jax.Array, int], jax.Array]) -> Gradient:
+    """The fastest forms on an H200: batched products, and products of transposed copies."""
+
+    def d_embedding(weight: jax.Array, d_result: jax.Array) -> jax.Array:
+        weights = jnp.broadcast_to(weight.T, (d_result.shape[0], *weight.T.shape))
+        dimensions = (((2,), (1,)), ((0,), (0,)))
+        return jax.lax.dot_general(weights, d_result, dimensions)
+
+    def d_weight(d_result: jax.Array, embedding: jax.Array) -> jax.Array:
+        lhs, rhs = (jnp.swapaxes(x, 0, 1).reshape(x.shape[1], -1) for x in (d_result, embedding))
+        dimensions = (((1,), (1,)), ((), ()))
+        product = jax.lax.dot_general(lhs, rhs, dimensions, preferred_element_type=jnp.float32)
+        return product.astype(embedding.dtype)
+
+    def gradient(inputs: Inputs, cotangent: jax.Array) -> Gradients:
+        (w_user, w_cand), (e_user, e_cand), (_, index) = inputs
+        assert index is not None
+        of_users = total(cotangent, index, e_user.shape[0]).astype(cotangent.dtype)
+        d_weights = d_weight(of_users, e_user), d_weight(cotangent, e_cand)
+        return d_weights, (d_embedding(w_user, of_users), d_embedding(w_cand, cotangent))
+
+    return gradient
+
+
+#: Name, description and gradient of every provider; ours is the last.
+PROVIDERS: tuple[tuple[str, str, Gradient], ...] = (
+    ("xla", "implementation='xla'", _by_op("xla")),
+    ("by-hand", "XLA by hand, sums scattered", _by_hand(_sum_scattered)),
+    ("by-hand-one-hot", "XLA by hand, sums by a one-hot product", _by_hand(_sum_multiplied)),
+    ("ikbo", "ikbo_jax.linear_compression", _by_op(None)),
+)
+BY_HAND = ("by-hand", "by-hand-one-hot")
+
+
+# Checks
+
+
+@functools.partial(jax.jit, compiler_options=error_rule.UNTUNED)
+def _expected_and_plain(inputs: Inputs, cotangent: jax.Array) -> tuple[Gradients, Gradients]:
+    """Gradients of the materialised form, in f32 and in the inputs' dtype."""
+
+    def gradients(weights: Any, embeddings: Any, cotangent: jax.Array, **options: Any) -> Gradients:
+        form = functools.partial(reference.materialised, parents=inputs.parents, **options)
+        found: Gradients = jax.vjp(form, weights, embeddings)[1](cotangent)
+        return found
+
+    arrays = (inputs.weights, inputs.embeddings, cotangent)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), arrays)
+    return gradients(*wide), gradients(*arrays, precision=None)
+
+
+def _some(gradients: Gradients) -> list[np.ndarray]:
+    """The gradients of both weights, and of some users and candidates."""
+    d_weights, d_embeddings = gradients
+    rows = [harness.sample(x.shape[0], NUM_CHECKED) for x in d_embeddings]
+    some = [x[jnp.asarray(at, jnp.int32)] for x, at in zip(d_embeddings, rows, strict=True)]
+    return [np.asarray(x).astype(np.float32) for x in (*d_weights, *some)]
+
+
+def check(found: Gradients, expected: Sequence[np.ndarray], bounds: Sequence[float]) -> Check:
+    """The error with the largest ratio to its bound, and that bound."""
+    errors = [
+        float(np.max(np.abs(x - want))) for x, want in zip(_some(found), expected, strict=True)
+    ]
+    # NaN counts as the largest.
+    worst = int(np.argmax([error / bound for error, bound in zip(errors, bounds, strict=True)]))
+    return Check(errors[worst], bounds[worst])
+
+
+def measure_point(
+    point: Point, providers: Sequence[tuple[str, str, Gradient]], protocol: harness.Protocol
+) -> dict[str, Any]:
+    """Checks the providers at a point, and times them interleaved with the reference matmul."""
+    problem = point.problem
+    inputs = point.case.inputs()
+    shape = (problem.batches[-1], problem.m, problem.n)
+    cotangent = jax.random.normal(jax.random.key(1), shape, jnp.dtype(problem.dtype))
+    exact, plain = map(_some, _expected_and_plain(inputs, cotangent))
+    bounds = [
+        error_rule.bound(
+            float(np.max(np.abs(rounded - want))),
+            float(np.max(np.abs(want))),
+            problem.dtype,
+            problem.batches[-1] * problem.n,
+        )
+        for rounded, want in zip(plain, exact, strict=True)
+    ]
+
+    def compiled(name: str, stage: str, gradient: Gradient) -> harness.Contender:
+        def compare(found: Gradients) -> Check:
+            return check(found, exact, bounds)
+
+        return harness.compile_and_check(
+            name, stage, lambda: (gradient, (inputs, cotangent)), compare
+        )
+
+    contenders = [compiled(*provider) for provider in providers]
+    return {**point.entry(), **harness.measure(contenders, 2 * problem.useful_flops, protocol)}
+
+
+def best_by_hand(point: Record) -> Record | None:
+    """The figures of the fastest gradient by hand at a point of a results file."""
+    found = [record for name in BY_HAND if (record := provider_of(point, name)) is not None]
+    return min(found, key=lambda record: float(record["median_ms"]), default=None)
+
+
+def bar(point: Record, all_points: Sequence[Record]) -> str:
+    """Text with the figures of `ikbo` at a point of a results file, next to their bars."""
+    del all_points
+    ours, by_hand = provider_of(point, "ikbo"), best_by_hand(point)
+    if ours is None or by_hand is None:
+        return ""
+    relative = ours["median_ms"] / by_hand["median_ms"]
+    found = f"{relative:.3f} of the time by hand, bar {BY_HAND_BAR:.2f}"
+    if point["sweep"] == "ratio":
+        found = f"fraction {ours['fraction']:.3f}, bar {FRACTION_BAR:.2f}; {found}"
+    return found
+
+
+def run(sweeps: Sequence[str], *, out: pathlib.Path, **options: Any) -> dict[str, Any]:
+    """Measures sweeps, as `attention.run` does; with `quick`, one provider by hand."""
+    bench = harness.Run("linear_compression_gradient", out, **options)
+    providers = PROVIDERS[-2:] if bench.quick else PROVIDERS
+
+    def measure(point: Point) -> dict[str, Any]:
+        return measure_point(point, providers, bench.protocol)
+
+    return bench.measure([p for sweep in sweeps for p in points(sweep)], measure, shrink)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; returns 1 if a provider failed or was wrong."""
+    args = harness.op_parser("linear_compression_gradient", SWEEPS).parse_args(argv)
+    return harness.print_results(run(args.sweep, **harness.options(args)), bar)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

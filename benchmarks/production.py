@@ -1,0 +1,350 @@
+"""Benchmark of drawn workloads that nobody tuned for, beside what a user has without this library.
+
+    python -m benchmarks.production --out benchmarks/results/production-h200.json
+
+Workloads come from `production_draws`, forward and, for training, forward with all gradients. Every
+contender is compared with the XLA path in float32. A point's *roofline* is the least time that the
+device needs: the largest of useful FLOPs at the measured matmul, bytes read and written once at the
+measured copy, and an empty kernel. Where a call takes less than `SHORT_MS`, kernels are timed by
+CUPTI, since Python launches no faster; all contenders of a point are timed in the same way. Without
+a GPU all sizes shrink, and the figures only show that the benchmark runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import fcntl
+import functools
+import json
+import math
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import harness, timing
+from benchmarks.production_draws import DRAWS, Shape, shapes, shrink
+from benchmarks.production_providers import Contender, contenders
+from benchmarks.records import OUR_NAME, Record, format_table, provider_of
+from ikbo_jax.cases.error_rule import Check
+
+#: What is timed, and its useful FLOPs and bytes relative to the forward pass: gradients take five
+#: products for the forward pass' two (for linear compression four for two), and read and write
+#: every array of the forward pass and its gradient once.
+DIRECTIONS = ("forward", "both")
+PRODUCTS = {"attention": 3.5, "linear_compression": 3.0, "gdpa": 3.5}
+SWEEPS = tuple(f"{op} {direction}" for op in DRAWS for direction in DIRECTIONS)
+#: A call that takes less time is timed by CUPTI.
+SHORT_MS = 0.3
+#: Largest error relative to the largest result: a few roundings of bfloat16.
+TOLERANCE = 2.0**-6
+#: Largest time relative to the best alternative.
+SLOWEST_BAR = 1.03
+#: Bars of the geometric means: fraction of the roofline, speed relative to the best alternative.
+MEAN_BARS = {"attention": (0.62, 1.6), "linear_compression": (0.70, 2.0), "gdpa": (0.62, 2.5)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """A workload in one direction."""
+
+    shape: Shape
+    direction: str
+
+    @property
+    def sweep(self) -> str:
+        return f"{self.shape.op} {self.direction}"
+
+    @property
+    def label(self) -> str:
+        return self.shape.label
+
+    @property
+    def work(self) -> tuple[float, float]:
+        """Useful FLOPs and bytes."""
+        if self.direction == "forward":
+            return self.shape.flops, self.shape.num_bytes
+        return self.shape.flops * PRODUCTS[self.shape.op], 2.0 * self.shape.num_bytes
+
+
+def points(sweeps: Sequence[str], number: int, seed: int) -> list[Point]:
+    """`number` points of every sweep."""
+    return [
+        Point(shape, direction)
+        for op, direction in map(str.split, sweeps)
+        for shape in shapes(op, number, seed)
+    ]
+
+
+def _program(contender: Contender, direction: str) -> tuple[Callable[..., Any], tuple]:
+    """A function that returns a tuple of results, and its arguments."""
+    if direction == "forward":
+        return lambda *args: (contender.fn(*args),), contender.args
+    out = jnp.zeros_like(jax.eval_shape(contender.fn, *contender.args))
+    # The same cotangent for all contenders, in the layout of each.
+    finished, pull = jax.vjp(contender.finish, out)
+    draw = jax.jit(jax.random.normal, static_argnums=(1, 2))
+    (d_out,) = pull(draw(jax.random.key(9), finished.shape, finished.dtype))
+    return functools.partial(_with_gradients, contender.fn), (d_out, *contender.args)
+
+
+def _with_gradients(fn: Callable[..., Any], d_out: Any, *args: Any) -> tuple[Any, ...]:
+    out, pull = jax.vjp(fn, *args)
+    return (out, *pull(d_out))
+
+
+def _exact(contender: Contender, direction: str) -> list[np.ndarray]:
+    """The results in float32, for the same inputs and the same cotangent."""
+    fn, args = _program(contender, direction)
+    with jax.default_matmul_precision("highest"):
+        return [np.asarray(x) for x in jax.jit(fn)(*(x.astype(jnp.float32) for x in args))]
+
+
+def _compare(contender: Contender, exact: list[np.ndarray], results: Sequence[Any]) -> Check:
+    """The error with the largest ratio to its bound, and that bound."""
+    out, *gradients = results
+    found = [contender.finish(out)]
+    if gradients:
+        found += contender.finish_gradients(tuple(gradients))
+    checks = []
+    for actual, expected in zip(found, exact, strict=True):
+        error = np.abs(np.asarray(actual).astype(np.float32) - expected).max()
+        checks.append(Check(float(error), TOLERANCE * float(np.abs(expected).max())))
+    return max(checks, key=lambda check: _ratio(check))
+
+
+def _ratio(check: Check) -> float:
+    ratio = check.error / check.bound
+    return math.inf if math.isnan(ratio) else ratio
+
+
+class Program(NamedTuple):
+    """A compiled contender; its arrays are made again for the timing.
+
+    Attributes:
+      make: makes the contender and its arrays.
+      compiled: None if it cannot run.
+      record: its entry in the results file.
+    """
+
+    make: Callable[[], Contender]
+    compiled: Any
+    record: dict[str, Any]
+
+
+def compiled(point: Point) -> list[Program]:
+    """Compiles every contender of a point, without running any."""
+    programs = []
+    for make in contenders(point.shape):
+        name, record = make.__name__, {"stage": "-"}
+        try:
+            contender = make()
+            name, record = contender.name, {"stage": contender.stage}
+            fn, args = _program(contender, point.direction)
+            compiled = jax.jit(fn).lower(*args).compile()
+            programs.append(Program(make, compiled, {"name": name, **record}))
+        except Exception as failure:
+            # cuDNN refuses some sizes, and copies need more memory than there is.
+            word = "failure" if name == OUR_NAME else "skipped"
+            reason = f"{type(failure).__name__}: {str(failure)[:200]}"
+            programs.append(Program(make, None, {"name": name, **record, word: reason}))
+    return programs
+
+
+def _checked(program: Program, direction: str, exact: list[np.ndarray]) -> harness.Contender:
+    """Runs a program once and compares its results."""
+    record = dict(program.record)
+    if program.compiled is None:
+        return harness.Contender(record)
+    contender = program.make()
+    _, args = _program(contender, direction)
+    check = Check(0.0, 1.0)
+    try:
+        results = jax.block_until_ready(program.compiled(*args))
+        if contender.is_comparable:
+            check = _compare(contender, exact, results)
+        else:
+            record["note"] = "another function: softmax"
+    except Exception as failure:
+        word = "failure" if contender.name == OUR_NAME else "skipped"
+        return harness.Contender(record | {word: f"{type(failure).__name__}: {failure!s:.200}"})
+    memory = program.compiled.memory_analysis()
+    record |= {
+        "temp_bytes": None if memory is None else int(memory.temp_size_in_bytes),
+        **check._asdict(),
+        "ok": check.ok,
+    }
+    thunk = functools.partial(program.compiled, *args)
+    return harness.Contender(record, thunk, program.compiled, args)
+
+
+def _short(found: Sequence[harness.Contender]) -> None:
+    """Replaces the times of all contenders by CUPTI's, where it could time all of them."""
+    timed = [c for c in found if "median_ms" in c.record]
+    if not timed or min(c.record["median_ms"] for c in timed) >= SHORT_MS:
+        return
+    kernels = [timing.kernel_ms(c.compiled, *c.args) for c in timed]
+    for contender, ms in zip(timed, kernels, strict=True):
+        if ms is None or None in kernels:
+            return
+        contender.record |= {"call_ms": contender.record["median_ms"], "ms": ms}
+        contender.record["median_ms"] = statistics.median(ms)
+
+
+@functools.cache
+def _ceilings() -> tuple[float, float]:
+    """TB/s of a copy, and milliseconds of an empty kernel by CUPTI (0 where there is none)."""
+    size = timing.COPY_BYTES if jax.default_backend() == "gpu" else 2**20
+    nothing = jnp.zeros((), jnp.float32)
+    add = jax.jit(lambda x: x + 1).lower(nothing).compile()
+    empty = timing.kernel_ms(add, nothing)
+    return timing.copy_ceiling(size)["tb_per_s"], 0.0 if empty is None else statistics.median(empty)
+
+
+def measure_point(
+    point: Point, programs: Sequence[Program], protocol: harness.Protocol
+) -> dict[str, Any]:
+    """Checks all contenders of a point, and times them interleaved with the reference matmul."""
+    exact = _exact(programs[1].make(), point.direction)
+    found = [_checked(program, point.direction, exact) for program in programs]
+    flops, num_bytes = point.work
+    measured = harness.measure(found, flops, protocol)
+    _short(found)
+    copy, empty = _ceilings()
+    compute_ms = flops / measured["matmul_tflops"] / 1e9
+    roofline = max(compute_ms, num_bytes / copy / 1e9, empty)
+    for record in measured["providers"]:
+        if "median_ms" in record:
+            record["tflops"] = timing.tflops(flops, record["median_ms"])
+            record["fraction"] = roofline / record["median_ms"]
+    return {
+        "sweep": point.sweep,
+        "label": point.label,
+        "problem": dataclasses.asdict(point.shape),
+        "bytes": num_bytes,
+        "roofline_ms": roofline,
+        **measured,
+    }
+
+
+def alternative(point: Record) -> Record | None:
+    """The fastest contender besides this library; None if none could run."""
+    timed = [p for p in point["providers"] if p["name"] != OUR_NAME and "median_ms" in p]
+    return min(timed, key=lambda p: float(p["median_ms"]), default=None)
+
+
+def speedup(point: Record) -> float | None:
+    """Time of the best alternative relative to this library's; None if either is missing."""
+    ours, other = provider_of(point, OUR_NAME), alternative(point)
+    if ours is None or other is None:
+        return None
+    return float(other["median_ms"]) / float(ours["median_ms"])
+
+
+def bars(point: Record, all_points: Sequence[Record]) -> str:
+    """The best alternative of a point, and this library's speed relative to it."""
+    del all_points
+    other, ratio = alternative(point), speedup(point)
+    if other is None or ratio is None:
+        return ""
+    slow = f", bar {1 / SLOWEST_BAR:.2f}" if ratio < 1 / SLOWEST_BAR else ""
+    return f"{ratio:.2f} x {other['name']}{slow}"
+
+
+def summary(results: Record) -> str:
+    """Geometric means of every sweep, points that lose, and the ten worst, as text."""
+    lines = []
+    for sweep in SWEEPS:
+        found = [p for p in results["points"] if p["sweep"] == sweep]
+        ratios = [(ratio, p) for p in found if (ratio := speedup(p)) is not None]
+        if not ratios:
+            continue
+        mean_bars = MEAN_BARS[sweep.split()[0]]
+        ours = [record for p in found if (record := provider_of(p, OUR_NAME)) is not None]
+        fraction = statistics.geometric_mean(float(record["fraction"]) for record in ours)
+        mean = statistics.geometric_mean(ratio for ratio, _ in ratios)
+        slower = sum(ratio < 1 / SLOWEST_BAR for ratio, _ in ratios)
+        lines.append(
+            f"{sweep}: {len(found)} points, {fraction:.2f} of the roofline (bar {mean_bars[0]}), "
+            f"{mean:.2f} x the best alternative (bar {mean_bars[1]}), {slower} slower (bar 0)"
+        )
+        for ratio, point in sorted(ratios, key=lambda pair: pair[0])[:10]:
+            lines.append(f"    {ratio:.2f} x {alternative(point)['name']}: {point['label']}")  # type: ignore[index]
+    return "\n".join(lines)
+
+
+def _measure_share(args: argparse.Namespace, share: int) -> None:
+    """Measures every `args.jobs`-th point; one process at a time has the device.
+
+    Programs are compiled before any process measures, because XLA times GEMM algorithms then.
+    """
+    folder = pathlib.Path(args.scratch)
+    mine = points(args.sweep, args.number, args.seed)[share :: args.jobs]
+    if jax.default_backend() != "gpu":
+        mine = [dataclasses.replace(point, shape=shrink(point.shape)) for point in mine]
+    protocol = harness.Protocol.for_device(quick=args.quick)
+    programs = [compiled(point) for point in mine]
+    (folder / f"compiled-{share}").touch()
+    while len(list(folder.glob("compiled-*"))) < args.jobs:
+        time.sleep(0.1)
+    measured = []
+    for point, of_point in zip(mine, programs, strict=True):
+        with open(folder / "device", "w", encoding="utf-8") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            record = measure_point(point, of_point, protocol)
+        measured.append(record)
+        timing.write_results(folder / f"points-{share}.json", {"points": measured})
+        print(f"{point.sweep} {point.label}: {bars(record, ())}", flush=True)
+
+
+def _measure_all(args: argparse.Namespace, argv: Sequence[str]) -> list[Record]:
+    """Measures all points in `args.jobs` processes; returns them in the order of the draws."""
+    with tempfile.TemporaryDirectory() as scratch:
+        base = [sys.executable, "-m", "benchmarks.production", *argv, "--scratch", scratch]
+        environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        processes = [
+            subprocess.Popen([*base, "--share", str(share)], env=environment)
+            for share in range(args.jobs)
+        ]
+        failed = [share for share, process in enumerate(processes) if process.wait()]
+        found: list[Record] = []
+        for path in pathlib.Path(scratch).glob("points-*.json"):
+            found += json.loads(path.read_text(encoding="utf-8"))["points"]
+    if failed:
+        print(f"{len(failed)} of {args.jobs} processes failed; their points are missing")
+    return sorted(found, key=lambda point: SWEEPS.index(point["sweep"]))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; returns 1 if this library failed or a result was wrong."""
+    parser: argparse.ArgumentParser = harness.parser("production", SWEEPS)
+    parser.add_argument("--number", type=int, default=80, help="points of every sweep")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the draws")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that compile at once")
+    parser.add_argument("--share", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--scratch", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.share is not None:
+        _measure_share(args, args.share)
+        return 0
+    bench = harness.Run("production", **harness.options(args))
+    results = bench.results
+    results["points"] = _measure_all(args, sys.argv[1:] if argv is None else argv)
+    timing.write_results(args.out, results)
+    status = harness.print_lines(results, format_table(results, bars))
+    print(summary(results))
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,319 @@
+"""Seeded draws of sizes that ranking teams run, from stated distributions.
+
+Every function takes a NumPy generator and draws one workload. Sizes are log-uniform unless a
+choice with weights says otherwise, and are drawn again while the workload's arrays or FLOPs exceed
+`MAX_BYTES` and `MAX_FLOPS`, which no request of a ranking service does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+
+Generator = np.random.Generator
+
+#: Limits of one workload: all arrays of its forward pass, and the FLOPs of that pass.
+MAX_BYTES, MAX_FLOPS = 4 * 2**30, 2e12
+#: Probabilities of head widths.
+HEAD_DIMS = {64: 0.4, 96: 0.1, 128: 0.35, 192: 0.05, 256: 0.1}
+HEADS = {1: 0.25, 2: 0.25, 4: 0.35, 8: 0.15}
+#: Probabilities of key heads, by query heads.
+KV_HEADS = {
+    1: {1: 1.0},
+    2: {2: 0.75, 1: 0.25},
+    4: {4: 0.75, 2: 0.15, 1: 0.1},
+    8: {8: 0.75, 2: 0.15, 1: 0.1},
+}
+DTYPES = {"bfloat16": 0.9, "float16": 0.1}
+
+
+def _log_uniform(rng: Generator, low: int, high: int) -> int:
+    return round(math.exp(rng.uniform(math.log(low), math.log(high))))
+
+
+def _choice(rng: Generator, weights: Mapping[Any, float]) -> Any:
+    names = list(weights)
+    return names[rng.choice(len(names), p=np.fromiter(weights.values(), float))]
+
+
+def _users(rng: Generator, batch: int) -> int:
+    """One user for 30 % of the requests, as many as candidates for 10 %."""
+    kind = rng.random()
+    if kind < 0.3:
+        return 1
+    return batch if kind < 0.4 else max(1, batch // _log_uniform(rng, 2, 1000))
+
+
+def _counts(batch: int, users: int, is_even: bool) -> np.ndarray:
+    """Numbers of candidates of the users, [users]; some may be 0 unless `is_even`."""
+    if is_even:
+        return np.diff(np.linspace(0, batch, users + 1).astype(np.int64))
+    return np.random.default_rng(0).multinomial(batch, np.full(users, 1 / users))
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionShape:
+    """Target attention; the names are those of `AttentionProblem`.
+
+    Attributes:
+      index: "ragged" (random numbers of candidates), "even" or "unsorted".
+      has_lengths: whether the users' histories have lengths in 1..S.
+    """
+
+    op: ClassVar[str] = "attention"
+
+    batch: int
+    users: int
+    q_len: int
+    kv_len: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    index: str
+    has_lengths: bool
+
+    @property
+    def cand_to_user(self) -> np.ndarray:
+        """[B] int32."""
+        counts = _counts(self.batch, self.users, self.index == "even")
+        index = np.repeat(np.arange(self.users, dtype=np.int32), counts)
+        return np.random.default_rng(1).permutation(index) if self.index == "unsorted" else index
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """[U] int32: keys of every user."""
+        if not self.has_lengths:
+            return np.full(self.users, self.kv_len, np.int32)
+        drawn = np.random.default_rng(2).integers(1, self.kv_len + 1, self.users)
+        return drawn.astype(np.int32)
+
+    @property
+    def flops(self) -> float:
+        """Useful FLOPs of the forward pass; of keys within the lengths only."""
+        keys = self.lengths[self.cand_to_user].sum(dtype=np.int64)
+        return 4.0 * self.q_len * self.q_heads * self.head_dim * float(keys)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the forward pass must read and write: of keys within the lengths only."""
+        rows = self.batch * self.q_len * self.q_heads * 2
+        keys = int(self.lengths.sum(dtype=np.int64)) * self.kv_heads * 2
+        return 2 * self.head_dim * (rows + keys)
+
+    @property
+    def label(self) -> str:
+        lengths = " lengths" if self.has_lengths else ""
+        return (
+            f"B={self.batch} U={self.users} T={self.q_len} S={self.kv_len} N={self.q_heads} "
+            f"K={self.kv_heads} H={self.head_dim} {self.dtype} {self.index}{lengths}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class CompressionShape:
+    """Linear compression of candidates' and users' embeddings."""
+
+    op: ClassVar[str] = "linear_compression"
+
+    batch: int
+    users: int
+    m: int
+    n: int
+    k_cand: int
+    k_user: int
+    dtype: str
+    index: str
+
+    @property
+    def flops(self) -> float:
+        """Useful FLOPs of the forward pass."""
+        return 2.0 * self.m * self.n * (self.batch * self.k_cand + self.users * self.k_user)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the forward pass must read and write."""
+        rows = self.batch * (self.k_cand + self.m) + self.users * self.k_user
+        return 2 * (self.n * rows + self.m * (self.k_cand + self.k_user))
+
+    @property
+    def label(self) -> str:
+        return (
+            f"B={self.batch} U={self.users} M={self.m} N={self.n} "
+            f"K={self.k_cand}+{self.k_user} {self.dtype} {self.index}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class GdpaShape:
+    """Activation attention over jagged sequences.
+
+    Attributes:
+      lengths: "log-normal" (median 100, sigma 1), "uniform" in 1..longest or "short" (uniform in
+        1..64): the same for queries and keys; "pffn": log-normal queries, `longest` keys; "pma":
+        `longest` seeds as queries of every sequence, log-normal keys.
+      activation: one of gdpa's activations, or "softmax".
+    """
+
+    op: ClassVar[str] = "gdpa"
+
+    batch: int
+    lengths: str
+    longest: int
+    heads: int
+    head_dim: int
+    dtype: str
+    activation: str
+
+    def _log_normal(self) -> np.ndarray:
+        drawn = np.random.default_rng(3).lognormal(math.log(100), 1, self.batch)
+        return np.clip(drawn.astype(np.int64), 1, 2048)
+
+    @property
+    def is_broadcast(self) -> bool:
+        """Whether all sequences have the same queries."""
+        return self.lengths == "pma"
+
+    @property
+    def numbers(self) -> tuple[np.ndarray, np.ndarray]:
+        """Numbers of queries and of keys of every sequence, [batch] each."""
+        same = np.full(self.batch, self.longest, np.int64)
+        if self.lengths == "pffn":
+            return self._log_normal(), same
+        if self.lengths == "pma":
+            return same, self._log_normal()
+        if self.lengths == "log-normal":
+            return self._log_normal(), self._log_normal()
+        drawn = np.random.default_rng(3).integers(1, self.longest + 1, self.batch)
+        return drawn, drawn
+
+    @property
+    def flops(self) -> float:
+        """Useful FLOPs of the forward pass: of pairs of the same sequence only."""
+        queries, keys = self.numbers
+        return 4.0 * self.heads * self.head_dim * float(np.dot(queries, keys))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the forward pass must read and write."""
+        queries, keys = (int(x.sum()) for x in self.numbers)
+        read = self.longest if self.is_broadcast else queries
+        return 2 * self.heads * self.head_dim * (read + queries + 2 * keys)
+
+    @property
+    def label(self) -> str:
+        return (
+            f"B={self.batch} {self.lengths} {self.longest} N={self.heads} H={self.head_dim} "
+            f"{self.dtype} {self.activation}"
+        )
+
+
+Shape = AttentionShape | CompressionShape | GdpaShape
+
+
+def _within_limits[S: (AttentionShape, CompressionShape, GdpaShape)](draw: Callable[[], S]) -> S:
+    while (shape := draw()).num_bytes > MAX_BYTES or shape.flops > MAX_FLOPS:
+        pass
+    return shape
+
+
+def attention_shape(rng: Generator) -> AttentionShape:
+    """B in 64..16,384, T = 1 for half of them, S in 32..16,384, odd for half of them."""
+
+    def draw() -> AttentionShape:
+        batch, heads = _log_uniform(rng, 64, 16_384), _choice(rng, HEADS)
+        kv_len = _log_uniform(rng, 32, 16_384)
+        if rng.random() < 0.5:
+            kv_len = -(-kv_len // 64) * 64
+        return AttentionShape(
+            batch=batch,
+            users=_users(rng, batch),
+            q_len=_choice(rng, {1: 0.5, 2: 0.05, 4: 0.1, 8: 0.1, 16: 0.1, 32: 0.05, 64: 0.1}),
+            kv_len=kv_len,
+            q_heads=heads,
+            kv_heads=_choice(rng, KV_HEADS[heads]),
+            head_dim=_choice(rng, HEAD_DIMS),
+            dtype=_choice(rng, DTYPES),
+            index=_choice(rng, {"ragged": 0.7, "even": 0.15, "unsorted": 0.15}),
+            has_lengths=rng.random() < 0.3,
+        )
+
+    return _within_limits(draw)
+
+
+def compression_shape(rng: Generator) -> CompressionShape:
+    """B in 64..16,384, M in 8..1,024, K in 16..2,048, N in 16..512."""
+
+    def draw() -> CompressionShape:
+        batch = _log_uniform(rng, 64, 16_384)
+        return CompressionShape(
+            batch=batch,
+            users=_users(rng, batch),
+            m=_log_uniform(rng, 8, 1024),
+            n=_choice(rng, {16: 0.1, 32: 0.15, 64: 0.25, 96: 0.1, 128: 0.2, 256: 0.15, 512: 0.05}),
+            k_cand=_log_uniform(rng, 16, 2048),
+            k_user=_log_uniform(rng, 16, 2048),
+            dtype=_choice(rng, DTYPES),
+            index=_choice(rng, {"ragged": 0.85, "unsorted": 0.15}),
+        )
+
+    return _within_limits(draw)
+
+
+def gdpa_shape(rng: Generator) -> GdpaShape:
+    """B in 64..4,096; PFFN with 16 to 512 keys, PMA with 8 to 64 seeds."""
+
+    def draw() -> GdpaShape:
+        kinds = {"log-normal": 0.3, "uniform": 0.2, "short": 0.2, "pffn": 0.15, "pma": 0.15}
+        kind = _choice(rng, kinds)
+        longest = {
+            "log-normal": 2048,
+            "uniform": _log_uniform(rng, 65, 2048),
+            "short": 64,
+            "pffn": _log_uniform(rng, 16, 512),
+            "pma": _log_uniform(rng, 8, 64),
+        }[kind]
+        activations = {"gelu_tanh": 0.4, "silu": 0.2, "relu": 0.1, "gelu": 0.05, "softmax": 0.25}
+        return GdpaShape(
+            batch=_log_uniform(rng, 64, 4096),
+            lengths=kind,
+            longest=longest,
+            heads=_choice(rng, HEADS),
+            head_dim=_choice(rng, {64: 0.45, 96: 0.1, 128: 0.4, 256: 0.05}),
+            dtype=_choice(rng, DTYPES),
+            activation=_choice(rng, activations),
+        )
+
+    return _within_limits(draw)
+
+
+DRAWS: dict[str, Callable[[Generator], Shape]] = {
+    "attention": attention_shape,
+    "linear_compression": compression_shape,
+    "gdpa": gdpa_shape,
+}
+
+
+def shapes(op: str, number: int, seed: int = 0) -> list[Shape]:
+    """`number` workloads of an op; a larger number or another seed adds new ones."""
+    rng = np.random.default_rng([seed, list(DRAWS).index(op)])
+    return [DRAWS[op](rng) for _ in range(number)]
+
+
+def shrink(shape: Shape) -> Shape:
+    """The workload with sizes small enough for a CPU."""
+    batch = min(shape.batch, 24)
+    if isinstance(shape, AttentionShape):
+        small = dataclasses.replace(shape, batch=batch, users=min(shape.users, 6), head_dim=16)
+        return dataclasses.replace(small, q_len=min(shape.q_len, 3), kv_len=min(shape.kv_len, 40))
+    if isinstance(shape, CompressionShape):
+        narrow = dataclasses.replace(shape, batch=batch, users=min(shape.users, 6), n=8)
+        return dataclasses.replace(
+            narrow, m=min(shape.m, 9), k_cand=min(shape.k_cand, 10), k_user=min(shape.k_user, 11)
+        )
+    longest = min(shape.longest, 20)
+    return dataclasses.replace(shape, batch=min(batch, 3), longest=longest, heads=1, head_dim=16)

@@ -1,0 +1,272 @@
+"""What a user has besides this library, for every workload of `production_draws`.
+
+A provider is a function of arrays on the device. What a data pipeline can do beforehand stands
+before the timing: a layout in which a user's queries are contiguous, padded sequences, padded
+widths. What depends on the model's parameters or on the request's copies is inside.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import ikbo_jax
+from benchmarks import yardsticks
+from benchmarks.production_draws import AttentionShape, CompressionShape, GdpaShape, Shape
+from benchmarks.records import OUR_NAME
+from ikbo_jax.cases.attention import materialised_cudnn
+from ikbo_jax.models.strategies import fold_by_user
+
+#: Largest number of bytes that a copy a candidate may take; larger copies are left out.
+MAX_COPIES = 8 * 2**30
+#: Widths of embeddings are padded by hand to a multiple of this many elements: 16 bytes.
+ALIGNMENT = 8
+#: Results of a provider, each in the shape of this library's result.
+Results = tuple[jax.Array, ...]
+
+
+class Contender(NamedTuple):
+    """One implementation.
+
+    Attributes:
+      name: short name, the key in results files.
+      stage: description.
+      fn: a function of `args` whose result has the layout of `args`; differentiable.
+      args: arrays; gradients are taken with respect to all of them.
+      finish: converts the result to the shape of this library's result.
+      finish_gradients: the same for the gradients.
+      is_comparable: whether it computes the same function as this library.
+    """
+
+    name: str
+    stage: str
+    fn: Callable[..., jax.Array]
+    args: tuple[jax.Array, ...]
+    finish: Callable[[jax.Array], jax.Array] = lambda out: out
+    finish_gradients: Callable[[Results], Results] = lambda gradients: gradients
+    is_comparable: bool = True
+
+
+def _normal(number: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    draw = jax.jit(jax.random.normal, static_argnums=(1, 2))
+    return draw(jax.random.key(number), shape, jnp.dtype(dtype))
+
+
+def _attention(shape: AttentionShape) -> Iterator[Callable[[], Contender]]:
+    s = shape
+    index, lengths = jnp.asarray(s.cand_to_user), jnp.asarray(s.lengths)
+    seq_lengths = lengths if s.has_lengths else None
+    query = _normal(0, (s.batch, s.q_len, s.q_heads, s.head_dim), s.dtype)
+    key, value = (
+        _normal(number, (s.users, s.kv_len, s.kv_heads, s.head_dim), s.dtype) for number in (1, 2)
+    )
+    args = (query, key, value)
+
+    def ours(
+        query: jax.Array, key: jax.Array, value: jax.Array, *, implementation: str | None
+    ) -> jax.Array:
+        out = ikbo_jax.attention(
+            query,
+            key,
+            value,
+            index,
+            key_value_seq_lengths=seq_lengths,
+            indices_are_sorted=s.index != "unsorted",
+            implementation=implementation,
+        )
+        assert isinstance(out, jax.Array)
+        return out
+
+    def op(implementation: str | None) -> Callable[..., jax.Array]:
+        return functools.partial(ours, implementation=implementation)
+
+    def grouped() -> Contender:
+        attend = yardsticks.cudnn()
+        counts = np.bincount(s.cand_to_user, minlength=s.users)
+        fold = fold_by_user(index, s.users, int(counts.max()))
+        folded = jax.jit(fold.fold)(query)
+
+        def run(*arrays: jax.Array) -> jax.Array:
+            return attend(*arrays, key_value_seq_lengths=seq_lengths)
+
+        return Contender(
+            "grouped-cudnn",
+            "queries grouped by hand before, cuDNN",
+            run,
+            (folded, key, value),
+            fold.unfold,
+            lambda gradients: (fold.unfold(gradients[0]), *gradients[1:]),
+        )
+
+    def copies() -> Contender:
+        yardsticks.cudnn()
+        size = 2 * key[:1].nbytes * s.batch
+        if size > MAX_COPIES:
+            raise NotImplementedError(f"copies of {size / 2**30:.1f} GiB")
+
+        def run(*arrays: jax.Array) -> jax.Array:
+            return materialised_cudnn(*arrays, index, seq_lengths)
+
+        return Contender("copies-cudnn", "keys and values copied, then cuDNN", run, args)
+
+    yield lambda: Contender(OUR_NAME, "ikbo_jax.attention", op(None), args)
+    yield lambda: Contender("xla", "implementation='xla'", op("xla"), args)
+    yield grouped
+    yield copies
+
+
+def _linear_compression(shape: CompressionShape) -> Iterator[Callable[[], Contender]]:
+    s = shape
+    index = np.repeat(
+        np.arange(s.users, dtype=np.int32),
+        np.random.default_rng(0).multinomial(s.batch, np.full(s.users, 1 / s.users)),
+    )
+    if s.index == "unsorted":
+        index = np.random.default_rng(1).permutation(index)
+    parents = jnp.asarray(index)
+    scale = jnp.asarray((s.k_cand + s.k_user) ** -0.5, jnp.dtype(s.dtype))
+    weights = tuple(
+        _normal(number, (s.m, k), s.dtype) * scale for number, k in ((0, s.k_cand), (1, s.k_user))
+    )
+    embeddings = tuple(
+        _normal(number, (batch, k, s.n), s.dtype)
+        for number, batch, k in ((2, s.batch, s.k_cand), (3, s.users, s.k_user))
+    )
+    args = (*weights, *embeddings)
+
+    def op(implementation: str | None) -> Callable[..., jax.Array]:
+        def run(w_cand: Any, w_user: Any, e_cand: Any, e_user: Any) -> jax.Array:
+            return ikbo_jax.linear_compression(
+                w_cand, w_user, e_cand, e_user, parents, implementation=implementation
+            )
+
+        return run
+
+    def by_hand(*arrays: jax.Array) -> jax.Array:
+        w_cand, w_user, e_cand, e_user = arrays
+        of_user = jnp.einsum("mk,ukn->umn", w_user, e_user)
+        return jnp.einsum("mk,bkn->bmn", w_cand, e_cand) + of_user[parents]
+
+    def padded() -> Contender:
+        def pad(x: jax.Array) -> jax.Array:
+            return jnp.pad(x, ((0, 0), (0, -x.shape[1] % ALIGNMENT)) + ((0, 0),) * (x.ndim - 2))
+
+        def cut(gradients: Results) -> Results:
+            return tuple(g[:, : x.shape[1]] for g, x in zip(gradients, args, strict=True))
+
+        stage = f"in XLA, K padded by hand before to a multiple of {ALIGNMENT}"
+        return Contender("xla-padded", stage, by_hand, tuple(map(pad, args)), finish_gradients=cut)
+
+    def copies() -> Contender:
+        size = s.batch * (s.k_cand + s.k_user) * s.n * 2
+        if size > MAX_COPIES:
+            raise NotImplementedError(f"copies of {size / 2**30:.1f} GiB")
+
+        def run(*arrays: jax.Array) -> jax.Array:
+            w_cand, w_user, e_cand, e_user = arrays
+            weight = jnp.concatenate((w_cand, w_user), axis=1)
+            return jnp.matmul(weight, jnp.concatenate((e_cand, e_user[parents]), axis=1))
+
+        return Contender("copies", "users copied, then one product", run, args)
+
+    yield lambda: Contender(OUR_NAME, "ikbo_jax.linear_compression", op(None), args)
+    yield lambda: Contender("xla", "implementation='xla'", op("xla"), args)
+    yield lambda: Contender("xla-by-hand", "two products and a sum, in XLA", by_hand, args)
+    yield padded
+    yield copies
+
+
+def _gdpa(shape: GdpaShape) -> Iterator[Callable[[], Contender]]:
+    s = shape
+    queries, keys = s.numbers
+    cu_q, cu_kv = (
+        jnp.asarray(np.concatenate([[0], np.cumsum(x)]), jnp.int32) for x in (queries, keys)
+    )
+    q_rows = s.longest if s.is_broadcast else int(queries.sum())
+    rows = (q_rows, int(keys.sum()), int(keys.sum()))
+    args = tuple(_normal(i, (n, s.heads, s.head_dim), s.dtype) for i, n in enumerate(rows))
+
+    def op(implementation: str | None) -> Callable[..., jax.Array]:
+        def run(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+            return ikbo_jax.gdpa(
+                query,
+                key,
+                value,
+                None if s.is_broadcast else cu_q,
+                cu_kv,
+                activation=s.activation,
+                approx="tanh" if s.activation in ("gelu_tanh", "silu") else None,
+                scale=s.head_dim**-0.5,
+                output_scale=1.0 if s.activation == "softmax" else s.batch / rows[1],
+                broadcast_q=s.is_broadcast,
+                max_seqlen_q=int(queries.max()),
+                max_seqlen_kv=int(keys.max()),
+                implementation=implementation,
+            )
+
+        return run
+
+    def padded() -> Contender:
+        attend = yardsticks.cudnn()
+        longest = int(queries.max()), int(keys.max())
+        size = s.batch * sum(longest) * s.heads * s.head_dim * 4
+        if size > MAX_COPIES:
+            raise NotImplementedError(f"padded to {size / 2**30:.1f} GiB")
+        numbers = [jnp.asarray(x, jnp.int32) for x in (queries, keys)]
+        places = [
+            cu[:-1, None] + jnp.arange(most, dtype=jnp.int32)
+            for cu, most in zip((cu_q, cu_kv), longest, strict=True)
+        ]
+
+        def pad(x: jax.Array, place: jax.Array) -> jax.Array:
+            return x.at[place].get(mode="clip")
+
+        query = (
+            jnp.broadcast_to(args[0], (s.batch, *args[0].shape))
+            if s.is_broadcast
+            else pad(args[0], places[0])
+        )
+
+        def run(*arrays: jax.Array) -> jax.Array:
+            return attend(*arrays, query_seq_lengths=numbers[0], key_value_seq_lengths=numbers[1])
+
+        is_query, is_key = (
+            jnp.asarray(np.arange(most) < x[:, None])
+            for most, x in zip(longest, (queries, keys), strict=True)
+        )
+
+        def finish_gradients(gradients: Results) -> Results:
+            of_query = gradients[0].sum(0) if s.is_broadcast else gradients[0][is_query]
+            return (of_query, *(g[is_key] for g in gradients[1:]))
+
+        return Contender(
+            "cudnn-softmax",
+            "softmax attention by cuDNN, sequences padded before",
+            run,
+            (query, pad(args[1], places[1]), pad(args[2], places[1])),
+            lambda out: out[is_query],
+            finish_gradients,
+            is_comparable=s.activation == "softmax",
+        )
+
+    yield lambda: Contender(OUR_NAME, "ikbo_jax.gdpa", op(None), args)
+    yield lambda: Contender("xla", "implementation='xla'", op("xla"), args)
+    yield padded
+
+
+def contenders(shape: Shape) -> list[Callable[[], Contender]]:
+    """Makers of this library's contender, which is the first, and of the alternatives.
+
+    The second is the XLA path. A maker raises NotImplementedError with the reason if its contender
+    cannot run here.
+    """
+    if isinstance(shape, AttentionShape):
+        return list(_attention(shape))
+    if isinstance(shape, CompressionShape):
+        return list(_linear_compression(shape))
+    return list(_gdpa(shape))

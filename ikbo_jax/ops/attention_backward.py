@@ -1,0 +1,155 @@
+"""The gradient of broadcast attention by its kernel: choice, vmap rule, second derivative."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+
+from ikbo_jax.ops import attention_vmap, dispatch
+from ikbo_jax.ops.attention_vmap import Arrays
+from ikbo_jax.ops.op import map_sequentially, unstack, vmappable
+from ikbo_jax.ops.sharded import run_kernel
+from ikbo_jax.problems import AttentionBackwardConfig, AttentionBackwardProblem, AttentionProblem
+from ikbo_jax.reference import attention_grouped
+
+Gradients = tuple[jax.Array, jax.Array, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The arguments of a gradient that are not arrays.
+
+    Attributes:
+      request: the caller's `implementation`; a `config` is the forward kernel's and does not count.
+      scale: of the scores.
+      indices_are_sorted: whether `cand_to_user` is sorted.
+      dtype: name of the dtype of the gradients of key and value; None means the inputs'.
+      config: the kernel's configuration; None if XLA computes the gradient.
+    """
+
+    request: dispatch.Request
+    scale: float
+    indices_are_sorted: bool
+    dtype: str | None
+    config: AttentionBackwardConfig | None
+
+
+class Operands(NamedTuple):
+    """The arrays of a gradient; `d_lse` is None where lse is no result."""
+
+    arrays: Arrays
+    out: jax.Array
+    lse: jax.Array
+    d_out: jax.Array
+    d_lse: jax.Array | None
+
+
+def choose(
+    request: dispatch.Request, problem: AttentionProblem
+) -> tuple[AttentionBackwardConfig | None, str]:
+    """The kernel's configuration for the gradient of `problem`, or None for XLA; and the reason."""
+    if request.implementation == "xla":
+        return None, "requested by the caller"
+    request = dispatch.Request(AttentionBackwardProblem.op, request.implementation, None)
+    return dispatch.kernel_config(request, AttentionBackwardProblem.of(problem))
+
+
+def described(plan: dispatch.Plan, config: Any, reason: str) -> str:
+    """The line of `explain` about the gradient; leaves out what the forward's reason says."""
+    if config is not None:
+        return f"mosaic_gpu, {config}; {reason}"
+    return plan.backward if reason in plan.reason else f"{plan.backward}: {reason}"
+
+
+# custom_vjp wraps custom_vmap because custom_vmap has no reverse mode.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def gradients(settings: Settings, operands: Operands) -> Gradients:
+    """Gradients of query, key and value by the kernel; differentiable, through XLA."""
+    return _vmappable(settings, operands)
+
+
+def _forward(settings: Settings, operands: Operands) -> tuple[Gradients, Operands]:
+    return gradients(settings, operands), operands
+
+
+def _backward(settings: Settings, operands: Operands, cotangents: Gradients) -> tuple[Operands]:
+    query, key, value, index, lengths = operands.arrays
+
+    def run(query: Any, key: Any, value: Any, *rest: Any) -> Gradients:
+        return _by_xla(settings, Operands(Arrays(query, key, value, index, lengths), *rest))
+
+    pulled: Any = jax.vjp(run, query, key, value, *operands[1:])[1](cotangents)
+    return (Operands(Arrays._make((*pulled[:3], None, None)), *pulled[3:]),)
+
+
+gradients.defvjp(_forward, _backward)
+
+
+def _by_xla(settings: Settings, operands: Operands) -> Gradients:
+    arrays, out, lse, d_out, d_lse = operands
+    return attention_grouped.decomposed_vjp(
+        *arrays, out, lse, d_out, d_lse, scale=settings.scale, dtype=settings.dtype
+    )
+
+
+def _vmappable(settings: Settings, operands: Operands) -> Gradients:
+    """The gradients, with a vmap rule like the rule of the results."""
+    run = functools.partial(_run, settings)
+
+    def run_batched(size: int, batched: Operands, operands: Operands) -> Any:
+        if not size:
+            return map_sequentially(run, batched, operands)
+        # Every problem returns its own gradients of all arrays, so copies of shared arrays take no
+        # more memory than the results.
+        arrays = attention_vmap.fold(size, batched.arrays, operands.arrays, fold_users=True)
+        rows = jax.tree.map(
+            lambda x, is_batched: attention_vmap.concatenate(size, x, is_batched),
+            operands[1:],
+            batched[1:],
+        )
+        config, _ = choose(settings.request, problem_of(arrays))
+        folded = dataclasses.replace(settings, config=config)
+        return unstack(size, _vmappable(folded, Operands(arrays, *rows)))
+
+    result: Gradients = vmappable(run, run_batched)(operands)
+    return result
+
+
+def _run(settings: Settings, operands: Operands) -> Gradients:
+    if settings.config is None:
+        return _by_xla(settings, operands)
+    # Imported here because Mosaic GPU takes 0.3 s to import.
+    from ikbo_jax.pallas.attention_backward import kernel
+
+    arrays, *rest = operands
+    # One candidate is sorted, and so are the candidates of one user.
+    is_sorted = settings.indices_are_sorted or 1 in (arrays.query.shape[0], arrays.key.shape[0])
+    launch = functools.partial(
+        kernel.attention_backward_kernel,
+        scale=settings.scale,
+        indices_are_sorted=is_sorted,
+        config=settings.config,
+        num_sms=dispatch.num_sms(),
+        dtype=settings.dtype,
+    )
+    result: Gradients = run_kernel(launch, *arrays, *rest)
+    return result
+
+
+def problem_of(arrays: Arrays) -> AttentionProblem:
+    """The forward problem of a call."""
+    batch, q_len, q_heads, width = arrays.query.shape
+    users, kv_len, kv_heads, _ = arrays.key.shape
+    return AttentionProblem(
+        batch=batch,
+        users=users,
+        q_len=q_len,
+        kv_len=kv_len,
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        head_dim=width,
+        dtype=str(arrays.query.dtype),
+    )

@@ -1,0 +1,68 @@
+"""The arrays of broadcast attention, and how several problems' arrays become one problem's."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ikbo_jax.ops.op import stack
+
+
+class Arrays(NamedTuple):
+    """The array arguments of attention except `self_key` and `self_value`."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    cand_to_user: jax.Array
+    lengths: jax.Array | None
+
+
+def are_users_batched(batched: Arrays) -> bool:
+    """Whether each problem has its own keys and its own values."""
+    return bool(batched.key and batched.value)
+
+
+def can_fold(batched: Arrays) -> bool:
+    """Whether problems become one without copies of keys or values.
+
+    They share no keys and values, or share all of them.
+    """
+    return are_users_batched(batched) or not (batched.key or batched.value or batched.lengths)
+
+
+def concatenate(size: int, array: jax.Array, is_batched: bool) -> jax.Array:
+    """The rows of `size` problems as the rows of one; each has a copy of what is not batched."""
+    array = stack(size, array, is_batched)
+    return array.reshape(-1, *array.shape[2:])
+
+
+def fold(size: int, batched: Arrays, arrays: Arrays, *, fold_users: bool) -> Arrays:
+    """The arrays of `size` problems as one problem's.
+
+    Args:
+      size: the number of problems.
+      batched: which arrays have a leading axis of problems, as bools.
+      arrays: the problems' arrays.
+      fold_users: whether each problem gets users of its own, copied if they are not batched. If
+        not, `key`, `value` and `lengths` are not batched.
+    """
+    query, key, value, index, lengths = arrays
+    if fold_users:
+        users = key.shape[batched.key]
+        key, value = (
+            concatenate(size, x, bool(b)) for x, b in ((key, batched.key), (value, batched.value))
+        )
+        if lengths is not None:
+            lengths = concatenate(size, lengths, bool(batched.lengths))
+        # Clamp before the offset is added: a value outside one problem's users would otherwise
+        # point to users of another problem.
+        offsets = jnp.arange(size, dtype=jnp.int32)[:, None] * users
+        index = stack(size, index, bool(batched.cand_to_user))
+        index = (jnp.clip(index, 0, users - 1) + offsets).reshape(-1)
+    else:
+        index = concatenate(size, index, bool(batched.cand_to_user))
+    query = concatenate(size, query, bool(batched.query))
+    return Arrays(query, key, value, index, lengths)

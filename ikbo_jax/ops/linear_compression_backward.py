@@ -1,0 +1,213 @@
+"""Gradient of linear compression by kernels."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ikbo_jax.ops import dispatch
+from ikbo_jax.ops.op import map_sequentially, stack, unstack, vmappable
+from ikbo_jax.ops.sharded import run_kernel
+from ikbo_jax.problems import LinearCompressionProblem
+from ikbo_jax.problems.linear_compression_backward import (
+    LinearCompressionBackwardConfig,
+    default_config,
+)
+from ikbo_jax.reference import linear_compression as reference
+
+
+class Arrays(NamedTuple):
+    """Fields of all terms, coarsest first; the first parent is None."""
+
+    weights: tuple[jax.Array, ...]
+    embeddings: tuple[jax.Array, ...]
+    parents: tuple[jax.Array | None, ...]
+
+
+def problem_of(arrays: Arrays) -> LinearCompressionProblem:
+    """The problem that arrays pose."""
+    weights, embeddings, _ = arrays
+    return LinearCompressionProblem(
+        batches=tuple(embedding.shape[0] for embedding in embeddings),
+        ks=tuple(weight.shape[1] for weight in weights),
+        m=weights[0].shape[0],
+        n=embeddings[0].shape[2],
+        dtype=str(embeddings[0].dtype),
+    )
+
+
+def fold(size: int, folded: Sequence[bool], arrays: Arrays) -> Arrays:
+    """Several problems as one; `folded` says which levels have entries for each problem."""
+    embeddings, parents, coarser_folded, coarser_rows = [], [], False, 0
+    for embedding, parent, is_folded in zip(arrays.embeddings, arrays.parents, folded, strict=True):
+        rows, k, n = embedding.shape[is_folded:]
+        if parent is not None and is_folded:
+            parent = jnp.broadcast_to(parent, (size, rows))
+            if coarser_folded:
+                # Clamp before the offset is added: a value outside one problem's entries would
+                # otherwise point to entries of another problem.
+                offsets = jnp.arange(size, dtype=jnp.int32)[:, None] * coarser_rows
+                parent = jnp.clip(parent, 0, coarser_rows - 1) + offsets
+            parent = parent.reshape(size * rows)
+        embeddings.append(embedding.reshape(size * rows, k, n) if is_folded else embedding)
+        parents.append(parent)
+        coarser_folded, coarser_rows = is_folded, rows
+    return Arrays(arrays.weights, tuple(embeddings), tuple(parents))
+
+
+#: Gradients of the weights and of the embeddings.
+Gradients = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]
+#: Names of the dtypes of `kernel_vjp`.
+Dtypes = tuple[str | None, str | None, str | None]
+
+
+def kernel_vjp(
+    weights: Sequence[jax.Array],
+    embeddings: Sequence[jax.Array],
+    parents: Sequence[jax.Array | None],
+    cotangent: jax.Array,
+    *,
+    config: LinearCompressionBackwardConfig,
+    num_sms: int,
+    problems: int = 1,
+    dtypes: Dtypes = (None, None, None),
+    interpret: Any = False,
+) -> Gradients:
+    """Pulls a cotangent back to weights and embeddings, like `reference.decomposed_vjp`.
+
+    Problems with the same weights may stand one after another in every level's batch.
+
+    Args (the levels are as for `pallas.linear_compression.kernel`, coarsest first):
+      cotangent: [B_last, M, N] in the inputs' dtype.
+      config: a legal configuration (`LinearCompressionBackwardConfig.illegal_reason`).
+      num_sms: number of streaming multiprocessors of the device.
+      problems: how many problems the batches hold.
+      dtypes: of the gradients of weights, of coarser embeddings and of the finest embedding; None
+        means the inputs'. The kernel rounds gradients of embeddings to the inputs' dtype, so XLA
+        computes those of another one.
+      interpret: False, or `plgpu.InterpretGPUParams` to run on a CPU.
+
+    Returns:
+      Gradients of the weights, [problems, M, K_l] each, and of the embeddings, in their shapes.
+      Every level's cotangent is summed in f32 from the finest level's, and rounded to the inputs'
+      dtype; products are summed in f32 and rounded once; all in the same order in every run.
+    """
+    # Imported here because a machine without a GPU never needs it.
+    from ikbo_jax.pallas.linear_compression import kernel
+    from ikbo_jax.pallas.linear_compression_backward import d_weight, sums
+
+    options: dict[str, Any] = {"num_sms": num_sms}
+    if interpret:
+        options["interpret"] = interpret
+    weight_dtype, coarser_dtype, finest_dtype = dtypes
+    d_weights: list[jax.Array] = []
+    d_embeddings: list[jax.Array] = []
+    d_result, ancestor, dtype = cotangent, None, finest_dtype
+    for level in range(len(weights) - 1, -1, -1):
+        weight, embedding = weights[level], embeddings[level]
+        d_weights.insert(
+            0,
+            d_weight.d_weight_kernel(
+                d_result,
+                embedding,
+                config=config.weights[level],
+                problems=problems,
+                dtype=weight_dtype,
+                **options,
+            ),
+        )
+        if dtype is None or jnp.dtype(dtype) == embedding.dtype:
+            d_embedding = kernel.linear_compression_kernel(
+                (weight.T,), (d_result,), (None,), config=config.embeddings[level], **options
+            )
+        else:
+            d_embedding = jnp.einsum(
+                "mk,bmn->bkn", weight, d_result, preferred_element_type=jnp.dtype(dtype)
+            )
+        d_embeddings.insert(0, d_embedding)
+        if level > 0:
+            parent, batch = parents[level], embeddings[level - 1].shape[0]
+            assert parent is not None
+            parent = jnp.clip(parent, 0, batch - 1)
+            # Each level is summed from the finest cotangents, so that its sum is rounded once.
+            ancestor = parent if ancestor is None else parent[ancestor]
+            d_result = sums.user_sums_kernel(
+                cotangent, ancestor, batch, config=config.sums, **options
+            )
+            dtype = coarser_dtype
+    return tuple(d_weights), tuple(d_embeddings)
+
+
+def _run_kernel_vjp(dtypes: Dtypes, operands: tuple[Arrays, jax.Array]) -> Gradients:
+    """Gradients by kernels, with a vmap rule like the rule of the result."""
+
+    def launch(arrays: Arrays, cotangent: jax.Array, problems: int) -> Gradients:
+        fn = functools.partial(
+            kernel_vjp,
+            config=default_config(problem_of(arrays)),
+            num_sms=dispatch.num_sms(),
+            problems=problems,
+            dtypes=dtypes,
+        )
+        found: Gradients = run_kernel(fn, *arrays, cotangent)
+        return found
+
+    def run(operands: tuple[Arrays, jax.Array]) -> Gradients:
+        d_weights, d_embeddings = launch(*operands, 1)
+        return tuple(x[0] for x in d_weights), d_embeddings
+
+    def run_batched(size: int, batched: Any, operands: Any) -> Gradients:
+        weights = operands[0].weights
+        if not size or any(batched[0].weights):
+            return map_sequentially(functools.partial(_run_kernel_vjp, dtypes), batched, operands)
+        # Every problem returns gradients of all embeddings, so copies of shared embeddings take no
+        # more memory than the results.
+        (arrays, cotangent) = jax.tree.map(
+            lambda x, is_batched: stack(size, x, is_batched),
+            (operands[0]._replace(weights=()), operands[1]),
+            (batched[0]._replace(weights=()), batched[1]),
+        )
+        arrays = fold(size, [True] * len(weights), arrays._replace(weights=weights))
+        cotangent = cotangent.reshape(-1, *cotangent.shape[2:])
+        d_weights, d_embeddings = launch(arrays, cotangent, size)
+        return d_weights, unstack(size, d_embeddings)
+
+    found: Gradients = vmappable(run, run_batched)(operands)
+    return found
+
+
+# custom_vjp wraps custom_vmap because custom_vmap has no reverse mode.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def gradients(dtypes: Dtypes, arrays: Arrays, cotangent: jax.Array) -> Gradients:
+    """`kernel_vjp` of one problem, with a vmap rule and with second derivatives."""
+    return _run_kernel_vjp(dtypes, (arrays, cotangent))
+
+
+def _gradients_forward(
+    dtypes: Dtypes, arrays: Arrays, cotangent: jax.Array
+) -> tuple[Gradients, tuple[Arrays, jax.Array]]:
+    return gradients(dtypes, arrays, cotangent), (arrays, cotangent)
+
+
+def _gradients_backward(
+    dtypes: Dtypes, saved: tuple[Arrays, jax.Array], cotangents: Gradients
+) -> tuple[Arrays, jax.Array]:
+    """Second derivatives, by XLA."""
+    del dtypes
+    (weights, embeddings, parents), cotangent = saved
+
+    def by_xla(weights: Any, embeddings: Any, cotangent: jax.Array) -> Gradients:
+        found = reference.decomposed_vjp(weights, embeddings, parents, cotangent, dtype=jnp.float32)
+        rounded: Gradients = jax.tree.map(lambda x, like: x.astype(like.dtype), found, cotangents)
+        return rounded
+
+    _, pull_back = jax.vjp(by_xla, weights, embeddings, cotangent)
+    d_weights, d_embeddings, d_cotangent = pull_back(cotangents)
+    return Arrays(d_weights, d_embeddings, (None,) * len(parents)), d_cotangent
+
+
+gradients.defvjp(_gradients_forward, _gradients_backward)

@@ -1,0 +1,1 @@
+"""Broadcast attention for users with few queries."""

@@ -1,0 +1,161 @@
+"""Sizes, memory and descriptors that the kernel's warpgroups share."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ikbo_jax.pallas.hopper.launch import WarpgroupContext
+from ikbo_jax.problems.hopper import WGMMA_M
+
+#: How the consumers of a CTA share an item: one of them computes it; each takes every other block
+#: of keys; each takes half of the rows.
+ALONE, BY_KEYS, BY_ROWS = range(3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Static description of a launch.
+
+    A *row* is a candidate's query of all heads: row r of [B * T, N, H].
+
+    Attributes:
+      group: query heads of one key head whose queries share a tile.
+      head_rows: rows of a tile of 64 that belong to one query head.
+      item_rows: rows of an item.
+      slots: see `rows.slots`.
+      splits: parts of a user's keys.
+      bundle: neighbouring items, of one slot and split, that a CTA takes at once: 1, or one for
+        each group of query heads. The rows are then found once for all of them.
+    """
+
+    batch: int
+    q_len: int
+    q_heads: int
+    kv_heads: int
+    kv_len: int
+    users: int
+    head_dim: int
+    group: int
+    head_rows: int
+    item_rows: int
+    slots: int
+    splits: int
+    bundle: int
+    log2_scale: float
+    workers: int
+
+    @property
+    def rows(self) -> int:
+        return self.batch * self.q_len
+
+    @property
+    def groups(self) -> int:
+        """Groups of query heads."""
+        return self.q_heads // self.group
+
+    @property
+    def bundles(self) -> int:
+        return self.slots * self.splits * self.groups // self.bundle
+
+
+class Operands(NamedTuple):
+    """Device memory; operands that a launch does not use are None."""
+
+    query: Any  # [B * T, N, H]
+    key: Any  # [U, S, K, H]
+    value: Any  # [U, S, K, H]
+    cand_to_user: Any  # [B] int32; None with one user
+    lengths: Any  # [U] int32
+
+
+class Outputs(NamedTuple):
+    """Device memory that a launch fills; with splits, rows are numbered (split, row).
+
+    With splits, `out` holds sums of weights times values in f32, which are not normalised, and
+    `maximum` and `sums` their statistics.
+    """
+
+    out: Any  # [splits * B * T, N, H]
+    lse: Any  # [B * T, N] f32
+    maximum: Any  # [splits * B * T, N] f32, raw scores
+    sums: Any  # [splits * B * T, N] f32
+
+
+class Item(NamedTuple):
+    """The descriptor of an item, as the producer writes it."""
+
+    blocks: Any  # blocks of keys, at least 0; negative: no item follows
+    keys: Any  # number of keys from the first block on
+    head: Any  # first query head of the group
+    target: Any  # first row in the outputs
+    rows: Any
+    sharing: Any  # ALONE, BY_KEYS or BY_ROWS
+
+
+class Part(NamedTuple):
+    """A consumer's part of an item."""
+
+    begin: Any  # its first block
+    stride: Any  # from one of its blocks to the next
+    count: Any  # number of its blocks
+    tile: Any  # its tile of queries
+    target: Any  # first row in the outputs
+    rows: Any
+    gives: Any  # whether its results go to consumer 0
+    takes: Any  # whether it adds consumer 1's results to its own
+    stores: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Context(WarpgroupContext):
+    """The context of a warpgroup.
+
+    A *step* numbers the blocks of keys, and of values, that the CTA loads.
+    """
+
+    def receive(self, index: Any) -> Item:
+        """Waits for the descriptor of item `index`."""
+        items = self.shared.items
+        items.await_ready(index)
+        slot = items.slot(index)
+        return Item(*(items.words[slot, i] for i in range(len(Item._fields))))
+
+    def part(self, item: Item, index: Any) -> Part:
+        """This consumer's part of an item."""
+        consumer, head_rows = self.consumer, self.shape.head_rows
+        is_alone, is_by_keys = item.sharing == ALONE, item.sharing == BY_KEYS
+        computes = ~is_alone | (lax.rem(index, 2) == consumer)
+        tile = jnp.where(item.sharing == BY_ROWS, consumer, 0)
+        offset = tile * head_rows
+        begin = jnp.where(is_by_keys, consumer, 0)
+        stride = jnp.where(is_by_keys, 2, 1)
+        alternate = lax.div(item.blocks - consumer + 1, 2)
+        count = jnp.where(computes, jnp.where(is_by_keys, alternate, item.blocks), 0)
+        stores = computes & ~(is_by_keys & (consumer == 1))
+        return Part(
+            begin,
+            stride,
+            count,
+            tile,
+            item.target + offset,
+            jnp.minimum(item.rows - offset, head_rows),
+            is_by_keys & (consumer == 1),
+            is_by_keys & (consumer == 0),
+            stores,
+        )
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of 64 rows of an item."""
+        tiles: int = self.config.tile_rows // WGMMA_M
+        return tiles
+
+    @property
+    def split_blocks(self) -> int:
+        """Blocks of keys of one split."""
+        return pl.cdiv(pl.cdiv(self.shape.kv_len, self.config.block_kv), self.shape.splits)

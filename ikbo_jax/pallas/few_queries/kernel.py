@@ -1,0 +1,202 @@
+"""Broadcast attention of users with few queries: one persistent Mosaic GPU kernel for Hopper.
+
+    out[b] = softmax(scale * query[b] @ key[u(b)].T) @ value[u(b)],  u(b) = cand_to_user[b]
+
+If a user has few queries, the time is that of reading its keys and values. The kernel reads them
+once for each item of work.
+
+An *item* is a user, a group of query heads with one key head, up to 64 or 128 of the user's rows
+(a row is a candidate's query of all heads) and one part of the user's keys. Rows of several heads
+fill one tile of 64 rows of WGMMA. Items are numbered by *row slots*, which the producer finds in
+the index (`rows`): XLA makes no list of items. The candidates of an item need not have one user:
+where they do not, because the index is not sorted, the producer sends each run of candidates of one
+user as an item. The first block of keys of a CTA is loaded before its rows are found, which takes
+several dependent loads; if no row needs it, an item without rows takes it.
+
+Warpgroups: 0 and 1 are the consumers; one warp of warpgroup 2 is the producer, which loads keys and
+values through two rings of blocks that continue across items. The consumers of a CTA share an item:
+each takes 64 of its rows, and all its blocks of keys; or all its rows, and every other block, and
+consumer 1 hands its sums to consumer 0; or one of them takes an item with a single block, and the
+other one the next.
+
+The softmax has a running maximum. It is subtracted before scores are scaled, which is exact for
+every input.
+
+If the keys are split, each part's sums and statistics go to device memory in f32, and XLA adds
+them.
+
+Synchronisations:
+  1. `items.ready[s]`            producer -> consumers: slot s describes an item (or the end).
+  2. `query.ready[s]`, `.free`   query slot s.
+  3. `key.ready[s]`, `.free`     stage s of the ring of key blocks.
+  4. `value.ready[s]`, `.free`   stage s of the ring of value blocks.
+  5. `exchange_ready[0]`, `exchange_free[0]`  consumer 1 -> 0 and back: sums over half of the keys.
+  6. A named barrier: the consumers wait for each other after consumer 0 has zeroed values past a
+     user's length, if both use them.
+
+Both consumers wait for every block, and free it, whether they use it or not. A consumer waits for
+block n only after it has freed block n - 1 of the same ring, and for values only after it has freed
+the same block's keys; so two stages of each ring suffice for progress.
+
+Source: the idea of splitting keys is Dao et al., "Flash-Decoding for long-context inference", 2023.
+No code is shared.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from ikbo_jax.pallas.few_queries import rows
+from ikbo_jax.pallas.few_queries.consumer import consume
+from ikbo_jax.pallas.few_queries.context import Context, Operands, Outputs, Shape
+from ikbo_jax.pallas.few_queries.producer import produce
+from ikbo_jax.pallas.flash.softmax import LN_2
+from ikbo_jax.pallas.hopper.launch import Roles, launch
+from ikbo_jax.problems.few_queries import FewQueriesConfig, head_group, rows_of_head
+from ikbo_jax.problems.hopper import WGMMA_M
+
+#: From this number of bundles for each CTA on, items are bundled; with fewer, CTAs would finish at
+#: different times.
+LEAST_BUNDLES = 4
+
+
+def few_queries_kernel(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    cand_to_user: jax.Array,
+    key_value_seq_lengths: jax.Array | None,
+    *,
+    scale: float,
+    return_residuals: bool,
+    config: FewQueriesConfig,
+    num_sms: int,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Softmax attention of every candidate's queries over its user's keys and values.
+
+    Args:
+      query: [B, T, N, H], bf16 or f16.
+      key: [U, S, K, H], the same dtype; K divides N.
+      value: [U, S, K, H].
+      cand_to_user: [B] int32, clamped to [0, U). Should be sorted; otherwise keys and values are
+        read for each run of candidates of one user.
+      key_value_seq_lengths: [U] int32, clamped to [0, S], or None for S.
+      scale: of the scores; finite.
+      return_residuals: whether lse is computed.
+      config: a legal configuration (`FewQueriesConfig.illegal_reason`).
+      num_sms: streaming multiprocessors of the device.
+      interpret: False, or `plgpu.InterpretGPUParams` to run on a CPU, with
+        `inline_mgpu="_hack_model_inline_mgpu_tokamax"` for the named barrier.
+
+    Returns:
+      out [B, T, N, H] in the query's dtype, and lse [B, T, N] in f32, the natural logarithm of the
+      softmax's denominator, or None. Rows without keys have 0 and -inf.
+    """
+    batch, q_len, q_heads, head_dim = query.shape
+    users, kv_len, kv_heads, _ = key.shape
+    if scale == 0:  # every score is 0, as with queries of zeros
+        query, scale = jnp.zeros_like(query), 1.0
+    group = head_group(q_heads, kv_heads)
+    head_rows = rows_of_head(group)
+    item_rows = head_rows * config.tile_rows // WGMMA_M
+    blocks = pl.cdiv(kv_len, config.block_kv)
+    splits = pl.cdiv(blocks, pl.cdiv(blocks, min(config.splits, blocks)))  # none without blocks
+    slots = rows.slots(batch, users, q_len, item_rows)
+    groups = q_heads // group
+    bundle = groups if slots * splits >= LEAST_BUNDLES * num_sms else 1
+    shape = Shape(
+        batch=batch,
+        q_len=q_len,
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        kv_len=kv_len,
+        users=users,
+        head_dim=head_dim,
+        group=group,
+        head_rows=head_rows,
+        item_rows=item_rows,
+        slots=slots,
+        splits=splits,
+        bundle=bundle,
+        log2_scale=scale * math.log2(math.e),
+        workers=min(num_sms, slots * splits * groups // bundle),
+    )
+    rows_and_heads = (batch * q_len, q_heads)
+    operands = Operands(
+        query.reshape(*rows_and_heads, head_dim),
+        key,
+        value,
+        cand_to_user if users > 1 else None,
+        key_value_seq_lengths,
+    )
+    out, lse = _launch(operands, shape, config, return_residuals, interpret)
+    return out.reshape(query.shape), None if lse is None else lse.reshape(query.shape[:-1])
+
+
+def _launch(
+    operands: Operands,
+    shape: Shape,
+    config: FewQueriesConfig,
+    return_residuals: bool,
+    interpret: Any,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Launches the kernel; returns out [rows, N, H], and lse [rows, N] or None."""
+    dtype, rows_and_heads = operands.query.dtype, (shape.rows, shape.q_heads)
+    statistics = jax.ShapeDtypeStruct((shape.splits * shape.rows, shape.q_heads), jnp.float32)
+    if shape.splits > 1:
+        sums = jax.ShapeDtypeStruct((*statistics.shape, shape.head_dim), jnp.float32)
+        outputs = Outputs(sums, None, statistics, statistics)
+    else:
+        out = jax.ShapeDtypeStruct((*rows_and_heads, shape.head_dim), dtype)
+        outputs = Outputs(out, statistics if return_residuals else None, None, None)
+    results = launch(
+        Roles(functools.partial(Context, shape, config), produce, consume),
+        operands,
+        outputs,
+        config.shared(shape.head_dim, shape.group),
+        dtype=dtype,
+        name="ikbo_few_queries_attention",
+        workers=shape.workers,
+        interpret=interpret,
+    )
+    if shape.splits == 1:
+        return results[0], results[1] if return_residuals else None
+    parts = [x.reshape(shape.splits, *rows_and_heads, *x.shape[2:]) for x in results]
+    merged, lse = merge(*parts, log2_scale=shape.log2_scale)
+    return merged.astype(dtype), lse if return_residuals else None
+
+
+def merge(
+    acc: jax.Array, maximum: jax.Array, sums: jax.Array, *, log2_scale: float
+) -> tuple[jax.Array, jax.Array]:
+    """The softmax over all keys from its parts.
+
+    Args:
+      acc: [splits, rows, N, H] f32, sums of weights times values.
+      maximum: [splits, rows, N] f32, raw scores to which weights are relative.
+      sums: [splits, rows, N] f32, of the weights.
+      log2_scale: scale of the scores, times log2(e).
+
+    Returns:
+      (out [rows, N, H], lse [rows, N]), f32.
+    """
+    # Unrolled over the parts, all of it is elementwise: XLA makes one kernel of it instead of one
+    # for each reduction. As in the kernel, the maximum is subtracted before the scale is applied,
+    # which is exact for huge scores.
+    further = jnp.maximum if log2_scale > 0 else jnp.minimum
+    largest = functools.reduce(further, maximum)
+    has_no_sum = functools.reduce(jnp.logical_and, [x == 0 for x in sums])
+    finite = jnp.where(jnp.isinf(largest) & has_no_sum, 0.0, largest)
+    weights = [jnp.exp2((x - finite) * jnp.float32(log2_scale)) for x in maximum]
+    total = functools.reduce(jnp.add, [w * x for w, x in zip(weights, sums, strict=True)])
+    inverse = 1 / jnp.where(total == 0, 1.0, total)
+    parts = [x * (w * inverse)[..., None] for w, x in zip(weights, acc, strict=True)]
+    lse = jnp.log(total) + finite * jnp.float32(log2_scale * LN_2)
+    return functools.reduce(jnp.add, parts), jnp.where(total == 0, -jnp.inf, lse)

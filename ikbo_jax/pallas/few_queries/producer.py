@@ -1,0 +1,238 @@
+"""The producer warp: finds the items of its CTA, and loads their operands by TMA."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ikbo_jax.pallas.few_queries import rows
+from ikbo_jax.pallas.few_queries.context import ALONE, BY_KEYS, BY_ROWS, Context
+from ikbo_jax.pallas.hopper import mosaic
+from ikbo_jax.pallas.hopper.rings import Ring
+from ikbo_jax.problems.hopper import column_blocks
+
+
+class _Place(NamedTuple):
+    """Where an item is."""
+
+    slot: Any
+    split: Any
+    head: Any  # first query head
+    kv_head: Any
+
+
+class _Progress(NamedTuple):
+    """How much the producer has sent."""
+
+    items: Any
+    steps: Any  # blocks of keys, and of values
+
+
+def _user_at(ctx: Context, candidate: Any) -> Any:
+    """The user, clamped, of a candidate."""
+    shape, index = ctx.shape, ctx.operands.cand_to_user
+    if index is None:
+        return jnp.int32(0)
+    return jnp.clip(index[jnp.minimum(candidate, shape.batch - 1)], 0, shape.users - 1)
+
+
+def _candidates(ctx: Context, user: Any) -> tuple[Any, Any]:
+    shape, index = ctx.shape, ctx.operands.cand_to_user
+    if index is None:
+        return jnp.int32(0), jnp.int32(shape.batch)
+    return rows.candidates(index, user, shape.users, interpret=ctx.interpret)
+
+
+def _owner(ctx: Context, candidate: Any) -> Any:
+    """The user whose range has a candidate, in an index that is not sorted: the slow way."""
+
+    def halve(bounds: tuple[Any, Any]) -> tuple[Any, Any]:
+        low, high = bounds
+        middle = lax.div(low + high, 2)
+        is_low = _candidates(ctx, middle)[0] <= candidate
+        return jnp.where(is_low, middle, low), jnp.where(is_low, high, middle)
+
+    bounds = (jnp.int32(0), jnp.int32(ctx.shape.users))
+    return lax.while_loop(lambda bounds: bounds[1] - bounds[0] > 1, halve, bounds)[0]
+
+
+def _extent(ctx: Context, slot: Any) -> tuple[Any, Any]:
+    """[first row, end) of a slot; empty if first ≥ end."""
+    shape = ctx.shape
+    extra = slot - shape.users
+    is_extra = extra >= 0
+    candidate = lax.div((extra + 1) * shape.item_rows - 1, shape.q_len)
+    candidate = jnp.maximum(candidate, 0)
+    user = jnp.where(is_extra, _user_at(ctx, candidate), slot)
+    begin, stop = _candidates(ctx, user)
+    if ctx.operands.cand_to_user is not None:
+        is_found = ~is_extra | ((begin <= candidate) & (candidate < stop))
+        begin, stop = lax.cond(
+            is_found,
+            lambda: (begin, stop),
+            lambda: _candidates(ctx, _owner(ctx, candidate)),
+        )
+    begin, stop = begin * shape.q_len, stop * shape.q_len
+    tile = jnp.where(is_extra, 1 + extra - lax.div(begin, shape.item_rows), 0)
+    first = begin + tile * shape.item_rows
+    return first, jnp.minimum(first + shape.item_rows, stop)
+
+
+def _run(ctx: Context, first: Any, end: Any) -> tuple[Any, Any]:
+    """(user, end row) of the rows from `first` on that have the same user, up to `end`."""
+    shape, index = ctx.shape, ctx.operands.cand_to_user
+    if index is None:
+        return jnp.int32(0), end
+    candidate = jnp.minimum(lax.div(first, shape.q_len), shape.batch - 1)
+    stop = rows.end_of_run(
+        index,
+        candidate,
+        lax.div(end - 1, shape.q_len) + 1,
+        shape.item_rows // shape.q_len + 2,
+        shape.users,
+        interpret=ctx.interpret,
+    )
+    return _user_at(ctx, candidate), jnp.minimum(stop * shape.q_len, end)
+
+
+def _load_queries(ctx: Context, item: Any, first: Any, head: Any) -> None:
+    shape, query = ctx.shape, ctx.shared.query
+    tiles, ready = query.copied(item), query.ready_at(item)
+    for tile in range(ctx.tiles):
+        row = jnp.minimum(first + tile * shape.head_rows, shape.rows - 1)
+        for member in range(shape.group):
+            begin = member * shape.head_rows
+            for i in range(column_blocks(shape.head_dim)):
+                columns = mosaic.block_columns(i, shape.head_dim, ctx.worker)
+                source = ctx.operands.query.at[pl.ds(row, shape.head_rows), head + member, columns]
+                target = tiles.at[tile, i]
+                if shape.group > 1:
+                    target = target.at[pl.ds(begin, shape.head_rows)]
+                plgpu.copy_gmem_to_smem(source, target, ready)
+
+
+def _load_block(ctx: Context, source: Any, ring: Ring, step: Any, place: tuple[Any, ...]) -> None:
+    """Loads the block at `place`, (user, number of the block, key head), into a stage."""
+    user, block, head = place
+    ring.await_free(step)
+    keys = pl.ds(block * ctx.config.block_kv, ctx.config.block_kv)
+    ctx.load(source, (user, keys, head), ring.copied(step), ring.ready_at(step))
+
+
+def _load_first_keys(ctx: Context, place: _Place) -> Any:
+    """Loads the first block of keys of this CTA, before it is known which rows need them.
+
+    The loads of the index that find the rows take about as long as the load of the block. Returns
+    the user whose keys are loaded, or -1 if the place's slot may have any user.
+    """
+    is_users = place.slot < ctx.shape.users
+
+    @pl.when(is_users)
+    def _() -> None:
+        first = (place.slot, place.split * ctx.split_blocks, place.kv_head)
+        _load_block(ctx, ctx.operands.key, ctx.shared.key, jnp.int32(0), first)
+
+    return jnp.where(is_users, place.slot, -1)
+
+
+def _send(
+    ctx: Context, progress: _Progress, extent: tuple[Any, Any], place: _Place, loaded: Any
+) -> tuple[Any, _Progress]:
+    """Sends the first rows of `extent` that have one user; returns the next row.
+
+    `loaded`: the user whose first block of keys is in the ring already, or -1. If the rows have
+    another user, an item without rows takes that block.
+    """
+    shape, shared, operands = ctx.shape, ctx.shared, ctx.operands
+    first, _ = extent
+    # Queries are on their way while the index is read.
+    shared.query.await_free(progress.items)
+    _load_queries(ctx, progress.items, first, place.head)
+    user, end = _run(ctx, *extent)
+    is_loaded = loaded >= 0
+    is_void = is_loaded & ((first >= extent[1]) | (user != loaded))
+    user = jnp.where(is_void, loaded, user)
+    end = jnp.where(is_void, first, end)
+    length = jnp.int32(shape.kv_len)
+    if operands.lengths is not None:
+        length = jnp.clip(operands.lengths[user], 0, shape.kv_len)
+    first_block = place.split * ctx.split_blocks
+    keys = jnp.where(is_void, 0, length - first_block * ctx.config.block_kv)
+    blocks = jnp.clip(
+        pl.cdiv(keys, ctx.config.block_kv), is_loaded.astype(jnp.int32), ctx.split_blocks
+    )
+    count = end - first
+    sharing = jnp.where(blocks > 1, BY_KEYS, ALONE)
+    if ctx.tiles > 1:
+        sharing = jnp.where(count > shape.head_rows, BY_ROWS, sharing)
+    target = place.split * shape.rows + first
+    words = (blocks, keys, place.head, target, count, sharing)
+    shared.items.send_words(progress.items, words)
+
+    def load(source: Any, ring: Ring, block: Any) -> None:
+        where = (user, first_block + block, place.kv_head)
+        _load_block(ctx, source, ring, progress.steps + block, where)
+
+    @pl.when((blocks > 0) & ~is_loaded)
+    def _load_first() -> None:
+        load(operands.key, shared.key, jnp.int32(0))
+
+    @pl.when(blocks > 0)
+    def _load_rest() -> None:
+        @pl.loop(1, blocks)
+        def _(block: Any) -> None:
+            load(operands.key, shared.key, block)
+            load(operands.value, shared.value, block - 1)
+
+        load(operands.value, shared.value, blocks - 1)
+
+    return end, _Progress(progress.items + 1, progress.steps + blocks)
+
+
+def produce(ctx: Context) -> None:
+    """The producer warp."""
+    shape, shared = ctx.shape, ctx.shared
+
+    def place_of(i: Any, member: Any) -> _Place:
+        number = ctx.worker + i * shape.workers
+        groups = shape.groups // shape.bundle
+        group, rest = lax.rem(number, groups) * shape.bundle + member, lax.div(number, groups)
+        split, slot = lax.rem(rest, shape.splits), lax.div(rest, shape.splits)
+        head = group * shape.group
+        return _Place(slot, split, head, lax.div(head, shape.q_heads // shape.kv_heads))
+
+    def one_item(
+        place: _Place, extent: tuple[Any, Any], carry: tuple[Any, _Progress]
+    ) -> tuple[Any, _Progress]:
+        first, end = extent
+
+        def one_run(carry: tuple[Any, Any, _Progress]) -> tuple[Any, Any, _Progress]:
+            first, loaded, progress = carry
+            first, progress = _send(ctx, progress, (first, end), place, loaded)
+            return first, jnp.int32(-1), progress
+
+        _, loaded, progress = lax.while_loop(
+            lambda carry: (carry[0] < end) | (carry[1] >= 0), one_run, (first, *carry)
+        )
+        return loaded, progress
+
+    def one_bundle(i: Any, carry: tuple[Any, _Progress]) -> tuple[Any, _Progress]:
+        extent = _extent(ctx, place_of(i, 0).slot)
+        if shape.bundle == 1:
+            return one_item(place_of(i, 0), extent, carry)
+        result: tuple[Any, _Progress] = lax.fori_loop(
+            0, shape.bundle, lambda j, carry: one_item(place_of(i, j), extent, carry), carry
+        )
+        return result
+
+    count = lax.div(shape.bundles - 1 - ctx.worker, shape.workers) + 1
+    loaded = _load_first_keys(ctx, place_of(jnp.int32(0), 0))
+    start = (loaded, _Progress(jnp.int32(0), jnp.int32(0)))
+    _, progress = lax.fori_loop(0, count, one_bundle, start)
+    shared.items.send_words(progress.items, (jnp.int32(-1),), after=shared.query)
+    for ring in (shared.key, shared.value, shared.query):
+        ring.drain()

@@ -1,0 +1,229 @@
+"""Configurations of the attention kernel for users with few queries."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from ikbo_jax.problems import hopper, memory
+from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, TILE_ROWS, WGMMA_M
+from ikbo_jax.problems.problem import Config
+
+#: Largest block_kv by head width (width 96 is padded to 128 in shared memory). With larger blocks
+#: accumulator, scores and probabilities exceed a consumer thread's 240 registers and spill. H = 256
+#: spills 200 bytes with blocks of 32 keys.
+MAX_BLOCK_KV = {64: 128, 96: 128, 128: 128, 192: 64}
+#: Words of an item's descriptor in shared memory.
+ITEM_WORDS = 8
+#: f32 words of a row's statistics that one consumer hands to the other: maximum and sum, for each
+#: of the two rows of a thread.
+STATISTIC_WORDS = 4
+#: Rows of a group of swizzled rows in shared memory: a head's queries begin at a multiple of it.
+SWIZZLE_ROWS = 8
+#: Most queries of a candidate, and most query rows of a user and key head, for which this kernel
+#: is the default. With more rows the tensor cores limit the time, and the kernel whose tiles span
+#: users uses them better. That kernel has no splits: where it has fewer work items than
+#: `LEAST_ITEMS`, this kernel is the default all the same.
+MAX_QUERIES = 16
+MAX_ROWS = 256
+LEAST_ITEMS = 264
+
+# The model by which a configuration is chosen where none was measured; H100 and H200.
+NUM_SMS = 132
+#: Time of a CTA for one block of 64 rows by 128 keys at H = 64, of an item, and of the launch, us.
+BLOCK_US, ITEM_US, LAUNCH_US = 0.32, 0.6, 4.0
+#: Time of the launch that merges splits, us.
+MERGE_US = 3.0
+#: Bytes that L2, device memory, and L2 to one SM deliver in a us.
+L2_BYTES, MEMORY_BYTES, SM_BYTES = 5.5e6, 4.0e6, 6e4
+#: Factor of the time with fewer than three stages: the rings run empty.
+SHALLOW = 1.05
+SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+
+
+class FewQueriesShared(NamedTuple):
+    """Shared memory and barriers of the kernel; shapes follow the slot."""
+
+    items: Any  # ring of descriptors, filled only
+    query: Any  # ring of [tiles of 64 rows, column blocks, 64, 64]
+    key: Any  # ring of [column blocks, block_kv, 64]
+    value: Any  # likewise
+    exchange: Any  # [words of a thread / 4, 128, 4] words: consumer 1's part of an item
+    exchange_ready: Any  # consumer 1 -> 0: the part is in `exchange`
+    exchange_free: Any  # consumer 0 -> 1: it was read
+    staging: Any  # [2, 64, columns], only under interpretation
+    exchange_staging: Any  # [64, H] f32, only under interpretation
+    row_staging: Any  # [2, 64] f32, only under interpretation
+    float_staging: Any  # [2, 64, H] f32, only under interpretation
+
+
+def head_group(q_heads: int, kv_heads: int) -> int:
+    """Query heads of one key head whose queries share a tile: the largest divisor up to 8."""
+    heads = q_heads // kv_heads
+    return max(n for n in range(1, SWIZZLE_ROWS + 1) if heads % n == 0)
+
+
+def rows_of_head(group: int) -> int:
+    """Rows of a tile of 64 that belong to one query head of a group; a power of 2."""
+    rows = WGMMA_M // group
+    return 1 << (rows.bit_length() - 1)
+
+
+def serves(problem: Any) -> bool:
+    """Whether the kernel is a candidate for an `AttentionProblem`."""
+    return (
+        0 < problem.q_len <= MAX_QUERIES
+        and min(problem.batch, problem.users, problem.kv_len) > 0
+        and problem.q_heads % problem.kv_heads == 0
+    )
+
+
+def is_preferred(problem: Any) -> bool:
+    """Whether the kernel is the default for an `AttentionProblem`."""
+    if not serves(problem) or problem.head_dim not in MAX_BLOCK_KV:
+        return False
+    rows = problem.batch * problem.q_len
+    items = -(-rows // TILE_ROWS) * problem.q_heads
+    of_user = rows / problem.users * (problem.q_heads // problem.kv_heads)
+    return of_user <= MAX_ROWS or items < LEAST_ITEMS
+
+
+def candidate_configs(problem: Any) -> Iterator[FewQueriesConfig]:
+    """Yields the legal configurations worth timing, the most promising first."""
+    if not serves(problem):
+        return
+    configs = []
+    for block_kv in (128, 64, 32):
+        for splits in SPLITS:
+            keys = problem.kv_len / splits
+            if splits > 1 and keys < 2 * block_kv:
+                continue
+            # With few blocks the queries of several items are in flight.
+            q_slots = 2 if keys > 2 * block_kv else 4
+            configs += [
+                FewQueriesConfig(tile_rows, splits, block_kv, *stages, q_slots)
+                for tile_rows in (WGMMA_M, TILE_ROWS)
+                for stages in ((5, 5), (4, 4), (3, 3), (3, 2), (2, 2))
+            ]
+    legal = [config for config in configs if config.illegal_reason(problem) is None]
+    # Of configurations that differ in their stages alone, the first has most.
+    seen: dict[tuple[int, ...], FewQueriesConfig] = {}
+    for config in legal:
+        seen.setdefault((config.tile_rows, config.splits, config.block_kv), config)
+    yield from sorted(seen.values(), key=lambda config: estimated_us(problem, config))
+
+
+def estimated_us(problem: Any, config: FewQueriesConfig) -> float:
+    """Time by a model: waves of items, the traffic of L2 and of device memory, and the merge."""
+    p = problem
+    group = head_group(p.q_heads, p.kv_heads)
+    head_rows = rows_of_head(group)
+    rows = -(-p.batch * p.q_len // p.users)
+    item_rows = head_rows * config.tile_rows // WGMMA_M
+    tiles = -(-rows // item_rows)
+    items = min(p.users, p.batch) * (p.q_heads // group) * tiles
+    blocks = -(-p.kv_len // config.block_kv)
+    width = hopper.column_blocks(p.head_dim) * config.block_kv / 128
+    block_us = BLOCK_US * max(width, 0.5 + 0.5 * width)
+    if rows > head_rows and config.tile_rows > WGMMA_M:
+        block_us *= 2
+    elif blocks < 2 * config.splits:  # one consumer computes a block alone
+        block_us *= 1.5
+    waves = math.ceil(items * config.splits / NUM_SMS)
+    compute = waves * (math.ceil(blocks / config.splits) * block_us + ITEM_US)
+    keys = 4 * p.kv_len * p.head_dim  # bytes of a user's keys and values of one head
+    compute = max(compute, waves * keys / config.splits / SM_BYTES)
+    read = min(p.users, p.batch) * p.kv_heads * keys
+    traffic = max(items * keys / L2_BYTES, read / MEMORY_BYTES)
+    merge = 0.0
+    if config.splits > 1:
+        sums = 8 * config.splits * p.batch * p.q_len * p.q_heads * p.head_dim
+        merge = MERGE_US + sums / MEMORY_BYTES
+    shallow = SHALLOW if config.k_stages < 3 else 1.0
+    return LAUNCH_US + max(compute, traffic) * shallow + merge
+
+
+@dataclasses.dataclass(frozen=True)
+class FewQueriesConfig(Config):
+    """Tuning parameters of the attention kernel for users with few queries.
+
+    Attributes:
+      tile_rows: query rows of an item, 64 or 128. With 128, an item with more than 64 rows gives
+        each consumer warpgroup its own rows, and both read the same keys. An item with fewer rows
+        gives each of them every other block of keys.
+      splits: number of parts of the keys, which are separate items; a second pass in XLA adds their
+        results. More than 1 if users, heads and rows make too few items for the device.
+      block_kv: keys of a block, which fills a pipeline stage; a multiple of 16.
+      k_stages: stages of the ring of key blocks.
+      v_stages: stages of the ring of value blocks.
+      q_slots: number of query slots.
+    """
+
+    tile_rows: int = 64
+    splits: int = 1
+    block_kv: int = 128
+    k_stages: int = 4
+    v_stages: int = 4
+    q_slots: int = 2
+
+    def shared(self, head_dim: int, group: int = 1) -> FewQueriesShared:
+        """Shared memory and barriers of one CTA; `group`: see `head_group`."""
+        blocks = hopper.column_blocks(head_dim)
+        tiles = self.tile_rows // WGMMA_M
+        block = (blocks, self.block_kv, BLOCK_K)
+        words = WGMMA_M * head_dim // hopper.WARPGROUP_SIZE + STATISTIC_WORDS
+        return FewQueriesShared(
+            items=memory.descriptors(self.q_slots, ITEM_WORDS),
+            query=memory.ring(
+                self.q_slots,
+                ready=tiles * blocks * group,
+                tiles=(tiles, blocks, WGMMA_M, BLOCK_K),
+            ),
+            key=memory.ring(self.k_stages, ready=blocks, tiles=block),
+            value=memory.ring(self.v_stages, ready=blocks, tiles=block),
+            exchange=memory.Words((words // 4, hopper.WARPGROUP_SIZE, 4)),
+            # Arrays, so that they can be indexed; only element 0 is used.
+            exchange_ready=memory.Barriers(2, 1),
+            exchange_free=memory.Barriers(2, 1),
+            staging=memory.Staging((NUM_CONSUMERS, WGMMA_M, max(self.block_kv, head_dim))),
+            exchange_staging=memory.Staging((WGMMA_M, head_dim), "float32"),
+            row_staging=memory.Staging((2 * NUM_CONSUMERS, WGMMA_M), "float32"),
+            float_staging=memory.Staging((NUM_CONSUMERS, WGMMA_M, head_dim), "float32"),
+        )
+
+    def smem_bytes(self, head_dim: int) -> int:
+        """Bytes of shared memory of one CTA."""
+        return memory.smem_bytes(self.shared(head_dim))
+
+    def illegal_reason(self, problem: Any) -> str | None:
+        """Why the kernel cannot run an `AttentionProblem` with this configuration, or None."""
+        if reason := hopper.why_not_dtype(problem.dtype):
+            return reason
+        if reason := hopper.why_not_head_dim(problem.head_dim, MAX_BLOCK_KV):
+            return reason
+        widest, operands = MAX_BLOCK_KV[problem.head_dim], "scores and accumulator"
+        if reason := hopper.why_not_block(
+            "block_kv", self.block_kv, widest, problem.head_dim, operands
+        ):
+            return reason
+        if problem.kv_len < 1 or problem.users < 1:
+            return (
+                f"the kernel needs a user and a key, but U={problem.users} and S={problem.kv_len}"
+            )
+        if problem.q_heads % problem.kv_heads:
+            return (
+                f"the kernel needs N to be a multiple of K, "
+                f"but N={problem.q_heads} and K={problem.kv_heads}"
+            )
+        if self.tile_rows not in (WGMMA_M, TILE_ROWS):
+            return f"tile_rows must be {WGMMA_M} or {TILE_ROWS}, but is {self.tile_rows}"
+        if self.splits < 1:
+            return f"splits must be at least 1, but is {self.splits}"
+        if min(self.k_stages, self.v_stages, self.q_slots) < 2:
+            return (
+                "k_stages, v_stages and q_slots must be at least 2, "
+                f"but are {self.k_stages}, {self.v_stages} and {self.q_slots}"
+            )
+        return hopper.why_not_smem(self, self.smem_bytes(problem.head_dim), problem.head_dim)

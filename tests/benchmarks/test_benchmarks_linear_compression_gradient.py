@@ -1,0 +1,88 @@
+"""The benchmark of linear compression's gradient, on shapes for a CPU."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import harness, report, report_linear_compression_gradient, timing
+from benchmarks import linear_compression_gradient as benchmark
+
+pytestmark = pytest.mark.slow
+
+SHORT = harness.Protocol(window_s=0.001, rounds=2, matmul_size=64)
+
+
+@pytest.fixture(autouse=True)
+def own_commit(monkeypatch):
+    monkeypatch.setenv(timing.COMMIT_VARIABLE, "0123456789abcdef")
+
+
+def tiny(point):
+    return point.resized(batches=(3, 7), ks=(12, 9), m=10, n=8)
+
+
+def test_every_sweep_has_points_that_differ():
+    every = [point for sweep in benchmark.SWEEPS for point in benchmark.points(sweep)]
+    assert len({point.case for point in every}) == len(every)
+    assert {p.problem.batches for p in benchmark.points("ratio")} == {
+        (1024, 1024),
+        (128, 1024),
+        (15, 1024),
+        (1, 1024),
+    }
+    with pytest.raises(ValueError, match="unknown sweep 'x'"):
+        next(benchmark.points("x"))
+
+
+def test_all_providers_are_right_and_wrong_ones_are_found():
+    (point,) = map(tiny, benchmark.points("dtype"))
+
+    def spoiled(inputs, cotangent):
+        (d_user, d_cand), d_embeddings = benchmark.PROVIDERS[-1][2](inputs, cotangent)
+        return (d_user, d_cand.at[0, 0].add(jnp.asarray(1, d_cand.dtype))), d_embeddings
+
+    def nan(inputs, cotangent):
+        return jax.tree.map(lambda x: x * jnp.asarray(jnp.nan, x.dtype), inputs[:2])
+
+    wrong = (("spoiled", "", spoiled), ("nan", "", nan))
+    measured = benchmark.measure_point(point, (*benchmark.PROVIDERS, *wrong), SHORT)
+    ok = {record["name"]: record.get("ok") for record in measured["providers"]}
+    assert ok == {name: True for name, _, _ in benchmark.PROVIDERS} | {
+        "spoiled": False,
+        "nan": False,
+    }
+    assert measured["useful_flops"] == 2 * 2 * 10 * 8 * (3 * 12 + 7 * 9)
+    assert np.isnan(next(r for r in measured["providers"] if r["name"] == "nan")["error"])
+
+
+def test_a_run_in_small_and_its_table(tmp_path, capsys):
+    out = tmp_path / "gradient.json"
+    arguments = ["--out", str(out), "--quick", "--sweep", "ratio"]
+    assert benchmark.main(arguments) == 0
+    assert "70:1" in capsys.readouterr().out
+    results = json.loads(out.read_text())
+    assert [len(point["providers"]) for point in results["points"]] == [2] * 4
+    results["environment"]["platform"] = "gpu"
+    header, rows = report_linear_compression_gradient.table(results)
+    assert [row[0] for row in rows] == ["ratio: 1:1", "ratio: 8:1", "ratio: 70:1", "ratio: 1024:1"]
+    assert all(len(row) == len(header) for row in rows)
+    assert all("bar 0.55" in row[-1] and "of the time by hand" in row[-1] for row in rows)
+    (block,) = report.blocks(results, "docs/performance.md").values()
+    assert "ikbo-jax in XLA" in block
+
+
+def test_best_by_hand():
+    def record(name, ms):
+        return {"name": name, "median_ms": ms, "fraction": 0.5}
+
+    point = {"sweep": "batch", "providers": [record("by-hand", 3.0), record("ikbo", 1.0)]}
+    assert benchmark.bar(point, ()) == "0.333 of the time by hand, bar 1.00"
+    point["providers"].append(record("by-hand-one-hot", 2.0))
+    assert benchmark.best_by_hand(point)["name"] == "by-hand-one-hot"
+    assert benchmark.best_by_hand({"providers": []}) is None
+    assert benchmark.bar({**point, "providers": []}, ()) == ""

@@ -1,0 +1,233 @@
+"""The benchmark of training: a run in small, the checks of steps, profiles, the other network."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import (
+    profiles,
+    ranking,
+    records,
+    report,
+    report_training,
+    timing,
+    training,
+    training_gdpa,
+    training_task,
+)
+from ikbo_jax.models import ranking as model
+
+pytestmark = pytest.mark.slow
+
+SIZES = dataclasses.replace(
+    model.SMALL,
+    candidates=12,
+    users=3,
+    layers=1,
+    width=8,
+    user_dense=4,
+    dense_tokens=1,
+    user_tokens=4,
+    pooled=3,
+    cand_tokens=5,
+    history=6,
+    head_dim=4,
+    compressed=4,
+    rank=2,
+    hidden=4,
+)
+GDPA = training_gdpa.Sizes(5, 8, 8, 2, 4, 3, 1, "float32")
+
+
+@pytest.fixture(autouse=True)
+def small_and_quick(monkeypatch):
+    monkeypatch.setenv(timing.COMMIT_VARIABLE, "0123456789abcdef")
+    quick = functools.partial(training.interleaved_ms, window_s=0.001, rounds=2)
+    monkeypatch.setattr(training, "interleaved_ms", lambda thunks, **_: quick(thunks))
+    # The gradient of attention in `jax.nn`, and optax' count of steps, mix dtypes.
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def version(name: str, scale: float = 1.0, error: Exception | None = None) -> training.Version:
+    def network(params, request):
+        if error is not None:
+            raise error
+        logit = jnp.sum(request.cand_tokens, axis=(1, 2)) * jnp.sum(params["w_queries"]) * scale
+        return jnp.stack([logit, -logit], axis=1)
+
+    return training.Version(name, "a stage", lambda sizes: network)
+
+
+def test_a_run_in_small_and_its_report(tmp_path, capsys, monkeypatch):
+    """All points, with networks that cost nothing; their first loss is their own oracle's."""
+    names = [p.name for p in ranking.ALL]
+    monkeypatch.setattr(training, "OF_RANKING", tuple(map(version, names)))
+    shrink = training.shrink
+
+    def smaller(point):
+        small = GDPA if isinstance(point.sizes, training_gdpa.Sizes) else SIZES
+        return dataclasses.replace(shrink(point), sizes=small)
+
+    monkeypatch.setattr(training, "shrink", smaller)
+    monkeypatch.setattr(training, "QUERIES", (64,))
+    score = version("oracle").make(SIZES)
+    monkeypatch.setattr(training_task.cases, "oracle", score)
+    path = tmp_path / "training.json"
+    assert training.main(["--out", str(path), "--quick", "--profile", "ikbo"]) == 0
+    results = timing.read_results(path)
+    labels = {point["sweep"]: point["label"] for point in results["points"]}
+    assert set(labels) == set(training.SWEEPS)
+    for record in results["points"][0]["providers"]:
+        assert record["ok"]
+        assert record["samples_per_s"] == pytest.approx(12e3 / record["median_ms"])
+        assert record["peak_bytes"] > 0
+    assert "busy 0.000" in capsys.readouterr().out
+
+    blocks = report.blocks(results, "docs/performance.md")
+    assert set(blocks) == {
+        "training-table",
+        "training-ratio",
+        "training-ratio-plot",
+        "training-gdpa",
+    }
+    assert "12 candidates of 3 users" in blocks["training-table"]
+    assert "ratio: 8:1 T=64" in blocks["training-ratio"]
+    assert "this library's kernels" in blocks["training-gdpa"]
+    (image,) = report_training.draw(results, tmp_path)
+    assert "hand-optimised" in image.read_text()
+
+
+def test_wrong_losses_wrong_gradients_failures_and_what_does_not_fit(monkeypatch):
+    monkeypatch.setattr(training_task.cases, "oracle", version("oracle").make(SIZES))
+    frozen = version("frozen")
+    network = frozen.make(SIZES)
+
+    def half_frozen(params, request):
+        return network(
+            jax.tree.map(lambda x: 0.7 * jax.lax.stop_gradient(x) + 0.3 * x, params), request
+        )
+
+    versions = (
+        version("right"),
+        version("wrong", scale=3.0),
+        frozen._replace(make=lambda sizes: half_frozen),
+        version("broken", error=TypeError("no such thing")),
+        version("large", error=MemoryError("RESOURCE_EXHAUSTED: 1 TB")),
+    )
+    point = training.Point("default", "B=12", SIZES)
+    measured = training.measure_point(point, versions, window_s=0.001, rounds=1)
+    right, wrong, frozen, broken, large = measured["providers"]
+    assert (right["ok"], wrong["ok"], frozen["ok"]) == (True, False, False)
+    assert "no such thing" in broken["failure"]
+    assert "1 TB" in large["skipped"]
+    assert not records.all_correct({"points": [measured]})
+
+
+def test_a_step_moves_every_parameter_and_lowers_the_loss():
+    index = model.user_index(SIZES)
+    request, labels = training_task.draw(SIZES, 0, index)
+    assert labels.shape == (12, 2)
+    assert set(np.unique(labels)) == {-1.0, 1.0}
+    step = jax.jit(training_task.step_of(model.co_designed, "bfloat16"))
+    state = training_task.start(model.init(SIZES))
+    before = state.params
+    losses = []
+    for _ in range(8):
+        state, (loss, norm) = step(state, request, labels)
+        losses.append(float(loss))
+    assert losses[-1] < losses[0]
+    assert norm > 0
+    jax.tree.map(
+        lambda a, b: np.testing.assert_array_less(0, np.abs(a - b).max()), state.params, before
+    )
+    assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(state.params))
+
+
+def test_versions_of_the_other_network_agree_with_their_gradients():
+    """On rows outside all sequences, too."""
+    params, (inputs, labels) = training_gdpa.init(GDPA), training_gdpa.draw(GDPA)
+    assert inputs.rows.shape[0] % training_gdpa.MULTIPLE == 0
+    noise = jnp.where(
+        jnp.arange(inputs.rows.shape[0])[:, None] < inputs.offsets[-1], inputs.rows, 5
+    )
+
+    def found(make, rows):
+        network = functools.partial(training_gdpa.network, make, GDPA)
+        loss = training_task.loss_of(network, "float32")
+        return jax.jit(jax.value_and_grad(loss))(params, inputs._replace(rows=rows), labels)
+
+    expected = found(training_gdpa.xla, inputs.rows)
+    for actual in (found(training_gdpa.ours, inputs.rows), found(training_gdpa.ours, noise)):
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-5), actual, expected
+        )
+    with pytest.raises(NotImplementedError, match="cuDNN needs a GPU"):
+        training_gdpa.softmax(GDPA, inputs)
+    soft, _ = found(functools.partial(training_gdpa.softmax, implementation="xla"), inputs.rows)
+    assert np.isfinite(soft)
+    assert soft != expected[0]
+
+
+def test_bars_name_what_was_reached():
+    def record(name: str, ms: float, memory: int) -> dict:
+        return {"name": name, "median_ms": ms, "peak_bytes": memory}
+
+    point = {
+        "sweep": "default",
+        "providers": [
+            record("materialised", 60.0, 400),
+            record("hand-optimised", 30.0, 150),
+            record("co-designed", 12.0, 100),
+        ],
+    }
+    text = training.bars(point, "co-designed")
+    assert "12.00 ms, bar 13.5; 2.50 x XLA by hand, bar 2.0; 0.67 of its memory" in text
+    assert "5.00 x the copies" in text
+    gdpa = {
+        "sweep": "gdpa",
+        "providers": [
+            record("xla", 9.0, 1),
+            record("cudnn-softmax", 6.0, 1),
+            record("ikbo", 4.0, 1),
+        ],
+    }
+    assert "1.50 x the better of the others, bar 1.3" in training.bars(gdpa, "ikbo")
+
+
+PROGRAM = """
+  %fusion.1 = f32[2] fusion(%a), metadata={op_name="jit(step)/jvp(attention)/dot"}
+  ROOT %fusion.2 = f32[2] fusion(%a), metadata={op_name="jit(step)/transpose(self_attention)/mul"}
+"""
+
+
+def test_profiles_sum_kernels_by_part(monkeypatch):
+    def event(name: str, start: int, length: int, operation: str) -> types.SimpleNamespace:
+        return types.SimpleNamespace(
+            name=name, start_ns=start, duration_ns=length, stats=[("hlo_op", operation)]
+        )
+
+    events = [
+        event("a", 0, 2_000_000, "fusion.1"),
+        event("b", 4_000_000, 4_000_000, "fusion.2"),
+        event("b", 8_000_000, 8_000_000, "fusion.2"),
+        event("c", 16_000_000, 2_000_000, "unknown"),
+    ]
+    stream = types.SimpleNamespace(name="Stream #13", events=events)
+    plane = types.SimpleNamespace(name="/device:GPU:0", lines=[stream])
+    other = types.SimpleNamespace(name="/host:CPU", lines=[stream])
+    data = types.SimpleNamespace(planes=[other, plane])
+    monkeypatch.setattr(profiles, "STEPS", 2)
+    scopes = {m["name"]: m["scope"] for m in profiles._OPERATION.finditer(PROGRAM)}
+    found = profiles._summed(data, scopes)
+    assert (found.busy_ms, found.wall_ms, found.kernels) == (8.0, 9.0, 2.0)
+    assert found.by_part == {"self_attention backward": 6.0, "attention": 1.0, "other": 1.0}
+    assert found.by_kernel[0][:3] == (6.0, 1.0, "b")
+    assert "busy 8.000 of 9.000 ms" in str(found)

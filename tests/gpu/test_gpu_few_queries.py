@@ -1,0 +1,151 @@
+"""The attention kernel for users with few queries on a Hopper GPU."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import on_gpu
+import problems
+import pytest
+from test_gpu_attention import check, run
+
+import ikbo_jax as ikbo
+from ikbo_jax.problems import AttentionProblem, FewQueriesConfig
+
+pytestmark = pytest.mark.gpu
+
+Shape = problems.AttentionShape
+CONFIGS = {
+    "plain": FewQueriesConfig(64, 1, 64, 3, 3),
+    "wide": FewQueriesConfig(128, 1, 64, 3, 3),
+    "split": FewQueriesConfig(64, 3, 64, 3, 3),
+    "wide_split": FewQueriesConfig(128, 2, 64, 2, 2),
+    "narrow": FewQueriesConfig(64, 1, 32, 4, 4, 3),
+}
+#: Users, candidates, T, S, N, K, H, index, lengths.
+SHAPES = {
+    "one_candidate": Shape(1, 1, 1, 1, 1, 1, 64),
+    "one_user": Shape(1, 700, 1, 3000, 2, 2, 64),
+    "one_user_t7": Shape(1, 100, 7, 515, 2, 1, 128),
+    "a_user_each": Shape(500, 500, 1, 130, 4, 4, 64, "sorted"),
+    "a_user_each_t8": Shape(300, 300, 8, 256, 4, 4, 64, "unsorted", "ragged"),
+    "users_without_candidates": Shape(900, 100, 2, 200, 2, 2, 64, "gaps", "ragged"),
+    "many_users": Shape(5000, 6000, 1, 20, 1, 1, 64, "sorted", "ragged"),
+    "few_users": Shape(3, 300, 4, 1000, 4, 4, 64, "sorted", "ragged"),
+    "t16": Shape(7, 130, 16, 300, 2, 2, 128, "unsorted", "ragged"),
+    "gqa_4": Shape(17, 200, 3, 300, 8, 2, 64, "sorted", "ragged"),
+    "gqa_3": Shape(17, 200, 3, 300, 6, 2, 64, "sorted"),
+    "mqa_16": Shape(17, 100, 1, 300, 16, 1, 128, "sorted"),
+    "h96": Shape(5, 50, 3, 300, 2, 2, 96, "sorted", "ragged"),
+    "h192": Shape(5, 50, 3, 300, 2, 2, 192, "sorted", "ragged"),
+}
+
+
+def problem_of(shape: Shape, dtype: str = "bfloat16") -> AttentionProblem:
+    sizes = (shape.candidates, shape.users, shape.q_len, shape.kv_len)
+    return AttentionProblem(*sizes, shape.q_heads, shape.kv_heads, shape.head_dim, dtype)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("config", CONFIGS)
+def test_few_queries_every_shape_and_config(name, config):
+    shape, config = SHAPES[name], CONFIGS[config]
+    if config.illegal_reason(problem_of(shape)):
+        config = FewQueriesConfig(64, config.splits, 32, 2, 2)
+    assert config.illegal_reason(problem_of(shape)) is None
+    inputs = problems.make_attention_inputs(shape)
+    check(run(inputs, config=config), inputs)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_few_queries_default_in_f16(name):
+    inputs = problems.make_attention_inputs(SHAPES[name], "float16")
+    check(run(inputs), inputs)
+
+
+@pytest.mark.parametrize("order", ["unsorted", "falling", "one_misplaced"])
+def test_few_queries_wrong_promise_of_a_sorted_index(order):
+    inputs = problems.make_attention_inputs(Shape(40, 900, 1, 150, 2, 2, 64, "unsorted", "ragged"))
+    index = np.sort(np.asarray(inputs.cand_to_user))
+    if order == "unsorted":
+        index = np.asarray(inputs.cand_to_user)
+    elif order == "falling":
+        index = index[::-1]
+    else:
+        index[[3, 800]] = index[[800, 3]]
+    inputs = inputs._replace(cand_to_user=jnp.asarray(index.copy()))
+    check(run(inputs, indices_are_sorted=True, config=FewQueriesConfig()), inputs)
+
+
+@pytest.mark.parametrize("config", ["plain", "wide_split"])
+def test_few_queries_repeats_bit_for_bit(config):
+    inputs = problems.make_attention_inputs(Shape(30, 800, 2, 700, 4, 2, 64, "sorted", "ragged"))
+    results = [run(inputs, config=CONFIGS[config]) for _ in range(20)]
+    for other in results[1:]:
+        assert all(map(np.array_equal, results[0], other))
+
+
+@pytest.mark.parametrize("config", ["plain", "wide", "wide_split"])
+def test_few_queries_nan_of_a_user_stays_there(config):
+    inputs = problems.make_attention_inputs(Shape(6, 60, 2, 300, 2, 2, 64, "sorted", "ragged"))
+    length = int(inputs.key_value_seq_lengths[2])
+    lengths = inputs.key_value_seq_lengths.at[2].set(min(length, 200))
+    past = inputs._replace(
+        key=inputs.key.at[2, 200:].set(jnp.nan),
+        value=inputs.value.at[2, 200:].set(jnp.nan),
+        key_value_seq_lengths=lengths,
+    )
+    clean = inputs._replace(key_value_seq_lengths=lengths)
+    for a, b in zip(*(run(x, config=CONFIGS[config]) for x in (past, clean)), strict=True):
+        np.testing.assert_array_equal(a, b)
+    poisoned = clean._replace(value=clean.value.at[2].set(jnp.nan))
+    out, _ = run(poisoned, config=CONFIGS[config])
+    others = np.asarray(clean.cand_to_user) != 2
+    np.testing.assert_array_equal(out[others], run(clean, config=CONFIGS[config])[0][others])
+    if int(lengths[2]):
+        assert np.isnan(np.asarray(out, np.float32)[~others]).all()
+
+
+@pytest.mark.parametrize("config", ["plain", "split"])
+def test_few_queries_huge_scores(config):
+    inputs = problems.make_attention_inputs(Shape(4, 40, 2, 300, 2, 2, 64, "sorted"))
+    inputs = inputs._replace(query=inputs.query * 30, key=inputs.key * 30)
+    check(run(inputs, config=CONFIGS[config]), inputs)
+
+
+SANITIZED = """
+import jax, problems
+import ikbo_jax as ikbo
+from ikbo_jax.problems import FewQueriesConfig
+shape = problems.AttentionShape(5, 90, 2, 150, 4, 2, 64, "unsorted", "ragged")
+inputs = problems.make_attention_inputs(shape, "bfloat16")
+wild = inputs.cand_to_user.at[0].set(99).at[1].set(-7)
+for tile_rows, splits in ((64, 1), (128, 1), (64, 2)):
+    config = FewQueriesConfig(tile_rows, splits, 32, 3, 3)
+    for is_sorted in (False, True):
+        out = ikbo.attention(
+            inputs.query, inputs.key, inputs.value, wild, config=config,
+            implementation="mosaic_gpu", indices_are_sorted=is_sorted,
+            key_value_seq_lengths=inputs.key_value_seq_lengths, return_residuals=True,
+        )
+        jax.block_until_ready(out)
+print("FINISHED")
+"""
+
+
+@on_gpu.sanitizes
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_few_queries_sanitizer(tool):
+    on_gpu.assert_sanitized(tool, SANITIZED)
+
+
+def test_few_queries_gradient_uses_its_lse():
+    inputs = problems.make_attention_inputs(Shape(7, 60, 2, 150, 4, 2, 64, "sorted"))
+
+    def loss(query, implementation):
+        out = ikbo.attention(query, *inputs[1:4], implementation=implementation)
+        return jnp.sum(out.astype(jnp.float32) ** 2)
+
+    kernel, xla = (jax.grad(loss)(inputs.query, x) for x in ("mosaic_gpu", "xla"))
+    np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (kernel, xla)), atol=0.05)

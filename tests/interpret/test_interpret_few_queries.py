@@ -1,0 +1,137 @@
+"""The kernel for users with few queries, interpreted on a CPU under a race detector."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+
+import interpreter
+import jax
+import jax.numpy as jnp
+import numpy as np
+import problems
+import pytest
+from test_interpret_attention import PARAMS, rounded_weights
+
+from ikbo_jax.pallas.few_queries.kernel import few_queries_kernel
+from ikbo_jax.problems import AttentionProblem
+from ikbo_jax.problems.few_queries import FewQueriesConfig
+
+pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
+
+#: Blocks of 16 keys, so that few keys are several blocks.
+SMALL = FewQueriesConfig(block_kv=16, k_stages=2, v_stages=2)
+WIDE = dataclasses.replace(SMALL, tile_rows=128)
+SPLIT = dataclasses.replace(SMALL, splits=2, k_stages=3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A problem, its index (users by candidate), lengths and a config."""
+
+    index: tuple[int, ...]
+    keys: int
+    q_len: int = 1
+    users: int = 2
+    heads: tuple[int, int] = (1, 1)
+    head_dim: int = 64
+    config: FewQueriesConfig = SMALL
+    lengths: tuple[int, ...] | None = None
+    num_sms: int = 1
+    dtype: str = "bfloat16"
+    scale: float = 0.125
+
+    @property
+    def problem(self) -> AttentionProblem:
+        sizes = (len(self.index), self.users, self.q_len, self.keys, *self.heads, self.head_dim)
+        return AttentionProblem(*sizes, self.dtype)
+
+    def inputs(self, seed: int = 0) -> problems.AttentionInputs:
+        rng = np.random.default_rng(seed)
+        problem = self.problem
+        of_user = (problem.users, problem.kv_len, problem.kv_heads, problem.head_dim)
+        of_cand = (problem.batch, problem.q_len, problem.q_heads, problem.head_dim)
+        lengths = None if self.lengths is None else jnp.asarray(self.lengths, jnp.int32)
+        return problems.AttentionInputs(
+            *(problems.random_array(rng, s, self.dtype) for s in (of_cand, of_user, of_user)),
+            jnp.asarray(self.index, jnp.int32),
+            lengths,
+        )
+
+
+CASES = {
+    # One block, several blocks (odd and even numbers), a partial last block.
+    "one_block": Case((0, 0, 1), 5),
+    "even_blocks": Case((0, 0, 1), 64),
+    "odd_blocks_users_without_candidates": Case((1, 1, 3), 75, users=5, num_sms=3),
+    "indices_out_of_range": Case((-5, 0, 1, 2**31 - 1), 20),
+    # More rows than an item has.
+    "rows_70": Case((0,) * 70 + (1,) * 3, 40),
+    "rows_70_wide": Case((0,) * 70 + (1,) * 3, 40, config=WIDE),
+    "rows_150_wide_lengths": Case(
+        (0,) * 30 + (1,) * 5, 50, q_len=5, config=WIDE, lengths=(37, 20), num_sms=2
+    ),
+    "one_user_wide": Case((0,) * 30, 33, q_len=5, users=1, config=WIDE, num_sms=2),
+    # Heads that share a tile.
+    "gqa_4": Case((0, 0, 0, 1, 1), 40, q_len=7, heads=(8, 2)),
+    "gqa_3_wide": Case((0, 0, 0, 1, 1), 40, q_len=7, heads=(3, 1), config=WIDE),
+    "gqa_16_h128": Case((0, 1, 1), 40, q_len=2, heads=(16, 1), head_dim=128),
+    # Lengths: none, out of range, less than a block.
+    "lengths": Case((0, 1, 1, 2, 3), 60, users=4, lengths=(0, 1000, -3, 17)),
+    # Groups of heads that one CTA takes together.
+    "bundles": Case((0, 0, 1, 2, 3, 4, 5), 20, users=8, heads=(4, 2), num_sms=1),
+    "bundles_unsorted_lengths": Case(
+        (4, 0, 0, 2, 3, 4, 5), 20, users=8, heads=(2, 2), lengths=(9, 0, 20, 1, 2, 3, 4, 5)
+    ),
+    # Parts of the keys.
+    "split": Case((0, 0, 1), 75, config=SPLIT),
+    "split_lengths_gqa": Case(
+        (0, 1, 1, 2), 90, users=3, q_len=3, heads=(4, 2), lengths=(0, 90, 20), config=SPLIT
+    ),
+    # An index that is not sorted.
+    "unsorted": Case((1, 0, 0, 2, 1, 0, 0), 40, users=3, q_len=2, num_sms=2),
+    "falling": Case(tuple(range(39, -1, -1)), 20, users=40),
+    # A negative scale, f16, a padded width.
+    "negative_scale_f16_h96": Case(
+        (0, 1, 1), 40, q_len=3, head_dim=96, scale=-0.2, dtype="float16", lengths=(3, 40)
+    ),
+}
+
+
+@pytest.fixture
+def launches() -> Iterator[interpreter.Launches]:
+    with interpreter.watched() as launches:
+        yield launches
+
+
+def interpret(inputs: problems.AttentionInputs, case: Case) -> tuple[jax.Array, jax.Array]:
+    run = functools.partial(
+        few_queries_kernel,
+        scale=case.scale,
+        return_residuals=True,
+        config=case.config,
+        num_sms=case.num_sms,
+        interpret=PARAMS,
+    )
+    return jax.block_until_ready(jax.jit(run)(*inputs))
+
+
+def assert_correct(results, inputs, case: Case, where=...) -> None:
+    oracle, oracle_lse = problems.numpy_attention_oracle(inputs, scale=case.scale)
+    plain = rounded_weights(inputs, case.scale)
+    out, lse = map(np.asarray, results)
+    problems.assert_within_error_rule(out[where], oracle[where], plain[where])
+    np.testing.assert_allclose(lse[where], oracle_lse[where], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_interpreted_kernel_is_right_and_free_of_races(
+    name: str, launches: interpreter.Launches
+) -> None:
+    case = CASES[name]
+    assert case.config.illegal_reason(case.problem) is None
+    inputs = case.inputs()
+    results = interpret(inputs, case)
+    launches.assert_no_races(1)
+    assert_correct(results, inputs, case)

@@ -1,0 +1,205 @@
+"""The kernels of linear compression's gradient, interpreted on a CPU under a race detector."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import interpreter
+import jax
+import jax.numpy as jnp
+import numpy as np
+import problems
+import pytest
+
+from ikbo_jax.ops.linear_compression_backward import Gradients, kernel_vjp
+from ikbo_jax.pallas.linear_compression_backward import sums
+from ikbo_jax.problems import LinearCompressionConfig, LinearCompressionProblem
+from ikbo_jax.problems.linear_compression_backward import (
+    LinearCompressionBackwardConfig,
+    SumConfig,
+    WeightGradientConfig,
+)
+from ikbo_jax.reference import linear_compression as reference
+
+pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
+
+#: Small tiles, rings that wrap at once.
+FORWARD = LinearCompressionConfig(32, 2, 16, single_launch=False, cluster=1)
+WEIGHT = WeightGradientConfig(block_m=32, stages=2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A problem, its index ("sorted", "unsorted", "gaps" or the indices themselves), configs."""
+
+    batches: tuple[int, ...]
+    ks: tuple[int, ...]
+    m: int
+    n: int
+    num_sms: int = 1
+    index: str | tuple[int, ...] = "unsorted"
+    dtype: str = "bfloat16"
+    dtypes: tuple[str | None, str | None, str | None] = (None, None, None)
+
+    @property
+    def config(self) -> LinearCompressionBackwardConfig:
+        levels = len(self.ks)
+        return LinearCompressionBackwardConfig(
+            (FORWARD,) * levels, (WEIGHT,) * levels, SumConfig(2)
+        )
+
+    @property
+    def launches(self) -> int:
+        wide = sum(x is not None for x in self.dtypes[1:])  # XLA computes these gradients
+        return 3 * len(self.ks) - 1 - wide
+
+    def arrays(self, seed: int = 0) -> tuple[Any, Any, Any, jax.Array]:
+        """Weights, embeddings, parents and the cotangent."""
+        weights, embeddings, parents = problems.make_levels(
+            self.batches, self.ks, self.m, self.n, self.dtype, seed
+        )
+        rng = np.random.default_rng(seed + 1)
+        if len(self.batches) == 2:
+            index = self.index
+            if isinstance(index, str):
+                index = problems.ragged_index(rng, *self.batches, index)
+            parents = (None, jnp.asarray(index, jnp.int32))
+        shape = (self.batches[-1], self.m, self.n)
+        return weights, embeddings, parents, problems.random_array(rng, shape, self.dtype)
+
+
+CASES = {
+    "tails_of_all_sizes": Case((2, 5), (70, 131), 41, 72),
+    "sizes_of_one": Case((1, 1), (1, 1), 1, 8),
+    # The weights' tiles and their parts, and users' sums, are on several CTAs.
+    "several_ctas": Case((3, 6), (40, 200), 40, 136, num_sms=13),
+    "candidates_of_a_user_divided": Case((1, 7), (16, 24), 24, 64, num_sms=5, index="sorted"),
+    "users_without_candidates": Case((5, 3), (24, 16), 16, 64, num_sms=3, index="gaps"),
+    "index_out_of_range": Case((3, 6), (40, 24), 24, 64, index=(-5, 0, 6, 1, -(2**31), 2**31 - 1)),
+    "f16_three_levels": Case((2, 3, 5), (40, 33, 72), 24, 64, num_sms=4, dtype="float16"),
+    "one_level": Case((3,), (100,), 41, 64),
+    "summed_over_devices": Case((2, 3), (24, 32), 24, 64, dtypes=("float32", "float32", None)),
+    "m_divided_over_devices": Case((2, 3), (24, 32), 24, 64, dtypes=("float32",) * 3),
+}
+
+
+@pytest.fixture
+def launches() -> Iterator[interpreter.Launches]:
+    with interpreter.watched() as launches:
+        yield launches
+
+
+def run(case: Case, arrays: Sequence[Any], params: Any = interpreter.PARAMS) -> Gradients:
+    fn = functools.partial(
+        kernel_vjp,
+        config=case.config,
+        num_sms=case.num_sms,
+        dtypes=case.dtypes,
+        interpret=params,
+    )
+    # One program instead of one for each operation.
+    d_weights, d_embeddings = jax.block_until_ready(jax.jit(fn)(*arrays))
+    assert {x.shape[0] for x in d_weights} == {1}
+    return tuple(x[0] for x in d_weights), d_embeddings
+
+
+# One program instead of one for each operation; its conversions round.
+@functools.partial(jax.jit, compiler_options={"xla_allow_excess_precision": False})
+def plain_vjp(weights: Any, embeddings: Any, parents: Any, cotangent: jax.Array) -> Gradients:
+    """Gradients of the materialised form in the inputs' dtype."""
+
+    def compress(*levels: Any) -> jax.Array:
+        return reference.materialised(*levels, parents)
+
+    found: Gradients = jax.vjp(compress, weights, embeddings)[1](cotangent)
+    return found
+
+
+def assert_correct(found: Gradients, arrays: Sequence[Any], case: Case) -> None:
+    expected, plain = problems.numpy_oracle_gradients(*arrays), plain_vjp(*arrays)
+    levels = len(case.ks)
+    coarser, finest = case.dtypes[1:]
+    dtypes = (case.dtypes[0],) * levels, (*(coarser,) * (levels - 1), finest)
+    assert [x.dtype for x in jax.tree.leaves(found)] == [
+        dtype or case.dtype for kind in dtypes for dtype in kind
+    ]
+    rounded = jax.tree.map(lambda x: x.astype(case.dtype), found)
+    jax.tree.map(problems.assert_within_error_rule, rounded, expected, plain)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_interpreted_gradients_are_right_and_free_of_races(
+    name: str, launches: interpreter.Launches
+) -> None:
+    case = CASES[name]
+    problem = LinearCompressionProblem(case.batches, case.ks, case.m, case.n, case.dtype)
+    assert case.config.illegal_reason(problem) is None
+    arrays = case.arrays()
+    found = run(case, arrays)
+    launches.assert_no_races(case.launches)
+    assert_correct(found, arrays, case)
+
+
+# Infinity times the zeros that pad M is NaN, in columns that are not stored.
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
+def test_interpreted_non_finite_values_stay_with_their_user(
+    launches: interpreter.Launches,
+) -> None:
+    """An embedding's reaches gradients of weights alone; a cotangent's, its candidate and user."""
+    case = Case((3, 4), (70, 40), 41, 136, index=(2, 1, 0, 1))
+    weights, embeddings, parents, cotangent = arrays = case.arrays()
+    of_users, of_cands, spoiled = (np.array(x) for x in (*embeddings, cotangent))
+    of_users[1, 69, 70], of_cands[1, 39, 69], spoiled[2, 40, 71] = np.nan, -np.inf, np.nan
+    found = run(
+        case,
+        (weights, tuple(map(jnp.asarray, (of_users, of_cands))), parents, jnp.asarray(spoiled)),
+    )
+    launches.assert_no_races(case.launches)
+    _, (d_users, d_cands) = found
+    clean = run(case, arrays)
+    launches.assert_no_races(2 * case.launches)
+    hit = np.zeros(d_cands.shape, bool)
+    hit[2, :, 71] = True
+    np.testing.assert_array_equal(np.isnan(d_cands), hit)
+    np.testing.assert_array_equal(d_cands[~hit], clean[1][1][~hit])
+    hit = np.zeros(d_users.shape, bool)
+    hit[0, :, 71] = True
+    np.testing.assert_array_equal(np.isnan(d_users), hit)
+    np.testing.assert_array_equal(d_users[~hit], clean[1][0][~hit])
+
+
+def test_interpreted_problems_with_common_weights_have_gradients_of_their_own(
+    launches: interpreter.Launches,
+) -> None:
+    """Two problems in one batch: as if each was computed alone."""
+    both = Case((4, 6), (24, 70), 24, 64, index=(0, 1, 0, 3, 2, 3), num_sms=3)
+    weights, embeddings, parents, cotangent = both.arrays()
+    fn = functools.partial(kernel_vjp, config=both.config, num_sms=3, problems=2)
+    d_weights, d_embeddings = jax.block_until_ready(
+        jax.jit(functools.partial(fn, interpret=interpreter.PARAMS))(
+            weights, embeddings, parents, cotangent
+        )
+    )
+    launches.assert_no_races(both.launches)
+    for problem in range(2):
+        users, cands = slice(2 * problem, 2 * problem + 2), slice(3 * problem, 3 * problem + 3)
+        index = None if parents[1] is None else parents[1][cands] - 2 * problem
+        levels = weights, (embeddings[0][users], embeddings[1][cands]), (None, index)
+        one = (*levels, cotangent[cands])
+        found = (
+            tuple(x[problem] for x in d_weights),
+            (d_embeddings[0][users], d_embeddings[1][cands]),
+        )
+        case = dataclasses.replace(both, batches=(2, 3), index=())
+        assert_correct(found, one, case)
+
+
+@pytest.mark.parametrize("compared", [0, 2**25])
+def test_first_candidates_of_users(monkeypatch: pytest.MonkeyPatch, compared: int) -> None:
+    """By comparing all pairs, and by counting."""
+    monkeypatch.setattr(sums, "MAX_COMPARED", compared)
+    user = jnp.asarray([3, 0, 3, 1, 3], jnp.int32)
+    np.testing.assert_array_equal(sums._starts(user, 5), [0, 1, 2, 2, 5, 5])

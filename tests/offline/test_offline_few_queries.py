@@ -1,0 +1,84 @@
+"""The kernel for users with few queries compiled for sm_90a: no spills, no serialised WGMMAs."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import offline
+import pytest
+
+from ikbo_jax.pallas.few_queries.kernel import few_queries_kernel
+from ikbo_jax.problems import AttentionProblem
+from ikbo_jax.problems.few_queries import FewQueriesConfig
+from ikbo_jax.problems.hopper import MAX_SMEM_BYTES
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="the CUDA plugin is for Linux"),
+]
+
+NUM_SMS = 132
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A problem, its configuration, and which optional arguments it has."""
+
+    problem: AttentionProblem
+    config: FewQueriesConfig
+    with_options: bool = True
+
+    def launch(self) -> tuple[Any, ...]:
+        """The kernel's host function, and the shapes it takes."""
+        p = self.problem
+        dtype = jnp.dtype(p.dtype)
+        keys = jax.ShapeDtypeStruct((p.users, p.kv_len, p.kv_heads, p.head_dim), dtype)
+        lengths = jax.ShapeDtypeStruct((p.users,), jnp.int32) if self.with_options else None
+        index = jax.ShapeDtypeStruct((p.batch,), jnp.int32)
+
+        def fn(query, key, value, cand_to_user, lengths):
+            return few_queries_kernel(
+                query,
+                key,
+                value,
+                cand_to_user,
+                lengths,
+                scale=p.head_dim**-0.5,
+                return_residuals=self.with_options,
+                config=self.config,
+                num_sms=NUM_SMS,
+            )
+
+        query = jax.ShapeDtypeStruct((p.batch, p.q_len, p.q_heads, p.head_dim), dtype)
+        return fn, query, keys, keys, index, lengths
+
+
+def problem(head_dim: int, heads: tuple[int, int] = (4, 4), **sizes: Any) -> AttentionProblem:
+    default = AttentionProblem(1024, 16, 1, 512, *heads, head_dim, "bfloat16")
+    return dataclasses.replace(default, **sizes)
+
+
+CASES = {
+    "h64": Case(problem(64), FewQueriesConfig()),
+    "h64_plain": Case(problem(64), FewQueriesConfig(), with_options=False),
+    "h64_wide": Case(problem(64), FewQueriesConfig(tile_rows=128)),
+    "h64_split": Case(problem(64), FewQueriesConfig(splits=4)),
+    "h64_f16_gqa": Case(problem(64, (8, 2), q_len=5, dtype="float16"), FewQueriesConfig()),
+    "h96": Case(problem(96), FewQueriesConfig(block_kv=64)),
+    "h128_wide": Case(problem(128), FewQueriesConfig(128, 1, 64, 4, 3)),
+    "h128": Case(problem(128), FewQueriesConfig(64, 1, 128, 2, 2)),
+    "h192": Case(problem(192), FewQueriesConfig(64, 1, 32, 3, 3)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_offline_kernel_is_fit(name: str, compiler: offline.Compiler) -> None:
+    case = CASES[name]
+    assert case.config.illegal_reason(case.problem) is None
+    (compiled,) = compiler.compile(*case.launch())
+    assert not compiled.faults, compiled
+    assert compiled.smem_bytes == case.config.smem_bytes(case.problem.head_dim) <= MAX_SMEM_BYTES

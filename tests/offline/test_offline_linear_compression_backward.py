@@ -1,0 +1,96 @@
+"""The kernels of linear compression's gradient compiled for sm_90a without a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from collections import Counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import offline
+import pytest
+
+from ikbo_jax.ops.linear_compression_backward import kernel_vjp
+from ikbo_jax.problems import LinearCompressionProblem, memory
+from ikbo_jax.problems import linear_compression_backward as configs
+from ikbo_jax.problems.hopper import MAX_SMEM_BYTES
+from ikbo_jax.problems.linear_compression_backward import (
+    LinearCompressionBackwardConfig,
+    SumConfig,
+    WeightGradientConfig,
+)
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="the CUDA plugin is for Linux"),
+]
+
+DEFAULT = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16")
+NUM_SMS = 132
+PROBLEMS = {
+    "default": DEFAULT,
+    "a_user_each_f16": dataclasses.replace(DEFAULT, batches=(1024, 1024), dtype="float16"),
+    "three_levels": dataclasses.replace(DEFAULT, batches=(4, 60, 1024), ks=(300, 1178, 866)),
+    "n_of_72": dataclasses.replace(DEFAULT, n=72),
+    "sizes_of_one": LinearCompressionProblem((1, 1), (1, 1), 1, 8, "bfloat16"),
+    "one_level_wide": LinearCompressionProblem((64,), (2048,), 2048, 512, "bfloat16"),
+}
+CONFIGS = {
+    "default": WeightGradientConfig(),
+    "widest": WeightGradientConfig(configs.MAX_BLOCK_M, 4),
+    "narrowest": WeightGradientConfig(8, 2),
+}
+
+
+def launch(
+    problem: LinearCompressionProblem, config: LinearCompressionBackwardConfig
+) -> tuple[Any, ...]:
+    """The host function, and the shapes it takes for `problem`."""
+    dtype, shape = jnp.dtype(problem.dtype), jax.ShapeDtypeStruct
+    levels = list(zip(problem.batches, problem.ks, strict=True))
+    weights = tuple(shape((problem.m, k), dtype) for _, k in levels)
+    embeddings = tuple(shape((b, k, problem.n), dtype) for b, k in levels)
+    parents = (None, *(shape((b,), jnp.int32) for b in problem.batches[1:]))
+    cotangent = shape((problem.batches[-1], problem.m, problem.n), dtype)
+    fn = functools.partial(kernel_vjp, config=config, num_sms=NUM_SMS)
+    return fn, weights, embeddings, parents, cotangent
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_offline_kernels_are_fit(name: str, compiler: offline.Compiler) -> None:
+    problem = PROBLEMS[name]
+    assert configs.illegal_reason(problem) is None
+    config, levels = configs.default_config(problem), len(problem.ks)
+    kernels = compiler.compile(*launch(problem, config))
+    assert Counter(kernel.name for kernel in kernels) == Counter(
+        {
+            "ikbo_linear_compression": levels,
+            "ikbo_linear_compression_d_weight": levels,
+            "ikbo_linear_compression_sums": levels - 1,
+        }
+    )
+    for kernel in kernels:
+        assert not kernel.faults
+        assert kernel.smem_bytes <= MAX_SMEM_BYTES
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_offline_weight_kernel_of_every_kind(name: str, compiler: offline.Compiler) -> None:
+    problem, weight = dataclasses.replace(DEFAULT, batches=(1024,), ks=(866,)), CONFIGS[name]
+    config = dataclasses.replace(configs.default_config(problem), weights=(weight,))
+    assert config.illegal_reason(problem) is None
+    kernel, _ = compiler.compile(*launch(problem, config))
+    assert kernel.name == "ikbo_linear_compression_d_weight"
+    assert not kernel.faults
+    assert kernel.smem_bytes == memory.smem_bytes(weight.shared)
+
+
+def test_offline_shared_memory_of_sums_is_what_the_config_says() -> None:
+    for stages in (2, 12):
+        config = dataclasses.replace(configs.default_config(DEFAULT), sums=SumConfig(stages))
+        found = map(offline.describe_module, offline.mosaic_modules(*launch(DEFAULT, config)))
+        (smem_bytes,) = (size for name, size in found if name == "ikbo_linear_compression_sums")
+        assert smem_bytes == memory.smem_bytes(config.sums.shared)
