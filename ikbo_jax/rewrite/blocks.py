@@ -126,6 +126,9 @@ def start(
     query, key = (lhs, rhs)[query_side], (lhs, rhs)[key_side]
     if isinstance(query, Concat) and query.axis not in free[query_side]:
         return None
+    if has_lineage(query):
+        # A product by parts keeps the user's part at user batch.
+        return None
     if not isinstance(query, (Concat, Lazy)) and not is_plain(query):
         return None
     (out,) = eqn.outvars

@@ -15,52 +15,13 @@ from jax.extend import core
 
 from ikbo_jax.rewrite import hoisting
 from ikbo_jax.rewrite.cost import program_cost
+from ikbo_jax.rewrite.forms import form, unpack, unpack_all
 from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.jaxprs import evaluate, trace, without_dead_code
 from ikbo_jax.rewrite.lineage import Concat, Lazy, is_plain, lazy, spread
 from ikbo_jax.rewrite.merged import Merged
 from ikbo_jax.rewrite.registry import NotCovered, register_rule
 from ikbo_jax.rewrite.rules import ELEMENTWISE
-
-# Only arrays can be arguments and results of a traced function. So `unpack` splits a value into its
-# arrays and a function `pack` that rebuilds the value from them.
-
-
-def unpack(value: Any) -> tuple[list[Any], Any]:
-    """The arrays of a value, and the function that rebuilds the value."""
-    if is_plain(value):
-        return [value], lambda arrays: arrays[0]
-    if isinstance(value, Lazy):
-        return [value.base], lambda arrays: dataclasses.replace(value, base=arrays[0])
-    if isinstance(value, Merged):
-        arrays, pack_inner = unpack(value.inner)
-        return arrays, lambda arrays: dataclasses.replace(value, inner=pack_inner(arrays))
-    assert isinstance(value, Concat)
-    arrays, pack_parts = unpack_all(value.parts)
-    return arrays, lambda arrays: Concat(tuple(pack_parts(arrays)), value.axis)
-
-
-def unpack_all(values: Sequence[Any]) -> tuple[list[Any], Any]:
-    """The arrays of all values, and the function that rebuilds the values."""
-    unpacked = [unpack(value) for value in values]
-
-    def pack(arrays: Sequence[Any]) -> list[Any]:
-        rest = iter(arrays)
-        return [pack_one([next(rest) for _ in inner]) for inner, pack_one in unpacked]
-
-    return [array for inner, _ in unpacked for array in inner], pack
-
-
-def form(value: Any) -> Any:
-    """The form of a value: its kind, shapes, lineage and axis; "plain" for an array."""
-    if isinstance(value, Lazy):
-        base = (value.base.shape, value.base.dtype)
-        return (base, value.shape, value.lineage, value.axis)
-    if isinstance(value, Concat):
-        return (value.axis, tuple(map(form, value.parts)))
-    if isinstance(value, Merged):
-        return (value.groups, form(value.inner))
-    return "plain"
 
 
 def exported(inner: Context, values: Sequence[Any], outer: Context) -> list[Any]:
@@ -87,12 +48,17 @@ def _checkpoint(ctx: Context, eqn: Any, *operands: Any) -> Any:
     jaxpr = eqn.params["jaxpr"]
     if all(map(is_plain, operands)) and ctx.programs.is_plain(jaxpr):
         return ctx.bind(eqn, *operands)
-    arrays, pack = unpack_all(operands)
+    # Facts about indices and masks depend on the objects, so the body closes over these.
+    fixed = [is_plain(x) and _is_exact(x) for x in operands]
+    varying = [x for x, f in zip(operands, fixed, strict=True) if not f]
+    arrays, pack = unpack_all(varying)
     packs: list[Any] = []
 
     def body(*arrays: Any) -> Any:
         inner = ctx.inner()
-        results = exported(inner, inner.run_closed(jaxpr, pack(arrays), eqn), ctx)
+        packed = iter(pack(arrays))
+        values = [x if f else next(packed) for x, f in zip(operands, fixed, strict=True)]
+        results = exported(inner, inner.run_closed(jaxpr, values, eqn), ctx)
         out, out_pack = unpack_all(results)
         packs.append(out_pack)
         return out
@@ -103,6 +69,11 @@ def _checkpoint(ctx: Context, eqn: Any, *operands: Any) -> Any:
 
 
 register_rule("checkpoint", _checkpoint, source=True)
+
+
+def _is_exact(x: Any) -> bool:
+    """Whether an array holds integers or booleans."""
+    return getattr(getattr(x, "dtype", None), "kind", "") in ("i", "u", "b")
 
 
 #: Derivatives of a custom_jvp function that are proven to work row by row while the program is

@@ -15,8 +15,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from ikbo_jax.rewrite.calls import form
 from ikbo_jax.rewrite.equations import identity, on_integers
+from ikbo_jax.rewrite.forms import form
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.jaxprs import call_params, trace, without_dead_code
 from ikbo_jax.rewrite.lineage import Deferred, Lazy, base_of, is_plain

@@ -104,5 +104,8 @@ def _index(ctx: Context, x: Any, dim: int) -> Any:
             index = facts.moved_from(ctx, index)
         if index is None or not is_plain(index) or index.shape != (batch,):
             return None
-        return index if jnp.issubdtype(index.dtype, jnp.integer) else None
+        if not jnp.issubdtype(index.dtype, jnp.integer):
+            return None
+        # Positions that the index's dtype cannot hold would wrap around.
+        return index if count - 1 <= jnp.iinfo(index.dtype).max else None
     return None

@@ -8,7 +8,8 @@ import jax
 from jax import lax
 
 from ikbo_jax.rewrite import lineage
-from ikbo_jax.rewrite.calls import exported, form, unpack_all
+from ikbo_jax.rewrite.calls import exported
+from ikbo_jax.rewrite.forms import form, unpack_all
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.known import known
 from ikbo_jax.rewrite.lineage import (

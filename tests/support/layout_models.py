@@ -111,6 +111,7 @@ def arrays() -> dict[str, Any]:
         "buckets": normal(8, D),
         "kernel": weight(3, D, HIDDEN),
         "blocks2": blocks[:2],
+        "stacked": jax.tree.map(lambda *x: jnp.stack(x), *blocks[:2]),
         "blocks8": blocks,
     }
 
@@ -519,6 +520,37 @@ def causal_transformer_of_jax_nn(blocks, long, token, index):
         return jax.nn.dot_product_attention(q, k, v, is_causal=True)
 
     return causal_transformer(blocks, long, token, index, attention)
+
+
+@layout("stacked long token index", lambda *args: _scanned_by_hand(*args), 0.8)
+def causal_transformer_in_a_scan(stacked, long, token, index):
+    x = jnp.concatenate([long[index], token[:, None]], axis=1)
+    mask = jnp.tril(jnp.ones((S + 1, S + 1), bool))[None, None]
+
+    @jax.checkpoint
+    def layer(x, block):
+        return _block(block, x, functools.partial(_softmax_attention, mask=mask))
+
+    return lax.scan(lambda x, block: (layer(x, block), None), x, stacked)[0][:, -1]
+
+
+def _scanned_by_hand(stacked, long, token, index):
+    blocks = [jax.tree.map(lambda x, n=n: x[n], stacked) for n in range(2)]
+    return _causal_by_hand(blocks, long, token, index)
+
+
+@layout("blocks2 long token index", _causal_by_hand, 0.8, _COPIES)
+def causal_transformer_of_jitted_layers(blocks, long, token, index):
+    x = jnp.concatenate([long[index], token[:, None]], axis=1)
+    mask = jnp.tril(jnp.ones((S + 1, S + 1), bool))[None, None]
+
+    @jax.jit
+    def layer(block, x, mask):
+        return _block(block, x, functools.partial(_softmax_attention, mask=mask))
+
+    for block in blocks:
+        x = layer(block, x, mask)
+    return x[:, -1]
 
 
 def _hstu_attention(q, k, v, mask):
