@@ -76,12 +76,12 @@ def identity(operand: Any) -> Any:
 
 
 #: The jitted functions of the ops; they hold kernels, so they are not interpreted.
-_OPS = ("_linear_compression", "_attention", "_gdpa")
+OPS = ("_linear_compression", "_attention", "_gdpa")
 
 
 def is_op(eqn: core.JaxprEqn) -> bool:
     """Whether an equation calls an op of this library."""
-    return eqn.params.get("name") in _OPS and any(
+    return eqn.params.get("name") in OPS and any(
         isinstance(mark, dispatch.Plan)
         for program in inner_programs(eqn)
         for mark in explain.marks(program)
