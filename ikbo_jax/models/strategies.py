@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 from ikbo_jax.layers import functional
 from ikbo_jax.ops.attention import attention
 from ikbo_jax.ops.gdpa_arguments import equal_offsets
+from ikbo_jax.ops.sharded import vary_over_same_axes
 
 Parameters = functional.Parameters
 #: Takes parameters, two arrays at candidate or user batch, and the index `cand_to_user` [B] int32;
@@ -185,9 +186,10 @@ TUNED = MATERIALISED._replace(
 def _pool(params: Parameters, x: jax.Array) -> jax.Array:
     """PMA as attention from every user's seeds: all histories have one length, and attention's
     gradient has a kernel, where a softmax in `gdpa` has none."""
-    query, key, value = functional.projected(params, params["seeds"], x)
+    # Inside `shard_map`, the seeds' gradients must be summed over users before devices.
+    queries, key, value = vary_over_same_axes(functional.projected(params, params["seeds"], x))
     users = x.shape[0]
-    seeds = jnp.broadcast_to(query, (users, *query.shape))
+    seeds = jnp.broadcast_to(queries, (users, *queries.shape))
     index = jnp.arange(users, dtype=jnp.int32)
     out = attention(seeds, key, value, index, indices_are_sorted=True)
     assert isinstance(out, jax.Array)

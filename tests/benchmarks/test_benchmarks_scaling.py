@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
+from typing import Any
 
+import jax
 import pytest
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import AxisType
 
 from benchmarks import scaling
 
@@ -40,6 +45,25 @@ def test_points_are_powers_of_two(devices, expected):
     for mode in ("strong", "weak"):
         found = [p.devices for p in scaling.points("attention", devices) if p.mode == mode]
         assert found == expected
+
+
+def summed_elements(jaxpr: Any) -> int:
+    found = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name.startswith("psum"):
+            found += sum(math.prod(x.aval.shape) for x in equation.invars)
+        found += sum(map(summed_elements, jaxprs_in_params(equation.params)))
+    return found
+
+
+def test_a_training_step_sums_no_more_than_its_parameters_over_devices():
+    """What a parameter is broadcast to is summed on the device before."""
+    mesh = scaling.mesh_of(2, AxisType.Auto)
+    program = scaling.training_program(mesh, 1, small=True)
+    parameters = sum(x.size for x in jax.tree.leaves(program.args[0]))
+    with jax.numpy_dtype_promotion("standard"):
+        jaxpr = jax.make_jaxpr(program.fn)(*program.args).jaxpr
+    assert parameters / 2 < summed_elements(jaxpr) <= parameters
 
 
 def test_a_run_in_small(tmp_path, capsys):

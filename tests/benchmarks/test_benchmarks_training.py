@@ -136,7 +136,7 @@ def test_a_step_moves_every_parameter_and_lowers_the_loss():
     request, labels = training_task.draw(SIZES, 0, index)
     assert labels.shape == (12, 2)
     assert set(np.unique(labels)) == {-1.0, 1.0}
-    step = jax.jit(training_task.step_of(model.co_designed, "bfloat16"))
+    step = jax.jit(training_task.step_of(model.co_designed, "float32"))
     state = training_task.start(model.init(SIZES))
     before = state.params
     losses = []
