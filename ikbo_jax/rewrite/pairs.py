@@ -28,6 +28,8 @@ from ikbo_jax.rewrite.scores import BATCH, KEY, QUERY, RULES, Scores
 
 #: More runs of neighbouring pairs than this become no parts of a concatenation.
 _MOST_RUNS = 64
+#: With more lookups, every field by its own index, the blocks are single products.
+_MOST_BLOCKS = 16
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -170,7 +172,10 @@ def _chosen(ctx: Context, eqn: Any, scores: Scores, pairs: np.ndarray) -> Any:
         zip(row_group[pairs[:, 0]].tolist(), column_group[pairs[:, 1]].tolist(), strict=True)
     )
     blocks: dict[tuple[int, int], Any] = {}
-    for m, n in dict.fromkeys(groups):
+    different = dict.fromkeys(groups)
+    if len(different) > _MOST_BLOCKS:
+        raise NotCovered("products of fields of many lookups")
+    for m, n in different:
         blocks[m, n] = _block(ctx, eqn, scores, rows[m], columns[n])
     plain = [key for key, block in blocks.items() if is_plain(block)]
     start, starts = 0, {}
