@@ -585,6 +585,36 @@ def _hstu_by_hand(blocks, long, token, index):
     return x[:, -1]
 
 
+# Attention of a candidate to a history, with a bias of the user, and by addition.
+
+
+def _biased_by_hand(history, cand, index, bias, w_tower):
+    keys, values = (history @ w_tower)[index], (history @ (2 * w_tower))[index]
+    logits = jnp.einsum("bd,bsd->bs", cand @ w_tower, keys) + bias[index]
+    return jnp.einsum("bs,bsd->bd", jax.nn.softmax(logits, axis=-1), values)
+
+
+@layout("history cand index bias w_tower", _biased_by_hand)
+def attention_with_a_bias_of_the_user(history, cand, index, bias, w_tower):
+    h = history[index]
+    logits = jnp.einsum("bd,bsd->bs", cand @ w_tower, h @ w_tower) + bias[index]
+    return jnp.einsum("bs,bsd->bd", jax.nn.softmax(logits, axis=-1), h @ (2 * w_tower))
+
+
+def _additive_by_hand(history, cand, index, w_tower, w_out):
+    x = (cand @ w_tower)[:, None] + (history @ w_tower)[index]
+    weights = jax.nn.softmax((jnp.tanh(x) @ w_out)[..., 0], axis=-1)
+    return jnp.einsum("bs,bsd->bd", weights, history[index])
+
+
+@layout("history cand index w_tower w_out", _additive_by_hand)
+def additive_attention(history, cand, index, w_tower, w_out):
+    h = history[index]
+    x = (cand @ w_tower)[:, None] + h @ w_tower
+    weights = jax.nn.softmax((jnp.tanh(x) @ w_out)[..., 0], axis=-1)
+    return jnp.einsum("bs,bsd->bd", weights, h)
+
+
 # Rules that were missing.
 
 
