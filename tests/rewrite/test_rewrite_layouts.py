@@ -82,6 +82,18 @@ def test_no_copy_of_the_history(name: str) -> None:
     assert not shapes.intersection(layout.never)
 
 
+def test_rewritten_layers_grow_linearly() -> None:
+    layout = LAYOUTS["causal_transformer_of_8_layers"]
+    blocks, *rest = layout.args()
+
+    def equations(layers: int) -> int:
+        program = jax.make_jaxpr(ikbo.rewrite(layout.fn))(blocks[:layers], *rest)
+        return sum(1 for _ in _shapes(program.jaxpr))
+
+    two, four, eight = map(equations, (2, 4, 8))
+    assert eight - four == 2 * (four - two)
+
+
 def test_comparisons_that_are_no_lookups() -> None:
     def at(positions, compare=jnp.equal):
         def fn(user, index):
