@@ -38,6 +38,7 @@ class CandidateAttention:
         cand_to_user: jax.Array,
         *,
         key_value_seq_lengths: jax.Array | None = None,
+        indices_are_sorted: bool = False,
     ) -> jax.Array:
         """Attends; arguments and result are as in `functional.attend`."""
         return functional.attend(
@@ -46,6 +47,7 @@ class CandidateAttention:
             x_user,
             cand_to_user,
             key_value_seq_lengths=key_value_seq_lengths,
+            indices_are_sorted=indices_are_sorted,
             **_options(self),
         )
 

@@ -233,6 +233,7 @@ def attend(
     cand_to_user: jax.Array,
     *,
     key_value_seq_lengths: jax.Array | None = None,
+    indices_are_sorted: bool = False,
     dtype: Any = None,
     precision: str | jax.lax.Precision | None = None,
 ) -> jax.Array:
@@ -245,6 +246,7 @@ def attend(
       x_user: [U, S, F_user].
       cand_to_user: [B] int32, the user of every candidate, in [0, U), in any order.
       key_value_seq_lengths: [U] int32, the number of valid rows of every user; None means S.
+      indices_are_sorted: whether `cand_to_user` is sorted, as in `ikbo_jax.attention`.
 
     Returns:
       [B, T, F_out].
@@ -260,7 +262,11 @@ def attend(
     params, (x_cand, x_user) = _cast(params, (x_cand, x_user), dtype)
     with _precision(precision):
         query, key, value = projected(params, x_cand, x_user)
-        out = attention(query, key, value, cand_to_user, key_value_seq_lengths=lengths)
+        out = attention(
+            *(query, key, value, cand_to_user),
+            key_value_seq_lengths=lengths,
+            indices_are_sorted=indices_are_sorted,
+        )
         assert isinstance(out, jax.Array)
         return merge_heads(out, params["w_out"])
 

@@ -230,7 +230,8 @@ def _join(
 CO_DESIGNED = Strategy(
     prepare=lambda tokens: tokens,
     pool=_pool,
-    attend=functional.attend,
+    # As a request promises. Otherwise XLA would copy queries and cotangents for the gradient.
+    attend=functools.partial(functional.attend, indices_are_sorted=True),
     feed_forward=_feed_forward,
     compress=functional.compress,
     join=_join,

@@ -9,9 +9,13 @@ import jax.numpy as jnp
 
 from ikbo_jax.problems import GdpaBackwardConfig
 from ikbo_jax.problems import gdpa_backward as configs
+from ikbo_jax.problems.hopper import TILE_ROWS
 from ikbo_jax.reference import jagged
 from ikbo_jax.reference.activations import one_by_one
 from ikbo_jax.reference.gdpa import Arrays, Settings, num_sequences, out_shape
+
+#: Largest number of parts that the queries of one key-value sequence are divided into.
+MAX_PARTS = 8
 
 
 def kernel_vjp(
@@ -85,17 +89,88 @@ def kernel_vjp(
     )
     if settings.broadcast_q:
         d_query = jnp.sum(d_query.reshape(-1, *query.shape), axis=0).astype(query.dtype)
-    key_work = tiles.key_work(
+    parts = _parts(arrays, settings, num_sms)
+    d_key, d_value = _d_key_value(
+        arrays,
+        (q, kv, kv_of),
+        d_out,
+        parts,
+        key_config,
+        out_dtype=dtype,
+        options=options,
+        is_bounded=settings.max_seqlen_kv is not None,
+    )
+    return d_query, d_key, d_value
+
+
+def _parts(arrays: Arrays, settings: Settings, num_sms: int) -> int:
+    """Into how many parts the queries of a key-value sequence are divided.
+
+    A tile of keys takes all queries that share it. Where many queries share few keys, the tiles
+    would leave most of the device idle.
+    """
+    if arrays.q_to_kv is None:
+        return 1
+    rows, heads, _ = arrays.key.shape
+    batch, batch_kv = num_sequences(arrays), arrays.cu_seqlens_kv.shape[0] - 1
+    most = jagged.most_tiles(batch_kv, rows, TILE_ROWS, settings.max_seqlen_kv)
+    return max(1, min(num_sms // max(most * heads, 1), -(-batch // max(batch_kv, 1)), MAX_PARTS))
+
+
+def _d_key_value(
+    arrays: Arrays,
+    sequences: tuple[Any, Any, jax.Array],
+    d_out: jax.Array,
+    parts: int,
+    config: GdpaBackwardConfig,
+    *,
+    out_dtype: Any,
+    options: dict[str, Any],
+    is_bounded: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """Gradients of key and value; every n-th query sequence belongs to part n.
+
+    With several parts there are as many copies of keys and values, which are few then. The parts'
+    gradients are f32 and added before they are rounded.
+    """
+    from ikbo_jax.pallas.gdpa_backward import kernels, tiles
+
+    query, key, value = arrays[:3]
+    q, kv, kv_of = sequences
+    rows, heads, _ = key.shape
+    if parts > 1:
+        batch_kv = kv.length.size
+        first = jnp.repeat(jnp.arange(parts, dtype=jnp.int32) * rows, batch_kv)
+        copied = (jnp.tile(x, parts) for x in kv)
+        source, target, length = copied
+        kv = tiles.Sequences(source + first, target + first, length)
+        kv_of = kv_of + jnp.arange(kv_of.size, dtype=jnp.int32) % parts * batch_kv
+        key, value = (jnp.tile(x, (parts, 1, 1)) for x in (key, value))
+    work = tiles.key_work(
         kv,
         q,
         kv_of,
         key.shape[0],
-        block=key_config.block,
-        group=query.shape[1] // key.shape[1],
-        is_sorted=q_to_kv is None,
-        is_bounded=settings.max_seqlen_kv is not None,
+        block=config.block,
+        group=query.shape[1] // heads,
+        is_sorted=arrays.q_to_kv is None,
+        # Rows between two copies may belong to no sequence, too.
+        is_bounded=is_bounded or parts > 1,
     )
-    d_key, d_value = kernels.d_key_value_kernel(
-        query, key, value, d_out, key_work, config=key_config, out_dtype=dtype, **options
+    found = kernels.d_key_value_kernel(
+        query,
+        key,
+        value,
+        d_out,
+        work,
+        config=config,
+        out_dtype=jnp.float32 if parts > 1 else out_dtype,
+        **options,
     )
-    return d_query, d_key, d_value
+    if parts == 1:
+        return found
+    d_key, d_value = (
+        jnp.sum(x.reshape(parts, rows, *x.shape[1:]), axis=0).astype(out_dtype or like.dtype)
+        for x, like in zip(found, arrays[1:3], strict=True)
+    )
+    return d_key, d_value

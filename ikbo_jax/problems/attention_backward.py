@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
-from ikbo_jax.problems import hopper
+from ikbo_jax.problems import hopper, memory
 from ikbo_jax.problems.attention import AttentionSizes
-from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, SMEM_ALIGNMENT, TILE_ROWS, WGMMA_M
+from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, TILE_ROWS, WGMMA_M
 from ikbo_jax.problems.problem import Config
 
 #: Largest block_q by head width (width 96 is padded to 128 in shared memory). With larger blocks
@@ -19,15 +19,49 @@ HEAD_DIMS = tuple(MAX_BLOCK_Q)
 MAX_BLOCK_KV = {64: 128, 96: 96, 128: 96}
 #: Keys of a tile: 64 for each consumer.
 BLOCK_KV = TILE_ROWS
-#: Buffers of gradients of scores, as many as fit: each consumer multiplies by the block before,
-#: and with three of them, one consumer can be most of a block ahead of the other.
-D_SCORES_BUFFERS = (3, 2)
+#: Buffers of gradients of scores: the consumers write one while they multiply by the other.
+D_SCORES_BUFFERS = 2
 #: Slots for queries of the second launch: of the finished tile and of the next one.
 Q_SLOTS = 2
 #: Ways to compute d_query; see `AttentionBackwardConfig`.
 D_QUERY = ("sum", "parts", "launch")
-#: Allocations that hold less than a tile each: statistics, descriptors, barriers.
-SMALL_ALLOCATIONS = 4
+#: Most tiles of keys whose parts of d_query are stored apart by default; each part takes twice the
+#: memory of the queries.
+MAX_PARTS = 8
+#: Streaming multiprocessors of an H100 or an H200.
+NUM_SMS = 132
+#: Words of a descriptor in shared memory: with 32 bytes, four words are one 16-byte access.
+DESCRIPTOR_WORDS = 8
+#: f32 columns of a shared memory row of 128 bytes.
+SUM_COLUMNS = 32
+
+
+class AttentionBackwardShared(NamedTuple):
+    """Shared memory and barriers of the first launch; shapes follow the slot.
+
+    Without d_query, `d_scores`, `d_query` and their barriers are None.
+    """
+
+    keys_values: Any  # ring of [2 operands, 2 consumers, column blocks, 64, 64]
+    queries: Any  # ring of [2 operands, column blocks, block_q, 64]: query and d_out
+    statistics: Any  # [stages, 2, block_q] f32
+    items: Any  # ring of descriptors; one more than slots, of the part of d_query
+    staging: Any  # [2 consumers, 64, block_q], only under interpretation
+    f32_staging: Any  # [2 consumers, 64, columns] f32, likewise
+    d_scores: Any  # [buffers, 2 consumers, block_q, 64]: queries by a consumer's keys
+    d_query: Any  # [columns / 32, block_q, 32] f32
+    part_ready: Any
+    part_free: Any
+
+
+class DQueryShared(NamedTuple):
+    """Shared memory and barriers of the second launch; shapes follow the slot."""
+
+    queries: Any  # ring of [2 operands, 2 consumers, column blocks, 64, 64] and descriptors
+    keys_values: Any  # ring of [2 operands, column blocks, block_kv, 64]
+    statistics: Any  # [2 consumers, 2, 64] f32
+    statistics_free: Any
+    staging: Any  # [2 consumers, 64, block_kv], only under interpretation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,25 +92,65 @@ class AttentionBackwardConfig(Config):
     kv_stages: int = 3
     splits: int = 1
 
-    def d_scores_buffers(self, head_dim: int) -> int:
-        """Buffers of gradients of scores."""
-        most, least = D_SCORES_BUFFERS
-        return most if self._smem_bytes(head_dim, most) <= hopper.MAX_SMEM_BYTES else least
+    @property
+    def has_d_query(self) -> bool:
+        """Whether the first launch computes d_query."""
+        return self.d_query != "launch"
+
+    def shared(self, head_dim: int) -> AttentionBackwardShared:
+        """Shared memory and barriers of a CTA of the first launch."""
+        blocks = hopper.column_blocks(head_dim)
+        d_query: dict[str, Any] = dict.fromkeys(("d_scores", "d_query", "part_ready", "part_free"))
+        if self.has_d_query:
+            parts = -(-head_dim // SUM_COLUMNS)
+            d_query = {
+                "d_scores": memory.Tiles((D_SCORES_BUFFERS, NUM_CONSUMERS, self.block_q, BLOCK_K)),
+                "d_query": memory.Floats((parts, self.block_q, SUM_COLUMNS), True),
+                # Arrays, so that they can be indexed; only element 0 is used.
+                "part_ready": memory.Barriers(2, NUM_CONSUMERS),
+                "part_free": memory.Barriers(2, 1),
+            }
+        return AttentionBackwardShared(
+            keys_values=memory.ring(
+                self.kv_slots,
+                ready=2 * NUM_CONSUMERS * blocks,
+                tiles=(2, NUM_CONSUMERS, blocks, WGMMA_M, BLOCK_K),
+            ),
+            queries=memory.ring(
+                self.stages, ready=2 * blocks + 1, tiles=(2, blocks, self.block_q, BLOCK_K)
+            ),
+            statistics=memory.Floats((self.stages, 2, self.block_q)),
+            items=memory.descriptors(self.kv_slots, DESCRIPTOR_WORDS, spare=1),
+            staging=memory.Staging((NUM_CONSUMERS, WGMMA_M, self.block_q)),
+            f32_staging=memory.Staging((NUM_CONSUMERS, WGMMA_M, blocks * BLOCK_K), "float32"),
+            **d_query,
+        )
+
+    def d_query_shared(self, head_dim: int) -> DQueryShared:
+        """Shared memory and barriers of a CTA of the second launch."""
+        blocks = hopper.column_blocks(head_dim)
+        return DQueryShared(
+            queries=memory.ring(
+                Q_SLOTS,
+                ready=NUM_CONSUMERS * (2 * blocks + 1) + 1,
+                tiles=(2, NUM_CONSUMERS, blocks, WGMMA_M, BLOCK_K),
+                words=DESCRIPTOR_WORDS,
+            ),
+            keys_values=memory.ring(
+                self.kv_stages, ready=2 * blocks, tiles=(2, blocks, self.block_kv, BLOCK_K)
+            ),
+            statistics=memory.Floats((NUM_CONSUMERS, 2, WGMMA_M)),
+            # An array, so that it can be indexed; only element 0 is used.
+            statistics_free=memory.Barriers(2, NUM_CONSUMERS),
+            staging=memory.Staging((NUM_CONSUMERS, WGMMA_M, self.block_kv)),
+        )
 
     def smem_bytes(self, head_dim: int) -> int:
         """Shared memory of one CTA, of the launch that needs more."""
-        return self._smem_bytes(head_dim, self.d_scores_buffers(head_dim))
-
-    def _smem_bytes(self, head_dim: int, d_scores_buffers: int) -> int:
-        row = hopper.column_blocks(head_dim) * BLOCK_K * 2
-        total = self.kv_slots * 2 * BLOCK_KV * row + self.stages * 2 * self.block_q * row
-        if self.d_query == "launch":
-            second = 2 * row * (Q_SLOTS * TILE_ROWS + self.kv_stages * self.block_kv)
-            total = max(total, second - SMEM_ALIGNMENT)  # it has fewer small allocations
-        else:
-            total += d_scores_buffers * self.block_q * NUM_CONSUMERS * BLOCK_K * 2
-            total += self.block_q * row * 2
-        return total + SMALL_ALLOCATIONS * SMEM_ALIGNMENT
+        most = memory.smem_bytes(self.shared(head_dim))
+        if self.has_d_query:
+            return most
+        return max(most, memory.smem_bytes(self.d_query_shared(head_dim)))
 
     def illegal_reason(self, problem: AttentionSizes) -> str | None:
         """Why the kernel cannot run `problem` with this configuration; None if it can."""
@@ -133,16 +207,63 @@ class AttentionBackwardProblem(AttentionSizes):
         """The gradient of `forward`."""
         return cls(**dataclasses.asdict(forward))
 
+    @property
+    def rows(self) -> int:
+        """Mean number of query rows of a user and key head."""
+        rows = -(-self.batch * self.q_len // max(self.users, 1))
+        return rows * (self.q_heads // max(self.kv_heads, 1))
+
+    @property
+    def items(self) -> int:
+        """Tiles of keys of all users and key heads."""
+        return self.users * self.kv_heads * self._tiles
+
+    @property
+    def _tiles(self) -> int:
+        return -(-self.kv_len // BLOCK_KV)
+
+    def fits(self, config: AttentionBackwardConfig) -> bool:
+        """Small blocks are for few rows; parts take memory; splits are for few items."""
+        if config.splits > 1 and self.items >= NUM_SMS:
+            return False
+        if config.d_query == "parts" and self._tiles > MAX_PARTS:
+            return False
+        return (config.block_q < WGMMA_M) == (self.rows <= WGMMA_M)
+
     def candidate_configs(self) -> Iterator[AttentionBackwardConfig]:
         """Yields the legal configurations worth timing, the most promising first."""
-        rows = -(-self.batch * self.q_len // max(self.users, 1))
-        rows *= self.q_heads // max(self.kv_heads, 1)
-        is_small = rows <= WGMMA_M
-        block_qs = (16, 32, 64) if is_small else (128, 96, 80, 64, 48, 32)
-        for block_q in sorted(block_qs, key=lambda block: (is_small and block < rows, 0)):
-            for kv_slots in (2, 1) if is_small else (1, 2):
-                for stages in (2, 3):
-                    for d_query in ("parts", "sum") if is_small else ("sum", "launch", "parts"):
-                        config = AttentionBackwardConfig(block_q, stages, kv_slots, d_query)
-                        if config.illegal_reason(self) is None:
-                            yield config
+        found = self._for_few_rows() if self.rows <= WGMMA_M else self._for_many_rows()
+        for config in dict.fromkeys(found):
+            for splits in self._splits(config.block_q):
+                candidate = dataclasses.replace(config, splits=splits)
+                if candidate.illegal_reason(self) is None:
+                    yield candidate
+
+    def _for_few_rows(self) -> Iterator[AttentionBackwardConfig]:
+        """For users with one block of queries; keys of the next tile are loaded early."""
+        for block_q in sorted((16, 32, 64), key=lambda block: block < self.rows):
+            for kv_slots, stages in ((2, 2), (1, 2), (2, 3)):
+                for d_query in ("parts", "sum") if self._tiles <= MAX_PARTS else ("sum",):
+                    yield AttentionBackwardConfig(block_q, stages, kv_slots, d_query)
+
+    def _for_many_rows(self) -> Iterator[AttentionBackwardConfig]:
+        widest = MAX_BLOCK_Q.get(self.head_dim, WGMMA_M)
+        rings: tuple[tuple[int, int], ...]
+        if self.head_dim <= BLOCK_K:
+            rings = ((128, 3), (128, 2), (96, 4), (64, 5))
+        else:
+            rings = ((64, 3), (96, 2), (80, 2))
+        # On an H200 with S = 2048 and 64 candidates a user, a second launch took 1.58 ms at
+        # H = 128 and 0.924 ms at H = 64, where one sum took 1.77 ms and 0.942 ms.
+        for stages in (3, 2):
+            for block_kv, kv_stages in rings:
+                yield AttentionBackwardConfig(widest, stages, 1, "launch", block_kv, kv_stages)
+        for block_q in (widest, *(x for x in (96, 64, 48, 32) if x < widest)):
+            for stages in (2, 3):
+                yield AttentionBackwardConfig(block_q, stages)
+
+    def _splits(self, block_q: int) -> tuple[int, ...]:
+        """Parts of a user's queries: enough for two items an SM, of at least four blocks."""
+        enough = -(-2 * NUM_SMS // max(self.items, 1))
+        splits = min(enough, self.rows // (4 * block_q)) if self.items < NUM_SMS else 1
+        return (splits, 1) if splits > 1 else (1,)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -11,10 +12,9 @@ from ikbo_jax.problems import hopper, memory
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, TILE_ROWS, WGMMA_M
 from ikbo_jax.problems.problem import Config
 
-#: Largest block_kv by head width (width 96 is padded to 128 in shared memory). With larger blocks
-#: accumulator, scores and probabilities exceed a consumer thread's 240 registers and spill. H = 256
-#: spills 200 bytes with blocks of 32 keys.
-MAX_BLOCK_KV = {64: 128, 96: 128, 128: 128, 192: 64}
+#: Largest block_kv by head width (width 96 is padded to 128 in shared memory). Wider heads spill
+#: registers: H = 192 80 to 500 bytes, H = 256 200 bytes, with blocks of 32 keys already.
+MAX_BLOCK_KV = {64: 128, 96: 128, 128: 128}
 #: Words of an item's descriptor in shared memory.
 ITEM_WORDS = 8
 #: f32 words of a row's statistics that one consumer hands to the other: maximum and sum, for each
@@ -22,24 +22,23 @@ ITEM_WORDS = 8
 STATISTIC_WORDS = 4
 #: Rows of a group of swizzled rows in shared memory: a head's queries begin at a multiple of it.
 SWIZZLE_ROWS = 8
-#: Most queries of a candidate, and most query rows of a user and key head, for which this kernel
-#: is the default. With more rows the tensor cores limit the time, and the kernel whose tiles span
-#: users uses them better. That kernel has no splits: where it has fewer work items than
-#: `LEAST_ITEMS`, this kernel is the default all the same.
+#: Most queries of a candidate for which this kernel is a candidate.
 MAX_QUERIES = 16
-MAX_ROWS = 256
-LEAST_ITEMS = 264
 
-# The model by which a configuration is chosen where none was measured; H100 and H200.
+# The models by which a kernel and its configuration are chosen where none was measured.
 NUM_SMS = 132
-#: Time of a CTA for one block of 64 rows by 128 keys at H = 64, of an item, and of the launch, us.
-BLOCK_US, ITEM_US, LAUNCH_US = 0.32, 0.6, 4.0
+#: Time of a CTA for one block of 64 rows by 128 keys at H = 64, of one of 128 rows, of an item, and
+#: of the launch, us; measured on an H200, like the numbers below.
+BLOCK_US, WIDE_BLOCK_US, ITEM_US, LAUNCH_US = 0.7, 1.5, 0.6, 4.0
 #: Time of the launch that merges splits, us.
 MERGE_US = 3.0
 #: Bytes that L2, device memory, and L2 to one SM deliver in a us.
-L2_BYTES, MEMORY_BYTES, SM_BYTES = 5.5e6, 4.0e6, 6e4
+L2_BYTES, MEMORY_BYTES, SM_BYTES = 5.5e6, 3.5e6, 6e4
 #: Factor of the time with fewer than three stages: the rings run empty.
 SHALLOW = 1.05
+#: The kernel whose tiles of 128 rows span users: the launch and the XLA kernels beside it, a pass,
+#: and a block of 128 rows by 128 keys, by column blocks.
+TILE_LAUNCH_US, PASS_US, TILE_BLOCK_US = 6.0, 1.0, {1: 0.95, 2: 1.6}
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 
@@ -80,14 +79,15 @@ def serves(problem: Any) -> bool:
     )
 
 
+@functools.lru_cache(maxsize=1024)
 def is_preferred(problem: Any) -> bool:
-    """Whether the kernel is the default for an `AttentionProblem`."""
-    if not serves(problem) or problem.head_dim not in MAX_BLOCK_KV:
-        return False
-    rows = problem.batch * problem.q_len
-    items = -(-rows // TILE_ROWS) * problem.q_heads
-    of_user = rows / problem.users * (problem.q_heads // problem.kv_heads)
-    return of_user <= MAX_ROWS or items < LEAST_ITEMS
+    """Whether the kernel is the default for an `AttentionProblem`: whether its model is faster.
+
+    With many rows of a user the tensor cores limit the time. Then the kernel whose tiles span users
+    is faster, whose softmax keeps the maximum of the first block.
+    """
+    best = next(candidate_configs(problem), None)
+    return best is not None and estimated_us(problem, best) < estimated_tile_us(problem)
 
 
 def candidate_configs(problem: Any) -> Iterator[FewQueriesConfig]:
@@ -120,17 +120,16 @@ def estimated_us(problem: Any, config: FewQueriesConfig) -> float:
     p = problem
     group = head_group(p.q_heads, p.kv_heads)
     head_rows = rows_of_head(group)
-    rows = -(-p.batch * p.q_len // p.users)
+    # With several users, one standard deviation more than the mean: half of the users have more.
+    mean = p.batch / p.users
+    rows = math.ceil(mean + (math.sqrt(mean) if p.users > 1 and mean > 1 else 0)) * p.q_len
     item_rows = head_rows * config.tile_rows // WGMMA_M
     tiles = -(-rows // item_rows)
     items = min(p.users, p.batch) * (p.q_heads // group) * tiles
     blocks = -(-p.kv_len // config.block_kv)
     width = hopper.column_blocks(p.head_dim) * config.block_kv / 128
-    block_us = BLOCK_US * max(width, 0.5 + 0.5 * width)
-    if rows > head_rows and config.tile_rows > WGMMA_M:
-        block_us *= 2
-    elif blocks < 2 * config.splits:  # one consumer computes a block alone
-        block_us *= 1.5
+    is_wide = rows > head_rows and config.tile_rows > WGMMA_M
+    block_us = (WIDE_BLOCK_US if is_wide else BLOCK_US) * max(width, 0.5 + 0.5 * width)
     waves = math.ceil(items * config.splits / NUM_SMS)
     compute = waves * (math.ceil(blocks / config.splits) * block_us + ITEM_US)
     keys = 4 * p.kv_len * p.head_dim  # bytes of a user's keys and values of one head
@@ -143,6 +142,18 @@ def estimated_us(problem: Any, config: FewQueriesConfig) -> float:
         merge = MERGE_US + sums / MEMORY_BYTES
     shallow = SHALLOW if config.k_stages < 3 else 1.0
     return LAUNCH_US + max(compute, traffic) * shallow + merge
+
+
+def estimated_tile_us(problem: Any) -> float:
+    """Time of the kernel whose tiles span users: waves of tiles, and a pass for each user."""
+    p = problem
+    items = -(-p.batch * p.q_len // TILE_ROWS) * p.q_heads
+    waves = math.ceil(items / NUM_SMS)
+    passes = min(1 + (p.users > 1) * TILE_ROWS * p.users / (p.batch * p.q_len), TILE_ROWS)
+    if waves == 1:  # the tile with most passes ends last
+        passes = math.ceil(passes)
+    block_us = TILE_BLOCK_US[hopper.column_blocks(p.head_dim)]
+    return TILE_LAUNCH_US + waves * passes * (-(-p.kv_len // 128) * block_us + PASS_US)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,6 +170,10 @@ class FewQueriesConfig(Config):
       k_stages: stages of the ring of key blocks.
       v_stages: stages of the ring of value blocks.
       q_slots: number of query slots.
+      stagger: whether users' keys begin with different blocks, if there are no lengths, so that
+        CTAs do not read all users' keys at the same offset at the same time.
+      turns: whether the consumers take turns at issuing products, so that one computes exponentials
+        while the other multiplies.
     """
 
     tile_rows: int = 64
@@ -167,6 +182,8 @@ class FewQueriesConfig(Config):
     k_stages: int = 4
     v_stages: int = 4
     q_slots: int = 2
+    stagger: bool = False
+    turns: bool = False
 
     def shared(self, head_dim: int, group: int = 1) -> FewQueriesShared:
         """Shared memory and barriers of one CTA; `group`: see `head_group`."""

@@ -23,8 +23,8 @@ from ikbo_jax.problems.problem import Config
 
 #: Largest n of a WGMMA instruction.
 MAX_BLOCK_M = 256
-#: Most stages of the ring of a weight's gradient; tiles of more than 224 rows of M have fewer.
-MAX_STAGES = 5
+#: Most stages of the ring of a weight's gradient; tiles of 224 compressed rows leave room for 5.
+MAX_STAGES = 8
 #: What a work item costs beside its k steps, in k steps: the first load and the store.
 ITEM_COST = 12
 #: Most waves of work items that `WeightGradientConfig.splits` considers.

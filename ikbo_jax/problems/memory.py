@@ -31,6 +31,14 @@ class Words:
 
 
 @dataclasses.dataclass(frozen=True)
+class Floats:
+    """f32 numbers; with `is_swizzled`, rows of 32 for TMA, swizzled like operand tiles."""
+
+    shape: tuple[int, ...]
+    is_swizzled: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
 class Staging:
     """Memory that only an interpreted kernel has; without a dtype, it has the inputs' dtype."""
 
@@ -84,7 +92,7 @@ def smem_bytes(shared: Any) -> int:
         return sum(map(smem_bytes, shared))
     if isinstance(shared, Barriers):
         return shared.count * BARRIER_BYTES
-    if isinstance(shared, Tiles | Words):
+    if isinstance(shared, Tiles | Words | Floats):
         size = math.prod(shared.shape) * (2 if isinstance(shared, Tiles) else 4)
         return -(-size // SMEM_ALIGNMENT) * SMEM_ALIGNMENT
     return 0

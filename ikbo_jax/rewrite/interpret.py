@@ -164,6 +164,9 @@ class Context:
             return self._by_rule(eqn, deferred, operands)
         except NotCovered as error:
             reason = str(error)
+        except ImportError:
+            # An installation that lacks a module says nothing about the program.
+            raise
         except Exception as error:
             if eqn.effects:
                 # The effects may be traced already and must not be traced twice: the original runs.

@@ -98,6 +98,8 @@ class _Original:
         """The variant for derivatives; the original if the rewriting raises."""
         try:
             return self.rewritten(inputs, _muted(), differentiated=True)
+        except ImportError:
+            raise
         except Exception:
             return trace(lambda *inputs: self.call(inputs), inputs, self.jaxpr)
 
@@ -124,6 +126,8 @@ def _rewritten(original: _Original, inputs: list[Any], recorder: Recorder) -> li
             program = original.rewritten(inputs, _muted(), differentiated=True)
             recorder.gradient_differs = False
         recorder.refusal = cost.refusal(program, original.jaxpr) if recorder.changed else ""
+    except ImportError:
+        raise
     except Exception as error:
         recorder.refusal = f"its rewriting raised {described(error)}"
     if recorder.refusal or not recorder.changed:

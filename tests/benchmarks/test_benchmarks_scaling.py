@@ -58,7 +58,7 @@ def summed_elements(jaxpr: Any) -> int:
 
 def test_a_training_step_sums_no_more_than_its_parameters_over_devices():
     """What a parameter is broadcast to is summed on the device before."""
-    mesh = scaling.mesh_of(2, AxisType.Auto)
+    mesh = scaling.mesh_of(8, AxisType.Auto)
     program = scaling.training_program(mesh, 1, small=True)
     parameters = sum(x.size for x in jax.tree.leaves(program.args[0]))
     with jax.numpy_dtype_promotion("standard"):

@@ -84,6 +84,25 @@ CASES = {
     "bundles_unsorted_lengths": Case(
         (4, 0, 0, 2, 3, 4, 5), 20, users=8, heads=(2, 2), lengths=(9, 0, 20, 1, 2, 3, 4, 5)
     ),
+    # Users begin with different blocks; the last block is a partial one.
+    "stagger": Case((0, 0, 1, 2), 75, users=4, config=dataclasses.replace(SMALL, stagger=True)),
+    "stagger_split_wide": Case(
+        (0,) * 70 + (2, 2), 90, users=3, config=FewQueriesConfig(128, 2, 16, 2, 2, stagger=True)
+    ),
+    "stagger_lengths": Case(
+        (0, 1), 75, lengths=(60, 20), config=dataclasses.replace(SMALL, stagger=True)
+    ),
+    # Turns: odd and even numbers of blocks, items with and without them.
+    "turns": Case(
+        (0, 0, 1, 2, 3, 4),
+        75,
+        users=5,
+        lengths=(75, 60, 5, 0, 40),
+        config=dataclasses.replace(SMALL, turns=True),
+    ),
+    "turns_wide": Case(
+        (0,) * 70 + (1,) * 3, 75, config=dataclasses.replace(WIDE, turns=True), num_sms=2
+    ),
     # Parts of the keys.
     "split": Case((0, 0, 1), 75, config=SPLIT),
     "split_lengths_gqa": Case(

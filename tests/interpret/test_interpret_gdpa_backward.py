@@ -64,6 +64,10 @@ CASES = {
         config=GdpaBackwardConfig(64, 3),
         is_wide=True,
     ),
+    # Two tiles of keys for eight SMs: the queries that share them are divided into two parts.
+    "indexed_in_parts": Case(
+        Shape((20, 3, 0, 17), (40, 5), 2, 1, 64, (0, 1, 0, 0), before=1, after=3), num_sms=8
+    ),
     "pma_h96_f16": Case(Shape(3, (66, 0), 1, 1, 96), "silu", "float16"),
 }
 
@@ -151,6 +155,22 @@ def test_interpreted_nan_of_one_sequence_stays_there(launches: interpreter.Launc
     ranges = ((63, 66), (34, 74), (34, 74))
     others = [np.r_[0:begin, end : len(x)] for x, (begin, end) in zip(results, ranges, strict=True)]
     assert_correct(results, clean, case, others)
+
+
+@pytest.mark.parametrize(
+    ("shape", "num_sms", "expected"),
+    [
+        (Shape((64,) * 100, (128,) * 15, 2, 2, 64, (0,) * 100), 132, 4),
+        (Shape((64,) * 100, (129,) * 15, 2, 2, 64, (0,) * 100), 132, 2),
+        (Shape((64,) * 15, (128,) * 15, 2, 2, 64, tuple(range(15))), 132, 1),
+        (Shape((64,) * 15, (128,) * 15, 2, 2, 64), 132, 1),
+        (Shape((64,) * 100, (3,), 1, 1, 64, (0,) * 100), 132, 8),
+    ],
+)
+def test_few_tiles_of_keys_divide_their_queries(shape: Shape, num_sms: int, expected: int) -> None:
+    arrays = problems_gdpa.make_arrays(shape)
+    settings = problems_gdpa.make_settings(shape)._replace(max_seqlen_kv=max(shape.kv_lens))
+    assert op._parts(arrays, settings, num_sms) == expected
 
 
 # The check itself must be able to fail.

@@ -82,7 +82,16 @@ CASES = {
     "one_slot": of(ONE_SLOT),
     "reuse_and_balance": dataclasses.replace(every_option(of(REUSE, kv_len=256)), with_order=True),
     "h64_small": every_option(
-        of(head_dim=64, batch=1, users=1, q_len=1, kv_len=1, q_heads=1, kv_heads=1)
+        of(
+            AttentionConfig(),
+            head_dim=64,
+            batch=1,
+            users=1,
+            q_len=1,
+            kv_len=1,
+            q_heads=1,
+            kv_heads=1,
+        )
     ),
     "h256_t16": every_option(of(head_dim=256, q_len=16)),
 }

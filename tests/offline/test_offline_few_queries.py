@@ -67,11 +67,18 @@ CASES = {
     "h64_plain": Case(problem(64), FewQueriesConfig(), with_options=False),
     "h64_wide": Case(problem(64), FewQueriesConfig(tile_rows=128)),
     "h64_split": Case(problem(64), FewQueriesConfig(splits=4)),
+    "h64_turns": Case(problem(64), FewQueriesConfig(128, 1, 128, 4, 4, turns=True)),
+    "h128_stagger": Case(
+        problem(128), FewQueriesConfig(64, 2, 64, 4, 4, stagger=True), with_options=False
+    ),
     "h64_f16_gqa": Case(problem(64, (8, 2), q_len=5, dtype="float16"), FewQueriesConfig()),
     "h96": Case(problem(96), FewQueriesConfig(block_kv=64)),
     "h128_wide": Case(problem(128), FewQueriesConfig(128, 1, 64, 4, 3)),
     "h128": Case(problem(128), FewQueriesConfig(64, 1, 128, 2, 2)),
-    "h192": Case(problem(192), FewQueriesConfig(64, 1, 32, 3, 3)),
+    "h96_gqa_split": Case(problem(96, (8, 2)), FewQueriesConfig(64, 2, 64, 5, 5)),
+    "h128_gqa": Case(problem(128, (8, 2)), FewQueriesConfig(64, 1, 64, 4, 4)),
+    "h128_gqa_plain": Case(problem(128, (8, 2)), FewQueriesConfig(64, 2, 32, 5, 5), False),
+    "h128_mqa_7": Case(problem(128, (7, 1)), FewQueriesConfig(128, 1, 64, 3, 3)),
 }
 
 

@@ -24,10 +24,10 @@ from ikbo_jax.pallas.attention_backward.context import (
     PART_TILE,
     ROWS,
     TILE,
-    WarpgroupContext,
+    BackwardContext,
 )
 from ikbo_jax.pallas.hopper import mma, mosaic, stores
-from ikbo_jax.problems.attention_backward import BLOCK_KV
+from ikbo_jax.problems.attention_backward import BLOCK_KV, D_SCORES_BUFFERS
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, WARPGROUP_SIZE, WGMMA_K, WGMMA_M
 
 #: Named barrier at which the consumers wait for each other.
@@ -42,33 +42,34 @@ def _synchronise_consumers() -> None:
     mosaic.named_barrier("sync", jnp.int32(CONSUMER_BARRIER), CONSUMER_THREADS)
 
 
-def _word(ctx: WarpgroupContext, item: Any, word: int) -> Any:
-    return ctx.shared.words[ctx.slot(item), word]
+def _word(ctx: BackwardContext, item: Any, word: int) -> Any:
+    return ctx.shared.items.words[ctx.shared.items.slot(item), word]
 
 
-def _keys(ctx: WarpgroupContext, item: Any) -> Any:
+def _keys(ctx: BackwardContext, item: Any) -> Any:
     """Keys of this consumer's 64 that exist."""
     keys = _word(ctx, item, KEYS) - ctx.consumer * WGMMA_M
     return jnp.clip(keys, 0, WGMMA_M)
 
 
-def _receive_tile(ctx: WarpgroupContext, item: Any) -> None:
+def _receive_tile(ctx: BackwardContext, item: Any) -> None:
     """Waits for keys and values, and zeroes those past the user's length, which may be NaN."""
-    plgpu.barrier_wait(ctx.shared.kv_ready.at[ctx.slot(item)])
+    ctx.shared.keys_values.await_ready(item)
     keys = _keys(ctx, item)
 
     @pl.when(keys < WGMMA_M)
     def _() -> None:
         for operand in (KEY, VALUE):
-            tiles = ctx.shared.keys_values[0].at[ctx.slot(item), operand, ctx.consumer]
+            tiles = ctx.shared.keys_values.matrix(item).at[operand, ctx.consumer]
             stores.zero_rows(tiles, keys, interpret=ctx.interpret)
         plgpu.commit_smem()
 
 
-def _receive_block(ctx: WarpgroupContext, item: Any, block: Any, step: Any) -> None:
+def _receive_block(ctx: BackwardContext, item: Any, block: Any, step: Any) -> None:
     """Waits for a block; zeroes the rows past the user's last, which belong to other users."""
-    shared, stage, block_q = ctx.shared, ctx.stage(step), ctx.config.block_q
-    plgpu.barrier_wait(shared.queries_ready.at[stage])
+    shared, block_q = ctx.shared, ctx.config.block_q
+    stage = shared.queries.slot(step)
+    shared.queries.await_ready(step)
     rows = _word(ctx, item, ROWS) - block * block_q
 
     @pl.when(rows < block_q)
@@ -76,7 +77,7 @@ def _receive_block(ctx: WarpgroupContext, item: Any, block: Any, step: Any) -> N
         # Each consumer zeroes one operand. A row of zeros with an lse of infinity has weights 0,
         # and gradients of scores 0.
         consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
-        tiles = shared.queries[0].at[stage, consumer]
+        tiles = shared.queries.tiles[0].at[stage, consumer]
         stores.zero_rows(tiles, rows, interpret=ctx.interpret)
         for number, fill in ((LSE, math.inf), (DELTA, 0.0)):
 
@@ -89,26 +90,27 @@ def _receive_block(ctx: WarpgroupContext, item: Any, block: Any, step: Any) -> N
         _synchronise_consumers()
 
 
-def _issue_scores(ctx: WarpgroupContext, item: Any, step: Any, operand: int) -> jax.Array:
+def _issue_scores(ctx: BackwardContext, item: Any, step: Any, operand: int) -> jax.Array:
     """Issues keys @ queries.T, or values @ d_out.T: [64 keys, block_q queries]."""
     consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
     return mma.product(
-        ctx.shared.keys_values[0].at[ctx.slot(item), operand, consumer],
-        ctx.shared.queries[0].at[ctx.stage(step), operand],
+        ctx.shared.keys_values.matrix(item).at[operand, consumer],
+        ctx.shared.queries.matrix(step).at[operand],
         pl.cdiv(ctx.shape.head_dim, WGMMA_K) * WGMMA_K,
         interpret=ctx.interpret,
     )
 
 
-def _statistic(ctx: WarpgroupContext, step: Any, number: int) -> jax.Array:
+def _statistic(ctx: BackwardContext, step: Any, number: int) -> jax.Array:
     """A statistic of the block's queries, as a row for each of the 64 keys."""
     row = plgpu.load(
-        ctx.shared.statistics.at[ctx.stage(step), number], layout=plgpu.Layout.WGMMA.reduce(0)
+        ctx.shared.statistics.at[ctx.shared.queries.slot(step), number],
+        layout=plgpu.Layout.WGMMA.reduce(0),
     )
     return lax.broadcast_in_dim(row, (WGMMA_M, ctx.config.block_q), (1,))
 
 
-def _weights(ctx: WarpgroupContext, item: Any, scores: jax.Array, step: Any) -> jax.Array:
+def _weights(ctx: BackwardContext, item: Any, scores: jax.Array, step: Any) -> jax.Array:
     """exp(scale * scores - lse), 0 for keys past the user's length.
 
     Weights exceed 1 only by the rounding of lse, which is large where scores are huge.
@@ -125,22 +127,22 @@ def _weights(ctx: WarpgroupContext, item: Any, scores: jax.Array, step: Any) -> 
     return lax.cond(keys < WGMMA_M, masked, lambda: weights)
 
 
-def _issue_d_query(ctx: WarpgroupContext, item: Any, buffer: Any) -> jax.Array:
-    """Issues this consumer's share of a block's d_query, columns of the head width by queries.
+def _issue_d_query(ctx: BackwardContext, item: Any, step: Any) -> jax.Array:
+    """Issues this consumer's share of the block's d_query, columns of the head width by queries.
 
     The consumers share the head width, or the queries if the head has 64 columns.
     """
     column_block, rows = _share(ctx)
     return products.sum_over_keys(
-        ctx.shared.keys_values[0].at[ctx.slot(item), KEY],
-        ctx.shared.d_scores[0].at[buffer],
+        ctx.shared.keys_values.matrix(item).at[KEY],
+        ctx.shared.d_scores[0].at[lax.rem(step, D_SCORES_BUFFERS)],
         column_block,
         rows,
         interpret=ctx.interpret,
     )
 
 
-def _share(ctx: WarpgroupContext) -> tuple[Any, tuple[Any, int]]:
+def _share(ctx: BackwardContext) -> tuple[Any, tuple[Any, int]]:
     consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
     block_q = ctx.config.block_q
     if ctx.shape.column_blocks == 1:
@@ -149,48 +151,45 @@ def _share(ctx: WarpgroupContext) -> tuple[Any, tuple[Any, int]]:
     return consumer, (jnp.int32(0), block_q)
 
 
-def _send_part(ctx: WarpgroupContext, item: Any, block: Any, d_query: jax.Array) -> None:
-    """Stages a part of d_query, and tells the consumer's writer where it belongs."""
+def _send_part(ctx: BackwardContext, item: Any, block: Any, d_query: jax.Array) -> None:
+    """Stages a part of d_query, and tells the writer where it belongs."""
     shared, shape = ctx.shared, ctx.shape
+    plgpu.barrier_wait(shared.part_free.at[0])
+    column_block, rows = _share(ctx)
+    store.stage_sums(shared.d_query, d_query, column_block, rows[0], interpret=ctx.interpret)
     consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
-    plgpu.barrier_wait(shared.part_free.at[consumer])
-    store.stage_sums(shared.d_query.at[consumer], d_query, interpret=ctx.interpret)
-    head, tile, first = (_word(ctx, item, i) for i in (HEAD, TILE, FIRST_TARGET))
-    row = first + block * ctx.config.block_q
-    plane = tile * shape.kv_heads + head if ctx.config.d_query == "parts" else head
-    counter = head * shape.blocks + lax.div(row, ctx.config.block_q)
-    counter = NUM_CONSUMERS * counter + consumer
-    if shape.column_blocks == 1:  # the consumer's half of the queries
-        row = row + consumer * (ctx.config.block_q // NUM_CONSUMERS)
-    for i, word in (
-        (PART_TILE, tile),
-        (PART_PLANE, plane),
-        (PART_ROW, row),
-        (PART_COUNTER, counter),
-    ):
-        shared.words[ctx.config.kv_slots + consumer, i] = word
+
+    @pl.when(consumer == 0)
+    def _() -> None:
+        head, tile, first = (_word(ctx, item, i) for i in (HEAD, TILE, FIRST_TARGET))
+        row = first + block * ctx.config.block_q
+        plane = tile * shape.kv_heads + head if ctx.config.d_query == "parts" else head
+        counter = head * shape.blocks + lax.div(row, ctx.config.block_q)
+        slot = ctx.config.kv_slots
+        for i, word in (
+            (PART_TILE, tile),
+            (PART_PLANE, plane),
+            (PART_ROW, row),
+            (PART_COUNTER, counter),
+        ):
+            shared.items.words[slot, i] = word
+
     plgpu.commit_smem()
-    plgpu.barrier_arrive(shared.part_ready.at[consumer])
+    plgpu.barrier_arrive(shared.part_ready.at[0])
 
 
 def _block(
-    ctx: WarpgroupContext, item: Any, blocks: Any, first_step: Any, block: Any, carry: Any
+    ctx: BackwardContext, item: Any, blocks: Any, first_step: Any, block: Any, carry: Any
 ) -> Any:
-    """The products of a block, whose scores are in flight, but for its d_query.
-
-    Issues d_query of the block before, for which the other consumer has had time to store its
-    gradients of scores, and the next block's scores.
-    """
+    """The five products of a block, whose scores are in flight; issues the next block's scores."""
     d_key, d_value, scores = carry
     item = mosaic.opaque(item, interpret=ctx.interpret)
     step, dtype = first_step + block, ctx.operands.query.dtype
     shared, interpret = ctx.shared, ctx.interpret
-    stage = ctx.stage(step)
 
     def add(total: jax.Array, p: jax.Array, operand: int) -> jax.Array:
-        staging = shared.staging.at[ctx.consumer] if interpret else None
-        tiles = shared.queries[0].at[stage, operand]
-        return products.add_rows(total, p, tiles, staging, interpret=interpret)
+        tiles = shared.queries.matrix(step).at[operand]
+        return products.add_rows(total, p, tiles, ctx.staging(), interpret=interpret)
 
     # ptxas serialises all products if this wait leaves a product in flight (C7514): it does not
     # know that the scores are the oldest ones.
@@ -203,13 +202,17 @@ def _block(
     d_value = mma.after_wait(d_value, interpret=interpret)
     d_weights = mma.after_wait(d_weights, interpret=interpret)
     d_scores = (weights * (d_weights - _statistic(ctx, step, DELTA))).astype(dtype)
-    if ctx.has_d_query:
-        _send_d_scores(ctx, step, d_scores)
-    d_key = add(d_key, d_scores, QUERY)
     d_query: list[jax.Array] = []
     if ctx.has_d_query:
-        pl.when(block > 0)(lambda: _receive_d_scores(ctx, step - 1))
-        d_query = [_issue_d_query_before(ctx, item, block, step)]
+        buffer = lax.rem(step, D_SCORES_BUFFERS)
+        consumer = mosaic.warpgroup_index("warpgroup", interpret=interpret)
+        tile = shared.d_scores[0].at[buffer, consumer]
+        store.stage_transposed(tile, d_scores, interpret=interpret)
+        plgpu.commit_smem()
+    d_key = add(d_key, d_scores, QUERY)
+    if ctx.has_d_query:
+        _synchronise_consumers()
+        d_query = [_issue_d_query(ctx, item, step)]
     # After the last block, its scores are computed once more, in vain.
     is_last = block + 1 == blocks
     next_step = jnp.where(is_last, step, step + 1)
@@ -219,58 +222,13 @@ def _block(
     d_key, d_value, *d_query = (
         mma.after_wait(x, interpret=interpret) for x in (d_key, d_value, *d_query)
     )
-    pl.when(~is_last)(lambda: plgpu.barrier_arrive(shared.queries_free.at[stage]))
+    pl.when(~is_last)(lambda: shared.queries.release(step))
     for part in d_query:
-
-        @pl.when(block > 0)
-        def _(part: jax.Array = part) -> None:
-            plgpu.barrier_arrive(shared.d_scores_free.at[ctx.buffer(step - 1)])
-            _send_part(ctx, item, block - 1, part)
-
+        _send_part(ctx, item, block, part)
     return d_key, d_value, scores
 
 
-def _send_d_scores(ctx: WarpgroupContext, step: Any, d_scores: jax.Array) -> None:
-    """Stores this consumer's gradients of scores, transposed, for both consumers' d_query."""
-    shared, buffer = ctx.shared, ctx.buffer(step)
-    plgpu.barrier_wait(shared.d_scores_free.at[buffer])
-    consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
-    store.stage_transposed(
-        shared.d_scores[0].at[buffer, consumer], d_scores, interpret=ctx.interpret
-    )
-    plgpu.commit_smem()
-    plgpu.barrier_arrive(shared.d_scores_ready.at[buffer])
-
-
-def _receive_d_scores(ctx: WarpgroupContext, step: Any) -> None:
-    """Waits until both consumers have stored their gradients of scores."""
-    plgpu.barrier_wait(ctx.shared.d_scores_ready.at[ctx.buffer(step)])
-
-
-def _issue_d_query_before(ctx: WarpgroupContext, item: Any, block: Any, step: Any) -> jax.Array:
-    """Issues d_query of the block before; before the first block, an arbitrary result."""
-    if not ctx.interpret:
-        # Without a branch, which would separate products that are in flight.
-        return _issue_d_query(ctx, item, ctx.buffer(jnp.maximum(step - 1, 0)))
-    _, (_, rows) = _share(ctx)
-    return lax.cond(
-        block > 0,
-        lambda: _issue_d_query(ctx, item, ctx.buffer(step - 1)),
-        lambda: jnp.zeros((WGMMA_M, rows), jnp.float32),
-    )
-
-
-def _last_d_query(ctx: WarpgroupContext, item: Any, block: Any, step: Any) -> None:
-    """Computes and sends d_query of a tile's last block."""
-    _receive_d_scores(ctx, step)
-    part = _issue_d_query(ctx, item, ctx.buffer(step))
-    mma.wait(0, interpret=ctx.interpret)
-    part = mma.after_wait(part, interpret=ctx.interpret)
-    plgpu.barrier_arrive(ctx.shared.d_scores_free.at[ctx.buffer(step)])
-    _send_part(ctx, item, block, part)
-
-
-def _tile(ctx: WarpgroupContext, item: Any, blocks: Any, first_step: Any) -> None:
+def _tile(ctx: BackwardContext, item: Any, blocks: Any, first_step: Any) -> None:
     """Computes and stores a tile that has queries."""
     _receive_tile(ctx, item)
     _receive_block(ctx, item, jnp.int32(0), first_step)
@@ -283,26 +241,23 @@ def _tile(ctx: WarpgroupContext, item: Any, blocks: Any, first_step: Any) -> Non
 
     d_key, d_value, _ = lax.fori_loop(0, blocks, add, (nothing, nothing, scores))
     mma.wait(0, interpret=ctx.interpret)
-    last_step = first_step + blocks - 1
-    plgpu.barrier_arrive(ctx.shared.queries_free.at[ctx.stage(last_step)])
-    if ctx.has_d_query:
-        _last_d_query(ctx, item, blocks - 1, last_step)
+    ctx.shared.queries.release(first_step + blocks - 1)
     _synchronise_consumers()  # the other consumer has multiplied by this one's keys
     _store(ctx, item, (d_key * jnp.float32(ctx.shape.scale), d_value))
 
 
-def _empty_tile(ctx: WarpgroupContext, item: Any) -> None:
+def _empty_tile(ctx: BackwardContext, item: Any) -> None:
     nothing = jnp.zeros((WGMMA_M, ctx.shape.head_dim), jnp.float32)
     nothing = plgpu.layout_cast(nothing, plgpu.Layout.WGMMA)
     _store(ctx, item, (nothing, nothing))
 
 
-def _store(ctx: WarpgroupContext, item: Any, sums: tuple[jax.Array, jax.Array]) -> None:
+def _store(ctx: BackwardContext, item: Any, sums: tuple[jax.Array, jax.Array]) -> None:
     """Stores the gradients of 64 keys and values, staged in their place, and frees the slot."""
     shape, shared = ctx.shape, ctx.shared
     consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
-    slot = ctx.slot(mosaic.opaque(item, interpret=ctx.interpret))
-    part, head, tile = (shared.words[slot, i] for i in (PART, HEAD, TILE))
+    slot = ctx.shared.keys_values.slot(mosaic.opaque(item, interpret=ctx.interpret))
+    part, head, tile = (shared.items.words[slot, i] for i in (PART, HEAD, TILE))
     first = tile * BLOCK_KV + consumer * WGMMA_M
     if ctx.outputs.d_key.dtype == jnp.float32:
         staging = shared.f32_staging.at[consumer] if ctx.interpret else None
@@ -310,11 +265,11 @@ def _store(ctx: WarpgroupContext, item: Any, sums: tuple[jax.Array, jax.Array]) 
         place = (part * shape.kv_len + first, head, jnp.int32(0), rows)
         for target, total in zip((ctx.outputs.d_key, ctx.outputs.d_value), sums, strict=True):
             stores.store_rows(target, total, *place, staging, interpret=ctx.interpret)
-        plgpu.barrier_arrive(shared.kv_free.at[slot])
+        plgpu.barrier_arrive(shared.keys_values.free.at[slot])
         return
     for operand, total in enumerate(sums):
         rows = total.astype(ctx.operands.key.dtype)
-        tiles = shared.keys_values[0].at[slot, operand, consumer]
+        tiles = shared.keys_values.tiles[0].at[slot, operand, consumer]
         # One call for all blocks compiles to other code, without spills too; neither was timed.
         for i, columns in enumerate(stores.column_blocks(rows, shape.column_blocks)):
             view = tiles.at[pl.ds(i, 1)]
@@ -324,38 +279,33 @@ def _store(ctx: WarpgroupContext, item: Any, sums: tuple[jax.Array, jax.Array]) 
     @pl.when(first < shape.kv_len)
     def _() -> None:
         for operand, target in enumerate((ctx.outputs.d_key, ctx.outputs.d_value)):
-            for i in range(shape.column_blocks):
-                plgpu.copy_smem_to_gmem(
-                    shared.keys_values[1].at[slot, operand, consumer, i],
-                    target.at[part, pl.ds(first, WGMMA_M), head, ctx.columns(i)],
-                )
+            tiles = shared.keys_values.tiles[1].at[slot, operand, consumer]
+            ctx.store(tiles, target, (part, pl.ds(first, WGMMA_M), head))
 
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    plgpu.barrier_arrive(shared.kv_free.at[slot])
+    plgpu.barrier_arrive(shared.keys_values.free.at[slot])
 
 
-def _send_end(ctx: WarpgroupContext) -> None:
-    """Tells the consumer's writer that there are no more parts of d_query."""
+def _send_end(ctx: BackwardContext) -> None:
+    """Tells the writer that there are no more parts of d_query."""
     shared = ctx.shared
-    consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
-    plgpu.barrier_wait(shared.part_free.at[consumer])
-    shared.words[ctx.config.kv_slots + consumer, PART_TILE] = jnp.int32(-1)
-    plgpu.barrier_arrive(shared.part_ready.at[consumer])
+    plgpu.barrier_wait(shared.part_free.at[0])
+
+    @pl.when(ctx.consumer == 0)
+    def _() -> None:
+        shared.items.words[ctx.config.kv_slots, PART_TILE] = jnp.int32(-1)
+
+    plgpu.barrier_arrive(shared.part_ready.at[0])
 
 
-def consume(ctx: WarpgroupContext) -> None:
+def consume(ctx: BackwardContext) -> None:
     """A consumer warpgroup."""
     shared = ctx.shared
-    for free, count in (
-        (shared.queries_free, ctx.config.stages),
-        (shared.kv_free, ctx.config.kv_slots),
-        (shared.d_scores_free, ctx.config.d_scores_buffers(ctx.shape.head_dim)),
-    ):
-        for i in range(count if free is not None else 0):
-            plgpu.barrier_arrive(free.at[i])
+    shared.queries.release_all()
+    shared.keys_values.release_all()
 
     def receive(item: Any) -> Any:
-        plgpu.barrier_wait(shared.item_ready.at[ctx.slot(item)])
+        shared.items.await_ready(item)
         return _word(ctx, item, BLOCKS)
 
     def one_tile(carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
@@ -367,9 +317,7 @@ def consume(ctx: WarpgroupContext) -> None:
     zero = jnp.int32(0)
     start = (zero, receive(zero), zero)
     item = lax.while_loop(lambda carry: carry[1] >= 0, one_tile, start)[0]
-    plgpu.barrier_arrive(shared.kv_free.at[ctx.slot(item)])  # the slot of the end
+    shared.keys_values.release(item)  # the slot of the end
     if ctx.has_d_query:
-        for i in range(ctx.config.d_scores_buffers(ctx.shape.head_dim)):
-            plgpu.barrier_wait(shared.d_scores_free.at[i])
         _send_end(ctx)
     plgpu.wait_smem_to_gmem(0, wait_read_only=False)

@@ -20,6 +20,7 @@ Synchronisations:
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -31,12 +32,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.attention_backward import products
 from ikbo_jax.pallas.attention_backward.context import Operands, Shape
-from ikbo_jax.pallas.attention_backward.launch import OperandTile, Roles, barrier, launch
 from ikbo_jax.pallas.attention_backward.rows import query_tiles
 from ikbo_jax.pallas.hopper import mma, mosaic, stores
-from ikbo_jax.problems.attention_backward import Q_SLOTS, AttentionBackwardConfig
+from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
+from ikbo_jax.problems.attention_backward import AttentionBackwardConfig
 from ikbo_jax.problems.hopper import (
-    BLOCK_K,
     NUM_CONSUMERS,
     WARPGROUP_SIZE,
     WGMMA_K,
@@ -46,7 +46,6 @@ from ikbo_jax.problems.hopper import (
 #: Words of a tile's descriptor, in device memory and, with the head, in shared memory.
 FIRST_ROW, ROWS, USER, KEYS, HEAD = range(5)
 TILE_WORDS = 4
-DESCRIPTOR_WORDS = 8
 CONSUMER_BARRIER = 4
 CONSUMER_THREADS = NUM_CONSUMERS * WARPGROUP_SIZE
 LSE, DELTA = range(2)
@@ -65,81 +64,32 @@ class TileOperands(NamedTuple):
     num_tiles: Any  # [1] int32
 
 
-class TileOutputs(NamedTuple):
-    """Device memory that the launch fills."""
-
-    d_query: Any  # [rows, K, H]
-
-
-class Shared(NamedTuple):
-    """Shared memory and barriers."""
-
-    queries: Any  # [Q_SLOTS, 2 operands, 2 consumers, column blocks, 64, 64]
-    keys_values: Any  # [kv_stages, 2 operands, column blocks, block_kv, 64]
-    statistics: Any  # [2 consumers, 2, 64] f32
-    words: Any  # [Q_SLOTS, DESCRIPTOR_WORDS] int32
-    tile_ready: Any
-    tile_free: Any
-    kv_ready: Any
-    kv_free: Any
-    statistics_free: Any
-    staging: Any  # [2 consumers, 64, block_kv], only under interpretation
-
-
-class Context(NamedTuple):
-    """Arguments that all functions of a warpgroup share; `consumer` is 0 or 1 (producer: unused).
-
-    A *step* numbers the blocks of keys that the CTA loads.
-    """
-
-    shape: Shape
-    config: AttentionBackwardConfig
-    shared: Shared
-    operands: TileOperands
-    result: Any
-    workers: int
-    worker: Any
-    consumer: Any
-    interpret: bool
-
-    def slot(self, item: Any) -> Any:
-        return lax.rem(item, Q_SLOTS)
-
-    def stage(self, step: Any) -> Any:
-        return lax.rem(step, self.config.kv_stages)
-
-    def columns(self, block: int) -> Any:
-        return mosaic.block_columns(block, self.shape.head_dim, self.worker)
+@dataclasses.dataclass(frozen=True)
+class Context(WarpgroupContext):
+    """The context of a warpgroup; a *step* numbers the blocks of keys that the CTA loads."""
 
     def blocks(self, keys: Any) -> Any:
         return pl.cdiv(keys, self.config.block_kv)
 
     @property
     def item_count(self) -> Any:
-        items = self.operands.num_tiles[0] * self.shape.kv_heads
-        return (items - self.worker + self.workers - 1) // self.workers
+        items, workers = self.operands.num_tiles[0] * self.shape.kv_heads, self.shape.workers
+        return (items - self.worker + workers - 1) // workers
 
 
 def _send_item(ctx: Context, item: Any, step: Any) -> Any:
     """Sends a tile of queries and all its blocks of keys; returns the next item's first step."""
     shape, shared, operands = ctx.shape, ctx.shared, ctx.operands
-    number, slot = ctx.worker + item * ctx.workers, ctx.slot(item)
+    number, slot = ctx.worker + item * shape.workers, shared.queries.slot(item)
     tile, head = lax.div(number, shape.kv_heads), lax.rem(number, shape.kv_heads)
     words = [operands.tiles[tile, i] for i in range(TILE_WORDS)]
-    ready = shared.tile_ready.at[slot]
-    plgpu.barrier_wait(shared.tile_free.at[slot])
-    for i, word in enumerate((*words, head)):
-        shared.words[slot, i] = word
-    plgpu.barrier_arrive(ready)
+    ready = shared.queries.ready.at[slot]
+    shared.queries.send_words(item, (*words, head), after=shared.queries)
     for consumer in range(NUM_CONSUMERS):
         row = jnp.minimum(words[FIRST_ROW] + consumer * WGMMA_M, shape.rows - 1)
         for operand, source in enumerate((operands.query, operands.d_out)):
-            for i in range(shape.column_blocks):
-                plgpu.copy_gmem_to_smem(
-                    source.at[pl.ds(row, WGMMA_M), head, ctx.columns(i)],
-                    shared.queries[1].at[slot, operand, consumer, i],
-                    ready,
-                )
+            tiles = shared.queries.tiles[1].at[slot, operand, consumer]
+            ctx.load(source, (pl.ds(row, WGMMA_M), head), tiles, ready)
     plgpu.barrier_wait(shared.statistics_free.at[0])
     for consumer in range(NUM_CONSUMERS):
         row = words[FIRST_ROW] + consumer * WGMMA_M
@@ -149,16 +99,12 @@ def _send_item(ctx: Context, item: Any, step: Any) -> Any:
 
     @pl.loop(0, blocks)
     def _(block: Any) -> None:
-        stage = ctx.stage(step + block)
-        plgpu.barrier_wait(shared.kv_free.at[stage])
+        ring, first = shared.keys_values, block * ctx.config.block_kv
+        ring.await_free(step + block)
         for operand, source in enumerate((operands.key, operands.value)):
-            for i in range(shape.column_blocks):
-                first = block * ctx.config.block_kv
-                plgpu.copy_gmem_to_smem(
-                    source.at[words[USER], pl.ds(first, ctx.config.block_kv), head, ctx.columns(i)],
-                    shared.keys_values[1].at[stage, operand, i],
-                    shared.kv_ready.at[stage],
-                )
+            tiles = ring.copied(step + block).at[operand]
+            index = (words[USER], pl.ds(first, ctx.config.block_kv), head)
+            ctx.load(source, index, tiles, ring.ready_at(step + block))
 
     return step + blocks
 
@@ -167,23 +113,25 @@ def _produce(ctx: Context) -> None:
     """The producer warp."""
     lax.fori_loop(0, ctx.item_count, lambda item, step: _send_item(ctx, item, step), jnp.int32(0))
     # All arrivals must happen before the barriers' memory is released.
-    rings = ((ctx.shared.kv_free, ctx.config.kv_stages), (ctx.shared.tile_free, Q_SLOTS))
-    for free, count in rings:
-        for i in range(count):
-            plgpu.barrier_wait(free.at[i])
+    ctx.shared.keys_values.drain()
+    ctx.shared.queries.drain()
     plgpu.barrier_wait(ctx.shared.statistics_free.at[0])
+
+
+def _word(ctx: Context, item: Any, word: int) -> Any:
+    return ctx.shared.queries.words[ctx.shared.queries.slot(item), word]
 
 
 def _receive_block(ctx: Context, item: Any, block: Any, step: Any) -> None:
     """Waits for a block of keys, and zeroes those past the user's length, which may be NaN."""
-    shared, stage, block_kv = ctx.shared, ctx.stage(step), ctx.config.block_kv
-    plgpu.barrier_wait(shared.kv_ready.at[stage])
-    keys = shared.words[ctx.slot(item), KEYS] - block * block_kv
+    block_kv = ctx.config.block_kv
+    ctx.shared.keys_values.await_ready(step)
+    keys = _word(ctx, item, KEYS) - block * block_kv
 
     @pl.when(keys < block_kv)
     def _() -> None:
         consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
-        tiles = shared.keys_values[0].at[stage, consumer]  # each consumer zeroes one operand
+        tiles = ctx.shared.keys_values.matrix(step).at[consumer]  # each consumer zeroes one operand
         stores.zero_rows(tiles, keys, interpret=ctx.interpret)
         plgpu.commit_smem()
         mosaic.named_barrier("sync", jnp.int32(CONSUMER_BARRIER), CONSUMER_THREADS)
@@ -191,11 +139,11 @@ def _receive_block(ctx: Context, item: Any, block: Any, step: Any) -> None:
 
 def _issue_scores(ctx: Context, item: Any, step: Any, operand: int) -> jax.Array:
     """Issues queries @ keys.T, or d_out @ values.T: [64, block_kv]."""
-    slot = ctx.slot(mosaic.opaque(item, interpret=ctx.interpret))
+    item = mosaic.opaque(item, interpret=ctx.interpret)
     consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
     return mma.product(
-        ctx.shared.queries[0].at[slot, operand, consumer],
-        ctx.shared.keys_values[0].at[ctx.stage(step), operand],
+        ctx.shared.queries.matrix(item).at[operand, consumer],
+        ctx.shared.keys_values.matrix(step).at[operand],
         pl.cdiv(ctx.shape.head_dim, WGMMA_K) * WGMMA_K,
         interpret=ctx.interpret,
     )
@@ -206,7 +154,7 @@ def _weights(ctx: Context, item: Any, block: Any, scores: jax.Array, lse: jax.Ar
     factor = jnp.float32(ctx.shape.scale * math.log2(math.e))
     exponents = scores * factor - lax.broadcast_in_dim(lse, scores.shape, (0,))
     weights = jnp.exp2(jnp.minimum(exponents, jnp.float32(0)))
-    keys = ctx.shared.words[ctx.slot(item), KEYS] - block * ctx.config.block_kv
+    keys = _word(ctx, item, KEYS) - block * ctx.config.block_kv
 
     def masked() -> jax.Array:
         column = plgpu.broadcasted_iota(jnp.int32, weights.shape, 1, layout=plgpu.Layout.WGMMA)
@@ -234,7 +182,7 @@ def _block(
 
     @pl.when(block > 0)
     def _() -> None:
-        plgpu.barrier_arrive(ctx.shared.kv_free.at[ctx.stage(step - 1)])
+        ctx.shared.keys_values.release(step - 1)
 
     d_weights = _issue_scores(ctx, item, step, D_OUT)
     weights = _weights(ctx, item, block, scores, lse)
@@ -244,8 +192,8 @@ def _block(
     total = products.add_rows(
         total,
         d_scores.astype(ctx.operands.query.dtype),
-        ctx.shared.keys_values[0].at[ctx.stage(step), KEY],
-        ctx.shared.staging.at[ctx.consumer] if interpret else None,
+        ctx.shared.keys_values.matrix(step).at[KEY],
+        ctx.staging(),
         interpret=interpret,
     )
     # After the last block, its scores are computed once more, in vain.
@@ -257,9 +205,9 @@ def _block(
 
 def _tile(ctx: Context, item: Any, first_step: Any) -> Any:
     """Computes and stores a tile; returns the next tile's first step."""
-    shared, slot = ctx.shared, ctx.slot(item)
-    plgpu.barrier_wait(shared.tile_ready.at[slot])
-    blocks = ctx.blocks(shared.words[slot, KEYS])
+    shared = ctx.shared
+    shared.queries.await_ready(item)
+    blocks = ctx.blocks(_word(ctx, item, KEYS))
     nothing = plgpu.layout_cast(
         jnp.zeros((WGMMA_M, ctx.shape.head_dim), jnp.float32), plgpu.Layout.WGMMA
     )
@@ -286,7 +234,7 @@ def _tile(ctx: Context, item: Any, first_step: Any) -> Any:
         total, _ = lax.fori_loop(0, blocks, add, (nothing, scores))
         mma.wait(0, interpret=ctx.interpret)
         total = mma.after_wait(total, interpret=ctx.interpret)
-        plgpu.barrier_arrive(shared.kv_free.at[ctx.stage(first_step + blocks - 1)])
+        shared.keys_values.release(first_step + blocks - 1)
         _store(ctx, item, total * jnp.float32(ctx.shape.scale))
 
     @pl.when(blocks == 0)
@@ -300,43 +248,38 @@ def _tile(ctx: Context, item: Any, first_step: Any) -> Any:
 def _free_stored_slot(ctx: Context, item: Any) -> None:
     """Frees the slot of tile `item`, after TMA has read the result that was staged in it."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    plgpu.barrier_arrive(ctx.shared.tile_free.at[ctx.slot(item)])
+    ctx.shared.queries.release(item)
 
 
 def _store(ctx: Context, item: Any, total: jax.Array) -> None:
     """Stages 64 rows in place of the queries; TMA stores them if all belong to the tile."""
-    shape, slot = ctx.shape, ctx.slot(mosaic.opaque(item, interpret=ctx.interpret))
+    shape, ring = ctx.shape, ctx.shared.queries
+    item = mosaic.opaque(item, interpret=ctx.interpret)
     consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
-    matrix_view, copy_view = (view.at[slot, QUERY, consumer] for view in ctx.shared.queries)
-    values = total.astype(ctx.result.dtype)
+    staged = tuple(view.at[ring.slot(item), QUERY, consumer] for view in ring.tiles)
+    values = total.astype(ctx.outputs[0].dtype)
     for i, part in enumerate(stores.column_blocks(values, shape.column_blocks)):
-        view = matrix_view.at[pl.ds(i, 1)]
+        view = staged[0].at[pl.ds(i, 1)]
         stores.stage_rows(view, part, reads_late=True, interpret=ctx.interpret)
     plgpu.commit_smem()
-    words = ctx.shared.words
-    first_row, head = words[slot, FIRST_ROW] + consumer * WGMMA_M, words[slot, HEAD]
-    rows = jnp.clip(words[slot, ROWS] - consumer * WGMMA_M, 0, WGMMA_M)
-
-    @pl.when(rows == WGMMA_M)
-    def _() -> None:
-        for i in range(shape.column_blocks):
-            target = ctx.result.at[pl.ds(first_row, WGMMA_M), head, ctx.columns(i)]
-            plgpu.copy_smem_to_gmem(copy_view.at[i], target)
-
-    @pl.when(rows < WGMMA_M)
-    def _() -> None:
-        stores.store_staged_rows(
-            ctx.result, matrix_view, first_row, head, jnp.int32(0), rows, interpret=ctx.interpret
-        )
-        plgpu.commit_smem()  # TMA will write queries where these threads have read
+    first_row, head = _word(ctx, item, FIRST_ROW) + consumer * WGMMA_M, _word(ctx, item, HEAD)
+    rows = jnp.clip(_word(ctx, item, ROWS) - consumer * WGMMA_M, 0, WGMMA_M)
+    stores.store_staged(
+        ctx,
+        [staged],
+        ctx.outputs,
+        (first_row, head),
+        (jnp.int32(0), rows),
+        is_full=rows == WGMMA_M,
+        is_partial=rows < WGMMA_M,
+    )
 
 
 def _consume(ctx: Context) -> None:
     """A consumer warpgroup."""
     shared = ctx.shared
-    for free, count in ((shared.kv_free, ctx.config.kv_stages), (shared.tile_free, Q_SLOTS)):
-        for i in range(count):
-            plgpu.barrier_arrive(free.at[i])
+    shared.keys_values.release_all()
+    shared.queries.release_all()
     plgpu.barrier_arrive(shared.statistics_free.at[0])
 
     @pl.when(ctx.item_count > 0)
@@ -360,35 +303,18 @@ def d_query_kernel(
 ) -> jax.Array:
     """d_query [rows, K, H], rows in the order of `operands`, from the first launch's operands."""
     tiles, num_tiles = query_tiles(operands.users, shape.rows)
-    columns, is_interpreted = shape.column_blocks, bool(interpret)
-    dtype = operands.query.dtype
-    staging = plgpu.SMEM((NUM_CONSUMERS, WGMMA_M, config.block_kv), dtype)
-    shared = Shared(
-        queries=OperandTile((Q_SLOTS, 2, NUM_CONSUMERS, columns, WGMMA_M, BLOCK_K), dtype),
-        keys_values=OperandTile((config.kv_stages, 2, columns, config.block_kv, BLOCK_K), dtype),
-        statistics=plgpu.SMEM((NUM_CONSUMERS, 2, WGMMA_M), jnp.float32),
-        words=plgpu.SMEM((Q_SLOTS, DESCRIPTOR_WORDS), jnp.int32),
-        tile_ready=barrier(NUM_CONSUMERS * (2 * columns + 1) + 1, Q_SLOTS),
-        tile_free=barrier(NUM_CONSUMERS, Q_SLOTS),
-        kv_ready=barrier(2 * columns, config.kv_stages),
-        kv_free=barrier(NUM_CONSUMERS, config.kv_stages),
-        # An array, so that it can be indexed; only element 0 is used.
-        statistics_free=barrier(NUM_CONSUMERS, 2),
-        staging=staging if is_interpreted else None,
-    )
     workers = min(num_sms, tiles.shape[0] * shape.kv_heads)
+    shape = dataclasses.replace(shape, workers=workers)
 
-    def context(shared: Any, operands: Any, outputs: Any, _: Any) -> Context:
-        return Context(
-            shape, config, shared, operands, outputs.d_query, workers, None, None, is_interpreted
-        )
+    def context(*arguments: Any) -> Context:
+        return Context(shape, config, *arguments)
 
     (d_query,) = launch(
-        Roles(context, _produce, None, _consume),
+        Roles(context, _produce, _consume),
         TileOperands(*operands[:5], tiles, num_tiles),
-        TileOutputs(jax.ShapeDtypeStruct(operands.query.shape, dtype)),
-        shared,
-        (),
+        (jax.ShapeDtypeStruct(operands.query.shape, operands.query.dtype),),
+        config.d_query_shared(shape.head_dim),
+        dtype=operands.query.dtype,
         name="ikbo_attention_backward_d_query",
         workers=workers,
         interpret=interpret,

@@ -1,7 +1,5 @@
 """Gradient of broadcast attention: one persistent Mosaic GPU kernel for Hopper, five products.
 
-The op does not use this kernel yet, and the kernel was not run on a GPU so far.
-
     P  = exp(scale * query @ key.T - lse),    delta = sum(d_out * out) - d_lse
     dS = P * (d_out @ value.T - delta)
     d_query = scale * dS @ key,   d_key = scale * dS.T @ query,   d_value = P.T @ d_out
@@ -55,68 +53,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.attention_backward import rows as row_numbers
 from ikbo_jax.pallas.attention_backward.consumer import consume
 from ikbo_jax.pallas.attention_backward.context import (
-    DESCRIPTOR_WORDS,
-    Global,
+    BackwardContext,
     Operands,
     Outputs,
     Shape,
-    Shared,
-    WarpgroupContext,
-    part_shape,
 )
 from ikbo_jax.pallas.attention_backward.d_query import d_query_kernel
-from ikbo_jax.pallas.attention_backward.launch import OperandTile, Roles, barrier, launch
 from ikbo_jax.pallas.attention_backward.producer import produce, write
-from ikbo_jax.pallas.hopper import mosaic
+from ikbo_jax.pallas.hopper.launch import Roles, launch
 from ikbo_jax.problems.attention_backward import (
     BLOCK_KV,
     AttentionBackwardConfig,
 )
-from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, WGMMA_M
-
-
-def shared_types(
-    dtype: Any, shape: Shape, config: AttentionBackwardConfig, *, interpret: bool
-) -> Shared:
-    """Types of shared memory and barriers; `dtype` is the operands'."""
-    columns, block_q = shape.column_blocks, config.block_q
-    tile = (columns, WGMMA_M, BLOCK_K)
-    buffers = config.d_scores_buffers(shape.head_dim)
-    swizzle: Any = plgpu.SwizzleTransform
-    has_d_query = config.d_query != "launch"
-    d_scores = OperandTile((buffers, NUM_CONSUMERS, block_q, BLOCK_K), dtype)
-    d_query = plgpu.SMEM(
-        (NUM_CONSUMERS, *part_shape(shape.head_dim, block_q)),
-        jnp.float32,
-        transforms=() if interpret else (swizzle(mosaic.SWIZZLE),),
-    )
-    return Shared(
-        keys_values=OperandTile((config.kv_slots, 2, NUM_CONSUMERS, *tile), dtype),
-        queries=OperandTile((config.stages, 2, columns, block_q, BLOCK_K), dtype),
-        statistics=plgpu.SMEM((config.stages, 2, block_q), jnp.float32),
-        d_scores=d_scores if has_d_query else None,
-        d_query=d_query if has_d_query else None,
-        words=plgpu.SMEM((config.kv_slots + NUM_CONSUMERS, DESCRIPTOR_WORDS), jnp.int32),
-        item_ready=barrier(1, config.kv_slots),
-        kv_ready=barrier(2 * NUM_CONSUMERS * columns, config.kv_slots),
-        kv_free=barrier(NUM_CONSUMERS, config.kv_slots),
-        queries_ready=barrier(2 * columns + 1, config.stages),
-        queries_free=barrier(NUM_CONSUMERS, config.stages),
-        d_scores_ready=barrier(NUM_CONSUMERS, buffers) if has_d_query else None,
-        d_scores_free=barrier(NUM_CONSUMERS, buffers) if has_d_query else None,
-        part_ready=barrier(1, NUM_CONSUMERS) if has_d_query else None,
-        part_free=barrier(1, NUM_CONSUMERS) if has_d_query else None,
-        staging=plgpu.SMEM((NUM_CONSUMERS, WGMMA_M, block_q), dtype) if interpret else None,
-        f32_staging=plgpu.SMEM((NUM_CONSUMERS, WGMMA_M, columns * BLOCK_K), jnp.float32)
-        if interpret
-        else None,
-    )
-
 
 # Host side
 
@@ -224,18 +176,8 @@ def _launch(
 ) -> tuple[jax.Array, ...]:
     """Launches the kernel; returns the arrays of `Outputs`, gradients of keys in `dtype`."""
 
-    def context(shared: Any, operands: Any, outputs: Any, counters: Any) -> WarpgroupContext:
-        return WarpgroupContext(
-            shape,
-            config,
-            shared,
-            operands,
-            outputs,
-            Global(*counters),
-            None,
-            None,
-            bool(interpret),
-        )
+    def context(*arguments: Any) -> BackwardContext:
+        return BackwardContext(shape, config, *arguments)
 
     planes = shape.kv_heads * (shape.kv_tiles if config.d_query == "parts" else 1)
     key, sums = operands.key, (planes, shape.blocks * config.block_q, shape.head_dim)
@@ -245,18 +187,19 @@ def _launch(
         rows = shape.users * shape.splits * shape.kv_len
         gradient = jax.ShapeDtypeStruct((rows, *key.shape[2:]), jnp.float32)
     outputs = Outputs(
-        None if config.d_query == "launch" else jax.ShapeDtypeStruct(sums, jnp.float32),
+        jax.ShapeDtypeStruct(sums, jnp.float32) if config.has_d_query else None,
         gradient,
         gradient,
     )
     *d_query, d_key, d_value = launch(
-        Roles(context, produce, write if config.d_query != "launch" else None, consume),
+        Roles(context, produce, consume, write if config.has_d_query else None),
         operands,
         outputs,
-        shared_types(key.dtype, shape, config, interpret=bool(interpret)),
-        (1, shape.kv_heads * shape.blocks * NUM_CONSUMERS),
+        config.shared(shape.head_dim),
+        dtype=key.dtype,
         name="ikbo_attention_backward",
         workers=workers,
+        counters=(1, shape.kv_heads * shape.blocks),
         interpret=interpret,
     )
     parts = (shape.users, shape.splits, *key.shape[1:])

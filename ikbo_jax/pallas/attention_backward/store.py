@@ -15,8 +15,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
-from ikbo_jax.pallas.attention_backward.context import SUM_COLUMNS
 from ikbo_jax.pallas.hopper import mosaic, stores
+from ikbo_jax.problems.attention_backward import SUM_COLUMNS
 
 
 def stage_transposed(tile: Any, values: jax.Array, *, interpret: bool) -> None:
@@ -54,31 +54,54 @@ def stage_transposed(tile: Any, values: jax.Array, *, interpret: bool) -> None:
     write(tile, values)
 
 
-def stage_sums(tiles: Any, values: jax.Array, *, interpret: bool) -> None:
-    """Stages [64, rows] f32, columns of the head width by queries, for TMA.
+def stage_sums(
+    tiles: Any, values: jax.Array, column_block: Any, begin: Any, *, interpret: bool
+) -> None:
+    """Stages [64, rows] f32, columns of the head width by queries, as TMA reads it.
 
     A warp's store of 32 values has no bank conflict: four rows, in each of which 8 values fill two
     neighbouring vectors of 16 bytes, and swizzling puts them in eight different ones.
 
     Args:
-      tiles: [2, rows, 32] f32, swizzled.
+      tiles: [columns / 32, block, 32] f32, swizzled.
+      column_block: int32, which 64 columns of the head width `values` has.
+      begin: int32, the first query of `values`, a multiple of 8.
     """
-    parts, count, _ = tiles.shape
+    parts, height, _ = tiles.shape
+    count = values.shape[1]
     if interpret:
-        for i in range(parts):
-            tiles[i] = values[i * SUM_COLUMNS : (i + 1) * SUM_COLUMNS].T
+        for i in range(2):
+            part = jnp.minimum(2 * column_block + i, parts - 1)
+
+            @pl.when(2 * column_block + i < parts)
+            def _(i: int = i, part: Any = part) -> None:
+                rows = values[i * SUM_COLUMNS : (i + 1) * SUM_COLUMNS].T
+                tiles[part, pl.ds(begin, count), :] = rows
+
         return
 
     swizzle: Any = plgpu.SwizzleTransform
+    scalar = plgpu.Layout.WG_SPLAT(())
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType((swizzle(mosaic.SWIZZLE),)), plgpu.Layout.WGMMA))
-    def write(_: Any, tiles: ir.Value, values: mgpu.FragmentedArray) -> None:
+    @plgpu.inline_mgpu(
+        arg_types=(
+            plgpu.RefType((swizzle(mosaic.SWIZZLE),)),
+            plgpu.Layout.WGMMA,
+            scalar,
+            scalar,
+        )
+    )
+    def write(_: Any, tiles: ir.Value, values: mgpu.FragmentedArray, *scalars: Any) -> None:
         i32, byte = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
+        column_block, begin = (s.registers.item() for s in scalars)
         pair, low, high, odd, upper = _parts(stores.thread_number(), (4, 4, 2, 2, 2))
-        row = arith.addi(arith.muli(upper, mgpu.c(count, i32)), arith.muli(pair, mgpu.c(2, i32)))
+        part = arith.addi(arith.muli(column_block, mgpu.c(2, i32)), upper)
+        row = arith.addi(begin, arith.muli(pair, mgpu.c(2, i32)))
+        row = arith.addi(arith.muli(part, mgpu.c(height, i32)), row)
         base = arith.addi(
             arith.muli(row, mgpu.c(mosaic.SWIZZLE, i32)), arith.muli(low, mgpu.c(4, i32))
         )
+        is_part = arith.cmpi(arith.CmpIPredicate.slt, part, mgpu.c(parts, i32))
         first_vector = arith.addi(arith.muli(odd, mgpu.c(4, i32)), high)
         registers = list(values.registers.flat)
         for half in (0, 1):
@@ -95,10 +118,11 @@ def stage_sums(tiles: Any, values: jax.Array, *, interpret: bool) -> None:
                         f"st.shared.f32 [$0 + {immediate}], $1;",
                         address,
                         value,
+                        predicate=is_part,
                         has_side_effects=True,
                     )
 
-    write(tiles, values)
+    write(tiles, values, column_block, begin)
 
 
 def _parts(thread: ir.Value, counts: tuple[int, ...]) -> list[ir.Value]:

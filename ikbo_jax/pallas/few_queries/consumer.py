@@ -65,7 +65,7 @@ def _weigh(
     """(weights f32, maximum, sums, factor of earlier weights) of computed scores of a block."""
     scores = mma.after_wait(scores, interpret=ctx.interpret)
     ctx.shared.key.release(work.first_step + block)
-    keys = work.item.keys - block * ctx.config.block_kv
+    keys = ctx.keys_from(work.item, block)
     log2_scale = ctx.shape.log2_scale
     scores = lax.cond(
         keys < ctx.config.block_kv,
@@ -83,7 +83,7 @@ def _weigh(
 
 def _zero_values_past_length(ctx: Context, work: _Work, block: Any) -> None:
     """Zeroes values past the user's length, which have weight 0 but may be NaN."""
-    keys = work.item.keys - block * ctx.config.block_kv
+    keys = ctx.keys_from(work.item, block)
     tiles = ctx.shared.value.matrix(work.first_step + block)
     is_shared = work.item.sharing == BY_ROWS
 
@@ -116,6 +116,18 @@ def _issue_values(
     )
 
 
+def _take_turn(ctx: Context, work: _Work, number: Any) -> None:
+    """Before the products of this consumer's block `number` are issued."""
+    if ctx.config.turns:
+        pl.when(number < work.part.turns)(functools.partial(turns.take, ctx))
+
+
+def _hand_over_turn(ctx: Context, work: _Work, number: Any) -> None:
+    """After the products of this consumer's block `number` are issued."""
+    if ctx.config.turns:
+        pl.when(number < work.part.turns)(functools.partial(turns.hand_over, ctx))
+
+
 def _skip_keys(ctx: Context, step: Any) -> None:
     """Frees a block of keys that this consumer does not use."""
     ctx.shared.key.await_ready(step)
@@ -133,7 +145,9 @@ def _compute(ctx: Context, work: _Work) -> tuple[jax.Array, ...]:
     dtype = ctx.operands.query.dtype
     is_alternating = part.stride == 2
     pl.when(part.begin == 1)(functools.partial(_skip_keys, ctx, first_step))
+    _take_turn(ctx, work, 0)
     scores = _issue_scores(ctx, work, first_step + part.begin)
+    _hand_over_turn(ctx, work, 0)
     mma.wait(0, interpret=interpret)
     row = functools.partial(plgpu.layout_cast, new_layout=stores.ROW_LAYOUT)
     maximum = row(jnp.full((WGMMA_M,), _nothing_yet(ctx), jnp.float32))
@@ -146,8 +160,10 @@ def _compute(ctx: Context, work: _Work) -> tuple[jax.Array, ...]:
         block = part.begin + i * part.stride
         step = first_step + block
         pl.when(is_alternating)(functools.partial(_skip_keys, ctx, step + 1))
+        _take_turn(ctx, work, i + 1)
         scores = _issue_scores(ctx, work, step + part.stride)
         acc = _issue_values(ctx, work, block, acc, weights, i > 0)
+        _hand_over_turn(ctx, work, i + 1)
         mma.wait(1, interpret=interpret)
         p, maximum, sums, shrink = _weigh(ctx, work, scores, block + part.stride, maximum, sums)
         mma.wait(0, interpret=interpret)
@@ -244,6 +260,8 @@ def consume(ctx: Context) -> None:
     def _() -> None:
         plgpu.barrier_arrive(shared.exchange_free.at[0])
 
+    if ctx.config.turns:  # an item ends as it begins: the turn is consumer 0's
+        pl.when(ctx.consumer == 1)(functools.partial(turns.hand_over, ctx))
     zero = jnp.int32(0)
     first = (ctx.receive(zero), zero, zero)
     end: tuple[Any, ...] = lax.while_loop(
@@ -251,6 +269,8 @@ def consume(ctx: Context) -> None:
     )
     index = end[1]
     shared.query.release(index)  # the slot of the end
+    if ctx.config.turns:
+        pl.when(ctx.consumer == 0)(functools.partial(turns.take, ctx))
 
     @pl.when(ctx.consumer == 1)
     def _() -> None:

@@ -95,6 +95,7 @@ class Item(NamedTuple):
     target: Any  # first row in the outputs
     rows: Any
     sharing: Any  # ALONE, BY_KEYS or BY_ROWS
+    rotation: Any  # number of the first block that is loaded; after the last one follows block 0
 
 
 class Part(NamedTuple):
@@ -109,6 +110,13 @@ class Part(NamedTuple):
     gives: Any  # whether its results go to consumer 0
     takes: Any  # whether it adds consumer 1's results to its own
     stores: Any
+    turns: Any  # number of its blocks, from the first on, whose products wait for a turn
+
+
+def rotated(block: Any, rotation: Any, blocks: Any) -> Any:
+    """The number of the block that is loaded as number `block`."""
+    number = block + rotation
+    return jnp.where(number >= blocks, number - blocks, number)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +155,19 @@ class Context(WarpgroupContext):
             is_by_keys & (consumer == 1),
             is_by_keys & (consumer == 0),
             stores,
+            jnp.where(is_alone, 0, jnp.where(is_by_keys, lax.div(item.blocks, 2), item.blocks)),
         )
+
+    def keys_from(self, item: Item, block: Any) -> Any:
+        """Number of the item's keys from the first key of a block on; blocks as they are loaded."""
+        if not self.is_staggered:
+            return item.keys - block * self.config.block_kv
+        number = rotated(block, item.rotation, item.blocks)
+        return item.keys - number * self.config.block_kv
+
+    @property
+    def is_staggered(self) -> bool:
+        return self.config.stagger and self.operands.lengths is None
 
     @property
     def tiles(self) -> int:

@@ -31,8 +31,8 @@ Synchronisations:
   3. `key.ready[s]`, `.free`     stage s of the ring of key blocks.
   4. `value.ready[s]`, `.free`   stage s of the ring of value blocks.
   5. `exchange_ready[0]`, `exchange_free[0]`  consumer 1 -> 0 and back: sums over half of the keys.
-  6. A named barrier: the consumers wait for each other after consumer 0 has zeroed values past a
-     user's length, if both use them.
+  6. Named barriers: the consumers wait for each other after consumer 0 has zeroed values past a
+     user's length, if both use them; with `turns`, they take turns at issuing products.
 
 Both consumers wait for every block, and free it, whether they use it or not. A consumer waits for
 block n only after it has freed block n - 1 of the same ring, and for values only after it has freed
@@ -61,6 +61,9 @@ from ikbo_jax.pallas.hopper.launch import Roles, launch
 from ikbo_jax.problems.few_queries import FewQueriesConfig, head_group, rows_of_head
 from ikbo_jax.problems.hopper import WGMMA_M
 
+#: Registers per thread of a consumer and of the producer, which searches: with 24, it spills where
+#: query heads share a tile.
+REGISTERS = (224, 56)
 #: From this number of bundles for each CTA on, items are bundled; with fewer, CTAs would finish at
 #: different times.
 LEAST_BUNDLES = 4
@@ -157,7 +160,7 @@ def _launch(
         out = jax.ShapeDtypeStruct((*rows_and_heads, shape.head_dim), dtype)
         outputs = Outputs(out, statistics if return_residuals else None, None, None)
     results = launch(
-        Roles(functools.partial(Context, shape, config), produce, consume),
+        Roles(functools.partial(Context, shape, config), produce, consume, registers=REGISTERS),
         operands,
         outputs,
         config.shared(shape.head_dim, shape.group),

@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.few_queries import rows
-from ikbo_jax.pallas.few_queries.context import ALONE, BY_KEYS, BY_ROWS, Context
+from ikbo_jax.pallas.few_queries.context import ALONE, BY_KEYS, BY_ROWS, Context, rotated
 from ikbo_jax.pallas.hopper import mosaic
 from ikbo_jax.pallas.hopper.rings import Ring
 from ikbo_jax.problems.hopper import column_blocks
@@ -123,6 +123,17 @@ def _load_block(ctx: Context, source: Any, ring: Ring, step: Any, place: tuple[A
     ctx.load(source, (user, keys, head), ring.copied(step), ring.ready_at(step))
 
 
+def _blocks_of_split(ctx: Context, split: Any) -> Any:
+    """Blocks of keys of a split, of a user without a length."""
+    keys = ctx.shape.kv_len - split * (ctx.split_blocks * ctx.config.block_kv)
+    return jnp.minimum(pl.cdiv(keys, ctx.config.block_kv), ctx.split_blocks)
+
+
+def _rotation(ctx: Context, user: Any, blocks: Any) -> Any:
+    """The first block that is loaded of a user: users' first blocks are spread evenly."""
+    return lax.rem(user * max(1, ctx.split_blocks // ctx.shape.users), blocks)
+
+
 def _load_first_keys(ctx: Context, place: _Place) -> Any:
     """Loads the first block of keys of this CTA, before it is known which rows need them.
 
@@ -133,7 +144,10 @@ def _load_first_keys(ctx: Context, place: _Place) -> Any:
 
     @pl.when(is_users)
     def _() -> None:
-        first = (place.slot, place.split * ctx.split_blocks, place.kv_head)
+        number = place.split * ctx.split_blocks
+        if ctx.is_staggered:
+            number = number + _rotation(ctx, place.slot, _blocks_of_split(ctx, place.split))
+        first = (place.slot, number, place.kv_head)
         _load_block(ctx, ctx.operands.key, ctx.shared.key, jnp.int32(0), first)
 
     return jnp.where(is_users, place.slot, -1)
@@ -170,11 +184,15 @@ def _send(
     if ctx.tiles > 1:
         sharing = jnp.where(count > shape.head_rows, BY_ROWS, sharing)
     target = place.split * shape.rows + first
-    words = (blocks, keys, place.head, target, count, sharing)
+    rotation = jnp.int32(0)
+    if ctx.is_staggered:
+        rotation = _rotation(ctx, user, blocks)
+    words = (blocks, keys, place.head, target, count, sharing, rotation)
     shared.items.send_words(progress.items, words)
 
     def load(source: Any, ring: Ring, block: Any) -> None:
-        where = (user, first_block + block, place.kv_head)
+        number = rotated(block, rotation, blocks) if ctx.is_staggered else block
+        where = (user, first_block + number, place.kv_head)
         _load_block(ctx, source, ring, progress.steps + block, where)
 
     @pl.when((blocks > 0) & ~is_loaded)

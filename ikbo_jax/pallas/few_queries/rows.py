@@ -171,14 +171,15 @@ def end_of_run(
         i32, predicates = ir.IntegerType.get_signless(32), arith.CmpIPredicate
         begin, end = first.registers.item(), stop.registers.item()
 
-        user, lane, result = _user_at(index, begin, batch, users), _lane(), end
-        for offset in range(0, most, LANES):
-            position = arith.addi(begin, arith.addi(lane, mgpu.c(offset, i32)))
-            others = _ballot(
-                arith.cmpi(predicates.ne, _user_at(index, position, batch, users), user)
-            )
-            found = arith.addi(arith.addi(begin, mgpu.c(offset, i32)), _lowest_bit(others))
-            is_found = arith.cmpi(predicates.ne, others, mgpu.c(0, i32))
+        user, result = _user_at(index, begin, batch, users), end
+        first_lane = arith.addi(begin, _lane())
+        offsets = [mgpu.c(offset, i32) for offset in range(0, most, LANES)]
+        # All loads are issued before the first one is waited for.
+        others = [_user_at(index, arith.addi(first_lane, x), batch, users) for x in offsets]
+        for offset, other in zip(offsets, others, strict=True):
+            differ = _ballot(arith.cmpi(predicates.ne, other, user))
+            found = arith.addi(arith.addi(begin, offset), _lowest_bit(differ))
+            is_found = arith.cmpi(predicates.ne, differ, mgpu.c(0, i32))
             result = arith.select(is_found, arith.minsi(result, found), result)
         return _splat(result)
 

@@ -40,6 +40,8 @@ class WarpgroupContext:
       interpret: whether the kernel is interpreted.
       worker: CTA or cluster.
       consumer: 0 or 1; producer: unused.
+      counters: arrays of int32 in device memory, zero when the kernel starts; None each under
+        interpretation.
     """
 
     shape: Any
@@ -50,6 +52,7 @@ class WarpgroupContext:
     interpret: bool
     worker: Any = None
     consumer: Any = None
+    counters: tuple[Any, ...] = ()
 
     def replace(self, **changes: Any) -> Self:
         return dataclasses.replace(self, **changes)
@@ -85,11 +88,16 @@ class Roles:
         `WarpgroupContext`.
       produce: takes the context, on one warp of the producer.
       consume: takes the context, whose `consumer` is 0 or 1, on each consumer warpgroup.
+      write: takes the context, on another warp of the producer; None: there is no such warp. Under
+        interpretation, it is a warpgroup of its own.
+      registers: per thread of a consumer and of the producer warpgroup.
     """
 
     context: Callable[[Any, Any, Any, bool], WarpgroupContext]
     produce: Callable[[Any], None]
     consume: Callable[[Any], None]
+    write: Callable[[Any], None] | None = None
+    registers: tuple[int, int] = (CONSUMER_REGISTERS, PRODUCER_REGISTERS)
 
 
 def launch(
@@ -102,6 +110,7 @@ def launch(
     name: str,
     workers: int,
     cluster: int = 1,
+    counters: tuple[int, ...] = (),
     interpret: Any = False,
 ) -> tuple[jax.Array, ...]:
     """Launches a kernel.
@@ -115,6 +124,7 @@ def launch(
       name: of the kernel.
       workers: number of CTAs, or of clusters.
       cluster: CTAs of a cluster.
+      counters: the sizes of the arrays of `WarpgroupContext.counters`.
       interpret: False, or `plgpu.InterpretGPUParams`.
 
     Returns:
@@ -133,7 +143,10 @@ def launch(
             fields[i] = mosaic.tile_views(ref, interpret=is_interpreted) if is_tiles else ref
         shared = jax.tree.unflatten(shared_tree, fields)
         shared = shared._make(rings.Ring(*x) if isinstance(x, memory.Ring) else x for x in shared)
-        _dispatch(roles, roles.context(shared, operands, outputs, is_interpreted))
+        ctx = roles.context(shared, operands, outputs, is_interpreted)
+        if counters:
+            ctx = ctx.replace(counters=tuple(_counters(n, is_interpreted) for n in counters))
+        _dispatch(roles, ctx)
 
     clustered: dict[str, Any] = {}
     if cluster > 1:
@@ -145,7 +158,7 @@ def launch(
         grid=(workers,),
         grid_names=("worker",),
         **clustered,
-        num_threads=NUM_CONSUMERS + 1,
+        num_threads=NUM_CONSUMERS + 1 + bool(interpret and roles.write),
         thread_name="warpgroup",
         kernel_name=name,
         compiler_params=mosaic.compiler_params(),
@@ -155,11 +168,11 @@ def launch(
 
 
 def _order(kinds: list[Any], interpret: bool) -> list[int]:
-    """Numbers of the declarations in the order of memory: operand tiles, words, barriers.
+    """Numbers of the declarations in the order of memory: operand tiles, numbers, barriers.
 
     Staging memory is left out unless the kernel is interpreted.
     """
-    ranks = (memory.Tiles, memory.Words, memory.Staging, memory.Barriers)
+    ranks = (memory.Tiles, memory.Floats, memory.Words, memory.Staging, memory.Barriers)
     order = sorted(range(len(kinds)), key=lambda i: ranks.index(type(kinds[i])))
     return [i for i in order if interpret or not isinstance(kinds[i], memory.Staging)]
 
@@ -169,6 +182,10 @@ def _type(kind: Any, dtype: Any, interpret: bool) -> Any:
     match kind:
         case memory.Tiles(shape):
             return mosaic.operand_tile(shape, dtype, interpret=interpret)
+        case memory.Floats(shape, is_swizzled):
+            swizzle: Any = plgpu.SwizzleTransform
+            transforms = (swizzle(mosaic.SWIZZLE),) if is_swizzled and not interpret else ()
+            return plgpu.SMEM(shape, jnp.float32, transforms=transforms)
         case memory.Words(shape):
             return plgpu.SMEM(shape, jnp.int32)
         case memory.Staging(shape, own_dtype):
@@ -179,17 +196,26 @@ def _type(kind: Any, dtype: Any, interpret: bool) -> Any:
     return plgpu.Barrier(**options)
 
 
+def _counters(size: int, interpret: bool) -> Any:
+    return None if interpret else pl.get_global(plgpu.SemaphoreType.REGULAR((size,)))
+
+
 def _dispatch(roles: Roles, ctx: WarpgroupContext) -> None:
     """Dispatches each warpgroup to its role."""
     warpgroup = lax.axis_index("warpgroup")
     ctx = ctx.replace(worker=lax.axis_index("worker"), consumer=warpgroup)
+    bodies = [role for role in (roles.produce, roles.write) if role is not None]
 
     @pl.when(warpgroup == NUM_CONSUMERS)
     def _producer() -> None:
-        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
-        mosaic.on_one_warp(functools.partial(roles.produce, ctx), interpret=ctx.interpret)
+        plgpu.set_max_registers(roles.registers[1], action="decrease")
+        warps = tuple(functools.partial(body, ctx) for body in bodies)
+        mosaic.on_warps(warps, interpret=ctx.interpret)
+
+    if ctx.interpret and roles.write is not None:
+        pl.when(warpgroup > NUM_CONSUMERS)(functools.partial(roles.write, ctx))
 
     @pl.when(warpgroup < NUM_CONSUMERS)
     def _consumer() -> None:
-        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+        plgpu.set_max_registers(roles.registers[0], action="increase")
         roles.consume(ctx)

@@ -121,18 +121,20 @@ def block_columns(block: int, width: int, worker: Any) -> Any:
     return pl.ds(begin, BLOCK_K)
 
 
-def on_one_warp(body: Callable[[], None], *, interpret: bool) -> None:
-    """Runs `body` on the first warp of this warpgroup: a producer needs one, and saves power.
+def on_warps(bodies: tuple[Callable[[], None], ...], *, interpret: bool) -> None:
+    """Runs each body on a warp of this warpgroup: a producer needs few warps, and saves power.
 
-    The interpreter runs `body` as the warpgroup: one thread per warp would exhaust its thread pool.
+    The interpreter runs the first body as the warpgroup: one thread per warp would exhaust its
+    thread pool.
     """
     if interpret:
-        body()
+        bodies[0]()
         return
 
     @functools.partial(pl.kernel, mesh=plgpu.WarpMesh(axis_name="warp"))
     def warps() -> None:
-        pl.when(lax.axis_index("warp") == 0)(body)
+        for number, body in enumerate(bodies):
+            pl.when(lax.axis_index("warp") == number)(body)
 
     warps()
 

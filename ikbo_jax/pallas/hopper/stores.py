@@ -224,6 +224,58 @@ def store_rows(
     write(output, values, first_row, head, begin, end)
 
 
+def store_transposed(
+    output: Any, values: jax.Array, row: Any, column: Any, staging: Any, *, interpret: bool
+) -> None:
+    """output[row + j, column + i] = values[i, j], from registers.
+
+    The eight rows of `values` that a warp stores at once fill a sector of memory if `column` and
+    the output's width are multiples of 8.
+
+    Args:
+      output: device memory [rows, columns] f32, which holds all of the values.
+      values: [64, width] f32, in an accumulator's layout.
+      row: the first row that is written.
+      column: the first column that is written.
+      staging: this warpgroup's shared memory [64, width], only under interpretation.
+      interpret: whether the kernel is interpreted.
+    """
+    width, columns = values.shape[1], output.shape[1]
+    if interpret:
+        staging[...] = values
+
+        @pl.loop(0, WGMMA_M)
+        def _(i: Any) -> None:
+            output[pl.ds(row, width), column + i] = staging[i]
+
+        return
+    scalar = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, scalar, scalar))
+    def write(_: Any, output: ir.Value, values: Any, *scalars: Any) -> None:
+        i32 = ir.IntegerType.get_signless(32)
+        row, column = (s.registers.item() for s in scalars)
+        thread = thread_number()
+        # Registers hold pairs of neighbouring values of a row, eight columns apart.
+        pair = arith.muli(arith.remui(thread, mgpu.c(4, i32)), mgpu.c(2, i32))
+        for half in (0, 1):
+            terms = [
+                (arith.addi(row, pair), columns),
+                (arith.addi(column, thread_row(thread, half)), 1),
+            ]
+            address = device_address(output, terms, 4)
+            for i, register in enumerate(list(values.registers.flat)[half::2]):
+                for j in (0, 1):
+                    mgpu.utils.inline_ptx(
+                        f"st.global.f32 [$0 + {4 * columns * (8 * i + j)}], $1;",
+                        address,
+                        vector.extract(register, [], [j]),
+                        has_side_effects=True,
+                    )
+
+    write(output, values, row, column)
+
+
 def column_blocks(values: jax.Array, blocks: int) -> list[jax.Array]:
     """Values [64, width] in blocks of 64 columns; zeros past width, where TMA stores nothing."""
     width = blocks * BLOCK_K

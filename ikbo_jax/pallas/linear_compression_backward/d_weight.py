@@ -119,7 +119,7 @@ def _produce(ctx: WarpgroupContext) -> None:
 
 def _consume(ctx: WarpgroupContext) -> None:
     """A consumer warpgroup."""
-    shape, shared, item = ctx.shape, ctx.shared, _item(ctx)
+    shared, item = ctx.shared, _item(ctx)
     (embedding, _), (cotangent, _) = shared.embedding, shared.cotangent
     block_m = ctx.config.block_m
     shared.stages.release_all()
@@ -149,14 +149,11 @@ def _consume(ctx: WarpgroupContext) -> None:
         return mma.after_wait(acc, interpret=ctx.interpret)
 
     acc = mma.with_accumulator(all_k_steps, block_m, interpret=ctx.interpret)
-    row = item.k_tile * TILE_ROWS + ctx.consumer * WGMMA_M
-    stores.store_rows(
-        ctx.outputs[0],
+    stores.store_transposed(
+        ctx.outputs[0].at[item.part],
         acc,
-        item.part * shape.k + row,
-        item.m_tile,
-        jnp.int32(0),
-        jnp.clip(shape.k - row, 0, WGMMA_M),
+        item.m_tile * block_m,
+        item.k_tile * TILE_ROWS + ctx.consumer * WGMMA_M,
         ctx.staging(),
         interpret=ctx.interpret,
     )
@@ -204,16 +201,18 @@ def d_weight_kernel(
     def context(shared: Any, operands: Any, outputs: Any, interpret: bool) -> WarpgroupContext:
         return WarpgroupContext(shape, config, shared, operands, outputs, interpret)
 
-    rows = problems * splits * k
+    # The sums of whole tiles, so that no store is conditional, and M by K, so that XLA adds and
+    # rounds the parts in one kernel.
+    parts_shape = (problems * splits, m_tiles * config.block_m, shape.k_tiles * TILE_ROWS)
     (parts,) = launch(
         Roles(context, _produce, _consume),
         _Operands(d_out, embedding),
-        (jax.ShapeDtypeStruct((rows, m_tiles, config.block_m), jnp.float32),),
+        (jax.ShapeDtypeStruct(parts_shape, jnp.float32),),
         config.shared,
         dtype=d_out.dtype,
         name="ikbo_linear_compression_d_weight",
         workers=shape.workers,
         interpret=interpret,
     )
-    parts = parts.reshape(problems, splits, k, m_tiles * config.block_m)[..., :m]
-    return jnp.swapaxes(jnp.sum(parts, axis=1), 1, 2).astype(dtype or d_out.dtype)
+    parts = parts.reshape(problems, splits, *parts.shape[1:])[..., :m, :k]
+    return jnp.sum(parts, axis=1).astype(dtype or d_out.dtype)

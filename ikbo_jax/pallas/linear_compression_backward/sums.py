@@ -39,6 +39,9 @@ from ikbo_jax.problems.linear_compression_backward import SumConfig
 
 #: Work items per SM below which candidates of a user are divided.
 ITEMS_PER_SM = 3
+#: Largest number of pairs of a candidate and a user that are compared: one small kernel instead of
+#: six of a few microseconds each, which matters to small problems.
+MAX_COMPARED = 2**25
 
 
 class _Shape(NamedTuple):
@@ -181,6 +184,15 @@ def _store_rounded(ctx: WarpgroupContext, item: _Item, row: Any, total: jax.Arra
     )
 
 
+def _starts(user: jax.Array, users: int) -> jax.Array:
+    """[users + 1] int32: how many candidates belong to users before each user, and to all."""
+    if user.shape[0] * users <= MAX_COMPARED:
+        number = jnp.arange(users + 1, dtype=jnp.int32)
+        return jnp.sum(user[None] < number[:, None], axis=1, dtype=jnp.int32)
+    counts = jnp.zeros(users, jnp.int32).at[user].add(1)
+    return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
+
+
 def user_sums_kernel(
     d_out: jax.Array,
     cand_to_user: jax.Array,
@@ -206,8 +218,6 @@ def user_sums_kernel(
     """
     batch, m, n = d_out.shape
     user = jnp.clip(cand_to_user, 0, users - 1)
-    counts = jnp.zeros(users, jnp.int32).at[user].add(1)
-    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
     # Rows of 64 values: a tile is contiguous in memory then.
     flat = d_out.reshape(batch, m * n // BLOCK_K, BLOCK_K) if m * n % BLOCK_K == 0 else d_out
     _, rows, columns = flat.shape
@@ -224,7 +234,7 @@ def user_sums_kernel(
         output = jax.ShapeDtypeStruct((splits * users * rows, column_tiles, BLOCK_K), jnp.float32)
     (sums,) = launch(
         Roles(context, _produce, _consume),
-        _Operands(flat, by_user(user), starts),
+        _Operands(flat, by_user(user), _starts(user, users)),
         (output,),
         config.shared,
         dtype=d_out.dtype,
