@@ -1,6 +1,6 @@
 """Layouts that ranking teams write: values, gradients, and the share of products removed.
 
-`layout_models` holds every model with its form by hand. The share removed is how many of the FLOPs
+`layout_table` holds every model with its form by hand. The share removed is how many of the FLOPs
 that the form by hand saves `rewrite` saves, too.
 """
 
@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import layout_models  # noqa: F401  These fill the table.
 import layout_modules
+import layout_sequences  # noqa: F401
 import numpy as np
 import pytest
-from layout_models import LAYOUTS, Layout
+from layout_table import LAYOUTS, Layout
 
 import ikbo_jax as ikbo
 from ikbo_jax.rewrite import cost, jaxprs

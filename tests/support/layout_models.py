@@ -1,120 +1,23 @@
-"""Small ranking models in the layouts that ranking teams write, each with its form by hand.
-
-The form by hand computes the same values from arrays at user batch. The products that it saves are
-all that a rewrite of the model can remove.
-"""
+"""Small ranking models in the layouts that ranking teams write, each with its form by hand."""
 
 from __future__ import annotations
-
-import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-
-B, U, S = 96, 4, 9  # candidates, users, keys of a history
-F_USER, F_CAND, D, VOCABULARY = 6, 3, 8, 50
-F = F_USER + F_CAND
-HIDDEN, HEADS = 12, 2
-
-
-class Layout(NamedTuple):
-    """A model in one layout.
-
-    Attributes:
-      name: the function's.
-      fn: the model.
-      hand: the same values, computed by hand without the broadcast.
-      uses: names of the arguments in `arrays`.
-      bar: the share of the removable products that `rewrite` must remove.
-      never: shapes that the rewritten program must not hold, since they are copies.
-    """
-
-    name: str
-    fn: Callable[..., Any]
-    hand: Callable[..., Any]
-    uses: tuple[str, ...]
-    bar: float
-    never: tuple[tuple[int, ...], ...] = ()
-
-    def args(self) -> list[Any]:
-        return [arrays()[name] for name in self.uses]
-
-
-LAYOUTS: dict[str, Layout] = {}
-
-
-def layout(uses: str, hand: Callable[..., Any], bar: float = 0.9, never: Any = ()) -> Any:
-    def add(fn: Callable) -> Callable:
-        name = fn.__name__
-        LAYOUTS[name] = Layout(name, fn, hand, tuple(uses.split()), bar, never)
-        return fn
-
-    return add
-
-
-@functools.cache
-def arrays() -> dict[str, Any]:
-    """Every argument that a model may have, by name."""
-    rng = np.random.default_rng(0)
-
-    def normal(*shape: int) -> jax.Array:
-        return jnp.asarray(rng.standard_normal(shape, np.float32))
-
-    def weight(*shape: int) -> jax.Array:
-        return normal(*shape) * jnp.float32(shape[0] ** -0.5)
-
-    def ids(*shape: int) -> jax.Array:
-        return jnp.asarray(rng.integers(0, VOCABULARY, shape), jnp.int32)
-
-    pairs = F * (F - 1) // 2
-    blocks = [
-        {
-            "qkv": weight(D * HEADS, 3 * D * HEADS),
-            "out": weight(D * HEADS, D * HEADS),
-            "up": weight(D * HEADS, 4 * D * HEADS),
-            "down": weight(4 * D * HEADS, D * HEADS),
-        }
-        for _ in range(8)
-    ]
-    return {
-        "user": normal(U, D),
-        "cand": normal(B, D),
-        "one": normal(1, D),
-        "lone": normal(D),
-        "index": jnp.asarray(rng.integers(0, U, B), jnp.int32),
-        "user_fields": normal(U, F_USER, D),
-        "cand_fields": normal(B, F_CAND, D),
-        "user_ids": ids(U, F_USER),
-        "cand_ids": ids(B, F_CAND),
-        "table": normal(VOCABULARY, D),
-        "w_fields": weight(F * D, HIDDEN),
-        "w_field": weight(D, HIDDEN),
-        "w_wide": weight(2 * F * D, HIDDEN),
-        "w_pairs": weight(pairs + D, HIDDEN),
-        "w_tower": weight(D, HIDDEN),
-        "w_top": weight(HIDDEN, HIDDEN),
-        "w_first": weight(2 * D, HIDDEN),
-        "w_unit": weight(4 * D, HIDDEN),
-        "w_out": weight(HIDDEN, 1),
-        "history": normal(U, S, D),
-        "long": normal(U, S, D * HEADS),
-        "token": normal(B, D * HEADS),
-        "items": normal(40, D),
-        "people": normal(30, D),
-        "bias": normal(U, S),
-        "kept": jnp.asarray(rng.integers(0, 2, (U, S)), bool),
-        "bounds": jnp.asarray(np.linspace(-1, 1, 7), jnp.float32),
-        "buckets": normal(8, D),
-        "kernel": weight(3, D, HIDDEN),
-        "blocks2": blocks[:2],
-        "stacked": jax.tree.map(lambda *x: jnp.stack(x), *blocks[:2]),
-        "blocks8": blocks,
-    }
-
+from layout_table import (
+    F_CAND,
+    F_USER,
+    HIDDEN,
+    LAYOUTS,
+    B,
+    D,
+    F,
+    Layout,
+    U,
+    layout,
+)
 
 # Fields that are concatenated or stacked, flattened, and multiplied by weights.
 
@@ -147,13 +50,6 @@ def fields_stacked(user_fields, cand_fields, index, w_fields):
 def fields_split_again(user_fields, cand_fields, index, w_fields):
     flat = jnp.concatenate([user_fields[index].reshape(B, -1), cand_fields.reshape(B, -1)], 1)
     return jax.nn.relu(jnp.einsum("bfd,fdn->bn", flat.reshape(B, F, D), w_fields.reshape(F, D, -1)))
-
-
-def _features_by_hand(user_fields, history, index, w_wide):
-    del history
-    w = w_wide.reshape(F, 2, D, HIDDEN)
-    users = jnp.einsum("ufd,fdn->un", user_fields, w[:F_USER, 0])
-    return users[index]
 
 
 def _wide_by_hand(user_fields, cand_fields, index, w_wide):
@@ -393,33 +289,6 @@ def mapped_over_candidates(lone, cand, w_first, w_top):
     return lax.map(score, cand)
 
 
-# DIN's activation unit.
-
-
-def _din_by_hand(history, cand, index, w_unit, w_out):
-    q, h, d, p = (w_unit[n * D : (n + 1) * D] for n in range(4))
-    users = (history @ h - history @ d)[index]
-    cands = (cand @ q + cand @ d)[:, None]
-    x = jax.nn.sigmoid(users + cands + (cand[:, None] * history[index]) @ p)
-    return x @ w_out
-
-
-@layout("history cand index w_unit w_out", _din_by_hand, 0.85)
-def din(history, cand, index, w_unit, w_out):
-    h = history[index]
-    q = jnp.broadcast_to(cand[:, None], h.shape)
-    x = jnp.concatenate([q, h, q - h, q * h], axis=-1)
-    return jax.nn.sigmoid(x @ w_unit) @ w_out
-
-
-@layout("history cand index w_unit w_out", _din_by_hand, 0.85)
-def din_tiled(history, cand, index, w_unit, w_out):
-    h = history[index]
-    q = jnp.tile(cand[:, None], (1, S, 1))
-    x = jnp.concatenate([q, h, q - h, q * h], axis=-1)
-    return (jax.nn.sigmoid(x.reshape(B * S, -1) @ w_unit) @ w_out).reshape(B, S, 1)
-
-
 # Grids of users and items.
 
 
@@ -448,171 +317,6 @@ def grid_by_repeat_and_tile(people, items, w_first, w_out):
     m, n = people.shape[0], items.shape[0]
     x = [jnp.repeat(people, n, axis=0), jnp.tile(items, (m, 1))]
     return (jax.nn.relu(jnp.concatenate(x, axis=-1) @ w_first) @ w_out).reshape(m, n)
-
-
-# Causal transformers over a history and a candidate.
-
-
-def _norm(x):
-    return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
-
-
-def _block(block, x, attend):
-    q, k, v = jnp.split(_norm(x) @ block["qkv"], 3, axis=-1)
-    heads = (*x.shape[:-1], HEADS, D)
-    y = attend(q.reshape(heads), k.reshape(heads), v.reshape(heads))
-    x = x + y.reshape(x.shape) @ block["out"]
-    return x + jax.nn.gelu(_norm(x) @ block["up"]) @ block["down"]
-
-
-def _softmax_attention(q, k, v, mask=None):
-    logits = jnp.einsum("btnh,bsnh->bnts", q, k) * D**-0.5
-    logits = logits if mask is None else jnp.where(mask, logits, -1e30)
-    return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(logits, axis=-1), v)
-
-
-def causal_transformer(blocks, long, token, index, attention=_softmax_attention):
-    """The candidate is the last token of a causal sequence."""
-    x = jnp.concatenate([long[index], token[:, None]], axis=1)
-    length = x.shape[1]
-    mask = jnp.tril(jnp.ones((length, length), bool))[None, None]
-    for block in blocks:
-        x = _block(block, x, functools.partial(attention, mask=mask))
-    return x[:, -1]
-
-
-def _causal_by_hand(blocks, long, token, index):
-    users, x = long, token[:, None]
-    for block in blocks:
-        kept: list[Any] = []
-
-        def of_users(q, k, v, kept=kept):
-            kept += [k, v]
-            return _softmax_attention(q, k, v, np.tril(np.ones((S, S), bool)))
-
-        def of_candidates(q, k, v, kept=kept):
-            keys, values = (
-                jnp.concatenate([y[index], z], axis=1) for y, z in zip(kept, (k, v), strict=True)
-            )
-            return _softmax_attention(q, keys, values)
-
-        users = _block(block, users, of_users)
-        x = _block(block, x, of_candidates)
-    return x[:, -1]
-
-
-_COPIES = ((B, S, HEADS, D), (B, S, D * HEADS), (B, HEADS, S, D), (B, S + 1, HEADS, D))
-layout("blocks2 long token index", _causal_by_hand, 0.8, _COPIES)(causal_transformer)
-LAYOUTS["causal_transformer_of_8_layers"] = Layout(
-    "causal_transformer_of_8_layers",
-    causal_transformer,
-    _causal_by_hand,
-    ("blocks8", "long", "token", "index"),
-    0.8,
-    _COPIES,
-)
-
-
-@layout("blocks2 long token index", _causal_by_hand, 0.8, _COPIES)
-def causal_transformer_of_jax_nn(blocks, long, token, index):
-    def attention(q, k, v, mask):
-        del mask
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True)
-
-    return causal_transformer(blocks, long, token, index, attention)
-
-
-@layout("stacked long token index", lambda *args: _scanned_by_hand(*args), 0.8)
-def causal_transformer_in_a_scan(stacked, long, token, index):
-    x = jnp.concatenate([long[index], token[:, None]], axis=1)
-    mask = jnp.tril(jnp.ones((S + 1, S + 1), bool))[None, None]
-
-    @jax.checkpoint
-    def layer(x, block):
-        return _block(block, x, functools.partial(_softmax_attention, mask=mask))
-
-    return lax.scan(lambda x, block: (layer(x, block), None), x, stacked)[0][:, -1]
-
-
-def _scanned_by_hand(stacked, long, token, index):
-    blocks = [jax.tree.map(lambda x, n=n: x[n], stacked) for n in range(2)]
-    return _causal_by_hand(blocks, long, token, index)
-
-
-@layout("blocks2 long token index", _causal_by_hand, 0.8, _COPIES)
-def causal_transformer_of_jitted_layers(blocks, long, token, index):
-    x = jnp.concatenate([long[index], token[:, None]], axis=1)
-    mask = jnp.tril(jnp.ones((S + 1, S + 1), bool))[None, None]
-
-    @jax.jit
-    def layer(block, x, mask):
-        return _block(block, x, functools.partial(_softmax_attention, mask=mask))
-
-    for block in blocks:
-        x = layer(block, x, mask)
-    return x[:, -1]
-
-
-def _hstu_attention(q, k, v, mask):
-    weights = jax.nn.silu(jnp.einsum("btnh,bsnh->bnts", q, k)) / k.shape[1]
-    return jnp.einsum("bnts,bsnh->btnh", weights * mask.astype(q.dtype), v)
-
-
-@layout("blocks2 long token index", lambda *args: _hstu_by_hand(*args), 0.8, _COPIES)
-def hstu(blocks, long, token, index):
-    return causal_transformer(blocks, long, token, index, _hstu_attention)
-
-
-def _hstu_by_hand(blocks, long, token, index):
-    users, x = long, token[:, None]
-    for block in blocks:
-        kept: list[Any] = []
-
-        def of_users(q, k, v, kept=kept):
-            kept += [k, v]
-            mask = np.tril(np.ones((S, S), np.float32))[None, None]
-            weights = jax.nn.silu(jnp.einsum("btnh,bsnh->bnts", q, k)) / (S + 1)
-            return jnp.einsum("bnts,bsnh->btnh", weights * mask, v)
-
-        def of_candidates(q, k, v, kept=kept):
-            keys, values = (
-                jnp.concatenate([y[index], z], axis=1) for y, z in zip(kept, (k, v), strict=True)
-            )
-            return _hstu_attention(q, keys, values, np.ones((1, 1, 1, S + 1), bool))
-
-        users = _block(block, users, of_users)
-        x = _block(block, x, of_candidates)
-    return x[:, -1]
-
-
-# Attention of a candidate to a history, with a bias of the user, and by addition.
-
-
-def _biased_by_hand(history, cand, index, bias, w_tower):
-    keys, values = (history @ w_tower)[index], (history @ (2 * w_tower))[index]
-    logits = jnp.einsum("bd,bsd->bs", cand @ w_tower, keys) + bias[index]
-    return jnp.einsum("bs,bsd->bd", jax.nn.softmax(logits, axis=-1), values)
-
-
-@layout("history cand index bias w_tower", _biased_by_hand)
-def attention_with_a_bias_of_the_user(history, cand, index, bias, w_tower):
-    h = history[index]
-    logits = jnp.einsum("bd,bsd->bs", cand @ w_tower, h @ w_tower) + bias[index]
-    return jnp.einsum("bs,bsd->bd", jax.nn.softmax(logits, axis=-1), h @ (2 * w_tower))
-
-
-def _additive_by_hand(history, cand, index, w_tower, w_out):
-    x = (cand @ w_tower)[:, None] + (history @ w_tower)[index]
-    weights = jax.nn.softmax((jnp.tanh(x) @ w_out)[..., 0], axis=-1)
-    return jnp.einsum("bs,bsd->bd", weights, history[index])
-
-
-@layout("history cand index w_tower w_out", _additive_by_hand)
-def additive_attention(history, cand, index, w_tower, w_out):
-    h = history[index]
-    x = (cand @ w_tower)[:, None] + h @ w_tower
-    weights = jax.nn.softmax((jnp.tanh(x) @ w_out)[..., 0], axis=-1)
-    return jnp.einsum("bs,bsd->bd", weights, h)
 
 
 # Rules that were missing.
