@@ -385,3 +385,10 @@ def _looped(x, w):
 @layout("user index w_unit", lambda user, index, w_unit: _looped(user, w_unit[:D, :D])[index])
 def while_loop(user, index, w_unit):
     return _looped(user[index], w_unit[:D, :D])
+
+
+@layout("user index w_tower", lambda user, index, w_tower: (user @ w_tower)[index])
+def sharding_constraint(user, index, w_tower):
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    return lax.with_sharding_constraint(user[index], sharding) @ w_tower
