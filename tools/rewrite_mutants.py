@@ -355,7 +355,7 @@ MUTANTS = (
     ),
     Mutant(
         "two lookups treated as one",
-        "rules.py",
+        "concatenation.py",
         "one_lineage = value_lineage is not None and not differ",
         "one_lineage = value_lineage is not None",
         lookups("two lookups"),

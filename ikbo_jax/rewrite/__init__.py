@@ -10,11 +10,15 @@ import jax
 
 from ikbo_jax.rewrite import (  # noqa: F401  These register rules.
     calls,
+    concatenation,
     contraction,
     jaxprs,
     jit,
     jitted,
+    merged_rules,
+    pairs,
     reshape,
+    row_rules,
     rules,
     sources,
 )

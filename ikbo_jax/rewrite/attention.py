@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ikbo_jax.rewrite import activations, curves, masks
+from ikbo_jax.rewrite import activations, block_attention, blocks, curves, masks, pointwise
 from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.lineage import Lazy, has_lineage, is_plain, origins_of, spread_axes
 from ikbo_jax.rewrite.registry import NotCovered
@@ -129,6 +129,12 @@ def _transposed(x: jax.Array, order: list[int]) -> jax.Array:
 def _dot(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
     """Probabilities or activated scores times looked-up values: the last product of attention."""
     scores = only((lhs, rhs))
+    if isinstance(scores.root, blocks.Blocks):
+        if scores.stage not in ("probabilities", "logits", "elementwise"):
+            raise NotCovered(f"attention is not recognised: product with its {scores.stage}")
+        if not has_default_precision(eqn):
+            raise NotCovered("attention is not recognised: its product sets a precision")
+        return block_attention.product(ctx, eqn, lhs, rhs, scores, pointwise.call)
     activation = None
     if scores.stage == "curve" and scores.curve is not None:
         activation = activations.match(scores.curve)

@@ -13,46 +13,15 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
+from ikbo_jax.rewrite import hoisting
+from ikbo_jax.rewrite.cost import program_cost
+from ikbo_jax.rewrite.forms import form, unpack, unpack_all
 from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.jaxprs import evaluate, trace, without_dead_code
 from ikbo_jax.rewrite.lineage import Concat, Lazy, is_plain, lazy, spread
+from ikbo_jax.rewrite.merged import Merged
 from ikbo_jax.rewrite.registry import NotCovered, register_rule
 from ikbo_jax.rewrite.rules import ELEMENTWISE
-
-# Only arrays can be arguments and results of a traced function. So `unpack` splits a value into its
-# arrays and a function `pack` that rebuilds the value from them.
-
-
-def unpack(value: Any) -> tuple[list[Any], Any]:
-    """The arrays of a value, and the function that rebuilds the value."""
-    if is_plain(value):
-        return [value], lambda arrays: arrays[0]
-    if isinstance(value, Lazy):
-        return [value.base], lambda arrays: dataclasses.replace(value, base=arrays[0])
-    assert isinstance(value, Concat)
-    arrays, pack_parts = unpack_all(value.parts)
-    return arrays, lambda arrays: Concat(tuple(pack_parts(arrays)), value.axis)
-
-
-def unpack_all(values: Sequence[Any]) -> tuple[list[Any], Any]:
-    """The arrays of all values, and the function that rebuilds the values."""
-    unpacked = [unpack(value) for value in values]
-
-    def pack(arrays: Sequence[Any]) -> list[Any]:
-        rest = iter(arrays)
-        return [pack_one([next(rest) for _ in inner]) for inner, pack_one in unpacked]
-
-    return [array for inner, _ in unpacked for array in inner], pack
-
-
-def form(value: Any) -> Any:
-    """The form of a value: its kind, shapes, lineage and axis; "plain" for an array."""
-    if isinstance(value, Lazy):
-        base = (value.base.shape, value.base.dtype)
-        return (base, value.shape, value.lineage, value.axis)
-    if isinstance(value, Concat):
-        return (value.axis, tuple(map(form, value.parts)))
-    return "plain"
 
 
 def exported(inner: Context, values: Sequence[Any], outer: Context) -> list[Any]:
@@ -62,11 +31,13 @@ def exported(inner: Context, values: Sequence[Any], outer: Context) -> list[Any]
     def can_leave(value: Any) -> Any:
         if isinstance(value, Concat):
             return all(map(can_leave, value.parts))
+        if isinstance(value, Merged):
+            return can_leave(value.inner)
         return is_plain(value) or value.lineage is None or id(value.lineage) in lineages
 
     return [
         value
-        if is_plain(value) or isinstance(value, (Lazy, Concat)) and can_leave(value)
+        if is_plain(value) or isinstance(value, (Lazy, Concat, Merged)) and can_leave(value)
         else inner.materialise(None, value, "result of an inner function")
         for value in values
     ]
@@ -77,12 +48,17 @@ def _checkpoint(ctx: Context, eqn: Any, *operands: Any) -> Any:
     jaxpr = eqn.params["jaxpr"]
     if all(map(is_plain, operands)) and ctx.programs.is_plain(jaxpr):
         return ctx.bind(eqn, *operands)
-    arrays, pack = unpack_all(operands)
+    # Facts about indices and masks depend on the objects, so the body closes over these.
+    fixed = [is_plain(x) and _is_exact(x) for x in operands]
+    varying = [x for x, f in zip(operands, fixed, strict=True) if not f]
+    arrays, pack = unpack_all(varying)
     packs: list[Any] = []
 
     def body(*arrays: Any) -> Any:
         inner = ctx.inner()
-        results = exported(inner, inner.run_closed(jaxpr, pack(arrays), eqn), ctx)
+        packed = iter(pack(arrays))
+        values = [x if f else next(packed) for x, f in zip(operands, fixed, strict=True)]
+        results = exported(inner, inner.run_closed(jaxpr, values, eqn), ctx)
         out, out_pack = unpack_all(results)
         packs.append(out_pack)
         return out
@@ -93,6 +69,11 @@ def _checkpoint(ctx: Context, eqn: Any, *operands: Any) -> Any:
 
 
 register_rule("checkpoint", _checkpoint, source=True)
+
+
+def _is_exact(x: Any) -> bool:
+    """Whether an array holds integers or booleans."""
+    return getattr(getattr(x, "dtype", None), "kind", "") in ("i", "u", "b")
 
 
 #: Derivatives of a custom_jvp function that are proven to work row by row while the program is
@@ -115,7 +96,7 @@ def _custom_jvp(ctx: Context, eqn: Any, *operands: Any) -> Any:
     else:
         with ctx.muted():
             results = ctx.inner().run_closed(params["call_jaxpr"], operands, eqn)
-    if not all(isinstance(value, (Lazy, Concat)) for value in results):
+    if not all(isinstance(value, (Lazy, Concat, Merged)) for value in results):
         raise NotCovered("custom_jvp of a function that mixes rows")
     must_be_proven = ctx.derivatives < _PROVEN_DERIVATIVES
     rule = _jvp_rule(ctx, derivative, operands, results) if must_be_proven else None
@@ -220,6 +201,9 @@ def _matches(value: Any, like: Any) -> bool:
         return is_plain(like) and is_plain(value)
     if _is_uniform(value):
         return True
+    if isinstance(like, Merged):
+        same = isinstance(value, Merged) and value.groups == like.groups
+        return same and _matches(value.inner, like.inner)
     if isinstance(like, Concat):
         same = isinstance(value, Concat) and (value.axis, value.sizes) == (like.axis, like.sizes)
         return same and all(map(_matches, value.parts, like.parts))
@@ -232,6 +216,9 @@ def _matches(value: Any, like: Any) -> bool:
 
 def _widened(value: Any, like: Any) -> Any:
     """The value with its arrays broadcast to the shapes of the arrays of `like`."""
+    if isinstance(like, Merged):
+        inner = value if _is_uniform(value) else value.inner
+        return dataclasses.replace(like, inner=_widened(inner, like.inner))
     if isinstance(like, Concat):
         parts = [value] * len(like.parts) if _is_uniform(value) else value.parts
         return Concat(tuple(map(_widened, parts, like.parts)), like.axis)
@@ -256,10 +243,17 @@ def _custom_vjp(ctx: Context, eqn: Any, *operands: Any) -> Any:
 def _scan(ctx: Context, eqn: Any, *operands: Any) -> Any:
     params = eqn.params
     jaxpr = params["jaxpr"]
-    if all(map(is_plain, operands)) and ctx.programs.is_plain(jaxpr):
+    n_consts, n_carry = scan_counts(params)
+    hoisted = hoisting.split(jaxpr, n_consts, params["length"])
+    if all(map(is_plain, operands)) and ctx.programs.is_plain(jaxpr) and hoisted is None:
         return ctx.bind(eqn, *operands)
-    n_consts, n_carry = _scan_counts(params)
     consts, init, xs = _split(operands, n_consts, n_carry)
+    if hoisted is not None:
+        first, jaxpr = hoisted
+        origins = frozenset({ctx.recorder.found(eqn, "values of every iteration", 0, False)})
+        flops = (params["length"] - 1) * program_cost(first).flops
+        ctx.recorder.saved(eqn, origins, "computed once, before the loop", flops, True)
+        consts += ctx.run_closed(first, consts, eqn)
     xs = [
         ctx.materialise(eqn, x, "scan over the looked-up axis") if not _scannable(x) else x
         for x in xs
@@ -283,7 +277,7 @@ def _scan(ctx: Context, eqn: Any, *operands: Any) -> Any:
             reason = "carried through a scan whose body returns it in another form"
             carry[position] = ctx.materialise(eqn, carry[position], reason)
 
-    for value in consts:
+    for value in consts[:n_consts]:
         if id(value) in built:
             ctx.materialise(eqn, value, "needed in every iteration of a scan")
 
@@ -336,7 +330,8 @@ def _trial(step: Any, carry: list[Any], xs_arrays: Any, n_carry: int) -> tuple[l
     return unstable, built
 
 
-def _scan_counts(params: Any) -> tuple[int, int]:
+def scan_counts(params: Any) -> tuple[int, int]:
+    """How many operands of a scan are constants, and how many are carries."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()
@@ -354,7 +349,7 @@ def _split(values: Sequence[Any], *counts: int) -> list[list[Any]]:
 def _scannable(x: Any) -> bool:
     if isinstance(x, Concat):
         return x.axis != 0 and all(map(_scannable, x.parts))
-    return is_plain(x) or (x.axis != 0 and x.base.shape[0] == x.shape[0])
+    return is_plain(x) or isinstance(x, Lazy) and (x.axis != 0 and x.base.shape[0] == x.shape[0])
 
 
 def _packed_slices(xs: Sequence[Any], slices: Sequence[Any]) -> list[Any]:

@@ -11,7 +11,8 @@ import numpy as np
 from jax import lax
 
 from ikbo_jax.ops.linear_compression import Term, linear_compression, multilevel_linear_compression
-from ikbo_jax.rewrite import attention
+from ikbo_jax.rewrite import attention, blocks, one_hot, sums
+from ikbo_jax.rewrite.concatenation import of_one_lineage
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.lineage import (
     Concat,
@@ -27,13 +28,23 @@ from ikbo_jax.rewrite.lineage import (
     spread_axes,
 )
 from ikbo_jax.rewrite.registry import NotCovered, register_rule
-from ikbo_jax.rewrite.rules import common_lineage, concat, concatenated_bases
+from ikbo_jax.rewrite.rules import concat
 
 _HALF = (jnp.bfloat16, jnp.float16)
 
 
-@register_rule("dot_general")
-def _dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
+@register_rule("dot_general", arrays=one_hot.is_lookup)
+def dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
+    """A product of two values, of which at least one is deferred or may be one-hot."""
+    rows = one_hot.lookup(ctx, eqn, lhs, rhs)
+    if rows is not None:
+        return rows
+    if is_plain(lhs) and is_plain(rhs):
+        return ctx.bind(eqn, lhs, rhs)
+    if isinstance(lhs, Concat) or isinstance(rhs, Concat):
+        found = _blocks(ctx, eqn, lhs, rhs)
+        if found is not None:
+            return found
     if isinstance(lhs, Concat) and isinstance(rhs, Concat):
         raise NotCovered("product of two concatenations")
     if isinstance(lhs, Concat) or isinstance(rhs, Concat):
@@ -45,6 +56,21 @@ def _dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
         ctx, eqn, lhs, rhs, lambda scope: scope.build(product(scope, eqn, lhs, rhs))
     )
     return product(ctx, eqn, lhs, rhs) if scores is None else scores
+
+
+def _blocks(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
+    """The scores of tokens of users and candidates; None for another product."""
+    _, (batch, _) = eqn.params["dimension_numbers"]
+    if not batch or not attention.has_default_precision(eqn):
+        return None
+
+    def plain_product(scope: Context) -> jax.Array:
+        reason = "product of two concatenations"
+        out = scope.bind(eqn, *(scope.materialise(eqn, x, reason) for x in (lhs, rhs)))
+        assert isinstance(out, jax.Array)
+        return out
+
+    return blocks.start(ctx, eqn, lhs, rhs, plain_product)
 
 
 def product(
@@ -203,6 +229,9 @@ def _of_concat(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
     other_axis = other_contract[contract.index(whole.axis)]
     if has_lineage(other) and other.axis == other_axis:
         raise NotCovered("product that sums over the looked-up axis")
+    split, weights = sums.by_terms(ctx, whole, other, other_axis)
+    if split is not whole and _joined(ctx, eqn, split) is split:
+        whole, other = split, weights
     groups = _groups(ctx, whole, other, other_axis)
     if len(groups) > 1:
         compressed = _compress(ctx, eqn, left, whole, other, groups)
@@ -257,7 +286,10 @@ def _groups(ctx: Context, whole: Concat, other: Any, other_axis: int) -> list[tu
     for part, size in zip(whole.parts, whole.sizes, strict=True):
         key: Any = "plain"
         if isinstance(part, Lazy):
-            key = (part.lineage, part.axis) if part.lineage else "shared"
+            # Parts without a lineage differ by the dimensions that they are broadcast along: in a
+            # grid of users and items, users along the items and items along the users.
+            broadcast = tuple(n == 1 for n in part.base.shape)
+            key = (part.lineage, part.axis) if part.lineage else broadcast
         parts, slices = by_lineage.setdefault(key, ([], []))
         parts.append(part)
         slices.append(slice_along(other, start, start + size, other_axis))
@@ -265,21 +297,10 @@ def _groups(ctx: Context, whole: Concat, other: Any, other_axis: int) -> list[tu
     groups = []
     for parts, slices in by_lineage.values():
         if len(parts) > 1 and all(map(is_plain, slices)):
-            groups.append((_concatenated(parts, whole.axis), lax.concatenate(slices, other_axis)))
+            groups.append((of_one_lineage(parts, whole.axis), lax.concatenate(slices, other_axis)))
         else:
             groups += list(zip(parts, slices, strict=True))
     return groups
-
-
-def _concatenated(parts: list[Any], axis: int) -> Any:
-    """The concatenation of parts of one lineage, as one `Lazy` or array."""
-    base, first = concatenated_bases(parts, axis), parts[0]
-    if is_plain(first):
-        return base
-    length = sum(part.shape[axis] for part in parts)
-    shape = (*first.shape[:axis], length, *first.shape[axis + 1 :])
-    value_lineage, _, _ = common_lineage(parts)
-    return lazy(base, shape, value_lineage, first.axis, origins_of(*parts))
 
 
 def _sum_of_products(ctx: Context, eqn: Any, left: bool, groups: Any, origins: frozenset) -> Any:

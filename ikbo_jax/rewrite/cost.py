@@ -23,7 +23,7 @@ from jax.extend import core
 
 from ikbo_jax.ops import dispatch, explain
 from ikbo_jax.rewrite import lineage
-from ikbo_jax.rewrite.equations import is_op
+from ikbo_jax.rewrite.equations import OPS, is_op
 from ikbo_jax.rewrite.jaxprs import inner_programs
 
 #: By how much a rewritten program may exceed its original: a fraction of the original's cost, plus
@@ -31,7 +31,7 @@ from ikbo_jax.rewrite.jaxprs import inner_programs
 _FLOPS_SLACK = (0.01, 1_000_000)
 _BYTES_SLACK = (0.10, 1 << 18)
 
-_MOVES = frozenset(["concatenate", "dynamic_slice", "gather", "transpose"])
+_MOVES = frozenset(["concatenate", "dynamic_slice", "gather", "stack", "transpose"])
 _WHOLE = frozenset(
     """
     argmax argmin conv_general_dilated cumlogsumexp cummax cummin cumprod cumsum dot_general
@@ -87,8 +87,14 @@ def _cost(program: core.Jaxpr, costs: dict[int, Cost]) -> Cost:
             (out,) = eqn.outvars
             index = 0 if name != "gather" else _size(eqn.invars[1])
             nbytes += _size(out) * (2 if out in written else 1) + index
-        elif name in _WHOLE or name == "jit" and is_op(eqn):
-            flops += _product_flops(eqn) if name in _WHOLE else _op_flops(eqn)
+        elif name in _WHOLE:
+            flops += _product_flops(eqn)
+            nbytes += _operands_and_results(eqn)
+        elif name == "jit" and eqn.params.get("name") in OPS and is_op(eqn):
+            # Layers share the program of an op.
+            key = -id(eqn.params["jaxpr"])
+            costs[key] = costs.get(key) or Cost(_op_flops(eqn))
+            flops += costs[key].flops
             nbytes += _operands_and_results(eqn)
         elif inner := [_cost(x, costs) for x in inner_programs(eqn)]:
             if name == "cond":

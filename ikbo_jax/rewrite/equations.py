@@ -37,6 +37,21 @@ def on_integers(eqn: core.JaxprEqn) -> bool:
     return not eqn.effects
 
 
+def grows(eqn: core.JaxprEqn) -> bool:
+    """Whether an operation of two arrays has a larger result than both, as a sum of [1, D], [B, 1].
+
+    Only elementwise operations and products broadcast so, and products without a summed dimension.
+    """
+    if len(eqn.invars) != 2 or len(eqn.outvars) != 1:
+        return False
+    first, second = (v.aval for v in eqn.invars)
+    shapes = getattr(first, "shape", ()), getattr(second, "shape", ())
+    if not shapes[0] or not shapes[1] or shapes[0] == shapes[1] or len(shapes[0]) != len(shapes[1]):
+        return False
+    shape: Any = getattr(eqn.outvars[0].aval, "shape", ())
+    return shape not in shapes and len(shape) == len(shapes[0])
+
+
 def is_number(eqn: core.JaxprEqn, operands: list[Any]) -> bool:
     """Whether an equation computes one result from one or two numbers, broadcast or not."""
     if not 0 < len(operands) <= 2:
@@ -61,12 +76,12 @@ def identity(operand: Any) -> Any:
 
 
 #: The jitted functions of the ops; they hold kernels, so they are not interpreted.
-_OPS = ("_linear_compression", "_attention", "_gdpa")
+OPS = ("_linear_compression", "_attention", "_gdpa")
 
 
 def is_op(eqn: core.JaxprEqn) -> bool:
     """Whether an equation calls an op of this library."""
-    return eqn.params.get("name") in _OPS and any(
+    return eqn.params.get("name") in OPS and any(
         isinstance(mark, dispatch.Plan)
         for program in inner_programs(eqn)
         for mark in explain.marks(program)

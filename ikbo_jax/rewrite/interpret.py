@@ -28,7 +28,7 @@ from ikbo_jax.rewrite.jaxprs import interpret
 from ikbo_jax.rewrite.lineage import Deferred, is_plain
 from ikbo_jax.rewrite.program_cache import ProgramCache
 from ikbo_jax.rewrite.provenance import Provenance
-from ikbo_jax.rewrite.registry import NotCovered, is_source, rule_of
+from ikbo_jax.rewrite.registry import NotCovered, applies_to_arrays, rule_of
 from ikbo_jax.rewrite.scope import Scope
 
 
@@ -109,7 +109,7 @@ class Context:
         if is_plain(value):
             return value
         if not self.scope.is_built(value):
-            if value.rule is not None:
+            if value.is_computed:
                 # The lazy values that it is computed from are copied, not the value itself.
                 if reason == RETURNED:
                     reason = "needed for a value that the function returns"
@@ -158,7 +158,7 @@ class Context:
     def _apply(self, eqn: core.JaxprEqn, operands: list[Any]) -> list[Any]:
         name = eqn.primitive.name
         deferred = [x for x in operands if isinstance(x, Deferred)]
-        if not deferred and not is_source(name):
+        if not deferred and not applies_to_arrays(self, eqn, operands):
             return _as_list(eqn, self.bind(eqn, *operands))
         try:
             return self._by_rule(eqn, deferred, operands)

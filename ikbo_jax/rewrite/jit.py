@@ -15,11 +15,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from ikbo_jax.rewrite.calls import form
 from ikbo_jax.rewrite.equations import identity, on_integers
+from ikbo_jax.rewrite.forms import form
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.jaxprs import call_params, trace, without_dead_code
-from ikbo_jax.rewrite.lineage import Concat, Lazy, base_of, is_plain
+from ikbo_jax.rewrite.lineage import Deferred, Lazy, base_of, is_plain
 from ikbo_jax.rewrite.log import Log
 from ikbo_jax.rewrite.registry import NotCovered, register_rule
 
@@ -139,7 +139,7 @@ def _jit(ctx: Context, eqn: Any, *operands: Any) -> Any:
         return ctx.bind(eqn, *operands)
     if kind.sharded:
         raise NotCovered("a jit that specifies shardings")
-    if kind.small or any(isinstance(x, Concat) for x in operands):
+    if kind.small or any(isinstance(x, Deferred) and not isinstance(x, Lazy) for x in operands):
         return ctx.run_closed(jaxpr, operands, eqn)
     fixed = list(map(is_fixed, operands, kind.indices))
     forms = [identity(x) if f else form(x) for x, f in zip(operands, fixed, strict=True)]

@@ -61,6 +61,8 @@ class Deferred:
     #: Rewrites every equation that has the value as an operand, called as
     #: `rule(ctx, eqn, operands)`; if None, the rules of the primitives do.
     rule: Callable[..., Any] | None = None
+    #: Whether `build` computes with copies of other values, instead of being the copy itself.
+    is_computed = False
 
     def build(self, ctx: Any) -> jax.Array:
         """The array that the program sees."""

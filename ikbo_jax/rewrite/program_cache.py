@@ -7,6 +7,7 @@ from typing import Any
 
 from jax.extend import core
 
+from ikbo_jax.rewrite import equations, hoisting
 from ikbo_jax.rewrite.jaxprs import inner_programs
 from ikbo_jax.rewrite.registry import is_source
 
@@ -17,6 +18,7 @@ class ProgramCache:
     Attributes:
       repeated: identities of the programs that are called several times.
       calls: by the key of a call, the history of all calls with this key.
+      known: by the identity of a value, the value and its array, None if it depends on inputs.
       kinds: by the identities of a call's parameters, properties that hold for any operands.
     """
 
@@ -24,6 +26,7 @@ class ProgramCache:
         self.repeated = repeated
         self.calls: dict[Any, Any] = {}
         self.kinds: dict[Any, Any] = {}
+        self.known: dict[int, tuple[Any, Any]] = {}
         # By identity of the program; entries hold the program, so that its identity stays unique.
         self._answers: dict[tuple[str, int], tuple[Any, bool]] = {}
 
@@ -58,4 +61,16 @@ def _may_broadcast(eqn: core.JaxprEqn) -> bool:
         return operand.ndim > 0 and result.size > operand.size
     if eqn.primitive.name == "jit":
         return False
-    return is_source(eqn.primitive.name) and not any(True for _ in inner_programs(eqn))
+    if eqn.primitive.name in ("concatenate", "stack"):
+        # Copies of a slice broadcast it.
+        copies = len(eqn.invars) > 1 and all(v is eqn.invars[0] for v in eqn.invars)
+        axis, first = eqn.params.get("dimension"), eqn.invars[0].aval
+        return copies and (axis is None or first.shape[axis] == 1)  # type: ignore[attr-defined]
+    if eqn.primitive.name == "scan":
+        counts = eqn.params.get("num_consts")
+        if counts is None:
+            counts = len(eqn.params["ft_in"].unpack()[0])
+        return hoisting.split(eqn.params["jaxpr"], counts, eqn.params["length"]) is not None
+    if is_source(eqn.primitive.name):
+        return not any(True for _ in inner_programs(eqn))
+    return equations.grows(eqn)

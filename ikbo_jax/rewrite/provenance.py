@@ -32,6 +32,14 @@ class Provenance:
             provenance.asked_hidden_producer |= id(value) in provenance._producer_hidden
         return None
 
+    def visible_producer(self, value: Any) -> tuple[core.JaxprEqn, Sequence[Any]] | None:
+        """`producer`, for rules that do without a producing equation that is hidden."""
+        asked = [(p, p.asked_hidden_producer) for p in self._chain()]
+        produced = self.producer(value)
+        for provenance, before in asked:
+            provenance.asked_hidden_producer = before
+        return produced
+
     def record(self, eqn: core.JaxprEqn, result: Any, operands: Sequence[Any] = ()) -> None:
         """Records the producing equation of a value, unless one is recorded already.
 

@@ -12,6 +12,7 @@ Rule = Callable[..., Any]
 
 _RULES: dict[str, Rule] = {}
 _SOURCES: set[str] = set()
+_ARRAYS: dict[str, Callable[[Any, core.JaxprEqn, list[Any]], bool]] = {}
 
 
 class NotCovered(Exception):
@@ -19,7 +20,11 @@ class NotCovered(Exception):
 
 
 def register_rule(
-    primitive: core.Primitive | str, rule: Rule | None = None, *, source: bool = False
+    primitive: core.Primitive | str,
+    rule: Rule | None = None,
+    *,
+    source: bool = False,
+    arrays: Callable[[Any, core.JaxprEqn, list[Any]], bool] | None = None,
 ) -> Any:
     """Registers the rule of a primitive, which replaces any earlier rule of this primitive.
 
@@ -32,6 +37,8 @@ def register_rule(
       primitive: a `jax.extend.core.Primitive`, or its name.
       rule: the rule; without it, the function returns a decorator.
       source: whether the rule is also called when all operands are arrays.
+      arrays: says for a context, an equation and its operands, all of them arrays, whether the rule
+        is called.
 
     Returns:
       The rule, or a decorator.
@@ -41,6 +48,9 @@ def register_rule(
         name = str(primitive)
         _RULES[name] = rule
         (_SOURCES.add if source else _SOURCES.discard)(name)
+        _ARRAYS.pop(name, None)
+        if arrays is not None:
+            _ARRAYS[name] = arrays
         return rule
 
     return register if rule is None else register(rule)
@@ -49,6 +59,12 @@ def register_rule(
 def rule_of(name: str) -> Rule | None:
     """The rule of a primitive; None if it has none."""
     return _RULES.get(name)
+
+
+def applies_to_arrays(ctx: Any, eqn: core.JaxprEqn, operands: list[Any]) -> bool:
+    """Whether the rule of an equation is called although its operands are arrays."""
+    name = eqn.primitive.name
+    return name in _SOURCES or name in _ARRAYS and _ARRAYS[name](ctx, eqn, operands)
 
 
 def is_source(name: str) -> bool:

@@ -27,6 +27,8 @@ class FoundBroadcast:
         the rewritten program does not. Work on values that stem from several broadcasts counts for
         the first of them only.
       bytes_saved: bytes of the copy that are no longer written.
+      kept: what keeps the rest: every value that is copied, with the line that needs it, its size
+        and the reason.
     """
 
     line: str
@@ -34,8 +36,16 @@ class FoundBroadcast:
     became: tuple[str, ...]
     flops_saved: int
     bytes_saved: int
+    kept: tuple[str, ...] = ()
 
     def __str__(self) -> str:
+        lines = [f"{self.line}: {self.what}"]
+        lines.append(f"  saves {_saved(self.flops_saved, self.bytes_saved)}")
+        return "\n".join(lines + [f"  copied by {text}" for text in self.kept])
+
+    @property
+    def details(self) -> str:
+        """The text with everything that replaced the broadcast."""
         lines = [f"{self.line}: {self.what}"]
         lines += [f"  -> {what}" for what in self.became or ("unused",)]
         return "\n".join([*lines, f"  saves {_saved(self.flops_saved, self.bytes_saved)}"])
@@ -84,7 +94,7 @@ class Lookup:
 
 @dataclasses.dataclass(frozen=True)
 class RewriteReport:
-    """The report of a rewrite; `str` returns it as plain text.
+    """The report of a rewrite; `str` returns it as plain text, `details` with more of it.
 
     Attributes:
       changed: whether the rewritten program runs; False if the original runs.
@@ -111,16 +121,25 @@ class RewriteReport:
         return sum(found.bytes_saved for found in self.broadcasts)
 
     def __str__(self) -> str:
-        lines = [f"rewrite: {self._summary()}"]
-        if not self.changed:
-            lines[0] += "; the original function runs" + (f": {self.reason}" if self.reason else "")
-        lines += _once(self.broadcasts)
+        return "\n".join([self._headline(), *_once(self.broadcasts), *self._left()])
+
+    @property
+    def details(self) -> str:
+        """The report with everything that replaced each broadcast, and all copies."""
+        texts = [_indent(text) for text in _counted(self.broadcasts, lambda x: x.details)]
         if self.materialised:
-            lines += ["materialised:", *_once(self.materialised)]
+            texts += ["materialised:", *_once(self.materialised)]
+        return "\n".join([self._headline(), *texts, *self._left()])
+
+    def _headline(self) -> str:
+        text = f"rewrite: {self._summary()}"
+        if self.changed:
+            return text
+        return text + "; the original function runs" + (f": {self.reason}" if self.reason else "")
+
+    def _left(self) -> list[str]:
         left = [lookup for lookup in self.lookups if lookup.outcome != "removed"]
-        if left:
-            lines += ["lookups left as they are:", *_once(left)]
-        return "\n".join(lines)
+        return ["lookups left as they are:", *_once(left)] if left else []
 
     def _summary(self) -> str:
         count = len(self.broadcasts)
@@ -141,10 +160,17 @@ def _saved(flops: int, nbytes: int) -> str:
 
 
 def _once(entries: Sequence[Any]) -> list[str]:
-    """The entries as texts; equal entries, such as a model's layers make, are one text."""
+    """The entries as indented texts; equal ones, such as a model's layers make, are one text."""
+    return [_indent(text) for text in _counted(entries, str)]
+
+
+def _counted(entries: Sequence[Any], text: Callable[[Any], str]) -> list[str]:
     counts = collections.Counter(entries)
-    texts = (str(x) if n == 1 else f"{n} times {x} each" for x, n in counts.items())
-    return [_indent(text) for text in texts]
+    return [text(x) if n == 1 else f"{n} times {text(x)} each" for x, n in counts.items()]
+
+
+def _with_times(texts: dict[str, int]) -> tuple[str, ...]:
+    return tuple(text if n == 1 else f"{text} ({n} times)" for text, n in texts.items())
 
 
 class Broadcast:
@@ -160,13 +186,12 @@ class Broadcast:
         self.became: dict[str, int] = {}
         self.flops_saved = 0
         self.bytes_written = 0
+        self.kept: dict[str, int] = {}
 
     def freeze(self) -> FoundBroadcast:
-        became = tuple(
-            text if times == 1 else f"{text} ({times} times)" for text, times in self.became.items()
-        )
         saved = max(0, self.copy_bytes - self.bytes_written)
-        return FoundBroadcast(self.line, self.what, became, self.flops_saved, saved)
+        texts = _with_times(self.became), _with_times(self.kept)
+        return FoundBroadcast(self.line, self.what, texts[0], self.flops_saved, saved, texts[1])
 
 
 @dataclasses.dataclass
@@ -312,6 +337,8 @@ class Recorder:
             self._first(frozenset(origins)).bytes_written += size * times
             place = Materialisation(self.line(eqn), lineage.text(value), reason, size)
             self.materialised += [place] * times
+            for origin in origins:
+                origin.kept[str(place)] = origin.kept.get(str(place), 0) + times
 
     def _first(self, origins: frozenset) -> Any:
         if len(origins) == 1:

@@ -10,6 +10,7 @@ from jax import lax
 
 from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.lineage import Concat, Lazy, is_plain, lazy, spread_axes
+from ikbo_jax.rewrite.merged import merged
 from ikbo_jax.rewrite.registry import NotCovered, register_rule
 from ikbo_jax.rewrite.rules import concat
 
@@ -17,22 +18,32 @@ from ikbo_jax.rewrite.rules import concat
 @register_rule("squeeze")
 def _squeeze(ctx: Context, eqn: Any, x: Any) -> Any:
     squeezed = [int(d) for d in eqn.params["dimensions"]]
-    return _reshape_to(ctx, eqn, x, tuple(n for d, n in enumerate(x.shape) if d not in squeezed))
+    return reshape_to(ctx, eqn, x, tuple(n for d, n in enumerate(x.shape) if d not in squeezed))
 
 
 @register_rule("reshape")
 def _reshape(ctx: Context, eqn: Any, x: Any) -> Any:
     if eqn.params.get("dimensions") is not None:
         raise NotCovered("reshape with a permutation")
-    return _reshape_to(ctx, eqn, x, eqn.params["new_sizes"])
+    return reshape_to(ctx, eqn, x, eqn.params["new_sizes"])
 
 
-def _reshape_to(ctx: Context, eqn: Any, x: Any, shape: tuple[int, ...]) -> Any:
+def reshape_to(ctx: Context, eqn: Any, x: Any, shape: tuple[int, ...]) -> Any:
+    """A value with another shape."""
     if is_plain(x):
         return lax.reshape(x, shape)
     groups = _reshape_groups(x.shape, shape)
-    if isinstance(x, Concat):
-        return _reshape_concat(ctx, eqn, x, shape, groups)
+    try:
+        if isinstance(x, Concat):
+            return _reshape_concat(ctx, eqn, x, shape, groups)
+        return _reshape_lazy(ctx, eqn, x, shape, groups)
+    except NotCovered:
+        return merged(x, shape, groups)
+
+
+def _reshape_lazy(
+    ctx: Context, eqn: Any, x: Lazy, shape: tuple[int, ...], groups: list[Any]
+) -> Any:
     base_shape: list[int] = []
     axis, full, repeat = -1, [], None
     for dims, targets in groups:
@@ -78,19 +89,26 @@ def _repeated(
 
 
 def _reshape_concat(ctx: Context, eqn: Any, x: Concat, shape: Any, groups: Any) -> Any:
+    """A reshape that takes whole slices of the concatenated axis; the parts are reshaped."""
     dims, targets = next((d, t) for d, t in groups if x.axis in d)
-    length = x.shape[x.axis]
-    if [x.shape[d] for d in dims if x.shape[d] != 1] != [
-        shape[t] for t in targets if shape[t] != 1
-    ]:
-        raise NotCovered("the concatenated axis is merged or split by a reshape")
-    axis = next((t for t in targets if shape[t] == length), None)
+    if any(x.shape[d] != 1 for d in dims if d < x.axis):
+        raise NotCovered("the concatenated axis is merged with an axis before it by a reshape")
+    axis = next((t for t in targets if shape[t] != 1), None)
     if axis is None:
         raise NotCovered("the concatenated axis is dropped by a reshape")
+    # One slice of the concatenated axis has `inner` elements, one of the new axis has `length`.
+    inner = math.prod(x.shape[d] for d in dims if d > x.axis)
+    length = math.prod(shape[t] for t in targets if t > axis)
+    if any(size * inner % length for size in x.sizes):
+        raise NotCovered("a reshape splits the parts of a concatenation")
     parts = []
-    for part in x.parts:
-        part_shape = (*shape[:axis], part.shape[x.axis], *shape[axis + 1 :])
-        parts.append(_reshape_to(ctx, eqn, part, part_shape))
+    for part, size in zip(x.parts, x.sizes, strict=True):
+        part_shape = (*shape[:axis], size * inner // length, *shape[axis + 1 :])
+        if is_plain(part):
+            parts.append(lax.reshape(part, part_shape))
+        else:
+            part_groups = _reshape_groups(part.shape, part_shape)
+            parts.append(_reshape_lazy(ctx, eqn, part, part_shape, part_groups))
     return concat(parts, axis)
 
 

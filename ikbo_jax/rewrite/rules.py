@@ -6,13 +6,16 @@ import dataclasses
 import math
 from typing import Any
 
+import jax
 import numpy as np
 from jax import lax
 
 from ikbo_jax.rewrite import lineage
+from ikbo_jax.rewrite.equations import grows
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.lineage import (
     Concat,
+    Deferred,
     Lazy,
     Lineage,
     base_of,
@@ -62,10 +65,12 @@ def common_lineage(operands: Any) -> tuple[Lineage | None, int, bool]:
 
 def elementwise(ctx: Context, eqn: Any, *operands: Any) -> Any:
     """Runs at the smaller batch if all operands belong to it; otherwise looks rows up in place."""
-    return _elementwise(ctx, eqn, eqn.outvars[0].aval.shape, operands)
+    return elementwise_to(ctx, eqn, eqn.outvars[0].aval.shape, operands)
 
 
-def _elementwise(ctx: Context, eqn: Any, shape: tuple[int, ...], operands: Any) -> Any:
+def elementwise_to(ctx: Context, eqn: Any, shape: tuple[int, ...], operands: Any) -> Any:
+    """`elementwise`, with a result of this shape."""
+    operands = [_narrowed(x) for x in operands]
     concats = [x for x in operands if isinstance(x, Concat)]
     if concats:
         return _over_parts(ctx, eqn, concats, shape, operands)
@@ -81,7 +86,25 @@ def _elementwise(ctx: Context, eqn: Any, shape: tuple[int, ...], operands: Any) 
     origins = origins_of(*operands)
     bases = [base_of(x) for x in operands]
     base = ctx.bind(eqn, *_common_shape(eqn, bases))
+    if not origins and 1 < base.size < math.prod(shape):
+        # One user, broadcast by a sum with zeros or by a product with ones.
+        copy = lineage.nbytes(shape, base.dtype) - lineage.nbytes(base.shape, base.dtype)
+        what = f"{lineage.text(base)} broadcast -> {lineage.text(base, shape)}"
+        origins = frozenset({ctx.recorder.found(eqn, what, copy, False)})
     return at_user_batch(ctx, eqn, base, shape, value_lineage, axis, origins)
+
+
+#: Constant arrays of at most this size are searched for equal numbers.
+_SMALL = 1 << 16
+
+
+def _narrowed(x: Any) -> Any:
+    """A constant array of equal numbers as one number of the same rank."""
+    if isinstance(x, (Deferred, jax.core.Tracer)) or not 1 < np.size(x) <= _SMALL:
+        return x
+    array = np.asarray(x).reshape(-1)
+    first = array[:1]
+    return first.reshape([1] * np.ndim(x)) if array.tobytes() == first.tobytes() * len(array) else x
 
 
 def _common_shape(eqn: Any, bases: list[Any]) -> list[Any]:
@@ -104,7 +127,7 @@ def _over_parts(
             ctx.materialise(eqn, x, reason, copied=False) if isinstance(x, Concat) else x
             for x in operands
         ]
-        return _elementwise(ctx, eqn, shape, whole)
+        return elementwise_to(ctx, eqn, shape, whole)
     if any((c.axis, c.sizes) != (first.axis, first.sizes) for c in concats):
         raise NotCovered(f"{eqn.primitive.name} of concatenations with different parts")
     if any(has_lineage(x) and x.axis == first.axis for x in operands):
@@ -120,7 +143,7 @@ def _over_parts(
             for x in operands
         ]
         part_shape = (*shape[: first.axis], size, *shape[first.axis + 1 :])
-        parts.append(_elementwise(ctx, eqn, part_shape, cut))
+        parts.append(elementwise_to(ctx, eqn, part_shape, cut))
         start += size
     return concat(parts, first.axis)
 
@@ -142,50 +165,15 @@ def concat(parts: list[Any], axis: int) -> Any:
 
 
 for _name in (*ELEMENTWISE, "select_n", "clamp"):
-    register_rule(_name, elementwise)
-
-
-@register_rule("concatenate")
-def _concatenate(ctx: Context, eqn: Any, *operands: Any) -> Any:
-    axis, shape = eqn.params["dimension"], eqn.outvars[0].aval.shape
-    parts: list[Any] = []
-    for x in operands:
-        parts += x.parts if isinstance(x, Concat) and x.axis == axis else (x,)
-    if any(has_lineage(x) and x.axis == axis for x in parts):
-        raise NotCovered("concatenation along the looked-up axis")
-    if any(isinstance(x, Concat) for x in parts):
-        raise NotCovered("concatenation of concatenations along another axis")
-    parts = lineage.aligned(parts)
-    value_lineage, user_axis, differ = common_lineage(parts)
-    one_lineage = value_lineage is not None and not differ
-    if one_lineage and not any(carries(x, user_axis) for x in parts):
-        return _concat_at_user_batch(ctx, eqn, parts, axis, shape, value_lineage, user_axis)
-    return Concat(tuple(parts), axis)
-
-
-def _concat_at_user_batch(
-    ctx: Context, eqn: Any, parts: Any, axis: int, shape: Any, value_lineage: Any, user_axis: int
-) -> Any:
-    base = concatenated_bases(parts, axis)
-    origins = origins_of(*parts)
-    return at_user_batch(ctx, eqn, base, shape, value_lineage, user_axis, origins)
-
-
-def concatenated_bases(parts: Any, axis: int) -> Any:
-    """The concatenation of the bases of values of one lineage."""
-    bases = [base_of(spread_axes(part, [axis])) for part in parts]
-    common = np.broadcast_shapes(
-        *([1 if d == axis else n for d, n in enumerate(base.shape)] for base in bases)
-    )
-    bases = [spread(b, (*common[:axis], b.shape[axis], *common[axis + 1 :])) for b in bases]
-    return lax.concatenate(bases, axis)
+    register_rule(_name, elementwise, arrays=lambda _, eqn, __: grows(eqn))
 
 
 @register_rule("transpose")
-def _transpose(ctx: Context, eqn: Any, x: Any) -> Any:
+def transpose(ctx: Context, eqn: Any, x: Any) -> Any:
+    """A transpose, of the base or of every part."""
     permutation = [int(d) for d in eqn.params["permutation"]]
     if isinstance(x, Concat):
-        parts = tuple(_transpose(ctx, eqn, part) for part in x.parts)
+        parts = tuple(transpose(ctx, eqn, part) for part in x.parts)
         return Concat(parts, permutation.index(x.axis))
     base = ctx.bind(eqn, base_of(x))
     if is_plain(x):
@@ -194,13 +182,13 @@ def _transpose(ctx: Context, eqn: Any, x: Any) -> Any:
     return Lazy(base, tuple(x.shape[d] for d in permutation), x.lineage, axis, x.origins)
 
 
-def _reduction(ctx: Context, eqn: Any, x: Any) -> Any:
+def reduction(ctx: Context, eqn: Any, x: Any) -> Any:
     """Reductions that keep the looked-up axis."""
     axes = tuple(int(a) for a in eqn.params["axes"])
     if isinstance(x, Concat):
         if x.axis in axes:
             return _reduce_concat(ctx, eqn, x)
-        parts = [_reduction(ctx, eqn, part) for part in x.parts]
+        parts = [reduction(ctx, eqn, part) for part in x.parts]
         return concat(parts, x.axis - sum(a < x.axis for a in axes))
     if is_plain(x):
         return ctx.bind(eqn, x)
@@ -230,13 +218,16 @@ def _reduce_concat(ctx: Context, eqn: Any, x: Concat) -> Any:
         raise NotCovered(f"{eqn.primitive.name} over a concatenation")
     total: Any = None
     for part in x.parts:
-        reduced = ctx.materialise(eqn, _reduction(ctx, eqn, part), "sum of parts", copied=False)
+        reduced = ctx.materialise(eqn, reduction(ctx, eqn, part), "sum of parts", copied=False)
         total = reduced if total is None else combine(total, reduced)
     return total
 
 
-for _name in (*_COMBINED, "reduce_xor", "argmax", "argmin"):
-    register_rule(_name, _reduction)
+#: Primitives that reduce some axes.
+REDUCTIONS = (*_COMBINED, "reduce_xor", "argmax", "argmin")
+
+for _name in REDUCTIONS:
+    register_rule(_name, reduction)
 
 
 def _along_axis(key: str) -> Any:

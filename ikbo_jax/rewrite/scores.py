@@ -14,12 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ikbo_jax.rewrite import curves, facts
+from ikbo_jax.rewrite import any_shape, curves, facts
 from ikbo_jax.rewrite.curves import Curve
 from ikbo_jax.rewrite.facts import constant
 from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.lineage import Deferred, Lazy, Lineage, has_lineage, spread
 from ikbo_jax.rewrite.registry import NotCovered
+from ikbo_jax.rewrite.rules import ELEMENTWISE
 
 # Kinds of dimensions of the scores. Queries and keys share the heads; all remaining dimensions of
 # the queries are of the kind QUERY.
@@ -81,12 +82,14 @@ class Scores(Deferred):
 
     Attributes:
       root: the logits that it is computed from.
-      stage: "logits", "max", "shifted", "exp", "sum", "probabilities", or "curve": not part of a
-        softmax, but possibly an activation.
+      stage: "logits", "max", "shifted", "exp", "sum", "probabilities"; or "curve", not part of a
+        softmax, but possibly an activation; or, if the root is `Blocks`, "elementwise".
       labels: the label of every dimension.
       run: computes the value as the program is written.
       curve: the value as an elementwise function of query · key; None if unknown.
       shifted: whether the maximum was subtracted before the exponential.
+      equation: the product of the logits, if their root is `Blocks`.
+      made: the producing equation and its operands; None for a product.
     """
 
     root: Logits
@@ -97,6 +100,10 @@ class Scores(Deferred):
     run: Callable[[Context], jax.Array]
     curve: Curve | None = None
     shifted: bool = False
+    equation: Any = None
+    made: Any = None
+
+    is_computed = True
 
     @property
     def origins(self) -> frozenset:
@@ -117,9 +124,12 @@ class Scores(Deferred):
                 raise NotCovered(f"attention is not recognised: {name} of its {self.stage}")
             result = primitive_rule(ctx, eqn, *operands)
         except NotCovered:
-            if curve is None:
+            if curve is not None:
+                result = self.then(eqn, operands, stage="curve", curve=curve)
+            elif _is_elementwise(eqn, operands):
+                result = self.then(eqn, operands, stage="elementwise")
+            else:
                 raise
-            result = self.then(eqn, operands, stage="curve", curve=curve)
             return [result] if eqn.primitive.multiple_results else result
         if not isinstance(result, Scores) or name in facts.MOVES:
             return result
@@ -133,9 +143,29 @@ class Scores(Deferred):
             out = ctx.bind(eqn, *map(ctx.build, operands))
             return out[0] if eqn.primitive.multiple_results else out
 
-        return dataclasses.replace(
-            self, shape=tuple(out.aval.shape), dtype=out.aval.dtype, run=run, **changes
-        )
+        shape, dtype = tuple(out.aval.shape), out.aval.dtype
+        made = eqn, tuple(operands)
+        return dataclasses.replace(self, shape=shape, dtype=dtype, run=run, made=made, **changes)
+
+
+def _is_elementwise(eqn: Any, operands: Any) -> bool:
+    """Whether an equation computes element by element with scores of concatenated tokens."""
+    scores = [x for x in operands if isinstance(x, Scores)]
+    first = scores[0]
+    if isinstance(first.root, Logits) or len(eqn.outvars) != 1:
+        return False
+    same = all(
+        x.labels == first.labels
+        and x.root.query is first.root.query
+        and x.root.key is first.root.key
+        and x.stage in ("logits", "elementwise")
+        for x in scores
+    )
+    name = eqn.primitive.name
+    # A custom_jvp function may do anything to the rows of its operand.
+    if name == "custom_jvp_call":
+        return same and len(operands) == 1 and any_shape.is_elementwise_jvp(eqn)
+    return same and name in (*ELEMENTWISE, "select_n", "clamp")
 
 
 def _curve_of(ctx: Context, eqn: Any, operands: Any) -> Curve | None:
@@ -323,6 +353,11 @@ def _added(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
     if values == {0.0}:
         return scores.then(eqn, [x, y])
     fills = [value for value in values if value != 0]
+    if not isinstance(scores.root, Logits) and len(fills) == 1 and not scores.root.fills:
+        kept = _is_zero(ctx, bias)
+        fill = Fill(None, None, fills[0], eqn.outvars[0].aval.dtype)
+        if kept is not None:
+            return scores.then(eqn, [x, y], root=_masked(ctx, scores, kept, True, fill))
     if not isinstance(bias, Lazy) or len(fills) != 1 or scores.root.fills or fills[0] > 0:
         raise NotCovered("attention is not recognised: a bias is added to its logits")
     kept = dataclasses.replace(bias, base=bias.base == 0)
@@ -330,9 +365,23 @@ def _added(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
     return scores.then(eqn, [x, y], root=_masked(ctx, scores, kept, True, fill))
 
 
-def _masked(ctx: Context, scores: Scores, mask: Any, keeps: bool, fill: Fill) -> Logits:
+def _is_zero(ctx: Context, bias: Any) -> Any:
+    """The condition of a bias that is written as `where(condition, 0, number)`; None if unknown."""
+    produced = ctx.producer(bias)
+    while produced is not None and produced[0].primitive.name == "convert_element_type":
+        produced = ctx.producer(produced[1][0])
+    if produced is None or produced[0].primitive.name != "select_n" or len(produced[1]) != 3:
+        return None
+    which, _, kept = produced[1]
+    same = getattr(which, "dtype", None) == np.bool_ and len(which.shape) == len(bias.shape)
+    return which if same and constant(ctx, kept) == 0 else None
+
+
+def _masked(ctx: Context, scores: Scores, mask: Any, keeps: bool, fill: Fill) -> Any:
     """The logits with one more mask: `fill`, whose `kept` and `lengths` this function sets."""
     root = scores.root
+    if not isinstance(root, Logits):
+        return root.masked(ctx, scores, mask, keeps, fill)
     if not isinstance(mask, Lazy) or (
         has_lineage(mask)
         and (mask.lineage is not root.lineage or scores.labels[mask.axis][0] != BATCH)

@@ -31,14 +31,15 @@ from ikbo_jax.rewrite.rules import at_user_batch, concat
 
 
 @register_rule("gather", source=True)
-def _gather(ctx: Context, eqn: Any, operand: Any, indices: Any) -> Any:
+def gather(ctx: Context, eqn: Any, operand: Any, indices: Any) -> Any:
+    """A lookup, of rows as a lazy value."""
     numbers = eqn.params["dimension_numbers"]
     if isinstance(indices, Concat) and any(map(has_lineage, indices.parts)):
-        raise NotCovered("gather by a concatenation")
+        return _gather_by_parts(ctx, eqn, operand, indices)
     if isinstance(operand, Concat):
         return _gather_of_parts(ctx, eqn, operand, indices)
     if has_lineage(indices):
-        return _gather_by_lazy_indices(ctx, eqn, operand, indices)
+        return _gather_by_lazy_indices(ctx, eqn, operand, indices, eqn.outvars[0].aval.shape)
     if has_lineage(operand) and operand.axis not in numbers.start_index_map:
         return _gather_of_features(ctx, eqn, operand, indices)
     return _gather_rows_or_bind(ctx, eqn, operand, indices, eqn.outvars[0].aval.shape)
@@ -121,7 +122,7 @@ def _gather_rows(
     count = shape_of(indices)[0]
     what = f"{lineage.text(operand)} looked up by {count} indices -> {lineage.text(operand, shape)}"
     column = numbers.start_index_map.index(axis)
-    operand, fine = _looked_up(ctx, eqn, operand, indices, column, axis)
+    operand, fine = looked_up(ctx, eqn, operand, indices, column, axis)
     base = base_of(operand)
     copy = nbytes(shape, operand.dtype) - nbytes(base.shape, operand.dtype)
     found = ctx.recorder.found(eqn, what, copy, True)
@@ -141,7 +142,7 @@ def _gather_rows(
     return Lazy(base, tuple(shape), fine, out_axis, origins_of(operand) | {found})
 
 
-def _looked_up(
+def looked_up(
     ctx: Context, eqn: Any, operand: Any, indices: Any, column: int, axis: int
 ) -> tuple[Any, Lineage]:
     """The operand and the lineage by which a column of gather indices looks up its rows.
@@ -262,6 +263,25 @@ def _gather_of_parts(ctx: Context, eqn: Any, operand: Concat, indices: Any) -> A
     return concat(parts, axis)
 
 
+def _gather_by_parts(ctx: Context, eqn: Any, operand: Any, indices: Concat) -> Any:
+    """A lookup by concatenated ids: the concatenation of a lookup by each part."""
+    numbers = eqn.params["dimension_numbers"]
+    if indices.axis == len(indices.shape) - 1 or numbers.start_indices_batching_dims:
+        raise NotCovered("gather by a concatenation of columns")
+    if not is_plain(operand):
+        raise NotCovered("gather by lazy indices in a lazy value")
+    shape = eqn.outvars[0].aval.shape
+    axis = [d for d in range(len(shape)) if d not in numbers.offset_dims][indices.axis]
+    parts = []
+    for part in indices.parts:
+        part_shape = (*shape[:axis], part.shape[indices.axis], *shape[axis + 1 :])
+        if has_lineage(part):
+            parts.append(_gather_by_lazy_indices(ctx, eqn, operand, part, part_shape))
+        else:
+            parts.append(ctx.bind(eqn, operand, ctx.build(part)))
+    return concat(parts, axis)
+
+
 def _column(ctx: Context, indices: Any, column: int) -> tuple[Any, int]:
     """The value that a column of gather indices comes from, traced back through its equations.
 
@@ -286,7 +306,9 @@ def _column(ctx: Context, indices: Any, column: int) -> tuple[Any, int]:
     return indices, column
 
 
-def _gather_by_lazy_indices(ctx: Context, eqn: Any, operand: Any, indices: Lazy) -> Any:
+def _gather_by_lazy_indices(
+    ctx: Context, eqn: Any, operand: Any, indices: Lazy, shape: tuple[int, ...]
+) -> Any:
     """A lookup by indices that are looked up themselves, as in an embedding of a user's ids."""
     numbers = eqn.params["dimension_numbers"]
     if not is_plain(operand) or numbers.start_indices_batching_dims:
@@ -295,7 +317,6 @@ def _gather_by_lazy_indices(ctx: Context, eqn: Any, operand: Any, indices: Lazy)
         raise NotCovered("gather by an index vector that is looked up")
     indices = spread_axes(indices, range(len(indices.shape)))
     base = ctx.bind(eqn, operand, indices.base)
-    shape = eqn.outvars[0].aval.shape
     batch_dims = [d for d in range(len(shape)) if d not in numbers.offset_dims]
     axis = batch_dims[indices.axis]
     return at_user_batch(ctx, eqn, base, shape, indices.lineage, axis, indices.origins)
@@ -318,7 +339,8 @@ def _gather_of_features(ctx: Context, eqn: Any, operand: Lazy, indices: Any) -> 
 
 
 @register_rule("broadcast_in_dim", source=True)
-def _broadcast_in_dim(ctx: Context, eqn: Any, operand: Any, *dynamic: Any) -> Any:
+def broadcast_in_dim(ctx: Context, eqn: Any, operand: Any, *dynamic: Any) -> Any:
+    """A broadcast, as a lazy value whose base has dimensions of size 1."""
     shape, dims = eqn.params["shape"], [int(d) for d in eqn.params["broadcast_dimensions"]]
     if dynamic or isinstance(operand, Concat):
         return _concat_broadcast(ctx, eqn, operand, shape, dims)

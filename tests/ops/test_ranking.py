@@ -127,7 +127,7 @@ def test_the_rewrite_finds_every_meeting_of_user_and_candidate(users: int) -> No
     by_hand = [p.op for p in ikbo.explain(ranking.co_designed, *shapes).plans]
     # Its pooling of the history, by a softmax at user batch, is nothing that a rewrite changes.
     assert by_hand == ["attention", "attention", "gdpa", "linear_compression"]
-    assert "product by parts, then added, strategies.py" in str(report)
+    assert "product by parts, then added, strategies.py" in report.details
 
 
 @pytest.mark.slow

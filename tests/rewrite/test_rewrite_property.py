@@ -59,6 +59,26 @@ def normalised(x, _):
     return (x - mean) * jax.lax.rsqrt(x.var(axis=1, keepdims=True) + 1e-3)
 
 
+def flattened_fields(x, y):
+    """Fields concatenated, stacked, flattened and merged with the batch."""
+    x, y = (z[:, : z.shape[1] // 2 * 2].reshape(B, 2, -1) for z in fit(x, y))
+    if x.shape[2] == 0:
+        return x.reshape(B, -1)
+    fields = jnp.concatenate([x, y], axis=1)
+    flat = fields.reshape(4 * B, -1) @ WEIGHTS[x.shape[2]]
+    interleaved = jnp.concatenate([jnp.tanh(flat.reshape(B, 4, 4)), fields], axis=2)
+    stacked = jnp.stack([x[:, 0], y[:, 1], x[:, 1]], axis=1).reshape(B, -1)
+    return interleaved.reshape(B, -1)[:, 1:9] + stacked.sum(axis=1, keepdims=True)
+
+
+def embedded(x, y):
+    """Ids concatenated and flattened before the table."""
+    x, y = (jnp.clip(jnp.floor(4 * z), -3, 3).astype(jnp.int32) for z in fit(x, y))
+    ids = jnp.stack([x, y], axis=1).reshape(-1)
+    rows = jnp.take(WEIGHTS[7], ids, axis=0, mode="clip") + jnp.asarray(WEIGHTS[7])[ids]
+    return rows.reshape(B, 2, -1, 4).sum(axis=(1, 2)) if x.shape[1] else x.astype(jnp.float32)
+
+
 def split_and_merged(x, _):
     half = x.shape[1] // 2
     if half == 0:
@@ -90,6 +110,8 @@ STEPS = {
     "slice": lambda x, y: x[:, x.shape[1] // 2 :],
     "stride": lambda x, y: x[:, ::2],
     "split_and_merged": split_and_merged,
+    "flattened_fields": flattened_fields,
+    "embedded": embedded,
     "sort": lambda x, y: jnp.sort(x, axis=1),
     "over_candidates": lambda x, y: x - x.mean(axis=0, keepdims=True),
     "merged_batch": lambda x, y: x.reshape(B // 2, -1).reshape(B, -1),

@@ -151,11 +151,18 @@ def test_report_tells_lines_what_it_became_and_what_was_saved() -> None:
     assert place.line == f"test_rewrite_report.py:{first + 3} (scored)"
     assert (place.what, place.nbytes) == (f"float32[{B},{H}]", 4 * B * H)
     assert place.reason == "sort along the looked-up axis"
+    saved = f"    saves {found.flops_saved / 1000:.3g} kFLOP, 0 B not written"
     assert str(report).splitlines() == [
         f"rewrite: 1 broadcast found; saves {found.flops_saved / 1000:.3g} kFLOP, 0 B not written",
         f"  {found.line}: {found.what}",
+        saved,
+        f"    copied by {place}",
+    ]
+    assert report.details.splitlines() == [
+        f"rewrite: 1 broadcast found; saves {found.flops_saved / 1000:.3g} kFLOP, 0 B not written",
+        f"  {found.line}: {found.what}",
         *(f"    -> {text}" for text in found.became),
-        f"    saves {found.flops_saved / 1000:.3g} kFLOP, 0 B not written",
+        saved,
         "materialised:",
         f"  {place.line}: float32[{B},{H}] (768 B): {place.reason}",
     ]
@@ -164,7 +171,7 @@ def test_report_tells_lines_what_it_became_and_what_was_saved() -> None:
 def test_entries_that_are_the_same_are_printed_once() -> None:
     report = report_of(model, *ARGS)
     (found,) = report.broadcasts
-    text = str(dataclasses.replace(report, broadcasts=(found,) * 3))
+    text = dataclasses.replace(report, broadcasts=(found,) * 3).details
     assert text.startswith("rewrite: 3 broadcasts found; saves ")
     assert f"\n  3 times {found.line}: {found.what}\n" in text
     assert text.endswith(" not written each")
@@ -192,7 +199,7 @@ def test_the_report_outlives_jit_and_stands_beside_the_ops() -> None:
 def test_the_documents_report_is_what_is_printed(tmp_path) -> None:
     text = (pathlib.Path(__file__).parents[2] / "docs" / "rewrite.md").read_text("utf-8")
     (source,) = re.findall(r"`model.py`,\n\n```python\n(.*?)```", text, re.DOTALL)
-    (printed,) = re.findall(r"```\n(rewrite: .*?)\n```", text, re.DOTALL)
+    short, details = re.findall(r"```\n(rewrite: .*?)\n```", text, re.DOTALL)
     path = tmp_path / "model.py"
     path.write_text(source, "utf-8")
     namespace: dict = {}
@@ -200,7 +207,8 @@ def test_the_documents_report_is_what_is_printed(tmp_path) -> None:
     shapes = [(15, 64), (1024, 32), (64, 128), (160, 256)]
     user, cand, w_user, w_first = (jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes)
     index = jax.ShapeDtypeStruct((1024,), jnp.int32)
-    assert str(report_of(namespace["score"], user, cand, index, w_user, w_first)) == printed
+    report = report_of(namespace["score"], user, cand, index, w_user, w_first)
+    assert (str(report), report.details) == (short, details)
 
 
 def untouched(w, cand):

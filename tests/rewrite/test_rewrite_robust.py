@@ -45,7 +45,7 @@ def same(fn, *args, rtol=1e-5):
 # Dtypes.
 
 
-def test_random_keys_looked_up() -> None:
+def test_random_keyslooked_up() -> None:
     keys = jax.random.split(jax.random.key(0), U)
 
     def fn(keys, user, index):
@@ -267,7 +267,7 @@ def test_every_lookup_is_listed() -> None:
     def fn(user, table, ids, index):
         users = jnp.tanh(user[index] @ W)
         rows = table[ids] + library(table, ids)
-        loop = lax.while_loop(lambda x: x.sum() > 1e9, lambda x: x + user[index], users)
+        loop = lax.while_loop(lambda x: x.sum() > 1e9, lambda x: x + user[index], rows)
         return users + rows + loop
 
     report = same(fn, USER, table, INDEX, INDEX)
@@ -281,7 +281,7 @@ def test_every_lookup_is_listed() -> None:
     in_library = library.__wrapped__.__code__.co_firstlineno + 2
     assert found[f"test_rewrite_robust.py:{in_library} (library)"][0] == "kept"
     assert len(report.lookups) == 4
-    text = str(report)
+    text = report.details
     assert "lookups left as they are:" in text
     assert text.count(": kept: ") == 3
 
@@ -301,7 +301,7 @@ def test_no_broadcast_is_said_only_without_lookups_and_repetitions(
     def cannot(*args):
         raise NotCovered("a reason of its own")
 
-    monkeypatch.setattr(sources, "_looked_up", cannot)
+    monkeypatch.setattr(sources, "looked_up", cannot)
     refused = report_of(lambda u, i: jnp.sin(u[i]) @ W, USER, INDEX)
     assert [(x.outcome, x.reason) for x in refused.lookups] == [("refused", "a reason of its own")]
 

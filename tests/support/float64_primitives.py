@@ -115,8 +115,12 @@ def _reduce(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _pad(eqn: Any, x: Array, value: Array) -> Array:
     config = eqn.params["padding_config"]
-    assert all(low >= 0 and high >= 0 and inner == 0 for low, high, inner in config)
-    return np.pad(x, [c[:2] for c in config], constant_values=value)
+    assert all(low >= 0 and high >= 0 for low, high, _ in config)
+    # `inner` values stand between two elements.
+    apart = [(n - 1) * inner + n for n, (_, _, inner) in zip(x.shape, config, strict=True)]
+    spaced = np.full(apart, value, x.dtype)
+    spaced[tuple(slice(None, None, inner + 1) for _, _, inner in config)] = x
+    return np.pad(spaced, [c[:2] for c in config], constant_values=value)
 
 
 def _slice(eqn: Any, x: Array) -> Array:

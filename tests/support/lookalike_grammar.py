@@ -178,6 +178,25 @@ ROW_STEPS = (
         "x / (1 + x * x)",
         "x.astype(bf16).astype(x.dtype)",
     ),
+    *(
+        "jnp.stack([x, c], 1).reshape(-1, 2 * H) @ w2",
+        "jnp.stack([c, x, x * c], 1).reshape(-1, H)[1::3]",
+        "jnp.concatenate([x - c, x], 1) @ w2",
+        "jnp.concatenate([c, c - 2 * x], 1) @ w2",
+        "jnp.concatenate([x + stop(c), c + x], 1) @ w2",
+        "(nn.relu(jnp.stack([c, x], 1).reshape(-1, H)) @ w).reshape(-1, 2 * H) @ w2",
+        "jnp.tanh(x.reshape(-1, 2)).reshape(-1, H)",
+        "lax.top_k(x, 3)[0] @ w[:3]",
+        "x.at[:, 1].set(c[:, 0])",
+        "x.at[:, 1].add(x[:, 0])",
+        "x.at[:, :2].set(2.0)",
+        "lax.dynamic_slice_in_dim(x, 1, 2, 1) @ w[:2]",
+        "lax.dynamic_update_slice(x, -x[:, :2], (0, 2))",
+        "(lambda f: jnp.einsum('bfd,bgd->bfg', f, f))(jnp.stack([x, c, x], 1))"
+        "[:, jnp.array([1, 2, 2, 0]), jnp.array([0, 0, 1, 0])] @ w",
+        "(lambda f: f @ f.transpose(0, 2, 1))(jnp.stack([c, x], 1)).reshape(-1, 4) @ w",
+        "jnp.concatenate([x[:, :, None], c[:, :, None]], 2).reshape(-1, 2 * H) @ w2",
+    ),
 )
 
 

@@ -203,6 +203,7 @@ MODES = {
     "get_fill": "X.at[j].get(mode='fill')",
     "get_fill_7": "X.at[j].get(mode='fill', fill_value=7.0)",
     "get_drop": "X.at[j].get(mode='drop')",
+    "one_hot": "jnp.einsum('bu,u...->b...', nn.one_hot(j, U, dtype=X.dtype), X)",
 }
 #: What becomes of rows: X stands for the lookup.
 CONSUMERS = {

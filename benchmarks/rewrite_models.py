@@ -1,0 +1,383 @@
+"""Benchmark of `ikbo.rewrite` on ranking models of real size: original, rewritten, by hand.
+
+    python -m benchmarks.rewrite_models --out benchmarks/results/rewrite-models-h200.json
+
+The models are written here from the published descriptions: DLRM-DCNv2 (26 fields, low-rank cross
+network), DIN (a history of 512), and a causal transformer over [history, candidate] (8 layers,
+width 1280, history of 1022). The original looks the user up for every candidate; the form by hand
+computes the same scores without the copy, in plain JAX. If the original does not fit into memory,
+it scores a part of the candidates, and its time is multiplied. Without a GPU all sizes shrink, and
+the figures only show that the benchmark runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from benchmarks import timing
+from ikbo_jax._timing import interleaved_ms
+from ikbo_jax.rewrite import cost, rewrite
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+#: Bars: time of rewritten over by hand at most, speed-up over the original at least.
+BY_HAND_BAR, ORIGINAL_BAR = 1.1, 1.0
+SECONDS = 420
+DTYPE = jnp.bfloat16
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model of one size.
+
+    Attributes:
+      original: the model, a function of parameters and a request.
+      hand: the same scores without the copy.
+      params: the parameters.
+      request: the request: a tuple of arrays, the last of them the index of users.
+      parts: into how many calls the original divides the request; each takes whole users.
+      part: the request of one such call.
+    """
+
+    original: Callable[..., jax.Array]
+    hand: Callable[..., jax.Array]
+    params: Any
+    request: tuple[Any, ...]
+    parts: int = 1
+    part: tuple[Any, ...] | None = None
+
+
+class _Random:
+    """Random arrays on the device."""
+
+    def __init__(self) -> None:
+        self._key = jax.random.key(0)
+
+    def normal(self, *shape: int, scale: float = 1.0) -> jax.Array:
+        self._key, key = jax.random.split(self._key)
+        return (jax.random.normal(key, shape, jnp.float32) * scale).astype(DTYPE)
+
+    def weight(self, *shape: int) -> jax.Array:
+        return self.normal(*shape, scale=shape[0] ** -0.5)
+
+    def ids(self, rows: int, *shape: int) -> jax.Array:
+        self._key, key = jax.random.split(self._key)
+        return jax.random.randint(key, shape, 0, rows, jnp.int32)
+
+
+def _index(users: int, candidates: int) -> jax.Array:
+    return jnp.asarray(np.repeat(np.arange(users), candidates // users), jnp.int32)
+
+
+def _mlp(layers: Any, x: jax.Array) -> jax.Array:
+    for n, (w, b) in enumerate(layers):
+        x = x @ w + b
+        x = jax.nn.relu(x) if n < len(layers) - 1 else x
+    return x
+
+
+def _layers(random: _Random, *widths: int) -> list[tuple[jax.Array, jax.Array]]:
+    pairs = zip(widths[:-1], widths[1:], strict=True)
+    return [(random.weight(m, n), random.normal(1, n)) for m, n in pairs]
+
+
+# DLRM-DCNv2.
+
+
+def dlrm(params: Any, request: Any) -> jax.Array:
+    """26 embedded fields and dense features, three low-rank cross layers, and a top network."""
+    dense, user_ids, cand_ids, index = request
+    ids = jnp.concatenate([user_ids[index], cand_ids], axis=1)
+    # One table holds the rows of all fields.
+    fields = params["table"].at[ids].get(mode="clip")
+    bottom = _mlp(params["bottom"], dense[index])
+    x = jnp.concatenate([bottom[:, None], fields], axis=1).reshape(len(index), -1)
+    return _mlp(params["top"], _cross(params["cross"], x, x @ params["cross"][0][0]))
+
+
+def _cross(layers: Any, x0: jax.Array, projected: jax.Array) -> jax.Array:
+    x = x0
+    for n, (down, up, bias) in enumerate(layers):
+        projected = projected if n == 0 else x @ down
+        x = x0 * (projected @ up + bias) + x
+    return x
+
+
+def dlrm_by_hand(params: Any, request: Any) -> jax.Array:
+    """The user's embeddings, bottom network and share of the first projection once per user."""
+    dense, user_ids, cand_ids, index = request
+    users = params["table"].at[user_ids].get(mode="clip")
+    bottom = _mlp(params["bottom"], dense)
+    users = jnp.concatenate([bottom[:, None], users], axis=1).reshape(len(dense), -1)
+    cands = params["table"].at[cand_ids].get(mode="clip").reshape(len(index), -1)
+    down = params["cross"][0][0]
+    split = users.shape[1]
+    part = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
+    projected = (part(users, down[:split])[index] + part(cands, down[split:])).astype(DTYPE)
+    x0 = jnp.concatenate([users[index], cands], axis=1)
+    return _mlp(params["top"], _cross(params["cross"], x0, projected))
+
+
+def dlrm_case(small: bool) -> Case:
+    """17 fields of the user and 9 of the candidate, 64 candidates per user."""
+    users, batch, width, rows, rank = (4, 64, 8, 100, 16) if small else (128, 8192, 128, 65536, 512)
+    of_user, fields, random = 17, 26, _Random()
+    size = (fields + 1) * width
+    params = {
+        "table": random.normal(rows, width, scale=0.1),
+        "bottom": _layers(random, 13, *((16, width) if small else (512, 256, width))),
+        "cross": [
+            (random.weight(size, rank), random.weight(rank, size), random.normal(1, size))
+            for _ in range(3)
+        ],
+        "top": _layers(random, size, *((16, 1) if small else (1024, 1024, 512, 256, 1))),
+    }
+    dense = random.normal(users, 13)
+    ids = random.ids(rows, users, of_user), random.ids(rows, batch, fields - of_user)
+    return Case(dlrm, dlrm_by_hand, params, (dense, *ids, _index(users, batch)))
+
+
+# DIN.
+
+
+def din(params: Any, request: Any) -> jax.Array:
+    """The activation unit `[q, h, q - h, q * h]` weights the history; then a network."""
+    history, cand, index = request
+    h = history[index]
+    q = jnp.broadcast_to(cand[:, None], h.shape)
+    x = jnp.concatenate([q, h, q - h, q * h], axis=-1)
+    weights = jax.nn.sigmoid(x @ params["unit"] + params["bias"])
+    weights = jax.nn.sigmoid(weights @ params["second"]) @ params["out"]
+    interest = jnp.einsum("bsn,bsd->bd", weights, h)
+    return _mlp(params["top"], jnp.concatenate([interest, cand], axis=-1))
+
+
+def din_by_hand(params: Any, request: Any) -> jax.Array:
+    """Products with h and with q once per user and once per candidate."""
+    history, cand, index = request
+    width = cand.shape[1]
+    wq, wh, wd, wp = (params["unit"][n * width : (n + 1) * width] for n in range(4))
+    part = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
+    users = part(history, wh) - part(history, wd)
+    cands = part(cand, wq) + part(cand, wd)
+    h = history[index]
+    x = users[index] + cands[:, None] + part(cand[:, None] * h, wp)
+    weights = jax.nn.sigmoid(x.astype(DTYPE) + params["bias"])
+    weights = jax.nn.sigmoid(weights @ params["second"]) @ params["out"]
+    interest = jnp.einsum("bsn,bsd->bd", weights, h)
+    return _mlp(params["top"], jnp.concatenate([interest, cand], axis=-1))
+
+
+def din_case(small: bool) -> Case:
+    """A history of 512 items."""
+    users, batch, length, width = (4, 16, 8, 8) if small else (32, 2048, 512, 128)
+    random = _Random()
+    params = {
+        "unit": random.weight(4 * width, 80),
+        "bias": random.normal(1, 1, 80),
+        "second": random.weight(80, 40),
+        "out": random.weight(40, 1),
+        "top": _layers(random, 2 * width, 200, 80, 1),
+    }
+    request = random.normal(users, length, width), random.normal(batch, width)
+    return Case(din, din_by_hand, params, (*request, _index(users, batch)))
+
+
+# A causal transformer over [history, candidate].
+
+
+def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-6)
+    return wide.astype(x.dtype) * scale
+
+
+def _block(layer: Any, x: jax.Array, attend: Callable[..., jax.Array]) -> jax.Array:
+    q, k, v = jnp.split(_norm(x, layer["first"]) @ layer["qkv"], 3, axis=-1)
+    heads = (*x.shape[:-1], -1, layer["head"].shape[0])
+    y = attend(q.reshape(heads), k.reshape(heads), v.reshape(heads))
+    x = x + y.reshape(x.shape) @ layer["out"]
+    return x + jax.nn.gelu(_norm(x, layer["second"]) @ layer["up"]) @ layer["down"]
+
+
+def _attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: Any) -> jax.Array:
+    logits = jnp.einsum("btnh,bsnh->bnts", q, k, preferred_element_type=jnp.float32)
+    logits = jnp.where(mask, logits * q.shape[-1] ** -0.5, -1e30)
+    weights = jax.nn.softmax(logits, axis=-1).astype(v.dtype)
+    return jnp.einsum("bnts,bsnh->btnh", weights, v)
+
+
+def transformer(params: Any, request: Any) -> jax.Array:
+    """The candidate is the last token: it attends to the history and to itself."""
+    history, token, index = request
+    x = jnp.concatenate([history[index], token[:, None]], axis=1)
+    positions = jnp.arange(x.shape[1])
+    mask = (positions[:, None] >= positions[None, :])[None, None]
+    for layer in params["layers"]:
+        x = _block(layer, x, functools.partial(_attention, mask=mask))
+    return x[:, -1] @ params["score"]
+
+
+def transformer_by_hand(params: Any, request: Any) -> jax.Array:
+    """The history once per user; candidates, in groups of equal size, attend to it."""
+    history, token, index = request
+    users, length, width = history.shape
+    x, cands = history, token.reshape(users, -1, width)
+    count = len(index) // users
+    causal = np.tril(np.ones((length, length), bool))[None, None]
+    # Every candidate attends to the history and to itself.
+    own = np.concatenate([np.ones((count, length), bool), np.eye(count, dtype=bool)], 1)[None, None]
+    for layer in params["layers"]:
+        kept: list[jax.Array] = []
+
+        def of_users(q: Any, k: Any, v: Any, kept: Any = kept) -> jax.Array:
+            kept += [k, v]
+            return _attention(q, k, v, causal)
+
+        def of_candidates(q: Any, k: Any, v: Any, kept: Any = kept) -> jax.Array:
+            keys, values = (
+                jnp.concatenate(pair, axis=1) for pair in zip(kept, (k, v), strict=True)
+            )
+            return _attention(q, keys, values, own)
+
+        x = _block(layer, x, of_users)
+        cands = _block(layer, cands, of_candidates)
+    return cands.reshape(len(index), width) @ params["score"]
+
+
+def transformer_case(small: bool) -> Case:
+    """8 layers of width 1280, a history of 1022, 64 candidates for each of 32 users."""
+    sizes = (4, 16, 6, 16, 8, 2) if small else (32, 2048, 1022, 1280, 128, 8)
+    users, batch, length, width, head, depth = sizes
+    random = _Random()
+    layers = [
+        {
+            "first": jnp.ones((1, 1, width), DTYPE),
+            "second": jnp.ones((1, 1, width), DTYPE),
+            "head": jnp.zeros(head, DTYPE),
+            "qkv": random.weight(width, 3 * width),
+            "out": random.weight(width, width),
+            "up": random.weight(width, 4 * width),
+            "down": random.weight(4 * width, width),
+        }
+        for _ in range(depth)
+    ]
+    params = {"layers": layers, "score": random.weight(width, 1)}
+    history, token = random.normal(users, length, width), random.normal(batch, width)
+    request = (history, token, _index(users, batch))
+    # The original holds logits of [candidates, heads, 1023, 1023] in float32.
+    parts = 2 if small else 16
+    part = (history[: users // parts], token[: batch // parts], request[2][: batch // parts])
+    return Case(transformer, transformer_by_hand, params, request, parts, part)
+
+
+CASES = {"dlrm_dcnv2": dlrm_case, "din": din_case, "transformer": transformer_case}
+
+
+def measure(name: str, small: bool) -> dict[str, Any]:
+    """Times the three versions of a model and checks that they agree."""
+    case = CASES[name](small)
+    part = case.part or case.request
+    versions = {
+        "original": (case.original, part, case.parts),
+        "rewritten": (rewrite(case.original), case.request, 1),
+        "by_hand": (case.hand, case.request, 1),
+    }
+    thunks: dict[str, Callable[[], Any]] = {}
+    flops: dict[str, int] = {}
+    results: dict[str, np.ndarray] = {}
+    for version, (fn, request, parts) in versions.items():
+        flops[version] = parts * cost.program_cost(jax.make_jaxpr(fn)(case.params, request)).flops
+        compiled = jax.jit(fn).lower(case.params, request).compile()
+        thunks[version] = functools.partial(compiled, case.params, request)
+        results[version] = np.asarray(thunks[version]().astype(jnp.float32))
+        print(f"{name} {version} compiled", flush=True)
+    thunks["matmul"] = timing.matmul_thunk(256 if small else timing.MATMUL_SIZE)
+    samples = interleaved_ms(thunks, window_s=0.02 if small else 0.3, rounds=3)
+    ms = {key: statistics.median(x) for key, x in samples.items()}
+    ms["original"] *= case.parts
+    count = len(results["original"])
+    largest = float(np.max(np.abs(results["original"])))
+    errors = {
+        key: float(np.max(np.abs(results[key][:count] - results["original"])) / largest)
+        for key in ("rewritten", "by_hand")
+    }
+    return {
+        "model": name,
+        "ms": ms,
+        "samples": samples,
+        "parts": case.parts,
+        "flops": flops,
+        "difference": errors,
+        "over_by_hand": ms["rewritten"] / ms["by_hand"],
+        "speed_up": ms["original"] / ms["rewritten"],
+    }
+
+
+def _line(x: dict[str, Any]) -> str:
+    ms = x["ms"]
+    good = x["over_by_hand"] <= BY_HAND_BAR and x["speed_up"] >= ORIGINAL_BAR
+    return (
+        f"{x['model']}: original {ms['original']:.3f} ms, rewritten {ms['rewritten']:.3f} ms, "
+        f"by hand {ms['by_hand']:.3f} ms; {x['over_by_hand']:.3f} of by hand, "
+        f"{x['speed_up']:.2f} x as fast as the original; differences "
+        f"{x['difference']['rewritten']:.1e} (by hand {x['difference']['by_hand']:.1e}); "
+        f"{'within' if good else 'OUTSIDE'} the bars"
+    )
+
+
+def main() -> int:
+    """Measures every model in a process of its own."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else "")
+    parser.add_argument("models", nargs="*", choices=[*CASES, []], help="models; default: all")
+    parser.add_argument("--out", type=pathlib.Path, help="results file")
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        small = jax.default_backend() != "gpu"
+        result = {"environment": timing.environment(), **measure(options.models[0], small)}
+        options.out.write_text(json.dumps(result))
+        return 0
+    records: list[dict[str, Any]] = []
+    for name in options.models or CASES:
+        with tempfile.TemporaryDirectory() as folder:
+            file = pathlib.Path(folder) / "one.json"
+            command = [sys.executable, "-m", "benchmarks.rewrite_models", name, "--one"]
+            environment = {**os.environ, "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.94"}
+            try:
+                subprocess.run(
+                    [*command, "--out", str(file)],
+                    cwd=ROOT,
+                    timeout=SECONDS,
+                    check=True,
+                    env=environment,
+                )
+            except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
+                print(f"{name}: FAILED: {error}", flush=True)
+                continue
+            records.append(json.loads(file.read_text()))
+            print(_line(records[-1]), flush=True)
+    if options.out and records:
+        environment_of = records[0]["environment"]
+        points = [{k: v for k, v in x.items() if k != "environment"} for x in records]
+        timing.write_results(options.out, {"environment": environment_of, "models": points})
+    return 0 if len(records) == len(options.models or CASES) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

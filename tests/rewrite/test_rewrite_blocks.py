@@ -1,0 +1,235 @@
+"""Attention over [history, candidate]: programs with many masks, fills and softmaxes.
+
+`rounding_rule` compares values and gradients. What must be recognised is listed, too.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from lookalikes import by_hand, by_hand_stopped, without_max
+from rewrite_basics import became
+from rounding_rule import Case, describe, faults
+
+B, U, S, C, N, H = 7, 3, 4, 2, 2, 4
+RNG = np.random.default_rng(0)
+HISTORY = RNG.standard_normal((U, S, N, H), np.float32)
+OWN = RNG.standard_normal((B, C, N, H), np.float32)
+SCALES = RNG.uniform(0.5, 1.5, (3, N, H)).astype(np.float32)
+INDEX = np.array([1, 0, 2, 2, 0, 2, 1], np.int32)
+#: The first user has no valid token.
+VALID = np.array([[0, 0, 0, 0], [1, 1, 1, 1], [1, 0, 1, 0]], bool)
+L = S + C
+ROWS, COLUMNS = np.mgrid[:L, :L]
+
+
+def _valid(index, valid):
+    return jnp.concatenate([valid[index], jnp.ones((B, C), bool)], axis=1)[:, None, None, :]
+
+
+def _traced_causal(index, valid):
+    positions = jnp.arange(L)
+    return (positions[:, None] >= positions[None, :])[None, None]
+
+
+#: By name: what an attention may see, of the index and the valid tokens of users.
+MASKS: dict[str, Any] = {
+    "none": lambda i, v: None,
+    "tril": lambda i, v: jnp.tril(jnp.ones((L, L), bool))[None, None],
+    "traced": _traced_causal,
+    "constant": lambda i, v: (COLUMNS <= ROWS)[None, None],
+    "strict": lambda i, v: (COLUMNS < ROWS)[None, None],
+    "reversed": lambda i, v: (COLUMNS >= ROWS)[None, None],
+    "isolated": lambda i, v: ((COLUMNS <= ROWS) & ((COLUMNS < S) | (COLUMNS == ROWS)))[None, None],
+    "prefix": lambda i, v: ((COLUMNS < S) | (COLUMNS == ROWS))[None, None],
+    "only_own": lambda i, v: ((COLUMNS < S) == (ROWS < S))[None, None],
+    "leak": lambda i, v: ((COLUMNS <= ROWS) | ((ROWS == 1) & (COLUMNS == S)))[None, None],
+    "banded": lambda i, v: ((COLUMNS <= ROWS) & (COLUMNS > ROWS - 3))[None, None],
+    "valid": _valid,
+    "valid_and_causal": lambda i, v: _valid(i, v) & jnp.tril(jnp.ones((L, L), bool))[None, None],
+    "valid_or_self": lambda i, v: (
+        (_valid(i, v) | np.eye(L, dtype=bool)[None, None]) & (COLUMNS <= ROWS)[None, None]
+    ),
+    "by_head": lambda i, v: np.stack([COLUMNS <= ROWS, COLUMNS >= ROWS])[None],
+    "by_candidate": lambda i, v: (
+        (jnp.arange(B * L).reshape(B, 1, 1, L) % 5 > 1) | np.eye(L, dtype=bool)[None, None]
+    ),
+}
+FILLS = ("-jnp.inf", "-1e30", "-1e9", "-1e4", "-3.0", "jnp.finfo(x.dtype).min")
+PUT_IN = {
+    "where": lambda x, mask, fill: jnp.where(mask, x, fill),
+    "not_where": lambda x, mask, fill: jnp.where(~mask, fill, x),
+    "add": lambda x, mask, fill: x + jnp.where(mask, 0, fill).astype(x.dtype),
+    "scaled": lambda x, mask, fill: jnp.where(mask, x, fill) * 0.5,
+    "twice": lambda x, mask, fill: jnp.where(mask, jnp.where(mask, x, fill), fill * 2),
+}
+SOFTMAXES = {
+    "softmax": lambda x: jax.nn.softmax(x, axis=-1),
+    "by_hand": by_hand,
+    "stopped": by_hand_stopped,
+    "without_max": without_max,
+    "over_queries": lambda x: jax.nn.softmax(x, axis=-2),
+    "squared": lambda x: jax.nn.softmax(x, axis=-1) ** 2,
+    "f32": lambda x: jax.nn.softmax(x.astype(jnp.float32), axis=-1).astype(x.dtype),
+}
+#: Weights of the logits x, the mask m, and its numbers; no softmax.
+POINTWISE = {
+    "hstu": lambda x, m: jax.nn.silu(x) / L * m.astype(x.dtype),
+    "where_silu": lambda x, m: jnp.where(m, jax.nn.silu(x), 0) * 0.125,
+    "where_first": lambda x, m: jax.nn.silu(jnp.where(m, x, 0)),
+    "gelu": lambda x, m: jnp.where(m, jax.nn.gelu(x * 0.5), 0),
+    "relu": lambda x, m: jax.nn.relu(x) * m.astype(x.dtype),
+    "squared_relu": lambda x, m: jnp.where(m, jnp.square(jax.nn.relu(x)), 0),
+    "maximum": lambda x, m: jnp.maximum(x, 0) * m.astype(x.dtype),
+    "sigmoid": lambda x, m: jnp.where(m, jax.nn.sigmoid(x), 0),
+    "one_less": lambda x, m: jnp.where(m, jax.nn.silu(x), -1),
+    "transposed": lambda x, m: (
+        jax.nn.silu(x).transpose(0, 1, 3, 2) * m.astype(x.dtype).transpose(0, 1, 3, 2)
+    ).transpose(0, 1, 3, 2),
+    "biased": lambda x, m: (
+        jax.nn.silu(x + jnp.asarray(COLUMNS - ROWS, x.dtype)[None, None] / 9) * m.astype(x.dtype)
+    ),
+    "linear": lambda x, m: x * m.astype(x.dtype),
+    "minus": lambda x, m: jax.nn.silu(x) - (1 - m.astype(x.dtype)),
+}
+
+
+def pointwise(name, mask, layers=1, dtype="float32") -> Case:
+    def fn(history, own, index, valid):
+        scales = jnp.asarray(SCALES, own.dtype)
+        x = jnp.concatenate([history[index], own], axis=1)
+        seen = MASKS[mask](index, valid)
+        for _ in range(layers):
+            q, k, v = (x * s[None, None] for s in scales)
+            logits = jnp.einsum("btnh,bsnh->bnts", q, k)
+            weights = POINTWISE[name](logits, seen).astype(v.dtype)
+            x = x + jnp.tanh(jnp.einsum("bnts,bsnh->btnh", weights, v))
+        return x
+
+    args = tuple(jnp.asarray(x, dtype) for x in (HISTORY, OWN))
+    text = f"{dtype} {name} {mask} {layers}"
+    return Case(text, fn, (*args, jnp.asarray(INDEX), jnp.asarray(VALID)))
+
+
+@pytest.mark.parametrize("name", POINTWISE)
+def test_other_functions_than_the_softmax(name: str) -> None:
+    masks = [mask for mask in MASKS if mask != "none"]
+    cases = [pointwise(name, mask, 1 + n % 2) for n, mask in enumerate(masks)]
+    cases.append(pointwise(name, "tril", 1, "bfloat16"))
+    found = faults(cases)
+    assert not found, describe(found)
+
+
+@pytest.mark.parametrize("name", ["hstu", "where_silu", "gelu", "relu", "squared_relu", "maximum"])
+def test_functions_that_are_recognised(name: str) -> None:
+    recognised = pointwise(name, "tril", 2)
+    assert "attention with own tokens" in became(recognised.fn, *recognised.args)
+
+
+#: What the attention attends to and from, of the sequence.
+SEQUENCES = {
+    "all": lambda x: (x, x, x),
+    "candidate": lambda x: (x[:, S:], x, x),
+    "history": lambda x: (x[:, :S], x, x),
+    "last": lambda x: (x[:, -1:], x, x),
+}
+LAYERS = (1, 2)
+
+
+def program(mask, fill, put_in, softmax, sequence, layers, order) -> Any:
+    def fn(history, own, index, valid):
+        scales = jnp.asarray(SCALES, own.dtype)
+        parts = [history[index], own]
+        x = jnp.concatenate(parts if order else parts[::-1], axis=1)
+        for _ in range(layers):
+            q, k, v = (
+                y * s[None, None] for y, s in zip(SEQUENCES[sequence](x), scales, strict=True)
+            )
+            logits = jnp.einsum("btnh,bsnh->bnts", q, k)
+            seen = MASKS[mask](index, valid)
+            if seen is not None:
+                rows = slice(L - q.shape[1], None) if sequence != "history" else slice(S)
+                seen = seen[:, :, rows] if seen.shape[2] != 1 else seen
+                number = eval(fill, {"jnp": jnp, "x": logits})
+                logits = PUT_IN[put_in](logits, seen, number)
+            y = jnp.einsum("bnts,bsnh->btnh", SOFTMAXES[softmax](logits).astype(v.dtype), v)
+            x = jnp.tanh(y) + x if sequence == "all" else y
+            if sequence != "all":
+                break
+        return x
+
+    return fn
+
+
+def case(dtype="float32", **choices) -> Case:
+    chosen = {
+        "mask": "tril",
+        "fill": "-1e30",
+        "put_in": "where",
+        "softmax": "softmax",
+        "sequence": "all",
+        "layers": 1,
+        "order": True,
+    } | choices
+    args = tuple(jnp.asarray(x, dtype) for x in (HISTORY, OWN))
+    name = " ".join(map(str, (dtype, *chosen.values())))
+    return Case(name, program(**chosen), (*args, jnp.asarray(INDEX), jnp.asarray(VALID)))
+
+
+RECOGNISED = [
+    case(mask="tril", layers=2),
+    case(mask="traced", fill="-1e9"),
+    case(mask="constant", fill="-jnp.inf"),
+    case(mask="isolated", put_in="add", fill="-1e9"),
+    case(mask="prefix", softmax="by_hand"),
+    case(mask="valid_or_self", sequence="last"),
+    case(mask="isolated", layers=2),
+    case(mask="valid", sequence="candidate"),
+    case(mask="valid_and_causal", sequence="last"),
+    case(mask="banded", softmax="stopped", sequence="last"),
+    case(mask="only_own"),
+    case("bfloat16", mask="tril", softmax="f32"),
+    case(mask="none"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(RECOGNISED)))
+def test_recognised(number: int) -> None:
+    recognised = RECOGNISED[number]
+    assert "attention with own tokens" in became(recognised.fn, *recognised.args), recognised.name
+    found = faults([recognised])
+    assert not found, describe(found)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_every_mask(mask: str) -> None:
+    cases = [case(mask=mask, fill=fill, sequence=s) for fill in FILLS for s in SEQUENCES]
+    found = faults(cases)
+    assert not found, describe(found)
+
+
+@pytest.mark.parametrize("first", range(0, 60, 10))
+def test_drawn(first: int) -> None:
+    cases = []
+    for number in range(first, first + 10):
+        rng = random.Random(number)
+        cases.append(
+            case(
+                rng.choice(("float32", "float32", "bfloat16", "float16")),
+                mask=rng.choice(sorted(MASKS)),
+                fill=rng.choice(FILLS),
+                put_in=rng.choice(sorted(PUT_IN)),
+                softmax=rng.choice(sorted(SOFTMAXES)),
+                sequence=rng.choice(sorted(SEQUENCES)),
+                layers=rng.choice(LAYERS),
+                order=rng.random() < 0.8,
+            )
+        )
+    unlike = {x.name: x for x in cases}
+    found = faults(list(unlike.values()))
+    assert not found, describe(found)

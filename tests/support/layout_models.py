@@ -1,0 +1,394 @@
+"""Small ranking models in the layouts that ranking teams write, each with its form by hand."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from layout_table import (
+    F_CAND,
+    F_USER,
+    HIDDEN,
+    LAYOUTS,
+    B,
+    D,
+    F,
+    Layout,
+    U,
+    layout,
+)
+
+# Fields that are concatenated or stacked, flattened, and multiplied by weights.
+
+
+def _fields_by_hand(user_fields, cand_fields, index, w_fields):
+    users = user_fields.reshape(U, -1) @ w_fields[: F_USER * D]
+    return jax.nn.relu(users[index] + cand_fields.reshape(B, -1) @ w_fields[F_USER * D :])
+
+
+@layout("user_fields cand_fields index w_fields", _fields_by_hand)
+def fields_concatenated_and_flattened(user_fields, cand_fields, index, w_fields):
+    x = jnp.concatenate([user_fields[index], cand_fields], axis=1)
+    return jax.nn.relu(x.reshape(B, -1) @ w_fields)
+
+
+@layout("user_fields cand_fields index w_fields", _fields_by_hand)
+def fields_flattened_and_concatenated(user_fields, cand_fields, index, w_fields):
+    x = [user_fields[index].reshape(B, -1), cand_fields.reshape(B, -1)]
+    return jax.nn.relu(jnp.concatenate(x, axis=1) @ w_fields)
+
+
+@layout("user_fields cand_fields index w_fields", _fields_by_hand)
+def fields_stacked(user_fields, cand_fields, index, w_fields):
+    users = user_fields[index]
+    fields = [users[:, n] for n in range(F_USER)] + [cand_fields[:, n] for n in range(F_CAND)]
+    return jax.nn.relu(jnp.stack(fields, axis=1).reshape(B, F * D) @ w_fields)
+
+
+@layout("user_fields cand_fields index w_fields", _fields_by_hand)
+def fields_split_again(user_fields, cand_fields, index, w_fields):
+    flat = jnp.concatenate([user_fields[index].reshape(B, -1), cand_fields.reshape(B, -1)], 1)
+    return jax.nn.relu(jnp.einsum("bfd,fdn->bn", flat.reshape(B, F, D), w_fields.reshape(F, D, -1)))
+
+
+def _wide_by_hand(user_fields, cand_fields, index, w_wide):
+    w = w_wide[: 2 * F_CAND * D].reshape(F_CAND, 2, D, HIDDEN)
+    users = jnp.einsum("ufd,fdn->un", user_fields[:, :F_CAND], w[:, 0])
+    return users[index] + jnp.einsum("bfd,fdn->bn", cand_fields, w[:, 1])
+
+
+@layout("user_fields cand_fields index w_wide", _wide_by_hand)
+def features_concatenated_by_field_and_flattened(user_fields, cand_fields, index, w_wide):
+    x = jnp.concatenate([user_fields[index][:, :F_CAND], cand_fields], axis=2)
+    return x.reshape(B, -1) @ w_wide[: 2 * F_CAND * D]
+
+
+def _towers_by_hand(user_fields, cand_fields, index, w_tower):
+    users = jax.nn.relu(user_fields @ w_tower)[index]
+    return jnp.concatenate([users, jax.nn.relu(cand_fields @ w_tower)], axis=1)
+
+
+@layout("user_fields cand_fields index w_tower", _towers_by_hand)
+def batch_and_positions_merged(user_fields, cand_fields, index, w_tower):
+    x = jnp.concatenate([user_fields[index], cand_fields], axis=1)
+    return jax.nn.relu(x.reshape(B * F, D) @ w_tower).reshape(B, F, -1)
+
+
+def _positions_by_hand(user_fields, index, w_tower, w_top):
+    return (jax.nn.relu(user_fields @ w_tower) @ w_top)[index]
+
+
+@layout("user_fields index w_tower w_top", _positions_by_hand)
+def batch_and_positions_of_users_merged(user_fields, index, w_tower, w_top):
+    x = user_fields[index].reshape(-1, D)
+    return (jax.nn.relu(x @ w_tower) @ w_top).reshape(B, F_USER, -1)
+
+
+# Ids that are concatenated, stacked or flattened before the table.
+
+
+def _ids_by_hand(user_ids, cand_ids, index, table, w_fields):
+    return _fields_by_hand(table[user_ids], table[cand_ids], index, w_fields)
+
+
+@layout("user_ids cand_ids index table w_fields", _ids_by_hand)
+def ids_concatenated(user_ids, cand_ids, index, table, w_fields):
+    ids = jnp.concatenate([user_ids[index], cand_ids], axis=1)
+    return jax.nn.relu(table[ids].reshape(B, -1) @ w_fields)
+
+
+@layout("user_ids cand_ids index table w_fields", _ids_by_hand)
+def ids_concatenated_and_taken(user_ids, cand_ids, index, table, w_fields):
+    ids = jnp.concatenate([user_ids[index], cand_ids], axis=1)
+    return jax.nn.relu(jnp.take(table, ids, axis=0).reshape(B, -1) @ w_fields)
+
+
+@layout("user_ids cand_ids index table w_fields", _ids_by_hand)
+def ids_stacked(user_ids, cand_ids, index, table, w_fields):
+    users = user_ids[index]
+    ids = [users[:, n] for n in range(F_USER)] + [cand_ids[:, n] for n in range(F_CAND)]
+    return jax.nn.relu(table[jnp.stack(ids, axis=1)].reshape(B, -1) @ w_fields)
+
+
+@layout("user_ids cand_ids index table w_fields", _ids_by_hand)
+def ids_flattened(user_ids, cand_ids, index, table, w_fields):
+    ids = jnp.concatenate([user_ids[index], cand_ids], axis=1)
+    rows = jnp.take(table, ids.reshape(-1), axis=0)
+    return jax.nn.relu(rows.reshape(B, F * D) @ w_fields)
+
+
+@layout("user_ids cand_ids index table w_fields", _ids_by_hand)
+def ids_of_users_flattened(user_ids, cand_ids, index, table, w_fields):
+    users = table[user_ids[index].reshape(-1)].reshape(B, -1)
+    cands = table[cand_ids.reshape(-1)].reshape(B, -1)
+    return jax.nn.relu(jnp.concatenate([users, cands], axis=1) @ w_fields)
+
+
+# Models of fields.
+
+
+def _dlrm_pairs():
+    return np.tril_indices(F, -1)
+
+
+def _dlrm(user_fields, cand_fields, index, w_pairs, w_top):
+    fields = jnp.concatenate([user_fields[index], cand_fields], axis=1)
+    pairs = jnp.einsum("bfd,bgd->bfg", fields, fields)
+    rows, columns = _dlrm_pairs()
+    x = jnp.concatenate([fields[:, 0], pairs[:, rows, columns]], axis=1)
+    return jax.nn.relu(x @ w_pairs) @ w_top
+
+
+def _dlrm_by_hand(user_fields, cand_fields, index, w_pairs, w_top):
+    rows, columns = np.tril_indices(F_USER, -1)
+    own = jnp.einsum("ufd,ugd->ufg", user_fields, user_fields)[:, rows, columns]
+    users = jnp.concatenate([user_fields[:, 0], own], 1) @ w_pairs[: D + len(rows)]
+    crossed = jnp.einsum("bfd,bgd->bfg", cand_fields, user_fields[index])
+    among = jnp.einsum("bfd,bgd->bfg", cand_fields, cand_fields)
+    rest = []
+    for f in range(F_CAND):
+        rest += [crossed[:, f], among[:, f, :f]]
+    x = users[index] + jnp.concatenate(rest, axis=1) @ w_pairs[D + len(rows) :]
+    return jax.nn.relu(x) @ w_top
+
+
+LAYOUTS["dlrm"] = Layout(
+    "dlrm",
+    _dlrm,
+    _dlrm_by_hand,
+    ("user_fields", "cand_fields", "index", "w_pairs", "w_top"),
+    0.6,
+)
+
+
+@layout("user_fields cand_fields index w_pairs w_top", _dlrm_by_hand, 0.6)
+def dlrm_of_stacked_fields(user_fields, cand_fields, index, w_pairs, w_top):
+    users = user_fields[index]
+    fields = [users[:, n] for n in range(F_USER)] + [cand_fields[:, n] for n in range(F_CAND)]
+    stacked = jnp.stack(fields, axis=1)
+    pairs = stacked @ stacked.transpose(0, 2, 1)
+    rows, columns = _dlrm_pairs()
+    flat = pairs.reshape(B, F * F)[:, rows * F + columns]
+    return jax.nn.relu(jnp.concatenate([fields[0], flat], axis=1) @ w_pairs) @ w_top
+
+
+@layout("user_fields cand_fields index w_pairs w_top", lambda *args: _dlrm_alternating(*args), 0.6)
+def dlrm_of_alternating_fields(user_fields, cand_fields, index, w_pairs, w_top):
+    users, parts = user_fields[index], []
+    for n in range(F_CAND):
+        parts += [users[:, 2 * n : 2 * n + 2], cand_fields[:, n : n + 1]]
+    fields = jnp.concatenate(parts, axis=1)
+    pairs = jnp.einsum("bfd,bgd->bfg", fields, fields)
+    rows, columns = _dlrm_pairs()
+    x = jnp.concatenate([fields[:, 0], pairs[:, rows, columns]], axis=1)
+    return jax.nn.relu(x @ w_pairs) @ w_top
+
+
+def _dlrm_alternating(user_fields, cand_fields, index, w_pairs, w_top):
+    of_user = np.array([n % 3 != 2 for n in range(F)])
+    rows, columns = _dlrm_pairs()
+    own = of_user[rows] & of_user[columns]
+    at = np.cumsum(of_user) - 1
+    among = jnp.einsum("ufd,ugd->ufg", user_fields, user_fields)
+    w = w_pairs[D:]
+    first = jnp.concatenate([user_fields[:, 0], among[:, at[rows[own]], at[columns[own]]]], 1)
+    users = first @ jnp.concatenate([w_pairs[:D], w[own]])
+    cands = np.cumsum(~of_user) - 1
+    whole = jnp.concatenate([user_fields[index], cand_fields], axis=1)
+    place = np.where(of_user, at, F_USER + cands)
+    crossed = jnp.einsum("bfd,bgd->bfg", cand_fields, whole)
+    swapped = of_user[rows]
+    mixed_rows = np.where(swapped, columns, rows)[~own]
+    mixed_columns = np.where(swapped, rows, columns)[~own]
+    rest = crossed[:, cands[mixed_rows], place[mixed_columns]] @ w[~own]
+    return jax.nn.relu(users[index] + rest) @ w_top
+
+
+# Other spellings of a lookup.
+
+
+def _one_hot_by_hand(user, cand, index, w_first):
+    return jax.nn.relu((user @ w_first[:D])[index] + cand @ w_first[D:])
+
+
+def _first(users, cand, w_first):
+    return jax.nn.relu(jnp.concatenate([users, cand], axis=1) @ w_first)
+
+
+@layout("user cand index w_first", _one_hot_by_hand)
+def one_hot(user, cand, index, w_first):
+    return _first(jax.nn.one_hot(index, U) @ user, cand, w_first)
+
+
+@layout("user cand index w_first", _one_hot_by_hand)
+def filled(user, cand, index, w_first):
+    return _first(jnp.take(user, index, axis=0, mode="fill", fill_value=0), cand, w_first)
+
+
+@layout("user cand index w_first", _one_hot_by_hand)
+def filled_with_nan(user, cand, index, w_first):
+    return _first(jnp.take(user, index, axis=0), cand, w_first)
+
+
+@layout("user_fields cand_fields index w_fields", _fields_by_hand)
+def filled_fields(user_fields, cand_fields, index, w_fields):
+    users = user_fields.at[index].get(mode="fill", fill_value=0)
+    x = jnp.concatenate([users, cand_fields], axis=1)
+    return jax.nn.relu(x.reshape(B, -1) @ w_fields)
+
+
+def _one_by_hand(one, cand, w_first):
+    return jax.nn.relu(one[:1] @ w_first[:D] + cand @ w_first[D:])
+
+
+@layout("one cand w_first", _one_by_hand)
+def added_to_zeros(one, cand, w_first):
+    return _first(one + jnp.zeros((B, 1)), cand, w_first)
+
+
+@layout("one cand w_first", _one_by_hand)
+def times_ones(one, cand, w_first):
+    return _first(one * np.ones((B, 1), np.float32), cand, w_first)
+
+
+@layout("user cand w_first", _one_by_hand)
+def looked_up_by_zeros(user, cand, w_first):
+    return _first(user[jnp.zeros(B, jnp.int32)], cand, w_first)
+
+
+@layout("user cand w_first", _one_by_hand)
+def looked_up_by_numpy_zeros(user, cand, w_first):
+    return _first(user[np.zeros(B, np.int32)], cand, w_first)
+
+
+def _lone_by_hand(lone, cand, w_first):
+    return _one_by_hand(lone[None], cand, w_first)
+
+
+@layout("lone cand w_first", _lone_by_hand)
+def stacked_copies(lone, cand, w_first):
+    return _first(jnp.stack([lone] * B), cand, w_first)
+
+
+@layout("one cand w_first", _one_by_hand)
+def concatenated_copies(one, cand, w_first):
+    return _first(jnp.concatenate([one] * B), cand, w_first)
+
+
+def _mapped_by_hand(lone, cand, w_first, w_top):
+    users = jnp.tanh(lone @ w_first[:D]) @ w_top
+    return jnp.tanh(cand @ w_first[D:]) @ w_top + users[None]
+
+
+@layout("lone cand w_first w_top", _mapped_by_hand)
+def mapped_over_candidates(lone, cand, w_first, w_top):
+    def score(cand):
+        return jnp.tanh(cand @ w_first[D:]) @ w_top + jnp.tanh(lone @ w_first[:D]) @ w_top
+
+    return lax.map(score, cand)
+
+
+# Grids of users and items.
+
+
+def _grid_by_hand(people, items, w_first, w_out):
+    x = (people @ w_first[:D])[:, None] + (items @ w_first[D:])[None]
+    return (jax.nn.relu(x) @ w_out)[..., 0]
+
+
+@layout("people items w_first w_out", _grid_by_hand)
+def grid_by_nested_vmap(people, items, w_first, w_out):
+    def score(user, item):
+        return (jax.nn.relu(jnp.concatenate([user, item]) @ w_first) @ w_out)[0]
+
+    return jax.vmap(lambda u: jax.vmap(lambda i: score(u, i))(items))(people)
+
+
+@layout("people items w_first w_out", _grid_by_hand)
+def grid_by_broadcasting(people, items, w_first, w_out):
+    shape = (people.shape[0], items.shape[0], D)
+    x = [jnp.broadcast_to(people[:, None], shape), jnp.broadcast_to(items[None], shape)]
+    return (jax.nn.relu(jnp.concatenate(x, axis=-1) @ w_first) @ w_out)[..., 0]
+
+
+@layout("people items w_first w_out", _grid_by_hand)
+def grid_by_repeat_and_tile(people, items, w_first, w_out):
+    m, n = people.shape[0], items.shape[0]
+    x = [jnp.repeat(people, n, axis=0), jnp.tile(items, (m, 1))]
+    return (jax.nn.relu(jnp.concatenate(x, axis=-1) @ w_first) @ w_out).reshape(m, n)
+
+
+# Rules that were missing.
+
+
+def _tower_by_hand(user, cand, index, w_first):
+    return _one_hot_by_hand(jnp.tanh(user), cand, index, w_first)
+
+
+def _bucket_by_hand(user, bounds, buckets, index, w_tower):
+    return (buckets[jnp.searchsorted(bounds, user[:, 0])] @ w_tower)[index]
+
+
+@layout("user bounds buckets index w_tower", _bucket_by_hand)
+def searchsorted(user, bounds, buckets, index, w_tower):
+    return buckets[jnp.searchsorted(bounds, user[index][:, 0])] @ w_tower
+
+
+@layout("user bounds buckets index w_tower", _bucket_by_hand)
+def digitized(user, bounds, buckets, index, w_tower):
+    return buckets[jnp.digitize(user[index][:, 0], bounds, right=True)] @ w_tower
+
+
+def _slice_by_hand(user_fields, index, w_tower):
+    return (user_fields[:, 2:4] @ w_tower)[index]
+
+
+@layout("user_fields index w_tower", _slice_by_hand)
+def dynamic_slice_by_constants(user_fields, index, w_tower):
+    return lax.dynamic_slice_in_dim(user_fields[index], 2, 2, axis=1) @ w_tower
+
+
+def _set_by_hand(user, index, w_tower):
+    return (user.at[:, 0].set(1.0) @ w_tower)[index]
+
+
+@layout("user index w_tower", _set_by_hand)
+def column_set(user, index, w_tower):
+    return user[index].at[:, 0].set(1.0) @ w_tower
+
+
+def _top_by_hand(user, index, w_tower):
+    return (lax.top_k(user, 4)[0] @ w_tower[:4])[index]
+
+
+@layout("user index w_tower", _top_by_hand)
+def top_k(user, index, w_tower):
+    return lax.top_k(user[index], 4)[0] @ w_tower[:4]
+
+
+def _conv(x, kernel):
+    return lax.conv_general_dilated(
+        x, kernel, (1,), "SAME", dimension_numbers=("NHC", "HIO", "NHC")
+    )
+
+
+@layout("history index kernel", lambda history, index, kernel: _conv(history, kernel)[index])
+def convolution_over_the_history(history, index, kernel):
+    return _conv(history[index], kernel)
+
+
+def _looped(x, w):
+    return lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.tanh(c[1] @ w)), (0, x))[1]
+
+
+@layout("user index w_unit", lambda user, index, w_unit: _looped(user, w_unit[:D, :D])[index])
+def while_loop(user, index, w_unit):
+    return _looped(user[index], w_unit[:D, :D])
+
+
+@layout("user index w_tower", lambda user, index, w_tower: (user @ w_tower)[index])
+def sharding_constraint(user, index, w_tower):
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    return lax.with_sharding_constraint(user[index], sharding) @ w_tower

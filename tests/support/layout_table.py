@@ -1,0 +1,115 @@
+"""The table of layouts: every model with its form by hand, its arguments and its bar.
+
+The form by hand computes the same values from arrays at user batch. The products that it saves are
+all that a rewrite of the model can remove.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+B, U, S = 96, 4, 9  # candidates, users, keys of a history
+F_USER, F_CAND, D, VOCABULARY = 6, 3, 8, 50
+F = F_USER + F_CAND
+HIDDEN, HEADS = 12, 2
+
+
+class Layout(NamedTuple):
+    """A model in one layout.
+
+    Attributes:
+      name: the function's.
+      fn: the model.
+      hand: the same values, computed by hand without the broadcast.
+      uses: names of the arguments in `arrays`.
+      bar: the share of the removable products that `rewrite` must remove.
+      never: shapes that the rewritten program must not hold, since they are copies.
+    """
+
+    name: str
+    fn: Callable[..., Any]
+    hand: Callable[..., Any]
+    uses: tuple[str, ...]
+    bar: float
+    never: tuple[tuple[int, ...], ...] = ()
+
+    def args(self) -> list[Any]:
+        return [arrays()[name] for name in self.uses]
+
+
+LAYOUTS: dict[str, Layout] = {}
+
+
+def layout(uses: str, hand: Callable[..., Any], bar: float = 0.9, never: Any = ()) -> Any:
+    def add(fn: Callable) -> Callable:
+        name = fn.__name__
+        LAYOUTS[name] = Layout(name, fn, hand, tuple(uses.split()), bar, never)
+        return fn
+
+    return add
+
+
+@functools.cache
+def arrays() -> dict[str, Any]:
+    """Every argument that a model may have, by name."""
+    rng = np.random.default_rng(0)
+
+    def normal(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape, np.float32))
+
+    def weight(*shape: int) -> jax.Array:
+        return normal(*shape) * jnp.float32(shape[0] ** -0.5)
+
+    def ids(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.integers(0, VOCABULARY, shape), jnp.int32)
+
+    pairs = F * (F - 1) // 2
+    blocks = [
+        {
+            "qkv": weight(D * HEADS, 3 * D * HEADS),
+            "out": weight(D * HEADS, D * HEADS),
+            "up": weight(D * HEADS, 4 * D * HEADS),
+            "down": weight(4 * D * HEADS, D * HEADS),
+        }
+        for _ in range(8)
+    ]
+    return {
+        "user": normal(U, D),
+        "cand": normal(B, D),
+        "one": normal(1, D),
+        "lone": normal(D),
+        "index": jnp.asarray(rng.integers(0, U, B), jnp.int32),
+        "user_fields": normal(U, F_USER, D),
+        "cand_fields": normal(B, F_CAND, D),
+        "user_ids": ids(U, F_USER),
+        "cand_ids": ids(B, F_CAND),
+        "table": normal(VOCABULARY, D),
+        "w_fields": weight(F * D, HIDDEN),
+        "w_field": weight(D, HIDDEN),
+        "w_wide": weight(2 * F * D, HIDDEN),
+        "w_pairs": weight(pairs + D, HIDDEN),
+        "w_tower": weight(D, HIDDEN),
+        "w_top": weight(HIDDEN, HIDDEN),
+        "w_first": weight(2 * D, HIDDEN),
+        "w_unit": weight(4 * D, HIDDEN),
+        "w_out": weight(HIDDEN, 1),
+        "history": normal(U, S, D),
+        "long": normal(U, S, D * HEADS),
+        "token": normal(B, D * HEADS),
+        "items": normal(40, D),
+        "people": normal(30, D),
+        "bias": normal(U, S),
+        "kept": jnp.asarray(rng.integers(0, 2, (U, S)), bool),
+        "bounds": jnp.asarray(np.linspace(-1, 1, 7), jnp.float32),
+        "buckets": normal(8, D),
+        "kernel": weight(3, D, HIDDEN),
+        "blocks2": blocks[:2],
+        "stacked": jax.tree.map(lambda *x: jnp.stack(x), *blocks[:2]),
+        "blocks8": blocks,
+    }

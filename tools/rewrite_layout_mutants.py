@@ -1,0 +1,106 @@
+"""Mutants of the rewrite's rules of layouts and of sequences, and the tests that fail with them."""
+
+from __future__ import annotations
+
+from rewrite_mutants import Mutant
+
+
+def blocks(test: str, *names: str) -> tuple[str, ...]:
+    """The ids of tests of attention over [history, candidate], by the name of their parameter."""
+    return tuple(f"tests/rewrite/test_rewrite_blocks.py::test_{test}[{name}]" for name in names)
+
+
+def layouts(*names: str) -> tuple[str, ...]:
+    """The ids of tests of values and gradients of layouts, by name."""
+    file = "tests/rewrite/test_rewrite_layouts.py"
+    return tuple(f"{file}::test_values_and_gradients[{name}]" for name in names)
+
+
+LAYOUT_MUTANTS = (
+    # Layouts.
+    Mutant(
+        "an interleaved concatenation flattened by parts",
+        "reshape.py",
+        "if any(x.shape[d] != 1 for d in dims if d < x.axis):",
+        "if False:",
+        layouts("features_concatenated_by_field_and_flattened"),
+    ),
+    Mutant(
+        "a difference multiplied as a sum",
+        "sums.py",
+        'second = -sign if produced[0].primitive.name == "sub" else sign',
+        "second = sign",
+        layouts("din"),
+    ),
+    Mutant(
+        "parts broadcast along users and along items treated as one",
+        "contraction.py",
+        "broadcast = tuple(n == 1 for n in part.base.shape)",
+        "broadcast = ()",
+        ("tests/rewrite/test_rewrite_layouts.py::test_share_removed[grid_by_nested_vmap]",),
+    ),
+    Mutant(
+        "one-hot vectors of other positions",
+        "one_hot.py",
+        "or not facts.counts_up(",
+        "or False and facts.counts_up(",
+        ("tests/rewrite/test_rewrite_layouts.py::test_comparisons_that_are_no_lookups",),
+    ),
+    # Attention over [history, candidate].
+    Mutant(
+        "a block hidden where only some of it is",
+        "block_attention.py",
+        "if (state == 0).all():",
+        "if (state == 0).any():",
+        blocks("every_mask", "tril"),
+    ),
+    Mutant(
+        "rows without a key not looked for",
+        "block_attention.py",
+        "if not np.all(total):",
+        "if False:",
+        blocks("every_mask", "strict", "valid_and_causal"),
+    ),
+    Mutant(
+        "a mask's number that leaves weight",
+        "block_attention.py",
+        "_HIDES = -1e8",
+        "_HIDES = 0.0",
+        blocks("every_mask", "tril"),
+    ),
+    Mutant(
+        "an unknown mask taken for true",
+        "known.py",
+        "return np.where((x == 0) | (y == 0), 0, np.maximum(x, y)).astype(np.int8)",
+        "return np.where((x == 0) | (y == 0), 0, np.minimum(x, y)).astype(np.int8)",
+        blocks("every_mask", "valid_and_causal"),
+    ),
+    Mutant(
+        "a query's mask taken for a user's",
+        "block_attention.py",
+        "if mask is None or any(n != 1 for n in mask.shape[1:-1]):",
+        "if mask is None:",
+        blocks("every_mask", "banded", "valid_or_self"),
+    ),
+    Mutant(
+        "a pointwise block dropped that is not 0",
+        "pointwise.py",
+        "return all(map(zero, operands[1:] if chosen is None else [operands[1 + chosen]]))",
+        "return any(map(zero, operands[1:]))",
+        blocks("other_functions_than_the_softmax", "where_silu"),
+    ),
+    Mutant(
+        "a loop's product taken for the same in every iteration",
+        "hoisting.py",
+        "if variables and same.issuperset(variables) and not eqn.effects:",
+        "if variables and not same.isdisjoint(variables) and not eqn.effects:",
+        layouts("mapped_over_candidates"),
+    ),
+    Mutant(
+        "pairs of fields in the order of their groups",
+        "pairs.py",
+        "offset[first : first + size] = np.arange(at, at + size)",
+        "offset[first : first + size] = np.arange(size)",
+        layouts("dlrm_of_alternating_fields"),
+    ),
+)
