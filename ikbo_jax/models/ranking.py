@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from ikbo_jax.layers import functional
 from ikbo_jax.models import strategies
@@ -327,7 +328,13 @@ def _query_rows(weight: jax.Array, tokens: jax.Array) -> jax.Array:
     # Inside `shard_map`, the sum of the gradient over devices must not come before its sum over
     # candidates.
     weight, tokens = vary_over_same_axes((weight, tokens))
-    weights = jnp.broadcast_to(weight, (tokens.shape[0], *weight.shape))
+    sharding = jax.typeof(tokens).sharding
+    weights = jnp.broadcast_to(
+        weight,
+        (tokens.shape[0], *weight.shape),
+        # With Explicit axes, the product takes candidates that are divided alike.
+        out_sharding=sharding.update(spec=PartitionSpec(sharding.spec[0], None, None)),
+    )
     return weights @ tokens
 
 
