@@ -148,8 +148,6 @@ def attention_backward_kernel(
         _launch, shape=shape, config=config, workers=workers, interpret=interpret
     )
     sum_dtype = jnp.dtype(dtype or key.dtype)
-    if indices_are_sorted:
-        lse = row_numbers.nan_unless_sorted(lse, cand_to_user, users)
     operands = Operands(
         row_numbers.pack(query, rows.order, kv_heads),
         row_numbers.pack(d_out, rows.order, kv_heads),

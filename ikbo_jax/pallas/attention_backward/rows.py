@@ -27,6 +27,9 @@ class Rows(NamedTuple):
       parts: [U * splits, USER_WORDS] int32, the description of each part of a user's rows.
       targets: [B, T, N / K] int32, rows in the kernel's `d_query` for candidates in their order.
       kv_tiles: [B] int32, tiles of keys of each candidate's user.
+      is_valid: bool, whether candidates are in user order, as the caller says; None if they were
+        put there. If they are not, a user's rows are other users' queries: statistics and d_query
+        are NaN then, and the kernel passes NaN on to the gradients of keys and values.
     """
 
     order: jax.Array | None
@@ -34,6 +37,7 @@ class Rows(NamedTuple):
     parts: jax.Array
     targets: jax.Array
     kv_tiles: jax.Array
+    is_valid: jax.Array | None
 
 
 def most_blocks(batch: int, users: int, rows_per_candidate: int, block_q: int) -> int:
@@ -87,8 +91,10 @@ def make_rows(
         first_target[:, None] + begin,
         jnp.broadcast_to(keys[:, None], begin.shape),
     )
-    position, order = jnp.arange(batch, dtype=jnp.int32), None
-    if not is_sorted:
+    position, order, is_valid = jnp.arange(batch, dtype=jnp.int32), None, None
+    if is_sorted:
+        is_valid = jnp.all(index[1:] >= index[:-1])
+    else:
         order = jnp.argsort(index, stable=True).astype(jnp.int32)
         position = jnp.zeros_like(position).at[order].set(position, unique_indices=True)
     first = first_target[index] + (position - first_candidate[index]) * per_candidate
@@ -97,7 +103,7 @@ def make_rows(
     assert len(words) == USER_WORDS
     targets = first[:, None, None] + within[None]
     parts = jnp.stack(part_words, axis=2).reshape(users * splits, USER_WORDS)
-    return Rows(order, jnp.stack(words, axis=1), parts, targets, kv_tiles[index])
+    return Rows(order, jnp.stack(words, axis=1), parts, targets, kv_tiles[index], is_valid)
 
 
 def pack(array: jax.Array, order: jax.Array | None, kv_heads: int) -> jax.Array:
@@ -124,13 +130,8 @@ def unpack(rows: jax.Array, order: jax.Array | None, shape: tuple[int, ...]) -> 
     return array[position]
 
 
-def nan_unless_sorted(lse: jax.Array, cand_to_user: jax.Array, users: int) -> jax.Array:
-    """`lse`, or NaN in every row if candidates that are said to be in user order are not.
-
-    A user's rows would be other users' candidates. The kernel passes NaN on to all gradients.
-    """
-    index = jnp.clip(cand_to_user, 0, users - 1)
-    return jnp.where(jnp.all(index[1:] >= index[:-1]), lse, jnp.nan)
+def _nan_unless(is_valid: jax.Array | None, array: jax.Array) -> jax.Array:
+    return array if is_valid is None else jnp.where(is_valid, array, jnp.nan)
 
 
 def statistics(
@@ -164,7 +165,8 @@ def statistics(
     both = jnp.moveaxis(both.reshape(2, batch, q_len, kv_heads, group), 3, 0)
     absent = jnp.asarray([jnp.inf, 0.0], jnp.float32)[None, :, None]
     found = jnp.broadcast_to(absent, (kv_heads, 2, count + TILE_ROWS))
-    return found.at[:, :, rows.targets].set(both, unique_indices=True)
+    found = found.at[:, :, rows.targets].set(both, unique_indices=True)
+    return _nan_unless(rows.is_valid, found)
 
 
 def unpack_d_query(
@@ -182,6 +184,7 @@ def unpack_d_query(
     exists = tile[:, None] < rows.kv_tiles[None]  # one plane holds the sum of all tiles
     parts = jnp.where(exists[:, None, :, None, None, None], parts, 0.0)
     total = (jnp.sum(parts, axis=0) * jnp.float32(scale)).astype(dtype)
+    total = _nan_unless(rows.is_valid, total)
     return jnp.moveaxis(total, 0, 2).reshape(batch, q_len, kv_heads * group, width)
 
 
