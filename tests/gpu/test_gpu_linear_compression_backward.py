@@ -71,12 +71,19 @@ def expected_and_plain(levels: Arrays, cotangent: jax.Array) -> tuple:
     return expected, pull_back(levels, cotangent, None)
 
 
-def check(levels: Arrays, seed: int = 1) -> None:
-    """Holds every gradient to the error rule, against the oracle's own VJP in f32."""
-    cotangent = cotangent_of(levels, seed)
-    d_weights, d_embeddings = make_gradients(levels)(*levels, cotangent)
-    actual = tuple(x[0] for x in d_weights), d_embeddings
-    jax.tree.map(problems.assert_within_error_rule, actual, *expected_and_plain(levels, cotangent))
+def check(*draws: Arrays, seed: int = 1) -> None:
+    """Holds every gradient to the error rule, against the oracle's own VJP in f32.
+
+    Draws of the same sizes are held to it together, as if they were one array.
+    """
+    found = []
+    for levels in draws:
+        cotangent = cotangent_of(levels, seed)
+        d_weights, d_embeddings = make_gradients(levels)(*levels, cotangent)
+        actual = tuple(x[0] for x in d_weights), d_embeddings
+        found.append((actual, *expected_and_plain(levels, cotangent)))
+    together = jax.tree.map(lambda *arrays: jnp.stack(arrays), *found)
+    jax.tree.map(problems.assert_within_error_rule, *together)
 
 
 def levels_of(shape: problems.LinearCompressionShape, dtype="bfloat16", seed=0) -> Arrays:
@@ -86,7 +93,10 @@ def levels_of(shape: problems.LinearCompressionShape, dtype="bfloat16", seed=0) 
 @pytest.mark.parametrize("dtype", problems.HALF_DTYPES)
 @pytest.mark.parametrize("name", SHAPES)
 def test_gradients_of_every_shape(name, dtype):
-    check(levels_of(SHAPES[name], dtype))
+    # A gradient of one value is too few to say how large plain jnp's errors are: it may be exact by
+    # chance, where the kernel has rounded the sums over a user's candidates.
+    seeds = 16 if name == "tiny" else 1
+    check(*(levels_of(SHAPES[name], dtype, seed) for seed in range(seeds)))
 
 
 @pytest.mark.parametrize("users", [1, 128, 300])
