@@ -203,7 +203,8 @@ def query_tiles(users: jax.Array, total: int) -> tuple[jax.Array, jax.Array]:
     counts = -(-rows // TILE_ROWS)
     ends = jnp.cumsum(counts, dtype=jnp.int32)
     number = jnp.arange(total // TILE_ROWS + min(len(users), total), dtype=jnp.int32)
-    user = jnp.searchsorted(ends, number, side="right", method="compare_all").astype(jnp.int32)
+    # Newer versions of JAX do not lower `jnp.searchsorted` inside of `sharded.device_p`.
+    user = jnp.sum(ends[None] <= number[:, None], axis=1, dtype=jnp.int32)
     user = jnp.minimum(user, len(users) - 1)
     start = (number - (ends - counts)[user]) * TILE_ROWS
     words = (
