@@ -16,7 +16,6 @@ import argparse
 import dataclasses
 import fcntl
 import functools
-import json
 import math
 import os
 import pathlib
@@ -25,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -35,7 +34,7 @@ import numpy as np
 from benchmarks import harness, timing
 from benchmarks.production_draws import DRAWS, Shape, shapes, shrink
 from benchmarks.production_providers import Contender, contenders
-from benchmarks.records import OUR_NAME, Record, format_table, provider_of
+from benchmarks.records import OUR_NAME, Record, format_table, points_of, provider_of
 from ikbo_jax.cases.error_rule import Check
 
 #: What is timed, and its useful FLOPs and bytes relative to the forward pass: gradients take five
@@ -50,6 +49,8 @@ SHORT_MS = 0.3
 TOLERANCE = 2.0**-6
 #: Largest time relative to the best alternative.
 SLOWEST_BAR = 1.03
+#: Points that are named as the worst.
+WORST = 10
 #: Bars of the geometric means: fraction of the roofline, speed relative to the best alternative.
 MEAN_BARS = {"attention": (0.62, 1.6), "linear_compression": (0.70, 2.0), "gdpa": (0.62, 2.5)}
 
@@ -78,10 +79,10 @@ class Point:
 
 
 def points(sweeps: Sequence[str], number: int, seed: int) -> list[Point]:
-    """`number` points of every sweep."""
+    """`number` points of every sweep, in the order of `SWEEPS`."""
     return [
         Point(shape, direction)
-        for op, direction in map(str.split, sweeps)
+        for op, direction in (sweep.split() for sweep in SWEEPS if sweep in sweeps)
         for shape in shapes(op, number, seed)
     ]
 
@@ -120,12 +121,15 @@ def _compare(contender: Contender, exact: list[np.ndarray], results: Sequence[An
     for actual, expected in zip(found, exact, strict=True):
         error = np.abs(np.asarray(actual).astype(np.float32) - expected).max()
         checks.append(Check(float(error), TOLERANCE * float(np.abs(expected).max())))
-    return max(checks, key=lambda check: _ratio(check))
+    return max(checks, key=_ratio)
 
 
 def _ratio(check: Check) -> float:
-    ratio = check.error / check.bound
-    return math.inf if math.isnan(ratio) else ratio
+    if math.isnan(check.error):
+        return math.inf
+    if not check.bound:  # zeros are expected
+        return 0.0 if check.ok else math.inf
+    return check.error / check.bound
 
 
 class Program(NamedTuple):
@@ -146,19 +150,25 @@ def compiled(point: Point) -> list[Program]:
     """Compiles every contender of a point, without running any."""
     programs = []
     for make in contenders(point.shape):
-        name, record = make.__name__, {"stage": "-"}
+        record = {"name": make.__name__, "stage": "-"}
         try:
             contender = make()
-            name, record = contender.name, {"stage": contender.stage}
+            record = {"name": contender.name, "stage": contender.stage}
             fn, args = _program(contender, point.direction)
-            compiled = jax.jit(fn).lower(*args).compile()
-            programs.append(Program(make, compiled, {"name": name, **record}))
+            programs.append(Program(make, jax.jit(fn).lower(*args).compile(), record))
         except Exception as failure:
-            # cuDNN refuses some sizes, and copies need more memory than there is.
-            word = "failure" if name == OUR_NAME else "skipped"
-            reason = f"{type(failure).__name__}: {str(failure)[:200]}"
-            programs.append(Program(make, None, {"name": name, **record, word: reason}))
+            programs.append(Program(make, None, _not_run(record, failure)))
     return programs
+
+
+def _not_run(record: dict[str, Any], failure: Exception) -> dict[str, Any]:
+    """The entry of a contender that raised.
+
+    It is no failure of an alternative: cuDNN refuses some sizes, and copies need more memory than
+    there is.
+    """
+    word = "failure" if record["name"] == OUR_NAME else "skipped"
+    return record | {word: f"{type(failure).__name__}: {failure!s:.200}"}
 
 
 def _checked(program: Program, direction: str, exact: list[np.ndarray]) -> harness.Contender:
@@ -176,8 +186,7 @@ def _checked(program: Program, direction: str, exact: list[np.ndarray]) -> harne
         else:
             record["note"] = "another function: softmax"
     except Exception as failure:
-        word = "failure" if contender.name == OUR_NAME else "skipped"
-        return harness.Contender(record | {word: f"{type(failure).__name__}: {failure!s:.200}"})
+        return harness.Contender(_not_run(record, failure))
     memory = program.compiled.memory_analysis()
     record |= {
         "temp_bytes": None if memory is None else int(memory.temp_size_in_bytes),
@@ -243,6 +252,12 @@ def alternative(point: Record) -> Record | None:
     return min(timed, key=lambda p: float(p["median_ms"]), default=None)
 
 
+def alternative_name(point: Record) -> str:
+    """Name of the fastest contender besides this library; "-" if none could run."""
+    other = alternative(point)
+    return "-" if other is None else str(other["name"])
+
+
 def speedup(point: Record) -> float | None:
     """Time of the best alternative relative to this library's; None if either is missing."""
     ours, other = provider_of(point, OUR_NAME), alternative(point)
@@ -254,32 +269,68 @@ def speedup(point: Record) -> float | None:
 def bars(point: Record, all_points: Sequence[Record]) -> str:
     """The best alternative of a point, and this library's speed relative to it."""
     del all_points
-    other, ratio = alternative(point), speedup(point)
-    if other is None or ratio is None:
+    ratio = speedup(point)
+    if ratio is None:
         return ""
     slow = f", bar {1 / SLOWEST_BAR:.2f}" if ratio < 1 / SLOWEST_BAR else ""
-    return f"{ratio:.2f} x {other['name']}{slow}"
+    return f"{ratio:.2f} x {alternative_name(point)}{slow}"
+
+
+class Means(NamedTuple):
+    """A sweep in short.
+
+    Attributes:
+      sweep: its name.
+      compared: points with an alternative, and this library's speed relative to the best one, the
+        slowest first.
+      fraction: geometric mean of this library's fractions of the roofline.
+      speedup: geometric mean of its speeds relative to the best alternative.
+      slower: number of points below `SLOWEST_BAR`.
+      bars: of `fraction` and `speedup`.
+    """
+
+    sweep: str
+    compared: list[tuple[float, Record]]
+    fraction: float
+    speedup: float
+    slower: int
+    bars: tuple[float, float]
+
+
+def compared(points: Sequence[Record]) -> list[tuple[float, Record]]:
+    """Points with an alternative, and this library's speed relative to it, the slowest first."""
+    found = [(ratio, p) for p in points if (ratio := speedup(p)) is not None]
+    return sorted(found, key=lambda pair: pair[0])
+
+
+def means(results: Record) -> Iterator[Means]:
+    """Yields every sweep that has points with an alternative."""
+    for sweep in SWEEPS:
+        found = compared(points_of(results, sweep))
+        if not found:
+            continue
+        ours = [record for _, p in found if (record := provider_of(p, OUR_NAME)) is not None]
+        yield Means(
+            sweep,
+            found,
+            statistics.geometric_mean(float(record["fraction"]) for record in ours),
+            statistics.geometric_mean(ratio for ratio, _ in found),
+            sum(ratio < 1 / SLOWEST_BAR for ratio, _ in found),
+            MEAN_BARS[sweep.split()[0]],
+        )
 
 
 def summary(results: Record) -> str:
     """Geometric means of every sweep, points that lose, and the ten worst, as text."""
     lines = []
-    for sweep in SWEEPS:
-        found = [p for p in results["points"] if p["sweep"] == sweep]
-        ratios = [(ratio, p) for p in found if (ratio := speedup(p)) is not None]
-        if not ratios:
-            continue
-        mean_bars = MEAN_BARS[sweep.split()[0]]
-        ours = [record for p in found if (record := provider_of(p, OUR_NAME)) is not None]
-        fraction = statistics.geometric_mean(float(record["fraction"]) for record in ours)
-        mean = statistics.geometric_mean(ratio for ratio, _ in ratios)
-        slower = sum(ratio < 1 / SLOWEST_BAR for ratio, _ in ratios)
+    for sweep in means(results):
         lines.append(
-            f"{sweep}: {len(found)} points, {fraction:.2f} of the roofline (bar {mean_bars[0]}), "
-            f"{mean:.2f} x the best alternative (bar {mean_bars[1]}), {slower} slower (bar 0)"
+            f"{sweep.sweep}: {len(sweep.compared)} points, {sweep.fraction:.2f} of the roofline "
+            f"(bar {sweep.bars[0]}), {sweep.speedup:.2f} x the best alternative "
+            f"(bar {sweep.bars[1]}), {sweep.slower} slower (bar 0)"
         )
-        for ratio, point in sorted(ratios, key=lambda pair: pair[0])[:10]:
-            lines.append(f"    {ratio:.2f} x {alternative(point)['name']}: {point['label']}")  # type: ignore[index]
+        for ratio, point in sweep.compared[:WORST]:
+            lines.append(f"    {ratio:.2f} x {alternative_name(point)}: {point['label']}")
     return "\n".join(lines)
 
 
@@ -307,8 +358,13 @@ def _measure_share(args: argparse.Namespace, share: int) -> None:
         print(f"{point.sweep} {point.label}: {bars(record, ())}", flush=True)
 
 
-def _measure_all(args: argparse.Namespace, argv: Sequence[str]) -> list[Record]:
-    """Measures all points in `args.jobs` processes; returns them in the order of the draws."""
+def _measure_all(args: argparse.Namespace, argv: Sequence[str]) -> tuple[list[Record], bool]:
+    """Measures all points in `args.jobs` processes.
+
+    Returns:
+      The points in the order of the draws, and whether all of them were measured: if a process
+      fails, the others end, which would wait for it.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         base = [sys.executable, "-m", "benchmarks.production", *argv, "--scratch", scratch]
         environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
@@ -316,17 +372,24 @@ def _measure_all(args: argparse.Namespace, argv: Sequence[str]) -> list[Record]:
             subprocess.Popen([*base, "--share", str(share)], env=environment)
             for share in range(args.jobs)
         ]
-        failed = [share for share, process in enumerate(processes) if process.wait()]
-        found: list[Record] = []
-        for path in pathlib.Path(scratch).glob("points-*.json"):
-            found += json.loads(path.read_text(encoding="utf-8"))["points"]
-    if failed:
-        print(f"{len(failed)} of {args.jobs} processes failed; their points are missing")
-    return sorted(found, key=lambda point: SWEEPS.index(point["sweep"]))
+        while any(process.poll() is None for process in processes):
+            if any(process.returncode for process in processes):
+                for process in processes:
+                    process.terminate()
+            time.sleep(0.1)
+        found: dict[int, Record] = {}
+        for share in range(args.jobs):
+            path = pathlib.Path(scratch, f"points-{share}.json")
+            measured = timing.read_results(path)["points"] if path.exists() else []
+            found |= {share + n * args.jobs: point for n, point in enumerate(measured)}
+    is_whole = not any(process.returncode for process in processes)
+    if not is_whole:
+        print("a process failed, and the others were ended: points are missing", file=sys.stderr)
+    return [found[number] for number in sorted(found)], is_whole
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line; returns 1 if this library failed or a result was wrong."""
+    """Command line; returns 1 if points are missing, or this library failed or was wrong."""
     parser: argparse.ArgumentParser = harness.parser("production", SWEEPS)
     parser.add_argument("--number", type=int, default=80, help="points of every sweep")
     parser.add_argument("--seed", type=int, default=0, help="seed of the draws")
@@ -339,11 +402,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     bench = harness.Run("production", **harness.options(args))
     results = bench.results
-    results["points"] = _measure_all(args, sys.argv[1:] if argv is None else argv)
+    results["points"], is_whole = _measure_all(args, sys.argv[1:] if argv is None else argv)
     timing.write_results(args.out, results)
     status = harness.print_lines(results, format_table(results, bars))
     print(summary(results))
-    return status
+    return status if is_whole else 1
 
 
 if __name__ == "__main__":

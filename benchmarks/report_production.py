@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pathlib
-import statistics
 from collections.abc import Container
 
 from benchmarks import plots, production
@@ -13,39 +12,22 @@ from benchmarks.tables import Block, Plot, Table
 
 IMAGE = "docs/images/production.svg"
 NAME = "production-table"
-#: Rows of the table of points where this library is slowest relative to the best alternative.
-WORST = 10
-
-
-def _compared(results: Record) -> list[tuple[float, Record]]:
-    """Points with an alternative, and this library's speed relative to it, the slowest first."""
-    found = [(r, p) for p in results["points"] if (r := production.speedup(p)) is not None]
-    return sorted(found, key=lambda pair: pair[0])
 
 
 def means(results: Record) -> Table:
     """Header and rows of the table of geometric means."""
     header = ("point", "points", "of the roofline", "speed-up", "slower", "bar")
-    rows: list[tuple[str, ...]] = []
-    for sweep in production.SWEEPS:
-        found = [(ratio, p) for ratio, p in _compared(results) if p["sweep"] == sweep]
-        if not found:
-            continue
-        ours = [record for _, p in found if (record := provider_of(p, OUR_NAME)) is not None]
-        fraction = statistics.geometric_mean(float(record["fraction"]) for record in ours)
-        mean = statistics.geometric_mean(ratio for ratio, _ in found)
-        slower = sum(ratio < 1 / production.SLOWEST_BAR for ratio, _ in found)
-        bars = production.MEAN_BARS[sweep.split()[0]]
-        rows.append(
-            (
-                sweep.replace("_", " ").replace("both", "with gradients"),
-                str(len(found)),
-                f"{fraction:.2f}",
-                f"{mean:.2f}×",
-                str(slower),
-                f"{bars[0]:.2f}, {bars[1]}×, none slower",
-            )
+    rows: list[tuple[str, ...]] = [
+        (
+            found.sweep.replace("_", " ").replace("both", "with gradients"),
+            str(len(found.compared)),
+            f"{found.fraction:.2f}",
+            f"{found.speedup:.2f}×",
+            str(found.slower),
+            f"{found.bars[0]:.2f}, {found.bars[1]}×, none slower",
         )
+        for found in production.means(results)
+    ]
     return header, rows
 
 
@@ -53,7 +35,7 @@ def worst(results: Record) -> Table:
     """Header and rows of the table of the slowest points."""
     header = ("point", "best alternative", "its ms", "ms", "roofline, ms", "speed-up")
     rows: list[tuple[str, ...]] = []
-    for ratio, point in _compared(results)[:WORST]:
+    for ratio, point in production.compared(results["points"])[: production.WORST]:
         ours, other = provider_of(point, OUR_NAME), production.alternative(point)
         assert ours is not None
         assert other is not None
@@ -97,7 +79,11 @@ def draw(
     with plots.saved(path, 2, size=(9, 4.2)) as (figure, panels):
         by_fraction, by_speedup = panels
         for op in DRAWS:
-            found = [(r, p) for r, p in _compared(results) if p["sweep"].startswith(op)]
+            found = [
+                (r, p)
+                for r, p in production.compared(results["points"])
+                if p["sweep"].startswith(op)
+            ]
             if not found:
                 continue
             roofline = [point["roofline_ms"] for _, point in found]

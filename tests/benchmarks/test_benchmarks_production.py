@@ -92,6 +92,24 @@ def test_a_run_in_small(tmp_path, capsys):
     _check_report(out, tmp_path)
 
 
+def test_a_process_that_fails_ends_the_run(tmp_path, capsys, monkeypatch):
+    """The others would wait for it; what is missing is said, and the status is 1."""
+    monkeypatch.setenv("JAX_PLATFORMS", "no such platform")
+    monkeypatch.setattr(production.harness, "print_lines", lambda results, lines: 0)
+    out = tmp_path / "production.json"
+    args = ["--out", str(out), "--quick", "--number", "1", "--jobs", "2"]
+    assert production.main([*args, "--sweep", "attention forward"]) == 1
+    assert "points are missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "bound", "ratio"),
+    [(1.0, 2.0, 0.5), (0.0, 0.0, 0.0), (1.0, 0.0, np.inf), (np.nan, 1.0, np.inf)],
+)
+def test_zeros_and_nan_have_a_ratio(error, bound, ratio):
+    assert production._ratio(production.Check(error, bound)) == ratio
+
+
 def _check_report(results, root):
     page = root / "docs" / "performance.md"
     page.parent.mkdir()
