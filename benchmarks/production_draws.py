@@ -57,7 +57,7 @@ def _counts(batch: int, users: int, is_even: bool) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionShape:
-    """Target attention; the names are those of `AttentionProblem`.
+    """Target attention. `AttentionProblem` describes the sizes.
 
     Attributes:
       index: "ragged" (random numbers of candidates), "even" or "unsorted".

@@ -4,10 +4,10 @@
 
 A step computes the loss, the gradients of all parameters and an update by Adam, with donated
 buffers; parameters are float32 and rounded to bfloat16 in every step. The versions of the ranking
-network are those of `benchmarks.ranking`. The first step of every version is checked: its loss
-against a float32 oracle, and the norm of its gradient against the first version's. `--profile NAME`
-prints which kernels a version's step spends its time in. Without a GPU all sizes shrink, and the
-figures only show that the benchmark runs.
+network are the versions that `benchmarks.ranking` compares. The first step of every version is
+checked: the loss against a float32 oracle, the norm of the gradient against the first version's.
+`--profile NAME` prints the time of each kernel in a version's step. Without a GPU all sizes shrink,
+and the figures only show that the benchmark runs.
 """
 
 from __future__ import annotations
@@ -325,7 +325,7 @@ def run(
     Args (the others are as for `attention.run`):
       sweeps: names from `SWEEPS`.
       versions: names of the versions to measure.
-      profiled: names of versions of which to print and record where a step spends its time.
+      profiled: names of the versions to profile: the time of each kernel is printed and recorded.
     """
     bench = harness.Run("training", out, **options)
     window_s, rounds = bench.protocol.window_s, bench.protocol.rounds
@@ -354,7 +354,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = harness.parser("training", SWEEPS)
     for option, default, words in (
         ("--version", NAMES, "versions to measure (default: all)"),
-        ("--profile", (), "versions of which to print the time by kernel"),
+        ("--profile", (), "versions to profile; prints the time of each kernel"),
     ):
         parser.add_argument(
             option, nargs="+", choices=NAMES, metavar="NAME", default=default, help=words

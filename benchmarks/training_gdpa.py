@@ -67,7 +67,7 @@ class Sizes:
 
 
 class Inputs(NamedTuple):
-    """Jagged sequences: rows [total, width], the last of which are unused; offsets [batch + 1]."""
+    """Jagged sequences: rows [total, width], offsets [batch + 1]. Rows past the last are unused."""
 
     rows: jax.Array
     offsets: jax.Array

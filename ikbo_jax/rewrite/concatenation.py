@@ -23,7 +23,7 @@ from ikbo_jax.rewrite.lineage import (
     spread_axes,
 )
 from ikbo_jax.rewrite.registry import NotCovered, register_rule
-from ikbo_jax.rewrite.rules import at_user_batch, common_lineage, concat
+from ikbo_jax.rewrite.rules import at_user_batch, by_part, common_lineage, concat
 
 
 @register_rule("concatenate", source=True)
@@ -78,17 +78,11 @@ def _concat_of_concats(
             raise NotCovered("concatenation of concatenations with different parts")
         if has_lineage(x) and x.axis == first.axis:
             raise NotCovered("concatenation with a value looked up along another axis")
-    parts, start = [], 0
-    for number, size in enumerate(first.sizes):
-        cut = [
-            x.parts[number]
-            if isinstance(x, Concat)
-            else lineage.slice_along(x, start, start + size, first.axis)
-            for x in operands
-        ]
-        part_shape = (*shape[: first.axis], size, *shape[first.axis + 1 :])
-        parts.append(concatenated(ctx, eqn, cut, axis, part_shape))
-        start += size
+
+    def run(cut: list[Any], part_shape: tuple[int, ...]) -> Any:
+        return concatenated(ctx, eqn, cut, axis, part_shape)
+
+    parts = by_part(first, operands, shape, run)
     if any(isinstance(part, Concat) for part in parts):
         raise NotCovered("concatenation of user and candidate along two axes")
     return concat(parts, first.axis)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -134,6 +135,27 @@ def _over_parts(
         raise NotCovered(
             f"{eqn.primitive.name} with a value that is looked up along the concatenation"
         )
+
+    def run(cut: list[Any], part_shape: tuple[int, ...]) -> Any:
+        return elementwise_to(ctx, eqn, part_shape, cut)
+
+    return concat(by_part(first, operands, shape, run), first.axis)
+
+
+def by_part(
+    first: Concat,
+    operands: Any,
+    shape: tuple[int, ...],
+    run: Callable[[list[Any], tuple[int, ...]], Any],
+) -> list[Any]:
+    """The results of an operation on each part of a concatenation.
+
+    Args:
+      first: the concatenation.
+      operands: concatenations with the parts of `first`, and values that are sliced alike.
+      shape: of the whole result.
+      run: takes the operands and the shape of a part.
+    """
     parts, start = [], 0
     for number, size in enumerate(first.sizes):
         cut = [
@@ -142,10 +164,9 @@ def _over_parts(
             else lineage.slice_along(x, start, start + size, first.axis)
             for x in operands
         ]
-        part_shape = (*shape[: first.axis], size, *shape[first.axis + 1 :])
-        parts.append(elementwise_to(ctx, eqn, part_shape, cut))
+        parts.append(run(cut, (*shape[: first.axis], size, *shape[first.axis + 1 :])))
         start += size
-    return concat(parts, first.axis)
+    return parts
 
 
 def _is_candidate_batch(first: Concat, operands: Any) -> bool:
