@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 
 import chex
-import hypothesis
-import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -113,16 +111,7 @@ def test_gradients_of_levels(batches):
 
 @pytest.mark.parametrize("part", range(4))
 @on_gpu.drawn
-@hypothesis.given(
-    users=st.integers(1, 20),
-    candidates=st.integers(1, 200),
-    m=st.integers(1, 500),
-    k_user=st.integers(1, 300),
-    k_cand=st.integers(1, 300),
-    n=st.integers(1, 40).map(lambda eighth: 8 * eighth),
-    index=st.sampled_from(["sorted", "unsorted", "gaps"]),
-    dtype=st.sampled_from(problems.HALF_DTYPES),
-)
+@on_gpu.draws_linear_compressions
 def test_gradients_of_drawn_shapes(part, users, candidates, m, k_user, k_cand, n, index, dtype):
     shape = problems.LinearCompressionShape(users, candidates, m, k_user, k_cand, n, index)
     check(levels_of(shape, dtype))

@@ -7,22 +7,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import interpreter
 import jax
 import jax.numpy as jnp
 import numpy as np
+import planted
 import problems
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.flash import attention as kernel
-from ikbo_jax.pallas.hopper import mma
 from ikbo_jax.problems import AttentionConfig, AttentionProblem
-from ikbo_jax.problems.hopper import NUM_CONSUMERS
 
 # The op's own interpreted tests are the ones that run with every jax.
 pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
@@ -71,16 +69,7 @@ class Case:
         return AttentionProblem(*sizes, self.dtype)
 
     def inputs(self, seed: int = 0) -> problems.AttentionInputs:
-        rng = np.random.default_rng(seed)
-        problem = self.problem
-        of_user = (problem.users, problem.kv_len, problem.kv_heads, problem.head_dim)
-        of_cand = (problem.batch, problem.q_len, problem.q_heads, problem.head_dim)
-        lengths = None if self.lengths is None else jnp.asarray(self.lengths, jnp.int32)
-        return problems.AttentionInputs(
-            *(problems.random_array(rng, s, self.dtype) for s in (of_cand, of_user, of_user)),
-            jnp.asarray(self.index, jnp.int32),
-            lengths,
-        )
+        return problems.make_indexed_attention_inputs(self.problem, self.index, self.lengths, seed)
 
 
 CASES = {
@@ -116,12 +105,6 @@ CASES = {
         copies=4 * 3 * (2 + 2 * 2),
     ),
 }
-
-
-@pytest.fixture
-def launches() -> Iterator[interpreter.Launches]:
-    with interpreter.watched() as launches:
-        yield launches
 
 
 def interpret(inputs: problems.AttentionInputs, case: Case) -> tuple[jax.Array, jax.Array]:
@@ -278,35 +261,18 @@ def test_order_needs_whole_warpgroup_tiles() -> None:
 # The checks themselves: each of them must be able to fail.
 
 
-def is_handed_back(barrier: Any) -> bool:
-    """Whether a barrier says that consumers have read something, not that it is there."""
-    return jax.typeof(barrier.ref).inner_aval.dtype.num_arrivals == NUM_CONSUMERS
-
-
-def assert_found(case: Case, launches: interpreter.Launches) -> None:
-    """Runs `case` and expects races, or the interpreter's own complaint."""
-    try:
-        interpret(case.inputs(), case)
-    except jax.errors.JaxRuntimeError as error:
-        complaints = ("no threads observed", "had only observed", "RACE DETECTED", "first time")
-        if any(complaint in str(error) for complaint in complaints):
-            return
-        raise
-    with pytest.raises(AssertionError, match="races in launches"):
-        launches.assert_no_races(1)
-
-
 def test_interpreted_output_that_is_not_waited_for_is_found(
     monkeypatch: pytest.MonkeyPatch, launches: interpreter.Launches
 ) -> None:
     wait = plgpu.wait_smem_to_gmem
 
-    def planted(n: int, wait_read_only: bool) -> None:
+    def only_at_the_end(n: int, wait_read_only: bool) -> None:
         if not wait_read_only:  # without this one, the interpreter does not end a kernel
             wait(n, wait_read_only=wait_read_only)
 
-    monkeypatch.setattr(plgpu, "wait_smem_to_gmem", planted)
-    assert_found(Case((0,) * 6, 32), launches)
+    monkeypatch.setattr(plgpu, "wait_smem_to_gmem", only_at_the_end)
+    case = Case((0,) * 6, 32)
+    planted.assert_found(lambda: interpret(case.inputs(), case), launches)
 
 
 @pytest.mark.parametrize("pending", [0, 1])
@@ -314,23 +280,9 @@ def test_interpreted_stage_handed_back_too_early_is_found(
     pending: int, monkeypatch: pytest.MonkeyPatch, launches: interpreter.Launches
 ) -> None:
     """Keys (1 group pending) or values (0) go back before the wait that says they were read."""
-    wait, arrive = mma.wait, plgpu.barrier_arrive
-    held: list[int] = []
-
-    def late_wait(n: int, *, interpret: bool) -> None:
-        if n == pending:
-            held.append(n)
-        else:
-            wait(n, interpret=interpret)
-
-    def arrive_then_wait(barrier: Any) -> None:
-        arrive(barrier)
-        if held and is_handed_back(barrier):
-            wait(held.pop(), interpret=True)
-
-    monkeypatch.setattr(mma, "wait", late_wait)
-    monkeypatch.setattr(plgpu, "barrier_arrive", arrive_then_wait)
-    assert_found(Case((0, 0), 32 * 6), launches)
+    planted.early_hand_back(monkeypatch, pending)
+    case = Case((0, 0), 32 * 6)
+    planted.assert_found(lambda: interpret(case.inputs(), case), launches)
 
 
 def test_wrong_user_is_found() -> None:

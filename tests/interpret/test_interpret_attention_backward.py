@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import interpreter
 import jax
 import jax.numpy as jnp
 import numpy as np
+import planted
 import problems
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from problems import AttentionInputs, AttentionShape
 
 from ikbo_jax.pallas.attention_backward import consumer
 from ikbo_jax.pallas.attention_backward.kernel import attention_backward_kernel
-from ikbo_jax.pallas.hopper import mma
 from ikbo_jax.problems import AttentionProblem
 from ikbo_jax.problems.attention_backward import AttentionBackwardConfig as Config
-from ikbo_jax.problems.hopper import NUM_CONSUMERS
 from ikbo_jax.reference import attention, attention_grouped
 
 pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
@@ -43,6 +40,10 @@ class Case:
     @property
     def scale(self) -> float:
         return float(self.shape.head_dim**-0.5)
+
+    @property
+    def launches(self) -> int:
+        return 2 if self.config.d_query == "launch" else 1
 
 
 CASES = {
@@ -88,12 +89,6 @@ CASES = {
     "tile_of_keys_minus_one": Case(AttentionShape(2, 2, 33, 127, 1, 1, 64), Config(32)),
     "tile_of_keys_plus_one": Case(AttentionShape(1, 2, 32, 129, 1, 1, 64), Config(64)),
 }
-
-
-@pytest.fixture
-def launches() -> Iterator[interpreter.Launches]:
-    with interpreter.watched() as launches:
-        yield launches
 
 
 def problem_of(case: Case) -> AttentionProblem:
@@ -153,7 +148,7 @@ def test_interpreted_gradients_are_right_and_free_of_races(
     assert case.config.illegal_reason(problem_of(case)) is None
     inputs, tensors = make(case)
     results = jax.block_until_ready(gradients(inputs, tensors, case))
-    launches.assert_no_races(2 if case.config.d_query == "launch" else 1)
+    launches.assert_no_races(case.launches)
     want = expected(inputs, tensors, case.scale)
     rounded = plain(inputs, tensors, case.scale, case.sum_dtype)
     dtypes = (case.dtype, *[case.sum_dtype or case.dtype] * 2)
@@ -216,16 +211,11 @@ def test_interpreted_wrong_promise_of_a_sorted_index_gives_nan(d_query: str) -> 
 # The check itself must be able to fail.
 
 
-def _has_fault(case: Case, launches: interpreter.Launches) -> bool:
+def _assert_found(case: Case, launches: interpreter.Launches) -> None:
     inputs, tensors = make(case)
-    try:
-        jax.block_until_ready(gradients.__wrapped__(inputs, tensors, case))
-    except jax.errors.JaxRuntimeError as error:
-        complaints = ("no threads observed", "had only observed", "RACE DETECTED", "first time")
-        if any(complaint in str(error) for complaint in complaints):
-            return True
-        raise
-    return bool(launches.with_races)
+    planted.assert_found(
+        lambda: gradients.__wrapped__(inputs, tensors, case), launches, expected=case.launches
+    )
 
 
 def test_interpreted_missing_barrier_is_found(
@@ -233,27 +223,12 @@ def test_interpreted_missing_barrier_is_found(
 ) -> None:
     """A consumer multiplies by gradients of scores that the other one may yet write."""
     monkeypatch.setattr(consumer, "_synchronise_consumers", lambda: None)
-    assert _has_fault(Case(AttentionShape(1, 2, 32, 128, 1, 1, 64), Config(32)), launches)
+    _assert_found(Case(AttentionShape(1, 2, 32, 128, 1, 1, 64), Config(32)), launches)
 
 
 def test_interpreted_block_handed_back_too_early_is_found(
     monkeypatch: pytest.MonkeyPatch, launches: interpreter.Launches
 ) -> None:
     """Blocks go back before the wait that says that they were read."""
-    wait, arrive = mma.wait, plgpu.barrier_arrive
-    held: list[int] = []
-
-    def late_wait(pending: int, *, interpret: bool) -> None:
-        if pending == 1:
-            held.append(pending)
-        else:
-            wait(pending, interpret=interpret)
-
-    def arrive_then_wait(barrier: Any) -> None:
-        arrive(barrier)
-        if held and jax.typeof(barrier.ref).inner_aval.dtype.num_arrivals == NUM_CONSUMERS:
-            wait(held.pop(), interpret=True)
-
-    monkeypatch.setattr(mma, "wait", late_wait)
-    monkeypatch.setattr(plgpu, "barrier_arrive", arrive_then_wait)
-    assert _has_fault(Case(AttentionShape(1, 6, 32, 128, 1, 1, 64), Config(32)), launches)
+    planted.early_hand_back(monkeypatch, pending=1)
+    _assert_found(Case(AttentionShape(1, 6, 32, 128, 1, 1, 64), Config(32)), launches)

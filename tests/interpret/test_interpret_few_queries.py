@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from typing import Any
 
 import interpreter
 import jax
-import jax.numpy as jnp
 import numpy as np
+import planted
 import problems
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from test_interpret_attention import PARAMS, rounded_weights
 
+from ikbo_jax.pallas.few_queries import consumer
 from ikbo_jax.pallas.few_queries.kernel import few_queries_kernel
 from ikbo_jax.problems import AttentionProblem
 from ikbo_jax.problems.few_queries import FewQueriesConfig
@@ -48,16 +50,7 @@ class Case:
         return AttentionProblem(*sizes, self.dtype)
 
     def inputs(self, seed: int = 0) -> problems.AttentionInputs:
-        rng = np.random.default_rng(seed)
-        problem = self.problem
-        of_user = (problem.users, problem.kv_len, problem.kv_heads, problem.head_dim)
-        of_cand = (problem.batch, problem.q_len, problem.q_heads, problem.head_dim)
-        lengths = None if self.lengths is None else jnp.asarray(self.lengths, jnp.int32)
-        return problems.AttentionInputs(
-            *(problems.random_array(rng, s, self.dtype) for s in (of_cand, of_user, of_user)),
-            jnp.asarray(self.index, jnp.int32),
-            lengths,
-        )
+        return problems.make_indexed_attention_inputs(self.problem, self.index, self.lengths, seed)
 
 
 CASES = {
@@ -118,12 +111,6 @@ CASES = {
 }
 
 
-@pytest.fixture
-def launches() -> Iterator[interpreter.Launches]:
-    with interpreter.watched() as launches:
-        yield launches
-
-
 def interpret(inputs: problems.AttentionInputs, case: Case) -> tuple[jax.Array, jax.Array]:
     run = functools.partial(
         few_queries_kernel,
@@ -154,3 +141,38 @@ def test_interpreted_kernel_is_right_and_free_of_races(
     results = interpret(inputs, case)
     launches.assert_no_races(1)
     assert_correct(results, inputs, case)
+
+
+# The checks themselves: each of them must be able to fail.
+
+
+def assert_found(case: Case, launches: interpreter.Launches) -> None:
+    planted.assert_found(lambda: interpret(case.inputs(), case), launches)
+
+
+@pytest.mark.parametrize("pending", [0, 1])
+def test_interpreted_block_handed_back_too_early_is_found(
+    pending: int, monkeypatch: pytest.MonkeyPatch, launches: interpreter.Launches
+) -> None:
+    """Keys (1 group pending) or values (0) go back before the wait that says they were read.
+
+    Both consumers use every block. Where each uses every second one, no block of keys is loaded
+    before the values of the block in between are free.
+    """
+    planted.early_hand_back(monkeypatch, pending)
+    assert_found(Case((0,) * 70, 16 * 6, config=WIDE), launches)
+
+
+def test_interpreted_sums_taken_too_early_are_found(
+    monkeypatch: pytest.MonkeyPatch, launches: interpreter.Launches
+) -> None:
+    """A consumer adds the other one's part without waiting for it."""
+    merged = consumer._merged
+
+    def without_wait(*args: Any) -> Any:
+        with monkeypatch.context() as within:
+            within.setattr(plgpu, "barrier_wait", lambda barrier: None)
+            return merged(*args)
+
+    monkeypatch.setattr(consumer, "_merged", without_wait)
+    assert_found(Case((0, 0), 16 * 4), launches)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import interpreter
 import jax
 import jax.numpy as jnp
 import numpy as np
+import planted
 import problems
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
@@ -98,12 +99,6 @@ CASES = {
     # The other dtype; CTAs of which some have a tile more.
     "f16_three_levels": Case((1, 3, 4), (40, 33, 72), 41, 64, SEPARATE, 3, dtype="float16"),
 }
-
-
-@pytest.fixture
-def launches() -> Iterator[interpreter.Launches]:
-    with interpreter.watched() as launches:
-        yield launches
 
 
 def kernel_of(case: Case, params: Any = interpreter.PARAMS) -> Callable[..., jax.Array]:
@@ -271,58 +266,37 @@ def plant(monkeypatch: pytest.MonkeyPatch, name: str, unless: Callable[..., bool
     """Leaves out the calls of `plgpu.<name>` for whose arguments `unless` is false."""
     real = getattr(plgpu, name)
 
-    def planted(*args: Any, **kwargs: Any) -> Any:
+    def call_or_not(*args: Any, **kwargs: Any) -> Any:
         return real(*args, **kwargs) if unless(*args) else None
 
-    monkeypatch.setattr(plgpu, name, planted)
+    monkeypatch.setattr(plgpu, name, call_or_not)
 
 
-def is_handed_back(barrier: Any) -> bool:
-    """Whether a barrier says that consumers have read a stage, not that the producer filled it."""
-    return jax.typeof(barrier.ref).inner_aval.dtype.num_arrivals == NUM_CONSUMERS
-
-
-def assert_found(case: Case, launches: interpreter.Launches, match: str) -> None:
-    """Runs `case` and expects races, or the interpreter's own complaint.
-
-    It complains of a phase that nobody saw, and from jax 0.12 on of every race.
-    """
-    try:
-        # Not as one program: a launch is traced when those before it have run.
-        jax.block_until_ready(kernel_of(case)(*map(tuple, case.levels())))
-    except jax.errors.JaxRuntimeError as error:
-        complaints = (
-            "no threads observed",
-            "had only observed",
-            "RACE DETECTED",
-            "for the first time",
-        )
-        if any(complaint in str(error) for complaint in complaints):
-            return
-        raise
-    with pytest.raises(AssertionError, match=match):
-        launches.assert_no_races(case.launches)
+def assert_found(case: Case, launches: interpreter.Launches, match: str = "races in") -> None:
+    """Not as one program: a launch is traced when those before it have run."""
+    kernel, levels = kernel_of(case), map(tuple, case.levels())
+    planted.assert_found(lambda: kernel(*levels), launches, case.launches, match)
 
 
 def test_interpreted_race_is_found_where_consumers_do_not_wait(
     monkeypatch: pytest.MonkeyPatch, launches: interpreter.Launches
 ) -> None:
-    plant(monkeypatch, "barrier_wait", is_handed_back)
-    assert_found(Case((1,), (100,), 32, 64), launches, "races in launches")
+    plant(monkeypatch, "barrier_wait", planted.is_handed_back)
+    assert_found(Case((1,), (100,), 32, 64), launches)
 
 
 def test_interpreted_race_of_an_early_launch_is_found(
     monkeypatch: pytest.MonkeyPatch, launches: interpreter.Launches
 ) -> None:
-    plant(monkeypatch, "barrier_wait", lambda ref: is_handed_back(ref) or len(launches) > 0)
+    plant(monkeypatch, "barrier_wait", lambda ref: planted.is_handed_back(ref) or len(launches) > 0)
     assert_found(Case((1, 2), (100, 100), 16, 64, SEPARATE), launches, r"races in launches \[0\]")
 
 
 def test_interpreted_producer_that_does_not_wait_is_found(
     monkeypatch: pytest.MonkeyPatch, launches: interpreter.Launches
 ) -> None:
-    plant(monkeypatch, "barrier_wait", lambda ref: not is_handed_back(ref))
-    assert_found(Case((1,), (300,), 64, 64), launches, "races in launches")
+    plant(monkeypatch, "barrier_wait", lambda ref: not planted.is_handed_back(ref))
+    assert_found(Case((1,), (300,), 64, 64), launches)
 
 
 def test_interpreted_stage_handed_back_too_early_is_found(
@@ -333,7 +307,7 @@ def test_interpreted_stage_handed_back_too_early_is_found(
     wait, arrive, wgmma_wait = plgpu.barrier_wait, plgpu.barrier_arrive, plgpu.wgmma_wait
 
     def remembering_wait(barrier: Any) -> None:
-        newest[is_handed_back(barrier)] = barrier
+        newest[planted.is_handed_back(barrier)] = barrier
         wait(barrier)
 
     def arriving_wgmma_wait(n: int) -> None:
@@ -348,7 +322,7 @@ def test_interpreted_stage_handed_back_too_early_is_found(
         plgpu, "barrier_arrive", lambda b: arrive(b) if next(first, None) is not None else None
     )
     monkeypatch.setattr(plgpu, "wgmma_wait", arriving_wgmma_wait)
-    assert_found(Case((1,), (300,), 64, 64), launches, "races in launches")
+    assert_found(Case((1,), (300,), 64, 64), launches)
 
 
 @pytest.mark.parametrize("config", [TINY, SIX], ids=["two_chunks", "six_chunks"])
@@ -357,7 +331,7 @@ def test_interpreted_race_is_found_without_waiting_for_a_staging_buffer(
 ) -> None:
     plant(monkeypatch, "wait_smem_to_gmem", lambda n: n == 0)
     case = Case((3,), (100,), config.block_m, 64, config)
-    assert_found(case, launches, "races in launches")
+    assert_found(case, launches)
 
 
 def test_wrong_user_is_found() -> None:

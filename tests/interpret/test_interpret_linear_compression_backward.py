@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import interpreter
@@ -84,12 +84,6 @@ CASES = {
     "summed_over_devices": Case((2, 3), (24, 32), 24, 64, dtypes=("float32", "float32", None)),
     "m_divided_over_devices": Case((2, 3), (24, 32), 24, 64, dtypes=("float32",) * 3),
 }
-
-
-@pytest.fixture
-def launches() -> Iterator[interpreter.Launches]:
-    with interpreter.watched() as launches:
-        yield launches
 
 
 def run(case: Case, arrays: Sequence[Any], params: Any = interpreter.PARAMS) -> Gradients:

@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import offline
+import planted
 import pytest
 
 from ikbo_jax.pallas.attention_backward.kernel import attention_backward_kernel
-from ikbo_jax.pallas.hopper import mma
 from ikbo_jax.problems import AttentionBackwardProblem, AttentionProblem
 from ikbo_jax.problems.attention_backward import AttentionBackwardConfig as Config
 from ikbo_jax.problems.hopper import MAX_SMEM_BYTES
@@ -135,15 +135,7 @@ def test_offline_missing_wait_is_found(
 ) -> None:
     """Without the waits for a block's products, or for a tile's sums, ptxas sees accumulators that
     are read while WGMMAs write them."""
-    wait, left_out = mma.wait, []
-
-    def planted(pending: int, *, interpret: bool) -> None:
-        if sys._getframe(1).f_code.co_name == function:
-            left_out.append(pending)
-        else:
-            wait(pending, interpret=interpret)
-
-    monkeypatch.setattr(mma, "wait", planted)
+    left_out = planted.missing_wait(monkeypatch, function)
     (compiled,) = compiler.compile(*CASES["h64_few_queries"].launch())
     assert left_out
     assert compiled.ptxas.serialized

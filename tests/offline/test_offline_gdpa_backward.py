@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import offline
+import planted
 import pytest
 
 from ikbo_jax.pallas.gdpa_backward import kernels, tiles
-from ikbo_jax.pallas.hopper import mma
 from ikbo_jax.problems import GdpaBackwardConfig
 from ikbo_jax.problems import gdpa_backward as backward_configs
 from ikbo_jax.problems.hopper import MAX_SMEM_BYTES
@@ -100,15 +100,7 @@ def test_offline_missing_wait_is_found(
 ) -> None:
     """Without the wait for a block's scores, for its gradients of weights, or for a tile's sums,
     ptxas sees accumulators that are read while WGMMAs write them."""
-    wait, left_out = mma.wait, []
-
-    def planted(pending: int, *, interpret: bool) -> None:
-        if sys._getframe(1).f_code.co_name == function:
-            left_out.append(pending)
-        else:
-            wait(pending, interpret=interpret)
-
-    monkeypatch.setattr(mma, "wait", planted)
+    left_out = planted.missing_wait(monkeypatch, function)
     (compiled,) = compiler.compile(*CASES["queries_broadcast_h64"].launch())
     assert left_out
     assert compiled.ptxas.serialized

@@ -17,7 +17,9 @@ import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
+import problems
 import pytest
+from hypothesis import strategies as st
 
 SOAK_SECONDS = float(os.environ.get("IKBO_SOAK_S", "20"))
 EXAMPLES = int(os.environ.get("IKBO_GPU_EXAMPLES", "3"))
@@ -35,6 +37,20 @@ def drawn(test: Callable[..., Any]) -> Callable[..., Any]:
     """
     settings = hypothesis.settings(max_examples=EXAMPLES, derandomize=False)
     return pytest.mark.time_limit(300 + 60 * EXAMPLES)(settings(test))
+
+
+def draws_linear_compressions(test: Callable[..., Any]) -> Callable[..., Any]:
+    """Draws the sizes of a linear compression, the kind of its index, and a dtype."""
+    return hypothesis.given(
+        users=st.integers(1, 20),
+        candidates=st.integers(1, 200),
+        m=st.integers(1, 500),
+        k_user=st.integers(1, 300),
+        k_cand=st.integers(1, 300),
+        n=st.integers(1, 40).map(lambda eighth: 8 * eighth),
+        index=st.sampled_from(["sorted", "unsorted", "gaps"]),
+        dtype=st.sampled_from(problems.HALF_DTYPES),
+    )(test)
 
 
 @jax.jit

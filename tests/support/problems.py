@@ -211,6 +211,23 @@ def make_attention_inputs(
     )
 
 
+def make_indexed_attention_inputs(
+    problem: Any, index: Sequence[int], lengths: Sequence[int] | None, seed: int
+) -> AttentionInputs:
+    """Random normal inputs of an `AttentionProblem`, with a given index and given lengths."""
+    rng = np.random.default_rng(seed)
+    keys = (problem.users, problem.kv_len, problem.kv_heads, problem.head_dim)
+    queries = (problem.batch, problem.q_len, problem.q_heads, problem.head_dim)
+    query, key, value = (random_array(rng, x, problem.dtype) for x in (queries, keys, keys))
+    return AttentionInputs(
+        query,
+        key,
+        value,
+        jnp.asarray(index, jnp.int32),
+        None if lengths is None else jnp.asarray(lengths, jnp.int32),
+    )
+
+
 def _attention_weights(
     inputs: AttentionInputs, scale: float, self_key: Any = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
