@@ -92,11 +92,8 @@ class AttentionConfig(FlashConfig):
             return (
                 f"the kernel needs a user and a key, but U={problem.users} and S={problem.kv_len}"
             )
-        if problem.q_heads % problem.kv_heads:
-            return (
-                f"the kernel needs N to be a multiple of K, "
-                f"but N={problem.q_heads} and K={problem.kv_heads}"
-            )
+        if reason := hopper.why_not_heads(problem.q_heads, problem.kv_heads):
+            return reason
         if self.chunk < 1:
             return f"chunk must be at least 1, but is {self.chunk}"
         stages = min(self.k_stages, self.v_stages)

@@ -165,11 +165,8 @@ class AttentionBackwardConfig(Config):
                 f"the attention backward kernel needs a query, a user and a key, but "
                 f"B={problem.batch}, T={problem.q_len}, U={problem.users} and S={problem.kv_len}"
             )
-        if problem.q_heads % problem.kv_heads:
-            return (
-                f"the kernel needs N to be a multiple of K, "
-                f"but N={problem.q_heads} and K={problem.kv_heads}"
-            )
+        if reason := hopper.why_not_heads(problem.q_heads, problem.kv_heads):
+            return reason
         widest, operands = MAX_BLOCK_Q[problem.head_dim], "scores and two sums"
         if reason := hopper.why_not_block(
             "block_q", self.block_q, widest, problem.head_dim, operands

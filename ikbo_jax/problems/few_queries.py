@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from ikbo_jax.problems import hopper, memory
+from ikbo_jax.problems import flash, hopper, memory
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, TILE_ROWS, WGMMA_M
 from ikbo_jax.problems.problem import Config
 
@@ -216,24 +216,14 @@ class FewQueriesConfig(Config):
 
     def illegal_reason(self, problem: Any) -> str | None:
         """Why the kernel cannot run an `AttentionProblem` with this configuration, or None."""
-        if reason := hopper.why_not_dtype(problem.dtype):
-            return reason
-        if reason := hopper.why_not_head_dim(problem.head_dim, MAX_BLOCK_KV):
-            return reason
-        widest, operands = MAX_BLOCK_KV[problem.head_dim], "scores and accumulator"
-        if reason := hopper.why_not_block(
-            "block_kv", self.block_kv, widest, problem.head_dim, operands
-        ):
+        if reason := flash.why_not_operands(problem, self.block_kv, MAX_BLOCK_KV):
             return reason
         if problem.kv_len < 1 or problem.users < 1:
             return (
                 f"the kernel needs a user and a key, but U={problem.users} and S={problem.kv_len}"
             )
-        if problem.q_heads % problem.kv_heads:
-            return (
-                f"the kernel needs N to be a multiple of K, "
-                f"but N={problem.q_heads} and K={problem.kv_heads}"
-            )
+        if reason := hopper.why_not_heads(problem.q_heads, problem.kv_heads):
+            return reason
         if self.tile_rows not in (WGMMA_M, TILE_ROWS):
             return f"tile_rows must be {WGMMA_M} or {TILE_ROWS}, but is {self.tile_rows}"
         if self.splits < 1:

@@ -57,14 +57,7 @@ class FlashConfig(Config):
 
     def why_not_tiles(self, problem: Any, max_block_kv: Mapping[int, int]) -> str | None:
         """Checks dtype, head width, block and rings; `max_block_kv` is by head width."""
-        if reason := hopper.why_not_dtype(problem.dtype):
-            return reason
-        if reason := hopper.why_not_head_dim(problem.head_dim, max_block_kv):
-            return reason
-        widest, operands = max_block_kv[problem.head_dim], "scores and accumulator"
-        if reason := hopper.why_not_block(
-            "block_kv", self.block_kv, widest, problem.head_dim, operands
-        ):
+        if reason := why_not_operands(problem, self.block_kv, max_block_kv):
             return reason
         if min(self.k_stages, self.v_stages) < 2:
             return (
@@ -74,3 +67,13 @@ class FlashConfig(Config):
         if self.q_slots not in (1, 2, 3):
             return f"q_slots must be 1, 2 or 3, but is {self.q_slots}"
         return None
+
+
+def why_not_operands(problem: Any, block_kv: int, max_block_kv: Mapping[int, int]) -> str | None:
+    """Checks dtype, head width, and keys of a block; `max_block_kv` is by head width."""
+    if reason := hopper.why_not_dtype(problem.dtype):
+        return reason
+    if reason := hopper.why_not_head_dim(problem.head_dim, max_block_kv):
+        return reason
+    widest, operands = max_block_kv[problem.head_dim], "scores and accumulator"
+    return hopper.why_not_block("block_kv", block_kv, widest, problem.head_dim, operands)

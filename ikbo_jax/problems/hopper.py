@@ -60,6 +60,20 @@ def why_not_block(name: str, block: int, widest: int, head_dim: int, operands: s
     )
 
 
+def why_not_width(n: int) -> str | None:
+    """Checks the embedding width N, whose rows TMA reads."""
+    if n % 8 == 0:
+        return None
+    return f"the kernel needs N to be a multiple of 8 (16 bytes, for TMA), but N={n}"
+
+
+def why_not_heads(q_heads: int, kv_heads: int) -> str | None:
+    """Checks that every key head serves the same number of query heads."""
+    if q_heads % kv_heads == 0:
+        return None
+    return f"the kernel needs N to be a multiple of K, but N={q_heads} and K={kv_heads}"
+
+
 def why_not_smem(config: Any, smem_bytes: int, head_dim: int | None = None) -> str | None:
     """Checks the shared memory of one CTA."""
     if smem_bytes <= MAX_SMEM_BYTES:

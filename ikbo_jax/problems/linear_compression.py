@@ -14,6 +14,7 @@ from ikbo_jax.problems.hopper import (
     WGMMA_M,
     why_not_dtype,
     why_not_smem,
+    why_not_width,
 )
 from ikbo_jax.problems.problem import Config, Problem, doublings, octave, size, typed
 
@@ -99,10 +100,8 @@ class LinearCompressionConfig(Config):
         """Why the kernel cannot run `problem` with this configuration; None if it can."""
         if reason := why_not_dtype(problem.dtype):
             return reason
-        if problem.n % 8:
-            return (
-                f"the kernel needs N to be a multiple of 8 (16 bytes, for TMA), but N={problem.n}"
-            )
+        if reason := why_not_width(problem.n):
+            return reason
         if min(problem.ks) < 1:
             return f"the kernel needs K of at least 1 at every level, but K={problem.ks}"
         if self.block_m % 16 or not 16 <= self.block_m <= MAX_BLOCK_M:

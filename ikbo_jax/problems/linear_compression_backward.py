@@ -14,6 +14,7 @@ from ikbo_jax.problems.hopper import (
     WGMMA_M,
     why_not_dtype,
     why_not_smem,
+    why_not_width,
 )
 from ikbo_jax.problems.linear_compression import (
     LinearCompressionConfig,
@@ -71,10 +72,8 @@ class WeightGradientConfig(Config):
         """Why the kernel cannot run `problem` with this configuration; None if it can."""
         if reason := why_not_dtype(problem.dtype):
             return reason
-        if problem.n % 8:
-            return (
-                f"the kernel needs N to be a multiple of 8 (16 bytes, for TMA), but N={problem.n}"
-            )
+        if reason := why_not_width(problem.n):
+            return reason
         if self.block_m % 8 or not 8 <= self.block_m <= MAX_BLOCK_M:
             return f"block_m must be a multiple of 8 from 8 to {MAX_BLOCK_M}, but is {self.block_m}"
         if self.stages < 2:
@@ -136,10 +135,8 @@ class SumConfig(Config):
         """Why the kernel cannot run `problem` with this configuration; None if it can."""
         if reason := why_not_dtype(problem.dtype):
             return reason
-        if problem.n % 8:
-            return (
-                f"the kernel needs N to be a multiple of 8 (16 bytes, for TMA), but N={problem.n}"
-            )
+        if reason := why_not_width(problem.n):
+            return reason
         if self.stages < 2:
             return f"stages must be at least 2, but is {self.stages}"
         return why_not_smem(self, memory.smem_bytes(self.shared))
