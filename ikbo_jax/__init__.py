@@ -10,6 +10,7 @@ from ikbo_jax.ops.linear_compression import (
     linear_compression,
     multilevel_linear_compression,
 )
+from ikbo_jax.ops.target import export_target
 from ikbo_jax.placement import Placement, place_users
 from ikbo_jax.rewrite import rewrite
 
@@ -21,6 +22,7 @@ __all__ = [
     "attention",
     "debug",
     "explain",
+    "export_target",
     "gdpa",
     "linear_compression",
     "merge_attention",

@@ -14,7 +14,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 def request(
-    op: str, implementation: str | None, config: Any, *config_types: type
+    op: str, implementation: str | None, config: Any, arrays: Any, *config_types: type
 ) -> dispatch.Request:
     """The caller's choice of an implementation; raises ValueError if it is contradictory.
 
@@ -22,6 +22,7 @@ def request(
       op: the op's name.
       implementation: None, or one of `dispatch.IMPLEMENTATIONS`.
       config: None, or a configuration of the kernel.
+      arrays: the op's arrays, a tree, unchecked.
       *config_types: classes of the kernels' configurations.
     """
     if implementation is not None and implementation not in dispatch.IMPLEMENTATIONS:
@@ -33,7 +34,7 @@ def request(
         raise ValueError(f"config must be {known}, but is {config!r}")
     if config is not None and implementation == "xla":
         raise ValueError(f"implementation='xla' takes no config, but config is {config}")
-    return dispatch.Request(op, implementation, config)
+    return dispatch.Request(op, implementation, config, dispatch.target_of_trace(arrays))
 
 
 def check_array(name: str, array: object, axes: str) -> None:

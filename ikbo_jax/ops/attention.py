@@ -61,8 +61,9 @@ def attention(
         kernel of the gradient a copy of the queries. If True is wrong, the op is slower and the
         result the same, but that kernel's gradients are NaN.
       return_residuals: whether to return lse as well.
-      implementation: None takes the fastest that can run these sizes on the default device;
-        "mosaic_gpu" (Hopper; bfloat16 and float16) or "xla" take that one or raise.
+      implementation: None takes the fastest that can run these sizes on the default device, or,
+        without a GPU, where the program is lowered for (`ikbo_jax.export_target`); "mosaic_gpu"
+        (Hopper; bfloat16 and float16) or "xla" take that one or raise.
       config: configuration of the "mosaic_gpu" kernel; None takes it from the dispatch table. A
         `FewQueriesConfig` selects the kernel for users with few queries.
 
@@ -94,12 +95,17 @@ def attention(
     Source: Meta IKBO, flash attention with in-kernel broadcast, published by Meta on the PyTorch
     blog.
     """
+    arrays = Arrays(query, key, value, cand_to_user, key_value_seq_lengths)
     request = arguments.request(
-        "attention", implementation, config, AttentionConfig, FewQueriesConfig
+        "attention",
+        implementation,
+        config,
+        (arrays, self_key, self_value),
+        AttentionConfig,
+        FewQueriesConfig,
     )
     _check(query, key, value, cand_to_user, key_value_seq_lengths)
     _check_self_tokens(query, key, self_key, self_value)
-    arrays = Arrays(query, key, value, cand_to_user, key_value_seq_lengths)
     call = _Call(
         request,
         query.shape[3] ** -0.5 if scale is None else arguments.finite_number("scale", scale),
@@ -265,7 +271,7 @@ def _run_kernel(
         scale=call.scale,
         return_residuals=call.return_residuals,
         config=plan.config,
-        num_sms=dispatch.num_sms(),
+        num_sms=call.request.num_sms,
     )
     if is_reordered:
         inverse_order = (
@@ -280,9 +286,9 @@ class _Attention(Op):
         del call
         return attention_backward.problem_of(arrays)
 
-    def plan(self, call: _Call, arrays: Arrays) -> dispatch.Plan:
+    def plan_on_platform(self, call: _Call, arrays: Arrays) -> dispatch.Plan:
         """The gradient has a kernel of its own, which is chosen apart from the result's."""
-        plan = super().plan(call, arrays)
+        plan = super().plan_on_platform(call, arrays)
         config, reason = attention_backward.choose(call.request, plan.problem)
         return dataclasses.replace(
             plan,

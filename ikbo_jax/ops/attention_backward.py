@@ -53,7 +53,7 @@ def choose(
     """The kernel's configuration for the gradient of `problem`, or None for XLA; and the reason."""
     if request.implementation == "xla":
         return None, "requested by the caller"
-    request = dispatch.Request(AttentionBackwardProblem.op, request.implementation, None)
+    request = dataclasses.replace(request, op=AttentionBackwardProblem.op, config=None)
     return dispatch.kernel_config(request, AttentionBackwardProblem.of(problem))
 
 
@@ -132,7 +132,7 @@ def _run(settings: Settings, operands: Operands) -> Gradients:
         scale=settings.scale,
         indices_are_sorted=is_sorted,
         config=settings.config,
-        num_sms=dispatch.num_sms(),
+        num_sms=settings.request.num_sms,
         dtype=settings.dtype,
     )
     result: Gradients = run_kernel(launch, *arrays, *rest)

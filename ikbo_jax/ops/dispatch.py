@@ -2,6 +2,10 @@
 
 An op stores its `Plan` in the jaxpr with `record`, and `ikbo_jax.explain` reads it from there. So
 `explain` also reports the plans of functions that were traced earlier and come from a cache.
+
+A choice is made while an op is traced. Where the machine has a GPU, it is made for the default
+device. Where it has none, or where `export_target` names a Hopper card, the platform is unknown
+until the program is lowered; then an op has two plans: for CUDA, on that card, and for all others.
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ import jax.export
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
+from ikbo_jax.ops import target as targets
+from ikbo_jax.ops.target import Target
 from ikbo_jax.tuning import table
 
 logger = logging.getLogger("ikbo_jax")
@@ -46,6 +52,9 @@ class Plan:
       backward: which implementation computes the gradient, and why.
       backward_config: configuration of the gradient's kernel, where it is chosen by the table.
       division: how the call divides over the devices of a mesh; empty if it does not.
+      target: the card that the plan is for; None: the default device, or any platform but CUDA.
+      cuda: how the call runs in a program that is lowered for CUDA; None: as this plan says.
+      refusal: why lowering for another platform than CUDA raises; empty if it does not.
     """
 
     op: str
@@ -57,29 +66,116 @@ class Plan:
     backward: str = "XLA, at user and candidate batch size"
     backward_config: Any = None
     division: str = ""
+    target: Target | None = dataclasses.field(default=None, repr=False)
+    cuda: Plan | None = dataclasses.field(default=None, repr=False)
+    refusal: str = dataclasses.field(default="", repr=False)
 
     def __str__(self) -> str:
-        lines = [f"{self.op}: {self.sizes}", f"  implementation: {self.implementation}"]
-        if self.config is not None:
-            lines.append(f"  config: {self.config}")
-        lines += [f"  reason: {self.reason}", f"  gradient: {self.backward}"]
-        if self.division:
-            lines.append(f"  devices: {self.division}")
-        return "\n".join(lines)
+        return "\n".join([f"{self.op}: {self.sizes}", *self._lines()])
+
+    def _lines(self) -> list[str]:
+        if self.refusal:
+            lines = [f"  refused: {self.refusal}"]
+        else:
+            lines = [f"  implementation: {self.implementation}"]
+            if self.config is not None:
+                lines.append(f"  config: {self.config}")
+            lines += [f"  reason: {self.reason}", f"  gradient: {self.backward}"]
+            if self.division:
+                lines.append(f"  devices: {self.division}")
+        if self.cuda is not None:
+            lines.append(f"  lowered for CUDA, {self.cuda.target}:")
+            lines += [f"  {line}" for line in self.cuda._lines()]
+        return lines
+
+    @property
+    def may_have_kernels(self) -> bool:
+        """Whether a kernel computes the result or its gradient, or might if `vmap` folds it."""
+        if self.implementation == "mosaic_gpu" or self.backward_config is not None:
+            return True
+        return not _symbolic_sizes(self.problem) and self.problem.default_config() is not None
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """The op's name, and the caller's arguments `implementation` and `config`."""
+    """What a choice depends on besides the problem.
+
+    Attributes:
+      op: the op's name.
+      implementation: the caller's argument.
+      config: the caller's argument.
+      target: the card, if the program is lowered for CUDA; None: the choice is for the default
+        device.
+      platform: "cuda" or "other": the platform that the program is lowered for; "": with a target,
+        it is not known yet.
+    """
 
     op: str
     implementation: str | None
     config: Any
+    target: Target | None = None
+    platform: str = ""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the platform is not known yet."""
+        return self.target is not None and not self.platform
+
+    def on(self, platform: str) -> Request:
+        """The request once the platform is known."""
+        return dataclasses.replace(self, platform=platform)
+
+    @property
+    def card(self) -> Target | None:
+        """The card that runs the call; None: the default device, or no GPU."""
+        return self.target if self.platform == "cuda" else None
+
+    @property
+    def num_sms(self) -> int:
+        """Number of streaming multiprocessors of the device."""
+        return num_sms() if self.card is None else self.card.num_sms
+
+    def unavailable_reason(self) -> str | None:
+        """Why the Mosaic GPU kernels cannot run; None if they can."""
+        if self.platform == "cuda":
+            return _other_gpu_reason()
+        if reason := hopper_unavailable_reason():
+            return reason
+        if self.platform == "other":
+            return "the Mosaic GPU kernels run only in a program that is lowered for CUDA"
+        return None
+
+
+def target_of_trace(arrays: Any) -> Target | None:
+    """The card to plan for where a program is lowered for CUDA; None: plan for the default device.
+
+    Arrays that are not traced run on their device at once.
+    """
+    target = targets.current()
+    if target is None:
+        if hopper_unavailable_reason() is None or _has_gpu():
+            return None
+        target = targets.DEFAULT
+    return target if _is_traced(arrays) else None
+
+
+def _is_traced(arrays: Any) -> bool:
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(arrays)):
+        return True
+    # Arrays that a traced function closes over are no tracers, but operations on them are traced.
+    return isinstance(jax.lax.full((), 0), jax.core.Tracer)
+
+
+def _has_gpu() -> bool:
+    try:
+        return bool(jax.devices("gpu"))
+    except RuntimeError:
+        return False
 
 
 def choose(request: Request, problem: Any) -> Plan:
     """Decides how `problem` runs here; raises NotImplementedError if it cannot run as requested."""
-    plan = functools.partial(Plan, request.op, problem, problem.describe())
+    plan = functools.partial(Plan, request.op, problem, problem.describe(), target=request.card)
     if request.implementation == "xla":
         return plan("xla", None, "requested by the caller")
     config, reason = kernel_config(request, problem)
@@ -87,7 +183,8 @@ def choose(request: Request, problem: Any) -> Plan:
         return plan("mosaic_gpu", config, reason)
     if request.implementation == "mosaic_gpu":
         raise NotImplementedError(f"{request.op} with implementation='mosaic_gpu': {reason}")
-    logger.debug("%s runs in XLA: %s", request.op, reason)
+    if request.card is None:
+        logger.debug("%s runs in XLA: %s", request.op, reason)
     return plan("xla", None, reason)
 
 
@@ -96,7 +193,7 @@ def kernel_config(request: Request, problem: Any) -> tuple[Any, str]:
 
     Takes no notice of a request for "xla".
     """
-    if reason := hopper_unavailable_reason():
+    if reason := request.unavailable_reason():
         return None, reason
     if symbolic := _symbolic_sizes(problem):
         axis, size = symbolic[0]
@@ -108,7 +205,7 @@ def kernel_config(request: Request, problem: Any) -> tuple[Any, str]:
         config, reason = request.config, "configuration passed by the caller"
     else:
         choice = table.lookup(problem)
-        config, reason = choice.config, choice.reason + _other_device(choice.reason)
+        config, reason = choice.config, choice.reason + _other_device(request, choice.reason)
         is_unmeasured = choice.source == "default" and not problem.runs_unmeasured
         if is_unmeasured and request.implementation is None:
             return None, _NOT_MEASURED.format(op=problem.op, command=problem.op.replace("_", "-"))
@@ -164,13 +261,19 @@ def is_symbolic(size: Any) -> bool:
     return jax.export.is_symbolic_dim(size)
 
 
-def _other_device(reason: str) -> str:
+def _other_device(request: Request, reason: str) -> str:
     """A suffix for a reason that quotes a row measured on another GPU model; else empty."""
-    device_kind = str(getattr(default_device(), "device_kind", ""))
     measured = re.search(r"\((?P<device>[^(),]*(?:GPU|NVIDIA)[^(),]*), \d{4}-", reason)
-    if measured is None or not device_kind or measured["device"] == device_kind:
+    if measured is None:
         return ""
-    return f"; measured on an {_model(measured['device'])}; this is an {_model(device_kind)}"
+    model = _model(measured["device"])
+    if request.card is not None:
+        card = request.card.card
+        return "" if card == model else f"; measured on an {model}; the target is an {card}"
+    device_kind = str(getattr(default_device(), "device_kind", ""))
+    if not device_kind or measured["device"] == device_kind:
+        return ""
+    return f"; measured on an {model}; this is an {_model(device_kind)}"
 
 
 def _model(device_kind: str) -> str:
@@ -211,6 +314,18 @@ def hopper_unavailable_reason() -> str | None:
     except ImportError as error:
         return f"jax {jax.__version__} has no Pallas Mosaic GPU: {error}"
     return None
+
+
+def _other_gpu_reason() -> str | None:
+    """Why programs for Hopper cannot be lowered here; None if they can."""
+    device = default_device()
+    capability = str(getattr(device, "compute_capability", "9.0"))
+    if device.platform != "gpu" or capability == "9.0":
+        return None
+    return (
+        "Mosaic GPU lowers for the compute capability of the default device, and "
+        f"{device.device_kind} has {capability} instead of 9.0; export with JAX_PLATFORMS=cpu"
+    )
 
 
 def num_sms() -> int:

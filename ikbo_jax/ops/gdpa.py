@@ -128,8 +128,8 @@ def gdpa(
     Source: Meta, generalised dot-product attention (GDPA), published with its kernels for ads
     models.
     """
-    request = arguments.request("gdpa", implementation, config, GdpaConfig)
     arrays = Arrays(query, key, value, cu_seqlens_q, cu_seqlens_kv, q_to_kv)
+    request = arguments.request("gdpa", implementation, config, arrays, GdpaConfig)
     broadcast_q = bool(broadcast_q)
     gdpa_arguments.check_arrays(arrays)
     gdpa_arguments.check_sequences(arrays, broadcast_q)
@@ -202,7 +202,7 @@ def _run_vjp_vmappable(call: _Call, residuals: _Residuals) -> Gradients:
                 arrays,
                 call.settings,
                 d_out,
-                num_sms=dispatch.num_sms(),
+                num_sms=call.request.num_sms,
                 dtype=call.gradient_dtype,
             )
 
@@ -264,9 +264,9 @@ class _Gdpa(Op):
             max_seqlen_kv=settings.max_seqlen_kv,
         )
 
-    def plan(self, call: _Call, arrays: Arrays) -> dispatch.Plan:
+    def plan_on_platform(self, call: _Call, arrays: Arrays) -> dispatch.Plan:
         """Kernels compute the gradient if the kernel computes the result and they are legal."""
-        plan = super().plan(call, arrays)
+        plan = super().plan_on_platform(call, arrays)
         backward = "XLA, a few tiles at a time"
         if plan.implementation == "mosaic_gpu":
             reason = gdpa_backward_problems.illegal_reason(plan.problem)
@@ -290,7 +290,7 @@ class _Gdpa(Op):
                 settings=call.settings,
                 return_residuals=call.return_residuals,
                 config=plan.config,
-                num_sms=dispatch.num_sms(),
+                num_sms=call.request.num_sms,
             )
             out, lse = run_kernel(launch, arrays)
         else:

@@ -11,7 +11,13 @@ import jax
 import jax.numpy as jnp
 
 from ikbo_jax.ops import arguments, dispatch, reverse_only
-from ikbo_jax.ops.linear_compression_backward import Arrays, fold, gradients, problem_of
+from ikbo_jax.ops.linear_compression_backward import (
+    Arrays,
+    Settings,
+    fold,
+    gradients,
+    problem_of,
+)
 from ikbo_jax.ops.op import Folded, Named, Op, Part, unstack
 from ikbo_jax.ops.partition import Division
 from ikbo_jax.ops.sharded import run_kernel, vary_over_same_axes
@@ -57,8 +63,9 @@ def linear_compression(
       cand_to_user: [B] int32, the user of every candidate, values in [0, U), in any order; a user
         may have no candidates. Values outside the range are clamped to it, so nothing is read
         outside `e_user`; `ikbo_jax.debug.check_index` finds them.
-      implementation: None takes the fastest that can run these sizes on the default device;
-        "mosaic_gpu" (Hopper; bfloat16 and float16) or "xla" take that one or raise.
+      implementation: None takes the fastest that can run these sizes on the default device, or,
+        without a GPU, where the program is lowered for (`ikbo_jax.export_target`); "mosaic_gpu"
+        (Hopper; bfloat16 and float16) or "xla" take that one or raise.
       config: configuration of the "mosaic_gpu" kernel; None takes it from the dispatch table.
 
     Returns:
@@ -105,8 +112,9 @@ def multilevel_linear_compression(
       terms: at least one `Term`, coarsest first: weights [M, K_l], embeddings [B_l, K_l, N] of one
         dtype, and from the second term on `parent` [B_l] int32 with values in [0, B_{l-1}), clamped
         to that range. B_{l-1} = 0 requires B_l = 0.
-      implementation: None takes the fastest that can run these sizes on the default device;
-        "mosaic_gpu" (Hopper; bfloat16 and float16) or "xla" take that one or raise.
+      implementation: None takes the fastest that can run these sizes on the default device, or,
+        without a GPU, where the program is lowered for (`ikbo_jax.export_target`); "mosaic_gpu"
+        (Hopper; bfloat16 and float16) or "xla" take that one or raise.
       config: configuration of the "mosaic_gpu" kernel; None takes it from the dispatch table.
 
     Returns:
@@ -156,7 +164,7 @@ def _compress(
     implementation: str | None,
     config: LinearCompressionConfig | None,
 ) -> jax.Array:
-    request = arguments.request(op, implementation, config, LinearCompressionConfig)
+    request = arguments.request(op, implementation, config, terms, LinearCompressionConfig)
     _check(terms, names)
     weights, embeddings, parents = zip(*terms, strict=True)
     arrays, call = Arrays(weights, embeddings, parents), _Call(request)
@@ -222,9 +230,9 @@ class _LinearCompression(Op):
         del call
         return problem_of(arrays)
 
-    def plan(self, call: _Call, arrays: Arrays) -> dispatch.Plan:
+    def plan_on_platform(self, call: _Call, arrays: Arrays) -> dispatch.Plan:
         """Kernels compute the gradient if the kernel computes the result and they are legal."""
-        plan = super().plan(call, arrays)
+        plan = super().plan_on_platform(call, arrays)
         if plan.implementation != "mosaic_gpu":
             return plan
         reason = backward_problems.illegal_reason(plan.problem)
@@ -239,7 +247,7 @@ class _LinearCompression(Op):
         from ikbo_jax.pallas.linear_compression import kernel
 
         launch = functools.partial(
-            kernel.linear_compression_kernel, config=plan.config, num_sms=dispatch.num_sms()
+            kernel.linear_compression_kernel, config=plan.config, num_sms=call.request.num_sms
         )
         out = run_kernel(launch, *arrays)
         return dispatch.record(out, plan)
@@ -289,7 +297,8 @@ class _LinearCompression(Op):
             name = dtype and jnp.dtype(dtype).name
             # A candidate is on one device, unless every device has a part of M.
             dtypes = (name, name, name if call.is_m_divided else None)
-            return Arrays(*gradients(dtypes, arrays, cotangents), no_parents)
+            settings = Settings(dtypes, call.request.num_sms)
+            return Arrays(*gradients(settings, arrays, cotangents), no_parents)
         weights, embeddings = reference.decomposed_vjp(*arrays, cotangents, dtype=dtype)
         return Arrays(weights, embeddings, no_parents)
 

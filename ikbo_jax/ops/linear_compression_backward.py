@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ikbo_jax.ops import dispatch
 from ikbo_jax.ops.op import map_sequentially, stack, unstack, vmappable
 from ikbo_jax.ops.sharded import run_kernel
 from ikbo_jax.problems import LinearCompressionProblem
@@ -63,6 +62,13 @@ def fold(size: int, folded: Sequence[bool], arrays: Arrays) -> Arrays:
 Gradients = tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]
 #: Names of the dtypes of `kernel_vjp`.
 Dtypes = tuple[str | None, str | None, str | None]
+
+
+class Settings(NamedTuple):
+    """The arguments of `kernel_vjp` that a call decides."""
+
+    dtypes: Dtypes
+    num_sms: int
 
 
 def kernel_vjp(
@@ -142,16 +148,15 @@ def kernel_vjp(
     return tuple(d_weights), tuple(d_embeddings)
 
 
-def _run_kernel_vjp(dtypes: Dtypes, operands: tuple[Arrays, jax.Array]) -> Gradients:
+def _run_kernel_vjp(settings: Settings, operands: tuple[Arrays, jax.Array]) -> Gradients:
     """Gradients by kernels, with a vmap rule like the rule of the result."""
 
     def launch(arrays: Arrays, cotangent: jax.Array, problems: int) -> Gradients:
         fn = functools.partial(
             kernel_vjp,
             config=default_config(problem_of(arrays)),
-            num_sms=dispatch.num_sms(),
             problems=problems,
-            dtypes=dtypes,
+            **settings._asdict(),
         )
         found: Gradients = run_kernel(fn, *arrays, cotangent)
         return found
@@ -163,7 +168,7 @@ def _run_kernel_vjp(dtypes: Dtypes, operands: tuple[Arrays, jax.Array]) -> Gradi
     def run_batched(size: int, batched: Any, operands: Any) -> Gradients:
         weights = operands[0].weights
         if not size or any(batched[0].weights):
-            return map_sequentially(functools.partial(_run_kernel_vjp, dtypes), batched, operands)
+            return map_sequentially(functools.partial(_run_kernel_vjp, settings), batched, operands)
         # Every problem returns gradients of all embeddings, so copies of shared embeddings take no
         # more memory than the results.
         (arrays, cotangent) = jax.tree.map(
@@ -182,22 +187,22 @@ def _run_kernel_vjp(dtypes: Dtypes, operands: tuple[Arrays, jax.Array]) -> Gradi
 
 # custom_vjp wraps custom_vmap because custom_vmap has no reverse mode.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def gradients(dtypes: Dtypes, arrays: Arrays, cotangent: jax.Array) -> Gradients:
+def gradients(settings: Settings, arrays: Arrays, cotangent: jax.Array) -> Gradients:
     """`kernel_vjp` of one problem, with a vmap rule and with second derivatives."""
-    return _run_kernel_vjp(dtypes, (arrays, cotangent))
+    return _run_kernel_vjp(settings, (arrays, cotangent))
 
 
 def _gradients_forward(
-    dtypes: Dtypes, arrays: Arrays, cotangent: jax.Array
+    settings: Settings, arrays: Arrays, cotangent: jax.Array
 ) -> tuple[Gradients, tuple[Arrays, jax.Array]]:
-    return gradients(dtypes, arrays, cotangent), (arrays, cotangent)
+    return gradients(settings, arrays, cotangent), (arrays, cotangent)
 
 
 def _gradients_backward(
-    dtypes: Dtypes, saved: tuple[Arrays, jax.Array], cotangents: Gradients
+    settings: Settings, saved: tuple[Arrays, jax.Array], cotangents: Gradients
 ) -> tuple[Arrays, jax.Array]:
     """Second derivatives, by XLA."""
-    del dtypes
+    del settings
     (weights, embeddings, parents), cotangent = saved
 
     def by_xla(weights: Any, embeddings: Any, cotangent: jax.Array) -> Gradients:

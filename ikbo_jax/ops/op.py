@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 
 from ikbo_jax.ops import dispatch, sharded
 from ikbo_jax.ops.partition import Division, Rule, dimensions
+from ikbo_jax.ops.platforms import by_platform
 from ikbo_jax.problems import Problem
 
 
@@ -123,7 +125,28 @@ class Op(abc.ABC):
 
     def plan(self, call: Any, arrays: Any) -> dispatch.Plan:
         """Decides how a call runs; raises NotImplementedError if it cannot run as requested."""
+        request = call.request
+        if not request.is_open or request.implementation == "xla":
+            return self.plan_on_platform(call, arrays)
+        cuda = self.plan_on_platform(_on(call, "cuda"), arrays)
+        other = dataclasses.replace(request.on("other"), implementation=None)
+        plan = self.plan_on_platform(dataclasses.replace(call, request=other), arrays)
+        refusal = ""
+        if request.implementation == "mosaic_gpu":
+            refusal = f"{request.op} with implementation='mosaic_gpu': {plan.reason}"
+        return dataclasses.replace(plan, cuda=cuda, refusal=refusal)
+
+    def plan_on_platform(self, call: Any, arrays: Any) -> dispatch.Plan:
+        """`plan` where the platform is known."""
         return dispatch.choose(call.request, self.problem(call, arrays))
+
+    def _by_platform(self, run: Callable[..., Any], call: Any, plan: Any, arrays: Any) -> Any:
+        """`run(call, plan, arrays)`, in a program lowered for CUDA with the plan for CUDA."""
+        elsewhere = functools.partial(run, call, plan)
+        if plan.cuda is None or not plan.cuda.may_have_kernels:
+            return elsewhere(arrays)
+        on_cuda = functools.partial(run, _on(call, "cuda"), plan.cuda)
+        return by_platform(elsewhere, on_cuda, arrays, plan.refusal)
 
     def for_gradient(self, call: Any) -> Any:
         """The call whose results the gradient needs."""
@@ -140,6 +163,9 @@ class Op(abc.ABC):
 
     def _divided(self, call: Any, plan: dispatch.Plan, arrays: Any) -> Any:
         """Runs one problem, or a part of it on every device of a mesh."""
+        return self._by_platform(self._divided_on_platform, call, plan, arrays)
+
+    def _divided_on_platform(self, call: Any, plan: dispatch.Plan, arrays: Any) -> Any:
         named = self.named(call, arrays)
 
         def local(parts: Any, division: Division | None) -> Any:
@@ -188,15 +214,25 @@ class Op(abc.ABC):
         if (folded := self.fold(call, size, batched, arrays)) is not None:
             folded_plan = self.plan(folded.call, folded.arrays)
             return folded.unfold(self._vmappable(folded.call, folded_plan, folded.arrays))
-        if plan.implementation == "xla" and self.xla_batches_products:
-            reason = f"{plan.reason}; vmap runs {size} problems at once"
-            noted = dataclasses.replace(plan, reason=reason)
+        noted = self._noted(plan, size)
+        if self._runs_at_once(plan):
             axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, batched)
             return jax.vmap(lambda arrays: self.run(call, noted, arrays), (axes,))(arrays)
-        reason = f"{plan.reason}; vmap runs {size} problems one after another"
-        noted = dataclasses.replace(plan, reason=reason)
         return map_sequentially(
             lambda arrays: self._vmappable(call, noted, arrays), batched, arrays
+        )
+
+    def _runs_at_once(self, plan: dispatch.Plan) -> bool:
+        """Whether problems that cannot be folded run at once."""
+        return plan.implementation == "xla" and self.xla_batches_products
+
+    def _noted(self, plan: dispatch.Plan, size: int) -> dispatch.Plan:
+        """The plan, whose reason says how problems run that cannot be folded."""
+        how = "at once" if self._runs_at_once(plan) else "one after another"
+        return dataclasses.replace(
+            plan,
+            reason=f"{plan.reason}; vmap runs {size} problems {how}",
+            cuda=None if plan.cuda is None else self._noted(plan.cuda, size),
         )
 
     def _forward(self, call: Any, plan: dispatch.Plan, arrays: Any) -> tuple[Any, Any]:
@@ -208,6 +244,13 @@ class Op(abc.ABC):
     def _backward(
         self, call: Any, plan: dispatch.Plan, saved: tuple[Any, Any], cotangents: Any
     ) -> tuple[Any]:
+        return (self._by_platform(self._pulled_back, call, plan, (saved, cotangents)),)
+
+    def _pulled_back(
+        self, call: Any, plan: dispatch.Plan, operands: tuple[tuple[Any, Any], Any]
+    ) -> Any:
+        """The gradients of the arrays, from what `_forward` saved and the cotangents."""
+        saved, cotangents = operands
         arrays, _ = saved
         named = self.named(self.for_gradient(call), arrays)
         names = (named.arrays, self.residuals(named.results), self.visible(call, named.results))
@@ -234,9 +277,15 @@ class Op(abc.ABC):
             return [division.sum(x, name).astype(like.dtype) for x, name, like in leaves]
 
         identity = ("gradient", plan, call)
-        operands = (names, (*saved, cotangents))
-        gradients = _run_divided(local, identity, operands, gradient_names, named.split)
-        return (jax.tree.map(sharded.typed_like, gradients, arrays, is_leaf=_is_none),)
+        gradients = _run_divided(
+            local, identity, (names, (*saved, cotangents)), gradient_names, named.split
+        )
+        return jax.tree.map(sharded.typed_like, gradients, arrays, is_leaf=_is_none)
+
+
+def _on(call: Any, platform: str) -> Any:
+    """The call once the platform is known."""
+    return dataclasses.replace(call, request=call.request.on(platform))
 
 
 def _is_none(x: Any) -> bool:

@@ -23,11 +23,16 @@ INPUTS = problems.make_inputs(SMALL)
 
 
 def test_text_holds_op_sizes_implementation_and_reason(on_cpu) -> None:
-    assert str(ikbo.explain(ikbo.linear_compression, *INPUTS)) == (
+    text = str(ikbo.explain(ikbo.linear_compression, *INPUTS))
+    assert re.sub(r"\n    config: .*", "", text) == (
         "1. linear_compression: B=3,7 K=11,5 M=16 N=8 bfloat16\n"
         "  implementation: xla\n"
         "  reason: the Mosaic GPU kernels need a Hopper GPU, but the default device is a cpu\n"
-        "  gradient: XLA, at user and candidate batch size"
+        "  gradient: XLA, at user and candidate batch size\n"
+        "  lowered for CUDA, H100 (132 SMs):\n"
+        "    implementation: mosaic_gpu\n"
+        "    reason: default configuration: no measured row is near\n"
+        "    gradient: mosaic_gpu, at user and candidate batch size"
     )
 
 

@@ -265,7 +265,12 @@ def test_explain_tells_sizes_and_reason() -> None:
         "1. gdpa: batch=5,4 rows=21,22 N=2 K=1 H=8 max_seqlen_q=8 gelu+softmax bfloat16\n"
         "  implementation: xla\n"
         "  reason: the Mosaic GPU kernels need a Hopper GPU, but the default device is a cpu\n"
-        "  gradient: XLA, a few tiles at a time"
+        "  gradient: XLA, a few tiles at a time\n"
+        "  lowered for CUDA, H100 (132 SMs):\n"
+        "    implementation: xla\n"
+        "    reason: no legal configuration of the kernel: the kernel takes head widths "
+        "64, 96, 128, 256, but H=8\n"
+        "    gradient: XLA, a few tiles at a time"
     )
     run = functools.partial(attend, approx="polynomial", implementation="xla")
     (plan,) = ikbo.explain(jax.grad(lambda x: run(x).sum(), allow_int=True), arrays).plans

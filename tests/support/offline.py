@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.export
 from jax._src.interpreters import mlir
 from jax.experimental.mosaic.gpu.core import dialect
 from jaxlib.mlir import ir
@@ -142,7 +143,17 @@ def parse_ptxas_log(log: str) -> PtxasReport:
 def mosaic_modules(fn: Callable[..., Any], *args: Any) -> list[bytes]:
     """The serialised Mosaic GPU modules that `fn(*args)` launches, lowered for CUDA."""
     lowered = jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",))
-    module = lowered.compiler_ir("stablehlo")
+    return modules_in(lowered.compiler_ir("stablehlo"))
+
+
+def exported_modules(exported: jax.export.Exported) -> list[bytes]:
+    """The serialised Mosaic GPU modules of an exported program, on whichever platform."""
+    with mlir.make_ir_context():
+        return modules_in(ir.Module.parse(exported.mlir_module()))
+
+
+def modules_in(module: Any) -> list[bytes]:
+    """The serialised Mosaic GPU modules of a StableHLO module."""
     with module.context:
         return [
             op.attributes["mhlo.backend_config"]["module"].value_bytes
@@ -150,6 +161,28 @@ def mosaic_modules(fn: Callable[..., Any], *args: Any) -> list[bytes]:
             if op.name == "stablehlo.custom_call"
             and ir.StringAttr(op.attributes["call_target_name"]).value == "mosaic_gpu_v2"
         ]
+
+
+def kernel_name(module: bytes) -> str:
+    """A serialised module's name. Unlike `describe_module`, takes modules of exported programs.
+
+    MLIR's Python bindings cannot read the older version of the format in which they are written.
+    """
+    found = re.search(rb"(ikbo_\w+)_mosaic_gpu\b", module)
+    if found is None:
+        raise ValueError("the module has no kernel of this library")
+    return found[1].decode()
+
+
+def module_text(module: bytes) -> str:
+    """A serialised module as text, without the places of the source that it came from."""
+    context = mlir.make_ir_context()
+    dialect.register_dialect(context)
+    context.allow_unregistered_dialects = True
+    with context:
+        text: Any = ir.Module.parse(module).operation.get_asm(enable_debug_info=False)
+        # Mosaic GPU numbers the modules that it makes.
+        return re.sub(r'(dump_basename = "\w+_)\d+"', r'\1"', text)
 
 
 def describe_module(module: bytes) -> tuple[str, int]:

@@ -1,0 +1,132 @@
+"""One computation in two forms: one for programs that are lowered for CUDA, one for all others.
+
+Which one runs is decided while JAX lowers the program, since only then the platform is known:
+`jax.export` traces a function once for several platforms. The form for CUDA is also traced then,
+so that a program that is never lowered for CUDA does not trace kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import batching, mlir
+
+# A computation: the jaxpr `elsewhere`, and the function `on_cuda` of the same arrays, with results
+# of the same shapes and dtypes. If `refusal` is not empty, lowering `elsewhere` raises.
+by_platform_p = Primitive("ikbo_by_platform")
+by_platform_p.multiple_results = True
+
+
+def by_platform(
+    elsewhere: Callable[[Any], Any],
+    on_cuda: Callable[[Any], Any],
+    operands: Any,
+    refusal: str = "",
+) -> Any:
+    """`on_cuda(operands)` in a program that is lowered for CUDA, `elsewhere(operands)` in others.
+
+    Derivatives are those of `elsewhere`, on every platform. Both functions have `vmap`.
+
+    Args:
+      elsewhere: takes and returns a tree of arrays; traced at once.
+      on_cuda: likewise, with results like those of `elsewhere`; traced when it is lowered.
+      operands: a tree of arrays.
+      refusal: why a program cannot be lowered for another platform; "" if it can.
+
+    Raises:
+      NotImplementedError: while the program is lowered for another platform, if there is a refusal.
+    """
+    leaves, treedef = jax.tree.flatten(operands)
+
+    def tree(*leaves: Any) -> Any:
+        return elsewhere(jax.tree.unflatten(treedef, leaves))
+
+    # Settings that the caller may have changed for the time of the call.
+    precision, x64 = jax.config.jax_default_matmul_precision, jax.config.jax_enable_x64
+
+    def kernels(*leaves: Any) -> list[Any]:
+        with jax.default_matmul_precision(precision), jax.enable_x64(x64):
+            return jax.tree.leaves(on_cuda(jax.tree.unflatten(treedef, leaves)))
+
+    traced, shape = jax.make_jaxpr(tree, return_shape=True)(*leaves)
+    results = _call(traced, kernels, refusal, leaves)
+    return jax.tree.unflatten(jax.tree.structure(shape), results)
+
+
+def _call(elsewhere: Any, on_cuda: Any, refusal: str, operands: Sequence[Any]) -> Sequence[Any]:
+    """Binds the primitive, with the derivatives of `elsewhere`."""
+
+    @jax.custom_jvp
+    def call(*operands: Any) -> tuple[Any, ...]:
+        return tuple(
+            by_platform_p.bind(*operands, elsewhere=elsewhere, on_cuda=on_cuda, refusal=refusal)
+        )
+
+    @call.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        _, tangents_out = jax.jvp(jaxpr_as_fun(elsewhere), primals, tangents)
+        return call(*primals), tuple(tangents_out)
+
+    results: Sequence[Any] = call(*operands)
+    return results
+
+
+@by_platform_p.def_impl
+def _run_elsewhere(*operands: Any, elsewhere: Any, on_cuda: Any, refusal: str) -> list[Any]:
+    # Only `jax.disable_jit` comes here: ops are jitted.
+    del on_cuda
+    if refusal:
+        raise NotImplementedError(refusal)
+    results: list[Any] = jaxpr_as_fun(elsewhere)(*operands)
+    return results
+
+
+by_platform_p.def_abstract_eval(lambda *_, elsewhere, **__: elsewhere.out_avals)
+
+
+def _lower_elsewhere(ctx: Any, *operands: Any, elsewhere: Any, on_cuda: Any, refusal: str) -> Any:
+    del on_cuda
+    if refusal:
+        raise NotImplementedError(refusal)
+    return mlir.lower_fun(jaxpr_as_fun(elsewhere))(ctx, *operands)
+
+
+def _lower_on_cuda(ctx: Any, *operands: Any, elsewhere: Any, on_cuda: Any, refusal: str) -> Any:
+    del refusal
+
+    def checked(*operands: Any) -> list[Any]:
+        results: list[Any] = on_cuda(*operands)
+        found, expected = map(_shapes, (results, elsewhere.out_avals))
+        assert found == expected, f"on CUDA {found}, elsewhere {expected}"
+        return results
+
+    return mlir.lower_fun(checked)(ctx, *operands)
+
+
+def _shapes(arrays: Any) -> list[tuple[Any, str]]:
+    return [(x.shape, str(x.dtype)) for x in arrays]
+
+
+mlir.register_lowering(by_platform_p, _lower_elsewhere)
+mlir.register_lowering(by_platform_p, _lower_on_cuda, platform="cuda")
+
+
+def _batch(
+    operands: Any, axes: Any, *, elsewhere: Any, on_cuda: Any, refusal: str
+) -> tuple[Any, Any]:
+    def batched(fn: Callable[..., Any]) -> Callable[..., Any]:
+        axes_of_operands = tuple(axis if isinstance(axis, int) else None for axis in axes)
+        mapped: Callable[..., Any] = jax.vmap(fn, axes_of_operands)
+        return mapped
+
+    traced = jax.make_jaxpr(batched(jaxpr_as_fun(elsewhere)))(*operands)
+    results = by_platform_p.bind(
+        *operands, elsewhere=traced, on_cuda=batched(on_cuda), refusal=refusal
+    )
+    return results, [0] * len(results)
+
+
+batching.primitive_batchers[by_platform_p] = _batch
