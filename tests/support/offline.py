@@ -304,14 +304,17 @@ class Compiler:
     def compile_module(self, module: bytes) -> CompiledKernel:
         """Compiles one serialised module; raises ValueError with the log if that fails."""
         name, smem_bytes = describe_module(module)
+        return CompiledKernel(name, smem_bytes, self.assemble(module))
+
+    def assemble(self, module: bytes) -> PtxasReport:
+        """What ptxas says of one serialised module; raises ValueError with the log if it fails."""
         status, stdout, stderr = self._run(module)
         try:
-            report = parse_ptxas_log(stdout)
+            return parse_ptxas_log(stdout)
         except ValueError as error:
             raise ValueError(
-                f"{name} did not compile (exit status {status}):\n{error}\n{stderr}"
+                f"{kernel_name(module)} did not compile (exit status {status}):\n{error}\n{stderr}"
             ) from None
-        return CompiledKernel(name, smem_bytes, report)
 
     def _run(self, module: bytes) -> tuple[int, str, str]:
         """Exit status, standard output and standard error of the compilation of a module."""

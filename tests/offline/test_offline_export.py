@@ -1,0 +1,55 @@
+"""Kernels of exported programs compile for sm_90a.
+
+`jax.export` writes kernels in an older version of Mosaic GPU's format than `jax.jit` does.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import offline
+import pytest
+from jax import export
+
+import ikbo_jax as ikbo
+
+BF16, INT = jnp.bfloat16, jnp.int32
+
+
+def of(*shape: int, dtype=BF16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def model(w_cand, w_user, e_cand, e_user, query, history, index):
+    out = ikbo.linear_compression(w_cand, w_user, e_cand, e_user, index)
+    return out, ikbo.attention(query, history, history, index)
+
+
+def test_kernels_of_an_artefact_compile_as_those_of_jit(on_cpu, compiler: offline.Compiler) -> None:
+    floats = (of(32, 64), of(32, 72), of(8, 64, 64), of(2, 72, 64))
+    arrays = (*floats, of(8, 64, 2, 128), of(2, 64, 2, 128), of(8, dtype=INT))
+    exported = export.export(jax.jit(model), platforms=["cuda"])(*arrays)
+    found, expected = (
+        {offline.kernel_name(module): compiler.assemble(module) for module in modules}
+        for modules in (offline.exported_modules(exported), offline.mosaic_modules(model, *arrays))
+    )
+    assert found == expected
+    assert len(found) == 2
+    for report in found.values():
+        assert (report.spill_bytes, report.stack_bytes, report.serialized) == (0, 0, ())
+
+
+@pytest.mark.parametrize("major", [8, 10])
+def test_another_gpu_refuses_the_kernels(major: int, on_cpu, tmp_path, monkeypatch) -> None:
+    driver = offline._STAND_IN_DRIVER.replace("? 9 :", f"? {major} :")
+    monkeypatch.setattr(offline, "_STAND_IN_DRIVER", driver)
+    shapes = (of(8, 64, 2, 64), of(2, 64, 2, 64), of(2, 64, 2, 64), of(8, dtype=INT))
+    (module,) = offline.exported_modules(
+        export.export(jax.jit(ikbo.attention), platforms=["cuda"])(*shapes)
+    )
+    other = offline.Compiler(tmp_path)
+    try:
+        with pytest.raises(ValueError, match=f"wgmma.* is not supported on sm_{major}0"):
+            other.assemble(module)
+    finally:
+        other.close()
