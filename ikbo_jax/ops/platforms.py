@@ -18,6 +18,9 @@ from jax.interpreters import batching, mlir
 # of the same shapes and dtypes. If `refusal` is not empty, lowering `elsewhere` raises.
 by_platform_p = Primitive("ikbo_by_platform")
 by_platform_p.multiple_results = True
+# JAX 0.12 would ask for a rule where `elsewhere` has what it lowers in two steps. `mlir.lower_fun`
+# traces the form again, and takes both.
+by_platform_p.is_high = lambda *_, **__: False  # type: ignore[method-assign]
 
 
 def by_platform(
