@@ -8,7 +8,7 @@ import functools
 import jax
 import numpy as np
 import pytest
-from training_runs import assert_learnt_alike, curves, draws, versions
+from training_runs import assert_learnt_alike, curves, versions
 
 import ikbo_jax as ikbo
 from ikbo_jax.models import ranking
@@ -36,15 +36,10 @@ SEEDS, STEPS = 3, 300
 
 
 @functools.cache
-def data():
-    return [draws(SIZES, seed, STEPS) for seed in range(SEEDS)]
-
-
-@functools.cache
 def losses(name: str, dtype: str) -> np.ndarray:
     sizes = dataclasses.replace(SIZES, dtype=dtype)
     with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
-        return curves(versions(sizes)[name], sizes, data())
+        return curves(versions(sizes)[name], sizes, SIZES, SEEDS, STEPS)
 
 
 def test_the_kernels_train() -> None:
