@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import subprocess
@@ -27,20 +28,21 @@ def environment(extra: Mapping[str, str]) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **extra}
 
 
-def start(module: str, args: Sequence[str], number: int) -> list[subprocess.Popen[bytes]]:
-    """Starts `number` processes that share a GPU; each runs the module with the same arguments."""
+def start(module: str, args: Sequence[Sequence[str]]) -> list[subprocess.Popen[bytes]]:
+    """Starts processes that share a GPU: the module with each of the lists of arguments."""
     shared = environment({"XLA_PYTHON_CLIENT_PREALLOCATE": "false"})
-    run = command(module, *args)
-    return [subprocess.Popen(run, cwd=ROOT, env=shared) for _ in range(number)]
+    return [subprocess.Popen(command(module, *x), cwd=ROOT, env=shared) for x in args]
 
 
-def wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
-    """Waits for processes, which end with this one; returns how many of them failed."""
+@contextlib.contextmanager
+def ending(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
+    """Ends the processes when the block ends, whether or not it failed."""
     try:
-        return sum(process.wait() != 0 for process in processes)
+        yield
     finally:
         for process in processes:
             process.kill()
+            process.wait()
 
 
 def claims(folder: pathlib.Path, number: int, until: float = float("inf")) -> Iterator[int]:

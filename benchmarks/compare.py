@@ -289,7 +289,6 @@ def format_table(results: Record) -> str:
         figures = "".join(f"{ms:>10.4f}" for ms in times) + f"{point['ratio']:>8.3f}"
         slower = "  SLOWER" if point["ratio"] > 1 + SAME else ""
         lines.append(f"{name:<{wide}}{figures}  {equality(point)}{slower}")
-    lines += [f"left out: {name}" for name in results["left_out"]]
     return "\n".join(lines)
 
 
@@ -313,7 +312,9 @@ def run(
         if jobs > 1:
             # Before this process uses the device: it would leave no memory to the others.
             args = ["--share", scratch, "--until", str(until), "--points", *points]
-            failed = children.wait(children.start("benchmarks.compare", args, jobs))
+            processes = children.start("benchmarks.compare", [args] * jobs)
+            with children.ending(processes):
+                failed = sum(process.wait() != 0 for process in processes)
             if failed:
                 print(f"{failed} of {jobs} compiling processes failed", file=sys.stderr)
         subjects, versions = chosen(points), libraries(folder)
@@ -366,7 +367,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     harness.print_lines({**results, "points": []}, format_table(results))
-    failed = any("failure" in point for point in results["points"])
+    failed = any("failure" in point for point in results["points"]) or "failed" in results
     return 1 if failed or results["left_out"] else 0
 
 

@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import json
 import math
-import os
 import pathlib
 import statistics
 import subprocess
@@ -26,7 +25,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from benchmarks import harness
+from benchmarks import children, harness
 from benchmarks.harness import Contender
 from benchmarks.records import Record, mib, provider_of, text_table
 from ikbo_jax._timing import interleaved_ms
@@ -35,7 +34,6 @@ from ikbo_jax.models import ranking
 from ikbo_jax.models.ranking import Sizes
 from ikbo_jax.rewrite import rewrite
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 DEFAULT = Sizes()
 SWEEPS = ("default", "ratio", "candidates")
 RATIOS = (10, 70, 300, 1000)
@@ -204,19 +202,24 @@ def device_peaks(point: Point, providers: Sequence[Provider]) -> dict[str, int |
     peaks: dict[str, int | None] = {}
     sizes = json.dumps(dataclasses.asdict(point.sizes))
     with tempfile.TemporaryDirectory() as cache:
-        environment = {
-            **os.environ,
-            "XLA_PYTHON_CLIENT_PREALLOCATE": "true",
-            "JAX_COMPILATION_CACHE_DIR": cache,
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        }
+        environment = children.environment(
+            {
+                "XLA_PYTHON_CLIENT_PREALLOCATE": "true",
+                "JAX_COMPILATION_CACHE_DIR": cache,
+                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+                "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+            }
+        )
         for provider in providers:
-            command = [sys.executable, "-m", "benchmarks.ranking"]
-            command += ["--peak-of", provider.name, sizes]
+            command = children.command("benchmarks.ranking", "--peak-of", provider.name, sizes)
             for _ in range(2):
                 done = subprocess.run(
-                    command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+                    command,
+                    cwd=children.ROOT,
+                    env=environment,
+                    capture_output=True,
+                    text=True,
+                    timeout=300,
                 )
             lines = done.stdout.splitlines()
             peaks[provider.name] = json.loads(lines[-1]) if done.returncode == 0 and lines else None
