@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NoReturn
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -36,10 +38,16 @@ def start(module: str, args: Sequence[Sequence[str]]) -> list[subprocess.Popen[b
 
 @contextlib.contextmanager
 def ending(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """Ends the processes when the block ends, whether or not it failed."""
+    """Ends the processes when the block ends, also by an exception or SIGTERM."""
+
+    def end(number: int, frame: Any) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
     try:
         yield
     finally:
+        signal.signal(signal.SIGTERM, before)
         for process in processes:
             process.kill()
             process.wait()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import shutil
+import signal
+import subprocess
 
 import numpy as np
 import pytest
@@ -135,3 +138,12 @@ def test_processes_share_work(tmp_path):
     assert list(first) == []
     (tmp_path / "other").mkdir()
     assert list(children.claims(tmp_path / "other", 4, until=0.0)) == []
+
+
+def test_processes_end_with_the_one_that_started_them():
+    sleep = [compare.sys.executable, "-c", "import time; time.sleep(600)"]
+    processes = [subprocess.Popen(sleep) for _ in range(2)]
+    with pytest.raises(SystemExit), children.ending(processes):
+        os.kill(os.getpid(), signal.SIGTERM)
+        processes[0].wait(timeout=60)
+    assert all(process.returncode == -signal.SIGKILL for process in processes)
