@@ -40,6 +40,8 @@ LAST_START_S = 30.0
 PROGRESS_S, LONGEST = 30.0, 10
 #: Exit status of pytest after an error of its own.
 INTERNAL_ERROR = 3
+#: Exit status after an interrupt.
+INTERRUPTED = 130
 
 
 @dataclasses.dataclass
@@ -151,6 +153,7 @@ class Session:
     def __init__(self, args: argparse.Namespace, rest: Sequence[str]) -> None:
         self.args, self.rest = args, rest
         self.state = State()
+        self.process: subprocess.Popen[bytes] | None = None
         self.begin = time.time()
         self.end = self.begin + args.seconds
         args.log.mkdir(parents=True, exist_ok=True)
@@ -175,8 +178,19 @@ class Session:
             *(*self.rest, f"@{chosen}"),
         ]
 
-    def run(self, tests: Sequence[str]) -> None:
-        """Runs test files or ids until they have ended or the time is up."""
+    def run_all(self, tests: Sequence[str]) -> None:
+        """Runs test files or ids; if pytest ends early, what is left in a new session."""
+        left: list[str] = []
+        while True:
+            self._run(tests)
+            before, left = left, self.state.not_run
+            is_whole = self.state.status not in (None, INTERNAL_ERROR)
+            if is_whole or not left or left == before or time.time() >= self.end:
+                return
+            print(f"pytest ended early; {len(left)} tests are left for a new session", flush=True)
+            tests = left
+
+    def _run(self, tests: Sequence[str]) -> None:
         environment = {
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
             **os.environ,
@@ -185,14 +199,14 @@ class Session:
         self.state.status = None
         with open(self.args.log / "pytest.log", "a") as log, open(self.journal) as journal:
             journal.seek(0, os.SEEK_END)
-            process = subprocess.Popen(
+            self.process = process = subprocess.Popen(
                 self._command(tests),
                 cwd=self.args.root,
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
+                process_group=0,
             )
             try:
                 self._follow(process, journal)
@@ -301,23 +315,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     session = Session(args, rest)
+    # As for an interrupt: pytest's processes end, and the summary says what ran.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        left: list[str] = []
-        while True:
-            session.run(tests)
-            before, left = left, session.state.not_run
-            is_whole = session.state.status not in (None, INTERNAL_ERROR)
-            if is_whole or not left or left == before or time.time() >= session.end:
-                break
-            print(f"pytest ended early; {len(left)} tests are left for a new session", flush=True)
-            tests = left
+        session.run_all(tests)
+        status = 0 if session.state.is_complete else 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
+        status = INTERRUPTED
+    finally:
+        signal.signal(signal.SIGTERM, before)
     print(session.summary(), flush=True)
     if not session.state.chosen:
         output = (args.log / "pytest.log").read_text().splitlines()
         print("no test was found; pytest says:", *output[-20:], sep="\n", file=sys.stderr)
-    return 0 if session.state.is_complete else 1
+    return status
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
 import shutil
 import signal
@@ -144,6 +143,5 @@ def test_processes_end_with_the_one_that_started_them():
     sleep = [compare.sys.executable, "-c", "import time; time.sleep(600)"]
     processes = [subprocess.Popen(sleep) for _ in range(2)]
     with pytest.raises(SystemExit), children.ending(processes):
-        os.kill(os.getpid(), signal.SIGTERM)
-        processes[0].wait(timeout=60)
+        signal.raise_signal(signal.SIGTERM)
     assert all(process.returncode == -signal.SIGKILL for process in processes)

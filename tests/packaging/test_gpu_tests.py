@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import signal
 
 import pytest
 
@@ -178,8 +179,28 @@ def test_long_tests_start_first_and_the_sanitizer_last(run):
     assert places == sorted(places)
 
 
-def test_what_did_not_run_in_time_is_named(run):
-    status, output, _ = run({"test_endless.py": ENDLESS}, "--seconds", "15")
+def once_a_test_runs(monkeypatch, do) -> None:
+    """Calls `do` with the session as soon as a test has started."""
+
+    def progress(session):
+        if session.state.started:
+            do(session)
+        return ""
+
+    monkeypatch.setattr(gpu_tests, "PROGRESS_S", 0.0)
+    monkeypatch.setattr(gpu_tests.Session, "_progress", progress)
+
+
+def running(group: int) -> list[str]:
+    """The processes of a group that have not ended."""
+    stats = (path.read_text() for path in pathlib.Path("/proc").glob("[0-9]*/stat"))
+    fields = (stat[stat.rindex(")") + 2 :].split() for stat in stats)
+    return [state for state, _, pgrp, *_ in fields if int(pgrp) == group and state != "Z"]
+
+
+def test_what_did_not_run_in_time_is_named(run, monkeypatch):
+    once_a_test_runs(monkeypatch, lambda session: setattr(session, "end", 0.0))
+    status, output, _ = run({"test_endless.py": ENDLESS}, "--seconds", "1000")
     assert status == 1
     assert lines(output, "NOT RUN") == [
         "test_endless.py::test_endless (did not finish)",
@@ -189,6 +210,27 @@ def test_what_did_not_run_in_time_is_named(run):
     assert status == 0, output
     assert "3 passed" in output
     assert run({}, "--left")[0] == 2  # nothing is left
+
+
+def test_no_test_starts_late(run):
+    status, output, _ = run({"test_sound.py": SOUND}, "--until=0")
+    assert status == 1
+    names = ("device", "long", "sanitizer", "skipped")
+    assert lines(output, "NOT RUN") == [f"test_sound.py::test_{name}" for name in names], output
+
+
+def test_a_signal_ends_everything_and_says_what_ran(run, monkeypatch):
+    groups = []
+
+    def end(session):
+        groups.append(session.process.pid)
+        signal.raise_signal(signal.SIGTERM)
+
+    once_a_test_runs(monkeypatch, end)
+    status, output, _ = run({"test_endless.py": ENDLESS})
+    assert status == gpu_tests.INTERRUPTED
+    assert "NOT RUN test_endless.py::test_endless (did not finish)" in output
+    assert running(groups[0]) == []  # no worker of pytest-xdist, either
 
 
 def test_a_new_session_runs_what_is_left_if_pytest_ends(run):
