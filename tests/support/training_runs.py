@@ -61,9 +61,7 @@ def curves(
     def train(state: training_task.State, requests: jax.Array) -> jax.Array:
         def body(state: training_task.State, number: jax.Array) -> Any:
             # The barrier keeps the versions' programs from drawing different numbers.
-            request, labels = jax.lax.optimization_barrier(
-                training_task.draw(drawn, number, index)
-            )
+            request, labels = jax.lax.optimization_barrier(training_task.draw(drawn, number, index))
             state, (loss, _) = step(state, jax.tree.map(narrow, request), labels)
             return state, loss
 
