@@ -45,10 +45,10 @@ test:  ## every test that needs no GPU (on the CPU, also where there is a GPU)
 	$(call setup,test offline)
 	$(cpu) $(RUN) -m pytest -n $(JOBS) $(if $(LAYER),tests/$(LAYER)) $(ARGS)
 
-test-gpu:  ## the tests that need a Hopper GPU
+test-gpu:  ## the tests that need a Hopper GPU, in many processes (ARGS="--seconds 540" ends in time)
 	@[ -n "$(DRIVER)" ] || { echo "make test-gpu needs an NVIDIA GPU; nvidia-smi finds none" >&2; exit 1; }
 	$(call setup,test $(CUDA_EXTRA))
-	$(RUN) -m pytest -m gpu $(ARGS)
+	$(RUN) tools/gpu_tests.py $(ARGS)
 
 test-several-gpus:  ## the tests that need two or more Hopper GPUs
 	@[ -n "$(DRIVER)" ] || { echo "make test-several-gpus needs NVIDIA GPUs; nvidia-smi finds none" >&2; exit 1; }

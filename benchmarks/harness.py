@@ -1,6 +1,7 @@
 """Shared by the benchmarks: checks of providers, timing of a point, results files, options.
 
-A results file is {"op", "environment", "protocol", "points", "left_out", ...}. A point has a list
+A results file is {"op", "environment", "protocol", "points", "left_out", ...}; "left_out" names
+points for which no time was left, "failed" points that raised. A point has a list
 "providers", each with "name" and "stage", and either error and times, or "skipped" or "failure"
 with the reason. A "note" is printed next to the provider in tables.
 """
@@ -13,6 +14,7 @@ import functools
 import pathlib
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -268,7 +270,15 @@ class Run:
             if time.monotonic() - self.start > self.budget_s:
                 results["left_out"].append(f"{point.sweep} {point.label}")
                 continue
-            measured = measure_point(point)
+            try:
+                measured = measure_point(point)
+            except Exception as error:
+                # A point costs minutes of compilation: the points after it are measured, too.
+                traceback.print_exc()
+                text = f"{point.sweep} {point.label}: {type(error).__name__}: {str(error)[:300]}"
+                results.setdefault("failed", []).append(text)
+                timing.write_results(out, results)
+                continue
             results["points"].append(measured)
             timing.write_results(out, results)
             head = f"[{number}/{len(todo)}] {time.monotonic() - self.start:.0f} s"
@@ -335,4 +345,7 @@ def print_lines(results: Record, lines: str) -> int:
         ceiling = "" if copy is None else f", copy {copy['tb_per_s']:.2f} TB/s"
         print(f"matmul {statistics.median(matmuls):.1f} TFLOP/s{ceiling}")
     print(lines)
+    for kind, words in (("left_out", "left out"), ("failed", "FAILED")):
+        for name in results.get(kind, ()):
+            print(f"{words}: {name}")
     return 0 if all_correct(results) else 1

@@ -8,6 +8,10 @@ device needs: the largest of useful FLOPs at the measured matmul, bytes read and
 measured copy, and an empty kernel. Where a call takes less than `SHORT_MS`, kernels are timed by
 CUPTI, since Python launches no faster; all contenders of a point are timed in the same way. Without
 a GPU all sizes shrink, and the figures only show that the benchmark runs.
+
+`--jobs` processes compile and check points, and one process at a time times them afterwards. With
+`--budget-s`, a part of the time goes to compiling; the results file names the points for which no
+time was left. The sweeps take turns, so that each has points.
 """
 
 from __future__ import annotations
@@ -16,11 +20,11 @@ import argparse
 import dataclasses
 import fcntl
 import functools
+import itertools
 import math
 import os
 import pathlib
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,10 +35,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import harness, timing
+from benchmarks import children, harness, timing
 from benchmarks.production_draws import DRAWS, Shape, shapes, shrink
 from benchmarks.production_providers import Contender, contenders
 from benchmarks.records import OUR_NAME, Record, format_table, points_of, provider_of
+from ikbo_jax._timing.programs import UNTIMED_ON_GPU
 from ikbo_jax.cases.error_rule import Check
 
 #: What is timed, and its useful FLOPs and bytes relative to the forward pass: gradients take five
@@ -49,6 +54,9 @@ SHORT_MS = 0.3
 TOLERANCE = 2.0**-6
 #: Largest time relative to the best alternative.
 SLOWEST_BAR = 1.03
+#: Part of the budget for compiling and checks: with 12 processes, a point takes a process about
+#: 40 s, and its timing 7 s.
+COMPILING = 0.4
 #: Points that are named as the worst.
 WORST = 10
 #: Bars of the geometric means: fraction of the roofline, speed relative to the best alternative.
@@ -79,12 +87,12 @@ class Point:
 
 
 def points(sweeps: Sequence[str], number: int, seed: int) -> list[Point]:
-    """`number` points of every sweep, in the order of `SWEEPS`."""
-    return [
-        Point(shape, direction)
+    """`number` points of every sweep; the sweeps take turns, in the order of `SWEEPS`."""
+    drawn = [
+        [Point(shape, direction) for shape in shapes(op, number, seed)]
         for op, direction in (sweep.split() for sweep in SWEEPS if sweep in sweeps)
-        for shape in shapes(op, number, seed)
     ]
+    return list(itertools.chain.from_iterable(zip(*drawn, strict=True)))
 
 
 def _program(contender: Contender, direction: str) -> tuple[Callable[..., Any], tuple]:
@@ -107,8 +115,10 @@ def _with_gradients(fn: Callable[..., Any], d_out: Any, *args: Any) -> tuple[Any
 def _exact(contender: Contender, direction: str) -> list[np.ndarray]:
     """The results in float32, for the same inputs and the same cotangent."""
     fn, args = _program(contender, direction)
+    options = UNTIMED_ON_GPU if jax.default_backend() == "gpu" else None
     with jax.default_matmul_precision("highest"):
-        return [np.asarray(x) for x in jax.jit(fn)(*(x.astype(jnp.float32) for x in args))]
+        run = jax.jit(fn, compiler_options=options)
+        return [np.asarray(x) for x in run(*(x.astype(jnp.float32) for x in args))]
 
 
 def _compare(contender: Contender, exact: list[np.ndarray], results: Sequence[Any]) -> Check:
@@ -133,12 +143,12 @@ def _ratio(check: Check) -> float:
 
 
 class Program(NamedTuple):
-    """A compiled contender; its arrays are made again for the timing.
+    """A compiled and checked contender; its arrays are made again for the timing.
 
     Attributes:
       make: makes the contender and its arrays.
       compiled: None if it cannot run.
-      record: its entry in the results file.
+      record: its entry in the results file, with the error.
     """
 
     make: Callable[[], Contender]
@@ -147,18 +157,35 @@ class Program(NamedTuple):
 
 
 def compiled(point: Point) -> list[Program]:
-    """Compiles every contender of a point, without running any."""
-    programs = []
-    for make in contenders(point.shape):
-        record = {"name": make.__name__, "stage": "-"}
-        try:
-            contender = make()
-            record = {"name": contender.name, "stage": contender.stage}
-            fn, args = _program(contender, point.direction)
-            programs.append(Program(make, jax.jit(fn).lower(*args).compile(), record))
-        except Exception as failure:
-            programs.append(Program(make, None, _not_run(record, failure)))
-    return programs
+    """Compiles and checks every contender of a point."""
+    makes = list(contenders(point.shape))
+    exact = _exact(makes[1](), point.direction)
+    return [_checked(make, point.direction, exact) for make in makes]
+
+
+def _checked(make: Callable[[], Contender], direction: str, exact: list[np.ndarray]) -> Program:
+    """Compiles a contender, runs it once and compares its results."""
+    record: dict[str, Any] = {"name": make.__name__, "stage": "-"}
+    check = Check(0.0, 1.0)
+    try:
+        contender = make()
+        record = {"name": contender.name, "stage": contender.stage}
+        fn, args = _program(contender, direction)
+        program = jax.jit(fn).lower(*args).compile()
+        results = jax.block_until_ready(program(*args))
+        if contender.is_comparable:
+            check = _compare(contender, exact, results)
+        else:
+            record["note"] = "another function: softmax"
+    except Exception as failure:
+        return Program(make, None, _not_run(record, failure))
+    memory = program.memory_analysis()
+    record |= {
+        "temp_bytes": None if memory is None else int(memory.temp_size_in_bytes),
+        **check._asdict(),
+        "ok": check.ok,
+    }
+    return Program(make, program, record)
 
 
 def _not_run(record: dict[str, Any], failure: Exception) -> dict[str, Any]:
@@ -171,30 +198,18 @@ def _not_run(record: dict[str, Any], failure: Exception) -> dict[str, Any]:
     return record | {word: f"{type(failure).__name__}: {failure!s:.200}"}
 
 
-def _checked(program: Program, direction: str, exact: list[np.ndarray]) -> harness.Contender:
-    """Runs a program once and compares its results."""
-    record = dict(program.record)
+def _ready(program: Program, direction: str) -> harness.Contender:
+    """A program with its arrays."""
     if program.compiled is None:
-        return harness.Contender(record)
-    contender = program.make()
-    _, args = _program(contender, direction)
-    check = Check(0.0, 1.0)
+        return harness.Contender(program.record)
     try:
-        results = jax.block_until_ready(program.compiled(*args))
-        if contender.is_comparable:
-            check = _compare(contender, exact, results)
-        else:
-            record["note"] = "another function: softmax"
+        _, args = _program(program.make(), direction)
     except Exception as failure:
-        return harness.Contender(_not_run(record, failure))
-    memory = program.compiled.memory_analysis()
-    record |= {
-        "temp_bytes": None if memory is None else int(memory.temp_size_in_bytes),
-        **check._asdict(),
-        "ok": check.ok,
-    }
+        return harness.Contender(
+            _not_run({k: program.record[k] for k in ("name", "stage")}, failure)
+        )
     thunk = functools.partial(program.compiled, *args)
-    return harness.Contender(record, thunk, program.compiled, args)
+    return harness.Contender(dict(program.record), thunk, program.compiled, args)
 
 
 def _short(found: Sequence[harness.Contender]) -> None:
@@ -223,9 +238,8 @@ def _ceilings() -> tuple[float, float]:
 def measure_point(
     point: Point, programs: Sequence[Program], protocol: harness.Protocol
 ) -> dict[str, Any]:
-    """Checks all contenders of a point, and times them interleaved with the reference matmul."""
-    exact = _exact(programs[1].make(), point.direction)
-    found = [_checked(program, point.direction, exact) for program in programs]
+    """Times all contenders of a point interleaved with the reference matmul."""
+    found = [_ready(program, point.direction) for program in programs]
     flops, num_bytes = point.work
     measured = harness.measure(found, flops, protocol)
     _short(found)
@@ -334,58 +348,78 @@ def summary(results: Record) -> str:
     return "\n".join(lines)
 
 
-def _measure_share(args: argparse.Namespace, share: int) -> None:
-    """Measures every `args.jobs`-th point; one process at a time has the device.
+def _todo(args: argparse.Namespace) -> list[Point]:
+    return points(args.sweep, args.number, args.seed)
 
-    Programs are compiled before any process measures, because XLA times GEMM algorithms then.
+
+def _measure_share(args: argparse.Namespace, share: int) -> None:
+    """Measures the points that no other process has claimed; one process at a time times them.
+
+    Programs are compiled before any process times, because XLA times GEMM algorithms then.
     """
     folder = pathlib.Path(args.scratch)
-    mine = points(args.sweep, args.number, args.seed)[share :: args.jobs]
+    todo = _todo(args)
     if jax.default_backend() != "gpu":
-        mine = [dataclasses.replace(point, shape=shrink(point.shape)) for point in mine]
+        todo = [dataclasses.replace(point, shape=shrink(point.shape)) for point in todo]
     protocol = harness.Protocol.for_device(quick=args.quick)
-    programs = [compiled(point) for point in mine]
+    programs: dict[int, list[Program]] = {}
+    for n in children.claims(folder, len(todo), args.begin + COMPILING * args.budget_s):
+        try:
+            programs[n] = compiled(todo[n])
+        except Exception as failure:  # of the XLA path in float32, with which all are compared
+            print(f"{todo[n].label}: {type(failure).__name__}: {failure!s:.300}", file=sys.stderr)
     (folder / f"compiled-{share}").touch()
     while len(list(folder.glob("compiled-*"))) < args.jobs:
         time.sleep(0.1)
-    measured = []
-    for point, of_point in zip(mine, programs, strict=True):
+    for n, of_point in programs.items():
         with open(folder / "device", "w", encoding="utf-8") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            record = measure_point(point, of_point, protocol)
-        measured.append(record)
-        timing.write_results(folder / f"points-{share}.json", {"points": measured})
-        print(f"{point.sweep} {point.label}: {bars(record, ())}", flush=True)
+            if time.time() > args.begin + args.budget_s:
+                return
+            record = measure_point(todo[n], of_point, protocol)
+        timing.write_results(folder / f"point-{n}.json", {"point": record})
+        print(f"{todo[n].sweep} {todo[n].label}: {bars(record, ())}", flush=True)
 
 
-def _measure_all(args: argparse.Namespace, argv: Sequence[str]) -> tuple[list[Record], bool]:
-    """Measures all points in `args.jobs` processes.
+def _measure_all(args: argparse.Namespace, argv: Sequence[str], results: dict[str, Any]) -> bool:
+    """Measures the points in `args.jobs` processes, and writes the results file as they come.
+
+    Args:
+      args: the parsed options.
+      argv: the options for the processes.
+      results: the content of the results file; its "points" are in the order of the draws, its
+        "left_out" has the names of the others.
 
     Returns:
-      The points in the order of the draws, and whether all of them were measured: if a process
-      fails, the others end, which would wait for it.
+      Whether all processes succeeded.
     """
+    todo = _todo(args)
     with tempfile.TemporaryDirectory() as scratch:
-        base = [sys.executable, "-m", "benchmarks.production", *argv, "--scratch", scratch]
-        environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        processes = [
-            subprocess.Popen([*base, "--share", str(share)], env=environment)
-            for share in range(args.jobs)
-        ]
-        while any(process.poll() is None for process in processes):
-            if any(process.returncode for process in processes):
-                for process in processes:
-                    process.terminate()
-            time.sleep(0.1)
-        found: dict[int, Record] = {}
-        for share in range(args.jobs):
-            path = pathlib.Path(scratch, f"points-{share}.json")
-            measured = timing.read_results(path)["points"] if path.exists() else []
-            found |= {share + n * args.jobs: point for n, point in enumerate(measured)}
-    is_whole = not any(process.returncode for process in processes)
-    if not is_whole:
-        print("a process failed, and the others were ended: points are missing", file=sys.stderr)
-    return [found[number] for number in sorted(found)], is_whole
+        folder = pathlib.Path(scratch)
+        shared = [*argv, "--scratch", scratch, "--begin", str(time.time())]
+        processes = children.start(
+            "benchmarks.production", [[*shared, "--share", str(n)] for n in range(args.jobs)]
+        )
+        with children.ending(processes):
+            is_running = True
+            while is_running:
+                is_running = any(process.poll() is None for process in processes)
+                for share, process in enumerate(processes):
+                    if process.poll():  # the others must not wait for it
+                        (folder / f"compiled-{share}").touch()
+                paths = [folder / f"point-{n}.json" for n in range(len(todo))]
+                done = [path.exists() for path in paths]
+                if not is_running or sum(done) > len(results["points"]):
+                    found = itertools.compress(paths, done)
+                    results["points"] = [timing.read_results(path)["point"] for path in found]
+                    missing = itertools.compress(todo, (not is_done for is_done in done))
+                    results["left_out"] = [f"{p.sweep} {p.label}" for p in missing]
+                    timing.write_results(args.out, results)
+                time.sleep(0.1)
+    failed = sum(process.returncode != 0 for process in processes)
+    if failed:
+        print(f"{failed} of {len(processes)} processes failed", file=sys.stderr)
+    return not failed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -396,17 +430,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes that compile at once")
     parser.add_argument("--share", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--scratch", help=argparse.SUPPRESS)
+    parser.add_argument("--begin", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.share is not None:
         _measure_share(args, args.share)
         return 0
-    bench = harness.Run("production", **harness.options(args))
-    results = bench.results
-    results["points"], is_whole = _measure_all(args, sys.argv[1:] if argv is None else argv)
-    timing.write_results(args.out, results)
+    # This process uses the device only to name it, and leaves its memory to the others.
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    results = harness.Run("production", **harness.options(args)).results
+    is_whole = _measure_all(args, sys.argv[1:] if argv is None else argv, results)
     status = harness.print_lines(results, format_table(results, bars))
     print(summary(results))
-    return status if is_whole else 1
+    if left_out := results["left_out"]:
+        print(f"{len(left_out)} points are missing; the results file names them", file=sys.stderr)
+    return 1 if left_out or not is_whole else status
 
 
 if __name__ == "__main__":

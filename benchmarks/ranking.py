@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import json
 import math
-import os
 import pathlib
 import statistics
 import subprocess
@@ -26,7 +25,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from benchmarks import harness
+from benchmarks import children, harness
 from benchmarks.harness import Contender
 from benchmarks.records import Record, mib, provider_of, text_table
 from ikbo_jax._timing import interleaved_ms
@@ -35,13 +34,14 @@ from ikbo_jax.models import ranking
 from ikbo_jax.models.ranking import Sizes
 from ikbo_jax.rewrite import rewrite
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 DEFAULT = Sizes()
 SWEEPS = ("default", "ratio", "candidates")
 RATIOS = (10, 70, 300, 1000)
 CANDIDATES = (256, 512, 1024, 2048, 4096, 8192)
 #: Candidates per user in the sweep over candidates.
 RATIO = 70
+#: Seconds after which a process that measures a peak is ended.
+PEAK_SECONDS = 300
 #: Bars at the default point: speed-up of co-designed over materialised and over hand-optimised;
 #: time of rewritten over co-designed; memory of co-designed over materialised.
 COPIES_BAR, BY_HAND_BAR, REWRITE_BAR, MEMORY_BAR = 3.0, 1.25, 1.05, 0.25
@@ -204,28 +204,44 @@ def device_peaks(point: Point, providers: Sequence[Provider]) -> dict[str, int |
     peaks: dict[str, int | None] = {}
     sizes = json.dumps(dataclasses.asdict(point.sizes))
     with tempfile.TemporaryDirectory() as cache:
-        environment = {
-            **os.environ,
-            "XLA_PYTHON_CLIENT_PREALLOCATE": "true",
-            "JAX_COMPILATION_CACHE_DIR": cache,
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        }
+        environment = children.environment(
+            {
+                "XLA_PYTHON_CLIENT_PREALLOCATE": "true",
+                "JAX_COMPILATION_CACHE_DIR": cache,
+                "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+                "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+            }
+        )
         for provider in providers:
-            command = [sys.executable, "-m", "benchmarks.ranking"]
-            command += ["--peak-of", provider.name, sizes]
-            for _ in range(2):
-                done = subprocess.run(
-                    command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
-                )
-            lines = done.stdout.splitlines()
-            peaks[provider.name] = json.loads(lines[-1]) if done.returncode == 0 and lines else None
-            print(f"peak of {provider.name}: {peaks[provider.name]}", flush=True)
+            command = children.command("benchmarks.ranking", "--peak-of", provider.name, sizes)
+            peaks[provider.name], reason = None, ""
+            try:
+                for _ in range(2):
+                    done = subprocess.run(
+                        command,
+                        cwd=children.ROOT,
+                        env=environment,
+                        capture_output=True,
+                        text=True,
+                        timeout=PEAK_SECONDS,
+                        check=True,
+                    )
+                peaks[provider.name] = json.loads(done.stdout.splitlines()[-1])
+            except subprocess.TimeoutExpired as error:
+                reason = f": {error}"
+            except subprocess.CalledProcessError as error:
+                reason = f": {error.stderr[-500:]}"
+            print(f"peak of {provider.name}: {peaks[provider.name]}{reason}", flush=True)
     return peaks
 
 
 def peak_of(name: str, sizes: Sizes) -> int | None:
-    """Runs a provider once; returns the device's peak bytes, None if it does not report them."""
+    """Runs a provider once; returns the device's peak bytes, None if it does not report them.
+
+    Without a GPU, the sizes shrink.
+    """
+    if jax.default_backend() != "gpu":
+        sizes = shrink(Point("default", "", sizes)).sizes
     # The inputs come from the host, so that computing them does not affect the peak. Zeros need as
     # much memory as other values.
     params, request = jax.eval_shape(lambda: inputs_of(sizes))

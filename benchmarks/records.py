@@ -29,9 +29,10 @@ def points_of(results: Record, sweep: str) -> list[Record]:
 
 
 def all_correct(results: Record) -> bool:
-    """Whether every provider that could run returned a correct result."""
+    """Whether no point failed, and every provider that could run returned a correct result."""
     records = [p for point in results["points"] for p in point["providers"]]
-    return all("failure" not in p and p.get("ok", True) for p in records)
+    is_right = all("failure" not in p and p.get("ok", True) for p in records)
+    return is_right and not results.get("failed")
 
 
 def format_table(results: Record, bars: Callable[[Record, Sequence[Record]], str]) -> str:

@@ -31,6 +31,7 @@ from benchmarks import (
     report_linear_compression_gradient,
     report_production,
     report_ranking,
+    report_rewrite_models,
     report_scaling,
     report_training,
     tables,
@@ -80,6 +81,7 @@ MODULES: dict[str, Any] = {
     "linear_compression_gradient": report_linear_compression_gradient,
     "production": report_production,
     "ranking": report_ranking,
+    "rewrite_models": report_rewrite_models,
     "scaling": report_scaling,
     "training": report_training,
 }

@@ -68,7 +68,12 @@ def ratio(results: Record) -> Table:
 
 
 def _swept(results: Record) -> list[Record]:
-    return points_of(results, "ratio")
+    """The points of the sweep over ratios, in the order of the sizes."""
+
+    def sizes(point: Record) -> tuple[int, int]:
+        return -point["problem"]["users"], point["problem"]["queries"]
+
+    return sorted(points_of(results, "ratio"), key=sizes)
 
 
 def blocks(results: Record) -> list[Block]:

@@ -6,13 +6,14 @@ The models are written here from the published descriptions: DLRM-DCNv2 (26 fiel
 network), DIN (a history of 512), and a causal transformer over [history, candidate] (8 layers,
 width 1280, history of 1022). The original looks the user up for every candidate; the form by hand
 computes the same scores without the copy, in plain JAX. If the original does not fit into memory,
-it scores a part of the candidates, and its time is multiplied. Without a GPU all sizes shrink, and
-the figures only show that the benchmark runs.
+it scores a part of the candidates, and its time is multiplied. Every model runs in a process of its
+own. Without a GPU all sizes shrink, and the figures only show that the benchmark runs.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import dataclasses
 import functools
 import json
@@ -22,22 +23,26 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from benchmarks import timing
+from benchmarks import children, harness, timing
+from benchmarks.records import Record
 from ikbo_jax._timing import interleaved_ms
 from ikbo_jax.rewrite import cost, rewrite
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 #: Bars: time of rewritten over by hand at most, speed-up over the original at least.
 BY_HAND_BAR, ORIGINAL_BAR = 1.1, 1.0
-SECONDS = 420
+#: Seconds after which the process of a model is ended.
+SECONDS = 420.0
+#: Largest difference of scores relative to the largest score: some roundings of bfloat16.
+TOLERANCE = 2.0**-4
 DTYPE = jnp.bfloat16
 
 
@@ -289,94 +294,139 @@ def transformer_case(small: bool) -> Case:
 CASES = {"dlrm_dcnv2": dlrm_case, "din": din_case, "transformer": transformer_case}
 
 
-def measure(name: str, small: bool) -> dict[str, Any]:
-    """Times the three versions of a model and checks that they agree."""
-    case = CASES[name](small)
+def measure(name: str, protocol: harness.Protocol) -> dict[str, Any]:
+    """Times the three versions of a model and the reference matmul; compares the scores.
+
+    Returns:
+      The point of the model in the results file.
+    """
+    case = CASES[name](jax.default_backend() != "gpu")
     part = case.part or case.request
     versions = {
         "original": (case.original, part, case.parts),
         "rewritten": (rewrite(case.original), case.request, 1),
-        "by_hand": (case.hand, case.request, 1),
+        "by-hand": (case.hand, case.request, 1),
     }
-    thunks: dict[str, Callable[[], Any]] = {}
-    flops: dict[str, int] = {}
-    results: dict[str, np.ndarray] = {}
+    records: dict[str, dict[str, Any]] = {}
+    lowered = {}
     for version, (fn, request, parts) in versions.items():
-        flops[version] = parts * cost.program_cost(jax.make_jaxpr(fn)(case.params, request)).flops
-        compiled = jax.jit(fn).lower(case.params, request).compile()
-        thunks[version] = functools.partial(compiled, case.params, request)
-        results[version] = np.asarray(thunks[version]().astype(jnp.float32))
-        print(f"{name} {version} compiled", flush=True)
-    thunks["matmul"] = timing.matmul_thunk(256 if small else timing.MATMUL_SIZE)
-    samples = interleaved_ms(thunks, window_s=0.02 if small else 0.3, rounds=3)
-    ms = {key: statistics.median(x) for key, x in samples.items()}
-    ms["original"] *= case.parts
-    count = len(results["original"])
-    largest = float(np.max(np.abs(results["original"])))
-    errors = {
-        key: float(np.max(np.abs(results[key][:count] - results["original"])) / largest)
-        for key in ("rewritten", "by_hand")
+        flops = cost.program_cost(jax.make_jaxpr(fn)(case.params, request)).flops
+        records[version] = {"name": version, "parts": parts, "flops": parts * flops}
+        lowered[version] = jax.jit(fn).lower(case.params, request)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        found = pool.map(lambda x: x.compile(), lowered.values())
+        compiled = dict(zip(lowered, found, strict=True))
+    print(f"{name}: compiled", flush=True)
+    thunks: dict[str, Callable[[], Any]] = {
+        version: functools.partial(compiled[version], case.params, request)
+        for version, (_, request, _) in versions.items()
     }
+    scores = {v: np.asarray(thunk().astype(jnp.float32)) for v, thunk in thunks.items()}
+    thunks["matmul"] = timing.matmul_thunk(protocol.matmul_size)
+    samples = interleaved_ms(thunks, window_s=protocol.window_s, rounds=protocol.rounds)
+    expected = scores["original"]
+    for version, record in records.items():
+        difference = np.abs(scores[version][: len(expected)] - expected).max()
+        record |= {
+            "ms": samples[version],
+            "median_ms": record["parts"] * statistics.median(samples[version]),
+            "difference": float(difference / np.abs(expected).max()),
+            # Written so that NaN is wrong, too.
+            "ok": bool(difference <= TOLERANCE * np.abs(expected).max()),
+        }
+    matmul = timing.matmul_tflops(statistics.median(samples["matmul"]), protocol.matmul_size)
     return {
-        "model": name,
-        "ms": ms,
-        "samples": samples,
-        "parts": case.parts,
-        "flops": flops,
-        "difference": errors,
-        "over_by_hand": ms["rewritten"] / ms["by_hand"],
-        "speed_up": ms["original"] / ms["rewritten"],
+        "sweep": "models",
+        "label": name,
+        "matmul_ms": samples["matmul"],
+        "matmul_tflops": matmul,
+        "providers": list(records.values()),
     }
 
 
-def _line(x: dict[str, Any]) -> str:
-    ms = x["ms"]
-    good = x["over_by_hand"] <= BY_HAND_BAR and x["speed_up"] >= ORIGINAL_BAR
+def ratios(point: Record) -> tuple[float, float]:
+    """Time of the rewritten model over by hand, and its speed-up over the original."""
+    ms = {record["name"]: record["median_ms"] for record in point["providers"]}
+    return ms["rewritten"] / ms["by-hand"], ms["original"] / ms["rewritten"]
+
+
+def bars(point: Record) -> str:
+    """The ratios of a model, each with its bar."""
+    over_by_hand, speed_up = ratios(point)
     return (
-        f"{x['model']}: original {ms['original']:.3f} ms, rewritten {ms['rewritten']:.3f} ms, "
-        f"by hand {ms['by_hand']:.3f} ms; {x['over_by_hand']:.3f} of by hand, "
-        f"{x['speed_up']:.2f} x as fast as the original; differences "
-        f"{x['difference']['rewritten']:.1e} (by hand {x['difference']['by_hand']:.1e}); "
-        f"{'within' if good else 'OUTSIDE'} the bars"
+        f"{over_by_hand:.3f} of by hand, bar {BY_HAND_BAR}; {speed_up:.2f} x the original, "
+        f"bar {ORIGINAL_BAR}"
     )
 
 
-def main() -> int:
-    """Measures every model in a process of its own."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else "")
+def _describe(point: Record) -> str:
+    times = (
+        f"{record['name']} {record['median_ms']:.3f} ms"
+        + ("" if record["ok"] else f" WRONG RESULT by {record['difference']:.1e}")
+        for record in point["providers"]
+    )
+    return f"{', '.join(times)}; {bars(point)}"
+
+
+class Point(NamedTuple):
+    """A model, as `harness.Run.measure` takes it."""
+
+    label: str
+    sweep: str = "models"
+
+
+def _in_a_process(name: str, seconds: float, *, quick: bool) -> dict[str, Any]:
+    """The point of a model and "environment", measured by a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = pathlib.Path(folder) / "one.json"
+        options = ["--one", "--out", str(file), *(["--quick"] if quick else [])]
+        subprocess.run(
+            children.command("benchmarks.rewrite_models", name, *options),
+            cwd=children.ROOT,
+            timeout=seconds,
+            check=True,
+            env=children.environment({"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.94"}),
+        )
+        found: dict[str, Any] = json.loads(file.read_text())
+        return found
+
+
+def run(models: Sequence[str], *, out: pathlib.Path, **options: Any) -> dict[str, Any]:
+    """Measures models and writes the results file after each of them.
+
+    Args:
+      models: names from `CASES`.
+      out: the results file.
+      **options: `quick` and `budget_s` of `harness.Run`; a model that takes longer is ended.
+    """
+    # This process uses the device only to name it, and leaves its memory to the others.
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    bench = harness.Run("rewrite_models", out, **options)
+
+    def measure_point(point: Point) -> dict[str, Any]:
+        left = bench.start + bench.budget_s - time.monotonic()
+        return _in_a_process(point.label, min(SECONDS, left), quick=bench.quick)
+
+    return bench.measure(list(map(Point, models)), measure_point, lambda point: point, _describe)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; returns 1 if a model failed, was wrong or was left out."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.rewrite_models")
     parser.add_argument("models", nargs="*", choices=[*CASES, []], help="models; default: all")
-    parser.add_argument("--out", type=pathlib.Path, help="results file")
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="results file (JSON)")
+    parser.add_argument("--quick", action="store_true", help="short windows")
+    parser.add_argument("--budget-s", type=float, default=float("inf"), help="ends by then")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.one:
-        small = jax.default_backend() != "gpu"
-        result = {"environment": timing.environment(), **measure(options.models[0], small)}
-        options.out.write_text(json.dumps(result))
+    args = parser.parse_args(argv)
+    if args.one:
+        protocol = harness.Protocol.for_device(quick=args.quick)
+        args.out.write_text(json.dumps(measure(args.models[0], protocol)))
         return 0
-    records: list[dict[str, Any]] = []
-    for name in options.models or CASES:
-        with tempfile.TemporaryDirectory() as folder:
-            file = pathlib.Path(folder) / "one.json"
-            command = [sys.executable, "-m", "benchmarks.rewrite_models", name, "--one"]
-            environment = {**os.environ, "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.94"}
-            try:
-                subprocess.run(
-                    [*command, "--out", str(file)],
-                    cwd=ROOT,
-                    timeout=SECONDS,
-                    check=True,
-                    env=environment,
-                )
-            except (subprocess.TimeoutExpired, subprocess.CalledProcessError) as error:
-                print(f"{name}: FAILED: {error}", flush=True)
-                continue
-            records.append(json.loads(file.read_text()))
-            print(_line(records[-1]), flush=True)
-    if options.out and records:
-        environment_of = records[0]["environment"]
-        points = [{k: v for k, v in x.items() if k != "environment"} for x in records]
-        timing.write_results(options.out, {"environment": environment_of, "models": points})
-    return 0 if len(records) == len(options.models or CASES) else 1
+    results = run(args.models or list(CASES), **harness.options(args))
+    lines = (f"{point['label']}: {_describe(point)}" for point in results["points"])
+    status = harness.print_lines(results, "\n".join(lines))
+    return 1 if results["left_out"] else status
 
 
 if __name__ == "__main__":

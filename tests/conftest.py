@@ -8,13 +8,14 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import gpu_session
 import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import problems
 import pytest
-from time_limit import pytest_addoption, pytest_configure  # noqa: F401  hooks of pytest
+import time_limit
 
 from ikbo_jax.ops import dispatch
 from ikbo_jax.rewrite import interpret, program
@@ -55,6 +56,16 @@ hypothesis.settings.register_profile(
     "ikbo", deadline=None, max_examples=12, derandomize=True, database=None
 )
 hypothesis.settings.load_profile("ikbo")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    time_limit.pytest_addoption(parser)
+    gpu_session.pytest_addoption(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    time_limit.pytest_configure(config)
+    gpu_session.pytest_configure(config)
 
 
 def pytest_collection_finish() -> None:

@@ -375,3 +375,21 @@ def test_committed_results_are_readable():
         results = timing.read_results(path)
         assert results["environment"]["device"]
         assert records.all_correct(results)
+
+
+def test_a_point_that_raises_does_not_end_the_run(tmp_path, monkeypatch, capsys):
+    """The points after it are measured, the file names it, and the run is no success."""
+    monkeypatch.setenv(timing.COMMIT_VARIABLE, "0123456789abcdef")
+
+    def measure(point):
+        if point.label == "large":
+            raise MemoryError("no room")
+        return {"sweep": point.sweep, "label": point.label, "providers": []}
+
+    run = harness.Run("some", tmp_path / "some.json", quick=True)
+    todo = [harness.Point("sweep", label, None) for label in ("large", "small")]
+    results = run.measure(todo, measure, lambda point: point, str)
+    assert [p["label"] for p in results["points"]] == ["small"]
+    assert timing.read_results(run.out)["failed"] == ["sweep large: MemoryError: no room"]
+    assert harness.print_lines(results, "") == 1
+    assert "FAILED: sweep large" in capsys.readouterr().out

@@ -92,14 +92,38 @@ def test_a_run_in_small(tmp_path, capsys):
     _check_report(out, tmp_path)
 
 
+@pytest.fixture(autouse=True)
+def with_this_environment(monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # as the command sets it
+
+
 def test_a_process_that_fails_ends_the_run(tmp_path, capsys, monkeypatch):
-    """The others would wait for it; what is missing is said, and the status is 1."""
-    monkeypatch.setenv("JAX_PLATFORMS", "no such platform")
+    """What is missing is said, and the status is 1."""
+    monkeypatch.setenv("JAX_PLATFORMS", "no such platform")  # this process has read its value
     monkeypatch.setattr(production.harness, "print_lines", lambda results, lines: 0)
     out = tmp_path / "production.json"
     args = ["--out", str(out), "--quick", "--number", "1", "--jobs", "2"]
     assert production.main([*args, "--sweep", "attention forward"]) == 1
-    assert "points are missing" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "2 of 2 processes failed" in error
+    assert "1 points are missing" in error
+    (left_out,) = json.loads(out.read_text())["left_out"]
+    assert left_out.startswith("attention forward B=")
+
+
+def test_the_budget_leaves_points_out_and_names_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(production.harness, "print_lines", lambda results, lines: 0)
+    out = tmp_path / "production.json"
+    args = ["--out", str(out), "--quick", "--number", "2", "--budget-s", "0"]
+    assert production.main([*args, "--sweep", "gdpa both"]) == 1
+    results = json.loads(out.read_text())
+    assert results["points"] == []
+    assert len(results["left_out"]) == 2
+
+
+def test_sweeps_take_turns():
+    sweeps = [point.sweep for point in production.points(production.SWEEPS, 2, 0)]
+    assert sweeps == [*production.SWEEPS, *production.SWEEPS]
 
 
 @pytest.mark.parametrize(

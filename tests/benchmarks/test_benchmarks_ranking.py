@@ -156,3 +156,13 @@ def test_oracle_scores_a_part_at_a_time(monkeypatch):
     monkeypatch.setattr(cases.ranking, "materialised", score)
     params, request = inputs_of(SIZES)
     np.testing.assert_allclose(cases.oracle(params, request), score(params, request), rtol=1e-5)
+
+
+def test_peaks_are_measured_by_processes_that_find_this_tree(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    point = next(ranking.points("default"))
+    assert ranking.device_peaks(point, [ranking.OURS]) == {"co-designed": None}
+    assert capsys.readouterr().out == "peak of co-designed: None\n"  # a CPU has no peak
+    broken = ranking.OURS._replace(name="broken")
+    assert ranking.device_peaks(point, [broken]) == {"broken": None}
+    assert "KeyError: 'broken'" in capsys.readouterr().out

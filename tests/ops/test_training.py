@@ -7,7 +7,7 @@ import functools
 
 import numpy as np
 import pytest
-from training_runs import assert_learnt_alike, curves, draws, versions
+from training_runs import assert_learnt_alike, curves, versions
 
 from ikbo_jax.models import ranking
 
@@ -36,14 +36,9 @@ SEEDS, STEPS = 3, 150
 
 
 @functools.cache
-def data():
-    return [draws(TINY, seed, STEPS) for seed in range(SEEDS)]
-
-
-@functools.cache
 def losses(name: str, dtype: str) -> np.ndarray:
     sizes = dataclasses.replace(TINY, dtype=dtype)
-    return curves(versions(sizes)[name], sizes, data())
+    return curves(versions(sizes)[name], sizes, TINY, SEEDS, STEPS)
 
 
 @pytest.mark.parametrize("name", ["co_designed", "rewrite"])

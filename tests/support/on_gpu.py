@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -21,12 +22,17 @@ import problems
 import pytest
 from hypothesis import strategies as st
 
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 SOAK_SECONDS = float(os.environ.get("IKBO_SOAK_S", "20"))
 EXAMPLES = int(os.environ.get("IKBO_GPU_EXAMPLES", "3"))
 #: Time limits: what is compiled before a soak took a minute or more; a sanitized script took 140 s
-#: beside another one, and waits for those of other processes.
+#: beside another one, and waits for those of other processes on its GPU.
 soaks = pytest.mark.time_limit(SOAK_SECONDS + 900)
-sanitizes = pytest.mark.time_limit(2400)
+
+
+def sanitizes(test: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorates a test that calls `assert_sanitized`."""
+    return pytest.mark.sanitizer(pytest.mark.time_limit(2400)(test))
 
 
 def drawn(test: Callable[..., Any]) -> Callable[..., Any]:
@@ -96,17 +102,21 @@ def assert_sanitized(tool: str, script: str) -> None:
     assert pathlib.Path(sanitizer).exists(), "compute-sanitizer (CUDA toolkit) is not installed"
     environment = dict(
         os.environ,
+        PYTHONPATH=os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
         XLA_PYTHON_CLIENT_PREALLOCATE="false",
         XLA_PYTHON_CLIENT_ALLOCATOR="platform",  # one allocation an array, so that its end is seen
     )
     options = ["--tool", tool, "--error-exitcode", "9", "--kernel-regex", "kns=ikbo"]
     program = [sys.executable, "-c", script, str(pathlib.Path(__file__).parent)]
-    # One at a time: beside another one on the same GPU, one that takes 13 s alone took over 140.
-    with (pathlib.Path(tempfile.gettempdir()) / "ikbo-jax-sanitizer.lock").open("w") as lock:
+    # One on each GPU: beside another one on the same GPU, one that takes 13 s alone took over 140.
+    # In a folder of its own, so that those on other GPUs use none of its files.
+    gpu = re.sub(r"\W+", "-", os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+    lock_file = pathlib.Path(tempfile.gettempdir()) / f"ikbo-jax-sanitizer{gpu}.lock"
+    with lock_file.open("w") as lock, tempfile.TemporaryDirectory() as folder:
         fcntl.flock(lock, fcntl.LOCK_EX)
         run = subprocess.run(
             [sanitizer, *options, *program],
-            env=environment,
+            env=environment | {"TMPDIR": folder},
             capture_output=True,
             text=True,
             timeout=400,

@@ -33,7 +33,8 @@ class _TimeLimit:
         self.seconds = float(config.getini("time_limit"))
         self.stderr = os.dup(2)  # later, a test's output is captured
 
-    @pytest.hookimpl(wrapper=True)
+    # First, so that the limit holds for what other hooks do around a test, too.
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         marker = item.get_closest_marker("time_limit")
         seconds = float(marker.args[0]) if marker else self.seconds

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -33,46 +33,51 @@ def versions(sizes: ranking.Sizes) -> dict[str, Callable[..., jax.Array]]:
     }
 
 
-def draws(sizes: ranking.Sizes, seed: int, steps: int) -> Any:
-    """Requests and labels of `steps` steps, stacked along a leading axis."""
-    index = ranking.user_index(sizes)
-    one = functools.partial(training_task.draw, sizes, index=index)
-    return jax.jit(jax.vmap(lambda seed: one(seed)))(seed * steps + jnp.arange(steps))
-
-
 def curves(
-    network: Callable[..., jax.Array], sizes: ranking.Sizes, data: Sequence[Any]
+    network: Callable[..., jax.Array],
+    sizes: ranking.Sizes,
+    drawn: ranking.Sizes,
+    seeds: int,
+    steps: int,
 ) -> np.ndarray:
     """Losses [seeds, PARTS], each the mean over a part of the steps.
+
+    Every step draws a request of its own. To keep all requests would take 13 GB at the sizes of the
+    GPU test, and several times as much to draw them at once.
 
     Args:
       network: a version.
       sizes: its sizes; parameters and arrays have their dtype.
-      data: the result of `draws` for every seed, in any dtype.
+      drawn: the sizes, with the dtype in which requests are drawn.
+      seeds: number of seeds.
+      steps: number of steps.
     """
     step = training_task.step_of(network, sizes.dtype)
+    index = ranking.user_index(sizes)
 
     def narrow(x: jax.Array) -> jax.Array:
         return x.astype(sizes.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
-    def train(state: training_task.State, data: Any) -> jax.Array:
-        def body(state: training_task.State, drawn: Any) -> Any:
-            request, labels = drawn
+    def train(state: training_task.State, requests: jax.Array) -> jax.Array:
+        def body(state: training_task.State, number: jax.Array) -> Any:
+            # The barrier keeps the versions' programs from drawing different numbers.
+            request, labels = jax.lax.optimization_barrier(training_task.draw(drawn, number, index))
             state, (loss, _) = step(state, jax.tree.map(narrow, request), labels)
             return state, loss
 
-        losses: jax.Array = jax.lax.scan(body, state, data)[1]
+        losses: jax.Array = jax.lax.scan(body, state, requests)[1]
         return losses
 
     # In float32 for every dtype, so that all versions start from the same parameters.
     wide = dataclasses.replace(sizes, dtype="float32")
     init = jax.jit(lambda seed: training_task.start(ranking.init(wide, seed)))
+    numbers = jnp.arange(seeds * steps, dtype=jnp.int32).reshape(seeds, steps)
     # The gradient of attention in `jax.nn`, and optax' count of steps, mix dtypes.
     with jax.numpy_dtype_promotion("standard"):
         options = UNTIMED_ON_GPU if jax.default_backend() == "gpu" else None
-        compiled = jax.jit(train).lower(init(0), data[0]).compile(options)
-        found = [compiled(init(seed), drawn) for seed, drawn in enumerate(data)]
-    return np.asarray(found).reshape(len(data), PARTS, -1).mean(axis=-1)
+        compiled = jax.jit(train).lower(init(0), numbers[0]).compile(options)
+        found = [compiled(init(seed), requests) for seed, requests in enumerate(numbers)]
+    return np.asarray(found).reshape(seeds, PARTS, -1).mean(axis=-1)
 
 
 def assert_learnt_alike(found: np.ndarray, reference: np.ndarray) -> None:

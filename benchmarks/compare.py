@@ -1,0 +1,375 @@
+"""Compares this tree's library with an older commit, by turns in one process.
+
+    python -m benchmarks.compare --before COMMIT --out FILE.json --jobs 12
+
+The package of COMMIT is unpacked under another name, so that both versions run in one process, on
+the same inputs, at the points of the other benchmarks (`--points`). First all points compile, in
+`--jobs` processes; then each point's results are compared bit by bit, and the versions are timed by
+turns. Where they differ by more than `SAME`, they are timed again. Launches shorter than `SHORT_MS`
+are also timed by CUPTI. Without a GPU all sizes shrink, and the figures only show that the
+benchmark runs.
+
+`--before` may also be a folder that holds `ikbo_jax`, for a machine without the history:
+
+    git archive COMMIT ikbo_jax | tar -x -C FOLDER
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import functools
+import importlib
+import io
+import os
+import pathlib
+import pickle
+import re
+import statistics
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import ikbo_jax
+from benchmarks import children, harness, timing
+from benchmarks.compare_subjects import GROUPS, Subject, chosen
+from benchmarks.records import Record
+from ikbo_jax._timing import executables, interleaved_ms
+from ikbo_jax._timing.programs import UNTIMED_ON_GPU
+
+#: The older package's name.
+BEFORE = f"{ikbo_jax.__name__}_before"
+#: Largest change of a time that is no difference, and further measurements of a larger one.
+SAME, REPEATS = 0.01, 2
+#: Milliseconds under which a call is also timed by CUPTI, since Python launches no faster.
+SHORT_MS = 0.1
+#: Part of the budget after which no further point is compiled.
+COMPILING = 0.45
+
+
+def unpack(before: str, folder: pathlib.Path) -> str:
+    """Puts the package of a commit or folder into `folder`, under the name `BEFORE`.
+
+    Returns:
+      The commit's hash, or the folder's name.
+
+    Raises:
+      ValueError: there is no such commit or folder.
+    """
+    source = pathlib.Path(before)
+    if (source / ikbo_jax.__name__).is_dir():
+        files = {
+            path.relative_to(source).as_posix(): path.read_bytes()
+            for path in (source / ikbo_jax.__name__).rglob("*")
+            if path.is_file() and "__pycache__" not in path.parts
+        }
+    else:
+        git = ["git", "-C", str(children.ROOT)]
+        done = subprocess.run([*git, "archive", before, ikbo_jax.__name__], capture_output=True)
+        if done.returncode:
+            raise ValueError(f"no commit or folder {before!r}: {done.stderr.decode().strip()}")
+        with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
+            opened = {m.name: archive.extractfile(m) for m in archive.getmembers() if m.isfile()}
+            files = {name: file.read() for name, file in opened.items() if file is not None}
+        resolved = subprocess.run([*git, "rev-parse", before], capture_output=True, text=True)
+        before = resolved.stdout.strip()
+    for name, content in files.items():
+        if name.endswith(".py"):
+            content = re.sub(rf"\b{ikbo_jax.__name__}\b".encode(), BEFORE.encode(), content)
+        path = folder / BEFORE / pathlib.PurePosixPath(name).relative_to(ikbo_jax.__name__)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return before
+
+
+def libraries(folder: pathlib.Path) -> dict[str, ModuleType]:
+    """Both versions of the library; the older one was unpacked into `folder`."""
+    sys.path.insert(0, str(folder))
+    try:
+        before = importlib.import_module(BEFORE)
+    finally:
+        sys.path.remove(str(folder))
+    return {"before": before, "after": ikbo_jax}
+
+
+# Programs. Their arguments and results are flat, since trees with this library's classes may not
+# be the same in another process.
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        return jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+    return x
+
+
+def _difference(before: Sequence[jax.Array], after: Sequence[jax.Array]) -> list[dict[str, Any]]:
+    """For each array: elements that differ, the first one, and the largest difference and value."""
+    found = []
+    for a, b in zip(before, after, strict=True):
+        differs = (_bits(a) != _bits(b)).reshape(-1)
+        distance = jnp.abs(a.astype(jnp.float32) - b.astype(jnp.float32)).reshape(-1)
+        entry = {
+            "count": jnp.sum(differs, dtype=jnp.int32),
+            "first": jnp.argmax(differs),
+            "largest": jnp.max(jnp.where(differs, distance, jnp.float32(0)), initial=0.0),
+            "of": jnp.max(jnp.abs(a.astype(jnp.float32)), initial=0.0),
+        }
+        found.append(entry)
+    return found
+
+
+def _lowered(fn: Callable[..., Any], *args: Any, timed: bool) -> tuple[Any, Any]:
+    """A compiled program and its result's shapes."""
+    untimed = None if timed or jax.default_backend() != "gpu" else UNTIMED_ON_GPU
+    lowered = jax.jit(fn).lower(*args)
+    return lowered.compile(untimed), lowered.out_info
+
+
+def _flat(fn: Callable[[Any], Any], tree: Any, *leaves: Any) -> list[Any]:
+    return jax.tree.leaves(fn(jax.tree.unflatten(tree, leaves)))
+
+
+def _entry(compiled: Any, out: Any) -> Any:
+    return executables.to_entry(compiled, out)[1]
+
+
+def compiled(subject: Subject, versions: Mapping[str, ModuleType]) -> dict[str, Any]:
+    """Compiles the programs of a subject.
+
+    Returns:
+      Serialised programs "inputs", "difference" and one for each version; or "failure" with the
+      reason.
+    """
+    try:
+        shapes, tree = jax.tree.flatten(jax.eval_shape(subject.inputs))
+        make = _lowered(lambda: jax.tree.leaves(subject.inputs()), timed=False)
+        found: dict[str, Any] = {"inputs": _entry(*make)}
+        results: dict[str, Any] = {}
+        for name, library in versions.items():
+            run = functools.partial(_flat, subject.call(library), tree)
+            program, results[name] = _lowered(run, *shapes, timed=True)
+            found[name] = _entry(program, results[name])
+        alike = [[(x.shape, x.dtype) for x in out] for out in results.values()]
+        if alike[0] != alike[1]:
+            return {"failure": f"the results' shapes differ: {alike[0]}, now {alike[1]}"}
+        found["difference"] = _entry(*_lowered(_difference, *results.values(), timed=False))
+        return found
+    except Exception as error:
+        return {"failure": f"{type(error).__name__}: {str(error)[:300]}"}
+
+
+def compile_all(
+    subjects: Sequence[Subject],
+    versions: Mapping[str, ModuleType],
+    folder: pathlib.Path,
+    until: float = float("inf"),
+) -> None:
+    """Compiles the subjects that no other process has claimed, into files in `folder`."""
+    for n in children.claims(folder, len(subjects), until):
+        partial = folder / f"{n}.tmp"
+        partial.write_bytes(pickle.dumps(compiled(subjects[n], versions)))
+        os.replace(partial, folder / f"{n}.pickle")
+
+
+def loaded(path: pathlib.Path) -> dict[str, Any]:
+    """The programs of a file, or "failure" with the reason."""
+    try:
+        stored: dict[str, Any] = pickle.loads(path.read_bytes())
+        if "failure" in stored:
+            return stored
+        return {name: executables.load(program) for name, program in stored.items()}
+    except Exception as error:
+        return {"failure": f"{type(error).__name__}: {str(error)[:300]}"}
+
+
+# Measuring
+
+
+def _times(thunks: Mapping[str, Any], protocol: harness.Protocol) -> dict[str, list[float]]:
+    """Samples of both versions; more of them if the medians differ."""
+    samples: dict[str, list[float]] = {name: [] for name in thunks}
+    for _ in range(1 + REPEATS):
+        more = interleaved_ms(thunks, window_s=protocol.window_s, rounds=protocol.rounds)
+        samples = {name: [*samples[name], *more[name]] for name in thunks}
+        before, after = map(statistics.median, samples.values())
+        if abs(after / before - 1) <= SAME:
+            break
+    return samples
+
+
+def measure_point(
+    subject: Subject, programs: Mapping[str, Any], protocol: harness.Protocol
+) -> dict[str, Any]:
+    """Compares the results of both versions bit by bit, and times the versions by turns.
+
+    Args:
+      subject: the point.
+      programs: what `loaded` returned for it.
+      protocol: parameters of the timing.
+    """
+    point = {
+        "sweep": subject.sweep,
+        "label": subject.label,
+        "problem": _plain(subject.sizes),
+    }
+    if "failure" in programs:
+        return point | {"failure": programs["failure"]}
+    try:
+        inputs = programs["inputs"]()
+        results = {name: programs[name](*inputs) for name in ("before", "after")}
+        found = jax.device_get(programs["difference"](*results.values()))
+        del results
+        thunks = {n: functools.partial(programs[n], *inputs) for n in ("before", "after")}
+        samples = _times(thunks, protocol)
+    except Exception as error:
+        return point | {"failure": f"{type(error).__name__}: {str(error)[:300]}"}
+    differences = [
+        {"result": n, "count": int(d["count"]), "first": int(d["first"])}
+        | {"largest": float(d["largest"]), "of": float(d["of"])}
+        for n, d in enumerate(found)
+        if d["count"]
+    ]
+    times: dict[str, dict[str, Any]]
+    times = {name: {"ms": ms, "median_ms": statistics.median(ms)} for name, ms in samples.items()}
+    field = "median_ms"
+    if max(entry["median_ms"] for entry in times.values()) < SHORT_MS:
+        kernels = {name: timing.kernel_ms(programs[name], *inputs) for name in times}
+        if all(kernels.values()):
+            field = "kernel_ms"
+            for name, ms in kernels.items():
+                times[name]["kernel_ms"] = statistics.median(ms or [])
+    ratio = times["after"][field] / times["before"][field]
+    return point | {**times, "ratio": ratio, "ratio_of": field, "differences": differences}
+
+
+def _plain(sizes: Any) -> Any:
+    if isinstance(sizes, tuple):
+        return list(map(_plain, sizes))
+    return dataclasses.asdict(sizes) if dataclasses.is_dataclass(sizes) else sizes  # type: ignore[arg-type]
+
+
+def _describe(point: Record) -> str:
+    if "failure" in point:
+        return f"FAILED: {point['failure']}"
+    field = point["ratio_of"]
+    times = f"{point['before'][field]:.4f} -> {point['after'][field]:.4f} ms"
+    return f"{times}, {point['ratio']:.3f}, {equality(point)}"
+
+
+def equality(point: Record) -> str:
+    """Whether the results are equal, and where and by how much they differ."""
+    if not point["differences"]:
+        return "equal"
+    return "; ".join(
+        f"result {d['result']}: {d['count']} elements from {d['first']} on, "
+        f"by up to {d['largest']:.2g} of {d['of']:.2g}"
+        for d in point["differences"]
+    )
+
+
+def format_table(results: Record) -> str:
+    """The results as plain text: point, before, after, ratio, equality."""
+    names = [f"{p['sweep']} {p['label']}" for p in results["points"]]
+    wide = max(map(len, names), default=5) + 2
+    lines = [f"{'point':<{wide}}{'before':>10}{'after':>10}{'ratio':>8}  equal"]
+    for name, point in zip(names, results["points"], strict=True):
+        if "failure" in point:
+            lines.append(f"{name:<{wide}}  FAILED: {point['failure']}")
+            continue
+        times = (point[version][point["ratio_of"]] for version in ("before", "after"))
+        figures = "".join(f"{ms:>10.4f}" for ms in times) + f"{point['ratio']:>8.3f}"
+        slower = "  SLOWER" if point["ratio"] > 1 + SAME else ""
+        lines.append(f"{name:<{wide}}{figures}  {equality(point)}{slower}")
+    return "\n".join(lines)
+
+
+def run(
+    before: str, points: Sequence[str], *, out: pathlib.Path, jobs: int = 1, **options: Any
+) -> dict[str, Any]:
+    """Compares points, and writes the results file after every point.
+
+    Args:
+      before: a commit, or a folder that holds `ikbo_jax`.
+      points: names as for `compare_subjects.chosen`.
+      out: the results file.
+      jobs: processes that compile; with 1, this process compiles.
+      **options: `quick` and `budget_s` of `harness.Run`.
+    """
+    bench = harness.Run("compare", out, **options)
+    until = time.time() + COMPILING * bench.budget_s
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = pathlib.Path(scratch)
+        commit = unpack(before, folder)
+        if jobs > 1:
+            # Before this process uses the device: it would leave no memory to the others.
+            args = ["--share", scratch, "--until", str(until), "--points", *points]
+            processes = children.start("benchmarks.compare", [args] * jobs)
+            with children.ending(processes):
+                failed = sum(process.wait() != 0 for process in processes)
+            if failed:
+                print(f"{failed} of {jobs} compiling processes failed", file=sys.stderr)
+        subjects, versions = chosen(points), libraries(folder)
+        if jobs <= 1:
+            compile_all(subjects, versions, folder, until)
+        files = {s.name: folder / f"{n}.pickle" for n, s in enumerate(subjects)}
+        ready = [subject for subject in subjects if files[subject.name].exists()]
+        # A program of this library's kernels may compile them when it is loaded.
+        with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+            found = pool.map(loaded, [files[subject.name] for subject in ready])
+            programs = dict(zip([subject.name for subject in ready], found, strict=True))
+        print(f"compiled after {time.monotonic() - bench.start:.0f} s", flush=True)
+        bench.results["before"] = commit
+        del bench.results["protocol"]["matmul_size"]  # This benchmark times no matmul.
+        bench.results["left_out"] += [s.name for s in subjects if s not in ready]
+
+        def measure(subject: Subject) -> dict[str, Any]:
+            # Not kept: programs on the device for every point would leave less memory to others.
+            return measure_point(subject, programs.pop(subject.name), bench.protocol)
+
+        return bench.measure(ready, measure, lambda subject: subject, _describe)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line; returns 1 if a point failed or was left out."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.compare")
+    parser.add_argument("--before", help="a commit, or a folder that holds ikbo_jax")
+    parser.add_argument("--out", type=pathlib.Path, help="results file (JSON)")
+    parser.add_argument(
+        "--points",
+        nargs="+",
+        default=list(GROUPS),
+        metavar="NAME",
+        help=f'groups ({", ".join(GROUPS)}), or points of them, such as "attention s S=512"',
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="processes that compile at once")
+    parser.add_argument("--quick", action="store_true", help="short windows")
+    parser.add_argument("--budget-s", type=float, default=float("inf"), help="ends about then")
+    parser.add_argument("--share", type=pathlib.Path, help=argparse.SUPPRESS)
+    parser.add_argument("--until", type=float, default=float("inf"), help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.share is not None:  # A process of `run`.
+        compile_all(chosen(args.points), libraries(args.share), args.share, args.until)
+        return 0
+    if args.before is None or args.out is None:
+        parser.error("--before and --out are needed")
+    try:
+        results = run(args.before, args.points, jobs=args.jobs, **harness.options(args))
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    harness.print_lines({**results, "points": []}, format_table(results))
+    failed = any("failure" in point for point in results["points"]) or "failed" in results
+    return 1 if failed or results["left_out"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,147 @@
+"""The comparison with an older commit: its package, its points, and a run in small."""
+
+from __future__ import annotations
+
+import pathlib
+import shutil
+import signal
+import subprocess
+
+import numpy as np
+import pytest
+
+import ikbo_jax
+from benchmarks import children, compare, compare_subjects, timing
+
+pytestmark = pytest.mark.slow
+
+#: An older version whose linear compression differs in two elements, and which lacks attention.
+OTHER = """
+
+_linear_compression = linear_compression
+
+
+def linear_compression(*args, **options):
+    out = _linear_compression(*args, **options)
+    return out.at[0, 1, :2].add(0.5)
+
+
+del attention
+"""
+
+
+@pytest.fixture
+def before(tmp_path: pathlib.Path) -> pathlib.Path:
+    """A folder with a copy of the package."""
+    source, copy = pathlib.Path(ikbo_jax.__file__).parent, tmp_path / "old" / "ikbo_jax"
+    shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    return copy.parent
+
+
+def test_an_equal_version_compiled_by_other_processes(before, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv(timing.COMMIT_VARIABLE, "0123456789abcdef")
+    monkeypatch.chdir(tmp_path)
+    # An earlier path with another `benchmarks` must not reach the processes that compile.
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "__init__.py").write_text("raise ImportError('the wrong one')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    out = tmp_path / "compare.json"
+    names = ["linear_compression index", "attention heads"]
+    options = ["--out", str(out), "--quick", "--jobs", "2"]
+    assert compare.main(["--before", str(before), *options, "--points", *names]) == 0
+    results = timing.read_results(out)
+    assert [p["sweep"] for p in results["points"]] == names
+    for point in results["points"]:
+        assert point["differences"] == []
+        before_ms, after_ms = (point[v]["median_ms"] for v in ("before", "after"))
+        assert point["ratio"] == pytest.approx(after_ms / before_ms)
+    table = capsys.readouterr().out
+    assert "attention heads 8:2 heads" in table
+    assert "  equal" in table
+
+
+def test_differences_and_failures_are_named(before, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv(timing.COMMIT_VARIABLE, "0123456789abcdef")
+    with open(before / "ikbo_jax" / "__init__.py", "a") as file:
+        file.write(OTHER)
+    for name in [n for n in compare.sys.modules if n.split(".")[0] == compare.BEFORE]:
+        monkeypatch.delitem(compare.sys.modules, name)
+    out = tmp_path / "compare.json"
+    names = ["linear_compression index", "attention heads"]
+    options = ["--out", str(out), "--quick", "--points", *names]
+    assert compare.main(["--before", str(before), *options]) == 1
+    different, failed = timing.read_results(out)["points"]
+    (difference,) = different["differences"]
+    n = different["problem"]["problem"]["n"]
+    assert (difference["count"], difference["first"]) == (2, n)
+    assert difference["largest"] == pytest.approx(0.5, rel=0.05)
+    assert "has no attribute 'attention'" in failed["failure"]
+    table = capsys.readouterr().out
+    assert f"result 0: 2 elements from {n} on, by up to 0.5 of" in table
+    assert "FAILED: AttributeError" in table
+
+
+def test_what_the_budget_leaves_out_is_named(before, tmp_path, monkeypatch):
+    monkeypatch.setenv(timing.COMMIT_VARIABLE, "0123456789abcdef")
+    out = tmp_path / "compare.json"
+    options = ["--out", str(out), "--points", "gdpa other", "--budget-s", "0"]
+    assert compare.main(["--before", str(before), *options]) == 1
+    results = timing.read_results(out)
+    assert results["points"] == []
+    assert results["left_out"] == ["gdpa other B=2048 H=64 max=800 half"]
+
+
+def test_the_package_of_a_commit_has_another_name(tmp_path):
+    if not (children.ROOT / ".git").exists():
+        pytest.skip("this tree has no history")
+    assert len(compare.unpack("HEAD", tmp_path)) == 40
+    package = tmp_path / compare.BEFORE
+    assert (package / "tuning" / "sm90.json").exists()
+    assert "ikbo_jax_before" in (package / "__init__.py").read_text()
+    for path in package.rglob("*.py"):
+        assert "from ikbo_jax." not in path.read_text()
+        assert "import ikbo_jax\n" not in path.read_text()
+    with pytest.raises(ValueError, match="no commit or folder 'no-such-commit'"):
+        compare.unpack("no-such-commit", tmp_path)
+
+
+def test_points_are_chosen_by_name_and_groups_take_turns():
+    points = compare_subjects.chosen(list(compare_subjects.GROUPS))
+    groups = list(compare_subjects.GROUPS)
+    assert [p.sweep.split()[0] for p in points[: len(groups)]] == groups
+    assert len({p.name for p in points}) == len(points)
+    labels = [p.label for p in compare_subjects.chosen(["gdpa full max=512", "ranking ratio"])]
+    assert labels[0] == "max=512"
+    assert labels[1:3] == ["10:1 layers", "10:1 rewritten"]
+    with pytest.raises(ValueError, match="no point 'gdpa empty'"):
+        compare_subjects.chosen(["gdpa full", "gdpa empty"])
+
+
+def test_a_larger_difference_is_timed_again(monkeypatch):
+    rounds = iter([(1.0, 1.1), (1.0, 1.0), (1.0, 1.0)])
+
+    def interleaved(thunks, **_):
+        return dict(zip(thunks, ([ms] * 3 for ms in next(rounds)), strict=True))
+
+    monkeypatch.setattr(compare, "interleaved_ms", interleaved)
+    thunks = {"before": None, "after": None}
+    samples = compare._times(thunks, compare.harness.Protocol())
+    assert len(samples["after"]) == 9  # the medians of the first two are 1.05 apart
+    assert np.median(samples["after"]) == 1.0
+
+
+def test_processes_share_work(tmp_path):
+    first = children.claims(tmp_path, 4)
+    assert next(first) == 0
+    assert list(children.claims(tmp_path, 4)) == [1, 2, 3]
+    assert list(first) == []
+    (tmp_path / "other").mkdir()
+    assert list(children.claims(tmp_path / "other", 4, until=0.0)) == []
+
+
+def test_processes_end_with_the_one_that_started_them():
+    sleep = [compare.sys.executable, "-c", "import time; time.sleep(600)"]
+    processes = [subprocess.Popen(sleep) for _ in range(2)]
+    with pytest.raises(SystemExit), children.ending(processes):
+        signal.raise_signal(signal.SIGTERM)
+    assert all(process.returncode == -signal.SIGKILL for process in processes)
