@@ -19,6 +19,7 @@ import pytest
 import test_interpret_attention as attention
 import test_interpret_attention_backward as attention_backward
 import test_interpret_few_queries as few_queries
+import test_interpret_gdpa as gdpa
 import test_interpret_gdpa_backward as gdpa_backward
 import test_interpret_linear_compression as linear_compression
 import test_interpret_linear_compression_backward as linear_compression_backward
@@ -34,7 +35,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def _not_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (attention, few_queries, gdpa_backward):
+    for module in (attention, few_queries, gdpa, gdpa_backward):
         monkeypatch.setattr(module, "PARAMS", False)
 
 
@@ -74,6 +75,14 @@ def _attention_backward(sm90: emulator.Emulator, name: str, seed: int) -> None:
         problems.assert_within_error_rule(np.asarray(result), w, np.asarray(p))
 
 
+def _gdpa(sm90: emulator.Emulator, name: str, seed: int) -> None:
+    case = gdpa.CASES[name]
+    arrays = problems_gdpa.make_arrays(case.shape, case.dtype)
+    with sm90.emulated(seed), pytest.MonkeyPatch.context() as patch:
+        out = gdpa.attend(arrays, case, patch)
+    gdpa.assert_correct(out, arrays, case)
+
+
 def _gdpa_backward(sm90: emulator.Emulator, name: str, seed: int) -> None:
     case = gdpa_backward.CASES[name]
     arrays = problems_gdpa.make_arrays(case.shape, case.dtype)
@@ -102,6 +111,7 @@ KERNELS: dict[str, tuple[Callable[[emulator.Emulator, str, int], None], dict[str
     "attention": (_attention, attention.CASES),
     "few_queries": (_few_queries, few_queries.CASES),
     "attention_backward": (_attention_backward, attention_backward.CASES),
+    "gdpa": (_gdpa, gdpa.CASES),
     "gdpa_backward": (_gdpa_backward, gdpa_backward.CASES),
     "linear_compression": (_linear_compression, linear_compression.CASES),
     "linear_compression_backward": (
@@ -118,6 +128,7 @@ CHOSEN = {
         "two_launches",
         "users_without_candidates_h96_f16",
     ],
+    "gdpa": ["softmax_gaps"],
     "gdpa_backward": ["indexed_in_parts"],
     "linear_compression": ["k_steps_of_levels_differ_many_tiles_of_a_cta"],
     "linear_compression_backward": ["several_ctas"],

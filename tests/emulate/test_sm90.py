@@ -16,7 +16,9 @@ import pytest
 import test_interpret_attention_backward as backward
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
 
 from ikbo_jax.pallas.attention_backward import consumer, producer, store
 from ikbo_jax.pallas.attention_backward.kernel import attention_backward_kernel
@@ -102,8 +104,6 @@ def test_missing_barrier_of_a_warpgroup_is_found(sm90: emulator.Emulator) -> Non
     def fence() -> None:
         @plgpu.inline_mgpu()
         def only_fence(_: Any) -> None:
-            from jax.experimental.mosaic import gpu as mgpu
-
             mgpu.utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
 
         only_fence()
@@ -169,7 +169,8 @@ def test_store_out_of_bounds_traps(
     monkeypatch: pytest.MonkeyPatch, sm90: emulator.Emulator
 ) -> None:
     """f32 gradients of keys go to rows of all users: past the last, out of the array."""
-    monkeypatch.setattr(stores, "within", lambda row, begin, end: launch_true())
+    true = lambda *_: mgpu.c(1, ir.IntegerType.get_signless(1))  # noqa: E731
+    monkeypatch.setattr(stores, "within", true)
     case = backward.Case(CASE.shape, CASE.config, sum_dtype="float32")
     inputs, tensors = backward.make(case)
     with (
@@ -187,13 +188,6 @@ def test_store_out_of_bounds_traps(
                 dtype="float32",
             )
         )
-
-
-def launch_true() -> Any:
-    from jax.experimental.mosaic import gpu as mgpu
-    from jaxlib.mlir import ir
-
-    return mgpu.c(1, ir.IntegerType.get_signless(1))
 
 
 def test_more_registers_than_there_are_traps(
