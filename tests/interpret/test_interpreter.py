@@ -105,14 +105,14 @@ def test_interpreted_copy_that_tma_cannot_make_is_found(
 
 
 def test_copy_to_an_unaligned_place_in_shared_memory_is_found() -> None:
-    device, rows = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16), slice(0, 4)
-    shared = jax.ShapeDtypeStruct((2, 16, 64), jnp.bfloat16)
-    columns = slice(0, 64)
-    place = (1, slice(8, 12), columns)
+    device, rows = jax.ShapeDtypeStruct((64, 32), jnp.bfloat16), slice(0, 4)
+    shared = jax.ShapeDtypeStruct((2, 16, 32), jnp.bfloat16)
+    columns = slice(0, 32)
+    place = (1, slice(2, 6), columns)
     assert alignment.why_not(device, (rows, columns), shared, place) is None
-    place = (1, slice(4, 8), columns)
+    place = (1, slice(3, 7), columns)
     reason = alignment.why_not(device, (rows, columns), shared, place)
-    assert reason == "the copy is at offset 2560 of shared memory, no multiple of 1024"
+    assert reason == "the copy is at offset 1216 of shared memory, no multiple of 128"
 
 
 @pytest.mark.parametrize("seed", range(3))

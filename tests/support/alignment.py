@@ -10,9 +10,6 @@ from typing import Any
 
 import numpy as np
 
-#: Bytes of a shared memory row under the widest swizzle, whose pattern repeats every 8 rows.
-SWIZZLE = 128
-
 
 def _begin_and_size(part: slice | int) -> tuple[int, int]:
     return (part, 1) if isinstance(part, int) else (part.start, part.stop - part.start)
@@ -40,8 +37,6 @@ def why_not(device: Any, device_range: Any, shared: Any, shared_range: Any) -> s
         return f"rows of the array have {device.shape[-1] * size} bytes, no multiple of 16"
     begins = [_begin_and_size(part)[0] for part in shared_range]
     offset = int(np.ravel_multi_index(begins, shared.shape)) * np.dtype(shared.dtype).itemsize
-    is_swizzled = shared.shape[-1] * np.dtype(shared.dtype).itemsize == SWIZZLE
-    alignment = 8 * SWIZZLE if is_swizzled else 128
-    if offset % alignment:
-        return f"the copy is at offset {offset} of shared memory, no multiple of {alignment}"
+    if offset % 128:
+        return f"the copy is at offset {offset} of shared memory, no multiple of 128"
     return None

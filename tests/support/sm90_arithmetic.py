@@ -14,9 +14,10 @@ from sm90_state import Warp
 
 
 def _high(a: Any, b: Any) -> Any:
-    """The upper half of a product of 32 bits."""
-    wide = np.int64 if a.dtype == np.int32 else np.uint64
-    return ((a.astype(wide) * b.astype(wide)) >> wide(32)).astype(a.dtype)
+    """The upper half of a product, of whatever width the factors have."""
+    shift = 8 * a.dtype.itemsize
+    product = (a.astype(object) * b.astype(object)) >> shift
+    return product.astype(a.dtype)
 
 
 def _shift(x: Any, by: Any, left: bool) -> Any:
