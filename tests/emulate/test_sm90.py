@@ -29,6 +29,7 @@ from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 
 pytestmark = [
     pytest.mark.usefixtures("on_cpu"),
+    pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux", reason="the CUDA plugin is for Linux"),
 ]
 

@@ -57,9 +57,12 @@ _TOKEN = r"(?<= )(undef|poison|%\d+|-?\d+)(?=,|$)"
 
 def read_host(text: str) -> Launch:
     """Follows the host's function, which has no branches, to the launch."""
-    body = text[text.index("define i32 @") :]
-    body = body[: body.index("\n}")]
-    values: dict[str, Any] = {"%2": ("buffers", 0)}
+    # As jax 0.11 makes it; the arrays are the last argument.
+    function = re.search(r"^define \w+ @\w+\(([^)]*)\) {\n(.*?)^}", text, re.M | re.S)
+    if function is None:
+        raise ValueError("no function of the host")
+    parameters, body = function.groups()
+    values: dict[str, Any] = {parameters.split()[-1]: ("buffers", 0)}
     memory: dict[tuple[str, int], Any] = {}
     maps: dict[str, dict[int, sm90.Descriptor]] = {}
 
@@ -70,7 +73,7 @@ def read_host(text: str) -> Launch:
     def words(at: tuple[str, int], count: int) -> tuple[int, ...]:
         return tuple(memory[at[0], at[1] + 8 * i] for i in range(count))
 
-    for line in body.splitlines()[1:]:
+    for line in body.splitlines():
         name, _, rest = re.sub(r"{.*?} (?=undef|poison|%)", "", line.strip()).partition(" = ")
         if line.strip().startswith("store"):
             found = re.match(r"store (.+?) (%\w+|-?\d+), ptr (%\d+)", line.strip())
@@ -85,7 +88,8 @@ def read_host(text: str) -> Launch:
             )  # fmt: skip
         elif "@mosaic_gpu_launch_kernel" in line:
             args = line[line.index("(") + 1 : line.rindex(")")].split(",")
-            pointers = value(args[-1])
+            last = [value(x) for x in args[-2:] if x.split()[-1] in values]
+            (pointers,) = (x for x in last if isinstance(memory.get(x), tuple))
             x, y, z, *cluster, threads, _, _, shared = map(value, args[1:11])
             if y * z != 1 or max(cluster) > 1:
                 raise ValueError(f"a grid {x, y, z} in clusters {cluster}")
