@@ -93,8 +93,7 @@ def soak(cases: Sequence[tuple[Callable[[Any], Any], Any, Any]]) -> None:
 
 def environment_of_scripts() -> dict[str, str]:
     """The environment of a process that imports what the tests for the GPU import."""
-    support = pathlib.Path(__file__).parent
-    folders = map(str, (support.parents[1], support, support.parent / "gpu"))
+    folders = map(str, (ROOT, ROOT / "tests" / "support", ROOT / "tests" / "gpu"))
     path = os.pathsep.join((*folders, *filter(None, [os.environ.get("PYTHONPATH")])))
     return {**os.environ, "PYTHONPATH": path}
 
