@@ -316,8 +316,6 @@ def test_attention_soak():
 
 
 SANITIZED = """
-import sys
-sys.path.insert(0, sys.argv[1])
 import jax, jax.numpy as jnp, problems, ikbo_jax as ikbo
 from ikbo_jax.problems import AttentionConfig
 for q_len in (16, 64):

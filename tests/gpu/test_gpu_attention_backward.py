@@ -284,8 +284,6 @@ def test_gradients_soak():
 
 
 SANITIZED = """
-import sys
-sys.path.insert(0, sys.argv[1])
 import jax, problems, test_gpu_attention_backward as tests
 for config in tests.CONFIGS.values():
     for q_len in (1, 21):

@@ -378,8 +378,6 @@ def test_gdpa_gradients_of_the_kernel_are_those_of_xla(activation):
 
 
 SANITIZED = """
-import sys
-sys.path.insert(0, sys.argv[1])
 import jax, problems_gdpa, ikbo_jax as ikbo
 from ikbo_jax.problems import GdpaConfig
 shape = problems_gdpa.Shape((0, 70, 5, 130), (40, 0, 129, 65), 2, 1, 128, before=3, after=140)

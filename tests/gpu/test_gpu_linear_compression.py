@@ -248,8 +248,6 @@ def test_scratch_memory_is_the_user_result_and_less_than_a_mebibyte():
 
 
 SANITIZED = """
-import sys
-sys.path.insert(0, sys.argv[1])
 import jax, jax.numpy as jnp, problems, ikbo_jax as ikbo
 from ikbo_jax.problems import LinearCompressionConfig
 shape = problems.LinearCompressionShape(3, 9, 120, 70, 134, 136, "unsorted")

@@ -211,8 +211,6 @@ def test_index_out_of_range_reads_nothing_outside():
 
 
 SANITIZED = """
-import sys
-sys.path.insert(0, sys.argv[1])
 import jax, jax.numpy as jnp, numpy as np, problems
 from ikbo_jax.ops.linear_compression_backward import Arrays, kernel_vjp, problem_of
 from ikbo_jax.problems.linear_compression_backward import default_config

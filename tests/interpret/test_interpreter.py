@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 from typing import Any
 
+import alignment
 import interpreter
 import jax
 import jax.numpy as jnp
@@ -56,6 +59,60 @@ def test_interpreted_launch_ends_where_one_fails_and_another_waits_at_a_named_ba
         pytest.raises(jax.errors.JaxRuntimeError, match="(?i)out-of-bounds"),
     ):
         jax.block_until_ready(jax.jit(launch)(jnp.ones(rows.shape, rows.dtype)))
+
+
+def _copy(first: int, columns: int, source: Any, target: Any, shared: Any, barrier: Any) -> None:
+    """By TMA to shared memory and back."""
+    part = pl.ds(first, columns)
+    plgpu.copy_gmem_to_smem(source.at[:, part], shared.at[:, pl.ds(0, columns)], barrier)
+    plgpu.barrier_wait(barrier)
+    plgpu.copy_smem_to_gmem(shared.at[:, pl.ds(0, columns)], target.at[:, part])
+    plgpu.wait_smem_to_gmem(0)
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize(
+    ("first", "columns", "total", "reason"),
+    [
+        (4, 16, 64, None),
+        (3, 16, 64, "begins 12 bytes past a multiple of 16"),
+        (4, 6, 64, "rows of the copy have 24 bytes"),
+        (0, 16, 66, "rows of the array have 264 bytes"),
+        (0, 260, 260, "260 elements in a dimension"),
+    ],
+)
+def test_interpreted_copy_that_tma_cannot_make_is_found(
+    first: int, columns: int, total: int, reason: str | None
+) -> None:
+    rows = jax.ShapeDtypeStruct((4, total), jnp.float32)
+    launch = plgpu.kernel(
+        functools.partial(_copy, first, columns),
+        out_type=rows,
+        scratch_types=(plgpu.SMEM((4, columns), jnp.float32), plgpu.Barrier()),
+        grid=(1,),
+        grid_names=("worker",),
+        num_threads=1,
+        thread_name="warpgroup",
+        interpret=PARAMS,
+    )
+    found = (
+        pytest.raises(jax.errors.JaxRuntimeError, match=reason)
+        if reason
+        else contextlib.nullcontext()
+    )
+    with interpreter.watched(), found:
+        jax.block_until_ready(jax.jit(launch)(jnp.ones(rows.shape, rows.dtype)))
+
+
+def test_copy_to_an_unaligned_place_in_shared_memory_is_found() -> None:
+    device, rows = jax.ShapeDtypeStruct((64, 32), jnp.bfloat16), slice(0, 4)
+    shared = jax.ShapeDtypeStruct((2, 16, 32), jnp.bfloat16)
+    columns = slice(0, 32)
+    place = (1, slice(2, 6), columns)
+    assert alignment.why_not(device, (rows, columns), shared, place) is None
+    place = (1, slice(3, 7), columns)
+    reason = alignment.why_not(device, (rows, columns), shared, place)
+    assert reason == "the copy is at offset 1216 of shared memory, no multiple of 128"
 
 
 @pytest.mark.parametrize("seed", range(3))

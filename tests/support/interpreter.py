@@ -1,6 +1,6 @@
 """Pallas' GPU interpreter for tests: races of every launch, and those of WGMMA operands.
 
-Three things that jax leaves out are added from outside:
+Four things that jax leaves out are added from outside:
 
 - The interpreter begins a new race detector at every launch; here all of them are kept.
 - Its WGMMA reads its operands behind the detector's back, and at once.  Here the reads are
@@ -9,6 +9,7 @@ Three things that jax leaves out are added from outside:
   back one step too early is a race, as it is on the device.  WGMMAs with accumulators of their own
   stay in flight side by side, until `accumulator.wait`, which reads an accumulator that no WGMMA
   wrote: what it waits for is reported once more, and then over.
+- A copy by TMA that is not aligned as Hopper demands fails (`alignment`).
 - When a thread fails, the interpreter wakes the threads that wait at an allocated barrier, but not
   those that wait at a named barrier: the launch would never end.  Here both are woken and fail.
 
@@ -22,11 +23,13 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import alignment
 import jax
 import numpy as np
 from jax._src import callback, source_info_util
@@ -92,6 +95,29 @@ def _watched_wgmma_accumulator_deref(**kwargs: Any) -> Any:
     return _wgmma_accumulator_deref(**kwargs)
 
 
+def _aligned(copy: Callable[..., Any]) -> Callable[..., Any]:
+    """A copy between device and shared memory, which fails where TMA cannot make it."""
+
+    @gpu_callbacks.fail_on_exception
+    @functools.wraps(copy)
+    def checked(**kwargs: Any) -> Any:
+        memory, found = gpu_callbacks._get_shared_memory(), {}
+        for name in ("src", "dst"):
+            key = gpu_callbacks.HostAllocationKey.from_array(
+                kwargs[f"{name}_allocation_key_as_array"]
+            )
+            transforms = gpu_callbacks._remove_noop_transforms(kwargs[f"{name}_transforms"])
+            access = memory.access(key, jax.tree.map(int, transforms))
+            is_shared = key.memory_space_id == _SHARED
+            found[is_shared] = memory.buffer_shape_and_dtype(key), access.range
+        if len(found) == 2 and (reason := alignment.why_not(*found[False], *found[True])):
+            raise ValueError(f"TMA cannot make this copy: {reason}")
+        return copy(**kwargs)
+
+    return checked
+
+
+_SHARED = shared_memory.get_memory_space_idx(plgpu.SMEM)
 _abort_waiters = shared_memory.GPUSharedMemory._abort_waiters
 
 
@@ -226,6 +252,8 @@ def watched() -> Iterator[Launches]:
             GPURaceDetectionState=make_and_keep,
             wgmma=_watched_wgmma,
             wgmma_accumulator_deref=_watched_wgmma_accumulator_deref,
+            copy_gmem_to_smem=_aligned(gpu_callbacks.copy_gmem_to_smem),
+            copy_smem_to_gmem=_aligned(gpu_callbacks.copy_smem_to_gmem),
         ),
         mock.patch.object(thread_map, "_run_jaxpr", _Programs().run),
         mock.patch.object(callback, "io_callback_impl", _callback_on_the_host),

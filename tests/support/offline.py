@@ -264,8 +264,11 @@ def _package_folders(name: str) -> list[pathlib.Path]:
 class Compiler:
     """Compiles kernels until it is closed; `workdir` holds the stand-in driver and the logs."""
 
-    def __init__(self, workdir: pathlib.Path) -> None:
-        """Raises OfflineUnavailableError, saying what to install, if something is missing."""
+    def __init__(self, workdir: pathlib.Path, *, dumps: tuple[str, ...] = ()) -> None:
+        """Raises OfflineUnavailableError, saying what to install, if something is missing.
+
+        `dumps`: what the log also has, such as "PTX" or "HOST_LLVM".
+        """
         self._plugin = find_plugin()
         self._ptxas = find_ptxas()
         source = workdir / "driver.c"
@@ -277,7 +280,7 @@ class Compiler:
             **{k: v for k, v in os.environ.items() if not k.startswith("MOSAIC_GPU_")},
             "LD_LIBRARY_PATH": _prepend(workdir, "LD_LIBRARY_PATH"),
             "PATH": _prepend(self._ptxas.parent, "PATH"),
-            "MOSAIC_GPU_DUMP_PTXAS": "1",
+            **{f"MOSAIC_GPU_DUMP_{name}": "1" for name in ("PTXAS", *dumps)},
         }
         self._logs = workdir / "stdout", workdir / "stderr"
         self._plugin_errors = workdir / "plugin_stderr"

@@ -91,23 +91,29 @@ def soak(cases: Sequence[tuple[Callable[[Any], Any], Any, Any]]) -> None:
     assert int(wrong) == 0
 
 
+def environment_of_scripts() -> dict[str, str]:
+    """The environment of a process that imports what the tests for the GPU import."""
+    folders = map(str, (ROOT, ROOT / "tests" / "support", ROOT / "tests" / "gpu"))
+    path = os.pathsep.join((*folders, *filter(None, [os.environ.get("PYTHONPATH")])))
+    return {**os.environ, "PYTHONPATH": path}
+
+
 def assert_sanitized(tool: str, script: str) -> None:
     """Runs a Python script, which ends by printing FINISHED, under compute-sanitizer.
 
     Args:
       tool: "memcheck" or "racecheck"; it looks at this library's kernels alone.
-      script: what to run; sys.argv[1] is the directory of the tests.
+      script: what to run; it may import what the tests share, and the tests for the GPU.
     """
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     assert pathlib.Path(sanitizer).exists(), "compute-sanitizer (CUDA toolkit) is not installed"
     environment = dict(
-        os.environ,
-        PYTHONPATH=os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+        environment_of_scripts(),
         XLA_PYTHON_CLIENT_PREALLOCATE="false",
         XLA_PYTHON_CLIENT_ALLOCATOR="platform",  # one allocation an array, so that its end is seen
     )
     options = ["--tool", tool, "--error-exitcode", "9", "--kernel-regex", "kns=ikbo"]
-    program = [sys.executable, "-c", script, str(pathlib.Path(__file__).parent)]
+    program = [sys.executable, "-c", script]
     # One on each GPU: beside another one on the same GPU, one that takes 13 s alone took over 140.
     # In a folder of its own, so that those on other GPUs use none of its files.
     gpu = re.sub(r"\W+", "-", os.environ.get("CUDA_VISIBLE_DEVICES", ""))

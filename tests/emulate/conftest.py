@@ -1,0 +1,26 @@
+"""Settings of the emulated tests."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+import sys
+from collections.abc import Iterator
+
+import emulator
+import offline
+import pytest
+
+# The cases of the interpreted tests are emulated, too.
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "interpret"))
+
+
+@pytest.fixture(scope="session")
+def sm90(tmp_path_factory: pytest.TempPathFactory) -> Iterator[emulator.Emulator]:
+    """Runs kernels' PTX; one process loads the compiler for all tests."""
+    try:
+        compiler = offline.Compiler(tmp_path_factory.mktemp("emulated"), dumps=("PTX", "HOST_LLVM"))
+    except offline.OfflineUnavailableError as error:
+        pytest.fail(str(error), pytrace=False)
+    with contextlib.closing(compiler):
+        yield emulator.Emulator(compiler)

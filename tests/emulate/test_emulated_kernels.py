@@ -1,0 +1,153 @@
+"""The kernels' PTX on a CPU: the interpreted tests' cases, with what the interpreter cannot see.
+
+Those are addresses and descriptors in inline PTX, alignment of copies, thread blocks that run side
+by side, and asynchronous reads at the latest time that is allowed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import emulator
+import numpy as np
+import problems
+import problems_gdpa
+import pytest
+import test_interpret_attention as attention
+import test_interpret_attention_backward as attention_backward
+import test_interpret_few_queries as few_queries
+import test_interpret_gdpa as gdpa
+import test_interpret_gdpa_backward as gdpa_backward
+import test_interpret_linear_compression as linear_compression
+import test_interpret_linear_compression_backward as linear_compression_backward
+
+from ikbo_jax.pallas.attention_backward.kernel import attention_backward_kernel
+
+pytestmark = [
+    pytest.mark.usefixtures("on_cpu"),
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="the CUDA plugin is for Linux"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _not_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (attention, few_queries, gdpa, gdpa_backward):
+        monkeypatch.setattr(module, "PARAMS", False)
+
+
+def _attention(sm90: emulator.Emulator, name: str, seed: int) -> None:
+    case = attention.CASES[name]
+    inputs = case.inputs()
+    with sm90.emulated(seed):
+        results = attention.interpret(inputs, case)
+    attention.assert_correct(results, inputs, case)
+
+
+def _few_queries(sm90: emulator.Emulator, name: str, seed: int) -> None:
+    case = few_queries.CASES[name]
+    inputs = case.inputs()
+    with sm90.emulated(seed):
+        results = few_queries.interpret(inputs, case)
+    few_queries.assert_correct(results, inputs, case)
+
+
+def _attention_backward(sm90: emulator.Emulator, name: str, seed: int) -> None:
+    """Six thread blocks, two at a time: sums of d_query pass from block to block."""
+    case = attention_backward.CASES[name]
+    inputs, tensors = attention_backward.make(case)
+    with sm90.emulated(seed, resident=2):
+        results = attention_backward_kernel(
+            *inputs,
+            *tensors,
+            scale=case.scale,
+            indices_are_sorted=case.shape.index == "sorted",
+            config=case.config,
+            num_sms=6,
+            dtype=case.sum_dtype,
+        )
+    want = attention_backward.expected(inputs, tensors, case.scale)
+    plain = attention_backward.plain(inputs, tensors, case.scale, case.sum_dtype)
+    for result, w, p in zip(results, want, plain, strict=False):
+        problems.assert_within_error_rule(np.asarray(result), w, np.asarray(p))
+
+
+def _gdpa(sm90: emulator.Emulator, name: str, seed: int) -> None:
+    case = gdpa.CASES[name]
+    arrays = problems_gdpa.make_arrays(case.shape, case.dtype)
+    with sm90.emulated(seed), pytest.MonkeyPatch.context() as patch:
+        out = gdpa.attend(arrays, case, patch)
+    gdpa.assert_correct(out, arrays, case)
+
+
+def _gdpa_backward(sm90: emulator.Emulator, name: str, seed: int) -> None:
+    case = gdpa_backward.CASES[name]
+    arrays = problems_gdpa.make_arrays(case.shape, case.dtype)
+    with sm90.emulated(seed):
+        results = gdpa_backward.gradients(arrays, case)
+    gdpa_backward.assert_correct(results, arrays, case)
+
+
+def _linear_compression(sm90: emulator.Emulator, name: str, seed: int) -> None:
+    case = linear_compression.CASES[name]
+    levels = case.levels()
+    with sm90.emulated(seed):
+        out = linear_compression.interpret(levels, case, False)
+    linear_compression.assert_correct(out, levels)
+
+
+def _linear_compression_backward(sm90: emulator.Emulator, name: str, seed: int) -> None:
+    case = linear_compression_backward.CASES[name]
+    arrays = case.arrays()
+    with sm90.emulated(seed):
+        found = linear_compression_backward.run(case, arrays, False)
+    linear_compression_backward.assert_correct(found, arrays, case)
+
+
+KERNELS: dict[str, tuple[Callable[[emulator.Emulator, str, int], None], dict[str, Any]]] = {
+    "attention": (_attention, attention.CASES),
+    "few_queries": (_few_queries, few_queries.CASES),
+    "attention_backward": (_attention_backward, attention_backward.CASES),
+    "gdpa": (_gdpa, gdpa.CASES),
+    "gdpa_backward": (_gdpa_backward, gdpa_backward.CASES),
+    "linear_compression": (_linear_compression, linear_compression.CASES),
+    "linear_compression_backward": (
+        _linear_compression_backward,
+        linear_compression_backward.CASES,
+    ),
+}
+#: What the suite runs: every kernel, and every way to store and to add what it computes.
+CHOSEN = {
+    "attention": ["t1_fewer_keys_than_a_block"],
+    "few_queries": ["gqa_3_wide", "split_lengths_gqa", "turns"],
+    "attention_backward": [
+        "unsorted_grouped_heads",
+        "two_launches",
+        "users_without_candidates_h96_f16",
+    ],
+    "gdpa": ["softmax_gaps"],
+    "gdpa_backward": ["indexed_in_parts"],
+    "linear_compression": ["k_steps_of_levels_differ_many_tiles_of_a_cta"],
+    "linear_compression_backward": ["several_ctas"],
+}
+#: With a number, every case in as many orders of events.
+SEEDS = int(os.environ.get("IKBO_EMULATED_SEEDS", "0"))
+RUNS = [
+    (kernel, name, seed)
+    for kernel, (_, cases) in KERNELS.items()
+    for name in (cases if SEEDS else CHOSEN[kernel])
+    for seed in range(max(1, SEEDS))
+]
+
+
+@pytest.mark.parametrize(("kernel", "name", "seed"), RUNS, ids=[f"{k}-{n}-{s}" for k, n, s in RUNS])
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_emulated_results_are_right(
+    kernel: str, name: str, seed: int, sm90: emulator.Emulator
+) -> None:
+    run, _ = KERNELS[kernel]
+    run(sm90, name, seed)
+    assert sm90.launches

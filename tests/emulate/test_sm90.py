@@ -1,0 +1,230 @@
+"""Faults that Pallas' interpreter does not see are found by the emulator: each is planted here."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import emulator
+import jax
+import jax.numpy as jnp
+import numpy as np
+import problems
+import pytest
+import sm90_arithmetic
+import test_interpret_attention_backward as backward
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+
+from ikbo_jax.pallas.attention_backward import consumer, producer, store
+from ikbo_jax.pallas.attention_backward.kernel import attention_backward_kernel
+from ikbo_jax.pallas.hopper import launch, mosaic, stores
+from ikbo_jax.problems.attention_backward import AttentionBackwardConfig as Config
+from ikbo_jax.problems.hopper import WARPGROUP_SIZE
+
+pytestmark = [
+    pytest.mark.usefixtures("on_cpu"),
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="the CUDA plugin is for Linux"),
+]
+
+ROWS, COLUMNS = 16, 32
+FLOATS = jax.ShapeDtypeStruct((ROWS, COLUMNS), jnp.float32)
+
+
+def run(sm90: emulator.Emulator, body: Callable[..., None], source: Any, seed: int = 0) -> Any:
+    """body(source, target, shared memory, barrier) on one warpgroup; the target is as `FLOATS`."""
+    with sm90.emulated(seed):
+        launched = mosaic.kernel(
+            body,
+            out_type=FLOATS,
+            scratch_types=(plgpu.SMEM(FLOATS.shape, jnp.float32), plgpu.Barrier()),
+            grid=(1,),
+            grid_names=("worker",),
+            num_threads=1,
+            thread_name="warpgroup",
+            compiler_params=mosaic.compiler_params(),
+        )
+        return np.asarray(jax.block_until_ready(launched(source)))
+
+
+def numbers(columns: int = COLUMNS) -> jax.Array:
+    return jnp.arange(ROWS * columns, dtype=jnp.float32).reshape(ROWS, columns)
+
+
+def copy_from(first: int, source: Any, target: Any, shared: Any, barrier: Any) -> None:
+    """By TMA to shared memory and back, columns from `first` on."""
+    begin = first + 0 * lax.axis_index("worker")
+    plgpu.copy_gmem_to_smem(source.at[:, pl.ds(begin, COLUMNS)], shared, barrier)
+    plgpu.barrier_wait(barrier)
+    plgpu.copy_smem_to_gmem(shared, target)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def test_copies_read_zeros_past_the_end(sm90: emulator.Emulator) -> None:
+    out = run(sm90, functools.partial(copy_from, 24), numbers(40))
+    np.testing.assert_array_equal(out[:, :16], numbers(40)[:, 24:])
+    np.testing.assert_array_equal(out[:, 16:], 0)
+
+
+def test_copy_that_begins_between_16_bytes_traps(sm90: emulator.Emulator) -> None:
+    with pytest.raises(jax.errors.JaxRuntimeError, match="begins 12 bytes past a multiple of 16"):
+        run(sm90, functools.partial(copy_from, 3), numbers(64))
+
+
+def double(source: Any, target: Any, shared: Any, _: Any, *, fence: Any, wait: bool) -> None:
+    """Doubles the source, through shared memory that threads write and TMA reads."""
+    shared[...] = 2 * plgpu.load(source, layout=plgpu.Layout.WG_STRIDED((ROWS, COLUMNS), 1))
+    fence()
+    plgpu.copy_smem_to_gmem(shared, target)
+    if wait:
+        plgpu.wait_smem_to_gmem(0)
+
+
+def barrier_only() -> None:
+    mosaic.named_barrier("sync", jnp.int32(4), WARPGROUP_SIZE)
+
+
+def test_store_by_tma_of_what_threads_wrote(sm90: emulator.Emulator) -> None:
+    body = functools.partial(double, fence=plgpu.commit_smem, wait=True)
+    np.testing.assert_array_equal(run(sm90, body, numbers()), 2 * numbers())
+
+
+def test_missing_proxy_fence_is_found(sm90: emulator.Emulator) -> None:
+    body = functools.partial(double, fence=barrier_only, wait=True)
+    assert np.isnan(run(sm90, body, numbers())).all()
+
+
+def test_missing_barrier_of_a_warpgroup_is_found(sm90: emulator.Emulator) -> None:
+    """One thread issues the copy, while other warps may not have written yet."""
+
+    def fence() -> None:
+        @plgpu.inline_mgpu()
+        def only_fence(_: Any) -> None:
+            mgpu.utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
+
+        only_fence()
+
+    body = functools.partial(double, fence=fence, wait=True)
+    assert any(np.isnan(run(sm90, body, numbers(), seed)).any() for seed in range(4))
+
+
+def test_exit_before_tma_has_read_traps(sm90: emulator.Emulator) -> None:
+    body = functools.partial(double, fence=plgpu.commit_smem, wait=False)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="ends before TMA has read"):
+        run(sm90, body, numbers())
+
+
+def test_wait_for_what_never_comes_traps(sm90: emulator.Emulator) -> None:
+    def body(source: Any, target: Any, shared: Any, barrier: Any) -> None:
+        plgpu.barrier_wait(barrier)
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="all warps wait"):
+        run(sm90, body, numbers())
+
+
+@pytest.mark.parametrize("dtype", [np.int16, np.uint16, np.int32, np.uint32, np.uint64])
+def test_upper_half_of_a_product(dtype: Any) -> None:
+    """Compilers divide by 48 and 96 so; 16 bits were once taken for 32."""
+    info = np.iinfo(dtype)
+    a = np.asarray([info.min, -3 % (info.max + 1), 10923, info.max], dtype)
+    b = np.asarray([info.max, 7, 60, info.max], dtype)
+    want = [int(x) * int(y) >> info.bits for x, y in zip(a, b, strict=True)]
+    assert sm90_arithmetic._high(a, b).tolist() == want
+
+
+# Faults in a real kernel.
+
+CASE = backward.Case(backward.AttentionShape(1, 2, 32, 129, 1, 1, 64), Config(32))
+
+
+def is_right(sm90: emulator.Emulator, case: backward.Case = CASE, seed: int = 0) -> bool:
+    inputs, tensors = backward.make(case)
+    with sm90.emulated(seed):
+        results = attention_backward_kernel(
+            *inputs,
+            *tensors,
+            scale=case.scale,
+            indices_are_sorted=True,
+            config=case.config,
+            num_sms=4,
+        )
+    want = backward.expected(inputs, tensors, case.scale)
+    plain = backward.plain(inputs, tensors, case.scale)
+    try:
+        for result, w, p in zip(results, want, plain, strict=True):
+            problems.assert_within_error_rule(np.asarray(result), w, np.asarray(p))
+    except AssertionError:
+        return False
+    return True
+
+
+def test_kernel_without_a_fault_is_right(sm90: emulator.Emulator) -> None:
+    assert is_right(sm90)
+
+
+def test_wrong_swizzle_of_a_store_is_found(
+    monkeypatch: pytest.MonkeyPatch, sm90: emulator.Emulator
+) -> None:
+    """The interpreter has no swizzles."""
+    parts = store._parts
+    monkeypatch.setattr(store, "_parts", lambda *args: [*parts(*args)[:-1], parts(*args)[0]])
+    assert not is_right(sm90)
+
+
+def test_store_out_of_bounds_traps(
+    monkeypatch: pytest.MonkeyPatch, sm90: emulator.Emulator
+) -> None:
+    """f32 gradients of keys go to rows of all users: past the last, out of the array."""
+    true = lambda *_: mgpu.c(1, ir.IntegerType.get_signless(1))  # noqa: E731
+    monkeypatch.setattr(stores, "within", true)
+    case = backward.Case(CASE.shape, CASE.config, sum_dtype="float32")
+    inputs, tensors = backward.make(case)
+    with (
+        sm90.emulated(),
+        pytest.raises(jax.errors.JaxRuntimeError, match="out of bounds"),
+    ):
+        jax.block_until_ready(
+            attention_backward_kernel(
+                *inputs,
+                *tensors,
+                scale=case.scale,
+                indices_are_sorted=True,
+                config=case.config,
+                num_sms=1,
+                dtype="float32",
+            )
+        )
+
+
+def test_more_registers_than_there_are_traps(
+    monkeypatch: pytest.MonkeyPatch, sm90: emulator.Emulator
+) -> None:
+    roles = launch.Roles
+    monkeypatch.setattr(
+        "ikbo_jax.pallas.attention_backward.kernel.Roles",
+        functools.partial(roles, registers=(240, 32)),
+    )
+    with pytest.raises(jax.errors.JaxRuntimeError, match="all warps wait.*setmaxnreg"):
+        is_right(sm90)
+
+
+def test_counter_that_is_not_awaited_is_found(
+    monkeypatch: pytest.MonkeyPatch, sm90: emulator.Emulator
+) -> None:
+    """Two thread blocks add to one sum; the interpreter runs one after the other."""
+    monkeypatch.setattr(producer.store, "await_counter", lambda *args, **kwargs: None)
+    case = backward.Case(backward.AttentionShape(1, 1, 16, 500, 1, 1, 64), Config(16))
+    assert not all(is_right(sm90, case, seed) for seed in range(6))
+
+
+def test_missing_barrier_between_consumers_is_found(
+    monkeypatch: pytest.MonkeyPatch, sm90: emulator.Emulator
+) -> None:
+    monkeypatch.setattr(consumer, "_synchronise_consumers", lambda: None)
+    assert not all(is_right(sm90, seed=seed) for seed in range(4))

@@ -1,0 +1,246 @@
+"""Runs the library's kernels on a CPU as Hopper would: their PTX, by `sm90.Machine`.
+
+Inside of `Emulator.emulated()`, `mosaic.kernel` compiles a kernel for sm_90a (`offline`) and runs
+its PTX on the arrays that it is called with, in a callback where they are traced. The host's part
+of the launch (tensor maps, pointers, grid, shared memory) is read from the LLVM IR that Mosaic GPU
+makes of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import offline
+import ptx
+import sm90
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+
+from ikbo_jax.pallas.hopper import mosaic
+
+#: Bytes of an element by Mosaic GPU's number of its dtype.
+_ELEMENT = {2: 2, 3: 4, 5: 2, 6: 4, 7: 2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """What the host does: `params` as `sm90.Machine` takes them."""
+
+    params: list[Any]
+    grid: int
+    threads: int
+    shared_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A compiled kernel."""
+
+    program: ptx.Program
+    launch: Launch
+    outputs: list[jax.ShapeDtypeStruct]  # of the custom call, in order
+    aliases: dict[int, int]  # output: operand
+    operands: int
+    registers: int
+
+
+_TOKEN = r"(?<= )(undef|poison|%\d+|-?\d+)(?=,|$)"
+
+
+def read_host(text: str) -> Launch:
+    """Follows the host's function, which has no branches, to the launch."""
+    # As jax 0.11 makes it; the arrays are the last argument.
+    function = re.search(r"^define \w+ @\w+\(([^)]*)\) {\n(.*?)^}", text, re.M | re.S)
+    if function is None:
+        raise ValueError("no function of the host")
+    parameters, body = function.groups()
+    values: dict[str, Any] = {parameters.split()[-1]: ("buffers", 0)}
+    memory: dict[tuple[str, int], Any] = {}
+    maps: dict[str, dict[int, sm90.Descriptor]] = {}
+
+    def value(token: str) -> Any:
+        token = token.strip().split()[-1]
+        return values[token] if token.startswith("%") else int(token)
+
+    def words(at: tuple[str, int], count: int) -> tuple[int, ...]:
+        return tuple(memory[at[0], at[1] + 8 * i] for i in range(count))
+
+    for line in body.splitlines():
+        name, _, rest = re.sub(r"{.*?} (?=undef|poison|%)", "", line.strip()).partition(" = ")
+        if line.strip().startswith("store"):
+            found = re.match(r"store (.+?) (%\w+|-?\d+), ptr (%\d+)", line.strip())
+            assert found is not None, line
+            memory[values[found[3]]] = value(found[2])
+        elif "@mosaic_gpu_init_tma_desc" in line:
+            args = line[line.index("(") + 1 : line.rindex(")")].split(",")
+            target, base, dtype, rank, sizes, strides, swizzle, box = map(value, args)
+            maps.setdefault(target[0], {})[target[1]] = sm90.Descriptor(
+                base[0], base[1], _ELEMENT[dtype], words(sizes, rank), words(strides, rank),
+                words(box, rank), swizzle,
+            )  # fmt: skip
+        elif "@mosaic_gpu_launch_kernel" in line:
+            args = line[line.index("(") + 1 : line.rindex(")")].split(",")
+            last = [value(x) for x in args[-2:] if x.split()[-1] in values]
+            (pointers,) = (x for x in last if isinstance(memory.get(x), tuple))
+            x, y, z, *cluster, threads, _, _, shared = map(value, args[1:11])
+            if y * z != 1 or max(cluster) > 1:
+                raise ValueError(f"a grid {x, y, z} in clusters {cluster}")
+            params, i = [], 0
+            while (pointers[0], 8 * i) in memory:
+                params.append(memory[memory[pointers[0], 8 * i]])
+                i += 1
+            return Launch(params, x, threads, shared)
+        elif rest.startswith("load ptr"):
+            at = value(rest.split(",")[1])
+            values[name] = (at[1], 0) if at[0] == "buffers" else memory[at]
+        elif rest.startswith("load ["):
+            values[name] = maps.get(value(rest.split(",")[1])[0], {})
+        elif rest.startswith("alloca"):
+            values[name] = (name, 0)
+        elif rest.startswith("getelementptr"):
+            values[name] = _element(rest, values)
+        elif rest.startswith("insertvalue"):
+            aggregate, item, *path = re.findall(_TOKEN, rest)
+            inserted = {} if aggregate in ("undef", "poison") else dict(values[aggregate])
+            inserted[tuple(map(int, path))] = value(item)
+            values[name] = inserted
+        elif rest.startswith("extractvalue"):
+            aggregate, *path = re.findall(_TOKEN, rest)
+            values[name] = values[aggregate][tuple(map(int, path))]
+        elif rest.startswith(("ptrtoint", "inttoptr")):
+            values[name] = value(rest.split(" to ")[0])
+        else:
+            raise ValueError(f"unknown instruction of the host: {line}")
+    raise ValueError("the host launches nothing")
+
+
+def _element(text: str, values: dict[str, Any]) -> Any:
+    """The address of `getelementptr`; a structure's fields are numbered, not laid out."""
+    found = re.match(r"getelementptr (.+), ptr (%\d+), (.*)", text)
+    assert found is not None, text
+    kind, base, *_ = found.groups()
+    numbers = [int(x.split()[-1]) if "%" not in x else values[x.split()[-1]]
+               for x in found[3].split(",")]  # fmt: skip
+    name, offset = values[base]
+    if name == "buffers":
+        return name, offset + numbers[0]
+    if kind.startswith("{"):
+        return name, f"field {numbers[1]}"
+    return name, offset + numbers[0] * {"i8": 1, "i64": 8, "ptr": 8}[kind]
+
+
+class Emulator:
+    """Compiles and runs kernels; `compiler` must dump PTX and the host's LLVM IR."""
+
+    def __init__(self, compiler: offline.Compiler) -> None:
+        self.compiler = compiler
+        self.kernels: dict[bytes, Kernel] = {}
+        self.launches: list[str] = []
+        self.seed = 0
+
+    @contextlib.contextmanager
+    def emulated(self, seed: int = 0, *, resident: int = 132) -> Iterator[list[str]]:
+        """Launches of kernels run here; the list gets their names."""
+        self.seed, self.launches = seed, []
+
+        def kernel(body: Callable[..., None], **options: Any) -> Callable[..., Any]:
+            def call(*operands: Any) -> Any:
+                return self.call(body, options, operands, resident)
+
+            return call
+
+        with mock.patch.object(mosaic, "kernel", kernel):
+            yield self.launches
+
+    def call(
+        self,
+        body: Callable[..., None],
+        options: dict[str, Any],
+        operands: tuple[Any, ...],
+        resident: int,
+    ) -> Any:
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
+        kernel = self.compile(plgpu.kernel(body, **options), *shapes)
+        result = options["out_type"]
+
+        def run(*operands: Any) -> list[np.ndarray]:
+            return self.run(kernel, operands, resident)[: len(jax.tree.leaves(result))]
+
+        leaves = jax.pure_callback(run, jax.tree.leaves(result), *operands)
+        return jax.tree.unflatten(jax.tree.structure(result), leaves)
+
+    def run(self, kernel: Kernel, operands: tuple[Any, ...], resident: int) -> list[np.ndarray]:
+        """The arrays that the kernel fills."""
+        arrays = [np.array(x) for x in operands]
+        blanks: list[np.ndarray] = []
+        for i, shape in enumerate(kernel.outputs):
+            blank = np.zeros(shape.shape, shape.dtype)
+            if i in kernel.aliases:  # counters, zero when the kernel starts
+                arrays.append(blank)
+            else:
+                blank.reshape(-1).view(np.uint8)[:] = 0xFF
+            blanks.append(blank)
+        assert len(arrays) == kernel.operands, (len(arrays), kernel.operands)
+        machine = sm90.Machine(
+            kernel.program,
+            [*arrays, *blanks],
+            kernel.launch.params,
+            grid=kernel.launch.grid,
+            shared_bytes=kernel.launch.shared_bytes,
+            registers=kernel.registers,
+            seed=self.seed + len(self.launches),
+            resident=resident,
+        )
+        self.launches.append(kernel.program.name)
+        machine.run()
+        return blanks
+
+    def compile(self, fn: Callable[..., Any], *shapes: Any) -> Kernel:
+        lowered = jax.jit(fn).trace(*shapes).lower(lowering_platforms=("cuda",))
+        module = lowered.compiler_ir("stablehlo")
+        with module.context:
+            (call,) = [
+                op
+                for op in offline._operations(module.operation)
+                if op.name == "stablehlo.custom_call"
+                and ir.StringAttr(op.attributes["call_target_name"]).value == "mosaic_gpu_v2"
+            ]
+            text = call.attributes["mhlo.backend_config"]["module"].value_bytes
+            if text not in self.kernels:
+                self.kernels[text] = self._compile(call, text)
+        return self.kernels[text]
+
+    def _compile(self, call: Any, module: bytes) -> Kernel:
+        status, log, errors = self.compiler._run(module)
+        report = offline.parse_ptxas_log(log)
+        if report.serialized or report.spill_bytes:
+            raise ValueError(f"spills or serialised products: {report}")
+        del status, errors
+        code = log[log.index(".version") : log.index("ptxas info")]
+        program = ptx.read(code, shared_base=sm90.SHARED, param_base=sm90.PARAMS)
+        outputs = [_shape(r.type) for r in call.results]
+        aliases = {}
+        for alias in call.attributes.get("output_operand_aliases") or []:
+            found = re.search(
+                r"output_tuple_indices = \[(\d*)\], operand_index = (\d+)", str(alias)
+            )
+            assert found is not None, alias
+            aliases[int(found[1] or 0)] = int(found[2])
+        host = log[log.index("; ModuleID") :]
+        return Kernel(
+            program, read_host(host), outputs, aliases, len(call.operands), report.registers
+        )
+
+
+def _shape(kind: Any) -> jax.ShapeDtypeStruct:
+    tensor = ir.RankedTensorType(kind)
+    dtypes = {"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32, "i32": jnp.int32}
+    return jax.ShapeDtypeStruct(tuple(tensor.shape), dtypes[str(tensor.element_type)])

@@ -1,0 +1,304 @@
+"""Arithmetic of `sm90.Machine`: instructions that compute registers from registers."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from ptx import Instruction
+from sm90_decoder import FLOATS, KINDS, U32, U64, Decoder, Run, Table, bits_of, put
+from sm90_state import Warp
+
+
+def _high(a: Any, b: Any) -> Any:
+    """The upper half of a product, of whatever width the factors have."""
+    shift = 8 * a.dtype.itemsize
+    product = (a.astype(object) * b.astype(object)) >> shift
+    return product.astype(a.dtype)
+
+
+def _shift(x: Any, by: Any, left: bool) -> Any:
+    width = x.dtype.itemsize * 8
+    by = by.astype(np.uint64)
+    far = by >= width
+    by = np.where(far, width - 1, by).astype(x.dtype)
+    if left:
+        return np.where(far, 0, x << by).astype(x.dtype)
+    result = x >> by
+    if x.dtype.kind == "u":
+        result = np.where(far, 0, result).astype(x.dtype)
+    return result
+
+
+INTEGER: dict[str, Callable[..., Any]] = {
+    "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul.lo": lambda a, b: a * b,
+    "and": lambda a, b: a & b, "or": lambda a, b: a | b, "xor": lambda a, b: a ^ b,
+    "not": lambda a: ~a, "neg": lambda a: -a, "abs": np.abs,
+    "min": np.minimum, "max": np.maximum,
+    "mad.lo": lambda a, b, c: a * b + c, "mul.hi": _high,
+    "shl": functools.partial(_shift, left=True), "shr": functools.partial(_shift, left=False),
+    "div": lambda a, b: (np.trunc(a.astype(np.float64) / b)).astype(a.dtype),
+    "rem": lambda a, b: np.fmod(a, b),
+    "mov": lambda a: a, "cvta": lambda a: a,
+}  # fmt: skip
+
+
+def _fma(a: Any, b: Any, c: Any) -> Any:
+    return (a.astype(np.float64) * b + c).astype(np.float32)
+
+
+FLOATING: dict[str, Callable[..., Any]] = {
+    "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b, "fma": _fma,
+    "neg": lambda a: -a, "abs": np.abs, "ex2": np.exp2, "lg2": np.log2, "rcp": lambda a: 1 / a,
+    "sqrt": np.sqrt, "rsqrt": lambda a: 1 / np.sqrt(a), "tanh": np.tanh, "div": lambda a, b: a / b,
+    "sin": np.sin, "cos": np.cos,
+}  # fmt: skip
+COMPARE: dict[str, Callable[..., Any]] = {
+    "eq": lambda a, b: a == b, "ne": lambda a, b: a != b, "lt": lambda a, b: a < b,
+    "le": lambda a, b: a <= b, "gt": lambda a, b: a > b, "ge": lambda a, b: a >= b,
+    "lo": lambda a, b: a < b, "ls": lambda a, b: a <= b, "hi": lambda a, b: a > b,
+    "hs": lambda a, b: a >= b, "nan": lambda a, b: np.isnan(a) | np.isnan(b),
+    "num": lambda a, b: ~(np.isnan(a) | np.isnan(b)),
+    "equ": lambda a, b: ~((a < b) | (a > b)), "neu": lambda a, b: ~(a == b),
+    "ltu": lambda a, b: ~(a >= b), "leu": lambda a, b: ~(a > b), "gtu": lambda a, b: ~(a <= b),
+    "geu": lambda a, b: ~(a < b),
+}  # fmt: skip
+
+
+def integer(d: Decoder, ins: Instruction, found: re.Match[str]) -> Run:
+    function, kind = INTEGER[found["op"]], KINDS[found["kind"]]
+    if found["op"] in ("shl", "shr"):
+        target, value, by = ins.operands
+        a, b = d.source(value, kind), d.source(by, U32)
+
+        def run(warp: Warp, mask: Any) -> None:
+            result = function(warp.r[a].view(kind), warp.r[b])
+            put(warp, mask, target, result.view(bits_of(kind)))
+
+        return run
+    return d.simple(ins, function, kind)
+
+
+def floating(d: Decoder, ins: Instruction, found: re.Match[str]) -> Run:
+    return d.simple(ins, FLOATING[found["op"]], np.float32)
+
+
+def extreme(d: Decoder, ins: Instruction, found: re.Match[str]) -> Run:
+    pairs = {"min": (np.minimum, np.fmin), "max": (np.maximum, np.fmax)}[found["op"]]
+    return d.simple(ins, pairs[0 if ".NaN" in ins.name else 1], np.float32)
+
+
+def halves(d: Decoder, ins: Instruction, found: re.Match[str]) -> Run:
+    kind = FLOATS[found["kind"]]
+    functions: dict[str, Any] = {
+        **FLOATING,
+        "fma": lambda a, b, c: (a.astype(np.float64) * b.astype(np.float64) + c).astype(kind),
+        "min": np.minimum,
+        "max": np.maximum,
+    }
+    function = functions[found["op"]]
+    target, *operands = ins.operands
+    sources = [d.source(x, U32) for x in operands]
+
+    def run(warp: Warp, mask: Any) -> None:
+        values = [warp.r[s].view(kind) for s in sources]
+        put(warp, mask, target, function(*values).astype(kind).view(U32))
+
+    return run
+
+
+def wide(d: Decoder, ins: Instruction, found: re.Match[str]) -> Run:
+    kind = KINDS[found["kind"]]
+    result = {np.int32: np.int64, np.uint32: np.uint64, np.int16: np.int32, np.uint16: U32}
+    out = result[kind]
+    if found["op"] == "mul":
+        return d.simple(ins, lambda a, b: a.astype(out) * b.astype(out), kind, out)
+    target, a, b, c = ins.operands
+    x, y, z = d.source(a, kind), d.source(b, kind), d.source(c, out)
+
+    def run(warp: Warp, mask: Any) -> None:
+        product = warp.r[x].view(kind).astype(out) * warp.r[y].view(kind).astype(out)
+        put(warp, mask, target, (product + warp.r[z].view(out)).view(bits_of(out)))
+
+    return run
+
+
+def compare(d: Decoder, ins: Instruction, found: re.Match[str]) -> Run:
+    function, kind = COMPARE[found["op"]], KINDS[found["kind"]]
+    combine = found["with"]
+    if not combine:
+        return d.simple(ins, function, kind, np.bool_)
+    target, a, b, c = ins.operands
+    x, y, z = d.source(a, kind), d.source(b, kind), d.source(c, np.bool_)
+
+    def run(warp: Warp, mask: Any) -> None:
+        value = function(warp.r[x].view(kind), warp.r[y].view(kind))
+        other = warp.r[z]
+        both = value & other if combine == ".and" else value | other
+        put(warp, mask, target, both)
+
+    return run
+
+
+def select(d: Decoder, ins: Instruction, found: re.Match[str]) -> Run:
+    kind = bits_of(KINDS[found["kind"]])
+    target, a, b, p = ins.operands
+    x, y, z = d.source(a, kind), d.source(b, kind), d.source(p, np.bool_)
+
+    def run(warp: Warp, mask: Any) -> None:
+        put(warp, mask, target, np.where(warp.r[z], warp.r[x], warp.r[y]))
+
+    return run
+
+
+def move(d: Decoder, ins: Instruction, found: re.Match[str]) -> Run:
+    kind = bits_of(KINDS[found["kind"]])
+    target, value = ins.operands
+    part = {U32: np.uint16, U64: U32}
+    if isinstance(value, tuple):
+        sources = [d.source(x, part[kind]) for x in value]
+
+        def pack(warp: Warp, mask: Any) -> None:
+            parts = np.stack([warp.r[s] for s in sources], axis=1)
+            put(warp, mask, target, np.ascontiguousarray(parts).view(kind)[:, 0])
+
+        return pack
+    source = d.source(value, kind)
+    if isinstance(target, tuple):
+
+        def unpack(warp: Warp, mask: Any) -> None:
+            parts = np.ascontiguousarray(warp.r[source]).view(part[kind]).reshape(32, -1)
+            for i, t in enumerate(target):
+                put(warp, mask, t, parts[:, i].copy())
+
+        return unpack
+
+    def run(warp: Warp, mask: Any) -> None:
+        put(warp, mask, target, warp.r[source])
+
+    return run
+
+
+def convert(d: Decoder, ins: Instruction, found: re.Match[str]) -> Run:
+    to, of = KINDS[found["to"]], KINDS[found["of"]]
+    rounding = found["mode"] or ""
+
+    def function(x: Any) -> Any:
+        if np.dtype(to).kind in "iu" and np.dtype(of).kind == "f":
+            x = {"rzi": np.trunc, "rni": np.rint, "rmi": np.floor, "rpi": np.ceil}[
+                rounding.split(".")[-1]
+            ](x)
+        value = x.astype(to)
+        if np.dtype(to).itemsize == 1:
+            value = value.astype(np.int16 if np.dtype(to).kind == "i" else np.uint16)
+        return value
+
+    if np.dtype(of).itemsize == 1:
+        target, value = ins.operands
+        source = d.source(value, np.uint16)
+
+        def run(warp: Warp, mask: Any) -> None:
+            x = function(warp.r[source].astype(of))
+            put(warp, mask, target, x.view(bits_of(to)))
+
+        return run
+    return d.simple(ins, function, of, to)
+
+
+def convert_pair(d: Decoder, ins: Instruction, found: re.Match[str]) -> Run:
+    kind = FLOATS[found["kind"]]
+    target, high, low = ins.operands
+    a, b = d.source(high, np.float32), d.source(low, np.float32)
+    is_relu = ".relu" in ins.name
+
+    def run(warp: Warp, mask: Any) -> None:
+        pair = np.stack([warp.r[b].view(np.float32), warp.r[a].view(np.float32)], axis=1)
+        if is_relu:
+            pair = np.maximum(pair, 0)
+        put(warp, mask, target, pair.astype(kind).view(U32)[:, 0])
+
+    return run
+
+
+def bitfield(d: Decoder, ins: Instruction, found: re.Match[str]) -> Run:
+    kind = KINDS[found["kind"]]
+    target, value, begin, length = ins.operands
+    a, b, c = d.source(value, kind), d.source(begin, U32), d.source(length, U32)
+
+    def run(warp: Warp, mask: Any) -> None:
+        x = warp.r[a].astype(np.uint64) >> warp.r[b].astype(np.uint64)
+        width = warp.r[c].astype(np.uint64)
+        x &= (np.uint64(1) << width) - np.uint64(1)
+        if found["kind"][0] == "s":
+            sign = (x >> (width - np.uint64(1))) & np.uint64(1)
+            x = np.where(sign != 0, x | (~np.uint64(0) << width), x)
+        put(warp, mask, target, x.astype(bits_of(kind)))
+
+    return run
+
+
+def permute(d: Decoder, ins: Instruction, _: re.Match[str]) -> Run:
+    target, *rest = ins.operands
+    a, b, c = (d.source(x, U32) for x in rest)
+
+    def run(warp: Warp, mask: Any) -> None:
+        both = warp.r[a].astype(U64) | warp.r[b].astype(U64) << U64(32)
+        selector, result = warp.r[c], np.zeros(32, U32)
+        for i in range(4):
+            chosen = (selector >> U32(4 * i)) & U32(0xF)
+            byte = (both >> ((chosen & U32(7)).astype(U64) * U64(8))) & U64(0xFF)
+            sign = np.where(byte & U64(0x80), U64(0xFF), U64(0))
+            byte = np.where(chosen & U32(8), sign, byte)
+            result |= byte.astype(U32) << U32(8 * i)
+        put(warp, mask, target, result)
+
+    return run
+
+
+def count_bits(d: Decoder, ins: Instruction, found: re.Match[str]) -> Run:
+    def count(x: Any) -> Any:
+        bits = (x[:, None] >> np.arange(32, dtype=U32)) & U32(1)  # [lane, bit]
+        if found["op"] == "popc":
+            return bits.sum(axis=1).astype(U32)
+        if found["op"] == "brev":
+            return (bits[:, ::-1] << np.arange(32, dtype=U32)).sum(axis=1).astype(U32)
+        first = np.argmax(bits[:, ::-1], axis=1)
+        return np.where(bits.any(axis=1), first, 32).astype(U32)
+
+    return d.simple(ins, count, U32)
+
+
+_INTEGER = r"(?:pred|[bus](?:16|32|64))"
+TABLE: Table = [
+    (r"mov\.(?P<kind>\w+)", move),
+    (r"cvta(?:\.to)?\.\w+\.(?P<kind>u64)", move),
+    (
+        r"(?P<op>add|sub|mul\.lo|mul\.hi|mad\.lo|and|or|xor|not|neg|abs|min|max|shl|shr|div|rem)"
+        rf"\.(?P<kind>{_INTEGER})",
+        integer,
+    ),
+    (r"(?P<op>mul|mad)\.wide\.(?P<kind>\w+)", wide),
+    (
+        r"(?P<op>add|sub|mul|fma|neg|abs|ex2|lg2|rcp|sqrt|rsqrt|tanh|div|sin|cos)"
+        r"(?:\.(?:rn|approx|full|ftz))*\.f32",
+        floating,
+    ),
+    (r"(?P<op>min|max)(?:\.NaN|\.ftz)*\.f32", extreme),
+    (r"(?P<op>add|sub|mul|fma|min|max|neg)(?:\.rn|\.NaN)*\.(?P<kind>bf16|f16)x2", halves),
+    (
+        r"setp\.(?P<op>\w+?)(?P<with>\.and|\.or)?(?:\.ftz)?\.(?P<kind>[busf]\d+)",
+        compare,
+    ),
+    (r"selp\.(?P<kind>\w+)", select),
+    (r"cvt\.rn(?:\.relu)?\.(?P<kind>bf16|f16)x2\.f32", convert_pair),
+    (
+        r"cvt(?:\.(?P<mode>[a-z]+(?:\.ftz|\.sat)?))??\.(?P<to>[busf]\w*\d+)\.(?P<of>[busf]\w*\d+)",
+        convert,
+    ),
+    (r"bfe\.(?P<kind>\w+)", bitfield),
+    (r"prmt\.b32", permute),
+    (r"(?P<op>popc|brev|clz)\.b32", count_bits),
+]

@@ -1,0 +1,232 @@
+"""Lanes and memory of `sm90.Machine`: shuffles, votes, loads, stores and fences."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import ptx
+from ptx import Instruction, Memory
+from sm90_decoder import KINDS, U32, U64, Decoder, Run, Table, aligned, bits_of, lanes, put
+from sm90_state import Trap, Warp
+
+
+def shuffle(d: Decoder, ins: Instruction, found: re.Match[str]) -> Run:
+    target, value, by, clamp, _ = ins.operands
+    a, b, c = d.source(value, U32), d.source(by, U32), d.source(clamp, U32)
+    targets = target if isinstance(target, tuple) else (target, None)
+    mode = found["mode"]
+
+    def run(warp: Warp, mask: Any) -> None:
+        lane = np.arange(32)
+        by, clamp = warp.r[b].astype(np.int64) & 31, warp.r[c].astype(np.int64)
+        segment = (clamp >> 8) & 31
+        low = lane & segment
+        high = low | (clamp & 31 & ~segment)
+        if mode == "idx":
+            source = low | (by & ~segment)
+        elif mode == "bfly":
+            source = lane ^ by
+        else:
+            source = lane - by if mode == "up" else lane + by
+        is_in = source >= high if mode == "up" else source <= high
+        source = np.where(is_in, source, lane)
+        put(warp, mask, targets[0], warp.r[a][source])
+        put(warp, mask, targets[1], is_in)
+
+    return run
+
+
+def elect(d: Decoder, ins: Instruction, _: re.Match[str]) -> Run:
+    target = ins.operands[0]
+    assert isinstance(target, tuple)
+
+    def run(warp: Warp, mask: Any) -> None:
+        leader = 0 if mask is None else int(np.argmax(mask))
+        put(warp, mask, target[0], ptx.splat(leader, U32))
+        put(warp, mask, target[1], np.arange(32) == leader)
+
+    return run
+
+
+def vote(d: Decoder, ins: Instruction, found: re.Match[str]) -> Run:
+    target, p, _ = ins.operands
+    source = d.source(p, np.bool_)
+    mode = found["mode"]
+
+    def run(warp: Warp, mask: Any) -> None:
+        values = warp.r[source]
+        if mask is not None:
+            raise Trap("a vote of a diverged warp")
+        if mode == "ballot":
+            word = sum(1 << i for i in range(32) if values[i])
+            put(warp, mask, target, ptx.splat(word, U32))
+        else:
+            result = values.any() if mode == "any" else values.all()
+            put(warp, mask, target, np.full(32, result))
+
+    return run
+
+
+def access(d: Decoder, ins: Instruction, found: re.Match[str]) -> Run:
+    """Loads and stores."""
+    is_load, space = found["op"] == "ld", found["space"]
+    kind = KINDS[found["kind"]]
+    values, memory = ins.operands if is_load else reversed(ins.operands)
+    if space == "param":
+        return load_param(d, ins)
+    registers = values if isinstance(values, tuple) else (values,)
+    addresses = d.address(memory, is_shared=space == "shared")
+    size = np.dtype(kind).itemsize
+    whole = size * len(registers)
+    bits = bits_of(kind)
+    if not is_load:
+        registers = tuple(d.source(r, kind) for r in registers)
+
+    def run(warp: Warp, mask: Any) -> None:
+        at = lanes(mask, addresses(warp))
+        if space == "shared":
+            array, at = warp.block.memory, d.shared_at(warp, at, whole)
+        else:
+            array, at = d.machine.locate(at, whole)
+        index = at[:, None] + np.arange(whole)
+        if is_load:
+            data = array[index].view(kind)
+            for i, register in enumerate(registers):
+                value = data[:, i].astype(bits) if size == 1 else data[:, i].view(bits)
+                if register in d.program.wide and size < 8:  # a load extends
+                    value = data[:, i].astype(np.int64 if kind == np.int32 else U64).view(U64)
+                if mask is not None:
+                    full = np.zeros(32, value.dtype)
+                    full[mask] = value
+                    value = full
+                put(warp, mask, register, value.copy())
+            return
+        data = np.stack([lanes(mask, warp.r[r]) for r in registers], axis=1)
+        if size == 1:
+            data = data.astype(np.uint8)
+        array[index] = np.ascontiguousarray(data).view(np.uint8)
+        if space == "shared":
+            warp.dirty.append(index.reshape(-1))
+
+    return run
+
+
+def load_param(d: Decoder, ins: Instruction) -> Run:
+    target, memory = ins.operands
+    assert isinstance(memory, Memory)
+    value = ptx.splat(d.machine.params[memory.offset], U64)
+
+    def run(warp: Warp, mask: Any) -> None:
+        put(warp, mask, target, value)
+
+    return run
+
+
+def atomic(d: Decoder, ins: Instruction, found: re.Match[str]) -> Run:
+    kind = KINDS[found["kind"]]
+    target, memory, value = ins.operands if found["op"] == "atom" else (None, *ins.operands)
+    addresses, source = d.address(memory, is_shared=False), d.source(value, kind)
+    how: dict[str, Any] = {
+        "add": lambda a, b: a + b,
+        "exch": lambda a, b: b,
+        "max": max,
+        "min": min,
+    }
+    function = how[found["how"]]
+    size = np.dtype(kind).itemsize
+
+    def run(warp: Warp, mask: Any) -> None:
+        array, at = d.machine.locate(lanes(mask, addresses(warp)), size)
+        chosen = np.arange(32) if mask is None else np.flatnonzero(mask)
+        values, old = warp.r[source].view(kind), np.zeros(32, kind)
+        for lane, place in zip(chosen, at, strict=True):
+            memory = array[place : place + size].view(kind)
+            old[lane] = memory[0]
+            memory[0] = function(memory[0], values[lane])
+        put(warp, mask, target, old.view(bits_of(kind)))
+
+    return run
+
+
+def store_matrix(d: Decoder, ins: Instruction, found: re.Match[str]) -> Run:
+    memory, registers = ins.operands
+    assert isinstance(registers, tuple)
+    addresses = d.address(memory, is_shared=True)
+    is_transposed, count = bool(found["trans"]), int(found["count"])
+    sources = [d.source(r, U32) for r in registers]
+
+    def run(warp: Warp, mask: Any) -> None:
+        at = d.shared_at(warp, addresses(warp)[: 8 * count], 16).reshape(count, 8)
+        for rows, source in zip(at, sources, strict=True):
+            matrix = np.ascontiguousarray(warp.r[source]).view(np.uint16).reshape(8, 8)
+            if is_transposed:
+                matrix = np.ascontiguousarray(matrix.T)
+            index = rows[:, None] + np.arange(16)
+            warp.block.memory[index] = matrix.view(np.uint8)
+            warp.dirty.append(index.reshape(-1))
+
+    return aligned("stmatrix", run)
+
+
+def load_matrix(d: Decoder, ins: Instruction, found: re.Match[str]) -> Run:
+    registers, memory = ins.operands
+    assert isinstance(registers, tuple)
+    addresses = d.address(memory, is_shared=True)
+    is_transposed, count = bool(found["trans"]), int(found["count"])
+
+    def run(warp: Warp, mask: Any) -> None:
+        at = d.shared_at(warp, addresses(warp)[: 8 * count], 16).reshape(count, 8)
+        for rows, register in zip(at, registers, strict=True):
+            matrix = warp.block.memory[rows[:, None] + np.arange(16)].view(np.uint16)
+            if is_transposed:
+                matrix = np.ascontiguousarray(matrix.T)
+            put(warp, mask, register, matrix.reshape(-1).view(U32))
+
+    return aligned("ldmatrix", run)
+
+
+def proxy_fence(d: Decoder, ins: Instruction, _: re.Match[str]) -> Run:
+    def run(warp: Warp, mask: Any) -> None:
+        if warp.dirty:
+            at = np.concatenate(warp.dirty)
+            warp.block.proxy[at] = warp.block.memory[at]
+            warp.dirty.clear()
+
+    return run
+
+
+def nothing(d: Decoder, ins: Instruction, _: re.Match[str]) -> Run:
+    return lambda warp, mask: None
+
+
+TABLE: Table = [
+    (r"shfl\.sync\.(?P<mode>idx|bfly|up|down)\.b32", shuffle),
+    (r"elect\.sync", elect),
+    (r"vote\.sync\.(?P<mode>ballot|any|all)\.(?:b32|pred)", vote),
+    (
+        r"(?P<op>ld|st)(?:\.(?:volatile|relaxed|acquire|release|weak))?(?:\.gpu|\.sys|\.cta)?"
+        r"\.(?P<space>shared|global|param)(?:::\w+)?(?:\.nc)?(?:\.L1::\w+)?"
+        r"(?:\.v[248])?\.(?P<kind>[busf]\d+)",
+        access,
+    ),
+    (
+        r"(?P<op>atom|red)(?:\.\w+?)*?\.global\.(?P<how>add|exch|max|min)\.(?P<kind>\w+)",
+        atomic,
+    ),
+    (
+        r"stmatrix\.sync\.aligned\.m8n8\.x(?P<count>[124])(?P<trans>\.trans)?\.shared\.b16",
+        store_matrix,
+    ),
+    (
+        r"ldmatrix\.sync\.aligned\.m8n8\.x(?P<count>[124])(?P<trans>\.trans)?\.shared\.b16",
+        load_matrix,
+    ),
+    (r"fence\.proxy\.async(?:\.\S+)?", proxy_fence),
+    (
+        r"fence\.(?:acquire|release|acq_rel|mbarrier_init|sc)\S*|membar\S*|prefetch\S*|nanosleep\S*"
+        r"|bar\.warp\.sync|wgmma\.fence\S*|griddepcontrol\S*|applypriority\S*",
+        nothing,
+    ),
+]
