@@ -17,7 +17,7 @@ from ikbo_jax.ops import dispatch, sharded
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """The ops that a function calls, in program order; `str` formats them as text.
+    """The ops that a function calls, in program order; `str` formats them as short plain text.
 
     Attributes:
       plans: one plan for each call of an op in the jaxpr. A call in a loop's body is listed once;
@@ -29,6 +29,14 @@ class Explanation:
     notes: tuple[Any, ...] = ()
 
     def __str__(self) -> str:
+        return self._text([str(note) for note in self.notes])
+
+    @property
+    def details(self) -> str:
+        """The text with the whole report of `rewrite`."""
+        return self._text([getattr(note, "details", None) or str(note) for note in self.notes])
+
+    def _text(self, notes: list[str]) -> str:
         numbers: dict[dispatch.Plan, list[str]] = {}
         for number, plan in enumerate(self.plans, start=1):
             numbers.setdefault(plan, []).append(str(number))
@@ -38,7 +46,7 @@ class Explanation:
             plans = ["no op of this library is called"]
             if self.notes:
                 plans[0] += " directly; see the report of rewrite above"
-        return "\n".join([*map(str, self.notes), *plans])
+        return "\n".join([*notes, *plans])
 
 
 # The identity on an array, with a note as a parameter, like `dispatch.plan_p`. Unlike `plan_p` it
@@ -79,7 +87,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
       **kwargs: keyword arguments of `fn`, likewise.
 
     Returns:
-      An `Explanation`; print it.
+      An `Explanation`; print it, or its `details`.
 
     Raises:
       Whatever `fn` raises while it is traced.

@@ -253,6 +253,9 @@ def _scan(ctx: Context, eqn: Any, *operands: Any) -> Any:
         origins = frozenset({ctx.recorder.found(eqn, "values of every iteration", 0, False)})
         flops = (params["length"] - 1) * program_cost(first).flops
         ctx.recorder.saved(eqn, origins, "computed once, before the loop", flops, True)
+        with ctx.recorder.inside(eqn):
+            for hoisted_eqn in first.eqns:
+                ctx.recorder.computed(hoisted_eqn, origins)
         consts += ctx.run_closed(first, consts, eqn)
     xs = [
         ctx.materialise(eqn, x, "scan over the looked-up axis") if not _scannable(x) else x
