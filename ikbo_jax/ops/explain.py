@@ -178,7 +178,22 @@ def _mark(eqn: Any) -> Any:
     return eqn.params["note"] if eqn.primitive is note_p else None
 
 
+#: Frequent primitives that hold no jaxpr. Searching the parameters of all equations would take a
+#: tenth of the time of tracing them.
+WITHOUT_PROGRAMS = frozenset(
+    """
+    add and argmax argmin broadcast_in_dim clamp concatenate convert_element_type copy cos cumsum
+    div dot_general dynamic_slice eq erf exp exp2 expand_dims gather ge gt integer_pow iota
+    is_finite le log logistic lt max min mul ne neg not or pad pow reduce_and reduce_max reduce_min
+    reduce_or reduce_sum rem reshape rsqrt select_n sign sin slice split sqrt square squeeze stack
+    stop_gradient sub tanh tile transpose xor
+    """.split()  # noqa: SIM905  A table of words reads better.
+)
+
+
 def _inner_jaxprs(eqn: Any) -> Iterator[core.Jaxpr]:
+    if eqn.primitive.name in WITHOUT_PROGRAMS:
+        return
     # `jit`, the most frequent call, has many parameters; only "jaxpr" holds a jaxpr.
     params = eqn.params
     values = (params["jaxpr"],) if eqn.primitive.name in ("jit", "pjit") else params.values()

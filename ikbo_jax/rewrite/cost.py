@@ -17,15 +17,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from jax.extend import core
 
 from ikbo_jax.ops import dispatch, explain
 from ikbo_jax.rewrite import lineage
-from ikbo_jax.rewrite.equations import OPS
-from ikbo_jax.rewrite.jaxprs import inner_programs
+from ikbo_jax.rewrite.jaxprs import OPS, inner_programs
 
 #: By how much a rewritten program may exceed its original: a fraction of the original's cost, plus
 #: the cost that a GPU covers in the time of one launch.
@@ -55,9 +54,6 @@ class Cost:
 
     flops: int = 0
     nbytes: int = 0
-
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(self.flops + other.flops, self.nbytes + other.nbytes)
 
     def __sub__(self, other: Cost) -> Cost:
         return Cost(self.flops - other.flops, self.nbytes - other.nbytes)
@@ -112,12 +108,16 @@ def _cost(
 ) -> dict[int | None, Cost]:
     if id(program) in known:
         return known[id(program)]
-    inner_of = [list(inner_programs(eqn)) for eqn in program.eqns]
+    inner_of = [inner_programs(eqn) for eqn in program.eqns]
     written = _read_unfused(program, inner_of)
-    costs: dict[int | None, Cost] = {}
+    sums: dict[int | None, list[int]] = {}
 
     def add(source: int | None, flops: int, nbytes: int) -> None:
-        costs[source] = costs.get(source, _NOTHING) + Cost(flops, nbytes)
+        if source in sums:
+            sums[source][0] += flops
+            sums[source][1] += nbytes
+        else:
+            sums[source] = [flops, nbytes]
 
     for eqn, inner in zip(program.eqns, inner_of, strict=True):
         name = eqn.primitive.name
@@ -141,7 +141,7 @@ def _cost(
             for found in of_programs:
                 for key, x in found.items():
                     add(source if key is None else key, times * x.flops, times * x.nbytes)
-    known[id(program)] = costs
+    costs = known[id(program)] = {source: Cost(*sum_) for source, sum_ in sums.items()}
     return costs
 
 
@@ -155,7 +155,7 @@ def _dearest(branches: list[dict[int | None, Cost]]) -> dict[int | None, Cost]:
     }
 
 
-def _read_unfused(program: core.Jaxpr, inner_of: list[list[core.Jaxpr]]) -> set[Any]:
+def _read_unfused(program: core.Jaxpr, inner_of: Sequence[Sequence[core.Jaxpr]]) -> set[Any]:
     """The variables that are written: not all operations that read them are fused.
 
     Args:
@@ -165,7 +165,7 @@ def _read_unfused(program: core.Jaxpr, inner_of: list[list[core.Jaxpr]]) -> set[
     read = {v for v in program.outvars if isinstance(v, core.Var)}
     for eqn, inner in zip(program.eqns, inner_of, strict=True):
         if inner or eqn.primitive.name in _READS:
-            read.update(v for v in eqn.invars if type(v) is not core.Literal)
+            read.update([v for v in eqn.invars if type(v) is not core.Literal])
     return read
 
 

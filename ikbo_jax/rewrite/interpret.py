@@ -149,8 +149,9 @@ class Context:
         if key is not None and (earlier := self.scope.results(key)) is not None:
             return earlier
         results = self._apply(eqn, operands)
-        if not all(map(is_plain, operands)) or not all(map(is_plain, results)):
-            self.recorder.computed(eqn, origins_of(*operands, *results))
+        deferred = [x for x in (*operands, *results) if isinstance(x, Deferred)]
+        if deferred:
+            self.recorder.computed(eqn, origins_of(*deferred))
         if key is not None:
             self.scope.keep_results(key, operands, results)
         for result in results:

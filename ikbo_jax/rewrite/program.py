@@ -159,7 +159,7 @@ def _rewritten(original: _Original, inputs: list[Any], recorder: Recorder) -> li
     if recorder.refusal or not recorder.changed:
         return original.call(inputs)
     if not recorder.gradient_differs:
-        return evaluate(program, inputs)
+        return call(program, inputs, "rewritten")
     return _with_exact_derivative(original, program, inputs)
 
 

@@ -115,7 +115,7 @@ class RewriteReport:
       repetitions: the number of further broadcasts of dimensions of size 1, such as biases.
       reason: why the original runs, if the rewriting failed or would cost more; otherwise "".
       costs: what the whole program costs, before and after.
-      by_traceback: the costs of equations on values of broadcasts, by traceback; see `lines`.
+      work: what `lines` is computed from.
     """
 
     changed: bool
@@ -125,7 +125,7 @@ class RewriteReport:
     repetitions: int = 0
     reason: str = ""
     costs: BothCosts = BothCosts()
-    by_traceback: tuple[Any, ...] = dataclasses.field(default=(), compare=False, repr=False)
+    work: Work = dataclasses.field(default_factory=Work, compare=False, repr=False)
 
     @property
     def flops_saved(self) -> int:
@@ -143,11 +143,15 @@ class RewriteReport:
 
         The last entry, "all other lines", is the rest of the program.
         """
-        lines: dict[str, BothCosts] = {}
+        if not self.changed:
+            return {}
+
+        def line_of(tracebacks: tuple[Any, ...]) -> str:
+            return next(filter(None, map(_model_line, tracebacks)), Recorder.UNKNOWN)
+
+        lines = self.work.by_line(line_of)
         rest = self.costs
-        for tracebacks, costs in self.by_traceback:
-            line = next(filter(None, map(_model_line, tracebacks)), Recorder.UNKNOWN)
-            lines[line] = lines.get(line, BothCosts()) + costs
+        for costs in lines.values():
             rest -= costs
         return lines | ({"all other lines": rest} if rest != BothCosts() else {})
 
@@ -158,7 +162,7 @@ class RewriteReport:
     def details(self) -> str:
         """The report with everything that replaced each broadcast, and the costs by line."""
         texts = [_indent(text) for text in _counted(self.broadcasts, lambda x: x.details)]
-        if self.by_traceback:
+        if self.changed:
             texts.append("costs by line, before -> after:")
             texts += [f"  {line}: {costs.before_and_after}" for line, costs in self.lines.items()]
         return "\n".join([self._headline(), *texts, *self._left()])
@@ -421,8 +425,8 @@ class Recorder:
             lookups,
             sum(not b.certain for b in self.broadcasts),
             self.refusal,
-            self.work.whole() if changed else BothCosts(),
-            self.work.by_traceback() if changed else (),
+            self.work.whole if changed else BothCosts(),
+            self.work,
         )
 
 

@@ -8,7 +8,7 @@ replace, so `Work` adds up the costs of both programs by traceback.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ikbo_jax.rewrite.cost import Cost, total
@@ -50,9 +50,6 @@ class BothCosts:
     def bytes_saved(self) -> int:
         return self.original.nbytes - self.rewritten.nbytes
 
-    def __add__(self, other: BothCosts) -> BothCosts:
-        return BothCosts(self.original + other.original, self.rewritten + other.rewritten)
-
     def __sub__(self, other: BothCosts) -> BothCosts:
         return BothCosts(self.original - other.original, self.rewritten - other.rewritten)
 
@@ -93,11 +90,13 @@ class Work:
 
     Attributes:
       owned: by identity of a traceback, the equations that have it.
+      whole: the costs of the whole programs, once `settle` has set them.
     """
 
     def __init__(self) -> None:
         self.owned: dict[int, Owned] = {}
-        self._costs: tuple[_Costs, _Costs] = {}, {}
+        self.whole = BothCosts()
+        self._settled: list[tuple[Owned, BothCosts]] = []
 
     def own(self, eqn: Any, calls: Sequence[Any], origins: frozenset) -> None:
         """Records that an equation of the original program computes with values of broadcasts.
@@ -118,11 +117,12 @@ class Work:
 
     def settle(self, original: _Costs, rewritten: _Costs) -> None:
         """Sets the costs of both programs, by traceback (`cost.cost_by_source`)."""
-        self._costs = original, rewritten
-
-    def whole(self) -> BothCosts:
-        """The costs of the whole programs."""
-        return BothCosts(total(self._costs[0]), total(self._costs[1]))
+        self.whole = BothCosts(total(original), total(rewritten))
+        none = Cost()
+        for source in self.owned:
+            if source in original or source in rewritten:
+                both = BothCosts(original.get(source, none), rewritten.get(source, none))
+                self._settled.append((self.owned[source], both))
 
     def by_owner(self, owner_of: Callable[[frozenset], Any]) -> dict[Any, BothCosts]:
         """The costs of the equations of every broadcast.
@@ -135,23 +135,22 @@ class Work:
           Costs by broadcast. Equations of no broadcast, or for which `owner_of` returns None, are
           left out.
         """
-        return _sums((owner_of(self.owned[source].origins), x) for source, x in self._both())
+        # Most equations stem from the same broadcasts.
+        owners = {x.origins: owner_of(x.origins) for x, _ in self._settled}
+        return _sums((owners[x.origins], costs) for x, costs in self._settled)
 
-    def by_traceback(self) -> tuple[tuple[tuple[Any, ...], BothCosts], ...]:
-        """The tracebacks of the equations, each with its costs; see `Owned.tracebacks`."""
-        return tuple((self.owned[source].tracebacks, x) for source, x in self._both())
-
-    def _both(self) -> Iterator[tuple[int, BothCosts]]:
-        original, rewritten = self._costs
-        for source in self.owned:
-            costs = BothCosts(original.get(source, Cost()), rewritten.get(source, Cost()))
-            if costs != BothCosts():
-                yield source, costs
+    def by_line(self, line_of: Callable[[tuple[Any, ...]], str]) -> dict[str, BothCosts]:
+        """The costs of the model's lines; `line_of` finds a line by `Owned.tracebacks`."""
+        return _sums((line_of(x.tracebacks), costs) for x, costs in self._settled)
 
 
 def _sums(entries: Iterable[tuple[Any, BothCosts]]) -> dict[Any, BothCosts]:
-    sums: dict[Any, BothCosts] = {}
-    for key, costs in entries:
+    sums: dict[Any, list[int]] = {}
+    for key, x in entries:
         if key is not None:
-            sums[key] = sums.get(key, BothCosts()) + costs
-    return sums
+            sum_ = sums.setdefault(key, [0] * 4)
+            sum_[0] += x.original.flops
+            sum_[1] += x.original.nbytes
+            sum_[2] += x.rewritten.flops
+            sum_[3] += x.rewritten.nbytes
+    return {key: BothCosts(Cost(*x[:2]), Cost(*x[2:])) for key, x in sums.items()}
