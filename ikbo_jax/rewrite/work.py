@@ -79,6 +79,8 @@ def _saved(amount: int, whole: int, unit: str) -> str:
 
 def count(number: int) -> str:
     """A number with three digits and the prefix of its unit, such as `1.23 M`."""
+    if number < 0:
+        return f"-{count(-number)}"
     for unit, size in (("T", 10**12), ("G", 10**9), ("M", 10**6), ("k", 10**3)):
         if number >= size:
             return f"{number / size:.3g} {unit}"

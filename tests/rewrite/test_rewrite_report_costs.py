@@ -17,6 +17,7 @@ from rewrite_basics import report_of
 import ikbo_jax as ikbo
 from ikbo_jax.ops import dispatch, explain
 from ikbo_jax.rewrite import cost, jaxprs
+from ikbo_jax.rewrite.work import BothCosts
 
 
 def products(program) -> int:
@@ -129,6 +130,18 @@ def test_functions_of_jax_have_the_lines_of_their_callers() -> None:
     ]
     (kept,) = report.broadcasts[1].kept
     assert kept.startswith(line_of(fn, "jnp.sort"))
+
+
+def test_costs_in_words() -> None:
+    before, after = cost.Cost(2_000_000, 1500), cost.Cost(500_000, 0)
+    assert str(BothCosts(before, after)) == "1.5 MFLOP of 2 MFLOP, all 1.5 kB"
+    assert str(BothCosts(after, before)) == (
+        "-1.5 MFLOP of 500 kFLOP, but moves 1.5 kB instead of 0 B"
+    )
+    assert str(BothCosts()) == "0 FLOP, 0 B"
+    both = BothCosts(before, after).before_and_after
+    assert both == "2 MFLOP -> 500 kFLOP, 1.5 kB -> 0 B"
+    assert BothCosts(cost.Cost(0, 5), cost.Cost(0, 999)).before_and_after == "5 B -> 999 B"
 
 
 def test_a_program_that_is_not_rewritten_removes_nothing() -> None:
