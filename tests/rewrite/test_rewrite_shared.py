@@ -43,6 +43,12 @@ def with_argument() -> Any:
     return lambda slope: lambda x: double(x, slope)
 
 
+def same(ours: Any, theirs: Any) -> None:
+    """Equal up to rounding of the largest element: elements are sums in which terms cancel."""
+    for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=1e-5 * np.abs(y).max())
+
+
 @pytest.mark.parametrize("make", [with_slope, with_argument()])
 def test_functions_with_other_derivatives(make: Any) -> None:
     three, five = make(3.0), make(5.0)
@@ -53,12 +59,12 @@ def test_functions_with_other_derivatives(make: Any) -> None:
 
     assert "work at the smaller batch" in str(report_of(fn, *ARGS).broadcasts[0].became)
     first = jax.jit(lambda *args: [jax.grad(f, (0, 1, 2))(*args) for f in (ikbo.rewrite(fn), fn)])
-    close(*first(*ARGS))
+    same(*first(*ARGS))
 
     def second(f):
         return jax.jacfwd(jax.grad(f, 1), 1)
 
-    close(*jax.jit(lambda *args: [second(f)(*args) for f in (ikbo.rewrite(fn), fn)])(*ARGS))
+    same(*jax.jit(lambda *args: [second(f)(*args) for f in (ikbo.rewrite(fn), fn)])(*ARGS))
 
 
 def test_one_function_on_two_lookups_and_other_shapes() -> None:
