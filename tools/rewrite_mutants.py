@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 FACTS = "tests/rewrite/test_rewrite_facts.py"
 DECISIONS = "tests/rewrite/test_rewrite_decisions.py"
+SHARED = "tests/rewrite/test_rewrite_shared.py"
 
 
 def facts(*tests: str) -> tuple[str, ...]:
@@ -345,6 +346,34 @@ MUTANTS = (
             *lookups("different parts"),
             f"{DECISIONS}::test_different_parts_are_left_for_that_reason",
         ),
+    ),
+    Mutant(
+        "two lookups in one elementwise equation treated as one",
+        "rules.py",
+        "if first is not None and (x.lineage, x.axis) != (first.lineage, first.axis):",
+        "if first is not None and x.axis != first.axis:",
+        (*lookups("two lookups"), f"{SHARED}::test_one_function_on_two_lookups_and_other_shapes"),
+    ),
+    Mutant(
+        "a derivative shared by other functions",
+        "calls.py",
+        "key = (rule, *forms, ctx.derivatives,",
+        "key = (*forms, ctx.derivatives,",
+        (f"{SHARED}::test_functions_with_other_derivatives[with_slope]",),
+    ),
+    Mutant(
+        "a derivative shared by calls on values of other forms",
+        "calls.py",
+        "key = (rule, *forms, ctx.derivatives,",
+        "key = (rule, ctx.derivatives,",
+        (f"{SHARED}::test_one_function_on_two_lookups_and_other_shapes",),
+    ),
+    Mutant(
+        "a mask shared by layers with other masks",
+        "scope.py",
+        "full_key = (key, *map(id, operands))",
+        "full_key = (key,)",
+        (f"{SHARED}::test_layers_with_different_masks",),
     ),
     Mutant(
         "values looked up by another index",

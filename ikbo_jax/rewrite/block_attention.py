@@ -34,8 +34,10 @@ from ikbo_jax.rewrite.lineage import (
     Concat,
     Lazy,
     Lineage,
+    cast,
     is_plain,
     origins_of,
+    reshape,
     spread,
 )
 from ikbo_jax.rewrite.registry import NotCovered
@@ -128,11 +130,11 @@ class Call:
         if users is not None and all(self.of_users(key, users) for key in live):
             out = self._at_user_batch(query, live, users)
             shape[-1] = out.shape[-1]
-            out = out.reshape(users_of(out, shape))
+            out = reshape(out, users_of(out, shape))
             return Lazy(out, tuple(shape), users, 0, origins_of(query.value))
         out = self._at_candidate_batch(query, live, states)
         shape[-1] = out.shape[-1]
-        return out.reshape(shape)
+        return reshape(out, shape)
 
     def _state(self, query: Part, key: Part) -> _State:
         kept = True
@@ -190,12 +192,11 @@ class Call:
         if sizes[1] != 1 and math.prod(of_heads) != self.heads:
             full_heads = list(self.root.heads)
         mask = spread(mask, (batch, *full_queries, *full_heads, last))
-        return mask.reshape(batch, *sizes, last).transpose(0, 2, 1, 3)
+        return lax.transpose(reshape(mask, (batch, *sizes, last)), (0, 2, 1, 3))
 
     def flat(self, x: jax.Array, rows: int) -> jax.Array:
         """[batch, *rows, *heads, width] as [batch, rows, heads, width]."""
-        shape = (x.shape[0], rows, self.heads, x.shape[-1])
-        return x if x.shape == shape else lax.reshape(x, shape)
+        return reshape(x, (x.shape[0], rows, self.heads, x.shape[-1]))
 
     def _at_user_batch(self, query: Part, live: list[Part], users: Lineage) -> jax.Array:
         """Softmax attention of users' queries to users' keys: [users, queries, heads, width]."""
@@ -203,30 +204,36 @@ class Call:
         base = spread(value.base, (users.users, *value.shape[1:]))
         self.sizes = value.shape[1 : 1 + len(self.root.queries)]
         rows = math.prod(self.sizes)
-        keys, values, masks = [], [], [[] for _ in self.root.fills]  # type: ignore[var-annotated]
-        for key in live:
-            keys.append(self.user_rows(key.value, users))
-            values.append(self.user_rows(key.values, users))
-            for n, fill in enumerate(self.root.fills):
-                mask = at_users(self._mask(fill, query, key), users)
-                if mask is None:
-                    raise NotCovered("attention is not recognised: its mask differs by candidate")
-                masks[n].append(mask)
-        all_keys, all_values = concatenated(keys), concatenated(values)
+        all_keys = concatenated([self.user_rows(key.value, users) for key in live])
+        all_values = concatenated([self.user_rows(key.values, users) for key in live])
         logits = logits_of(self.flat(base, rows), all_keys, self.root.scale)
-        for fill, parts in zip(self.root.fills, masks, strict=True):
-            if all(self._state(query, key).kept for key in live):
-                continue
-            whole = _joined([self._logits_mask(x, rows, 0) for x in parts], live)
-            logits = masked(whole, logits, fill.value)
-        largest = lax.stop_gradient(jnp.max(logits, axis=3))
-        weights = lax.exp(logits - lax.expand_dims(largest, (3,)))
-        total = lax.expand_dims(jnp.sum(weights, axis=3), (3,))
-        weights = lax.convert_element_type(weights / total, all_values.dtype)
+        if not all(self._state(query, key).kept for key in live):
+            for fill in self.root.fills:
+                logits = masked(self._users_mask(fill, query, live, users), logits, fill.value)
+        largest = lax.stop_gradient(lax.reduce_max(logits, (3,)))
+        weights = lax.exp(lax.sub(logits, lax.expand_dims(largest, (3,))))
+        total = lax.expand_dims(lax.reduce_sum(weights, (3,)), (3,))
+        weights = cast(lax.div(weights, total), all_values.dtype)
         size = users.users * math.prod(value.shape[1:-1]) * all_keys.shape[1]
         batch = users.batch * math.prod(value.shape[1:-1]) * all_keys.shape[1]
         self.saved.append(2 * (batch - size) * (value.shape[-1] + all_values.shape[-1]))
-        return lax.convert_element_type(weighted(weights, all_values), self.dtype)
+        return cast(weighted(weights, all_values), self.dtype)
+
+    def _users_mask(
+        self, fill: BlockFill, query: Part, live: list[Part], users: Lineage
+    ) -> jax.Array:
+        """A mask at user batch: [users or 1, heads or 1, queries or 1, keys]."""
+
+        def mask() -> jax.Array:
+            parts = [at_users(self._mask(fill, query, key), users) for key in live]
+            if any(part is None for part in parts):
+                raise NotCovered("attention is not recognised: its mask differs by candidate")
+            rows = math.prod(self.sizes)
+            return _joined([self._logits_mask(x, rows, 0) for x in parts], live)
+
+        bounds = tuple((part.start, part.stop) for part in (query, *live))
+        key = ("mask at user batch", bounds, self.axis, tuple(self.sizes), self.root.heads)
+        return self.ctx.scope.once(key, (fill.kept, users), mask)
 
     def user_rows(self, x: Any, users: Lineage) -> jax.Array:
         """Keys or values [users, keys, heads, width] of one part."""
@@ -249,18 +256,16 @@ class Call:
         own_kept = all(states[id(key)].kept for key in own)
         own_rows = None
         if own:
+            count = sum(key.stop - key.start for key in own)
             own_rows = tuple(
-                self.flat(
-                    concatenated([self.ctx.build(x) for x in xs]),
-                    sum(key.stop - key.start for key in own),
-                ).astype(dtype)
+                cast(self.flat(concatenated([self.ctx.build(x) for x in xs]), count), dtype)
                 for xs in ([key.value for key in own], [key.values for key in own])
             )
         merged: Any = None
         for n, (users, keys) in enumerate(groups.items()):
             assert users is not None
             of_users = [
-                concatenated([self.user_rows(x, users) for x in xs]).astype(dtype)
+                cast(concatenated([self.user_rows(x, users) for x in xs]), dtype)
                 for xs in ([key.value for key in keys], [key.values for key in keys])
             ]
             lengths = None
@@ -285,7 +290,7 @@ class Call:
             own_out = self._to_own(query, own, flat, *own_rows)
             merged = own_out if merged is None else _merged(merged, own_out)
         self.saved.append(0)
-        return merged[0].astype(self.dtype)
+        return cast(merged[0], self.dtype)
 
     def _kept_first(
         self, query: Part, keys: list[Part], users: Lineage, of_users: list[jax.Array]

@@ -142,7 +142,7 @@ def logits_of(query: jax.Array, key: jax.Array, scale: float) -> jax.Array:
     """scale · query · key in float32: [batch, heads, queries, keys]."""
     numbers = (((3,), (3,)), ((0, 2), (0, 2)))
     logits = lax.dot_general(query, key, numbers, preferred_element_type=jnp.float32)
-    return logits if scale == 1 else logits * np.float32(scale)
+    return logits if scale == 1 else lax.mul(logits, np.float32(scale))
 
 
 def weighted(weights: jax.Array, value: jax.Array) -> jax.Array:

@@ -80,18 +80,18 @@ class Blocks:
 
     def masked(self, ctx: Context, scores: Scores, mask: Any, keeps: bool, fill: Fill) -> Blocks:
         """The logits with one more mask."""
-        state = known.known_mask(ctx, mask)
-        if not keeps:
-            state = np.where(state == known.UNKNOWN, state, 1 - state)
-            mask = _negated(mask)
-        labels = list(scores.labels)
-        new = BlockFill(
-            arranged(mask, labels, self.labels),
-            arranged_array(state, labels, self.labels, np),
-            fill.value,
-            fill.added,
-            fill.after,
-        )
+        labels, wanted = list(scores.labels), self.labels
+
+        def block() -> tuple[Any, np.ndarray]:
+            state, kept = known.known_mask(ctx, mask), mask
+            if not keeps:
+                state = np.where(state == known.UNKNOWN, state, 1 - state)
+                kept = _negated(mask)
+            return arranged(kept, labels, wanted), arranged_array(state, labels, wanted, np)
+
+        key = ("mask of blocks", keeps, tuple(labels), tuple(wanted))
+        kept, state = ctx.scope.once(key, (mask,), block)
+        new = BlockFill(kept, state, fill.value, fill.added, fill.after)
         origins = self.mask_origins | origins_of(mask)
         return dataclasses.replace(self, fills=(*self.fills, new), mask_origins=origins)
 

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from ikbo_jax.rewrite import hoisting
+from ikbo_jax.rewrite import hoisting, jvp_rules
 from ikbo_jax.rewrite.cost import program_cost
 from ikbo_jax.rewrite.forms import form, unpack, unpack_all
 from ikbo_jax.rewrite.interpret import Context
@@ -99,7 +99,7 @@ def _custom_jvp(ctx: Context, eqn: Any, *operands: Any) -> Any:
     if not all(isinstance(value, (Lazy, Concat, Merged)) for value in results):
         raise NotCovered("custom_jvp of a function that mixes rows")
     must_be_proven = ctx.derivatives < _PROVEN_DERIVATIVES
-    rule = _jvp_rule(ctx, derivative, operands, results) if must_be_proven else None
+    rule = _proven_rule(ctx, eqn, operands, results) if must_be_proven else None
     if must_be_proven and rule is None:
         reason = "custom_jvp whose derivative does not work row by row"
         if ctx.differentiated:
@@ -127,6 +127,22 @@ def _custom_jvp(ctx: Context, eqn: Any, *operands: Any) -> Any:
         return both[: len(both) // 2], both[len(both) // 2 :]
 
     return pack_results(function(*arrays))
+
+
+def _proven_rule(
+    ctx: Context, eqn: Any, operands: Sequence[Any], results: Sequence[Any]
+) -> core.Jaxpr | None:
+    """`_jvp_rule` of a call; calls of one function on values of the same forms share it."""
+    derivative = eqn.params["jvp_jaxpr_fun"]
+    rule = jvp_rules.identity(derivative)
+    if rule is None:
+        return _jvp_rule(ctx, derivative, operands, results)
+    forms = tuple(map(form, operands)), tuple(map(form, results))
+    key = (rule, *forms, ctx.derivatives, tuple(v.aval for v in (*eqn.invars, *eqn.outvars)))
+    proven = ctx.programs.jvp_rules
+    if key not in proven:
+        proven[key] = _jvp_rule(ctx, derivative, operands, results)
+    return proven[key]
 
 
 def _jvp_rule(
@@ -253,6 +269,9 @@ def _scan(ctx: Context, eqn: Any, *operands: Any) -> Any:
         origins = frozenset({ctx.recorder.found(eqn, "values of every iteration", 0, False)})
         flops = (params["length"] - 1) * program_cost(first).flops
         ctx.recorder.saved(eqn, origins, "computed once, before the loop", flops, True)
+        with ctx.recorder.inside(eqn):
+            for hoisted_eqn in first.eqns:
+                ctx.recorder.computed(hoisted_eqn, origins)
         consts += ctx.run_closed(first, consts, eqn)
     xs = [
         ctx.materialise(eqn, x, "scan over the looked-up axis") if not _scannable(x) else x

@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from jax.extend import core
 
 from ikbo_jax.ops import dispatch, explain
 from ikbo_jax.rewrite import lineage
-from ikbo_jax.rewrite.equations import OPS, is_op
-from ikbo_jax.rewrite.jaxprs import inner_programs
+from ikbo_jax.rewrite.jaxprs import OPS, inner_programs
 
 #: By how much a rewritten program may exceed its original: a fraction of the original's cost, plus
 #: the cost that a GPU covers in the time of one launch.
@@ -55,10 +55,15 @@ class Cost:
     flops: int = 0
     nbytes: int = 0
 
+    def __sub__(self, other: Cost) -> Cost:
+        return Cost(self.flops - other.flops, self.nbytes - other.nbytes)
 
-def refusal(rewritten: core.Jaxpr, original: core.Jaxpr) -> str:
+
+_NOTHING = Cost()
+
+
+def refusal(new: Cost, old: Cost) -> str:
     """Why a rewritten program costs too much to run; "" if it does not."""
-    new, old = program_cost(rewritten), program_cost(original)
     if _exceeds(new.flops, old.flops, _FLOPS_SLACK):
         return f"its products would take {new.flops:,} FLOP instead of {old.flops:,}"
     if _exceeds(new.nbytes, old.nbytes, _BYTES_SLACK):
@@ -73,46 +78,94 @@ def _exceeds(new: int, old: int, slack: tuple[float, int]) -> bool:
 
 def program_cost(program: core.Jaxpr) -> Cost:
     """The cost of a traced program."""
-    return _cost(program, {})
+    return total(cost_by_source(program))
 
 
-def _cost(program: core.Jaxpr, costs: dict[int, Cost]) -> Cost:
-    if id(program) in costs:
-        return costs[id(program)]
-    written = _read_unfused(program)
-    flops = nbytes = 0
-    for eqn in program.eqns:
+def cost_by_source(
+    program: core.Jaxpr, sources: Container[int | None] | None = None
+) -> dict[int | None, Cost]:
+    """The cost of a traced program, by the tracebacks of its equations.
+
+    Args:
+      program: the program.
+      sources: identities of tracebacks; None for all tracebacks.
+
+    Returns:
+      By identity of a traceback among `sources`, the cost of the equations with this traceback,
+      and of the programs that they call, except equations there that have a traceback among
+      `sources`. By None, the cost of all other equations.
+    """
+    return _cost(program, sources, {})
+
+
+def total(costs: Mapping[Any, Cost]) -> Cost:
+    """The sum of the costs."""
+    return Cost(sum(x.flops for x in costs.values()), sum(x.nbytes for x in costs.values()))
+
+
+def _cost(
+    program: core.Jaxpr, sources: Container[int | None] | None, known: dict[int, Any]
+) -> dict[int | None, Cost]:
+    if id(program) in known:
+        return known[id(program)]
+    inner_of = [inner_programs(eqn) for eqn in program.eqns]
+    written = _read_unfused(program, inner_of)
+    sums: dict[int | None, list[int]] = {}
+
+    def add(source: int | None, flops: int, nbytes: int) -> None:
+        if source in sums:
+            sums[source][0] += flops
+            sums[source][1] += nbytes
+        else:
+            sums[source] = [flops, nbytes]
+
+    for eqn, inner in zip(program.eqns, inner_of, strict=True):
         name = eqn.primitive.name
+        if not inner and name not in _READS:
+            continue
+        source: int | None = id(eqn.source_info.traceback)
+        source = source if sources is None or source in sources else None
         if name in _MOVES:
             (out,) = eqn.outvars
             index = 0 if name != "gather" else _size(eqn.invars[1])
-            nbytes += _size(out) * (2 if out in written else 1) + index
+            add(source, 0, _size(out) * (2 if out in written else 1) + index)
         elif name in _WHOLE:
-            flops += _product_flops(eqn)
-            nbytes += _operands_and_results(eqn)
-        elif name == "jit" and eqn.params.get("name") in OPS and is_op(eqn):
-            # Layers share the program of an op.
-            key = -id(eqn.params["jaxpr"])
-            costs[key] = costs.get(key) or Cost(_op_flops(eqn))
-            flops += costs[key].flops
-            nbytes += _operands_and_results(eqn)
-        elif inner := [_cost(x, costs) for x in inner_programs(eqn)]:
-            if name == "cond":
-                inner = [Cost(max(x.flops for x in inner), max(x.nbytes for x in inner))]
+            add(source, _product_flops(eqn), _operands_and_results(eqn))
+        elif (flops := _flops_of_op(eqn, known)) is not None:
+            add(source, flops, _operands_and_results(eqn))
+        else:
             times = eqn.params["length"] if name == "scan" else 1
-            flops += times * sum(x.flops for x in inner)
-            nbytes += times * sum(x.nbytes for x in inner)
-    costs[id(program)] = Cost(flops, nbytes)
-    return costs[id(program)]
+            of_programs = [_cost(x, sources, known) for x in inner]
+            if name == "cond":
+                of_programs = [_dearest(of_programs)]
+            for found in of_programs:
+                for key, x in found.items():
+                    add(source if key is None else key, times * x.flops, times * x.nbytes)
+    costs = known[id(program)] = {source: Cost(*sum_) for source, sum_ in sums.items()}
+    return costs
 
 
-def _read_unfused(program: core.Jaxpr) -> set[Any]:
-    """The variables that are written: not all operations that read them are fused."""
+def _dearest(branches: list[dict[int | None, Cost]]) -> dict[int | None, Cost]:
+    """The FLOPs of the branch with the most FLOPs, and the bytes of the one with the most bytes."""
+    flops = max(branches, key=lambda x: total(x).flops)
+    nbytes = max(branches, key=lambda x: total(x).nbytes)
+    return {
+        key: Cost(flops.get(key, _NOTHING).flops, nbytes.get(key, _NOTHING).nbytes)
+        for key in flops | nbytes
+    }
+
+
+def _read_unfused(program: core.Jaxpr, inner_of: Sequence[Sequence[core.Jaxpr]]) -> set[Any]:
+    """The variables that are written: not all operations that read them are fused.
+
+    Args:
+      program: the program.
+      inner_of: for each of its equations, the programs that it holds.
+    """
     read = {v for v in program.outvars if isinstance(v, core.Var)}
-    for eqn in program.eqns:
-        name = eqn.primitive.name
-        if name in _READS or any(True for _ in inner_programs(eqn)):
-            read.update(v for v in eqn.invars if type(v) is not core.Literal)
+    for eqn, inner in zip(program.eqns, inner_of, strict=True):
+        if inner or eqn.primitive.name in _READS:
+            read.update([v for v in eqn.invars if type(v) is not core.Literal])
     return read
 
 
@@ -140,12 +193,19 @@ def _product_flops(eqn: core.JaxprEqn) -> int:
     return 0
 
 
-def _op_flops(eqn: core.JaxprEqn) -> int:
-    """The useful FLOPs of a call of an op of this library."""
-    plans = [x for x in explain.marks(eqn.params["jaxpr"]) if isinstance(x, dispatch.Plan)]
-    if not plans:
-        return 0
-    problem = plans[0].problem
+def _flops_of_op(eqn: core.JaxprEqn, known: dict[int, Any]) -> int | None:
+    """The useful FLOPs of a call of an op of this library; None for other equations."""
+    if eqn.primitive.name != "jit" or eqn.params.get("name") not in OPS:
+        return None
+    # Layers share the program of an op.
+    key = -id(eqn.params["jaxpr"])
+    if key not in known:
+        plans = [x for x in explain.marks(eqn.params["jaxpr"]) if isinstance(x, dispatch.Plan)]
+        known[key] = _useful_flops(plans[0].problem) if plans else None
+    return known[key]
+
+
+def _useful_flops(problem: Any) -> int:
     useful = getattr(problem, "useful_flops", 0)
     if callable(useful):
         # Each query attends to the keys of one user. Their number is the bound or, if there is

@@ -10,7 +10,7 @@ import numpy as np
 from jax.extend import core
 
 from ikbo_jax.ops import dispatch, explain
-from ikbo_jax.rewrite.jaxprs import inner_programs
+from ikbo_jax.rewrite.jaxprs import OPS, inner_programs
 from ikbo_jax.rewrite.lineage import Deferred, Lazy, is_plain
 
 
@@ -73,10 +73,6 @@ def identity(operand: Any) -> Any:
     # Literals are Python numbers and NumPy scalars; the dtype is part of the key.
     array = np.asarray(operand)
     return (array.dtype, array.item()) if array.ndim == 0 else id(operand)
-
-
-#: The jitted functions of the ops; they hold kernels, so they are not interpreted.
-OPS = ("_linear_compression", "_attention", "_gdpa")
 
 
 def is_op(eqn: core.JaxprEqn) -> bool:

@@ -25,7 +25,7 @@ from ikbo_jax.rewrite.equations import (
     why_kept,
 )
 from ikbo_jax.rewrite.jaxprs import interpret
-from ikbo_jax.rewrite.lineage import Deferred, is_plain
+from ikbo_jax.rewrite.lineage import Deferred, is_plain, origins_of
 from ikbo_jax.rewrite.program_cache import ProgramCache
 from ikbo_jax.rewrite.provenance import Provenance
 from ikbo_jax.rewrite.registry import NotCovered, applies_to_arrays, rule_of
@@ -149,6 +149,9 @@ class Context:
         if key is not None and (earlier := self.scope.results(key)) is not None:
             return earlier
         results = self._apply(eqn, operands)
+        deferred = [x for x in (*operands, *results) if isinstance(x, Deferred)]
+        if deferred:
+            self.recorder.computed(eqn, origins_of(*deferred))
         if key is not None:
             self.scope.keep_results(key, operands, results)
         for result in results:
@@ -183,14 +186,15 @@ class Context:
         """The results by the rule of an operand or of the primitive; NotCovered without a rule."""
         name = eqn.primitive.name
         operand_rule = next((x.rule for x in deferred if x.rule is not None), None)
-        if operand_rule is not None:
-            return _checked(eqn, operand_rule(self, eqn, operands))
         rule = rule_of(name)
-        if rule is None:
+        if operand_rule is not None:
+            results = _checked(eqn, operand_rule(self, eqn, operands))
+        elif rule is None:
             raise NotCovered(f"no rule for {name}")
-        if is_op(eqn):
+        elif is_op(eqn):
             raise NotCovered("already an op of ikbo_jax")
-        results = _checked(eqn, rule(self, eqn, *operands))
+        else:
+            results = _checked(eqn, rule(self, eqn, *operands))
         if name in LOOKUPS:
             removed = isinstance(results[0], Deferred)
             self.looked_up(eqn, "removed" if removed else "kept", "" if removed else why_kept(eqn))

@@ -11,6 +11,7 @@ A value is a plain `jax.Array` or one of these deferred values:
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -104,22 +105,22 @@ class Concat(Deferred):
     parts: tuple[Any, ...]
     axis: int
 
-    @property
+    @functools.cached_property
     def shape(self) -> tuple[int, ...]:
         shape = list(self.parts[0].shape)
         shape[self.axis] = sum(self.sizes)
         return tuple(shape)
 
-    @property
+    @functools.cached_property
     def sizes(self) -> tuple[int, ...]:
         """Length of every part along the axis."""
-        return tuple(part.shape[self.axis] for part in self.parts)
+        return tuple([part.shape[self.axis] for part in self.parts])
 
     @property
     def dtype(self) -> Any:
         return self.parts[0].dtype
 
-    @property
+    @functools.cached_property
     def origins(self) -> frozenset:
         return origins_of(*self.parts)
 
@@ -144,7 +145,15 @@ def base_of(value: Any) -> Any:
 
 def origins_of(*values: Any) -> frozenset:
     """The broadcasts that any of the values stems from."""
-    return frozenset().union(*(v.origins for v in values if not is_plain(v)))
+    found: list[frozenset] = [v.origins for v in values if not is_plain(v)]
+    if not found:
+        return frozenset()
+    first = found[0]
+    # Most values stem from the same broadcasts, and share the set.
+    for x in found:
+        if x is not first:
+            return first.union(*found)
+    return first
 
 
 def carries(value: Any, axis: int) -> bool:
@@ -196,6 +205,19 @@ def aligned(values: Any) -> list[Any]:
         return dataclasses.replace(value, base=base, lineage=extended[value.lineage])
 
     return list(map(one, values)) if extended else list(values)
+
+
+# Tracing a function or a method of `jax.numpy` takes several times as long as tracing these.
+
+
+def cast(x: jax.Array, dtype: Any) -> jax.Array:
+    """`x.astype(dtype)`."""
+    return x if x.dtype == dtype else lax.convert_element_type(x, dtype)
+
+
+def reshape(x: jax.Array, shape: Any) -> jax.Array:
+    """`x.reshape(shape)` without a size of -1."""
+    return x if x.shape == tuple(shape) else lax.reshape(x, tuple(shape))
 
 
 def spread(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -221,6 +221,9 @@ class Log(Recorder):
         call = _Call(recorder, equation, origins, materialise)
         for event in self._events:
             event.replay(call)
+        if not recorder.muted:
+            # Last, when the call knows the broadcasts of all stand-ins.
+            recorder.work.own_all(self.work, call.origins)
         return call
 
     def is_same_everywhere(self) -> bool:

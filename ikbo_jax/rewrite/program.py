@@ -9,13 +9,14 @@ from typing import Any
 import jax
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
-from jax.extend import core
+from jax.extend import core, source_info_util
 
 from ikbo_jax.ops import explain
 from ikbo_jax.rewrite import cost
 from ikbo_jax.rewrite.equations import described
 from ikbo_jax.rewrite.interpret import LOOKUPS, RETURNED, Context
 from ikbo_jax.rewrite.jaxprs import call, evaluate, trace, without_dead_code, wrapped
+from ikbo_jax.rewrite.lineage import is_plain
 from ikbo_jax.rewrite.program_cache import ProgramCache
 from ikbo_jax.rewrite.report import Recorder
 
@@ -87,7 +88,10 @@ class _Original:
         def interpreted(*inputs: Any) -> list[Any]:
             ctx = Context(recorder, differentiated=differentiated, repeated=self.repeated)
             results = ctx.run(self.jaxpr, *self.split(inputs))
-            results = [ctx.materialise(None, x, RETURNED) for x in results]
+            results = [
+                _returned(ctx, x, eqn)
+                for x, eqn in zip(results, _producers(self.jaxpr), strict=True)
+            ]
             recorder.record_repeated()
             avals = [v.aval for v in self.jaxpr.outvars]
             return [_as_declared(x, aval) for x, aval in zip(results, avals, strict=True)]
@@ -102,6 +106,24 @@ class _Original:
             raise
         except Exception:
             return trace(lambda *inputs: self.call(inputs), inputs, self.jaxpr)
+
+
+def _producers(program: core.Jaxpr) -> list[Any]:
+    """For every result of a program, the equation that computes it; None for arguments."""
+    producers = dict.fromkeys(v for v in program.outvars if isinstance(v, core.Var))
+    for eqn in program.eqns:
+        producers.update((v, eqn) for v in eqn.outvars if v in producers)
+    return [producers.get(v) if isinstance(v, core.Var) else None for v in program.outvars]
+
+
+def _returned(ctx: Context, value: Any, eqn: Any) -> Any:
+    """The array of a result, whose equations stem from the equation that computes the result."""
+    if is_plain(value) or eqn is None:
+        return ctx.materialise(None, value, RETURNED)
+    info = eqn.source_info
+    stack = source_info_util.current_name_stack() + info.name_stack
+    with source_info_util.user_context(info.traceback, name_stack=stack):
+        return ctx.materialise(None, value, RETURNED)
 
 
 def _as_declared(x: Any, aval: Any) -> Any:
@@ -125,7 +147,11 @@ def _rewritten(original: _Original, inputs: list[Any], recorder: Recorder) -> li
             # A `jax.custom_jvp` refuses effects.
             program = original.rewritten(inputs, _muted(), differentiated=True)
             recorder.gradient_differs = False
-        recorder.refusal = cost.refusal(program, original.jaxpr) if recorder.changed else ""
+        if recorder.changed:
+            before = cost.cost_by_source(original.jaxpr)
+            after = cost.cost_by_source(program, before.keys() | recorder.work.owned.keys())
+            recorder.work.settle(before, after)
+            recorder.refusal = cost.refusal(cost.total(after), cost.total(before))
     except ImportError:
         raise
     except Exception as error:
@@ -133,7 +159,7 @@ def _rewritten(original: _Original, inputs: list[Any], recorder: Recorder) -> li
     if recorder.refusal or not recorder.changed:
         return original.call(inputs)
     if not recorder.gradient_differs:
-        return evaluate(program, inputs)
+        return call(program, inputs, "rewritten")
     return _with_exact_derivative(original, program, inputs)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ikbo_jax.rewrite import jaxprs, lineage
+from ikbo_jax.rewrite.work import BothCosts, Work, count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,10 +24,8 @@ class FoundBroadcast:
       line: the source line of the broadcast, as `model.py:12 (fn)`.
       what: its shapes, and the number of indices of a lookup.
       became: what replaced it, each entry with its line.
-      flops_saved: the floating-point operations that the original computes at candidate batch and
-        the rewritten program does not. Work on values that stem from several broadcasts counts for
-        the first of them only.
-      bytes_saved: bytes of the copy that are no longer written.
+      costs: what the equations on its values cost, before and after; None if the original runs.
+        Equations on values of several broadcasts count for the first of them only.
       kept: what keeps the rest: every value that is copied, with the line that needs it, its size
         and the reason.
     """
@@ -34,21 +33,33 @@ class FoundBroadcast:
     line: str
     what: str
     became: tuple[str, ...]
-    flops_saved: int
-    bytes_saved: int
+    costs: BothCosts | None = None
     kept: tuple[str, ...] = ()
 
+    @property
+    def flops_saved(self) -> int:
+        """The floating-point operations of products that the rewrite removed."""
+        return self.costs.flops_saved if self.costs else 0
+
+    @property
+    def bytes_saved(self) -> int:
+        """The bytes that are no longer read and written; below 0 if the rewrite moves more."""
+        return self.costs.bytes_saved if self.costs else 0
+
     def __str__(self) -> str:
-        lines = [f"{self.line}: {self.what}"]
-        lines.append(f"  saves {_saved(self.flops_saved, self.bytes_saved)}")
-        return "\n".join(lines + [f"  copied by {text}" for text in self.kept])
+        return self._text(())
 
     @property
     def details(self) -> str:
         """The text with everything that replaced the broadcast."""
-        lines = [f"{self.line}: {self.what}"]
-        lines += [f"  -> {what}" for what in self.became or ("unused",)]
-        return "\n".join([*lines, f"  saves {_saved(self.flops_saved, self.bytes_saved)}"])
+        return self._text(self.became or ("unused",))
+
+    def _text(self, became: Sequence[str]) -> str:
+        lines = [f"{self.line}: {self.what}", *(f"  -> {text}" for text in became)]
+        if self.costs is not None:
+            above = "  its work counts for a broadcast above"
+            lines.append(above if self.costs == BothCosts() else f"  saves {self.costs}")
+        return "\n".join(lines + [f"  copied by {text}" for text in self.kept])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +79,7 @@ class Materialisation:
     nbytes: int
 
     def __str__(self) -> str:
-        return f"{self.line}: {self.what} ({_count(self.nbytes)}B): {self.reason}"
+        return f"{self.line}: {self.what} ({count(self.nbytes)}B): {self.reason}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +114,8 @@ class RewriteReport:
       lookups: every lookup of the original program, with its outcome.
       repetitions: the number of further broadcasts of dimensions of size 1, such as biases.
       reason: why the original runs, if the rewriting failed or would cost more; otherwise "".
+      costs: what the whole program costs, before and after.
+      work: what `lines` is computed from.
     """
 
     changed: bool
@@ -111,24 +124,47 @@ class RewriteReport:
     lookups: tuple[Lookup, ...] = ()
     repetitions: int = 0
     reason: str = ""
+    costs: BothCosts = BothCosts()
+    work: Work = dataclasses.field(default_factory=Work, compare=False, repr=False)
 
     @property
     def flops_saved(self) -> int:
-        return sum(found.flops_saved for found in self.broadcasts)
+        """The floating-point operations of products that the rewrite removed."""
+        return self.costs.flops_saved
 
     @property
     def bytes_saved(self) -> int:
-        return sum(found.bytes_saved for found in self.broadcasts)
+        """The bytes that are no longer read and written; below 0 if the rewrite moves more."""
+        return self.costs.bytes_saved
+
+    @property
+    def lines(self) -> dict[str, BothCosts]:
+        """The costs of the model's lines that compute with values of broadcasts, by line.
+
+        The last entry, "all other lines", is the rest of the program.
+        """
+        if not self.changed:
+            return {}
+
+        def line_of(tracebacks: tuple[Any, ...]) -> str:
+            return next(filter(None, map(_model_line, tracebacks)), Recorder.UNKNOWN)
+
+        lines = self.work.by_line(line_of)
+        rest = self.costs
+        for costs in lines.values():
+            rest -= costs
+        return lines | ({"all other lines": rest} if rest != BothCosts() else {})
 
     def __str__(self) -> str:
         return "\n".join([self._headline(), *_once(self.broadcasts), *self._left()])
 
     @property
     def details(self) -> str:
-        """The report with everything that replaced each broadcast, and all copies."""
+        """The report with everything that replaced each broadcast, and the costs by line."""
         texts = [_indent(text) for text in _counted(self.broadcasts, lambda x: x.details)]
-        if self.materialised:
-            texts += ["materialised:", *_once(self.materialised)]
+        if self.changed:
+            texts.append("costs by line, before -> after:")
+            texts += [f"  {line}: {costs.before_and_after}" for line, costs in self.lines.items()]
         return "\n".join([self._headline(), *texts, *self._left()])
 
     def _headline(self) -> str:
@@ -147,16 +183,12 @@ class RewriteReport:
             found = f"{count} broadcast{'s' * (count != 1)} found"
             if not self.changed:
                 return found + ("" if self.reason else ", nothing gained")
-            return f"{found}; saves {_saved(self.flops_saved, self.bytes_saved)}"
+            return f"{found}; saves {self.costs}"
         if self.lookups:
             return f"{len(self.lookups)} lookup{'s' * (len(self.lookups) != 1)} found, none removed"
         return (
             "nothing gained from repeated dimensions" if self.repetitions else "no broadcast found"
         )
-
-
-def _saved(flops: int, nbytes: int) -> str:
-    return f"{_count(flops)}FLOP, {_count(nbytes)}B not written"
 
 
 def _once(entries: Sequence[Any]) -> list[str]:
@@ -166,7 +198,7 @@ def _once(entries: Sequence[Any]) -> list[str]:
 
 def _counted(entries: Sequence[Any], text: Callable[[Any], str]) -> list[str]:
     counts = collections.Counter(entries)
-    return [text(x) if n == 1 else f"{n} times {text(x)} each" for x, n in counts.items()]
+    return [text(x) if n == 1 else f"{n} times, each: {text(x)}" for x, n in counts.items()]
 
 
 def _with_times(texts: dict[str, int]) -> tuple[str, ...]:
@@ -184,14 +216,11 @@ class Broadcast:
         # of size 1, which every bias has, is listed only if it saved a product.
         self.certain = certain
         self.became: dict[str, int] = {}
-        self.flops_saved = 0
-        self.bytes_written = 0
         self.kept: dict[str, int] = {}
 
-    def freeze(self) -> FoundBroadcast:
-        saved = max(0, self.copy_bytes - self.bytes_written)
+    def freeze(self, costs: BothCosts | None) -> FoundBroadcast:
         texts = _with_times(self.became), _with_times(self.kept)
-        return FoundBroadcast(self.line, self.what, texts[0], self.flops_saved, saved, texts[1])
+        return FoundBroadcast(self.line, self.what, texts[0], costs, texts[1])
 
 
 @dataclasses.dataclass
@@ -219,6 +248,7 @@ class Recorder:
         # Whether a rule took a form with another derivative than the original.
         self.gradient_differs = False
         self.muted = 0
+        self.work = Work()
         self.reason = ""
         # The equations that call the program being interpreted, outermost first. If an equation was
         # traced inside a jitted library function, its line may be unknown; then the line of the
@@ -290,6 +320,11 @@ class Recorder:
             self.broadcasts.append(broadcast)
         return broadcast
 
+    def computed(self, eqn: Any, origins: frozenset) -> None:
+        """Records the broadcasts that the operands and results of an equation stem from."""
+        if origins and not self.muted:
+            self.work.own(eqn, self.calls, origins)
+
     def confirmed(self, origins: frozenset) -> None:
         """Records that broadcasts are lookups, so that the report lists them."""
         for origin in origins:
@@ -321,7 +356,6 @@ class Recorder:
             origin.certain |= product
             origin.became[text] = origin.became.get(text, 0) + times
             self.changed |= origin.certain
-        self._first(origins).flops_saved += flops
 
     def wrote(self, eqn: Any, value: Any, reason: str, copied: bool, times: int = 1) -> None:
         """Records that a value was materialised; `copied` is False if XLA fuses the lookup."""
@@ -334,16 +368,10 @@ class Recorder:
             text = f"{'materialised' if copied else 'looked up in place'}, {self.line(eqn)}"
             origin.became[text] = origin.became.get(text, 0) + times
         if copied:
-            self._first(frozenset(origins)).bytes_written += size * times
             place = Materialisation(self.line(eqn), lineage.text(value), reason, size)
             self.materialised += [place] * times
             for origin in origins:
                 origin.kept[str(place)] = origin.kept.get(str(place), 0) + times
-
-    def _first(self, origins: frozenset) -> Any:
-        if len(origins) == 1:
-            return next(iter(origins))
-        return min(origins, key=self.broadcasts.index, default=None)
 
     def remember(self, key: Any, origins: Any, record: Callable[[int], None]) -> None:
         """Prepares `again`, by which calls that record the same are recorded together at the end.
@@ -374,7 +402,15 @@ class Recorder:
     def report(self) -> RewriteReport:
         self.record_repeated()
         changed = self.changed and not self.refusal
-        broadcasts = tuple(b.freeze() for b in self.broadcasts if b.certain)
+        numbers = {b: n for n, b in enumerate(self.broadcasts) if b.certain}
+
+        def first(origins: frozenset) -> Any:
+            return min((x for x in origins if x in numbers), key=numbers.__getitem__, default=None)
+
+        costs = self.work.by_owner(first)
+        broadcasts = tuple(
+            b.freeze(costs.get(b, BothCosts()) if changed else None) for b in numbers
+        )
         lookups = tuple(self._lookups.values())
         if not changed:
             why = self.refusal or "nothing is gained by it"
@@ -389,6 +425,8 @@ class Recorder:
             lookups,
             sum(not b.certain for b in self.broadcasts),
             self.refusal,
+            self.work.whole if changed else BothCosts(),
+            self.work,
         )
 
 
@@ -416,19 +454,15 @@ def _is_model(file_name: str) -> bool:
 
 def source_line(eqn: Any) -> str | None:
     """The model's line that an equation stems from, `model.py:12 (fn)`; None if it is unknown."""
-    traceback = eqn.source_info.traceback
+    return _model_line(eqn.source_info.traceback)
+
+
+def _model_line(traceback: Any) -> str | None:
     for frame in traceback.frames if traceback else ():
         if _is_model(frame.file_name):
             function = frame.function_name.rpartition(".")[2]
             return f"{os.path.basename(frame.file_name)}:{frame.line_num} ({function})"
     return None
-
-
-def _count(number: int) -> str:
-    for unit, size in (("T", 10**12), ("G", 10**9), ("M", 10**6), ("k", 10**3)):
-        if number >= size:
-            return f"{number / size:.3g} {unit}"
-    return f"{number} "
 
 
 def _indent(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -112,6 +113,7 @@ def _reshape_concat(ctx: Context, eqn: Any, x: Concat, shape: Any, groups: Any) 
     return concat(parts, axis)
 
 
+@functools.lru_cache(maxsize=4096)
 def _reshape_groups(before: Any, after: Any) -> list[tuple[list[int], list[int]]]:
     """The smallest groups of neighbouring dimensions, before and after, with equal products."""
     if 0 in before:

@@ -79,6 +79,18 @@ class Scope:
         """Keeps the results of an equation, whose key holds the identities of its operands."""
         self._results[key] = (operands, results)
 
+    def once(self, key: Any, operands: Sequence[Any], compute: Callable[[], Any]) -> Any:
+        """What `compute` returned at the first call with this key and the same operands.
+
+        So the layers of a model share what only depends on their mask.
+        """
+        full_key = (key, *map(id, operands))
+        found = self.results(full_key)
+        if found is None:
+            found = [compute()]
+            self.keep_results(full_key, operands, found)
+        return found[0]
+
     # Lineages.
 
     def lineage(

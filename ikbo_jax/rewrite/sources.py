@@ -168,10 +168,13 @@ def looked_up(
         return lax.convert_element_type(lax.clamp(first, index, last), jnp.int32)
 
     def outside() -> jax.Array:
-        row = jnp.where(index < 0, jnp.int32(rows), nearest())
+        row = nearest()
+        below = lax.lt(index, np.asarray(0, index.dtype))
+        row = lax.select(below, lax.full_like(row, rows), row)
         if rows > _largest(index):
             return row
-        return jnp.where(index >= np.asarray(rows, index.dtype), jnp.int32(rows + 1), row)
+        above = lax.ge(index, np.asarray(rows, index.dtype))
+        return lax.select(above, lax.full_like(row, rows + 1), row)
 
     differs = drops or not _takes_every_row(root, column, rows)
     if differs and not ctx.differentiated and jnp.issubdtype(operand.dtype, jnp.inexact):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 
 import jax
@@ -22,6 +23,8 @@ from rewrite_basics import (
 )
 
 import ikbo_jax as ikbo
+from ikbo_jax.rewrite import RewriteReport
+from ikbo_jax.rewrite.work import BothCosts
 
 # Jitted functions that are called again and again.
 
@@ -118,7 +121,13 @@ def test_a_program_of_its_own_does_and_reports_what_one_in_place_does() -> None:
     ours, theirs, plain = jax.jit(lambda *args: [f(*args) for f in fns])(*ARGS)
     close(ours, theirs)
     np.testing.assert_allclose(ours, plain, rtol=1e-4, atol=1e-4 * np.abs(ours).max())
-    assert report_of(jitted, *ARGS) == report_of(in_place, *ARGS)
+    assert without_costs(report_of(jitted, *ARGS)) == without_costs(report_of(in_place, *ARGS))
+
+
+def without_costs(report: RewriteReport) -> RewriteReport:
+    """The costs differ: a value that a call returns is written."""
+    broadcasts = tuple(dataclasses.replace(x, costs=None) for x in report.broadcasts)
+    return dataclasses.replace(report, broadcasts=broadcasts, costs=BothCosts())
 
 
 def in_a_row(jit):

@@ -1,0 +1,158 @@
+"""What the work on each broadcast's values costs, before and after the rewrite.
+
+While a program is rewritten, `Work.own` records the broadcasts that each equation's operands and
+results stem from. Equations of the rewritten program have the traceback of the equation that they
+replace, so `Work` adds up the costs of both programs by traceback.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from ikbo_jax.rewrite.cost import Cost, total
+
+_Costs = Mapping[int | None, Cost]
+
+
+@dataclasses.dataclass(frozen=True)
+class Owned:
+    """Equations with one traceback that compute with the values of broadcasts.
+
+    Attributes:
+      tracebacks: this traceback, and the tracebacks of the equations that call their program,
+        innermost first.
+      origins: the broadcasts.
+    """
+
+    tracebacks: tuple[Any, ...]
+    origins: frozenset
+
+
+@dataclasses.dataclass(frozen=True)
+class BothCosts:
+    """What the same work costs before and after the rewrite.
+
+    Attributes:
+      original: its cost in the original program.
+      rewritten: its cost in the rewritten program.
+    """
+
+    original: Cost = Cost()
+    rewritten: Cost = Cost()
+
+    @property
+    def flops_saved(self) -> int:
+        return self.original.flops - self.rewritten.flops
+
+    @property
+    def bytes_saved(self) -> int:
+        return self.original.nbytes - self.rewritten.nbytes
+
+    def __sub__(self, other: BothCosts) -> BothCosts:
+        return BothCosts(self.original - other.original, self.rewritten - other.rewritten)
+
+    def __str__(self) -> str:
+        """What is saved, of how much; or that more bytes are moved than before."""
+        text = _saved(self.flops_saved, self.original.flops, "FLOP")
+        if self.bytes_saved >= 0:
+            return f"{text}, {_saved(self.bytes_saved, self.original.nbytes, 'B')}"
+        moved = (f"{count(x.nbytes)}B" for x in (self.rewritten, self.original))
+        return f"{text}, but moves {' instead of '.join(moved)}"
+
+    @property
+    def before_and_after(self) -> str:
+        """Both costs, such as `84 MFLOP -> 67 MFLOP, 1.2 MB -> 800 kB`."""
+        both = self.original, self.rewritten
+        texts = [" -> ".join(f"{count(x.nbytes)}B" for x in both)]
+        if any(x.flops for x in both):
+            texts.insert(0, " -> ".join(f"{count(x.flops)}FLOP" for x in both))
+        return ", ".join(texts)
+
+
+def _saved(amount: int, whole: int, unit: str) -> str:
+    if amount == whole:
+        return f"all {count(whole)}{unit}" if whole else f"0 {unit}"
+    return f"{count(amount)}{unit} of {count(whole)}{unit}"
+
+
+def count(number: int) -> str:
+    """A number with three digits and the prefix of its unit, such as `1.23 M`."""
+    if number < 0:
+        return f"-{count(-number)}"
+    for unit, size in (("T", 10**12), ("G", 10**9), ("M", 10**6), ("k", 10**3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number} "
+
+
+class Work:
+    """The equations that compute with the values of broadcasts, and their costs.
+
+    Attributes:
+      owned: by identity of a traceback, the equations that have it.
+      whole: the costs of the whole programs, once `settle` has set them.
+    """
+
+    def __init__(self) -> None:
+        self.owned: dict[int, Owned] = {}
+        self.whole = BothCosts()
+        self._settled: list[tuple[Owned, BothCosts]] = []
+
+    def own(self, eqn: Any, calls: Sequence[Any], origins: frozenset) -> None:
+        """Records that an equation of the original program computes with values of broadcasts.
+
+        Equations that share a traceback, as in a function that JAX traced once, count for the
+        broadcasts of the first of them.
+        """
+        traceback = eqn.source_info.traceback
+        if id(traceback) not in self.owned and traceback is not None:
+            callers = (x.source_info.traceback for x in reversed(calls) if x is not None)
+            self.owned[id(traceback)] = Owned((traceback, *callers), origins)
+
+    def own_all(self, other: Work, origins_of: Callable[[frozenset], frozenset]) -> None:
+        """Records the equations of a called program; `origins_of` replaces its stand-ins."""
+        for source, owned in other.owned.items():
+            if source not in self.owned:
+                self.owned[source] = Owned(owned.tracebacks, origins_of(owned.origins))
+
+    def settle(self, original: _Costs, rewritten: _Costs) -> None:
+        """Sets the costs of both programs, by traceback (`cost.cost_by_source`)."""
+        self.whole = BothCosts(total(original), total(rewritten))
+        none = Cost()
+        for source in self.owned:
+            if source in original or source in rewritten:
+                both = BothCosts(original.get(source, none), rewritten.get(source, none))
+                self._settled.append((self.owned[source], both))
+
+    def by_owner(self, owner_of: Callable[[frozenset], Any]) -> dict[Any, BothCosts]:
+        """The costs of the equations of every broadcast.
+
+        Args:
+          owner_of: of the broadcasts that an equation's values stem from, the one that the
+            equation counts for.
+
+        Returns:
+          Costs by broadcast. Equations of no broadcast, or for which `owner_of` returns None, are
+          left out.
+        """
+        # Most equations stem from the same broadcasts.
+        owners = {x.origins: owner_of(x.origins) for x, _ in self._settled}
+        return _sums((owners[x.origins], costs) for x, costs in self._settled)
+
+    def by_line(self, line_of: Callable[[tuple[Any, ...]], str]) -> dict[str, BothCosts]:
+        """The costs of the model's lines; `line_of` finds a line by `Owned.tracebacks`."""
+        return _sums((line_of(x.tracebacks), costs) for x, costs in self._settled)
+
+
+def _sums(entries: Iterable[tuple[Any, BothCosts]]) -> dict[Any, BothCosts]:
+    sums: dict[Any, list[int]] = {}
+    for key, x in entries:
+        if key is not None:
+            sum_ = sums.setdefault(key, [0] * 4)
+            sum_[0] += x.original.flops
+            sum_[1] += x.original.nbytes
+            sum_[2] += x.rewritten.flops
+            sum_[3] += x.rewritten.nbytes
+    return {key: BothCosts(Cost(*x[:2]), Cost(*x[2:])) for key, x in sums.items()}

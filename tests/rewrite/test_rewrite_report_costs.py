@@ -1,0 +1,154 @@
+"""What the report says of costs, against counts taken from the two programs, for every layout."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import layout_models  # noqa: F401  These fill the table.
+import layout_sequences  # noqa: F401
+import pytest
+from layout_table import LAYOUTS
+from rewrite_basics import report_of
+
+import ikbo_jax as ikbo
+from ikbo_jax.ops import dispatch, explain
+from ikbo_jax.rewrite import cost, jaxprs
+from ikbo_jax.rewrite.work import BothCosts
+
+
+def products(program) -> int:
+    """The FLOPs of a program's products, counted without the pass's own model of costs."""
+    count = 0
+    for eqn in program.eqns:
+        out = eqn.outvars[0].aval
+        if eqn.primitive.name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            summed = math.prod(eqn.invars[0].aval.shape[d] for d in contracted)
+            count += 2 * out.size * summed
+        elif eqn.primitive.name == "conv_general_dilated":
+            kernel = eqn.invars[1].aval
+            features = eqn.params["dimension_numbers"].rhs_spec[0]
+            count += 2 * out.size * kernel.size // kernel.shape[features]
+        elif eqn.params.get("name") in ("_attention", "_gdpa", "_linear_compression"):
+            (problem,) = {
+                x.problem
+                for x in explain.marks(eqn.params["jaxpr"])
+                if isinstance(x, dispatch.Plan)
+            }
+            useful = problem.useful_flops
+            if callable(useful):
+                useful = useful(problem.q_rows * problem.max_seqlen_kv)
+            count += useful
+        else:
+            times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+            count += times * sum(map(products, jaxprs.inner_programs(eqn)))
+    return count
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_costs_are_those_of_the_two_programs(name: str) -> None:
+    layout = LAYOUTS[name]
+    args = layout.args()
+    before, after = (jax.make_jaxpr(fn)(*args) for fn in (layout.fn, ikbo.rewrite(layout.fn)))
+    report = report_of(layout.fn, *args)
+    assert report.changed
+    assert report.flops_saved == products(before) - products(after)
+    moved = [cost.program_cost(x).nbytes for x in (before, after)]
+    assert report.bytes_saved == moved[0] - moved[1]
+    # Every product that is removed is one of a broadcast; some bytes are those of indices.
+    assert sum(x.flops_saved for x in report.broadcasts) == report.flops_saved
+    assert abs(sum(x.bytes_saved for x in report.broadcasts) - report.bytes_saved) < 0.01 * moved[0]
+    for side in ("original", "rewritten"):
+        for kind in ("flops", "nbytes"):
+            by_line = [getattr(getattr(x, side), kind) for x in report.lines.values()]
+            assert sum(by_line) == getattr(getattr(report.costs, side), kind)
+            assert min(by_line) >= 0
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_text_is_plain_and_names_lines_of_the_model(name: str) -> None:
+    layout = LAYOUTS[name]
+    report = report_of(layout.fn, *layout.args())
+    for text in (str(report), report.details):
+        assert text.isascii()
+        assert all(line.isprintable() and line == line.rstrip() for line in text.split("\n"))
+    assert len(str(report)) < len(report.details)
+    for line in re.findall(r"\S+:\d+ \(\w+\)", report.details):
+        assert line.startswith(("layout_models.py:", "layout_sequences.py:")), line
+    assert "unknown line" not in report.details
+    assert all(x.outcome == "removed" or x.reason for x in report.lookups)
+
+
+def line_of(fn, text: str) -> str:
+    """The line of a function that contains `text`, as the report names it."""
+    lines, first = inspect.getsourcelines(fn)
+    (offset,) = (n for n, line in enumerate(lines) if text in line)
+    return f"{inspect.getsourcefile(fn).rpartition('/')[2]}:{first + offset} ({fn.__name__})"
+
+
+@pytest.mark.parametrize(
+    ("name", "lookup", "keepers"),
+    [
+        ("din", "history[index]", []),
+        ("ids_flattened", "user_ids[index]", []),
+        ("dlrm", "user_fields[index]", ['einsum("bfd,bgd->bfg"']),
+        ("additive_attention", "history[index]", ['einsum("bs,bsd->bd"']),
+        (
+            "attention_with_a_bias_of_the_user",
+            "history[index]",
+            ["logits = jnp.einsum", "jax.nn.softmax"],
+        ),
+    ],
+)
+def test_lines_of_a_lookup_and_of_what_keeps_the_rest(name, lookup, keepers) -> None:
+    layout = LAYOUTS[name]
+    found = report_of(layout.fn, *layout.args()).broadcasts[0]
+    assert found.line == line_of(layout.fn, lookup)
+    lines = [text.partition(": ")[0] for text in found.kept]
+    assert lines == [line_of(layout.fn, text) for text in keepers]
+
+
+def test_functions_of_jax_have_the_lines_of_their_callers() -> None:
+    """JAX traces `jnp.take` once, for the first of these lines."""
+
+    def fn(user, other, index):
+        first = jnp.take(user, index, axis=0, mode="clip")
+        second = jnp.take(other, index, axis=0, mode="clip")
+        weights = jax.nn.softmax(first)
+        others = jax.nn.softmax(second)
+        return weights, jnp.sort(others, axis=0)
+
+    user, index = jnp.ones((4, 8)), jnp.zeros(96, jnp.int32)
+    report = report_of(fn, user, 2 * user, index)
+    assert [x.line for x in report.broadcasts] == [
+        line_of(fn, "jnp.take(user"),
+        line_of(fn, "jnp.take(other"),
+    ]
+    (kept,) = report.broadcasts[1].kept
+    assert kept.startswith(line_of(fn, "jnp.sort"))
+
+
+def test_costs_in_words() -> None:
+    before, after = cost.Cost(2_000_000, 1500), cost.Cost(500_000, 0)
+    assert str(BothCosts(before, after)) == "1.5 MFLOP of 2 MFLOP, all 1.5 kB"
+    assert str(BothCosts(after, before)) == (
+        "-1.5 MFLOP of 500 kFLOP, but moves 1.5 kB instead of 0 B"
+    )
+    assert str(BothCosts()) == "0 FLOP, 0 B"
+    both = BothCosts(before, after).before_and_after
+    assert both == "2 MFLOP -> 500 kFLOP, 1.5 kB -> 0 B"
+    assert BothCosts(cost.Cost(0, 5), cost.Cost(0, 999)).before_and_after == "5 B -> 999 B"
+
+
+def test_a_program_that_is_not_rewritten_removes_nothing() -> None:
+    def fn(user, index):
+        return jnp.sort(user[index], axis=0)
+
+    report = report_of(fn, jnp.ones((4, 8)), jnp.zeros(96, jnp.int32))
+    assert not report.changed
+    assert (report.flops_saved, report.bytes_saved, report.lines) == (0, 0, {})
+    assert "saves" not in report.details

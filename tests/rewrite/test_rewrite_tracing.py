@@ -1,0 +1,106 @@
+"""The work of tracing a rewritten function, counted in calls of functions.
+
+A count of calls does not depend on how busy the machine is. It follows the time within a tenth.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import layout_sequences
+import pytest
+from layout_table import HEADS, B, D, S, U, arrays
+
+import ikbo_jax as ikbo
+
+WIDTH = D * HEADS
+
+
+def calls(fn: Callable[..., Any], args: Any) -> int:
+    """The number of calls, of Python's functions and others, while a function is traced."""
+    count = 0
+
+    def profile(frame: Any, event: str, arg: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    for counted in (False, True):
+        # New functions each time, or JAX would not trace them again. The first time fills caches.
+        trace = jax.make_jaxpr(lambda *args: fn(*args))
+        sys.setprofile(profile if counted else before)
+        try:
+            trace(*args)
+        finally:
+            sys.setprofile(before)
+    return count
+
+
+def transformer(layers: int, wrapped: Any = lambda layer: layer) -> tuple[Any, tuple[Any, ...]]:
+    """A causal transformer over [history, candidate]."""
+    given = arrays()
+
+    def fn(blocks: Any, long: Any, token: Any, index: Any) -> Any:
+        x = jnp.concatenate([long[index], token[:, None]], axis=1)
+        mask = jnp.tril(jnp.ones((S + 1, S + 1), bool))[None, None]
+
+        @wrapped
+        def layer(block: Any, x: Any, mask: Any) -> Any:
+            attend = functools.partial(layout_sequences._softmax_attention, mask=mask)
+            return layout_sequences._block(block, x, attend)
+
+        for block in blocks:
+            x = layer(block, x, mask)
+        return x[:, -1]
+
+    blocks = [given["blocks8"][n % 8] for n in range(layers)]
+    return fn, (blocks, given["long"], given["token"], given["index"])
+
+
+def towers(layers: int, activation: Any = jax.nn.relu) -> tuple[Any, tuple[Any, ...]]:
+    """A tower of the user, and a tower of what user and candidate make together."""
+
+    def fn(weights: Any, first: Any, user: Any, cand: Any, index: Any) -> Any:
+        x = user[index]
+        for w in weights:
+            x = activation(x @ w)
+        x = jnp.concatenate([x, cand], axis=1) @ first
+        for w in weights:
+            x = activation(x @ w)
+        return x
+
+    weights = [jnp.ones((WIDTH, WIDTH))] * layers
+    users = jnp.ones((U, WIDTH)), jnp.ones((B, WIDTH)), jnp.zeros(B, jnp.int32)
+    return fn, (weights, jnp.ones((2 * WIDTH, WIDTH)), *users)
+
+
+MODELS = {
+    "transformer": transformer,
+    "transformer_of_jitted_layers": functools.partial(transformer, wrapped=jax.jit),
+    "transformer_of_checkpointed_layers": functools.partial(transformer, wrapped=jax.checkpoint),
+    "towers_with_relu": towers,
+    "towers_with_gelu": functools.partial(towers, activation=jax.nn.gelu),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_work_is_linear_in_equations(name: str) -> None:
+    four, eight, sixteen = (
+        calls(ikbo.rewrite(fn), args) for fn, args in map(MODELS[name], (4, 8, 16))
+    )
+    assert sixteen - eight <= 2.05 * (eight - four)
+
+
+@pytest.mark.parametrize(
+    ("name", "bar"),
+    [("transformer", 3.0), ("towers_with_relu", 2.9), ("towers_with_gelu", 2.2)],
+)
+def test_work_beside_plain_tracing(name: str, bar: float) -> None:
+    fn, args = MODELS[name](16)
+    plain, rewritten = calls(fn, args), calls(ikbo.rewrite(fn), args)
+    assert rewritten <= bar * plain, f"{rewritten / plain:.2f} times the calls of plain tracing"
