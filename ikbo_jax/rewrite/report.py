@@ -321,7 +321,8 @@ class Recorder:
             origin.certain |= product
             origin.became[text] = origin.became.get(text, 0) + times
             self.changed |= origin.certain
-        self._first(origins).flops_saved += flops
+        # Symbolic numbers are not added up.
+        self._first(origins).flops_saved += flops if isinstance(flops, int) else 0
 
     def wrote(self, eqn: Any, value: Any, reason: str, copied: bool, times: int = 1) -> None:
         """Records that a value was materialised; `copied` is False if XLA fuses the lookup."""
