@@ -122,7 +122,7 @@ LAYOUT_MUTANTS = (
         "constant positions that are no run",
         "placing.py",
         "np.flatnonzero(np.diff(flat) != 1)",
-        "np.flatnonzero(np.diff(flat) > 1)",
+        "np.flatnonzero(np.diff(flat) < 1)",
         layouts("fields_chosen_by_constants"),
     ),
     Mutant(
@@ -165,6 +165,6 @@ LAYOUT_MUTANTS = (
         "shard_map.py",
         "        if names:\n",
         "        if False:\n",
-        ("tests/rewrite/test_rewrite_sharded.py::test_shard_map[True-shifted-of_rows]",),
+        ("tests/rewrite/test_rewrite_sharded.py::test_shard_map[of_rows-shifted-True]",),
     ),
 )

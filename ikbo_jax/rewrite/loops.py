@@ -72,7 +72,8 @@ def rows_before(
         return results
 
     operands = [*consts, *(xs[n] for n in chosen)]
-    avals: list[Any] = [_aval_of(x) for x in operands]
+    avals = [_like(v, ()) for v in body.invars[: len(consts)]]
+    avals += [_like(v, (eqn.params["length"],)) for v in variables]
     program = trace(every, avals)
 
     forms: list[bool] = []
@@ -88,8 +89,10 @@ def rows_before(
     return rest, [ctx.materialise(eqn, x, reason) for x in ctx.run_closed(program, operands, eqn)]
 
 
-def _aval_of(x: Any) -> Any:
-    return jax.ShapeDtypeStruct(np.shape(x) if is_plain(x) else x.shape, jnp.result_type(x.dtype))
+def _like(v: Any, leading: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    aval = v.aval
+    shape = (*leading, *aval.shape)
+    return jax.ShapeDtypeStruct(shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 
 def _is_of_rows(x: Any) -> bool:

@@ -95,7 +95,8 @@ def _shard_map(ctx: Context, eqn: Any, *operands: Any) -> Any:
         specs += x.specs if isinstance(x, _Rows) else [spec]
 
     def run(*arrays: Any) -> Sequence[Any]:
-        inner, rest = ctx.inner(), iter(arrays)
+        # Arrays of the scopes outside are whole, not parts.
+        inner, rest = Context(ctx.recorder, ctx, outlives=True), iter(arrays)
         lineages: dict[Any, Any] = {}
         values: list[Any] = []
         for x, v in zip(taken, body.invars, strict=True):
