@@ -58,8 +58,10 @@ def _sort(ctx: Context, eqn: Any, *operands: Any) -> Any:
     if not all(is_plain(x) or isinstance(x, Lazy) for x in operands):
         raise NotCovered("sort of a concatenation")
     users, axis, differ = common_lineage(operands)
-    if differ or axis == along:
-        raise NotCovered("sort along the looked-up axis, or of different lookups")
+    if differ:
+        raise NotCovered("sort of different lookups")
+    if axis == along:
+        raise NotCovered("sort along the looked-up axis")
     if users is not None and any(carries(x, axis) for x in operands):
         raise NotCovered("sort with a value at candidate batch")
     shape = shape_of(operands[0])
