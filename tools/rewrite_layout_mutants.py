@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rewrite_mutants import Mutant
+from rewrite_mutants import Mutant, lookups
 
 
 def blocks(test: str, *names: str) -> tuple[str, ...]:
@@ -102,5 +102,69 @@ LAYOUT_MUTANTS = (
         "offset[first : first + size] = np.arange(at, at + size)",
         "offset[first : first + size] = np.arange(size)",
         layouts("dlrm_of_alternating_fields"),
+    ),
+    # Positions, updates, loops and windows.
+    Mutant(
+        "positions of other rows taken for the same rows'",
+        "positions.py",
+        "return positions.shape[dim] == count and bool(np.all(positions == expected))",
+        "return positions.shape[dim] == count",
+        lookups("positions of other rows"),
+    ),
+    Mutant(
+        "positions by another lookup",
+        "positions.py",
+        "if has_lineage(x) and (x.lineage, x.axis) != (users, axis):",
+        "if False:",
+        lookups("positions by another lookup"),
+    ),
+    Mutant(
+        "constant positions that are no run",
+        "placing.py",
+        "np.flatnonzero(np.diff(flat) != 1)",
+        "np.flatnonzero(np.diff(flat) < 1)",
+        layouts("fields_chosen_by_constants"),
+    ),
+    Mutant(
+        "a reversed concatenation in its order",
+        "row_rules.py",
+        "concat(parts[::-1] if x.axis in along else parts, x.axis)",
+        "concat(parts, x.axis)",
+        layouts("fields_reversed"),
+    ),
+    Mutant(
+        "padding on the other side",
+        "row_rules.py",
+        "for at, size in ((0, low), (len(parts) + 1, high)):",
+        "for at, size in ((0, high), (len(parts) + 1, low)):",
+        layouts("fields_padded"),
+    ),
+    Mutant(
+        "sort along the looked-up axis",
+        "row_rules.py",
+        "if axis == along:",
+        "if False:",
+        lookups("sort along the batch"),
+    ),
+    Mutant(
+        "windows along the looked-up axis",
+        "row_rules.py",
+        "    if x.axis in across:\n",
+        "    if False:\n",
+        lookups("windows of candidates"),
+    ),
+    Mutant(
+        "a first state that is not looked up",
+        "loops.py",
+        "if wide is not None and form(wide) != form(carry[n]):",
+        "if False:",
+        ("tests/rewrite/test_rewrite_layouts.py::test_share_removed[gru]",),
+    ),
+    Mutant(
+        "rows that do not vary among devices",
+        "shard_map.py",
+        "        if names:\n",
+        "        if False:\n",
+        ("tests/rewrite/test_rewrite_sharded.py::test_shard_map[of_rows-shifted-True]",),
     ),
 )

@@ -119,7 +119,7 @@ def attention(
     if 0 in query.shape:
         out, lse = jnp.zeros(query.shape, query.dtype), jnp.zeros(query.shape[:3], jnp.float32)
     else:
-        arrays = reverse_only.operands("attention", reverse_only.TWICE, arrays)
+        arrays = reverse_only.operands("attention", arrays)
         out, lse = _attention(call, plan, arrays, self_tokens)
     return (out, lse) if return_residuals else out
 

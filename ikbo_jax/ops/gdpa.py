@@ -108,7 +108,7 @@ def gdpa(
       are multiplied by the values (in float16, activated scores above 65504 become inf). f32
       products follow `jax.default_matmul_precision`.
 
-      Differentiable in reverse mode, once, with respect to query, key and value. The gradients of
+      Differentiable in reverse mode with respect to query, key and value. The gradients of
       keys and values are summed over the query sequences that share them, the gradient of broadcast
       queries over all sequences. Gradients are summed in f32, in a deterministic order, and rounded
       once; the scores are never all in memory at once. Rows outside all sequences have gradient 0.
@@ -122,7 +122,7 @@ def gdpa(
         `GdpaConfig`, or `implementation` is "xla" and `config` not None.
       NotImplementedError: implementation="mosaic_gpu", but the kernel cannot run on this device, or
         with these sizes, this dtype, activation or `config`; N, K or H is a symbolic dimension of
-        `jax.export` (rows and batches may be symbolic on the XLA path); a second derivative;
+        `jax.export` (rows and batches may be symbolic on the XLA path); a third derivative;
         forward-mode differentiation. The message says why.
 
     Source: Meta, generalised dot-product attention (GDPA), published with its kernels for ads
@@ -154,7 +154,7 @@ def gdpa(
     shape = reference.out_shape(arrays, settings)
     if 0 in shape or not key.shape[0] or not reference.num_sequences(arrays):
         return jnp.zeros(shape, query.dtype)
-    arrays = reverse_only.operands("gdpa", reverse_only.ONCE, arrays)
+    arrays = reverse_only.operands("gdpa", arrays)
     return _gdpa(call, plan, arrays)
 
 
@@ -235,11 +235,37 @@ def _gradients(call: _Call, residuals: _Residuals) -> Gradients:
     return _run_vjp_vmappable(call, residuals)
 
 
-def _no_second_gradient(*_: Any) -> Any:
-    raise NotImplementedError("gdpa has no gradient of its gradient")
+def _gradients_and_residuals(call: _Call, residuals: _Residuals) -> tuple[Gradients, _Residuals]:
+    return _gradients(call, residuals), residuals
 
 
-_gradients.defvjp(_no_second_gradient, _no_second_gradient)
+def _pull_back_gradients(
+    call: _Call, residuals: _Residuals, cotangents: Gradients
+) -> tuple[_Residuals]:
+    """Pulls cotangents of the gradients back, by XLA.
+
+    The gradients are the derivative of sum(d_out · out), whose second derivative is symmetric. So
+    the cotangents, taken as tangents of query, key and value, give by forward mode the tangents of
+    the gradients, which are the cotangents of query, key and value, and the tangent of out, which
+    is the cotangent of d_out. Forward mode keeps no scores, and runs loops of any length.
+    """
+    arrays, _, _, d_out = residuals
+
+    def of(*inputs: jax.Array) -> tuple[Gradients, jax.Array]:
+        given = arrays._replace(query=inputs[0], key=inputs[1], value=inputs[2])
+        out, lse = gdpa_chunked.chunked(given, call.settings)
+        gradients: Gradients = gdpa_chunked.chunked_vjp(
+            given, call.settings, None if lse is None else out, lse, d_out
+        )
+        return gradients, out
+
+    primals = arrays.query, arrays.key, arrays.value
+    tangents = tuple(c.astype(x.dtype) for c, x in zip(cotangents, primals, strict=True))
+    _, (of_inputs, of_d_out) = jax.jvp(of, primals, tangents)
+    return (_Residuals(Arrays._make((*of_inputs, None, None, None)), None, None, of_d_out),)
+
+
+_gradients.defvjp(_gradients_and_residuals, _pull_back_gradients)
 
 
 class _Gdpa(Op):

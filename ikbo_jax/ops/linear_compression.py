@@ -172,7 +172,7 @@ def _compress(
     shape = (embeddings[-1].shape[0], weights[-1].shape[0], embeddings[-1].shape[2])
     if 0 in shape:
         return jnp.zeros(shape, embeddings[-1].dtype)
-    return _linear_compression(call, plan, reverse_only.operands(op, reverse_only.TWICE, arrays))
+    return _linear_compression(call, plan, reverse_only.operands(op, arrays))
 
 
 def _check(terms: tuple[Term, ...], names: tuple[_Names, ...]) -> None:

@@ -9,10 +9,6 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-#: End of the message: for ops that have second derivatives, and for ops that have none.
-TWICE = "second derivatives are jax.jacrev(jax.grad(f)) instead of jax.hessian"
-ONCE = "it has no second derivatives"
-
 # Two identities: on an operand, and on its tangent. Reverse mode transposes the tangent's equation,
 # which removes it. Forward mode evaluates or compiles the equation, which raises, before JAX
 # reaches the `custom_vjp` later in the jaxpr and raises its own error.
@@ -20,24 +16,25 @@ operand_p = Primitive("ikbo_reverse_only")
 tangent_p = Primitive("ikbo_reverse_only_tangent")
 
 
-def operands(op: str, second: str, arrays: Any) -> Any:
+def operands(op: str, arrays: Any) -> Any:
     """Returns the tree `arrays`, marked so that forward mode raises NotImplementedError.
 
-    Does nothing outside JAX's transformations. `second` is `TWICE` or `ONCE`.
+    Does nothing outside JAX's transformations.
     """
 
     def operand(x: Any) -> Any:
         # The marker must stay outside jit: inside, JAX would raise its own error first.
         is_traced = isinstance(x, jax.core.Tracer) and jnp.issubdtype(x.dtype, jnp.floating)
-        return operand_p.bind(x, op=op, second=second) if is_traced else x
+        return operand_p.bind(x, op=op) if is_traced else x
 
     return jax.tree.map(operand, arrays)
 
 
-def _refuse(*_: Any, op: str, second: str) -> NoReturn:
+def _refuse(*_: Any, op: str) -> NoReturn:
     raise NotImplementedError(
         f"{op} has no forward-mode derivative (jax.jvp, jax.jacfwd, jax.hessian, jax.linearize); "
-        f"reverse mode works (jax.grad, jax.vjp, jax.jacrev); {second}"
+        "reverse mode works (jax.grad, jax.vjp, jax.jacrev); second derivatives are "
+        "jax.jacrev(jax.grad(f)) instead of jax.hessian"
     )
 
 

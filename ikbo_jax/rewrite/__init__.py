@@ -20,6 +20,7 @@ from ikbo_jax.rewrite import (  # noqa: F401  These register rules.
     reshape,
     row_rules,
     rules,
+    shard_map,
     sources,
 )
 from ikbo_jax.rewrite.interpret import Context

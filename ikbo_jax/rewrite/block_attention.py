@@ -369,5 +369,5 @@ def _joined(masks: list[jax.Array], parts: list[Part]) -> jax.Array:
         spread(x, (*x.shape[:-1], part.stop - part.start))
         for x, part in zip(masks, parts, strict=True)
     ]
-    common = np.broadcast_shapes(*((*x.shape[:-1], 1) for x in masks))
+    common = lax.broadcast_shapes(*((*x.shape[:-1], 1) for x in masks))
     return jnp.concatenate([spread(x, (*common[:-1], x.shape[-1])) for x in masks], axis=-1)

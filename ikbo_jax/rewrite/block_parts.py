@@ -116,7 +116,7 @@ def at_users(x: Any, users: Lineage) -> Any:
         parts = [at_users(part, users) for part in x.parts]
         if any(part is None for part in parts):
             return None
-        common = np.broadcast_shapes(
+        common = lax.broadcast_shapes(
             *(tuple(1 if d == x.axis else n for d, n in enumerate(p.shape)) for p in parts)
         )
         parts = [

@@ -13,9 +13,9 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from ikbo_jax.rewrite import hoisting, jvp_rules
+from ikbo_jax.rewrite import hoisting, jvp_rules, loops
 from ikbo_jax.rewrite.cost import program_cost
-from ikbo_jax.rewrite.forms import form, unpack, unpack_all
+from ikbo_jax.rewrite.forms import form, skeleton, unpack, unpack_all
 from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.jaxprs import evaluate, trace, without_dead_code
 from ikbo_jax.rewrite.lineage import Concat, Lazy, is_plain, lazy, spread
@@ -259,11 +259,12 @@ def _custom_vjp(ctx: Context, eqn: Any, *operands: Any) -> Any:
 def _scan(ctx: Context, eqn: Any, *operands: Any) -> Any:
     params = eqn.params
     jaxpr = params["jaxpr"]
-    n_consts, n_carry = scan_counts(params)
+    n_consts, n_carry = hoisting.scan_counts(params)
     hoisted = hoisting.split(jaxpr, n_consts, params["length"])
-    if all(map(is_plain, operands)) and ctx.programs.is_plain(jaxpr) and hoisted is None:
-        return ctx.bind(eqn, *operands)
+    plain = all(map(is_plain, operands)) and ctx.programs.is_plain(jaxpr) and hoisted is None
     consts, init, xs = _split(operands, n_consts, n_carry)
+    if plain and not any(map(hoisting.is_index, xs)):
+        return ctx.bind(eqn, *operands)
     if hoisted is not None:
         first, jaxpr = hoisted
         origins = frozenset({ctx.recorder.found(eqn, "values of every iteration", 0, False)})
@@ -273,28 +274,29 @@ def _scan(ctx: Context, eqn: Any, *operands: Any) -> Any:
             for hoisted_eqn in first.eqns:
                 ctx.recorder.computed(hoisted_eqn, origins)
         consts += ctx.run_closed(first, consts, eqn)
+    of_rows = loops.rows_before(ctx, eqn, jaxpr, consts, xs, n_carry)
+    if plain and of_rows is None:
+        return ctx.bind(eqn, *operands)
+    if of_rows is not None:
+        jaxpr, rows = of_rows
+        xs = [*xs, *rows]
     xs = [
         ctx.materialise(eqn, x, "scan over the looked-up axis") if not _scannable(x) else x
         for x in xs
     ]
     xs_arrays, _ = unpack_all(xs)
-    carry = list(init)
+    carry = list(map(loops.uniform, init))
 
     def step(carry: Sequence[Any], slices: Sequence[Any]) -> tuple[Context, list[Any]]:
         inner = ctx.inner()
         values = _packed_slices(xs, slices)
         return inner, exported(inner, inner.run_closed(jaxpr, [*consts, *carry, *values], eqn), ctx)
 
-    # A carry stays lazy if the body returns it in the same form. Each failed trial turns at least
-    # one more carry into an array.
     while True:
         with ctx.muted():
-            unstable, built = _trial(step, carry, xs_arrays, n_carry)
-        if not unstable:
+            returned, built = _trial(step, carry, xs_arrays, n_carry)
+        if not loops.reformed(ctx, eqn, carry, returned, init, "scan"):
             break
-        for position in unstable:
-            reason = "carried through a scan whose body returns it in another form"
-            carry[position] = ctx.materialise(eqn, carry[position], reason)
 
     for value in consts[:n_consts]:
         if id(value) in built:
@@ -324,37 +326,26 @@ def _scan(ctx: Context, eqn: Any, *operands: Any) -> Any:
     return [*pack(out), *_packed_stacks(packs[-1], ys, params["length"])]
 
 
-def _trial(step: Any, carry: list[Any], xs_arrays: Any, n_carry: int) -> tuple[list[int], set[int]]:
+def _trial(step: Any, carry: list[Any], xs_arrays: Any, n_carry: int) -> tuple[list[Any], set[int]]:
     """Traces one iteration of a scan and discards it.
 
     Returns:
-      Positions of the carries that the body returns in another form, and the identities of all
-      values that were materialised.
+      Skeletons of the carries that the body returns, and the identities of all values that were
+      materialised.
     """
     arrays, pack = unpack_all(carry)
-    unstable: list[int] = []
+    returned: list[Any] = []
     built: set[int] = set()
 
     def once(arrays: Any, slices: Any) -> Any:
         inner, results = step(pack(arrays), slices)
         built.update(inner.scope.built())
-        for position in range(n_carry):
-            before, after = form(carry[position]), form(results[position])
-            if before != "plain" and before != after:
-                unstable.append(position)
+        returned[:] = map(skeleton, results[:n_carry])
         return ()
 
     slices = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in xs_arrays]
     jax.eval_shape(once, arrays, slices)
-    return unstable, built
-
-
-def scan_counts(params: Any) -> tuple[int, int]:
-    """How many operands of a scan are constants, and how many are carries."""
-    if "num_consts" in params:
-        return params["num_consts"], params["num_carry"]
-    consts, carry, _ = params["ft_in"].unpack()
-    return len(consts), len(carry)
+    return returned, built
 
 
 def _split(values: Sequence[Any], *counts: int) -> list[list[Any]]:

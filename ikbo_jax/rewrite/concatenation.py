@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import numpy as np
 from jax import lax
 
 from ikbo_jax.rewrite import lineage
@@ -124,17 +123,17 @@ def _stack(ctx: Context, eqn: Any, *operands: Any) -> Any:
     expanded: dict[int, Any] = {}
     for x in operands:
         if id(x) not in expanded:
-            expanded[id(x)] = _with_new_axis(x, axis)
+            expanded[id(x)] = with_new_axis(x, axis)
     return concatenated(ctx, eqn, [expanded[id(x)] for x in operands], axis, shape)
 
 
-def _with_new_axis(x: Any, axis: int) -> Any:
+def with_new_axis(x: Any, axis: int) -> Any:
     """A value with a new axis of size 1."""
     if is_plain(x):
         return lax.expand_dims(x, (axis,))
     if isinstance(x, Concat):
         return Concat(
-            tuple(_with_new_axis(part, axis) for part in x.parts), x.axis + (x.axis >= axis)
+            tuple(with_new_axis(part, axis) for part in x.parts), x.axis + (x.axis >= axis)
         )
     shape = (*x.shape[:axis], 1, *x.shape[axis:])
     user_axis = x.axis + (x.axis >= axis) if has_lineage(x) else -1
@@ -166,8 +165,8 @@ def _concat_at_user_batch(
 def concatenated_bases(parts: Any, axis: int) -> Any:
     """The concatenation of the bases of values of one lineage."""
     bases = [base_of(spread_axes(part, [axis])) for part in parts]
-    common = np.broadcast_shapes(
-        *([1 if d == axis else n for d, n in enumerate(base.shape)] for base in bases)
+    common = lax.broadcast_shapes(
+        *(tuple(1 if d == axis else n for d, n in enumerate(b.shape)) for b in bases)
     )
     bases = [spread(b, (*common[:axis], b.shape[axis], *common[axis + 1 :])) for b in bases]
     return lax.concatenate(bases, axis)

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from ikbo_jax.ops.linear_compression import Term, linear_compression, multilevel_linear_compression
-from ikbo_jax.rewrite import attention, blocks, one_hot, sums
+from ikbo_jax.rewrite import attention, blocks, lineage, one_hot, sums
 from ikbo_jax.rewrite.concatenation import of_one_lineage
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.lineage import (
@@ -19,10 +19,10 @@ from ikbo_jax.rewrite.lineage import (
     Lazy,
     Lineage,
     base_of,
+    bytes_of,
     has_lineage,
     is_plain,
     lazy,
-    nbytes,
     origins_of,
     slice_along,
     spread_axes,
@@ -88,9 +88,11 @@ def product(
     """
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = _dims(eqn)
     lhs, rhs = spread_axes(lhs, lhs_contract), spread_axes(rhs, rhs_contract)
-    for x, dims in ((lhs, lhs_contract), (rhs, rhs_contract)):
-        if has_lineage(x) and x.axis in dims:
-            raise NotCovered("product that sums over the looked-up axis")
+    reason = "product that sums over the looked-up axis"
+    if has_lineage(lhs) and lhs.axis in lhs_contract:
+        lhs = ctx.materialise(eqn, lhs, reason)
+    if has_lineage(rhs) and rhs.axis in rhs_contract:
+        rhs = ctx.materialise(eqn, rhs, reason)
     lhs, rhs = _at_one_batch(ctx, eqn, lhs, rhs, lhs_batch, rhs_batch)
     if lhs_batch:
         out, shape, value_lineage, axis = _batched(ctx, eqn, lhs, rhs, preferred)
@@ -104,7 +106,7 @@ def product(
         value_lineage = free[axis][0].lineage if axis >= 0 else None
     origins = origins_of(lhs, rhs)
     saved = math.prod(shape) - math.prod(out.shape)
-    if saved > 0:
+    if lineage.is_at_least(saved, 1):
         saved *= 2 * math.prod(shape_of(lhs)[d] for d in lhs_contract)
         ctx.recorder.saved(eqn, origins, became or "product at the smaller batch", saved, True)
     return lazy(out, shape, value_lineage, axis, origins)
@@ -261,12 +263,13 @@ def _joined(ctx: Context, eqn: Any, whole: Concat) -> Any:
     for part in whole.parts:
         if has_lineage(part):
             key = (part.lineage, part.axis)
-            moved[key] = moved.get(key, 0) + _MOVED * nbytes(part.shape, part.dtype)
-    costly = {key for key, size in moved.items() if size < looked_up}
+            moved[key] = moved.get(key, 0) + _MOVED * bytes_of(part.shape, part.dtype)
+    costly = {key for key, size in moved.items() if not lineage.is_at_least(size, looked_up)}
     rest = [part for part in whole.parts if is_plain(part)]
     # If only one array remains, no concatenation copies it.
-    spared = 2 * nbytes(rest[0].shape, rest[0].dtype) if len(rest) == 1 else 0
-    if not costly or sum(moved.values()) + spared >= len(moved) * looked_up:
+    spared = 2 * bytes_of(rest[0].shape, rest[0].dtype) if len(rest) == 1 else 0
+    total = sum(moved.values()) + spared
+    if not costly or lineage.is_at_least(total, len(moved) * looked_up):
         return whole
     reason = "looked up for one product: products by parts would move more bytes"
     if costly == set(moved) and not any(isinstance(x, Lazy) and not x.lineage for x in whole.parts):

@@ -26,10 +26,10 @@ from ikbo_jax.ops import dispatch, explain
 from ikbo_jax.rewrite import lineage
 from ikbo_jax.rewrite.jaxprs import OPS, inner_programs
 
-#: By how much a rewritten program may exceed its original: a fraction of the original's cost, plus
-#: the cost that a GPU covers in the time of one launch.
-_FLOPS_SLACK = (0.01, 1_000_000)
-_BYTES_SLACK = (0.10, 1 << 18)
+#: By how much a rewritten program may exceed its original: percent of the original's cost, plus the
+#: cost that a GPU covers in the time of one launch.
+_FLOPS_SLACK = (1, 1_000_000)
+_BYTES_SLACK = (10, 1 << 18)
 
 _MOVES = frozenset(["concatenate", "dynamic_slice", "gather", "stack", "transpose"])
 _WHOLE = frozenset(
@@ -45,7 +45,7 @@ _READS = _MOVES | _WHOLE | {"jit"}
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """The cost of a program.
+    """The cost of a program; expressions if its dimensions are symbolic.
 
     Attributes:
       flops: floating-point operations of products; a multiply-add counts as two.
@@ -65,15 +65,21 @@ _NOTHING = Cost()
 def refusal(new: Cost, old: Cost) -> str:
     """Why a rewritten program costs too much to run; "" if it does not."""
     if _exceeds(new.flops, old.flops, _FLOPS_SLACK):
-        return f"its products would take {new.flops:,} FLOP instead of {old.flops:,}"
+        return f"its products would take {_text(new.flops)} FLOP instead of {_text(old.flops)}"
     if _exceeds(new.nbytes, old.nbytes, _BYTES_SLACK):
-        return f"it would move {new.nbytes:,} bytes instead of {old.nbytes:,}"
+        return f"it would move {_text(new.nbytes)} bytes instead of {_text(old.nbytes)}"
     return ""
 
 
-def _exceeds(new: int, old: int, slack: tuple[float, int]) -> bool:
-    fraction, amount = slack
-    return new > old * (1 + fraction) + amount
+def _exceeds(new: Any, old: Any, slack: tuple[int, int]) -> bool:
+    """Whether a cost may exceed the original's, for some value of symbolic dimensions."""
+    percent, amount = slack
+    # Integers, since symbolic dimensions are compared with integers alone.
+    return not lineage.is_at_least((100 + percent) * old + 100 * amount, 100 * new)
+
+
+def _text(amount: Any) -> str:
+    return f"{amount:,}" if isinstance(amount, int) else str(amount)
 
 
 def program_cost(program: core.Jaxpr) -> Cost:
@@ -171,7 +177,7 @@ def _read_unfused(program: core.Jaxpr, inner_of: Sequence[Sequence[core.Jaxpr]])
 
 def _size(v: Any) -> int:
     aval = v.aval
-    return lineage.nbytes(aval.shape, aval.dtype) if hasattr(aval, "shape") else 0
+    return lineage.bytes_of(aval.shape, aval.dtype) if hasattr(aval, "shape") else 0
 
 
 def _operands_and_results(eqn: core.JaxprEqn) -> int:
@@ -211,5 +217,5 @@ def _useful_flops(problem: Any) -> int:
         # Each query attends to the keys of one user. Their number is the bound or, if there is
         # none, the mean.
         keys = problem.max_seqlen_kv or problem.kv_rows // max(1, problem.batch_kv)
-        return int(useful(problem.q_rows * keys))
-    return int(useful)
+        return useful(problem.q_rows * keys)
+    return useful

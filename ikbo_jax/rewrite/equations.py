@@ -11,7 +11,7 @@ from jax.extend import core
 
 from ikbo_jax.ops import dispatch, explain
 from ikbo_jax.rewrite.jaxprs import OPS, inner_programs
-from ikbo_jax.rewrite.lineage import Deferred, Lazy, is_plain
+from ikbo_jax.rewrite.lineage import Deferred, Lazy, is_at_least, is_plain
 
 
 def described(error: Exception) -> str:
@@ -24,7 +24,10 @@ def why_kept(eqn: core.JaxprEqn) -> str:
     """Why a lookup of arrays ran as it is, instead of becoming a lazy value."""
     operand: Any = eqn.invars[0].aval
     result: Any = eqn.outvars[0].aval
-    if result.size <= operand.size:
+    if not isinstance(difference := result.size - operand.size, int):
+        if not is_at_least(difference, 1):
+            return f"its {result.shape} results are not proven to be more than its operand's rows"
+    elif difference <= 0:
         return "its result has no more rows than its operand"
     return "it does not look up whole rows by one index"
 

@@ -20,7 +20,7 @@ from ikbo_jax.rewrite.lineage import Lazy, base_of, is_plain
 Interval = tuple[int, int]
 
 #: Primitives that move or repeat elements and change none.
-MOVES = ("broadcast_in_dim", "reshape", "squeeze", "transpose", "copy")
+MOVES = ("broadcast_in_dim", "reshape", "squeeze", "transpose", "copy", "pvary")
 #: The depth to which producing equations are followed.
 _DEPTH = 16
 
@@ -54,6 +54,7 @@ def constant(ctx: Any, value: Any) -> float | None:
 _ARITHMETIC: dict[str, Callable[..., Any]] = {
     "convert_element_type": lambda _, x: x,
     "broadcast_in_dim": lambda _, x: x,
+    "pvary": lambda _, x: x,
     "reshape": lambda _, x: x,
     "squeeze": lambda _, x: x,
     "sqrt": lambda _, x: np.sqrt(x),

@@ -1,10 +1,12 @@
 """Products of a loop's body that are the same in every iteration run once, before the loop.
 
 `jax.lax.map` over candidates computes the tower of a user that it closes over for every candidate.
+If every iteration looks up its user by an index, the towers of all users run before the loop.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from jax.extend import core
@@ -19,6 +21,28 @@ def holds_products(eqn: core.JaxprEqn) -> bool:
     if eqn.primitive.name in _PRODUCTS:
         return True
     return any(any(map(holds_products, program.eqns)) for program in inner_programs(eqn))
+
+
+def scan_counts(params: Any) -> tuple[int, int]:
+    """How many operands of a scan are constants, and how many are carries."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
+def may_run_before(eqn: core.JaxprEqn) -> bool:
+    """Whether some products of a scan on arrays may run before the loop."""
+    body, (consts, carries) = eqn.params["jaxpr"], scan_counts(eqn.params)
+    if split(body, consts, eqn.params["length"]) is not None:
+        return True
+    indices = [v for v in body.invars[consts + carries :] if is_index(v.aval)]
+    return bool(indices) and split_by_rows(body, consts, indices) is not None
+
+
+def is_index(x: Any) -> bool:
+    """Whether an array holds integers."""
+    return getattr(getattr(x, "dtype", None), "kind", "") in ("i", "u")
 
 
 def split(body: core.Jaxpr, consts: int, length: Any) -> tuple[core.Jaxpr, core.Jaxpr] | None:
@@ -42,14 +66,10 @@ def split(body: core.Jaxpr, consts: int, length: Any) -> tuple[core.Jaxpr, core.
         if variables and same.issuperset(variables) and not eqn.effects:
             invariant.append(eqn)
             same.update(eqn.outvars)
-    hoisted = _worthwhile(invariant)
-    if not hoisted:
+    found = _taken_out(body, invariant)
+    if found is None:
         return None
-    rest = [eqn for eqn in body.eqns if id(eqn) not in hoisted]
-    made = {v: None for eqn in invariant if id(eqn) in hoisted for v in eqn.outvars}
-    read = {v for eqn in rest for v in eqn.invars if isinstance(v, core.Var)}
-    read.update(v for v in body.outvars if isinstance(v, core.Var))
-    values = [v for v in made if v in read]
+    hoisted, values, rest = found
     info = body.debug_info._replace(arg_names=None, result_paths=None)
     first = body.replace(
         eqns=[eqn for eqn in invariant if id(eqn) in hoisted],
@@ -59,6 +79,55 @@ def split(body: core.Jaxpr, consts: int, length: Any) -> tuple[core.Jaxpr, core.
     )
     invars = [*body.invars[:consts], *values, *body.invars[consts:]]
     return first, body.replace(eqns=rest, invars=invars, debug_info=info)
+
+
+def split_by_rows(
+    body: core.Jaxpr, consts: int, rows: Sequence[Any]
+) -> tuple[core.Jaxpr, core.Jaxpr] | None:
+    """Splits the body of a loop into work on what some scanned values choose, and the rest.
+
+    Args:
+      body: the program of one iteration.
+      consts: how many of its arguments are the same in every iteration; they come first.
+      rows: the arguments that are an iteration's index, or its looked-up row.
+
+    Returns:
+      A program from the constants and `rows` to values, and a program that takes these values after
+      its other arguments. None if it holds no products.
+    """
+    own: set[Any] = {*body.constvars, *body.invars[:consts], *rows}
+    chosen: list[core.JaxprEqn] = []
+    for eqn in body.eqns:
+        variables = [v for v in eqn.invars if isinstance(v, core.Var)]
+        if own.issuperset(variables) and not eqn.effects:
+            chosen.append(eqn)
+            own.update(eqn.outvars)
+    found = _taken_out(body, chosen)
+    if found is None:
+        return None
+    hoisted, values, rest = found
+    info = body.debug_info._replace(arg_names=None, result_paths=None)
+    first = body.replace(
+        eqns=[eqn for eqn in chosen if id(eqn) in hoisted],
+        invars=[*body.invars[:consts], *rows],
+        outvars=values,
+        debug_info=info,
+    )
+    return first, body.replace(eqns=rest, invars=[*body.invars, *values], debug_info=info)
+
+
+def _taken_out(
+    body: core.Jaxpr, candidates: list[core.JaxprEqn]
+) -> tuple[set[int], list[core.Var], list[core.JaxprEqn]] | None:
+    """Of equations that may run before a loop, those that do, what the loop reads, and the rest."""
+    hoisted = _worthwhile(candidates)
+    if not hoisted:
+        return None
+    rest = [eqn for eqn in body.eqns if id(eqn) not in hoisted]
+    made = {v: None for eqn in candidates if id(eqn) in hoisted for v in eqn.outvars}
+    read = {v for eqn in rest for v in eqn.invars if isinstance(v, core.Var)}
+    read.update(v for v in body.outvars if isinstance(v, core.Var))
+    return hoisted, [v for v in made if v in read], rest
 
 
 def _worthwhile(invariant: list[core.JaxprEqn]) -> set[int]:

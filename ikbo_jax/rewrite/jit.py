@@ -138,7 +138,7 @@ def _jit(ctx: Context, eqn: Any, *operands: Any) -> Any:
     if not kind.small and all(map(is_plain, operands)) and ctx.programs.is_plain(jaxpr):
         return ctx.bind(eqn, *operands)
     if kind.sharded:
-        raise NotCovered("a jit that specifies shardings")
+        return _sharded(ctx, eqn, operands)
     if kind.small or any(isinstance(x, Deferred) and not isinstance(x, Lazy) for x in operands):
         return ctx.run_closed(jaxpr, operands, eqn)
     fixed = list(map(is_fixed, operands, kind.indices))
@@ -148,6 +148,28 @@ def _jit(ctx: Context, eqn: Any, *operands: Any) -> Any:
     if rewritten is not None:
         return _called(ctx, eqn, operands, rewritten)
     return _called_without_program(ctx, eqn, operands, fixed, key)
+
+
+def _sharded(ctx: Context, eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """A call that specifies shardings: constraints on the arrays that exist."""
+    jaxpr, params = eqn.params["jaxpr"], eqn.params
+    if all(map(is_plain, operands)) and ctx.programs.is_plain(jaxpr):
+        raise NotCovered("a jit that specifies shardings")
+    specified = (*params["in_shardings"], *params["out_shardings"])
+    others = {type(x).__name__ for x in specified} - {"UnspecifiedValue", "NamedSharding"}
+    if others or any(x is not None for x in (*params["in_layouts"], *params["out_layouts"])):
+        raise NotCovered("a jit that specifies layouts, or shardings without a mesh")
+
+    def placed(values: Sequence[Any], shardings: Any) -> list[Any]:
+        return [
+            jax.lax.with_sharding_constraint(x, sharding)
+            if is_plain(x) and isinstance(sharding, jax.sharding.NamedSharding)
+            else x
+            for x, sharding in zip(values, shardings, strict=True)
+        ]
+
+    results = ctx.run_closed(jaxpr, placed(operands, params["in_shardings"]), eqn)
+    return placed(results, params["out_shardings"])
 
 
 def program_of(ctx: Context, key: Any) -> Rewritten | None:

@@ -163,6 +163,7 @@ _COMPUTED: dict[str, Callable[..., Any]] = {
     "neg": lambda _, x: -x,
     "not": lambda _, x: ~x,
     "or": _of_two(operator.or_),
+    "pvary": lambda _, x: x,
     "rem": _rem,
     "reshape": lambda params, x: x.reshape(params["new_sizes"]),
     "rev": lambda params, x: np.flip(x, params["dimensions"]),
@@ -228,7 +229,10 @@ _LOGIC: dict[str, Callable[..., np.ndarray]] = {
 }
 
 
-_MOVES = ("broadcast_in_dim", "concatenate", "copy", "reshape", "slice", "squeeze", "transpose")
+_MOVES = (
+    *("broadcast_in_dim", "concatenate", "copy", "pvary"),
+    *("reshape", "slice", "squeeze", "transpose"),
+)
 
 
 def _moved(
@@ -236,7 +240,7 @@ def _moved(
 ) -> np.ndarray:
     """The mask of an equation that moves elements; dimensions of size 1 stay where they can."""
     name, params, x = eqn.primitive.name, eqn.params, masks[0]
-    if name == "copy":
+    if name in ("copy", "pvary"):
         return x
     if name == "broadcast_in_dim":
         sizes = [1] * len(shape)

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import export, lax
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -238,6 +238,13 @@ def spread_axes(value: Any, axes: Any) -> Any:
     return dataclasses.replace(value, base=spread(value.base, tuple(shape)))
 
 
+def rows_of(x: Any, axis: int, users: int) -> jax.Array:
+    """The array of a value with `users` rows along `axis`, which are looked up or all equal."""
+    base, shape = base_of(x), list(x.shape)
+    shape[axis] = users
+    return spread(base, tuple(shape))
+
+
 def lazy(
     base: jax.Array,
     shape: tuple[int, ...],
@@ -273,12 +280,25 @@ def size_of(shape: tuple[Any, ...]) -> Any:
     return math.prod(shape)
 
 
+def is_at_least(size: Any, other: Any) -> bool:
+    """Whether `size >= other`, for all values of symbolic dimensions."""
+    difference = size - other
+    if isinstance(difference, int):
+        return difference >= 0
+    return export.symbolic_dim_bounds(difference)[0] >= 0
+
+
 def nbytes(shape: tuple[int, ...], dtype: Any) -> int:
     """Size of an array in bytes; 0 if a dimension is symbolic."""
-    size = math.prod(shape)
+    size = bytes_of(shape, dtype)
+    return size if isinstance(size, int) else 0
+
+
+def bytes_of(shape: tuple[Any, ...], dtype: Any) -> Any:
+    """Size of an array in bytes; an expression if a dimension is symbolic."""
     # Extended dtypes, such as the dtype of PRNG keys, are not NumPy dtypes.
     itemsize = getattr(dtype, "itemsize", None) or jnp.dtype(dtype).itemsize
-    return size * itemsize if isinstance(size, int) else 0
+    return math.prod(shape) * itemsize
 
 
 def text(value: Any, shape: Any = None) -> str:

@@ -43,7 +43,7 @@ def lookup(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
 def _rows(ctx: Context, eqn: Any, index: Any, table: Any, axis: int, left: bool) -> Any:
     out = eqn.outvars[0].aval
     rows, batch = shape_of(table)[axis], index.shape[0]
-    if rows >= batch or has_lineage(table) and table.axis != axis:
+    if not lineage.is_at_least(batch, rows + 1) or has_lineage(table) and table.axis != axis:
         return None
     if not jnp.issubdtype(table.dtype, jnp.floating) or not jnp.issubdtype(out.dtype, jnp.floating):
         return None

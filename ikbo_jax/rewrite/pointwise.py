@@ -144,7 +144,7 @@ class PointwiseCall(Call):
             return any_shape.run_custom_jvp(eqn, arrays)
         if name in ("select_n", "clamp"):
             # These do not broadcast their operands.
-            shape = np.broadcast_shapes(*(np.shape(y) for y in arrays))
+            shape = lax.broadcast_shapes(*(np.shape(y) for y in arrays))
             arrays = [spread(y, shape) if np.ndim(y) else y for y in arrays]
         out: jax.Array = self.ctx.bind(eqn, *arrays)
         return out
@@ -270,7 +270,7 @@ def _rows_of(x: Any, users: Lineage, axis: int) -> Any:
         parts = [_rows_of(part, users, axis) for part in x.parts]
         if any(part is None for part in parts) or x.axis == axis:
             return None
-        full = np.broadcast_shapes(
+        full = lax.broadcast_shapes(
             *(tuple(1 if d == x.axis else n for d, n in enumerate(p.shape)) for p in parts)
         )
         return concatenated(

@@ -70,10 +70,7 @@ def _may_broadcast(eqn: core.JaxprEqn) -> bool:
         axis, first = eqn.params.get("dimension"), eqn.invars[0].aval
         return copies and (axis is None or first.shape[axis] == 1)  # type: ignore[attr-defined]
     if eqn.primitive.name == "scan":
-        counts = eqn.params.get("num_consts")
-        if counts is None:
-            counts = len(eqn.params["ft_in"].unpack()[0])
-        return hoisting.split(eqn.params["jaxpr"], counts, eqn.params["length"]) is not None
+        return hoisting.may_run_before(eqn)
     if is_source(eqn.primitive.name):
         return not any(True for _ in inner_programs(eqn))
     return equations.grows(eqn)

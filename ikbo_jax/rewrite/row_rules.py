@@ -5,27 +5,31 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
+from jax.extend import core
 
-from ikbo_jax.rewrite import lineage
+from ikbo_jax.rewrite import lineage, loops, placing, positions
 from ikbo_jax.rewrite.calls import exported
-from ikbo_jax.rewrite.forms import form, unpack_all
+from ikbo_jax.rewrite.forms import skeleton, unpack_all
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.known import known
 from ikbo_jax.rewrite.lineage import (
     Concat,
     Lazy,
+    base_of,
     carries,
     has_lineage,
     is_plain,
     lazy,
     origins_of,
+    rows_of,
     spread,
     spread_axes,
 )
 from ikbo_jax.rewrite.merged import RULES
 from ikbo_jax.rewrite.registry import NotCovered, register_rule, rule_of
-from ikbo_jax.rewrite.rules import at_user_batch, common_lineage
+from ikbo_jax.rewrite.rules import at_user_batch, common_lineage, concat
 
 
 @register_rule("sharding_constraint")
@@ -35,6 +39,112 @@ def _sharding_constraint(ctx: Context, eqn: Any, x: Any) -> Any:
 
 
 RULES["sharding_constraint"] = _sharding_constraint
+
+
+@register_rule("iota", arrays=lambda _, eqn, __: sum(n != 1 for n in eqn.params["shape"]) > 1)
+def _iota(ctx: Context, eqn: Any, *dynamic: Any) -> Any:
+    """Numbers along one dimension, which are equal along all others."""
+    shape, dimension = eqn.params["shape"], eqn.params["dimension"]
+    if dynamic or eqn.params.get("sharding") is not None:
+        return ctx.bind(eqn, *dynamic)
+    own = tuple(n if d == dimension else 1 for d, n in enumerate(shape))
+    return lazy(ctx.bind(eqn, shape=own), tuple(shape), None, -1, frozenset())
+
+
+@register_rule("sort")
+def _sort(ctx: Context, eqn: Any, *operands: Any) -> Any:
+    """A sort along another axis than the looked-up axis; some operands may be equal in all rows."""
+    along, operands = eqn.params["dimension"], tuple(lineage.aligned(operands))
+    if not all(is_plain(x) or isinstance(x, Lazy) for x in operands):
+        raise NotCovered("sort of a concatenation")
+    users, axis, differ = common_lineage(operands)
+    if differ:
+        raise NotCovered("sort of different lookups")
+    if axis == along:
+        raise NotCovered("sort along the looked-up axis")
+    if users is not None and any(carries(x, axis) for x in operands):
+        raise NotCovered("sort with a value at candidate batch")
+    shape = shape_of(operands[0])
+    own = list(lax.broadcast_shapes(*(np.shape(base_of(x)) for x in operands)))
+    own[along] = shape[along]
+    bases = ctx.bind(eqn, *(spread(base_of(x), tuple(own)) for x in operands))
+    origins = origins_of(*operands)
+    return [at_user_batch(ctx, eqn, base, shape, users, axis, origins) for base in bases]
+
+
+@register_rule("fft")
+def _fft(ctx: Context, eqn: Any, x: Any) -> Any:
+    """A transform along the last axes."""
+    count = len(eqn.params["fft_lengths"])
+    last = range(len(shape_of(x)) - count, len(shape_of(x)))
+    if not isinstance(x, Lazy) or x.axis in last:
+        raise NotCovered("fft of a concatenation, or along the looked-up axis")
+    base = ctx.bind(eqn, spread_axes(x, last).base)
+    shape = tuple(eqn.outvars[0].aval.shape)
+    return at_user_batch(ctx, eqn, base, shape, x.lineage, x.axis, x.origins)
+
+
+@register_rule("rev")
+def _rev(ctx: Context, eqn: Any, x: Any) -> Any:
+    """A reversal along other axes than the looked-up axis; of a concatenation, in every part."""
+    along = [int(d) for d in eqn.params["dimensions"]]
+    if isinstance(x, Concat):
+        parts = [_rev(ctx, eqn, part) for part in x.parts]
+        return concat(parts[::-1] if x.axis in along else parts, x.axis)
+    if is_plain(x):
+        return ctx.bind(eqn, x)
+    if x.axis in along:
+        raise NotCovered("rev along the looked-up axis")
+    base = ctx.bind(eqn, x.base)
+    return at_user_batch(ctx, eqn, base, x.shape, x.lineage, x.axis, x.origins)
+
+
+@register_rule("pad")
+def _pad(ctx: Context, eqn: Any, x: Any, padding_value: Any) -> Any:
+    """Padding of other axes than the looked-up axis, with a number."""
+    config = [tuple(amounts) for amounts in eqn.params["padding_config"]]
+    if not is_plain(padding_value):
+        raise NotCovered("pad with a lazy value")
+    shape = tuple(eqn.outvars[0].aval.shape)
+    if isinstance(x, Concat):
+        return _pad_concat(ctx, eqn, x, padding_value, config, shape)
+    if is_plain(x):
+        return ctx.bind(eqn, x, padding_value)
+    padded = [d for d, amounts in enumerate(config) if amounts != (0, 0, 0)]
+    if x.axis in padded:
+        raise NotCovered("pad of the looked-up axis")
+    x = spread_axes(x, padded)
+    base = ctx.bind(eqn, x.base, padding_value)
+    return at_user_batch(ctx, eqn, base, shape, x.lineage, x.axis, x.origins)
+
+
+def _pad_concat(
+    ctx: Context, eqn: Any, x: Concat, number: Any, config: list[Any], shape: tuple[int, ...]
+) -> Any:
+    """Each part padded along the other axes, and numbers as further parts."""
+    axis = x.axis
+    low, high, between = config[axis]
+    if low < 0 or high < 0 or between:
+        raise NotCovered("pad that cuts or spaces a concatenation")
+    config[axis] = (0, 0, 0)
+    params = {**eqn.params, "padding_config": tuple(config)}
+    parts = []
+    for part, size in zip(x.parts, x.sizes, strict=True):
+        aval = eqn.outvars[0].aval.update(shape=(*shape[:axis], size, *shape[axis + 1 :]))
+        part_eqn = eqn.replace(params=params, outvars=[core.Var(aval)])
+        parts.append(_pad(ctx, part_eqn, part, number))
+    ones = (1,) * len(shape)
+    for at, size in ((0, low), (len(parts) + 1, high)):
+        padding = lazy(
+            lax.broadcast(number, ones),
+            (*shape[:axis], size, *shape[axis + 1 :]),
+            None,
+            -1,
+            frozenset(),
+        )
+        if size:
+            parts.insert(at, padding)
+    return concat(parts, axis)
 
 
 @register_rule("top_k")
@@ -64,6 +174,36 @@ def _convolution(ctx: Context, eqn: Any, x: Any, kernel: Any) -> Any:
     saved *= kernel.size // max(1, kernel.shape[numbers.rhs_spec[0]])
     ctx.recorder.saved(eqn, x.origins, "product at the smaller batch", saved, True)
     return lazy(base, shape, x.lineage, out_batch if has_lineage(x) else -1, x.origins)
+
+
+def _reduce_window(ctx: Context, eqn: Any, x: Any, *rest: Any) -> Any:
+    """Pooling over windows along other axes than the looked-up axis."""
+    params = eqn.params
+    if not isinstance(x, Lazy) or not all(map(is_plain, rest)):
+        raise NotCovered(f"{eqn.primitive.name} of a concatenation")
+    dilation = [params.get(f"{of}_dilation") or (1,) * len(x.shape) for of in ("base", "window")]
+    across = [
+        d
+        for d, sizes in enumerate(
+            zip(params["window_dimensions"], params["window_strides"], *dilation, strict=True)
+        )
+        if (*sizes, *params["padding"][d]) != (1, 1, 1, 1, 0, 0)
+    ]
+    if x.axis in across:
+        raise NotCovered(f"{eqn.primitive.name} along the looked-up axis")
+    x = spread_axes(x, across)
+    bases = ctx.bind(eqn, x.base, *rest)
+    shape = tuple(eqn.outvars[0].aval.shape)
+    several = eqn.primitive.multiple_results
+    out = [
+        at_user_batch(ctx, eqn, base, shape, x.lineage, x.axis, x.origins)
+        for base in (bases if several else [bases])
+    ]
+    return out if several else out[0]
+
+
+for _name in ("reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum"):
+    register_rule(_name, _reduce_window)
 
 
 @register_rule("dynamic_slice")
@@ -106,32 +246,31 @@ def _slice_at_constants(
 
 @register_rule("dynamic_update_slice")
 def _dynamic_update_slice(ctx: Context, eqn: Any, x: Any, update: Any, *starts: Any) -> Any:
-    if not all(map(is_plain, starts)) or any(isinstance(y, Concat) for y in (x, update)):
-        raise NotCovered("dynamic_update_slice of a concatenation")
+    if not all(map(is_plain, starts)):
+        raise NotCovered("dynamic_update_slice at positions that are looked up")
+    if any(isinstance(y, Concat) for y in (x, update)):
+        return placing.update_slice(ctx, eqn, x, update, starts)
     x, update = lineage.aligned([x, update])
     users, axis, differ = common_lineage([x, update])
     if users is None or differ or carries(x, axis) or carries(update, axis):
-        raise NotCovered("dynamic_update_slice with a value at candidate batch")
+        return placing.update_slice(ctx, eqn, x, update, starts)
     if shape_of(update)[axis] != shape_of(x)[axis]:
         raise NotCovered("dynamic_update_slice of the looked-up axis")
-    bases = [_rows(y, axis, users.users) for y in (x, update)]
+    bases = [rows_of(y, axis, users.users) for y in (x, update)]
     base = ctx.bind(eqn, *bases, *starts)
     shape = tuple(eqn.outvars[0].aval.shape)
     return at_user_batch(ctx, eqn, base, shape, users, axis, origins_of(x, update))
 
 
-def _rows(x: Any, axis: int, users: int) -> jax.Array:
-    """The array of a value with `users` rows along `axis`, which are looked up or all equal."""
-    base, shape = (x.base, list(x.shape)) if isinstance(x, Lazy) else (x, list(x.shape))
-    shape[axis] = users
-    return spread(base, tuple(shape))
-
-
 def _scatter(ctx: Context, eqn: Any, x: Any, indices: Any, updates: Any) -> Any:
     """`x.at[:, 0].set(y)`: an update at the same positions of every row."""
     numbers = eqn.params["dimension_numbers"]
-    if not is_plain(indices) or any(isinstance(y, Concat) for y in (x, updates)):
-        raise NotCovered(f"{eqn.primitive.name} of a concatenation, or at looked-up positions")
+    if positions.are_looked_up(indices):
+        return positions.scatter(ctx, eqn, x, indices, updates)
+    if not is_plain(indices):
+        raise NotCovered(f"{eqn.primitive.name} at looked-up positions")
+    if any(isinstance(y, Concat) for y in (x, updates)):
+        return placing.scattered(ctx, eqn, x, indices, updates)
     removed = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
     kept = [d for d in range(len(shape_of(x))) if d not in removed]
     window = dict(zip(kept, numbers.update_window_dims, strict=True))
@@ -140,7 +279,7 @@ def _scatter(ctx: Context, eqn: Any, x: Any, indices: Any, updates: Any) -> Any:
     if has_lineage(updates):
         found = next((d for d, u in window.items() if u == updates.axis), -1)
         if users is not None and (updates.lineage, found) != (users, axis):
-            raise NotCovered(f"{eqn.primitive.name} with another lookup")
+            return placing.scattered(ctx, eqn, x, indices, updates)
         users, axis = updates.lineage, found
     if users is None or axis not in window or axis in numbers.scatter_dims_to_operand_dims:
         raise NotCovered(f"{eqn.primitive.name} along the looked-up axis")
@@ -148,8 +287,8 @@ def _scatter(ctx: Context, eqn: Any, x: Any, indices: Any, updates: Any) -> Any:
     if shape_of(updates)[update_axis] != shape_of(x)[axis]:
         raise NotCovered(f"{eqn.primitive.name} of a part of the looked-up axis")
     if carries(x, axis) or carries(updates, update_axis):
-        raise NotCovered(f"{eqn.primitive.name} with a value at candidate batch")
-    bases = _rows(x, axis, users.users), _rows(updates, update_axis, users.users)
+        return placing.scattered(ctx, eqn, x, indices, updates)
+    bases = rows_of(x, axis, users.users), rows_of(updates, update_axis, users.users)
     base = ctx.bind(eqn, bases[0], indices, bases[1])
     shape = tuple(eqn.outvars[0].aval.shape)
     return at_user_batch(ctx, eqn, base, shape, users, axis, origins_of(x, updates))
@@ -166,7 +305,7 @@ def _while(ctx: Context, eqn: Any, *operands: Any) -> Any:
     condition, body = params["cond_jaxpr"], params["body_jaxpr"]
     first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
     of_condition, of_body = operands[:first], operands[first:second]
-    carry = list(operands[second:])
+    carry = list(map(loops.uniform, operands[second:]))
     if condition.effects or body.effects:
         raise NotCovered("a while loop with effects")
 
@@ -176,22 +315,17 @@ def _while(ctx: Context, eqn: Any, *operands: Any) -> Any:
 
     while True:
         arrays, pack = unpack_all(carry)
-        unstable: list[int] = []
+        returned: list[Any] = []
 
-        def once(*arrays: Any, pack: Any = pack, unstable: list[int] = unstable) -> Any:
+        def once(*arrays: Any, pack: Any = pack, returned: list[Any] = returned) -> Any:
             _, results = step(pack(arrays))
-            for position, (before, after) in enumerate(zip(carry, results, strict=True)):
-                if form(before) not in ("plain", form(after)):
-                    unstable.append(position)
+            returned[:] = map(skeleton, results)
             return ()
 
         with ctx.muted():
             jax.eval_shape(once, *arrays)
-        if not unstable:
+        if not loops.reformed(ctx, eqn, carry, returned, operands[second:], "while loop"):
             break
-        for position in unstable:
-            reason = "carried through a while loop whose body returns it in another form"
-            carry[position] = ctx.materialise(eqn, carry[position], reason)
     if all(map(is_plain, carry)):
         raise NotCovered("a while loop whose carries are no lookups")
 

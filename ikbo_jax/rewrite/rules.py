@@ -33,9 +33,9 @@ from ikbo_jax.rewrite.registry import NotCovered, register_rule
 #: Primitives that work element by element and broadcast dimensions of size 1 themselves.
 ELEMENTWISE = """
     abs acos acosh add and asin asinh atan atan2 atanh cbrt ceil clz complex conj
-    convert_element_type copy cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge
-    gt igamma igammac imag integer_pow is_finite le lgamma log log1p logistic lt max min mul
-    name ne neg nextafter not or population_count pow real reduce_precision rem round rsqrt
+    convert_element_type copy cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge
+    gt igamma igammac imag integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min
+    mul name ne neg nextafter not or population_count pow real reduce_precision rem round rsqrt
     shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square
     stop_gradient sub tan tanh xor
 """.split()  # noqa: SIM905  A table of words reads better.
@@ -46,7 +46,8 @@ def at_user_batch(
 ) -> Any:
     """The value of a result computed at the smaller batch; records the saved work."""
     if value_lineage is not None:
-        saved = max(0, math.prod(shape) - math.prod(base.shape))
+        saved = math.prod(shape) - math.prod(base.shape)
+        saved = max(0, saved) if isinstance(saved, int) else 0
         ctx.recorder.saved(eqn, origins, "work at the smaller batch", saved, False)
     return lazy(base, tuple(shape), value_lineage, axis, origins)
 
@@ -73,7 +74,7 @@ def elementwise_to(ctx: Context, eqn: Any, shape: tuple[int, ...], operands: Any
     """`elementwise`, with a result of this shape."""
     if (found := _of_one_batch(ctx, eqn, shape, operands)) is not None:
         return found
-    operands = [_narrowed(x) for x in operands]
+    operands = [narrowed(x) for x in operands]
     concats = [x for x in operands if isinstance(x, Concat)]
     if concats:
         return _over_parts(ctx, eqn, concats, shape, operands)
@@ -128,7 +129,7 @@ def _of_one_batch(ctx: Context, eqn: Any, shape: tuple[int, ...], operands: Any)
 _SMALL = 1 << 16
 
 
-def _narrowed(x: Any) -> Any:
+def narrowed(x: Any) -> Any:
     """A constant array of equal numbers as one number of the same rank."""
     if isinstance(x, (Deferred, jax.core.Tracer)) or not 1 < np.size(x) <= _SMALL:
         return x
@@ -141,7 +142,7 @@ def _common_shape(eqn: Any, bases: list[Any]) -> list[Any]:
     """Broadcasts the operands of primitives that require equal shapes."""
     if eqn.primitive.name not in ("select_n", "clamp"):
         return bases
-    shape = np.broadcast_shapes(*(np.shape(x) for x in bases))
+    shape = lax.broadcast_shapes(*(np.shape(x) for x in bases))
     return [spread(x, shape) if np.ndim(x) else x for x in bases]
 
 
@@ -307,8 +308,6 @@ def _along_axis(key: str) -> Any:
 
 for _name in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"):
     register_rule(_name, _along_axis("axis"))
-register_rule("rev", _along_axis("dimensions"))
-register_rule("sort", _along_axis("dimension"))
 
 
 @register_rule("slice")
@@ -369,20 +368,6 @@ def _split(ctx: Context, eqn: Any, x: Any) -> Any:
             pieces.append(lineage.slice_along(x, start, start + size, axis))
         start += size
     return pieces
-
-
-@register_rule("pad")
-def _pad(ctx: Context, eqn: Any, x: Any, padding_value: Any) -> Any:
-    config = eqn.params["padding_config"]
-    if not isinstance(x, Lazy) or not is_plain(padding_value):
-        raise NotCovered("pad of a concatenation, or with a lazy value")
-    padded = [d for d, amounts in enumerate(config) if tuple(amounts) != (0, 0, 0)]
-    if x.axis in padded:
-        raise NotCovered("pad of the looked-up axis")
-    x = spread_axes(x, padded)
-    base = ctx.bind(eqn, x.base, padding_value)
-    shape = eqn.outvars[0].aval.shape
-    return at_user_batch(ctx, eqn, base, shape, x.lineage, x.axis, x.origins)
 
 
 @register_rule("optimization_barrier")

@@ -417,6 +417,7 @@ RULES |= {
     "max": _maximum,
     "mul": _scaled,
     "name": _same,
+    "pvary": _same,
     "reduce_max": _reduced,
     "reduce_sum": _reduced,
     "reshape": _reshape,

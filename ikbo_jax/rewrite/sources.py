@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ikbo_jax.rewrite import facts, lineage
+from ikbo_jax.rewrite import facts, lineage, placing, positions
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.lineage import (
     Concat,
@@ -34,6 +34,13 @@ from ikbo_jax.rewrite.rules import at_user_batch, concat
 def gather(ctx: Context, eqn: Any, operand: Any, indices: Any) -> Any:
     """A lookup, of rows as a lazy value."""
     numbers = eqn.params["dimension_numbers"]
+    if positions.are_looked_up(indices) and (
+        len(positions.columns(indices)) > 1
+        or numbers.start_indices_batching_dims
+        or not is_plain(operand)
+    ):
+        operand, axis = _rows_of_table(ctx, eqn, operand, indices)
+        return positions.gather(ctx, eqn, operand, indices, axis)
     if isinstance(indices, Concat) and any(map(has_lineage, indices.parts)):
         return _gather_by_parts(ctx, eqn, operand, indices)
     if isinstance(operand, Concat):
@@ -43,6 +50,34 @@ def gather(ctx: Context, eqn: Any, operand: Any, indices: Any) -> Any:
     if has_lineage(operand) and operand.axis not in numbers.start_index_map:
         return _gather_of_features(ctx, eqn, operand, indices)
     return _gather_rows_or_bind(ctx, eqn, operand, indices, eqn.outvars[0].aval.shape)
+
+
+def _rows_of_table(ctx: Context, eqn: Any, table: Any, indices: Any) -> tuple[Any, int | None]:
+    """The rows of a table in which index vectors choose one row: `history[index, last[index]]`.
+
+    Returns:
+      The looked-up rows and their axis, if a column is the index by which the positions are looked
+      up; otherwise the table and None.
+    """
+    numbers, batch = eqn.params["dimension_numbers"], shape_of(indices)[0]
+    if not is_plain(table) or len(shape_of(indices)) != 2 or numbers.operand_batching_dims:
+        return table, None
+    users = {x.lineage for x in positions.columns(indices) if has_lineage(x)}
+    column = 0
+    for part in positions.columns(indices):
+        axis = numbers.start_index_map[column]
+        rows = table.shape[axis]
+        one = eqn.params["slice_sizes"][axis] == 1 and lineage.is_at_least(batch, rows + 1)
+        if is_plain(part) and part.shape[1] == 1 and one:
+            found, fine = looked_up(ctx, eqn, table, indices, column, axis)
+            if {fine, fine.nearest} & users:
+                shape = (*table.shape[:axis], batch, *table.shape[axis + 1 :])
+                what = f"{lineage.text(table)} looked up by {batch} pairs of indices"
+                copy = nbytes(eqn.outvars[0].aval.shape, table.dtype)
+                origin = ctx.recorder.found(eqn, what, copy, True)
+                return Lazy(base_of(found), shape, fine, axis, frozenset({origin})), axis
+        column += shape_of(part)[1]
+    return table, None
 
 
 def _gather_rows_or_bind(
@@ -60,13 +95,18 @@ def _gather_rows_or_bind(
             axes = _single_rows(ctx, operand, indices, numbers)
         if len(axes) == 1 and axes[0] in numbers.start_index_map and sizes[axes[0]] == 1:
             (axis,) = axes
-            if shape_of(indices)[0] > shape[axis] > 0 and not _is_lookup_of(operand, fixed):
+            count, rows = shape_of(indices)[0], shape[axis]
+            is_larger = lineage.is_at_least(count, rows + 1) and lineage.is_at_least(rows, 1)
+            if is_larger and not _is_lookup_of(operand, fixed):
                 _check_no_other_column_fills(ctx, eqn, indices, {axis, *fixed})
                 for other, start in fixed.items():
                     operand = lineage.slice_along(operand, start, start + sizes[other], other)
                 return _gather_rows(ctx, eqn, operand, indices, axis, out_shape)
     if has_lineage(operand):
         raise NotCovered("gather along the looked-up axis that is no lookup of rows")
+    is_uniform = isinstance(indices, Lazy) and indices.base.shape[-1] == indices.shape[-1]
+    if is_uniform and is_plain(operand) and not numbers.start_indices_batching_dims:
+        return _gather_by_lazy_indices(ctx, eqn, operand, indices, out_shape)
     return ctx.bind(eqn, ctx.build(operand), ctx.build(indices))
 
 
@@ -255,7 +295,7 @@ def _gather_of_parts(ctx: Context, eqn: Any, operand: Concat, indices: Any) -> A
     numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     along = operand.axis
     if along in numbers.collapsed_slice_dims or sizes[along] != operand.shape[along]:
-        raise NotCovered("gather that cuts the concatenated axis")
+        return placing.taken(ctx, eqn, operand, indices)
     kept = [d for d in range(len(sizes)) if d not in numbers.collapsed_slice_dims]
     shape, axis, parts = eqn.outvars[0].aval.shape, numbers.offset_dims[kept.index(along)], []
     for part, size in zip(operand.parts, operand.sizes, strict=True):
@@ -316,12 +356,12 @@ def _gather_by_lazy_indices(
     numbers = eqn.params["dimension_numbers"]
     if not is_plain(operand) or numbers.start_indices_batching_dims:
         raise NotCovered("gather by lazy indices in a lazy value")
-    if indices.axis == len(indices.shape) - 1:
+    if has_lineage(indices) and indices.axis == len(indices.shape) - 1:
         raise NotCovered("gather by an index vector that is looked up")
-    indices = spread_axes(indices, range(len(indices.shape)))
-    base = ctx.bind(eqn, operand, indices.base)
+    # Equal positions look equal slices up.
+    base = ctx.bind(eqn, operand, spread_axes(indices, [len(indices.shape) - 1]).base)
     batch_dims = [d for d in range(len(shape)) if d not in numbers.offset_dims]
-    axis = batch_dims[indices.axis]
+    axis = batch_dims[indices.axis] if has_lineage(indices) else -1
     return at_user_batch(ctx, eqn, base, shape, indices.lineage, axis, indices.origins)
 
 

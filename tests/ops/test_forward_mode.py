@@ -53,7 +53,6 @@ OPS = {
     linear_compression: (3, 3, 4),
     multilevel_linear_compression: (3, 3, 4),
 }
-TWICE = [fn for fn in OPS if fn is not gdpa]
 
 
 def jvp(fn: Callable) -> Callable:
@@ -87,17 +86,17 @@ def test_forward_mode_names_the_op_and_what_works(fn: Callable, forward: str) ->
     words = f"^{fn.__name__} has no forward-mode derivative.*reverse mode works .jax.grad"
     with pytest.raises(NotImplementedError, match=words) as error:
         FORWARD[forward](fn)(array(*OPS[fn]))
-    assert ("jax.jacrev(jax.grad(f))" in str(error.value)) == (fn in TWICE)
+    assert "jax.jacrev(jax.grad(f))" in str(error.value)
 
 
-@pytest.mark.parametrize("fn", TWICE, ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize("fn", OPS, ids=lambda fn: fn.__name__)
 def test_second_derivatives_by_reverse_mode(fn: Callable) -> None:
     x = array(*OPS[fn])
     hessian = jax.jit(jax.jacrev(jax.grad(fn)))(x).reshape(x.size, x.size)
     np.testing.assert_allclose(hessian, hessian.T, atol=1e-4)
-    step = 1e-2 * array(x.size).reshape(x.shape)
+    step = 2e-3 * array(x.size).reshape(x.shape)
     difference = (jax.grad(fn)(x + step) - jax.grad(fn)(x - step)) / 2
-    np.testing.assert_allclose(hessian @ step.ravel(), difference.ravel(), atol=1e-4)
+    np.testing.assert_allclose(hessian @ step.ravel(), difference.ravel(), atol=1e-5)
 
 
 REVERSE = {

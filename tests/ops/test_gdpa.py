@@ -192,14 +192,34 @@ def test_integers_have_the_gradient_that_integers_have() -> None:
     assert {x.dtype for x in gradient[3:]} == {jax.dtypes.float0}
 
 
-def test_a_gradient_of_the_gradient_says_that_there_is_none() -> None:
-    arrays = problems_gdpa.make_arrays(SMALL, "float32")
+@pytest.mark.parametrize("name", ["grouped_heads", "pma_indexed"])
+def test_second_derivatives(name: str) -> None:
+    """Of jagged sequences, and of broadcast queries by an index, which share their keys."""
+    shape = SHAPES[name]
+    arrays = problems_gdpa.make_arrays(shape, "float32")
+    half = shape.q_heads // 2
+    names = ("silu",) * half + ("softmax",) * (shape.q_heads - half)
+    if name == "grouped_heads":
+        names = ("gelu",) * shape.q_heads
+    settings = problems_gdpa.make_settings(shape, names)
 
-    def slope(query: jax.Array) -> jax.Array:
-        return jax.grad(lambda q: attend(arrays._replace(query=q)).sum())(query).sum()
+    def second(fn):
+        def of_out(*inputs):
+            return jnp.sum(jnp.sin(fn(Arrays(*inputs, *arrays[3:]))))
 
-    with pytest.raises(NotImplementedError, match="gdpa has no gradient of its gradient"):
-        jax.eval_shape(jax.grad(slope), arrays.query)
+        def of_gradients(*inputs):
+            gradients = jax.grad(of_out, (0, 1, 2))(*inputs)
+            return sum(jnp.sum(jnp.cos(x)) for x in gradients)
+
+        return jax.grad(of_gradients, (0, 1, 2))(*arrays[:3])
+
+    def plain(x):
+        return problems_gdpa.same_dtype_gdpa(x, settings)
+
+    ours, theirs = jax.jit(
+        lambda: (second(functools.partial(attend, activation=names)), second(plain))
+    )()
+    chex.assert_trees_all_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
 def test_sequences_may_be_sharded(on_cpu) -> None:

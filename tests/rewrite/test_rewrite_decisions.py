@@ -61,6 +61,18 @@ LOOKUPS = {
     "different parts": "jnp.where(jnp.concatenate([u[i], c[:, :1]], 1) > 0,"
     " jnp.concatenate([c[:, :1], u[i]], 1), 0.5)",
     "two lookups": "jnp.concatenate([u[i], u[i[::-1]]], 1) * 2",
+    "positions of other rows": "t[i][jnp.arange(B)[::-1], jnp.argmax(u[i], 1)] * c",
+    "positions by another lookup": "t[i][jnp.arange(B), jnp.argmax(u[i[::-1]], 1)] * c",
+    "positions out of bounds": "jnp.take_along_axis(t[i], jnp.argmax(u[i], 1)[:, None, None] + 3,"
+    " axis=1)[:, 0] * c",
+    "rows out of bounds": "t[j, jnp.argmax(u[j], 1)] * c",
+    "rows out of bounds that are filled": "t.at[j, jnp.argmax(u[j], 1)].get(mode='fill') * c",
+    "an update at positions of other rows": "u[i].at[jnp.arange(B)[::-1], jnp.argmax(u[i], 1)]"
+    ".set(2.0) * c",
+    "sort along the batch": "jnp.sort(u[i], axis=0) * 2",
+    "windows of candidates": "lax.reduce_window(u[i], 0.0, lax.add, (2, 1), (1, 1), 'SAME') * 2",
+    "a carry that mixes rows": "lax.scan(lambda h, y: (jnp.tanh(h[::-1] + y), None),"
+    " jnp.zeros(B), u[i].T)[0]",
 }
 
 

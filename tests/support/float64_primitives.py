@@ -114,13 +114,15 @@ def _reduce(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _pad(eqn: Any, x: Array, value: Array) -> Array:
-    config = eqn.params["padding_config"]
-    assert all(low >= 0 and high >= 0 for low, high, _ in config)
+    config = [tuple(map(int, amounts)) for amounts in eqn.params["padding_config"]]
     # `inner` values stand between two elements.
     apart = [(n - 1) * inner + n for n, (_, _, inner) in zip(x.shape, config, strict=True)]
     spaced = np.full(apart, value, x.dtype)
     spaced[tuple(slice(None, None, inner + 1) for _, _, inner in config)] = x
-    return np.pad(spaced, [c[:2] for c in config], constant_values=value)
+    padded = np.pad(spaced, [np.maximum(c[:2], 0) for c in config], constant_values=value)
+    # Negative amounts cut elements.
+    cuts = (slice(max(-low, 0), min(high, 0) or None) for low, high, _ in config)
+    return padded[tuple(cuts)]
 
 
 def _slice(eqn: Any, x: Array) -> Array:
@@ -156,6 +158,19 @@ def _top_k(eqn: Any, x: Array) -> tuple[Array, Array]:
 def _sort(eqn: Any, *xs: Array) -> list[Array]:
     order = np.argsort(xs[0], axis=eqn.params["dimension"], kind="stable")
     return [np.take_along_axis(x, order, eqn.params["dimension"]) for x in xs]
+
+
+def _window_sum(eqn: Any, x: Array) -> Array:
+    params = eqn.params
+    assert set(params["window_dilation"]) == {1}
+    spaced = np.zeros(
+        [(n - 1) * d + 1 for n, d in zip(x.shape, params["base_dilation"], strict=True)], x.dtype
+    )
+    spaced[tuple(slice(None, None, d) for d in params["base_dilation"])] = x
+    padded = np.pad(spaced, params["padding"])
+    windows = np.lib.stride_tricks.sliding_window_view(padded, params["window_dimensions"])
+    first = windows[tuple(slice(None, None, n) for n in params["window_strides"])]
+    return np.sum(first, axis=tuple(range(x.ndim, 2 * x.ndim)))
 
 
 def _split(eqn: Any, x: Array) -> list[Array]:
@@ -229,6 +244,7 @@ PRIMITIVES: dict[str, Callable[..., Any]] = {
     "reduce_or": _reduce(np.any),
     "reduce_prod": _reduce(np.prod),
     "reduce_sum": _reduce(np.sum),
+    "reduce_window_sum": _window_sum,
     "reshape": lambda eqn, x: x.reshape(eqn.params["new_sizes"]),
     "rev": lambda eqn, x: np.flip(x, tuple(eqn.params["dimensions"])),
     "round": lambda eqn, x: np.rint(x) if int(eqn.params["rounding_method"]) else _away(x),

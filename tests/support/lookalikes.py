@@ -93,6 +93,7 @@ COMMON = {
     "bf16": jnp.bfloat16,
     "f16": jnp.float16,
     "inf": jnp.inf,
+    "B": B,
     "S": S,
     "H": H,
     "U": U,

@@ -1,0 +1,87 @@
+"""Layouts whose batch is a symbolic dimension, as in an exported model: rewritten, or refused."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import layout_models  # noqa: F401  These fill the table.
+import layout_positions  # noqa: F401
+import layout_sequences  # noqa: F401
+import numpy as np
+import pytest
+from jax import export
+from layout_table import LAYOUTS, B, S, U
+
+import ikbo_jax as ikbo
+from ikbo_jax.rewrite import cost, lineage
+
+#: Layouts that do not name the batch, so that it may be symbolic.
+NAMES = (
+    "dlrm",
+    "din",
+    "one_hot",
+    "filled",
+    "searchsorted",
+    "gru_by_vmap",
+    "last_item_by_two_indices",
+    "last_item_taken_along_the_axis",
+    "best_items",
+    "column_set_to_the_candidates",
+    "interpolated_features",
+    "attention_with_a_bias_of_the_user",
+    "causal_transformer",
+    "hstu",
+)
+
+
+def specs(args, constraints):
+    (batch,) = export.symbolic_shape("batch", constraints=constraints)
+
+    def of(x):
+        shape = tuple(batch if n == B else n for n in x.shape)
+        return jax.ShapeDtypeStruct(shape, x.dtype)
+
+    return jax.tree.map(of, args)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_batch_with_a_bound(name: str) -> None:
+    layout = LAYOUTS[name]
+    args = layout.args()
+    symbolic = specs(args, [f"batch >= {U * S}"])
+    (report,) = ikbo.explain(ikbo.rewrite(layout.fn), *symbolic).notes
+    assert report.changed, str(report)
+    exported = export.export(jax.jit(ikbo.rewrite(layout.fn)))(*symbolic)
+    np.testing.assert_allclose(exported.call(*args), layout.fn(*args), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["dlrm", "causal_transformer", "last_item_by_two_indices"])
+def test_a_batch_without_a_bound_is_refused(name: str) -> None:
+    """A batch of one candidate has fewer rows than there are users."""
+    layout = LAYOUTS[name]
+    args = layout.args()
+    symbolic = specs(args, [])
+    (report,) = ikbo.explain(ikbo.rewrite(layout.fn), *symbolic).notes
+    assert not report.changed
+    assert "raised" not in str(report)
+    exported = export.export(jax.jit(ikbo.rewrite(layout.fn)))(*symbolic)
+    np.testing.assert_allclose(exported.call(*args), layout.fn(*args), rtol=1e-4, atol=1e-4)
+
+
+def test_sizes_are_compared_for_every_value_of_a_dimension() -> None:
+    (batch,) = export.symbolic_shape("batch", constraints=["batch >= 8"])
+    assert lineage.is_at_least(batch, 8)
+    assert not lineage.is_at_least(batch, 9)
+    assert lineage.is_at_least(3 * batch, batch + 16)
+    assert not lineage.is_at_least(16, batch)
+    assert lineage.is_at_least(2, 2)
+    assert not lineage.is_at_least(1, 2)
+
+
+def test_a_program_that_may_cost_more_is_refused() -> None:
+    (batch,) = export.symbolic_shape("batch", constraints=["batch >= 8"])
+    row, rows = (jax.ShapeDtypeStruct((n, 512), jnp.float32) for n in (64, batch))
+    original = jax.make_jaxpr(lambda x: x @ jnp.ones((512, 512)))(row)
+    grown = jax.make_jaxpr(lambda x: x @ jnp.ones((512, 512)))(rows)
+    assert "batch" in cost.refusal(grown, original)
+    assert not cost.refusal(grown, grown)
