@@ -101,11 +101,13 @@ class UserState(NamedTuple):
     Attributes:
       layers: one `LayerState` for each layer.
       hidden: [U, hidden], the users' part of the head's hidden layer.
+      taste: [U, D], the vector that is multiplied by a candidate's movie.
       length: [U] int32, the number of valid rows of a history.
     """
 
     layers: tuple[LayerState, ...]
     hidden: jax.Array
+    taste: jax.Array
     length: jax.Array
 
 
@@ -155,7 +157,7 @@ class Layer(nnx.Module):
         self.attention = CandidateAttention(width, width, *heads, rngs=rngs)
         self.feed_forward = PFFN(width, width, *heads, rngs=rngs)
         self.compression = LinearCompression(user_tokens, CAND_TOKENS, sizes.compressed, rngs=rngs)
-        self.interact = nnx.Linear(sizes.compressed * width, width, rngs=rngs)
+        self.interact = nnx.Linear((sizes.compressed + 1) * width, width, rngs=rngs)
 
     def history(self, x: jax.Array, length: jax.Array) -> jax.Array:
         """Causal self-attention and a feed-forward net: [U, S, D] to [U, S, D]."""
@@ -241,9 +243,17 @@ class Layer(nnx.Module):
         return merge_heads(out.reshape(query.shape), params["w_out"])
 
     def interaction(self, rows: jax.Array) -> jax.Array:
-        """What the compressed rows [B, M, D] add to every query: [B, 1, D]."""
-        flat = jax.nn.gelu(rms_norm(rows)).reshape(rows.shape[0], -1)
-        return self.interact(flat)[:, None]
+        """What the compressed rows [B, M, D] add to every query: [B, 1, D].
+
+        The sum of products of all pairs of rows, a factorisation machine, brings user and candidate
+        together.
+        """
+        rows = rms_norm(rows)
+        # The sum over pairs is ((Σ r)² - Σ r²) / 2; the division by M keeps it near one.
+        pairs = jnp.sum(rows, axis=1) ** 2 - jnp.sum(rows * rows, axis=1)
+        pairs = pairs * jnp.asarray(0.5 / rows.shape[1], rows.dtype)
+        flat = jax.nn.gelu(rows).reshape(rows.shape[0], -1)
+        return self.interact(jnp.concatenate([flat, pairs], axis=1))[:, None]
 
 
 class Ranker(nnx.Module):
@@ -282,6 +292,7 @@ class Ranker(nnx.Module):
         self.head_user = nnx.Linear(user, sizes.hidden, rngs=rngs)
         self.head_cand = nnx.Linear(width, sizes.hidden, use_bias=False, rngs=rngs)
         self.head_out = nnx.Linear(sizes.hidden, 1, rngs=rngs)
+        self.taste = nnx.Linear(width, width, rngs=rngs)
 
     def __call__(
         self,
@@ -311,7 +322,7 @@ class Ranker(nnx.Module):
             x, pooled, state = layer.encode(x, profile, users.length)
             states.append(state)
         hidden = self.head_user(self.user_summary(pooled, profile))
-        return UserState(tuple(states), hidden, users.length)
+        return UserState(tuple(states), hidden, self.tastes(x, users.length), users.length)
 
     def score(
         self,
@@ -340,7 +351,7 @@ class Ranker(nnx.Module):
                 indices_are_sorted=indices_are_sorted,
             )
         hidden = self.head_cand(jnp.mean(rms_norm(queries), axis=1)) + state.hidden[cand_to_user]
-        return self.logits(hidden, candidates)
+        return self.logits(hidden, state.taste[cand_to_user], candidates)
 
     def events(self, users: Users) -> jax.Array:
         """The events of the histories as rows, [U, S, D]."""
@@ -368,10 +379,16 @@ class Ranker(nnx.Module):
         flat = profile.reshape(profile.shape[0], -1)
         return jnp.concatenate([jnp.mean(pooled, axis=1), flat], axis=1)
 
-    def logits(self, hidden: jax.Array, candidates: Candidates) -> jax.Array:
-        """The end of the head: [B, hidden] before its activation to [B] f32."""
-        out = self.head_out(jax.nn.gelu(hidden))[:, 0].astype(jnp.float32)
-        return out + self.movie_bias[...][candidates.movie]
+    def tastes(self, history: jax.Array, length: jax.Array) -> jax.Array:
+        """The projection of every history's newest row, [U, D] from [U, S, D]."""
+        newest = jnp.take_along_axis(history, length[:, None, None] - 1, axis=1)[:, 0]
+        return self.taste(rms_norm(newest))
+
+    def logits(self, hidden: jax.Array, taste: jax.Array, candidates: Candidates) -> jax.Array:
+        """The end of the head: [B, hidden] before its activation, and [B, D], to [B] f32."""
+        movie = candidates.movie
+        out = self.head_out(jax.nn.gelu(hidden))[:, 0] + self.movie_bias[...][movie]
+        return (out + jnp.sum(taste * self.movie(movie), axis=1)).astype(jnp.float32)
 
 
 def weights(layer: Any) -> dict[str, jax.Array]:
