@@ -1,4 +1,8 @@
-"""Command line: `python -m examples.movielens [train | compare] ...`."""
+"""Trains the ranker on MovieLens-100k, or compares its versions.
+
+python -m examples.movielens [train] [--data FOLDER] [--version plain] ...
+python -m examples.movielens compare [--seeds 5] [--size hopper] [--results FILE] ...
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,7 @@ SIZES = {
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m examples.movielens", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m examples.movielens")
     commands = parser.add_subparsers(dest="command", required=True)
     one = commands.add_parser("train", help="train one version, compare it with simpler models")
     one.add_argument("--version", choices=train.VERSIONS, default="ikbo")
@@ -51,8 +55,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command; returns 0, or 2 if the data cannot be read."""
-    args = _parser().parse_args(sys.argv[1:] or ["train"] if argv is None else argv)
+    """Runs a command, "train" if none is named; returns 0, or 2 if the data cannot be read."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or (words[0].startswith("-") and words[0] not in ("-h", "--help")):
+        words = ["train", *words]
+    args = _parser().parse_args(words)
     sizes, protocol = SIZES[args.size]
     if args.steps is not None:
         protocol = dataclasses.replace(protocol, steps=args.steps)

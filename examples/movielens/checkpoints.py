@@ -21,7 +21,7 @@ class Checkpoints:
     """
 
     def __init__(self, folder: pathlib.Path | None, identity: dict[str, Any]):
-        self._identity = identity
+        self._identity, self._folder = identity, folder
         self._manager = None
         if folder is not None:
             options = ocp.CheckpointManagerOptions(max_to_keep=KEPT, create=True)
@@ -59,10 +59,9 @@ class Checkpoints:
         """
         if self._manager is None or (step := self._manager.latest_step()) is None:
             return state, {}
-        log = self._manager.restore(step, args=ocp.args.Composite(log=ocp.args.JsonRestore())).log
+        log = self._log(step)
         if (found := log.pop("identity")) != self._identity:
-            differing = [name for name in found if found[name] != self._identity.get(name)]
-            name = differing[0]
+            name = next(name for name in found if found[name] != self._identity.get(name))
             raise ValueError(
                 f"the checkpoint has {name}={found[name]}, but the run has "
                 f"{name}={self._identity.get(name)}"
@@ -70,3 +69,16 @@ class Checkpoints:
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
         args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
         return self._manager.restore(step, args=args).state, log
+
+    def newest_identity(self) -> dict[str, Any]:
+        """What describes the run of the newest checkpoint; raises FileNotFoundError without one."""
+        if self._manager is None or (step := self._manager.latest_step()) is None:
+            raise FileNotFoundError(f"no checkpoint in {self._folder}")
+        found: dict[str, Any] = self._log(step)["identity"]
+        return found
+
+    def _log(self, step: int) -> dict[str, Any]:
+        assert self._manager is not None
+        found = self._manager.restore(step, args=ocp.args.Composite(log=ocp.args.JsonRestore()))
+        log: dict[str, Any] = found.log
+        return log

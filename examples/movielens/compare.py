@@ -20,8 +20,8 @@ from ikbo_jax._timing import interleaved_ms
 
 #: The version that the others are compared with.
 BASELINE = "plain"
-#: Steps over which the loss of a curve is averaged.
-SMOOTHED = 25
+#: Points of a curve of the loss; each is the mean over as many steps.
+POINTS = 44
 
 
 def compare(
@@ -143,7 +143,6 @@ def _by_seed(runs: Sequence[evaluate.Metrics], metric: str) -> list[float]:
 
 
 def _curve(run: train.Run) -> dict[str, Any]:
-    """The run's loss, averaged over `SMOOTHED` steps, and its validation metrics."""
-    whole = len(run.loss) // SMOOTHED * SMOOTHED
-    smooth = np.reshape(run.loss[:whole], (-1, SMOOTHED)).mean(axis=1)
-    return {"loss": [round(float(x), 5) for x in smooth], "validation": run.validation}
+    """The run's loss, averaged over equal parts, and its validation metrics."""
+    parts = np.array_split(run.loss, min(POINTS, len(run.loss)))
+    return {"loss": [round(float(x.mean()), 5) for x in parts], "validation": run.validation}

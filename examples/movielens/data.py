@@ -196,7 +196,6 @@ def _read_grouplens(folder: pathlib.Path) -> tuple[np.ndarray, list[_Movie], lis
     ratings = [[int(x) for x in row] for row in _rows(folder / "u.data", "\t", 4)]
     movies = []
     for row in _rows(folder / "u.item", "|", 5 + len(GENRES)):
-        # The title of the data set's one nameless movie is "unknown", and it has no date.
         title = re.sub(r" \(\d{4}\)$", "", row[1])
         genres = [g for g, flag in zip(GENRES, row[5:], strict=True) if flag == "1"]
         movies.append(_Movie(int(row[0]), title, row[2], genres))
@@ -216,14 +215,15 @@ def _read_recbole(folder: pathlib.Path) -> tuple[np.ndarray, list[_Movie], list[
 
 def _table(path: pathlib.Path, columns: int) -> Iterator[list[str]]:
     """The rows of a file in RecBole's layout, without the header."""
-    rows = _rows(path, "\t", columns)
+    rows = _rows(path, "\t", columns, encoding="utf-8")
     next(rows, None)
     return rows
 
 
-def _rows(path: pathlib.Path, delimiter: str, columns: int) -> Iterator[list[str]]:
-    # GroupLens' files are in Latin-1; in RecBole's, ASCII in effect, no code point differs.
-    with path.open(encoding="latin-1", newline="") as file:
+def _rows(
+    path: pathlib.Path, delimiter: str, columns: int, encoding: str = "latin-1"
+) -> Iterator[list[str]]:
+    with path.open(encoding=encoding, newline="") as file:
         rows: Iterable[list[str]] = csv.reader(file, delimiter=delimiter, quoting=csv.QUOTE_NONE)
         for number, row in enumerate(rows, 1):
             if len(row) != columns:

@@ -356,18 +356,23 @@ class Ranker(nnx.Module):
     def events(self, users: Users) -> jax.Array:
         """The events of the histories as rows, [U, S, D]."""
         side = self._genres(users.movie)
-        return self.movie(users.movie) + self.rating(users.rating) + self.age(users.age) + side
+        return (
+            look_up(self.movie, users.movie)
+            + look_up(self.rating, users.rating)
+            + look_up(self.age, users.age)
+            + side
+        )
 
     def profile_tokens(self, users: Users) -> jax.Array:
         """One token for every field of the profiles, [U, len(PROFILE), D]."""
         first = np.cumsum([0, *PROFILE.values()])[:-1].astype(np.int32)
-        return self.profile(users.profile + first[None])
+        return look_up(self.profile, users.profile + first[None])
 
     def tokens(self, candidates: Candidates) -> jax.Array:
         """The candidates' tokens, [B, T, D]: the movie, its genres, its decade."""
         movie = candidates.movie
-        decade = self.decades(self.decade[...][movie])
-        return jnp.stack([self.movie(movie), self._genres(movie), decade], axis=1)
+        decade = look_up(self.decades, self.decade[...][movie])
+        return jnp.stack([look_up(self.movie, movie), self._genres(movie), decade], axis=1)
 
     def _genres(self, movie: jax.Array) -> jax.Array:
         """The projection of movies' genres, [..., D]."""
@@ -388,12 +393,18 @@ class Ranker(nnx.Module):
         """The end of the head: [B, hidden] before its activation, and [B, D], to [B] f32."""
         movie = candidates.movie
         out = self.head_out(jax.nn.gelu(hidden))[:, 0] + self.movie_bias[...][movie]
-        return (out + jnp.sum(taste * self.movie(movie), axis=1)).astype(jnp.float32)
+        return (out + jnp.sum(taste * look_up(self.movie, movie), axis=1)).astype(jnp.float32)
 
 
 def weights(layer: Any) -> dict[str, jax.Array]:
     """The parameters of a layer of this library, by name."""
     return {name: getattr(layer, name)[...] for name in layer.names}
+
+
+def look_up(table: nnx.Embed, codes: jax.Array) -> jax.Array:
+    """The table's rows of codes, in the dtype of its parameter: a call would return float32."""
+    rows: jax.Array = table.embedding[...][codes]
+    return rows
 
 
 def rms_norm(x: jax.Array) -> jax.Array:

@@ -107,12 +107,22 @@ def start(net: Network, protocol: Protocol, seed: int) -> State:
     return State(jnp.zeros((), jnp.int32), params, optimiser(protocol).init(params))
 
 
+def rounded(net: Network, protocol: Protocol) -> Callable[[Any, Batch], jax.Array]:
+    """The network's logits, of float32 parameters that are rounded to the dtype of computation."""
+    dtype = jnp.dtype(protocol.dtype)
+
+    def logits(params: Any, batch: Batch) -> jax.Array:
+        return net.logits(jax.tree.map(lambda x: x.astype(dtype), params), batch)
+
+    return logits
+
+
 def step_of(net: Network, protocol: Protocol) -> Callable[[State, Batch], tuple[State, jax.Array]]:
     """A step: takes state and batch; returns the next state and the mean log loss."""
-    rule, dtype = optimiser(protocol), jnp.dtype(protocol.dtype)
+    rule, logits_of = optimiser(protocol), rounded(net, protocol)
 
     def loss(params: Any, batch: Batch) -> jax.Array:
-        logits = net.logits(jax.tree.map(lambda x: x.astype(dtype), params), batch)
+        logits = logits_of(params, batch)
         return jnp.mean(jax.nn.softplus(logits) - batch.label * logits)
 
     def step(state: State, batch: Batch) -> tuple[State, jax.Array]:
@@ -154,7 +164,7 @@ class Trainer:
         self.version, self.sizes, self.data, self.protocol = version, sizes, data, protocol
         self.network = network(version, sizes, data.data.catalogue)
         self._step = jax.jit(step_of(self.network, protocol), donate_argnums=0)
-        self._logits = jax.jit(self.network.logits)
+        self._logits = jax.jit(rounded(self.network, protocol))
 
     def compile_step(self, batch: Batch) -> Any:
         """The compiled step for batches of this size."""
@@ -176,29 +186,33 @@ class Trainer:
           progress: shows loss and metrics.
           until: stops after this step, as an interruption would; None runs to the end.
         """
-        protocol, checkpoints = self.protocol, Checkpoints(folder, self._identity(seed))
-        progress = Progress() if progress is None else progress
-        state, log = checkpoints.restore(start(self.network, protocol, seed))
-        loss, validation = list(log.get("loss", [])), [tuple(x) for x in log.get("validation", [])]
+        protocol, progress = self.protocol, Progress() if progress is None else progress
         last = protocol.steps if until is None else until
-        with checkpoints, progress.bar(f"{self.version}, seed {seed}", len(loss), last) as advance:
-            for number in range(len(loss), last):
-                batch = self.data.train_batch(protocol.users, seed, number)
-                state, value = self._step(state, batch)
-                loss.append(float(value))
-                is_last = number + 1 == protocol.steps
-                if is_last or (number + 1) % protocol.evaluate_every == 0:
-                    part = self.data.validation
-                    part = part.take(np.arange(0, len(part.user), VALIDATED))
-                    found = self.evaluate(state.params, part)
-                    auc, ndcg = float(found.auc.mean()), float(found.ndcg.mean())
-                    validation.append((number + 1, auc, ndcg))
-                    progress.note(f"validation: AUC {auc:.4f}, NDCG@{evaluate.TOP} {ndcg:.4f}")
-                if is_last or (number + 1) % protocol.save_every == 0:
-                    checkpoints.save(state, {"loss": loss, "validation": validation})
-                advance(loss=float(np.mean(loss[-50:])))
+        with Checkpoints(folder, self._identity(seed)) as checkpoints:
+            state, log = checkpoints.restore(start(self.network, protocol, seed))
+            loss = list(log.get("loss", []))
+            validation = [tuple(found) for found in log.get("validation", [])]
+            with progress.bar(f"{self.version}, seed {seed}", len(loss), last) as advance:
+                for number in range(len(loss), last):
+                    batch = self.data.train_batch(protocol.users, seed, number)
+                    state, value = self._step(state, batch)
+                    loss.append(float(value))
+                    done, is_last = number + 1, number + 1 == protocol.steps
+                    if is_last or done % protocol.evaluate_every == 0:
+                        auc, ndcg = self._validate(state.params)
+                        validation.append((done, auc, ndcg))
+                        progress.note(f"validation: AUC {auc:.4f}, NDCG@{evaluate.TOP} {ndcg:.4f}")
+                    if is_last or done % protocol.save_every == 0:
+                        checkpoints.save(state, {"loss": loss, "validation": validation})
+                    advance(loss=float(np.mean(loss[-50:])))
         test = self.evaluate(state.params, self.data.test)
         return Run(state.params, loss, validation, test)
+
+    def _validate(self, params: Any) -> tuple[float, float]:
+        """AUC and NDCG of a part of the validation requests."""
+        part = self.data.validation
+        found = self.evaluate(params, part.take(np.arange(0, len(part.user), VALIDATED)))
+        return float(found.auc.mean()), float(found.ndcg.mean())
 
     def evaluate(self, params: Any, chosen: Any) -> evaluate.Metrics:
         """Metrics of parameters on requests."""
@@ -216,3 +230,21 @@ class Trainer:
             "sizes": dataclasses.asdict(self.sizes),
             "protocol": dataclasses.asdict(self.protocol),
         }
+
+
+def load(folder: pathlib.Path, catalogue: Catalogue) -> Ranker:
+    """The ranker of the newest checkpoint in a run's folder, whatever version trained it.
+
+    Raises:
+      FileNotFoundError: the folder has no checkpoint.
+      ValueError: the catalogue has another number of movies or genres than the checkpoint.
+    """
+    with Checkpoints(folder, {}) as checkpoints:
+        identity = checkpoints.newest_identity()
+    sizes, protocol = Sizes(**identity["sizes"]), Protocol(**identity["protocol"])
+    state = start(network("ikbo", sizes, catalogue), protocol, 0)
+    with Checkpoints(folder, identity) as checkpoints:
+        state, _ = checkpoints.restore(state)
+    model = Ranker(sizes, catalogue, rngs=nnx.Rngs(0))
+    nnx.update(model, state.params)
+    return model
