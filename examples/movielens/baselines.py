@@ -40,10 +40,10 @@ class Factorisation:
     """
 
     rank: int = 32
-    steps: int = 6000
+    steps: int = 3000
     users: int = 32
     learning_rate: float = 5e-3
-    penalty: float = 0.02
+    penalty: float = 0.01
 
     def start(self, data: Impressions, seed: int) -> Parameters:
         """The initial parameters."""
