@@ -1,4 +1,4 @@
-# Two commands on a fresh machine: `make demo` and `make test`. Each builds what it needs in $(VENV).
+# On a fresh machine: `make demo`, `make train` and `make test`. Each builds what it needs in $(VENV).
 #
 #   PYTHON=/path/python3   makes the environment with this interpreter
 #   PY=python3             uses this interpreter as it is: no environment, nothing installed
@@ -32,7 +32,7 @@ endif
 cpu := JAX_PLATFORMS=$${JAX_PLATFORMS-cpu}
 device := $(if $(DRIVER),,$(cpu))
 
-.PHONY: help demo test test-gpu test-several-gpus lint format clean
+.PHONY: help demo train test test-gpu test-several-gpus lint format clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -40,6 +40,10 @@ help:  ## this list
 demo:  ## run a ranking request through every stage and compare them
 	$(call setup,$(CUDA_EXTRA))
 	@$(device) $(RUN) -m ikbo_jax demo $(ARGS)
+
+train:  ## train a ranker on MovieLens-100k (ARGS="compare": all of its versions)
+	$(call setup,examples $(CUDA_EXTRA))
+	@$(device) $(RUN) -m examples.movielens $(ARGS)
 
 test:  ## every test that needs no GPU (on the CPU, also where there is a GPU)
 	$(call setup,test offline)

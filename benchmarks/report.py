@@ -3,8 +3,9 @@
     python -m benchmarks.report benchmarks/results/FILE.json
 
 replaces the blocks between `<!-- begin generated: NAME -->` and `<!-- end generated: NAME -->` in
-README.md and docs/performance.md, and the plots in docs/images. With --check it writes nothing and
-fails if the text would change. Blocks of other ops and blocks with unknown names do not change.
+README.md, docs/performance.md and docs/training.md, and the plots in docs/images. With --check it
+writes nothing and fails if the text would change. Blocks of other ops and blocks with unknown names
+do not change.
 
 If a table in a document is newer than the results file, or has points that the file lacks, the
 command prints the reason, writes nothing, and returns 2. `--only NAME ...` limits the command to
@@ -29,6 +30,7 @@ from benchmarks import (
     report_attention,
     report_gdpa,
     report_linear_compression_gradient,
+    report_movielens,
     report_production,
     report_ranking,
     report_rewrite_models,
@@ -41,7 +43,7 @@ from benchmarks.records import Record, is_on_gpu, mib, points_of, provider_of
 from benchmarks.tables import name_of, number
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-DOCUMENTS = ("README.md", "docs/performance.md")
+DOCUMENTS = ("README.md", "docs/performance.md", "docs/training.md")
 IMAGES = "docs/images"
 STAGES_IMAGE = f"{IMAGES}/linear_compression_stages.svg"
 SWEEPS_IMAGE = f"{IMAGES}/linear_compression_sweeps.svg"
@@ -64,7 +66,7 @@ PANELS = {
 #: Headers of columns that hold text and are aligned to the left.
 TEXT_COLUMNS = (
     *("stage", "name", "point", "table says", "bar", "version", "moved by collectives"),
-    "best alternative",
+    *("best alternative", "model"),
 )
 _BLOCK = re.compile(
     r"(?P<begin><!-- begin generated: (?P<name>[\w-]+) -->\n)"
@@ -79,6 +81,7 @@ MODULES: dict[str, Any] = {
     "attention": report_attention,
     "gdpa": report_gdpa,
     "linear_compression_gradient": report_linear_compression_gradient,
+    "movielens": report_movielens,
     "production": report_production,
     "ranking": report_ranking,
     "rewrite_models": report_rewrite_models,

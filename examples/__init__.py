@@ -1,0 +1,1 @@
+"""Complete programs on this library; see README.md in this folder."""

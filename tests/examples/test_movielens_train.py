@@ -1,0 +1,322 @@
+"""The example from data to report: its versions agree, runs resume bitwise, the commands work."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from movielens_files import MOVIES, ratings, write_grouplens
+
+import ikbo_jax as ikbo
+from benchmarks import report, timing
+from examples.movielens import __main__ as command
+from examples.movielens import compare, data, train
+from examples.movielens.impressions import Impressions
+from examples.movielens.model import Candidates, Catalogue, Ranker, Sizes
+from examples.movielens.plain import PlainRanker
+from examples.movielens.progress import Progress
+
+SIZES = Sizes(
+    movies=MOVIES + 1,
+    history=8,
+    layers=1,
+    width=8,
+    head_dim=4,
+    pooled=2,
+    compressed=3,
+    hidden=8,
+)
+PROTOCOL = train.Protocol(steps=60, users=8, evaluate_every=30, save_every=20)
+QUIET = Progress(quiet=True)
+
+
+@pytest.fixture(autouse=True)
+def promotion():
+    # optax' count of steps mixes dtypes.
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_grouplens(tmp_path_factory.mktemp("data"), ratings())
+
+
+@pytest.fixture(scope="module")
+def impressions(folder):
+    return Impressions(data.load(folder), SIZES.history)
+
+
+@pytest.fixture(scope="module")
+def trainers(impressions):
+    """Returns the trainer of a version; every test gets the same one, which compiles once."""
+    make = train.Trainer
+    return functools.cache(lambda name: make(name, SIZES, impressions, PROTOCOL))
+
+
+@pytest.fixture(scope="module")
+def whole(trainers):
+    """An uninterrupted run."""
+    with jax.numpy_dtype_promotion("standard"):
+        return trainers("ikbo").run(0, None, QUIET)
+
+
+def assert_same_bits(found, expected):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == b.dtype
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def catalogue():
+    return Catalogue(np.ones((SIZES.movies, SIZES.genres), np.float32), np.ones(SIZES.movies, int))
+
+
+# The model.
+
+
+def test_versions_compute_the_same_loss_and_gradients(impressions):
+    """From the same parameters, with the dtypes and ranks that the library itself keeps to."""
+    batch = impressions.train_batch(4, 0, 0)
+    found = {}
+    with jax.numpy_dtype_promotion("strict"):
+        for version in train.VERSIONS:
+            net = train.network(version, SIZES, impressions.data.catalogue)
+
+            def loss(params, net=net):
+                logits = net.logits(params, batch)
+                return jnp.mean(jax.nn.softplus(logits) - batch.label * logits)
+
+            found[version] = jax.jit(jax.value_and_grad(loss))(net.start(3))
+    value, gradients = found.pop("plain")
+    for other_value, other in found.values():
+        np.testing.assert_allclose(other_value, value, rtol=1e-5)
+        assert jax.tree.structure(other) == jax.tree.structure(gradients)
+        for a, b in zip(jax.tree.leaves(other), jax.tree.leaves(gradients), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6)
+    sizes = [np.abs(leaf).max() for leaf in jax.tree.leaves(gradients)]
+    assert min(sizes) > 0, "a parameter has no effect"
+
+
+def test_the_rewrite_replaces_the_copies(impressions):
+    batch = impressions.train_batch(4, 0, 0)
+    net = train.network("rewrite", SIZES, impressions.data.catalogue)
+    text = str(ikbo.explain(net.logits, net.start(0), batch))
+    for op in ("attention: B=256 U=4", "gdpa: batch=256,4"):
+        assert op in text
+    plain = train.network("plain", SIZES, impressions.data.catalogue)
+    assert "attention" not in str(ikbo.explain(plain.logits, plain.start(0), batch)).split("\n")[-1]
+    ours = train.network("ikbo", SIZES, impressions.data.catalogue)
+    text = str(ikbo.explain(ours.logits, ours.start(0), batch))
+    for op in ("attention: B=256 U=4", "gdpa: batch=256,4", "linear_compression: B=4,256"):
+        assert op in text
+
+
+@pytest.fixture(scope="module")
+def ranker(impressions):
+    model = Ranker(SIZES, impressions.data.catalogue, rngs=nnx.Rngs(1))
+    graph, state = nnx.split(model)
+    encode = jax.jit(lambda users: nnx.merge(graph, state).encode_users(users))
+    score = jax.jit(lambda *args: nnx.merge(graph, state).score(*args))
+    return encode, score
+
+
+def test_states_of_users_are_rows(impressions, ranker):
+    """Users may be encoded in several calls, and candidates scored in any order."""
+    encode, score = ranker
+    batch = impressions.train_batch(4, 0, 0)
+    whole = encode(batch.users)
+    assert {leaf.shape[0] for leaf in jax.tree.leaves(whole)} == {4}
+    halves = [
+        encode(jax.tree.map(lambda x, first=first: x[first : first + 2], batch.users))
+        for first in (0, 2)
+    ]
+    joined = jax.tree.map(lambda *x: jnp.concatenate(x[::-1]), *halves)
+    expected = score(whole, batch.candidates, batch.cand_to_user)
+    assert (expected.shape, expected.dtype) == ((256,), jnp.float32)
+    # User 2 is now row 0.
+    order = np.random.default_rng(0).permutation(256)
+    index = jnp.array([2, 3, 0, 1], jnp.int32)[batch.cand_to_user][order]
+    found = score(joined, Candidates(batch.candidates.movie[order]), index)
+    np.testing.assert_allclose(found, expected[order], rtol=1e-4, atol=1e-5)
+
+
+def test_rows_past_the_length_and_later_events_have_no_effect(impressions, ranker):
+    encode, score = ranker
+    batch = impressions.train_batch(4, 0, 0)
+    short = batch.users._replace(length=jnp.minimum(batch.users.length, 3))
+    changed = short._replace(
+        movie=short.movie.at[:, 3:].set(5), rating=short.rating.at[:, 3:].set(1)
+    )
+    scores = [score(encode(u), batch.candidates, batch.cand_to_user) for u in (short, changed)]
+    np.testing.assert_array_equal(*scores)
+    other = short._replace(movie=short.movie.at[:, 2].set(5))
+    assert (score(encode(other), batch.candidates, batch.cand_to_user) != scores[0]).any()
+    # The history is causal: earlier rows' keys do not know the newest event.
+    for a, b in zip(encode(short).layers, encode(other).layers, strict=True):
+        np.testing.assert_array_equal(a.key[:, :2], b.key[:, :2])
+        assert (a.key[:, 2] != b.key[:, 2]).any()
+
+
+def test_a_user_without_ratings_has_finite_scores(impressions, ranker):
+    encode, score = ranker
+    batch = impressions.train_batch(4, 0, 0)
+    nobody = jax.tree.map(jnp.zeros_like, batch.users)._replace(length=jnp.ones(4, jnp.int32))
+    assert np.isfinite(score(encode(nobody), batch.candidates, batch.cand_to_user)).all()
+
+
+def test_a_catalogue_of_other_sizes_is_refused():
+    sizes = dataclasses.replace(SIZES, movies=7)
+    for kind in (Ranker, PlainRanker):
+        with pytest.raises(ValueError, match=r"movies=7 and genres=19.*\(301, 19\)"):
+            kind(sizes, catalogue(), rngs=nnx.Rngs(0))
+
+
+# Training.
+
+
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(trainers, whole, tmp_path):
+    trainer = trainers("ikbo")
+    # Interrupted after step 30, whose newest checkpoint is of step 20.
+    part = trainer.run(0, tmp_path / "run", QUIET, until=30)
+    assert part.loss == whole.loss[:30]
+    resumed = trainer.run(0, tmp_path / "run", QUIET)
+    assert_same_bits(resumed.params, whole.params)
+    assert (resumed.loss, resumed.validation) == (whole.loss, whole.validation)
+    np.testing.assert_array_equal(resumed.test.auc, whole.test.auc)
+    # A finished run is not trained again.
+    again = trainer.run(0, tmp_path / "run", QUIET)
+    assert_same_bits(again.params, whole.params)
+    assert len(again.loss) == PROTOCOL.steps
+    assert [step for step, *_ in again.validation] == [30, 60]
+    # Another seed is another run, and its checkpoints are not taken.
+    assert trainer.run(1, None, QUIET, until=1).loss[0] != whole.loss[0]
+    with pytest.raises(ValueError, match="the checkpoint has seed=0, but the run has seed=1"):
+        trainer.run(1, tmp_path / "run", QUIET)
+
+
+def test_a_trained_ranker_is_loaded(trainers, whole, tmp_path):
+    trainer = trainers("ikbo")
+    with pytest.raises(FileNotFoundError, match="no checkpoint in"):
+        train.load(tmp_path, trainer.data.data.catalogue)
+    trainer.run(0, tmp_path, QUIET)
+    model = train.load(tmp_path, trainer.data.data.catalogue)
+    assert model.sizes == SIZES
+    assert_same_bits(nnx.state(model, nnx.Param), whole.params)
+
+
+@pytest.mark.parametrize("version", ["ikbo", "plain"])
+def test_it_computes_in_the_parameters_dtype(impressions, version):
+    """Bfloat16 parameters make bfloat16 states and products, without implicit promotion."""
+    net = train.network(version, SIZES, impressions.data.catalogue)
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), net.start(0))
+    with jax.numpy_dtype_promotion("strict"):
+        traced = jax.make_jaxpr(net.logits)(params, impressions.train_batch(4, 0, 0))
+    assert [x.dtype for x in traced.out_avals] == [jnp.float32]
+    products = [e for e in traced.eqns if e.primitive.name == "dot_general"]
+    assert products
+    assert {x.aval.dtype for e in products for x in e.invars} == {jnp.dtype(jnp.bfloat16)}
+
+
+def test_training_lowers_the_loss(whole):
+    assert np.mean(whole.loss[-10:]) < np.mean(whole.loss[:10]) - 0.05
+
+
+def test_an_unknown_version_is_refused():
+    with pytest.raises(ValueError, match="unknown version 'fast'; known: ikbo, plain, rewrite"):
+        train.network("fast", SIZES, catalogue())
+
+
+# The commands.
+
+
+@pytest.fixture
+def small(monkeypatch, trainers):
+    def trainer(version, sizes, data, protocol):
+        assert (sizes, protocol) == (SIZES, PROTOCOL)
+        assert len(data.test.user) == len(trainers(version).data.test.user)
+        return trainers(version)
+
+    monkeypatch.setattr(train, "Trainer", trainer)
+    monkeypatch.setenv(timing.COMMIT_VARIABLE, "0123456789abcdef")
+    monkeypatch.setitem(command.SIZES, "small", (SIZES, PROTOCOL))
+    quick = functools.partial(compare.interleaved_ms, window_s=0.001, rounds=2)
+    monkeypatch.setattr(compare, "interleaved_ms", lambda steps, **_: quick(steps))
+
+
+def test_the_training_command(folder, small, tmp_path, capsys):
+    words = ["--data", str(folder), "--factor-steps", "3", "--out", str(tmp_path)]
+    assert command.main(words) == 0
+    out, err = capsys.readouterr()
+    table = out.splitlines()
+    assert [line.split("  ")[0] for line in table[:4]] == [
+        "model",
+        "popularity",
+        "matrix factorisation",
+        "ranker, this library's ops",
+    ]
+    assert "ikbo, seed 0: step 60/60, loss" in err
+    assert "validation: AUC 0." in err
+    assert "log loss" in (tmp_path / "small-ikbo-0.svg").read_text()
+    assert (tmp_path / "small" / "ikbo-0" / "60").is_dir()
+
+
+def test_data_that_cannot_be_read_end_the_command(tmp_path, capsys):
+    assert command.main(["train", "--data", str(tmp_path)]) == 2
+    assert "(GroupLens) nor" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_comparison_and_its_report(folder, small, tmp_path, capsys):
+    path = tmp_path / "r.json"
+    words = ["--data", str(folder), "--factor-steps", "3", "--out", str(tmp_path / "out")]
+    assert command.main(["compare", *words, "--seeds", "2", "--results", str(path)]) == 0
+    results = timing.read_results(path)
+    quality = {record["name"]: record for record in results["quality"]}
+    assert list(quality) == ["popularity", "factorisation", *train.VERSIONS]
+    plain = quality["plain"]["auc"]["by_seed"]
+    for name in ("ikbo", "rewrite"):
+        # From the same parameters on the same batches: the same, up to the growth of roundings.
+        np.testing.assert_allclose(quality[name]["auc"]["by_seed"], plain, atol=0.01)
+        mean, low, high = quality[name]["auc"]["difference"]
+        assert low <= mean <= high
+        assert mean == pytest.approx(np.mean(np.subtract(quality[name]["auc"]["by_seed"], plain)))
+    for record in results["points"][0]["providers"]:
+        assert len(record["ms"]) == 2
+        assert record["peak_bytes"] > record["temp_bytes"] > 0
+
+    page = tmp_path / "docs/training.md"
+    page.parent.mkdir()
+    names = ("movielens-quality", "movielens-quality-plot", "movielens-steps")
+    page.write_text(
+        "".join(f"<!-- begin generated: {n} -->\n<!-- end generated: {n} -->\n" for n in names)
+    )
+    assert report.main([str(path), "--root", str(tmp_path)]) == 0
+    text = page.read_text()
+    assert "| ranker, this library's ops |" in text
+    assert "commit `0123456789ab`" in text
+    assert "(images/movielens.svg)" in text
+    assert "log loss" in (tmp_path / report.IMAGES / "movielens.svg").read_text()
+
+
+def test_the_page_is_made_from_the_results():
+    """docs/training.md holds what the committed results file says."""
+    path = report.ROOT / "benchmarks/results/movielens-cpu.json"
+    results = timing.read_results(path)
+    text = (report.ROOT / "docs/training.md").read_text("utf-8")
+    assert report.replace_blocks(text, report.blocks(results, "docs/training.md")) == text
+    assert "movielens-steps" in text
+    # Five seeds, and no difference beyond the noise: every interval contains zero, or what it
+    # excludes is less than the deviation of the seeds.
+    for record in json.loads(path.read_text())["quality"]:
+        for metric in ("auc", "ndcg"):
+            if "difference" in (found := record[metric]):
+                assert len(found["by_seed"]) == 5
+                mean, low, high = found["difference"]
+                assert low <= 0 <= high or abs(mean) < found["deviation"]
