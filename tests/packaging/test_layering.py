@@ -27,6 +27,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "placement": (),
     "problems": (),
     "reference": (),
+    # Models reach it as arguments.
+    "serving": (),
     "pallas": (),
     "pallas.hopper": ("problems",),
     "pallas.activations": ("reference",),

@@ -71,6 +71,7 @@ def test_every_import_is_declared():
     declared = {re.match(r"[\w-]+", entry)[0] for entry in PROJECT["dependencies"]} | {"jaxlib"}
     for path in sorted((ROOT / "ikbo_jax").rglob("*.py")):
         allowed = declared | ({"flax"} if "layers" in path.parts else set())
+        allowed |= {"cachetools"} if "serving" in path.parts else set()
         # For a plot alone: the command says which extra brings it.
         allowed |= {"matplotlib"} if path.name == "demo_ranking.py" else set()
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
@@ -112,7 +113,7 @@ def test_wheel_holds_the_package_and_its_data(tmp_path):
     assert f"{info}/licenses/LICENSE" in names
     assert "License-Expression: Apache-2.0" in text
     assert "Requires-Python: >=3.12" in text
-    for extra in ("cuda12", "cuda13", "flax", "bench", "test"):
+    for extra in ("cuda12", "cuda13", "flax", "bench", "serve", "test"):
         assert f"Provides-Extra: {extra}" in text
     assert "ikbo-jax = ikbo_jax.cli:main" in entry_points
 

@@ -1,0 +1,20 @@
+"""Scores requests of several users in one call of a compiled program; needs no serving engine.
+
+An engine such as Ray Serve receives requests and collects them to batches; a `Scorer` answers a
+batch. Needs the extra `serve`.
+"""
+
+from ikbo_jax.serving.batches import BadRequestError, Buckets, Request
+from ikbo_jax.serving.programs import Model, use_cache_folder
+from ikbo_jax.serving.scorer import Metrics, Scorer, rank_offline
+
+__all__ = [
+    "BadRequestError",
+    "Buckets",
+    "Metrics",
+    "Model",
+    "Request",
+    "Scorer",
+    "rank_offline",
+    "use_cache_folder",
+]

@@ -1,0 +1,365 @@
+"""The scorer: merging, padding, the users' cache, other weights; without an engine."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import serving_model as small
+
+from ikbo_jax import serving
+from ikbo_jax.serving.batches import fitting_parts, merged
+from ikbo_jax.serving.users import UserCache
+
+#: Rounding of a few float32 products of unit variance.
+TOLERANCE = 2e-5
+ROW_BYTES = 4 * (2 * small.EVENTS * small.WIDTH + small.WIDTH)
+
+
+def make(**options) -> serving.Scorer:
+    options = {"buckets": small.BUCKETS, "user_bytes": 20 * ROW_BYTES} | options
+    return serving.Scorer(small.Model(), small.weights(), small.USER, small.CANDIDATE, **options)
+
+
+@pytest.fixture(scope="module")
+def shared() -> serving.Scorer:
+    """A scorer with a user cache that holds all users; tests leave its weights as they are."""
+    return make()
+
+
+@pytest.fixture(scope="module")
+def tight_scorer() -> serving.Scorer:
+    return make(user_bytes=5 * ROW_BYTES + 1)
+
+
+@pytest.fixture
+def tight(tight_scorer) -> serving.Scorer:
+    """A scorer with the weights 0 and an empty user cache that holds five users."""
+    tight_scorer.set_weights(small.weights(), 0)
+    return tight_scorer
+
+
+class Since:
+    """The difference of a scorer's counts from those at the start."""
+
+    def __init__(self, scorer: serving.Scorer) -> None:
+        self.scorer, self.start = scorer, scorer.metrics
+
+    def __getattr__(self, name: str) -> int:
+        return getattr(self.scorer.metrics, name) - getattr(self.start, name)
+
+
+def assert_right(requests, answers, seed=0) -> None:
+    assert len(answers) == len(requests)
+    for request, answer in zip(requests, answers, strict=True):
+        np.testing.assert_allclose(
+            answer.scores, small.oracle(request, seed), atol=TOLERANCE, rtol=TOLERANCE
+        )
+
+
+def test_requests_of_several_users_are_answered_in_order(shared):
+    since = Since(shared)
+    requests = small.random_requests(40)
+    assert_right(requests, shared.rank(requests))
+    assert since.requests == 40
+    assert since.calls < 40
+    assert since.candidates == sum(request.size for request in requests)
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 5, 15, 16])
+def test_every_size_around_a_bucket(shared, count):
+    requests = [small.request(2, np.arange(count) % small.ITEMS)]
+    since = Since(shared)
+    assert_right(requests, shared.rank(requests))
+    assert since.padding == (4 if count <= 4 else 16) - count
+
+
+def test_one_call_serves_several_requests_of_one_user(shared):
+    requests = [small.request(1, [1, 2]), small.request(5, [3]), small.request(1, [4])]
+    since = Since(shared)
+    assert_right(requests, shared.rank(requests))
+    assert (since.calls, since.hits + since.misses) == (1, 2)
+
+
+def test_padding_changes_nothing(shared, monkeypatch):
+    """Whatever stands in the padding, real candidates have the same bits."""
+    requests = [small.request(3, [7, 8, 9]), small.request(4, [10, 11])]
+    expected = [answer.scores for answer in shared.rank(requests)]
+
+    def poisoned(array, size):
+        out = np.zeros((size, *array.shape[1:]), array.dtype)
+        out[: len(array)] = array
+        # The last row of users, or another item.
+        out[len(array) :] = array.max() if array.max() > 3 else array[-1]
+        return out
+
+    monkeypatch.setattr("ikbo_jax.serving.batches.padded", poisoned)
+    for found, scores in zip(shared.rank(requests), expected, strict=True):
+        np.testing.assert_array_equal(found.scores, scores)
+
+
+def test_no_candidates_no_scores(shared):
+    empty, full = shared.rank([small.request(1, []), small.request(1, [1])])
+    assert empty.scores.shape == (0, 2)
+    assert empty.scores.dtype == full.scores.dtype
+    assert shared.rank([]) == []
+
+
+def test_a_bad_request_leaves_the_others_alone(shared):
+    def broken():
+        raise KeyError("no such user")
+
+    good = small.request(1, [1, 2])
+    bad = [
+        small.request(1, np.zeros(17)),
+        dataclasses.replace(good, candidates={"item": np.zeros(2, np.int64)}),
+        dataclasses.replace(good, candidates={"item": np.zeros((2, 1), np.int32)}),
+        dataclasses.replace(good, candidates={"movie": np.zeros(2, np.int32)}),
+        dataclasses.replace(good, candidates={"item": np.int32(1)}),
+        dataclasses.replace(good, user=91, features=lambda: {"events": np.zeros((5, 8), "f4")}),
+        dataclasses.replace(good, user=92, features=broken),
+    ]
+    messages = [
+        r"has 17 candidates, at most 16",
+        r"candidates\['item'\] has shape \(2,\) and dtype int64, expected \[2\] and int32",
+        r"candidates\['item'\] has shape \(2, 1\) and dtype int32, expected \[2\] and int32",
+        r"candidates have the structure .*movie.*, expected .*item",
+        r"candidates\['item'\] has shape \(\) and dtype int32, expected \[n\] and int32",
+        r"features\['events'\] has shape \(5, 8\) and dtype float32, expected \[6, 8\]",
+        r"no such user",
+    ]
+    answers = shared.rank([good, *bad, good])
+    assert_right([good, good], [answers[0], answers[-1]])
+    for answer, message in zip(answers[1:-1], messages, strict=True):
+        with pytest.raises((serving.BadRequestError, KeyError), match=message):
+            raise answer
+    with pytest.raises(serving.BadRequestError, match=messages[0]):
+        shared.check(bad[0])
+
+
+def test_a_known_user_is_not_encoded_again(tight):
+    since, fetched = Since(tight), []
+    for _ in range(3):
+        requests = [small.request(user, [1, 2, 3], fetched=fetched) for user in (1, 2)]
+        assert_right(requests, tight.rank(requests))
+    assert fetched == [1, 2]
+    assert (since.hits, since.misses, since.evictions) == (4, 2, 0)
+    found = tight.metrics
+    assert found.hit_rate == found.hits / (found.hits + found.misses)
+
+
+def test_a_new_version_of_a_user_is_encoded(tight):
+    fetched = []
+    for version in (0, 1, 0):
+        requests = [small.request(1, [1, 2], version, fetched)]
+        assert_right(requests, tight.rank(requests))
+    assert len(fetched) == 2
+
+
+def test_more_new_users_than_one_encoder_takes(tight):
+    requests = [small.request(user, [user]) for user in range(20, 23)]
+    since = Since(tight)
+    assert_right(requests, tight.rank(requests))
+    assert (since.calls, since.misses) == (1, 3)
+
+
+def test_two_versions_of_a_user_in_one_call(shared):
+    requests = [small.request(6, [1, 2], version) for version in (0, 1, 0)]
+    assert_right(requests, shared.rank(requests))
+
+
+def test_states_are_evicted_within_the_bound(tight):
+    since = Since(tight)
+    requests = small.random_requests(60, seed=1, users=12)
+    for start in range(0, 60, 5):
+        assert_right(requests[start : start + 5], tight.rank(requests[start : start + 5]))
+    assert since.evictions == since.misses - 5 > 0
+    assert since.hits > 0
+
+
+def test_users_of_one_call_do_not_evict_each_other():
+    cache = UserCache(max_bytes=30, row_bytes=10, least=3)
+    assert cache.slots == 3
+    first, missing = cache.slots_of("abc")
+    assert (sorted(first), missing) == ([0, 1, 2], [0, 1, 2])
+    assert cache.slots_of("ba")[1] == []
+    slots, missing = cache.slots_of("cde")
+    assert missing == [1, 2]
+    assert len(set(slots)) == 3
+    assert cache.missing("abcde") == [0, 1]
+    cache.clear()
+    assert len(cache) == 0
+    assert cache.slots_of("abc")[1] == [0, 1, 2]
+
+
+def test_the_pool_must_hold_a_call_s_users():
+    with pytest.raises(ValueError, match=r"has 100 bytes but the states of a call's 3 users take"):
+        make(user_bytes=100)
+
+
+def test_other_weights_replace_all_states(tight):
+    since, requests = Since(tight), small.random_requests(6)
+    assert_right(requests, tight.rank(requests))
+    started = tight.start(requests)
+    tight.set_weights(small.weights(1), "new")
+    answers = started.answers()
+    assert_right(requests, answers)
+    assert {answer.weights for answer in answers} == {0}
+    answers = tight.rank(requests)
+    assert_right(requests, answers, seed=1)
+    assert {answer.weights for answer in answers} == {tight.metrics.weights} == {"new"}
+    assert since.compilations == 0
+
+
+def test_weights_of_another_shape_are_refused(shared):
+    wrong = small.weights() | {"out": np.zeros((24, 3), np.float32)}
+    with pytest.raises(ValueError, match=r"out'\] has shape \(24, 3\).*expected \[24, 2\]"):
+        shared.set_weights(wrong, 1)
+    with pytest.raises(ValueError, match="structure"):
+        shared.set_weights({}, 1)
+
+
+def test_threads_and_swaps_give_no_wrong_answer(tight):
+    """Every answer is that of the weights that it names."""
+    since = Since(tight)
+
+    def work(seed):
+        requests = small.random_requests(30, seed=seed)
+        wrong = 0
+        for start in range(0, 30, 3):
+            part = requests[start : start + 3]
+            for request, answer in zip(part, tight.rank(part), strict=True):
+                expected = small.oracle(request, answer.weights)
+                wrong += not np.allclose(answer.scores, expected, atol=TOLERANCE, rtol=TOLERANCE)
+        return wrong
+
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        counts = [threads.submit(work, seed) for seed in range(4)]
+        for version in range(1, 20):
+            tight.set_weights(small.weights(version % 2), version % 2)
+        assert [count.result() for count in counts] == [0] * 4
+    assert since.compilations == 0
+
+
+def test_nothing_compiles_while_serving(tight):
+    since = Since(tight)
+    for seed in range(5):
+        tight.rank(small.random_requests(20, seed=seed, users=40))
+    tight.forget_users()
+    tight.rank(small.random_requests(3))
+    assert since.compilations == 0
+    jax.jit(lambda x: x + 1)(jnp.zeros(3))
+    assert since.compilations > 0, "the counter does not see a compilation"
+
+
+def test_a_program_that_fails_costs_one_batch(tight):
+    requests = small.random_requests(3)
+    tight.rank(requests)
+    score = dict(tight._programs.score)
+
+    def failing(*arguments):
+        raise RuntimeError("out of memory")
+
+    tight._programs.score = dict.fromkeys(score, failing)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        tight.rank(requests)
+    tight._programs.score = score
+    assert_right(requests, tight.rank(requests))
+
+
+def test_offline_answers_every_request_once(shared):
+    requests = small.random_requests(50, seed=3)
+    since = Since(shared)
+    found = dict(serving.rank_offline(shared, iter(requests)))
+    assert sorted(found) == list(range(50))
+    assert_right(requests, [found[position] for position in range(50)])
+    # Batches are fuller than one request each.
+    assert since.calls < 50
+    with pytest.raises(serving.BadRequestError, match="17 candidates"):
+        list(serving.rank_offline(shared, [small.request(1, np.zeros(17))]))
+
+
+def test_parts_fill_the_largest_bucket():
+    sizes = [10, 6, 1, 16, 3, 3, 3, 3]
+    requests = [small.request(user, np.zeros(size)) for user, size in enumerate(sizes)]
+    parts = list(fitting_parts(enumerate(requests), small.BUCKETS))
+    assert [[position for position, _ in part] for part in parts] == [
+        [0, 1],
+        [2],
+        [3],
+        [4, 5, 6],
+        [7],
+    ]
+    assert [merged(part, small.BUCKETS).bucket for part in parts] == [
+        (16, 3),
+        (4, 1),
+        (16, 1),
+        (16, 3),
+        (4, 1),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("candidates", "users", "message"),
+    [
+        ((), (1,), r"candidates is \(\)"),
+        ((4, 2), (1,), r"candidates is \(4, 2\)"),
+        ((4, 4), (1,), r"candidates is \(4, 4\)"),
+        ((4,), (0, 1), r"users is \(0, 1\)"),
+        ((4, 32), (1, 9), r"new_users is \(0,\)"),
+        ((4, 8), (1, 9), "has 8 candidates, fewer than its 9 users"),
+    ],
+)
+def test_buckets_that_make_no_sense(candidates, users, message):
+    with pytest.raises(ValueError, match=message):
+        serving.Buckets(candidates, users, (0,) if candidates == (4, 32) else (1,))
+
+
+def test_no_program_has_more_users_than_candidates():
+    buckets = serving.Buckets((2, 8), (1, 4))
+    assert buckets.pairs == [(2, 1), (8, 1), (8, 4)]
+    assert buckets.fitting(2, 2) == (8, 4)
+    with pytest.raises(ValueError, match="9 candidates of 1 users but the largest bucket has 8"):
+        buckets.fitting(9, 1)
+
+
+def test_a_model_must_keep_the_first_axis():
+    class Wrong(small.Model):
+        def encode_users(self, weights, users):
+            return super().encode_users(weights, users) | {"rows": jnp.zeros(4)}
+
+    with pytest.raises(ValueError, match=r"encode_users returns shape \(4,\).*rows"):
+        serving.Scorer(Wrong(), small.weights(), small.USER, small.CANDIDATE)
+
+
+def test_a_second_process_loads_its_programs(tmp_path):
+    """With a warm cache folder nothing is compiled, and the answers are the same."""
+    code = f"""
+import sys; sys.path[:0] = {sys.path!r}
+import jax, numpy as np, serving_model as small
+from ikbo_jax import serving
+hits = []
+jax.monitoring.register_event_listener(lambda event, **_: hits.append(event))
+serving.use_cache_folder({str(tmp_path)!r})
+scorer = serving.Scorer(small.Model(), small.weights(), small.USER, small.CANDIDATE,
+                        buckets=serving.Buckets((16,), (3,), (3,)), user_bytes=10_000)
+answers = scorer.rank(small.random_requests(5))
+print(hits.count('/jax/compilation_cache/cache_hits'),
+      hits.count('/jax/compilation_cache/cache_misses'), scorer.metrics.compilations,
+      float(sum(np.abs(answer.scores).sum() for answer in answers)))
+"""
+    runs = [
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
+        for _ in range(2)
+    ]
+    assert [run.returncode for run in runs] == [0, 0], runs[-1].stderr
+    first, second = (run.stdout.split() for run in runs)
+    assert first[:3] == ["0", "2", "0"]
+    assert second[:3] == ["2", "0", "0"]
+    assert first[3] == second[3]
