@@ -32,7 +32,7 @@ endif
 cpu := JAX_PLATFORMS=$${JAX_PLATFORMS-cpu}
 device := $(if $(DRIVER),,$(cpu))
 
-.PHONY: help demo train test test-gpu test-several-gpus lint format clean
+.PHONY: help demo train serve test test-gpu test-several-gpus lint format clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -44,6 +44,10 @@ demo:  ## run a ranking request through every stage and compare them
 train:  ## train a ranker on MovieLens-100k (ARGS="compare": all of its versions)
 	$(call setup,examples $(CUDA_EXTRA))
 	@$(device) $(RUN) -m examples.movielens $(ARGS)
+
+serve:  ## serve the example's ranker over HTTP, on Ray Serve (make serve ARGS="--port 8000")
+	$(call setup,serve $(CUDA_EXTRA))
+	@$(device) $(RUN) -m examples.serving serve $(if $(DRIVER),--gpus 1) $(ARGS)
 
 test:  ## every test that needs no GPU (on the CPU, also where there is a GPU)
 	$(call setup,test offline)

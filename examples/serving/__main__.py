@@ -1,0 +1,253 @@
+"""Serves the ranker, sends it requests, measures it.
+
+python -m examples.serving serve             until Ctrl-C
+python -m examples.serving load              requests to a running service
+python -m examples.serving configuration     what `serve deploy` reads, for a cluster of Ray
+python -m examples.serving offline           ranks many candidates, without the service
+python -m examples.serving measure           batching and start-up, to a results file
+python -m examples.serving plot FILE         a plot of a results file
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import aiohttp
+import platformdirs
+import rich.console
+import rich.progress
+
+from examples.serving import local
+
+local.prepare()
+
+from examples.serving import load, models  # noqa: E402
+from examples.serving.app import Settings, configuration  # noqa: E402
+from ikbo_jax import serving  # noqa: E402
+
+ERRORS = rich.console.Console(stderr=True)
+
+
+def say(text: str) -> None:
+    """Prints a line about progress."""
+    ERRORS.print(text, highlight=False)
+
+
+@contextlib.contextmanager
+def progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on a terminal; in a pipe, a line every ten seconds."""
+    columns = (
+        *(rich.progress.TextColumn("{task.description}"), rich.progress.BarColumn()),
+        *(rich.progress.MofNCompleteColumn(), rich.progress.TimeElapsedColumn()),
+        rich.progress.TimeRemainingColumn(),
+    )
+    with rich.progress.Progress(*columns, console=ERRORS, disable=not ERRORS.is_terminal) as bar:
+        task = bar.add_task(what, total=None)
+        said = time.monotonic()
+
+        def show(done: int, total: int) -> None:
+            nonlocal said
+            bar.update(task, completed=done, total=total)
+            if not ERRORS.is_terminal and time.monotonic() - said > 10:
+                said = time.monotonic()
+                say(f"{what}: {done:,} of {total:,}")
+
+        yield show
+
+
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command's options."""
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.serving",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    def command(name: str, text: str) -> argparse.ArgumentParser:
+        return commands.add_parser(
+            name, help=text, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        )
+
+    def service(add: argparse.ArgumentParser) -> None:
+        cache = pathlib.Path(platformdirs.user_cache_dir("ikbo-jax")) / "serving"
+        add.add_argument("--source", choices=models.SOURCES, default="random", help="what to serve")
+        add.add_argument("--cache", default=str(cache), help="folder of compiled programs")
+        add.add_argument("--weights", default="1", help="version of the weights")
+        add.add_argument("--replicas", type=int, nargs="+", default=[1], help="or least and most")
+        add.add_argument("--gpus", type=float, default=0, help="GPUs of a replica")
+        add.add_argument("--wait-ms", type=float, default=Settings.wait_ms, help="for a batch")
+        add.add_argument("--sticky", action="store_true", help="a user's requests to one replica")
+
+    serve = command("serve", "serves until Ctrl-C")
+    service(serve)
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen at")
+    serve.add_argument("--port", type=int, default=8000, help="port to listen at; 0: a free one")
+
+    service(command("configuration", "prints a configuration for a cluster of Ray"))
+
+    sent = command("load", "sends requests to a running service")
+    sent.add_argument("--url", default="http://127.0.0.1:8000", help="the service")
+    sent.add_argument("--source", choices=models.SOURCES, default="random", help="what is served")
+    sent.add_argument("--rate", type=float, default=20, help="requests a second")
+    sent.add_argument("--seconds", type=float, default=10, help="seconds in which requests leave")
+    sent.add_argument("--zipf", type=float, default=1.1, help="exponent of users' popularity")
+    sent.add_argument("--most", type=int, default=2048, help="largest number of candidates")
+    sent.add_argument("--json", action="store_true", help="asks in JSON")
+    sent.add_argument("--retries", type=int, default=0, help="how often a client asks again")
+    sent.add_argument("--replicas", type=int, default=1, help="number of replicas, for the counts")
+    sent.add_argument("--out", type=pathlib.Path, help="results file")
+
+    offline = command("offline", "ranks many candidates without the service")
+    service(offline)
+    offline.add_argument("--candidates", type=int, default=1_000_000, help="in total")
+    offline.add_argument("--users", type=int, default=10_000, help="number of users")
+    offline.add_argument("--bucket", type=int, default=4096, help="candidates of a call")
+    offline.add_argument("--bucket-users", type=int, default=64, help="users of a call")
+    offline.add_argument("--out", type=pathlib.Path, help="results file")
+
+    measure = command("measure", "measures batching and start-up")
+    service(measure)
+    measure.add_argument("--seconds", type=float, default=10, help="seconds of each rate")
+    measure.add_argument("--least", type=float, default=10, help="the smallest rate")
+    measure.add_argument("--zipf", type=float, default=1.1, help="exponent of users' popularity")
+    measure.add_argument("--most", type=int, default=2048, help="largest number of candidates")
+    measure.add_argument("--out", type=pathlib.Path, default=pathlib.Path("serving.json"))
+
+    plot = command("plot", "plots a results file of `measure`")
+    plot.add_argument("file", type=pathlib.Path)
+    plot.add_argument("--out", type=pathlib.Path, default=pathlib.Path("serving.svg"))
+    plot.add_argument("--page", type=pathlib.Path, help="page to write the figures to")
+    return parser.parse_args(arguments)
+
+
+def settings_of(options: argparse.Namespace) -> Settings:
+    """The settings that the options ask for."""
+    return Settings(
+        source=options.source,
+        cache=options.cache,
+        weights=options.weights,
+        replicas=tuple(options.replicas),
+        gpus=options.gpus,
+        wait_ms=options.wait_ms,
+        sticky=options.sticky,
+    )
+
+
+def serve(options: argparse.Namespace) -> None:
+    """Serves until Ctrl-C."""
+    say("starting; without a warm cache, all programs are compiled first")
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        local.Service(settings_of(options), options.port, options.host) as service,
+    ):
+        print(f"serving at {service.url}", flush=True)
+        say("a version and Enter: replicas take other weights; Ctrl-C: the end")
+        for line in sys.stdin:
+            if version := line.strip():
+                service.deploy(version)
+                say(f"replicas take the weights {version}; their /metrics say which they have")
+        while True:
+            time.sleep(3600)
+
+
+def send(options: argparse.Namespace) -> dict[str, Any]:
+    """Sends requests; the figures."""
+    source = models.SOURCES[options.source]()
+    plan = load.Plan(
+        rate=options.rate,
+        seconds=options.seconds,
+        users=source.num_users,
+        items=source.num_items,
+        zipf=options.zipf,
+        most=options.most,
+        binary=not options.json,
+        retries=options.retries,
+    )
+    with progress("answers") as show:
+        figures, told = asyncio.run(
+            load.run(
+                options.url,
+                plan,
+                replicas=options.replicas,
+                progress=lambda sent, done: show(done, max(sent, int(plan.rate * plan.seconds))),
+            )
+        )
+    latencies = [round(one.latency * 1e3, 3) for one in told]
+    return {"plan": dataclasses.asdict(plan), "figures": figures, "latencies_ms": latencies}
+
+
+def offline(options: argparse.Namespace) -> dict[str, Any]:
+    """Ranks without the service; the figures."""
+    from examples.serving import offline as offline_
+
+    serving.use_cache_folder(options.cache)
+    source = models.SOURCES[options.source]()
+    say("loading or compiling the programs")
+    users = options.bucket_users
+    scorer = offline_.scorer_of(source, (options.bucket,), users, (users,), weights=options.weights)
+    with progress("candidates") as show:
+        figures = offline_.rank(scorer, source, options.candidates, options.users, progress=show)
+    return {"figures": figures}
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Measures batching and start-up."""
+    from examples.serving import measure as measure_
+
+    settings = settings_of(options)
+    plan = measure_.plan_for(
+        settings, seconds=options.seconds, zipf=options.zipf, most=options.most
+    )
+    return {
+        "settings": dataclasses.asdict(settings),
+        "plan": dataclasses.asdict(plan),
+        "start_up": measure_.start_up(settings, say),
+        "scorer": measure_.in_process(settings, plan, say),
+        "batching": measure_.batching(settings, plan, options.least, say),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; its exit status."""
+    options = parsed(arguments)
+    if options.command == "serve":
+        serve(options)
+    elif options.command == "configuration":
+        print(json.dumps(configuration(settings_of(options)), indent=1))
+    elif options.command == "plot":
+        from examples.serving import plot
+
+        plot.draw(options.file, options.out)
+        if options.page:
+            results = json.loads(options.file.read_text("utf-8"))
+            options.page.write_text(plot.page(options.page.read_text("utf-8"), results), "utf-8")
+    else:
+        from examples.serving import measure as measure_
+
+        run = {"load": send, "offline": offline, "measure": measure}
+        try:
+            found = {**measure_.surroundings(), **run[options.command](options)}
+        except aiohttp.ClientConnectionError as error:
+            say(f"no service at {options.url}: {error}")
+            return 1
+        found["load_after"] = os.getloadavg()[0]
+        if options.out:
+            measure_.write(options.out, found)
+            say(f"written: {options.out}")
+        print(json.dumps(found.get("figures", found.get("start_up")), indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

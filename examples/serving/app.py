@@ -1,0 +1,277 @@
+"""The scorer as a deployment of Ray Serve.
+
+HTTP, replicas, batching, queues, autoscaling, health checks and updates are Ray Serve's; this file
+connects them to `ikbo_jax.serving.Scorer`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+from ray import serve
+from ray.serve import metrics
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from examples.serving import models, wire
+from ikbo_jax import serving
+
+#: Sends requests of one session to one replica, and to another one if that is busy.
+STICKY = "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"
+
+NAME = "ranking"
+LOGGER = logging.getLogger("ray.serve")
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Settings of the service.
+
+    Attributes:
+      source: a name in `models.SOURCES`.
+      weights: the version of the weights to start with.
+      cache: folder of compiled programs.
+      candidates: buckets of candidates; the last one is also the largest request.
+      users: the largest number of users of a batch.
+      new_users: buckets of users whose state is not there yet.
+      user_bytes: bytes of the users' states of one replica.
+      batch: whether requests are merged to batches.
+      wait_ms: milliseconds that the first request of a batch waits for others.
+      concurrent: number of batches that a replica works on; while the device computes one, the host
+        can prepare another.
+      replicas: number of replicas; with two numbers, the smallest and the largest.
+      gpus: GPUs of a replica.
+      cpus: CPUs that Ray reserves for a replica.
+      ongoing: number of requests that a replica takes at a time.
+      queued: number of requests that may wait in a proxy; a further one gets 503.
+      timeout_ms: milliseconds after which a request gets 504.
+      sticky: sends a user's requests to one replica, which keeps the user's state.
+      health_s: seconds between checks of a replica's health.
+    """
+
+    source: str = "random"
+    weights: str = "1"
+    cache: str = ""
+    candidates: tuple[int, ...] = (64, 128, 256, 512, 1024, 2048)
+    users: int = 16
+    new_users: tuple[int, ...] = (1, 4, 16)
+    user_bytes: int = 1 << 28
+    batch: bool = True
+    wait_ms: float = 10
+    concurrent: int = 1
+    replicas: tuple[int, ...] = (1,)
+    gpus: float = 0
+    cpus: float = 1
+    ongoing: int = 64
+    queued: int = 256
+    timeout_ms: float = 2000
+    sticky: bool = False
+    health_s: float = 2
+
+
+class Item(NamedTuple):
+    """A request that waits for its batch, and the time until which it is of use."""
+
+    request: serving.Request
+    until: float
+
+
+class Late(TimeoutError):
+    """The answer would come after the deadline."""
+
+
+def number_of_candidates(items: Sequence[Item]) -> int:
+    """The size of a batch: a batch is full when its candidates fill the largest bucket."""
+    return sum(item.request.size for item in items)
+
+
+class Ranking:
+    """A replica: a scorer behind `/rank`."""
+
+    def __init__(self, settings: Settings) -> None:
+        start = time.perf_counter()
+        self.settings = settings
+        self.replica = serve.get_replica_context().replica_id.unique_id
+        if settings.cache:
+            serving.use_cache_folder(settings.cache)
+        self.source = models.SOURCES[settings.source]()
+        self.scorer = serving.Scorer(
+            self.source.model,
+            self.source.weights(settings.weights),
+            self.source.user,
+            self.source.candidate,
+            buckets=serving.Buckets(settings.candidates, (settings.users,), settings.new_users),
+            user_bytes=settings.user_bytes,
+            version=settings.weights,
+        )
+        # The event loop goes on reading requests while threads score.
+        self.threads = ThreadPoolExecutor(settings.concurrent)
+        self.merge.set_max_batch_size(settings.candidates[-1])
+        self.merge.set_batch_wait_timeout_s(settings.wait_ms / 1000)
+        self.gauges = {
+            name: metrics.Gauge(f"ikbo_{name}", description=f"{name} of the scorer")
+            for name in ("hit_rate", "compilations", "padding", "calls", "evictions")
+        }
+        self.refused = ""
+        self.seconds_to_start = time.perf_counter() - start
+
+    async def reconfigure(self, config: dict[str, Any]) -> None:
+        """Ray Serve calls this with the deployment's `user_config`, whenever it changes.
+
+        Weights that cannot be used are refused, and the replica goes on with those it has: an error
+        here would end it, and all others.
+        """
+        version = str(config["weights"])
+        self.refused = ""
+        if version == self.scorer.metrics.weights:
+            return
+        try:
+            weights = await asyncio.to_thread(self.source.weights, version)
+            await asyncio.to_thread(self.scorer.set_weights, weights, version)
+        except Exception as error:
+            self.refused = f"weights {version}: {error}"
+            LOGGER.exception("refused weights %s", version)
+
+    async def check_health(self) -> None:
+        """Ray Serve replaces a replica for which this raises, or does not return in time."""
+        loop = asyncio.get_running_loop()
+        probe = models.request(self.source, 0, [0])
+        (answer,) = await loop.run_in_executor(self.threads, self.scorer.rank, [probe])
+        if isinstance(answer, Exception):
+            raise answer
+
+    @serve.batch(max_batch_size=1, batch_size_fn=number_of_candidates)
+    async def merge(self, items: list[Item]) -> list[Any]:
+        """Scores the requests that Ray Serve has collected."""
+        return await self.score(items)
+
+    async def score(self, items: list[Item]) -> list[Any]:
+        """Answers, or errors, of requests; those that are late already are not scored."""
+        now = time.monotonic()
+        intime = [item.request for item in items if item.until > now]
+        loop = asyncio.get_running_loop()
+        answers = iter(await loop.run_in_executor(self.threads, self.scorer.rank, intime))
+        self.publish()
+        return [next(answers) if item.until > now else Late() for item in items]
+
+    async def __call__(self, request: Request) -> Response:
+        """Ray Serve calls this for every request of HTTP."""
+        route = request.method, request.url.path
+        if route == ("POST", "/rank"):
+            return await self.rank(request)
+        if route == ("GET", "/metrics"):
+            return JSONResponse(self.numbers())
+        return refusal(404, f"no {route[0]} {route[1]}; there are POST /rank and GET /metrics")
+
+    async def rank(self, request: Request) -> Response:
+        """Scores of a user's candidates."""
+        kind = request.headers.get("content-type", "")
+        try:
+            body = wire.read(kind, await request.body())
+            wanted = models.request(self.source, body.user, body.candidates, body.version)
+            self.scorer.check(wanted)
+        except wire.BodyError as error:
+            return refusal(error.status, error)
+        except models.UnknownUserError as error:
+            return refusal(404, error)
+        except serving.BadRequestError as error:
+            return refusal(422, error)
+        limit = min(body.timeout_ms or self.settings.timeout_ms, self.settings.timeout_ms) / 1000
+        item = Item(wanted, time.monotonic() + limit)
+        try:
+            async with asyncio.timeout(limit):
+                if self.settings.batch:
+                    answer = await self.merge(item)
+                else:
+                    (answer,) = await self.score([item])
+        except TimeoutError:
+            answer = Late()
+        if isinstance(answer, Late):
+            return refusal(504, f"no scores after {1000 * limit:g} ms")
+        if isinstance(answer, serving.BadRequestError):
+            return refusal(422, answer)
+        if isinstance(answer, Exception):
+            raise answer
+        content, kind = wire.write(kind, answer.scores, answer.weights, self.replica)
+        return Response(content, media_type=kind)
+
+    def publish(self) -> dict[str, Any]:
+        """Gives the scorer's counts to Ray's metrics; returns them."""
+        found = self.scorer.metrics
+        fields = {**found._asdict(), "hit_rate": found.hit_rate}
+        for name, gauge in self.gauges.items():
+            gauge.set(float(fields[name]))
+        return fields
+
+    def numbers(self) -> dict[str, Any]:
+        """The scorer's counts, of the replica that answers."""
+        return {
+            **self.publish(),
+            "refused": self.refused,
+            "seconds_to_start": self.seconds_to_start,
+            "pid": os.getpid(),
+            "replica": self.replica,
+        }
+
+
+def refusal(status: int, reason: object) -> Response:
+    """An answer without scores."""
+    return JSONResponse({"error": str(reason)}, status)
+
+
+def build(fields: dict[str, Any]) -> serve.Application:
+    """The service of a configuration file: `fields` are those of `Settings`."""
+    values: Any = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+    settings = Settings(**values)
+    least, most = settings.replicas[0], settings.replicas[-1]
+    options: dict[str, Any] = {"num_replicas": least}
+    if most > least:
+        options = {
+            "num_replicas": "auto",
+            "autoscaling_config": AutoscalingConfig(
+                min_replicas=least, max_replicas=most, target_ongoing_requests=settings.ongoing / 2
+            ),
+        }
+    if settings.sticky:
+        options["request_router_config"] = RequestRouterConfig(request_router_class=STICKY)
+    deployment = serve.deployment(
+        Ranking,
+        name="Ranking",
+        ray_actor_options={"num_gpus": settings.gpus, "num_cpus": settings.cpus},
+        max_ongoing_requests=settings.ongoing,
+        max_queued_requests=settings.queued,
+        health_check_period_s=settings.health_s,
+        health_check_timeout_s=30,
+        graceful_shutdown_timeout_s=5,
+        **options,
+    )
+    return deployment.bind(settings)
+
+
+def configuration(settings: Settings, weights: str = "") -> dict[str, Any]:
+    """What `serve deploy` reads.
+
+    Deployed again with another version of the weights alone, replicas take these as they run:
+    `user_config` is the part of a configuration that needs no new replicas.
+    """
+    return {
+        "applications": [
+            {
+                "name": NAME,
+                "route_prefix": "/",
+                "import_path": "examples.serving.app:build",
+                "args": dataclasses.asdict(settings),
+                "deployments": [
+                    {"name": "Ranking", "user_config": {"weights": weights or settings.weights}}
+                ],
+            }
+        ]
+    }

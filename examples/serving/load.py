@@ -1,0 +1,212 @@
+"""A load generator: requests leave at random times, whatever the answers do (open loop)."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import aiohttp
+import numpy as np
+import numpy.typing as npt
+
+from examples.serving import wire
+
+#: Statuses after which a client asks again: a worker that died, a full queue.
+TRANSIENT = (500, 502, 503)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is asked.
+
+    Attributes:
+      rate: requests a second, on average.
+      seconds: seconds in which requests leave.
+      users: number of users; user u is asked for in proportion to 1 / (u + 1) ** zipf.
+      items: number of items.
+      zipf: exponent of the users' popularity.
+      fewest: the smallest number of candidates of a request.
+      most: the largest; numbers between are drawn with equal probability by their logarithm.
+      binary: asks in the binary form instead of JSON.
+      retries: how often a client asks again.
+      seed: seed of everything that is drawn.
+    """
+
+    rate: float
+    seconds: float
+    users: int
+    items: int
+    zipf: float = 1.1
+    fewest: int = 64
+    most: int = 2048
+    binary: bool = True
+    retries: int = 0
+    seed: int = 0
+
+
+class Asked(NamedTuple):
+    """A request: when it leaves (seconds from the start), its user, its items."""
+
+    at: float
+    user: int
+    items: npt.NDArray[np.int32]
+
+
+class Told(NamedTuple):
+    """What became of a request.
+
+    Attributes:
+      asked: the request.
+      status: status of the last answer; 0: no connection.
+      latency: seconds from the planned time to the last answer.
+      tries: number of times that it was sent.
+      scores: the scores, or None.
+      weights: version of the weights.
+      replica: the replica that answered.
+    """
+
+    asked: Asked
+    status: int
+    latency: float
+    tries: int
+    scores: npt.NDArray[np.float32] | None
+    weights: str
+    replica: str
+
+
+def requests(plan: Plan) -> list[Asked]:
+    """The requests of a plan; the times between them are exponential."""
+    rng = np.random.default_rng(plan.seed)
+    times = np.cumsum(rng.exponential(1 / plan.rate, int(plan.rate * plan.seconds * 2) + 20))
+    times = times[times < plan.seconds]
+    popularity = np.arange(1, plan.users + 1.0) ** -plan.zipf
+    users = rng.choice(plan.users, len(times), p=popularity / popularity.sum())
+    sizes = np.exp(rng.uniform(np.log(plan.fewest), np.log(plan.most + 1), len(times))).astype(int)
+    return [
+        Asked(float(at), int(user), rng.integers(0, plan.items, size, np.int32))
+        for at, user, size in zip(times, users, sizes, strict=True)
+    ]
+
+
+async def _ask(session: aiohttp.ClientSession, url: str, plan: Plan, asked: Asked) -> Told:
+    body, headers = wire.ask(asked.user, asked.items, binary=plan.binary)
+    loop = asyncio.get_running_loop()
+    start = loop.time()
+    status, scores, weights, replica = 0, None, "", ""
+    for tried in range(plan.retries + 1):
+        try:
+            async with session.post(f"{url}/rank", data=body, headers=headers) as answer:
+                status, content = answer.status, await answer.read()
+            if status == 200:
+                scores, weights, replica = wire.answer(headers["Content-Type"], content)
+        except (aiohttp.ClientError, TimeoutError):
+            status = 0
+        if status and status not in TRANSIENT:
+            break
+        if tried < plan.retries:
+            await asyncio.sleep(0.05 * 2 ** min(tried, 5))
+    return Told(asked, status, loop.time() - start, tried + 1, scores, weights, replica)
+
+
+async def send(
+    url: str, plan: Plan, *, progress: Callable[[int, int], None] = lambda sent, done: None
+) -> list[Told]:
+    """Sends the requests of a plan at their times and waits for all answers.
+
+    A request that leaves late, because this process was busy, has this delay in its latency.
+    """
+    loop = asyncio.get_running_loop()
+    done = 0
+    connector = aiohttp.TCPConnector(limit=0)
+    timeout = aiohttp.ClientTimeout(total=60)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+        start = loop.time()
+
+        async def one(asked: Asked) -> Told:
+            nonlocal done
+            late = loop.time() - start - asked.at
+            told = await _ask(session, url, plan, asked)
+            done += 1
+            return told._replace(latency=told.latency + late)
+
+        tasks = []
+        for asked in requests(plan):
+            await asyncio.sleep(max(0, start + asked.at - loop.time()))
+            tasks.append(asyncio.create_task(one(asked)))
+            progress(len(tasks), done)
+        found = []
+        for task in tasks:
+            found.append(await task)
+            progress(len(tasks), done)
+        return found
+
+
+async def metrics(url: str, replicas: int = 1, *, limit_s: float = 10) -> dict[str, dict[str, Any]]:
+    """The scorers' counts by replica; asks until so many replicas have answered."""
+    found: dict[str, dict[str, Any]] = {}
+    end = time.monotonic() + limit_s
+    async with aiohttp.ClientSession() as session:
+        while len(found) < replicas and time.monotonic() < end:
+            try:
+                async with session.get(f"{url}/metrics") as answer:
+                    if answer.status == 200:
+                        fields = await answer.json()
+                        found[fields["replica"]] = fields
+            except aiohttp.ClientError:
+                # A replica, or the service, that is not there yet.
+                if not found and time.monotonic() > end - 1:
+                    raise
+            await asyncio.sleep(0.02)
+    return found
+
+
+def since(
+    before: dict[str, dict[str, Any]], after: dict[str, dict[str, Any]]
+) -> collections.Counter[str]:
+    """The sum of all replicas' counts between two looks at them."""
+    total: collections.Counter[str] = collections.Counter()
+    for replica, fields in after.items():
+        for name in ("calls", "requests", "candidates", "padding", "hits", "misses", "evictions"):
+            total[name] += fields[name] - before.get(replica, {}).get(name, 0)
+        total["compilations"] += fields["compilations"]
+    return total
+
+
+def summary(plan: Plan, told: list[Told], counts: collections.Counter[str]) -> dict[str, Any]:
+    """The figures of a run: seconds, requests a second, shares."""
+    good = [one for one in told if one.status == 200]
+    latencies = np.asarray([one.latency for one in good] or [np.nan])
+    last = max((one.asked.at + one.latency for one in told), default=0.0)
+    seconds = max(last, plan.seconds)
+    return {
+        "offered_rate": len(told) / plan.seconds,
+        "throughput": len(good) / seconds,
+        "candidates_per_second": sum(len(one.asked.items) for one in good) / seconds,
+        "p50_ms": float(np.percentile(latencies, 50) * 1e3),
+        "p99_ms": float(np.percentile(latencies, 99) * 1e3),
+        "statuses": dict(collections.Counter(str(one.status) for one in told)),
+        "retried": sum(one.tries > 1 for one in told),
+        "requests_per_call": counts["requests"] / max(1, counts["calls"]),
+        "candidates_per_call": counts["candidates"] / max(1, counts["calls"]),
+        "padding_share": counts["padding"] / max(1, counts["padding"] + counts["candidates"]),
+        "hit_rate": counts["hits"] / max(1, counts["hits"] + counts["misses"]),
+        "compilations": counts["compilations"],
+    }
+
+
+async def run(
+    url: str,
+    plan: Plan,
+    *,
+    replicas: int = 1,
+    progress: Callable[[int, int], None] = lambda sent, done: None,
+) -> tuple[dict[str, Any], list[Told]]:
+    """Sends a plan's requests; the figures, and what became of every request."""
+    before = await metrics(url, replicas)
+    told = await send(url, plan, progress=progress)
+    after = await metrics(url, replicas)
+    return summary(plan, told, since(before, after)), told

@@ -1,0 +1,124 @@
+"""Ray on this machine alone: loopback, no dashboard, nothing left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import secrets
+import socket
+import tempfile
+import time
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from examples.serving.app import Settings
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+#: Ray reads these when it is imported; a value of the user's is kept.
+ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "token",
+    # Otherwise Ray would write a token to the home folder.
+    "RAY_AUTH_TOKEN": secrets.token_hex(32),
+    "RAY_SERVE_LOG_TO_STDERR": "0",
+    # Workers would wait at the end for a monitor of the machine that no local service needs.
+    "RAY_enable_metrics_collection": "0",
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+    "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1000",
+}
+
+
+def prepare() -> None:
+    """Sets the environment of Ray and its workers; call it before Ray is imported."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+
+
+def free_port() -> int:
+    """A port of the loopback address that nothing listens on."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+    return port
+
+
+class Service:
+    """Ray and Ray Serve on this machine, with the ranking service.
+
+    Args:
+      settings: settings of the service.
+      port: the HTTP proxy's port; 0 for a free one.
+      host: the address that the proxy listens at.
+    """
+
+    def __init__(self, settings: Settings, port: int = 0, host: str = "127.0.0.1") -> None:
+        self.settings, self.port, self.host = settings, port or free_port(), host
+
+    @property
+    def url(self) -> str:
+        """Where the service answers."""
+        return f"http://{self.host}:{self.port}"
+
+    def __enter__(self) -> Self:
+        import ray
+        from ray import serve
+
+        with contextlib.ExitStack() as stack:
+            # Ray refuses paths of sockets above 107 bytes, so the folder's name is short.
+            folder = stack.enter_context(
+                tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True)
+            )
+            stack.callback(ray.shutdown)
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                _node_ip_address="127.0.0.2",
+                # Close to the least that Ray takes: requests and answers are small.
+                object_store_memory=80 << 20,
+                _temp_dir=folder,
+                log_to_driver=False,
+                logging_level="ERROR",
+            )
+            stack.callback(serve.shutdown)
+            serve.start(
+                # A request without an answer: the service itself gives up before.
+                http_options={"host": self.host, "port": self.port, "request_timeout_s": 60},
+                logging_config={"enable_access_log": False, "log_level": "ERROR"},
+            )
+            self.deploy()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def deploy(self, weights: str = "", *, limit_s: float = 600) -> None:
+        """Deploys the service, or other weights; waits until it runs.
+
+        The first start compiles all programs.
+
+        Raises:
+          RuntimeError: if it does not run.
+        """
+        from ray import serve
+        from ray.serve.context import _get_global_client
+        from ray.serve.schema import ServeDeploySchema
+
+        from examples.serving import app
+
+        # As `serve run FILE` does. `serve.run` would replace the replicas to change the weights.
+        schema = ServeDeploySchema.model_validate(app.configuration(self.settings, weights))
+        _get_global_client().deploy_apps(schema)
+        end = time.monotonic() + limit_s
+        while True:
+            found = serve.status().applications[app.NAME]
+            if found.status == "RUNNING":
+                return
+            if found.status in ("DEPLOY_FAILED", "UNHEALTHY") or time.monotonic() > end:
+                raise RuntimeError(f"the service is {found.status}: {found.message}")
+            time.sleep(0.1)

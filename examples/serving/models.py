@@ -1,0 +1,220 @@
+"""What is served: the MovieLens ranker, its weights by version, the features of users and movies.
+
+`SOURCES` names the choices of the command. A source needs what `Source` lists and nothing of an
+engine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+import numpy.typing as npt
+from flax import nnx
+
+from examples.movielens.model import (
+    AGES,
+    DECADES,
+    PROFILE,
+    Candidates,
+    Catalogue,
+    Ranker,
+    Sizes,
+    Users,
+)
+from ikbo_jax import serving
+
+Tree = Any
+
+
+class UnknownUserError(LookupError):
+    """There is no user of this id."""
+
+
+class Source(Protocol):
+    """What is served.
+
+    Attributes:
+      model: the model.
+      user: a user's features, a tree of `jax.ShapeDtypeStruct`.
+      candidate: a candidate's features in the same form.
+      num_users: users are numbered from 0.
+      num_items: candidates are numbered from 0.
+    """
+
+    @property
+    def model(self) -> serving.Model: ...
+    @property
+    def user(self) -> Tree: ...
+    @property
+    def candidate(self) -> Tree: ...
+    @property
+    def num_users(self) -> int: ...
+    @property
+    def num_items(self) -> int: ...
+
+    def weights(self, version: str) -> Tree:
+        """The weights of a version."""
+
+    def features(self, user: int) -> Tree:
+        """A user's features."""
+
+    def candidates(self, items: npt.NDArray[np.int32]) -> Tree:
+        """The features of candidates, one row for each item."""
+
+
+def request(source: Source, user: int, items: npt.ArrayLike, version: int = 0) -> serving.Request:
+    """The request to rank items for a user.
+
+    Raises:
+      UnknownUserError: if there is no such user.
+      serving.BadRequestError: if an item is out of range; the message names both values.
+    """
+    if not 0 <= user < source.num_users:
+        raise UnknownUserError(f"user is {user}, expected one in [0, {source.num_users})")
+    rows = np.asarray(items)
+    wrong = np.flatnonzero((rows < 0) | (rows >= source.num_items))
+    if wrong.size:
+        raise serving.BadRequestError(
+            f"candidates[{wrong[0]}] is {rows[wrong[0]]}, expected one in [0, {source.num_items})"
+        )
+    features = functools.partial(source.features, user)
+    return serving.Request(user, version, features, source.candidates(rows.astype(np.int32)))
+
+
+@dataclasses.dataclass(frozen=True)
+class ModuleModel:
+    """The two functions of a ranker of Flax NNX, of whose variables the weights are the state."""
+
+    graph: Any
+
+    def encode_users(self, weights: Tree, users: Tree) -> Tree:
+        """The users' states."""
+        return nnx.merge(self.graph, weights).encode_users(users)
+
+    def score(
+        self, weights: Tree, state: Tree, candidates: Tree, cand_to_user: jax.Array
+    ) -> jax.Array:
+        """Logits [B]."""
+        ranker = nnx.merge(self.graph, weights)
+        scores: jax.Array = ranker.score(state, candidates, cand_to_user, indices_are_sorted=True)
+        return scores
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomSource:
+    """A ranker with random weights, and random users and movies.
+
+    Attributes:
+      num_users: number of users.
+      sizes: sizes of the ranker; by default those of MovieLens-100k.
+    """
+
+    num_users: int = 10_000
+    sizes: Sizes = Sizes()
+
+    @property
+    def num_items(self) -> int:
+        """Number of movies."""
+        return self.sizes.movies
+
+    @property
+    def user(self) -> Tree:
+        """A user's profile and history."""
+
+        def codes(*shape: int) -> Any:
+            return jax.ShapeDtypeStruct(shape, np.int32)
+
+        events = codes(self.sizes.history)
+        return Users(codes(len(PROFILE)), events, events, events, codes())
+
+    @property
+    def candidate(self) -> Tree:
+        """A candidate's movie."""
+        movie: Any = jax.ShapeDtypeStruct((), np.int32)
+        return Candidates(movie)
+
+    @property
+    def model(self) -> serving.Model:
+        """The ranker."""
+        return ModuleModel(nnx.graphdef(nnx.eval_shape(self._ranker)))
+
+    def _ranker(self) -> Ranker:
+        genres = np.zeros((self.sizes.movies, self.sizes.genres), np.float32)
+        decade = np.zeros(self.sizes.movies, np.int32)
+        return Ranker(self.sizes, Catalogue(genres, decade), rngs=nnx.Rngs(0))
+
+    def weights(self, version: str) -> Tree:
+        """Random weights, whose seed is the version, and random genres and decades."""
+        # Of NumPy's generator: JAX's would compile a program for every shape.
+        rng = np.random.default_rng(int(version))
+
+        def draw(leaf: jax.ShapeDtypeStruct) -> npt.NDArray[Any]:
+            if np.issubdtype(leaf.dtype, np.integer):
+                return rng.integers(0, DECADES, leaf.shape).astype(leaf.dtype)
+            scale = max(1, *leaf.shape[:1]) ** -0.5
+            return (rng.standard_normal(leaf.shape) * scale).astype(leaf.dtype)
+
+        return jax.tree.map(draw, nnx.state(nnx.eval_shape(self._ranker)))
+
+    def features(self, user: int) -> Tree:
+        """The user's profile and history, the same at every call."""
+        rng = np.random.default_rng(user)
+
+        def draw(least: int, above: int) -> Any:
+            return rng.integers(least, above, self.sizes.history, np.int32)
+
+        def array(codes: Any) -> Any:
+            return np.asarray(codes, np.int32)
+
+        return Users(
+            profile=array([rng.integers(0, codes) for codes in PROFILE.values()]),
+            movie=draw(0, self.sizes.movies),
+            rating=draw(1, 6),
+            age=draw(0, AGES),
+            length=array(rng.integers(1, self.sizes.history + 1)),
+        )
+
+    def candidates(self, items: Any) -> Tree:
+        """The movies themselves: what is known of them is part of the ranker."""
+        return Candidates(items)
+
+
+TINY = Sizes(
+    movies=200,
+    history=8,
+    layers=1,
+    width=8,
+    heads=1,
+    head_dim=8,
+    pooled=2,
+    compressed=2,
+    hidden=8,
+)
+SOURCES: dict[str, Callable[[], Source]] = {
+    "random": RandomSource,
+    "tiny": functools.partial(RandomSource, 100, TINY),
+}
+
+
+class Offline:
+    """Scores without a scorer: one user, no padding, no cache. Answers are compared with these."""
+
+    def __init__(self, source: Source, version: str) -> None:
+        self.source, self.weights = source, source.weights(version)
+        self._encode = jax.jit(source.model.encode_users)
+        self._score = jax.jit(source.model.score)
+
+    def scores(
+        self, user: int, items: Sequence[int] | npt.NDArray[np.int32]
+    ) -> npt.NDArray[np.float32]:
+        """The scores of items for a user, [n] f32."""
+        users = jax.tree.map(lambda leaf: leaf[None], self.source.features(user))
+        candidates = self.source.candidates(np.asarray(items, np.int32))
+        state = self._encode(self.weights, users)
+        index = np.zeros(len(items), np.int32)
+        return np.asarray(self._score(self.weights, state, candidates, index))

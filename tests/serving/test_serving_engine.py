@@ -1,0 +1,157 @@
+"""The service on Ray Serve, from HTTP to the scorer, in a process of its own.
+
+The session is a program of its own, `serving_session.py`: Ray's processes, threads and warnings
+stay out of the test suite's process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import re
+import secrets
+import signal
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+#: Seconds for a session; two busy cores take about 60.
+LIMIT = 280
+MARK = "IKBO_SERVING_SESSION"
+
+
+def processes_of(mark: str) -> list[int]:
+    """Processes that the session has started, wherever they went."""
+    found = []
+    for path in pathlib.Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if f"{MARK}={mark}".encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory) -> dict:
+    """What happened in one session; processes that it leaves behind are an error."""
+    folder = tmp_path_factory.mktemp("session")
+    mark = secrets.token_hex(8)
+    home = folder / "home"
+    home.mkdir()
+    environment = os.environ | {
+        MARK: mark,
+        "HOME": str(home),
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "support")]),
+    }
+    command = [
+        sys.executable,
+        str(ROOT / "tests/support/serving_session.py"),
+        str(folder / "cache"),
+    ]
+    with (folder / "out").open("w+") as out, (folder / "err").open("w+") as err:
+        process = subprocess.Popen(command, stdout=out, stderr=err, env=environment, cwd=folder)
+        try:
+            status = process.wait(timeout=LIMIT)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            left = processes_of(mark)
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
+            process.wait()
+        out.seek(0)
+        err.seek(0)
+        assert status == 0, f"status {status} after at most {LIMIT} s:\n{err.read()[-6000:]}"
+        found = json.loads(out.read().splitlines()[-1])
+    return found | {"left": left, "home": [str(path) for path in home.rglob("*")]}
+
+
+pytestmark = pytest.mark.time_limit(LIMIT + 60)
+
+
+def test_nothing_is_left_behind(session):
+    assert session["left"] == []
+    assert session["home"] == []
+
+
+@pytest.mark.parametrize("form", ["json", "binary"])
+def test_every_answer_is_right(session, form):
+    found = session["forms"][form]
+    assert found["asked"] > 10
+    assert found["statuses"] == {"200": found["asked"]}
+    assert (found["wrong"], found["weights"]) == (0, ["1"])
+    assert session["forms"]["json"]["replicas"] == 2
+
+
+def test_a_user_s_requests_go_to_one_replica(session):
+    found = session["forms"]["json"]
+    assert found["replicas_of_users"] == found["users"] > 1
+
+
+@pytest.mark.parametrize(
+    ("case", "status", "message"),
+    [
+        ("unknown user", 404, r"user is 300, expected one in \[0, 100\)"),
+        ("negative user", 404, r"user is -1, expected one in \[0, 100\)"),
+        ("too many", 422, "a request has 33 candidates, at most 32 are possible"),
+        ("unknown item", 422, r"candidates\[1\] is 500, expected one in \[0, 200\)"),
+        ("no number", 422, "user is x: Input should be a valid integer"),
+        ("other field", 422, "top is 3: Extra inputs are not permitted"),
+        ("no field", 422, "candidates .*: Field required"),
+        ("no JSON", 400, "the body is not application/json"),
+        ("no MessagePack", 400, "the body is not application/msgpack"),
+        ("half an item", 422, "candidates have 5 bytes, expected a multiple of 4"),
+        ("other type", 415, "Content-Type is text/plain, expected application/json or"),
+        ("deadline", 504, "no scores after 0.001 ms"),
+    ],
+)
+def test_a_request_is_refused(session, case, status, message):
+    found, text = session["refusals"][case]
+    assert found == status
+    assert re.search(message, json.loads(text)["error"])
+
+
+def test_other_weights_fail_no_request(session):
+    found = session["swap"]
+    assert found["statuses"] == {"200": found["asked"]}
+    assert found["retried"] == 0
+    assert found["wrong"] == 0
+    assert found["weights"] == ["1", "2"]
+    assert found["after"] == ["2"]
+
+
+def test_weights_that_cannot_be_used_are_refused(session):
+    found = session["swap"]["wrong_version"]
+    assert found["statuses"] == {"200": found["asked"]}
+    assert (found["wrong"], found["weights"]) == (0, ["2"])
+    assert len(found["refused"]) == 2
+    assert all(text.startswith("weights no version: invalid literal") for text in found["refused"])
+
+
+def test_overload_is_refused_not_queued(session):
+    found = session["overload"]
+    assert set(found["statuses"]) == {"200", "503"}
+    assert found["wrong"] == 0
+
+
+def test_a_killed_replica_loses_no_request(session):
+    """A client that asks again gets its scores; the engine starts another replica."""
+    found = session["kill"]
+    assert found["statuses"] == {"200": found["asked"]}
+    assert found["wrong"] == 0
+    assert (found["replicas_after"], found["same"]) == (2, 1)
+
+
+def test_no_replica_compiles_while_serving(session):
+    assert len(session["metrics"]) == 2
+    for counts in session["metrics"].values():
+        assert counts["compilations"] == 0
+    counts = max(session["metrics"].values(), key=lambda counts: counts["calls"])
+    assert counts["hits"] > 0
+    # Requests were merged: the overload alone is enough for that.
+    assert counts["requests"] > counts["calls"]

@@ -1,0 +1,75 @@
+"""What the example adds to scorer and engine: requests that are drawn, figures, ranking offline."""
+
+from __future__ import annotations
+
+import collections
+
+import numpy as np
+import pytest
+
+from examples.serving import load, models, offline, wire
+
+PLAN = load.Plan(rate=200, seconds=10, users=50, items=30, fewest=64, most=2048)
+
+
+def test_requests_are_those_of_the_plan():
+    asked = load.requests(PLAN)
+    assert len(asked) == pytest.approx(2000, rel=0.1)
+    assert all(0 <= a.at < 10 for a in asked)
+    sizes = np.asarray([len(a.items) for a in asked])
+    assert (sizes.min(), sizes.max()) == (64, pytest.approx(2048, rel=0.05))
+    # Half of the sizes are below the geometric mean of the bounds.
+    assert np.median(sizes) == pytest.approx(np.sqrt(64 * 2048), rel=0.15)
+    counts = collections.Counter(a.user for a in asked)
+    assert counts[0] / counts[1] == pytest.approx(2**1.1, rel=0.3)
+    assert [a.at for a in load.requests(PLAN)] == [a.at for a in asked]
+
+
+def test_figures_count_all_tries():
+    asked = [load.Asked(float(n), n, np.zeros(10, np.int32)) for n in range(4)]
+    told = [
+        load.Told(asked[0], 200, 0.1, 1, np.zeros(10, "f4"), "1", "a"),
+        load.Told(asked[1], 200, 0.3, 2, np.zeros(10, "f4"), "1", "b"),
+        load.Told(asked[2], 503, 0.5, 3, None, "", ""),
+        load.Told(asked[3], 0, 7.0, 3, None, "", ""),
+    ]
+    counts = {"calls": 2, "requests": 3, "candidates": 30, "padding": 10, "hits": 1, "misses": 3}
+    zero = dict.fromkeys(counts, 0) | {"evictions": 0, "compilations": 0}
+    since = load.since({"a": zero}, {"a": zero | counts, "b": zero | counts})
+    found = load.summary(PLAN, told, since)
+    assert found["statuses"] == {"200": 2, "503": 1, "0": 1}
+    assert found["retried"] == 3
+    assert found["throughput"] == 2 / 10
+    assert found["p50_ms"] == pytest.approx(200)
+    assert (found["requests_per_call"], found["hit_rate"]) == (1.5, 0.25)
+    assert found["padding_share"] == 0.25
+
+
+@pytest.mark.parametrize("binary", [True, False])
+def test_both_forms_keep_every_value(binary):
+    items = np.arange(5, dtype=np.int32)
+    body, headers = wire.ask(3, items, binary=binary, timeout_ms=20)
+    read = wire.read(headers["Content-Type"] + "; charset=utf-8", body)
+    assert (read.user, read.version, read.timeout_ms) == (3, 0, 20)
+    np.testing.assert_array_equal(read.candidates, items)
+    scores = np.asarray([1 / 3, -2e-9, 5e8], np.float32)
+    content, kind = wire.write(headers["Content-Type"], scores, "w", "r")
+    found, weights, replica = wire.answer(kind, content)
+    np.testing.assert_array_equal(found, scores)
+    assert (weights, replica) == ("w", "r")
+
+
+def test_ranking_offline():
+    source = models.SOURCES["tiny"]()
+    scorer = offline.scorer_of(source, (128,), 4, (4,))
+    shown = []
+    found = offline.rank(scorer, source, 500, 40, progress=lambda *done: shown.append(done))
+    assert (found["candidates"], found["users"], found["compilations"]) == (500, 40, 0)
+    assert found["calls"] == 10, "users of a call are the bound"
+    assert shown[-1] == (500, 500)
+    oracle = models.Offline(source, "1")
+    total = sum(
+        oracle.scores(request.user, np.resize(request.candidates.movie, 64))[: request.size].sum()
+        for request in offline.requests(source, 500, 40)
+    )
+    assert found["mean_score"] == pytest.approx(total / 500, abs=1e-6)

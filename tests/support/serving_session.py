@@ -1,0 +1,181 @@
+"""One session of the service in a process of its own; prints what happened as JSON.
+
+Usage: serving_session.py CACHE. All checks on what it prints are in `test_serving_engine.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import json
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+from examples.serving import local
+
+local.prepare()
+
+import aiohttp  # noqa: E402
+import numpy as np  # noqa: E402
+
+from examples.serving import load, models, wire  # noqa: E402
+from examples.serving.app import Settings  # noqa: E402
+
+#: Rounding of float32 in another order of sums.
+TOLERANCE = 1e-5
+MOST = 32
+
+
+def settings(cache: str) -> Settings:
+    return Settings(
+        source="tiny",
+        cache=cache,
+        # Few programs: both replicas compile them.
+        candidates=(MOST,),
+        users=4,
+        new_users=(4,),
+        user_bytes=200_000,
+        wait_ms=2,
+        replicas=(2,),
+        # No reservation: the test must pass where there is one core.
+        cpus=0,
+        ongoing=8,
+        queued=16,
+        timeout_ms=30_000,
+        sticky=True,
+        health_s=1,
+    )
+
+
+class Session:
+    def __init__(self, service: local.Service) -> None:
+        self.service, self.url = service, service.url
+        self.source = models.SOURCES["tiny"]()
+        self.offline: dict[str, models.Offline] = {}
+
+    def plan(self, **changes: Any) -> load.Plan:
+        fields = {"rate": 15, "seconds": 4, "users": 100, "items": 200, "fewest": 1, "most": MOST}
+        return load.Plan(**(fields | {"retries": 12} | changes))
+
+    def outcome(self, told: list[load.Told]) -> dict[str, Any]:
+        """Counts of a run; every answer is compared with its scores without a scorer."""
+        wrong = 0
+        for one in told:
+            if one.scores is None:
+                continue
+            if one.weights not in self.offline:
+                self.offline[one.weights] = models.Offline(self.source, one.weights)
+            # Padded to one size: the oracle compiles once.
+            items = np.resize(one.asked.items, MOST)
+            expected = self.offline[one.weights].scores(one.asked.user, items)
+            found = one.scores
+            size = len(one.asked.items)
+            wrong += len(found) != size or not np.allclose(
+                found, expected[:size], rtol=TOLERANCE, atol=TOLERANCE
+            )
+        return {
+            "asked": len(told),
+            "statuses": collections.Counter(str(one.status) for one in told),
+            "wrong": int(wrong),
+            "weights": sorted({one.weights for one in told}),
+            "replicas": len({one.replica for one in told if one.replica}),
+            "replicas_of_users": len(
+                {(one.asked.user, one.replica) for one in told if one.replica}
+            ),
+            "users": len({one.asked.user for one in told if one.replica}),
+            "retried": sum(one.tries > 1 for one in told),
+        }
+
+    async def post(self, body: bytes, headers: dict[str, str]) -> tuple[int, str]:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(f"{self.url}/rank", data=body, headers=headers) as answer,
+        ):
+            return answer.status, await answer.text()
+
+    async def refusals(self) -> dict[str, tuple[int, str]]:
+        json_type = {"Content-Type": wire.JSON}
+        asked = {
+            "unknown user": wire.ask(300, [1], binary=False),
+            "negative user": wire.ask(-1, [1], binary=True),
+            "too many": wire.ask(3, [1] * (MOST + 1), binary=False),
+            "unknown item": wire.ask(3, [1, 500], binary=True),
+            "no number": (b'{"user": "x", "candidates": [1]}', json_type),
+            "other field": (b'{"user": 1, "candidates": [1], "top": 3}', json_type),
+            "no field": (b'{"user": 1}', json_type),
+            "no JSON": (b"{", json_type),
+            "no MessagePack": (b"\xc1", {"Content-Type": wire.BINARY}),
+            "half an item": (
+                wire.msgpack.packb({"user": 1, "candidates": b"12345"}),
+                {"Content-Type": wire.BINARY},
+            ),
+            "other type": (b"", {"Content-Type": "text/plain"}),
+            "deadline": wire.ask(3, [1], binary=False, timeout_ms=0.001),
+        }
+        return {name: await self.post(*message) for name, message in asked.items()}
+
+    async def both_forms(self) -> dict[str, Any]:
+        found = {}
+        for binary in (False, True):
+            told = await load.send(self.url, self.plan(binary=binary, seed=binary, seconds=2))
+            found["binary" if binary else "json"] = self.outcome(told)
+        return found
+
+    async def swap(self) -> dict[str, Any]:
+        sending = asyncio.create_task(load.send(self.url, self.plan(seed=2)))
+        await asyncio.sleep(1.5)
+        await asyncio.to_thread(self.service.deploy, "2")
+        told = await sending
+        # Requests after the swap have the new weights alone.
+        told += (after := await load.send(self.url, self.plan(seed=3, seconds=1)))
+        found = self.outcome(told) | {"after": sorted({one.weights for one in after})}
+        await asyncio.to_thread(self.service.deploy, "no version")
+        told = await load.send(self.url, self.plan(seed=4, seconds=1))
+        refused = [fields["refused"] for fields in (await load.metrics(self.url, 2)).values()]
+        await asyncio.to_thread(self.service.deploy, "2")
+        return found | {"wrong_version": self.outcome(told) | {"refused": refused}}
+
+    async def kill(self) -> dict[str, Any]:
+        before = await load.metrics(self.url, 2)
+        sending = asyncio.create_task(load.send(self.url, self.plan(seed=4, rate=60)))
+        await asyncio.sleep(1.5)
+        os.kill(next(iter(before.values()))["pid"], signal.SIGKILL)
+        found = self.outcome(await sending)
+        # The engine starts another replica.
+        end = time.monotonic() + 120
+        while time.monotonic() < end:
+            after = await load.metrics(self.url, 2, limit_s=3)
+            if len(after) == 2:
+                break
+        return found | {"replicas_after": len(after), "same": len(before.keys() & after.keys())}
+
+    async def overload(self) -> dict[str, Any]:
+        """Far more requests at once than may wait."""
+        plan = self.plan(rate=3000, seconds=0.1, seed=5, retries=0)
+        return self.outcome(await load.send(self.url, plan))
+
+    async def all(self) -> dict[str, Any]:
+        return {
+            "refusals": await self.refusals(),
+            "forms": await self.both_forms(),
+            "swap": await self.swap(),
+            "overload": await self.overload(),
+            "kill": await self.kill(),
+            "metrics": await load.metrics(self.url, 2),
+        }
+
+
+def main() -> None:
+    start = time.monotonic()
+    with local.Service(settings(sys.argv[1])) as service:
+        up = time.monotonic()
+        found = asyncio.run(Session(service).all())
+    found["seconds"] = {"start": up - start, "all": time.monotonic() - start}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
