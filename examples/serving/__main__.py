@@ -213,8 +213,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "settings": dataclasses.asdict(settings),
         "plan": dataclasses.asdict(plan),
         "start_up": measure_.start_up(settings, say),
-        "scorer": measure_.in_process(settings, plan, say),
         "batching": measure_.batching(settings, plan, options.least, say),
+        # Last: Ray forks, which JAX's threads would not survive.
+        "scorer": measure_.in_process(settings, plan, say),
     }
 
 
