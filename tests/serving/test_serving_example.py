@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import collections
+import json
+import pathlib
 
 import numpy as np
 import pytest
 
-from examples.serving import load, models, offline, wire
+from examples.serving import load, models, offline, plot, wire
 
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 PLAN = load.Plan(rate=200, seconds=10, users=50, items=30, fewest=64, most=2048)
 
 
@@ -73,3 +76,11 @@ def test_ranking_offline():
         for request in offline.requests(source, 500, 40)
     )
     assert found["mean_score"] == pytest.approx(total / 500, abs=1e-6)
+
+
+def test_the_page_holds_the_figures_of_the_results_file(tmp_path):
+    results = ROOT / "benchmarks" / "results" / "serving_cpu.json"
+    page = (ROOT / "docs" / "serving.md").read_text("utf-8")
+    assert page == plot.page(page, json.loads(results.read_text("utf-8")))
+    plot.draw(results, tmp_path / "serving.svg")
+    assert (tmp_path / "serving.svg").read_text("utf-8").count("<svg") == 1
