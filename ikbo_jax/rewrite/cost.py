@@ -15,10 +15,9 @@ operations that XLA does not fuse with others. The model of fusion:
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Container, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.extend import core
 
@@ -43,8 +42,7 @@ _WHOLE = frozenset(
 _READS = _MOVES | _WHOLE | {"jit"}
 
 
-@dataclasses.dataclass(frozen=True)
-class Cost:
+class Cost(NamedTuple):
     """The cost of a program; expressions if its dimensions are symbolic.
 
     Attributes:
@@ -114,7 +112,7 @@ def _cost(
 ) -> dict[int | None, Cost]:
     if id(program) in known:
         return known[id(program)]
-    inner_of = [inner_programs(eqn) for eqn in program.eqns]
+    inner_of = list(map(inner_programs, program.eqns))
     written = _read_unfused(program, inner_of)
     sums: dict[int | None, list[int]] = {}
 
@@ -141,7 +139,8 @@ def _cost(
             add(source, flops, _operands_and_results(eqn))
         else:
             times = eqn.params["length"] if name == "scan" else 1
-            of_programs = [_cost(x, sources, known) for x in inner]
+            # A model may call one program in every layer.
+            of_programs = [known.get(id(x)) or _cost(x, sources, known) for x in inner]
             if name == "cond":
                 of_programs = [_dearest(of_programs)]
             for found in of_programs:

@@ -103,4 +103,7 @@ def _widened_rows(value: Lazy, like: Lazy) -> Lazy | None:
             return None
         shape[known.axis] = known.lineage.users
     base = spread(base_of(value), tuple(shape))
-    return dataclasses.replace(value, base=base, lineage=known.lineage, axis=known.axis)
+    origins = value.origins | like.origins
+    return dataclasses.replace(
+        value, base=base, lineage=known.lineage, axis=known.axis, origins=origins
+    )

@@ -103,7 +103,7 @@ def interpret(
             for eqn in eqns:
                 info = eqn.source_info
                 stack = name_stack + info.name_stack if is_named else info.name_stack
-                operands = [v.val if isinstance(v, literal) else env[v] for v in eqn.invars]
+                operands = [v.val if type(v) is literal else env[v] for v in eqn.invars]
                 with user_context(info.traceback, name_stack=stack):
                     results = run(eqn, operands)
                 env.update(zip(eqn.outvars, results, strict=True))
@@ -209,14 +209,21 @@ def _calls_dead_code(eqn: core.JaxprEqn, is_used: bool | None, answers: dict[int
         # An op's dead code is no lookup of the model, and XLA removes it.
         return False
     programs = inner_programs(eqn)
-    return bool(programs) and (is_used is None or any(_has_dead_code(x, answers) for x in programs))
+    if not programs or is_used is None:
+        return bool(programs)
+    # Without a generator: a model may call one program in every layer.
+    for program in programs:  # noqa: SIM110
+        if _has_dead_code(program, answers):
+            return True
+    return False
 
 
 def _has_dead_code(program: core.Jaxpr, answers: dict[int, bool]) -> bool:
-    if id(program) not in answers:
-        answers[id(program)] = any(
+    answer = answers.get(id(program))
+    if answer is None:
+        answer = answers[id(program)] = any(
             (is_used is False and not (eqn.effects and not eqn.outvars))
             or _calls_dead_code(eqn, is_used, answers)
             for eqn, is_used in _used(program)
         )
-    return answers[id(program)]
+    return answer

@@ -223,7 +223,7 @@ class Log(Recorder):
             event.replay(call)
         if not recorder.muted:
             # Last, when the call knows the broadcasts of all stand-ins.
-            recorder.work.own_all(self.work, call.origins)
+            recorder.work.own_all(self.work, recorder.calls, call.origins)
         return call
 
     def is_same_everywhere(self) -> bool:

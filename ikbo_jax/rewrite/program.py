@@ -151,7 +151,8 @@ def _rewritten(original: _Original, inputs: list[Any], recorder: Recorder) -> li
             before = cost.cost_by_source(original.jaxpr)
             after = cost.cost_by_source(program, before.keys() | recorder.work.owned.keys())
             recorder.work.settle(before, after)
-            recorder.refusal = cost.refusal(cost.total(after), cost.total(before))
+            whole = recorder.work.whole
+            recorder.refusal = cost.refusal(whole.rewritten, whole.original)
     except ImportError:
         raise
     except Exception as error:

@@ -8,26 +8,32 @@ replace, so `Work` adds up the costs of both programs by traceback.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from ikbo_jax.rewrite.cost import Cost, total
 
 _Costs = Mapping[int | None, Cost]
 
 
-@dataclasses.dataclass(frozen=True)
-class Owned:
+class Owned(NamedTuple):
     """Equations with one traceback that compute with the values of broadcasts.
 
     Attributes:
-      tracebacks: this traceback, and the tracebacks of the equations that call their program,
-        innermost first.
+      traceback: this traceback.
+      calls: the equations that call their program, outermost first; None stands for an unknown one.
       origins: the broadcasts.
     """
 
-    tracebacks: tuple[Any, ...]
+    traceback: Any
+    calls: tuple[Any, ...]
     origins: frozenset
+
+    @property
+    def tracebacks(self) -> tuple[Any, ...]:
+        """The traceback, and the tracebacks of the calls, innermost first."""
+        callers = (x.source_info.traceback for x in reversed(self.calls) if x is not None)
+        return (self.traceback, *callers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +104,9 @@ class Work:
     def __init__(self) -> None:
         self.owned: dict[int, Owned] = {}
         self.whole = BothCosts()
-        self._settled: list[tuple[Owned, BothCosts]] = []
+        self._by_source: tuple[_Costs, _Costs] = ({}, {})
+        # Called programs whose equations are in `owned`, by identity.
+        self._taken: dict[int, Work] = {}
 
     def own(self, eqn: Any, calls: Sequence[Any], origins: frozenset) -> None:
         """Records that an equation of the original program computes with values of broadcasts.
@@ -108,23 +116,32 @@ class Work:
         """
         traceback = eqn.source_info.traceback
         if id(traceback) not in self.owned and traceback is not None:
-            callers = (x.source_info.traceback for x in reversed(calls) if x is not None)
-            self.owned[id(traceback)] = Owned((traceback, *callers), origins)
+            self.owned[id(traceback)] = Owned(traceback, tuple(calls), origins)
 
-    def own_all(self, other: Work, origins_of: Callable[[frozenset], frozenset]) -> None:
+    def own_all(
+        self, other: Work, calls: Sequence[Any], origins_of: Callable[[frozenset], frozenset]
+    ) -> None:
         """Records the equations of a called program; `origins_of` replaces its stand-ins."""
+        if id(other) in self._taken:
+            return
+        self._taken[id(other)] = other
         for source, owned in other.owned.items():
             if source not in self.owned:
-                self.owned[source] = Owned(owned.tracebacks, origins_of(owned.origins))
+                within = (*calls, *owned.calls)
+                self.owned[source] = Owned(owned.traceback, within, origins_of(owned.origins))
 
     def settle(self, original: _Costs, rewritten: _Costs) -> None:
         """Sets the costs of both programs, by traceback (`cost.cost_by_source`)."""
         self.whole = BothCosts(total(original), total(rewritten))
+        self._by_source = original, rewritten
+
+    def _settled(self) -> Iterator[tuple[Owned, BothCosts]]:
+        """The costs of the equations with each traceback; no work before a report is asked for."""
         none = Cost()
-        for source in self.owned:
+        original, rewritten = self._by_source
+        for source, owned in self.owned.items():
             if source in original or source in rewritten:
-                both = BothCosts(original.get(source, none), rewritten.get(source, none))
-                self._settled.append((self.owned[source], both))
+                yield owned, BothCosts(original.get(source, none), rewritten.get(source, none))
 
     def by_owner(self, owner_of: Callable[[frozenset], Any]) -> dict[Any, BothCosts]:
         """The costs of the equations of every broadcast.
@@ -138,12 +155,12 @@ class Work:
           left out.
         """
         # Most equations stem from the same broadcasts.
-        owners = {x.origins: owner_of(x.origins) for x, _ in self._settled}
-        return _sums((owners[x.origins], costs) for x, costs in self._settled)
+        owners = {x.origins: owner_of(x.origins) for x, _ in self._settled()}
+        return _sums((owners[x.origins], costs) for x, costs in self._settled())
 
     def by_line(self, line_of: Callable[[tuple[Any, ...]], str]) -> dict[str, BothCosts]:
         """The costs of the model's lines; `line_of` finds a line by `Owned.tracebacks`."""
-        return _sums((line_of(x.tracebacks), costs) for x, costs in self._settled)
+        return _sums((line_of(x.tracebacks), costs) for x, costs in self._settled())
 
 
 def _sums(entries: Iterable[tuple[Any, BothCosts]]) -> dict[Any, BothCosts]:

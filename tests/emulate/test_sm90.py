@@ -122,6 +122,7 @@ def test_exit_before_tma_has_read_traps(sm90: emulator.Emulator) -> None:
 
 def test_wait_for_what_never_comes_traps(sm90: emulator.Emulator) -> None:
     def body(source: Any, target: Any, shared: Any, barrier: Any) -> None:
+        copy_from(0, source, target, shared, barrier)
         plgpu.barrier_wait(barrier)
 
     with pytest.raises(jax.errors.JaxRuntimeError, match="all warps wait"):

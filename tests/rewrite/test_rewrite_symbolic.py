@@ -81,7 +81,9 @@ def test_sizes_are_compared_for_every_value_of_a_dimension() -> None:
 def test_a_program_that_may_cost_more_is_refused() -> None:
     (batch,) = export.symbolic_shape("batch", constraints=["batch >= 8"])
     row, rows = (jax.ShapeDtypeStruct((n, 512), jnp.float32) for n in (64, batch))
-    original = jax.make_jaxpr(lambda x: x @ jnp.ones((512, 512)))(row)
-    grown = jax.make_jaxpr(lambda x: x @ jnp.ones((512, 512)))(rows)
+    original, grown = (
+        cost.program_cost(jax.make_jaxpr(lambda x: x @ jnp.ones((512, 512)))(x).jaxpr)
+        for x in (row, rows)
+    )
     assert "batch" in cost.refusal(grown, original)
     assert not cost.refusal(grown, grown)

@@ -79,7 +79,7 @@ def test_ranking_offline():
 
 
 def test_the_page_holds_the_figures_of_the_results_file(tmp_path):
-    results = ROOT / "benchmarks" / "results" / "serving_cpu.json"
+    results = ROOT / "examples" / "serving" / "results" / "cpu.json"
     page = (ROOT / "docs" / "serving.md").read_text("utf-8")
     assert page == plot.page(page, json.loads(results.read_text("utf-8")))
     plot.draw(results, tmp_path / "serving.svg")
