@@ -341,3 +341,17 @@ def _while(ctx: Context, eqn: Any, *operands: Any) -> Any:
 
     out = lax.while_loop(proceeds, run, arrays)
     return pack(out)
+
+
+@register_rule("call_hi_primitive")
+def _hi_primitive(ctx: Context, eqn: Any, *operands: Any) -> Any:
+    """`jnp.searchsorted` since jax 0.12: every query has a place among the same keys."""
+    found = eqn.params["_prim"]
+    if type(found).__name__ != "SearchSorted":
+        raise NotCovered(f"no rule for {type(found).__name__}")
+    keys, queries = operands
+    if not is_plain(keys) or np.ndim(keys) != 1 or not isinstance(queries, Lazy):
+        raise NotCovered("searchsorted in keys that are looked up, or in several sequences")
+    # The primitive itself is made for one shape of queries.
+    places = jax.numpy.searchsorted(keys, queries.base, side=found.side, method=found.method)
+    return [lazy(places, queries.shape, queries.lineage, queries.axis, queries.origins)]

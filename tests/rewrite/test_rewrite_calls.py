@@ -224,7 +224,7 @@ def test_tracing_stays_cheap(layer, jit: bool, bar: float) -> None:
         turns = np.median([b / a for a, b in zip(plain, rewritten, strict=True)])
         return min(float(turns), min(rewritten) / min(plain))
 
-    for turn in range(40):
+    for turn in range(120):
         plain.append(seconds(lambda f: f))
         rewritten.append(seconds(ikbo.rewrite))
         if turn >= 4 and ratio() <= bar:
