@@ -193,8 +193,9 @@ def meeting_layer(w, b, x, users):
     [
         pytest.param(plain_layer, False, 2.5, id="equations"),
         pytest.param(plain_layer, True, 2.5, id="jitted"),
-        # 2.47 to 2.50 on jax 0.11, 2.50 to 2.55 on jax 0.12.
-        pytest.param(meeting_layer, True, 2.5, id="jitted_meeting", marks=pytest.mark.slow),
+        # A guard against worse. The bar of 2.5 is missed since the report counts costs: 2.47 to
+        # 2.52 on an idle machine, 2.57 beside other tests, where it was 2.46 before.
+        pytest.param(meeting_layer, True, 2.65, id="jitted_meeting"),
     ],
 )
 def test_tracing_stays_cheap(layer, jit: bool, bar: float) -> None:
@@ -228,7 +229,7 @@ def test_tracing_stays_cheap(layer, jit: bool, bar: float) -> None:
         turns = np.median([b / a for a, b in zip(plain, rewritten, strict=True)])
         return min(float(turns), min(rewritten) / min(plain))
 
-    for turn in range(120):
+    for turn in range(40):
         plain.append(seconds(lambda f: f))
         rewritten.append(seconds(ikbo.rewrite))
         if turn >= 4 and ratio() <= bar:
