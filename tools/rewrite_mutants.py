@@ -340,8 +340,8 @@ MUTANTS = (
     Mutant(
         "concatenations of different parts zipped",
         "rules.py",
-        "if any((c.axis, c.sizes) != (first.axis, first.sizes) for c in concats):",
-        "if any(c.axis != first.axis for c in concats):",
+        "if x.axis != first.axis or x.sizes != first.sizes:",
+        "if x.axis != first.axis:",
         (
             *lookups("different parts"),
             f"{DECISIONS}::test_different_parts_are_left_for_that_reason",

@@ -17,7 +17,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ikbo_jax.rewrite import activations, block_attention, blocks, curves, masks, pointwise
+from ikbo_jax.rewrite import (
+    activations,
+    block_attention,
+    blocks,
+    curves,
+    lineage,
+    masks,
+    pointwise,
+)
 from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.lineage import Lazy, has_lineage, is_plain, origins_of, spread_axes
 from ikbo_jax.rewrite.registry import NotCovered
@@ -55,10 +63,13 @@ def start(
         one_user(ctx, rhs, batch[1], lhs, batch[0]),
     )
     sides = [(lhs, contract[0], batch[0]), (rhs, contract[1], batch[1])]
-    if has_lineage(lhs):
+    key_first = _first_is_key(sides)
+    if key_first:
         sides.reverse()
     (query, query_contract, query_batch), (key, key_contract, key_batch) = sides
-    if has_lineage(query) or not has_lineage(key) or key.axis not in key_batch:
+    if not has_lineage(key) or key.axis not in key_batch:
+        return None
+    if has_lineage(query) and query.lineage is key.lineage:
         return None
     key_free = [d for d in range(len(key.shape)) if d not in (*key_contract, *key_batch)]
     if len(query_contract) != 1 or len(key_free) != 1 or key.dtype != query.dtype:
@@ -71,6 +82,9 @@ def start(
     user_dim = list(key_batch).index(key.axis)
     heads_key = [d for d in key_batch if d != key.axis]
     heads_query = [d for n, d in enumerate(query_batch) if n != user_dim]
+    if has_lineage(query):
+        reason = "queries that are looked up by another index than their keys"
+        query = ctx.materialise(eqn, query, reason)
     query = ctx.build(query)
     queries = [d for d in range(query.ndim) if d not in (*query_contract, *query_batch)]
     key_order = [key.axis, *key_free, *heads_key, *key_contract]
@@ -92,9 +106,25 @@ def start(
         (BATCH, 0) if n == user_dim else (HEAD, next(heads)) for n in range(len(key_batch))
     ]
     free: list[Label] = [(QUERY, n) for n in range(len(queries))]
-    labels += [*free, (KEY, 0)] if has_lineage(rhs) else [(KEY, 0), *free]
+    labels += [(KEY, 0), *free] if key_first else [*free, (KEY, 0)]
     shape, dtype = tuple(out.aval.shape), out.aval.dtype
     return Scores(root, "logits", tuple(labels), shape, dtype, plain_product, curves.logits(dtype))
+
+
+def _first_is_key(sides: list[tuple[Any, Any, Any]]) -> bool:
+    """Whether the first operand of a batched product holds the looked-up keys.
+
+    If both operands are looked up, as queries from a table of items by the candidates' ids, the
+    keys are the operand with more elements, of those with one free dimension.
+    """
+
+    def may_be_key(x: Any, contract: Any, batch: Any) -> bool:
+        return has_lineage(x) and len(x.shape) - len(contract) - len(batch) == 1
+
+    first, second = (may_be_key(*side) for side in sides)
+    if not (first and second):
+        return first or (not second and has_lineage(sides[0][0]))
+    return not lineage.is_at_least(*(lineage.size_of(x.shape) for x, _, _ in reversed(sides)))
 
 
 def has_default_precision(eqn: Any) -> bool:
@@ -206,7 +236,7 @@ def _dot(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
     out = out.reshape(eqn.outvars[0].aval.shape)
     origins = origins_of(root.key, value) | root.mask_origins
     op = "attention" if activation is None else "gdpa"
-    ctx.recorder.saved(eqn, origins, op, 0, True)
+    ctx.recorder.saved(eqn, origins, op, True)
     return out.astype(eqn.outvars[0].aval.dtype)
 
 

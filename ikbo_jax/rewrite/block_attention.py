@@ -88,8 +88,7 @@ def product(ctx: Context, eqn: Any, lhs: Any, rhs: Any, scores: Scores, pointwis
         call = Call(ctx, eqn, root, query_axis, keys, dtype)
     outs = [call.attended(part) for part in queries]
     origins = origins_of(root.query, root.key, value) | root.mask_origins
-    flops = sum(call.saved)
-    ctx.recorder.saved(eqn, origins, "attention with own tokens", flops, True)
+    ctx.recorder.saved(eqn, origins, "attention with own tokens", True)
     # The result is [batch, *queries, *heads, width].
     have: list[Label] = [*root.labels[:-1], ("width", 0)]
     scores_free = [
@@ -105,11 +104,7 @@ def product(ctx: Context, eqn: Any, lhs: Any, rhs: Any, scores: Scores, pointwis
 
 
 class Call:
-    """One attention: every part of its queries, computed by itself.
-
-    Attributes:
-      saved: floating-point operations that each part of the queries saves.
-    """
+    """One attention: every part of its queries, computed by itself."""
 
     def __init__(
         self, ctx: Context, eqn: Any, root: Blocks, axis: int, keys: list[Part], dtype: Any
@@ -117,7 +112,6 @@ class Call:
         self.ctx, self.eqn, self.root, self.axis = ctx, eqn, root, axis
         self.keys, self.dtype = keys, dtype
         self.heads = math.prod(root.heads)
-        self.saved: list[int] = []
 
     def attended(self, query: Part) -> Any:
         """The result of some queries: [batch, *queries, *heads, width]."""
@@ -214,9 +208,6 @@ class Call:
         weights = lax.exp(lax.sub(logits, lax.expand_dims(largest, (3,))))
         total = lax.expand_dims(lax.reduce_sum(weights, (3,)), (3,))
         weights = cast(lax.div(weights, total), all_values.dtype)
-        size = users.users * math.prod(value.shape[1:-1]) * all_keys.shape[1]
-        batch = users.batch * math.prod(value.shape[1:-1]) * all_keys.shape[1]
-        self.saved.append(2 * (batch - size) * (value.shape[-1] + all_values.shape[-1]))
         return cast(weighted(weights, all_values), self.dtype)
 
     def _users_mask(
@@ -252,7 +243,7 @@ class Call:
         groups: dict[Any, list[Part]] = {}
         for key in live:
             groups.setdefault(lineage_of(key.value), []).append(key)
-        own = groups.pop(None, [])
+        own = groups.pop(None, []) + _taken_as_own(groups, rows)
         own_kept = all(states[id(key)].kept for key in own)
         own_rows = None
         if own:
@@ -289,7 +280,6 @@ class Call:
         if own_rows and not (own_kept and groups):
             own_out = self._to_own(query, own, flat, *own_rows)
             merged = own_out if merged is None else _merged(merged, own_out)
-        self.saved.append(0)
         return cast(merged[0], self.dtype)
 
     def _kept_first(
@@ -343,6 +333,18 @@ class Call:
         out = weighted((weights / safe[..., None]).astype(value.dtype), value)
         lse = jnp.where(total > 0, jnp.log(safe) + largest[..., 0], -jnp.inf)
         return out.astype(value.dtype), lse.transpose(0, 2, 1)
+
+
+def _taken_as_own(groups: dict[Any, list[Part]], queries: int) -> list[Part]:
+    """Removes and returns the keys that are no longer than the queries and not most of the keys.
+
+    A candidate's token may be looked up, too, in a table of items. An attention for itself would
+    read the queries again, and its result would be merged; the copy of its keys is smaller.
+    """
+    sizes = {users: sum(x.stop - x.start for x in keys) for users, keys in groups.items()}
+    most = max(sizes, key=lambda users: sizes[users], default=None)
+    taken = [x for x in sizes if x is not most and sizes[x] <= queries]
+    return [part for users in taken for part in groups.pop(users)]
 
 
 def _merged(first: Any, second: Any) -> tuple[jax.Array, jax.Array]:

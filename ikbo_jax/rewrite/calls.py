@@ -13,12 +13,12 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from ikbo_jax.rewrite import hoisting, jvp_rules, loops
-from ikbo_jax.rewrite.cost import program_cost
+from ikbo_jax.rewrite import hoisting, jvp_rules, loops, shared
 from ikbo_jax.rewrite.forms import form, skeleton, unpack, unpack_all
 from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.jaxprs import evaluate, trace, without_dead_code
 from ikbo_jax.rewrite.lineage import Concat, Lazy, is_plain, lazy, spread
+from ikbo_jax.rewrite.log import Log
 from ikbo_jax.rewrite.merged import Merged
 from ikbo_jax.rewrite.registry import NotCovered, register_rule
 from ikbo_jax.rewrite.rules import ELEMENTWISE
@@ -48,6 +48,20 @@ def _checkpoint(ctx: Context, eqn: Any, *operands: Any) -> Any:
     jaxpr = eqn.params["jaxpr"]
     if all(map(is_plain, operands)) and ctx.programs.is_plain(jaxpr):
         return ctx.bind(eqn, *operands)
+
+    def inline() -> list[Any]:
+        return _checkpointed(ctx, eqn, operands)
+
+    if isinstance(eqn.params["prevent_cse"], tuple) and len(set(eqn.params["prevent_cse"])) > 1:
+        return inline()
+    indices = [shared.is_index(v.aval) for v in eqn.invars]
+    fixed = list(map(shared.is_fixed, operands, indices))
+    return shared.call(ctx, eqn, operands, fixed, inline)
+
+
+def _checkpointed(ctx: Context, eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """The results of a checkpointed function that is interpreted at this call alone."""
+    jaxpr = eqn.params["jaxpr"]
     # Facts about indices and masks depend on the objects, so the body closes over these.
     fixed = [is_plain(x) and _is_exact(x) for x in operands]
     varying = [x for x, f in zip(operands, fixed, strict=True) if not f]
@@ -78,7 +92,7 @@ def _is_exact(x: Any) -> bool:
 
 #: Derivatives of a custom_jvp function that are proven to work row by row while the program is
 #: rewritten. A JVP rule may call its own function, so that there is no last derivative.
-_PROVEN_DERIVATIVES = 2
+PROVEN_DERIVATIVES = 2
 
 
 @register_rule("custom_jvp_call")
@@ -88,6 +102,9 @@ def _custom_jvp(ctx: Context, eqn: Any, *operands: Any) -> Any:
     derivative = params.get("jvp_jaxpr_fun")
     if derivative is None or params["num_consts"]:
         raise NotCovered("custom_jvp with closed-over values")
+    if params["call_jaxpr"].effects:
+        # The function is interpreted twice, which would repeat them.
+        raise NotCovered("custom_jvp with effects")
     arrays, _ = unpack_all(operands)
     if not all(jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays):
         raise NotCovered("custom_jvp with operands that are not floating-point numbers")
@@ -98,7 +115,7 @@ def _custom_jvp(ctx: Context, eqn: Any, *operands: Any) -> Any:
             results = ctx.inner().run_closed(params["call_jaxpr"], operands, eqn)
     if not all(isinstance(value, (Lazy, Concat, Merged)) for value in results):
         raise NotCovered("custom_jvp of a function that mixes rows")
-    must_be_proven = ctx.derivatives < _PROVEN_DERIVATIVES
+    must_be_proven = ctx.derivatives < PROVEN_DERIVATIVES
     rule = _proven_rule(ctx, eqn, operands, results) if must_be_proven else None
     if must_be_proven and rule is None:
         reason = "custom_jvp whose derivative does not work row by row"
@@ -113,7 +130,7 @@ def _custom_jvp(ctx: Context, eqn: Any, *operands: Any) -> Any:
     def function(*arrays: Any) -> Any:
         inner = ctx.inner()
         values = inner.run_closed(params["call_jaxpr"], pack(arrays), eqn)
-        assert all(map(_matches, values, results))
+        assert all(map(matches, values, results))
         return unpack_all(values)[0]
 
     @function.defjvp
@@ -171,9 +188,9 @@ def _jvp_rule(
         primals, tangents = both[: len(arrays)], both[len(arrays) :]
         with ctx.muted():
             values = ctx.afterwards().run(jaxpr, consts, [*pack(primals), *pack(tangents)])
-        if not all(map(_matches, values, like)):
+        if not all(map(matches, values, like)):
             raise NotCovered("the derivative mixes rows")
-        found = [unpack(_widened(x, y))[0] for x, y in zip(values, like, strict=True)]
+        found = [unpack(widened(x, y))[0] for x, y in zip(values, like, strict=True)]
         out, slopes = found[: len(results)], iter(found[len(results) :])
         for x, zero in zip(list(out), zeros, strict=True):
             out.append(list(map(jnp.zeros_like, x)) if zero else next(slopes))
@@ -211,7 +228,7 @@ def _only_elementwise(ctx: Context, program: core.Jaxpr) -> bool:
     return ctx.programs.answer("elementwise", program, find_out)
 
 
-def _matches(value: Any, like: Any) -> bool:
+def matches(value: Any, like: Any) -> bool:
     """Whether two values have the same form, once dimensions of size 1 of `value` are broadcast."""
     if is_plain(like) or is_plain(value):
         return is_plain(like) and is_plain(value)
@@ -219,10 +236,10 @@ def _matches(value: Any, like: Any) -> bool:
         return True
     if isinstance(like, Merged):
         same = isinstance(value, Merged) and value.groups == like.groups
-        return same and _matches(value.inner, like.inner)
+        return same and matches(value.inner, like.inner)
     if isinstance(like, Concat):
         same = isinstance(value, Concat) and (value.axis, value.sizes) == (like.axis, like.sizes)
-        return same and all(map(_matches, value.parts, like.parts))
+        return same and all(map(matches, value.parts, like.parts))
     return (
         isinstance(value, Lazy)
         and (value.lineage, value.axis) == (like.lineage, like.axis)
@@ -230,14 +247,14 @@ def _matches(value: Any, like: Any) -> bool:
     )
 
 
-def _widened(value: Any, like: Any) -> Any:
+def widened(value: Any, like: Any) -> Any:
     """The value with its arrays broadcast to the shapes of the arrays of `like`."""
     if isinstance(like, Merged):
         inner = value if _is_uniform(value) else value.inner
-        return dataclasses.replace(like, inner=_widened(inner, like.inner))
+        return dataclasses.replace(like, inner=widened(inner, like.inner))
     if isinstance(like, Concat):
         parts = [value] * len(like.parts) if _is_uniform(value) else value.parts
-        return Concat(tuple(map(_widened, parts, like.parts)), like.axis)
+        return Concat(tuple(map(widened, parts, like.parts)), like.axis)
     if isinstance(like, Lazy):
         if _is_uniform(value):
             return dataclasses.replace(like, base=lax.full_like(like.base, value.base.reshape(())))
@@ -248,11 +265,6 @@ def _widened(value: Any, like: Any) -> Any:
 def _is_uniform(value: Any) -> bool:
     """Whether a value is one number, broadcast."""
     return isinstance(value, Lazy) and value.lineage is None and value.base.size == 1
-
-
-@register_rule("custom_vjp_call")
-def _custom_vjp(ctx: Context, eqn: Any, *operands: Any) -> Any:
-    raise NotCovered("custom_vjp: its backward pass is written for the larger batch")
 
 
 @register_rule("scan", source=True)
@@ -267,9 +279,8 @@ def _scan(ctx: Context, eqn: Any, *operands: Any) -> Any:
         return ctx.bind(eqn, *operands)
     if hoisted is not None:
         first, jaxpr = hoisted
-        origins = frozenset({ctx.recorder.found(eqn, "values of every iteration", 0, False)})
-        flops = (params["length"] - 1) * program_cost(first).flops
-        ctx.recorder.saved(eqn, origins, "computed once, before the loop", flops, True)
+        origins = frozenset({ctx.recorder.found(eqn, "values of every iteration", False)})
+        ctx.recorder.saved(eqn, origins, "computed once, before the loop", True)
         with ctx.recorder.inside(eqn):
             for hoisted_eqn in first.eqns:
                 ctx.recorder.computed(hoisted_eqn, origins)
@@ -284,68 +295,60 @@ def _scan(ctx: Context, eqn: Any, *operands: Any) -> Any:
         ctx.materialise(eqn, x, "scan over the looked-up axis") if not _scannable(x) else x
         for x in xs
     ]
-    xs_arrays, _ = unpack_all(xs)
     carry = list(map(loops.uniform, init))
 
-    def step(carry: Sequence[Any], slices: Sequence[Any]) -> tuple[Context, list[Any]]:
-        inner = ctx.inner()
-        values = _packed_slices(xs, slices)
-        return inner, exported(inner, inner.run_closed(jaxpr, [*consts, *carry, *values], eqn), ctx)
-
     while True:
-        with ctx.muted():
-            returned, built = _trial(step, carry, xs_arrays, n_carry)
-        if not loops.reformed(ctx, eqn, carry, returned, init, "scan"):
-            break
+        try:
+            return _scanned(ctx, eqn, jaxpr, consts, carry, xs)
+        except loops.Retry as trial:
+            if loops.reformed(ctx, eqn, carry, trial.returned, init, "scan"):
+                continue
+            for value in consts[:n_consts]:
+                if id(value) in trial.built:
+                    ctx.materialise(eqn, value, "needed in every iteration of a scan")
 
-    for value in consts[:n_consts]:
-        if id(value) in built:
-            ctx.materialise(eqn, value, "needed in every iteration of a scan")
 
+def _scanned(
+    ctx: Context,
+    eqn: Any,
+    jaxpr: core.Jaxpr,
+    consts: list[Any],
+    carry: list[Any],
+    xs: list[Any],
+) -> list[Any]:
+    """The results of a scan whose body is interpreted once; may raise `loops.Retry`."""
+    params, (n_consts, count) = eqn.params, hoisting.scan_counts(eqn.params)
     arrays, pack = unpack_all(carry)
-    packs: list[Any] = []
+    # What the last trace of the body recorded: JAX may trace it twice, with other weak types.
+    last: list[tuple[Log, list[Any]]] = []
 
     def body(arrays: Any, slices: Any) -> Any:
-        inner, results = step(pack(arrays), slices)
+        log = Log()
+        inner, values = ctx.inner(log), [*consts, *pack(arrays), *_packed_slices(xs, slices)]
+        results = exported(inner, inner.run_closed(jaxpr, values), ctx)
+        built = inner.scope.built()
+        if loops.unstable(carry, results) or any(id(x) in built for x in consts[:n_consts]):
+            raise loops.Retry(list(map(skeleton, results[:count])), built)
         new = [
             inner.build(r) if is_plain(c) else r
-            for c, r in zip(carry, results[:n_carry], strict=True)
+            for c, r in zip(carry, results[:count], strict=True)
         ]
-        stacked = [_stackable(inner, y) for y in results[n_carry:]]
-        packs.append(stacked)
+        stacked = [_stackable(inner, y) for y in results[count:]]
+        last[:] = [(log, stacked)]
         return unpack_all(new)[0], unpack_all(stacked)[0]
 
     out, ys = lax.scan(
         body,
         arrays,
-        xs_arrays,
+        unpack_all(xs)[0],
         length=params["length"],
         reverse=params["reverse"],
         unroll=params["unroll"],
     )
-    return [*pack(out), *_packed_stacks(packs[-1], ys, params["length"])]
-
-
-def _trial(step: Any, carry: list[Any], xs_arrays: Any, n_carry: int) -> tuple[list[Any], set[int]]:
-    """Traces one iteration of a scan and discards it.
-
-    Returns:
-      Skeletons of the carries that the body returns, and the identities of all values that were
-      materialised.
-    """
-    arrays, pack = unpack_all(carry)
-    returned: list[Any] = []
-    built: set[int] = set()
-
-    def once(arrays: Any, slices: Any) -> Any:
-        inner, results = step(pack(arrays), slices)
-        built.update(inner.scope.built())
-        returned[:] = map(skeleton, results[:n_carry])
-        return ()
-
-    slices = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in xs_arrays]
-    jax.eval_shape(once, arrays, slices)
-    return returned, built
+    ((log, stacked),) = last
+    with ctx.recorder.inside(eqn):
+        call = log.replay(ctx.recorder, eqn, {}, None)
+    return [*pack(out), *_packed_stacks(stacked, ys, params["length"], call.origins)]
 
 
 def _split(values: Sequence[Any], *counts: int) -> list[list[Any]]:
@@ -382,15 +385,18 @@ def _stackable(ctx: Context, y: Any) -> Any:
     return y if is_plain(y) or isinstance(y, Lazy) else ctx.build(y)
 
 
-def _packed_stacks(values: Sequence[Any], stacks: Sequence[Any], length: int) -> list[Any]:
-    """The stacked results of all iterations."""
+def _packed_stacks(
+    values: Sequence[Any], stacks: Sequence[Any], length: int, origins: Any
+) -> list[Any]:
+    """The stacked results of all iterations; `origins` maps what they stem from in the body."""
     out = []
     for value, stack in zip(values, stacks, strict=True):
         if is_plain(value):
             out.append(stack)
         else:
             axis = value.axis + 1 if value.lineage else -1
-            out.append(lazy(stack, (length, *value.shape), value.lineage, axis, value.origins))
+            shape = (length, *value.shape)
+            out.append(lazy(stack, shape, value.lineage, axis, origins(value.origins)))
     return out
 
 

@@ -61,9 +61,8 @@ def _copies(ctx: Context, eqn: Any, x: Any, axis: int, shape: tuple[int, ...]) -
         return x
     if not is_plain(x) and not isinstance(x, Lazy) or has_lineage(x) and x.axis == axis:
         raise NotCovered("copies of a concatenation")
-    copy = lineage.nbytes(shape, x.dtype) - lineage.nbytes(x.shape, x.dtype)
     what = f"{lineage.text(x)} repeated -> {lineage.text(x, shape)}"
-    found = ctx.recorder.found(eqn, what, copy, False)
+    found = ctx.recorder.found(eqn, what, False)
     kept = (x.lineage, x.axis) if has_lineage(x) else (None, -1)
     return lazy(base_of(x), shape, kept[0], kept[1], origins_of(x) | {found})
 

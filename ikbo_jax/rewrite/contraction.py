@@ -105,10 +105,8 @@ def product(
         axis = next((n for n, (x, d) in enumerate(free) if has_lineage(x) and d == x.axis), -1)
         value_lineage = free[axis][0].lineage if axis >= 0 else None
     origins = origins_of(lhs, rhs)
-    saved = math.prod(shape) - math.prod(out.shape)
-    if lineage.is_at_least(saved, 1):
-        saved *= 2 * math.prod(shape_of(lhs)[d] for d in lhs_contract)
-        ctx.recorder.saved(eqn, origins, became or "product at the smaller batch", saved, True)
+    if lineage.is_at_least(math.prod(shape) - math.prod(out.shape), 1):
+        ctx.recorder.saved(eqn, origins, became or "product at the smaller batch", True)
     return lazy(out, shape, value_lineage, axis, origins)
 
 
@@ -239,10 +237,11 @@ def _of_concat(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
         compressed = _compress(ctx, eqn, left, whole, other, groups)
         if compressed is not None:
             return compressed
-        whole = _joined(ctx, eqn, whole)
-        if is_plain(whole):
-            return product(ctx, eqn, *((whole, other) if left else (other, whole)))
-        groups = _groups(ctx, whole, other, other_axis)
+        joined = _joined(ctx, eqn, whole)
+        if is_plain(joined):
+            return product(ctx, eqn, *((joined, other) if left else (other, joined)))
+        if joined is not whole:
+            whole, groups = joined, _groups(ctx, joined, other, other_axis)
     return _sum_of_products(ctx, eqn, left, groups, origins_of(whole, other))
 
 
@@ -359,12 +358,8 @@ def _compress(
         )
     else:
         out = multilevel_linear_compression(levels)
-    batch, k, n = whole.shape
-    saved = 0
-    for term in levels[:-1]:
-        saved += 2 * (batch - term.embedding.shape[0]) * term.weight.size * n
     name = "linear_compression" if len(levels) == 2 else "multilevel_linear_compression"
-    ctx.recorder.saved(eqn, origins_of(whole), name, saved, True)
+    ctx.recorder.saved(eqn, origins_of(whole), name, True)
     # out is [B, M, N]. The equation returns [B, N, M] if the weight is its second operand, and
     # [M, B, N] if it is the first.
     return lax.transpose(out, (0, 2, 1) if left else (1, 0, 2))

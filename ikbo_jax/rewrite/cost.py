@@ -10,7 +10,8 @@ operations that XLA does not fuse with others. The model of fusion:
 - lookups, concatenations and transposes read as many bytes as they return (lookups also read their
   indices), and write them unless only elementwise operations read the result;
 - a `scan` costs its body times its length, a `while` loop its body once, a conditional its most
-  expensive branch.
+  expensive branch;
+- work that the rewritten program does only for rare values of its inputs costs nothing.
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ _WHOLE = frozenset(
     """.split()  # noqa: SIM905  A table of words reads better.
 )
 _READS = _MOVES | _WHOLE | {"jit"}
+#: Functions that `masks` calls in a branch that only rare values of the inputs take: users without
+#: any kept key, beside logits above 30 for a mask of -1e9 in float32.
+_RARE = ("rows_without_kept_keys",)
 
 
 class Cost(NamedTuple):
@@ -82,16 +86,16 @@ def _text(amount: Any) -> str:
 
 def program_cost(program: core.Jaxpr) -> Cost:
     """The cost of a traced program."""
-    return total(cost_by_source(program))
+    return total(cost_by_source(program, ()))
 
 
 def cost_by_source(
-    program: core.Jaxpr, sources: Container[int | None] | None = None
+    program: Any, sources: Container[int | None] | None = None
 ) -> dict[int | None, Cost]:
     """The cost of a traced program, by the tracebacks of its equations.
 
     Args:
-      program: the program.
+      program: the program, or an object with its `eqns` and `outvars`.
       sources: identities of tracebacks; None for all tracebacks.
 
     Returns:
@@ -108,11 +112,15 @@ def total(costs: Mapping[Any, Cost]) -> Cost:
 
 
 def _cost(
-    program: core.Jaxpr, sources: Container[int | None] | None, known: dict[int, Any]
+    program: Any, sources: Container[int | None] | None, known: dict[int, Any]
 ) -> dict[int | None, Cost]:
     if id(program) in known:
         return known[id(program)]
-    inner_of = list(map(inner_programs, program.eqns))
+    without = explain.WITHOUT_PROGRAMS
+    # Most equations hold no programs.
+    inner_of: list[Sequence[core.Jaxpr]] = [
+        () if eqn.primitive.name in without else inner_programs(eqn) for eqn in program.eqns
+    ]
     written = _read_unfused(program, inner_of)
     sums: dict[int | None, list[int]] = {}
 
@@ -125,7 +133,7 @@ def _cost(
 
     for eqn, inner in zip(program.eqns, inner_of, strict=True):
         name = eqn.primitive.name
-        if not inner and name not in _READS:
+        if not inner and name not in _READS or eqn.params.get("name") in _RARE:
             continue
         source: int | None = id(eqn.source_info.traceback)
         source = source if sources is None or source in sources else None
@@ -160,7 +168,7 @@ def _dearest(branches: list[dict[int | None, Cost]]) -> dict[int | None, Cost]:
     }
 
 
-def _read_unfused(program: core.Jaxpr, inner_of: Sequence[Sequence[core.Jaxpr]]) -> set[Any]:
+def _read_unfused(program: Any, inner_of: Sequence[Sequence[core.Jaxpr]]) -> set[Any]:
     """The variables that are written: not all operations that read them are fused.
 
     Args:

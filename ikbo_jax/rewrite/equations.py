@@ -35,8 +35,12 @@ def why_kept(eqn: core.JaxprEqn) -> str:
 def on_integers(eqn: core.JaxprEqn) -> bool:
     """Whether all operands and results are integers or booleans, and there are no effects."""
     for v in itertools.chain(eqn.outvars, eqn.invars):
-        if getattr(getattr(v.aval, "dtype", None), "kind", "i") not in "iub":
-            return False
+        aval: Any = v.aval
+        try:
+            if aval.dtype.kind not in "iub":
+                return False
+        except AttributeError:
+            continue
     return not eqn.effects
 
 

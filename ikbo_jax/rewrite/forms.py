@@ -4,16 +4,73 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from ikbo_jax.rewrite.lineage import Concat, Lazy, base_of, is_plain, slice_along, spread
+from ikbo_jax.rewrite.lineage import Concat, Deferred, Lazy, base_of, is_plain, slice_along, spread
 from ikbo_jax.rewrite.merged import Merged
 
 # Only arrays can be arguments and results of a traced function. So `unpack` splits a value into its
 # arrays and a function `pack` that rebuilds the value from them.
+
+
+def can_pass(value: Any) -> bool:
+    """Whether a value can be an argument or a result of a traced function."""
+    return is_plain(value) or isinstance(value, Lazy) or _holds_values(value)
+
+
+def _holds_values(value: Any) -> bool:
+    return isinstance(value, (Concat, Merged)) and all(map(can_pass, inside_of(value)))
+
+
+def inside_of(value: Any) -> Sequence[Any]:
+    """The values that a concatenation or a merged value holds; () for other values."""
+    if isinstance(value, Concat):
+        return value.parts
+    return (value.inner,) if isinstance(value, Merged) else ()
+
+
+def with_inside(value: Any, inside: Sequence[Any]) -> Any:
+    """A concatenation or a merged value that holds other values."""
+    if isinstance(value, Concat):
+        return Concat(tuple(inside), value.axis)
+    (inner,) = inside
+    return dataclasses.replace(value, inner=inner)
+
+
+def with_all_inside(values: Sequence[Any]) -> list[Any]:
+    """Values, followed by the values inside of them, and by the values inside of these."""
+    found = list(values)
+    # The loop appends to the list that it iterates over.
+    for x in found:
+        if isinstance(x, (Concat, Merged)):
+            found += inside_of(x)
+    return found
+
+
+class Nodes(NamedTuple):
+    """Values as `with_all_inside` returns them, and how they are nested.
+
+    Attributes:
+      values: all of them.
+      inside: for each, the positions of the values inside of it.
+      roots: for each, the position of the outermost value that holds it.
+    """
+
+    values: list[Any]
+    inside: list[range]
+    roots: list[int]
+
+    @classmethod
+    def of(cls, values: Sequence[Any]) -> Nodes:
+        nodes = cls(with_all_inside(values), [], list(range(len(values))))
+        for n, x in enumerate(nodes.values):
+            start, count = len(nodes.roots), len(inside_of(x))
+            nodes.inside.append(range(start, start + count))
+            nodes.roots.extend([nodes.roots[n]] * count)
+        return nodes
 
 
 def unpack(value: Any) -> tuple[list[Any], Any]:
@@ -43,14 +100,16 @@ def unpack_all(values: Sequence[Any]) -> tuple[list[Any], Any]:
 
 def form(value: Any) -> Any:
     """The form of a value: its kind, shapes, lineage and axis; "plain" for an array."""
+    if not isinstance(value, Deferred):
+        return "plain"
     if isinstance(value, Lazy):
         base = (value.base.shape, value.base.dtype)
         return (base, value.shape, value.lineage, value.axis)
     if isinstance(value, Concat):
-        return (value.axis, tuple(map(form, value.parts)))
+        return (value.axis, value.sizes, tuple(map(form, value.parts)))
     if isinstance(value, Merged):
         return (value.groups, form(value.inner))
-    return "plain"
+    return type(value)
 
 
 def skeleton(value: Any) -> Any:

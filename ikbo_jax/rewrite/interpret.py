@@ -15,7 +15,6 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from ikbo_jax.rewrite import report
 from ikbo_jax.rewrite.equations import (
     described,
     identity,
@@ -28,6 +27,7 @@ from ikbo_jax.rewrite.jaxprs import interpret
 from ikbo_jax.rewrite.lineage import Deferred, is_plain, origins_of
 from ikbo_jax.rewrite.program_cache import ProgramCache
 from ikbo_jax.rewrite.provenance import Provenance
+from ikbo_jax.rewrite.recorder import Recorder
 from ikbo_jax.rewrite.registry import NotCovered, applies_to_arrays, rule_of
 from ikbo_jax.rewrite.scope import Scope
 
@@ -45,11 +45,13 @@ class Context:
       differentiated: whether the program must have the original's derivative. If not, only its
         values must be right: a rule may call `gradient_differs` and then take a form with another
         derivative.
+      same: None, or if this scope is a program that calls share, by the identity of a value that
+        is the same in every call, a key that equal values have in all such programs.
     """
 
     def __init__(
         self,
-        recorder: report.Recorder,
+        recorder: Recorder,
         parent: Context | None = None,
         *,
         differentiated: bool = False,
@@ -63,8 +65,9 @@ class Context:
         self.programs: ProgramCache = parent.programs if parent else ProgramCache(repeated)
         self.differentiated: bool = differentiated or parent is not None and parent.differentiated
         self.derivatives: int = parent.derivatives if parent else 0
+        self.same: dict[int, Any] | None = None
 
-    def inner(self, recorder: report.Recorder | None = None) -> Context:
+    def inner(self, recorder: Recorder | None = None) -> Context:
         """The context of a scope inside this scope, by default with the same recorder."""
         return Context(recorder or self.recorder, self)
 
@@ -148,14 +151,36 @@ class Context:
         key = _cse_key(eqn, operands)
         if key is not None and (earlier := self.scope.results(key)) is not None:
             return earlier
-        results = self._apply(eqn, operands)
-        deferred = [x for x in (*operands, *results) if isinstance(x, Deferred)]
-        if deferred:
-            self.recorder.computed(eqn, origins_of(*deferred))
+        if key is not None and self.same is not None:
+            results = self._apply_same(self.same, eqn, operands)
+        else:
+            results = self._apply(eqn, operands)
+        if origins := origins_of(*operands, *results):
+            self.recorder.computed(eqn, origins)
         if key is not None:
             self.scope.keep_results(key, operands, results)
         for result in results:
             self.provenance.record(eqn, result, operands)
+        return results
+
+    def _apply_same(
+        self, same: dict[int, Any], eqn: core.JaxprEqn, operands: list[Any]
+    ) -> list[Any]:
+        """`_apply` of an equation whose results are reused if all calls have the same operands.
+
+        Interpreted in place, only the first call would run it. So the calls together record once
+        what it records.
+        """
+        keys = [same.get(id(x), identity(x)) for x in operands]
+        varies = (
+            isinstance(x, (jax.core.Tracer, Deferred)) and id(x) not in same for x in operands
+        )
+        if any(varies):
+            return self._apply(eqn, operands)
+        key = (eqn.primitive, tuple(eqn.params.items()), *keys)
+        with self.recorder.only_once(key):
+            results = self._apply(eqn, operands)
+        same.update((id(x), (key, n)) for n, x in enumerate(results))
         return results
 
     def _apply(self, eqn: core.JaxprEqn, operands: list[Any]) -> list[Any]:
@@ -228,9 +253,10 @@ def _checked(eqn: core.JaxprEqn, results: Any) -> list[Any]:
         # `shape` and `dtype` of a tracer take several times as long as those of its aval.
         returned: Any = x.aval if isinstance(x, jax.core.Tracer) else x
         aval: Any = v.aval
-        if not hasattr(returned, "shape"):
+        if not isinstance(returned, Deferred) and not hasattr(returned, "shape"):
             continue
-        if (tuple(returned.shape), returned.dtype) != (aval.shape, aval.dtype):
+        shape, dtype = returned.shape, returned.dtype
+        if dtype != aval.dtype or shape != aval.shape and tuple(shape) != aval.shape:
             text = f"{x.dtype}{list(x.shape)}"
             raise ValueError(f"it returned {text} instead of {aval.str_short()}")
     return results

@@ -132,7 +132,7 @@ def call(program: core.Jaxpr, arrays: Sequence[Any], name: str) -> list[Any]:
 
 
 def call_params(params: dict[str, Any], program: Any, counts: dict[str, int]) -> dict[str, Any]:
-    """Parameters of a `jit` equation that calls another program.
+    """Parameters of an equation of `jit` or of a checkpoint that calls another program.
 
     Args:
       params: parameters of an equation whose operands all have the same sharding and layout, and
@@ -147,6 +147,8 @@ def call_params(params: dict[str, Any], program: Any, counts: dict[str, int]) ->
                 params[name] = params[name][:1] * count
     if "donated_invars" in params:
         params["donated_invars"] = (False,) * counts["in"]
+    if isinstance(params.get("prevent_cse"), tuple):
+        params["prevent_cse"] = any(params["prevent_cse"])
     return params
 
 
@@ -155,34 +157,51 @@ def without_dead_code(program: core.Jaxpr) -> core.Jaxpr:
 
     If there are none, the same object is returned. So a program that is called several times stays
     one object.
-    """
-    program, has_dead_results = _without_dead_equations(program)
-    if not has_dead_results:
-        return program
-    cleared, _ = partial_eval.dce_jaxpr(program, [True] * len(program.outvars), instantiate=True)
-    return cleared
 
-
-def _without_dead_equations(program: core.Jaxpr) -> tuple[core.Jaxpr, bool]:
-    """The program without its dead equations; the programs that it calls stay as they are.
-
-    JAX's `dce_jaxpr` also processes every called program: for 50 calls of one jitted layer, this
-    takes a tenth of the time of tracing them.
-
-    Returns:
-      The program, and whether one that it calls has dead code or a result that is not used.
+    JAX's `dce_jaxpr` processes every called program: for 50 calls of one jitted layer, this takes a
+    tenth of the time of tracing them. So only equations that need it are given to `dce_jaxpr`.
     """
     answers: dict[int, bool] = {}
     kept: list[core.JaxprEqn] = []
-    has_dead_results = False
-    for eqn, is_used in _used(program):
-        if is_used is not False or eqn.effects:
-            kept.append(eqn)
-            if eqn.primitive.name not in explain.WITHOUT_PROGRAMS and not has_dead_results:
-                has_dead_results = _calls_dead_code(eqn, is_used, answers)
-    if len(kept) < len(program.eqns):
-        program = program.replace(eqns=kept[::-1])
-    return program, has_dead_results
+    literal = core.Literal
+    needed: set[Any] = {v for v in program.outvars if type(v) is not literal}
+    changed = False
+    for eqn in reversed(program.eqns):
+        # Most equations are needed, and hold no programs.
+        is_used = True if needed.issuperset(eqn.outvars) and eqn.outvars else _is_used(eqn, needed)
+        if is_used is False and not eqn.effects:
+            changed = True
+            continue
+        found: Sequence[core.JaxprEqn] = (eqn,)
+        holds_programs = eqn.primitive.name not in explain.WITHOUT_PROGRAMS
+        if holds_programs and _calls_dead_code(eqn, is_used, answers):
+            found, changed = _without_dead_results(program, eqn, needed), True
+        for live in found:
+            kept.append(live)
+            # Literals are not variables and cannot be hashed.
+            needed |= {v for v in live.invars if type(v) is not literal}
+    return program.replace(eqns=kept[::-1]) if changed else program
+
+
+def _without_dead_results(
+    program: core.Jaxpr, eqn: core.JaxprEqn, needed: set[Any]
+) -> Sequence[core.JaxprEqn]:
+    """An equation without its results that are not needed, and without dead code in its program."""
+    invars = list(dict.fromkeys(v for v in eqn.invars if isinstance(v, core.Var)))
+    outvars = [v for v in eqn.outvars if v in needed]
+    info = program.debug_info._replace(arg_names=None, result_paths=None)
+    alone = program.replace(
+        constvars=[], invars=invars, outvars=outvars, eqns=[eqn], debug_info=info
+    )
+    cleared, _ = partial_eval.dce_jaxpr(alone, [True] * len(outvars), instantiate=True)
+    return cleared.eqns
+
+
+def _is_used(eqn: core.JaxprEqn, needed: set[Any]) -> bool | None:
+    """Whether an equation's results are needed; None if some are and some are not."""
+    if needed.issuperset(eqn.outvars):
+        return bool(eqn.outvars)
+    return False if needed.isdisjoint(eqn.outvars) else None
 
 
 def _used(program: core.Jaxpr) -> Iterator[tuple[core.JaxprEqn, bool | None]]:
@@ -193,10 +212,7 @@ def _used(program: core.Jaxpr) -> Iterator[tuple[core.JaxprEqn, bool | None]]:
     literal = core.Literal
     needed: set[Any] = {v for v in program.outvars if type(v) is not literal}
     for eqn in reversed(program.eqns):
-        if needed.issuperset(eqn.outvars):
-            is_used: bool | None = bool(eqn.outvars)
-        else:
-            is_used = False if needed.isdisjoint(eqn.outvars) else None
+        is_used = _is_used(eqn, needed)
         if is_used is not False or eqn.effects:
             # Literals are not variables and cannot be hashed.
             needed.update([v for v in eqn.invars if type(v) is not literal])

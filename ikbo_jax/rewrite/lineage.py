@@ -145,15 +145,16 @@ def base_of(value: Any) -> Any:
 
 def origins_of(*values: Any) -> frozenset:
     """The broadcasts that any of the values stems from."""
-    found: list[frozenset] = [v.origins for v in values if not is_plain(v)]
-    if not found:
-        return frozenset()
-    first = found[0]
-    # Most values stem from the same broadcasts, and share the set.
-    for x in found:
-        if x is not first:
-            return first.union(*found)
-    return first
+    found: frozenset | None = None
+    for value in values:
+        if isinstance(value, Deferred):
+            origins: frozenset = value.origins  # type: ignore[attr-defined]
+            # Most values stem from the same broadcasts, and share the set.
+            if found is None:
+                found = origins
+            elif origins is not found:
+                found = found | origins
+    return frozenset() if found is None else found
 
 
 def carries(value: Any, axis: int) -> bool:

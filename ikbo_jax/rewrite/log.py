@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from ikbo_jax.rewrite.report import Broadcast, Recorder
+from ikbo_jax.rewrite.recorder import Broadcast, Recorder
+from ikbo_jax.rewrite.report import UNKNOWN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,21 +56,27 @@ class _Call:
 
 @dataclasses.dataclass(frozen=True)
 class _Found:
-    """A broadcast was found."""
+    """A broadcast was found; it is the same broadcast in every call if `key` is not None."""
 
     line: str | None
     stand_in: Broadcast
     what: str
-    copy_bytes: int
     certain: bool
+    key: Any
 
     def replay(self, call: _Call) -> None:
-        place = call.place(self.line)
-        broadcast = call.recorder.found(place, self.what, self.copy_bytes, self.certain)
+        found = call.place(self.line), self.what, self.certain
+        if self.key is None:
+            broadcast = call.recorder.found(*found)
+        else:
+            broadcast = call.recorder.found_once((self.key, self.what), *found)
         call.replace(self.stand_in, broadcast)
 
+    def repeat(self, call: _Call, times: int) -> None:
+        """Does nothing: the first call has found the broadcast."""
+
     def is_same_everywhere(self) -> bool:
-        return False
+        return self.key is not None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +103,6 @@ class _Saved:
     origins: frozenset
     became: str
     product: bool
-    flops: int
     times: int
 
     def replay(self, call: _Call) -> None:
@@ -103,8 +110,7 @@ class _Saved:
 
     def repeat(self, call: _Call, times: int) -> None:
         place, origins = call.place(self.line), call.origins(self.origins)
-        flops, count = self.flops * times, self.times * times
-        call.recorder.saved(place, origins, self.became, flops, self.product, count)
+        call.recorder.saved(place, origins, self.became, self.product, self.times * times)
 
     def is_same_everywhere(self) -> bool:
         return not self.product or self.line is not None
@@ -148,23 +154,33 @@ class Log(Recorder):
         super().__init__()
         self.operands: dict[int, int] = {}
         self._events: list[Any] = []
+        self._key: Any = None
         # Positions of `_Saved` events in the list, so that later equal events are added to them.
         self._positions: dict[Any, int] = {}
 
     def stand_in(self) -> Broadcast:
         """A new stand-in for the broadcasts that an operand stems from."""
-        return Broadcast("", "", 0, False)
+        return Broadcast("", "", False)
 
     def line(self, eqn: Any) -> Any:
         """The model's line that an equation stems from; None if it is unknown."""
         line = super().line(eqn)
-        return None if line == self.UNKNOWN else line
+        return None if line == UNKNOWN else line
 
-    def found(self, eqn: Any, what: str, copy_bytes: int, certain: bool) -> Broadcast:
-        broadcast = Broadcast("", what, copy_bytes, certain)
+    def found(self, eqn: Any, what: str, certain: bool) -> Broadcast:
+        broadcast = Broadcast("", what, certain)
         if not self.muted:
-            self._events.append(_Found(self.line(eqn), broadcast, what, copy_bytes, certain))
+            event = _Found(self.line(eqn), broadcast, what, certain, self._key)
+            self._events.append(event)
         return broadcast
+
+    @contextlib.contextmanager
+    def only_once(self, key: Any) -> Iterator[None]:
+        outer, self._key = self._key, key
+        try:
+            yield
+        finally:
+            self._key = outer
 
     def confirmed(self, origins: frozenset) -> None:
         self._events.append(_Confirmed(origins))
@@ -175,19 +191,18 @@ class Log(Recorder):
         eqn: Any,
         origins: frozenset,
         became: str,
-        flops: int,
         product: bool,
         times: int = 1,
     ) -> None:
         if self.muted:
             return
         line = self.line(eqn) if product else None
-        event = _Saved(line, origins, became, product, flops, times)
+        event = _Saved(line, origins, became, product, times)
         key = (line, origins, became, product)
         if key in self._positions:
             before = self._events[self._positions[key]]
             self._events[self._positions[key]] = dataclasses.replace(
-                event, flops=before.flops + flops, times=before.times + times
+                event, times=before.times + times
             )
         else:
             self._positions[key] = len(self._events)

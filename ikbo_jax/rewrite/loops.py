@@ -25,6 +25,32 @@ def uniform(x: Any) -> Any:
     return x if narrow is x else Lazy(jnp.asarray(narrow), tuple(np.shape(x)))
 
 
+class Retry(Exception):
+    """Raised while the body of a scan is traced if the scan must take other values.
+
+    Attributes:
+      returned: skeletons of the carries that the body returns.
+      built: the identities of all values that were materialised.
+    """
+
+    def __init__(self, returned: list[Any], built: set[int]) -> None:
+        super().__init__()
+        self.returned = returned
+        self.built = built
+
+
+def unstable(carry: list[Any], returned: list[Any]) -> list[int]:
+    """Positions of the carries that a loop's body returns in another form.
+
+    `returned` may hold further results of the body.
+    """
+    return [
+        n
+        for n, (before, after) in enumerate(zip(carry, returned, strict=False))
+        if form(before) not in ("plain", form(after))
+    ]
+
+
 def reformed(
     ctx: Context, eqn: Any, carry: list[Any], returned: list[Any], init: Any, loop: str
 ) -> bool:
@@ -33,12 +59,8 @@ def reformed(
     A carry that is equal for all candidates takes the form that the body returns. All others become
     arrays, at least one in each trial, so that trials end.
     """
-    unstable = [
-        n
-        for n, (before, after) in enumerate(zip(carry, returned, strict=True))
-        if form(before) not in ("plain", form(after))
-    ]
-    for n in unstable:
+    changed = unstable(carry, returned)
+    for n in changed:
         wide = widened(carry[n], returned[n])
         if wide is not None and form(wide) != form(carry[n]):
             carry[n] = wide
@@ -46,7 +68,7 @@ def reformed(
         reason = f"carried through a {loop} whose body returns it in another form"
         # A widened carry is no longer the caller's value, whose array may exist already.
         carry[n] = ctx.materialise(eqn, init[n], reason)
-    return bool(unstable)
+    return bool(changed)
 
 
 def rows_before(

@@ -274,7 +274,8 @@ def _exact_where_logits_remain(
 ) -> jax.Array:
     """`out`, except that rows without kept keys are exact if rounding does not remove their logits.
 
-    That is, if some logit of such a row may exceed the rounding of the mask's number.
+    That is, if some logit of such a row may exceed the rounding of the mask's number. `cost` counts
+    no work of `rows_without_kept_keys`, which only such requests run.
     """
     empty_rows = empty.at[operands.users].get(mode="promise_in_bounds")
 
@@ -292,7 +293,8 @@ def _exact_where_logits_remain(
         exact = jnp.einsum("nts,snh->tnh", weights, value.astype(jnp.float32))
         return jnp.where(is_empty, exact.astype(uniform.dtype), uniform)
 
-    def exact(out: jax.Array) -> jax.Array:
+    @jax.jit
+    def rows_without_kept_keys(out: jax.Array) -> jax.Array:
         rows = operands.query, operands.users, empty_rows, out
         replaced: jax.Array = lax.map(exact_row, rows, batch_size=min(64, len(empty_rows)))
         return replaced
@@ -301,7 +303,7 @@ def _exact_where_logits_remain(
         bound = largest(operands.query, empty_rows) * largest(operands.key, empty)
         lost = 0.25 * float(jnp.finfo(fill.added).eps) * abs(fill.value)
         removed = jnp.sqrt(bound) * abs(operands.scale) < lost
-        result: jax.Array = lax.cond(removed, lambda out: out, exact, out)
+        result: jax.Array = lax.cond(removed, lambda out: out, rows_without_kept_keys, out)
         return result
 
     result: jax.Array = lax.cond(jnp.any(empty_rows), checked, lambda out: out, out)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -55,14 +54,8 @@ def _rows(ctx: Context, eqn: Any, index: Any, table: Any, axis: int, left: bool)
     table = lineage.spread_axes(table, [axis])
     table, fine = looked_up(ctx, as_gather, table, index, 0, axis)
     base = lax.convert_element_type(base_of(table), out.dtype)
-    found = ctx.recorder.found(
-        eqn,
-        what,
-        lineage.nbytes(out.shape, out.dtype) - lineage.nbytes(base.shape, out.dtype),
-        True,
-    )
-    flops = 2 * rows * math.prod(out.shape)
-    ctx.recorder.saved(eqn, frozenset({found}), "lookup", flops, True)
+    found = ctx.recorder.found(eqn, what, True)
+    ctx.recorder.saved(eqn, frozenset({found}), "lookup", True)
     if has_lineage(table):
         fine = ctx.scope.compose(table.lineage, fine)
     order = [d for d in range(base.ndim) if d != axis]
@@ -76,8 +69,8 @@ def _equal(ctx: Context, x: Any) -> Any:
     """The operands of the comparison that an array of 0 and 1 is cast from; None for others."""
     # A program that is shared by several calls does not see the equations of its operands. Asking
     # for them would make every call of a product with an operand its own program.
-    produced = ctx.provenance.visible_producer(x)
-    if produced is None or produced[0].primitive.name != "convert_element_type":
+    produced = ctx.provenance.visible_producer(x, ("convert_element_type",))
+    if produced is None:
         return None
     compared = ctx.producer(produced[1][0])
     return compared[1] if compared is not None and compared[0].primitive.name == "eq" else None

@@ -56,11 +56,7 @@ class PointwiseCall(Call):
         if users is not None and all(self.of_users(key, users) for key in live):
             out: Any = sum(self._at_users(query, key, users) for key in live)
             out = lax.convert_element_type(out, self.dtype).reshape(users_of(out, shape))
-            size = math.prod(shape[1:-1]) * sum(key.stop - key.start for key in live)
-            saved = 2 * (users.batch - users.users) * size
-            self.saved.append(saved * (query.value.shape[-1] + shape[-1]))
             return Lazy(out, tuple(shape), users, 0, origins_of(query.value))
-        self.saved.append(0)
         reason = "queries that attend to keys of the candidate"
         array = self.ctx.materialise(self.eqn, query.value, reason)
         total: Any = 0.0

@@ -18,7 +18,7 @@ from ikbo_jax.rewrite.interpret import LOOKUPS, RETURNED, Context
 from ikbo_jax.rewrite.jaxprs import call, evaluate, trace, without_dead_code, wrapped
 from ikbo_jax.rewrite.lineage import is_plain
 from ikbo_jax.rewrite.program_cache import ProgramCache
-from ikbo_jax.rewrite.report import Recorder
+from ikbo_jax.rewrite.recorder import Recorder
 
 
 def run(program: Any, arrays: Sequence[Any]) -> list[Any]:
@@ -33,14 +33,12 @@ def run(program: Any, arrays: Sequence[Any]) -> list[Any]:
     """
     original = _Original.of(program)
     inputs = [*original.traced_consts(), *arrays]
-    recorder = Recorder()
-    recorder.list_lookups(original.jaxpr, lambda eqn: eqn.primitive.name in LOOKUPS)
     if original.is_plain():
-        results = original.call(inputs)
+        recorder, results = original.recorder(), original.call(inputs)
     else:
-        results = _rewritten(original, inputs, recorder)
+        recorder, results = _rewritten(original, inputs)
     if results:
-        results = [explain.note(results[0], recorder.report()), *results[1:]]
+        results = [explain.note(results[0], recorder.report), *results[1:]]
     return results
 
 
@@ -53,15 +51,32 @@ class _Original:
     Attributes:
       jaxpr: the program, without dead equations.
       repeated: identities of the programs that several of its equations call.
+      most_rows: lookups in tables with more rows stay as they are; None without a bound.
+      table_rows: numbers of rows of the tables in which lookups were found.
     """
 
     jaxpr: Any
     repeated: frozenset[int]
+    most_rows: int | None = None
+    table_rows: set[int] = dataclasses.field(default_factory=set)
 
     @classmethod
     def of(cls, program: Any) -> _Original:
         jaxpr = without_dead_code(program)
         return cls(jaxpr, explain.survey(jaxpr).repeated)
+
+    def recorder(self) -> Recorder:
+        """A recorder that lists the program's lookups."""
+        recorder = Recorder()
+        recorder.list_lookups(self.jaxpr, lambda eqn: eqn.primitive.name in LOOKUPS)
+        return recorder
+
+    def without_largest_table(self) -> _Original | None:
+        """The program, of which lookups in the largest table stay as they are; None for one."""
+        smaller = sorted(self.table_rows)[:-1]
+        if not smaller:
+            return None
+        return dataclasses.replace(self, most_rows=smaller[-1], table_rows=set())
 
     def traced_consts(self) -> list[Any]:
         """The constants that become arguments; they precede the program's arguments."""
@@ -87,6 +102,8 @@ class _Original:
 
         def interpreted(*inputs: Any) -> list[Any]:
             ctx = Context(recorder, differentiated=differentiated, repeated=self.repeated)
+            ctx.programs.most_rows = self.most_rows
+            ctx.programs.table_rows = self.table_rows
             results = ctx.run(self.jaxpr, *self.split(inputs))
             results = [
                 _returned(ctx, x, eqn)
@@ -139,8 +156,35 @@ def _as_declared(x: Any, aval: Any) -> Any:
     return lax.convert_element_type_p.bind(x, **params)
 
 
-def _rewritten(original: _Original, inputs: list[Any], recorder: Recorder) -> list[Any]:
-    """The results of the rewritten program, or of the original if nothing is gained."""
+def _rewritten(original: _Original, inputs: list[Any]) -> tuple[Recorder, list[Any]]:
+    """The results of the rewritten program, or of the original if nothing is gained.
+
+    If the rewritten program would cost more than the original, lookups in the largest table stay as
+    they are. A table of items may have nearly as many rows as there are candidates: products of its
+    rows take as long as products of copies, and their results are looked up besides.
+    """
+    recorder = original.recorder()
+    program = _interpreted(original, inputs, recorder)
+    tried, chosen = original, recorder
+    for _ in range(_LARGE_TABLES):
+        smaller = tried.without_largest_table() if chosen.refusal and program else None
+        if smaller is None:
+            break
+        tried, chosen = smaller, original.recorder()
+        program = _interpreted(tried, inputs, chosen)
+    if program is None or chosen.refusal or not chosen.changed:
+        return recorder, original.call(inputs)
+    if not chosen.gradient_differs:
+        return chosen, call(program, inputs, "rewritten")
+    return chosen, _with_exact_derivative(tried, program, inputs)
+
+
+#: How many tables are left out, one after another, if the rewritten program would cost more.
+_LARGE_TABLES = 2
+
+
+def _interpreted(original: _Original, inputs: list[Any], recorder: Recorder) -> Any:
+    """The rewritten program; None, and the reason in the report, if the rewriting raises."""
     try:
         program = original.rewritten(inputs, recorder, differentiated=False)
         if recorder.gradient_differs and program.effects:
@@ -148,20 +192,14 @@ def _rewritten(original: _Original, inputs: list[Any], recorder: Recorder) -> li
             program = original.rewritten(inputs, _muted(), differentiated=True)
             recorder.gradient_differs = False
         if recorder.changed:
-            before = cost.cost_by_source(original.jaxpr)
-            after = cost.cost_by_source(program, before.keys() | recorder.work.owned.keys())
-            recorder.work.settle(before, after)
-            whole = recorder.work.whole
+            whole = recorder.work.settle(original.jaxpr, program)
             recorder.refusal = cost.refusal(whole.rewritten, whole.original)
     except ImportError:
         raise
     except Exception as error:
         recorder.refusal = f"its rewriting raised {described(error)}"
-    if recorder.refusal or not recorder.changed:
-        return original.call(inputs)
-    if not recorder.gradient_differs:
-        return call(program, inputs, "rewritten")
-    return _with_exact_derivative(original, program, inputs)
+        return None
+    return program
 
 
 def _with_exact_derivative(

@@ -9,7 +9,7 @@ from jax.extend import core
 
 from ikbo_jax.rewrite import equations, hoisting
 from ikbo_jax.rewrite.jaxprs import inner_programs
-from ikbo_jax.rewrite.registry import is_source
+from ikbo_jax.rewrite.registry import NotCovered, is_source
 
 
 class ProgramCache:
@@ -22,6 +22,8 @@ class ProgramCache:
       jvp_rules: by a JVP rule and the forms of its operands, the rule at the smaller batch, or None
         if it does not work row by row.
       kinds: by the identities of a call's parameters, properties that hold for any operands.
+      table_rows: numbers of rows of the tables in which lookups were found.
+      most_rows: lookups in tables with more rows stay as they are; None without a bound.
     """
 
     def __init__(self, repeated: frozenset[int] = frozenset()) -> None:
@@ -30,6 +32,8 @@ class ProgramCache:
         self.kinds: dict[Any, Any] = {}
         self.jvp_rules: dict[Any, Any] = {}
         self.known: dict[int, tuple[Any, Any]] = {}
+        self.table_rows: set[int] = set()
+        self.most_rows: int | None = None
         # By identity of the program; entries hold the program, so that its identity stays unique.
         self._answers: dict[tuple[str, int], tuple[Any, bool]] = {}
 
@@ -50,6 +54,14 @@ class ProgramCache:
             )
 
         return self.answer("plain", program, find_out)
+
+    def looks_up(self, rows: Any) -> None:
+        """Records a lookup in a table; NotCovered if the table has more than `most_rows` rows."""
+        if not isinstance(rows, int):
+            return
+        if self.most_rows is not None and rows > self.most_rows:
+            raise NotCovered(f"work on the table's {rows} rows would cost more than on copies")
+        self.table_rows.add(rows)
 
     def is_repeated(self, program: core.Jaxpr) -> bool:
         """Whether the function calls a program several times."""

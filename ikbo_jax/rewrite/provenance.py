@@ -12,33 +12,59 @@ class Provenance:
     """The producing equations of one scope's values; enclosing scopes are searched next.
 
     Attributes:
-      asked_hidden_producer: whether a rule asked for the producing equation of a value whose
-        producing equation is hidden from this scope (`hide`).
+      asked_hidden: the identities of the values for whose producing equation a rule asked although
+        it is hidden from this scope (`hide`).
     """
 
     def __init__(self, parent: Provenance | None = None) -> None:
-        self.asked_hidden_producer = False
+        self.asked_hidden: set[int] = set()
         self._parent = parent
         # By identity of the result; entries hold the result, so that its identity stays unique.
         self._producers: dict[int, tuple[core.JaxprEqn, Sequence[Any], Any]] = {}
-        self._producer_hidden: dict[int, Any] = {}
+        self._producer_hidden: dict[int, tuple[Any, str]] = {}
 
     def producer(self, value: Any) -> tuple[core.JaxprEqn, Sequence[Any]] | None:
         """The producing equation of a value, and its operands; None if unknown."""
+        return self._search(value, None)
+
+    def visible_producer(
+        self, value: Any, names: Sequence[str]
+    ) -> tuple[core.JaxprEqn, Sequence[Any]] | None:
+        """`producer` if it is an equation of a primitive in `names`.
+
+        It is for rules that do without a producing equation that is hidden, unless that equation is
+        known to be one of these (`hide`).
+        """
+        produced = self._search(value, names)
+        return produced if produced is not None and produced[0].primitive.name in names else None
+
+    def _search(
+        self, value: Any, names: Sequence[str] | None
+    ) -> tuple[core.JaxprEqn, Sequence[Any]] | None:
+        """The producing equation; if it is hidden, records that a rule asked for it.
+
+        With `names`, only if it is hidden by one of these names.
+        """
         for provenance in self._chain():
             if id(value) in provenance._producers:
                 eqn, operands, _ = provenance._producers[id(value)]
                 return eqn, operands
-            provenance.asked_hidden_producer |= id(value) in provenance._producer_hidden
+            hidden = provenance._producer_hidden.get(id(value))
+            if hidden is not None and (names is None or hidden[1] in names):
+                provenance.asked_hidden.add(id(value))
         return None
 
-    def visible_producer(self, value: Any) -> tuple[core.JaxprEqn, Sequence[Any]] | None:
-        """`producer`, for rules that do without a producing equation that is hidden."""
-        asked = [(p, p.asked_hidden_producer) for p in self._chain()]
-        produced = self.producer(value)
-        for provenance, before in asked:
-            provenance.asked_hidden_producer = before
-        return produced
+    def primitive(self, value: Any) -> str:
+        """The primitive that computes a value, also if its producing equation is hidden.
+
+        "" if it is unknown.
+        """
+        for provenance in self._chain():
+            if id(value) in provenance._producers:
+                return provenance._producers[id(value)][0].primitive.name
+            if id(value) in provenance._producer_hidden:
+                return provenance._producer_hidden[id(value)][1]
+        return ""
 
     def record(self, eqn: core.JaxprEqn, result: Any, operands: Sequence[Any] = ()) -> None:
         """Records the producing equation of a value, unless one is recorded already.
@@ -48,9 +74,12 @@ class Provenance:
         if id(result) not in self._producers:
             self._producers[id(result)] = (eqn, operands, result)
 
-    def hide(self, value: Any) -> None:
-        """Records that a value has a producing equation outside, which this scope does not see."""
-        self._producer_hidden[id(value)] = value
+    def hide(self, value: Any, name: str = "") -> None:
+        """Records that a value has a producing equation outside, which this scope does not see.
+
+        `name` is the primitive of this equation, if `visible_producer` must count as asking for it.
+        """
+        self._producer_hidden[id(value)] = value, name
 
     def has_producer(self, value: Any) -> bool:
         """Whether a value has a producing equation, hidden or not."""

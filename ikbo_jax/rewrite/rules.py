@@ -46,9 +46,7 @@ def at_user_batch(
 ) -> Any:
     """The value of a result computed at the smaller batch; records the saved work."""
     if value_lineage is not None:
-        saved = math.prod(shape) - math.prod(base.shape)
-        saved = max(0, saved) if isinstance(saved, int) else 0
-        ctx.recorder.saved(eqn, origins, "work at the smaller batch", saved, False)
+        ctx.recorder.saved(eqn, origins, "work at the smaller batch", False)
     return lazy(base, tuple(shape), value_lineage, axis, origins)
 
 
@@ -74,10 +72,10 @@ def elementwise_to(ctx: Context, eqn: Any, shape: tuple[int, ...], operands: Any
     """`elementwise`, with a result of this shape."""
     if (found := _of_one_batch(ctx, eqn, shape, operands)) is not None:
         return found
-    operands = [narrowed(x) for x in operands]
-    concats = [x for x in operands if isinstance(x, Concat)]
-    if concats:
-        return _over_parts(ctx, eqn, concats, shape, operands)
+    operands = [x if isinstance(x, Deferred) else narrowed(x) for x in operands]
+    first = next((x for x in operands if isinstance(x, Concat)), None)
+    if first is not None:
+        return _over_parts(ctx, eqn, first, shape, operands)
     operands = lineage.aligned(operands)
     value_lineage, axis, differ = common_lineage(operands)
     if value_lineage is not None and (differ or any(carries(x, axis) for x in operands)):
@@ -92,9 +90,8 @@ def elementwise_to(ctx: Context, eqn: Any, shape: tuple[int, ...], operands: Any
     base = ctx.bind(eqn, *_common_shape(eqn, bases))
     if not origins and 1 < base.size < math.prod(shape):
         # One user, broadcast by a sum with zeros or by a product with ones.
-        copy = lineage.nbytes(shape, base.dtype) - lineage.nbytes(base.shape, base.dtype)
         what = f"{lineage.text(base)} broadcast -> {lineage.text(base, shape)}"
-        origins = frozenset({ctx.recorder.found(eqn, what, copy, False)})
+        origins = frozenset({ctx.recorder.found(eqn, what, False)})
     return at_user_batch(ctx, eqn, base, shape, value_lineage, axis, origins)
 
 
@@ -147,10 +144,9 @@ def _common_shape(eqn: Any, bases: list[Any]) -> list[Any]:
 
 
 def _over_parts(
-    ctx: Context, eqn: Any, concats: list[Concat], shape: tuple[int, ...], operands: Any
+    ctx: Context, eqn: Any, first: Concat, shape: tuple[int, ...], operands: Any
 ) -> Any:
-    """Runs an elementwise equation on each part of a concatenation."""
-    first = concats[0]
+    """Runs an elementwise equation on each part of `first` and of other concatenations."""
     if _is_candidate_batch(first, operands):
         # No part would run at a smaller batch: one operation replaces one for every part.
         reason = f"{eqn.primitive.name} with a value at candidate batch"
@@ -159,12 +155,14 @@ def _over_parts(
             for x in operands
         ]
         return elementwise_to(ctx, eqn, shape, whole)
-    if any((c.axis, c.sizes) != (first.axis, first.sizes) for c in concats):
-        raise NotCovered(f"{eqn.primitive.name} of concatenations with different parts")
-    if any(has_lineage(x) and x.axis == first.axis for x in operands):
-        raise NotCovered(
-            f"{eqn.primitive.name} with a value that is looked up along the concatenation"
-        )
+    for x in operands:
+        if isinstance(x, Concat):
+            if x.axis != first.axis or x.sizes != first.sizes:
+                raise NotCovered(f"{eqn.primitive.name} of concatenations with different parts")
+        elif has_lineage(x) and x.axis == first.axis:
+            raise NotCovered(
+                f"{eqn.primitive.name} with a value that is looked up along the concatenation"
+            )
 
     def run(cut: list[Any], part_shape: tuple[int, ...]) -> Any:
         return elementwise_to(ctx, eqn, part_shape, cut)

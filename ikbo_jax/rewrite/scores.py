@@ -131,7 +131,7 @@ class Scores(Deferred):
             else:
                 raise
             return [result] if eqn.primitive.multiple_results else result
-        if not isinstance(result, Scores) or name in facts.MOVES:
+        if not isinstance(result, Scores) or name in facts.MOVES or result.curve is curve:
             return result
         return dataclasses.replace(result, curve=curve)
 

@@ -21,7 +21,6 @@ from ikbo_jax.rewrite.lineage import (
     has_lineage,
     is_plain,
     lazy,
-    nbytes,
     origins_of,
     spread_axes,
     take_rows,
@@ -73,8 +72,7 @@ def _rows_of_table(ctx: Context, eqn: Any, table: Any, indices: Any) -> tuple[An
             if {fine, fine.nearest} & users:
                 shape = (*table.shape[:axis], batch, *table.shape[axis + 1 :])
                 what = f"{lineage.text(table)} looked up by {batch} pairs of indices"
-                copy = nbytes(eqn.outvars[0].aval.shape, table.dtype)
-                origin = ctx.recorder.found(eqn, what, copy, True)
+                origin = ctx.recorder.found(eqn, what, True)
                 return Lazy(base_of(found), shape, fine, axis, frozenset({origin})), axis
         column += shape_of(part)[1]
     return table, None
@@ -164,8 +162,7 @@ def _gather_rows(
     column = numbers.start_index_map.index(axis)
     operand, fine = looked_up(ctx, eqn, operand, indices, column, axis)
     base = base_of(operand)
-    copy = nbytes(shape, operand.dtype) - nbytes(base.shape, operand.dtype)
-    found = ctx.recorder.found(eqn, what, copy, True)
+    found = ctx.recorder.found(eqn, what, True)
     # The result has the slices' dimensions in order, and the batch at `out_axis`. If the looked-up
     # dimension is not collapsed, the result has it with size 1, too.
     kept = [d for d in range(base.ndim) if d not in numbers.collapsed_slice_dims]
@@ -192,6 +189,7 @@ def looked_up(
     looked up like all rows.
     """
     rows, mode = shape_of(operand)[axis], eqn.params["mode"]
+    ctx.programs.looks_up(rows)
     value, column = _column(ctx, indices, column)
     root = ctx.build(value)
     batch = indices.shape[0]
@@ -395,9 +393,8 @@ def broadcast_in_dim(ctx: Context, eqn: Any, operand: Any, *dynamic: Any) -> Any
     if has_lineage(operand):
         value_lineage, axis = operand.lineage, dims[operand.axis]
     elif math.prod(seen) > 1:
-        copy = nbytes(shape, operand.dtype) - nbytes(seen, operand.dtype)
         what = f"{lineage.text(operand, seen)} broadcast -> {lineage.text(operand, shape)}"
-        origins |= {ctx.recorder.found(eqn, what, copy, False)}
+        origins |= {ctx.recorder.found(eqn, what, False)}
     return lazy(out, shape, value_lineage, axis, origins)
 
 
@@ -438,15 +435,14 @@ def _tile(ctx: Context, eqn: Any, operand: Any) -> Any:
     seen = shape_of(operand)
     if has_lineage(operand) and operand.axis == axis:
         raise NotCovered("tile along the looked-up axis")
-    copy = nbytes(shape, operand.dtype) - nbytes(seen, operand.dtype)
     what = f"{lineage.text(operand, seen)} tiled -> {lineage.text(operand, shape)}"
     if seen[axis] == 1:
-        found = ctx.recorder.found(eqn, what, copy, False)
+        found = ctx.recorder.found(eqn, what, False)
         kept = (operand.lineage, operand.axis) if has_lineage(operand) else (None, -1)
         return lazy(base_of(operand), shape, kept[0], kept[1], origins_of(operand) | {found})
     if has_lineage(operand):
         raise NotCovered("tile of a value that is looked up along another axis")
     index = ctx.scope.of_tiles(seen[axis], shape[axis])
-    found = ctx.recorder.found(eqn, what, copy, True)
+    found = ctx.recorder.found(eqn, what, True)
     base = base_of(spread_axes(operand, [axis]))
     return Lazy(base, shape, index, axis, origins_of(operand) | {found})

@@ -60,8 +60,10 @@ def _expanded(
     if tuple(shape_of(value)) != tuple(shape):
         # Dimensions of size 1 are broadcast by the sum.
         value = Lazy(value, tuple(shape)) if is_plain(value) else value
-    produced = ctx.provenance.visible_producer(value) if is_plain(value) and depth else None
-    if produced is None or produced[0].primitive.name not in ("add", "sub"):
+    produced = None
+    if is_plain(value) and depth:
+        produced = ctx.provenance.visible_producer(value, ("add", "sub"))
+    if produced is None:
         return [(value, sign)]
     operands = produced[1]
     if any(

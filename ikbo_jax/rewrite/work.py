@@ -8,12 +8,26 @@ replace, so `Work` adds up the costs of both programs by traceback.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from ikbo_jax.rewrite.cost import Cost, total
+from jax.extend import core
 
-_Costs = Mapping[int | None, Cost]
+from ikbo_jax.rewrite.cost import Cost, cost_by_source, program_cost
+
+_NOTHING = Cost()
+
+
+class _Program(NamedTuple):
+    """What the cost of a program depends on. Constants, which may be tracers, are not kept."""
+
+    eqns: Sequence[Any]
+    outvars: Sequence[Any]
+
+    @classmethod
+    def of(cls, program: core.Jaxpr) -> _Program:
+        return cls(program.eqns, program.outvars)
 
 
 class Owned(NamedTuple):
@@ -98,13 +112,13 @@ class Work:
 
     Attributes:
       owned: by identity of a traceback, the equations that have it.
-      whole: the costs of the whole programs, once `settle` has set them.
+      whole: the costs of the whole programs, once `settle` has counted them.
     """
 
     def __init__(self) -> None:
         self.owned: dict[int, Owned] = {}
         self.whole = BothCosts()
-        self._by_source: tuple[_Costs, _Costs] = ({}, {})
+        self._programs: tuple[_Program, _Program] | None = None
         # Called programs whose equations are in `owned`, by identity.
         self._taken: dict[int, Work] = {}
 
@@ -130,18 +144,25 @@ class Work:
                 within = (*calls, *owned.calls)
                 self.owned[source] = Owned(owned.traceback, within, origins_of(owned.origins))
 
-    def settle(self, original: _Costs, rewritten: _Costs) -> None:
-        """Sets the costs of both programs, by traceback (`cost.cost_by_source`)."""
-        self.whole = BothCosts(total(original), total(rewritten))
-        self._by_source = original, rewritten
+    def settle(self, original: core.Jaxpr, rewritten: core.Jaxpr) -> BothCosts:
+        """Counts the costs of the whole programs."""
+        self.whole = BothCosts(program_cost(original), program_cost(rewritten))
+        self._programs = _Program.of(original), _Program.of(rewritten)
+        return self.whole
 
-    def _settled(self) -> Iterator[tuple[Owned, BothCosts]]:
-        """The costs of the equations with each traceback; no work before a report is asked for."""
-        none = Cost()
-        original, rewritten = self._by_source
-        for source, owned in self.owned.items():
-            if source in original or source in rewritten:
-                yield owned, BothCosts(original.get(source, none), rewritten.get(source, none))
+    @functools.cached_property
+    def _settled(self) -> list[tuple[Owned, BothCosts]]:
+        """The costs of the equations with each traceback. Counting them takes long."""
+        if self._programs is None:
+            return []
+        original, rewritten = self._programs
+        before = cost_by_source(original)
+        after = cost_by_source(rewritten, before.keys() | self.owned.keys())
+        return [
+            (owned, BothCosts(before.get(source, _NOTHING), after.get(source, _NOTHING)))
+            for source, owned in self.owned.items()
+            if source in before or source in after
+        ]
 
     def by_owner(self, owner_of: Callable[[frozenset], Any]) -> dict[Any, BothCosts]:
         """The costs of the equations of every broadcast.
@@ -155,12 +176,12 @@ class Work:
           left out.
         """
         # Most equations stem from the same broadcasts.
-        owners = {x.origins: owner_of(x.origins) for x, _ in self._settled()}
-        return _sums((owners[x.origins], costs) for x, costs in self._settled())
+        owners = {x.origins: owner_of(x.origins) for x, _ in self._settled}
+        return _sums((owners[x.origins], costs) for x, costs in self._settled)
 
     def by_line(self, line_of: Callable[[tuple[Any, ...]], str]) -> dict[str, BothCosts]:
         """The costs of the model's lines; `line_of` finds a line by `Owned.tracebacks`."""
-        return _sums((line_of(x.tracebacks), costs) for x, costs in self._settled())
+        return _sums((line_of(x.tracebacks), costs) for x, costs in self._settled)
 
 
 def _sums(entries: Iterable[tuple[Any, BothCosts]]) -> dict[Any, BothCosts]:

@@ -29,6 +29,7 @@ CAND = problems.random_array(RNG, (B, 4), "float32")
 INDEX = jnp.asarray(problems.ragged_index(RNG, U, B, "unsorted"))
 OTHER = jnp.asarray(problems.ragged_index(RNG, U, B, "unsorted"))
 PARENT = jnp.asarray(problems.ragged_index(RNG, R, U, "unsorted"))
+IDS = jnp.asarray([6, 0, 3, 3, 5, 1, 6, 2, 4, 4, 0, 6], jnp.int32)
 OUTSIDE = jnp.asarray([0, 5, -1, 2, -7, 1, 0, 0, 2, 2, 1, 3], jnp.int32)
 
 
@@ -79,6 +80,16 @@ def embedded(x, y):
     return rows.reshape(B, 2, -1, 4).sum(axis=(1, 2)) if x.shape[1] else x.astype(jnp.float32)
 
 
+@jax.custom_vjp
+def straight_through(x):
+    return jnp.round(4 * x) / 4
+
+
+straight_through.defvjp(
+    lambda x: (straight_through(x), x), lambda x, g: (jnp.where(jnp.abs(x) < 2, 0.5 * g, 0.0),)
+)
+
+
 def split_and_merged(x, _):
     half = x.shape[1] // 2
     if half == 0:
@@ -107,6 +118,7 @@ STEPS = {
     "sum": lambda x, y: x.sum(axis=1, keepdims=True) + 0 * x,
     "softmax": lambda x, y: jax.nn.softmax(x, axis=1),
     "norm": normalised,
+    "custom_vjp": lambda x, y: straight_through(x),
     "slice": lambda x, y: x[:, x.shape[1] // 2 :],
     "stride": lambda x, y: x[:, ::2],
     "split_and_merged": split_and_merged,
@@ -134,6 +146,7 @@ SOURCES = {
     "one": lambda user, request: jnp.broadcast_to(user[:1], (B, 6)),
     "levels": lambda user, request: request[PARENT][INDEX],
     "both": lambda user, request: jnp.concatenate([request[PARENT], user], axis=1)[INDEX],
+    "items": lambda user, request: jnp.concatenate([user, user * 2, user[:1] - 1])[IDS],
 }
 
 programs = st.tuples(

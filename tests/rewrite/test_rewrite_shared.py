@@ -11,7 +11,7 @@ import layout_sequences
 import numpy as np
 import pytest
 from layout_table import S, arrays
-from rewrite_basics import ARGS, D, close, report_of
+from rewrite_basics import ARGS, D, close, equations, report_of, without_costs
 
 import ikbo_jax as ikbo
 
@@ -97,3 +97,195 @@ def test_layers_with_different_masks() -> None:
     assert "attention with own tokens" in str(report_of(fn, *args).broadcasts[0].became)
     ours, theirs = jax.jit(lambda *args: (ikbo.rewrite(fn)(*args), fn(*args)))(*args)
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-5 * np.abs(theirs).max())
+
+
+# Jitted functions whose operands or results are concatenations.
+
+
+def with_gradients(fn: Any) -> Any:
+    """The result, and the gradients of the sum of its squares by all but the last argument."""
+
+    def loss(*args: Any) -> Any:
+        out = fn(*args)
+        return jnp.sum(out**2), out
+
+    return lambda *args: jax.grad(loss, range(len(args) - 1), has_aux=True, allow_int=True)(*args)
+
+
+def is_layer(eqn: Any) -> bool:
+    return eqn.params.get("name") == "layer" or eqn.primitive.name in ("checkpoint", "remat2")
+
+
+def check_calls(make: Any, args: Any, programs: int, calls: int, wrapper: Any = jax.jit) -> None:
+    """Checks a function of jitted layers: the report is that of the same layers in place.
+
+    Args:
+      make: takes `jax.jit` or another wrapper of a layer; returns the function.
+      args: its arguments.
+      programs: how many programs all calls of `layer` in the rewritten function share.
+      calls: how many such calls there are.
+      wrapper: `jax.jit` or `jax.checkpoint`.
+    """
+    jitted, in_place = make(wrapper), make(lambda layer: layer)
+    found = [e.params["jaxpr"] for e in equations(jitted, *args) if is_layer(e)]
+    assert (len(set(map(id, found))), len(found)) == (programs, calls)
+    reports = [without_costs(report_of(fn, *args)) for fn in (jitted, in_place)]
+    assert reports[0] == reports[1]
+    fns = ikbo.rewrite(jitted), jitted
+    run = jax.jit(lambda *args: [with_gradients(f)(*args) for f in fns])
+    ours, theirs = run(*args)
+    for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=2e-5 * np.abs(y).max())
+
+
+def jitted_transformer(wrapper: Any) -> Any:
+    """Causal layers over [history, candidate]."""
+
+    @wrapper
+    def layer(block: Any, x: Any, mask: Any) -> Any:
+        attention = functools.partial(layout_sequences._softmax_attention, mask=mask)
+        return layout_sequences._block(block, x, attention)
+
+    def fn(blocks: Any, long: Any, token: Any, index: Any) -> Any:
+        x = jnp.concatenate([long[index], token[:, None]], axis=1)
+        mask = jnp.tril(jnp.ones((S + 1, S + 1), bool))[None, None]
+        for block in blocks:
+            x = layer(block, x, mask)
+        return x[:, 0] + x[:, -1]
+
+    return fn
+
+
+@pytest.mark.parametrize("wrapper", [jax.jit, jax.checkpoint])
+def test_layers_over_a_concatenation_share_a_program(wrapper: Any) -> None:
+    given = arrays()
+    args = given["blocks8"][:5], given["long"], given["token"], given["index"]
+    check_calls(jitted_transformer, args, 1, 5, wrapper)
+
+
+def biased_transformer(masks: int) -> Any:
+    """Causal layers that add a mask to the logits: every layer the same, or one of several."""
+
+    def make(jit: Any) -> Any:
+        @jit
+        def layer(block: Any, x: Any, bias: Any) -> Any:
+            def attention(q: Any, k: Any, v: Any) -> Any:
+                logits = jnp.einsum("btnh,bsnh->bnts", q, k) + bias
+                return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(logits, axis=-1), v)
+
+            return layout_sequences._block(block, x, attention)
+
+        def fn(blocks: Any, long: Any, token: Any, index: Any) -> Any:
+            x = jnp.concatenate([long[index], token[:, None]], axis=1)
+            kept = jnp.tril(jnp.ones((S + 1, S + 1), bool))[None, None]
+            biases = [jnp.where(kept, 0.0, -1e9 * (n + 1)) for n in range(masks)]
+            for n, block in enumerate(blocks):
+                x = layer(block, x, biases[n % masks])
+            return x[:, 0] + x[:, -1]
+
+        return fn
+
+    return make
+
+
+@pytest.mark.parametrize(("masks", "programs", "calls"), [(1, 1, 4), (2, 2, 3)])
+def test_layers_with_masks_of_numbers(masks: int, programs: int, calls: int) -> None:
+    given = arrays()
+    args = given["blocks8"][:5], given["long"], given["token"], given["index"]
+    check_calls(biased_transformer(masks), args, programs, calls)
+
+
+def pooled(jit: Any) -> Any:
+    """Layers that take one concatenation, of which some need all or a part as an array."""
+
+    @jit
+    def layer(w: Any, both: Any, x: Any) -> Any:
+        users, _ = both[:, :D], jnp.sort(both, axis=0)
+        x = jnp.tanh(x @ w + jnp.sort(both, axis=0)[:, :D] + jnp.sort(users, axis=0))
+        return jnp.concatenate([users, x], axis=1), both, x
+
+    def fn(w: Any, user: Any, cand: Any, index: Any) -> Any:
+        x = cand @ w[D:, :D]
+        both = jnp.concatenate([user[index], jnp.sin(x)], axis=1)
+        total = 0.0
+        for n in range(5):
+            met, both, x = layer(w[:D, :D] * (n + 1), both, x)
+            total = total + jnp.tanh(met).sum(axis=1)
+        return total + both.sum(axis=1)
+
+    return fn
+
+
+def test_calls_share_what_they_need_of_a_concatenation_as_an_array() -> None:
+    # The last call, of which one result alone is needed, is a call of another program.
+    check_calls(pooled, ARGS, 1, 4)
+    wide = [e for e in equations(pooled(jax.jit), *ARGS) if e.primitive.name == "concatenate"]
+    assert len(wide) == 1
+
+
+def activation_units(jit: Any) -> Any:
+    """DIN's unit, whose product sees that one of the parts is a difference."""
+
+    @jit
+    def layer(w: Any, x: Any) -> Any:
+        return jnp.tanh(jax.nn.sigmoid(x @ w) * 2 + 1) * 3
+
+    def fn(w: Any, history: Any, cand: Any, index: Any) -> Any:
+        h = history[index]
+        q = jnp.broadcast_to(cand[:, None], h.shape)
+        x = jnp.concatenate([q, h, q - h], axis=-1)
+        return layer(w, x).sum(axis=(1, 2)) + layer(2 * w, x).sum(axis=(1, 2))
+
+    return fn
+
+
+def test_a_part_that_is_a_sum_is_multiplied_by_its_terms() -> None:
+    given, width = arrays(), arrays()["cand"].shape[1]
+    w = given["w_unit"][: 3 * width, :1]
+    check_calls(activation_units, (w, given["history"], given["cand"], given["index"]), 0, 0)
+
+
+def flattened(jit: Any) -> Any:
+    """Layers on positions of all candidates, whose axis a reshape has merged."""
+
+    @jit
+    def layer(w: Any, x: Any) -> Any:
+        y = jnp.tanh(x @ w) * 2 + 1
+        return x - y * jnp.exp(-(x * x)), y
+
+    def fn(w: Any, history: Any, cand: Any, index: Any) -> Any:
+        x, total = history[index].reshape(-1, history.shape[-1]), 0.0
+        for n in range(3):
+            x, y = layer(w * (n + 1), x)
+            total = total + y.reshape(*index.shape, -1).sum(axis=1)
+        return total[:, None] * cand + x.reshape(*index.shape, -1)[:, :8]
+
+    return fn
+
+
+def test_calls_share_a_program_of_merged_values() -> None:
+    given, width = arrays(), arrays()["cand"].shape[1]
+    w = given["w_unit"][:width, :width]
+    check_calls(flattened, (w, given["history"], given["cand"], given["index"]), 1, 3)
+
+
+def divided(jit: Any) -> Any:
+    """Calls on concatenations of one shape, whose parts have different sizes."""
+
+    @jit
+    def layer(w: Any, both: Any) -> Any:
+        y = jnp.tanh(jnp.sin(both) @ w) * 2 + 1
+        return y * y.mean(axis=1, keepdims=True)
+
+    def fn(w: Any, user: Any, cand: Any, index: Any) -> Any:
+        total = 0.0
+        for size in (2, 3):
+            both = jnp.concatenate([user[index], cand[:, :size], cand[:, size:]], axis=1)
+            total = total + layer(w, both) + layer(w * 2, both)
+        return total
+
+    return fn
+
+
+def test_concatenations_of_other_parts_have_another_program() -> None:
+    check_calls(divided, ARGS, 2, 4)

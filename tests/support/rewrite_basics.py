@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import types
 
 import chex
@@ -12,6 +13,7 @@ import problems
 
 import ikbo_jax as ikbo
 from ikbo_jax.rewrite import RewriteReport
+from ikbo_jax.rewrite.work import BothCosts
 
 B, U, D, C, H = 24, 4, 6, 5, 8
 
@@ -45,6 +47,12 @@ def both(fn, *args):
 def report_of(fn, *args, **kwargs) -> RewriteReport:
     (report,) = ikbo.explain(ikbo.rewrite(fn), *args, **kwargs).notes
     return report
+
+
+def without_costs(report: RewriteReport) -> RewriteReport:
+    """The costs differ: a value that a call returns is written."""
+    broadcasts = tuple(dataclasses.replace(x, costs=None) for x in report.broadcasts)
+    return dataclasses.replace(report, broadcasts=broadcasts, costs=BothCosts())
 
 
 def equations(fn, *args):

@@ -1,0 +1,145 @@
+"""Proves that a program is linear in some arguments, and maps every row of them by itself.
+
+Every value of the program is 0, or it does not depend on these arguments ("free"), or it is linear
+in them and one of its axes is their rows' axis: row n of the value is linear in their rows n alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+_ZERO, _FREE = "zero", "free"
+#: What is known of a value: the rows' axis of a linear value, or one of the above.
+Kind = int | str
+
+_SAME_AXIS = frozenset(["add", "add_any", "convert_element_type", "copy", "name", "neg", "sub"])
+_CALLS = frozenset(["jit", "remat2", "checkpoint"])
+
+
+class _NotLinear(Exception):
+    """Raised at an equation that may not be linear, or may mix rows."""
+
+
+def is_linear_by_row(
+    program: core.Jaxpr, axes: Sequence[int | None], result_axes: Sequence[int]
+) -> bool:
+    """Whether a program is linear in some arguments, row by row.
+
+    Args:
+      program: the program.
+      axes: for every argument, the axis of its rows; None if the argument counts as a constant.
+      result_axes: for every result, the axis that must hold the rows. A result may also be 0.
+    """
+    try:
+        found = _kinds(program, [_FREE if axis is None else axis for axis in axes])
+    except _NotLinear:
+        return False
+    return all(x in (_ZERO, axis) for x, axis in zip(found, result_axes, strict=True))
+
+
+def _kinds(program: core.Jaxpr, arguments: Sequence[Kind]) -> list[Kind]:
+    """What is known of a program's results."""
+    kinds: dict[Any, Kind] = dict.fromkeys(program.constvars, _FREE)
+    kinds.update(zip(program.invars, arguments, strict=True))
+
+    def kind(v: Any) -> Kind:
+        if isinstance(v, core.Literal):
+            return _ZERO if np.all(np.asarray(v.val) == 0) else _FREE
+        return kinds[v]
+
+    for eqn in program.eqns:
+        results = _results(eqn, [kind(v) for v in eqn.invars])
+        kinds.update(zip(eqn.outvars, results, strict=True))
+    return [kind(v) for v in program.outvars]
+
+
+def _results(eqn: core.JaxprEqn, operands: list[Kind]) -> list[Kind]:
+    name = eqn.primitive.name
+    if name in _CALLS:
+        return _kinds(eqn.params["jaxpr"], operands)
+    linear = [x for x in operands if isinstance(x, int)]
+    if not linear:
+        zero = operands[:1] == [_ZERO] and name in ("broadcast_in_dim", "convert_element_type")
+        return [_ZERO if zero else _FREE] * len(eqn.outvars)
+    # A cast to integers rounds.
+    if not all(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars):  # type: ignore[attr-defined]
+        raise _NotLinear
+    axis = linear[0]
+    if name in _SAME_AXIS and _FREE not in operands and set(linear) == {axis}:
+        return [axis]
+    if name == "mul" and operands.count(_FREE) == 1 and len(operands) == 2:
+        return [axis]
+    if name == "div" and operands[1] == _FREE:
+        return [axis]
+    if name == "select_n" and operands[0] == _FREE and _FREE not in operands[1:]:
+        if set(linear) == {axis}:
+            return [axis]
+    elif name == "dot_general" and len(linear) == 1 and _FREE in operands:
+        return [_of_product(eqn, 0 if operands[1] == _FREE else 1, axis)]
+    elif name in _MOVES and len(operands) == 1:
+        return [_MOVES[name](eqn, axis)]
+    raise _NotLinear
+
+
+def _of_product(eqn: core.JaxprEqn, side: int, axis: int) -> int:
+    """The rows' axis of a product whose operand `side` is linear."""
+    contract, batch = eqn.params["dimension_numbers"]
+    if axis in batch[side]:
+        return list(batch[side]).index(axis)
+    if axis in contract[side]:
+        raise _NotLinear
+    ranks = [len(v.aval.shape) for v in eqn.invars]  # type: ignore[attr-defined]
+    free = [
+        [d for d in range(rank) if d not in contract[n] and d not in batch[n]]
+        for n, rank in enumerate(ranks)
+    ]
+    return len(batch[side]) + (len(free[0]) if side else 0) + free[side].index(axis)
+
+
+def _broadcast(eqn: core.JaxprEqn, axis: int) -> int:
+    target = int(eqn.params["broadcast_dimensions"][axis])
+    if eqn.params["shape"][target] != eqn.invars[0].aval.shape[axis]:  # type: ignore[attr-defined]
+        raise _NotLinear
+    return target
+
+
+def _reduced(eqn: core.JaxprEqn, axis: int) -> int:
+    if axis in eqn.params["axes"]:
+        raise _NotLinear
+    return axis - sum(a < axis for a in eqn.params["axes"])
+
+
+def _squeezed(eqn: core.JaxprEqn, axis: int) -> int:
+    dimensions = eqn.params["dimensions"]
+    if axis in dimensions:
+        raise _NotLinear
+    return axis - sum(d < axis for d in dimensions)
+
+
+def _reshaped(eqn: core.JaxprEqn, axis: int) -> int:
+    old: Any = eqn.invars[0].aval
+    new: Any = eqn.outvars[0].aval
+    before, size = math.prod(old.shape[:axis]), old.shape[axis]
+    for d, n in enumerate(new.shape):
+        if n == size and math.prod(new.shape[:d]) == before:
+            return d
+    raise _NotLinear
+
+
+def _transposed(eqn: core.JaxprEqn, axis: int) -> int:
+    return [int(d) for d in eqn.params["permutation"]].index(axis)
+
+
+_MOVES = {
+    "broadcast_in_dim": _broadcast,
+    "reduce_sum": _reduced,
+    "reshape": _reshaped,
+    "squeeze": _squeezed,
+    "transpose": _transposed,
+}

@@ -1,0 +1,386 @@
+"""Rewritten programs that the calls of one function share.
+
+A function that is called several times on values of the same form is rewritten once, and every call
+runs the rewritten program. Its arguments are the arrays of its operands: of a lookup the rows at
+the smaller batch, of a concatenation the arrays of its parts. Its events are recorded in the report
+at each call, or at the end for all calls that record the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from ikbo_jax.rewrite.equations import identity
+from ikbo_jax.rewrite.forms import Nodes, can_pass, form, with_all_inside, with_inside
+from ikbo_jax.rewrite.interpret import Context, shape_of
+from ikbo_jax.rewrite.jaxprs import call_params, trace, without_dead_code
+from ikbo_jax.rewrite.lineage import Deferred, Lazy, base_of, is_plain, origins_of
+from ikbo_jax.rewrite.log import Log
+from ikbo_jax.rewrite.registry import NotCovered
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """A result of a rewritten program, or a value inside a result.
+
+    Attributes:
+      value: the value inside the program.
+      operand: position of the operand's node that is returned as it is; None for other values.
+      like: position of the last node of the results that is the same value. All of these become
+        one value of the caller, which is materialised once.
+      inside: positions of the nodes inside this one.
+      number: position among the arrays that the program computes; None for a value with values
+        inside, and for one that is returned as it is.
+    """
+
+    value: Any
+    operand: int | None
+    like: int
+    inside: range
+    number: int | None
+
+    def of(self, array: Any, origins: frozenset) -> Any:
+        """The caller's value, if the program returned `array` for this result."""
+        x = self.value
+        return array if is_plain(x) else Lazy(array, x.shape, x.lineage, x.axis, origins)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rewritten:
+    """A rewritten program. Its arguments are arrays of operands, materialised operands, constants.
+
+    Positions are those of `Nodes` of the operands.
+
+    Attributes:
+      params: parameters of the equation that calls it.
+      consts: the arrays that it closes over.
+      inputs: positions of the arrays and lookups whose arrays or bases it takes.
+      materialised: positions of the values that it also takes materialised.
+      stand_ins: positions of lookups, each with the stand-in for the lookup's origins.
+      results: its results, and the values inside of them.
+      count: the number of results.
+      nested: whether an operand holds other values.
+      log: the events to record at each call.
+    """
+
+    params: dict[str, Any]
+    consts: list[Any]
+    inputs: list[int]
+    materialised: list[int]
+    stand_ins: list[tuple[int, Any]]
+    results: list[Result]
+    count: int
+    nested: bool
+    log: Log
+
+    def returned(
+        self, nodes: Sequence[Any], arrays: Sequence[Any], origins: Sequence[frozenset]
+    ) -> list[Any]:
+        """The results of a call.
+
+        Args:
+          nodes: the operands, and the values inside of them.
+          arrays: what the program computed.
+          origins: for each of `results`, the broadcasts that it stems from.
+        """
+        values: list[Any] = [None] * len(self.results)
+        for n in range(len(values) - 1, -1, -1):
+            result = self.results[n]
+            if result.operand is not None:
+                values[n] = nodes[result.operand]
+            elif result.like > n:
+                values[n] = values[result.like]
+            elif result.number is not None:
+                values[n] = result.of(arrays[result.number], origins[n])
+            else:
+                inside = result.inside
+                values[n] = with_inside(result.value, values[inside.start : inside.stop])
+        return values[: self.count]
+
+
+@dataclasses.dataclass
+class _Calls:
+    """The history of calls of one program on values of one form.
+
+    Attributes:
+      alive: the objects whose identities the key holds, so that these stay unique.
+      materialised: positions of nodes that were materialised before or during the first call.
+      failed: whether the program cannot be rewritten by itself.
+      asked: positions of the operands whose equations the rewriting would have to know.
+      seen: the arrays at these positions in earlier calls. Calls with the same arrays there share a
+        program that closes over them.
+    """
+
+    alive: Any
+    materialised: list[int]
+    failed: bool = False
+    asked: list[int] = dataclasses.field(default_factory=list)
+    seen: dict[tuple[int, ...], list[Any]] = dataclasses.field(default_factory=dict)
+
+
+def call(
+    ctx: Context,
+    eqn: Any,
+    operands: Sequence[Any],
+    fixed: list[bool],
+    inline: Callable[[], list[Any]],
+) -> list[Any]:
+    """The results of a call, by a rewritten program that calls share wherever that is possible.
+
+    Args:
+      ctx: the context.
+      eqn: the equation that calls; its parameter `jaxpr` is the program.
+      operands: its operands.
+      fixed: for each operand, whether the program closes over it: only calls with the same object
+        there share the program.
+      inline: computes the results in place.
+    """
+    forms = [identity(x) if f else form(x) for x, f in zip(operands, fixed, strict=True)]
+    key = (id(eqn.params["jaxpr"]), *forms)
+    rewritten = _program_of(ctx, key)
+    if rewritten is not None:
+        return _called(ctx, eqn, operands, rewritten)
+    if not all(map(can_pass, operands)):
+        return inline()
+    return _called_without_program(ctx, eqn, operands, fixed, key, inline)
+
+
+def is_fixed(operand: Any, index: bool) -> bool:
+    """Whether the rewriting depends on facts about this operand, so that the key names the operand.
+
+    Such operands are indices and masks, with facts from their equations, and constant numbers.
+    """
+    if index or isinstance(operand, (jax.core.Tracer, Deferred)):
+        return index
+    return np.size(operand) == 1
+
+
+def _program_of(ctx: Context, key: Any) -> Rewritten | None:
+    """The rewritten program of calls with this key; None if none exists yet."""
+    for scope in ctx.scope.chain():
+        if key in scope.programs:
+            return scope.programs[key]
+    return None
+
+
+def _called_without_program(
+    ctx: Context,
+    eqn: Any,
+    operands: Sequence[Any],
+    fixed: list[bool],
+    key: Any,
+    inline: Callable[[], list[Any]],
+) -> list[Any]:
+    """The results of a call whose program is not rewritten by itself yet."""
+    jaxpr, calls = eqn.params["jaxpr"], ctx.programs.calls.get(key)
+    first = calls is None
+    if calls is None:
+        calls = ctx.programs.calls[key] = _Calls((jaxpr, operands), _built(ctx, operands))
+    elif tuple(id(operands[n]) for n in calls.asked) in calls.seen:
+        closed_over = [f or n in calls.asked for n, f in enumerate(fixed)]
+        return call(ctx, eqn, operands, closed_over, inline)
+    rewritten = None
+    # A program that is called once is interpreted inline.
+    if ctx.programs.is_repeated(jaxpr) if first else not calls.failed:
+        rewritten, asked = _rewritten(ctx, eqn, operands, fixed, calls.materialised)
+        # Inside a program, a lookup that it closes over would be copied at each call.
+        calls.asked = sorted(asked) if all(is_plain(operands[n]) for n in asked) else []
+    if rewritten is None:
+        if arrays := [operands[n] for n in calls.asked]:
+            calls.seen[tuple(map(id, arrays))] = arrays
+        results = inline()
+        calls.materialised = _built(ctx, operands)
+        # The first inline call may create the missing lineage, so the second call tries again.
+        calls.failed = not first
+        return results
+    owner = ctx.scope
+    if not any(isinstance(x, jax.core.Tracer) for x in rewritten.consts):
+        *_, owner = ctx.scope.chain()
+    owner.programs[key] = rewritten
+    return _called(ctx, eqn, operands, rewritten)
+
+
+def _built(ctx: Context, operands: Sequence[Any]) -> list[int]:
+    """Positions of deferred nodes of the operands that are already materialised."""
+    nodes = with_all_inside(operands)
+    return [n for n, x in enumerate(nodes) if not is_plain(x) and ctx.scope.is_built(x)]
+
+
+def _called(ctx: Context, eqn: Any, operands: Sequence[Any], program: Rewritten) -> list[Any]:
+    """The results of a call of a rewritten program."""
+    nodes = with_all_inside(operands) if program.nested else operands
+    origins = _recorded(ctx, eqn, nodes, program)
+    arrays = [base_of(nodes[n]) for n in program.inputs]
+    arrays += [*(ctx.build(nodes[n]) for n in program.materialised), *program.consts]
+    return program.returned(nodes, eqn.primitive.bind(*arrays, **program.params), origins)
+
+
+def _recorded(
+    ctx: Context, eqn: Any, nodes: Sequence[Any], program: Rewritten
+) -> Sequence[frozenset]:
+    """Records a call of a rewritten program; returns the broadcasts that its results stem from."""
+    recorder, log = ctx.recorder, program.log
+    of_nodes = [nodes[n].origins for n, _ in program.stand_ins]
+    key = (log, *of_nodes)
+    of_results = recorder.again(key)
+    if of_results is not None:
+        return of_results
+    origins = {
+        stand_in: found for (_, stand_in), found in zip(program.stand_ins, of_nodes, strict=True)
+    }
+
+    def materialise(node: int, place: Any, reason: str, copied: bool) -> Any:
+        return ctx.materialise(place, nodes[node], reason, copied=copied)
+
+    with recorder.inside(eqn):
+        call = log.replay(recorder, eqn, origins, materialise)
+    of_results = [
+        frozenset() if is_plain(x.value) else call.origins(x.value.origins) for x in program.results
+    ]
+    if log.is_same_everywhere():
+        recorder.remember(key, of_results, lambda times: log.repeat(call, times))
+    return of_results
+
+
+def _rewritten(
+    ctx: Context, eqn: Any, operands: Sequence[Any], fixed: Sequence[bool], materialised: list[int]
+) -> tuple[Rewritten | None, set[int]]:
+    """The program of a call, rewritten by itself.
+
+    Returns:
+      The program; None if the call must be inline. And the positions of operands whose hidden
+      equations the rewriting asked for.
+    """
+    if any(is_index(v.aval) for v in eqn.outvars):
+        return None, set()
+    nodes = Nodes.of(operands)
+    materialised = [n for n in materialised if not fixed[nodes.roots[n]]]
+    while True:
+        found = _with_materialised(ctx, eqn, nodes, fixed, materialised)
+        if not isinstance(found, tuple):
+            return None, found
+        program, built = found
+        if built == materialised:
+            return program, set()
+        # The caller materialises these values, once for all calls.
+        materialised = built
+
+
+def is_index(aval: Any) -> bool:
+    """Whether a value may be an index or a mask."""
+    return aval.ndim > 0 and getattr(aval.dtype, "kind", "") in "ib"
+
+
+def _with_materialised(
+    ctx: Context, eqn: Any, nodes: Nodes, fixed: Sequence[bool], materialised: list[int]
+) -> tuple[Rewritten, list[int]] | set[int]:
+    """The rewritten program if the caller materialises some values.
+
+    Returns:
+      The program and the positions of the values that it materialises. If there is no program, the
+      positions of the operands whose hidden equations the rewriting asked for.
+    """
+    jaxpr, log = eqn.params["jaxpr"], Log()
+    inner = ctx.inner(log)
+    varying = [n for n, root in enumerate(nodes.roots) if not fixed[root]]
+    inner.same = {id(x): id(x) for n, x in enumerate(nodes.values) if n not in varying}
+    inputs = [n for n in varying if not nodes.inside[n]]
+    stand_ins = {n: log.stand_in() for n in inputs if origins_of(nodes.values[n])}
+    values: list[Any] = list(nodes.values)
+    results: list[Result] = []
+
+    def program(*arrays: Any) -> list[Any]:
+        given = dict(zip(inputs, arrays, strict=False))
+        # Values inside others come after them.
+        for n in reversed(varying):
+            x, inside = nodes.values[n], nodes.inside[n]
+            if inside:
+                values[n] = with_inside(x, values[inside.start : inside.stop])
+            elif is_plain(x):
+                values[n] = given[n]
+            else:
+                origins = frozenset([stand_ins[n]]) if n in stand_ins else frozenset()
+                values[n] = dataclasses.replace(x, base=given[n], origins=origins)
+            if not isinstance(x, jax.core.Tracer) or ctx.provenance.has_producer(x):
+                inner.provenance.hide(values[n], _part_name(ctx, nodes, n))
+        for n, array in zip(materialised, arrays[len(inputs) :], strict=True):
+            inner.scope.outer_arrays[id(values[n])] = array
+        log.operands.update((id(x), n) for n, x in enumerate(values) if not is_plain(x))
+        returned = inner.run_closed(jaxpr, values[: len(fixed)], None)
+        if not all(map(can_pass, returned)):
+            raise NotCovered("a result of a call that is neither an array nor a lookup")
+        results[:] = _results(values, returned)
+        return [base_of(x.value) for x in results if x.number is not None]
+
+    # The dtypes are those of the jaxpr; Python numbers among the operands have weak types.
+    arrays = [(base_of(nodes.values[n]), n) for n in inputs]
+    arrays += [(nodes.values[n], n) for n in materialised]
+    avals = [_like(x, eqn.invars[nodes.roots[n]].aval) for x, n in arrays]
+    try:
+        traced = without_dead_code(trace(program, avals, jaxpr))
+    except NotCovered:
+        return set()
+    params = _params(eqn, traced, len(traced.consts) + len(avals))
+    if params is None or inner.scope.has_lineages():
+        return set()
+    asked = inner.provenance.asked_hidden
+    if asked:
+        return {nodes.roots[n] for n, x in enumerate(values) if id(x) in asked}
+    built = inner.scope.built()
+    rewritten = Rewritten(
+        params,
+        traced.consts,
+        inputs,
+        materialised,
+        list(stand_ins.items()),
+        results,
+        len(eqn.outvars),
+        len(nodes.values) > len(fixed),
+        log,
+    )
+    return rewritten, [n for n in varying if id(values[n]) in built]
+
+
+def _part_name(ctx: Context, nodes: Nodes, n: int) -> str:
+    """The primitive that computes a part of a concatenation; "" for other values.
+
+    A product with a concatenation multiplies the terms of a part that is a sum. In place, this
+    saves more than a shared program.
+    """
+    return ctx.provenance.primitive(nodes.values[n]) if nodes.roots[n] != n else ""
+
+
+def _results(nodes: Sequence[Any], returned: Sequence[Any]) -> list[Result]:
+    """The results of a program on `nodes`, and the values inside of them."""
+    of_operands = {id(x): n for n, x in enumerate(nodes)}
+    found = Nodes.of(returned)
+    last = {id(x): n for n, x in enumerate(found.values)}
+    numbers = itertools.count()
+    results = []
+    for n, x in enumerate(found.values):
+        operand, like, inside = of_operands.get(id(x)), last[id(x)], found.inside[n]
+        computed = operand is None and like == n and not inside
+        results.append(Result(x, operand, like, inside, next(numbers) if computed else None))
+    return results
+
+
+def _like(value: Any, aval: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape_of(value), aval.dtype, weak_type=aval.weak_type)
+
+
+def _params(eqn: Any, traced: Any, count: int) -> dict[str, Any] | None:
+    """Parameters of a call of a program with `count` inputs; None if JAX cannot call it so."""
+    if traced.effects:
+        return None
+    names = ("in_shardings", "in_layouts", "out_shardings", "out_layouts")
+    if any(len(set(eqn.params.get(name, ()))) > 1 for name in names):
+        return None
+    # Without constants: the program takes them as its last arguments.
+    closed = traced.replace(constvars=[], invars=[*traced.invars, *traced.constvars])
+    return call_params(eqn.params, closed, {"in": count, "out": len(closed.outvars)})

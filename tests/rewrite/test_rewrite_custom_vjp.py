@@ -1,0 +1,198 @@
+"""Functions with their own backward pass: at user batch if it is linear and works row by row."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import problems
+import pytest
+from rewrite_basics import both, close, report_of
+
+import ikbo_jax as ikbo
+
+B, U, S, D = 48, 6, 8, 16
+RNG = np.random.default_rng(0)
+INDEX = jnp.asarray(problems.ragged_index(RNG, U, B, "unsorted"))
+USER, CAND, W = (problems.random_array(RNG, s, "float32") / 2 for s in ((U, D), (B, D), (D, D)))
+HISTORY = problems.random_array(RNG, (U, S, D), "float32")
+
+
+def with_backward(fn, backward, forward=None):
+    made = jax.custom_vjp(fn)
+    made.defvjp(forward or (lambda x: (fn(x), x)), backward)
+    return made
+
+
+def same(x):
+    return x * 1.0
+
+
+def norm(x):
+    return jnp.sqrt((x * x).sum(axis=-1, keepdims=True) + 1e-6)
+
+
+#: Functions of rows whose backward pass is linear and works row by row.
+LINEAR = {
+    "doubled": with_backward(jnp.sin, lambda x, g: (2 * g * jnp.cos(x),)),
+    "reversed": with_backward(same, lambda x, g: (-0.5 * g,)),
+    "straight through": with_backward(lambda x: jnp.round(x), lambda x, g: (g,)),
+    "where": with_backward(jnp.sign, lambda x, g: (jnp.where(jnp.abs(x) < 1, g, 0.0),)),
+    "stopped": with_backward(same, lambda x, g: (jnp.zeros_like(x),)),
+    "norm": with_backward(
+        lambda x: x / norm(x),
+        lambda x, g: ((g - (g * x).sum(axis=-1, keepdims=True) * x) / norm(x),),
+    ),
+    "moved": with_backward(same, lambda x, g: ((g.T * 2).T.reshape(B, 4, 4).reshape(B, D),)),
+    "product": with_backward(
+        lambda x: jnp.tanh(x @ W), lambda x, g: ((g * (1 - jnp.tanh(x @ W) ** 2)) @ W.T,)
+    ),
+    # The forward pass returns another value than the function.
+    "other forward pass": with_backward(jnp.sin, lambda x, g: (g,), lambda x: (jnp.cos(x), x)),
+    "of a statistic": with_backward(same, lambda x, g: (g * (x * x).mean(axis=0, keepdims=True),)),
+}
+#: Functions whose backward pass at user batch would be another one.
+REFUSED = {
+    "clipped": lambda x, g: (jnp.clip(g * jnp.cos(x), -0.1, 0.1),),
+    "normalised": lambda x, g: (g / norm(g),),
+    "affine": lambda x, g: (g + 1.0,),
+    "constant": lambda x, g: (jnp.ones_like(x),),
+    "squared": lambda x, g: (g * g,),
+    "rounded": lambda x, g: (jnp.round(g * 8) / 8,),
+    "of its sign": lambda x, g: (jnp.where(g > 0, x, 0.0),),
+    "centred over the batch": lambda x, g: (g - g.mean(axis=0, keepdims=True),),
+    "summed over the batch": lambda x, g: (0.5 * jnp.broadcast_to(g.sum(0), g.shape),),
+    "by position": lambda x, g: (g * jnp.arange(B, dtype=g.dtype)[:, None],),
+    "other order": lambda x, g: (g[::-1],),
+    "running sum": lambda x, g: (jnp.cumsum(g, axis=0),),
+    "mixed rows": lambda x, g: (g.reshape(D, B).T,),
+}
+
+
+def model(fn):
+    def scores(user, cand, w):
+        return jnp.tanh(fn(user[INDEX] @ w) @ w) * cand
+
+    return scores
+
+
+def check(fn, *args):
+    """Compares values and gradients; returns the report."""
+
+    def gradients(fn):
+        loss = lambda *args: (fn(*args) ** 2).sum()  # noqa: E731
+        return jax.grad(loss, argnums=tuple(range(len(args))))(*args)
+
+    close(*both(fn, *args))
+    close(gradients(ikbo.rewrite(fn)), gradients(fn))
+    return report_of(fn, *args)
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_runs_at_user_batch(name):
+    report = check(model(LINEAR[name]), USER, CAND, W)
+    assert not report.materialised or name == "of a statistic", report
+    assert report.flops_saved >= report.costs.original.flops * (B - U) // B
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    report = check(model(with_backward(jnp.sin, REFUSED[name])), USER, CAND, W)
+    assert "custom_vjp whose backward pass is not linear, or mixes rows" in str(report)
+    assert report.flops_saved == report.costs.original.flops // 2 * (B - U) // B
+
+
+def test_two_lookups_of_one_index():
+    times = jax.custom_vjp(lambda x, y: x * y)
+    times.defvjp(lambda x, y: (x * y, (x, y)), lambda r, g: (g * r[1], 2 * g * r[0]))
+    report = check(
+        lambda user, cand, w: times(user[INDEX] @ w, jnp.sin(user[INDEX])) @ w * cand, USER, CAND, W
+    )
+    assert not report.materialised
+
+
+def test_several_results():
+    fn = jax.custom_vjp(lambda x: (jnp.sin(x), x.sum(axis=-1)))
+    fn.defvjp(lambda x: (fn(x), x), lambda x, g: (g[0] * jnp.cos(x) + g[1][:, None],))
+
+    def scores(user, cand, w):
+        rows, sums = fn(user[INDEX])
+        return rows @ w * cand + sums[:, None]
+
+    assert not check(scores, USER, CAND, W).materialised
+
+
+def test_a_factor_that_is_no_array_of_the_program():
+    @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+    def scaled(x, factor):
+        return x * 1.0
+
+    scaled.defvjp(lambda x, _: (x * 1.0, None), lambda factor, _, g: (g * factor,))
+    assert not check(model(lambda x: scaled(x, 0.3)), USER, CAND, W).materialised
+
+
+def test_history_of_a_user():
+    fn = LINEAR["doubled"]
+    report = check(lambda history, cand: fn(history[INDEX]).sum(axis=1) * cand, HISTORY, CAND)
+    assert not report.materialised
+
+
+def test_a_gradient_that_mixes_a_broadcast_axis():
+    # Every position of the broadcast axis gets the first position's gradient.
+    fn = with_backward(same, lambda x, g: (jnp.broadcast_to(g[:, :1], g.shape),))
+    weights = jnp.arange(1.0, S + 1)[None, :, None]
+
+    def scores(user, cand):
+        rows = jnp.broadcast_to(user[INDEX][:, None], (B, S, D))
+        return (fn(rows) * weights).sum(axis=1) * cand
+
+    check(scores, USER, CAND)
+
+
+def test_weights_are_refused():
+    product = jax.custom_vjp(lambda x, w: x @ w)
+    product.defvjp(lambda x, w: (x @ w, (x, w)), lambda r, g: (g @ r[1].T, 3 * r[0].T @ g))
+    report = check(
+        lambda user, cand, w: product(jnp.tanh(user[INDEX] @ w), w) * cand, USER, CAND, W
+    )
+    assert "custom_vjp with operands that are not looked up, such as weights" in str(report)
+
+
+def test_a_candidates_operand_is_refused():
+    times = jax.custom_vjp(lambda x, y: x * y)
+    times.defvjp(lambda x, y: (x * y, (x, y)), lambda r, g: (g * r[1], 2 * g * r[0]))
+    report = check(lambda user, cand, w: times(user[INDEX] @ w, cand), USER, CAND, W)
+    assert "custom_vjp with operands that are not looked up" in str(report)
+
+
+def test_second_derivative():
+    def loss(user):
+        return model(LINEAR["doubled"])(user, CAND, W).sum()
+
+    def second(fn):
+        return jax.grad(lambda user: (jax.grad(fn)(user) ** 2).sum())(USER)
+
+    # A sum over candidates is added in another order, and its terms cancel.
+    ours, theirs = second(ikbo.rewrite(loss)), second(loss)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5 * np.abs(theirs).max())
+
+
+@pytest.mark.parametrize("kind", ["custom_vjp", "custom_jvp"])
+def test_effects_of_a_function_are_not_repeated(kind):
+    calls = []
+
+    def traced(x):
+        jax.debug.callback(lambda _: calls.append(1), x.sum())
+        return jnp.sin(x)
+
+    if kind == "custom_vjp":
+        fn = with_backward(traced, lambda x, g: (g * jnp.cos(x),))
+    else:
+        fn = jax.custom_jvp(traced)
+        fn.defjvp(lambda x, t: (jnp.sin(x[0]), t[0] * jnp.cos(x[0])))
+    jax.block_until_ready(jax.jit(ikbo.rewrite(model(fn)))(USER, CAND, W))
+    jax.effects_barrier()
+    assert len(calls) == 1
+    assert f"{kind} with effects" in str(report_of(model(fn), USER, CAND, W))

@@ -1,0 +1,41 @@
+"""A problem of attention with a given index, as the tests of its kernels list them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import problems
+
+from ikbo_jax.problems import AttentionProblem
+
+
+@dataclasses.dataclass(frozen=True)
+class IndexedAttention:
+    """Sizes, the user of each candidate, and lengths of the users' keys.
+
+    Attributes:
+      index: users by candidate; any numbers.
+      keys: keys of each user.
+      q_len: queries of each candidate.
+      heads: query heads and key heads.
+      lengths: how many of a user's keys count; None: all.
+      num_sms: how many CTAs share the work.
+    """
+
+    index: tuple[int, ...]
+    keys: int
+    q_len: int = 64
+    users: int = 2
+    heads: tuple[int, int] = (1, 1)
+    head_dim: int = 64
+    lengths: tuple[int, ...] | None = None
+    num_sms: int = 1
+    dtype: str = "bfloat16"
+
+    @property
+    def problem(self) -> AttentionProblem:
+        sizes = (len(self.index), self.users, self.q_len, self.keys, *self.heads, self.head_dim)
+        return AttentionProblem(*sizes, self.dtype)
+
+    def inputs(self, seed: int = 0) -> problems.AttentionInputs:
+        return problems.make_indexed_attention_inputs(self.problem, self.index, self.lengths, seed)
