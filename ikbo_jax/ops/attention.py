@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,7 +13,8 @@ import jax.numpy as jnp
 from ikbo_jax.ops import arguments, attention_backward, attention_vmap, dispatch, reverse_only
 from ikbo_jax.ops.attention_vmap import Arrays
 from ikbo_jax.ops.op import Folded, Named, Op, unstack
-from ikbo_jax.ops.sharded import run_kernel, vary_over_same_axes
+from ikbo_jax.ops.partition import Rule, dimensions
+from ikbo_jax.ops.sharded import run_by_types, run_kernel, vary_over_same_axes
 from ikbo_jax.problems import AttentionConfig, AttentionProblem, FewQueriesConfig
 from ikbo_jax.problems.hopper import WGMMA_M
 from ikbo_jax.reference import attention as reference
@@ -281,6 +283,11 @@ def _run_kernel(
     return out, lse
 
 
+#: Names of the dimensions of the query and of lse, and those that divide over devices.
+QUERY, LSE = "b t (k g) h", "b t (k g)"
+SPLIT = {"b": "candidates", "t": "queries", "k": "heads", "g": "heads"}
+
+
 class _Attention(Op):
     def problem(self, call: _Call, arrays: Arrays) -> AttentionProblem:
         del call
@@ -328,11 +335,11 @@ class _Attention(Op):
 
     def named(self, call: _Call, arrays: Arrays) -> Named:
         lengths = None if arrays.lengths is None else "u"
-        query, keys = "b t (k g) h", "u s k h"
+        keys = "u s k h"
         return Named(
-            Arrays._make((query, keys, keys, "b", lengths)),
-            (query, "b t (k g)" if call.return_residuals else None),
-            {"b": "candidates", "t": "queries", "k": "heads", "g": "heads"},
+            Arrays._make((QUERY, keys, keys, "b", lengths)),
+            (QUERY, LSE if call.return_residuals else None),
+            SPLIT,
         )
 
     def vjp(
@@ -385,6 +392,32 @@ def _attention(
         )
     if self_tokens is not None:
         assert lse is not None
-        self_out, self_lse = reference.self_attention(arrays.query, *self_tokens, scale=call.scale)
-        out, lse = reference.merge_attention(out, lse, self_out, self_lse)
+        out, lse = _with_self_tokens(call.scale, out, lse, arrays.query, *self_tokens)
     return out, lse if call.return_residuals else None
+
+
+_SELF_TOKENS = Rule(
+    ("out", "lse", "query", "self_key", "self_value"),
+    tuple(map(dimensions, (QUERY, LSE, QUERY, "b s k h", "b s k h"))),
+    tuple(map(dimensions, (QUERY, LSE))),
+    tuple(SPLIT.items()),
+)
+
+
+def _with_self_tokens(
+    scale: float,
+    out: jax.Array,
+    lse: jax.Array,
+    query: jax.Array,
+    self_key: jax.Array,
+    self_value: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Merges `out` and `lse` with the attention of every candidate over its own tokens."""
+
+    def local(parts: Sequence[Any], _: Any) -> tuple[jax.Array, jax.Array]:
+        out, lse, *own = parts
+        return reference.merge_attention(out, lse, *reference.self_attention(*own, scale=scale))
+
+    operands = out, lse, query, self_key, self_value
+    out, lse = run_by_types(local, _SELF_TOKENS, operands)
+    return out, lse

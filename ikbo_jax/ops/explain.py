@@ -22,7 +22,7 @@ class Explanation:
     Attributes:
       plans: one plan for each call of an op in the jaxpr. A call in a loop's body is listed once;
         calls in all branches of a conditional are listed.
-      notes: objects that were stored in the jaxpr with `note`: the reports of `rewrite`.
+      notes: what the functions returned that `note` stored in the jaxpr: the reports of `rewrite`.
     """
 
     plans: tuple[dispatch.Plan, ...]
@@ -65,9 +65,9 @@ batching.primitive_batchers[note_p] = lambda args, dims, *, note: (
 )
 
 
-def note(result: jax.Array, note: Any) -> jax.Array:
-    """Returns `result`; stores in the jaxpr a hashable note for `explain`."""
-    marked: jax.Array = note_p.bind(result, note=note)
+def note(result: jax.Array, make: Callable[[], Any]) -> jax.Array:
+    """Returns `result`; stores in the jaxpr a function that makes a note, for `explain` to call."""
+    marked: jax.Array = note_p.bind(result, note=make)
     return marked
 
 
@@ -107,7 +107,8 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
     plans = tuple(mark for mark in found if isinstance(mark, dispatch.Plan))
     if plans and _xla_divides(arrays):
         plans = _of_parts(plans, call, arrays)
-    return Explanation(plans, tuple(mark for mark in found if not isinstance(mark, dispatch.Plan)))
+    notes = tuple(mark() for mark in found if not isinstance(mark, dispatch.Plan))
+    return Explanation(plans, notes)
 
 
 def _xla_divides(arrays: list[Any]) -> bool:
@@ -131,7 +132,10 @@ def _of_parts(
 
 
 def marks(jaxpr: core.Jaxpr) -> Iterator[Any]:
-    """Yields the plans and notes in a jaxpr and in the jaxprs that it calls, in program order."""
+    """Yields the plans in a jaxpr and in the jaxprs that it calls, and the functions of its notes.
+
+    They are in program order.
+    """
     for eqn in jaxpr.eqns:
         mark = _mark(eqn)
         if mark is not None:

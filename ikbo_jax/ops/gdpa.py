@@ -197,16 +197,19 @@ def _run_vjp_vmappable(call: _Call, residuals: _Residuals) -> Gradients:
                 arrays, call.settings, out, lse, d_out, dtype=call.gradient_dtype
             )
 
-        def launch(arrays: Arrays, d_out: jax.Array) -> Gradients:
+        def launch(residuals: _Residuals) -> Gradients:
+            arrays, out, lse, d_out = residuals
             return gdpa_backward.kernel_vjp(
                 arrays,
                 call.settings,
                 d_out,
+                out=out,
+                lse=lse,
                 num_sms=call.request.num_sms,
                 dtype=call.gradient_dtype,
             )
 
-        gradients: Gradients = run_kernel(launch, arrays, d_out)
+        gradients: Gradients = run_kernel(launch, residuals)
         return gradients
 
     def run_batched(size: int, batched: _Residuals, residuals: _Residuals) -> Any:

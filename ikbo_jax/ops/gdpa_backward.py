@@ -11,7 +11,7 @@ from ikbo_jax.problems import GdpaBackwardConfig
 from ikbo_jax.problems import gdpa_backward as configs
 from ikbo_jax.problems.hopper import TILE_ROWS
 from ikbo_jax.reference import jagged
-from ikbo_jax.reference.activations import one_by_one
+from ikbo_jax.reference.activations import SOFTMAX, one_by_one
 from ikbo_jax.reference.gdpa import Arrays, Settings, num_sequences, out_shape
 
 #: Largest number of parts that the queries of one key-value sequence are divided into.
@@ -24,6 +24,8 @@ def kernel_vjp(
     d_out: jax.Array,
     *,
     num_sms: int,
+    out: jax.Array | None = None,
+    lse: jax.Array | None = None,
     query_config: GdpaBackwardConfig | None = None,
     key_config: GdpaBackwardConfig | None = None,
     dtype: Any = None,
@@ -37,6 +39,8 @@ def kernel_vjp(
       settings: as in `reference.gdpa_chunked.chunked_vjp`.
       d_out: cotangent of the result, in the shape and dtype of the result.
       num_sms: number of streaming multiprocessors of the device.
+      out: the result; only needed with a softmax.
+      lse: [rows of out, N] f32, natural logarithm of the softmax's denominator; likewise.
       query_config: configuration of the kernel for d_query; None takes the default.
       key_config: configuration of the kernel for d_key and d_value; None takes the default.
       dtype: dtype of the gradients of key and value; None means the inputs'.
@@ -59,18 +63,26 @@ def kernel_vjp(
     kv_of = number if q_to_kv is None else jnp.clip(q_to_kv, 0, batch_kv - 1)
     if cu_q is None:
         length = jnp.full_like(number, query.shape[0])
-        q = tiles.Sequences(jnp.zeros_like(number), number * length, length)
+        q = tiles.Sequences(jnp.zeros_like(number), number * length, length, jnp.zeros_like(number))
     else:
         start, length = jagged.bounds(cu_q, total_q, settings.max_seqlen_q)
-        q = tiles.Sequences(start, start, length)
+        q = tiles.Sequences(start, start, length, jnp.zeros_like(start))
     start, length = jagged.bounds(cu_kv, key.shape[0], settings.max_seqlen_kv)
-    kv = tiles.Sequences(start, start, length)
+    kv = tiles.Sequences(start, start, length, jnp.zeros_like(start))
+    statistics = None
+    if SOFTMAX in settings.activations:
+        assert out is not None
+        assert lse is not None
+        q, statistics = tiles.with_statistics(
+            q, out, lse, d_out, output_scale=settings.output_scale, block=key_config.block
+        )
     options: dict[str, Any] = {
         "activations": settings.activations,
         "approx": one_by_one(settings.approx),
         "scale": settings.scale,
         "output_scale": settings.output_scale,
         "num_sms": num_sms,
+        "statistics": statistics,
         "interpret": interpret,
     }
     is_bounded = settings.max_seqlen_q is not None and cu_q is not None
@@ -142,8 +154,8 @@ def _d_key_value(
         batch_kv = kv.length.size
         first = jnp.repeat(jnp.arange(parts, dtype=jnp.int32) * rows, batch_kv)
         copied = (jnp.tile(x, parts) for x in kv)
-        source, target, length = copied
-        kv = tiles.Sequences(source + first, target + first, length)
+        source, target, length, statistics = copied
+        kv = tiles.Sequences(source + first, target + first, length, statistics)
         kv_of = kv_of + jnp.arange(kv_of.size, dtype=jnp.int32) % parts * batch_kv
         key, value = (jnp.tile(x, (parts, 1, 1)) for x in (key, value))
     work = tiles.key_work(

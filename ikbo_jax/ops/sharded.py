@@ -16,11 +16,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import math
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.experimental.custom_partitioning import (
     ArrayMapping,
     CompoundFactor,
@@ -80,6 +83,25 @@ def run(local: Local, rule: Rule, identity: Any, operands: Sequence[Any]) -> tup
     if jax.device_count() > 1 and not is_symbolic:
         return _by_xla(local, rule, identity, operands)
     return tuple(local(operands, None))
+
+
+def run_by_types(local: Local, rule: Rule, operands: Sequence[Any]) -> tuple[Any, ...]:
+    """`run` for a computation of JAX's own functions, which XLA can divide: only types need help.
+
+    With Explicit axes, JAX's functions refuse operands that are divided in different ways. The
+    operands have floating-point types.
+    """
+    mesh = None if _is_manual() else _explicit_mesh(operands)
+    if mesh is None:
+        return tuple(local(operands, None))
+    dtypes = [operand.dtype for operand in operands]
+
+    def in_own_dtypes(parts: Sequence[Any], division: Division | None) -> Sequence[Any]:
+        return local([x.astype(d) for x, d in zip(parts, dtypes, strict=True)], division)
+
+    # Gradients of arrays that devices share are summed in this type, in float32.
+    wide = [x.astype(jnp.float32) if x.dtype.itemsize < 4 else x for x in operands]
+    return _by_shard_map(in_own_dtypes, rule, mesh, wide)
 
 
 def _is_manual() -> bool:
@@ -150,7 +172,9 @@ def _by_xla(local: Local, rule: Rule, identity: Any, operands: Sequence[Any]) ->
         return whole(*operands)
 
     def partition(mesh: Any, arguments: Any, results: Any) -> Any:
-        specs = [array.sharding.spec for array in (*arguments, *results)]
+        specs = [
+            spec_of(mesh, array.sharding, len(array.shape)) for array in (*arguments, *results)
+        ]
         division = divide(rule, arguments, specs, mesh.shape)
 
         def on_device(*parts: Any) -> tuple[Any, ...]:
@@ -163,7 +187,9 @@ def _by_xla(local: Local, rule: Rule, identity: Any, operands: Sequence[Any]) ->
 
     divided = custom_partitioning(whole)
     divided.def_partition(
-        partition, sharding_rule=_sharding_rule(rule, [array.shape for array in operands])
+        partition,
+        sharding_rule=_sharding_rule(rule, [array.shape for array in operands]),
+        decode_shardings=False,
     )
 
     def run_batched(size: int, batched: Any, arrays: Any) -> Any:
@@ -198,6 +224,30 @@ def _by_xla(local: Local, rule: Rule, identity: Any, operands: Sequence[Any]) ->
 
     results = call(*operands)
     return results
+
+
+def spec_of(mesh: Any, sharding: Any, ndim: int) -> PartitionSpec:
+    """The mesh axes of every dimension of an array that XLA divides.
+
+    XLA may divide a dimension over a part of a mesh axis: four heads over an axis of eight devices,
+    in pairs. A `PartitionSpec` cannot say this, and JAX fails to decode it. Such a dimension gets
+    no axes here, so it is gathered.
+    """
+    # A shape that every product of axes divides.
+    indices = sharding.devices_indices_map((mesh.size,) * ndim)
+    units = [tuple(unit) for unit in np.eye(mesh.devices.ndim, dtype=int)]
+
+    def axes_of(dim: int) -> tuple[str, ...]:
+        begins = np.vectorize(lambda device: indices[device][dim].start or 0)(mesh.devices)
+        axes = [n for n, size in enumerate(begins.shape) if size > 1 and begins[units[n]]]
+        axes.sort(key=lambda n: -begins[units[n]])  # the major axis first
+        others = [n for n in range(begins.ndim) if n not in axes]
+        parts = math.prod(begins.shape[n] for n in axes)
+        by_part = begins.transpose(axes + others).reshape(parts, -1)
+        is_divided_so = by_part == np.arange(0, mesh.size, mesh.size // parts)[:, None]
+        return tuple(mesh.axis_names[n] for n in axes) if is_divided_so.all() else ()
+
+    return PartitionSpec(*(axes_of(dim) or None for dim in range(ndim)))
 
 
 def _sharding_rule(rule: Rule, shapes: Sequence[tuple[int, ...]]) -> SdyShardingRule:

@@ -15,6 +15,8 @@ Source: Meta IKBO, flash attention with in-kernel broadcast.
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -176,6 +178,18 @@ def recomputed_weights(products: jax.Array, lse: jax.Array, scale: float) -> jax
     offset = finite_offset(jnp.where(is_huge, lse - jnp.abs(lse) * jnp.float32(LSE_ERROR), lse))
     exponent = scaled(products, scale) - offset[..., None]
     return jnp.exp(jnp.where(is_huge[..., None], jnp.minimum(exponent, 0.0), exponent))
+
+
+def weight_exponents(lse: jax.Array) -> jax.Array:
+    """e with softmax weights exp2(score · log2(e) - e), for kernels that bound weights by 1.
+
+    Infinite for rows without keys, whose weights are 0. Where lse is huge, it is lowered by the
+    bound of its error, and the bound of the weights gives the row's clear maximum the weight 1, as
+    in `recomputed_weights`.
+    """
+    lowered = lse - jnp.abs(lse) * jnp.float32(LSE_ERROR)
+    exponent = jnp.where(jnp.abs(lse) >= HUGE_LSE, lowered, lse) * jnp.float32(math.log2(math.e))
+    return jnp.where(lse == -jnp.inf, jnp.inf, exponent)
 
 
 def finite_offset(row_max: jax.Array) -> jax.Array:

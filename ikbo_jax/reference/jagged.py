@@ -158,3 +158,16 @@ def scatter(array: jax.Array, tiles: Tiles, update: jax.Array) -> jax.Array:
     row = jnp.where(row_mask(tiles, size), row, array.shape[0] + number)
     rows = jnp.swapaxes(update, 1, 2).astype(array.dtype)
     return array.at[row].set(rows, mode="drop", unique_indices=True)
+
+
+def search_right(ends: jax.Array, numbers: jax.Array) -> jax.Array:
+    """`jnp.searchsorted(ends, numbers, side="right")`, int32, by an unrolled search.
+
+    jax 0.12 does not lower `searchsorted` inside of `ops.sharded.device_p`.
+    """
+    found = jnp.zeros_like(numbers, jnp.int32)
+    for bit in reversed(range(ends.size.bit_length())):
+        further = found + (1 << bit)
+        is_below = ends[jnp.minimum(further, ends.size) - 1] <= numbers
+        found = jnp.where((further <= ends.size) & is_below, further, found)
+    return found

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import problems
 import pytest
+import refusals
 
 import ikbo_jax as ikbo
 from ikbo_jax.problems import AttentionConfig
@@ -68,23 +69,7 @@ BAD_ARRAYS = {
         {"query": ones(7, 2, 4, 0), "key": ones(3, 5, 2, 0), "value": ones(3, 5, 2, 0)},
         "query must have a head width H of at least 1, but has shape (7, 2, 4, 0)",
     ),
-    "b": (
-        {"cand_to_user": jnp.zeros(6, jnp.int32)},
-        "cand_to_user has shape (6,) but query has B=7",
-    ),
-    "index_rank": (
-        {"cand_to_user": jnp.zeros((7, 1), jnp.int32)},
-        "cand_to_user has shape (7, 1) but query has B=7",
-    ),
-    "index_unsigned": (
-        {"cand_to_user": jnp.zeros(7, jnp.uint32)},
-        "cand_to_user must be an int32 array, but is uint32[7]",
-    ),
-    "index_int64": (
-        {"cand_to_user": np.zeros(7, np.int64)},
-        "cand_to_user must be an int32 array, but is int64[7]",
-    ),
-    "index_none": ({"cand_to_user": None}, "cand_to_user must be an int32 array, but is None"),
+    **refusals.of_indices("query"),
     "lengths_of_candidates": (
         {"key_value_seq_lengths": jnp.zeros(7, jnp.int32)},
         "key_value_seq_lengths has shape (7,) but key has U=3",
@@ -212,7 +197,10 @@ def test_scale_must_be_a_number_that_float32_holds(name: str) -> None:
 
 @pytest.mark.parametrize("scale", [2, 0, -0.5, 3.4e38, np.float32(2), np.int32(3), np.ones(())])
 def test_scale_may_be_any_other_number(scale: Any) -> None:
-    jax.eval_shape(lambda: ikbo.attention(**ARRAYS, scale=scale))
+    def program(scale: Any) -> str:
+        return str(jax.make_jaxpr(lambda arrays: ikbo.attention(**arrays, scale=scale))(ARRAYS))
+
+    assert program(scale) == program(float(scale)) != program(7.0)
 
 
 def test_scale_must_be_known_while_tracing() -> None:

@@ -217,11 +217,17 @@ def test_default_device_follows_jax() -> None:
 
 
 @pytest.mark.parametrize(
-    ("activation", "words"),
-    [("gelu", "mosaic_gpu, "), ("softmax", "XLA, .*do not support softmax")],
+    ("activation", "head_dim", "words"),
+    [
+        ("gelu", 64, "mosaic_gpu, "),
+        ("softmax", 64, "mosaic_gpu, "),
+        ("softmax", 256, "XLA, .*head widths 64, 96, 128, but H=256"),
+    ],
 )
-def test_plan_of_gdpa_says_what_makes_its_gradient(fake_hopper, activation, words) -> None:
-    rows = jax.ShapeDtypeStruct((300, 2, 64), jnp.bfloat16)
+def test_plan_of_gdpa_says_what_makes_its_gradient(
+    fake_hopper, activation, head_dim, words
+) -> None:
+    rows = jax.ShapeDtypeStruct((300, 2, head_dim), jnp.bfloat16)
     offsets = jax.ShapeDtypeStruct((4,), jnp.int32)
     run = functools.partial(ikbo.gdpa, activation=activation, implementation="mosaic_gpu")
     (plan,) = ikbo.explain(run, rows, rows, rows, offsets, offsets).plans

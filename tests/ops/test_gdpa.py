@@ -320,8 +320,9 @@ def test_softmax_of_some_heads_runs_in_xla(monkeypatch) -> None:
 
 
 @pytest.fixture
-def kernel_calls(monkeypatch) -> list[int]:
-    """A machine that seems to have a Hopper GPU; multiprocessors for each call of the backward.
+def kernel_calls(monkeypatch) -> list[tuple[int, bool]]:
+    """A machine that seems to have a Hopper GPU; for each call of the backward, its multiprocessors
+    and whether it has lse.
 
     The forward is XLA's, the backward's gradients are those of nobody else.
     """
@@ -331,7 +332,8 @@ def kernel_calls(monkeypatch) -> list[int]:
         return gdpa_chunked.chunked(arrays, settings)
 
     def gradients(arrays: Arrays, settings: Settings, d_out: jax.Array, **options: Any) -> tuple:
-        calls.append(options["num_sms"])
+        assert (options["out"] is None) == (options["lse"] is None)
+        calls.append((options["num_sms"], options["lse"] is not None))
         return tuple(jnp.full_like(x, n) for n, x in enumerate(arrays[:3]))
 
     monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
@@ -349,17 +351,19 @@ def on_path(arrays: Arrays, activation: str, implementation: str) -> tuple:
 
 def test_gradients_come_from_kernels_where_one_made_the_result(kernel_calls) -> None:
     arrays = problems_gdpa.make_arrays(SMALL._replace(head_dim=64), "bfloat16")
-    _, gradients = jax.jit(lambda x: on_path(x, "relu", "mosaic_gpu"))(arrays)
-    for n, x in enumerate(gradients):
-        np.testing.assert_array_equal(np.asarray(x, np.float32), n)
-    assert kernel_calls == [132]
+    paths = ("relu", "softmax")
+    both = jax.jit(lambda x: [on_path(x, activation, "mosaic_gpu")[1] for activation in paths])
+    for gradients in both(arrays):
+        for n, x in enumerate(gradients):
+            np.testing.assert_array_equal(np.asarray(x, np.float32), n)
+    assert kernel_calls == [(132, False), (132, True)]
 
 
-@pytest.mark.parametrize(("head_dim", "activation"), [(256, "relu"), (64, "softmax")])
+@pytest.mark.parametrize(("head_dim", "activation"), [(256, "relu"), (256, "softmax")])
 def test_gradients_without_a_kernel_are_those_of_xla(
     head_dim: int, activation: str, kernel_calls
 ) -> None:
-    """At H = 256, or with a softmax, the forward has a kernel and the backward has none: XLA's."""
+    """At H = 256, the forward has a kernel and the backward has none: XLA's."""
     arrays = problems_gdpa.make_arrays(SMALL._replace(head_dim=head_dim), "bfloat16")
     paths = ("mosaic_gpu", "xla")
     both = jax.jit(lambda x: [on_path(x, activation, path) for path in paths])

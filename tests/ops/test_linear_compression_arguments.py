@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import problems
 import pytest
+import refusals
 
 import ikbo_jax as ikbo
 from ikbo_jax.problems import LinearCompressionConfig
@@ -49,31 +50,7 @@ BAD_ARRAYS = {
     "k_user": ({"e_user": ones((3, 12, 8), BF16)}, "w_user has K=11 but e_user has K=12"),
     "m": ({"w_cand": ones((9, 5), BF16)}, "w_user has M=10 but w_cand has M=9"),
     "n": ({"e_cand": ones((7, 5, 16), BF16)}, "e_user has N=8 but e_cand has N=16"),
-    "b": (
-        {"cand_to_user": jnp.zeros(6, jnp.int32)},
-        "cand_to_user has shape (6,) but e_cand has B=7",
-    ),
-    "index_rank": (
-        {"cand_to_user": jnp.zeros((7, 1), jnp.int32)},
-        "cand_to_user has shape (7, 1) but e_cand has B=7",
-    ),
-    "index_scalar": (
-        {"cand_to_user": jnp.int32(0)},
-        "cand_to_user has shape () but e_cand has B=7",
-    ),
-    "index_unsigned": (
-        {"cand_to_user": jnp.zeros(7, jnp.uint32)},
-        "cand_to_user must be an int32 array, but is uint32[7]",
-    ),
-    "index_int64": (
-        {"cand_to_user": np.zeros(7, np.int64)},
-        "cand_to_user must be an int32 array, but is int64[7]",
-    ),
-    "index_float": (
-        {"cand_to_user": jnp.zeros(7, jnp.float32)},
-        "cand_to_user must be an int32 array, but is float32[7]",
-    ),
-    "index_none": ({"cand_to_user": None}, "cand_to_user must be an int32 array, but is None"),
+    **refusals.of_indices("e_cand"),
     "mixed": (
         {"e_cand": ones((7, 5, 8), jnp.float32)},
         "w_user is bfloat16 but e_cand is float32",

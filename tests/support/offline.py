@@ -80,12 +80,14 @@ class PtxasReport:
       spill_bytes: bytes of spill stores and spill loads.
       stack_bytes: bytes of the stack frame.
       serialized: warnings that WGMMAs are serialised (C7510 and its kin).
+      wide_descriptors: registers that `find_wide_descriptors` finds in the kernel's PTX.
     """
 
     registers: int
     spill_bytes: int
     stack_bytes: int
     serialized: tuple[str, ...]
+    wide_descriptors: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,14 +112,36 @@ class CompiledKernel:
             faults.append(
                 f"{self.ptxas.spill_bytes} bytes spilled, {self.ptxas.stack_bytes} bytes of stack"
             )
+        if self.ptxas.wide_descriptors:
+            names = ", ".join(self.ptxas.wide_descriptors)
+            faults.append(f"descriptors {names} add a product of 64 bits: CUDA 13.0 may crash")
         return faults
+
+
+def find_wide_descriptors(ptx: str) -> tuple[str, ...]:
+    """Descriptors of WGMMAs that are sums with a product of 64 bits (`mul.wide`), by register.
+
+    ptxas 12.9.86 and 13.0.88 end with a segmentation fault if two descriptors are such a sum plus a
+    constant of more than 32 bits, and LLVM moves a descriptor's constant bits to the end of a sum.
+    13.1.115 and 13.5.37 compile them.
+    """
+    sums = re.findall(r"^\s*(?:add\.s64|mov\.b64)\s+(%rd\d+), (.*);", ptx, re.M)
+    found = set(re.findall(r"^\s*mul\.wide\.\w+\s+(%rd\d+),", ptx, re.M))
+    while more := {x for x, terms in sums if found & set(terms.split(", "))} - found:
+        found |= more
+    products = re.findall(r"\bwgmma\.mma_async\.[^;]*;", ptx)
+    descriptors = dict.fromkeys(x for line in products for x in re.findall(r"%rd\d+", line))
+    return tuple(x for x in descriptors if x in found)
 
 
 def parse_ptxas_log(log: str) -> PtxasReport:
     """Reads a log of `ptxas -v` for one kernel; raises ValueError if it compiled none, or several.
 
-    Functions called from the kernel count too, since their spills are as slow.
+    The log may begin with the kernel's PTX. Functions called from the kernel count too, since their
+    spills are as slow.
     """
+    wide_descriptors = find_wide_descriptors(log)
+    log = re.sub(r"^\.version .*?^}$|^\s*\.(section|file)\b[^\n]*$", "", log, flags=re.M | re.S)
     registers = [int(n) for n in re.findall(r"\bUsed (\d+) registers\b", log)]
     if len(registers) != 1:
         raise ValueError(f"expected the log of one kernel, found {len(registers)}:\n{log}")
@@ -137,6 +161,7 @@ def parse_ptxas_log(log: str) -> PtxasReport:
             for line in log.splitlines()
             if re.search(r"\(C75\d\d\)|wgmma\S* instructions are serialized", line)
         ),
+        wide_descriptors=wide_descriptors,
     )
 
 
@@ -233,7 +258,13 @@ def find_plugin() -> pathlib.Path:
 
 
 def find_ptxas() -> pathlib.Path:
-    """ptxas of an installed wheel, else the one on PATH."""
+    """ptxas that `IKBO_PTXAS` names, else the one of an installed wheel, else the one on PATH."""
+    if named := os.environ.get("IKBO_PTXAS"):
+        # Mosaic GPU finds ptxas by its name, in the folder that comes first on PATH.
+        path = pathlib.Path(named).absolute()
+        if not os.access(path, os.X_OK) or path.name != "ptxas":
+            raise OfflineUnavailableError(f"IKBO_PTXAS={named}: no program named ptxas")
+        return path
     for folder in _package_folders("nvidia"):
         for pattern in ("cu1*/bin/ptxas", "cuda_nvcc/bin/ptxas"):
             if found := sorted(folder.glob(pattern)):
@@ -267,7 +298,7 @@ class Compiler:
     def __init__(self, workdir: pathlib.Path, *, dumps: tuple[str, ...] = ()) -> None:
         """Raises OfflineUnavailableError, saying what to install, if something is missing.
 
-        `dumps`: what the log also has, such as "PTX" or "HOST_LLVM".
+        `dumps`: what the log has beside PTX, such as "HOST_LLVM".
         """
         self._plugin = find_plugin()
         self._ptxas = find_ptxas()
@@ -280,7 +311,7 @@ class Compiler:
             **{k: v for k, v in os.environ.items() if not k.startswith("MOSAIC_GPU_")},
             "LD_LIBRARY_PATH": _prepend(workdir, "LD_LIBRARY_PATH"),
             "PATH": _prepend(self._ptxas.parent, "PATH"),
-            **{f"MOSAIC_GPU_DUMP_{name}": "1" for name in ("PTXAS", *dumps)},
+            **{f"MOSAIC_GPU_DUMP_{name}": "1" for name in ("PTX", "PTXAS", *dumps)},
         }
         self._logs = workdir / "stdout", workdir / "stderr"
         self._plugin_errors = workdir / "plugin_stderr"

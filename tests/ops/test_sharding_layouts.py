@@ -1,0 +1,155 @@
+"""Ops on arrays in layouts that are not all alike: drawn ones, and those of older kinds."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import ikbo_jax as ikbo
+from ikbo_jax.ops import sharded
+
+KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+MESHES = [((8,), "x"), ((4, 2), "xy"), ((2, 2, 2), "xyz")]
+B, U, T, N, S, H = 16, 8, 2, 8, 8, 8
+OFFSETS = np.array([0, 3, 3, 9, 16], np.int32)
+
+
+def with_own_tokens(query, key, value, self_key, self_value, index, lengths):
+    out, lse = ikbo.attention(
+        query,
+        key,
+        value,
+        index,
+        key_value_seq_lengths=lengths,
+        self_key=self_key,
+        self_value=self_value,
+        return_residuals=True,
+    )
+    return out + lse[..., None]
+
+
+def jagged(query, key, value, index):
+    return ikbo.gdpa(query, key, value, OFFSETS, OFFSETS, activation="softmax", q_to_kv=index)
+
+
+#: Ops, shapes of their arrays, and lengths and bounds of their index arrays.
+OPS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], list[tuple[int, int]]]] = {
+    "linear": (
+        ikbo.linear_compression, [(16, 8), (16, 8), (B, 8, 8), (U, 8, 8)], [(B, U)]
+    ),
+    "grouped_heads": (ikbo.attention, [(B, T, N, H), (U, S, 4, H), (U, S, 4, H)], [(B, U)]),
+    "own_tokens": (
+        with_own_tokens,
+        [(B, T, N, H), (U, S, 4, H), (U, S, 4, H), (B, T, 4, H), (B, T, 4, H)],
+        [(B, U), (U, S + 1)],
+    ),
+    "jagged": (jagged, [(16, N, H), (16, 4, H), (16, 4, H)], [(4, 4)]),
+}  # fmt: skip
+
+
+def spec(draw: random.Random, shape: Sequence[int], sizes: dict[str, int]) -> P:
+    """A layout: every mesh axis divides a dimension, or none."""
+    axes: list[tuple[str, ...]] = [()] * len(shape)
+    parts = [1] * len(shape)
+    for name in draw.sample(list(sizes), len(sizes)):
+        dim = draw.randrange(len(shape))
+        if draw.random() < 0.6 and shape[dim] % (parts[dim] * sizes[name]) == 0:
+            parts[dim] *= sizes[name]
+            axes[dim] = (*axes[dim], name)
+    return P(*(entry or None for entry in axes))
+
+
+def check(op: Callable[..., Any], arrays: Sequence[Any], specs: Sequence[P], mesh: Any) -> None:
+    """Results and gradients are those of one device."""
+    floats = tuple(n for n, x in enumerate(arrays) if x.dtype == np.float32)
+
+    def loss(*arrays):
+        out = op(*arrays)
+        return jnp.sum(jnp.sin(out)), out
+
+    step = jax.jit(jax.grad(loss, floats, has_aux=True))
+    expected = step(*arrays)
+    divided = [
+        jax.device_put(x, NamedSharding(mesh, one)) for x, one in zip(arrays, specs, strict=True)
+    ]
+    found = step(*divided)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-4, atol=1e-4)
+
+
+def drawn(name: str, seed: int) -> tuple[Callable[..., Any], list[np.ndarray]]:
+    op, shapes, indices = OPS[name]
+    rng = np.random.default_rng(seed)
+    arrays = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+    return op, arrays + [rng.integers(0, bound, n).astype(np.int32) for n, bound in indices]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", OPS)
+def test_drawn_layouts(name: str, kind: str) -> None:
+    for seed in range(2):
+        draw = random.Random(f"{name} {seed}")
+        op, arrays = drawn(name, seed)
+        shape, axes = draw.choice(MESHES)
+        mesh = jax.make_mesh(shape, tuple(axes), axis_types=(KINDS[kind],) * len(axes))
+        sizes = dict(zip(axes, shape, strict=True))
+        check(op, arrays, [spec(draw, x.shape, sizes) for x in arrays], mesh)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_query_heads_over_more_devices_than_key_heads(kind: str) -> None:
+    """XLA proposes to divide four key heads over a part of the mesh axis of eight devices."""
+    op, arrays = drawn("own_tokens", 0)
+    specs = [P(None, None, "x"), P(), P(), P(), P(None, None, None, "x"), P(), P()]
+    check(op, arrays, specs, jax.make_mesh((8,), ("x",), axis_types=(KINDS[kind],)))
+
+
+def test_own_tokens_that_are_divided_in_another_way() -> None:
+    """Explicit axes: JAX's own functions would refuse such operands."""
+    op, arrays = drawn("own_tokens", 0)
+    specs = [P("x"), P(), P(), P(), P(None, None, None, "x"), P("x"), P()]
+    check(op, arrays, specs, jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,)))
+
+
+def test_gradients_of_own_tokens_that_devices_share_are_rounded_once() -> None:
+    """Explicit axes: the sum over the heads of a token, on eight devices, in float32."""
+    _, arrays = drawn("own_tokens", 0)
+    arrays = [x.astype(jnp.bfloat16) if x.dtype == np.float32 else x for x in arrays]
+    arrays[1:5] = [x[:, :, :1] for x in arrays[1:5]]
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
+    heads = NamedSharding(mesh, P(None, None, "x"))
+    whole = NamedSharding(mesh, P())
+
+    def loss(own, *arrays):
+        out = ikbo.attention(*arrays, self_key=own[0], self_value=own[1])
+        return jnp.sum(out.astype(jnp.float32))
+
+    query, key, value, *own, index, _ = arrays
+    divided = [jax.device_put(query, heads)]
+    divided += [jax.device_put(x, whole) for x in (key, value, index)]
+    text = str(jax.make_jaxpr(jax.grad(loss))([jax.device_put(x, whole) for x in own], *divided))
+    sums = [line for line in text.splitlines() if "psum" in line]
+    assert sums
+    assert all(":f32[" in line for line in sums), sums
+
+
+@pytest.mark.parametrize(("shape", "names"), MESHES)
+def test_layouts_are_read_back(shape: tuple[int, ...], names: str) -> None:
+    mesh = jax.make_mesh(shape, tuple(names), axis_types=(AxisType.Auto,) * len(names))
+    for order in itertools.permutations(names):
+        for dims in itertools.product(range(4), repeat=len(names)):
+            axes = [
+                tuple(name for name, dim in zip(order, dims, strict=True) if dim == wanted)
+                for wanted in range(3)
+            ]
+            one = P(*(entry or None for entry in axes))
+            assert sharded.spec_of(mesh, NamedSharding(mesh, one), 3) == one
