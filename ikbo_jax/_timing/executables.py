@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import os
 import pathlib
 import pickle
@@ -140,6 +141,9 @@ def to_entry(compiled: jax.stages.Compiled, out: Any) -> tuple[Any, Any]:
 
 def load(serialized: Any) -> jax.stages.Compiled:
     """Loads the second element of an entry of `to_entry`; raises the errors of XLA's loader."""
+    # XLA links the host's part of a kernel with a library that this module makes known. In a
+    # process that never traced a kernel, the program failed: "Failed to materialize symbols".
+    importlib.import_module("jax.experimental.mosaic.gpu")
     payload, in_tree, out_tree = serialized
     compiled: jax.stages.Compiled = serialize_executable.deserialize_and_load(
         payload,

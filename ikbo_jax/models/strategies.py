@@ -184,8 +184,7 @@ TUNED = MATERIALISED._replace(
 
 
 def _pool(params: Parameters, x: jax.Array) -> jax.Array:
-    """PMA as attention from every user's seeds: all histories have one length, and attention's
-    gradient has a kernel, where a softmax in `gdpa` has none."""
+    """PMA as attention from every user's seeds, since all histories have one length."""
     # Inside `shard_map`, the seeds' gradients must be summed over users before devices.
     queries, key, value = vary_over_same_axes(functional.projected(params, params["seeds"], x))
     users = x.shape[0]

@@ -26,6 +26,12 @@ from ikbo_jax.problems.problem import (
 MAX_BLOCK_KV = {64: 128, 96: 128, 128: 128, 256: 64}
 #: Largest head width with `early_scores`.
 EARLY_SCORES_MAX_WIDTH = 128
+#: Head widths at which ptxas serialises all products of some kernels with `half_blocks` (C7513): of
+#: relu at H = 64 and 256; of gelu at 256 and, with the table row's configuration, at 64. The other
+#: widths compile with it, and these widths without it.
+SERIALISED_HALVES_WIDTHS = (64, 256)
+#: Activations whose kernels compile with `half_blocks` at these widths, too, if all heads have one.
+COMPILED_HALVES = ("gelu_tanh", "silu")
 #: Words of a descriptor in shared memory: an `Item`, then a `Destination` (`flash.gdpa_context`).
 ITEM_WORDS = 7
 #: Slots for descriptors beyond the number of query slots.  A consumer reads a descriptor for the
@@ -286,18 +292,17 @@ class GdpaProblem(Problem):
         positions of its ring and its mode in their lists, plus `NARROW_BLOCK_COST` for blocks of
         64 keys.
         """
-        ranked: list[tuple[int, GdpaConfig]] = []
+        ranked: dict[GdpaConfig, int] = {}
         for block, block_kv in enumerate((128, 64)):
             for ring, (k_stages, v_stages, q_slots) in enumerate(RINGS):
                 plain = GdpaConfig(block_kv, k_stages, v_stages, q_slots)
                 is_short = self.keys_fit_stages(plain) and q_slots > 1
                 long_modes = LONG_MODES if self.is_full else JAGGED_MODES
                 for mode, switches in enumerate(SHORT_MODES if is_short else long_modes):
-                    config = dataclasses.replace(plain, **switches)
+                    config = self.adapt(dataclasses.replace(plain, **switches))
                     if config.illegal_reason(self) is None:
-                        ranked.append((NARROW_BLOCK_COST * block + ring + mode, config))
-        ranked.sort(key=lambda entry: entry[0])
-        yield from (config for _, config in ranked[:MAX_CONFIGS])
+                        ranked.setdefault(config, NARROW_BLOCK_COST * block + ring + mode)
+        yield from sorted(ranked, key=ranked.__getitem__)[:MAX_CONFIGS]
 
     def keys_fit_stages(self, config: GdpaConfig) -> bool:
         """Whether all keys of a sequence fit the stages of both rings.
@@ -310,6 +315,13 @@ class GdpaProblem(Problem):
     def fits(self, config: GdpaConfig) -> bool:
         """False if run > 1 and keys do not fit the stages: a run then only unbalances the CTAs."""
         return config.run == 1 or self.keys_fit_stages(config)
+
+    def adapt(self, config: GdpaConfig) -> GdpaConfig:
+        """Without `half_blocks` where ptxas may serialise the kernel's products."""
+        is_compiled = len(set(self.activations)) == 1 and self.activations[0] in COMPILED_HALVES
+        if is_compiled or self.head_dim not in SERIALISED_HALVES_WIDTHS:
+            return config
+        return dataclasses.replace(config, half_blocks=False)
 
     def _mean_lengths(self) -> tuple[float, float]:
         """Mean lengths of the sequences of queries and of keys."""

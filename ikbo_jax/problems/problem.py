@@ -72,6 +72,10 @@ class Problem(abc.ABC):
         """The most promising configuration without a measurement; None if none is legal."""
         return _first_candidate(self)
 
+    def adapt(self, config: Any) -> Any:
+        """The configuration of a nearby row as the problem should use it."""
+        return config
+
     def fits(self, config: Any) -> bool:
         """Whether the legal configuration of a nearby row suits the problem."""
         del config

@@ -197,7 +197,8 @@ def lookup(problem: Problem, *, with_user_rows: bool = True) -> Choice:
         if _is_usable(row, problem):
             row_distance = distance(row.problem, problem)
             reason = f"{source}, nearest row at distance {row_distance:.2f}, {row.describe()}"
-            return Choice(row.config, source, False, reason)
+            config = None if row.config is None else problem.adapt(row.config)
+            return Choice(config, source, False, reason)
     reason = "default configuration: no measured row is near"
     return Choice(default_config, "default", False, reason)
 

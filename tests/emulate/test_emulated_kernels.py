@@ -129,7 +129,7 @@ CHOSEN = {
         "users_without_candidates_h96_f16",
     ],
     "gdpa": ["softmax_gaps"],
-    "gdpa_backward": ["indexed_in_parts"],
+    "gdpa_backward": ["indexed_in_parts", "softmax_gaps", "softmax_pma_h96_f16"],
     "linear_compression": ["k_steps_of_levels_differ_many_tiles_of_a_cta"],
     "linear_compression_backward": ["several_ctas"],
 }

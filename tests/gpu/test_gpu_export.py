@@ -126,6 +126,33 @@ def test_artefact_gives_what_the_op_gives(name: str, artefacts) -> None:
         np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
 
 
+LOAD = """
+import sys
+import jax, jax.numpy as jnp
+from jax import export
+import jax.experimental.mosaic.gpu
+with open(sys.argv[1], "rb") as file:
+    loaded = export.deserialize(bytearray(file.read()))
+arrays = [jnp.zeros(x.shape, x.dtype) for x in loaded.in_avals]
+jax.block_until_ready(jax.jit(loaded.call)(*arrays))
+assert not [name for name in sys.modules if name.startswith("ikbo_jax")]
+"""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_artefact_runs_where_no_kernel_was_traced(name: str, artefacts) -> None:
+    folder, _ = artefacts
+    run = subprocess.run(
+        [sys.executable, "-c", LOAD, folder / name],
+        env={**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_gradient_of_an_artefact_is_that_of_the_op(name: str, artefacts) -> None:
     folder, _ = artefacts

@@ -390,8 +390,8 @@ def run(activation, q_slots, index, *operands):
     )
 for arguments in {runs}:
     jax.block_until_ready(run(*arguments, *arrays[:3]))
-for index in {gradients}:
-    out, pull_back = jax.vjp(lambda *qkv: run("gelu_tanh", 2, index, *qkv), *arrays[:3])
+for activation, index in {gradients}:
+    out, pull_back = jax.vjp(lambda *qkv: run(activation, 2, index, *qkv), *arrays[:3])
     jax.block_until_ready(pull_back(out))
 print("FINISHED")
 """
@@ -404,9 +404,10 @@ print("FINISHED")
     [
         ((("gelu_tanh", 1, 0), ("gelu_tanh", 2, 1)), ()),
         ((("softmax", 1, 0), ("softmax", 2, 1)), ()),
-        ((), (0, 1)),
+        ((), (("gelu_tanh", 0), ("gelu_tanh", 1))),
+        ((), (("softmax", 0), ("softmax", 1))),
     ],
-    ids=["forward", "softmax", "backward"],
+    ids=["forward", "softmax", "backward", "softmax_backward"],
 )
 def test_gdpa_sanitizer(runs, gradients, tool):
     script = SANITIZED.replace("{runs}", str(runs)).replace("{gradients}", str(gradients))

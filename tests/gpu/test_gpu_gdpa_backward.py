@@ -26,6 +26,8 @@ from ikbo_jax.reference.gdpa import Arrays, Settings
 pytestmark = pytest.mark.gpu
 
 ELEMENTWISE = tuple(name for name in problems_gdpa.ACTIVATIONS if name != "softmax")
+#: One activation of each of the kernels' two ways to slopes.
+KINDS = ("gelu_tanh", "softmax")
 SHAPES = {
     "self": Shape((300, 1, 129, 64), (300, 1, 129, 64), 2, 2, 128),
     "empty_and_padded": Shape((0, 70, 0, 1, 0), (40, 0, 0, 1, 333), 2, 2, 128, before=2, after=205),
@@ -46,7 +48,19 @@ def make_gradients(arrays: Arrays, settings: Settings, **options):
     problem = gdpa._OP.problem(gdpa._Call(None, settings), arrays)
     assert gdpa_backward.illegal_reason(problem) is None
     run = functools.partial(op.kernel_vjp, settings=settings, num_sms=dispatch.num_sms(), **options)
-    return jax.jit(lambda arrays, d_out: run(arrays, d_out=d_out))
+
+    def both(arrays: Arrays, d_out: jax.Array) -> tuple:
+        out, lse = residuals(arrays, settings)
+        return run(arrays, d_out=d_out, out=out, lse=lse)
+
+    return jax.jit(both)
+
+
+def residuals(arrays: Arrays, settings: Settings) -> tuple:
+    """What the gradient of a softmax needs of the forward pass, by XLA."""
+    if "softmax" not in settings.activations:
+        return None, None
+    return gdpa_chunked.chunked(arrays, settings)
 
 
 def gradients(arrays: Arrays, settings: Settings, d_out: jax.Array, **options) -> tuple:
@@ -62,7 +76,8 @@ def expected_and_plain(arrays: Arrays, settings: Settings, d_out: jax.Array) -> 
 
     wide = tuple(x.astype(jnp.float32) for x in arrays[:3])
     expected = jax.vjp(oracle, *wide)[1](d_out.astype(jnp.float32))
-    return expected, gdpa_chunked.chunked_vjp(arrays, settings, None, None, d_out)
+    plain = gdpa_chunked.chunked_vjp(arrays, settings, *residuals(arrays, settings), d_out)
+    return expected, plain
 
 
 def check(actual: tuple, arrays: Arrays, settings: Settings, d_out: jax.Array) -> None:
@@ -82,10 +97,11 @@ def check_shape(shape: Shape, activation="gelu_tanh", dtype="bfloat16", seed=0, 
     check(gradients(arrays, settings, d_out, **options), arrays, settings, d_out)
 
 
+@pytest.mark.parametrize("activation", KINDS)
 @pytest.mark.parametrize("dtype", problems.HALF_DTYPES)
 @pytest.mark.parametrize("name", SHAPES)
-def test_gradients_of_every_shape(name, dtype):
-    check_shape(SHAPES[name], dtype=dtype)
+def test_gradients_of_every_shape(name, dtype, activation):
+    check_shape(SHAPES[name], activation, dtype)
 
 
 @pytest.mark.parametrize("name", ["self", "indexed", "pma", "pffn"])
@@ -116,43 +132,60 @@ def test_gradients_of_approximations(activation, approx):
         assert np.max(np.abs(array - want)) <= 0.02 * np.max(np.abs(want))
 
 
+@pytest.mark.parametrize("activation", ["silu", "softmax"])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("dtype", problems.HALF_DTYPES)
-def test_gradients_of_every_width(head_dim, dtype):
-    check_shape(SHAPES["self"]._replace(head_dim=head_dim), "silu", dtype)
+def test_gradients_of_every_width(head_dim, dtype, activation):
+    check_shape(SHAPES["self"]._replace(head_dim=head_dim), activation, dtype)
 
 
+@pytest.mark.parametrize("activation", KINDS)
 @pytest.mark.parametrize("block", [16, 32, 48, 64])
-def test_gradients_of_every_block(block):
+def test_gradients_of_every_block(block, activation):
     config = GdpaBackwardConfig(block, 3)
-    check_shape(SHAPES["self"], query_config=config, key_config=config)
+    check_shape(SHAPES["self"], activation, query_config=config, key_config=config)
 
 
+@pytest.mark.parametrize("factor", [-1.0, 40.0, 1e3])
+@pytest.mark.parametrize("dtype", problems.HALF_DTYPES)
+def test_gradients_of_a_softmax_of_large_scores(factor, dtype):
+    """Weights near 0 and 1, whose exponents round."""
+    shape = SHAPES["self"]
+    arrays = problems_gdpa.make_arrays(shape, dtype)
+    settings = problems_gdpa.make_settings(shape, "softmax")
+    settings = settings._replace(scale=factor * settings.scale)
+    d_out = problems_gdpa.cotangent(arrays, settings)
+    check(gradients(arrays, settings, d_out), arrays, settings, d_out)
+
+
+@pytest.mark.parametrize("activation", KINDS)
 @pytest.mark.parametrize("limits", [(100, None), (None, 65), (64, 1)])
-def test_gradients_of_sequences_cut_off(limits):
+def test_gradients_of_sequences_cut_off(limits, activation):
     shape = SHAPES["self"]
     arrays = problems_gdpa.make_arrays(shape)
-    settings = problems_gdpa.make_settings(shape)
+    settings = problems_gdpa.make_settings(shape, activation)
     settings = settings._replace(max_seqlen_q=limits[0], max_seqlen_kv=limits[1])
     d_out = problems_gdpa.cotangent(arrays, settings)
     check(gradients(arrays, settings, d_out), arrays, settings, d_out)
 
 
-def test_gradients_of_bad_offsets():
+@pytest.mark.parametrize("activation", KINDS)
+def test_gradients_of_bad_offsets(activation):
     """What lies outside is clamped, and falling offsets are empty sequences."""
     shape = SHAPES["self"]
     arrays = problems_gdpa.make_arrays(shape)
     offsets = jnp.asarray([-5, 300, 200, 430, 2**31 - 1], jnp.int32)
     arrays = arrays._replace(cu_seqlens_q=offsets, cu_seqlens_kv=offsets)
-    settings = problems_gdpa.make_settings(shape)
+    settings = problems_gdpa.make_settings(shape, activation)
     d_out = problems_gdpa.cotangent(arrays, settings)
     check(gradients(arrays, settings, d_out), arrays, settings, d_out)
 
 
+@pytest.mark.parametrize("activation", KINDS)
 @pytest.mark.parametrize("name", ["dense", "indexed", "pma"])
-def test_gradients_repeat_bitwise(name):
+def test_gradients_repeat_bitwise(name, activation):
     arrays = problems_gdpa.make_arrays(SHAPES[name])
-    settings = problems_gdpa.make_settings(SHAPES[name])
+    settings = problems_gdpa.make_settings(SHAPES[name], activation)
     d_out = problems_gdpa.cotangent(arrays, settings)
     run = make_gradients(arrays, settings)
     first = run(arrays, d_out)
@@ -162,8 +195,9 @@ def test_gradients_repeat_bitwise(name):
             assert bool(jnp.array_equal(*bits))
 
 
+@pytest.mark.parametrize("activation", KINDS)
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
-def test_bad_values_stay_in_their_sequence(bad):
+def test_bad_values_stay_in_their_sequence(bad, activation):
     shape = Shape((140, 33, 200), (33, 140, 90), 2, 2, 128)
     clean = problems_gdpa.make_arrays(shape)
     spoiled = clean._replace(
@@ -171,7 +205,7 @@ def test_bad_values_stay_in_their_sequence(bad):
         key=clean.key.at[33:173].set(bad),
         value=clean.value.at[33:173].set(bad),
     )
-    settings = problems_gdpa.make_settings(shape)
+    settings = problems_gdpa.make_settings(shape, activation)
     d_out = problems_gdpa.cotangent(clean, settings)
     run = make_gradients(clean, settings)
     results = run(spoiled, d_out.at[140:173].set(bad))
@@ -189,7 +223,7 @@ def test_bad_values_stay_in_their_sequence(bad):
     head_dim=st.sampled_from(HEAD_DIMS),
     kv_heads=st.integers(1, 2),
     group=st.sampled_from([1, 2, 3]),
-    activation=st.sampled_from(ELEMENTWISE),
+    activation=st.sampled_from(problems_gdpa.ACTIVATIONS),
     around=st.tuples(st.integers(0, 300), st.integers(0, 300)),
     is_indexed=st.booleans(),
     seed=st.integers(0, 99),

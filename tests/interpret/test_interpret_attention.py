@@ -16,11 +16,12 @@ import numpy as np
 import planted
 import problems
 import pytest
+from indexed_attention import IndexedAttention
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.flash import attention as kernel
-from ikbo_jax.problems import AttentionConfig, AttentionProblem
+from ikbo_jax.problems import AttentionConfig
 
 # The op's own interpreted tests are the ones that run with every jax.
 pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
@@ -39,37 +40,20 @@ ALL = dataclasses.replace(
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
-    """A problem, its index (users by candidate), lengths, order of work, and a config.
+class Case(IndexedAttention):
+    """A problem, the order of its work, and a config.
 
     `copies` is how often the producer brings something: the queries of a pass's two warpgroups, a
     block of keys, one of values; blocks that stay are brought once, and no pass has a second try.
     """
 
-    index: tuple[int, ...]
-    keys: int
-    q_len: int = 64
-    users: int = 2
-    heads: tuple[int, int] = (1, 1)
-    head_dim: int = 64
     config: AttentionConfig = TWO_SLOTS
-    lengths: tuple[int, ...] | None = None
     order: tuple[int, ...] | None = None
-    num_sms: int = 1
-    dtype: str = "bfloat16"
     copies: int | None = None
 
     @property
     def scale(self) -> float:
         return self.head_dim**-0.5
-
-    @property
-    def problem(self) -> AttentionProblem:
-        sizes = (len(self.index), self.users, self.q_len, self.keys, *self.heads, self.head_dim)
-        return AttentionProblem(*sizes, self.dtype)
-
-    def inputs(self, seed: int = 0) -> problems.AttentionInputs:
-        return problems.make_indexed_attention_inputs(self.problem, self.index, self.lengths, seed)
 
 
 CASES = {

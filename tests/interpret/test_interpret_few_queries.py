@@ -12,12 +12,12 @@ import numpy as np
 import planted
 import problems
 import pytest
+from indexed_attention import IndexedAttention
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from test_interpret_attention import PARAMS, rounded_weights
 
 from ikbo_jax.pallas.few_queries import consumer
 from ikbo_jax.pallas.few_queries.kernel import few_queries_kernel
-from ikbo_jax.problems import AttentionProblem
 from ikbo_jax.problems.few_queries import FewQueriesConfig
 
 pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
@@ -29,28 +29,12 @@ SPLIT = dataclasses.replace(SMALL, splits=2, k_stages=3)
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
-    """A problem, its index (users by candidate), lengths and a config."""
+class Case(IndexedAttention):
+    """A problem and a config."""
 
-    index: tuple[int, ...]
-    keys: int
     q_len: int = 1
-    users: int = 2
-    heads: tuple[int, int] = (1, 1)
-    head_dim: int = 64
     config: FewQueriesConfig = SMALL
-    lengths: tuple[int, ...] | None = None
-    num_sms: int = 1
-    dtype: str = "bfloat16"
     scale: float = 0.125
-
-    @property
-    def problem(self) -> AttentionProblem:
-        sizes = (len(self.index), self.users, self.q_len, self.keys, *self.heads, self.head_dim)
-        return AttentionProblem(*sizes, self.dtype)
-
-    def inputs(self, seed: int = 0) -> problems.AttentionInputs:
-        return problems.make_indexed_attention_inputs(self.problem, self.index, self.lengths, seed)
 
 
 CASES = {

@@ -15,10 +15,12 @@ import planted
 import problems
 import problems_gdpa
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from problems_gdpa import Shape
 
 from ikbo_jax.ops import gdpa
 from ikbo_jax.ops import gdpa_backward as op
+from ikbo_jax.pallas.gdpa_backward import softmax
 from ikbo_jax.problems import GdpaBackwardConfig, gdpa_backward
 from ikbo_jax.reference import gdpa_chunked
 from ikbo_jax.reference.gdpa import Arrays, Settings
@@ -35,7 +37,8 @@ CONFIG = GdpaBackwardConfig(block=32, stages=2)
 class Case:
     """A problem, and how the kernels cut it.
 
-    `limits` are those of the lengths; with `is_wide`, gradients of keys and values stay in f32.
+    `limits` are those of the lengths; with `is_wide`, gradients of keys and values stay in f32;
+    `factor` multiplies the scale of the scores.
     """
 
     shape: Shape
@@ -45,11 +48,16 @@ class Case:
     config: GdpaBackwardConfig = CONFIG
     limits: tuple[int | None, int | None] = (None, None)
     is_wide: bool = False
+    factor: float = 1.0
 
     @property
     def settings(self) -> Settings:
         settings = problems_gdpa.make_settings(self.shape, self.activation)
-        return settings._replace(max_seqlen_q=self.limits[0], max_seqlen_kv=self.limits[1])
+        return settings._replace(
+            scale=self.factor * settings.scale,
+            max_seqlen_q=self.limits[0],
+            max_seqlen_kv=self.limits[1],
+        )
 
 
 # Rows that are not a whole tile's cost the interpreter most.
@@ -67,6 +75,29 @@ CASES = {
         Shape((20, 3, 0, 17), (40, 5), 2, 1, 64, (0, 1, 0, 0), before=1, after=3), num_sms=8
     ),
     "pma_h96_f16": Case(Shape(3, (66, 0), 1, 1, 96), "silu", "float16"),
+    # Two tiles of a CTA, of which the second sequence has no keys; the third has no queries.
+    "softmax_gaps": Case(
+        Shape((130, 5, 0, 2), (70, 0, 40, 3), 1, 1, 64, before=2, after=3), "softmax"
+    ),
+    "softmax_indexed_grouped_heads_h128": Case(
+        Shape((64, 2, 0), (3, 66), 2, 1, 128, (1, 0, 1)),
+        "softmax",
+        num_sms=2,
+        config=GdpaBackwardConfig(64, 3),
+        is_wide=True,
+    ),
+    # Blocks of 48 rows: their statistics take 64 words.
+    "softmax_indexed_in_parts": Case(
+        Shape((20, 3, 0, 50), (40, 5), 2, 1, 64, (0, 1, 0, 0), before=1, after=3),
+        "softmax",
+        num_sms=8,
+        config=GdpaBackwardConfig(48, 2),
+        limits=(49, 39),
+    ),
+    "softmax_pma_h96_f16": Case(Shape(3, (66, 0), 1, 1, 96), "softmax", "float16"),
+    # Padded keys have scores of 0, which lie above lse: weights that must stay finite, and without
+    # effect.
+    "softmax_large_scores": Case(Shape((30, 40), (35, 70), 1, 1, 64), "softmax", factor=-300.0),
 }
 
 
@@ -75,14 +106,17 @@ def gradients(arrays: Arrays, case: Case) -> tuple[jax.Array, ...]:
     problem = gdpa._OP.problem(gdpa._Call(None, settings), arrays)
     assert gdpa_backward.illegal_reason(problem) is None
     d_out = problems_gdpa.cotangent(arrays, settings)
+    residuals = forward(arrays, settings)
 
     # One program instead of one for each operation.
     @jax.jit
-    def run(arrays: Arrays, d_out: jax.Array) -> tuple[jax.Array, ...]:
+    def run(arrays: Arrays, d_out: jax.Array, out: Any, lse: Any) -> tuple[jax.Array, ...]:
         return op.kernel_vjp(
             arrays,
             settings,
             d_out,
+            out=out,
+            lse=lse,
             num_sms=case.num_sms,
             query_config=case.config,
             key_config=case.config,
@@ -90,7 +124,15 @@ def gradients(arrays: Arrays, case: Case) -> tuple[jax.Array, ...]:
             interpret=PARAMS,
         )
 
-    return jax.block_until_ready(run(arrays, d_out))
+    return jax.block_until_ready(run(arrays, d_out, *residuals))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def forward(arrays: Arrays, settings: Settings) -> tuple[jax.Array | None, jax.Array | None]:
+    """What the gradient of a softmax needs of the forward pass."""
+    if "softmax" not in settings.activations:
+        return None, None
+    return gdpa_chunked.chunked(arrays, settings)
 
 
 # One program instead of one for each operation; its conversions round.
@@ -99,7 +141,7 @@ def gradients(arrays: Arrays, case: Case) -> tuple[jax.Array, ...]:
 )
 def plain_vjp(arrays: Arrays, settings: Settings, d_out: jax.Array) -> tuple[jax.Array, ...]:
     """What plain jnp makes of the arrays in their own dtype."""
-    return gdpa_chunked.chunked_vjp(arrays, settings, None, None, d_out)
+    return gdpa_chunked.chunked_vjp(arrays, settings, *forward(arrays, settings), d_out)
 
 
 def assert_correct(
@@ -134,17 +176,21 @@ def test_interpreted_gradients_are_right_and_free_of_races(
     assert_correct(results, arrays, case)
 
 
+@pytest.mark.parametrize("activation", ["relu", "softmax"])
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-def test_interpreted_nan_of_one_sequence_stays_there(launches: interpreter.Launches) -> None:
-    """Nor does it matter that lengths have limits: rows past them are in no sequence."""
-    case = Case(Shape((63, 3, 2), (34, 40, 3), 1, 1, 64), "relu", limits=(62, 33))
+def test_interpreted_nan_of_one_sequence_stays_there(
+    activation: str, launches: interpreter.Launches
+) -> None:
+    """Nor does it matter that lengths have limits: rows past them are in no sequence, although
+    their tiles of queries read the first sequence's lse and delta."""
+    case = Case(Shape((3, 63, 2), (40, 34, 3), 1, 1, 64), activation, limits=(62, 33))
     clean = problems_gdpa.make_arrays(case.shape)
     query, key = (np.array(x) for x in clean[:2])
-    query[63:66], key[34:74] = np.nan, np.nan
+    query[:3], key[:40] = np.nan, np.nan
     spoiled = clean._replace(query=jnp.asarray(query), key=jnp.asarray(key))
     results = gradients(spoiled, case)
     launches.assert_no_races(2)
-    ranges = ((63, 66), (34, 74), (34, 74))
+    ranges = ((0, 3), (0, 40), (0, 40))
     others = [np.r_[0:begin, end : len(x)] for x, (begin, end) in zip(results, ranges, strict=True)]
     assert_correct(results, clean, case, others)
 
@@ -174,5 +220,26 @@ def test_interpreted_block_handed_back_too_early_is_found(
     """Blocks go back before the wait that says that they were read."""
     planted.early_hand_back(monkeypatch, pending=0)
     case = Case(Shape((192,), (128,), 1, 1, 64), "relu")
+    arrays = problems_gdpa.make_arrays(case.shape)
+    planted.assert_found(lambda: gradients(arrays, case), launches, expected=2)
+
+
+def test_interpreted_statistics_freed_before_they_are_read_are_found(
+    monkeypatch: pytest.MonkeyPatch, launches: interpreter.Launches
+) -> None:
+    """The producer then loads the next tile's lse and delta over those of this tile."""
+    receive, arrive = softmax.receive_rows, plgpu.barrier_arrive
+
+    def free_then_receive(ctx: Any) -> Any:
+        if ctx.shared.statistics_free is None:
+            return receive(ctx)
+        arrive(ctx.shared.statistics_free.at[0])
+        with monkeypatch.context() as patch:
+            patch.setattr(plgpu, "barrier_arrive", lambda barrier: None)
+            return receive(ctx)
+
+    monkeypatch.setattr(softmax, "receive_rows", free_then_receive)
+    # The blocks of the first tile fit the ring, so the producer need not wait for them.
+    case = Case(Shape((130,), (40,), 1, 1, 64), "softmax")
     arrays = problems_gdpa.make_arrays(case.shape)
     planted.assert_found(lambda: gradients(arrays, case), launches, expected=2)

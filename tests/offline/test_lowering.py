@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 
 import jax
 import pytest
-from jax._src.pallas.mosaic_gpu import lowering
 
 from ikbo_jax.models import ranking
-from ikbo_jax.ops import dispatch
 from ikbo_jax.pallas.hopper import mosaic
 from ikbo_jax.rewrite import rewrite
 
@@ -19,25 +16,6 @@ SIZES = ranking.Sizes(
     candidates=8, users=2, layers=3, width=128, user_dense=16, dense_tokens=4, user_tokens=60,
     pooled=64, cand_tokens=40, history=128, queries=64, compressed=32, hidden=16,
 )  # fmt: skip
-
-
-@pytest.fixture
-def lowered_kernels(monkeypatch: pytest.MonkeyPatch) -> collections.Counter:
-    """Counts, by kernel, how often Mosaic GPU makes a module; the device seems to be a Hopper."""
-    counts: collections.Counter = collections.Counter()
-    real = lowering.lower_jaxpr_to_module
-
-    def counted(*args, **kwargs):
-        result = real(*args, **kwargs)
-        counts[str(result.module.operation.attributes["sym_name"])] += 1
-        return result
-
-    monkeypatch.setattr(lowering, "lower_jaxpr_to_module", counted)
-    monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
-    monkeypatch.setattr(dispatch, "num_sms", lambda: 132)
-    jax.clear_caches()
-    yield counts
-    jax.clear_caches()
 
 
 def lower(fn, layers: int) -> str:

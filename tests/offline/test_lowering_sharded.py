@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import collections
-import re
+import functools
 
 import jax
 import jax.numpy as jnp
 import pytest
-from jax._src.pallas.mosaic_gpu import lowering
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ikbo_jax as ikbo
-from ikbo_jax.ops import dispatch
 
 B, U, T, S, N, H = 256, 4, 64, 256, 4, 64
 BF16, INT = jnp.bfloat16, jnp.int32
@@ -29,8 +26,12 @@ def compress(w_cand, w_user, e_cand, e_user, index):
     )
 
 
-def act(query, key, value, offsets):
-    return ikbo.gdpa(query, key, value, offsets, offsets, implementation="mosaic_gpu")
+def act(query, key, value, offsets, activation="gelu"):
+    return ikbo.gdpa(
+        *(query, key, value, offsets, offsets),
+        activation=activation,
+        implementation="mosaic_gpu",
+    )
 
 
 #: Op, shapes, layouts, layout of the result, and how many kernels value and gradient launch; the
@@ -53,33 +54,21 @@ CASES = {
         (1, 4, 5),
     ),
     "gdpa": (act, ((512, N, H),) * 3 + ((5,),), (HEADS,) * 3 + (P(),), HEADS, (1, 2)),
+    "gdpa_softmax": (
+        functools.partial(act, activation="softmax"),
+        ((512, N, H),) * 3 + ((5,),),
+        (HEADS,) * 3 + (P(),),
+        HEADS,
+        (1, 3),  # the gradient needs lse
+    ),
 }
-
-
-@pytest.fixture
-def modules(monkeypatch: pytest.MonkeyPatch) -> collections.Counter:
-    """Counts the modules that Mosaic GPU makes; the device seems to be a Hopper."""
-    counts: collections.Counter = collections.Counter()
-    real = lowering.lower_jaxpr_to_module
-
-    def counted(*args, **kwargs):
-        result = real(*args, **kwargs)
-        counts[str(result.module.operation.attributes["sym_name"])] += 1
-        return result
-
-    monkeypatch.setattr(lowering, "lower_jaxpr_to_module", counted)
-    monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
-    monkeypatch.setattr(dispatch, "num_sms", lambda: 132)
-    jax.clear_caches()
-    yield counts
-    jax.clear_caches()
 
 
 def lowered(kind: str, name: str, with_gradient: bool):
     op, shapes, specs, out, kernels = CASES[name]
     axis = AxisType.Explicit if kind == "explicit" else AxisType.Auto
     mesh = jax.make_mesh((8,), ("x",), axis_types=(axis,))
-    if name == "gdpa":
+    if name.startswith("gdpa"):
         mesh = jax.make_mesh((2,), ("x",), axis_types=(axis,), devices=jax.devices()[:2])
     if kind == "shard_map":
         op = jax.shard_map(op, mesh=mesh, in_specs=specs, out_specs=out)
@@ -105,21 +94,19 @@ def lowered(kind: str, name: str, with_gradient: bool):
 @pytest.mark.parametrize("with_gradient", [False, True], ids=["value", "gradient"])
 @pytest.mark.parametrize("kind", ["explicit", "shard_map"])
 @pytest.mark.parametrize("name", CASES)
-def test_kernels_are_in_the_program(kind, name, with_gradient, modules):
+def test_kernels_are_in_the_program(kind, name, with_gradient, lowered_kernels):
     program, kernels = lowered(kind, name, with_gradient)
-    assert sum(modules.values()) == kernels, modules
-    assert len(set(re.findall(r"mosaic_gpu_v2", program.as_text()))) == bool(kernels)
+    assert sum(lowered_kernels.values()) == kernels, lowered_kernels
+    assert "mosaic_gpu_v2" in program.as_text()
 
 
+# XLA for CPUs ends the process in the gradient of a softmax, whose forward kernel has two results.
 @pytest.mark.parametrize("with_gradient", [False, True], ids=["value", "gradient"])
-@pytest.mark.parametrize("name", CASES)
-def test_kernels_are_lowered_when_xla_divides_the_program(name, with_gradient, modules):
+@pytest.mark.parametrize("name", sorted(CASES.keys() - {"gdpa_softmax"}))
+def test_kernels_are_lowered_when_xla_divides_the_program(name, with_gradient, lowered_kernels):
     """XLA for CPUs asks for one device's part; it has no kernels, which shows that they came."""
     program, kernels = lowered("auto", name, with_gradient)
-    assert not modules
-    if not kernels:
-        program.compile()
-        return
+    assert not lowered_kernels
     with pytest.raises(jax.errors.JaxRuntimeError, match="mosaic_gpu_v2"):
         program.compile()
-    assert sum(modules.values()) == kernels, modules
+    assert sum(lowered_kernels.values()) == kernels, lowered_kernels

@@ -12,7 +12,10 @@ import jax.numpy as jnp
 import offline
 import planted
 import pytest
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith
 
+from ikbo_jax.pallas.attention_backward import products
 from ikbo_jax.pallas.attention_backward.kernel import attention_backward_kernel
 from ikbo_jax.problems import AttentionBackwardProblem, AttentionProblem
 from ikbo_jax.problems.attention_backward import AttentionBackwardConfig as Config
@@ -79,6 +82,7 @@ CASES = {
     "h128_one_tile": Case(Config(64), kv_len=128),
     "h128_few_queries": Case(Config(16, 2, 2, d_query="parts"), q_len=1, q_heads=8),
     "h128_narrow": Case(Config(32, 2, 2), q_len=16),
+    "h96_narrow": Case(Config(32, 2, 2), 96, q_len=16),
     "h128_two_launches": Case(Config(64, 3, d_query="launch")),
     "h128_two_launches_wide": Case(Config(64, 3, 1, "launch", 96, 2), dtype="float16"),
     "h64_two_launches": Case(Config(128, 2, 1, "launch", 128, 3), 64, has_lengths=False),
@@ -139,3 +143,22 @@ def test_offline_missing_wait_is_found(
     (compiled,) = compiler.compile(*CASES["h64_few_queries"].launch())
     assert left_out
     assert compiled.ptxas.serialized
+
+
+def test_offline_wide_descriptors_are_found(
+    compiler: offline.Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products of 64 bits in descriptors, with which ptxas 12.9.86 and 13.0.88 crashed.
+
+    Here the descriptors' shared constant is outside of the loops, so all versions compile them.
+    """
+
+    def offset(descriptor: Any, count: Any, num_bytes: int) -> Any:
+        i64 = ir.IntegerType.get_signless(64)
+        size = arith.constant(i64, num_bytes >> 4)
+        return arith.addi(descriptor, arith.muli(arith.extui(i64, count), size))
+
+    monkeypatch.setattr(products, "_offset", offset)
+    (compiled,) = compiler.compile(*CASES["h128"].launch())
+    assert compiled.ptxas.wide_descriptors
+    assert len(compiled.faults) == 1

@@ -203,6 +203,46 @@ def test_offline_log_of_a_bad_kernel(good: str, bad: str, fault: str) -> None:
     assert fault in faults[0]
 
 
+# Two descriptors that crashed ptxas 13.0.88, in a kernel of nothing else.
+WIDE = """\
+//
+.version 9.0
+.visible .entry ikbo_mosaic_gpu_kernel()
+{
+	mul.wide.u32 	%rd1, %r1, 512;
+	add.s64 	%rd2, %rd1, %rd9;
+	mov.b64 	%rd3, %rd2;
+	add.s64 	%rd4, %rd3, 4611686293305294848;
+	{ .reg .pred p; wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%r2}, %rd4, %rd8, p, 1; }
+	add.s64 	%rd5, %rd2, 4611686293305294976;
+	{ .reg .pred p; wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%r2}, %rd5, %rd8, p, 1; }
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("wide", "narrow"),
+    [
+        ("mul.wide.u32 	%rd1, %r1, 512;", "cvt.u64.u32 	%rd1, %r1;"),
+        ("mul.wide.u32 	%rd1", "mul.wide.u32 	%rd7"),  # an address
+        ("add.s64 	%rd2, %rd1, %rd9;", "bfe.u64 	%rd2, %rd1, 4, 14;"),  # likewise
+    ],
+)
+def test_offline_log_of_descriptors_that_crash_another_ptxas(wide: str, narrow: str) -> None:
+    report = offline.parse_ptxas_log(f"{WIDE}{GOOD_LOG}define void @host() {{\n}}\n")
+    assert report == offline.PtxasReport(168, 0, 0, (), ("%rd4", "%rd5"))
+    (fault,) = offline.CompiledKernel("k", 0, report).faults
+    assert "%rd4, %rd5" in fault
+    assert wide in WIDE
+    assert offline.find_wide_descriptors(WIDE.replace(wide, narrow)) == ()
+
+
+def test_offline_error_leaves_the_ptx_out() -> None:
+    with pytest.raises(ValueError, match="found 0") as error:
+        offline.parse_ptxas_log(WIDE)
+    assert ".visible" not in str(error.value)
+
+
 @pytest.mark.parametrize(
     "log", ["", "ptxas fatal   : Unresolved extern function", GOOD_LOG * 2, "Used 8 registers"]
 )
@@ -217,8 +257,34 @@ def test_offline_missing_wheel_names_the_extra(
 ) -> None:
     monkeypatch.setattr(offline.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("IKBO_PTXAS", raising=False)
     with pytest.raises(offline.OfflineUnavailableError, match=r"pip install 'ikbo-jax\[offline\]'"):
         find()
+
+
+def test_offline_ptxas_is_the_one_that_is_named(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels are assembled by it; a name without a file, or of another file, is an error."""
+    real, named = offline.find_ptxas(), tmp_path / "bin" / "ptxas"
+    monkeypatch.setenv("IKBO_PTXAS", str(named))
+    with pytest.raises(offline.OfflineUnavailableError, match=f"IKBO_PTXAS={named}"):
+        offline.find_ptxas()
+    named.parent.mkdir()
+    # Mosaic GPU asks ptxas for its version, and which version of PTX it reads.
+    ask = f'case "$1" in --version|--input-as-string) exec {real} "$@";; esac'
+    named.write_text(f"#!/bin/sh\n{ask}\necho this one >&2\nexit 1\n")
+    named.chmod(0o755)
+    assert offline.find_ptxas() == named
+    monkeypatch.setenv("IKBO_PTXAS", sys.executable)
+    with pytest.raises(offline.OfflineUnavailableError, match="IKBO_PTXAS"):
+        offline.find_ptxas()
+    monkeypatch.setenv("IKBO_PTXAS", str(named))
+    with (
+        contextlib.closing(offline.Compiler(tmp_path)) as compiler,
+        pytest.raises(ValueError, match="output: this one"),
+    ):
+        compiler.compile(*launch(*CASES["narrowest_block_m1"]))
 
 
 def test_offline_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

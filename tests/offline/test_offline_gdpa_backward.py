@@ -43,6 +43,18 @@ class Case:
     def chosen(self) -> GdpaBackwardConfig:
         return self.config or backward_configs.default_config(self.head_dim)
 
+    @property
+    def num_results(self) -> int:
+        return 2 if self.is_for_keys else 1
+
+    @property
+    def has_softmax(self) -> bool:
+        return "softmax" in self.activations
+
+    @property
+    def smem_bytes(self) -> int:
+        return self.chosen.smem_bytes(self.head_dim, self.num_results if self.has_softmax else None)
+
     def launch(self) -> tuple[Any, ...]:
         """The kernel's host function, and the shapes it takes."""
         options: dict[str, Any] = {
@@ -63,9 +75,19 @@ class Case:
             shape((1,), jnp.int32),
             shape((BATCH, tiles.RANGE_WORDS), jnp.int32),
         )
-        return functools.partial(kernel, **options), query, key, key, query, work
+        if not self.has_softmax:
+            return functools.partial(kernel, **options), query, key, key, query, work
+
+        def run(*operands: Any) -> Any:
+            *operands, statistics = operands
+            return kernel(*operands, statistics=statistics, **options)
+
+        rows = tiles.most_blocks(BATCH, ROWS, self.chosen.block) * self.chosen.block
+        vectors = (query.shape[1], 2, rows + tiles.ABSENT_ROWS)
+        return run, query, key, key, query, work, shape(vectors, jnp.int32)
 
 
+SOFTMAX = ("softmax",) * 4
 MIXED = ("gelu", "relu", "silu", "gelu_tanh")
 CASES = {
     "keys": Case(True),
@@ -77,18 +99,28 @@ CASES = {
         False, activations=MIXED, kv_heads=2, config=GdpaBackwardConfig(96, 2)
     ),
     "queries_broadcast_h64": Case(False, 64, approx="tanh", is_wide=True),
+    "keys_softmax": Case(True, activations=SOFTMAX),
+    "keys_softmax_h64_wide": Case(True, 64, activations=SOFTMAX, is_wide=True),
+    "keys_softmax_h96_grouped_f16": Case(
+        True, 96, activations=SOFTMAX, kv_heads=2, dtype="float16"
+    ),
+    "keys_softmax_block_48": Case(True, activations=SOFTMAX, config=GdpaBackwardConfig(48, 3)),
+    "queries_softmax": Case(False, activations=SOFTMAX),
+    "queries_softmax_h64_f16": Case(False, 64, activations=SOFTMAX, dtype="float16"),
+    "queries_softmax_h96_wide": Case(False, 96, activations=SOFTMAX, is_wide=True),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_offline_gdpa_backward_kernel_is_fit(name: str, compiler: offline.Compiler) -> None:
     case = CASES[name]
-    num_results = 2 if case.is_for_keys else 1
-    reason = case.chosen.illegal_reason(case.dtype, case.head_dim, num_results=num_results)
+    reason = case.chosen.illegal_reason(
+        case.dtype, case.head_dim, num_results=case.num_results, has_softmax=case.has_softmax
+    )
     assert reason is None
     (compiled,) = compiler.compile(*case.launch())
     assert not compiled.faults
-    assert compiled.smem_bytes == case.chosen.smem_bytes(case.head_dim) <= MAX_SMEM_BYTES
+    assert compiled.smem_bytes == case.smem_bytes <= MAX_SMEM_BYTES
 
 
 # The check itself must be able to fail.

@@ -113,7 +113,10 @@ def assert_sanitized(tool: str, script: str) -> None:
         XLA_PYTHON_CLIENT_ALLOCATOR="platform",  # one allocation an array, so that its end is seen
     )
     options = ["--tool", tool, "--error-exitcode", "9", "--kernel-regex", "kns=ikbo"]
-    program = [sys.executable, "-c", script]
+    # If the sanitizer is killed, its program may stay on the GPU: after tests that ended so, a
+    # script of 12 s did not end in 150. So the program ends by itself, and says where it was.
+    limit = "import faulthandler; faulthandler.dump_traceback_later(240, exit=True)\n"
+    program = [sys.executable, "-c", limit + script]
     # One on each GPU: beside another one on the same GPU, one that takes 13 s alone took over 140.
     # In a folder of its own, so that those on other GPUs use none of its files.
     gpu = re.sub(r"\W+", "-", os.environ.get("CUDA_VISIBLE_DEVICES", ""))

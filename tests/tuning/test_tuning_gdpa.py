@@ -117,6 +117,33 @@ def test_row_of_another_activation_is_a_doubling_away(builtin):
     assert "gelu_tanh approx=tanh" in choice.reason
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "activations", "expected"),
+    [
+        (64, ("gelu",), False),
+        (64, ("gelu_tanh", "silu", "gelu_tanh", "silu"), False),
+        (64, ("silu",), True),
+        (96, ("gelu",), True),
+        (128, ("gelu",), True),
+        (256, ("relu",), False),
+    ],
+)
+def test_half_blocks_that_may_serialise_are_neither_default_nor_taken_from_another_row(
+    head_dim, activations, expected, builtin
+):
+    measured = at(head_dim=head_dim, q_rows=ROWS // 2, kv_rows=ROWS // 2)
+    config = measured.default_config()
+    assert config.half_blocks
+    builtin(row(measured))
+    problem = dataclasses.replace(measured, activations=activations, approx=None)
+    wanted = dataclasses.replace(config, half_blocks=expected)
+    assert problem.default_config() == wanted
+    choice = table.lookup(problem)
+    assert (choice.config, choice.source) == (wanted, "sm90.json")
+    candidates = list(problem.candidate_configs())
+    assert len(candidates) == len(set(candidates))
+
+
 def test_users_row_speaks_for_near_problems_and_comes_first(builtin):
     builtin(row(DEFAULT), row(at(**RELU)))
     jagged = at(q_rows=ROWS - 999, kv_rows=ROWS - 17)

@@ -35,7 +35,7 @@ import jax.numpy as jnp
 from ikbo_jax.pallas.activations import values as activations
 from ikbo_jax.pallas.activations.values import Pair
 from ikbo_jax.pallas.activations.weights import ActivationSpec
-from ikbo_jax.reference.activations import LEAKY_SLOPE, TANH_CUBIC, TANH_SCALE
+from ikbo_jax.reference.activations import LEAKY_SLOPE, SOFTMAX, TANH_CUBIC, TANH_SCALE
 
 
 def weights_and_slopes(
@@ -71,8 +71,8 @@ def d_scores(spec: ActivationSpec, d_weights: jax.Array, slope: jax.Array) -> ja
 
 
 def constants(spec: ActivationSpec) -> tuple[float, float]:
-    """(constant of sums of weights, constant of sums of `d_scores`)."""
-    if not spec.has_f32_range or _raw(spec) is None:
+    """(constant of sums of weights, constant of sums of `d_scores`), which a softmax lacks."""
+    if SOFTMAX in spec.names or not spec.has_f32_range or _raw(spec) is None:
         return 1.0, 1.0
     return spec.constant(spec.names[0]), _slope_constant(spec)
 

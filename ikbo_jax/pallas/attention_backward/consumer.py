@@ -189,7 +189,7 @@ def _block(
 
     def add(total: jax.Array, p: jax.Array, operand: int) -> jax.Array:
         tiles = shared.queries.matrix(step).at[operand]
-        return products.add_rows(total, p, tiles, ctx.staging(), interpret=interpret)
+        return mma.add_product(total, p, tiles, ctx.staging(), interpret=interpret)
 
     # ptxas serialises all products if this wait leaves a product in flight (C7514): it does not
     # know that the scores are the oldest ones.

@@ -30,7 +30,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ikbo_jax.pallas.attention_backward import products
 from ikbo_jax.pallas.attention_backward.context import Operands, Shape
 from ikbo_jax.pallas.attention_backward.rows import query_tiles
 from ikbo_jax.pallas.hopper import mma, mosaic, stores
@@ -189,7 +188,7 @@ def _block(
     mma.wait(0, interpret=interpret)
     d_weights = mma.after_wait(d_weights, interpret=interpret)
     d_scores = weights * (d_weights - lax.broadcast_in_dim(delta, weights.shape, (0,)))
-    total = products.add_rows(
+    total = mma.add_product(
         total,
         d_scores.astype(ctx.operands.query.dtype),
         ctx.shared.keys_values.matrix(step).at[KEY],

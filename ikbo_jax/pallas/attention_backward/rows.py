@@ -6,7 +6,6 @@ query heads; rows are numbered by candidate in user order, then by query, then b
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import jax
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 from ikbo_jax.pallas.attention_backward.context import USER_WORDS
 from ikbo_jax.problems.attention_backward import BLOCK_KV
 from ikbo_jax.problems.hopper import TILE_ROWS
-from ikbo_jax.reference.attention import HUGE_LSE, LSE_ERROR
+from ikbo_jax.reference.attention import weight_exponents
 
 
 class Rows(NamedTuple):
@@ -150,17 +149,12 @@ def statistics(
     ended with an illegal instruction on an H200. At rows of no query, lse is infinite.
 
     With P = exp(scores - lse), the gradient of a score is P * (d_out @ value.T - delta), where
-    delta = sum(d_out * out) - d_lse. Rows without keys get an lse of infinity, hence P = 0. Where
-    lse is so large that its rounding error matters, it is lowered by that error, and the kernel's
-    bound of P, which is 1, gives the row's clear maximum the weight 1.
+    delta = sum(d_out * out) - d_lse. Rows without keys get an lse of infinity, hence P = 0.
     """
     delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     if d_lse is not None:
         delta = delta - d_lse
-    is_empty = lse == -jnp.inf
-    lowered = lse - jnp.abs(lse) * jnp.float32(LSE_ERROR)
-    exponent = jnp.where(jnp.abs(lse) >= HUGE_LSE, lowered, lse) * jnp.float32(math.log2(math.e))
-    both = jnp.stack((jnp.where(is_empty, jnp.inf, exponent), jnp.where(is_empty, 0.0, delta)))
+    both = jnp.stack((weight_exponents(lse), jnp.where(lse == -jnp.inf, 0.0, delta)))
     batch, q_len, group = rows.targets.shape
     both = jnp.moveaxis(both.reshape(2, batch, q_len, kv_heads, group), 3, 0)
     absent = jnp.asarray([jnp.inf, 0.0], jnp.float32)[None, :, None]

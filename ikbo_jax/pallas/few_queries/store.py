@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, vector
+from jaxlib.mlir.dialects import arith
 
 from ikbo_jax.pallas.few_queries.context import Context, Part
 from ikbo_jax.pallas.flash.softmax import LN_2
@@ -85,15 +85,7 @@ def _store_rows(ctx: Context, output: Any, values: jax.Array, part: Part, head: 
         i32 = ir.IntegerType.get_signless(32)
         target, rows, head = (s.registers.item() for s in scalars)
         thread = stores.thread_number()
-        column = arith.muli(arith.remui(thread, mgpu.c(4, i32)), mgpu.c(2, i32))
-        if widths:
-            bits = 64 if is_f32 else 32
-            pair_type = ir.IntegerType.get_signless(bits)
-            words = [mgpu.utils.bitcast(pair, pair_type) for pair in values.registers.flat]
-            kind, columns = f"b{bits}", [(column, 1)]
-        else:  # the four threads of a row write the same value
-            words = [vector.extract(register, [], [0]) for register in values.registers.flat]
-            bits, kind, columns = 32, "f32", []
+        held = stores.HeldRows(values, thread, is_f32=is_f32)
         for half in (0, 1):
             tile_row = stores.thread_row(thread, half)
             row = arith.remui(tile_row, mgpu.c(head_rows, i32))
@@ -102,19 +94,7 @@ def _store_rows(ctx: Context, output: Any, values: jax.Array, part: Part, head: 
             is_wanted = arith.andi(
                 arith.cmpi(below, row, rows), arith.cmpi(below, member, mgpu.c(group, i32))
             )
-            terms = [
-                (arith.addi(target, row), heads * width),
-                (arith.addi(head, member), width),
-                *columns,
-            ]
-            address = stores.device_address(output, terms, 4 if is_f32 else 2)
-            for i, word in enumerate(words[half::2]):
-                mgpu.utils.inline_ptx(
-                    f"st.global.{kind} [$0 + {bits // 2 * i}], $1;",
-                    address,
-                    word,
-                    predicate=is_wanted,
-                    has_side_effects=True,
-                )
+            terms = [(arith.addi(target, row), heads * width), (arith.addi(head, member), width)]
+            held.store(output, half, terms, is_wanted)
 
     write(output, values, part.target, part.rows, head)

@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ikbo_jax.reference.jagged import search_right
+
 #: Words of a tile in `TileList.words`: first row in the array that is read, first row in the array
 #: that is written, number of rows; first row and number of its keys.
 SOURCE, TARGET, ROWS, KV_START, KV_LENGTH = range(5)
@@ -211,6 +213,5 @@ def _order_sorted(cost: jax.Array, tiles: jax.Array, most: int) -> tuple[jax.Arr
     end = jnp.cumsum(tiles)
     number = jnp.arange(most, dtype=jnp.int32)
     # Unrolled, the search becomes part of one fused kernel.
-    segment = jnp.searchsorted(end, number, side="right", method="scan_unrolled").astype(jnp.int32)
-    segment = jnp.minimum(segment, end.size - 1)
+    segment = jnp.minimum(search_right(end, number), end.size - 1)
     return order[segment], (end - tiles)[segment]

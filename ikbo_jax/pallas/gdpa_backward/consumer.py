@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.activations import slopes as gdpa_slopes
+from ikbo_jax.pallas.gdpa_backward import softmax
 from ikbo_jax.pallas.gdpa_backward.context import (
     BLOCKS,
     FIRST_ROW,
@@ -111,6 +112,7 @@ def _activate(ctx: BackwardContext, head: Any, scores: jax.Array) -> tuple[jax.A
 
 def _multiply(
     ctx: BackwardContext,
+    rows: softmax.RowStatistics,
     sums: tuple[jax.Array, ...] | None,
     scores: jax.Array,
     item: Any,
@@ -128,15 +130,21 @@ def _multiply(
         if begin + part >= columns:
             d_weights = _issue_scores(ctx, 1, item, step)
         some = lax.slice(scores, (0, begin), (WGMMA_M, begin + part))
-        weights, slope = _activate(ctx, head, some)
+        if shape.has_softmax:
+            weights = slope = softmax.weights(ctx, rows, some, begin, step)
+        else:
+            weights, slope = _activate(ctx, head, some)
         slopes.append(slope)
         if shape.is_for_keys:
             d_value = _issue_sum(ctx, d_value, weights.astype(dtype), begin, 1, step)
     mma.wait(1 if shape.is_for_keys else 0, interpret=ctx.interpret)
     d_weights = mma.after_wait(d_weights, interpret=ctx.interpret)
     slope = jnp.concatenate(slopes, axis=1)
-    d_scores = gdpa_slopes.d_scores(shape.activation, d_weights, slope).astype(dtype)
-    total = _issue_sum(ctx, total, d_scores, 0, 0, step)
+    if shape.has_softmax:
+        d_scores = softmax.d_scores(ctx, rows, d_weights, slope, step)
+    else:
+        d_scores = gdpa_slopes.d_scores(shape.activation, d_weights, slope)
+    total = _issue_sum(ctx, total, d_scores.astype(dtype), 0, 0, step)
     return (total,) if d_value is None else (total, d_value)
 
 
@@ -153,6 +161,7 @@ def _tile(ctx: BackwardContext, item: Any, first_step: Any) -> Any:
     """Computes and stores a tile; returns the next tile's first step."""
     stationary = ctx.shared.stationary
     _receive_tile(ctx, item)
+    rows = softmax.receive_rows(ctx)
 
     def add(step: Any, sums: tuple[jax.Array, ...] | None) -> tuple[jax.Array, ...]:
         _receive(ctx, step)
@@ -161,7 +170,7 @@ def _tile(ctx: BackwardContext, item: Any, first_step: Any) -> Any:
         scores = mma.after_wait(scores, interpret=ctx.interpret)
         if sums is not None:
             sums = _complete(ctx, sums, step - 1)
-        return _multiply(ctx, sums, scores, item, step)
+        return _multiply(ctx, rows, sums, scores, item, step)
 
     sums = add(first_step, None)
     pl.when(item > 0)(functools.partial(_free_stored_slot, ctx, item - 1))
@@ -228,4 +237,6 @@ def consume(ctx: BackwardContext) -> None:
     ctx = ctx.as_consumer()
     ctx.shared.streamed.release_all()
     ctx.shared.stationary.release_all()
+    if ctx.shared.statistics_free is not None:
+        plgpu.barrier_arrive(ctx.shared.statistics_free.at[0])
     pl.when(ctx.item_count > 0)(functools.partial(_all_tiles, ctx))

@@ -5,9 +5,19 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, NamedTuple
 
+from jax.experimental import pallas as pl
+
 from ikbo_jax.pallas.activations.weights import ActivationSpec
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext
+from ikbo_jax.problems.gdpa_backward import (
+    BLOCK_WORDS,
+    ITEM_WORDS,
+    STATISTICS,
+    GdpaBackwardConfig,
+    GdpaBackwardShared,
+)
 from ikbo_jax.problems.hopper import BLOCK_K
+from ikbo_jax.reference.activations import SOFTMAX
 
 #: Words of a tile's descriptor in shared memory: first row and number of rows of the result, head,
 #: whether the tile has any blocks, number of blocks (at least 1).
@@ -41,6 +51,11 @@ class Shape:
         return len(self.scales) == 2
 
     @property
+    def has_softmax(self) -> bool:
+        """Whether all heads have a softmax; otherwise none has."""
+        return SOFTMAX in self.activation.names
+
+    @property
     def has_activation_in_branch(self) -> bool:
         """Whether ptxas must not mix the activation with the code around it: it would spill."""
         names = self.activation.names
@@ -61,6 +76,40 @@ class Operands(NamedTuple):
     tiles: Any  # [tiles, TILE_WORDS] int32
     num_tiles: Any  # [1] int32
     ranges: Any  # [sequences, RANGE_WORDS] int32
+    statistics: Any = None  # [N, 2, rows] int32, bits of f32: lse and delta, of a softmax
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedWords:
+    """Descriptors [slots, words] that are a part of a flat array of words, from `first` on."""
+
+    array: Any
+    first: int
+    words: int
+
+    def __getitem__(self, index: tuple[Any, Any]) -> Any:
+        return self.array[self._position(*index)]
+
+    def __setitem__(self, index: tuple[Any, Any], word: Any) -> None:
+        self.array[self._position(*index)] = word
+
+    def _position(self, slot: Any, word: Any) -> Any:
+        return self.first + slot * self.words + word
+
+
+def with_words(
+    shape: Shape, config: GdpaBackwardConfig, shared: GdpaBackwardShared
+) -> GdpaBackwardShared:
+    """Gives the rings of a softmax's kernel their descriptors."""
+    if shared.packed is None:
+        return shared
+    packing = config.packing(len(shape.scales))
+    items = PackedWords(shared.packed, packing.item_words, ITEM_WORDS)
+    blocks = PackedWords(shared.packed, packing.block_words, BLOCK_WORDS)
+    return shared._replace(
+        stationary=shared.stationary._replace(words=items),
+        streamed=shared.streamed._replace(words=blocks),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +118,12 @@ class BackwardContext(WarpgroupContext):
 
     A *step* numbers the blocks that the CTA loads. `outputs` is (d_query,) or (d_key, d_value).
     """
+
+    def statistics(self, slot: Any, number: int) -> Any:
+        """A vector of a slot of statistics in shared memory, int32; it may have rows to spare."""
+        packing = self.config.packing(len(self.shape.scales))
+        first = (slot * STATISTICS + number) * packing.stride
+        return self.shared.packed.at[pl.ds(first, packing.stride)]
 
     @property
     def item_count(self) -> Any:

@@ -17,6 +17,9 @@ five, but no atomic additions and no partial sums in memory.
 Rows of a block past a sequence's end are zeroed in shared memory, and have no effect since
 act(0) = 0.  Rows of a tile past the end only affect results that are not stored.
 
+With a softmax in all heads, act and act' are computed from lse and delta of each query (`softmax`):
+lse is infinite for queries past the end, and dS is set to 0 for keys past the end.
+
 Warpgroups: 0 and 1 are the consumers, with 64 rows each; one warp of warpgroup 2 is the producer.
 A consumer issues the scores of a tile's next block behind the products of the current block; one
 consumer's activations overlap the other's products.  A finished tile is staged in the slot of its
@@ -27,6 +30,8 @@ Synchronisations:
                                                   once TMA has read the results staged in it.
   2. `streamed.ready[s]`, `streamed.free[s]`      stage s has a block and its descriptor.
   3. A named barrier: the consumers wait for each other after they zeroed a block's rows.
+  4. `statistics_free[0]`                         the consumers have read lse and delta of a tile of
+                                                  queries, which arrive with its operands.
 
 Source: a backward pass with two consumers of 64 rows follows Shah et al., "FlashAttention-3", 2024.
 No code is shared.
@@ -34,7 +39,6 @@ No code is shared.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -43,7 +47,7 @@ import jax.numpy as jnp
 from ikbo_jax.pallas.activations import slopes as gdpa_slopes
 from ikbo_jax.pallas.activations.weights import ActivationSpec
 from ikbo_jax.pallas.gdpa_backward.consumer import consume
-from ikbo_jax.pallas.gdpa_backward.context import BackwardContext, Operands, Shape
+from ikbo_jax.pallas.gdpa_backward.context import BackwardContext, Operands, Shape, with_words
 from ikbo_jax.pallas.gdpa_backward.producer import produce
 from ikbo_jax.pallas.gdpa_backward.tiles import Work
 from ikbo_jax.pallas.hopper.launch import Roles, launch
@@ -65,6 +69,7 @@ def d_query_kernel(
     output_scale: float,
     config: GdpaBackwardConfig,
     num_sms: int,
+    statistics: jax.Array | None = None,
     out_dtype: Any = None,
     interpret: Any = False,
 ) -> jax.Array:
@@ -76,12 +81,13 @@ def d_query_kernel(
       value: [total_kv, K, H].
       d_out: [total_q, N, H], cotangent of the result.
       work: the result of `tiles.query_work` with `config.block`.
-      activations: a name for each of the N heads, none of them softmax.
+      activations: a name for each of the N heads; softmax in all heads or in none.
       approx: name of an approximation, or None.
       scale: of the scores.
       output_scale: of the result.
       config: a legal configuration (`GdpaBackwardConfig.illegal_reason`).
       num_sms: streaming multiprocessors of the device.
+      statistics: with a softmax, the result of `tiles.with_statistics`.
       out_dtype: of the gradient; the query's, or f32.
       interpret: False, or `plgpu.InterpretGPUParams` to run on a CPU, with
         `inline_mgpu="_hack_model_inline_mgpu_tokamax"` for the named barrier.
@@ -100,7 +106,7 @@ def d_query_kernel(
         scales=(scale * output_scale * gdpa_slopes.constants(activation)[1],),
         workers=min(num_sms, work.tiles.shape[0] * heads),
     )
-    operands = Operands((query, d_out), (key, value), *work)
+    operands = Operands((query, d_out), (key, value), *work, statistics)
     result = jax.ShapeDtypeStruct(d_out.shape, out_dtype or query.dtype)
     return _launch(operands, (result,), shape, config, "ikbo_gdpa_d_query", interpret)[0]
 
@@ -118,6 +124,7 @@ def d_key_value_kernel(
     output_scale: float,
     config: GdpaBackwardConfig,
     num_sms: int,
+    statistics: jax.Array | None = None,
     out_dtype: Any = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
@@ -142,7 +149,7 @@ def d_key_value_kernel(
         scales=(scale * output_scale * by_slope, output_scale * by_weight),
         workers=min(num_sms, work.tiles.shape[0] * heads),
     )
-    operands = Operands((key, value), (query, d_out), *work)
+    operands = Operands((key, value), (query, d_out), *work, statistics)
     results = (jax.ShapeDtypeStruct(key.shape, out_dtype or key.dtype),) * 2
     d_key, d_value = _launch(operands, results, shape, config, "ikbo_gdpa_d_key_value", interpret)
     return d_key, d_value
@@ -163,11 +170,15 @@ def _launch(
     name: str,
     interpret: Any,
 ) -> tuple[jax.Array, ...]:
+    def context(shared: Any, *rest: Any) -> BackwardContext:
+        return BackwardContext(shape, config, with_words(shape, config, shared), *rest)
+
+    softmax_results = len(results) if shape.has_softmax else None
     return launch(
-        Roles(functools.partial(BackwardContext, shape, config), produce, consume),
+        Roles(context, produce, consume),
         operands,
         results,
-        config.shared(shape.head_dim),
+        config.shared(shape.head_dim, softmax_results),
         dtype=operands.stationary[0].dtype,
         name=name,
         workers=shape.workers,

@@ -7,8 +7,11 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.gdpa_backward.context import BackwardContext
+from ikbo_jax.pallas.gdpa_backward.tiles import ABSENT_ROWS, STATISTICS_ROW
+from ikbo_jax.problems.gdpa_backward import STATISTICS
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, WGMMA_M
 
 
@@ -28,17 +31,37 @@ def _send_stationary(ctx: BackwardContext, item: Any, tile: Any, head: Any) -> N
             row = jnp.minimum(first + consumer * WGMMA_M, source.shape[0] - 1)
             target = ring.tiles[1].at[slot, operand, consumer]
             ctx.load(source, (pl.ds(row, WGMMA_M), head), target, ring.ready.at[slot])
+    if ctx.shared.statistics_free is not None:
+        plgpu.barrier_wait(ctx.shared.statistics_free.at[0])
+        _load_statistics(ctx, head, tiles[tile, STATISTICS_ROW], jnp.int32(0), ring.ready.at[slot])
+
+
+def _load_statistics(ctx: BackwardContext, head: Any, row: Any, slot: Any, ready: Any) -> None:
+    """Loads lse and delta of a tile's or a block's queries, from `row` of the statistics on."""
+    for number in range(STATISTICS):
+        target = ctx.statistics(slot, number)
+        source = ctx.operands.statistics.at[head, number, pl.ds(row, target.shape[0])]
+        plgpu.copy_gmem_to_smem(source, target, ready)
 
 
 def _send_block(
-    ctx: BackwardContext, step: Any, first_rows: Any, words: tuple[Any, ...], head: Any
+    ctx: BackwardContext,
+    step: Any,
+    first_rows: list[Any],
+    words: tuple[Any, ...],
+    head: Any,
 ) -> None:
-    """Sends the descriptor of a block, and loads its two operands."""
+    """Sends the descriptor of a block, and loads its two operands and, if they have a first row,
+    its statistics."""
     ring = ctx.shared.streamed
     ring.send_words(step, words, after=ring)
-    for operand, (source, row) in enumerate(zip(ctx.operands.streamed, first_rows, strict=True)):
+    for operand, (source, row) in enumerate(
+        zip(ctx.operands.streamed, first_rows[:2], strict=True)
+    ):
         tiles, ready = ring.copied(step).at[operand], ring.ready_at(step)
         ctx.load(source, (pl.ds(row, ctx.config.block), head), tiles, ready)
+    for row in first_rows[2:]:
+        _load_statistics(ctx, head, row, ring.slot(step), ring.ready_at(step))
 
 
 def _send_item(ctx: BackwardContext, item: Any, step: Any) -> Any:
@@ -48,6 +71,7 @@ def _send_item(ctx: BackwardContext, item: Any, step: Any) -> Any:
     tile, head = lax.div(number, shape.heads), lax.rem(number, shape.heads)
     _send_stationary(ctx, item, tile, head)
     begin, end, blocks = (operands.tiles[tile, i] for i in (3, 4, 5))
+    has_statistics = shape.has_softmax and shape.is_for_keys
 
     def send_head(index: Any, step: Any) -> Any:
         block_head = lax.div(head, shape.heads_per_streamed) * shape.streamed_per_head + index
@@ -60,7 +84,9 @@ def _send_item(ctx: BackwardContext, item: Any, step: Any) -> Any:
             def _(block: Any) -> None:
                 done = block * config.block
                 left = jnp.minimum(rows - done, config.block)
-                first_rows = (source + done, target + done)
+                first_rows = [source + done, target + done]
+                if has_statistics:
+                    first_rows.append(operands.ranges[index, 3] + done)
                 _send_block(ctx, step + block, first_rows, (left, q_head), block_head)
 
             return step + pl.cdiv(rows, config.block)
@@ -76,7 +102,8 @@ def _send_item(ctx: BackwardContext, item: Any, step: Any) -> Any:
         None
     ):  # a block without rows, so that every tile that a consumer receives has a block
         zero = jnp.int32(0)
-        _send_block(ctx, step, (zero, zero), (zero, zero), zero)
+        absent = [operands.statistics.shape[-1] - ABSENT_ROWS] if has_statistics else []
+        _send_block(ctx, step, [zero, zero, *absent], (zero, zero), zero)
 
     return step + jnp.maximum(blocks, 1)
 
@@ -86,3 +113,5 @@ def produce(ctx: BackwardContext) -> None:
     lax.fori_loop(0, ctx.item_count, lambda item, step: _send_item(ctx, item, step), jnp.int32(0))
     ctx.shared.streamed.drain()
     ctx.shared.stationary.drain()
+    if ctx.shared.statistics_free is not None:
+        plgpu.barrier_wait(ctx.shared.statistics_free.at[0])

@@ -23,9 +23,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
 from ikbo_jax.pallas.hopper import mosaic
-
-#: The k of one WGMMA instruction on 16-bit operands.
-WGMMA_K = 16
+from ikbo_jax.problems.hopper import WGMMA_K, WGMMA_M
 
 
 def with_accumulator(body: Callable[[Any], Any], columns: int, *, interpret: bool) -> Any:
@@ -76,7 +74,7 @@ def after_wait(acc: Any, *, interpret: bool) -> jax.Array:
     if interpret:
         return acc if isinstance(acc, jax.Array) else acc[...]
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=_accumulator_type(acc.shape[1]))
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=accumulator_type(acc.shape[1]))
     def pin(_: Any, array: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         return mgpu.optimization_barrier(array)
 
@@ -91,7 +89,7 @@ def undefined(columns: int, *, interpret: bool) -> jax.Array:
     if interpret:
         return jnp.full((64, columns), jnp.nan, jnp.float32)
 
-    @plgpu.inline_mgpu(return_type=_accumulator_type(columns))
+    @plgpu.inline_mgpu(return_type=accumulator_type(columns))
     def make(_: Any) -> mgpu.FragmentedArray:
         return _as_array([llvm.mlir_undef(ir.F32Type.get())] * (columns // 2), columns)
 
@@ -132,15 +130,15 @@ def wgmma(
 
     @plgpu.inline_mgpu(
         arg_types=(operand, operand, *(plgpu.Layout.WGMMA,) * len(accumulator)),
-        return_type=_accumulator_type(columns),
+        return_type=accumulator_type(columns),
     )
     def issue(_: Any, a: ir.Value, b: ir.Value, *acc: mgpu.FragmentedArray) -> Any:
-        a_base, b_base = _descriptor(a, 8 * mosaic.SWIZZLE * a_is_transposed), _descriptor(b)
+        a_base, b_base = descriptor(a, 8 * mosaic.SWIZZLE * a_is_transposed), descriptor(b)
         a_bytes = mosaic.SWIZZLE if a_is_transposed else 2  # from one k to the next
-        with _Group(b, columns, *acc) as group:
+        with Group(b, columns, *acc) as group:
             for step in range(k // WGMMA_K):
-                a_step = _advance(a_base, step * WGMMA_K * a_bytes)
-                b_step = _advance(b_base, step * WGMMA_K * 2)
+                a_step = advance(a_base, step * WGMMA_K * a_bytes)
+                b_step = advance(b_base, step * WGMMA_K * 2)
                 group.multiply([a_step], b_step, transposes=f"{int(a_is_transposed)}, 0")
         return group.result
 
@@ -174,14 +172,14 @@ def product(
 
     operand = plgpu.RefType(mosaic.operand_transforms(k.dtype))
 
-    @plgpu.inline_mgpu(arg_types=(operand, operand), return_type=_accumulator_type(columns))
+    @plgpu.inline_mgpu(arg_types=(operand, operand), return_type=accumulator_type(columns))
     def issue(_: Any, q: ir.Value, k: ir.Value) -> mgpu.FragmentedArray:
-        q_base, k_base = _descriptor(q), _descriptor(k)
-        with _Group(k, columns) as group:
+        q_base, k_base = descriptor(q), descriptor(k)
+        with Group(k, columns) as group:
             for step in range(pl.cdiv(depth, WGMMA_K)):
                 block, within = divmod(step, 64 // WGMMA_K)
                 q_step, k_step = (
-                    _advance(base, block * rows * mosaic.SWIZZLE + within * WGMMA_K * 2)
+                    advance(base, block * rows * mosaic.SWIZZLE + within * WGMMA_K * 2)
                     for base, rows in ((q_base, 64), (k_base, k_rows))
                 )
                 group.multiply([q_step], k_step, transposes="0, 0")
@@ -246,17 +244,17 @@ def add_product(
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(mosaic.operand_transforms(v.dtype)), *types),
-        return_type=_accumulator_type(columns),
+        return_type=accumulator_type(columns),
     )
     def issue(_: Any, v: ir.Value, p: Any, acc: Any = None, is_defined: Any = None) -> Any:
         p = mgpu.optimization_barrier(p)  # no instruction that computes p moves past the fence
         i32 = ir.IntegerType.get_signless(32)
         words = [mgpu.utils.bitcast(pair, i32) for pair in p.registers.flat]
-        base = _descriptor(v, v_rows * mosaic.SWIZZLE)
+        base = descriptor(v, v_rows * mosaic.SWIZZLE)
         scale = None if is_defined is None else is_defined.registers.item()
-        with _Group(v, columns, *([] if acc is None else [acc])) as group:
+        with Group(v, columns, *([] if acc is None else [acc])) as group:
             for step in range(depth // WGMMA_K):
-                v_step = _advance(base, (begin + step * WGMMA_K) * mosaic.SWIZZLE)
+                v_step = advance(base, (begin + step * WGMMA_K) * mosaic.SWIZZLE)
                 a = words[4 * step : 4 * step + 4]
                 group.multiply(a, v_step, transposes="1", scale=scale if step == 0 else None)
         return group.result
@@ -264,11 +262,12 @@ def add_product(
     return issue(v, *values)
 
 
-def _accumulator_type(columns: int) -> Any:
-    return plgpu.ShapeDtypeStruct((64, columns), jnp.float32, layout=plgpu.Layout.WGMMA)
+def accumulator_type(columns: int) -> Any:
+    """The type of an accumulator [64, columns] f32 that a WGMMA group returns."""
+    return plgpu.ShapeDtypeStruct((WGMMA_M, columns), jnp.float32, layout=plgpu.Layout.WGMMA)
 
 
-def _descriptor(tiles: ir.Value, leading: int = 0) -> ir.Value:
+def descriptor(tiles: ir.Value, leading: int = 0) -> ir.Value:
     """WGMMA's descriptor of operand tiles; `leading`: bytes from a block of columns to the next."""
     return mma_utils.encode_descriptor(
         tiles,
@@ -278,7 +277,8 @@ def _descriptor(tiles: ir.Value, leading: int = 0) -> ir.Value:
     )
 
 
-def _advance(descriptor: ir.Value, num_bytes: int) -> ir.Value:
+def advance(descriptor: ir.Value, num_bytes: int) -> ir.Value:
+    """The descriptor of operand tiles that begin `num_bytes` later."""
     i64 = ir.IntegerType.get_signless(64)
     return arith.addi(descriptor, mgpu.c(num_bytes >> 4, i64)) if num_bytes else descriptor
 
@@ -288,14 +288,14 @@ def _as_array(registers: list[ir.Value], columns: int) -> mgpu.FragmentedArray:
     pairs = [vector.from_elements(pair, registers[i : i + 2]) for i in range(0, len(registers), 2)]
     return mgpu.FragmentedArray(
         _registers=np.array(pairs, dtype=object).reshape(
-            mgpu.WGMMA_LAYOUT.registers_shape((64, columns))
+            mgpu.WGMMA_LAYOUT.registers_shape((WGMMA_M, columns))
         ),
         _layout=mgpu.WGMMA_LAYOUT,
         _is_signed=None,
     )
 
 
-class _Group:
+class Group:
     """A WGMMA group that is being issued; `registers` is its accumulator."""
 
     def __init__(self, b: ir.Value, columns: int, *acc: mgpu.FragmentedArray) -> None:

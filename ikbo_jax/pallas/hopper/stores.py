@@ -152,6 +152,48 @@ def device_address(ref: ir.Value, terms: list[tuple[ir.Value, int]], size: int) 
     return mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [offset], byte)
 
 
+class HeldRows:
+    """A thread's part of values [64, width], or of one f32 value per row, in registers.
+
+    A thread holds two rows (`thread_row`), and of each row pairs of neighbouring columns, eight
+    columns apart. The four threads of a row hold the same one value.
+    """
+
+    def __init__(self, values: mgpu.FragmentedArray, thread: ir.Value, *, is_f32: bool) -> None:
+        i32 = ir.IntegerType.get_signless(32)
+        column = arith.muli(arith.remui(thread, mgpu.c(4, i32)), mgpu.c(2, i32))
+        self._size = 4 if is_f32 else 2
+        if len(values.shape) == 2:
+            self._bits = 64 if is_f32 else 32
+            pair_type = ir.IntegerType.get_signless(self._bits)
+            self._words = [mgpu.utils.bitcast(pair, pair_type) for pair in values.registers.flat]
+            self._kind, self._columns = f"b{self._bits}", [(column, 1)]
+        else:
+            self._bits, self._kind, self._columns = 32, "f32", []
+            self._words = [vector.extract(register, [], [0]) for register in values.registers.flat]
+
+    def store(
+        self, output: ir.Value, half: int, row: list[tuple[ir.Value, int]], predicate: ir.Value
+    ) -> None:
+        """Stores a row, if `predicate` holds, where the sum of value * stride is its first element.
+
+        Args:
+          output: device memory in the values' dtype.
+          half: 0 or 1, the first or the second row of the thread.
+          row: values and strides, in elements.
+          predicate: bool.
+        """
+        address = device_address(output, [*row, *self._columns], self._size)
+        for i, word in enumerate(self._words[half::2]):
+            mgpu.utils.inline_ptx(
+                f"st.global.{self._kind} [$0 + {self._bits // 2 * i}], $1;",
+                address,
+                word,
+                predicate=predicate,
+                has_side_effects=True,
+            )
+
+
 def store_rows(
     output: Any,
     values: jax.Array,
@@ -198,28 +240,12 @@ def store_rows(
             thread = _thread()
         else:
             thread = arith.remui(mgpu.thread_idx(), mgpu.c(WARPGROUP_SIZE, i32))
-        column = arith.muli(arith.remui(thread, mgpu.c(4, i32)), mgpu.c(2, i32))
-        if widths:
-            bits = 64 if is_f32 else 32
-            pair_type = ir.IntegerType.get_signless(bits)
-            words = [mgpu.utils.bitcast(pair, pair_type) for pair in values.registers.flat]
-            kind, columns = f"b{bits}", [(column, 1)]
-        else:  # the four threads of a row write the same value
-            words = [vector.extract(register, [], [0]) for register in values.registers.flat]
-            bits, kind, columns = 32, "f32", []
+        held = HeldRows(values, thread, is_f32=is_f32)
         for half in (0, 1):
             row = thread_row(thread, half)
             is_wanted = within(row, begin, end)
-            terms = [(arith.addi(first_row, row), heads * width), (head, width), *columns]
-            address = device_address(output, terms, 4 if is_f32 else 2)
-            for i, word in enumerate(words[half::2]):
-                mgpu.utils.inline_ptx(
-                    f"st.global.{kind} [$0 + {bits // 2 * i}], $1;",
-                    address,
-                    word,
-                    predicate=is_wanted,
-                    has_side_effects=True,
-                )
+            terms = [(arith.addi(first_row, row), heads * width), (head, width)]
+            held.store(output, half, terms, is_wanted)
 
     write(output, values, first_row, head, begin, end)
 

@@ -21,7 +21,7 @@ from ikbo_jax.pallas.linear_compression.tiles import (
     Tile,
     locate,
 )
-from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, WGMMA_M
+from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, WGMMA_K, WGMMA_M
 from ikbo_jax.problems.linear_compression import STAGING_SLOTS
 
 #: A tile loads its fragment this many k steps before its end.
@@ -148,7 +148,7 @@ def _multiply(
     shared, last = ctx.shared, phase.k_steps - 1
     (weight, _), (embedding, _) = shared.weight, shared.embedding
     # The last k step ends after the last WGMMA instruction that multiplies more than padding.
-    last_k = pl.cdiv(phase.k - last * BLOCK_K, mma.WGMMA_K) * mma.WGMMA_K
+    last_k = pl.cdiv(phase.k - last * BLOCK_K, WGMMA_K) * WGMMA_K
 
     def k_step(i: Any, acc: Any, *, is_first: bool = False, k: int = BLOCK_K) -> Any:
         stage = shared.stages.slot(step + i)

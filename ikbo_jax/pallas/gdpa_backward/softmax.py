@@ -1,0 +1,96 @@
+"""Weights and gradients of scores of a softmax, from the forward pass's lse.
+
+    P = exp(scale * S - lse),  dS = P * (dA - delta),  delta = sum(d_out * out) / output_scale
+
+`tiles.with_statistics` computes lse, in powers of 2, and delta for every query. In the kernel for
+keys, queries lie along the columns of a warpgroup's scores, and their statistics arrive with their
+block. In the kernel for queries, they lie along the rows: the statistics arrive with the tile, and
+stay in registers.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ikbo_jax.pallas.gdpa_backward.context import BackwardContext
+from ikbo_jax.pallas.hopper import stores
+from ikbo_jax.problems.hopper import WGMMA_M
+
+LSE, DELTA = range(2)
+#: (lse, delta) of a warpgroup's 64 queries in the kernel for queries; None in the one for keys.
+RowStatistics = tuple[jax.Array, jax.Array] | None
+
+
+def receive_rows(ctx: BackwardContext) -> RowStatistics:
+    """Loads the statistics of a tile's queries, whose copy has arrived, and frees their memory."""
+    if not ctx.shape.has_softmax or ctx.shape.is_for_keys:
+        return None
+    first = ctx.consumer * WGMMA_M
+    vectors = (ctx.statistics(0, number).at[pl.ds(first, WGMMA_M)] for number in (LSE, DELTA))
+    lse, delta = (_load(vector, stores.ROW_LAYOUT) for vector in vectors)
+    plgpu.commit_smem()  # TMA will write where these threads have read
+    plgpu.barrier_arrive(ctx.shared.statistics_free.at[0])
+    return lse, delta
+
+
+def weights(
+    ctx: BackwardContext, rows: RowStatistics, scores: jax.Array, begin: int, step: Any
+) -> jax.Array:
+    """Weights of the raw scores of a block's columns from `begin` on, at most 1.
+
+    They exceed 1 only by the rounding of lse, which is large where scores are huge.
+    """
+    factor = jnp.float32(ctx.shape.activation.scale * math.log2(math.e))
+    exponents = scores * factor - _statistic(ctx, rows, LSE, scores.shape, begin, step)
+    return jnp.exp2(jnp.minimum(exponents, jnp.float32(0)))
+
+
+def d_scores(
+    ctx: BackwardContext,
+    rows: RowStatistics,
+    d_weights: jax.Array,
+    weights: jax.Array,
+    step: Any,
+) -> jax.Array:
+    """Gradients of a block's scores; in the kernel for queries, 0 for keys past the end.
+
+    There, zeroed keys have weights that are not 0, and 0 times an infinite gradient is NaN. In the
+    kernel for keys, queries past the end have an infinite lse.
+    """
+    found = weights * (d_weights - _statistic(ctx, rows, DELTA, weights.shape, 0, step))
+    if ctx.shape.is_for_keys:
+        return found
+    streamed = ctx.shared.streamed
+    keys = streamed.words[streamed.slot(step), 0]
+
+    def masked() -> jax.Array:
+        column = plgpu.broadcasted_iota(jnp.int32, found.shape, 1, layout=plgpu.Layout.WGMMA)
+        return jnp.where(column < keys, found, jnp.float32(0))
+
+    return lax.cond(keys < ctx.config.block, masked, lambda: found)
+
+
+def _statistic(
+    ctx: BackwardContext,
+    rows: RowStatistics,
+    number: int,
+    shape: tuple[int, ...],
+    begin: int,
+    step: Any,
+) -> jax.Array:
+    """A statistic of every score's query."""
+    if rows is not None:
+        return lax.broadcast_in_dim(rows[number], shape, (0,))
+    vector = ctx.statistics(ctx.shared.streamed.slot(step), number).at[pl.ds(begin, shape[1])]
+    return lax.broadcast_in_dim(_load(vector, plgpu.Layout.WGMMA.reduce(0)), shape, (1,))
+
+
+def _load(words: Any, layout: Any) -> jax.Array:
+    return lax.bitcast_convert_type(plgpu.load(words, layout=layout), jnp.float32)

@@ -1,0 +1,119 @@
+"""What GDPA runs without a table row of its own compiles: no spills, no serialised WGMMAs.
+
+That is the default configuration, or the configuration of the nearest row, which may have been
+measured with another activation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import sys
+from typing import Any
+
+import offline
+import pytest
+import test_offline_gdpa as forward
+import test_offline_gdpa_backward as backward
+
+from ikbo_jax.problems import GdpaConfig, GdpaProblem
+from ikbo_jax.problems.gdpa import MAX_BLOCK_KV
+from ikbo_jax.problems.gdpa_backward import HEAD_DIMS
+from ikbo_jax.tuning import table
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="the CUDA plugin is for Linux"),
+]
+
+ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", "softmax")
+BATCH = forward.DEFAULT.batch
+#: Sizes of each list of modes that defaults come from, and what other sizes find in the table.
+CLASSES: dict[str, dict[str, Any]] = {
+    "full": {"max_seqlen_q": 1024, "max_seqlen_kv": 1024},
+    "jagged": {
+        **{"q_rows": BATCH * 512, "kv_rows": BATCH * 512},
+        **{"max_seqlen_q": 1024, "max_seqlen_kv": 1024},
+    },
+    "short": {"kv_rows": BATCH * 256, "max_seqlen_q": 1024, "max_seqlen_kv": 256},
+}
+#: What the suite compiles: what serialised before other defaults were chosen, and one kernel of the
+#: gradient.
+CHOSEN = (
+    "h64_gelu_bfloat16_table",
+    "h64_relu_bfloat16_default",
+    "h256_gelu_bfloat16_default",
+    "h64_relu_keys",
+)
+
+
+def problem_of(head_dim: int, activation: str, sizes: str, dtype: str = "bfloat16") -> GdpaProblem:
+    return dataclasses.replace(
+        forward.DEFAULT,
+        head_dim=head_dim,
+        activations=(activation,),
+        dtype=dtype,
+        **CLASSES[sizes],
+    )
+
+
+def choices(problem: GdpaProblem) -> dict[str, GdpaConfig]:
+    """The configurations that a problem may run with on a machine without a tuning cache."""
+    nearest = table.lookup(problem, with_user_rows=False).config
+    return {"default": problem.default_config(), "table": nearest or problem.default_config()}
+
+
+def forward_cases() -> dict[str, forward.Case]:
+    """One case of each kernel, under the name of the first class that runs it."""
+    names: dict[tuple[Any, ...], str] = {}
+    cases: dict[str, forward.Case] = {}
+    jagged_first = sorted(CLASSES, key=lambda name: name != "jagged")
+    for head_dim, activation, sizes in itertools.product(MAX_BLOCK_KV, ACTIVATIONS, jagged_first):
+        for dtype in ("bfloat16", "float16"):
+            if dtype == "float16" and sizes != "jagged":
+                continue
+            problem = problem_of(head_dim, activation, sizes, dtype)
+            for source, config in choices(problem).items():
+                name = f"h{head_dim}_{activation}_{dtype}_{source}"
+                name = name if sizes == "jagged" else f"{name}_{sizes}"
+                if names.setdefault((head_dim, activation, dtype, config), name) == name:
+                    cases[name] = forward.Case(problem, config)
+    return cases
+
+
+def backward_cases() -> dict[str, backward.Case]:
+    return {
+        f"h{head_dim}_{activation}_{'keys' if is_for_keys else 'queries'}": backward.Case(
+            is_for_keys, head_dim, (activation,) * 4
+        )
+        for head_dim, activation, is_for_keys in itertools.product(
+            HEAD_DIMS, ACTIVATIONS, (True, False)
+        )
+    }
+
+
+FORWARD, BACKWARD = forward_cases(), backward_cases()
+#: With a 1, all kernels: several minutes.
+RUNS = (*FORWARD, *BACKWARD) if os.environ.get("IKBO_OFFLINE_DEFAULTS") == "1" else CHOSEN
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_offline_default_is_fit(name: str, compiler: offline.Compiler) -> None:
+    if name in FORWARD:
+        forward.assert_fit(FORWARD[name], compiler)
+    else:
+        (compiled,) = compiler.compile(*BACKWARD[name].launch())
+        assert not compiled.faults
+
+
+# The check itself must be able to fail.
+
+
+def test_offline_half_blocks_that_serialise_are_found(compiler: offline.Compiler) -> None:
+    """The configuration from which gelu's at H = 64 is adapted."""
+    case = FORWARD["h64_gelu_bfloat16_table"]
+    assert case.config is not None
+    case = dataclasses.replace(case, config=dataclasses.replace(case.config, half_blocks=True))
+    with pytest.raises(AssertionError, match="C7513"):
+        forward.assert_fit(case, compiler)
