@@ -48,17 +48,30 @@ class Checkpoints:
         # The next step writes into the buffers of `state`.
         self._manager.wait_until_finished()
 
-    def restore(self, state: Any) -> tuple[Any, dict[str, Any]]:
-        """The newest checkpoint's state and log; `state` and an empty log if there is none.
+    def steps(self) -> list[int]:
+        """The steps that have a checkpoint, ascending."""
+        return [] if self._manager is None else sorted(self._manager.all_steps())
+
+    def restore(self, state: Any, step: int | None = None) -> tuple[Any, dict[str, Any]]:
+        """A checkpoint's state and log; `state` and an empty log if there is none.
 
         Args:
           state: a state with the shapes, dtypes and devices of the result.
+          step: the checkpoint's step; None: the newest one.
 
         Raises:
           ValueError: the checkpoint is of another run.
+          FileNotFoundError: there is no checkpoint of this step.
         """
-        if self._manager is None or (step := self._manager.latest_step()) is None:
+        steps = self.steps()
+        if self._manager is None or not steps:
             return state, {}
+        if step is None:
+            step = steps[-1]
+        elif step not in steps:
+            raise FileNotFoundError(
+                f"no checkpoint of step {step} in {self._folder}, which has the steps {steps}"
+            )
         log = self._log(step)
         if (found := log.pop("identity")) != self._identity:
             name = next(name for name in found if found[name] != self._identity.get(name))

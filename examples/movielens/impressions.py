@@ -7,7 +7,7 @@ impressions are the movies that the user rated next (watched, label 1) and sampl
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -215,16 +215,29 @@ class Impressions:
 
     def users(self, chosen: Requests) -> Users:
         """The users of requests as the model reads them."""
-        ratings, shape = self.data.ratings, (len(chosen.user), self.history)
-        movie, rating, age = (np.zeros(shape, np.int32) for _ in range(3))
-        length = (1 + chosen.last - chosen.first).astype(np.int32)
-        for row, (first, last) in enumerate(zip(chosen.first, chosen.last, strict=True)):
-            events = slice(1, 1 + last - first)
-            movie[row, events] = ratings.movie[first:last]
-            rating[row, events] = ratings.rating[first:last]
+        return jax.tree.map(jnp.asarray, users_of(self.data, self.history, chosen))
+
+
+def users_of(data: Data, history: int, chosen: Requests) -> Users:
+    """The users of requests as the model reads them, in NumPy.
+
+    Args:
+      data: the data set.
+      history: S, rows of a history.
+      chosen: the requests, each with at most S - 1 ratings.
+    """
+    ratings, shape = data.ratings, (len(chosen.user), history)
+    movie, rating, age = (np.zeros(shape, np.int32) for _ in range(3))
+    length = (1 + chosen.last - chosen.first).astype(np.int32)
+    for row, (first, last) in enumerate(zip(chosen.first, chosen.last, strict=True)):
+        events = slice(1, 1 + last - first)
+        movie[row, events] = ratings.movie[first:last]
+        rating[row, events] = ratings.rating[first:last]
+        # A user without ratings has no newest event.
+        if last > first:
             age[row, events] = age_code(ratings.time[last - 1] - ratings.time[first:last])
-        profile = self.data.profile[chosen.user]
-        return Users(*(jnp.asarray(x) for x in (profile, movie, rating, age, length)))
+    fields: Any = (data.profile[chosen.user], movie, rating, age, length)
+    return Users(*fields)
 
 
 def age_code(seconds: np.ndarray) -> np.ndarray:

@@ -19,15 +19,9 @@ class PlainRanker(Ranker):
     """
 
     def __call__(
-        self,
-        users: Users,
-        candidates: Candidates,
-        cand_to_user: jax.Array,
-        *,
-        indices_are_sorted: bool = False,
+        self, users: Users, candidates: Candidates, cand_to_user: jax.Array, **_: bool
     ) -> jax.Array:
-        """The logits of candidates, [B] f32; the order of `cand_to_user` makes no difference."""
-        del indices_are_sorted
+        """The logits of candidates, [B] f32; whether `cand_to_user` is sorted has no effect."""
         x, profile = self.events(users), self.profile_tokens(users)
         queries = tokens = self.tokens(candidates)
         position = jnp.arange(users.movie.shape[1], dtype=jnp.int32)

@@ -232,19 +232,39 @@ class Trainer:
         }
 
 
-def load(folder: pathlib.Path, catalogue: Catalogue) -> Ranker:
-    """The ranker of the newest checkpoint in a run's folder, whatever version trained it.
+def load(folder: pathlib.Path, catalogue: Catalogue, step: int | None = None) -> Ranker:
+    """The ranker of a checkpoint in a run's folder, whatever version trained it.
+
+    Args:
+      folder: the run's folder.
+      catalogue: genres and decades of the movies that the run was trained on.
+      step: the checkpoint's step; None: the newest one.
+
+    Returns:
+      The ranker, with parameters in float32.
 
     Raises:
-      FileNotFoundError: the folder has no checkpoint.
+      FileNotFoundError: the folder has no checkpoint, or none of this step.
       ValueError: the catalogue has another number of movies or genres than the checkpoint.
     """
-    with Checkpoints(folder, {}) as checkpoints:
-        identity = checkpoints.newest_identity()
+    identity, _ = described(folder)
     sizes, protocol = Sizes(**identity["sizes"]), Protocol(**identity["protocol"])
     state = start(network("ikbo", sizes, catalogue), protocol, 0)
     with Checkpoints(folder, identity) as checkpoints:
-        state, _ = checkpoints.restore(state)
+        state, _ = checkpoints.restore(state, step)
     model = Ranker(sizes, catalogue, rngs=nnx.Rngs(0))
     nnx.update(model, state.params)
     return model
+
+
+def described(folder: pathlib.Path) -> tuple[dict[str, Any], list[int]]:
+    """What describes the run of a folder, and the steps that have a checkpoint, ascending.
+
+    Raises:
+      FileNotFoundError: the folder has no checkpoint.
+    """
+    # A manager would create the folder.
+    if not pathlib.Path(folder).is_dir():
+        raise FileNotFoundError(f"no checkpoint in {folder}")
+    with Checkpoints(folder, {}) as checkpoints:
+        return checkpoints.newest_identity(), checkpoints.steps()

@@ -5,6 +5,7 @@ python -m examples.serving load              requests to a running service
 python -m examples.serving configuration     what `serve deploy` reads, for a cluster of Ray
 python -m examples.serving offline           ranks many candidates, without the service
 python -m examples.serving measure           batching and start-up, to a results file
+python -m examples.serving scale             load, until autoscaling adds a replica
 python -m examples.serving plot FILE         a plot of a results file
 """
 
@@ -32,8 +33,8 @@ from examples.serving import local
 local.prepare()
 
 from examples.serving import load, models  # noqa: E402
-from examples.serving.app import Settings, configuration  # noqa: E402
-from ikbo_jax import serving  # noqa: E402
+from examples.serving.app import configuration  # noqa: E402
+from examples.serving.settings import Settings  # noqa: E402
 
 ERRORS = rich.console.Console(stderr=True)
 
@@ -79,11 +80,26 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
             name, help=text, formatter_class=argparse.ArgumentDefaultsHelpFormatter
         )
 
+    def served(add: argparse.ArgumentParser) -> None:
+        add.add_argument(
+            "--source", choices=models.SOURCES, default="random", help="what is served"
+        )
+        add.add_argument("--checkpoint", help="or the newest checkpoint in a run's folder")
+        add.add_argument("--data", help="folder of MovieLens-100k, for a checkpoint")
+
+    def requests(add: argparse.ArgumentParser) -> None:
+        add.add_argument(
+            "--seconds", type=float, default=10, help="seconds in which requests leave"
+        )
+        add.add_argument("--zipf", type=float, default=1.1, help="exponent of users' popularity")
+        add.add_argument("--most", type=int, default=2048, help="largest number of candidates")
+        add.add_argument("--out", type=pathlib.Path, help="results file")
+
     def service(add: argparse.ArgumentParser) -> None:
         cache = pathlib.Path(platformdirs.user_cache_dir("ikbo-jax")) / "serving"
-        add.add_argument("--source", choices=models.SOURCES, default="random", help="what to serve")
+        served(add)
         add.add_argument("--cache", default=str(cache), help="folder of compiled programs")
-        add.add_argument("--weights", default="1", help="version of the weights")
+        add.add_argument("--weights", default="", help="version of the weights; empty: the newest")
         add.add_argument("--replicas", type=int, nargs="+", default=[1], help="or least and most")
         add.add_argument("--gpus", type=float, default=0, help="GPUs of a replica")
         add.add_argument("--wait-ms", type=float, default=Settings.wait_ms, help="for a batch")
@@ -98,15 +114,12 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 
     sent = command("load", "sends requests to a running service")
     sent.add_argument("--url", default="http://127.0.0.1:8000", help="the service")
-    sent.add_argument("--source", choices=models.SOURCES, default="random", help="what is served")
+    served(sent)
+    requests(sent)
     sent.add_argument("--rate", type=float, default=20, help="requests a second")
-    sent.add_argument("--seconds", type=float, default=10, help="seconds in which requests leave")
-    sent.add_argument("--zipf", type=float, default=1.1, help="exponent of users' popularity")
-    sent.add_argument("--most", type=int, default=2048, help="largest number of candidates")
     sent.add_argument("--json", action="store_true", help="asks in JSON")
     sent.add_argument("--retries", type=int, default=0, help="how often a client asks again")
     sent.add_argument("--replicas", type=int, default=1, help="number of replicas, for the counts")
-    sent.add_argument("--out", type=pathlib.Path, help="results file")
 
     offline = command("offline", "ranks many candidates without the service")
     service(offline)
@@ -114,15 +127,18 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     offline.add_argument("--users", type=int, default=10_000, help="number of users")
     offline.add_argument("--bucket", type=int, default=4096, help="candidates of a call")
     offline.add_argument("--bucket-users", type=int, default=64, help="users of a call")
+    offline.add_argument("--turns", type=int, default=0, help="compares with the program alone")
     offline.add_argument("--out", type=pathlib.Path, help="results file")
 
     measure = command("measure", "measures batching and start-up")
     service(measure)
-    measure.add_argument("--seconds", type=float, default=10, help="seconds of each rate")
+    requests(measure)
     measure.add_argument("--least", type=float, default=10, help="the smallest rate")
-    measure.add_argument("--zipf", type=float, default=1.1, help="exponent of users' popularity")
-    measure.add_argument("--most", type=int, default=2048, help="largest number of candidates")
-    measure.add_argument("--out", type=pathlib.Path, default=pathlib.Path("serving.json"))
+
+    scale = command("scale", "offers load until autoscaling adds a replica")
+    service(scale)
+    requests(scale)
+    scale.add_argument("--rate", type=float, default=40, help="requests a second")
 
     plot = command("plot", "plots a results file of `measure`")
     plot.add_argument("file", type=pathlib.Path)
@@ -131,10 +147,25 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def absolute(folder: str | None) -> str:
+    """The absolute path of a folder; empty for none."""
+    return str(pathlib.Path(folder).expanduser().resolve()) if folder else ""
+
+
+def plan_of(options: argparse.Namespace, source: models.Source, **fields: Any) -> load.Plan:
+    """The plan that the options ask for."""
+    return load.plan_for(
+        source, seconds=options.seconds, zipf=options.zipf, most=options.most, **fields
+    )
+
+
 def settings_of(options: argparse.Namespace) -> Settings:
     """The settings that the options ask for."""
     return Settings(
         source=options.source,
+        # Replicas have other working folders.
+        checkpoint=absolute(options.checkpoint),
+        data=absolute(options.data),
         cache=options.cache,
         weights=options.weights,
         replicas=tuple(options.replicas),
@@ -163,16 +194,9 @@ def serve(options: argparse.Namespace) -> None:
 
 def send(options: argparse.Namespace) -> dict[str, Any]:
     """Sends requests; the figures."""
-    source = models.SOURCES[options.source]()
-    plan = load.Plan(
-        rate=options.rate,
-        seconds=options.seconds,
-        users=source.num_users,
-        items=source.num_items,
-        zipf=options.zipf,
-        most=options.most,
-        binary=not options.json,
-        retries=options.retries,
+    source = models.source_of(options.source, options.checkpoint, options.data)
+    plan = plan_of(
+        *(options, source), rate=options.rate, binary=not options.json, retries=options.retries
     )
     with progress("answers") as show:
         figures, told = asyncio.run(
@@ -191,13 +215,19 @@ def offline(options: argparse.Namespace) -> dict[str, Any]:
     """Ranks without the service; the figures."""
     from examples.serving import offline as offline_
 
-    serving.use_cache_folder(options.cache)
-    source = models.SOURCES[options.source]()
-    say("loading or compiling the programs")
     users = options.bucket_users
-    scorer = offline_.scorer_of(source, (options.bucket,), users, (users,), weights=options.weights)
+    settings = dataclasses.replace(
+        settings_of(options), candidates=(options.bucket,), users=users, new_users=(users,)
+    )
+    source = settings.load()
+    say("loading or compiling the programs")
+    scorer = settings.scorer(source)
     with progress("candidates") as show:
-        figures = offline_.rank(scorer, source, options.candidates, options.users, progress=show)
+        sizes = options.candidates, options.users
+        if options.turns:
+            figures = offline_.compare(scorer, source, *sizes, options.turns, progress=show)
+        else:
+            figures = offline_.rank(scorer, source, *sizes, progress=show)
     return {"figures": figures}
 
 
@@ -206,17 +236,25 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     from examples.serving import measure as measure_
 
     settings = settings_of(options)
-    plan = measure_.plan_for(
-        settings, seconds=options.seconds, zipf=options.zipf, most=options.most
-    )
+    plan = plan_of(options, settings.load())
     return {
-        "settings": dataclasses.asdict(settings),
+        "settings": measure_.recorded(settings),
         "plan": dataclasses.asdict(plan),
         "start_up": measure_.start_up(settings, say),
         "batching": measure_.batching(settings, plan, options.least, say),
         # Last: Ray forks, which JAX's threads would not survive.
         "scorer": measure_.in_process(settings, plan, say),
     }
+
+
+def scale(options: argparse.Namespace) -> dict[str, Any]:
+    """Offers load to a service that may grow."""
+    from examples.serving import measure as measure_
+
+    settings = settings_of(options)
+    plan = plan_of(options, settings.load(), rate=options.rate)
+    figures = measure_.autoscaling(settings, plan, say)
+    return {"settings": measure_.recorded(settings), "figures": figures}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -231,12 +269,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         plot.draw(options.file, options.out)
         if options.page:
-            results = json.loads(options.file.read_text("utf-8"))
-            options.page.write_text(plot.page(options.page.read_text("utf-8"), results), "utf-8")
+            text = options.page.read_text("utf-8")
+            options.page.write_text(plot.page(text, options.file), "utf-8")
     else:
         from examples.serving import measure as measure_
 
-        run = {"load": send, "offline": offline, "measure": measure}
+        run = {"load": send, "offline": offline, "measure": measure, "scale": scale}
         try:
             found = {**measure_.surroundings(), **run[options.command](options)}
         except aiohttp.ClientConnectionError as error:

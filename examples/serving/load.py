@@ -13,7 +13,7 @@ import aiohttp
 import numpy as np
 import numpy.typing as npt
 
-from examples.serving import wire
+from examples.serving import models, wire
 
 #: Statuses after which a client asks again: a worker that died, a full queue.
 TRANSIENT = (500, 502, 503)
@@ -90,6 +90,11 @@ def requests(plan: Plan) -> list[Asked]:
         Asked(float(at), int(user), rng.integers(0, plan.items, size, np.int32))
         for at, user, size in zip(times, users, sizes, strict=True)
     ]
+
+
+def plan_for(source: models.Source, **fields: Any) -> Plan:
+    """A plan for the users and items of a source; `fields` are those of `Plan`."""
+    return Plan(**{"rate": 1.0, "users": source.num_users, "items": source.num_items, **fields})
 
 
 async def _ask(session: aiohttp.ClientSession, url: str, plan: Plan, asked: Asked) -> Told:

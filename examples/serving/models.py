@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -44,6 +45,7 @@ class Source(Protocol):
       candidate: a candidate's features in the same form.
       num_users: users are numbered from 0.
       num_items: candidates are numbered from 0.
+      newest: the version of the newest weights.
     """
 
     @property
@@ -56,6 +58,8 @@ class Source(Protocol):
     def num_users(self) -> int: ...
     @property
     def num_items(self) -> int: ...
+    @property
+    def newest(self) -> str: ...
 
     def weights(self, version: str) -> Tree:
         """The weights of a version."""
@@ -105,17 +109,18 @@ class ModuleModel:
         return scores
 
 
-@dataclasses.dataclass(frozen=True)
 class RandomSource:
     """A ranker with random weights, and random users and movies.
 
-    Attributes:
+    Args:
       num_users: number of users.
       sizes: sizes of the ranker; by default those of MovieLens-100k.
     """
 
-    num_users: int = 10_000
-    sizes: Sizes = Sizes()
+    newest = "1"
+
+    def __init__(self, num_users: int = 10_000, sizes: Sizes | None = None) -> None:
+        self.num_users, self.sizes = num_users, sizes or Sizes()
 
     @property
     def num_items(self) -> int:
@@ -199,6 +204,22 @@ SOURCES: dict[str, Callable[[], Source]] = {
     "random": RandomSource,
     "tiny": functools.partial(RandomSource, 100, TINY),
 }
+
+
+def source_of(name: str, checkpoint: str = "", data: str = "") -> Source:
+    """The source of a name in `SOURCES`, or of a checkpoint.
+
+    Args:
+      name: the name; of no effect beside a checkpoint.
+      checkpoint: folder of a run's checkpoints, or empty.
+      data: folder of MovieLens-100k; empty: the cache folder.
+    """
+    if not checkpoint:
+        return SOURCES[name]()
+    # orbax and the data are needed for this source alone.
+    from examples.serving.trained import TrainedSource
+
+    return TrainedSource(pathlib.Path(checkpoint), pathlib.Path(data) if data else None)
 
 
 class Offline:

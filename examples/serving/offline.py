@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
+import collections
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 import numpy as np
 
 from examples.serving import models
 from ikbo_jax import serving
 
-
-def scorer_of(
-    source: models.Source,
-    candidates: tuple[int, ...],
-    users: int,
-    new_users: tuple[int, ...],
-    *,
-    weights: str = "1",
-    user_bytes: int = 1 << 28,
-) -> serving.Scorer:
-    """A scorer of a source."""
-    return serving.Scorer(
-        source.model,
-        source.weights(weights),
-        source.user,
-        source.candidate,
-        buckets=serving.Buckets(candidates, (users,), new_users),
-        user_bytes=user_bytes,
-        version=weights,
-    )
+#: Calls of the program alone that may be under way, as in `serving.rank_offline`.
+AHEAD = 2
 
 
 def requests(
@@ -53,7 +38,7 @@ def rank(
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
     """Ranks; the figures, with a digest of the scores."""
-    start = time.perf_counter()
+    before, start = scorer.metrics, time.perf_counter()
     done, total, best = 0, 0.0, -np.inf
     for _, answer in serving.rank_offline(scorer, requests(source, candidates, users)):
         done += len(answer.scores)
@@ -61,15 +46,92 @@ def rank(
         best = max(best, float(np.max(answer.scores, initial=-np.inf)))
         progress(done, candidates)
     seconds = time.perf_counter() - start
-    counts = scorer.metrics
+    after = scorer.metrics
+    padding = after.padding - before.padding
     return {
         "candidates": done,
         "users": users,
         "seconds": seconds,
         "candidates_per_second": done / seconds,
-        "calls": counts.calls,
-        "padding_share": counts.padding / max(1, counts.padding + counts.candidates),
+        "calls": after.calls - before.calls,
+        "padding_share": padding / max(1, padding + done),
         "mean_score": total / max(1, done),
         "largest_score": best,
-        "compilations": counts.compilations,
+        "compilations": after.compilations - before.compilations,
+    }
+
+
+def bound(source: models.Source, weights: str, buckets: serving.Buckets) -> Callable[[int], None]:
+    """The model's two functions alone, at the largest bucket: one program, compiled.
+
+    Returns:
+      A function that takes a number of calls and waits for all of them; all arrays are on the
+      device before the first call.
+    """
+    candidates, users = buckets.largest
+    model = source.model
+
+    @jax.jit
+    def program(weights: Any, features: Any, candidates: Any, cand_to_user: Any) -> jax.Array:
+        state = model.encode_users(weights, features)
+        return model.score(weights, state, candidates, cand_to_user)
+
+    rng = np.random.default_rng(0)
+    rows = [source.features(user % source.num_users) for user in range(users)]
+    arrays = jax.device_put(
+        (
+            source.weights(weights),
+            jax.tree.map(lambda *leaves: np.stack(leaves), *rows),
+            source.candidates(rng.integers(0, source.num_items, candidates, np.int32)),
+            np.sort(rng.integers(0, users, candidates, np.int32)),
+        )
+    )
+    jax.block_until_ready(program(*arrays))
+
+    def run(calls: int) -> None:
+        waiting: collections.deque[jax.Array] = collections.deque()
+        for _ in range(calls):
+            waiting.append(program(*arrays))
+            if len(waiting) > AHEAD:
+                np.asarray(waiting.popleft())
+        for scores in waiting:
+            np.asarray(scores)
+
+    return run
+
+
+def compare(
+    scorer: serving.Scorer,
+    source: models.Source,
+    candidates: int,
+    users: int,
+    turns: int,
+    *,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, Any]:
+    """Ranks, by turns with as many calls of `bound`; the figures of the last turn.
+
+    `share_of_bound` is the median, over the turns, of the bound's seconds over the ranking's;
+    `cpu_share_of_bound` is the same of CPU time, which other processes disturb less.
+    """
+    shares, cpu_shares, figures = [], [], {}
+    alone = bound(source, str(scorer.metrics.weights), scorer.buckets)
+    for turn in range(turns):
+
+        def show(done: int, _: int, turn: int = turn) -> None:
+            progress(turn * candidates + done, turns * candidates)
+
+        # Every turn encodes all users.
+        scorer.forget_users()
+        begin = time.process_time()
+        figures = rank(scorer, source, candidates, users, progress=show)
+        middle, start = time.process_time(), time.perf_counter()
+        alone(figures["calls"])
+        shares.append((time.perf_counter() - start) / figures["seconds"])
+        cpu_shares.append((time.process_time() - middle) / (middle - begin))
+    return {
+        **figures,
+        "shares": shares,
+        "share_of_bound": statistics.median(shares),
+        "cpu_share_of_bound": statistics.median(cpu_shares),
     }

@@ -8,7 +8,11 @@ from typing import Any
 
 #: Where the page holds what `text` writes.
 BEGIN, END = "<!-- measured: begin -->\n", "<!-- measured: end -->\n"
-LABELS = {"single": "one request at a time", "batched": "batches"}
+LABELS = {
+    "single": "one request at a time",
+    "unmerged": "side by side, not merged",
+    "batched": "batches",
+}
 
 
 def draw(source: pathlib.Path, target: pathlib.Path) -> None:
@@ -20,9 +24,11 @@ def draw(source: pathlib.Path, target: pathlib.Path) -> None:
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "ikbo-jax"})
     from matplotlib import pyplot
 
-    runs: dict[str, Any] = json.loads(source.read_text("utf-8"))["batching"]
+    runs = _read(source)["batching"]
     figure, (latency, merged) = pyplot.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
     for name, label in LABELS.items():
+        if name not in runs:
+            continue
         kept = [run for run in runs[name] if run["kept_up"]]
         rates = [run["throughput"] for run in kept]
         (line,) = latency.plot(rates, [run["p99_ms"] for run in kept], "o-", label=f"{label}, p99")
@@ -43,20 +49,21 @@ def draw(source: pathlib.Path, target: pathlib.Path) -> None:
 def text(results: dict[str, Any]) -> str:
     """The figures of a results file, in Markdown."""
     plan, start, batching = results["plan"], results["start_up"], results["batching"]
-    runs = [*batching["single"], *batching["batched"]]
+    runs = [run for name in LABELS for run in batching.get(name, [])]
     warm = sorted(run["scorer_s"] for run in start["warm"])
     lines = [
         f"Measured on {results['cpus']} CPU cores ({results['date'][:10]}, commit "
         f"{results['commit']}, jax {results['jax']}, ray {results['ray']}); the load average was "
         f"{results['load']:.1f} before and {results['load_after']:.1f} after; load generator "
         f"and Ray share the cores. {plan['fewest']} to {plan['most']:,} candidates a request, "
-        f"users by Zipf's law with exponent {plan['zipf']}.",
+        f"users by Zipf's law with exponent {plan['zipf']}. Calls side by side: 1 for one request "
+        f"at a time, otherwise {results['settings']['concurrent']}.",
         "",
         "| | answered requests a second | p50, ms | p99, ms | requests in a call | hit rate |",
         "|---|---|---|---|---|---|",
     ]
     for name, label in LABELS.items():
-        kept = [run for run in batching[name] if run["kept_up"]]
+        kept = [run for run in batching.get(name, []) if run["kept_up"]]
         if name == "batched" and "ratio" in batching:
             limit = 2 * [run for run in batching["single"] if run["kept_up"]][-1]["p99_ms"]
             kept = [run for run in kept if run["p99_ms"] <= limit]
@@ -99,8 +106,57 @@ def text(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def page(old: str, results: dict[str, Any]) -> str:
-    """The page with the figures of a results file."""
+def _surroundings(results: dict[str, Any]) -> str:
+    return (
+        f"{results['date'][:10]}, commit {results['commit']}, load average "
+        f"{results['load']:.1f} before and {results['load_after']:.1f} after"
+    )
+
+
+def offline_text(results: dict[str, Any]) -> str:
+    """The figures of a results file of `offline --turns`, in Markdown."""
+    found = results["figures"]
+    shares = ", ".join(f"{share:.2f}" for share in found["shares"])
+    return (
+        f"Ranking offline: {found['candidates']:,} candidates of {found['users']:,} users in "
+        f"{found['seconds']:.0f} s, {found['candidates_per_second']:,.0f} a second, at "
+        f"{found['share_of_bound']:.2f} of the speed of the model's program alone, called as often "
+        f"on arrays that are ready (by turns: {shares}; by CPU time: "
+        f"{found['cpu_share_of_bound']:.2f}; the bar is 0.9); "
+        f"{_surroundings(results)}.\n"
+    )
+
+
+def scale_text(results: dict[str, Any]) -> str:
+    """The figures of a results file of `scale`, in Markdown."""
+    found = results["figures"]
+    changes = " and ".join(f"{number} after {at:.0f} s" for at, number in found["replicas"][1:])
+    statuses = ", ".join(f"{number:,} with {name}" for name, number in found["statuses"].items())
+    answers = " and ".join(f"{number:,}" for number in found["answers"])
+    return (
+        f"Autoscaling: at {found['offered_rate']:.0f} requests a second, one replica became "
+        f"{changes or 'no more'}. Requests by status: {statuses}; {found['retried']} were sent "
+        f"again. The replicas answered {answers} of them; {_surroundings(results)}.\n"
+    )
+
+
+def page(old: str, file: pathlib.Path) -> str:
+    """The page with the figures of a results file, and of those beside it.
+
+    Args:
+      old: the page.
+      file: a results file of `measure`; `NAME-offline.json` and `NAME-scale.json` beside it are
+        results files of `offline --turns` and of `scale`, if they exist.
+    """
+    parts = [text(_read(file))]
+    for name, write in (("offline", offline_text), ("scale", scale_text)):
+        if (other := file.with_name(f"{file.stem}-{name}.json")).exists():
+            parts.append(write(_read(other)))
     before, _, rest = old.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return before + BEGIN + text(results) + END + after
+    return before + BEGIN + "\n".join(parts) + END + after
+
+
+def _read(file: pathlib.Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(file.read_text("utf-8"))
+    return found

@@ -11,6 +11,8 @@ import numpy.typing as npt
 import pydantic
 
 JSON, BINARY = "application/json", "application/msgpack"
+#: Header by which a balancer can send a user's requests to one replica (`--sticky`).
+SESSION = "x-session-id"
 INT, FLOAT = np.dtype("<i4"), np.dtype("<f4")
 
 
@@ -87,8 +89,7 @@ def ask(
     user: int, items: npt.ArrayLike, *, binary: bool, **fields: Any
 ) -> tuple[bytes, dict[str, str]]:
     """A client's body and headers."""
-    # Ray Serve can send a user's requests to one replica (`--sticky`).
-    session = {"x-session-id": str(user)}
+    session = {SESSION: str(user)}
     if binary:
         packed = np.ascontiguousarray(items, INT).tobytes()
         body = msgpack.packb({"user": user, "candidates": packed, **fields})

@@ -140,25 +140,26 @@ class Programs:
         def index(size: int) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((size,), jnp.int32)
 
-        def compile_encode(users: int) -> Any:
-            return jit_encode.lower(
-                specs.weights, pool, with_rows(specs.user, users), index(users)
-            ).compile()
+        def lower_encode(users: int) -> Any:
+            return jit_encode.lower(specs.weights, pool, with_rows(specs.user, users), index(users))
 
-        def compile_score(pair: tuple[int, int]) -> Any:
+        def lower_score(pair: tuple[int, int]) -> Any:
             cands, users = pair
             candidates = with_rows(specs.candidate, cands)
-            return jit_score.lower(
-                specs.weights, pool, index(users), candidates, index(cands)
-            ).compile()
+            return jit_score.lower(specs.weights, pool, index(users), candidates, index(cands))
 
-        # XLA compiles without the interpreter's lock.
+        # XLA compiles, and loads from the cache folder, without the interpreter's lock; tracing
+        # holds it, so that one thread traces.
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
-            encoders = threads.map(compile_encode, buckets.new_users)
-            scorers = threads.map(compile_score, buckets.pairs)
-            self.encode: dict[int, Callable[..., Tree]] = dict(
-                zip(buckets.new_users, encoders, strict=True)
-            )
-            self.score: dict[tuple[int, int], Callable[..., jax.Array]] = dict(
-                zip(buckets.pairs, scorers, strict=True)
-            )
+
+            def compiled(lowered: Any) -> Any:
+                return threads.submit(lowered.compile)
+
+            encoders = {users: compiled(lower_encode(users)) for users in buckets.new_users}
+            scorers = {pair: compiled(lower_score(pair)) for pair in buckets.pairs}
+        self.encode: dict[int, Callable[..., Tree]] = {
+            users: program.result() for users, program in encoders.items()
+        }
+        self.score: dict[tuple[int, int], Callable[..., jax.Array]] = {
+            pair: program.result() for pair, program in scorers.items()
+        }

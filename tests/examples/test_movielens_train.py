@@ -17,10 +17,12 @@ import ikbo_jax as ikbo
 from benchmarks import report, timing
 from examples.movielens import __main__ as command
 from examples.movielens import compare, data, train
-from examples.movielens.impressions import Impressions
+from examples.movielens.impressions import Batch, Impressions, Requests
 from examples.movielens.model import Candidates, Catalogue, Ranker, Sizes
 from examples.movielens.plain import PlainRanker
 from examples.movielens.progress import Progress
+from examples.serving import models
+from examples.serving.settings import Settings
 
 SIZES = Sizes(
     movies=MOVIES + 1,
@@ -209,6 +211,56 @@ def test_a_trained_ranker_is_loaded(trainers, whole, tmp_path):
     model = train.load(tmp_path, trainer.data.data.catalogue)
     assert model.sizes == SIZES
     assert_same_bits(nnx.state(model, nnx.Param), whole.params)
+
+
+def test_a_server_scores_as_the_trained_ranker(folder, trainers, whole, tmp_path):
+    """The server's answers for users of the data are those of the run's parameters."""
+    trainer = trainers("ikbo")
+    trainer.run(0, tmp_path, QUIET)
+    settings = Settings(
+        checkpoint=str(tmp_path), data=str(folder), candidates=(256,), users=4, new_users=(4,)
+    )
+    source = settings.load()
+    assert (source.newest, source.num_users, source.num_items) == ("60", 41, MOVIES + 1)
+    scorer = settings.scorer(source)
+    users, found = np.array([3, 40, 5, 12]), trainer.data.data.ratings
+    movies = np.random.default_rng(0).integers(0, source.num_items, (4, 64), np.int32)
+    requests = [models.request(source, int(u), m) for u, m in zip(users, movies, strict=True)]
+    answers = scorer.rank(requests)
+    assert {answer.weights for answer in answers} == {"60"}
+
+    # Histories of the newest ratings, as a run makes them.
+    last = np.searchsorted(found.user, users, side="right")
+    assert (np.bincount(found.user)[users] > SIZES.history).all()
+    chosen = Requests(users, last - (SIZES.history - 1), last, last, last)
+    index = np.repeat(np.arange(4, dtype=np.int32), 64)
+    batch = Batch(trainer.data.users(chosen), Candidates(movies.ravel()), index, None, None)
+    expected = train.rounded(trainer.network, PROTOCOL)(whole.params, batch)
+    scores = np.concatenate([answer.scores for answer in answers])
+    assert np.ptp(scores) > 0.1
+    np.testing.assert_allclose(scores, expected, rtol=1e-4, atol=1e-5)
+
+    # An earlier step is another version; a user without ratings has finite scores.
+    scorer.set_weights(source.weights("40"), "40")
+    earlier, nobody = scorer.rank([requests[0], models.request(source, 0, movies[0])])
+    assert earlier.weights == "40"
+    assert np.abs(earlier.scores - answers[0].scores).max() > 1e-3
+    assert np.isfinite(nobody.scores).all()
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint of step 7 .* steps \[40, 60\]"):
+        source.weights("7")
+
+
+def test_what_a_server_cannot_load_is_refused(folder, trainers, tmp_path):
+    with pytest.raises(FileNotFoundError, match="no checkpoint in"):
+        models.source_of("random", str(tmp_path / "none"), str(folder))
+    assert not (tmp_path / "none").exists()
+    trainers("ikbo").run(0, tmp_path / "run", QUIET, until=20)
+    rows = [row for row in ratings() if row.movie < MOVIES]
+    other = write_grouplens(tmp_path / "other", rows)
+    text = (other / "u.item").read_text("latin-1").splitlines(keepends=True)
+    (other / "u.item").write_text("".join(text[:-1]), "latin-1")
+    with pytest.raises(ValueError, match="the checkpoint has movies=301, but the data have 300"):
+        models.source_of("random", str(tmp_path / "run"), str(other))
 
 
 @pytest.mark.parametrize("version", ["ikbo", "plain"])

@@ -5,11 +5,13 @@ from __future__ import annotations
 import collections
 import json
 import pathlib
+import re
 
 import numpy as np
 import pytest
 
-from examples.serving import load, models, offline, plot, wire
+from examples.serving import load, measure, models, offline, plot, wire
+from examples.serving.settings import Settings
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PLAN = load.Plan(rate=200, seconds=10, users=50, items=30, fewest=64, most=2048)
@@ -64,7 +66,8 @@ def test_both_forms_keep_every_value(binary):
 
 def test_ranking_offline():
     source = models.SOURCES["tiny"]()
-    scorer = offline.scorer_of(source, (128,), 4, (4,))
+    settings = Settings(source="tiny", candidates=(128,), users=4, new_users=(4,))
+    scorer = settings.scorer(source)
     shown = []
     found = offline.rank(scorer, source, 500, 40, progress=lambda *done: shown.append(done))
     assert (found["candidates"], found["users"], found["compilations"]) == (500, 40, 0)
@@ -78,9 +81,36 @@ def test_ranking_offline():
     assert found["mean_score"] == pytest.approx(total / 500, abs=1e-6)
 
 
+def test_ranking_offline_is_compared_with_the_program_alone():
+    settings = Settings(source="tiny", candidates=(128,), users=4, new_users=(4,))
+    source = settings.load()
+    shown = []
+    found = offline.compare(
+        *(settings.scorer(source), source, 500, 40, 3), progress=lambda *done: shown.append(done)
+    )
+    # The counts are those of one turn.
+    assert (found["candidates"], found["calls"], found["compilations"]) == (500, 10, 0)
+    assert found["padding_share"] == pytest.approx(1 - 500 / 1280)
+    assert len(found["shares"]) == 3
+    assert found["share_of_bound"] == sorted(found["shares"])[1] > 0
+    assert shown[-1] == (1500, 1500)
+
+
+def test_results_name_no_folder_of_the_machine():
+    settings = Settings(cache="/a/cache", checkpoint="/a/run", data="/a/data", source="tiny")
+    assert "/" not in json.dumps(measure.recorded(settings))
+    assert measure.recorded(settings)["source"] == "tiny"
+    found = (ROOT / "examples" / "serving" / "results").glob("*.json")
+    texts = [path.read_text("utf-8") for path in found]
+    assert texts
+    assert not [
+        text for text in texts if re.search(r'"[^"]*(/root|/home|/tmp|/Users|[.]cache)', text)
+    ]
+
+
 def test_the_page_holds_the_figures_of_the_results_file(tmp_path):
     results = ROOT / "examples" / "serving" / "results" / "cpu.json"
     page = (ROOT / "docs" / "serving.md").read_text("utf-8")
-    assert page == plot.page(page, json.loads(results.read_text("utf-8")))
+    assert page == plot.page(page, results)
     plot.draw(results, tmp_path / "serving.svg")
     assert (tmp_path / "serving.svg").read_text("utf-8").count("<svg") == 1

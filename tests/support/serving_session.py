@@ -22,7 +22,7 @@ import aiohttp  # noqa: E402
 import numpy as np  # noqa: E402
 
 from examples.serving import load, models, wire  # noqa: E402
-from examples.serving.app import Settings  # noqa: E402
+from examples.serving.settings import Settings  # noqa: E402
 
 #: Rounding of float32 in another order of sums.
 TOLERANCE = 1e-5
@@ -158,6 +158,8 @@ class Session:
         return self.outcome(await load.send(self.url, plan))
 
     async def all(self) -> dict[str, Any]:
+        # The balancer divides users anew when it hears of a replica.
+        assert len(await load.metrics(self.url, 2, limit_s=60)) == 2
         return {
             "refusals": await self.refusals(),
             "forms": await self.both_forms(),

@@ -1,0 +1,81 @@
+"""Settings of the service, and the scorer that they describe; needs no engine."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from examples.serving import models
+from ikbo_jax import serving
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Settings of the service.
+
+    Attributes:
+      source: a name in `models.SOURCES`.
+      checkpoint: folder of a run's checkpoints, which is served instead of `source`; or empty.
+      data: folder of MovieLens-100k for a checkpoint; empty: the cache folder.
+      weights: the version of the weights to start with; empty: the newest one.
+      cache: folder of compiled programs.
+      candidates: buckets of candidates; the last one is also the largest request.
+      users: the largest number of users of a batch.
+      new_users: buckets of users whose state is not there yet.
+      user_bytes: bytes of the users' states of one replica.
+      batch: whether requests are merged to batches.
+      wait_ms: milliseconds that the first request of a batch waits for others.
+      concurrent: number of batches that a replica works on. While a GPU computes one, the host can
+        prepare another; on a CPU, a call of these sizes computes on one core.
+      replicas: number of replicas; with two numbers, the smallest and the largest.
+      target: requests under way in each replica that autoscaling aims at.
+      upscale_s: seconds for which more replicas must be wanted before they start.
+      gpus: GPUs of a replica.
+      cpus: CPUs that Ray reserves for a replica.
+      ongoing: number of requests that a replica takes at a time.
+      queued: number of requests that may wait in a proxy; a further one gets 503.
+      timeout_ms: milliseconds after which a request gets 504.
+      sticky: sends a user's requests to one replica, which keeps the user's state.
+      health_s: seconds between checks of a replica's health.
+    """
+
+    source: str = "random"
+    checkpoint: str = ""
+    data: str = ""
+    weights: str = ""
+    cache: str = ""
+    candidates: tuple[int, ...] = (128, 384, 768, 1152, 1536, 2048)
+    users: int = 16
+    new_users: tuple[int, ...] = (1, 4, 16)
+    user_bytes: int = 1 << 28
+    batch: bool = True
+    wait_ms: float = 20
+    concurrent: int = 2
+    replicas: tuple[int, ...] = (1,)
+    target: float = 2
+    upscale_s: float = 10
+    gpus: float = 0
+    cpus: float = 1
+    ongoing: int = 256
+    queued: int = 256
+    timeout_ms: float = 2000
+    sticky: bool = False
+    health_s: float = 2
+
+    def load(self) -> models.Source:
+        """What is served."""
+        return models.source_of(self.source, self.checkpoint, self.data)
+
+    def scorer(self, source: models.Source) -> serving.Scorer:
+        """The scorer of one replica, whose programs are compiled."""
+        if self.cache:
+            serving.use_cache_folder(self.cache)
+        version = self.weights or source.newest
+        return serving.Scorer(
+            source.model,
+            source.weights(version),
+            source.user,
+            source.candidate,
+            buckets=serving.Buckets(self.candidates, (self.users,), self.new_users),
+            user_bytes=self.user_bytes,
+            version=version,
+        )
