@@ -5,8 +5,9 @@
 Useful FLOPs count pairs of a query and a key of the same sequence; the backward pass counts 2.5
 times the FLOPs of the forward pass. Where all lengths are equal, softmax attention by other
 libraries (a *yardstick*) is timed for comparison: it is another function of the same sizes and has
-a separate oracle. Without a GPU all sizes shrink, and the figures only show that the benchmark
-runs.
+a separate oracle. In the sweep "softmax", lengths differ, and cuDNN attends over padded sequences;
+its time includes the padding. Without a GPU all sizes shrink, and the figures only show that the
+benchmark runs.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from benchmarks.gdpa_providers import (
     ALL,
     ATTENTION,
     OURS,
+    PADDED,
     XLA,
     Provider,
     Sizes,
@@ -38,7 +40,7 @@ BATCH = 1152
 LENGTHS = (256, 512, 1024, 2048)
 #: Sweeps over the largest length.
 LENGTH_SWEEPS = ("full", "half", "kv256")
-SWEEPS = (*LENGTH_SWEEPS, "activations", "pma", "other")
+SWEEPS = (*LENGTH_SWEEPS, "activations", "pma", "softmax", "other")
 DIRECTIONS = tuple(RESULTS)
 #: Keys of a sequence in "kv256".
 SHORT_KV = 256
@@ -122,6 +124,10 @@ def points(sweep: str, direction: str = "forward", dtype: str = "bfloat16") -> I
             yield at(name, 1024, 1024, activation=activation, approx=approx)
     elif sweep == "pma":
         yield from (at(f"KV={length}", SEEDS, length, broadcast_q=True) for length in PMA_KEYS)
+    elif sweep == "softmax":
+        for length in LENGTHS:
+            point = at(f"max={length} half softmax", length, length, lengths="half")
+            yield dataclasses.replace(point, sizes=point.sizes.with_softmax())
     elif sweep == "other":
         yield at("B=2048 H=64 max=800 half", 800, 800, 2048, head_dim=64, lengths="half")
     else:
@@ -146,6 +152,8 @@ def providers_of(point: Point, quick: bool) -> Sequence[Provider]:
     """Providers of a point; yardsticks only in sweeps over lengths and with softmax."""
     if quick:
         return (XLA, OURS)
+    if point.sweep == "softmax":
+        return (PADDED, XLA, OURS)
     if point.sizes.activation == SOFTMAX:
         return (*ALL[:-1], ATTENTION, OURS) if point.direction == "forward" else ALL
     if point.sweep == "activations":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -174,6 +175,29 @@ def _attention(sizes: Sizes, inputs: Inputs) -> Op:
     return _dense(sizes, attend)
 
 
+def _padded(sizes: Sizes, inputs: Inputs, implementation: Literal["xla", "cudnn"]) -> Op:
+    """Softmax attention over sequences padded to the longest one; the time includes the padding."""
+    if sizes.lengths != "half":
+        raise NotImplementedError("needs lengths that differ")
+    if implementation == "cudnn":
+        yardsticks.cudnn()  # raises NotImplementedError without a GPU
+
+    def op(arrays: Arrays) -> jax.Array:
+        offsets = arrays.cu_seqlens_kv
+        lengths = offsets[1:] - offsets[:-1]
+        pad, unpad = yardsticks.padding(offsets, arrays.key.shape[0], sizes.kv_len)
+        with jax.numpy_dtype_promotion("standard"):
+            out: jax.Array = jax.nn.dot_product_attention(
+                *map(pad, arrays[:3]),
+                query_seq_lengths=lengths,
+                key_value_seq_lengths=lengths,
+                implementation=implementation,
+            )
+        return unpad(out)
+
+    return op
+
+
 OURS = Provider(
     "ikbo",
     "ikbo_jax.gdpa (implementation='mosaic_gpu')",
@@ -202,5 +226,11 @@ ATTENTION = Provider(
     _attention,
     is_softmax=True,
     directions=("forward",),
+)
+PADDED = Provider(
+    "cudnn-softmax-padded",
+    "softmax attention by cuDNN over padded sequences",
+    functools.partial(_padded, implementation="cudnn"),
+    is_softmax=True,
 )
 ALL = (CUDNN, TOKAMAX, XLA, OURS)

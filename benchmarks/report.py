@@ -76,7 +76,8 @@ _BLOCK = re.compile(
 )
 
 #: By op: `blocks` yields a table's block, the words before it and the table; `plots_of` yields the
-#: block beside which a plot stands, the plot's file and its description; `draw` draws the plots.
+#: block beside which a plot stands, the plot's file and its description; `draw` draws the plots. A
+#: module without plots has neither of the two.
 MODULES: dict[str, Any] = {
     "attention": report_attention,
     "gdpa": report_gdpa,
@@ -266,7 +267,8 @@ def blocks(results: Record, document: str) -> dict[str, str]:
         for name, words, (header, rows) in module.blocks(results):
             if rows:
                 found[name] = f"{words}{markdown_table(header, rows)}\n{provenance(results)}"
-        for name, path, words in module.plots_of(results):
+        pictures = module.plots_of(results) if hasattr(module, "plots_of") else []
+        for name, path, words in pictures:
             if name in found:
                 found[f"{name}-plot"] = image(path, words)
         return found
@@ -375,7 +377,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for document, after in texts.items():
         (args.root / document).write_text(after, encoding="utf-8")
     module = MODULES.get(results["op"])
-    drawn = (draw if module is None else module.draw)(results, args.root, images)
+    draw_plots = draw if module is None else getattr(module, "draw", lambda *_: [])
+    drawn = draw_plots(results, args.root, images)
     for written in [*texts, *(path.relative_to(args.root) for path in drawn)]:
         print(f"wrote {written}")
     return 0

@@ -7,7 +7,7 @@ from collections.abc import Container
 from operator import itemgetter
 
 from benchmarks import gdpa, plots
-from benchmarks.gdpa_providers import CUDNN, OURS, TOKAMAX, XLA
+from benchmarks.gdpa_providers import CUDNN, OURS, PADDED, TOKAMAX, XLA
 from benchmarks.records import Record, is_on_gpu, provider_of
 from benchmarks.tables import Block, Plot, Table, figures, name_of
 
@@ -17,6 +17,7 @@ COLUMNS = (
     (XLA.name, "ikbo-jax in XLA"),
     (CUDNN.name, "cuDNN softmax (another function)"),
     (TOKAMAX.name, "tokamax softmax (another function)"),
+    (PADDED.name, "cuDNN softmax, padded"),
     (OURS.name, "ikbo-jax"),
 )
 #: Labels of the curves, by sweep.

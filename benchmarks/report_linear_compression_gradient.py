@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import pathlib
-from collections.abc import Container
-
 from benchmarks import linear_compression_gradient as benchmark
 from benchmarks.records import Record, is_on_gpu, provider_of
-from benchmarks.tables import Block, Plot, Table, name_of, number
+from benchmarks.tables import Block, Table, name_of, number
 
 
 def table(results: Record) -> Table:
@@ -30,17 +27,3 @@ def blocks(results: Record) -> list[Block]:
         "of two programs, which differ in the sum over a user's candidates.\n\n"
     )
     return [("linear-compression-gradient", words, table(results))]
-
-
-def plots_of(results: Record) -> list[Plot]:
-    """There is no plot."""
-    del results
-    return []
-
-
-def draw(
-    results: Record, root: pathlib.Path, images: Container[str] | None = None
-) -> list[pathlib.Path]:
-    """Draws nothing."""
-    del results, root, images
-    return []

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import pathlib
-from collections.abc import Container
-
 from benchmarks import rewrite_models
 from benchmarks.records import Record, provider_of
-from benchmarks.tables import Block, Plot, Table, number
+from benchmarks.tables import Block, Table, number
 
 #: Names of the models in the table.
 WORDS = {"dlrm_dcnv2": "DLRM-DCNv2", "din": "DIN", "transformer": "causal transformer"}
@@ -27,17 +24,3 @@ def table(results: Record) -> Table:
 def blocks(results: Record) -> list[Block]:
     """The table of all models."""
     return [("rewrite-models", "", table(results))]
-
-
-def plots_of(results: Record) -> list[Plot]:
-    """No plot."""
-    del results
-    return []
-
-
-def draw(
-    results: Record, root: pathlib.Path, images: Container[str] | None = None
-) -> list[pathlib.Path]:
-    """Draws nothing."""
-    del results, root, images
-    return []

@@ -28,7 +28,7 @@ from benchmarks import yardsticks
 from ikbo_jax.cases.gdpa import offsets_of, uniform_lengths
 from ikbo_jax.layers import functional
 from ikbo_jax.models.ranking import rms_norm
-from ikbo_jax.models.strategies import einsum_f32, move
+from ikbo_jax.models.strategies import einsum_f32
 from ikbo_jax.reference.activations import elementwise
 
 ACTIVATION, APPROX = "gelu_tanh", "tanh"
@@ -224,23 +224,9 @@ def _softmax(implementation: Literal["xla", "cudnn"]) -> Dense:
 def _padded(sizes: Sizes, inputs: Inputs, attend: Dense) -> Attention:
     """The attentions by `attend`, over sequences padded to the longest one."""
     batch, longest, seeds = sizes.batch, sizes.max_length, sizes.seeds
-    total, offsets = inputs.rows.shape[0], inputs.offsets
+    offsets = inputs.offsets
     lengths = offsets[1:] - offsets[:-1]
-    column = jnp.arange(longest, dtype=jnp.int32)
-    is_row = column[None] < lengths[:, None]
-    # The row of every slot [batch · longest], and the slot of every row [total].
-    number = jnp.arange(batch * longest, dtype=jnp.int32)
-    rows = jnp.where(is_row, offsets[:-1, None] + column[None], 0).reshape(-1)
-    # Slots without a row have different numbers, too: they are declared to be unique.
-    rows = jnp.where(is_row.reshape(-1), rows, total + number)
-    slots = jnp.full(total, batch * longest, jnp.int32)
-    slots = slots.at[rows].set(number, unique_indices=True, mode="drop")
-
-    def pad(x: jax.Array) -> jax.Array:
-        return move(x, rows, slots, 0.0).reshape(batch, longest, *x.shape[1:])
-
-    def unpad(x: jax.Array) -> jax.Array:
-        return move(x.reshape(-1, *x.shape[2:]), slots, rows, 0.0)
+    pad, unpad = yardsticks.padding(offsets, inputs.rows.shape[0], longest)
 
     def over_itself(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         arrays = map(pad, (query, key, value))

@@ -68,6 +68,14 @@ def pytest_configure(config: pytest.Config) -> None:
     gpu_session.pytest_configure(config)
 
 
+#: Its session of Ray Serve takes 47 s, in which the test's process waits. Last, it would run alone.
+FIRST = "test_serving_engine.py"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name != FIRST)
+
+
 def pytest_collection_finish() -> None:
     # What JAX and the collected tests have allocated lives to the end; to look through it again and
     # again was 8 % of an interpreted test's time.

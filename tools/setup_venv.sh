@@ -44,7 +44,7 @@ done
 [ ${#missing[@]} -gt 0 ] || exit 0
 
 extras=$(IFS=,; echo "$*")
-options=(--quiet --disable-pip-version-check --no-input)
+options=(--quiet --disable-pip-version-check --no-input --no-compile)
 [ -z "$constraints" ] || options+=(--constraint "$constraints")
 [ -z "${UPGRADE:-}" ] || options+=(--upgrade --upgrade-strategy eager)
 echo "installing ikbo-jax${extras:+[$extras]} into $venv (a few minutes the first time)" >&2
@@ -53,6 +53,9 @@ if ! "$venv/bin/python" -m pip install "${options[@]}" --editable ".${extras:+[$
   echo "Without a package index, use an interpreter that has jax already: make PY=python3 ..." >&2
   exit 1
 fi
+# pip would compile the 9,800 modules one by one, in 23 s.  Some packages bring templates that are no
+# Python, and whatever is not compiled here is compiled when it is imported.
+"$venv/bin/python" -m compileall -q -j 0 "$venv"/lib/python*/site-packages >/dev/null 2>&1 || true
 for extra in core "$@"; do
   printf '%s' "$stamp" >"$venv/.stamp-$extra"
 done

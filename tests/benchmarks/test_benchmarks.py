@@ -193,9 +193,10 @@ def test_the_oracle_is_the_equation():
 def test_torch_baseline_is_optional():
     inputs = point("default").case.inputs().arguments
     found = torch_baseline.contenders(inputs, [0], np.zeros((1, 9, 16)), 1.0)
+    assert found
     for record, _ in found:
         assert record["name"].startswith("torch")
-        assert record.get("ok", True)
+        assert record["skipped"] if "skipped" in record else record["ok"]
 
 
 def test_run_writes_every_point(tiny_run):
@@ -371,7 +372,9 @@ def test_own_documents_have_sound_blocks_of_known_names(document):
 
 
 def test_committed_results_are_readable():
-    for path in sorted((report.ROOT / "benchmarks/results").glob("*.json")):
+    paths = sorted((report.ROOT / "benchmarks/results").glob("*.json"))
+    assert paths
+    for path in paths:
         results = timing.read_results(path)
         assert results["environment"]["device"]
         assert records.all_correct(results)

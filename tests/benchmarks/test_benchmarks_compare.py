@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import re
 import shutil
 import signal
 import subprocess
@@ -91,13 +92,28 @@ def test_what_the_budget_leaves_out_is_named(before, tmp_path, monkeypatch):
     assert results["left_out"] == ["gdpa other B=2048 H=64 max=800 half"]
 
 
-def test_the_package_of_a_commit_has_another_name(tmp_path):
-    if not (children.ROOT / ".git").exists():
-        pytest.skip("this tree has no history")
-    assert len(compare.unpack("HEAD", tmp_path)) == 40
+def test_the_package_of_a_commit_has_another_name(tmp_path, monkeypatch):
+    """As it was committed, whatever has happened to it since."""
+    root = tmp_path / "root"
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(children.ROOT / "ikbo_jax", root / "ikbo_jax", ignore=ignored)
+    author = ["-c", "user.name=A", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false"]
+    for words in (["init", "-q"], ["add", "."], [*author, "commit", "-q", "-m", "before"]):
+        subprocess.run(["git", "-C", str(root), *words], check=True)
+    with open(root / "ikbo_jax" / "__init__.py", "a") as file:
+        file.write("later = 1\n")
+    (root / "ikbo_jax" / "later.py").touch()
+    monkeypatch.setattr(children, "ROOT", root)
+
+    assert re.fullmatch("[0-9a-f]{40}", compare.unpack("HEAD", tmp_path))
     package = tmp_path / compare.BEFORE
-    assert (package / "tuning" / "sm90.json").exists()
-    assert "ikbo_jax_before" in (package / "__init__.py").read_text()
+    names = {path.relative_to(package) for path in package.rglob("*") if path.is_file()}
+    assert len(names) > 100
+    assert pathlib.Path("tuning/sm90.json") in names
+    assert pathlib.Path("later.py") not in names
+    text = (package / "__init__.py").read_text()
+    assert "ikbo_jax_before" in text
+    assert "later" not in text
     for path in package.rglob("*.py"):
         assert "from ikbo_jax." not in path.read_text()
         assert "import ikbo_jax\n" not in path.read_text()
