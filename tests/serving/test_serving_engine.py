@@ -88,8 +88,9 @@ def test_every_answer_is_right(session, form):
     assert session["forms"]["json"]["replicas"] == 2
 
 
-def test_a_user_s_requests_go_to_one_replica(session):
-    found = session["forms"]["json"]
+@pytest.mark.parametrize("form", ["json", "binary"])
+def test_a_user_s_requests_go_to_one_replica(session, form):
+    found = session["forms"][form]
     assert found["replicas_of_users"] == found["users"] > 1
 
 
