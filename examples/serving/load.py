@@ -93,7 +93,7 @@ def requests(plan: Plan) -> list[Asked]:
 
 
 def plan_for(source: models.Source, **fields: Any) -> Plan:
-    """A plan for the users and items of a source; `fields` are those of `Plan`."""
+    """A plan for the users and items of a source; `fields` sets other fields of `Plan`."""
     return Plan(**{"rate": 1.0, "users": source.num_users, "items": source.num_items, **fields})
 
 

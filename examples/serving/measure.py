@@ -199,7 +199,7 @@ def batching(settings: Settings, plan: load.Plan, least: float, say: Say) -> dic
 
 
 def autoscaling(settings: Settings, plan: load.Plan, say: Say) -> dict[str, Any]:
-    """Offers a plan's requests to one replica; what autoscaling does, and what clients see.
+    """Offers a plan's requests to one replica; returns what autoscaling did and what clients saw.
 
     `replicas` holds the seconds at which the number of replicas changed, and the numbers;
     `answers` the number of answers of each replica.

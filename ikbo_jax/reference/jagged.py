@@ -99,10 +99,8 @@ def tile(sequences: Sequences, batch_kv: int, size: int, per_step: int, most: in
     count = (max(all_steps, 1) if isinstance(most, int) else all_steps) * per_step
     number = jnp.arange(count, dtype=jnp.int32)
     if isinstance(kv.size, int):
-        # The default method is a loop of log2(batch) steps, each a kernel on a GPU.
-        found = jnp.searchsorted(end, number, side="right", method="scan_unrolled")
-        found = found.astype(jnp.int32)
-    else:  # symbolic size: `searchsorted` would have to know it, to unroll its search
+        found = search_right(end, number)
+    else:  # symbolic size: the search would have to know it, to unroll its steps
         found = jnp.sum(end[None] <= number[:, None], axis=1, dtype=jnp.int32)
     sequence = jnp.clip(found, 0, kv.size - 1)
     start = (number - (end - tiles_of)[sequence]) * size
@@ -163,7 +161,8 @@ def scatter(array: jax.Array, tiles: Tiles, update: jax.Array) -> jax.Array:
 def search_right(ends: jax.Array, numbers: jax.Array) -> jax.Array:
     """`jnp.searchsorted(ends, numbers, side="right")`, int32, by an unrolled search.
 
-    jax 0.12 does not lower `searchsorted` inside of `ops.sharded.device_p`.
+    By default, `jnp.searchsorted` is a loop of log2(size) steps, each a kernel on a GPU; and jax
+    0.12 does not lower it inside of `ops.sharded.device_p`.
     """
     found = jnp.zeros_like(numbers, jnp.int32)
     for bit in reversed(range(ends.size.bit_length())):

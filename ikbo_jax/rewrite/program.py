@@ -72,7 +72,7 @@ class _Original:
         return recorder
 
     def without_largest_table(self) -> _Original | None:
-        """The program, of which lookups in the largest table stay as they are; None for one."""
+        """The program, with lookups in the largest table as they are; None if it has one table."""
         smaller = sorted(self.table_rows)[:-1]
         if not smaller:
             return None

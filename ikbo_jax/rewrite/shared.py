@@ -55,7 +55,7 @@ class Result:
 class Rewritten:
     """A rewritten program. Its arguments are arrays of operands, materialised operands, constants.
 
-    Positions are those of `Nodes` of the operands.
+    Positions count the operands' nodes as `Nodes` does.
 
     Attributes:
       params: parameters of the equation that calls it.

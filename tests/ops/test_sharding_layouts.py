@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from test_sharding import attend_with_everything
 
 import ikbo_jax as ikbo
 from ikbo_jax.ops import sharded
@@ -24,17 +25,7 @@ OFFSETS = np.array([0, 3, 3, 9, 16], np.int32)
 
 
 def with_own_tokens(query, key, value, self_key, self_value, index, lengths):
-    out, lse = ikbo.attention(
-        query,
-        key,
-        value,
-        index,
-        key_value_seq_lengths=lengths,
-        self_key=self_key,
-        self_value=self_value,
-        return_residuals=True,
-    )
-    return out + lse[..., None]
+    return attend_with_everything(query, key, value, index, lengths, self_key, self_value)
 
 
 def jagged(query, key, value, index):

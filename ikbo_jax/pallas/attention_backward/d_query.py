@@ -153,13 +153,7 @@ def _weights(ctx: Context, item: Any, block: Any, scores: jax.Array, lse: jax.Ar
     factor = jnp.float32(ctx.shape.scale * math.log2(math.e))
     exponents = scores * factor - lax.broadcast_in_dim(lse, scores.shape, (0,))
     weights = jnp.exp2(jnp.minimum(exponents, jnp.float32(0)))
-    keys = _word(ctx, item, KEYS) - block * ctx.config.block_kv
-
-    def masked() -> jax.Array:
-        column = plgpu.broadcasted_iota(jnp.int32, weights.shape, 1, layout=plgpu.Layout.WGMMA)
-        return jnp.where(column < keys, weights, jnp.float32(0))
-
-    return lax.cond(keys < ctx.config.block_kv, masked, lambda: weights)
+    return mma.with_zeros_from(weights, _word(ctx, item, KEYS) - block * ctx.config.block_kv)
 
 
 def _block(

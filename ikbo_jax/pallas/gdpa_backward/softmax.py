@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.gdpa_backward.context import BackwardContext
-from ikbo_jax.pallas.hopper import stores
+from ikbo_jax.pallas.hopper import mma, stores
 from ikbo_jax.problems.hopper import WGMMA_M
 
 LSE, DELTA = range(2)
@@ -68,13 +68,7 @@ def d_scores(
     if ctx.shape.is_for_keys:
         return found
     streamed = ctx.shared.streamed
-    keys = streamed.words[streamed.slot(step), 0]
-
-    def masked() -> jax.Array:
-        column = plgpu.broadcasted_iota(jnp.int32, found.shape, 1, layout=plgpu.Layout.WGMMA)
-        return jnp.where(column < keys, found, jnp.float32(0))
-
-    return lax.cond(keys < ctx.config.block, masked, lambda: found)
+    return mma.with_zeros_from(found, streamed.words[streamed.slot(step), 0])
 
 
 def _statistic(
