@@ -77,7 +77,13 @@ OURS = Provider("co-designed", "ikbo_jax's layers", lambda most: ranking.co_desi
 REWRITTEN = Provider(
     "rewritten", "ikbo_jax.rewrite of the copies", lambda most: rewrite(ranking.materialised)
 )
-ALL = (OURS, REWRITTEN, BY_HAND, TUNED, COPIES)
+#: The model that a user of cuDNN has.
+REWRITTEN_TUNED = Provider(
+    "rewritten-tuned",
+    "ikbo_jax.rewrite of the tuned copies",
+    lambda most: rewrite(functools.partial(ranking.materialised, tuned=True)),
+)
+ALL = (OURS, REWRITTEN, REWRITTEN_TUNED, BY_HAND, TUNED, COPIES)
 BY_NAME = {provider.name: provider for provider in ALL}
 
 

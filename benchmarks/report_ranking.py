@@ -22,6 +22,7 @@ HEADLINE = (
     (ranking.BY_HAND.name, "optimised by hand for XLA, cuDNN"),
     (ranking.OURS.name, "this library's layers"),
     (ranking.REWRITTEN.name, "`ikbo.rewrite` of the materialised"),
+    (ranking.REWRITTEN_TUNED.name, "`ikbo.rewrite` of the materialised, K aligned, cuDNN"),
 )
 #: Providers in the tables and plots of sweeps, without the tuned copies: provider, description.
 SWEPT = (

@@ -7,6 +7,7 @@ from typing import NamedTuple
 FACTS = "tests/rewrite/test_rewrite_facts.py"
 DECISIONS = "tests/rewrite/test_rewrite_decisions.py"
 SHARED = "tests/rewrite/test_rewrite_shared.py"
+CUDNN = "tests/rewrite/test_rewrite_cudnn.py"
 
 
 def facts(*tests: str) -> tuple[str, ...]:
@@ -388,5 +389,28 @@ MUTANTS = (
         "one_lineage = value_lineage is not None and not differ",
         "one_lineage = value_lineage is not None",
         lookups("two lookups"),
+    ),
+    Mutant(
+        "lengths of queries ignored by cuDNN's attention",
+        "cudnn.py",
+        "if has_lengths and not _is_always(ctx, q_lengths, query.shape[1]):",
+        "if False:",
+        (f"{CUDNN}::test_others_stay_as_they_are_written[with_lengths_of_queries]",),
+    ),
+    Mutant(
+        "a causal mask ignored by cuDNN's attention",
+        "cudnn.py",
+        """    if mask.endswith("CAUSAL"):
+        raise""",
+        """    if False:
+        raise""",
+        (f"{CUDNN}::test_others_stay_as_they_are_written[with_causal_mask]",),
+    ),
+    Mutant(
+        "zeros of one side left out of a product",
+        "concatenation.py",
+        "if not (within and facts.constant(ctx, part) == 0):",
+        "if facts.constant(ctx, part) != 0:",
+        ("tests/rewrite/test_rewrite_aligned.py::test_padding_of_one_side_stays",),
     ),
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 from jax import lax
 
-from ikbo_jax.rewrite import lineage
+from ikbo_jax.rewrite import facts, lineage
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.lineage import (
     Concat,
@@ -169,3 +169,57 @@ def concatenated_bases(parts: Any, axis: int) -> Any:
     )
     bases = [spread(b, (*common[:axis], b.shape[axis], *common[axis + 1 :])) for b in bases]
     return lax.concatenate(bases, axis)
+
+
+def without_padding(ctx: Any, whole: Concat, other: Any, axis: int) -> tuple[Any, Any]:
+    """A concatenation that is summed over, and what it is multiplied by, without common zeros.
+
+    Such zeros pad the summed axis to a size that tensor cores like. If only one of the two were
+    zero, the other might be infinite.
+
+    Args:
+      ctx: the context of the product.
+      whole: the concatenation, along the summed axis.
+      other: the other operand, no lookup.
+      axis: its summed axis.
+
+    Returns:
+      The two operands without these zeros; the second one is no concatenation.
+    """
+    zeros = _zeros_along(ctx, other, axis)
+    if zeros or isinstance(other, Concat):
+        other = ctx.build(other)
+    ends = list(itertools.accumulate(whole.sizes))
+    kept = []
+    for part, size, end in zip(whole.parts, whole.sizes, ends, strict=True):
+        within = any(low <= end - size and end <= high for low, high in zeros)
+        if not (within and facts.constant(ctx, part) == 0):
+            kept.append((part, end - size, end))
+    if len(kept) in (0, len(ends)):
+        return whole, other
+    parts = [part for part, _, _ in kept]
+    slices = [lax.slice_in_dim(other, begin, end, axis=axis) for _, begin, end in kept]
+    return concat(parts, whole.axis) if len(parts) > 1 else parts[0], lax.concatenate(slices, axis)
+
+
+def _zeros_along(ctx: Any, x: Any, axis: int) -> list[tuple[int, int]]:
+    """Ranges of an axis in which an array, or a concatenation of arrays, is proven to be zero."""
+    if isinstance(x, Concat):
+        if x.axis != axis:
+            return []
+        ends = list(itertools.accumulate(x.sizes))
+        found = [facts.constant(ctx, part) == 0 for part in x.parts]
+        return [
+            (end - size, end)
+            for end, size, is_zero in zip(ends, x.sizes, found, strict=True)
+            if is_zero
+        ]
+    produced = ctx.producer(x)
+    if produced is None or produced[0].primitive.name != "pad":
+        return []
+    eqn, (_, number) = produced
+    low, high, _ = eqn.params["padding_config"][axis]
+    if facts.constant(ctx, number) != 0:
+        return []
+    size = shape_of(x)[axis]
+    return [(0, low), (size - high, size)]

@@ -12,15 +12,17 @@ from jax import lax
 
 from ikbo_jax.ops.linear_compression import Term, linear_compression, multilevel_linear_compression
 from ikbo_jax.rewrite import attention, blocks, lineage, one_hot, sums
-from ikbo_jax.rewrite.concatenation import of_one_lineage
+from ikbo_jax.rewrite.concatenation import of_one_lineage, without_padding
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.lineage import (
     Concat,
+    Deferred,
     Lazy,
     Lineage,
     base_of,
     bytes_of,
     has_lineage,
+    is_only_broadcast,
     is_plain,
     lazy,
     origins_of,
@@ -45,7 +47,7 @@ def dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
         found = _blocks(ctx, eqn, lhs, rhs)
         if found is not None:
             return found
-    if isinstance(lhs, Concat) and isinstance(rhs, Concat):
+    if all(isinstance(x, Concat) and _is_looked_up(x) for x in (lhs, rhs)):
         raise NotCovered("product of two concatenations")
     if isinstance(lhs, Concat) or isinstance(rhs, Concat):
         return _of_concat(ctx, eqn, lhs, rhs)
@@ -56,6 +58,11 @@ def dot_general(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
         ctx, eqn, lhs, rhs, lambda scope: scope.build(product(scope, eqn, lhs, rhs))
     )
     return product(ctx, eqn, lhs, rhs) if scores is None else scores
+
+
+def _is_looked_up(x: Concat) -> bool:
+    """Whether a part of a concatenation is more than an array or a broadcast one."""
+    return any(isinstance(part, Deferred) and not is_only_broadcast(part) for part in x.parts)
 
 
 def _blocks(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
@@ -209,7 +216,7 @@ def _bind_labelled(
 def _of_concat(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
     """A product with a concatenation, computed by parts."""
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = _dims(eqn)
-    left = isinstance(lhs, Concat)
+    left = isinstance(lhs, Concat) and not (isinstance(rhs, Concat) and _is_looked_up(rhs))
     whole, other = (lhs, rhs) if left else (rhs, lhs)
     contract, other_contract = (
         (lhs_contract, rhs_contract) if left else (rhs_contract, lhs_contract)
@@ -217,6 +224,14 @@ def _of_concat(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
     batch = lhs_batch if left else rhs_batch
     if whole.axis in batch:
         raise NotCovered("batched product with a concatenation along a batch axis")
+    if not has_lineage(other) and whole.axis in contract:
+        other_axis = other_contract[contract.index(whole.axis)]
+        whole, other = without_padding(ctx, whole, other, other_axis)
+        if not isinstance(whole, Concat):
+            return product(ctx, eqn, *((whole, other) if left else (other, whole)))
+    elif isinstance(other, Concat):
+        # Weights that are concatenated, from zeros for example.
+        other = ctx.build(other)
     if whole.axis not in contract:
         parts = []
         for part in whole.parts:

@@ -5,8 +5,8 @@ operations that XLA does not fuse with others. The model of fusion:
 
 - elementwise operations, broadcasts, reshapes and slices cost nothing: XLA fuses them with the
   operation that reads their results;
-- products, reductions, sorts, cumulative operations, scatters, and calls of this library's ops read
-  all of their operands and write their results;
+- products, reductions, sorts, cumulative operations, scatters, cuDNN's attention, and calls of this
+  library's ops read all of their operands and write their results;
 - lookups, concatenations and transposes read as many bytes as they return (lookups also read their
   indices), and write them unless only elementwise operations read the result;
 - a `scan` costs its body times its length, a `while` loop its body once, a conditional its most
@@ -40,7 +40,10 @@ _WHOLE = frozenset(
     scatter_max scatter_min scatter_mul sort top_k
     """.split()  # noqa: SIM905  A table of words reads better.
 )
-_READS = _MOVES | _WHOLE | {"jit"}
+#: Attention by cuDNN, and the number of its products.
+CUDNN_FORWARD = "dot_product_attention_fwd_wrapper"
+_CUDNN = {CUDNN_FORWARD: 2, "dot_product_attention_bwd_wrapper": 5}
+_READS = _MOVES | _WHOLE | _CUDNN.keys() | {"jit"}
 #: Functions that `masks` calls in a branch that only rare values of the inputs take: users without
 #: any kept key, beside logits above 30 for a mask of -1e9 in float32.
 _RARE = ("rows_without_kept_keys",)
@@ -141,7 +144,7 @@ def _cost(
             (out,) = eqn.outvars
             index = 0 if name != "gather" else _size(eqn.invars[1])
             add(source, 0, _size(out) * (2 if out in written else 1) + index)
-        elif name in _WHOLE:
+        elif name in _WHOLE or name in _CUDNN:
             add(source, _product_flops(eqn), _operands_and_results(eqn))
         elif (flops := _flops_of_op(eqn, known)) is not None:
             add(source, flops, _operands_and_results(eqn))
@@ -203,6 +206,11 @@ def _product_flops(eqn: core.JaxprEqn) -> int:
         result = eqn.outvars[0].aval
         features = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
         return 2 * math.prod(result.shape) * math.prod(kernel.shape) // max(1, features)
+    if name in _CUDNN:
+        query, key, *_ = (v.aval.shape for v in eqn.invars)  # type: ignore[attr-defined]
+        # Both are [batch, sequence, heads, width], or both [batch, heads, sequence, width].
+        keys = key[1 if eqn.params["layout"] == 0 else 2]
+        return 2 * _CUDNN[name] * math.prod(query) * keys
     return 0
 
 

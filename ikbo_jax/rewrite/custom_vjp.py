@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from ikbo_jax.rewrite import linear
+from ikbo_jax.rewrite import cudnn, linear
 from ikbo_jax.rewrite.calls import PROVEN_DERIVATIVES, matches, widened
 from ikbo_jax.rewrite.forms import unpack, unpack_all
 from ikbo_jax.rewrite.interpret import Context
@@ -28,6 +28,8 @@ from ikbo_jax.rewrite.registry import NotCovered, register_rule
 def _custom_vjp(ctx: Context, eqn: Any, *operands: Any) -> Any:
     """Runs the function, and its backward pass, at the smaller batch."""
     jaxpr = eqn.params["call_jaxpr"]
+    if (attention := cudnn.attention_in(eqn)) is not None:
+        return cudnn.attend(ctx, eqn, attention, operands)
     # Along a broadcast axis, gradients are summed, too; the proof does not cover such sums.
     operands = tuple(_spread(x) for x in operands)
     deferred = [x for x in operands if not is_plain(x)]

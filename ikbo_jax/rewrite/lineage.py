@@ -133,6 +133,11 @@ def is_plain(value: Any) -> bool:
     return not isinstance(value, Deferred)
 
 
+def is_only_broadcast(value: Any) -> bool:
+    """Whether the value is an array whose dimensions of size 1 are broadcast, and no lookup."""
+    return isinstance(value, Lazy) and value.lineage is None
+
+
 def has_lineage(value: Any) -> bool:
     """Whether the value is looked up along an axis."""
     return isinstance(value, Lazy) and value.lineage is not None

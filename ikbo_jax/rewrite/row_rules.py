@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from ikbo_jax.rewrite import lineage, loops, placing, positions
+from ikbo_jax.rewrite import facts, lineage, loops, placing, positions
 from ikbo_jax.rewrite.calls import exported
 from ikbo_jax.rewrite.forms import skeleton, unpack_all
 from ikbo_jax.rewrite.interpret import Context, shape_of
@@ -134,14 +134,12 @@ def _pad_concat(
         part_eqn = eqn.replace(params=params, outvars=[core.Var(aval)])
         parts.append(_pad(ctx, part_eqn, part, number))
     ones = (1,) * len(shape)
+    # Products that sum over the axis leave zeros out that are known as such.
+    value, dtype = facts.constant(ctx, number), eqn.outvars[0].aval.dtype
+    base: Any = np.full(ones, value, dtype) if value == 0 else lax.broadcast(number, ones)
     for at, size in ((0, low), (len(parts) + 1, high)):
-        padding = lazy(
-            lax.broadcast(number, ones),
-            (*shape[:axis], size, *shape[axis + 1 :]),
-            None,
-            -1,
-            frozenset(),
-        )
+        whole = (*shape[:axis], size, *shape[axis + 1 :])
+        padding = lazy(base, whole, None, -1, frozenset())
         if size:
             parts.insert(at, padding)
     return concat(parts, axis)

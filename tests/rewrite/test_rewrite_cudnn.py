@@ -1,0 +1,158 @@
+"""`rewrite` of attention by cuDNN, on copies of looked-up keys and values.
+
+A rewritten program holds no call of cuDNN, so it runs on a CPU, beside the same model in XLA. JAX
+traces the original if it is told that cuDNN is there.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import problems
+import pytest
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
+from jax.extend import core
+from rewrite_basics import report_of
+
+import ikbo_jax as ikbo
+
+B, U, T, S, D, N, H = 24, 4, 8, 64, 16, 4, 64
+RNG = np.random.default_rng(0)
+BF16 = jnp.bfloat16
+INDEX = jnp.asarray(problems.ragged_index(RNG, U, B, "unsorted"))
+HISTORY, QUERY, W_K, W_V = (
+    problems.random_array(RNG, shape, BF16) / 4
+    for shape in ((U, S, D), (B, T, N, H), (D, N, H), (D, N, H))
+)
+LENGTHS = jnp.asarray([S, 1, 17, 40], jnp.int32)
+ATTENTION = "dot_product_attention_fwd_wrapper"
+
+
+@pytest.fixture(autouse=True)
+def with_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(cudnn, "check_compute_capability", lambda _: True)
+    monkeypatch.setattr(cudnn, "is_cuda_compute_capability_equal", lambda _: False)
+
+
+def model(history, query, w_k, w_v, *, implementation="cudnn", lengths=None, copies=True, **kwargs):
+    rows = history[INDEX] if copies else history
+    key, value = (jnp.einsum("bsd,dnh->bsnh", rows, w) for w in (w_k, w_v))
+    if lengths is not None:
+        kwargs["key_value_seq_lengths"] = lengths[INDEX]
+    # JAX's own function mixes dtypes.
+    with jax.numpy_dtype_promotion("standard"):
+        out = jax.nn.dot_product_attention(
+            query, key, value, implementation=implementation, scale=0.1, **kwargs
+        )
+    return out.astype(jnp.float32)
+
+
+def primitives(fn, *args) -> list[str]:
+    """Names of all equations of a program, and of the programs in it."""
+    found = []
+
+    def visit(jaxpr):
+        for eqn in jaxpr.eqns:
+            found.append(eqn.primitive.name)
+            for inner in core.jaxprs_in_params(eqn.params):
+                visit(inner)
+
+    visit(jax.make_jaxpr(fn)(*args).jaxpr)
+    return found
+
+
+ARGS = (HISTORY, QUERY, W_K, W_V)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"lengths": LENGTHS}, {"lengths": jnp.full(U, S, jnp.int32)}],
+    ids=["whole", "lengths", "full_lengths"],
+)
+def test_it_becomes_attention(options) -> None:
+    fn = functools.partial(model, **options)
+    in_xla = functools.partial(model, implementation="xla", **options)
+    assert ATTENTION in primitives(fn, *ARGS)
+    assert ATTENTION not in primitives(ikbo.rewrite(fn), *ARGS)
+
+    def both(fn):
+        def loss(*args):
+            out = fn(*args)
+            return jnp.sum(jnp.sin(out)), out
+
+        with jax.numpy_dtype_promotion("standard"):
+            return jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True))(*ARGS)
+
+    for found, expected in zip(
+        jax.tree.leaves(both(ikbo.rewrite(fn))), jax.tree.leaves(both(in_xla)), strict=True
+    ):
+        found, expected = (np.asarray(x, np.float32) for x in (found, expected))
+        np.testing.assert_allclose(found, expected, atol=0.02 * np.abs(expected).max())
+    costs = report_of(fn, *ARGS).costs
+    # Projections run at user batch, attention as often as before, and no history is copied.
+    assert costs.original.flops - costs.rewritten.flops == (B - U) * S * D * N * H * 4
+    assert costs.rewritten.nbytes < costs.original.nbytes / 2
+
+
+def own_queries(history, query, w_k, w_v, *, causal=False, copies=True):
+    """Self-attention over the history, on copies, whose last row meets the candidate."""
+    rows = history[INDEX] if copies else history
+    q, k, v = (jnp.einsum("bsd,dnh->bsnh", rows, w) for w in (w_k, w_v, w_v))
+    with jax.numpy_dtype_promotion("standard"):
+        out = jax.nn.dot_product_attention(
+            q, k, v, is_causal=causal, key_value_seq_lengths=LENGTHS[INDEX], implementation="cudnn"
+        )
+    return jnp.einsum("bnh,btnh->btn", out[:, -1], query)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_queries_of_the_user_stay_with_cudnn_at_user_batch(causal) -> None:
+    fn = functools.partial(own_queries, causal=causal)
+    found = []
+
+    def visit(jaxpr):
+        for eqn in jaxpr.eqns:
+            found.extend([eqn] if eqn.primitive.name == ATTENTION else [])
+            for inner in core.jaxprs_in_params(eqn.params):
+                visit(inner)
+
+    visit(jax.make_jaxpr(ikbo.rewrite(fn))(*ARGS).jaxpr)
+    (eqn,) = found
+    assert [v.aval.shape for v in eqn.invars[:3]] == [(U, S, N, H)] * 3
+    assert eqn.params["mask_type"].name == ("PADDING_CAUSAL" if causal else "PADDING")
+    # Lengths of queries and of keys, by user.
+    assert [v.aval.shape for v in eqn.invars[4:6]] == [(U,)] * 2
+
+
+def with_lengths_of_queries(*args):
+    return model(*args, query_seq_lengths=jnp.arange(B, dtype=jnp.int32) % T + 1)
+
+
+def with_a_bias(*args):
+    return model(*args, bias=jnp.ones((B, N, T, S), BF16))
+
+
+def with_causal_mask(*args):
+    return model(*args, is_causal=True)
+
+
+def with_lengths_of_candidates(*args):
+    return model(*args, key_value_seq_lengths=jnp.arange(B, dtype=jnp.int32) + 1)
+
+
+OTHERS = {
+    with_lengths_of_queries: "lengths of queries",
+    with_a_bias: "with bias or mask",
+    with_causal_mask: "with a causal mask",
+    with_lengths_of_candidates: "lengths that are not looked up like the keys",
+}
+
+
+@pytest.mark.parametrize("fn", OTHERS, ids=lambda fn: fn.__name__)
+def test_others_stay_as_they_are_written(fn) -> None:
+    assert ATTENTION in primitives(ikbo.rewrite(fn), *ARGS)
+    assert OTHERS[fn] in str(report_of(fn, *ARGS))
