@@ -262,8 +262,16 @@ def _without_unused(operand: Any, fine: Lineage, axis: int) -> Any:
     the gradient of every weight into NaN.
     """
     used = jnp.zeros(fine.users, jnp.bool_).at[fine.index].set(True, mode="promise_in_bounds")
-    rows = jnp.where(used, jnp.arange(fine.users, dtype=jnp.int32), fine.index[0])
-    base = take_rows(base_of(operand), rows, axis)
+    base = base_of(operand)
+    if jnp.issubdtype(base.dtype, jnp.inexact):
+        # The gradient of a selection is one. That of a lookup would be a scatter, by atomic
+        # operations, in bfloat16.
+        row = lax.stop_gradient(take_rows(base, fine.index[:1], axis))
+        used = used.reshape([-1 if d == axis else 1 for d in range(base.ndim)])
+        base = jnp.where(used, base, row)
+    else:
+        rows = jnp.where(used, jnp.arange(fine.users, dtype=jnp.int32), fine.index[0])
+        base = take_rows(base, rows, axis)
     return base if is_plain(operand) else dataclasses.replace(operand, base=base)
 
 

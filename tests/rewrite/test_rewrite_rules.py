@@ -13,6 +13,7 @@ import pytest
 from batches import some_at_once
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from rewrite_basics import both, close, equations
 
 import ikbo_jax as ikbo
 
@@ -376,3 +377,27 @@ def test_one_shared_value_is_not_reported_unless_a_product_is_saved() -> None:
     assert [found.what for found in report.broadcasts] == [
         f"float32[1,{D}] broadcast -> float32[{B},{D}]"
     ]
+
+
+def products(fn, *args):
+    return [e for e in equations(fn, *args) if e.primitive.name == "dot_general"]
+
+
+@pytest.mark.parametrize(("queries", "batches"), [(4, 1), (40, 0)])
+def test_a_broadcast_weight_stays_batched_if_one_product_would_transpose_the_features(
+    queries, batches
+) -> None:
+    """[T, K] by [B, K, N]: as one product, XLA would move K to an end of the features."""
+    rng = np.random.default_rng(0)
+    shapes = ((queries, 6), (B, 6, 8), (U, 400), (400, 8))
+    args = [problems.random_array(rng, shape, "float32") for shape in shapes]
+
+    def fn(weight, x, user, w):
+        rows = jnp.broadcast_to(weight, (B, *weight.shape)) @ x
+        return rows + (user[INDEX] @ w)[:, None]
+
+    of_users, product = products(fn, *args)
+    assert of_users.invars[0].aval.shape == (U, 400)
+    _, (batch, _) = product.params["dimension_numbers"]
+    assert len(batch) == batches
+    close(*both(fn, *args))
