@@ -7,6 +7,7 @@ batch. Masks, biases, windows and dropout stay as they are written, on copies.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,37 +18,55 @@ import numpy as np
 from ikbo_jax.ops.attention import attention
 from ikbo_jax.rewrite.cost import CUDNN_FORWARD
 from ikbo_jax.rewrite.interpret import Context
+from ikbo_jax.rewrite.jaxprs import interpret
 from ikbo_jax.rewrite.known import known
-from ikbo_jax.rewrite.lineage import Lazy, has_lineage, origins_of, spread_axes
+from ikbo_jax.rewrite.lineage import (
+    Lazy,
+    has_lineage,
+    is_only_broadcast,
+    origins_of,
+    spread_axes,
+)
 from ikbo_jax.rewrite.registry import NotCovered
 
 #: The primitive's `layout` for [batch, sequence, heads, width].
 _BTNH = 0
 
 
-def attention_in(eqn: Any) -> Any:
-    """The equation of cuDNN's attention that a `custom_vjp` function consists of, or None."""
-    jaxpr = eqn.params["call_jaxpr"].jaxpr
-    if len(jaxpr.eqns) != 1 or jaxpr.eqns[0].primitive.name != CUDNN_FORWARD:
-        return None
-    (inner,) = jaxpr.eqns
-    same = inner.invars == jaxpr.invars and jaxpr.outvars == inner.outvars[:1]
-    return inner if same else None
+def is_attention(eqn: Any) -> bool:
+    """Whether a call of a `custom_vjp` function is attention by cuDNN."""
+    names = [inner.primitive.name for inner in eqn.params["call_jaxpr"].eqns]
+    return names.count(CUDNN_FORWARD) == 1
 
 
-def attend(ctx: Context, eqn: Any, inner: Any, operands: Sequence[Any]) -> Any:
+def call(ctx: Context, eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """The results of a call of attention by cuDNN; NotCovered if the attention is not covered.
+
+    Under `jax.vmap`, the program reshapes operands and result.
+    """
+    inner, jaxpr = ctx.inner(), eqn.params["call_jaxpr"]
+
+    def run(one: Any, values: list[Any]) -> Sequence[Any]:
+        if one.primitive.name == CUDNN_FORWARD:
+            return [_attend(inner, one, values)]
+        return inner.run_equation(one, values)
+
+    with ctx.recorder.inside(eqn):
+        return interpret(jaxpr.jaxpr, jaxpr.consts, operands, run)
+
+
+def _attend(ctx: Context, eqn: Any, operands: Sequence[Any]) -> Any:
     """The attention of looked-up keys and values, without copies.
 
     Args:
       ctx: the context of the call.
-      eqn: the call of the `custom_vjp` function.
-      inner: its only equation, see `attention_in`.
+      eqn: the equation of cuDNN's attention.
       operands: its operands: query, key, value, bias, lengths of queries and of keys, and others.
 
     Raises:
       NotCovered: if an operand or a parameter has no counterpart.
     """
-    params = inner.params
+    params = eqn.params
     query, key, value, bias, q_lengths, kv_lengths, *others = operands
     mask = params["mask_type"].name
     unusual = [
@@ -58,11 +77,13 @@ def attend(ctx: Context, eqn: Any, inner: Any, operands: Sequence[Any]) -> Any:
             ("heads before positions", params["layout"] != _BTNH),
             ("dropout", params["dropout_rate"] != 0),
             ("a window", params["sliding_window_length"] is not None),
+            ("residuals", len(eqn.outvars) != 1),
         )
         if is_there
     ]
     if unusual:
         raise NotCovered(f"attention by cuDNN with {unusual[0]}")
+    key, value = (_of_one_user(ctx, x) for x in (key, value))
     if not (has_lineage(key) and has_lineage(value) and key.lineage is value.lineage):
         raise NotCovered("attention by cuDNN whose keys and values are not looked up alike")
     if key.axis != 0 or value.axis != 0 or key.shape != value.shape:
@@ -85,7 +106,7 @@ def attend(ctx: Context, eqn: Any, inner: Any, operands: Sequence[Any]) -> Any:
                 key_value_seq_lengths=lengths,
                 implementation="cudnn",
             )
-        return [Lazy(out, tuple(query.shape), key.lineage, 0, origins)]
+        return Lazy(out, tuple(query.shape), key.lineage, 0, origins)
     if mask.endswith("CAUSAL"):
         raise NotCovered("attention by cuDNN with a causal mask")
     if has_lengths and not _is_always(ctx, q_lengths, query.shape[1]):
@@ -102,7 +123,14 @@ def attend(ctx: Context, eqn: Any, inner: Any, operands: Sequence[Any]) -> Any:
     )
     assert isinstance(found, jax.Array)
     ctx.recorder.saved(eqn, origins, "attention", True)
-    return [found]
+    return found
+
+
+def _of_one_user(ctx: Context, x: Any) -> Any:
+    """A value that is broadcast along the batch, as a lookup in a batch of one user."""
+    if not is_only_broadcast(x) or x.base.shape[0] != 1 or x.shape[0] == 1:
+        return x
+    return dataclasses.replace(x, lineage=ctx.scope.of_one_user(x.shape[0]), axis=0)
 
 
 def _by_user(ctx: Context, lengths: Any, like: Lazy, most: int) -> jax.Array | None:

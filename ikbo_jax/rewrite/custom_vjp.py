@@ -28,8 +28,8 @@ from ikbo_jax.rewrite.registry import NotCovered, register_rule
 def _custom_vjp(ctx: Context, eqn: Any, *operands: Any) -> Any:
     """Runs the function, and its backward pass, at the smaller batch."""
     jaxpr = eqn.params["call_jaxpr"]
-    if (attention := cudnn.attention_in(eqn)) is not None:
-        return cudnn.attend(ctx, eqn, attention, operands)
+    if cudnn.is_attention(eqn):
+        return cudnn.call(ctx, eqn, operands)
     # Along a broadcast axis, gradients are summed, too; the proof does not cover such sums.
     operands = tuple(_spread(x) for x in operands)
     deferred = [x for x in operands if not is_plain(x)]

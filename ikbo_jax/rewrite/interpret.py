@@ -135,14 +135,14 @@ class Context:
 
     def run(self, jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         """Interprets a jaxpr on values; returns its results."""
-        return interpret(jaxpr, consts, args, self._run_eqn)
+        return interpret(jaxpr, consts, args, self.run_equation)
 
     def run_closed(self, jaxpr: Any, args: Sequence[Any], eqn: Any = None) -> list[Any]:
         """`run` for a jaxpr that holds its constants; `eqn` is the equation that calls it."""
         with self.recorder.inside(eqn):
             return self.run(jaxpr, jaxpr.consts, args)
 
-    def _run_eqn(self, eqn: core.JaxprEqn, operands: list[Any]) -> list[Any]:
+    def run_equation(self, eqn: core.JaxprEqn, operands: list[Any]) -> list[Any]:
         """Runs an equation. An integer equation runs only once for equal operands.
 
         `x[index]` and `y[index]` both compute row numbers from the same index. Only if the results

@@ -98,6 +98,44 @@ def test_it_becomes_attention(options) -> None:
     assert costs.rewritten.nbytes < costs.original.nbytes / 2
 
 
+def dot(query, key, implementation):
+    with jax.numpy_dtype_promotion("standard"):
+        return jax.nn.dot_product_attention(query, key, key, implementation=implementation)
+
+
+def in_jitted_layers(implementation, history, query, w_k):
+    @jax.jit
+    def layer(x, rows):
+        return x + dot(x, jnp.einsum("bsd,dnh->bsnh", rows, w_k), implementation)
+
+    rows = history[INDEX]
+    return layer(layer(query, rows), rows)
+
+
+def under_vmap(implementation, history, query, w_k):
+    key = jnp.einsum("bsd,dnh->bsnh", history, w_k)
+    return jax.vmap(lambda x, n: dot(x, key[n], implementation))(query, INDEX)
+
+
+def of_one_user(implementation, history, query, w_k):
+    rows = jnp.broadcast_to(history[:1], (B, S, D))
+    return dot(query, jnp.einsum("bsd,dnh->bsnh", rows, w_k), implementation)
+
+
+def of_grouped_heads(implementation, history, query, w_k):
+    return dot(query, jnp.einsum("bsd,dnh->bsnh", history[INDEX], w_k[:, :2]), implementation)
+
+
+@pytest.mark.parametrize("fn", [in_jitted_layers, under_vmap, of_one_user, of_grouped_heads])
+def test_other_forms_of_the_call(fn) -> None:
+    in_cudnn, in_xla = (functools.partial(fn, name) for name in ("cudnn", "xla"))
+    args = ARGS[:3]
+    assert ATTENTION not in primitives(ikbo.rewrite(in_cudnn), *args)
+    found = np.asarray(jax.jit(ikbo.rewrite(in_cudnn))(*args), np.float32)
+    expected = np.asarray(jax.jit(in_xla)(*args), np.float32)
+    np.testing.assert_allclose(found, expected, atol=0.02 * np.abs(expected).max())
+
+
 def own_queries(history, query, w_k, w_v, *, causal=False, copies=True):
     """Self-attention over the history, on copies, whose last row meets the candidate."""
     rows = history[INDEX] if copies else history
