@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
+from ikbo_jax.rewrite import staged
 from ikbo_jax.rewrite.equations import (
     described,
     identity,
@@ -129,9 +130,8 @@ class Context:
 
     def bind(self, eqn: core.JaxprEqn, *arrays: Any, **params: Any) -> Any:
         """Runs the equation's primitive on arrays, with some parameters replaced."""
-        primitive = eqn.primitive
         merged = {**eqn.params, **params} if params else eqn.params
-        return primitive.bind(*arrays, **primitive.get_bind_params(merged))
+        return staged.bind(eqn.primitive, arrays, merged, eqn.invars)
 
     def run(self, jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         """Interprets a jaxpr on values; returns its results."""
@@ -283,4 +283,4 @@ def _cse_key(eqn: core.JaxprEqn, operands: list[Any]) -> Any:
 
 def shape_of(value: Any) -> tuple[int, ...]:
     """The shape that the program sees; () for a literal."""
-    return tuple(getattr(value, "shape", ()))
+    return staged.shape_of(value)

@@ -12,6 +12,7 @@ from jax.extend import core, linear_util, source_info_util
 from jax.interpreters import partial_eval
 
 from ikbo_jax.ops import explain
+from ikbo_jax.rewrite import staged
 
 #: The jitted functions of the ops. They hold kernels, so they are not interpreted.
 OPS = ("_linear_compression", "_attention", "_gdpa")
@@ -83,7 +84,7 @@ def evaluate(
 
 def _bind(eqn: core.JaxprEqn, operands: list[Any]) -> Sequence[Any]:
     primitive = eqn.primitive
-    results = primitive.bind(*operands, **primitive.get_bind_params(eqn.params))
+    results = staged.bind(primitive, operands, eqn.params, eqn.invars)
     return results if primitive.multiple_results else (results,)
 
 

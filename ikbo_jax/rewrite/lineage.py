@@ -19,7 +19,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import export, lax
+from jax import export
+
+from ikbo_jax.rewrite import staged
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -94,7 +96,7 @@ class Lazy(Deferred):
     def build(self, ctx: Any) -> jax.Array:
         x = self.base
         if self.lineage is not None:
-            x = take_rows(x, self.lineage.index, self.axis)
+            x = staged.take_rows(x, self.lineage.index, self.axis)
         return spread(x, self.shape)
 
 
@@ -125,7 +127,7 @@ class Concat(Deferred):
         return origins_of(*self.parts)
 
     def build(self, ctx: Any) -> jax.Array:
-        return lax.concatenate([ctx.build(part) for part in self.parts], self.axis)
+        return staged.concatenate([ctx.build(part) for part in self.parts], self.axis)
 
 
 def is_plain(value: Any) -> bool:
@@ -168,15 +170,6 @@ def carries(value: Any, axis: int) -> bool:
     return len(shape) > 0 and shape[axis] != 1
 
 
-def take_rows(x: jax.Array, index: jax.Array, axis: int) -> jax.Array:
-    """The rows `index` of `x` along `axis`; all indices must be in bounds."""
-    offset = tuple(d for d in range(x.ndim) if d != axis)
-    numbers = lax.GatherDimensionNumbers(offset, (axis,), (axis,))
-    sizes = tuple(1 if d == axis else size for d, size in enumerate(x.shape))
-    mode = lax.GatherScatterMode.PROMISE_IN_BOUNDS
-    return lax.gather(x, lax.expand_dims(index, (1,)), numbers, sizes, mode=mode)
-
-
 def with_nearest_rows(base: jax.Array, axis: int, change: Any = None) -> jax.Array:
     """`base` with copies of its first and of its last row appended along `axis`.
 
@@ -184,9 +177,9 @@ def with_nearest_rows(base: jax.Array, axis: int, change: Any = None) -> jax.Arr
     applied to both rows.
     """
     last = base.shape[axis] - 1
-    ends = [lax.slice_in_dim(base, n, n + 1, axis=axis) for n in (0, last)]
+    ends = [staged.slice_in_dim(base, n, n + 1, axis=axis) for n in (0, last)]
     ends = ends if change is None else list(map(change, ends))
-    return lax.concatenate([base, *ends], axis)
+    return staged.concatenate([base, *ends], axis)
 
 
 def aligned(values: Any) -> list[Any]:
@@ -208,24 +201,11 @@ def aligned(values: Any) -> list[Any]:
     return list(map(one, values)) if extended else list(values)
 
 
-# Tracing a function or a method of `jax.numpy` takes several times as long as tracing these.
-
-
-def cast(x: jax.Array, dtype: Any) -> jax.Array:
-    """`x.astype(dtype)`."""
-    return x if x.dtype == dtype else lax.convert_element_type(x, dtype)
-
-
-def reshape(x: jax.Array, shape: Any) -> jax.Array:
-    """`x.reshape(shape)` without a size of -1."""
-    return x if x.shape == tuple(shape) else lax.reshape(x, tuple(shape))
-
-
 def spread(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """`x` with its dimensions of size 1 broadcast to `shape`, which has the same rank."""
-    if tuple(x.shape) == tuple(shape):
+    if staged.shape_of(x) == tuple(shape):
         return x
-    return lax.broadcast_in_dim(x, shape, tuple(range(len(shape))))
+    return staged.broadcast_in_dim(x, shape, range(len(shape)))
 
 
 def spread_axes(value: Any, axes: Any) -> Any:
@@ -269,11 +249,11 @@ def slice_along(value: Any, start: int, stop: int, axis: int) -> Any:
         shape[axis] = stop - start if shape[axis] != 1 else 1
         base = value.base
         if base.shape[axis] != 1:
-            base = lax.slice_in_dim(base, start, stop, axis=axis)
+            base = staged.slice_in_dim(base, start, stop, axis=axis)
         return dataclasses.replace(value, base=base, shape=tuple(shape))
     if value.shape[axis] == 1:
         return value
-    return lax.slice_in_dim(value, start, stop, axis=axis)
+    return staged.slice_in_dim(value, start, stop, axis=axis)
 
 
 def size_of(shape: tuple[Any, ...]) -> Any:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ikbo_jax.rewrite import activations, any_shape, curves, known, masks
+from ikbo_jax.rewrite import activations, any_shape, curves, known, masks, staged
 from ikbo_jax.rewrite.block_attention import Call, users_of
 from ikbo_jax.rewrite.block_parts import Part, block_of, concatenated, lineage_of, weighted
 from ikbo_jax.rewrite.blocks import arranged_array
@@ -55,14 +55,14 @@ class PointwiseCall(Call):
             return jnp.zeros(shape, self.dtype)
         if users is not None and all(self.of_users(key, users) for key in live):
             out: Any = sum(self._at_users(query, key, users) for key in live)
-            out = lax.convert_element_type(out, self.dtype).reshape(users_of(out, shape))
+            out = staged.cast(out, self.dtype).reshape(users_of(out, shape))
             return Lazy(out, tuple(shape), users, 0, origins_of(query.value))
         reason = "queries that attend to keys of the candidate"
         array = self.ctx.materialise(self.eqn, query.value, reason)
         total: Any = 0.0
         for key in live:
             total = total + self._of_candidates(query, key, array)
-        return lax.convert_element_type(total, self.dtype).reshape(shape)
+        return staged.cast(total, self.dtype).reshape(shape)
 
     def _at_users(self, query: Part, key: Part, users: Lineage) -> jax.Array:
         weights = self._block(self.scores, query, key, users)
@@ -93,7 +93,7 @@ class PointwiseCall(Call):
         keys = key.stop - key.start
         weights = spread(weights, (rows, *self.sizes, *self.root.heads, keys))
         weights = weights.reshape(rows, math.prod(self.sizes), self.heads, keys)
-        weights = lax.convert_element_type(weights.transpose(0, 2, 1, 3), values.dtype)
+        weights = staged.cast(weights.transpose(0, 2, 1, 3), values.dtype)
         return weighted(weights, values)
 
     def _activation(self, query: Part, key: Part) -> Any:
@@ -135,7 +135,7 @@ class PointwiseCall(Call):
             for y in operands
         ]
         if name == "transpose":
-            return lax.transpose(arrays[0], eqn.params["permutation"])
+            return staged.transpose(arrays[0], eqn.params["permutation"])
         if name == "custom_jvp_call":
             return any_shape.run_custom_jvp(eqn, arrays)
         if name in ("select_n", "clamp"):
@@ -167,7 +167,7 @@ class PointwiseCall(Call):
         out = lax.dot_general(rows, columns, numbers, preferred_element_type=x.dtype)
         have: list[Label] = [(BATCH, 0), *((HEAD, n) for n in range(heads))]
         have += [*((QUERY, n) for n in range(count)), (KEY, 0)]
-        return lax.transpose(out, [have.index(label) for label in x.labels])
+        return staged.transpose(out, [have.index(label) for label in x.labels])
 
     def _operand(
         self, x: Any, labels: tuple[Label, ...], query: Part, key: Part, users: Lineage | None

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from ikbo_jax.rewrite import lineage
+from ikbo_jax.rewrite import lineage, staged
 from ikbo_jax.rewrite.equations import grows
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.lineage import (
@@ -212,7 +212,7 @@ def _is_candidate_batch(first: Concat, operands: Any) -> bool:
 def concat(parts: list[Any], axis: int) -> Any:
     """The concatenation of parts: an array if all parts are arrays."""
     if all(map(is_plain, parts)):
-        return lax.concatenate(parts, axis)
+        return staged.concatenate(parts, axis)
     return Concat(tuple(parts), axis)
 
 
@@ -324,7 +324,7 @@ def _slice(ctx: Context, eqn: Any, x: Any) -> Any:
     for d, n in enumerate(x.base.shape):
         if n == 1 or d == x.axis:
             starts[d], stops[d], strides[d] = 0, n, 1
-    base = lax.slice(x.base, starts, stops, strides)
+    base = staged.slice_of(x.base, starts, stops, strides)
     return lazy(base, tuple(shape), x.lineage, x.axis, x.origins)
 
 
@@ -341,7 +341,7 @@ def _slice_concat(ctx: Context, eqn: Any, x: Concat, starts: Any, stops: Any, st
         begin, end = list(starts), list(stops)
         begin[x.axis], end[x.axis] = first, last
         if is_plain(part):
-            parts.append(lax.slice(part, begin, end, strides))
+            parts.append(staged.slice_of(part, begin, end, strides))
             continue
         params = {"start_indices": tuple(begin), "limit_indices": tuple(end)}
         parts.append(_slice(ctx, eqn.replace(params={**eqn.params, **params}), part))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ikbo_jax.rewrite import facts, lineage, placing, positions
+from ikbo_jax.rewrite import facts, lineage, placing, positions, staged
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.lineage import (
     Concat,
@@ -23,7 +23,6 @@ from ikbo_jax.rewrite.lineage import (
     lazy,
     origins_of,
     spread_axes,
-    take_rows,
 )
 from ikbo_jax.rewrite.registry import NotCovered, register_rule
 from ikbo_jax.rewrite.rules import at_user_batch, concat
@@ -171,7 +170,7 @@ def _gather_rows(
     collapsed = [d for d in numbers.collapsed_slice_dims if d != axis]
     order = collapsed + order
     base = base.transpose(order) if order != sorted(order) else base
-    base = lax.squeeze(base, range(len(collapsed))) if collapsed else base
+    base = staged.squeeze(base, range(len(collapsed))) if collapsed else base
     extra = [d for d in range(len(shape)) if d != out_axis and source_dims[d] == axis]
     base = jnp.expand_dims(base, extra) if extra else base
     if has_lineage(operand):
@@ -201,9 +200,9 @@ def looked_up(
 
     def nearest() -> jax.Array:
         if proven:
-            return lax.convert_element_type(index, jnp.int32)
+            return staged.cast(index, jnp.int32)
         first, last = np.array([0, min(rows - 1, _largest(index))], index.dtype)
-        return lax.convert_element_type(lax.clamp(first, index, last), jnp.int32)
+        return staged.cast(lax.clamp(first, index, last), jnp.int32)
 
     def outside() -> jax.Array:
         row = nearest()
@@ -236,7 +235,7 @@ def _with_rows_outside(eqn: Any, operand: Any, axis: int, fills: bool, drops: bo
     """The operand with two rows appended: for indices below 0, and for indices past the end."""
     base = base_of(operand)
     if fills:
-        base = lax.concatenate([base, *[_fill_row(eqn, operand, axis)] * 2], axis)
+        base = staged.concatenate([base, *[_fill_row(eqn, operand, axis)] * 2], axis)
     else:
         base = lineage.with_nearest_rows(base, axis, lax.stop_gradient if drops else None)
     if is_plain(operand):
@@ -263,7 +262,7 @@ def _without_unused(operand: Any, fine: Lineage, axis: int) -> Any:
     """
     used = jnp.zeros(fine.users, jnp.bool_).at[fine.index].set(True, mode="promise_in_bounds")
     rows = jnp.where(used, jnp.arange(fine.users, dtype=jnp.int32), fine.index[0])
-    base = take_rows(base_of(operand), rows, axis)
+    base = staged.take_rows(base_of(operand), rows, axis)
     return base if is_plain(operand) else dataclasses.replace(operand, base=base)
 
 
@@ -403,7 +402,7 @@ def _with_new_dims(base: Any, rank: int, dims: list[int]) -> jax.Array:
     shape = [1] * rank
     for d, target in enumerate(dims):
         shape[target] = np.shape(base)[d]
-    return lax.broadcast_in_dim(base, tuple(shape), tuple(dims))
+    return staged.broadcast_in_dim(base, tuple(shape), tuple(dims))
 
 
 def _concat_broadcast(ctx: Context, eqn: Any, operand: Any, shape: Any, dims: Any) -> Any:
