@@ -14,9 +14,10 @@ from jax import lax
 from jax.extend import core
 
 from ikbo_jax.rewrite import hoisting, jvp_rules, loops, shared
+from ikbo_jax.rewrite.dead_code import without_dead_code
 from ikbo_jax.rewrite.forms import form, skeleton, unpack, unpack_all
 from ikbo_jax.rewrite.interpret import Context
-from ikbo_jax.rewrite.jaxprs import evaluate, trace, without_dead_code
+from ikbo_jax.rewrite.jaxprs import evaluate, trace
 from ikbo_jax.rewrite.lineage import Concat, Lazy, is_plain, lazy, spread
 from ikbo_jax.rewrite.log import Log
 from ikbo_jax.rewrite.merged import Merged

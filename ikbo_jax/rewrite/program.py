@@ -13,9 +13,10 @@ from jax.extend import core, source_info_util
 
 from ikbo_jax.ops import explain
 from ikbo_jax.rewrite import cost
+from ikbo_jax.rewrite.dead_code import without_dead_code
 from ikbo_jax.rewrite.equations import described
 from ikbo_jax.rewrite.interpret import LOOKUPS, RETURNED, Context
-from ikbo_jax.rewrite.jaxprs import call, evaluate, trace, without_dead_code, wrapped
+from ikbo_jax.rewrite.jaxprs import call, evaluate, trace, wrapped
 from ikbo_jax.rewrite.lineage import is_plain
 from ikbo_jax.rewrite.program_cache import ProgramCache
 from ikbo_jax.rewrite.recorder import Recorder

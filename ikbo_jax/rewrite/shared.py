@@ -16,10 +16,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from ikbo_jax.rewrite.dead_code import without_dead_code
 from ikbo_jax.rewrite.equations import identity
 from ikbo_jax.rewrite.forms import Nodes, can_pass, form, with_all_inside, with_inside
 from ikbo_jax.rewrite.interpret import Context, shape_of
-from ikbo_jax.rewrite.jaxprs import call_params, trace, without_dead_code
+from ikbo_jax.rewrite.jaxprs import call_params, trace
 from ikbo_jax.rewrite.lineage import Deferred, Lazy, base_of, is_plain, origins_of
 from ikbo_jax.rewrite.log import Log
 from ikbo_jax.rewrite.registry import NotCovered
