@@ -99,9 +99,14 @@ def interpret(
     env.update(zip(program.invars, args, strict=True))
     name_stack, literal = source_info_util.current_name_stack(), core.Literal
     is_named, user_context = bool(str(name_stack)), source_info_util.user_context
-    for eqn_ctx, eqns in itertools.groupby(program.eqns, lambda eqn: eqn.ctx):
+    eqns, start = program.eqns, 0
+    while start < len(eqns):
+        eqn_ctx = eqns[start].ctx
         with eqn_ctx.manager:
-            for eqn in eqns:
+            for eqn in itertools.islice(eqns, start, None):
+                if eqn.ctx is not eqn_ctx:
+                    break
+                start += 1
                 info = eqn.source_info
                 stack = name_stack + info.name_stack if is_named else info.name_stack
                 operands = [v.val if type(v) is literal else env[v] for v in eqn.invars]

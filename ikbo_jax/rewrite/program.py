@@ -69,7 +69,7 @@ class _Original:
     def recorder(self) -> Recorder:
         """A recorder that lists the program's lookups."""
         recorder = Recorder()
-        recorder.list_lookups(self.jaxpr, lambda eqn: eqn.primitive.name in LOOKUPS)
+        recorder.list_lookups(self.jaxpr, LOOKUPS)
         return recorder
 
     def without_largest_table(self) -> _Original | None:
@@ -130,7 +130,9 @@ def _producers(program: core.Jaxpr) -> list[Any]:
     """For every result of a program, the equation that computes it; None for arguments."""
     producers = dict.fromkeys(v for v in program.outvars if isinstance(v, core.Var))
     for eqn in program.eqns:
-        producers.update((v, eqn) for v in eqn.outvars if v in producers)
+        for v in eqn.outvars:
+            if v in producers:
+                producers[v] = eqn
     return [producers.get(v) if isinstance(v, core.Var) else None for v in program.outvars]
 
 

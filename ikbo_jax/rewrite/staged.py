@@ -21,7 +21,8 @@ from jax.interpreters import partial_eval
 
 from ikbo_jax.ops import explain
 
-_TRACER: Any = partial_eval.DynamicJaxprTracer
+#: The type of values that are traced. Comparing with it takes less time than `isinstance`.
+TRACER: Any = partial_eval.DynamicJaxprTracer
 #: Primitives that hold no programs and that a trace processes as any other primitive.
 _DIRECT = frozenset(
     x
@@ -49,11 +50,11 @@ def bind(
         tracers = operands
         info = source_info_util.current()
         for n, x in enumerate(operands):
-            if type(x) is not _TRACER:
+            if type(x) is not TRACER:
                 v = invars[n] if n < len(invars) else None
                 if type(v) is not core.Literal or v.val is not x:
                     break
-                tracers = [*tracers[:n], _TRACER(trace, v.aval, v, info), *tracers[n + 1 :]]
+                tracers = [*tracers[:n], TRACER(trace, v.aval, v, info), *tracers[n + 1 :]]
         else:
             # A sharding of a conversion is a constraint on its result.
             if primitive is not lax.convert_element_type_p or params.get("sharding") is None:
@@ -69,7 +70,7 @@ def _trace_of(operands: Sequence[Any]) -> Any:
     trace = core.find_top_trace(())
     found = None
     for x in operands:
-        if type(x) is _TRACER:
+        if type(x) is TRACER:
             aval: Any = x.aval
             if x._trace is not trace or type(aval) is not jax.core.ShapedArray:
                 return None
@@ -82,7 +83,7 @@ def _trace_of(operands: Sequence[Any]) -> Any:
 def _direct(primitive: core.Primitive, operands: Sequence[Any], **params: Any) -> Any:
     """The result of a primitive on tracers; None if `bind` would take the usual way."""
     for x in operands:
-        if type(x) is not _TRACER:
+        if type(x) is not TRACER:
             return None
     trace = _trace_of(operands)
     if trace is None:
@@ -116,7 +117,7 @@ def _params(name: str) -> dict[str, Any]:
 def shape_of(x: Any) -> tuple[int, ...]:
     """The shape of a value; () for a Python number."""
     # `shape` of a tracer is looked up on the array type, by functions of Python.
-    shape: Any = x.aval.shape if type(x) is _TRACER else getattr(x, "shape", ())
+    shape: Any = x.aval.shape if type(x) is TRACER else getattr(x, "shape", ())
     return tuple(shape)
 
 
@@ -132,7 +133,7 @@ def transpose(x: Any, permutation: Sequence[int]) -> Any:
 def reshape(x: Any, shape: Sequence[int]) -> Any:
     """`lax.reshape(x, shape)`."""
     shape = tuple(shape)
-    if type(x) is not _TRACER:
+    if type(x) is not TRACER:
         return lax.reshape(x, shape)
     if x.aval.shape == shape:
         return x
@@ -156,7 +157,7 @@ def broadcast_in_dim(x: Any, shape: Sequence[int], dims: Sequence[int]) -> Any:
 
 def expand_dims(x: Any, dimensions: Sequence[int]) -> Any:
     """`lax.expand_dims(x, dimensions)`, for dimensions in ascending order."""
-    if type(x) is not _TRACER or not dimensions:
+    if type(x) is not TRACER or not dimensions:
         return lax.expand_dims(x, dimensions)
     shape = list(x.aval.shape)
     for d in dimensions:
@@ -175,7 +176,7 @@ def slice_of(x: Any, starts: Sequence[int], stops: Sequence[int], strides: Any =
 
 def slice_in_dim(x: Any, start: int, stop: int, axis: int) -> Any:
     """`lax.slice_in_dim(x, start, stop, axis=axis)`, for numbers in bounds."""
-    if type(x) is not _TRACER:
+    if type(x) is not TRACER:
         return lax.slice_in_dim(x, start, stop, axis=axis)
     starts, stops = [0] * x.aval.ndim, list(x.aval.shape)
     starts[axis], stops[axis] = start, stop
@@ -190,7 +191,7 @@ def concatenate(arrays: Sequence[Any], axis: int) -> Any:
 
 def cast(x: Any, dtype: Any) -> Any:
     """`x.astype(dtype)`."""
-    if type(x) is _TRACER and isinstance(dtype, np.dtype):
+    if type(x) is TRACER and isinstance(dtype, np.dtype):
         old: Any = x.aval.dtype
         if old == dtype and not x.aval.weak_type:
             return x
