@@ -225,4 +225,6 @@ def arranged_array(x: Any, labels: list[Label], wanted: list[Label], numpy: Any)
     if any(x.shape[d] != 1 for d in rest):
         raise NotCovered("attention is not recognised: its mask has other dimensions")
     shape = [1 if d is None else x.shape[d] for d in dims]
+    if numpy is jnp:
+        return staged.reshape(staged.transpose(x, [*kept, *rest]), shape)
     return numpy.reshape(numpy.transpose(x, [*kept, *rest]), shape)

@@ -13,12 +13,12 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from ikbo_jax.rewrite import hoisting, jvp_rules, loops, shared
+from ikbo_jax.rewrite import any_shape, hoisting, jvp_rules, loops, shared
 from ikbo_jax.rewrite.dead_code import without_dead_code
-from ikbo_jax.rewrite.forms import form, skeleton, unpack, unpack_all
+from ikbo_jax.rewrite.forms import form, skeleton, unpack, unpack_all, with_all_inside
 from ikbo_jax.rewrite.interpret import Context
-from ikbo_jax.rewrite.jaxprs import evaluate, trace
-from ikbo_jax.rewrite.lineage import Concat, Lazy, is_plain, lazy, spread
+from ikbo_jax.rewrite.jaxprs import call_params, evaluate, trace, with_constants_last
+from ikbo_jax.rewrite.lineage import Concat, Lazy, has_lineage, is_plain, lazy, spread
 from ikbo_jax.rewrite.log import Log
 from ikbo_jax.rewrite.merged import Merged
 from ikbo_jax.rewrite.registry import NotCovered, register_rule
@@ -78,9 +78,14 @@ def _checkpointed(ctx: Context, eqn: Any, operands: Sequence[Any]) -> list[Any]:
         packs.append(out_pack)
         return out
 
-    policy, prevent_cse = eqn.params["policy"], eqn.params["prevent_cse"]
-    out = jax.checkpoint(body, policy=policy, prevent_cse=prevent_cse)(*arrays)
-    return packs[-1](out)
+    program = trace(body, arrays, jaxpr)
+    if program.effects:
+        policy, prevent_cse = eqn.params["policy"], eqn.params["prevent_cse"]
+        out = jax.checkpoint(body, policy=policy, prevent_cse=prevent_cse)(*arrays)
+        return packs[-1](out)
+    # `jax.checkpoint` does the same, and looks for the names of all arguments besides.
+    params = call_params(eqn.params, with_constants_last(program), {})
+    return packs[-1](eqn.primitive.bind(*arrays, *program.consts, **params))
 
 
 register_rule("checkpoint", _checkpoint, source=True)
@@ -110,6 +115,11 @@ def _custom_jvp(ctx: Context, eqn: Any, *operands: Any) -> Any:
     if not all(jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays):
         raise NotCovered("custom_jvp with operands that are not floating-point numbers")
     if len(operands) == 1 and _only_elementwise(ctx, params["call_jaxpr"]):
+        if _has_elementwise_rule(ctx, eqn):
+            for x in filter(has_lineage, with_all_inside(operands)):
+                ctx.recorder.saved(eqn, x.origins, "work at the smaller batch", False)
+            arrays, pack = unpack_all(operands)
+            return pack([any_shape.run_custom_jvp(eqn, [x]) for x in arrays])
         results = [operands[0]] * len(eqn.outvars)
     else:
         with ctx.muted():
@@ -145,6 +155,19 @@ def _custom_jvp(ctx: Context, eqn: Any, *operands: Any) -> Any:
         return both[: len(both) // 2], both[len(both) // 2 :]
 
     return pack_results(function(*arrays))
+
+
+def _has_elementwise_rule(ctx: Context, eqn: Any) -> bool:
+    """Whether the derivatives of a function of one operand and one result are elementwise, too."""
+    rule = jvp_rules.identity(eqn.params["jvp_jaxpr_fun"])
+    if len(eqn.outvars) != 1 or eqn.params["symbolic_zeros"]:
+        return False
+    if rule is None:
+        return any_shape.is_elementwise_jvp(eqn)
+    proven, key = ctx.programs.jvp_rules, (rule, eqn.invars[0].aval)
+    if key not in proven:
+        proven[key] = any_shape.is_elementwise_jvp(eqn)
+    return bool(proven[key])
 
 
 def _proven_rule(
@@ -318,7 +341,7 @@ def _scanned(
     xs: list[Any],
 ) -> list[Any]:
     """The results of a scan whose body is interpreted once; may raise `loops.Retry`."""
-    params, (n_consts, count) = eqn.params, hoisting.scan_counts(eqn.params)
+    length, (n_consts, count) = eqn.params["length"], hoisting.scan_counts(eqn.params)
     arrays, pack = unpack_all(carry)
     # What the last trace of the body recorded: JAX may trace it twice, with other weak types.
     last: list[tuple[Log, list[Any]]] = []
@@ -338,18 +361,11 @@ def _scanned(
         last[:] = [(log, stacked)]
         return unpack_all(new)[0], unpack_all(stacked)[0]
 
-    out, ys = lax.scan(
-        body,
-        arrays,
-        unpack_all(xs)[0],
-        length=params["length"],
-        reverse=params["reverse"],
-        unroll=params["unroll"],
-    )
+    out, ys = loops.scan(eqn, body, arrays, unpack_all(xs)[0])
     ((log, stacked),) = last
     with ctx.recorder.inside(eqn):
         call = log.replay(ctx.recorder, eqn, {}, None)
-    return [*pack(out), *_packed_stacks(stacked, ys, params["length"], call.origins)]
+    return [*pack(out), *_packed_stacks(stacked, ys, length, call.origins)]
 
 
 def _split(values: Sequence[Any], *counts: int) -> list[list[Any]]:

@@ -221,8 +221,9 @@ def _flops_of_op(eqn: core.JaxprEqn, known: dict[int, Any]) -> int | None:
     # Layers share the program of an op.
     key = -id(eqn.params["jaxpr"])
     if key not in known:
-        plans = [x for x in explain.marks(eqn.params["jaxpr"]) if isinstance(x, dispatch.Plan)]
-        known[key] = _useful_flops(plans[0].problem) if plans else None
+        marks = explain.marks(eqn.params["jaxpr"])
+        plan = next((x for x in marks if isinstance(x, dispatch.Plan)), None)
+        known[key] = None if plan is None else _useful_flops(plan.problem)
     return known[key]
 
 

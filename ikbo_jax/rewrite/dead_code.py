@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jax.extend import core
@@ -12,8 +12,13 @@ from ikbo_jax.ops import explain
 from ikbo_jax.rewrite.hoisting import scan_counts
 from ikbo_jax.rewrite.jaxprs import OPS, inner_programs
 
-#: Calls of one program, with operands and results of their own.
-_CALLS = ("checkpoint", "jit", "remat2", "scan")
+#: Parameters of calls: those that have an entry for every operand or result, and all others.
+_OF_OPERANDS = ("donated_invars", "in_layouts", "in_shardings")
+_OF_RESULTS = ("out_layouts", "out_shardings")
+_OTHERS = """
+    compiler_options_kvs ctx_mesh differentiated inline jaxpr keep_unused name policy prevent_cse
+""".split()  # noqa: SIM905  A table of words reads better.
+_KNOWN = frozenset((*_OF_OPERANDS, *_OF_RESULTS, *_OTHERS))
 
 
 def without_dead_code(program: core.Jaxpr) -> core.Jaxpr:
@@ -25,65 +30,123 @@ def without_dead_code(program: core.Jaxpr) -> core.Jaxpr:
     JAX's `dce_jaxpr` processes every called program: for 50 calls of one jitted layer, this takes a
     tenth of the time of tracing them. So only equations that need it are given to `dce_jaxpr`.
     """
-    return _Search().without_dead_code(program)
+    return _Search().live(program)
 
 
 class _Search:
-    """The removal of dead code from one program.
-
-    Attributes:
-      answers: by identity of a called program, whether it has dead code.
-      cleared: by identity of a called program, the program and the same without dead code.
-    """
+    """The removal of dead code from one program and from all programs that it calls."""
 
     def __init__(self) -> None:
-        self.answers: dict[int, bool] = {}
-        self.cleared: dict[int, tuple[core.Jaxpr, core.Jaxpr]] = {}
+        # By identity of a program, the program and the same without dead code.
+        self._live: dict[int, tuple[core.Jaxpr, core.Jaxpr]] = {}
+        # By identity of a program and the results that are used, the program with these results.
+        self._parts: dict[Any, tuple[core.Jaxpr, core.Jaxpr]] = {}
 
-    def without_dead_code(self, program: core.Jaxpr) -> core.Jaxpr:
+    def live(self, program: core.Jaxpr) -> core.Jaxpr:
+        """The program without dead code; the same object if there is none."""
+        key = id(program)
+        if key not in self._live:
+            self._live[key] = program, self._without_dead_code(program)
+        return self._live[key][1]
+
+    def _without_dead_code(self, program: core.Jaxpr) -> core.Jaxpr:
         kept: list[core.JaxprEqn] = []
         literal = core.Literal
         needed: set[Any] = {v for v in program.outvars if type(v) is not literal}
         changed = False
         for eqn in reversed(program.eqns):
             # Most equations are needed, and hold no programs.
-            all_used = needed.issuperset(eqn.outvars) and eqn.outvars
-            is_used = True if all_used else _is_used(eqn, needed)
-            if is_used is False and not eqn.effects:
+            all_used = needed.issuperset(eqn.outvars)
+            if not all_used and not eqn.effects and needed.isdisjoint(eqn.outvars):
                 changed = True
                 continue
             found: Sequence[core.JaxprEqn] = (eqn,)
-            holds_programs = eqn.primitive.name not in explain.WITHOUT_PROGRAMS
-            if holds_programs and _calls_dead_code(eqn, is_used, self.answers):
-                live = self.with_live_program(eqn, needed)
-                found = _without_dead_results(program, eqn, needed) if live is None else (live,)
-                changed = changed or live is not eqn
-            for live in found:
-                kept.append(live)
+            if eqn.primitive.name not in explain.WITHOUT_PROGRAMS:
+                if not eqn.outvars and not eqn.effects:
+                    changed = True
+                    continue
+                found = self._with_live_programs(program, eqn, needed, all_used)
+                changed = changed or len(found) != 1 or found[0] is not eqn
+            for x in found:
+                kept.append(x)
                 # Literals are not variables and cannot be hashed.
-                needed |= {v for v in live.invars if type(v) is not literal}
+                needed |= {v for v in x.invars if type(v) is not literal}
         return program.replace(eqns=kept[::-1]) if changed else program
 
-    def with_live_program(self, eqn: core.JaxprEqn, needed: set[Any]) -> core.JaxprEqn | None:
-        """The equation without dead code in its program; the same object if there is none.
+    def _with_live_programs(
+        self, program: core.Jaxpr, eqn: core.JaxprEqn, needed: set[Any], all_used: bool
+    ) -> Sequence[core.JaxprEqn]:
+        """An equation without dead code in its programs; the same object if there is none."""
+        programs = inner_programs(eqn)
+        if not programs or eqn.params.get("name") in OPS:
+            # An op's dead code is no lookup of the model, and XLA removes it.
+            return (eqn,)
+        name, found = eqn.primitive.name, None
+        if name == "scan":
+            found = self._scan(eqn, needed)
+        elif name in ("jit", "checkpoint", "remat2"):
+            found = self._call(eqn, needed)
+        # A model may call one program in every layer.
+        elif all_used and all([self.live(x) is x for x in programs]):  # noqa: C419
+            return (eqn,)
+        return _without_dead_results(program, eqn, needed) if found is None else (found,)
 
-        None if it would lose operands or results as well, as `_without_dead_results` finds out. A
-        scan of layers keeps all of them: a carry that is not returned is read by the next layer.
+    def _scan(self, eqn: core.JaxprEqn, needed: set[Any]) -> core.JaxprEqn | None:
+        """A scan without dead code in its body; None if it loses operands or results as well.
+
+        A scan of layers keeps all of them: a carry that is not returned is read by the next layer.
         """
-        if eqn.primitive.name not in _CALLS:
+        body: core.Jaxpr = eqn.params["jaxpr"]
+        used = [v in needed for v in eqn.outvars]
+        if not all(_with_carries(body, used, *scan_counts(eqn.params))):
             return None
+        live = self.live(body)
+        if not all(_reads(live, [True] * len(used))):
+            return None
+        return eqn if live is body else eqn.replace(params={**eqn.params, "jaxpr": live})
+
+    def _call(self, eqn: core.JaxprEqn, needed: set[Any]) -> core.JaxprEqn | None:
+        """A call without dead code, dead operands and dead results; None if JAX must find them."""
         program: core.Jaxpr = eqn.params["jaxpr"]
         used = [v in needed for v in eqn.outvars]
-        if eqn.primitive.name == "scan":
-            used = _with_carries(program, used, *scan_counts(eqn.params))
-        if not all(used):
+        live = self.live(program if all(used) else self._part(program, used))
+        read = _reads(live, [True] * len(live.outvars))
+        if all(used) and all(read):
+            return eqn if live is program else eqn.replace(params={**eqn.params, "jaxpr": live})
+        params = eqn.params
+        if eqn.effects or not _KNOWN.issuperset(params):
             return None
-        if id(program) not in self.cleared:
-            self.cleared[id(program)] = program, self.without_dead_code(program)
-        live = self.cleared[id(program)][1]
-        if not all(_reads(live, used)):
+        if isinstance(params.get("prevent_cse"), tuple):
             return None
-        return eqn if live is program else eqn.replace(params={**eqn.params, "jaxpr": live})
+        key = id(live), "operands"
+        if key not in self._parts:
+            invars = _chosen(live.invars, read)
+            self._parts[key] = live, live.replace(invars=invars, debug_info=_unnamed(live))
+        filtered: dict[str, Any] = {}
+        for flags, names in ((read, _OF_OPERANDS), (used, _OF_RESULTS)):
+            filtered |= {x: tuple(_chosen(params[x], flags)) for x in names if x in params}
+        return eqn.replace(
+            invars=_chosen(eqn.invars, read),
+            outvars=_chosen(eqn.outvars, used),
+            params={**params, **filtered, "jaxpr": self._parts[key][1]},
+        )
+
+    def _part(self, program: core.Jaxpr, used: list[bool]) -> core.Jaxpr:
+        """The program with those results alone that are used."""
+        key = id(program), *used
+        if key not in self._parts:
+            outvars = _chosen(program.outvars, used)
+            part = program.replace(outvars=outvars, debug_info=_unnamed(program))
+            self._parts[key] = program, part
+        return self._parts[key][1]
+
+
+def _chosen(values: Sequence[Any], flags: list[bool]) -> list[Any]:
+    return [x for x, flag in zip(values, flags, strict=True) if flag]
+
+
+def _unnamed(program: core.Jaxpr) -> Any:
+    return program.debug_info._replace(arg_names=None, result_paths=None)
 
 
 def _with_carries(body: core.Jaxpr, used: list[bool], n_consts: int, n_carry: int) -> list[bool]:
@@ -115,57 +178,8 @@ def _without_dead_results(
     """An equation without its results that are not needed, and without dead code in its program."""
     invars = list(dict.fromkeys(v for v in eqn.invars if isinstance(v, core.Var)))
     outvars = [v for v in eqn.outvars if v in needed]
-    info = program.debug_info._replace(arg_names=None, result_paths=None)
     alone = program.replace(
-        constvars=[], invars=invars, outvars=outvars, eqns=[eqn], debug_info=info
+        constvars=[], invars=invars, outvars=outvars, eqns=[eqn], debug_info=_unnamed(program)
     )
     cleared, _ = partial_eval.dce_jaxpr(alone, [True] * len(outvars), instantiate=True)
     return cleared.eqns
-
-
-def _is_used(eqn: core.JaxprEqn, needed: set[Any]) -> bool | None:
-    """Whether an equation's results are needed; None if some are and some are not."""
-    if needed.issuperset(eqn.outvars):
-        return bool(eqn.outvars)
-    return False if needed.isdisjoint(eqn.outvars) else None
-
-
-def _used(program: core.Jaxpr) -> Iterator[tuple[core.JaxprEqn, bool | None]]:
-    """The equations from last to first, each with the answer to whether its results are used.
-
-    The answer is None if some are used and some are not.
-    """
-    literal = core.Literal
-    needed: set[Any] = {v for v in program.outvars if type(v) is not literal}
-    for eqn in reversed(program.eqns):
-        is_used = _is_used(eqn, needed)
-        if is_used is not False or eqn.effects:
-            # Literals are not variables and cannot be hashed.
-            needed.update([v for v in eqn.invars if type(v) is not literal])
-        yield eqn, is_used
-
-
-def _calls_dead_code(eqn: core.JaxprEqn, is_used: bool | None, answers: dict[int, bool]) -> bool:
-    """Whether a program that an equation holds has dead code, or a result that is not used."""
-    if eqn.params.get("name") in OPS:
-        # An op's dead code is no lookup of the model, and XLA removes it.
-        return False
-    programs = inner_programs(eqn)
-    if not programs or is_used is None:
-        return bool(programs)
-    # Without a generator: a model may call one program in every layer.
-    for program in programs:  # noqa: SIM110
-        if _has_dead_code(program, answers):
-            return True
-    return False
-
-
-def _has_dead_code(program: core.Jaxpr, answers: dict[int, bool]) -> bool:
-    answer = answers.get(id(program))
-    if answer is None:
-        answer = answers[id(program)] = any(
-            (is_used is False and not (eqn.effects and not eqn.outvars))
-            or _calls_dead_code(eqn, is_used, answers)
-            for eqn, is_used in _used(program)
-        )
-    return answer

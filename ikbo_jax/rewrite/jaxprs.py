@@ -61,12 +61,17 @@ def trace(
 
     Args:
       fn: the function.
-      inputs: arrays like its arguments.
+      inputs: arrays like its arguments, or their types.
       like: the program whose function name appears in errors; None for the name of `fn`.
     """
-    avals = [jax.typeof(x) for x in inputs]
+    avals = [x if type(x) is jax.core.ShapedArray else jax.typeof(x) for x in inputs]
     program, _, consts = partial_eval.trace_to_jaxpr_dynamic(wrapped(fn, like), avals)
     return core.ClosedJaxpr(program, consts) if consts else program
+
+
+def with_constants_last(program: core.Jaxpr) -> core.Jaxpr:
+    """The program without constants, which it takes as its last arguments."""
+    return program.replace(constvars=[], invars=[*program.invars, *program.constvars])
 
 
 def evaluate(

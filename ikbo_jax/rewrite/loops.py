@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend import core
 
 from ikbo_jax.rewrite import hoisting
@@ -15,6 +18,7 @@ from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.jaxprs import evaluate, trace
 from ikbo_jax.rewrite.lineage import Lazy, has_lineage, is_plain
 from ikbo_jax.rewrite.rules import narrowed
+from ikbo_jax.rewrite.staged import is_local
 
 
 def uniform(x: Any) -> Any:
@@ -23,6 +27,67 @@ def uniform(x: Any) -> Any:
         return x
     narrow = narrowed(x)
     return x if narrow is x else Lazy(jnp.asarray(narrow), tuple(np.shape(x)))
+
+
+def scan(
+    eqn: Any, body: Callable[[Any, Any], Any], init: list[Any], xs: list[Any]
+) -> tuple[list[Any], list[Any]]:
+    """`lax.scan` of lists of arrays, with the length, direction and unrolling of an equation.
+
+    `lax.scan` takes 1,700 calls of functions besides tracing the body, mostly to name arguments and
+    to describe errors. This takes 300 if the body returns the types that it is given.
+    """
+    length, program = eqn.params["length"], None
+    avals = list(map(jax.typeof, (*init, *xs)))
+    if isinstance(length, int) and not jax.config.jax_disable_jit and all(map(is_local, avals)):
+        slices = [core.mapped_aval(length, 0, aval) for aval in avals[len(init) :]]
+        program = trace(lambda *x: _flat(body, x, len(init)), [*avals[: len(init)], *slices])
+    if program is None or not _keeps_types(program, len(init)):
+        fixed = {key: eqn.params[key] for key in ("length", "reverse", "unroll")}
+        out, ys = lax.scan(body, init, xs, **fixed)
+        return out, ys
+    consts, count = program.consts, len(init)
+    closed = program.replace(constvars=[], invars=[*program.constvars, *program.invars])
+    like = _scan_params(len(consts), count, len(xs), len(program.outvars) - count)
+    results = eqn.primitive.bind(*consts, *init, *xs, **{**eqn.params, **like, "jaxpr": closed})
+    return results[:count], results[count:]
+
+
+def _flat(body: Callable[[Any, Any], Any], arrays: Sequence[Any], count: int) -> list[Any]:
+    carry, ys = body(list(arrays[:count]), list(arrays[count:]))
+    return [*carry, *ys]
+
+
+def _keeps_types(program: core.Jaxpr, count: int) -> bool:
+    """Whether a body returns its carries as other arrays of the same types, without effects.
+
+    `lax.scan` changes weak types, and does not copy what a body returns as it was given.
+    """
+    given = set(program.invars)
+    carries = zip(program.invars[:count], program.outvars[:count], strict=True)
+    return (
+        not program.effects
+        and all(v.aval == w.aval for v, w in carries)
+        and not any(isinstance(v, core.Literal) or v in given for v in program.outvars)
+    )
+
+
+@functools.cache
+def _scan_params(consts: int, carries: int, xs: int, ys: int) -> dict[str, Any]:
+    """The parameters of a scan that depend on the numbers of its operands and results."""
+
+    def fn(consts: list[Any], carries: list[Any], xs: list[Any]) -> Any:
+        def body(carries: list[Any], xs: list[Any]) -> Any:
+            new = lax.add(1.0, 1.0)
+            for x in (*consts, *carries, *xs):
+                new = lax.add(new, x)
+            return [lax.add(new, x) for x in carries], [lax.neg(new) for _ in range(ys)]
+
+        return lax.scan(body, carries, xs, length=1)
+
+    program = jax.make_jaxpr(fn)([0.0] * consts, [np.float32(0)] * carries, [np.zeros(1)] * xs)
+    (params,) = [eqn.params for eqn in program.eqns if eqn.primitive.name == "scan"]
+    return {k: v for k, v in params.items() if k not in ("jaxpr", "length", "reverse", "unroll")}
 
 
 class Retry(Exception):

@@ -20,7 +20,7 @@ from ikbo_jax.rewrite.dead_code import without_dead_code
 from ikbo_jax.rewrite.equations import identity
 from ikbo_jax.rewrite.forms import Nodes, can_pass, form, with_all_inside, with_inside
 from ikbo_jax.rewrite.interpret import Context, shape_of
-from ikbo_jax.rewrite.jaxprs import call_params, trace
+from ikbo_jax.rewrite.jaxprs import call_params, trace, with_constants_last
 from ikbo_jax.rewrite.lineage import Deferred, Lazy, base_of, is_plain, origins_of
 from ikbo_jax.rewrite.log import Log
 from ikbo_jax.rewrite.registry import NotCovered
@@ -382,6 +382,5 @@ def _params(eqn: Any, traced: Any, count: int) -> dict[str, Any] | None:
     names = ("in_shardings", "in_layouts", "out_shardings", "out_layouts")
     if any(len(set(eqn.params.get(name, ()))) > 1 for name in names):
         return None
-    # Without constants: the program takes them as its last arguments.
-    closed = traced.replace(constvars=[], invars=[*traced.invars, *traced.constvars])
+    closed = with_constants_last(traced)
     return call_params(eqn.params, closed, {"in": count, "out": len(closed.outvars)})

@@ -80,6 +80,11 @@ def _trace_of(operands: Sequence[Any]) -> Any:
     return found
 
 
+def is_local(aval: Any) -> bool:
+    """Whether a value is an array whose type names no mesh."""
+    return type(aval) is jax.core.ShapedArray and aval.sharding.mesh.empty
+
+
 def _direct(primitive: core.Primitive, operands: Sequence[Any], **params: Any) -> Any:
     """The result of a primitive on tracers; None if `bind` would take the usual way."""
     for x in operands:

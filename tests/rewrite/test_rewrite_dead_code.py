@@ -95,6 +95,44 @@ def with_an_effect(x: Any) -> Any:
     return scanned(body, (x, x), None, lambda c, _: c[0])
 
 
+def unused_results_of_calls(x: Any) -> Any:
+    def call(x: Any, y: Any, z: Any) -> Any:
+        return jnp.sin(x), jnp.cos(y) @ x.T, jnp.exp(z)
+
+    first = jax.jit(call)(x, x + 1, x + 2)[0]
+    second = jax.checkpoint(call)(first, x + 3, x + 4)[1:]
+    return jax.jit(lambda x: jax.jit(call)(x, x, x))(second[1])[2]
+
+
+def unused_results_of_a_call_with_an_effect(x: Any) -> Any:
+    @jax.jit
+    def call(x: Any, y: Any) -> Any:
+        jax.debug.callback(lambda _: None, y)
+        return jnp.sin(x), jnp.cos(y)
+
+    return call(x, x + 1)[0]
+
+
+def unused_results_of_a_sharded_call(x: Any) -> Any:
+    sharding = jax.NamedSharding(jax.make_mesh((1,), ("x",)), jax.P())
+    call = jax.jit(
+        lambda x, y: (jnp.sin(x), jnp.cos(y)),
+        in_shardings=(sharding, None),
+        out_shardings=(None, sharding),
+        donate_argnums=1,
+    )
+    return call(x, x + 1)[0] + call(x + 2, x + 3)[1]
+
+
+def dead_code_in_branches_and_loops(x: Any) -> Any:
+    def step(x: Any) -> Any:
+        jnp.exp(x)
+        return layer_with_dead_equations(x)
+
+    y = lax.cond(x[0, 0] > 0, step, jnp.sin, x)
+    return lax.while_loop(lambda x: x[0, 0] < 0, step, y)
+
+
 def text(program: core.Jaxpr) -> str:
     """The program in words, without what JAX notes about the trees of a scan's arguments."""
     return re.sub(r"\bft_(in|out)=.*", "", str(program))
@@ -110,6 +148,10 @@ PROGRAMS = [
     dead_operand_of_a_call,
     a_scan_in_a_scan,
     with_an_effect,
+    unused_results_of_calls,
+    unused_results_of_a_call_with_an_effect,
+    unused_results_of_a_sharded_call,
+    dead_code_in_branches_and_loops,
 ]
 
 
@@ -145,6 +187,22 @@ def test_calls_of_one_program_still_share_it() -> None:
     assert third is fourth
     assert len(third.eqns[0].params["jaxpr"].eqns) == 1
     assert len(first.eqns) == len(second.eqns) == 1
+
+
+def test_calls_with_the_same_unused_results_share_a_program() -> None:
+    step = jax.jit(lambda x: (jnp.sin(x), jnp.cos(x)))
+    layer = jax.checkpoint(lambda x, y: (jnp.sin(x), jnp.cos(y)))
+
+    def fn(x: Any) -> Any:
+        x = layer(layer(x, x)[0], x)[0]
+        return step(step(step(x)[0])[0])[1]
+
+    eqns = without_dead_code(jax.make_jaxpr(fn)(X)).eqns
+    first, second, third, fourth, fifth = (eqn.params["jaxpr"] for eqn in eqns)
+    assert first is second
+    assert third is fourth
+    assert fifth is not fourth
+    assert [len(eqn.invars) for eqn in eqns] == [1] * 5
 
 
 def test_a_scan_of_layers_is_not_given_to_jax(monkeypatch: pytest.MonkeyPatch) -> None:
