@@ -78,15 +78,21 @@ def run_custom_jvp(eqn: Any, arrays: list[jax.Array]) -> jax.Array:
     """A custom_jvp function of one result, at the shape of these arrays."""
     call = eqn.params["call_jaxpr"]
 
+    def whole(x: Any, arrays: Any) -> Any:
+        # A result may be one number, whose broadcast `_evaluated` leaves out.
+        shape = np.broadcast_shapes(*map(np.shape, arrays))
+        return x if np.shape(x) == shape else jnp.broadcast_to(x, shape)
+
     def function(*arrays: Any) -> list[Any]:
-        return _evaluated(call, (), arrays)
+        return [whole(_evaluated(call, (), arrays)[0], arrays)]
 
     def derivative(*primals_and_tangents: Any) -> list[Any]:
         program, consts, zeros = curves.jvp_rule(eqn)
         if not _only_elementwise(program, 0):
             raise NotImplementedError("ikbo_jax.rewrite: a third derivative that mixes rows")
         out = _evaluated(program, consts, primals_and_tangents)
-        return [out[0], jnp.zeros_like(out[0]) if zeros[0] else out[1]]
+        value = whole(out[0], primals_and_tangents)
+        return [value, jnp.zeros_like(value) if zeros[0] else whole(out[1], primals_and_tangents)]
 
     # `jax.custom_jvp` does the same, and looks for the names of the arguments besides.
     functions = tuple(wrapped(fn, call) for fn in (function, derivative))

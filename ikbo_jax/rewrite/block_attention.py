@@ -202,10 +202,10 @@ class Call:
         if not all(self._state(query, key).kept for key in live):
             for fill in self.root.fills:
                 logits = masked(self._users_mask(fill, query, live, users), logits, fill.value)
-        largest = lax.stop_gradient(lax.reduce_max(logits, (3,)))
-        weights = lax.exp(lax.sub(logits, staged.expand_dims(largest, (3,))))
-        total = staged.expand_dims(lax.reduce_sum(weights, (3,)), (3,))
-        weights = staged.cast(lax.div(weights, total), all_values.dtype)
+        largest = lax.stop_gradient(staged.reduce_max(logits, (3,)))
+        weights = staged.exp(staged.sub(logits, staged.expand_dims(largest, (3,))))
+        total = staged.expand_dims(staged.reduce_sum(weights, (3,)), (3,))
+        weights = staged.cast(staged.div(weights, total), all_values.dtype)
         return staged.cast(weighted(weights, all_values), self.dtype)
 
     def _users_mask(

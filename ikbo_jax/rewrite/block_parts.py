@@ -141,14 +141,14 @@ def concatenated(arrays: list[jax.Array], axis: int = 1) -> jax.Array:
 def logits_of(query: jax.Array, key: jax.Array, scale: float) -> jax.Array:
     """scale · query · key in float32: [batch, heads, queries, keys]."""
     numbers = (((3,), (3,)), ((0, 2), (0, 2)))
-    logits = lax.dot_general(query, key, numbers, preferred_element_type=jnp.float32)
+    logits = staged.product(query, key, numbers, jnp.float32)
     return logits if scale == 1 else lax.mul(logits, np.float32(scale))
 
 
 def weighted(weights: jax.Array, value: jax.Array) -> jax.Array:
     """The weighted sum of values in float32: [batch, queries, heads, width]."""
     numbers = (((3,), (1,)), ((0, 1), (0, 2)))
-    out = lax.dot_general(weights, value, numbers, preferred_element_type=jnp.float32)
+    out = staged.product(weights, value, numbers, jnp.float32)
     return staged.transpose(out, (0, 2, 1, 3))
 
 

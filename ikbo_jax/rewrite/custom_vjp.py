@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from ikbo_jax.rewrite import linear
-from ikbo_jax.rewrite.calls import PROVEN_DERIVATIVES, matches, widened
+from ikbo_jax.rewrite.custom_jvp import PROVEN_DERIVATIVES, matches, widened
 from ikbo_jax.rewrite.dead_code import without_dead_code
 from ikbo_jax.rewrite.forms import unpack, unpack_all
 from ikbo_jax.rewrite.interpret import Context

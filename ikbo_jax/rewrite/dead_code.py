@@ -9,7 +9,7 @@ from jax.extend import core
 from jax.interpreters import partial_eval
 
 from ikbo_jax.ops import explain
-from ikbo_jax.rewrite.hoisting import scan_counts
+from ikbo_jax.rewrite.hoisting import scan_counts, scan_params
 from ikbo_jax.rewrite.jaxprs import OPS, inner_programs
 
 #: Parameters of calls: those that have an entry for every operand or result, and all others.
@@ -41,6 +41,8 @@ class _Search:
         self._live: dict[int, tuple[core.Jaxpr, core.Jaxpr]] = {}
         # By identity of a program and the results that are used, the program with these results.
         self._parts: dict[Any, tuple[core.Jaxpr, core.Jaxpr]] = {}
+        # By identity of a program in `_live`, which arguments it reads.
+        self._read: dict[int, list[bool]] = {}
 
     def live(self, program: core.Jaxpr) -> core.Jaxpr:
         """The program without dead code; the same object if there is none."""
@@ -92,25 +94,36 @@ class _Search:
         return _without_dead_results(program, eqn, needed) if found is None else (found,)
 
     def _scan(self, eqn: core.JaxprEqn, needed: set[Any]) -> core.JaxprEqn | None:
-        """A scan without dead code in its body; None if it loses operands or results as well.
+        """A scan without dead code in its body; None if it loses results or carries as well.
 
         A scan of layers keeps all of them: a carry that is not returned is read by the next layer.
         """
         body: core.Jaxpr = eqn.params["jaxpr"]
         used = [v in needed for v in eqn.outvars]
-        if not all(_with_carries(body, used, *scan_counts(eqn.params))):
+        n_consts, n_carry = scan_counts(eqn.params)
+        if not all(_with_carries(body, used, n_consts, n_carry)):
             return None
         live = self.live(body)
-        if not all(_reads(live, [True] * len(used))):
+        read = _reads(live, [True] * len(used))
+        if all(read):
+            return eqn if live is body else eqn.replace(params={**eqn.params, "jaxpr": live})
+        if not all(read[n_consts : n_consts + n_carry]) or eqn.effects:
             return None
-        return eqn if live is body else eqn.replace(params={**eqn.params, "jaxpr": live})
+        xs = sum(read[n_consts + n_carry :])
+        counts = scan_params(sum(read[:n_consts]), n_carry, xs, len(used) - n_carry)
+        body = live.replace(invars=_chosen(live.invars, read), debug_info=_unnamed(live))
+        params = {**eqn.params, **counts, "jaxpr": body}
+        return eqn.replace(invars=_chosen(eqn.invars, read), params=params)
 
     def _call(self, eqn: core.JaxprEqn, needed: set[Any]) -> core.JaxprEqn | None:
         """A call without dead code, dead operands and dead results; None if JAX must find them."""
         program: core.Jaxpr = eqn.params["jaxpr"]
         used = [v in needed for v in eqn.outvars]
         live = self.live(program if all(used) else self._part(program, used))
-        read = _reads(live, [True] * len(live.outvars))
+        read = self._read.get(id(live))
+        if read is None:
+            # A model may call one program in every layer.
+            read = self._read[id(live)] = _reads(live, [True] * len(live.outvars))
         if all(used) and all(read):
             return eqn if live is program else eqn.replace(params={**eqn.params, "jaxpr": live})
         params = eqn.params

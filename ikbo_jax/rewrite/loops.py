@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -48,9 +47,35 @@ def scan(
         return out, ys
     consts, count = program.consts, len(init)
     closed = program.replace(constvars=[], invars=[*program.constvars, *program.invars])
-    like = _scan_params(len(consts), count, len(xs), len(program.outvars) - count)
+    like = hoisting.scan_params(len(consts), count, len(xs), len(program.outvars) - count)
     results = eqn.primitive.bind(*consts, *init, *xs, **{**eqn.params, **like, "jaxpr": closed})
     return results[:count], results[count:]
+
+
+def while_loop(
+    eqn: Any,
+    proceeds: Callable[[list[Any]], Any],
+    body: Callable[[list[Any]], list[Any]],
+    init: list[Any],
+) -> list[Any]:
+    """`lax.while_loop` of a list of arrays; like `scan`, without most of its calls of functions."""
+    avals = list(map(jax.typeof, init))
+    programs: list[core.Jaxpr] = []
+    if not jax.config.jax_disable_jit and all(map(is_local, avals)):
+        programs.append(trace(lambda *x: body(list(x)), avals))
+        if _keeps_types(programs[0], len(init)):
+            programs.append(trace(lambda *x: [proceeds(list(x))], avals))
+    if len(programs) < 2 or programs[1].effects:
+        results: list[Any] = lax.while_loop(proceeds, body, init)
+        return results
+    params, consts = dict(eqn.params), []
+    for side, program in zip(("cond", "body"), reversed(programs), strict=True):
+        invars = [*program.constvars, *program.invars]
+        params[f"{side}_jaxpr"] = program.replace(constvars=[], invars=invars)
+        params[f"{side}_nconsts"] = len(program.consts)
+        consts += program.consts
+    results = eqn.primitive.bind(*consts, *init, **params)
+    return results
 
 
 def _flat(body: Callable[[Any, Any], Any], arrays: Sequence[Any], count: int) -> list[Any]:
@@ -70,24 +95,6 @@ def _keeps_types(program: core.Jaxpr, count: int) -> bool:
         and all(v.aval == w.aval for v, w in carries)
         and not any(isinstance(v, core.Literal) or v in given for v in program.outvars)
     )
-
-
-@functools.cache
-def _scan_params(consts: int, carries: int, xs: int, ys: int) -> dict[str, Any]:
-    """The parameters of a scan that depend on the numbers of its operands and results."""
-
-    def fn(consts: list[Any], carries: list[Any], xs: list[Any]) -> Any:
-        def body(carries: list[Any], xs: list[Any]) -> Any:
-            new = lax.add(1.0, 1.0)
-            for x in (*consts, *carries, *xs):
-                new = lax.add(new, x)
-            return [lax.add(new, x) for x in carries], [lax.neg(new) for _ in range(ys)]
-
-        return lax.scan(body, carries, xs, length=1)
-
-    program = jax.make_jaxpr(fn)([0.0] * consts, [np.float32(0)] * carries, [np.zeros(1)] * xs)
-    (params,) = [eqn.params for eqn in program.eqns if eqn.primitive.name == "scan"]
-    return {k: v for k, v in params.items() if k not in ("jaxpr", "length", "reverse", "unroll")}
 
 
 class Retry(Exception):
@@ -165,11 +172,12 @@ def rows_before(
 
     forms: list[bool] = []
 
-    def trial() -> None:
+    def trial() -> list[Any]:
         forms.extend(map(_is_of_rows, ctx.inner().run_closed(program, operands, eqn)))
+        return []
 
     with ctx.muted():
-        jax.eval_shape(trial)
+        trace(trial, [])
     if not all(forms):
         return None
     reason = "scanned, after its work at the smaller batch"

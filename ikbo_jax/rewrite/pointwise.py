@@ -171,7 +171,7 @@ class PointwiseCall(Call):
                 (0, *range(2, 2 + heads)),
             ),
         )
-        out = lax.dot_general(rows, columns, numbers, preferred_element_type=x.dtype)
+        out = staged.product(rows, columns, numbers, x.dtype)
         have: list[Label] = [(BATCH, 0), *((HEAD, n) for n in range(heads))]
         have += [*((QUERY, n) for n in range(count)), (KEY, 0)]
         return staged.transpose(out, [have.index(label) for label in x.labels])

@@ -205,13 +205,13 @@ def looked_up(
         return staged.cast(lax.clamp(first, index, last), jnp.int32)
 
     def outside() -> jax.Array:
-        row = nearest()
+        row = nearest() if plain is None else plain.index
         below = lax.lt(index, np.asarray(0, index.dtype))
-        row = lax.select(below, lax.full_like(row, rows), row)
+        row = _replaced(row, below, rows)
         if rows > _largest(index):
             return row
         above = lax.ge(index, np.asarray(rows, index.dtype))
-        return lax.select(above, lax.full_like(row, rows + 1), row)
+        return _replaced(row, above, rows + 1)
 
     differs = drops or not _takes_every_row(root, column, rows)
     if differs and not ctx.differentiated and jnp.issubdtype(operand.dtype, jnp.inexact):
@@ -229,6 +229,12 @@ def looked_up(
         fine = ctx.scope.lineage(("outside", root, column), rows + 2, batch, outside, plain)
         operand = _with_rows_outside(eqn, operand, axis, fills, drops)
     return (_without_unused(operand, fine, axis) if exact else operand), fine
+
+
+def _replaced(index: Any, where: Any, row: int) -> Any:
+    """An int32 index with another row where a condition holds."""
+    rows = staged.broadcast_in_dim(np.int32(row), staged.shape_of(index), ())
+    return staged.bind(lax.select_n_p, [where, index, rows], {})
 
 
 def _with_rows_outside(eqn: Any, operand: Any, axis: int, fills: bool, drops: bool) -> Any:

@@ -111,6 +111,12 @@ def _params(name: str) -> dict[str, Any]:
         "slice": lambda x, _: lax.slice(x, (0, 0), (1, 1)),
         "squeeze": lambda x, _: lax.squeeze(x, (1,)),
         "transpose": lambda x, _: lax.transpose(x, (1, 0)),
+        "div": lambda x, _: lax.div(x, x),
+        "dot_general": lambda x, _: lax.dot_general(x, x, (((0,), (0,)), ((), ()))),
+        "exp": lambda x, _: lax.exp(x),
+        "reduce_max": lambda x, _: lax.reduce_max(x, (0,)),
+        "reduce_sum": lambda x, _: lax.reduce_sum(x, (0,)),
+        "sub": lambda x, _: lax.sub(x, x),
     }
     (eqn,) = jax.make_jaxpr(examples[name])(jax.ShapeDtypeStruct((2, 1), "float32"), index).eqns
     return eqn.params
@@ -218,3 +224,43 @@ def take_rows(x: Any, index: Any, axis: int) -> Any:
         mode = lax.GatherScatterMode.PROMISE_IN_BOUNDS
         return lax.gather(x, index, numbers, sizes, mode=mode)
     return out
+
+
+def exp(x: Any) -> Any:
+    """`lax.exp(x)`."""
+    out = _direct(lax.exp_p, (x,))
+    return lax.exp(x) if out is None else out
+
+
+def sub(x: Any, y: Any) -> Any:
+    """`lax.sub(x, y)`."""
+    out = _direct(lax.sub_p, (x, y))
+    return lax.sub(x, y) if out is None else out
+
+
+def div(x: Any, y: Any) -> Any:
+    """`lax.div(x, y)`."""
+    out = _direct(lax.div_p, (x, y))
+    return lax.div(x, y) if out is None else out
+
+
+def reduce_max(x: Any, axes: tuple[int, ...]) -> Any:
+    """`lax.reduce_max(x, axes)`."""
+    out = _direct(lax.reduce_max_p, (x,), axes=axes)
+    return lax.reduce_max(x, axes) if out is None else out
+
+
+def reduce_sum(x: Any, axes: tuple[int, ...]) -> Any:
+    """`lax.reduce_sum(x, axes)`."""
+    out = _direct(lax.reduce_sum_p, (x,), axes=axes)
+    return lax.reduce_sum(x, axes) if out is None else out
+
+
+def product(x: Any, y: Any, numbers: Any, dtype: Any) -> Any:
+    """`lax.dot_general(x, y, numbers, preferred_element_type=dtype)`."""
+    out = None
+    # The precision of the equation depends on this setting.
+    if jax.config.jax_default_matmul_precision is None:
+        params = {"dimension_numbers": numbers, "preferred_element_type": np.dtype(dtype)}
+        out = _direct(lax.dot_general_p, (x, y), precision=None, **params)
+    return lax.dot_general(x, y, numbers, preferred_element_type=dtype) if out is None else out

@@ -52,6 +52,23 @@ PAIRS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         lambda x, _: x.astype("bfloat16"),
     ),
     "no cast": (lambda x, _: staged.cast(x, x.dtype), lambda x, _: x),
+    "exp": (lambda x, _: staged.exp(x), lambda x, _: lax.exp(x)),
+    "sub": (lambda x, _: staged.sub(x, x), lambda x, _: lax.sub(x, x)),
+    "div": (lambda x, _: staged.div(x, x), lambda x, _: lax.div(x, x)),
+    "reduce_max": (
+        lambda x, _: staged.reduce_max(x, (0,)),
+        lambda x, _: lax.reduce_max(x, (0,)),
+    ),
+    "reduce_sum": (
+        lambda x, _: staged.reduce_sum(x, (2,)),
+        lambda x, _: lax.reduce_sum(x, (2,)),
+    ),
+    "product": (
+        lambda x, _: staged.product(x, x, (((2,), (2,)), ((0,), (0,))), jnp.float32),
+        lambda x, _: lax.dot_general(
+            x, x, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32
+        ),
+    ),
     "take_rows": (
         lambda x, index: staged.take_rows(x, index, 0),
         lambda x, index: lax.gather(
@@ -89,6 +106,15 @@ def test_they_are_differentiated_and_batched(name: str) -> None:
 
     direct, usual = map(value_and_slope, PAIRS[name])
     jax.tree.map(np.testing.assert_array_equal, direct, usual)
+
+
+def test_a_product_has_the_precision_that_is_set() -> None:
+    direct, usual = PAIRS["product"]
+    jax.make_jaxpr(direct)(X, INDEX)
+    with jax.default_matmul_precision("highest"):
+        first, second = (jax.make_jaxpr(fn)(X, INDEX) for fn in (direct, usual))
+    assert "HIGHEST" in str(first)
+    assert str(first) == str(second)
 
 
 def run_again(program: Any, *args: Any) -> list[Any]:
