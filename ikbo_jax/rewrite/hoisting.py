@@ -41,14 +41,16 @@ def scan_params(consts: int, carries: int, xs: int, ys: int) -> dict[str, Any]:
 
     def fn(consts: list[Any], carries: list[Any], xs: list[Any]) -> Any:
         def body(carries: list[Any], xs: list[Any]) -> Any:
-            new = lax.add(1.0, 1.0)
+            new = lax.add(one, one)
             for x in (*consts, *carries, *xs):
                 new = lax.add(new, x)
             return [lax.add(new, x) for x in carries], [lax.neg(new) for _ in range(ys)]
 
         return lax.scan(body, carries, xs, length=1)
 
-    program = jax.make_jaxpr(fn)([0.0] * consts, [np.float32(0)] * carries, [np.zeros(1)] * xs)
+    # One dtype, also where 64-bit types are enabled.
+    one = np.float32(1)
+    program = jax.make_jaxpr(fn)([one] * consts, [one] * carries, [np.ones(1, np.float32)] * xs)
     (params,) = [eqn.params for eqn in program.eqns if eqn.primitive.name == "scan"]
     return {k: v for k, v in params.items() if k not in ("jaxpr", "length", "reverse", "unroll")}
 

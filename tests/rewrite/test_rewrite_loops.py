@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 from test_rewrite_tracing import calls
 
-from ikbo_jax.rewrite import loops
+from ikbo_jax.rewrite import hoisting, loops
 
 X = jnp.arange(6.0).reshape(2, 3)
 N = jnp.arange(3, dtype=jnp.int32)
@@ -108,6 +108,13 @@ def test_it_is_differentiated_and_batched(fn: Any) -> None:
         return jax.jit(jax.vmap(jax.grad(total)))(jnp.stack([X, X + 1]))
 
     np.testing.assert_array_equal(slopes(at_once(fn)), slopes(of_lax(fn)))
+
+
+def test_with_64_bit_types() -> None:
+    with jax.enable_x64(True):
+        hoisting.scan_params.cache_clear()
+        direct, usual = (jax.make_jaxpr(f)(X) for f in (at_once(closed_over), of_lax(closed_over)))
+        assert text(direct) == text(usual)
 
 
 def counted(x: Any) -> tuple[Any, Any, list[Any]]:
