@@ -137,6 +137,8 @@ def marks(jaxpr: core.Jaxpr) -> Iterator[Any]:
     They are in program order.
     """
     for eqn in jaxpr.eqns:
+        if eqn.primitive.name in WITHOUT_PROGRAMS:
+            continue
         mark = _mark(eqn)
         if mark is not None:
             yield mark
@@ -166,6 +168,8 @@ def survey(jaxpr: core.Jaxpr) -> Survey:
     # The loop appends to the list that it iterates over.
     for program in found:
         for eqn in program.eqns:
+            if eqn.primitive.name in WITHOUT_PROGRAMS:
+                continue
             marked = marked or _mark(eqn) is not None
             for inner in _inner_jaxprs(eqn):
                 if id(inner) in seen:
@@ -196,8 +200,6 @@ WITHOUT_PROGRAMS = frozenset(
 
 
 def _inner_jaxprs(eqn: Any) -> Iterator[core.Jaxpr]:
-    if eqn.primitive.name in WITHOUT_PROGRAMS:
-        return
     # `jit`, the most frequent call, has many parameters; only "jaxpr" holds a jaxpr.
     params = eqn.params
     values = (params["jaxpr"],) if eqn.primitive.name in ("jit", "pjit") else params.values()

@@ -7,6 +7,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from ikbo_jax.ops import arguments
 from ikbo_jax.reference.activations import ACTIVATIONS, APPROXIMATIONS
@@ -95,6 +97,9 @@ def activations_of(activation: str | tuple[str, ...], heads: int) -> tuple[str, 
 
 def equal_offsets(sequences: int, length: int) -> jax.Array:
     """Offsets [sequences + 1] int32 of sequences that all have `length` rows."""
+    if isinstance(sequences, int) and isinstance(length, int):
+        # Tracing this takes a third of the time of `jnp.arange`.
+        return lax.mul(lax.iota(jnp.int32, sequences + 1), np.int32(length))
     return jnp.arange(sequences + 1, dtype=jnp.int32) * jnp.int32(length)
 
 

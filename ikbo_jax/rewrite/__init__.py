@@ -12,6 +12,7 @@ from ikbo_jax.rewrite import (  # noqa: F401  These register rules.
     calls,
     concatenation,
     contraction,
+    custom_jvp,
     custom_vjp,
     jaxprs,
     jit,

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ikbo_jax.rewrite import curves
-from ikbo_jax.rewrite.jaxprs import interpret
+from ikbo_jax.rewrite import curves, jvp_rules
+from ikbo_jax.rewrite.jaxprs import interpret, wrapped
 from ikbo_jax.rewrite.rules import ELEMENTWISE
 
 #: Derivatives of a custom_jvp function that are proven to be elementwise. Its JVP rule may call the
@@ -17,22 +17,32 @@ from ikbo_jax.rewrite.rules import ELEMENTWISE
 _PROVEN_DERIVATIVES = 2
 
 
-def is_elementwise_jvp(eqn: Any, derivatives: int = _PROVEN_DERIVATIVES) -> bool:
-    """Whether a custom_jvp function and its first derivatives are elementwise."""
+def is_elementwise_jvp(
+    eqn: Any, derivatives: int = _PROVEN_DERIVATIVES, assumed: frozenset = frozenset()
+) -> bool:
+    """Whether a custom_jvp function and its first derivatives are elementwise.
+
+    `assumed` are the JVP rules, with the types of their operands, that are being proven. A rule
+    that calls its own function, as that of `jax.nn.relu` does, need not be traced again for it.
+    """
+    rule = jvp_rules.identity(eqn.params["jvp_jaxpr_fun"])
+    key = rule, *(v.aval for v in eqn.invars)
     programs = [eqn.params["call_jaxpr"]]
-    programs += [curves.jvp_rule(eqn)[0]] if derivatives else []
-    return all(_only_elementwise(program, max(0, derivatives - 1)) for program in programs)
+    if derivatives and (rule is None or key not in assumed):
+        programs.append(curves.jvp_rule(eqn)[0])
+    left, assumed = max(0, derivatives - 1), assumed | {key}
+    return all(_only_elementwise(program, left, assumed) for program in programs)
 
 
-def _only_elementwise(program: Any, derivatives: int) -> bool:
+def _only_elementwise(program: Any, derivatives: int, assumed: frozenset = frozenset()) -> bool:
     """Whether all equations of a program are elementwise, with numbers as further operands."""
 
     def is_elementwise(eqn: Any) -> bool:
         name = eqn.primitive.name
         if name == "jit":
-            return _only_elementwise(eqn.params["jaxpr"], derivatives)
+            return _only_elementwise(eqn.params["jaxpr"], derivatives, assumed)
         if name == "custom_jvp_call":
-            return is_elementwise_jvp(eqn, derivatives)
+            return is_elementwise_jvp(eqn, derivatives, assumed)
         if name == "broadcast_in_dim":
             return eqn.invars[0].aval.ndim == 0
         return name in (*ELEMENTWISE, "select_n", "clamp")
@@ -67,13 +77,24 @@ def _evaluated(program: Any, consts: Any, arrays: Any) -> list[Any]:
 def run_custom_jvp(eqn: Any, arrays: list[jax.Array]) -> jax.Array:
     """A custom_jvp function of one result, at the shape of these arrays."""
     call = eqn.params["call_jaxpr"]
-    function = jax.custom_jvp(lambda *xs: _evaluated(call, (), xs)[0])
 
-    @function.defjvp
-    def derivative(primals: Any, tangents: Any) -> Any:
+    def whole(x: Any, arrays: Any) -> Any:
+        # A result may be one number, whose broadcast `_evaluated` leaves out.
+        shape = np.broadcast_shapes(*map(np.shape, arrays))
+        return x if np.shape(x) == shape else jnp.broadcast_to(x, shape)
+
+    def function(*arrays: Any) -> list[Any]:
+        return [whole(_evaluated(call, (), arrays)[0], arrays)]
+
+    def derivative(*primals_and_tangents: Any) -> list[Any]:
         program, consts, zeros = curves.jvp_rule(eqn)
-        out = _evaluated(program, consts, [*primals, *tangents])
-        return out[0], jnp.zeros_like(out[0]) if zeros[0] else out[1]
+        if not _only_elementwise(program, 0):
+            raise NotImplementedError("ikbo_jax.rewrite: a third derivative that mixes rows")
+        out = _evaluated(program, consts, primals_and_tangents)
+        value = whole(out[0], primals_and_tangents)
+        return [value, jnp.zeros_like(value) if zeros[0] else whole(out[1], primals_and_tangents)]
 
-    result: jax.Array = function(*arrays)
-    return result
+    # `jax.custom_jvp` does the same, and looks for the names of the arguments besides.
+    functions = tuple(wrapped(fn, call) for fn in (function, derivative))
+    results: list[jax.Array] = eqn.primitive.bind(*arrays, subfuns=functions, symbolic_zeros=False)
+    return results[0]

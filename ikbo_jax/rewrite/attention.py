@@ -25,6 +25,7 @@ from ikbo_jax.rewrite import (
     lineage,
     masks,
     pointwise,
+    staged,
 )
 from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.lineage import Lazy, has_lineage, is_plain, origins_of, spread_axes
@@ -153,7 +154,7 @@ def one_user(ctx: Context, x: Any, batch: Any, other: Any, other_batch: Any) -> 
 
 
 def _transposed(x: jax.Array, order: list[int]) -> jax.Array:
-    return x if order == list(range(x.ndim)) else lax.transpose(x, order)
+    return x if order == list(range(x.ndim)) else staged.transpose(x, order)
 
 
 def _dot(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
@@ -230,9 +231,9 @@ def _dot(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
     have += [(HEAD, n) for n in range(len(root.heads))] + [width]
     real = [label for label in order if label[0] != ONE]
     dropped = [n for n, label in enumerate(have) if label not in real]
-    out = lax.squeeze(out, dropped) if dropped else out
+    out = staged.squeeze(out, dropped) if dropped else out
     have = [label for label in have if label in real]
-    out = lax.transpose(out, [have.index(label) for label in real])
+    out = staged.transpose(out, [have.index(label) for label in real])
     out = out.reshape(eqn.outvars[0].aval.shape)
     origins = origins_of(root.key, value) | root.mask_origins
     op = "attention" if activation is None else "gdpa"

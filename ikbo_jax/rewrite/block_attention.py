@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from ikbo_jax.ops.attention import attention, merge_attention
-from ikbo_jax.rewrite import known
+from ikbo_jax.rewrite import known, staged
 from ikbo_jax.rewrite.block_parts import (
     Part,
     at_users,
@@ -34,10 +34,8 @@ from ikbo_jax.rewrite.lineage import (
     Concat,
     Lazy,
     Lineage,
-    cast,
     is_plain,
     origins_of,
-    reshape,
     spread,
 )
 from ikbo_jax.rewrite.registry import NotCovered
@@ -124,11 +122,11 @@ class Call:
         if users is not None and all(self.of_users(key, users) for key in live):
             out = self._at_user_batch(query, live, users)
             shape[-1] = out.shape[-1]
-            out = reshape(out, users_of(out, shape))
+            out = staged.reshape(out, users_of(out, shape))
             return Lazy(out, tuple(shape), users, 0, origins_of(query.value))
         out = self._at_candidate_batch(query, live, states)
         shape[-1] = out.shape[-1]
-        return reshape(out, shape)
+        return staged.reshape(out, shape)
 
     def _state(self, query: Part, key: Part) -> _State:
         kept = True
@@ -186,11 +184,11 @@ class Call:
         if sizes[1] != 1 and math.prod(of_heads) != self.heads:
             full_heads = list(self.root.heads)
         mask = spread(mask, (batch, *full_queries, *full_heads, last))
-        return lax.transpose(reshape(mask, (batch, *sizes, last)), (0, 2, 1, 3))
+        return staged.transpose(staged.reshape(mask, (batch, *sizes, last)), (0, 2, 1, 3))
 
     def flat(self, x: jax.Array, rows: int) -> jax.Array:
         """[batch, *rows, *heads, width] as [batch, rows, heads, width]."""
-        return reshape(x, (x.shape[0], rows, self.heads, x.shape[-1]))
+        return staged.reshape(x, (x.shape[0], rows, self.heads, x.shape[-1]))
 
     def _at_user_batch(self, query: Part, live: list[Part], users: Lineage) -> jax.Array:
         """Softmax attention of users' queries to users' keys: [users, queries, heads, width]."""
@@ -204,11 +202,11 @@ class Call:
         if not all(self._state(query, key).kept for key in live):
             for fill in self.root.fills:
                 logits = masked(self._users_mask(fill, query, live, users), logits, fill.value)
-        largest = lax.stop_gradient(lax.reduce_max(logits, (3,)))
-        weights = lax.exp(lax.sub(logits, lax.expand_dims(largest, (3,))))
-        total = lax.expand_dims(lax.reduce_sum(weights, (3,)), (3,))
-        weights = cast(lax.div(weights, total), all_values.dtype)
-        return cast(weighted(weights, all_values), self.dtype)
+        largest = lax.stop_gradient(staged.reduce_max(logits, (3,)))
+        weights = staged.exp(staged.sub(logits, staged.expand_dims(largest, (3,))))
+        total = staged.expand_dims(staged.reduce_sum(weights, (3,)), (3,))
+        weights = staged.cast(staged.div(weights, total), all_values.dtype)
+        return staged.cast(weighted(weights, all_values), self.dtype)
 
     def _users_mask(
         self, fill: BlockFill, query: Part, live: list[Part], users: Lineage
@@ -249,14 +247,14 @@ class Call:
         if own:
             count = sum(key.stop - key.start for key in own)
             own_rows = tuple(
-                cast(self.flat(concatenated([self.ctx.build(x) for x in xs]), count), dtype)
+                staged.cast(self.flat(concatenated([self.ctx.build(x) for x in xs]), count), dtype)
                 for xs in ([key.value for key in own], [key.values for key in own])
             )
         merged: Any = None
         for n, (users, keys) in enumerate(groups.items()):
             assert users is not None
             of_users = [
-                cast(concatenated([self.user_rows(x, users) for x in xs]), dtype)
+                staged.cast(concatenated([self.user_rows(x, users) for x in xs]), dtype)
                 for xs in ([key.value for key in keys], [key.values for key in keys])
             ]
             lengths = None
@@ -280,7 +278,7 @@ class Call:
         if own_rows and not (own_kept and groups):
             own_out = self._to_own(query, own, flat, *own_rows)
             merged = own_out if merged is None else _merged(merged, own_out)
-        return cast(merged[0], self.dtype)
+        return staged.cast(merged[0], self.dtype)
 
     def _kept_first(
         self, query: Part, keys: list[Part], users: Lineage, of_users: list[jax.Array]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ikbo_jax.rewrite import lineage
+from ikbo_jax.rewrite import lineage, staged
 from ikbo_jax.rewrite.blocks import transposed
 from ikbo_jax.rewrite.interpret import shape_of
 from ikbo_jax.rewrite.lineage import (
@@ -77,12 +77,12 @@ def reordered(x: Any, have: list[Label], order: list[Label], shape: tuple[int, .
 
     def reshaped(x: Any, shape: tuple[int, ...], numbers: dict[int, int]) -> Any:
         if is_plain(x):
-            return lax.reshape(x, shape)
+            return staged.reshape(x, shape)
         base = [1] * len(shape)
         for old, new in numbers.items():
             base[new] = x.base.shape[old]
         axis = numbers[x.axis] if has_lineage(x) else -1
-        return Lazy(lax.reshape(x.base, base), shape, x.lineage, axis, x.origins)
+        return Lazy(staged.reshape(x.base, base), shape, x.lineage, axis, x.origins)
 
     numbers = {n: order.index(label) for n, label in enumerate(real)}
     if not isinstance(x, Concat):
@@ -123,7 +123,7 @@ def at_users(x: Any, users: Lineage) -> Any:
             spread(p, (*common[: x.axis], size, *common[x.axis + 1 :]))
             for p, size in zip(parts, x.sizes, strict=True)
         ]
-        return lax.concatenate(parts, x.axis)
+        return staged.concatenate(parts, x.axis)
     if has_lineage(x):
         return x.base if x.lineage is users and x.axis == 0 else None
     array = base_of(x)
@@ -132,7 +132,7 @@ def at_users(x: Any, users: Lineage) -> Any:
 
 def concatenated(arrays: list[jax.Array], axis: int = 1) -> jax.Array:
     """The concatenation of arrays."""
-    return arrays[0] if len(arrays) == 1 else lax.concatenate(arrays, axis)
+    return arrays[0] if len(arrays) == 1 else staged.concatenate(arrays, axis)
 
 
 # These are written in `lax`: tracing `jnp.einsum` and `jax.nn.softmax` takes several times as long.
@@ -141,15 +141,15 @@ def concatenated(arrays: list[jax.Array], axis: int = 1) -> jax.Array:
 def logits_of(query: jax.Array, key: jax.Array, scale: float) -> jax.Array:
     """scale · query · key in float32: [batch, heads, queries, keys]."""
     numbers = (((3,), (3,)), ((0, 2), (0, 2)))
-    logits = lax.dot_general(query, key, numbers, preferred_element_type=jnp.float32)
+    logits = staged.product(query, key, numbers, jnp.float32)
     return logits if scale == 1 else lax.mul(logits, np.float32(scale))
 
 
 def weighted(weights: jax.Array, value: jax.Array) -> jax.Array:
     """The weighted sum of values in float32: [batch, queries, heads, width]."""
     numbers = (((3,), (1,)), ((0, 1), (0, 2)))
-    out = lax.dot_general(weights, value, numbers, preferred_element_type=jnp.float32)
-    return lax.transpose(out, (0, 2, 1, 3))
+    out = staged.product(weights, value, numbers, jnp.float32)
+    return staged.transpose(out, (0, 2, 1, 3))
 
 
 def masked(mask: jax.Array, logits: jax.Array, fill: float) -> jax.Array:

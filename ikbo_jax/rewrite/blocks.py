@@ -23,9 +23,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from ikbo_jax.rewrite import known
+from ikbo_jax.rewrite import known, staged
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.lineage import (
     Concat,
@@ -195,10 +194,10 @@ def transposed(x: Any, order: Sequence[int]) -> Any:
     if isinstance(x, Concat):
         return Concat(tuple(transposed(p, order) for p in x.parts), list(order).index(x.axis))
     if is_plain(x):
-        return lax.transpose(x, order)
+        return staged.transpose(x, order)
     axis = list(order).index(x.axis) if has_lineage(x) else -1
     shape = tuple(x.shape[d] for d in order)
-    return Lazy(lax.transpose(x.base, order), shape, x.lineage, axis, x.origins)
+    return Lazy(staged.transpose(x.base, order), shape, x.lineage, axis, x.origins)
 
 
 def arranged(x: Any, labels: list[Label], wanted: list[Label]) -> Any:
@@ -226,4 +225,6 @@ def arranged_array(x: Any, labels: list[Label], wanted: list[Label], numpy: Any)
     if any(x.shape[d] != 1 for d in rest):
         raise NotCovered("attention is not recognised: its mask has other dimensions")
     shape = [1 if d is None else x.shape[d] for d in dims]
+    if numpy is jnp:
+        return staged.reshape(staged.transpose(x, [*kept, *rest]), shape)
     return numpy.reshape(numpy.transpose(x, [*kept, *rest]), shape)

@@ -7,7 +7,7 @@ from typing import Any
 
 from jax import lax
 
-from ikbo_jax.rewrite import facts, lineage
+from ikbo_jax.rewrite import facts, lineage, staged
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.lineage import (
     Concat,
@@ -38,7 +38,7 @@ def concatenated(ctx: Context, eqn: Any, operands: Any, axis: int, shape: tuple[
     if shape_of(first)[axis] == 1 and all(x is first for x in operands):
         return _copies(ctx, eqn, first, axis, shape)
     if all(map(is_plain, operands)):
-        return lax.concatenate(operands, axis)
+        return staged.concatenate(operands, axis)
     across = [x for x in operands if isinstance(x, Concat) and x.axis != axis]
     if across:
         return _concat_of_concats(ctx, eqn, across[0], operands, axis, shape)
@@ -129,14 +129,14 @@ def _stack(ctx: Context, eqn: Any, *operands: Any) -> Any:
 def with_new_axis(x: Any, axis: int) -> Any:
     """A value with a new axis of size 1."""
     if is_plain(x):
-        return lax.expand_dims(x, (axis,))
+        return staged.expand_dims(x, (axis,))
     if isinstance(x, Concat):
         return Concat(
             tuple(with_new_axis(part, axis) for part in x.parts), x.axis + (x.axis >= axis)
         )
     shape = (*x.shape[:axis], 1, *x.shape[axis:])
     user_axis = x.axis + (x.axis >= axis) if has_lineage(x) else -1
-    return Lazy(lax.expand_dims(x.base, (axis,)), shape, x.lineage, user_axis, x.origins)
+    return Lazy(staged.expand_dims(x.base, (axis,)), shape, x.lineage, user_axis, x.origins)
 
 
 @register_rule("unstack")
@@ -148,7 +148,7 @@ def _unstack(ctx: Context, eqn: Any, x: Any) -> Any:
     for n, v in enumerate(eqn.outvars):
         piece = lineage.slice_along(x, n, n + 1, axis)
         user_axis = x.axis - (x.axis > axis) if has_lineage(x) else -1
-        base = lax.squeeze(piece.base, (axis,))
+        base = staged.squeeze(piece.base, (axis,))
         pieces.append(lazy(base, tuple(v.aval.shape), x.lineage, user_axis, x.origins))
     return pieces
 
@@ -168,7 +168,7 @@ def concatenated_bases(parts: Any, axis: int) -> Any:
         *(tuple(1 if d == axis else n for d, n in enumerate(b.shape)) for b in bases)
     )
     bases = [spread(b, (*common[:axis], b.shape[axis], *common[axis + 1 :])) for b in bases]
-    return lax.concatenate(bases, axis)
+    return staged.concatenate(bases, axis)
 
 
 def without_padding(ctx: Any, whole: Concat, other: Any, axis: int) -> tuple[Any, Any]:
@@ -198,8 +198,10 @@ def without_padding(ctx: Any, whole: Concat, other: Any, axis: int) -> tuple[Any
     if len(kept) in (0, len(ends)):
         return whole, other
     parts = [part for part, _, _ in kept]
-    slices = [lax.slice_in_dim(other, begin, end, axis=axis) for _, begin, end in kept]
-    return concat(parts, whole.axis) if len(parts) > 1 else parts[0], lax.concatenate(slices, axis)
+    slices = [staged.slice_in_dim(other, begin, end, axis) for _, begin, end in kept]
+    return concat(parts, whole.axis) if len(parts) > 1 else parts[0], staged.concatenate(
+        slices, axis
+    )
 
 
 def _zeros_along(ctx: Any, x: Any, axis: int) -> list[tuple[int, int]]:

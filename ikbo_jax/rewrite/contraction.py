@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from ikbo_jax.ops.linear_compression import Term, linear_compression, multilevel_linear_compression
-from ikbo_jax.rewrite import attention, blocks, lineage, one_hot, sums
+from ikbo_jax.rewrite import attention, blocks, lineage, one_hot, staged, sums
 from ikbo_jax.rewrite.concatenation import of_one_lineage, without_padding
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.lineage import (
@@ -146,16 +146,16 @@ def _batched(
             for d, label in enumerate(labels[side])
             if label[0] == "b" and array.shape[d] == 1 and logical[label] != 1
         ]
-        arrays.append(lax.squeeze(array, ones) if ones else array)
+        arrays.append(staged.squeeze(array, ones) if ones else array)
         labels[side] = [label for d, label in enumerate(labels[side]) if d not in ones]
     out, out_labels = _bind_labelled(ctx, eqn, arrays, labels, preferred)
     missing = [label for label in wanted if label not in out_labels]
     if missing:
-        out = lax.expand_dims(out, range(len(missing)))
+        out = staged.expand_dims(out, range(len(missing)))
         out_labels = missing + out_labels
     permutation = [out_labels.index(label) for label in wanted]
     if permutation != list(range(len(wanted))):
-        out = lax.transpose(out, permutation)
+        out = staged.transpose(out, permutation)
 
     shape = tuple(logical[label] for label in wanted)
     axis = next((n for n, label in enumerate(wanted) if label in looked_up), -1)
@@ -341,7 +341,9 @@ def _groups(ctx: Context, whole: Concat, other: Any, other_axis: int) -> list[tu
     groups = []
     for parts, slices in by_lineage.values():
         if len(parts) > 1 and all(map(is_plain, slices)):
-            groups.append((of_one_lineage(parts, whole.axis), lax.concatenate(slices, other_axis)))
+            groups.append(
+                (of_one_lineage(parts, whole.axis), staged.concatenate(slices, other_axis))
+            )
         else:
             groups += list(zip(parts, slices, strict=True))
     return groups
@@ -359,7 +361,7 @@ def _sum_of_products(ctx: Context, eqn: Any, left: bool, groups: Any, origins: f
         term = product(ctx, eqn, *operands, preferred=wide, became="product by parts, then added")
         term = ctx.materialise(eqn, term, "sum with a value at candidate batch", copied=False)
         total = term if total is None else lax.add(total, term)
-    return lax.convert_element_type(total, dtype)
+    return staged.cast(total, dtype)
 
 
 def _compress(
@@ -404,7 +406,7 @@ def _compress(
     ctx.recorder.saved(eqn, origins_of(whole), name, True)
     # out is [B, M, N]. The equation returns [B, N, M] if the weight is its second operand, and
     # [M, B, N] if it is the first.
-    return lax.transpose(out, (0, 2, 1) if left else (1, 0, 2))
+    return staged.transpose(out, (0, 2, 1) if left else (1, 0, 2))
 
 
 def _chain(

@@ -142,12 +142,12 @@ def _cost(
         source = source if sources is None or source in sources else None
         if name in _MOVES:
             (out,) = eqn.outvars
-            index = 0 if name != "gather" else _size(eqn.invars[1])
-            add(source, 0, _size(out) * (2 if out in written else 1) + index)
+            index = 0 if name != "gather" else _size(eqn.invars[1], known)
+            add(source, 0, _size(out, known) * (2 if out in written else 1) + index)
         elif name in _WHOLE or name in _CUDNN:
-            add(source, _product_flops(eqn), _operands_and_results(eqn))
+            add(source, _product_flops(eqn), _operands_and_results(eqn, known))
         elif (flops := _flops_of_op(eqn, known)) is not None:
-            add(source, flops, _operands_and_results(eqn))
+            add(source, flops, _operands_and_results(eqn, known))
         else:
             times = eqn.params["length"] if name == "scan" else 1
             # A model may call one program in every layer.
@@ -185,13 +185,21 @@ def _read_unfused(program: Any, inner_of: Sequence[Sequence[core.Jaxpr]]) -> set
     return read
 
 
-def _size(v: Any) -> int:
+def _size(v: Any, known: dict[int, Any]) -> int:
+    """The bytes of a variable or literal; `known` holds the sizes of types, by identity."""
     aval = v.aval
-    return lineage.bytes_of(aval.shape, aval.dtype) if hasattr(aval, "shape") else 0
+    size = known.get(id(aval))
+    if size is None:
+        size = lineage.bytes_of(aval.shape, aval.dtype) if hasattr(aval, "shape") else 0
+        known[id(aval)] = size
+    return size
 
 
-def _operands_and_results(eqn: core.JaxprEqn) -> int:
-    return sum(map(_size, (*eqn.invars, *eqn.outvars)))
+def _operands_and_results(eqn: core.JaxprEqn, known: dict[int, Any]) -> int:
+    total = 0
+    for v in (*eqn.invars, *eqn.outvars):
+        total += _size(v, known)
+    return total
 
 
 def _product_flops(eqn: core.JaxprEqn) -> int:
@@ -200,7 +208,7 @@ def _product_flops(eqn: core.JaxprEqn) -> int:
         (contract, _), _ = eqn.params["dimension_numbers"]
         lhs: Any = eqn.invars[0].aval
         result: Any = eqn.outvars[0].aval
-        return 2 * math.prod(result.shape) * math.prod(lhs.shape[d] for d in contract)
+        return 2 * math.prod(result.shape) * math.prod([lhs.shape[d] for d in contract])
     if name == "conv_general_dilated":
         kernel: Any = eqn.invars[1].aval
         result = eqn.outvars[0].aval
@@ -221,8 +229,9 @@ def _flops_of_op(eqn: core.JaxprEqn, known: dict[int, Any]) -> int | None:
     # Layers share the program of an op.
     key = -id(eqn.params["jaxpr"])
     if key not in known:
-        plans = [x for x in explain.marks(eqn.params["jaxpr"]) if isinstance(x, dispatch.Plan)]
-        known[key] = _useful_flops(plans[0].problem) if plans else None
+        marks = explain.marks(eqn.params["jaxpr"])
+        plan = next((x for x in marks if isinstance(x, dispatch.Plan)), None)
+        known[key] = None if plan is None else _useful_flops(plan.problem)
     return known[key]
 
 

@@ -16,10 +16,11 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from ikbo_jax.rewrite import cudnn, linear
-from ikbo_jax.rewrite.calls import PROVEN_DERIVATIVES, matches, widened
+from ikbo_jax.rewrite.custom_jvp import PROVEN_DERIVATIVES, matches, widened
+from ikbo_jax.rewrite.dead_code import without_dead_code
 from ikbo_jax.rewrite.forms import unpack, unpack_all
 from ikbo_jax.rewrite.interpret import Context
-from ikbo_jax.rewrite.jaxprs import evaluate, trace, without_dead_code
+from ikbo_jax.rewrite.jaxprs import evaluate, trace
 from ikbo_jax.rewrite.lineage import Lazy, has_lineage, is_plain, spread_axes
 from ikbo_jax.rewrite.registry import NotCovered, register_rule
 

@@ -12,6 +12,7 @@ from jax.extend import core
 from ikbo_jax.ops import dispatch, explain
 from ikbo_jax.rewrite.jaxprs import OPS, inner_programs
 from ikbo_jax.rewrite.lineage import Deferred, Lazy, is_at_least, is_plain
+from ikbo_jax.rewrite.staged import TRACER
 
 
 def described(error: Exception) -> str:
@@ -64,12 +65,19 @@ def is_number(eqn: core.JaxprEqn, operands: list[Any]) -> bool:
     if not 0 < len(operands) <= 2:
         return False
     for x, v in zip(operands, eqn.invars, strict=True):
-        # The shape of a jaxpr's variable is faster to read than the shape of a tracer.
-        if not isinstance(x, Deferred):
-            if getattr(v.aval, "size", 0) != 1:
+        if type(x) is Lazy:
+            if x.lineage is not None:
                 return False
-        elif not isinstance(x, Lazy) or x.lineage is not None or x.base.size != 1:
+            aval: Any = x.base.aval if type(x.base) is TRACER else x.base
+        elif type(x) is TRACER or not isinstance(x, Deferred):
+            aval = v.aval
+        else:
             return False
+        if type(aval) is not jax.core.ShapedArray and not hasattr(aval, "shape"):
+            return False
+        for n in aval.shape:
+            if n != 1:
+                return False
     return len(eqn.outvars) == 1 and not eqn.effects
 
 

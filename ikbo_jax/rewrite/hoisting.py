@@ -6,9 +6,13 @@ If every iteration looks up its user by an index, the towers of all users run be
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import numpy as np
+from jax import lax
 from jax.extend import core
 
 from ikbo_jax.rewrite.jaxprs import inner_programs
@@ -29,6 +33,26 @@ def scan_counts(params: Any) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()
     return len(consts), len(carry)
+
+
+@functools.cache
+def scan_params(consts: int, carries: int, xs: int, ys: int) -> dict[str, Any]:
+    """The parameters of a scan that depend on the numbers of its operands and results."""
+
+    def fn(consts: list[Any], carries: list[Any], xs: list[Any]) -> Any:
+        def body(carries: list[Any], xs: list[Any]) -> Any:
+            new = lax.add(one, one)
+            for x in (*consts, *carries, *xs):
+                new = lax.add(new, x)
+            return [lax.add(new, x) for x in carries], [lax.neg(new) for _ in range(ys)]
+
+        return lax.scan(body, carries, xs, length=1)
+
+    # One dtype, also where 64-bit types are enabled.
+    one = np.float32(1)
+    program = jax.make_jaxpr(fn)([one] * consts, [one] * carries, [np.ones(1, np.float32)] * xs)
+    (params,) = [eqn.params for eqn in program.eqns if eqn.primitive.name == "scan"]
+    return {k: v for k, v in params.items() if k not in ("jaxpr", "length", "reverse", "unroll")}
 
 
 def may_run_before(eqn: core.JaxprEqn) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
+from ikbo_jax.rewrite import staged
 from ikbo_jax.rewrite.equations import (
     described,
     identity,
@@ -30,6 +31,7 @@ from ikbo_jax.rewrite.provenance import Provenance
 from ikbo_jax.rewrite.recorder import Recorder
 from ikbo_jax.rewrite.registry import NotCovered, applies_to_arrays, rule_of
 from ikbo_jax.rewrite.scope import Scope
+from ikbo_jax.rewrite.staged import TRACER
 
 
 class Context:
@@ -129,9 +131,8 @@ class Context:
 
     def bind(self, eqn: core.JaxprEqn, *arrays: Any, **params: Any) -> Any:
         """Runs the equation's primitive on arrays, with some parameters replaced."""
-        primitive = eqn.primitive
         merged = {**eqn.params, **params} if params else eqn.params
-        return primitive.bind(*arrays, **primitive.get_bind_params(merged))
+        return staged.bind(eqn.primitive, arrays, merged, eqn.invars)
 
     def run(self, jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         """Interprets a jaxpr on values; returns its results."""
@@ -159,8 +160,7 @@ class Context:
             self.recorder.computed(eqn, origins)
         if key is not None:
             self.scope.keep_results(key, operands, results)
-        for result in results:
-            self.provenance.record(eqn, result, operands)
+        self.provenance.record(eqn, results, operands)
         return results
 
     def _apply_same(
@@ -185,7 +185,7 @@ class Context:
 
     def _apply(self, eqn: core.JaxprEqn, operands: list[Any]) -> list[Any]:
         name = eqn.primitive.name
-        deferred = [x for x in operands if isinstance(x, Deferred)]
+        deferred = [x for x in operands if type(x) is not TRACER and isinstance(x, Deferred)]
         if not deferred and not applies_to_arrays(self, eqn, operands):
             return _as_list(eqn, self.bind(eqn, *operands))
         try:
@@ -210,13 +210,15 @@ class Context:
     ) -> list[Any]:
         """The results by the rule of an operand or of the primitive; NotCovered without a rule."""
         name = eqn.primitive.name
-        operand_rule = next((x.rule for x in deferred if x.rule is not None), None)
+        operand_rule = None
+        for x in deferred:
+            operand_rule = operand_rule or x.rule
         rule = rule_of(name)
         if operand_rule is not None:
             results = _checked(eqn, operand_rule(self, eqn, operands))
         elif rule is None:
             raise NotCovered(f"no rule for {name}")
-        elif is_op(eqn):
+        elif name == "jit" and is_op(eqn):
             raise NotCovered("already an op of ikbo_jax")
         else:
             results = _checked(eqn, rule(self, eqn, *operands))
@@ -248,12 +250,12 @@ LOOKUPS = ("gather", "tile")
 
 def _checked(eqn: core.JaxprEqn, results: Any) -> list[Any]:
     """A rule's results as a list; ValueError if their shapes or dtypes are not the equation's."""
-    results = _as_list(eqn, results)
+    results = list(results) if eqn.primitive.multiple_results else [results]
     for x, v in zip(results, eqn.outvars, strict=True):
         # `shape` and `dtype` of a tracer take several times as long as those of its aval.
         returned: Any = x.aval if isinstance(x, jax.core.Tracer) else x
         aval: Any = v.aval
-        if not isinstance(returned, Deferred) and not hasattr(returned, "shape"):
+        if type(returned) is not jax.core.ShapedArray and not hasattr(returned, "shape"):
             continue
         shape, dtype = returned.shape, returned.dtype
         if dtype != aval.dtype or shape != aval.shape and tuple(shape) != aval.shape:
@@ -283,4 +285,4 @@ def _cse_key(eqn: core.JaxprEqn, operands: list[Any]) -> Any:
 
 def shape_of(value: Any) -> tuple[int, ...]:
     """The shape that the program sees; () for a literal."""
-    return tuple(getattr(value, "shape", ()))
+    return staged.shape_of(value)

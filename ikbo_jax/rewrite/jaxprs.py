@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +12,7 @@ from jax.extend import core, linear_util, source_info_util
 from jax.interpreters import partial_eval
 
 from ikbo_jax.ops import explain
+from ikbo_jax.rewrite import staged
 
 #: The jitted functions of the ops. They hold kernels, so they are not interpreted.
 OPS = ("_linear_compression", "_attention", "_gdpa")
@@ -60,12 +61,17 @@ def trace(
 
     Args:
       fn: the function.
-      inputs: arrays like its arguments.
+      inputs: arrays like its arguments, or their types.
       like: the program whose function name appears in errors; None for the name of `fn`.
     """
-    avals = [jax.typeof(x) for x in inputs]
+    avals = [x if type(x) is jax.core.ShapedArray else jax.typeof(x) for x in inputs]
     program, _, consts = partial_eval.trace_to_jaxpr_dynamic(wrapped(fn, like), avals)
     return core.ClosedJaxpr(program, consts) if consts else program
+
+
+def with_constants_last(program: core.Jaxpr) -> core.Jaxpr:
+    """The program without constants, which it takes as its last arguments."""
+    return program.replace(constvars=[], invars=[*program.invars, *program.constvars])
 
 
 def evaluate(
@@ -83,7 +89,7 @@ def evaluate(
 
 def _bind(eqn: core.JaxprEqn, operands: list[Any]) -> Sequence[Any]:
     primitive = eqn.primitive
-    results = primitive.bind(*operands, **primitive.get_bind_params(eqn.params))
+    results = staged.bind(primitive, operands, eqn.params, eqn.invars)
     return results if primitive.multiple_results else (results,)
 
 
@@ -98,9 +104,14 @@ def interpret(
     env.update(zip(program.invars, args, strict=True))
     name_stack, literal = source_info_util.current_name_stack(), core.Literal
     is_named, user_context = bool(str(name_stack)), source_info_util.user_context
-    for eqn_ctx, eqns in itertools.groupby(program.eqns, lambda eqn: eqn.ctx):
+    eqns, start = program.eqns, 0
+    while start < len(eqns):
+        eqn_ctx = eqns[start].ctx
         with eqn_ctx.manager:
-            for eqn in eqns:
+            for eqn in itertools.islice(eqns, start, None):
+                if eqn.ctx is not eqn_ctx:
+                    break
+                start += 1
                 info = eqn.source_info
                 stack = name_stack + info.name_stack if is_named else info.name_stack
                 operands = [v.val if type(v) is literal else env[v] for v in eqn.invars]
@@ -150,96 +161,3 @@ def call_params(params: dict[str, Any], program: Any, counts: dict[str, int]) ->
     if isinstance(params.get("prevent_cse"), tuple):
         params["prevent_cse"] = any(params["prevent_cse"])
     return params
-
-
-def without_dead_code(program: core.Jaxpr) -> core.Jaxpr:
-    """The program without dead equations, also in the programs that it calls.
-
-    If there are none, the same object is returned. So a program that is called several times stays
-    one object.
-
-    JAX's `dce_jaxpr` processes every called program: for 50 calls of one jitted layer, this takes a
-    tenth of the time of tracing them. So only equations that need it are given to `dce_jaxpr`.
-    """
-    answers: dict[int, bool] = {}
-    kept: list[core.JaxprEqn] = []
-    literal = core.Literal
-    needed: set[Any] = {v for v in program.outvars if type(v) is not literal}
-    changed = False
-    for eqn in reversed(program.eqns):
-        # Most equations are needed, and hold no programs.
-        is_used = True if needed.issuperset(eqn.outvars) and eqn.outvars else _is_used(eqn, needed)
-        if is_used is False and not eqn.effects:
-            changed = True
-            continue
-        found: Sequence[core.JaxprEqn] = (eqn,)
-        holds_programs = eqn.primitive.name not in explain.WITHOUT_PROGRAMS
-        if holds_programs and _calls_dead_code(eqn, is_used, answers):
-            found, changed = _without_dead_results(program, eqn, needed), True
-        for live in found:
-            kept.append(live)
-            # Literals are not variables and cannot be hashed.
-            needed |= {v for v in live.invars if type(v) is not literal}
-    return program.replace(eqns=kept[::-1]) if changed else program
-
-
-def _without_dead_results(
-    program: core.Jaxpr, eqn: core.JaxprEqn, needed: set[Any]
-) -> Sequence[core.JaxprEqn]:
-    """An equation without its results that are not needed, and without dead code in its program."""
-    invars = list(dict.fromkeys(v for v in eqn.invars if isinstance(v, core.Var)))
-    outvars = [v for v in eqn.outvars if v in needed]
-    info = program.debug_info._replace(arg_names=None, result_paths=None)
-    alone = program.replace(
-        constvars=[], invars=invars, outvars=outvars, eqns=[eqn], debug_info=info
-    )
-    cleared, _ = partial_eval.dce_jaxpr(alone, [True] * len(outvars), instantiate=True)
-    return cleared.eqns
-
-
-def _is_used(eqn: core.JaxprEqn, needed: set[Any]) -> bool | None:
-    """Whether an equation's results are needed; None if some are and some are not."""
-    if needed.issuperset(eqn.outvars):
-        return bool(eqn.outvars)
-    return False if needed.isdisjoint(eqn.outvars) else None
-
-
-def _used(program: core.Jaxpr) -> Iterator[tuple[core.JaxprEqn, bool | None]]:
-    """The equations from last to first, each with the answer to whether its results are used.
-
-    The answer is None if some are used and some are not.
-    """
-    literal = core.Literal
-    needed: set[Any] = {v for v in program.outvars if type(v) is not literal}
-    for eqn in reversed(program.eqns):
-        is_used = _is_used(eqn, needed)
-        if is_used is not False or eqn.effects:
-            # Literals are not variables and cannot be hashed.
-            needed.update([v for v in eqn.invars if type(v) is not literal])
-        yield eqn, is_used
-
-
-def _calls_dead_code(eqn: core.JaxprEqn, is_used: bool | None, answers: dict[int, bool]) -> bool:
-    """Whether a program that an equation holds has dead code, or a result that is not used."""
-    if eqn.params.get("name") in OPS:
-        # An op's dead code is no lookup of the model, and XLA removes it.
-        return False
-    programs = inner_programs(eqn)
-    if not programs or is_used is None:
-        return bool(programs)
-    # Without a generator: a model may call one program in every layer.
-    for program in programs:  # noqa: SIM110
-        if _has_dead_code(program, answers):
-            return True
-    return False
-
-
-def _has_dead_code(program: core.Jaxpr, answers: dict[int, bool]) -> bool:
-    answer = answers.get(id(program))
-    if answer is None:
-        answer = answers[id(program)] = any(
-            (is_used is False and not (eqn.effects and not eqn.outvars))
-            or _calls_dead_code(eqn, is_used, answers)
-            for eqn, is_used in _used(program)
-        )
-    return answer

@@ -11,15 +11,16 @@ A value is a plain `jax.Array` or one of these deferred values:
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import export, lax
+from jax import export
+
+from ikbo_jax.rewrite import staged
+from ikbo_jax.rewrite.staged import TRACER
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -89,43 +90,36 @@ class Lazy(Deferred):
 
     @property
     def dtype(self) -> Any:
-        return self.base.dtype
+        base = self.base
+        return base.aval.dtype if type(base) is TRACER else base.dtype
 
     def build(self, ctx: Any) -> jax.Array:
         x = self.base
         if self.lineage is not None:
-            x = take_rows(x, self.lineage.index, self.axis)
+            x = staged.take_rows(x, self.lineage.index, self.axis)
         return spread(x, self.shape)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class Concat(Deferred):
-    """The concatenation of `parts` along `axis`; at least one part is not an array."""
+    """The concatenation of `parts` along `axis`; at least one part is not an array.
 
-    parts: tuple[Any, ...]
-    axis: int
+    Attributes:
+      sizes: length of every part along the axis.
+    """
 
-    @functools.cached_property
-    def shape(self) -> tuple[int, ...]:
-        shape = list(self.parts[0].shape)
-        shape[self.axis] = sum(self.sizes)
-        return tuple(shape)
-
-    @functools.cached_property
-    def sizes(self) -> tuple[int, ...]:
-        """Length of every part along the axis."""
-        return tuple([part.shape[self.axis] for part in self.parts])
-
-    @property
-    def dtype(self) -> Any:
-        return self.parts[0].dtype
-
-    @functools.cached_property
-    def origins(self) -> frozenset:
-        return origins_of(*self.parts)
+    def __init__(self, parts: tuple[Any, ...], axis: int) -> None:
+        # All at once: every equation on a sequence [history, candidate] makes one and reads these.
+        arrays = [part.aval if type(part) is TRACER else part for part in parts]
+        shape, sizes = arrays[0].shape, tuple([x.shape[axis] for x in arrays])
+        self.parts = parts
+        self.axis = axis
+        self.sizes: tuple[int, ...] = sizes
+        self.shape: tuple[int, ...] = (*shape[:axis], sum(sizes), *shape[axis + 1 :])
+        self.dtype: Any = arrays[0].dtype
+        self.origins: frozenset = origins_of(*parts)
 
     def build(self, ctx: Any) -> jax.Array:
-        return lax.concatenate([ctx.build(part) for part in self.parts], self.axis)
+        return staged.concatenate([ctx.build(part) for part in self.parts], self.axis)
 
 
 def is_plain(value: Any) -> bool:
@@ -140,19 +134,19 @@ def is_only_broadcast(value: Any) -> bool:
 
 def has_lineage(value: Any) -> bool:
     """Whether the value is looked up along an axis."""
-    return isinstance(value, Lazy) and value.lineage is not None
+    return type(value) is Lazy and value.lineage is not None
 
 
 def base_of(value: Any) -> Any:
     """The base of a `Lazy`; any other value unchanged."""
-    return value.base if isinstance(value, Lazy) else value
+    return value.base if type(value) is Lazy else value
 
 
 def origins_of(*values: Any) -> frozenset:
     """The broadcasts that any of the values stems from."""
     found: frozenset | None = None
     for value in values:
-        if isinstance(value, Deferred):
+        if type(value) is not TRACER and isinstance(value, Deferred):
             origins: frozenset = value.origins  # type: ignore[attr-defined]
             # Most values stem from the same broadcasts, and share the set.
             if found is None:
@@ -164,22 +158,12 @@ def origins_of(*values: Any) -> frozenset:
 
 def carries(value: Any, axis: int) -> bool:
     """Whether the value has several rows along `axis` that are not looked up."""
-    if isinstance(value, Lazy):
+    if type(value) is Lazy:
         if value.lineage is not None and value.axis == axis:
             return False
         value = value.base
-    # For a tracer, the attribute is much faster than `np.shape`. Python numbers lack it.
-    shape = getattr(value, "shape", ())
+    shape = staged.shape_of(value)
     return len(shape) > 0 and shape[axis] != 1
-
-
-def take_rows(x: jax.Array, index: jax.Array, axis: int) -> jax.Array:
-    """The rows `index` of `x` along `axis`; all indices must be in bounds."""
-    offset = tuple(d for d in range(x.ndim) if d != axis)
-    numbers = lax.GatherDimensionNumbers(offset, (axis,), (axis,))
-    sizes = tuple(1 if d == axis else size for d, size in enumerate(x.shape))
-    mode = lax.GatherScatterMode.PROMISE_IN_BOUNDS
-    return lax.gather(x, lax.expand_dims(index, (1,)), numbers, sizes, mode=mode)
 
 
 def with_nearest_rows(base: jax.Array, axis: int, change: Any = None) -> jax.Array:
@@ -189,9 +173,9 @@ def with_nearest_rows(base: jax.Array, axis: int, change: Any = None) -> jax.Arr
     applied to both rows.
     """
     last = base.shape[axis] - 1
-    ends = [lax.slice_in_dim(base, n, n + 1, axis=axis) for n in (0, last)]
+    ends = [staged.slice_in_dim(base, n, n + 1, axis=axis) for n in (0, last)]
     ends = ends if change is None else list(map(change, ends))
-    return lax.concatenate([base, *ends], axis)
+    return staged.concatenate([base, *ends], axis)
 
 
 def aligned(values: Any) -> list[Any]:
@@ -213,35 +197,23 @@ def aligned(values: Any) -> list[Any]:
     return list(map(one, values)) if extended else list(values)
 
 
-# Tracing a function or a method of `jax.numpy` takes several times as long as tracing these.
-
-
-def cast(x: jax.Array, dtype: Any) -> jax.Array:
-    """`x.astype(dtype)`."""
-    return x if x.dtype == dtype else lax.convert_element_type(x, dtype)
-
-
-def reshape(x: jax.Array, shape: Any) -> jax.Array:
-    """`x.reshape(shape)` without a size of -1."""
-    return x if x.shape == tuple(shape) else lax.reshape(x, tuple(shape))
-
-
 def spread(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """`x` with its dimensions of size 1 broadcast to `shape`, which has the same rank."""
-    if tuple(x.shape) == tuple(shape):
+    if staged.shape_of(x) == tuple(shape):
         return x
-    return lax.broadcast_in_dim(x, shape, tuple(range(len(shape))))
+    return staged.broadcast_in_dim(x, shape, range(len(shape)))
 
 
 def spread_axes(value: Any, axes: Any) -> Any:
     """The value with the dimensions `axes` of its base broadcast, except the looked-up axis."""
-    if not isinstance(value, Lazy):
+    if type(value) is not Lazy:
         return value
-    shape = list(value.base.shape)
-    for axis in axes:
-        if axis != value.axis:
-            shape[axis] = value.shape[axis]
-    return dataclasses.replace(value, base=spread(value.base, tuple(shape)))
+    shape = staged.shape_of(value.base)
+    full = [n for n in axes if n != value.axis and shape[n] != value.shape[n]]
+    if not full:
+        return value
+    shape = tuple([value.shape[d] if d in full else n for d, n in enumerate(shape)])
+    return dataclasses.replace(value, base=spread(value.base, shape))
 
 
 def rows_of(x: Any, axis: int, users: int) -> jax.Array:
@@ -259,26 +231,27 @@ def lazy(
     origins: frozenset,
 ) -> Any:
     """A `Lazy`, or `base` itself if nothing is left to broadcast."""
-    if lineage is None and tuple(base.shape) == tuple(shape):
+    if lineage is None and staged.shape_of(base) == tuple(shape):
         return base
     return Lazy(base, tuple(shape), lineage, axis if lineage is not None else -1, origins)
 
 
 def slice_along(value: Any, start: int, stop: int, axis: int) -> Any:
     """`value[..., start:stop, ...]` along `axis`, which must not be looked up."""
-    if np.ndim(base_of(value)) == 0:
+    base = base_of(value)
+    rows = staged.shape_of(base)
+    if not rows:
         return value
-    if isinstance(value, Lazy):
+    if type(value) is Lazy:
         assert axis != value.axis
         shape = list(value.shape)
         shape[axis] = stop - start if shape[axis] != 1 else 1
-        base = value.base
-        if base.shape[axis] != 1:
-            base = lax.slice_in_dim(base, start, stop, axis=axis)
+        if rows[axis] != 1:
+            base = staged.slice_in_dim(base, start, stop, axis=axis)
         return dataclasses.replace(value, base=base, shape=tuple(shape))
-    if value.shape[axis] == 1:
+    if rows[axis] == 1:
         return value
-    return lax.slice_in_dim(value, start, stop, axis=axis)
+    return staged.slice_in_dim(value, start, stop, axis=axis)
 
 
 def size_of(shape: tuple[Any, ...]) -> Any:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend import core
 
 from ikbo_jax.rewrite import hoisting
@@ -15,6 +17,7 @@ from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.jaxprs import evaluate, trace
 from ikbo_jax.rewrite.lineage import Lazy, has_lineage, is_plain
 from ikbo_jax.rewrite.rules import narrowed
+from ikbo_jax.rewrite.staged import is_local
 
 
 def uniform(x: Any) -> Any:
@@ -23,6 +26,75 @@ def uniform(x: Any) -> Any:
         return x
     narrow = narrowed(x)
     return x if narrow is x else Lazy(jnp.asarray(narrow), tuple(np.shape(x)))
+
+
+def scan(
+    eqn: Any, body: Callable[[Any, Any], Any], init: list[Any], xs: list[Any]
+) -> tuple[list[Any], list[Any]]:
+    """`lax.scan` of lists of arrays, with the length, direction and unrolling of an equation.
+
+    `lax.scan` takes 1,700 calls of functions besides tracing the body, mostly to name arguments and
+    to describe errors. This takes 300 if the body returns the types that it is given.
+    """
+    length, program = eqn.params["length"], None
+    avals = list(map(jax.typeof, (*init, *xs)))
+    if isinstance(length, int) and not jax.config.jax_disable_jit and all(map(is_local, avals)):
+        slices = [core.mapped_aval(length, 0, aval) for aval in avals[len(init) :]]
+        program = trace(lambda *x: _flat(body, x, len(init)), [*avals[: len(init)], *slices])
+    if program is None or not _keeps_types(program, len(init)):
+        fixed = {key: eqn.params[key] for key in ("length", "reverse", "unroll")}
+        out, ys = lax.scan(body, init, xs, **fixed)
+        return out, ys
+    consts, count = program.consts, len(init)
+    closed = program.replace(constvars=[], invars=[*program.constvars, *program.invars])
+    like = hoisting.scan_params(len(consts), count, len(xs), len(program.outvars) - count)
+    results = eqn.primitive.bind(*consts, *init, *xs, **{**eqn.params, **like, "jaxpr": closed})
+    return results[:count], results[count:]
+
+
+def while_loop(
+    eqn: Any,
+    proceeds: Callable[[list[Any]], Any],
+    body: Callable[[list[Any]], list[Any]],
+    init: list[Any],
+) -> list[Any]:
+    """`lax.while_loop` of a list of arrays; like `scan`, without most of its calls of functions."""
+    avals = list(map(jax.typeof, init))
+    programs: list[core.Jaxpr] = []
+    if not jax.config.jax_disable_jit and all(map(is_local, avals)):
+        programs.append(trace(lambda *x: body(list(x)), avals))
+        if _keeps_types(programs[0], len(init)):
+            programs.append(trace(lambda *x: [proceeds(list(x))], avals))
+    if len(programs) < 2 or programs[1].effects:
+        results: list[Any] = lax.while_loop(proceeds, body, init)
+        return results
+    params, consts = dict(eqn.params), []
+    for side, program in zip(("cond", "body"), reversed(programs), strict=True):
+        invars = [*program.constvars, *program.invars]
+        params[f"{side}_jaxpr"] = program.replace(constvars=[], invars=invars)
+        params[f"{side}_nconsts"] = len(program.consts)
+        consts += program.consts
+    results = eqn.primitive.bind(*consts, *init, **params)
+    return results
+
+
+def _flat(body: Callable[[Any, Any], Any], arrays: Sequence[Any], count: int) -> list[Any]:
+    carry, ys = body(list(arrays[:count]), list(arrays[count:]))
+    return [*carry, *ys]
+
+
+def _keeps_types(program: core.Jaxpr, count: int) -> bool:
+    """Whether a body returns its carries as other arrays of the same types, without effects.
+
+    `lax.scan` changes weak types, and does not copy what a body returns as it was given.
+    """
+    given = set(program.invars)
+    carries = zip(program.invars[:count], program.outvars[:count], strict=True)
+    return (
+        not program.effects
+        and all(v.aval == w.aval for v, w in carries)
+        and not any(isinstance(v, core.Literal) or v in given for v in program.outvars)
+    )
 
 
 class Retry(Exception):
@@ -100,11 +172,12 @@ def rows_before(
 
     forms: list[bool] = []
 
-    def trial() -> None:
+    def trial() -> list[Any]:
         forms.extend(map(_is_of_rows, ctx.inner().run_closed(program, operands, eqn)))
+        return []
 
     with ctx.muted():
-        jax.eval_shape(trial)
+        trace(trial, [])
     if not all(forms):
         return None
     reason = "scanned, after its work at the smaller batch"

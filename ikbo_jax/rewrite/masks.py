@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,7 @@ from jax import lax
 from ikbo_jax.ops.attention import attention, merge_attention
 from ikbo_jax.ops.gdpa import gdpa
 from ikbo_jax.ops.gdpa_arguments import equal_offsets
+from ikbo_jax.rewrite import staged
 from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.registry import NotCovered
 from ikbo_jax.rewrite.scores import Fill, Logits, Scores
@@ -72,9 +73,9 @@ class _Operands(NamedTuple):
         (batch, *_, width), (users, keys, *_) = root.query.shape, value.shape
         heads = math.prod(root.heads)
         return cls(
-            root.query.reshape(batch, math.prod(root.queries), heads, width),
-            root.key.base.reshape(users, keys, heads, width),
-            value.reshape(users, keys, heads, width),
+            staged.reshape(root.query, (batch, math.prod(root.queries), heads, width)),
+            staged.reshape(root.key.base, (users, keys, heads, width)),
+            staged.reshape(value, (users, keys, heads, width)),
             root.lineage.index,
             root.scale,
         )
@@ -82,7 +83,7 @@ class _Operands(NamedTuple):
     def activated(self, activation: str, scale: float, output_scale: float) -> jax.Array:
         """The attention with an activation instead of the softmax."""
         (batch, queries), (users, keys) = self.query.shape[:2], self.key.shape[:2]
-        query, key, value = (x.reshape(-1, *x.shape[2:]) for x in self[:3])
+        query, key, value = (_merged_rows(x) for x in self[:3])
         out = gdpa(
             query,
             key,
@@ -96,7 +97,7 @@ class _Operands(NamedTuple):
             max_seqlen_q=queries,
             max_seqlen_kv=keys,
         )
-        return out.reshape(self.query.shape)
+        return staged.reshape(out, staged.shape_of(self.query))
 
     def attend(self, lengths: jax.Array | None = None) -> jax.Array:
         out = attention(*self[:4], scale=self.scale, key_value_seq_lengths=lengths)
@@ -120,6 +121,12 @@ class _Operands(NamedTuple):
         """Looks [users, ...] up by candidate: [batch, queries, ...]."""
         rows = jnp.expand_dims(x.at[self.users].get(mode="promise_in_bounds"), 1)
         return jnp.broadcast_to(rows, (*self.query.shape[:2], *x.shape[1:]))
+
+
+def _merged_rows(x: Any) -> Any:
+    """[batch, rows, ...] as [batch * rows, ...]."""
+    batch, rows, *rest = staged.shape_of(x)
+    return staged.reshape(x, (batch * rows, *rest))
 
 
 def attend(ctx: Context, scores: Scores, value: jax.Array) -> jax.Array:
@@ -150,7 +157,8 @@ def attend_activated(
 
 def _with_dims(root: Logits, out: jax.Array) -> jax.Array:
     """[batch, queries, heads, width] as [batch, *queries, *heads, width]."""
-    return out.reshape(out.shape[0], *root.queries, *root.heads, out.shape[-1])
+    shape = staged.shape_of(out)
+    return staged.reshape(out, (shape[0], *root.queries, *root.heads, shape[-1]))
 
 
 def _as_exponentiated(fill: Fill, scores: Scores) -> Fill:

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax import lax
 
+from ikbo_jax.rewrite import staged
 from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.lineage import Deferred
 from ikbo_jax.rewrite.registry import NotCovered, rule_of
@@ -51,7 +51,7 @@ class Merged(Deferred):
         return self.inner.origins
 
     def build(self, ctx: Context) -> jax.Array:
-        return lax.reshape(ctx.build(self.inner), self.shape)
+        return staged.reshape(ctx.build(self.inner), self.shape)
 
     def rule(self, ctx: Context, eqn: Any, operands: Any) -> Any:
         """The result of an equation that has merged values among its operands."""

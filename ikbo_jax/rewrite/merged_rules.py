@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jax import lax
 from jax.extend import core
 
-from ikbo_jax.rewrite import concatenation, contraction, reshape, rules, sources
+from ikbo_jax.rewrite import concatenation, contraction, reshape, rules, sources, staged
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.lineage import Lazy, is_plain
 from ikbo_jax.rewrite.merged import RULES, Merged
@@ -23,7 +22,7 @@ def _wrapped(result: Any, groups: tuple[tuple[int, ...], ...]) -> Any:
         return result
     if is_plain(result):
         shape = tuple(math.prod(result.shape[d] for d in group) for group in groups)
-        return lax.reshape(result, shape)
+        return staged.reshape(result, shape)
     return Merged(result, groups)
 
 
@@ -56,7 +55,7 @@ def _split(x: Any, like: Merged) -> Any:
         elif base.shape[d] != 1:
             for inner in group:
                 shape[inner] = like.inner.shape[inner]
-    base = lax.reshape(base, shape)
+    base = staged.reshape(base, shape)
     if is_plain(x):
         return base
     return Lazy(base, like.inner.shape, x.lineage, axis, x.origins)
@@ -184,7 +183,7 @@ def _refined(ctx: Context, eqn: Any, x: Any, groups: Any, sizes: list[int]) -> A
     if all(len(group) == 1 for group in groups):
         return x
     if is_plain(x):
-        return lax.reshape(x, sizes)
+        return staged.reshape(x, sizes)
     return reshape.reshape_to(ctx, eqn, x, tuple(sizes))
 
 
@@ -226,7 +225,7 @@ def _concatenate(ctx: Context, eqn: Any, *operands: Any) -> Any:
                 raise NotCovered("values are merged by different reshapes")
             split.append(x.inner)
         elif is_plain(x):
-            split.append(lax.reshape(x, shape))
+            split.append(staged.reshape(x, shape))
         else:
             split.append(reshape.reshape_to(ctx, eqn, x, tuple(shape)))
     shape = list(like.inner.shape)

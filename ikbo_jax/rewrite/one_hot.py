@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ikbo_jax.rewrite import facts, lineage
+from ikbo_jax.rewrite import facts, lineage, staged
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.lineage import Concat, Lazy, base_of, has_lineage, is_plain, origins_of
 from ikbo_jax.rewrite.sources import looked_up
@@ -53,14 +53,14 @@ def _rows(ctx: Context, eqn: Any, index: Any, table: Any, axis: int, left: bool)
     what = f"{lineage.text(table)} looked up by {batch} one-hot vectors -> {lineage.text(out)}"
     table = lineage.spread_axes(table, [axis])
     table, fine = looked_up(ctx, as_gather, table, index, 0, axis)
-    base = lax.convert_element_type(base_of(table), out.dtype)
+    base = staged.cast(base_of(table), out.dtype)
     found = ctx.recorder.found(eqn, what, True)
     ctx.recorder.saved(eqn, frozenset({found}), "lookup", True)
     if has_lineage(table):
         fine = ctx.scope.compose(table.lineage, fine)
     order = [d for d in range(base.ndim) if d != axis]
     order = [axis, *order] if left else [*order, axis]
-    base = base if order == sorted(order) else lax.transpose(base, order)
+    base = base if order == sorted(order) else staged.transpose(base, order)
     at = 0 if left else base.ndim - 1
     return Lazy(base, tuple(out.shape), fine, at, origins_of(table) | {found})
 

@@ -13,10 +13,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import lax
 from jax.extend import core
 
-from ikbo_jax.rewrite import contraction
+from ikbo_jax.rewrite import contraction, staged
 from ikbo_jax.rewrite.blocks import Blocks
 from ikbo_jax.rewrite.concatenation import of_one_lineage
 from ikbo_jax.rewrite.interpret import Context
@@ -55,7 +54,7 @@ class Pairs(Deferred):
     is_computed = True
 
     def build(self, ctx: Context) -> jax.Array:
-        return lax.reshape(ctx.build(self.scores), self.shape)
+        return staged.reshape(ctx.build(self.scores), self.shape)
 
     def rule(self, ctx: Context, eqn: Any, operands: Any) -> Any:
         """The result of an equation that has flattened pairs among its operands."""
@@ -182,7 +181,7 @@ def _chosen(ctx: Context, eqn: Any, scores: Scores, pairs: np.ndarray) -> Any:
     for key in plain:
         starts[key] = start
         start += blocks[key].shape[1]
-    whole = lax.concatenate([blocks[key] for key in plain], 1) if len(plain) > 1 else None
+    whole = staged.concatenate([blocks[key] for key in plain], 1) if len(plain) > 1 else None
     flat = []
     for (row, column), (m, n) in zip(pairs.tolist(), groups, strict=True):
         flat.append(
@@ -210,10 +209,10 @@ def _block(ctx: Context, eqn: Any, scores: Scores, rows: Any, columns: Any) -> A
     del root, eqn
     product = contraction.product(ctx, dot, rows, columns)
     if is_plain(product):
-        return lax.reshape(product, (batch, m * n))
+        return staged.reshape(product, (batch, m * n))
     if not isinstance(product, Lazy) or product.axis != 0:
-        return lax.reshape(ctx.build(product), (batch, m * n))
-    base = lax.reshape(product.base, (product.base.shape[0], m * n))
+        return staged.reshape(ctx.build(product), (batch, m * n))
+    base = staged.reshape(product.base, (product.base.shape[0], m * n))
     return lazy(base, (batch, m * n), product.lineage, 0, product.origins)
 
 
@@ -221,7 +220,7 @@ def _columns(x: Any, columns: list[int]) -> Any:
     """Constant columns of an array or a lookup."""
     base = x if is_plain(x) else x.base
     if columns == list(range(columns[0], columns[0] + len(columns))):
-        base = lax.slice_in_dim(base, columns[0], columns[-1] + 1, axis=1)
+        base = staged.slice_in_dim(base, columns[0], columns[-1] + 1, axis=1)
     else:
         base = base[:, np.array(columns)]
     if is_plain(x):

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ikbo_jax.rewrite import activations, any_shape, curves, known, masks
+from ikbo_jax.rewrite import activations, any_shape, curves, known, masks, staged
 from ikbo_jax.rewrite.block_attention import Call, users_of
 from ikbo_jax.rewrite.block_parts import Part, block_of, concatenated, lineage_of, weighted
 from ikbo_jax.rewrite.blocks import arranged_array
@@ -39,6 +39,13 @@ from ikbo_jax.rewrite.scores import BATCH, HEAD, KEY, QUERY, Label, Logits, Scor
 _KEEPS_ZERO = ("convert_element_type", "copy", "neg", "transpose", "abs", "sign", "sqrt", "tanh")
 
 
+def _sum(arrays: list[jax.Array]) -> jax.Array:
+    total = arrays[0]
+    for array in arrays[1:]:
+        total = lax.add(total, array)
+    return total
+
+
 class PointwiseCall(Call):
     """One attention by an elementwise function: every part of its queries, computed by itself."""
 
@@ -54,15 +61,13 @@ class PointwiseCall(Call):
         if not live:
             return jnp.zeros(shape, self.dtype)
         if users is not None and all(self.of_users(key, users) for key in live):
-            out: Any = sum(self._at_users(query, key, users) for key in live)
-            out = lax.convert_element_type(out, self.dtype).reshape(users_of(out, shape))
+            out = _sum([self._at_users(query, key, users) for key in live])
+            out = staged.reshape(staged.cast(out, self.dtype), users_of(out, shape))
             return Lazy(out, tuple(shape), users, 0, origins_of(query.value))
         reason = "queries that attend to keys of the candidate"
         array = self.ctx.materialise(self.eqn, query.value, reason)
-        total: Any = 0.0
-        for key in live:
-            total = total + self._of_candidates(query, key, array)
-        return lax.convert_element_type(total, self.dtype).reshape(shape)
+        total = _sum([self._of_candidates(query, key, array) for key in live])
+        return staged.reshape(staged.cast(total, self.dtype), shape)
 
     def _at_users(self, query: Part, key: Part, users: Lineage) -> jax.Array:
         weights = self._block(self.scores, query, key, users)
@@ -78,9 +83,11 @@ class PointwiseCall(Call):
             rows = tuple(array.shape[1 : 1 + len(self.root.queries)])
             root = Logits(array, key.value, rows, self.root.heads)
             values = spread(key.values.base, (key.values.base.shape[0], *key.values.shape[1:]))
-            out = masks.attend_activated(root, values.astype(dtype), name, scale, output_scale)
-            out = out.reshape(out.shape[0], math.prod(rows), self.heads, out.shape[-1])
-            return out.astype(jnp.float32)
+            values = staged.cast(values, dtype)
+            out = masks.attend_activated(root, values, name, scale, output_scale)
+            shape = staged.shape_of(out)
+            out = staged.reshape(out, (shape[0], math.prod(rows), self.heads, shape[-1]))
+            return staged.cast(out, np.dtype(np.float32))
         reason = "attention by another function than those of gdpa"
         weights = self._block(self.scores, query, key, None)
         values = self.ctx.materialise(self.eqn, key.values, reason)
@@ -92,8 +99,8 @@ class PointwiseCall(Call):
         weights = arranged_array(weights, list(self.scores.labels), labels, jnp)
         keys = key.stop - key.start
         weights = spread(weights, (rows, *self.sizes, *self.root.heads, keys))
-        weights = weights.reshape(rows, math.prod(self.sizes), self.heads, keys)
-        weights = lax.convert_element_type(weights.transpose(0, 2, 1, 3), values.dtype)
+        weights = staged.reshape(weights, (rows, math.prod(self.sizes), self.heads, keys))
+        weights = staged.cast(staged.transpose(weights, (0, 2, 1, 3)), values.dtype)
         return weighted(weights, values)
 
     def _activation(self, query: Part, key: Part) -> Any:
@@ -135,7 +142,7 @@ class PointwiseCall(Call):
             for y in operands
         ]
         if name == "transpose":
-            return lax.transpose(arrays[0], eqn.params["permutation"])
+            return staged.transpose(arrays[0], eqn.params["permutation"])
         if name == "custom_jvp_call":
             return any_shape.run_custom_jvp(eqn, arrays)
         if name in ("select_n", "clamp"):
@@ -164,10 +171,10 @@ class PointwiseCall(Call):
                 (0, *range(2, 2 + heads)),
             ),
         )
-        out = lax.dot_general(rows, columns, numbers, preferred_element_type=x.dtype)
+        out = staged.product(rows, columns, numbers, x.dtype)
         have: list[Label] = [(BATCH, 0), *((HEAD, n) for n in range(heads))]
         have += [*((QUERY, n) for n in range(count)), (KEY, 0)]
-        return lax.transpose(out, [have.index(label) for label in x.labels])
+        return staged.transpose(out, [have.index(label) for label in x.labels])
 
     def _operand(
         self, x: Any, labels: tuple[Label, ...], query: Part, key: Part, users: Lineage | None

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from ikbo_jax.rewrite import lineage
+from ikbo_jax.rewrite import lineage, staged
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.known import known
 from ikbo_jax.rewrite.lineage import (
@@ -186,4 +186,4 @@ def _indices_at_users(
                 raise NotCovered("positions of candidates")
             arrays.append(rows_of(part, dim, users.users))
         column += width
-    return arrays[0] if len(arrays) == 1 else lax.concatenate(arrays, arrays[0].ndim - 1)
+    return arrays[0] if len(arrays) == 1 else staged.concatenate(arrays, arrays[0].ndim - 1)

@@ -13,9 +13,10 @@ from jax.extend import core, source_info_util
 
 from ikbo_jax.ops import explain
 from ikbo_jax.rewrite import cost
+from ikbo_jax.rewrite.dead_code import without_dead_code
 from ikbo_jax.rewrite.equations import described
 from ikbo_jax.rewrite.interpret import LOOKUPS, RETURNED, Context
-from ikbo_jax.rewrite.jaxprs import call, evaluate, trace, without_dead_code, wrapped
+from ikbo_jax.rewrite.jaxprs import call, evaluate, trace, wrapped
 from ikbo_jax.rewrite.lineage import is_plain
 from ikbo_jax.rewrite.program_cache import ProgramCache
 from ikbo_jax.rewrite.recorder import Recorder
@@ -68,7 +69,7 @@ class _Original:
     def recorder(self) -> Recorder:
         """A recorder that lists the program's lookups."""
         recorder = Recorder()
-        recorder.list_lookups(self.jaxpr, lambda eqn: eqn.primitive.name in LOOKUPS)
+        recorder.list_lookups(self.jaxpr, LOOKUPS)
         return recorder
 
     def without_largest_table(self) -> _Original | None:
@@ -129,7 +130,9 @@ def _producers(program: core.Jaxpr) -> list[Any]:
     """For every result of a program, the equation that computes it; None for arguments."""
     producers = dict.fromkeys(v for v in program.outvars if isinstance(v, core.Var))
     for eqn in program.eqns:
-        producers.update((v, eqn) for v in eqn.outvars if v in producers)
+        for v in eqn.outvars:
+            if v in producers:
+                producers[v] = eqn
     return [producers.get(v) if isinstance(v, core.Var) else None for v in program.outvars]
 
 

@@ -66,13 +66,17 @@ class Provenance:
                 return provenance._producer_hidden[id(value)][1]
         return ""
 
-    def record(self, eqn: core.JaxprEqn, result: Any, operands: Sequence[Any] = ()) -> None:
-        """Records the producing equation of a value, unless one is recorded already.
+    def record(
+        self, eqn: core.JaxprEqn, results: Sequence[Any], operands: Sequence[Any] = ()
+    ) -> None:
+        """Records the producing equation of values, except of those that already have one.
 
         So the producing equation of a call's result is the equation inside the call.
         """
-        if id(result) not in self._producers:
-            self._producers[id(result)] = (eqn, operands, result)
+        for result in results:
+            key = id(result)
+            if key not in self._producers:
+                self._producers[key] = (eqn, operands, result)
 
     def hide(self, value: Any, name: str = "") -> None:
         """Records that a value has a producing equation outside, which this scope does not see.

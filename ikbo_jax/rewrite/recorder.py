@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
+from ikbo_jax.ops import explain
 from ikbo_jax.rewrite import jaxprs, lineage
 from ikbo_jax.rewrite.report import (
     UNKNOWN,
@@ -76,16 +77,21 @@ class Recorder:
         # The outcomes of the original's lookups, by the identity of their equations.
         self._lookups: dict[int, Lookup] = {}
 
-    def list_lookups(self, program: Any, is_lookup: Callable[[Any], bool]) -> None:
-        """Lists all lookups of the original program, including those that no rule is called for."""
+    def list_lookups(self, program: Any, names: Container[str]) -> None:
+        """Lists all lookups of the original program, including those that no rule is called for.
+
+        `names` are the names of the primitives that look up.
+        """
         seen = set()
 
         def search(program: Any, inside: str) -> None:
             for eqn in program.eqns:
-                if is_lookup(eqn):
+                if eqn.primitive.name in names:
                     what = _lookup_text(eqn)
                     reason = f"it is inside {inside}, which stays as it is"
                     self._lookups[id(eqn)] = Lookup(self.line(eqn), what, "kept", reason)
+                if eqn.primitive.name in explain.WITHOUT_PROGRAMS:
+                    continue
                 for inner in jaxprs.inner_programs(eqn):
                     if id(inner) not in seen:
                         seen.add(id(inner))

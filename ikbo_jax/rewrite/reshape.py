@@ -9,6 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from ikbo_jax.rewrite import staged
 from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.lineage import Concat, Lazy, is_plain, lazy, spread_axes
 from ikbo_jax.rewrite.merged import merged
@@ -32,7 +33,7 @@ def _reshape(ctx: Context, eqn: Any, x: Any) -> Any:
 def reshape_to(ctx: Context, eqn: Any, x: Any, shape: tuple[int, ...]) -> Any:
     """A value with another shape."""
     if is_plain(x):
-        return lax.reshape(x, shape)
+        return staged.reshape(x, shape)
     groups = _reshape_groups(x.shape, shape)
     try:
         if isinstance(x, Concat):
@@ -62,7 +63,7 @@ def _reshape_lazy(
         else:
             full += dims
             base_shape += sizes
-    base = lax.reshape(spread_axes(x, full).base, base_shape)
+    base = staged.reshape(spread_axes(x, full).base, base_shape)
     if repeat is not None:
         return _repeated(ctx, eqn, x, base, shape, *repeat)
     return lazy(base, tuple(shape), x.lineage, axis, x.origins)
@@ -106,7 +107,7 @@ def _reshape_concat(ctx: Context, eqn: Any, x: Concat, shape: Any, groups: Any) 
     for part, size in zip(x.parts, x.sizes, strict=True):
         part_shape = (*shape[:axis], size * inner // length, *shape[axis + 1 :])
         if is_plain(part):
-            parts.append(lax.reshape(part, part_shape))
+            parts.append(staged.reshape(part, part_shape))
         else:
             part_groups = _reshape_groups(part.shape, part_shape)
             parts.append(_reshape_lazy(ctx, eqn, part, part_shape, part_groups))

@@ -13,6 +13,7 @@ from ikbo_jax.rewrite import facts, lineage, loops, placing, positions
 from ikbo_jax.rewrite.calls import exported
 from ikbo_jax.rewrite.forms import skeleton, unpack_all
 from ikbo_jax.rewrite.interpret import Context, shape_of
+from ikbo_jax.rewrite.jaxprs import trace
 from ikbo_jax.rewrite.known import known
 from ikbo_jax.rewrite.lineage import (
     Concat,
@@ -313,13 +314,13 @@ def _while(ctx: Context, eqn: Any, *operands: Any) -> Any:
         arrays, pack = unpack_all(carry)
         returned: list[Any] = []
 
-        def once(*arrays: Any, pack: Any = pack, returned: list[Any] = returned) -> Any:
+        def once(*arrays: Any, pack: Any = pack, returned: list[Any] = returned) -> list[Any]:
             _, results = step(pack(arrays))
             returned[:] = map(skeleton, results)
-            return ()
+            return []
 
         with ctx.muted():
-            jax.eval_shape(once, *arrays)
+            trace(once, arrays)
         if not loops.reformed(ctx, eqn, carry, returned, operands[second:], "while loop"):
             break
     if all(map(is_plain, carry)):
@@ -335,8 +336,7 @@ def _while(ctx: Context, eqn: Any, *operands: Any) -> Any:
         new = [inner.build(y) if is_plain(x) else y for x, y in zip(carry, results, strict=True)]
         return unpack_all(new)[0]
 
-    out = lax.while_loop(proceeds, run, arrays)
-    return pack(out)
+    return pack(loops.while_loop(eqn, proceeds, run, arrays))
 
 
 @register_rule("call_hi_primitive")

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from ikbo_jax.rewrite import lineage
+from ikbo_jax.rewrite import lineage, staged
 from ikbo_jax.rewrite.equations import grows
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.lineage import (
@@ -100,25 +100,27 @@ def _of_one_batch(ctx: Context, eqn: Any, shape: tuple[int, ...], operands: Any)
 
     None in all other cases.
     """
-    first = None
+    first, traced = None, False
     for x in operands:
-        if isinstance(x, Lazy) and x.lineage is not None:
-            if first is not None and (x.lineage, x.axis) != (first.lineage, first.axis):
+        if type(x) is Lazy:
+            if x.lineage is None:
                 return None
-            first = x
-        elif isinstance(x, Deferred):
-            return None
-    for x in operands:
-        if isinstance(x, Deferred):
-            continue
-        if isinstance(x, jax.core.Tracer):
-            if first is not None or x.aval.shape != shape:  # type: ignore[attr-defined]
+            if first is None:
+                first = x
+            elif x.lineage is not first.lineage or x.axis != first.axis:
                 return None
-        elif np.ndim(x):
+        elif isinstance(x, jax.core.Tracer):
+            traced = True
+            if x.aval.shape != shape:  # type: ignore[attr-defined]
+                return None
+        elif isinstance(x, Deferred) or np.ndim(x):
             return None
     if first is None:
         return ctx.bind(eqn, *operands)
-    base = ctx.bind(eqn, *_common_shape(eqn, [base_of(x) for x in operands]))
+    if traced:
+        return None
+    bases = [x.base if type(x) is Lazy else x for x in operands]
+    base = ctx.bind(eqn, *_common_shape(eqn, bases))
     return at_user_batch(ctx, eqn, base, shape, first.lineage, first.axis, origins_of(*operands))
 
 
@@ -200,7 +202,7 @@ def by_part(
 
 def _is_candidate_batch(first: Concat, operands: Any) -> bool:
     """Whether every lazy part is combined with a value that differs between candidates."""
-    values = [x for x in operands if not isinstance(x, Concat)]
+    values = [x for x in operands if type(x) is not Concat]
     if not values:
         return False
     lazy_parts = [x for x in first.parts if not is_plain(x)]
@@ -211,8 +213,8 @@ def _is_candidate_batch(first: Concat, operands: Any) -> bool:
 
 def concat(parts: list[Any], axis: int) -> Any:
     """The concatenation of parts: an array if all parts are arrays."""
-    if all(map(is_plain, parts)):
-        return lax.concatenate(parts, axis)
+    if not any(isinstance(x, Deferred) for x in parts):
+        return staged.concatenate(parts, axis)
     return Concat(tuple(parts), axis)
 
 
@@ -324,7 +326,7 @@ def _slice(ctx: Context, eqn: Any, x: Any) -> Any:
     for d, n in enumerate(x.base.shape):
         if n == 1 or d == x.axis:
             starts[d], stops[d], strides[d] = 0, n, 1
-    base = lax.slice(x.base, starts, stops, strides)
+    base = staged.slice_of(x.base, starts, stops, strides)
     return lazy(base, tuple(shape), x.lineage, x.axis, x.origins)
 
 
@@ -341,7 +343,7 @@ def _slice_concat(ctx: Context, eqn: Any, x: Concat, starts: Any, stops: Any, st
         begin, end = list(starts), list(stops)
         begin[x.axis], end[x.axis] = first, last
         if is_plain(part):
-            parts.append(lax.slice(part, begin, end, strides))
+            parts.append(staged.slice_of(part, begin, end, strides))
             continue
         params = {"start_indices": tuple(begin), "limit_indices": tuple(end)}
         parts.append(_slice(ctx, eqn.replace(params={**eqn.params, **params}), part))

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ikbo_jax.rewrite.lineage import Lineage, take_rows
+from ikbo_jax.rewrite.lineage import Lineage
+from ikbo_jax.rewrite.staged import take_rows
 
 
 class Scope:

@@ -15,11 +15,13 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend import core
 
+from ikbo_jax.rewrite.dead_code import without_dead_code
 from ikbo_jax.rewrite.equations import identity
 from ikbo_jax.rewrite.forms import Nodes, can_pass, form, with_all_inside, with_inside
 from ikbo_jax.rewrite.interpret import Context, shape_of
-from ikbo_jax.rewrite.jaxprs import call_params, trace, without_dead_code
+from ikbo_jax.rewrite.jaxprs import call_params, trace, with_constants_last
 from ikbo_jax.rewrite.lineage import Deferred, Lazy, base_of, is_plain, origins_of
 from ikbo_jax.rewrite.log import Log
 from ikbo_jax.rewrite.registry import NotCovered
@@ -257,7 +259,8 @@ def _rewritten(
       The program; None if the call must be inline. And the positions of operands whose hidden
       equations the rewriting asked for.
     """
-    if any(is_index(v.aval) for v in eqn.outvars):
+    program = eqn.params["jaxpr"]
+    if any(is_index(v.aval) and not _is_of_a_loop(program, v) for v in program.outvars):
         return None, set()
     nodes = Nodes.of(operands)
     materialised = [n for n in materialised if not fixed[nodes.roots[n]]]
@@ -270,6 +273,36 @@ def _rewritten(
             return program, set()
         # The caller materialises these values, once for all calls.
         materialised = built
+
+
+#: Equations of integers of whose results nothing is known if nothing is known of an operand.
+_UNKNOWN_IF_ONE_IS = ("add", "broadcast_in_dim", "convert_element_type", "mul", "reshape", "sub")
+
+
+def _is_of_a_loop(program: Any, v: Any, around: Any = None) -> bool:
+    """Whether a loop computes a program's integers, so that no facts are known of them in place.
+
+    This is so for `jnp.searchsorted`. `around` is the program that calls this one, the operands of
+    the call, and what is around it.
+    """
+    if type(v) is core.Literal or v.aval.dtype.kind not in "iu":
+        return False
+    if v in program.invars:
+        operand = around and around[1][program.invars.index(v)]
+        return around is not None and _is_of_a_loop(around[0], operand, around[2])
+    eqn = next((x for x in program.eqns if v in x.outvars), None)
+    name = "" if eqn is None else eqn.primitive.name
+    if eqn is None or name in ("scan", "while"):
+        return eqn is not None
+    if name == "jit":
+        inner = eqn.params["jaxpr"]
+        result = inner.outvars[eqn.outvars.index(v)]
+        return _is_of_a_loop(inner, result, (program, eqn.invars, around))
+    of_operands = (_is_of_a_loop(program, x, around) for x in eqn.invars)
+    if name == "select_n":
+        next(of_operands)
+        return all(of_operands)
+    return name in _UNKNOWN_IF_ONE_IS and any(of_operands)
 
 
 def is_index(aval: Any) -> bool:
@@ -381,6 +414,5 @@ def _params(eqn: Any, traced: Any, count: int) -> dict[str, Any] | None:
     names = ("in_shardings", "in_layouts", "out_shardings", "out_layouts")
     if any(len(set(eqn.params.get(name, ()))) > 1 for name in names):
         return None
-    # Without constants: the program takes them as its last arguments.
-    closed = traced.replace(constvars=[], invars=[*traced.invars, *traced.constvars])
+    closed = with_constants_last(traced)
     return call_params(eqn.params, closed, {"in": count, "out": len(closed.outvars)})

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ikbo_jax.rewrite import facts, lineage, placing, positions
+from ikbo_jax.rewrite import facts, lineage, placing, positions, staged
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.lineage import (
     Concat,
@@ -23,7 +23,6 @@ from ikbo_jax.rewrite.lineage import (
     lazy,
     origins_of,
     spread_axes,
-    take_rows,
 )
 from ikbo_jax.rewrite.registry import NotCovered, register_rule
 from ikbo_jax.rewrite.rules import at_user_batch, concat
@@ -171,7 +170,7 @@ def _gather_rows(
     collapsed = [d for d in numbers.collapsed_slice_dims if d != axis]
     order = collapsed + order
     base = base.transpose(order) if order != sorted(order) else base
-    base = lax.squeeze(base, range(len(collapsed))) if collapsed else base
+    base = staged.squeeze(base, range(len(collapsed))) if collapsed else base
     extra = [d for d in range(len(shape)) if d != out_axis and source_dims[d] == axis]
     base = jnp.expand_dims(base, extra) if extra else base
     if has_lineage(operand):
@@ -201,18 +200,18 @@ def looked_up(
 
     def nearest() -> jax.Array:
         if proven:
-            return lax.convert_element_type(index, jnp.int32)
+            return staged.cast(index, jnp.int32)
         first, last = np.array([0, min(rows - 1, _largest(index))], index.dtype)
-        return lax.convert_element_type(lax.clamp(first, index, last), jnp.int32)
+        return staged.cast(lax.clamp(first, index, last), jnp.int32)
 
     def outside() -> jax.Array:
-        row = nearest()
+        row = nearest() if plain is None else plain.index
         below = lax.lt(index, np.asarray(0, index.dtype))
-        row = lax.select(below, lax.full_like(row, rows), row)
+        row = _replaced(row, below, rows)
         if rows > _largest(index):
             return row
         above = lax.ge(index, np.asarray(rows, index.dtype))
-        return lax.select(above, lax.full_like(row, rows + 1), row)
+        return _replaced(row, above, rows + 1)
 
     differs = drops or not _takes_every_row(root, column, rows)
     if differs and not ctx.differentiated and jnp.issubdtype(operand.dtype, jnp.inexact):
@@ -232,11 +231,17 @@ def looked_up(
     return (_without_unused(operand, fine, axis) if exact else operand), fine
 
 
+def _replaced(index: Any, where: Any, row: int) -> Any:
+    """An int32 index with another row where a condition holds."""
+    rows = staged.broadcast_in_dim(np.int32(row), staged.shape_of(index), ())
+    return staged.bind(lax.select_n_p, [where, index, rows], {})
+
+
 def _with_rows_outside(eqn: Any, operand: Any, axis: int, fills: bool, drops: bool) -> Any:
     """The operand with two rows appended: for indices below 0, and for indices past the end."""
     base = base_of(operand)
     if fills:
-        base = lax.concatenate([base, *[_fill_row(eqn, operand, axis)] * 2], axis)
+        base = staged.concatenate([base, *[_fill_row(eqn, operand, axis)] * 2], axis)
     else:
         base = lineage.with_nearest_rows(base, axis, lax.stop_gradient if drops else None)
     if is_plain(operand):
@@ -266,12 +271,12 @@ def _without_unused(operand: Any, fine: Lineage, axis: int) -> Any:
     if jnp.issubdtype(base.dtype, jnp.inexact):
         # The gradient of a selection is one. That of a lookup would be a scatter, by atomic
         # operations, in bfloat16.
-        row = lax.stop_gradient(take_rows(base, fine.index[:1], axis))
+        row = lax.stop_gradient(staged.take_rows(base, fine.index[:1], axis))
         used = used.reshape([-1 if d == axis else 1 for d in range(base.ndim)])
         base = jnp.where(used, base, row)
     else:
         rows = jnp.where(used, jnp.arange(fine.users, dtype=jnp.int32), fine.index[0])
-        base = take_rows(base, rows, axis)
+        base = staged.take_rows(base, rows, axis)
     return base if is_plain(operand) else dataclasses.replace(operand, base=base)
 
 
@@ -411,7 +416,7 @@ def _with_new_dims(base: Any, rank: int, dims: list[int]) -> jax.Array:
     shape = [1] * rank
     for d, target in enumerate(dims):
         shape[target] = np.shape(base)[d]
-    return lax.broadcast_in_dim(base, tuple(shape), tuple(dims))
+    return staged.broadcast_in_dim(base, tuple(shape), tuple(dims))
 
 
 def _concat_broadcast(ctx: Context, eqn: Any, operand: Any, shape: Any, dims: Any) -> Any:

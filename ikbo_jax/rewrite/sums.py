@@ -11,6 +11,7 @@ from typing import Any
 
 from jax import lax
 
+from ikbo_jax.rewrite import staged
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.lineage import Concat, Lazy, base_of, is_plain, slice_along
 
@@ -42,7 +43,7 @@ def by_terms(ctx: Context, whole: Concat, weights: Any, axis: int) -> tuple[Conc
         for value, sign in found:
             parts.append(value)
             slices.append(piece if sign > 0 else lax.neg(piece))
-    return Concat(tuple(parts), whole.axis), lax.concatenate(slices, axis)
+    return Concat(tuple(parts), whole.axis), staged.concatenate(slices, axis)
 
 
 def _terms(ctx: Context, part: Any) -> list[tuple[Any, int]]:

@@ -129,8 +129,9 @@ class Work:
         broadcasts of the first of them.
         """
         traceback = eqn.source_info.traceback
-        if id(traceback) not in self.owned and traceback is not None:
-            self.owned[id(traceback)] = Owned(traceback, tuple(calls), origins)
+        key = id(traceback)
+        if key not in self.owned and traceback is not None:
+            self.owned[key] = Owned(traceback, tuple(calls), origins)
 
     def own_all(
         self, other: Work, calls: Sequence[Any], origins_of: Callable[[frozenset], frozenset]

@@ -30,6 +30,20 @@ def with_slope(slope: float) -> Any:
     return double
 
 
+def with_slope_of_rows(slope: float) -> Any:
+    """The same for a function that is not elementwise."""
+
+    @jax.custom_jvp
+    def centred(x: jax.Array) -> jax.Array:
+        return x - jnp.mean(x, axis=-1, keepdims=True)
+
+    @centred.defjvp
+    def derivative(primals: Any, tangents: Any) -> Any:
+        return centred(*primals), tangents[0] * slope
+
+    return centred
+
+
 def with_argument() -> Any:
     @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
     def double(x: jax.Array, slope: float) -> jax.Array:
@@ -49,7 +63,7 @@ def same(ours: Any, theirs: Any) -> None:
         np.testing.assert_allclose(x, y, rtol=0, atol=1e-5 * np.abs(y).max())
 
 
-@pytest.mark.parametrize("make", [with_slope, with_argument()])
+@pytest.mark.parametrize("make", [with_slope, with_slope_of_rows, with_argument()])
 def test_functions_with_other_derivatives(make: Any) -> None:
     three, five = make(3.0), make(5.0)
 
@@ -67,11 +81,32 @@ def test_functions_with_other_derivatives(make: Any) -> None:
     same(*jax.jit(lambda *args: [second(f)(*args) for f in (ikbo.rewrite(fn), fn)])(*ARGS))
 
 
-def test_one_function_on_two_lookups_and_other_shapes() -> None:
+def test_a_rule_that_mixes_rows_beside_one_that_is_elementwise() -> None:
+    double = with_slope(3.0)
+
+    @jax.custom_jvp
+    def mixed(x: jax.Array) -> jax.Array:
+        return x * 2
+
+    @mixed.defjvp
+    def derivative(primals: Any, tangents: Any) -> Any:
+        return mixed(*primals), tangents[0] * jnp.sum(primals[0], axis=0, keepdims=True)
+
+    def fn(w, user, cand, index):
+        users = user[index] @ w[:D]
+        return jnp.sum((double(users) * mixed(users) * (cand @ w[D:])) ** 2)
+
+    same(
+        *jax.jit(lambda *args: [jax.grad(f, (0, 1))(*args) for f in (ikbo.rewrite(fn), fn)])(*ARGS)
+    )
+
+
+@pytest.mark.parametrize("activation", [jax.nn.relu, with_slope_of_rows(3.0)], ids=["relu", "rows"])
+def test_one_function_on_two_lookups_and_other_shapes(activation: Any) -> None:
     def fn(w, user, cand, index):
         more = jnp.concatenate([user, 2 * user])
-        users, others = jax.nn.relu(user[index] @ w[:D]), jax.nn.relu(more[index[::-1]] @ w[:D])
-        wide = jax.nn.relu(user[index] @ jnp.concatenate([w[:D], w[:D] / 2], axis=1))
+        users, others = activation(user[index] @ w[:D]), activation(more[index[::-1]] @ w[:D])
+        wide = activation(user[index] @ jnp.concatenate([w[:D], w[:D] / 2], axis=1))
         return jnp.sum((users + others * 2) ** 2) + jnp.sum(wide**2)
 
     run = jax.jit(lambda *args: [jax.grad(f, (0, 1))(*args) for f in (ikbo.rewrite(fn), fn)])

@@ -1,0 +1,113 @@
+"""`custom_jvp` functions that are elementwise, with their derivatives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rewrite_basics import A, D, report_of
+
+import ikbo_jax as ikbo
+
+
+def custom(function: Callable[[Any], Any], rule: Callable[[Any, Any, Any], Any]) -> Any:
+    """A function with a JVP rule, which is also given the function."""
+    wrapped = jax.custom_jvp(function)
+
+    @wrapped.defjvp
+    def derivative(primals: Any, tangents: Any) -> Any:
+        return rule(wrapped, primals[0], tangents[0])
+
+    return wrapped
+
+
+FUNCTIONS: dict[str, Any] = {
+    "relu": jax.nn.relu,
+    "relu6": jax.nn.relu6,
+    "straight through": custom(jnp.rint, lambda f, x, t: (f(x), t)),
+    "no slope": custom(jnp.tanh, lambda f, x, t: (jnp.tanh(x), jnp.zeros_like(t))),
+    "a constant": custom(jnp.ones_like, lambda f, x, t: (f(x), 2 * t)),
+    "another function": custom(jnp.sin, lambda f, x, t: (f(x), jax.nn.relu(jnp.cos(x)) * t)),
+    "itself in the slope": custom(jnp.sin, lambda f, x, t: (f(x), f(f(x) + 1) * t)),
+    "where": custom(lambda x: jnp.where(x > 0, x, x**2), lambda f, x, t: (f(x), (x + 1) * t)),
+}
+
+
+def same(ours: Any, theirs: Any) -> None:
+    """Equal up to rounding of the largest element: elements are sums in which terms cancel."""
+    for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=2e-5 * max(1.0, float(np.abs(y).max())))
+
+
+def of_a_lookup(f: Any, w: Any, user: Any, cand: Any, index: Any) -> Any:
+    return f(user[index] @ w[:D]) * f(cand @ w[D:])
+
+
+def of_a_concatenation(f: Any, w: Any, user: Any, cand: Any, index: Any) -> Any:
+    return f(jnp.concatenate([user[index], cand], axis=1)) @ w
+
+
+def of_merged_rows(f: Any, w: Any, user: Any, cand: Any, index: Any) -> Any:
+    x = jnp.stack([user[index] @ w[:D], cand @ w[D:]], axis=1)
+    return f(x.reshape(-1, x.shape[-1]))
+
+
+@pytest.mark.parametrize("model", [of_a_lookup, of_a_concatenation, of_merged_rows])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_value_and_derivatives(name: str, model: Any) -> None:
+    f = FUNCTIONS[name]
+
+    def original(w: Any, user: Any, cand: Any) -> Any:
+        return model(f, w, user, cand, A.index)
+
+    def all_of(fn: Any) -> Any:
+        def total(w: Any, user: Any, cand: Any) -> Any:
+            return jnp.mean(fn(w, user, cand) ** 2)
+
+        def slope(*args: Any) -> Any:
+            return jnp.sum(jax.grad(total, 1)(*args) ** 2)
+
+        def second(*args: Any) -> Any:
+            return jnp.sum(jax.grad(slope, 1)(*args) ** 2)
+
+        args = A.w, A.user, A.cand
+        return fn(*args), *(jax.grad(g, (0, 1, 2))(*args) for g in (total, slope, second))
+
+    same(*(jax.jit(lambda g=g: all_of(g))() for g in (ikbo.rewrite(original), original)))
+    report = report_of(original, A.w, A.user, A.cand)
+    assert report.changed or name == "a constant" or model is of_merged_rows
+
+
+def test_a_derivative_that_mixes_rows_is_the_original_one() -> None:
+    f = custom(jnp.sin, lambda f, x, t: (f(x), t * jnp.sum(x, axis=0, keepdims=True)))
+
+    def original(w: Any, user: Any, cand: Any) -> Any:
+        return of_a_lookup(f, w, user, cand, A.index)
+
+    def slopes(fn: Any) -> Any:
+        def total(*args: Any) -> Any:
+            return jnp.mean(fn(*args) ** 2)
+
+        return jax.jit(jax.value_and_grad(total, (0, 1, 2)))(A.w, A.user, A.cand)
+
+    same(slopes(ikbo.rewrite(original)), slopes(original))
+
+
+def test_a_second_derivative_that_mixes_rows_is_the_original_one() -> None:
+    inner = custom(jnp.cos, lambda f, x, t: (f(x), t * jnp.sum(x, axis=0, keepdims=True)))
+    f = custom(jnp.sin, lambda f, x, t: (f(x), inner(x) * t))
+
+    def original(w: Any, user: Any, cand: Any) -> Any:
+        return of_a_lookup(f, w, user, cand, A.index)
+
+    def slopes(fn: Any) -> Any:
+        def slope(*args: Any) -> Any:
+            return jnp.sum(jax.grad(lambda *a: jnp.mean(fn(*a) ** 2), 1)(*args) ** 2)
+
+        return jax.jit(jax.grad(slope, (0, 1, 2)))(A.w, A.user, A.cand)
+
+    same(slopes(ikbo.rewrite(original)), slopes(original))

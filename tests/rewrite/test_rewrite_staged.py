@@ -1,0 +1,166 @@
+"""Equations that are added to a trace at once are those of `jax.lax`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from test_rewrite_tracing import calls
+
+from ikbo_jax.rewrite import staged
+
+X = jnp.arange(24.0).reshape(2, 1, 12)
+INDEX = jnp.array([1, 0, 1], jnp.int32)
+PROMISED = lax.GatherScatterMode.PROMISE_IN_BOUNDS
+ROWS = lax.GatherDimensionNumbers((1, 2), (0,), (0,))
+
+PAIRS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "transpose": (lambda x, _: staged.transpose(x, [2, 0, 1]), lambda x, _: x.transpose(2, 0, 1)),
+    "no transpose": (lambda x, _: staged.transpose(x, [0, 1, 2]), lambda x, _: x),
+    "reshape": (lambda x, _: staged.reshape(x, [2, 12]), lambda x, _: lax.reshape(x, (2, 12))),
+    "no reshape": (lambda x, _: staged.reshape(x, [2, 1, 12]), lambda x, _: x),
+    "squeeze": (lambda x, _: staged.squeeze(x, [1]), lambda x, _: lax.squeeze(x, (1,))),
+    "no squeeze": (lambda x, _: staged.squeeze(x, []), lambda x, _: x),
+    "broadcast_in_dim": (
+        lambda x, _: staged.broadcast_in_dim(x, (2, 5, 12), range(3)),
+        lambda x, _: lax.broadcast_in_dim(x, (2, 5, 12), (0, 1, 2)),
+    ),
+    "expand_dims": (
+        lambda x, _: staged.expand_dims(x, (0, 3)),
+        lambda x, _: lax.expand_dims(x, (0, 3)),
+    ),
+    "slice": (
+        lambda x, _: staged.slice_of(x, (0, 0, 1), (2, 1, 9), (1, 1, 2)),
+        lambda x, _: lax.slice(x, (0, 0, 1), (2, 1, 9), (1, 1, 2)),
+    ),
+    "slice_in_dim": (
+        lambda x, _: staged.slice_in_dim(x, 2, 5, 2),
+        lambda x, _: lax.slice(x, (0, 0, 2), (2, 1, 5)),
+    ),
+    "concatenate": (
+        lambda x, _: staged.concatenate([x, x], 1),
+        lambda x, _: lax.concatenate([x, x], 1),
+    ),
+    "one part": (lambda x, _: staged.concatenate([x], 1), lambda x, _: x),
+    "cast": (
+        lambda x, _: staged.cast(x, jnp.dtype("bfloat16")),
+        lambda x, _: x.astype("bfloat16"),
+    ),
+    "no cast": (lambda x, _: staged.cast(x, x.dtype), lambda x, _: x),
+    "exp": (lambda x, _: staged.exp(x), lambda x, _: lax.exp(x)),
+    "sub": (lambda x, _: staged.sub(x, x), lambda x, _: lax.sub(x, x)),
+    "div": (lambda x, _: staged.div(x, x), lambda x, _: lax.div(x, x)),
+    "reduce_max": (
+        lambda x, _: staged.reduce_max(x, (0,)),
+        lambda x, _: lax.reduce_max(x, (0,)),
+    ),
+    "reduce_sum": (
+        lambda x, _: staged.reduce_sum(x, (2,)),
+        lambda x, _: lax.reduce_sum(x, (2,)),
+    ),
+    "product": (
+        lambda x, _: staged.product(x, x, (((2,), (2,)), ((0,), (0,))), jnp.float32),
+        lambda x, _: lax.dot_general(
+            x, x, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32
+        ),
+    ),
+    "take_rows": (
+        lambda x, index: staged.take_rows(x, index, 0),
+        lambda x, index: lax.gather(
+            x, lax.expand_dims(index, (1,)), ROWS, (1, 1, 12), mode=PROMISED
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_equations_are_those_of_lax(name: str) -> None:
+    direct, usual = (jax.make_jaxpr(fn)(X, INDEX) for fn in PAIRS[name])
+    assert str(direct) == str(usual)
+    for a, b in zip(direct.eqns, usual.eqns, strict=True):
+        assert a.params == b.params
+    # Outside of a trace, and for a value of a trace that encloses the current one.
+    expected = PAIRS[name][1](X, INDEX)
+    np.testing.assert_array_equal(PAIRS[name][0](X, INDEX), expected)
+    inside = jax.jit(lambda x, i: jax.jit(lambda: PAIRS[name][0](x, i))())(X, INDEX)
+    np.testing.assert_array_equal(inside, expected)
+
+
+@pytest.mark.parametrize("name", [x for x in PAIRS if not x.startswith(("no ", "one "))])
+def test_they_take_fewer_calls_than_lax(name: str) -> None:
+    direct, usual = (calls(fn, (X, INDEX)) for fn in PAIRS[name])
+    assert direct < usual
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_they_are_differentiated_and_batched(name: str) -> None:
+    def value_and_slope(fn: Callable[..., Any]) -> Any:
+        return jax.vmap(jax.value_and_grad(lambda x: jnp.sum(jnp.square(fn(x, INDEX)))))(
+            jnp.stack([X, 2 * X])
+        )
+
+    direct, usual = map(value_and_slope, PAIRS[name])
+    jax.tree.map(np.testing.assert_array_equal, direct, usual)
+
+
+def test_a_product_has_the_precision_that_is_set() -> None:
+    direct, usual = PAIRS["product"]
+    jax.make_jaxpr(direct)(X, INDEX)
+    with jax.default_matmul_precision("highest"):
+        first, second = (jax.make_jaxpr(fn)(X, INDEX) for fn in (direct, usual))
+    assert "HIGHEST" in str(first)
+    assert str(first) == str(second)
+
+
+def run_again(program: Any, *args: Any) -> list[Any]:
+    """The results of a program of one equation after another, by `staged.bind`."""
+    env = dict(zip(program.invars, args, strict=True))
+    literal = jax.extend.core.Literal
+    for eqn in program.eqns:
+        operands = [v.val if isinstance(v, literal) else env[v] for v in eqn.invars]
+        results = staged.bind(eqn.primitive, operands, eqn.params, eqn.invars)
+        env.update(
+            zip(
+                eqn.outvars,
+                results if eqn.primitive.multiple_results else [results],
+                strict=True,
+            )
+        )
+    return [env[v] for v in program.outvars]
+
+
+def test_literals_and_calls_are_bound_as_they_are() -> None:
+    def fn(x: Any, y: Any) -> Any:
+        x = jax.nn.relu(2 * x) + jnp.float32(1)
+        x = jnp.where(x > 3, x, y.astype(jnp.float32)) @ jnp.ones((12, 2))
+        return lax.scan(lambda c, _: (c * 0.5, None), x, None, length=2)[0]
+
+    program = jax.make_jaxpr(fn)(X, X.astype(jnp.int32))
+    assert not program.consts
+    again = jax.make_jaxpr(lambda *args: run_again(program, *args))(X, X.astype(jnp.int32))
+    assert str(again) == str(program)
+
+
+def test_a_closed_over_value_becomes_a_constant_of_the_inner_trace() -> None:
+    def fn(x: Any) -> Any:
+        def body(carry: Any, _: Any) -> Any:
+            return carry + staged.bind(lax.exp_p, [x], {"accuracy": None}), None
+
+        return lax.scan(body, jnp.zeros_like(x), None, length=3)[0]
+
+    (scan,) = [e for e in jax.make_jaxpr(fn)(X).eqns if e.primitive.name == "scan"]
+    assert [e.primitive.name for e in scan.params["jaxpr"].eqns] == ["exp", "add"]
+
+
+def test_a_value_on_a_mesh_takes_the_usual_way() -> None:
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, jax.NamedSharding(mesh, jax.P()))
+        for direct, usual in PAIRS.values():
+            first, second = (jax.make_jaxpr(fn)(x, INDEX) for fn in (direct, usual))
+            assert str(first) == str(second)
