@@ -125,6 +125,8 @@ def run(tmp_path, monkeypatch, capfd):
     for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "PYTEST_XDIST_TESTRUNUID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.delenv("XLA_PYTHON_CLIENT_PREALLOCATE", raising=False)
+    # Their plugins, which these tests do not use, are 0.9 of the 1.1 s in which pytest starts.
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-p no:hypothesispytest -p no:anyio")
     (tmp_path / "conftest.py").write_text(CONFTEST)
 
     def run_them(files: dict[str, str], *options: str, workers: int = 1, gpus=("3",)):

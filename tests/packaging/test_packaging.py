@@ -251,22 +251,32 @@ def tree(machine) -> pathlib.Path:
     shutil.copy(ROOT / "pyproject.toml", tree / "pyproject.toml")
     inner = machine.script(
         machine.root / "environment_python",
-        f'if [ "$1 $2" = "-m pip" ]; then echo "$*" >>"{machine.root}/pip.log"; '
-        '[ -z "${PIP_FAILS:-}" ] && [[ -z "${UPGRADE_FAILS:-}" || "$*" != *--upgrade* ]]; fi',
+        'case "$*" in '
+        '"-m pip config list") echo "$PIP_CONFIG" ;; '
+        # uv's wheel, if this machine has one.
+        f'*" uv") [ -n "$UV" ] && mkdir -p "$(dirname "$0")/../.uv/bin" && '
+        f'cp "{machine.root}/uv" "$(dirname "$0")/../.uv/bin/uv" ;; '
+        f'"-m pip "*) echo "$*" >>"{machine.root}/pip.log"; '
+        '[ -z "${PIP_FAILS:-}" ] && [[ -z "${UPGRADE_FAILS:-}" || "$*" != *--upgrade* ]] ;; esac',
     )
     machine.script(
         machine.bin / "python3.13",
         f'if [ "$1 $2" = "-m venv" ]; then mkdir -p "$3/bin" && cp "{inner}" "$3/bin/python" '
         f'&& echo >"$3/pyvenv.cfg"; else exec "{sys.executable}" "$@"; fi',
     )
+    machine.script(machine.root / "uv", f'echo "$*" >>"{machine.root}/uv.log"; [ "$UV" = "works" ]')
     # The search ends at the interpreter's own name for itself, so name the pretender outright.
     machine.script(tree / "tools" / "find_python.sh", f'echo "{machine.bin}/python3.13"')
     return tree
 
 
-def _pip_log(machine: Machine) -> list[str]:
-    log = machine.root / "pip.log"
+def _log(machine: Machine, name: str) -> list[str]:
+    log = machine.root / f"{name}.log"
     return log.read_text().splitlines() if log.exists() else []
+
+
+def _pip_log(machine: Machine) -> list[str]:
+    return _log(machine, "pip")
 
 
 def test_setup_installs_once_and_again_when_pyproject_changes(machine, tree):
@@ -284,6 +294,42 @@ def test_setup_installs_once_and_again_when_pyproject_changes(machine, tree):
         file.write("# changed\n")
     assert machine.run(setup, ".venv").returncode == 0
     assert len(_pip_log(machine)) == 3
+
+
+def test_setup_installs_with_uv(machine, tree):
+    setup = tree / "tools" / "setup_venv.sh"
+    assert machine.run(setup, ".venv", "test", UV="works").returncode == 0
+    (line,) = _log(machine, "uv")
+    assert "--constraint tools/constraints.txt" in line
+    assert "--python .venv/bin/python" in line
+    assert "--upgrade" not in line
+    assert line.endswith("--editable .[test]")
+    # Installed already.
+    assert machine.run(setup, ".venv", "test", UV="works").returncode == 0
+    assert len(_log(machine, "uv")) == 1
+    environment = {"UPGRADE": "1", "CONSTRAINTS": "", "UV": "works"}
+    assert machine.run(setup, ".venv", "test", **environment).returncode == 0
+    assert "--upgrade" in _log(machine, "uv")[1]
+    assert "--constraint" not in _log(machine, "uv")[1]
+    assert _pip_log(machine) == []
+
+
+def test_setup_installs_with_pip_where_uv_fails(machine, tree):
+    setup = tree / "tools" / "setup_venv.sh"
+    assert machine.run(setup, ".venv", "test", UV="fails").returncode == 0
+    assert len(_log(machine, "uv")) == len(_pip_log(machine)) == 1
+
+
+@pytest.mark.parametrize("setting", ["global.index-url", ":env:.index-url", "install.no-index"])
+def test_setup_leaves_an_index_of_pips_settings_to_pip(machine, tree, setting):
+    setup = tree / "tools" / "setup_venv.sh"
+    config = f"global.timeout='60'\n{setting}='here'"
+    assert machine.run(setup, ".venv", "test", UV="works", PIP_CONFIG=config).returncode == 0
+    assert _log(machine, "uv") == []
+    assert len(_pip_log(machine)) == 1
+    config = "global.extra-index-url='here'"
+    assert machine.run(setup, ".venv2", UV="works", PIP_CONFIG=config).returncode == 0
+    assert len(_log(machine, "uv")) == 1
 
 
 def test_setup_makes_a_broken_environment_afresh(machine, tree):

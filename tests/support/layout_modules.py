@@ -16,11 +16,11 @@ RNG = np.random.default_rng(1)
 
 
 def _normal(*shape: int) -> jax.Array:
-    return jnp.asarray(RNG.standard_normal(shape, np.float32))
+    return jax.device_put(RNG.standard_normal(shape, np.float32))
 
 
 def _ids(*shape: int) -> jax.Array:
-    return jnp.asarray(RNG.integers(0, VOCABULARY, shape), jnp.int32)
+    return jax.device_put(RNG.integers(0, VOCABULARY, shape).astype(np.int32))
 
 
 INDEX = jnp.asarray(RNG.integers(0, U, B), jnp.int32)

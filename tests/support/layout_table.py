@@ -61,13 +61,13 @@ def arrays() -> dict[str, Any]:
     rng = np.random.default_rng(0)
 
     def normal(*shape: int) -> jax.Array:
-        return jnp.asarray(rng.standard_normal(shape, np.float32))
+        return jax.device_put(rng.standard_normal(shape, np.float32))
 
     def weight(*shape: int) -> jax.Array:
         return normal(*shape) * jnp.float32(shape[0] ** -0.5)
 
     def ids(*shape: int) -> jax.Array:
-        return jnp.asarray(rng.integers(0, VOCABULARY, shape), jnp.int32)
+        return jax.device_put(rng.integers(0, VOCABULARY, shape).astype(np.int32))
 
     pairs = F * (F - 1) // 2
     blocks = [

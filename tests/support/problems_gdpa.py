@@ -75,7 +75,7 @@ SHAPES = {
 
 def offsets(lengths: tuple[int, ...], before: int = 0) -> jax.Array:
     """[batch + 1] int32 offsets of sequences of these lengths."""
-    return jnp.asarray(before + np.cumsum((0, *lengths)), jnp.int32)
+    return jax.device_put(np.asarray(before + np.cumsum((0, *lengths)), np.int32))
 
 
 def make_arrays(shape: Shape, dtype: Any = "bfloat16", seed: int = 0) -> Arrays:
@@ -88,7 +88,7 @@ def make_arrays(shape: Shape, dtype: Any = "bfloat16", seed: int = 0) -> Arrays:
         if lengths is not None:
             values[: shape.before] = np.nan
             values[shape.before + sum(lengths) :] = np.nan
-        return jnp.asarray(values)
+        return jax.device_put(values)
 
     kv_rows = sum(shape.kv_lens) + around
     if isinstance(shape.q_lens, int):
@@ -102,7 +102,7 @@ def make_arrays(shape: Shape, dtype: Any = "bfloat16", seed: int = 0) -> Arrays:
         array(kv_rows, shape.kv_heads, shape.kv_lens),
         cu_q,
         offsets(shape.kv_lens, shape.before),
-        None if shape.q_to_kv is None else jnp.asarray(shape.q_to_kv, jnp.int32),
+        None if shape.q_to_kv is None else jax.device_put(np.asarray(shape.q_to_kv, np.int32)),
     )
 
 
