@@ -57,9 +57,10 @@ install_with_uv() {
   local uv=$venv/.uv/bin/uv
   ! "${pip[@]}" config list 2>/dev/null | grep -Eq '\.(index-url|no-index)=' || return 1
   [ -x "$uv" ] || "${pip[@]}" install "${options[@]}" --target "$venv/.uv" uv || return 1
-  # The certificates of the system, as pip uses them.
-  UV_SYSTEM_CERTS=1 UV_HTTP_TIMEOUT="${UV_HTTP_TIMEOUT:-30}" "$uv" pip install "${common[@]}" \
-    ${UPGRADE:+--upgrade} --python "$venv/bin/python" --editable "$requirement"
+  # The certificates of the system, as pip uses them. Where connections are dropped, pip may still
+  # have a mirror.
+  UV_SYSTEM_CERTS=1 UV_HTTP_TIMEOUT="${UV_HTTP_TIMEOUT:-30}" timeout 300 "$uv" pip install \
+    "${common[@]}" ${UPGRADE:+--upgrade} --python "$venv/bin/python" --editable "$requirement"
 }
 
 echo "installing ikbo-jax${extras:+[$extras]} into $venv (a few minutes the first time)" >&2
