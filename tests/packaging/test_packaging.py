@@ -146,6 +146,7 @@ TOOLS = (
     "rm",
     "sort",
     "tee",
+    "timeout",
 )
 
 
