@@ -87,13 +87,6 @@ CHOICE_MUTANTS = (
         _attended("shifted, -inf, selected"),
     ),
     Mutant(
-        "a mask by user equals a mask by key",
-        "facts.py",
-        "return first[0] is second[0] and first[1] == second[1]",
-        "return first[0] is second[0]",
-        _written("users for keys over their sum"),
-    ),
-    Mutant(
         "numbers looked up instead of a mask",
         "interpret.py",
         "if mask is None or is_plain(mask):",

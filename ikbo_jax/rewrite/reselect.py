@@ -70,6 +70,8 @@ def _chosen(ctx: Any, users: Lineage, key: Any, batch: int, choose: Any) -> Line
 
 def sliced(ctx: Any, eqn: Any, x: Lazy, start: int, stop: int, stride: int = 1) -> Any:
     """`x[start:stop:stride]` along the looked-up axis."""
+    # Sizes of a split are NumPy's integers, which the scope would tell apart by identity.
+    start, stop = (int(n) if isinstance(n, np.integer) else n for n in (start, stop))
     batch = -(-(stop - start) // stride)
 
     def choose(index: jax.Array) -> jax.Array:

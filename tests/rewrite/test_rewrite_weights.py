@@ -158,6 +158,7 @@ AS_WRITTEN = {
     "squared": lambda x: (softmax(x) * kept()) ** 2,
     "logarithm doubled": lambda x: jnp.exp(jax.nn.log_softmax(x, axis=-1) * 2),
     "less another logsumexp": lambda x: jnp.exp(x - lse(infinite(x))),
+    "less another logsumexp, masked": lambda x: jnp.exp(x - lse(finite(x))) * kept(),
     "relu over its sum": lambda x: over_sum(jax.nn.relu(x) * kept(), 1e-3),
     "logits, masked, softmax": lambda x: softmax(x * kept()),
 }  # fmt: skip
@@ -290,18 +291,22 @@ def test_nan_of_a_hidden_key_stays_hidden():
     assert by_the_op(fn, CAND, history)
 
 
+NAN = {
+    "softmax": lambda x, mask: (softmax(infinite(x)) * mask) ** 2,
+    "infinity": lambda x, mask: jnp.exp(x - lse(finite(x))) * mask,
+}
+
+
 @pytest.mark.parametrize("mask", [kept, lambda: kept().astype(jnp.float32)])
-def test_a_product_with_a_cast_mask_hides_nan_as_xla_does(mask):
-    """XLA compiles `x * mask` to a select, also where the mask is looked up for the rewrite."""
-
-    def fn(cand, history):
-        products = jnp.einsum("bd,bsd->bs", cand, history[INDEX])
-        return jnp.log(jnp.where(kept(), products**2 + 1, 0) - 1e-6) * mask()
-
+@pytest.mark.parametrize("name", NAN)
+def test_a_product_with_a_cast_mask_hides_nan_as_xla_does(name, mask):
+    """XLA compiles `x * mask` to a select, also in a softmax that stays as it is written."""
+    fn = pooled(lambda x: NAN[name](x, mask()))
     original = jax.jit(fn)(CAND, HISTORY)
     rewritten = jax.jit(ikbo.rewrite(fn))(CAND, HISTORY)
     assert not jnp.isnan(original).any()
     np.testing.assert_allclose(rewritten, original, atol=1e-5)
+    assert report_of(fn, CAND, HISTORY).changed
 
 
 def test_a_product_with_a_cast_mask_at_user_batch_hides_nan():

@@ -23,6 +23,8 @@ _LENGTHS[int(INDEX[0])] = 0
 HISTORY = jnp.asarray(
     np.where(np.arange(S) < _LENGTHS[:, None], _RNG.integers(1, V, (U, S)), 0), jnp.int32
 )
+#: Arrays by name.
+Arrays = dict[str, jax.Array]
 PAIRS = np.triu_indices(2 * F, 1)
 
 
@@ -30,7 +32,7 @@ def _random(*shape: int) -> jax.Array:
     return problems.random_array(_RNG, shape, "float32") / max(shape[0], 4) ** 0.5
 
 
-def arrays() -> dict[str, jax.Array]:
+def arrays() -> Arrays:
     """The arrays of all models, by name."""
     return {
         "items": _random(V, D) * 2,
@@ -60,7 +62,7 @@ class Ranking(NamedTuple):
       nbytes: the share of the bytes that it moves.
     """
 
-    fn: Callable[[dict[str, jax.Array]], Any]
+    fn: Callable[[Arrays], Any]
     flops: float
     nbytes: float
 
@@ -76,7 +78,7 @@ def _model(flops: float, nbytes: float) -> Callable[[Callable], Callable]:
     return add
 
 
-def _history(a: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _history(a: Arrays) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The history [B, S, D], the candidate's item [B, D] and the mask [B, S]."""
     ids = HISTORY[INDEX]
     return a["items"][ids], a["items"][ITEMS], ids > 0
@@ -87,7 +89,7 @@ def _softmax(x: jax.Array) -> jax.Array:
 
 
 @_model(0.6, 0.4)
-def din(a):
+def din(a: Arrays) -> Any:
     """The activation unit, without a softmax."""
     history, item, mask = _history(a)
     query = jnp.broadcast_to(item[:, None], history.shape)
@@ -97,18 +99,18 @@ def din(a):
 
 
 @_model(0.4, 0.3)
-def dien(a):
+def dien(a: Arrays) -> Any:
     """A GRU over the history, then a GRU whose update gate attention scales."""
     history, item, mask = _history(a)
     w, u = a["wide"], a["wide"] / 2
 
-    def cell(h, x, keep, attention=None):
+    def cell(h: Any, x: Any, keep: Any, attention: Any = None) -> Any:
         update, reset = jnp.split(jax.nn.sigmoid(x @ w[:, : 2 * D] + h @ u[:, : 2 * D]), 2, -1)
         update = update if attention is None else update * attention[:, None]
         new = jnp.tanh(x @ w[:, 2 * D :] + (reset * h) @ u[:, 2 * D :])
         return jnp.where(keep[:, None], (1 - update) * h + update * new, h)
 
-    def step(h, x):
+    def step(h: Any, x: Any) -> Any:
         h = cell(h, *x)
         return h, h
 
@@ -123,7 +125,7 @@ def dien(a):
 
 
 @_model(0.5, 0.35)
-def sim(a):
+def sim(a: Arrays) -> Any:
     """Attention to the items of the candidate's category, at most four."""
     history, item, mask = _history(a)
     same = (HISTORY % 5)[INDEX] == (ITEMS % 5)[:, None]
@@ -135,7 +137,7 @@ def sim(a):
 
 
 @_model(0.25, 0.35)
-def eta(a):
+def eta(a: Arrays) -> Any:
     """Attention to the items of the nearest hashes."""
     history, item, _ = _history(a)
     hashes = (history @ a["capsules"]) > 0
@@ -147,11 +149,11 @@ def eta(a):
 
 
 @_model(0.85, 0.7)
-def target_attention(a):
+def target_attention(a: Arrays) -> Any:
     """Attention with heads, whose mask is applied again after the softmax."""
     history, item, mask = _history(a)
 
-    def heads(x):
+    def heads(x: Any) -> Any:
         return x.reshape(B, -1, 2, D // 2).transpose(0, 2, 1, 3)
 
     query, key, value = heads(item @ a["square"]), *map(heads, (history @ a["square"], history))
@@ -162,7 +164,7 @@ def target_attention(a):
 
 
 @_model(0.85, 0.8)
-def hstu(a):
+def hstu(a: Arrays) -> Any:
     """Attention by silu, masked and divided by the length."""
     history, item, mask = _history(a)
     logits = jnp.einsum("bsd,bd->bs", history @ a["square"], item @ a["square"])
@@ -171,7 +173,7 @@ def hstu(a):
 
 
 @_model(0.9, 0.7)
-def mind(a):
+def mind(a: Arrays) -> Any:
     """Interests by dynamic routing, then an attention to them."""
     history, item, mask = _history(a)
     history, mask = history @ a["square"], mask[:, None]
@@ -187,7 +189,7 @@ def mind(a):
 
 
 @_model(0.9, 0.7)
-def comirec(a):
+def comirec(a: Arrays) -> Any:
     """Interests by attention, of which the candidate takes the nearest."""
     history, item, mask = _history(a)
     logits = jnp.einsum("bsd,dk->bks", jnp.tanh(history @ a["square"]), a["capsules"])
@@ -198,7 +200,7 @@ def comirec(a):
 
 
 @_model(0.6, 0.8)
-def pooled_history(a):
+def pooled_history(a: Arrays) -> Any:
     """Sum, maximum and mean of the history, which leave padding out."""
     history, item, mask = _history(a)
     mask = mask[..., None]
@@ -209,7 +211,7 @@ def pooled_history(a):
 
 
 @_model(0.4, 0.1)
-def mmoe(a):
+def mmoe(a: Arrays) -> Any:
     """Experts of user and candidate, with gates by user."""
     user = a["user"][INDEX]
     x = jnp.concatenate([user, a["cand"]], axis=-1)
@@ -218,7 +220,7 @@ def mmoe(a):
 
 
 @_model(0.4, 0.2)
-def ple(a):
+def ple(a: Arrays) -> Any:
     """Experts of two tasks and shared experts, with gates of user and candidate."""
     x = jnp.concatenate([a["user"][INDEX], a["cand"]], axis=-1)
     own = [jax.nn.relu(x @ w) for w in a["experts"][:2]]
@@ -231,7 +233,7 @@ def ple(a):
 
 
 @_model(0.7, 0.4)
-def lhuc(a):
+def lhuc(a: Arrays) -> Any:
     """Hidden units scaled by the user."""
     user = a["user"][INDEX]
     x = jnp.concatenate([user, a["cand"]], axis=-1) * (2 * jax.nn.sigmoid(user @ a["gate"]))
@@ -240,7 +242,7 @@ def lhuc(a):
 
 
 @_model(0.1, 0.15)
-def ppnet(a):
+def ppnet(a: Arrays) -> Any:
     """Gates of user and candidate, whose gradient stops at the candidate."""
     user = a["user"][INDEX]
     x = jnp.concatenate([user, a["cand"]], axis=-1)
@@ -251,7 +253,7 @@ def ppnet(a):
 
 
 @_model(0.5, 0.1)
-def fibinet(a):
+def fibinet(a: Arrays) -> Any:
     """Fields scaled by squeeze and excitation, and their bilinear products."""
     x = jnp.concatenate([a["user_fields"][INDEX], a["cand_fields"]], axis=1)
     gates = jax.nn.relu(x.mean(-1) @ a["gates"][0][: 2 * F] @ a["gates"][1][:4].repeat(2, axis=1))
@@ -261,14 +263,14 @@ def fibinet(a):
 
 
 @_model(0.0, 0.5)
-def fm(a):
+def fm(a: Arrays) -> Any:
     """Products of all pairs of fields, by sums."""
     x = jnp.concatenate([a["user_fields"][INDEX], a["cand_fields"]], axis=1)
     return 0.5 * (x.sum(1) ** 2 - (x**2).sum(1)).sum(-1)
 
 
 @_model(0.6, 0.0)
-def two_tower(a):
+def two_tower(a: Arrays) -> Any:
     """In-batch negatives, without those of the same user."""
     user, item = (jax.nn.relu(x @ a["square"]) @ a["wide"] for x in (a["user"][INDEX], a["cand"]))
     user, item = (x / jnp.linalg.norm(x + 1e-3, axis=-1, keepdims=True) for x in (user, item))
@@ -278,11 +280,11 @@ def two_tower(a):
 
 
 @_model(0.4, 0.3)
-def rolled_negatives(a):
+def rolled_negatives(a: Arrays) -> Any:
     """Every candidate beside the candidates of the rows before it."""
     user = a["user"][INDEX]
 
-    def score(user, cand):
+    def score(user: Any, cand: Any) -> Any:
         return jax.nn.relu(jnp.concatenate([user, cand], axis=-1) @ a["first"]) @ a["score"]
 
     both = [score(user, a["cand"]), score(jnp.roll(user, 1, axis=0), a["cand"])]
@@ -290,7 +292,7 @@ def rolled_negatives(a):
 
 
 @_model(0.6, 0.4)
-def reranked(a):
+def reranked(a: Arrays) -> Any:
     """The best half by a two-tower score, ranked by a network."""
     user = a["user"][INDEX]
     coarse = ((user @ a["square"]) * a["cand"]).sum(-1)
