@@ -4,9 +4,10 @@
     python tools/mutate_rewrite.py sign bounds  # mutants whose names contain a word
     python tools/mutate_rewrite.py --list       # checks that every mutant can be applied
 
-Each mutant of `rewrite_mutants.py` and `rewrite_layout_mutants.py` names the few tests that should
-fail with it; if these pass, the tests in `WIDE` run. A mutant is caught if a test fails that passes
-without it, and survives if all tests pass. Each mutant is applied in a temporary copy of the tree.
+Each mutant of `rewrite_mutants.py`, `rewrite_layout_mutants.py` and `rewrite_choice_mutants.py`
+names the few tests that should fail with it; if these pass, the tests in `WIDE` run. A mutant is
+caught if a test fails that passes without it, and survives if all tests pass. Each mutant is
+applied in a temporary copy of the tree.
 The exit status is 1 if a mutant survives or cannot be applied.
 """
 
@@ -23,6 +24,7 @@ import sys
 import tempfile
 import time
 
+from rewrite_choice_mutants import CHOICE_MUTANTS
 from rewrite_layout_mutants import LAYOUT_MUTANTS
 from rewrite_mutants import MUTANTS, Mutant
 
@@ -114,7 +116,7 @@ def main() -> int:
         "--narrow", action="store_true", help="run only the tests that mutants name"
     )
     options = parser.parse_args()
-    mutants = (*MUTANTS, *LAYOUT_MUTANTS)
+    mutants = (*MUTANTS, *LAYOUT_MUTANTS, *CHOICE_MUTANTS)
     chosen = [m for m in mutants if not options.words or any(w in m.name for w in options.words)]
 
     def applies(mutant: Mutant) -> tuple[bool, str]:

@@ -147,7 +147,7 @@ MUTANTS = (
     Mutant(
         "sum of other exponentials accepted",
         "scores.py",
-        "return x.root is y.root and all(",
+        "return _same_root(x.root, y.root) and all(",
         "return all(",
         decisions("sum of other exponentials"),
     ),
@@ -190,8 +190,8 @@ MUTANTS = (
     Mutant(
         "inverted mask not inverted",
         "scores.py",
-        "fill = dataclasses.replace(fill, kept=base if keeps else ~base, lengths=lengths)",
-        "fill = dataclasses.replace(fill, kept=base, lengths=lengths)",
+        "fill, kept=base if keeps else ~base, lengths=lengths, source=fill.source or source",
+        "fill, kept=base, lengths=lengths, source=fill.source or source",
         decisions("mask that leaves out what others keep"),
     ),
     Mutant(
@@ -232,7 +232,7 @@ MUTANTS = (
     Mutant(
         "NaN of a row without keys removed",
         "masks.py",
-        "return jnp.where(operands.of_user(empty)[..., None, None], _nan_of(operands, empty), out)",
+        "return jnp.where(operands.of_user(nan)[..., None, None], _nan_of(operands, nan), out)",
         "return out",
         decisions("no keys"),
     ),

@@ -26,6 +26,7 @@ from ikbo_jax.rewrite import (
     masks,
     pointwise,
     staged,
+    weights,
 )
 from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.lineage import Lazy, has_lineage, is_plain, origins_of, spread_axes
@@ -167,9 +168,13 @@ def _dot(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
             raise NotCovered("attention is not recognised: its product sets a precision")
         return block_attention.product(ctx, eqn, lhs, rhs, scores, pointwise.call)
     activation = None
-    if scores.stage == "curve" and scores.curve is not None:
-        activation = activations.match(scores.curve)
-    if scores.stage != "probabilities" and activation is None:
+    changed: weights.Weights | None = scores.weights if scores.stage == "weighted" else None
+    unchanged = scores if changed is None else changed.of
+    if unchanged.stage == "curve" and unchanged.curve is not None:
+        activation = activations.match(unchanged.curve)
+    elif unchanged.stage == "logits" and not unchanged.root.fills:
+        activation = activations.Match("identity", unchanged.root.scale, 1.0, True)
+    if unchanged.stage != "probabilities" and activation is None:
         raise NotCovered(f"attention is not recognised: product with its {scores.stage}")
     if activation is not None and not activation.same_slope:
         if ctx.differentiated:
@@ -214,7 +219,9 @@ def _dot(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
         if jnp.finfo(x.dtype).eps < jnp.finfo(dtype).eps:
             raise NotCovered(f"attention is not recognised: {x.dtype} values of {dtype} logits")
     base = base.astype(dtype)
-    if activation is None:
+    if changed is not None:
+        out = weights.attend(ctx, changed, base, activation)
+    elif activation is None:
         out = masks.attend(ctx, scores, base)
     else:
         name, scale, output_scale, _ = activation
@@ -236,6 +243,7 @@ def _dot(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
     out = staged.transpose(out, [have.index(label) for label in real])
     out = out.reshape(eqn.outvars[0].aval.shape)
     origins = origins_of(root.key, value) | root.mask_origins
+    origins |= changed.origins if changed is not None else frozenset()
     op = "attention" if activation is None else "gdpa"
     ctx.recorder.saved(eqn, origins, op, True)
     return out.astype(eqn.outvars[0].aval.dtype)

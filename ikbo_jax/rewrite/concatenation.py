@@ -7,7 +7,7 @@ from typing import Any
 
 from jax import lax
 
-from ikbo_jax.rewrite import facts, lineage, staged
+from ikbo_jax.rewrite import facts, lineage, reselect, staged
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.lineage import (
     Concat,
@@ -46,7 +46,7 @@ def concatenated(ctx: Context, eqn: Any, operands: Any, axis: int, shape: tuple[
     for x in operands:
         parts += x.parts if isinstance(x, Concat) and x.axis == axis else (x,)
     if any(has_lineage(x) and x.axis == axis for x in parts):
-        raise NotCovered("concatenation along the looked-up axis")
+        return reselect.concatenated(ctx, eqn, parts, axis, shape)
     parts = lineage.aligned(parts)
     value_lineage, user_axis, differ = common_lineage(parts)
     one_lineage = value_lineage is not None and not differ

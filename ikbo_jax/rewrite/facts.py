@@ -132,6 +132,37 @@ def is_true(ctx: Any, value: Any) -> bool:
     return bool(np.all(np.asarray(value)))
 
 
+def source_of_mask(ctx: Any, mask: Any, names: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The value that a mask is computed from by casts and new dimensions, with names of dimensions.
+
+    Masks with one source and the same names are equal. `names` are those of the mask's dimensions.
+    """
+    names = list(names)
+    while (produced := ctx.producer(mask)) is not None and produced[1]:
+        eqn, (first, *rest) = produced
+        shape, name = np.shape(first) if is_plain(first) else first.shape, eqn.primitive.name
+        if name == "broadcast_in_dim" and not rest:
+            names = [names[d] for d in eqn.params["broadcast_dimensions"]]
+        elif name in ("reshape", "squeeze"):
+            sizes = eqn.outvars[0].aval.shape
+            if [n for n in shape if n != 1] != [n for n in sizes if n != 1]:
+                break
+            kept = iter([name for name, n in zip(names, sizes, strict=True) if n != 1])
+            names = [next(kept) if n != 1 else None for n in shape]
+        elif name != "convert_element_type" or getattr(first, "dtype", None) != np.bool_:
+            break
+        mask = first
+    shape = np.shape(mask) if is_plain(mask) else mask.shape
+    return mask, tuple(name if n != 1 else None for name, n in zip(names, shape, strict=True))
+
+
+def same_source(first: Any, second: Any) -> bool:
+    """Whether two masks have one source; False if the source of one is None."""
+    if first is None or second is None:
+        return False
+    return first[0] is second[0] and first[1] == second[1]
+
+
 def counts_up(ctx: Any, value: Any, size: int) -> bool:
     """Whether an array holds 0, 1, ..., size - 1 along one dimension."""
     if np.size(base_of(value)) != size:

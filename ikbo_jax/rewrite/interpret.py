@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+from jax import lax
 from jax.extend import core
 
 from ikbo_jax.rewrite import staged
@@ -98,7 +99,18 @@ class Context:
 
     def build(self, value: Any) -> jax.Array:
         """The array that a value represents, computed once per scope. Records nothing."""
-        return value if is_plain(value) else self.scope.array(value, lambda: value.build(self))
+        return value if is_plain(value) else self.scope.array(value, lambda: self._built(value))
+
+    def _built(self, value: Any) -> jax.Array:
+        """The array of a deferred value; of a mask that is cast, the cast of the looked-up mask.
+
+        XLA turns a product with the cast of a mask into a select, by which 0 hides NaN. It sees no
+        such cast in a lookup of numbers.
+        """
+        mask = self.provenance.cast_mask(value)
+        if mask is None or is_plain(mask):
+            return value.build(self)
+        return lax.convert_element_type(self.build(mask), value.dtype)
 
     def materialise(
         self, eqn: core.JaxprEqn | None, value: Any, reason: str, *, copied: bool = True

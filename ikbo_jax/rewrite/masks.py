@@ -59,6 +59,7 @@ class _Operands(NamedTuple):
       value: [users, keys, heads, width].
       users: [batch] int32, the user of every row of queries.
       scale: the factor of the logits.
+      nan_is_zero: whether rows whose logits are NaN or infinite are 0.
     """
 
     query: jax.Array
@@ -66,6 +67,7 @@ class _Operands(NamedTuple):
     value: jax.Array
     users: jax.Array
     scale: float
+    nan_is_zero: bool = False
 
     @classmethod
     def of(cls, root: Logits, value: jax.Array) -> _Operands:
@@ -100,6 +102,11 @@ class _Operands(NamedTuple):
         return staged.reshape(out, staged.shape_of(self.query))
 
     def attend(self, lengths: jax.Array | None = None) -> jax.Array:
+        if self.nan_is_zero:
+            if lengths is None:
+                lengths = jnp.full(self.key.shape[0], self.key.shape[1], jnp.int32)
+            found, lse = self.attend_with_lse(lengths)
+            return jnp.where(jnp.isfinite(lse)[..., None], found, jnp.zeros((), found.dtype))
         out = attention(*self[:4], scale=self.scale, key_value_seq_lengths=lengths)
         assert not isinstance(out, tuple)
         return out
@@ -129,23 +136,62 @@ def _merged_rows(x: Any) -> Any:
     return staged.reshape(x, (batch * rows, *rest))
 
 
-def attend(ctx: Context, scores: Scores, value: jax.Array) -> jax.Array:
+def attend(
+    ctx: Context,
+    scores: Scores,
+    value: jax.Array,
+    zero: jax.Array | None = None,
+    nan_is_zero: bool = False,
+) -> jax.Array:
     """The attention of `scores` to values [users, keys, *heads, width].
 
-    Its shape is [batch, *queries, *heads, width].
+    Its shape is [batch, *queries, *heads, width]. Rows of the users `zero`, whose values must be 0,
+    are 0, also if their attention weights are NaN; with `nan_is_zero`, all such rows are.
     """
     root = scores.root
-    operands = _Operands.of(root, value)
+    operands = _Operands.of(root, value)._replace(nan_is_zero=nan_is_zero)
     if any(fill.value > _MASKS for fill in root.fills):
         raise NotCovered(f"attention is not recognised: masked logits are {root.fills[0].value:g}")
     fills = [_as_exponentiated(fill, scores) for fill in root.fills]
     if not fills:
         out = operands.attend()
     elif fills[0].added is not None:
+        if nan_is_zero or zero is not None and fills[0].value == -math.inf:
+            raise NotCovered("attention is not recognised: weights that are NaN become 0")
         out = _added(ctx, operands, fills[0])
     else:
-        out = _replaced(operands, fills)
+        out = _replaced(operands, fills, zero)
     return _with_dims(root, out)
+
+
+def renormalised(
+    root: Logits,
+    value: jax.Array,
+    kept: jax.Array,
+    divided: tuple[str, float],
+    probabilities: bool,
+) -> jax.Array:
+    """`attend` to the `kept` [users, keys] keys, with weights over their sum and a number.
+
+    Args:
+      root: logits without other masks.
+      value: [users, keys, *heads, width].
+      kept: which keys have a weight.
+      divided: see `weights.Weights`; its number is above 0.
+      probabilities: whether the weights are probabilities of all keys, or exponentials.
+    """
+    operands = _Operands.of(root, value)
+    lengths = jnp.sum(kept, axis=1, dtype=jnp.int32)
+    out, lse = operands.ordered(kept).attend_with_lse(lengths)
+    total = lse
+    if probabilities:
+        _, rest = operands.ordered(~kept).attend_with_lse(kept.shape[1] - lengths)
+        total = -jax.nn.softplus(rest - lse)
+    how, number = divided
+    total = total - jnp.float32(math.log(number))
+    share = jax.nn.sigmoid(total) if how == "add" else jnp.exp(jnp.minimum(total, 0))
+    weighted = out.astype(jnp.float32) * share[..., None]
+    return _with_dims(root, weighted.astype(out.dtype))
 
 
 def attend_activated(
@@ -177,7 +223,7 @@ def _as_exponentiated(fill: Fill, scores: Scores) -> Fill:
 # Masks by `where`.
 
 
-def _replaced(operands: _Operands, fills: list[Fill]) -> jax.Array:
+def _replaced(operands: _Operands, fills: list[Fill], zero: jax.Array | None) -> jax.Array:
     kept, lengths = _all_kept(fills)
     by_length = len(fills) == 1 and fills[0].lengths is not None
     ordered = operands if by_length else operands.ordered(kept)
@@ -185,15 +231,21 @@ def _replaced(operands: _Operands, fills: list[Fill]) -> jax.Array:
     empty = lengths == 0
     if values == {-math.inf}:
         out = ordered.attend(lengths)
-        return jnp.where(operands.of_user(empty)[..., None, None], _nan_of(operands, empty), out)
+        if operands.nan_is_zero:
+            return out
+        nan = empty if zero is None else empty & ~zero
+        return jnp.where(operands.of_user(nan)[..., None, None], _nan_of(operands, nan), out)
     if len(values) == 1 and -math.inf < min(values) <= _UNREACHABLE:
         return _uniform_where(ordered, empty, lengths)
+    if operands.nan_is_zero:
+        raise NotCovered("attention is not recognised: weights that are NaN become 0")
     out, lse = ordered.attend_with_lse(lengths)
     rest, rest_lse = _masked_part(operands, fills)
     merged, _ = merge_attention(out, lse, operands.of_user(rest), operands.of_user(rest_lse))
     if -math.inf not in values:
         return merged
     nothing = jnp.all(_infinite(fills), axis=1)
+    nothing = nothing if zero is None else nothing & ~zero
     return jnp.where(operands.of_user(nothing)[..., None, None], _nan_of(operands, nothing), merged)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 
 
@@ -53,6 +55,13 @@ class Provenance:
             if hidden is not None and (names is None or hidden[1] in names):
                 provenance.asked_hidden.add(id(value))
         return None
+
+    def cast_mask(self, value: Any) -> Any:
+        """The booleans that a value of floating-point numbers is the cast of; None for others."""
+        produced = self.visible_producer(value, ("convert_element_type",))
+        if produced is None or getattr(produced[1][0], "dtype", None) != np.bool_:
+            return None
+        return produced[1][0] if jnp.issubdtype(value.dtype, jnp.floating) else None
 
     def primitive(self, value: Any) -> str:
         """The primitive that computes a value, also if its producing equation is hidden.

@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from ikbo_jax.rewrite import facts, lineage, loops, placing, positions
+from ikbo_jax.rewrite import facts, lineage, loops, placing, positions, reselect
 from ikbo_jax.rewrite.calls import exported
 from ikbo_jax.rewrite.forms import skeleton, unpack_all
 from ikbo_jax.rewrite.interpret import Context, shape_of
@@ -95,8 +95,10 @@ def _rev(ctx: Context, eqn: Any, x: Any) -> Any:
     if is_plain(x):
         return ctx.bind(eqn, x)
     if x.axis in along:
-        raise NotCovered("rev along the looked-up axis")
-    base = ctx.bind(eqn, x.base)
+        count = x.shape[x.axis]
+        x = reselect.rows(ctx, eqn, x, ("rev",), count, lambda index: lax.rev(index, (0,)))
+        along.remove(x.axis)
+    base = ctx.bind(eqn, x.base, dimensions=tuple(along)) if along else x.base
     return at_user_batch(ctx, eqn, base, x.shape, x.lineage, x.axis, x.origins)
 
 
@@ -113,10 +115,24 @@ def _pad(ctx: Context, eqn: Any, x: Any, padding_value: Any) -> Any:
         return ctx.bind(eqn, x, padding_value)
     padded = [d for d, amounts in enumerate(config) if amounts != (0, 0, 0)]
     if x.axis in padded:
-        raise NotCovered("pad of the looked-up axis")
+        return _pad_rows(ctx, eqn, x, padding_value, config)
     x = spread_axes(x, padded)
     base = ctx.bind(eqn, x.base, padding_value)
     return at_user_batch(ctx, eqn, base, shape, x.lineage, x.axis, x.origins)
+
+
+def _pad_rows(ctx: Context, eqn: Any, x: Lazy, number: Any, config: list[Any]) -> Any:
+    """Padding of the looked-up axis: a concatenation with rows of numbers."""
+    axis, shape = x.axis, list(x.shape)
+    low, high, between = config[axis]
+    if low < 0 or high < 0 or between or any(any(c) for d, c in enumerate(config) if d != axis):
+        raise NotCovered("pad that cuts or spaces the looked-up axis, or pads several axes")
+    row = lax.broadcast(number, (1,) * len(shape))
+    parts = [x]
+    for at, size in ((0, low), (2, high)):
+        if size:
+            parts.insert(at, Lazy(row, (*shape[:axis], size, *shape[axis + 1 :])))
+    return reselect.concatenated(ctx, eqn, parts, axis, eqn.outvars[0].aval.shape)
 
 
 def _pad_concat(
@@ -212,7 +228,14 @@ def _dynamic_slice(ctx: Context, eqn: Any, x: Any, *starts: Any) -> Any:
     if isinstance(x, Concat):
         return _slice_at_constants(ctx, eqn, x, sizes, starts)
     if has_lineage(x) and sizes[x.axis] != x.shape[x.axis]:
-        raise NotCovered("dynamic_slice of the looked-up axis")
+        axis, size = x.axis, sizes[x.axis]
+
+        def choose(index: Any) -> Any:
+            return lax.dynamic_slice(index, (starts[axis],), (size,))
+
+        x = reselect.rows(ctx, eqn, x, ("dynamic", starts[axis], size), size, choose)
+        if is_plain(x):
+            return ctx.bind(eqn, x, *starts)
     sizes = [min(n, m) for n, m in zip(sizes, x.base.shape, strict=True)]
     if has_lineage(x):
         sizes[x.axis] = x.base.shape[x.axis]

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from ikbo_jax.rewrite import lineage, staged
+from ikbo_jax.rewrite import lineage, reselect, staged
 from ikbo_jax.rewrite.equations import grows
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.lineage import (
@@ -65,7 +65,25 @@ def common_lineage(operands: Any) -> tuple[Lineage | None, int, bool]:
 
 def elementwise(ctx: Context, eqn: Any, *operands: Any) -> Any:
     """Runs at the smaller batch if all operands belong to it; otherwise looks rows up in place."""
+    if eqn.primitive.name == "mul":
+        eqn, operands = _with_mask(ctx, eqn, operands)
     return elementwise_to(ctx, eqn, eqn.outvars[0].aval.shape, operands)
+
+
+def _with_mask(ctx: Context, eqn: Any, operands: Any) -> tuple[Any, Any]:
+    """A product with the cast of a mask of the result's shape, as the select that XLA makes of it.
+
+    XLA would not recognise it at the smaller batch, where the mask may be broadcast. A product with
+    0 is NaN for infinity and NaN, which the select hides.
+    """
+    shape, dtype = eqn.outvars[0].aval.shape, eqn.outvars[0].aval.dtype
+    for x, cast, v in zip(operands, operands[::-1], eqn.invars[::-1], strict=True):
+        mask = ctx.provenance.cast_mask(cast)
+        if mask is None or v.aval.shape != shape or shape_of(x) != shape:
+            continue
+        zero = lazy(lax.full((1,) * len(shape), 0, dtype), shape, None, -1, frozenset())
+        return eqn.replace(primitive=lax.select_n_p, params={}), (mask, zero, x)
+    return eqn, operands
 
 
 def elementwise_to(ctx: Context, eqn: Any, shape: tuple[int, ...], operands: Any) -> Any:
@@ -321,12 +339,22 @@ def _slice(ctx: Context, eqn: Any, x: Any) -> Any:
     if isinstance(x, Concat):
         return _slice_concat(ctx, eqn, x, starts, stops, strides)
     if x.axis >= 0 and not whole[x.axis]:
-        raise NotCovered("slice of the looked-up axis")
+        axis = x.axis
+        x = reselect.sliced(ctx, eqn, x, starts[axis], stops[axis], strides[axis])
+        starts[axis], stops[axis], strides[axis] = 0, x.shape[axis], 1
+        if is_plain(x):
+            rest = (tuple(stops), max(strides)) != (x.shape, 1) or any(starts)
+            return lax.slice(x, starts, stops, strides) if rest else x
     shape = [-(-(b - a) // s) for a, b, s in zip(starts, stops, strides, strict=True)]
     for d, n in enumerate(x.base.shape):
         if n == 1 or d == x.axis:
             starts[d], stops[d], strides[d] = 0, n, 1
-    base = staged.slice_of(x.base, starts, stops, strides)
+    bounds = zip(starts, stops, x.base.shape, strict=True)
+    cut = any(stop - start != n for start, stop, n in bounds)
+    # Slices that cut only the looked-up axis share one base.
+    base = x.base
+    if cut or max(strides) > 1:
+        base = staged.slice_of(x.base, starts, stops, strides)
     return lazy(base, tuple(shape), x.lineage, x.axis, x.origins)
 
 
@@ -355,8 +383,6 @@ def _slice_concat(ctx: Context, eqn: Any, x: Concat, starts: Any, stops: Any, st
 @register_rule("split")
 def _split(ctx: Context, eqn: Any, x: Any) -> Any:
     axis, start, pieces = eqn.params["axis"], 0, []
-    if has_lineage(x) and x.axis == axis:
-        raise NotCovered("split of the looked-up axis")
     for size in eqn.params["sizes"]:
         if isinstance(x, Concat):
             ends = list(x.shape)
@@ -364,6 +390,8 @@ def _split(ctx: Context, eqn: Any, x: Any) -> Any:
             begin[axis], ends[axis] = start, start + size
             params = {"start_indices": begin, "limit_indices": ends, "strides": None}
             pieces.append(_slice(ctx, eqn.replace(params=params), x))
+        elif has_lineage(x) and x.axis == axis:
+            pieces.append(reselect.sliced(ctx, eqn, x, start, start + size))
         else:
             pieces.append(lineage.slice_along(x, start, start + size, axis))
         start += size

@@ -6,6 +6,7 @@ Every primitive that occurs in a softmax has a rule here, which maps `Scores` to
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -39,6 +40,7 @@ class Fill:
       value: the number that replaces masked logits, or is added to them, as the softmax sees it.
       added: the dtype of the addition; None if `where` put the number in.
       after: the factor by which the sum was multiplied after the addition.
+      source: see `facts.source_of_mask`; None if the mask hides what is True.
     """
 
     kept: jax.Array
@@ -46,6 +48,7 @@ class Fill:
     value: float
     added: Any = None
     after: float = 1.0
+    source: Any = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -83,13 +86,20 @@ class Scores(Deferred):
     Attributes:
       root: the logits that it is computed from.
       stage: "logits", "max", "shifted", "exp", "sum", "probabilities"; or "curve", not part of a
-        softmax, but possibly an activation; or, if the root is `Blocks`, "elementwise".
+        softmax, but possibly an activation; or, if the root is `Blocks`, "elementwise"; or a stage
+        of `weights`.
       labels: the label of every dimension.
       run: computes the value as the program is written.
       curve: the value as an elementwise function of query · key; None if unknown.
       shifted: whether the maximum was subtracted before the exponential.
       equation: the product of the logits, if their root is `Blocks`.
       made: the producing equation and its operands; None for a product.
+      weights: how probabilities or a curve were changed, as `weights.Weights`; None if they were
+        not.
+      floor: ("add", e) for a sum plus e; ("max", e) for the larger of a sum and e.
+      sum_of_one: whether the exponentials of every row with kept keys have a sum of at least 1.
+      emptied: "select" or "product", by what exponentials of rows without kept keys become 0
+        instead of NaN; "" if nothing does it.
     """
 
     root: Logits
@@ -102,6 +112,10 @@ class Scores(Deferred):
     shifted: bool = False
     equation: Any = None
     made: Any = None
+    weights: Any = None
+    floor: tuple[str, float] | None = None
+    sum_of_one: bool = False
+    emptied: str = ""
 
     is_computed = True
 
@@ -241,7 +255,7 @@ def _scaled(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
     """Scores times a number or divided by one; exponentials divided by their sum."""
     divides = eqn.primitive.name == "div"
     if isinstance(x, Scores) and isinstance(y, Scores):
-        if divides and (x.stage, y.stage) == ("exp", "sum") and _belong(x, y):
+        if divides and (x.stage, y.stage) == ("exp", "sum") and belong(x, y):
             return x.then(eqn, [x, y], stage="probabilities")
         raise NotCovered("attention is not recognised: its scores are combined with scores")
     scores, other = (x, y) if isinstance(x, Scores) else (y, x)
@@ -259,16 +273,29 @@ def _scaled(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
 
 def _subtracted(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
     both = isinstance(x, Scores) and isinstance(y, Scores)
-    if both and _belong(x, y) and (x.stage, y.stage) == ("logits", "max"):
+    if both and belong(x, y) and (x.stage, y.stage) == ("logits", "max"):
         return x.then(eqn, [x, y], stage="shifted", shifted=True)
     raise NotCovered("attention is not recognised: something is subtracted from its scores")
 
 
-def _belong(x: Scores, y: Scores) -> bool:
+def belong(x: Scores, y: Scores) -> bool:
     """Whether y, reduced over the keys, has the root of x and broadcasts to its dimensions."""
-    return x.root is y.root and all(
+    return _same_root(x.root, y.root) and all(
         a == b or a[0] == ONE or (a[0] == KEY and b[0] == ONE)
         for a, b in zip(x.labels, y.labels, strict=True)
+    )
+
+
+def _same_root(x: Any, y: Any) -> bool:
+    """Whether two scores have one root, or one product with equal masks."""
+    if x is y or not isinstance(x, Logits) or not isinstance(y, Logits):
+        return x is y
+    same = x.query is y.query and x.key is y.key and x.scale == y.scale
+    return same and all(
+        a is b
+        or facts.same_source(a.source, b.source)
+        and (a.value, a.added, a.after) == (b.value, b.added, b.after)
+        for a, b in itertools.zip_longest(x.fills, y.fills, fillvalue=Fill(None, None, 0.0))  # type: ignore[arg-type]
     )
 
 
@@ -339,7 +366,7 @@ def _selected(ctx: Context, eqn: Any, which: Any, *cases: Any) -> Any:
         raise NotCovered(f"attention is not recognised: its {scores.stage} are masked by a value")
     if any(x.added is not None for x in scores.root.fills):
         raise NotCovered("attention is not recognised: one mask is added, another put in by where")
-    root = _masked(ctx, scores, which, keeps, Fill(None, None, fill))  # type: ignore[arg-type]
+    root = masked(ctx, scores, which, keeps, Fill(None, None, fill))  # type: ignore[arg-type]
     return scores.then(eqn, [which, *cases], root=root)
 
 
@@ -357,12 +384,12 @@ def _added(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
         kept = _is_zero(ctx, bias)
         fill = Fill(None, None, fills[0], eqn.outvars[0].aval.dtype)
         if kept is not None:
-            return scores.then(eqn, [x, y], root=_masked(ctx, scores, kept, True, fill))
+            return scores.then(eqn, [x, y], root=masked(ctx, scores, kept, True, fill))
     if not isinstance(bias, Lazy) or len(fills) != 1 or scores.root.fills or fills[0] > 0:
         raise NotCovered("attention is not recognised: a bias is added to its logits")
     kept = dataclasses.replace(bias, base=bias.base == 0)
     fill = Fill(None, None, fills[0], eqn.outvars[0].aval.dtype)  # type: ignore[arg-type]
-    return scores.then(eqn, [x, y], root=_masked(ctx, scores, kept, True, fill))
+    return scores.then(eqn, [x, y], root=masked(ctx, scores, kept, True, fill))
 
 
 def _is_zero(ctx: Context, bias: Any) -> Any:
@@ -377,7 +404,7 @@ def _is_zero(ctx: Context, bias: Any) -> Any:
     return which if same and constant(ctx, kept) == 0 else None
 
 
-def _masked(ctx: Context, scores: Scores, mask: Any, keeps: bool, fill: Fill) -> Any:
+def masked(ctx: Context, scores: Scores, mask: Any, keeps: bool, fill: Fill) -> Any:
     """The logits with one more mask: `fill`, whose `kept` and `lengths` this function sets."""
     root = scores.root
     if not isinstance(root, Logits):
@@ -402,7 +429,10 @@ def _masked(ctx: Context, scores: Scores, mask: Any, keeps: bool, fill: Fill) ->
         last = min(keys, int(jnp.iinfo(lengths.dtype).max))
         bounds = np.array([0, last], lengths.dtype)
         lengths = jnp.clip(lengths, *bounds).astype(jnp.int32)
-    fill = dataclasses.replace(fill, kept=base if keeps else ~base, lengths=lengths)
+    source = facts.source_of_mask(ctx, mask, scores.labels) if keeps else None
+    fill = dataclasses.replace(
+        fill, kept=base if keeps else ~base, lengths=lengths, source=fill.source or source
+    )
     origins = root.mask_origins | mask.origins
     return dataclasses.replace(root, fills=(*root.fills, fill), mask_origins=origins)
 

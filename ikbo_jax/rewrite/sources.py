@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ikbo_jax.rewrite import facts, lineage, placing, positions, staged
+from ikbo_jax.rewrite import facts, lineage, placing, positions, reselect, staged
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.lineage import (
     Concat,
@@ -45,6 +45,8 @@ def gather(ctx: Context, eqn: Any, operand: Any, indices: Any) -> Any:
         return _gather_of_parts(ctx, eqn, operand, indices)
     if has_lineage(indices):
         return _gather_by_lazy_indices(ctx, eqn, operand, indices, eqn.outvars[0].aval.shape)
+    if has_lineage(operand) and operand.axis in numbers.operand_batching_dims:
+        return _gather_in_own_rows(ctx, eqn, operand, indices)
     if has_lineage(operand) and operand.axis not in numbers.start_index_map:
         return _gather_of_features(ctx, eqn, operand, indices)
     return _gather_rows_or_bind(ctx, eqn, operand, indices, eqn.outvars[0].aval.shape)
@@ -93,6 +95,9 @@ def _gather_rows_or_bind(
         if len(axes) == 1 and axes[0] in numbers.start_index_map and sizes[axes[0]] == 1:
             (axis,) = axes
             count, rows = shape_of(indices)[0], shape[axis]
+            if has_lineage(operand) and operand.axis == axis:
+                # A shuffle of looked-up rows is a lookup again.
+                rows = operand.lineage.users
             is_larger = lineage.is_at_least(count, rows + 1) and lineage.is_at_least(rows, 1)
             if is_larger and not _is_lookup_of(operand, fixed):
                 _check_no_other_column_fills(ctx, eqn, indices, {axis, *fixed})
@@ -214,11 +219,23 @@ def looked_up(
         return _replaced(row, above, rows + 1)
 
     differs = drops or not _takes_every_row(root, column, rows)
-    if differs and not ctx.differentiated and jnp.issubdtype(operand.dtype, jnp.inexact):
+    if differs and not ctx.differentiated:
+        # Integers have no gradient, but an embedding of ids has one, and unused rows have ids.
         ctx.gradient_differs()
     exact = differs and ctx.differentiated
     if not fills and not exact:
         return operand, ctx.scope.lineage(("rows", root, column), rows, batch, nearest)
+    if has_lineage(operand) and not lineage.is_at_least(batch, rows + 1):
+
+        def ends(last: list[jax.Array]) -> list[jax.Array]:
+            if fills:
+                return [_fill_row(eqn, operand, axis)] * 2
+            return list(map(lax.stop_gradient, last)) if drops else last
+
+        row = nearest() if proven else outside()
+        return reselect.again(
+            ctx, operand, (root, column, int(fills)), row, None if proven else ends, exact
+        )
     if has_lineage(operand):
         # The operand is materialised at its own batch, which is smaller than the result's.
         operand = ctx.build(operand)
@@ -228,7 +245,7 @@ def looked_up(
         plain = None if exact else ctx.scope.lineage(("rows", root, column), rows, batch, nearest)
         fine = ctx.scope.lineage(("outside", root, column), rows + 2, batch, outside, plain)
         operand = _with_rows_outside(eqn, operand, axis, fills, drops)
-    return (_without_unused(operand, fine, axis) if exact else operand), fine
+    return (reselect.without_unused(operand, fine, axis) if exact else operand), fine
 
 
 def _replaced(index: Any, where: Any, row: int) -> Any:
@@ -257,27 +274,6 @@ def _takes_every_row(root: Any, column: int, rows: int) -> bool:
         return False
     index = np.asarray(root)
     return len(np.unique(index if index.ndim == 1 else index[:, column])) == rows
-
-
-def _without_unused(operand: Any, fine: Lineage, axis: int) -> Any:
-    """The operand with every row that no index takes replaced by a row that is taken.
-
-    The original never computes with an unused row, but the rewritten program does, at the smaller
-    batch. If the result is infinity or NaN, as for a norm of padding, its gradient of 0 would turn
-    the gradient of every weight into NaN.
-    """
-    used = jnp.zeros(fine.users, jnp.bool_).at[fine.index].set(True, mode="promise_in_bounds")
-    base = base_of(operand)
-    if jnp.issubdtype(base.dtype, jnp.inexact):
-        # The gradient of a selection is one. That of a lookup would be a scatter, by atomic
-        # operations, in bfloat16.
-        row = lax.stop_gradient(staged.take_rows(base, fine.index[:1], axis))
-        used = used.reshape([-1 if d == axis else 1 for d in range(base.ndim)])
-        base = jnp.where(used, base, row)
-    else:
-        rows = jnp.where(used, jnp.arange(fine.users, dtype=jnp.int32), fine.index[0])
-        base = staged.take_rows(base, rows, axis)
-    return base if is_plain(operand) else dataclasses.replace(operand, base=base)
 
 
 def _largest(index: Any) -> int:
@@ -376,6 +372,42 @@ def _gather_by_lazy_indices(
     return at_user_batch(ctx, eqn, base, shape, indices.lineage, axis, indices.origins)
 
 
+def _gather_in_own_rows(ctx: Context, eqn: Any, operand: Lazy, indices: Any) -> Any:
+    """`take_along_axis` in looked-up rows at a candidate's positions, as of retrieved items.
+
+    The positions become pairs of a user and a position, by which the users' rows are looked up.
+    """
+    numbers, sizes = eqn.params["dimension_numbers"], list(eqn.params["slice_sizes"])
+    axis, batching = operand.axis, list(numbers.operand_batching_dims)
+    dim = int(numbers.start_indices_batching_dims[batching.index(axis)])
+    assert operand.lineage is not None
+    indices = ctx.build(indices)
+    if not jnp.issubdtype(indices.dtype, jnp.signedinteger):
+        raise NotCovered("gather at unsigned positions of looked-up rows")
+    if operand.lineage.users - 1 > _largest(indices):
+        raise NotCovered("gather at positions of fewer bits than users")
+    column = lax.convert_element_type(operand.lineage.index, indices.dtype)
+    column = lax.broadcast_in_dim(column, (*indices.shape[:-1], 1), (dim,))
+    kept = [n for n, d in enumerate(batching) if d != axis]
+    numbers = numbers._replace(
+        collapsed_slice_dims=tuple(sorted((*numbers.collapsed_slice_dims, axis))),
+        start_index_map=(axis, *numbers.start_index_map),
+        operand_batching_dims=tuple(batching[n] for n in kept),
+        start_indices_batching_dims=tuple(numbers.start_indices_batching_dims[n] for n in kept),
+    )
+    operand = spread_axes(operand, range(len(operand.shape)))
+    ctx.recorder.saved(eqn, operand.origins, "lookup of pairs", True)
+    return ctx.bind(
+        eqn,
+        operand.base,
+        lax.concatenate([column, indices], indices.ndim - 1),
+        dimension_numbers=numbers,
+        slice_sizes=tuple(sizes),
+        indices_are_sorted=False,
+        unique_indices=False,
+    )
+
+
 def _gather_of_features(ctx: Context, eqn: Any, operand: Lazy, indices: Any) -> Any:
     """A gather along another axis than the looked-up axis, which every slice takes whole."""
     numbers, sizes = eqn.params["dimension_numbers"], list(eqn.params["slice_sizes"])
@@ -447,7 +479,7 @@ def _tile(ctx: Context, eqn: Any, operand: Any) -> Any:
     (axis,) = repeated
     seen = shape_of(operand)
     if has_lineage(operand) and operand.axis == axis:
-        raise NotCovered("tile along the looked-up axis")
+        return reselect.concatenated(ctx, eqn, [operand] * reps[axis], axis, shape)
     what = f"{lineage.text(operand, seen)} tiled -> {lineage.text(operand, shape)}"
     if seen[axis] == 1:
         found = ctx.recorder.found(eqn, what, False)

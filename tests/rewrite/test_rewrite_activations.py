@@ -129,7 +129,6 @@ OTHERS = [
     attention(jax.nn.sigmoid),
     attention(jnp.tanh),
     attention(jax.nn.elu),
-    attention(lambda x: x),
     attention(lambda x: jax.nn.gelu(x + 0.1)),
     attention(lambda x: jax.nn.relu(x.astype(jnp.int32).astype(x.dtype))),
     gate_by_other_scores,

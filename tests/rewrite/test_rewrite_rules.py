@@ -204,16 +204,16 @@ REFUSED = {
         "sort of a value whose looked-up axis is merged by a reshape",
     ),
     "split": (lambda x: x.reshape(2, -1, D), "the looked-up axis is merged or split by a reshape"),
-    "cut": (lambda x: x[2:], "slice of the looked-up axis"),
-    "reversed": (lambda x: x[::-1], "rev along the looked-up axis"),
     "cumulative": (lambda x: jnp.cumsum(x, axis=0), "cumsum along the looked-up axis"),
-    "padded": (lambda x: jnp.pad(x, ((1, 0), (0, 0))), "pad of the looked-up axis"),
-    "stacked": (lambda x: jnp.concatenate([x, x]), "concatenation along the looked-up axis"),
-    "scanned": (lambda x: lax.scan(lambda c, r: (c + r, c), W[0], x)[1], "scan over"),
-    "dynamic": (
-        lambda x: lax.dynamic_slice(x, (IDS[0, 0], 0), (3, D)),
-        "dynamic_slice of the looked-up axis",
+    "padded": (
+        lambda x: lax.pad(x, 0.0, ((-1, 0, 0), (0, 0, 0))),
+        "pad that cuts or spaces the looked-up axis",
     ),
+    "stacked": (
+        lambda x: jnp.concatenate([x, CAND[:, :1] * W[:1]]),
+        "concatenation along the looked-up axis",
+    ),
+    "scanned": (lambda x: lax.scan(lambda c, r: (c + r, c), W[0], x)[1], "scan over"),
     "loop": (
         lambda x: lax.fori_loop(0, IDS[0, 0], lambda _, x: x + x[::-1], x),
         "carried through a while loop whose body returns it in another form",

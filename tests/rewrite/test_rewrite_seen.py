@@ -276,6 +276,40 @@ def test_relatives_of_softmax(cases) -> None:
     assert_same(cases)
 
 
+# Attention weights that are changed after the softmax or the activation.
+
+CHANGED = [
+    "mix(softmax(jnp.where(M, L(q), -inf)) * M.astype(q.dtype))",
+    "mix(softmax(jnp.where(M, L(q), -1e9)) * M.astype(q.dtype))",
+    "mix(jnp.where(M, softmax(jnp.where(M, L(q), -inf)), 0))",
+    "mix(jnp.where(~M, 0, softmax(jnp.where(M, L(q), -1e9))))",
+    "mix(jnp.where(C, softmax(jnp.where(M, L(q), -1e9)), 0))",
+    "mix(jnp.nan_to_num(softmax(jnp.where(M, L(q), -inf))))",
+    "mix(jnp.nan_to_num(softmax(L(q))))",
+    "mix(softmax(L(q)) * jnp.linspace(0, 2, S).astype(q.dtype))",
+    "mix(softmax(L(q)) * M.astype(q.dtype) / N.astype(q.dtype))",
+    "mix((lambda p: p / (p.sum(-1, keepdims=True) + 1e-3))(jnp.where(M, softmax(L(q)), 0)))",
+    "mix((lambda p: p / p.sum(-1, keepdims=True))(jnp.where(M, softmax(L(q)), 0)))",
+    "mix((lambda e: e / (e.sum(-1, keepdims=True) + 0.1))(jnp.where(M, jnp.exp(L(q)), 0)))",
+    "mix((lambda e: e / jnp.maximum(e.sum(-1, keepdims=True), 0.1))(jnp.exp(L(q))))",
+    "mix(nn.softmax(L(q), axis=-1, where=M))",
+    "mix(jnp.exp(nn.log_softmax(jnp.where(M, L(q), -1e9), axis=-1)))",
+    "mix(jnp.exp(L(q) - nn.logsumexp(L(q), axis=-1, keepdims=True)))",
+    "mix(jnp.where(M, nn.relu(L(q)), 0))",
+    "mix(nn.silu(L(q)) * M.astype(q.dtype))",
+    "mix(L(q) * M.astype(q.dtype))",
+    "mix(jnp.where(M, L(q), 0))",
+    "mix(stop(softmax(L(q)) * M.astype(q.dtype)))",
+    "mix(softmax(L(q)) * stop(nn.sigmoid(L(q))))",
+    "mix(with_slope(lambda x: x, 2.0)(softmax(L(q)) * M.astype(q.dtype)))",
+]
+
+
+@some_at_once("cases", every(CHANGED, F32) + every(CHANGED[::2], BF16 + F16), 10, short)
+def test_changed_weights(cases) -> None:
+    assert_same(cases)
+
+
 # 5: indices out of bounds.
 
 

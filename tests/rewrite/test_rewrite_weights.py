@@ -1,0 +1,332 @@
+"""Attention weights that a model changes after the softmax: masks, NaN, sums, logarithms."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import problems
+import pytest
+from rewrite_basics import both, report_of
+
+import ikbo_jax as ikbo
+
+# As many users as keys, so that a mask and its transpose have one shape.
+B, U, S, N, H = 192, 8, 8, 2, 8
+D = N * H
+RNG = np.random.default_rng(0)
+INDEX = jnp.asarray(problems.ragged_index(RNG, U, B, "unsorted"))
+#: A user without kept keys, who has candidates.
+EMPTY = int(INDEX[0])
+
+
+@pytest.fixture(autouse=True)
+def masks_may_be_multiplied_as_people_do():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def random(*shape):
+    return problems.random_array(RNG, shape, "float32") / 2
+
+
+def bits(*shape):
+    return jnp.asarray(RNG.integers(0, 2, shape), bool)
+
+
+CAND, HISTORY = random(B, D), random(U, S, D)
+KEPT, OTHER = (bits(U, S).at[EMPTY].set(False) for _ in range(2))
+OTHER = OTHER.at[EMPTY, 1].set(True)
+OF_CANDIDATES, BY_HEAD, ROW = bits(B, S), bits(U, N, 1, S), bits(S)
+AGE = jnp.asarray(RNG.uniform(0.1, 2, (U, S)), jnp.float32)
+LENGTHS = jnp.asarray(RNG.integers(1, S + 1, U), jnp.int32)
+
+
+def kept():
+    return KEPT[INDEX]
+
+
+def other():
+    return OTHER[INDEX]
+
+
+def softmax(x):
+    return jax.nn.softmax(x, axis=-1)
+
+
+def infinite(x):
+    return jnp.where(kept(), x, -jnp.inf)
+
+
+def finite(x):
+    return jnp.where(kept(), x, -1e9)
+
+
+def over_sum(weights, eps):
+    return weights / (weights.sum(-1, keepdims=True) + eps)
+
+
+def shifted(x):
+    return jnp.exp(x - x.max(-1, keepdims=True))
+
+
+def guarded(x):
+    largest = x.max(-1, keepdims=True)
+    return jnp.exp(x - jnp.where(jnp.isfinite(largest), largest, 0))
+
+
+def lse(x):
+    return jax.scipy.special.logsumexp(x, axis=-1, keepdims=True)
+
+
+#: Functions of logits that the op computes.
+BY_THE_OP = {
+    "masked again": lambda x: softmax(infinite(x)) * kept(),
+    "masked again by numbers": lambda x: softmax(infinite(x)) * kept().astype(jnp.float32),
+    "masked again after -1e9": lambda x: softmax(finite(x)) * kept(),
+    "selected": lambda x: jnp.where(kept(), softmax(infinite(x)), 0),
+    "selected after -1e9": lambda x: jnp.where(kept(), softmax(finite(x)), 0),
+    "hidden": lambda x: jnp.where(~kept(), 0, softmax(finite(x))),
+    "selected by users with keys": lambda x: jnp.where(
+        kept().any(-1, keepdims=True), softmax(infinite(x)), 0
+    ),
+    "another mask": lambda x: softmax(infinite(x)) * other(),
+    "another mask selects": lambda x: jnp.where(other(), softmax(infinite(x)), 0),
+    "the inverted mask": lambda x: softmax(infinite(x)) * ~kept(),
+    "two masks": lambda x: jnp.where(kept(), jnp.where(other(), softmax(infinite(x)), 0), 0),
+    "only after the softmax": lambda x: softmax(x) * kept(),
+    "added and masked again": lambda x: softmax(x + jnp.where(kept(), 0, -1e9)) * kept(),
+    "nan_to_num": lambda x: jnp.nan_to_num(softmax(infinite(x))),
+    "nan_to_num of masked": lambda x: jnp.nan_to_num(softmax(infinite(x)) * kept()),
+    "where isnan": lambda x: (lambda p: jnp.where(jnp.isnan(p), 0, p))(softmax(infinite(x))),
+    "scaled": lambda x: softmax(finite(x)) * 2 / 3,
+    "by age": lambda x: softmax(finite(x)) * AGE[INDEX],
+    "by age, masked, over a length": lambda x: (
+        softmax(infinite(x)) * kept() * AGE[INDEX] / LENGTHS[INDEX][:, None]
+    ),
+    "by position": lambda x: softmax(x) * jnp.linspace(0, 1, S)[None],
+    "masked over its sum": lambda x: over_sum(softmax(finite(x)) * kept(), 1e-9),
+    "masked over its sum and a half": lambda x: over_sum(softmax(finite(x)) * kept(), 0.5),
+    "masked over its sum alone": lambda x: over_sum(softmax(x) * kept(), 0),
+    "masked twice over its sum alone": lambda x: over_sum(softmax(finite(x)) * kept(), 0),
+    "exponentials": lambda x: over_sum(jnp.exp(x) * kept(), 0.5),
+    "exponentials over at least a half": lambda x: (lambda e: (
+        e / jnp.maximum(e.sum(-1, keepdims=True), 0.5)
+    ))(jnp.exp(x) * kept()),
+    "exponentials selected": lambda x: over_sum(jnp.where(kept(), jnp.exp(x), 0), 0),
+    "shifted, -1e9, masked": lambda x: over_sum(shifted(finite(x)) * kept(), 1e-9),
+    "shifted, -inf, selected": lambda x: over_sum(
+        jnp.where(kept(), shifted(infinite(x)), 0), 1e-9
+    ),
+    "guarded maximum": lambda x: over_sum(guarded(infinite(x)), 1e-9),
+    "guarded maximum, sum alone": lambda x: over_sum(guarded(infinite(x)), 0),
+    "softmax of some": lambda x: jax.nn.softmax(x, axis=-1, where=kept()),
+    "log_softmax": lambda x: jnp.exp(jax.nn.log_softmax(finite(x), axis=-1)),
+    "log_softmax of some": lambda x: jnp.exp(jax.nn.log_softmax(x, axis=-1, where=kept())),
+    "less logsumexp": lambda x: jnp.exp(infinite(x) - lse(infinite(x))) * kept(),
+    "relu, selected": lambda x: jnp.where(kept(), jax.nn.relu(x), 0),
+    "silu by age over a length": lambda x: (
+        3 * jax.nn.silu(x) * AGE[INDEX] * kept() / LENGTHS[INDEX][:, None]
+    ),
+    "linear, masked": lambda x: x * kept() / S,
+}  # fmt: skip
+
+#: Functions that another attention would compute; they stay as written.
+AS_WRITTEN = {
+    "mask of candidates": lambda x: softmax(finite(x)) * OF_CANDIDATES,
+    "candidates select": lambda x: jnp.where(OF_CANDIDATES, softmax(finite(x)), 0),
+    "1 instead of 0": lambda x: jnp.where(kept(), softmax(finite(x)), 1.0),
+    "5 instead of NaN": lambda x: jnp.nan_to_num(softmax(infinite(x)), nan=5.0),
+    "another mask over its sum": lambda x: over_sum(softmax(finite(x)) * other(), 1e-9),
+    "the transposed mask over its sum": lambda x: over_sum(
+        softmax(finite(x)) * KEPT.T[INDEX], 1e-9
+    ),
+    "users for keys over their sum": lambda x: over_sum(
+        softmax(jnp.where(ROW[INDEX][:, None], x, -1e9)) * ROW[None], 1e-9
+    ),
+    "the inverted mask over its sum": lambda x: over_sum(softmax(finite(x)) * ~kept(), 1e-9),
+    "over another sum": lambda x: (
+        softmax(x) * kept() / ((softmax(x) * other()).sum(-1, keepdims=True) + 1e-9)
+    ),
+    "age over its sum": lambda x: over_sum(softmax(finite(x)) * AGE[INDEX], 1e-9),
+    "a number added to an unknown sum": lambda x: over_sum(shifted(x) * kept(), 1e-3),
+    "a small number added to an unknown sum": lambda x: over_sum(shifted(x) * kept(), 1e-9),
+    "a large number added": lambda x: over_sum(shifted(finite(x)), 0.5),
+    "another mask of exponentials": lambda x: over_sum(shifted(infinite(x)) * other(), 1e-9),
+    "something added": lambda x: softmax(x) * kept() + 0.1,
+    "stopped": lambda x: jax.lax.stop_gradient(softmax(x) * kept()),
+    "squared": lambda x: (softmax(x) * kept()) ** 2,
+    "logarithm doubled": lambda x: jnp.exp(jax.nn.log_softmax(x, axis=-1) * 2),
+    "less another logsumexp": lambda x: jnp.exp(x - lse(infinite(x))),
+    "less another logsumexp, masked": lambda x: jnp.exp(x - lse(finite(x))) * kept(),
+    "relu over its sum": lambda x: over_sum(jax.nn.relu(x) * kept(), 1e-3),
+    "logits, masked, softmax": lambda x: softmax(x * kept()),
+}  # fmt: skip
+
+
+def pooled(weights):
+    def fn(cand, history):
+        logits = jnp.einsum("bd,bsd->bs", cand, history[INDEX]) / 2
+        return jnp.einsum("bs,bsd->bd", weights(logits), history[INDEX])
+
+    return fn
+
+
+def check(fn, *args):
+    """Values and gradients agree, and are NaN at the same places."""
+
+    def gradients(fn, *args):
+        return jax.grad(lambda *args: jnp.sin(fn(*args)).sum(), argnums=(0, 1))(*args)
+
+    @jax.jit
+    def of_both(*args):
+        return [gradients(f, *args) for f in (ikbo.rewrite(fn), fn)]
+
+    for rewritten, original in (both(fn, *args), of_both(*args)):
+        for x, y in zip(jax.tree.leaves(rewritten), jax.tree.leaves(original), strict=True):
+            largest = np.nanmax(np.abs(y), initial=1e-6)
+            np.testing.assert_allclose(x / largest, y / largest, rtol=1e-5, atol=1e-5)
+
+
+def by_the_op(fn, *args) -> bool:
+    text = str(ikbo.explain(ikbo.rewrite(fn), *args))
+    return "attention: B=" in text or "gdpa: " in text
+
+
+@pytest.mark.parametrize("name", BY_THE_OP)
+def test_changed_weights_attend_by_the_op(name):
+    fn = pooled(BY_THE_OP[name])
+    check(fn, CAND, HISTORY)
+    report = report_of(fn, CAND, HISTORY)
+    assert report.changed, report
+    assert report.bytes_saved > 0.85 * report.costs.original.nbytes
+    assert by_the_op(fn, CAND, HISTORY)
+
+
+@pytest.mark.parametrize("name", AS_WRITTEN)
+def test_weights_of_another_attention_stay_as_written(name):
+    fn = pooled(AS_WRITTEN[name])
+    check(fn, CAND, HISTORY)
+    assert not by_the_op(fn, CAND, HISTORY)
+
+
+def of_heads(weights):
+    def fn(cand, history):
+        query, key = cand.reshape(B, 1, N, H), history[INDEX].reshape(B, S, N, H)
+        logits = jnp.einsum("bqnh,bknh->bnqk", query, key) / 2
+        return jnp.einsum("bnqk,bknh->bqnh", weights(logits), key)
+
+    return fn
+
+
+def kept_by_heads():
+    return kept()[:, None, None]
+
+
+PER_HEAD = jnp.asarray([0.5, 2.0])[None, :, None, None]
+HEADS = {
+    "masked again": lambda x: (
+        softmax(jnp.where(kept_by_heads(), x, -jnp.inf)) * kept_by_heads() * PER_HEAD
+    ),
+    "exponentials over a sum": lambda x: over_sum(
+        jnp.where(jnp.broadcast_to(kept_by_heads(), x.shape), jnp.exp(x), 0), 0
+    ),
+    "masked by head": lambda x: jnp.where(BY_HEAD[INDEX], softmax(x), 0),
+    "softmax of some": lambda x: jax.nn.softmax(x, axis=-1, where=kept_by_heads()),
+    "exponentials": lambda x: over_sum(jnp.exp(x) * kept_by_heads(), 0.3),
+    "relu": lambda x: jnp.where(kept_by_heads(), jax.nn.relu(x), 0) * PER_HEAD,
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_changed_weights_of_heads(name):
+    fn = of_heads(HEADS[name])
+    check(fn, CAND, HISTORY)
+    assert by_the_op(fn, CAND, HISTORY)
+
+
+def test_a_product_with_a_broadcast_mask_over_its_sum_alone_stays_as_written():
+    """A user without keys has NaN gradients, which a select would stop."""
+    fn = of_heads(lambda x: over_sum(jnp.exp(x) * kept_by_heads(), 0))
+    check(fn, CAND, HISTORY)
+    assert not by_the_op(fn, CAND, HISTORY)
+
+
+def test_masks_by_head_of_a_softmax_that_may_be_nan_stay_as_written():
+    fn = of_heads(
+        lambda x: jnp.where(BY_HEAD[INDEX], softmax(jnp.where(kept_by_heads(), x, -jnp.inf)), 0)
+    )
+    check(fn, CAND, HISTORY)
+    assert not by_the_op(fn, CAND, HISTORY)
+
+
+def test_probabilities_of_all_keys_over_the_sum_of_some():
+    """Two attentions, which projections at user batch pay for."""
+
+    def fn(cand, history):
+        key = jnp.tanh(history[INDEX] @ W) @ W
+        logits = jnp.einsum("bd,bsd->bs", cand, key)
+        return jnp.einsum("bs,bsd->bd", over_sum(softmax(logits) * kept(), 0.2), key)
+
+    check(fn, CAND, HISTORY)
+    assert by_the_op(fn, CAND, HISTORY)
+
+
+W = random(D, D)
+
+
+def test_nan_of_a_hidden_key_stays_hidden():
+    """Padding may be NaN where an activation and a select hide it."""
+    history = HISTORY.at[1, 2].set(jnp.nan)
+    shown = jnp.ones((U, S), bool).at[1, 2].set(False)
+
+    def fn(cand, history):
+        mask, values = shown[INDEX], jnp.nan_to_num(history)[INDEX]
+        weights = jax.nn.relu(jnp.einsum("bd,bsd->bs", cand, history[INDEX]))
+        return jnp.einsum("bs,bsd->bd", jnp.where(mask, weights, 0), values)
+
+    rewritten, original = both(fn, CAND, history)
+    assert not jnp.isnan(original).any()
+    np.testing.assert_allclose(rewritten, original, atol=1e-5)
+    assert by_the_op(fn, CAND, history)
+
+
+NAN = {
+    "softmax": lambda x, mask: (softmax(infinite(x)) * mask) ** 2,
+    "infinity": lambda x, mask: jnp.exp(x - lse(finite(x))) * mask,
+}
+
+
+@pytest.mark.parametrize("mask", [kept, lambda: kept().astype(jnp.float32)])
+@pytest.mark.parametrize("name", NAN)
+def test_a_product_with_a_cast_mask_hides_nan_as_xla_does(name, mask):
+    """XLA compiles `x * mask` to a select, also in a softmax that stays as it is written."""
+    fn = pooled(lambda x: NAN[name](x, mask()))
+    original = jax.jit(fn)(CAND, HISTORY)
+    rewritten = jax.jit(ikbo.rewrite(fn))(CAND, HISTORY)
+    assert not jnp.isnan(original).any()
+    np.testing.assert_allclose(rewritten, original, atol=1e-5)
+    assert report_of(fn, CAND, HISTORY).changed
+
+
+def test_a_product_with_a_cast_mask_at_user_batch_hides_nan():
+    def fn(cand, history):
+        rows = history[INDEX]
+        return jnp.log(rows - 5).mean(-1) * kept() + cand[:, :1]
+
+    original, rewritten = jax.jit(fn)(CAND, HISTORY), jax.jit(ikbo.rewrite(fn))(CAND, HISTORY)
+    np.testing.assert_array_equal(jnp.isnan(original), jnp.isnan(rewritten))
+
+
+def test_a_sum_with_a_mask_pools_at_user_batch():
+    def fn(cand, history):
+        rows, mask = history[INDEX], kept()[..., None]
+        total = jnp.sum(rows, axis=1, where=mask) / jnp.maximum(mask.sum(1), 1)
+        largest = jnp.max(rows, axis=1, where=mask, initial=-10.0)
+        mean = jnp.nan_to_num(jnp.mean(rows, axis=1, where=mask))
+        return jnp.concatenate([total, largest, mean], -1) @ jnp.tile(W, (3, 1)) + cand
+
+    check(fn, CAND, HISTORY)
+    report = report_of(fn, CAND, HISTORY)
+    assert report.bytes_saved > 0.85 * report.costs.original.nbytes
+    assert report.flops_saved > 0.9 * report.costs.original.flops

@@ -1,0 +1,300 @@
+"""Small ranking models from their published descriptions, with users copied at the first layer.
+
+Every model takes a dictionary of arrays. Its users are looked up by `INDEX`, its candidates by
+`ITEMS`; padding of a history is the id 0, and one user has an empty history.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import problems
+
+B, U, S, D, V, F = 192, 6, 8, 16, 40, 4  # candidates, users, history, width, items, fields
+_RNG = np.random.default_rng(0)
+INDEX = jnp.asarray(problems.ragged_index(_RNG, U, B, "unsorted"))
+ITEMS = jnp.asarray(_RNG.integers(1, V, B), jnp.int32)
+_LENGTHS = _RNG.integers(1, S + 1, U)
+_LENGTHS[int(INDEX[0])] = 0
+HISTORY = jnp.asarray(
+    np.where(np.arange(S) < _LENGTHS[:, None], _RNG.integers(1, V, (U, S)), 0), jnp.int32
+)
+#: Arrays by name.
+Arrays = dict[str, jax.Array]
+PAIRS = np.triu_indices(2 * F, 1)
+
+
+def _random(*shape: int) -> jax.Array:
+    return problems.random_array(_RNG, shape, "float32") / max(shape[0], 4) ** 0.5
+
+
+def arrays() -> Arrays:
+    """The arrays of all models, by name."""
+    return {
+        "items": _random(V, D) * 2,
+        "user": _random(U, D) * 2,
+        "cand": _random(B, D) * 4,
+        "user_fields": _random(U, F, D) * 2,
+        "cand_fields": _random(B, F, D) * 4,
+        "unit": _random(4 * D, D),
+        "score": _random(D, 1),
+        "square": _random(D, D),
+        "wide": _random(D, 3 * D),
+        "first": _random(2 * D, D),
+        "gates": _random(3, D, 4),
+        "experts": _random(4, 2 * D, D) / 4,
+        "gate": _random(D, 2 * D),
+        "co_action": _random(D, 4 * D + 4),
+        "capsules": _random(D, 3),
+    }
+
+
+class Ranking(NamedTuple):
+    """A model, and what its rewrite must save.
+
+    Attributes:
+      fn: the model.
+      flops: the share of the FLOPs of its products.
+      nbytes: the share of the bytes that it moves.
+    """
+
+    fn: Callable[[Arrays], Any]
+    flops: float
+    nbytes: float
+
+
+MODELS: dict[str, Ranking] = {}
+
+
+def _model(flops: float, nbytes: float) -> Callable[[Callable], Callable]:
+    def add(fn: Callable) -> Callable:
+        MODELS[fn.__name__] = Ranking(fn, flops, nbytes)
+        return fn
+
+    return add
+
+
+def _history(a: Arrays) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The history [B, S, D], the candidate's item [B, D] and the mask [B, S]."""
+    ids = HISTORY[INDEX]
+    return a["items"][ids], a["items"][ITEMS], ids > 0
+
+
+def _softmax(x: jax.Array) -> jax.Array:
+    return jax.nn.softmax(x, axis=-1)
+
+
+@_model(0.6, 0.4)
+def din(a: Arrays) -> Any:
+    """The activation unit, without a softmax."""
+    history, item, mask = _history(a)
+    query = jnp.broadcast_to(item[:, None], history.shape)
+    x = jnp.concatenate([query, history, query - history, query * history], axis=-1)
+    weights = (jax.nn.sigmoid(x @ a["unit"]) @ a["score"])[..., 0]
+    return jnp.einsum("bs,bsd->bd", jnp.where(mask, weights, 0), history) @ a["square"]
+
+
+@_model(0.4, 0.3)
+def dien(a: Arrays) -> Any:
+    """A GRU over the history, then a GRU whose update gate attention scales."""
+    history, item, mask = _history(a)
+    w, u = a["wide"], a["wide"] / 2
+
+    def cell(h: Any, x: Any, keep: Any, attention: Any = None) -> Any:
+        update, reset = jnp.split(jax.nn.sigmoid(x @ w[:, : 2 * D] + h @ u[:, : 2 * D]), 2, -1)
+        update = update if attention is None else update * attention[:, None]
+        new = jnp.tanh(x @ w[:, 2 * D :] + (reset * h) @ u[:, 2 * D :])
+        return jnp.where(keep[:, None], (1 - update) * h + update * new, h)
+
+    def step(h: Any, x: Any) -> Any:
+        h = cell(h, *x)
+        return h, h
+
+    inputs = jnp.swapaxes(history, 0, 1), mask.T
+    _, states = jax.lax.scan(step, jnp.zeros((B, D)), inputs)
+    logits = jnp.einsum("sbd,bd->bs", states @ a["square"], item)
+    weights = _softmax(jnp.where(mask, logits, -1e9))
+    last, _ = jax.lax.scan(
+        lambda h, x: (cell(h, *x), None), jnp.zeros((B, D)), (states, mask.T, weights.T)
+    )
+    return last
+
+
+@_model(0.5, 0.35)
+def sim(a: Arrays) -> Any:
+    """Attention to the items of the candidate's category, at most four."""
+    history, item, mask = _history(a)
+    same = (HISTORY % 5)[INDEX] == (ITEMS % 5)[:, None]
+    rank, at = jax.lax.top_k(jnp.where(same & mask, jnp.arange(S)[None], -1), 4)
+    found = jnp.take_along_axis(history, at[..., None], axis=1)
+    logits = jnp.einsum("bkd,bd->bk", found, item @ a["square"])
+    weights = _softmax(jnp.where(rank >= 0, logits, -1e9)) * (rank >= 0)
+    return jnp.einsum("bk,bkd->bd", weights, found)
+
+
+@_model(0.25, 0.35)
+def eta(a: Arrays) -> Any:
+    """Attention to the items of the nearest hashes."""
+    history, item, _ = _history(a)
+    hashes = (history @ a["capsules"]) > 0
+    differing = (hashes != ((item @ a["capsules"]) > 0)[:, None]).sum(-1)
+    at = jax.lax.top_k(-differing, 4)[1]
+    found = jnp.take_along_axis(history, at[..., None], axis=1)
+    weights = _softmax(jnp.einsum("bkd,bd->bk", found @ a["square"], item))
+    return jnp.einsum("bk,bkd->bd", weights, found)
+
+
+@_model(0.85, 0.7)
+def target_attention(a: Arrays) -> Any:
+    """Attention with heads, whose mask is applied again after the softmax."""
+    history, item, mask = _history(a)
+
+    def heads(x: Any) -> Any:
+        return x.reshape(B, -1, 2, D // 2).transpose(0, 2, 1, 3)
+
+    query, key, value = heads(item @ a["square"]), *map(heads, (history @ a["square"], history))
+    logits = query @ key.swapaxes(-1, -2) / 4
+    mask = mask[:, None, None]
+    weights = jnp.where(mask, _softmax(jnp.where(mask, logits, -jnp.inf)), 0)
+    return (weights @ value).transpose(0, 2, 1, 3).reshape(B, D)
+
+
+@_model(0.85, 0.8)
+def hstu(a: Arrays) -> Any:
+    """Attention by silu, masked and divided by the length."""
+    history, item, mask = _history(a)
+    logits = jnp.einsum("bsd,bd->bs", history @ a["square"], item @ a["square"])
+    weights = jax.nn.silu(logits) * mask / S
+    return jnp.einsum("bs,bsd->bd", weights, history @ a["wide"][:, :D])
+
+
+@_model(0.9, 0.7)
+def mind(a: Arrays) -> Any:
+    """Interests by dynamic routing, then an attention to them."""
+    history, item, mask = _history(a)
+    history, mask = history @ a["square"], mask[:, None]
+    logits = jnp.arange(3, dtype=jnp.float32)[None, :, None] * jnp.full((B, 1, S), 0.1)
+    for _ in range(2):
+        weights = jnp.where(mask, jax.nn.softmax(jnp.where(mask, logits, -1e9), axis=1), 0)
+        interests = jnp.einsum("bks,bsd->bkd", weights, history)
+        square = (interests**2).sum(-1, keepdims=True)
+        interests = square / (1 + square) * interests / jnp.sqrt(square + 1e-6)
+        logits = logits + jnp.einsum("bkd,bsd->bks", interests, jax.lax.stop_gradient(history))
+    weights = _softmax(jnp.einsum("bkd,bd->bk", interests, item) ** 2)
+    return jnp.einsum("bk,bkd->bd", weights, interests)
+
+
+@_model(0.9, 0.7)
+def comirec(a: Arrays) -> Any:
+    """Interests by attention, of which the candidate takes the nearest."""
+    history, item, mask = _history(a)
+    logits = jnp.einsum("bsd,dk->bks", jnp.tanh(history @ a["square"]), a["capsules"])
+    weights = _softmax(jnp.where(mask[:, None], logits, -1e9))
+    interests = jnp.einsum("bks,bsd->bkd", weights, history)
+    best = jnp.argmax(jnp.einsum("bkd,bd->bk", interests, item), axis=-1)
+    return jnp.take_along_axis(interests, best[:, None, None], axis=1)[:, 0]
+
+
+@_model(0.6, 0.8)
+def pooled_history(a: Arrays) -> Any:
+    """Sum, maximum and mean of the history, which leave padding out."""
+    history, item, mask = _history(a)
+    mask = mask[..., None]
+    total = jnp.sum(history, axis=1, where=mask) / jnp.clip(mask.sum(1), 1)
+    largest = jnp.max(history, axis=1, where=mask, initial=-9.0)
+    mean = jnp.nan_to_num(jnp.mean(history, axis=1, where=mask))
+    return jnp.concatenate([total, largest, mean, item], axis=-1) @ a["unit"]
+
+
+@_model(0.4, 0.1)
+def mmoe(a: Arrays) -> Any:
+    """Experts of user and candidate, with gates by user."""
+    user = a["user"][INDEX]
+    x = jnp.concatenate([user, a["cand"]], axis=-1)
+    experts = jax.nn.relu(jnp.einsum("bd,edh->beh", x, a["experts"]))
+    return [jnp.einsum("be,beh->bh", _softmax(user @ w), experts) for w in a["gates"]]
+
+
+@_model(0.4, 0.2)
+def ple(a: Arrays) -> Any:
+    """Experts of two tasks and shared experts, with gates of user and candidate."""
+    x = jnp.concatenate([a["user"][INDEX], a["cand"]], axis=-1)
+    own = [jax.nn.relu(x @ w) for w in a["experts"][:2]]
+    shared = jax.nn.relu(x @ a["experts"][2])
+    out = []
+    for task, w in enumerate(a["first"].reshape(2, 2 * D, -1)[:, :, :2]):
+        gate = _softmax(x @ w)[..., None]
+        out.append((jnp.stack([own[task], shared], axis=1) * gate).sum(1))
+    return out
+
+
+@_model(0.7, 0.4)
+def lhuc(a: Arrays) -> Any:
+    """Hidden units scaled by the user."""
+    user = a["user"][INDEX]
+    x = jnp.concatenate([user, a["cand"]], axis=-1) * (2 * jax.nn.sigmoid(user @ a["gate"]))
+    x = jax.nn.relu(x @ a["first"]) * (2 * jax.nn.sigmoid(user @ a["square"]))
+    return jax.nn.sigmoid(x @ a["score"])
+
+
+@_model(0.1, 0.15)
+def ppnet(a: Arrays) -> Any:
+    """Gates of user and candidate, whose gradient stops at the candidate."""
+    user = a["user"][INDEX]
+    x = jnp.concatenate([user, a["cand"]], axis=-1)
+    fixed = jnp.concatenate([user, jax.lax.stop_gradient(a["cand"])], axis=-1)
+    gate = jax.nn.relu(fixed @ a["first"])
+    x = jax.nn.relu((x * (2 * jax.nn.sigmoid(gate @ a["gate"]))) @ a["first"])
+    return (x * (2 * jax.nn.sigmoid(gate @ a["square"]))) @ a["score"]
+
+
+@_model(0.5, 0.1)
+def fibinet(a: Arrays) -> Any:
+    """Fields scaled by squeeze and excitation, and their bilinear products."""
+    x = jnp.concatenate([a["user_fields"][INDEX], a["cand_fields"]], axis=1)
+    gates = jax.nn.relu(x.mean(-1) @ a["gates"][0][: 2 * F] @ a["gates"][1][:4].repeat(2, axis=1))
+    first, second = PAIRS
+    out = [(y[:, first] @ a["square"]) * y[:, second] for y in (x, x * gates[..., None])]
+    return jnp.concatenate(out, axis=1).sum(-1)
+
+
+@_model(0.0, 0.5)
+def fm(a: Arrays) -> Any:
+    """Products of all pairs of fields, by sums."""
+    x = jnp.concatenate([a["user_fields"][INDEX], a["cand_fields"]], axis=1)
+    return 0.5 * (x.sum(1) ** 2 - (x**2).sum(1)).sum(-1)
+
+
+@_model(0.6, 0.0)
+def two_tower(a: Arrays) -> Any:
+    """In-batch negatives, without those of the same user."""
+    user, item = (jax.nn.relu(x @ a["square"]) @ a["wide"] for x in (a["user"][INDEX], a["cand"]))
+    user, item = (x / jnp.linalg.norm(x + 1e-3, axis=-1, keepdims=True) for x in (user, item))
+    same = (INDEX[:, None] == INDEX[None]) & ~jnp.eye(B, dtype=bool)
+    logits = jnp.where(same, -1e9, user @ item.T / 0.1)
+    return jax.nn.logsumexp(logits, axis=-1) - jnp.diagonal(logits)
+
+
+@_model(0.4, 0.3)
+def rolled_negatives(a: Arrays) -> Any:
+    """Every candidate beside the candidates of the rows before it."""
+    user = a["user"][INDEX]
+
+    def score(user: Any, cand: Any) -> Any:
+        return jax.nn.relu(jnp.concatenate([user, cand], axis=-1) @ a["first"]) @ a["score"]
+
+    both = [score(user, a["cand"]), score(jnp.roll(user, 1, axis=0), a["cand"])]
+    return jax.nn.softplus(both[1] - both[0])
+
+
+@_model(0.6, 0.4)
+def reranked(a: Arrays) -> Any:
+    """The best half by a two-tower score, ranked by a network."""
+    user = a["user"][INDEX]
+    coarse = ((user @ a["square"]) * a["cand"]).sum(-1)
+    best = jax.lax.top_k(coarse, B // 2)[1]
+    return jax.nn.relu(jnp.concatenate([user[best], a["cand"][best]], axis=-1) @ a["first"])

@@ -1,0 +1,139 @@
+"""Mutants of changed attention weights and of chosen rows, for `tools/mutate_rewrite.py`."""
+
+from __future__ import annotations
+
+from rewrite_mutants import Mutant
+
+_WEIGHTS = "tests/rewrite/test_rewrite_weights.py"
+_RESELECT = "tests/rewrite/test_rewrite_reselect.py"
+
+
+def _attended(*names: str) -> tuple[str, ...]:
+    return tuple(f"{_WEIGHTS}::test_changed_weights_attend_by_the_op[{name}]" for name in names)
+
+
+def _written(*names: str) -> tuple[str, ...]:
+    file = f"{_WEIGHTS}::test_weights_of_another_attention_stay_as_written"
+    return tuple(f"{file}[{name}]" for name in names)
+
+
+def _chosen(*names: str) -> tuple[str, ...]:
+    return tuple(f"{_RESELECT}::test_chosen_rows_are_a_lookup_again[{name}]" for name in names)
+
+
+CHOICE_MUTANTS = (
+    # Attention weights that are changed after the softmax.
+    Mutant(
+        "a product with a broadcast mask hides NaN",
+        "weights.py",
+        "whole = cast is not None and shape_of(other) == at.shape",
+        "whole = cast is not None",
+        (f"{_WEIGHTS}::test_changed_weights_of_heads[masked again]",),
+    ),
+    Mutant(
+        "factor of attention weights dropped",
+        "weights.py",
+        "return out if weights.scale == 1 else",
+        "return out if True else",
+        _attended("scaled", "silu by age over a length"),
+    ),
+    Mutant(
+        "masked rows stay NaN",
+        "weights.py",
+        "zero = ~jnp.any(kept, axis=1)",
+        "zero = None",
+        _attended("selected"),
+    ),
+    Mutant(
+        "a hiding mask keeps",
+        "weights.py",
+        "mask = mask if keeps else Mask(~mask.kept, None)",
+        "mask = mask",
+        _attended("hidden"),
+    ),
+    Mutant(
+        "NaN replaced by any number is 0",
+        "weights.py",
+        'if which.stage == "is nan" and number == 0 and',
+        'if which.stage == "is nan" and',
+        _written("5 instead of NaN"),
+    ),
+    Mutant(
+        "weights over the sum of other weights",
+        "weights.py",
+        "if x.weights is not y.weights or not scores.belong(x, y):",
+        "if not scores.belong(x, y):",
+        _written("over another sum"),
+    ),
+    Mutant(
+        "any number is lost in a sum",
+        "weights.py",
+        'lost = at.sum_of_one and (how == "max" or number <= _NEGLIGIBLE)',
+        "lost = at.sum_of_one",
+        _written("a large number added"),
+    ),
+    Mutant(
+        "a sum of masked exponentials is at least 1",
+        "weights.py",
+        "least = x.sum_of_one and bool(same) and not rest",
+        "least = x.sum_of_one",
+        _written("a small number added to an unknown sum"),
+    ),
+    Mutant(
+        "rows of exponentials without keys are NaN",
+        "weights.py",
+        'return x.then(eqn, operands, emptied="select")\n    if getattr',
+        "return x.then(eqn, operands)\n    if getattr",
+        _attended("shifted, -inf, selected"),
+    ),
+    Mutant(
+        "numbers looked up instead of a mask",
+        "interpret.py",
+        "if mask is None or is_plain(mask):",
+        "if True:",
+        (f"{_WEIGHTS}::test_a_product_with_a_cast_mask_hides_nan_as_xla_does",),
+    ),
+    # Rows that are chosen again.
+    Mutant(
+        "users that are not chosen stay in the gradient",
+        "reselect.py",
+        "return without_unused(chosen, users, x.axis)",
+        "return chosen",
+        (f"{_RESELECT}::test_users_that_are_not_chosen_have_no_effect[sliced]",),
+    ),
+    Mutant(
+        "ids of unused users stay in the gradient",
+        "sources.py",
+        "if differs and not ctx.differentiated:",
+        "if drops and not ctx.differentiated and jnp.issubdtype(operand.dtype, jnp.inexact):",
+        (f"{_RESELECT}::test_ids_of_users_that_are_not_chosen_have_no_effect",),
+    ),
+    Mutant(
+        "gradient of shuffled rows out of bounds kept",
+        "reselect.py",
+        "index = jnp.where(row >= count, size + row - count, index)",
+        "index = index + 0",
+        _chosen("out of bounds"),
+    ),
+    Mutant(
+        "slices of one length are one lookup",
+        "reselect.py",
+        '("slice", start, stop, stride)',
+        '("slice", stop - start, stride)',
+        _chosen("halves"),
+    ),
+    Mutant(
+        "joined lookups in one table",
+        "reselect.py",
+        "pieces.append(found.index + np.int32(starts[slot]))",
+        "pieces.append(found.index)",
+        _chosen("two tables"),
+    ),
+    Mutant(
+        "positions in the first user's rows",
+        "sources.py",
+        "column = lax.convert_element_type(operand.lineage.index, indices.dtype)",
+        "column = lax.convert_element_type(operand.lineage.index * 0, indices.dtype)",
+        (f"{_RESELECT}::test_items_retrieved_by_candidates_are_looked_up_in_users_rows",),
+    ),
+)
