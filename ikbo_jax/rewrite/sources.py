@@ -202,6 +202,7 @@ def looked_up(
     fills = mode == lax.GatherScatterMode.FILL_OR_DROP and not proven
     # `x[index]` takes the nearest row, but adds no gradient to it.
     drops = mode == lax.GatherScatterMode.PROMISE_IN_BOUNDS and not proven
+    plain: Lineage | None = None
 
     def nearest() -> jax.Array:
         if proven:
