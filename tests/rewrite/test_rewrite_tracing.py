@@ -119,11 +119,11 @@ MODELS = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_work_is_linear_in_equations(name: str) -> None:
-    # The first trace fills caches of properties.
-    _, four, eight, sixteen = (
-        calls(ikbo.rewrite(fn), args) for fn, args in map(MODELS[name], (4, 4, 8, 16))
+    four, eight, sixteen = (
+        calls(ikbo.rewrite(fn), args) for fn, args in map(MODELS[name], (4, 8, 16))
     )
-    assert sixteen - eight <= 2.05 * (eight - four)
+    # A scan's length changes nothing, but one that is also a size of the model costs a few calls.
+    assert sixteen - eight <= 2.05 * max(0, eight - four)
 
 
 #: Tracing a rewritten function takes at most this many times the work of tracing the function.
