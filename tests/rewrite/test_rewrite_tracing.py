@@ -6,6 +6,7 @@ A count of calls does not depend on how busy the machine is. It follows the time
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -33,11 +34,15 @@ def calls(fn: Callable[..., Any], args: Any) -> int:
     for counted in (False, True):
         # New functions each time, or JAX would not trace them again. The first time fills caches.
         trace = jax.make_jaxpr(lambda *args: fn(*args))
+        # Callbacks of what the collector finds, perhaps of an earlier test, would be counted.
+        gc.collect()
+        gc.disable()
         sys.setprofile(profile if counted else before)
         try:
             trace(*args)
         finally:
             sys.setprofile(before)
+            gc.enable()
     return count
 
 
