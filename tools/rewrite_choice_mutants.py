@@ -32,14 +32,14 @@ CHOICE_MUTANTS = (
     ),
     Mutant(
         "factor of attention weights dropped",
-        "weights.py",
+        "weighted.py",
         "return out if weights.scale == 1 else",
         "return out if True else",
         _attended("scaled", "silu by age over a length"),
     ),
     Mutant(
         "masked rows stay NaN",
-        "weights.py",
+        "weighted.py",
         "zero = ~jnp.any(kept, axis=1)",
         "zero = None",
         _attended("selected"),
@@ -131,7 +131,7 @@ CHOICE_MUTANTS = (
     ),
     Mutant(
         "positions in the first user's rows",
-        "sources.py",
+        "positions.py",
         "column = lax.convert_element_type(operand.lineage.index, indices.dtype)",
         "column = lax.convert_element_type(operand.lineage.index * 0, indices.dtype)",
         (f"{_RESELECT}::test_items_retrieved_by_candidates_are_looked_up_in_users_rows",),

@@ -163,7 +163,10 @@ MUTANTS = (
         "scores.py",
         'if factor is None or scores.stage != "logits" or (divides and scores is y):',
         "if factor is None or (divides and scores is y):",
-        decisions("scaled probabilities"),
+        (
+            "tests/rewrite/test_rewrite_weights.py"
+            "::test_weights_of_another_attention_stay_as_written[exponentials halved]",
+        ),
     ),
     Mutant(
         "number over logits treated as logits over number",

@@ -24,6 +24,7 @@ from ikbo_jax.rewrite import (  # noqa: F401  These register rules.
     rules,
     shard_map,
     sources,
+    weights,
 )
 from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.lineage import Concat, Lazy, Lineage

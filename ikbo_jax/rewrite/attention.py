@@ -26,7 +26,7 @@ from ikbo_jax.rewrite import (
     masks,
     pointwise,
     staged,
-    weights,
+    weighted,
 )
 from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.lineage import Lazy, has_lineage, is_plain, origins_of, spread_axes
@@ -168,7 +168,7 @@ def _dot(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
             raise NotCovered("attention is not recognised: its product sets a precision")
         return block_attention.product(ctx, eqn, lhs, rhs, scores, pointwise.call)
     activation = None
-    changed: weights.Weights | None = scores.weights if scores.stage == "weighted" else None
+    changed: weighted.Weights | None = scores.weights if scores.stage == "weighted" else None
     unchanged = scores if changed is None else changed.of
     if unchanged.stage == "curve" and unchanged.curve is not None:
         activation = activations.match(unchanged.curve)
@@ -220,7 +220,7 @@ def _dot(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
             raise NotCovered(f"attention is not recognised: {x.dtype} values of {dtype} logits")
     base = base.astype(dtype)
     if changed is not None:
-        out = weights.attend(ctx, changed, base, activation)
+        out = weighted.attend(ctx, changed, base, activation)
     elif activation is None:
         out = masks.attend(ctx, scores, base)
     else:

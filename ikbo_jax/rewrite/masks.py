@@ -177,7 +177,7 @@ def renormalised(
       root: logits without other masks.
       value: [users, keys, *heads, width].
       kept: which keys have a weight.
-      divided: see `weights.Weights`; its number is above 0.
+      divided: see `weighted.Weights`; its number is above 0.
       probabilities: whether the weights are probabilities of all keys, or exponentials.
     """
     operands = _Operands.of(root, value)

@@ -73,6 +73,42 @@ def gather(ctx: Context, eqn: Any, operand: Any, indices: Any, axis: int | None 
     return at_user_batch(ctx, eqn, base, shape, users, out_axis, origins)
 
 
+def gather_of_candidates(ctx: Context, eqn: Any, operand: Lazy, indices: Any) -> Any:
+    """`take_along_axis` in looked-up rows at a candidate's positions, as of retrieved items.
+
+    The positions become pairs of a user and a position, by which the users' rows are looked up.
+    """
+    numbers, sizes = eqn.params["dimension_numbers"], list(eqn.params["slice_sizes"])
+    axis, batching = operand.axis, list(numbers.operand_batching_dims)
+    dim = int(numbers.start_indices_batching_dims[batching.index(axis)])
+    assert operand.lineage is not None
+    indices = ctx.build(indices)
+    if not np.issubdtype(indices.dtype, np.signedinteger):
+        raise NotCovered("gather at unsigned positions of looked-up rows")
+    if operand.lineage.users - 1 > np.iinfo(indices.dtype).max:
+        raise NotCovered("gather at positions of fewer bits than users")
+    column = lax.convert_element_type(operand.lineage.index, indices.dtype)
+    column = lax.broadcast_in_dim(column, (*indices.shape[:-1], 1), (dim,))
+    kept = [n for n, d in enumerate(batching) if d != axis]
+    numbers = numbers._replace(
+        collapsed_slice_dims=tuple(sorted((*numbers.collapsed_slice_dims, axis))),
+        start_index_map=(axis, *numbers.start_index_map),
+        operand_batching_dims=tuple(batching[n] for n in kept),
+        start_indices_batching_dims=tuple(numbers.start_indices_batching_dims[n] for n in kept),
+    )
+    operand = lineage.spread_axes(operand, range(len(operand.shape)))
+    ctx.recorder.saved(eqn, operand.origins, "lookup of pairs", True)
+    return ctx.bind(
+        eqn,
+        operand.base,
+        lax.concatenate([column, indices], indices.ndim - 1),
+        dimension_numbers=numbers,
+        slice_sizes=tuple(sizes),
+        indices_are_sorted=False,
+        unique_indices=False,
+    )
+
+
 def scatter(ctx: Context, eqn: Any, x: Any, indices: Any, updates: Any) -> Any:
     """An update in every row of `x`, at positions that are looked up as the row is."""
     numbers = eqn.params["dimension_numbers"]

@@ -94,7 +94,7 @@ class Scores(Deferred):
       shifted: whether the maximum was subtracted before the exponential.
       equation: the product of the logits, if their root is `Blocks`.
       made: the producing equation and its operands; None for a product.
-      weights: how probabilities or a curve were changed, as `weights.Weights`; None if they were
+      weights: how probabilities or a curve were changed, as `weighted.Weights`; None if they were
         not.
       floor: ("add", e) for a sum plus e; ("max", e) for the larger of a sum and e.
       sum_of_one: whether the exponentials of every row with kept keys have a sum of at least 1.

@@ -46,7 +46,7 @@ def gather(ctx: Context, eqn: Any, operand: Any, indices: Any) -> Any:
     if has_lineage(indices):
         return _gather_by_lazy_indices(ctx, eqn, operand, indices, eqn.outvars[0].aval.shape)
     if has_lineage(operand) and operand.axis in numbers.operand_batching_dims:
-        return _gather_in_own_rows(ctx, eqn, operand, indices)
+        return positions.gather_of_candidates(ctx, eqn, operand, indices)
     if has_lineage(operand) and operand.axis not in numbers.start_index_map:
         return _gather_of_features(ctx, eqn, operand, indices)
     return _gather_rows_or_bind(ctx, eqn, operand, indices, eqn.outvars[0].aval.shape)
@@ -371,42 +371,6 @@ def _gather_by_lazy_indices(
     batch_dims = [d for d in range(len(shape)) if d not in numbers.offset_dims]
     axis = batch_dims[indices.axis] if has_lineage(indices) else -1
     return at_user_batch(ctx, eqn, base, shape, indices.lineage, axis, indices.origins)
-
-
-def _gather_in_own_rows(ctx: Context, eqn: Any, operand: Lazy, indices: Any) -> Any:
-    """`take_along_axis` in looked-up rows at a candidate's positions, as of retrieved items.
-
-    The positions become pairs of a user and a position, by which the users' rows are looked up.
-    """
-    numbers, sizes = eqn.params["dimension_numbers"], list(eqn.params["slice_sizes"])
-    axis, batching = operand.axis, list(numbers.operand_batching_dims)
-    dim = int(numbers.start_indices_batching_dims[batching.index(axis)])
-    assert operand.lineage is not None
-    indices = ctx.build(indices)
-    if not jnp.issubdtype(indices.dtype, jnp.signedinteger):
-        raise NotCovered("gather at unsigned positions of looked-up rows")
-    if operand.lineage.users - 1 > _largest(indices):
-        raise NotCovered("gather at positions of fewer bits than users")
-    column = lax.convert_element_type(operand.lineage.index, indices.dtype)
-    column = lax.broadcast_in_dim(column, (*indices.shape[:-1], 1), (dim,))
-    kept = [n for n, d in enumerate(batching) if d != axis]
-    numbers = numbers._replace(
-        collapsed_slice_dims=tuple(sorted((*numbers.collapsed_slice_dims, axis))),
-        start_index_map=(axis, *numbers.start_index_map),
-        operand_batching_dims=tuple(batching[n] for n in kept),
-        start_indices_batching_dims=tuple(numbers.start_indices_batching_dims[n] for n in kept),
-    )
-    operand = spread_axes(operand, range(len(operand.shape)))
-    ctx.recorder.saved(eqn, operand.origins, "lookup of pairs", True)
-    return ctx.bind(
-        eqn,
-        operand.base,
-        lax.concatenate([column, indices], indices.ndim - 1),
-        dimension_numbers=numbers,
-        slice_sizes=tuple(sizes),
-        indices_are_sorted=False,
-        unique_indices=False,
-    )
 
 
 def _gather_of_features(ctx: Context, eqn: Any, operand: Lazy, indices: Any) -> Any:

@@ -7,6 +7,7 @@ the ratio of counts: a call of the rewriting takes longer than one of JAX, on av
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -37,11 +38,15 @@ def calls(fn: Callable[..., Any], args: Any) -> int:
     for counted in (False, True):
         # New functions each time, or JAX would not trace them again. The first time fills caches.
         trace = jax.make_jaxpr(lambda *args: fn(*args))
+        # Callbacks of what the collector finds, perhaps of an earlier test, would be counted.
+        gc.collect()
+        gc.disable()
         sys.setprofile(profile if counted else before)
         try:
             trace(*args)
         finally:
             sys.setprofile(before)
+            gc.enable()
     return count
 
 

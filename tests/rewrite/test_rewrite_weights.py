@@ -153,6 +153,7 @@ AS_WRITTEN = {
     "a small number added to an unknown sum": lambda x: over_sum(shifted(x) * kept(), 1e-9),
     "a large number added": lambda x: over_sum(shifted(finite(x)), 0.5),
     "another mask of exponentials": lambda x: over_sum(shifted(infinite(x)) * other(), 1e-9),
+    "exponentials halved": lambda x: over_sum(jnp.exp(x) / 2, 0),
     "something added": lambda x: softmax(x) * kept() + 0.1,
     "stopped": lambda x: jax.lax.stop_gradient(softmax(x) * kept()),
     "squared": lambda x: (softmax(x) * kept()) ** 2,
