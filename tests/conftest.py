@@ -86,7 +86,7 @@ def pytest_collection_finish() -> None:
     # caches: with a threshold of 50,000 objects, looking through those was 6 % of a rewrite's test.
     gc.collect()
     gc.freeze()
-    gc.set_threshold(400_000, 20, 100)
+    gc.set_threshold(400_000, 20, 6)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -70,7 +70,9 @@ def _repeated(x: jax.Array, other: jax.Array, own: list[str], others: list[str])
       own: labels of its dimensions, see `_labels`.
       others: labels of the other operand's dimensions.
     """
-    kinds = "".join(label[0] for label in others)
+    if 1 not in x.shape:
+        return x
+    kinds = "".join([label[0] for label in others])
     summed = "c" * kinds.count("c")
     sizes = dict(zip(others, other.shape, strict=True))
     shape = [sizes[label] if label[0] == "b" else n for label, n in zip(own, x.shape, strict=True)]

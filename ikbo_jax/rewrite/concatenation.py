@@ -189,6 +189,8 @@ def without_padding(ctx: Any, whole: Concat, other: Any, axis: int) -> tuple[Any
     zeros = _zeros_along(ctx, other, axis)
     if zeros or isinstance(other, Concat):
         other = ctx.build(other)
+    if not zeros:
+        return whole, other
     ends = list(itertools.accumulate(whole.sizes))
     kept = []
     for part, size, end in zip(whole.parts, whole.sizes, ends, strict=True):

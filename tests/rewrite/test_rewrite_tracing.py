@@ -38,8 +38,8 @@ def calls(fn: Callable[..., Any], args: Any) -> int:
     for counted in (False, True):
         # New functions each time, or JAX would not trace them again. The first time fills caches.
         trace = jax.make_jaxpr(lambda *args: fn(*args))
-        # Callbacks of what the collector finds, perhaps of an earlier test, would be counted.
-        gc.collect()
+        # Callbacks of what the collector finds, perhaps of an earlier test, would be counted. To
+        # collect here takes a second each time, at the end of the suite.
         gc.disable()
         sys.setprofile(profile if counted else before)
         try:
