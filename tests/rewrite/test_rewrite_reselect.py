@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import problems
 import pytest
-from rewrite_basics import both, report_of
+from rewrite_basics import check_values_and_gradients, report_of
 
 import ikbo_jax as ikbo
 
@@ -125,24 +125,10 @@ KEPT = {
 }
 
 
-def check(fn, *args):
-    def gradients(fn, *args):
-        return jax.grad(lambda *args: jnp.sin(fn(*args)).sum(), argnums=(0, 1, 2))(*args)
-
-    @jax.jit
-    def of_both(*args):
-        return [gradients(f, *args) for f in (ikbo.rewrite(fn), fn)]
-
-    for rewritten, original in (both(fn, *args), of_both(*args)):
-        for x, y in zip(jax.tree.leaves(rewritten), jax.tree.leaves(original), strict=True):
-            largest = np.nanmax(np.abs(y), initial=1e-6)
-            np.testing.assert_allclose(x / largest, y / largest, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("name", REMOVED)
 def test_chosen_rows_are_a_lookup_again(name):
     args = USER, CAND, WEIGHT
-    check(REMOVED[name], *args)
+    check_values_and_gradients(REMOVED[name], *args)
     report = report_of(REMOVED[name], *args)
     assert report.changed, report
     assert not report.materialised, report.details
@@ -153,7 +139,7 @@ def test_chosen_rows_are_a_lookup_again(name):
 
 @pytest.mark.parametrize("name", KEPT)
 def test_other_rows_stay(name):
-    check(KEPT[name], USER, CAND, WEIGHT)
+    check_values_and_gradients(KEPT[name], USER, CAND, WEIGHT)
     # The mean is subtracted from copies; nothing is gained in the other programs.
     assert report_of(KEPT[name], USER, CAND, WEIGHT).changed == (name == "mean over candidates")
 
@@ -179,7 +165,7 @@ def test_users_that_are_not_chosen_have_no_effect(name):
         return dense(UNUSED[name](user.at[U - 1].set(0.0)), cand, w)
 
     assert not jnp.isnan(jax.grad(lambda *args: fn(*args).sum(), 2)(USER, CAND, WEIGHT)).any()
-    check(fn, USER, CAND, WEIGHT)
+    check_values_and_gradients(fn, USER, CAND, WEIGHT)
     assert report_of(fn, USER, CAND, WEIGHT).changed
 
 
@@ -189,7 +175,7 @@ def test_attention_to_shuffled_histories():
         weights = jax.nn.softmax(jnp.einsum("bd,bsd->bs", query, rows), axis=-1)
         return jnp.einsum("bs,bsd->bd", weights, jnp.tanh(history)[INDEX][SHUFFLE])
 
-    check(fn, HISTORY, CAND, WEIGHT)
+    check_values_and_gradients(fn, HISTORY, CAND, WEIGHT)
     assert "attention: B=256 U=8" in str(ikbo.explain(ikbo.rewrite(fn), HISTORY, CAND, WEIGHT))
 
 
@@ -218,7 +204,7 @@ def test_items_retrieved_by_candidates_are_looked_up_in_users_rows(name):
     def fn(history, cand, w):
         return RETRIEVED[name](history) * cand[0, 0] * w[0, 0]
 
-    check(fn, HISTORY, CAND, WEIGHT)
+    check_values_and_gradients(fn, HISTORY, CAND, WEIGHT)
     report = report_of(fn, HISTORY, CAND, WEIGHT)
     assert report.changed
     assert report.bytes_saved > 0.3 * report.costs.original.nbytes
@@ -240,5 +226,5 @@ def test_ids_of_users_that_are_not_chosen_have_no_effect(name):
         return dense(norm(table.at[U - 1].set(0.0)[UNUSED_IDS[name](ids)]), cand, w)
 
     assert not jnp.isnan(jax.grad(lambda *args: fn(*args).sum(), 2)(USER, CAND, WEIGHT)).any()
-    check(fn, USER, CAND, WEIGHT)
+    check_values_and_gradients(fn, USER, CAND, WEIGHT)
     assert report_of(fn, USER, CAND, WEIGHT).changed

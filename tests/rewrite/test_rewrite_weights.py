@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import problems
 import pytest
-from rewrite_basics import both, report_of
+from rewrite_basics import both, check_values_and_gradients, report_of
 
 import ikbo_jax as ikbo
 
@@ -173,22 +173,6 @@ def pooled(weights):
     return fn
 
 
-def check(fn, *args):
-    """Values and gradients agree, and are NaN at the same places."""
-
-    def gradients(fn, *args):
-        return jax.grad(lambda *args: jnp.sin(fn(*args)).sum(), argnums=(0, 1))(*args)
-
-    @jax.jit
-    def of_both(*args):
-        return [gradients(f, *args) for f in (ikbo.rewrite(fn), fn)]
-
-    for rewritten, original in (both(fn, *args), of_both(*args)):
-        for x, y in zip(jax.tree.leaves(rewritten), jax.tree.leaves(original), strict=True):
-            largest = np.nanmax(np.abs(y), initial=1e-6)
-            np.testing.assert_allclose(x / largest, y / largest, rtol=1e-5, atol=1e-5)
-
-
 def by_the_op(fn, *args) -> bool:
     text = str(ikbo.explain(ikbo.rewrite(fn), *args))
     return "attention: B=" in text or "gdpa: " in text
@@ -197,7 +181,7 @@ def by_the_op(fn, *args) -> bool:
 @pytest.mark.parametrize("name", BY_THE_OP)
 def test_changed_weights_attend_by_the_op(name):
     fn = pooled(BY_THE_OP[name])
-    check(fn, CAND, HISTORY)
+    check_values_and_gradients(fn, CAND, HISTORY)
     report = report_of(fn, CAND, HISTORY)
     assert report.changed, report
     assert report.bytes_saved > 0.85 * report.costs.original.nbytes
@@ -207,7 +191,7 @@ def test_changed_weights_attend_by_the_op(name):
 @pytest.mark.parametrize("name", AS_WRITTEN)
 def test_weights_of_another_attention_stay_as_written(name):
     fn = pooled(AS_WRITTEN[name])
-    check(fn, CAND, HISTORY)
+    check_values_and_gradients(fn, CAND, HISTORY)
     assert not by_the_op(fn, CAND, HISTORY)
 
 
@@ -242,14 +226,14 @@ HEADS = {
 @pytest.mark.parametrize("name", HEADS)
 def test_changed_weights_of_heads(name):
     fn = of_heads(HEADS[name])
-    check(fn, CAND, HISTORY)
+    check_values_and_gradients(fn, CAND, HISTORY)
     assert by_the_op(fn, CAND, HISTORY)
 
 
 def test_a_product_with_a_broadcast_mask_over_its_sum_alone_stays_as_written():
     """A user without keys has NaN gradients, which a select would stop."""
     fn = of_heads(lambda x: over_sum(jnp.exp(x) * kept_by_heads(), 0))
-    check(fn, CAND, HISTORY)
+    check_values_and_gradients(fn, CAND, HISTORY)
     assert not by_the_op(fn, CAND, HISTORY)
 
 
@@ -257,7 +241,7 @@ def test_masks_by_head_of_a_softmax_that_may_be_nan_stay_as_written():
     fn = of_heads(
         lambda x: jnp.where(BY_HEAD[INDEX], softmax(jnp.where(kept_by_heads(), x, -jnp.inf)), 0)
     )
-    check(fn, CAND, HISTORY)
+    check_values_and_gradients(fn, CAND, HISTORY)
     assert not by_the_op(fn, CAND, HISTORY)
 
 
@@ -269,7 +253,7 @@ def test_probabilities_of_all_keys_over_the_sum_of_some():
         logits = jnp.einsum("bd,bsd->bs", cand, key)
         return jnp.einsum("bs,bsd->bd", over_sum(softmax(logits) * kept(), 0.2), key)
 
-    check(fn, CAND, HISTORY)
+    check_values_and_gradients(fn, CAND, HISTORY)
     assert by_the_op(fn, CAND, HISTORY)
 
 
@@ -327,7 +311,7 @@ def test_a_sum_with_a_mask_pools_at_user_batch():
         mean = jnp.nan_to_num(jnp.mean(rows, axis=1, where=mask))
         return jnp.concatenate([total, largest, mean], -1) @ jnp.tile(W, (3, 1)) + cand
 
-    check(fn, CAND, HISTORY)
+    check_values_and_gradients(fn, CAND, HISTORY)
     report = report_of(fn, CAND, HISTORY)
     assert report.bytes_saved > 0.85 * report.costs.original.nbytes
     assert report.flops_saved > 0.9 * report.costs.original.flops

@@ -44,6 +44,23 @@ def both(fn, *args):
     return jax.jit(lambda *args: (ikbo.rewrite(fn)(*args), fn(*args)))(*args)
 
 
+def check_values_and_gradients(fn, *args) -> None:
+    """The rewritten function's are the function's, and are NaN at the same places."""
+    floats = tuple(n for n, x in enumerate(args) if jnp.issubdtype(x.dtype, jnp.inexact))
+
+    def gradients(fn, *args):
+        return jax.grad(lambda *args: jnp.sin(fn(*args)).sum(), argnums=floats)(*args)
+
+    @jax.jit
+    def of_both(*args):
+        return [gradients(f, *args) for f in (ikbo.rewrite(fn), fn)]
+
+    for rewritten, original in (both(fn, *args), of_both(*args)):
+        for x, y in zip(jax.tree.leaves(rewritten), jax.tree.leaves(original), strict=True):
+            largest = np.nanmax(np.abs(y), initial=1e-6)
+            np.testing.assert_allclose(x / largest, y / largest, rtol=1e-5, atol=1e-5)
+
+
 def report_of(fn, *args, **kwargs) -> RewriteReport:
     (report,) = ikbo.explain(ikbo.rewrite(fn), *args, **kwargs).notes
     return report
