@@ -103,7 +103,7 @@ CHOICE_MUTANTS = (
     ),
     Mutant(
         "ids of unused users stay in the gradient",
-        "sources.py",
+        "table_rows.py",
         "if differs and not ctx.differentiated:",
         "if drops and not ctx.differentiated and jnp.issubdtype(operand.dtype, jnp.inexact):",
         (f"{_RESELECT}::test_ids_of_users_that_are_not_chosen_have_no_effect",),

@@ -12,7 +12,7 @@ from jax import lax
 from ikbo_jax.rewrite import facts, lineage, staged
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.lineage import Concat, Lazy, base_of, has_lineage, is_plain, origins_of
-from ikbo_jax.rewrite.sources import looked_up
+from ikbo_jax.rewrite.table_rows import looked_up
 
 
 def is_lookup(ctx: Context, eqn: Any, operands: Any) -> bool:

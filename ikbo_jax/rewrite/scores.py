@@ -19,7 +19,7 @@ from ikbo_jax.rewrite import any_shape, curves, facts
 from ikbo_jax.rewrite.curves import Curve
 from ikbo_jax.rewrite.facts import constant
 from ikbo_jax.rewrite.interpret import Context
-from ikbo_jax.rewrite.lineage import Deferred, Lazy, Lineage, has_lineage, spread
+from ikbo_jax.rewrite.lineage import Deferred, Lazy, Lineage
 from ikbo_jax.rewrite.registry import NotCovered
 from ikbo_jax.rewrite.rules import ELEMENTWISE
 
@@ -355,90 +355,7 @@ def _reshape(ctx: Context, eqn: Any, x: Any) -> Any:
     return x.then(eqn, [x], labels=labels)
 
 
-def _selected(ctx: Context, eqn: Any, which: Any, *cases: Any) -> Any:
-    """`where(mask, logits, number)` or `where(mask, number, logits)`."""
-    if isinstance(which, Scores) or len(cases) != 2:
-        raise NotCovered("attention is not recognised: its scores are the condition of a select")
-    scores = only(cases)
-    keeps = scores is cases[1]
-    fill = constant(ctx, cases[0] if keeps else cases[1])
-    if scores.stage != "logits" or fill is None or math.isnan(fill) or fill == math.inf:
-        raise NotCovered(f"attention is not recognised: its {scores.stage} are masked by a value")
-    if any(x.added is not None for x in scores.root.fills):
-        raise NotCovered("attention is not recognised: one mask is added, another put in by where")
-    root = masked(ctx, scores, which, keeps, Fill(None, None, fill))  # type: ignore[arg-type]
-    return scores.then(eqn, [which, *cases], root=root)
-
-
-def _added(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
-    """Logits plus 0, or plus a bias that holds 0 for kept keys and one number for masked keys."""
-    scores = only((x, y))
-    bias = y if scores is x else x
-    values = facts.possible_values(ctx, bias)
-    if scores.stage != "logits" or not values:
-        raise NotCovered(f"attention is not recognised: something is added to its {scores.stage}")
-    if values == {0.0}:
-        return scores.then(eqn, [x, y])
-    fills = [value for value in values if value != 0]
-    if not isinstance(scores.root, Logits) and len(fills) == 1 and not scores.root.fills:
-        kept = _is_zero(ctx, bias)
-        fill = Fill(None, None, fills[0], eqn.outvars[0].aval.dtype)
-        if kept is not None:
-            return scores.then(eqn, [x, y], root=masked(ctx, scores, kept, True, fill))
-    if not isinstance(bias, Lazy) or len(fills) != 1 or scores.root.fills or fills[0] > 0:
-        raise NotCovered("attention is not recognised: a bias is added to its logits")
-    kept = dataclasses.replace(bias, base=bias.base == 0)
-    fill = Fill(None, None, fills[0], eqn.outvars[0].aval.dtype)  # type: ignore[arg-type]
-    return scores.then(eqn, [x, y], root=masked(ctx, scores, kept, True, fill))
-
-
-def _is_zero(ctx: Context, bias: Any) -> Any:
-    """The condition of a bias that is written as `where(condition, 0, number)`; None if unknown."""
-    produced = ctx.producer(bias)
-    while produced is not None and produced[0].primitive.name == "convert_element_type":
-        produced = ctx.producer(produced[1][0])
-    if produced is None or produced[0].primitive.name != "select_n" or len(produced[1]) != 3:
-        return None
-    which, _, kept = produced[1]
-    same = getattr(which, "dtype", None) == np.bool_ and len(which.shape) == len(bias.shape)
-    return which if same and constant(ctx, kept) == 0 else None
-
-
-def masked(ctx: Context, scores: Scores, mask: Any, keeps: bool, fill: Fill) -> Any:
-    """The logits with one more mask: `fill`, whose `kept` and `lengths` this function sets."""
-    root = scores.root
-    if not isinstance(root, Logits):
-        return root.masked(ctx, scores, mask, keeps, fill)
-    if not isinstance(mask, Lazy) or (
-        has_lineage(mask)
-        and (mask.lineage is not root.lineage or scores.labels[mask.axis][0] != BATCH)
-    ):
-        raise NotCovered("attention is not recognised: its mask is not looked up like its keys")
-    for d, n in enumerate(mask.base.shape):
-        if n != 1 and scores.labels[d][0] not in (BATCH, KEY):
-            raise NotCovered("attention is not recognised: its mask differs by query or head")
-        if n != 1 and scores.labels[d][0] == BATCH and d != mask.axis:
-            raise NotCovered("attention is not recognised: its mask differs by candidate")
-    kinds = [label[0] for label in scores.labels]
-    users, keys = root.key.base.shape[:2]
-    order = [kinds.index(BATCH), kinds.index(KEY)]
-    base = mask.base.reshape([mask.base.shape[d] for d in sorted(order)])
-    base = spread(base if order == sorted(order) else base.T, (users, keys))
-    lengths = facts.lengths(ctx, mask, users, keys) if keeps else None
-    if lengths is not None:
-        last = min(keys, int(jnp.iinfo(lengths.dtype).max))
-        bounds = np.array([0, last], lengths.dtype)
-        lengths = jnp.clip(lengths, *bounds).astype(jnp.int32)
-    source = facts.source_of_mask(ctx, mask, scores.labels) if keeps else None
-    fill = dataclasses.replace(
-        fill, kept=base if keeps else ~base, lengths=lengths, source=fill.source or source
-    )
-    origins = root.mask_origins | mask.origins
-    return dataclasses.replace(root, fills=(*root.fills, fill), mask_origins=origins)
-
-
 RULES |= {
-    "add": _added,
     "broadcast_in_dim": _broadcast,
     "convert_element_type": _cast,
     "copy": _same,
@@ -451,7 +368,6 @@ RULES |= {
     "reduce_max": _reduced,
     "reduce_sum": _reduced,
     "reshape": _reshape,
-    "select_n": _selected,
     "squeeze": _reshape,
     "stop_gradient": _stopped,
     "sub": _subtracted,

@@ -28,6 +28,7 @@ from ikbo_jax.rewrite.facts import constant
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.lineage import Lazy, base_of, has_lineage, is_plain, origins_of
 from ikbo_jax.rewrite.registry import NotCovered
+from ikbo_jax.rewrite.score_masks import masked
 from ikbo_jax.rewrite.scores import BATCH, HEAD, KEY, ONE, RULES, Fill, Logits, Scores
 from ikbo_jax.rewrite.weighted import Mask, Weights
 
@@ -174,7 +175,7 @@ def _masked_exponential(
     # The number of an earlier, equal mask is never seen.
     earlier = dataclasses.replace(x, root=dataclasses.replace(root, fills=rest))
     fill = Fill(None, None, -math.inf, source=source)  # type: ignore[arg-type]
-    root = scores.masked(ctx, earlier, mask, True, fill)
+    root = masked(ctx, earlier, mask, True, fill)
     # Without the masked keys' largest exponential, 1, the sum may be below 1.
     least = x.sum_of_one and bool(same) and not rest
     emptied = "select" if selects else "product"

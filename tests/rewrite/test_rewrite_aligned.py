@@ -53,9 +53,10 @@ def padded_first(w, e_user, e_cand):
 
 
 def only_the_embeddings_are_zero(w, e_user, e_cand):
-    """The padding of the weight may be NaN, which the product keeps."""
-    weights = jnp.concatenate([w, w[:, :PADDING] * jnp.nan], axis=1)
-    return product(weights, jnp.concatenate([e_user[INDEX], e_cand, zeros(e_cand, 1)], axis=1))
+    """The padding of the weight may be NaN, which the product keeps, beside another padding."""
+    weights = jnp.concatenate([w, w[:, :PADDING] * jnp.nan, zeros(w, 1)], axis=1)
+    padding = [zeros(e_cand, 1)] * 2
+    return product(weights, jnp.concatenate([e_user[INDEX], e_cand, *padding], axis=1))
 
 
 @pytest.mark.parametrize(
