@@ -22,8 +22,9 @@ def is_elementwise_jvp(
 ) -> bool:
     """Whether a custom_jvp function and its first derivatives are elementwise.
 
-    `assumed` are the JVP rules, with the types of their operands, that are being proven. A rule
-    that calls its own function, as that of `jax.nn.relu` does, need not be traced again for it.
+    `assumed` are the JVP rules, with the types of their operands, that are being proven. The JVP
+    rule of `jax.nn.relu` calls `jax.nn.relu`, so it would otherwise be traced once more for each
+    derivative.
     """
     rule = jvp_rules.identity(eqn.params["jvp_jaxpr_fun"])
     key = rule, *(v.aval for v in eqn.invars)

@@ -29,7 +29,14 @@ from ikbo_jax.rewrite import (
     weighted,
 )
 from ikbo_jax.rewrite.interpret import Context
-from ikbo_jax.rewrite.lineage import Lazy, has_lineage, is_plain, origins_of, spread_axes
+from ikbo_jax.rewrite.lineage import (
+    Lazy,
+    has_lineage,
+    is_only_broadcast,
+    is_plain,
+    origins_of,
+    spread_axes,
+)
 from ikbo_jax.rewrite.registry import NotCovered
 from ikbo_jax.rewrite.scores import (
     BATCH,
@@ -193,7 +200,7 @@ def _dot(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
         zip((scores.labels[d] for d in batch[scores_side]), batch[value_side], strict=True)
     )
     axis = pairs.get((BATCH, 0))
-    shared = isinstance(value, Lazy) and value.lineage is None and axis is not None
+    shared = is_only_broadcast(value) and axis is not None
     if shared and value.base.shape[axis] == root.key.base.shape[0] == 1:
         # All candidates share the values, as they share the keys.
         value = dataclasses.replace(value, lineage=root.lineage, axis=axis)

@@ -172,7 +172,7 @@ def concatenated_bases(parts: Any, axis: int) -> Any:
 
 
 def without_padding(ctx: Any, whole: Concat, other: Any, axis: int) -> tuple[Any, Any]:
-    """A concatenation that is summed over, and what it is multiplied by, without common zeros.
+    """The two operands of a product, without the parts of the summed axis in which both are zero.
 
     Such zeros pad the summed axis to a size that tensor cores like. If only one of the two were
     zero, the other might be infinite.
@@ -201,9 +201,8 @@ def without_padding(ctx: Any, whole: Concat, other: Any, axis: int) -> tuple[Any
         return whole, other
     parts = [part for part, _, _ in kept]
     slices = [staged.slice_in_dim(other, begin, end, axis) for _, begin, end in kept]
-    return concat(parts, whole.axis) if len(parts) > 1 else parts[0], staged.concatenate(
-        slices, axis
-    )
+    rest = concat(parts, whole.axis) if len(parts) > 1 else parts[0]
+    return rest, staged.concatenate(slices, axis)
 
 
 def _zeros_along(ctx: Any, x: Any, axis: int) -> list[tuple[int, int]]:

@@ -299,7 +299,7 @@ def _chain(
     lineages: dict[tuple[Lineage, ...], tuple[Any, Any]] = {}
     axes = {part.axis for part, _ in groups if has_lineage(part)}
     for part, piece in groups:
-        if isinstance(part, Lazy) and part.lineage is None:
+        if is_only_broadcast(part):
             part = _single_user(ctx, part, axes)
             if part is None:
                 return None

@@ -28,6 +28,7 @@ from ikbo_jax.rewrite.lineage import (
     spread_axes,
 )
 from ikbo_jax.rewrite.registry import NotCovered
+from ikbo_jax.rewrite.rules import at_user_batch
 
 #: The primitive's `layout` for [batch, sequence, heads, width].
 _BTNH = 0
@@ -106,7 +107,7 @@ def _attend(ctx: Context, eqn: Any, operands: Sequence[Any]) -> Any:
                 key_value_seq_lengths=lengths,
                 implementation="cudnn",
             )
-        return Lazy(out, tuple(query.shape), key.lineage, 0, origins)
+        return at_user_batch(ctx, eqn, out, tuple(query.shape), key.lineage, 0, origins)
     if mask.endswith("CAUSAL"):
         raise NotCovered("attention by cuDNN with a causal mask")
     if has_lengths and not _is_always(ctx, q_lengths, query.shape[1]):

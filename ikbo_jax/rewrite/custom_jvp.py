@@ -18,7 +18,14 @@ from ikbo_jax.rewrite.dead_code import without_dead_code
 from ikbo_jax.rewrite.forms import form, unpack, unpack_all, with_all_inside
 from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.jaxprs import evaluate, trace
-from ikbo_jax.rewrite.lineage import Concat, Lazy, has_lineage, is_plain, spread
+from ikbo_jax.rewrite.lineage import (
+    Concat,
+    Lazy,
+    has_lineage,
+    is_only_broadcast,
+    is_plain,
+    spread,
+)
 from ikbo_jax.rewrite.merged import Merged
 from ikbo_jax.rewrite.registry import NotCovered, register_rule
 from ikbo_jax.rewrite.rules import ELEMENTWISE
@@ -125,10 +132,10 @@ def _jvp_rule(
       results: the function's results.
 
     Returns:
-      A program from the arrays of the operands and those of their tangents to the arrays of the
-      results and those of their tangents. None if the rule cannot be proven to work row by row: a
-      result is no lookup of the same rows, or needs an array of the trace around the call, which
-      has ended when JAX takes the derivative.
+      A program that takes the operands' arrays and tangents, and returns the results' arrays and
+      tangents. None if the rule cannot be proven to work row by row, which is so if a result is no
+      lookup of the same rows, or if it needs an array of the trace around the call: that trace has
+      ended when JAX takes the derivative.
     """
     jaxpr, consts, zeros = derivative.call_wrapped(*[False] * len(operands))
     nonzero = [x for x, zero in zip(results, zeros, strict=True) if not zero]
@@ -215,4 +222,4 @@ def widened(value: Any, like: Any) -> Any:
 
 def _is_uniform(value: Any) -> bool:
     """Whether a value is one number, broadcast."""
-    return isinstance(value, Lazy) and value.lineage is None and value.base.size == 1
+    return is_only_broadcast(value) and value.base.size == 1

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ikbo_jax.rewrite.lineage import Lazy, base_of, is_plain
+from ikbo_jax.rewrite.lineage import base_of, is_only_broadcast, is_plain
 
 Interval = tuple[int, int]
 
@@ -30,7 +30,7 @@ _DEPTH = 16
 
 def constant(ctx: Any, value: Any) -> float | None:
     """The number that all elements of a value equal; None if that is not proven."""
-    if isinstance(value, Lazy) and value.lineage is None and value.base.size == 1:
+    if is_only_broadcast(value) and value.base.size == 1:
         produced = ctx.producer(value)
         return constant(ctx, produced[1][0]) if produced else constant(ctx, value.base)
     if not is_plain(value) or np.size(value) != 1:

@@ -9,7 +9,16 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from ikbo_jax.rewrite.lineage import Concat, Deferred, Lazy, base_of, is_plain, slice_along, spread
+from ikbo_jax.rewrite.lineage import (
+    Concat,
+    Deferred,
+    Lazy,
+    base_of,
+    is_only_broadcast,
+    is_plain,
+    slice_along,
+    spread,
+)
 from ikbo_jax.rewrite.merged import Merged
 
 # Only arrays can be arguments and results of a traced function. So `unpack` splits a value into its
@@ -128,7 +137,7 @@ def widened(value: Any, like: Any) -> Any:
       value: the value.
       like: the other value, or its skeleton.
     """
-    if isinstance(like, Concat) and isinstance(value, Lazy) and value.lineage is None:
+    if isinstance(like, Concat) and is_only_broadcast(value):
         if value.base.shape[like.axis] != 1:
             return None
         parts, start = [], 0

@@ -22,6 +22,7 @@ from ikbo_jax.rewrite.lineage import (
     Lineage,
     base_of,
     has_lineage,
+    is_only_broadcast,
     is_plain,
     origins_of,
     spread,
@@ -140,7 +141,7 @@ def concatenated(ctx: Any, eqn: Any, parts: Sequence[Any], axis: int, shape: Any
     bases: list[Any] = []
     slots = []
     for x in parts:
-        constant = isinstance(x, Lazy) and x.lineage is None and x.base.shape[axis] == 1
+        constant = is_only_broadcast(x) and x.base.shape[axis] == 1
         if not constant and not (has_lineage(x) and x.axis == axis):
             raise NotCovered("concatenation along the looked-up axis")
         same = [n for n, (base, _) in enumerate(bases) if base is x.base]

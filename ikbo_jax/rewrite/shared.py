@@ -282,8 +282,8 @@ _UNKNOWN_IF_ONE_IS = ("add", "broadcast_in_dim", "convert_element_type", "mul", 
 def _is_of_a_loop(program: Any, v: Any, around: Any = None) -> bool:
     """Whether a loop computes a program's integers, so that no facts are known of them in place.
 
-    This is so for `jnp.searchsorted`. `around` is the program that calls this one, the operands of
-    the call, and what is around it.
+    This is so for `jnp.searchsorted`. If another program calls this one, `around` holds that
+    program, the operands of the call, and the same triple for that program's own caller.
     """
     if type(v) is core.Literal or v.aval.dtype.kind not in "iu":
         return False
@@ -351,7 +351,7 @@ def _with_materialised(
         results[:] = _results(values, returned)
         return [base_of(x.value) for x in results if x.number is not None]
 
-    # The dtypes are those of the jaxpr; Python numbers among the operands have weak types.
+    # dtypes come from the jaxpr: Python numbers among the operands have weak types.
     arrays = [(base_of(nodes.values[n]), n) for n in inputs]
     arrays += [(nodes.values[n], n) for n in materialised]
     avals = [_like(x, eqn.invars[nodes.roots[n]].aval) for x, n in arrays]
