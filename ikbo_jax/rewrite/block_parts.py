@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from ikbo_jax.rewrite import lineage, staged
@@ -142,7 +141,7 @@ def logits_of(query: jax.Array, key: jax.Array, scale: float) -> jax.Array:
     """scale · query · key in float32: [batch, heads, queries, keys]."""
     numbers = (((3,), (3,)), ((0, 2), (0, 2)))
     logits = staged.product(query, key, numbers, jnp.float32)
-    return logits if scale == 1 else lax.mul(logits, np.float32(scale))
+    return logits if scale == 1 else staged.times(logits, scale)
 
 
 def weighted(weights: jax.Array, value: jax.Array) -> jax.Array:
@@ -154,4 +153,4 @@ def weighted(weights: jax.Array, value: jax.Array) -> jax.Array:
 
 def masked(mask: jax.Array, logits: jax.Array, fill: float) -> jax.Array:
     """The logits, or a number where the mask is False."""
-    return lax.select(spread(mask, logits.shape), logits, lax.full_like(logits, fill))
+    return staged.where(spread(mask, staged.shape_of(logits)), logits, fill)

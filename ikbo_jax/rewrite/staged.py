@@ -114,11 +114,14 @@ def _params(name: str) -> dict[str, Any]:
         "div": lambda x, _: lax.div(x, x),
         "dot_general": lambda x, _: lax.dot_general(x, x, (((0,), (0,)), ((), ()))),
         "exp": lambda x, _: lax.exp(x),
+        "mul": lambda x, _: lax.mul(x, x),
         "reduce_max": lambda x, _: lax.reduce_max(x, (0,)),
         "reduce_sum": lambda x, _: lax.reduce_sum(x, (0,)),
+        "select_n": lambda x, _: lax.select(lax.full((2, 1), True), x, x),
         "sub": lambda x, _: lax.sub(x, x),
     }
-    (eqn,) = jax.make_jaxpr(examples[name])(jax.ShapeDtypeStruct((2, 1), "float32"), index).eqns
+    args = jax.ShapeDtypeStruct((2, 1), "float32"), index
+    *_, eqn = jax.make_jaxpr(examples[name])(*args).eqns
     return eqn.params
 
 
@@ -230,6 +233,33 @@ def exp(x: Any) -> Any:
     """`lax.exp(x)`."""
     out = _direct(lax.exp_p, (x,))
     return lax.exp(x) if out is None else out
+
+
+def times(x: Any, number: float) -> Any:
+    """`lax.mul(x, number)`, with the number in the dtype of `x`."""
+    dtype = x.aval.dtype if type(x) is TRACER else x.dtype
+    literal = _literal(number, dtype)
+    return bind(lax.mul_p, (x, literal.val), _params("mul"), (None, literal))
+
+
+def where(mask: Any, x: Any, number: float) -> Any:
+    """`lax.select(mask, x, lax.full_like(x, number))`."""
+    if type(x) is TRACER and type(mask) is TRACER and (trace := _trace_of((x, mask))) is not None:
+        literal = _literal(number, x.aval.dtype)
+        info = source_info_util.current()
+        params = {**_params("broadcast_in_dim"), "shape": x.aval.shape, "broadcast_dimensions": ()}
+        filler = TRACER(trace, literal.aval, literal, info)
+        fill = trace.default_process_primitive(lax.broadcast_in_dim_p, (filler,), params, info)
+        out = _direct(lax.select_n_p, (mask, fill, x))
+        if out is not None:
+            return out
+    return lax.select(mask, x, lax.full_like(x, number))
+
+
+@functools.lru_cache(maxsize=256)
+def _literal(number: float, dtype: Any) -> core.Literal:
+    """A number as an operand of an equation."""
+    return core.Literal(np.asarray(number, dtype)[()], jax.core.ShapedArray((), np.dtype(dtype)))
 
 
 def sub(x: Any, y: Any) -> Any:

@@ -53,6 +53,14 @@ PAIRS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     ),
     "no cast": (lambda x, _: staged.cast(x, x.dtype), lambda x, _: x),
     "exp": (lambda x, _: staged.exp(x), lambda x, _: lax.exp(x)),
+    "times": (
+        lambda x, _: staged.times(x, 0.3),
+        lambda x, _: lax.mul(x, np.float32(0.3)),
+    ),
+    "where": (
+        lambda x, _: staged.where(lax.gt(x, lax.exp(x)), x, -np.inf),
+        lambda x, _: lax.select(lax.gt(x, lax.exp(x)), x, lax.full_like(x, -np.inf)),
+    ),
     "sub": (lambda x, _: staged.sub(x, x), lambda x, _: lax.sub(x, x)),
     "div": (lambda x, _: staged.div(x, x), lambda x, _: lax.div(x, x)),
     "reduce_max": (

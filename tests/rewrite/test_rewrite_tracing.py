@@ -1,6 +1,6 @@
 """The work of tracing a rewritten function, counted in calls of functions.
 
-A count of calls does not depend on how busy the machine is. The ratio of times is up to 1.3 times
+A count of calls does not depend on how busy the machine is. The ratio of times is up to 1.2 times
 the ratio of counts: a call of the rewriting takes longer than one of JAX, on average.
 """
 
