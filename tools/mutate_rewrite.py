@@ -38,6 +38,7 @@ WIDE = (
     "tests/rewrite/test_rewrite_recognised.py",
     "tests/rewrite/test_rewrite_rules.py",
     "tests/rewrite/test_rewrite_seen.py",
+    "tests/rewrite/test_rewrite_seen_weights.py",
     "tests/rewrite/test_rewrite_activations.py",
     "tests/rewrite/test_rewrite.py",
     "tests/rewrite/test_rewrite_calls.py",

@@ -226,11 +226,7 @@ def chunked_vjp(
     most_kv = _most_tiles_of_one(longest.kv, tilings.kv)
     # Several sequences of queries may share a sequence of keys.
     most_q = _most_tiles_of_one(longest.q, tilings.q) if arrays.q_to_kv is None else None
-    delta = None
-    if out is not None and lse is not None:
-        delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
-        # With an output_scale of 0 all gradients are 0, for every delta.
-        delta = delta * jnp.float32(1 / settings.output_scale if settings.output_scale else 0)
+    delta = None if out is None or lse is None else _delta(out, d_out, settings)
 
     def rows_of(tiles: jagged.Tiles) -> _Rows:
         # Cotangents, lse and delta are read where the results were written.
@@ -293,6 +289,13 @@ def chunked_vjp(
     start = (jnp.zeros_like(key, dtype), jnp.zeros_like(value, dtype))
     (d_key, d_value), _ = jax.lax.scan(for_keys, start, jagged.steps(tilings.kv))
     return d_query, d_key, d_value
+
+
+def _delta(out: jax.Array, d_out: jax.Array, settings: Settings) -> jax.Array:
+    """rowsum(d_out ∘ out) / output_scale, of the gradient of a softmax."""
+    delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
+    # With an output_scale of 0 all gradients are 0, for every delta.
+    return delta * jnp.float32(1 / settings.output_scale if settings.output_scale else 0)
 
 
 def _most_tiles_of_one(longest: int | None, tiling: jagged.Tiling) -> int | None:

@@ -174,9 +174,33 @@ def _dot(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
         if not has_default_precision(eqn):
             raise NotCovered("attention is not recognised: its product sets a precision")
         return block_attention.product(ctx, eqn, lhs, rhs, scores, pointwise.call)
-    activation = None
     changed: weighted.Weights | None = scores.weights if scores.stage == "weighted" else None
-    unchanged = scores if changed is None else changed.of
+    activation = _activation(ctx, scores, scores if changed is None else changed.of)
+    if not has_default_precision(eqn):
+        raise NotCovered("attention is not recognised: its product sets a precision")
+    side = 0 if scores is lhs else 1
+    root = scores.root
+    value, base = _values(eqn, scores, side, (rhs, lhs)[side])
+    if changed is not None:
+        out = weighted.attend(ctx, changed, base, activation)
+    elif activation is None:
+        out = masks.attend(ctx, scores, base)
+    else:
+        name, scale, output_scale, _ = activation
+        out = masks.attend_activated(root, base, name, scale, output_scale)
+    origins = origins_of(root.key, value) | root.mask_origins
+    origins |= changed.origins if changed is not None else frozenset()
+    op = "attention" if activation is None else "gdpa"
+    ctx.recorder.saved(eqn, origins, op, True)
+    return _as_the_product(eqn, scores, side, out)
+
+
+def _activation(ctx: Context, scores: Scores, unchanged: Scores) -> activations.Match | None:
+    """The activation of weights that are no probabilities; None for probabilities.
+
+    `unchanged` are the weights before they are changed after the softmax or the activation.
+    """
+    activation = None
     if unchanged.stage == "curve" and unchanged.curve is not None:
         activation = activations.match(unchanged.curve)
     elif unchanged.stage == "logits" and not unchanged.root.fills:
@@ -189,16 +213,21 @@ def _dot(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
                 f"attention is not recognised: {activation.activation} with another slope"
             )
         ctx.gradient_differs()
-    if not has_default_precision(eqn):
-        raise NotCovered("attention is not recognised: its product sets a precision")
+    return activation
+
+
+def _values(eqn: Any, scores: Scores, side: int, value: Any) -> tuple[Any, jax.Array]:
+    """The looked-up values of attention, and their rows [users, keys, *heads, width].
+
+    Args:
+      eqn: the product of the weights with the values.
+      scores: the weights.
+      side: which operand the weights are.
+      value: the other operand.
+    """
     (contract, batch) = eqn.params["dimension_numbers"]
-    left = scores is lhs
-    value = rhs if left else lhs
-    scores_side, value_side = (0, 1) if left else (1, 0)
     root = scores.root
-    pairs = dict(
-        zip((scores.labels[d] for d in batch[scores_side]), batch[value_side], strict=True)
-    )
+    pairs = dict(zip((scores.labels[d] for d in batch[side]), batch[1 - side], strict=True))
     axis = pairs.get((BATCH, 0))
     shared = is_only_broadcast(value) and axis is not None
     if shared and value.base.shape[axis] == root.key.base.shape[0] == 1:
@@ -207,11 +236,10 @@ def _dot(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
     if not has_lineage(value) or value.lineage is not root.lineage:
         raise NotCovered("attention is not recognised: its values are not looked up like its keys")
     heads: list[Any] = [pairs.get((HEAD, n)) for n in range(len(root.heads))]
-    free = [
-        d for d in range(len(value.shape)) if d not in (*contract[value_side], *batch[value_side])
-    ]
+    summed = (*contract[1 - side], *batch[1 - side])
+    free = [d for d in range(len(value.shape)) if d not in summed]
     if (
-        [scores.labels[d] for d in contract[scores_side]] != [(KEY, 0)]
+        [scores.labels[d] for d in contract[side]] != [(KEY, 0)]
         or axis != value.axis
         or None in heads
         or len(pairs) != 1 + len(heads)
@@ -220,40 +248,33 @@ def _dot(ctx: Context, eqn: Any, lhs: Any, rhs: Any) -> Any:
     ):
         raise NotCovered("attention is not recognised: another product with its values")
     value = spread_axes(value, range(len(value.shape)))
-    base = _transposed(value.base, [value.axis, *contract[value_side], *heads, *free])
+    base = _transposed(value.base, [value.axis, *contract[1 - side], *heads, *free])
     dtype = root.key.dtype
     for x in (base, eqn.outvars[0].aval):
         if jnp.finfo(x.dtype).eps < jnp.finfo(dtype).eps:
             raise NotCovered(f"attention is not recognised: {x.dtype} values of {dtype} logits")
-    base = base.astype(dtype)
-    if changed is not None:
-        out = weighted.attend(ctx, changed, base, activation)
-    elif activation is None:
-        out = masks.attend(ctx, scores, base)
-    else:
-        name, scale, output_scale, _ = activation
-        out = masks.attend_activated(root, base, name, scale, output_scale)
-    # out is [batch, *queries, *heads, width].
-    summed = (*contract[scores_side], *batch[scores_side])
+    return value, base.astype(dtype)
+
+
+def _as_the_product(eqn: Any, scores: Scores, side: int, out: jax.Array) -> jax.Array:
+    """The result [batch, *queries, *heads, width] with the axes and dtype of the product."""
+    (contract, batch) = eqn.params["dimension_numbers"]
+    summed = (*contract[side], *batch[side])
     scores_free = [d for d in range(len(scores.shape)) if d not in summed]
     width: Label = ("width", 0)
-    order = [scores.labels[d] for d in batch[scores_side]]
+    order = [scores.labels[d] for d in batch[side]]
     rest = [scores.labels[d] for d in scores_free]
-    order += [*rest, width] if left else [width, *rest]
+    order += [*rest, width] if side == 0 else [width, *rest]
     have: list[Label] = [(BATCH, 0)]
-    have += [(QUERY, n) for n in range(len(root.queries))]
-    have += [(HEAD, n) for n in range(len(root.heads))] + [width]
+    have += [(QUERY, n) for n in range(len(scores.root.queries))]
+    have += [(HEAD, n) for n in range(len(scores.root.heads))] + [width]
     real = [label for label in order if label[0] != ONE]
     dropped = [n for n, label in enumerate(have) if label not in real]
     out = staged.squeeze(out, dropped) if dropped else out
     have = [label for label in have if label in real]
     out = staged.transpose(out, [have.index(label) for label in real])
-    out = out.reshape(eqn.outvars[0].aval.shape)
-    origins = origins_of(root.key, value) | root.mask_origins
-    origins |= changed.origins if changed is not None else frozenset()
-    op = "attention" if activation is None else "gdpa"
-    ctx.recorder.saved(eqn, origins, op, True)
-    return out.astype(eqn.outvars[0].aval.dtype)
+    aval: Any = eqn.outvars[0].aval
+    return out.reshape(aval.shape).astype(aval.dtype)
 
 
 RULES["dot_general"] = _dot

@@ -7,6 +7,7 @@ that it may use stand in `ATTENTION` and in `LOOKUPS`.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -15,6 +16,8 @@ import numpy as np
 from jax import lax
 from rounding_rule import Case
 
+DTYPES = ("float32", "bfloat16", "float16")
+F32, BF16, F16 = ("float32",), ("bfloat16",), ("float16",)
 B, U, T, S, N, H, D = 6, 3, 2, 5, 2, 4, 4
 RNG = np.random.default_rng(0)
 
@@ -228,3 +231,17 @@ def looked_up(mode: str, consumer: str, dtype: Any = jnp.float32) -> Case:
         operand = name if name.isidentifier() else f"({name})"
         text = text.replace(f"X({name})", MODES[mode].replace("X", operand))
     return lookup(text, dtype)
+
+
+def every(
+    texts: Iterable[str],
+    dtypes: Iterable[str] = DTYPES,
+    make: Callable[[str, Any], Case] = attention,
+) -> list[Case]:
+    """Each program in each dtype."""
+    return [make(text, dtype) for text in texts for dtype in dtypes]
+
+
+def short(case: Case) -> str:
+    """The beginning of a program, as part of a test's name."""
+    return case.name.replace("/", "|")[:60]
