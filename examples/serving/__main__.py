@@ -32,7 +32,7 @@ from examples.serving import local
 
 local.prepare()
 
-from examples.serving import load, models  # noqa: E402
+from examples.serving import load, models, plans  # noqa: E402
 from examples.serving.app import configuration  # noqa: E402
 from examples.serving.settings import Settings  # noqa: E402
 
@@ -152,9 +152,9 @@ def absolute(folder: str | None) -> str:
     return str(pathlib.Path(folder).expanduser().resolve()) if folder else ""
 
 
-def plan_of(options: argparse.Namespace, source: models.Source, **fields: Any) -> load.Plan:
+def plan_of(options: argparse.Namespace, source: models.Source, **fields: Any) -> plans.Plan:
     """The plan that the options ask for."""
-    return load.plan_for(
+    return plans.plan_for(
         source, seconds=options.seconds, zipf=options.zipf, most=options.most, **fields
     )
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from examples.serving import load, local, models
+from examples.serving import load, local, models, plans
 from examples.serving.settings import Settings
 from ikbo_jax import serving
 
@@ -91,7 +91,7 @@ def _start_up(settings: Settings, say: Say, runs: int) -> dict[str, Any]:
     return {"first": found[0], "warm": found[1:]}
 
 
-def in_process(settings: Settings, plan: load.Plan, say: Say, rounds: int = 3) -> dict[str, Any]:
+def in_process(settings: Settings, plan: plans.Plan, say: Say, rounds: int = 3) -> dict[str, Any]:
     """The scorer alone: requests a second and the latency of a call, for several merges and hits.
 
     All cases take turns, so that other load on the machine meets them alike. A request whose
@@ -99,7 +99,7 @@ def in_process(settings: Settings, plan: load.Plan, say: Say, rounds: int = 3) -
     """
     source = settings.load()
     scorer = settings.scorer(source)
-    asked = load.requests(dataclasses.replace(plan, rate=100, seconds=SECONDS_ALONE))
+    asked = plans.requests(dataclasses.replace(plan, rate=100, seconds=SECONDS_ALONE))
     known = [models.request(source, one.user, one.items) for one in asked]
     rng, versions = np.random.default_rng(plan.seed), itertools.count(1)
     seconds: dict[tuple[int, float], list[float]] = collections.defaultdict(list)
@@ -150,7 +150,7 @@ def in_process(settings: Settings, plan: load.Plan, say: Say, rounds: int = 3) -
     }
 
 
-def sweep(settings: Settings, plan: load.Plan, least: float, say: Say) -> list[dict[str, Any]]:
+def sweep(settings: Settings, plan: plans.Plan, least: float, say: Say) -> list[dict[str, Any]]:
     """Rising rates until two in a row are not kept up, which are the last ones."""
     found: list[dict[str, Any]] = []
     with local.Service(settings) as service:
@@ -174,7 +174,7 @@ def sweep(settings: Settings, plan: load.Plan, least: float, say: Say) -> list[d
             rate *= STEP
 
 
-def batching(settings: Settings, plan: load.Plan, least: float, say: Say) -> dict[str, Any]:
+def batching(settings: Settings, plan: plans.Plan, least: float, say: Say) -> dict[str, Any]:
     """The largest rates with and without batches; `ratio` compares them at bounded latency.
 
     "unmerged" computes as many requests side by side as "batched" computes batches, so that it
@@ -198,7 +198,7 @@ def batching(settings: Settings, plan: load.Plan, least: float, say: Say) -> dic
     return found
 
 
-def autoscaling(settings: Settings, plan: load.Plan, say: Say) -> dict[str, Any]:
+def autoscaling(settings: Settings, plan: plans.Plan, say: Say) -> dict[str, Any]:
     """Offers a plan's requests to one replica; returns what autoscaling did and what clients saw.
 
     `replicas` holds the seconds at which the number of replicas changed, and the numbers;

@@ -10,15 +10,15 @@ import re
 import numpy as np
 import pytest
 
-from examples.serving import load, measure, models, offline, plot, wire
+from examples.serving import load, measure, models, offline, plans, plot, wire
 from examples.serving.settings import Settings
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-PLAN = load.Plan(rate=200, seconds=10, users=50, items=30, fewest=64, most=2048)
+PLAN = plans.Plan(rate=200, seconds=10, users=50, items=30, fewest=64, most=2048)
 
 
 def test_requests_are_those_of_the_plan():
-    asked = load.requests(PLAN)
+    asked = plans.requests(PLAN)
     assert len(asked) == pytest.approx(2000, rel=0.1)
     assert all(0 <= a.at < 10 for a in asked)
     sizes = np.asarray([len(a.items) for a in asked])
@@ -27,11 +27,11 @@ def test_requests_are_those_of_the_plan():
     assert np.median(sizes) == pytest.approx(np.sqrt(64 * 2048), rel=0.15)
     counts = collections.Counter(a.user for a in asked)
     assert counts[0] / counts[1] == pytest.approx(2**1.1, rel=0.3)
-    assert [a.at for a in load.requests(PLAN)] == [a.at for a in asked]
+    assert [a.at for a in plans.requests(PLAN)] == [a.at for a in asked]
 
 
 def test_figures_count_all_tries():
-    asked = [load.Asked(float(n), n, np.zeros(10, np.int32)) for n in range(4)]
+    asked = [plans.Asked(float(n), n, np.zeros(10, np.int32)) for n in range(4)]
     told = [
         load.Told(asked[0], 200, 0.1, 1, np.zeros(10, "f4"), "1", "a"),
         load.Told(asked[1], 200, 0.3, 2, np.zeros(10, "f4"), "1", "b"),

@@ -21,7 +21,7 @@ local.prepare()
 import aiohttp  # noqa: E402
 import numpy as np  # noqa: E402
 
-from examples.serving import load, models, wire  # noqa: E402
+from examples.serving import load, models, plans, wire  # noqa: E402
 from examples.serving.settings import Settings  # noqa: E402
 
 #: Rounding of float32 in another order of sums.
@@ -56,9 +56,9 @@ class Session:
         self.source = models.SOURCES["tiny"]()
         self.offline: dict[str, models.Offline] = {}
 
-    def plan(self, **changes: Any) -> load.Plan:
+    def plan(self, **changes: Any) -> plans.Plan:
         fields = {"rate": 15, "seconds": 4, "users": 100, "items": 200, "fewest": 1, "most": MOST}
-        return load.Plan(**(fields | {"retries": 12} | changes))
+        return plans.Plan(**(fields | {"retries": 12} | changes))
 
     def outcome(self, told: list[load.Told]) -> dict[str, Any]:
         """Counts of a run; every answer is compared with its scores without a scorer."""

@@ -1,0 +1,254 @@
+"""Measures the scorer in one process, without the engine: latency under load, user cache, offline.
+
+    python -m examples.serving.alone --out FILE.json
+
+Needs nothing of the engine, so that its overhead can be told from the scorer's. Three figures:
+
+- *Stream.* Requests arrive at random times, whatever the answers do, and whatever waits goes into
+  the next call. Of several rates, the highest at which p99 stays below `LATENCY` times the largest
+  call's time; its throughput over that of the same requests in full calls, one after another.
+- *Hits.* Full calls in which a share of `HITS` of the users has a state in the cache, over full
+  calls of new users.
+- *Offline.* Many candidates of many users, over the same number of calls of the program alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import bisect
+import collections
+import dataclasses
+import itertools
+import json
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from examples.serving import models, offline, plans
+from examples.serving.settings import Settings
+from ikbo_jax import serving
+from ikbo_jax.serving.batches import fitting_parts
+from ikbo_jax.serving.scorer import Pending
+
+#: Bars on a GPU: the stream's throughput over that of full calls, its p99 over the largest call,
+#: the throughput with hits over that without, and ranking offline over the program alone.
+STREAM, LATENCY, CACHED, OFFLINE = 0.80, 3.0, 1.5, 0.9
+HITS = 0.8
+#: Calls that are started before the first one is waited for, as in `serving.rank_offline`.
+AHEAD = 2
+#: Rates of the stream, as shares of the throughput of full calls.
+SHARES = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
+#: Turns of what is compared.
+TURNS = 3
+
+Say = Callable[[str], None]
+
+
+def prepared(source: models.Source, asked: Sequence[plans.Asked]) -> list[serving.Request]:
+    """The requests, whose users' features are made in advance: to fetch them is not measured."""
+    features: dict[int, Any] = {}
+
+    def features_of(user: int) -> Callable[[], Any]:
+        if user not in features:
+            features[user] = source.features(user)
+        return lambda: features[user]
+
+    return [
+        dataclasses.replace(
+            models.request(source, one.user, one.items), features=features_of(one.user)
+        )
+        for one in asked
+    ]
+
+
+def call_seconds(scorer: serving.Scorer, source: models.Source) -> float:
+    """Seconds of a call of the largest bucket, from the request to its scores."""
+    items = np.zeros(scorer.buckets.largest[0], np.int32)
+    request = models.request(source, 0, items)
+    seconds = []
+    for _ in range(2 + 2 * TURNS):  # The first ones warm up.
+        start = time.perf_counter()
+        scorer.rank([request])
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[2:])
+
+
+def full_calls(scorer: serving.Scorer, requests: Sequence[serving.Request]) -> float:
+    """Candidates a second, in calls that are as full as the buckets allow."""
+    start = time.perf_counter()
+    collections.deque(serving.rank_offline(scorer, requests, ahead=AHEAD), maxlen=0)
+    return sum(request.size for request in requests) / (time.perf_counter() - start)
+
+
+def stream(
+    scorer: serving.Scorer, requests: Sequence[serving.Request], times: Sequence[float]
+) -> dict[str, float]:
+    """Ranks requests that arrive at their times.
+
+    Args:
+      scorer: the scorer.
+      requests: the requests, in the order of their times.
+      times: seconds from the start at which they arrive.
+
+    Returns:
+      Candidates a second from the first arrival to the last answer; p50 and p99 of the seconds from
+      a request's arrival to its answer; requests of a call.
+    """
+    under_way: collections.deque[tuple[range, Pending]] = collections.deque()
+    latencies: list[float] = []
+    taken, calls, start = 0, 0, time.perf_counter()
+    while taken < len(requests) or under_way:
+        now = time.perf_counter() - start
+        arrived = bisect.bisect_right(times, now, lo=taken)
+        if taken < arrived and len(under_way) < AHEAD:
+            first = next(fitting_parts(enumerate(requests[taken:arrived]), scorer.buckets))
+            chosen = [request for _, request in first]
+            positions = range(taken, taken + len(chosen))
+            under_way.append((positions, scorer.start(chosen)))
+            taken, calls = taken + len(chosen), calls + 1
+        elif under_way:
+            positions, pending = under_way.popleft()
+            for answer in pending.answers():
+                if isinstance(answer, Exception):
+                    raise answer
+            done = time.perf_counter() - start
+            latencies += [done - times[n] for n in positions]
+        else:
+            time.sleep(max(0.0, times[taken] - now))
+    p50, p99 = np.percentile(latencies, (50, 99))
+    return {
+        "candidates_per_second": sum(r.size for r in requests) / (done - times[0]),
+        "p50_s": float(p50),
+        "p99_s": float(p99),
+        "requests_per_call": len(requests) / calls,
+    }
+
+
+def stream_figures(
+    scorer: serving.Scorer, source: models.Source, seconds: float, say: Say
+) -> dict[str, Any]:
+    """The stream at all rates of `SHARES`, each beside the same requests in full calls."""
+    limit = LATENCY * call_seconds(scorer, source)
+    trial = prepared(source, plans.requests(plans.plan_for(source, rate=500, seconds=1)))
+    full_calls(scorer, trial)
+    speed = full_calls(scorer, trial) / statistics.mean(request.size for request in trial)
+    points = []
+    for number, share in enumerate(SHARES):
+        plan = plans.plan_for(source, rate=share * speed, seconds=seconds, seed=number)
+        asked = plans.requests(plan)
+        requests = prepared(source, asked)
+        scorer.forget_users()
+        full = full_calls(scorer, requests)
+        scorer.forget_users()
+        found = stream(scorer, requests, [one.at for one in asked])
+        point = {"rate": plan.rate, **found, "share": found["candidates_per_second"] / full}
+        point["kept"] = point["p99_s"] <= limit
+        points.append(point)
+        say(
+            f"stream, {plan.rate:.0f} requests a second: {point['share']:.2f} of full calls, p99 "
+            f"{point['p99_s'] * 1e3:.1f} ms (bar {limit * 1e3:.1f}), "
+            f"{point['requests_per_call']:.1f} requests a call"
+        )
+    share = max((point["share"] for point in points if point["kept"]), default=0.0)
+    return {"points": points, "p99_bar_s": limit, "share": share, "bar": STREAM}
+
+
+def hit_figures(
+    scorer: serving.Scorer, source: models.Source, seconds: float, say: Say
+) -> dict[str, Any]:
+    """Full calls in which so many users have a state, by turns with full calls of new users."""
+    asked = plans.requests(plans.plan_for(source, rate=500, seconds=seconds))
+    requests = prepared(source, asked)
+    rng, versions = np.random.default_rng(0), itertools.count(1)
+    speeds: dict[float, list[float]] = {0.0: [], HITS: []}
+    for hits, found in list(speeds.items()) * TURNS:
+        full_calls(scorer, requests)
+        # A user whose state is not to be found has a version of its own.
+        new = rng.random(len(requests)) >= hits
+        chosen = [
+            dataclasses.replace(request, version=next(versions)) if is_new else request
+            for request, is_new in zip(requests, new, strict=True)
+        ]
+        found.append(full_calls(scorer, chosen))
+    without, with_hits = (statistics.median(found) for found in speeds.values())
+    say(f"user cache: {HITS:.0%} hits are {with_hits / without:.2f} times as fast as none")
+    return {
+        "candidates_per_second": {f"{hits:.0%}": found for hits, found in speeds.items()},
+        "ratio": with_hits / without,
+        "bar": CACHED,
+    }
+
+
+def measured(
+    settings: Settings, *, seconds: float, candidates: int, users: int, say: Say
+) -> dict[str, Any]:
+    """All three figures.
+
+    Args:
+      settings: of the scorer.
+      seconds: length of a stream, and of the requests in full calls.
+      candidates: candidates that are ranked offline.
+      users: users that are ranked offline.
+      say: prints a line.
+    """
+    source = settings.load()
+    start = time.perf_counter()
+    scorer = settings.scorer(source)
+    say(f"programs compiled or loaded in {time.perf_counter() - start:.1f} s")
+    found = {
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "stream": stream_figures(scorer, source, seconds, say),
+        "hits": hit_figures(scorer, source, seconds, say),
+    }
+    offline_figures = offline.compare(scorer, source, candidates, users, TURNS)
+    say(f"offline: {offline_figures['share_of_bound']:.2f} of the program alone")
+    return found | {"offline": {**offline_figures, "bar": OFFLINE}}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.serving.alone",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--source", choices=models.SOURCES, default="random")
+    parser.add_argument("--cache", default="", help="folder of compiled programs")
+    buckets = [2048, 4096, 8192, 16384]
+    parser.add_argument("--buckets", type=int, nargs="+", default=buckets, help="of candidates")
+    parser.add_argument("--bucket-users", type=int, default=256, help="users of a call")
+    parser.add_argument("--seconds", type=float, default=3.0, help="length of a stream")
+    parser.add_argument("--candidates", type=int, default=1_000_000, help="ranked offline")
+    parser.add_argument("--users", type=int, default=10_000, help="ranked offline")
+    parser.add_argument("--out", type=pathlib.Path, help="results file (JSON)")
+    options = parser.parse_args(arguments)
+    most = options.bucket_users
+    settings = Settings(
+        source=options.source,
+        cache=options.cache,
+        candidates=tuple(options.buckets),
+        users=most,
+        new_users=tuple(sorted({min(16, most), most})),
+        user_bytes=1 << 30,
+    )
+    sizes = {"candidates": options.candidates, "users": options.users}
+    figures = measured(settings, seconds=options.seconds, **sizes, say=print)
+    if options.out:
+        options.out.write_text(json.dumps(figures, indent=1) + "\n")
+    bars = [(figures[name], key) for name, key in BARS]
+    return 0 if all(found[key] >= found["bar"] for found, key in bars) else 1
+
+
+#: The figures that have bars.
+BARS = (("stream", "share"), ("hits", "ratio"), ("offline", "share_of_bound"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""The scorer without the engine: what the measurement asks, and that its figures tell the truth."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from examples.serving import alone, models, plans
+from examples.serving.settings import Settings
+from ikbo_jax import serving
+
+SETTINGS = Settings(source="tiny", candidates=(128,), users=4, new_users=(4,))
+
+
+@dataclasses.dataclass
+class Call:
+    """A call that ends at a time; the device computes one call after another."""
+
+    requests: list[serving.Request]
+    end: float
+
+    def answers(self) -> list[Any]:
+        time.sleep(max(0.0, self.end - time.perf_counter()))
+        return [np.zeros(request.size) for request in self.requests]
+
+
+class SlowScorer:
+    """A scorer whose calls take a given time, whatever is in them."""
+
+    def __init__(self, seconds: float) -> None:
+        self.buckets = serving.Buckets((128,), (4,), (4,))
+        self.seconds, self.free = seconds, 0.0
+        self.calls: list[list[serving.Request]] = []
+
+    def start(self, requests: list[serving.Request]) -> Any:
+        self.calls.append(requests)
+        self.free = max(self.free, time.perf_counter()) + self.seconds
+        return Call(requests, self.free)
+
+
+def _requests(count: int, size: int = 10) -> list[serving.Request]:
+    source = models.SOURCES["tiny"]()
+    asked = [plans.Asked(0.0, n % 7, np.arange(size, dtype=np.int32)) for n in range(count)]
+    return alone.prepared(source, asked)
+
+
+def test_a_slow_call_is_part_of_every_latency():
+    scorer: Any = SlowScorer(0.02)
+    found = alone.stream(scorer, _requests(5), [0.1 * n for n in range(5)])
+    assert [len(call) for call in scorer.calls] == [1] * 5
+    assert 0.02 <= found["p50_s"] < 0.06
+    assert found["candidates_per_second"] == pytest.approx(50 / 0.42, rel=0.2)
+
+
+def test_whatever_waits_goes_into_the_next_call():
+    scorer: Any = SlowScorer(0.03)
+    requests = _requests(40)
+    found = alone.stream(scorer, requests, [0.0] * 40)
+    # 40 requests of 7 users: 4 users in a call.
+    assert [x.user for call in scorer.calls for x in call] == [n % 7 for n in range(40)]
+    assert len(scorer.calls) == found["requests_per_call"] ** -1 * 40 == 10
+    # The last answer waits for all calls; latencies count from the arrival.
+    assert found["p99_s"] >= 0.29
+    assert found["candidates_per_second"] <= 400 / 0.3
+
+
+def test_users_features_are_made_once_and_are_those_of_the_source():
+    source = models.SOURCES["tiny"]()
+    made = collections.Counter[int]()
+
+    class Counting(type(source)):  # type: ignore[misc]
+        def features(self, user: int) -> Any:
+            made[user] += 1
+            return super().features(user)
+
+    counting = Counting(100, source.sizes)
+    asked = [plans.Asked(0.0, user, np.zeros(3, np.int32)) for user in (5, 6, 5)]
+    requests = alone.prepared(counting, asked)
+    for request, one in zip(requests, asked, strict=True):
+        expected = source.features(one.user)
+        for a, b in zip(request.features(), expected, strict=True):
+            np.testing.assert_array_equal(a, b)
+    assert made == {5: 1, 6: 1}
+
+
+def test_the_figures_are_judged_by_their_bars(tmp_path, monkeypatch):
+    monkeypatch.setattr(alone, "SHARES", (0.05,))
+    monkeypatch.setattr(alone, "LATENCY", 1000.0)
+    out = tmp_path / "alone.json"
+    options = ["--source", "tiny", "--buckets", "128", "--bucket-users", "4", "--seconds", "0.1"]
+    options += ["--candidates", "300", "--users", "20", "--out", str(out)]
+    monkeypatch.setattr(plans, "plan_for", _small(plans.plan_for))
+    # At a twentieth of the rate, the stream is below its bar.
+    assert alone.main(options) == 1
+    found = json.loads(out.read_text())
+    assert 0 < found["stream"]["share"] < found["stream"]["bar"]
+    assert found["offline"]["candidates"] == 300
+    assert found["offline"]["compilations"] == 0
+    assert found["hits"]["ratio"] > 0
+    assert all(point["kept"] for point in found["stream"]["points"])
+
+
+def _small(plan_for: Any) -> Any:
+    return lambda source, **fields: plan_for(source, fewest=10, most=64, **fields)
