@@ -34,6 +34,8 @@ from ikbo_jax.rewrite.weighted import Mask, Weights
 
 #: A number up to this is lost in the rounding of a float32 sum of at least 1.
 _NEGLIGIBLE = 2.0**-25
+#: A rounding of logits from which on weights may differ.
+_LOST = 2.0**-7
 
 _exponential_of_logits = RULES["exp"]
 _product_of_logits = RULES["mul"]
@@ -266,6 +268,10 @@ def _bounded(ctx: Context, eqn: Any, x: Any, y: Any, how: str) -> Any:
 def _sum_of_two(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
     if isinstance(x, Scores) and isinstance(y, Scores):
         if (x.stage, y.stage) == ("log of sum", "max") and scores.belong(x, y):
+            eps = float(jnp.finfo(x.dtype).eps)
+            if any(eps * abs(f.value) > _LOST for f in x.root.fills if f.value > -math.inf):
+                # A user without keys: the log of the number of keys is lost beside the number.
+                raise NotCovered("attention is not recognised: a log is added to masked logits")
             return x.then(eqn, (x, y), stage="lse")
         raise NotCovered("attention is not recognised: its scores are combined with scores")
     if scores.only((x, y)).stage in ("sum", "total"):

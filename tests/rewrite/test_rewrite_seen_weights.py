@@ -176,6 +176,26 @@ RELATIVES = [
 ]
 
 
+# The log of the number of keys is lost beside such a number: weights of a user without keys are 1.
+LOST = [
+    f"mix(jnp.exp((lambda x: x - nn.logsumexp(x, axis=-1, keepdims=True))({masked})))"
+    for masked in (
+        "jnp.where(M, L(q), -1e30)",
+        "jnp.where(M, L(q), -1e9)",
+        "0.5 * jnp.where(M, L(q), -1e5)",
+        "jnp.where(M, L(q), -100.0)",
+        "jnp.where(M, L(q), -inf)",
+        "L(q) + jnp.where(M, 0, -1e9).astype(q.dtype)",
+        "jnp.where(at < N, L(q), -1e30)",
+    )
+]
+
+
+@some_at_once("cases", every(LOST), 7, short)
+def test_a_log_of_a_sum_beside_a_large_number(cases) -> None:
+    assert_same(cases)
+
+
 @some_at_once("cases", every(RELATIVES, F32) + every(RELATIVES, BF16), 10, short)
 def test_relatives_of_softmax(cases) -> None:
     assert_same(cases)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from lookalikes import attention
+from lookalikes import attention, lookup
 from rounding_rule import compared
 
 #: Logits of some hundreds: their rounding in float32 is that of 1e-5 of a weight, and in bfloat16
@@ -41,3 +41,14 @@ def test_a_coarser_program_is_another_one(original: str, other: str, dtype: str)
     first, second = attention(original, dtype), attention(other, dtype)
     assert compared(first, first.fn) is None
     assert compared(first, second.fn) is not None
+
+
+def test_nan_may_only_get_lost_where_a_one_hot_product_spreads_it() -> None:
+    nan, none = (f" + jnp.where(jnp.arange(4) == 0, {x}, 0.0)" for x in ("jnp.nan", "1.0"))
+    by_one_hot, by_index = "nn.one_hot(i, U, dtype=u.dtype) @ u", "u[i]"
+    first, other = lookup(by_one_hot + nan), lookup(by_one_hot + none)
+    assert compared(first, other.fn) is None
+    assert compared(first, lookup(f"({by_one_hot}) * 1.01{nan}").fn) is not None
+    # Not the other way round, and not without such a product.
+    assert compared(other, first.fn) is not None
+    assert compared(lookup(by_index + nan), lookup(by_index + none).fn) is not None

@@ -163,7 +163,7 @@ def attention(
     args = (*(x.astype(dtype) for x in (QUERY, KEY, VALUE)), INDEX, OUTSIDE, KEPT, LENGTHS)
     name = f"{text}  # {number}{np.dtype(dtype).name}{'' if heads else ', no heads'}"
     name += "" if rows == "X[i]" else f", looked up by {rows}"
-    return Case(name, fn, tuple(map(jnp.asarray, args)))
+    return Case(name, fn, tuple(map(jnp.asarray, args)), "one_hot" in name)
 
 
 LOOKUPS = """
@@ -191,7 +191,8 @@ def lookup(text: str, dtype: Any = jnp.float32, number: Any = "") -> Case:
         return _result(code, dict(zip([*LOOKUP_ARGS, "i", "j"], args, strict=True)))
 
     args = (*(x.astype(dtype) for x in LOOKUP_ARGS.values()), INDEX, OUTSIDE)
-    return Case(f"{text}  # {number}{np.dtype(dtype).name}", fn, tuple(map(jnp.asarray, args)))
+    name = f"{text}  # {number}{np.dtype(dtype).name}"
+    return Case(name, fn, tuple(map(jnp.asarray, args)), "one_hot" in name)
 
 
 #: How rows of X are looked up by j.
