@@ -38,6 +38,13 @@ CHOICE_MUTANTS = (
         _attended("scaled", "silu by age over a length"),
     ),
     Mutant(
+        "a log is added to any masked logits",
+        "weights.py",
+        "_LOST = 2.0**-7",
+        "_LOST = 1e38",
+        ("tests/rewrite/test_rewrite_seen_weights.py::test_a_log_of_a_sum_beside_a_large_number",),
+    ),
+    Mutant(
         "masked rows stay NaN",
         "weighted.py",
         "zero = ~jnp.any(kept, axis=1)",
