@@ -5,11 +5,13 @@
 Needs nothing of the engine, so that its overhead can be told from the scorer's. Three figures:
 
 - *Stream.* Requests arrive at random times, whatever the answers do, and whatever waits goes into
-  the next call. Of several rates, the highest at which p99 stays below `LATENCY` times the largest
-  call's time; its throughput over that of the same requests in full calls, one after another.
-- *Hits.* Full calls in which a share of `HITS` of the users has a state in the cache, over full
-  calls of new users.
-- *Offline.* Many candidates of many users, over the same number of calls of the program alone.
+  the next call. Several rates are tried; the highest one counts at which p99 stays below `LATENCY`
+  times the time of the largest call. Its throughput is divided by that of the same requests in full
+  calls, one after another.
+- *Hits.* The throughput of full calls in which a share of `HITS` of the users has a state in the
+  cache, divided by that of full calls of new users.
+- *Offline.* The throughput of ranking many candidates of many users, divided by that of the same
+  number of calls of the program alone.
 """
 
 from __future__ import annotations
@@ -36,8 +38,7 @@ from ikbo_jax import serving
 from ikbo_jax.serving.batches import fitting_parts
 from ikbo_jax.serving.scorer import Pending
 
-#: Bars on a GPU: the stream's throughput over that of full calls, its p99 over the largest call,
-#: the throughput with hits over that without, and ranking offline over the program alone.
+#: Bars of the three figures on a GPU, and of the stream's p99 in times of the largest call.
 STREAM, LATENCY, CACHED, OFFLINE = 0.80, 3.0, 1.5, 0.9
 HITS = 0.8
 #: Calls that are started before the first one is waited for, as in `serving.rank_offline`.
