@@ -32,7 +32,7 @@ from examples.serving import local
 
 local.prepare()
 
-from examples.serving import load, models, plans  # noqa: E402
+from examples.serving import load, models, plans, records  # noqa: E402
 from examples.serving.app import configuration  # noqa: E402
 from examples.serving.settings import Settings  # noqa: E402
 
@@ -238,7 +238,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     settings = settings_of(options)
     plan = plan_of(options, settings.load())
     return {
-        "settings": measure_.recorded(settings),
+        "settings": records.recorded(settings),
         "plan": dataclasses.asdict(plan),
         "start_up": measure_.start_up(settings, say),
         "batching": measure_.batching(settings, plan, options.least, say),
@@ -254,7 +254,7 @@ def scale(options: argparse.Namespace) -> dict[str, Any]:
     settings = settings_of(options)
     plan = plan_of(options, settings.load(), rate=options.rate)
     figures = measure_.autoscaling(settings, plan, say)
-    return {"settings": measure_.recorded(settings), "figures": figures}
+    return {"settings": records.recorded(settings), "figures": figures}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -272,17 +272,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             text = options.page.read_text("utf-8")
             options.page.write_text(plot.page(text, options.file), "utf-8")
     else:
-        from examples.serving import measure as measure_
-
         run = {"load": send, "offline": offline, "measure": measure, "scale": scale}
         try:
-            found = {**measure_.surroundings(), **run[options.command](options)}
+            packages = ("jax", "ray", "cachetools")
+            found = {**records.surroundings(*packages), **run[options.command](options)}
         except aiohttp.ClientConnectionError as error:
             say(f"no service at {options.url}: {error}")
             return 1
         found["load_after"] = os.getloadavg()[0]
         if options.out:
-            measure_.write(options.out, found)
+            records.write(options.out, found)
             say(f"written: {options.out}")
         print(json.dumps(found.get("figures", found.get("start_up")), indent=1))
     return 0

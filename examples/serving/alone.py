@@ -21,7 +21,6 @@ import bisect
 import collections
 import dataclasses
 import itertools
-import json
 import pathlib
 import statistics
 import sys
@@ -32,7 +31,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from examples.serving import models, offline, plans
+from examples.serving import models, offline, plans, records
 from examples.serving.settings import Settings
 from ikbo_jax import serving
 from ikbo_jax.serving.batches import fitting_parts
@@ -41,8 +40,8 @@ from ikbo_jax.serving.scorer import Pending
 #: Bars of the three figures on a GPU, and of the stream's p99 in times of the largest call.
 STREAM, LATENCY, CACHED, OFFLINE = 0.80, 3.0, 1.5, 0.9
 HITS = 0.8
-#: Calls that are started before the first one is waited for, as in `serving.rank_offline`.
-AHEAD = 2
+#: Where the three figures stand in the results.
+FIGURES = (("stream", "share"), ("hits", "ratio"), ("offline", "share_of_bound"))
 #: Rates of the stream, as shares of the throughput of full calls.
 SHARES = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
 #: Turns of what is compared.
@@ -83,7 +82,7 @@ def call_seconds(scorer: serving.Scorer, source: models.Source) -> float:
 def full_calls(scorer: serving.Scorer, requests: Sequence[serving.Request]) -> float:
     """Candidates a second, in calls that are as full as the buckets allow."""
     start = time.perf_counter()
-    collections.deque(serving.rank_offline(scorer, requests, ahead=AHEAD), maxlen=0)
+    collections.deque(serving.rank_offline(scorer, requests, ahead=offline.AHEAD), maxlen=0)
     return sum(request.size for request in requests) / (time.perf_counter() - start)
 
 
@@ -107,7 +106,7 @@ def stream(
     while taken < len(requests) or under_way:
         now = time.perf_counter() - start
         arrived = bisect.bisect_right(times, now, lo=taken)
-        if taken < arrived and len(under_way) < AHEAD:
+        if taken < arrived and len(under_way) < offline.AHEAD:
             first = next(fitting_parts(enumerate(requests[taken:arrived]), scorer.buckets))
             chosen = [request for _, request in first]
             positions = range(taken, taken + len(chosen))
@@ -170,13 +169,7 @@ def hit_figures(
     speeds: dict[float, list[float]] = {0.0: [], HITS: []}
     for hits, found in list(speeds.items()) * TURNS:
         full_calls(scorer, requests)
-        # A user whose state is not to be found has a version of its own.
-        new = rng.random(len(requests)) >= hits
-        chosen = [
-            dataclasses.replace(request, version=next(versions)) if is_new else request
-            for request, is_new in zip(requests, new, strict=True)
-        ]
-        found.append(full_calls(scorer, chosen))
+        found.append(full_calls(scorer, plans.with_new_users(requests, hits, rng, versions)))
     without, with_hits = (statistics.median(found) for found in speeds.values())
     say(f"user cache: {HITS:.0%} hits are {with_hits / without:.2f} times as fast as none")
     return {
@@ -203,8 +196,9 @@ def measured(
     scorer = settings.scorer(source)
     say(f"programs compiled or loaded in {time.perf_counter() - start:.1f} s")
     found = {
+        **records.surroundings("jax", "cachetools"),
         "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
+        "settings": records.recorded(settings),
         "stream": stream_figures(scorer, source, seconds, say),
         "hits": hit_figures(scorer, source, seconds, say),
     }
@@ -242,13 +236,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sizes = {"candidates": options.candidates, "users": options.users}
     figures = measured(settings, seconds=options.seconds, **sizes, say=print)
     if options.out:
-        options.out.write_text(json.dumps(figures, indent=1) + "\n")
-    bars = [(figures[name], key) for name, key in BARS]
-    return 0 if all(found[key] >= found["bar"] for found, key in bars) else 1
-
-
-#: The figures that have bars.
-BARS = (("stream", "share"), ("hits", "ratio"), ("offline", "share_of_bound"))
+        records.write(options.out, figures)
+    missed = [name for name, key in FIGURES if figures[name][key] < figures[name]["bar"]]
+    return 1 if missed else 0
 
 
 if __name__ == "__main__":

@@ -5,13 +5,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
-import datetime
-import importlib.metadata
 import itertools
-import json
-import os
-import pathlib
-import platform
 import statistics
 import subprocess
 import sys
@@ -51,22 +45,6 @@ settings.scorer(settings.load())
 done = time.perf_counter()
 print(ready - start, done - ready, time.process_time() - busy)
 """
-
-
-def surroundings() -> dict[str, Any]:
-    """Where and when a measurement was made."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=local.ROOT
-    )
-    return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": os.environ.get("IKBO_COMMIT") or commit.stdout.strip(),
-        "machine": platform.platform(),
-        "cpus": os.cpu_count(),
-        "load": os.getloadavg()[0],
-        "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in ("jax", "ray", "cachetools")},
-    }
 
 
 def start_up(settings: Settings, say: Say, runs: int = 3) -> dict[str, Any]:
@@ -109,11 +87,7 @@ def in_process(settings: Settings, plan: plans.Plan, say: Say, rounds: int = 3) 
         for case in itertools.product(MERGES, HITS):
             merge, hits = case
             scorer.rank(known)
-            some = rng.random(len(known)) >= hits
-            requests = [
-                dataclasses.replace(request, version=next(versions)) if new else request
-                for request, new in zip(known, some, strict=True)
-            ]
+            requests = plans.with_new_users(known, hits, rng, versions)
             start, cpu = time.perf_counter(), time.process_time()
             for first in range(0, len(requests), merge):
                 begin = time.perf_counter()
@@ -231,15 +205,3 @@ def autoscaling(settings: Settings, plan: plans.Plan, say: Say) -> dict[str, Any
         "replicas": numbers,
         "answers": sorted(answers.values()),
     }
-
-
-def recorded(settings: Settings) -> dict[str, Any]:
-    """Settings as a results file holds them: without folders of this machine."""
-    fields = dataclasses.asdict(settings)
-    return {name: fields[name] for name in fields.keys() - {"cache", "checkpoint", "data"}}
-
-
-def write(path: pathlib.Path, results: dict[str, Any]) -> None:
-    """Writes a results file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(results, indent=1) + "\n", "utf-8")

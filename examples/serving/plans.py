@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from examples.serving import models
+from ikbo_jax import serving
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,3 +67,20 @@ def requests(plan: Plan) -> list[Asked]:
 def plan_for(source: models.Source, **fields: Any) -> Plan:
     """A plan for the users and items of a source; `fields` sets other fields of `Plan`."""
     return Plan(**{"rate": 1.0, "users": source.num_users, "items": source.num_items, **fields})
+
+
+def with_new_users(
+    requests: Sequence[serving.Request],
+    hits: float,
+    rng: np.random.Generator,
+    versions: Iterator[int],
+) -> list[serving.Request]:
+    """Requests of which a share of about `hits` finds its user's state.
+
+    The others have a version of their own, so that their user's state has to be computed.
+    """
+    new = rng.random(len(requests)) >= hits
+    return [
+        dataclasses.replace(request, version=next(versions)) if is_new else request
+        for request, is_new in zip(requests, new, strict=True)
+    ]

@@ -28,6 +28,7 @@ from ikbo_jax.rewrite import (
     staged,
     weighted,
 )
+from ikbo_jax.rewrite.block_parts import reordered
 from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.lineage import (
     Lazy,
@@ -42,12 +43,13 @@ from ikbo_jax.rewrite.scores import (
     BATCH,
     HEAD,
     KEY,
-    ONE,
     QUERY,
     RULES,
+    WIDTH,
     Label,
     Logits,
     Scores,
+    labels_of_product,
     only,
 )
 
@@ -258,23 +260,12 @@ def _values(eqn: Any, scores: Scores, side: int, value: Any) -> tuple[Any, jax.A
 
 def _as_the_product(eqn: Any, scores: Scores, side: int, out: jax.Array) -> jax.Array:
     """The result [batch, *queries, *heads, width] with the axes and dtype of the product."""
-    (contract, batch) = eqn.params["dimension_numbers"]
-    summed = (*contract[side], *batch[side])
-    scores_free = [d for d in range(len(scores.shape)) if d not in summed]
-    width: Label = ("width", 0)
-    order = [scores.labels[d] for d in batch[side]]
-    rest = [scores.labels[d] for d in scores_free]
-    order += [*rest, width] if side == 0 else [width, *rest]
     have: list[Label] = [(BATCH, 0)]
     have += [(QUERY, n) for n in range(len(scores.root.queries))]
-    have += [(HEAD, n) for n in range(len(scores.root.heads))] + [width]
-    real = [label for label in order if label[0] != ONE]
-    dropped = [n for n, label in enumerate(have) if label not in real]
-    out = staged.squeeze(out, dropped) if dropped else out
-    have = [label for label in have if label in real]
-    out = staged.transpose(out, [have.index(label) for label in real])
+    have += [(HEAD, n) for n in range(len(scores.root.heads))] + [WIDTH]
     aval: Any = eqn.outvars[0].aval
-    return out.reshape(aval.shape).astype(aval.dtype)
+    out = reordered(out, have, labels_of_product(eqn, scores, side), tuple(aval.shape))
+    return staged.cast(out, aval.dtype)
 
 
 RULES["dot_general"] = _dot

@@ -40,7 +40,7 @@ from ikbo_jax.rewrite.lineage import (
 )
 from ikbo_jax.rewrite.registry import NotCovered
 from ikbo_jax.rewrite.rules import concat
-from ikbo_jax.rewrite.scores import BATCH, HEAD, KEY, Label, Scores
+from ikbo_jax.rewrite.scores import BATCH, HEAD, KEY, WIDTH, Label, Scores, labels_of_product
 
 #: From this number down, a masked key has no attention weight beside a key that is kept.
 _HIDES = -1e8
@@ -88,15 +88,8 @@ def product(ctx: Context, eqn: Any, lhs: Any, rhs: Any, scores: Scores, pointwis
     origins = origins_of(root.query, root.key, value) | root.mask_origins
     ctx.recorder.saved(eqn, origins, "attention with own tokens", True)
     # The result is [batch, *queries, *heads, width].
-    have: list[Label] = [*root.labels[:-1], ("width", 0)]
-    scores_free = [
-        d
-        for d in range(len(scores.shape))
-        if d not in (*contract[scores_side], *batch[scores_side])
-    ]
-    order = [scores.labels[d] for d in batch[scores_side]]
-    rest = [scores.labels[d] for d in scores_free]
-    order += [*rest, ("width", 0)] if left else [("width", 0), *rest]
+    have: list[Label] = [*root.labels[:-1], WIDTH]
+    order = labels_of_product(eqn, scores, scores_side)
     out = outs[0] if len(outs) == 1 else concat(outs, query_axis)
     return reordered(out, have, order, tuple(eqn.outvars[0].aval.shape))
 

@@ -153,4 +153,5 @@ def weighted(weights: jax.Array, value: jax.Array) -> jax.Array:
 
 def masked(mask: jax.Array, logits: jax.Array, fill: float) -> jax.Array:
     """The logits, or a number where the mask is False."""
-    return staged.where(spread(mask, staged.shape_of(logits)), logits, fill)
+    mask = spread(mask, staged.shape_of(logits))
+    return staged.select(mask, logits, staged.full_like(logits, fill))

@@ -28,6 +28,8 @@ from ikbo_jax.rewrite.rules import ELEMENTWISE
 BATCH, HEAD, QUERY, KEY, ONE = "batch", "head", "query", "key", "one"
 #: A dimension: its kind, and its number among the dimensions of this kind.
 Label = tuple[str, int]
+#: The dimension that attention weights do not have and values have.
+WIDTH: Label = ("width", 0)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -215,6 +217,17 @@ def only(operands: Any) -> Scores:
     if len(scores) != 1:
         raise NotCovered("attention is not recognised: its scores are combined with scores")
     return scores[0]
+
+
+def labels_of_product(eqn: Any, scores: Scores, side: int) -> list[Label]:
+    """The labels of a product of weights, which are the operand `side`, with their values."""
+    (contract, batch) = eqn.params["dimension_numbers"]
+    summed = (*contract[side], *batch[side])
+    rest = [label for d, label in enumerate(scores.labels) if d not in summed]
+    return [
+        *(scores.labels[d] for d in batch[side]),
+        *([*rest, WIDTH] if side == 0 else [WIDTH, *rest]),
+    ]
 
 
 def _same(ctx: Context, eqn: Any, x: Any) -> Any:

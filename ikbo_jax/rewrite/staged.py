@@ -242,18 +242,21 @@ def times(x: Any, number: float) -> Any:
     return bind(lax.mul_p, (x, literal.val), _params("mul"), (None, literal))
 
 
-def where(mask: Any, x: Any, number: float) -> Any:
-    """`lax.select(mask, x, lax.full_like(x, number))`."""
-    if type(x) is TRACER and type(mask) is TRACER and (trace := _trace_of((x, mask))) is not None:
-        literal = _literal(number, x.aval.dtype)
-        info = source_info_util.current()
-        params = {**_params("broadcast_in_dim"), "shape": x.aval.shape, "broadcast_dimensions": ()}
-        filler = TRACER(trace, literal.aval, literal, info)
-        fill = trace.default_process_primitive(lax.broadcast_in_dim_p, (filler,), params, info)
-        out = _direct(lax.select_n_p, (mask, fill, x))
-        if out is not None:
-            return out
-    return lax.select(mask, x, lax.full_like(x, number))
+def full_like(x: Any, number: float) -> Any:
+    """`lax.full_like(x, number)`."""
+    trace = _trace_of((x,))
+    if trace is None:
+        return lax.full_like(x, number)
+    literal, info = _literal(number, x.aval.dtype), source_info_util.current()
+    params = {**_params("broadcast_in_dim"), "shape": x.aval.shape, "broadcast_dimensions": ()}
+    operand = TRACER(trace, literal.aval, literal, info)
+    return trace.default_process_primitive(lax.broadcast_in_dim_p, (operand,), params, info)
+
+
+def select(mask: Any, x: Any, y: Any) -> Any:
+    """`lax.select(mask, x, y)`."""
+    out = _direct(lax.select_n_p, (mask, y, x))
+    return lax.select(mask, x, y) if out is None else out
 
 
 @functools.lru_cache(maxsize=256)

@@ -84,8 +84,7 @@ def looked_up(
 
 def _replaced(index: Any, where: Any, row: int) -> Any:
     """An int32 index with another row where a condition holds."""
-    rows = staged.broadcast_in_dim(np.int32(row), staged.shape_of(index), ())
-    return staged.bind(lax.select_n_p, [where, index, rows], {})
+    return staged.select(where, staged.full_like(index, row), index)
 
 
 def _with_rows_outside(eqn: Any, operand: Any, axis: int, fills: bool, drops: bool) -> Any:

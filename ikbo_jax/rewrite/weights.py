@@ -34,7 +34,7 @@ from ikbo_jax.rewrite.weighted import Mask, Weights
 
 #: A number up to this is lost in the rounding of a float32 sum of at least 1.
 _NEGLIGIBLE = 2.0**-25
-#: A rounding of logits from which on weights may differ.
+#: The log of a number of keys can be added to a masked logit that is rounded by at most this.
 _LOST = 2.0**-7
 
 _exponential_of_logits = RULES["exp"]

@@ -57,8 +57,12 @@ PAIRS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
         lambda x, _: staged.times(x, 0.3),
         lambda x, _: lax.mul(x, np.float32(0.3)),
     ),
-    "where": (
-        lambda x, _: staged.where(lax.gt(x, lax.exp(x)), x, -np.inf),
+    "full_like": (
+        lambda x, _: staged.full_like(x, -np.inf),
+        lambda x, _: lax.full_like(x, -np.inf),
+    ),
+    "select": (
+        lambda x, _: staged.select(lax.gt(x, lax.exp(x)), x, staged.full_like(x, -np.inf)),
         lambda x, _: lax.select(lax.gt(x, lax.exp(x)), x, lax.full_like(x, -np.inf)),
     ),
     "sub": (lambda x, _: staged.sub(x, x), lambda x, _: lax.sub(x, x)),

@@ -10,7 +10,7 @@ import re
 import numpy as np
 import pytest
 
-from examples.serving import load, measure, models, offline, plans, plot, wire
+from examples.serving import load, models, offline, plans, plot, records, wire
 from examples.serving.settings import Settings
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -98,8 +98,8 @@ def test_ranking_offline_is_compared_with_the_program_alone():
 
 def test_results_name_no_folder_of_the_machine():
     settings = Settings(cache="/a/cache", checkpoint="/a/run", data="/a/data", source="tiny")
-    assert "/" not in json.dumps(measure.recorded(settings))
-    assert measure.recorded(settings)["source"] == "tiny"
+    assert "/" not in json.dumps(records.recorded(settings))
+    assert records.recorded(settings)["source"] == "tiny"
     found = (ROOT / "examples" / "serving" / "results").glob("*.json")
     texts = [path.read_text("utf-8") for path in found]
     assert texts
