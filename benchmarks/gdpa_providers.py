@@ -225,7 +225,6 @@ ATTENTION = Provider(
     "ikbo_jax.attention, every candidate its own user",
     _attention,
     is_softmax=True,
-    directions=("forward",),
 )
 PADDED = Provider(
     "cudnn-softmax-padded",

@@ -23,16 +23,20 @@ import numpy as np
 from benchmarks import harness
 from benchmarks.harness import Point
 from benchmarks.linear_compression import DEFAULT, shrink
+from benchmarks.production_draws import compression_shape
 from benchmarks.records import Record, provider_of
 from ikbo_jax.cases import error_rule
 from ikbo_jax.cases.error_rule import Check
 from ikbo_jax.cases.linear_compression import Case, Inputs
 from ikbo_jax.ops.linear_compression import linear_compression
+from ikbo_jax.problems import LinearCompressionProblem
 from ikbo_jax.reference import linear_compression as reference
 
-SWEEPS = ("ratio", "batch", "dtype")
+SWEEPS = ("ratio", "batch", "dtype", "drawn")
 #: Bar of our fraction at the default sizes; of our time relative to XLA by hand, an upper bound.
 FRACTION_BAR, BY_HAND_BAR = 0.55, 1.0
+#: Points of "drawn".
+NUM_DRAWN = 20
 #: Candidates of 70:1.
 DEFAULT_BATCH = DEFAULT.batches[-1]
 #: Number of users and of candidates whose gradients are compared with the oracle.
@@ -57,6 +61,11 @@ def points(sweep: str) -> Iterator[Point]:
         yield from (at(f"B={batch}", batch, 70) for batch in (256, 4096))
     elif sweep == "dtype":
         yield at("float16", DEFAULT_BATCH, 70, "float16")
+    elif sweep == "drawn":
+        for s in map(compression_shape, [np.random.default_rng(4)] * NUM_DRAWN):
+            sizes = (s.users, s.batch), (s.k_user, s.k_cand), s.m, s.n, s.dtype
+            problem = LinearCompressionProblem(*sizes)
+            yield Point(sweep, s.label, Case(problem, s.index))
     else:
         raise ValueError(f"unknown sweep {sweep!r}; known: {', '.join(SWEEPS)}")
 

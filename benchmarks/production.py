@@ -21,7 +21,6 @@ import dataclasses
 import fcntl
 import functools
 import itertools
-import math
 import os
 import pathlib
 import statistics
@@ -36,22 +35,26 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import children, harness, timing
+from benchmarks.production_directions import compare, exact_results, in_direction
 from benchmarks.production_draws import DRAWS, Shape, shapes, shrink
 from benchmarks.production_providers import Contender, contenders
 from benchmarks.records import OUR_NAME, Record, format_table, points_of, provider_of
-from ikbo_jax._timing.programs import UNTIMED_ON_GPU
 from ikbo_jax.cases.error_rule import Check
 
 #: What is timed, and its useful FLOPs and bytes relative to the forward pass: gradients take five
 #: products for the forward pass' two (for linear compression four for two), and read and write
 #: every array of the forward pass and its gradient once.
 DIRECTIONS = ("forward", "both")
-PRODUCTS = {"attention": 3.5, "linear_compression": 3.0, "gdpa": 3.5}
-SWEEPS = tuple(f"{op} {direction}" for op in DRAWS for direction in DIRECTIONS)
+PRODUCTS = {"attention": 3.5, "linear_compression": 3.0, "gdpa": 3.5, "few_queries": 3.5}
+#: Few queries are drawn for training; "attention forward" has those of serving.
+SWEEPS = tuple(
+    sweep
+    for op in DRAWS
+    for direction in DIRECTIONS
+    if (sweep := f"{op} {direction}") != "few_queries forward"
+)
 #: A call that takes less time is timed by CUPTI.
 SHORT_MS = 0.3
-#: Largest error relative to the largest result: a few roundings of bfloat16.
-TOLERANCE = 2.0**-6
 #: Largest time relative to the best alternative.
 SLOWEST_BAR = 1.03
 #: Part of the budget for compiling and checks: with 12 processes, a point takes a process about
@@ -59,8 +62,14 @@ SLOWEST_BAR = 1.03
 COMPILING = 0.4
 #: Points that are named as the worst.
 WORST = 10
-#: Bars of the geometric means: fraction of the roofline, speed relative to the best alternative.
-MEAN_BARS = {"attention": (0.62, 1.6), "linear_compression": (0.70, 2.0), "gdpa": (0.62, 2.5)}
+#: Bars of the geometric means: fraction of the roofline (None: no bar), speed relative to the best
+#: alternative.
+MEAN_BARS = {
+    "attention": (0.62, 1.6),
+    "linear_compression": (0.70, 2.0),
+    "gdpa": (0.62, 2.5),
+    "few_queries": (None, 1.3),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,53 +104,6 @@ def points(sweeps: Sequence[str], number: int, seed: int) -> list[Point]:
     return list(itertools.chain.from_iterable(zip(*drawn, strict=True)))
 
 
-def _program(contender: Contender, direction: str) -> tuple[Callable[..., Any], tuple]:
-    """A function that returns a tuple of results, and its arguments."""
-    if direction == "forward":
-        return lambda *args: (contender.fn(*args),), contender.args
-    out = jnp.zeros_like(jax.eval_shape(contender.fn, *contender.args))
-    # The same cotangent for all contenders, in the layout of each.
-    finished, pull = jax.vjp(contender.finish, out)
-    draw = jax.jit(jax.random.normal, static_argnums=(1, 2))
-    (d_out,) = pull(draw(jax.random.key(9), finished.shape, finished.dtype))
-    return functools.partial(_with_gradients, contender.fn), (d_out, *contender.args)
-
-
-def _with_gradients(fn: Callable[..., Any], d_out: Any, *args: Any) -> tuple[Any, ...]:
-    out, pull = jax.vjp(fn, *args)
-    return (out, *pull(d_out))
-
-
-def _exact(contender: Contender, direction: str) -> list[np.ndarray]:
-    """The results in float32, for the same inputs and the same cotangent."""
-    fn, args = _program(contender, direction)
-    options = UNTIMED_ON_GPU if jax.default_backend() == "gpu" else None
-    with jax.default_matmul_precision("highest"):
-        run = jax.jit(fn, compiler_options=options)
-        return [np.asarray(x) for x in run(*(x.astype(jnp.float32) for x in args))]
-
-
-def _compare(contender: Contender, exact: list[np.ndarray], results: Sequence[Any]) -> Check:
-    """The error with the largest ratio to its bound, and that bound."""
-    out, *gradients = results
-    found = [contender.finish(out)]
-    if gradients:
-        found += contender.finish_gradients(tuple(gradients))
-    checks = []
-    for actual, expected in zip(found, exact, strict=True):
-        error = np.abs(np.asarray(actual).astype(np.float32) - expected).max()
-        checks.append(Check(float(error), TOLERANCE * float(np.abs(expected).max())))
-    return max(checks, key=_ratio)
-
-
-def _ratio(check: Check) -> float:
-    if math.isnan(check.error):
-        return math.inf
-    if not check.bound:  # zeros are expected
-        return 0.0 if check.ok else math.inf
-    return check.error / check.bound
-
-
 class Program(NamedTuple):
     """A compiled and checked contender; its arrays are made again for the timing.
 
@@ -159,7 +121,7 @@ class Program(NamedTuple):
 def compiled(point: Point) -> list[Program]:
     """Compiles and checks every contender of a point."""
     makes = list(contenders(point.shape))
-    exact = _exact(makes[1](), point.direction)
+    exact = exact_results(makes[1](), point.direction)
     return [_checked(make, point.direction, exact) for make in makes]
 
 
@@ -170,11 +132,11 @@ def _checked(make: Callable[[], Contender], direction: str, exact: list[np.ndarr
     try:
         contender = make()
         record = {"name": contender.name, "stage": contender.stage}
-        fn, args = _program(contender, direction)
+        fn, args = in_direction(contender, direction)
         program = jax.jit(fn).lower(*args).compile()
         results = jax.block_until_ready(program(*args))
         if contender.is_comparable:
-            check = _compare(contender, exact, results)
+            check = compare(contender, direction, exact, results)
         else:
             record["note"] = "another function: softmax"
     except Exception as failure:
@@ -203,7 +165,7 @@ def _ready(program: Program, direction: str) -> harness.Contender:
     if program.compiled is None:
         return harness.Contender(program.record)
     try:
-        _, args = _program(program.make(), direction)
+        _, args = in_direction(program.make(), direction)
     except Exception as failure:
         return harness.Contender(
             _not_run({k: program.record[k] for k in ("name", "stage")}, failure)
@@ -308,7 +270,7 @@ class Means(NamedTuple):
     fraction: float
     speedup: float
     slower: int
-    bars: tuple[float, float]
+    bars: tuple[float | None, float]
 
 
 def compared(points: Sequence[Record]) -> list[tuple[float, Record]]:
@@ -340,7 +302,7 @@ def summary(results: Record) -> str:
     for sweep in means(results):
         lines.append(
             f"{sweep.sweep}: {len(sweep.compared)} points, {sweep.fraction:.2f} of the roofline "
-            f"(bar {sweep.bars[0]}), {sweep.speedup:.2f} x the best alternative "
+            f"(bar {sweep.bars[0] or 'none'}), {sweep.speedup:.2f} x the best alternative "
             f"(bar {sweep.bars[1]}), {sweep.slower} slower (bar 0)"
         )
         for ratio, point in sweep.compared[:WORST]:

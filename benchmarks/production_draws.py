@@ -115,6 +115,13 @@ class AttentionShape:
 
 
 @dataclasses.dataclass(frozen=True)
+class FewQueriesShape(AttentionShape):
+    """Target attention in which a user has few queries or few keys, as in training."""
+
+    op: ClassVar[str] = "few_queries"
+
+
+@dataclasses.dataclass(frozen=True)
 class CompressionShape:
     """Linear compression of candidates' and users' embeddings."""
 
@@ -245,6 +252,27 @@ def attention_shape(rng: Generator) -> AttentionShape:
     return _within_limits(draw)
 
 
+def few_queries_shape(rng: Generator) -> FewQueriesShape:
+    """T in 1..16, S in 64..4,096, 1 to 10,000 candidates a user, H = 64 or 128."""
+
+    def draw() -> FewQueriesShape:
+        batch, heads = _log_uniform(rng, 64, 16_384), _choice(rng, HEADS)
+        return FewQueriesShape(
+            batch=batch,
+            users=max(1, batch // _log_uniform(rng, 1, 10_000)),
+            q_len=_log_uniform(rng, 1, 16),
+            kv_len=_log_uniform(rng, 64, 4096),
+            q_heads=heads,
+            kv_heads=_choice(rng, KV_HEADS[heads]),
+            head_dim=_choice(rng, {64: 0.5, 128: 0.5}),
+            dtype=_choice(rng, DTYPES),
+            index=_choice(rng, {"ragged": 0.7, "even": 0.15, "unsorted": 0.15}),
+            has_lengths=rng.random() < 0.3,
+        )
+
+    return _within_limits(draw)
+
+
 def compression_shape(rng: Generator) -> CompressionShape:
     """B in 64..16,384, M in 8..1,024, K in 16..2,048, N in 16..512."""
 
@@ -295,6 +323,7 @@ DRAWS: dict[str, Callable[[Generator], Shape]] = {
     "attention": attention_shape,
     "linear_compression": compression_shape,
     "gdpa": gdpa_shape,
+    "few_queries": few_queries_shape,
 }
 
 

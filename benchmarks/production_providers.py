@@ -24,6 +24,9 @@ from ikbo_jax.models.strategies import fold_by_user
 
 #: Largest number of bytes that a copy a candidate may take; larger copies are left out.
 MAX_COPIES = 8 * 2**30
+#: Largest error relative to the largest result: a few roundings of bfloat16; and where gradients of
+#: copies are added in bfloat16, one rounding for each candidate of a user.
+TOLERANCE, COPIES_TOLERANCE = 2.0**-6, 2.0**-3
 #: Widths of embeddings are padded by hand to a multiple of this many elements: 16 bytes.
 ALIGNMENT = 8
 #: Results of a provider, each in the shape of this library's result.
@@ -41,6 +44,7 @@ class Contender(NamedTuple):
       finish: converts the result to the shape of this library's result.
       finish_gradients: the same for the gradients.
       is_comparable: whether it computes the same function as this library.
+      tolerance: largest error relative to the largest result.
     """
 
     name: str
@@ -50,6 +54,7 @@ class Contender(NamedTuple):
     finish: Callable[[jax.Array], jax.Array] = lambda out: out
     finish_gradients: Callable[[Results], Results] = lambda gradients: gradients
     is_comparable: bool = True
+    tolerance: float = TOLERANCE
 
 
 def _normal(number: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -112,7 +117,8 @@ def _attention(shape: AttentionShape) -> Iterator[Callable[[], Contender]]:
         def run(*arrays: jax.Array) -> jax.Array:
             return materialised_cudnn(*arrays, index, seq_lengths)
 
-        return Contender("copies-cudnn", "keys and values copied, then cuDNN", run, args)
+        stage = "keys and values copied, then cuDNN"
+        return Contender("copies-cudnn", stage, run, args, tolerance=COPIES_TOLERANCE)
 
     yield lambda: Contender(OUR_NAME, "ikbo_jax.attention", op(None), args)
     yield lambda: Contender("xla", "implementation='xla'", op("xla"), args)
@@ -172,7 +178,8 @@ def _linear_compression(shape: CompressionShape) -> Iterator[Callable[[], Conten
             weight = jnp.concatenate((w_cand, w_user), axis=1)
             return jnp.matmul(weight, jnp.concatenate((e_cand, e_user[parents]), axis=1))
 
-        return Contender("copies", "users copied, then one product", run, args)
+        stage = "users copied, then one product"
+        return Contender("copies", stage, run, args, tolerance=COPIES_TOLERANCE)
 
     yield lambda: Contender(OUR_NAME, "ikbo_jax.linear_compression", op(None), args)
     yield lambda: Contender("xla", "implementation='xla'", op("xla"), args)

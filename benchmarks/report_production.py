@@ -24,7 +24,7 @@ def means(results: Record) -> Table:
             f"{found.fraction:.2f}",
             f"{found.speedup:.2f}×",
             str(found.slower),
-            f"{found.bars[0]:.2f}, {found.bars[1]}×, none slower",
+            f"{found.bars[0] or '-'}, {found.bars[1]}×, none slower",
         )
         for found in production.means(results)
     ]

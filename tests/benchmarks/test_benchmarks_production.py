@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from benchmarks import production, production_draws, report
+from benchmarks import production_directions as directions
 from benchmarks.production_draws import DRAWS, MAX_BYTES, MAX_FLOPS, AttentionShape, GdpaShape
+from ikbo_jax.cases.error_rule import Check
 
 
 @pytest.mark.parametrize("op", DRAWS)
@@ -69,13 +71,13 @@ def test_a_wrong_result_is_found():
     """A contender with another scale is wrong in its result and in its gradients."""
     shape = production_draws.shrink(production_draws.shapes("linear_compression", 1)[0])
     ours, _, by_hand, *_ = (make for make in production.contenders(shape))
-    for direction in production.DIRECTIONS:
-        exact = production._exact(by_hand(), direction)
+    for direction in (*production.DIRECTIONS, "backward"):
+        exact = directions.exact_results(by_hand(), direction)
         right = ours()
         wrong = right._replace(fn=_scaled(right.fn))
         for contender, is_right in ((right, True), (wrong, False)):
-            fn, args = production._program(contender, direction)
-            assert production._compare(contender, exact, fn(*args)).ok == is_right
+            fn, args = directions.in_direction(contender, direction)
+            assert directions.compare(contender, direction, exact, fn(*args)).ok == is_right
 
 
 def test_a_run_in_small(tmp_path, capsys):
@@ -131,7 +133,7 @@ def test_sweeps_take_turns():
     [(1.0, 2.0, 0.5), (0.0, 0.0, 0.0), (1.0, 0.0, np.inf), (np.nan, 1.0, np.inf)],
 )
 def test_zeros_and_nan_have_a_ratio(error, bound, ratio):
-    assert production._ratio(production.Check(error, bound)) == ratio
+    assert directions.ratio(Check(error, bound)) == ratio
 
 
 def _check_report(results, root):

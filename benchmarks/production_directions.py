@@ -1,0 +1,79 @@
+"""Contenders of `production_providers` as functions of a direction, and the check of results."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.production_providers import Contender
+from ikbo_jax._timing.programs import UNTIMED_ON_GPU
+from ikbo_jax.cases.error_rule import Check
+
+
+def in_direction(contender: Contender, direction: str) -> tuple[Callable[..., Any], tuple]:
+    """A function that returns a tuple of results, and its arguments.
+
+    The results are those of `contender` ("forward"), the gradients for a given cotangent, with what
+    the forward pass leaves for them among the arguments ("backward"), or one after the other
+    ("both").
+    """
+    if direction == "forward":
+        return lambda *args: (contender.fn(*args),), contender.args
+    out = jnp.zeros_like(jax.eval_shape(contender.fn, *contender.args))
+    # The same cotangent for all contenders, in the layout of each.
+    finished, pull = jax.vjp(contender.finish, out)
+    draw = jax.jit(jax.random.normal, static_argnums=(1, 2))
+    (d_out,) = pull(draw(jax.random.key(9), finished.shape, finished.dtype))
+    if direction == "both":
+        return functools.partial(_with_gradients, contender.fn), (d_out, *contender.args)
+    gradient = jax.jit(lambda *args: jax.vjp(contender.fn, *args)[1])(*contender.args)
+    return lambda gradient, d_out: gradient(d_out), (gradient, d_out)
+
+
+def _with_gradients(fn: Callable[..., Any], d_out: Any, *args: Any) -> tuple[Any, ...]:
+    out, pull = jax.vjp(fn, *args)
+    return (out, *pull(d_out))
+
+
+def exact_results(contender: Contender, direction: str) -> list[np.ndarray]:
+    """The results in float32, for the same inputs and the same cotangent."""
+    # The gradients of "both" are those of "backward".
+    is_backward = direction == "backward"
+    fn, args = in_direction(contender, "both" if is_backward else direction)
+    options = UNTIMED_ON_GPU if jax.default_backend() == "gpu" else None
+    with jax.default_matmul_precision("highest"):
+        found = jax.jit(fn, compiler_options=options)(*(x.astype(jnp.float32) for x in args))
+    return [np.asarray(x) for x in found[is_backward:]]
+
+
+def compare(
+    contender: Contender, direction: str, expected: Sequence[np.ndarray], results: Sequence[Any]
+) -> Check:
+    """The error with the largest ratio to its bound, and that bound."""
+    if direction == "backward":
+        found = [*contender.finish_gradients(tuple(results))]
+    else:
+        out, *gradients = results
+        found = [contender.finish(out)]
+        if gradients:
+            found += contender.finish_gradients(tuple(gradients))
+    checks = []
+    for actual, truth in zip(found, expected, strict=True):
+        error = np.abs(np.asarray(actual).astype(np.float32) - truth).max()
+        checks.append(Check(float(error), contender.tolerance * float(np.abs(truth).max())))
+    return max(checks, key=ratio)
+
+
+def ratio(check: Check) -> float:
+    """The error relative to its bound; of 0 to 0 it is 0, of NaN infinite."""
+    if math.isnan(check.error):
+        return math.inf
+    if not check.bound:  # zeros are expected
+        return 0.0 if check.ok else math.inf
+    return check.error / check.bound
