@@ -85,7 +85,9 @@ def small(point: Point) -> Point:
     return dataclasses.replace(point, shape=shape)
 
 
-def measure_point(point: Point, protocol: harness.Protocol, *, quick: bool = False) -> Record:
+def measure_point(
+    point: Point, protocol: harness.Protocol, *, quick: bool = False
+) -> dict[str, Any]:
     """Checks all versions at a point, and times them interleaved with the reference matmul."""
     makers = list(contenders(point.shape))
     exact = exact_results(makers[1](), point.direction)
@@ -137,7 +139,7 @@ def run(sweeps: Sequence[str], *, out: pathlib.Path, **options: Any) -> dict[str
     """Measures sweeps, as `attention.run` does; with `quick`, this library and XLA alone."""
     bench = harness.Run("attention_gradient", out, **options)
 
-    def measure(point: Point) -> Record:
+    def measure(point: Point) -> dict[str, Any]:
         return measure_point(point, bench.protocol, quick=bench.quick)
 
     return bench.measure([p for sweep in sweeps for p in points(sweep)], measure, small)

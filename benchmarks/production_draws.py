@@ -222,7 +222,9 @@ class GdpaShape:
 Shape = AttentionShape | CompressionShape | GdpaShape
 
 
-def _within_limits[S: (AttentionShape, CompressionShape, GdpaShape)](draw: Callable[[], S]) -> S:
+def _within_limits[S: (AttentionShape, FewQueriesShape, CompressionShape, GdpaShape)](
+    draw: Callable[[], S],
+) -> S:
     while (shape := draw()).num_bytes > MAX_BYTES or shape.flops > MAX_FLOPS:
         pass
     return shape
