@@ -13,16 +13,17 @@ from ikbo_jax.problems.problem import Config
 
 #: Largest block_q by head width (width 96 is padded to 128 in shared memory). With larger blocks
 #: two sums, scores and gradients of weights exceed a consumer thread's 240 registers and spill.
-MAX_BLOCK_Q = {64: 128, 96: 64, 128: 64}
+MAX_BLOCK_Q = {64: 128, 96: 64, 128: 64, 192: 64, 256: 48}
 HEAD_DIMS = tuple(MAX_BLOCK_Q)
+#: Largest head width of which one launch computes the gradients of keys and of values: a thread
+#: has no registers for two sums of more columns.
+MAX_BOTH_SUMS = 128
 #: Largest block_kv by head width, for the same reason.
-MAX_BLOCK_KV = {64: 128, 96: 96, 128: 96}
+MAX_BLOCK_KV = {64: 128, 96: 96, 128: 96, 192: 64, 256: 32}
 #: Keys of a tile: 64 for each consumer.
 BLOCK_KV = TILE_ROWS
 #: Buffers of gradients of scores: the consumers write one while they multiply by the other.
 D_SCORES_BUFFERS = 2
-#: Slots for queries of the second launch: of the finished tile and of the next one.
-Q_SLOTS = 2
 #: Ways to compute d_query; see `AttentionBackwardConfig`.
 D_QUERY = ("sum", "parts", "launch")
 #: Most tiles of keys whose parts of d_query are stored apart by default; each part takes twice the
@@ -36,13 +37,32 @@ DESCRIPTOR_WORDS = 8
 SUM_COLUMNS = 32
 
 
-class AttentionBackwardShared(NamedTuple):
-    """Shared memory and barriers of the first launch; shapes follow the slot.
+#: The gradients that a launch computes, "key", "value" or both.
+Gradients = tuple[str, ...]
+BOTH: Gradients = ("key", "value")
 
-    Without d_query, `d_scores`, `d_query` and their barriers are None.
+
+def launches(head_dim: int) -> tuple[Gradients, ...]:
+    """The gradients of keys and values, by launch."""
+    return (BOTH,) if head_dim <= MAX_BOTH_SUMS else (("value",), ("key",))
+
+
+def query_slots(head_dim: int) -> int:
+    """Slots for queries of the launch of d_query: of the finished tile and of the next one.
+
+    Wide heads have shared memory for one tile.
+    """
+    return 2 if head_dim <= MAX_BOTH_SUMS else 1
+
+
+class AttentionBackwardShared(NamedTuple):
+    """Shared memory and barriers of the launch that computes d_key and d_value, or one of them.
+
+    Shapes follow the slot. Without d_query, `d_scores`, `d_query` and their barriers are None.
     """
 
-    keys_values: Any  # ring of [2 operands, 2 consumers, column blocks, 64, 64]
+    keys_values: Any  # ring of [operands, 2 consumers, column blocks, 64, 64]; only d_key needs
+    # values, the second operand
     queries: Any  # ring of [2 operands, column blocks, block_q, 64]: query and d_out
     statistics: Any  # [stages, 2, block_q] f32
     items: Any  # ring of descriptors; one more than slots, of the part of d_query
@@ -55,7 +75,7 @@ class AttentionBackwardShared(NamedTuple):
 
 
 class DQueryShared(NamedTuple):
-    """Shared memory and barriers of the second launch; shapes follow the slot."""
+    """Shared memory and barriers of the launch of d_query alone; shapes follow the slot."""
 
     queries: Any  # ring of [2 operands, 2 consumers, column blocks, 64, 64] and descriptors
     keys_values: Any  # ring of [2 operands, column blocks, block_kv, 64]
@@ -77,9 +97,11 @@ class AttentionBackwardConfig(Config):
         their parts to one sum in device memory, one tile after another. "parts": each tile stores
         its part, and XLA adds the parts; that takes S / 128 times as much memory, but no tile waits
         for another. "launch": a second launch computes d_query, with seven products instead of
-        five, but without exchange of gradients of scores, and without sums in memory.
-      block_kv: keys of a block of the second launch, a multiple of 16.
-      kv_stages: stages of the second launch's ring of key blocks.
+        five, but without exchange of gradients of scores, and without sums in memory. Heads wider
+        than `MAX_BOTH_SUMS` need it; they take a launch for d_key and one for d_value, too, and
+        eight products.
+      block_kv: keys of a block of the launch of d_query, a multiple of 16.
+      kv_stages: stages of that launch's ring of key blocks.
       splits: parts that a user's queries are cut into, where users are too few to occupy the
         device. XLA adds the parts' gradients of keys and values, in f32.
     """
@@ -97,9 +119,9 @@ class AttentionBackwardConfig(Config):
         """Whether the first launch computes d_query."""
         return self.d_query != "launch"
 
-    def shared(self, head_dim: int) -> AttentionBackwardShared:
-        """Shared memory and barriers of a CTA of the first launch."""
-        blocks = hopper.column_blocks(head_dim)
+    def shared(self, head_dim: int, gradients: Gradients = BOTH) -> AttentionBackwardShared:
+        """Shared memory and barriers of a CTA of the launch that computes these gradients."""
+        blocks, operands = hopper.column_blocks(head_dim), 2 if "key" in gradients else 1
         d_query: dict[str, Any] = dict.fromkeys(("d_scores", "d_query", "part_ready", "part_free"))
         if self.has_d_query:
             parts = -(-head_dim // SUM_COLUMNS)
@@ -113,8 +135,8 @@ class AttentionBackwardConfig(Config):
         return AttentionBackwardShared(
             keys_values=memory.ring(
                 self.kv_slots,
-                ready=2 * NUM_CONSUMERS * blocks,
-                tiles=(2, NUM_CONSUMERS, blocks, WGMMA_M, BLOCK_K),
+                ready=operands * NUM_CONSUMERS * blocks,
+                tiles=(operands, NUM_CONSUMERS, blocks, WGMMA_M, BLOCK_K),
             ),
             queries=memory.ring(
                 self.stages, ready=2 * blocks + 1, tiles=(2, blocks, self.block_q, BLOCK_K)
@@ -127,11 +149,11 @@ class AttentionBackwardConfig(Config):
         )
 
     def d_query_shared(self, head_dim: int) -> DQueryShared:
-        """Shared memory and barriers of a CTA of the second launch."""
+        """Shared memory and barriers of a CTA of the launch of d_query alone."""
         blocks = hopper.column_blocks(head_dim)
         return DQueryShared(
             queries=memory.ring(
-                Q_SLOTS,
+                query_slots(head_dim),
                 ready=NUM_CONSUMERS * (2 * blocks + 1) + 1,
                 tiles=(2, NUM_CONSUMERS, blocks, WGMMA_M, BLOCK_K),
                 words=DESCRIPTOR_WORDS,
@@ -146,8 +168,8 @@ class AttentionBackwardConfig(Config):
         )
 
     def smem_bytes(self, head_dim: int) -> int:
-        """Shared memory of one CTA, of the launch that needs more."""
-        most = memory.smem_bytes(self.shared(head_dim))
+        """Shared memory of one CTA, of the launch that needs most."""
+        most = max(memory.smem_bytes(self.shared(head_dim, x)) for x in launches(head_dim))
         if self.has_d_query:
             return most
         return max(most, memory.smem_bytes(self.d_query_shared(head_dim)))
@@ -167,7 +189,7 @@ class AttentionBackwardConfig(Config):
             )
         if reason := hopper.why_not_heads(problem.q_heads, problem.kv_heads):
             return reason
-        widest, operands = MAX_BLOCK_Q[problem.head_dim], "scores and two sums"
+        widest, operands = MAX_BLOCK_Q[problem.head_dim], "scores and the sums"
         if reason := hopper.why_not_block(
             "block_q", self.block_q, widest, problem.head_dim, operands
         ):
@@ -180,6 +202,11 @@ class AttentionBackwardConfig(Config):
             return f"splits must be at least 1, but is {self.splits}"
         if self.d_query not in D_QUERY:
             return f"d_query must be one of {', '.join(D_QUERY)}, but is {self.d_query}"
+        if self.has_d_query and problem.head_dim > MAX_BOTH_SUMS:
+            return (
+                f"d_query must be launch for heads wider than {MAX_BOTH_SUMS}, but is "
+                f"{self.d_query} at H={problem.head_dim}"
+            )
         if self.d_query == "launch":
             widest = MAX_BLOCK_KV[problem.head_dim]
             if reason := hopper.why_not_block(
@@ -235,7 +262,8 @@ class AttentionBackwardProblem(AttentionSizes):
 
     def candidate_configs(self) -> Iterator[AttentionBackwardConfig]:
         """Yields the legal configurations worth timing, the most promising first."""
-        found = self._for_few_rows() if self._is_small else self._for_many_rows()
+        is_small = self._is_small and self.head_dim <= MAX_BOTH_SUMS
+        found = self._for_few_rows() if is_small else self._for_many_rows()
         for config in dict.fromkeys(found):
             for splits in self._splits(config.block_q):
                 candidate = dataclasses.replace(config, splits=splits)
@@ -254,6 +282,11 @@ class AttentionBackwardProblem(AttentionSizes):
         rings: tuple[tuple[int, int], ...]
         if self.head_dim <= BLOCK_K:
             rings = ((128, 3), (128, 2), (96, 4), (64, 5))
+        elif self.head_dim > MAX_BOTH_SUMS:
+            for block_q, stages in ((64, 2), (48, 3), (48, 2), (32, 3)):
+                for block_kv, kv_stages in ((64, 2), (48, 2), (32, 3)):
+                    yield AttentionBackwardConfig(block_q, stages, 1, "launch", block_kv, kv_stages)
+            return
         else:
             rings = ((64, 3), (96, 2), (80, 2))
         # On an H200 with S = 2048 and 64 candidates a user, a second launch took 1.58 ms at

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import hypothesis
@@ -19,7 +20,7 @@ from ikbo_jax.ops import dispatch
 from ikbo_jax.pallas.attention_backward.kernel import attention_backward_kernel
 from ikbo_jax.problems import AttentionBackwardConfig as Config
 from ikbo_jax.problems import AttentionBackwardProblem
-from ikbo_jax.problems.attention_backward import HEAD_DIMS
+from ikbo_jax.problems.attention_backward import HEAD_DIMS, MAX_BOTH_SUMS
 from ikbo_jax.reference import attention as reference
 from ikbo_jax.reference import attention_grouped
 from ikbo_jax.tuning import table
@@ -45,6 +46,8 @@ SHAPES = {
     "gqa": Shape(5, 50, 64, 300, 8, 2, 128, "unsorted"),
     "mqa": Shape(5, 50, 32, 300, 6, 1, 64, "unsorted"),
     "h96": Shape(5, 50, 64, 300, 2, 2, 96, "unsorted", "ragged"),
+    "h192": Shape(5, 50, 64, 300, 2, 2, 192, "unsorted", "ragged"),
+    "h256": Shape(4, 33, 21, 300, 4, 2, 256, "gaps", "ragged"),
 }
 CONFIGS = {
     "sum": Config(),
@@ -55,6 +58,18 @@ CONFIGS = {
     "split_queries": Config(32, 3, 1, "sum", splits=3),
     "two_launches_odd_block": Config(32, 3, 1, "launch", 48, 4),
 }
+#: For heads wider than 128 columns.
+WIDE_CONFIGS = {
+    "three_launches": Config(32, 3, 1, "launch", 32, 3),
+    "three_launches_odd_block": Config(48, 2, 1, "launch", 32, 2),
+    "three_launches_split": Config(32, 2, 1, "launch", 16, 3, splits=2),
+}
+EVERY_CONFIG = CONFIGS | WIDE_CONFIGS
+
+
+def configs_of(shape: Shape) -> dict[str, Config]:
+    """The configurations here that take the shape's heads."""
+    return WIDE_CONFIGS if shape.head_dim > MAX_BOTH_SUMS else CONFIGS
 
 
 def problem_of(shape: Shape, dtype: Any) -> AttentionBackwardProblem:
@@ -135,6 +150,13 @@ def test_gradients_of_every_kind_of_config(name, config):
     check_shape(SHAPES[name], CONFIGS[config])
 
 
+@pytest.mark.parametrize("config", WIDE_CONFIGS)
+@pytest.mark.parametrize("name", ["h192", "h256"])
+@pytest.mark.parametrize("dtype", problems.HALF_DTYPES)
+def test_gradients_of_wide_heads(name, config, dtype):
+    check_shape(SHAPES[name], WIDE_CONFIGS[config], dtype)
+
+
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("config", ["sum", "parts", "two_launches"])
 def test_gradients_of_a_last_tile_of_few_rows(config, rows):
@@ -152,25 +174,37 @@ def test_gradients_of_candidate_configs(head_dim, candidates):
         check(actual, inputs, tensors, head_dim**-0.5)
 
 
-@pytest.mark.parametrize("config", ["sum", "two_launches"])
-@pytest.mark.parametrize("name", ["odd_counts", "h96"])
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        *itertools.product(("odd_counts", "h96"), ("sum", "two_launches")),
+        ("h192", "three_launches_split"),
+        ("h256", "three_launches"),
+    ],
+)
 def test_gradients_in_f32(name, config):
     """What devices return that have only some of a user's candidates."""
     shape = SHAPES[name]
     inputs, tensors = make(shape)
-    sums = make_gradients(shape, CONFIGS[config], dtype=jnp.float32)(inputs, tensors)
-    rounded = make_gradients(shape, CONFIGS[config])(inputs, tensors)
+    sums = make_gradients(shape, EVERY_CONFIG[config], dtype=jnp.float32)(inputs, tensors)
+    rounded = make_gradients(shape, EVERY_CONFIG[config])(inputs, tensors)
     assert [x.dtype for x in sums] == [jnp.bfloat16, jnp.float32, jnp.float32]
     for wide, array in zip(sums, rounded, strict=True):
         assert bool(jnp.array_equal(wide.astype(jnp.bfloat16), array))
 
 
-@pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("name", ["odd_counts", "long_keys", "one_user"])
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        (name, config)
+        for name in ("odd_counts", "long_keys", "one_user", "h192", "h256")
+        for config in configs_of(SHAPES[name])
+    ],
+)
 def test_gradients_repeat_bitwise(name, config):
     shape = SHAPES[name]
     inputs, tensors = make(shape)
-    run = make_gradients(shape, CONFIGS[config])
+    run = make_gradients(shape, EVERY_CONFIG[config])
     first, wrong = run(inputs, tensors), jnp.int32(0)
     for _ in range(50):
         wrong = on_gpu.count_if_different(wrong, run(inputs, tensors), first)
@@ -178,9 +212,12 @@ def test_gradients_repeat_bitwise(name, config):
 
 
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
-@pytest.mark.parametrize("config", ["sum", "parts", "two_launches"])
-def test_bad_values_stay_with_their_user(config, bad):
-    shape = Shape(3, 9, 21, 300, 2, 1, 128, "sorted", "full")
+@pytest.mark.parametrize(
+    ("config", "head_dim"),
+    [("sum", 128), ("parts", 128), ("two_launches", 128), ("three_launches", 256)],
+)
+def test_bad_values_stay_with_their_user(config, head_dim, bad):
+    shape = Shape(3, 9, 21, 300, 2, 1, head_dim, "sorted", "full")
     inputs, tensors = make(shape)
     inputs = inputs._replace(cand_to_user=jnp.asarray([0] * 3 + [1] * 4 + [2] * 2, jnp.int32))
     out, lse = _forward(inputs, shape.head_dim**-0.5)
@@ -190,7 +227,7 @@ def test_bad_values_stay_with_their_user(config, bad):
         key=inputs.key.at[1].set(bad),
         value=inputs.value.at[1].set(bad),
     )
-    run = make_gradients(shape, CONFIGS[config])
+    run = make_gradients(shape, EVERY_CONFIG[config])
     results = run(spoiled, (out, lse, tensors[2].at[3:7].set(bad), tensors[3]))
     want = run(inputs, tensors)
     for array, clean, others in zip(results, want, ([0, 1, 2, 7, 8], [0, 2], [0, 2]), strict=True):
@@ -198,8 +235,9 @@ def test_bad_values_stay_with_their_user(config, bad):
         assert bool(jnp.array_equal(array[at], clean[at]))
 
 
-def test_keys_past_the_length_have_no_effect_and_no_gradient():
-    shape = Shape(3, 9, 21, 300, 2, 1, 128, "sorted", "ragged")
+@pytest.mark.parametrize("head_dim", [128, 192])
+def test_keys_past_the_length_have_no_effect_and_no_gradient(head_dim):
+    shape = Shape(3, 9, 21, 300, 2, 1, head_dim, "sorted", "ragged")
     inputs, tensors = make(shape)
     lengths = jnp.asarray([130, 0, 299], jnp.int32)
     inputs = inputs._replace(key_value_seq_lengths=lengths)
@@ -210,7 +248,7 @@ def test_keys_past_the_length_have_no_effect_and_no_gradient():
         key=jnp.where(is_past, jnp.bfloat16(jnp.nan), inputs.key),
         value=jnp.where(is_past, jnp.bfloat16(jnp.nan), inputs.value),
     )
-    for config in CONFIGS.values():
+    for config in configs_of(shape).values():
         d_query, d_key, d_value = make_gradients(shape, config)(spoiled, tensors)
         check((d_query, d_key, d_value), inputs, tensors, shape.head_dim**-0.5)
         for array in (d_key, d_value):
@@ -229,7 +267,7 @@ def test_keys_past_the_length_have_no_effect_and_no_gradient():
     head_dim=st.sampled_from(HEAD_DIMS),
     index=st.sampled_from(["sorted", "unsorted", "gaps"]),
     lengths=st.sampled_from(["full", "ragged"]),
-    config=st.sampled_from(sorted(CONFIGS)),
+    config=st.integers(0, len(EVERY_CONFIG) - 1),
     dtype=st.sampled_from(problems.HALF_DTYPES),
 )
 def test_gradients_of_drawn_shapes(
@@ -237,7 +275,8 @@ def test_gradients_of_drawn_shapes(
 ):
     heads = (kv_heads * group, kv_heads, head_dim)
     shape = Shape(users, candidates, q_len, kv_len, *heads, index, lengths)
-    check_shape(shape, CONFIGS[config], dtype)
+    configs = list(configs_of(shape).values())
+    check_shape(shape, configs[config % len(configs)], dtype)
 
 
 @pytest.mark.parametrize("name", ["unsorted", "t7", "gqa"])
@@ -275,8 +314,8 @@ def test_the_op_takes_its_gradient_from_the_kernel(name):
 @on_gpu.soaks
 def test_gradients_soak():
     cases = []
-    for name in ("odd_counts", "unsorted", "t7", "one_user"):
-        for config in CONFIGS.values():
+    for name in ("odd_counts", "unsorted", "t7", "one_user", "h192", "h256"):
+        for config in configs_of(SHAPES[name]).values():
             inputs, tensors = make(SHAPES[name])
             run = make_gradients(SHAPES[name], config)
             cases.append((lambda x, run=run: run(*x), (inputs, tensors), run(inputs, tensors)))
@@ -285,9 +324,10 @@ def test_gradients_soak():
 
 SANITIZED = """
 import jax, problems, test_gpu_attention_backward as tests
-for config in tests.CONFIGS.values():
+for config in tests.EVERY_CONFIG.values():
     for q_len in (1, 21):
-        shape = problems.AttentionShape(3, 9, q_len, 150, 2, 1, 128, "unsorted", "ragged")
+        width = 192 if config in tests.WIDE_CONFIGS.values() else 128
+        shape = problems.AttentionShape(3, 9, q_len, 150, 2, 1, width, "unsorted", "ragged")
         inputs, tensors = tests.make(shape)
         wild = inputs.cand_to_user.at[0].set(99).at[1].set(-7)
         run = tests.make_gradients(shape, config)
@@ -305,8 +345,8 @@ def test_gradients_sanitizer(tool):
 def test_configs_here_are_legal():
     illegal = [
         config.illegal_reason(problem_of(shape, dtype))
-        for config in CONFIGS.values()
         for shape in SHAPES.values()
+        for config in configs_of(shape).values()
         for dtype in problems.HALF_DTYPES
     ]
     assert set(illegal) == {None}

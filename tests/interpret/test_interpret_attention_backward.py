@@ -19,6 +19,7 @@ from ikbo_jax.pallas.attention_backward import consumer
 from ikbo_jax.pallas.attention_backward.kernel import attention_backward_kernel
 from ikbo_jax.problems import AttentionProblem
 from ikbo_jax.problems.attention_backward import AttentionBackwardConfig as Config
+from ikbo_jax.problems.attention_backward import launches
 from ikbo_jax.reference import attention, attention_grouped
 
 pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
@@ -43,7 +44,8 @@ class Case:
 
     @property
     def launches(self) -> int:
-        return 2 if self.config.d_query == "launch" else 1
+        is_last_alone = self.config.d_query == "launch"
+        return len(launches(self.shape.head_dim)) + is_last_alone
 
 
 CASES = {
@@ -84,6 +86,20 @@ CASES = {
     "split_queries_two_launches": Case(
         AttentionShape(1, 150, 1, 129, 2, 2, 64),
         Config(32, d_query="launch", splits=2),
+    ),
+    "three_launches_h192": Case(
+        AttentionShape(2, 3, 21, 129, 2, 1, 192, "gaps", "ragged"),
+        Config(32, d_query="launch", block_kv=32, kv_stages=2),
+    ),
+    "three_launches_h256_f16": Case(
+        AttentionShape(3, 4, 40, 100, 1, 1, 256, "unsorted", "ragged"),
+        Config(32, 3, d_query="launch", block_kv=32),
+        "float16",
+        sum_dtype="float32",
+    ),
+    "three_launches_split_h256": Case(
+        AttentionShape(1, 70, 1, 129, 1, 1, 256),
+        Config(32, d_query="launch", block_kv=32, kv_stages=2, splits=2),
     ),
     "many_blocks_h128": Case(AttentionShape(1, 3, 64, 300, 1, 1, 128), Config(64)),
     "tile_of_keys_minus_one": Case(AttentionShape(2, 2, 33, 127, 1, 1, 64), Config(32)),

@@ -17,7 +17,7 @@ from jaxlib.mlir.dialects import arith
 
 from ikbo_jax.pallas.attention_backward import products
 from ikbo_jax.pallas.attention_backward.kernel import attention_backward_kernel
-from ikbo_jax.problems import AttentionBackwardProblem, AttentionProblem
+from ikbo_jax.problems import AttentionBackwardProblem, AttentionProblem, attention_backward
 from ikbo_jax.problems.attention_backward import AttentionBackwardConfig as Config
 from ikbo_jax.problems.hopper import MAX_SMEM_BYTES
 from ikbo_jax.tuning import table
@@ -92,6 +92,9 @@ CASES = {
     "h64_split_queries": Case(Config(128, splits=4), 64, q_len=1),
     "h96_widest": Case(Config(64), 96),
     "h64_widest": Case(Config(128), 64),
+    "h256": Case(Config(32, 3, 1, "launch", 32, 3), 256),
+    "h256_f16_wide_blocks": Case(Config(64, 2, 1, "launch", 64, 2), 192, dtype="float16"),
+    "h192_f32_sums": Case(Config(48, 3, 1, "launch", 48, 2), 192, sum_dtype="float32"),
     "h64_few_queries": Case(Config(16, 4, 2, d_query="parts"), 64, q_len=1),
 }
 
@@ -101,7 +104,8 @@ def test_offline_attention_backward_kernel_is_fit(name: str, compiler: offline.C
     case = CASES[name]
     assert case.config.illegal_reason(case.problem) is None
     launches = compiler.compile(*case.launch())
-    assert len(launches) == 1 + (case.config.d_query == "launch")
+    of_keys = len(attention_backward.launches(case.head_dim))
+    assert len(launches) == of_keys + (case.config.d_query == "launch")
     for compiled in launches:
         assert not compiled.faults
     most = max(compiled.smem_bytes for compiled in launches)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -59,7 +60,7 @@ def _receive_tile(ctx: BackwardContext, item: Any) -> None:
 
     @pl.when(keys < WGMMA_M)
     def _() -> None:
-        for operand in (KEY, VALUE):
+        for operand in (KEY, VALUE) if ctx.has_key else (KEY,):
             tiles = ctx.shared.keys_values.matrix(item).at[operand, ctx.consumer]
             stores.zero_rows(tiles, keys, interpret=ctx.interpret)
         plgpu.commit_smem()
@@ -181,8 +182,8 @@ def _send_part(ctx: BackwardContext, item: Any, block: Any, d_query: jax.Array) 
 def _block(
     ctx: BackwardContext, item: Any, blocks: Any, first_step: Any, block: Any, carry: Any
 ) -> Any:
-    """The five products of a block, whose scores are in flight; issues the next block's scores."""
-    d_key, d_value, scores = carry
+    """The products of a block, whose scores are in flight; issues the next block's scores."""
+    sums, scores = list(carry[:-1]), carry[-1]
     item = mosaic.opaque(item, interpret=ctx.interpret)
     step, dtype = first_step + block, ctx.operands.query.dtype
     shared, interpret = ctx.shared, ctx.interpret
@@ -195,37 +196,40 @@ def _block(
     # know that the scores are the oldest ones.
     mma.wait(0, interpret=interpret)
     scores = mma.after_wait(scores, interpret=interpret)
-    d_weights = _issue_scores(ctx, item, step, D_OUT)
+    d_weights = _issue_scores(ctx, item, step, D_OUT) if ctx.has_key else None
     weights = _weights(ctx, item, scores, step)
-    d_value = add(d_value, weights.astype(dtype), D_OUT)
-    mma.wait(0, interpret=interpret)
-    d_value = mma.after_wait(d_value, interpret=interpret)
-    d_weights = mma.after_wait(d_weights, interpret=interpret)
-    d_scores = (weights * (d_weights - _statistic(ctx, step, DELTA))).astype(dtype)
+    if ctx.has_value:
+        sums[-1] = add(sums[-1], weights.astype(dtype), D_OUT)
     d_query: list[jax.Array] = []
-    if ctx.has_d_query:
-        buffer = lax.rem(step, D_SCORES_BUFFERS)
-        consumer = mosaic.warpgroup_index("warpgroup", interpret=interpret)
-        tile = shared.d_scores[0].at[buffer, consumer]
-        store.stage_transposed(tile, d_scores, interpret=interpret)
-        plgpu.commit_smem()
-    d_key = add(d_key, d_scores, QUERY)
-    if ctx.has_d_query:
-        _synchronise_consumers()
-        d_query = [_issue_d_query(ctx, item, step)]
+    if d_weights is not None:
+        mma.wait(0, interpret=interpret)
+        if ctx.has_value:
+            sums[-1] = mma.after_wait(sums[-1], interpret=interpret)
+        d_weights = mma.after_wait(d_weights, interpret=interpret)
+        d_scores = (weights * (d_weights - _statistic(ctx, step, DELTA))).astype(dtype)
+        if ctx.has_d_query:
+            buffer = lax.rem(step, D_SCORES_BUFFERS)
+            consumer = mosaic.warpgroup_index("warpgroup", interpret=interpret)
+            tile = shared.d_scores[0].at[buffer, consumer]
+            store.stage_transposed(tile, d_scores, interpret=interpret)
+            plgpu.commit_smem()
+        sums[0] = add(sums[0], d_scores, QUERY)
+        if ctx.has_d_query:
+            _synchronise_consumers()
+            d_query = [_issue_d_query(ctx, item, step)]
     # After the last block, its scores are computed once more, in vain.
     is_last = block + 1 == blocks
     next_step = jnp.where(is_last, step, step + 1)
     pl.when(~is_last)(lambda: _receive_block(ctx, item, block + 1, step + 1))
     scores = _issue_scores(ctx, item, next_step, QUERY)
     mma.wait(1, interpret=interpret)
-    d_key, d_value, *d_query = (
-        mma.after_wait(x, interpret=interpret) for x in (d_key, d_value, *d_query)
+    sums, d_query = (
+        [mma.after_wait(x, interpret=interpret) for x in found] for found in (sums, d_query)
     )
     pl.when(~is_last)(lambda: shared.queries.release(step))
     for part in d_query:
         _send_part(ctx, item, block, part)
-    return d_key, d_value, scores
+    return *sums, scores
 
 
 def _tile(ctx: BackwardContext, item: Any, blocks: Any, first_step: Any) -> None:
@@ -239,31 +243,34 @@ def _tile(ctx: BackwardContext, item: Any, blocks: Any, first_step: Any) -> None
     def add(block: Any, carry: Any) -> Any:
         return _block(ctx, item, blocks, first_step, block, carry)
 
-    d_key, d_value, _ = lax.fori_loop(0, blocks, add, (nothing, nothing, scores))
+    zeros = [nothing] * len(ctx.sums)
+    *sums, _ = lax.fori_loop(0, blocks, add, (*zeros, scores))
     mma.wait(0, interpret=ctx.interpret)
     ctx.shared.queries.release(first_step + blocks - 1)
     _synchronise_consumers()  # the other consumer has multiplied by this one's keys
-    _store(ctx, item, (d_key * jnp.float32(ctx.shape.scale), d_value))
+    if ctx.has_key:
+        sums[0] = sums[0] * jnp.float32(ctx.shape.scale)
+    _store(ctx, item, sums)
 
 
 def _empty_tile(ctx: BackwardContext, item: Any) -> None:
     nothing = jnp.zeros((WGMMA_M, ctx.shape.head_dim), jnp.float32)
     nothing = plgpu.layout_cast(nothing, plgpu.Layout.WGMMA)
-    _store(ctx, item, (nothing, nothing))
+    _store(ctx, item, [nothing] * len(ctx.sums))
 
 
-def _store(ctx: BackwardContext, item: Any, sums: tuple[jax.Array, jax.Array]) -> None:
-    """Stores the gradients of 64 keys and values, staged in their place, and frees the slot."""
+def _store(ctx: BackwardContext, item: Any, sums: Sequence[jax.Array]) -> None:
+    """Stores the sums of `ctx.sums` for 64 keys, staged in place of operands; frees the slot."""
     shape, shared = ctx.shape, ctx.shared
     consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
     slot = ctx.shared.keys_values.slot(mosaic.opaque(item, interpret=ctx.interpret))
     part, head, tile = (shared.items.words[slot, i] for i in (PART, HEAD, TILE))
     first = tile * BLOCK_KV + consumer * WGMMA_M
-    if ctx.outputs.d_key.dtype == jnp.float32:
+    if ctx.sums[0].dtype == jnp.float32:
         staging = shared.f32_staging.at[consumer] if ctx.interpret else None
         rows = jnp.clip(shape.kv_len - first, 0, WGMMA_M)
         place = (part * shape.kv_len + first, head, jnp.int32(0), rows)
-        for target, total in zip((ctx.outputs.d_key, ctx.outputs.d_value), sums, strict=True):
+        for target, total in zip(ctx.sums, sums, strict=True):
             stores.store_rows(target, total, *place, staging, interpret=ctx.interpret)
         plgpu.barrier_arrive(shared.keys_values.free.at[slot])
         return
@@ -278,7 +285,7 @@ def _store(ctx: BackwardContext, item: Any, sums: tuple[jax.Array, jax.Array]) -
 
     @pl.when(first < shape.kv_len)
     def _() -> None:
-        for operand, target in enumerate((ctx.outputs.d_key, ctx.outputs.d_value)):
+        for operand, target in enumerate(ctx.sums):
             tiles = shared.keys_values.tiles[1].at[slot, operand, consumer]
             ctx.store(tiles, target, (part, pl.ds(first, WGMMA_M), head))
 

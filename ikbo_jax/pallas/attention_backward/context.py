@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from jax.experimental import pallas as pl
 
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext
+from ikbo_jax.problems.attention_backward import BOTH, Gradients
 from ikbo_jax.problems.hopper import BLOCK_K
 
 #: Words of an item's descriptor in shared memory: number of query blocks (negative: no more items),
@@ -32,6 +33,7 @@ class Shape:
       blocks: the largest number of query blocks of a key head.
       splits: parts of a user's rows.
       scale: of the scores.
+      gradients: "key", "value" or both.
     """
 
     rows: int
@@ -43,6 +45,7 @@ class Shape:
     blocks: int
     splits: int
     scale: float
+    gradients: Gradients = BOTH
     workers: int = 1
 
     @property
@@ -71,7 +74,7 @@ class Outputs(NamedTuple):
 
     d_query: Any  # [K, or tiles of keys * K, blocks * block_q, H] f32, rows of no query arbitrary;
     # None if a second launch computes d_query
-    d_key: Any  # [U, S, K, H] of 16 bits, or [U * splits * S, K, H] f32
+    d_key: Any  # [U, S, K, H] of 16 bits, or [U * splits * S, K, H] f32; None if not computed
     d_value: Any  # likewise
 
 
@@ -88,3 +91,18 @@ class BackwardContext(WarpgroupContext):
     def has_d_query(self) -> bool:
         found: bool = self.config.has_d_query
         return found
+
+    @property
+    def has_key(self) -> bool:
+        """Whether the launch computes d_key, for which it reads values."""
+        return "key" in self.shape.gradients
+
+    @property
+    def has_value(self) -> bool:
+        """Whether the launch computes d_value."""
+        return "value" in self.shape.gradients
+
+    @property
+    def sums(self) -> tuple[Any, ...]:
+        """Where the launch stores its sums, in their order: gradients that are not None."""
+        return tuple(x for x in (self.outputs.d_key, self.outputs.d_value) if x is not None)

@@ -1,4 +1,4 @@
-"""The second launch of `d_query="launch"`: d_query alone, with keys streamed past the queries.
+"""The last launch of `d_query="launch"`: d_query alone, with keys streamed past the queries.
 
     d_query = scale * dS @ key,   dS = P * (d_out @ value.T - delta),   P = exp(scores - lse)
 
@@ -8,7 +8,9 @@ and gradients of weights are computed again, three products in all; but dS stays
 nothing is summed in device memory.
 
 Warpgroups: 0 and 1 are the consumers, with 64 rows each; one warp of warpgroup 2 is the producer.
-A consumer issues the next block's scores behind the product of dS and the block's keys.
+A consumer issues the next block's scores behind the product of dS and the block's keys. A slot
+holds a tile until TMA has read its result; with two slots, the next tile's first scores are issued
+before, with one (wide heads) the tile is loaded after it.
 
 Synchronisations:
   1. `tile_ready[s]`, `tile_free[s]`  slot s has an item's descriptor, queries, cotangents and
@@ -34,7 +36,7 @@ from ikbo_jax.pallas.attention_backward.context import Operands, Shape
 from ikbo_jax.pallas.attention_backward.rows import query_tiles
 from ikbo_jax.pallas.hopper import mma, mosaic, stores
 from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
-from ikbo_jax.problems.attention_backward import AttentionBackwardConfig
+from ikbo_jax.problems.attention_backward import AttentionBackwardConfig, query_slots
 from ikbo_jax.problems.hopper import (
     NUM_CONSUMERS,
     WARPGROUP_SIZE,
@@ -69,6 +71,11 @@ class Context(WarpgroupContext):
 
     def blocks(self, keys: Any) -> Any:
         return pl.cdiv(keys, self.config.block_kv)
+
+    @property
+    def loads_ahead(self) -> bool:
+        """Whether a tile is loaded while the one before it is computed."""
+        return query_slots(self.shape.head_dim) > 1
 
     @property
     def item_count(self) -> Any:
@@ -216,7 +223,7 @@ def _tile(ctx: Context, item: Any, first_step: Any) -> Any:
     def _() -> None:
         _receive_block(ctx, item, jnp.int32(0), first_step)
         scores = _issue_scores(ctx, item, first_step, QUERY)
-        pl.when(item > 0)(lambda: _free_stored_slot(ctx, item - 1))
+        _free_slot_before(ctx, item)
         # The sum is zeroed here. ptxas serialises all products if one is in flight then (C7515).
         mma.wait(0, interpret=ctx.interpret)
         scores = mma.after_wait(scores, interpret=ctx.interpret)
@@ -232,10 +239,18 @@ def _tile(ctx: Context, item: Any, first_step: Any) -> Any:
 
     @pl.when(blocks == 0)
     def _() -> None:
-        pl.when(item > 0)(lambda: _free_stored_slot(ctx, item - 1))
+        _free_slot_before(ctx, item)
         _store(ctx, item, nothing)
 
+    if not ctx.loads_ahead:
+        _free_stored_slot(ctx, item)
     return first_step + blocks
+
+
+def _free_slot_before(ctx: Context, item: Any) -> None:
+    """Frees the slot of the tile before `item`, if `item` was loaded into another one."""
+    if ctx.loads_ahead:
+        pl.when(item > 0)(lambda: _free_stored_slot(ctx, item - 1))
 
 
 def _free_stored_slot(ctx: Context, item: Any) -> None:
@@ -279,7 +294,8 @@ def _consume(ctx: Context) -> None:
     def _() -> None:
         count = ctx.item_count
         lax.fori_loop(0, count, lambda item, step: _tile(ctx, item, step), jnp.int32(0))
-        _free_stored_slot(ctx, count - 1)
+        if ctx.loads_ahead:
+            _free_stored_slot(ctx, count - 1)
         plgpu.wait_smem_to_gmem(0, wait_read_only=False)
 
 

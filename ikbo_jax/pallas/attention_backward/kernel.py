@@ -1,4 +1,4 @@
-"""Gradient of broadcast attention: one persistent Mosaic GPU kernel for Hopper, five products.
+"""Gradient of broadcast attention: a persistent Mosaic GPU kernel for Hopper, five products.
 
     P  = exp(scale * query @ key.T - lse),    delta = sum(d_out * out) - d_lse
     dS = P * (d_out @ value.T - delta)
@@ -14,6 +14,9 @@ d_out and queries from registers. d_query of a block needs dS of all 128 keys, s
 shared memory; a tile's part of d_query is summed with the parts of the user's other tiles in device
 memory: by TMA in L2, in the order of the tiles, or by XLA. Either way, each sum is
 computed in one order, and a repeated launch gives the same bits.
+
+Heads wider than 128 columns have no registers for two sums: one launch computes d_value, from keys
+alone, another one d_key, and `d_query` computes d_query.
 
 Rows of a block past the user's last query are zeroed in shared memory, and get an lse of infinity,
 so that another user's queries have no effect. Keys past the user's length are zeroed and get
@@ -47,6 +50,7 @@ et al., "FlashAttention-3", 2024. No code is shared.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -67,8 +71,17 @@ from ikbo_jax.pallas.attention_backward.producer import produce, write
 from ikbo_jax.pallas.hopper.launch import Roles, launch
 from ikbo_jax.problems.attention_backward import (
     BLOCK_KV,
+    BOTH,
     AttentionBackwardConfig,
+    launches,
 )
+
+#: Names of the launches, by the gradients that they compute.
+_NAMES = {
+    BOTH: "ikbo_attention_backward",
+    ("key",): "ikbo_attention_backward_d_key",
+    ("value",): "ikbo_attention_backward_d_value",
+}
 
 # Host side
 
@@ -144,9 +157,7 @@ def attention_backward_kernel(
         scale=scale,
     )
     workers = 1 if interpret else min(num_sms, shape.items)
-    run = functools.partial(
-        _launch, shape=shape, config=config, workers=workers, interpret=interpret
-    )
+    run = functools.partial(_launch, config=config, workers=workers, interpret=interpret)
     sum_dtype = jnp.dtype(dtype or key.dtype)
     operands = Operands(
         row_numbers.pack(query, rows.order, kv_heads),
@@ -159,11 +170,15 @@ def attention_backward_kernel(
         rows.parts,
     )
     if config.d_query == "launch":
-        d_key, d_value = run(operands, sum_dtype)
+        found: dict[str, jax.Array] = {}
+        for names in launches(head_dim):
+            of_launch = dataclasses.replace(shape, gradients=names)
+            found |= zip(names, run(operands, sum_dtype, shape=of_launch), strict=True)
+        d_key, d_value = found["key"], found["value"]
         operands = operands._replace(users=rows.users)
         result = d_query_kernel(operands, shape, config, num_sms=num_sms, interpret=interpret)
         return row_numbers.unpack(result, rows.order, query.shape), d_key, d_value
-    sums, d_key, d_value = run(operands, sum_dtype)
+    sums, d_key, d_value = run(operands, sum_dtype, shape=shape)
     d_query = row_numbers.unpack_d_query(sums, rows, kv_heads, scale, query.dtype)
     return d_query, d_key, d_value
 
@@ -177,7 +192,10 @@ def _launch(
     workers: int,
     interpret: Any,
 ) -> tuple[jax.Array, ...]:
-    """Launches the kernel; returns the arrays of `Outputs`, gradients of keys in `dtype`."""
+    """Launches the kernel; returns the arrays of `Outputs` that are not None.
+
+    Gradients of keys and values are in `dtype`.
+    """
 
     def context(*arguments: Any) -> BackwardContext:
         return BackwardContext(shape, config, *arguments)
@@ -191,21 +209,22 @@ def _launch(
         gradient = jax.ShapeDtypeStruct((rows, *key.shape[2:]), jnp.float32)
     outputs = Outputs(
         jax.ShapeDtypeStruct(sums, jnp.float32) if config.has_d_query else None,
-        gradient,
-        gradient,
+        *(gradient if name in shape.gradients else None for name in BOTH),
     )
-    *d_query, d_key, d_value = launch(
+    found = launch(
         Roles(context, produce, consume, write if config.has_d_query else None),
         operands,
         outputs,
-        config.shared(shape.head_dim),
+        config.shared(shape.head_dim, shape.gradients),
         dtype=key.dtype,
-        name="ikbo_attention_backward",
+        name=_NAMES[shape.gradients],
         workers=workers,
         counters=(1, shape.kv_heads * shape.blocks),
         interpret=interpret,
     )
+    number = len(shape.gradients)
     parts = (shape.users, shape.splits, *key.shape[1:])
+    d_query, gradients = found[:-number], found[-number:]
     if shape.splits > 1:
-        d_key, d_value = (jnp.sum(x.reshape(parts), axis=1) for x in (d_key, d_value))
-    return *d_query, *(x.reshape(key.shape).astype(dtype) for x in (d_key, d_value))
+        gradients = tuple(jnp.sum(x.reshape(parts), axis=1) for x in gradients)
+    return *d_query, *(x.reshape(key.shape).astype(dtype) for x in gradients)

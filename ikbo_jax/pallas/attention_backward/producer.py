@@ -37,7 +37,8 @@ def _send_item(ctx: BackwardContext, item: Any, number: Any, step: Any) -> Any:
 
     @pl.when(blocks > 0)
     def _() -> None:
-        for operand, source in enumerate((ctx.operands.key, ctx.operands.value)):
+        sources = (ctx.operands.key, ctx.operands.value) if ctx.has_key else (ctx.operands.key,)
+        for operand, source in enumerate(sources):
             for consumer in range(NUM_CONSUMERS):
                 first = jnp.minimum(tile * BLOCK_KV + consumer * WGMMA_M, shape.kv_len - 1)
                 tiles = shared.keys_values.tiles[1].at[slot, operand, consumer]
