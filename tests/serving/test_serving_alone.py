@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import gc
 import json
 import time
 from typing import Any
@@ -98,6 +99,12 @@ def test_a_request_that_fits_no_bucket_is_refused_before_anything_compiles(capsy
         alone.main(["--source", "tiny", "--buckets", "512", "1024"])
     message = "requests have up to 2048 candidates, but the largest bucket has 1024"
     assert message in capsys.readouterr().err
+
+
+def test_nothing_that_existed_is_collected_while_latencies_are_measured():
+    with alone.objects_frozen():
+        assert gc.get_freeze_count() > 10_000
+    assert gc.get_freeze_count() == 0
 
 
 def test_the_time_of_a_call_is_divided():
