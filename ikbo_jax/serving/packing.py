@@ -14,6 +14,11 @@ Array = npt.NDArray[Any]
 Column = Array | list[Any]
 
 
+#: Every array starts at a multiple of so many bytes, as XLA's arrays do: a kernel may get the
+#: address of a slice instead of a copy. A multiple of the size of every dtype.
+ALIGNMENT = 256
+
+
 class Piece(NamedTuple):
     """Where one array stands: elements [start, stop) of a packed array, and the array's shape."""
 
@@ -38,7 +43,8 @@ class Packing:
         self._pieces: list[Piece] = []
         dtypes = list(dict.fromkeys(spec.dtype for spec in specs))
         for spec in specs:
-            start = lengths.get(spec.dtype, 0)
+            item = np.dtype(spec.dtype).itemsize
+            start = -(-lengths.get(spec.dtype, 0) * item // ALIGNMENT) * ALIGNMENT // item
             lengths[spec.dtype] = stop = start + spec.size
             self._pieces.append(Piece(dtypes.index(spec.dtype), start, stop, spec.shape))
         self.packed = [jax.ShapeDtypeStruct((lengths[dtype],), dtype) for dtype in dtypes]
