@@ -274,7 +274,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         run = {"load": send, "offline": offline, "measure": measure, "scale": scale}
         try:
-            packages = ("jax", "ray", "cachetools")
+            packages = ("jax", "ray")
             found = {**records.surroundings(*packages), **run[options.command](options)}
         except aiohttp.ClientConnectionError as error:
             say(f"no service at {options.url}: {error}")

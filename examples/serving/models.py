@@ -30,6 +30,7 @@ from examples.movielens.model import (
 from ikbo_jax import serving
 
 Tree = Any
+UserIds = Sequence[int] | npt.NDArray[np.integer]
 
 
 class UnknownUserError(LookupError):
@@ -67,12 +68,15 @@ class Source(Protocol):
     def features(self, user: int) -> Tree:
         """A user's features."""
 
+    def features_of(self, users: UserIds) -> Tree:
+        """The features of several users, arrays [n, ...]."""
+
     def candidates(self, items: npt.NDArray[np.int32]) -> Tree:
         """The features of candidates, one row for each item."""
 
 
 def request(source: Source, user: int, items: npt.ArrayLike, version: int = 0) -> serving.Request:
-    """The request to rank items for a user.
+    """The request to rank items for a user, whose features the scorer asks the source for.
 
     Raises:
       UnknownUserError: if there is no such user.
@@ -80,14 +84,27 @@ def request(source: Source, user: int, items: npt.ArrayLike, version: int = 0) -
     """
     if not 0 <= user < source.num_users:
         raise UnknownUserError(f"user is {user}, expected one in [0, {source.num_users})")
+    return serving.Request(user, version, None, candidates(source, items))
+
+
+def candidates(source: Source, items: npt.ArrayLike) -> Tree:
+    """The features of candidates.
+
+    Args:
+      source: a source.
+      items: [n] integers.
+
+    Raises:
+      serving.BadRequestError: if an item is out of range; the message names both values.
+    """
     rows = np.asarray(items)
-    wrong = np.flatnonzero((rows < 0) | (rows >= source.num_items))
-    if wrong.size:
+    # Two reductions, and no array of the size of the items, unless one is wrong.
+    if rows.size and not (rows.min() >= 0 and rows.max() < source.num_items):
+        wrong = np.flatnonzero((rows < 0) | (rows >= source.num_items))[0]
         raise serving.BadRequestError(
-            f"candidates[{wrong[0]}] is {rows[wrong[0]]}, expected one in [0, {source.num_items})"
+            f"candidates[{wrong}] is {rows[wrong]}, expected one in [0, {source.num_items})"
         )
-    features = functools.partial(source.features, user)
-    return serving.Request(user, version, features, source.candidates(rows.astype(np.int32)))
+    return source.candidates(rows.astype(np.int32, copy=False))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,23 +183,31 @@ class RandomSource:
 
         return jax.tree.map(draw, nnx.state(nnx.eval_shape(self._ranker)))
 
+    @functools.cached_property
+    def _table(self) -> Users:
+        """Profiles and histories of all users, as a service has them in the host's memory."""
+        rng = np.random.default_rng(0)
+
+        def draw(least: int, above: Any, *shape: int) -> Any:
+            return rng.integers(least, above, (self.num_users, *shape), np.int32)
+
+        history = self.sizes.history
+        return Users(
+            profile=draw(0, list(PROFILE.values()), len(PROFILE)),
+            movie=draw(0, self.sizes.movies, history),
+            rating=draw(1, 6, history),
+            age=draw(0, AGES, history),
+            length=draw(1, history + 1),
+        )
+
     def features(self, user: int) -> Tree:
         """The user's profile and history, the same at every call."""
-        rng = np.random.default_rng(user)
+        return jax.tree.map(lambda leaf: leaf[0], self.features_of([user]))
 
-        def draw(least: int, above: int) -> Any:
-            return rng.integers(least, above, self.sizes.history, np.int32)
-
-        def array(codes: Any) -> Any:
-            return np.asarray(codes, np.int32)
-
-        return Users(
-            profile=array([rng.integers(0, codes) for codes in PROFILE.values()]),
-            movie=draw(0, self.sizes.movies),
-            rating=draw(1, 6),
-            age=draw(0, AGES),
-            length=array(rng.integers(1, self.sizes.history + 1)),
-        )
+    def features_of(self, users: UserIds) -> Tree:
+        """Rows of a table of all users, which is drawn when it is first asked for."""
+        rows = np.asarray(users)
+        return Users(*(leaf[rows] for leaf in self._table))
 
     def candidates(self, items: Any) -> Tree:
         """The movies themselves: what is known of them is part of the ranker."""

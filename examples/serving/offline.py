@@ -5,28 +5,40 @@ from __future__ import annotations
 import collections
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import numpy.typing as npt
 
 from examples.serving import models
 from ikbo_jax import serving
 
-#: Calls of the program alone that may be under way, as in `serving.rank_offline`.
+#: Calls that may be under way before the first one is waited for.
 AHEAD = 2
 
 
-def requests(
-    source: models.Source, candidates: int, users: int, seed: int = 0
-) -> Iterator[serving.Request]:
-    """Requests of so many users with so many candidates in total; each user has one request."""
+class Job(NamedTuple):
+    """What is ranked.
+
+    Attributes:
+      users: [n] int64, ids.
+      counts: [n] int64, number of candidates of every user.
+      items: [B] int32, the users' candidates in the order of the users.
+    """
+
+    users: npt.NDArray[np.int64]
+    counts: npt.NDArray[np.int64]
+    items: npt.NDArray[np.int32]
+
+
+def job(source: models.Source, candidates: int, users: int, seed: int = 0) -> Job:
+    """So many users with so many candidates in total."""
     rng = np.random.default_rng(seed)
     counts = rng.multinomial(candidates, np.full(users, 1 / users))
-    for user, count in enumerate(counts):
-        items = rng.integers(0, source.num_items, count, np.int32)
-        yield models.request(source, user % source.num_users, items)
+    items = rng.integers(0, source.num_items, candidates, np.int32)
+    return Job(np.arange(users) % source.num_users, counts, items)
 
 
 def rank(
@@ -37,13 +49,20 @@ def rank(
     *,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
-    """Ranks; the figures, with a digest of the scores."""
+    """Ranks; the figures, with a digest of the scores.
+
+    The time is that from ids of users and items in NumPy arrays to scores in NumPy arrays. Users'
+    features come from the source: `RandomSource` reads them from a table that is ready before.
+    """
+    asked = job(source, candidates, users)
+    source.features_of(asked.users[:1])
     before, start = scorer.metrics, time.perf_counter()
     done, total, best = 0, 0.0, -np.inf
-    for _, answer in serving.rank_offline(scorer, requests(source, candidates, users)):
-        done += len(answer.scores)
-        total += float(np.sum(answer.scores, dtype=np.float64))
-        best = max(best, float(np.max(answer.scores, initial=-np.inf)))
+    items = models.candidates(source, asked.items)
+    for rows, scores in serving.rank_arrays(scorer, asked.users, asked.counts, items, ahead=AHEAD):
+        done = rows.stop
+        total += float(np.sum(scores, dtype=np.float64))
+        best = max(best, float(np.max(scores)))
         progress(done, candidates)
     seconds = time.perf_counter() - start
     after = scorer.metrics
@@ -77,11 +96,11 @@ def bound(source: models.Source, weights: str, buckets: serving.Buckets) -> Call
         return model.score(weights, state, candidates, cand_to_user)
 
     rng = np.random.default_rng(0)
-    rows = [source.features(user % source.num_users) for user in range(users)]
+    features = source.features_of(np.arange(users) % source.num_users)
     arrays = jax.device_put(
         (
             source.weights(weights),
-            jax.tree.map(lambda *leaves: np.stack(leaves), *rows),
+            features,
             source.candidates(rng.integers(0, source.num_items, candidates, np.int32)),
             np.sort(rng.integers(0, users, candidates, np.int32)),
         )

@@ -78,4 +78,5 @@ class Settings:
             buckets=serving.Buckets(self.candidates, (self.users,), self.new_users),
             user_bytes=self.user_bytes,
             version=version,
+            features_of=lambda keys: source.features_of([user for user, _ in keys]),
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pathlib
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from flax import nnx
 from examples.movielens import data as movielens
 from examples.movielens import train
 from examples.movielens.impressions import Requests, users_of
-from examples.serving.models import RandomSource, Tree
+from examples.serving.models import RandomSource, Tree, UserIds
 
 
 class TrainedSource(RandomSource):
@@ -61,11 +60,10 @@ class TrainedSource(RandomSource):
         rounded = jax.tree.map(lambda x: x.astype(self._dtype), params)
         return jax.tree.map(np.asarray, nnx.merge_state(rounded, rest))
 
-    def features(self, user: int) -> Tree:
-        """The user's profile and newest ratings."""
-        last = self._last[user]
-        first = max(self._first[user], last - (self.sizes.history - 1))
-        rows = (np.asarray([x]) for x in (user, first, last, last, last))
-        users = users_of(self.data, self.sizes.history, Requests(*rows))
-        found: Any = jax.tree.map(lambda x: np.asarray(x[0], np.int32), users)
-        return found
+    def features_of(self, users: UserIds) -> Tree:
+        """The users' profiles and newest ratings."""
+        rows = np.asarray(users)
+        last = self._last[rows]
+        first = np.maximum(self._first[rows], last - (self.sizes.history - 1))
+        found = users_of(self.data, self.sizes.history, Requests(rows, first, last, last, last))
+        return jax.tree.map(lambda x: np.asarray(x, np.int32), found)

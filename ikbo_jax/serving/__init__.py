@@ -1,12 +1,13 @@
 """Scores requests of several users in one call of a compiled program; needs no serving engine.
 
 An engine such as Ray Serve receives requests and collects them to batches; a `Scorer` answers a
-batch. Needs the extra `serve`.
+batch. Needs nothing beside JAX; the example behind HTTP needs the extra `serve`.
 """
 
 from ikbo_jax.serving.batches import BadRequestError, Buckets, Request
+from ikbo_jax.serving.offline import rank_arrays, rank_offline
 from ikbo_jax.serving.programs import Model, use_cache_folder
-from ikbo_jax.serving.scorer import Metrics, Scorer, rank_offline
+from ikbo_jax.serving.scorer import Metrics, Scorer
 
 __all__ = [
     "BadRequestError",
@@ -15,6 +16,7 @@ __all__ = [
     "Model",
     "Request",
     "Scorer",
+    "rank_arrays",
     "rank_offline",
     "use_cache_folder",
 ]

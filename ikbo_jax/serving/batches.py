@@ -6,15 +6,16 @@ import bisect
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
 import numpy.typing as npt
 
+from ikbo_jax.serving.packing import Column
+
 #: A nest of dicts, tuples and lists with arrays as leaves.
 Tree = Any
-Index = npt.NDArray[np.int32]
 
 
 class BadRequestError(ValueError):
@@ -30,13 +31,14 @@ class Request:
       version: the version of the user's features. Features that change need a new version: a user's
         state is kept by id and version.
       features: returns the user's features, a tree of arrays without an axis of users. It is called
-        only if the state of this version is not in the cache.
+        only if the state of this version is not in the cache. None: the scorer's `features_of` is
+        asked, for all such users of a call at once.
       candidates: a tree of arrays with a first axis of n candidates.
     """
 
     user: Hashable
     version: Hashable
-    features: Callable[[], Tree]
+    features: Callable[[], Tree] | None
     candidates: Tree
 
     @property
@@ -108,106 +110,140 @@ class Buckets:
         return self.candidates[bisect.bisect_left(self.candidates, least)], bucket_users
 
 
-@dataclasses.dataclass(frozen=True)
-class Batch:
-    """Requests that one call answers.
-
-    Attributes:
-      requests: the requests; requests of one user and version follow one another.
-      positions: their positions in the caller's sequence.
-      keys: the different users and versions.
-      rows: the row in `keys` of every request, ascending.
-      bucket: (candidates, users) of the program.
-    """
-
-    requests: list[Request]
-    positions: list[int]
-    keys: list[Hashable]
-    rows: list[int]
-    bucket: tuple[int, int]
+class Sized(Protocol):
+    """What a part is cut by: a request, checked or not."""
 
     @property
-    def sizes(self) -> list[int]:
-        """Number of candidates of every request."""
-        return [request.size for request in self.requests]
-
-    def candidates(self) -> tuple[Tree, Index]:
-        """The candidates of all requests, padded, and `cand_to_user`, which ascends.
-
-        Padding repeats the last candidate: whatever a program does with a candidate is legal for
-        padding, too.
-        """
-        rows, bucket = np.repeat(np.asarray(self.rows, np.int32), self.sizes), self.bucket[0]
-        trees = [request.candidates for request in self.requests]
-        return jax.tree.map(lambda *parts: padded(np.concatenate(parts), bucket), *trees), padded(
-            rows, bucket
-        )
+    def key(self) -> Hashable: ...
+    @property
+    def size(self) -> int: ...
 
 
-#: Requests and their positions in the caller's sequence.
-Numbered = list[tuple[int, Request]]
+class Checked(NamedTuple):
+    """A request that fits the model.
+
+    Attributes:
+      key: the user and version.
+      size: number of candidates.
+      leaves: the leaves of the candidates' tree, [size, ...].
+      features: as in `Request`.
+    """
+
+    key: Hashable
+    size: int
+    leaves: list[Any]
+    features: Callable[[], Tree] | None
 
 
-def fitting_parts(requests: Iterable[tuple[int, Request]], buckets: Buckets) -> Iterator[Numbered]:
-    """Cuts requests, each with at least one candidate, to parts that fit the largest bucket."""
+class Batch(NamedTuple):
+    """What one call computes.
+
+    Attributes:
+      keys: the user and version of every row of the call's users.
+      features: for every key, the `features` of its first request.
+      rows: the row of every request, ascending.
+      sizes: number of candidates of every request.
+      columns: the leaves of the candidates' tree, each an array of all candidates in the order of
+        the requests, or a list of arrays.
+      filled: number of candidates.
+      bucket: (candidates, users) of the program.
+      positions: the requests' positions in the caller's sequence.
+    """
+
+    keys: Sequence[Hashable]
+    features: Sequence[Callable[[], Tree] | None]
+    rows: Sequence[int] | npt.NDArray[np.integer]
+    sizes: Sequence[int] | npt.NDArray[np.integer]
+    columns: Sequence[Column]
+    filled: int
+    bucket: tuple[int, int]
+    positions: Sequence[int] | npt.NDArray[np.integer]
+
+
+def fitting_parts[Entry: Sized](
+    requests: Iterable[tuple[int, Entry]], buckets: Buckets
+) -> Iterator[list[tuple[int, Entry]]]:
+    """Cuts requests, each with at least one candidate, to parts that fit the largest bucket.
+
+    Args:
+      requests: the requests with their positions in the caller's sequence.
+      buckets: the sizes of a call.
+    """
     most_candidates, most_users = buckets.largest
-    chosen: Numbered = []
+    chosen: list[tuple[int, Entry]] = []
     candidates, users = 0, set[Hashable]()
-    for position, request in requests:
-        new = request.key not in users
-        if chosen and (
-            candidates + request.size > most_candidates or len(users) + new > most_users
-        ):
+    for entry in requests:
+        key, size = entry[1].key, entry[1].size
+        full = candidates + size > most_candidates
+        if chosen and (full or (len(users) == most_users and key not in users)):
             yield chosen
             chosen, candidates, users = [], 0, set()
-        chosen.append((position, request))
-        candidates += request.size
-        users.add(request.key)
+        chosen.append(entry)
+        candidates += size
+        users.add(key)
     if chosen:
         yield chosen
 
 
-def merged(chosen: Numbered, buckets: Buckets) -> Batch:
+def merged(part: Sequence[tuple[int, Checked]], buckets: Buckets) -> Batch:
     """The requests of one part as a batch; those of one user and version follow one another."""
-    users: dict[Hashable, int] = {}
-    for _, request in chosen:
-        users.setdefault(request.key, len(users))
-    ordered = sorted(chosen, key=lambda entry: users[entry[1].key])
-    rows = [users[request.key] for _, request in ordered]
+    users: dict[Hashable, list[tuple[int, Checked]]] = {}
+    for entry in part:
+        users.setdefault(entry[1].key, []).append(entry)
+    ordered = [entry for entries in users.values() for entry in entries]
+    sizes = [request.size for _, request in ordered]
+    filled = sum(sizes)
     return Batch(
-        requests=[request for _, request in ordered],
-        positions=[position for position, _ in ordered],
         keys=list(users),
-        rows=rows,
-        bucket=buckets.fitting(sum(request.size for _, request in chosen), len(users)),
+        features=[entries[0][1].features for entries in users.values()],
+        rows=[row for row, entries in enumerate(users.values()) for _ in entries],
+        sizes=sizes,
+        columns=[list(arrays) for arrays in zip(*(one.leaves for _, one in ordered), strict=True)],
+        filled=filled,
+        bucket=buckets.fitting(filled, len(users)),
+        positions=[position for position, _ in ordered],
     )
 
 
-def padded(array: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
-    """`array` with its last row repeated until it has `size` rows."""
-    out = np.empty((size, *array.shape[1:]), array.dtype)
-    out[: len(array)] = array
-    out[len(array) :] = array[-1]
-    return out
-
-
-def stacked(trees: Sequence[Tree], size: int) -> Tree:
-    """Trees of one structure, stacked along a new first axis and padded to `size` rows."""
-    return jax.tree.map(lambda *leaves: padded(np.stack(leaves), size), *trees)
-
-
-def check(tree: Tree, rows: Tree, name: str, *, stacked: bool) -> Tree:
-    """The tree with arrays as leaves, if its rows are like `rows`.
+class Form:
+    """What a tree of arrays has to look like.
 
     Args:
-      tree: a tree of arrays.
       rows: a tree of `jax.ShapeDtypeStruct`, one row of every array.
       name: what the tree is called in errors.
-      stacked: every array has a first axis of n rows, and n is the same for all.
-
-    Raises:
-      BadRequestError: if structure, shape or dtype differ; the message names both.
     """
+
+    def __init__(self, rows: Tree, name: str) -> None:
+        self.rows, self.name = rows, name
+        self.leaves, self.structure = jax.tree.flatten(rows)
+        self._expected = [(leaf.shape, leaf.dtype) for leaf in self.leaves]
+
+    def leaves_of(self, tree: Tree, *, stacked: bool) -> list[Any]:
+        """The leaves of a tree, arrays, if its rows are like `rows`.
+
+        Args:
+          tree: a tree of arrays.
+          stacked: every array has a first axis of n rows, and n is the same for all.
+
+        Raises:
+          BadRequestError: if structure, shape or dtype differ; the message names both.
+        """
+        leaves: list[Any]
+        structure: Any
+        leaves, structure = jax.tree.flatten(tree)
+        # A request that fits takes no more than this; the rest finds the words for an error.
+        try:
+            count = leaves[0].shape[:1] if stacked else ()
+            fits = structure == self.structure and len(count) == stacked
+            for leaf, (shape, dtype) in zip(leaves, self._expected, strict=False):
+                fits = fits and leaf.shape == count + shape and leaf.dtype == dtype
+        except (AttributeError, IndexError):
+            fits = False
+        return leaves if fits else check(tree, self.rows, self.name, stacked=stacked)
+
+
+def check(tree: Tree, rows: Tree, name: str, *, stacked: bool) -> list[Any]:
+    """The leaves of a tree, arrays, if its rows are like `rows`; otherwise as `Form.leaves_of`."""
     expected, wanted = jax.tree_util.tree_flatten_with_path(rows)
     found: list[Any] = jax.tree.leaves(tree)
     structure: Any = jax.tree.structure(tree)
@@ -222,4 +258,4 @@ def check(tree: Tree, rows: Tree, name: str, *, stacked: bool) -> Tree:
                 f"{name}{jax.tree_util.keystr(path)} has shape {array.shape} and dtype "
                 f"{array.dtype}, expected [{shape}] and {row.dtype}"
             )
-    return jax.tree.unflatten(structure, arrays)
+    return arrays

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import os
 import pathlib
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from ikbo_jax.serving.batches import Buckets, Tree
+from ikbo_jax.serving.packing import Packing
 
 _COMPILATION = "/jax/core/compile/backend_compile_duration"
 #: How often this process has compiled a program, or loaded one from the cache folder.
@@ -112,54 +114,101 @@ class Programs:
     """The compiled programs of a model, one for every bucket.
 
     All states live in one pool, arrays [slots, ...]: `encode` writes users' states to slots, and
-    `score` reads the slots of a call's users.
+    `score` reads the slots of a call's users. Weights and pool are lists of leaves: to flatten a
+    tree of Python objects, such as the variables of Flax, takes time for every leaf of every call.
+    A call's other inputs are packed.
 
     Args:
       model: the model.
       specs: its specs.
       buckets: the sizes to compile for.
       slots: number of slots of the pool.
+
+    Attributes:
+      encode_inputs: by number of users, the packing of slots [U] and of the leaves of the users'
+        features [U, ...].
+      encode: by number of users, (weights, pool, packed inputs) to the pool.
+      score_inputs: by bucket, the packing of slots [U], of `cand_to_user` [B] and of the leaves of
+        the candidates [B, ...].
+      score: by bucket, (weights, pool, packed inputs) to scores [B, ...].
     """
 
     def __init__(self, model: Model, specs: Specs, buckets: Buckets, slots: int) -> None:
-        def encode(weights: Tree, pool: Tree, users: Tree, at: jax.Array) -> Tree:
-            states = model.encode_users(weights, users)
-            # Padding has a slot past the end.
-            return jax.tree.map(lambda all, rows: all.at[at].set(rows, mode="drop"), pool, states)
-
-        def score(
-            weights: Tree, pool: Tree, at: jax.Array, candidates: Tree, cand_to_user: jax.Array
-        ) -> jax.Array:
-            states = jax.tree.map(lambda all: all.at[at].get(mode="clip"), pool)
-            return model.score(weights, states, candidates, cand_to_user)
-
-        # The pool is changed in place.
-        jit_encode, jit_score = jax.jit(encode, donate_argnums=1), jax.jit(score)
-        pool = with_rows(specs.state, slots)
-
         def index(size: int) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((size,), jnp.int32)
 
-        def lower_encode(users: int) -> Any:
-            return jit_encode.lower(specs.weights, pool, with_rows(specs.user, users), index(users))
+        def rows(spec: Tree, size: int) -> list[jax.ShapeDtypeStruct]:
+            return jax.tree.leaves(with_rows(spec, size))
 
-        def lower_score(pair: tuple[int, int]) -> Any:
-            cands, users = pair
-            candidates = with_rows(specs.candidate, cands)
-            return jit_score.lower(specs.weights, pool, index(users), candidates, index(cands))
+        self.encode_inputs = {
+            users: Packing([index(users), *rows(specs.user, users)]) for users in buckets.new_users
+        }
+        self.score_inputs = {
+            (cands, users): Packing([index(users), index(cands), *rows(specs.candidate, cands)])
+            for cands, users in buckets.pairs
+        }
+        arguments = jax.tree.leaves(specs.weights), rows(specs.state, slots)
+
+        def lower(function: Callable[..., Any], inputs: Packing, **options: Any) -> Any:
+            program = jax.jit(functools.partial(function, model, specs, inputs), **options)
+            return program.lower(*arguments, inputs.packed)
 
         # XLA compiles, and loads from the cache folder, without the interpreter's lock; tracing
         # holds it, so that one thread traces.
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
-
-            def compiled(lowered: Any) -> Any:
-                return threads.submit(lowered.compile)
-
-            encoders = {users: compiled(lower_encode(users)) for users in buckets.new_users}
-            scorers = {pair: compiled(lower_score(pair)) for pair in buckets.pairs}
-        self.encode: dict[int, Callable[..., Tree]] = {
+            encoders = {
+                # The pool is changed in place.
+                users: threads.submit(lower(_encode, inputs, donate_argnums=1).compile)
+                for users, inputs in self.encode_inputs.items()
+            }
+            scorers = {
+                pair: threads.submit(lower(_score, inputs).compile)
+                for pair, inputs in self.score_inputs.items()
+            }
+        self.encode: dict[int, Callable[..., list[jax.Array]]] = {
             users: program.result() for users, program in encoders.items()
         }
         self.score: dict[tuple[int, int], Callable[..., jax.Array]] = {
             pair: program.result() for pair, program in scorers.items()
         }
+
+
+def _unflatten(spec: Tree, leaves: list[jax.Array]) -> Tree:
+    return jax.tree.unflatten(jax.tree.structure(spec), leaves)
+
+
+def _encode(
+    model: Model,
+    specs: Specs,
+    inputs: Packing,
+    weights: list[jax.Array],
+    pool: list[jax.Array],
+    packed: list[jax.Array],
+) -> list[jax.Array]:
+    """The pool with users' states in their slots."""
+    at, *users = inputs.unpacked(packed)
+    states = model.encode_users(_unflatten(specs.weights, weights), _unflatten(specs.user, users))
+    # Padding has slots past the end.
+    return [
+        all.at[at].set(rows, mode="drop", unique_indices=True)
+        for all, rows in zip(pool, jax.tree.leaves(states), strict=True)
+    ]
+
+
+def _score(
+    model: Model,
+    specs: Specs,
+    inputs: Packing,
+    weights: list[jax.Array],
+    pool: list[jax.Array],
+    packed: list[jax.Array],
+) -> jax.Array:
+    """Scores of candidates whose users' states are in the pool."""
+    at, cand_to_user, *candidates = inputs.unpacked(packed)
+    states = [all.at[at].get(mode="clip") for all in pool]
+    return model.score(
+        _unflatten(specs.weights, weights),
+        _unflatten(specs.state, states),
+        _unflatten(specs.candidate, candidates),
+        cand_to_user,
+    )

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import bisect
-import collections
 import dataclasses
 import threading
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,15 +16,15 @@ from ikbo_jax.serving.batches import (
     BadRequestError,
     Batch,
     Buckets,
-    Numbered,
+    Checked,
+    Form,
     Request,
     Tree,
-    check,
     fitting_parts,
     merged,
-    padded,
-    stacked,
 )
+from ikbo_jax.serving.features import Features, FeaturesOf
+from ikbo_jax.serving.packing import Column, fill
 from ikbo_jax.serving.programs import Model, Programs, compilations, specs_of
 from ikbo_jax.serving.users import UserCache
 
@@ -90,15 +89,16 @@ class Pending:
         self._scorer, self._calls, self._answers = scorer, calls, answers
         self._weights = weights
 
+    def wait(self) -> None:
+        """Waits until the scores are on the host; `answers` then only hands them out."""
+        for _, scores in self._calls:
+            self._scorer.fetched(scores)
+
     def answers(self) -> list[Answer | Exception]:
         """An answer for every request, in order; a `BadRequestError` where one does not fit."""
         while self._calls:
             batch, scores = self._calls.pop(0)
-            try:
-                rows = np.asarray(scores)
-            except Exception:
-                self._scorer.forget_users()
-                raise
+            rows = self._scorer.fetched(scores)
             start = 0
             for position, size in zip(batch.positions, batch.sizes, strict=True):
                 # A copy, so that no answer keeps the scores of a whole batch alive.
@@ -106,6 +106,17 @@ class Pending:
                 self._answers[position] = answer
                 start += size
         return self._answers
+
+
+class PendingScores:
+    """A call that was started; `scores` waits for it."""
+
+    def __init__(self, scorer: Scorer, scores: jax.Array, filled: int) -> None:
+        self._scorer, self._scores, self._filled = scorer, scores, filled
+
+    def scores(self) -> Scores:
+        """The scores of all candidates, [n, ...], in their order."""
+        return self._scorer.fetched(self._scores)[: self._filled]
 
 
 class Scorer:
@@ -123,6 +134,10 @@ class Scorer:
       buckets: the sizes that programs are compiled for.
       user_bytes: bytes of the pool of users' states.
       version: a name of the weights, in every answer.
+      features_of: returns the features of several users, a tree of arrays [n, ...]. It takes a list
+        of n different keys (user, version) whose states are not in the cache, of one call. If it
+        raises, it is called again for every one of these users alone, so that only their requests
+        get the error. Requests with `features` of their own do without.
 
     Raises:
       ValueError: if the states of the largest bucket's users take more than `user_bytes`.
@@ -138,63 +153,62 @@ class Scorer:
         buckets: Buckets | None = None,
         user_bytes: int = 1 << 28,
         version: Hashable = 0,
+        features_of: FeaturesOf | None = None,
     ) -> None:
         self.buckets = buckets or Buckets()
         self.specs = specs_of(model, weights, user, candidate)
-        row_bytes = sum(
-            leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self.specs.state)
-        )
+        self._weights_form = Form(self.specs.weights, "weights")
+        self._candidate_form = Form(candidate, "candidates")
+        self._state = jax.tree.leaves(self.specs.state)
+        row_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in self._state)
         self._users = UserCache(user_bytes, row_bytes, self.buckets.largest[1])
+        self._features = Features(Form(user, "features"), features_of)
         self._lock = threading.Lock()
-        self._counts: collections.Counter[str] = collections.Counter()
+        self._calls = self._requests = self._candidates = self._padding = 0
         self._programs = Programs(model, self.specs, self.buckets, self._users.slots)
-        self._weights, self._version = self._on_device(weights), version
+        self._weights, self._version = self._on_device(jax.tree.leaves(weights)), version
         self._pool = self._empty_pool()
         self._run_every_program()
         self._no_scores = np.zeros((0, *self.specs.score.shape), self.specs.score.dtype)
         self._compiled = compilations()
 
-    def _on_device(self, weights: Tree) -> Tree:
+    def _on_device(self, weights: list[Any]) -> list[jax.Array]:
         return jax.block_until_ready(jax.device_put(weights))
 
-    def _empty_pool(self) -> Tree:
+    def _empty_pool(self) -> list[jax.Array]:
         # Of NumPy arrays: `jnp.zeros` would compile.
-        slots = self._users.slots
-        return jax.tree.map(
-            lambda leaf: jax.device_put(np.zeros((slots, *leaf.shape), leaf.dtype)),
-            self.specs.state,
-        )
+        return [
+            jax.device_put(np.zeros((self._users.slots, *leaf.shape), leaf.dtype))
+            for leaf in self._state
+        ]
 
     def _run_every_program(self) -> None:
         """Whatever a first run allocates or loads is there before the first request."""
-
-        def zeros(row: Tree, size: int) -> Tree:
-            return jax.tree.map(lambda leaf: np.zeros((size, *leaf.shape), leaf.dtype), row)
-
         for users, encode in self._programs.encode.items():
-            nowhere = np.full(users, self._users.slots, np.int32)
-            self._pool = encode(self._weights, self._pool, zeros(self.specs.user, users), nowhere)
-        for (candidates, users), score in self._programs.score.items():
-            np.asarray(
-                score(
-                    self._weights,
-                    self._pool,
-                    np.zeros(users, np.int32),
-                    zeros(self.specs.candidate, candidates),
-                    np.zeros(candidates, np.int32),
-                )
-            )
+            packed, (at, *features) = self._programs.encode_inputs[users].empty()
+            self._written_nowhere(at)
+            for array in features:
+                array[...] = 0
+            self._pool = encode(self._weights, self._pool, packed)
+        for bucket, score in self._programs.score.items():
+            packed, arrays = self._programs.score_inputs[bucket].empty()
+            for array in arrays:
+                array[...] = 0
+            np.asarray(score(self._weights, self._pool, packed))
+
+    def _written_nowhere(self, at: npt.NDArray[np.int32]) -> None:
+        """Fills slots with different ones past the end of the pool."""
+        at[:] = np.arange(self._users.slots, self._users.slots + len(at))
 
     @property
     def metrics(self) -> Metrics:
         """Counts since the scorer was made."""
         with self._lock:
-            counts = self._counts
             return Metrics(
-                calls=counts["calls"],
-                requests=counts["requests"],
-                candidates=counts["candidates"],
-                padding=counts["padding"],
+                calls=self._calls,
+                requests=self._requests,
+                candidates=self._candidates,
+                padding=self._padding,
                 hits=self._users.hits,
                 misses=self._users.misses,
                 evictions=self._users.evictions,
@@ -210,8 +224,7 @@ class Scorer:
         Raises:
           ValueError: if structure, shape or dtype differ from the weights so far.
         """
-        check(weights, self.specs.weights, "weights", stacked=False)
-        placed = self._on_device(weights)
+        placed = self._on_device(self._weights_form.leaves_of(weights, stacked=False))
         with self._lock:
             self._weights, self._version = placed, version
             self._users.clear()
@@ -225,18 +238,30 @@ class Scorer:
         self._users.clear()
         self._pool = self._empty_pool()
 
-    def check(self, request: Request) -> Request:
-        """The request with NumPy arrays as candidates.
+    def fetched(self, scores: jax.Array) -> Scores:
+        """The scores of a call on the host; waits for the call."""
+        try:
+            return np.asarray(scores)
+        except Exception:
+            # The states that the call should have written are not there.
+            self.forget_users()
+            raise
+
+    def check(self, request: Request) -> None:
+        """Checks a request, as `start` does.
 
         Raises:
           BadRequestError: if the candidates' structure, shape or dtype is not what the model
             expects, or there are more than the largest bucket has.
         """
-        candidates = check(request.candidates, self.specs.candidate, "candidates", stacked=True)
-        found, most = request.size, self.buckets.largest[0]
+        self._checked(request)
+
+    def _checked(self, request: Request) -> Checked:
+        leaves = self._candidate_form.leaves_of(request.candidates, stacked=True)
+        found, most = len(leaves[0]), self.buckets.candidates[-1]
         if found > most:
             raise BadRequestError(f"a request has {found} candidates, at most {most} are possible")
-        return dataclasses.replace(request, candidates=candidates)
+        return Checked((request.user, request.version), found, leaves, request.features)
 
     def rank(self, requests: Sequence[Request]) -> list[Answer | Exception]:
         """Scores requests, in as few calls as possible.
@@ -254,7 +279,7 @@ class Scorer:
             fitting = []
             for position, request in enumerate(requests):
                 try:
-                    checked = self.check(request)
+                    checked = self._checked(request)
                 except BadRequestError as error:
                     answers[position] = error
                     continue
@@ -265,101 +290,102 @@ class Scorer:
             calls = []
             try:
                 for part in fitting_parts(fitting, self.buckets):
-                    features = self._features_of(part, answers)
-                    if left := [entry for entry in part if answers[entry[0]] is None]:
-                        batch = merged(left, self.buckets)
-                        calls.append((batch, self._call(batch, features)))
+                    calls += self._start_part(part, answers)
             except Exception:
                 # An encoder that failed may have taken the pool with it.
                 self._reset()
                 raise
             return Pending(self, calls, answers, self._version)
 
-    def _features_of(self, part: Numbered, answers: list[Any]) -> dict[Hashable, Tree]:
-        """The features of users without a state, by key; errors become their requests' answers."""
-        first: dict[Hashable, Request] = {}
-        for _, request in part:
-            first.setdefault(request.key, request)
-        keys = list(first)
-        features: dict[Hashable, Tree] = {}
-        failed: dict[Hashable, Exception] = {}
-        for key in (keys[position] for position in self._users.missing(keys)):
-            try:
-                found = first[key].features()
-                features[key] = check(found, self.specs.user, "features", stacked=False)
-            except Exception as error:
-                failed[key] = error
-        for position, request in part:
-            answers[position] = failed.get(request.key)
-        return features
+    def _start_part(
+        self, part: list[tuple[int, Checked]], answers: list[Any]
+    ) -> list[tuple[Batch, jax.Array]]:
+        """Starts the call of one part; errors of users' features become requests' answers."""
+        batch = merged(part, self.buckets)
+        columns, failed = self._features_for(batch)
+        if failed:
+            for position, one in part:
+                answers[position] = failed.get(one.key)
+            part = [entry for entry in part if entry[1].key not in failed]
+            if not part:
+                return []
+            batch = merged(part, self.buckets)
+        return [(batch, self._call(batch, columns))]
 
-    def _call(self, batch: Batch, features: dict[Hashable, Tree]) -> jax.Array:
-        """Starts the programs for one batch."""
+    def start_arrays(
+        self,
+        users: Sequence[Hashable],
+        counts: npt.NDArray[np.integer],
+        candidates: Tree,
+        *,
+        version: Hashable = 0,
+    ) -> PendingScores:
+        """Starts one call for several users, without a `Request` for each.
+
+        Args:
+          users: ids of n users; one may occur several times.
+          counts: [n] integers, number of candidates of every user, at least 1.
+          candidates: a tree of arrays [B, ...], the users' candidates in the order of the users.
+          version: the version of the users' features, which the scorer's `features_of` returns.
+
+        Raises:
+          ValueError: if no bucket has so many candidates, or users.
+          BadRequestError: if the candidates' structure, shape or dtype is not what the model
+            expects, there are none, their number is not the sum of `counts`, or users and counts
+            differ in number.
+          Exception: whatever `features_of` raises.
+        """
+        columns = self._candidate_form.leaves_of(candidates, stacked=True)
+        keys = [(user, version) for user in users]
+        filled, summed = len(columns[0]), int(np.sum(counts))
+        if filled != summed or not filled:
+            raise BadRequestError(f"there are {filled} candidates, but the counts sum to {summed}")
+        if len(keys) != len(counts):
+            raise BadRequestError(f"there are {len(keys)} users, but {len(counts)} counts")
+        rows, bucket = np.arange(len(keys)), self.buckets.fitting(filled, len(keys))
+        batch = Batch(keys, [None] * len(keys), rows, counts, columns, filled, bucket, rows)
+        with self._lock:
+            features, failed = self._features_for(batch)
+            for error in failed.values():
+                raise error
+            try:
+                return PendingScores(self, self._call(batch, features), filled)
+            except Exception:
+                self._reset()
+                raise
+
+    def _features_for(self, batch: Batch) -> tuple[list[Column], dict[Hashable, Exception]]:
+        """The features of a batch's users without a state, as `Features.of` returns them."""
+        missing = self._users.missing(batch.keys)
+        return self._features.of({batch.keys[row]: batch.features[row] for row in missing})
+
+    def _call(self, batch: Batch, features: list[Column]) -> jax.Array:
+        """Starts the programs for one batch; no step waits for the device."""
         slots, missing = self._users.slots_of(batch.keys)
         if missing:
-            self._encode(
-                [features[batch.keys[row]] for row in missing], [slots[row] for row in missing]
-            )
-        candidates, cand_to_user = batch.candidates()
-        bucket_candidates, bucket_users = batch.bucket
-        filled = sum(batch.sizes)
-        self._counts.update(
-            calls=1,
-            requests=len(batch.requests),
-            candidates=filled,
-            padding=bucket_candidates - filled,
-        )
-        return self._programs.score[batch.bucket](
-            self._weights,
-            self._pool,
-            padded(np.asarray(slots, np.int32), bucket_users),
-            candidates,
-            cand_to_user,
-        )
+            self._encode([slots[row] for row in missing], features)
+        packed, (at, cand_to_user, *columns) = self._programs.score_inputs[batch.bucket].empty()
+        fill(at, np.asarray(slots))
+        fill(cand_to_user, np.repeat(batch.rows, batch.sizes))
+        for array, column in zip(columns, batch.columns, strict=True):
+            fill(array, column)
+        self._calls += 1
+        self._requests += len(batch.sizes)
+        self._candidates += batch.filled
+        self._padding += batch.bucket[0] - batch.filled
+        scores = self._programs.score[batch.bucket](self._weights, self._pool, packed)
+        # The transfer follows the program, without a further command of the host.
+        scores.copy_to_host_async()
+        return scores
 
-    def _encode(self, features: list[Tree], slots: list[int]) -> None:
+    def _encode(self, slots: list[int], features: list[Column]) -> None:
         sizes = self.buckets.new_users
-        for start in range(0, len(features), sizes[-1]):
-            part = features[start : start + sizes[-1]]
+        for start in range(0, len(slots), sizes[-1]):
+            part = slots[start : start + sizes[-1]]
             bucket = sizes[bisect.bisect_left(sizes, len(part))]
-            # Padding is written nowhere.
-            at = np.full(bucket, self._users.slots, np.int32)
-            at[: len(part)] = slots[start : start + len(part)]
-            self._pool = self._programs.encode[bucket](
-                self._weights, self._pool, stacked(part, bucket), at
-            )
-
-
-def rank_offline(
-    scorer: Scorer, requests: Iterable[Request], *, ahead: int = 2
-) -> Iterator[tuple[int, Answer]]:
-    """Scores many requests in full batches; the host prepares calls while the device computes.
-
-    Args:
-      scorer: the scorer.
-      requests: requests, in any number; they are read as they are needed. Batches are fullest if
-        requests of one user follow one another.
-      ahead: number of calls that are started before the first one is waited for.
-
-    Yields:
-      The position of a request, and its answer; requests of a batch in any order.
-
-    Raises:
-      BadRequestError: if a request does not fit the model.
-    """
-    waiting: collections.deque[tuple[list[int], Pending]] = collections.deque()
-
-    def finished() -> Iterator[tuple[int, Answer]]:
-        positions, pending = waiting.popleft()
-        for position, answer in zip(positions, pending.answers(), strict=True):
-            if isinstance(answer, Exception):
-                raise answer
-            yield position, answer
-
-    for part in fitting_parts(enumerate(requests), scorer.buckets):
-        positions, chosen = zip(*part, strict=True)
-        waiting.append((list(positions), scorer.start(chosen)))
-        if len(waiting) > ahead:
-            yield from finished()
-    while waiting:
-        yield from finished()
+            packed, (at, *columns) = self._programs.encode_inputs[bucket].empty()
+            self._written_nowhere(at)
+            at[: len(part)] = part
+            for array, column in zip(columns, features, strict=True):
+                fill(array, column[start : start + len(part)], stack=True)
+            self._pool = self._programs.encode[bucket](self._weights, self._pool, packed)

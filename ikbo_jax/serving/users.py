@@ -2,22 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-
-import cachetools
-
-
-class _Slots(cachetools.LRUCache[Hashable, int]):
-    """Calls `free` with the slot of every entry that it evicts."""
-
-    def __init__(self, maxsize: int, row_bytes: int, free: Callable[[int], None]) -> None:
-        super().__init__(maxsize, getsizeof=lambda slot: row_bytes)
-        self._free = free
-
-    def popitem(self) -> tuple[Hashable, int]:
-        key, slot = super().popitem()
-        self._free(slot)
-        return key, slot
+import collections
+from collections.abc import Hashable, Sequence
 
 
 class UserCache:
@@ -46,7 +32,6 @@ class UserCache:
                 f"take {least * row_bytes}"
             )
         self.hits = self.misses = self.evictions = 0
-        self._max_bytes, self._row_bytes = max_bytes, row_bytes
         self.clear()
 
     def __len__(self) -> int:
@@ -55,32 +40,38 @@ class UserCache:
     def clear(self) -> None:
         """Forgets all states; the counts stay."""
         self._unused = list(reversed(range(self.slots)))
-        self._slot_of = _Slots(self._max_bytes, self._row_bytes, self._evicted)
-
-    def _evicted(self, slot: int) -> None:
-        self.evictions += 1
-        self._unused.append(slot)
+        # The least recently used one is the first.
+        self._slot_of: collections.OrderedDict[Hashable, int] = collections.OrderedDict()
 
     def missing(self, keys: Sequence[Hashable]) -> list[int]:
-        """The positions of keys whose states are not there; counts nothing."""
-        return [position for position, key in enumerate(keys) if key not in self._slot_of]
+        """The positions of keys whose states are not there, each key once; counts nothing."""
+        absent: dict[Hashable, int] = {}
+        for position, key in enumerate(keys):
+            if key not in self._slot_of:
+                absent.setdefault(key, position)
+        return list(absent.values())
 
     def slots_of(self, keys: Sequence[Hashable]) -> tuple[list[int], list[int]]:
-        """The slots of different users, and which of them have to be written.
+        """The slots of users, and which of them have to be written.
 
         Args:
-          keys: at most `slots` different keys.
+          keys: keys, of which at most `slots` differ.
 
         Returns:
           The slot of every key, and the positions of the keys whose states are not there yet.
         """
+        slot_of, missing = self._slot_of, self.missing(keys)
         # Looking a key up makes it the most recently used: none of these is evicted for another.
-        found = [self._slot_of.get(key) for key in keys]
-        missing = [position for position, slot in enumerate(found) if slot is None]
+        for key in keys:
+            if key in slot_of:
+                slot_of.move_to_end(key)
+        for position in missing:
+            if self._unused:
+                slot = self._unused.pop()
+            else:
+                _, slot = slot_of.popitem(last=False)
+                self.evictions += 1
+            slot_of[keys[position]] = slot
         self.hits += len(keys) - len(missing)
         self.misses += len(missing)
-        for position in missing:
-            if not self._unused:
-                self._slot_of.popitem()
-            found[position] = self._slot_of[keys[position]] = self._unused.pop()
-        return [slot for slot in found if slot is not None], missing
+        return [slot_of[key] for key in keys], missing

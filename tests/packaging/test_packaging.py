@@ -84,7 +84,6 @@ def test_every_import_is_declared():
     declared = {re.match(r"[\w-]+", entry)[0] for entry in PROJECT["dependencies"]} | {"jaxlib"}
     for path in sorted((ROOT / "ikbo_jax").rglob("*.py")):
         allowed = declared | ({"flax"} if "layers" in path.parts else set())
-        allowed |= {"cachetools"} if "serving" in path.parts else set()
         # For a plot alone: the command says which extra brings it.
         allowed |= {"matplotlib"} if path.name == "demo_ranking.py" else set()
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):

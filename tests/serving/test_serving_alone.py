@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import gc
 import json
 import time
 from typing import Any
@@ -25,8 +26,11 @@ class Call:
     requests: list[serving.Request]
     end: float
 
-    def answers(self) -> list[Any]:
+    def wait(self) -> None:
         time.sleep(max(0.0, self.end - time.perf_counter()))
+
+    def answers(self) -> list[Any]:
+        self.wait()
         return [np.zeros(request.size) for request in self.requests]
 
 
@@ -89,6 +93,31 @@ def test_users_features_are_made_once_and_are_those_of_the_source():
     assert made == {5: 1, 6: 1}
 
 
+def test_a_request_that_fits_no_bucket_is_refused_before_anything_compiles(capsys, monkeypatch):
+    monkeypatch.setattr(Settings, "scorer", None)
+    with pytest.raises(SystemExit, match="2"):
+        alone.main(["--source", "tiny", "--buckets", "512", "1024"])
+    message = "requests have up to 2048 candidates, but the largest bucket has 1024"
+    assert message in capsys.readouterr().err
+
+
+def test_nothing_that_existed_is_collected_while_latencies_are_measured():
+    with alone.objects_frozen():
+        assert gc.get_freeze_count() > 10_000
+    assert gc.get_freeze_count() == 0
+
+
+def test_the_time_of_a_call_is_divided():
+    """A call waits for its scores in `wait`; nothing of that is in the other two."""
+    scorer: Any = SlowScorer(0.03)
+    found = alone.host_times(scorer, _requests(8))
+    assert list(found) == ["start", "wait", "answers"]
+    # 4 users in a call.
+    assert 0.03 <= found["wait"]["call_s"] < 0.06
+    assert found["wait"]["request_s"] == pytest.approx(found["wait"]["call_s"] / 4)
+    assert max(found["start"]["call_s"], found["answers"]["call_s"]) < 0.01
+
+
 def test_the_figures_are_judged_by_their_bars(tmp_path, monkeypatch):
     monkeypatch.setattr(alone, "SHARES", (0.05,))
     monkeypatch.setattr(alone, "LATENCY", 1000.0)
@@ -101,6 +130,7 @@ def test_the_figures_are_judged_by_their_bars(tmp_path, monkeypatch):
     found = json.loads(out.read_text())
     assert 0 < found["stream"]["share"] < found["stream"]["bar"]
     assert found["offline"]["candidates"] == 300
+    assert all(part["call_s"] > 0 for part in found["stream"]["full_call"].values())
     assert found["offline"]["compilations"] == 0
     assert found["hits"]["ratio"] > 0
     assert all(point["kept"] for point in found["stream"]["points"])

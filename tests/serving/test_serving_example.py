@@ -64,6 +64,27 @@ def test_both_forms_keep_every_value(binary):
     assert (weights, replica) == ("w", "r")
 
 
+def test_features_of_several_users_are_those_of_each():
+    source = models.SOURCES["tiny"]()
+    for row, user in enumerate((7, 3, 7)):
+        for all_users, alone in zip(
+            source.features_of([7, 3, 7]), source.features(user), strict=True
+        ):
+            np.testing.assert_array_equal(all_users[row], alone)
+    for leaf, spec in zip(source.features(99), source.user, strict=True):
+        assert (leaf.shape, leaf.dtype) == (spec.shape, spec.dtype)
+
+
+def test_users_and_items_out_of_range_are_refused():
+    source = models.SOURCES["tiny"]()
+    assert models.request(source, 99, [199, 0]).size == 2
+    with pytest.raises(models.UnknownUserError, match=r"user is 100, expected one in \[0, 100\)"):
+        models.request(source, 100, [1])
+    for item in (-1, 200):
+        with pytest.raises(ValueError, match=rf"candidates\[2\] is {item}, .* in \[0, 200\)"):
+            models.candidates(source, [1, 2, item])
+
+
 def test_ranking_offline():
     source = models.SOURCES["tiny"]()
     settings = Settings(source="tiny", candidates=(128,), users=4, new_users=(4,))
@@ -74,9 +95,11 @@ def test_ranking_offline():
     assert found["calls"] == 10, "users of a call are the bound"
     assert shown[-1] == (500, 500)
     oracle = models.Offline(source, "1")
+    asked = offline.job(source, 500, 40)
+    parts = np.split(asked.items, np.cumsum(asked.counts)[:-1])
     total = sum(
-        oracle.scores(request.user, np.resize(request.candidates.movie, 64))[: request.size].sum()
-        for request in offline.requests(source, 500, 40)
+        oracle.scores(user, np.resize(items, 64))[: len(items)].sum()
+        for user, items in zip(asked.users, parts, strict=True)
     )
     assert found["mean_score"] == pytest.approx(total / 500, abs=1e-6)
 

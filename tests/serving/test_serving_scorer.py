@@ -14,7 +14,7 @@ import pytest
 import serving_model as small
 
 from ikbo_jax import serving
-from ikbo_jax.serving.batches import fitting_parts, merged
+from ikbo_jax.serving.batches import Checked, fitting_parts, merged
 from ikbo_jax.serving.users import UserCache
 
 #: Rounding of a few float32 products of unit variance.
@@ -92,14 +92,12 @@ def test_padding_changes_nothing(shared, monkeypatch):
     requests = [small.request(3, [7, 8, 9]), small.request(4, [10, 11])]
     expected = [answer.scores for answer in shared.rank(requests)]
 
-    def poisoned(array, size):
-        out = np.zeros((size, *array.shape[1:]), array.dtype)
-        out[: len(array)] = array
+    def poisoned(array, filled):
+        largest = array[:filled].max()
         # The last row of users, or another item.
-        out[len(array) :] = array.max() if array.max() > 3 else array[-1]
-        return out
+        array[filled:] = largest if largest > 3 else array[filled - 1]
 
-    monkeypatch.setattr("ikbo_jax.serving.batches.padded", poisoned)
+    monkeypatch.setattr("ikbo_jax.serving.packing.pad", poisoned)
     for found, scores in zip(shared.rank(requests), expected, strict=True):
         np.testing.assert_array_equal(found.scores, scores)
 
@@ -296,7 +294,14 @@ def test_parts_fill_the_largest_bucket():
         [4, 5, 6],
         [7],
     ]
-    assert [merged(part, small.BUCKETS).bucket for part in parts] == [
+    checked = [
+        [
+            (position, Checked(one.key, one.size, [one.candidates["item"]], None))
+            for position, one in part
+        ]
+        for part in parts
+    ]
+    assert [merged(part, small.BUCKETS).bucket for part in checked] == [
         (16, 3),
         (4, 1),
         (16, 1),

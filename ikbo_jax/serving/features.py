@@ -1,0 +1,73 @@
+"""Users' features, from requests or from a function that takes several users at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+from ikbo_jax.serving.batches import BadRequestError, Form, Tree
+from ikbo_jax.serving.packing import Column
+
+#: Features of one user; and of several keys (user, version), arrays [n, ...].
+Fetch = Callable[[], Tree]
+FeaturesOf = Callable[[list[Any]], Tree]
+
+
+class Features:
+    """Fetches and checks users' features.
+
+    Args:
+      form: what one user's features have to look like.
+      features_of: returns the features of users whose requests have none; see `Scorer`.
+    """
+
+    def __init__(self, form: Form, features_of: FeaturesOf | None) -> None:
+        self._form, self._features_of = form, features_of
+
+    def of(
+        self, asked: Mapping[Hashable, Fetch | None]
+    ) -> tuple[list[Column], dict[Hashable, Exception]]:
+        """The features of several users.
+
+        Args:
+          asked: for every key, the `features` of its request.
+
+        Returns:
+          For every leaf of the features' tree, its rows in the order of the keys, without the keys
+          that failed: an array [n, ...] or a list of n arrays. And the errors of those that failed.
+        """
+        fetches = [fetch for fetch in asked.values() if fetch is not None]
+        if len(asked) > 1 and not fetches:
+            try:
+                return list(self._at_once(list(asked))), {}
+            except Exception:
+                # The error may be one user's: below, every user is asked for alone.
+                pass
+        rows: list[list[Any]] = []
+        failed: dict[Hashable, Exception] = {}
+        for key, fetch in asked.items():
+            try:
+                rows.append(self._alone(key, fetch))
+            except Exception as error:
+                failed[key] = error
+        return [list(column) for column in zip(*rows, strict=True)], failed
+
+    def _alone(self, key: Hashable, fetch: Fetch | None) -> list[Any]:
+        """The leaves of one user's features, without an axis of users."""
+        if fetch is None:
+            return [array[0] for array in self._at_once([key])]
+        return self._form.leaves_of(fetch(), stacked=False)
+
+    def _at_once(self, keys: list[Hashable]) -> list[Any]:
+        """The leaves of several users' features, [n, ...] each."""
+        if self._features_of is None:
+            raise BadRequestError(
+                f"the user and version {keys[0]} has no features: the request has none, and the "
+                "scorer has no features_of"
+            )
+        leaves = self._form.leaves_of(self._features_of(keys), stacked=True)
+        if len(leaves[0]) != len(keys):
+            raise BadRequestError(
+                f"features_of returned {len(leaves[0])} rows for {len(keys)} users"
+            )
+        return leaves

@@ -1,0 +1,132 @@
+"""Many requests in full calls; the host prepares calls while the device computes."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import numpy.typing as npt
+
+from ikbo_jax.serving.batches import BadRequestError, Buckets, Form, Request, Tree, fitting_parts
+from ikbo_jax.serving.scorer import Answer, Pending, PendingScores, Scorer, Scores
+
+
+def rank_offline(
+    scorer: Scorer, requests: Iterable[Request], *, ahead: int = 2
+) -> Iterator[tuple[int, Answer]]:
+    """Scores many requests in full batches; the host prepares calls while the device computes.
+
+    Args:
+      scorer: the scorer.
+      requests: requests, in any number; they are read as they are needed. Batches are fullest if
+        requests of one user follow one another.
+      ahead: number of calls that are started before the first one is waited for.
+
+    Yields:
+      The position of a request, and its answer; requests of a batch in any order.
+
+    Raises:
+      BadRequestError: if a request does not fit the model.
+    """
+    waiting: collections.deque[tuple[list[int], Pending]] = collections.deque()
+
+    def finished() -> Iterator[tuple[int, Answer]]:
+        positions, pending = waiting.popleft()
+        for position, answer in zip(positions, pending.answers(), strict=True):
+            if isinstance(answer, Exception):
+                raise answer
+            yield position, answer
+
+    for part in fitting_parts(enumerate(requests), scorer.buckets):
+        positions, chosen = zip(*part, strict=True)
+        waiting.append((list(positions), scorer.start(chosen)))
+        if len(waiting) > ahead:
+            yield from finished()
+    while waiting:
+        yield from finished()
+
+
+def rank_arrays(
+    scorer: Scorer,
+    users: npt.NDArray[Any] | Sequence[Hashable],
+    counts: npt.ArrayLike,
+    candidates: Tree,
+    *,
+    version: Hashable = 0,
+    ahead: int = 2,
+) -> Iterator[tuple[slice, Scores]]:
+    """Scores many users' candidates that stand in arrays, without a `Request` for each user.
+
+    Args:
+      scorer: a scorer with `features_of`.
+      users: ids of n users; a NumPy array or a sequence. One may occur several times.
+      counts: [n] integers, number of candidates of every user; may be 0.
+      candidates: a tree of arrays [B, ...], the users' candidates in the order of the users.
+      version: the version of the users' features.
+      ahead: number of calls that are started before the first one is waited for.
+
+    Yields:
+      For every call, in order, the candidates that it scored, as a slice, and their scores
+      [stop - start, ...].
+
+    Raises:
+      BadRequestError: before the first call, if the candidates' structure, shape or dtype is not
+        what the model expects, their number is not the sum of `counts`, users and counts differ in
+        number, or a count is negative or larger than the largest bucket.
+      Exception: whatever the scorer's `features_of` raises.
+    """
+    ids = users.tolist() if isinstance(users, np.ndarray) else list(users)
+    sizes = np.asarray(counts)
+    _check(scorer, ids, sizes, candidates)
+    asked = np.flatnonzero(sizes)
+    if len(asked) < len(ids):
+        ids, sizes = [ids[n] for n in asked.tolist()], sizes[asked]
+    waiting: collections.deque[tuple[slice, PendingScores]] = collections.deque()
+    for first, last, rows in _full_calls(sizes, scorer.buckets):
+        part = jax.tree.map(lambda leaf, rows=rows: leaf[rows], candidates)
+        pending = scorer.start_arrays(ids[first:last], sizes[first:last], part, version=version)
+        waiting.append((rows, pending))
+        if len(waiting) > ahead:
+            done, pending = waiting.popleft()
+            yield done, pending.scores()
+    for done, pending in waiting:
+        yield done, pending.scores()
+
+
+def _check(
+    scorer: Scorer, users: list[Hashable], counts: npt.NDArray[Any], candidates: Tree
+) -> None:
+    """Checks what `rank_arrays` got."""
+    leaves = Form(scorer.specs.candidate, "candidates").leaves_of(candidates, stacked=True)
+    numbers = np.issubdtype(counts.dtype, np.integer) or not counts.size
+    if counts.shape != (len(users),) or not numbers:
+        raise BadRequestError(
+            f"counts has shape {counts.shape} and dtype {counts.dtype}, expected integers of shape "
+            f"{(len(users),)}, one for every user"
+        )
+    if len(leaves[0]) != counts.sum():
+        raise BadRequestError(
+            f"there are {len(leaves[0])} candidates, but the counts sum to {counts.sum()}"
+        )
+    most = scorer.buckets.candidates[-1]
+    wrong = np.flatnonzero((counts < 0) | (counts > most))
+    if wrong.size:
+        raise BadRequestError(f"counts[{wrong[0]}] is {counts[wrong[0]]}, expected 0 to {most}")
+
+
+def _full_calls(
+    counts: npt.NDArray[np.integer], buckets: Buckets
+) -> Iterator[tuple[int, int, slice]]:
+    """The users [first, last) of every call, and the candidates of these users."""
+    most_candidates, most_users = buckets.largest
+    ends = np.cumsum(counts)
+    first, start = 0, 0
+    while first < len(counts):
+        fitting = int(np.searchsorted(ends, start + most_candidates, side="right"))
+        last = min(first + most_users, fitting)
+        stop = int(ends[last - 1])
+        yield first, last, slice(start, stop)
+        first, start = last, stop

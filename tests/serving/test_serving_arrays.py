@@ -1,0 +1,218 @@
+"""Users in arrays: features of several users at once, ranking without requests, packed inputs."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import serving_model as small
+
+from ikbo_jax import serving
+from ikbo_jax.serving.batches import Form
+from ikbo_jax.serving.packing import Packing, fill
+
+#: Rounding of a few float32 products of unit variance.
+TOLERANCE = 2e-5
+
+
+class Table:
+    """`features_of` a scorer; keeps what it was asked. Users from 90 on are unknown."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[tuple[int, int]]] = []
+
+    def __call__(self, keys):
+        self.asked.append(keys)
+        if unknown := [user for user, _ in keys if user >= 90]:
+            raise KeyError(f"no user {unknown[0]}")
+        rows = [small.features(user, version)["events"] for user, version in keys]
+        return {"events": np.stack(rows)}
+
+
+@pytest.fixture(scope="module")
+def scorer() -> serving.Scorer:
+    return serving.Scorer(
+        *(small.Model(), small.weights(), small.USER, small.CANDIDATE),
+        buckets=small.BUCKETS,
+        user_bytes=1 << 15,
+        features_of=Table(),
+    )
+
+
+@pytest.fixture
+def table(scorer) -> Table:
+    """The table of a scorer without users' states."""
+    scorer.forget_users()
+    found = scorer._features._features_of
+    found.asked.clear()
+    return found
+
+
+def bare(user, items, version=0):
+    return serving.Request(user, version, None, {"item": np.asarray(items, np.int32)})
+
+
+def assert_right(scores, user, items, version=0):
+    expected = small.oracle(small.request(user, items, version))
+    np.testing.assert_allclose(scores, expected, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_a_call_asks_once_for_the_features_of_all_its_users(scorer, table):
+    requests = [bare(user, [user, 1], user % 2) for user in (4, 5, 4, 6)]
+    for request, answer in zip(requests, scorer.rank(requests), strict=True):
+        assert_right(answer.scores, request.user, request.candidates["item"], request.version)
+    scorer.rank([*requests, bare(7, [1])])
+    assert table.asked == [[(4, 0), (5, 1), (6, 0)], [(7, 0)]]
+
+
+def test_an_unknown_user_leaves_the_others_alone(scorer, table):
+    requests = [bare(1, [1]), bare(90, [2]), bare(2, [3]), bare(90, [4])]
+    answers = scorer.rank(requests)
+    assert_right(answers[0].scores, 1, [1])
+    assert_right(answers[2].scores, 2, [3])
+    for answer in (answers[1], answers[3]):
+        with pytest.raises(KeyError, match="no user 90"):
+            raise answer
+    assert table.asked == [[(1, 0), (90, 0), (2, 0)], [(1, 0)], [(90, 0)], [(2, 0)]]
+
+
+def test_features_of_a_request_come_first(scorer, table):
+    answers = scorer.rank([small.request(3, [1, 2]), bare(5, [7])])
+    assert_right(answers[0].scores, 3, [1, 2])
+    assert_right(answers[1].scores, 5, [7])
+    assert table.asked == [[(5, 0)]]
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (
+            lambda keys: {"events": np.zeros((len(keys), 5, 8), "f4")},
+            r"features\['events'\] has .*5",
+        ),
+        (lambda keys: {"events": np.zeros((9, 6, 8), "f4")}, "returned 9 rows for 1 users"),
+        (lambda keys: {}, "features have the structure"),
+        (None, r"\(1, 0\) has no features: the request has none, and the scorer has no"),
+    ],
+)
+def test_features_that_do_not_fit(scorer, table, monkeypatch, found, message):
+    monkeypatch.setattr(scorer._features, "_features_of", found)
+    answers = scorer.rank([bare(1, [1]), small.request(2, [2])])
+    assert_right(answers[1].scores, 2, [2])
+    with pytest.raises(serving.BadRequestError, match=message):
+        raise answers[0]
+
+
+def test_ranking_arrays(scorer, table):
+    """Users that occur twice, have no candidates, or fill a call alone."""
+    users = [3, 5, 3, 8, 9, 3, 4, 4]
+    counts = np.asarray([5, 2, 6, 0, 16, 1, 1, 1])
+    items = np.random.default_rng(0).integers(0, small.ITEMS, counts.sum(), np.int32)
+    before, found, calls = scorer.metrics, [], []
+    for rows, scores in serving.rank_arrays(scorer, users, counts, {"item": items}):
+        calls.append((rows.start, rows.stop))
+        found.append(scores)
+    assert calls == [(0, 13), (13, 29), (29, 32)]
+    parts = np.split(np.concatenate(found), np.cumsum(counts)[:-1])
+    for user, own, scores in zip(
+        users, np.split(items, np.cumsum(counts)[:-1]), parts, strict=True
+    ):
+        if len(own):
+            assert_right(scores, user, own)
+    # The state of user 3 is there after the first call.
+    assert table.asked == [[(3, 0), (5, 0)], [(9, 0)], [(4, 0)]]
+    assert scorer.metrics.hits - before.hits == 3
+    assert scorer.metrics.requests - before.requests == 7
+    assert scorer.metrics.compilations == 0
+
+
+def test_ranking_arrays_of_other_versions_and_kinds(scorer, table):
+    ids = np.asarray([2, 3])
+    ((rows, scores),) = serving.rank_arrays(
+        *(scorer, ids, [1, 1], {"item": np.asarray([7, 8], np.int32)}), version=1
+    )
+    assert rows == slice(0, 2)
+    assert_right(scores[1:], 3, [8], version=1)
+    assert not list(serving.rank_arrays(scorer, [], [], {"item": np.zeros(0, np.int32)}))
+
+
+@pytest.mark.parametrize(
+    ("users", "counts", "items", "message"),
+    [
+        ([1, 2], [1, 2], np.zeros(4, np.int32), "there are 4 candidates, but the counts sum to 3"),
+        ([1], [1, 2], np.zeros(3, np.int32), r"counts has shape \(2,\).*expected .*shape \(1,\)"),
+        ([1], [1.0], np.zeros(1, np.int32), "dtype float64, expected integers"),
+        ([1, 2], [1, 17], np.zeros(18, np.int32), r"counts\[1\] is 17, expected 0 to 16"),
+        ([1, 2], [3, -1], np.zeros(2, np.int32), r"counts\[1\] is -1, expected 0 to 16"),
+        ([1], [2], np.zeros(2, np.int64), "dtype int64, expected .*int32"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused_before_the_first_call(
+    scorer, table, users, counts, items, message
+):
+    calls = scorer.metrics.calls
+    with pytest.raises(serving.BadRequestError, match=message):
+        list(serving.rank_arrays(scorer, users, counts, {"item": items}))
+    assert scorer.metrics.calls == calls
+
+
+def test_one_call_of_arrays_is_checked(scorer, table):
+    item = {"item": np.zeros(2, np.int32)}
+    for users, counts, message in (
+        ([1], [3], "2 candidates, but the counts sum to 3"),
+        ([1], [1, 1], "1 users, but 2 counts"),
+        ([1] * 4, [1, 1, 0, 0], "2 candidates of 4 users but the largest bucket has"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            scorer.start_arrays(users, np.asarray(counts), item)
+    with pytest.raises(KeyError, match="no user 91"):
+        scorer.start_arrays([1, 91], np.ones(2, int), item)
+    pending = scorer.start_arrays([1, 2], np.ones(2, int), {"item": np.asarray([5, 6], np.int32)})
+    assert_right(pending.scores()[1:], 2, [6])
+
+
+def test_to_wait_changes_no_answer(scorer, table):
+    requests = small.random_requests(9, seed=4)
+    pending = scorer.start(requests)
+    pending.wait()
+    for request, answer in zip(requests, pending.answers(), strict=True):
+        assert_right(answer.scores, request.user, request.candidates["item"])
+
+
+def test_packed_arrays_come_back():
+    shapes = [((3,), np.int32), ((2, 2), np.float32), ((), np.int32), ((4, 1), np.int32)]
+    packing = Packing([jax.ShapeDtypeStruct(*one) for one in shapes])
+    # Arrays of one dtype start at multiples of 256 bytes.
+    assert [(spec.shape, spec.dtype) for spec in packing.packed] == [((132,), "i4"), ((4,), "f4")]
+    packed, arrays = packing.empty()
+    rng = np.random.default_rng(0)
+    for array in arrays:
+        array[...] = rng.integers(0, 99, array.shape)
+    for found, array, (shape, dtype) in zip(
+        jax.jit(packing.unpacked)(packed), arrays, shapes, strict=True
+    ):
+        assert (found.shape, found.dtype) == (shape, dtype)
+        np.testing.assert_array_equal(found, array)
+    assert not np.shares_memory(packing.empty()[0][0], packed[0])
+
+
+@pytest.mark.parametrize("stack", [False, True])
+@pytest.mark.parametrize("kind", [list, np.asarray, jnp.asarray])
+def test_rows_are_filled_and_padded(stack, kind):
+    array = np.zeros((4, 2), np.int32)
+    rows = kind([[1, 2], [3, 4], [5, 6]])
+    if kind is list:
+        rows = [np.asarray(row, np.int32) for row in rows]
+        rows = rows if stack else [rows[0][None], np.stack(rows[1:])]
+    fill(array, rows, stack=stack)
+    assert array.tolist() == [[1, 2], [3, 4], [5, 6], [5, 6]]
+
+
+def test_leaves_without_a_dtype_are_converted():
+    """As Python's numbers are; the quick check knows arrays alone."""
+    form = Form({"a": jax.ShapeDtypeStruct((), np.float64)}, "features")
+    (leaf,) = form.leaves_of({"a": 3.0}, stacked=False)
+    assert isinstance(leaf, np.ndarray)
+    with pytest.raises(serving.BadRequestError, match="dtype int64, expected .* float64"):
+        form.leaves_of({"a": 3}, stacked=False)
