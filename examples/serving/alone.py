@@ -284,7 +284,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cache=options.cache,
         candidates=tuple(options.buckets),
         users=most,
-        new_users=tuple(sorted({min(16, most), most})),
+        new_users=tuple(sorted({min(16, most), min(64, most), most})),
         user_bytes=1 << 30,
     )
     source = settings.load()

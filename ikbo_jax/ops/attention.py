@@ -78,10 +78,9 @@ def attention(
 
       Differentiable in reverse mode with respect to query, key, value, self_key and self_value,
       through out and lse, at user and candidate batch size. On Hopper a kernel computes gradients
-      in bfloat16 and float16 where the dispatch table has a row for H, or, with
-      implementation="mosaic_gpu", for H = 64, 96 and 128; XLA computes all others, and derivatives
-      of gradients. Each gradient is summed in f32 and rounded once; the kernel's sums have one
-      order.
+      in bfloat16 and float16, for the head widths of the forward kernel; XLA computes all others,
+      and derivatives of gradients. Each gradient is summed in f32 and rounded once; the kernel's
+      sums have one order.
 
     Raises:
       ValueError: a rank is wrong; sizes, dtypes, the index or the lengths disagree; N is not a

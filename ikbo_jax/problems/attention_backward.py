@@ -252,7 +252,8 @@ class AttentionBackwardProblem(AttentionSizes):
         """Small blocks and parts are for few rows and keys, splits for few items."""
         if config.splits > 1 and self.items >= NUM_SMS:
             return False
-        is_for_few = config.block_q < WGMMA_M or config.d_query == "parts"
+        is_narrow = config.block_q < min(WGMMA_M, MAX_BLOCK_Q.get(self.head_dim, WGMMA_M))
+        is_for_few = is_narrow or config.d_query == "parts"
         return self._is_small if is_for_few else True
 
     @property
@@ -284,7 +285,7 @@ class AttentionBackwardProblem(AttentionSizes):
             rings = ((128, 3), (128, 2), (96, 4), (64, 5))
         elif self.head_dim > MAX_BOTH_SUMS:
             for block_q, stages in ((64, 2), (48, 3), (48, 2), (32, 3)):
-                for block_kv, kv_stages in ((64, 2), (48, 2), (32, 3)):
+                for block_kv, kv_stages in ((64, 2), (48, 2), (32, 3), (32, 2)):
                     yield AttentionBackwardConfig(block_q, stages, 1, "launch", block_kv, kv_stages)
             return
         else:

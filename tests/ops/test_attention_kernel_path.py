@@ -19,7 +19,9 @@ from ikbo_jax.problems import (
     AttentionBackwardProblem,
     AttentionConfig,
     FewQueriesConfig,
+    attention_backward,
 )
+from ikbo_jax.problems.attention import HEAD_DIMS
 from ikbo_jax.tuning import table
 
 
@@ -174,14 +176,25 @@ class TestGradientByTheKernel:
         (asked,) = fake_attention.backward_calls
         assert isinstance(asked["config"], AttentionBackwardConfig)
 
-    @pytest.mark.parametrize(
-        ("head_dim", "implementation", "reason"),
-        [(192, "mosaic_gpu", ": .*head widths 64, 96, 128, but H=192"), (64, "xla", "$")],
-    )
-    def test_xla_where_no_kernel_runs_says_why(
-        self, fake_attention, head_dim: int, implementation: str, reason: str
+    @pytest.mark.parametrize("head_dim", HEAD_DIMS)
+    def test_every_head_width_of_the_result_has_a_gradient_kernel(
+        self, fake_attention, head_dim: int
     ) -> None:
         inputs = problems.make_attention_inputs(self.SHAPE._replace(head_dim=head_dim))
+        (plan,) = ikbo.explain(ours, inputs).plans
+        assert plan.backward_config is not None
+        jax.eval_shape(lambda: self.gradients(inputs))
+        assert fake_attention.backward_calls
+
+    @pytest.mark.parametrize(
+        ("implementation", "reason"),
+        [("mosaic_gpu", ": .*head widths 64, 96, but H=128"), ("xla", "$")],
+    )
+    def test_xla_where_no_kernel_runs_says_why(
+        self, fake_attention, monkeypatch, implementation: str, reason: str
+    ) -> None:
+        monkeypatch.setattr(attention_backward, "HEAD_DIMS", (64, 96))
+        inputs = problems.make_attention_inputs(self.SHAPE._replace(head_dim=128))
         run = functools.partial(ours, implementation=implementation)
         (plan,) = ikbo.explain(run, inputs).plans
         assert plan.implementation == implementation

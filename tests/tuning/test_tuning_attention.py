@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from typing import Any
 
@@ -26,6 +27,7 @@ from ikbo_jax.problems import (
 )
 from ikbo_jax.problems.attention import HEAD_DIMS
 from ikbo_jax.problems.attention_backward import HEAD_DIMS as BACKWARD_HEAD_DIMS
+from ikbo_jax.problems.attention_backward import AttentionBackwardConfig as BackwardConfig
 from ikbo_jax.problems.few_queries import is_preferred
 from ikbo_jax.problems.problem import ATTENTION_DISTANCE_WEIGHTS
 from ikbo_jax.tuning import table
@@ -173,6 +175,19 @@ def test_every_gradient_that_the_kernel_takes_has_a_configuration(
     assert len(candidates) == len(set(candidates)) > 3
     assert all(config.illegal_reason(problem) is None for config in candidates)
     assert problem.default_config() == candidates[0]
+
+
+def test_the_gradient_of_wide_heads_needs_a_launch_for_d_query():
+    wide = dataclasses.replace(BACKWARD, head_dim=192)
+    assert BackwardConfig(64).illegal_reason(BACKWARD) is None
+    assert BackwardConfig(32).illegal_reason(wide) == (
+        "d_query must be launch for heads wider than 128, but is sum at H=192"
+    )
+    for kv_len, users in itertools.product((100, 20_000), (1, 3000)):
+        few = dataclasses.replace(wide, head_dim=256, q_len=1, kv_len=kv_len, users=users)
+        config = table.lookup(few).config
+        assert config is not None
+        assert config.illegal_reason(few) is None
 
 
 def test_worker_measures_the_gradient_on_this_machine():
