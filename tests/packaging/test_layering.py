@@ -33,7 +33,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "pallas.hopper": ("problems",),
     "pallas.activations": ("reference",),
     "pallas.flash": KERNEL_PARTS,
-    "pallas.attention_backward": KERNEL_PARTS,
+    "pallas.attention_backward": (*KERNEL_PARTS, "pallas.flash"),
     "pallas.few_queries": (*KERNEL_PARTS, "pallas.flash"),
     "pallas.gdpa_backward": (*KERNEL_PARTS, "pallas.flash"),
     "pallas.linear_compression": ("problems", "pallas.hopper"),

@@ -61,8 +61,7 @@ class TileOperands(NamedTuple):
     statistics: Any  # [K, 2, more than all targets] f32
     key: Any  # [U, S, K, H]
     value: Any  # [U, S, K, H]
-    tiles: Any  # [most tiles, TILE_WORDS] int32
-    num_tiles: Any  # [1] int32
+    tiles: Any  # [most tiles + 1, TILE_WORDS] int32; the last entry begins with the number of tiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +78,8 @@ class Context(WarpgroupContext):
 
     @property
     def item_count(self) -> Any:
-        items, workers = self.operands.num_tiles[0] * self.shape.kv_heads, self.shape.workers
+        tiles, workers = self.operands.tiles, self.shape.workers
+        items = tiles[tiles.shape[0] - 1, FIRST_ROW] * self.shape.kv_heads
         return (items - self.worker + workers - 1) // workers
 
 
@@ -311,8 +311,8 @@ def d_query_kernel(
     interpret: Any = False,
 ) -> jax.Array:
     """d_query [rows, K, H], rows in the order of `operands`, from the first launch's operands."""
-    tiles, num_tiles = query_tiles(operands.users, shape.rows)
-    workers = min(num_sms, tiles.shape[0] * shape.kv_heads)
+    tiles = query_tiles(operands.users, shape.rows)
+    workers = min(num_sms, (tiles.shape[0] - 1) * shape.kv_heads)
     shape = dataclasses.replace(shape, workers=workers)
 
     def context(*arguments: Any) -> Context:
@@ -320,7 +320,7 @@ def d_query_kernel(
 
     (d_query,) = launch(
         Roles(context, _produce, _consume),
-        TileOperands(*operands[:5], tiles, num_tiles),
+        TileOperands(*operands[:5], tiles),
         (jax.ShapeDtypeStruct(operands.query.shape, operands.query.dtype),),
         config.d_query_shared(shape.head_dim),
         dtype=operands.query.dtype,

@@ -177,7 +177,7 @@ def attention_backward_kernel(
         d_key, d_value = found["key"], found["value"]
         operands = operands._replace(users=rows.users)
         result = d_query_kernel(operands, shape, config, num_sms=num_sms, interpret=interpret)
-        return row_numbers.unpack(result, rows.order, query.shape), d_key, d_value
+        return row_numbers.unpack(result, rows.position, query.shape), d_key, d_value
     sums, d_key, d_value = run(operands, sum_dtype, shape=shape)
     d_query = row_numbers.unpack_d_query(sums, rows, kv_heads, scale, query.dtype)
     return d_query, d_key, d_value

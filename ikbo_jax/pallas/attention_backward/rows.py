@@ -1,7 +1,9 @@
 """Query rows of the attention backward kernel: a user's rows side by side, and where each goes.
 
-XLA computes this before and after the launch. A *row* of a key head is a query of one of its N / K
-query heads; rows are numbered by candidate in user order, then by query, then by query head.
+XLA computes this before and after the launch: in few kernels, since each takes 2 us beside launches
+of 10 us for a small problem, and by comparing all pairs where there are few. A *row* of a key head
+is a query of one of its N / K query heads; rows are numbered by candidate in user order, then by
+query, then by query head.
 """
 
 from __future__ import annotations
@@ -12,9 +14,13 @@ import jax
 import jax.numpy as jnp
 
 from ikbo_jax.pallas.attention_backward.context import USER_WORDS
+from ikbo_jax.pallas.flash.work_order import by_user
 from ikbo_jax.problems.attention_backward import BLOCK_KV
 from ikbo_jax.problems.hopper import TILE_ROWS
 from ikbo_jax.reference.attention import weight_exponents
+
+#: Most pairs that are compared; 2048 users with 2,048 candidates.
+MAX_PAIRS = 2048**2
 
 
 class Rows(NamedTuple):
@@ -22,6 +28,7 @@ class Rows(NamedTuple):
 
     Attributes:
       order: [B] int32, candidates in user order; None if they are in user order already.
+      position: [B] int32, the inverse of `order`; likewise.
       users: [U, USER_WORDS] int32, the description of each user.
       parts: [U * splits, USER_WORDS] int32, the description of each part of a user's rows.
       targets: [B, T, N / K] int32, rows in the kernel's `d_query` for candidates in their order.
@@ -32,6 +39,7 @@ class Rows(NamedTuple):
     """
 
     order: jax.Array | None
+    position: jax.Array | None
     users: jax.Array
     parts: jax.Array
     targets: jax.Array
@@ -71,12 +79,11 @@ def make_rows(
     """
     (batch,) = cand_to_user.shape
     index = jnp.clip(cand_to_user, 0, users - 1)
-    counts = jnp.zeros((users,), jnp.int32).at[index].add(1)
+    first_candidate, counts = _candidates(index, users)
     per_candidate = q_len * group
     rows = counts * per_candidate
-    first_candidate = jnp.cumsum(counts, dtype=jnp.int32) - counts
     blocks = -(-rows // block_q)
-    first_target = (jnp.cumsum(blocks, dtype=jnp.int32) - blocks) * block_q
+    first_target = sums_before(blocks) * block_q
     keys = jnp.full((users,), kv_len, jnp.int32)
     if lengths is not None:
         keys = jnp.clip(lengths.astype(jnp.int32), 0, kv_len)
@@ -90,19 +97,44 @@ def make_rows(
         first_target[:, None] + begin,
         jnp.broadcast_to(keys[:, None], begin.shape),
     )
-    position, order, is_valid = jnp.arange(batch, dtype=jnp.int32), None, None
+    number = jnp.arange(batch, dtype=jnp.int32)
+    order, position, is_valid = None, None, None
     if is_sorted:
         is_valid = jnp.all(index[1:] >= index[:-1])
     else:
-        order = jnp.argsort(index, stable=True).astype(jnp.int32)
-        position = jnp.zeros_like(position).at[order].set(position, unique_indices=True)
-    first = first_target[index] + (position - first_candidate[index]) * per_candidate
+        order = by_user(index)
+        position = jnp.zeros_like(number).at[order].set(number, unique_indices=True)
+    place = number if position is None else position
+    first = first_target[index] + (place - first_candidate[index]) * per_candidate
     within = jnp.arange(per_candidate, dtype=jnp.int32).reshape(q_len, group)
     kv_tiles = -(-keys // BLOCK_KV)
     assert len(words) == USER_WORDS
     targets = first[:, None, None] + within[None]
     parts = jnp.stack(part_words, axis=2).reshape(users * splits, USER_WORDS)
-    return Rows(order, jnp.stack(words, axis=1), parts, targets, kv_tiles[index], is_valid)
+    described = jnp.stack(words, axis=1)
+    return Rows(order, position, described, parts, targets, kv_tiles[index], is_valid)
+
+
+def _candidates(index: jax.Array, users: int) -> tuple[jax.Array, jax.Array]:
+    """The first of every user's candidates in user order, and their number, [users] int32 each."""
+    if index.size * users > MAX_PAIRS:
+        counts = jnp.zeros((users,), jnp.int32).at[index].add(1)
+        return sums_before(counts), counts
+    user = jnp.arange(users, dtype=jnp.int32)[:, None]
+    first, counts = (
+        jnp.sum(found, axis=1, dtype=jnp.int32)
+        for found in (index[None] < user, index[None] == user)
+    )
+    return first, counts
+
+
+def sums_before(values: jax.Array) -> jax.Array:
+    """For every element of `values` [n] int32 the sum of those before it."""
+    if values.size**2 > MAX_PAIRS:
+        return jnp.cumsum(values, dtype=jnp.int32) - values
+    number = jnp.arange(values.size, dtype=jnp.int32)
+    is_before = number[None] < number[:, None]
+    return jnp.sum(jnp.where(is_before, values[None], 0), axis=1, dtype=jnp.int32)
 
 
 def pack(array: jax.Array, order: jax.Array | None, kv_heads: int) -> jax.Array:
@@ -115,7 +147,7 @@ def pack(array: jax.Array, order: jax.Array | None, kv_heads: int) -> jax.Array:
     return array.reshape(-1, kv_heads, width)
 
 
-def unpack(rows: jax.Array, order: jax.Array | None, shape: tuple[int, ...]) -> jax.Array:
+def unpack(rows: jax.Array, position: jax.Array | None, shape: tuple[int, ...]) -> jax.Array:
     """The inverse of `pack`, for an array of `shape` [B, T, N, H]."""
     batch, q_len, q_heads, width = shape
     kv_heads = rows.shape[1]
@@ -123,10 +155,7 @@ def unpack(rows: jax.Array, order: jax.Array | None, shape: tuple[int, ...]) -> 
     if q_heads != kv_heads:
         array = array.swapaxes(2, 3)
     array = array.reshape(shape)
-    if order is None:
-        return array
-    position = jnp.zeros_like(order).at[order].set(jnp.arange(batch, dtype=order.dtype))
-    return array[position]
+    return array if position is None else array[position]
 
 
 def _nan_unless(is_valid: jax.Array | None, array: jax.Array) -> jax.Array:
@@ -157,10 +186,12 @@ def statistics(
     both = jnp.stack((weight_exponents(lse), jnp.where(lse == -jnp.inf, 0.0, delta)))
     batch, q_len, group = rows.targets.shape
     both = jnp.moveaxis(both.reshape(2, batch, q_len, kv_heads, group), 3, 0)
-    absent = jnp.asarray([jnp.inf, 0.0], jnp.float32)[None, :, None]
-    found = jnp.broadcast_to(absent, (kv_heads, 2, count + TILE_ROWS))
-    found = found.at[:, :, rows.targets].set(both, unique_indices=True)
-    return _nan_unless(rows.is_valid, found)
+    # Not of the result, which would take a kernel of its own.
+    absent, both = (
+        _nan_unless(rows.is_valid, x) for x in (jnp.asarray([jnp.inf, 0.0], jnp.float32), both)
+    )
+    found = jnp.broadcast_to(absent[None, :, None], (kv_heads, 2, count + TILE_ROWS))
+    return found.at[:, :, rows.targets].set(both, unique_indices=True)
 
 
 def unpack_d_query(
@@ -182,7 +213,7 @@ def unpack_d_query(
     return jnp.moveaxis(total, 0, 2).reshape(batch, q_len, kv_heads * group, width)
 
 
-def query_tiles(users: jax.Array, total: int) -> tuple[jax.Array, jax.Array]:
+def query_tiles(users: jax.Array, total: int) -> jax.Array:
     """Tiles of at most 128 rows of one user, for the launch that computes d_query alone.
 
     Args:
@@ -190,22 +221,25 @@ def query_tiles(users: jax.Array, total: int) -> tuple[jax.Array, jax.Array]:
       total: rows of all users.
 
     Returns:
-      [most tiles, 5] int32: first row, number of rows, user, number of its keys, and the first
-      row's target; and the number of tiles [1] int32. Entries past that number are no tiles.
+      [most tiles + 1, 5] int32: first row, number of rows, user, number of its keys, and the first
+      row's target. The last entry begins with the number of tiles; entries between these are no
+      tiles.
     """
     first_row, rows, target, keys = (users[:, i] for i in range(USER_WORDS))
     counts = -(-rows // TILE_ROWS)
-    ends = jnp.cumsum(counts, dtype=jnp.int32)
-    number = jnp.arange(total // TILE_ROWS + min(len(users), total), dtype=jnp.int32)
+    ends = sums_before(counts) + counts
+    most = total // TILE_ROWS + min(len(users), total)
+    number = jnp.arange(most + 1, dtype=jnp.int32)
     # Newer versions of JAX do not lower `jnp.searchsorted` inside of `sharded.device_p`.
     user = jnp.sum(ends[None] <= number[:, None], axis=1, dtype=jnp.int32)
     user = jnp.minimum(user, len(users) - 1)
     start = (number - (ends - counts)[user]) * TILE_ROWS
     words = (
-        first_row[user] + start,
+        # In the same array, since a kernel that made another one would take 2 us.
+        jnp.where(number < most, first_row[user] + start, ends[-1]),
         jnp.clip(rows[user] - start, 0, TILE_ROWS),
         user,
         keys[user],
         target[user] + start,
     )
-    return jnp.stack(words, axis=1), ends[-1:]
+    return jnp.stack(words, axis=1)
