@@ -28,6 +28,7 @@ from benchmarks import (
     linear_compression,
     plots,
     report_attention,
+    report_attention_gradient,
     report_gdpa,
     report_linear_compression_gradient,
     report_movielens,
@@ -80,6 +81,7 @@ _BLOCK = re.compile(
 #: module without plots has neither of the two.
 MODULES: dict[str, Any] = {
     "attention": report_attention,
+    "attention_gradient": report_attention_gradient,
     "gdpa": report_gdpa,
     "linear_compression_gradient": report_linear_compression_gradient,
     "movielens": report_movielens,

@@ -1,0 +1,74 @@
+"""The benchmark of attention's gradient, on shapes for a CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from benchmarks import attention_gradient as benchmark
+from benchmarks import harness, production_providers, report, report_attention_gradient, timing
+
+pytestmark = pytest.mark.slow
+
+SHORT = harness.Protocol(window_s=0.001, rounds=2, matmul_size=64)
+
+
+@pytest.fixture(autouse=True)
+def own_commit(monkeypatch):
+    monkeypatch.setenv(timing.COMMIT_VARIABLE, "0123456789abcdef")
+
+
+def test_every_sweep_has_points_that_differ():
+    every = [point for sweep in benchmark.SWEEPS for point in benchmark.points(sweep)]
+    assert len({(point.shape, point.direction) for point in every}) == len(every)
+    assert {p.shape.kv_len for p in benchmark.points("s")} == set(benchmark.FRACTION_BARS)
+    assert {p.direction for p in benchmark.points("given")} == {"both"}
+    with pytest.raises(ValueError, match="unknown sweep 'x'"):
+        next(benchmark.points("x"))
+
+
+@pytest.mark.parametrize("direction", ["backward", "both"])
+def test_right_versions_are_right_and_wrong_ones_are_found(monkeypatch, direction):
+    point = benchmark.small(next(benchmark.points("index")))
+    point = dataclasses.replace(point, direction=direction)
+    makers = production_providers.contenders(point.shape)
+
+    def spoiled():
+        right = makers[0]()
+        return right._replace(name="spoiled", fn=lambda *args: 1.1 * right.fn(*args))
+
+    monkeypatch.setattr(benchmark, "contenders", lambda shape: [*makers, spoiled])
+    measured = benchmark.measure_point(point, SHORT)
+    ok = {record["name"]: record.get("ok") for record in measured["providers"]}
+    assert (ok["ikbo"], ok["xla"], ok["spoiled"]) == (True, True, False)
+    assert measured["useful_flops"] == benchmark.WORK[direction] * point.shape.flops
+    (grouped,) = (r for r in measured["providers"] if r["name"] == "grouped")
+    assert "cuDNN needs a GPU" in grouped["skipped"]
+
+
+def test_a_run_in_small_and_its_table(tmp_path, capsys):
+    out = tmp_path / "gradient.json"
+    assert benchmark.main(["--out", str(out), "--quick", "--sweep", "s"]) == 0
+    assert "S=8192" in capsys.readouterr().out
+    results = json.loads(out.read_text())
+    assert [len(point["providers"]) for point in results["points"]] == [2] * 5
+    results["environment"]["platform"] = "gpu"
+    header, rows = report_attention_gradient.table(results)
+    assert [row[0] for row in rows] == [f"s: S={s}" for s in benchmark.FRACTION_BARS]
+    assert all(len(row) == len(header) for row in rows)
+    (block,) = report.blocks(results, "docs/performance.md").values()
+    assert "cuDNN, queries grouped by hand" in block
+
+
+def test_bars_name_the_alternative_and_its_bar():
+    def record(name, ms):
+        return {"name": name, "median_ms": ms, "fraction": 0.5}
+
+    providers = [record("ikbo", 2.0), record("xla", 1.0), record("grouped-cudnn", 3.0)]
+    point = {"sweep": "s", "problem": {"kv_len": 2048}, "providers": providers}
+    assert benchmark.bars(point, ()) == "fraction 0.500, bar 0.62; 1.50 x grouped-cudnn, bar 1.15"
+    assert benchmark.bars(point | {"sweep": "given"}, ()) == "0.50 x xla, bar 1.0"
+    assert benchmark.bars(point | {"sweep": "h"}, ()) == "1.50 x grouped-cudnn"
+    assert not benchmark.bars(point | {"providers": []}, ())
