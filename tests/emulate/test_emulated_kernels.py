@@ -126,6 +126,7 @@ CHOSEN = {
     "attention_backward": [
         "unsorted_grouped_heads",
         "two_launches",
+        "three_launches_h192",
         "users_without_candidates_h96_f16",
     ],
     "gdpa": ["softmax_gaps"],
