@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from benchmarks import children, harness
+from benchmarks import children, harness, profiles
 from benchmarks.harness import Contender
 from benchmarks.records import Record, mib, provider_of, text_table
 from ikbo_jax._timing import interleaved_ms
@@ -198,6 +198,15 @@ def measure_point(
     }
 
 
+def profile(point: Point, provider: Provider) -> profiles.Shares:
+    """The time of each kernel in a provider's run at a point."""
+    inputs = inputs_of(point.sizes)
+    lowered = jax.jit(provider.make(max_candidates_per_user(point.sizes))).lower(*inputs)
+    is_on_gpu = jax.default_backend() == "gpu"
+    compiled = lowered.compile(profiles.WITHOUT_GRAPHS if is_on_gpu else None)
+    return profiles.shares(functools.partial(compiled, *inputs), compiled.as_text() or "")
+
+
 def device_peaks(point: Point, providers: Sequence[Provider]) -> dict[str, int | None]:
     """Peak bytes of the device's allocator for every provider, each in a separate process.
 
@@ -303,13 +312,19 @@ def format_table(results: Record) -> str:
 
 
 def run(
-    sweeps: Sequence[str], *, out: pathlib.Path, peaks: bool = False, **options: Any
+    sweeps: Sequence[str],
+    *,
+    out: pathlib.Path,
+    peaks: bool = False,
+    profiled: Sequence[str] = (),
+    **options: Any,
 ) -> dict[str, Any]:
     """Measures sweeps, as `attention.run` does.
 
     Args (the others are as for `attention.run`):
       sweeps: names from `SWEEPS`.
       peaks: whether to measure the peak memory of the device at the default point, too.
+      profiled: names of the providers to profile: the time of each kernel is printed and recorded.
       **options: `quick` and `budget_s` of `harness.Run`.
     """
     bench = harness.Run("ranking", out, **options)
@@ -325,6 +340,10 @@ def run(
         for record in measured["providers"]:
             if point.sweep == "default" and found_peaks.get(record["name"]) is not None:
                 record["peak_bytes"] = found_peaks[record["name"]]
+            if record["name"] in profiled and "median_ms" in record:
+                shares = profile(point, BY_NAME[record["name"]])
+                record["ms_by_part"] = shares.by_part
+                print(f"{point.sweep} {point.label}, {record['name']}:\n{shares}")
         return measured
 
     def describe(point: Record) -> str:
@@ -343,8 +362,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     parser = harness.parser("ranking", SWEEPS)
     parser.add_argument("--peaks", action="store_true", help="also measure peak memory")
+    parser.add_argument(
+        "--profile",
+        nargs="+",
+        choices=BY_NAME,
+        metavar="NAME",
+        default=(),
+        help="providers to profile; prints the time of each kernel",
+    )
     args = parser.parse_args(argv)
-    results = run(args.sweep, peaks=args.peaks, **harness.options(args))
+    options = {"peaks": args.peaks, "profiled": args.profile}
+    results = run(args.sweep, **options, **harness.options(args))
     return harness.print_lines(results, format_table(results))
 
 

@@ -86,6 +86,15 @@ def test_run_writes_what_it_measured_and_the_report_reads_it(tmp_path, capsys):
     assert all("hand-optimised" in image.read_text() for image in images)
 
 
+def test_a_profile_is_printed_and_recorded(tmp_path, capsys):
+    path, name = tmp_path / "ranking.json", ranking.OURS.name
+    assert ranking.main(["--out", str(path), "--sweep", "default", "--profile", name]) == 0
+    assert f"default B=12, {name}:\n  busy" in capsys.readouterr().out
+    (point,) = timing.read_results(path)["points"]
+    profiled = [record["name"] for record in point["providers"] if "ms_by_part" in record]
+    assert profiled == [name]
+
+
 def test_budget_leaves_points_out(tmp_path):
     results = ranking.run(["ratio"], out=tmp_path / "x.json", quick=True, budget_s=-1)
     assert results["points"] == []
