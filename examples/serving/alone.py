@@ -36,8 +36,8 @@ import numpy as np
 from examples.serving import models, offline, plans, records
 from examples.serving.settings import Settings
 from ikbo_jax import serving
+from ikbo_jax.serving.answers import Pending
 from ikbo_jax.serving.batches import fitting_parts
-from ikbo_jax.serving.scorer import Pending
 
 #: Bars of the three figures on a GPU, and of the stream's p99 in times of the largest call.
 STREAM, LATENCY, CACHED, OFFLINE = 0.80, 3.0, 1.5, 0.9
@@ -286,6 +286,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         users=most,
         new_users=tuple(sorted({min(16, most), min(64, most), most})),
         user_bytes=1 << 30,
+        joint=True,
     )
     source = settings.load()
     largest = plans.plan_for(source, seconds=options.seconds).most
