@@ -75,6 +75,12 @@ class Pending:
         self._scorer, self._calls, self._answers = scorer, calls, answers
         self._weights = weights
 
+    def ready(self) -> bool:
+        """Whether the scores are computed; does not wait."""
+        # The type `jax.Array` does not list the method.
+        arrays: list[Any] = [scores for _, scores in self._calls]
+        return all(array.is_ready() for array in arrays)
+
     def wait(self) -> None:
         """Waits until the scores are on the host; `answers` then only hands them out."""
         for _, scores in self._calls:

@@ -253,6 +253,7 @@ def test_to_wait_changes_no_answer(scorer, table):
     requests = small.random_requests(9, seed=4)
     pending = scorer.start(requests)
     pending.wait()
+    assert pending.ready()
     for request, answer in zip(requests, pending.answers(), strict=True):
         assert_right(answer.scores, request.user, request.candidates["item"])
 
