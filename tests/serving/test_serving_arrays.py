@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 import serving_model as small
 
 from ikbo_jax import serving
+from ikbo_jax.serving import programs
 from ikbo_jax.serving.batches import Form
 from ikbo_jax.serving.packing import Packing, RowPacking, fill
 
@@ -287,6 +289,33 @@ def test_rows_are_packed_by_dtype():
     for found, array in zip(jax.jit(packing.unpack)(packed), arrays, strict=True):
         assert found.dtype == array.dtype
         np.testing.assert_array_equal(found, array)
+
+
+def test_states_have_one_scatter_for_each_dtype():
+    """Whatever the number of a state's leaves; and one gather."""
+
+    class Model:
+        def encode_users(self, weights, users):
+            rows = users["a"] * weights
+            return [rows, rows + 1, rows.sum(1), users["b"], -users["b"]]
+
+        def score(self, weights, state, candidates, cand_to_user):
+            return sum(leaf.sum().astype(np.float32) for leaf in state) + candidates["item"]
+
+    spec = jax.ShapeDtypeStruct
+    user = {"a": spec((3,), np.float32), "b": spec((), np.int32)}
+    one = spec((), np.float32)
+    specs = programs.specs_of(Model(), one, user, {"item": one})
+    found = programs.Programs(Model(), specs, serving.Buckets((4,), (2,), (2,)), 9)
+    assert [(leaf.shape, leaf.dtype) for leaf in found.pool] == [((9, 7), "f4"), ((9, 2), "i4")]
+    state = RowPacking(jax.tree.leaves(specs.state))
+    for function, inputs, kind in (
+        (programs._encode, found.encode_inputs[2], "scatter"),
+        (programs._score, found.score_inputs[4, 2], "gather"),
+    ):
+        traced = functools.partial(function, Model(), specs, state, inputs)
+        text = str(jax.make_jaxpr(traced)([one], found.pool, inputs.packed))
+        assert text.count(f" {kind}[") == 2, text
 
 
 @pytest.mark.parametrize("stack", [False, True])
