@@ -217,7 +217,11 @@ def offline(options: argparse.Namespace) -> dict[str, Any]:
 
     users = options.bucket_users
     settings = dataclasses.replace(
-        settings_of(options), candidates=(options.bucket,), users=users, new_users=(users,)
+        settings_of(options),
+        candidates=(options.bucket,),
+        users=users,
+        new_users=(users,),
+        joint=True,
     )
     source = settings.load()
     say("loading or compiling the programs")

@@ -17,7 +17,6 @@ Needs nothing of the engine, so that its overhead can be told from the scorer's.
 from __future__ import annotations
 
 import argparse
-import bisect
 import collections
 import contextlib
 import dataclasses
@@ -33,19 +32,18 @@ from typing import Any
 import jax
 import numpy as np
 
-from examples.serving import models, offline, plans, records
+from examples.serving import models, offline, plans, records, stream
 from examples.serving.settings import Settings
 from ikbo_jax import serving
 from ikbo_jax.serving.batches import fitting_parts
-from ikbo_jax.serving.scorer import Pending
 
 #: Bars of the three figures on a GPU, and of the stream's p99 in times of the largest call.
 STREAM, LATENCY, CACHED, OFFLINE = 0.80, 3.0, 1.5, 0.9
 HITS = 0.8
 #: Where the three figures stand in the results.
 FIGURES = (("stream", "share"), ("hits", "ratio"), ("offline", "share_of_bound"))
-#: Rates of the stream, as shares of the throughput of full calls.
-SHARES = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
+#: Rates of the stream, as shares of the throughput of full calls of as many requests.
+SHARES = (0.5, 0.6, 0.7, 0.75, 0.775, 0.8, 0.825, 0.85, 0.875, 0.9, 0.95)
 #: Turns of what is compared.
 TURNS = 3
 
@@ -129,48 +127,13 @@ def objects_frozen() -> Iterator[None]:
         gc.unfreeze()
 
 
-def stream(
-    scorer: serving.Scorer, requests: Sequence[serving.Request], times: Sequence[float]
-) -> dict[str, float]:
-    """Ranks requests that arrive at their times.
-
-    Args:
-      scorer: the scorer.
-      requests: the requests, in the order of their times.
-      times: seconds from the start at which they arrive.
-
-    Returns:
-      Candidates a second from the first arrival to the last answer; p50 and p99 of the seconds from
-      a request's arrival to its answer; requests of a call.
-    """
-    under_way: collections.deque[tuple[range, Pending]] = collections.deque()
-    latencies: list[float] = []
-    taken, calls, start = 0, 0, time.perf_counter()
-    while taken < len(requests) or under_way:
-        now = time.perf_counter() - start
-        arrived = bisect.bisect_right(times, now, lo=taken)
-        if taken < arrived and len(under_way) < offline.AHEAD:
-            first = next(fitting_parts(enumerate(requests[taken:arrived]), scorer.buckets))
-            chosen = [request for _, request in first]
-            positions = range(taken, taken + len(chosen))
-            under_way.append((positions, scorer.start(chosen)))
-            taken, calls = taken + len(chosen), calls + 1
-        elif under_way:
-            positions, pending = under_way.popleft()
-            for answer in pending.answers():
-                if isinstance(answer, Exception):
-                    raise answer
-            done = time.perf_counter() - start
-            latencies += [done - times[n] for n in positions]
-        else:
-            time.sleep(max(0.0, times[taken] - now))
-    p50, p99 = np.percentile(latencies, (50, 99))
-    return {
-        "candidates_per_second": sum(r.size for r in requests) / (done - times[0]),
-        "p50_s": float(p50),
-        "p99_s": float(p99),
-        "requests_per_call": len(requests) / calls,
-    }
+def full_speed(scorer: serving.Scorer, source: models.Source, rate: float, seconds: float) -> float:
+    """Requests a second in full calls of the requests of a stream, all of whose users are new."""
+    requests = prepared(source, plans.requests(plans.plan_for(source, rate=rate, seconds=seconds)))
+    scorer.forget_users()
+    with objects_frozen():
+        speed = full_calls(scorer, requests)
+    return speed / statistics.mean(request.size for request in requests)
 
 
 def stream_figures(
@@ -183,7 +146,9 @@ def stream_figures(
     host = host_times(scorer, trial)
     parts = ", ".join(f"{name} {found['call_s'] * 1e6:.0f} µs" for name, found in host.items())
     say(f"a full call, all users known: {parts}")
-    speed = full_calls(scorer, trial) / statistics.mean(request.size for request in trial)
+    # The more requests, the fewer of them have new users: as many as in a stream of full calls.
+    speed = full_speed(scorer, source, full_speed(scorer, source, 500, seconds), seconds)
+    say(f"full calls: {speed:.0f} requests a second")
     points = []
     for number, share in enumerate(SHARES):
         plan = plans.plan_for(source, rate=share * speed, seconds=seconds, seed=number)
@@ -193,7 +158,7 @@ def stream_figures(
             scorer.forget_users()
             full = full_calls(scorer, requests)
             scorer.forget_users()
-            found = stream(scorer, requests, [one.at for one in asked])
+            found = stream.rank(scorer, requests, [one.at for one in asked])
         point = {"rate": plan.rate, **found, "share": found["candidates_per_second"] / full}
         point["kept"] = point["p99_s"] <= limit
         points.append(point)
@@ -203,7 +168,8 @@ def stream_figures(
             f"{point['requests_per_call']:.1f} requests a call"
         )
     share = max((point["share"] for point in points if point["kept"]), default=0.0)
-    figures = {"points": points, "p99_bar_s": limit, "share": share, "bar": STREAM}
+    figures = {"points": points, "full_requests_per_second": speed}
+    figures |= {"p99_bar_s": limit, "share": share, "bar": STREAM}
     return figures | {"full_call": host}
 
 
@@ -286,6 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         users=most,
         new_users=tuple(sorted({min(16, most), min(64, most), most})),
         user_bytes=1 << 30,
+        joint=True,
     )
     source = settings.load()
     largest = plans.plan_for(source, seconds=options.seconds).most

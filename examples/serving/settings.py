@@ -22,6 +22,8 @@ class Settings:
       users: the largest number of users of a batch.
       new_users: buckets of users whose state is not there yet.
       user_bytes: bytes of the users' states of one replica.
+      joint: whether programs that encode users and score candidates in one are compiled; ranking
+        offline uses them.
       batch: whether requests are merged to batches.
       wait_ms: milliseconds that the first request of a batch waits for others.
       concurrent: number of batches that a replica works on. While a GPU computes one, the host can
@@ -47,6 +49,7 @@ class Settings:
     users: int = 16
     new_users: tuple[int, ...] = (1, 4, 16)
     user_bytes: int = 1 << 28
+    joint: bool = False
     batch: bool = True
     wait_ms: float = 20
     concurrent: int = 2
@@ -79,4 +82,5 @@ class Settings:
             user_bytes=self.user_bytes,
             version=version,
             features_of=lambda keys: source.features_of([user for user, _ in keys]),
+            joint=self.joint,
         )

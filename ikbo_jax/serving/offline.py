@@ -10,8 +10,9 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
+from ikbo_jax.serving.answers import Answer, Pending, PendingScores, Scores
 from ikbo_jax.serving.batches import BadRequestError, Buckets, Form, Request, Tree, fitting_parts
-from ikbo_jax.serving.scorer import Answer, Pending, PendingScores, Scorer, Scores
+from ikbo_jax.serving.scorer import Scorer
 
 
 def rank_offline(
@@ -60,8 +61,13 @@ def rank_arrays(
 ) -> Iterator[tuple[slice, Scores]]:
     """Scores many users' candidates that stand in arrays, without a `Request` for each user.
 
+    With a scorer made with `joint=True`, every call runs one program, which encodes the call's
+    users: no state is written to the user cache or read from it, and a user who occurs in several
+    calls is encoded in each of them. With another scorer, users without a state are encoded and
+    kept in the user cache as for requests.
+
     Args:
-      scorer: a scorer with `features_of`.
+      scorer: a scorer with `features_of`, and best with `joint=True`.
       users: ids of n users; a NumPy array or a sequence. One may occur several times.
       counts: [n] integers, number of candidates of every user; may be 0.
       candidates: a tree of arrays [B, ...], the users' candidates in the order of the users.

@@ -1,4 +1,4 @@
-"""The inputs of a call in few arrays: one transfer to the device for each dtype."""
+"""Inputs of a call, and rows of users' states, in few arrays: one for each dtype."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
@@ -60,6 +61,46 @@ class Packing:
         """
         packed = [np.empty(spec.shape, spec.dtype) for spec in self.packed]
         return packed, self.unpacked(packed)
+
+
+class RowPacking:
+    """Rows of several arrays side by side, in one array [n, width] for each dtype.
+
+    One kernel then gathers or scatters the rows of all arrays of a dtype.
+
+    Args:
+      specs: shapes and dtypes of one row of every array.
+
+    Attributes:
+      packed: `jax.ShapeDtypeStruct` of one row of the packed arrays.
+    """
+
+    def __init__(self, specs: Sequence[jax.ShapeDtypeStruct]) -> None:
+        dtypes = list(dict.fromkeys(spec.dtype for spec in specs))
+        widths = [0] * len(dtypes)
+        self._pieces: list[Piece] = []
+        for spec in specs:
+            n = dtypes.index(spec.dtype)
+            self._pieces.append(Piece(n, widths[n], widths[n] + spec.size, spec.shape))
+            widths[n] += spec.size
+        self.packed = [
+            jax.ShapeDtypeStruct((width,), dtype)
+            for width, dtype in zip(widths, dtypes, strict=True)
+        ]
+
+    def pack(self, rows: Sequence[jax.Array]) -> list[jax.Array]:
+        """The packed arrays [n, width] of arrays [n, ...]; in a traced function."""
+        parts: list[list[jax.Array]] = [[] for _ in self.packed]
+        for piece, array in zip(self._pieces, rows, strict=True):
+            parts[piece.packed].append(array.reshape(len(array), piece.stop - piece.start))
+        return [jnp.concatenate(columns, axis=1) for columns in parts]
+
+    def unpack(self, packed: Sequence[jax.Array]) -> list[jax.Array]:
+        """The arrays [n, ...] of packed arrays [n, width]; in a traced function."""
+        return [
+            packed[n][:, start:stop].reshape(len(packed[n]), *shape)
+            for n, start, stop, shape in self._pieces
+        ]
 
 
 def pad(array: Array, filled: int) -> None:

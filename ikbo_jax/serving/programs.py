@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from ikbo_jax.serving.batches import Buckets, Tree
-from ikbo_jax.serving.packing import Packing
+from ikbo_jax.serving.packing import Packing, RowPacking
 
 _COMPILATION = "/jax/core/compile/backend_compile_duration"
 #: How often this process has compiled a program, or loaded one from the cache folder.
@@ -113,27 +113,36 @@ def _rows(spec: Tree, name: str) -> Tree:
 class Programs:
     """The compiled programs of a model, one for every bucket.
 
-    All states live in one pool, arrays [slots, ...]: `encode` writes users' states to slots, and
-    `score` reads the slots of a call's users. Weights and pool are lists of leaves: to flatten a
-    tree of Python objects, such as the variables of Flax, takes time for every leaf of every call.
-    A call's other inputs are packed.
+    All states live in one pool: `encode` writes users' states to slots, and `score` reads the slots
+    of a call's users. The pool has one array [slots, width] for each dtype of a state: one kernel
+    scatters to it, or gathers from it. Weights and pool are lists of leaves: to flatten a tree of
+    Python objects, such as the variables of Flax, takes time for every leaf of every call. A call's
+    other inputs are packed.
 
     Args:
       model: the model.
       specs: its specs.
       buckets: the sizes to compile for.
       slots: number of slots of the pool.
+      joint: whether `joint` gets programs; otherwise it is empty.
 
     Attributes:
+      pool: `jax.ShapeDtypeStruct` of the arrays of the pool.
       encode_inputs: by number of users, the packing of slots [U] and of the leaves of the users'
         features [U, ...].
       encode: by number of users, (weights, pool, packed inputs) to the pool.
       score_inputs: by bucket, the packing of slots [U], of `cand_to_user` [B] and of the leaves of
         the candidates [B, ...].
       score: by bucket, (weights, pool, packed inputs) to scores [B, ...].
+      joint_inputs: by bucket, the packing of `cand_to_user` [B], of the leaves of the users'
+        features [U, ...] and of the leaves of the candidates [B, ...].
+      joint: by bucket, (weights, packed inputs) to scores [B, ...]: encodes the users and scores
+        the candidates, without the pool.
     """
 
-    def __init__(self, model: Model, specs: Specs, buckets: Buckets, slots: int) -> None:
+    def __init__(
+        self, model: Model, specs: Specs, buckets: Buckets, slots: int, *, joint: bool = False
+    ) -> None:
         def index(size: int) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((size,), jnp.int32)
 
@@ -147,29 +156,48 @@ class Programs:
             (cands, users): Packing([index(users), index(cands), *rows(specs.candidate, cands)])
             for cands, users in buckets.pairs
         }
-        arguments = jax.tree.leaves(specs.weights), rows(specs.state, slots)
-
-        def lower(function: Callable[..., Any], inputs: Packing, **options: Any) -> Any:
-            program = jax.jit(functools.partial(function, model, specs, inputs), **options)
-            return program.lower(*arguments, inputs.packed)
+        self.joint_inputs = {
+            (cands, users): Packing(
+                [index(cands), *rows(specs.user, users), *rows(specs.candidate, cands)]
+            )
+            for cands, users in (buckets.pairs if joint else ())
+        }
+        weights = jax.tree.leaves(specs.weights)
+        state = RowPacking(jax.tree.leaves(specs.state))
+        self.pool = rows(state.packed, slots)
+        encode = functools.partial(_encode, model, specs, state)
+        score = functools.partial(_score, model, specs, state)
+        encode_and_score = functools.partial(_encode_and_score, model, specs)
 
         # XLA compiles, and loads from the cache folder, without the interpreter's lock; tracing
         # holds it, so that one thread traces.
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
+
+            def start(function: Callable[..., Any], *arguments: Any, donated: Any = ()) -> Any:
+                lowered = jax.jit(function, donate_argnums=donated).lower(weights, *arguments)
+                return threads.submit(lowered.compile)
+
             encoders = {
                 # The pool is changed in place.
-                users: threads.submit(lower(_encode, inputs, donate_argnums=1).compile)
+                users: start(functools.partial(encode, inputs), self.pool, inputs.packed, donated=1)
                 for users, inputs in self.encode_inputs.items()
             }
             scorers = {
-                pair: threads.submit(lower(_score, inputs).compile)
+                pair: start(functools.partial(score, inputs), self.pool, inputs.packed)
                 for pair, inputs in self.score_inputs.items()
+            }
+            joint_ones = {
+                pair: start(functools.partial(encode_and_score, inputs), inputs.packed)
+                for pair, inputs in self.joint_inputs.items()
             }
         self.encode: dict[int, Callable[..., list[jax.Array]]] = {
             users: program.result() for users, program in encoders.items()
         }
         self.score: dict[tuple[int, int], Callable[..., jax.Array]] = {
             pair: program.result() for pair, program in scorers.items()
+        }
+        self.joint: dict[tuple[int, int], Callable[..., jax.Array]] = {
+            pair: program.result() for pair, program in joint_ones.items()
         }
 
 
@@ -180,6 +208,7 @@ def _unflatten(spec: Tree, leaves: list[jax.Array]) -> Tree:
 def _encode(
     model: Model,
     specs: Specs,
+    state: RowPacking,
     inputs: Packing,
     weights: list[jax.Array],
     pool: list[jax.Array],
@@ -191,13 +220,14 @@ def _encode(
     # Padding has slots past the end.
     return [
         all.at[at].set(rows, mode="drop", unique_indices=True)
-        for all, rows in zip(pool, jax.tree.leaves(states), strict=True)
+        for all, rows in zip(pool, state.pack(jax.tree.leaves(states)), strict=True)
     ]
 
 
 def _score(
     model: Model,
     specs: Specs,
+    state: RowPacking,
     inputs: Packing,
     weights: list[jax.Array],
     pool: list[jax.Array],
@@ -205,10 +235,26 @@ def _score(
 ) -> jax.Array:
     """Scores of candidates whose users' states are in the pool."""
     at, cand_to_user, *candidates = inputs.unpacked(packed)
-    states = [all.at[at].get(mode="clip") for all in pool]
+    states = state.unpack([all.at[at].get(mode="clip") for all in pool])
     return model.score(
         _unflatten(specs.weights, weights),
         _unflatten(specs.state, states),
         _unflatten(specs.candidate, candidates),
         cand_to_user,
     )
+
+
+def _encode_and_score(
+    model: Model,
+    specs: Specs,
+    inputs: Packing,
+    weights: list[jax.Array],
+    packed: list[jax.Array],
+) -> jax.Array:
+    """Scores of candidates and their users; no state is kept."""
+    cand_to_user, *features = inputs.unpacked(packed)
+    split = len(jax.tree.leaves(specs.user))
+    tree = _unflatten(specs.weights, weights)
+    state = model.encode_users(tree, _unflatten(specs.user, features[:split]))
+    candidates = _unflatten(specs.candidate, features[split:])
+    return model.score(tree, state, candidates, cand_to_user)

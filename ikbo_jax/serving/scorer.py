@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import threading
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 import numpy.typing as npt
 
+from ikbo_jax.serving.answers import Answer, Metrics, Pending, PendingScores, Scores
 from ikbo_jax.serving.batches import (
     BadRequestError,
     Batch,
@@ -24,99 +24,9 @@ from ikbo_jax.serving.batches import (
     merged,
 )
 from ikbo_jax.serving.features import Features, FeaturesOf
-from ikbo_jax.serving.packing import Column, fill
+from ikbo_jax.serving.packing import Column, Packing, fill
 from ikbo_jax.serving.programs import Model, Programs, compilations, specs_of
 from ikbo_jax.serving.users import UserCache
-
-Scores = npt.NDArray[Any]
-
-
-class Metrics(NamedTuple):
-    """What a scorer has done since it was made.
-
-    Attributes:
-      calls: number of calls of a program that scores.
-      requests: number of requests in these calls.
-      candidates: number of candidates in these calls.
-      padding: number of candidates that were added to fill buckets.
-      hits: number of users of calls whose state was in the cache.
-      misses: number of users of calls whose state had to be computed.
-      evictions: number of states that left the cache for others.
-      compilations: number of programs that this process has compiled, or loaded from the cache
-        folder, since the scorer was ready. It stays 0.
-      weights: the version of the weights.
-    """
-
-    calls: int
-    requests: int
-    candidates: int
-    padding: int
-    hits: int
-    misses: int
-    evictions: int
-    compilations: int
-    weights: Hashable
-
-    @property
-    def hit_rate(self) -> float:
-        """The share of users whose state was in the cache; 0 before the first request."""
-        return self.hits / max(1, self.hits + self.misses)
-
-
-@dataclasses.dataclass(frozen=True)
-class Answer:
-    """A request's scores, and the weights that computed them.
-
-    Attributes:
-      scores: [n, ...], one row for each candidate, in the request's order.
-      weights: the version of the weights.
-    """
-
-    scores: Scores
-    weights: Hashable
-
-
-class Pending:
-    """Calls that were started; `answers` waits for them."""
-
-    def __init__(
-        self,
-        scorer: Scorer,
-        calls: list[tuple[Batch, jax.Array]],
-        answers: list[Answer | Exception],
-        weights: Hashable,
-    ) -> None:
-        self._scorer, self._calls, self._answers = scorer, calls, answers
-        self._weights = weights
-
-    def wait(self) -> None:
-        """Waits until the scores are on the host; `answers` then only hands them out."""
-        for _, scores in self._calls:
-            self._scorer.fetched(scores)
-
-    def answers(self) -> list[Answer | Exception]:
-        """An answer for every request, in order; a `BadRequestError` where one does not fit."""
-        while self._calls:
-            batch, scores = self._calls.pop(0)
-            rows = self._scorer.fetched(scores)
-            start = 0
-            for position, size in zip(batch.positions, batch.sizes, strict=True):
-                # A copy, so that no answer keeps the scores of a whole batch alive.
-                answer = Answer(rows[start : start + size].copy(), self._weights)
-                self._answers[position] = answer
-                start += size
-        return self._answers
-
-
-class PendingScores:
-    """A call that was started; `scores` waits for it."""
-
-    def __init__(self, scorer: Scorer, scores: jax.Array, filled: int) -> None:
-        self._scorer, self._scores, self._filled = scorer, scores, filled
-
-    def scores(self) -> Scores:
-        """The scores of all candidates, [n, ...], in their order."""
-        return self._scorer.fetched(self._scores)[: self._filled]
 
 
 class Scorer:
@@ -138,6 +48,9 @@ class Scorer:
         of n different keys (user, version) whose states are not in the cache, of one call. If it
         raises, it is called again for every one of these users alone, so that only their requests
         get the error. Requests with `features` of their own do without.
+      joint: also compiles, for every bucket, a joint program: it encodes the users of a call and
+        scores its candidates. `start_arrays` and `rank_arrays` then use these programs instead of
+        the pool. Off by default, since to compile them takes longer than to compile the others.
 
     Raises:
       ValueError: if the states of the largest bucket's users take more than `user_bytes`.
@@ -154,18 +67,20 @@ class Scorer:
         user_bytes: int = 1 << 28,
         version: Hashable = 0,
         features_of: FeaturesOf | None = None,
+        joint: bool = False,
     ) -> None:
         self.buckets = buckets or Buckets()
         self.specs = specs_of(model, weights, user, candidate)
         self._weights_form = Form(self.specs.weights, "weights")
         self._candidate_form = Form(candidate, "candidates")
-        self._state = jax.tree.leaves(self.specs.state)
-        row_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in self._state)
+        state = jax.tree.leaves(self.specs.state)
+        row_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in state)
         self._users = UserCache(user_bytes, row_bytes, self.buckets.largest[1])
         self._features = Features(Form(user, "features"), features_of)
         self._lock = threading.Lock()
         self._calls = self._requests = self._candidates = self._padding = 0
-        self._programs = Programs(model, self.specs, self.buckets, self._users.slots)
+        slots = self._users.slots
+        self._programs = Programs(model, self.specs, self.buckets, slots, joint=joint)
         self._weights, self._version = self._on_device(jax.tree.leaves(weights)), version
         self._pool = self._empty_pool()
         self._run_every_program()
@@ -177,10 +92,7 @@ class Scorer:
 
     def _empty_pool(self) -> list[jax.Array]:
         # Of NumPy arrays: `jnp.zeros` would compile.
-        return [
-            jax.device_put(np.zeros((self._users.slots, *leaf.shape), leaf.dtype))
-            for leaf in self._state
-        ]
+        return [jax.device_put(np.zeros(leaf.shape, leaf.dtype)) for leaf in self._programs.pool]
 
     def _run_every_program(self) -> None:
         """Whatever a first run allocates or loads is there before the first request."""
@@ -191,10 +103,10 @@ class Scorer:
                 array[...] = 0
             self._pool = encode(self._weights, self._pool, packed)
         for bucket, score in self._programs.score.items():
-            packed, arrays = self._programs.score_inputs[bucket].empty()
-            for array in arrays:
-                array[...] = 0
+            packed = _zeros(self._programs.score_inputs[bucket])
             np.asarray(score(self._weights, self._pool, packed))
+        for bucket, joint in self._programs.joint.items():
+            np.asarray(joint(self._weights, _zeros(self._programs.joint_inputs[bucket])))
 
     def _written_nowhere(self, at: npt.NDArray[np.int32]) -> None:
         """Fills slots with different ones past the end of the pool."""
@@ -322,6 +234,9 @@ class Scorer:
     ) -> PendingScores:
         """Starts one call for several users, without a `Request` for each.
 
+        With `joint`, one program encodes all of these users and scores their candidates; the user
+        cache is neither read nor changed.
+
         Args:
           users: ids of n users; one may occur several times.
           counts: [n] integers, number of candidates of every user, at least 1.
@@ -345,6 +260,8 @@ class Scorer:
         rows, bucket = np.arange(len(keys)), self.buckets.fitting(filled, len(keys))
         batch = Batch(keys, [None] * len(keys), rows, counts, columns, filled, bucket, rows)
         with self._lock:
+            if self._programs.joint:
+                return PendingScores(self, self._joint_call(batch), filled)
             features, failed = self._features_for(batch)
             for error in failed.values():
                 raise error
@@ -369,11 +286,34 @@ class Scorer:
         fill(cand_to_user, np.repeat(batch.rows, batch.sizes))
         for array, column in zip(columns, batch.columns, strict=True):
             fill(array, column)
+        scores = self._programs.score[batch.bucket](self._weights, self._pool, packed)
+        return self._counted(batch, scores)
+
+    def _joint_call(self, batch: Batch) -> jax.Array:
+        """Starts the program that encodes a batch's users and scores its candidates."""
+        # A user who occurs several times in the batch has several rows, and is asked for once.
+        row_of = {key: row for row, key in enumerate(dict.fromkeys(batch.keys))}
+        features, failed = self._features.of(dict.fromkeys(row_of))
+        for error in failed.values():
+            raise error
+        rows = [row_of[key] for key in batch.keys] if len(row_of) < len(batch.keys) else None
+        packed, (cand_to_user, *arrays) = self._programs.joint_inputs[batch.bucket].empty()
+        fill(cand_to_user, np.repeat(batch.rows, batch.sizes))
+        users, candidates = arrays[: len(features)], arrays[len(features) :]
+        for array, column in zip(users, features, strict=True):
+            fill(array, column if rows is None else np.asarray(column)[rows], stack=True)
+        for array, column in zip(candidates, batch.columns, strict=True):
+            fill(array, column)
+        self._users.misses += len(row_of)
+        scores = self._programs.joint[batch.bucket](self._weights, packed)
+        return self._counted(batch, scores)
+
+    def _counted(self, batch: Batch, scores: jax.Array) -> jax.Array:
+        """The scores, which start for the host; adds their call to the counts."""
         self._calls += 1
         self._requests += len(batch.sizes)
         self._candidates += batch.filled
         self._padding += batch.bucket[0] - batch.filled
-        scores = self._programs.score[batch.bucket](self._weights, self._pool, packed)
         # The transfer follows the program, without a further command of the host.
         scores.copy_to_host_async()
         return scores
@@ -389,3 +329,7 @@ class Scorer:
             for array, column in zip(columns, features, strict=True):
                 fill(array, column[start : start + len(part)], stack=True)
             self._pool = self._programs.encode[bucket](self._weights, self._pool, packed)
+
+
+def _zeros(inputs: Packing) -> list[npt.NDArray[Any]]:
+    return [np.zeros(spec.shape, spec.dtype) for spec in inputs.packed]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from examples.serving import alone, models, plans
+from examples.serving import alone, models, plans, stream
 from examples.serving.settings import Settings
 from ikbo_jax import serving
 
@@ -25,6 +25,9 @@ class Call:
 
     requests: list[serving.Request]
     end: float
+
+    def ready(self) -> bool:
+        return time.perf_counter() >= self.end
 
     def wait(self) -> None:
         time.sleep(max(0.0, self.end - time.perf_counter()))
@@ -41,9 +44,11 @@ class SlowScorer:
         self.buckets = serving.Buckets((128,), (4,), (4,))
         self.seconds, self.free = seconds, 0.0
         self.calls: list[list[serving.Request]] = []
+        self.starts: list[float] = []
 
     def start(self, requests: list[serving.Request]) -> Any:
         self.calls.append(requests)
+        self.starts.append(time.perf_counter())
         self.free = max(self.free, time.perf_counter()) + self.seconds
         return Call(requests, self.free)
 
@@ -56,7 +61,7 @@ def _requests(count: int, size: int = 10) -> list[serving.Request]:
 
 def test_a_slow_call_is_part_of_every_latency():
     scorer: Any = SlowScorer(0.02)
-    found = alone.stream(scorer, _requests(5), [0.1 * n for n in range(5)])
+    found = stream.rank(scorer, _requests(5), [0.1 * n for n in range(5)])
     assert [len(call) for call in scorer.calls] == [1] * 5
     assert 0.02 <= found["p50_s"] < 0.06
     assert found["candidates_per_second"] == pytest.approx(50 / 0.42, rel=0.2)
@@ -65,13 +70,47 @@ def test_a_slow_call_is_part_of_every_latency():
 def test_whatever_waits_goes_into_the_next_call():
     scorer: Any = SlowScorer(0.03)
     requests = _requests(40)
-    found = alone.stream(scorer, requests, [0.0] * 40)
+    found = stream.rank(scorer, requests, [0.0] * 40)
     # 40 requests of 7 users: 4 users in a call.
     assert [x.user for call in scorer.calls for x in call] == [n % 7 for n in range(40)]
     assert len(scorer.calls) == found["requests_per_call"] ** -1 * 40 == 10
     # The last answer waits for all calls; latencies count from the arrival.
     assert found["p99_s"] >= 0.29
     assert found["candidates_per_second"] <= 400 / 0.3
+
+
+def test_the_next_call_starts_when_the_one_under_way_is_about_to_end():
+    """What arrives until then is part of it: nothing waits for more than one call and its own."""
+    scorer: Any = SlowScorer(0.03)
+    found = stream.rank(scorer, _requests(60), [0.01 * n for n in range(60)])
+    # A call has the requests of 30 ms. If calls started at once, a request would wait for 15 ms,
+    # and for two calls.
+    assert found["p50_s"] < 0.06
+    steps = np.diff(scorer.starts)
+    assert np.median(steps) == pytest.approx(0.03, rel=0.15)
+    # The device does not wait.
+    assert scorer.free - scorer.starts[0] < 1.2 * 0.03 * len(scorer.calls)
+
+
+def test_a_full_call_starts_at_once():
+    scorer: Any = SlowScorer(0.05)
+    stream.rank(scorer, _requests(8, size=64), [0.0] * 8)
+    assert [len(call) for call in scorer.calls] == [2] * 4
+    # The third call starts when the first one has ended, long before the second one does.
+    assert scorer.starts[1] - scorer.starts[0] < 0.03
+    assert scorer.starts[2] - scorer.starts[0] < 0.08
+
+
+def test_estimates_follow_the_calls():
+    estimates = stream.Estimates()
+    assert estimates.device(128) == 0
+    estimates.ended(128, 3.0, is_bound=True)
+    estimates.ended(128, 5.0, is_bound=True)
+    assert estimates.device(128) == 3
+    estimates.ended(128, 5.0, is_bound=False)
+    assert estimates.device(128) == pytest.approx(3.4)
+    estimates.ended(128, 1.0, is_bound=True)
+    assert (estimates.device(128), estimates.device(64)) == (1, 0)
 
 
 def test_users_features_are_made_once_and_are_those_of_the_source():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,8 +12,9 @@ import pytest
 import serving_model as small
 
 from ikbo_jax import serving
+from ikbo_jax.serving import programs
 from ikbo_jax.serving.batches import Form
-from ikbo_jax.serving.packing import Packing, fill
+from ikbo_jax.serving.packing import Packing, RowPacking, fill
 
 #: Rounding of a few float32 products of unit variance.
 TOLERANCE = 2e-5
@@ -30,23 +34,39 @@ class Table:
         return {"events": np.stack(rows)}
 
 
-@pytest.fixture(scope="module")
-def scorer() -> serving.Scorer:
+def make(*, joint: bool = False) -> serving.Scorer:
     return serving.Scorer(
         *(small.Model(), small.weights(), small.USER, small.CANDIDATE),
         buckets=small.BUCKETS,
         user_bytes=1 << 15,
         features_of=Table(),
+        joint=joint,
     )
+
+
+def emptied(scorer: serving.Scorer) -> Table:
+    """Forgets users' states, and returns the scorer's table."""
+    scorer.forget_users()
+    found: Any = scorer._features._features_of
+    found.asked.clear()
+    return found
+
+
+@pytest.fixture(scope="module")
+def scorer() -> serving.Scorer:
+    return make()
+
+
+@pytest.fixture(scope="module")
+def joint() -> serving.Scorer:
+    """A scorer with joint programs."""
+    return make(joint=True)
 
 
 @pytest.fixture
 def table(scorer) -> Table:
     """The table of a scorer without users' states."""
-    scorer.forget_users()
-    found = scorer._features._features_of
-    found.asked.clear()
-    return found
+    return emptied(scorer)
 
 
 def bare(user, items, version=0):
@@ -104,8 +124,11 @@ def test_features_that_do_not_fit(scorer, table, monkeypatch, found, message):
         raise answers[0]
 
 
-def test_ranking_arrays(scorer, table):
+@pytest.mark.parametrize("kind", ["scorer", "joint"])
+def test_ranking_arrays(request, kind):
     """Users that occur twice, have no candidates, or fill a call alone."""
+    scorer = request.getfixturevalue(kind)
+    table = emptied(scorer)
     users = [3, 5, 3, 8, 9, 3, 4, 4]
     counts = np.asarray([5, 2, 6, 0, 16, 1, 1, 1])
     items = np.random.default_rng(0).integers(0, small.ITEMS, counts.sum(), np.int32)
@@ -120,10 +143,14 @@ def test_ranking_arrays(scorer, table):
     ):
         if len(own):
             assert_right(scores, user, own)
-    # The state of user 3 is there after the first call.
-    assert table.asked == [[(3, 0), (5, 0)], [(9, 0)], [(4, 0)]]
-    assert scorer.metrics.hits - before.hits == 3
-    assert scorer.metrics.requests - before.requests == 7
+    after = scorer.metrics
+    assert after.requests - before.requests == 7
+    # A user who occurs twice in a call is asked for once. The state of user 3 is kept after the
+    # first call, but not by joint programs.
+    again = [(3, 0)] if kind == "joint" else []
+    assert table.asked == [[(3, 0), (5, 0)], [(9, 0)], [*again, (4, 0)]]
+    assert after.misses - before.misses == sum(map(len, table.asked))
+    assert after.hits - before.hits == (0 if kind == "joint" else 3)
     assert scorer.metrics.compilations == 0
 
 
@@ -172,10 +199,63 @@ def test_one_call_of_arrays_is_checked(scorer, table):
     assert_right(pending.scores()[1:], 2, [6])
 
 
+def test_joint_programs_score_as_the_other_two(scorer, joint):
+    """In every bucket, with users that occur twice; the user cache stays as it is."""
+    assert set(joint._programs.joint) == set(joint._programs.score)
+    assert not scorer._programs.joint
+    cached = small.request(1, [1, 2])
+    joint.rank([cached])
+    before = joint.metrics
+    for users, counts in (([1], [2]), ([2], [9]), ([1, 2], [1, 2]), ([5, 6, 5], [3, 4, 9])):
+        items = np.random.default_rng(0).integers(0, small.ITEMS, sum(counts), np.int32)
+        both = [
+            one.start_arrays(users, np.asarray(counts), {"item": items}).scores()
+            for one in (scorer, joint)
+        ]
+        np.testing.assert_allclose(*both, atol=TOLERANCE, rtol=TOLERANCE)
+    joint.rank([cached])
+    after = joint.metrics
+    assert (after.hits - before.hits, after.misses - before.misses) == (1, 6)
+    assert after.compilations == 0
+
+
+def test_padding_changes_nothing_in_joint_programs(joint, monkeypatch):
+    def scores():
+        return joint.start_arrays(
+            [3, 4], np.asarray([3, 2]), {"item": np.asarray([7, 8, 9, 10, 11], np.int32)}
+        ).scores()
+
+    def poisoned(array, filled):
+        array[filled:] = 1 if array.dtype == np.int32 else 99
+
+    expected = scores()
+    monkeypatch.setattr("ikbo_jax.serving.packing.pad", poisoned)
+    np.testing.assert_array_equal(scores(), expected)
+
+
+def test_a_joint_call_that_fails_costs_that_call(joint):
+    item = {"item": np.zeros(2, np.int32)}
+    with pytest.raises(KeyError, match="no user 91"):
+        joint.start_arrays([1, 91], np.ones(2, int), item)
+    pending = joint.start_arrays([1, 2], np.ones(2, int), {"item": np.asarray([5, 6], np.int32)})
+    assert_right(pending.scores()[1:], 2, [6])
+
+
+def test_joint_programs_use_new_weights(joint):
+    try:
+        joint.set_weights(small.weights(1), 1)
+        found = joint.start_arrays([2], np.ones(1, int), {"item": np.ones(1, np.int32)}).scores()
+    finally:
+        joint.set_weights(small.weights(), 0)
+    expected = small.oracle(small.request(2, [1]), seed=1)
+    np.testing.assert_allclose(found, expected, atol=TOLERANCE, rtol=TOLERANCE)
+
+
 def test_to_wait_changes_no_answer(scorer, table):
     requests = small.random_requests(9, seed=4)
     pending = scorer.start(requests)
     pending.wait()
+    assert pending.ready()
     for request, answer in zip(requests, pending.answers(), strict=True):
         assert_right(answer.scores, request.user, request.candidates["item"])
 
@@ -195,6 +275,47 @@ def test_packed_arrays_come_back():
         assert (found.shape, found.dtype) == (shape, dtype)
         np.testing.assert_array_equal(found, array)
     assert not np.shares_memory(packing.empty()[0][0], packed[0])
+
+
+def test_rows_are_packed_by_dtype():
+    """One array for each dtype, whatever the shapes: scalars and arrays without elements, too."""
+    shapes = [((3,), np.int32), ((2, 2), np.float32), ((), np.int32), ((0, 4), np.float32)]
+    packing = RowPacking([jax.ShapeDtypeStruct(*one) for one in shapes])
+    assert [(spec.shape, spec.dtype) for spec in packing.packed] == [((4,), "i4"), ((4,), "f4")]
+    rng = np.random.default_rng(0)
+    arrays = [rng.integers(0, 99, (5, *shape)).astype(dtype) for shape, dtype in shapes]
+    packed = jax.jit(packing.pack)(arrays)
+    assert [array.shape for array in packed] == [(5, 4), (5, 4)]
+    for found, array in zip(jax.jit(packing.unpack)(packed), arrays, strict=True):
+        assert found.dtype == array.dtype
+        np.testing.assert_array_equal(found, array)
+
+
+def test_states_have_one_scatter_for_each_dtype():
+    """Whatever the number of a state's leaves; and one gather."""
+
+    class Model:
+        def encode_users(self, weights, users):
+            rows = users["a"] * weights
+            return [rows, rows + 1, rows.sum(1), users["b"], -users["b"]]
+
+        def score(self, weights, state, candidates, cand_to_user):
+            return sum(leaf.sum().astype(np.float32) for leaf in state) + candidates["item"]
+
+    spec = jax.ShapeDtypeStruct
+    user = {"a": spec((3,), np.float32), "b": spec((), np.int32)}
+    one = spec((), np.float32)
+    specs = programs.specs_of(Model(), one, user, {"item": one})
+    found = programs.Programs(Model(), specs, serving.Buckets((4,), (2,), (2,)), 9)
+    assert [(leaf.shape, leaf.dtype) for leaf in found.pool] == [((9, 7), "f4"), ((9, 2), "i4")]
+    state = RowPacking(jax.tree.leaves(specs.state))
+    for function, inputs, kind in (
+        (programs._encode, found.encode_inputs[2], "scatter"),
+        (programs._score, found.score_inputs[4, 2], "gather"),
+    ):
+        traced = functools.partial(function, Model(), specs, state, inputs)
+        text = str(jax.make_jaxpr(traced)([one], found.pool, inputs.packed))
+        assert text.count(f" {kind}[") == 2, text
 
 
 @pytest.mark.parametrize("stack", [False, True])

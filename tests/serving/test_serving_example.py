@@ -85,9 +85,10 @@ def test_users_and_items_out_of_range_are_refused():
             models.candidates(source, [1, 2, item])
 
 
-def test_ranking_offline():
+@pytest.mark.parametrize("joint", [False, True])
+def test_ranking_offline(joint):
     source = models.SOURCES["tiny"]()
-    settings = Settings(source="tiny", candidates=(128,), users=4, new_users=(4,))
+    settings = Settings(source="tiny", candidates=(128,), users=4, new_users=(4,), joint=joint)
     scorer = settings.scorer(source)
     shown = []
     found = offline.rank(scorer, source, 500, 40, progress=lambda *done: shown.append(done))
@@ -105,7 +106,7 @@ def test_ranking_offline():
 
 
 def test_ranking_offline_is_compared_with_the_program_alone():
-    settings = Settings(source="tiny", candidates=(128,), users=4, new_users=(4,))
+    settings = Settings(source="tiny", candidates=(128,), users=4, new_users=(4,), joint=True)
     source = settings.load()
     shown = []
     found = offline.compare(

@@ -14,12 +14,14 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jax._src import stages
 
 from ikbo_jax import serving
 
 #: Calls of functions for one more request of a known user, and of a new user whose request brings
-#: the features; for one more user in arrays; and for a call beside that.
-REQUEST, NEW_USER, ARRAY_USER, CALL = 20, 32, 4, 90
+#: the features; for one more user in arrays, and in arrays with a joint program; and for a call
+#: beside that.
+REQUEST, NEW_USER, ARRAY_USER, JOINT_USER, CALL = 20, 32, 4, 1, 90
 #: Sizes of the two calls whose difference counts.
 FEW, MANY = 4, 24
 
@@ -54,7 +56,7 @@ def features_of(keys: list[Any]) -> Any:
     return {"a": np.repeat(users[:, None], 3, 1), "b": users}
 
 
-def scorer_of(leaves: int) -> serving.Scorer:
+def scorer_of(leaves: int, *, joint: bool = False) -> serving.Scorer:
     return serving.Scorer(
         Model(),
         [Variable(np.int32(0)) for _ in range(leaves)],
@@ -63,12 +65,18 @@ def scorer_of(leaves: int) -> serving.Scorer:
         buckets=serving.Buckets((64,), (32,), (32,)),
         user_bytes=1 << 12,
         features_of=features_of,
+        joint=joint,
     )
 
 
 @pytest.fixture(scope="module")
 def scorer() -> serving.Scorer:
     return scorer_of(2)
+
+
+@pytest.fixture(scope="module")
+def joint() -> serving.Scorer:
+    return scorer_of(2, joint=True)
 
 
 def calls(work: Callable[[], Any], prepare: Callable[[], Any] = lambda: None) -> int:
@@ -120,18 +128,43 @@ def test_a_request_of_a_new_user(scorer):
     assert (counted(MANY) - counted(FEW)) / (MANY - FEW) <= NEW_USER
 
 
+def of_arrays(scorer: serving.Scorer, number: int, *, known: bool = False) -> int:
+    """Calls of functions for so many users in arrays, in one call."""
+    users, counts = np.arange(number), np.full(number, 2)
+    items = {"item": np.zeros(2 * number, np.int32)}
+    return calls(
+        lambda: list(serving.rank_arrays(scorer, users, counts, items)),
+        (lambda: None) if known else scorer.forget_users,
+    )
+
+
 @pytest.mark.parametrize("known", [False, True])
 def test_a_user_in_arrays(scorer, known):
-    def counted(number: int) -> int:
-        users, counts = np.arange(number), np.full(number, 2)
-        items = {"item": np.zeros(2 * number, np.int32)}
-        return calls(
-            lambda: list(serving.rank_arrays(scorer, users, counts, items)),
-            (lambda: None) if known else scorer.forget_users,
-        )
-
-    few, many = counted(FEW), counted(MANY)
+    few, many = (of_arrays(scorer, number, known=known) for number in (FEW, MANY))
     assert (many - few) / (MANY - FEW) <= ARRAY_USER
+
+
+def test_a_user_in_a_joint_call(scorer, joint):
+    few, many = (of_arrays(joint, number) for number in (FEW, MANY))
+    assert (many - few) / (MANY - FEW) <= JOINT_USER
+    # One program is started instead of two.
+    assert few < of_arrays(scorer, FEW)
+
+
+def test_programs_are_started_without_python(scorer, joint, monkeypatch):
+    """Only a program's first call, before the scorer is ready, goes through JAX's Python."""
+    slow = []
+    monkeypatch.setattr(stages.Compiled, "call", lambda *given: slow.append(given))
+    for number in (1, FEW, MANY):
+        scorer.rank(requests(number))
+        of_arrays(joint, number)
+    # Also with a pool, and with weights, that no program has returned.
+    scorer.forget_users()
+    scorer.rank(requests(FEW))
+    scorer.set_weights([Variable(np.int32(1)) for _ in range(2)], 1)
+    scorer.rank(requests(FEW))
+    scorer.set_weights([Variable(np.int32(0)) for _ in range(2)], 0)
+    assert not slow
 
 
 def test_weights_cost_a_call_nothing_in_python(scorer):

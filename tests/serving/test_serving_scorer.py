@@ -349,15 +349,18 @@ def test_a_second_process_loads_its_programs(tmp_path):
 import sys; sys.path[:0] = {sys.path!r}
 import jax, numpy as np, serving_model as small
 from ikbo_jax import serving
+from jax._src import stages
 hits = []
 jax.monitoring.register_event_listener(lambda event, **_: hits.append(event))
 serving.use_cache_folder({str(tmp_path)!r})
 scorer = serving.Scorer(small.Model(), small.weights(), small.USER, small.CANDIDATE,
                         buckets=serving.Buckets((16,), (3,), (3,)), user_bytes=10_000)
+slow = []
+stages.Compiled.call = slow.append
 answers = scorer.rank(small.random_requests(5))
 print(hits.count('/jax/compilation_cache/cache_hits'),
       hits.count('/jax/compilation_cache/cache_misses'), scorer.metrics.compilations,
-      float(sum(np.abs(answer.scores).sum() for answer in answers)))
+      float(sum(np.abs(answer.scores).sum() for answer in answers)), len(slow))
 """
     runs = [
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
@@ -368,3 +371,5 @@ print(hits.count('/jax/compilation_cache/cache_hits'),
     assert first[:3] == ["0", "2", "0"]
     assert second[:3] == ["2", "0", "0"]
     assert first[3] == second[3]
+    # Programs that were loaded are started without JAX's Python, as compiled ones are.
+    assert (first[4], second[4]) == ("0", "0")
