@@ -15,15 +15,15 @@ from collections.abc import Sequence
 from benchmarks import timing
 from examples.movielens import baselines, compare, data, evaluate, plot, train
 from examples.movielens.impressions import Impressions
-from examples.movielens.model import Sizes
+from examples.movielens.model import HOPPER, Sizes
 from examples.movielens.progress import Progress
 from ikbo_jax.terminal import print_table
 
-#: Sizes by name: for a CPU, and for a Hopper GPU, whose kernels take heads of 64 and more.
+#: Sizes by name: for a CPU, and for a Hopper GPU.
 SIZES = {
     "small": (Sizes(layers=1), train.Protocol()),
     "hopper": (
-        Sizes(history=256, layers=3, width=128, head_dim=64, pooled=128, compressed=64, hidden=256),
+        HOPPER,
         train.Protocol(steps=2750, users=16, dtype="bfloat16", learning_rate=3e-3),
     ),
 }

@@ -140,6 +140,10 @@ class Sizes:
     hidden: int = 64
 
 
+#: For a Hopper GPU, whose kernels take heads of 64 and more, in bfloat16.
+HOPPER = Sizes(history=256, layers=3, width=128, head_dim=64, pooled=128, compressed=64, hidden=256)
+
+
 class Feature(nnx.Variable):
     """An array of the catalogue: part of the model, and not trained."""
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 from flax import nnx
@@ -20,6 +21,7 @@ from flax import nnx
 from examples.movielens.model import (
     AGES,
     DECADES,
+    HOPPER,
     PROFILE,
     Candidates,
     Catalogue,
@@ -132,12 +134,15 @@ class RandomSource:
     Args:
       num_users: number of users.
       sizes: sizes of the ranker; by default those of MovieLens-100k.
+      dtype: of its floating-point weights, in which it computes.
     """
 
     newest = "1"
 
-    def __init__(self, num_users: int = 10_000, sizes: Sizes | None = None) -> None:
-        self.num_users, self.sizes = num_users, sizes or Sizes()
+    def __init__(
+        self, num_users: int = 10_000, sizes: Sizes | None = None, dtype: str = "float32"
+    ) -> None:
+        self.num_users, self.sizes, self.dtype = num_users, sizes or Sizes(), dtype
 
     @property
     def num_items(self) -> int:
@@ -179,7 +184,7 @@ class RandomSource:
             if np.issubdtype(leaf.dtype, np.integer):
                 return rng.integers(0, DECADES, leaf.shape).astype(leaf.dtype)
             scale = max(1, *leaf.shape[:1]) ** -0.5
-            return (rng.standard_normal(leaf.shape) * scale).astype(leaf.dtype)
+            return (rng.standard_normal(leaf.shape) * scale).astype(jnp.dtype(self.dtype))
 
         return jax.tree.map(draw, nnx.state(nnx.eval_shape(self._ranker)))
 
@@ -228,6 +233,8 @@ TINY = Sizes(
 SOURCES: dict[str, Callable[[], Source]] = {
     "random": RandomSource,
     "tiny": functools.partial(RandomSource, 100, TINY),
+    # Whose kernels a Hopper GPU runs; "random" runs the ops in XLA.
+    "hopper": functools.partial(RandomSource, 10_000, HOPPER, "bfloat16"),
 }
 
 

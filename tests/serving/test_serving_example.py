@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import collections
+import functools
 import json
 import pathlib
 import re
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import ikbo_jax
 from examples.serving import load, models, offline, plans, plot, records, wire
 from examples.serving.settings import Settings
+from ikbo_jax.serving.programs import specs_of, with_rows
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PLAN = plans.Plan(rate=200, seconds=10, users=50, items=30, fewest=64, most=2048)
@@ -73,6 +78,29 @@ def test_features_of_several_users_are_those_of_each():
             np.testing.assert_array_equal(all_users[row], alone)
     for leaf, spec in zip(source.features(99), source.user, strict=True):
         assert (leaf.shape, leaf.dtype) == (spec.shape, spec.dtype)
+
+
+def test_the_ranker_for_hopper_is_one_that_the_kernels_take():
+    source = models.SOURCES["hopper"]()
+    weights = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), source.weights("1"))
+    specs = specs_of(source.model, weights, source.user, source.candidate)
+    dtypes = {leaf.dtype for leaf in jax.tree.leaves(specs.weights)}
+    assert dtypes == {jnp.dtype("bfloat16"), jnp.dtype("int32")}
+    batch = functools.partial(with_rows, source.candidate)
+    with ikbo_jax.export_target("H200"):
+        report = ikbo_jax.explain(
+            source.model.score,
+            specs.weights,
+            with_rows(specs.state, 256),
+            batch(4096),
+            jax.ShapeDtypeStruct((4096,), jnp.int32),
+        )
+    ran = {(plan.op, plan.cuda.implementation) for plan in report.plans}
+    assert ran == {
+        ("attention", "mosaic_gpu"),
+        ("linear_compression", "mosaic_gpu"),
+        ("gdpa", "mosaic_gpu"),
+    }
 
 
 def test_users_and_items_out_of_range_are_refused():
