@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from benchmarks import harness
+from benchmarks.production import alternative
 from benchmarks.production_directions import compare, exact_results, in_direction
 from benchmarks.production_draws import AttentionShape, shrink
 from benchmarks.production_providers import Contender, contenders
@@ -30,8 +31,6 @@ FRACTION_BARS = {512: 0.45, 1024: 0.55, 2048: 0.62, 4096: 0.66, 8192: 0.68}
 #: Bars of our speed relative to cuDNN's on grouped queries: in "s", and in "given" relative to the
 #: best alternative.
 CUDNN_BAR, GIVEN_BAR = 1.15, 1.0
-#: FLOPs relative to the forward pass: five products for two; with the forward pass seven.
-WORK = {"backward": 2.5, "both": 3.5}
 #: B, U, T, heads, S and H of "given".
 GIVEN = (
     (1024, 15, 32, 2, 1024, 128),
@@ -104,7 +103,7 @@ def measure_point(
             functools.partial(compare, contender, point.direction, exact),
         )
 
-    flops = WORK[point.direction] * point.shape.flops
+    flops = harness.ATTENTION_WORK[point.direction] * point.shape.flops
     return {
         "sweep": point.sweep,
         "label": point.label,
@@ -123,11 +122,7 @@ def bars(point: Record, all_points: Sequence[Record]) -> str:
     sweep, found = point["sweep"], []
     if sweep == "s" and (bar := FRACTION_BARS.get(point["problem"]["kv_len"])) is not None:
         found.append(f"fraction {ours['fraction']:.3f}, bar {bar}")
-    others = [p for p in point["providers"] if p["name"] != OUR_NAME and "median_ms" in p]
-    if sweep == "given":
-        best = min(others, key=lambda p: float(p["median_ms"]), default=None)
-    else:
-        best = next((p for p in others if p["name"] == "grouped-cudnn"), None)
+    best = alternative(point) if sweep == "given" else provider_of(point, "grouped-cudnn")
     if best is not None:
         bar = GIVEN_BAR if sweep == "given" else CUDNN_BAR if sweep == "s" else None
         words = "" if bar is None else f", bar {bar}"

@@ -63,8 +63,6 @@ ACTIVATIONS = (
     ("identity", None),
     (SOFTMAX, None),
 )
-#: FLOPs of a direction, relative to the forward pass.
-WORK = {"forward": 1.0, "backward": 2.5, "both": 3.5}
 #: Bars of our fraction of the matmul, by sweep, direction and length.
 FRACTION_BARS = {
     ("full", "forward"): dict(zip(LENGTHS, (0.62, 0.74, 0.82, 0.86), strict=True)),
@@ -202,7 +200,7 @@ def measure_point(
         "pairs": case.pairs,
         **harness.measure(
             [compiled(provider) for provider in providers],
-            WORK[direction] * case.useful_flops,
+            harness.ATTENTION_WORK[direction] * case.useful_flops,
             protocol,
         ),
     }

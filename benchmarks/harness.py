@@ -27,6 +27,10 @@ from ikbo_jax._timing import interleaved_ms
 from ikbo_jax.cases.error_rule import Check
 from ikbo_jax.tuning import table
 
+#: FLOPs of attention by direction, relative to the forward pass: gradients take five products for
+#: the forward pass' two.
+ATTENTION_WORK = {"forward": 1.0, "backward": 2.5, "both": 3.5}
+
 
 @dataclasses.dataclass(frozen=True)
 class Point:

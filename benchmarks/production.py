@@ -45,8 +45,8 @@ from ikbo_jax.cases.error_rule import Check
 #: products for the forward pass' two (for linear compression four for two), and read and write
 #: every array of the forward pass and its gradient once.
 DIRECTIONS = ("forward", "both")
-PRODUCTS = {"attention": 3.5, "linear_compression": 3.0, "gdpa": 3.5, "few_queries": 3.5}
-#: Few queries are drawn for training; "attention forward" has those of serving.
+PRODUCTS = dict.fromkeys(DRAWS, harness.ATTENTION_WORK["both"]) | {"linear_compression": 3.0}
+#: Without "few_queries forward": these sizes are drawn for training.
 SWEEPS = tuple(
     sweep
     for op in DRAWS

@@ -19,9 +19,8 @@ from ikbo_jax.cases.error_rule import Check
 def in_direction(contender: Contender, direction: str) -> tuple[Callable[..., Any], tuple]:
     """A function that returns a tuple of results, and its arguments.
 
-    The results are those of `contender` ("forward"), the gradients for a given cotangent, with what
-    the forward pass leaves for them among the arguments ("backward"), or one after the other
-    ("both").
+    "forward": the result of `contender`. "backward": its gradients for a given cotangent; what the
+    forward pass leaves for them is among the arguments. "both": the result, then the gradients.
     """
     if direction == "forward":
         return lambda *args: (contender.fn(*args),), contender.args
@@ -43,7 +42,7 @@ def _with_gradients(fn: Callable[..., Any], d_out: Any, *args: Any) -> tuple[Any
 
 def exact_results(contender: Contender, direction: str) -> list[np.ndarray]:
     """The results in float32, for the same inputs and the same cotangent."""
-    # The gradients of "both" are those of "backward".
+    # For "backward", the forward pass must run in float32, too.
     is_backward = direction == "backward"
     fn, args = in_direction(contender, "both" if is_backward else direction)
     options = UNTIMED_ON_GPU if jax.default_backend() == "gpu" else None

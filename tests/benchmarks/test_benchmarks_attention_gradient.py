@@ -43,7 +43,7 @@ def test_right_versions_are_right_and_wrong_ones_are_found(monkeypatch, directio
     measured = benchmark.measure_point(point, SHORT)
     ok = {record["name"]: record.get("ok") for record in measured["providers"]}
     assert (ok["ikbo"], ok["xla"], ok["spoiled"]) == (True, True, False)
-    assert measured["useful_flops"] == benchmark.WORK[direction] * point.shape.flops
+    assert measured["useful_flops"] == harness.ATTENTION_WORK[direction] * point.shape.flops
     (grouped,) = (r for r in measured["providers"] if r["name"] == "grouped")
     assert "cuDNN needs a GPU" in grouped["skipped"]
 

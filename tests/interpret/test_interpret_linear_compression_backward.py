@@ -15,7 +15,7 @@ import problems
 import pytest
 
 from ikbo_jax.ops.linear_compression_backward import Gradients, kernel_vjp
-from ikbo_jax.pallas.linear_compression_backward import sums
+from ikbo_jax.pallas.flash import work_order
 from ikbo_jax.problems import LinearCompressionConfig, LinearCompressionProblem
 from ikbo_jax.problems.linear_compression_backward import (
     LinearCompressionBackwardConfig,
@@ -194,6 +194,6 @@ def test_interpreted_problems_with_common_weights_have_gradients_of_their_own(
 @pytest.mark.parametrize("compared", [0, 2**25])
 def test_first_candidates_of_users(monkeypatch: pytest.MonkeyPatch, compared: int) -> None:
     """By comparing all pairs, and by counting."""
-    monkeypatch.setattr(sums, "MAX_COMPARED", compared)
+    monkeypatch.setattr(work_order, "MAX_COMPARED", compared)
     user = jnp.asarray([3, 0, 3, 1, 3], jnp.int32)
-    np.testing.assert_array_equal(sums._starts(user, 5), [0, 1, 2, 2, 5, 5])
+    np.testing.assert_array_equal(work_order.starts(user, 5), [0, 1, 2, 2, 5, 5])

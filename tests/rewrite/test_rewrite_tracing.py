@@ -7,11 +7,10 @@ the ratio of counts: a call of the rewriting takes longer than one of JAX, on av
 from __future__ import annotations
 
 import functools
-import gc
-import sys
 from collections.abc import Callable
 from typing import Any
 
+import function_calls
 import jax
 import jax.numpy as jnp
 import layout_models  # noqa: F401  These fill the table.
@@ -28,26 +27,10 @@ WIDTH = D * HEADS
 
 def calls(fn: Callable[..., Any], args: Any) -> int:
     """The number of calls, of Python's functions and others, while a function is traced."""
-    count = 0
-
-    def profile(frame: Any, event: str, arg: Any) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    before = sys.getprofile()
-    for counted in (False, True):
-        # New functions each time, or JAX would not trace them again. The first time fills caches.
-        trace = jax.make_jaxpr(lambda *args: fn(*args))
-        # Callbacks of what the collector finds, perhaps of an earlier test, would be counted. To
-        # collect here takes a second each time, at the end of the suite.
-        gc.disable()
-        sys.setprofile(profile if counted else before)
-        try:
-            trace(*args)
-        finally:
-            sys.setprofile(before)
-            gc.enable()
-    return count
+    # New functions each time, or JAX would not trace them again.
+    return function_calls.count(
+        lambda: functools.partial(jax.make_jaxpr(lambda *args: fn(*args)), *args)
+    )
 
 
 def transformer(layers: int, wrapped: Any = lambda layer: layer) -> tuple[Any, tuple[Any, ...]]:

@@ -6,11 +6,10 @@ A call of a function of Python takes 0.05 to 0.2 µs, one of NumPy 0.3 to 3 µs.
 from __future__ import annotations
 
 import functools
-import gc
-import sys
 from collections.abc import Callable
 from typing import Any
 
+import function_calls
 import jax
 import numpy as np
 import pytest
@@ -81,24 +80,12 @@ def joint() -> serving.Scorer:
 
 def calls(work: Callable[[], Any], prepare: Callable[[], Any] = lambda: None) -> int:
     """The number of calls, of Python's functions and others, after a first time."""
-    count = 0
 
-    def profile(frame: Any, event: str, arg: Any) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    before = sys.getprofile()
-    for counted in (False, True):
+    def prepared() -> Callable[[], Any]:
         prepare()
-        # The collector's callbacks would be counted.
-        gc.disable()
-        sys.setprofile(profile if counted else before)
-        try:
-            work()
-        finally:
-            sys.setprofile(before)
-            gc.enable()
-    return count
+        return work
+
+    return function_calls.count(prepared)
 
 
 def requests(number: int, *, bring: bool = False) -> list[serving.Request]:

@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 
 from ikbo_jax.pallas.attention_backward.context import USER_WORDS
-from ikbo_jax.pallas.flash.work_order import by_user
+from ikbo_jax.pallas.flash import work_order
 from ikbo_jax.problems.attention_backward import BLOCK_KV
 from ikbo_jax.problems.hopper import TILE_ROWS
 from ikbo_jax.reference.attention import weight_exponents
 
-#: Most pairs that are compared; 2048 users with 2,048 candidates.
+#: Most pairs of users that are compared to add up their blocks or tiles.
 MAX_PAIRS = 2048**2
 
 
@@ -79,7 +79,8 @@ def make_rows(
     """
     (batch,) = cand_to_user.shape
     index = jnp.clip(cand_to_user, 0, users - 1)
-    first_candidate, counts = _candidates(index, users)
+    starts = work_order.starts(index, users)
+    first_candidate, counts = starts[:-1], starts[1:] - starts[:-1]
     per_candidate = q_len * group
     rows = counts * per_candidate
     blocks = -(-rows // block_q)
@@ -102,7 +103,7 @@ def make_rows(
     if is_sorted:
         is_valid = jnp.all(index[1:] >= index[:-1])
     else:
-        order = by_user(index)
+        order = work_order.by_user(index)
         position = jnp.zeros_like(number).at[order].set(number, unique_indices=True)
     place = number if position is None else position
     first = first_target[index] + (place - first_candidate[index]) * per_candidate
@@ -113,19 +114,6 @@ def make_rows(
     parts = jnp.stack(part_words, axis=2).reshape(users * splits, USER_WORDS)
     described = jnp.stack(words, axis=1)
     return Rows(order, position, described, parts, targets, kv_tiles[index], is_valid)
-
-
-def _candidates(index: jax.Array, users: int) -> tuple[jax.Array, jax.Array]:
-    """The first of every user's candidates in user order, and their number, [users] int32 each."""
-    if index.size * users > MAX_PAIRS:
-        counts = jnp.zeros((users,), jnp.int32).at[index].add(1)
-        return sums_before(counts), counts
-    user = jnp.arange(users, dtype=jnp.int32)[:, None]
-    first, counts = (
-        jnp.sum(found, axis=1, dtype=jnp.int32)
-        for found in (index[None] < user, index[None] == user)
-    )
-    return first, counts
 
 
 def sums_before(values: jax.Array) -> jax.Array:
@@ -186,7 +174,7 @@ def statistics(
     both = jnp.stack((weight_exponents(lse), jnp.where(lse == -jnp.inf, 0.0, delta)))
     batch, q_len, group = rows.targets.shape
     both = jnp.moveaxis(both.reshape(2, batch, q_len, kv_heads, group), 3, 0)
-    # Not of the result, which would take a kernel of its own.
+    # NaN enters the operands of the scatter: to select in its result would take another kernel.
     absent, both = (
         _nan_unless(rows.is_valid, x) for x in (jnp.asarray([jnp.inf, 0.0], jnp.float32), both)
     )

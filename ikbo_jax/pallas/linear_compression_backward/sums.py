@@ -31,7 +31,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ikbo_jax.pallas.flash.work_order import by_user
+from ikbo_jax.pallas.flash import work_order
 from ikbo_jax.pallas.hopper import mma, stores
 from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, TILE_ROWS, WGMMA_M
@@ -39,9 +39,6 @@ from ikbo_jax.problems.linear_compression_backward import SumConfig
 
 #: Work items per SM below which candidates of a user are divided.
 ITEMS_PER_SM = 3
-#: Largest number of pairs of a candidate and a user that are compared: one small kernel instead of
-#: six of a few microseconds each, which matters to small problems.
-MAX_COMPARED = 2**25
 
 
 class _Shape(NamedTuple):
@@ -184,15 +181,6 @@ def _store_rounded(ctx: WarpgroupContext, item: _Item, row: Any, total: jax.Arra
     )
 
 
-def _starts(user: jax.Array, users: int) -> jax.Array:
-    """[users + 1] int32: how many candidates belong to users before each user, and to all."""
-    if user.shape[0] * users <= MAX_COMPARED:
-        number = jnp.arange(users + 1, dtype=jnp.int32)
-        return jnp.sum(user[None] < number[:, None], axis=1, dtype=jnp.int32)
-    counts = jnp.zeros(users, jnp.int32).at[user].add(1)
-    return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
-
-
 def user_sums_kernel(
     d_out: jax.Array,
     cand_to_user: jax.Array,
@@ -234,7 +222,7 @@ def user_sums_kernel(
         output = jax.ShapeDtypeStruct((splits * users * rows, column_tiles, BLOCK_K), jnp.float32)
     (sums,) = launch(
         Roles(context, _produce, _consume),
-        _Operands(flat, by_user(user), _starts(user, users)),
+        _Operands(flat, work_order.by_user(user), work_order.starts(user, users)),
         (output,),
         config.shared,
         dtype=d_out.dtype,
