@@ -25,7 +25,11 @@ BLOCK_KV = TILE_ROWS
 #: Buffers of gradients of scores: the consumers write one while they multiply by the other.
 D_SCORES_BUFFERS = 2
 #: Ways to compute d_query; see `AttentionBackwardConfig`.
-D_QUERY = ("sum", "parts", "launch")
+D_QUERY = ("sum", "parts", "launch", "stored")
+#: Most bytes of gradients of scores that "stored" keeps in device memory.
+MAX_STORED_BYTES = 2 * 2**30
+#: Keys of a block of the launch that multiplies stored gradients of scores.
+STORED_BLOCK_KV = BLOCK_K
 #: Most tiles of keys whose parts of d_query are stored apart by default; each part takes twice the
 #: memory of the queries.
 MAX_PARTS = 8
@@ -55,6 +59,11 @@ def query_slots(head_dim: int) -> int:
     return 2 if head_dim <= MAX_BOTH_SUMS else 1
 
 
+def most_blocks(batch: int, users: int, rows_per_candidate: int, block_q: int) -> int:
+    """The largest number of query blocks of any index: every user may have a partial block."""
+    return batch * rows_per_candidate // block_q + min(batch, users)
+
+
 class AttentionBackwardShared(NamedTuple):
     """Shared memory and barriers of the launch that computes d_key and d_value, or one of them.
 
@@ -72,6 +81,15 @@ class AttentionBackwardShared(NamedTuple):
     d_query: Any  # [columns / 32, block_q, 32] f32
     part_ready: Any
     part_free: Any
+
+
+class StoredShared(NamedTuple):
+    """Shared memory and barriers of the launch that multiplies stored gradients of scores."""
+
+    items: Any  # ring of descriptors
+    blocks: Any  # ring of [2 consumers * query tiles + column blocks, 64, 64]: gradients of scores,
+    # queries by keys, of every tile of 64 queries, and keys by columns
+    result: Any  # [2 consumers * query tiles, column blocks, 64, 64]
 
 
 class DQueryShared(NamedTuple):
@@ -99,11 +117,16 @@ class AttentionBackwardConfig(Config):
         for another. "launch": a second launch computes d_query, with seven products instead of
         five, but without exchange of gradients of scores, and without sums in memory. Heads wider
         than `MAX_BOTH_SUMS` need it; they take a launch for d_key and one for d_value, too, and
-        eight products.
-      block_kv: keys of a block of the launch of d_query, a multiple of 16.
+        eight products. "stored": the first launch stores gradients of scores in device memory, 2
+        bytes for each query and key, and a second launch multiplies them by the keys: five
+        products without a sum in memory.
+      block_kv: keys of a block of the launch of d_query, a multiple of 16; 64 if gradients of
+        scores are stored.
       kv_stages: stages of that launch's ring of key blocks.
       splits: parts that a user's queries are cut into, where users are too few to occupy the
         device. XLA adds the parts' gradients of keys and values, in f32.
+      tall: whether a tile of the launch that multiplies stored gradients has 256 query rows, not
+        128. Keys are read half as often.
     """
 
     block_q: int = 64
@@ -113,20 +136,33 @@ class AttentionBackwardConfig(Config):
     block_kv: int = 64
     kv_stages: int = 3
     splits: int = 1
+    tall: bool = False
 
     @property
     def has_d_query(self) -> bool:
         """Whether the first launch computes d_query."""
-        return self.d_query != "launch"
+        return self.d_query in ("sum", "parts")
+
+    @property
+    def stores_d_scores(self) -> bool:
+        """Whether the first launch stores gradients of scores in device memory."""
+        return self.d_query == "stored"
+
+    @property
+    def query_tiles(self) -> int:
+        """Tiles of 64 query rows of a consumer of the launch that multiplies stored gradients."""
+        return 2 if self.tall else 1
 
     def shared(self, head_dim: int, gradients: Gradients = BOTH) -> AttentionBackwardShared:
         """Shared memory and barriers of a CTA of the launch that computes these gradients."""
         blocks, operands = hopper.column_blocks(head_dim), 2 if "key" in gradients else 1
         d_query: dict[str, Any] = dict.fromkeys(("d_scores", "d_query", "part_ready", "part_free"))
+        if self.has_d_query or self.stores_d_scores:
+            buffers = (D_SCORES_BUFFERS, NUM_CONSUMERS, self.block_q, BLOCK_K)
+            d_query["d_scores"] = memory.Tiles(buffers)
         if self.has_d_query:
             parts = -(-head_dim // SUM_COLUMNS)
-            d_query = {
-                "d_scores": memory.Tiles((D_SCORES_BUFFERS, NUM_CONSUMERS, self.block_q, BLOCK_K)),
+            d_query |= {
                 "d_query": memory.Floats((parts, self.block_q, SUM_COLUMNS), True),
                 # Arrays, so that they can be indexed; only element 0 is used.
                 "part_ready": memory.Barriers(2, NUM_CONSUMERS),
@@ -167,12 +203,34 @@ class AttentionBackwardConfig(Config):
             staging=memory.Staging((NUM_CONSUMERS, WGMMA_M, self.block_kv)),
         )
 
+    def stored_shared(self, head_dim: int) -> StoredShared:
+        """Shared memory and barriers of a CTA of the launch that multiplies stored gradients."""
+        blocks, tiles = hopper.column_blocks(head_dim), NUM_CONSUMERS * self.query_tiles
+        return StoredShared(
+            items=memory.descriptors(2, DESCRIPTOR_WORDS)._replace(
+                free=memory.Barriers(2, NUM_CONSUMERS)
+            ),
+            blocks=memory.ring(
+                self.kv_stages, ready=tiles + blocks, tiles=(tiles + blocks, WGMMA_M, BLOCK_K)
+            ),
+            result=memory.Tiles((tiles, blocks, WGMMA_M, BLOCK_K)),
+        )
+
+    def stored_bytes(self, problem: AttentionSizes) -> int:
+        """Device memory of stored gradients of scores, of 16 bits each."""
+        group = problem.q_heads // problem.kv_heads
+        blocks = most_blocks(problem.batch, problem.users, problem.q_len * group, self.block_q)
+        tiles = -(-problem.kv_len // BLOCK_KV)
+        return problem.kv_heads * tiles * BLOCK_KV * blocks * self.block_q * 2
+
     def smem_bytes(self, head_dim: int) -> int:
         """Shared memory of one CTA, of the launch that needs most."""
-        most = max(memory.smem_bytes(self.shared(head_dim, x)) for x in launches(head_dim))
-        if self.has_d_query:
-            return most
-        return max(most, memory.smem_bytes(self.d_query_shared(head_dim)))
+        found: list[Any] = [self.shared(head_dim, x) for x in launches(head_dim)]
+        if self.d_query == "launch":
+            found.append(self.d_query_shared(head_dim))
+        elif self.stores_d_scores:
+            found.append(self.stored_shared(head_dim))
+        return max(map(memory.smem_bytes, found))
 
     def illegal_reason(self, problem: AttentionSizes) -> str | None:
         """Why the kernel cannot run `problem` with this configuration; None if it can."""
@@ -213,8 +271,12 @@ class AttentionBackwardConfig(Config):
                 "block_kv", self.block_kv, widest, problem.head_dim, "scores and a sum"
             ):
                 return reason
-            if self.kv_stages < 2:
-                return f"kv_stages must be at least 2, but is {self.kv_stages}"
+        if self.stores_d_scores and self.block_kv != STORED_BLOCK_KV:
+            return f"block_kv must be {STORED_BLOCK_KV} for stored, but is {self.block_kv}"
+        if not self.has_d_query and self.kv_stages < 2:
+            return f"kv_stages must be at least 2, but is {self.kv_stages}"
+        if self.stores_d_scores and (size := self.stored_bytes(problem)) > MAX_STORED_BYTES:
+            return f"gradients of scores take {size} bytes, and {MAX_STORED_BYTES} may be stored"
         return hopper.why_not_smem(self, self.smem_bytes(problem.head_dim), problem.head_dim)
 
 

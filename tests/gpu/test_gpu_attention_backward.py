@@ -57,6 +57,9 @@ CONFIGS = {
     "two_launches": Config(64, 3, 1, "launch", 64, 3),
     "split_queries": Config(32, 3, 1, "sum", splits=3),
     "two_launches_odd_block": Config(32, 3, 1, "launch", 48, 4),
+    "stored": Config(64, 3, 1, "stored", kv_stages=4),
+    "stored_tall": Config(64, 3, 1, "stored", tall=True),
+    "stored_split_queries": Config(32, 3, 2, "stored", splits=3),
 }
 #: For heads wider than 128 columns.
 WIDE_CONFIGS = {
@@ -158,7 +161,7 @@ def test_gradients_of_wide_heads(name, config, dtype):
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("config", ["sum", "parts", "two_launches"])
+@pytest.mark.parametrize("config", ["sum", "parts", "two_launches", "stored"])
 def test_gradients_of_a_last_tile_of_few_rows(config, rows):
     """A copy of statistics that began at the array's last value ended with a CUDA error once."""
     check_shape(Shape(1, 256 + rows, 1, 128, 1, 1, 64), CONFIGS[config])

@@ -44,7 +44,7 @@ class Case:
 
     @property
     def launches(self) -> int:
-        is_last_alone = self.config.d_query == "launch"
+        is_last_alone = not self.config.has_d_query
         return len(launches(self.shape.head_dim)) + is_last_alone
 
 
@@ -86,6 +86,21 @@ CASES = {
     "split_queries_two_launches": Case(
         AttentionShape(1, 150, 1, 129, 2, 2, 64),
         Config(32, d_query="launch", splits=2),
+    ),
+    "stored_grouped_heads": Case(
+        AttentionShape(3, 5, 21, 100, 2, 1, 64, "gaps", "ragged"),
+        Config(32, d_query="stored", kv_stages=2),
+    ),
+    "stored_h128_f16": Case(
+        AttentionShape(2, 4, 40, 200, 1, 1, 128, "unsorted", "ragged"),
+        Config(64, 3, d_query="stored"),
+        "float16",
+    ),
+    "stored_tall_h96": Case(
+        AttentionShape(2, 9, 33, 129, 1, 1, 96), Config(64, d_query="stored", tall=True)
+    ),
+    "stored_split_queries": Case(
+        AttentionShape(1, 150, 1, 129, 2, 2, 64), Config(32, d_query="stored", splits=2)
     ),
     "three_launches_h192": Case(
         AttentionShape(2, 3, 21, 129, 2, 1, 192, "gaps", "ragged"),
@@ -193,7 +208,7 @@ def test_interpreted_gradients_repeat_bitwise() -> None:
         np.testing.assert_array_equal(np.asarray(first), np.asarray(second))
 
 
-@pytest.mark.parametrize("d_query", ["sum", "launch"])
+@pytest.mark.parametrize("d_query", ["sum", "launch", "stored"])
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_interpreted_nan_of_one_user_stays_there(
     d_query: str, launches: interpreter.Launches
@@ -220,7 +235,7 @@ def test_interpreted_nan_of_one_user_stays_there(
         problems.assert_within_error_rule(actually[others], w[others], plainly[others])
 
 
-@pytest.mark.parametrize("d_query", ["sum", "launch"])
+@pytest.mark.parametrize("d_query", ["sum", "launch", "stored"])
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_interpreted_wrong_promise_of_a_sorted_index_gives_nan(d_query: str) -> None:
     """A user's rows would be another user's candidates: nothing may look like a gradient."""

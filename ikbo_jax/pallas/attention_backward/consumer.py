@@ -35,6 +35,9 @@ from ikbo_jax.problems.hopper import NUM_CONSUMERS, WARPGROUP_SIZE, WGMMA_K, WGM
 CONSUMER_BARRIER = 4
 CONSUMER_THREADS = NUM_CONSUMERS * WARPGROUP_SIZE
 KEY, VALUE = QUERY, D_OUT = range(2)
+import os
+
+EARLY = os.environ.get("EARLY", "0") == "1"
 LSE, DELTA = range(2)
 
 
@@ -152,6 +155,22 @@ def _share(ctx: BackwardContext) -> tuple[Any, tuple[Any, int]]:
     return consumer, (jnp.int32(0), block_q)
 
 
+def _d_scores_tile(ctx: BackwardContext, step: Any, view: int) -> Any:
+    """This consumer's buffer of gradients of scores, as registers (0) or TMA (1) see it."""
+    consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
+    return ctx.shared.d_scores[view].at[lax.rem(step, D_SCORES_BUFFERS), consumer]
+
+
+def _store_d_scores(ctx: BackwardContext, item: Any, block: Any, step: Any) -> None:
+    """TMA stores the staged gradients of scores of a block's queries and this consumer's keys."""
+    consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
+    head, tile, first = (_word(ctx, item, i) for i in (HEAD, TILE, FIRST_TARGET))
+    plane = (head * ctx.shape.kv_tiles + tile) * NUM_CONSUMERS + consumer
+    rows = pl.ds(first + block * ctx.config.block_q, ctx.config.block_q)
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(_d_scores_tile(ctx, step, 1), ctx.outputs.d_scores.at[plane, rows])
+
+
 def _send_part(ctx: BackwardContext, item: Any, block: Any, d_query: jax.Array) -> None:
     """Stages a part of d_query, and tells the writer where it belongs."""
     shared, shape = ctx.shared, ctx.shape
@@ -202,16 +221,18 @@ def _block(
         sums[-1] = add(sums[-1], weights.astype(dtype), D_OUT)
     d_query: list[jax.Array] = []
     if d_weights is not None:
-        mma.wait(0, interpret=interpret)
-        if ctx.has_value:
+        mma.wait(int(ctx.has_value and EARLY), interpret=interpret)
+        if ctx.has_value and not EARLY:
             sums[-1] = mma.after_wait(sums[-1], interpret=interpret)
         d_weights = mma.after_wait(d_weights, interpret=interpret)
         d_scores = (weights * (d_weights - _statistic(ctx, step, DELTA))).astype(dtype)
-        if ctx.has_d_query:
-            buffer = lax.rem(step, D_SCORES_BUFFERS)
-            consumer = mosaic.warpgroup_index("warpgroup", interpret=interpret)
-            tile = shared.d_scores[0].at[buffer, consumer]
+        if ctx.stores_d_scores:
+            # TMA has read the buffer, which held the block before the last one.
+            plgpu.wait_smem_to_gmem(D_SCORES_BUFFERS - 1, wait_read_only=True)
+        if ctx.has_d_query or ctx.stores_d_scores:
+            tile = _d_scores_tile(ctx, step, 0)
             store.stage_transposed(tile, d_scores, interpret=interpret)
+        if ctx.has_d_query:
             plgpu.commit_smem()
         sums[0] = add(sums[0], d_scores, QUERY)
         if ctx.has_d_query:
@@ -222,6 +243,8 @@ def _block(
     next_step = jnp.where(is_last, step, step + 1)
     pl.when(~is_last)(lambda: _receive_block(ctx, item, block + 1, step + 1))
     scores = _issue_scores(ctx, item, next_step, QUERY)
+    if ctx.stores_d_scores:
+        _store_d_scores(ctx, item, block, step)
     mma.wait(1, interpret=interpret)
     sums, d_query = (
         [mma.after_wait(x, interpret=interpret) for x in found] for found in (sums, d_query)

@@ -74,6 +74,11 @@ class Outputs(NamedTuple):
 
     d_query: Any  # [K, or tiles of keys * K, blocks * block_q, H] f32, rows of no query arbitrary;
     # None if a second launch computes d_query
+    d_scores: (
+        Any  # [K * tiles of keys * 2, blocks * block_q, 64] of 16 bits: queries by the 64 keys
+    )
+    # of a consumer; None unless a second launch multiplies them. Rows of no query, and keys of
+    # tiles past a user's length, are arbitrary.
     d_key: Any  # [U, S, K, H] of 16 bits, or [U * splits * S, K, H] f32; None if not computed
     d_value: Any  # likewise
 
@@ -91,6 +96,11 @@ class BackwardContext(WarpgroupContext):
     def has_d_query(self) -> bool:
         found: bool = self.config.has_d_query
         return found
+
+    @property
+    def stores_d_scores(self) -> bool:
+        """Whether the launch stores gradients of scores."""
+        return self.outputs.d_scores is not None
 
     @property
     def has_key(self) -> bool:

@@ -68,13 +68,16 @@ from ikbo_jax.pallas.attention_backward.context import (
 )
 from ikbo_jax.pallas.attention_backward.d_query import d_query_kernel
 from ikbo_jax.pallas.attention_backward.producer import produce, write
+from ikbo_jax.pallas.attention_backward.stored import stored_kernel
 from ikbo_jax.pallas.hopper.launch import Roles, launch
 from ikbo_jax.problems.attention_backward import (
     BLOCK_KV,
     BOTH,
     AttentionBackwardConfig,
     launches,
+    most_blocks,
 )
+from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS
 
 #: Names of the launches, by the gradients that they compute.
 _NAMES = {
@@ -152,7 +155,7 @@ def attention_backward_kernel(
         kv_heads=kv_heads,
         head_dim=head_dim,
         kv_tiles=pl.cdiv(kv_len, BLOCK_KV),
-        blocks=row_numbers.most_blocks(batch, users, q_len * group, config.block_q),
+        blocks=most_blocks(batch, users, q_len * group, config.block_q),
         splits=config.splits,
         scale=scale,
     )
@@ -169,6 +172,13 @@ def attention_backward_kernel(
         value,
         rows.parts,
     )
+    if config.stores_d_scores:
+        d_scores, d_key, d_value = run(operands, sum_dtype, shape=shape)
+        operands = operands._replace(users=rows.users)
+        result = stored_kernel(
+            d_scores, operands, shape, config, num_sms=num_sms, interpret=interpret
+        )
+        return row_numbers.unpack(result, rows.position, query.shape), d_key, d_value
     if config.d_query == "launch":
         found: dict[str, jax.Array] = {}
         for names in launches(head_dim):
@@ -207,8 +217,11 @@ def _launch(
     if dtype != key.dtype or shape.splits > 1:
         rows = shape.users * shape.splits * shape.kv_len
         gradient = jax.ShapeDtypeStruct((rows, *key.shape[2:]), jnp.float32)
+    planes = shape.kv_heads * shape.kv_tiles * NUM_CONSUMERS
+    d_scores = (planes, shape.blocks * config.block_q, BLOCK_K)
     outputs = Outputs(
         jax.ShapeDtypeStruct(sums, jnp.float32) if config.has_d_query else None,
+        jax.ShapeDtypeStruct(d_scores, key.dtype) if config.stores_d_scores else None,
         *(gradient if name in shape.gradients else None for name in BOTH),
     )
     found = launch(

@@ -1,7 +1,4 @@
-"""The WGMMA product of the attention backward kernel that `hopper.mma` does not have.
-
-It reads both operands with their rows as the depth, which WGMMA calls transposed.
-"""
+"""WGMMA products of the attention backward kernels that `hopper.mma` does not have."""
 
 from __future__ import annotations
 
@@ -25,6 +22,8 @@ def sum_over_keys(
     keys: Any, d_scores: Any, column_block: Any, rows: Any, *, interpret: bool
 ) -> Any:
     """Issues sum(keys[c, column_block].T @ d_scores[c, rows].T) over consumers c as one group.
+
+    It reads both operands with their rows as the depth, which WGMMA calls transposed.
 
     Args:
       keys: operand tiles [2 consumers, column blocks, 64, 64] in shared memory, keys by columns.
@@ -73,6 +72,39 @@ def sum_over_keys(
         return group.result
 
     return issue(keys, d_scores, column_block, begin)
+
+
+def add_stored(total: Any, d_scores: Any, keys: Any, *, interpret: bool) -> Any:
+    """Issues total + d_scores @ keys as one WGMMA group.
+
+    Args:
+      total: [64, columns] f32, or the interpreter's accumulators, one for each column block.
+      d_scores: operand tile [64, 64] in shared memory, queries by keys.
+      keys: operand tiles [column blocks, 64, 64] in shared memory, keys by columns.
+
+    Returns:
+      The same kind as `total`; read its value by `mma.wait`, then `mma.after_wait`.
+    """
+    if interpret:
+        for i, part in enumerate(total):
+            plgpu.wgmma(part, d_scores, keys.at[i])
+        return total
+    columns = total.shape[1]
+    operand = plgpu.RefType(mosaic.operand_transforms(keys.dtype))
+
+    @plgpu.inline_mgpu(
+        arg_types=(operand, operand, plgpu.Layout.WGMMA), return_type=mma.accumulator_type(columns)
+    )
+    def issue(_: Any, d_scores: ir.Value, keys: ir.Value, total: Any) -> mgpu.FragmentedArray:
+        a_base, b_base = mma.descriptor(d_scores), mma.descriptor(keys, WGMMA_M * mosaic.SWIZZLE)
+        with mma.Group(keys, columns, total) as group:
+            for step in range(WGMMA_M // WGMMA_K):
+                a = mma.advance(a_base, step * WGMMA_K * 2)
+                b = mma.advance(b_base, step * STEP_BYTES)
+                group.multiply([a], b, transposes="0, 1")
+        return group.result
+
+    return issue(d_scores, keys, total)
 
 
 def _offset(descriptor: ir.Value, count: ir.Value, num_bytes: int) -> ir.Value:

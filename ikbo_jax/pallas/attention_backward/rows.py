@@ -47,11 +47,6 @@ class Rows(NamedTuple):
     is_valid: jax.Array | None
 
 
-def most_blocks(batch: int, users: int, rows_per_candidate: int, block_q: int) -> int:
-    """The largest number of query blocks of any index: every user may have a partial block."""
-    return batch * rows_per_candidate // block_q + min(batch, users)
-
-
 def make_rows(
     cand_to_user: jax.Array,
     lengths: jax.Array | None,
@@ -201,12 +196,13 @@ def unpack_d_query(
     return jnp.moveaxis(total, 0, 2).reshape(batch, q_len, kv_heads * group, width)
 
 
-def query_tiles(users: jax.Array, total: int) -> jax.Array:
-    """Tiles of at most 128 rows of one user, for the launch that computes d_query alone.
+def query_tiles(users: jax.Array, total: int, height: int = TILE_ROWS) -> jax.Array:
+    """Tiles of at most `height` rows of one user, for a launch that computes d_query alone.
 
     Args:
       users: `Rows.users`.
       total: rows of all users.
+      height: rows of a whole tile.
 
     Returns:
       [most tiles + 1, 5] int32: first row, number of rows, user, number of its keys, and the first
@@ -214,18 +210,18 @@ def query_tiles(users: jax.Array, total: int) -> jax.Array:
       tiles.
     """
     first_row, rows, target, keys = (users[:, i] for i in range(USER_WORDS))
-    counts = -(-rows // TILE_ROWS)
+    counts = -(-rows // height)
     ends = sums_before(counts) + counts
-    most = total // TILE_ROWS + min(len(users), total)
+    most = total // height + min(len(users), total)
     number = jnp.arange(most + 1, dtype=jnp.int32)
     # Newer versions of JAX do not lower `jnp.searchsorted` inside of `sharded.device_p`.
     user = jnp.sum(ends[None] <= number[:, None], axis=1, dtype=jnp.int32)
     user = jnp.minimum(user, len(users) - 1)
-    start = (number - (ends - counts)[user]) * TILE_ROWS
+    start = (number - (ends - counts)[user]) * height
     words = (
         # In the same array, since a kernel that made another one would take 2 us.
         jnp.where(number < most, first_row[user] + start, ends[-1]),
-        jnp.clip(rows[user] - start, 0, TILE_ROWS),
+        jnp.clip(rows[user] - start, 0, height),
         user,
         keys[user],
         target[user] + start,

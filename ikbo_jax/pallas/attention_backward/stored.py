@@ -1,0 +1,266 @@
+"""The last launch of `d_query="stored"`: d_query from gradients of scores in device memory.
+
+    d_query = scale * dS @ key
+
+The first launch stored dS, 16 bits for each query and key, so this one reads much and computes
+little: one product of five. Device memory limits it.
+
+An item is a tile of 128 or 256 query rows of one user and key head. d_query stays in registers,
+while blocks of 64 of the user's keys, and the gradients of their scores, follow one another.
+
+Warpgroups: 0 and 1 are the consumers, with one or two tiles of 64 rows each; one warp of warpgroup
+2 is the producer.
+
+Synchronisations:
+  1. `items_ready[s]`, `items_free[s]`    slot s has an item's descriptor.
+  2. `blocks_ready[s]`, `blocks_free[s]`  stage s has a block of keys and gradients of scores.
+  3. A named barrier: the consumers wait for each other after keys past the length are zeroed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ikbo_jax.pallas.attention_backward import products
+from ikbo_jax.pallas.attention_backward.context import Operands, Shape
+from ikbo_jax.pallas.attention_backward.rows import query_tiles
+from ikbo_jax.pallas.hopper import mma, mosaic, stores
+from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
+from ikbo_jax.problems.attention_backward import STORED_BLOCK_KV, AttentionBackwardConfig
+from ikbo_jax.problems.hopper import NUM_CONSUMERS, WARPGROUP_SIZE, WGMMA_M
+
+#: Words of a tile's descriptor, in device memory and, with the head, in shared memory.
+FIRST_ROW, ROWS, USER, KEYS, TARGET, HEAD = range(6)
+TILE_WORDS = 5
+CONSUMER_BARRIER = 4
+CONSUMER_THREADS = NUM_CONSUMERS * WARPGROUP_SIZE
+
+
+class StoredOperands(NamedTuple):
+    """Device memory that the launch reads."""
+
+    d_scores: Any  # see `context.Outputs`
+    key: Any  # [U, S, K, H]
+    tiles: Any  # [most tiles + 1, TILE_WORDS] int32; the last entry begins with the number of tiles
+
+
+@dataclasses.dataclass(frozen=True)
+class Context(WarpgroupContext):
+    """The context of a warpgroup; a *step* numbers the blocks of keys that the CTA loads."""
+
+    def blocks(self, keys: Any) -> Any:
+        return pl.cdiv(keys, STORED_BLOCK_KV)
+
+    @property
+    def query_tiles(self) -> int:
+        """Tiles of 64 query rows of both consumers."""
+        return NUM_CONSUMERS * int(self.config.query_tiles)
+
+    @property
+    def items(self) -> Any:
+        """Items of all CTAs."""
+        tiles = self.operands.tiles
+        return tiles[tiles.shape[0] - 1, FIRST_ROW] * self.shape.kv_heads
+
+    @property
+    def item_count(self) -> Any:
+        """Items of this CTA."""
+        return (self.items - self.worker + self.shape.workers - 1) // self.shape.workers
+
+
+def _send_item(ctx: Context, item: Any, step: Any) -> Any:
+    """Sends a tile's descriptor and all its blocks; returns the next item's first step."""
+    shape, shared, operands = ctx.shape, ctx.shared, ctx.operands
+    # The gradients that were stored last may still be in L2.
+    number = ctx.items - 1 - ctx.worker - item * shape.workers
+    tile, head = lax.div(number, shape.kv_heads), lax.rem(number, shape.kv_heads)
+    words = [operands.tiles[tile, i] for i in range(TILE_WORDS)]
+    shared.items.send_words(item, (*words, head), after=shared.items)
+    last_tile = lax.div(jnp.maximum(words[ROWS] - 1, 0), WGMMA_M)
+    blocks = ctx.blocks(words[KEYS])
+
+    @pl.loop(0, blocks)
+    def _(block: Any) -> None:
+        ring, first = shared.blocks, block * STORED_BLOCK_KV
+        ring.await_free(step + block)
+        ready, tiles = ring.ready_at(step + block), ring.copied(step + block)
+        plane = head * shape.kv_tiles * NUM_CONSUMERS + block
+        for i in range(ctx.query_tiles):
+            # A tile without rows reads the last one that has some, which comes from L2.
+            row = words[TARGET] + jnp.minimum(i, last_tile) * WGMMA_M
+            source = operands.d_scores.at[plane, pl.ds(row, WGMMA_M)]
+            plgpu.copy_gmem_to_smem(source, tiles.at[i], ready)
+        columns = tiles.at[pl.ds(ctx.query_tiles, shape.column_blocks)]
+        index = (words[USER], pl.ds(first, STORED_BLOCK_KV), head)
+        ctx.load(operands.key, index, columns, ready)
+
+    return step + blocks
+
+
+def _produce(ctx: Context) -> None:
+    """The producer warp."""
+    lax.fori_loop(0, ctx.item_count, lambda item, step: _send_item(ctx, item, step), jnp.int32(0))
+    # All arrivals must happen before the barriers' memory is released.
+    ctx.shared.blocks.drain()
+    ctx.shared.items.drain()
+
+
+def _word(ctx: Context, item: Any, word: int) -> Any:
+    return ctx.shared.items.words[ctx.shared.items.slot(item), word]
+
+
+def _keys(ctx: Context, step: Any) -> Any:
+    tiles = pl.ds(ctx.query_tiles, ctx.shape.column_blocks)
+    return ctx.shared.blocks.matrix(step).at[tiles]
+
+
+def _receive_block(ctx: Context, keys: Any, block: Any, step: Any) -> None:
+    """Waits for a block; zeroes keys past the user's length, which may be NaN."""
+    ctx.shared.blocks.await_ready(step)
+    left = keys - block * STORED_BLOCK_KV
+
+    @pl.when(left < STORED_BLOCK_KV)
+    def _() -> None:
+        @pl.when(mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret) == 0)
+        def _() -> None:
+            stores.zero_rows(_keys(ctx, step), left, interpret=ctx.interpret)
+
+        plgpu.commit_smem()
+        mosaic.named_barrier("sync", jnp.int32(CONSUMER_BARRIER), CONSUMER_THREADS)
+
+
+def _multiply(ctx: Context, keys: Any, first_step: Any, totals: Any) -> Any:
+    """Adds the products of all blocks to this consumer's tiles."""
+    number = ctx.config.query_tiles
+    consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
+
+    def add(block: Any, totals: Any) -> Any:
+        step = first_step + block
+        _receive_block(ctx, keys, block, step)
+        d_scores = ctx.shared.blocks.matrix(step)
+        found = tuple(
+            products.add_stored(
+                total,
+                d_scores.at[consumer * number + i],
+                _keys(ctx, step),
+                interpret=ctx.interpret,
+            )
+            for i, total in enumerate(totals)
+        )
+        mma.wait(number, interpret=ctx.interpret)
+        pl.when(block > 0)(lambda: ctx.shared.blocks.release(step - 1))
+        return found
+
+    if ctx.interpret:
+        pl.loop(0, ctx.blocks(keys))(lambda block: add(block, totals) and None)
+        return totals
+    return lax.fori_loop(0, ctx.blocks(keys), add, totals)
+
+
+def _tile(ctx: Context, item: Any, first_step: Any) -> Any:
+    """Computes and stores a tile; returns the next tile's first step."""
+    shape, shared, number = ctx.shape, ctx.shared, ctx.config.query_tiles
+    shared.items.await_ready(item)
+    first_row, rows, keys, head = (_word(ctx, item, i) for i in (FIRST_ROW, ROWS, KEYS, HEAD))
+    blocks = ctx.blocks(keys)
+
+    def store(totals: Any) -> None:
+        _store(ctx, (first_row, head), rows, totals)
+
+    def after(totals: Any) -> list[jax.Array]:
+        mma.wait(0, interpret=ctx.interpret)
+        pl.when(blocks > 0)(lambda: shared.blocks.release(first_step + blocks - 1))
+        scale = jnp.float32(shape.scale)
+        return [mma.after_wait(x, interpret=ctx.interpret) * scale for x in totals]
+
+    if ctx.interpret:
+
+        def with_accumulators(*parts: Any) -> None:
+            totals = [
+                parts[i * shape.column_blocks :][: shape.column_blocks] for i in range(number)
+            ]
+            _multiply(ctx, keys, first_step, totals)
+            read = [
+                jnp.concatenate([x[...] for x in t], axis=1)[:, : shape.head_dim] for t in totals
+            ]
+            store(after(read))
+
+        accumulators = [plgpu.ACC((WGMMA_M, WGMMA_M))] * (number * shape.column_blocks)
+        pl.run_scoped(with_accumulators, *accumulators)
+    else:
+        zeros = tuple(mma.zeros(shape.head_dim, jnp.float32) for _ in range(number))
+        store(after(_multiply(ctx, keys, first_step, zeros)))
+    # All threads have read the descriptor: the warpgroup synchronised when the result was staged.
+    shared.items.release(item)
+    return first_step + blocks
+
+
+def _store(ctx: Context, place: tuple[Any, Any], rows: Any, totals: list[jax.Array]) -> None:
+    """Stages each tile of 64 rows; TMA stores those that are full."""
+    consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the item before
+    for i, total in enumerate(totals):
+        number = consumer * ctx.config.query_tiles + i
+        staged = tuple(view.at[number] for view in ctx.shared.result)
+        values = total.astype(ctx.outputs[0].dtype)
+        for block, part in enumerate(stores.column_blocks(values, ctx.shape.column_blocks)):
+            view = staged[0].at[pl.ds(block, 1)]
+            stores.stage_rows(view, part, reads_late=True, interpret=ctx.interpret)
+        plgpu.commit_smem()
+        left = jnp.clip(rows - number * WGMMA_M, 0, WGMMA_M)
+        stores.store_staged(
+            ctx,
+            [staged],
+            ctx.outputs,
+            (place[0] + number * WGMMA_M, place[1]),
+            (jnp.int32(0), left),
+            is_full=left == WGMMA_M,
+            is_partial=left < WGMMA_M,
+        )
+
+
+def _consume(ctx: Context) -> None:
+    """A consumer warpgroup."""
+    ctx.shared.blocks.release_all()
+    ctx.shared.items.release_all()
+    lax.fori_loop(0, ctx.item_count, lambda item, step: _tile(ctx, item, step), jnp.int32(0))
+    plgpu.wait_smem_to_gmem(0, wait_read_only=False)
+
+
+# Host side
+
+
+def stored_kernel(
+    d_scores: jax.Array,
+    operands: Operands,
+    shape: Shape,
+    config: AttentionBackwardConfig,
+    *,
+    num_sms: int,
+    interpret: Any = False,
+) -> jax.Array:
+    """d_query [rows, K, H], rows in the order of `operands`, whose parts are whole users."""
+    query = operands.query
+    height = NUM_CONSUMERS * config.query_tiles * WGMMA_M
+    tiles = query_tiles(operands.users, shape.rows, height)
+    workers = min(num_sms, (tiles.shape[0] - 1) * shape.kv_heads)
+    shape = dataclasses.replace(shape, workers=workers)
+    (d_query,) = launch(
+        Roles(functools.partial(Context, shape, config), _produce, _consume),
+        StoredOperands(d_scores, operands.key, tiles),
+        (jax.ShapeDtypeStruct(query.shape, query.dtype),),
+        config.stored_shared(shape.head_dim),
+        dtype=query.dtype,
+        name="ikbo_attention_backward_stored",
+        workers=workers,
+        interpret=interpret,
+    )
+    return d_query
