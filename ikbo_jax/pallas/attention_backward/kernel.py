@@ -166,7 +166,14 @@ def attention_backward_kernel(
         row_numbers.pack(query, rows.order, kv_heads),
         row_numbers.pack(d_out, rows.order, kv_heads),
         row_numbers.statistics(
-            out, lse, d_out, d_lse, rows, kv_heads, shape.blocks * config.block_q
+            out,
+            lse,
+            d_out,
+            d_lse,
+            rows,
+            kv_heads,
+            shape.blocks * config.block_q,
+            interpret=interpret,
         ),
         key,
         value,

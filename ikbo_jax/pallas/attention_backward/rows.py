@@ -8,12 +8,13 @@ query, then by query head.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from ikbo_jax.pallas.attention_backward.context import USER_WORDS
+from ikbo_jax.pallas.attention_backward.statistics import Inputs, statistics_kernel
 from ikbo_jax.pallas.flash import work_order
 from ikbo_jax.problems.attention_backward import BLOCK_KV
 from ikbo_jax.problems.hopper import TILE_ROWS
@@ -153,16 +154,30 @@ def statistics(
     rows: Rows,
     kv_heads: int,
     count: int,
+    *,
+    interpret: Any = False,
 ) -> jax.Array:
     """[K, 2, count + 128] f32: lse in powers of 2, and delta, at the rows' targets.
 
     Targets of a user begin with a block, so TMA copies blocks that begin at whole 64 bytes and end
     inside of the array. A copy that began at an array's last value, 12 bytes after whole 16 bytes,
-    ended with an illegal instruction on an H200. At rows of no query, lse is infinite.
+    ended with an illegal instruction on an H200. Numbers at rows of no query are arbitrary.
 
     With P = exp(scores - lse), the gradient of a score is P * (d_out @ value.T - delta), where
     delta = sum(d_out * out) - d_lse. Rows without keys get an lse of infinity, hence P = 0.
     """
+    if not interpret:
+        poison = None if rows.is_valid is None else _nan_unless(rows.is_valid, jnp.zeros(1))
+        width = out.shape[-1]
+        inputs = Inputs(
+            *(x.reshape(-1, width) for x in (out, d_out)),
+            lse.reshape(-1),
+            None if d_lse is None else d_lse.reshape(-1),
+            rows.targets.reshape(-1),
+            poison,
+        )
+        group = rows.targets.shape[-1]
+        return statistics_kernel(inputs, kv_heads=kv_heads, group=group, count=count + TILE_ROWS)
     delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     if d_lse is not None:
         delta = delta - d_lse
