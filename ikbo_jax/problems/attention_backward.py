@@ -26,8 +26,9 @@ BLOCK_KV = TILE_ROWS
 D_SCORES_BUFFERS = 2
 #: Ways to compute d_query; see `AttentionBackwardConfig`.
 D_QUERY = ("sum", "parts", "launch", "stored")
-#: Most bytes of gradients of scores that "stored" keeps in device memory.
-MAX_STORED_BYTES = 2 * 2**30
+#: Most bytes of gradients of scores that "stored" keeps in device memory, 2.25 GiB. Of more, it
+#: stores and multiplies those of some keys, then those of others.
+MAX_STORED_BYTES = 9 * 2**28
 #: Keys of a block of the launch that multiplies stored gradients of scores.
 STORED_BLOCK_KV = BLOCK_K
 #: Most tiles of keys whose parts of d_query are stored apart by default; each part takes twice the
@@ -90,6 +91,7 @@ class StoredShared(NamedTuple):
     blocks: Any  # ring of [2 consumers * query tiles + column blocks, 64, 64]: gradients of scores,
     # queries by keys, of every tile of 64 queries, and keys by columns
     result: Any  # [2 consumers * query tiles, column blocks, 64, 64]
+    f32_staging: Any  # [2 consumers, 64, columns] f32, only under interpretation
 
 
 class DQueryShared(NamedTuple):
@@ -214,14 +216,19 @@ class AttentionBackwardConfig(Config):
                 self.kv_stages, ready=tiles + blocks, tiles=(tiles + blocks, WGMMA_M, BLOCK_K)
             ),
             result=memory.Tiles((tiles, blocks, WGMMA_M, BLOCK_K)),
+            f32_staging=memory.Staging((NUM_CONSUMERS, WGMMA_M, blocks * BLOCK_K), "float32"),
         )
 
-    def stored_bytes(self, problem: AttentionSizes) -> int:
-        """Device memory of stored gradients of scores, of 16 bits each."""
-        group = problem.q_heads // problem.kv_heads
-        blocks = most_blocks(problem.batch, problem.users, problem.q_len * group, self.block_q)
-        tiles = -(-problem.kv_len // BLOCK_KV)
-        return problem.kv_heads * tiles * BLOCK_KV * blocks * self.block_q * 2
+    def stored_tiles(self, tiles: int, kv_heads: int, blocks: int) -> int:
+        """Tiles of keys whose gradients of scores are stored at once; 0 if one is too large.
+
+        Args:
+          tiles: all tiles of a user.
+          kv_heads: K.
+          blocks: blocks of queries of a key head.
+        """
+        most = MAX_STORED_BYTES // (kv_heads * BLOCK_KV * blocks * self.block_q * 2)
+        return -(-tiles // -(-tiles // most)) if most else 0
 
     def smem_bytes(self, head_dim: int) -> int:
         """Shared memory of one CTA, of the launch that needs most."""
@@ -275,8 +282,14 @@ class AttentionBackwardConfig(Config):
             return f"block_kv must be {STORED_BLOCK_KV} for stored, but is {self.block_kv}"
         if not self.has_d_query and self.kv_stages < 2:
             return f"kv_stages must be at least 2, but is {self.kv_stages}"
-        if self.stores_d_scores and (size := self.stored_bytes(problem)) > MAX_STORED_BYTES:
-            return f"gradients of scores take {size} bytes, and {MAX_STORED_BYTES} may be stored"
+        if self.stores_d_scores:
+            group = problem.q_heads // problem.kv_heads
+            blocks = most_blocks(problem.batch, problem.users, problem.q_len * group, self.block_q)
+            if not self.stored_tiles(1, problem.kv_heads, blocks):
+                return (
+                    f"gradients of scores of {BLOCK_KV} keys and {blocks * self.block_q} queries "
+                    f"of {problem.kv_heads} heads take more than {MAX_STORED_BYTES} bytes"
+                )
         return hopper.why_not_smem(self, self.smem_bytes(problem.head_dim), problem.head_dim)
 
 

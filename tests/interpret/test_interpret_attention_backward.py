@@ -197,6 +197,23 @@ def test_interpreted_gradients_are_right_and_free_of_races(
         problems.assert_within_error_rule(np.asarray(result), w, np.asarray(p))
 
 
+@pytest.mark.parametrize("name", ["stored_h128_f16", "stored_tall_h96"])
+def test_interpreted_stored_gradients_by_chunks_of_keys(
+    name: str, launches: interpreter.Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two launches for every tile of keys, if no more may be stored."""
+    monkeypatch.setattr(Config, "stored_tiles", lambda *sizes: 1)
+    case = dataclasses.replace(CASES[name], sum_dtype="float32")
+    inputs, tensors = make(case)
+    tiles = -(-case.shape.kv_len // 128)
+    results = jax.block_until_ready(gradients.__wrapped__(inputs, tensors, case))
+    launches.assert_no_races(2 * tiles)
+    want = expected(inputs, tensors, case.scale)
+    rounded = plain(inputs, tensors, case.scale, case.sum_dtype)
+    for result, w, p in zip(results, want, rounded, strict=True):
+        problems.assert_within_error_rule(np.asarray(result), w, np.asarray(p))
+
+
 def test_interpreted_gradients_repeat_bitwise() -> None:
     case = CASES["unsorted_grouped_heads"]
     inputs, tensors = make(case)

@@ -40,6 +40,7 @@ class Case:
     dtype: str = "bfloat16"
     has_lengths: bool = True
     sum_dtype: str | None = None
+    chunks: int = 1
 
     @property
     def problem(self) -> AttentionProblem:
@@ -86,6 +87,13 @@ CASES = {
     "h128_two_launches": Case(Config(64, 3, d_query="launch")),
     "h128_two_launches_wide": Case(Config(64, 3, 1, "launch", 96, 2), dtype="float16"),
     "h64_two_launches": Case(Config(128, 2, 1, "launch", 128, 3), 64, has_lengths=False),
+    "h128_stored": Case(Config(64, 3, 1, "stored", kv_stages=4)),
+    "h128_stored_tall": Case(Config(64, 3, 1, "stored", tall=True), dtype="float16"),
+    "h128_stored_in_chunks": Case(Config(64, 3, 1, "stored", tall=True), kv_len=8192, chunks=2),
+    "h96_stored_f32_sums": Case(Config(64, 3, 1, "stored"), 96, sum_dtype="float32"),
+    "h64_stored": Case(Config(128, 3, 1, "stored", kv_stages=4, tall=True), 64),
+    "h64_stored_overlapped": Case(Config(64, 4, 1, "stored", kv_stages=5), 64),
+    "h128_stored_few_queries": Case(Config(16, 3, 2, "stored"), q_len=1, q_heads=8),
     "h128_f32_sums": Case(Config(64), sum_dtype="float32"),
     "h64_f32_sums": Case(Config(128), 64, sum_dtype="float32"),
     "h128_two_launches_f32_sums": Case(Config(64, 3, d_query="launch"), sum_dtype="float32"),
@@ -105,7 +113,8 @@ def test_offline_attention_backward_kernel_is_fit(name: str, compiler: offline.C
     assert case.config.illegal_reason(case.problem) is None
     launches = compiler.compile(*case.launch())
     of_keys = len(attention_backward.launches(case.head_dim))
-    assert len(launches) == of_keys + (case.config.d_query == "launch")
+    of_queries = 1 - case.config.has_d_query
+    assert len(launches) == 1 + case.chunks * (of_keys + of_queries)
     for compiled in launches:
         assert not compiled.faults
     most = max(compiled.smem_bytes for compiled in launches)
@@ -144,7 +153,7 @@ def test_offline_missing_wait_is_found(
     """Without the waits for a block's products, or for a tile's sums, ptxas sees accumulators that
     are read while WGMMAs write them."""
     left_out = planted.missing_wait(monkeypatch, function)
-    (compiled,) = compiler.compile(*CASES["h64_few_queries"].launch())
+    _, compiled = compiler.compile(*CASES["h64_few_queries"].launch())
     assert left_out
     assert compiled.ptxas.serialized
 
@@ -163,6 +172,6 @@ def test_offline_wide_descriptors_are_found(
         return arith.addi(descriptor, arith.muli(arith.extui(i64, count), size))
 
     monkeypatch.setattr(products, "_offset", offset)
-    (compiled,) = compiler.compile(*CASES["h128"].launch())
+    _, compiled = compiler.compile(*CASES["h128"].launch())
     assert compiled.ptxas.wide_descriptors
     assert len(compiled.faults) == 1

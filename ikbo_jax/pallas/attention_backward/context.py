@@ -29,11 +29,13 @@ class Shape:
 
     Attributes:
       rows: query rows of a key head: B * T * N / K.
-      kv_tiles: tiles of keys of a user.
+      kv_len: keys whose gradients the launch computes, from `first_key` on.
+      kv_tiles: tiles of these keys of a user.
       blocks: the largest number of query blocks of a key head.
       splits: parts of a user's rows.
       scale: of the scores.
       gradients: "key", "value" or both.
+      first_key: a multiple of the keys of a tile.
     """
 
     rows: int
@@ -47,6 +49,7 @@ class Shape:
     scale: float
     gradients: Gradients = BOTH
     workers: int = 1
+    first_key: int = 0
 
     @property
     def items(self) -> int:
@@ -79,7 +82,7 @@ class Outputs(NamedTuple):
     )
     # of a consumer; None unless a second launch multiplies them. Rows of no query, and keys of
     # tiles past a user's length, are arbitrary.
-    d_key: Any  # [U, S, K, H] of 16 bits, or [U * splits * S, K, H] f32; None if not computed
+    d_key: Any  # [U, keys, K, H] of 16 bits, or [U * splits * keys, K, H] f32; None if not computed
     d_value: Any  # likewise
 
 

@@ -52,6 +52,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -160,8 +161,13 @@ def attention_backward_kernel(
         scale=scale,
     )
     workers = 1 if interpret else min(num_sms, shape.items)
-    run = functools.partial(_launch, config=config, workers=workers, interpret=interpret)
-    sum_dtype = jnp.dtype(dtype or key.dtype)
+    run = functools.partial(
+        _launch,
+        dtype=jnp.dtype(dtype or key.dtype),
+        config=config,
+        workers=workers,
+        interpret=interpret,
+    )
     operands = Operands(
         row_numbers.pack(query, rows.order, kv_heads),
         row_numbers.pack(d_out, rows.order, kv_heads),
@@ -180,30 +186,54 @@ def attention_backward_kernel(
         rows.parts,
     )
     if config.stores_d_scores:
-        d_scores, d_key, d_value = run(operands, sum_dtype, shape=shape)
-        operands = operands._replace(users=rows.users)
-        result = stored_kernel(
-            d_scores, operands, shape, config, num_sms=num_sms, interpret=interpret
-        )
+        multiply = functools.partial(stored_kernel, num_sms=num_sms, interpret=interpret)
+        result, d_key, d_value = _stored(operands, rows.users, shape, config, run, multiply)
         return row_numbers.unpack(result, rows.position, query.shape), d_key, d_value
     if config.d_query == "launch":
         found: dict[str, jax.Array] = {}
         for names in launches(head_dim):
             of_launch = dataclasses.replace(shape, gradients=names)
-            found |= zip(names, run(operands, sum_dtype, shape=of_launch), strict=True)
+            found |= zip(names, run(operands, shape=of_launch), strict=True)
         d_key, d_value = found["key"], found["value"]
         operands = operands._replace(users=rows.users)
         result = d_query_kernel(operands, shape, config, num_sms=num_sms, interpret=interpret)
         return row_numbers.unpack(result, rows.position, query.shape), d_key, d_value
-    sums, d_key, d_value = run(operands, sum_dtype, shape=shape)
+    sums, d_key, d_value = run(operands, shape=shape)
     d_query = row_numbers.unpack_d_query(sums, rows, kv_heads, scale, query.dtype)
     return d_query, d_key, d_value
 
 
+def _stored(
+    operands: Operands,
+    users: jax.Array,
+    shape: Shape,
+    config: AttentionBackwardConfig,
+    run: Callable[..., tuple[jax.Array, ...]],
+    multiply: Callable[..., jax.Array],
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """d_query as rows, d_key and d_value, by two launches for as many keys as can be stored."""
+    chunk = BLOCK_KV * config.stored_tiles(shape.kv_tiles, shape.kv_heads, shape.blocks)
+    whole_users, is_one = operands._replace(users=users), chunk >= shape.kv_len
+    found = []
+    for first in range(0, shape.kv_len, chunk):
+        keys = min(chunk, shape.kv_len - first)
+        tiles = pl.cdiv(keys, BLOCK_KV)
+        part = dataclasses.replace(shape, first_key=first, kv_len=keys, kv_tiles=tiles)
+        d_scores, *gradients = run(operands, shape=part)
+        dtype = operands.query.dtype if is_one else jnp.float32
+        found.append((multiply(d_scores, whole_users, part, config, dtype=dtype), *gradients))
+    if is_one:
+        return found[0]
+    d_query, *of_keys = zip(*found, strict=True)
+    total = functools.reduce(jnp.add, d_query).astype(operands.query.dtype)
+    d_key, d_value = (jnp.concatenate(parts, axis=1) for parts in of_keys)
+    return total, d_key, d_value
+
+
 def _launch(
     operands: Operands,
-    dtype: Any,
     *,
+    dtype: Any,
     shape: Shape,
     config: AttentionBackwardConfig,
     workers: int,
@@ -220,7 +250,8 @@ def _launch(
     planes = shape.kv_heads * (shape.kv_tiles if config.d_query == "parts" else 1)
     key, sums = operands.key, (planes, shape.blocks * config.block_q, shape.head_dim)
     # Threads store f32, to rows of all users; TMA stores 16 bits, and drops rows past S.
-    gradient = jax.ShapeDtypeStruct(key.shape, key.dtype)
+    keys = (shape.users, shape.kv_len, *key.shape[2:])
+    gradient = jax.ShapeDtypeStruct(keys, key.dtype)
     if dtype != key.dtype or shape.splits > 1:
         rows = shape.users * shape.splits * shape.kv_len
         gradient = jax.ShapeDtypeStruct((rows, *key.shape[2:]), jnp.float32)
@@ -243,8 +274,8 @@ def _launch(
         interpret=interpret,
     )
     number = len(shape.gradients)
-    parts = (shape.users, shape.splits, *key.shape[1:])
+    parts = (shape.users, shape.splits, *keys[1:])
     d_query, gradients = found[:-number], found[-number:]
     if shape.splits > 1:
         gradients = tuple(jnp.sum(x.reshape(parts), axis=1) for x in gradients)
-    return *d_query, *(x.reshape(key.shape).astype(dtype) for x in gradients)
+    return *d_query, *(x.reshape(keys).astype(dtype) for x in gradients)

@@ -29,7 +29,8 @@ def _send_item(ctx: BackwardContext, item: Any, number: Any, step: Any) -> Any:
     tile, rest = lax.rem(number, shape.kv_tiles), lax.div(number, shape.kv_tiles)
     head, part = lax.rem(rest, shape.kv_heads), lax.div(rest, shape.kv_heads)
     first_row, rows, first_target = (users[part, i] for i in range(3))
-    keys = users[part, 3] - tile * BLOCK_KV
+    first_key = shape.first_key + tile * BLOCK_KV
+    keys = users[part, 3] - first_key
     user = lax.div(part, shape.splits)
     blocks = jnp.where(keys > 0, pl.cdiv(rows, block_q), 0)
     words = (blocks, rows, part, head, tile, keys, first_target)
@@ -40,7 +41,7 @@ def _send_item(ctx: BackwardContext, item: Any, number: Any, step: Any) -> Any:
         sources = (ctx.operands.key, ctx.operands.value) if ctx.has_key else (ctx.operands.key,)
         for operand, source in enumerate(sources):
             for consumer in range(NUM_CONSUMERS):
-                first = jnp.minimum(tile * BLOCK_KV + consumer * WGMMA_M, shape.kv_len - 1)
+                first = jnp.minimum(first_key + consumer * WGMMA_M, source.shape[1] - 1)
                 tiles = shared.keys_values.tiles[1].at[slot, operand, consumer]
                 index = (user, pl.ds(first, WGMMA_M), head)
                 ctx.load(source, index, tiles, shared.keys_values.ready.at[slot])

@@ -83,13 +83,14 @@ def _send_item(ctx: Context, item: Any, step: Any) -> Any:
     number = ctx.items - 1 - ctx.worker - item * shape.workers
     tile, head = lax.div(number, shape.kv_heads), lax.rem(number, shape.kv_heads)
     words = [operands.tiles[tile, i] for i in range(TILE_WORDS)]
+    words[KEYS] = jnp.clip(words[KEYS] - shape.first_key, 0, shape.kv_len)
     shared.items.send_words(item, (*words, head), after=shared.items)
     last_tile = lax.div(jnp.maximum(words[ROWS] - 1, 0), WGMMA_M)
     blocks = ctx.blocks(words[KEYS])
 
     @pl.loop(0, blocks)
     def _(block: Any) -> None:
-        ring, first = shared.blocks, block * STORED_BLOCK_KV
+        ring, first = shared.blocks, shape.first_key + block * STORED_BLOCK_KV
         ring.await_free(step + block)
         ready, tiles = ring.ready_at(step + block), ring.copied(step + block)
         plane = head * shape.kv_tiles * NUM_CONSUMERS + block
@@ -206,6 +207,15 @@ def _tile(ctx: Context, item: Any, first_step: Any) -> Any:
 def _store(ctx: Context, place: tuple[Any, Any], rows: Any, totals: list[jax.Array]) -> None:
     """Stages each tile of 64 rows; TMA stores those that are full."""
     consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
+    if ctx.outputs[0].dtype == jnp.float32:
+        staging = ctx.shared.f32_staging.at[consumer] if ctx.interpret else None
+        for i, total in enumerate(totals):
+            first = (consumer * ctx.config.query_tiles + i) * WGMMA_M
+            left = jnp.clip(rows - first, 0, WGMMA_M)
+            target = (place[0] + first, place[1], jnp.int32(0), left)
+            stores.store_rows(ctx.outputs[0], total, *target, staging, interpret=ctx.interpret)
+        plgpu.commit_smem()
+        return
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the item before
     for i, total in enumerate(totals):
         number = consumer * ctx.config.query_tiles + i
@@ -245,9 +255,13 @@ def stored_kernel(
     config: AttentionBackwardConfig,
     *,
     num_sms: int,
+    dtype: Any,
     interpret: Any = False,
 ) -> jax.Array:
-    """d_query [rows, K, H], rows in the order of `operands`, whose parts are whole users."""
+    """d_query [rows, K, H] in `dtype`, of the keys that `shape` describes, as d_scores is.
+
+    Rows are in the order of `operands`, whose parts of users are whole ones.
+    """
     query = operands.query
     height = NUM_CONSUMERS * config.query_tiles * WGMMA_M
     tiles = query_tiles(operands.users, shape.rows, height)
@@ -256,7 +270,7 @@ def stored_kernel(
     (d_query,) = launch(
         Roles(functools.partial(Context, shape, config), _produce, _consume),
         StoredOperands(d_scores, operands.key, tiles),
-        (jax.ShapeDtypeStruct(query.shape, query.dtype),),
+        (jax.ShapeDtypeStruct(query.shape, dtype),),
         config.stored_shared(shape.head_dim),
         dtype=query.dtype,
         name="ikbo_attention_backward_stored",
