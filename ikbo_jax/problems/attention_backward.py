@@ -29,6 +29,10 @@ D_QUERY = ("sum", "parts", "launch", "stored")
 #: Most bytes of gradients of scores that "stored" keeps in device memory, 2.25 GiB. Of more, it
 #: stores and multiplies those of some keys, then those of others.
 MAX_STORED_BYTES = 9 * 2**28
+#: Least number of a user's rows for tiles of 256 of them.
+MIN_TALL_ROWS = 256
+#: Largest number of a user's rows for which heads of 64 columns store gradients of scores.
+MAX_STORED_ROWS = 1024
 #: Keys of a block of the launch that multiplies stored gradients of scores.
 STORED_BLOCK_KV = BLOCK_K
 #: Most tiles of keys whose parts of d_query are stored apart by default; each part takes twice the
@@ -324,22 +328,29 @@ class AttentionBackwardProblem(AttentionSizes):
         return -(-self.kv_len // BLOCK_KV)
 
     def fits(self, config: AttentionBackwardConfig) -> bool:
-        """Small blocks and parts are for few rows and keys, splits for few items."""
-        if config.splits > 1 and self.items >= NUM_SMS:
+        """Small blocks and parts are for few rows, stored ones of narrow heads not for many."""
+        if config.d_query == "parts":
+            return self._has_few_rows and self._tiles <= MAX_PARTS
+        is_either = self.head_dim <= BLOCK_K and config.d_query in ("launch", "stored")
+        if is_either and config.stores_d_scores != (self.rows <= MAX_STORED_ROWS):
             return False
         is_narrow = config.block_q < min(WGMMA_M, MAX_BLOCK_Q.get(self.head_dim, WGMMA_M))
-        is_for_few = is_narrow or config.d_query == "parts"
-        return self._is_small if is_for_few else True
+        return self._has_few_rows if is_narrow else True
+
+    def adapt(self, config: AttentionBackwardConfig) -> AttentionBackwardConfig:
+        """Splits and the height of tiles depend on the number of users and of their rows."""
+        is_tall = config.tall and self.rows >= MIN_TALL_ROWS
+        return dataclasses.replace(config, splits=self._splits(config.block_q)[0], tall=is_tall)
 
     @property
-    def _is_small(self) -> bool:
-        """Whether users have one block of queries, and few parts of its gradient."""
-        return self.rows <= WGMMA_M and self._tiles <= MAX_PARTS
+    def _has_few_rows(self) -> bool:
+        """Whether users have one block of queries."""
+        return self.rows <= WGMMA_M
 
     def candidate_configs(self) -> Iterator[AttentionBackwardConfig]:
         """Yields the legal configurations worth timing, the most promising first."""
-        is_small = self._is_small and self.head_dim <= MAX_BOTH_SUMS
-        found = self._for_few_rows() if is_small else self._for_many_rows()
+        has_few = self._has_few_rows and self.head_dim <= MAX_BOTH_SUMS
+        found = self._for_few_rows() if has_few else self._for_many_rows()
         for config in dict.fromkeys(found):
             for splits in self._splits(config.block_q):
                 candidate = dataclasses.replace(config, splits=splits)
@@ -348,35 +359,61 @@ class AttentionBackwardProblem(AttentionSizes):
 
     def _for_few_rows(self) -> Iterator[AttentionBackwardConfig]:
         """For users with one block of queries; keys of the next tile are loaded early."""
+        # On an H100, parts took 0.444 ms with 2,048 users of 8 rows and 256 keys, and 0.227 ms with
+        # 512 users of 8 rows and 512 keys, where stored gradients of scores took 0.556 and 0.290.
+        has_few_parts = self._tiles <= MAX_PARTS
         for block_q in sorted((16, 32, 64), key=lambda block: block < self.rows):
             for kv_slots, stages in ((2, 2), (1, 2), (2, 3)):
-                for d_query in ("parts", "sum"):
+                ways = ("parts", "sum") if has_few_parts else ("stored", "sum")
+                for d_query in ways:
                     yield AttentionBackwardConfig(block_q, stages, kv_slots, d_query)
 
     def _for_many_rows(self) -> Iterator[AttentionBackwardConfig]:
-        widest = MAX_BLOCK_Q.get(self.head_dim, WGMMA_M)
-        rings: tuple[tuple[int, int], ...]
-        if self.head_dim <= BLOCK_K:
-            rings = ((128, 3), (128, 2), (96, 4), (64, 5))
-        elif self.head_dim > MAX_BOTH_SUMS:
+        if self.head_dim > MAX_BOTH_SUMS:
             for block_q, stages in ((64, 2), (48, 3), (48, 2), (32, 3)):
                 for block_kv, kv_stages in ((64, 2), (48, 2), (32, 3), (32, 2)):
                     yield AttentionBackwardConfig(block_q, stages, 1, "launch", block_kv, kv_stages)
             return
+        widest = MAX_BLOCK_Q.get(self.head_dim, WGMMA_M)
+        is_narrow = self.head_dim <= BLOCK_K
+        # On an H100 with S = 2048 and 64 candidates a user, stored gradients of scores took 1.43 ms
+        # at H = 128, and another launch for d_query 1.63 ms. At H = 64, where they save half as
+        # many products, these took 0.99 and 0.93 ms; with 2 users of 472 rows and 8 heads, 31 and
+        # 36 us.
+        launched = self._launched(((128, 3), (128, 2), (96, 4), (64, 5)) if is_narrow else None)
+        if is_narrow and self.rows > MAX_STORED_ROWS:
+            yield from launched
+            yield from self._stored()
         else:
-            rings = ((64, 3), (96, 2), (80, 2))
-        # On an H200 with S = 2048 and 64 candidates a user, a second launch took 1.58 ms at
-        # H = 128 and 0.924 ms at H = 64, where one sum took 1.77 ms and 0.942 ms.
-        for stages in (3, 2):
-            for block_kv, kv_stages in rings:
-                yield AttentionBackwardConfig(widest, stages, 1, "launch", block_kv, kv_stages)
+            yield from self._stored()
+            yield from launched
         for block_q in (widest, *(x for x in (96, 64, 48, 32) if x < widest)):
             for stages in (2, 3):
                 yield AttentionBackwardConfig(block_q, stages)
 
+    def _launched(
+        self, rings: tuple[tuple[int, int], ...] | None
+    ) -> Iterator[AttentionBackwardConfig]:
+        widest = MAX_BLOCK_Q.get(self.head_dim, WGMMA_M)
+        for stages in (3, 2):
+            for block_kv, kv_stages in rings or ((64, 3), (96, 2), (80, 2)):
+                yield AttentionBackwardConfig(widest, stages, 1, "launch", block_kv, kv_stages)
+
+    def _stored(self) -> Iterator[AttentionBackwardConfig]:
+        if self.head_dim <= BLOCK_K:
+            yield AttentionBackwardConfig(64, 2, 2, "stored", kv_stages=4)
+            yield AttentionBackwardConfig(128, 3, 1, "stored", kv_stages=4)
+            return
+        if self.rows >= MIN_TALL_ROWS:
+            yield AttentionBackwardConfig(64, 3, 1, "stored", kv_stages=3, tall=True)
+        yield AttentionBackwardConfig(64, 3, 1, "stored", kv_stages=4)
+
     def _splits(self, block_q: int) -> tuple[int, ...]:
-        """Parts of a user's queries: enough for two items an SM, of at least four blocks."""
+        """Parts of a user's queries: enough for two items an SM, of at least four blocks.
+
+        With one user of 10,000 rows, 8 heads and 1,024 keys, four parts took 0.169 ms on an H100,
+        and one 0.231 ms.
+        """
         enough = -(-2 * NUM_SMS // max(self.items, 1))
         splits = min(enough, self.rows // (4 * block_q)) if self.items < NUM_SMS else 1
-        # Not the default: on a GPU, splits ran only in a version that had d_query wrong.
-        return (1, splits) if splits > 1 else (1,)
+        return (splits, 1) if splits > 1 else (1,)
