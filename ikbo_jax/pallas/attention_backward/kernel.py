@@ -15,6 +15,8 @@ shared memory; a tile's part of d_query is summed with the parts of the user's o
 memory: by TMA in L2, in the order of the tiles, or by XLA. Either way, each sum is
 computed in one order, and a repeated launch gives the same bits.
 
+With `d_query="stored"`, dS goes to device memory instead, and `stored` multiplies it by the keys.
+
 Heads wider than 128 columns have no registers for two sums: one launch computes d_value, from keys
 alone, another one d_key, and `d_query` computes d_query.
 
