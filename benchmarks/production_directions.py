@@ -12,11 +12,13 @@ import jax.numpy as jnp
 
 from benchmarks.production_providers import Contender
 from ikbo_jax._timing.programs import UNTIMED_ON_GPU
+from ikbo_jax.cases import error_rule
 from ikbo_jax.cases.error_rule import Check
 
 #: Without the files of XLA's choices of GEMMs, which processes share: an oracle's GEMMs are not
 #: timed, and no other program may take them for the fastest.
 _UNTIMED = {**UNTIMED_ON_GPU, "xla_gpu_per_fusion_autotune_cache_dir": ""}
+_compare = jax.jit(error_rule.compare)
 
 
 def in_direction(contender: Contender, direction: str) -> tuple[Callable[..., Any], tuple]:
@@ -54,12 +56,6 @@ def exact_results(contender: Contender, direction: str) -> list[jax.Array]:
     return list(found[is_backward:])
 
 
-@jax.jit
-def _error_and_largest(actual: jax.Array, truth: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The largest difference, NaN if there is any, and the largest expected value."""
-    return jnp.max(jnp.abs(actual.astype(jnp.float32) - truth)), jnp.max(jnp.abs(truth))
-
-
 def compare(
     contender: Contender, direction: str, expected: Sequence[jax.Array], results: Sequence[Any]
 ) -> Check:
@@ -74,7 +70,7 @@ def compare(
     checks = []
     for actual, truth in zip(found, expected, strict=True):
         # On the device: NumPy takes seconds of processor time for a gradient of 100 million values.
-        error, largest = map(float, _error_and_largest(actual, truth))
+        error, largest = map(float, _compare(actual, truth))
         checks.append(Check(error, contender.tolerance * largest))
     return max(checks, key=ratio)
 
