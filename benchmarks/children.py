@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -53,16 +53,22 @@ def ending(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
             process.wait()
 
 
-def claims(folder: pathlib.Path, number: int, until: float = float("inf")) -> Iterator[int]:
+def claims(
+    folder: pathlib.Path,
+    number: int,
+    until: float = float("inf"),
+    go_on: Callable[[], bool] = lambda: True,
+) -> Iterator[int]:
     """Yields numbers below `number`, each to one of the processes that share a folder.
 
     Args:
       folder: a folder of its own for each piece of work.
       number: the end of the range.
       until: time, in Unix seconds, after which this process gets no further number.
+      go_on: called before each claim; if it returns False, this process gets no further number.
     """
     for n in range(number):
-        if time.time() > until:
+        if time.time() > until or not go_on():
             return
         try:
             (folder / f"claimed-{n}").touch(exist_ok=False)

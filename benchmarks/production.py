@@ -9,9 +9,11 @@ measured copy, and an empty kernel. Where a call takes less than `SHORT_MS`, ker
 CUPTI, since Python launches no faster; all contenders of a point are timed in the same way. Without
 a GPU all sizes shrink, and the figures only show that the benchmark runs.
 
-`--jobs` processes compile and check points, and one process at a time times them afterwards. With
-`--budget-s`, a part of the time goes to compiling; the results file names the points for which no
-time was left. The sweeps take turns, so that each has points.
+`--jobs` processes compile and check points, and one process at a time times them afterwards.
+Alternatives that cannot be the best are left out, and the results file says why
+(`production_programs`). With `--budget-s`, points are compiled while the rest of the time suffices
+to time them; the results file names the points that are missing. The sweeps take turns, so that
+each has points, and a process takes both directions of a workload, whose GEMMs are partly the same.
 """
 
 from __future__ import annotations
@@ -27,19 +29,16 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from benchmarks import children, harness, timing
-from benchmarks.production_directions import compare, exact_results, in_direction
+from benchmarks import children, harness, production_bounds, production_programs, timing
 from benchmarks.production_draws import DRAWS, Shape, shapes, shrink
-from benchmarks.production_providers import Contender, contenders
+from benchmarks.production_programs import Program
 from benchmarks.records import OUR_NAME, Record, format_table, points_of, provider_of
-from ikbo_jax.cases.error_rule import Check
 
 #: What is timed, and its useful FLOPs and bytes relative to the forward pass: gradients take five
 #: products for the forward pass' two (for linear compression four for two), and read and write
@@ -57,9 +56,9 @@ SWEEPS = tuple(
 SHORT_MS = 0.3
 #: Largest time relative to the best alternative.
 SLOWEST_BAR = 1.03
-#: Part of the budget for compiling and checks. A point takes 120 s of processor time for it, most
-#: of that for GEMMs that XLA times (7.5 s with 12 processes on 16 cores), and 6 s for its timing.
-COMPILING = 0.55
+#: Seconds that are kept for the timing of each point that is compiled, and most seconds of a
+#: point's compilation until a process has compiled one.
+TIMING_S, COMPILING_S = 5.5, 30.0
 #: Points that are named as the worst.
 WORST = 10
 #: Bars of the geometric means: fraction of the roofline (None: no bar), speed relative to the best
@@ -104,76 +103,6 @@ def points(sweeps: Sequence[str], number: int, seed: int) -> list[Point]:
     return list(itertools.chain.from_iterable(zip(*drawn, strict=True)))
 
 
-class Program(NamedTuple):
-    """A compiled and checked contender; its arrays are made again for the timing.
-
-    Attributes:
-      make: makes the contender and its arrays.
-      compiled: None if it cannot run.
-      record: its entry in the results file, with the error.
-    """
-
-    make: Callable[[], Contender]
-    compiled: Any
-    record: dict[str, Any]
-
-
-def compiled(point: Point) -> list[Program]:
-    """Compiles and checks every contender of a point."""
-    makes = list(contenders(point.shape))
-    exact = exact_results(makes[1](), point.direction)
-    return [_checked(make, point.direction, exact) for make in makes]
-
-
-def _checked(make: Callable[[], Contender], direction: str, exact: list[np.ndarray]) -> Program:
-    """Compiles a contender, runs it once and compares its results."""
-    record: dict[str, Any] = {"name": make.__name__, "stage": "-"}
-    check = Check(0.0, 1.0)
-    try:
-        contender = make()
-        record = {"name": contender.name, "stage": contender.stage}
-        fn, args = in_direction(contender, direction)
-        program = jax.jit(fn).lower(*args).compile()
-        results = jax.block_until_ready(program(*args))
-        if contender.is_comparable:
-            check = compare(contender, direction, exact, results)
-        else:
-            record["note"] = "another function: softmax"
-    except Exception as failure:
-        return Program(make, None, _not_run(record, failure))
-    memory = program.memory_analysis()
-    record |= {
-        "temp_bytes": None if memory is None else int(memory.temp_size_in_bytes),
-        **check._asdict(),
-        "ok": check.ok,
-    }
-    return Program(make, program, record)
-
-
-def _not_run(record: dict[str, Any], failure: Exception) -> dict[str, Any]:
-    """The entry of a contender that raised.
-
-    It is no failure of an alternative: cuDNN refuses some sizes, and copies need more memory than
-    there is.
-    """
-    word = "failure" if record["name"] == OUR_NAME else "skipped"
-    return record | {word: f"{type(failure).__name__}: {failure!s:.200}"}
-
-
-def _ready(program: Program, direction: str) -> harness.Contender:
-    """A program with its arrays."""
-    if program.compiled is None:
-        return harness.Contender(program.record)
-    try:
-        _, args = in_direction(program.make(), direction)
-    except Exception as failure:
-        return harness.Contender(
-            _not_run({k: program.record[k] for k in ("name", "stage")}, failure)
-        )
-    thunk = functools.partial(program.compiled, *args)
-    return harness.Contender(dict(program.record), thunk, program.compiled, args)
-
-
 def _short(found: Sequence[harness.Contender]) -> None:
     """Replaces the times of all contenders by CUPTI's, where it could time all of them."""
     timed = [c for c in found if "median_ms" in c.record]
@@ -200,11 +129,13 @@ def _ceilings() -> tuple[float, float]:
 def measure_point(
     point: Point, programs: Sequence[Program], protocol: harness.Protocol
 ) -> dict[str, Any]:
-    """Times all contenders of a point interleaved with the reference matmul."""
-    found = [_ready(program, point.direction) for program in programs]
+    """Times the contenders of a point interleaved with the reference matmul."""
+    found = production_programs.ready(point.shape, point.direction, programs)
+    kept = found if production_bounds.peaks() is None else production_programs.leave_out_slow(found)
     flops, num_bytes = point.work
-    measured = harness.measure(found, flops, protocol)
-    _short(found)
+    measured = harness.measure(kept, flops, protocol)
+    measured["providers"] = [contender.record for contender in found]
+    _short(kept)
     copy, empty = _ceilings()
     compute_ms = flops / measured["matmul_tflops"] / 1e9
     roofline = max(compute_ms, num_bytes / copy / 1e9, empty)
@@ -314,33 +245,97 @@ def _todo(args: argparse.Namespace) -> list[Point]:
     return points(args.sweep, args.number, args.seed)
 
 
+def workloads(todo: Sequence[Point]) -> list[list[int]]:
+    """Positions of the points of each workload, in the order of its first point."""
+    found: dict[Shape, list[int]] = {}
+    for position, point in enumerate(todo):
+        found.setdefault(point.shape, []).append(position)
+    return list(found.values())
+
+
+class Budget:
+    """Decides whether another point can be compiled, so that every compiled point is timed.
+
+    Args:
+      folder: where all processes leave a file for each point that they began to compile.
+      end: Unix time at which the timing must end.
+    """
+
+    def __init__(self, folder: pathlib.Path, end: float) -> None:
+        self._folder, self._end = folder, end
+        self._longest_s = 0.0
+
+    def has_time(self) -> bool:
+        """Whether another point can be compiled, and all points be timed afterwards."""
+        points = len(list(self._folder.glob("begun-*"))) + 1
+        compiling_s = self._longest_s or COMPILING_S
+        return time.time() + compiling_s + TIMING_S * points < self._end
+
+    def compiled(self, point: Point, number: int) -> list[Program]:
+        """The programs of a point."""
+        begin = time.time()
+        (self._folder / f"begun-{number}").touch()
+        rates = production_bounds.peaks()
+        found = production_programs.compiled(point.shape, point.direction, rates)
+        self._longest_s = max(self._longest_s, time.time() - begin)
+        return found
+
+
+def _share_compilations(folder: pathlib.Path) -> None:
+    """Lets the processes of a run share compiled programs, and XLA's choices of GEMMs.
+
+    A choice is the fastest one that XLA found on this device; so it is the same code that another
+    process would get after it compiled and timed dozens of kernels again. Alternatives of a
+    workload, and its two directions, have GEMMs of the same sizes. JAX turns XLA's files on with
+    its own cache. The folder is new in every run: no choice of another version is used.
+    """
+    if jax.default_backend() == "gpu":
+        jax.config.update("jax_compilation_cache_dir", str(folder / "compilations"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
 def _measure_share(args: argparse.Namespace, share: int) -> None:
-    """Measures the points that no other process has claimed; one process at a time times them.
+    """Measures the workloads that no other process has claimed; one process at a time times them.
 
     Programs are compiled before any process times, because XLA times GEMM algorithms then.
     """
     folder = pathlib.Path(args.scratch)
+    _share_compilations(folder)
     todo = _todo(args)
     if jax.default_backend() != "gpu":
         todo = [dataclasses.replace(point, shape=shrink(point.shape)) for point in todo]
-    protocol = harness.Protocol.for_device(quick=args.quick)
-    programs: dict[int, list[Program]] = {}
-    for n in children.claims(folder, len(todo), args.begin + COMPILING * args.budget_s):
-        try:
-            programs[n] = compiled(todo[n])
-        except Exception as failure:  # of the XLA path in float32, with which all are compared
-            print(f"{todo[n].label}: {type(failure).__name__}: {failure!s:.300}", file=sys.stderr)
+    end = args.begin + args.budget_s
+    programs = _compiled_share(todo, folder, Budget(folder, end))
     (folder / f"compiled-{share}").touch()
     while len(list(folder.glob("compiled-*"))) < args.jobs:
         time.sleep(0.1)
+    protocol = harness.Protocol.for_device(quick=args.quick)
     for n, of_point in programs.items():
         with open(folder / "device", "w", encoding="utf-8") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if time.time() > args.begin + args.budget_s:
+            if time.time() > end:
                 return
             record = measure_point(todo[n], of_point, protocol)
         timing.write_results(folder / f"point-{n}.json", {"point": record})
         print(f"{todo[n].sweep} {todo[n].label}: {bars(record, ())}", flush=True)
+
+
+def _compiled_share(
+    todo: Sequence[Point], folder: pathlib.Path, budget: Budget
+) -> dict[int, list[Program]]:
+    """Programs of this process's points, by the point's position, while there is time."""
+    programs: dict[int, list[Program]] = {}
+    positions = workloads(todo)
+    for claim in children.claims(folder, len(positions), go_on=budget.has_time):
+        for n in positions[claim]:
+            if not budget.has_time():
+                break
+            try:
+                programs[n] = budget.compiled(todo[n], n)
+            except Exception as failure:  # of the XLA path in float32, with which all are compared
+                text = f"{todo[n].label}: {type(failure).__name__}: {failure!s:.300}"
+                print(text, file=sys.stderr)
+    return programs
 
 
 def _measure_all(args: argparse.Namespace, argv: Sequence[str], results: dict[str, Any]) -> bool:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import ikbo_jax
+from benchmarks import production_bounds as bounds
 from benchmarks import yardsticks
 from benchmarks.production_draws import AttentionShape, CompressionShape, GdpaShape, Shape
 from benchmarks.records import OUR_NAME
@@ -45,6 +46,8 @@ class Contender(NamedTuple):
       finish_gradients: the same for the gradients.
       is_comparable: whether it computes the same function as this library.
       tolerance: largest error relative to the largest result.
+      work: what it certainly does, for a lower bound of its time.
+      is_xla: whether XLA chooses its GEMMs, which takes most of the time of compiling a point.
     """
 
     name: str
@@ -55,6 +58,8 @@ class Contender(NamedTuple):
     finish_gradients: Callable[[Results], Results] = lambda gradients: gradients
     is_comparable: bool = True
     tolerance: float = TOLERANCE
+    work: bounds.Work = bounds.Work()
+    is_xla: bool = False
 
 
 def _normal(number: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -118,10 +123,15 @@ def _attention(shape: AttentionShape) -> Iterator[Callable[[], Contender]]:
             return materialised_cudnn(*arrays, index, seq_lengths)
 
         stage = "keys and values copied, then cuDNN"
-        return Contender("copies-cudnn", stage, run, args, tolerance=COPIES_TOLERANCE)
+        work = bounds.attention_copies(s)
+        return Contender("copies-cudnn", stage, run, args, tolerance=COPIES_TOLERANCE, work=work)
+
+    def xla() -> Contender:
+        work, stage = bounds.attention_by_xla(s), "implementation='xla'"
+        return Contender("xla", stage, op("xla"), args, work=work, is_xla=True)
 
     yield lambda: Contender(OUR_NAME, "ikbo_jax.attention", op(None), args)
-    yield lambda: Contender("xla", "implementation='xla'", op("xla"), args)
+    yield xla
     yield grouped
     yield copies
 
@@ -165,8 +175,15 @@ def _linear_compression(shape: CompressionShape) -> Iterator[Callable[[], Conten
         def cut(gradients: Results) -> Results:
             return tuple(g[:, : x.shape[1]] for g, x in zip(gradients, args, strict=True))
 
+        if not (s.k_cand % ALIGNMENT or s.k_user % ALIGNMENT):
+            raise NotImplementedError(
+                f"K is a multiple of {ALIGNMENT}, so this is the same program as xla-by-hand"
+            )
         stage = f"in XLA, K padded by hand before to a multiple of {ALIGNMENT}"
-        return Contender("xla-padded", stage, by_hand, tuple(map(pad, args)), finish_gradients=cut)
+        padded_args = tuple(map(pad, args))
+        return Contender(
+            "xla-padded", stage, by_hand, padded_args, finish_gradients=cut, is_xla=True
+        )
 
     def copies() -> Contender:
         size = s.batch * (s.k_cand + s.k_user) * s.n * 2
@@ -178,13 +195,20 @@ def _linear_compression(shape: CompressionShape) -> Iterator[Callable[[], Conten
             weight = jnp.concatenate((w_cand, w_user), axis=1)
             return jnp.matmul(weight, jnp.concatenate((e_cand, e_user[parents]), axis=1))
 
-        stage = "users copied, then one product"
-        return Contender("copies", stage, run, args, tolerance=COPIES_TOLERANCE)
+        stage, work = "users copied, then one product", bounds.compression_copies(s)
+        return Contender(
+            "copies", stage, run, args, tolerance=COPIES_TOLERANCE, work=work, is_xla=True
+        )
+
+    def plain() -> Contender:
+        return Contender(
+            "xla-by-hand", "two products and a sum, in XLA", by_hand, args, is_xla=True
+        )
 
     yield lambda: Contender(OUR_NAME, "ikbo_jax.linear_compression", op(None), args)
-    yield lambda: Contender("xla", "implementation='xla'", op("xla"), args)
-    yield lambda: Contender("xla-by-hand", "two products and a sum, in XLA", by_hand, args)
+    yield lambda: Contender("xla", "implementation='xla'", op("xla"), args, is_xla=True)
     yield padded
+    yield plain
     yield copies
 
 
@@ -262,14 +286,15 @@ def _gdpa(shape: GdpaShape) -> Iterator[Callable[[], Contender]]:
         )
 
     yield lambda: Contender(OUR_NAME, "ikbo_jax.gdpa", op(None), args)
-    yield lambda: Contender("xla", "implementation='xla'", op("xla"), args)
+    yield lambda: Contender("xla", "implementation='xla'", op("xla"), args, is_xla=True)
     yield padded
 
 
 def contenders(shape: Shape) -> list[Callable[[], Contender]]:
     """Makers of this library's contender, which is the first, and of the alternatives.
 
-    The second is the XLA path. A maker raises NotImplementedError with the reason if its contender
+    The second is the XLA path, and the others follow in the order of how likely each is to be the
+    fastest. A maker raises NotImplementedError with the reason if its contender
     cannot run here.
     """
     if isinstance(shape, AttentionShape):

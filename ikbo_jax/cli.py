@@ -20,7 +20,7 @@ from ikbo_jax._version import __version__
 
 # Only the commands import jax, so that `--help` takes no time.
 if TYPE_CHECKING:
-    from ikbo_jax.problems import AttentionProblem, Problem
+    from ikbo_jax.problems import AttentionProblem, LinearCompressionProblem, Problem
 
 #: Exit statuses.
 OK, DISAGREES, UNUSABLE = 0, 1, 2
@@ -124,6 +124,12 @@ def _parser() -> argparse.ArgumentParser:
     _add_sizes(linear_compression, _REQUEST_SIZES, required=True)
     _add_dtype(linear_compression)
     linear_compression.set_defaults(problem=_linear_compression_problem)
+    compression_backward = ops.add_parser(
+        "linear-compression-backward", help="tune the gradient of linear_compression"
+    )
+    _add_sizes(compression_backward, _REQUEST_SIZES, required=True)
+    _add_dtype(compression_backward)
+    compression_backward.set_defaults(problem=_linear_compression_backward_problem)
     attention = ops.add_parser("attention", help="tune attention")
     _add_sizes(attention, _ATTENTION_SIZES, required=True)
     _add_dtype(attention)
@@ -141,7 +147,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_gdpa_sizes(gdpa)
     gdpa.set_defaults(problem=_gdpa_problem)
-    for op in (linear_compression, attention, backward, gdpa):
+    for op in (linear_compression, compression_backward, attention, backward, gdpa):
         op.add_argument(
             "--limit",
             type=_positive,
@@ -302,11 +308,17 @@ def _driver() -> str | None:
 # The problems with the sizes in `args`; ValueError if they are inconsistent.
 
 
-def _linear_compression_problem(args: argparse.Namespace) -> Problem:
+def _linear_compression_problem(args: argparse.Namespace) -> LinearCompressionProblem:
     from ikbo_jax.problems import LinearCompressionProblem
 
     batches, ks = (args.users, args.candidates), (args.k_user, args.k_cand)
     return LinearCompressionProblem(batches, ks, args.m, args.n, args.dtype)
+
+
+def _linear_compression_backward_problem(args: argparse.Namespace) -> Problem:
+    from ikbo_jax.problems import LinearCompressionBackwardProblem
+
+    return LinearCompressionBackwardProblem.of(_linear_compression_problem(args))
 
 
 def _attention_problem(args: argparse.Namespace) -> AttentionProblem:

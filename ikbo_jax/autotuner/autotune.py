@@ -24,6 +24,7 @@ from ikbo_jax.problems import (
     AttentionProblem,
     GdpaConfig,
     GdpaProblem,
+    LinearCompressionBackwardProblem,
     LinearCompressionProblem,
     Problem,
 )
@@ -61,6 +62,17 @@ def tune_linear_compression(
         measured.
       KeyboardInterrupt: Ctrl-C; the text says what was measured and whether it was written.
     """
+    return _tune(problem, progress, limit, run)
+
+
+def tune_linear_compression_backward(
+    problem: LinearCompressionBackwardProblem,
+    *,
+    progress: Progress | None = None,
+    limit: int | None = None,
+    run: Callable[[Task], dict[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """`tune_linear_compression` for the gradient of linear compression."""
     return _tune(problem, progress, limit, run)
 
 

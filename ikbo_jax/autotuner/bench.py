@@ -24,7 +24,13 @@ import jax.export
 import jax.numpy as jnp
 
 from ikbo_jax import _timing
-from ikbo_jax.cases import attention, attention_backward, gdpa, linear_compression
+from ikbo_jax.cases import (
+    attention,
+    attention_backward,
+    gdpa,
+    linear_compression,
+    linear_compression_backward,
+)
 from ikbo_jax.cases.error_rule import Check
 from ikbo_jax.ops import dispatch
 from ikbo_jax.problems import Config, Problem
@@ -97,6 +103,7 @@ class Case(Protocol):
 #: The case of a problem, by op.
 CASES: dict[str, Callable[[Any], Case]] = {
     "linear_compression": linear_compression.Case,
+    "linear_compression_backward": linear_compression_backward.Case,
     "attention": attention.Case,
     "attention_backward": attention_backward.Case,
     "gdpa": gdpa.Case,

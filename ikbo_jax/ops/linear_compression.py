@@ -14,6 +14,7 @@ from ikbo_jax.ops import arguments, dispatch, reverse_only
 from ikbo_jax.ops.linear_compression_backward import (
     Arrays,
     Settings,
+    choose,
     fold,
     gradients,
     problem_of,
@@ -22,7 +23,6 @@ from ikbo_jax.ops.op import Folded, Named, Op, Part, unstack
 from ikbo_jax.ops.partition import Division
 from ikbo_jax.ops.sharded import run_kernel, vary_over_same_axes
 from ikbo_jax.problems import LinearCompressionConfig, LinearCompressionProblem
-from ikbo_jax.problems import linear_compression_backward as backward_problems
 from ikbo_jax.reference import linear_compression as reference
 
 
@@ -235,10 +235,11 @@ class _LinearCompression(Op):
         plan = super().plan_on_platform(call, arrays)
         if plan.implementation != "mosaic_gpu":
             return plan
-        reason = backward_problems.illegal_reason(plan.problem)
-        by_xla = f"{plan.backward}: {reason}"
-        by_kernels = "mosaic_gpu, at user and candidate batch size"
-        return dataclasses.replace(plan, backward=by_xla if reason else by_kernels)
+        config, reason = choose(call.request, plan.problem)
+        backward = f"{plan.backward}: {reason}"
+        if config is not None:
+            backward = f"mosaic_gpu, at user and candidate batch size, {config}; {reason}"
+        return dataclasses.replace(plan, backward=backward, backward_config=config)
 
     def run(self, call: _Call, plan: dispatch.Plan, arrays: Arrays) -> jax.Array:
         if plan.implementation == "xla":
@@ -292,12 +293,11 @@ class _LinearCompression(Op):
         dtype: Any,
     ) -> Arrays:
         no_parents = (None,) * len(arrays.parents)
-        is_kernel = plan.implementation == "mosaic_gpu"
-        if is_kernel and backward_problems.illegal_reason(plan.problem) is None:
+        if plan.backward_config is not None:
             name = dtype and jnp.dtype(dtype).name
             # A candidate is on one device, unless every device has a part of M.
             dtypes = (name, name, name if call.is_m_divided else None)
-            settings = Settings(dtypes, call.request.num_sms)
+            settings = Settings(call.request, dtypes, plan.backward_config)
             return Arrays(*gradients(settings, arrays, cotangents), no_parents)
         weights, embeddings = reference.decomposed_vjp(*arrays, cotangents, dtype=dtype)
         return Arrays(weights, embeddings, no_parents)

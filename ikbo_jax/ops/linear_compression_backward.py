@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -9,12 +10,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ikbo_jax.ops import dispatch
 from ikbo_jax.ops.op import map_sequentially, stack, unstack, vmappable
 from ikbo_jax.ops.sharded import run_kernel
-from ikbo_jax.problems import LinearCompressionProblem
+from ikbo_jax.problems import (
+    LinearCompressionBackwardProblem,
+    LinearCompressionBackwardTuning,
+    LinearCompressionProblem,
+)
 from ikbo_jax.problems.linear_compression_backward import (
     LinearCompressionBackwardConfig,
-    default_config,
+    illegal_reason,
 )
 from ikbo_jax.reference import linear_compression as reference
 
@@ -65,10 +71,30 @@ Dtypes = tuple[str | None, str | None, str | None]
 
 
 class Settings(NamedTuple):
-    """The arguments of `kernel_vjp` that a call decides."""
+    """The arguments of a gradient that are not arrays.
 
+    Attributes:
+      request: the caller's `implementation`; a `config` is the forward kernel's and does not count.
+      dtypes: see `kernel_vjp`.
+      tuning: the kernels' configuration.
+    """
+
+    request: dispatch.Request
     dtypes: Dtypes
-    num_sms: int
+    tuning: LinearCompressionBackwardTuning
+
+
+def choose(
+    request: dispatch.Request, problem: LinearCompressionProblem
+) -> tuple[LinearCompressionBackwardTuning | None, str]:
+    """The configuration for the gradient of `problem`, or None for XLA; and the reason."""
+    if reason := illegal_reason(problem):
+        return None, reason
+    backward = LinearCompressionBackwardProblem.of(problem)
+    request = dataclasses.replace(request, op=backward.op, config=None)
+    found: tuple[LinearCompressionBackwardTuning | None, str]
+    found = dispatch.kernel_config(request, backward)
+    return found
 
 
 def kernel_vjp(
@@ -151,18 +177,21 @@ def kernel_vjp(
 def _run_kernel_vjp(settings: Settings, operands: tuple[Arrays, jax.Array]) -> Gradients:
     """Gradients by kernels, with a vmap rule like the rule of the result."""
 
-    def launch(arrays: Arrays, cotangent: jax.Array, problems: int) -> Gradients:
+    def launch(
+        tuning: LinearCompressionBackwardTuning, arrays: Arrays, cotangent: jax.Array, problems: int
+    ) -> Gradients:
         fn = functools.partial(
             kernel_vjp,
-            config=default_config(problem_of(arrays)),
+            config=tuning.kernels(problem_of(arrays)),
             problems=problems,
-            **settings._asdict(),
+            dtypes=settings.dtypes,
+            num_sms=settings.request.num_sms,
         )
         found: Gradients = run_kernel(fn, *arrays, cotangent)
         return found
 
     def run(operands: tuple[Arrays, jax.Array]) -> Gradients:
-        d_weights, d_embeddings = launch(*operands, 1)
+        d_weights, d_embeddings = launch(settings.tuning, *operands, 1)
         return tuple(x[0] for x in d_weights), d_embeddings
 
     def run_batched(size: int, batched: Any, operands: Any) -> Gradients:
@@ -178,7 +207,11 @@ def _run_kernel_vjp(settings: Settings, operands: tuple[Arrays, jax.Array]) -> G
         )
         arrays = fold(size, [True] * len(weights), arrays._replace(weights=weights))
         cotangent = cotangent.reshape(-1, *cotangent.shape[2:])
-        d_weights, d_embeddings = launch(arrays, cotangent, size)
+        # The kernels run even if a row says that XLA is faster for the folded problem: XLA's
+        # gradients of weights would be those of one problem.
+        tuning, _ = choose(settings.request, problem_of(arrays))
+        tuning = tuning or settings.tuning
+        d_weights, d_embeddings = launch(tuning, arrays, cotangent, size)
         return d_weights, unstack(size, d_embeddings)
 
     found: Gradients = vmappable(run, run_batched)(operands)

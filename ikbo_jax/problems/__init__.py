@@ -12,6 +12,10 @@ from ikbo_jax.problems.few_queries import FewQueriesConfig
 from ikbo_jax.problems.gdpa import GdpaConfig, GdpaProblem
 from ikbo_jax.problems.gdpa_backward import GdpaBackwardConfig
 from ikbo_jax.problems.linear_compression import LinearCompressionConfig, LinearCompressionProblem
+from ikbo_jax.problems.linear_compression_backward import (
+    LinearCompressionBackwardProblem,
+    LinearCompressionBackwardTuning,
+)
 from ikbo_jax.problems.problem import Config, Problem
 
 #: The class of every op's problems, by the op's name in table rows.
@@ -19,6 +23,7 @@ PROBLEMS: dict[str, type[Problem]] = {
     problem.op: problem
     for problem in (
         LinearCompressionProblem,
+        LinearCompressionBackwardProblem,
         AttentionProblem,
         AttentionBackwardProblem,
         GdpaProblem,
@@ -36,6 +41,8 @@ __all__ = [
     "GdpaBackwardConfig",
     "GdpaConfig",
     "GdpaProblem",
+    "LinearCompressionBackwardProblem",
+    "LinearCompressionBackwardTuning",
     "LinearCompressionConfig",
     "LinearCompressionProblem",
     "Problem",

@@ -96,7 +96,7 @@ class LinearCompressionConfig(Config):
         """Bytes of shared memory of one CTA of a single launch; other launches take less."""
         return memory.smem_bytes(self.shared(with_claims=True))
 
-    def illegal_reason(self, problem: LinearCompressionProblem) -> str | None:
+    def illegal_reason(self, problem: LinearCompressionSizes) -> str | None:
         """Why the kernel cannot run `problem` with this configuration; None if it can."""
         if reason := why_not_dtype(problem.dtype):
             return reason
@@ -128,8 +128,8 @@ class LinearCompressionConfig(Config):
 
 
 @dataclasses.dataclass(frozen=True)
-class LinearCompressionProblem(Problem):
-    """Sizes of a (multi-level) linear compression; levels are ordered from coarsest to finest.
+class LinearCompressionSizes(Problem):
+    """Sizes of a (multi-level) linear compression, or of its gradient; the coarsest level is first.
 
     Attributes:
       batches: batch size of every level, e.g. (U, B).
@@ -138,9 +138,6 @@ class LinearCompressionProblem(Problem):
       n: N, embedding width.
       dtype: name of the inputs' dtype.
     """
-
-    op: ClassVar[str] = "linear_compression"
-    config_type: ClassVar[type] = LinearCompressionConfig
 
     batches: tuple[int, ...]
     ks: tuple[int, ...]
@@ -172,13 +169,13 @@ class LinearCompressionProblem(Problem):
         batches = self.batches
         ratios = [octave(fine / max(coarse, 1)) for coarse, fine in _adjacent(batches)]
         return (
-            f"linear_compression b=2^{octave(batches[-1])} "
+            f"{self.op} b=2^{octave(batches[-1])} "
             f"ratio={','.join(f'2^{r}' for r in ratios) or '-'} "
             f"k={','.join(f'2^{octave(k)}' for k in self.ks)} "
             f"m={-(-self.m // 16) * 16} n={-(-self.n // 128) * 128}"
         )
 
-    def distance(self, other: LinearCompressionProblem) -> float:
+    def distance(self, other: LinearCompressionSizes) -> float:
         """Weighted sum of |log2| of the sizes' ratios; levels are paired from the finest.
 
         See `DISTANCE_WEIGHTS`; "ratio" is a level's batch over the batch of the next coarser one.
@@ -196,6 +193,14 @@ class LinearCompressionProblem(Problem):
         for r_a, r_b in zip(ratios_a[::-1], ratios_b[::-1], strict=False):
             total += weights["ratio"] * doublings(r_a, r_b, least=1e-6)
         return total + LEVEL_DISTANCE * abs(len(self.batches) - len(other.batches))
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearCompressionProblem(LinearCompressionSizes):
+    """Sizes of a (multi-level) linear compression, forward."""
+
+    op: ClassVar[str] = "linear_compression"
+    config_type: ClassVar[type] = LinearCompressionConfig
 
     def candidate_configs(self) -> Iterator[LinearCompressionConfig]:
         """Yields the legal configurations worth timing, the most promising first.
@@ -235,11 +240,13 @@ class LinearCompressionProblem(Problem):
 
     def fits(self, config: LinearCompressionConfig) -> bool:
         """False if its tiles pad M by far more than the default configuration's tiles do."""
+        return pads_little(self.m, config.block_m, self.default_config().block_m)
 
-        def padded(config: LinearCompressionConfig) -> int:
-            return -(-self.m // config.block_m) * config.block_m
 
-        return padded(config) <= MAX_EXTRA_PADDING * padded(self.default_config())
+def pads_little(m: int, block_m: int, default_block_m: int) -> bool:
+    """Whether tiles pad M to at most `MAX_EXTRA_PADDING` times what tiles of a default need."""
+    padded, by_default = (-(-m // block) * block for block in (block_m, default_block_m))
+    return padded <= MAX_EXTRA_PADDING * by_default
 
 
 def _adjacent(batches: tuple[int, ...]) -> list[tuple[int, int]]:

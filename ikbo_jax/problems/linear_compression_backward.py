@@ -1,9 +1,12 @@
-"""Configurations of the kernels for linear compression's gradient."""
+"""The gradient of linear compression: its problems, and the configurations of its kernels."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+import functools
+import itertools
+from collections.abc import Iterator
+from typing import Any, ClassVar, NamedTuple, Self
 
 from ikbo_jax.problems import memory
 from ikbo_jax.problems.hopper import (
@@ -19,6 +22,8 @@ from ikbo_jax.problems.hopper import (
 from ikbo_jax.problems.linear_compression import (
     LinearCompressionConfig,
     LinearCompressionProblem,
+    LinearCompressionSizes,
+    pads_little,
 )
 from ikbo_jax.problems.problem import Config
 
@@ -30,6 +35,10 @@ MAX_STAGES = 8
 ITEM_COST = 12
 #: Most waves of work items that `WeightGradientConfig.splits` considers.
 MAX_WAVES = 4
+#: Stages of the kernel that sums cotangents, the default first.
+SUM_STAGES = (12, 8, 4)
+#: Largest number of steps from the default to a candidate that differs in several kernels.
+MAX_STEPS = 4
 
 
 class WeightGradientShared(NamedTuple):
@@ -68,7 +77,7 @@ class WeightGradientConfig(Config):
             staging=memory.Staging((NUM_CONSUMERS, WGMMA_M, self.block_m), "float32"),
         )
 
-    def illegal_reason(self, problem: LinearCompressionProblem) -> str | None:
+    def illegal_reason(self, problem: LinearCompressionSizes) -> str | None:
         """Why the kernel cannot run `problem` with this configuration; None if it can."""
         if reason := why_not_dtype(problem.dtype):
             return reason
@@ -131,7 +140,7 @@ class SumConfig(Config):
             staging=memory.Staging((NUM_CONSUMERS, WGMMA_M, BLOCK_K), "float32"),
         )
 
-    def illegal_reason(self, problem: LinearCompressionProblem) -> str | None:
+    def illegal_reason(self, problem: LinearCompressionSizes) -> str | None:
         """Why the kernel cannot run `problem` with this configuration; None if it can."""
         if reason := why_not_dtype(problem.dtype):
             return reason
@@ -157,7 +166,7 @@ class LinearCompressionBackwardConfig(Config):
     weights: tuple[WeightGradientConfig, ...]
     sums: SumConfig = SumConfig()
 
-    def illegal_reason(self, problem: LinearCompressionProblem) -> str | None:
+    def illegal_reason(self, problem: LinearCompressionSizes) -> str | None:
         """Why the kernels cannot compute the gradient of `problem`; None if they can."""
         if not len(self.embeddings) == len(self.weights) == len(problem.ks):
             return (
@@ -172,37 +181,197 @@ class LinearCompressionBackwardConfig(Config):
         return next((reason for reason in reasons if reason is not None), None)
 
 
-def embedding_problem(problem: LinearCompressionProblem, level: int) -> LinearCompressionProblem:
+def embedding_problem(problem: LinearCompressionSizes, level: int) -> LinearCompressionProblem:
     """The linear compression by a transposed weight that gives a level's gradient: M is its K."""
-    return dataclasses.replace(
-        problem, batches=(problem.batches[level],), ks=(problem.m,), m=problem.ks[level]
-    )
+    sizes = (problem.batches[level],), (problem.m,), problem.ks[level], problem.n
+    return LinearCompressionProblem(*sizes, problem.dtype)
 
 
-def default_config(problem: LinearCompressionProblem) -> LinearCompressionBackwardConfig:
+def default_config(problem: LinearCompressionSizes) -> LinearCompressionBackwardConfig:
     """The configuration without a measurement; legal unless none is."""
     embeddings = []
     for level in range(len(problem.ks)):
         config = embedding_problem(problem, level).default_config()
         embeddings.append(config or LinearCompressionConfig(single_launch=False))
-    block_m = _block_m(problem.m)
-    weights = [WeightGradientConfig(block_m, stages) for stages in range(MAX_STAGES, 1, -1)]
-    weight = next(x for x in weights if memory.smem_bytes(x.shared) <= MAX_SMEM_BYTES)
+    weight = _with_most_stages(_block_ms(problem.m)[0])
     return LinearCompressionBackwardConfig(tuple(embeddings), (weight,) * len(embeddings))
 
 
-def _block_m(m: int) -> int:
-    """The block_m whose tiles cover M at the least cost; each costs 32 rows beside its own."""
+def _with_most_stages(block_m: int) -> WeightGradientConfig:
+    weights = [WeightGradientConfig(block_m, stages) for stages in range(MAX_STAGES, 1, -1)]
+    return next(x for x in weights if memory.smem_bytes(x.shared) <= MAX_SMEM_BYTES)
+
+
+def _block_ms(m: int) -> list[int]:
+    """Values of block_m, whose tiles cover M at the least cost first.
+
+    Each tile costs 32 rows beside its own.
+    """
     least = -(-m // MAX_BLOCK_M)
     blocks = [-(-m // (8 * tiles)) * 8 for tiles in range(max(1, least), least + 3)]
-    return min(blocks, key=lambda block: -(-m // block) * (block + 32))
+    return sorted(dict.fromkeys(blocks), key=lambda block: -(-m // block) * (block + 32))
 
 
-def illegal_reason(problem: LinearCompressionProblem) -> str | None:
+def illegal_reason(problem: LinearCompressionSizes) -> str | None:
     """Why the kernels cannot compute the gradient of a problem; None if they can."""
+    if reason := _why_not_sizes(problem):
+        return reason
+    return default_config(problem).illegal_reason(problem)
+
+
+def _why_not_sizes(problem: LinearCompressionSizes) -> str | None:
     if min(*problem.batches, *problem.ks, problem.m, problem.n) < 1:
         return (
             f"the gradient's kernels need sizes of at least 1, but B={problem.batches}, "
             f"K={problem.ks}, M={problem.m} and N={problem.n}"
         )
-    return default_config(problem).illegal_reason(problem)
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearCompressionBackwardTuning(Config):
+    """What the dispatch table says about linear compression's gradient, as one flat row.
+
+    Attributes:
+      weight_block_m: `WeightGradientConfig.block_m`, for every level.
+      weight_stages: `WeightGradientConfig.stages`, for every level.
+      sum_stages: `SumConfig.stages`.
+      embedding_block_m: `LinearCompressionConfig.block_m` of the finest level's embedding gradient.
+        Coarser levels do little work and have their own default configuration.
+      embedding_stages: its num_stages.
+      embedding_epilogue_rows: its epilogue_rows.
+      embedding_cluster: its cluster.
+      embedding_trim: its trim.
+    """
+
+    weight_block_m: int = 224
+    weight_stages: int = 5
+    sum_stages: int = 12
+    embedding_block_m: int = 224
+    embedding_stages: int = 4
+    embedding_epilogue_rows: int = 56
+    embedding_cluster: int = 2
+    embedding_trim: bool = False
+
+    @classmethod
+    def of(
+        cls, embedding: LinearCompressionConfig, weight: WeightGradientConfig, sums: SumConfig
+    ) -> Self:
+        """The row of the finest level's configurations."""
+        return cls(
+            weight.block_m,
+            weight.stages,
+            sums.stages,
+            embedding.block_m,
+            embedding.num_stages,
+            embedding.epilogue_rows,
+            embedding.cluster,
+            embedding.trim,
+        )
+
+    def kernels(self, problem: LinearCompressionSizes) -> LinearCompressionBackwardConfig:
+        """The configurations of all kernels."""
+        default = default_config(problem)
+        finest = LinearCompressionConfig(
+            self.embedding_block_m,
+            self.embedding_stages,
+            self.embedding_epilogue_rows,
+            single_launch=False,
+            cluster=self.embedding_cluster,
+            trim=self.embedding_trim,
+        )
+        weight = WeightGradientConfig(self.weight_block_m, self.weight_stages)
+        return LinearCompressionBackwardConfig(
+            (*default.embeddings[:-1], finest),
+            (weight,) * len(default.weights),
+            SumConfig(self.sum_stages),
+        )
+
+    def illegal_reason(self, problem: LinearCompressionSizes) -> str | None:
+        """Why the kernels cannot compute the gradient of `problem`; None if they can."""
+        return _why_not_sizes(problem) or self.kernels(problem).illegal_reason(problem)
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearCompressionBackwardProblem(LinearCompressionSizes):
+    """Sizes of the gradient of a linear compression."""
+
+    op: ClassVar[str] = "linear_compression_backward"
+    config_type: ClassVar[type] = LinearCompressionBackwardTuning
+
+    @classmethod
+    def of(cls, forward: LinearCompressionSizes) -> Self:
+        """The gradient of `forward`."""
+        return cls(forward.batches, forward.ks, forward.m, forward.n, forward.dtype)
+
+    @property
+    def useful_flops(self) -> int:
+        """Those of the gradients of weights and of embeddings: one product of each level each."""
+        return 2 * super().useful_flops
+
+    def default_config(self) -> LinearCompressionBackwardTuning | None:
+        """`default_config` of all kernels as a row; None if it is not legal."""
+        if illegal_reason(self) is not None:
+            return None
+        return _default_tuning(self)
+
+    def candidate_configs(self) -> Iterator[LinearCompressionBackwardTuning]:
+        """Yields the legal configurations worth timing, the most promising first.
+
+        The first one is the default configuration. Every configuration of one kernel is tried
+        beside the defaults of the others.
+        """
+        default = self.default_config()
+        if default is None:
+            return
+        finest = embedding_problem(self, len(self.ks) - 1)
+        embeddings = _with_new_values(finest.candidate_configs())
+        weights = [
+            WeightGradientConfig(block_m, stages)
+            for block_m in _block_ms(self.m)
+            for most in (_with_most_stages(block_m).stages,)
+            for stages in range(most, max(most - 2, 1), -1)
+        ]
+        sums = [*map(SumConfig, SUM_STAGES)][: None if len(self.ks) > 1 else 1]
+        ranked = [
+            (sum(steps), LinearCompressionBackwardTuning.of(embedding, weight, sum_config))
+            for (i, embedding), (j, weight), (k, sum_config) in itertools.product(
+                enumerate(embeddings), enumerate(weights), enumerate(sums)
+            )
+            for steps in ((i, j, k),)
+            if sum(steps) <= MAX_STEPS or sum(steps) == max(steps)
+        ]
+        ranked.sort(key=lambda entry: entry[0])
+        found = [config for _, config in ranked]
+        for config in dict.fromkeys((default, *found)):
+            if config.illegal_reason(self) is None:
+                yield config
+
+    def fits(self, config: LinearCompressionBackwardTuning) -> bool:
+        """False if tiles pad M or the finest K by far more than the default's tiles do."""
+        default = self.default_config()
+        return default is not None and all(
+            pads_little(rows, getattr(config, name), getattr(default, name))
+            for rows, name in ((self.m, "weight_block_m"), (self.ks[-1], "embedding_block_m"))
+        )
+
+
+def _with_new_values(
+    configs: Iterator[LinearCompressionConfig],
+) -> list[LinearCompressionConfig]:
+    """The first configuration, and each one with a value that no parameter had before."""
+    found, seen = [], set[tuple[str, int]]()
+    for config in configs:
+        values = set(dataclasses.asdict(config).items())
+        if not values <= seen:
+            found.append(config)
+        seen |= values
+    return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _default_tuning(problem: LinearCompressionBackwardProblem) -> LinearCompressionBackwardTuning:
+    config = default_config(problem)
+    return LinearCompressionBackwardTuning.of(
+        config.embeddings[-1], config.weights[-1], config.sums
+    )

@@ -7,10 +7,15 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks import production, production_draws, report
+from benchmarks import harness, production, production_draws, production_providers, report
+from benchmarks import production_bounds as bounds
 from benchmarks import production_directions as directions
+from benchmarks import production_programs as programs
 from benchmarks.production_draws import DRAWS, MAX_BYTES, MAX_FLOPS, AttentionShape, GdpaShape
 from ikbo_jax.cases.error_rule import Check
+
+#: Sizes at which copies of keys, and scores, are far larger than the L2 cache.
+LARGE = AttentionShape(4096, 64, 16, 1024, 2, 2, 128, "bfloat16", "even", has_lengths=False)
 
 
 @pytest.mark.parametrize("op", DRAWS)
@@ -70,7 +75,8 @@ def _scaled(fn):
 def test_a_wrong_result_is_found():
     """A contender with another scale is wrong in its result and in its gradients."""
     shape = production_draws.shrink(production_draws.shapes("linear_compression", 1)[0])
-    ours, _, by_hand, *_ = (make for make in production.contenders(shape))
+    ours, *_, by_hand, _ = production_providers.contenders(shape)
+    assert by_hand().name == "xla-by-hand"
     for direction in (*production.DIRECTIONS, "backward"):
         exact = directions.exact_results(by_hand(), direction)
         right = ours()
@@ -126,6 +132,138 @@ def test_the_budget_leaves_points_out_and_names_them(tmp_path, monkeypatch):
 def test_sweeps_take_turns():
     sweeps = [point.sweep for point in production.points(production.SWEEPS, 2, 0)]
     assert sweeps == [*production.SWEEPS, *production.SWEEPS]
+
+
+def test_directions_of_a_workload_stay_together():
+    todo = production.points(production.SWEEPS, 2, 0)
+    groups = production.workloads(todo)
+    assert sorted(n for group in groups for n in group) == list(range(len(todo)))
+    assert [len(group) for group in groups] == [2, 2, 2, 1] * 2
+    assert all(len({todo[n].shape for n in group}) == 1 for group in groups)
+
+
+def test_no_point_is_compiled_that_could_not_be_timed(tmp_path, monkeypatch):
+    now = production.time.time()
+    monkeypatch.setattr(production.time, "time", lambda: now)
+    seconds = production.COMPILING_S + 3 * production.TIMING_S
+    budget = production.Budget(tmp_path, now + seconds + 1)
+    for number in range(3):
+        assert budget.has_time()
+        (tmp_path / f"begun-{number}").touch()
+    assert not budget.has_time()
+
+
+def test_bounds_count_only_what_certainly_leaves_the_cache():
+    rates = bounds.Peaks(1e12, 1e15)
+    copies = 4096 * 1024 * 2 * 2 * 2 * 128 - bounds.L2_BYTES  # bytes of keys and values
+    work = bounds.attention_copies(LARGE)
+    forward_ms = bounds.least_ms(work, "forward", rates)
+    assert forward_ms == pytest.approx(2 * copies / 1e12 * 1e3)
+    # Read again for the gradients; their own copies are written and read.
+    both_ms = bounds.least_ms(work, "both", rates)
+    assert both_ms == pytest.approx(5 * copies / 1e12 * 1e3)
+    # With few FLOPs per second, the product takes longer than reading the copies.
+    slow = bounds.Peaks(1e12, 1e12)
+    expected = copies / 1e12 + LARGE.flops / 1e12
+    assert bounds.least_ms(work, "forward", slow) == pytest.approx(expected * 1e3)
+
+
+def test_small_arrays_may_stay_in_the_cache():
+    small = production_draws.shrink(LARGE)
+    rates = bounds.Peaks(1e3, 1e30)
+    for work in (bounds.attention_copies(small), bounds.attention_by_xla(small)):
+        assert bounds.least_ms(work, "both", rates) == pytest.approx(0, abs=1e-9)
+    assert bounds.least_ms(bounds.attention_by_xla(LARGE), "forward", rates) > 0
+    assert bounds.least_ms(bounds.Work(), "both", rates) == 0
+    assert bounds.peaks() is None  # without a Hopper GPU
+
+
+def test_an_alternative_is_left_out_only_beyond_the_margin():
+    assert programs.why_not_best(1.2, "grouped-cudnn", 0.3) == (
+        "cannot be the best: its copies, scores and FLOPs alone take 1.2 ms, grouped-cudnn took "
+        "0.3 ms"
+    )
+    assert programs.why_not_best(0.3 * programs.MARGIN, "grouped-cudnn", 0.3) == ""
+    assert programs.why_not_best(0.0, "grouped-cudnn", 0.3) == ""
+    assert programs.only_cublas(0.3 * programs.FAR, "xla-by-hand", 0.3) == ""
+    note = "GEMMs by cuBLAS alone: 1.2 ms beside 0.3 ms of xla-by-hand"
+    assert programs.only_cublas(1.2, "xla-by-hand", 0.3) == note
+
+
+def _slow_copies(shape, stages):
+    """A maker of the contender "copies" with another bound of its time."""
+
+    def copies():
+        (found,) = (m for m in production_providers.contenders(shape) if m.__name__ == "copies")
+        return found()._replace(work=bounds.Work(stages))
+
+    return copies
+
+
+@pytest.mark.parametrize(("seconds", "is_left_out"), [(1e3, True), (1e-9, False)])
+def test_what_is_left_out_is_in_the_results(monkeypatch, seconds, is_left_out):
+    shape = production_draws.shrink(production_draws.shapes("linear_compression", 1)[0])
+    makes = [*production_providers.contenders(shape)[:-1]]
+    rates = bounds.Peaks(1.0, 1e30)
+    makes.append(_slow_copies(shape, (bounds.Stage(seconds),)))
+    monkeypatch.setattr(programs, "contenders", lambda shape: makes)
+    monkeypatch.setattr(programs, "FAR", 1e9)
+    found = programs.compiled(shape, "forward", rates)
+    (copies,) = (p for p in found if p.record["name"] == "copies")
+    if is_left_out:
+        assert copies.compiled is None
+        assert copies.record["least_ms"] == pytest.approx(1e6)
+        assert "copies, scores and FLOPs alone take 1e+06 ms, xla-" in copies.record["skipped"]
+    else:
+        assert copies.record["ok"]
+    assert found[0].record["name"] == "ikbo"
+    assert found[-1].record["name"] == "xla"
+
+
+@pytest.mark.parametrize(("far", "tunings"), [(1e9, 2), (0.0, 1)])
+def test_xla_is_compiled_with_its_defaults_unless_it_is_far(monkeypatch, far, tunings):
+    shape = production_draws.shrink(production_draws.shapes("attention", 1)[0])
+    ours, xla, *_ = production_providers.contenders(shape)
+    options = []
+    checked = programs._checked
+
+    def count(contender, *args):
+        options.append((contender.name, args[-1]))
+        return checked(contender, *args)
+
+    quick = lambda: ours()._replace(name="quick")  # noqa: E731
+    monkeypatch.setattr(programs, "contenders", lambda shape: [ours, xla, quick])
+    monkeypatch.setattr(programs, "_checked", count)
+    monkeypatch.setattr(programs, "FAR", far)
+    found = programs.compiled(shape, "forward", bounds.Peaks(1e30, 1e30))
+    expected = [programs.NETWORK_ON_GPU, None][:tunings]
+    assert options == [("ikbo", None), ("quick", None), *(("xla", x) for x in expected)]
+    assert ("note" in found[-1].record) == (tunings == 1)
+    # Without known rates, everything is compiled once, with XLA's defaults.
+    options.clear()
+    programs.compiled(shape, "forward", None)
+    assert options == [("ikbo", None), ("quick", None), ("xla", None)]
+
+
+def test_slow_alternatives_are_not_timed_exactly(monkeypatch):
+    times = {"ikbo": 9.0, "cudnn": 2.0, "near": 5.9, "far": 6.1, "small": 0.9}
+    monkeypatch.setattr(programs, "by_turns_ms", lambda thunk: [times[thunk()]])
+
+    def contender(name):
+        return harness.Contender({"name": name, "error": 0.0}, lambda: name, compiled=name)
+
+    skipped = harness.Contender({"name": "refused", "skipped": "why"})
+    found = [*map(contender, ("ikbo", "cudnn", "near", "far")), skipped]
+    kept = programs.leave_out_slow(found)
+    assert [c.record["name"] for c in kept] == ["ikbo", "cudnn", "near", "refused"]
+    assert found[3].record["rough_ms"] == 6.1
+    assert found[3].record["skipped"] == "cannot be the best: a call takes 6.1 ms, cudnn 2 ms"
+    # A call of less than a millisecond may take longer in Python than on the device.
+    times["cudnn"] = 0.1
+    assert programs.leave_out_slow([*map(contender, ("cudnn", "small"))])[1].record == {
+        "name": "small",
+        "error": 0.0,
+    }
 
 
 @pytest.mark.parametrize(

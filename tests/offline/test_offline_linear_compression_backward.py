@@ -14,7 +14,11 @@ import offline
 import pytest
 
 from ikbo_jax.ops.linear_compression_backward import kernel_vjp
-from ikbo_jax.problems import LinearCompressionProblem, memory
+from ikbo_jax.problems import (
+    LinearCompressionBackwardProblem,
+    LinearCompressionProblem,
+    memory,
+)
 from ikbo_jax.problems import linear_compression_backward as configs
 from ikbo_jax.problems.hopper import MAX_SMEM_BYTES
 from ikbo_jax.problems.linear_compression_backward import (
@@ -22,6 +26,7 @@ from ikbo_jax.problems.linear_compression_backward import (
     SumConfig,
     WeightGradientConfig,
 )
+from ikbo_jax.tuning import table
 
 pytestmark = [
     pytest.mark.slow,
@@ -94,3 +99,30 @@ def test_offline_shared_memory_of_sums_is_what_the_config_says() -> None:
         found = map(offline.describe_module, offline.mosaic_modules(*launch(DEFAULT, config)))
         (smem_bytes,) = (size for name, size in found if name == "ikbo_linear_compression_sums")
         assert smem_bytes == memory.smem_bytes(config.sums.shared)
+
+
+def rows_and_candidates() -> dict[str, tuple[LinearCompressionBackwardProblem, Any]]:
+    """What `sm90.json` says of the gradient, and the tuner's proposals with another first tile."""
+    found = {
+        f"row{i}:{row.problem.describe()}": (row.problem, row.config)
+        for i, row in enumerate(table._builtin_rows())
+        if row.config is not None and isinstance(row.problem, LinearCompressionBackwardProblem)
+    }
+    problem = LinearCompressionBackwardProblem.of(DEFAULT)
+    for config in problem.candidate_configs():
+        name = f"tiles_of_{config.weight_block_m}_and_{config.embedding_block_m}"
+        found.setdefault(name, (problem, config))
+    return found
+
+
+CHOICES = rows_and_candidates()
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_offline_choices_of_table_and_tuner_are_fit(name: str, compiler: offline.Compiler) -> None:
+    problem, config = CHOICES[name]
+    assert problem.fits(config) or not name.startswith("row")
+    forward = LinearCompressionProblem(**dataclasses.asdict(problem))
+    for kernel in compiler.compile(*launch(forward, config.kernels(problem))):
+        assert not kernel.faults
+        assert kernel.smem_bytes <= MAX_SMEM_BYTES

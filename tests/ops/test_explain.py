@@ -15,7 +15,11 @@ import pytest
 import ikbo_jax as ikbo
 from ikbo_jax.ops import dispatch
 from ikbo_jax.ops.explain import Explanation
-from ikbo_jax.problems import LinearCompressionConfig
+from ikbo_jax.problems import (
+    LinearCompressionBackwardProblem,
+    LinearCompressionBackwardTuning,
+    LinearCompressionConfig,
+)
 from ikbo_jax.tuning import table
 
 SMALL = problems.LinearCompressionShape(3, 7, 16, 11, 5, 8, "unsorted")
@@ -24,6 +28,7 @@ INPUTS = problems.make_inputs(SMALL)
 
 def test_text_holds_op_sizes_implementation_and_reason(on_cpu) -> None:
     text = str(ikbo.explain(ikbo.linear_compression, *INPUTS))
+    backward = LinearCompressionBackwardProblem((3, 7), (11, 5), 16, 8, "bfloat16")
     assert re.sub(r"\n    config: .*", "", text) == (
         "1. linear_compression: B=3,7 K=11,5 M=16 N=8 bfloat16\n"
         "  implementation: xla\n"
@@ -32,7 +37,8 @@ def test_text_holds_op_sizes_implementation_and_reason(on_cpu) -> None:
         "  lowered for CUDA, H100 (132 SMs):\n"
         "    implementation: mosaic_gpu\n"
         "    reason: default configuration: no measured row is near\n"
-        "    gradient: mosaic_gpu, at user and candidate batch size"
+        "    gradient: mosaic_gpu, at user and candidate batch size, "
+        f"{backward.default_config()}; default configuration: no measured row is near"
     )
 
 
@@ -140,14 +146,18 @@ def test_explaining_computes_nothing() -> None:
 def test_kernel_shows_configuration_and_row(fake_hopper, monkeypatch) -> None:
     config = LinearCompressionConfig(block_m=128, epilogue_rows=32)
     note = "sm90.json, nearest row at distance 0.25"
-    choice = table.Choice(config, "sm90.json", False, note)
-    monkeypatch.setattr(table, "lookup", lambda problem: choice)
+    tuning = LinearCompressionBackwardTuning(weight_block_m=64)
+    choices = {
+        "linear_compression": table.Choice(config, "sm90.json", False, note),
+        "linear_compression_backward": table.Choice(tuning, "sm90.json", True, "another row"),
+    }
+    monkeypatch.setattr(table, "lookup", lambda problem: choices[problem.op])
     explanation = ikbo.explain(ikbo.linear_compression, *INPUTS)
     assert str(explanation).split("\n")[1:] == [
         "  implementation: mosaic_gpu",
         f"  config: {config}",
         f"  reason: {note}",
-        "  gradient: mosaic_gpu, at user and candidate batch size",
+        f"  gradient: mosaic_gpu, at user and candidate batch size, {tuning}; another row",
     ]
     own = LinearCompressionConfig(block_m=64, epilogue_rows=32)
     (plan,) = ikbo.explain(functools.partial(ikbo.linear_compression, config=own), *INPUTS).plans

@@ -19,6 +19,7 @@ from ikbo_jax.problems import (
     AttentionBackwardProblem,
     AttentionProblem,
     GdpaProblem,
+    LinearCompressionBackwardProblem,
     LinearCompressionProblem,
 )
 
@@ -217,6 +218,14 @@ def test_tune_attention_backward_passes_the_sizes_on(tuned_by):
     sizes = [*ATTENTION[2:], "--n", "4", "--k", "2"]
     assert cli.main(["tune", "attention-backward", *sizes]) == cli.OK
     assert found == [(AttentionBackwardProblem(24, 5, 4, 32, 4, 2, 64, "bfloat16"), None)]
+
+
+def test_tune_linear_compression_backward_passes_the_sizes_on(tuned_by):
+    found = tuned_by("tune_linear_compression_backward")
+    assert cli.main(["tune", "linear-compression-backward", *TUNE[2:]]) == cli.OK
+    ((problem, limit),) = found
+    assert isinstance(problem, LinearCompressionBackwardProblem)
+    assert (problem.batches, problem.dtype, limit) == ((5, 24), "bfloat16", None)
 
 
 def test_tune_attention_off_hopper_and_with_wrong_heads(monkeypatch, capsys):

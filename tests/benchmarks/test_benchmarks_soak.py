@@ -1,0 +1,174 @@
+"""The soak: its programs, how launches are counted, what it finds, a run in small."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import soak, soak_programs
+from ikbo_jax.problems import AttentionProblem, FewQueriesConfig
+
+SMALL = (
+    ("attention", "gradient", soak_programs.AttentionSizes(7, 5, 3, 9, 2, 1, 8, True)),
+    ("linear compression", "forward", soak_programs.CompressionSizes((3, 7), (4, 5), 6, 8, True)),
+    ("gdpa", "gradient", soak_programs.GdpaSizes((3, 0, 2), (4, 0, 1), 2, 1, 8, "softmax")),
+)
+
+
+def test_programs_have_every_op_and_direction_and_no_name_twice():
+    kinds = {(op, direction) for op, direction, _ in soak_programs.PROGRAMS}
+    ops = ("attention", "few queries", "linear compression", "gdpa")
+    assert kinds == {(op, direction) for op in ops for direction in ("forward", "gradient")}
+    assert len(set(soak_programs.PROGRAMS)) == len(soak_programs.PROGRAMS) >= 30
+    names = [program.name for program in soak_programs.programs(None)]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize(("op", "is_for_few"), [("attention", False), ("few queries", True)])
+def test_the_kernel_for_few_queries_runs_where_it_should(op, is_for_few):
+    for name, _, sizes in soak_programs.PROGRAMS:
+        if name == op:
+            fields = (sizes.batch, sizes.users, sizes.q_len, sizes.kv_len)
+            heads = (sizes.q_heads, sizes.kv_heads, sizes.head_dim)
+            config = AttentionProblem(*fields, *heads, sizes.dtype).default_config()
+            assert isinstance(config, FewQueriesConfig) == is_for_few
+
+
+def test_ragged_programs_have_lengths_of_0_and_users_without_candidates():
+    rng = np.random.default_rng(0)
+    index = np.asarray(soak_programs._index(rng, 50, 9, is_ragged=True))
+    assert (np.diff(index) < 0).any()
+    assert len(set(index.tolist())) < 9
+    assert set(np.asarray(soak_programs._index(rng, 50, 9, is_ragged=False)).tolist()) == set(
+        range(9)
+    )
+
+
+def _with_cholesky(x):
+    def step(_, x):
+        return jnp.linalg.cholesky(x + jnp.eye(4))
+
+    return jnp.linalg.cholesky(jax.lax.fori_loop(0, 5, step, x))
+
+
+def test_launches_are_counted_inside_and_outside_of_loops():
+    """LAPACK's calls stand for kernels, which need a GPU."""
+    text = jax.jit(_with_cholesky).lower(jnp.eye(4)).compile().as_text()
+    assert soak.count_launches(text, "lapack_") == 6
+    assert soak.count_launches(text) == 0
+
+
+PROGRAM = """HloModule jit_run, is_scheduled=true, entry_computation_layout={()->s32[]}
+
+%body.1 (arg: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %arg = (s32[], f32[4]{0}) parameter(0)
+  %k.1 = f32[4]{0} custom-call(%x), custom_call_target="mosaic_gpu_v2", backend_config={}
+  %k.2 = f32[4]{0} custom-call(%k.1), custom_call_target="mosaic_gpu_v2"
+  ROOT %t = (s32[], f32[4]{0}) tuple(%i, %k.2)
+}
+
+%captured.2 (p: f32[4]) -> f32[4] {
+  ROOT %k.3 = f32[4]{0} custom-call(%p), custom_call_target="mosaic_gpu_v2"
+}
+
+ENTRY %main.9 (Arg_0.1: f32[4]) -> s32[] {
+  %c = f32[4]{0} call(%Arg_0.1), to_apply=%captured.2
+  %w = (s32[], f32[4]) while(%c), condition=%c.1, body=%body.1, backend_config={TRIPS}
+  ROOT %r = s32[] get-tuple-element(%w), index=0
+}
+""".replace("TRIPS", '"known_trip_count":{"n":"4"}')
+
+
+def test_launches_are_counted_in_captured_calls():
+    assert soak.count_launches(PROGRAM) == 1 + 4 * 2
+
+
+def test_every_step_is_compared_and_NaN_is_equal_to_itself():
+    def fn(x):
+        return x, jnp.full(3, jnp.nan)
+
+    run = jax.jit(soak.repeated(fn))
+    x = jnp.asarray([1.0, -0.0])
+    zero = jnp.int32(0)
+    _, expected = run(zero, fn(x), x)
+    assert int(run(zero, expected, x)[0]) == 0
+    assert int(run(zero, expected, jnp.asarray([1.0, 0.0]))[0]) == soak.REPEATS  # another bit
+    assert int(run(jnp.int32(5), expected, jnp.asarray([jnp.nan, 0.0]))[0]) == 5 + soak.REPEATS
+
+
+def test_steps_depend_on_each_other():
+    """No step may leave the loop: an op without effects whose arrays stay the same could."""
+    x = jnp.eye(4)
+    run = jax.jit(soak.repeated(jnp.linalg.cholesky))
+    text = run.lower(jnp.int32(0), x, x).compile().as_text()
+    assert soak.count_launches(text, "lapack_") == soak.REPEATS
+
+
+def test_a_program_that_does_not_end_is_named():
+    found, ended = [], threading.Event()
+
+    class Call:
+        def __init__(self, is_ready):
+            self._is_ready = is_ready
+
+        def is_ready(self):
+            return self._is_ready
+
+        def block_until_ready(self):
+            ended.wait(20)
+
+    def on_hang(name):
+        found.append(name)
+        ended.set()
+
+    with soak.Queue(0.2, on_hang) as queue:
+        queue.add("ends", Call(is_ready=True))
+        queue.add("hangs", Call(is_ready=False))
+        queue.add("waits", Call(is_ready=False))
+        queue.wait()
+    assert found == ["hangs"]
+
+
+def test_a_queue_that_goes_on_is_no_hang():
+    with soak.Queue(0.2, pytest.fail) as queue:
+        for _ in range(10):
+            time.sleep(0.05)
+            queue.add("quick", jnp.int32(0) + 1)
+        queue.wait()
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(soak_programs, "PROGRAMS", SMALL)
+
+
+def test_a_run_in_small(tmp_path, capsys, small):
+    out = tmp_path / "soak.json"
+    assert soak.main(["--launches", "50", "--out", str(out)]) == 0
+    results = json.loads(out.read_text())
+    assert results["launches"] == sum(p["launches"] for p in results["programs"]) >= 50
+    assert [p["wrong_steps"] for p in results["programs"]] == [0, 0, 0]
+    assert all(p["calls"] >= 4 for p in results["programs"])
+    assert "0 steps with another result than the first" in capsys.readouterr().out
+
+
+def test_what_differs_or_is_missing_is_a_failure(tmp_path, capsys, small, monkeypatch):
+    compile_all = soak.compile_all
+
+    def spoiled(*args):
+        first, *rest = compile_all(*args)
+        return [first._replace(call=lambda differences: first.call(differences) + 1), *rest]
+
+    out = tmp_path / "soak.json"
+    monkeypatch.setattr(soak, "compile_all", spoiled)
+    assert soak.main(["--launches", "12", "--out", str(out)]) == 1
+    assert "DIFFERS in 1 steps: attention gradient 7 5 3" in capsys.readouterr().out
+    monkeypatch.setattr(soak, "compile_all", compile_all)
+    assert soak.main(["--launches", "12", "--budget-s", "0", "--out", str(out)]) == 1
+    assert "12 launches were not reached in time" in capsys.readouterr().err
