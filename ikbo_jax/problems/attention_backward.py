@@ -303,8 +303,6 @@ class AttentionBackwardProblem(AttentionSizes):
 
     op: ClassVar[str] = "attention_backward"
     config_type: ClassVar[type] = AttentionBackwardConfig
-    # What is not near a row was not verified on a GPU either.
-    runs_unmeasured: ClassVar[bool] = False
     products: ClassVar[int] = 5
 
     @classmethod
