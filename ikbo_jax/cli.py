@@ -20,7 +20,12 @@ from ikbo_jax._version import __version__
 
 # Only the commands import jax, so that `--help` takes no time.
 if TYPE_CHECKING:
-    from ikbo_jax.problems import AttentionProblem, LinearCompressionProblem, Problem
+    from ikbo_jax.problems import (
+        AttentionProblem,
+        GdpaProblem,
+        LinearCompressionProblem,
+        Problem,
+    )
 
 #: Exit statuses.
 OK, DISAGREES, UNUSABLE = 0, 1, 2
@@ -147,7 +152,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_gdpa_sizes(gdpa)
     gdpa.set_defaults(problem=_gdpa_problem)
-    for op in (linear_compression, compression_backward, attention, backward, gdpa):
+    gdpa_backward = ops.add_parser(
+        "gdpa-backward",
+        help="tune the gradient of gdpa",
+        description="Tunes the kernels of gdpa's gradient; sizes are those of `tune gdpa`.",
+    )
+    _add_gdpa_sizes(gdpa_backward)
+    gdpa_backward.set_defaults(problem=_gdpa_backward_problem)
+    forward_ops, gradients = (linear_compression, attention, gdpa), (backward, gdpa_backward)
+    for op in (*forward_ops, compression_backward, *gradients):
         op.add_argument(
             "--limit",
             type=_positive,
@@ -342,7 +355,13 @@ def _check_heads(args: argparse.Namespace) -> None:
         )
 
 
-def _gdpa_problem(args: argparse.Namespace) -> Problem:
+def _gdpa_backward_problem(args: argparse.Namespace) -> Problem:
+    from ikbo_jax.problems import GdpaBackwardProblem
+
+    return GdpaBackwardProblem.of(_gdpa_problem(args))
+
+
+def _gdpa_problem(args: argparse.Namespace) -> GdpaProblem:
     from ikbo_jax.ops import gdpa_arguments
     from ikbo_jax.problems import GdpaProblem
 

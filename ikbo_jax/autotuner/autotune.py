@@ -22,7 +22,7 @@ from ikbo_jax.autotuner.session import Interrupted, Progress, Session
 from ikbo_jax.problems import (
     AttentionBackwardProblem,
     AttentionProblem,
-    GdpaConfig,
+    GdpaBackwardProblem,
     GdpaProblem,
     LinearCompressionBackwardProblem,
     LinearCompressionProblem,
@@ -115,6 +115,23 @@ def tune_gdpa(
       ValueError: a mean length is above its bound; there are no sequences; no configuration of the
         kernel is legal.
     """
+    _check_gdpa(problem)
+    return _tune(problem, progress, limit, run)
+
+
+def tune_gdpa_backward(
+    problem: GdpaBackwardProblem,
+    *,
+    progress: Progress | None = None,
+    limit: int | None = None,
+    run: Callable[[Task], dict[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """`tune_gdpa` for the gradient."""
+    _check_gdpa(problem)
+    return _tune(problem, progress, limit, run)
+
+
+def _check_gdpa(problem: GdpaProblem | GdpaBackwardProblem) -> None:
     for name, rows, sequences, longest in (
         ("queries", problem.q_rows, problem.batch, problem.max_seqlen_q),
         ("keys", problem.kv_rows, problem.batch_kv, problem.max_seqlen_kv),
@@ -126,8 +143,7 @@ def tune_gdpa(
                 f"{rows} rows of {name} do not fit {sequences} sequences of at most {longest}"
             )
     if problem.default_config() is None:
-        raise ValueError(GdpaConfig().illegal_reason(problem))
-    return _tune(problem, progress, limit, run)
+        raise ValueError(problem.config_type().illegal_reason(problem))
 
 
 def _tune(

@@ -28,6 +28,7 @@ from ikbo_jax.cases import (
     attention,
     attention_backward,
     gdpa,
+    gdpa_backward,
     linear_compression,
     linear_compression_backward,
 )
@@ -107,6 +108,7 @@ CASES: dict[str, Callable[[Any], Case]] = {
     "attention": attention.Case,
     "attention_backward": attention_backward.Case,
     "gdpa": gdpa.Case,
+    "gdpa_backward": gdpa_backward.Case,
 }
 
 

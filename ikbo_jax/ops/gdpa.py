@@ -22,8 +22,7 @@ from ikbo_jax.ops.op import (
 )
 from ikbo_jax.ops.partition import Division
 from ikbo_jax.ops.sharded import run_kernel, vary_over_same_axes
-from ikbo_jax.problems import GdpaConfig, GdpaProblem
-from ikbo_jax.problems import gdpa_backward as gdpa_backward_problems
+from ikbo_jax.problems import GdpaBackwardTuning, GdpaConfig, GdpaProblem
 from ikbo_jax.reference import gdpa as reference
 from ikbo_jax.reference import gdpa_chunked
 from ikbo_jax.reference.gdpa import Arrays, Settings
@@ -164,14 +163,14 @@ class _Call:
 
     Attributes:
       return_residuals: whether a gradient follows, which needs lse where a head has a softmax.
-      gradient_by_kernel: whether kernels compute the gradient.
+      gradient_tuning: configuration of the kernels that compute the gradient; None: XLA does.
       gradient_dtype: dtype of the gradients of key and value; None means the inputs'.
     """
 
     request: dispatch.Request
     settings: Settings
     return_residuals: bool = False
-    gradient_by_kernel: bool = False
+    gradient_tuning: GdpaBackwardTuning | None = None
     gradient_dtype: str | None = None
 
 
@@ -192,7 +191,8 @@ def _run_vjp_vmappable(call: _Call, residuals: _Residuals) -> Gradients:
 
     def run(residuals: _Residuals) -> Gradients:
         arrays, out, lse, d_out = residuals
-        if not call.gradient_by_kernel:
+        tuning = call.gradient_tuning
+        if tuning is None:
             return gdpa_chunked.chunked_vjp(
                 arrays, call.settings, out, lse, d_out, dtype=call.gradient_dtype
             )
@@ -206,6 +206,8 @@ def _run_vjp_vmappable(call: _Call, residuals: _Residuals) -> Gradients:
                 out=out,
                 lse=lse,
                 num_sms=call.request.num_sms,
+                query_config=tuning.query,
+                key_config=tuning.key,
                 dtype=call.gradient_dtype,
             )
 
@@ -296,15 +298,14 @@ class _Gdpa(Op):
     def plan_on_platform(self, call: _Call, arrays: Arrays) -> dispatch.Plan:
         """Kernels compute the gradient if the kernel computes the result and they are legal."""
         plan = super().plan_on_platform(call, arrays)
-        backward = "XLA, a few tiles at a time"
+        backward, config = "XLA, a few tiles at a time", None
         if plan.implementation == "mosaic_gpu":
-            reason = gdpa_backward_problems.illegal_reason(plan.problem)
-            backward = (
-                f"{backward}: {reason}"
-                if reason
-                else "mosaic_gpu, one kernel for queries and one for keys"
-            )
-        return dataclasses.replace(plan, backward=backward)
+            config, reason = gdpa_backward.choose(call.request, plan.problem)
+            backward = f"{backward}: {reason}"
+            if config is not None:
+                kernels = "one kernel for queries and one for keys"
+                backward = f"mosaic_gpu, {kernels}, {config}; {reason}"
+        return dataclasses.replace(plan, backward=backward, backward_config=config)
 
     def run(
         self, call: _Call, plan: dispatch.Plan, arrays: Arrays
@@ -397,12 +398,10 @@ class _Gdpa(Op):
     ) -> Arrays:
         # The cotangent of lse is zero, since only the gradient uses lse.
         (out, lse), (d_out, _) = residuals, cotangents
-        by_kernel = (
-            plan.implementation == "mosaic_gpu"
-            and gdpa_backward_problems.illegal_reason(plan.problem) is None
-        )
         call = dataclasses.replace(
-            call, gradient_by_kernel=by_kernel, gradient_dtype=dtype and jnp.dtype(dtype).name
+            call,
+            gradient_tuning=plan.backward_config,
+            gradient_dtype=dtype and jnp.dtype(dtype).name,
         )
         gradients = _gradients(call, _Residuals(arrays, out, lse, d_out))
         return Arrays._make((*gradients, None, None, None))

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ikbo_jax.problems import GdpaBackwardConfig
+from ikbo_jax.ops import dispatch
+from ikbo_jax.problems import (
+    GdpaBackwardConfig,
+    GdpaBackwardProblem,
+    GdpaBackwardTuning,
+    GdpaProblem,
+)
 from ikbo_jax.problems import gdpa_backward as configs
 from ikbo_jax.problems.hopper import TILE_ROWS
 from ikbo_jax.reference import jagged
@@ -16,6 +23,19 @@ from ikbo_jax.reference.gdpa import Arrays, Settings, num_sequences, out_shape
 
 #: Largest number of parts that the queries of one key-value sequence are divided into.
 MAX_PARTS = 8
+
+
+def choose(
+    request: dispatch.Request, problem: GdpaProblem
+) -> tuple[GdpaBackwardTuning | None, str]:
+    """The configuration for the gradient of `problem`, or None for XLA; and the reason."""
+    if reason := configs.illegal_reason(problem):
+        return None, reason
+    backward = GdpaBackwardProblem.of(problem)
+    request = dataclasses.replace(request, op=backward.op, config=None)
+    found: tuple[GdpaBackwardTuning | None, str]
+    found = dispatch.kernel_config(request, backward)
+    return found
 
 
 def kernel_vjp(

@@ -10,7 +10,11 @@ from ikbo_jax.problems.attention_backward import (
 )
 from ikbo_jax.problems.few_queries import FewQueriesConfig
 from ikbo_jax.problems.gdpa import GdpaConfig, GdpaProblem
-from ikbo_jax.problems.gdpa_backward import GdpaBackwardConfig
+from ikbo_jax.problems.gdpa_backward import (
+    GdpaBackwardConfig,
+    GdpaBackwardProblem,
+    GdpaBackwardTuning,
+)
 from ikbo_jax.problems.linear_compression import LinearCompressionConfig, LinearCompressionProblem
 from ikbo_jax.problems.linear_compression_backward import (
     LinearCompressionBackwardProblem,
@@ -27,6 +31,7 @@ PROBLEMS: dict[str, type[Problem]] = {
         AttentionProblem,
         AttentionBackwardProblem,
         GdpaProblem,
+        GdpaBackwardProblem,
     )
 }
 
@@ -39,6 +44,8 @@ __all__ = [
     "Config",
     "FewQueriesConfig",
     "GdpaBackwardConfig",
+    "GdpaBackwardProblem",
+    "GdpaBackwardTuning",
     "GdpaConfig",
     "GdpaProblem",
     "LinearCompressionBackwardProblem",

@@ -174,8 +174,8 @@ class GdpaConfig(FlashConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class GdpaProblem(Problem):
-    """Sizes of a generalised dot-product attention that are known while tracing.
+class GdpaSizes(Problem):
+    """Sizes of a generalised dot-product attention, or of its gradient, known while tracing.
 
     Attributes:
       batch: number of query sequences.
@@ -193,12 +193,8 @@ class GdpaProblem(Problem):
       max_seqlen_kv: bound of the lengths of key-value sequences, or None.
     """
 
-    op: ClassVar[str] = "gdpa"
-    config_type: ClassVar[type] = GdpaConfig
-    # The number of rows of jagged arrays differs from call to call, and XLA runs problems without a
-    # row nearby.
+    # The number of rows of jagged arrays differs from call to call.
     user_rows_generalise: ClassVar[bool] = True
-    runs_unmeasured: ClassVar[bool] = False
 
     batch: int
     batch_kv: int
@@ -266,13 +262,14 @@ class GdpaProblem(Problem):
         p = self
         q_len, kv_len = self._mean_lengths()
         return (
-            f"gdpa h={p.head_dim} q=2^{octave(q_len)} kv=2^{octave(kv_len)} b=2^{octave(p.batch)} "
-            f"ratio=2^{octave(p.batch / max(p.batch_kv, 1))} n=2^{octave(p.q_heads)} "
-            f"k=2^{octave(p.kv_heads)} {'full' if p.is_full else 'jagged'} "
+            f"{p.op} h={p.head_dim} q=2^{octave(q_len)} kv=2^{octave(kv_len)} "
+            f"b=2^{octave(p.batch)} ratio=2^{octave(p.batch / max(p.batch_kv, 1))} "
+            f"n=2^{octave(p.q_heads)} k=2^{octave(p.kv_heads)} "
+            f"{'full' if p.is_full else 'jagged'} "
             f"{'+'.join(p.activations)} {p.approx or 'exact'}"
         )
 
-    def distance(self, other: GdpaProblem) -> float:
+    def distance(self, other: GdpaSizes) -> float:
         """The attentions' distance, plus terms for activations and full sequences.
 
         Infinite if H differs, or if only one problem has softmax, which another kernel computes.
@@ -284,6 +281,22 @@ class GdpaProblem(Problem):
         if (self.activations, self.approx) != (other.activations, other.approx):
             total += ACTIVATION_DISTANCE
         return total + (0.0 if self.is_full == other.is_full else JAGGED_DISTANCE)
+
+    def _mean_lengths(self) -> tuple[float, float]:
+        """Mean lengths of the sequences of queries and of keys."""
+        return self.q_rows / max(self.batch, 1), self.kv_rows / max(self.batch_kv, 1)
+
+    def _sizes(self) -> dict[str, float]:
+        return attention_sizes(self, *self._mean_lengths(), self.q_rows, self.batch_kv)
+
+
+@dataclasses.dataclass(frozen=True)
+class GdpaProblem(GdpaSizes):
+    """Sizes of a generalised dot-product attention, forward."""
+
+    op: ClassVar[str] = "gdpa"
+    config_type: ClassVar[type] = GdpaConfig
+    runs_unmeasured: ClassVar[bool] = False
 
     def candidate_configs(self) -> Iterator[GdpaConfig]:
         """Yields the legal configurations worth timing, the most promising first.
@@ -322,10 +335,3 @@ class GdpaProblem(Problem):
         if is_compiled or self.head_dim not in SERIALISED_HALVES_WIDTHS:
             return config
         return dataclasses.replace(config, half_blocks=False)
-
-    def _mean_lengths(self) -> tuple[float, float]:
-        """Mean lengths of the sequences of queries and of keys."""
-        return self.q_rows / max(self.batch, 1), self.kv_rows / max(self.batch_kv, 1)
-
-    def _sizes(self) -> dict[str, float]:
-        return attention_sizes(self, *self._mean_lengths(), self.q_rows, self.batch_kv)

@@ -1,13 +1,16 @@
-"""Configurations of the backward kernels of generalised dot-product attention."""
+"""The gradient of generalised dot-product attention: problems, configurations of its kernels."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+import itertools
+from collections.abc import Iterator
+from typing import Any, ClassVar, NamedTuple, Self
 
 from ikbo_jax.problems import hopper, memory
-from ikbo_jax.problems.gdpa import SOFTMAX, GdpaProblem
+from ikbo_jax.problems.gdpa import SOFTMAX, GdpaSizes
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, TILE_ROWS, WGMMA_M
+from ikbo_jax.problems.problem import Config
 
 #: Largest `block` by head width (width 96 is padded to 128 in shared memory): for the kernel with
 #: two results (d_key, d_value), and with one (d_query). With larger blocks accumulators and scores
@@ -26,6 +29,9 @@ STATISTICS = 2
 #: Copies of statistics take a multiple of this number of words: 128 bytes, to which TMA aligns its
 #: destination, and which Mosaic GPU's copies are a multiple of.
 COPY_WORDS = 32
+#: Blocks and stages that the tuner tries, and most steps from the default of both kernels together.
+BLOCKS, STAGES = (64, 96, 128, 80, 48, 32), (3, 4, 2, 6)
+MAX_STEPS = 4
 
 
 class GdpaBackwardShared(NamedTuple):
@@ -142,18 +148,97 @@ def default_config(head_dim: int) -> GdpaBackwardConfig:
     return GdpaBackwardConfig(64, 6 if head_dim <= BLOCK_K else 3)
 
 
-def illegal_reason(problem: GdpaProblem) -> str | None:
+def illegal_reason(problem: GdpaSizes) -> str | None:
     """Why the kernels cannot compute the gradients of a problem; None if they can."""
-    has_softmax = SOFTMAX in problem.activations
-    if has_softmax and set(problem.activations) != {SOFTMAX}:
-        return "the backward kernels support softmax in all heads or in none"
-    if not problem.q_rows or not problem.kv_rows or not problem.batch:
-        return "the backward kernels need a query, a key and a sequence"
-    config = default_config(problem.head_dim)
-    for num_results in (1, 2):
-        reason = config.illegal_reason(
-            problem.dtype, problem.head_dim, num_results=num_results, has_softmax=has_softmax
+    return _default_tuning(problem.head_dim).illegal_reason(problem)
+
+
+@dataclasses.dataclass(frozen=True)
+class GdpaBackwardTuning(Config):
+    """What the dispatch table says about the gradient: both kernels, as one flat row.
+
+    Attributes:
+      query_block: `GdpaBackwardConfig.block` of the kernel for d_query.
+      query_stages: its stages.
+      key_block: `GdpaBackwardConfig.block` of the kernel for d_key and d_value.
+      key_stages: its stages.
+    """
+
+    query_block: int = 64
+    query_stages: int = 3
+    key_block: int = 64
+    key_stages: int = 3
+
+    @property
+    def query(self) -> GdpaBackwardConfig:
+        """Configuration of the kernel for d_query."""
+        return GdpaBackwardConfig(self.query_block, self.query_stages)
+
+    @property
+    def key(self) -> GdpaBackwardConfig:
+        """Configuration of the kernel for d_key and d_value."""
+        return GdpaBackwardConfig(self.key_block, self.key_stages)
+
+    def illegal_reason(self, problem: GdpaSizes) -> str | None:
+        """Why the kernels cannot compute the gradient of `problem`; None if they can."""
+        has_softmax = SOFTMAX in problem.activations
+        if has_softmax and set(problem.activations) != {SOFTMAX}:
+            return "the backward kernels support softmax in all heads or in none"
+        if not problem.q_rows or not problem.kv_rows or not problem.batch:
+            return "the backward kernels need a query, a key and a sequence"
+        for num_results, config in ((1, self.query), (2, self.key)):
+            reason = config.illegal_reason(
+                problem.dtype, problem.head_dim, num_results=num_results, has_softmax=has_softmax
+            )
+            if reason is not None:
+                return reason
+        return None
+
+
+def _default_tuning(head_dim: int) -> GdpaBackwardTuning:
+    config = default_config(head_dim)
+    return GdpaBackwardTuning(config.block, config.stages, config.block, config.stages)
+
+
+@dataclasses.dataclass(frozen=True)
+class GdpaBackwardProblem(GdpaSizes):
+    """Sizes of the gradient of a generalised dot-product attention."""
+
+    op: ClassVar[str] = "gdpa_backward"
+    config_type: ClassVar[type] = GdpaBackwardTuning
+
+    @classmethod
+    def of(cls, forward: GdpaSizes) -> Self:
+        """The gradient of `forward`."""
+        return cls(**dataclasses.asdict(forward))
+
+    def useful_flops(self, pairs: int) -> int:
+        """Five products for the forward pass' two."""
+        return 5 * super().useful_flops(pairs) // 2
+
+    def candidate_configs(self) -> Iterator[GdpaBackwardTuning]:
+        """Yields the legal configurations worth timing, the most promising first.
+
+        The first one is the default configuration. Every configuration of one kernel is tried
+        beside the default of the other.
+        """
+        default = default_config(self.head_dim)
+        plain = itertools.starmap(GdpaBackwardConfig, itertools.product(BLOCKS, STAGES))
+        configs = list(enumerate(dict.fromkeys((default, *plain))))
+        steps = {
+            GdpaBackwardTuning(query.block, query.stages, key.block, key.stages): i + j
+            for (i, query), (j, key) in itertools.product(configs, repeat=2)
+            if i + j <= MAX_STEPS or not i or not j
+        }
+        for config in sorted(steps, key=steps.__getitem__):
+            if config.illegal_reason(self) is None:
+                yield config
+
+    def fits(self, config: GdpaBackwardTuning) -> bool:
+        """False if blocks are narrow, but the sequences that a kernel streams are not short."""
+        q_len, kv_len = self._mean_lengths()
+        default = default_config(self.head_dim).block
+        return all(
+            block >= default or length <= default
+            for block, length in ((config.query_block, kv_len), (config.key_block, q_len))
         )
-        if reason is not None:
-            return reason
-    return None

@@ -14,9 +14,10 @@ import planted
 import pytest
 
 from ikbo_jax.pallas.gdpa_backward import kernels, tiles
-from ikbo_jax.problems import GdpaBackwardConfig
+from ikbo_jax.problems import GdpaBackwardConfig, GdpaBackwardProblem
 from ikbo_jax.problems import gdpa_backward as backward_configs
 from ikbo_jax.problems.hopper import MAX_SMEM_BYTES
+from ikbo_jax.tuning import table
 
 pytestmark = [
     pytest.mark.slow,
@@ -109,6 +110,32 @@ CASES = {
     "queries_softmax_h64_f16": Case(False, 64, activations=SOFTMAX, dtype="float16"),
     "queries_softmax_h96_wide": Case(False, 96, activations=SOFTMAX, is_wide=True),
 }
+
+
+def table_cases() -> dict[str, Case]:
+    """Both kernels of every row of `sm90.json` for the gradient."""
+    found = {}
+    for number, row in enumerate(table._builtin_rows()):
+        problem = row.problem
+        if row.config is not None and isinstance(problem, GdpaBackwardProblem):
+            heads = problem.activations * (problem.q_heads // len(problem.activations))
+            sizes = (problem.head_dim, heads, problem.approx, problem.kv_heads, problem.dtype)
+            found[f"row{number}:queries"] = Case(False, *sizes, config=row.config.query)
+            found[f"row{number}:keys"] = Case(True, *sizes, config=row.config.key)
+    return found
+
+
+#: Blocks that only the tuner proposes.
+PROPOSED = {
+    "queries_h64_widest": Case(False, 64, config=GdpaBackwardConfig(128, 3)),
+    "keys_h64_widest": Case(True, 64, config=GdpaBackwardConfig(96, 4)),
+    "keys_h64_softmax_block_80": Case(
+        True, 64, activations=SOFTMAX, config=GdpaBackwardConfig(80, 4)
+    ),
+    "queries_narrow": Case(False, config=GdpaBackwardConfig(32, 6)),
+    "keys_narrow": Case(True, config=GdpaBackwardConfig(32, 4)),
+}
+CASES |= PROPOSED | table_cases()
 
 
 @pytest.mark.parametrize("name", CASES)

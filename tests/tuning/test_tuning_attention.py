@@ -22,6 +22,7 @@ from ikbo_jax.problems import (
     AttentionConfig,
     AttentionProblem,
     FewQueriesConfig,
+    GdpaBackwardProblem,
     GdpaProblem,
     LinearCompressionBackwardProblem,
     LinearCompressionProblem,
@@ -141,13 +142,15 @@ def test_gdpa_rows_of_a_softmax_and_of_other_activations_do_not_speak_for_each_o
 def test_rows_of_all_ops_share_the_users_cache():
     linear_backward = LinearCompressionBackwardProblem.of(LINEAR)
     originals = [row(), row(DEFAULT, None), row(LINEAR), row(GDPA), row(BACKWARD)]
-    originals.append(row(linear_backward))
+    gdpa_backward = GdpaBackwardProblem.of(GDPA)
+    originals += [row(linear_backward), row(gdpa_backward)]
     for original in originals:
         assert table.Row.from_json(json.loads(json.dumps(original.to_json()))) == original
     table.write_user_row(row(DEFAULT, other()))
     table.write_user_row(row(GDPA))
     table.write_user_row(row(BACKWARD))
     table.write_user_row(row(linear_backward))
+    table.write_user_row(row(gdpa_backward))
     path = table.write_user_row(row(LINEAR))
     assert {r["op"] for r in json.loads(path.read_text())["rows"]} == set(PROBLEMS)
     choice = table.lookup(DEFAULT)

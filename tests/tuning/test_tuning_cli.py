@@ -18,6 +18,7 @@ from ikbo_jax.ops import dispatch
 from ikbo_jax.problems import (
     AttentionBackwardProblem,
     AttentionProblem,
+    GdpaBackwardProblem,
     GdpaProblem,
     LinearCompressionBackwardProblem,
     LinearCompressionProblem,
@@ -226,6 +227,14 @@ def test_tune_linear_compression_backward_passes_the_sizes_on(tuned_by):
     ((problem, limit),) = found
     assert isinstance(problem, LinearCompressionBackwardProblem)
     assert (problem.batches, problem.dtype, limit) == ((5, 24), "bfloat16", None)
+
+
+def test_tune_gdpa_backward_passes_the_sizes_on(tuned_by):
+    found = tuned_by("tune_gdpa_backward")
+    assert cli.main(["tune", "gdpa-backward", *GDPA[2:], "--t", "100"]) == cli.OK
+    ((problem, limit),) = found
+    assert isinstance(problem, GdpaBackwardProblem)
+    assert (problem.q_rows, problem.max_seqlen_q, limit) == (2400, 100, None)
 
 
 def test_tune_attention_off_hopper_and_with_wrong_heads(monkeypatch, capsys):
