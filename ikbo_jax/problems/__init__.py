@@ -13,6 +13,7 @@ from ikbo_jax.problems.gdpa import GdpaConfig, GdpaProblem
 from ikbo_jax.problems.gdpa_backward import GdpaBackwardConfig
 from ikbo_jax.problems.linear_compression import LinearCompressionConfig, LinearCompressionProblem
 from ikbo_jax.problems.problem import Config, Problem
+from ikbo_jax.problems.short_gdpa import ShortGdpaConfig
 
 #: The class of every op's problems, by the op's name in table rows.
 PROBLEMS: dict[str, type[Problem]] = {
@@ -39,4 +40,5 @@ __all__ = [
     "LinearCompressionConfig",
     "LinearCompressionProblem",
     "Problem",
+    "ShortGdpaConfig",
 ]

@@ -24,9 +24,9 @@ import ikbo_jax as ikbo
 from ikbo_jax.cases import gdpa as cases
 from ikbo_jax.ops import dispatch
 from ikbo_jax.ops import gdpa as op
-from ikbo_jax.pallas.flash import attention, gdpa_consumer, tile_list
+from ikbo_jax.pallas.flash import attention, gdpa_consumer, short_gdpa, tile_list
 from ikbo_jax.pallas.flash import gdpa_forward as kernel
-from ikbo_jax.problems import GdpaConfig, GdpaProblem
+from ikbo_jax.problems import GdpaConfig, GdpaProblem, ShortGdpaConfig
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, TILE_ROWS
 from ikbo_jax.reference import gdpa as reference
 from ikbo_jax.reference.gdpa import Arrays, Settings
@@ -35,6 +35,7 @@ pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
 
 FORWARD = kernel.gdpa_forward
 SOFTMAX = attention.jagged_attention_kernel
+SHORT = short_gdpa.short_gdpa
 #: With named barriers, which the interpreter knows under this name.
 PARAMS = dataclasses.replace(interpreter.PARAMS, inline_mgpu="_hack_model_inline_mgpu_tokamax")
 #: Blocks of 32 keys, so that few keys are several blocks.
@@ -51,7 +52,7 @@ class Case:
 
     shape: Shape
     activation: str | tuple[str, ...] = "relu"
-    config: GdpaConfig = TWO_SLOTS
+    config: GdpaConfig | ShortGdpaConfig = TWO_SLOTS
     num_sms: int = 1
     dtype: str = "bfloat16"
     approx: str | None = None
@@ -95,6 +96,21 @@ CASES = {
     ),
     # Queries of all sequences; without options, consumer 1 multiplies rows that it has not got.
     "pma_one_slot": Case(of(3, (33, 0, 1)), "gelu_tanh", ONE_SLOT, approx="tanh_bf16"),
+    # The kernel for short sequences: several items of a CTA, one, none; several blocks of keys, and
+    # none; rows of no sequence; keys that heads share.
+    "short": Case(
+        of((30, 0, 64, 70, 5), (30, 3, 64, 50, 0), after=9, q_heads=2, kv_heads=1),
+        ("gelu_tanh", "silu"),
+        ShortGdpaConfig(block_kv=32),
+        num_sms=1,
+    ),
+    "short_softmax_h96_f16": Case(
+        of((3, 20, 1, 7), (40, 16, 0, 17), before=2, after=3, head_dim=96),
+        "softmax",
+        ShortGdpaConfig(16, 16, slots=3, ctas=2),
+        dtype="float16",
+    ),
+    "short_pma": Case(of(3, (33, 0, 1), head_dim=128), "relu", ShortGdpaConfig(16, 64, ctas=1)),
     # The attention kernel: CTAs with an item or none.
     "softmax_gaps": Case(of((0, 70, 0, 5), (65, 3, 0, 0), after=131), "softmax", num_sms=99),
 }
@@ -104,7 +120,7 @@ def attend(arrays: Arrays, case: Case, monkeypatch: pytest.MonkeyPatch) -> jax.A
     """`ikbo.gdpa`, down to its interpreted kernel."""
     monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
     monkeypatch.setattr(dispatch, "num_sms", lambda: case.num_sms)
-    for module, fn in ((kernel, FORWARD), (attention, SOFTMAX)):
+    for module, fn in ((kernel, FORWARD), (attention, SOFTMAX), (short_gdpa, SHORT)):
         monkeypatch.setattr(module, fn.__name__, functools.partial(fn, interpret=PARAMS))
     op._gdpa.clear_cache()
     settings = case.settings
