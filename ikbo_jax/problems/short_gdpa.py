@@ -151,8 +151,9 @@ def is_preferred(problem: Any) -> bool:
         keys *= 2
     if not p.broadcast_q and p.max_seqlen_q is None:
         queries *= 2
-    is_shared = p.batch > p.batch_kv  # tiles of several query sequences share their keys
-    return not is_shared and keys <= MAX_KEYS and queries <= MAX_QUERIES
+    if p.batch > p.batch_kv or p.head_dim not in MAX_BLOCK_KV:
+        return False  # tiles of several query sequences share their keys, or there is no kernel
+    return bool(keys <= MAX_KEYS and queries <= MAX_QUERIES)
 
 
 def is_candidate(problem: Any) -> bool:
