@@ -24,7 +24,13 @@ import ikbo_jax as ikbo
 from ikbo_jax.cases import gdpa as cases
 from ikbo_jax.ops import dispatch
 from ikbo_jax.ops import gdpa as op
-from ikbo_jax.pallas.flash import attention, gdpa_consumer, short_gdpa, tile_list
+from ikbo_jax.pallas.flash import (
+    attention,
+    gdpa_consumer,
+    short_gdpa,
+    tile_list,
+    tile_list_kernel,
+)
 from ikbo_jax.pallas.flash import gdpa_forward as kernel
 from ikbo_jax.problems import GdpaConfig, GdpaProblem, ShortGdpaConfig
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, TILE_ROWS
@@ -122,6 +128,8 @@ def attend(arrays: Arrays, case: Case, monkeypatch: pytest.MonkeyPatch) -> jax.A
     monkeypatch.setattr(dispatch, "num_sms", lambda: case.num_sms)
     for module, fn in ((kernel, FORWARD), (attention, SOFTMAX), (short_gdpa, SHORT)):
         monkeypatch.setattr(module, fn.__name__, functools.partial(fn, interpret=PARAMS))
+    # `test_gdpa_tiles` interprets the kernel that makes the list.
+    monkeypatch.setattr(tile_list_kernel, "query_tiles", tile_list.query_tiles)
     op._gdpa.clear_cache()
     settings = case.settings
     out = ikbo.gdpa(
@@ -178,6 +186,7 @@ def test_interpreted_trial_of_the_autotuner(
         max_seqlen_kv=40,
     )
     monkeypatch.setattr(kernel, "gdpa_forward", functools.partial(FORWARD, interpret=PARAMS))
+    monkeypatch.setattr(tile_list_kernel, "query_tiles", tile_list.query_tiles)
     case = cases.Case(problem)
     operands = case.inputs()
     out = jax.block_until_ready(case.runner(TWO_SLOTS)(*operands))

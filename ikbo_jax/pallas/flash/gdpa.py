@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from ikbo_jax.pallas.flash import attention, gdpa_forward, short_gdpa, tile_list
+from ikbo_jax.pallas.flash import attention, gdpa_forward, short_gdpa, tile_list_kernel
 from ikbo_jax.problems import GdpaConfig, ShortGdpaConfig
 from ikbo_jax.problems.hopper import TILE_ROWS
 from ikbo_jax.reference.activations import SOFTMAX
@@ -36,7 +36,7 @@ def gdpa_kernel(
       out, and lse [rows, N] in f32, the natural logarithm of a softmax's denominator, or None.
     """
     query, key, value = arrays[:3]
-    tiles = tile_list.query_tiles(
+    tiles = tile_list_kernel.query_tiles(
         arrays.cu_seqlens_q,
         arrays.cu_seqlens_kv,
         arrays.q_to_kv,
@@ -45,6 +45,8 @@ def gdpa_kernel(
         max_seqlen_q=settings.max_seqlen_q,
         max_seqlen_kv=settings.max_seqlen_kv,
         size=config.tile_rows if isinstance(config, ShortGdpaConfig) else TILE_ROWS,
+        # In the order of memory, rows that tiles of neighbouring sequences load, too, are in L2.
+        unit=config.block_kv if isinstance(config, ShortGdpaConfig) else 1,
     )
     options: dict[str, Any] = {
         "out_rows": out_shape(arrays, settings)[0],
