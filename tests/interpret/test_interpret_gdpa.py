@@ -195,14 +195,26 @@ def test_interpreted_trial_of_the_autotuner(
     np.testing.assert_allclose(*(x.astype(jnp.float32) for x in (out, xla)), rtol=0, atol=0.02)
 
 
+@pytest.mark.parametrize(
+    ("activation", "config"),
+    [
+        ("gelu_tanh", DEEP),
+        ("gelu_tanh", ShortGdpaConfig(32, 32)),
+        ("softmax", ShortGdpaConfig(64, 64)),
+    ],
+    ids=["long", "short", "short_softmax"],
+)
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_interpreted_nan_of_one_sequence_stays_there(
-    launches: interpreter.Launches, monkeypatch: pytest.MonkeyPatch
+    activation: str,
+    config: GdpaConfig | ShortGdpaConfig,
+    launches: interpreter.Launches,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Blocks of the sequences beside it, and tiles, reach into it; an index says which queries meet
     which keys."""
     shape = of((3, 66, 0, 2, 4), (40, 5, 100), q_to_kv=(2, 1, 2, 2, 0))
-    case = Case(shape, "gelu_tanh", config=DEEP)
+    case = Case(shape, activation, config=config)
     clean = problems_gdpa.make_arrays(case.shape)
     query, key, value = (np.array(x) for x in clean[:3])
     query[3:69], key[40:45], value[40:45] = np.nan, np.inf, np.nan
@@ -212,8 +224,9 @@ def test_interpreted_nan_of_one_sequence_stays_there(
     out = np.array(attend(spoiled, case, monkeypatch))
     launches.assert_no_races(1)
     assert np.all(np.isnan(out[3:69].astype(np.float32)))
-    query[3:69] = out[3:69] = 0
-    assert_correct(out, clean._replace(query=jnp.asarray(query)), case)
+    query[3:69] = out[3:69] = value[40:45] = 0
+    replaced = clean._replace(query=jnp.asarray(query), value=jnp.asarray(value))
+    assert_correct(out, replaced, case)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
@@ -264,6 +277,37 @@ def test_interpreted_softmax_is_exact_where_the_first_maximum_does_not_do(
         expected = np.logaddexp.reduce(scores, axis=1, keepdims=True)
         actual = lse[3 * number : 3 * number + 3]
         np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-4)
+
+
+def test_interpreted_short_softmax_returns_lse(launches: interpreter.Launches) -> None:
+    """Of several blocks, and of sequences without keys; a negative scale."""
+    shape = of((3, 5, 2), (20, 0, 40))
+    arrays = problems_gdpa.make_arrays(shape)
+    sizes = {"q_rows": 10, "kv_rows": 60, "max_seqlen_q": None, "max_seqlen_kv": None}
+    tiles = tile_list.query_tiles(*arrays[3:], **sizes, size=16)
+    settings = problems_gdpa.make_settings(shape, "softmax", scale=-0.3)
+    out, lse = short_gdpa.short_gdpa(
+        *arrays[:3],
+        tiles,
+        out_rows=10,
+        activations=("softmax",),
+        approx=None,
+        scale=settings.scale,
+        output_scale=settings.output_scale,
+        return_residuals=True,
+        config=ShortGdpaConfig(16, 16),
+        num_sms=1,
+        interpret=PARAMS,
+    )
+    launches.assert_no_races(1)
+    plain = problems_gdpa.same_dtype_gdpa(arrays, settings)
+    oracle = problems_gdpa.numpy_oracle(arrays, settings)
+    problems.assert_within_error_rule(out, oracle, plain)
+    query, key = (np.asarray(x).astype(float)[:, 0] for x in arrays[:2])
+    assert np.all(np.isneginf(lse[3:8]))
+    for rows, keys in ((slice(0, 3), slice(0, 20)), (slice(8, 10), slice(20, 60))):
+        expected = np.logaddexp.reduce(settings.scale * query[rows] @ key[keys].T, axis=1)
+        np.testing.assert_allclose(lse[rows, 0], expected, rtol=1e-5, atol=1e-4)
 
 
 # The checks themselves: each of them must be able to fail.
