@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from typing import Any
 
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import offline
 import pytest
 
-from ikbo_jax.pallas.flash import attention, short_gdpa, tile_list
+from ikbo_jax.pallas.flash import attention, short_gdpa, tile_list, tile_list_kernel
 from ikbo_jax.pallas.flash import gdpa_forward as kernel
 from ikbo_jax.problems import GdpaConfig, GdpaProblem, ShortGdpaConfig
 from ikbo_jax.problems import short_gdpa as short_configs
@@ -188,3 +189,20 @@ def test_offline_kernel_for_short_sequences_is_fit(name: str, compiler: offline.
     allocated = -(-compiled.ptxas.registers // 8) * 8
     assert allocated <= short_configs.registers(config, case.problem)
     assert config.ctas * allocated * WARPGROUP_SIZE <= short_configs.SM_REGISTERS
+
+
+@pytest.mark.parametrize("bound", [None, 64])
+def test_the_list_of_tiles_is_one_kernel(bound: int | None, compiler: offline.Compiler) -> None:
+    def list_tiles(q: Any, kv: Any) -> Any:
+        bounds = {"max_seqlen_q": bound, "max_seqlen_kv": bound}
+        return tile_list_kernel.query_tiles(
+            q, kv, None, q_rows=9999, kv_rows=9999, size=64, **bounds
+        )
+
+    offsets = jax.ShapeDtypeStruct((4097,), jnp.int32)
+    lowered = jax.jit(list_tiles).trace(offsets, offsets).lower(lowering_platforms=("cuda",))
+    operations = set(re.findall(r"stablehlo\.(\w+)", lowered.as_text()))
+    assert operations == {"custom_call"}, operations
+    (compiled,) = compiler.compile(list_tiles, offsets, offsets)
+    assert compiled.name == "ikbo_tile_list"
+    assert not compiled.faults
