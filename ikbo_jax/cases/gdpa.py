@@ -18,7 +18,7 @@ from ikbo_jax.cases import error_rule
 from ikbo_jax.cases.error_rule import UNTUNED, Check
 from ikbo_jax.ops import dispatch
 from ikbo_jax.ops.gdpa import gdpa
-from ikbo_jax.problems import GdpaConfig, GdpaProblem
+from ikbo_jax.problems import GdpaConfig, GdpaProblem, ShortGdpaConfig
 from ikbo_jax.reference import gdpa_chunked
 from ikbo_jax.reference.activations import SOFTMAX
 from ikbo_jax.reference.gdpa import Arrays, Settings, materialised
@@ -170,7 +170,7 @@ class Case:
         return run
 
     def runner(
-        self, config: GdpaConfig | None, num_sms: int | None = None
+        self, config: GdpaConfig | ShortGdpaConfig | None, num_sms: int | None = None
     ) -> Callable[..., jax.Array]:
         """The kernel with `config`, including its tile list; the XLA path if `config` is None.
 

@@ -22,7 +22,7 @@ from ikbo_jax.ops.op import (
 )
 from ikbo_jax.ops.partition import Division
 from ikbo_jax.ops.sharded import run_kernel, vary_over_same_axes
-from ikbo_jax.problems import GdpaBackwardTuning, GdpaConfig, GdpaProblem
+from ikbo_jax.problems import GdpaBackwardTuning, GdpaConfig, GdpaProblem, ShortGdpaConfig
 from ikbo_jax.reference import gdpa as reference
 from ikbo_jax.reference import gdpa_chunked
 from ikbo_jax.reference.gdpa import Arrays, Settings
@@ -44,7 +44,7 @@ def gdpa(
     max_seqlen_q: int | None = None,
     max_seqlen_kv: int | None = None,
     implementation: str | None = None,
-    config: GdpaConfig | None = None,
+    config: GdpaConfig | ShortGdpaConfig | None = None,
 ) -> jax.Array:
     """Attention over jagged sequences with an activation function in place of the softmax.
 
@@ -93,12 +93,11 @@ def gdpa(
         Rows of a sequence beyond it are ignored and have result 0. `ikbo_jax.debug.check_offsets`
         finds a bound that is too small.
       max_seqlen_kv: bound of the keys' lengths, likewise; keys beyond it have no effect.
-      implementation: None takes the kernel if a measured row of the dispatch table is near and
-        prefers it, else XLA; "mosaic_gpu" or "xla" take that one or raise. The kernel takes
-        bfloat16 and float16, H = 64, 96, 128 and 256, and every activation, but a softmax only in
-        all heads.
+      implementation: None takes the kernel wherever it can run, unless a near row of the dispatch
+        table prefers XLA; "mosaic_gpu" or "xla" take that one or raise. The kernel takes bfloat16
+        and float16, H = 64, 96, 128 and 256, and every activation, but a softmax only in all heads.
       config: configuration of the "mosaic_gpu" kernel; None takes it from the dispatch table, or a
-        default.
+        default. A `ShortGdpaConfig` selects the kernel for short sequences.
 
     Returns:
       out [total_q, N, H] in the inputs' dtype; with `broadcast_q` [batch · T, N, H], sequence after
@@ -117,8 +116,8 @@ def gdpa(
         of K; an activation is unknown, or the number of names is not N; `approx` is unknown or
         applies to none of the activations; `scale` or `output_scale` is not a number, or not finite
         in float32; a `max_seqlen_*` is not an integer of at least 0; both `cu_seqlens_q` and
-        `broadcast_q` are set, or neither; `implementation` is unknown; `config` is not a
-        `GdpaConfig`, or `implementation` is "xla" and `config` not None.
+        `broadcast_q` are set, or neither; `implementation` is unknown; `config` is neither a
+        `GdpaConfig` nor a `ShortGdpaConfig`, or `implementation` is "xla" and `config` not None.
       NotImplementedError: implementation="mosaic_gpu", but the kernel cannot run on this device, or
         with these sizes, this dtype, activation or `config`; N, K or H is a symbolic dimension of
         `jax.export` (rows and batches may be symbolic on the XLA path); a third derivative;
@@ -128,7 +127,7 @@ def gdpa(
     models.
     """
     arrays = Arrays(query, key, value, cu_seqlens_q, cu_seqlens_kv, q_to_kv)
-    request = arguments.request("gdpa", implementation, config, arrays, GdpaConfig)
+    request = arguments.request("gdpa", implementation, config, arrays, GdpaConfig, ShortGdpaConfig)
     broadcast_q = bool(broadcast_q)
     gdpa_arguments.check_arrays(arrays)
     gdpa_arguments.check_sequences(arrays, broadcast_q)

@@ -21,6 +21,7 @@ from ikbo_jax.problems.linear_compression_backward import (
     LinearCompressionBackwardTuning,
 )
 from ikbo_jax.problems.problem import Config, Problem
+from ikbo_jax.problems.short_gdpa import ShortGdpaConfig
 
 #: The class of every op's problems, by the op's name in table rows.
 PROBLEMS: dict[str, type[Problem]] = {
@@ -53,4 +54,5 @@ __all__ = [
     "LinearCompressionConfig",
     "LinearCompressionProblem",
     "Problem",
+    "ShortGdpaConfig",
 ]

@@ -72,6 +72,10 @@ class Problem(abc.ABC):
         """The most promising configuration without a measurement; None if none is legal."""
         return _first_candidate(self)
 
+    def default_rule(self) -> str:
+        """Why `default_config` is the most promising one; empty if there is one kernel."""
+        return ""
+
     def adapt(self, config: Any) -> Any:
         """The configuration of a nearby row as the problem should use it."""
         return config

@@ -199,7 +199,8 @@ def lookup(problem: Problem, *, with_user_rows: bool = True) -> Choice:
             reason = f"{source}, nearest row at distance {row_distance:.2f}, {row.describe()}"
             config = None if row.config is None else problem.adapt(row.config)
             return Choice(config, source, False, reason)
-    reason = "default configuration: no measured row is near"
+    rule = problem.default_rule()
+    reason = "default configuration: no measured row is near" + (rule and f"; {rule}")
     return Choice(default_config, "default", False, reason)
 
 

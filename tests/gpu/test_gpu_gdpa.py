@@ -18,7 +18,7 @@ from problems_gdpa import Shape
 import ikbo_jax as ikbo
 from ikbo_jax.ops import dispatch, gdpa_backward
 from ikbo_jax.pallas.flash import attention, tile_list
-from ikbo_jax.problems import GdpaConfig
+from ikbo_jax.problems import GdpaConfig, ShortGdpaConfig
 from ikbo_jax.problems.gdpa import MAX_BLOCK_KV
 from ikbo_jax.problems.hopper import TILE_ROWS
 from ikbo_jax.reference import activations as reference_activations
@@ -47,6 +47,9 @@ CONFIGS = {
     "jagged_narrow": GdpaConfig(64, 4, 4, skip_empty=True, half_blocks=True),
     "jagged_one_slot": GdpaConfig(128, 3, 3, 1, skip_empty=True, half_blocks=True),
     "jagged_runs": GdpaConfig(128, 2, 2, 3, 8, True, True, skip_empty=True, half_blocks=True),
+    "short": ShortGdpaConfig(),
+    "short_rows_16": ShortGdpaConfig(16, 16, 3, 1),
+    "short_wide": ShortGdpaConfig(32, 128, 2, 1),
 }
 
 
@@ -234,6 +237,39 @@ def test_gdpa_bad_values_stay_in_their_sequence(bad):
     np.testing.assert_array_equal(out.at[200:203].set(0), expected.at[200:203].set(0))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["empty", "many_short", "gqa", "indexed", "pma", "h64", "h96"])
+def test_gdpa_short_softmax(name, dtype):
+    """The gradient shows that lse is right."""
+    arrays = problems_gdpa.make_arrays(SHAPES[name], dtype)
+    settings = problems_gdpa.make_settings(SHAPES[name], "softmax")
+    config = ShortGdpaConfig(64, 64, 2, 1)
+    check(run(arrays, settings, config=config), arrays, settings)
+
+    def loss(query: jax.Array, config: object) -> jax.Array:
+        out = run(arrays._replace(query=query), settings, config=config)
+        return jnp.sum(out.astype(jnp.float32) ** 2)
+
+    gradients = [jax.grad(loss)(arrays.query, c).astype(jnp.float32) for c in (config, None)]
+    scale = float(jnp.nanmax(jnp.abs(gradients[1])))
+    np.testing.assert_allclose(*gradients, rtol=0, atol=0.02 * scale)
+
+
+@pytest.mark.parametrize("activation", ["gelu_tanh", "softmax"])
+def test_gdpa_short_bad_values_stay_in_their_sequence(activation):
+    shape = of((60, 3, 30, 64), (60, 3, 30, 5))
+    clean = problems_gdpa.make_arrays(shape)
+    settings = problems_gdpa.make_settings(shape, activation)
+    config = ShortGdpaConfig(64, 64, 2, 1)
+    spoiled = [x.at[60:63].set(jnp.nan) for x in clean[:3]]
+    out = run(
+        clean._replace(query=spoiled[0], key=spoiled[1], value=spoiled[2]), settings, config=config
+    )
+    expected = run(clean, settings, config=config)
+    assert not np.any(np.isfinite(out[60:63].astype(jnp.float32)))
+    np.testing.assert_array_equal(out.at[60:63].set(0), expected.at[60:63].set(0))
+
+
 def softmax_with_lse(arrays: reference.Arrays, settings: reference.Settings):
     tiles = tile_list.query_tiles(
         *arrays[3:],
@@ -379,7 +415,7 @@ def test_gdpa_gradients_of_the_kernel_are_those_of_xla(activation):
 
 SANITIZED = """
 import jax, problems_gdpa, ikbo_jax as ikbo
-from ikbo_jax.problems import GdpaConfig
+from ikbo_jax.problems import GdpaConfig, ShortGdpaConfig
 shape = problems_gdpa.Shape((0, 70, 5, 130), (40, 0, 129, 65), 2, 1, 128, before=3, after=140)
 arrays = problems_gdpa.make_arrays(shape)
 indices = (None, arrays.cu_seqlens_q[:4] * 0 + 99)

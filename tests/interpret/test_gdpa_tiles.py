@@ -1,9 +1,14 @@
-"""The lists of tiles of the generalised attention's kernels, against plain Python."""
+"""The lists of tiles of the generalised attention's kernels, against plain Python.
+
+Of XLA, and of the kernel that lists tiles, interpreted; `test_emulated_tiles` runs its PTX.
+"""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import interpreter
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ikbo_jax.pallas.flash import tile_list
+from ikbo_jax.pallas.flash import tile_list, tile_list_kernel
 
 
 def plain_offsets(cu: Any, total: int) -> list[int]:
@@ -30,7 +35,6 @@ def read(tiles: tile_list.TileList) -> tuple[list[list[int]], int]:
     with_work, count = (int(x) for x in tiles.counts)
     words = np.asarray(tiles.words)
     assert count <= len(words)
-    assert not words[count:, tile_list.ROWS].any()
     return words[:count].tolist(), with_work
 
 
@@ -128,3 +132,32 @@ def test_many_sequences_are_sorted(broadcast: bool, monkeypatch: pytest.MonkeyPa
     check(
         (cu_q, cu_kv, rng.integers(0, 7, 20), 61, 60, None, 9), compiled(), 8, broadcast=broadcast
     )
+
+
+@pytest.mark.parametrize("unit", [1, 8])
+def test_sequences_of_equally_many_blocks_stay_in_order(unit: int) -> None:
+    offsets = jnp.asarray([0, 3, 8, 12, 30], jnp.int32)
+    sizes = {"q_rows": 30, "kv_rows": 30, "max_seqlen_q": None, "max_seqlen_kv": None}
+    tiles = tile_list.query_tiles(offsets, offsets, None, **sizes, size=32, unit=unit)
+    words, _ = read(tiles)
+    starts = [w[tile_list.SOURCE] for w in words]
+    assert starts == ([12, 3, 8, 0] if unit == 1 else [12, 0, 3, 8])
+
+
+#: Problems of the kernel: (problem of `check`, whether queries are broadcast). Offsets fall, leave
+#: the arrays, and leave rows before, between (of truncated sequences) and after the sequences.
+KERNEL_CASES: dict[str, tuple[tuple[Any, ...], bool]] = {
+    "plain": (([3, 5, 5, 30, 38], [0, 3, 3, 20, 38], None, 40, 38, None, None), False),
+    "bounded": (([3, 5, 4, 30, 45], [-1, 3, 8, 7, 38], None, 40, 38, 11, 11), False),
+    "pma_index": (([0], [0, 3, 3, 20, 38], [0, 2, -1, 9, 2, 1], 9, 38, None, None), True),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("on_cpu")
+def test_interpreted_kernel_lists_the_tiles(launches: interpreter.Launches) -> None:
+    """One of the cases: every access of a thread is a call of the interpreter."""
+    problem, is_broadcast = KERNEL_CASES["pma_index"]
+    kernel = functools.partial(tile_list_kernel.query_tiles, interpret=interpreter.PARAMS)
+    check(problem, kernel, 8, broadcast=is_broadcast)
+    launches.assert_no_races(1)

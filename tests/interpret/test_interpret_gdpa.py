@@ -24,9 +24,15 @@ import ikbo_jax as ikbo
 from ikbo_jax.cases import gdpa as cases
 from ikbo_jax.ops import dispatch
 from ikbo_jax.ops import gdpa as op
-from ikbo_jax.pallas.flash import attention, gdpa_consumer, tile_list
+from ikbo_jax.pallas.flash import (
+    attention,
+    gdpa_consumer,
+    short_gdpa,
+    tile_list,
+    tile_list_kernel,
+)
 from ikbo_jax.pallas.flash import gdpa_forward as kernel
-from ikbo_jax.problems import GdpaConfig, GdpaProblem
+from ikbo_jax.problems import GdpaConfig, GdpaProblem, ShortGdpaConfig
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, TILE_ROWS
 from ikbo_jax.reference import gdpa as reference
 from ikbo_jax.reference.gdpa import Arrays, Settings
@@ -35,6 +41,7 @@ pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
 
 FORWARD = kernel.gdpa_forward
 SOFTMAX = attention.jagged_attention_kernel
+SHORT = short_gdpa.short_gdpa
 #: With named barriers, which the interpreter knows under this name.
 PARAMS = dataclasses.replace(interpreter.PARAMS, inline_mgpu="_hack_model_inline_mgpu_tokamax")
 #: Blocks of 32 keys, so that few keys are several blocks.
@@ -51,7 +58,7 @@ class Case:
 
     shape: Shape
     activation: str | tuple[str, ...] = "relu"
-    config: GdpaConfig = TWO_SLOTS
+    config: GdpaConfig | ShortGdpaConfig = TWO_SLOTS
     num_sms: int = 1
     dtype: str = "bfloat16"
     approx: str | None = None
@@ -95,6 +102,21 @@ CASES = {
     ),
     # Queries of all sequences; without options, consumer 1 multiplies rows that it has not got.
     "pma_one_slot": Case(of(3, (33, 0, 1)), "gelu_tanh", ONE_SLOT, approx="tanh_bf16"),
+    # The kernel for short sequences: several items of a CTA, one, none; several blocks of keys, and
+    # none; rows of no sequence; keys that heads share.
+    "short": Case(
+        of((30, 0, 64, 70, 5), (30, 3, 64, 50, 0), after=9, q_heads=2, kv_heads=1),
+        ("gelu_tanh", "silu"),
+        ShortGdpaConfig(block_kv=32),
+        num_sms=1,
+    ),
+    "short_softmax_h96_f16": Case(
+        of((3, 20, 1, 7), (40, 16, 0, 17), before=2, after=3, head_dim=96),
+        "softmax",
+        ShortGdpaConfig(16, 16, slots=3, ctas=2),
+        dtype="float16",
+    ),
+    "short_pma": Case(of(3, (33, 0, 1), head_dim=128), "relu", ShortGdpaConfig(16, 64, ctas=1)),
     # The attention kernel: CTAs with an item or none.
     "softmax_gaps": Case(of((0, 70, 0, 5), (65, 3, 0, 0), after=131), "softmax", num_sms=99),
 }
@@ -104,8 +126,10 @@ def attend(arrays: Arrays, case: Case, monkeypatch: pytest.MonkeyPatch) -> jax.A
     """`ikbo.gdpa`, down to its interpreted kernel."""
     monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
     monkeypatch.setattr(dispatch, "num_sms", lambda: case.num_sms)
-    for module, fn in ((kernel, FORWARD), (attention, SOFTMAX)):
+    for module, fn in ((kernel, FORWARD), (attention, SOFTMAX), (short_gdpa, SHORT)):
         monkeypatch.setattr(module, fn.__name__, functools.partial(fn, interpret=PARAMS))
+    # `test_gdpa_tiles` interprets the kernel that makes the list.
+    monkeypatch.setattr(tile_list_kernel, "query_tiles", tile_list.query_tiles)
     op._gdpa.clear_cache()
     settings = case.settings
     out = ikbo.gdpa(
@@ -162,6 +186,7 @@ def test_interpreted_trial_of_the_autotuner(
         max_seqlen_kv=40,
     )
     monkeypatch.setattr(kernel, "gdpa_forward", functools.partial(FORWARD, interpret=PARAMS))
+    monkeypatch.setattr(tile_list_kernel, "query_tiles", tile_list.query_tiles)
     case = cases.Case(problem)
     operands = case.inputs()
     out = jax.block_until_ready(case.runner(TWO_SLOTS)(*operands))
@@ -170,14 +195,26 @@ def test_interpreted_trial_of_the_autotuner(
     np.testing.assert_allclose(*(x.astype(jnp.float32) for x in (out, xla)), rtol=0, atol=0.02)
 
 
+@pytest.mark.parametrize(
+    ("activation", "config"),
+    [
+        ("gelu_tanh", DEEP),
+        ("gelu_tanh", ShortGdpaConfig(32, 32)),
+        ("softmax", ShortGdpaConfig(64, 64)),
+    ],
+    ids=["long", "short", "short_softmax"],
+)
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_interpreted_nan_of_one_sequence_stays_there(
-    launches: interpreter.Launches, monkeypatch: pytest.MonkeyPatch
+    activation: str,
+    config: GdpaConfig | ShortGdpaConfig,
+    launches: interpreter.Launches,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Blocks of the sequences beside it, and tiles, reach into it; an index says which queries meet
     which keys."""
     shape = of((3, 66, 0, 2, 4), (40, 5, 100), q_to_kv=(2, 1, 2, 2, 0))
-    case = Case(shape, "gelu_tanh", config=DEEP)
+    case = Case(shape, activation, config=config)
     clean = problems_gdpa.make_arrays(case.shape)
     query, key, value = (np.array(x) for x in clean[:3])
     query[3:69], key[40:45], value[40:45] = np.nan, np.inf, np.nan
@@ -187,8 +224,9 @@ def test_interpreted_nan_of_one_sequence_stays_there(
     out = np.array(attend(spoiled, case, monkeypatch))
     launches.assert_no_races(1)
     assert np.all(np.isnan(out[3:69].astype(np.float32)))
-    query[3:69] = out[3:69] = 0
-    assert_correct(out, clean._replace(query=jnp.asarray(query)), case)
+    query[3:69] = out[3:69] = value[40:45] = 0
+    replaced = clean._replace(query=jnp.asarray(query), value=jnp.asarray(value))
+    assert_correct(out, replaced, case)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
@@ -239,6 +277,37 @@ def test_interpreted_softmax_is_exact_where_the_first_maximum_does_not_do(
         expected = np.logaddexp.reduce(scores, axis=1, keepdims=True)
         actual = lse[3 * number : 3 * number + 3]
         np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-4)
+
+
+def test_interpreted_short_softmax_returns_lse(launches: interpreter.Launches) -> None:
+    """Of several blocks, and of sequences without keys; a negative scale."""
+    shape = of((3, 5, 2), (20, 0, 40))
+    arrays = problems_gdpa.make_arrays(shape)
+    sizes = {"q_rows": 10, "kv_rows": 60, "max_seqlen_q": None, "max_seqlen_kv": None}
+    tiles = tile_list.query_tiles(*arrays[3:], **sizes, size=16)
+    settings = problems_gdpa.make_settings(shape, "softmax", scale=-0.3)
+    out, lse = short_gdpa.short_gdpa(
+        *arrays[:3],
+        tiles,
+        out_rows=10,
+        activations=("softmax",),
+        approx=None,
+        scale=settings.scale,
+        output_scale=settings.output_scale,
+        return_residuals=True,
+        config=ShortGdpaConfig(16, 16),
+        num_sms=1,
+        interpret=PARAMS,
+    )
+    launches.assert_no_races(1)
+    plain = problems_gdpa.same_dtype_gdpa(arrays, settings)
+    oracle = problems_gdpa.numpy_oracle(arrays, settings)
+    problems.assert_within_error_rule(out, oracle, plain)
+    query, key = (np.asarray(x).astype(float)[:, 0] for x in arrays[:2])
+    assert np.all(np.isneginf(lse[3:8]))
+    for rows, keys in ((slice(0, 3), slice(0, 20)), (slice(8, 10), slice(20, 60))):
+        expected = np.logaddexp.reduce(settings.scale * query[rows] @ key[keys].T, axis=1)
+        np.testing.assert_allclose(lse[rows, 0], expected, rtol=1e-5, atol=1e-4)
 
 
 # The checks themselves: each of them must be able to fail.

@@ -53,13 +53,14 @@ CASES = {
         # Where the op sums it over devices, XLA computes the users' gradient in f32.
         (1, 4, 5),
     ),
-    "gdpa": (act, ((512, N, H),) * 3 + ((5,),), (HEADS,) * 3 + (P(),), HEADS, (1, 2)),
+    # A list of tiles, and the kernel.
+    "gdpa": (act, ((512, N, H),) * 3 + ((5,),), (HEADS,) * 3 + (P(),), HEADS, (2, 2)),
     "gdpa_softmax": (
         functools.partial(act, activation="softmax"),
         ((512, N, H),) * 3 + ((5,),),
         (HEADS,) * 3 + (P(),),
         HEADS,
-        (1, 3),  # the gradient needs lse
+        (2, 4),  # the gradient needs lse
     ),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from typing import Any
 
@@ -11,10 +12,11 @@ import jax.numpy as jnp
 import offline
 import pytest
 
-from ikbo_jax.pallas.flash import attention, tile_list
+from ikbo_jax.pallas.flash import attention, short_gdpa, tile_list, tile_list_kernel
 from ikbo_jax.pallas.flash import gdpa_forward as kernel
-from ikbo_jax.problems import GdpaConfig, GdpaProblem
-from ikbo_jax.problems.hopper import MAX_SMEM_BYTES
+from ikbo_jax.problems import GdpaConfig, GdpaProblem, ShortGdpaConfig
+from ikbo_jax.problems import short_gdpa as short_configs
+from ikbo_jax.problems.hopper import MAX_SMEM_BYTES, WARPGROUP_SIZE
 from ikbo_jax.tuning import table
 
 pytestmark = [
@@ -47,7 +49,7 @@ def is_softmax(problem: GdpaProblem) -> bool:
     return problem.activations == ("softmax",)
 
 
-def launch(problem: GdpaProblem, config: GdpaConfig, scales: tuple[float, float]) -> tuple:
+def launch(problem: GdpaProblem, config: Any, scales: tuple[float, float]) -> tuple:
     """The kernel's host function, and the shapes it takes."""
     options: dict[str, Any] = {
         "out_rows": problem.q_rows,
@@ -58,6 +60,15 @@ def launch(problem: GdpaProblem, config: GdpaConfig, scales: tuple[float, float]
 
     def fn(query: Any, key: Any, value: Any, words: Any, counts: Any) -> Any:
         operands = (query, key, value, tile_list.TileList(words, counts))
+        if isinstance(config, ShortGdpaConfig):
+            return short_gdpa.short_gdpa(
+                *operands,
+                activations=problem.activations,
+                approx=problem.approx,
+                return_residuals=is_softmax(problem),
+                config=config,
+                **options,
+            )
         if is_softmax(problem):
             return attention.jagged_attention_kernel(
                 *operands, return_residuals=True, config=config.for_softmax, **options
@@ -84,11 +95,11 @@ class Case:
     """A problem, its configuration (None: the default one), and its scales."""
 
     problem: GdpaProblem
-    config: GdpaConfig | None = None
+    config: GdpaConfig | ShortGdpaConfig | None = None
     scales: tuple[float, float] = (1.0, 1.0)
 
 
-def of(config: GdpaConfig | None = None, **sizes: Any) -> Case:
+def of(config: GdpaConfig | ShortGdpaConfig | None = None, **sizes: Any) -> Case:
     return Case(dataclasses.replace(DEFAULT, **sizes), config)
 
 
@@ -116,7 +127,8 @@ def assert_fit(case: Case, compiler: offline.Compiler) -> None:
     assert config.illegal_reason(case.problem) is None
     (compiled,) = compiler.compile(*launch(case.problem, config, case.scales))
     assert not compiled.faults
-    sizes = config.for_softmax if is_softmax(case.problem) else config
+    is_long = isinstance(config, GdpaConfig)
+    sizes = config.for_softmax if is_long and is_softmax(case.problem) else config
     assert compiled.smem_bytes == sizes.smem_bytes(case.problem.head_dim) <= MAX_SMEM_BYTES
 
 
@@ -139,3 +151,58 @@ def table_rows() -> dict[str, Case]:
 @pytest.mark.parametrize("name", table_rows())
 def test_offline_table_row_is_fit(name: str, compiler: offline.Compiler) -> None:
     assert_fit(table_rows()[name], compiler)
+
+
+SHORT = {
+    f"h{head_dim}_{activation}_{approx}_{rows}_{block_kv}": dataclasses.replace(
+        of(
+            ShortGdpaConfig(rows, block_kv, ctas=1),
+            head_dim=head_dim,
+            activations=(activation,),
+            approx=approx,
+            dtype="float16" if head_dim == 96 else "bfloat16",
+        ),
+        scales=SCALES,
+    )
+    for head_dim, activation, approx, rows, block_kv in (
+        (64, "gelu_tanh", "tanh", 64, 64),
+        (64, "gelu", None, 64, 64),
+        (64, "silu", None, 32, 32),
+        (64, "softmax", None, 64, 64),
+        (64, "softmax", None, 16, 16),
+        (96, "softmax", None, 64, 128),
+        (128, "gelu_tanh", None, 64, 64),
+        (128, "softmax", None, 64, 64),
+    )
+}
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_offline_kernel_for_short_sequences_is_fit(name: str, compiler: offline.Compiler) -> None:
+    """It takes no more registers than the rule for the CTAs of an SM counts on."""
+    case = SHORT[name]
+    config = case.config
+    assert isinstance(config, ShortGdpaConfig)
+    config = dataclasses.replace(config, ctas=short_configs.most_ctas(config, case.problem))
+    assert_fit(dataclasses.replace(case, config=config), compiler)
+    (compiled,) = compiler.compile(*launch(case.problem, config, case.scales))
+    allocated = -(-compiled.ptxas.registers // 8) * 8
+    assert allocated <= short_configs.registers(config, case.problem)
+    assert config.ctas * allocated * WARPGROUP_SIZE <= short_configs.SM_REGISTERS
+
+
+@pytest.mark.parametrize("bound", [None, 64])
+def test_the_list_of_tiles_is_one_kernel(bound: int | None, compiler: offline.Compiler) -> None:
+    def list_tiles(q: Any, kv: Any) -> Any:
+        bounds = {"max_seqlen_q": bound, "max_seqlen_kv": bound}
+        return tile_list_kernel.query_tiles(
+            q, kv, None, q_rows=9999, kv_rows=9999, size=64, **bounds
+        )
+
+    offsets = jax.ShapeDtypeStruct((4097,), jnp.int32)
+    lowered = jax.jit(list_tiles).trace(offsets, offsets).lower(lowering_platforms=("cuda",))
+    operations = set(re.findall(r"stablehlo\.(\w+)", lowered.as_text()))
+    assert operations == {"custom_call"}, operations
+    (compiled,) = compiler.compile(list_tiles, offsets, offsets)
+    assert compiled.name == "ikbo_tile_list"
+    assert not compiled.faults

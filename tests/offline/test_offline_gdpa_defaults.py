@@ -17,7 +17,7 @@ import pytest
 import test_offline_gdpa as forward
 import test_offline_gdpa_backward as backward
 
-from ikbo_jax.problems import GdpaConfig, GdpaProblem
+from ikbo_jax.problems import GdpaConfig, GdpaProblem, ShortGdpaConfig
 from ikbo_jax.problems.gdpa import MAX_BLOCK_KV
 from ikbo_jax.problems.gdpa_backward import HEAD_DIMS
 from ikbo_jax.tuning import table
@@ -37,6 +37,10 @@ CLASSES: dict[str, dict[str, Any]] = {
         **{"max_seqlen_q": 1024, "max_seqlen_kv": 1024},
     },
     "short": {"kv_rows": BATCH * 256, "max_seqlen_q": 1024, "max_seqlen_kv": 256},
+    "tiny": {
+        **{"q_rows": BATCH * 32, "kv_rows": BATCH * 32},
+        **{"max_seqlen_q": 64, "max_seqlen_kv": 64},
+    },
 }
 #: What the suite compiles: what serialised before other defaults were chosen, and one kernel of the
 #: gradient.
@@ -58,7 +62,7 @@ def problem_of(head_dim: int, activation: str, sizes: str, dtype: str = "bfloat1
     )
 
 
-def choices(problem: GdpaProblem) -> dict[str, GdpaConfig]:
+def choices(problem: GdpaProblem) -> dict[str, GdpaConfig | ShortGdpaConfig]:
     """The configurations that a problem may run with on a machine without a tuning cache."""
     nearest = table.lookup(problem, with_user_rows=False).config
     return {"default": problem.default_config(), "table": nearest or problem.default_config()}
@@ -113,7 +117,7 @@ def test_offline_default_is_fit(name: str, compiler: offline.Compiler) -> None:
 def test_offline_half_blocks_that_serialise_are_found(compiler: offline.Compiler) -> None:
     """The configuration from which gelu's at H = 64 is adapted."""
     case = FORWARD["h64_gelu_bfloat16_table"]
-    assert case.config is not None
+    assert isinstance(case.config, GdpaConfig)
     case = dataclasses.replace(case, config=dataclasses.replace(case.config, half_blocks=True))
     with pytest.raises(AssertionError, match="C7513"):
         forward.assert_fit(case, compiler)

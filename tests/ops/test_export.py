@@ -85,6 +85,7 @@ COMPRESSION = (of(32, 64), of(32, 72), of(B, 64, 64), of(U, 72, 64), INDEX)
 LEVELS = (of(32, 64),) * 3 + (of(U, 64, 64), of(4, 64, 64), of(B, 64, 64), of(4, dtype=INT), INDEX)
 GDPA = (of(256, N, H),) * 3 + (of(3, dtype=INT),)
 LINEAR, ATTEND, GDPA_FORWARD = "ikbo_linear_compression", "ikbo_attention", "ikbo_gdpa_forward"
+TILES = "ikbo_tile_list"
 FEW = "ikbo_few_queries_attention"
 #: A function, its arrays, and the kernels of its program for Hopper.
 CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, int]]] = {
@@ -113,7 +114,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, int]]] = {
         {ATTEND: 1},
     ),
     "merged": (two_histories, (QUERY, KEY, KEY, KEY, KEY, INDEX), {ATTEND: 1}),
-    "gdpa": (act, GDPA, {GDPA_FORWARD: 1}),
+    "gdpa": (act, GDPA, {TILES: 1, GDPA_FORWARD: 1}),
     # A gradient of a weighted sum needs the inputs alone.
     "gdpa_gradient": (
         gradient(act, 3),
@@ -374,7 +375,7 @@ def test_layers() -> None:
 
     arrays = (of(B, T, 128), of(U, S, 128), INDEX, of(U + 1, dtype=INT))
     exported = exported_for(["cuda"], model, params, *arrays)
-    assert kernels_of(exported) == {ATTEND: 1, GDPA_FORWARD: 1}
+    assert kernels_of(exported) == {ATTEND: 1, TILES: 1, GDPA_FORWARD: 1}
 
 
 SIZES = ranking.Sizes(

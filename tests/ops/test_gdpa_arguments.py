@@ -187,7 +187,10 @@ BAD_OPTIONS = {
         {"implementation": "triton"},
         "unknown implementation 'triton'; known: None, 'mosaic_gpu', 'xla'",
     ),
-    "config": ({"config": {"a": 1}}, "config must be a GdpaConfig, but is {'a': 1}"),
+    "config": (
+        {"config": {"a": 1}},
+        "config must be a GdpaConfig or a ShortGdpaConfig, but is {'a': 1}",
+    ),
     "config_of_xla": (
         {"config": GdpaConfig(), "implementation": "xla"},
         "implementation='xla' takes no config, but config is GdpaConfig(block_kv=128",

@@ -20,7 +20,7 @@ from ikbo_jax.autotuner.bench import Task, measure
 from ikbo_jax.cases import gdpa
 from ikbo_jax.cases.gdpa import Case
 from ikbo_jax.ops import dispatch
-from ikbo_jax.problems import GdpaConfig, GdpaProblem
+from ikbo_jax.problems import GdpaConfig, GdpaProblem, ShortGdpaConfig, short_gdpa
 from ikbo_jax.problems.gdpa import ACTIVATION_DISTANCE, MAX_BLOCK_KV
 from ikbo_jax.tuning import table
 
@@ -84,7 +84,7 @@ def test_every_size_the_kernel_takes_has_a_configuration(head_dim, kv_len, dtype
     problem = at(head_dim=head_dim, dtype=dtype, kv_rows=1152 * kv_len)
     problem = dataclasses.replace(problem, max_seqlen_kv=2 * kv_len if bound else None)
     config = problem.default_config()
-    assert isinstance(config, GdpaConfig)
+    assert isinstance(config, GdpaConfig | ShortGdpaConfig)
     assert config.illegal_reason(problem) is None
 
 
@@ -183,16 +183,15 @@ def test_distance_is_a_symmetric_premetric():
 
 
 @pytest.mark.parametrize("is_users", [True, False], ids=["user cache", "sm90.json"])
-def test_kernel_runs_by_itself_beside_a_measured_row_only(is_users, builtin, monkeypatch):
+def test_kernel_runs_by_itself_with_and_without_a_measured_row(is_users, builtin, monkeypatch):
     monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
     monkeypatch.setattr(dispatch, "num_sms", lambda: 132)
     arrays = problems_gdpa.make_arrays(Shape((300, 20), (300, 20), 2, 1, 64))
     attend = functools.partial(ikbo.gdpa, activation="relu", max_seqlen_q=300)
     builtin()
     (plan,) = ikbo.explain(attend, *arrays[:5]).plans
-    assert (plan.implementation, plan.config) == ("xla", None)
-    assert "no measured row" in plan.reason
-    assert "ikbo-jax tune gdpa" in plan.reason
+    assert (plan.implementation, plan.config) == ("mosaic_gpu", plan.problem.default_config())
+    assert plan.reason.startswith("default configuration: no measured row is near; the kernel for ")
     # Another activation, and twice the rows.
     measured = dataclasses.replace(
         plan.problem, activations=("gelu_tanh",), approx="tanh", q_rows=640, kv_rows=640
@@ -206,7 +205,51 @@ def test_kernel_runs_by_itself_beside_a_measured_row_only(is_users, builtin, mon
     assert (plan.implementation, plan.config) == ("mosaic_gpu", config)
     assert f"{'user cache' if is_users else 'sm90.json'}, nearest row" in plan.reason
     (plan,) = ikbo.explain(functools.partial(attend, activation="softmax"), *arrays[:5]).plans
-    assert plan.implementation == "xla"
+    assert (plan.implementation, plan.config) == ("mosaic_gpu", plan.problem.default_config())
+    assert "no measured row" in plan.reason
+
+
+def test_short_sequences_have_a_kernel_of_their_own(builtin, monkeypatch):
+    """By the bounds; without bounds, if the mean is half as long."""
+    monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
+    monkeypatch.setattr(dispatch, "num_sms", lambda: 132)
+    builtin(row(at(head_dim=64)))
+    arrays = problems_gdpa.make_arrays(Shape((30, 2), (30, 2), 2, 1, 64))
+    attend = functools.partial(ikbo.gdpa, activation="relu", max_seqlen_q=40, max_seqlen_kv=40)
+    (plan,) = ikbo.explain(attend, *arrays[:5]).plans
+    assert (plan.implementation, plan.config) == ("mosaic_gpu", ShortGdpaConfig(64, 48, ctas=4))
+    assert "the kernel for short sequences (up to 64 queries and 64 keys)" in plan.reason
+    bounds = {"q_rows": 4096 * 32, "kv_rows": 4096 * 32, "batch": 4096, "batch_kv": 4096}
+    short = at(**bounds, head_dim=64, max_seqlen_q=64, max_seqlen_kv=64)
+    assert short.default_config() == ShortGdpaConfig(64, 64, ctas=4)
+    assert dataclasses.replace(short, max_seqlen_q=None, max_seqlen_kv=None).fits(other()) is False
+    longer = dataclasses.replace(short, max_seqlen_kv=65)
+    shared = dataclasses.replace(short, batch_kv=15, kv_rows=15 * 64)
+    for problem in (longer, shared, dataclasses.replace(short, head_dim=256)):
+        assert isinstance(problem.default_config(), GdpaConfig)
+        assert not problem.fits(ShortGdpaConfig())
+    # A row of the same class names the kernel, and is read as it was written.
+    table.write_user_row(row(short, ShortGdpaConfig(64, 32, 3, 2)))
+    assert table.lookup(short).config == ShortGdpaConfig(64, 32, 3, 2)
+
+
+@given(
+    rows=st.sampled_from([16, 32, 64]),
+    block_kv=st.sampled_from([16, 48, 64, 128]),
+    slots=st.sampled_from([2, 3, 4]),
+    head_dim=st.sampled_from([64, 96, 128]),
+    activation=st.sampled_from(["relu", "gelu", "silu", "softmax"]),
+)
+def test_ctas_of_an_sm_fit_its_memory_and_registers(rows, block_kv, slots, head_dim, activation):
+    problem = at(head_dim=head_dim, activations=(activation,), approx=None)
+    config = ShortGdpaConfig(rows, block_kv, slots, 1)
+    if config.illegal_reason(problem) is None:
+        most = short_gdpa.most_ctas(config, problem)
+        assert most * config.smem_bytes(head_dim) <= 227 * 1024
+        reason = dataclasses.replace(config, ctas=most + 1).illegal_reason(problem)
+        assert f"registers for {most} CTAs" in reason
+    else:
+        assert "shared memory" in config.illegal_reason(problem)
 
 
 # Trials.

@@ -16,7 +16,7 @@ from ikbo_jax.pallas.flash import attention_store, softmax
 from ikbo_jax.pallas.flash.attention_context import COMMON_ITEM_WORDS, AttentionContext, Item
 from ikbo_jax.pallas.hopper import mma, mosaic, stores, turns
 from ikbo_jax.problems.attention import FLAG_WORDS
-from ikbo_jax.problems.hopper import NUM_CONSUMERS, WGMMA_M
+from ikbo_jax.problems.hopper import NUM_CONSUMERS
 
 #: The named barrier at which the consumers wait for each other; the turns use the two before it.
 CONSUMER_BARRIER = turns.TURN_BARRIER + NUM_CONSUMERS
@@ -255,30 +255,20 @@ def _zero_values_past_length(ctx: AttentionContext, step: Any, keys: Any) -> Non
 def _recompute(ctx: AttentionContext, index: Any, first_step: Any) -> None:
     """Computes the flagged tiles again, with the running maximum; reuses no block."""
     shape, shared = ctx.shape, ctx.shared
-    nothing_yet = -jnp.inf if shape.log2_scale > 0 else jnp.inf
-    further = jnp.maximum if shape.log2_scale > 0 else jnp.minimum
-    row = functools.partial(plgpu.layout_cast, new_layout=stores.ROW_LAYOUT)
 
     def block_step(
-        item: Item, index: Any, first_step: Any, block: Any, carry: tuple[Any, ...]
-    ) -> tuple[Any, ...]:
-        extreme, sums, acc = carry
+        item: Item, index: Any, first_step: Any, block: Any, state: softmax.Running
+    ) -> softmax.Running:
         step = first_step + block
         scores = _issue_scores(ctx, item, index, step)
         mma.wait(0, interpret=ctx.interpret)
         scores = _scores(ctx, scores, item, block, step)
-        larger = further(extreme, softmax.row_extreme(scores, shape.log2_scale))
-        # In a row that has had no score above -inf so far, every weight is 0.
-        finite = jnp.where(larger == nothing_yet, 0.0, larger)
-        shrink = jnp.exp2((extreme - finite) * jnp.float32(shape.log2_scale))
-        p = softmax.exact_exponentials(scores, finite, shape.log2_scale)
-        scaled = sums * lax.broadcast_in_dim(shrink, sums.shape, (0,))
-        acc = acc * lax.broadcast_in_dim(shrink, acc.shape, (0,))
+        state, p = softmax.running_step(state, scores, shape.log2_scale)
         shared.value.await_ready(step)
         _zero_values_past_length(ctx, step, item.length - block * ctx.config.block_kv)
         is_defined = block > 0
         acc = mma.add_product(
-            acc,
+            state.acc,
             p.astype(ctx.outputs.out.dtype),
             shared.value.matrix(step),
             ctx.staging(),
@@ -288,18 +278,14 @@ def _recompute(ctx: AttentionContext, index: Any, first_step: Any) -> None:
         mma.wait(0, interpret=ctx.interpret)
         acc = mma.after_wait(acc, interpret=ctx.interpret)
         shared.value.release(step)
-        return larger, scaled + softmax.partial_sums(p), acc
+        return state._replace(acc=acc)
 
     def one_pass(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         item, index, first_step = carry
         shared.query.await_ready(index)
-        nothing = (
-            row(jnp.full((WGMMA_M,), nothing_yet, jnp.float32)),
-            mma.zeros(softmax.PARTIAL, jnp.float32),
-            mma.zeros(shape.head_dim, jnp.float32),
-        )
         step = functools.partial(block_step, item, index, first_step)
-        extreme, sums, acc = lax.fori_loop(0, item.blocks, step, nothing)
+        start = softmax.running_start(shape.head_dim, shape.log2_scale)
+        extreme, sums, acc = lax.fori_loop(0, item.blocks, step, start)
         natural = shape.log2_scale * softmax.LN_2
         attention_store.normalise_and_store(
             ctx, item, index, acc, jnp.sum(sums, axis=1), extreme, natural

@@ -30,11 +30,7 @@ def normalise_and_store(
     """
     shared = ctx.shared
     has_keys = item.length > 0
-    inverse = jnp.where(row_sum > 0, 1 / row_sum, 0.0)
-    # A NaN sum gives a NaN row.
-    inverse = jnp.where(row_sum != row_sum, row_sum, inverse)
-    if ctx.shape.output_scale != 1:
-        inverse = inverse * jnp.float32(ctx.shape.output_scale)
+    inverse = softmax.inverse_sums(row_sum, ctx.shape.output_scale)
     out = (acc * lax.broadcast_in_dim(inverse, acc.shape, (0,))).astype(ctx.outputs.out.dtype)
     # Without keys the weights are NaN, and so may be the values that were read.
     out = jnp.where(has_keys, out, jnp.zeros((), out.dtype))

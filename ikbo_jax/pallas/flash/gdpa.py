@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
-from ikbo_jax.pallas.flash import attention, gdpa_forward, tile_list
-from ikbo_jax.problems import GdpaConfig
+from ikbo_jax.pallas.flash import attention, gdpa_forward, short_gdpa, tile_list_kernel
+from ikbo_jax.problems import GdpaConfig, ShortGdpaConfig
 from ikbo_jax.problems.hopper import TILE_ROWS
 from ikbo_jax.reference.activations import SOFTMAX
 from ikbo_jax.reference.gdpa import Arrays, Settings, out_shape
@@ -18,23 +18,25 @@ def gdpa_kernel(
     settings: Settings,
     *,
     return_residuals: bool,
-    config: GdpaConfig,
+    config: GdpaConfig | ShortGdpaConfig,
     num_sms: int,
 ) -> tuple[jax.Array, jax.Array | None]:
     """`reference.gdpa.materialised` by a kernel; a softmax takes the attention kernel.
+
+    A `ShortGdpaConfig` selects the kernel for short sequences, which computes a softmax, too.
 
     Args:
       arrays: bf16 or f16.
       settings: either all heads have a softmax or none.
       return_residuals: whether lse is computed; only with a softmax.
-      config: a legal configuration (`GdpaConfig.illegal_reason`).
+      config: a legal configuration (`illegal_reason`).
       num_sms: streaming multiprocessors of the device.
 
     Returns:
       out, and lse [rows, N] in f32, the natural logarithm of a softmax's denominator, or None.
     """
     query, key, value = arrays[:3]
-    tiles = tile_list.query_tiles(
+    tiles = tile_list_kernel.query_tiles(
         arrays.cu_seqlens_q,
         arrays.cu_seqlens_kv,
         arrays.q_to_kv,
@@ -42,7 +44,9 @@ def gdpa_kernel(
         kv_rows=key.shape[0],
         max_seqlen_q=settings.max_seqlen_q,
         max_seqlen_kv=settings.max_seqlen_kv,
-        size=TILE_ROWS,
+        size=config.tile_rows if isinstance(config, ShortGdpaConfig) else TILE_ROWS,
+        # In the order of memory, rows that tiles of neighbouring sequences load, too, are in L2.
+        unit=config.block_kv if isinstance(config, ShortGdpaConfig) else 1,
     )
     options: dict[str, Any] = {
         "out_rows": out_shape(arrays, settings)[0],
@@ -50,6 +54,18 @@ def gdpa_kernel(
         "output_scale": settings.output_scale,
         "num_sms": num_sms,
     }
+    if isinstance(config, ShortGdpaConfig):
+        return short_gdpa.short_gdpa(
+            query,
+            key,
+            value,
+            tiles,
+            activations=settings.activations,
+            approx=settings.approx,
+            return_residuals=return_residuals,
+            config=config,
+            **options,
+        )
     if SOFTMAX in settings.activations:
         return attention.jagged_attention_kernel(
             query,

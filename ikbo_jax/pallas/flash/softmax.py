@@ -6,7 +6,7 @@ log2(e): p = exp2(score * log2_scale - maximum), where `maximum` is the maximum 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
+from ikbo_jax.pallas.hopper import mma
 from ikbo_jax.pallas.hopper.stores import ROW_LAYOUT
 from ikbo_jax.problems.hopper import WGMMA_M
 
@@ -57,6 +58,49 @@ def exact_exponentials(scores: jax.Array, extreme: jax.Array, log2_scale: float)
     """
     shift = lax.broadcast_in_dim(extreme, scores.shape, (0,))
     return jnp.exp2((scores - shift) * jnp.float32(log2_scale))
+
+
+class Running(NamedTuple):
+    """A softmax's state between blocks of keys; exact for every input.
+
+    Attributes:
+      extreme: [64] f32, the unscaled score of each row whose scaled score is largest so far.
+      sums: [64, 8] f32, whose row sums are the sums of the weights relative to it.
+      acc: [64, H] f32, sums of weights times values.
+    """
+
+    extreme: jax.Array
+    sums: jax.Array
+    acc: jax.Array
+
+
+def running_start(head_dim: int, log2_scale: float) -> Running:
+    """The state before the first block."""
+    nothing = -jnp.inf if log2_scale > 0 else jnp.inf
+    extreme = plgpu.layout_cast(jnp.full((WGMMA_M,), nothing, jnp.float32), ROW_LAYOUT)
+    return Running(extreme, mma.zeros(PARTIAL, jnp.float32), mma.zeros(head_dim, jnp.float32))
+
+
+def running_step(state: Running, scores: jax.Array, log2_scale: float) -> tuple[Running, jax.Array]:
+    """The state with a block's weights, whose product with the values is not added yet; and the
+    weights in f32."""
+    nothing, further = (-jnp.inf, jnp.maximum) if log2_scale > 0 else (jnp.inf, jnp.minimum)
+    extreme = further(state.extreme, row_extreme(scores, log2_scale))
+    # In a row that has had no score above -inf so far, every weight is 0.
+    finite = jnp.where(extreme == nothing, 0.0, extreme)
+    shrink = jnp.exp2((state.extreme - finite) * jnp.float32(log2_scale))
+    p = exact_exponentials(scores, finite, log2_scale)
+    scaled = state.sums * lax.broadcast_in_dim(shrink, state.sums.shape, (0,))
+    acc = state.acc * lax.broadcast_in_dim(shrink, state.acc.shape, (0,))
+    return Running(extreme, scaled + partial_sums(p), acc), p
+
+
+def inverse_sums(row_sum: jax.Array, output_scale: float) -> jax.Array:
+    """output_scale / row_sum, [64]; 0 where the sum is 0, NaN where it is NaN."""
+    inverse = jnp.where(row_sum > 0, 1 / row_sum, 0.0)
+    # A NaN sum gives a NaN row.
+    inverse = jnp.where(row_sum != row_sum, row_sum, inverse)
+    return inverse if output_scale == 1 else inverse * jnp.float32(output_scale)
 
 
 def partial_sums(p: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Lists of tiles of jagged sequences, computed by XLA before a kernel's launch.
+"""Lists of tiles of jagged sequences, before a kernel's launch; computed by XLA in this module.
 
 A tile is some rows of one *segment*.  A segment is a sequence of queries; or consecutive sequences
 of queries that attend to the same keys; or a gap between sequences, whose results are zeros.  Tiles
@@ -60,6 +60,7 @@ def query_tiles(
     max_seqlen_q: int | None,
     max_seqlen_kv: int | None,
     size: int,
+    unit: int = 1,
 ) -> TileList:
     """The list of tiles of queries.
 
@@ -73,6 +74,7 @@ def query_tiles(
       max_seqlen_q: longest sequence of queries, or None; rows beyond it are a gap.
       max_seqlen_kv: longest sequence of keys, or None; keys beyond it are ignored.
       size: largest number of rows of a tile.
+      unit: keys of a block; sequences with equally many blocks stay in order.
     """
     q_offsets, kv_offsets = _increasing((cu_seqlens_q, cu_seqlens_kv), (q_rows, kv_rows))
     kv_start, kv_length, _ = _sequences(kv_offsets, max_seqlen_kv)
@@ -83,14 +85,14 @@ def query_tiles(
         number = jnp.arange(kv_start.size, dtype=jnp.int32)
         length = jnp.full_like(number, q_rows)
         segments = _Segments(jnp.zeros_like(number), number * q_rows, length, kv_start, kv_length)
-        return _cut(segments, size, number.size * q_rows)
+        return _cut(segments, size, number.size * q_rows, unit)
     start, length, end = _sequences(q_offsets, max_seqlen_q)
     segments = _Segments(start, start, length, kv_start, kv_length)
     gaps = _gaps(segments, end, q_rows, max_seqlen_q)
     if q_to_kv is not None and q_to_kv.size > 1:
         segments = _merge_neighbours(segments)
     both: _Segments = jax.tree.map(lambda *x: jnp.concatenate(x), segments, gaps)
-    return _cut(both, size, q_rows)
+    return _cut(both, size, q_rows, unit)
 
 
 def _increasing(
@@ -160,11 +162,12 @@ def _gaps(segments: _Segments, end: jax.Array, total: int, max_seqlen: int | Non
     return _Segments(start, start, length, nothing, nothing)
 
 
-def _cut(segments: _Segments, size: int, total: int) -> TileList:
+def _cut(segments: _Segments, size: int, total: int, unit: int) -> TileList:
     """Cuts `segments`, which have `total` rows, into tiles of at most `size` rows."""
     nonempty = min(segments.length.size, total)
     most = max(nonempty + (total - nonempty) // size, 1)
-    segment, first, counts = order_tiles(segments.kv_length, -(-segments.length // size), most)
+    cost = -(-segments.kv_length // unit)
+    segment, first, counts = order_tiles(cost, -(-segments.length // size), most)
     start = (jnp.arange(most, dtype=jnp.int32) - first) * size
     rows = jnp.clip(segments.length[segment] - start, 0, size)
     rows_of_tile = (segments.source[segment] + start, segments.target[segment] + start, rows)

@@ -1,5 +1,7 @@
 """The launch that every kernel has: persistent CTAs of two consumer warpgroups and a producer.
 
+A kernel without a producer has CTAs of one warpgroup, several of which share an SM.
+
 A kernel's configuration declares its shared memory and barriers as a NamedTuple of
 `problems.memory`'s declarations. Inside the kernel the same NamedTuple holds references: an operand
 has two views, (for WGMMA, for TMA), see `mosaic.tile_views`; a ring is a `rings.Ring`.
@@ -86,7 +88,8 @@ class Roles:
     Attributes:
       context: called as `context(shared, operands, outputs, interpret)`; returns a
         `WarpgroupContext`.
-      produce: takes the context, on one warp of the producer.
+      produce: takes the context, on one warp of the producer; None: the CTA is one consumer
+        warpgroup, which loads its operands itself and has the registers that ptxas gives it.
       consume: takes the context, whose `consumer` is 0 or 1, on each consumer warpgroup.
       write: takes the context, on another warp of the producer; None: there is no such warp. Under
         interpretation, it is a warpgroup of its own.
@@ -94,7 +97,7 @@ class Roles:
     """
 
     context: Callable[[Any, Any, Any, bool], WarpgroupContext]
-    produce: Callable[[Any], None]
+    produce: Callable[[Any], None] | None
     consume: Callable[[Any], None]
     write: Callable[[Any], None] | None = None
     registers: tuple[int, int] = (CONSUMER_REGISTERS, PRODUCER_REGISTERS)
@@ -148,6 +151,7 @@ def launch(
             ctx = ctx.replace(counters=tuple(_counters(n, is_interpreted) for n in counters))
         _dispatch(roles, ctx)
 
+    num_threads = NUM_CONSUMERS + 1 + bool(interpret and roles.write)
     clustered: dict[str, Any] = {}
     if cluster > 1:
         clustered = {"cluster": (cluster,), "cluster_names": ("cluster",)}
@@ -158,7 +162,7 @@ def launch(
         grid=(workers,),
         grid_names=("worker",),
         **clustered,
-        num_threads=NUM_CONSUMERS + 1 + bool(interpret and roles.write),
+        num_threads=num_threads if roles.produce else 1,
         thread_name="warpgroup",
         kernel_name=name,
         compiler_params=mosaic.compiler_params(),
@@ -202,8 +206,12 @@ def _counters(size: int, interpret: bool) -> Any:
 
 def _dispatch(roles: Roles, ctx: WarpgroupContext) -> None:
     """Dispatches each warpgroup to its role."""
+    ctx = ctx.replace(worker=lax.axis_index("worker"), consumer=0)
+    if roles.produce is None:
+        roles.consume(ctx)
+        return
     warpgroup = lax.axis_index("warpgroup")
-    ctx = ctx.replace(worker=lax.axis_index("worker"), consumer=warpgroup)
+    ctx = ctx.replace(consumer=warpgroup)
     bodies = [role for role in (roles.produce, roles.write) if role is not None]
 
     @pl.when(warpgroup == NUM_CONSUMERS)

@@ -1,0 +1,382 @@
+"""Generalised dot-product attention on short sequences, as a kernel with several CTAs an SM.
+
+    out[i] = output_scale * sum_j act(scale * query[i] @ key[j]) * value[j]
+
+over the keys j of query i's sequence, for each head; act may be a softmax.  A sequence of a few
+dozen rows is less work than its latencies: loads, two products, an activation between them, and the
+store, each of which waits for the one before.  So nothing is pipelined inside of a CTA but the
+loads.  Instead, a CTA is one warpgroup with little shared memory, and an SM holds several, each of
+which works on a sequence of its own.
+
+Before the launch, a list of tiles of at most `ShortGdpaConfig.tile_rows` query rows of one sequence
+is made (`tile_list`).  An *item* is one head of one tile.  Of n CTAs, CTA w takes the items w, 2n -
+1 - w, 2n + w, ...  A *step* is one block of keys of an item.  In a step, the CTA zeroes what the
+block holds of the next sequence, issues the loads of the next step (of this item or of the next),
+multiplies, activates, and multiplies.  After an item's last step it stages the result in the item's
+query slot, and stores it: by TMA if the tile has 64 rows, else by threads.
+
+Zeroed keys have scores 0, and act(0) = 0; a softmax masks their scores.  Zeroed values keep another
+sequence's NaN away.  The softmax keeps a running maximum, and is exact for every input.
+
+Synchronisations, all within the warpgroup; S is `ShortGdpaConfig.slots`, and a step's number
+counts all steps of the CTA, an item's number all its items:
+  1. `query.ready[s]`  the queries of an item with number s modulo S have arrived.
+  2. `key.ready[s]`, `value.ready[s]`  the block of a step with number s modulo S has arrived.
+  3. `commit_smem` at a step's beginning: all warps have finished the last step, so its slots may
+     be loaded.  The slot of the last item's queries may be, too: TMA has read what was staged.
+  4. `commit_smem` before a step's second product: all warps have read the queries, so that a warp
+     may stage its rows of the result in their place.
+
+The kernel makes progress: a CTA waits for no other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ikbo_jax.pallas.activations import weights as gdpa_weights
+from ikbo_jax.pallas.activations.weights import ActivationSpec
+from ikbo_jax.pallas.flash import softmax, tile_list
+from ikbo_jax.pallas.hopper import mma, mosaic, schedule, stores
+from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
+from ikbo_jax.problems.hopper import WGMMA_M
+from ikbo_jax.problems.short_gdpa import ShortGdpaConfig
+from ikbo_jax.reference.activations import SOFTMAX
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Static description of a launch; `activation` is None for a softmax."""
+
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    workers: int
+    activation: ActivationSpec | None
+    log2_scale: float
+    output_scale: float
+
+
+class Operands(NamedTuple):
+    """Device memory."""
+
+    query: Any  # [q_rows, N, H]
+    key: Any  # [kv_rows, K, H]
+    value: Any  # [kv_rows, K, H]
+    words: Any  # [most tiles, tile_list.TILE_WORDS] int32
+    counts: Any  # [2] int32
+
+
+class Outputs(NamedTuple):
+    """Device memory that a launch fills."""
+
+    out: Any  # [rows, N, H]
+    lse: Any  # [rows, N] f32, or None
+
+
+class _Item(NamedTuple):
+    """One head of a tile."""
+
+    source: Any  # first row of the queries
+    target: Any  # first row of the result
+    rows: Any
+    first_key: Any
+    length: Any  # number of keys
+    head: Any
+
+
+class _Context(WarpgroupContext):
+    """The context of the CTA's warpgroup."""
+
+    @property
+    def spare(self) -> int:
+        """Steps, and items, that are loaded before they are computed."""
+        slots: int = self.config.slots - 1
+        return slots
+
+
+class _Next(NamedTuple):
+    """What is loaded next: block `block` of `item`; an item past the CTA's last has no rows."""
+
+    item: _Item
+    index: Any  # the item's number
+    block: Any
+    step: Any
+
+
+def _item(ctx: _Context, count: Any, i: Any) -> _Item:
+    """This CTA's `i`-th item; from `count` on, the last one."""
+    shape, words = ctx.shape, ctx.operands.words
+    number = schedule.back_and_forth(ctx.worker, shape.workers, jnp.minimum(i, count - 1))
+    tile, head = lax.div(number, shape.q_heads), lax.rem(number, shape.q_heads)
+    source, target, rows, first_key, length = (
+        words[tile, word] for word in range(tile_list.TILE_WORDS)
+    )
+    # An empty sequence may begin past the end.
+    first_key = jnp.minimum(first_key, ctx.operands.key.shape[0] - 1)
+    return _Item(source, target, rows, first_key, length, head)
+
+
+def _blocks(ctx: _Context, item: _Item) -> Any:
+    """Blocks of an item, at least one: an item without keys has a block without keys."""
+    return jnp.maximum(lax.div(item.length + (ctx.config.block_kv - 1), ctx.config.block_kv), 1)
+
+
+def _load(ctx: _Context, following: _Next) -> None:
+    """Loads a step's operands; its queries with its first block."""
+    shape, shared, operands, config = ctx.shape, ctx.shared, ctx.operands, ctx.config
+    item = following.item
+
+    @pl.when(following.block == 0)
+    def _() -> None:
+        slot = shared.query.slot(following.index)
+        row = jnp.minimum(item.source, operands.query.shape[0] - 1)
+        for i in range(shared.query.tiles[1].shape[1]):
+            columns = mosaic.block_columns(i, shape.head_dim, ctx.worker)
+            source = operands.query.at[pl.ds(row, config.tile_rows), item.head, columns]
+            target = shared.query.tiles[1].at[slot, i]
+            if config.tile_rows < WGMMA_M:
+                target = target.at[pl.ds(0, config.tile_rows)]
+            plgpu.copy_gmem_to_smem(source, target, shared.query.ready.at[slot])
+
+    row = item.first_key + following.block * config.block_kv
+    kv_head = lax.div(item.head, shape.q_heads // shape.kv_heads)
+    index = (pl.ds(row, config.block_kv), kv_head)
+    for ring, source in ((shared.key, operands.key), (shared.value, operands.value)):
+        ctx.load(source, index, ring.copied(following.step), ring.ready_at(following.step))
+
+
+def _advance(ctx: _Context, count: Any, following: _Next) -> _Next:
+    """What is loaded after `following`."""
+    is_last = following.block + 1 == _blocks(ctx, following.item)
+    index = following.index + is_last.astype(jnp.int32)
+    item = _item(ctx, count, index)
+    block = jnp.where(is_last, 0, following.block + 1)
+    return _Next(item, index, block, following.step + 1)
+
+
+def _zero_past_end(ctx: _Context, tiles: Any, keys: Any) -> None:
+    """Zeroes a block's rows from row `keys` on; a `commit_smem` must follow."""
+
+    @pl.when(keys < ctx.config.block_kv)
+    def _() -> None:
+        stores.zero_rows(tiles, jnp.maximum(keys, 0), interpret=ctx.interpret)
+
+
+def _scores(ctx: _Context, index: Any, step: Any) -> jax.Array:
+    """Issues the scores of the item's queries and the block of keys at `step`."""
+    query, key = ctx.shared.query, ctx.shared.key
+    return mma.product(
+        query.matrix(index), key.matrix(step), ctx.shape.head_dim, interpret=ctx.interpret
+    )
+
+
+def _add_values(
+    ctx: _Context, acc: jax.Array, weights: jax.Array, block: Any, step: Any
+) -> jax.Array:
+    """The sum of `acc` and the weights times the values at `step`."""
+    acc = mma.add_product(
+        acc,
+        weights,
+        ctx.shared.value.matrix(step),
+        ctx.staging(),
+        is_defined=block > 0,
+        interpret=ctx.interpret,
+    )
+    mma.wait(0, interpret=ctx.interpret)
+    return mma.after_wait(acc, interpret=ctx.interpret)
+
+
+def _step(
+    ctx: _Context, count: Any, item: _Item, index: Any, block: Any, carry: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """One block of keys of item `index`; the carry is (step, what is loaded next, state)."""
+    shape, shared = ctx.shape, ctx.shared
+    step, following, state = carry
+    keys = item.length - block * ctx.config.block_kv
+    pl.when(block == 0)(functools.partial(shared.query.await_ready, index))
+    shared.key.await_ready(step)
+    is_softmax = shape.activation is None
+    if not is_softmax:
+        _zero_past_end(ctx, shared.key.matrix(step), keys)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    plgpu.commit_smem()
+    pl.when(following.index < count)(functools.partial(_load, ctx, following))
+    scores = _scores(ctx, index, step)
+    following = _advance(ctx, count, following)
+    shared.value.await_ready(step)
+    _zero_past_end(ctx, shared.value.matrix(step), keys)
+    mma.wait(0, interpret=ctx.interpret)
+    plgpu.commit_smem()
+    scores = mma.after_wait(scores, interpret=ctx.interpret)
+    dtype = ctx.outputs.out.dtype
+    if is_softmax:
+        scores = lax.cond(
+            keys < ctx.config.block_kv,
+            lambda: softmax.mask(scores, keys, shape.log2_scale),
+            lambda: scores,
+        )
+        state, p = softmax.running_step(state, scores, shape.log2_scale)
+        state = state._replace(acc=_add_values(ctx, state.acc, p.astype(dtype), block, step))
+    else:
+        spec = shape.activation
+        raw = gdpa_weights.compute_weights(spec, item.head, scores, interpret=ctx.interpret)
+        state = _add_values(ctx, state, gdpa_weights.round_weights(raw, dtype), block, step)
+    return step + 1, following, state
+
+
+def _store(ctx: _Context, item: _Item, index: Any, out: jax.Array) -> None:
+    """Stores an item's rows of the result; zeros without keys, where queries may be NaN."""
+    out = jnp.where(item.length > 0, out, jnp.zeros((), out.dtype))
+    slot = ctx.shared.query.slot(index)
+    staged = tuple(view.at[slot] for view in ctx.shared.query.tiles)
+    stores.stage_rows(staged[0], out, reads_late=True, interpret=ctx.interpret)
+    plgpu.commit_smem()
+    stores.store_staged(
+        ctx,
+        [staged],
+        [ctx.outputs.out],
+        (item.target, item.head),
+        (0 * item.rows, item.rows),
+        is_full=item.rows == WGMMA_M,
+        is_partial=item.rows < WGMMA_M,
+    )
+
+
+def _finish(ctx: _Context, item: _Item, index: Any, state: Any) -> None:
+    """Scales an item's sums, and stores them; lse, too, if the launch returns it."""
+    shape, dtype = ctx.shape, ctx.outputs.out.dtype
+    if shape.activation is not None:
+        out = gdpa_weights.scale_result(shape.activation, item.head, state)
+        _store(ctx, item, index, out.astype(dtype))
+        return
+    row_sum = jnp.sum(state.sums, axis=1)
+    inverse = softmax.inverse_sums(row_sum, shape.output_scale)
+    out = state.acc * lax.broadcast_in_dim(inverse, state.acc.shape, (0,))
+    _store(ctx, item, index, out.astype(dtype))
+    if ctx.outputs.lse is not None:
+        lse = jnp.log(row_sum) + state.extreme * jnp.float32(shape.log2_scale * softmax.LN_2)
+        lse = jnp.where((item.length > 0) & (row_sum != 0), lse, -jnp.inf)
+        stores.store_rows(
+            ctx.outputs.lse,
+            lse,
+            item.target,
+            item.head,
+            0 * item.rows,
+            item.rows,
+            ctx.shared.row_staging.at[0] if ctx.interpret else None,
+            interpret=ctx.interpret,
+        )
+
+
+def consume(ctx: _Context) -> None:
+    """The CTA's warpgroup."""
+    shape = ctx.shape
+    items = ctx.operands.counts[1] * shape.q_heads
+    count = schedule.back_and_forth_share(ctx.worker, shape.workers, items)
+
+    def start() -> Any:
+        if shape.activation is None:
+            return softmax.running_start(shape.head_dim, shape.log2_scale)
+        return mma.undefined(shape.head_dim, interpret=ctx.interpret)
+
+    def one_item(index: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        item = _item(ctx, count, index)
+        step = functools.partial(_step, ctx, count, item, index)
+        *progress, state = lax.fori_loop(0, _blocks(ctx, item), step, (*carry, start()))
+        _finish(ctx, item, index, state)
+        return tuple(progress)
+
+    @pl.when(count > 0)
+    def _() -> None:
+        zero = jnp.int32(0)
+        following = _Next(_item(ctx, count, zero), zero, zero, zero)
+        for _ in range(ctx.spare):
+            pl.when(following.index < count)(functools.partial(_load, ctx, following))
+            following = _advance(ctx, count, following)
+        lax.fori_loop(0, count, one_item, (zero, following))
+        # What was stored must not be lost when the CTA ends.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=False)
+
+
+# Host side
+
+
+def short_gdpa(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    tiles: tile_list.TileList,
+    *,
+    out_rows: int,
+    activations: tuple[str, ...],
+    approx: str | None,
+    scale: float,
+    output_scale: float,
+    return_residuals: bool,
+    config: ShortGdpaConfig,
+    num_sms: int,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Attends from every tile of queries to the keys and values of its sequence.
+
+    Args:
+      query: [q_rows, N, H], bf16 or f16; at least a row.
+      key: [kv_rows, K, H], the same dtype; at least a row; K divides N.
+      value: [kv_rows, K, H].
+      tiles: `tile_list.query_tiles` of size `config.tile_rows`.
+      out_rows: rows of the result; every row has a tile.
+      activations: the heads' activations, or one for all heads; a softmax in all heads or in none.
+      approx: name of an approximation, or None.
+      scale: of the scores; finite.
+      output_scale: of the result; finite.
+      return_residuals: whether lse is computed; only with a softmax.
+      config: a legal configuration (`ShortGdpaConfig.illegal_reason`).
+      num_sms: streaming multiprocessors of the device.
+      interpret: False, or `plgpu.InterpretGPUParams` to run on a CPU.
+
+    Returns:
+      out [out_rows, N, H] in the query's dtype, and lse [out_rows, N] in f32, the natural logarithm
+      of the softmax's denominator, or None.  Rows without keys have 0 and -inf.
+    """
+    _, q_heads, head_dim = query.shape
+    is_softmax = SOFTMAX in activations
+    if is_softmax and scale == 0:  # every score is 0, as with queries of zeros
+        query, scale = jnp.zeros_like(query), 1.0
+    has_f32_range = query.dtype == jnp.bfloat16
+    spec = ActivationSpec(activations, approx, scale, output_scale, has_f32_range)
+    workers = min(num_sms * config.ctas, tiles.words.shape[0] * q_heads)
+    shape = Shape(
+        q_heads,
+        key.shape[1],
+        head_dim,
+        workers,
+        None if is_softmax else spec,
+        scale * math.log2(math.e),
+        output_scale,
+    )
+    rows = (out_rows, q_heads)
+    outputs = Outputs(
+        jax.ShapeDtypeStruct((*rows, head_dim), query.dtype),
+        jax.ShapeDtypeStruct(rows, jnp.float32) if is_softmax and return_residuals else None,
+    )
+    out, *lse = launch(
+        Roles(functools.partial(_Context, shape, config), None, consume),
+        Operands(query, key, value, *tiles),
+        outputs,
+        config.shared(head_dim),
+        dtype=query.dtype,
+        name="ikbo_short_gdpa",
+        workers=workers,
+        interpret=interpret,
+    )
+    return out, lse[0] if lse else None

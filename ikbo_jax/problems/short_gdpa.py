@@ -1,0 +1,175 @@
+"""Configurations of the generalised attention's kernel for short sequences."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from ikbo_jax.problems import flash, hopper, memory
+from ikbo_jax.problems.hopper import BLOCK_K, WARPGROUP_SIZE, WGMMA_M
+from ikbo_jax.problems.problem import Config
+
+#: Largest block_kv by head width: accumulator, scores and weights of wider ones leave too few
+#: registers for two CTAs of an SM.
+MAX_BLOCK_KV = {64: 128, 96: 128, 128: 128}
+#: Rows of a tile: what TMA loads of the queries.
+TILE_ROWS = (16, 32, 64)
+#: Largest number of keys of a sequence, and of its queries, for which this kernel is the default.
+#: Up to 64 rows, a tile of the kernel for long sequences is one block, at least half of its 128
+#: rows and 128 keys are padding, and nothing hides its latencies: 4,096 sequences of 1 to 64 rows
+#: with N = 4 and H = 64 take it 0.456 ms on an H100, five times the roofline.
+MAX_KEYS, MAX_QUERIES = 64, 64
+#: Largest number of either for which configurations of this kernel are worth timing.
+MAX_CANDIDATE = 128
+#: Shared memory of an SM, and what each CTA takes beside its own, bytes.
+SM_SMEM_BYTES, CTA_SMEM_BYTES = 228 * 1024, 1024
+#: Registers of an SM, and most registers of a thread.
+SM_REGISTERS, MAX_REGISTERS = 65536, 255
+#: ptxas gives a thread up to twice the registers of accumulator and scores, and up to 40 more for
+#: the activations below, unless one of their approximations is computed.
+REGISTER_FACTOR, LONG_REGISTERS = 2, 40
+LONG_ACTIVATIONS = {
+    "gelu": ("polynomial",),
+    "gelu_tanh": ("tanh", "tanh_bf16"),
+    "silu": ("tanh", "tanh_bf16"),
+}
+#: Most CTAs of an SM that are worth it: with eight, 16 loads of 1 us are in flight.
+MAX_CTAS = 8
+
+
+class ShortGdpaShared(NamedTuple):
+    """Shared memory and barriers of the kernel; shapes follow the slot."""
+
+    query: Any  # ring of [column blocks, 64, 64]
+    key: Any  # ring of [column blocks, block_kv, 64]
+    value: Any  # likewise
+    staging: Any  # [1, 64, columns], only under interpretation
+    row_staging: Any  # [1, 64] f32, only under interpretation
+
+
+@dataclasses.dataclass(frozen=True)
+class ShortGdpaConfig(Config):
+    """Tuning parameters of the kernel for short sequences.
+
+    Attributes:
+      tile_rows: query rows of a tile, 16, 32 or 64. The tensor core multiplies 64 rows in any case,
+        but fewer are loaded.
+      block_kv: keys of a block; a multiple of 16.
+      slots: slots of queries, of blocks of keys and of blocks of values. All but one are loaded
+        while the consumer computes.
+      ctas: CTAs of an SM, which run side by side: their latencies overlap.
+    """
+
+    tile_rows: int = 64
+    block_kv: int = 64
+    slots: int = 2
+    ctas: int = 2
+
+    def shared(self, head_dim: int) -> ShortGdpaShared:
+        """Shared memory and barriers of one CTA."""
+        blocks = hopper.column_blocks(head_dim)
+
+        def ring(rows: int) -> memory.Ring:
+            tiles = memory.Tiles((self.slots, blocks, rows, BLOCK_K))
+            return memory.Ring(tiles, None, memory.Barriers(self.slots, blocks), None)
+
+        return ShortGdpaShared(
+            query=ring(WGMMA_M),
+            key=ring(self.block_kv),
+            value=ring(self.block_kv),
+            staging=memory.Staging((1, WGMMA_M, max(self.block_kv, head_dim))),
+            row_staging=memory.Staging((1, WGMMA_M), "float32"),
+        )
+
+    def smem_bytes(self, head_dim: int) -> int:
+        """Bytes of shared memory of one CTA."""
+        return memory.smem_bytes(self.shared(head_dim))
+
+    def illegal_reason(self, problem: Any) -> str | None:
+        """Why the kernel cannot run a `GdpaProblem` with this configuration; None if it can."""
+        if reason := flash.why_not_operands(problem, self.block_kv, MAX_BLOCK_KV):
+            return reason
+        if self.tile_rows not in TILE_ROWS:
+            return f"tile_rows must be 16, 32 or 64, but is {self.tile_rows}"
+        if self.slots < 2 or self.ctas < 1:
+            return f"slots must be at least 2 and ctas 1, but are {self.slots} and {self.ctas}"
+        if "softmax" in problem.activations and len(set(problem.activations)) > 1:
+            return (
+                "the kernels support softmax in all heads or in none, "
+                f"but the activations are {', '.join(problem.activations)}"
+            )
+        smem_bytes = self.smem_bytes(problem.head_dim)
+        if reason := hopper.why_not_smem(self, smem_bytes, problem.head_dim):
+            return reason
+        most = most_ctas(self, problem)
+        if self.ctas > most:
+            return (
+                f"an SM has shared memory and registers for {most} CTAs with tile_rows="
+                f"{self.tile_rows}, block_kv={self.block_kv} and slots={self.slots}, "
+                f"but ctas is {self.ctas}"
+            )
+        return None
+
+
+def registers(config: ShortGdpaConfig, problem: Any) -> int:
+    """Registers of a thread that a launch takes at most."""
+    values = WGMMA_M * (config.block_kv + problem.head_dim) // WARPGROUP_SIZE
+    is_long = any(
+        problem.approx not in LONG_ACTIVATIONS.get(name, (problem.approx,))
+        for name in problem.activations
+    )
+    count = REGISTER_FACTOR * values + is_long * LONG_REGISTERS
+    return min(-(-count // 8) * 8, MAX_REGISTERS + 1)
+
+
+def most_ctas(config: ShortGdpaConfig, problem: Any) -> int:
+    """CTAs for which an SM has shared memory and registers, at most `MAX_CTAS`."""
+    by_smem = SM_SMEM_BYTES // (config.smem_bytes(problem.head_dim) + CTA_SMEM_BYTES)
+    by_registers = SM_REGISTERS // (WARPGROUP_SIZE * registers(config, problem))
+    return min(by_smem, by_registers, MAX_CTAS)
+
+
+def longest(problem: Any) -> tuple[float, float]:
+    """Bounds of the numbers of queries and of keys of a sequence; the mean without a bound."""
+    p = problem
+    q = p.q_rows / max(p.batch, 1)
+    if not p.broadcast_q and p.max_seqlen_q is not None:
+        q = p.max_seqlen_q
+    kv = p.kv_rows / max(p.batch_kv, 1) if p.max_seqlen_kv is None else p.max_seqlen_kv
+    return q, kv
+
+
+def is_preferred(problem: Any) -> bool:
+    """Whether the kernel is the default for a `GdpaProblem`: every sequence is one short tile.
+
+    Without bounds, the mean decides, at half of the limits: some sequences are longer.
+    """
+    p = problem
+    queries, keys = longest(p)
+    if p.max_seqlen_kv is None:
+        keys *= 2
+    if not p.broadcast_q and p.max_seqlen_q is None:
+        queries *= 2
+    if p.batch > p.batch_kv or p.head_dim not in MAX_BLOCK_KV:
+        return False  # tiles of several query sequences share their keys, or there is no kernel
+    return bool(keys <= MAX_KEYS and queries <= MAX_QUERIES)
+
+
+def is_candidate(problem: Any) -> bool:
+    """Whether configurations of the kernel are worth timing for a `GdpaProblem`."""
+    return max(longest(problem)) <= MAX_CANDIDATE
+
+
+def candidate_configs(problem: Any) -> Iterator[ShortGdpaConfig]:
+    """Yields the legal configurations worth timing, the most promising first."""
+    queries, keys = longest(problem)
+    rows = next((n for n in TILE_ROWS if queries <= n), WGMMA_M)
+    block = min(max(-(-int(keys) // 16) * 16, 16), 128)
+    blocks = dict.fromkeys((min(block, 64), block, 64, 32))
+    for block_kv in blocks:
+        for slots in (2, 3):
+            plain = ShortGdpaConfig(rows, block_kv, slots, 1)
+            if plain.illegal_reason(problem) is None:
+                most = most_ctas(plain, problem)
+                yield dataclasses.replace(plain, ctas=most)

@@ -1,0 +1,54 @@
+"""The kernel that lists tiles, by its PTX on a CPU."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+import emulator
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_gdpa_tiles as tiles
+
+from ikbo_jax.pallas.flash import tile_list, tile_list_kernel
+
+pytestmark = [
+    pytest.mark.usefixtures("on_cpu"),
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="the CUDA plugin is for Linux"),
+]
+
+
+def many(bound: int | None) -> tuple[Any, ...]:
+    """More sequences than threads, in several CTAs, some of them empty or of several tiles."""
+    rng = np.random.default_rng(0)
+    offsets = [np.sort(rng.integers(0, 4000, 301)) for _ in range(2)]
+    return (*offsets, None, 4100, 4000, bound, bound)
+
+
+CASES = tiles.KERNEL_CASES | {"many": (many(None), False), "many_bounded": (many(20), False)}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_emulated_kernel_lists_the_tiles(name: str, sm90: emulator.Emulator) -> None:
+    problem, is_broadcast = CASES[name]
+    with sm90.emulated(0):
+        tiles.check(problem, tile_list_kernel.query_tiles, 8, broadcast=is_broadcast)
+    assert sm90.launches
+
+
+def test_emulated_list_is_xla_s(sm90: emulator.Emulator) -> None:
+    """In the same order, also of sequences with equally many blocks."""
+    cu_q, cu_kv, *_ = many(None)
+    sizes = {"q_rows": 4100, "kv_rows": 4000, "max_seqlen_q": 20, "max_seqlen_kv": None}
+    options = {**sizes, "size": 16, "unit": 16}
+    arrays = (jnp.asarray(cu_q, jnp.int32), jnp.asarray(cu_kv, jnp.int32), None)
+    expected = tile_list.query_tiles(*arrays, **options)
+    with sm90.emulated(0):
+        found = functools.partial(tile_list_kernel.query_tiles, **options)(*arrays)
+    (words, with_keys), (xla_words, xla_with_keys) = tiles.read(found), tiles.read(expected)
+    assert with_keys == xla_with_keys
+    assert words[:with_keys] == xla_words[:with_keys]
+    assert sorted(words) == sorted(xla_words)
