@@ -55,6 +55,7 @@ from jax.experimental import pallas as pl
 
 from ikbo_jax.pallas.hopper import fragment, mosaic, schedule
 from ikbo_jax.pallas.hopper.launch import Roles, launch
+from ikbo_jax.pallas.linear_compression.columns import RowColumns
 from ikbo_jax.pallas.linear_compression.roles import consume, produce
 from ikbo_jax.pallas.linear_compression.tiles import (
     BLOCK_N,
@@ -65,7 +66,6 @@ from ikbo_jax.pallas.linear_compression.tiles import (
     Shape,
 )
 from ikbo_jax.problems import LinearCompressionConfig
-from ikbo_jax.problems.hopper import NUM_CONSUMERS
 
 #: Alignment of weight rows, bytes.  TMA needs 16; with 128, a row of an operand tile is one L2
 #: line, not parts of two: 0.328 instead of 0.359 ms for the candidate product of the default shape
@@ -91,6 +91,7 @@ def _launch(
     interpret: Any,
 ) -> Any:
     """Launches the kernel once; returns the output, or without `cand` the users' fragments."""
+    columns = RowColumns()
     phases = (user.phase if user else None, cand.phase if cand else None)
     user_phase, cand_phase = phases
     operands = (user.operands if user else None, cand.operands if cand else None)
@@ -99,9 +100,8 @@ def _launch(
     if cand_phase is not None:
         output = jax.ShapeDtypeStruct((cand_phase.batch, cand_phase.m, cand_phase.n), dtype)
     if user_phase is not None:
-        rows = (user_phase.batch, user_phase.n_tiles, NUM_CONSUMERS)
-        columns = pl.cdiv(user_phase.m, config.block_m) * config.block_m
-        fragments = fragment.types(columns, rows, interpret=bool(interpret))
+        rows = pl.cdiv(user_phase.m, config.block_m) * config.block_m
+        fragments = columns.fragment_types(user_phase, rows, interpret=bool(interpret))
     tiles = schedule.make_schedule(
         # CTAs claim user tiles; the schedule only needs how many of them a worker will compute.
         pl.cdiv(user_phase.tiles * user_phase.cluster, config.cluster) if user_phase else 0,
@@ -120,7 +120,7 @@ def _launch(
             claims = Claims(counter, shared.tickets, users_ready)
         shape = Shape(tiles, phases)
         return CompressionContext(
-            shape, config, shared, operands, outputs, interpret, claims=claims
+            shape, config, shared, operands, outputs, interpret, columns=columns, claims=claims
         )
 
     outputs = launch(

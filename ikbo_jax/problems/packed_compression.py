@@ -1,0 +1,146 @@
+"""Configurations of the linear-compression kernel whose tiles span candidates."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar, NamedTuple
+
+from ikbo_jax.problems import hopper, memory
+from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, TILE_ROWS, WGMMA_M
+from ikbo_jax.problems.problem import Config
+
+#: Staging buffers of a consumer warpgroup: it writes one while TMA stores the other.
+STAGING_SLOTS = 2
+#: Columns of a granule: the rows of a WGMMA accumulator that one warp holds.
+GRANULE = 16
+#: Most compressed rows of all of a consumer's accumulators.
+MAX_ROWS = 224
+
+
+class PackedCompressionShared(NamedTuple):
+    """Shared memory and barriers of the kernel."""
+
+    weight: Any  # [stages, block_m, 64]
+    embedding: Any  # [stages, column blocks, 64, block_width]
+    staging: Any  # [2, STAGING_SLOTS, 64 / block_width, epilogue_rows, block_width]
+    stages: Any  # ring, whose operands are the two above
+    tickets: Any  # ring of one word, filled only; None unless CTAs claim user tiles
+    user_stage_free: Any  # `stages.free` of the user phase; likewise
+
+
+def block_width(n: int) -> int:
+    """Columns of a block: of 64, 32 and 16 the largest that divides N, a multiple of 16."""
+    return next(width for width in (64, 32, 16) if n % width == 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedCompressionConfig(Config):
+    """Tuning parameters of the kernel whose tiles span candidates.
+
+    Attributes:
+      block_n: embedding columns of a CTA tile, of consecutive candidates; a multiple of 128.
+      block_m: compressed rows of a CTA tile; a multiple of 16.
+      num_stages: stages of the shared memory ring; each holds 64 embedding rows.
+      epilogue_rows: compressed rows that one TMA store writes; divides block_m.
+      single_launch: whether one launch computes the last two levels, instead of one launch each.
+      cluster: number of CTAs that share weight tiles by multicast, 1 or 2.
+    """
+
+    trim: ClassVar[bool] = False
+
+    block_n: int = 256
+    block_m: int = 64
+    num_stages: int = 4
+    epilogue_rows: int = 32
+    single_launch: bool = True
+    cluster: int = 1
+
+    @property
+    def accumulators(self) -> int:
+        """Accumulators of a consumer, of 64 columns each."""
+        return self.block_n // TILE_ROWS
+
+    def shared(self, *, with_claims: bool, n: int = WGMMA_M) -> PackedCompressionShared:
+        """Shared memory and barriers of one CTA; its size does not depend on N."""
+        stages, width = self.num_stages, block_width(n)
+        blocks = self.block_n // width
+        free_in_cta = memory.Barriers(stages, NUM_CONSUMERS)
+        # The producer is at most `stages` tiles ahead, since each tile uses at least one stage.
+        tickets = memory.descriptors(stages + 2, 1)
+        staged = (WGMMA_M // width, self.epilogue_rows, width)
+        return PackedCompressionShared(
+            weight=memory.Tiles((stages, self.block_m, BLOCK_K)),
+            embedding=memory.Blocks((stages, blocks, BLOCK_K, width)),
+            staging=memory.Blocks((NUM_CONSUMERS, STAGING_SLOTS, *staged)),
+            stages=memory.Ring(
+                None,
+                None,
+                # One copy loads all blocks if a candidate is one block.
+                memory.Barriers(stages, 1 + (1 if n == width else blocks)),
+                dataclasses.replace(free_in_cta, is_clustered=self.cluster > 1),
+            ),
+            tickets=tickets if with_claims else None,
+            user_stage_free=free_in_cta if with_claims else None,
+        )
+
+    @property
+    def smem_bytes(self) -> int:
+        """Bytes of shared memory of one CTA of a single launch; other launches take less."""
+        return memory.smem_bytes(self.shared(with_claims=True))
+
+    def illegal_reason(self, problem: Any) -> str | None:
+        """Why the kernel cannot run a `LinearCompressionProblem` so; None if it can."""
+        return (
+            hopper.why_not_dtype(problem.dtype)
+            or _why_not_sizes(problem)
+            or self._why_not_tile()
+            or hopper.why_not_smem(self, self.smem_bytes)
+        )
+
+    def _why_not_tile(self) -> str | None:
+        if self.block_n % TILE_ROWS or self.block_n < TILE_ROWS:
+            return f"block_n must be a multiple of {TILE_ROWS}, but is {self.block_n}"
+        rows = self.accumulators * self.block_m
+        if self.block_m % 16 or self.block_m < 16 or rows > MAX_ROWS:
+            return (
+                f"block_m must be a multiple of 16, and block_n / {TILE_ROWS} times block_m at "
+                f"most {MAX_ROWS}, so that accumulators and a finished tile fit the registers, "
+                f"but block_m is {self.block_m} and block_n is {self.block_n}"
+            )
+        if self.epilogue_rows < 16 or self.epilogue_rows % 16 or self.block_m % self.epilogue_rows:
+            return (
+                f"epilogue_rows must be a multiple of 16 that divides block_m={self.block_m}, "
+                f"but is {self.epilogue_rows}"
+            )
+        if (rows // self.epilogue_rows) % STAGING_SLOTS:
+            return (
+                f"a tile must have a multiple of {STAGING_SLOTS} stores, so that every tile starts "
+                f"with the staging buffer whose store was issued first, but has "
+                f"{rows // self.epilogue_rows}"
+            )
+        if self.num_stages < 2:
+            return f"num_stages must be at least 2, but is {self.num_stages}"
+        if self.cluster not in (1, 2):
+            return f"cluster must be 1 or 2, but is {self.cluster}"
+        return None
+
+
+def _why_not_sizes(problem: Any) -> str | None:
+    if problem.n % GRANULE:
+        return (
+            f"the kernel whose tiles span candidates needs N to be a multiple of {GRANULE}, "
+            f"but N={problem.n}"
+        )
+    if min(problem.ks) < 1 or min(problem.batches) < 1:
+        return (
+            "the kernel needs K and B of at least 1 at every level, "
+            f"but K={problem.ks} and B={problem.batches}"
+        )
+    # Mosaic GPU leaves axes of size one out of TMA's descriptors, so that a store past their end
+    # would not be dropped.
+    if min(problem.batches[-1], problem.m) < 2:
+        return (
+            "the kernel whose tiles span candidates needs M and the last level's B of at least 2, "
+            f"but M={problem.m} and B={problem.batches}"
+        )
+    return None
