@@ -12,6 +12,7 @@ from ikbo_jax.problems.few_queries import FewQueriesConfig
 from ikbo_jax.problems.gdpa import GdpaConfig, GdpaProblem
 from ikbo_jax.problems.gdpa_backward import GdpaBackwardConfig
 from ikbo_jax.problems.linear_compression import LinearCompressionConfig, LinearCompressionProblem
+from ikbo_jax.problems.packed_compression import PackedCompressionConfig
 from ikbo_jax.problems.problem import Config, Problem
 
 #: The class of every op's problems, by the op's name in table rows.
@@ -38,5 +39,6 @@ __all__ = [
     "GdpaProblem",
     "LinearCompressionConfig",
     "LinearCompressionProblem",
+    "PackedCompressionConfig",
     "Problem",
 ]

@@ -107,9 +107,9 @@ class PackedCompressionConfig(Config):
                 f"most {MAX_ROWS}, so that accumulators and a finished tile fit the registers, "
                 f"but block_m is {self.block_m} and block_n is {self.block_n}"
             )
-        if self.epilogue_rows < 16 or self.epilogue_rows % 16 or self.block_m % self.epilogue_rows:
+        if self.epilogue_rows < 8 or self.epilogue_rows % 8 or self.block_m % self.epilogue_rows:
             return (
-                f"epilogue_rows must be a multiple of 16 that divides block_m={self.block_m}, "
+                f"epilogue_rows must be a multiple of 8 that divides block_m={self.block_m}, "
                 f"but is {self.epilogue_rows}"
             )
         if (rows // self.epilogue_rows) % STAGING_SLOTS:
