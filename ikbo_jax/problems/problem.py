@@ -72,6 +72,10 @@ class Problem(abc.ABC):
         """The most promising configuration without a measurement; None if none is legal."""
         return _first_candidate(self)
 
+    def why_xla(self) -> str | None:
+        """Why XLA is the default if no measured row is near; None if a kernel is."""
+        return None
+
     def adapt(self, config: Any) -> Any:
         """The configuration of a nearby row as the problem should use it."""
         return config

@@ -117,8 +117,10 @@ def load(memory: Fragment, columns: int, *, interpret: bool) -> Fragment:
         arg_types=(plgpu.RefType(), plgpu.RefType()), return_type=register_types(columns)
     )
     def issue(_: Any, upper: ir.Value, lower: ir.Value) -> Any:
-        uppers, lowers = _load_words(upper, columns // 16, 4), _load_words(lower, columns // 16, 2)
-        return in_registers(uppers, lowers, columns)
+        return (
+            upper_in_registers(_load_words(upper, columns // 16, 4), columns),
+            lower_in_registers(_load_words(lower, columns // 16, 2), columns),
+        )
 
     return Fragment(*issue(*memory))
 
@@ -133,29 +135,26 @@ def register_types(columns: int) -> tuple[Any, Any]:
     )
 
 
-def in_registers(
-    uppers: list[ir.Value], lowers: list[ir.Value], columns: int
-) -> tuple[mgpu.FragmentedArray, mgpu.FragmentedArray]:
-    """A fragment from the words of both planes."""
-    bf16, i32 = ir.BF16Type.get(), ir.IntegerType.get_signless(32)
-    pair = ir.VectorType.get((2,), bf16)
-    pairs = [mgpu.utils.bitcast(w, pair) for w in uppers]
-    words = [vector.from_elements(ir.VectorType.get((1,), i32), [w]) for w in lowers]
+def upper_in_registers(words: list[ir.Value], columns: int) -> mgpu.FragmentedArray:
+    """A fragment's upper plane from a thread's words."""
+    pair = ir.VectorType.get((2,), ir.BF16Type.get())
+    pairs = [mgpu.utils.bitcast(word, pair) for word in words]
     shape = mgpu.WGMMA_LAYOUT.registers_shape((64, columns))
+    return mgpu.FragmentedArray(
+        _registers=np.array(pairs, dtype=object).reshape(shape),
+        _layout=mgpu.WGMMA_LAYOUT,
+        _is_signed=None,
+    )
+
+
+def lower_in_registers(words: list[ir.Value], columns: int) -> mgpu.FragmentedArray:
+    """A fragment's lower plane from a thread's words."""
+    one = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
     layout = _lower_layout(columns).to_mgpu()
-    return (
-        mgpu.FragmentedArray(
-            _registers=np.array(pairs, dtype=object).reshape(shape),
-            _layout=mgpu.WGMMA_LAYOUT,
-            _is_signed=None,
-        ),
-        mgpu.FragmentedArray(
-            _registers=np.array(words, dtype=object).reshape(
-                layout.registers_shape((columns // 8 * WARPGROUP_SIZE,))
-            ),
-            _layout=layout,
-            _is_signed=True,
-        ),
+    registers = np.array([vector.from_elements(one, [word]) for word in words], dtype=object)
+    shape = layout.registers_shape((columns // 8 * WARPGROUP_SIZE,))
+    return mgpu.FragmentedArray(
+        _registers=registers.reshape(shape), _layout=layout, _is_signed=True
     )
 
 

@@ -127,7 +127,7 @@ def load(
         parts = []
         for register in numbers.registers.flat:
             number = vector.extract(register, [], [0])
-            planes = [
+            uppers, lowers = (
                 fragment.load_words(
                     _address(plane, number, begin.registers.item(), width),
                     columns // 16,
@@ -135,8 +135,9 @@ def load(
                     WARP_SIZE,
                 )
                 for plane, width in zip((upper, lower), WORDS, strict=True)
-            ]
-            parts += fragment.in_registers(*planes, columns)
+            )
+            parts.append(fragment.upper_in_registers(uppers, columns))
+            parts.append(fragment.lower_in_registers(lowers, columns))
         return tuple(parts)
 
     parts = issue(*memory, numbers, begin)

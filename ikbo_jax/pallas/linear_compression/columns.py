@@ -159,8 +159,9 @@ class RowColumns(Columns):
         k: int,
     ) -> tuple[Any, ...]:
         (weight, _), (embedding, _) = ctx.shared.weight, ctx.shared.embedding
+        (acc,) = accs
         acc = mma.wgmma(
-            *accs,
+            acc,
             embedding.at[stage, ctx.consumer],
             weight.at[stage, :columns],
             overwrite=overwrite,
@@ -211,6 +212,7 @@ class RowColumns(Columns):
         tile: Tile,
         is_valid: Any,
     ) -> None:
+        (values,) = finished
         rows = ctx.config.epilogue_rows
         registers_view, copy_view = (
             view.at[ctx.consumer, chunk % STAGING_SLOTS] for view in ctx.shared.staging
@@ -226,7 +228,7 @@ class RowColumns(Columns):
             # All copies but the newest have read their staging buffers, so this buffer is free.
             plgpu.wait_smem_to_gmem(STAGING_SLOTS - 1, wait_read_only=True)
             registers_view.transpose((1, 0))[...] = lax.slice(
-                *finished, (0, chunk * rows), (WGMMA_M, (chunk + 1) * rows)
+                values, (0, chunk * rows), (WGMMA_M, (chunk + 1) * rows)
             )
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(

@@ -177,13 +177,17 @@ def _halved(phase: Phase, num_sms: int) -> Phase:
     tiles = phase.rows * phase.n_tiles * phase.m_tiles
     if tiles >= WHOLE_TILES_PER_SM * num_sms:
         return phase
-    if isinstance(phase, PackedPhase) and phase.block_n > BLOCK_N:
-        # A CTA loads the embeddings of its tile alone, and a narrow tile has fewer.
-        return dataclasses.replace(phase, block_n=BLOCK_N)
+    if isinstance(phase, PackedPhase):
+        # A CTA loads the embeddings of its tile alone, and a narrow tile has fewer; so do tiles of
+        # few compressed rows, if no CTA gets two of them.
+        phase = dataclasses.replace(phase, block_n=BLOCK_N)
+        block_ms = (rows for rows in range(16, phase.block_m, 16) if phase.block_m % rows == 0)
+        is_spread = lambda rows: phase.rows * pl.cdiv(phase.m, rows) <= num_sms  # noqa: E731
+        return dataclasses.replace(phase, block_m=next(filter(is_spread, block_ms), phase.block_m))
     # Halves must be whole fragments.
-    return (
-        dataclasses.replace(phase, block_m=phase.block_m // 2) if phase.block_m % 32 == 0 else phase
-    )
+    if phase.block_m % 32:
+        return phase
+    return dataclasses.replace(phase, block_m=phase.block_m // 2)
 
 
 def linear_compression_kernel(

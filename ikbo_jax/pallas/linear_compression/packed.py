@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ikbo_jax.pallas.hopper import fragment, granules, mma
+from ikbo_jax.pallas.hopper import fragment, granules, mma, mosaic
 from ikbo_jax.pallas.linear_compression.columns import Columns
 from ikbo_jax.pallas.linear_compression.tiles import (
     CompressionContext,
@@ -65,11 +65,14 @@ class PackedColumns(Columns):
 
         @pl.loop(0, phase.blocks)
         def _(i: Any) -> None:
-            row, columns = _block(phase, first + i)
+            # LLVM would keep the blocks' rows and columns, which are the same in every k step, and
+            # spill: 300 bytes with 12 blocks.
+            number = mosaic.opaque(first + i, interpret=ctx.interpret)
+            row, columns = _block(phase, number)
             plgpu.copy_gmem_to_smem(embedding.at[row, rows, columns], target.at[stage, i], ready)
 
         # The barrier waits for the copies of a tile of the other phase, which may have more blocks.
-        for _ in range(target.shape[1] - phase.blocks):
+        for _spare in range(target.shape[1] - phase.blocks):
             plgpu.barrier_arrive(ready)
 
     def with_accumulators(
