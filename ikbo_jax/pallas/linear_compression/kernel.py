@@ -20,12 +20,16 @@ in f32 before the one rounding.  Where users are few, a user tile has half as ma
 as a candidate tile: user tiles then spread over twice as many CTAs, and finish before the first
 candidate tile needs them.
 
+That is a tile of `RowColumns`.  Where N is small, tiles of `PackedColumns` span candidates: a
+consumer has several accumulators, of 64 columns each, and every warp a user of its own.
+
 Synchronisations:
   1. `stages.ready[s]`     producer -> consumers: TMA has filled stage s.
   2. `stages.free[s]`      consumers (of all CTAs of the cluster) -> producer: the WGMMAs of both
                            warpgroups have read stage s, or stage s is unused so far.
   3. `users_ready`         (single launch) device-wide counter of finished user tiles, never reset
-                           within a launch; a consumer waits once, in its first candidate tile.
+                           within a launch; a consumer waits once, in its first candidate tile,
+                           for the fragments of all CTAs and of both warpgroups.
   4. `claims`              (single launch) tickets for user tiles: a device-wide counter, and a ring
                            in shared memory that passes them from producer to consumers.
   5. `user_stage_free[s]`  (single launch) `stages.free` of the user phase, in which each CTA of a
@@ -205,7 +209,7 @@ def linear_compression_kernel(
       weights: [M, K_l] each, bf16 or f16.
       embeddings: [B_l, K_l, N] each, the same dtype; N a multiple of 8.
       parents: None for the first level, then [B_l] int32 into the batch of the level before.
-      config: a legal configuration (`LinearCompressionConfig.illegal_reason`).
+      config: a legal configuration (`illegal_reason`); its class decides which columns a tile has.
       num_sms: streaming multiprocessors of the device.
       interpret: False, or `plgpu.InterpretGPUParams` to run on a CPU; that needs `cluster=1`, and
         `num_sms=1` for a single launch.
