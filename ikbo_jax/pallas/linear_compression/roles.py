@@ -258,10 +258,11 @@ def _compute_candidates(
         i = mosaic.opaque(i, interpret=ctx.interpret)
         tile, previous = tile_of(i), tile_of(i - 1)
         users = [] if users_ahead is None else [users_ahead]
+        users_ahead = look_up_ahead(i, 1)
 
         def first_job() -> None:
             store(0, finished, previous, i > 0)
-            if phase.from_fragments and users_ahead is None:
+            if phase.from_fragments and not ctx.columns.looks_up_ahead:
                 # Early, so that the k steps hide the latency of the index.
                 users.append(ctx.columns.look_up(ctx, phase, operands, tile))
 
@@ -292,7 +293,6 @@ def _compute_candidates(
                 lambda: multiply(phase.last_block_m),
                 lambda: multiply(phase.block_m),
             )
-        users_ahead = look_up_ahead(i, 1)
         accs = _add(ctx, phase, tile, accs, coarser)
         return tuple(acc.astype(output.dtype) for acc in accs), users_ahead
 
