@@ -15,7 +15,11 @@ from ikbo_jax.cases import error_rule
 from ikbo_jax.cases.error_rule import UNTUNED, Check, Truth
 from ikbo_jax.ops import dispatch
 from ikbo_jax.ops.linear_compression import linear_compression
-from ikbo_jax.problems import LinearCompressionConfig, LinearCompressionProblem
+from ikbo_jax.problems import (
+    LinearCompressionConfig,
+    LinearCompressionProblem,
+    PackedCompressionConfig,
+)
 from ikbo_jax.reference import linear_compression as reference
 from ikbo_jax.tuning import table
 
@@ -25,6 +29,9 @@ ALIGNED_K = 8
 CHECK_ROWS = 128
 #: Largest size in bytes of a float32 oracle that is cached between checks.
 MAX_CACHED_BYTES = 2 << 30
+
+#: A configuration of one of the op's kernels.
+AnyConfig = LinearCompressionConfig | PackedCompressionConfig
 
 
 class Inputs(NamedTuple):
@@ -87,16 +94,14 @@ class Case:
         """Useful FLOPs of the inputs."""
         return self.problem.useful_flops
 
-    def config(self, *, single_launch: bool) -> LinearCompressionConfig | None:
+    def config(self, *, single_launch: bool) -> AnyConfig | None:
         """The dispatch table's configuration, or the default one, with one launch or two."""
         config = table.lookup(self.problem).config or self.problem.default_config()
-        assert config is None or isinstance(config, LinearCompressionConfig)
+        assert config is None or isinstance(config, AnyConfig)
         return None if config is None else dataclasses.replace(config, single_launch=single_launch)
 
     @staticmethod
-    def contender(
-        name: str, config: LinearCompressionConfig | None = None
-    ) -> Callable[..., jax.Array]:
+    def contender(name: str, config: AnyConfig | None = None) -> Callable[..., jax.Array]:
         """A function of the fields of `Inputs`, which have two levels.
 
         "materialised" and "materialised-aligned" copy the embeddings of the users; "decomposed",
@@ -110,7 +115,7 @@ class Case:
         return functools.partial(_op, implementation=implementation, config=config)
 
     def runner(
-        self, config: LinearCompressionConfig | None, num_sms: int | None = None
+        self, config: AnyConfig | None, num_sms: int | None = None
     ) -> Callable[..., jax.Array]:
         """The kernel with `config`, or the XLA path for None, for a device with `num_sms` SMs.
 

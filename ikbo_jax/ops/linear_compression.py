@@ -22,7 +22,11 @@ from ikbo_jax.ops.linear_compression_backward import (
 from ikbo_jax.ops.op import Folded, Named, Op, Part, unstack
 from ikbo_jax.ops.partition import Division
 from ikbo_jax.ops.sharded import run_kernel, vary_over_same_axes
-from ikbo_jax.problems import LinearCompressionConfig, LinearCompressionProblem
+from ikbo_jax.problems import (
+    LinearCompressionConfig,
+    LinearCompressionProblem,
+    PackedCompressionConfig,
+)
 from ikbo_jax.reference import linear_compression as reference
 
 
@@ -49,7 +53,7 @@ def linear_compression(
     cand_to_user: jax.Array,
     *,
     implementation: str | None = None,
-    config: LinearCompressionConfig | None = None,
+    config: LinearCompressionConfig | PackedCompressionConfig | None = None,
 ) -> jax.Array:
     """Compresses the embeddings of every candidate and its user; never copies the user.
 
@@ -66,7 +70,8 @@ def linear_compression(
       implementation: None takes the fastest that can run these sizes on the default device, or,
         without a GPU, where the program is lowered for (`ikbo_jax.export_target`); "mosaic_gpu"
         (Hopper; bfloat16 and float16) or "xla" take that one or raise.
-      config: configuration of the "mosaic_gpu" kernel; None takes it from the dispatch table.
+      config: configuration of the "mosaic_gpu" kernel; None takes it from the dispatch table. A
+        `PackedCompressionConfig` selects the kernel whose tiles span candidates.
 
     Returns:
       [B, M, N] in the inputs' dtype. Both products are accumulated and added in f32, and the sum is
@@ -79,8 +84,8 @@ def linear_compression(
 
     Raises:
       ValueError: a rank is wrong; sizes, dtypes or the index disagree; U = 0 with B > 0;
-        `implementation` is unknown; `config` is not a `LinearCompressionConfig`, or
-        `implementation` is "xla" and `config` not None.
+        `implementation` is unknown; `config` is neither a `LinearCompressionConfig` nor a
+        `PackedCompressionConfig`, or `implementation` is "xla" and `config` not None.
       NotImplementedError: implementation="mosaic_gpu", but the kernel cannot run on this device, or
         with these sizes, this dtype or this `config`; forward-mode differentiation. The message
         says why.
@@ -99,7 +104,7 @@ def multilevel_linear_compression(
     terms: Sequence[Term],
     *,
     implementation: str | None = None,
-    config: LinearCompressionConfig | None = None,
+    config: LinearCompressionConfig | PackedCompressionConfig | None = None,
 ) -> jax.Array:
     """Compresses embeddings of several levels (user, candidate, ...), each at its own batch.
 
@@ -115,7 +120,8 @@ def multilevel_linear_compression(
       implementation: None takes the fastest that can run these sizes on the default device, or,
         without a GPU, where the program is lowered for (`ikbo_jax.export_target`); "mosaic_gpu"
         (Hopper; bfloat16 and float16) or "xla" take that one or raise.
-      config: configuration of the "mosaic_gpu" kernel; None takes it from the dispatch table.
+      config: configuration of the "mosaic_gpu" kernel; None takes it from the dispatch table. A
+        `PackedCompressionConfig` selects the kernel whose tiles span candidates.
 
     Returns:
       [B_last, M, N] in the inputs' dtype. All products are accumulated and added in f32, and the
@@ -125,8 +131,8 @@ def multilevel_linear_compression(
     Raises:
       ValueError: `terms` is empty; a rank, size, dtype or parent is wrong; the first term has a
         parent or a later term has none; a level is empty but a finer one is not; `implementation`
-        is unknown; `config` is not a `LinearCompressionConfig`, or `implementation` is "xla" and
-        `config` not None.
+        is unknown; `config` is neither a `LinearCompressionConfig` nor a `PackedCompressionConfig`,
+        or `implementation` is "xla" and `config` not None.
       NotImplementedError: implementation="mosaic_gpu", but the kernel cannot run on this device, or
         with these sizes, this dtype or this `config`; forward-mode differentiation. The message
         says why.
@@ -162,9 +168,10 @@ def _compress(
     terms: tuple[Term, ...],
     names: tuple[_Names, ...],
     implementation: str | None,
-    config: LinearCompressionConfig | None,
+    config: LinearCompressionConfig | PackedCompressionConfig | None,
 ) -> jax.Array:
-    request = arguments.request(op, implementation, config, terms, LinearCompressionConfig)
+    kinds = (LinearCompressionConfig, PackedCompressionConfig)
+    request = arguments.request(op, implementation, config, terms, *kinds)
     _check(terms, names)
     weights, embeddings, parents = zip(*terms, strict=True)
     arrays, call = Arrays(weights, embeddings, parents), _Call(request)

@@ -20,6 +20,7 @@ from ikbo_jax.problems.linear_compression_backward import (
     LinearCompressionBackwardProblem,
     LinearCompressionBackwardTuning,
 )
+from ikbo_jax.problems.packed_compression import PackedCompressionConfig
 from ikbo_jax.problems.problem import Config, Problem
 from ikbo_jax.problems.short_gdpa import ShortGdpaConfig
 
@@ -53,6 +54,7 @@ __all__ = [
     "LinearCompressionBackwardTuning",
     "LinearCompressionConfig",
     "LinearCompressionProblem",
+    "PackedCompressionConfig",
     "Problem",
     "ShortGdpaConfig",
 ]

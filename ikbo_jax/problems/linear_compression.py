@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple, Self
 
-from ikbo_jax.problems import memory
+from ikbo_jax.problems import memory, packed_compression
 from ikbo_jax.problems.hopper import (
     BLOCK_K,
     NUM_CONSUMERS,
@@ -16,10 +16,11 @@ from ikbo_jax.problems.hopper import (
     why_not_smem,
     why_not_width,
 )
+from ikbo_jax.problems.packed_compression import STAGING_SLOTS, PackedCompressionConfig
 from ikbo_jax.problems.problem import Config, Problem, doublings, octave, size, typed
 
-#: Staging buffers of a consumer warpgroup: it writes one while TMA stores the other.
-STAGING_SLOTS = 2
+#: Most candidates of the kernel whose tiles span candidates that the autotuner times.
+MOST_PACKED = 12
 #: Largest block_m without register spills: at 224, accumulator and fragment take 196 of a consumer
 #: thread's 240 registers.
 MAX_BLOCK_M = 224
@@ -165,14 +166,18 @@ class LinearCompressionSizes(Problem):
         return f"B={batches} K={ks} M={self.m} N={self.n} {self.dtype}"
 
     def shape_class(self) -> str:
-        """Batches, ratios, K by octave; M by 16, the step of block_m; N by 128, a tile's width."""
+        """Batches, ratios, K by octave; M by 16, the step of block_m; N by 128, a tile's width.
+
+        An N below 128 is a class of its own: it decides how many candidates fill a tile.
+        """
         batches = self.batches
+        n = self.n if self.n < 128 else -(-self.n // 128) * 128
         ratios = [octave(fine / max(coarse, 1)) for coarse, fine in _adjacent(batches)]
         return (
             f"{self.op} b=2^{octave(batches[-1])} "
             f"ratio={','.join(f'2^{r}' for r in ratios) or '-'} "
             f"k={','.join(f'2^{octave(k)}' for k in self.ks)} "
-            f"m={-(-self.m // 16) * 16} n={-(-self.n // 128) * 128}"
+            f"m={-(-self.m // 16) * 16} n={n}"
         )
 
     def distance(self, other: LinearCompressionSizes) -> float:
@@ -202,10 +207,31 @@ class LinearCompressionProblem(LinearCompressionSizes):
     op: ClassVar[str] = "linear_compression"
     config_type: ClassVar[type] = LinearCompressionConfig
 
-    def candidate_configs(self) -> Iterator[LinearCompressionConfig]:
+    @classmethod
+    def config_type_of(cls, fields: Mapping[str, Any]) -> type[Config]:
+        return PackedCompressionConfig if "block_n" in fields else LinearCompressionConfig
+
+    def candidate_configs(self) -> Iterator[LinearCompressionConfig | PackedCompressionConfig]:
         """Yields the legal configurations worth timing, the most promising first.
 
         The first one is the default configuration; the autotuner times them in this order.
+        """
+        packed = itertools.islice(packed_compression.candidate_configs(self), MOST_PACKED)
+        if packed_compression.is_preferred(self):
+            yield from packed
+        yield from self.row_configs()
+        if packed_compression.is_candidate(self):
+            yield from packed
+
+    def why_xla(self) -> str | None:
+        """XLA runs small problems whose launches take longer than the work."""
+        if not packed_compression.is_xla_preferred(self):
+            return None
+        return f"XLA by a cost model, {packed_compression.describe_estimates(self)}"
+
+    def row_configs(self) -> Iterator[LinearCompressionConfig]:
+        """Yields the configurations of the kernel whose tiles have columns of one candidate.
+
         Configurations that differ from the first in one parameter precede those that differ in two.
         """
 
@@ -238,8 +264,12 @@ class LinearCompressionProblem(LinearCompressionSizes):
         ranked.sort(key=lambda entry: entry[0])
         yield from (config for _, config in ranked)
 
-    def fits(self, config: LinearCompressionConfig) -> bool:
-        """False if its tiles pad M by far more than the default configuration's tiles do."""
+    def fits(self, config: Config) -> bool:
+        """False if a model prefers the other kernel or XLA, or if tiles pad M by far more."""
+        if not isinstance(config, LinearCompressionConfig):
+            return False
+        if packed_compression.is_preferred(self) or packed_compression.is_xla_preferred(self):
+            return False
         return pads_little(self.m, config.block_m, self.default_config().block_m)
 
 

@@ -25,6 +25,7 @@ from ikbo_jax.problems.linear_compression import (
     LinearCompressionSizes,
     pads_little,
 )
+from ikbo_jax.problems.packed_compression import PackedCompressionConfig
 from ikbo_jax.problems.problem import Config
 
 #: Largest n of a WGMMA instruction.
@@ -162,7 +163,7 @@ class LinearCompressionBackwardConfig(Config):
       sums: of the kernel that sums cotangents.
     """
 
-    embeddings: tuple[LinearCompressionConfig, ...]
+    embeddings: tuple[LinearCompressionConfig | PackedCompressionConfig, ...]
     weights: tuple[WeightGradientConfig, ...]
     sums: SumConfig = SumConfig()
 

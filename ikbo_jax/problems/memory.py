@@ -24,6 +24,16 @@ class Tiles:
 
 
 @dataclasses.dataclass(frozen=True)
+class Blocks:
+    """Column blocks [..., rows, width] of the inputs' dtype, for TMA and WGMMA.
+
+    The width is 16, 32 or 64; memory is swizzled within a row of a block.
+    """
+
+    shape: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Words:
     """Integers of 32 bits."""
 
@@ -92,7 +102,7 @@ def smem_bytes(shared: Any) -> int:
         return sum(map(smem_bytes, shared))
     if isinstance(shared, Barriers):
         return shared.count * BARRIER_BYTES
-    if isinstance(shared, Tiles | Words | Floats):
-        size = math.prod(shared.shape) * (2 if isinstance(shared, Tiles) else 4)
+    if isinstance(shared, Tiles | Blocks | Words | Floats):
+        size = math.prod(shared.shape) * (2 if isinstance(shared, Tiles | Blocks) else 4)
         return -(-size // SMEM_ALIGNMENT) * SMEM_ALIGNMENT
     return 0

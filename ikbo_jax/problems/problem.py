@@ -76,6 +76,10 @@ class Problem(abc.ABC):
         """Why `default_config` is the most promising one; empty if there is one kernel."""
         return ""
 
+    def why_xla(self) -> str | None:
+        """Why XLA is the default if no measured row is near; None if a kernel is."""
+        return None
+
     def adapt(self, config: Any) -> Any:
         """The configuration of a nearby row as the problem should use it."""
         return config

@@ -7,7 +7,8 @@
 3. `sm90.json`: the nearest row of the op by `distance`, rows of the same dtype first, whose
    configuration is legal for the problem and fits it (`Problem.fits`). A row that prefers XLA is
    used only for the same dtype and within `XLA_MAX_DISTANCE`;
-4. `Problem.default_config`, the most promising configuration by a cost model;
+4. XLA if `Problem.why_xla` gives a reason, or `Problem.default_config`, the most promising
+   configuration, both by a cost model;
 5. XLA, if no configuration of the kernel is legal.
 
 Steps 2 and 3 also search the user's cache if the problem has `user_rows_generalise`: its rows
@@ -199,6 +200,8 @@ def lookup(problem: Problem, *, with_user_rows: bool = True) -> Choice:
             reason = f"{source}, nearest row at distance {row_distance:.2f}, {row.describe()}"
             config = None if row.config is None else problem.adapt(row.config)
             return Choice(config, source, False, reason)
+    if reason := problem.why_xla():
+        return Choice(None, "default", False, f"{reason}; no measured row is near")
     rule = problem.default_rule()
     reason = "default configuration: no measured row is near" + (rule and f"; {rule}")
     return Choice(default_config, "default", False, reason)

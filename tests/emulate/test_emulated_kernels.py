@@ -23,6 +23,7 @@ import test_interpret_gdpa as gdpa
 import test_interpret_gdpa_backward as gdpa_backward
 import test_interpret_linear_compression as linear_compression
 import test_interpret_linear_compression_backward as linear_compression_backward
+import test_interpret_packed_compression as packed_compression
 
 from ikbo_jax.pallas.attention_backward.kernel import attention_backward_kernel
 
@@ -92,7 +93,7 @@ def _gdpa_backward(sm90: emulator.Emulator, name: str, seed: int) -> None:
 
 
 def _linear_compression(sm90: emulator.Emulator, name: str, seed: int) -> None:
-    case = linear_compression.CASES[name]
+    case = (linear_compression.CASES | packed_compression.CASES)[name]
     levels = case.levels()
     with sm90.emulated(seed):
         out = linear_compression.interpret(levels, case, False)
@@ -114,6 +115,7 @@ KERNELS: dict[str, tuple[Callable[[emulator.Emulator, str, int], None], dict[str
     "gdpa": (_gdpa, gdpa.CASES),
     "gdpa_backward": (_gdpa_backward, gdpa_backward.CASES),
     "linear_compression": (_linear_compression, linear_compression.CASES),
+    "packed_compression": (_linear_compression, packed_compression.CASES),
     "linear_compression_backward": (
         _linear_compression_backward,
         linear_compression_backward.CASES,
@@ -134,6 +136,11 @@ CHOSEN = {
     "gdpa": ["softmax_gaps"],
     "gdpa_backward": ["indexed_in_parts", "softmax_gaps", "softmax_pma_h96_f16"],
     "linear_compression": ["k_steps_of_levels_differ_many_tiles_of_a_cta"],
+    "packed_compression": [
+        "n16_ragged_last_tile",
+        "n48_three_blocks",
+        "n64_two_m_tiles_many_k_steps",
+    ],
     "linear_compression_backward": ["several_ctas"],
 }
 #: With a number, every case in as many orders of events.

@@ -15,7 +15,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import ikbo_jax as ikbo
 from ikbo_jax.pallas.linear_compression.kernel import linear_compression_kernel
-from ikbo_jax.problems import LinearCompressionConfig, LinearCompressionProblem
+from ikbo_jax.problems import (
+    LinearCompressionConfig,
+    LinearCompressionProblem,
+    PackedCompressionConfig,
+)
 from ikbo_jax.reference import linear_compression as reference
 
 pytestmark = pytest.mark.gpu
@@ -64,6 +68,45 @@ def test_every_kind_of_config(name):
     shape = problems.LinearCompressionShape(3, 37, 433, 154, 866, 200, "unsorted")
     inputs = problems.make_inputs(shape, "bfloat16")
     check(run_kernel(*inputs, config=CONFIGS[name]), inputs.levels)
+
+
+PACKED = {
+    "wide": PackedCompressionConfig(512, 16, 3, 16),
+    "wide_cluster": PackedCompressionConfig(256, 48, 4, 24, cluster=2),
+    "separate": PackedCompressionConfig(256, 32, 4, 32, single_launch=False),
+    "most_rows": PackedCompressionConfig(128, 224, 4, 56),
+}
+
+
+@pytest.mark.parametrize("n", [16, 32, 48, 64, 96, 128])
+@pytest.mark.parametrize("name", PACKED)
+def test_tiles_that_span_candidates(name, n):
+    """Candidates that fill no whole number of tiles; users without candidates, and one user."""
+    dtype = "float16" if n == 48 else "bfloat16"
+    for users, candidates, m in ((7, 531, 41), (1, 2, 16), (90, 4000, 33)):
+        shape = problems.LinearCompressionShape(users, candidates, m, 154, 136, n, "unsorted")
+        inputs = problems.make_inputs(shape, dtype)
+        check(run_kernel(*inputs, config=PACKED[name]), inputs.levels)
+
+
+@pytest.mark.parametrize("n", [32, 96])
+@pytest.mark.parametrize("single_launch", [True, False])
+def test_levels_of_tiles_that_span_candidates(single_launch, n):
+    levels = problems.make_levels((3, 17, 400), (70, 130, 90), 40, n, "bfloat16")
+    terms = [ikbo.Term(*term) for term in zip(*levels, strict=True)]
+    config = PackedCompressionConfig(256, 48, 4, 24, single_launch=single_launch)
+    actual = ikbo.multilevel_linear_compression(terms, implementation="mosaic_gpu", config=config)
+    check(actual, levels)
+
+
+def test_a_hundred_repeats_of_packed_tiles_are_bitwise_equal():
+    shape = problems.LinearCompressionShape(100, 8192, 16, 200, 40, 32, "unsorted")
+    inputs = problems.make_inputs(shape, "bfloat16")
+    run = jax.jit(functools.partial(run_kernel, config=PACKED["wide"]))
+    first = run(*inputs)
+    check(first, inputs.levels)
+    for _ in range(100):
+        assert bool((run(*inputs) == first).all())
 
 
 @pytest.mark.parametrize("dtype", problems.HALF_DTYPES)

@@ -86,24 +86,28 @@ def _left_of_registers(values: list[np.ndarray], kind: Any) -> np.ndarray:
 
 
 @functools.cache
-def _offsets(first: int, rows: int, is_transposed: int, leading: int, stride: int) -> np.ndarray:
+def _offsets(
+    first: int, rows: int, is_transposed: int, leading: int, stride: int, swizzle: int
+) -> np.ndarray:
     """Offsets [rows, 16] in bytes of an operand's elements, before swizzling."""
     row, k = np.arange(first, first + rows)[:, None], np.arange(16)[None]
     if is_transposed:
-        return row % 64 * 2 + row // 64 * leading + k % 8 * 128 + k // 8 * stride
-    return row % 8 * 128 + row // 8 * stride + k * 2
+        width = swizzle // 2
+        return row % width * 2 + row // width * leading + k % 8 * swizzle + k // 8 * stride
+    return row % 8 * swizzle + row // 8 * stride + k * 2
 
 
 def _operand(warp: Warp, descriptor: int, rows: np.ndarray, is_transposed: int, kind: Any) -> Any:
-    """Rows of an operand [rows, k] f32 in shared memory; always with a swizzle of 128 bytes."""
+    """Rows of an operand [rows, k] f32 in shared memory; always swizzled."""
     start = (descriptor & 0x3FFF) << 4
     leading, stride = (((descriptor >> at) & 0x3FFF) << 4 for at in (16, 32))
-    if descriptor >> 62 != 1 or (descriptor >> 49) & 7:
-        raise Trap(f"a matrix descriptor {descriptor:#x} without a swizzle of 128 bytes")
-    if start & 0x380:
+    swizzle = {1: 128, 2: 64, 3: 32}.get(descriptor >> 62, 0)
+    if not swizzle or (descriptor >> 49) & 7:
+        raise Trap(f"a matrix descriptor {descriptor:#x} without a swizzle")
+    if start & 7 * swizzle:
         raise Trap(f"a matrix begins inside of eight rows, at shared address {start}")
-    at = start + _offsets(int(rows[0]), len(rows), is_transposed, leading, stride)
-    at = at ^ (((at >> 7) & 7) << 4)
+    at = start + _offsets(int(rows[0]), len(rows), is_transposed, leading, stride, swizzle)
+    at = at ^ (((at >> 7) & (swizzle // 16 - 1)) << 4)
     at -= SHARED
     if at.min() < 0 or at.max() + 2 > warp.block.size:
         raise Trap(f"a matrix past shared memory, at {start}")

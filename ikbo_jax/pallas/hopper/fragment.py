@@ -55,7 +55,7 @@ def columns_of(memory: Fragment, begin: Any, columns: int, *, interpret: bool) -
     return Fragment(*(plane.at[groups] for plane in memory))
 
 
-def _device_pointer(ref: ir.Value) -> ir.Value:
+def device_pointer(ref: ir.Value) -> ir.Value:
     """Pointer in the global address space: a generic pointer would take slower instructions."""
     return llvm.addrspacecast(ir.Type.parse("!llvm.ptr<1>"), mgpu.utils.memref_ptr(ref))
 
@@ -72,7 +72,7 @@ def _thread_vector(base: ir.Value, index: int, width: int) -> ir.Value:
 
 def _load_words(source: ir.Value, vectors: int, width: int) -> list[ir.Value]:
     i32 = ir.IntegerType.get_signless(32)
-    base = _device_pointer(source)
+    base = device_pointer(source)
     words = []
     for v in range(vectors):
         vec = llvm.load(
@@ -82,9 +82,21 @@ def _load_words(source: ir.Value, vectors: int, width: int) -> list[ir.Value]:
     return words
 
 
+def load_words(address: ir.Value, vectors: int, width: int, threads: int) -> list[ir.Value]:
+    """The words of `vectors` vectors; a vector has `width` words, the next is `threads` later."""
+    i32 = ir.IntegerType.get_signless(32)
+    words = []
+    for v in range(vectors):
+        offset = mgpu.c(v * threads * width, i32)
+        at = mgpu.utils.getelementptr(address, [offset], i32)
+        vec = llvm.load(ir.VectorType.get((width,), i32), at, alignment=4 * width)
+        words += [vector.extract(vec, [], [i]) for i in range(width)]
+    return words
+
+
 def _store_words(target: ir.Value, words: list[ir.Value], width: int) -> None:
     i32 = ir.IntegerType.get_signless(32)
-    base = _device_pointer(target)
+    base = device_pointer(target)
     for v in range(len(words) // width):
         vec = vector.from_elements(
             ir.VectorType.get((width,), i32), words[v * width : (v + 1) * width]
@@ -102,40 +114,48 @@ def load(memory: Fragment, columns: int, *, interpret: bool) -> Fragment:
         return Fragment(memory.upper[...], memory.lower[...])
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType()),
-        return_type=(
-            plgpu.ShapeDtypeStruct((64, columns), jnp.bfloat16, layout=plgpu.Layout.WGMMA),
-            plgpu.ShapeDtypeStruct(
-                (columns // 8 * WARPGROUP_SIZE,), jnp.int32, layout=_lower_layout(columns)
-            ),
-        ),
+        arg_types=(plgpu.RefType(), plgpu.RefType()), return_type=register_types(columns)
     )
     def issue(_: Any, upper: ir.Value, lower: ir.Value) -> Any:
-        bf16, i32 = ir.BF16Type.get(), ir.IntegerType.get_signless(32)
-        pair = ir.VectorType.get((2,), bf16)
-        pairs = [mgpu.utils.bitcast(w, pair) for w in _load_words(upper, columns // 16, 4)]
-        words = [
-            vector.from_elements(ir.VectorType.get((1,), i32), [w])
-            for w in _load_words(lower, columns // 16, 2)
-        ]
-        shape = mgpu.WGMMA_LAYOUT.registers_shape((64, columns))
-        layout = _lower_layout(columns).to_mgpu()
         return (
-            mgpu.FragmentedArray(
-                _registers=np.array(pairs, dtype=object).reshape(shape),
-                _layout=mgpu.WGMMA_LAYOUT,
-                _is_signed=None,
-            ),
-            mgpu.FragmentedArray(
-                _registers=np.array(words, dtype=object).reshape(
-                    layout.registers_shape((columns // 8 * WARPGROUP_SIZE,))
-                ),
-                _layout=layout,
-                _is_signed=True,
-            ),
+            upper_in_registers(_load_words(upper, columns // 16, 4), columns),
+            lower_in_registers(_load_words(lower, columns // 16, 2), columns),
         )
 
     return Fragment(*issue(*memory))
+
+
+def register_types(columns: int) -> tuple[Any, Any]:
+    """Types of a fragment in registers."""
+    return (
+        plgpu.ShapeDtypeStruct((64, columns), jnp.bfloat16, layout=plgpu.Layout.WGMMA),
+        plgpu.ShapeDtypeStruct(
+            (columns // 8 * WARPGROUP_SIZE,), jnp.int32, layout=_lower_layout(columns)
+        ),
+    )
+
+
+def upper_in_registers(words: list[ir.Value], columns: int) -> mgpu.FragmentedArray:
+    """A fragment's upper plane from a thread's words."""
+    pair = ir.VectorType.get((2,), ir.BF16Type.get())
+    pairs = [mgpu.utils.bitcast(word, pair) for word in words]
+    shape = mgpu.WGMMA_LAYOUT.registers_shape((64, columns))
+    return mgpu.FragmentedArray(
+        _registers=np.array(pairs, dtype=object).reshape(shape),
+        _layout=mgpu.WGMMA_LAYOUT,
+        _is_signed=None,
+    )
+
+
+def lower_in_registers(words: list[ir.Value], columns: int) -> mgpu.FragmentedArray:
+    """A fragment's lower plane from a thread's words."""
+    one = ir.VectorType.get((1,), ir.IntegerType.get_signless(32))
+    layout = _lower_layout(columns).to_mgpu()
+    registers = np.array([vector.from_elements(one, [word]) for word in words], dtype=object)
+    shape = layout.registers_shape((columns // 8 * WARPGROUP_SIZE,))
+    return mgpu.FragmentedArray(
+        _registers=registers.reshape(shape), _layout=layout, _is_signed=True
+    )
 
 
 def store(memory: Fragment, value: jax.Array, *, interpret: bool) -> None:
@@ -147,21 +167,25 @@ def store(memory: Fragment, value: jax.Array, *, interpret: bool) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WGMMA))
     def write(_: Any, upper: ir.Value, lower: ir.Value, array: mgpu.FragmentedArray) -> None:
-        i32 = ir.IntegerType.get_signless(32)
-        bits = [
-            _round_to_24_bits(mgpu.utils.bitcast(vector.extract(pair, [], [i]), i32))
-            for pair in array.registers.flat
-            for i in range(2)
-        ]
-        uppers = [_permute_bytes(a, b, 0x7632) for a, b in zip(bits[::2], bits[1::2], strict=True)]
-        halves = [_permute_bytes(a, b, 0x0051) for a, b in zip(bits[::2], bits[1::2], strict=True)]
-        lowers = [
-            _permute_bytes(a, b, 0x5410) for a, b in zip(halves[::2], halves[1::2], strict=True)
-        ]
+        uppers, lowers = words_of(array)
         _store_words(upper, uppers, 4)
         _store_words(lower, lowers, 2)
 
     write(*memory, value)
+
+
+def words_of(array: mgpu.FragmentedArray) -> tuple[list[ir.Value], list[ir.Value]]:
+    """The words of both planes of an accumulator in f32, rounded."""
+    i32 = ir.IntegerType.get_signless(32)
+    bits = [
+        _round_to_24_bits(mgpu.utils.bitcast(vector.extract(pair, [], [i]), i32))
+        for pair in array.registers.flat
+        for i in range(2)
+    ]
+    uppers = [_permute_bytes(a, b, 0x7632) for a, b in zip(bits[::2], bits[1::2], strict=True)]
+    halves = [_permute_bytes(a, b, 0x0051) for a, b in zip(bits[::2], bits[1::2], strict=True)]
+    lowers = [_permute_bytes(a, b, 0x5410) for a, b in zip(halves[::2], halves[1::2], strict=True)]
+    return uppers, lowers
 
 
 def _permute_bytes(a: ir.Value, b: ir.Value, selector: int) -> ir.Value:

@@ -145,6 +145,45 @@ def wgmma(
     return issue(a, b_t, *accumulator)
 
 
+def wgmma_blocks(
+    acc: Any, a: Any, b_t: Any, *, overwrite: bool, k: int = 64, interpret: bool
+) -> Any:
+    """Like `wgmma`, for an operand of column blocks [64 / width, 64, width], k by rows.
+
+    The blocks lie side by side in the product: its row i is column i % width of block i // width.
+
+    Args:
+      acc: [64, columns] f32; under interpretation, an accumulator [width, columns] for each block.
+    """
+    if interpret:
+        for i, part in enumerate(acc):
+            plgpu.wgmma(part, a.at[i].transpose((1, 0)), b_t.transpose((1, 0)))
+        return acc
+
+    columns, (_, depth, width) = b_t.shape[0], a.shape
+    row_bytes = 2 * width
+    accumulator = () if overwrite else (acc,)
+
+    @plgpu.inline_mgpu(
+        arg_types=(
+            plgpu.RefType((mosaic.row_swizzle(a.shape, a.dtype),)),
+            plgpu.RefType(mosaic.operand_transforms(b_t.dtype)),
+            *(plgpu.Layout.WGMMA,) * len(accumulator),
+        ),
+        return_type=accumulator_type(columns),
+    )
+    def issue(_: Any, a: ir.Value, b: ir.Value, *acc: mgpu.FragmentedArray) -> Any:
+        # An operand whose rows are contiguous: the stride is from eight of k to the next eight.
+        a_base, b_base = descriptor(a, depth * row_bytes, swizzle=row_bytes), descriptor(b)
+        with Group(b, columns, *acc) as group:
+            for step in range(k // WGMMA_K):
+                a_step = advance(a_base, step * WGMMA_K * row_bytes)
+                group.multiply([a_step], advance(b_base, step * WGMMA_K * 2), transposes="1, 0")
+        return group.result
+
+    return issue(a, b_t, *accumulator)
+
+
 def product(
     q: Any, k: Any, depth: int, *, columns: int | None = None, interpret: bool
 ) -> jax.Array:
@@ -280,13 +319,13 @@ def accumulator_type(columns: int) -> Any:
     return plgpu.ShapeDtypeStruct((WGMMA_M, columns), jnp.float32, layout=plgpu.Layout.WGMMA)
 
 
-def descriptor(tiles: ir.Value, leading: int = 0) -> ir.Value:
+def descriptor(tiles: ir.Value, leading: int = 0, *, swizzle: int = mosaic.SWIZZLE) -> ir.Value:
     """WGMMA's descriptor of operand tiles; `leading`: bytes from a block of columns to the next."""
     return mma_utils.encode_descriptor(
         tiles,
         leading_byte_offset=leading,
-        stride_byte_offset=8 * mosaic.SWIZZLE,
-        swizzle=mosaic.SWIZZLE,
+        stride_byte_offset=8 * swizzle,
+        swizzle=swizzle,
     )
 
 

@@ -107,6 +107,17 @@ def tile_views(ref: Any, *, interpret: bool) -> tuple[Any, Any]:
     return matrix_view, copy_view
 
 
+def column_blocks(shape: tuple[int, ...], dtype: Any, *, interpret: bool) -> Any:
+    """Type of shared memory [..., rows, width] whose rows, of 32, 64 or 128 bytes, are swizzled."""
+    return plgpu.SMEM(shape, dtype, transforms=() if interpret else (row_swizzle(shape, dtype),))
+
+
+def row_swizzle(shape: tuple[int, ...], dtype: Any) -> Any:
+    """The swizzle of `column_blocks`: as wide as a row."""
+    swizzle: Any = plgpu.SwizzleTransform
+    return swizzle(shape[-1] * jnp.dtype(dtype).itemsize)
+
+
 def block_columns(block: int, width: int, worker: Any) -> Any:
     """Columns of a block of 64 columns; past `width`, TMA reads zeros and stores nothing.
 

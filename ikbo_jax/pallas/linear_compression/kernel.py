@@ -20,12 +20,16 @@ in f32 before the one rounding.  Where users are few, a user tile has half as ma
 as a candidate tile: user tiles then spread over twice as many CTAs, and finish before the first
 candidate tile needs them.
 
+That is a tile of `RowColumns`.  Where N is small, tiles of `PackedColumns` span candidates: a
+consumer has several accumulators, of 64 columns each, and every warp a user of its own.
+
 Synchronisations:
   1. `stages.ready[s]`     producer -> consumers: TMA has filled stage s.
   2. `stages.free[s]`      consumers (of all CTAs of the cluster) -> producer: the WGMMAs of both
                            warpgroups have read stage s, or stage s is unused so far.
   3. `users_ready`         (single launch) device-wide counter of finished user tiles, never reset
-                           within a launch; a consumer waits once, in its first candidate tile.
+                           within a launch; a consumer waits once, in its first candidate tile,
+                           for the fragments of all CTAs and of both warpgroups.
   4. `claims`              (single launch) tickets for user tiles: a device-wide counter, and a ring
                            in shared memory that passes them from producer to consumers.
   5. `user_stage_free[s]`  (single launch) `stages.free` of the user phase, in which each CTA of a
@@ -44,6 +48,7 @@ Source: the idea is Meta's IKBO ("linear compression embedding").  No code is sh
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
@@ -55,22 +60,29 @@ from jax.experimental import pallas as pl
 
 from ikbo_jax.pallas.hopper import fragment, mosaic, schedule
 from ikbo_jax.pallas.hopper.launch import Roles, launch
+from ikbo_jax.pallas.linear_compression.columns import Columns, RowColumns
+from ikbo_jax.pallas.linear_compression.packed import PackedColumns
 from ikbo_jax.pallas.linear_compression.roles import consume, produce
 from ikbo_jax.pallas.linear_compression.tiles import (
     BLOCK_N,
     Claims,
     CompressionContext,
     Operands,
+    PackedPhase,
     Phase,
     Shape,
 )
-from ikbo_jax.problems import LinearCompressionConfig
-from ikbo_jax.problems.hopper import NUM_CONSUMERS
+from ikbo_jax.problems import LinearCompressionConfig, PackedCompressionConfig
+from ikbo_jax.problems.packed_compression import block_width
 
 #: Alignment of weight rows, bytes.  TMA needs 16; with 128, a row of an operand tile is one L2
 #: line, not parts of two: 0.328 instead of 0.359 ms for the candidate product of the default shape
 #: (H200).
 WEIGHT_ALIGNMENT = 128
+#: Alignment that TMA needs. A launch of up to `PAD_FROM_FLOPS` takes weights whose rows have it as
+#: they are: a launch that pads them takes longer (2 us).
+TMA_ALIGNMENT = 16
+PAD_FROM_FLOPS = 1e10
 #: From this number of whole user tiles per SM on, half tiles no longer balance the work better.
 WHOLE_TILES_PER_SM = 4
 
@@ -86,11 +98,13 @@ def _launch(
     user: _Level | None,
     cand: _Level | None,
     *,
-    config: LinearCompressionConfig,
+    config: LinearCompressionConfig | PackedCompressionConfig,
     num_sms: int,
     interpret: Any,
 ) -> Any:
     """Launches the kernel once; returns the output, or without `cand` the users' fragments."""
+    is_packed = isinstance(config, PackedCompressionConfig)
+    columns: Columns = PackedColumns() if is_packed else RowColumns()
     phases = (user.phase if user else None, cand.phase if cand else None)
     user_phase, cand_phase = phases
     operands = (user.operands if user else None, cand.operands if cand else None)
@@ -99,9 +113,8 @@ def _launch(
     if cand_phase is not None:
         output = jax.ShapeDtypeStruct((cand_phase.batch, cand_phase.m, cand_phase.n), dtype)
     if user_phase is not None:
-        rows = (user_phase.batch, user_phase.n_tiles, NUM_CONSUMERS)
-        columns = pl.cdiv(user_phase.m, config.block_m) * config.block_m
-        fragments = fragment.types(columns, rows, interpret=bool(interpret))
+        rows = pl.cdiv(user_phase.m, config.block_m) * config.block_m
+        fragments = columns.fragment_types(user_phase, rows, interpret=bool(interpret))
     tiles = schedule.make_schedule(
         # CTAs claim user tiles; the schedule only needs how many of them a worker will compute.
         pl.cdiv(user_phase.tiles * user_phase.cluster, config.cluster) if user_phase else 0,
@@ -110,6 +123,11 @@ def _launch(
         num_sms // config.cluster,
     )
     with_claims = None not in phases
+    if isinstance(config, PackedCompressionConfig):
+        n = jax.tree.leaves([phase and phase.n for phase in phases])[0]
+        shared: Any = config.shared(with_claims=with_claims, n=n)
+    else:
+        shared = config.shared(with_claims=with_claims)
 
     def context(shared: Any, operands: Any, outputs: Any, interpret: bool) -> CompressionContext:
         claims = None
@@ -120,14 +138,14 @@ def _launch(
             claims = Claims(counter, shared.tickets, users_ready)
         shape = Shape(tiles, phases)
         return CompressionContext(
-            shape, config, shared, operands, outputs, interpret, claims=claims
+            shape, config, shared, operands, outputs, interpret, columns=columns, claims=claims
         )
 
     outputs = launch(
         Roles(context, produce, consume),
         operands,
         (output, fragments),
-        config.shared(with_claims=with_claims),
+        shared,
         dtype=dtype,
         name="ikbo_linear_compression",
         workers=tiles.num_workers,
@@ -137,13 +155,13 @@ def _launch(
     return outputs[0] if cand_phase is not None else fragment.Fragment(*outputs)
 
 
-def _aligned(weights: Sequence[jax.Array]) -> list[tuple[jax.Array, int]]:
+def _aligned(weights: Sequence[jax.Array], alignment: int) -> list[tuple[jax.Array, int]]:
     """(aligned operand, first column of the weight in it), for each weight.
 
-    One copy pads the rows of all weights with zeros to `WEIGHT_ALIGNMENT`; TMA reads zeros for the
-    embeddings there.
+    One copy pads the rows of all weights with zeros to `alignment` bytes, unless all are aligned;
+    TMA reads zeros for the embeddings there.
     """
-    multiple = WEIGHT_ALIGNMENT // weights[0].dtype.itemsize
+    multiple = alignment // weights[0].dtype.itemsize
     if not any(w.shape[1] % multiple for w in weights):
         return [(w, 0) for w in weights]
     padded = [jnp.pad(w, ((0, 0), (0, -w.shape[1] % multiple))) for w in weights]
@@ -152,12 +170,36 @@ def _aligned(weights: Sequence[jax.Array]) -> list[tuple[jax.Array, int]]:
     return [(packed, end - w.shape[1]) for w, end in zip(padded, ends, strict=True)]
 
 
+def _packed(phase: Phase, block_n: int) -> PackedPhase:
+    """The phase with tiles that span rows of the batch."""
+    fields = {field.name: getattr(phase, field.name) for field in dataclasses.fields(phase)}
+    return PackedPhase(**fields, block_n=block_n, block_width=block_width(phase.n))
+
+
+def _halved(phase: Phase, num_sms: int) -> Phase:
+    """The phase of a level that a finer level looks up, with smaller tiles where it has few."""
+    tiles = phase.rows * phase.n_tiles * phase.m_tiles
+    if tiles >= WHOLE_TILES_PER_SM * num_sms:
+        return phase
+    if isinstance(phase, PackedPhase):
+        # A CTA loads the embeddings of its tile alone, and a narrow tile has fewer; so do tiles of
+        # few compressed rows, if no CTA gets two of them.
+        phase = dataclasses.replace(phase, block_n=BLOCK_N)
+        block_ms = (rows for rows in range(16, phase.block_m, 16) if phase.block_m % rows == 0)
+        is_spread = lambda rows: phase.rows * pl.cdiv(phase.m, rows) <= num_sms  # noqa: E731
+        return dataclasses.replace(phase, block_m=next(filter(is_spread, block_ms), phase.block_m))
+    # Halves must be whole fragments.
+    if phase.block_m % 32:
+        return phase
+    return dataclasses.replace(phase, block_m=phase.block_m // 2)
+
+
 def linear_compression_kernel(
     weights: tuple[jax.Array, ...],
     embeddings: tuple[jax.Array, ...],
     parents: tuple[jax.Array | None, ...],
     *,
-    config: LinearCompressionConfig,
+    config: LinearCompressionConfig | PackedCompressionConfig,
     num_sms: int,
     interpret: Any = False,
 ) -> jax.Array:
@@ -167,7 +209,7 @@ def linear_compression_kernel(
       weights: [M, K_l] each, bf16 or f16.
       embeddings: [B_l, K_l, N] each, the same dtype; N a multiple of 8.
       parents: None for the first level, then [B_l] int32 into the batch of the level before.
-      config: a legal configuration (`LinearCompressionConfig.illegal_reason`).
+      config: a legal configuration (`illegal_reason`); its class decides which columns a tile has.
       num_sms: streaming multiprocessors of the device.
       interpret: False, or `plgpu.InterpretGPUParams` to run on a CPU; that needs `cluster=1`, and
         `num_sms=1` for a single launch.
@@ -178,26 +220,31 @@ def linear_compression_kernel(
     launch_levels = functools.partial(_launch, config=config, num_sms=num_sms, interpret=interpret)
     last = len(weights) - 1
     is_shared = config.single_launch and last > 0
-    aligned = _aligned(weights)
+    is_packed = isinstance(config, PackedCompressionConfig)
+    flops = sum(
+        2 * w.size * e.shape[0] * e.shape[2] for w, e in zip(weights, embeddings, strict=True)
+    )
+    is_short = is_packed and flops < PAD_FROM_FLOPS
+    aligned = _aligned(weights, TMA_ALIGNMENT if is_short else WEIGHT_ALIGNMENT)
 
     def level(i: int, fragments: Any) -> _Level:
         batch, k, n = embeddings[i].shape
         weight, k_offset = aligned[i]
-        tiles = batch * pl.cdiv(n, BLOCK_N) * pl.cdiv(weight.shape[0], config.block_m)
-        # Half tiles for small levels that a finer level looks up, if halves are whole fragments.
-        is_small = i < last and tiles < WHOLE_TILES_PER_SM * num_sms
-        split = 2 if is_small and config.block_m % 32 == 0 else 1
         phase = Phase(
             batch=batch,
             k=k,
             m=weight.shape[0],
             n=n,
-            block_m=config.block_m // split,
+            block_m=config.block_m,
             k_offset=k_offset,
             from_fragments=i > 0,
             # A CTA claims user tiles by itself, independent of the other CTAs of its cluster.
             cluster=1 if is_shared and i == last - 1 else config.cluster,
         )
+        if isinstance(config, PackedCompressionConfig):
+            phase = _packed(phase, config.block_n)
+        if i < last:
+            phase = _halved(phase, num_sms)
         return _Level(phase, Operands(weight, embeddings[i], parents[i], fragments))
 
     fragments = None

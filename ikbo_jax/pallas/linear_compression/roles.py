@@ -14,16 +14,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.hopper import fragment, mma, mosaic
 from ikbo_jax.pallas.linear_compression.tiles import (
-    BLOCK_N,
     CompressionContext,
     Operands,
     Phase,
     Tile,
     locate,
 )
-from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, WGMMA_K, WGMMA_M
-from ikbo_jax.problems.linear_compression import STAGING_SLOTS
+from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, WGMMA_K
 
+#: The fragments of a tile, one for each accumulator.
+Fragments = tuple[fragment.Fragment, ...]
 #: A tile loads its fragment this many k steps before its end.
 FRAGMENT_AHEAD = 3
 
@@ -71,7 +71,7 @@ def _claimed_tiles(
 def _load(ctx: CompressionContext, phase: Phase, operands: Operands, tile: Tile, step: Any) -> Any:
     """Loads one tile's operands through the ring; returns the next step."""
     shared = ctx.shared
-    (_, weight), (_, embedding) = shared.weight, shared.embedding
+    _, weight = shared.weight
 
     def load_step(i: Any, step: Any) -> Any:
         stage = shared.stages.slot(step)
@@ -87,13 +87,7 @@ def _load(ctx: CompressionContext, phase: Phase, operands: Operands, tile: Tile,
             ready,
             collective_axes="cluster" if phase.cluster > 1 else None,
         )
-        for consumer in range(NUM_CONSUMERS):
-            columns = pl.ds(tile.n_tile * BLOCK_N + consumer * WGMMA_M, WGMMA_M)
-            plgpu.copy_gmem_to_smem(
-                operands.embedding.at[tile.row, pl.ds(k, BLOCK_K), columns],
-                embedding.at[stage, consumer],
-                ready,
-            )
+        ctx.columns.load(ctx, phase, operands.embedding, tile, k, stage)
         return step + 1
 
     return lax.fori_loop(0, phase.k_steps, load_step, step)
@@ -137,100 +131,79 @@ def _multiply(
     phase: Phase,
     step: Any,
     jobs: Sequence[Callable[[], None]],
-    load_coarser: Callable[[], fragment.Fragment] | None,
+    load_coarser: Callable[[], Fragments] | None,
     columns: int,
-) -> tuple[jax.Array, fragment.Fragment | None]:
-    """(accumulator [64, block_m] f32 of one tile, e.T @ w.T; coarser fragment to be added to it).
+) -> tuple[tuple[jax.Array, ...], Fragments | None]:
+    """(accumulators [64, block_m] f32 of one tile, e.T @ w.T; coarser fragments to be added).
 
     After each of the first k steps one of `jobs` is called, while that step's WGMMAs are in flight.
     Only the first `columns` compressed rows are multiplied; the rest of the tile is zero.
     """
     shared, last = ctx.shared, phase.k_steps - 1
-    (weight, _), (embedding, _) = shared.weight, shared.embedding
     # The last k step ends after the last WGMMA instruction that multiplies more than padding.
     last_k = pl.cdiv(phase.k - last * BLOCK_K, WGMMA_K) * WGMMA_K
 
-    def k_step(i: Any, acc: Any, *, is_first: bool = False, k: int = BLOCK_K) -> Any:
+    def k_step(i: Any, accs: Any, *, is_first: bool = False, k: int = BLOCK_K) -> Any:
         stage = shared.stages.slot(step + i)
         shared.stages.await_ready(step + i)
-        acc = mma.wgmma(
-            acc,
-            embedding.at[stage, ctx.consumer],
-            weight.at[stage, :columns],
-            overwrite=is_first,
-            k=k,
-            interpret=ctx.interpret,
-        )
+        accs = ctx.columns.multiply(ctx, phase, accs, stage, columns, overwrite=is_first, k=k)
         # Waits for the WGMMAs of the previous k step, and frees their stage before any other work.
-        plgpu.wgmma_wait(1)
+        plgpu.wgmma_wait(phase.accumulators)
         if not is_first:
             shared.stages.release(step + i - 1)
-        return acc
+        return accs
 
-    def all_k_steps(acc: Any) -> tuple[jax.Array, fragment.Fragment | None]:
+    def all_k_steps(accs: Any) -> tuple[tuple[jax.Array, ...], Fragments | None]:
         unrolled = min(max(len(jobs), 1), phase.k_steps)
+        # Registers do not hold both the remaining chunks of the previous tile and a fragment.
+        is_late = unrolled < len(jobs)
+        is_early = is_late and phase.holds_fragments_early
+        coarser = None
         for i in range(unrolled):
-            acc = k_step(i, acc, is_first=i == 0, k=last_k if i == last else BLOCK_K)
+            accs = k_step(i, accs, is_first=i == 0, k=last_k if i == last else BLOCK_K)
+            if load_coarser and is_early and i == 0:
+                coarser = load_coarser()
             if i < len(jobs):
                 jobs[i]()
         ahead = FRAGMENT_AHEAD if load_coarser else 1
         early = max(unrolled, phase.k_steps - ahead)
-        acc = mma.accumulate(unrolled, early, k_step, acc, interpret=ctx.interpret)
-        # Registers do not hold both the remaining chunks of the previous tile and a fragment.
-        is_late = unrolled < len(jobs)
-        coarser = load_coarser() if load_coarser and not is_late else None
+        accs = mma.accumulate(unrolled, early, k_step, accs, interpret=ctx.interpret)
+        if load_coarser and not is_late:
+            coarser = load_coarser()
         for i in range(early, phase.k_steps):
-            acc = k_step(i, acc, k=last_k if i == last else BLOCK_K)
+            accs = k_step(i, accs, k=last_k if i == last else BLOCK_K)
         plgpu.wgmma_wait(0)
         shared.stages.release(step + last)
         for job in jobs[unrolled:]:
             job()
-        if load_coarser and is_late:
+        if load_coarser and is_late and not is_early:
             coarser = load_coarser()
-        return mma.after_wait(acc, interpret=ctx.interpret), coarser
+        return ctx.columns.finish(ctx, accs), coarser
 
-    acc, coarser = mma.with_accumulator(all_k_steps, columns, interpret=ctx.interpret)
-    return mma.pad(acc, phase.block_m), coarser
+    accs, coarser = ctx.columns.with_accumulators(ctx, phase, all_k_steps, columns)
+    return tuple(mma.pad(acc, phase.block_m) for acc in accs), coarser
 
 
 def _add(
     ctx: CompressionContext,
     phase: Phase,
     tile: Tile,
-    acc: jax.Array,
-    coarser: fragment.Fragment | None,
-) -> jax.Array:
-    """Adds the coarser level's fragment to a finished tile."""
+    accs: tuple[jax.Array, ...],
+    coarser: Fragments | None,
+) -> tuple[jax.Array, ...]:
+    """Adds the coarser level's fragments to a finished tile."""
     if coarser is None:
-        return acc
+        return accs
     # Rows past the batch need no sum. But the branch is there for ptxas, which without it unpacks
     # the fragment among the last WGMMAs, and waits for the fragment's loads there.
     return lax.cond(
-        tile.row < phase.batch,
-        lambda: fragment.add(acc, coarser, interpret=ctx.interpret),
-        lambda: acc,
+        tile.row < phase.rows,
+        lambda: tuple(
+            fragment.add(acc, part, interpret=ctx.interpret)
+            for acc, part in zip(accs, coarser, strict=True)
+        ),
+        lambda: accs,
     )
-
-
-def _user_of(operands: Operands, row: Any) -> Any:
-    """The coarser level's row, clamped: an index out of range never reads outside the array."""
-    row = jnp.minimum(row, operands.index.shape[0] - 1)
-    return jnp.clip(operands.index[row], 0, operands.fragments_in.upper.shape[0] - 1)
-
-
-def _fragment_at(
-    ctx: CompressionContext, phase: Phase, memory: fragment.Fragment, row: Any, tile: Tile
-) -> fragment.Fragment:
-    """The part of a row's fragments that belongs to a tile of `phase`."""
-    upper, lower = (plane.at[row, tile.n_tile, ctx.consumer] for plane in memory)
-    columns = (tile.m_tile * phase.block_m, phase.block_m)
-    return fragment.columns_of(fragment.Fragment(upper, lower), *columns, interpret=ctx.interpret)
-
-
-def _load_fragment(
-    ctx: CompressionContext, phase: Phase, memory: fragment.Fragment
-) -> fragment.Fragment:
-    return fragment.load(memory, phase.block_m, interpret=ctx.interpret)
 
 
 def _compute_fragment(
@@ -249,57 +222,15 @@ def _compute_fragment(
     """
     load_coarser = None
     if phase.from_fragments:
-        user = _user_of(operands, tile.row)
-        memory = _fragment_at(ctx, phase, operands.fragments_in, user, tile)
-        load_coarser = functools.partial(_load_fragment, ctx, phase, memory)
-    acc, coarser = _multiply(ctx, phase, step, [], load_coarser, phase.block_m)
+        users = ctx.columns.look_up(ctx, phase, operands, tile)
+        load_coarser = functools.partial(
+            ctx.columns.load_fragments, ctx, phase, operands.fragments_in, users, tile
+        )
+    accs, coarser = _multiply(ctx, phase, step, [], load_coarser, phase.block_m)
     outcome = after_multiply()
-    acc = _add(ctx, phase, tile, acc, coarser)
-
-    @pl.when(tile.row < phase.batch)
-    def _() -> None:
-        target = _fragment_at(ctx, phase, fragments_out, tile.row, tile)
-        fragment.store(target, acc, interpret=ctx.interpret)
-
+    accs = _add(ctx, phase, tile, accs, coarser)
+    ctx.columns.store_fragments(ctx, phase, fragments_out, tile, accs)
     return outcome, step + phase.k_steps
-
-
-def _store_chunk(
-    ctx: CompressionContext,
-    phase: Phase,
-    output: Any,
-    chunk: int,
-    values: jax.Array,
-    tile: Tile,
-    is_valid: Any,
-) -> None:
-    """Stores `epilogue_rows` compressed rows of a finished tile."""
-    rows = ctx.config.epilogue_rows
-    registers_view, copy_view = (
-        view.at[ctx.consumer, chunk % STAGING_SLOTS] for view in ctx.shared.staging
-    )
-
-    if phase.batch % phase.cluster:
-        # TMA drops rows past the batch, but not past a batch of one: Mosaic GPU leaves axes of size
-        # one out of its descriptors, so that all their indices mean the same row.
-        is_valid &= tile.row < phase.batch
-
-    @pl.when(is_valid)
-    def _() -> None:
-        # All copies but the newest have read their staging buffers, so this buffer is free.
-        plgpu.wait_smem_to_gmem(STAGING_SLOTS - 1, wait_read_only=True)
-        registers_view.transpose((1, 0))[...] = lax.slice(
-            values, (0, chunk * rows), (WGMMA_M, (chunk + 1) * rows)
-        )
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(
-            copy_view,
-            output.at[
-                tile.row,
-                pl.ds(tile.m_tile * phase.block_m + chunk * rows, rows),
-                pl.ds(tile.n_tile * BLOCK_N + ctx.consumer * WGMMA_M, WGMMA_M),
-            ],
-        )
 
 
 def _compute_candidates(
@@ -311,31 +242,38 @@ def _compute_candidates(
 ) -> None:
     """Computes this CTA's candidate tiles; stores each during the next tile's first k steps."""
     count = ctx.shape.tiles.cand_count(ctx.worker)
-    chunks = range(phase.block_m // ctx.config.epilogue_rows)
-    store = functools.partial(_store_chunk, ctx, phase, output)
+    chunks = range(phase.accumulators * phase.block_m // ctx.config.epilogue_rows)
+    store = functools.partial(ctx.columns.store_chunk, ctx, phase, output)
 
     def tile_of(i: Any) -> Tile:
         return locate(phase, ctx.shape.tiles.cand_tile(ctx.worker, i))
 
-    def compute(i: Any, finished: jax.Array) -> jax.Array:
+    def look_up_ahead(i: Any, ahead: int) -> Any:
+        if not (phase.from_fragments and ctx.columns.looks_up_ahead):
+            return None
+        return ctx.columns.look_up(ctx, phase, operands, tile_of(i + ahead))
+
+    def compute(i: Any, carry: tuple[tuple[jax.Array, ...], Any]) -> tuple[Any, Any]:
+        finished, users_ahead = carry
         i = mosaic.opaque(i, interpret=ctx.interpret)
         tile, previous = tile_of(i), tile_of(i - 1)
-        users: list[Any] = []
+        users = [] if users_ahead is None else [users_ahead]
+        users_ahead = look_up_ahead(i, 1)
 
         def first_job() -> None:
             store(0, finished, previous, i > 0)
-            if phase.from_fragments:
+            if phase.from_fragments and not ctx.columns.looks_up_ahead:
                 # Early, so that the k steps hide the latency of the index.
-                users.append(_user_of(operands, tile.row))
+                users.append(ctx.columns.look_up(ctx, phase, operands, tile))
 
         jobs = [first_job]
         jobs += [functools.partial(store, c, finished, previous, i > 0) for c in chunks[1:]]
 
-        def load_coarser() -> fragment.Fragment:
+        def load_coarser() -> Fragments:
             if wait_for_users is not None:
                 pl.when(i == 0)(wait_for_users)
-            memory = _fragment_at(ctx, phase, operands.fragments_in, users[-1], tile)
-            return _load_fragment(ctx, phase, memory)
+            memory = operands.fragments_in
+            return ctx.columns.load_fragments(ctx, phase, memory, users[-1], tile)
 
         multiply = functools.partial(
             _multiply,
@@ -346,19 +284,20 @@ def _compute_candidates(
             load_coarser if phase.from_fragments else None,
         )
         if phase.m_tiles == 1:
-            acc, coarser = multiply(phase.last_block_m)
+            accs, coarser = multiply(phase.last_block_m)
         elif phase.last_block_m == phase.block_m or not ctx.config.trim:
-            acc, coarser = multiply(phase.block_m)
+            accs, coarser = multiply(phase.block_m)
         else:  # M = 433 in tiles of 224: 440 rows are multiplied, not 448
-            acc, coarser = lax.cond(
+            accs, coarser = lax.cond(
                 tile.m_tile == phase.m_tiles - 1,
                 lambda: multiply(phase.last_block_m),
                 lambda: multiply(phase.block_m),
             )
-        acc = _add(ctx, phase, tile, acc, coarser)
-        return acc.astype(output.dtype)
+        accs = _add(ctx, phase, tile, accs, coarser)
+        return tuple(acc.astype(output.dtype) for acc in accs), users_ahead
 
-    finished = lax.fori_loop(0, count, compute, mma.zeros(phase.block_m, output.dtype))
+    nothing = tuple(mma.zeros(phase.block_m, output.dtype) for _ in range(phase.accumulators))
+    finished, _ = lax.fori_loop(0, count, compute, (nothing, look_up_ahead(0, 0)))
     for c in chunks:
         store(c, finished, tile_of(count - 1), count > 0)
     plgpu.wait_smem_to_gmem(0, wait_read_only=False)

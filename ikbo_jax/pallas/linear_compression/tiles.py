@@ -11,9 +11,13 @@ from jax.experimental import pallas as pl
 from ikbo_jax.pallas.hopper import schedule
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, WGMMA_M
+from ikbo_jax.problems.packed_compression import GRANULE
 
 #: Embedding columns of a tile.
 BLOCK_N = NUM_CONSUMERS * WGMMA_M
+#: Compressed rows of all of a consumer's accumulators up to which registers hold fragments while
+#: the previous tile is stored: accumulators, fragments and that tile take 144 of 240 registers.
+MAX_EARLY_ROWS = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +32,21 @@ class Phase:
     k_offset: int  # first column of this level in the weight operand
     from_fragments: bool  # whether its tiles add fragments of the coarser level
     cluster: int
+
+    @property
+    def accumulators(self) -> int:
+        """Accumulators of a consumer, each of 64 embedding columns by `block_m`."""
+        return 1
+
+    @property
+    def holds_fragments_early(self) -> bool:
+        """Whether registers hold a tile's fragments beside the finished tile and accumulators."""
+        return False
+
+    @property
+    def rows(self) -> int:
+        """Rows of tiles: a tile's columns are all of one row of the batch."""
+        return self.batch
 
     @property
     def k_steps(self) -> int:
@@ -49,12 +68,62 @@ class Phase:
     @property
     def tiles(self) -> int:
         """Number of tiles of clusters; each has `cluster` rows of the batch."""
-        return pl.cdiv(self.batch, self.cluster) * self.n_tiles * self.m_tiles
+        return pl.cdiv(self.rows, self.cluster) * self.n_tiles * self.m_tiles
 
     @property
     def cost(self) -> int:
         """Time of a tile, in arbitrary units."""
-        return self.k_steps * self.block_m
+        return self.k_steps * self.block_m * self.accumulators
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedPhase(Phase):
+    """Tiles that span rows of the batch: column c of all tiles is column c % N of row c // N.
+
+    Attributes:
+      block_n: embedding columns of a tile.
+      block_width: columns of a block, which is of one row of the batch.
+    """
+
+    block_n: int
+    block_width: int
+
+    @property
+    def accumulators(self) -> int:
+        return self.block_n // BLOCK_N
+
+    @property
+    def holds_fragments_early(self) -> bool:
+        return self.accumulators * self.block_m <= MAX_EARLY_ROWS
+
+    @property
+    def rows(self) -> int:
+        """Rows of tiles: each has the next `block_n` columns."""
+        return pl.cdiv(self.batch * self.n, self.block_n)
+
+    @property
+    def n_tiles(self) -> int:
+        return 1
+
+    @property
+    def blocks(self) -> int:
+        """Column blocks of a tile."""
+        return self.block_n // self.block_width
+
+    @property
+    def blocks_of_row(self) -> int:
+        """Column blocks of a row of the batch."""
+        return self.n // self.block_width
+
+    @property
+    def granules_of_row(self) -> int:
+        """Granules of 16 columns of a row of the batch."""
+        return self.n // GRANULE
+
+    @property
+    def granules(self) -> int:
+        """Granules of all rows of the batch."""
+        return self.batch * self.granules_of_row
 
 
 class Shape(NamedTuple):
@@ -70,13 +139,13 @@ class Operands(NamedTuple):
     weight: Any  # [M, columns], of all levels of a launch
     embedding: Any  # [B, K, N]
     index: Any  # [B] int32, rows of the coarser level's batch
-    fragments_in: Any  # fragment.Fragment of [U, n_tiles, 2, ...]
+    fragments_in: Any  # fragment.Fragment of [U, n_tiles, 2, ...], or of [granules, ...]
 
 
 class Tile(NamedTuple):
     """Position of a tile."""
 
-    row: Any  # row of the batch
+    row: Any  # row of the batch; of a `PackedPhase`, row of tiles
     n_tile: Any  # number of the tile along N
     m_tile: Any  # number of the tile along M
 
@@ -97,6 +166,7 @@ class CompressionContext(WarpgroupContext):
     the candidate level; `outputs` are the result and the users' fragments.
     """
 
+    columns: Any = None  # a `columns.Columns`
     claims: Claims | None = None
 
     def in_claimed_phase(self) -> CompressionContext:

@@ -1,0 +1,264 @@
+"""Accumulators whose 16-row parts, one of each warp, belong to different rows of a batch.
+
+A *granule* is 16 embedding columns of one row of a batch: the rows of a WGMMA accumulator that one
+warp holds. Device memory holds the fragment of each (see `fragment`), in groups of 16 compressed
+rows: word w of lane l in group g of granule r is at [r, g, l, w], so every access of a warp is
+contiguous.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+from ikbo_jax.pallas.hopper import fragment, mosaic, stores
+from ikbo_jax.pallas.hopper.fragment import Fragment
+from ikbo_jax.problems.hopper import WARPGROUP_SIZE, WGMMA_M
+from ikbo_jax.problems.packed_compression import GRANULE
+
+#: Threads of a warp.
+WARP_SIZE = 32
+#: Words of a lane in a group of 16 columns: of the upper and of the lower plane.
+WORDS = Fragment(4, 2)
+#: Granules of an accumulator.
+GRANULES = WGMMA_M // GRANULE
+
+
+def types(columns: int, granules: int, *, interpret: bool) -> Fragment:
+    """Types of the fragments of `granules` granules in device memory."""
+    if interpret:
+        return Fragment(*(jax.ShapeDtypeStruct((granules, GRANULE, columns), jnp.float32),) * 2)
+    shape = (granules, columns // 16, WARP_SIZE)
+    return Fragment(*(jax.ShapeDtypeStruct((*shape, words), jnp.int32) for words in WORDS))
+
+
+def _numbers_layout(count: int) -> Any:
+    return plgpu.Layout.WG_STRIDED((count * WARPGROUP_SIZE,), vec_size=1)
+
+
+def look_up(
+    index: Any, first: Any, count: int, *, of_row: int, coarser_rows: int, interpret: bool
+) -> Any:
+    """Granules of the coarser level that belong to the granules of `count` accumulators.
+
+    Args:
+      index: device memory [B] int32, rows of the coarser level; clamped to its batch.
+      first: number of the first accumulator's first granule; granules past B count as the last
+        row's.
+      count: number of accumulators.
+      of_row: granules of a row of the batch.
+      coarser_rows: rows of the coarser level's batch.
+
+    Returns:
+      Each thread's numbers, one for each accumulator; under interpretation, each warp's.
+    """
+    last = index.shape[0] - 1
+    if interpret:
+
+        def of(granule: Any) -> Any:
+            row = jnp.minimum(lax.div(granule, of_row), last)
+            return jnp.clip(index[row], 0, coarser_rows - 1) * of_row + lax.rem(granule, of_row)
+
+        return jnp.stack([of(first + i) for i in range(count * GRANULES)])
+
+    layout = _numbers_layout(count)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())),
+        return_type=plgpu.ShapeDtypeStruct((count * WARPGROUP_SIZE,), jnp.int32, layout=layout),
+    )
+    def read(_: Any, index: ir.Value, first: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+        i32 = ir.IntegerType.get_signless(32)
+        one = ir.VectorType.get((1,), i32)
+        base = fragment.device_pointer(index)
+        granule = arith.addi(first.registers.item(), _warp())
+        result = mgpu.FragmentedArray.splat(
+            mgpu.c(0, i32), (count * WARPGROUP_SIZE,), layout.to_mgpu(), is_signed=True
+        )
+        registers = result.registers.copy()
+        for i in range(count):
+            number = arith.addi(granule, mgpu.c(i * GRANULES, i32))
+            row = arith.divui(number, mgpu.c(of_row, i32))
+            row = arith.minsi(row, mgpu.c(last, i32))
+            user = llvm.load(i32, mgpu.utils.getelementptr(base, [row], i32))
+            user = arith.maxsi(user, mgpu.c(0, i32))
+            user = arith.minsi(user, mgpu.c(coarser_rows - 1, i32))
+            user = arith.muli(user, mgpu.c(of_row, i32))
+            user = arith.addi(user, arith.remui(number, mgpu.c(of_row, i32)))
+            registers.flat[i] = vector.from_elements(one, [user])
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout.to_mgpu(), _is_signed=True)
+
+    return read(index, first)
+
+
+def load(
+    memory: Fragment, numbers: Any, count: int, begin: Any, columns: int, *, interpret: bool
+) -> tuple[Fragment, ...]:
+    """Issues the loads of `count` accumulators' fragments, `columns` columns from `begin`.
+
+    Args:
+      memory: see `types`.
+      numbers: as `look_up` returns them.
+    """
+    if interpret:
+
+        def part(plane: Any, i: int) -> jax.Array:
+            parts = (numbers[GRANULES * i + j] for j in range(GRANULES))
+            return jnp.concatenate([plane[n, :, pl.ds(begin, columns)] for n in parts])
+
+        return tuple(Fragment(*(part(plane, i) for plane in memory)) for i in range(count))
+
+    scalar = plgpu.Layout.WG_SPLAT(())
+    types = fragment.register_types(columns)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.RefType(), _numbers_layout(count), scalar),
+        return_type=tuple(types) * count,
+    )
+    def issue(_: Any, upper: ir.Value, lower: ir.Value, numbers: Any, begin: Any) -> Any:
+        parts = []
+        for register in numbers.registers.flat:
+            number = vector.extract(register, [], [0])
+            uppers, lowers = (
+                fragment.load_words(
+                    _address(plane, number, begin.registers.item(), width),
+                    columns // 16,
+                    width,
+                    WARP_SIZE,
+                )
+                for plane, width in zip((upper, lower), WORDS, strict=True)
+            )
+            parts.append(fragment.upper_in_registers(uppers, columns))
+            parts.append(fragment.lower_in_registers(lowers, columns))
+        return tuple(parts)
+
+    parts = issue(*memory, numbers, begin)
+    return tuple(Fragment(*parts[i : i + 2]) for i in range(0, len(parts), 2))
+
+
+def store(memory: Fragment, value: jax.Array, first: Any, begin: Any, *, interpret: bool) -> None:
+    """Stores an accumulator [64, columns] f32 as the fragments of four granules.
+
+    Args:
+      memory: see `types`; nothing is stored past its last granule.
+      value: the accumulator.
+      first: number of the first granule.
+      begin: the first column.
+    """
+    total, columns = memory.upper.shape[0], value.shape[1]
+    if interpret:
+        for i in range(GRANULES):
+
+            @pl.when(first + i < total)
+            def _(i: int = i) -> None:
+                part = lax.slice(value, (i * GRANULE, 0), ((i + 1) * GRANULE, columns))
+                memory.upper[first + i, :, pl.ds(begin, columns)] = part
+                memory.lower[first + i, :, pl.ds(begin, columns)] = jnp.zeros_like(part)
+
+        return
+    scalar = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WGMMA, scalar, scalar)
+    )
+    def write(_: Any, upper: ir.Value, lower: ir.Value, array: Any, first: Any, begin: Any) -> None:
+        i32 = ir.IntegerType.get_signless(32)
+        number = arith.addi(first.registers.item(), _warp())
+        exists = arith.cmpi(arith.CmpIPredicate.slt, number, mgpu.c(total, i32))
+        planes = fragment.words_of(array)
+        for plane, width, words in zip((upper, lower), WORDS, planes, strict=True):
+            address = _address(plane, number, begin.registers.item(), width)
+            for v in range(len(words) // width):
+                values = ", ".join(f"${i + 1}" for i in range(width))
+                mgpu.utils.inline_ptx(
+                    f"st.global.v{width}.b32 [$0 + {v * WARP_SIZE * width * 4}], {{{values}}};",
+                    address,
+                    *words[v * width : (v + 1) * width],
+                    predicate=exists,
+                    has_side_effects=True,
+                )
+
+    write(*memory, value, first, begin)
+
+
+def stage_transposed(blocks: Any, values: jax.Array, *, interpret: bool) -> None:
+    """Writes values [64, rows] of 16 bits to column blocks [64 / width, rows, width].
+
+    Value [i, j] becomes element [i // width, j, i % width]. Rows are a multiple of 8.
+    """
+    count, rows, width = blocks.shape
+    if interpret:
+        for i in range(count):
+            blocks[i] = lax.slice(values, (i * width, 0), ((i + 1) * width, rows)).T
+        return
+
+    @plgpu.inline_mgpu(
+        arg_types=(
+            plgpu.RefType((mosaic.row_swizzle(blocks.shape, blocks.dtype),)),
+            plgpu.Layout.WGMMA,
+        )
+    )
+    def write(_: Any, blocks: ir.Value, values: mgpu.FragmentedArray) -> None:
+        i32, byte = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
+        words = [mgpu.utils.bitcast(pair, i32) for pair in values.registers.flat]
+        thread = stores.thread_number()
+
+        def part(size: int, number: int) -> ir.Value:
+            return arith.remui(arith.divui(thread, mgpu.c(size, i32)), mgpu.c(number, i32))
+
+        # A warp's stmatrix stores four transposed 8 x 8 matrices: lane l provides the address of
+        # row l % 8 of matrix l / 8. Matrix 1 is right of matrix 0, matrix 2 is below it.
+        row = arith.addi(part(1, 8), arith.muli(part(16, 2), mgpu.c(8, i32)))
+        # Vectors of 8 columns: of the accumulator's 64 columns, and of a block.
+        vector_of_all = arith.addi(arith.muli(part(32, 4), mgpu.c(2, i32)), part(8, 2))
+        vectors = width // 8
+        block = arith.divui(vector_of_all, mgpu.c(vectors, i32))
+        vector_of_row = arith.remui(vector_of_all, mgpu.c(vectors, i32))
+        # A swizzle exchanges the vectors of a row by the bits of the address from 128 bytes on.
+        swizzle = arith.divui(row, mgpu.c(64 // width, i32))
+        swizzle = arith.remui(swizzle, mgpu.c(vectors, i32))
+        offset = arith.muli(block, mgpu.c(rows * width * 2, i32))
+        offset = arith.addi(offset, arith.muli(row, mgpu.c(width * 2, i32)))
+        vector_at = arith.muli(arith.xori(vector_of_row, swizzle), mgpu.c(16, i32))
+        address = mgpu.utils.getelementptr(
+            mgpu.utils.memref_ptr(blocks), [arith.addi(offset, vector_at)], byte
+        )
+        for step in range(0, len(words), 4):
+            matrices = words[step : step + 4]
+            operands = ", ".join(f"${i + 1}" for i in range(len(matrices)))
+            mgpu.utils.inline_ptx(
+                f"stmatrix.sync.aligned.m8n8.x{len(matrices)}.trans.shared.b16 "
+                f"[$0 + {step * 4 * width * 2}], {{{operands}}};",
+                address,
+                *matrices,
+                has_side_effects=True,
+                convergent=True,
+            )
+
+    write(blocks, values)
+
+
+def _warp() -> ir.Value:
+    """This thread's warp in its warpgroup."""
+    i32 = ir.IntegerType.get_signless(32)
+    return arith.divui(stores.thread_number(), mgpu.c(WARP_SIZE, i32))
+
+
+def _address(plane: ir.Value, granule: ir.Value, begin: ir.Value, words: int) -> ir.Value:
+    """Address, in the global address space, of this lane's words of the group at column `begin`."""
+    i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
+    groups = ir.MemRefType(plane.type).shape[1]
+    lane = arith.remui(stores.thread_number(), mgpu.c(WARP_SIZE, i32))
+    within = arith.muli(arith.divui(begin, mgpu.c(16, i32)), mgpu.c(WARP_SIZE * words, i32))
+    within = arith.addi(within, arith.muli(lane, mgpu.c(words, i32)))
+    offset = arith.muli(arith.extui(i64, granule), mgpu.c(groups * WARP_SIZE * words, i64))
+    offset = arith.addi(offset, arith.extui(i64, within))
+    return mgpu.utils.getelementptr(fragment.device_pointer(plane), [offset], i32)

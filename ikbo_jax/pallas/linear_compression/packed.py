@@ -1,0 +1,213 @@
+"""Tiles whose columns are of consecutive rows of the batch: several candidates where N is small.
+
+Columns of all rows of the batch are numbered, column n of row b with b * N + n. A tile has the next
+`block_n` of them, in *blocks* of 16, 32 or 64 columns of one row, and a consumer's accumulator has
+64. Shared memory holds a block as [64, block_width], swizzled within its rows; WGMMA reads an
+accumulator's blocks as one operand of 64 columns, since a descriptor says how far apart they are.
+
+A warp holds 16 rows of an accumulator, which are a *granule*: 16 columns of one row of the batch,
+as N is a multiple of 16. So a warp looks up one user for each accumulator, and fragments are stored
+and loaded warp by warp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ikbo_jax.pallas.hopper import fragment, granules, mma, mosaic
+from ikbo_jax.pallas.linear_compression.columns import Columns
+from ikbo_jax.pallas.linear_compression.tiles import (
+    CompressionContext,
+    Operands,
+    PackedPhase,
+    Tile,
+)
+from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, WGMMA_M
+from ikbo_jax.problems.packed_compression import GRANULE, STAGING_SLOTS
+
+#: Granules of an accumulator, one for each warp.
+GRANULES = WGMMA_M // GRANULE
+
+
+class PackedColumns(Columns):
+    """Columns of consecutive rows of the batch."""
+
+    looks_up_ahead: ClassVar[bool] = True
+
+    def fragment_types(
+        self, phase: PackedPhase, columns: int, *, interpret: bool
+    ) -> fragment.Fragment:
+        return granules.types(columns, phase.granules, interpret=interpret)
+
+    def load(
+        self,
+        ctx: CompressionContext,
+        phase: PackedPhase,
+        embedding: Any,
+        tile: Tile,
+        k: Any,
+        stage: Any,
+    ) -> None:
+        target, ready = ctx.shared.embedding, ctx.shared.stages.ready.at[stage]
+        first = tile.row * phase.blocks
+        rows = pl.ds(k, BLOCK_K)
+        if phase.blocks_of_row == 1:
+            source = embedding.at[pl.ds(first, phase.blocks), rows]
+            plgpu.copy_gmem_to_smem(source, target.at[stage, pl.ds(0, phase.blocks)], ready)
+            return
+
+        @pl.loop(0, phase.blocks)
+        def _(i: Any) -> None:
+            # LLVM would keep the blocks' rows and columns, which are the same in every k step, and
+            # spill: 300 bytes with 12 blocks.
+            number = mosaic.opaque(first + i, interpret=ctx.interpret)
+            row, columns = _block(phase, number)
+            plgpu.copy_gmem_to_smem(embedding.at[row, rows, columns], target.at[stage, i], ready)
+
+        # The barrier waits for the copies of a tile of the other phase, which may have more blocks.
+        for _spare in range(target.shape[1] - phase.blocks):
+            plgpu.barrier_arrive(ready)
+
+    def with_accumulators(
+        self,
+        ctx: CompressionContext,
+        phase: PackedPhase,
+        body: Callable[[tuple[Any, ...]], Any],
+        columns: int,
+    ) -> Any:
+        if not ctx.interpret:
+            return body((None,) * phase.accumulators)
+        # The interpreter multiplies block by block.
+        blocks = WGMMA_M // phase.block_width
+        part = plgpu.ACC((phase.block_width, columns))
+        parts = [part] * (blocks * phase.accumulators)
+
+        def grouped(*parts: Any) -> Any:
+            return body(tuple(parts[i : i + blocks] for i in range(0, len(parts), blocks)))
+
+        return pl.run_scoped(grouped, *parts)
+
+    def multiply(
+        self,
+        ctx: CompressionContext,
+        phase: PackedPhase,
+        accs: tuple[Any, ...],
+        stage: Any,
+        columns: int,
+        *,
+        overwrite: bool,
+        k: int,
+    ) -> tuple[Any, ...]:
+        weight, _ = ctx.shared.weight
+        blocks = WGMMA_M // phase.block_width
+        return tuple(
+            mma.wgmma_blocks(
+                acc,
+                ctx.shared.embedding.at[
+                    stage, pl.ds((ctx.consumer * phase.accumulators + i) * blocks, blocks)
+                ],
+                weight.at[stage, :columns],
+                overwrite=overwrite,
+                k=k,
+                interpret=ctx.interpret,
+            )
+            for i, acc in enumerate(accs)
+        )
+
+    def finish(self, ctx: CompressionContext, accs: tuple[Any, ...]) -> tuple[jax.Array, ...]:
+        if ctx.interpret:
+            return tuple(jnp.concatenate([part[...] for part in parts]) for parts in accs)
+        return tuple(mma.after_wait(acc, interpret=False) for acc in accs)
+
+    def look_up(
+        self, ctx: CompressionContext, phase: PackedPhase, operands: Operands, tile: Tile
+    ) -> Any:
+        """For each accumulator, the granule of its user that each warp adds."""
+        return granules.look_up(
+            operands.index,
+            _first_granule(ctx, phase, tile),
+            phase.accumulators,
+            of_row=phase.granules_of_row,
+            coarser_rows=operands.fragments_in.upper.shape[0] // phase.granules_of_row,
+            interpret=ctx.interpret,
+        )
+
+    def load_fragments(
+        self,
+        ctx: CompressionContext,
+        phase: PackedPhase,
+        memory: fragment.Fragment,
+        users: Any,
+        tile: Tile,
+    ) -> tuple[fragment.Fragment, ...]:
+        begin = tile.m_tile * phase.block_m
+        return granules.load(
+            memory, users, phase.accumulators, begin, phase.block_m, interpret=ctx.interpret
+        )
+
+    def store_fragments(
+        self,
+        ctx: CompressionContext,
+        phase: PackedPhase,
+        memory: fragment.Fragment,
+        tile: Tile,
+        accs: tuple[jax.Array, ...],
+    ) -> None:
+        first, begin = _first_granule(ctx, phase, tile), tile.m_tile * phase.block_m
+        for i, acc in enumerate(accs):
+            granules.store(memory, acc, first + i * GRANULES, begin, interpret=ctx.interpret)
+
+    def store_chunk(
+        self,
+        ctx: CompressionContext,
+        phase: PackedPhase,
+        output: Any,
+        chunk: int,
+        finished: tuple[jax.Array, ...],
+        tile: Tile,
+        is_valid: Any,
+    ) -> None:
+        rows = ctx.config.epilogue_rows
+        number, part = divmod(chunk, phase.block_m // rows)
+        staging = ctx.shared.staging.at[ctx.consumer, chunk % STAGING_SLOTS]
+        blocks = WGMMA_M // phase.block_width
+
+        @pl.when(is_valid)
+        def _() -> None:
+            # All copies but the newest have read their staging buffers, so this buffer is free.
+            plgpu.wait_smem_to_gmem(STAGING_SLOTS - 1, wait_read_only=True)
+            values = lax.slice(finished[number], (0, part * rows), (WGMMA_M, (part + 1) * rows))
+            granules.stage_transposed(staging, values, interpret=ctx.interpret)
+            plgpu.commit_smem()
+            first = (tile.row * NUM_CONSUMERS + ctx.consumer) * phase.accumulators + number
+            compressed = pl.ds(tile.m_tile * phase.block_m + part * rows, rows)
+            # TMA drops rows past the batch and past M.
+            if phase.blocks_of_row == 1:
+                target = output.at[pl.ds(first * blocks, blocks), compressed]
+                plgpu.copy_smem_to_gmem(staging, target)
+                return
+            for i in range(blocks):
+                row, columns = _block(phase, first * blocks + i)
+                plgpu.copy_smem_to_gmem(
+                    staging.at[i],
+                    output.at[row, compressed, columns],
+                    commit_group=i == blocks - 1,
+                )
+
+
+def _block(phase: PackedPhase, number: Any) -> tuple[Any, Any]:
+    """Row and columns of a block."""
+    row, of_row = lax.div(number, phase.blocks_of_row), lax.rem(number, phase.blocks_of_row)
+    return row, pl.ds(of_row * phase.block_width, phase.block_width)
+
+
+def _first_granule(ctx: CompressionContext, phase: PackedPhase, tile: Tile) -> Any:
+    """The number of the first granule of this consumer's first accumulator."""
+    return (tile.row * NUM_CONSUMERS + ctx.consumer) * phase.accumulators * GRANULES

@@ -1,0 +1,333 @@
+"""Configurations of the linear-compression kernel whose tiles span candidates."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any, ClassVar, NamedTuple
+
+from ikbo_jax.problems import hopper, memory
+from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, TILE_ROWS, WGMMA_M
+from ikbo_jax.problems.problem import Config
+
+#: Staging buffers of a consumer warpgroup: it writes one while TMA stores the other.
+STAGING_SLOTS = 2
+#: Columns of a granule: the rows of a WGMMA accumulator that one warp holds.
+GRANULE = 16
+#: Most compressed rows of all of a consumer's accumulators.
+MAX_ROWS = 224
+
+# The models by which a kernel or XLA is chosen where none was measured. Times are in us, bytes and
+# FLOPs are for one us; of an H100.
+NUM_SMS = 132
+#: The models err by some percent. The kernel whose tiles have columns of one candidate is left for
+#: this one, and both are left for XLA, only where the other time is less by this factor.
+MARGIN = 0.9
+#: A launch; user tiles, from the end of the last one to the first use of its fragment.
+LAUNCH_US, USERS_US = 4.0, 1.5
+#: A tile besides its loads and products: its fragments, the stores that no k step hides.
+TILE_US, STORE_US = 0.55, 0.08
+#: A k step: its barriers and the start of its products.
+STEP_US = 0.12
+#: Cycles of a tensor core.
+CYCLES = 1600
+#: What device memory delivers, L2 to all SMs, and L2 to one SM.
+MEMORY_BYTES, L2_BYTES, SM_BYTES = 2.9e6, 6e6, 8e4
+#: Part of the lesser of the two times, of tiles and of memory, that the greater does not hide.
+OVERLAP = 0.15
+#: XLA's launches, and its FLOPs where rows of K are multiples of 16 bytes and where they are not.
+XLA_US, XLA_FLOPS, XLA_UNALIGNED_FLOPS = 7.0, 4.0e8, 2.0e8
+#: Bytes of an array that is still in L2 when the next launch reads it.
+CACHED_BYTES = 2.5e7
+
+
+class PackedCompressionShared(NamedTuple):
+    """Shared memory and barriers of the kernel."""
+
+    weight: Any  # [stages, block_m, 64]
+    embedding: Any  # [stages, column blocks, 64, block_width]
+    staging: Any  # [2, STAGING_SLOTS, 64 / block_width, epilogue_rows, block_width]
+    stages: Any  # ring, whose operands are the two above
+    tickets: Any  # ring of one word, filled only; None unless CTAs claim user tiles
+    user_stage_free: Any  # `stages.free` of the user phase; likewise
+
+
+def block_width(n: int) -> int:
+    """Columns of a block: of 64, 32 and 16 the largest that divides N, a multiple of 16."""
+    return next(width for width in (64, 32, 16) if n % width == 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedCompressionConfig(Config):
+    """Tuning parameters of the kernel whose tiles span candidates.
+
+    Attributes:
+      block_n: embedding columns of a CTA tile, of consecutive candidates; a multiple of 128.
+      block_m: compressed rows of a CTA tile; a multiple of 16.
+      num_stages: stages of the shared memory ring; each holds 64 embedding rows.
+      epilogue_rows: compressed rows that one TMA store writes; divides block_m.
+      single_launch: whether one launch computes the last two levels, instead of one launch each.
+      cluster: number of CTAs that share weight tiles by multicast, 1 or 2.
+    """
+
+    trim: ClassVar[bool] = False
+
+    block_n: int = 256
+    block_m: int = 64
+    num_stages: int = 4
+    epilogue_rows: int = 32
+    single_launch: bool = True
+    cluster: int = 1
+
+    @property
+    def accumulators(self) -> int:
+        """Accumulators of a consumer, of 64 columns each."""
+        return self.block_n // TILE_ROWS
+
+    def shared(self, *, with_claims: bool, n: int = WGMMA_M) -> PackedCompressionShared:
+        """Shared memory and barriers of one CTA; its size does not depend on N."""
+        stages, width = self.num_stages, block_width(n)
+        blocks = self.block_n // width
+        free_in_cta = memory.Barriers(stages, NUM_CONSUMERS)
+        # The producer is at most `stages` tiles ahead, since each tile uses at least one stage.
+        tickets = memory.descriptors(stages + 2, 1)
+        staged = (WGMMA_M // width, self.epilogue_rows, width)
+        return PackedCompressionShared(
+            weight=memory.Tiles((stages, self.block_m, BLOCK_K)),
+            embedding=memory.Blocks((stages, blocks, BLOCK_K, width)),
+            staging=memory.Blocks((NUM_CONSUMERS, STAGING_SLOTS, *staged)),
+            stages=memory.Ring(
+                None,
+                None,
+                # One copy loads all blocks if a candidate is one block.
+                memory.Barriers(stages, 1 + (1 if n == width else blocks)),
+                dataclasses.replace(free_in_cta, is_clustered=self.cluster > 1),
+            ),
+            tickets=tickets if with_claims else None,
+            user_stage_free=free_in_cta if with_claims else None,
+        )
+
+    @property
+    def smem_bytes(self) -> int:
+        """Bytes of shared memory of one CTA of a single launch; other launches take less."""
+        return memory.smem_bytes(self.shared(with_claims=True))
+
+    def illegal_reason(self, problem: Any) -> str | None:
+        """Why the kernel cannot run a `LinearCompressionProblem` so; None if it can."""
+        return (
+            hopper.why_not_dtype(problem.dtype)
+            or _why_not_sizes(problem)
+            or self._why_not_tile()
+            or hopper.why_not_smem(self, self.smem_bytes)
+        )
+
+    def _why_not_tile(self) -> str | None:
+        if self.block_n % TILE_ROWS or self.block_n < TILE_ROWS:
+            return f"block_n must be a multiple of {TILE_ROWS}, but is {self.block_n}"
+        rows = self.accumulators * self.block_m
+        if self.block_m % 16 or self.block_m < 16 or rows > MAX_ROWS:
+            return (
+                f"block_m must be a multiple of 16, and block_n / {TILE_ROWS} times block_m at "
+                f"most {MAX_ROWS}, so that accumulators and a finished tile fit the registers, "
+                f"but block_m is {self.block_m} and block_n is {self.block_n}"
+            )
+        if self.epilogue_rows < 8 or self.epilogue_rows % 8 or self.block_m % self.epilogue_rows:
+            return (
+                f"epilogue_rows must be a multiple of 8 that divides block_m={self.block_m}, "
+                f"but is {self.epilogue_rows}"
+            )
+        if (rows // self.epilogue_rows) % STAGING_SLOTS:
+            return (
+                f"a tile must have a multiple of {STAGING_SLOTS} stores, so that every tile starts "
+                f"with the staging buffer whose store was issued first, but has "
+                f"{rows // self.epilogue_rows}"
+            )
+        if self.num_stages < 2:
+            return f"num_stages must be at least 2, but is {self.num_stages}"
+        if self.cluster not in (1, 2):
+            return f"cluster must be 1 or 2, but is {self.cluster}"
+        return None
+
+
+def _why_not_sizes(problem: Any) -> str | None:
+    if problem.n % GRANULE:
+        return (
+            f"the kernel whose tiles span candidates needs N to be a multiple of {GRANULE}, "
+            f"but N={problem.n}"
+        )
+    if min(problem.ks) < 1 or min(problem.batches) < 1:
+        return (
+            "the kernel needs K and B of at least 1 at every level, "
+            f"but K={problem.ks} and B={problem.batches}"
+        )
+    # Mosaic GPU leaves axes of size one out of TMA's descriptors, so that a store past their end
+    # would not be dropped.
+    if min(problem.batches[-1], problem.m) < 2:
+        return (
+            "the kernel whose tiles span candidates needs M and the last level's B of at least 2, "
+            f"but M={problem.m} and B={problem.batches}"
+        )
+    return None
+
+
+def serves(problem: Any) -> bool:
+    """Whether the kernel is a candidate for a `LinearCompressionProblem`."""
+    return hopper.why_not_dtype(problem.dtype) is None and _why_not_sizes(problem) is None
+
+
+def describe_estimates(problem: Any) -> str:
+    """The estimates for the kernels that can run the problem and for XLA, in words."""
+    names = ("with tiles that span candidates", "with tiles of one candidate", "in XLA")
+    times = zip(estimates(problem), names, strict=True)
+    return ", ".join(f"{us:.1f} us {name}" for us, name in times if us < math.inf)
+
+
+def candidate_configs(problem: Any) -> Iterator[PackedCompressionConfig]:
+    """Yields the legal configurations worth timing, the most promising first."""
+    if not serves(problem):
+        return
+    configs = []
+    for block_n in (128, 256, 384, 512, 768, 1024):
+        most = MAX_ROWS // (block_n // TILE_ROWS) // 16 * 16
+        columns = problem.batches[-1] * problem.n
+        if block_n == TILE_ROWS and problem.n % TILE_ROWS == 0:
+            continue  # the other kernel has such tiles
+        if not most or (block_n > TILE_ROWS and block_n * NUM_SMS > 2 * columns):
+            continue
+        tiles = -(-problem.m // most)
+        block_ms = {-(-problem.m // (16 * count)) * 16 for count in (tiles, tiles + 1)}
+        for block_m in block_ms:
+            for cluster in (1, 2):
+                config = _deepest(
+                    problem, PackedCompressionConfig(block_n, block_m, cluster=cluster)
+                )
+                if config is not None:
+                    configs.append(config)
+    yield from sorted(configs, key=lambda config: estimated_us(problem, config))
+
+
+def _deepest(problem: Any, config: PackedCompressionConfig) -> PackedCompressionConfig | None:
+    """With the chunks that are nearest to 56 rows, and as many stages as there is room for."""
+    divisors = [rows for rows in range(8, config.block_m + 1, 8) if config.block_m % rows == 0]
+    divisors.sort(key=lambda rows: max(rows / 56, 56 / rows))
+    single_launch = len(problem.batches) > 1
+    for rows in divisors:
+        for stages in range(8, 1, -1):
+            deep = dataclasses.replace(
+                config, num_stages=stages, epilogue_rows=rows, single_launch=single_launch
+            )
+            if deep.illegal_reason(problem) is None:
+                return deep
+    return None
+
+
+def _level_us(
+    problem: Any, level: int, tiles: int, rows: int, columns: int, stores: int
+) -> tuple[int, float]:
+    """Tiles that a CTA computes, and the time of one, of `rows` by `columns`."""
+    k = problem.ks[level]
+    steps, used = -(-k // BLOCK_K), min(rows, -(-problem.m // 8) * 8)
+    # An instruction reads its 64 x 16 operand in the time of 32 more rows.
+    products = columns / WGMMA_M * -(-k // 16) * (used + 32) / 2 / CYCLES
+    loads = 2 * k * (min(columns, problem.batches[level] * problem.n) + used)
+    loads /= min(SM_BYTES, L2_BYTES / min(max(tiles, 1), NUM_SMS))
+    hidden = min(stores, steps)
+    tile = max(products, loads, steps * STEP_US) + TILE_US + STORE_US * (stores - hidden)
+    return -(-tiles // NUM_SMS), tile
+
+
+def _kernel_us(problem: Any, finest: tuple[int, float], users: float) -> float:
+    waves, tile = finest
+    launches = LAUNCH_US * max(1, len(problem.batches) - 1)
+    limits = sorted((waves * tile, _num_bytes(problem) / MEMORY_BYTES))
+    return launches + users + limits[1] + OVERLAP * limits[0]
+
+
+def _num_bytes(problem: Any) -> float:
+    """Bytes that the operation must read and write."""
+    rows = sum(b * k for b, k in zip(problem.batches, problem.ks, strict=True))
+    return 2 * (problem.n * (rows + problem.batches[-1] * problem.m) + problem.m * sum(problem.ks))
+
+
+def estimated_us(problem: Any, config: PackedCompressionConfig) -> float:
+    """Time of the kernel whose tiles span candidates, by a model."""
+
+    def tiles(level: int, block_n: int, block_m: int) -> int:
+        return -(-problem.batches[level] * problem.n // block_n) * -(-problem.m // block_m)
+
+    *coarser, finest = range(len(problem.batches))
+    users = 0.0
+    for level in coarser:
+        block_m = config.block_m
+        spread = [rows for rows in range(16, block_m, 16) if block_m % rows == 0]
+        block_m = next((x for x in spread if tiles(level, TILE_ROWS, x) <= NUM_SMS), block_m)
+        waves, tile = _level_us(
+            problem, level, tiles(level, TILE_ROWS, block_m), block_m, TILE_ROWS, 0
+        )
+        users += waves * tile + USERS_US
+    number = tiles(finest, config.block_n, config.block_m)
+    stores = config.accumulators * config.block_m // config.epilogue_rows
+    last = _level_us(problem, finest, number, config.block_m, config.block_n, stores)
+    return _kernel_us(problem, last, users)
+
+
+def estimated_row_us(problem: Any, block_m: int) -> float:
+    """Time of the kernel whose tiles have the columns of one candidate, by the same model."""
+
+    def tiles(level: int, block_m: int) -> int:
+        return problem.batches[level] * -(-problem.n // TILE_ROWS) * -(-problem.m // block_m)
+
+    *coarser, finest = range(len(problem.batches))
+    users = 0.0
+    for level in coarser:
+        half = block_m // 2 if block_m % 32 == 0 else block_m
+        waves, tile = _level_us(problem, level, tiles(level, half), half, TILE_ROWS, 0)
+        users += waves * tile + USERS_US
+    last = _level_us(problem, finest, tiles(finest, block_m), block_m, TILE_ROWS, 4)
+    return _kernel_us(problem, last, users)
+
+
+def estimated_xla_us(problem: Any) -> float:
+    """Time of the decomposed form in XLA: products in f32, then their sum, which is rounded.
+
+    A matrix product of its own for each row of the batch pads M to 64 and N to 32.
+    """
+    total = XLA_US + _num_bytes(problem) / MEMORY_BYTES
+    m, n = -(-problem.m // 64) * 64, -(-problem.n // 32) * 32
+    for batch, k in zip(problem.batches, problem.ks, strict=True):
+        rate = XLA_UNALIGNED_FLOPS if k % 8 else XLA_FLOPS
+        products = 2.0 * batch * k * m * n / rate
+        total += max(0.0, products - 2 * batch * k * problem.n / MEMORY_BYTES)
+        product = 4 * batch * problem.m * problem.n
+        total += product * (2 if product > CACHED_BYTES else 1) / MEMORY_BYTES
+    return total
+
+
+@functools.lru_cache(maxsize=1024)
+def estimates(problem: Any) -> tuple[float, float, float]:
+    """Times of this kernel, of the other one and of XLA, by the models; infinite if not legal."""
+    best = next(candidate_configs(problem), None)
+    packed = math.inf if best is None else estimated_us(problem, best)
+    rows = next(problem.row_configs(), None)
+    row = math.inf if rows is None else estimated_row_us(problem, rows.block_m)
+    return packed, row, estimated_xla_us(problem)
+
+
+def is_candidate(problem: Any) -> bool:
+    """Whether this kernel is worth timing: whether its model is faster."""
+    packed, row, _ = estimates(problem)
+    return packed < row
+
+
+def is_preferred(problem: Any) -> bool:
+    """Whether this kernel is the default: whether its model is faster by `MARGIN`."""
+    packed, row, _ = estimates(problem)
+    return packed < MARGIN * row
+
+
+def is_xla_preferred(problem: Any) -> bool:
+    """Whether XLA is the default: whether the models of both kernels are slower by `MARGIN`."""
+    packed, row, xla = estimates(problem)
+    return xla < MARGIN * min(packed, row)

@@ -1,0 +1,188 @@
+"""The linear-compression kernel whose tiles span candidates, interpreted under a race detector."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import interpreter
+import jax.numpy as jnp
+import numpy as np
+import problems
+import pytest
+import test_interpret_linear_compression as linear_compression
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from test_interpret_linear_compression import (
+    Case,
+    assert_correct,
+    assert_found,
+    interpret,
+    plant,
+)
+
+from ikbo_jax.pallas.hopper import mosaic, rings
+from ikbo_jax.problems import LinearCompressionProblem, PackedCompressionConfig
+from ikbo_jax.problems.hopper import NUM_CONSUMERS, TILE_ROWS
+
+pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
+
+#: A small tile: two accumulators of [64, 16], one chunk each, a ring that wraps at once.
+TINY = PackedCompressionConfig(
+    block_n=256, block_m=16, num_stages=2, epilogue_rows=16, single_launch=True, cluster=1
+)
+#: One accumulator, two chunks, of which the last ends with half a stmatrix.
+NARROW = dataclasses.replace(TINY, block_n=128, block_m=48, epilogue_rows=24)
+SEPARATE = dataclasses.replace(NARROW, single_launch=False)
+#: More rows than registers hold beside the fragments: these are loaded after the last product.
+LATE = dataclasses.replace(TINY, block_m=80, epilogue_rows=40)
+
+
+CASES = {
+    # Widths of blocks: a row of the batch is one block of 16, 32 or 64 columns, or several.
+    "n16_ragged_last_tile": Case((3, 19), (40, 40), 16, 16, TINY),
+    "n32_batch_below_a_tile": Case((3, 2), (72, 33), 10, 32, TINY),
+    "n48_three_blocks": Case((2, 7), (40, 72), 41, 48, NARROW),
+    "n64_two_m_tiles_many_k_steps": Case((2, 5), (65, 260), 90, 64, NARROW),
+    "n96_blocks_cross_tiles": Case((2, 7), (20, 33), 13, 96, TINY),
+    "n128_fragments_late": Case((2, 3), (40, 40), 77, 128, LATE),
+    # Batches and indices.
+    "one_user_last_users_columns_alone": Case((1, 6), (40, 40), 16, 16, TINY),
+    "users_without_candidates": Case((7, 5), (40, 40), 16, 32, TINY, index="gaps"),
+    "index_out_of_range": Case(
+        (3, 6), (40, 72), 24, 32, NARROW, index=(-5, 0, 6, 1, -(2**31), 2**31 - 1)
+    ),
+    # Levels and launches.
+    "one_level": Case((9,), (100,), 41, 32, NARROW),
+    "three_levels": Case((2, 3, 9), (40, 33, 72), 41, 32, NARROW),
+    "three_levels_n96": Case((2, 3, 5), (40, 33, 72), 16, 96, TINY),
+    "f16_separate_launches_three_ctas": Case(
+        (2, 11), (33, 72), 41, 32, SEPARATE, 3, dtype="float16"
+    ),
+}
+
+
+@pytest.fixture
+def count_users(monkeypatch: pytest.MonkeyPatch) -> Callable[[Case], None]:
+    """Called with a case, makes `users_ready` a barrier of the CTA.
+
+    A consumer adds fragments that the other one has stored. Without the wait, that is a race.
+    """
+
+    def model(case: Case) -> None:
+        if case.launches == len(case.batches):
+            return
+        launch, counters = plgpu.kernel, []
+        tiles = -(-case.batches[-2] * case.n // TILE_ROWS) * -(-case.m // case.config.block_m)
+        barrier = plgpu.Barrier(num_arrivals=tiles * NUM_CONSUMERS)
+
+        def launch_with_counter(body: Any, *, scratch_types: Any, **rest: Any) -> Any:
+            def with_counter(*refs: Any) -> None:
+                counters.append(refs[-1])
+                body(*refs[:-1])
+
+            return launch(with_counter, scratch_types=(*scratch_types, barrier), **rest)
+
+        def wait(counter: Any, value: int, *, interpret: bool) -> None:
+            assert (value, interpret) == (tiles * NUM_CONSUMERS, True)
+            plgpu.barrier_wait(counter)
+
+        monkeypatch.setattr(plgpu, "kernel", launch_with_counter)
+        monkeypatch.setattr(mosaic, "device_counter", lambda *, interpret: counters[-1])
+        monkeypatch.setattr(mosaic, "signal", lambda x, *, interpret: plgpu.barrier_arrive(x))
+        monkeypatch.setattr(mosaic, "wait", wait)
+
+    return model
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_interpreted_packed_kernel_is_right_and_free_of_races(
+    name: str, launches: interpreter.Launches, count_users: Callable[[Case], None]
+) -> None:
+    case = CASES[name]
+    count_users(case)
+    problem = LinearCompressionProblem(case.batches, case.ks, case.m, case.n, case.dtype)
+    assert case.config.illegal_reason(problem) is None
+    levels = case.levels()
+    out = interpret(levels, case)
+    launches.assert_no_races(case.launches)
+    assert_correct(out, levels)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
+def test_interpreted_packed_non_finite_rows_reach_their_own_results_alone(
+    launches: interpreter.Launches, count_users: Callable[[Case], None]
+) -> None:
+    """Neighbours in a tile are other candidates, with other users."""
+    case = Case((3, 4), (70, 40), 13, 32, TINY, index=(2, 1, 0, 1))
+    count_users(case)
+    levels = case.levels()
+    of_users, of_cands = (np.array(x) for x in levels.embeddings)
+    of_users[1, 69, 20], of_users[0, 69, 21], of_cands[1, 39, 19] = np.nan, -np.inf, np.nan
+    poisoned = levels._replace(embeddings=(jnp.asarray(of_users), jnp.asarray(of_cands)))
+    out = np.asarray(interpret(poisoned, case))
+    launches.assert_no_races(1)
+    expected = problems.numpy_oracle(*poisoned)
+    hit = np.zeros(out.shape, bool)
+    hit[[1, 3], :, 20] = True
+    hit[2, :, 21] = True
+    hit[1, :, 19] = True
+    np.testing.assert_array_equal(~np.isfinite(expected), hit)
+    np.testing.assert_array_equal(out[hit].astype(float), expected[hit])
+    assert_correct(out, levels, ~hit)
+
+
+#: The second CTA's tile lies past the batch.
+PAIR = Case(
+    (2, 5), (40, 72), 16, 16, dataclasses.replace(TINY, cluster=2, single_launch=False), num_sms=2
+)
+
+
+def test_interpreted_packed_cluster_shares_weights(launches: interpreter.Launches) -> None:
+    levels = PAIR.levels()
+    out = interpret(levels, PAIR, linear_compression.IN_CLUSTER)
+    launches.assert_no_races(2)
+    assert_correct(out, levels)
+
+
+# The checks themselves: each of them must be able to fail.
+
+
+def test_interpreted_packed_fragments_that_are_not_awaited_are_found(
+    monkeypatch: pytest.MonkeyPatch,
+    launches: interpreter.Launches,
+    count_users: Callable[[Case], None],
+) -> None:
+    case = Case((9, 19), (40, 40), 16, 16, TINY)
+    count_users(case)
+    monkeypatch.setattr(mosaic, "wait", lambda *args, **options: None)
+    assert_found(case, launches)
+
+
+def test_interpreted_packed_stage_handed_back_too_early_is_found(
+    monkeypatch: pytest.MonkeyPatch, launches: interpreter.Launches
+) -> None:
+    """Consumers hand back the stage whose products they have just issued."""
+    release, wait, wgmma_wait = rings.Ring.release, rings.Ring.await_ready, plgpu.wgmma_wait
+    newest: list[Any] = []
+
+    def remembering_wait(ring: rings.Ring, number: Any) -> None:
+        newest[:] = [ring, number]
+        wait(ring, number)
+
+    def releasing_wgmma_wait(pending: int) -> None:
+        if pending:
+            release(*newest)
+        wgmma_wait(pending)
+
+    monkeypatch.setattr(rings.Ring, "await_ready", remembering_wait)
+    monkeypatch.setattr(rings.Ring, "release", lambda ring, number: None)
+    monkeypatch.setattr(plgpu, "wgmma_wait", releasing_wgmma_wait)
+    assert_found(Case((9,), (300,), 16, 32, TINY), launches)
+
+
+def test_interpreted_packed_race_is_found_without_waiting_for_a_staging_buffer(
+    monkeypatch: pytest.MonkeyPatch, launches: interpreter.Launches
+) -> None:
+    plant(monkeypatch, "wait_smem_to_gmem", lambda n: n == 0)
+    assert_found(Case((25,), (100,), 16, 32, TINY), launches)

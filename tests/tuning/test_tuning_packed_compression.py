@@ -1,0 +1,108 @@
+"""The linear-compression kernel whose tiles span candidates: legality, and when it is chosen."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from ikbo_jax.problems import (
+    LinearCompressionConfig,
+    LinearCompressionProblem,
+    PackedCompressionConfig,
+)
+from ikbo_jax.problems import packed_compression as packed
+from ikbo_jax.problems.linear_compression_backward import default_config
+from ikbo_jax.tuning import table
+
+SMALL = LinearCompressionProblem((100, 8192), (200, 40), 16, 32, "bfloat16")
+#: The sizes of which most rows of the table are.
+LARGE = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16")
+#: A launch of the kernel takes longer than XLA's batched products.
+TINY = LinearCompressionProblem((1, 100), (2048, 2048), 8, 64, "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"block_n": 200}, "block_n must be a multiple of 128"),
+        ({"block_m": 24}, "block_m must be a multiple of 16"),
+        ({"block_n": 512, "block_m": 64}, "at most 224"),
+        ({"epilogue_rows": 12}, "epilogue_rows must be a multiple of 8"),
+        ({"block_n": 384, "epilogue_rows": 16, "block_m": 16}, "multiple of 2 stores"),
+        ({"num_stages": 1}, "num_stages must be at least 2"),
+        ({"cluster": 3}, "cluster must be 1 or 2"),
+        ({"num_stages": 9}, "bytes of shared memory"),
+    ],
+)
+def test_illegal_packed_configurations_say_why(changes: dict[str, int], reason: str) -> None:
+    config = PackedCompressionConfig(block_n=256, block_m=32, epilogue_rows=16)
+    assert config.illegal_reason(SMALL) is None
+    found = dataclasses.replace(config, **changes).illegal_reason(SMALL)
+    assert found is not None
+    assert reason in found
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reason"),
+    [
+        ({"n": 40}, "N to be a multiple of 16, but N=40"),
+        ({"ks": (200, 0)}, "K=(200, 0)"),
+        ({"batches": (100, 0)}, "B=(100, 0)"),
+        ({"batches": (100, 1)}, "B=(100, 1)"),
+        ({"m": 1}, "M=1"),
+        ({"dtype": "float32"}, "float32"),
+    ],
+)
+def test_problems_that_the_packed_kernel_cannot_run(sizes: dict, reason: str) -> None:
+    problem = dataclasses.replace(SMALL, **sizes)
+    found = PackedCompressionConfig(256, 16, 4, 16).illegal_reason(problem)
+    assert found is not None
+    assert reason in found
+    assert not list(packed.candidate_configs(problem))
+    assert not isinstance(problem.default_config(), PackedCompressionConfig)
+
+
+def test_small_n_has_tiles_that_span_candidates() -> None:
+    """The table's rows for N = 256 say nothing about it."""
+    choice = table.lookup(SMALL, with_user_rows=False)
+    assert isinstance(choice.config, PackedCompressionConfig)
+    assert (choice.source, choice.config) == ("default", SMALL.default_config())
+    kinds = {type(config) for config in SMALL.candidate_configs()}
+    assert kinds == {PackedCompressionConfig, LinearCompressionConfig}
+
+
+def test_large_problems_keep_tiles_of_one_candidate() -> None:
+    assert isinstance(LARGE.default_config(), LinearCompressionConfig)
+    assert table.lookup(LARGE, with_user_rows=False).source == "sm90.json"
+    for config in default_config(LARGE).embeddings:
+        assert isinstance(config, LinearCompressionConfig)
+
+
+def test_xla_is_chosen_by_the_model_and_says_so() -> None:
+    choice = table.lookup(TINY, with_user_rows=False)
+    assert (choice.config, choice.source) == (None, "default")
+    assert "XLA by a cost model, " in choice.reason
+    assert choice.reason == f"{TINY.why_xla()}; no measured row is near"
+    assert SMALL.why_xla() is None
+    assert TINY.default_config() is not None  # of a caller that requests the kernel
+
+
+@pytest.mark.parametrize("n", [16, 32, 48, 64, 80, 96, 112, 128, 256])
+@pytest.mark.parametrize("m", [2, 16, 100, 433, 1024])
+@pytest.mark.parametrize("batch", [2, 300, 16384])
+def test_packed_candidates_are_legal_and_differ(m: int, n: int, batch: int) -> None:
+    problem = LinearCompressionProblem((7, batch), (300, 70), m, n, "float16")
+    configs = list(packed.candidate_configs(problem))
+    assert len(configs) == len(set(configs))
+    assert bool(configs) or n % 128 == 0
+    assert all(config.illegal_reason(problem) is None for config in configs)
+
+
+def test_row_of_a_packed_configuration_is_read_as_it_was_written() -> None:
+    config = SMALL.default_config()
+    row = table.Row(SMALL, config, "NVIDIA H100 80GB HBM3", "2026-01-01", "0.11.2", 0.02, 0.1)
+    assert table.Row.from_json(json.loads(json.dumps(row.to_json()))) == row
+    assert not LARGE.fits(config)
+    assert not SMALL.fits(LinearCompressionConfig(16, 4, 8))
