@@ -15,6 +15,9 @@ from ikbo_jax.problems.problem import Config
 #: two sums, scores and gradients of weights exceed a consumer thread's 240 registers and spill.
 MAX_BLOCK_Q = {64: 128, 96: 64, 128: 64, 192: 64, 256: 48}
 HEAD_DIMS = tuple(MAX_BLOCK_Q)
+#: Largest block_q by head width that fits shared memory with stored gradients of scores, if it is
+#: not the largest one.
+MAX_STORED_BLOCK_Q = {256: 32}
 #: Largest head width of which one launch computes the gradients of keys and of values: a thread
 #: has no registers for two sums of more columns.
 MAX_BOTH_SUMS = 128
@@ -46,11 +49,6 @@ Gradients = tuple[str, ...]
 BOTH: Gradients = ("key", "value")
 
 
-def launches(head_dim: int) -> tuple[Gradients, ...]:
-    """The gradients of keys and values, by launch."""
-    return (BOTH,) if head_dim <= MAX_BOTH_SUMS else (("value",), ("key",))
-
-
 def query_slots(head_dim: int) -> int:
     """Slots for queries of the launch of d_query: of the finished tile and of the next one.
 
@@ -70,8 +68,8 @@ class AttentionBackwardShared(NamedTuple):
     Shapes follow the slot. Without d_query, `d_scores`, `d_query` and their barriers are None.
     """
 
-    keys_values: Any  # ring of [operands, 2 consumers, column blocks, 64, 64]; only d_key needs
-    # values, the second operand
+    keys_values: Any  # ring of [operands, 2 consumers, column blocks, 64, 64]; only gradients of
+    # scores need values, the second operand
     queries: Any  # ring of [2 operands, column blocks, block_q, 64]: query and d_out
     statistics: Any  # [stages, 2, block_q] f32
     items: Any  # ring of descriptors; one more than slots, of the part of d_query
@@ -84,12 +82,14 @@ class AttentionBackwardShared(NamedTuple):
 
 
 class StoredShared(NamedTuple):
-    """Shared memory and barriers of the launch that multiplies stored gradients of scores."""
+    """Shared memory and barriers of a launch that multiplies stored gradients of scores."""
 
     items: Any  # ring of descriptors
-    blocks: Any  # ring of [2 consumers * query tiles + column blocks, 64, 64]: gradients of scores,
-    # queries by keys, of every tile of 64 queries, and keys by columns
-    result: Any  # [2 consumers * query tiles, column blocks, 64, 64]
+    blocks: Any  # ring of [2 consumers * tiles + column blocks, 64, 64]: gradients of scores,
+    # queries by keys, of every tile of 64 queries (or keys, for d_key), and keys (or queries) by
+    # columns
+    result: Any  # [2 consumers * tiles, column blocks, 64, 64]
+    f32_staging: Any  # [2 consumers, 64, columns] f32, only under interpretation
 
 
 class DQueryShared(NamedTuple):
@@ -119,14 +119,15 @@ class AttentionBackwardConfig(Config):
         than `MAX_BOTH_SUMS` need it; they take a launch for d_key and one for d_value, too, and
         eight products. "stored": the first launch stores gradients of scores in device memory, 2
         bytes for each query and key, and a second launch multiplies them by the keys: five
-        products without a sum in memory.
+        products without a sum in memory. For wide heads the first launch computes d_value, and a
+        third one multiplies the gradients by the queries.
       block_kv: keys of a block of the launch of d_query, a multiple of 16; 64 if gradients of
         scores are stored.
       kv_stages: stages of that launch's ring of key blocks.
       splits: parts that a user's queries are cut into, where users are too few to occupy the
         device. XLA adds the parts' gradients of keys and values, in f32.
-      tall: whether a tile of the launch that multiplies stored gradients has 256 query rows, not
-        128. Keys are read half as often.
+      tall: whether a tile of a launch that multiplies stored gradients has 256 query rows (or
+        keys), not 128. Keys (or queries) are read half as often.
     """
 
     block_q: int = 64
@@ -150,12 +151,19 @@ class AttentionBackwardConfig(Config):
 
     @property
     def query_tiles(self) -> int:
-        """Tiles of 64 query rows of a consumer of the launch that multiplies stored gradients."""
+        """Tiles of 64 query rows, or keys, of a consumer that multiplies stored gradients."""
         return 2 if self.tall else 1
+
+    def launches(self, head_dim: int) -> tuple[Gradients, ...]:
+        """The gradients of keys and values, by launch that computes scores."""
+        if head_dim <= MAX_BOTH_SUMS:
+            return (BOTH,)
+        return (("value",),) if self.stores_d_scores else (("value",), ("key",))
 
     def shared(self, head_dim: int, gradients: Gradients = BOTH) -> AttentionBackwardShared:
         """Shared memory and barriers of a CTA of the launch that computes these gradients."""
-        blocks, operands = hopper.column_blocks(head_dim), 2 if "key" in gradients else 1
+        blocks = hopper.column_blocks(head_dim)
+        operands = 2 if "key" in gradients or self.stores_d_scores else 1
         d_query: dict[str, Any] = dict.fromkeys(("d_scores", "d_query", "part_ready", "part_free"))
         if self.has_d_query or self.stores_d_scores:
             buffers = (D_SCORES_BUFFERS, NUM_CONSUMERS, self.block_q, BLOCK_K)
@@ -204,7 +212,7 @@ class AttentionBackwardConfig(Config):
         )
 
     def stored_shared(self, head_dim: int) -> StoredShared:
-        """Shared memory and barriers of a CTA of the launch that multiplies stored gradients."""
+        """Shared memory and barriers of a CTA of a launch that multiplies stored gradients."""
         blocks, tiles = hopper.column_blocks(head_dim), NUM_CONSUMERS * self.query_tiles
         return StoredShared(
             items=memory.descriptors(2, DESCRIPTOR_WORDS)._replace(
@@ -214,6 +222,7 @@ class AttentionBackwardConfig(Config):
                 self.kv_stages, ready=tiles + blocks, tiles=(tiles + blocks, WGMMA_M, BLOCK_K)
             ),
             result=memory.Tiles((tiles, blocks, WGMMA_M, BLOCK_K)),
+            f32_staging=memory.Staging((NUM_CONSUMERS, WGMMA_M, blocks * BLOCK_K), "float32"),
         )
 
     def stored_bytes(self, problem: AttentionSizes) -> int:
@@ -225,7 +234,7 @@ class AttentionBackwardConfig(Config):
 
     def smem_bytes(self, head_dim: int) -> int:
         """Shared memory of one CTA, of the launch that needs most."""
-        found: list[Any] = [self.shared(head_dim, x) for x in launches(head_dim)]
+        found: list[Any] = [self.shared(head_dim, x) for x in self.launches(head_dim)]
         if self.d_query == "launch":
             found.append(self.d_query_shared(head_dim))
         elif self.stores_d_scores:
@@ -262,7 +271,7 @@ class AttentionBackwardConfig(Config):
             return f"d_query must be one of {', '.join(D_QUERY)}, but is {self.d_query}"
         if self.has_d_query and problem.head_dim > MAX_BOTH_SUMS:
             return (
-                f"d_query must be launch for heads wider than {MAX_BOTH_SUMS}, but is "
+                f"d_query must be launch or stored for heads wider than {MAX_BOTH_SUMS}, but is "
                 f"{self.d_query} at H={problem.head_dim}"
             )
         if self.d_query == "launch":
@@ -314,7 +323,10 @@ class AttentionBackwardProblem(AttentionSizes):
         """Small blocks and parts are for few rows and keys, splits for few items."""
         if config.splits > 1 and self.items >= NUM_SMS:
             return False
-        is_narrow = config.block_q < min(WGMMA_M, MAX_BLOCK_Q.get(self.head_dim, WGMMA_M))
+        widest = MAX_BLOCK_Q.get(self.head_dim, WGMMA_M)
+        if config.stores_d_scores:
+            widest = MAX_STORED_BLOCK_Q.get(self.head_dim, widest)
+        is_narrow = config.block_q < min(WGMMA_M, widest)
         is_for_few = is_narrow or config.d_query == "parts"
         return self._is_small if is_for_few else True
 
@@ -346,9 +358,7 @@ class AttentionBackwardProblem(AttentionSizes):
         if self.head_dim <= BLOCK_K:
             rings = ((128, 3), (128, 2), (96, 4), (64, 5))
         elif self.head_dim > MAX_BOTH_SUMS:
-            for block_q, stages in ((64, 2), (48, 3), (48, 2), (32, 3)):
-                for block_kv, kv_stages in ((64, 2), (48, 2), (32, 3), (32, 2)):
-                    yield AttentionBackwardConfig(block_q, stages, 1, "launch", block_kv, kv_stages)
+            yield from self._for_wide_heads()
             return
         else:
             rings = ((64, 3), (96, 2), (80, 2))
@@ -360,6 +370,21 @@ class AttentionBackwardProblem(AttentionSizes):
         for block_q in (widest, *(x for x in (96, 64, 48, 32) if x < widest)):
             for stages in (2, 3):
                 yield AttentionBackwardConfig(block_q, stages)
+
+    def _for_wide_heads(self) -> Iterator[AttentionBackwardConfig]:
+        launched = [
+            AttentionBackwardConfig(block_q, stages, 1, "launch", block_kv, kv_stages)
+            for block_q, stages in ((64, 2), (48, 3), (48, 2), (32, 3))
+            for block_kv, kv_stages in ((64, 2), (48, 2), (32, 3), (32, 2))
+        ]
+        launched = [config for config in launched if config.illegal_reason(self) is None]
+        yield from launched[:1]  # the default, until stored gradients are measured
+        for block_q, stages in ((64, 2), (48, 2), (32, 2)):
+            for kv_stages, tall in ((4, False), (3, False), (2, True)):
+                yield AttentionBackwardConfig(
+                    block_q, stages, 1, "stored", STORED_BLOCK_KV, kv_stages, tall=tall
+                )
+        yield from launched[1:]
 
     def _splits(self, block_q: int) -> tuple[int, ...]:
         """Parts of a user's queries: enough for two items an SM, of at least four blocks."""

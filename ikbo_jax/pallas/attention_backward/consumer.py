@@ -64,7 +64,7 @@ def _receive_tile(ctx: BackwardContext, item: Any) -> None:
 
     @pl.when(keys < WGMMA_M)
     def _() -> None:
-        for operand in (KEY, VALUE) if ctx.has_key else (KEY,):
+        for operand in (KEY, VALUE) if ctx.has_d_scores else (KEY,):
             tiles = ctx.shared.keys_values.matrix(item).at[operand, ctx.consumer]
             stores.zero_rows(tiles, keys, interpret=ctx.interpret)
         plgpu.commit_smem()
@@ -216,7 +216,7 @@ def _block(
     # know that the scores are the oldest ones.
     mma.wait(0, interpret=interpret)
     scores = mma.after_wait(scores, interpret=interpret)
-    d_weights = _issue_scores(ctx, item, step, D_OUT) if ctx.has_key else None
+    d_weights = _issue_scores(ctx, item, step, D_OUT) if ctx.has_d_scores else None
     weights = _weights(ctx, item, scores, step)
     if ctx.has_value:
         sums[-1] = add(sums[-1], weights.astype(dtype), D_OUT)
@@ -237,7 +237,8 @@ def _block(
             store.stage_transposed(tile, d_scores, interpret=interpret)
         if ctx.has_d_query:
             plgpu.commit_smem()
-        sums[0] = add(sums[0], d_scores, QUERY)
+        if ctx.has_key:
+            sums[0] = add(sums[0], d_scores, QUERY)
         if ctx.has_d_query:
             _synchronise_consumers()
             d_query = [_issue_d_query(ctx, item, step)]

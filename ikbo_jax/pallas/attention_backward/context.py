@@ -104,8 +104,13 @@ class BackwardContext(WarpgroupContext):
 
     @property
     def has_key(self) -> bool:
-        """Whether the launch computes d_key, for which it reads values."""
+        """Whether the launch computes d_key."""
         return "key" in self.shape.gradients
+
+    @property
+    def has_d_scores(self) -> bool:
+        """Whether the launch computes gradients of scores, for which it reads values."""
+        return self.has_key or self.stores_d_scores
 
     @property
     def has_value(self) -> bool:

@@ -16,7 +16,8 @@ memory: by TMA in L2, in the order of the tiles, or by XLA. Either way, each sum
 computed in one order, and a repeated launch gives the same bits.
 
 Heads wider than 128 columns have no registers for two sums: one launch computes d_value, from keys
-alone, another one d_key, and `d_query` computes d_query.
+alone, another one d_key, and `d_query` computes d_query. With `d_query="stored"`, the launch of
+d_value reads values, too, and stores dS, by which `d_key` and `stored` multiply.
 
 Rows of a block past the user's last query are zeroed in shared memory, and get an lse of infinity,
 so that another user's queries have no effect. Keys past the user's length are zeroed and get
@@ -66,6 +67,7 @@ from ikbo_jax.pallas.attention_backward.context import (
     Outputs,
     Shape,
 )
+from ikbo_jax.pallas.attention_backward.d_key import d_key_kernel
 from ikbo_jax.pallas.attention_backward.d_query import d_query_kernel
 from ikbo_jax.pallas.attention_backward.producer import produce, write
 from ikbo_jax.pallas.attention_backward.stored import stored_kernel
@@ -74,7 +76,6 @@ from ikbo_jax.problems.attention_backward import (
     BLOCK_KV,
     BOTH,
     AttentionBackwardConfig,
-    launches,
     most_blocks,
 )
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS
@@ -180,18 +181,32 @@ def attention_backward_kernel(
         rows.parts,
     )
     if config.stores_d_scores:
-        d_scores, d_key, d_value = run(operands, sum_dtype, shape=shape)
+        (names,) = config.launches(head_dim)
+        of_launch = dataclasses.replace(shape, gradients=names)
+        d_scores, *found, d_value = run(operands, sum_dtype, shape=of_launch)
+        if not found:
+            d_key = d_key_kernel(
+                d_scores,
+                operands,
+                shape,
+                config,
+                dtype=sum_dtype,
+                num_sms=num_sms,
+                interpret=interpret,
+            )
+            found = [d_key]
+        (d_key,) = found
         operands = operands._replace(users=rows.users)
         result = stored_kernel(
             d_scores, operands, shape, config, num_sms=num_sms, interpret=interpret
         )
         return row_numbers.unpack(result, rows.position, query.shape), d_key, d_value
     if config.d_query == "launch":
-        found: dict[str, jax.Array] = {}
-        for names in launches(head_dim):
+        gradients: dict[str, jax.Array] = {}
+        for names in config.launches(head_dim):
             of_launch = dataclasses.replace(shape, gradients=names)
-            found |= zip(names, run(operands, sum_dtype, shape=of_launch), strict=True)
-        d_key, d_value = found["key"], found["value"]
+            gradients |= zip(names, run(operands, sum_dtype, shape=of_launch), strict=True)
+        d_key, d_value = gradients["key"], gradients["value"]
         operands = operands._replace(users=rows.users)
         result = d_query_kernel(operands, shape, config, num_sms=num_sms, interpret=interpret)
         return row_numbers.unpack(result, rows.position, query.shape), d_key, d_value
@@ -219,11 +234,7 @@ def _launch(
 
     planes = shape.kv_heads * (shape.kv_tiles if config.d_query == "parts" else 1)
     key, sums = operands.key, (planes, shape.blocks * config.block_q, shape.head_dim)
-    # Threads store f32, to rows of all users; TMA stores 16 bits, and drops rows past S.
-    gradient = jax.ShapeDtypeStruct(key.shape, key.dtype)
-    if dtype != key.dtype or shape.splits > 1:
-        rows = shape.users * shape.splits * shape.kv_len
-        gradient = jax.ShapeDtypeStruct((rows, *key.shape[2:]), jnp.float32)
+    gradient = row_numbers.gradient_type(key, shape.splits, dtype)
     planes = shape.kv_heads * shape.kv_tiles * NUM_CONSUMERS
     d_scores = (planes, shape.blocks * config.block_q, BLOCK_K)
     outputs = Outputs(
@@ -243,8 +254,8 @@ def _launch(
         interpret=interpret,
     )
     number = len(shape.gradients)
-    parts = (shape.users, shape.splits, *key.shape[1:])
     d_query, gradients = found[:-number], found[-number:]
-    if shape.splits > 1:
-        gradients = tuple(jnp.sum(x.reshape(parts), axis=1) for x in gradients)
-    return *d_query, *(x.reshape(key.shape).astype(dtype) for x in gradients)
+    add = functools.partial(
+        row_numbers.add_parts, shape=key.shape, splits=shape.splits, dtype=dtype
+    )
+    return *d_query, *map(add, gradients)

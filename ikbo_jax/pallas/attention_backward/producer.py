@@ -37,7 +37,7 @@ def _send_item(ctx: BackwardContext, item: Any, number: Any, step: Any) -> Any:
 
     @pl.when(blocks > 0)
     def _() -> None:
-        sources = (ctx.operands.key, ctx.operands.value) if ctx.has_key else (ctx.operands.key,)
+        sources = (ctx.operands.key, *((ctx.operands.value,) if ctx.has_d_scores else ()))
         for operand, source in enumerate(sources):
             for consumer in range(NUM_CONSUMERS):
                 first = jnp.minimum(tile * BLOCK_KV + consumer * WGMMA_M, shape.kv_len - 1)
