@@ -15,9 +15,6 @@ from ikbo_jax.problems.problem import Config
 #: two sums, scores and gradients of weights exceed a consumer thread's 240 registers and spill.
 MAX_BLOCK_Q = {64: 128, 96: 64, 128: 64, 192: 64, 256: 48}
 HEAD_DIMS = tuple(MAX_BLOCK_Q)
-#: Largest block_q by head width that fits shared memory with stored gradients of scores, if it is
-#: not the largest one.
-MAX_STORED_BLOCK_Q = {256: 32}
 #: Largest head width of which one launch computes the gradients of keys and of values: a thread
 #: has no registers for two sums of more columns.
 MAX_BOTH_SUMS = 128
@@ -70,8 +67,9 @@ class AttentionBackwardShared(NamedTuple):
 
     keys_values: Any  # ring of [operands, 2 consumers, column blocks, 64, 64]; only gradients of
     # scores need values, the second operand
-    queries: Any  # ring of [2 operands, column blocks, block_q, 64]: query and d_out
-    statistics: Any  # [stages, 2, block_q] f32
+    queries: Any  # ring of [2 operands, column blocks, block_q, 64]: query and d_out, or of halves
+    # [column blocks, block_q, 64]: a block's queries, its d_out, the next block's queries
+    statistics: Any  # [stages, 2, block_q] f32, or one row for each half, of at least block_q
     items: Any  # ring of descriptors; one more than slots, of the part of d_query
     staging: Any  # [2 consumers, 64, block_q], only under interpretation
     f32_staging: Any  # [2 consumers, 64, columns] f32, likewise
@@ -108,7 +106,8 @@ class AttentionBackwardConfig(Config):
 
     Attributes:
       block_q: query rows of a block, a multiple of 16. Few rows for users with few queries.
-      stages: stages of the ring of query blocks.
+      stages: stages of the ring of query blocks. Where queries and d_out have slots of their own
+        (`has_halves`), one slot less than two for each stage.
       kv_slots: slots for tiles of keys and values. With 2, the keys of the next tile are loaded
         early, which matters if a user has few queries.
       d_query: how the parts of d_query become a sum, one of `D_QUERY`. "sum": all tiles of keys add
@@ -160,10 +159,27 @@ class AttentionBackwardConfig(Config):
             return (BOTH,)
         return (("value",),) if self.stores_d_scores else (("value",), ("key",))
 
+    def has_halves(self, gradients: Gradients) -> bool:
+        """Whether queries and d_out of a block have slots of their own in the ring of blocks.
+
+        A launch that stores gradients of scores without d_key has read a block's queries long
+        before its d_out. So three slots hold what two stages would; four do not fit beside keys and
+        values of 256 columns with block_q 48.
+        """
+        return self.stores_d_scores and "key" not in gradients
+
     def shared(self, head_dim: int, gradients: Gradients = BOTH) -> AttentionBackwardShared:
         """Shared memory and barriers of a CTA of the launch that computes these gradients."""
         blocks = hopper.column_blocks(head_dim)
         operands = 2 if "key" in gradients or self.stores_d_scores else 1
+        half = (blocks, self.block_q, BLOCK_K)
+        queries = memory.ring(self.stages, ready=2 * blocks + 1, tiles=(2, *half))
+        statistics = (self.stages, 2, self.block_q)
+        if self.has_halves(gradients):
+            slots = 2 * self.stages - 1
+            queries = memory.ring(slots, ready=blocks + 1, tiles=half)
+            # TMA writes to whole 128 bytes.
+            statistics = (slots, 1, -(-self.block_q // SUM_COLUMNS) * SUM_COLUMNS)
         d_query: dict[str, Any] = dict.fromkeys(("d_scores", "d_query", "part_ready", "part_free"))
         if self.has_d_query or self.stores_d_scores:
             buffers = (D_SCORES_BUFFERS, NUM_CONSUMERS, self.block_q, BLOCK_K)
@@ -182,10 +198,8 @@ class AttentionBackwardConfig(Config):
                 ready=operands * NUM_CONSUMERS * blocks,
                 tiles=(operands, NUM_CONSUMERS, blocks, WGMMA_M, BLOCK_K),
             ),
-            queries=memory.ring(
-                self.stages, ready=2 * blocks + 1, tiles=(2, blocks, self.block_q, BLOCK_K)
-            ),
-            statistics=memory.Floats((self.stages, 2, self.block_q)),
+            queries=queries,
+            statistics=memory.Floats(statistics),
             items=memory.descriptors(self.kv_slots, DESCRIPTOR_WORDS, spare=1),
             staging=memory.Staging((NUM_CONSUMERS, WGMMA_M, self.block_q)),
             f32_staging=memory.Staging((NUM_CONSUMERS, WGMMA_M, blocks * BLOCK_K), "float32"),
@@ -323,10 +337,7 @@ class AttentionBackwardProblem(AttentionSizes):
         """Small blocks and parts are for few rows and keys, splits for few items."""
         if config.splits > 1 and self.items >= NUM_SMS:
             return False
-        widest = MAX_BLOCK_Q.get(self.head_dim, WGMMA_M)
-        if config.stores_d_scores:
-            widest = MAX_STORED_BLOCK_Q.get(self.head_dim, widest)
-        is_narrow = config.block_q < min(WGMMA_M, widest)
+        is_narrow = config.block_q < min(WGMMA_M, MAX_BLOCK_Q.get(self.head_dim, WGMMA_M))
         is_for_few = is_narrow or config.d_query == "parts"
         return self._is_small if is_for_few else True
 

@@ -66,7 +66,7 @@ WIDE_CONFIGS = {
     "three_launches": Config(32, 3, 1, "launch", 32, 3),
     "three_launches_odd_block": Config(48, 2, 1, "launch", 32, 2),
     "three_launches_split": Config(32, 2, 1, "launch", 16, 3, splits=2),
-    "stored_wide": Config(32, 2, 1, "stored", kv_stages=3),
+    "stored_wide": Config(48, 2, 1, "stored", kv_stages=3),
     "stored_wide_split": Config(16, 3, 1, "stored", kv_stages=2, splits=3),
 }
 EVERY_CONFIG = CONFIGS | WIDE_CONFIGS

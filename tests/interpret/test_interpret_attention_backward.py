@@ -122,16 +122,16 @@ CASES = {
     ),
     "stored_tall_h192_f16": Case(
         AttentionShape(2, 5, 33, 300, 1, 1, 192, "unsorted", "ragged"),
-        Config(48, d_query="stored", kv_stages=2, tall=True),
+        Config(64, d_query="stored", kv_stages=2, tall=True),
         "float16",
     ),
     "stored_f32_sums_h256": Case(
         AttentionShape(3, 4, 40, 200, 1, 1, 256, "unsorted", "ragged"),
-        Config(32, d_query="stored"),
+        Config(48, d_query="stored"),
         sum_dtype="float32",
     ),
     "stored_split_h256": Case(
-        AttentionShape(1, 150, 1, 129, 2, 2, 256), Config(32, d_query="stored", splits=2)
+        AttentionShape(1, 70, 1, 129, 1, 1, 256), Config(16, 3, d_query="stored", splits=2)
     ),
     "many_blocks_h128": Case(AttentionShape(1, 3, 64, 300, 1, 1, 128), Config(64)),
     "tile_of_keys_minus_one": Case(AttentionShape(2, 2, 33, 127, 1, 1, 64), Config(32)),

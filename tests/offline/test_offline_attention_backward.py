@@ -95,13 +95,13 @@ CASES = {
     "h256": Case(Config(32, 3, 1, "launch", 32, 3), 256),
     "h256_f16_wide_blocks": Case(Config(64, 2, 1, "launch", 64, 2), 192, dtype="float16"),
     "h192_f32_sums": Case(Config(48, 3, 1, "launch", 48, 2), 192, sum_dtype="float32"),
-    "h256_stored": Case(Config(32, 2, 1, "stored", 64, 3), 256),
+    "h256_stored": Case(Config(48, 2, 1, "stored", 64, 3), 256),
     "h192_stored": Case(Config(64, 2, 1, "stored", 64, 4), 192, has_lengths=False),
     "h192_stored_tall_f16": Case(
         Config(64, 2, 1, "stored", 64, 2, tall=True), 192, dtype="float16"
     ),
     "h256_stored_f32_sums": Case(
-        Config(32, 2, 1, "stored", 64, 2, splits=2), 256, sum_dtype="float32"
+        Config(48, 2, 1, "stored", 64, 2, splits=2), 256, sum_dtype="float32"
     ),
     "h64_few_queries": Case(Config(16, 4, 2, d_query="parts"), 64, q_len=1),
 }
