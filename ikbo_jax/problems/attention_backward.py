@@ -51,11 +51,6 @@ Gradients = tuple[str, ...]
 BOTH: Gradients = ("key", "value")
 
 
-def launches(head_dim: int) -> tuple[Gradients, ...]:
-    """The gradients of keys and values, by launch."""
-    return (BOTH,) if head_dim <= MAX_BOTH_SUMS else (("value",), ("key",))
-
-
 def query_slots(head_dim: int) -> int:
     """Slots for queries of the launch of d_query: of the finished tile and of the next one.
 
@@ -75,10 +70,11 @@ class AttentionBackwardShared(NamedTuple):
     Shapes follow the slot. Without d_query, `d_scores`, `d_query` and their barriers are None.
     """
 
-    keys_values: Any  # ring of [operands, 2 consumers, column blocks, 64, 64]; only d_key needs
-    # values, the second operand
-    queries: Any  # ring of [2 operands, column blocks, block_q, 64]: query and d_out
-    statistics: Any  # [stages, 2, block_q] f32
+    keys_values: Any  # ring of [operands, 2 consumers, column blocks, 64, 64]; only gradients of
+    # scores need values, the second operand
+    queries: Any  # ring of [2 operands, column blocks, block_q, 64]: query and d_out, or of halves
+    # [column blocks, block_q, 64]: a block's queries, its d_out, the next block's queries
+    statistics: Any  # [stages, 2, block_q] f32, or one row for each half, of at least block_q
     items: Any  # ring of descriptors; one more than slots, of the part of d_query
     staging: Any  # [2 consumers, 64, block_q], only under interpretation
     f32_staging: Any  # [2 consumers, 64, columns] f32, likewise
@@ -89,12 +85,13 @@ class AttentionBackwardShared(NamedTuple):
 
 
 class StoredShared(NamedTuple):
-    """Shared memory and barriers of the launch that multiplies stored gradients of scores."""
+    """Shared memory and barriers of a launch that multiplies stored gradients of scores."""
 
     items: Any  # ring of descriptors
-    blocks: Any  # ring of [2 consumers * query tiles + column blocks, 64, 64]: gradients of scores,
-    # queries by keys, of every tile of 64 queries, and keys by columns
-    result: Any  # [2 consumers * query tiles, column blocks, 64, 64]
+    blocks: Any  # ring of [2 consumers * tiles + column blocks, 64, 64]: gradients of scores,
+    # queries by keys, of every tile of 64 queries (or keys, for d_key), and keys (or queries) by
+    # columns
+    result: Any  # [2 consumers * tiles, column blocks, 64, 64]
     f32_staging: Any  # [2 consumers, 64, columns] f32, only under interpretation
 
 
@@ -114,7 +111,8 @@ class AttentionBackwardConfig(Config):
 
     Attributes:
       block_q: query rows of a block, a multiple of 16. Few rows for users with few queries.
-      stages: stages of the ring of query blocks.
+      stages: stages of the ring of query blocks. Where queries and d_out have slots of their own
+        (`has_halves`), one slot less than two for each stage.
       kv_slots: slots for tiles of keys and values. With 2, the keys of the next tile are loaded
         early, which matters if a user has few queries.
       d_query: how the parts of d_query become a sum, one of `D_QUERY`. "sum": all tiles of keys add
@@ -125,14 +123,15 @@ class AttentionBackwardConfig(Config):
         than `MAX_BOTH_SUMS` need it; they take a launch for d_key and one for d_value, too, and
         eight products. "stored": the first launch stores gradients of scores in device memory, 2
         bytes for each query and key, and a second launch multiplies them by the keys: five
-        products without a sum in memory.
+        products without a sum in memory. For wide heads the first launch computes d_value, and a
+        third one multiplies the gradients by the queries.
       block_kv: keys of a block of the launch of d_query, a multiple of 16; 64 if gradients of
         scores are stored.
       kv_stages: stages of that launch's ring of key blocks.
       splits: parts that a user's queries are cut into, where users are too few to occupy the
         device. XLA adds the parts' gradients of keys and values, in f32.
-      tall: whether a tile of the launch that multiplies stored gradients has 256 query rows, not
-        128. Keys are read half as often.
+      tall: whether a tile of a launch that multiplies stored gradients has 256 query rows (or
+        keys), not 128. Keys (or queries) are read half as often.
     """
 
     block_q: int = 64
@@ -156,12 +155,36 @@ class AttentionBackwardConfig(Config):
 
     @property
     def query_tiles(self) -> int:
-        """Tiles of 64 query rows of a consumer of the launch that multiplies stored gradients."""
+        """Tiles of 64 query rows, or keys, of a consumer that multiplies stored gradients."""
         return 2 if self.tall else 1
+
+    def launches(self, head_dim: int) -> tuple[Gradients, ...]:
+        """The gradients of keys and values, by launch that computes scores."""
+        if head_dim <= MAX_BOTH_SUMS:
+            return (BOTH,)
+        return (("value",),) if self.stores_d_scores else (("value",), ("key",))
+
+    def has_halves(self, gradients: Gradients) -> bool:
+        """Whether queries and d_out of a block have slots of their own in the ring of blocks.
+
+        A launch that stores gradients of scores without d_key has read a block's queries long
+        before its d_out. So three slots hold what two stages would; four do not fit beside keys and
+        values of 256 columns with block_q 48.
+        """
+        return self.stores_d_scores and "key" not in gradients
 
     def shared(self, head_dim: int, gradients: Gradients = BOTH) -> AttentionBackwardShared:
         """Shared memory and barriers of a CTA of the launch that computes these gradients."""
-        blocks, operands = hopper.column_blocks(head_dim), 2 if "key" in gradients else 1
+        blocks = hopper.column_blocks(head_dim)
+        operands = 2 if "key" in gradients or self.stores_d_scores else 1
+        half = (blocks, self.block_q, BLOCK_K)
+        queries = memory.ring(self.stages, ready=2 * blocks + 1, tiles=(2, *half))
+        statistics = (self.stages, 2, self.block_q)
+        if self.has_halves(gradients):
+            slots = 2 * self.stages - 1
+            queries = memory.ring(slots, ready=blocks + 1, tiles=half)
+            # TMA writes to whole 128 bytes.
+            statistics = (slots, 1, -(-self.block_q // SUM_COLUMNS) * SUM_COLUMNS)
         d_query: dict[str, Any] = dict.fromkeys(("d_scores", "d_query", "part_ready", "part_free"))
         if self.has_d_query or self.stores_d_scores:
             buffers = (D_SCORES_BUFFERS, NUM_CONSUMERS, self.block_q, BLOCK_K)
@@ -180,10 +203,8 @@ class AttentionBackwardConfig(Config):
                 ready=operands * NUM_CONSUMERS * blocks,
                 tiles=(operands, NUM_CONSUMERS, blocks, WGMMA_M, BLOCK_K),
             ),
-            queries=memory.ring(
-                self.stages, ready=2 * blocks + 1, tiles=(2, blocks, self.block_q, BLOCK_K)
-            ),
-            statistics=memory.Floats((self.stages, 2, self.block_q)),
+            queries=queries,
+            statistics=memory.Floats(statistics),
             items=memory.descriptors(self.kv_slots, DESCRIPTOR_WORDS, spare=1),
             staging=memory.Staging((NUM_CONSUMERS, WGMMA_M, self.block_q)),
             f32_staging=memory.Staging((NUM_CONSUMERS, WGMMA_M, blocks * BLOCK_K), "float32"),
@@ -210,7 +231,7 @@ class AttentionBackwardConfig(Config):
         )
 
     def stored_shared(self, head_dim: int) -> StoredShared:
-        """Shared memory and barriers of a CTA of the launch that multiplies stored gradients."""
+        """Shared memory and barriers of a CTA of a launch that multiplies stored gradients."""
         blocks, tiles = hopper.column_blocks(head_dim), NUM_CONSUMERS * self.query_tiles
         return StoredShared(
             items=memory.descriptors(2, DESCRIPTOR_WORDS)._replace(
@@ -236,7 +257,7 @@ class AttentionBackwardConfig(Config):
 
     def smem_bytes(self, head_dim: int) -> int:
         """Shared memory of one CTA, of the launch that needs most."""
-        found: list[Any] = [self.shared(head_dim, x) for x in launches(head_dim)]
+        found: list[Any] = [self.shared(head_dim, x) for x in self.launches(head_dim)]
         if self.d_query == "launch":
             found.append(self.d_query_shared(head_dim))
         elif self.stores_d_scores:
@@ -273,7 +294,7 @@ class AttentionBackwardConfig(Config):
             return f"d_query must be one of {', '.join(D_QUERY)}, but is {self.d_query}"
         if self.has_d_query and problem.head_dim > MAX_BOTH_SUMS:
             return (
-                f"d_query must be launch for heads wider than {MAX_BOTH_SUMS}, but is "
+                f"d_query must be launch or stored for heads wider than {MAX_BOTH_SUMS}, but is "
                 f"{self.d_query} at H={problem.head_dim}"
             )
         if self.d_query == "launch":
@@ -368,9 +389,7 @@ class AttentionBackwardProblem(AttentionSizes):
 
     def _for_many_rows(self) -> Iterator[AttentionBackwardConfig]:
         if self.head_dim > MAX_BOTH_SUMS:
-            for block_q, stages in ((64, 2), (48, 3), (48, 2), (32, 3)):
-                for block_kv, kv_stages in ((64, 2), (48, 2), (32, 3), (32, 2)):
-                    yield AttentionBackwardConfig(block_q, stages, 1, "launch", block_kv, kv_stages)
+            yield from self._for_wide_heads()
             return
         widest = MAX_BLOCK_Q.get(self.head_dim, WGMMA_M)
         is_narrow = self.head_dim <= BLOCK_K
@@ -405,6 +424,21 @@ class AttentionBackwardProblem(AttentionSizes):
         if self.rows >= MIN_TALL_ROWS:
             yield AttentionBackwardConfig(64, 3, 1, "stored", kv_stages=3, tall=True)
         yield AttentionBackwardConfig(64, 3, 1, "stored", kv_stages=4)
+
+    def _for_wide_heads(self) -> Iterator[AttentionBackwardConfig]:
+        launched = [
+            AttentionBackwardConfig(block_q, stages, 1, "launch", block_kv, kv_stages)
+            for block_q, stages in ((64, 2), (48, 3), (48, 2), (32, 3))
+            for block_kv, kv_stages in ((64, 2), (48, 2), (32, 3), (32, 2))
+        ]
+        launched = [config for config in launched if config.illegal_reason(self) is None]
+        yield from launched[:1]  # the default, until stored gradients are measured
+        for block_q, stages in ((64, 2), (48, 2), (32, 2)):
+            for kv_stages, tall in ((4, False), (3, False), (2, True)):
+                yield AttentionBackwardConfig(
+                    block_q, stages, 1, "stored", STORED_BLOCK_KV, kv_stages, tall=tall
+                )
+        yield from launched[1:]
 
     def _splits(self, block_q: int) -> tuple[int, ...]:
         """Parts of a user's queries: enough for two items an SM, of at least four blocks.

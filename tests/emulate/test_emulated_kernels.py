@@ -131,6 +131,7 @@ CHOSEN = {
         "stored_h128_f16",
         "stored_tall_h96",
         "three_launches_h192",
+        "stored_grouped_heads_h192",
         "users_without_candidates_h96_f16",
     ],
     "gdpa": ["softmax_gaps"],

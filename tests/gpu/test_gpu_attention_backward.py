@@ -66,6 +66,8 @@ WIDE_CONFIGS = {
     "three_launches": Config(32, 3, 1, "launch", 32, 3),
     "three_launches_odd_block": Config(48, 2, 1, "launch", 32, 2),
     "three_launches_split": Config(32, 2, 1, "launch", 16, 3, splits=2),
+    "stored_wide": Config(48, 2, 1, "stored", kv_stages=3),
+    "stored_wide_split": Config(16, 3, 1, "stored", kv_stages=2, splits=3),
 }
 EVERY_CONFIG = CONFIGS | WIDE_CONFIGS
 
@@ -160,6 +162,11 @@ def test_gradients_of_wide_heads(name, config, dtype):
     check_shape(SHAPES[name], WIDE_CONFIGS[config], dtype)
 
 
+@pytest.mark.parametrize("dtype", problems.HALF_DTYPES)
+def test_gradients_of_tall_tiles_of_wide_heads(dtype):
+    check_shape(SHAPES["h192"], Config(64, 2, 1, "stored", kv_stages=2, tall=True), dtype)
+
+
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("config", ["sum", "parts", "two_launches", "stored"])
 def test_gradients_of_a_last_tile_of_few_rows(config, rows):
@@ -183,6 +190,8 @@ def test_gradients_of_candidate_configs(head_dim, candidates):
         *itertools.product(("odd_counts", "h96"), ("sum", "two_launches")),
         ("h192", "three_launches_split"),
         ("h256", "three_launches"),
+        ("h192", "stored_wide"),
+        ("h256", "stored_wide_split"),
     ],
 )
 def test_gradients_in_f32(name, config):
@@ -217,7 +226,14 @@ def test_gradients_repeat_bitwise(name, config):
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
 @pytest.mark.parametrize(
     ("config", "head_dim"),
-    [("sum", 128), ("parts", 128), ("two_launches", 128), ("three_launches", 256)],
+    [
+        ("sum", 128),
+        ("parts", 128),
+        ("two_launches", 128),
+        ("three_launches", 256),
+        ("stored_wide", 192),
+        ("stored_wide", 256),
+    ],
 )
 def test_bad_values_stay_with_their_user(config, head_dim, bad):
     shape = Shape(3, 9, 21, 300, 2, 1, head_dim, "sorted", "full")

@@ -18,8 +18,8 @@ from problems import AttentionInputs, AttentionShape
 from ikbo_jax.pallas.attention_backward import consumer
 from ikbo_jax.pallas.attention_backward.kernel import attention_backward_kernel
 from ikbo_jax.problems import AttentionProblem
+from ikbo_jax.problems.attention_backward import MAX_BOTH_SUMS
 from ikbo_jax.problems.attention_backward import AttentionBackwardConfig as Config
-from ikbo_jax.problems.attention_backward import launches
 from ikbo_jax.reference import attention, attention_grouped
 
 pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
@@ -44,8 +44,8 @@ class Case:
 
     @property
     def launches(self) -> int:
-        is_last_alone = not self.config.has_d_query
-        return len(launches(self.shape.head_dim)) + is_last_alone
+        of_keys = 1 if self.shape.head_dim <= MAX_BOTH_SUMS else 2
+        return of_keys + (not self.config.has_d_query)
 
 
 CASES = {
@@ -115,6 +115,23 @@ CASES = {
     "three_launches_split_h256": Case(
         AttentionShape(1, 70, 1, 129, 1, 1, 256),
         Config(32, d_query="launch", block_kv=32, kv_stages=2, splits=2),
+    ),
+    "stored_grouped_heads_h192": Case(
+        AttentionShape(3, 5, 21, 129, 2, 1, 192, "gaps", "ragged"),
+        Config(32, d_query="stored", kv_stages=2),
+    ),
+    "stored_tall_h192_f16": Case(
+        AttentionShape(2, 5, 33, 300, 1, 1, 192, "unsorted", "ragged"),
+        Config(64, d_query="stored", kv_stages=2, tall=True),
+        "float16",
+    ),
+    "stored_f32_sums_h256": Case(
+        AttentionShape(3, 4, 40, 200, 1, 1, 256, "unsorted", "ragged"),
+        Config(48, d_query="stored"),
+        sum_dtype="float32",
+    ),
+    "stored_split_h256": Case(
+        AttentionShape(1, 70, 1, 129, 1, 1, 256), Config(16, 3, d_query="stored", splits=2)
     ),
     "many_blocks_h128": Case(AttentionShape(1, 3, 64, 300, 1, 1, 128), Config(64)),
     "tile_of_keys_minus_one": Case(AttentionShape(2, 2, 33, 127, 1, 1, 64), Config(32)),
@@ -225,13 +242,15 @@ def test_interpreted_gradients_repeat_bitwise() -> None:
         np.testing.assert_array_equal(np.asarray(first), np.asarray(second))
 
 
-@pytest.mark.parametrize("d_query", ["sum", "launch", "stored"])
+@pytest.mark.parametrize(
+    ("d_query", "head_dim"), [("sum", 64), ("launch", 64), ("stored", 64), ("stored", 192)]
+)
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_interpreted_nan_of_one_user_stays_there(
-    d_query: str, launches: interpreter.Launches
+    d_query: str, head_dim: int, launches: interpreter.Launches
 ) -> None:
     """Nor do keys and values past a user's length matter."""
-    shape = AttentionShape(3, 4, 21, 140, 1, 1, 64, "sorted", "ragged")
+    shape = AttentionShape(3, 4, 21, 140, 1, 1, head_dim, "sorted", "ragged")
     case = Case(shape, Config(32, d_query=d_query))
     inputs, tensors = make(case)
     inputs = inputs._replace(key_value_seq_lengths=jnp.asarray([130, 40, 140], jnp.int32))

@@ -103,6 +103,14 @@ CASES = {
     "h256": Case(Config(32, 3, 1, "launch", 32, 3), 256),
     "h256_f16_wide_blocks": Case(Config(64, 2, 1, "launch", 64, 2), 192, dtype="float16"),
     "h192_f32_sums": Case(Config(48, 3, 1, "launch", 48, 2), 192, sum_dtype="float32"),
+    "h256_stored": Case(Config(48, 2, 1, "stored", 64, 3), 256),
+    "h192_stored": Case(Config(64, 2, 1, "stored", 64, 4), 192, has_lengths=False),
+    "h192_stored_tall_f16": Case(
+        Config(64, 2, 1, "stored", 64, 2, tall=True), 192, dtype="float16"
+    ),
+    "h256_stored_f32_sums": Case(
+        Config(48, 2, 1, "stored", 64, 2, splits=2), 256, sum_dtype="float32"
+    ),
     "h64_few_queries": Case(Config(16, 4, 2, d_query="parts"), 64, q_len=1),
 }
 
@@ -112,7 +120,8 @@ def test_offline_attention_backward_kernel_is_fit(name: str, compiler: offline.C
     case = CASES[name]
     assert case.config.illegal_reason(case.problem) is None
     launches = compiler.compile(*case.launch())
-    of_keys = len(attention_backward.launches(case.head_dim))
+    # Statistics; gradients of keys and values, in two launches for wide heads; d_query.
+    of_keys = 1 if case.head_dim <= attention_backward.MAX_BOTH_SUMS else 2
     of_queries = 1 - case.config.has_d_query
     assert len(launches) == 1 + case.chunks * (of_keys + of_queries)
     for compiled in launches:

@@ -40,6 +40,8 @@ KEY, VALUE = QUERY, D_OUT = range(2)
 #: beside d_query, ptxas lacks registers and serialises all products (C7512).
 MAX_OVERLAPPED_BLOCK_Q = 64
 LSE, DELTA = range(2)
+#: A row of zeros with these statistics has weights 0, and gradients of scores 0.
+FILLS = (math.inf, 0.0)
 
 
 def _synchronise_consumers() -> None:
@@ -64,7 +66,7 @@ def _receive_tile(ctx: BackwardContext, item: Any) -> None:
 
     @pl.when(keys < WGMMA_M)
     def _() -> None:
-        for operand in (KEY, VALUE) if ctx.has_key else (KEY,):
+        for operand in (KEY, VALUE) if ctx.has_d_scores else (KEY,):
             tiles = ctx.shared.keys_values.matrix(item).at[operand, ctx.consumer]
             stores.zero_rows(tiles, keys, interpret=ctx.interpret)
         plgpu.commit_smem()
@@ -72,6 +74,9 @@ def _receive_tile(ctx: BackwardContext, item: Any) -> None:
 
 def _receive_block(ctx: BackwardContext, item: Any, block: Any, step: Any) -> None:
     """Waits for a block; zeroes the rows past the user's last, which belong to other users."""
+    if ctx.has_halves:
+        _receive_half(ctx, item, block, step, QUERY)
+        return
     shared, block_q = ctx.shared, ctx.config.block_q
     stage = shared.queries.slot(step)
     shared.queries.await_ready(step)
@@ -79,12 +84,11 @@ def _receive_block(ctx: BackwardContext, item: Any, block: Any, step: Any) -> No
 
     @pl.when(rows < block_q)
     def _() -> None:
-        # Each consumer zeroes one operand. A row of zeros with an lse of infinity has weights 0,
-        # and gradients of scores 0.
+        # Each consumer zeroes one operand.
         consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
         tiles = shared.queries.tiles[0].at[stage, consumer]
         stores.zero_rows(tiles, rows, interpret=ctx.interpret)
-        for number, fill in ((LSE, math.inf), (DELTA, 0.0)):
+        for number, fill in enumerate(FILLS):
 
             @pl.when(consumer == number)
             def _(number: int = number, fill: float = fill) -> None:
@@ -95,12 +99,47 @@ def _receive_block(ctx: BackwardContext, item: Any, block: Any, step: Any) -> No
         _synchronise_consumers()
 
 
-def _issue_scores(ctx: BackwardContext, item: Any, step: Any, operand: int) -> jax.Array:
-    """Issues keys @ queries.T, or values @ d_out.T: [64 keys, block_q queries]."""
+def _receive_half(ctx: BackwardContext, item: Any, block: Any, step: Any, operand: int) -> None:
+    """Like `_receive_block`, for queries and lse, or for d_out and delta, of a block."""
+    ring, block_q = ctx.shared.queries, ctx.config.block_q
+    number = ctx.query_slot(step, operand)
+    ring.await_ready(number)
+    rows = _word(ctx, item, ROWS) - block * block_q
+
+    @pl.when(rows < block_q)
+    def _() -> None:
+        consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
+
+        @pl.when(consumer == 0)
+        def _() -> None:
+            stores.zero_rows(ring.matrix(number), rows, interpret=ctx.interpret)
+
+        @pl.when(consumer == 1)
+        def _() -> None:
+            statistics = ctx.half_statistics(step, operand)
+            store.fill_from(statistics, rows, FILLS[operand], interpret=ctx.interpret)
+
+        plgpu.commit_smem()
+        _synchronise_consumers()
+
+
+def _operand(ctx: BackwardContext, step: Any, operand: Any) -> Any:
+    """Queries or d_out of a block."""
+    tiles = ctx.shared.queries.matrix(ctx.query_slot(step, operand))
+    return tiles if ctx.has_halves else tiles.at[operand]
+
+
+def _issue_scores(
+    ctx: BackwardContext, item: Any, step: Any, operand: int, half: Any = None
+) -> jax.Array:
+    """Issues keys @ queries.T, or values @ d_out.T: [64 keys, block_q queries].
+
+    `half`: which half of the block is multiplied; None: the operand's.
+    """
     consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
     return mma.product(
         ctx.shared.keys_values.matrix(item).at[operand, consumer],
-        ctx.shared.queries.matrix(step).at[operand],
+        _operand(ctx, step, operand if half is None else half),
         pl.cdiv(ctx.shape.head_dim, WGMMA_K) * WGMMA_K,
         interpret=ctx.interpret,
     )
@@ -108,10 +147,11 @@ def _issue_scores(ctx: BackwardContext, item: Any, step: Any, operand: int) -> j
 
 def _statistic(ctx: BackwardContext, step: Any, number: int) -> jax.Array:
     """A statistic of the block's queries, as a row for each of the 64 keys."""
-    row = plgpu.load(
-        ctx.shared.statistics.at[ctx.shared.queries.slot(step), number],
-        layout=plgpu.Layout.WGMMA.reduce(0),
-    )
+    if ctx.has_halves:
+        statistics = ctx.half_statistics(step, number)
+    else:
+        statistics = ctx.shared.statistics.at[ctx.shared.queries.slot(step), number]
+    row = plgpu.load(statistics, layout=plgpu.Layout.WGMMA.reduce(0))
     return lax.broadcast_in_dim(row, (WGMMA_M, ctx.config.block_q), (1,))
 
 
@@ -209,17 +249,21 @@ def _block(
     shared, interpret = ctx.shared, ctx.interpret
 
     def add(total: jax.Array, p: jax.Array, operand: int) -> jax.Array:
-        tiles = shared.queries.matrix(step).at[operand]
+        tiles = _operand(ctx, step, operand)
         return mma.add_product(total, p, tiles, ctx.staging(), interpret=interpret)
 
     # ptxas serialises all products if this wait leaves a product in flight (C7514): it does not
     # know that the scores are the oldest ones.
     mma.wait(0, interpret=interpret)
     scores = mma.after_wait(scores, interpret=interpret)
-    d_weights = _issue_scores(ctx, item, step, D_OUT) if ctx.has_key else None
+    if ctx.has_halves:
+        _receive_half(ctx, item, block, step, D_OUT)
+    d_weights = _issue_scores(ctx, item, step, D_OUT) if ctx.has_d_scores else None
     weights = _weights(ctx, item, scores, step)
     if ctx.has_value:
         sums[-1] = add(sums[-1], weights.astype(dtype), D_OUT)
+    if ctx.has_halves:
+        shared.queries.release(ctx.query_slot(step, QUERY))
     d_query: list[jax.Array] = []
     if d_weights is not None:
         overlaps = ctx.has_value and not ctx.has_d_query
@@ -237,22 +281,25 @@ def _block(
             store.stage_transposed(tile, d_scores, interpret=interpret)
         if ctx.has_d_query:
             plgpu.commit_smem()
-        sums[0] = add(sums[0], d_scores, QUERY)
+        if ctx.has_key:
+            sums[0] = add(sums[0], d_scores, QUERY)
         if ctx.has_d_query:
             _synchronise_consumers()
             d_query = [_issue_d_query(ctx, item, step)]
-    # After the last block, its scores are computed once more, in vain.
+    # After the last block, its scores are computed once more, in vain (of d_out, where another
+    # item's queries may replace its own).
     is_last = block + 1 == blocks
     next_step = jnp.where(is_last, step, step + 1)
     pl.when(~is_last)(lambda: _receive_block(ctx, item, block + 1, step + 1))
-    scores = _issue_scores(ctx, item, next_step, QUERY)
+    half = is_last.astype(jnp.int32) if ctx.has_halves else None
+    scores = _issue_scores(ctx, item, next_step, QUERY, half)
     if ctx.stores_d_scores:
         _store_d_scores(ctx, item, block, step)
     mma.wait(1, interpret=interpret)
     sums, d_query = (
         [mma.after_wait(x, interpret=interpret) for x in found] for found in (sums, d_query)
     )
-    pl.when(~is_last)(lambda: shared.queries.release(step))
+    pl.when(~is_last)(lambda: shared.queries.release(ctx.query_slot(step, D_OUT)))
     for part in d_query:
         _send_part(ctx, item, block, part)
     return *sums, scores
@@ -272,7 +319,7 @@ def _tile(ctx: BackwardContext, item: Any, blocks: Any, first_step: Any) -> None
     zeros = [nothing] * len(ctx.sums)
     *sums, _ = lax.fori_loop(0, blocks, add, (*zeros, scores))
     mma.wait(0, interpret=ctx.interpret)
-    ctx.shared.queries.release(first_step + blocks - 1)
+    ctx.shared.queries.release(ctx.query_slot(first_step + blocks - 1, D_OUT))
     _synchronise_consumers()  # the other consumer has multiplied by this one's keys
     if ctx.has_key:
         sums[0] = sums[0] * jnp.float32(ctx.shape.scale)

@@ -107,8 +107,28 @@ class BackwardContext(WarpgroupContext):
 
     @property
     def has_key(self) -> bool:
-        """Whether the launch computes d_key, for which it reads values."""
+        """Whether the launch computes d_key."""
         return "key" in self.shape.gradients
+
+    @property
+    def has_d_scores(self) -> bool:
+        """Whether the launch computes gradients of scores, for which it reads values."""
+        return self.has_key or self.stores_d_scores
+
+    @property
+    def has_halves(self) -> bool:
+        """Whether queries and d_out of a block have slots of their own in the ring of blocks."""
+        found: bool = self.config.has_halves(self.shape.gradients)
+        return found
+
+    def query_slot(self, step: Any, operand: Any) -> Any:
+        """The number in the ring of blocks of queries (0) or d_out (1) of a step."""
+        return 2 * step + operand if self.has_halves else step
+
+    def half_statistics(self, step: Any, operand: Any) -> Any:
+        """lse (0) or delta (1) of a step, where `has_halves`."""
+        slot = self.shared.queries.slot(self.query_slot(step, operand))
+        return self.shared.statistics.at[slot, 0, pl.ds(0, self.config.block_q)]
 
     @property
     def has_value(self) -> bool:

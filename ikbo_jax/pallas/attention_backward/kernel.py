@@ -18,7 +18,8 @@ computed in one order, and a repeated launch gives the same bits.
 With `d_query="stored"`, dS goes to device memory instead, and `stored` multiplies it by the keys.
 
 Heads wider than 128 columns have no registers for two sums: one launch computes d_value, from keys
-alone, another one d_key, and `d_query` computes d_query.
+alone, another one d_key, and `d_query` computes d_query. With `d_query="stored"`, the launch of
+d_value reads values, too, and stores dS, by which `d_key` and `stored` multiply.
 
 Rows of a block past the user's last query are zeroed in shared memory, and get an lse of infinity,
 so that another user's queries have no effect. Keys past the user's length are zeroed and get
@@ -69,6 +70,7 @@ from ikbo_jax.pallas.attention_backward.context import (
     Outputs,
     Shape,
 )
+from ikbo_jax.pallas.attention_backward.d_key import d_key_kernel
 from ikbo_jax.pallas.attention_backward.d_query import d_query_kernel
 from ikbo_jax.pallas.attention_backward.producer import produce, write
 from ikbo_jax.pallas.attention_backward.stored import stored_kernel
@@ -77,7 +79,6 @@ from ikbo_jax.problems.attention_backward import (
     BLOCK_KV,
     BOTH,
     AttentionBackwardConfig,
-    launches,
     most_blocks,
 )
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS
@@ -163,12 +164,9 @@ def attention_backward_kernel(
         scale=scale,
     )
     workers = 1 if interpret else min(num_sms, shape.items)
+    sum_dtype = jnp.dtype(dtype or key.dtype)
     run = functools.partial(
-        _launch,
-        dtype=jnp.dtype(dtype or key.dtype),
-        config=config,
-        workers=workers,
-        interpret=interpret,
+        _launch, dtype=sum_dtype, config=config, workers=workers, interpret=interpret
     )
     operands = Operands(
         row_numbers.pack(query, rows.order, kv_heads),
@@ -188,15 +186,19 @@ def attention_backward_kernel(
         rows.parts,
     )
     if config.stores_d_scores:
-        multiply = functools.partial(stored_kernel, num_sms=num_sms, interpret=interpret)
-        result, d_key, d_value = _stored(operands, rows.users, shape, config, run, multiply)
+        options = {"num_sms": num_sms, "interpret": interpret}
+        of_keys = functools.partial(d_key_kernel, dtype=sum_dtype, **options)
+        multiply = functools.partial(stored_kernel, **options)
+        result, d_key, d_value = _stored(
+            operands, rows.users, shape, config, run, of_keys, multiply
+        )
         return row_numbers.unpack(result, rows.position, query.shape), d_key, d_value
     if config.d_query == "launch":
-        found: dict[str, jax.Array] = {}
-        for names in launches(head_dim):
+        gradients: dict[str, jax.Array] = {}
+        for names in config.launches(head_dim):
             of_launch = dataclasses.replace(shape, gradients=names)
-            found |= zip(names, run(operands, shape=of_launch), strict=True)
-        d_key, d_value = found["key"], found["value"]
+            gradients |= zip(names, run(operands, shape=of_launch), strict=True)
+        d_key, d_value = gradients["key"], gradients["value"]
         operands = operands._replace(users=rows.users)
         result = d_query_kernel(operands, shape, config, num_sms=num_sms, interpret=interpret)
         return row_numbers.unpack(result, rows.position, query.shape), d_key, d_value
@@ -211,17 +213,26 @@ def _stored(
     shape: Shape,
     config: AttentionBackwardConfig,
     run: Callable[..., tuple[jax.Array, ...]],
+    multiply_by_queries: Callable[..., jax.Array],
     multiply: Callable[..., jax.Array],
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """d_query as rows, d_key and d_value, by two launches for as many keys as can be stored."""
+    """d_query as rows, d_key and d_value, for as many keys at a time as can be stored.
+
+    `run` stores gradients of scores. For wide heads it computes d_value alone, and
+    `multiply_by_queries` computes d_key.
+    """
     chunk = BLOCK_KV * config.stored_tiles(shape.kv_tiles, shape.kv_heads, shape.blocks)
     whole_users, is_one = operands._replace(users=users), chunk >= shape.kv_len
-    found = []
+    (names,), found = config.launches(shape.head_dim), []
     for first in range(0, shape.kv_len, chunk):
         keys = min(chunk, shape.kv_len - first)
         tiles = pl.cdiv(keys, BLOCK_KV)
-        part = dataclasses.replace(shape, first_key=first, kv_len=keys, kv_tiles=tiles)
+        part = dataclasses.replace(
+            shape, first_key=first, kv_len=keys, kv_tiles=tiles, gradients=names
+        )
         d_scores, *gradients = run(operands, shape=part)
+        if names != BOTH:
+            gradients.insert(0, multiply_by_queries(d_scores, operands, part, config))
         dtype = operands.query.dtype if is_one else jnp.float32
         found.append((multiply(d_scores, whole_users, part, config, dtype=dtype), *gradients))
     if is_one:
@@ -251,12 +262,8 @@ def _launch(
 
     planes = shape.kv_heads * (shape.kv_tiles if config.d_query == "parts" else 1)
     key, sums = operands.key, (planes, shape.blocks * config.block_q, shape.head_dim)
-    # Threads store f32, to rows of all users; TMA stores 16 bits, and drops rows past S.
     keys = (shape.users, shape.kv_len, *key.shape[2:])
-    gradient = jax.ShapeDtypeStruct(keys, key.dtype)
-    if dtype != key.dtype or shape.splits > 1:
-        rows = shape.users * shape.splits * shape.kv_len
-        gradient = jax.ShapeDtypeStruct((rows, *key.shape[2:]), jnp.float32)
+    gradient = row_numbers.gradient_type(keys, key.dtype, shape.splits, dtype)
     planes = shape.kv_heads * shape.kv_tiles * NUM_CONSUMERS
     d_scores = (planes, shape.blocks * config.block_q, BLOCK_K)
     outputs = Outputs(
@@ -276,8 +283,6 @@ def _launch(
         interpret=interpret,
     )
     number = len(shape.gradients)
-    parts = (shape.users, shape.splits, *keys[1:])
     d_query, gradients = found[:-number], found[-number:]
-    if shape.splits > 1:
-        gradients = tuple(jnp.sum(x.reshape(parts), axis=1) for x in gradients)
-    return *d_query, *(x.reshape(keys).astype(dtype) for x in gradients)
+    add = functools.partial(row_numbers.add_parts, shape=keys, splits=shape.splits, dtype=dtype)
+    return *d_query, *map(add, gradients)

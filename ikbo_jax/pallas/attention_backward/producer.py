@@ -38,7 +38,7 @@ def _send_item(ctx: BackwardContext, item: Any, number: Any, step: Any) -> Any:
 
     @pl.when(blocks > 0)
     def _() -> None:
-        sources = (ctx.operands.key, ctx.operands.value) if ctx.has_key else (ctx.operands.key,)
+        sources = (ctx.operands.key, *((ctx.operands.value,) if ctx.has_d_scores else ()))
         for operand, source in enumerate(sources):
             for consumer in range(NUM_CONSUMERS):
                 first = jnp.minimum(first_key + consumer * WGMMA_M, source.shape[1] - 1)
@@ -56,17 +56,20 @@ def _send_item(ctx: BackwardContext, item: Any, number: Any, step: Any) -> Any:
 
 def _send_block(ctx: BackwardContext, step: Any, row: Any, target: Any, head: Any) -> None:
     """Loads a block of queries, cotangents and statistics, which are at the rows' target."""
-    shared, block_q = ctx.shared, ctx.config.block_q
-    stage, ready = shared.queries.slot(step), shared.queries.ready_at(step)
-    shared.queries.await_free(step)
-    plgpu.copy_gmem_to_smem(
-        ctx.operands.statistics.at[head, :, pl.ds(target, block_q)],
-        shared.statistics.at[stage],
-        ready,
-    )
+    ring, block_q = ctx.shared.queries, ctx.config.block_q
     for operand, source in enumerate((ctx.operands.query, ctx.operands.d_out)):
-        tiles = shared.queries.tiles[1].at[stage, operand]
-        ctx.load(source, (pl.ds(row, block_q), head), tiles, ready)
+        number = ctx.query_slot(step, operand)
+        ready, tiles = ring.ready_at(number), ring.copied(number)
+        if ctx.has_halves or operand == 0:
+            ring.await_free(number)
+            copied = ctx.shared.statistics.at[ring.slot(number)]
+            which = pl.ds(operand, 1) if ctx.has_halves else slice(None)
+            # Of halves, at least whole 128 bytes; the array ends with padding.
+            rows = pl.ds(target, copied.shape[1])
+            source_rows = ctx.operands.statistics.at[head, which, rows]
+            plgpu.copy_gmem_to_smem(source_rows, copied, ready)
+        half = tiles if ctx.has_halves else tiles.at[operand]
+        ctx.load(source, (pl.ds(row, block_q), head), half, ready)
 
 
 def produce(ctx: BackwardContext) -> None:

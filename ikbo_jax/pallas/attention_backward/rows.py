@@ -211,6 +211,27 @@ def unpack_d_query(
     return jnp.moveaxis(total, 0, 2).reshape(batch, q_len, kv_heads * group, width)
 
 
+def gradient_type(
+    shape: tuple[int, ...], own_dtype: Any, splits: int, dtype: Any
+) -> jax.ShapeDtypeStruct:
+    """What a launch fills with a gradient [U, S, K, H] of keys or values, in `dtype` or f32.
+
+    Threads store f32, to rows of all parts; TMA stores `own_dtype`, the dtype of the keys, and
+    drops rows past S.
+    """
+    if dtype == own_dtype and splits == 1:
+        return jax.ShapeDtypeStruct(shape, own_dtype)
+    users, kv_len, *widths = shape
+    return jax.ShapeDtypeStruct((users * splits * kv_len, *widths), jnp.float32)
+
+
+def add_parts(sums: jax.Array, shape: tuple[int, ...], splits: int, dtype: Any) -> jax.Array:
+    """The gradient of `shape` [U, S, K, H] from what a launch filled: the sum of a user's parts."""
+    if splits > 1:
+        sums = jnp.sum(sums.reshape(shape[0], splits, *shape[1:]), axis=1)
+    return sums.reshape(shape).astype(dtype)
+
+
 def query_tiles(users: jax.Array, total: int, height: int = TILE_ROWS) -> jax.Array:
     """Tiles of at most `height` rows of one user, for a launch that computes d_query alone.
 

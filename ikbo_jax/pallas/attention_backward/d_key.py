@@ -1,0 +1,308 @@
+"""The launch of `d_query="stored"` for wide heads that computes d_key from stored dS.
+
+    d_key = scale * dS.T @ query
+
+The first launch stored dS, gradients of scores of 16 bits, and computed d_value; a thread had no
+registers for a second sum. This launch reads much and computes little, as `stored` does.
+
+An item is a tile of 128 or 256 keys of one part of a user's rows and one key head. d_key stays in
+registers, while blocks of 64 of the user's queries, and the gradients of their scores, follow one
+another. Rows of a block past the last of the user's part belong to other users, or to nobody: they
+are zeroed in shared memory, both queries and gradients. Tiles of 64 keys past the user's length
+have no gradients of scores, and get zeros.
+
+Warpgroups: 0 and 1 are the consumers, with one or two tiles of 64 keys each; one warp of warpgroup
+2 is the producer.
+
+Synchronisations:
+  1. `items_ready[s]`, `items_free[s]`    slot s has an item's descriptor, or the end.
+  2. `blocks_ready[s]`, `blocks_free[s]`  stage s has a block of queries and gradients of scores.
+  3. A named barrier: the consumers wait for each other after rows past the last are zeroed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from ikbo_jax.pallas.attention_backward import products
+from ikbo_jax.pallas.attention_backward import rows as row_numbers
+from ikbo_jax.pallas.attention_backward.context import USER_WORDS, Operands, Shape
+from ikbo_jax.pallas.hopper import mma, mosaic, stores
+from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
+from ikbo_jax.problems.attention_backward import AttentionBackwardConfig
+from ikbo_jax.problems.hopper import NUM_CONSUMERS, WARPGROUP_SIZE, WGMMA_M
+
+#: Words of an item's descriptor in shared memory: number of query blocks (negative: no more items),
+#: number of query rows, part of a user's rows, key head, number of the tile, keys of the user from
+#: the tile's first on.
+BLOCKS, ROWS, PART, HEAD, TILE, KEYS = range(6)
+#: Query rows of a block: WGMMA reads an operand tile of gradients of scores.
+BLOCK_ROWS = WGMMA_M
+CONSUMER_BARRIER = 4
+CONSUMER_THREADS = NUM_CONSUMERS * WARPGROUP_SIZE
+
+
+class DKeyOperands(NamedTuple):
+    """Device memory that the launch reads."""
+
+    d_scores: Any  # see `context.Outputs`
+    query: Any  # [rows, K, H], see `context.Operands`
+    users: Any  # [U * splits, USER_WORDS] int32
+
+
+@dataclasses.dataclass(frozen=True)
+class Context(WarpgroupContext):
+    """The context of a warpgroup; a *step* numbers the blocks of queries that the CTA loads.
+
+    The counter is of tickets.
+    """
+
+    @property
+    def key_tiles(self) -> int:
+        """Tiles of 64 keys of both consumers."""
+        return NUM_CONSUMERS * int(self.config.query_tiles)
+
+    @property
+    def tiles(self) -> int:
+        """Items of a part of a user's rows and a key head."""
+        return pl.cdiv(self.shape.kv_len, self.key_tiles * WGMMA_M)
+
+    @property
+    def items(self) -> int:
+        """Items of all CTAs."""
+        return self.shape.users * self.shape.splits * self.shape.kv_heads * self.tiles
+
+
+# Producer
+
+
+def _send_item(ctx: Context, item: Any, number: Any, step: Any) -> Any:
+    """Sends a tile's descriptor and all its blocks; returns the next item's first step."""
+    shape, shared, operands = ctx.shape, ctx.shared, ctx.operands
+    tile, rest = lax.rem(number, ctx.tiles), lax.div(number, ctx.tiles)
+    head, part = lax.rem(rest, shape.kv_heads), lax.div(rest, shape.kv_heads)
+    first_row, rows, target, keys = (operands.users[part, i] for i in range(USER_WORDS))
+    keys = keys - (shape.first_key + tile * ctx.key_tiles * WGMMA_M)
+    blocks = jnp.where(keys > 0, pl.cdiv(rows, BLOCK_ROWS), 0)
+    shared.items.send_words(item, (blocks, rows, part, head, tile, keys), after=shared.items)
+    first_plane = head * shape.kv_tiles * NUM_CONSUMERS + tile * ctx.key_tiles
+    last = lax.div(jnp.maximum(keys - 1, 0), WGMMA_M)
+
+    @pl.loop(0, blocks)
+    def _(block: Any) -> None:
+        ring, begin = shared.blocks, block * BLOCK_ROWS
+        ring.await_free(step + block)
+        ready, tiles = ring.ready_at(step + block), ring.copied(step + block)
+        for i in range(ctx.key_tiles):
+            # A tile without keys reads the last one that has some, which comes from L2.
+            plane = first_plane + jnp.minimum(i, last)
+            source = operands.d_scores.at[plane, pl.ds(target + begin, BLOCK_ROWS)]
+            plgpu.copy_gmem_to_smem(source, tiles.at[i], ready)
+        columns = tiles.at[pl.ds(ctx.key_tiles, shape.column_blocks)]
+        ctx.load(operands.query, (pl.ds(first_row + begin, BLOCK_ROWS), head), columns, ready)
+
+    return step + blocks
+
+
+def _produce(ctx: Context) -> None:
+    """The producer warp."""
+
+    def take(item: Any) -> Any:
+        return mosaic.next_ticket(ctx.counters[0], item, interpret=ctx.interpret)
+
+    def send(carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+        item, number, step = carry
+        step = _send_item(ctx, item, number, step)
+        return item + 1, take(item + 1), step
+
+    zero = jnp.int32(0)
+    item, _, _ = lax.while_loop(lambda carry: carry[1] < ctx.items, send, (zero, take(zero), zero))
+    ctx.shared.items.send_words(item, (jnp.int32(-1),), after=ctx.shared.items)
+    # All arrivals must happen before the barriers' memory is released.
+    ctx.shared.blocks.drain()
+    ctx.shared.items.drain()
+
+
+# Consumers
+
+
+def _word(ctx: Context, item: Any, word: int) -> Any:
+    return ctx.shared.items.words[ctx.shared.items.slot(item), word]
+
+
+def _receive_block(ctx: Context, rows: Any, block: Any, step: Any) -> None:
+    """Waits for a block; zeroes the rows past the last one, which belong to others."""
+    ctx.shared.blocks.await_ready(step)
+    left = rows - block * BLOCK_ROWS
+
+    @pl.when(left < BLOCK_ROWS)
+    def _() -> None:
+        number = ctx.config.query_tiles
+        consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
+        tiles = ctx.shared.blocks.matrix(step)
+        d_scores = tiles.at[pl.ds(consumer * number, number)]
+        stores.zero_rows(d_scores, left, interpret=ctx.interpret)
+
+        @pl.when(consumer == 0)
+        def _() -> None:
+            queries = tiles.at[pl.ds(ctx.key_tiles, ctx.shape.column_blocks)]
+            stores.zero_rows(queries, left, interpret=ctx.interpret)
+
+        plgpu.commit_smem()
+        mosaic.named_barrier("sync", jnp.int32(CONSUMER_BARRIER), CONSUMER_THREADS)
+
+
+def _multiply(ctx: Context, item: Any, first_step: Any, totals: Any) -> Any:
+    """Adds the products of all blocks to this consumer's tiles."""
+    number = ctx.config.query_tiles
+    consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
+    blocks, rows = _word(ctx, item, BLOCKS), _word(ctx, item, ROWS)
+
+    def add(block: Any, totals: Any) -> Any:
+        step = first_step + block
+        _receive_block(ctx, rows, block, step)
+        tiles = ctx.shared.blocks.matrix(step)
+        queries = tiles.at[pl.ds(ctx.key_tiles, ctx.shape.column_blocks)]
+        found = tuple(
+            products.add_stored(
+                total,
+                tiles.at[consumer * number + i],
+                queries,
+                is_transposed=True,
+                interpret=ctx.interpret,
+            )
+            for i, total in enumerate(totals)
+        )
+        mma.wait(number, interpret=ctx.interpret)
+        pl.when(block > 0)(lambda: ctx.shared.blocks.release(step - 1))
+        return found
+
+    if ctx.interpret:
+        pl.loop(0, blocks)(lambda block: add(block, totals) and None)
+        return totals
+    return lax.fori_loop(0, blocks, add, totals)
+
+
+def _tile(ctx: Context, item: Any, blocks: Any, first_step: Any) -> None:
+    """Computes and stores a tile."""
+    shape, shared, number = ctx.shape, ctx.shared, ctx.config.query_tiles
+
+    def store(totals: Any) -> None:
+        mma.wait(0, interpret=ctx.interpret)
+        pl.when(blocks > 0)(lambda: shared.blocks.release(first_step + blocks - 1))
+        sums = [mma.after_wait(x, interpret=ctx.interpret) for x in totals]
+        _store(ctx, item, [x * jnp.float32(shape.scale) for x in sums])
+
+    if ctx.interpret:
+
+        def with_accumulators(*parts: Any) -> None:
+            count = shape.column_blocks
+            _multiply(ctx, item, first_step, [parts[i * count :][:count] for i in range(number)])
+            read = [x[...] for x in parts]
+            store(
+                [
+                    jnp.concatenate(read[i * count :][:count], axis=1)[:, : shape.head_dim]
+                    for i in range(number)
+                ]
+            )
+
+        accumulators = [plgpu.ACC((WGMMA_M, WGMMA_M))] * (number * shape.column_blocks)
+        pl.run_scoped(with_accumulators, *accumulators)
+    else:
+        zeros = tuple(mma.zeros(shape.head_dim, jnp.float32) for _ in range(number))
+        store(_multiply(ctx, item, first_step, zeros))
+
+
+def _store(ctx: Context, item: Any, sums: list[jax.Array]) -> None:
+    """Stores the gradients of each tile of 64 keys, zeros past the length; frees the item."""
+    shape, shared, (target,) = ctx.shape, ctx.shared, ctx.outputs
+    part, head, tile, keys = (_word(ctx, item, i) for i in (PART, HEAD, TILE, KEYS))
+    consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
+    is_f32 = target.dtype == jnp.float32
+    if not is_f32:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the item before
+    for i, total in enumerate(sums):
+        number = consumer * ctx.config.query_tiles + i
+        total = jnp.where(number * WGMMA_M < keys, total, jnp.float32(0))
+        first = (tile * ctx.key_tiles + number) * WGMMA_M
+        if is_f32:
+            staging = shared.f32_staging.at[consumer] if ctx.interpret else None
+            rows = jnp.clip(shape.kv_len - first, 0, WGMMA_M)
+            place = (part * shape.kv_len + first, head, jnp.int32(0), rows)
+            stores.store_rows(target, total, *place, staging, interpret=ctx.interpret)
+            continue
+        values, staged = total.astype(target.dtype), shared.result[0].at[number]
+        for block, columns in enumerate(stores.column_blocks(values, shape.column_blocks)):
+            view = staged.at[pl.ds(block, 1)]
+            stores.stage_rows(view, columns, reads_late=True, interpret=ctx.interpret)
+        plgpu.commit_smem()
+
+        @pl.when(first < shape.kv_len)
+        def _(number: Any = number, first: Any = first) -> None:
+            tiles = shared.result[1].at[number]
+            ctx.store(tiles, target, (part, pl.ds(first, WGMMA_M), head))
+
+    shared.items.release(item)
+
+
+def _consume(ctx: Context) -> None:
+    """A consumer warpgroup."""
+    ctx.shared.blocks.release_all()
+    ctx.shared.items.release_all()
+
+    def receive(item: Any) -> Any:
+        ctx.shared.items.await_ready(item)
+        return _word(ctx, item, BLOCKS)
+
+    def one_tile(carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+        item, blocks, step = carry
+        _tile(ctx, item, blocks, step)
+        return item + 1, receive(item + 1), step + blocks
+
+    zero = jnp.int32(0)
+    start = (zero, receive(zero), zero)
+    item = lax.while_loop(lambda carry: carry[1] >= 0, one_tile, start)[0]
+    ctx.shared.items.release(item)  # the slot of the end
+    plgpu.wait_smem_to_gmem(0, wait_read_only=False)
+
+
+# Host side
+
+
+def d_key_kernel(
+    d_scores: jax.Array,
+    operands: Operands,
+    shape: Shape,
+    config: AttentionBackwardConfig,
+    *,
+    dtype: Any,
+    num_sms: int,
+    interpret: Any = False,
+) -> jax.Array:
+    """d_key [U, keys, K, H] in `dtype`; `operands` have parts of users' rows."""
+
+    def context(*arguments: Any) -> Context:
+        return Context(shape, config, *arguments)
+
+    key = operands.key
+    keys = (shape.users, shape.kv_len, *key.shape[2:])
+    workers = min(num_sms, shape.items)
+    (sums,) = launch(
+        Roles(context, _produce, _consume),
+        DKeyOperands(d_scores, operands.query, operands.users),
+        (row_numbers.gradient_type(keys, key.dtype, shape.splits, dtype),),
+        config.stored_shared(shape.head_dim),
+        dtype=key.dtype,
+        name="ikbo_attention_backward_stored_d_key",
+        workers=1 if interpret else workers,
+        counters=(1,),
+        interpret=interpret,
+    )
+    return row_numbers.add_parts(sums, keys, shape.splits, dtype)
