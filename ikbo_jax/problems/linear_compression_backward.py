@@ -25,7 +25,6 @@ from ikbo_jax.problems.linear_compression import (
     LinearCompressionSizes,
     pads_little,
 )
-from ikbo_jax.problems.packed_compression import PackedCompressionConfig
 from ikbo_jax.problems.problem import Config
 
 #: Largest n of a WGMMA instruction.
@@ -163,7 +162,7 @@ class LinearCompressionBackwardConfig(Config):
       sums: of the kernel that sums cotangents.
     """
 
-    embeddings: tuple[LinearCompressionConfig | PackedCompressionConfig, ...]
+    embeddings: tuple[LinearCompressionConfig, ...]
     weights: tuple[WeightGradientConfig, ...]
     sums: SumConfig = SumConfig()
 
@@ -192,7 +191,8 @@ def default_config(problem: LinearCompressionSizes) -> LinearCompressionBackward
     """The configuration without a measurement; legal unless none is."""
     embeddings = []
     for level in range(len(problem.ks)):
-        config = embedding_problem(problem, level).default_config()
+        # Tiles that span candidates were not measured in a gradient.
+        config = next(embedding_problem(problem, level).row_configs(), None)
         embeddings.append(config or LinearCompressionConfig(single_launch=False))
     weight = _with_most_stages(_block_ms(problem.m)[0])
     return LinearCompressionBackwardConfig(tuple(embeddings), (weight,) * len(embeddings))
@@ -326,7 +326,7 @@ class LinearCompressionBackwardProblem(LinearCompressionSizes):
         if default is None:
             return
         finest = embedding_problem(self, len(self.ks) - 1)
-        embeddings = _with_new_values(finest.candidate_configs())
+        embeddings = _with_new_values(finest.row_configs())
         weights = [
             WeightGradientConfig(block_m, stages)
             for block_m in _block_ms(self.m)

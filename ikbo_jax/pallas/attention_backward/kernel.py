@@ -230,17 +230,18 @@ def _stored(
         part = dataclasses.replace(
             shape, first_key=first, kv_len=keys, kv_tiles=tiles, gradients=names
         )
-        d_scores, *gradients = run(operands, shape=part)
+        d_scores, *d_key, d_value = run(operands, shape=part)
         if names != BOTH:
-            gradients.insert(0, multiply_by_queries(d_scores, operands, part, config))
+            d_key = [multiply_by_queries(d_scores, operands, part, config)]
         dtype = operands.query.dtype if is_one else jnp.float32
-        found.append((multiply(d_scores, whole_users, part, config, dtype=dtype), *gradients))
+        d_query = multiply(d_scores, whole_users, part, config, dtype=dtype)
+        found.append((d_query, d_key[0], d_value))
     if is_one:
         return found[0]
-    d_query, *of_keys = zip(*found, strict=True)
-    total = functools.reduce(jnp.add, d_query).astype(operands.query.dtype)
-    d_key, d_value = (jnp.concatenate(parts, axis=1) for parts in of_keys)
-    return total, d_key, d_value
+    d_queries, *of_keys = zip(*found, strict=True)
+    total = functools.reduce(jnp.add, d_queries).astype(operands.query.dtype)
+    whole_d_key, whole_d_value = (jnp.concatenate(parts, axis=1) for parts in of_keys)
+    return total, whole_d_key, whole_d_value
 
 
 def _launch(

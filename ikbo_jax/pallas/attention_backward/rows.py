@@ -170,7 +170,8 @@ def statistics(
         poison = None if rows.is_valid is None else _nan_unless(rows.is_valid, jnp.zeros(1))
         width = out.shape[-1]
         inputs = Inputs(
-            *(x.reshape(-1, width) for x in (out, d_out)),
+            out.reshape(-1, width),
+            d_out.reshape(-1, width),
             lse.reshape(-1),
             None if d_lse is None else d_lse.reshape(-1),
             rows.targets.reshape(-1),
