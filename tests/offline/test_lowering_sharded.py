@@ -43,7 +43,8 @@ CASES = {
         ((B, T, N, H), (U, S, N, H), (U, S, N, H), (B,)),
         (CANDIDATES, P(), P(), CANDIDATES),
         CANDIDATES,
-        (1, 3),  # the gradient by two launches
+        # The gradient: statistics of query rows, then two launches.
+        (1, 4),
     ),
     "linear_compression": (
         compress,
