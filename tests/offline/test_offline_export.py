@@ -28,8 +28,9 @@ def model(w_cand, w_user, e_cand, e_user, query, history, index):
 
 
 def test_kernels_of_an_artefact_compile_as_those_of_jit(on_cpu, compiler: offline.Compiler) -> None:
-    floats = (of(32, 64), of(32, 72), of(8, 64, 64), of(2, 72, 64))
-    arrays = (*floats, of(8, 64, 2, 128), of(2, 64, 2, 128), of(8, dtype=INT))
+    # The cost model leaves small linear compressions to XLA.
+    floats = (of(224, 864), of(224, 1184), of(256, 864, 128), of(4, 1184, 128))
+    arrays = (*floats, of(256, 64, 2, 128), of(4, 64, 2, 128), of(256, dtype=INT))
     exported = export.export(jax.jit(model), platforms=["cuda"])(*arrays)
     found, expected = (
         {offline.kernel_name(module): compiler.assemble(module) for module in modules}
