@@ -148,14 +148,17 @@ class FakeHopper(NamedTuple):
 def fake_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHopper]:
     """A machine that seems to have a Hopper GPU, whose kernels are NumPy callbacks.
 
+    The kernels run linear compressions that the cost model leaves to XLA, because they are small.
     The callbacks have neither a vmap rule nor a gradient, like the kernels that they stand for:
     whoever gets past the op's own rules fails.
     """
     from ikbo_jax.ops import linear_compression as op
     from ikbo_jax.pallas.linear_compression import kernel
     from ikbo_jax.pallas.linear_compression_backward import d_weight, sums
+    from ikbo_jax.problems import packed_compression
 
     calls: list[dict[str, Any]] = []
+    monkeypatch.setattr(packed_compression, "is_xla_preferred", lambda problem: False)
 
     def fake_kernel(weights, embeddings, parents, *, config, num_sms):
         calls.append({"config": config, "num_sms": num_sms})

@@ -19,6 +19,7 @@ from ikbo_jax.problems import (
     LinearCompressionBackwardProblem,
     LinearCompressionBackwardTuning,
     LinearCompressionConfig,
+    packed_compression,
 )
 from ikbo_jax.tuning import table
 
@@ -26,7 +27,8 @@ SMALL = problems.LinearCompressionShape(3, 7, 16, 11, 5, 8, "unsorted")
 INPUTS = problems.make_inputs(SMALL)
 
 
-def test_text_holds_op_sizes_implementation_and_reason(on_cpu) -> None:
+def test_text_holds_op_sizes_implementation_and_reason(on_cpu, monkeypatch) -> None:
+    monkeypatch.setattr(packed_compression, "is_xla_preferred", lambda problem: False)
     text = str(ikbo.explain(ikbo.linear_compression, *INPUTS))
     backward = LinearCompressionBackwardProblem((3, 7), (11, 5), 16, 8, "bfloat16")
     assert re.sub(r"\n    config: .*", "", text) == (

@@ -23,7 +23,6 @@ from ikbo_jax.problems import (
     LinearCompressionBackwardProblem,
     LinearCompressionBackwardTuning,
     LinearCompressionProblem,
-    packed_compression,
 )
 from ikbo_jax.problems import linear_compression_backward as configs
 from ikbo_jax.tuning import table
@@ -140,13 +139,7 @@ def arrays():
 PROBLEM = LinearCompressionBackwardProblem((3, 4), (9, 7), 16, 8, "bfloat16")
 
 
-@pytest.fixture
-def kernels_preferred(monkeypatch):
-    """The kernels run problems that the cost model leaves to XLA, for their size."""
-    monkeypatch.setattr(packed_compression, "is_xla_preferred", lambda problem: False)
-
-
-def test_the_op_takes_the_row_and_explains_it(fake_hopper, builtin, kernels_preferred):
+def test_the_op_takes_the_row_and_explains_it(fake_hopper, builtin):
     tuned = dataclasses.replace(PROBLEM.default_config(), weight_stages=3, sum_stages=5)
     builtin(row(PROBLEM, tuned))
     plan = ikbo.explain(gradients(), *arrays()).plans[0]
@@ -158,7 +151,7 @@ def test_the_op_takes_the_row_and_explains_it(fake_hopper, builtin, kernels_pref
     assert {kernels.weights[0], kernels.sums, *kernels.embeddings} <= set(used)
 
 
-def test_a_row_may_prefer_xla_and_the_caller_may_not(fake_hopper, builtin, kernels_preferred):
+def test_a_row_may_prefer_xla_and_the_caller_may_not(fake_hopper, builtin):
     builtin(row(PROBLEM, None))
     plan = ikbo.explain(gradients(), *arrays()).plans[0]
     assert (plan.implementation, plan.backward_config) == ("mosaic_gpu", None)
@@ -172,7 +165,7 @@ def test_a_row_may_prefer_xla_and_the_caller_may_not(fake_hopper, builtin, kerne
         np.testing.assert_allclose(found, expected, atol=0.02 * np.abs(expected).max())
 
 
-def test_a_folded_problem_has_a_choice_of_its_own(fake_hopper, builtin, kernels_preferred):
+def test_a_folded_problem_has_a_choice_of_its_own(fake_hopper, builtin):
     folded = dataclasses.replace(PROBLEM, batches=(3 * 5, 4 * 5))
     tuned = dataclasses.replace(folded.default_config(), weight_stages=3)
     builtin(row(folded, tuned), row(PROBLEM, PROBLEM.default_config()))
