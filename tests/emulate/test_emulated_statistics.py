@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import emulator
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -62,15 +63,16 @@ def test_emulated_statistics_are_those_of_xla(
     np.testing.assert_allclose(emulated[:, :, at], want[:, :, at], rtol=2e-6, atol=2e-5)
 
 
+@pytest.mark.parametrize("has_x64", [False, True])
 def test_emulated_statistics_are_nan_where_a_promised_order_is_wrong(
-    sm90: emulator.Emulator,
+    has_x64: bool, sm90: emulator.Emulator
 ) -> None:
     shape = (4, 2, 1, 64)
     out, lse = jnp.ones(shape, jnp.bfloat16), jnp.zeros(shape[:3], jnp.float32)
     sizes = {"users": 3, "kv_len": 100, "q_len": 2, "group": 1, "block_q": 16, "splits": 1}
     for index, is_nan in (([0, 0, 1, 2], False), ([1, 0, 1, 2], True)):
         found = rows.make_rows(jnp.asarray(index, jnp.int32), None, is_sorted=True, **sizes)
-        with sm90.emulated(0):
+        with sm90.emulated(0), jax.enable_x64(has_x64):
             emulated = np.asarray(rows.statistics(out, lse, out, None, found, 1, 64))
         at = np.asarray(found.targets).ravel()
         assert np.isnan(emulated[:, :, at]).all() == is_nan

@@ -77,11 +77,10 @@ class Outputs(NamedTuple):
 
     d_query: Any  # [K, or tiles of keys * K, blocks * block_q, H] f32, rows of no query arbitrary;
     # None if a second launch computes d_query
-    d_scores: (
-        Any  # [K * tiles of keys * 2, blocks * block_q, 64] of 16 bits: queries by the 64 keys
-    )
-    # of a consumer; None unless a second launch multiplies them. Rows of no query, and keys of
-    # tiles past a user's length, are arbitrary.
+    # Queries by a consumer's 64 keys, [K * tiles of keys * 2, blocks * block_q, 64] of 16 bits;
+    # None unless another launch multiplies them. Rows of no query, and keys of tiles past a user's
+    # length, are arbitrary.
+    d_scores: Any
     d_key: Any  # [U, keys, K, H] of 16 bits, or [U * splits * keys, K, H] f32; None if not computed
     d_value: Any  # likewise
 

@@ -167,7 +167,9 @@ def statistics(
     delta = sum(d_out * out) - d_lse. Rows without keys get an lse of infinity, hence P = 0.
     """
     if not interpret:
-        poison = None if rows.is_valid is None else _nan_unless(rows.is_valid, jnp.zeros(1))
+        poison = (
+            None if rows.is_valid is None else _nan_unless(rows.is_valid, jnp.zeros(1, jnp.float32))
+        )
         width = out.shape[-1]
         inputs = Inputs(
             out.reshape(-1, width),
