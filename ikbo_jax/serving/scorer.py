@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import bisect
+import gc
 import threading
+import weakref
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -27,6 +30,17 @@ from ikbo_jax.serving.features import Features, FeaturesOf
 from ikbo_jax.serving.packing import Column, Packing, fill
 from ikbo_jax.serving.programs import Model, Programs, compilations, specs_of
 from ikbo_jax.serving.users import UserCache
+
+
+def _forget(reference: weakref.ref[Scorer]) -> None:
+    """Frees a scorer's programs and arrays before JAX ends.
+
+    Without it, 4 of 14 processes that ended right after a call aborted in a thread of XLA.
+    """
+    scorer = reference()
+    if scorer is not None:
+        scorer.__dict__.clear()
+        gc.collect()
 
 
 class Scorer:
@@ -78,6 +92,7 @@ class Scorer:
         self._users = UserCache(user_bytes, row_bytes, self.buckets.largest[1])
         self._features = Features(Form(user, "features"), features_of)
         self._lock = threading.Lock()
+        atexit.register(_forget, weakref.ref(self))
         self._calls = self._requests = self._candidates = self._padding = 0
         slots = self._users.slots
         self._programs = Programs(model, self.specs, self.buckets, slots, joint=joint)
