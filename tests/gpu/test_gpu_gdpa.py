@@ -420,9 +420,10 @@ shape = problems_gdpa.Shape((0, 70, 5, 130), (40, 0, 129, 65), 2, 1, 128, before
 arrays = problems_gdpa.make_arrays(shape)
 indices = (None, arrays.cu_seqlens_q[:4] * 0 + 99)
 def run(activation, q_slots, index, *operands):
+    config = GdpaConfig(block_kv=64, q_slots=q_slots) if q_slots else ShortGdpaConfig(16, 64, 2, 1)
     return ikbo.gdpa(
         *operands, *arrays[3:5], q_to_kv=indices[index], activation=activation,
-        implementation="mosaic_gpu", config=GdpaConfig(block_kv=64, q_slots=q_slots),
+        implementation="mosaic_gpu", config=config,
     )
 for arguments in {runs}:
     jax.block_until_ready(run(*arguments, *arrays[:3]))
@@ -440,10 +441,12 @@ print("FINISHED")
     [
         ((("gelu_tanh", 1, 0), ("gelu_tanh", 2, 1)), ()),
         ((("softmax", 1, 0), ("softmax", 2, 1)), ()),
+        # No slots of queries: the kernel for short sequences.
+        ((("gelu_tanh", 0, 0), ("gelu_tanh", 0, 1), ("softmax", 0, 0), ("softmax", 0, 1)), ()),
         ((), (("gelu_tanh", 0), ("gelu_tanh", 1))),
         ((), (("softmax", 0), ("softmax", 1))),
     ],
-    ids=["forward", "softmax", "backward", "softmax_backward"],
+    ids=["forward", "softmax", "short", "backward", "softmax_backward"],
 )
 def test_gdpa_sanitizer(runs, gradients, tool):
     script = SANITIZED.replace("{runs}", str(runs)).replace("{gradients}", str(gradients))
