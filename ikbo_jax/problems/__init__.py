@@ -22,6 +22,7 @@ from ikbo_jax.problems.linear_compression_backward import (
 )
 from ikbo_jax.problems.packed_compression import PackedCompressionConfig
 from ikbo_jax.problems.problem import Config, Problem
+from ikbo_jax.problems.resident_compression import ResidentCompressionConfig
 from ikbo_jax.problems.short_gdpa import ShortGdpaConfig
 
 #: The class of every op's problems, by the op's name in table rows.
@@ -56,5 +57,6 @@ __all__ = [
     "LinearCompressionProblem",
     "PackedCompressionConfig",
     "Problem",
+    "ResidentCompressionConfig",
     "ShortGdpaConfig",
 ]

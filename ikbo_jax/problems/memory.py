@@ -34,6 +34,13 @@ class Blocks:
 
 
 @dataclasses.dataclass(frozen=True)
+class Rows:
+    """Rows [..., rows, width] of the inputs' dtype, as they lie in device memory."""
+
+    shape: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Words:
     """Integers of 32 bits."""
 
@@ -102,7 +109,7 @@ def smem_bytes(shared: Any) -> int:
         return sum(map(smem_bytes, shared))
     if isinstance(shared, Barriers):
         return shared.count * BARRIER_BYTES
-    if isinstance(shared, Tiles | Blocks | Words | Floats):
-        size = math.prod(shared.shape) * (2 if isinstance(shared, Tiles | Blocks) else 4)
+    if isinstance(shared, Tiles | Blocks | Rows | Words | Floats):
+        size = math.prod(shared.shape) * (2 if isinstance(shared, Tiles | Blocks | Rows) else 4)
         return -(-size // SMEM_ALIGNMENT) * SMEM_ALIGNMENT
     return 0

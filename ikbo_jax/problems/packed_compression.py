@@ -119,8 +119,7 @@ class PackedCompressionConfig(Config):
     def illegal_reason(self, problem: Any) -> str | None:
         """Why the kernel cannot run a `LinearCompressionProblem` so; None if it can."""
         return (
-            hopper.why_not_dtype(problem.dtype)
-            or _why_not_sizes(problem)
+            why_not_served(problem)
             or self._why_not_tile()
             or hopper.why_not_smem(self, self.smem_bytes)
         )
@@ -174,9 +173,14 @@ def _why_not_sizes(problem: Any) -> str | None:
     return None
 
 
+def why_not_served(problem: Any) -> str | None:
+    """Why no configuration can run a `LinearCompressionProblem`; None if some may."""
+    return hopper.why_not_dtype(problem.dtype) or _why_not_sizes(problem)
+
+
 def serves(problem: Any) -> bool:
     """Whether the kernel is a candidate for a `LinearCompressionProblem`."""
-    return hopper.why_not_dtype(problem.dtype) is None and _why_not_sizes(problem) is None
+    return why_not_served(problem) is None
 
 
 def describe_estimates(problem: Any) -> str:

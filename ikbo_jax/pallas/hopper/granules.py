@@ -189,20 +189,24 @@ def store(memory: Fragment, value: jax.Array, first: Any, begin: Any, *, interpr
     write(*memory, value, first, begin)
 
 
-def stage_transposed(blocks: Any, values: jax.Array, *, interpret: bool) -> None:
+def stage_transposed(
+    blocks: Any, values: jax.Array, *, is_swizzled: bool = True, interpret: bool
+) -> None:
     """Writes values [64, rows] of 16 bits to column blocks [64 / width, rows, width].
 
-    Value [i, j] becomes element [i // width, j, i % width]. Rows are a multiple of 8.
+    Value [i, j] becomes element [i // width, j, i % width]. Rows are a multiple of 8. Without
+    `is_swizzled`, the blocks are `memory.Rows`.
     """
     count, rows, width = blocks.shape
     if interpret:
         for i in range(count):
             blocks[i] = lax.slice(values, (i * width, 0), ((i + 1) * width, rows)).T
         return
+    swizzle_type = mosaic.row_swizzle(blocks.shape, blocks.dtype)
 
     @plgpu.inline_mgpu(
         arg_types=(
-            plgpu.RefType((mosaic.row_swizzle(blocks.shape, blocks.dtype),)),
+            plgpu.RefType((swizzle_type,) if is_swizzled else ()),
             plgpu.Layout.WGMMA,
         )
     )
@@ -227,7 +231,9 @@ def stage_transposed(blocks: Any, values: jax.Array, *, interpret: bool) -> None
         swizzle = arith.remui(swizzle, mgpu.c(vectors, i32))
         offset = arith.muli(block, mgpu.c(rows * width * 2, i32))
         offset = arith.addi(offset, arith.muli(row, mgpu.c(width * 2, i32)))
-        vector_at = arith.muli(arith.xori(vector_of_row, swizzle), mgpu.c(16, i32))
+        if is_swizzled:
+            vector_of_row = arith.xori(vector_of_row, swizzle)
+        vector_at = arith.muli(vector_of_row, mgpu.c(16, i32))
         address = mgpu.utils.getelementptr(
             mgpu.utils.memref_ptr(blocks), [arith.addi(offset, vector_at)], byte
         )

@@ -176,7 +176,7 @@ def _order(kinds: list[Any], interpret: bool) -> list[int]:
 
     Staging memory is left out unless the kernel is interpreted.
     """
-    tiles = (memory.Tiles, memory.Blocks)
+    tiles = (memory.Tiles, memory.Blocks, memory.Rows)
     ranks = (*tiles, memory.Floats, memory.Words, memory.Staging, memory.Barriers)
     order = sorted(range(len(kinds)), key=lambda i: ranks.index(type(kinds[i])))
     return [i for i in order if interpret or not isinstance(kinds[i], memory.Staging)]
@@ -189,6 +189,8 @@ def _type(kind: Any, dtype: Any, interpret: bool) -> Any:
             return mosaic.operand_tile(shape, dtype, interpret=interpret)
         case memory.Blocks(shape):
             return mosaic.column_blocks(shape, dtype, interpret=interpret)
+        case memory.Rows(shape):
+            return plgpu.SMEM(shape, dtype)
         case memory.Floats(shape, is_swizzled):
             swizzle: Any = plgpu.SwizzleTransform
             transforms = (swizzle(mosaic.SWIZZLE),) if is_swizzled and not interpret else ()

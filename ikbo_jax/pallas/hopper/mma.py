@@ -146,7 +146,14 @@ def wgmma(
 
 
 def wgmma_blocks(
-    acc: Any, a: Any, b_t: Any, *, overwrite: bool, k: int = 64, interpret: bool
+    acc: Any,
+    a: Any,
+    b_t: Any,
+    *,
+    overwrite: bool,
+    k: int = 64,
+    block_bytes: int = 0,
+    interpret: bool,
 ) -> Any:
     """Like `wgmma`, for an operand of column blocks [64 / width, 64, width], k by rows.
 
@@ -154,13 +161,21 @@ def wgmma_blocks(
 
     Args:
       acc: [64, columns] f32; under interpretation, an accumulator [width, columns] for each block.
+      b_t: as for `wgmma`, or [depth / 64, columns, 64] for blocks of more or fewer than 64 rows.
+      block_bytes: bytes from one of these to the next.
     """
     if interpret:
         for i, part in enumerate(acc):
-            plgpu.wgmma(part, a.at[i].transpose((1, 0)), b_t.transpose((1, 0)))
+            if len(b_t.shape) == 2:
+                plgpu.wgmma(part, a.at[i].transpose((1, 0)), b_t.transpose((1, 0)))
+                continue
+            for begin in range(0, k, 64):
+                rows = min(64, k - begin)
+                left = a.at[i, pl.ds(begin, rows)].transpose((1, 0))
+                plgpu.wgmma(part, left, b_t.at[begin // 64, :, pl.ds(0, rows)].transpose((1, 0)))
         return acc
 
-    columns, (_, depth, width) = b_t.shape[0], a.shape
+    columns, (_, depth, width) = b_t.shape[-2], a.shape
     row_bytes = 2 * width
     accumulator = () if overwrite else (acc,)
 
@@ -178,7 +193,9 @@ def wgmma_blocks(
         with Group(b, columns, *acc) as group:
             for step in range(k // WGMMA_K):
                 a_step = advance(a_base, step * WGMMA_K * row_bytes)
-                group.multiply([a_step], advance(b_base, step * WGMMA_K * 2), transposes="1, 0")
+                block, within = divmod(step, 64 // WGMMA_K)
+                b_step = advance(b_base, block * block_bytes + within * WGMMA_K * 2)
+                group.multiply([a_step], b_step, transposes="1, 0")
         return group.result
 
     return issue(a, b_t, *accumulator)

@@ -62,6 +62,7 @@ from ikbo_jax.pallas.hopper import fragment, mosaic, schedule
 from ikbo_jax.pallas.hopper.launch import Roles, launch
 from ikbo_jax.pallas.linear_compression.columns import Columns, RowColumns
 from ikbo_jax.pallas.linear_compression.packed import PackedColumns
+from ikbo_jax.pallas.linear_compression.resident import resident_compression
 from ikbo_jax.pallas.linear_compression.roles import consume, produce
 from ikbo_jax.pallas.linear_compression.tiles import (
     BLOCK_N,
@@ -72,7 +73,11 @@ from ikbo_jax.pallas.linear_compression.tiles import (
     Phase,
     Shape,
 )
-from ikbo_jax.problems import LinearCompressionConfig, PackedCompressionConfig
+from ikbo_jax.problems import (
+    LinearCompressionConfig,
+    PackedCompressionConfig,
+    ResidentCompressionConfig,
+)
 from ikbo_jax.problems.packed_compression import block_width
 
 #: Alignment of weight rows, bytes.  TMA needs 16; with 128, a row of an operand tile is one L2
@@ -199,7 +204,7 @@ def linear_compression_kernel(
     embeddings: tuple[jax.Array, ...],
     parents: tuple[jax.Array | None, ...],
     *,
-    config: LinearCompressionConfig | PackedCompressionConfig,
+    config: LinearCompressionConfig | PackedCompressionConfig | ResidentCompressionConfig,
     num_sms: int,
     interpret: Any = False,
 ) -> jax.Array:
@@ -209,7 +214,8 @@ def linear_compression_kernel(
       weights: [M, K_l] each, bf16 or f16.
       embeddings: [B_l, K_l, N] each, the same dtype; N a multiple of 8.
       parents: None for the first level, then [B_l] int32 into the batch of the level before.
-      config: a legal configuration (`illegal_reason`); its class decides which columns a tile has.
+      config: a legal configuration (`illegal_reason`); its class decides which columns a tile has,
+        and a `ResidentCompressionConfig` selects the kernel of `resident`.
       num_sms: streaming multiprocessors of the device.
       interpret: False, or `plgpu.InterpretGPUParams` to run on a CPU; that needs `cluster=1`, and
         `num_sms=1` for a single launch.
@@ -217,6 +223,9 @@ def linear_compression_kernel(
     Returns:
       [B_last, M, N] in the inputs' dtype; accumulated in f32 over all levels, rounded once.
     """
+    if isinstance(config, ResidentCompressionConfig):
+        options = {"config": config, "num_sms": num_sms, "interpret": interpret}
+        return resident_compression(weights, embeddings, parents, **options)
     launch_levels = functools.partial(_launch, config=config, num_sms=num_sms, interpret=interpret)
     last = len(weights) - 1
     is_shared = config.single_launch and last > 0

@@ -1,0 +1,428 @@
+"""Linear compression by CTAs of one warpgroup that keep their weights: small M and K.
+
+    out[b] = w_cand @ e_cand[b] + w_user @ e_user[cand_to_user[b]]
+
+Where M and K are small, a tile's products take less time than the latency of its loads, and the
+kernel of `roles` waits for one after another: for a k step, for a fragment, for a ticket.  Here
+several CTAs share an SM, so that one computes while others wait.  A CTA
+
+  - loads its weights into shared memory once, by itself: no launch pads their rows for TMA;
+  - issues the loads of all k steps of a tile at once, `num_stages` tiles ahead;
+  - multiplies the columns of a tile (see `packed`) by one part of the compressed rows after
+    another, so that embeddings are loaded once however large M is;
+  - stores a candidate of 16 or 32 columns as what it is, contiguous memory.
+
+Each level is a launch of its own, without counters that a further launch would have to zero.  A
+level that a finer one looks up stores fragments; if its K is long, every CTA sums a split of K, and
+the finer level adds the fragments of all splits.
+
+Synchronisations:
+  1. `ready[stage, k step]`  TMA has filled the slot.
+  2. The warpgroup's barrier after a tile's last product, before the slot is loaded again.
+  3. Staging buffers: `commit_smem` before a store, `wait_smem_to_gmem` before the next write.
+No CTA waits for another one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith
+
+from ikbo_jax.pallas.hopper import fragment, granules, mma, mosaic, stores
+from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
+from ikbo_jax.pallas.linear_compression import weights as resident_weights
+from ikbo_jax.problems import LinearCompressionProblem, ResidentCompressionConfig
+from ikbo_jax.problems.hopper import BLOCK_K, WGMMA_M
+from ikbo_jax.problems.packed_compression import GRANULE, STAGING_SLOTS, block_width
+from ikbo_jax.problems.resident_compression import Layout, is_contiguous
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """Static description of a level.
+
+    Attributes:
+      layout: how it is divided among CTAs.
+      coarser: the layout of the level whose fragments it adds; None if there is none.
+      workers: CTAs of a group and a split; each has a range of column tiles.
+    """
+
+    batch: int
+    k: int
+    m: int
+    n: int
+    layout: Layout
+    coarser: Phase | None
+    workers: int
+
+    @property
+    def width(self) -> int:
+        """Columns of a block."""
+        return block_width(self.n)
+
+    @property
+    def blocks_of_row(self) -> int:
+        return self.n // self.width
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a tile."""
+        return self.layout.block_n // self.width
+
+    @property
+    def tiles(self) -> int:
+        """Column tiles."""
+        return pl.cdiv(self.batch * self.n, self.layout.block_n)
+
+    @property
+    def granules(self) -> int:
+        """Granules of a split's fragments, of whole tiles."""
+        return self.tiles * self.layout.block_n // GRANULE
+
+
+class Operands(NamedTuple):
+    """Device memory of a level; `index` and `fragments` are None at the coarsest level."""
+
+    weight: Any  # [M, K]
+    embedding: Any  # [B, K, N]
+    index: Any  # [B] int32
+    fragments: Any  # fragment.Fragment of [splits * granules, ...]
+
+
+class Place(NamedTuple):
+    """What a CTA computes."""
+
+    group: Any  # of compressed rows
+    split: Any  # of K
+    begin: Any  # column tiles
+    end: Any
+
+
+def _place(ctx: WarpgroupContext) -> Place:
+    phase = ctx.shape
+    layout = phase.layout
+    shares = layout.groups * layout.splits
+    worker, share = lax.div(ctx.worker, shares), lax.rem(ctx.worker, shares)
+    begin, end = (lax.div(x * phase.tiles, phase.workers) for x in (worker, worker + 1))
+    return Place(lax.div(share, layout.splits), lax.rem(share, layout.splits), begin, end)
+
+
+def _load(ctx: WarpgroupContext, place: Place, tile: Any) -> None:
+    """Issues the loads of a tile's embeddings."""
+    phase, shared = ctx.shape, ctx.shared
+    layout = phase.layout
+    stage = lax.rem(tile - place.begin, layout.stages)
+    for step in range(layout.steps):
+        slot = stage * layout.steps + step
+        target, ready = shared.embedding.at[slot], shared.ready.at[slot]
+        rows = pl.ds(place.split * layout.k + step * layout.depth, layout.depth)
+        first = tile * phase.blocks
+        if phase.blocks_of_row == 1:
+            source = ctx.operands.embedding.at[pl.ds(first, phase.blocks), rows]
+            plgpu.copy_gmem_to_smem(source, target, ready)
+            continue
+        for i in range(phase.blocks):
+            row, columns = _block(phase, first + i)
+            plgpu.copy_gmem_to_smem(
+                ctx.operands.embedding.at[row, rows, columns], target.at[i], ready
+            )
+
+
+def _block(phase: Phase, number: Any) -> tuple[Any, Any]:
+    """Row of the batch and columns of a block."""
+    row, of_row = lax.div(number, phase.blocks_of_row), lax.rem(number, phase.blocks_of_row)
+    return row, pl.ds(of_row * phase.width, phase.width)
+
+
+def _multiply(ctx: WarpgroupContext, part: int, stage: Any) -> tuple[jax.Array, ...]:
+    """The accumulators of a part of a tile, [64, block_m] f32 each."""
+    phase, layout = ctx.shape, ctx.shape.layout
+    weight, _ = ctx.shared.weight
+    of_accumulator = WGMMA_M // phase.width
+
+    def all_steps(accs: tuple[Any, ...]) -> tuple[jax.Array, ...]:
+        for step in range(layout.steps):
+            slot = stage * layout.steps + step
+            if part == 0:
+                plgpu.barrier_wait(ctx.shared.ready.at[slot])
+            k_blocks = pl.ds(step * layout.depth // BLOCK_K, pl.cdiv(layout.depth, BLOCK_K))
+            b_t = weight.at[k_blocks, pl.ds(part * layout.block_m, layout.block_m)]
+            accs = tuple(
+                mma.wgmma_blocks(
+                    acc,
+                    ctx.shared.embedding.at[slot, pl.ds(i * of_accumulator, of_accumulator)],
+                    b_t,
+                    overwrite=step == 0,
+                    k=layout.depth,
+                    block_bytes=layout.rows * mosaic.SWIZZLE,
+                    interpret=ctx.interpret,
+                )
+                for i, acc in enumerate(accs)
+            )
+        plgpu.wgmma_wait(0)
+        if ctx.interpret:
+            return tuple(jnp.concatenate([x[...] for x in blocks]) for blocks in accs)
+        return tuple(mma.after_wait(acc, interpret=False) for acc in accs)
+
+    if not ctx.interpret:
+        return all_steps((None,) * layout.accumulators)
+    types = [plgpu.ACC((phase.width, layout.block_m))] * (of_accumulator * layout.accumulators)
+
+    def grouped(*parts: Any) -> Any:
+        groups = (parts[i : i + of_accumulator] for i in range(0, len(parts), of_accumulator))
+        return all_steps(tuple(groups))
+
+    return pl.run_scoped(grouped, *types)
+
+
+def _look_up(ctx: WarpgroupContext, place: Place, tile: Any) -> Any:
+    """The granules of the coarser level that a tile adds; of the last tile past the end."""
+    phase = ctx.shape
+    if phase.coarser is None:
+        return None
+    tile = jnp.minimum(tile, place.end - 1)
+    return granules.look_up(
+        ctx.operands.index,
+        tile * (phase.layout.block_n // GRANULE),
+        phase.layout.accumulators,
+        of_row=phase.n // GRANULE,
+        coarser_rows=phase.coarser.batch,
+        interpret=ctx.interpret,
+    )
+
+
+def _load_fragments(
+    ctx: WarpgroupContext, users: Any, split: int, begin: Any
+) -> tuple[fragment.Fragment, ...]:
+    phase, layout = ctx.shape, ctx.shape.layout
+    return granules.load(
+        ctx.operands.fragments,
+        users + split * phase.coarser.granules if split else users,
+        layout.accumulators,
+        begin,
+        layout.block_m,
+        interpret=ctx.interpret,
+    )
+
+
+def _sums(
+    ctx: WarpgroupContext, place: Place, users: Any, part: int, stage: Any
+) -> tuple[jax.Array, ...]:
+    """A part of a tile, with the coarser level's part."""
+    coarser, layout = ctx.shape.coarser, ctx.shape.layout
+    if coarser is None:
+        return _multiply(ctx, part, stage)
+    begin = place.group * layout.rows + part * layout.block_m
+    early = _load_fragments(ctx, users, 0, begin)  # their latency passes with the product's
+    accs = _multiply(ctx, part, stage)
+
+    def add(accs: tuple[jax.Array, ...], parts: tuple[fragment.Fragment, ...]) -> Any:
+        return tuple(
+            fragment.add(acc, x, interpret=ctx.interpret)
+            for acc, x in zip(accs, parts, strict=True)
+        )
+
+    def add_all() -> tuple[jax.Array, ...]:
+        total = add(accs, early)
+        for split in range(1, coarser.layout.splits):
+            total = add(total, _load_fragments(ctx, users, split, begin))
+        return total
+
+    return lax.cond(place.split == 0, add_all, lambda: accs)
+
+
+def _stage(ctx: WarpgroupContext, number: Any, accs: tuple[jax.Array, ...]) -> Any:
+    """Writes a part to a staging buffer, which it returns; TMA sees it afterwards."""
+    of_accumulator = WGMMA_M // ctx.shape.width
+    staging = ctx.shared.staging.at[lax.rem(number, STAGING_SLOTS)]
+    # All stores but the newest have read their staging buffers, so this buffer is free.
+    plgpu.wait_smem_to_gmem(STAGING_SLOTS - 1, wait_read_only=True)
+    for i, acc in enumerate(accs):
+        granules.stage_transposed(
+            staging.at[pl.ds(i * of_accumulator, of_accumulator)],
+            acc.astype(ctx.operands.embedding.dtype),
+            is_swizzled=not is_contiguous(ctx.shape.n),
+            interpret=ctx.interpret,
+        )
+    plgpu.commit_smem()
+    return staging
+
+
+def _store(ctx: WarpgroupContext, staging: Any, tile: Any, part: int) -> None:
+    """Stores a part of a tile; rows past the batch and past M are dropped."""
+    phase, layout = ctx.shape, ctx.shape.layout
+    output, _ = ctx.outputs
+    first, blocks = tile * phase.blocks, phase.blocks
+    begin = part * layout.block_m
+    if is_contiguous(phase.n) and not ctx.interpret:
+        rows = min(layout.block_m, phase.m - begin)
+        _store_contiguous(output, staging, first, begin, rows)
+        return
+    compressed = pl.ds(begin + 0 * ctx.worker, layout.block_m)  # Pallas would reject a static end
+    if phase.blocks_of_row == 1:
+        plgpu.copy_smem_to_gmem(staging, output.at[pl.ds(first, blocks), compressed])
+        return
+    for i in range(blocks):
+        row, columns = _block(phase, first + i)
+        plgpu.copy_smem_to_gmem(
+            staging.at[i], output.at[row, compressed, columns], commit_group=i == blocks - 1
+        )
+
+
+def _store_contiguous(output: Any, staging: Any, first: Any, begin: int, rows: int) -> None:
+    """output[first + i, begin : begin + rows] = staging[i, :rows], one bulk copy for each i."""
+    batch, m, n = output.shape
+    blocks, height, _ = staging.shape
+    scalar = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), scalar))
+    def copy(_: Any, output: ir.Value, staging: ir.Value, first: mgpu.FragmentedArray) -> None:
+        i32, byte = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
+        thread = stores.thread_number()
+        row = arith.addi(first.registers.item(), thread)
+        is_less = functools.partial(arith.cmpi, arith.CmpIPredicate.slt)
+        exists = arith.andi(
+            is_less(thread, mgpu.c(blocks, i32)), is_less(row, mgpu.c(batch, i32))
+        )
+        target = stores.device_address(output, [(row, m * n), (mgpu.c(begin * n, i32), 1)], 2)
+        offset = arith.muli(thread, mgpu.c(height * n * 2, i32))
+        source = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(staging), [offset], byte)
+        mgpu.utils.inline_ptx(
+            "{ .reg .u64 target; cvta.to.global.u64 target, $0; "
+            f"@$2 cp.async.bulk.global.shared::cta.bulk_group [target], [$1], {rows * n * 2}; "
+            "cp.async.bulk.commit_group; }",
+            target,
+            source,
+            exists,
+            has_side_effects=True,
+        )
+
+    copy(output, staging, first)
+
+
+def _consume(ctx: WarpgroupContext) -> None:
+    """The CTA."""
+    phase: Phase = ctx.shape
+    layout = phase.layout
+    output, fragments_out = ctx.outputs
+    place = _place(ctx)
+    for i in range(layout.stages):
+        pl.when(place.begin + i < place.end)(
+            functools.partial(_load, ctx, place, place.begin + i)
+        )
+    resident_weights.load(
+        ctx.operands.weight,
+        ctx.shared.weight[0],
+        place.group * layout.rows,
+        place.split * layout.k,
+        interpret=ctx.interpret,
+    )
+
+    def load_again(tile: Any) -> None:
+        ahead = tile + layout.stages
+        pl.when(ahead < place.end)(functools.partial(_load, ctx, place, ahead))
+
+    def one(tile: Any, users: Any) -> Any:
+        tile = mosaic.opaque(tile, interpret=ctx.interpret)
+        number = tile - place.begin
+        stage = lax.rem(number, layout.stages)
+        users_ahead = _look_up(ctx, place, tile + 1)
+        for part in range(layout.parts):
+            is_last = part == layout.parts - 1
+            accs = _sums(ctx, place, users, part, stage)
+            if output is not None:
+                staging = _stage(ctx, number * layout.parts + part, accs)
+                if is_last:
+                    load_again(tile)
+                _store(ctx, staging, tile, part)
+                continue
+            if is_last:
+                plgpu.commit_smem()  # all warps have multiplied
+                load_again(tile)
+            _store_fragments(ctx, place, fragments_out, tile, part, accs)
+        return users_ahead
+
+    lax.fori_loop(place.begin, place.end, one, _look_up(ctx, place, place.begin))
+    if output is not None:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=False)
+
+
+def _store_fragments(
+    ctx: WarpgroupContext,
+    place: Place,
+    memory: fragment.Fragment,
+    tile: Any,
+    part: int,
+    accs: tuple[jax.Array, ...],
+) -> None:
+    phase, layout = ctx.shape, ctx.shape.layout
+    first = place.split * phase.granules + tile * (layout.block_n // GRANULE)
+    begin = place.group * layout.rows + part * layout.block_m
+    for i, acc in enumerate(accs):
+        at = first + i * (WGMMA_M // GRANULE)
+        granules.store(memory, acc, at, begin, interpret=ctx.interpret)
+
+
+def _launch(
+    phase: Phase, operands: Operands, *, is_last: bool, columns: int, interpret: Any
+) -> Any:
+    """The output of the last level, or the fragments of a coarser one, of `columns` rows of M."""
+    layout, dtype = phase.layout, operands.embedding.dtype
+    output = fragments = None
+    if is_last:
+        output = jax.ShapeDtypeStruct((phase.batch, phase.m, phase.n), dtype)
+    else:
+        fragments = granules.types(
+            columns, layout.splits * phase.granules, interpret=bool(interpret)
+        )
+    outputs = launch(
+        Roles(functools.partial(WarpgroupContext, phase, layout), None, _consume),
+        operands,
+        (output, fragments),
+        layout.shared(phase.n, stores=is_last),
+        dtype=dtype,
+        name="ikbo_linear_compression",
+        workers=phase.workers * layout.groups * layout.splits,
+        interpret=interpret,
+    )
+    return outputs[0] if is_last else fragment.Fragment(*outputs)
+
+
+def resident_compression(
+    weights: tuple[jax.Array, ...],
+    embeddings: tuple[jax.Array, ...],
+    parents: tuple[jax.Array | None, ...],
+    *,
+    config: ResidentCompressionConfig,
+    num_sms: int,
+    interpret: Any = False,
+) -> jax.Array:
+    """Linear compression of levels, coarsest first; see `kernel.linear_compression_kernel`."""
+    batches, ks = zip(*(x.shape[:2] for x in embeddings), strict=True)
+    m, n = weights[0].shape[0], embeddings[0].shape[2]
+    problem = LinearCompressionProblem(batches, ks, m, n, weights[0].dtype.name)
+    layouts = [config.layout(problem, i) for i in range(len(weights))]
+    # A level reads whole parts of its own.
+    columns = max(layout.groups * layout.rows for layout in layouts)
+    phase, fragments = None, None
+    for i, (weight, embedding) in enumerate(zip(weights, embeddings, strict=True)):
+        layout, is_last = layouts[i], i == len(weights) - 1
+        shares = layout.groups * layout.splits
+        tiles = -(-batches[i] * n // layout.block_n)
+        workers = min(tiles, max(1, num_sms * layout.ctas // shares))
+        phase = Phase(batches[i], ks[i], m, n, layout, phase, workers)
+        operands = Operands(weight, embedding, parents[i], fragments)
+        fragments = _launch(
+            phase, operands, is_last=is_last, columns=columns, interpret=interpret
+        )
+    return fragments

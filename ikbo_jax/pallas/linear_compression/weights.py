@@ -1,0 +1,146 @@
+"""Loads of weights by a warpgroup's threads: TMA would need rows that begin at 16 bytes."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith
+
+from ikbo_jax.pallas.hopper import mosaic, stores
+from ikbo_jax.problems.hopper import BLOCK_K, WARPGROUP_SIZE
+
+#: Loads of a thread that are in flight at a time, where each passes through a register.
+UNROLLED = 8
+
+
+def _elements(k: int) -> int:
+    """Elements that one instruction loads; the rows of a weight begin at multiples of them."""
+    return next(count for count in (8, 4, 2, 1) if k % count == 0)
+
+
+def load(weight: Any, tiles: Any, first_row: Any, first_k: Any, *, interpret: bool) -> None:
+    """tiles[i, r, c] = weight[first_row + r, first_k + 64 * i + c], or 0 outside of the weight.
+
+    The warpgroup's WGMMAs may read the tiles afterwards.
+
+    Args:
+      weight: device memory [M, K], 16 bits.
+      tiles: operand tiles [blocks, rows, 64] in shared memory.
+      first_k: a multiple of 16.
+    """
+    m, k = weight.shape
+    blocks, rows, _ = tiles.shape
+    if interpret:
+        size = (rows, blocks * BLOCK_K)
+        padded = jnp.pad(weight[...], [(0, x) for x in size])
+        part = lax.dynamic_slice(padded, (first_row, first_k), size)
+        for i in range(blocks):
+            tiles[i] = lax.slice(part, (0, i * BLOCK_K), (rows, (i + 1) * BLOCK_K))
+        plgpu.commit_smem()
+        return
+
+    elements = _elements(k)
+    of_row = blocks * BLOCK_K // elements
+    count = rows * of_row
+    scalar = plgpu.Layout.WG_SPLAT(())
+
+    @plgpu.inline_mgpu(
+        arg_types=(
+            plgpu.RefType(),
+            plgpu.RefType(mosaic.operand_transforms(tiles.dtype)),
+            *(scalar,) * 3,
+        )
+    )
+    def copy(_: Any, weight: ir.Value, tiles: ir.Value, *scalars: Any) -> None:
+        i32, byte = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
+        iteration, first_row, first_k = (s.registers.item() for s in scalars)
+        is_less = functools.partial(arith.cmpi, arith.CmpIPredicate.slt)
+        thread = stores.thread_number()
+        unit = arith.muli(iteration, mgpu.c(UNROLLED * WARPGROUP_SIZE, i32))
+        unit = arith.addi(unit, thread)
+        waiting = []
+        for i in range(UNROLLED):
+            number = arith.addi(unit, mgpu.c(i * WARPGROUP_SIZE, i32))
+            row = arith.divui(number, mgpu.c(of_row, i32))
+            column = arith.muli(
+                arith.remui(number, mgpu.c(of_row, i32)), mgpu.c(elements, i32)
+            )
+            offset = _offset(row, column, rows)
+            target = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(tiles), [offset], byte)
+            row, column = arith.addi(first_row, row), arith.addi(first_k, column)
+            is_wanted = is_less(number, mgpu.c(count, i32))
+            is_inside = arith.andi(is_less(row, mgpu.c(m, i32)), is_less(column, mgpu.c(k, i32)))
+            zero = mgpu.c(0, i32)
+            row, column = (arith.select(is_inside, x, zero) for x in (row, column))
+            source = stores.device_address(weight, [(row, k), (column, 1)], 2)
+            if elements == 1:
+                value = mgpu.utils.inline_ptx(
+                    "{ .reg .u16 x; mov.u16 x, 0; @$2 ld.global.nc.u16 x, [$1]; "
+                    "cvt.u32.u16 $0, x; }",
+                    source,
+                    arith.andi(is_inside, is_wanted),
+                    result_types=i32,
+                    has_side_effects=True,
+                )
+                waiting.append((target, value, is_wanted))
+                continue
+            size = mgpu.c(2 * elements, i32)
+            kind = "cg" if elements == 8 else "ca"
+            mgpu.utils.inline_ptx(
+                f"cp.async.{kind}.shared.global [$0], [$1], {2 * elements}, $2;",
+                target,
+                source,
+                arith.select(is_inside, size, zero),
+                predicate=is_wanted,
+                has_side_effects=True,
+            )
+        for target, value, is_wanted in waiting:
+            mgpu.utils.inline_ptx(
+                "{ .reg .u16 x; cvt.u16.u32 x, $1; @$2 st.shared.u16 [$0], x; }",
+                target,
+                value,
+                is_wanted,
+                has_side_effects=True,
+            )
+
+    @pl.loop(jnp.int32(0), jnp.int32(pl.cdiv(count, UNROLLED * WARPGROUP_SIZE)))
+    def _(iteration: Any) -> None:
+        copy(weight, tiles, iteration, first_row, first_k)
+
+    if elements > 1:
+        _await_copies()
+    plgpu.commit_smem()
+
+
+def _offset(row: ir.Value, column: ir.Value, rows: int) -> ir.Value:
+    """Byte of an element in operand tiles of `rows` rows, swizzled."""
+    i32 = ir.IntegerType.get_signless(32)
+
+    def divided(value: ir.Value, size: int) -> tuple[ir.Value, ir.Value]:
+        return arith.divui(value, mgpu.c(size, i32)), arith.remui(value, mgpu.c(size, i32))
+
+    block, within = divided(column, BLOCK_K)
+    vector, element = divided(within, 8)
+    vector = arith.xori(vector, divided(row, 8)[1])
+    parts = ((block, rows * mosaic.SWIZZLE), (row, mosaic.SWIZZLE), (vector, 16), (element, 2))
+    total = mgpu.c(0, i32)
+    for value, stride in parts:
+        total = arith.addi(total, arith.muli(value, mgpu.c(stride, i32)))
+    return total
+
+
+def _await_copies() -> None:
+    """Waits for this thread's asynchronous copies."""
+
+    @plgpu.inline_mgpu()
+    def wait(_: Any) -> None:
+        mgpu.utils.inline_ptx("cp.async.wait_all;", has_side_effects=True)
+
+    wait()

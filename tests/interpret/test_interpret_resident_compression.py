@@ -1,0 +1,97 @@
+"""The linear-compression kernel whose CTAs keep their weights, interpreted under a race detector."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import interpreter
+import jax.numpy as jnp
+import numpy as np
+import problems
+import pytest
+from test_interpret_linear_compression import Case, assert_correct, assert_found, interpret, plant
+
+from ikbo_jax.problems import LinearCompressionProblem, ResidentCompressionConfig
+from ikbo_jax.problems import resident_compression as resident
+
+pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
+
+TINY = ResidentCompressionConfig(accumulators=2, block_m=16, num_stages=2, ctas=1)
+ONE = dataclasses.replace(TINY, accumulators=1, num_stages=1)
+
+CASES = {
+    # Widths of blocks: a row of the batch is one block of 16, 32 or 64 columns, or several.
+    "n16_three_parts_ragged_last_tile": Case((3, 19), (40, 22), 41, 16, TINY),
+    "n32_batch_below_a_tile": Case((3, 2), (72, 33), 10, 32, TINY),
+    "n48_three_blocks_two_ctas": Case((2, 7), (40, 72), 16, 48, ONE, 2),
+    "n64_two_k_steps": Case((2, 5), (65, 260), 24, 64, ONE),
+    "n96_blocks_cross_tiles": Case((2, 7), (20, 33), 13, 96, TINY),
+    "n128_one_stage": Case((2, 3), (40, 40), 33, 128, dataclasses.replace(TINY, num_stages=1)),
+    # Batches, indices and levels.
+    "users_without_candidates": Case((7, 5), (40, 40), 16, 32, TINY, index="gaps"),
+    "index_out_of_range": Case(
+        (3, 6), (40, 72), 24, 32, TINY, index=(-5, 0, 6, 1, -(2**31), 2**31 - 1)
+    ),
+    "one_level": Case((9,), (100,), 20, 32, TINY),
+    "three_levels_f16": Case((2, 3, 9), (40, 33, 72), 20, 32, TINY, 3, dtype="float16"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_interpreted_resident_kernel_is_right_and_free_of_races(
+    name: str, launches: interpreter.Launches
+) -> None:
+    case = CASES[name]
+    problem = LinearCompressionProblem(case.batches, case.ks, case.m, case.n, case.dtype)
+    assert case.config.illegal_reason(problem) is None
+    levels = case.levels()
+    out = interpret(levels, case)
+    launches.assert_no_races(case.launches)
+    assert_correct(out, levels)
+
+
+def test_interpreted_resident_splits_and_groups_of_a_coarser_level(
+    launches: interpreter.Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two splits of K at both coarser levels, and two groups of compressed rows."""
+    monkeypatch.setattr(resident, "COARSE_K", 64)
+    monkeypatch.setattr(resident, "COARSE_ROWS", 16)
+    case = Case((2, 3, 9), (100, 80, 33), 20, 32, TINY)
+    problem = LinearCompressionProblem(case.batches, case.ks, case.m, case.n, case.dtype)
+    layout = TINY.layout(problem, 1)
+    assert (layout.groups, layout.splits) == (2, 2)
+    levels = case.levels()
+    out = interpret(levels, case)
+    launches.assert_no_races(3)
+    assert_correct(out, levels)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
+def test_interpreted_resident_non_finite_rows_reach_their_own_results_alone(
+    launches: interpreter.Launches,
+) -> None:
+    case = Case((3, 4), (70, 40), 13, 32, TINY, index=(2, 1, 0, 1))
+    levels = case.levels()
+    of_users, of_cands = (np.array(x) for x in levels.embeddings)
+    of_users[1, 69, 20], of_users[0, 69, 21], of_cands[1, 39, 19] = np.nan, -np.inf, np.nan
+    poisoned = levels._replace(embeddings=(jnp.asarray(of_users), jnp.asarray(of_cands)))
+    out = np.asarray(interpret(poisoned, case))
+    launches.assert_no_races(2)
+    expected = problems.numpy_oracle(*poisoned)
+    hit = np.zeros(out.shape, bool)
+    hit[[1, 3], :, 20] = True
+    hit[2, :, 21] = True
+    hit[1, :, 19] = True
+    np.testing.assert_array_equal(~np.isfinite(expected), hit)
+    np.testing.assert_array_equal(out[hit].astype(float), expected[hit])
+    assert_correct(out, levels, ~hit)
+
+
+# The check itself must be able to fail.
+
+
+def test_interpreted_resident_race_is_found_without_waiting_for_a_staging_buffer(
+    monkeypatch: pytest.MonkeyPatch, launches: interpreter.Launches
+) -> None:
+    plant(monkeypatch, "wait_smem_to_gmem", lambda n: n == 0)
+    assert_found(Case((25,), (100,), 16, 32, TINY), launches)
