@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple
 
 from ikbo_jax.problems import hopper, memory, packed_compression
@@ -17,9 +20,8 @@ MAX_ROWS = 128
 MAX_PARTS = 8
 #: Rows of K that one TMA copy loads.
 MAX_DEPTH = 256
-#: Compressed rows of a tile of a coarser level, and its rows of K, all of which are in flight at
-#: once. Longer sums are split, and the finer level adds one fragment for each split.
-COARSE_ROWS, COARSE_K = 48, 640
+#: Most compressed rows of a tile of a coarser level.
+COARSE_ROWS = 48
 #: Bytes of shared memory of an SM, and what it reserves for each CTA.
 SM_SMEM_BYTES, RESERVED_BYTES = 228 * 1024, 1024
 #: Most CTAs of an SM: 16 x 128 threads of 128 registers would not fit.
@@ -31,8 +33,10 @@ class ResidentCompressionShared(NamedTuple):
 
     weight: Any  # [k blocks of 64, rows, 64]
     embedding: Any  # [stages * k steps, column blocks, depth, block_width]
+    gathered: Any  # likewise, of the users' embeddings; None unless a tile loads them
     staging: Any  # [STAGING_SLOTS, column blocks, block_m, block_width]; None at coarser levels
     ready: Any  # a barrier for every k step of every stage
+    gathered_ready: Any  # likewise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +56,10 @@ class Layout:
       depth: rows of K of a step.
       stages: column tiles that are loaded or multiplied at a time.
       ctas: CTAs of an SM.
+      gathered: (k steps, rows of K of a step) of the users' embeddings, if a tile loads these.
+      has_one_user: whether all tiles of a CTA have the same columns of the only user, whose product
+        the CTA computes once.
+      strips: strips of `block_n` columns of N, one for each CTA, if it has one user and a wider N.
     """
 
     accumulators: int
@@ -63,6 +71,18 @@ class Layout:
     depth: int
     stages: int
     ctas: int
+    gathered: tuple[int, int] | None = None
+    has_one_user: bool = False
+    strips: int = 1
+
+    @property
+    def shares(self) -> int:
+        """CTAs that have the same column tiles, or the same rows of the batch."""
+        return self.groups * self.splits * self.strips
+
+    def tiles(self, batch: int, n: int) -> int:
+        """Column tiles of a strip."""
+        return -(-batch * n // (self.block_n * self.strips))
 
     @property
     def block_n(self) -> int:
@@ -83,15 +103,25 @@ class Layout:
         """Shared memory of one CTA; `stores`: of the last level."""
         width = block_width(n)
         blocks = self.block_n // width
+        gathered = gathered_ready = None
+        k_blocks = -(-self.k // BLOCK_K)
+        if self.gathered is not None:
+            steps, depth = self.gathered
+            slots = steps * (1 if self.has_one_user else self.stages)
+            gathered = memory.Blocks((slots, blocks, depth, width))
+            gathered_ready = memory.Barriers(slots, blocks)
+            k_blocks += -(-steps * depth // BLOCK_K)
         slots = self.stages * self.steps
         # Rows of the batch that are one block each are contiguous in the output.
         staged = memory.Rows if is_contiguous(n) else memory.Blocks
         return ResidentCompressionShared(
-            weight=memory.Tiles((-(-self.k // BLOCK_K), self.rows, BLOCK_K)),
+            weight=memory.Tiles((k_blocks, self.rows, BLOCK_K)),
             embedding=memory.Blocks((slots, blocks, self.depth, width)),
+            gathered=gathered,
             staging=staged((STAGING_SLOTS, blocks, self.block_m, width)) if stores else None,
             # One copy loads all blocks if a candidate is one block.
             ready=memory.Barriers(slots, 1 if n == width else blocks),
+            gathered_ready=gathered_ready,
         )
 
 
@@ -105,10 +135,11 @@ def is_contiguous(n: int) -> bool:
 
 
 def _depth(k: int) -> tuple[int, int]:
-    """(k steps, rows of K of each); a step's weights begin at a block of 64 columns."""
-    steps = -(-k // MAX_DEPTH)
-    multiple = WGMMA_K if steps == 1 else BLOCK_K
-    return steps, -(-k // (steps * multiple)) * multiple
+    """(k steps, rows of K of each), which load least; a step's weights begin at a whole block."""
+    if k <= MAX_DEPTH:
+        return 1, -(-k // WGMMA_K) * WGMMA_K
+    depths = range(BLOCK_K, MAX_DEPTH + 1, BLOCK_K)
+    return min(((-(-k // depth), depth) for depth in depths), key=lambda x: (x[0] * x[1], x[0]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +151,10 @@ class ResidentCompressionConfig(Config):
       block_m: compressed rows that are multiplied and stored at a time; a multiple of 16.
       num_stages: tiles whose embeddings shared memory holds.
       ctas: CTAs of an SM.
+      gathers: whether a tile loads its users' embeddings and multiplies them again for every
+        candidate, in a single launch, instead of adding fragments of an earlier one; two levels.
+      coarse_k: most rows of K that a tile of a coarser level sums. Longer sums are split, and the
+        finer level adds one fragment for each split.
     """
 
     single_launch: ClassVar[bool] = False
@@ -128,6 +163,13 @@ class ResidentCompressionConfig(Config):
     block_m: int = 16
     num_stages: int = 2
     ctas: int = 4
+    gathers: bool = False
+    coarse_k: int = 640
+
+    def levels(self, problem: Any) -> range:
+        """The levels that have a launch."""
+        count = len(problem.ks)
+        return range(count - 1 if self.gathers else 0, count)
 
     def layout(self, problem: Any, level: int) -> Layout:
         """How a level of a `LinearCompressionProblem` is divided."""
@@ -135,6 +177,11 @@ class ResidentCompressionConfig(Config):
         if level == len(problem.ks) - 1:
             parts = -(-m // self.block_m)
             steps, depth = _depth(k)
+            block_n = self.accumulators * WGMMA_M
+            is_whole = not (problem.n % block_n and block_n % problem.n)
+            has_one_user = (
+                self.gathers and problem.batches[level - 1] == 1 and parts == 1 and is_whole
+            )
             return Layout(
                 self.accumulators,
                 self.block_m,
@@ -145,20 +192,26 @@ class ResidentCompressionConfig(Config):
                 depth=depth,
                 stages=self.num_stages,
                 ctas=self.ctas,
+                gathered=_depth(problem.ks[level - 1]) if self.gathers else None,
+                has_one_user=has_one_user,
+                strips=max(1, problem.n // block_n) if has_one_user else 1,
             )
-        groups = -(-m // COARSE_ROWS)
+        steps, depth = _depth(-(-k // -(-k // self.coarse_k)))
+        # As many compressed rows as there is room for beside the embeddings.
+        size = hopper.MAX_SMEM_BYTES - 4 * hopper.SMEM_ALIGNMENT
+        most = size // (2 * steps * depth) - WGMMA_M
+        groups = -(-m // max(16, min(COARSE_ROWS, most // 16 * 16)))
         block_m = -(-m // (16 * groups)) * 16
-        steps, depth = _depth(-(-k // -(-k // COARSE_K)))
         splits = -(-k // (steps * depth))
         layout = Layout(1, block_m, 1, groups, splits, steps, depth, stages=1, ctas=1)
         return _many_ctas(problem, level, layout)
 
     def smem_bytes(self, problem: Any) -> int:
         """Bytes of shared memory of a CTA, of the level that needs most."""
-        last = len(problem.ks) - 1
+        *_, last = levels = self.levels(problem)
         return max(
             memory.smem_bytes(self.layout(problem, i).shared(problem.n, stores=i == last))
-            for i in range(last + 1)
+            for i in levels
         )
 
     def illegal_reason(self, problem: Any) -> str | None:
@@ -181,13 +234,17 @@ class ResidentCompressionConfig(Config):
             return f"num_stages must be at least 1, but is {self.num_stages}"
         if not 1 <= self.ctas <= MAX_CTAS:
             return f"ctas must be from 1 to {MAX_CTAS}, but is {self.ctas}"
+        if self.gathers and len(problem.ks) != 2:
+            return f"the kernel gathers users of two levels only, but there are {len(problem.ks)}"
+        if self.coarse_k < 1:
+            return f"coarse_k must be at least 1, but is {self.coarse_k}"
         return hopper.why_not_smem(self, self.smem_bytes(problem))
 
 
 def _many_ctas(problem: Any, level: int, layout: Layout) -> Layout:
     """With as many CTAs on an SM as shared memory has room for, and a second stage if it has."""
     size = memory.smem_bytes(layout.shared(problem.n, stores=False))
-    tiles = -(-problem.batches[level] * problem.n // layout.block_n)
+    tiles = layout.tiles(problem.batches[level], problem.n)
     ctas = max(1, min(MAX_CTAS, SM_SMEM_BYTES // (size + RESERVED_BYTES)))
     if tiles * layout.groups * layout.splits <= ctas * packed_compression.NUM_SMS:
         return dataclasses.replace(layout, ctas=ctas)
@@ -196,3 +253,86 @@ def _many_ctas(problem: Any, level: int, layout: Layout) -> Layout:
     if size > SM_SMEM_BYTES // 2 - RESERVED_BYTES:
         return dataclasses.replace(layout, ctas=ctas)
     return dataclasses.replace(two, ctas=min(MAX_CTAS, SM_SMEM_BYTES // (size + RESERVED_BYTES)))
+
+
+# A model by which configurations are ordered. Predicted, not fitted: no time of this kernel was
+# measured when it was written. Times are in us, bytes are for one us.
+#: An empty launch with its barriers and descriptors; the latency of a first load.
+LAUNCH_US, LOAD_US = 1.6, 0.9
+#: A part of a tile, from its products to its store, where nothing else is on the SM; the look-up of
+#: the users whose embeddings a tile loads.
+PART_US, GATHER_US = 0.5, 0.5
+#: What device memory delivers, L2 to all SMs, and L2 to one SM.
+MEMORY_BYTES, L2_BYTES, SM_BYTES = 2.8e6, 4.5e6, 1.0e5
+#: Part of the lesser times, of tiles, L2 and memory, that the greatest does not hide.
+OVERLAP = 0.05
+#: Registers of an SM, and of a thread: a base, and for each compressed row of all accumulators.
+SM_REGISTERS, BASE_REGISTERS, ROW_REGISTERS = 65536, 24, 1.56
+
+
+def _most_ctas(rows: int, size: int) -> int:
+    """CTAs that an SM has registers and shared memory for."""
+    registers = -(-int(BASE_REGISTERS + ROW_REGISTERS * rows) // 8) * 8
+    by_registers = SM_REGISTERS // (registers * hopper.WARPGROUP_SIZE)
+    return min(MAX_CTAS, by_registers, SM_SMEM_BYTES // (size + RESERVED_BYTES))
+
+
+def candidate_configs(problem: Any) -> Iterator[ResidentCompressionConfig]:
+    """Yields the legal configurations worth timing, the most promising first."""
+    if packed_compression.why_not_served(problem):
+        return
+    last = len(problem.ks) - 1
+    parts = {count for count in range(1, MAX_PARTS + 1) if problem.m > 32 * (count - 1)}
+    block_ms = {-(-problem.m // (16 * count)) * 16 for count in parts}
+    users = [(False, 640), (True, 640)] + [(False, 1280)] * (max(problem.ks) > 640)
+    configs = []
+    for block_m, accumulators, num_stages, (gathers, coarse_k) in itertools.product(
+        sorted(block_ms), (1, 2, 3, 4), (1, 2, 3), users
+    ):
+        config = ResidentCompressionConfig(
+            accumulators, block_m, num_stages, 1, gathers=gathers, coarse_k=coarse_k
+        )
+        if config.illegal_reason(problem):
+            continue
+        size = memory.smem_bytes(config.layout(problem, last).shared(problem.n, stores=True))
+        if ctas := _most_ctas(accumulators * block_m, size):
+            configs.append(dataclasses.replace(config, ctas=ctas))
+    yield from sorted(configs, key=lambda config: estimated_us(problem, config))
+
+
+def estimated_us(problem: Any, config: ResidentCompressionConfig) -> float:
+    """Time of the kernel by a model: the sum of its launches."""
+    return sum(level_us(problem, config, level) for level in config.levels(problem))
+
+
+def level_us(problem: Any, config: ResidentCompressionConfig, level: int) -> float:
+    """Time of a launch by a model."""
+    layout, is_last = config.layout(problem, level), level == len(problem.ks) - 1
+    columns = problem.batches[level] * problem.n
+    tiles, shares = layout.tiles(problem.batches[level], problem.n), layout.shares
+    workers = min(tiles, max(1, packed_compression.NUM_SMS * layout.ctas // shares))
+    read, k = 2 * columns * problem.ks[level], layout.k
+    # An element of a fragment takes 3 bytes, an element of the result 2.
+    rows = layout.groups * layout.rows
+    written = 2 * columns * problem.m if is_last else 3 * columns * rows * layout.splits
+    again = read * (layout.groups - 1)
+    if layout.gathered is not None:
+        of_users = 2 * problem.batches[level - 1] * problem.n * problem.ks[level - 1]
+        gathered = 2 * columns * problem.ks[level - 1]
+        if layout.has_one_user:
+            gathered = workers * shares * 2 * layout.block_n * problem.ks[level - 1]
+        read, again = read + of_users, again + max(0, gathered - of_users)
+        k += math.prod(layout.gathered)
+    elif level:
+        again += 3 * columns * rows * config.layout(problem, level - 1).splits
+    memory_us = (read + written) / MEMORY_BYTES
+    l2_us = (read + written + again) / L2_BYTES
+    looks_up = layout.gathered is not None and not layout.has_one_user
+    part_us = layout.parts * PART_US + GATHER_US * looks_up
+    exposed = LOAD_US if layout.stages == 1 else 0.0
+    tiles_us = -(-tiles // workers) * (part_us + exposed)
+    # The weights and the first tile of the CTAs that share an SM.
+    ctas = -(-min(tiles, workers) * shares // packed_compression.NUM_SMS)
+    first_us = ctas * 2 * k * (min(layout.block_n, columns) + layout.rows) / SM_BYTES
+    limits = sorted((memory_us, l2_us, tiles_us))
+    return LAUNCH_US + LOAD_US + max(limits[2], first_us) + OVERLAP * (limits[0] + limits[1])

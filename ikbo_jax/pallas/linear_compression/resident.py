@@ -53,7 +53,8 @@ class Phase:
 
     Attributes:
       layout: how it is divided among CTAs.
-      coarser: the layout of the level whose fragments it adds; None if there is none.
+      coarser: the level whose fragments it adds; None if there is none.
+      users: the coarser level's batch; 0 if there is none.
       workers: CTAs of a group and a split; each has a range of column tiles.
     """
 
@@ -63,6 +64,7 @@ class Phase:
     n: int
     layout: Layout
     coarser: Phase | None
+    users: int
     workers: int
 
     @property
@@ -81,8 +83,14 @@ class Phase:
 
     @property
     def tiles(self) -> int:
-        """Column tiles."""
-        return pl.cdiv(self.batch * self.n, self.layout.block_n)
+        """Column tiles of a strip."""
+        return self.layout.tiles(self.batch, self.n)
+
+    def first_block(self, place: Place, tile: Any) -> Any:
+        """The number of a tile's first block."""
+        if self.layout.strips == 1:
+            return tile * self.blocks
+        return tile * self.blocks_of_row + place.strip * self.blocks
 
     @property
     def granules(self) -> int:
@@ -95,6 +103,7 @@ class Operands(NamedTuple):
 
     weight: Any  # [M, K]
     embedding: Any  # [B, K, N]
+    of_users: Any  # (weight, embedding) of the coarser level, if a tile loads them
     index: Any  # [B] int32
     fragments: Any  # fragment.Fragment of [splits * granules, ...]
 
@@ -104,6 +113,7 @@ class Place(NamedTuple):
 
     group: Any  # of compressed rows
     split: Any  # of K
+    strip: Any  # of N
     begin: Any  # column tiles
     end: Any
 
@@ -111,10 +121,12 @@ class Place(NamedTuple):
 def _place(ctx: WarpgroupContext) -> Place:
     phase = ctx.shape
     layout = phase.layout
-    shares = layout.groups * layout.splits
-    worker, share = lax.div(ctx.worker, shares), lax.rem(ctx.worker, shares)
+    worker, share = lax.div(ctx.worker, layout.shares), lax.rem(ctx.worker, layout.shares)
     begin, end = (lax.div(x * phase.tiles, phase.workers) for x in (worker, worker + 1))
-    return Place(lax.div(share, layout.splits), lax.rem(share, layout.splits), begin, end)
+    share, strip = lax.div(share, layout.strips), lax.rem(share, layout.strips)
+    return Place(
+        lax.div(share, layout.splits), lax.rem(share, layout.splits), strip, begin, end
+    )
 
 
 def _load(ctx: WarpgroupContext, place: Place, tile: Any) -> None:
@@ -126,7 +138,7 @@ def _load(ctx: WarpgroupContext, place: Place, tile: Any) -> None:
         slot = stage * layout.steps + step
         target, ready = shared.embedding.at[slot], shared.ready.at[slot]
         rows = pl.ds(place.split * layout.k + step * layout.depth, layout.depth)
-        first = tile * phase.blocks
+        first = phase.first_block(place, tile)
         if phase.blocks_of_row == 1:
             source = ctx.operands.embedding.at[pl.ds(first, phase.blocks), rows]
             plgpu.copy_gmem_to_smem(source, target, ready)
@@ -136,6 +148,27 @@ def _load(ctx: WarpgroupContext, place: Place, tile: Any) -> None:
             plgpu.copy_gmem_to_smem(
                 ctx.operands.embedding.at[row, rows, columns], target.at[i], ready
             )
+    if layout.gathered is not None and not layout.has_one_user:
+        _gather(ctx, place, tile, stage)
+
+
+def _gather(ctx: WarpgroupContext, place: Place, tile: Any, stage: Any) -> None:
+    """Issues the loads of the embeddings of a tile's users."""
+    phase, (steps, depth) = ctx.shape, ctx.shape.layout.gathered
+    _, embedding = ctx.operands.of_users
+    for i in range(phase.blocks):
+        row, columns = _block(phase, phase.first_block(place, tile) + i)
+        row = jnp.minimum(row, phase.batch - 1)
+        user = jnp.clip(ctx.operands.index[row], 0, phase.users - 1)
+        for step in range(steps):
+            slot = stage * steps + step
+            # Pallas would reject a static end past K.
+            rows = pl.ds(step * depth + 0 * ctx.worker, depth)
+            plgpu.copy_gmem_to_smem(
+                embedding.at[user, rows, columns],
+                ctx.shared.gathered.at[slot, i],
+                ctx.shared.gathered_ready.at[slot],
+            )
 
 
 def _block(phase: Phase, number: Any) -> tuple[Any, Any]:
@@ -144,31 +177,48 @@ def _block(phase: Phase, number: Any) -> tuple[Any, Any]:
     return row, pl.ds(of_row * phase.width, phase.width)
 
 
-def _multiply(ctx: WarpgroupContext, part: int, stage: Any) -> tuple[jax.Array, ...]:
-    """The accumulators of a part of a tile, [64, block_m] f32 each."""
+def _multiply(
+    ctx: WarpgroupContext, part: int, stage: Any, *, of_user: bool = False
+) -> tuple[jax.Array, ...]:
+    """The accumulators of a part of a tile, [64, block_m] f32 each; `of_user`: of the only user."""
     phase, layout = ctx.shape, ctx.shape.layout
     weight, _ = ctx.shared.weight
     of_accumulator = WGMMA_M // phase.width
 
-    def all_steps(accs: tuple[Any, ...]) -> tuple[jax.Array, ...]:
-        for step in range(layout.steps):
-            slot = stage * layout.steps + step
-            if part == 0:
-                plgpu.barrier_wait(ctx.shared.ready.at[slot])
-            k_blocks = pl.ds(step * layout.depth // BLOCK_K, pl.cdiv(layout.depth, BLOCK_K))
-            b_t = weight.at[k_blocks, pl.ds(part * layout.block_m, layout.block_m)]
-            accs = tuple(
-                mma.wgmma_blocks(
-                    acc,
-                    ctx.shared.embedding.at[slot, pl.ds(i * of_accumulator, of_accumulator)],
-                    b_t,
-                    overwrite=step == 0,
-                    k=layout.depth,
-                    block_bytes=layout.rows * mosaic.SWIZZLE,
-                    interpret=ctx.interpret,
-                )
-                for i, acc in enumerate(accs)
+    def k_step(accs: tuple[Any, ...], tiles: Any, first_block: int, is_first: bool) -> Any:
+        depth = tiles.shape[1]
+        k_blocks = pl.ds(first_block, pl.cdiv(depth, BLOCK_K))
+        b_t = weight.at[k_blocks, pl.ds(part * layout.block_m, layout.block_m)]
+        return tuple(
+            mma.wgmma_blocks(
+                acc,
+                tiles.at[pl.ds(i * of_accumulator, of_accumulator)],
+                b_t,
+                overwrite=is_first,
+                k=depth,
+                block_bytes=layout.rows * mosaic.SWIZZLE,
+                interpret=ctx.interpret,
             )
+            for i, acc in enumerate(accs)
+        )
+
+    def all_steps(accs: tuple[Any, ...]) -> tuple[jax.Array, ...]:
+        sources = []
+        if not of_user:
+            sources = [(ctx.shared.embedding, ctx.shared.ready, 0, layout.steps, layout.depth)]
+        if layout.gathered is not None and of_user == layout.has_one_user:
+            first = pl.cdiv(layout.k, BLOCK_K)
+            sources.append(
+                (ctx.shared.gathered, ctx.shared.gathered_ready, first, *layout.gathered)
+            )
+        is_first = True
+        for tiles, ready, first, steps, depth in sources:
+            for step in range(steps):
+                slot = stage * steps + step
+                if part == 0:
+                    plgpu.barrier_wait(ready.at[slot])
+                accs = k_step(accs, tiles.at[slot], first + step * depth // BLOCK_K, is_first)
+                is_first = False
         plgpu.wgmma_wait(0)
         if ctx.interpret:
             return tuple(jnp.concatenate([x[...] for x in blocks]) for blocks in accs)
@@ -196,7 +246,7 @@ def _look_up(ctx: WarpgroupContext, place: Place, tile: Any) -> Any:
         tile * (phase.layout.block_n // GRANULE),
         phase.layout.accumulators,
         of_row=phase.n // GRANULE,
-        coarser_rows=phase.coarser.batch,
+        coarser_rows=phase.users,
         interpret=ctx.interpret,
     )
 
@@ -258,11 +308,11 @@ def _stage(ctx: WarpgroupContext, number: Any, accs: tuple[jax.Array, ...]) -> A
     return staging
 
 
-def _store(ctx: WarpgroupContext, staging: Any, tile: Any, part: int) -> None:
+def _store(ctx: WarpgroupContext, place: Place, staging: Any, tile: Any, part: int) -> None:
     """Stores a part of a tile; rows past the batch and past M are dropped."""
     phase, layout = ctx.shape, ctx.shape.layout
     output, _ = ctx.outputs
-    first, blocks = tile * phase.blocks, phase.blocks
+    first, blocks = phase.first_block(place, tile), phase.blocks
     begin = part * layout.block_m
     if is_contiguous(phase.n) and not ctx.interpret:
         rows = min(layout.block_m, phase.m - begin)
@@ -310,6 +360,16 @@ def _store_contiguous(output: Any, staging: Any, first: Any, begin: int, rows: i
     copy(output, staging, first)
 
 
+def _load_weights(ctx: WarpgroupContext, place: Place) -> None:
+    layout, (tiles, _) = ctx.shape.layout, ctx.shared.weight
+    blocks = pl.cdiv(layout.k, BLOCK_K)
+    first_row, first_k = place.group * layout.rows, place.split * layout.k
+    load = functools.partial(resident_weights.load, interpret=ctx.interpret)
+    load(ctx.operands.weight, tiles.at[:blocks], first_row, first_k)
+    if layout.gathered is not None:
+        load(ctx.operands.of_users[0], tiles.at[blocks:], first_row, jnp.int32(0))
+
+
 def _consume(ctx: WarpgroupContext) -> None:
     """The CTA."""
     phase: Phase = ctx.shape
@@ -320,13 +380,13 @@ def _consume(ctx: WarpgroupContext) -> None:
         pl.when(place.begin + i < place.end)(
             functools.partial(_load, ctx, place, place.begin + i)
         )
-    resident_weights.load(
-        ctx.operands.weight,
-        ctx.shared.weight[0],
-        place.group * layout.rows,
-        place.split * layout.k,
-        interpret=ctx.interpret,
-    )
+    if layout.has_one_user:
+        _gather(ctx, place, place.begin, 0)
+    _load_weights(ctx, place)
+
+    of_user = None
+    if layout.has_one_user:
+        of_user = _multiply(ctx, 0, 0, of_user=True)
 
     def load_again(tile: Any) -> None:
         ahead = tile + layout.stages
@@ -340,11 +400,13 @@ def _consume(ctx: WarpgroupContext) -> None:
         for part in range(layout.parts):
             is_last = part == layout.parts - 1
             accs = _sums(ctx, place, users, part, stage)
+            if of_user is not None:
+                accs = tuple(acc + x for acc, x in zip(accs, of_user, strict=True))
             if output is not None:
                 staging = _stage(ctx, number * layout.parts + part, accs)
                 if is_last:
                     load_again(tile)
-                _store(ctx, staging, tile, part)
+                _store(ctx, place, staging, tile, part)
                 continue
             if is_last:
                 plgpu.commit_smem()  # all warps have multiplied
@@ -392,7 +454,7 @@ def _launch(
         layout.shared(phase.n, stores=is_last),
         dtype=dtype,
         name="ikbo_linear_compression",
-        workers=phase.workers * layout.groups * layout.splits,
+        workers=phase.workers * layout.shares,
         interpret=interpret,
     )
     return outputs[0] if is_last else fragment.Fragment(*outputs)
@@ -411,18 +473,17 @@ def resident_compression(
     batches, ks = zip(*(x.shape[:2] for x in embeddings), strict=True)
     m, n = weights[0].shape[0], embeddings[0].shape[2]
     problem = LinearCompressionProblem(batches, ks, m, n, weights[0].dtype.name)
-    layouts = [config.layout(problem, i) for i in range(len(weights))]
+    layouts = {i: config.layout(problem, i) for i in config.levels(problem)}
     # A level reads whole parts of its own.
-    columns = max(layout.groups * layout.rows for layout in layouts)
-    phase, fragments = None, None
-    for i, (weight, embedding) in enumerate(zip(weights, embeddings, strict=True)):
-        layout, is_last = layouts[i], i == len(weights) - 1
-        shares = layout.groups * layout.splits
-        tiles = -(-batches[i] * n // layout.block_n)
-        workers = min(tiles, max(1, num_sms * layout.ctas // shares))
-        phase = Phase(batches[i], ks[i], m, n, layout, phase, workers)
-        operands = Operands(weight, embedding, parents[i], fragments)
-        fragments = _launch(
-            phase, operands, is_last=is_last, columns=columns, interpret=interpret
-        )
-    return fragments
+    columns = max(layout.groups * layout.rows for layout in layouts.values())
+    phase, result = None, None
+    for i, layout in layouts.items():
+        tiles = layout.tiles(batches[i], n)
+        workers = min(tiles, max(1, num_sms * layout.ctas // layout.shares))
+        users = batches[i - 1] if i else 0
+        phase = Phase(batches[i], ks[i], m, n, layout, phase, users, workers)
+        of_users = (weights[i - 1], embeddings[i - 1]) if layout.gathered else None
+        operands = Operands(weights[i], embeddings[i], of_users, parents[i], result)
+        is_last = i == len(weights) - 1
+        result = _launch(phase, operands, is_last=is_last, columns=columns, interpret=interpret)
+    return result
