@@ -16,8 +16,8 @@ from ikbo_jax.problems.problem import Config
 #: Compressed rows of all accumulators of a part: accumulators, fragments and the address
 #: arithmetic beside them take 128 registers a thread, with which four CTAs share an SM.
 MAX_ROWS = 128
-#: Parts of a tile, which the kernel unrolls.
-MAX_PARTS = 8
+#: Parts of a tile: more would not fit beside the embeddings.
+MAX_PARTS = 16
 #: Rows of K that one TMA copy loads.
 MAX_DEPTH = 256
 #: Most compressed rows of a tile of a coarser level.
@@ -31,7 +31,7 @@ MAX_CTAS = 8
 class ResidentCompressionShared(NamedTuple):
     """Shared memory and barriers of one CTA."""
 
-    weight: Any  # [k blocks of 64, rows, 64]
+    weight: Any  # [parts * k blocks of 64, block_m, 64]
     embedding: Any  # [stages * k steps, column blocks, depth, block_width]
     gathered: Any  # likewise, of the users' embeddings; None unless a tile loads them
     staging: Any  # [STAGING_SLOTS, column blocks, block_m, block_width]; None at coarser levels
@@ -90,6 +90,13 @@ class Layout:
         return self.accumulators * WGMMA_M
 
     @property
+    def k_blocks(self) -> tuple[int, int]:
+        """Blocks of 64 columns of the weights: of the level, and of the level that it gathers."""
+        ks = self.k, math.prod(self.gathered or (0,))
+        own, gathered = (-(-k // BLOCK_K) for k in ks)
+        return own, gathered
+
+    @property
     def rows(self) -> int:
         """Compressed rows of a group."""
         return self.parts * self.block_m
@@ -104,18 +111,16 @@ class Layout:
         width = block_width(n)
         blocks = self.block_n // width
         gathered = gathered_ready = None
-        k_blocks = -(-self.k // BLOCK_K)
         if self.gathered is not None:
             steps, depth = self.gathered
             slots = steps * (1 if self.has_one_user else self.stages)
             gathered = memory.Blocks((slots, blocks, depth, width))
             gathered_ready = memory.Barriers(slots, blocks)
-            k_blocks += -(-steps * depth // BLOCK_K)
         slots = self.stages * self.steps
         # Rows of the batch that are one block each are contiguous in the output.
         staged = memory.Rows if is_contiguous(n) else memory.Blocks
         return ResidentCompressionShared(
-            weight=memory.Tiles((k_blocks, self.rows, BLOCK_K)),
+            weight=memory.Tiles((self.parts * sum(self.k_blocks), self.block_m, BLOCK_K)),
             embedding=memory.Blocks((slots, blocks, self.depth, width)),
             gathered=gathered,
             staging=staged((STAGING_SLOTS, blocks, self.block_m, width)) if stores else None,
@@ -282,7 +287,7 @@ def candidate_configs(problem: Any) -> Iterator[ResidentCompressionConfig]:
     if packed_compression.why_not_served(problem):
         return
     last = len(problem.ks) - 1
-    parts = {count for count in range(1, MAX_PARTS + 1) if problem.m > 32 * (count - 1)}
+    parts = {count for count in range(1, 9) if problem.m > 32 * (count - 1)}
     block_ms = {-(-problem.m // (16 * count)) * 16 for count in parts}
     users = [(False, 640), (True, 640)] + [(False, 1280)] * (max(problem.ks) > 640)
     configs = []

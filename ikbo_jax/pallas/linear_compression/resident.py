@@ -40,7 +40,7 @@ from jaxlib.mlir.dialects import arith
 
 from ikbo_jax.pallas.hopper import fragment, granules, mma, mosaic, stores
 from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
-from ikbo_jax.pallas.linear_compression import weights as resident_weights
+from ikbo_jax.pallas.linear_compression import weights
 from ikbo_jax.problems import LinearCompressionProblem, ResidentCompressionConfig
 from ikbo_jax.problems.hopper import BLOCK_K, WGMMA_M
 from ikbo_jax.problems.packed_compression import GRANULE, STAGING_SLOTS, block_width
@@ -177,48 +177,66 @@ def _block(phase: Phase, number: Any) -> tuple[Any, Any]:
     return row, pl.ds(of_row * phase.width, phase.width)
 
 
+class Source(NamedTuple):
+    """Embeddings in shared memory that are multiplied by the weights from a block on."""
+
+    tiles: Any  # [stages * steps, column blocks, depth, block_width]
+    ready: Any
+    first_block: int
+    steps: int
+    depth: int
+
+    def await_ready(self, stage: Any) -> None:
+        for step in range(self.steps):
+            plgpu.barrier_wait(self.ready.at[stage * self.steps + step])
+
+
+def _sources(ctx: WarpgroupContext, *, of_user: bool) -> list[Source]:
+    """The embeddings of a tile, or of the only user."""
+    layout, shared = ctx.shape.layout, ctx.shared
+    own = [Source(shared.embedding, shared.ready, 0, layout.steps, layout.depth)]
+    if layout.gathered is None:
+        return own
+    first, _ = layout.k_blocks
+    gathered = [Source(shared.gathered, shared.gathered_ready, first, *layout.gathered)]
+    if layout.has_one_user:
+        return gathered if of_user else own
+    return own + gathered
+
+
 def _multiply(
-    ctx: WarpgroupContext, part: int, stage: Any, *, of_user: bool = False
+    ctx: WarpgroupContext, part: Any, stage: Any, *, of_user: bool = False
 ) -> tuple[jax.Array, ...]:
     """The accumulators of a part of a tile, [64, block_m] f32 each; `of_user`: of the only user."""
     phase, layout = ctx.shape, ctx.shape.layout
     weight, _ = ctx.shared.weight
     of_accumulator = WGMMA_M // phase.width
 
-    def k_step(accs: tuple[Any, ...], tiles: Any, first_block: int, is_first: bool) -> Any:
-        depth = tiles.shape[1]
-        k_blocks = pl.ds(first_block, pl.cdiv(depth, BLOCK_K))
-        b_t = weight.at[k_blocks, pl.ds(part * layout.block_m, layout.block_m)]
+    def k_step(step: Any, accs: tuple[Any, ...], source: Source, is_first: bool) -> Any:
+        first = part * sum(layout.k_blocks) + source.first_block
+        first += step * source.depth // BLOCK_K
+        tiles = source.tiles.at[stage * source.steps + step]
         return tuple(
             mma.wgmma_blocks(
                 acc,
                 tiles.at[pl.ds(i * of_accumulator, of_accumulator)],
-                b_t,
+                weight.at[pl.ds(first, pl.cdiv(source.depth, BLOCK_K))],
                 overwrite=is_first,
-                k=depth,
-                block_bytes=layout.rows * mosaic.SWIZZLE,
+                k=source.depth,
+                block_bytes=layout.block_m * mosaic.SWIZZLE,
                 interpret=ctx.interpret,
             )
             for i, acc in enumerate(accs)
         )
 
     def all_steps(accs: tuple[Any, ...]) -> tuple[jax.Array, ...]:
-        sources = []
-        if not of_user:
-            sources = [(ctx.shared.embedding, ctx.shared.ready, 0, layout.steps, layout.depth)]
-        if layout.gathered is not None and of_user == layout.has_one_user:
-            first = pl.cdiv(layout.k, BLOCK_K)
-            sources.append(
-                (ctx.shared.gathered, ctx.shared.gathered_ready, first, *layout.gathered)
-            )
-        is_first = True
-        for tiles, ready, first, steps, depth in sources:
-            for step in range(steps):
-                slot = stage * steps + step
-                if part == 0:
-                    plgpu.barrier_wait(ready.at[slot])
-                accs = k_step(accs, tiles.at[slot], first + step * depth // BLOCK_K, is_first)
-                is_first = False
+        for i, source in enumerate(_sources(ctx, of_user=of_user)):
+            begin = 0
+            if i == 0:
+                accs, begin = k_step(0, accs, source, True), 1
+            step = functools.partial(k_step, source=source, is_first=False)
+            # A loop: unrolled, the descriptors of all steps would occupy registers.
+            accs = mma.accumulate(begin, source.steps, step, accs, interpret=ctx.interpret)
         plgpu.wgmma_wait(0)
         if ctx.interpret:
             return tuple(jnp.concatenate([x[...] for x in blocks]) for blocks in accs)
@@ -266,7 +284,7 @@ def _load_fragments(
 
 
 def _sums(
-    ctx: WarpgroupContext, place: Place, users: Any, part: int, stage: Any
+    ctx: WarpgroupContext, place: Place, users: Any, part: Any, stage: Any
 ) -> tuple[jax.Array, ...]:
     """A part of a tile, with the coarser level's part."""
     coarser, layout = ctx.shape.coarser, ctx.shape.layout
@@ -308,17 +326,16 @@ def _stage(ctx: WarpgroupContext, number: Any, accs: tuple[jax.Array, ...]) -> A
     return staging
 
 
-def _store(ctx: WarpgroupContext, place: Place, staging: Any, tile: Any, part: int) -> None:
+def _store(ctx: WarpgroupContext, place: Place, staging: Any, tile: Any, part: Any) -> None:
     """Stores a part of a tile; rows past the batch and past M are dropped."""
     phase, layout = ctx.shape, ctx.shape.layout
     output, _ = ctx.outputs
     first, blocks = phase.first_block(place, tile), phase.blocks
     begin = part * layout.block_m
     if is_contiguous(phase.n) and not ctx.interpret:
-        rows = min(layout.block_m, phase.m - begin)
-        _store_contiguous(output, staging, first, begin, rows)
+        _store_contiguous(output, staging, first, begin)
         return
-    compressed = pl.ds(begin + 0 * ctx.worker, layout.block_m)  # Pallas would reject a static end
+    compressed = pl.ds(begin, layout.block_m)
     if phase.blocks_of_row == 1:
         plgpu.copy_smem_to_gmem(staging, output.at[pl.ds(first, blocks), compressed])
         return
@@ -329,45 +346,50 @@ def _store(ctx: WarpgroupContext, place: Place, staging: Any, tile: Any, part: i
         )
 
 
-def _store_contiguous(output: Any, staging: Any, first: Any, begin: int, rows: int) -> None:
-    """output[first + i, begin : begin + rows] = staging[i, :rows], one bulk copy for each i."""
+def _store_contiguous(output: Any, staging: Any, first: Any, begin: Any) -> None:
+    """output[first + i, begin + j] = staging[i, j] within M, one bulk copy for each i."""
     batch, m, n = output.shape
     blocks, height, _ = staging.shape
     scalar = plgpu.Layout.WG_SPLAT(())
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), scalar))
-    def copy(_: Any, output: ir.Value, staging: ir.Value, first: mgpu.FragmentedArray) -> None:
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), scalar, scalar))
+    def copy(_: Any, output: ir.Value, staging: ir.Value, *scalars: Any) -> None:
         i32, byte = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
+        first, begin = (s.registers.item() for s in scalars)
         thread = stores.thread_number()
-        row = arith.addi(first.registers.item(), thread)
+        row = arith.addi(first, thread)
         is_less = functools.partial(arith.cmpi, arith.CmpIPredicate.slt)
         exists = arith.andi(
             is_less(thread, mgpu.c(blocks, i32)), is_less(row, mgpu.c(batch, i32))
         )
-        target = stores.device_address(output, [(row, m * n), (mgpu.c(begin * n, i32), 1)], 2)
+        target = stores.device_address(output, [(row, m * n), (begin, n)], 2)
         offset = arith.muli(thread, mgpu.c(height * n * 2, i32))
         source = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(staging), [offset], byte)
+        rows = arith.minsi(arith.subi(mgpu.c(m, i32), begin), mgpu.c(height, i32))
         mgpu.utils.inline_ptx(
             "{ .reg .u64 target; cvta.to.global.u64 target, $0; "
-            f"@$2 cp.async.bulk.global.shared::cta.bulk_group [target], [$1], {rows * n * 2}; "
+            "@$3 cp.async.bulk.global.shared::cta.bulk_group [target], [$1], $2; "
             "cp.async.bulk.commit_group; }",
             target,
             source,
+            arith.muli(rows, mgpu.c(n * 2, i32)),
             exists,
             has_side_effects=True,
         )
 
-    copy(output, staging, first)
+    copy(output, staging, first, begin)
 
 
 def _load_weights(ctx: WarpgroupContext, place: Place) -> None:
     layout, (tiles, _) = ctx.shape.layout, ctx.shared.weight
-    blocks = pl.cdiv(layout.k, BLOCK_K)
+    own, gathered = layout.k_blocks
     first_row, first_k = place.group * layout.rows, place.split * layout.k
-    load = functools.partial(resident_weights.load, interpret=ctx.interpret)
-    load(ctx.operands.weight, tiles.at[:blocks], first_row, first_k)
+    load = functools.partial(weights.load, interpret=ctx.interpret)
+    region = weights.Region(0, own, own + gathered)
+    load(ctx.operands.weight, tiles, region, first_row, first_k)
     if layout.gathered is not None:
-        load(ctx.operands.of_users[0], tiles.at[blocks:], first_row, jnp.int32(0))
+        weight, _ = ctx.operands.of_users
+        load(weight, tiles, weights.Region(own, gathered, own + gathered), first_row, jnp.int32(0))
 
 
 def _consume(ctx: WarpgroupContext) -> None:
@@ -386,32 +408,37 @@ def _consume(ctx: WarpgroupContext) -> None:
 
     of_user = None
     if layout.has_one_user:
+        for source in _sources(ctx, of_user=True):
+            source.await_ready(0)
         of_user = _multiply(ctx, 0, 0, of_user=True)
 
     def load_again(tile: Any) -> None:
         ahead = tile + layout.stages
         pl.when(ahead < place.end)(functools.partial(_load, ctx, place, ahead))
 
+    def compute(tile: Any, users: Any, part: Any) -> None:
+        number = tile - place.begin
+        accs = _sums(ctx, place, users, part, lax.rem(number, layout.stages))
+        if of_user is not None:
+            accs = tuple(acc + x for acc, x in zip(accs, of_user, strict=True))
+        staging = None
+        if output is not None:
+            staging = _stage(ctx, number * layout.parts + part, accs)
+        else:
+            plgpu.commit_smem()  # all warps have multiplied
+        pl.when(part == layout.parts - 1)(functools.partial(load_again, tile))
+        if output is not None:
+            _store(ctx, place, staging, tile, part)
+        else:
+            _store_fragments(ctx, place, fragments_out, tile, part, accs)
+
     def one(tile: Any, users: Any) -> Any:
         tile = mosaic.opaque(tile, interpret=ctx.interpret)
-        number = tile - place.begin
-        stage = lax.rem(number, layout.stages)
         users_ahead = _look_up(ctx, place, tile + 1)
-        for part in range(layout.parts):
-            is_last = part == layout.parts - 1
-            accs = _sums(ctx, place, users, part, stage)
-            if of_user is not None:
-                accs = tuple(acc + x for acc, x in zip(accs, of_user, strict=True))
-            if output is not None:
-                staging = _stage(ctx, number * layout.parts + part, accs)
-                if is_last:
-                    load_again(tile)
-                _store(ctx, place, staging, tile, part)
-                continue
-            if is_last:
-                plgpu.commit_smem()  # all warps have multiplied
-                load_again(tile)
-            _store_fragments(ctx, place, fragments_out, tile, part, accs)
+        stage = lax.rem(tile - place.begin, layout.stages)
+        for source in _sources(ctx, of_user=False):
+            source.await_ready(stage)
+        pl.loop(0, layout.parts)(functools.partial(compute, tile, users))
         return users_ahead
 
     lax.fori_loop(place.begin, place.end, one, _look_up(ctx, place, place.begin))
@@ -424,7 +451,7 @@ def _store_fragments(
     place: Place,
     memory: fragment.Fragment,
     tile: Any,
-    part: int,
+    part: Any,
     accs: tuple[jax.Array, ...],
 ) -> None:
     phase, layout = ctx.shape, ctx.shape.layout
@@ -461,7 +488,7 @@ def _launch(
 
 
 def resident_compression(
-    weights: tuple[jax.Array, ...],
+    all_weights: tuple[jax.Array, ...],
     embeddings: tuple[jax.Array, ...],
     parents: tuple[jax.Array | None, ...],
     *,
@@ -471,8 +498,8 @@ def resident_compression(
 ) -> jax.Array:
     """Linear compression of levels, coarsest first; see `kernel.linear_compression_kernel`."""
     batches, ks = zip(*(x.shape[:2] for x in embeddings), strict=True)
-    m, n = weights[0].shape[0], embeddings[0].shape[2]
-    problem = LinearCompressionProblem(batches, ks, m, n, weights[0].dtype.name)
+    m, n = all_weights[0].shape[0], embeddings[0].shape[2]
+    problem = LinearCompressionProblem(batches, ks, m, n, all_weights[0].dtype.name)
     layouts = {i: config.layout(problem, i) for i in config.levels(problem)}
     # A level reads whole parts of its own.
     columns = max(layout.groups * layout.rows for layout in layouts.values())
@@ -482,8 +509,8 @@ def resident_compression(
         workers = min(tiles, max(1, num_sms * layout.ctas // layout.shares))
         users = batches[i - 1] if i else 0
         phase = Phase(batches[i], ks[i], m, n, layout, phase, users, workers)
-        of_users = (weights[i - 1], embeddings[i - 1]) if layout.gathered else None
-        operands = Operands(weights[i], embeddings[i], of_users, parents[i], result)
-        is_last = i == len(weights) - 1
+        of_users = (all_weights[i - 1], embeddings[i - 1]) if layout.gathered else None
+        operands = Operands(all_weights[i], embeddings[i], of_users, parents[i], result)
+        is_last = i == len(all_weights) - 1
         result = _launch(phase, operands, is_last=is_last, columns=columns, interpret=interpret)
     return result

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+import itertools
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -25,30 +26,47 @@ def _elements(k: int) -> int:
     return next(count for count in (8, 4, 2, 1) if k % count == 0)
 
 
-def load(weight: Any, tiles: Any, first_row: Any, first_k: Any, *, interpret: bool) -> None:
-    """tiles[i, r, c] = weight[first_row + r, first_k + 64 * i + c], or 0 outside of the weight.
+class Region(NamedTuple):
+    """The tiles that a weight fills: `blocks` from `first` on, of each part's `blocks_of_part`."""
+
+    first: int
+    blocks: int
+    blocks_of_part: int
+
+
+def load(
+    weight: Any, tiles: Any, region: Region, first_row: Any, first_k: Any, *, interpret: bool
+) -> None:
+    """Fills operand tiles with a weight, or with 0 outside of it.
+
+        tiles[p * blocks_of_part + first + i, r, c]
+            = weight[first_row + p * rows + r, first_k + 64 * i + c]
 
     The warpgroup's WGMMAs may read the tiles afterwards.
 
     Args:
       weight: device memory [M, K], 16 bits.
-      tiles: operand tiles [blocks, rows, 64] in shared memory.
+      tiles: operand tiles [parts * blocks_of_part, rows, 64] in shared memory.
       first_k: a multiple of 16.
     """
     m, k = weight.shape
-    blocks, rows, _ = tiles.shape
+    all_blocks, rows, _ = tiles.shape
+    first, blocks, blocks_of_part = region
+    parts = all_blocks // blocks_of_part
     if interpret:
-        size = (rows, blocks * BLOCK_K)
+        size = (parts * rows, blocks * BLOCK_K)
         padded = jnp.pad(weight[...], [(0, x) for x in size])
-        part = lax.dynamic_slice(padded, (first_row, first_k), size)
-        for i in range(blocks):
-            tiles[i] = lax.slice(part, (0, i * BLOCK_K), (rows, (i + 1) * BLOCK_K))
+        whole = lax.dynamic_slice(padded, (first_row, first_k), size)
+        for part, i in itertools.product(range(parts), range(blocks)):
+            at = (part * rows, i * BLOCK_K)
+            end = (at[0] + rows, at[1] + BLOCK_K)
+            tiles[part * blocks_of_part + first + i] = lax.slice(whole, at, end)
         plgpu.commit_smem()
         return
 
     elements = _elements(k)
     of_row = blocks * BLOCK_K // elements
-    count = rows * of_row
+    count = parts * rows * of_row
     scalar = plgpu.Layout.WG_SPLAT(())
 
     @plgpu.inline_mgpu(
@@ -72,7 +90,7 @@ def load(weight: Any, tiles: Any, first_row: Any, first_k: Any, *, interpret: bo
             column = arith.muli(
                 arith.remui(number, mgpu.c(of_row, i32)), mgpu.c(elements, i32)
             )
-            offset = _offset(row, column, rows)
+            offset = _offset(row, column, rows, region)
             target = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(tiles), [offset], byte)
             row, column = arith.addi(first_row, row), arith.addi(first_k, column)
             is_wanted = is_less(number, mgpu.c(count, i32))
@@ -119,19 +137,27 @@ def load(weight: Any, tiles: Any, first_row: Any, first_k: Any, *, interpret: bo
     plgpu.commit_smem()
 
 
-def _offset(row: ir.Value, column: ir.Value, rows: int) -> ir.Value:
-    """Byte of an element in operand tiles of `rows` rows, swizzled."""
+def _offset(row: ir.Value, column: ir.Value, rows: int, region: Region) -> ir.Value:
+    """Byte of an element of the weight in operand tiles of `rows` rows, swizzled."""
     i32 = ir.IntegerType.get_signless(32)
 
     def divided(value: ir.Value, size: int) -> tuple[ir.Value, ir.Value]:
         return arith.divui(value, mgpu.c(size, i32)), arith.remui(value, mgpu.c(size, i32))
 
+    part, row = divided(row, rows)
     block, within = divided(column, BLOCK_K)
     vector, element = divided(within, 8)
     vector = arith.xori(vector, divided(row, 8)[1])
-    parts = ((block, rows * mosaic.SWIZZLE), (row, mosaic.SWIZZLE), (vector, 16), (element, 2))
-    total = mgpu.c(0, i32)
-    for value, stride in parts:
+    tile_bytes = rows * mosaic.SWIZZLE
+    terms = (
+        (part, region.blocks_of_part * tile_bytes),
+        (block, tile_bytes),
+        (row, mosaic.SWIZZLE),
+        (vector, 16),
+        (element, 2),
+    )
+    total = mgpu.c(region.first * tile_bytes, i32)
+    for value, stride in terms:
         total = arith.addi(total, arith.muli(value, mgpu.c(stride, i32)))
     return total
 
