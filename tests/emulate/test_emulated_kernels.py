@@ -24,6 +24,7 @@ import test_interpret_gdpa_backward as gdpa_backward
 import test_interpret_linear_compression as linear_compression
 import test_interpret_linear_compression_backward as linear_compression_backward
 import test_interpret_packed_compression as packed_compression
+import test_interpret_resident_compression as resident_compression
 
 from ikbo_jax.pallas.attention_backward.kernel import attention_backward_kernel
 
@@ -92,8 +93,15 @@ def _gdpa_backward(sm90: emulator.Emulator, name: str, seed: int) -> None:
     gdpa_backward.assert_correct(results, arrays, case)
 
 
+def _resident_compression(sm90: emulator.Emulator, name: str, seed: int) -> None:
+    _compress(sm90, resident_compression.CASES[name], seed)
+
+
 def _linear_compression(sm90: emulator.Emulator, name: str, seed: int) -> None:
-    case = (linear_compression.CASES | packed_compression.CASES)[name]
+    _compress(sm90, (linear_compression.CASES | packed_compression.CASES)[name], seed)
+
+
+def _compress(sm90: emulator.Emulator, case: linear_compression.Case, seed: int) -> None:
     levels = case.levels()
     with sm90.emulated(seed):
         out = linear_compression.interpret(levels, case, False)
@@ -116,6 +124,7 @@ KERNELS: dict[str, tuple[Callable[[emulator.Emulator, str, int], None], dict[str
     "gdpa_backward": (_gdpa_backward, gdpa_backward.CASES),
     "linear_compression": (_linear_compression, linear_compression.CASES),
     "packed_compression": (_linear_compression, packed_compression.CASES),
+    "resident_compression": (_resident_compression, resident_compression.CASES),
     "linear_compression_backward": (
         _linear_compression_backward,
         linear_compression_backward.CASES,
@@ -141,6 +150,12 @@ CHOSEN = {
         "n16_ragged_last_tile",
         "n48_three_blocks",
         "n64_two_m_tiles_many_k_steps",
+    ],
+    "resident_compression": [
+        "n16_three_parts_ragged_last_tile",
+        "n48_three_blocks_two_ctas_odd_k",
+        "gathered_n32_index_out_of_range",
+        "one_user_gathered_strips",
     ],
     "linear_compression_backward": ["several_ctas"],
 }

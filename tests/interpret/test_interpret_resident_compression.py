@@ -24,7 +24,7 @@ CASES = {
     # Widths of blocks: a row of the batch is one block of 16, 32 or 64 columns, or several.
     "n16_three_parts_ragged_last_tile": Case((3, 19), (40, 22), 41, 16, TINY),
     "n32_batch_below_a_tile": Case((3, 2), (72, 33), 10, 32, TINY),
-    "n48_three_blocks_two_ctas": Case((2, 7), (40, 72), 16, 48, ONE, 2),
+    "n48_three_blocks_two_ctas_odd_k": Case((2, 7), (41, 73), 16, 48, ONE, 2),
     "n64_two_k_steps": Case((2, 5), (65, 260), 24, 64, ONE),
     "n96_blocks_cross_tiles": Case((2, 7), (20, 33), 13, 96, TINY),
     "n128_one_stage": Case((2, 3), (40, 40), 33, 128, dataclasses.replace(TINY, num_stages=1)),

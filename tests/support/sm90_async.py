@@ -169,16 +169,49 @@ def bulk(d: Decoder, ins: Instruction, found: re.Match[str]) -> Run:
 
     def run(warp: Warp, mask: Any) -> None:
         chosen = np.arange(32) if mask is None else np.flatnonzero(mask)
-        if len(chosen) != 1:
+        targets = {int((places if is_load else arrays)(warp)[lane]) for lane in chosen}
+        if len(targets) != len(chosen):
             raise Trap(f"{len(chosen)} lanes issue the same copy")
-        lane = chosen[0]
-        machine.copy(
-            warp,
-            int(places(warp)[lane]),
-            int(arrays(warp)[lane]),
-            int(warp.r[size][lane]),
-            None if barriers is None else int(barriers(warp)[lane]),
-        )
+        for lane in chosen:
+            machine.copy(
+                warp,
+                int(places(warp)[lane]),
+                int(arrays(warp)[lane]),
+                int(warp.r[size][lane]),
+                None if barriers is None else int(barriers(warp)[lane]),
+            )
+
+    return run
+
+
+def copy_small(d: Decoder, ins: Instruction, _: re.Match[str]) -> Run:
+    """Copies of every lane to shared memory, zeros past the size; as late as is allowed."""
+    target, source, whole, *size = ins.operands
+    places, arrays = d.address(target, is_shared=True), d.address(source, is_shared=False)
+    width = d.program.constants[whole]
+    sizes = d.source(size[0] if size else whole, U32)
+
+    def run(warp: Warp, mask: Any) -> None:
+        at = d.shared_at(warp, lanes(mask, places(warp)), width)
+        array, begin = d.machine.locate(lanes(mask, arrays(warp)), width)
+        within = np.arange(width) < lanes(mask, warp.r[sizes])[:, None]
+        index = at[:, None] + np.arange(width)
+
+        def finish() -> None:
+            data = array[begin[:, None] + np.arange(width)]
+            warp.block.memory[index] = np.where(within, data, 0)
+            warp.dirty.append(index.reshape(-1))
+
+        warp.copies.append(finish)
+
+    return run
+
+
+def wait_small(d: Decoder, ins: Instruction, _: re.Match[str]) -> Run:
+    def run(warp: Warp, mask: Any) -> None:
+        for finish in warp.copies:
+            finish()
+        warp.copies.clear()
 
     return run
 
@@ -234,6 +267,8 @@ TABLE: Table = [
         r"(?:\.mbarrier::complete_tx::bytes|\.bulk_group)",
         bulk,
     ),
+    (r"cp\.async\.c[ag]\.shared\.global", copy_small),
+    (r"cp\.async\.wait_all", wait_small),
     (r"cp\.async\.bulk\.commit_group", commit_stores),
     (r"cp\.async\.bulk\.wait_group(?P<read>\.read)?", wait_stores),
 ]

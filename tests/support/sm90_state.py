@@ -115,6 +115,8 @@ class Warp:
         #: Stores by TMA: of the group that is being made, and of groups not waited for.
         self.open_stores: list[Store] = []
         self.stores: list[list[Store]] = []
+        #: Copies to shared memory by lanes.
+        self.copies: list[Callable[[], None]] = []
         self.registers = block.registers
 
     def multiply_next(self) -> None:
