@@ -26,8 +26,12 @@ from ikbo_jax.problems import (
     LinearCompressionConfig,
     LinearCompressionProblem,
     PackedCompressionConfig,
+    ResidentCompressionConfig,
 )
 from ikbo_jax.reference import linear_compression as reference
+
+#: A configuration of one of the op's kernels.
+AnyConfig = LinearCompressionConfig | PackedCompressionConfig | ResidentCompressionConfig
 
 
 class Term(NamedTuple):
@@ -53,7 +57,7 @@ def linear_compression(
     cand_to_user: jax.Array,
     *,
     implementation: str | None = None,
-    config: LinearCompressionConfig | PackedCompressionConfig | None = None,
+    config: AnyConfig | None = None,
 ) -> jax.Array:
     """Compresses the embeddings of every candidate and its user; never copies the user.
 
@@ -71,7 +75,8 @@ def linear_compression(
         without a GPU, where the program is lowered for (`ikbo_jax.export_target`); "mosaic_gpu"
         (Hopper; bfloat16 and float16) or "xla" take that one or raise.
       config: configuration of the "mosaic_gpu" kernel; None takes it from the dispatch table. A
-        `PackedCompressionConfig` selects the kernel whose tiles span candidates.
+        `PackedCompressionConfig` selects the kernel whose tiles span candidates, and a
+        `ResidentCompressionConfig` the kernel whose CTAs keep their weights.
 
     Returns:
       [B, M, N] in the inputs' dtype. Both products are accumulated and added in f32, and the sum is
@@ -84,8 +89,8 @@ def linear_compression(
 
     Raises:
       ValueError: a rank is wrong; sizes, dtypes or the index disagree; U = 0 with B > 0;
-        `implementation` is unknown; `config` is neither a `LinearCompressionConfig` nor a
-        `PackedCompressionConfig`, or `implementation` is "xla" and `config` not None.
+        `implementation` is unknown; `config` is of none of the kernels' classes, or
+        `implementation` is "xla" and `config` not None.
       NotImplementedError: implementation="mosaic_gpu", but the kernel cannot run on this device, or
         with these sizes, this dtype or this `config`; forward-mode differentiation. The message
         says why.
@@ -104,7 +109,7 @@ def multilevel_linear_compression(
     terms: Sequence[Term],
     *,
     implementation: str | None = None,
-    config: LinearCompressionConfig | PackedCompressionConfig | None = None,
+    config: AnyConfig | None = None,
 ) -> jax.Array:
     """Compresses embeddings of several levels (user, candidate, ...), each at its own batch.
 
@@ -121,7 +126,8 @@ def multilevel_linear_compression(
         without a GPU, where the program is lowered for (`ikbo_jax.export_target`); "mosaic_gpu"
         (Hopper; bfloat16 and float16) or "xla" take that one or raise.
       config: configuration of the "mosaic_gpu" kernel; None takes it from the dispatch table. A
-        `PackedCompressionConfig` selects the kernel whose tiles span candidates.
+        `PackedCompressionConfig` selects the kernel whose tiles span candidates, and a
+        `ResidentCompressionConfig` the kernel whose CTAs keep their weights.
 
     Returns:
       [B_last, M, N] in the inputs' dtype. All products are accumulated and added in f32, and the
@@ -131,8 +137,8 @@ def multilevel_linear_compression(
     Raises:
       ValueError: `terms` is empty; a rank, size, dtype or parent is wrong; the first term has a
         parent or a later term has none; a level is empty but a finer one is not; `implementation`
-        is unknown; `config` is neither a `LinearCompressionConfig` nor a `PackedCompressionConfig`,
-        or `implementation` is "xla" and `config` not None.
+        is unknown; `config` is of none of the kernels' classes, or `implementation` is "xla" and
+        `config` not None.
       NotImplementedError: implementation="mosaic_gpu", but the kernel cannot run on this device, or
         with these sizes, this dtype or this `config`; forward-mode differentiation. The message
         says why.
@@ -168,9 +174,9 @@ def _compress(
     terms: tuple[Term, ...],
     names: tuple[_Names, ...],
     implementation: str | None,
-    config: LinearCompressionConfig | PackedCompressionConfig | None,
+    config: AnyConfig | None,
 ) -> jax.Array:
-    kinds = (LinearCompressionConfig, PackedCompressionConfig)
+    kinds = (LinearCompressionConfig, PackedCompressionConfig, ResidentCompressionConfig)
     request = arguments.request(op, implementation, config, terms, *kinds)
     _check(terms, names)
     weights, embeddings, parents = zip(*terms, strict=True)

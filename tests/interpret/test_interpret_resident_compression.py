@@ -1,4 +1,4 @@
-"""The linear-compression kernel whose CTAs keep their weights, interpreted under a race detector."""
+"""The linear-compression kernel whose CTAs keep their weights, under a race detector."""
 
 from __future__ import annotations
 

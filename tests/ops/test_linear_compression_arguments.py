@@ -101,7 +101,7 @@ def test_unknown_implementation_lists_the_known(implementation) -> None:
 
 
 def test_config_must_be_one() -> None:
-    with pytest.raises(ValueError, match="or a PackedCompressionConfig, but is {'block_m': 64}"):
+    with pytest.raises(ValueError, match="or a ResidentCompressionConfig, but is {'block_m': 64}"):
         ikbo.linear_compression(*INPUTS, config={"block_m": 64})  # type: ignore[arg-type]
 
 

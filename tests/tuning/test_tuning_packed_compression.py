@@ -106,3 +106,15 @@ def test_row_of_a_packed_configuration_is_read_as_it_was_written() -> None:
     assert table.Row.from_json(json.loads(json.dumps(row.to_json()))) == row
     assert not LARGE.fits(config)
     assert not SMALL.fits(LinearCompressionConfig(16, 4, 8))
+
+
+@pytest.mark.parametrize(("block_n", "block_m", "seen"), [(256, 80, 60.3), (512, 48, 71.9)])
+def test_packed_model_counts_the_short_rows_of_boxes(
+    block_n: int, block_m: int, seen: float
+) -> None:
+    """Times on an H100. Without the rows, the model said 38 us of both."""
+    problem = LinearCompressionProblem((29, 8367), (1116, 22), 233, 16, "float16")
+    configs = packed.candidate_configs(problem)
+    tile = (block_n, block_m, 1)
+    config = next(c for c in configs if (c.block_n, c.block_m, c.cluster) == tile)
+    assert packed.estimated_us(problem, config) == pytest.approx(seen, rel=0.1)

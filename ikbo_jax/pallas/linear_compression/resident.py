@@ -124,9 +124,7 @@ def _place(ctx: WarpgroupContext) -> Place:
     worker, share = lax.div(ctx.worker, layout.shares), lax.rem(ctx.worker, layout.shares)
     begin, end = (lax.div(x * phase.tiles, phase.workers) for x in (worker, worker + 1))
     share, strip = lax.div(share, layout.strips), lax.rem(share, layout.strips)
-    return Place(
-        lax.div(share, layout.splits), lax.rem(share, layout.splits), strip, begin, end
-    )
+    return Place(lax.div(share, layout.splits), lax.rem(share, layout.splits), strip, begin, end)
 
 
 def _load(ctx: WarpgroupContext, place: Place, tile: Any) -> None:
@@ -359,9 +357,7 @@ def _store_contiguous(output: Any, staging: Any, first: Any, begin: Any) -> None
         thread = stores.thread_number()
         row = arith.addi(first, thread)
         is_less = functools.partial(arith.cmpi, arith.CmpIPredicate.slt)
-        exists = arith.andi(
-            is_less(thread, mgpu.c(blocks, i32)), is_less(row, mgpu.c(batch, i32))
-        )
+        exists = arith.andi(is_less(thread, mgpu.c(blocks, i32)), is_less(row, mgpu.c(batch, i32)))
         target = stores.device_address(output, [(row, m * n), (begin, n)], 2)
         offset = arith.muli(thread, mgpu.c(height * n * 2, i32))
         source = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(staging), [offset], byte)
@@ -399,9 +395,7 @@ def _consume(ctx: WarpgroupContext) -> None:
     output, fragments_out = ctx.outputs
     place = _place(ctx)
     for i in range(layout.stages):
-        pl.when(place.begin + i < place.end)(
-            functools.partial(_load, ctx, place, place.begin + i)
-        )
+        pl.when(place.begin + i < place.end)(functools.partial(_load, ctx, place, place.begin + i))
     if layout.has_one_user:
         _gather(ctx, place, place.begin, 0)
     _load_weights(ctx, place)
@@ -503,7 +497,8 @@ def resident_compression(
     layouts = {i: config.layout(problem, i) for i in config.levels(problem)}
     # A level reads whole parts of its own.
     columns = max(layout.groups * layout.rows for layout in layouts.values())
-    phase, result = None, None
+    phase: Phase | None = None
+    result: Any = None
     for i, layout in layouts.items():
         tiles = layout.tiles(batches[i], n)
         workers = min(tiles, max(1, num_sms * layout.ctas // layout.shares))
@@ -513,4 +508,5 @@ def resident_compression(
         operands = Operands(all_weights[i], embeddings[i], of_users, parents[i], result)
         is_last = i == len(all_weights) - 1
         result = _launch(phase, operands, is_last=is_last, columns=columns, interpret=interpret)
-    return result
+    output: jax.Array = result
+    return output

@@ -17,8 +17,9 @@ from jaxlib.mlir.dialects import arith
 from ikbo_jax.pallas.hopper import mosaic, stores
 from ikbo_jax.problems.hopper import BLOCK_K, WARPGROUP_SIZE
 
-#: Loads of a thread that are in flight at a time, where each passes through a register.
-UNROLLED = 8
+#: Copies of a thread in an iteration. Rows that begin at odd elements are copied through
+#: registers, and as many loads as these are in flight at a time.
+UNROLLED, UNROLLED_LOADS = 8, 24
 
 
 def _elements(k: int) -> int:
@@ -67,6 +68,7 @@ def load(
     elements = _elements(k)
     of_row = blocks * BLOCK_K // elements
     count = parts * rows * of_row
+    unrolled = UNROLLED if elements > 1 else UNROLLED_LOADS
     scalar = plgpu.Layout.WG_SPLAT(())
 
     @plgpu.inline_mgpu(
@@ -81,15 +83,13 @@ def load(
         iteration, first_row, first_k = (s.registers.item() for s in scalars)
         is_less = functools.partial(arith.cmpi, arith.CmpIPredicate.slt)
         thread = stores.thread_number()
-        unit = arith.muli(iteration, mgpu.c(UNROLLED * WARPGROUP_SIZE, i32))
+        unit = arith.muli(iteration, mgpu.c(unrolled * WARPGROUP_SIZE, i32))
         unit = arith.addi(unit, thread)
         waiting = []
-        for i in range(UNROLLED):
+        for i in range(unrolled):
             number = arith.addi(unit, mgpu.c(i * WARPGROUP_SIZE, i32))
             row = arith.divui(number, mgpu.c(of_row, i32))
-            column = arith.muli(
-                arith.remui(number, mgpu.c(of_row, i32)), mgpu.c(elements, i32)
-            )
+            column = arith.muli(arith.remui(number, mgpu.c(of_row, i32)), mgpu.c(elements, i32))
             offset = _offset(row, column, rows, region)
             target = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(tiles), [offset], byte)
             row, column = arith.addi(first_row, row), arith.addi(first_k, column)
@@ -128,8 +128,8 @@ def load(
                 has_side_effects=True,
             )
 
-    @pl.loop(jnp.int32(0), jnp.int32(pl.cdiv(count, UNROLLED * WARPGROUP_SIZE)))
-    def _(iteration: Any) -> None:
+    @pl.loop(jnp.int32(0), jnp.int32(pl.cdiv(count, unrolled * WARPGROUP_SIZE)))
+    def _iteration(iteration: Any) -> None:
         copy(weight, tiles, iteration, first_row, first_k)
 
     if elements > 1:

@@ -1,0 +1,62 @@
+"""The linear-compression kernel whose CTAs keep their weights, compiled without a GPU."""
+
+from __future__ import annotations
+
+import sys
+
+import offline
+import pytest
+from test_offline_compile import launch
+
+from ikbo_jax.problems import LinearCompressionProblem, ResidentCompressionConfig, memory
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="the CUDA plugin is for Linux"),
+]
+
+
+def problem(
+    batches: tuple[int, ...], ks: tuple[int, ...], m: int, n: int, dtype: str = "bfloat16"
+) -> LinearCompressionProblem:
+    return LinearCompressionProblem(batches, ks, m, n, dtype)
+
+
+Config = ResidentCompressionConfig
+#: A problem, its configuration, and CTAs of the last level that an SM must have registers for.
+CASES = {
+    "n32_four_accumulators": (problem((100, 8192), (200, 40), 16, 32), Config(4, 16, 2, 3), 3),
+    "n16_five_parts_long_users": (
+        problem((29, 8367), (1116, 22), 233, 16, "float16"),
+        Config(1, 48, 2, 4, coarse_k=1280),
+        4,
+    ),
+    "n96_three_accumulators": (problem((547, 3829), (225, 27), 32, 96), Config(3, 32, 1, 2), 2),
+    "n128_gathered_odd_k": (
+        problem((200, 601), (121, 138), 48, 128),
+        Config(1, 48, 2, 2, gathers=True),
+        2,
+    ),
+    "n64_gathered_four_accumulators": (
+        problem((10095, 10095), (24, 136), 8, 64, "float16"),
+        Config(4, 16, 1, 2, gathers=True),
+        2,
+    ),
+    "n32_one_user": (problem((1, 602), (480, 20), 15, 32), Config(1, 16, 2, 2, gathers=True), 2),
+    "n512_two_splits": (problem((1, 118), (1160, 111), 20, 512), Config(1, 32, 2, 5), 5),
+    "three_levels": (problem((7, 100, 8192), (40, 40, 200), 60, 48), Config(2, 32, 1, 2), 2),
+    "one_level": (problem((8192,), (300,), 64, 32), Config(1, 64, 2, 2), 2),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_offline_resident_kernel_is_fit(name: str, compiler: offline.Compiler) -> None:
+    problem, config, ctas = CASES[name]
+    assert config.illegal_reason(problem) is None
+    kernels = compiler.compile(*launch(problem, config))
+    *_, last = levels = config.levels(problem)
+    for compiled, level in zip(kernels, levels, strict=True):
+        assert not compiled.faults
+        shared = config.layout(problem, level).shared(problem.n, stores=level == last)
+        assert compiled.smem_bytes == memory.smem_bytes(shared) <= config.smem_bytes(problem)
+    assert kernels[-1].ptxas.registers <= 65536 // (128 * ctas)
