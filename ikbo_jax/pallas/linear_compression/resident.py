@@ -25,9 +25,8 @@ No CTA waits for another one.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,166 +39,26 @@ from jaxlib.mlir.dialects import arith
 
 from ikbo_jax.pallas.hopper import fragment, granules, mma, mosaic, stores
 from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
-from ikbo_jax.pallas.linear_compression import weights
+from ikbo_jax.pallas.linear_compression.resident_loads import (
+    gather,
+    load_fragments,
+    load_tile,
+    load_weights,
+    look_up,
+)
+from ikbo_jax.pallas.linear_compression.resident_tiles import (
+    Operands,
+    Phase,
+    Place,
+    Source,
+    block_at,
+    place_of,
+    sources_of,
+)
 from ikbo_jax.problems import LinearCompressionProblem, ResidentCompressionConfig
 from ikbo_jax.problems.hopper import BLOCK_K, WGMMA_M
-from ikbo_jax.problems.packed_compression import GRANULE, STAGING_SLOTS, block_width
-from ikbo_jax.problems.resident_compression import Layout, is_contiguous
-
-
-@dataclasses.dataclass(frozen=True)
-class Phase:
-    """Static description of a level.
-
-    Attributes:
-      layout: how it is divided among CTAs.
-      coarser: the level whose fragments it adds; None if there is none.
-      users: the coarser level's batch; 0 if there is none.
-      workers: CTAs of a group and a split; each has a range of column tiles.
-    """
-
-    batch: int
-    k: int
-    m: int
-    n: int
-    layout: Layout
-    coarser: Phase | None
-    users: int
-    workers: int
-
-    @property
-    def width(self) -> int:
-        """Columns of a block."""
-        return block_width(self.n)
-
-    @property
-    def blocks_of_row(self) -> int:
-        return self.n // self.width
-
-    @property
-    def blocks(self) -> int:
-        """Blocks of a tile."""
-        return self.layout.block_n // self.width
-
-    @property
-    def tiles(self) -> int:
-        """Column tiles of a strip."""
-        return self.layout.tiles(self.batch, self.n)
-
-    def first_block(self, place: Place, tile: Any) -> Any:
-        """The number of a tile's first block."""
-        if self.layout.strips == 1:
-            return tile * self.blocks
-        return tile * self.blocks_of_row + place.strip * self.blocks
-
-    @property
-    def granules(self) -> int:
-        """Granules of a split's fragments, of whole tiles."""
-        return self.tiles * self.layout.block_n // GRANULE
-
-
-class Operands(NamedTuple):
-    """Device memory of a level; `index` and `fragments` are None at the coarsest level."""
-
-    weight: Any  # [M, K]
-    embedding: Any  # [B, K, N]
-    of_users: Any  # (weight, embedding) of the coarser level, if a tile loads them
-    index: Any  # [B] int32
-    fragments: Any  # fragment.Fragment of [splits * granules, ...]
-
-
-class Place(NamedTuple):
-    """What a CTA computes."""
-
-    group: Any  # of compressed rows
-    split: Any  # of K
-    strip: Any  # of N
-    begin: Any  # column tiles
-    end: Any
-
-
-def _place(ctx: WarpgroupContext) -> Place:
-    phase = ctx.shape
-    layout = phase.layout
-    worker, share = lax.div(ctx.worker, layout.shares), lax.rem(ctx.worker, layout.shares)
-    begin, end = (lax.div(x * phase.tiles, phase.workers) for x in (worker, worker + 1))
-    share, strip = lax.div(share, layout.strips), lax.rem(share, layout.strips)
-    return Place(lax.div(share, layout.splits), lax.rem(share, layout.splits), strip, begin, end)
-
-
-def _load(ctx: WarpgroupContext, place: Place, tile: Any) -> None:
-    """Issues the loads of a tile's embeddings."""
-    phase, shared = ctx.shape, ctx.shared
-    layout = phase.layout
-    stage = lax.rem(tile - place.begin, layout.stages)
-    for step in range(layout.steps):
-        slot = stage * layout.steps + step
-        target, ready = shared.embedding.at[slot], shared.ready.at[slot]
-        rows = pl.ds(place.split * layout.k + step * layout.depth, layout.depth)
-        first = phase.first_block(place, tile)
-        if phase.blocks_of_row == 1:
-            source = ctx.operands.embedding.at[pl.ds(first, phase.blocks), rows]
-            plgpu.copy_gmem_to_smem(source, target, ready)
-            continue
-        for i in range(phase.blocks):
-            row, columns = _block(phase, first + i)
-            plgpu.copy_gmem_to_smem(
-                ctx.operands.embedding.at[row, rows, columns], target.at[i], ready
-            )
-    if layout.gathered is not None and not layout.has_one_user:
-        _gather(ctx, place, tile, stage)
-
-
-def _gather(ctx: WarpgroupContext, place: Place, tile: Any, stage: Any) -> None:
-    """Issues the loads of the embeddings of a tile's users."""
-    phase, (steps, depth) = ctx.shape, ctx.shape.layout.gathered
-    _, embedding = ctx.operands.of_users
-    for i in range(phase.blocks):
-        row, columns = _block(phase, phase.first_block(place, tile) + i)
-        row = jnp.minimum(row, phase.batch - 1)
-        user = jnp.clip(ctx.operands.index[row], 0, phase.users - 1)
-        for step in range(steps):
-            slot = stage * steps + step
-            # Pallas would reject a static end past K.
-            rows = pl.ds(step * depth + 0 * ctx.worker, depth)
-            plgpu.copy_gmem_to_smem(
-                embedding.at[user, rows, columns],
-                ctx.shared.gathered.at[slot, i],
-                ctx.shared.gathered_ready.at[slot],
-            )
-
-
-def _block(phase: Phase, number: Any) -> tuple[Any, Any]:
-    """Row of the batch and columns of a block."""
-    row, of_row = lax.div(number, phase.blocks_of_row), lax.rem(number, phase.blocks_of_row)
-    return row, pl.ds(of_row * phase.width, phase.width)
-
-
-class Source(NamedTuple):
-    """Embeddings in shared memory that are multiplied by the weights from a block on."""
-
-    tiles: Any  # [stages * steps, column blocks, depth, block_width]
-    ready: Any
-    first_block: int
-    steps: int
-    depth: int
-
-    def await_ready(self, stage: Any) -> None:
-        for step in range(self.steps):
-            plgpu.barrier_wait(self.ready.at[stage * self.steps + step])
-
-
-def _sources(ctx: WarpgroupContext, *, of_user: bool) -> list[Source]:
-    """The embeddings of a tile, or of the only user."""
-    layout, shared = ctx.shape.layout, ctx.shared
-    own = [Source(shared.embedding, shared.ready, 0, layout.steps, layout.depth)]
-    if layout.gathered is None:
-        return own
-    first, _ = layout.k_blocks
-    gathered = [Source(shared.gathered, shared.gathered_ready, first, *layout.gathered)]
-    if layout.has_one_user:
-        return gathered if of_user else own
-    return own + gathered
+from ikbo_jax.problems.packed_compression import GRANULE, STAGING_SLOTS
+from ikbo_jax.problems.resident_compression import is_contiguous
 
 
 def _multiply(
@@ -228,7 +87,7 @@ def _multiply(
         )
 
     def all_steps(accs: tuple[Any, ...]) -> tuple[jax.Array, ...]:
-        for i, source in enumerate(_sources(ctx, of_user=of_user)):
+        for i, source in enumerate(sources_of(ctx, of_user=of_user)):
             begin = 0
             if i == 0:
                 accs, begin = k_step(0, accs, source, True), 1
@@ -251,36 +110,6 @@ def _multiply(
     return pl.run_scoped(grouped, *types)
 
 
-def _look_up(ctx: WarpgroupContext, place: Place, tile: Any) -> Any:
-    """The granules of the coarser level that a tile adds; of the last tile past the end."""
-    phase = ctx.shape
-    if phase.coarser is None:
-        return None
-    tile = jnp.minimum(tile, place.end - 1)
-    return granules.look_up(
-        ctx.operands.index,
-        tile * (phase.layout.block_n // GRANULE),
-        phase.layout.accumulators,
-        of_row=phase.n // GRANULE,
-        coarser_rows=phase.users,
-        interpret=ctx.interpret,
-    )
-
-
-def _load_fragments(
-    ctx: WarpgroupContext, users: Any, split: int, begin: Any
-) -> tuple[fragment.Fragment, ...]:
-    phase, layout = ctx.shape, ctx.shape.layout
-    return granules.load(
-        ctx.operands.fragments,
-        users + split * phase.coarser.granules if split else users,
-        layout.accumulators,
-        begin,
-        layout.block_m,
-        interpret=ctx.interpret,
-    )
-
-
 def _sums(
     ctx: WarpgroupContext, place: Place, users: Any, part: Any, stage: Any
 ) -> tuple[jax.Array, ...]:
@@ -289,7 +118,7 @@ def _sums(
     if coarser is None:
         return _multiply(ctx, part, stage)
     begin = place.group * layout.rows + part * layout.block_m
-    early = _load_fragments(ctx, users, 0, begin)  # their latency passes with the product's
+    early = load_fragments(ctx, users, 0, begin)  # their latency passes with the product's
     accs = _multiply(ctx, part, stage)
 
     def add(accs: tuple[jax.Array, ...], parts: tuple[fragment.Fragment, ...]) -> Any:
@@ -301,7 +130,7 @@ def _sums(
     def add_all() -> tuple[jax.Array, ...]:
         total = add(accs, early)
         for split in range(1, coarser.layout.splits):
-            total = add(total, _load_fragments(ctx, users, split, begin))
+            total = add(total, load_fragments(ctx, users, split, begin))
         return total
 
     return lax.cond(place.split == 0, add_all, lambda: accs)
@@ -338,7 +167,7 @@ def _store(ctx: WarpgroupContext, place: Place, staging: Any, tile: Any, part: A
         plgpu.copy_smem_to_gmem(staging, output.at[pl.ds(first, blocks), compressed])
         return
     for i in range(blocks):
-        row, columns = _block(phase, first + i)
+        row, columns = block_at(phase, first + i)
         plgpu.copy_smem_to_gmem(
             staging.at[i], output.at[row, compressed, columns], commit_group=i == blocks - 1
         )
@@ -376,39 +205,28 @@ def _store_contiguous(output: Any, staging: Any, first: Any, begin: Any) -> None
     copy(output, staging, first, begin)
 
 
-def _load_weights(ctx: WarpgroupContext, place: Place) -> None:
-    layout, (tiles, _) = ctx.shape.layout, ctx.shared.weight
-    own, gathered = layout.k_blocks
-    first_row, first_k = place.group * layout.rows, place.split * layout.k
-    load = functools.partial(weights.load, interpret=ctx.interpret)
-    region = weights.Region(0, own, own + gathered)
-    load(ctx.operands.weight, tiles, region, first_row, first_k)
-    if layout.gathered is not None:
-        weight, _ = ctx.operands.of_users
-        load(weight, tiles, weights.Region(own, gathered, own + gathered), first_row, jnp.int32(0))
-
-
 def _consume(ctx: WarpgroupContext) -> None:
     """The CTA."""
     phase: Phase = ctx.shape
     layout = phase.layout
     output, fragments_out = ctx.outputs
-    place = _place(ctx)
+    place = place_of(ctx)
     for i in range(layout.stages):
-        pl.when(place.begin + i < place.end)(functools.partial(_load, ctx, place, place.begin + i))
+        first = place.begin + i
+        pl.when(first < place.end)(functools.partial(load_tile, ctx, place, first))
     if layout.has_one_user:
-        _gather(ctx, place, place.begin, 0)
-    _load_weights(ctx, place)
+        gather(ctx, place, place.begin, 0)
+    load_weights(ctx, place)
 
     of_user = None
     if layout.has_one_user:
-        for source in _sources(ctx, of_user=True):
+        for source in sources_of(ctx, of_user=True):
             source.await_ready(0)
         of_user = _multiply(ctx, 0, 0, of_user=True)
 
     def load_again(tile: Any) -> None:
         ahead = tile + layout.stages
-        pl.when(ahead < place.end)(functools.partial(_load, ctx, place, ahead))
+        pl.when(ahead < place.end)(functools.partial(load_tile, ctx, place, ahead))
 
     def compute(tile: Any, users: Any, part: Any) -> None:
         number = tile - place.begin
@@ -428,14 +246,14 @@ def _consume(ctx: WarpgroupContext) -> None:
 
     def one(tile: Any, users: Any) -> Any:
         tile = mosaic.opaque(tile, interpret=ctx.interpret)
-        users_ahead = _look_up(ctx, place, tile + 1)
+        users_ahead = look_up(ctx, place, tile + 1)
         stage = lax.rem(tile - place.begin, layout.stages)
-        for source in _sources(ctx, of_user=False):
+        for source in sources_of(ctx, of_user=False):
             source.await_ready(stage)
         pl.loop(0, layout.parts)(functools.partial(compute, tile, users))
         return users_ahead
 
-    lax.fori_loop(place.begin, place.end, one, _look_up(ctx, place, place.begin))
+    lax.fori_loop(place.begin, place.end, one, look_up(ctx, place, place.begin))
     if output is not None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=False)
 
@@ -482,7 +300,7 @@ def _launch(
 
 
 def resident_compression(
-    all_weights: tuple[jax.Array, ...],
+    weights: tuple[jax.Array, ...],
     embeddings: tuple[jax.Array, ...],
     parents: tuple[jax.Array | None, ...],
     *,
@@ -492,8 +310,8 @@ def resident_compression(
 ) -> jax.Array:
     """Linear compression of levels, coarsest first; see `kernel.linear_compression_kernel`."""
     batches, ks = zip(*(x.shape[:2] for x in embeddings), strict=True)
-    m, n = all_weights[0].shape[0], embeddings[0].shape[2]
-    problem = LinearCompressionProblem(batches, ks, m, n, all_weights[0].dtype.name)
+    m, n = weights[0].shape[0], embeddings[0].shape[2]
+    problem = LinearCompressionProblem(batches, ks, m, n, weights[0].dtype.name)
     layouts = {i: config.layout(problem, i) for i in config.levels(problem)}
     # A level reads whole parts of its own.
     columns = max(layout.groups * layout.rows for layout in layouts.values())
@@ -504,9 +322,9 @@ def resident_compression(
         workers = min(tiles, max(1, num_sms * layout.ctas // layout.shares))
         users = batches[i - 1] if i else 0
         phase = Phase(batches[i], ks[i], m, n, layout, phase, users, workers)
-        of_users = (all_weights[i - 1], embeddings[i - 1]) if layout.gathered else None
-        operands = Operands(all_weights[i], embeddings[i], of_users, parents[i], result)
-        is_last = i == len(all_weights) - 1
+        of_users = (weights[i - 1], embeddings[i - 1]) if layout.gathered else None
+        operands = Operands(weights[i], embeddings[i], of_users, parents[i], result)
+        is_last = i == len(weights) - 1
         result = _launch(phase, operands, is_last=is_last, columns=columns, interpret=interpret)
     output: jax.Array = result
     return output
