@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from ikbo_jax.problems import hopper, memory, packed_compression
 from ikbo_jax.problems.hopper import BLOCK_K, WGMMA_K, WGMMA_M
-from ikbo_jax.problems.packed_compression import STAGING_SLOTS, block_width
+from ikbo_jax.problems.packed_compression import CACHED_BYTES, STAGING_SLOTS, block_width
 from ikbo_jax.problems.problem import Config
 
 #: Compressed rows of all accumulators of a part: accumulators, fragments and the address
@@ -59,6 +59,7 @@ class Layout:
       gathered: (k steps, rows of K of a step) of the users' embeddings, if a tile loads these.
       has_one_user: whether all tiles of a CTA have the same columns of the only user, whose product
         the CTA computes once.
+      by_threads: whether a CTA has one tile, whose embeddings its threads load, not TMA.
       strips: strips of `block_n` columns of N, one for each CTA, if it has one user and a wider N.
     """
 
@@ -74,6 +75,7 @@ class Layout:
     gathered: tuple[int, int] | None = None
     has_one_user: bool = False
     strips: int = 1
+    by_threads: bool = False
 
     @property
     def shares(self) -> int:
@@ -113,9 +115,12 @@ class Layout:
         gathered = gathered_ready = None
         if self.gathered is not None:
             steps, depth = self.gathered
-            slots = steps * (1 if self.has_one_user else self.stages)
-            gathered = memory.Blocks((slots, blocks, depth, width))
-            gathered_ready = memory.Barriers(slots, blocks)
+            if self.has_one_user:
+                # A repeated block is there once: a descriptor says that blocks are 0 bytes apart.
+                gathered = memory.Blocks((steps, 1 if n == width else blocks, depth, width))
+            else:
+                gathered = memory.Blocks((self.stages * steps, blocks, depth, width))
+                gathered_ready = memory.Barriers(self.stages * steps, blocks)
         slots = self.stages * self.steps
         # Rows of the batch that are one block each are contiguous in the output.
         staged = memory.Rows if is_contiguous(n) else memory.Blocks
@@ -125,7 +130,7 @@ class Layout:
             gathered=gathered,
             staging=staged((STAGING_SLOTS, blocks, self.block_m, width)) if stores else None,
             # One copy loads all blocks if a candidate is one block.
-            ready=memory.Barriers(slots, 1 if n == width else blocks),
+            ready=None if self.by_threads else memory.Barriers(slots, 1 if n == width else blocks),
             gathered_ready=gathered_ready,
         )
 
@@ -160,6 +165,7 @@ class ResidentCompressionConfig(Config):
         candidate, in a single launch, instead of adding fragments of an earlier one; two levels.
       coarse_k: most rows of K that a tile of a coarser level sums. Longer sums are split, and the
         finer level adds one fragment for each split.
+      groups: groups of compressed rows of the last level; a CTA keeps the weights of one.
     """
 
     single_launch: ClassVar[bool] = False
@@ -170,6 +176,7 @@ class ResidentCompressionConfig(Config):
     ctas: int = 4
     gathers: bool = False
     coarse_k: int = 640
+    groups: int = 1
 
     def levels(self, problem: Any) -> range:
         """The levels that have a launch."""
@@ -180,7 +187,7 @@ class ResidentCompressionConfig(Config):
         """How a level of a `LinearCompressionProblem` is divided."""
         k, m = problem.ks[level], problem.m
         if level == len(problem.ks) - 1:
-            parts = -(-m // self.block_m)
+            parts = -(-m // (self.block_m * self.groups))
             steps, depth = _depth(k)
             block_n = self.accumulators * WGMMA_M
             is_whole = not (problem.n % block_n and block_n % problem.n)
@@ -191,7 +198,7 @@ class ResidentCompressionConfig(Config):
                 self.accumulators,
                 self.block_m,
                 parts,
-                groups=1,
+                groups=self.groups,
                 splits=1,
                 steps=steps,
                 depth=depth,
@@ -230,7 +237,9 @@ class ResidentCompressionConfig(Config):
                 f"accumulators times block_m must be at most {MAX_ROWS}, so that accumulators and "
                 f"fragments fit the registers, but are {self.accumulators} and {self.block_m}"
             )
-        if -(-problem.m // self.block_m) > MAX_PARTS:
+        if self.groups < 1:
+            return f"groups must be at least 1, but is {self.groups}"
+        if -(-problem.m // (self.block_m * self.groups)) > MAX_PARTS:
             return (
                 f"a tile must have at most {MAX_PARTS} parts, but M={problem.m} and block_m is "
                 f"{self.block_m}"
@@ -252,7 +261,8 @@ def _many_ctas(problem: Any, level: int, layout: Layout) -> Layout:
     tiles = layout.tiles(problem.batches[level], problem.n)
     ctas = max(1, min(MAX_CTAS, SM_SMEM_BYTES // (size + RESERVED_BYTES)))
     if tiles * layout.groups * layout.splits <= ctas * packed_compression.NUM_SMS:
-        return dataclasses.replace(layout, ctas=ctas)
+        by_threads = block_width(problem.n) < WGMMA_M
+        return dataclasses.replace(layout, ctas=ctas, by_threads=by_threads)
     two = dataclasses.replace(layout, stages=2)
     size = memory.smem_bytes(two.shared(problem.n, stores=False))
     if size > SM_SMEM_BYTES // 2 - RESERVED_BYTES:
@@ -260,19 +270,21 @@ def _many_ctas(problem: Any, level: int, layout: Layout) -> Layout:
     return dataclasses.replace(two, ctas=min(MAX_CTAS, SM_SMEM_BYTES // (size + RESERVED_BYTES)))
 
 
-# A model by which configurations are ordered. Predicted, not fitted: no time of this kernel was
-# measured when it was written. Times are in us, bytes are for one us.
-#: An empty launch with its barriers and descriptors; the latency of a first load.
-LAUNCH_US, LOAD_US = 1.6, 0.9
-#: A part of a tile, from its products to its store, where nothing else is on the SM; the look-up of
-#: the users whose embeddings a tile loads.
-PART_US, GATHER_US = 0.5, 0.5
+# A model by which configurations are ordered. Times are in us, bytes are for one us; constants are
+# of an H100 (docs/experiments.md), those of weights and groups predicted.
+#: A launch, and a further CTA of an SM: its barriers, its weights.
+LAUNCH_US, CTA_US = 1.0, 0.4
+#: The latency of a first load; a part of a tile, and a compressed row of its accumulators, where
+#: nothing else is on the SM; the look-up of the users whose embeddings a tile loads.
+LOAD_US, PART_US, PART_ROW_US, GATHER_US = 0.7, 0.5, 0.004, 0.4
+#: A copy of each thread, of 4 to 16 bytes; a load through a register, of an element.
+COPY_US, ELEMENT_US = 0.02, 0.04
 #: What device memory delivers, L2 to all SMs, and L2 to one SM.
-MEMORY_BYTES, L2_BYTES, SM_BYTES = 2.8e6, 4.5e6, 1.0e5
-#: Part of the lesser times, of tiles, L2 and memory, that the greatest does not hide.
+MEMORY_BYTES, L2_BYTES, SM_BYTES = 3.0e6, 5.8e6, 1.0e5
+#: Part of the lesser times, of tiles, boxes, L2 and memory, that the greatest does not hide.
 OVERLAP = 0.05
 #: Registers of an SM, and of a thread: a base, and for each compressed row of all accumulators.
-SM_REGISTERS, BASE_REGISTERS, ROW_REGISTERS = 65536, 24, 1.56
+SM_REGISTERS, BASE_REGISTERS, ROW_REGISTERS = 65536, 24, 1.3
 
 
 def _most_ctas(rows: int, size: int) -> int:
@@ -289,19 +301,23 @@ def candidate_configs(problem: Any) -> Iterator[ResidentCompressionConfig]:
     last = len(problem.ks) - 1
     parts = {count for count in range(1, 9) if problem.m > 32 * (count - 1)}
     block_ms = {-(-problem.m // (16 * count)) * 16 for count in parts}
-    users = [(False, 640), (True, 640)] + [(False, 1280)] * (max(problem.ks) > 640)
+    users = [(False, k) for k in (160, 320, 640, 1280) if k == 640 or max(problem.ks) > k // 2]
     configs = []
-    for block_m, accumulators, num_stages, (gathers, coarse_k) in itertools.product(
-        sorted(block_ms), (1, 2, 3, 4), (1, 2, 3), users
+    for block_m, accumulators, num_stages, (gathers, coarse_k), groups in itertools.product(
+        sorted(block_ms), (1, 2, 3, 4), (1, 2, 3), [*users, (True, 640)], (1, 2, 4)
     ):
+        if groups > -(-problem.m // block_m):
+            continue
         config = ResidentCompressionConfig(
-            accumulators, block_m, num_stages, 1, gathers=gathers, coarse_k=coarse_k
+            accumulators, block_m, num_stages, 1, gathers, coarse_k, groups
         )
         if config.illegal_reason(problem):
             continue
         size = memory.smem_bytes(config.layout(problem, last).shared(problem.n, stores=True))
-        if ctas := _most_ctas(accumulators * block_m, size):
-            configs.append(dataclasses.replace(config, ctas=ctas))
+        most = _most_ctas(accumulators * block_m, size)
+        for ctas in {1, 2, 3, 4, most}:
+            if ctas <= most:
+                configs.append(dataclasses.replace(config, ctas=ctas))
     yield from sorted(configs, key=lambda config: estimated_us(problem, config))
 
 
@@ -313,31 +329,74 @@ def estimated_us(problem: Any, config: ResidentCompressionConfig) -> float:
 def level_us(problem: Any, config: ResidentCompressionConfig, level: int) -> float:
     """Time of a launch by a model."""
     layout, is_last = config.layout(problem, level), level == len(problem.ks) - 1
-    columns = problem.batches[level] * problem.n
     tiles, shares = layout.tiles(problem.batches[level], problem.n), layout.shares
-    workers = min(tiles, max(1, packed_compression.NUM_SMS * layout.ctas // shares))
-    read, k = 2 * columns * problem.ks[level], layout.k
+    sms = packed_compression.NUM_SMS
+    workers = min(tiles, max(1, sms * layout.ctas // shares))
+    ctas = -(-workers * shares // sms)  # of an SM
+    limits = sorted(
+        (
+            *_traffic_us(problem, config, level, workers),
+            _boxes_us(problem, layout, is_last=is_last) * -(-tiles * shares // sms),
+            _chain_us(problem.ks[level::-1], layout, ctas, -(-tiles // workers)),
+        )
+    )
+    return LAUNCH_US + CTA_US * (ctas - 1) + limits[-1] + OVERLAP * sum(limits[:-1])
+
+
+def _traffic_us(problem: Any, config: Any, level: int, workers: int) -> tuple[float, float]:
+    """Times of device memory and of L2."""
+    layout, is_last = config.layout(problem, level), level == len(problem.ks) - 1
+    columns = problem.batches[level] * problem.n
+    read = 2 * columns * problem.ks[level]
     # An element of a fragment takes 3 bytes, an element of the result 2.
     rows = layout.groups * layout.rows
     written = 2 * columns * problem.m if is_last else 3 * columns * rows * layout.splits
     again = read * (layout.groups - 1)
     if layout.gathered is not None:
         of_users = 2 * problem.batches[level - 1] * problem.n * problem.ks[level - 1]
-        gathered = 2 * columns * problem.ks[level - 1]
+        gathered = 2 * columns * problem.ks[level - 1] * layout.groups
         if layout.has_one_user:
-            gathered = workers * shares * 2 * layout.block_n * problem.ks[level - 1]
+            block_n = min(layout.block_n, problem.n)
+            gathered = workers * layout.shares * 2 * block_n * problem.ks[level - 1]
         read, again = read + of_users, again + max(0, gathered - of_users)
-        k += math.prod(layout.gathered)
     elif level:
-        again += 3 * columns * rows * config.layout(problem, level - 1).splits
-    memory_us = (read + written) / MEMORY_BYTES
-    l2_us = (read + written + again) / L2_BYTES
-    looks_up = layout.gathered is not None and not layout.has_one_user
-    part_us = layout.parts * PART_US + GATHER_US * looks_up
-    exposed = LOAD_US if layout.stages == 1 else 0.0
-    tiles_us = -(-tiles // workers) * (part_us + exposed)
-    # The weights and the first tile of the CTAs that share an SM.
-    ctas = -(-min(tiles, workers) * shares // packed_compression.NUM_SMS)
-    first_us = ctas * 2 * k * (min(layout.block_n, columns) + layout.rows) / SM_BYTES
-    limits = sorted((memory_us, l2_us, tiles_us))
-    return LAUNCH_US + LOAD_US + max(limits[2], first_us) + OVERLAP * (limits[0] + limits[1])
+        splits = config.layout(problem, level - 1).splits
+        fragments = 3 * columns * rows * splits
+        again += fragments
+        if fragments * problem.batches[level - 1] > CACHED_BYTES * problem.batches[level]:
+            read += fragments  # which L2 does not hold
+    return (read + written) / MEMORY_BYTES, (read + written + again) / L2_BYTES
+
+
+def _boxes_us(problem: Any, layout: Layout, *, is_last: bool) -> float:
+    """Time of the rows of a tile's TMA boxes, if these are shorter than 128 bytes."""
+    if block_width(problem.n) == WGMMA_M:
+        return 0.0
+    rows = 0 if layout.by_threads else layout.k
+    if layout.gathered is not None and not layout.has_one_user:
+        rows += math.prod(layout.gathered)
+    if is_last and not is_contiguous(problem.n):
+        rows += layout.rows
+    return packed_compression.ROW_US * rows * layout.block_n / block_width(problem.n)
+
+
+def _chain_us(ks: tuple[int, ...], layout: Layout, ctas: int, tiles: int) -> float:
+    """Time of one CTA, of `ctas` of an SM, whose steps wait for one another.
+
+    `ks` are K of the level and of the coarser ones.
+    """
+    own, gathered = layout.k_blocks
+    copies_us = 0.0
+    for blocks, k in zip((own, gathered), ks, strict=False):
+        elements = next(count for count in (8, 4, 2, 1) if k % count == 0)
+        copies = blocks * BLOCK_K * layout.rows / elements / hopper.WARPGROUP_SIZE
+        copies_us += copies * (COPY_US if elements > 1 else ELEMENT_US)
+    k = layout.k + math.prod(layout.gathered or (0,))
+    first_us = ctas * 2 * k * (layout.block_n + layout.rows) / SM_BYTES
+    part_us = PART_US + PART_ROW_US * layout.accumulators * layout.block_m
+    tile_us = layout.parts * part_us
+    if layout.gathered is not None and not layout.has_one_user:
+        tile_us += GATHER_US
+    if layout.stages == 1:
+        tile_us += LOAD_US
+    return LOAD_US + max(copies_us, first_us) + tiles * tile_us

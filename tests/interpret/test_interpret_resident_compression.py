@@ -39,6 +39,15 @@ CASES = {
     "gathered_n128_two_k_steps_three_parts": Case(
         (3, 3), (260, 70), 40, 128, dataclasses.replace(ONE, gathers=True)
     ),
+    "two_groups_of_two_parts_and_a_part_past_m": Case(
+        (3, 7), (40, 22), 33, 16, dataclasses.replace(TINY, groups=2), 2
+    ),
+    "one_user_gathered_n96": Case(
+        (1, 5), (72, 40), 13, 96, dataclasses.replace(ONE, accumulators=3, gathers=True), 2
+    ),
+    "one_user_gathered_n64_two_groups": Case(
+        (1, 5), (72, 40), 31, 64, dataclasses.replace(GATHER, groups=2), 2
+    ),
     "one_user_gathered_n16": Case((1, 9), (72, 40), 13, 16, GATHER, 2),
     "one_user_gathered_strips": Case(
         (1, 5), (72, 40), 16, 128, dataclasses.replace(ONE, gathers=True), 3

@@ -157,7 +157,8 @@ def wgmma_blocks(
 ) -> Any:
     """Like `wgmma`, for an operand of column blocks [64 / width, 64, width], k by rows.
 
-    The blocks lie side by side in the product: its row i is column i % width of block i // width.
+    The blocks lie side by side in the product: its row i is column i % width of block i // width. A
+    single block is repeated.
 
     Args:
       acc: [64, columns] f32; under interpretation, an accumulator [width, columns] for each block.
@@ -166,16 +167,17 @@ def wgmma_blocks(
     """
     if interpret:
         for i, part in enumerate(acc):
+            block = min(i, a.shape[0] - 1)
             if len(b_t.shape) == 2:
-                plgpu.wgmma(part, a.at[i].transpose((1, 0)), b_t.transpose((1, 0)))
+                plgpu.wgmma(part, a.at[block].transpose((1, 0)), b_t.transpose((1, 0)))
                 continue
             for begin in range(0, k, 64):
                 rows = min(64, k - begin)
-                left = a.at[i, pl.ds(begin, rows)].transpose((1, 0))
+                left = a.at[block, pl.ds(begin, rows)].transpose((1, 0))
                 plgpu.wgmma(part, left, b_t.at[begin // 64, :, pl.ds(0, rows)].transpose((1, 0)))
         return acc
 
-    columns, (_, depth, width) = b_t.shape[-2], a.shape
+    columns, (blocks, depth, width) = b_t.shape[-2], a.shape
     row_bytes = 2 * width
     accumulator = () if overwrite else (acc,)
 
@@ -189,7 +191,8 @@ def wgmma_blocks(
     )
     def issue(_: Any, a: ir.Value, b: ir.Value, *acc: mgpu.FragmentedArray) -> Any:
         # An operand whose rows are contiguous: the stride is from eight of k to the next eight.
-        a_base, b_base = descriptor(a, depth * row_bytes, swizzle=row_bytes), descriptor(b)
+        leading = depth * row_bytes if blocks > 1 else 0
+        a_base, b_base = descriptor(a, leading, swizzle=row_bytes), descriptor(b)
         with Group(b, columns, *acc) as group:
             for step in range(k // WGMMA_K):
                 a_step = advance(a_base, step * WGMMA_K * row_bytes)

@@ -40,8 +40,8 @@ from jaxlib.mlir.dialects import arith
 from ikbo_jax.pallas.hopper import fragment, granules, mma, mosaic, stores
 from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
 from ikbo_jax.pallas.linear_compression.resident_loads import (
-    gather,
     load_fragments,
+    load_one_user,
     load_tile,
     load_weights,
     look_up,
@@ -60,6 +60,9 @@ from ikbo_jax.problems.hopper import BLOCK_K, WGMMA_M
 from ikbo_jax.problems.packed_compression import GRANULE, STAGING_SLOTS
 from ikbo_jax.problems.resident_compression import is_contiguous
 
+#: Compressed rows of fragments that are loaded before a part is multiplied: 96 registers.
+MAX_EARLY_ROWS = 128
+
 
 def _multiply(
     ctx: WarpgroupContext, part: Any, stage: Any, *, of_user: bool = False
@@ -68,6 +71,9 @@ def _multiply(
     phase, layout = ctx.shape, ctx.shape.layout
     weight, _ = ctx.shared.weight
     of_accumulator = WGMMA_M // phase.width
+    # If a row of the batch is one block, the user's columns are the same in all accumulators.
+    is_repeated = of_user and phase.blocks_of_row == 1
+    accumulators = 1 if is_repeated else layout.accumulators
 
     def k_step(step: Any, accs: tuple[Any, ...], source: Source, is_first: bool) -> Any:
         first = part * sum(layout.k_blocks) + source.first_block
@@ -76,7 +82,7 @@ def _multiply(
         return tuple(
             mma.wgmma_blocks(
                 acc,
-                tiles.at[pl.ds(i * of_accumulator, of_accumulator)],
+                tiles if is_repeated else tiles.at[pl.ds(i * of_accumulator, of_accumulator)],
                 weight.at[pl.ds(first, pl.cdiv(source.depth, BLOCK_K))],
                 overwrite=is_first,
                 k=source.depth,
@@ -96,12 +102,14 @@ def _multiply(
             accs = mma.accumulate(begin, source.steps, step, accs, interpret=ctx.interpret)
         plgpu.wgmma_wait(0)
         if ctx.interpret:
-            return tuple(jnp.concatenate([x[...] for x in blocks]) for blocks in accs)
-        return tuple(mma.after_wait(acc, interpret=False) for acc in accs)
+            sums = tuple(jnp.concatenate([x[...] for x in blocks]) for blocks in accs)
+        else:
+            sums = tuple(mma.after_wait(acc, interpret=False) for acc in accs)
+        return sums * layout.accumulators if is_repeated else sums
 
     if not ctx.interpret:
-        return all_steps((None,) * layout.accumulators)
-    types = [plgpu.ACC((phase.width, layout.block_m))] * (of_accumulator * layout.accumulators)
+        return all_steps((None,) * accumulators)
+    types = [plgpu.ACC((phase.width, layout.block_m))] * (of_accumulator * accumulators)
 
     def grouped(*parts: Any) -> Any:
         groups = (parts[i : i + of_accumulator] for i in range(0, len(parts), of_accumulator))
@@ -113,12 +121,17 @@ def _multiply(
 def _sums(
     ctx: WarpgroupContext, place: Place, users: Any, part: Any, stage: Any
 ) -> tuple[jax.Array, ...]:
-    """A part of a tile, with the coarser level's part."""
+    """A part of a tile, with the coarser level's part of it."""
     coarser, layout = ctx.shape.coarser, ctx.shape.layout
     if coarser is None:
         return _multiply(ctx, part, stage)
     begin = place.group * layout.rows + part * layout.block_m
-    early = load_fragments(ctx, users, 0, begin)  # their latency passes with the product's
+    # Their latency passes with the product's. Registers do not hold many.
+    rows = layout.accumulators * layout.block_m
+    early = [
+        load_fragments(ctx, users, split, begin)
+        for split in range(min(coarser.layout.splits, max(1, MAX_EARLY_ROWS // rows)))
+    ]
     accs = _multiply(ctx, part, stage)
 
     def add(accs: tuple[jax.Array, ...], parts: tuple[fragment.Fragment, ...]) -> Any:
@@ -128,8 +141,8 @@ def _sums(
         )
 
     def add_all() -> tuple[jax.Array, ...]:
-        total = add(accs, early)
-        for split in range(1, coarser.layout.splits):
+        total = functools.reduce(add, early, accs)
+        for split in range(len(early), coarser.layout.splits):
             total = add(total, load_fragments(ctx, users, split, begin))
         return total
 
@@ -158,7 +171,7 @@ def _store(ctx: WarpgroupContext, place: Place, staging: Any, tile: Any, part: A
     phase, layout = ctx.shape, ctx.shape.layout
     output, _ = ctx.outputs
     first, blocks = phase.first_block(place, tile), phase.blocks
-    begin = part * layout.block_m
+    begin = place.group * layout.rows + part * layout.block_m
     if is_contiguous(phase.n) and not ctx.interpret:
         _store_contiguous(output, staging, first, begin)
         return
@@ -191,6 +204,7 @@ def _store_contiguous(output: Any, staging: Any, first: Any, begin: Any) -> None
         offset = arith.muli(thread, mgpu.c(height * n * 2, i32))
         source = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(staging), [offset], byte)
         rows = arith.minsi(arith.subi(mgpu.c(m, i32), begin), mgpu.c(height, i32))
+        exists = arith.andi(exists, is_less(mgpu.c(0, i32), rows))
         mgpu.utils.inline_ptx(
             "{ .reg .u64 target; cvta.to.global.u64 target, $0; "
             "@$3 cp.async.bulk.global.shared::cta.bulk_group [target], [$1], $2; "
@@ -215,13 +229,11 @@ def _consume(ctx: WarpgroupContext) -> None:
         first = place.begin + i
         pl.when(first < place.end)(functools.partial(load_tile, ctx, place, first))
     if layout.has_one_user:
-        gather(ctx, place, place.begin, 0)
+        load_one_user(ctx, place)
     load_weights(ctx, place)
 
     of_user = None
     if layout.has_one_user:
-        for source in sources_of(ctx, of_user=True):
-            source.await_ready(0)
         of_user = _multiply(ctx, 0, 0, of_user=True)
 
     def load_again(tile: Any) -> None:
@@ -320,6 +332,8 @@ def resident_compression(
     for i, layout in layouts.items():
         tiles = layout.tiles(batches[i], n)
         workers = min(tiles, max(1, num_sms * layout.ctas // layout.shares))
+        if layout.by_threads:
+            workers = tiles
         users = batches[i - 1] if i else 0
         phase = Phase(batches[i], ks[i], m, n, layout, phase, users, workers)
         of_users = (weights[i - 1], embeddings[i - 1]) if layout.gathered else None

@@ -21,6 +21,16 @@ def load_tile(ctx: WarpgroupContext, place: Place, tile: Any) -> None:
     """Issues the loads of a tile's embeddings."""
     phase, shared = ctx.shape, ctx.shared
     layout = phase.layout
+    if layout.by_threads:
+        weights.load_blocks(
+            ctx.operands.embedding,
+            shared.embedding,
+            phase.first_block(place, tile),
+            phase.blocks_of_row,
+            place.split * layout.k,
+            interpret=ctx.interpret,
+        )
+        return
     stage = lax.rem(tile - place.begin, layout.stages)
     for step in range(layout.steps):
         slot = stage * layout.steps + step
@@ -59,6 +69,19 @@ def gather(ctx: WarpgroupContext, place: Place, tile: Any, stage: Any) -> None:
             )
 
 
+def load_one_user(ctx: WarpgroupContext, place: Place) -> None:
+    """Loads the only user's embeddings; all tiles of a CTA have the same columns of it."""
+    phase = ctx.shape
+    weights.load_blocks(
+        ctx.operands.of_users[1],
+        ctx.shared.gathered,
+        place.strip * phase.blocks if phase.layout.strips > 1 else jnp.int32(0),
+        phase.blocks_of_row,
+        jnp.int32(0),
+        interpret=ctx.interpret,
+    )
+
+
 def load_weights(ctx: WarpgroupContext, place: Place) -> None:
     """Loads the weights of a CTA's compressed rows and split of K, and the users' if it gathers."""
     layout, (tiles, _) = ctx.shape.layout, ctx.shared.weight
@@ -70,6 +93,7 @@ def load_weights(ctx: WarpgroupContext, place: Place) -> None:
     if layout.gathered is not None:
         weight, _ = ctx.operands.of_users
         load(weight, tiles, weights.Region(own, gathered, own + gathered), first_row, jnp.int32(0))
+    weights.finish(interpret=ctx.interpret)
 
 
 def look_up(ctx: WarpgroupContext, place: Place, tile: Any) -> Any:

@@ -111,6 +111,8 @@ class Source(NamedTuple):
     depth: int
 
     def await_ready(self, stage: Any) -> None:
+        if self.ready is None:  # threads have loaded them
+            return
         for step in range(self.steps):
             plgpu.barrier_wait(self.ready.at[stage * self.steps + step])
 
