@@ -299,12 +299,12 @@ def candidate_configs(problem: Any) -> Iterator[ResidentCompressionConfig]:
     if packed_compression.why_not_served(problem):
         return
     last = len(problem.ks) - 1
-    parts = {count for count in range(1, 9) if problem.m > 32 * (count - 1)}
+    parts = {count for count in range(1, 9) if count == 1 or problem.m > 48 * (count - 1)}
     block_ms = {-(-problem.m // (16 * count)) * 16 for count in parts}
     users = [(False, k) for k in (160, 320, 640, 1280) if k == 640 or max(problem.ks) > k // 2]
     configs = []
     for block_m, accumulators, num_stages, (gathers, coarse_k), groups in itertools.product(
-        sorted(block_ms), (1, 2, 3, 4), (1, 2, 3), [*users, (True, 640)], (1, 2, 4)
+        sorted(block_ms), (1, 2, 3, 4), (1, 2), [*users, (True, 640)], (1, 2, 4)
     ):
         if groups > -(-problem.m // block_m):
             continue
@@ -315,9 +315,8 @@ def candidate_configs(problem: Any) -> Iterator[ResidentCompressionConfig]:
             continue
         size = memory.smem_bytes(config.layout(problem, last).shared(problem.n, stores=True))
         most = _most_ctas(accumulators * block_m, size)
-        for ctas in {1, 2, 3, 4, most}:
-            if ctas <= most:
-                configs.append(dataclasses.replace(config, ctas=ctas))
+        for ctas in range(1, min(most, 4) + 1):
+            configs.append(dataclasses.replace(config, ctas=ctas))
     yield from sorted(configs, key=lambda config: estimated_us(problem, config))
 
 
