@@ -296,7 +296,7 @@ def _most_ctas(rows: int, size: int) -> int:
 
 def candidate_configs(problem: Any) -> Iterator[ResidentCompressionConfig]:
     """Yields the legal configurations worth timing, the most promising first."""
-    if packed_compression.why_not_served(problem):
+    if packed_compression.why_not_served(problem) or not problem.n:
         return
     last = len(problem.ks) - 1
     parts = {count for count in range(1, 9) if count == 1 or problem.m > 48 * (count - 1)}

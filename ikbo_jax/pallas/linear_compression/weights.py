@@ -156,7 +156,7 @@ def load_blocks(
         padded = jnp.pad(embedding[...], ((0, blocks), (0, steps * depth), (0, 0)))
         for step, i in itertools.product(range(steps), range(blocks)):
             row, of_row = lax.div(first + i, blocks_of_row), lax.rem(first + i, blocks_of_row)
-            row = row if batch > 1 else 0
+            row = row if batch > 1 else jnp.zeros_like(row)
             at = (row, first_k + step * depth, of_row * width)
             tiles[step, i] = lax.dynamic_slice(padded, at, (1, depth, width))[0]
         return
