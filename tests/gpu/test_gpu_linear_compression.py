@@ -19,6 +19,7 @@ from ikbo_jax.problems import (
     LinearCompressionConfig,
     LinearCompressionProblem,
     PackedCompressionConfig,
+    ResidentCompressionConfig,
 )
 from ikbo_jax.reference import linear_compression as reference
 
@@ -97,6 +98,25 @@ def test_levels_of_tiles_that_span_candidates(single_launch, n):
     config = PackedCompressionConfig(256, 48, 4, 24, single_launch=single_launch)
     actual = ikbo.multilevel_linear_compression(terms, implementation="mosaic_gpu", config=config)
     check(actual, levels)
+
+
+RESIDENT = {
+    "fragments": ResidentCompressionConfig(2, 32, 2, 2),
+    "groups_splits": ResidentCompressionConfig(1, 16, 1, 3, coarse_k=64, groups=2),
+    "gathered": ResidentCompressionConfig(1, 48, 1, 2, gathers=True),
+    "gathered_three_accumulators": ResidentCompressionConfig(3, 16, 1, 1, gathers=True),
+}
+
+
+@pytest.mark.parametrize("n", [16, 32, 48, 64, 96, 128])
+@pytest.mark.parametrize("name", RESIDENT)
+def test_resident_weights(name, n):
+    """As above; odd K, which TMA cannot load; one user, whose product a CTA computes once."""
+    dtype = "float16" if n == 48 else "bfloat16"
+    for users, candidates, m, k in ((7, 531, 41, 154), (1, 2, 16, 153), (1, 700, 33, 136)):
+        shape = problems.LinearCompressionShape(users, candidates, m, k, 137, n, "unsorted")
+        inputs = problems.make_inputs(shape, dtype)
+        check(run_kernel(*inputs, config=RESIDENT[name]), inputs.levels)
 
 
 def test_a_hundred_repeats_of_packed_tiles_are_bitwise_equal():
