@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple, Self
 
-from ikbo_jax.problems import memory, packed_compression
+from ikbo_jax.problems import memory, packed_compression, resident_compression
 from ikbo_jax.problems.hopper import (
     BLOCK_K,
     NUM_CONSUMERS,
@@ -18,9 +18,11 @@ from ikbo_jax.problems.hopper import (
 )
 from ikbo_jax.problems.packed_compression import STAGING_SLOTS, PackedCompressionConfig
 from ikbo_jax.problems.problem import Config, Problem, doublings, octave, size, typed
+from ikbo_jax.problems.resident_compression import ResidentCompressionConfig
 
-#: Most candidates of the kernel whose tiles span candidates that the autotuner times.
-MOST_PACKED = 12
+#: Most candidates of the kernel whose tiles span candidates, and of the kernel whose CTAs keep
+#: their weights, that the autotuner times.
+MOST_PACKED, MOST_RESIDENT = 12, 12
 #: Largest block_m without register spills: at 224, accumulator and fragment take 196 of a consumer
 #: thread's 240 registers.
 MAX_BLOCK_M = 224
@@ -209,13 +211,20 @@ class LinearCompressionProblem(LinearCompressionSizes):
 
     @classmethod
     def config_type_of(cls, fields: Mapping[str, Any]) -> type[Config]:
+        if "accumulators" in fields:
+            return ResidentCompressionConfig
         return PackedCompressionConfig if "block_n" in fields else LinearCompressionConfig
 
-    def candidate_configs(self) -> Iterator[LinearCompressionConfig | PackedCompressionConfig]:
+    def candidate_configs(
+        self,
+    ) -> Iterator[LinearCompressionConfig | PackedCompressionConfig | ResidentCompressionConfig]:
         """Yields the legal configurations worth timing, the most promising first.
 
         The first one is the default configuration; the autotuner times them in this order.
         """
+        if resident_compression.is_preferred(self):
+            configs = resident_compression.candidate_configs(self)
+            yield from itertools.islice(configs, MOST_RESIDENT)
         packed = itertools.islice(packed_compression.candidate_configs(self), MOST_PACKED)
         if packed_compression.is_preferred(self):
             yield from packed
@@ -225,7 +234,7 @@ class LinearCompressionProblem(LinearCompressionSizes):
 
     def why_xla(self) -> str | None:
         """XLA runs small problems whose launches take longer than the work."""
-        if not packed_compression.is_xla_preferred(self):
+        if resident_compression.is_preferred(self) or not packed_compression.is_xla_preferred(self):
             return None
         return f"XLA by a cost model, {packed_compression.describe_estimates(self)}"
 
@@ -267,6 +276,8 @@ class LinearCompressionProblem(LinearCompressionSizes):
     def fits(self, config: Config) -> bool:
         """False if a model prefers the other kernel or XLA, or if tiles pad M by far more."""
         if not isinstance(config, LinearCompressionConfig):
+            return False
+        if resident_compression.is_preferred(self):
             return False
         if packed_compression.is_preferred(self) or packed_compression.is_xla_preferred(self):
             return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -283,6 +284,9 @@ COPY_US, ELEMENT_US = 0.02, 0.04
 MEMORY_BYTES, L2_BYTES, SM_BYTES = 3.0e6, 5.8e6, 1.0e5
 #: Part of the lesser times, of tiles, boxes, L2 and memory, that the greatest does not hide.
 OVERLAP = 0.05
+#: Most compressed rows for which the model may choose this kernel: of more, one size was timed (M =
+#: 351), at which packed tiles were faster.
+MAX_DEFAULT_M = 256
 #: Registers of an SM, and of a thread: a base, and for each compressed row of all accumulators.
 SM_REGISTERS, BASE_REGISTERS, ROW_REGISTERS = 65536, 24, 1.3
 
@@ -318,6 +322,19 @@ def candidate_configs(problem: Any) -> Iterator[ResidentCompressionConfig]:
         for ctas in range(1, min(most, 4) + 1):
             configs.append(dataclasses.replace(config, ctas=ctas))
     yield from sorted(configs, key=lambda config: estimated_us(problem, config))
+
+
+@functools.lru_cache(maxsize=1024)
+def is_preferred(problem: Any) -> bool:
+    """Whether this kernel is the default: whether its model is faster than those of the others.
+
+    Of two levels and up to `MAX_DEFAULT_M`, of which times were measured.
+    """
+    if len(problem.ks) != 2 or problem.m > MAX_DEFAULT_M:
+        return False
+    best = next(candidate_configs(problem), None)
+    others = min(packed_compression.estimates(problem))
+    return best is not None and estimated_us(problem, best) < packed_compression.MARGIN * others
 
 
 def estimated_us(problem: Any, config: ResidentCompressionConfig) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 
@@ -13,6 +14,7 @@ from ikbo_jax.problems import (
 )
 from ikbo_jax.problems import resident_compression as resident
 from ikbo_jax.problems.hopper import MAX_SMEM_BYTES
+from ikbo_jax.tuning import table
 
 SMALL = LinearCompressionProblem((100, 8192), (200, 40), 16, 32, "bfloat16")
 CONFIG = ResidentCompressionConfig(2, 16, 2, 4)
@@ -92,8 +94,37 @@ def test_resident_candidates_are_legal_and_fit_an_sm(n: int, batches: tuple[int,
         assert 1 <= config.ctas <= room
 
 
-def test_resident_kernel_is_no_default_yet() -> None:
-    """No time of it was measured; a caller can ask for it."""
-    assert not any(
-        isinstance(config, ResidentCompressionConfig) for config in SMALL.candidate_configs()
-    )
+#: Batches, K, M, N, and whether the kernel was the fastest on an H100 (docs/experiments.md).
+MEASURED = [
+    ((100, 8192), (200, 40), 16, 32, True),
+    ((29, 8367), (1116, 22), 233, 16, True),
+    ((1, 602), (480, 20), 15, 32, True),
+    ((200, 601), (121, 138), 48, 128, True),
+    ((10095, 10095), (24, 136), 8, 64, True),
+    ((1, 118), (1160, 111), 20, 512, True),
+    ((547, 3829), (225, 27), 351, 96, False),
+    ((1, 229), (88, 386), 42, 64, True),
+    ((11, 1033), (982, 250), 240, 16, True),
+    ((227, 681), (79, 44), 189, 32, True),
+]
+
+
+@pytest.mark.parametrize(("batches", "ks", "m", "n", "is_fastest"), MEASURED)
+def test_resident_kernel_is_the_default_where_it_was_the_fastest(
+    batches: tuple[int, int], ks: tuple[int, int], m: int, n: int, is_fastest: bool
+) -> None:
+    problem = LinearCompressionProblem(batches, ks, m, n, "bfloat16")
+    config = problem.default_config()
+    assert isinstance(config, ResidentCompressionConfig) == is_fastest
+    assert problem.why_xla() is None
+    choice = table.lookup(problem, with_user_rows=False)
+    assert isinstance(choice.config, ResidentCompressionConfig) == is_fastest
+    row = table.Row(problem, config, "NVIDIA H100 80GB HBM3", "2026-01-01", "0.11.2", 0.02, 0.1)
+    assert table.Row.from_json(json.loads(json.dumps(row.to_json()))) == row
+
+
+def test_resident_kernel_is_no_default_of_one_level() -> None:
+    """No time of one level, or of three, was measured."""
+    one = dataclasses.replace(SMALL, batches=(8192,), ks=(40,))
+    assert not isinstance(one.default_config(), ResidentCompressionConfig)
+    assert ResidentCompressionConfig(2, 16).illegal_reason(one) is None
