@@ -60,3 +60,19 @@ def test_offline_resident_kernel_is_fit(name: str, compiler: offline.Compiler) -
         shared = config.layout(problem, level).shared(problem.n, stores=level == last)
         assert compiled.smem_bytes == memory.smem_bytes(shared) <= config.smem_bytes(problem)
     assert kernels[-1].ptxas.registers <= 65536 // (128 * ctas)
+
+
+def test_offline_resident_defaults_are_fit(compiler: offline.Compiler) -> None:
+    """What the model chooses: several parts, groups, odd K, gathered users, one user."""
+    for sizes in (
+        ((29, 8367), (1116, 22), 233, 16),
+        ((11, 1033), (982, 250), 240, 16),
+        ((149, 2549), (17, 35), 199, 32),
+        ((10095, 10095), (24, 136), 8, 64),
+        ((1, 602), (480, 20), 15, 32),
+        ((1, 719), (20, 49), 13, 96),
+    ):
+        chosen = problem(*sizes).default_config()
+        assert isinstance(chosen, ResidentCompressionConfig)
+        for compiled in compiler.compile(*launch(problem(*sizes), chosen)):
+            assert not compiled.faults
