@@ -173,10 +173,12 @@ class Scorer:
 
     def forget_users(self) -> None:
         """Forgets all users' states; later requests compute them again."""
+        # The pool stays: a new one would be a transfer of all its bytes, for which the next call waits.
         with self._lock:
-            self._reset()
+            self._users.clear()
 
     def _reset(self) -> None:
+        """Forgets all states together with the arrays that hold them."""
         self._users.clear()
         self._pool = self._empty_pool()
 
@@ -186,7 +188,8 @@ class Scorer:
             return np.asarray(scores)
         except Exception:
             # The states that the call should have written are not there.
-            self.forget_users()
+            with self._lock:
+                self._reset()
             raise
 
     def wait(self) -> None:
@@ -330,12 +333,12 @@ class Scorer:
 
     def _joint_call(self, batch: Batch) -> jax.Array:
         """Starts the program that encodes a batch's users and scores its candidates."""
-        # A user who occurs several times in the batch has several rows, and is asked for once.
-        row_of = {key: row for row, key in enumerate(dict.fromkeys(batch.keys))}
-        features, failed = self._features.of(dict.fromkeys(row_of))
-        for error in failed.values():
-            raise error
-        rows = [row_of[key] for key in batch.keys] if len(row_of) < len(batch.keys) else None
+        keys, rows = batch.keys, None
+        if len(set(keys)) < len(keys):
+            # A user who occurs several times has several rows, and is asked for once.
+            row_of = {key: row for row, key in enumerate(dict.fromkeys(keys))}
+            keys, rows = list(row_of), [row_of[key] for key in keys]
+        features = self._features.of_all(keys)
         packed, (cand_to_user, *arrays) = self._programs.joint_inputs[batch.bucket].empty()
         fill(cand_to_user, np.repeat(batch.rows, batch.sizes))
         users, candidates = arrays[: len(features)], arrays[len(features) :]
@@ -343,7 +346,7 @@ class Scorer:
             fill(array, column if rows is None else np.asarray(column)[rows], stack=True)
         for array, column in zip(candidates, batch.columns, strict=True):
             fill(array, column)
-        self._users.misses += len(row_of)
+        self._users.misses += len(keys)
         scores = self._programs.joint[batch.bucket](self._weights, packed)
         return self._counted(batch, scores)
 

@@ -172,6 +172,8 @@ def test_the_figures_are_judged_by_their_bars(tmp_path, monkeypatch):
     assert all(part["call_s"] > 0 for part in found["stream"]["full_call"].values())
     assert found["offline"]["compilations"] == 0
     assert found["hits"]["ratio"] > 0
+    assert set(found["hits"]["hit_rate"]["0%"]) == {0}
+    assert min(found["hits"]["hit_rate"]["80%"]) > 0.3
     assert all(point["kept"] for point in found["stream"]["points"])
 
 
