@@ -197,7 +197,7 @@ def hit_figures(
         rates[hits].append(hit_rate(before, scorer.metrics))
     without, with_hits = (statistics.median(found) for found in speeds.values())
     say(
-        f"user cache: {HITS:.0%} hits ({statistics.median(rates[HITS]):.0%} of the users of a call) "
+        f"user cache: {HITS:.0%} hits ({statistics.median(rates[HITS]):.0%} of the users of calls) "
         f"are {with_hits / without:.2f} times as fast as none"
     )
     return {

@@ -173,7 +173,7 @@ class Scorer:
 
     def forget_users(self) -> None:
         """Forgets all users' states; later requests compute them again."""
-        # The pool stays: a new one would be a transfer of all its bytes, for which the next call waits.
+        # The pool stays: the next call would wait for the transfer of all bytes of a new one.
         with self._lock:
             self._users.clear()
 
