@@ -58,7 +58,7 @@ class Features:
         Raises:
           Exception: the error of the first one that fails.
         """
-        # `of` hashes every key, and a tuple is hashed anew each time: 30 µs for 160 keys.
+        # `of` takes a dict of the keys: 30 µs for 160 of them.
         if len(keys) > 1:
             try:
                 return list(self._at_once(list(keys)))
