@@ -151,23 +151,22 @@ def test_an_optimiser_leaves_the_padding_zero() -> None:
         np.testing.assert_allclose(np.asarray(x.weight), np.asarray(y), rtol=1e-5)
 
 
-def padded_network(params: dict[str, Any]) -> dict[str, Any]:
-    layers = [
-        layer | {"compression": {n: ikbo.pad_weight(w) for n, w in layer["compression"].items()}}
-        for layer in params["layers"]
-    ]
-    return params | {"layers": layers}
-
-
-def test_ranking_network() -> None:
+def test_prepared_parameters_of_the_ranking_network() -> None:
+    """The same logits, and no operation on parameters alone that has its own kernel."""
     sizes = ranking.Sizes(
         candidates=6, users=2, layers=2, width=16, user_dense=8, dense_tokens=2, user_tokens=5,
         pooled=4, cand_tokens=9, history=8, queries=2, head_dim=8, compressed=7, hidden=8,
         dtype="float32",
     )  # fmt: skip
     params, request = ranking.init(sizes), ranking.make_request(sizes)
-    network = jax.jit(ranking.co_designed)
-    assert_same(network(padded_network(params), request), network(params, request))
+    network, prepared = jax.jit(ranking.co_designed), jax.jit(ranking.prepare)(params)
+    assert all(
+        isinstance(w, ikbo.PaddedWeight)
+        for layer in prepared["layers"]
+        for w in layer["compression"].values()
+    )
+    expected = network(params, request)
+    np.testing.assert_allclose(network(prepared, request), expected, atol=1e-6)
 
 
 def test_a_program_for_cuda_pads_no_padded_weight(monkeypatch: pytest.MonkeyPatch) -> None:
