@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -63,7 +63,7 @@ class Provider(NamedTuple):
     stage: str
     make: Callable[[int], Callable[..., jax.Array]]
     prepare: Callable[[Any], Any] | None = None
-    options: Mapping[str, str] | None = None
+    options: dict[str, Any] | None = None
 
     def inputs(self, inputs: tuple[Any, ranking.Request]) -> tuple[Any, ranking.Request]:
         """Its parameters, and the request."""
@@ -164,7 +164,7 @@ def _compile_and_check(
         start = time.monotonic()
         lowered = jax.jit(provider.make(max_candidates_per_user(sizes))).lower(*inputs)
         traced = time.monotonic()
-        compiled = lowered.compile(provider.options and dict(provider.options))
+        compiled = lowered.compile(provider.options)
         record |= {"trace_s": traced - start, "compile_s": time.monotonic() - traced}
         out = np.asarray(compiled(*inputs), np.float64)
     except Exception as error:
