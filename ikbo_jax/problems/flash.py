@@ -25,14 +25,12 @@ class FlashConfig(Config):
         less shared memory at H = 128 but stores the output from registers, which costs short
         sequences more than further stages gain. 3 is for one or two blocks of keys, where a tile
         is finished before the queries of the next one have arrived.
-      dependent_launch: whether the launch overlaps its neighbours, see `launch`.
     """
 
     block_kv: int = 128
     k_stages: int = 2
     v_stages: int = 3
     q_slots: int = 2
-    dependent_launch: bool = dataclasses.field(default=False, kw_only=True)
 
     def rings(self, head_dim: int) -> dict[str, Any]:
         """The declarations `query`, `key`, `value` and `staging` of the kernel's shared memory."""

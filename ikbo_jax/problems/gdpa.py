@@ -141,7 +141,6 @@ class GdpaConfig(FlashConfig):
             self.v_stages,
             self.q_slots,
             late_turns=self.late_turns,
-            dependent_launch=self.dependent_launch,
         )
 
     def illegal_reason(self, problem: GdpaProblem) -> str | None:

@@ -67,7 +67,6 @@ class LinearCompressionConfig(Config):
       cluster: number of CTAs that share weight tiles by multicast, 1 or 2.
       trim: whether a second copy of the main loop multiplies only the valid rows of the last M
         tile. It spills registers for most shapes; for M = 433 and long K it saves 1.8 %.
-      dependent_launch: whether the launch overlaps its neighbours, see `launch`.
     """
 
     block_m: int = 224
@@ -76,7 +75,6 @@ class LinearCompressionConfig(Config):
     single_launch: bool = True
     cluster: int = 2
     trim: bool = False
-    dependent_launch: bool = dataclasses.field(default=False, kw_only=True)
 
     def shared(self, *, with_claims: bool) -> LinearCompressionShared:
         """Shared memory and barriers of one CTA; `with_claims`: of a single launch."""

@@ -72,7 +72,6 @@ class PackedCompressionConfig(Config):
       epilogue_rows: compressed rows that one TMA store writes; divides block_m.
       single_launch: whether one launch computes the last two levels, instead of one launch each.
       cluster: number of CTAs that share weight tiles by multicast, 1 or 2.
-      dependent_launch: whether the launch overlaps its neighbours, see `launch`.
     """
 
     trim: ClassVar[bool] = False
@@ -83,7 +82,6 @@ class PackedCompressionConfig(Config):
     epilogue_rows: int = 32
     single_launch: bool = True
     cluster: int = 1
-    dependent_launch: bool = dataclasses.field(default=False, kw_only=True)
 
     @property
     def accumulators(self) -> int:

@@ -350,12 +350,6 @@ class Compiler:
             self._reports[key] = self.assemble(module)
         return CompiledKernel(name, smem_bytes, self._reports[key])
 
-    def log_of(self, module: bytes) -> str:
-        """What the compilation of one serialised module writes: dumps, PTX, ptxas' report."""
-        status, stdout, stderr = self._run(module)
-        assert status == 0, stderr
-        return stdout
-
     def assemble(self, module: bytes) -> PtxasReport:
         """What ptxas says of one serialised module; raises ValueError with the log if it fails."""
         status, stdout, stderr = self._run(module)

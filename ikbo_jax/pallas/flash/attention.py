@@ -241,7 +241,6 @@ def _launch(
         dtype=dtype,
         name=name,
         workers=shape.workers,
-        is_dependent=config.dependent_launch,
         interpret=interpret,
     )
     return out, lse[0] if lse else None

@@ -109,7 +109,6 @@ def gdpa_forward(
         dtype=query.dtype,
         name="ikbo_gdpa_forward",
         workers=workers,
-        is_dependent=config.dependent_launch,
         interpret=interpret,
     )
     return result

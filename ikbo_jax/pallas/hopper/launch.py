@@ -114,17 +114,9 @@ def launch(
     workers: int,
     cluster: int = 1,
     counters: tuple[int, ...] = (),
-    is_dependent: bool = False,
     interpret: Any = False,
 ) -> tuple[jax.Array, ...]:
     """Launches a kernel.
-
-    A *dependent* launch (programmatic dependent launch) overlaps its neighbours in the stream: its
-    CTAs start while the last ones of the kernel before it still run, and wait for that kernel's end
-    before they touch device memory; the kernel after it may start in the same way once all of its
-    own CTAs have started. Its CTAs fill an SM, so those of the next kernel start where one has
-    ended. What overlaps is the start of a kernel: about 2 us of it. A CUDA graph of XLA holds each
-    kernel of this library as a graph of its own, at whose edges nothing overlaps.
 
     Args:
       roles: what the warpgroups do.
@@ -136,7 +128,6 @@ def launch(
       workers: number of CTAs, or of clusters.
       cluster: CTAs of a cluster.
       counters: the sizes of the arrays of `WarpgroupContext.counters`.
-      is_dependent: whether the launch is dependent; without effect under interpretation.
       interpret: False, or `plgpu.InterpretGPUParams`.
 
     Returns:
@@ -148,11 +139,6 @@ def launch(
     tree = jax.tree.structure((operands, outputs, (0,) * len(order)))
 
     def body(*refs: Any) -> None:
-        if is_dependent and not is_interpreted:
-            # All threads wait before all else: memory that this kernel writes may be read by the
-            # one before. With this instruction, Mosaic GPU launches the kernel as dependent.
-            plgpu.griddepcontrol_wait()
-            plgpu.griddepcontrol_launch_dependents()
         operands, outputs, scratch = jax.tree.unflatten(tree, refs)
         fields: list[Any] = [None] * len(kinds)
         for i, ref in zip(order, scratch, strict=True):

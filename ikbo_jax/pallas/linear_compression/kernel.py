@@ -147,7 +147,6 @@ def _launch(
         name="ikbo_linear_compression",
         workers=tiles.num_workers,
         cluster=config.cluster,
-        is_dependent=config.dependent_launch,
         interpret=interpret,
     )
     return outputs[0] if cand_phase is not None else fragment.Fragment(*outputs)
