@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -21,6 +22,9 @@ from jaxlib.mlir.dialects import arith, vector
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 
 LAYOUT = plgpu.Layout.WG_STRIDED((WARPGROUP_SIZE,), vec_size=1)
+_INT32 = plgpu.ShapeDtypeStruct((WARPGROUP_SIZE,), jnp.int32, layout=LAYOUT)
+#: Warps of a warpgroup.
+WARPS = 4
 
 
 def number() -> jax.Array:
@@ -38,6 +42,14 @@ def scalar(array: mgpu.FragmentedArray) -> ir.Value:
     return vector.extract(array.registers.item(), [], [0])
 
 
+def _array(value: ir.Value, like: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+    """The array of which `value` is a thread's element, in the layout of `like`."""
+    i32 = ir.IntegerType.get_signless(32)
+    register = vector.from_elements(ir.VectorType.get((1,), i32), [value])
+    registers = np.array([register], dtype=object).reshape(like.registers.shape)
+    return mgpu.FragmentedArray(_registers=registers, _layout=like.layout, _is_signed=True)
+
+
 def gather(ref: Any, index: jax.Array, space: str, *, interpret: bool) -> jax.Array:
     """ref[index], one element for each thread; `space` is "shared" or "global"."""
     if interpret:
@@ -45,7 +57,7 @@ def gather(ref: Any, index: jax.Array, space: str, *, interpret: bool) -> jax.Ar
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), LAYOUT),
-        return_type=plgpu.ShapeDtypeStruct((WARPGROUP_SIZE,), jnp.int32, layout=LAYOUT),
+        return_type=_INT32,
     )
     def load(_: Any, ref: ir.Value, index: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         i32 = ir.IntegerType.get_signless(32)
@@ -53,9 +65,7 @@ def gather(ref: Any, index: jax.Array, space: str, *, interpret: bool) -> jax.Ar
         value = mgpu.utils.inline_ptx(
             f"ld.{space}.b32 $0, [$1];", address, result_types=i32, has_side_effects=True
         )
-        register = vector.from_elements(ir.VectorType.get((1,), i32), [value])
-        registers = np.array([register], dtype=object).reshape(index.registers.shape)
-        return mgpu.FragmentedArray(_registers=registers, _layout=index.layout, _is_signed=True)
+        return _array(value, index)
 
     return load(ref, index)
 
@@ -93,3 +103,76 @@ def scatter(
         )
 
     store(ref, index, values, is_wanted.astype(jnp.int32))
+
+
+def add(
+    ref: Any, index: jax.Array, values: jax.Array, is_wanted: jax.Array, *, interpret: bool
+) -> None:
+    """ref[index] += values in shared memory, for each thread that wants it; threads may collide."""
+    if interpret:
+
+        @pl.loop(0, WARPGROUP_SIZE)
+        def _(i: Any) -> None:
+            @pl.when(is_wanted[i])
+            def _() -> None:
+                ref[index[i]] = ref[index[i]] + values[i]
+
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT, LAYOUT, LAYOUT))
+    def reduce(_: Any, ref: ir.Value, *arrays: mgpu.FragmentedArray) -> None:
+        i32 = ir.IntegerType.get_signless(32)
+        index, value, wanted = map(scalar, arrays)
+        mgpu.utils.inline_ptx(
+            "red.shared.add.u32 [$0], $1;",
+            mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [index], i32),
+            value,
+            predicate=arith.cmpi(arith.CmpIPredicate.ne, wanted, mgpu.c(0, i32)),
+            has_side_effects=True,
+        )
+
+    reduce(ref, index, values, is_wanted.astype(jnp.int32))
+
+
+def sums_before(values: jax.Array, scratch: Any, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
+    """For each thread the sum of the values of threads before it, and the sum of all.
+
+    `scratch` is shared memory of 4 words, one for each warp, that nothing else uses before the
+    warpgroup's next barrier.
+    """
+    if interpret:
+        ends = jnp.cumsum(values, dtype=jnp.int32)
+        return ends - values, jnp.broadcast_to(ends[-1], ends.shape)
+
+    lanes = WARPGROUP_SIZE // WARPS
+
+    @plgpu.inline_mgpu(
+        arg_types=(LAYOUT, LAYOUT),
+        return_type=(_INT32, _INT32),
+    )
+    def of_warp(
+        _: Any, values: mgpu.FragmentedArray, threads: mgpu.FragmentedArray
+    ) -> tuple[mgpu.FragmentedArray, mgpu.FragmentedArray]:
+        i32 = ir.IntegerType.get_signless(32)
+        total, thread = scalar(values), scalar(threads)
+        before = mgpu.c(0, i32)
+        for step in range(lanes.bit_length() - 1):
+            # Each exchange doubles the group of lanes whose values `total` adds up.
+            other = mgpu.utils.shfl_bfly(total, 1 << step)
+            bit = arith.andi(thread, mgpu.c(1 << step, i32))
+            is_second = arith.cmpi(arith.CmpIPredicate.ne, bit, mgpu.c(0, i32))
+            before = arith.addi(before, arith.select(is_second, other, mgpu.c(0, i32)))
+            total = arith.addi(total, other)
+        return _array(before, values), _array(total, values)
+
+    thread = number()
+    before, total = of_warp(values, thread)
+    warp = lax.div(thread, same(lanes))
+    scatter(scratch, warp, total, lax.rem(thread, same(lanes)) == 0, interpret=interpret)
+    plgpu.commit_smem()
+    total = same(0)
+    for i in range(WARPS):
+        part = gather(scratch, same(i), "shared", interpret=interpret)
+        before = before + jnp.where(warp > i, part, 0)
+        total = total + part
+    return before, total
