@@ -70,6 +70,7 @@ from ikbo_jax.pallas.attention_backward.context import (
     Operands,
     Outputs,
     Shape,
+    adds_parts,
 )
 from ikbo_jax.pallas.attention_backward.d_key import d_key_kernel
 from ikbo_jax.pallas.attention_backward.d_query import d_query_kernel
@@ -279,7 +280,10 @@ def _launch(
         dtype=key.dtype,
         name=_NAMES[shape.gradients],
         workers=workers,
-        counters=(1, shape.kv_heads * shape.blocks),
+        counters=(
+            int(shape.items > workers),
+            shape.kv_heads * shape.blocks if adds_parts(config, shape) else 0,
+        ),
         interpret=interpret,
     )
     number = len(shape.gradients)
