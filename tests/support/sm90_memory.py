@@ -218,7 +218,8 @@ TABLE: Table = [
         access,
     ),
     (
-        r"(?P<op>atom|red)(?:\.\w+?)*?\.(?P<space>global|shared)\.(?P<how>add|exch|max|min)\.(?P<kind>\w+)",
+        r"(?P<op>atom|red)(?:\.\w+?)*?\.(?P<space>global|shared)"
+        r"\.(?P<how>add|exch|max|min)\.(?P<kind>\w+)",
         atomic,
     ),
     (

@@ -240,7 +240,7 @@ def _numbers(sizes: Sizes, candidates: jax.Array) -> list[jax.Array]:
 def _add_up(ctx: Numbering) -> None:
     """First rows and targets of each user, and ends of its tiles."""
     sizes, shared, thread = ctx.sizes, ctx.shared, per_thread.number()
-    each, number = sizes.users_each, 2 + (sizes.tile_rows is not None)
+    each, kinds = sizes.users_each, 2 + (sizes.tile_rows is not None)
 
     def numbers(i: Any) -> tuple[jax.Array, list[jax.Array]]:
         user = thread * each + i
@@ -249,15 +249,8 @@ def _add_up(ctx: Numbering) -> None:
     def add(i: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         return tuple(x + y for x, y in zip(sums, numbers(i)[1], strict=True))
 
-    own = lax.fori_loop(0, each, add, (per_thread.same(0),) * number)
-    before = [
-        per_thread.sums_before(
-            values,
-            shared.sums.at[pl.ds(i * per_thread.WARPS, per_thread.WARPS)],
-            interpret=ctx.interpret,
-        )[0]
-        for i, values in enumerate(own)
-    ]
+    own = lax.fori_loop(0, each, add, (per_thread.same(0),) * kinds)
+    before = per_thread.sums_before(own, shared.sums, interpret=ctx.interpret)
 
     def keep(i: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         user, values = numbers(i)

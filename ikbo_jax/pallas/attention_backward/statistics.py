@@ -41,9 +41,9 @@ ROW_THREADS = 4
 CTA_ROWS = WARPGROUP_SIZE // ROW_THREADS
 #: 16-bit numbers of one access of a thread, 16 bytes.
 VECTOR = 8
-#: Most candidates and users whose rows each CTA numbers, and most CTAs, which all run at once: 16
-#: on each of 132 SMs. Shared memory for the users of one CTA takes 16 KiB.
-MOST_CANDIDATES, MOST_USERS, MOST_CTAS = 4096, 1024, 16 * 132
+#: Most candidates and users whose rows each CTA numbers, and most CTAs, which all run at once: with
+#: 40 registers for a thread, 12 on each of 132 SMs. The users of a CTA take 18 KiB of memory.
+MOST_CANDIDATES, MOST_USERS, MOST_CTAS = 4096, 1024, 12 * 132
 
 
 class Inputs(NamedTuple):

@@ -7,6 +7,7 @@ interpretation.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -134,45 +135,46 @@ def add(
     reduce(ref, index, values, is_wanted.astype(jnp.int32))
 
 
-def sums_before(values: jax.Array, scratch: Any, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
-    """For each thread the sum of the values of threads before it, and the sum of all.
+def sums_before(values: Sequence[jax.Array], scratch: Any, *, interpret: bool) -> list[jax.Array]:
+    """For each thread and each of the arrays, the sum of the values of the threads before it.
 
-    `scratch` is shared memory of 4 words, one for each warp, that nothing else uses before the
-    warpgroup's next barrier.
+    `scratch` is shared memory of four words for each array, a word for each warp.
     """
     if interpret:
-        ends = jnp.cumsum(values, dtype=jnp.int32)
-        return ends - values, jnp.broadcast_to(ends[-1], ends.shape)
+        return [jnp.cumsum(x, dtype=jnp.int32) - x for x in values]
+    thread, lanes = number(), WARPGROUP_SIZE // WARPS
+    warp, is_first = lax.div(thread, same(lanes)), lax.rem(thread, same(lanes)) == 0
+    found = [_sums_of_warp(x, thread, lanes) for x in values]
+    for i, (_, total) in enumerate(found):
+        scatter(scratch, warp + i * WARPS, total, is_first, interpret=interpret)
+    plgpu.commit_smem()
+    sums = []
+    for i, (before, _) in enumerate(found):
+        for other in range(WARPS - 1):
+            part = gather(scratch, same(i * WARPS + other), "shared", interpret=interpret)
+            before = before + jnp.where(warp > other, part, 0)
+        sums.append(before)
+    return sums
 
-    lanes = WARPGROUP_SIZE // WARPS
 
-    @plgpu.inline_mgpu(
-        arg_types=(LAYOUT, LAYOUT),
-        return_type=(_INT32, _INT32),
-    )
-    def of_warp(
-        _: Any, values: mgpu.FragmentedArray, threads: mgpu.FragmentedArray
+def _sums_of_warp(values: jax.Array, thread: jax.Array, lanes: int) -> tuple[jax.Array, jax.Array]:
+    """The sum of the values of lower lanes, and of all lanes of the warp."""
+
+    @plgpu.inline_mgpu(arg_types=(LAYOUT, LAYOUT), return_type=(_INT32, _INT32))
+    def add_up(
+        _: Any, values: mgpu.FragmentedArray, thread: mgpu.FragmentedArray
     ) -> tuple[mgpu.FragmentedArray, mgpu.FragmentedArray]:
         i32 = ir.IntegerType.get_signless(32)
-        total, thread = scalar(values), scalar(threads)
-        before = mgpu.c(0, i32)
+        zero = mgpu.c(0, i32)
+        before, total = zero, scalar(values)
         for step in range(lanes.bit_length() - 1):
-            # Each exchange doubles the group of lanes whose values `total` adds up.
+            # `total` is the sum of 2^step lanes; the other half of their group has the rest.
             other = mgpu.utils.shfl_bfly(total, 1 << step)
-            bit = arith.andi(thread, mgpu.c(1 << step, i32))
-            is_second = arith.cmpi(arith.CmpIPredicate.ne, bit, mgpu.c(0, i32))
-            before = arith.addi(before, arith.select(is_second, other, mgpu.c(0, i32)))
+            bit = arith.andi(scalar(thread), mgpu.c(1 << step, i32))
+            is_upper = arith.cmpi(arith.CmpIPredicate.ne, bit, zero)
+            before = arith.addi(before, arith.select(is_upper, other, zero))
             total = arith.addi(total, other)
         return _array(before, values), _array(total, values)
 
-    thread = number()
-    before, total = of_warp(values, thread)
-    warp = lax.div(thread, same(lanes))
-    scatter(scratch, warp, total, lax.rem(thread, same(lanes)) == 0, interpret=interpret)
-    plgpu.commit_smem()
-    total = same(0)
-    for i in range(WARPS):
-        part = gather(scratch, same(i), "shared", interpret=interpret)
-        before = before + jnp.where(warp > i, part, 0)
-        total = total + part
-    return before, total
+    result: tuple[jax.Array, jax.Array] = add_up(values, thread)
+    return result
