@@ -188,6 +188,7 @@ def attention_backward_kernel(
         rows.parts,
     )
     if config.stores_d_scores:
+        assert rows.tiles is not None
         options = {"num_sms": num_sms, "interpret": interpret}
         of_keys = functools.partial(d_key_kernel, dtype=sum_dtype, **options)
         multiply = functools.partial(stored_kernel, tiles=rows.tiles, **options)

@@ -30,7 +30,7 @@ class Rows(NamedTuple):
     """Where rows are.
 
     Attributes:
-      index: [B] int32, the user of each candidate; clamped to [0, users) by its readers.
+      cand_to_user: [B] int32, the user of each candidate; clamped to [0, users) by its readers.
       order: [B] int32, candidates in user order; None if they are in user order already.
       position: [B] int32, the inverse of `order`; likewise.
       users: [U, USER_WORDS] int32, the description of each user.
@@ -45,7 +45,7 @@ class Rows(NamedTuple):
         and values.
     """
 
-    index: jax.Array
+    cand_to_user: jax.Array
     order: jax.Array | None
     position: jax.Array | None
     users: jax.Array
@@ -61,7 +61,7 @@ class Rows(NamedTuple):
     @property
     def user(self) -> jax.Array:
         """[B] int32."""
-        return jnp.clip(self.index, 0, len(self.users) - 1)
+        return jnp.clip(self.cand_to_user, 0, len(self.users) - 1)
 
     def targets(self, sizes: Sizes) -> jax.Array:
         """[B, T, N / K] int32, rows in the kernel's `d_query` for candidates in their order."""
@@ -220,12 +220,12 @@ def with_statistics(
     if interpret:
         rows = by_xla(cand_to_user, lengths, sizes)
         return rows, statistics_by_xla(inputs, rows, sizes, kv_heads, count)
-    order, position, rows = None, None, None
+    rows = None
     if statistics_launch.numbers_rows(sizes, kv_heads):
         order, position = _order(cand_to_user, sizes)
     else:
         rows = make_rows(cand_to_user, lengths, sizes)
-        position = rows.position
+        order, position = rows.order, rows.position
     width = inputs.out.shape[-1]
     operands = statistics_launch.Operands(
         Inputs(*(None if x is None else x.reshape(-1, *([width] * (x.ndim == 4))) for x in inputs)),
