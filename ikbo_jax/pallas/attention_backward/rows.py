@@ -218,9 +218,9 @@ def with_statistics(
       interpret: False, or `plgpu.InterpretGPUParams`: XLA computes all of it.
     """
     if interpret:
-        rows = by_xla(cand_to_user, lengths, sizes)
-        return rows, statistics_by_xla(inputs, rows, sizes, kv_heads, count)
-    rows = None
+        found = by_xla(cand_to_user, lengths, sizes)
+        return found, statistics_by_xla(inputs, found, sizes, kv_heads, count)
+    rows: Rows | None = None
     if statistics_launch.numbers_rows(sizes, kv_heads):
         order, position = _order(cand_to_user, sizes)
     else:
@@ -235,12 +235,12 @@ def with_statistics(
         None if rows is None else rows.users,
         None if rows is None else rows.poison,
     )
-    found = statistics_launch.statistics_kernel(
+    results = statistics_launch.statistics_kernel(
         operands, sizes, kv_heads=kv_heads, count=count + TILE_ROWS
     )
     if rows is None:
-        rows = _described(cand_to_user, order, position, found.rows)
-    return rows, found.statistics
+        rows = _described(cand_to_user, order, position, results.rows)
+    return rows, results.statistics
 
 
 def statistics_by_xla(
