@@ -1,7 +1,7 @@
 """Numbers the query rows of attention's gradient in one launch, and describes users and tiles.
 
 XLA does this in five to nine kernels of 1 to 2 us each (`rows.by_xla`), where the gradient of a
-small problem takes 20 us. Here one warpgroup does all of it:
+small problem takes 20 us. Here each CTA, of one warpgroup, does steps 1 to 3 for all users:
 
   1. It counts each user's candidates. A thread looks at some pairs of neighbouring candidates.
      Where they differ, the candidate's number is subtracted from its own user's count and added to
@@ -9,11 +9,11 @@ small problem takes 20 us. Here one warpgroup does all of it:
      with two additions to shared memory for each run instead of one for each candidate.
   2. A thread adds up the rows, blocks and tiles of some users; the warpgroup exchanges the sums.
   3. It writes where each user's rows, blocks and tiles begin to shared memory.
-  4. Users, parts of their rows, and tiles of rows are described in device memory. The user of a
+  4. It describes some users, parts of their rows, and tiles of rows in device memory. The user of a
      tile is found by bisection.
 
-`statistics` does the same in each of its CTAs if they are few, and uses the numbers at once, which
-saves a launch; then each CTA writes some of the descriptions.
+That takes less time than a second launch. If the CTAs of `statistics` are few, they do it, too, and
+use the numbers at once.
 
 Synchronisations: `commit_smem` between the parts, within the CTA. CTAs do not wait for each other.
 """
@@ -38,8 +38,10 @@ from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 
 #: Most candidates and users: of more, XLA's kernels take less time than one CTA.
 MOST_CANDIDATES, MOST_USERS = 16384, 4096
-#: Neighbours, or users, of one turn of a loop, whose loads overlap.
+#: Pairs of candidates of one turn of a loop, whose loads overlap.
 UNROLL = 8
+#: Most CTAs of a launch. Each numbers all rows, and describes some users, tiles and candidates.
+MOST_WORKERS = 64
 #: Added to statistics where the promised order is wrong: the bits of an f32 NaN.
 NAN_BITS = 0x7FC00000
 
@@ -377,8 +379,9 @@ def _describe_tile(ctx: Numbering, index: jax.Array, is_wanted: jax.Array) -> No
 
 def _number_and_describe(ctx: WarpgroupContext) -> None:
     """The CTA's warpgroup."""
+    workers = _workers(ctx.shape, ctx.outputs)
     numbering = Numbering(
-        ctx.shape, ctx.shared, ctx.operands, ctx.outputs, ctx.worker, 1, ctx.interpret
+        ctx.shape, ctx.shared, ctx.operands, ctx.outputs, ctx.worker, workers, ctx.interpret
     )
     number(numbering)
     describe(numbering)
@@ -388,8 +391,16 @@ def _number_and_describe(ctx: WarpgroupContext) -> None:
 
 
 def fits(sizes: Sizes) -> bool:
-    """Whether the problem is small enough for one CTA."""
+    """Whether the problem is small enough for CTAs that number all rows."""
     return sizes.batch <= MOST_CANDIDATES and sizes.users <= MOST_USERS
+
+
+def _workers(sizes: Sizes, outputs: Outputs) -> int:
+    """CTAs: one for each 128 of what is described most often."""
+    most = max(sizes.users * sizes.splits, sizes.batch if outputs.position is not None else 1)
+    if outputs.tiles is not None:
+        most = max(most, sizes.most_tiles + 1)
+    return min(pl.cdiv(most, WARPGROUP_SIZE), MOST_WORKERS)
 
 
 def numbering_kernel(operands: Operands, sizes: Sizes, *, interpret: Any = False) -> Outputs:
@@ -404,7 +415,7 @@ def numbering_kernel(operands: Operands, sizes: Sizes, *, interpret: Any = False
         shared(sizes),
         dtype=jnp.int32,
         name="ikbo_attention_backward_rows",
-        workers=1,
+        workers=_workers(sizes, declared),
         interpret=interpret,
     )
     result: Outputs = jax.tree.unflatten(jax.tree.structure(declared), found)
