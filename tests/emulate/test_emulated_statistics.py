@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ikbo_jax.pallas.attention_backward import rows, statistics
+from ikbo_jax.pallas.attention_backward import numbering, rows, statistics
 from ikbo_jax.pallas.flash import work_order
 
 pytestmark = [
@@ -110,6 +110,23 @@ def test_emulated_statistics_are_nan_where_a_promised_order_is_wrong(
         at = np.asarray(found.targets(sizes)).ravel()
         assert np.isnan(np.asarray(emulated)[:, :, at]).all() == is_nan
         assert np.isnan(np.asarray(emulated)[:, :, at]).any() == is_nan
+
+
+def test_emulated_order_of_many_candidates_is_xla_s(
+    sm90: emulator.Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More candidates than a turn of the loop that ranks them."""
+    monkeypatch.setattr(numbering, "UNROLL", 2)
+    sizes = rows.Sizes(300, 7, 300, 3, 2, 32, 1, is_sorted=False, tile_rows=128)
+    rng = np.random.default_rng(0)
+    index = jnp.asarray(rng.integers(-1, 8, sizes.batch), jnp.int32)
+    out = jnp.ones((sizes.batch, 3, 2, 64), jnp.bfloat16)
+    inputs = rows.Inputs(out, out, jnp.zeros(out.shape[:3], jnp.float32), None)
+    with sm90.emulated(0) as launched:
+        found, _ = rows.with_statistics(index, None, inputs, sizes, kv_heads=1, count=2400)
+    assert launched == names(is_numbered_before=False)
+    for x, y in zip(found, rows.by_xla(index, None, sizes), strict=True):
+        np.testing.assert_array_equal(x, y)
 
 
 MANY = {

@@ -43,7 +43,8 @@ CASES = {
     # Beside such parts, XLA copies queries and cotangents into the order of key heads, and d_query
     # back.
     "grouped_heads": Case((300, 3, 4, 512, 4, 2, 128), kernels=5),
-    # XLA orders candidates in two kernels, copies queries and cotangents, and d_query back.
+    # XLA copies queries and cotangents, and d_query back, and sorts many candidates in two kernels.
+    "unsorted": Case((300, 3, 4, 256, 2, 2, 128), kernels=2, is_sorted=False),
     "many_unsorted": Case(
         (6033, 182, 9, 66, 1, 1, 64), ("_rows", "_statistics", "", "_stored"), 1, 4, is_sorted=False
     ),

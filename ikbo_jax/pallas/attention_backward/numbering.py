@@ -21,6 +21,7 @@ Synchronisations: `commit_smem` between the parts, within the CTA. CTAs do not w
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -109,6 +110,7 @@ class Outputs(NamedTuple):
     tiles: Any  # [(most tiles + 1) * TILE_WORDS]
     poison: Any  # [1]
     position: Any  # [B]
+    order: Any  # [B], which only `statistics` fills
 
 
 class Shared(NamedTuple):
@@ -120,10 +122,11 @@ class Shared(NamedTuple):
     ends: Any  # tiles of a user and of those before; None without tiles
     sums: Any  # [3 * 4]: of a thread's users
     poison: Any  # [1]
+    ranks: Any  # [4 * candidates of a CTA] of `statistics`; None if it does not rank candidates
 
 
-def shared(sizes: Sizes) -> Shared:
-    """The declaration of `Shared`."""
+def shared(sizes: Sizes, *, ranked: int = 0) -> Shared:
+    """The declaration of `Shared`; `ranked` is the number of candidates that a CTA ranks."""
     words = memory.Words((sizes.users_each * WARPGROUP_SIZE,))
     return Shared(
         words,
@@ -132,10 +135,11 @@ def shared(sizes: Sizes) -> Shared:
         None if sizes.tile_rows is None else words,
         memory.Words((3 * per_thread.WARPS,)),
         memory.Words((1,)),
+        memory.Words((ranked * per_thread.WARPS,)) if ranked else None,
     )
 
 
-def outputs(sizes: Sizes, *, has_position: bool) -> Outputs:
+def outputs(sizes: Sizes, *, has_position: bool, has_order: bool = False) -> Outputs:
     """The declaration of `Outputs`."""
 
     def words(*shape: int) -> jax.ShapeDtypeStruct:
@@ -148,6 +152,7 @@ def outputs(sizes: Sizes, *, has_position: bool) -> Outputs:
         tiles=words(sizes.most_tiles + 1, TILE_WORDS) if has_tiles else None,
         poison=words(1) if sizes.is_sorted else None,
         position=words(sizes.batch) if has_position else None,
+        order=words(sizes.batch) if has_order else None,
     )
 
 
@@ -173,11 +178,22 @@ class Numbering(NamedTuple):
         """In shared memory."""
         per_thread.scatter(ref, index, values, is_wanted, interpret=self.interpret)
 
-    def user(self, candidate: jax.Array) -> jax.Array:
-        """The user of a candidate."""
-        return jnp.clip(
-            self.read(self.operands.index, candidate, "global"), 0, self.sizes.users - 1
-        )
+    def users(self, candidates: list[jax.Array]) -> list[jax.Array]:
+        """The users of candidates."""
+        # All loads before the first use of one: each takes 300 ns.
+        found = [self.read(self.operands.index, x, "global") for x in candidates]
+        return [jnp.clip(x, 0, self.sizes.users - 1) for x in found]
+
+    def rounds(self, count: int) -> tuple[int, Any]:
+        """Rounds of a loop over `count` numbers, and a round's numbers, one for each thread."""
+        turns = pl.cdiv(count, WARPGROUP_SIZE)
+        rounds = pl.cdiv(turns, UNROLL)
+        each, thread = pl.cdiv(turns, rounds), per_thread.number()
+
+        def numbers(turn: Any) -> list[jax.Array]:
+            return [(turn * each + i) * WARPGROUP_SIZE + thread for i in range(each)]
+
+        return rounds, numbers
 
 
 def cdiv(values: jax.Array, size: int) -> jax.Array:
@@ -205,29 +221,25 @@ def number(ctx: Numbering) -> None:
 
 def _count(ctx: Numbering) -> None:
     """The number of each user's candidates, and whether the promised order is wrong."""
-    sizes, shared, thread = ctx.sizes, ctx.shared, per_thread.number()
-    last = sizes.batch - 1
-    turns = pl.cdiv(sizes.batch + 1, WARPGROUP_SIZE)
-    unroll = min(UNROLL, turns)
+    sizes, shared, last = ctx.sizes, ctx.shared, ctx.sizes.batch - 1
+    rounds, numbers = ctx.rounds(sizes.batch + 1)
+    add = functools.partial(per_thread.add, shared.candidates, interpret=ctx.interpret)
 
-    @pl.loop(0, pl.cdiv(turns, unroll))
+    @pl.loop(0, rounds)
     def _(turn: Any) -> None:
-        places = [(turn * unroll + i) * WARPGROUP_SIZE + thread for i in range(unroll)]
-        pairs = [
-            tuple(ctx.user(jnp.clip(place + step, 0, last)) for step in (-1, 0)) for place in places
-        ]
-        for place, (before, user) in zip(places, pairs, strict=True):
+        places = numbers(turn)
+        users = ctx.users([jnp.clip(x + step, 0, last) for x in places for step in (-1, 0)])
+        for place, before, user in zip(places, users[::2], users[1::2], strict=True):
             is_first, is_end = place == 0, place == sizes.batch
             is_other = (before != user) | is_first | is_end
-            ends, begins = is_other & ~is_first, is_other & ~is_end
-            ends, begins = ends & (place <= sizes.batch), begins & (place < sizes.batch)
-            add = per_thread.add
-            add(shared.candidates, before, place, ends, interpret=ctx.interpret)
-            add(shared.candidates, user, -place, begins, interpret=ctx.interpret)
+            ends = is_other & ~is_first & (place <= sizes.batch)
+            begins = is_other & (place < sizes.batch)
+            add(before, place, ends)
+            add(user, -place, begins)
             if sizes.is_sorted:
-                zero = per_thread.same(0)
-                is_wrong = begins & ends & (user < before)
-                ctx.keep(shared.poison, zero, per_thread.same(NAN_BITS), is_wrong)
+                is_wrong = ends & begins & (user < before)
+                nan, zero = per_thread.same(NAN_BITS), per_thread.same(0)
+                ctx.keep(shared.poison, zero, nan, is_wrong)
 
 
 def _numbers(sizes: Sizes, candidates: jax.Array) -> list[jax.Array]:
@@ -267,6 +279,29 @@ def _add_up(ctx: Numbering) -> None:
     lax.fori_loop(0, each, keep, tuple(before))
 
 
+def rank(ctx: Numbering, first: Any, count: int) -> None:
+    """Counts candidates of the same user before `count` ones from `first` on, for each warp."""
+    sizes, last = ctx.sizes, ctx.sizes.batch - 1
+    rounds, numbers = ctx.rounds(sizes.batch)
+    candidates = [per_thread.same(0) + (first + i) for i in range(count)]
+    own = ctx.users([jnp.minimum(x, last) for x in candidates])
+
+    def add(turn: Any, ranks: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        places = numbers(turn)
+        users = ctx.users([jnp.minimum(x, last) for x in places])
+        for place, user in zip(places, users, strict=True):
+            ranks = tuple(
+                x + jnp.where((user == mine) & (place < candidate), 1, 0)
+                for x, mine, candidate in zip(ranks, own, candidates, strict=True)
+            )
+        return ranks
+
+    ranks = lax.fori_loop(0, rounds, add, (per_thread.same(0),) * count)
+    assert ctx.shared.ranks is not None
+    per_thread.sums_by_warp(ranks, ctx.shared.ranks, interpret=ctx.interpret)
+    plgpu.commit_smem()
+
+
 def describe(ctx: Numbering) -> None:
     """Step 4: writes this CTA's share of the descriptions to device memory."""
     sizes, outputs = ctx.sizes, ctx.outputs
@@ -281,7 +316,7 @@ def describe(ctx: Numbering) -> None:
     if outputs.poison is not None:
         is_wanted = (thread == 0) & (zero + ctx.worker == 0)
         ctx.write(outputs.poison, zero, ctx.read(ctx.shared.poison, zero), is_wanted)
-    if outputs.position is not None:
+    if ctx.operands.order is not None:
 
         def invert(i: jax.Array, is_wanted: jax.Array) -> None:
             place = jnp.minimum(i, sizes.batch - 1)

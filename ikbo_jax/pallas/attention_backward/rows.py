@@ -221,16 +221,13 @@ def with_statistics(
         found = by_xla(cand_to_user, lengths, sizes)
         return found, statistics_by_xla(inputs, found, sizes, kv_heads, count)
     rows: Rows | None = None
-    if statistics_launch.numbers_rows(sizes, kv_heads):
-        order, position = _order(cand_to_user, sizes)
-    else:
+    if not statistics_launch.numbers_rows(sizes, kv_heads):
         rows = make_rows(cand_to_user, lengths, sizes)
-        order, position = rows.order, rows.position
     width = inputs.out.shape[-1]
     operands = statistics_launch.Operands(
         Inputs(*(None if x is None else x.reshape(-1, *([width] * (x.ndim == 4))) for x in inputs)),
         cand_to_user,
-        position,
+        None if rows is None else rows.position,
         lengths,
         None if rows is None else rows.users,
         None if rows is None else rows.poison,
@@ -239,6 +236,7 @@ def with_statistics(
         operands, sizes, kv_heads=kv_heads, count=count + TILE_ROWS
     )
     if rows is None:
+        order, position = results.rows.order, results.rows.position
         rows = _described(cand_to_user, order, position, results.rows)
     return rows, results.statistics
 

@@ -7,9 +7,11 @@ at 2,048 candidates of 64 queries, N = 2, H = 128), and takes four kernels to pu
 the backward kernel reads them. Here four threads add up a row, and store its two numbers at the
 row's target, which they compute from the numbers of the row's user: a CTA is 32 rows.
 
-Of small problems, each CTA also numbers all users' rows (`numbering`), in shared memory. More CTAs
-than run at once would repeat that; then the numbers come from device memory, nothing is shared,
-and no thread waits for another one's memory.
+Of small problems, each CTA also numbers all users' rows (`numbering`), in shared memory. If
+candidates are in any order, it counts the candidates of the same user before each of its own, and
+stores its share of the order, by which XLA copies queries. More CTAs than run at once would repeat
+that; then the numbers come from device memory, nothing is shared, and no thread waits for another
+one's memory.
 """
 
 from __future__ import annotations
@@ -42,8 +44,12 @@ CTA_ROWS = WARPGROUP_SIZE // ROW_THREADS
 #: 16-bit numbers of one access of a thread, 16 bytes.
 VECTOR = 8
 #: Most candidates and users whose rows each CTA numbers, and most CTAs, which all run at once: with
-#: 40 registers for a thread, 12 on each of 132 SMs. The users of a CTA take 18 KiB of memory.
+#: 40 registers for a thread, 12 on each of 132 SMs (with 56, where candidates are in any order, 9).
+#: The users of a CTA take 18 KiB of shared memory.
 MOST_CANDIDATES, MOST_USERS, MOST_CTAS = 4096, 1024, 12 * 132
+#: Most candidates whose places a CTA computes if they are not in user order, for each of which a
+#: thread compares some users with the candidate's.
+MOST_RANKED = 10
 
 
 class Inputs(NamedTuple):
@@ -60,7 +66,8 @@ class Operands(NamedTuple):
 
     inputs: Inputs
     index: Any  # [B] int32: the user of a candidate
-    position: Any  # [B] int32: places of candidates in user order; None if that is their order
+    position: Any  # [B] int32: places of candidates in user order; None if that is their order, or
+    # the launch numbers rows
     lengths: Any  # [U] int32, or None
     users: Any  # [U, USER_WORDS] int32, see `rows.Rows`; None: the launch numbers rows
     poison: Any  # [1] int32, the bits of 0 or NaN, which is added to every number; None: nothing is
@@ -93,11 +100,19 @@ class Shape:
     def workers(self) -> int:
         return pl.cdiv(self.rows, CTA_ROWS)
 
+    @property
+    def ranked(self) -> int:
+        """Candidates whose rows a CTA has, at most; 0 if candidates are in user order."""
+        if self.sizes.is_sorted:
+            return 0
+        return (CTA_ROWS - 2) // (self.heads * self.sizes.q_len) + 2
+
 
 def numbers_rows(sizes: numbering.Sizes, kv_heads: int) -> bool:
     """Whether each CTA numbers the rows, instead of a launch before."""
+    shape = Shape(sizes, kv_heads)
     is_small = sizes.batch <= MOST_CANDIDATES and sizes.users <= MOST_USERS
-    return is_small and Shape(sizes, kv_heads).workers <= MOST_CTAS
+    return is_small and shape.workers <= MOST_CTAS and shape.ranked <= MOST_RANKED
 
 
 def statistics_kernel(
@@ -105,14 +120,19 @@ def statistics_kernel(
 ) -> Outputs:
     """[K, 2, count] f32: lse in powers of 2 and delta, at the targets; undefined elsewhere.
 
-    Without `operands.users`, also the descriptions of users, parts and tiles.
+    Without `operands.users`, also the descriptions of users, parts and tiles; and the order of
+    candidates that are not in user order.
     """
     shape = Shape(sizes, kv_heads)
     declared = Outputs(jax.ShapeDtypeStruct((kv_heads, 2, count), jnp.float32), None)
     shared = numbering.Shared(*(None,) * len(numbering.Shared._fields))
     if operands.users is None:
-        declared = declared._replace(rows=numbering.outputs(sizes, has_position=False))
-        shared = numbering.shared(sizes)
+        is_ranked = shape.ranked > 0
+        rows = numbering.outputs(sizes, has_position=is_ranked, has_order=is_ranked)
+        declared, shared = (
+            Outputs(declared.statistics, rows),
+            numbering.shared(sizes, ranked=shape.ranked),
+        )
     found = launch(
         Roles(lambda *arguments: WarpgroupContext(shape, None, *arguments), None, _store),
         operands,
@@ -155,26 +175,44 @@ def _rows(ctx: WarpgroupContext) -> _Rows:
     query, head = _divided(row, shape.heads)
     candidate, q = _divided(query, sizes.q_len)
     kv_head, in_group = _divided(head, sizes.group)
-    user, place = numbers.user(candidate), candidate
-    if operands.position is not None:
-        place = numbers.read(operands.position, candidate, "global")
-    poison = zero
+    (user,) = numbers.users([candidate])
     if operands.users is None:
         numbering.number(numbers)
         numbering.describe(numbers)
         first_row, first_target = (
             numbers.read(ref, user) for ref in (ctx.shared.first_rows, ctx.shared.first_targets)
         )
-        if sizes.is_sorted:
-            poison = numbers.read(ctx.shared.poison, zero)
+        poison = numbers.read(ctx.shared.poison, zero)
     else:
         first_row, first_target = (
             numbers.read(operands.users, user * USER_WORDS + i, "global") for i in (0, 2)
         )
+        poison = zero
         if operands.poison is not None:
             poison = numbers.read(operands.poison, zero, "global")
-    in_user = place * sizes.per_candidate + q * sizes.group + in_group - first_row
+    first, _ = _divided(first_row, sizes.per_candidate)
+    place = candidate
+    if operands.position is not None:
+        place = numbers.read(operands.position, candidate, "global")
+    elif shape.ranked:
+        place = first + _rank(numbers, candidate, shape)
+        is_first = (
+            is_row & (q == 0) & (head == 0) & (lax.rem(thread, per_thread.same(ROW_THREADS)) == 0)
+        )
+        numbers.write(numbers.outputs.position, candidate, place, is_first)
+        numbers.write(numbers.outputs.order, place, candidate, is_first)
+    in_user = (place - first) * sizes.per_candidate + q * sizes.group + in_group
     return _Rows(row, is_row, kv_head, first_target + in_user, poison)
+
+
+def _rank(numbers: numbering.Numbering, candidate: jax.Array, shape: Shape) -> jax.Array:
+    """How many candidates of the same user come before each of this CTA's."""
+    first = lax.div(numbers.worker * CTA_ROWS, shape.heads * shape.sizes.q_len)
+    numbering.rank(numbers, first, shape.ranked)
+    ranks, place = per_thread.same(0), (candidate - first) * per_thread.WARPS
+    for warp in range(per_thread.WARPS):
+        ranks = ranks + numbers.read(numbers.shared.ranks, place + warp)
+    return ranks
 
 
 def _store(ctx: WarpgroupContext) -> None:

@@ -157,6 +157,21 @@ def sums_before(values: Sequence[jax.Array], scratch: Any, *, interpret: bool) -
     return sums
 
 
+def sums_by_warp(values: Sequence[jax.Array], scratch: Any, *, interpret: bool) -> None:
+    """scratch[WARPS * i + w] = the sum of the values of warp w in array i; shared memory.
+
+    The warpgroup's threads see it after `commit_smem`.
+    """
+    thread, lanes = number(), WARPGROUP_SIZE // WARPS
+    warp, is_first = lax.div(thread, same(lanes)), lax.rem(thread, same(lanes)) == 0
+    for i, array in enumerate(values):
+        if interpret:
+            total = jnp.repeat(array.reshape(WARPS, lanes).sum(axis=1, dtype=jnp.int32), lanes)
+        else:
+            total = _sums_of_warp(array, thread, lanes)[1]
+        scatter(scratch, warp + i * WARPS, total, is_first, interpret=interpret)
+
+
 def _sums_of_warp(values: jax.Array, thread: jax.Array, lanes: int) -> tuple[jax.Array, jax.Array]:
     """The sum of the values of lower lanes, and of all lanes of the warp."""
 
