@@ -279,40 +279,17 @@ def _add_up(ctx: Numbering) -> None:
     lax.fori_loop(0, each, keep, tuple(before))
 
 
-def rank(ctx: Numbering, first: Any, count: int) -> None:
-    """Counts candidates of the same user before `count` ones from `first` on, for each warp."""
-    sizes, last = ctx.sizes, ctx.sizes.batch - 1
-    rounds, numbers = ctx.rounds(sizes.batch)
-    candidates = [per_thread.same(0) + (first + i) for i in range(count)]
-    own = ctx.users([jnp.minimum(x, last) for x in candidates])
-
-    def add(turn: Any, ranks: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        places = numbers(turn)
-        users = ctx.users([jnp.minimum(x, last) for x in places])
-        for place, user in zip(places, users, strict=True):
-            ranks = tuple(
-                x + jnp.where((user == mine) & (place < candidate), 1, 0)
-                for x, mine, candidate in zip(ranks, own, candidates, strict=True)
-            )
-        return ranks
-
-    ranks = lax.fori_loop(0, rounds, add, (per_thread.same(0),) * count)
-    assert ctx.shared.ranks is not None
-    per_thread.sums_by_warp(ranks, ctx.shared.ranks, interpret=ctx.interpret)
-    plgpu.commit_smem()
-
-
 def describe(ctx: Numbering) -> None:
     """Step 4: writes this CTA's share of the descriptions to device memory."""
     sizes, outputs = ctx.sizes, ctx.outputs
     zero, thread = per_thread.same(0), per_thread.number()
     _for_all(ctx, sizes.users, lambda i, is_wanted: _describe_user(ctx, i, is_wanted))
     if outputs.parts is not None:
-        number = sizes.users * sizes.splits
-        _for_all(ctx, number, lambda i, is_wanted: _describe_part(ctx, i, is_wanted))
+        count = sizes.users * sizes.splits
+        _for_all(ctx, count, lambda i, is_wanted: _describe_part(ctx, i, is_wanted))
     if outputs.tiles is not None:
-        number = sizes.most_tiles + 1
-        _for_all(ctx, number, lambda i, is_wanted: _describe_tile(ctx, i, is_wanted))
+        count = sizes.most_tiles + 1
+        _for_all(ctx, count, lambda i, is_wanted: _describe_tile(ctx, i, is_wanted))
     if outputs.poison is not None:
         is_wanted = (thread == 0) & (zero + ctx.worker == 0)
         ctx.write(outputs.poison, zero, ctx.read(ctx.shared.poison, zero), is_wanted)

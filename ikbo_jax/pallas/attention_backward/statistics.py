@@ -129,10 +129,8 @@ def statistics_kernel(
     if operands.users is None:
         is_ranked = shape.ranked > 0
         rows = numbering.outputs(sizes, has_position=is_ranked, has_order=is_ranked)
-        declared, shared = (
-            Outputs(declared.statistics, rows),
-            numbering.shared(sizes, ranked=shape.ranked),
-        )
+        declared = declared._replace(rows=rows)
+        shared = numbering.shared(sizes, ranked=shape.ranked)
     found = launch(
         Roles(lambda *arguments: WarpgroupContext(shape, None, *arguments), None, _store),
         operands,
@@ -196,23 +194,42 @@ def _rows(ctx: WarpgroupContext) -> _Rows:
         place = numbers.read(operands.position, candidate, "global")
     elif shape.ranked:
         place = first + _rank(numbers, candidate, shape)
-        is_first = (
-            is_row & (q == 0) & (head == 0) & (lax.rem(thread, per_thread.same(ROW_THREADS)) == 0)
-        )
+        part = lax.rem(thread, per_thread.same(ROW_THREADS))
+        is_first = is_row & (q == 0) & (head == 0) & (part == 0)
         numbers.write(numbers.outputs.position, candidate, place, is_first)
         numbers.write(numbers.outputs.order, place, candidate, is_first)
     in_user = (place - first) * sizes.per_candidate + q * sizes.group + in_group
     return _Rows(row, is_row, kv_head, first_target + in_user, poison)
 
 
-def _rank(numbers: numbering.Numbering, candidate: jax.Array, shape: Shape) -> jax.Array:
-    """How many candidates of the same user come before each of this CTA's."""
-    first = lax.div(numbers.worker * CTA_ROWS, shape.heads * shape.sizes.q_len)
-    numbering.rank(numbers, first, shape.ranked)
-    ranks, place = per_thread.same(0), (candidate - first) * per_thread.WARPS
+def _rank(ctx: numbering.Numbering, candidate: jax.Array, shape: Shape) -> jax.Array:
+    """How many candidates of the same user come before each of this CTA's.
+
+    Each thread compares some candidates' users with the users of all of the CTA's candidates.
+    """
+    first = lax.div(ctx.worker * CTA_ROWS, shape.heads * shape.sizes.q_len)
+    last, ranks = shape.sizes.batch - 1, ctx.shared.ranks
+    mine = [per_thread.same(0) + (first + i) for i in range(shape.ranked)]
+    own = ctx.users([jnp.minimum(x, last) for x in mine])
+    rounds, numbers = ctx.rounds(shape.sizes.batch)
+
+    def add(turn: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        places = numbers(turn)
+        users = ctx.users([jnp.minimum(x, last) for x in places])
+        for place, user in zip(places, users, strict=True):
+            sums = tuple(
+                x + jnp.where((user == u) & (place < i), 1, 0)
+                for x, u, i in zip(sums, own, mine, strict=True)
+            )
+        return sums
+
+    sums = lax.fori_loop(0, rounds, add, (per_thread.same(0),) * shape.ranked)
+    per_thread.sums_by_warp(sums, ranks)
+    plgpu.commit_smem()
+    found, place = per_thread.same(0), (candidate - first) * per_thread.WARPS
     for warp in range(per_thread.WARPS):
-        ranks = ranks + numbers.read(numbers.shared.ranks, place + warp)
-    return ranks
+        found = found + ctx.read(ranks, place + warp)
+    return found
 
 
 def _store(ctx: WarpgroupContext) -> None:

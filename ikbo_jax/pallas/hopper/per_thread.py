@@ -138,38 +138,38 @@ def add(
 def sums_before(values: Sequence[jax.Array], scratch: Any, *, interpret: bool) -> list[jax.Array]:
     """For each thread and each of the arrays, the sum of the values of the threads before it.
 
-    `scratch` is shared memory of four words for each array, a word for each warp.
+    `scratch` is shared memory of `WARPS` words for each array.
     """
     if interpret:
         return [jnp.cumsum(x, dtype=jnp.int32) - x for x in values]
     thread, lanes = number(), WARPGROUP_SIZE // WARPS
-    warp, is_first = lax.div(thread, same(lanes)), lax.rem(thread, same(lanes)) == 0
     found = [_sums_of_warp(x, thread, lanes) for x in values]
-    for i, (_, total) in enumerate(found):
-        scatter(scratch, warp + i * WARPS, total, is_first, interpret=interpret)
+    _keep_totals([total for _, total in found], scratch)
     plgpu.commit_smem()
-    sums = []
+    warp, sums = lax.div(thread, same(lanes)), []
     for i, (before, _) in enumerate(found):
         for other in range(WARPS - 1):
-            part = gather(scratch, same(i * WARPS + other), "shared", interpret=interpret)
+            part = gather(scratch, same(i * WARPS + other), "shared", interpret=False)
             before = before + jnp.where(warp > other, part, 0)
         sums.append(before)
     return sums
 
 
-def sums_by_warp(values: Sequence[jax.Array], scratch: Any, *, interpret: bool) -> None:
-    """scratch[WARPS * i + w] = the sum of the values of warp w in array i; shared memory.
+def sums_by_warp(values: Sequence[jax.Array], scratch: Any) -> None:
+    """scratch[WARPS * i + w] = the sum of the values of warp w in array i; not for interpretation.
 
-    The warpgroup's threads see it after `commit_smem`.
+    `scratch` is shared memory. The warpgroup's threads see the sums after `commit_smem`.
     """
     thread, lanes = number(), WARPGROUP_SIZE // WARPS
+    _keep_totals([_sums_of_warp(x, thread, lanes)[1] for x in values], scratch)
+
+
+def _keep_totals(totals: Sequence[jax.Array], scratch: Any) -> None:
+    """Stores numbers that are the same in all threads of a warp."""
+    thread, lanes = number(), WARPGROUP_SIZE // WARPS
     warp, is_first = lax.div(thread, same(lanes)), lax.rem(thread, same(lanes)) == 0
-    for i, array in enumerate(values):
-        if interpret:
-            total = jnp.repeat(array.reshape(WARPS, lanes).sum(axis=1, dtype=jnp.int32), lanes)
-        else:
-            total = _sums_of_warp(array, thread, lanes)[1]
-        scatter(scratch, warp + i * WARPS, total, is_first, interpret=interpret)
+    for i, total in enumerate(totals):
+        scatter(scratch, warp + i * WARPS, total, is_first, interpret=False)
 
 
 def _sums_of_warp(values: jax.Array, thread: jax.Array, lanes: int) -> tuple[jax.Array, jax.Array]:
