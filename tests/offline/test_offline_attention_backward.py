@@ -124,7 +124,7 @@ def test_offline_attention_backward_kernel_is_fit(name: str, compiler: offline.C
     # values, in two launches for wide heads; d_query.
     p = case.problem
     group = p.q_heads // p.kv_heads
-    sizes = numbering.Sizes(p.batch, p.users, p.kv_len, p.q_len, group, 64, 1, is_sorted=False)
+    sizes = numbering.Sizes(p.batch, p.users, p.kv_len, p.q_len, group, 64, 1, is_sorted=True)
     of_rows = 1 if statistics.numbers_rows(sizes, p.kv_heads) else 2
     of_keys = 1 if case.head_dim <= attention_backward.MAX_BOTH_SUMS else 2
     of_queries = 1 - case.config.has_d_query
