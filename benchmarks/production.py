@@ -9,9 +9,9 @@ measured copy, and an empty kernel. Where a call takes less than `SHORT_MS`, ker
 CUPTI, since Python launches no faster; all contenders of a point are timed in the same way. Without
 a GPU all sizes shrink, and the figures only show that the benchmark runs.
 
-`--jobs` processes compile and check points, and one process at a time times them afterwards. Each
-keeps the memory of its largest point: 12 fitted into an H200's 141 GB, 14 not into an H100's 80.
-Alternatives that cannot be the best are left out, and the results file says why
+`--jobs` processes compile and check points, and one process at a time times them afterwards. They
+give the memory of arrays back (`children.GIVING_BACK`): as they kept it, 14 did not fit into an
+H100's 80 GB. Alternatives that cannot be the best are left out, and the results file says why
 (`production_programs`). With `--budget-s`, points are compiled while the rest of the time suffices
 to time them; the results file names the points that are missing. The sweeps take turns, so that
 each has points, and a process takes both directions of a workload, whose GEMMs are partly the same.
@@ -365,7 +365,9 @@ def _measure_all(args: argparse.Namespace, argv: Sequence[str], results: dict[st
         folder = pathlib.Path(scratch)
         shared = [*argv, "--scratch", scratch, "--begin", str(time.time())]
         processes = children.start(
-            "benchmarks.production", [[*shared, "--share", str(n)] for n in range(args.jobs)]
+            "benchmarks.production",
+            [[*shared, "--share", str(n)] for n in range(args.jobs)],
+            children.GIVING_BACK,
         )
         with children.ending(processes):
             is_running = True

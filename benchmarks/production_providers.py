@@ -95,23 +95,40 @@ def _attention(shape: AttentionShape) -> Iterator[Callable[[], Contender]]:
     def op(implementation: str | None) -> Callable[..., jax.Array]:
         return functools.partial(ours, implementation=implementation)
 
-    def grouped() -> Contender:
+    def grouped_to(
+        name: str, stage: str, slots: int, keys: int, lengths: jax.Array | None
+    ) -> Contender:
+        """Users' queries in `slots` slots, and `keys` keys a user, of which `lengths` count."""
         attend = yardsticks.cudnn()
-        counts = np.bincount(s.cand_to_user, minlength=s.users)
-        fold = fold_by_user(index, s.users, int(counts.max()))
+        fold = fold_by_user(index, s.users, slots)
         folded = jax.jit(fold.fold)(query)
+        pad = ((0, 0), (0, keys - s.kv_len), (0, 0), (0, 0))
 
         def run(*arrays: jax.Array) -> jax.Array:
-            return attend(*arrays, key_value_seq_lengths=seq_lengths)
+            return attend(*arrays, key_value_seq_lengths=lengths)
 
         return Contender(
-            "grouped-cudnn",
-            "queries grouped by hand before, cuDNN",
+            name,
+            stage,
             run,
-            (folded, key, value),
+            (folded, jnp.pad(key, pad), jnp.pad(value, pad)),
             fold.unfold,
-            lambda gradients: (fold.unfold(gradients[0]), *gradients[1:]),
+            lambda found: (fold.unfold(found[0]), *(g[:, : s.kv_len] for g in found[1:])),
         )
+
+    most = int(np.bincount(s.cand_to_user, minlength=s.users).max())
+
+    def grouped() -> Contender:
+        stage = "queries grouped by hand before, cuDNN"
+        return grouped_to("grouped-cudnn", stage, most, s.kv_len, seq_lengths)
+
+    def grouped_even() -> Contender:
+        # cuDNN has no gradients for odd numbers of keys.
+        if s.kv_len % 2 == 0:
+            raise NotImplementedError("S is even, so this is the same program as grouped-cudnn")
+        stage = "queries grouped and keys padded by hand before, to even numbers, cuDNN"
+        even = most + most % 2, s.kv_len + 1
+        return grouped_to("grouped-cudnn-even", stage, *even, jnp.asarray(s.lengths))
 
     def copies() -> Contender:
         yardsticks.cudnn()
@@ -133,6 +150,7 @@ def _attention(shape: AttentionShape) -> Iterator[Callable[[], Contender]]:
     yield lambda: Contender(OUR_NAME, "ikbo_jax.attention", op(None), args)
     yield xla
     yield grouped
+    yield grouped_even
     yield copies
 
 

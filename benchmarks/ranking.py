@@ -55,11 +55,21 @@ class Provider(NamedTuple):
       stage: description.
       make: takes the largest number of candidates of one user; returns a function of parameters
         and request.
+      prepare: makes its parameters of the network's, which is not timed; None: they are the same.
+      options: XLA's options for its program.
     """
 
     name: str
     stage: str
     make: Callable[[int], Callable[..., jax.Array]]
+    prepare: Callable[[Any], Any] | None = None
+    options: dict[str, Any] | None = None
+
+    def inputs(self, inputs: tuple[Any, ranking.Request]) -> tuple[Any, ranking.Request]:
+        """Its parameters, and the request."""
+        if self.prepare is None:
+            return inputs
+        return jax.block_until_ready(jax.jit(self.prepare)(inputs[0])), inputs[1]
 
 
 COPIES = Provider("materialised", "users copied to candidates", lambda most: ranking.materialised)
@@ -83,8 +93,16 @@ REWRITTEN_TUNED = Provider(
     "ikbo_jax.rewrite of the tuned copies",
     lambda most: rewrite(functools.partial(ranking.materialised, tuned=True)),
 )
+#: The layers as small requests want them; measured over candidates.
+SERVED = Provider(
+    "served",
+    "ikbo_jax's layers, parameters prepared, concurrent graphs",
+    lambda most: ranking.co_designed,
+    ranking.prepare,
+    {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"},
+)
 ALL = (OURS, REWRITTEN, REWRITTEN_TUNED, BY_HAND, TUNED, COPIES)
-BY_NAME = {provider.name: provider for provider in ALL}
+BY_NAME = {provider.name: provider for provider in (*ALL, SERVED)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,10 +160,11 @@ def _compile_and_check(
     """Compiles a provider and computes its error; records a failure instead of raising it."""
     record: dict[str, Any] = {"name": provider.name, "stage": provider.stage}
     try:
+        inputs = provider.inputs(inputs)
         start = time.monotonic()
         lowered = jax.jit(provider.make(max_candidates_per_user(sizes))).lower(*inputs)
         traced = time.monotonic()
-        compiled = lowered.compile()
+        compiled = lowered.compile(provider.options)
         record |= {"trace_s": traced - start, "compile_s": time.monotonic() - traced}
         out = np.asarray(compiled(*inputs), np.float64)
     except Exception as error:
@@ -200,7 +219,7 @@ def measure_point(
 
 def profile(point: Point, provider: Provider) -> profiles.Shares:
     """The time of each kernel in a provider's run at a point."""
-    inputs = inputs_of(point.sizes)
+    inputs = provider.inputs(inputs_of(point.sizes))
     lowered = jax.jit(provider.make(max_candidates_per_user(point.sizes))).lower(*inputs)
     is_on_gpu = jax.default_backend() == "gpu"
     compiled = lowered.compile(profiles.WITHOUT_GRAPHS if is_on_gpu else None)
@@ -336,6 +355,7 @@ def run(
     def measure(point: Point) -> dict[str, Any]:
         # Sweeps omit the tuned copies, which take longer to compile than to time.
         providers = [p for p in ALL if point.sweep == "default" or p is not TUNED]
+        providers += [SERVED] if point.sweep == "candidates" else []
         measured = measure_point(point, providers, window_s=window_s, rounds=rounds)
         for record in measured["providers"]:
             if point.sweep == "default" and found_peaks.get(record["name"]) is not None:

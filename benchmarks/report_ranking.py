@@ -31,6 +31,8 @@ SWEPT = (
     (ranking.OURS.name, "this library's layers"),
     (ranking.REWRITTEN.name, "ikbo.rewrite of the materialised"),
 )
+#: Another column, where it was measured.
+SERVED = (ranking.SERVED.name, "this library's layers, parameters prepared, concurrent graphs")
 
 
 def _memory(record: Record) -> int | None:
@@ -62,10 +64,13 @@ def sizes(results: Record) -> str:
 
 def sweep(results: Record, name: str) -> Table:
     """Header and rows of the table of the sweep `name`: time of every version."""
-    header = ("point", *(f"{words}, ms" for _, words in SWEPT), "µs a candidate")
+    points = points_of(results, name)
+    is_served = any(provider_of(point, SERVED[0]) for point in points)
+    versions = (*SWEPT, SERVED) if is_served else SWEPT
+    header = ("point", *(f"{words}, ms" for _, words in versions), "µs a candidate")
     rows = []
-    for point in points_of(results, name):
-        times = (number(provider_of(point, name), "median_ms", 3) for name, _ in SWEPT)
+    for point in points:
+        times = (number(provider_of(point, name), "median_ms", 3) for name, _ in versions)
         ours = provider_of(point, ranking.OURS.name)
         rows.append((tables.name_of(point), *times, number(ours, "us_per_candidate", 2, "-")))
     return header, rows

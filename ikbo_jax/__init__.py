@@ -10,12 +10,14 @@ from ikbo_jax.ops.linear_compression import (
     linear_compression,
     multilevel_linear_compression,
 )
+from ikbo_jax.ops.padded_weight import PaddedWeight, pad_weight
 from ikbo_jax.ops.target import export_target
 from ikbo_jax.placement import Placement, place_users
 from ikbo_jax.rewrite import rewrite
 
 __all__ = [
     "Explanation",
+    "PaddedWeight",
     "Placement",
     "Term",
     "__version__",
@@ -27,6 +29,7 @@ __all__ = [
     "linear_compression",
     "merge_attention",
     "multilevel_linear_compression",
+    "pad_weight",
     "place_users",
     "rewrite",
 ]

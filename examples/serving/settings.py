@@ -20,6 +20,8 @@ class Settings:
       cache: folder of compiled programs.
       candidates: buckets of candidates; the last one is also the largest request.
       users: the largest number of users of a batch.
+      fewer_users: smaller numbers of users that have programs of their own. A call gathers a state
+        for each user of its bucket. Every number needs a program for each number of candidates.
       new_users: buckets of users whose state is not there yet.
       user_bytes: bytes of the users' states of one replica.
       joint: whether programs that encode users and score candidates in one are compiled; ranking
@@ -47,6 +49,7 @@ class Settings:
     cache: str = ""
     candidates: tuple[int, ...] = (128, 384, 768, 1152, 1536, 2048)
     users: int = 16
+    fewer_users: tuple[int, ...] = ()
     new_users: tuple[int, ...] = (1, 4, 16)
     user_bytes: int = 1 << 28
     joint: bool = False
@@ -78,7 +81,9 @@ class Settings:
             source.weights(version),
             source.user,
             source.candidate,
-            buckets=serving.Buckets(self.candidates, (self.users,), self.new_users),
+            buckets=serving.Buckets(
+                self.candidates, (*self.fewer_users, self.users), self.new_users
+            ),
             user_bytes=self.user_bytes,
             version=version,
             features_of=lambda keys: source.features_of([user for user, _ in keys]),

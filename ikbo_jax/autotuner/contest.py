@@ -94,11 +94,16 @@ def brief(contender: Contender) -> str:
     return " ".join(f"{names.get(name, name)} {value}" for name, value in fields.items())
 
 
-def choices_of_table(problem: Problem) -> tuple[Contender, Contender]:
-    """The choice for `problem` with and without the user's cache; None is XLA."""
+def choices_of_table(problem: Problem, device: str = "") -> tuple[Contender, Contender]:
+    """The choice for `problem` with and without the user's cache; None is XLA.
+
+    Args:
+      problem: sizes of the inputs.
+      device: the card at hand, as for `table.lookup`.
+    """
     found = []
     for with_user_rows in (True, False):
-        choice = table.lookup(problem, with_user_rows=with_user_rows)
+        choice = table.lookup(problem, device=device, with_user_rows=with_user_rows)
         # Some kernels run only if the table has a measured row.
         is_xla = choice.source == "default" and not problem.runs_unmeasured
         found.append(None if is_xla else choice.config)
@@ -122,15 +127,21 @@ class Contest:
           report: called with (done, total, text) after every round.
         """
         self._problem, self._report = problem, report
-        self._incumbent, shipped = choices_of_table(problem)
-        self._fixed = tuple(dict.fromkeys((self._incumbent, shipped)))
+        self._take_choices("")
+        # This process sees no device: which card is at hand, the answer to the first task says.
+        choices = [choices_of_table(problem, device) for device in ("", *table.devices())]
         configs = itertools.islice(problem.candidate_configs(), limit)
         self.contenders: tuple[Contender, ...] = tuple(
-            dict.fromkeys((None, *self._fixed, *configs))
+            dict.fromkeys((None, *itertools.chain(*choices), *configs))
         )
         self._rounds: list[Round] = []
         self._failures: dict[Contender, str] = {}
         self._device, self._jax, self._xla_ms = "", "", math.nan
+
+    def _take_choices(self, device: str) -> None:
+        """The table's choices take part in every round; the first one is to be beaten."""
+        self._incumbent, shipped = choices_of_table(self._problem, device)
+        self._fixed = tuple(dict.fromkeys((self._incumbent, shipped)))
 
     def play(self, run: Callable[[Task], dict[str, Any]]) -> None:
         """Runs all rounds.
@@ -179,6 +190,7 @@ class Contest:
                 f"tuning needs a Hopper GPU (compute capability 9.0); this is {answer['device']}"
             )
         self._device, self._jax = answer["device"], answer["jax"]
+        self._take_choices(self._device)
         self._xla_ms = statistics.median(answer["results"][0]["ms"])
         self._report(1, 1, f"XLA: {self._xla_ms:.4g} ms")
 

@@ -21,7 +21,8 @@ from ikbo_jax.ops.attention import attention
 from ikbo_jax.ops.gdpa import gdpa
 from ikbo_jax.ops.linear_compression import linear_compression
 
-Parameters = Mapping[str, jax.Array]
+#: Only `compress` takes a `PaddedWeight`.
+Parameters = Mapping[str, Any]
 #: A size, which is checked: None is refused like 0.
 Size = int | None
 #: A shape, and a function that makes an array of this shape with an initialiser of matrices.
@@ -208,7 +209,8 @@ def compress(
     """Applies `linear_compression` to the embeddings of users and candidates.
 
     Args:
-      params: "w_user" [M, K_user], "w_cand" [M, K_cand].
+      params: "w_user" [M, K_user], "w_cand" [M, K_cand]; or such weights from
+        `ikbo_jax.pad_weight`.
       e_user: [U, K_user, N].
       e_cand: [B, K_cand, N].
       cand_to_user: [B] int32, the user of every candidate, in [0, U), in any order.
@@ -380,7 +382,7 @@ def _cast(
     params: Parameters, arrays: tuple[jax.Array, ...], dtype: Any
 ) -> tuple[dict[str, jax.Array], tuple[jax.Array, ...]]:
     if dtype is None:
-        dtype = jnp.result_type(*params.values(), *arrays)
+        dtype = jnp.result_type(*jax.tree.leaves(list(params.values())), *arrays)
     cast = {name: param.astype(dtype) for name, param in params.items()}
     return cast, tuple(x.astype(dtype) for x in arrays)
 

@@ -36,6 +36,7 @@ from jax.sharding import PartitionSpec
 from ikbo_jax.layers import functional
 from ikbo_jax.models import strategies
 from ikbo_jax.models.strategies import Strategy
+from ikbo_jax.ops.padded_weight import pad_weight
 from ikbo_jax.ops.sharded import vary_over_same_axes
 
 
@@ -260,8 +261,32 @@ def materialised(params: dict[str, Any], request: Request, *, tuned: bool = Fals
 
 
 def co_designed(params: dict[str, Any], request: Request) -> jax.Array:
-    """`materialised` on the layers of this library, which copy no user."""
+    """`materialised` on the layers of this library, which copy no user.
+
+    Takes parameters of `prepare`, too.
+    """
     return _network(params, request, strategies.CO_DESIGNED)
+
+
+def prepare(params: dict[str, Any]) -> dict[str, Any]:
+    """Parameters for `co_designed` with all that depends on them alone, computed once.
+
+    For a model that is served: every call with other parameters computes the queries of the seeds,
+    splits the head's weight and pads the weights of the compression, 8 kernels of 150 that take 2
+    to 3 us each, which counts where candidates are few. The gradient is for parameters of `init`.
+    """
+
+    def layer(params: dict[str, Any]) -> dict[str, Any]:
+        pma = dict(params["pma"])
+        pma["queries"] = functional.project(pma.pop("seeds"), pma.pop("w_query"))
+        compression = {name: pad_weight(w) for name, w in params["compression"].items()}
+        return params | {"pma": pma, "compression": compression}
+
+    head, last = params["head"], params["layers"][-1]
+    of_user = last["pma"]["w_out"].shape[-1] + params["w_dense"].shape[0]
+    split = head["w_hidden"][:of_user], head["w_hidden"][of_user:]
+    layers = [layer(x) for x in params["layers"]]
+    return params | {"layers": layers, "head": head | {"w_hidden": split}}
 
 
 def hand_optimised(params: dict[str, Any], request: Request, *, most: int) -> jax.Array:
@@ -286,6 +311,8 @@ def _network(params: dict[str, Any], request: Request, strategy: Strategy) -> ja
         # layer's concatenation and repeat there, 0.12 ms each. The barrier prevents that.
         (dense,) = strategy.barrier((request.user_dense @ params["w_dense"],))
         dense = dense.reshape(users, -1, width)
+        # Without the barrier, every layer would have a kernel for them.
+        (numbers,) = strategy.barrier((jnp.arange(users, dtype=jnp.int32),))
         history, cand_tokens = request.history, strategy.prepare(request.cand_tokens)
         queries = _query_rows(params["w_queries"], request.cand_tokens)
     interactions = []
@@ -294,7 +321,7 @@ def _network(params: dict[str, Any], request: Request, strategy: Strategy) -> ja
             history = history + _self_attention(layer["self_attention"], rms_norm(history))
         with jax.named_scope("pooling"):
             normed = rms_norm(history)
-            pooled = rms_norm(strategy.pool(layer["pma"], normed))
+            pooled = rms_norm(strategy.pool(layer["pma"], normed, numbers))
         with jax.named_scope("attention"):
             attended = strategy.attend(layer["attention"], rms_norm(queries), normed, index)
             queries = queries + attended
@@ -303,11 +330,12 @@ def _network(params: dict[str, Any], request: Request, strategy: Strategy) -> ja
             queries = queries + fed
         with jax.named_scope("compression"):
             rows = jnp.concatenate([request.user_tokens, dense, pooled], axis=1)
-            rows, queries = strategy.barrier((rows, queries))
             compressed = strategy.compress(layer["compression"], rows, cand_tokens, index)
         with jax.named_scope("interaction"):
             interaction = _interaction(layer["interaction"], compressed)
             queries = queries + interaction[:, None]
+        # None before the compression: queries and interaction would be added in a kernel of their
+        # own, 50 MB of 2.3 GB that the kernels of 256 candidates read and write.
         history, queries, interaction = strategy.barrier((history, queries, interaction))
         interactions.append(interaction)
     with jax.named_scope("head"):

@@ -35,7 +35,8 @@ class Strategy(NamedTuple):
 
     Attributes:
       prepare: takes candidate tokens [B, K_cand, N]; returns them as `compress` expects them.
-      pool: takes parameters of PMA and [U, S, N]; returns [U, pooled, N].
+      pool: takes parameters of PMA, [U, S, N] and the users' numbers [U] int32; returns
+        [U, pooled, N].
       attend: takes parameters, [B, T, N], [U, S, N] and the index; returns [B, T, N].
       feed_forward: takes parameters, [B, T, N], [U, pooled, N] and the index; returns [B, T, N].
       compress: takes parameters, [U, K_user, N], the result of `prepare` and the index; returns
@@ -47,11 +48,11 @@ class Strategy(NamedTuple):
     """
 
     prepare: Callable[[jax.Array], jax.Array]
-    pool: Callable[[Parameters, jax.Array], jax.Array]
+    pool: Callable[[Parameters, jax.Array, jax.Array], jax.Array]
     attend: CandidateOp
     feed_forward: CandidateOp
     compress: CandidateOp
-    join: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+    join: Callable[[Any, jax.Array, jax.Array, jax.Array], jax.Array]
     barrier: Callable[[tuple[jax.Array, ...]], tuple[jax.Array, ...]]
 
 
@@ -123,7 +124,10 @@ def look_up(user: jax.Array, index: jax.Array) -> jax.Array:
 # The user is copied to each of its candidates.
 
 
-def _pool_by_seeds(params: Parameters, x: jax.Array, *, tuned: bool) -> jax.Array:
+def _pool_by_seeds(
+    params: Parameters, x: jax.Array, numbers: jax.Array, *, tuned: bool
+) -> jax.Array:
+    del numbers
     query, key, value = functional.projected(params, params["seeds"], x)
     seeds = jnp.broadcast_to(query, (x.shape[0], *query.shape))
     out = softmax_attention(seeds, key, value, tuned=tuned)
@@ -183,14 +187,16 @@ TUNED = MATERIALISED._replace(
 # The layers of this library, which copy no user.
 
 
-def _pool(params: Parameters, x: jax.Array) -> jax.Array:
+def _pool(params: Parameters, x: jax.Array, numbers: jax.Array) -> jax.Array:
     """PMA as attention from every user's seeds, since all histories have one length."""
+    queries = params.get("queries")  # of `ranking.prepare`
+    if queries is None:
+        queries = functional.project(params["seeds"], params["w_query"])
+    keys = (functional.project(x, params[name]) for name in ("w_key", "w_value"))
     # Inside `shard_map`, the seeds' gradients must be summed over users before devices.
-    queries, key, value = vary_over_same_axes(functional.projected(params, params["seeds"], x))
-    users = x.shape[0]
-    seeds = jnp.broadcast_to(queries, (users, *queries.shape))
-    index = jnp.arange(users, dtype=jnp.int32)
-    out = attention(seeds, key, value, index, indices_are_sorted=True)
+    queries, key, value = vary_over_same_axes((queries, *keys))
+    seeds = jnp.broadcast_to(queries, (x.shape[0], *queries.shape))
+    out = attention(seeds, key, value, numbers, indices_are_sorted=True)
     assert isinstance(out, jax.Array)
     return functional.merge_heads(out, params["w_out"])
 
@@ -214,16 +220,21 @@ def _feed_forward(
 
 
 def _join(
-    weight: jax.Array,
+    weight: jax.Array | tuple[jax.Array, jax.Array],
     user: jax.Array,
     cand: jax.Array,
     index: jax.Array,
     look_up: Callable[[jax.Array, jax.Array], jax.Array] = look_up,
 ) -> jax.Array:
-    """Products at user and at candidate batch, added in f32 and rounded once."""
-    split, dtype = user.shape[1], weight.dtype
+    """Products at user and at candidate batch, added in f32 and rounded once.
+
+    `weight` may be in two, for the user and for the candidate.
+    """
+    if not isinstance(weight, tuple):
+        weight = weight[: user.shape[1]], weight[user.shape[1] :]
+    of_user, of_cand = weight
     dot = functools.partial(jnp.dot, preferred_element_type=jnp.float32)
-    return (look_up(dot(user, weight[:split]), index) + dot(cand, weight[split:])).astype(dtype)
+    return (look_up(dot(user, of_user), index) + dot(cand, of_cand)).astype(of_user.dtype)
 
 
 CO_DESIGNED = Strategy(

@@ -204,7 +204,7 @@ def kernel_config(request: Request, problem: Any) -> tuple[Any, str]:
     if request.config is not None:
         config, reason = request.config, "configuration passed by the caller"
     else:
-        choice = table.lookup(problem)
+        choice = table.lookup(problem, device=_card(request))
         config, reason = choice.config, choice.reason + _other_device(request, choice.reason)
         is_unmeasured = choice.source == "default" and not problem.runs_unmeasured
         if is_unmeasured and request.implementation is None:
@@ -266,20 +266,21 @@ def _other_device(request: Request, reason: str) -> str:
     measured = re.search(r"\((?P<device>[^(),]*(?:GPU|NVIDIA)[^(),]*), \d{4}-", reason)
     if measured is None:
         return ""
-    model = _model(measured["device"])
+    model = table.model(measured["device"])
     if request.card is not None:
         card = request.card.card
         return "" if card == model else f"; measured on an {model}; the target is an {card}"
-    device_kind = str(getattr(default_device(), "device_kind", ""))
+    device_kind = _card(request)
     if not device_kind or measured["device"] == device_kind:
         return ""
-    return f"; measured on an {model}; this is an {_model(device_kind)}"
+    return f"; measured on an {model}; this is an {table.model(device_kind)}"
 
 
-def _model(device_kind: str) -> str:
-    """`H100` for `NVIDIA H100 80GB HBM3`; a name that does not fit this pattern as it is."""
-    found = re.search(r"\b[A-Z]+\d+\w*\b", device_kind.removeprefix("NVIDIA "))
-    return found[0] if found else device_kind
+def _card(request: Request) -> str:
+    """Name of the card that the kernels are planned for."""
+    if request.card is not None:
+        return request.card.card
+    return str(getattr(default_device(), "device_kind", ""))
 
 
 def default_device() -> jax.Device:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from ikbo_jax.ops import arguments, dispatch, reverse_only
 from ikbo_jax.ops.linear_compression_backward import (
     Arrays,
+    Gradients,
     Settings,
     choose,
     fold,
@@ -20,6 +21,7 @@ from ikbo_jax.ops.linear_compression_backward import (
     problem_of,
 )
 from ikbo_jax.ops.op import Folded, Named, Op, Part, unstack
+from ikbo_jax.ops.padded_weight import PaddedWeight, pad_columns
 from ikbo_jax.ops.partition import Division
 from ikbo_jax.ops.sharded import run_kernel, vary_over_same_axes
 from ikbo_jax.problems import (
@@ -38,20 +40,20 @@ class Term(NamedTuple):
     """One level of a multi-level linear compression.
 
     Attributes:
-      weight: [M, K], bfloat16, float16 or float32.
+      weight: [M, K], bfloat16, float16 or float32; or such a weight from `pad_weight`.
       embedding: [B, K, N] in the same dtype: batch B of this level, K rows, embedding width N.
       parent: [B] int32, for each batch entry the index of its entry in the preceding, coarser term,
         in any order; None for the first, coarsest term.
     """
 
-    weight: jax.Array
+    weight: jax.Array | PaddedWeight
     embedding: jax.Array
     parent: jax.Array | None = None
 
 
 def linear_compression(
-    w_cand: jax.Array,
-    w_user: jax.Array,
+    w_cand: jax.Array | PaddedWeight,
+    w_user: jax.Array | PaddedWeight,
     e_cand: jax.Array,
     e_user: jax.Array,
     cand_to_user: jax.Array,
@@ -64,8 +66,9 @@ def linear_compression(
         out[b] = w_cand · e_cand[b] + w_user · e_user[cand_to_user[b]]
 
     Args:
-      w_cand: [M, K_cand], bfloat16, float16 or float32.
-      w_user: [M, K_user], same dtype.
+      w_cand: [M, K_cand], bfloat16, float16 or float32; or such a weight from `pad_weight`, which
+        saves the kernel's copy of it in every call.
+      w_user: [M, K_user], same dtype; likewise.
       e_cand: [B, K_cand, N], same dtype; B candidates, B may be 0.
       e_user: [U, K_user, N], same dtype; U users, at least 1 if B > 0.
       cand_to_user: [B] int32, the user of every candidate, values in [0, U), in any order; a user
@@ -85,7 +88,7 @@ def linear_compression(
       Differentiable in reverse mode with respect to the four floating-point arrays, at user and
       candidate batch size. With "mosaic_gpu", kernels compute the gradients, and round the sum over
       a user's candidates and the gradient; with "xla", each gradient is rounded once. XLA computes
-      second derivatives.
+      second derivatives. The gradient of a padded weight is one whose padding is zero.
 
     Raises:
       ValueError: a rank is wrong; sizes, dtypes or the index disagree; U = 0 with B > 0;
@@ -119,7 +122,8 @@ def multilevel_linear_compression(
     coarse.
 
     Args:
-      terms: at least one `Term`, coarsest first: weights [M, K_l], embeddings [B_l, K_l, N] of one
+      terms: at least one `Term`, coarsest first: weights [M, K_l] (`pad_weight` saves their copy in
+        every call), embeddings [B_l, K_l, N] of one
         dtype, and from the second term on `parent` [B_l] int32 with values in [0, B_{l-1}), clamped
         to that range. B_{l-1} = 0 requires B_l = 0.
       implementation: None takes the fastest that can run these sizes on the default device, or,
@@ -180,7 +184,8 @@ def _compress(
     request = arguments.request(op, implementation, config, terms, *kinds)
     _check(terms, names)
     weights, embeddings, parents = zip(*terms, strict=True)
-    arrays, call = Arrays(weights, embeddings, parents), _Call(request)
+    rows = tuple(w.rows if isinstance(w, PaddedWeight) else w for w in weights)
+    arrays, call = Arrays(rows, embeddings, parents), _Call(request)
     plan = _OP.plan(call, arrays)
     shape = (embeddings[-1].shape[0], weights[-1].shape[0], embeddings[-1].shape[2])
     if 0 in shape:
@@ -192,6 +197,10 @@ def _check(terms: tuple[Term, ...], names: tuple[_Names, ...]) -> None:
     """Raises ValueError, quoting both conflicting values, unless the terms agree."""
     for term, name in zip(terms, names, strict=True):
         arguments.check_array(name.weight, term.weight, f"[M, {name.k}]")
+        if isinstance(term.weight, PaddedWeight):
+            shape, k = term.weight.rows.shape, term.weight.k
+            if len(shape) != 2 or shape[1] < k:
+                raise ValueError(f"{name.weight} has K={k} but rows of shape {shape}")
         arguments.check_array(name.embedding, term.embedding, f"[{name.batch}, {name.k}, N]")
     (first, *_), (first_name, *_) = terms, names
     for term, name in zip(terms, names, strict=True):
@@ -256,7 +265,7 @@ class _LinearCompression(Op):
 
     def run(self, call: _Call, plan: dispatch.Plan, arrays: Arrays) -> jax.Array:
         if plan.implementation == "xla":
-            return dispatch.record(reference.decomposed(*arrays), plan)
+            return dispatch.record(reference.decomposed(*_without_padding(arrays)), plan)
         # Imported here because Mosaic GPU takes 0.3 s to import.
         from ikbo_jax.pallas.linear_compression import kernel
 
@@ -285,7 +294,13 @@ class _LinearCompression(Op):
         # Level by level, coarsest first: its rows of K and its batch; "b" is the last one's batch.
         levels = range(len(arrays.weights))
         batches = [f"u{level}" for level in levels[:-1]] + ["b"]
-        weights = tuple(f"m k{level}" for level in levels)
+        # A padded weight has other columns than its embedding has rows.
+        weights = tuple(
+            f"m k{level}" if weight.shape[1] == embedding.shape[1] else f"m padded{level}"
+            for level, (weight, embedding) in enumerate(
+                zip(arrays.weights, arrays.embeddings, strict=True)
+            )
+        )
         embeddings = tuple(f"{batches[level]} k{level} n" for level in levels)
         names = Arrays._make((weights, embeddings, (None, *batches[1:])))
         return Named(names, "b m n", {"b": "candidates", "m": "M"})
@@ -305,15 +320,35 @@ class _LinearCompression(Op):
         cotangents: jax.Array,
         dtype: Any,
     ) -> Arrays:
-        no_parents = (None,) * len(arrays.parents)
+        columns = [weight.shape[1] for weight in arrays.weights]
+        weights, embeddings = self._gradients(
+            call, plan, _without_padding(arrays), cotangents, dtype
+        )
+        padded = tuple(pad_columns(w, n) for w, n in zip(weights, columns, strict=True))
+        return Arrays(padded, embeddings, (None,) * len(arrays.parents))
+
+    def _gradients(
+        self, call: _Call, plan: dispatch.Plan, arrays: Arrays, cotangents: jax.Array, dtype: Any
+    ) -> Gradients:
+        """Gradients of the weights, which have no padding here, and of the embeddings."""
         if plan.backward_config is not None:
             name = dtype and jnp.dtype(dtype).name
             # A candidate is on one device, unless every device has a part of M.
             dtypes = (name, name, name if call.is_m_divided else None)
             settings = Settings(call.request, dtypes, plan.backward_config)
-            return Arrays(*gradients(settings, arrays, cotangents), no_parents)
-        weights, embeddings = reference.decomposed_vjp(*arrays, cotangents, dtype=dtype)
-        return Arrays(weights, embeddings, no_parents)
+            return gradients(settings, arrays, cotangents)
+        return reference.decomposed_vjp(*arrays, cotangents, dtype=dtype)
+
+
+def _without_padding(arrays: Arrays) -> Arrays:
+    """The arrays, with weights [M, K] in place of padded ones."""
+    pairs = zip(arrays.weights, arrays.embeddings, strict=True)
+    return arrays._replace(
+        weights=tuple(
+            w if w.shape[1] == e.shape[1] else jax.lax.slice_in_dim(w, 0, e.shape[1], axis=1)
+            for w, e in pairs
+        )
+    )
 
 
 _OP = _LinearCompression()

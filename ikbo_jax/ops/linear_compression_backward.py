@@ -26,7 +26,11 @@ from ikbo_jax.reference import linear_compression as reference
 
 
 class Arrays(NamedTuple):
-    """Fields of all terms, coarsest first; the first parent is None."""
+    """Fields of all terms, coarsest first; the first parent is None.
+
+    A weight has K columns, as its embedding has rows, or more: the rest are zeros
+    (`PaddedWeight`).
+    """
 
     weights: tuple[jax.Array, ...]
     embeddings: tuple[jax.Array, ...]
@@ -38,7 +42,7 @@ def problem_of(arrays: Arrays) -> LinearCompressionProblem:
     weights, embeddings, _ = arrays
     return LinearCompressionProblem(
         batches=tuple(embedding.shape[0] for embedding in embeddings),
-        ks=tuple(weight.shape[1] for weight in weights),
+        ks=tuple(embedding.shape[1] for embedding in embeddings),
         m=weights[0].shape[0],
         n=embeddings[0].shape[2],
         dtype=str(embeddings[0].dtype),

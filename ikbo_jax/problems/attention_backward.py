@@ -158,6 +158,13 @@ class AttentionBackwardConfig(Config):
         """Tiles of 64 query rows, or keys, of a consumer that multiplies stored gradients."""
         return 2 if self.tall else 1
 
+    @property
+    def tile_rows(self) -> int | None:
+        """Rows of a tile of a launch that computes d_query alone; None without such a launch."""
+        if self.has_d_query:
+            return None
+        return TILE_ROWS * (self.query_tiles if self.stores_d_scores else 1)
+
     def launches(self, head_dim: int) -> tuple[Gradients, ...]:
         """The gradients of keys and values, by launch that computes scores."""
         if head_dim <= MAX_BOTH_SUMS:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from ikbo_jax.serving.batches import BadRequestError, Form, Tree
@@ -51,6 +51,24 @@ class Features:
             except Exception as error:
                 failed[key] = error
         return [list(column) for column in zip(*rows, strict=True)], failed
+
+    def of_all(self, keys: Sequence[Hashable]) -> list[Column]:
+        """The features of several keys, all different, as `of` returns them.
+
+        Raises:
+          Exception: the error of the first one that fails.
+        """
+        # `of` takes a dict of the keys: 30 µs for 160 of them.
+        if len(keys) > 1:
+            try:
+                return list(self._at_once(list(keys)))
+            except Exception:
+                # `of` tells whose error it is.
+                pass
+        features, failed = self.of(dict.fromkeys(keys))
+        for error in failed.values():
+            raise error
+        return features
 
     def _alone(self, key: Hashable, fetch: Fetch | None) -> list[Any]:
         """The leaves of one user's features, without an axis of users."""

@@ -13,6 +13,9 @@
 
 Steps 2 and 3 also search the user's cache if the problem has `user_rows_generalise`: its rows
 of the shape class come first, and its rows win ties of distance.
+
+Cards differ in the speed of their memory. So in steps 1 and 2 rows that the card at hand measured
+come first, and in step 3 they win ties of distance.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import stat
 import tempfile
 import warnings
@@ -160,19 +164,36 @@ def distance(a: Problem, b: Problem) -> float:
     return a.distance(b) if isinstance(b, type(a)) else math.inf
 
 
-def lookup(problem: Problem, *, with_user_rows: bool = True) -> Choice:
+def model(device: str) -> str:
+    """`H100` for `NVIDIA H100 80GB HBM3`; a name that does not fit this pattern as it is."""
+    found = re.search(r"\b[A-Z]+\d+\w*\b", device.removeprefix("NVIDIA "))
+    return found[0] if found else device
+
+
+def devices() -> tuple[str, ...]:
+    """Names of the cards that measured rows."""
+    return tuple(dict.fromkeys(row.device for row in (*_builtin_rows(), *_user_rows())))
+
+
+def lookup(problem: Problem, *, device: str = "", with_user_rows: bool = True) -> Choice:
     """Chooses a configuration, or XLA, for `problem`; see the module's docstring for the order.
 
     Args:
       problem: sizes and dtype.
+      device: name of the card at hand; "" prefers no card.
       with_user_rows: whether to search the user's cache.
     """
+
+    def is_other(row: Row) -> bool:
+        """Whether another card than that at hand measured a row."""
+        return bool(device) and model(row.device) != model(device)
+
     default_config = problem.default_config()
     if default_config is None:
         reason = problem.config_type().illegal_reason(problem)
         return Choice(None, "none", False, f"no legal configuration of the kernel: {reason}")
     user_rows = _user_rows() if with_user_rows else ()
-    for row in user_rows:
+    for row in sorted(user_rows, key=is_other):
         if row.problem == problem and _is_legal(problem, row.config):
             return Choice(row.config, "user cache", True, f"user cache, {row.describe()}")
     files = {
@@ -190,11 +211,12 @@ def lookup(problem: Problem, *, with_user_rows: bool = True) -> Choice:
             if row.problem.dtype == problem.dtype
             and row.problem.shape_class() == problem.shape_class()
         ]
-        for row in sorted(same_class, key=lambda row: distance(row.problem, problem)):
+        for row in sorted(same_class, key=lambda r: (is_other(r), distance(r.problem, problem))):
             if _is_legal(problem, row.config):
                 return Choice(row.config, source, True, f"{source}, {row.describe()}")
     all_rows = [(source, row) for source, rows in op_rows.items() for row in rows]
-    for source, row in sorted(all_rows, key=lambda entry: _preference(entry[1], problem)):
+    all_rows.sort(key=lambda entry: (*_preference(entry[1], problem), is_other(entry[1])))
+    for source, row in all_rows:
         if _is_usable(row, problem):
             row_distance = distance(row.problem, problem)
             reason = f"{source}, nearest row at distance {row_distance:.2f}, {row.describe()}"
@@ -238,11 +260,14 @@ def check_user_cache_writable() -> None:
 
 
 def write_user_row(row: Row) -> pathlib.Path:
-    """Writes a row to the user's cache, replacing a row for the same problem; returns the file.
+    """Writes a row to the user's cache, replacing one of the same problem and card.
 
     The write is atomic: a new file is renamed to the old name. Malformed rows are dropped, each
     with a UserWarning unless `lookup` has warned already. A file that is not a table is renamed to
     `sm90.json.ignored`, or `.ignored.1` and so on.
+
+    Returns:
+      The file.
 
     Raises:
       OSError: the cache cannot be written.
@@ -251,7 +276,8 @@ def write_user_row(row: Row) -> pathlib.Path:
     check_user_cache_writable()
     with _explained_os_errors(path), _locked(_lock_file(path)):
         rows = _rows_to_keep(path)
-        rows = (*(old for old in rows if old.problem != row.problem), row)
+        replaced = row.problem, model(row.device)
+        rows = (*(old for old in rows if (old.problem, model(old.device)) != replaced), row)
         text = json.dumps({"schema": SCHEMA, "rows": [r.to_json() for r in rows]}, indent=2) + "\n"
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
         try:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
+import jax
 import numpy as np
 import pytest
 
-from benchmarks import harness, production, production_draws, production_providers, report
+from benchmarks import (
+    harness,
+    production,
+    production_draws,
+    production_providers,
+    report,
+    yardsticks,
+)
 from benchmarks import production_bounds as bounds
 from benchmarks import production_directions as directions
 from benchmarks import production_programs as programs
@@ -84,6 +93,21 @@ def test_a_wrong_result_is_found():
         for contender, is_right in ((right, True), (wrong, False)):
             fn, args = directions.in_direction(contender, direction)
             assert directions.compare(contender, direction, exact, fn(*args)).ok == is_right
+
+
+@pytest.mark.parametrize("has_lengths", [False, True])
+def test_keys_padded_to_an_even_number_change_nothing(monkeypatch, has_lengths):
+    monkeypatch.setattr(yardsticks, "cudnn", lambda: jax.nn.dot_product_attention)
+    shape = AttentionShape(9, 3, 3, 41, 4, 2, 16, "float32", "ragged", has_lengths)
+    xla, _, even, _ = production_providers.contenders(shape)[1:]
+    assert even().name == "grouped-cudnn-even"
+    assert {x.shape[1] % 2 for x in even().args} == {0}
+    exact = directions.exact_results(xla(), "both")
+    fn, args = directions.in_direction(even(), "both")
+    assert directions.compare(even(), "both", exact, fn(*args)).ok
+    *_, same, _ = production_providers.contenders(dataclasses.replace(shape, kv_len=42))
+    with pytest.raises(NotImplementedError, match="S is even"):
+        same()
 
 
 def test_a_run_in_small(tmp_path, capsys):

@@ -14,6 +14,7 @@ import pytest
 from problems import random_array
 
 from benchmarks import ranking, records, report, report_ranking, timing
+from benchmarks.records import provider_of
 from ikbo_jax import demo, demo_ranking
 from ikbo_jax.cases import ranking as cases
 from ikbo_jax.models import ranking as ranking_model
@@ -53,6 +54,13 @@ def small_and_quick(monkeypatch):
     monkeypatch.setattr(ranking, "shrink", lambda point: dataclasses.replace(point, sizes=SIZES))
     monkeypatch.setattr(cases, "oracle", lambda *inputs: score(*inputs))
     monkeypatch.setattr(ranking, "ALL", tuple(provider(p.name) for p in ranking.ALL))
+    # Parameters that are prepared in another way, so that the score tells.
+    served = provider("served")._replace(
+        make=lambda most: lambda doubled, request: score(None, request, doubled[0] - 2.0),
+        prepare=lambda params: (jnp.float32(2.0), params),
+        options=ranking.SERVED.options,
+    )
+    monkeypatch.setattr(ranking, "SERVED", served)
     monkeypatch.setattr(ranking, "inputs_of", inputs_of)
     monkeypatch.setattr(ranking, "RATIOS", (10, 1000))
     monkeypatch.setattr(ranking, "CANDIDATES", (256, 8192))
@@ -81,6 +89,13 @@ def test_run_writes_what_it_measured_and_the_report_reads_it(tmp_path, capsys):
     assert blocks["ranking-table"].count("\n| ") == 2 + len(report_ranking.HEADLINE)
     assert "ratio: 1000:1" in blocks["ranking-ratio"]
     assert "candidates: B=8192" in blocks["ranking-candidates"]
+    served = "parameters prepared, concurrent graphs, ms"
+    assert served in blocks["ranking-candidates"]
+    assert served not in blocks["ranking-ratio"]
+    for point in results["points"]:
+        of_served = provider_of(point, "served")
+        assert (of_served is not None) == (point["sweep"] == "candidates")
+        assert of_served is None or of_served["ok"]
     images = report_ranking.draw(results, tmp_path)
     assert len(images) == 2
     assert all("hand-optimised" in image.read_text() for image in images)

@@ -1,4 +1,4 @@
-"""The PTX of the kernel for lse and delta of every query row, executed on a CPU."""
+"""The PTX of the kernels that number query rows and compute lse and delta, executed on a CPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ikbo_jax.pallas.attention_backward import rows
+from ikbo_jax.pallas.attention_backward import numbering, rows, statistics
+from ikbo_jax.pallas.flash import work_order
 
 pytestmark = [
     pytest.mark.usefixtures("on_cpu"),
@@ -19,14 +20,28 @@ pytestmark = [
 ]
 
 
+#: Whether each CTA of the launch numbers the rows, or another launch does.
+BY_LAUNCHES = pytest.mark.parametrize("is_numbered_before", [False, True])
+
+
+def names(*, is_numbered_before: bool) -> list[str]:
+    kinds = ["rows"] * is_numbered_before + ["statistics"]
+    return [f"ikbo_attention_backward_{kind}_mosaic_gpu_kernel" for kind in kinds]
+
+
+def number_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(statistics, "MOST_CTAS", 0)
+
+
 @pytest.mark.parametrize(
-    ("dtype", "head_dim", "kv_heads", "group", "has_d_lse", "is_sorted"),
+    ("dtype", "head_dim", "kv_heads", "group", "has_d_lse", "is_sorted", "splits"),
     [
-        ("bfloat16", 64, 2, 1, True, True),
-        ("float16", 96, 1, 3, False, False),
-        ("bfloat16", 256, 2, 2, True, False),
+        ("bfloat16", 64, 2, 1, True, True, 1),
+        ("float16", 96, 1, 3, False, False, 1),
+        ("bfloat16", 256, 2, 2, True, False, 3),
     ],
 )
+@BY_LAUNCHES
 def test_emulated_statistics_are_those_of_xla(
     dtype: str,
     head_dim: int,
@@ -34,46 +49,108 @@ def test_emulated_statistics_are_those_of_xla(
     group: int,
     has_d_lse: bool,
     is_sorted: bool,
+    splits: int,
+    is_numbered_before: bool,
     sm90: emulator.Emulator,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    batch, q_len, block_q, users = 9, 3, 32, 4
+    """The descriptions of users, parts and tiles are equal."""
+    sizes = rows.Sizes(9, 4, 100, 3, group, 32, splits, is_sorted, tile_rows=16)
     rng = np.random.default_rng(0)
-    shape = (batch, q_len, kv_heads * group, head_dim)
+    shape = (sizes.batch, sizes.q_len, kv_heads * group, head_dim)
     out, d_out = (jnp.asarray(rng.normal(size=shape), dtype) for _ in range(2))
     lse = rng.normal(size=shape[:3]).astype(np.float32)
     lse[0, 0], lse[1, 0], lse[2, 0] = -np.inf, 3e6, -3e6
     d_lse = jnp.asarray(rng.normal(size=shape[:3]), jnp.float32) if has_d_lse else None
-    index = rng.integers(0, users, batch)
-    found = rows.make_rows(
-        jnp.asarray(np.sort(index) if is_sorted else index, jnp.int32),
-        None,
-        users=users,
-        kv_len=100,
-        q_len=q_len,
-        group=group,
-        block_q=block_q,
-        splits=1,
-        is_sorted=is_sorted,
-    )
-    arguments = (out, jnp.asarray(lse), d_out, d_lse, found, kv_heads, 8 * block_q)
-    with sm90.emulated(0):
-        emulated = np.asarray(rows.statistics(*arguments))
-    want = np.asarray(rows.statistics(*arguments, interpret=True))
-    at = np.asarray(found.targets).ravel()
-    np.testing.assert_allclose(emulated[:, :, at], want[:, :, at], rtol=2e-6, atol=2e-5)
+    index = rng.integers(-1, sizes.users + 1, sizes.batch)
+    index = jnp.asarray(np.sort(index) if is_sorted else index, jnp.int32)
+    lengths = jnp.asarray([100, -3, 50, 200], jnp.int32)
+    inputs = rows.Inputs(out, d_out, jnp.asarray(lse), d_lse)
+    if is_numbered_before:
+        number_before(monkeypatch)
+    # Of so few candidates, XLA gives positions; of more, the launch that numbers rows does.
+    monkeypatch.setattr(work_order, "MAX_COUNTED", 0 if is_numbered_before else 4096)
+    options = {"kv_heads": kv_heads, "count": 8 * sizes.block_q}
+    with sm90.emulated(0) as launched:
+        found, emulated = rows.with_statistics(index, lengths, inputs, sizes, **options)
+    assert launched == names(is_numbered_before=is_numbered_before)
+    by_xla = rows.by_xla(index, lengths, sizes)
+    assert jax.tree.structure(found) == jax.tree.structure(by_xla)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(by_xla), strict=True):
+        np.testing.assert_array_equal(x, y)
+    want = np.asarray(rows.statistics_by_xla(inputs, by_xla, sizes, kv_heads, options["count"]))
+    at = np.asarray(by_xla.targets(sizes)).ravel()
+    np.testing.assert_allclose(np.asarray(emulated)[:, :, at], want[:, :, at], rtol=2e-6, atol=2e-5)
 
 
 @pytest.mark.parametrize("has_x64", [False, True])
+@BY_LAUNCHES
 def test_emulated_statistics_are_nan_where_a_promised_order_is_wrong(
-    has_x64: bool, sm90: emulator.Emulator
+    has_x64: bool,
+    is_numbered_before: bool,
+    sm90: emulator.Emulator,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Users keep as many rows as they have candidates."""
     shape = (4, 2, 1, 64)
     out, lse = jnp.ones(shape, jnp.bfloat16), jnp.zeros(shape[:3], jnp.float32)
-    sizes = {"users": 3, "kv_len": 100, "q_len": 2, "group": 1, "block_q": 16, "splits": 1}
-    for index, is_nan in (([0, 0, 1, 2], False), ([1, 0, 1, 2], True)):
-        found = rows.make_rows(jnp.asarray(index, jnp.int32), None, is_sorted=True, **sizes)
-        with sm90.emulated(0), jax.enable_x64(has_x64):
-            emulated = np.asarray(rows.statistics(out, lse, out, None, found, 1, 64))
-        at = np.asarray(found.targets).ravel()
-        assert np.isnan(emulated[:, :, at]).all() == is_nan
-        assert np.isnan(emulated[:, :, at]).any() == is_nan
+    sizes = rows.Sizes(4, 3, 100, 2, 1, 16, 1, is_sorted=True)
+    inputs = rows.Inputs(out, out, lse, None)
+    if is_numbered_before:
+        number_before(monkeypatch)
+    for index, is_nan in (([0, 0, 1, 2], False), ([1, 0, 1, 2], True), ([0, 0, 2, 1], True)):
+        with sm90.emulated(0) as launched, jax.enable_x64(has_x64):
+            found, emulated = rows.with_statistics(
+                jnp.asarray(index, jnp.int32), None, inputs, sizes, kv_heads=1, count=64
+            )
+        assert launched == names(is_numbered_before=is_numbered_before)
+        assert bool(found.is_valid) != is_nan
+        rows_of_users = np.bincount(index, minlength=sizes.users) * sizes.per_candidate
+        np.testing.assert_array_equal(found.users[:, 1], rows_of_users)
+        at = np.asarray(found.targets(sizes)).ravel()
+        assert np.isnan(np.asarray(emulated)[:, :, at]).all() == is_nan
+        assert np.isnan(np.asarray(emulated)[:, :, at]).any() == is_nan
+
+
+def test_emulated_order_of_many_candidates_is_xla_s(
+    sm90: emulator.Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More candidates than a turn of the loop that ranks them."""
+    monkeypatch.setattr(numbering, "UNROLL", 2)
+    sizes = rows.Sizes(300, 7, 300, 3, 2, 32, 1, is_sorted=False, tile_rows=128)
+    rng = np.random.default_rng(0)
+    index = jnp.asarray(rng.integers(-1, 8, sizes.batch), jnp.int32)
+    out = jnp.ones((sizes.batch, 3, 2, 64), jnp.bfloat16)
+    inputs = rows.Inputs(out, out, jnp.zeros(out.shape[:3], jnp.float32), None)
+    with sm90.emulated(0) as launched:
+        found, _ = rows.with_statistics(index, None, inputs, sizes, kv_heads=1, count=2400)
+    assert launched == names(is_numbered_before=False)
+    for x, y in zip(found, rows.by_xla(index, None, sizes), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+MANY = {
+    "many_users": (700, 300, False, True, None),
+    "one_user": (1100, 1, True, True, 128),
+    "unsorted_parts_lengths": (300, 130, False, False, 128),
+    "more_users_than_candidates": (5, 1000, True, True, 256),
+}
+
+
+@pytest.mark.parametrize("name", MANY)
+def test_emulated_numbers_are_those_of_xla(name: str, sm90: emulator.Emulator) -> None:
+    """More candidates and users than threads."""
+    batch, users, is_even, is_sorted, tile_rows = MANY[name]
+    splits = 1 if is_even else 3
+    sizes = rows.Sizes(batch, users, 300, 3, 2, 32, splits, is_sorted, tile_rows)
+    rng = np.random.default_rng(0)
+    index = rng.integers(-1, users + 1, batch)
+    index = jnp.asarray(np.sort(index) if is_sorted else index, jnp.int32)
+    lengths = None if is_even else jnp.asarray(rng.integers(-5, 305, users), jnp.int32)
+    with sm90.emulated(0) as launched:
+        found = rows.make_rows(index, lengths, sizes)
+    assert len(launched) == 1
+    want = rows.by_xla(index, lengths, sizes)
+    assert jax.tree.structure(found) == jax.tree.structure(want)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(x, y)

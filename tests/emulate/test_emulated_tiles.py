@@ -28,7 +28,19 @@ def many(bound: int | None) -> tuple[Any, ...]:
     return (*offsets, None, 4100, 4000, bound, bound)
 
 
-CASES = tiles.KERNEL_CASES | {"many": (many(None), False), "many_bounded": (many(20), False)}
+def shared(bound: int | None) -> tuple[Any, ...]:
+    """Sequences whose groups with the same keys span threads, a few of one sequence among them."""
+    cu_q, cu_kv, *rest = many(bound)
+    index = np.repeat([7, 0, 5, 299, 5, 6, 0], [120, 1, 60, 1, 1, 90, 27])
+    return cu_q, cu_kv, index, *rest[1:]
+
+
+CASES = tiles.KERNEL_CASES | {
+    "many": (many(None), False),
+    "many_bounded": (many(20), False),
+    "many_merged": (shared(None), False),
+    "many_merged_bounded": (shared(20), False),
+}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -39,12 +51,13 @@ def test_emulated_kernel_lists_the_tiles(name: str, sm90: emulator.Emulator) -> 
     assert sm90.launches
 
 
-def test_emulated_list_is_xla_s(sm90: emulator.Emulator) -> None:
+@pytest.mark.parametrize("draw", [many, shared])
+def test_emulated_list_is_xla_s(draw: Any, sm90: emulator.Emulator) -> None:
     """In the same order, also of sequences with equally many blocks."""
-    cu_q, cu_kv, *_ = many(None)
+    cu_q, cu_kv, index, *_ = draw(None)
     sizes = {"q_rows": 4100, "kv_rows": 4000, "max_seqlen_q": 20, "max_seqlen_kv": None}
     options = {**sizes, "size": 16, "unit": 16}
-    arrays = (jnp.asarray(cu_q, jnp.int32), jnp.asarray(cu_kv, jnp.int32), None)
+    arrays = [None if x is None else jnp.asarray(x, jnp.int32) for x in (cu_q, cu_kv, index)]
     expected = tile_list.query_tiles(*arrays, **options)
     with sm90.emulated(0):
         found = functools.partial(tile_list_kernel.query_tiles, **options)(*arrays)

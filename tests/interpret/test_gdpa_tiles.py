@@ -149,15 +149,25 @@ def test_sequences_of_equally_many_blocks_stay_in_order(unit: int) -> None:
 KERNEL_CASES: dict[str, tuple[tuple[Any, ...], bool]] = {
     "plain": (([3, 5, 5, 30, 38], [0, 3, 3, 20, 38], None, 40, 38, None, None), False),
     "bounded": (([3, 5, 4, 30, 45], [-1, 3, 8, 7, 38], None, 40, 38, 11, 11), False),
+    "merged": (
+        ([3, 5, 5, 9, 20, 29, 38], [0, 3, 3, 20, 38], [0, 0, 2, 2, 2, 9], 40, 38, None, None),
+        False,
+    ),
+    # A sequence that is cut ends a group; offsets fall.
+    "merged_bounded": (
+        ([-2, 5, 4, 9, 23, 29, 45], [-1, 3, 8, 7, 38], [-1, 0, 0, 3, 3, 3], 40, 38, 11, 11),
+        False,
+    ),
     "pma_index": (([0], [0, 3, 3, 20, 38], [0, 2, -1, 9, 2, 1], 9, 38, None, None), True),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("on_cpu")
-def test_interpreted_kernel_lists_the_tiles(launches: interpreter.Launches) -> None:
-    """One of the cases: every access of a thread is a call of the interpreter."""
-    problem, is_broadcast = KERNEL_CASES["pma_index"]
+@pytest.mark.parametrize("name", ["pma_index", "merged_bounded"])
+def test_interpreted_kernel_lists_the_tiles(name: str, launches: interpreter.Launches) -> None:
+    """Two of the cases: every access of a thread is a call of the interpreter."""
+    problem, is_broadcast = KERNEL_CASES[name]
     kernel = functools.partial(tile_list_kernel.query_tiles, interpret=interpreter.PARAMS)
     check(problem, kernel, 8, broadcast=is_broadcast)
     launches.assert_no_races(1)

@@ -142,6 +142,18 @@ def test_interpreted_kernel_is_right_and_free_of_races(
     assert_correct(out, levels)
 
 
+def test_interpreted_padded_weights_give_the_same_bits(launches: interpreter.Launches) -> None:
+    """A weight with zeros behind its columns stays an operand of its own, beside one without."""
+    case = Case((2, 3), (70, 64), 41, 64)
+    levels = case.levels()
+    user, cand = levels.weights
+    padded = levels._replace(weights=(jnp.pad(user, ((0, 0), (0, 128 - 70))), cand))
+    out = interpret(padded, case)
+    launches.assert_no_races(1)
+    expected = interpret(levels, case)
+    np.testing.assert_array_equal(np.asarray(out, np.float32), np.asarray(expected, np.float32))
+
+
 # Infinity times the zeros that pad M is NaN, in rows that are never stored.
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
 def test_interpreted_non_finite_rows_reach_their_own_results_alone(

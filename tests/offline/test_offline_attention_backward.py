@@ -15,7 +15,7 @@ import pytest
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
-from ikbo_jax.pallas.attention_backward import products
+from ikbo_jax.pallas.attention_backward import numbering, products, statistics
 from ikbo_jax.pallas.attention_backward.kernel import attention_backward_kernel
 from ikbo_jax.problems import AttentionBackwardProblem, AttentionProblem, attention_backward
 from ikbo_jax.problems.attention_backward import AttentionBackwardConfig as Config
@@ -120,10 +120,15 @@ def test_offline_attention_backward_kernel_is_fit(name: str, compiler: offline.C
     case = CASES[name]
     assert case.config.illegal_reason(case.problem) is None
     launches = compiler.compile(*case.launch())
-    # Statistics; gradients of keys and values, in two launches for wide heads; d_query.
+    # Numbers of rows, which the next launch may compute, too; statistics; gradients of keys and
+    # values, in two launches for wide heads; d_query.
+    p = case.problem
+    group = p.q_heads // p.kv_heads
+    sizes = numbering.Sizes(p.batch, p.users, p.kv_len, p.q_len, group, 64, 1, is_sorted=True)
+    of_rows = 1 if statistics.numbers_rows(sizes, p.kv_heads) else 2
     of_keys = 1 if case.head_dim <= attention_backward.MAX_BOTH_SUMS else 2
     of_queries = 1 - case.config.has_d_query
-    assert len(launches) == 1 + case.chunks * (of_keys + of_queries)
+    assert len(launches) == of_rows + case.chunks * (of_keys + of_queries)
     for compiled in launches:
         assert not compiled.faults
     most = max(compiled.smem_bytes for compiled in launches)
@@ -162,7 +167,7 @@ def test_offline_missing_wait_is_found(
     """Without the waits for a block's products, or for a tile's sums, ptxas sees accumulators that
     are read while WGMMAs write them."""
     left_out = planted.missing_wait(monkeypatch, function)
-    _, compiled = compiler.compile(*CASES["h64_few_queries"].launch())
+    *_, compiled = compiler.compile(*CASES["h64_few_queries"].launch())
     assert left_out
     assert compiled.ptxas.serialized
 
@@ -181,6 +186,6 @@ def test_offline_wide_descriptors_are_found(
         return arith.addi(descriptor, arith.muli(arith.extui(i64, count), size))
 
     monkeypatch.setattr(products, "_offset", offset)
-    _, compiled = compiler.compile(*CASES["h128"].launch())
+    *_, compiled = compiler.compile(*CASES["h128"].launch())
     assert compiled.ptxas.wide_descriptors
     assert len(compiled.faults) == 1

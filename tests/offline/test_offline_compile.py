@@ -78,11 +78,17 @@ def table_cases() -> dict[str, Case]:
 CASES = named_cases() | table_cases()
 
 
-def launch(problem: LinearCompressionProblem, config: LinearCompressionConfig) -> tuple:
-    """The kernel's host function, and the shapes it takes for `problem`."""
+def launch(
+    problem: LinearCompressionProblem, config: LinearCompressionConfig, multiple: int = 1
+) -> tuple:
+    """The kernel's host function, and the shapes it takes for `problem`.
+
+    The columns of weights are padded to a multiple of `multiple`.
+    """
     dtype = jnp.dtype(problem.dtype)
     levels = list(zip(problem.batches, problem.ks, strict=True))
-    weights = tuple(jax.ShapeDtypeStruct((problem.m, k), dtype) for _, k in levels)
+    columns = [-(-k // multiple) * multiple for k in problem.ks]
+    weights = tuple(jax.ShapeDtypeStruct((problem.m, k), dtype) for k in columns)
     embeddings = tuple(jax.ShapeDtypeStruct((b, k, problem.n), dtype) for b, k in levels)
     parents = tuple(jax.ShapeDtypeStruct((b,), jnp.int32) for b in problem.batches[1:])
 
@@ -107,6 +113,16 @@ def test_offline_kernel_is_fit(name: str, compiler: offline.Compiler) -> None:
         assert not compiled.faults
         assert compiled.smem_bytes == memory.smem_bytes(config.shared(with_claims=has_claims))
         assert compiled.smem_bytes <= config.smem_bytes <= MAX_SMEM_BYTES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trim", [False, True])
+def test_offline_kernel_with_padded_weights_is_fit(trim: bool, compiler: offline.Compiler) -> None:
+    """Each level has a weight of its own, whose columns begin at 0 and go past K."""
+    problem, config = default_case(DEFAULT, trim=trim)
+    (compiled,) = compiler.compile(*launch(problem, config, 64))
+    assert not compiled.faults
+
 
 
 @pytest.mark.parametrize("num_stages", [2, 4])

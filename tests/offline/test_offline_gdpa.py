@@ -191,18 +191,28 @@ def test_offline_kernel_for_short_sequences_is_fit(name: str, compiler: offline.
     assert config.ctas * allocated * WARPGROUP_SIZE <= short_configs.SM_REGISTERS
 
 
+@pytest.mark.parametrize("is_merged", [False, True])
 @pytest.mark.parametrize("bound", [None, 64])
-def test_the_list_of_tiles_is_one_kernel(bound: int | None, compiler: offline.Compiler) -> None:
-    def list_tiles(q: Any, kv: Any) -> Any:
+def test_the_list_of_tiles_is_one_kernel(
+    bound: int | None, is_merged: bool, compiler: offline.Compiler
+) -> None:
+    """Up to the largest number of sequences, whose lists fill shared memory."""
+
+    def list_tiles(q: Any, kv: Any, index: Any) -> Any:
         bounds = {"max_seqlen_q": bound, "max_seqlen_kv": bound}
         return tile_list_kernel.query_tiles(
-            q, kv, None, q_rows=9999, kv_rows=9999, size=64, **bounds
+            q, kv, index, q_rows=99999, kv_rows=99999, size=64, **bounds
         )
 
-    offsets = jax.ShapeDtypeStruct((4097,), jnp.int32)
-    lowered = jax.jit(list_tiles).trace(offsets, offsets).lower(lowering_platforms=("cuda",))
+    most = tile_list_kernel.MOST_MERGED if is_merged else tile_list_kernel.MOST_SEGMENTS
+    sequences = most - 2
+    offsets = jax.ShapeDtypeStruct((sequences + 1,), jnp.int32)
+    index = jax.ShapeDtypeStruct((sequences,), jnp.int32) if is_merged else None
+    arrays = (offsets, offsets, index)
+    lowered = jax.jit(list_tiles).trace(*arrays).lower(lowering_platforms=("cuda",))
     operations = set(re.findall(r"stablehlo\.(\w+)", lowered.as_text()))
     assert operations == {"custom_call"}, operations
-    (compiled,) = compiler.compile(list_tiles, offsets, offsets)
+    (compiled,) = compiler.compile(list_tiles, *arrays)
     assert compiled.name == "ikbo_tile_list"
     assert not compiled.faults
+    assert compiled.smem_bytes <= MAX_SMEM_BYTES

@@ -14,11 +14,16 @@ from ikbo_jax.problems.hopper import TILE_ROWS
 KV_LEN, Q_LEN, GROUP, BLOCK_Q = 300, 3, 2, 32
 
 
-def make(index, users, splits, is_sorted):
-    lengths = jnp.asarray(np.random.default_rng(1).integers(-5, KV_LEN + 5, users), jnp.int32)
-    sizes = {"users": users, "kv_len": KV_LEN, "q_len": Q_LEN, "group": GROUP}
-    cut = {"block_q": BLOCK_Q, "splits": splits, "is_sorted": is_sorted}
-    return rows.make_rows(jnp.asarray(index, jnp.int32), lengths, **sizes, **cut)
+def sizes_of(batch, users, splits, is_sorted):
+    return rows.Sizes(
+        batch, users, KV_LEN, Q_LEN, GROUP, BLOCK_Q, splits, is_sorted, tile_rows=TILE_ROWS
+    )
+
+
+def make(index, sizes):
+    rng = np.random.default_rng(1)
+    lengths = jnp.asarray(rng.integers(-5, KV_LEN + 5, sizes.users), jnp.int32)
+    return rows.by_xla(jnp.asarray(index, jnp.int32), lengths, sizes)
 
 
 @pytest.mark.parametrize("splits", [1, 3])
@@ -27,14 +32,14 @@ def make(index, users, splits, is_sorted):
 def test_both_ways_number_the_same_rows(monkeypatch, batch, users, splits, is_sorted):
     index = np.random.default_rng(0).integers(-1, users + 1, batch)
     index = np.sort(index) if is_sorted else index
-    by_pairs = make(index, users, splits, is_sorted)
-    tiles = rows.query_tiles(by_pairs.users, batch * Q_LEN * GROUP)
+    sizes = sizes_of(batch, users, splits, is_sorted)
+    by_pairs = make(index, sizes)
     monkeypatch.setattr(rows, "MAX_PAIRS", 0)
     monkeypatch.setattr(work_order, "MAX_COMPARED", 0)
-    by_sums = make(index, users, splits, is_sorted)
+    monkeypatch.setattr(work_order, "MAX_COUNTED", 0)
+    by_sums = make(index, sizes)
     for x, y in zip(jax.tree.leaves(by_pairs), jax.tree.leaves(by_sums), strict=True):
         np.testing.assert_array_equal(x, y)
-    np.testing.assert_array_equal(tiles, rows.query_tiles(by_sums.users, batch * Q_LEN * GROUP))
 
     counts = np.bincount(np.clip(index, 0, users - 1), minlength=users) * Q_LEN * GROUP
     np.testing.assert_array_equal(by_pairs.users[:, 1], counts)
@@ -42,7 +47,7 @@ def test_both_ways_number_the_same_rows(monkeypatch, batch, users, splits, is_so
     blocks = -(-counts // BLOCK_Q)
     np.testing.assert_array_equal(by_pairs.users[:, 2], (np.cumsum(blocks) - blocks) * BLOCK_Q)
     # Every row of a candidate has a place of its own, inside its user's blocks.
-    targets = np.asarray(by_pairs.targets).reshape(batch, -1)
+    targets = np.asarray(by_pairs.targets(sizes)).reshape(batch, -1)
     first = np.asarray(by_pairs.users)[np.clip(index, 0, users - 1)]
     assert len(np.unique(targets)) == targets.size
     assert (targets >= first[:, 2:3]).all()
@@ -50,8 +55,8 @@ def test_both_ways_number_the_same_rows(monkeypatch, batch, users, splits, is_so
 
 
 def test_tiles_are_of_one_user_and_the_last_entry_counts_them():
-    by_pairs = make(np.repeat([0, 1, 3], [50, 1, 30]), 5, 1, True)
-    tiles = np.asarray(rows.query_tiles(by_pairs.users, 81 * Q_LEN * GROUP))
+    by_pairs = make(np.repeat([0, 1, 3], [50, 1, 30]), sizes_of(81, 5, 1, True))
+    tiles = np.asarray(by_pairs.tiles)
     number = int(tiles[-1, 0])
     of_users = [(user, int(n)) for user, n in enumerate(by_pairs.users[:, 1]) if n]
     want = [
@@ -72,13 +77,15 @@ def test_statistics_are_nan_where_a_promised_order_is_wrong(d_lse):
     lse = jnp.zeros(out.shape[:-1], jnp.float32)
     gradient = None if d_lse is None else jnp.full_like(lse, d_lse)
     for index, is_nan in (([0, 0, 1, 2], False), ([1, 0, 1, 2], True)):
-        found = make(np.asarray(index), 3, 1, True)
+        sizes = sizes_of(batch, 3, 1, True)
+        found = make(np.asarray(index), sizes)
         count = 4 * BLOCK_Q
-        statistics = rows.statistics(out, lse, out, gradient, found, heads, count, interpret=True)
+        inputs = rows.Inputs(out, out, lse, gradient)
+        statistics = rows.statistics_by_xla(inputs, found, sizes, heads, count)
         assert statistics.shape == (heads, 2, count + TILE_ROWS)
         assert bool(jnp.isnan(statistics).all()) == is_nan
         if not is_nan:
-            at = np.asarray(found.targets).ravel()
+            at = np.asarray(found.targets(sizes)).ravel()
             np.testing.assert_array_equal(statistics[:, 1, at], width - (d_lse or 0.0))
             rest = np.delete(np.asarray(statistics), at, axis=2)
             np.testing.assert_array_equal(rest[:, 0], np.inf)

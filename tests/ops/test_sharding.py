@@ -45,6 +45,11 @@ def linear(w_cand, w_user, e_cand, e_user, index):
     return ikbo.linear_compression(w_cand, w_user, e_cand, e_user, index)
 
 
+def padded(w_cand, w_user, e_cand, e_user, index):
+    weights = map(ikbo.pad_weight, (w_cand, w_user))
+    return ikbo.linear_compression(*weights, e_cand, e_user, index)
+
+
 def three_levels(w_cand, w_user, w_all, e_cand, e_user, e_all, index, user_index):
     return ikbo.multilevel_linear_compression(
         [
@@ -111,6 +116,12 @@ CASES = {
         linear, LINEAR, {"e_cand": P("x"), "index": P("x")}, P("x"), sums=3
     ),
     "linear_m": Case(linear, LINEAR, {"w_cand": P("x"), "w_user": P("x")}, P(None, "x"), sums=2),
+    "linear_padded": Case(
+        padded, LINEAR, {"e_cand": P("x"), "index": P("x")}, P("x"), sums=3
+    ),
+    "linear_padded_m": Case(
+        padded, LINEAR, {"w_cand": P("x"), "w_user": P("x")}, P(None, "x"), sums=2
+    ),
     "linear_users_too": Case(
         linear, LINEAR, {"e_cand": P("x"), "index": P("x"), "e_user": P()}, P("x"), sums=3
     ),

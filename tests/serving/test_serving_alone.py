@@ -161,7 +161,8 @@ def test_the_figures_are_judged_by_their_bars(tmp_path, monkeypatch):
     monkeypatch.setattr(alone, "SHARES", (0.05,))
     monkeypatch.setattr(alone, "LATENCY", 1000.0)
     out = tmp_path / "alone.json"
-    options = ["--source", "tiny", "--buckets", "128", "--bucket-users", "4", "--seconds", "0.1"]
+    options = ["--source", "tiny", "--buckets", "128", "--bucket-users", "2", "4"]
+    options += ["--seconds", "0.1"]
     options += ["--candidates", "300", "--users", "20", "--out", str(out)]
     monkeypatch.setattr(plans, "plan_for", _small(plans.plan_for))
     # At a twentieth of the rate, the stream is below its bar.
@@ -172,6 +173,9 @@ def test_the_figures_are_judged_by_their_bars(tmp_path, monkeypatch):
     assert all(part["call_s"] > 0 for part in found["stream"]["full_call"].values())
     assert found["offline"]["compilations"] == 0
     assert found["hits"]["ratio"] > 0
+    assert (found["settings"]["fewer_users"], found["settings"]["users"]) == ([2], 4)
+    assert set(found["hits"]["hit_rate"]["0%"]) == {0}
+    assert min(found["hits"]["hit_rate"]["80%"]) > 0.3
     assert all(point["kept"] for point in found["stream"]["points"])
 
 

@@ -251,6 +251,26 @@ def test_joint_programs_use_new_weights(joint):
     np.testing.assert_allclose(found, expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
+def test_a_scorer_waits_for_all_calls(scorer):
+    requests = small.random_requests(9, seed=5)
+    pending = [scorer.start(requests) for _ in range(3)]
+    scorer.wait()
+    assert all(one.ready() for one in pending)
+    # Nothing is under way, and what has been waited for is not kept.
+    scorer.wait()
+    assert scorer._newest is None
+
+
+def test_a_call_that_fails_does_not_keep_a_process_from_ending(scorer):
+    class Failed:
+        def __array__(self, *arguments, **options):
+            raise RuntimeError("out of memory")
+
+    scorer._newest = Failed()
+    scorer.wait()
+    assert scorer._newest is None
+
+
 def test_to_wait_changes_no_answer(scorer, table):
     requests = small.random_requests(9, seed=4)
     pending = scorer.start(requests)

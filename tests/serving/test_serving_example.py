@@ -80,8 +80,9 @@ def test_features_of_several_users_are_those_of_each():
         assert (leaf.shape, leaf.dtype) == (spec.shape, spec.dtype)
 
 
-def test_the_ranker_for_hopper_is_one_that_the_kernels_take():
-    source = models.SOURCES["hopper"]()
+@pytest.mark.parametrize("name", ["hopper", "hopper-long"])
+def test_the_ranker_for_hopper_is_one_that_the_kernels_take(name):
+    source = models.SOURCES[name]()
     weights = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), source.weights("1"))
     specs = specs_of(source.model, weights, source.user, source.candidate)
     dtypes = {leaf.dtype for leaf in jax.tree.leaves(specs.weights)}

@@ -146,7 +146,7 @@ def test_programs_are_started_without_python(scorer, joint, monkeypatch):
         scorer.rank(requests(number))
         of_arrays(joint, number)
     # Also with a pool, and with weights, that no program has returned.
-    scorer.forget_users()
+    scorer._reset()
     scorer.rank(requests(FEW))
     scorer.set_weights([Variable(np.int32(1)) for _ in range(2)], 1)
     scorer.rank(requests(FEW))

@@ -256,6 +256,33 @@ def test_nothing_compiles_while_serving(tight):
     assert since.compilations > 0, "the counter does not see a compilation"
 
 
+def test_users_are_forgotten_without_a_transfer(tight):
+    """A new pool would have the next call wait until all its bytes are on the device."""
+    requests = small.random_requests(3)
+    tight.rank(requests)
+    since, pool = Since(tight), tight._pool
+    tight.forget_users()
+    assert tight._pool is pool
+    assert_right(requests, tight.rank(requests))
+    assert (since.hits, since.misses > 0) == (0, True)
+
+
+def test_scores_that_fail_cost_the_pool(tight):
+    """The states that the failed call should have written are not in the cache any more."""
+    requests = small.random_requests(3)
+    tight.rank(requests)
+    for array in tight._pool:
+        array.delete()
+
+    class Failed:
+        def __array__(self, *arguments, **options):
+            raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        tight.fetched(Failed())
+    assert_right(requests, tight.rank(requests))
+
+
 def test_a_program_that_fails_costs_one_batch(tight):
     requests = small.random_requests(3)
     tight.rank(requests)

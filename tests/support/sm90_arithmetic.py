@@ -258,6 +258,18 @@ def permute(d: Decoder, ins: Instruction, _: re.Match[str]) -> Run:
     return run
 
 
+def funnel(d: Decoder, ins: Instruction, found: re.Match[str]) -> Run:
+    """Shifts 64 bits, of which the second operand is the upper half, and keeps one half."""
+
+    def shift(low: Any, high: Any, by: Any) -> Any:
+        both = low.astype(U64) | high.astype(U64) << U64(32)
+        count = (by & U32(31)).astype(U64)
+        result = (both << count) >> U64(32) if found["way"] == "l" else both >> count
+        return result.astype(U32)
+
+    return d.simple(ins, shift, U32)
+
+
 def count_bits(d: Decoder, ins: Instruction, found: re.Match[str]) -> Run:
     def count(x: Any) -> Any:
         bits = (x[:, None] >> np.arange(32, dtype=U32)) & U32(1)  # [lane, bit]
@@ -300,5 +312,6 @@ TABLE: Table = [
     ),
     (r"bfe\.(?P<kind>\w+)", bitfield),
     (r"prmt\.b32", permute),
+    (r"shf\.(?P<way>[lr])\.wrap\.b32", funnel),
     (r"(?P<op>popc|brev|clz)\.b32", count_bits),
 ]

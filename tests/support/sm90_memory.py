@@ -127,7 +127,8 @@ def load_param(d: Decoder, ins: Instruction) -> Run:
 def atomic(d: Decoder, ins: Instruction, found: re.Match[str]) -> Run:
     kind = KINDS[found["kind"]]
     target, memory, value = ins.operands if found["op"] == "atom" else (None, *ins.operands)
-    addresses, source = d.address(memory, is_shared=False), d.source(value, kind)
+    is_shared = found["space"] == "shared"
+    addresses, source = d.address(memory, is_shared=is_shared), d.source(value, kind)
     how: dict[str, Any] = {
         "add": lambda a, b: a + b,
         "exch": lambda a, b: b,
@@ -138,7 +139,12 @@ def atomic(d: Decoder, ins: Instruction, found: re.Match[str]) -> Run:
     size = np.dtype(kind).itemsize
 
     def run(warp: Warp, mask: Any) -> None:
-        array, at = d.machine.locate(lanes(mask, addresses(warp)), size)
+        at = lanes(mask, addresses(warp))
+        if is_shared:
+            array, at = warp.block.memory, d.shared_at(warp, at, size)
+            warp.dirty.append((at[:, None] + np.arange(size)).reshape(-1))
+        else:
+            array, at = d.machine.locate(at, size)
         chosen = np.arange(32) if mask is None else np.flatnonzero(mask)
         values, old = warp.r[source].view(kind), np.zeros(32, kind)
         for lane, place in zip(chosen, at, strict=True):
@@ -212,7 +218,8 @@ TABLE: Table = [
         access,
     ),
     (
-        r"(?P<op>atom|red)(?:\.\w+?)*?\.global\.(?P<how>add|exch|max|min)\.(?P<kind>\w+)",
+        r"(?P<op>atom|red)(?:\.\w+?)*?\.(?P<space>global|shared)"
+        r"\.(?P<how>add|exch|max|min)\.(?P<kind>\w+)",
         atomic,
     ),
     (

@@ -119,7 +119,7 @@ def test_shipped_choice_takes_part_beside_a_row_of_the_user(builtin, cache_file)
     table.write_user_row(row(ATTENTION, slow))
     bench = Bench({None: 9.0, PROPOSED_BY_NOBODY: 0.9, slow: 1.1}, 1.0)
     tune(ATTENTION, bench, limit=2)
-    choice = table.lookup(ATTENTION)
+    choice = table.lookup(ATTENTION, device="NVIDIA H100")
     assert (choice.config, choice.source) == (PROPOSED_BY_NOBODY, "user cache")
     assert {slow, PROPOSED_BY_NOBODY, None} <= set(bench.tasks[-1].contenders)
 

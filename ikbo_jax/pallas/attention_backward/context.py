@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from jax.experimental import pallas as pl
 
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext
-from ikbo_jax.problems.attention_backward import BOTH, Gradients
+from ikbo_jax.problems.attention_backward import BOTH, AttentionBackwardConfig, Gradients
 from ikbo_jax.problems.hopper import BLOCK_K
 
 #: Words of an item's descriptor in shared memory: number of query blocks (negative: no more items),
@@ -21,6 +21,9 @@ PART_TILE, PART_PLANE, PART_ROW, PART_COUNTER = range(4)
 #: Words of a part of a user's rows in device memory: first query row, number of query rows, first
 #: row in `d_query`, number of the user's keys.
 USER_WORDS = 4
+#: Words of a tile of query rows in device memory, for launches that compute d_query alone: first
+#: query row, number of query rows, user, number of its keys, first row's target.
+TILE_WORDS = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +64,11 @@ class Shape:
         return pl.cdiv(self.head_dim, BLOCK_K)
 
 
+def adds_parts(config: AttentionBackwardConfig, shape: Shape) -> bool:
+    """Whether tiles of keys add their parts of d_query to one sum in device memory."""
+    return config.d_query == "sum" and shape.kv_tiles > 1
+
+
 class Operands(NamedTuple):
     """Device memory."""
 
@@ -90,8 +98,8 @@ class BackwardContext(WarpgroupContext):
     """The context of the attention backward kernel's warps.
 
     A *step* numbers the query blocks that the CTA loads; its remainder by the number of stages is
-    the block's stage. The counters are of tickets, and of blocks of d_query [K * blocks]: how many
-    tiles of keys have added their part.
+    the block's stage. The counters are of tickets, unless each CTA has one item, and of blocks of
+    d_query [K * blocks]: how many tiles of keys have added their part, if they do.
     """
 
     @property

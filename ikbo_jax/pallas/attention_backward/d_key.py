@@ -61,7 +61,7 @@ class DKeyOperands(NamedTuple):
 class Context(WarpgroupContext):
     """The context of a warpgroup; a *step* numbers the blocks of queries that the CTA loads.
 
-    The counter is of tickets.
+    The counter is of tickets, unless each CTA has one item.
     """
 
     @property
@@ -115,7 +115,7 @@ def _produce(ctx: Context) -> None:
     """The producer warp."""
 
     def take(item: Any) -> Any:
-        return mosaic.next_ticket(ctx.counters[0], item, interpret=ctx.interpret)
+        return ctx.take(item, ctx.items)
 
     def send(carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
         item, number, step = carry
@@ -302,7 +302,7 @@ def d_key_kernel(
         dtype=key.dtype,
         name="ikbo_attention_backward_stored_d_key",
         workers=1 if interpret else workers,
-        counters=(1,),
+        counters=(int(context(None, None, None, False).items > workers),),
         interpret=interpret,
     )
     return row_numbers.add_parts(sums, keys, shape.splits, dtype)

@@ -32,8 +32,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ikbo_jax.pallas.attention_backward.context import Operands, Shape
-from ikbo_jax.pallas.attention_backward.rows import query_tiles
+from ikbo_jax.pallas.attention_backward.context import TILE_WORDS, Operands, Shape
 from ikbo_jax.pallas.hopper import mma, mosaic, stores
 from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
 from ikbo_jax.problems.attention_backward import AttentionBackwardConfig, query_slots
@@ -44,9 +43,8 @@ from ikbo_jax.problems.hopper import (
     WGMMA_M,
 )
 
-#: Words of a tile's descriptor, in device memory and, with the head, in shared memory.
+#: Words of a tile's descriptor: `TILE_WORDS` in device memory; with the head, in shared memory.
 FIRST_ROW, ROWS, USER, KEYS, TARGET, HEAD = range(6)
-TILE_WORDS = 5
 CONSUMER_BARRIER = 4
 CONSUMER_THREADS = NUM_CONSUMERS * WARPGROUP_SIZE
 LSE, DELTA = range(2)
@@ -304,14 +302,14 @@ def _consume(ctx: Context) -> None:
 
 def d_query_kernel(
     operands: Operands,
+    tiles: jax.Array,
     shape: Shape,
     config: AttentionBackwardConfig,
     *,
     num_sms: int,
     interpret: Any = False,
 ) -> jax.Array:
-    """d_query [rows, K, H], rows in the order of `operands`, from the first launch's operands."""
-    tiles = query_tiles(operands.users, shape.rows)
+    """d_query [rows, K, H], in the order of the first launch's operands; `tiles` of `rows.Rows`."""
     workers = min(num_sms, (tiles.shape[0] - 1) * shape.kv_heads)
     shape = dataclasses.replace(shape, workers=workers)
 

@@ -5,7 +5,8 @@
     d_query = scale * dS @ key,   d_key = scale * dS.T @ query,   d_value = P.T @ d_out
 
 The last two are summed over all queries of a user: of its candidates, and of the query heads that
-share a key head. XLA puts these queries side by side (`rows`), and computes lse and delta of each.
+share a key head. `rows` puts these queries side by side, and `statistics` computes lse and delta
+of each.
 
 An *item* is a tile of 128 keys of one user and key head. Keys and values stay in shared memory,
 their gradients in registers, while blocks of the user's queries follow one another. Scores are
@@ -69,6 +70,7 @@ from ikbo_jax.pallas.attention_backward.context import (
     Operands,
     Outputs,
     Shape,
+    adds_parts,
 )
 from ikbo_jax.pallas.attention_backward.d_key import d_key_kernel
 from ikbo_jax.pallas.attention_backward.d_query import d_query_kernel
@@ -141,9 +143,8 @@ def attention_backward_kernel(
     batch, q_len, q_heads, head_dim = query.shape
     users, kv_len, kv_heads, _ = key.shape
     group = q_heads // kv_heads
-    rows = row_numbers.make_rows(
-        cand_to_user,
-        key_value_seq_lengths,
+    sizes = row_numbers.Sizes(
+        batch=batch,
         users=users,
         kv_len=kv_len,
         q_len=q_len,
@@ -151,15 +152,16 @@ def attention_backward_kernel(
         block_q=config.block_q,
         splits=config.splits,
         is_sorted=indices_are_sorted,
+        tile_rows=config.tile_rows,
     )
     shape = Shape(
-        rows=batch * q_len * group,
+        rows=sizes.rows,
         users=users,
         kv_len=kv_len,
         kv_heads=kv_heads,
         head_dim=head_dim,
         kv_tiles=pl.cdiv(kv_len, BLOCK_KV),
-        blocks=most_blocks(batch, users, q_len * group, config.block_q),
+        blocks=most_blocks(batch, users, sizes.per_candidate, config.block_q),
         splits=config.splits,
         scale=scale,
     )
@@ -168,30 +170,29 @@ def attention_backward_kernel(
     run = functools.partial(
         _launch, dtype=sum_dtype, config=config, workers=workers, interpret=interpret
     )
+    rows, statistics = row_numbers.with_statistics(
+        cand_to_user,
+        key_value_seq_lengths,
+        row_numbers.Inputs(out, d_out, lse, d_lse),
+        sizes,
+        kv_heads=kv_heads,
+        count=shape.blocks * config.block_q,
+        interpret=interpret,
+    )
     operands = Operands(
         row_numbers.pack(query, rows.order, kv_heads),
         row_numbers.pack(d_out, rows.order, kv_heads),
-        row_numbers.statistics(
-            out,
-            lse,
-            d_out,
-            d_lse,
-            rows,
-            kv_heads,
-            shape.blocks * config.block_q,
-            interpret=interpret,
-        ),
+        statistics,
         key,
         value,
         rows.parts,
     )
     if config.stores_d_scores:
+        assert rows.tiles is not None
         options = {"num_sms": num_sms, "interpret": interpret}
         of_keys = functools.partial(d_key_kernel, dtype=sum_dtype, **options)
-        multiply = functools.partial(stored_kernel, **options)
-        result, d_key, d_value = _stored(
-            operands, rows.users, shape, config, run, of_keys, multiply
-        )
+        multiply = functools.partial(stored_kernel, tiles=rows.tiles, **options)
+        result, d_key, d_value = _stored(operands, shape, config, run, of_keys, multiply)
         return row_numbers.unpack(result, rows.position, query.shape), d_key, d_value
     if config.d_query == "launch":
         gradients: dict[str, jax.Array] = {}
@@ -199,17 +200,18 @@ def attention_backward_kernel(
             of_launch = dataclasses.replace(shape, gradients=names)
             gradients |= zip(names, run(operands, shape=of_launch), strict=True)
         d_key, d_value = gradients["key"], gradients["value"]
-        operands = operands._replace(users=rows.users)
-        result = d_query_kernel(operands, shape, config, num_sms=num_sms, interpret=interpret)
+        assert rows.tiles is not None
+        result = d_query_kernel(
+            operands, rows.tiles, shape, config, num_sms=num_sms, interpret=interpret
+        )
         return row_numbers.unpack(result, rows.position, query.shape), d_key, d_value
     sums, d_key, d_value = run(operands, shape=shape)
-    d_query = row_numbers.unpack_d_query(sums, rows, kv_heads, scale, query.dtype)
+    d_query = row_numbers.unpack_d_query(sums, rows, sizes, kv_heads, scale, query.dtype)
     return d_query, d_key, d_value
 
 
 def _stored(
     operands: Operands,
-    users: jax.Array,
     shape: Shape,
     config: AttentionBackwardConfig,
     run: Callable[..., tuple[jax.Array, ...]],
@@ -222,8 +224,7 @@ def _stored(
     `multiply_by_queries` computes d_key.
     """
     chunk = BLOCK_KV * config.stored_tiles(shape.kv_tiles, shape.kv_heads, shape.blocks)
-    whole_users, is_one = operands._replace(users=users), chunk >= shape.kv_len
-    (names,), found = config.launches(shape.head_dim), []
+    (names,), found, is_one = config.launches(shape.head_dim), [], chunk >= shape.kv_len
     for first in range(0, shape.kv_len, chunk):
         keys = min(chunk, shape.kv_len - first)
         tiles = pl.cdiv(keys, BLOCK_KV)
@@ -234,7 +235,7 @@ def _stored(
         if names != BOTH:
             d_key = [multiply_by_queries(d_scores, operands, part, config)]
         dtype = operands.query.dtype if is_one else jnp.float32
-        d_query = multiply(d_scores, whole_users, part, config, dtype=dtype)
+        d_query = multiply(d_scores, operands, shape=part, config=config, dtype=dtype)
         found.append((d_query, d_key[0], d_value))
     if is_one:
         return found[0]
@@ -280,7 +281,10 @@ def _launch(
         dtype=key.dtype,
         name=_NAMES[shape.gradients],
         workers=workers,
-        counters=(1, shape.kv_heads * shape.blocks),
+        counters=(
+            int(shape.items > workers),
+            shape.kv_heads * shape.blocks if adds_parts(config, shape) else 0,
+        ),
         interpret=interpret,
     )
     number = len(shape.gradients)

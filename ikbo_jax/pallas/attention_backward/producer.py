@@ -16,8 +16,8 @@ from ikbo_jax.pallas.attention_backward.context import (
     PART_ROW,
     PART_TILE,
     BackwardContext,
+    adds_parts,
 )
-from ikbo_jax.pallas.hopper import mosaic
 from ikbo_jax.problems.attention_backward import BLOCK_KV, SUM_COLUMNS
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, WGMMA_M
 
@@ -77,7 +77,7 @@ def produce(ctx: BackwardContext) -> None:
     shared = ctx.shared
 
     def take(item: Any) -> Any:
-        return mosaic.next_ticket(ctx.counters[0], item, interpret=ctx.interpret)
+        return ctx.take(item, ctx.shape.items)
 
     def send(carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
         item, number, step = carry
@@ -100,7 +100,7 @@ def _write_part(ctx: BackwardContext, tile: Any) -> Any:
     plane, row, counter = (
         shared.items.words[slot, i] for i in (PART_PLANE, PART_ROW, PART_COUNTER)
     )
-    is_sum = ctx.config.d_query == "sum" and ctx.shape.kv_tiles > 1
+    is_sum = adds_parts(ctx.config, ctx.shape)
     if is_sum:
         store.await_counter(ctx.counters[1], counter, tile, interpret=ctx.interpret)
 

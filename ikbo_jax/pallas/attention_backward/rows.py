@@ -1,9 +1,8 @@
 """Query rows of the attention backward kernel: a user's rows side by side, and where each goes.
 
-XLA computes this before and after the launch: in few kernels, since each takes 2 us beside launches
-of 10 us for a small problem, and by comparing all pairs where there are few. A *row* of a key head
-is a query of one of its N / K query heads; rows are numbered by candidate in user order, then by
-query, then by query head.
+A *row* of a key head is a query of one of its N / K query heads; rows are numbered by candidate in
+user order, then by query, then by query head. Small problems are numbered by a launch (`numbering`,
+or `statistics`), large ones by XLA: in few kernels, and by comparing all pairs where there are few.
 """
 
 from __future__ import annotations
@@ -13,8 +12,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ikbo_jax.pallas.attention_backward.context import USER_WORDS
-from ikbo_jax.pallas.attention_backward.statistics import Inputs, statistics_kernel
+from ikbo_jax.pallas.attention_backward import numbering
+from ikbo_jax.pallas.attention_backward import statistics as statistics_launch
+from ikbo_jax.pallas.attention_backward.context import TILE_WORDS, USER_WORDS
+from ikbo_jax.pallas.attention_backward.numbering import Sizes
+from ikbo_jax.pallas.attention_backward.statistics import Inputs
 from ikbo_jax.pallas.flash import work_order
 from ikbo_jax.problems.attention_backward import BLOCK_KV
 from ikbo_jax.problems.hopper import TILE_ROWS
@@ -28,88 +30,129 @@ class Rows(NamedTuple):
     """Where rows are.
 
     Attributes:
+      cand_to_user: [B] int32, the user of each candidate; clamped to [0, users) by its readers.
       order: [B] int32, candidates in user order; None if they are in user order already.
       position: [B] int32, the inverse of `order`; likewise.
       users: [U, USER_WORDS] int32, the description of each user.
       parts: [U * splits, USER_WORDS] int32, the description of each part of a user's rows.
-      targets: [B, T, N / K] int32, rows in the kernel's `d_query` for candidates in their order.
-      kv_tiles: [B] int32, tiles of keys of each candidate's user.
-      is_valid: bool, whether candidates are in user order, as the caller says; None if they were
-        put there. If they are not, a user's rows are other users' queries: statistics and d_query
-        are NaN then, and the kernel passes NaN on to the gradients of keys and values.
+      tiles: [most tiles + 1, TILE_WORDS] int32: first row, number of rows, user, number of its
+        keys, and the first row's target, of tiles of at most `Sizes.tile_rows` rows of one user.
+        The last entry begins with the number of tiles; entries between these are no tiles. None if
+        no launch takes tiles.
+      poison: [1] int32, the bits of 0, or of NaN if candidates are not in user order, as the caller
+        says; None if they were put there. If they are not, a user's rows are other users' queries:
+        statistics and d_query are NaN then, and the kernel passes NaN on to the gradients of keys
+        and values.
     """
 
+    cand_to_user: jax.Array
     order: jax.Array | None
     position: jax.Array | None
     users: jax.Array
     parts: jax.Array
-    targets: jax.Array
-    kv_tiles: jax.Array
-    is_valid: jax.Array | None
+    tiles: jax.Array | None
+    poison: jax.Array | None
+
+    @property
+    def is_valid(self) -> jax.Array | None:
+        """bool: whether the promised order is right; None if none was promised."""
+        return None if self.poison is None else self.poison[0] == 0
+
+    @property
+    def user(self) -> jax.Array:
+        """[B] int32."""
+        return jnp.clip(self.cand_to_user, 0, len(self.users) - 1)
+
+    def targets(self, sizes: Sizes) -> jax.Array:
+        """[B, T, N / K] int32, rows in the kernel's `d_query` for candidates in their order."""
+        first_row, _, first_target, _ = jnp.moveaxis(self.users[self.user], 1, 0)
+        place = self.position
+        if place is None:
+            place = jnp.arange(sizes.batch, dtype=jnp.int32)
+        first = first_target + place * sizes.per_candidate - first_row
+        within = jnp.arange(sizes.per_candidate, dtype=jnp.int32)
+        return first[:, None, None] + within.reshape(sizes.q_len, sizes.group)[None]
 
 
 def make_rows(
-    cand_to_user: jax.Array,
-    lengths: jax.Array | None,
-    *,
-    users: int,
-    kv_len: int,
-    q_len: int,
-    group: int,
-    block_q: int,
-    splits: int,
-    is_sorted: bool,
+    cand_to_user: jax.Array, lengths: jax.Array | None, sizes: Sizes, *, interpret: Any = False
 ) -> Rows:
-    """Numbers the rows.
+    """Numbers the rows by a launch; if there are too many candidates or users, by XLA.
 
     Args:
       cand_to_user: [B] int32; clamped to [0, users).
       lengths: [U] int32, clamped to [0, kv_len], or None for kv_len.
-      users: U.
-      kv_len: S.
-      q_len: T.
-      group: N / K.
-      block_q: query rows of a block.
-      splits: parts of a user's rows.
-      is_sorted: whether `cand_to_user` never decreases.
+      sizes: of the problem.
+      interpret: False, or `plgpu.InterpretGPUParams` to run on a CPU.
     """
-    (batch,) = cand_to_user.shape
+    if not numbering.fits(sizes):
+        return by_xla(cand_to_user, lengths, sizes)
+    order, position = _order(cand_to_user, sizes)
+    operands = numbering.Operands(cand_to_user, lengths, order if position is None else None)
+    found = numbering.numbering_kernel(operands, sizes, interpret=interpret)
+    if position is None:
+        position = found.position
+    return _described(cand_to_user, order, position, found)
+
+
+def _order(index: jax.Array, sizes: Sizes) -> tuple[jax.Array | None, jax.Array | None]:
+    """`Rows.order` and `Rows.position`; of many candidates the order alone."""
+    if sizes.is_sorted:
+        return None, None
+    index = jnp.clip(index, 0, sizes.users - 1)
+    if sizes.batch <= work_order.MAX_COUNTED:
+        position = work_order.ranks(index)
+        return work_order.inverse(position), position
+    return work_order.by_user(index), None
+
+
+def _described(
+    index: jax.Array,
+    order: jax.Array | None,
+    position: jax.Array | None,
+    found: numbering.Outputs,
+) -> Rows:
+    users = found.users.reshape(-1, USER_WORDS)
+    parts = users if found.parts is None else found.parts.reshape(-1, USER_WORDS)
+    tiles = None if found.tiles is None else found.tiles.reshape(-1, TILE_WORDS)
+    return Rows(index, order, position, users, parts, tiles, found.poison)
+
+
+def by_xla(cand_to_user: jax.Array, lengths: jax.Array | None, sizes: Sizes) -> Rows:
+    """`make_rows` by XLA."""
+    users, per_candidate, block_q = sizes.users, sizes.per_candidate, sizes.block_q
     index = jnp.clip(cand_to_user, 0, users - 1)
     starts = work_order.starts(index, users)
     first_candidate, counts = starts[:-1], starts[1:] - starts[:-1]
-    per_candidate = q_len * group
     rows = counts * per_candidate
     blocks = -(-rows // block_q)
     first_target = sums_before(blocks) * block_q
-    keys = jnp.full((users,), kv_len, jnp.int32)
+    keys = jnp.full((users,), sizes.kv_len, jnp.int32)
     if lengths is not None:
-        keys = jnp.clip(lengths.astype(jnp.int32), 0, kv_len)
+        keys = jnp.clip(lengths.astype(jnp.int32), 0, sizes.kv_len)
     words = (first_candidate * per_candidate, rows, first_target, keys)
+    assert len(words) == USER_WORDS
+    described = jnp.stack(words, axis=1)
     # All parts but a user's last ones have whole blocks.
-    part_rows = -(-blocks // splits) * block_q
-    begin = part_rows[:, None] * jnp.arange(splits, dtype=jnp.int32)[None]
+    part_rows = -(-blocks // sizes.splits) * block_q
+    begin = part_rows[:, None] * jnp.arange(sizes.splits, dtype=jnp.int32)[None]
     part_words = (
         words[0][:, None] + begin,
         jnp.clip(rows[:, None] - begin, 0, part_rows[:, None]),
         first_target[:, None] + begin,
         jnp.broadcast_to(keys[:, None], begin.shape),
     )
-    number = jnp.arange(batch, dtype=jnp.int32)
-    order, position, is_valid = None, None, None
-    if is_sorted:
+    parts = jnp.stack(part_words, axis=2).reshape(users * sizes.splits, USER_WORDS)
+    poison = None
+    if sizes.is_sorted:
         is_valid = jnp.all(index[1:] >= index[:-1])
-    else:
-        order = work_order.by_user(index)
+        poison = jnp.where(is_valid, jnp.int32(0), jnp.int32(numbering.NAN_BITS))[None]
+    order, position = _order(index, sizes)
+    if order is not None and position is None:
+        number = jnp.arange(sizes.batch, dtype=jnp.int32)
         position = jnp.zeros_like(number).at[order].set(number, unique_indices=True)
-    place = number if position is None else position
-    first = first_target[index] + (place - first_candidate[index]) * per_candidate
-    within = jnp.arange(per_candidate, dtype=jnp.int32).reshape(q_len, group)
-    kv_tiles = -(-keys // BLOCK_KV)
-    assert len(words) == USER_WORDS
-    targets = first[:, None, None] + within[None]
-    parts = jnp.stack(part_words, axis=2).reshape(users * splits, USER_WORDS)
-    described = jnp.stack(words, axis=1)
-    return Rows(order, position, described, parts, targets, kv_tiles[index], is_valid)
+    tiles = None if sizes.tile_rows is None else query_tiles(described, sizes)
+    return Rows(cand_to_user, order, position, described, parts, tiles, poison)
 
 
 def sums_before(values: jax.Array) -> jax.Array:
@@ -146,18 +189,17 @@ def _nan_unless(is_valid: jax.Array | None, array: jax.Array) -> jax.Array:
     return array if is_valid is None else jnp.where(is_valid, array, jnp.nan)
 
 
-def statistics(
-    out: jax.Array,
-    lse: jax.Array,
-    d_out: jax.Array,
-    d_lse: jax.Array | None,
-    rows: Rows,
+def with_statistics(
+    cand_to_user: jax.Array,
+    lengths: jax.Array | None,
+    inputs: Inputs,
+    sizes: Sizes,
+    *,
     kv_heads: int,
     count: int,
-    *,
     interpret: Any = False,
-) -> jax.Array:
-    """[K, 2, count + 128] f32: lse in powers of 2, and delta, at the rows' targets.
+) -> tuple[Rows, jax.Array]:
+    """The rows, and [K, 2, count + 128] f32: lse in powers of 2, and delta, at their targets.
 
     Targets of a user begin with a block, so TMA copies blocks that begin at whole 64 bytes and end
     inside of the array. A copy that began at an array's last value, 12 bytes after whole 16 bytes,
@@ -165,53 +207,76 @@ def statistics(
 
     With P = exp(scores - lse), the gradient of a score is P * (d_out @ value.T - delta), where
     delta = sum(d_out * out) - d_lse. Rows without keys get an lse of infinity, hence P = 0.
+
+    Args:
+      cand_to_user: as for `make_rows`, like `lengths` and `sizes`.
+      lengths: likewise.
+      inputs: `out` and `d_out` [B, T, N, H], `lse` and `d_lse` [B, T, N].
+      sizes: of the problem.
+      kv_heads: K.
+      count: rows of the kernel's `d_query`.
+      interpret: False, or `plgpu.InterpretGPUParams`: XLA computes all of it.
     """
-    if not interpret:
-        poison = (
-            None if rows.is_valid is None else _nan_unless(rows.is_valid, jnp.zeros(1, jnp.float32))
-        )
-        width = out.shape[-1]
-        inputs = Inputs(
-            out.reshape(-1, width),
-            d_out.reshape(-1, width),
-            lse.reshape(-1),
-            None if d_lse is None else d_lse.reshape(-1),
-            rows.targets.reshape(-1),
-            poison,
-        )
-        group = rows.targets.shape[-1]
-        return statistics_kernel(inputs, kv_heads=kv_heads, group=group, count=count + TILE_ROWS)
+    if interpret:
+        found = by_xla(cand_to_user, lengths, sizes)
+        return found, statistics_by_xla(inputs, found, sizes, kv_heads, count)
+    rows: Rows | None = None
+    if not statistics_launch.numbers_rows(sizes, kv_heads):
+        rows = make_rows(cand_to_user, lengths, sizes)
+    width = inputs.out.shape[-1]
+    operands = statistics_launch.Operands(
+        Inputs(*(None if x is None else x.reshape(-1, *([width] * (x.ndim == 4))) for x in inputs)),
+        cand_to_user,
+        None if rows is None else rows.position,
+        lengths,
+        None if rows is None else rows.users,
+        None if rows is None else rows.poison,
+    )
+    results = statistics_launch.statistics_kernel(
+        operands, sizes, kv_heads=kv_heads, count=count + TILE_ROWS
+    )
+    if rows is None:
+        order, position = results.rows.order, results.rows.position
+        rows = _described(cand_to_user, order, position, results.rows)
+    return rows, results.statistics
+
+
+def statistics_by_xla(
+    inputs: Inputs, rows: Rows, sizes: Sizes, kv_heads: int, count: int
+) -> jax.Array:
+    """The second result of `with_statistics` by XLA."""
+    out, d_out, lse, d_lse = inputs
     delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     if d_lse is not None:
         delta = delta - d_lse
     both = jnp.stack((weight_exponents(lse), jnp.where(lse == -jnp.inf, 0.0, delta)))
-    batch, q_len, group = rows.targets.shape
-    both = jnp.moveaxis(both.reshape(2, batch, q_len, kv_heads, group), 3, 0)
+    both = jnp.moveaxis(both.reshape(2, sizes.batch, sizes.q_len, kv_heads, sizes.group), 3, 0)
     # NaN enters the operands of the scatter: to select in its result would take another kernel.
     absent, both = (
         _nan_unless(rows.is_valid, x) for x in (jnp.asarray([jnp.inf, 0.0], jnp.float32), both)
     )
     found = jnp.broadcast_to(absent[None, :, None], (kv_heads, 2, count + TILE_ROWS))
-    return found.at[:, :, rows.targets].set(both, unique_indices=True)
+    return found.at[:, :, rows.targets(sizes)].set(both, unique_indices=True)
 
 
 def unpack_d_query(
-    sums: jax.Array, rows: Rows, kv_heads: int, scale: float, dtype: jnp.dtype
+    sums: jax.Array, rows: Rows, sizes: Sizes, kv_heads: int, scale: float, dtype: jnp.dtype
 ) -> jax.Array:
     """[B, T, N, H], from the kernel's `d_query` [planes, rows, H]; adds the planes of a key head.
 
     Planes of tiles that a user does not have, and rows of no query, are arbitrary.
     """
     planes, _, width = sums.shape
-    batch, q_len, group = rows.targets.shape
     tiles = planes // kv_heads
-    parts = sums.reshape(tiles, kv_heads, -1, width)[:, :, rows.targets]
+    parts = sums.reshape(tiles, kv_heads, -1, width)[:, :, rows.targets(sizes)]
     tile = jnp.arange(tiles, dtype=jnp.int32)
-    exists = tile[:, None] < rows.kv_tiles[None]  # one plane holds the sum of all tiles
+    kv_tiles = -(-rows.users[:, 3] // BLOCK_KV)
+    # One plane holds the sum of all tiles.
+    exists = tile[:, None] < kv_tiles[rows.user][None]
     parts = jnp.where(exists[:, None, :, None, None, None], parts, 0.0)
     total = (jnp.sum(parts, axis=0) * jnp.float32(scale)).astype(dtype)
     total = _nan_unless(rows.is_valid, total)
-    return jnp.moveaxis(total, 0, 2).reshape(batch, q_len, kv_heads * group, width)
+    return jnp.moveaxis(total, 0, 2).reshape(sizes.batch, sizes.q_len, -1, width)
 
 
 def gradient_type(
@@ -235,31 +300,20 @@ def add_parts(sums: jax.Array, shape: tuple[int, ...], splits: int, dtype: Any) 
     return sums.reshape(shape).astype(dtype)
 
 
-def query_tiles(users: jax.Array, total: int, height: int = TILE_ROWS) -> jax.Array:
-    """Tiles of at most `height` rows of one user, for a launch that computes d_query alone.
-
-    Args:
-      users: `Rows.users`.
-      total: rows of all users.
-      height: rows of a whole tile.
-
-    Returns:
-      [most tiles + 1, 5] int32: first row, number of rows, user, number of its keys, and the first
-      row's target. The last entry begins with the number of tiles; entries between these are no
-      tiles.
-    """
+def query_tiles(users: jax.Array, sizes: Sizes) -> jax.Array:
+    """`Rows.tiles` by XLA, from `Rows.users`."""
+    height: Any = sizes.tile_rows
     first_row, rows, target, keys = (users[:, i] for i in range(USER_WORDS))
     counts = -(-rows // height)
     ends = sums_before(counts) + counts
-    most = total // height + min(len(users), total)
-    number = jnp.arange(most + 1, dtype=jnp.int32)
+    number = jnp.arange(sizes.most_tiles + 1, dtype=jnp.int32)
     # Newer versions of JAX do not lower `jnp.searchsorted` inside of `sharded.device_p`.
     user = jnp.sum(ends[None] <= number[:, None], axis=1, dtype=jnp.int32)
     user = jnp.minimum(user, len(users) - 1)
     start = (number - (ends - counts)[user]) * height
     words = (
         # In the same array, since a kernel that made another one would take 2 us.
-        jnp.where(number < most, first_row[user] + start, ends[-1]),
+        jnp.where(number < sizes.most_tiles, first_row[user] + start, ends[-1]),
         jnp.clip(rows[user] - start, 0, height),
         user,
         keys[user],

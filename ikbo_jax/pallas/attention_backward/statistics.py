@@ -5,11 +5,18 @@
 XLA reads `out` and `d_out` at 1.1 TB/s of an H100's 3.0 when it computes delta (118 us of 1.47 ms
 at 2,048 candidates of 64 queries, N = 2, H = 128), and takes four kernels to put the results where
 the backward kernel reads them. Here four threads add up a row, and store its two numbers at the
-row's target. Nothing is shared: a CTA is 32 rows, and no thread waits for another one's memory.
+row's target, which they compute from the numbers of the row's user: a CTA is 32 rows.
+
+Of small problems, each CTA also numbers all users' rows (`numbering`), in shared memory. If
+candidates are in any order, it counts the candidates of the same user before each of its own, and
+stores its share of the order, by which XLA copies queries. More CTAs than run at once would repeat
+that; then the numbers come from device memory, nothing is shared, and no thread waits for another
+one's memory.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import Any, NamedTuple
@@ -24,7 +31,10 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 from jaxlib.mlir.dialects import math as mlir_math
 
-from ikbo_jax.pallas.hopper import mosaic, stores
+from ikbo_jax.pallas.attention_backward import numbering
+from ikbo_jax.pallas.attention_backward.context import USER_WORDS
+from ikbo_jax.pallas.hopper import per_thread, stores
+from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 from ikbo_jax.reference.attention import HUGE_LSE, LSE_ERROR
 
@@ -33,6 +43,13 @@ ROW_THREADS = 4
 CTA_ROWS = WARPGROUP_SIZE // ROW_THREADS
 #: 16-bit numbers of one access of a thread, 16 bytes.
 VECTOR = 8
+#: Most candidates and users whose rows each CTA numbers, and most CTAs, which all run at once: with
+#: 40 registers for a thread, 12 on each of 132 SMs (with 56, where candidates are in any order, 9).
+#: The users of a CTA take 18 KiB of shared memory.
+MOST_CANDIDATES, MOST_USERS, MOST_CTAS = 4096, 1024, 12 * 132
+#: Most candidates whose places a CTA computes if they are not in user order, for each of which a
+#: thread compares some users with the candidate's.
+MOST_RANKED = 10
 
 
 class Inputs(NamedTuple):
@@ -42,46 +59,196 @@ class Inputs(NamedTuple):
     d_out: Any  # [rows, H]
     lse: Any  # [rows] f32
     d_lse: Any  # [rows] f32, or None for zeros
-    targets: Any  # [rows / K] int32: where a row's statistics go, by candidate, query and group
-    poison: Any  # [1] f32, added to every number: 0, or NaN; None: nothing is added
 
 
-def statistics_kernel(inputs: Inputs, *, kv_heads: int, group: int, count: int) -> jax.Array:
-    """[K, 2, count] f32: lse in powers of 2 and delta, at the targets; undefined elsewhere."""
-    rows = inputs.out.shape[0]
-    arrays, tree = jax.tree.flatten(inputs)
+class Operands(NamedTuple):
+    """Device memory that the launch reads."""
 
-    def body(*refs: Any) -> None:
-        _store(jax.tree.unflatten(tree, refs[:-1]), refs[-1], lax.axis_index("worker"), group)
+    inputs: Inputs
+    index: Any  # [B] int32: the user of a candidate
+    position: Any  # [B] int32: places of candidates in user order; None if that is their order, or
+    # the launch numbers rows
+    lengths: Any  # [U] int32, or None
+    users: Any  # [U, USER_WORDS] int32, see `rows.Rows`; None: the launch numbers rows
+    poison: Any  # [1] int32, the bits of 0 or NaN, which is added to every number; None: nothing is
 
-    result: jax.Array = mosaic.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct((kv_heads, 2, count), jnp.float32),
-        grid=(pl.cdiv(rows, CTA_ROWS),),
-        grid_names=("worker",),
-        kernel_name="ikbo_attention_backward_statistics",
-        compiler_params=mosaic.compiler_params(),
-    )(*arrays)
+
+class Outputs(NamedTuple):
+    """Device memory that the launch fills."""
+
+    statistics: Any  # [K, 2, count] f32: lse in powers of 2 and delta, at the targets
+    rows: Any  # `numbering.Outputs`; None if the launch does not number rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Static description of a launch."""
+
+    sizes: numbering.Sizes
+    kv_heads: int
+
+    @property
+    def heads(self) -> int:
+        return self.kv_heads * self.sizes.group
+
+    @property
+    def rows(self) -> int:
+        """Rows of all heads."""
+        return self.sizes.rows * self.kv_heads
+
+    @property
+    def workers(self) -> int:
+        return pl.cdiv(self.rows, CTA_ROWS)
+
+    @property
+    def ranked(self) -> int:
+        """Candidates whose rows a CTA has, at most; 0 if candidates are in user order."""
+        if self.sizes.is_sorted:
+            return 0
+        return (CTA_ROWS - 2) // (self.heads * self.sizes.q_len) + 2
+
+
+def numbers_rows(sizes: numbering.Sizes, kv_heads: int) -> bool:
+    """Whether each CTA numbers the rows, instead of a launch before."""
+    shape = Shape(sizes, kv_heads)
+    is_small = sizes.batch <= MOST_CANDIDATES and sizes.users <= MOST_USERS
+    return is_small and shape.workers <= MOST_CTAS and shape.ranked <= MOST_RANKED
+
+
+def statistics_kernel(
+    operands: Operands, sizes: numbering.Sizes, *, kv_heads: int, count: int
+) -> Outputs:
+    """[K, 2, count] f32: lse in powers of 2 and delta, at the targets; undefined elsewhere.
+
+    Without `operands.users`, also the descriptions of users, parts and tiles; and the order of
+    candidates that are not in user order.
+    """
+    shape = Shape(sizes, kv_heads)
+    declared = Outputs(jax.ShapeDtypeStruct((kv_heads, 2, count), jnp.float32), None)
+    shared = numbering.Shared(*(None,) * len(numbering.Shared._fields))
+    if operands.users is None:
+        is_ranked = shape.ranked > 0
+        rows = numbering.outputs(sizes, has_position=is_ranked, has_order=is_ranked)
+        declared = declared._replace(rows=rows)
+        shared = numbering.shared(sizes, ranked=shape.ranked)
+    found = launch(
+        Roles(lambda *arguments: WarpgroupContext(shape, None, *arguments), None, _store),
+        operands,
+        declared,
+        shared,
+        dtype=jnp.int32,
+        name="ikbo_attention_backward_statistics",
+        workers=shape.workers,
+    )
+    result: Outputs = jax.tree.unflatten(jax.tree.structure(declared), found)
     return result
 
 
-def _store(inputs: Inputs, output: Any, worker: Any, group: int) -> None:
-    """Stores the statistics of a CTA's rows."""
-    refs, tree = jax.tree.flatten(inputs)
-    scalar = plgpu.Layout.WG_SPLAT(())
+class _Rows(NamedTuple):
+    """Rows, one for four neighbouring threads."""
 
-    @plgpu.inline_mgpu(arg_types=(*(plgpu.RefType(),) * (len(refs) + 1), scalar))
+    number: jax.Array
+    is_row: jax.Array
+    kv_head: jax.Array
+    target: jax.Array
+    poison: jax.Array  # bits of a number that is added to the statistics
+
+
+def _divided(values: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+    quotient = lax.div(values, per_thread.same(size))
+    return quotient, values - quotient * size
+
+
+def _rows(ctx: WarpgroupContext) -> _Rows:
+    """The rows of this CTA, after their users' numbers."""
+    shape, sizes, operands = ctx.shape, ctx.shape.sizes, ctx.operands
+    of_launch = numbering.Operands(operands.index, operands.lengths, None)
+    numbers = numbering.Numbering(
+        sizes, ctx.shared, of_launch, ctx.outputs.rows, ctx.worker, shape.workers, ctx.interpret
+    )
+    thread, zero = per_thread.number(), per_thread.same(0)
+    row = ctx.worker * CTA_ROWS + lax.div(thread, per_thread.same(ROW_THREADS))
+    is_row = row < shape.rows
+    row = jnp.minimum(row, shape.rows - 1)
+    query, head = _divided(row, shape.heads)
+    candidate, q = _divided(query, sizes.q_len)
+    kv_head, in_group = _divided(head, sizes.group)
+    (user,) = numbers.users([candidate])
+    if operands.users is None:
+        numbering.number(numbers)
+        numbering.describe(numbers)
+        first_row, first_target = (
+            numbers.read(ref, user) for ref in (ctx.shared.first_rows, ctx.shared.first_targets)
+        )
+        poison = numbers.read(ctx.shared.poison, zero)
+    else:
+        first_row, first_target = (
+            numbers.read(operands.users, user * USER_WORDS + i, "global") for i in (0, 2)
+        )
+        poison = zero
+        if operands.poison is not None:
+            poison = numbers.read(operands.poison, zero, "global")
+    first, _ = _divided(first_row, sizes.per_candidate)
+    place = candidate
+    if operands.position is not None:
+        place = numbers.read(operands.position, candidate, "global")
+    elif shape.ranked:
+        place = first + _rank(numbers, candidate, shape)
+        part = lax.rem(thread, per_thread.same(ROW_THREADS))
+        is_first = is_row & (q == 0) & (head == 0) & (part == 0)
+        numbers.write(numbers.outputs.position, candidate, place, is_first)
+        numbers.write(numbers.outputs.order, place, candidate, is_first)
+    in_user = (place - first) * sizes.per_candidate + q * sizes.group + in_group
+    return _Rows(row, is_row, kv_head, first_target + in_user, poison)
+
+
+def _rank(ctx: numbering.Numbering, candidate: jax.Array, shape: Shape) -> jax.Array:
+    """How many candidates of the same user come before each of this CTA's.
+
+    Each thread compares some candidates' users with the users of all of the CTA's candidates.
+    """
+    first = lax.div(ctx.worker * CTA_ROWS, shape.heads * shape.sizes.q_len)
+    last, ranks = shape.sizes.batch - 1, ctx.shared.ranks
+    mine = [per_thread.same(0) + (first + i) for i in range(shape.ranked)]
+    own = ctx.users([jnp.minimum(x, last) for x in mine])
+    rounds, numbers = ctx.rounds(shape.sizes.batch)
+
+    def add(turn: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        places = numbers(turn)
+        users = ctx.users([jnp.minimum(x, last) for x in places])
+        for place, user in zip(places, users, strict=True):
+            sums = tuple(
+                x + jnp.where((user == u) & (place < i), 1, 0)
+                for x, u, i in zip(sums, own, mine, strict=True)
+            )
+        return sums
+
+    sums = lax.fori_loop(0, rounds, add, (per_thread.same(0),) * shape.ranked)
+    per_thread.sums_by_warp(sums, ranks)
+    plgpu.commit_smem()
+    found, place = per_thread.same(0), (candidate - first) * per_thread.WARPS
+    for warp in range(per_thread.WARPS):
+        found = found + ctx.read(ranks, place + warp)
+    return found
+
+
+def _store(ctx: WarpgroupContext) -> None:
+    """Stores the statistics of a CTA's rows."""
+    inputs: list[Any]
+    inputs, tree = jax.tree.flatten(ctx.operands.inputs)
+    rows = _rows(ctx)
+    arrays = (rows.number, rows.is_row.astype(jnp.int32), *rows[2:])
+    layouts = (per_thread.LAYOUT,) * len(arrays)
+
+    @plgpu.inline_mgpu(arg_types=(*(plgpu.RefType(),) * (len(inputs) + 1), *layouts))
     def store(_: Any, *arguments: Any) -> None:
-        *memory, output, worker = arguments
-        found = jax.tree.unflatten(tree, memory)
+        memory, numbers = arguments[: len(inputs)], arguments[len(inputs) + 1 :]
+        output, found = arguments[len(inputs)], jax.tree.unflatten(tree, memory)
         i32 = ir.IntegerType.get_signless(32)
-        rows, width = ir.MemRefType(found.out.type).shape
+        row, is_row, kv_head, target, poison = map(per_thread.scalar, numbers)
+        width = ir.MemRefType(found.out.type).shape[1]
         thread = arith.remui(mgpu.thread_idx(), mgpu.c(WARPGROUP_SIZE, i32))
         part = arith.remui(thread, mgpu.c(ROW_THREADS, i32))
-        begin = arith.muli(worker.registers.item(), mgpu.c(CTA_ROWS, i32))
-        row = arith.addi(begin, arith.divui(thread, mgpu.c(ROW_THREADS, i32)))
-        is_row = arith.cmpi(arith.CmpIPredicate.slt, row, mgpu.c(rows, i32))
-        row = arith.minsi(row, mgpu.c(rows - 1, i32))
         load = functools.partial(_number, row=row)
         delta = _row_sum(found.out, found.d_out, row, part, width)
         if found.d_lse is not None:
@@ -90,27 +257,23 @@ def _store(inputs: Inputs, output: Any, worker: Any, group: int) -> None:
         exponent = _exponent(lse)
         is_empty = arith.cmpf(arith.CmpFPredicate.OEQ, lse, _f32(-math.inf))
         delta = arith.select(is_empty, _f32(0.0), delta)
-        if found.poison is not None:
-            poison = _number(found.poison, mgpu.c(0, i32))
-            exponent, delta = arith.addf(exponent, poison), arith.addf(delta, poison)
-        kv_heads, _, count = ir.MemRefType(output.type).shape
-        heads = mgpu.c(kv_heads * group, i32)
-        head, query = arith.remui(row, heads), arith.divui(row, heads)
-        in_group = arith.remui(head, mgpu.c(group, i32))
-        place = arith.addi(arith.muli(query, mgpu.c(group, i32)), in_group)
-        target = _loaded(found.targets, [(place, 1)], 1)[0]
-        terms = [(arith.divui(head, mgpu.c(group, i32)), 2 * count), (target, 1)]
+        if ctx.shape.sizes.is_sorted:
+            added = mgpu.utils.bitcast(poison, ir.F32Type.get())
+            exponent, delta = arith.addf(exponent, added), arith.addf(delta, added)
+        count = ir.MemRefType(output.type).shape[2]
+        terms = [(kv_head, 2 * count), (target, 1)]
         is_first = arith.cmpi(arith.CmpIPredicate.eq, part, mgpu.c(0, i32))
+        is_first = arith.andi(is_first, arith.cmpi(arith.CmpIPredicate.ne, is_row, mgpu.c(0, i32)))
         for number, value in enumerate((exponent, delta)):
             mgpu.utils.inline_ptx(
                 f"st.global.f32 [$0 + {number * count * 4}], $1;",
                 stores.device_address(output, terms, 4),
                 value,
-                predicate=arith.andi(is_row, is_first),
+                predicate=is_first,
                 has_side_effects=True,
             )
 
-    store(*refs, output, worker)
+    store(*inputs, ctx.outputs.statistics, *arrays)
 
 
 def _f32(value: float) -> ir.Value:

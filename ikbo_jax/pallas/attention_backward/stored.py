@@ -30,16 +30,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.attention_backward import products
-from ikbo_jax.pallas.attention_backward.context import Operands, Shape
-from ikbo_jax.pallas.attention_backward.rows import query_tiles
+from ikbo_jax.pallas.attention_backward.context import TILE_WORDS, Operands, Shape
 from ikbo_jax.pallas.hopper import mma, mosaic, stores
 from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
 from ikbo_jax.problems.attention_backward import STORED_BLOCK_KV, AttentionBackwardConfig
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, WARPGROUP_SIZE, WGMMA_M
 
-#: Words of a tile's descriptor, in device memory and, with the head, in shared memory.
+#: Words of a tile's descriptor: `TILE_WORDS` in device memory; with the head, in shared memory.
 FIRST_ROW, ROWS, USER, KEYS, TARGET, HEAD = range(6)
-TILE_WORDS = 5
 CONSUMER_BARRIER = 4
 CONSUMER_THREADS = NUM_CONSUMERS * WARPGROUP_SIZE
 
@@ -251,6 +249,7 @@ def _consume(ctx: Context) -> None:
 def stored_kernel(
     d_scores: jax.Array,
     operands: Operands,
+    tiles: jax.Array,
     shape: Shape,
     config: AttentionBackwardConfig,
     *,
@@ -260,11 +259,9 @@ def stored_kernel(
 ) -> jax.Array:
     """d_query [rows, K, H] in `dtype`, of the keys that `shape` describes, as d_scores is.
 
-    Rows are in the order of `operands`, whose parts of users are whole ones.
+    Rows are in the order of `operands`; `tiles` is `rows.Rows.tiles`.
     """
     query = operands.query
-    height = NUM_CONSUMERS * config.query_tiles * WGMMA_M
-    tiles = query_tiles(operands.users, shape.rows, height)
     workers = min(num_sms, (tiles.shape[0] - 1) * shape.kv_heads)
     shape = dataclasses.replace(shape, workers=workers)
     (d_query,) = launch(

@@ -7,10 +7,11 @@ tiles, since that takes less time than a second launch:
 
   1. A thread takes the maximum of its part of the offsets.
   2. It takes the running maxima of its part, from the maximum of all parts before.
-  3. It computes sort keys and numbers of tiles of some segments.
-  4. A lane of each warp has one of the CTA's segments, and a warp a quarter of all segments.  It
+  3. If sequences share keys by an index, it merges neighbours of the same keys into the first one.
+  4. It computes sort keys and numbers of tiles of some segments.
+  5. A lane of each warp has one of the CTA's segments, and a warp a quarter of all segments.  It
      counts the tiles that precede the segment's, which gives the position of its tiles.
-  5. The lanes of the segment write its tiles.
+  6. The lanes of the segment write its tiles.
 
 A *segment* is the rows between two neighbouring offsets, with the rows before the first offset and
 after the last one as segments without keys.  If the lengths are bounded, the rows past the bound
@@ -34,6 +35,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, scf
 
 from ikbo_jax.pallas.flash import tile_list
+from ikbo_jax.pallas.flash.merged_segments import merge
 from ikbo_jax.pallas.flash.tile_list import TILE_WORDS, TileList
 from ikbo_jax.pallas.hopper import per_thread
 from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
@@ -43,6 +45,8 @@ from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 LANES, PARTS = 32, WARPGROUP_SIZE // 32
 #: Most segments: comparing all pairs of more takes longer than XLA's sort.
 MOST_SEGMENTS = 8192
+#: The same for sequences that are merged, for which two arrays more must fit shared memory.
+MOST_MERGED = 4096
 #: Segments that one turn of the loop compares, so that their loads overlap.
 UNROLL = 8
 
@@ -60,6 +64,7 @@ class Shape:
       size: largest number of rows of a tile.
       unit: keys of a block: segments with equally many blocks stay in order.
       is_broadcast: whether all sequences have the same queries.
+      is_merged: whether neighbours that share keys are one segment.
     """
 
     sequences: int
@@ -70,6 +75,7 @@ class Shape:
     size: int
     unit: int
     is_broadcast: bool
+    is_merged: bool
 
     @property
     def segments(self) -> int:
@@ -109,6 +115,8 @@ class Shared(NamedTuple):
     keys: Any  # [segments] int32: sort keys
     tiles: Any  # [segments] int32: numbers of tiles
     rest: Any  # [segments] int32: tiles of the second parts
+    kv_numbers: Any = None  # [segments] int32: sequences of keys; only for merged segments
+    lengths: Any = None  # [segments] int32: rows of merged segments
 
 
 class _Segment(NamedTuple):
@@ -117,6 +125,7 @@ class _Segment(NamedTuple):
     start: jax.Array
     length: jax.Array
     rest: jax.Array  # rows past the bound
+    rest_start: jax.Array
     kv_start: jax.Array
     kv_length: jax.Array
 
@@ -215,10 +224,10 @@ def _segment(ctx: WarpgroupContext, index: jax.Array) -> _Segment:
 
     if shape.is_broadcast:
         start, number, has_keys = index * shape.q_rows, index, exists
-        length, rest = per_thread.same(shape.q_rows), zero
+        length, rest, rest_start = per_thread.same(shape.q_rows), zero, zero
     else:
-        start = at(shared.q_offsets, index)
-        length, rest = at(shared.q_offsets, index + 1) - start, zero
+        start, end = at(shared.q_offsets, index), at(shared.q_offsets, index + 1)
+        length, rest = end - start, zero
         has_keys = exists & (index > 0) & (index <= shape.sequences)
         number = jnp.clip(index - 1, 0, shape.sequences - 1)
         if shape.max_seqlen_q is not None:
@@ -226,7 +235,11 @@ def _segment(ctx: WarpgroupContext, index: jax.Array) -> _Segment:
             limit = jnp.where(has_keys, shape.max_seqlen_q, shape.q_rows)
             length = jnp.minimum(whole, limit)
             rest = jnp.where(exists, whole - length, 0)
-    if ctx.operands.q_to_kv is not None:
+        rest_start = end - rest
+    if shape.is_merged:
+        number = at(shared.kv_numbers, index)
+        length = jnp.where(has_keys, at(shared.lengths, index), length)
+    elif ctx.operands.q_to_kv is not None:
         number = per_thread.gather(ctx.operands.q_to_kv, number, "global", interpret=ctx.interpret)
         number = jnp.clip(number, 0, ctx.operands.cu_seqlens_kv.shape[0] - 2)
     kv_start = at(shared.kv_offsets, number)
@@ -235,7 +248,8 @@ def _segment(ctx: WarpgroupContext, index: jax.Array) -> _Segment:
         kv_length = jnp.minimum(kv_length, shape.max_seqlen_kv)
     kv_length = jnp.where(has_keys, kv_length, 0)
     length = jnp.where(exists, length, 0)
-    return _Segment(start, length, rest, jnp.where(has_keys, kv_start, 0), kv_length)
+    kv_start = jnp.where(has_keys, kv_start, 0)
+    return _Segment(start, length, rest, rest_start, kv_start, kv_length)
 
 
 def _list_segments(ctx: WarpgroupContext) -> None:
@@ -321,6 +335,8 @@ def _list_tiles(ctx: WarpgroupContext) -> None:
         per_thread.scatter(shared.q_offsets, where, ends, thread < 2, interpret=ctx.interpret)
         _running_maxima(ctx, operands.cu_seqlens_q, shared.q_offsets, shape.q_rows, 1)
     _running_maxima(ctx, operands.cu_seqlens_kv, shared.kv_offsets, shape.kv_rows, 0)
+    if shape.is_merged:
+        merge(ctx)
     _list_segments(ctx)
     part = lax.div(thread, per_thread.same(LANES))
     index = ctx.worker * LANES + (thread - part * LANES)
@@ -331,7 +347,7 @@ def _list_tiles(ctx: WarpgroupContext) -> None:
     rows = (part, first, source, segment.start, segment.length, *keys)
     _write_tiles(words, shape.size, rows, interpret=ctx.interpret)
     if shared.rest is not None:
-        begin = segment.start + segment.length
+        begin = segment.rest_start
         rows = (part, every, begin, begin, segment.rest, per_thread.same(0), per_thread.same(0))
         _write_tiles(words, shape.size, rows, interpret=ctx.interpret)
         last = lax.div(segment.rest + (shape.size - 1), per_thread.same(shape.size))
@@ -366,8 +382,8 @@ def query_tiles(
 ) -> TileList:
     """The list of `tile_list.query_tiles`, whose entries past the last tile are arbitrary.
 
-    XLA computes the list of more than `MOST_SEGMENTS` segments, and of sequences that share keys by
-    an index, which it merges.
+    XLA computes the list of more than `MOST_SEGMENTS` segments, or of more than `MOST_MERGED` if
+    sequences share keys by an index.
 
     Args:
       cu_seqlens_q: as for `tile_list.query_tiles`, like the arguments that follow.
@@ -377,9 +393,10 @@ def query_tiles(
     sequences = index.shape[0] - (q_to_kv is None)
     is_broadcast = cu_seqlens_q is None
     bounds = (q_rows, kv_rows, max_seqlen_q, max_seqlen_kv)
-    shape = Shape(sequences, *bounds, size, unit, is_broadcast)
     is_merged = q_to_kv is not None and not is_broadcast
-    if is_merged or max(shape.segments, cu_seqlens_kv.shape[0]) > MOST_SEGMENTS:
+    shape = Shape(sequences, *bounds, size, unit, is_broadcast, is_merged)
+    most = MOST_MERGED if is_merged else MOST_SEGMENTS
+    if max(shape.segments, cu_seqlens_kv.shape[0]) > most:
         return tile_list.query_tiles(
             cu_seqlens_q,
             cu_seqlens_kv,
@@ -401,6 +418,8 @@ def query_tiles(
         keys=words,
         tiles=words,
         rest=words if has_rest else None,
+        kv_numbers=words if is_merged else None,
+        lengths=words if is_merged else None,
     )
     outputs = Outputs(
         jax.ShapeDtypeStruct((shape.most, TILE_WORDS), jnp.int32),

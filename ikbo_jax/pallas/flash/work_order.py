@@ -21,16 +21,27 @@ MAX_COMPARED = 2**25
 
 def by_user(users: jax.Array) -> jax.Array:
     """The stable permutation that sorts `users` [B] int32: equals `jnp.argsort(users)`."""
-    batch = users.shape[0]
-    if batch > MAX_COUNTED:
+    if users.shape[0] > MAX_COUNTED:
         return jnp.argsort(users).astype(jnp.int32)
-    place = jnp.arange(batch, dtype=jnp.int32)
+    return inverse(ranks(users))
+
+
+def ranks(users: jax.Array) -> jax.Array:
+    """[B] int32: the place of each candidate in the order of users; compares all pairs."""
+    place = jnp.arange(users.shape[0], dtype=jnp.int32)
     is_before = (users[None] < users[:, None]) | (
         (users[None] == users[:, None]) & (place[None] < place[:, None])
     )
-    rank = jnp.sum(is_before, axis=1, dtype=jnp.int32)
-    # The inverse of `rank`: each row of the comparison has one nonzero term.
-    return jnp.sum(jnp.where(rank[None] == place[:, None], place[None], 0), axis=1, dtype=jnp.int32)
+    return jnp.sum(is_before, axis=1, dtype=jnp.int32)
+
+
+def inverse(ranks: jax.Array) -> jax.Array:
+    """The inverse of a permutation; compares all pairs."""
+    place = jnp.arange(ranks.shape[0], dtype=jnp.int32)
+    # Each row of the comparison has one nonzero term.
+    return jnp.sum(
+        jnp.where(ranks[None] == place[:, None], place[None], 0), axis=1, dtype=jnp.int32
+    )
 
 
 def starts(user: jax.Array, users: int) -> jax.Array:

@@ -43,7 +43,7 @@ class WarpgroupContext:
       worker: CTA or cluster.
       consumer: 0 or 1; producer: unused.
       counters: arrays of int32 in device memory, zero when the kernel starts; None each under
-        interpretation.
+        interpretation, and those without elements.
     """
 
     shape: Any
@@ -63,6 +63,17 @@ class WarpgroupContext:
         """With the consumer's number in a form that is uniform over the warpgroup."""
         consumer = mosaic.warpgroup_index("warpgroup", interpret=self.interpret)
         return self.replace(consumer=consumer)
+
+    def take(self, number: Any, items: int) -> Any:
+        """The CTA's next item by the first counter, where it has taken `number` before.
+
+        At least `items` after the last one. Without the counter, there are at least as many CTAs
+        as items, and each takes the item of its own number: XLA fills counters with zeros, by a
+        kernel of 1 to 2 us.
+        """
+        if not self.interpret and self.counters[0] is None:
+            return jnp.where(number == 0, self.worker, items)
+        return mosaic.next_ticket(self.counters[0], number, interpret=self.interpret)
 
     def load(self, source: Any, index: tuple[Any, ...], tiles: Any, ready: Any) -> None:
         """TMA loads source[*index], [rows, width], into operand tiles [column blocks, rows, 64]."""
@@ -127,7 +138,8 @@ def launch(
       name: of the kernel.
       workers: number of CTAs, or of clusters.
       cluster: CTAs of a cluster.
-      counters: the sizes of the arrays of `WarpgroupContext.counters`.
+      counters: the sizes of the arrays of `WarpgroupContext.counters`, 0 for those that the launch
+        does not use.
       interpret: False, or `plgpu.InterpretGPUParams`.
 
     Returns:
@@ -206,7 +218,7 @@ def _type(kind: Any, dtype: Any, interpret: bool) -> Any:
 
 
 def _counters(size: int, interpret: bool) -> Any:
-    return None if interpret else pl.get_global(plgpu.SemaphoreType.REGULAR((size,)))
+    return None if interpret or not size else pl.get_global(plgpu.SemaphoreType.REGULAR((size,)))
 
 
 def _dispatch(roles: Roles, ctx: WarpgroupContext) -> None:

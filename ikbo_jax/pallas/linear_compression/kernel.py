@@ -78,12 +78,9 @@ from ikbo_jax.problems import (
     PackedCompressionConfig,
     ResidentCompressionConfig,
 )
+from ikbo_jax.problems.linear_compression import WEIGHT_ALIGNMENT
 from ikbo_jax.problems.packed_compression import block_width
 
-#: Alignment of weight rows, bytes.  TMA needs 16; with 128, a row of an operand tile is one L2
-#: line, not parts of two: 0.328 instead of 0.359 ms for the candidate product of the default shape
-#: (H200).
-WEIGHT_ALIGNMENT = 128
 #: Alignment that TMA needs. A launch of up to `PAD_FROM_FLOPS` takes weights whose rows have it as
 #: they are: a launch that pads them takes longer (2 us).
 TMA_ALIGNMENT = 16
@@ -163,8 +160,8 @@ def _launch(
 def _aligned(weights: Sequence[jax.Array], alignment: int) -> list[tuple[jax.Array, int]]:
     """(aligned operand, first column of the weight in it), for each weight.
 
-    One copy pads the rows of all weights with zeros to `alignment` bytes, unless all are aligned;
-    TMA reads zeros for the embeddings there.
+    One copy pads the rows of all weights with zeros to `alignment` bytes, unless all are aligned
+    (`ops.padded_weight`); TMA reads zeros for the embeddings there.
     """
     multiple = alignment // weights[0].dtype.itemsize
     if not any(w.shape[1] % multiple for w in weights):
@@ -211,7 +208,7 @@ def linear_compression_kernel(
     """Linear compression of levels, coarsest first.
 
     Args:
-      weights: [M, K_l] each, bf16 or f16.
+      weights: [M, K_l] each, bf16 or f16; or with more columns, which are finite.
       embeddings: [B_l, K_l, N] each, the same dtype; N a multiple of 8.
       parents: None for the first level, then [B_l] int32 into the batch of the level before.
       config: a legal configuration (`illegal_reason`); its class decides which columns a tile has,
@@ -230,9 +227,7 @@ def linear_compression_kernel(
     last = len(weights) - 1
     is_shared = config.single_launch and last > 0
     is_packed = isinstance(config, PackedCompressionConfig)
-    flops = sum(
-        2 * w.size * e.shape[0] * e.shape[2] for w, e in zip(weights, embeddings, strict=True)
-    )
+    flops = sum(2 * w.shape[0] * e.size for w, e in zip(weights, embeddings, strict=True))
     is_short = is_packed and flops < PAD_FROM_FLOPS
     aligned = _aligned(weights, TMA_ALIGNMENT if is_short else WEIGHT_ALIGNMENT)
 

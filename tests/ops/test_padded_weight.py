@@ -1,0 +1,220 @@
+"""Weights whose rows are padded once: the same bits, gradients, transformations, errors."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import offline
+import optax
+import problems
+import pytest
+
+import ikbo_jax as ikbo
+from ikbo_jax.layers import functional
+from ikbo_jax.models import ranking
+from ikbo_jax.problems import packed_compression
+
+# U=3, B=7, M=10, K_user=11, K_cand=5, N=8
+INPUTS = problems.make_inputs(problems.LinearCompressionShape(3, 7, 10, 11, 5, 8))
+ARRAYS = (INPUTS.e_cand, INPUTS.e_user, INPUTS.cand_to_user)
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
+
+
+def loss(w_cand: Any, w_user: Any, *arrays: Any) -> jax.Array:
+    return jnp.sum(jnp.sin(ikbo.linear_compression(w_cand, w_user, *arrays).astype(jnp.float32)))
+
+
+def compress(w_cand: Any, w_user: Any, *arrays: Any) -> jax.Array:
+    return ikbo.linear_compression(w_cand, w_user, *arrays)
+
+
+@pytest.mark.parametrize(
+    ("k", "columns", "dtype"),
+    [(1, 64, "bfloat16"), (866, 896, "float16"), (128, 128, "bfloat16"), (33, 64, "float32")],
+)
+def test_rows_are_padded_with_zeros_to_128_bytes(k: int, columns: int, dtype: str) -> None:
+    weight = jnp.ones((3, k), dtype)
+    padded = ikbo.pad_weight(weight)
+    assert (padded.shape, padded.ndim, padded.dtype) == ((3, k), 2, dtype)
+    assert padded.rows.shape == (3, columns)
+    assert_same(padded.rows, jnp.zeros((3, columns), dtype).at[:, :k].set(1))
+    assert_same(padded.weight, weight)
+    assert ikbo.pad_weight(padded) is padded
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("which", [(True, True), (True, False), (False, True)])
+def test_results_and_gradients_are_the_same_bits(dtype: str, which: tuple[bool, bool]) -> None:
+    *weights, e_cand, e_user, index = INPUTS
+    floats = [jnp.asarray(x, dtype) for x in (*weights, e_cand, e_user)]
+    padded = [ikbo.pad_weight(w) if p else w for w, p in zip(floats[:2], which, strict=True)]
+    gradients = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)))
+    expected = gradients(*floats, index)
+    value, found = gradients(*padded, *floats[2:], index)
+    for n, is_padded in enumerate(which):
+        if is_padded:
+            assert isinstance(found[n], ikbo.PaddedWeight)
+            assert not np.asarray(found[n].rows, np.float32)[:, found[n].k :].any()
+    unpadded = tuple(g.weight if isinstance(g, ikbo.PaddedWeight) else g for g in found)
+    assert_same((value, unpadded), expected)
+
+
+def test_second_derivatives() -> None:
+    weights = [jnp.asarray(w, jnp.float32) for w in INPUTS[:2]]
+    floats = [jnp.asarray(x, jnp.float32) for x in ARRAYS[:2]]
+
+    def slope(w_cand: Any, w_user: Any) -> jax.Array:
+        gradient = jax.grad(loss)(w_cand, w_user, *floats, ARRAYS[2])
+        return sum(jnp.sum(g**2) for g in jax.tree.leaves(gradient))
+
+    found = jax.jit(jax.grad(slope, (0, 1)))(*map(ikbo.pad_weight, weights))
+    expected = jax.jit(jax.grad(slope, (0, 1)))(*weights)
+    for x, y in zip(found, expected, strict=True):
+        np.testing.assert_allclose(np.asarray(x.weight), np.asarray(y), rtol=1e-5)
+
+
+@pytest.mark.parametrize("weights_are_batched", [False, True])
+def test_vmap(weights_are_batched: bool) -> None:
+    axes = (0 if weights_are_batched else None,) * 2 + (0, 0, 0)
+    two = [jnp.stack([x, x[::-1]]) for x in (*INPUTS[:2], *ARRAYS)]
+    weights = two[:2] if weights_are_batched else list(INPUTS[:2])
+    pad = jax.vmap(ikbo.pad_weight) if weights_are_batched else ikbo.pad_weight
+    padded = [pad(w) for w in weights]
+    found = jax.jit(jax.vmap(compress, axes))(*padded, *two[2:])
+    assert_same(found, jax.jit(jax.vmap(compress, axes))(*weights, *two[2:]))
+
+
+def test_scan_over_layers() -> None:
+    """Padded weights of several layers are one `PaddedWeight` with a leading axis."""
+    layers = [jnp.stack([w, 2 * w]) for w in INPUTS[:2]]
+
+    def total(weights: Any) -> jax.Array:
+        step = lambda sums, layer: (sums + compress(*layer, *ARRAYS), None)  # noqa: E731
+        zeros = jnp.zeros((7, 10, 8), jnp.bfloat16)
+        return jax.lax.scan(step, zeros, weights)[0]
+
+    padded = tuple(jax.vmap(ikbo.pad_weight)(w) for w in layers)
+    assert_same(jax.jit(total)(padded), jax.jit(total)(tuple(layers)))
+
+
+def test_levels() -> None:
+    weights, embeddings, parents = problems.make_levels((2, 3, 5), (4, 6, 9), 10, 8, "bfloat16")
+    levels = list(zip(weights, embeddings, parents, strict=True))
+
+    def run(pads: tuple[bool, ...]) -> jax.Array:
+        terms = [
+            ikbo.Term(ikbo.pad_weight(w) if pad else w, e, parent)
+            for pad, (w, e, parent) in zip(pads, levels, strict=True)
+        ]
+        return ikbo.multilevel_linear_compression(terms)
+
+    assert_same(run((True, False, True)), run((False, False, False)))
+
+
+@pytest.mark.parametrize("dtype", [None, "float32"])
+def test_functional_layer(dtype: str | None) -> None:
+    params = {"w_cand": INPUTS.w_cand, "w_user": INPUTS.w_user}
+    padded = {name: ikbo.pad_weight(w) for name, w in params.items()}
+    arrays = (INPUTS.e_user, INPUTS.e_cand, INPUTS.cand_to_user)
+    found = functional.compress(padded, *arrays, dtype=dtype)
+    assert_same(found, functional.compress(params, *arrays, dtype=dtype))
+
+
+def test_an_optimiser_leaves_the_padding_zero() -> None:
+    """Adam with weight decay, and the same steps as with plain weights."""
+    plain = [jnp.asarray(w, jnp.float32) for w in INPUTS[:2]]
+    floats = [jnp.asarray(x, jnp.float32) for x in ARRAYS[:2]]
+    optimiser = optax.adamw(0.01)
+
+    def trained(weights: Any) -> Any:
+        state = optimiser.init(weights)
+        for _ in range(3):
+            gradient = jax.grad(lambda weights: loss(*weights, *floats, ARRAYS[2]))(weights)
+            updates, state = optimiser.update(gradient, state, weights)
+            weights = optax.apply_updates(weights, updates)
+        return weights
+
+    with jax.numpy_dtype_promotion("standard"):  # optax promotes
+        found, expected = trained([ikbo.pad_weight(w) for w in plain]), trained(plain)
+    for x, y in zip(found, expected, strict=True):
+        assert not np.asarray(x.rows)[:, x.k :].any()
+        np.testing.assert_allclose(np.asarray(x.weight), np.asarray(y), rtol=1e-5)
+
+
+def test_prepared_parameters_of_the_ranking_network() -> None:
+    """The same logits, and no operation on parameters alone that has its own kernel."""
+    sizes = ranking.Sizes(
+        candidates=6, users=2, layers=2, width=16, user_dense=8, dense_tokens=2, user_tokens=5,
+        pooled=4, cand_tokens=9, history=8, queries=2, head_dim=8, compressed=7, hidden=8,
+        dtype="float32",
+    )  # fmt: skip
+    params, request = ranking.init(sizes), ranking.make_request(sizes)
+    network, prepared = jax.jit(ranking.co_designed), jax.jit(ranking.prepare)(params)
+    assert all(
+        isinstance(w, ikbo.PaddedWeight)
+        for layer in prepared["layers"]
+        for w in layer["compression"].values()
+    )
+    expected = network(params, request)
+    np.testing.assert_allclose(network(prepared, request), expected, atol=1e-6)
+
+
+def test_a_program_for_cuda_pads_no_padded_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel takes the rows as they are; the rows without padding have no use and vanish."""
+    monkeypatch.setattr(packed_compression, "is_xla_preferred", lambda problem: False)
+    of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)  # noqa: E731
+    arrays = (of(8, 40, 128), of(2, 70, 128), jax.ShapeDtypeStruct((8,), jnp.int32))
+    weights = of(433, 40), of(433, 70)
+
+    def lowered(*weights: Any) -> str:
+        # A new function, so that no program of another test is in the caches.
+        fn = jax.jit(lambda *operands: compress(*operands))
+        return fn.trace(*weights, *arrays).lower(lowering_platforms=("cuda",)).as_text()
+
+    moves = re.compile(r"stablehlo\.(pad|concatenate|slice)")
+    assert "mosaic_gpu_v2" in lowered(*weights)
+    assert moves.search(lowered(*weights))
+    padded = jax.eval_shape(lambda *w: tuple(map(ikbo.pad_weight, w)), *weights)
+    assert "mosaic_gpu_v2" in lowered(*padded)
+    assert not moves.search(lowered(*padded))
+    assert offline.mosaic_modules(lambda *operands: compress(*operands), *padded, *arrays)
+
+
+def test_errors_name_both_values() -> None:
+    w_cand, w_user = map(ikbo.pad_weight, INPUTS[:2])
+    other_k, other_m = (ikbo.pad_weight(jnp.ones(s, jnp.bfloat16)) for s in ((10, 6), (9, 5)))
+    for weight, message in (
+        (other_k, "w_cand has K=6 but e_cand has K=5"),
+        (other_m, "w_user has M=10 but w_cand has M=9"),
+        (ikbo.pad_weight(jnp.ones((10, 5))), "w_user is bfloat16 but w_cand is float32"),
+        (
+            ikbo.PaddedWeight(jnp.ones((10, 4), jnp.bfloat16), 5),
+            "w_cand has K=5 but rows of shape (10, 4)",
+        ),
+        (
+            ikbo.PaddedWeight(jnp.ones(10, jnp.bfloat16), 5),
+            "w_cand has K=5 but rows of shape (10,)",
+        ),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            compress(weight, w_user, *ARRAYS)
+    with pytest.raises(ValueError, match=re.escape("weight must have shape [M, K], but has shape")):
+        ikbo.pad_weight(jnp.ones((1, 2, 3)))
+    with pytest.raises(ValueError, match="weight must be bfloat16, float16 or float32, but is int"):
+        ikbo.pad_weight(jnp.ones((1, 2), jnp.int32))
+    with pytest.raises(ValueError, match=re.escape("weight must be an array of shape [M, K]")):
+        ikbo.pad_weight([[1.0]])
+    with pytest.raises(ValueError, match=re.escape("user_rows=11 (K=11), but e_user has shape")):
+        functional.compress(
+            {"w_cand": w_cand, "w_user": w_user}, INPUTS.e_user[:, :3], *(ARRAYS[0], ARRAYS[2])
+        )

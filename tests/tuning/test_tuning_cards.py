@@ -1,0 +1,110 @@
+"""Rows of several cards: those of the card at hand come first."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import ikbo_jax as ikbo
+from ikbo_jax.autotuner import contest
+from ikbo_jax.problems import LinearCompressionProblem
+from ikbo_jax.tuning import table
+
+H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
+DEFAULT = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16")
+#: Of another shape class.
+FAR = dataclasses.replace(DEFAULT, batches=(15, 4096))
+CANDIDATES = list(DEFAULT.candidate_configs())
+OF_H100, OF_H200 = CANDIDATES[1], CANDIDATES[2]
+
+
+def row(device: str, config: Any, problem: Any = DEFAULT) -> table.Row:
+    return table.Row(problem, config, device, "2026-01-02", "0.11.2", 0.35, 0.8, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [
+        (H100, OF_H100),
+        ("H100", OF_H100),
+        ("NVIDIA H100 NVL", OF_H100),
+        (H200, OF_H200),
+        ("H200", OF_H200),
+        ("NVIDIA GH200 480GB", OF_H200),  # no card of the rows: the first row
+        ("", OF_H200),
+    ],
+)
+def test_rows_of_the_card_at_hand_come_first(builtin, device, expected):
+    builtin(row(H200, OF_H200), row(H100, OF_H100))
+    for problem in (DEFAULT, FAR):
+        assert table.lookup(problem, device=device).config == expected
+
+
+def test_a_nearer_row_of_another_card_beats_a_farther_one(builtin):
+    far = dataclasses.replace(DEFAULT, batches=(15, 65536))
+    builtin(row(H200, OF_H200), row(H100, OF_H100, far))
+    assert table.lookup(FAR, device=H100).config == OF_H200
+    assert "NVIDIA H200" in table.lookup(FAR, device=H100).reason
+
+
+def test_within_a_class_the_card_comes_before_the_distance(builtin):
+    near = dataclasses.replace(DEFAULT, batches=(15, 1100))
+    builtin(row(H200, OF_H200, near), row(H100, OF_H100))
+    assert table.lookup(near, device=H200).config == OF_H200
+    assert table.lookup(near, device=H100).config == OF_H100
+
+
+def test_the_tuning_cache_keeps_a_row_for_each_card(builtin):
+    builtin()
+    table.write_user_row(row(H200, OF_H200))
+    table.write_user_row(row(H100, CANDIDATES[3]))
+    path = table.write_user_row(row(H100, OF_H100))
+    assert len(json.loads(path.read_text())["rows"]) == 2
+    assert table.lookup(DEFAULT, device=H100).config == OF_H100
+    assert table.lookup(DEFAULT, device=H200).config == OF_H200
+
+
+def test_programs_for_a_card_take_its_rows(builtin):
+    builtin(row(H200, OF_H200), row(H100, OF_H100))
+
+    def op(*arrays: Any) -> jax.Array:
+        return ikbo.linear_compression(*arrays)
+
+    weights = [jax.ShapeDtypeStruct((433, k), jnp.bfloat16) for k in (866, 1178)]
+    embeddings = [
+        jax.ShapeDtypeStruct((n, k, 256), jnp.bfloat16) for n, k in ((1024, 866), (15, 1178))
+    ]
+    index = jax.ShapeDtypeStruct((1024,), jnp.int32)
+    for card, expected in (("H100", OF_H100), ("H200", OF_H200)):
+        with ikbo.export_target(card):
+            (plan,) = ikbo.explain(op, *weights, *embeddings, index).plans
+        assert plan.cuda.config == expected
+        assert "measured on an" not in plan.cuda.reason
+
+
+def test_the_tuner_must_beat_the_choice_of_the_card_at_hand(builtin):
+    """It does not know the card until a process that holds the device answers."""
+    builtin(row(H200, OF_H200), row(H100, OF_H100))
+    times = {OF_H100: 0.5, OF_H200: 0.4}
+
+    def answer(task: Any) -> dict[str, Any]:
+        return {
+            "device": H100,
+            "compute_capability": "9.0",
+            "jax": "0.11.2",
+            "matmul_ms": [1.7],
+            "results": [{"ms": [times.get(c, 0.6)] * task.windows} for c in task.contenders],
+        }
+
+    played = contest.Contest(DEFAULT, 1, lambda *_: None)
+    assert {OF_H100, OF_H200} <= set(played.contenders)
+    played.play(answer)
+    verdict = played.verdict()
+    assert verdict.is_better
+    assert verdict.row.config == OF_H200
+    assert contest.brief(OF_H100) in verdict.text
