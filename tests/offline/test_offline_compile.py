@@ -124,7 +124,6 @@ def test_offline_kernel_with_padded_weights_is_fit(trim: bool, compiler: offline
     assert not compiled.faults
 
 
-
 @pytest.mark.parametrize("num_stages", [2, 4])
 def test_offline_shared_memory_is_what_the_config_says(num_stages: int) -> None:
     problem, config = default_case(DEFAULT, single_launch=True, num_stages=num_stages)
