@@ -226,19 +226,21 @@ class LinearCompressionProblem(LinearCompressionSizes):
 
         The first one is the default configuration; the autotuner times them in this order.
         """
-        if resident_compression.is_preferred(self):
-            configs = resident_compression.candidate_configs(self)
-            yield from itertools.islice(configs, MOST_RESIDENT)
+        resident = itertools.islice(resident_compression.candidate_configs(self), MOST_RESIDENT)
+        if resident_compression.is_default(self):
+            yield from resident
         packed = itertools.islice(packed_compression.candidate_configs(self), MOST_PACKED)
         if packed_compression.is_preferred(self):
             yield from packed
         yield from self.row_configs()
         if packed_compression.is_candidate(self):
             yield from packed
+        if resident_compression.is_preferred(self):
+            yield from resident
 
     def why_xla(self) -> str | None:
         """XLA runs small problems whose launches take longer than the work."""
-        if resident_compression.is_preferred(self) or not packed_compression.is_xla_preferred(self):
+        if resident_compression.is_default(self) or not packed_compression.is_xla_preferred(self):
             return None
         return f"XLA by a cost model, {packed_compression.describe_estimates(self)}"
 
@@ -281,7 +283,7 @@ class LinearCompressionProblem(LinearCompressionSizes):
         """False if a model prefers the other kernel or XLA, or if tiles pad M by far more."""
         if not isinstance(config, LinearCompressionConfig):
             return False
-        if resident_compression.is_preferred(self):
+        if resident_compression.is_default(self):
             return False
         if packed_compression.is_preferred(self) or packed_compression.is_xla_preferred(self):
             return False

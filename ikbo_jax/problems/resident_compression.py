@@ -284,6 +284,10 @@ COPY_US, ELEMENT_US = 0.02, 0.04
 MEMORY_BYTES, L2_BYTES, SM_BYTES = 3.0e6, 5.8e6, 1.0e5
 #: Part of the lesser times, of tiles, boxes, L2 and memory, that the greatest does not hide.
 OVERLAP = 0.05
+#: Whether the model chooses this kernel at all. Otherwise a caller's configuration does, and the
+#: tuner, which checks results. Not before the GPU tests of its present form have run: its first
+#: form was right at 14 sizes on an H100; since then it was interpreted, emulated and compiled.
+IS_CHOSEN = False
 #: Most compressed rows for which the model may choose this kernel: of more, one size was timed (M =
 #: 351), at which packed tiles were faster.
 MAX_DEFAULT_M = 256
@@ -324,9 +328,14 @@ def candidate_configs(problem: Any) -> Iterator[ResidentCompressionConfig]:
     yield from sorted(configs, key=lambda config: estimated_us(problem, config))
 
 
+def is_default(problem: Any) -> bool:
+    """Whether this kernel is chosen where nothing was measured."""
+    return IS_CHOSEN and is_preferred(problem)
+
+
 @functools.lru_cache(maxsize=1024)
 def is_preferred(problem: Any) -> bool:
-    """Whether this kernel is the default: whether its model is faster than those of the others.
+    """Whether this kernel takes less time by its model than the others by theirs.
 
     Of two levels and up to `MAX_DEFAULT_M`, of which times were measured.
     """

@@ -8,7 +8,12 @@ import offline
 import pytest
 from test_offline_compile import launch
 
-from ikbo_jax.problems import LinearCompressionProblem, ResidentCompressionConfig, memory
+from ikbo_jax.problems import (
+    LinearCompressionProblem,
+    ResidentCompressionConfig,
+    memory,
+    resident_compression,
+)
 
 pytestmark = [
     pytest.mark.slow,
@@ -63,7 +68,7 @@ def test_offline_resident_kernel_is_fit(name: str, compiler: offline.Compiler) -
 
 
 def test_offline_resident_defaults_are_fit(compiler: offline.Compiler) -> None:
-    """What the model chooses: several parts, groups, odd K, gathered users, one user."""
+    """What the model prefers: several parts, groups, odd K, gathered users, one user."""
     for sizes in (
         ((29, 8367), (1116, 22), 233, 16),
         ((11, 1033), (982, 250), 240, 16),
@@ -72,7 +77,7 @@ def test_offline_resident_defaults_are_fit(compiler: offline.Compiler) -> None:
         ((1, 602), (480, 20), 15, 32),
         ((1, 719), (20, 49), 13, 96),
     ):
-        chosen = problem(*sizes).default_config()
-        assert isinstance(chosen, ResidentCompressionConfig)
+        assert resident_compression.is_preferred(problem(*sizes))
+        chosen = next(resident_compression.candidate_configs(problem(*sizes)))
         for compiled in compiler.compile(*launch(problem(*sizes), chosen)):
             assert not compiled.faults
