@@ -98,18 +98,24 @@ def test_emulated_statistics_are_nan_where_a_promised_order_is_wrong(
     inputs = rows.Inputs(out, out, lse, None)
     if is_numbered_before:
         number_before(monkeypatch)
-    for index, is_nan in (([0, 0, 1, 2], False), ([1, 0, 1, 2], True), ([0, 0, 2, 1], True)):
+    orders = ([0, 0, 1, 2], False), ([1, 0, 1, 2], True), ([0, 0, 2, 1], True), ([2, 0, 0, 0], True)
+    for index, is_nan in orders:
         with sm90.emulated(0) as launched, jax.enable_x64(has_x64):
-            found, emulated = rows.with_statistics(
+            numbers, emulated = rows.with_statistics(
                 jnp.asarray(index, jnp.int32), None, inputs, sizes, kv_heads=1, count=64
             )
         assert launched == names(is_numbered_before=is_numbered_before)
-        assert bool(found.is_valid) != is_nan
+        assert bool(numbers.is_valid) != is_nan
         rows_of_users = np.bincount(index, minlength=sizes.users) * sizes.per_candidate
-        np.testing.assert_array_equal(found.users[:, 1], rows_of_users)
-        at = np.asarray(found.targets(sizes)).ravel()
-        assert np.isnan(np.asarray(emulated)[:, :, at]).all() == is_nan
-        assert np.isnan(np.asarray(emulated)[:, :, at]).any() == is_nan
+        np.testing.assert_array_equal(numbers.users[:, 1], rows_of_users)
+        # All rows that the next launches read, not only those to which the wrong order leads.
+        at = np.concatenate(
+            [first + np.arange(n) for _, n, first, _ in np.asarray(numbers.users).tolist()]
+        ).astype(int)
+        found = np.asarray(emulated)[:, :, at]
+        assert np.isnan(found).all() == np.isnan(found).any() == is_nan
+        # Memory that nobody wrote is NaN, too.
+        assert (found.view(np.uint32) != 2**32 - 1).all()
 
 
 def test_emulated_order_of_many_candidates_is_xla_s(

@@ -44,9 +44,9 @@ CTA_ROWS = WARPGROUP_SIZE // ROW_THREADS
 #: 16-bit numbers of one access of a thread, 16 bytes.
 VECTOR = 8
 #: Most candidates and users whose rows each CTA numbers, and most CTAs, which all run at once: with
-#: 40 registers for a thread, 12 on each of 132 SMs (with 56, where candidates are in any order, 9).
-#: The users of a CTA take 18 KiB of shared memory.
-MOST_CANDIDATES, MOST_USERS, MOST_CTAS = 4096, 1024, 12 * 132
+#: 51 registers for a thread (of heads of 128 columns), 9 on each of 132 SMs; with 63, where
+#: candidates are in any order, 8. The users of a CTA take 18 KiB of shared memory.
+MOST_CANDIDATES, MOST_USERS, MOST_CTAS = 4096, 1024, 8 * 132
 #: Most candidates whose places a CTA computes if they are not in user order, for each of which a
 #: thread compares some users with the candidate's.
 MOST_RANKED = 10
@@ -177,17 +177,30 @@ def _rows(ctx: WarpgroupContext) -> _Rows:
     if operands.users is None:
         numbering.number(numbers)
         numbering.describe(numbers)
-        first_row, first_target = (
-            numbers.read(ref, user) for ref in (ctx.shared.first_rows, ctx.shared.first_targets)
-        )
-        poison = numbers.read(ctx.shared.poison, zero)
+
+        def first_of(user: jax.Array) -> jax.Array:
+            return numbers.read(ctx.shared.first_rows, user)
+
+        def target_of(user: jax.Array) -> jax.Array:
+            return numbers.read(ctx.shared.first_targets, user)
+
+        poison = ctx.shared.poison if sizes.is_sorted else None
+        space = "shared"
     else:
-        first_row, first_target = (
-            numbers.read(operands.users, user * USER_WORDS + i, "global") for i in (0, 2)
-        )
-        poison = zero
-        if operands.poison is not None:
-            poison = numbers.read(operands.poison, zero, "global")
+
+        def first_of(user: jax.Array) -> jax.Array:
+            return numbers.read(operands.users, user * USER_WORDS, "global")
+
+        def target_of(user: jax.Array) -> jax.Array:
+            return numbers.read(operands.users, user * USER_WORDS + 2, "global")
+
+        poison, space = operands.poison, "global"
+    added = zero
+    if poison is not None:
+        added = numbers.read(poison, zero, space)
+        rows_before = candidate * sizes.per_candidate
+        user = _user_of_row(user, rows_before, first_of, sizes.users, poison[0] != 0)
+    first_row, first_target = first_of(user), target_of(user)
     first, _ = _divided(first_row, sizes.per_candidate)
     place = candidate
     if operands.position is not None:
@@ -199,7 +212,27 @@ def _rows(ctx: WarpgroupContext) -> _Rows:
         numbers.write(numbers.outputs.position, candidate, place, is_first)
         numbers.write(numbers.outputs.order, place, candidate, is_first)
     in_user = (place - first) * sizes.per_candidate + q * sizes.group + in_group
-    return _Rows(row, is_row, kv_head, first_target + in_user, poison)
+    return _Rows(row, is_row, kv_head, first_target + in_user, added)
+
+
+def _user_of_row(
+    user: jax.Array, row: jax.Array, first_of: Any, users: int, is_order_wrong: Any
+) -> jax.Array:
+    """`user`; where the promised order is wrong, the user to whom the next launches give the row.
+
+    By the index, some of the rows that they read would get no statistics, instead of NaN.
+    """
+    steps = users.bit_length()
+
+    def search(turn: Any, found: jax.Array) -> jax.Array:
+        # The last user whose first row is not after this one.
+        after = found + lax.shift_left(jnp.int32(1), steps - 1 - turn)
+        is_after = (after < users) & (first_of(jnp.minimum(after, users - 1)) <= row)
+        return jnp.where(is_after, after, found)
+
+    turns = jnp.where(is_order_wrong, jnp.int32(steps), jnp.int32(0))
+    found = lax.fori_loop(jnp.int32(0), turns, search, per_thread.same(0))
+    return jnp.where(is_order_wrong, found, user)
 
 
 def _rank(ctx: numbering.Numbering, candidate: jax.Array, shape: Shape) -> jax.Array:
