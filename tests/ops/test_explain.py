@@ -153,7 +153,7 @@ def test_kernel_shows_configuration_and_row(fake_hopper, monkeypatch) -> None:
         "linear_compression": table.Choice(config, "sm90.json", False, note),
         "linear_compression_backward": table.Choice(tuning, "sm90.json", True, "another row"),
     }
-    monkeypatch.setattr(table, "lookup", lambda problem: choices[problem.op])
+    monkeypatch.setattr(table, "lookup", lambda problem, **_: choices[problem.op])
     explanation = ikbo.explain(ikbo.linear_compression, *INPUTS)
     assert str(explanation).split("\n")[1:] == [
         "  implementation: mosaic_gpu",
@@ -168,7 +168,7 @@ def test_kernel_shows_configuration_and_row(fake_hopper, monkeypatch) -> None:
 
 def test_table_may_prefer_xla_and_the_caller_may_not(fake_hopper, monkeypatch) -> None:
     choice = table.Choice(None, "sm90.json", True, "sm90.json says that XLA is faster")
-    monkeypatch.setattr(table, "lookup", lambda problem: choice)
+    monkeypatch.setattr(table, "lookup", lambda problem, **_: choice)
     (plan,) = ikbo.explain(ikbo.linear_compression, *INPUTS).plans
     assert (plan.implementation, plan.config, plan.reason) == ("xla", None, choice.reason)
     insist = functools.partial(ikbo.linear_compression, implementation="mosaic_gpu")
@@ -251,7 +251,7 @@ def test_reason_says_that_another_card_was_measured(fake_hopper, monkeypatch) ->
     note = "sm90.json, B=1: 1 ms, 0.7 of the matmul (NVIDIA H200, 2026-01-01, jax 0.11.2)"
     config = LinearCompressionConfig(block_m=128, epilogue_rows=32)
     choice = table.Choice(config, "sm90.json", True, note)
-    monkeypatch.setattr(table, "lookup", lambda problem: choice)
+    monkeypatch.setattr(table, "lookup", lambda problem, **_: choice)
     for kind, end in (
         ("NVIDIA H100 80GB HBM3", "; measured on an H200; this is an H100"),
         ("NVIDIA H200", ""),
