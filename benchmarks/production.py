@@ -319,9 +319,7 @@ def _measure_share(args: argparse.Namespace, share: int) -> None:
             try:
                 record = measure_point(todo[n], of_point, protocol)
             except Exception as failure:  # others' programs may hold the memory that it needs
-                print(
-                    f"{todo[n].label}: {type(failure).__name__}: {failure!s:.300}", file=sys.stderr
-                )
+                _report(todo[n], failure)
                 continue
         timing.write_results(folder / f"point-{n}.json", {"point": record})
         print(f"{todo[n].sweep} {todo[n].label}: {bars(record, ())}", flush=True)

@@ -98,7 +98,10 @@ def _attention(shape: AttentionShape) -> Iterator[Callable[[], Contender]]:
     def grouped_to(
         name: str, stage: str, slots: int, keys: int, lengths: jax.Array | None
     ) -> Contender:
-        """Users' queries in `slots` slots, and `keys` keys a user, of which `lengths` count."""
+        """With room for the queries of `slots` candidates and for `keys` keys of every user.
+
+        Of a user's keys, the first `lengths` count; None: all.
+        """
         attend = yardsticks.cudnn()
         fold = fold_by_user(index, s.users, slots)
         folded = jax.jit(fold.fold)(query)

@@ -129,7 +129,7 @@ class Contest:
         self._problem, self._report = problem, report
         self._take_choices("")
         # This process sees no device: which card is at hand, the answer to the first task says.
-        choices = [choices_of_table(problem, device) for device in ("", *table.devices())]
+        choices = [self._fixed, *(choices_of_table(problem, x) for x in table.devices())]
         configs = itertools.islice(problem.candidate_configs(), limit)
         self.contenders: tuple[Contender, ...] = tuple(
             dict.fromkeys((None, *itertools.chain(*choices), *configs))

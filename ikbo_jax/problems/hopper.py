@@ -10,6 +10,10 @@ from typing import Any
 
 #: Bytes of shared memory that one CTA may use on Hopper (227 KiB of the SM's 256 KiB).
 MAX_SMEM_BYTES = 227 * 1024
+#: Bytes of shared memory of an SM, and what it reserves for each CTA.
+SM_SMEM_BYTES, RESERVED_SMEM_BYTES = 228 * 1024, 1024
+#: Registers of an SM.
+SM_REGISTERS = 65536
 #: Alignment of every shared memory allocation in bytes; TMA and WGMMA swizzles need it.
 SMEM_ALIGNMENT = 1024
 #: Rows of one consumer warpgroup's tile: the m of a WGMMA instruction.
@@ -26,6 +30,16 @@ WARPGROUP_SIZE = 128
 TILE_ROWS = NUM_CONSUMERS * WGMMA_M
 #: Dtypes that the kernels accept.
 KERNEL_DTYPES = ("bfloat16", "float16")
+
+
+def ctas_by_smem(size: int) -> int:
+    """CTAs of `size` bytes of shared memory for which an SM has room."""
+    return SM_SMEM_BYTES // (size + RESERVED_SMEM_BYTES)
+
+
+def ctas_by_registers(registers: int) -> int:
+    """CTAs of one warpgroup, with so many registers a thread, for which an SM has room."""
+    return SM_REGISTERS // (WARPGROUP_SIZE * registers)
 
 
 def column_blocks(width: int) -> int:

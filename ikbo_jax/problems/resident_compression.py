@@ -23,8 +23,6 @@ MAX_PARTS = 16
 MAX_DEPTH = 256
 #: Most compressed rows of a tile of a coarser level.
 COARSE_ROWS = 48
-#: Bytes of shared memory of an SM, and what it reserves for each CTA.
-SM_SMEM_BYTES, RESERVED_BYTES = 228 * 1024, 1024
 #: Most CTAs of an SM: 16 x 128 threads of 128 registers would not fit.
 MAX_CTAS = 8
 
@@ -145,6 +143,11 @@ def is_contiguous(n: int) -> bool:
     return block_width(n) == n < WGMMA_M
 
 
+def elements_of_load(k: int) -> int:
+    """Elements of a weight [M, K] that one instruction loads: rows begin at multiples of them."""
+    return next(count for count in (8, 4, 2, 1) if k % count == 0)
+
+
 def _depth(k: int) -> tuple[int, int]:
     """(k steps, rows of K of each), which load least; a step's weights begin at a whole block."""
     if k <= MAX_DEPTH:
@@ -260,15 +263,15 @@ def _many_ctas(problem: Any, level: int, layout: Layout) -> Layout:
     """With as many CTAs on an SM as shared memory has room for, and a second stage if it has."""
     size = memory.smem_bytes(layout.shared(problem.n, stores=False))
     tiles = layout.tiles(problem.batches[level], problem.n)
-    ctas = max(1, min(MAX_CTAS, SM_SMEM_BYTES // (size + RESERVED_BYTES)))
+    ctas = max(1, min(MAX_CTAS, hopper.ctas_by_smem(size)))
     if tiles * layout.groups * layout.splits <= ctas * packed_compression.NUM_SMS:
         by_threads = block_width(problem.n) < WGMMA_M
         return dataclasses.replace(layout, ctas=ctas, by_threads=by_threads)
     two = dataclasses.replace(layout, stages=2)
-    size = memory.smem_bytes(two.shared(problem.n, stores=False))
-    if size > SM_SMEM_BYTES // 2 - RESERVED_BYTES:
+    most = hopper.ctas_by_smem(memory.smem_bytes(two.shared(problem.n, stores=False)))
+    if most < 2:
         return dataclasses.replace(layout, ctas=ctas)
-    return dataclasses.replace(two, ctas=min(MAX_CTAS, SM_SMEM_BYTES // (size + RESERVED_BYTES)))
+    return dataclasses.replace(two, ctas=min(MAX_CTAS, most))
 
 
 # A model by which configurations are ordered. Times are in us, bytes are for one us; constants are
@@ -291,15 +294,14 @@ IS_CHOSEN = False
 #: Most compressed rows for which the model may choose this kernel: of more, one size was timed (M =
 #: 351), at which packed tiles were faster.
 MAX_DEFAULT_M = 256
-#: Registers of an SM, and of a thread: a base, and for each compressed row of all accumulators.
-SM_REGISTERS, BASE_REGISTERS, ROW_REGISTERS = 65536, 24, 1.3
+#: Registers of a thread: a base, and for each compressed row of all accumulators.
+BASE_REGISTERS, ROW_REGISTERS = 24, 1.3
 
 
 def _most_ctas(rows: int, size: int) -> int:
     """CTAs that an SM has registers and shared memory for."""
     registers = -(-int(BASE_REGISTERS + ROW_REGISTERS * rows) // 8) * 8
-    by_registers = SM_REGISTERS // (registers * hopper.WARPGROUP_SIZE)
-    return min(MAX_CTAS, by_registers, SM_SMEM_BYTES // (size + RESERVED_BYTES))
+    return min(MAX_CTAS, hopper.ctas_by_registers(registers), hopper.ctas_by_smem(size))
 
 
 def candidate_configs(problem: Any) -> Iterator[ResidentCompressionConfig]:
@@ -413,7 +415,7 @@ def _chain_us(ks: tuple[int, ...], layout: Layout, ctas: int, tiles: int) -> flo
     own, gathered = layout.k_blocks
     copies_us = 0.0
     for blocks, k in zip((own, gathered), ks, strict=False):
-        elements = next(count for count in (8, 4, 2, 1) if k % count == 0)
+        elements = elements_of_load(k)
         copies = blocks * BLOCK_K * layout.rows / elements / hopper.WARPGROUP_SIZE
         copies_us += copies * (COPY_US if elements > 1 else ELEMENT_US)
     k = layout.k + math.prod(layout.gathered or (0,))

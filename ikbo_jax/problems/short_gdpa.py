@@ -22,10 +22,8 @@ TILE_ROWS = (16, 32, 64)
 MAX_KEYS, MAX_QUERIES = 64, 64
 #: Largest number of either for which configurations of this kernel are worth timing.
 MAX_CANDIDATE = 128
-#: Shared memory of an SM, and what each CTA takes beside its own, bytes.
-SM_SMEM_BYTES, CTA_SMEM_BYTES = 228 * 1024, 1024
-#: Registers of an SM, and most registers of a thread.
-SM_REGISTERS, MAX_REGISTERS = 65536, 255
+#: Most registers of a thread.
+MAX_REGISTERS = 255
 #: ptxas gives a thread up to twice the registers of accumulator and scores, and up to 40 more for
 #: the activations below, unless one of their approximations is computed.
 REGISTER_FACTOR, LONG_REGISTERS = 2, 40
@@ -125,8 +123,8 @@ def registers(config: ShortGdpaConfig, problem: Any) -> int:
 
 def most_ctas(config: ShortGdpaConfig, problem: Any) -> int:
     """CTAs for which an SM has shared memory and registers, at most `MAX_CTAS`."""
-    by_smem = SM_SMEM_BYTES // (config.smem_bytes(problem.head_dim) + CTA_SMEM_BYTES)
-    by_registers = SM_REGISTERS // (WARPGROUP_SIZE * registers(config, problem))
+    by_smem = hopper.ctas_by_smem(config.smem_bytes(problem.head_dim))
+    by_registers = hopper.ctas_by_registers(registers(config, problem))
     return min(by_smem, by_registers, MAX_CTAS)
 
 

@@ -129,17 +129,45 @@ def assert_correct(out: Any, levels: Levels, where: Any = ...) -> None:
     problems.assert_within_error_rule(*(result[where] for result in results))
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_interpreted_kernel_is_right_and_free_of_races(
-    name: str, launches: interpreter.Launches
-) -> None:
-    case = CASES[name]
+def assert_right(case: Case, launches: interpreter.Launches, count: int) -> None:
+    """The case is legal; its `count` launches have no races and the right result."""
     problem = LinearCompressionProblem(case.batches, case.ks, case.m, case.n, case.dtype)
     assert case.config.illegal_reason(problem) is None
     levels = case.levels()
     out = interpret(levels, case)
-    launches.assert_no_races(case.launches)
+    launches.assert_no_races(count)
     assert_correct(out, levels)
+
+
+def case_of_neighbours(config: Any) -> Case:
+    """Neighbours in a tile are other candidates, with other users."""
+    return Case((3, 4), (70, 40), 13, 32, config, index=(2, 1, 0, 1))
+
+
+def assert_non_finite_rows_stay(case: Case, launches: interpreter.Launches, count: int) -> None:
+    """Of `case_of_neighbours`, a user's NaN, another's infinity and a candidate's NaN reach their
+    own results alone."""
+    levels = case.levels()
+    of_users, of_cands = (np.array(x) for x in levels.embeddings)
+    of_users[1, 69, 20], of_users[0, 69, 21], of_cands[1, 39, 19] = np.nan, -np.inf, np.nan
+    poisoned = levels._replace(embeddings=(jnp.asarray(of_users), jnp.asarray(of_cands)))
+    out = np.asarray(interpret(poisoned, case))
+    launches.assert_no_races(count)
+    expected = problems.numpy_oracle(*poisoned)
+    hit = np.zeros(out.shape, bool)
+    hit[[1, 3], :, 20] = True
+    hit[2, :, 21] = True
+    hit[1, :, 19] = True
+    np.testing.assert_array_equal(~np.isfinite(expected), hit)
+    np.testing.assert_array_equal(out[hit].astype(float), expected[hit])
+    assert_correct(out, levels, ~hit)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_interpreted_kernel_is_right_and_free_of_races(
+    name: str, launches: interpreter.Launches
+) -> None:
+    assert_right(CASES[name], launches, CASES[name].launches)
 
 
 def test_interpreted_padded_weights_give_the_same_bits(launches: interpreter.Launches) -> None:

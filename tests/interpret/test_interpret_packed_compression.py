@@ -7,9 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import interpreter
-import jax.numpy as jnp
-import numpy as np
-import problems
 import pytest
 import test_interpret_linear_compression as linear_compression
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -17,12 +14,15 @@ from test_interpret_linear_compression import (
     Case,
     assert_correct,
     assert_found,
+    assert_non_finite_rows_stay,
+    assert_right,
+    case_of_neighbours,
     interpret,
     plant,
 )
 
 from ikbo_jax.pallas.hopper import mosaic, rings
-from ikbo_jax.problems import LinearCompressionProblem, PackedCompressionConfig
+from ikbo_jax.problems import PackedCompressionConfig
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, TILE_ROWS
 
 pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
@@ -101,35 +101,16 @@ def test_interpreted_packed_kernel_is_right_and_free_of_races(
 ) -> None:
     case = CASES[name]
     count_users(case)
-    problem = LinearCompressionProblem(case.batches, case.ks, case.m, case.n, case.dtype)
-    assert case.config.illegal_reason(problem) is None
-    levels = case.levels()
-    out = interpret(levels, case)
-    launches.assert_no_races(case.launches)
-    assert_correct(out, levels)
+    assert_right(case, launches, case.launches)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
 def test_interpreted_packed_non_finite_rows_reach_their_own_results_alone(
     launches: interpreter.Launches, count_users: Callable[[Case], None]
 ) -> None:
-    """Neighbours in a tile are other candidates, with other users."""
-    case = Case((3, 4), (70, 40), 13, 32, TINY, index=(2, 1, 0, 1))
+    case = case_of_neighbours(TINY)
     count_users(case)
-    levels = case.levels()
-    of_users, of_cands = (np.array(x) for x in levels.embeddings)
-    of_users[1, 69, 20], of_users[0, 69, 21], of_cands[1, 39, 19] = np.nan, -np.inf, np.nan
-    poisoned = levels._replace(embeddings=(jnp.asarray(of_users), jnp.asarray(of_cands)))
-    out = np.asarray(interpret(poisoned, case))
-    launches.assert_no_races(1)
-    expected = problems.numpy_oracle(*poisoned)
-    hit = np.zeros(out.shape, bool)
-    hit[[1, 3], :, 20] = True
-    hit[2, :, 21] = True
-    hit[1, :, 19] = True
-    np.testing.assert_array_equal(~np.isfinite(expected), hit)
-    np.testing.assert_array_equal(out[hit].astype(float), expected[hit])
-    assert_correct(out, levels, ~hit)
+    assert_non_finite_rows_stay(case, launches, 1)
 
 
 #: The second CTA's tile lies past the batch.

@@ -5,11 +5,15 @@ from __future__ import annotations
 import dataclasses
 
 import interpreter
-import jax.numpy as jnp
-import numpy as np
-import problems
 import pytest
-from test_interpret_linear_compression import Case, assert_correct, assert_found, interpret, plant
+from test_interpret_linear_compression import (
+    Case,
+    assert_found,
+    assert_non_finite_rows_stay,
+    assert_right,
+    case_of_neighbours,
+    plant,
+)
 
 from ikbo_jax.problems import LinearCompressionProblem, ResidentCompressionConfig
 from ikbo_jax.problems import resident_compression as resident
@@ -64,11 +68,7 @@ def test_interpreted_resident_kernel_is_right_and_free_of_races(
 ) -> None:
     case = CASES[name]
     problem = LinearCompressionProblem(case.batches, case.ks, case.m, case.n, case.dtype)
-    assert case.config.illegal_reason(problem) is None
-    levels = case.levels()
-    out = interpret(levels, case)
-    launches.assert_no_races(len(case.config.levels(problem)))
-    assert_correct(out, levels)
+    assert_right(case, launches, len(case.config.levels(problem)))
 
 
 def test_interpreted_resident_splits_and_groups_of_a_coarser_level(
@@ -81,31 +81,14 @@ def test_interpreted_resident_splits_and_groups_of_a_coarser_level(
     problem = LinearCompressionProblem(case.batches, case.ks, case.m, case.n, case.dtype)
     layout = config.layout(problem, 1)
     assert (layout.groups, layout.splits) == (2, 2)
-    levels = case.levels()
-    out = interpret(levels, case)
-    launches.assert_no_races(3)
-    assert_correct(out, levels)
+    assert_right(case, launches, 3)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul:RuntimeWarning")
 def test_interpreted_resident_non_finite_rows_reach_their_own_results_alone(
     launches: interpreter.Launches,
 ) -> None:
-    case = Case((3, 4), (70, 40), 13, 32, TINY, index=(2, 1, 0, 1))
-    levels = case.levels()
-    of_users, of_cands = (np.array(x) for x in levels.embeddings)
-    of_users[1, 69, 20], of_users[0, 69, 21], of_cands[1, 39, 19] = np.nan, -np.inf, np.nan
-    poisoned = levels._replace(embeddings=(jnp.asarray(of_users), jnp.asarray(of_cands)))
-    out = np.asarray(interpret(poisoned, case))
-    launches.assert_no_races(2)
-    expected = problems.numpy_oracle(*poisoned)
-    hit = np.zeros(out.shape, bool)
-    hit[[1, 3], :, 20] = True
-    hit[2, :, 21] = True
-    hit[1, :, 19] = True
-    np.testing.assert_array_equal(~np.isfinite(expected), hit)
-    np.testing.assert_array_equal(out[hit].astype(float), expected[hit])
-    assert_correct(out, levels, ~hit)
+    assert_non_finite_rows_stay(case_of_neighbours(TINY), launches, 2)
 
 
 # The check itself must be able to fail.

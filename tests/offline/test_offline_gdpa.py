@@ -14,7 +14,7 @@ import pytest
 
 from ikbo_jax.pallas.flash import attention, short_gdpa, tile_list, tile_list_kernel
 from ikbo_jax.pallas.flash import gdpa_forward as kernel
-from ikbo_jax.problems import GdpaConfig, GdpaProblem, ShortGdpaConfig
+from ikbo_jax.problems import GdpaConfig, GdpaProblem, ShortGdpaConfig, hopper
 from ikbo_jax.problems import short_gdpa as short_configs
 from ikbo_jax.problems.hopper import MAX_SMEM_BYTES, WARPGROUP_SIZE
 from ikbo_jax.tuning import table
@@ -188,7 +188,7 @@ def test_offline_kernel_for_short_sequences_is_fit(name: str, compiler: offline.
     (compiled,) = compiler.compile(*launch(case.problem, config, case.scales))
     allocated = -(-compiled.ptxas.registers // 8) * 8
     assert allocated <= short_configs.registers(config, case.problem)
-    assert config.ctas * allocated * WARPGROUP_SIZE <= short_configs.SM_REGISTERS
+    assert config.ctas * allocated * WARPGROUP_SIZE <= hopper.SM_REGISTERS
 
 
 @pytest.mark.parametrize("is_merged", [False, True])

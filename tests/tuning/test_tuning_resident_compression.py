@@ -11,6 +11,7 @@ import pytest
 from ikbo_jax.problems import (
     LinearCompressionProblem,
     ResidentCompressionConfig,
+    hopper,
     memory,
 )
 from ikbo_jax.problems import problem as problem_module
@@ -101,7 +102,7 @@ def test_resident_candidates_are_legal_and_fit_an_sm(n: int, batches: tuple[int,
         assert config.illegal_reason(problem) is None
         size = memory.smem_bytes(config.layout(problem, 1).shared(n, stores=True))
         assert size <= config.smem_bytes(problem) <= MAX_SMEM_BYTES
-        room = resident.SM_SMEM_BYTES // (size + resident.RESERVED_BYTES)
+        room = hopper.ctas_by_smem(size)
         assert 1 <= config.ctas <= room
 
 

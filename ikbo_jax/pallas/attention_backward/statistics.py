@@ -47,8 +47,8 @@ VECTOR = 8
 #: 51 registers for a thread (of heads of 128 columns), 9 on each of 132 SMs; with 63, where
 #: candidates are in any order, 8. The users of a CTA take 18 KiB of shared memory.
 MOST_CANDIDATES, MOST_USERS, MOST_CTAS = 4096, 1024, 8 * 132
-#: Most candidates whose places a CTA computes if they are not in user order, for each of which a
-#: thread compares some users with the candidate's.
+#: Most candidates of a CTA whose places it computes, where candidates are in any order. For each of
+#: them, every thread compares some users with the candidate's.
 MOST_RANKED = 10
 
 

@@ -82,28 +82,9 @@ def scatter(
 ) -> None:
     """ref[index] = values, for each thread that wants it; `space` is "shared" or "global"."""
     if interpret:
-
-        @pl.loop(0, WARPGROUP_SIZE)
-        def _(i: Any) -> None:
-            @pl.when(is_wanted[i])
-            def _() -> None:
-                ref[index[i]] = values[i]
-
-        return
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT, LAYOUT, LAYOUT))
-    def store(_: Any, ref: ir.Value, *arrays: mgpu.FragmentedArray) -> None:
-        i32 = ir.IntegerType.get_signless(32)
-        index, value, wanted = map(scalar, arrays)
-        mgpu.utils.inline_ptx(
-            f"st.{space}.b32 [$0], $1;",
-            mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [index], i32),
-            value,
-            predicate=arith.cmpi(arith.CmpIPredicate.ne, wanted, mgpu.c(0, i32)),
-            has_side_effects=True,
-        )
-
-    store(ref, index, values, is_wanted.astype(jnp.int32))
+        _one_by_one(ref, index, values, is_wanted, lambda old, new: new)
+    else:
+        _each(f"st.{space}.b32 [$0], $1;", ref, index, values, is_wanted)
 
 
 def add(
@@ -111,28 +92,41 @@ def add(
 ) -> None:
     """ref[index] += values in shared memory, for each thread that wants it; threads may collide."""
     if interpret:
+        _one_by_one(ref, index, values, is_wanted, lambda old, new: old + new)
+    else:
+        _each("red.shared.add.u32 [$0], $1;", ref, index, values, is_wanted)
 
-        @pl.loop(0, WARPGROUP_SIZE)
-        def _(i: Any) -> None:
-            @pl.when(is_wanted[i])
-            def _() -> None:
-                ref[index[i]] = ref[index[i]] + values[i]
 
-        return
+def _one_by_one(
+    ref: Any, index: jax.Array, values: jax.Array, is_wanted: jax.Array, change: Any
+) -> None:
+    """ref[index] = change(ref[index], values), one thread after another, under interpretation."""
+
+    @pl.loop(0, WARPGROUP_SIZE)
+    def _(i: Any) -> None:
+        @pl.when(is_wanted[i])
+        def _() -> None:
+            ref[index[i]] = change(ref[index[i]], values[i])
+
+
+def _each(
+    instruction: str, ref: Any, index: jax.Array, values: jax.Array, is_wanted: jax.Array
+) -> None:
+    """An instruction with the address ($0) of ref[index] and the value ($1), where wanted."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT, LAYOUT, LAYOUT))
-    def reduce(_: Any, ref: ir.Value, *arrays: mgpu.FragmentedArray) -> None:
+    def issue(_: Any, ref: ir.Value, *arrays: mgpu.FragmentedArray) -> None:
         i32 = ir.IntegerType.get_signless(32)
         index, value, wanted = map(scalar, arrays)
         mgpu.utils.inline_ptx(
-            "red.shared.add.u32 [$0], $1;",
+            instruction,
             mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [index], i32),
             value,
             predicate=arith.cmpi(arith.CmpIPredicate.ne, wanted, mgpu.c(0, i32)),
             has_side_effects=True,
         )
 
-    reduce(ref, index, values, is_wanted.astype(jnp.int32))
+    issue(ref, index, values, is_wanted.astype(jnp.int32))
 
 
 def sums_before(values: Sequence[jax.Array], scratch: Any, *, interpret: bool) -> list[jax.Array]:

@@ -20,15 +20,11 @@ from jaxlib.mlir.dialects import arith
 
 from ikbo_jax.pallas.hopper import mosaic, stores
 from ikbo_jax.problems.hopper import BLOCK_K, WARPGROUP_SIZE
+from ikbo_jax.problems.resident_compression import elements_of_load
 
 #: Copies of a thread in an iteration. Rows that begin at odd elements are copied through
 #: registers, and as many loads as these are in flight at a time.
 UNROLLED, UNROLLED_LOADS = 8, 24
-
-
-def _elements(k: int) -> int:
-    """Elements that one instruction loads; the rows of a weight begin at multiples of them."""
-    return next(count for count in (8, 4, 2, 1) if k % count == 0)
 
 
 class Region(NamedTuple):
@@ -68,7 +64,7 @@ def load(
             tiles[part * blocks_of_part + first + i] = lax.slice(whole, at, end)
         return
 
-    elements = _elements(k)
+    elements = elements_of_load(k)
     of_row = blocks * BLOCK_K // elements
     count = parts * rows * of_row
     unrolled = UNROLLED if elements > 1 else UNROLLED_LOADS
@@ -91,8 +87,8 @@ def load(
         waiting = []
         for i in range(unrolled):
             number = arith.addi(unit, mgpu.c(i * WARPGROUP_SIZE, i32))
-            row = arith.divui(number, mgpu.c(of_row, i32))
-            column = arith.muli(arith.remui(number, mgpu.c(of_row, i32)), mgpu.c(elements, i32))
+            row, column = _divided(number, of_row)
+            column = arith.muli(column, mgpu.c(elements, i32))
             offset = _offset(row, column, rows, region)
             target = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(tiles), [offset], byte)
             row, column = arith.addi(first_row, row), arith.addi(first_k, column)
