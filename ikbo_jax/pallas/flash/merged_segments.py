@@ -21,6 +21,12 @@ from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 UNROLL = 8
 
 
+def kv_number(ctx: WarpgroupContext, sequence: jax.Array) -> jax.Array:
+    """The sequences of keys of sequences of queries, by `q_to_kv`."""
+    found = per_thread.gather(ctx.operands.q_to_kv, sequence, "global", interpret=ctx.interpret)
+    return jnp.clip(found, 0, ctx.operands.cu_seqlens_kv.shape[0] - 2)
+
+
 def merge(ctx: WarpgroupContext) -> None:
     """Fills `shared.kv_numbers` and `shared.lengths`.
 
@@ -30,14 +36,12 @@ def merge(ctx: WarpgroupContext) -> None:
     """
     shape, shared, thread, interpret = ctx.shape, ctx.shared, per_thread.number(), ctx.interpret
     each = pl.cdiv(shape.segments, WARPGROUP_SIZE)
-    q_to_kv, none = ctx.operands.q_to_kv, per_thread.same(-1)
+    none = per_thread.same(-1)
 
     @pl.loop(0, each)
     def _(turn: Any) -> None:
         index = turn * WARPGROUP_SIZE + thread
-        number = jnp.clip(index - 1, 0, shape.sequences - 1)
-        number = per_thread.gather(q_to_kv, number, "global", interpret=interpret)
-        number = jnp.clip(number, 0, ctx.operands.cu_seqlens_kv.shape[0] - 2)
+        number = kv_number(ctx, jnp.clip(index - 1, 0, shape.sequences - 1))
         exists = index < shape.segments
         per_thread.scatter(shared.kv_numbers, index, number, exists, interpret=interpret)
 

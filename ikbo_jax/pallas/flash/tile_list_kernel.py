@@ -35,7 +35,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, scf
 
 from ikbo_jax.pallas.flash import tile_list
-from ikbo_jax.pallas.flash.merged_segments import merge
+from ikbo_jax.pallas.flash.merged_segments import kv_number, merge
 from ikbo_jax.pallas.flash.tile_list import TILE_WORDS, TileList
 from ikbo_jax.pallas.hopper import per_thread
 from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
@@ -240,8 +240,7 @@ def _segment(ctx: WarpgroupContext, index: jax.Array) -> _Segment:
         number = at(shared.kv_numbers, index)
         length = jnp.where(has_keys, at(shared.lengths, index), length)
     elif ctx.operands.q_to_kv is not None:
-        number = per_thread.gather(ctx.operands.q_to_kv, number, "global", interpret=ctx.interpret)
-        number = jnp.clip(number, 0, ctx.operands.cu_seqlens_kv.shape[0] - 2)
+        number = kv_number(ctx, number)
     kv_start = at(shared.kv_offsets, number)
     kv_length = at(shared.kv_offsets, number + 1) - kv_start
     if shape.max_seqlen_kv is not None:
