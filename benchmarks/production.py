@@ -22,8 +22,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import fcntl
-import functools
 import itertools
+import json
 import os
 import pathlib
 import statistics
@@ -53,13 +53,20 @@ SWEEPS = tuple(
     for direction in DIRECTIONS
     if (sweep := f"{op} {direction}") != "few_queries forward"
 )
-#: A call that takes less time is timed by CUPTI.
-SHORT_MS = 0.3
+#: A point whose fastest contender's kernels take less time is timed by CUPTI, and its calls in
+#: windows of `SHORT_WINDOW_S`.
+SHORT_MS, SHORT_WINDOW_S = 0.3, 0.02
+#: A point is taken for short, before it is compiled, if the peak rates of a Hopper GPU need less
+#: than this share of `SHORT_MS` for it.
+SHORT_SHARE = 1 / 6
 #: Largest time relative to the best alternative.
 SLOWEST_BAR = 1.03
-#: Seconds that are kept for the timing of each point that is compiled, and most seconds of a
-#: point's compilation until a process has compiled one.
-TIMING_S, COMPILING_S = 5.5, 30.0
+#: Seconds that are kept for the timing of each point that is compiled, of a short and of another
+#: one, and most seconds of a point's compilation until a process has compiled one.
+SHORT_TIMING_S, TIMING_S, COMPILING_S = 1.5, 4.5, 30.0
+#: Bytes of the array whose copy measures the bandwidth. The others' arrays are in memory, too, and
+#: several copies are under way at once.
+COPY_BYTES = 2**30
 #: Points that are named as the worst.
 WORST = 10
 #: Bars of the geometric means: fraction of the roofline (None: no bar), speed relative to the best
@@ -94,6 +101,14 @@ class Point:
             return self.shape.flops, self.shape.num_bytes
         return self.shape.flops * PRODUCTS[self.shape.op], 2.0 * self.shape.num_bytes
 
+    @property
+    def timing_s(self) -> float:
+        """Seconds that its timing takes, by its work."""
+        flops, num_bytes = self.work
+        rates = production_bounds.HOPPER
+        ms = 1e3 * max(flops / rates.flops, num_bytes / rates.num_bytes)
+        return SHORT_TIMING_S if ms < SHORT_MS * SHORT_SHARE else TIMING_S
+
 
 def points(sweeps: Sequence[str], number: int, seed: int) -> list[Point]:
     """`number` points of every sweep; the sweeps take turns, in the order of `SWEEPS`."""
@@ -104,42 +119,65 @@ def points(sweeps: Sequence[str], number: int, seed: int) -> list[Point]:
     return list(itertools.chain.from_iterable(zip(*drawn, strict=True)))
 
 
-def _short(found: Sequence[harness.Contender]) -> None:
-    """Replaces the times of all contenders by CUPTI's, where it could time all of them."""
-    timed = [c for c in found if "median_ms" in c.record]
-    if not timed or min(c.record["median_ms"] for c in timed) >= SHORT_MS:
-        return
-    kernels = [timing.kernel_ms(c.compiled, *c.args) for c in timed]
-    for contender, ms in zip(timed, kernels, strict=True):
-        if ms is None or None in kernels:
-            return
-        contender.record |= {"call_ms": contender.record["median_ms"], "ms": ms}
-        contender.record["median_ms"] = statistics.median(ms)
+class Ceilings(NamedTuple):
+    """What the device reaches: TB/s of a copy, and milliseconds of an empty kernel by CUPTI."""
+
+    copy_tb_per_s: float
+    empty_ms: float
 
 
-@functools.cache
-def _ceilings() -> tuple[float, float]:
-    """TB/s of a copy, and milliseconds of an empty kernel by CUPTI (0 where there is none)."""
-    size = timing.COPY_BYTES if jax.default_backend() == "gpu" else 2**20
+def ceilings(folder: pathlib.Path) -> Ceilings:
+    """Of the run with this folder: measured by the first process that asks, read by the others.
+
+    To be called while no other process uses the device.
+    """
+    path = folder / "ceilings.json"
+    if path.exists():
+        return Ceilings(**json.loads(path.read_text()))
+    size = COPY_BYTES if jax.default_backend() == "gpu" else 2**20
     nothing = jnp.zeros((), jnp.float32)
     add = jax.jit(lambda x: x + 1).lower(nothing).compile()
     empty = timing.kernel_ms(add, nothing)
-    return timing.copy_ceiling(size)["tb_per_s"], 0.0 if empty is None else statistics.median(empty)
+    found = Ceilings(
+        timing.copy_ceiling(size)["tb_per_s"], 0.0 if empty is None else statistics.median(empty)
+    )
+    path.write_text(json.dumps(found._asdict()))
+    return found
+
+
+def _kernel_times(found: Sequence[harness.Contender]) -> dict[int, list[float]]:
+    """CUPTI's times by the contenders' ids; empty if it cannot time all, or if none is short."""
+    timed = [c for c in found if c.compiled is not None]
+    times: dict[int, list[float]] = {}
+    for contender in timed:
+        ms = timing.kernel_ms(contender.compiled, *contender.args)
+        if ms is None:
+            return {}
+        times[id(contender)] = ms
+    is_short = any(statistics.median(ms) < SHORT_MS for ms in times.values())
+    return times if is_short else {}
 
 
 def measure_point(
-    point: Point, programs: Sequence[Program], protocol: harness.Protocol
+    point: Point, programs: Sequence[Program], protocol: harness.Protocol, found_ceilings: Ceilings
 ) -> dict[str, Any]:
     """Times the contenders of a point interleaved with the reference matmul."""
     found = production_programs.ready(point.shape, point.direction, programs)
     kept = found if production_bounds.peaks() is None else production_programs.leave_out_slow(found)
+    kernel_times = _kernel_times(kept)
+    if kernel_times:
+        window_s = min(protocol.window_s, SHORT_WINDOW_S)
+        protocol = dataclasses.replace(protocol, window_s=window_s)
     flops, num_bytes = point.work
     measured = harness.measure(kept, flops, protocol)
     measured["providers"] = [contender.record for contender in found]
-    _short(kept)
-    copy, empty = _ceilings()
+    for contender in kept:
+        if ms := kernel_times.get(id(contender)):
+            contender.record |= {"call_ms": contender.record["median_ms"], "ms": ms}
+            contender.record["median_ms"] = statistics.median(ms)
     compute_ms = flops / measured["matmul_tflops"] / 1e9
-    roofline = max(compute_ms, num_bytes / copy / 1e9, empty)
+    copy_ms = num_bytes / found_ceilings.copy_tb_per_s / 1e9
+    roofline = max(compute_ms, copy_ms, found_ceilings.empty_ms)
     for record in measured["providers"]:
         if "median_ms" in record:
             record["tflops"] = timing.tflops(flops, record["median_ms"])
@@ -266,19 +304,28 @@ class Budget:
         self._folder, self._end = folder, end
         self._longest_s = 0.0
 
-    def has_time(self) -> bool:
-        """Whether another point can be compiled, and all points be timed afterwards."""
-        points = len(list(self._folder.glob("begun-*"))) + 1
+    def has_time(self, point: Point | None = None) -> bool:
+        """Whether this point, too, can be compiled, and all be timed afterwards; None: a short one."""
+        # A file's name ends with the seconds that its point's timing takes.
+        begun = sum(float(p.name.rsplit("-", 1)[1]) for p in self._folder.glob("begun-*"))
         compiling_s = self._longest_s or COMPILING_S
-        return time.time() + compiling_s + TIMING_S * points < self._end
+        own = SHORT_TIMING_S if point is None else point.timing_s
+        return time.time() + compiling_s + begun + own < self._end
 
     def compiled(self, point: Point, number: int) -> list[Program]:
         """The programs of a point."""
         begin = time.time()
-        (self._folder / f"begun-{number}").touch()
+        (self._folder / f"begun-{number}-{point.timing_s}").touch()
         rates = production_bounds.peaks()
         found = production_programs.compiled(point.shape, point.direction, rates)
-        self._longest_s = max(self._longest_s, time.time() - begin)
+        seconds = time.time() - begin
+        self._longest_s = max(self._longest_s, seconds)
+        parts = ", ".join(
+            f"{p.record['name']} {p.record['compile_s']:.0f}"
+            for p in found
+            if "compile_s" in p.record
+        )
+        print(f"compiled in {seconds:.0f} s ({parts}): {point.sweep} {point.label}", flush=True)
         return found
 
 
@@ -306,18 +353,19 @@ def _measure_share(args: argparse.Namespace, share: int) -> None:
     if jax.default_backend() != "gpu":
         todo = [dataclasses.replace(point, shape=shrink(point.shape)) for point in todo]
     end = args.begin + args.budget_s
+    protocol = harness.Protocol.for_device(quick=args.quick)
+    timing.matmul_thunk(protocol.matmul_size)  # compiled beside the others, not while one times
     programs = _compiled_share(todo, folder, Budget(folder, end))
     (folder / f"compiled-{share}").touch()
     while len(list(folder.glob("compiled-*"))) < args.jobs:
         time.sleep(0.1)
-    protocol = harness.Protocol.for_device(quick=args.quick)
     for n, of_point in programs.items():
         with open(folder / "device", "w", encoding="utf-8") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if time.time() > end:
                 return
             try:
-                record = measure_point(todo[n], of_point, protocol)
+                record = measure_point(todo[n], of_point, protocol, ceilings(folder))
             except Exception as failure:  # others' programs may hold the memory that it needs
                 _report(todo[n], failure)
                 continue
@@ -337,7 +385,7 @@ def _compiled_share(
     positions = workloads(todo)
     for claim in children.claims(folder, len(positions), go_on=budget.has_time):
         for n in positions[claim]:
-            if not budget.has_time():
+            if not budget.has_time(todo[n]):
                 break
             try:
                 programs[n] = budget.compiled(todo[n], n)

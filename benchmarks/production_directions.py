@@ -15,9 +15,9 @@ from ikbo_jax._timing.programs import UNTIMED_ON_GPU
 from ikbo_jax.cases import error_rule
 from ikbo_jax.cases.error_rule import Check
 
-#: Without the files of XLA's choices of GEMMs, which processes share: an oracle's GEMMs are not
-#: timed, and no other program may take them for the fastest.
-_UNTIMED = {**UNTIMED_ON_GPU, "xla_gpu_per_fusion_autotune_cache_dir": ""}
+#: Compiler options of a program whose GEMMs need not be the fastest. Without the files of XLA's
+#: choices, which processes share: no other program may take these GEMMs for the fastest.
+UNTIMED = {**UNTIMED_ON_GPU, "xla_gpu_per_fusion_autotune_cache_dir": ""}
 _compare = jax.jit(error_rule.compare)
 
 
@@ -50,7 +50,7 @@ def exact_results(contender: Contender, direction: str) -> list[jax.Array]:
     # For "backward", the forward pass must run in float32, too.
     is_backward = direction == "backward"
     fn, args = in_direction(contender, "both" if is_backward else direction)
-    options = _UNTIMED if jax.default_backend() == "gpu" else None
+    options = UNTIMED if jax.default_backend() == "gpu" else None
     with jax.default_matmul_precision("highest"):
         found = jax.jit(fn, compiler_options=options)(*(x.astype(jnp.float32) for x in args))
     return list(found[is_backward:])

@@ -5,8 +5,9 @@ from the best. So the likely best come first, and another alternative is
 
 - left out if the lower bound of its time exceeds `MARGIN` times the time of the fastest alternative
   so far (`production_bounds`);
-- compiled with the GEMMs of cuBLAS alone, whose algorithms XLA still times, if it then takes more
-  than `FAR` times as long as the fastest one. Otherwise it is compiled again with XLA's defaults,
+- compiled with GEMMs that XLA does not tune, if it then takes more than `VERY_FAR` times as long as
+  the fastest one; otherwise compiled again with the GEMMs of cuBLAS alone, whose algorithms XLA
+  times, if it then takes more than `FAR` times as long; otherwise compiled with XLA's defaults,
   which include Triton's GEMMs.
 
 Both are recorded with the figures. Other processes use the device meanwhile. That only makes the
@@ -25,7 +26,7 @@ import jax
 
 from benchmarks import harness
 from benchmarks import production_bounds as bounds
-from benchmarks.production_directions import compare, exact_results, in_direction
+from benchmarks.production_directions import UNTIMED, compare, exact_results, in_direction
 from benchmarks.production_draws import Shape
 from benchmarks.production_providers import Contender, contenders
 from benchmarks.records import OUR_NAME
@@ -34,8 +35,9 @@ from ikbo_jax.cases.error_rule import Check
 
 #: An alternative is left out if its bound is this many times the fastest alternative's time.
 MARGIN = 1.5
-#: Beyond this ratio, Triton's GEMMs or a more exact timing would not make an alternative the best.
-FAR = 3.0
+#: Beyond this ratio, Triton's GEMMs or a more exact timing would not make an alternative the best;
+#: beyond the second one, tuned GEMMs would not.
+FAR, VERY_FAR = 3.0, 8.0
 #: Calls that take less time are always timed exactly: their time may be Python's.
 FAST_MS = 1.0
 #: Most calls of a rough timing, and seconds after which no further one is started.
@@ -54,6 +56,33 @@ class Program(NamedTuple):
     number: int
     compiled: Any
     record: dict[str, Any]
+
+
+class Tuning(NamedTuple):
+    """How an alternative's GEMMs are compiled at first.
+
+    Attributes:
+      name: for the results file.
+      options: XLA's.
+      far: if the alternative takes more than this many times as long as the fastest one, it is kept
+        as it is.
+    """
+
+    name: str
+    options: Mapping[str, Any]
+    far: float
+
+    def note(self, ms: float, name: str, other_ms: float) -> str:
+        """The note of a program that is kept like this; empty if it is near the best."""
+        if ms <= self.far * other_ms:
+            return ""
+        return f"{self.name}: {ms:.3g} ms beside {other_ms:.3g} ms of {name}"
+
+
+TUNINGS = (
+    Tuning("GEMMs not tuned", UNTIMED, VERY_FAR),
+    Tuning("GEMMs by cuBLAS alone", NETWORK_ON_GPU, FAR),
+)
 
 
 class Rough(NamedTuple):
@@ -104,11 +133,13 @@ def _prepared(
                 return Program(number, None, record | skipped), None
         fn, args = in_direction(contender, direction)
         compile_and_check = functools.partial(_checked, contender, direction, exact, fn, args)
-        if rates is not None and fastest is not None and contender.is_xla:
-            program, fields = compile_and_check(NETWORK_ON_GPU)
+        for tuning in TUNINGS if contender.is_xla else ():
+            if rates is None or fastest is None:
+                break
+            program, fields = compile_and_check(tuning.options)
             thunk = functools.partial(program, *args)
             ms, other_ms = by_turns_ms(thunk, fastest.thunk)
-            if note := only_cublas(ms, fastest.name, other_ms):
+            if note := tuning.note(ms, fastest.name, other_ms):
                 kept = Program(number, program, record | fields | {"note": note})
                 return kept, Rough(contender.name, ms, thunk)
         program, fields = compile_and_check(None)
@@ -128,7 +159,9 @@ def _checked(
     options: Mapping[str, Any] | None,
 ) -> tuple[Any, dict[str, Any]]:
     """A compiled contender, and what its entry says about its results and memory."""
+    begin = time.perf_counter()
     program = jax.jit(fn).lower(*args).compile(None if options is None else dict(options))
+    seconds = time.perf_counter() - begin
     results = jax.block_until_ready(program(*args))
     check, note = Check(0.0, 1.0), {}
     if contender.is_comparable:
@@ -138,6 +171,7 @@ def _checked(
     memory = program.memory_analysis()
     return program, {
         **note,
+        "compile_s": seconds,
         "temp_bytes": None if memory is None else int(memory.temp_size_in_bytes),
         **check._asdict(),
         "ok": check.ok,
@@ -158,13 +192,6 @@ def why_not_best(least_ms: float, name: str, ms: float) -> str:
         f"cannot be the best: its copies, scores and FLOPs alone take {least_ms:.3g} ms, {name} "
         f"took {ms:.3g} ms"
     )
-
-
-def only_cublas(ms: float, name: str, other_ms: float) -> str:
-    """The note of a program that is kept with the GEMMs of cuBLAS; empty if it is near the best."""
-    if ms <= FAR * other_ms:
-        return ""
-    return f"GEMMs by cuBLAS alone: {ms:.3g} ms beside {other_ms:.3g} ms of {name}"
 
 
 def by_turns_ms(*thunks: Callable[[], Any]) -> list[float]:

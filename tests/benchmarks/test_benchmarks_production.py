@@ -169,12 +169,29 @@ def test_directions_of_a_workload_stay_together():
 def test_no_point_is_compiled_that_could_not_be_timed(tmp_path, monkeypatch):
     now = production.time.time()
     monkeypatch.setattr(production.time, "time", lambda: now)
+    point = production.Point(LARGE, "forward")
+    assert point.timing_s == production.TIMING_S
     seconds = production.COMPILING_S + 3 * production.TIMING_S
     budget = production.Budget(tmp_path, now + seconds + 1)
     for number in range(3):
-        assert budget.has_time()
-        (tmp_path / f"begun-{number}").touch()
+        assert budget.has_time(point)
+        (tmp_path / f"begun-{number}-{point.timing_s}").touch()
+    assert not budget.has_time(point)
     assert not budget.has_time()
+
+
+def test_small_work_is_taken_for_short():
+    small = production.Point(production_draws.shrink(LARGE), "both")
+    assert small.timing_s == production.SHORT_TIMING_S < production.TIMING_S
+
+
+def test_ceilings_are_measured_once(tmp_path, monkeypatch):
+    found = production.ceilings(tmp_path)
+    assert found.copy_tb_per_s > 0
+    monkeypatch.setattr(production.timing, "copy_ceiling", None)  # it is not called again
+    assert production.ceilings(tmp_path) == found
+    with pytest.raises(TypeError):
+        production.ceilings(tmp_path / "another run")
 
 
 def test_bounds_count_only_what_certainly_leaves_the_cache():
@@ -209,9 +226,13 @@ def test_an_alternative_is_left_out_only_beyond_the_margin():
     )
     assert programs.why_not_best(0.3 * programs.MARGIN, "grouped-cudnn", 0.3) == ""
     assert programs.why_not_best(0.0, "grouped-cudnn", 0.3) == ""
-    assert programs.only_cublas(0.3 * programs.FAR, "xla-by-hand", 0.3) == ""
+    untuned, cublas = programs.TUNINGS
+    assert cublas.note(0.3 * programs.FAR, "xla-by-hand", 0.3) == ""
     note = "GEMMs by cuBLAS alone: 1.2 ms beside 0.3 ms of xla-by-hand"
-    assert programs.only_cublas(1.2, "xla-by-hand", 0.3) == note
+    assert cublas.note(1.2, "xla-by-hand", 0.3) == note
+    assert untuned.note(1.2, "xla-by-hand", 0.3) == ""
+    note = "GEMMs not tuned: 2.5 ms beside 0.3 ms of xla-by-hand"
+    assert untuned.note(2.5, "xla-by-hand", 0.3) == note
 
 
 def _slow_copies(shape, stages):
@@ -231,7 +252,8 @@ def test_what_is_left_out_is_in_the_results(monkeypatch, seconds, is_left_out):
     rates = bounds.Peaks(1.0, 1e30)
     makes.append(_slow_copies(shape, (bounds.Stage(seconds),)))
     monkeypatch.setattr(programs, "contenders", lambda shape: makes)
-    monkeypatch.setattr(programs, "FAR", 1e9)
+    changed = [x._replace(far=1e9) for x in programs.TUNINGS]
+    monkeypatch.setattr(programs, "TUNINGS", changed)
     found = programs.compiled(shape, "forward", rates)
     (copies,) = (p for p in found if p.record["name"] == "copies")
     if is_left_out:
@@ -244,8 +266,8 @@ def test_what_is_left_out_is_in_the_results(monkeypatch, seconds, is_left_out):
     assert found[-1].record["name"] == "xla"
 
 
-@pytest.mark.parametrize(("far", "tunings"), [(1e9, 2), (0.0, 1)])
-def test_xla_is_compiled_with_its_defaults_unless_it_is_far(monkeypatch, far, tunings):
+@pytest.mark.parametrize(("fars", "tunings"), [((1e9, 1e9), 3), ((1e9, 0.0), 2), ((0.0, 1e9), 1)])
+def test_xla_is_compiled_with_its_defaults_unless_it_is_far(monkeypatch, fars, tunings):
     shape = production_draws.shrink(production_draws.shapes("attention", 1)[0])
     ours, xla, *_ = production_providers.contenders(shape)
     options = []
@@ -258,11 +280,12 @@ def test_xla_is_compiled_with_its_defaults_unless_it_is_far(monkeypatch, far, tu
     quick = lambda: ours()._replace(name="quick")  # noqa: E731
     monkeypatch.setattr(programs, "contenders", lambda shape: [ours, xla, quick])
     monkeypatch.setattr(programs, "_checked", count)
-    monkeypatch.setattr(programs, "FAR", far)
+    changed = [x._replace(far=far) for x, far in zip(programs.TUNINGS, fars, strict=True)]
+    monkeypatch.setattr(programs, "TUNINGS", changed)
     found = programs.compiled(shape, "forward", bounds.Peaks(1e30, 1e30))
-    expected = [programs.NETWORK_ON_GPU, None][:tunings]
+    expected = [directions.UNTIMED, programs.NETWORK_ON_GPU, None][:tunings]
     assert options == [("ikbo", None), ("quick", None), *(("xla", x) for x in expected)]
-    assert ("note" in found[-1].record) == (tunings == 1)
+    assert ("note" in found[-1].record) == (tunings < 3)
     # Without known rates, everything is compiled once, with XLA's defaults.
     options.clear()
     programs.compiled(shape, "forward", None)
