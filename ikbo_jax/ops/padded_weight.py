@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ikbo_jax.ops import arguments
-from ikbo_jax.problems.linear_compression import WEIGHT_ALIGNMENT
+from ikbo_jax.problems.packed_compression import WEIGHT_ALIGNMENT
 
 
 @dataclasses.dataclass(frozen=True)

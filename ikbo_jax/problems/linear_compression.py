@@ -20,10 +20,6 @@ from ikbo_jax.problems.packed_compression import STAGING_SLOTS, PackedCompressio
 from ikbo_jax.problems.problem import Config, Problem, doublings, octave, size, typed
 from ikbo_jax.problems.resident_compression import ResidentCompressionConfig
 
-#: Alignment of weight rows, bytes.  TMA needs 16; with 128, a row of an operand tile is one L2
-#: line, not parts of two: 0.328 instead of 0.359 ms for the candidate product of the default shape
-#: (H200).
-WEIGHT_ALIGNMENT = 128
 #: Most candidates of the kernel whose tiles span candidates, and of the kernel whose CTAs keep
 #: their weights, that the autotuner times.
 MOST_PACKED, MOST_RESIDENT = 12, 12
@@ -227,7 +223,8 @@ class LinearCompressionProblem(LinearCompressionSizes):
         The first one is the default configuration; the autotuner times them in this order.
         """
         resident = itertools.islice(resident_compression.candidate_configs(self), MOST_RESIDENT)
-        if resident_compression.is_default(self):
+        is_resident = resident_compression.is_preferred(self)
+        if is_resident:
             yield from resident
         packed = itertools.islice(packed_compression.candidate_configs(self), MOST_PACKED)
         if packed_compression.is_preferred(self):
@@ -235,12 +232,12 @@ class LinearCompressionProblem(LinearCompressionSizes):
         yield from self.row_configs()
         if packed_compression.is_candidate(self):
             yield from packed
-        if resident_compression.is_preferred(self):
+        if not is_resident and resident_compression.is_candidate(self):
             yield from resident
 
     def why_xla(self) -> str | None:
         """XLA runs small problems whose launches take longer than the work."""
-        if resident_compression.is_default(self) or not packed_compression.is_xla_preferred(self):
+        if resident_compression.is_preferred(self) or not packed_compression.is_xla_preferred(self):
             return None
         return f"XLA by a cost model, {packed_compression.describe_estimates(self)}"
 
@@ -283,7 +280,7 @@ class LinearCompressionProblem(LinearCompressionSizes):
         """False if a model prefers the other kernel or XLA, or if tiles pad M by far more."""
         if not isinstance(config, LinearCompressionConfig):
             return False
-        if resident_compression.is_default(self):
+        if resident_compression.is_preferred(self):
             return False
         if packed_compression.is_preferred(self) or packed_compression.is_xla_preferred(self):
             return False

@@ -18,35 +18,48 @@ STAGING_SLOTS = 2
 GRANULE = 16
 #: Most compressed rows of all of a consumer's accumulators.
 MAX_ROWS = 224
+#: Alignment of weight rows, bytes.  TMA needs 16; with 128, a row of an operand tile is one L2
+#: line, not parts of two: 0.328 instead of 0.359 ms for the candidate product of the default shape
+#: (H200). A launch of packed tiles of fewer FLOPs takes weights whose rows TMA can load as they
+#: are: a launch that pads them takes longer.
+TMA_ALIGNMENT, WEIGHT_ALIGNMENT = 16, 128
+PAD_FROM_FLOPS = 1e10
+#: From this number of whole user tiles per SM on, smaller tiles no longer balance the work better.
+WHOLE_TILES_PER_SM = 4
 
 # The models by which a kernel or XLA is chosen where none was measured. Times are in us, bytes and
-# FLOPs are for one us; fitted to 29 times of 7 sizes on an H100 (docs/experiments.md). Single times
-# err by up to a factor of 2, but at these sizes the models choose the fastest of the three, or one
-# within 6 %.
+# FLOPs are for one us; fitted to times of 14 sizes on an H100 and to the dispatch table's large
+# sizes. At the 14 sizes, 24 of 25 times of packed tiles err by less than 15 %, and 10 of 14 of row
+# tiles (the worst by 42 %).
 NUM_SMS = 132
-#: The kernel whose tiles have columns of one candidate is left for this one, and both are left for
-#: XLA, only where the other time is less by this factor.
+#: Tiles of one candidate that waste no column are left for packed tiles, both for resident weights,
+#: and all for XLA, only where the other time is less by this factor.
 MARGIN = 0.97
-#: A launch; user tiles, from the end of the last one to the first use of its fragment.
-LAUNCH_US, USERS_US = 3.4, 1.4
-#: A tile besides its loads and products: its fragments, the stores that no k step hides.
-TILE_US, STORE_US = 0.25, 0.07
+#: The launches: the kernel and the one that zeroes counters; the one that pads weights; from the
+#: end of the last user tile to the first use of its fragment.
+LAUNCH_US, PAD_US, USERS_US = 2.5, 1.7, 1.5
+#: A tile besides its loads and products; a store that no k step hides.
+TILE_US, STORE_US = 0.37, 0.074
 #: A k step: its barriers and the start of its products.
-STEP_US = 0.14
-#: A row of a TMA box, if it is shorter than 128 bytes: TMA copies a box row by row. M = 233, N = 16
-#: took 60.3 and 71.9 us with tiles of 256 and 512 columns, in which an SM's boxes have 38,000 and
-#: 45,000 rows of 32 bytes: 1.40 and 1.43 ns each.
-ROW_US = 0.0014
+STEP_US = 0.11
+#: A row of a TMA box, if it is shorter than 128 bytes: TMA copies a box row by row.
+ROW_US = 0.0008
 #: Cycles of a tensor core.
 CYCLES = 1600
 #: What device memory delivers, L2 to all SMs, and L2 to one SM.
-MEMORY_BYTES, L2_BYTES, SM_BYTES = 2.6e6, 4e6, 1.2e5
+MEMORY_BYTES, L2_BYTES, SM_BYTES = 2.5e6, 1.1e7, 9e4
+#: What one SM loads, or stores, of fragments. These loads are not ahead: they begin three k steps
+#: before a tile's end, and K of 27 or 44 has one.
+FRAGMENT_BYTES = 4.5e4
 #: Part of the lesser of the two times, of tiles and of memory, that the greater does not hide.
-OVERLAP = 0.1
-#: XLA's launches, and its FLOPs where rows of K are multiples of 16 bytes and where they are not.
-XLA_US, XLA_FLOPS, XLA_UNALIGNED_FLOPS = 5.2, 4.0e8, 1.4e8
+OVERLAP = 0.11
+#: XLA's launches; the padding of a weight whose rows are no multiples of 16 bytes; its FLOPs where
+#: they are and where they are not.
+XLA_US, XLA_PAD_US, XLA_FLOPS, XLA_UNALIGNED_FLOPS = 5.2, 1.0, 4.0e8, 1.4e8
 #: Bytes of an array that is still in L2 when the next launch reads it.
 CACHED_BYTES = 2.5e7
+#: Bytes of L2, which arrays share by what is read and written of them.
+CACHE_BYTES = 4e7
 
 
 class PackedCompressionShared(NamedTuple):
@@ -233,30 +246,71 @@ def _deepest(problem: Any, config: PackedCompressionConfig) -> PackedCompression
     return None
 
 
-def _level_us(
-    problem: Any, level: int, tiles: int, rows: int, columns: int, stores: int, boxed: int = 0
-) -> tuple[int, float]:
-    """Tiles that a CTA computes, and the time of one, of `rows` by `columns`.
+@dataclasses.dataclass(frozen=True)
+class _Tile:
+    """A tile of a level, `rows` by `columns`.
 
-    `boxed`: rows of TMA boxes, if these are shorter than 128 bytes.
+    Attributes:
+      valid: columns that exist.
+      number: tiles of the level.
+      cluster: CTAs that share the weights.
+      stores: stores of the tile; 0 if it is stored as a fragment.
+      boxed: rows of TMA boxes, if these are shorter than 128 bytes.
     """
-    k = problem.ks[level]
-    steps, used = -(-k // BLOCK_K), min(rows, -(-problem.m // 8) * 8)
-    # An instruction reads its 64 x 16 operand in the time of 32 more rows.
-    products = columns / WGMMA_M * -(-k // 16) * (used + 32) / 2 / CYCLES
-    loads = 2 * k * (min(columns, problem.batches[level] * problem.n) + used)
-    loads /= min(SM_BYTES, L2_BYTES / min(max(tiles, 1), NUM_SMS))
-    hidden = min(stores, steps)
-    tile = max(products, loads, steps * STEP_US, ROW_US * boxed)
-    tile += TILE_US + STORE_US * (stores - hidden)
-    return -(-tiles // NUM_SMS), tile
+
+    level: int
+    rows: int
+    columns: int
+    valid: int
+    number: int
+    cluster: int = 1
+    stores: int = 0
+    boxed: int = 0
+
+    @property
+    def waves(self) -> int:
+        return -(-self.number // NUM_SMS)
+
+    def us(self, problem: Any) -> float:
+        k = problem.ks[self.level]
+        steps, used = -(-k // BLOCK_K), min(self.rows, -(-problem.m // 8) * 8)
+        # An instruction reads its 64 x 16 operand in the time of 32 more rows.
+        products = self.columns / WGMMA_M * -(-k // 16) * (used + 32) / 2 / CYCLES
+        of_sm = L2_BYTES / min(max(self.number, 1), NUM_SMS)
+        loads = 2 * k * (self.valid + used / self.cluster) / min(SM_BYTES, of_sm)
+        # A level adds the fragments of a coarser one; all but the last store their own.
+        fragments = (self.level > 0) + (self.stores == 0)
+        fragments_us = fragments * 3 * self.columns * self.rows / min(FRAGMENT_BYTES, of_sm)
+        exposed = self.stores - min(self.stores, steps)
+        longest = max(products, loads, steps * STEP_US, ROW_US * self.boxed)
+        return longest + TILE_US + STORE_US * exposed + fragments_us
 
 
-def _kernel_us(problem: Any, finest: tuple[int, float], users: float) -> float:
-    waves, tile = finest
+def _kernel_us(
+    problem: Any, coarser: list[_Tile], last: _Tile, *, padded_n: int, alignment: int
+) -> float:
+    """Time of a kernel whose tiles these are; fragments have `padded_n` columns of a candidate."""
+    tiles_us = sum(tile.waves * tile.us(problem) + USERS_US for tile in coarser)
+    tiles_us += last.waves * last.us(problem)
+    num_bytes = _num_bytes(problem)
+    if coarser:
+        width = 3 * padded_n * -(-problem.m // last.rows) * last.rows
+        stored, loaded = (width * batch for batch in problem.batches[-2:])
+        num_bytes += missed(stored, loaded, num_bytes) * (stored + loaded)
+    limits = sorted((tiles_us, num_bytes / MEMORY_BYTES))
     launches = LAUNCH_US * max(1, len(problem.batches) - 1)
-    limits = sorted((waves * tile, _num_bytes(problem) / MEMORY_BYTES))
-    return launches + users + limits[1] + OVERLAP * limits[0]
+    if any(2 * k % alignment for k in problem.ks):
+        launches += PAD_US
+    return launches + limits[1] + OVERLAP * limits[0]
+
+
+def missed(size: float, loaded: float, others: float, cache: float = CACHE_BYTES) -> float:
+    """Part of the loads of an array that L2 does not hold.
+
+    The array has `size` bytes, of which `loaded` are read, several times or in any order, while
+    `others` bytes are read and written once. It has a share of L2 by its traffic.
+    """
+    return max(0.0, 1 - cache * loaded / (loaded + others) / max(size, 1))
 
 
 def _num_bytes(problem: Any) -> float:
@@ -268,24 +322,27 @@ def _num_bytes(problem: Any) -> float:
 def estimated_us(problem: Any, config: PackedCompressionConfig) -> float:
     """Time of the kernel whose tiles span candidates, by a model."""
 
-    def tiles(level: int, block_n: int, block_m: int) -> int:
-        return -(-problem.batches[level] * problem.n // block_n) * -(-problem.m // block_m)
+    def tile(level: int, columns: int, rows: int, stores: int = 0) -> _Tile:
+        valid = min(columns, problem.batches[level] * problem.n)
+        number = -(-problem.batches[level] * problem.n // columns) * -(-problem.m // rows)
+        boxed = _boxed_rows(problem, level, valid, stored=rows if stores else 0)
+        cluster = config.cluster if stores else 1
+        return _Tile(level, rows, columns, valid, number, cluster, stores, boxed)
 
     *coarser, finest = range(len(problem.batches))
-    users = 0.0
+    tiles = []
     for level in coarser:
-        block_m = config.block_m
-        spread = [rows for rows in range(16, block_m, 16) if block_m % rows == 0]
-        block_m = next((x for x in spread if tiles(level, TILE_ROWS, x) <= NUM_SMS), block_m)
-        boxed = _boxed_rows(problem, level, TILE_ROWS)
-        number = tiles(level, TILE_ROWS, block_m)
-        waves, tile = _level_us(problem, level, number, block_m, TILE_ROWS, 0, boxed)
-        users += waves * tile + USERS_US
-    number = tiles(finest, config.block_n, config.block_m)
+        whole = tile(level, config.block_n, config.block_m)
+        if whole.number < WHOLE_TILES_PER_SM * NUM_SMS:
+            block_ms = (x for x in range(16, config.block_m, 16) if config.block_m % x == 0)
+            narrow = (tile(level, TILE_ROWS, rows) for rows in block_ms)
+            spread = (x for x in narrow if x.number <= NUM_SMS)
+            whole = next(spread, tile(level, TILE_ROWS, config.block_m))
+        tiles.append(whole)
     stores = config.accumulators * config.block_m // config.epilogue_rows
-    boxed = _boxed_rows(problem, finest, config.block_n, stored=config.block_m)
-    last = _level_us(problem, finest, number, config.block_m, config.block_n, stores, boxed)
-    return _kernel_us(problem, last, users)
+    last = tile(finest, config.block_n, config.block_m, stores)
+    alignment = TMA_ALIGNMENT if problem.useful_flops < PAD_FROM_FLOPS else WEIGHT_ALIGNMENT
+    return _kernel_us(problem, tiles, last, padded_n=problem.n, alignment=alignment)
 
 
 def _boxed_rows(problem: Any, level: int, columns: int, stored: int = 0) -> int:
@@ -296,24 +353,27 @@ def _boxed_rows(problem: Any, level: int, columns: int, stored: int = 0) -> int:
     width = block_width(problem.n)
     if width == WGMMA_M:
         return 0
-    blocks = min(columns, problem.batches[level] * problem.n) // width
-    return blocks * (-(-problem.ks[level] // BLOCK_K) * BLOCK_K + stored)
+    return -(-columns // width) * (-(-problem.ks[level] // BLOCK_K) * BLOCK_K + stored)
 
 
-def estimated_row_us(problem: Any, block_m: int) -> float:
+def estimated_row_us(problem: Any, config: Any) -> float:
     """Time of the kernel whose tiles have the columns of one candidate, by the same model."""
 
-    def tiles(level: int, block_m: int) -> int:
-        return problem.batches[level] * -(-problem.n // TILE_ROWS) * -(-problem.m // block_m)
+    def tile(level: int, rows: int, stores: int = 0) -> _Tile:
+        number = problem.batches[level] * -(-problem.n // TILE_ROWS) * -(-problem.m // rows)
+        valid, cluster = min(TILE_ROWS, problem.n), config.cluster if stores else 1
+        return _Tile(level, rows, TILE_ROWS, valid, number, cluster, stores)
 
     *coarser, finest = range(len(problem.batches))
-    users = 0.0
+    tiles = []
     for level in coarser:
-        half = block_m // 2 if block_m % 32 == 0 else block_m
-        waves, tile = _level_us(problem, level, tiles(level, half), half, TILE_ROWS, 0)
-        users += waves * tile + USERS_US
-    last = _level_us(problem, finest, tiles(finest, block_m), block_m, TILE_ROWS, 4)
-    return _kernel_us(problem, last, users)
+        whole = tile(level, config.block_m)
+        if whole.number < WHOLE_TILES_PER_SM * NUM_SMS and config.block_m % 32 == 0:
+            whole = tile(level, config.block_m // 2)
+        tiles.append(whole)
+    last = tile(finest, config.block_m, config.block_m // config.epilogue_rows)
+    padded_n = -(-problem.n // TILE_ROWS) * TILE_ROWS
+    return _kernel_us(problem, tiles, last, padded_n=padded_n, alignment=WEIGHT_ALIGNMENT)
 
 
 def estimated_xla_us(problem: Any) -> float:
@@ -325,6 +385,7 @@ def estimated_xla_us(problem: Any) -> float:
     m, n = -(-problem.m // 64) * 64, -(-problem.n // 32) * 32
     for batch, k in zip(problem.batches, problem.ks, strict=True):
         rate = XLA_UNALIGNED_FLOPS if k % 8 else XLA_FLOPS
+        total += XLA_PAD_US if k % 8 else 0
         products = 2.0 * batch * k * m * n / rate
         total += max(0.0, products - 2 * batch * k * problem.n / MEMORY_BYTES)
         product = 4 * batch * problem.m * problem.n
@@ -338,7 +399,7 @@ def estimates(problem: Any) -> tuple[float, float, float]:
     best = next(candidate_configs(problem), None)
     packed = math.inf if best is None else estimated_us(problem, best)
     rows = next(problem.row_configs(), None)
-    row = math.inf if rows is None else estimated_row_us(problem, rows.block_m)
+    row = math.inf if rows is None else estimated_row_us(problem, rows)
     return packed, row, estimated_xla_us(problem)
 
 
@@ -349,9 +410,12 @@ def is_candidate(problem: Any) -> bool:
 
 
 def is_preferred(problem: Any) -> bool:
-    """Whether this kernel is the default: whether its model is faster by `MARGIN`."""
+    """Whether this kernel is the default: whether its model is faster.
+
+    By `MARGIN` where no column of the other's tiles is wasted.
+    """
     packed, row, _ = estimates(problem)
-    return packed < MARGIN * row
+    return packed < (row if problem.n % TILE_ROWS else MARGIN * row)
 
 
 def is_xla_preferred(problem: Any) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from ikbo_jax.problems import hopper, memory, packed_compression
 from ikbo_jax.problems.hopper import BLOCK_K, WGMMA_K, WGMMA_M
-from ikbo_jax.problems.packed_compression import CACHED_BYTES, STAGING_SLOTS, block_width
+from ikbo_jax.problems.packed_compression import STAGING_SLOTS, block_width
 from ikbo_jax.problems.problem import Config
 
 #: Compressed rows of all accumulators of a part: accumulators, fragments and the address
@@ -23,6 +23,8 @@ MAX_PARTS = 16
 MAX_DEPTH = 256
 #: Most compressed rows of a tile of a coarser level.
 COARSE_ROWS = 48
+#: Compressed rows of fragments that are loaded before a part is multiplied: 96 registers.
+MAX_EARLY_ROWS = 128
 #: Most CTAs of an SM: 16 x 128 threads of 128 registers would not fit.
 MAX_CTAS = 8
 
@@ -141,6 +143,11 @@ def is_contiguous(n: int) -> bool:
     part of a candidate is contiguous, and one bulk copy stores it.
     """
     return block_width(n) == n < WGMMA_M
+
+
+def early_splits(layout: Layout) -> int:
+    """Fragments that are loaded before a part is multiplied; the others are loaded after it."""
+    return max(1, MAX_EARLY_ROWS // (layout.accumulators * layout.block_m))
 
 
 def elements_of_load(k: int) -> int:
@@ -274,26 +281,35 @@ def _many_ctas(problem: Any, level: int, layout: Layout) -> Layout:
     return dataclasses.replace(two, ctas=min(MAX_CTAS, most))
 
 
-# A model by which configurations are ordered. Times are in us, bytes are for one us; constants are
-# of an H100 (docs/experiments.md), those of weights and groups predicted.
-#: A launch, and a further CTA of an SM: its barriers, its weights.
-LAUNCH_US, CTA_US = 1.0, 0.4
-#: The latency of a first load; a part of a tile, and a compressed row of its accumulators, where
-#: nothing else is on the SM; the look-up of the users whose embeddings a tile loads.
-LOAD_US, PART_US, PART_ROW_US, GATHER_US = 0.7, 0.5, 0.004, 0.4
-#: A copy of each thread, of 4 to 16 bytes; a load through a register, of an element.
-COPY_US, ELEMENT_US = 0.02, 0.04
-#: What device memory delivers, L2 to all SMs, and L2 to one SM.
-MEMORY_BYTES, L2_BYTES, SM_BYTES = 3.0e6, 5.8e6, 1.0e5
-#: Part of the lesser times, of tiles, boxes, L2 and memory, that the greatest does not hide.
-OVERLAP = 0.05
-#: Whether the model chooses this kernel at all. Otherwise a caller's configuration does, and the
-#: tuner, which checks results. Not before the GPU tests of its present form have run: its first
-#: form was right at 14 sizes on an H100; since then it was interpreted, emulated and compiled.
-IS_CHOSEN = False
-#: Most compressed rows for which the model may choose this kernel: of more, one size was timed (M =
-#: 351), at which packed tiles were faster.
-MAX_DEFAULT_M = 256
+# A model by which configurations are ordered. Times are in us, bytes are for one us; fitted, and
+# adjusted by hand, to 73 times of 14 sizes on an H100 (tests/support/compression_times.py). 56 err
+# by less than 15 %, the worst by 40 %.
+#: A launch, and a further CTA of an SM: its barriers.
+LAUNCH_US, CTA_US = 0.95, 0.1
+#: The latency of a first load; a part of a tile, a further accumulator of it, a compressed row of
+#: its accumulators; such a row of a fragment that is loaded after the products; the look-up of the
+#: users whose embeddings a tile loads; the latency of a load, if there is one stage.
+LOAD_US, PART_US, ACCUMULATOR_US, PART_ROW_US = 0.3, 0.5, 0.05, 0.0006
+LATE_ROW_US, GATHER_US, RELOAD_US = 0.002, 0.16, 0.9
+#: A copy of each thread, of 4 to 16 bytes; a load through a register, of an element; the part of
+#: either that a further CTA of an SM adds.
+COPY_US, ELEMENT_US, COPY_SHARE = 0.024, 0.026, 0.85
+#: Cycles of a tensor core, and rows in whose time an instruction reads its 64 x 16 operand.
+CYCLES, OPERAND_ROWS = 1900, 8
+#: A row of a TMA box, if it is shorter than 128 bytes.
+ROW_US = 0.0016
+#: What device memory delivers and takes, L2 delivers to all SMs, and to one SM.
+READ_BYTES, WRITE_BYTES, L2_BYTES, SM_BYTES = 3.2e6, 2.3e6, 6.9e6, 3e5
+#: Part of the fragments that L1 does not hold; bytes of L2 that fragments and users share.
+FRAGMENT_SHARE, CACHE_BYTES = 0.85, 2e7
+#: Part of the lesser times, of tiles, products, boxes, L2 and memory, that the greatest does not
+#: hide: of the next one.
+OVERLAP = 0.11
+#: Most compressed rows for which the model may choose this kernel: M = 351 is the largest that was
+#: measured.
+MAX_DEFAULT_M = 384
+#: The tuner times this kernel unless its model takes longer than the others' by this factor.
+CANDIDATE_FACTOR = 1.3
 #: Registers of a thread: a base, and for each compressed row of all accumulators.
 BASE_REGISTERS, ROW_REGISTERS = 24, 1.3
 
@@ -314,7 +330,7 @@ def candidate_configs(problem: Any) -> Iterator[ResidentCompressionConfig]:
     users = [(False, k) for k in (160, 320, 640, 1280) if k == 640 or max(problem.ks) > k // 2]
     configs = []
     for block_m, accumulators, num_stages, (gathers, coarse_k), groups in itertools.product(
-        sorted(block_ms), (1, 2, 3, 4), (1, 2), [*users, (True, 640)], (1, 2, 4)
+        sorted(block_ms), (1, 2, 3, 4), (2, 1), [*users, (True, 640)], (1, 2, 4)
     ):
         if groups > -(-problem.m // block_m):
             continue
@@ -330,22 +346,27 @@ def candidate_configs(problem: Any) -> Iterator[ResidentCompressionConfig]:
     yield from sorted(configs, key=lambda config: estimated_us(problem, config))
 
 
-def is_default(problem: Any) -> bool:
-    """Whether this kernel is chosen where nothing was measured."""
-    return IS_CHOSEN and is_preferred(problem)
-
-
 @functools.lru_cache(maxsize=1024)
+def best_us(problem: Any) -> float:
+    """Time of the most promising configuration by the model; infinite if none is legal."""
+    best = next(candidate_configs(problem), None)
+    return math.inf if best is None else estimated_us(problem, best)
+
+
+def is_candidate(problem: Any) -> bool:
+    """Whether this kernel is worth timing: whether its model is not far slower."""
+    return best_us(problem) < CANDIDATE_FACTOR * min(packed_compression.estimates(problem))
+
+
 def is_preferred(problem: Any) -> bool:
-    """Whether this kernel takes less time by its model than the others by theirs.
+    """Whether this kernel is the default: whether it takes less time by its model than the others.
 
     Of two levels and up to `MAX_DEFAULT_M`, of which times were measured.
     """
     if len(problem.ks) != 2 or problem.m > MAX_DEFAULT_M:
         return False
-    best = next(candidate_configs(problem), None)
-    others = min(packed_compression.estimates(problem))
-    return best is not None and estimated_us(problem, best) < packed_compression.MARGIN * others
+    packed, row, xla = packed_compression.estimates(problem)
+    return best_us(problem) < min(packed_compression.MARGIN * min(packed, row), xla)
 
 
 def estimated_us(problem: Any, config: ResidentCompressionConfig) -> float:
@@ -359,15 +380,18 @@ def level_us(problem: Any, config: ResidentCompressionConfig, level: int) -> flo
     tiles, shares = layout.tiles(problem.batches[level], problem.n), layout.shares
     sms = packed_compression.NUM_SMS
     workers = min(tiles, max(1, sms * layout.ctas // shares))
-    ctas = -(-workers * shares // sms)  # of an SM
-    limits = sorted(
+    if layout.by_threads:
+        workers = tiles
+    ctas, tiles_of_sm = -(-workers * shares // sms), -(-tiles * shares // sms)  # of an SM
+    *_, second, longest = sorted(
         (
             *_traffic_us(problem, config, level, workers),
-            _boxes_us(problem, layout, is_last=is_last) * -(-tiles * shares // sms),
-            _chain_us(problem.ks[level::-1], layout, ctas, -(-tiles // workers)),
+            _boxes_us(problem, layout, is_last=is_last) * tiles_of_sm,
+            _products_us(layout) * layout.parts * tiles_of_sm,
+            _chain_us(problem, config, level, workers),
         )
     )
-    return LAUNCH_US + CTA_US * (ctas - 1) + limits[-1] + OVERLAP * sum(limits[:-1])
+    return LAUNCH_US + CTA_US * (ctas - 1) + longest + OVERLAP * second
 
 
 def _traffic_us(problem: Any, config: Any, level: int, workers: int) -> tuple[float, float]:
@@ -379,20 +403,23 @@ def _traffic_us(problem: Any, config: Any, level: int, workers: int) -> tuple[fl
     rows = layout.groups * layout.rows
     written = 2 * columns * problem.m if is_last else 3 * columns * rows * layout.splits
     again = read * (layout.groups - 1)
+    once = read + written
     if layout.gathered is not None:
         of_users = 2 * problem.batches[level - 1] * problem.n * problem.ks[level - 1]
         gathered = 2 * columns * problem.ks[level - 1] * layout.groups
         if layout.has_one_user:
             block_n = min(layout.block_n, problem.n)
             gathered = workers * layout.shares * 2 * block_n * problem.ks[level - 1]
-        read, again = read + of_users, again + max(0, gathered - of_users)
+        further = max(0, gathered - of_users)
+        share = packed_compression.missed(of_users, gathered, once, CACHE_BYTES)
+        read, again = read + of_users + share * further, again + further
     elif level:
-        splits = config.layout(problem, level - 1).splits
-        fragments = 3 * columns * rows * splits
-        again += fragments
-        if fragments * problem.batches[level - 1] > CACHED_BYTES * problem.batches[level]:
-            read += fragments  # which L2 does not hold
-    return (read + written) / MEMORY_BYTES, (read + written + again) / L2_BYTES
+        fragments = 3 * columns * rows * config.layout(problem, level - 1).splits
+        stored = fragments // problem.batches[level] * problem.batches[level - 1]
+        again += FRAGMENT_SHARE * fragments
+        share = packed_compression.missed(stored, fragments, once, CACHE_BYTES)
+        read += share * fragments
+    return read / READ_BYTES + written / WRITE_BYTES, (read + written + again) / L2_BYTES
 
 
 def _boxes_us(problem: Any, layout: Layout, *, is_last: bool) -> float:
@@ -404,26 +431,54 @@ def _boxes_us(problem: Any, layout: Layout, *, is_last: bool) -> float:
         rows += math.prod(layout.gathered)
     if is_last and not is_contiguous(problem.n):
         rows += layout.rows
-    return packed_compression.ROW_US * rows * layout.block_n / block_width(problem.n)
+    return ROW_US * rows * layout.block_n / block_width(problem.n)
 
 
-def _chain_us(ks: tuple[int, ...], layout: Layout, ctas: int, tiles: int) -> float:
-    """Time of one CTA, of `ctas` of an SM, whose steps wait for one another.
+def _products_us(layout: Layout) -> float:
+    """Time of the products of a part."""
+    gathered = 0 if layout.has_one_user else math.prod(layout.gathered or (0,))
+    instructions = layout.accumulators * -(-(layout.k + gathered) // WGMMA_K)
+    return instructions * (layout.block_m + OPERAND_ROWS) / 2 / CYCLES
 
-    `ks` are K of the level and of the coarser ones.
-    """
-    own, gathered = layout.k_blocks
-    copies_us = 0.0
-    for blocks, k in zip((own, gathered), ks, strict=False):
+
+def _copies_us(problem: Any, layout: Layout, level: int) -> float:
+    """Time in which the threads of a CTA copy what TMA does not."""
+    total = 0.0
+    for blocks, k in zip(layout.k_blocks, problem.ks[level::-1], strict=False):
         elements = elements_of_load(k)
         copies = blocks * BLOCK_K * layout.rows / elements / hopper.WARPGROUP_SIZE
-        copies_us += copies * (COPY_US if elements > 1 else ELEMENT_US)
-    k = layout.k + math.prod(layout.gathered or (0,))
-    first_us = ctas * 2 * k * (layout.block_n + layout.rows) / SM_BYTES
-    part_us = PART_US + PART_ROW_US * layout.accumulators * layout.block_m
-    tile_us = layout.parts * part_us
-    if layout.gathered is not None and not layout.has_one_user:
+        total += copies * (COPY_US if elements > 1 else ELEMENT_US)
+    rows, columns = layout.k if layout.by_threads else 0, layout.block_n
+    if layout.has_one_user:
+        rows, columns = math.prod(layout.gathered or ()), min(layout.block_n, problem.n)
+    return total + COPY_US * rows * columns / 8 / hopper.WARPGROUP_SIZE
+
+
+def _chain_us(problem: Any, config: Any, level: int, workers: int) -> float:
+    """Time of one CTA, whose steps wait for one another."""
+    layout, sms = config.layout(problem, level), packed_compression.NUM_SMS
+    ctas = -(-workers * layout.shares // sms)  # of an SM
+    number = layout.tiles(problem.batches[level], problem.n)
+    tiles = -(-number // workers)
+    # All CTAs begin at the same time, and share the memory.
+    of_sm = min(SM_BYTES, READ_BYTES / min(sms, workers * layout.shares))
+    first_us = ctas * min(layout.stages, tiles) * 2 * layout.k * layout.block_n / of_sm
+    copies_us = _copies_us(problem, layout, level) * (1 + COPY_SHARE * (ctas - 1))
+    rows = layout.accumulators * layout.block_m
+    part_us = PART_US + ACCUMULATOR_US * (layout.accumulators - 1) + PART_ROW_US * rows
+    part_us += _products_us(layout)
+    tile_us = 0.0
+    if level and layout.gathered is None:
+        splits = config.layout(problem, level - 1).splits
+        part_us += LATE_ROW_US * rows * max(0, splits - early_splits(layout))
+    elif level and not layout.has_one_user:
         tile_us += GATHER_US
+    total = LOAD_US + max(copies_us, first_us) + tiles * (tile_us + layout.parts * part_us)
     if layout.stages == 1:
-        tile_us += LOAD_US
-    return LOAD_US + max(copies_us, first_us) + tiles * tile_us
+        # Loads and products alternate, unless another CTA of the SM multiplies meanwhile.
+        load_us = 2 * layout.k * layout.block_n / (of_sm if ctas == 1 else SM_BYTES)
+        if layout.gathered is not None and not layout.has_one_user:
+            gathered = 2 * math.prod(layout.gathered) * layout.block_n
+            load_us += gathered / min(SM_BYTES, L2_BYTES / min(sms, workers * layout.shares))
+        total += (number / workers - 1) * load_us + (tiles - 1) * RELOAD_US
+    return total

@@ -11,17 +11,18 @@ from ikbo_jax.problems import (
     LinearCompressionConfig,
     LinearCompressionProblem,
     PackedCompressionConfig,
+    ResidentCompressionConfig,
 )
 from ikbo_jax.problems import packed_compression as packed
 from ikbo_jax.problems.linear_compression_backward import default_config
 from ikbo_jax.tuning import table
 
 SMALL = LinearCompressionProblem((100, 8192), (200, 40), 16, 32, "bfloat16")
-PACKED = LinearCompressionProblem((547, 3829), (225, 27), 351, 96, "bfloat16")
+PACKED = LinearCompressionProblem((547, 3829), (225, 27), 433, 96, "bfloat16")
 #: The sizes of which most rows of the table are.
 LARGE = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16")
 #: A launch of the kernel takes longer than XLA's batched products.
-TINY = LinearCompressionProblem((1, 100), (2048, 2048), 8, 64, "bfloat16")
+TINY = LinearCompressionProblem((1, 20), (2048, 2048), 8, 64, "bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -71,7 +72,11 @@ def test_small_n_has_tiles_that_span_candidates() -> None:
     assert isinstance(choice.config, PackedCompressionConfig)
     assert (choice.source, choice.config) == ("default", PACKED.default_config())
     kinds = {type(config) for config in PACKED.candidate_configs()}
-    assert kinds == {PackedCompressionConfig, LinearCompressionConfig}
+    assert kinds == {
+        PackedCompressionConfig,
+        LinearCompressionConfig,
+        ResidentCompressionConfig,
+    }
 
 
 def test_large_problems_keep_tiles_of_one_candidate() -> None:

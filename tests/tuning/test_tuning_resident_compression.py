@@ -4,32 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import statistics
 from collections.abc import Iterator
 
+import compression_times as times
 import pytest
 
 from ikbo_jax.problems import (
+    LinearCompressionConfig,
     LinearCompressionProblem,
+    PackedCompressionConfig,
     ResidentCompressionConfig,
     hopper,
     memory,
 )
-from ikbo_jax.problems import problem as problem_module
+from ikbo_jax.problems import packed_compression as packed
 from ikbo_jax.problems import resident_compression as resident
 from ikbo_jax.problems.hopper import MAX_SMEM_BYTES
 from ikbo_jax.tuning import table
 
 SMALL = LinearCompressionProblem((100, 8192), (200, 40), 16, 32, "bfloat16")
 CONFIG = ResidentCompressionConfig(2, 16, 2, 4)
-
-
-@pytest.fixture
-def chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The model may choose the kernel; default configurations are cached."""
-    monkeypatch.setattr(resident, "IS_CHOSEN", True)
-    problem_module._first_candidate.cache_clear()
-    yield
-    problem_module._first_candidate.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -106,50 +102,85 @@ def test_resident_candidates_are_legal_and_fit_an_sm(n: int, batches: tuple[int,
         assert 1 <= config.ctas <= room
 
 
-#: Batches, K, M, N, and whether the kernel was the fastest on an H100 (docs/experiments.md).
-MEASURED = [
-    ((100, 8192), (200, 40), 16, 32, True),
-    ((29, 8367), (1116, 22), 233, 16, True),
-    ((1, 602), (480, 20), 15, 32, True),
-    ((200, 601), (121, 138), 48, 128, True),
-    ((10095, 10095), (24, 136), 8, 64, True),
-    ((1, 118), (1160, 111), 20, 512, True),
-    ((547, 3829), (225, 27), 351, 96, False),
-    ((1, 229), (88, 386), 42, 64, True),
-    ((11, 1033), (982, 250), 240, 16, True),
-    ((227, 681), (79, 44), 189, 32, True),
+def contenders(name: str) -> Iterator[tuple[float, float, object]]:
+    """(time by the model, time on an H100, configuration or None for XLA)."""
+    problem = times.PROBLEMS[name]
+    yield packed.estimated_xla_us(problem), times.XLA[name], None
+    row = next(problem.row_configs())
+    yield packed.estimated_row_us(problem, row), times.ROW[name], row
+    for (block_n, block_m, stages, cluster), us in times.PACKED[name].items():
+        config = next(
+            config
+            for config in packed.candidate_configs(problem)
+            if (config.block_n, config.block_m, config.cluster) == (block_n, block_m, cluster)
+        )
+        config = dataclasses.replace(config, num_stages=stages)
+        yield packed.estimated_us(problem, config), us, config
+    for fields, us in times.RESIDENT[name].items():
+        config = ResidentCompressionConfig(*fields)
+        yield resident.estimated_us(problem, config), us, config
+
+
+@pytest.mark.parametrize("name", times.PROBLEMS)
+def test_models_choose_what_was_fast_on_a_gpu(name: str) -> None:
+    """Of what was timed, the model's choice takes at most 1.06 of the fastest."""
+    found = list(contenders(name))
+    _, chosen, config = min(found, key=lambda x: x[0])
+    assert chosen <= 1.06 * min(us for _, us, _ in found)
+    assert chosen <= 1.03 * times.XLA[name]
+    problem = times.PROBLEMS[name]
+    assert type(problem.default_config()) is type(config)
+    assert isinstance(config, PackedCompressionConfig) == (name == "d1")
+    assert problem.why_xla() is None
+    choice = table.lookup(problem, with_user_rows=False)
+    assert (choice.config, choice.source) == (problem.default_config(), "default")
+
+
+def test_models_are_near_the_times_on_a_gpu() -> None:
+    """No kind of kernel is systematically too fast or too slow by its model."""
+    errors: dict[type, list[float]] = {}
+    for name in times.PROBLEMS:
+        for estimate, us, config in contenders(name):
+            errors.setdefault(type(config), []).append(math.log(estimate / us))
+    spread = {
+        type(None): 0.15,
+        LinearCompressionConfig: 0.25,
+        PackedCompressionConfig: 0.1,
+        ResidentCompressionConfig: 0.15,
+    }
+    assert errors.keys() == spread.keys()
+    for kind, values in errors.items():
+        assert abs(statistics.mean(values)) < 0.06, kind
+        assert statistics.pstdev(values) < spread[kind], kind
+
+
+#: Batches, K, M, block_m and us of rows of the dispatch table, N = 256 (H200).
+LARGE = [
+    ((15, 1024), (1178, 866), 433, 371),
+    ((15, 1024), (1178, 866), 1024, 831),
+    ((15, 1024), (1178, 2048), 433, 804),
+    ((1024, 1024), (1178, 866), 433, 867),
 ]
 
 
-def test_resident_kernel_is_no_default_yet() -> None:
-    """Its present form has not run on a GPU; the tuner, which checks results, may choose it."""
-    assert not resident.IS_CHOSEN
-    assert not isinstance(SMALL.default_config(), ResidentCompressionConfig)
-    last = list(SMALL.candidate_configs())[-1]
-    assert isinstance(last, ResidentCompressionConfig)
-    for config in (SMALL.default_config(), last):
-        row = table.Row(SMALL, config, "NVIDIA H100 80GB HBM3", "2026-01-01", "0.11.2", 0.02, 0.1)
-        assert table.Row.from_json(json.loads(json.dumps(row.to_json()))) == row
-
-
-@pytest.mark.parametrize(("batches", "ks", "m", "n", "is_fastest"), MEASURED)
-def test_resident_kernel_would_be_the_default_where_it_was_the_fastest(
-    batches: tuple[int, int],
-    ks: tuple[int, int],
-    m: int,
-    n: int,
-    is_fastest: bool,
-    chosen: None,
+@pytest.mark.parametrize(("batches", "ks", "m", "us"), LARGE)
+def test_large_problems_keep_row_tiles(
+    batches: tuple[int, int], ks: tuple[int, int], m: int, us: float
 ) -> None:
-    problem = LinearCompressionProblem(batches, ks, m, n, "bfloat16")
-    config = problem.default_config()
-    assert isinstance(config, ResidentCompressionConfig) == is_fastest
-    assert problem.why_xla() is None
-    choice = table.lookup(problem, with_user_rows=False)
-    assert isinstance(choice.config, ResidentCompressionConfig) == is_fastest
+    problem = LinearCompressionProblem(batches, ks, m, 256, "bfloat16")
+    row = next(problem.row_configs())
+    assert packed.estimated_row_us(problem, row) == pytest.approx(us, rel=0.15)
+    assert table.lookup(problem, with_user_rows=False).source == "sm90.json"
+    assert not any(isinstance(x, ResidentCompressionConfig) for x in problem.candidate_configs())
 
 
-def test_resident_kernel_is_no_default_of_one_level(chosen: None) -> None:
+def test_row_of_a_resident_configuration_is_read_as_it_was_written() -> None:
+    config = SMALL.default_config()
+    row = table.Row(SMALL, config, "NVIDIA H100 80GB HBM3", "2026-01-01", "0.11.2", 0.02, 0.1)
+    assert table.Row.from_json(json.loads(json.dumps(row.to_json()))) == row
+
+
+def test_resident_kernel_is_no_default_of_one_level() -> None:
     """No time of one level, or of three, was measured."""
     one = dataclasses.replace(SMALL, batches=(8192,), ks=(40,))
     assert not isinstance(one.default_config(), ResidentCompressionConfig)

@@ -78,15 +78,13 @@ from ikbo_jax.problems import (
     PackedCompressionConfig,
     ResidentCompressionConfig,
 )
-from ikbo_jax.problems.linear_compression import WEIGHT_ALIGNMENT
-from ikbo_jax.problems.packed_compression import block_width
-
-#: Alignment that TMA needs. A launch of up to `PAD_FROM_FLOPS` takes weights whose rows have it as
-#: they are: a launch that pads them takes longer (2 us).
-TMA_ALIGNMENT = 16
-PAD_FROM_FLOPS = 1e10
-#: From this number of whole user tiles per SM on, half tiles no longer balance the work better.
-WHOLE_TILES_PER_SM = 4
+from ikbo_jax.problems.packed_compression import (
+    PAD_FROM_FLOPS,
+    TMA_ALIGNMENT,
+    WEIGHT_ALIGNMENT,
+    WHOLE_TILES_PER_SM,
+    block_width,
+)
 
 
 class _Level(NamedTuple):

@@ -58,10 +58,7 @@ from ikbo_jax.pallas.linear_compression.resident_tiles import (
 from ikbo_jax.problems import LinearCompressionProblem, ResidentCompressionConfig
 from ikbo_jax.problems.hopper import BLOCK_K, WGMMA_M
 from ikbo_jax.problems.packed_compression import GRANULE, STAGING_SLOTS
-from ikbo_jax.problems.resident_compression import is_contiguous
-
-#: Compressed rows of fragments that are loaded before a part is multiplied: 96 registers.
-MAX_EARLY_ROWS = 128
+from ikbo_jax.problems.resident_compression import early_splits, is_contiguous
 
 
 def _multiply(
@@ -127,10 +124,9 @@ def _sums(
         return _multiply(ctx, part, stage)
     begin = place.group * layout.rows + part * layout.block_m
     # Their latency passes with the product's. Registers do not hold many.
-    rows = layout.accumulators * layout.block_m
     early = [
         load_fragments(ctx, users, split, begin)
-        for split in range(min(coarser.layout.splits, max(1, MAX_EARLY_ROWS // rows)))
+        for split in range(min(coarser.layout.splits, early_splits(layout)))
     ]
     accs = _multiply(ctx, part, stage)
 
