@@ -40,6 +40,8 @@ from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 
 #: Most candidates and users: of more, XLA's kernels take less time than one CTA.
 MOST_CANDIDATES, MOST_USERS = 16384, 4096
+#: Pairs of candidates of one turn of a loop, whose loads overlap.
+UNROLL = 8
 #: Most CTAs of a launch. Each numbers all rows, and describes some users, tiles and candidates.
 MOST_WORKERS = 64
 #: Added to statistics where the promised order is wrong: the bits of an f32 NaN.
@@ -185,7 +187,7 @@ class Numbering(NamedTuple):
 
     def rounds(self, count: int) -> tuple[int, Any]:
         """Rounds of a loop over `count` numbers, and a round's numbers, one for each thread."""
-        return per_thread.rounds(count, per_thread.number())
+        return per_thread.rounds(count, per_thread.number(), unroll=UNROLL)
 
 
 def number(ctx: Numbering) -> None:

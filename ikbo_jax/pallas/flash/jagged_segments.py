@@ -167,9 +167,7 @@ def _largest(threads: Threads, ref: Any, at: int, count: int) -> jax.Array:
     return lax.fori_loop(0, turns, turn, same(0))
 
 
-def _keep_maxima(
-    threads: Threads, ref: Any, at: int, count: int, before: jax.Array
-) -> jax.Array:
+def _keep_maxima(threads: Threads, ref: Any, at: int, count: int, before: jax.Array) -> jax.Array:
     """Running maxima in place of a thread's numbers; returns their largest step."""
     turns, step, each = threads.parts(count)
     first = threads.number() * each

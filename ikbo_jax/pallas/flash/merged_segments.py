@@ -66,7 +66,9 @@ def merge(ctx: SegmentContext) -> None:
 
     # What lies beyond a thread's segments, before threads change it.
     above = first + each
-    is_open = is_merged(above, (number(above - 1), number(above)), (starts(above - 1), starts(above)))
+    is_open = is_merged(
+        above, (number(above - 1), number(above)), (starts(above - 1), starts(above))
+    )
     carry = (same(-1), jnp.where(is_open, 0, 1), number(above - 1))
     below = number(first - 1)
 

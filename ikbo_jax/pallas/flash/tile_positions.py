@@ -20,12 +20,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ikbo_jax.pallas.flash.jagged_segments import SegmentContext, Segment, Shape, segment
+from ikbo_jax.pallas.flash.jagged_segments import Segment, SegmentContext, Shape, segment
 from ikbo_jax.pallas.hopper.per_thread import Threads, cdiv, same
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 
-#: Most bins: 15 words of a thread. Above, neighbouring numbers of blocks share one: they differ by less than 1/3800 of
-#: the largest, and the order only affects speed.
+#: Most bins: 15 words of a thread. Above, neighbouring numbers of blocks share one: they differ by
+#: less than 1/3800 of the largest, and the order only affects speed.
 MOST_BINS = 15 * 512 - 1
 #: Up to this number of words, bins have copies, for different lanes: additions to one word by lanes
 #: of a warp take place one after another, and short sequences all have one block.
@@ -36,6 +36,7 @@ UNROLL = 4
 
 
 def most_bins(shape: Shape) -> int:
+    """One for each number of blocks, or `MOST_BINS`."""
     return min(shape.most_blocks + 1, MOST_BINS)
 
 
@@ -98,6 +99,7 @@ def _bins(shape: Shape, longest: jax.Array) -> Bins:
 
 
 def tiles_of(shape: Shape, rows: jax.Array) -> jax.Array:
+    """Tiles of segments' rows."""
     return cdiv(rows, shape.size)
 
 

@@ -223,7 +223,9 @@ class Threads:
         step = pl.cdiv(each, turns) | 1
         return turns, step, turns * step
 
-    def sums_before(self, values: Sequence[jax.Array], scratch: Any, at: int = 0) -> list[jax.Array]:
+    def sums_before(
+        self, values: Sequence[jax.Array], scratch: Any, at: int = 0
+    ) -> list[jax.Array]:
         """For each thread and each of the arrays, the sum of the values of the threads before.
 
         Synchronises the threads once. `scratch` is shared memory, whose `warps` words from `at` on
