@@ -15,11 +15,11 @@ takes less time than a second launch:
 The time, for n segments and 512 threads at 1.7 GHz, where a warp scheduler has 4 warps:
 
   - a launch, 2 us; a load of device memory 0.5 us for each 4,096 offsets, whose loads overlap;
-  - about 12 synchronisations and the latencies between them, 100 ns each;
-  - 2 reads, a write and 10 other instructions for an offset, 50 for a segment that is counted:
-    0.3 us for each 1,000 segments; 500 for 32 segments of the same CTA and the bins, 1 us.
+  - 2 reads, a write and 10 other instructions for an offset in shared memory, and 60 instructions
+    for a segment that is counted: 0.3 us for each 1,000 segments;
+  - sums of bins, positions and tiles, with about 12 synchronisations, 1.2 us.
 
-So 1,152 segments should take 4 us, 4,096 5 us and 20,000 11 us.
+So 1,152 segments should take 4 us, 4,096 5 us and 20,000 12 us.
 
 Synchronisations: `Threads.commit` between the parts, within the CTA.  CTAs do not wait for each
 other.
