@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import test_gdpa_tiles as tiles
 
-from ikbo_jax.pallas.flash import tile_list, tile_list_kernel
+from ikbo_jax.pallas.flash import tile_list, tile_list_kernel, tile_positions
 
 pytestmark = [
     pytest.mark.usefixtures("on_cpu"),
@@ -65,3 +65,47 @@ def test_emulated_list_is_xla_s(draw: Any, sm90: emulator.Emulator) -> None:
     assert with_keys == xla_with_keys
     assert words[:with_keys] == xla_words[:with_keys]
     assert sorted(words) == sorted(xla_words)
+
+
+@pytest.mark.parametrize("draw", [many, shared])
+def test_ctas_of_twice_as_many_segments(
+    draw: Any, sm90: emulator.Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tile_list_kernel, "MOST_WORKERS", 1)
+    with sm90.emulated(0):
+        tiles.check(draw(20), tile_list_kernel.query_tiles, 8, broadcast=False)
+
+
+def test_many_batches_of_segments(sm90: emulator.Emulator) -> None:
+    """CTAs whose own segments begin within a turn of the loop over all, and bins without copies."""
+    rng = np.random.default_rng(1)
+    cu_q = np.sort(rng.integers(0, 9000, 2401))
+    cu_kv = np.sort(rng.integers(0, 9000, 2400))
+    cu_kv = np.append(cu_kv, 12000)
+    with sm90.emulated(0):
+        problem = (cu_q, cu_kv, None, 9000, 12000, None, None)
+        tiles.check(problem, tile_list_kernel.query_tiles, 16, broadcast=False)
+
+
+def test_bins_of_several_numbers_of_blocks(
+    sm90: emulator.Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every row has its tile, tiles with keys come first, and lengths fall but within a bin."""
+    monkeypatch.setattr(tile_positions, "MOST_BINS", 15)
+    rng = np.random.default_rng(2)
+    offsets = jnp.asarray(np.sort(rng.integers(0, 3000, 301)), jnp.int32)
+    sizes = {"q_rows": 3000, "kv_rows": 3000, "max_seqlen_q": None, "max_seqlen_kv": None}
+    with sm90.emulated(0):
+        found = tile_list_kernel.query_tiles(offsets, offsets, None, **sizes, size=16)
+    words, with_keys = tiles.read(found)
+    tiles.check_cover(words, 16, 3000)
+    expected = tile_list.query_tiles(offsets, offsets, None, **sizes, size=16)
+    assert sorted(words) == sorted(tiles.read(expected)[0])
+    lengths = np.asarray([w[tile_list.KV_LENGTH] for w in words])
+    assert lengths[:with_keys].all()
+    assert not lengths[with_keys:].any()
+    width = 1
+    while -(-lengths.max() // width) > 14:
+        width *= 2
+    assert width > 1
+    assert (np.diff(-(-lengths // width)) <= 0).all()

@@ -38,6 +38,8 @@ INTEGER: dict[str, Callable[..., Any]] = {
     "and": lambda a, b: a & b, "or": lambda a, b: a | b, "xor": lambda a, b: a ^ b,
     "not": lambda a: ~a, "neg": lambda a: -a, "abs": np.abs,
     "min": np.minimum, "max": np.maximum,
+    "min.relu": lambda a, b: np.maximum(np.minimum(a, b), 0),
+    "max.relu": lambda a, b: np.maximum(np.maximum(a, b), 0),
     "mad.lo": lambda a, b, c: a * b + c, "mul.hi": _high,
     "shl": functools.partial(_shift, left=True), "shr": functools.partial(_shift, left=False),
     "div": lambda a, b: (np.trunc(a.astype(np.float64) / b)).astype(a.dtype),
@@ -288,8 +290,8 @@ TABLE: Table = [
     (r"mov\.(?P<kind>\w+)", move),
     (r"cvta(?:\.to)?\.\w+\.(?P<kind>u64)", move),
     (
-        r"(?P<op>add|sub|mul\.lo|mul\.hi|mad\.lo|and|or|xor|not|neg|abs|min|max|shl|shr|div|rem)"
-        rf"\.(?P<kind>{_INTEGER})",
+        r"(?P<op>add|sub|mul\.lo|mul\.hi|mad\.lo|and|or|xor|not|neg|abs|(?:min|max)(?:\.relu)?|shl|shr"
+        rf"|div|rem)\.(?P<kind>{_INTEGER})",
         integer,
     ),
     (r"(?P<op>mul|mad)\.wide\.(?P<kind>\w+)", wide),

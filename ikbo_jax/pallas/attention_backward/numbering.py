@@ -34,6 +34,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ikbo_jax.pallas.attention_backward.context import TILE_WORDS, USER_WORDS
 from ikbo_jax.pallas.hopper import per_thread
 from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
+from ikbo_jax.pallas.hopper.per_thread import cdiv
 from ikbo_jax.problems import memory
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 
@@ -186,19 +187,7 @@ class Numbering(NamedTuple):
 
     def rounds(self, count: int) -> tuple[int, Any]:
         """Rounds of a loop over `count` numbers, and a round's numbers, one for each thread."""
-        turns = pl.cdiv(count, WARPGROUP_SIZE)
-        rounds = pl.cdiv(turns, UNROLL)
-        each, thread = pl.cdiv(turns, rounds), per_thread.number()
-
-        def numbers(turn: Any) -> list[jax.Array]:
-            return [(turn * each + i) * WARPGROUP_SIZE + thread for i in range(each)]
-
-        return rounds, numbers
-
-
-def cdiv(values: jax.Array, size: int) -> jax.Array:
-    """Of values that are not negative."""
-    return lax.div(values + (size - 1), per_thread.same(size))
+        return per_thread.rounds(count, per_thread.number(), unroll=UNROLL)
 
 
 def number(ctx: Numbering) -> None:

@@ -10,82 +10,84 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ikbo_jax.pallas.hopper import per_thread
-from ikbo_jax.pallas.hopper.launch import WarpgroupContext
-from ikbo_jax.problems.hopper import WARPGROUP_SIZE
-
-#: Threads whose numbers one turn of the loop reads.
-UNROLL = 8
+from ikbo_jax.pallas.flash.jagged_segments import SegmentContext
+from ikbo_jax.pallas.hopper.per_thread import same
 
 
-def kv_number(ctx: WarpgroupContext, sequence: jax.Array) -> jax.Array:
-    """The sequences of keys of sequences of queries, by `q_to_kv`."""
-    found = per_thread.gather(ctx.operands.q_to_kv, sequence, "global", interpret=ctx.interpret)
-    return jnp.clip(found, 0, ctx.operands.cu_seqlens_kv.shape[0] - 2)
+def merge(ctx: SegmentContext) -> None:
+    """Marks in `shared.kv_numbers` the segments that are merged into the one before.
 
+    A segment is merged if it has the same keys as the one before it, and no row lies between them.
+    Its number becomes -1 - e, where e is the row at which its group ends. So no second array is
+    needed: 20,000 sequences fit shared memory.
 
-def merge(ctx: WarpgroupContext) -> None:
-    """Fills `shared.kv_numbers` and `shared.lengths`.
-
-    A segment is merged into the one before it if both have the same keys and no row lies between
-    them. A thread has consecutive segments, from the last one down; the end of a group that begins
-    in them and ends in a later thread's comes from there.
+    A thread has consecutive segments, from the last one down; the end of a group that begins in
+    them and ends in a later thread's comes from there. Ends rise, so the next one is the least.
     """
-    shape, shared, thread, interpret = ctx.shape, ctx.shared, per_thread.number(), ctx.interpret
-    each = pl.cdiv(shape.segments, WARPGROUP_SIZE)
-    none = per_thread.same(-1)
+    shape, shared, threads = ctx.shape, ctx.shared, ctx.threads
+    turns, step, each = threads.parts(shape.segments)
+    first = (threads.count - 1 - threads.number()) * each
+    last = max(shape.sequences, 1)
 
-    @pl.loop(0, each)
-    def _(turn: Any) -> None:
-        index = turn * WARPGROUP_SIZE + thread
-        number = kv_number(ctx, jnp.clip(index - 1, 0, shape.sequences - 1))
-        exists = index < shape.segments
-        per_thread.scatter(shared.kv_numbers, index, number, exists, interpret=interpret)
+    def number(index: jax.Array) -> jax.Array:
+        return threads.read(shared.kv_numbers, jnp.clip(index, 1, last))
 
-    plgpu.commit_smem()
+    def starts(index: jax.Array) -> jax.Array:
+        return threads.read(shared.q_offsets, jnp.clip(index, 0, shape.segments))
 
-    def at(ref: Any, i: jax.Array) -> jax.Array:
-        i = jnp.clip(i, 0, shape.segments - 1)
-        return per_thread.gather(ref, i, "shared", interpret=interpret)
+    def end(start: jax.Array, following: jax.Array) -> jax.Array:
+        """Where a segment's rows that have keys end."""
+        if shape.max_seqlen_q is None:
+            return following
+        return jnp.minimum(following, start + shape.max_seqlen_q)
 
-    def is_last(index: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Whether no segment is merged into these; and where the rows that have keys end."""
-        start, end = at(shared.q_offsets, index), at(shared.q_offsets, index + 1)
-        found = (index < 1) | (index >= shape.sequences)
-        found |= at(shared.kv_numbers, index) != at(shared.kv_numbers, index + 1)
-        if shape.max_seqlen_q is not None:
-            found |= end - start > shape.max_seqlen_q
-            end = jnp.minimum(end, start + shape.max_seqlen_q)
-        return found, end
+    def is_merged(index: jax.Array, numbers: tuple[Any, Any], rows: tuple[Any, Any]) -> jax.Array:
+        """By the numbers of the segment before and of this one, and where both start."""
+        found = (index > 1) & (index <= shape.sequences) & (numbers[0] == numbers[1])
+        return found & (end(*rows) == rows[1]) if shape.max_seqlen_q is not None else found
 
-    def group_end(i: Any, end: jax.Array) -> tuple[jax.Array, jax.Array]:
-        index = thread * each + (each - 1 - i)
-        found, own = is_last(index)
-        return index, jnp.where(found, own, end)
+    def batch(turn: Any, read_number: Any) -> list[tuple[jax.Array, Any, Any]]:
+        """(index, kv number of the segment before, (starts before, of this one, and after))."""
+        top = first + (each - 1 - turn * step)
+        numbers = [read_number(top - i - 1) for i in range(step)]
+        rows = [starts(top - i + 1) for i in range(step + 2)]
+        return [(top - i, numbers[i], rows[i : i + 3][::-1]) for i in range(step)]
 
-    first = lax.fori_loop(0, each, lambda i, end: group_end(i, end)[1], none)
-    per_thread.scatter(shared.parts, thread, first, thread >= 0, interpret=interpret)
-    plgpu.commit_smem()
+    def group_ends(turn: Any, carry: tuple[Any, ...], read_number: Any, mark: Any) -> Any:
+        """The carry: end of the group, whether it ends here (0 or 1), this segment's number."""
+        group, is_end, own = carry
+        for index, before, (previous, start, following) in batch(turn, read_number):
+            group = jnp.where(is_end > 0, end(start, following), group)
+            merged = is_merged(index, (before, own), (previous, start))
+            mark(index, merged, group)
+            is_end, own = jnp.where(merged, 0, 1), before
+        return group, is_end, own
 
-    def after(turn: Any, end: jax.Array) -> jax.Array:
-        for i in range(UNROLL):
-            other = WARPGROUP_SIZE - 1 - (turn * UNROLL + i)
-            part = jnp.maximum(none, shared.parts[other])  # a number for each thread
-            end = jnp.where((thread < other) & (part >= 0), part, end)
-        return end
+    # What lies beyond a thread's segments, before threads change it.
+    above = first + each
+    is_open = is_merged(
+        above, (number(above - 1), number(above)), (starts(above - 1), starts(above))
+    )
+    carry = (same(-1), jnp.where(is_open, 0, 1), number(above - 1))
+    below = number(first - 1)
 
-    end = lax.fori_loop(0, WARPGROUP_SIZE // UNROLL, after, none)
+    def ends(turn: Any, carry: Any) -> Any:
+        return group_ends(turn, carry, number, lambda *_: None)
 
-    def keep(i: Any, end: jax.Array) -> jax.Array:
-        index, end = group_end(i, end)
-        is_first, _ = is_last(index - 1)
-        length = jnp.where(is_first, end - at(shared.q_offsets, index), 0)
-        exists = index < shape.segments
-        per_thread.scatter(shared.lengths, index, length, exists, interpret=interpret)
-        return end
+    open_end, _, _ = lax.fori_loop(0, turns, ends, carry)
+    found = jnp.where(open_end < 0, -(2**31 - 1), -open_end)
+    (later,) = threads.maxima_before([found], shared.parts, 3 * threads.warps)
 
-    lax.fori_loop(0, each, keep, end)
-    plgpu.commit_smem()
+    def mark(index: jax.Array, merged: jax.Array, group: jax.Array) -> None:
+        threads.keep(shared.kv_numbers, index, -1 - group, merged)
+
+    def own_number(index: jax.Array) -> jax.Array:
+        return jnp.where(index < first, below, number(index))
+
+    def keep(turn: Any, carry: Any) -> Any:
+        return group_ends(turn, carry, own_number, mark)
+
+    # -later overflows for none, where no group ends later and so none is open.
+    lax.fori_loop(0, turns, keep, (-jnp.maximum(later, -(2**31 - 1)), *carry[1:]))
+    threads.commit()

@@ -74,7 +74,7 @@ class Operands(NamedTuple):
     stationary: tuple[Any, Any]  # (key, value) [total_kv, K, H] or (query, d_out) [total_q, N, H]
     streamed: tuple[Any, Any]  # the other pair
     tiles: Any  # [tiles, TILE_WORDS] int32
-    num_tiles: Any  # [1] int32
+    counts: Any  # [2] int32: tiles with blocks, all tiles
     ranges: Any  # [sequences, RANGE_WORDS] int32
     statistics: Any = None  # [N, 2, rows] int32, bits of f32: lse and delta, of a softmax
 
@@ -129,5 +129,5 @@ class BackwardContext(WarpgroupContext):
     def item_count(self) -> Any:
         """Number of items, (tile, head), of this CTA."""
         shape = self.shape
-        items = self.operands.num_tiles[0] * shape.heads
+        items = self.operands.counts[1] * shape.heads
         return (items - self.worker + shape.workers - 1) // shape.workers

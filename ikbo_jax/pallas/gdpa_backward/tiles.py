@@ -50,13 +50,13 @@ class Work(NamedTuple):
     """The work of one kernel.
 
     Attributes:
-      tiles: [most tiles, TILE_WORDS] int32; entries from `num_tiles` on are not tiles.
-      num_tiles: [1] int32.
+      tiles: [most tiles, TILE_WORDS] int32; entries from `counts[1]` on are not tiles.
+      counts: [2] int32: number of tiles with blocks; number of all tiles.
       ranges: [streamed sequences, RANGE_WORDS] int32.
     """
 
     tiles: jax.Array
-    num_tiles: jax.Array
+    counts: jax.Array
     ranges: jax.Array
 
 
@@ -137,7 +137,7 @@ def _work(
     columns = (source + start, target + start, rows, *rest, statistics + start)
     ranges = jnp.stack(streamed, axis=1)
     padding = [jnp.zeros_like(rows)] * (TILE_WORDS - len(columns))
-    return Work(jnp.stack([*columns, *padding], axis=1), counts[1:], ranges)
+    return Work(jnp.stack([*columns, *padding], axis=1), counts, ranges)
 
 
 def most_tiles(sequences: int, total: int) -> int:

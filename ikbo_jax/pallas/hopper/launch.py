@@ -1,6 +1,7 @@
 """The launch that every kernel has: persistent CTAs of two consumer warpgroups and a producer.
 
-A kernel without a producer has CTAs of one warpgroup, several of which share an SM.
+A kernel without a producer has CTAs of one warpgroup, several of which share an SM, or of several
+warpgroups that do the same.
 
 A kernel's configuration declares its shared memory and barriers as a NamedTuple of
 `problems.memory`'s declarations. Inside the kernel the same NamedTuple holds references: an operand
@@ -41,7 +42,7 @@ class WarpgroupContext:
       outputs: device memory that the launch fills.
       interpret: whether the kernel is interpreted.
       worker: CTA or cluster.
-      consumer: 0 or 1; producer: unused.
+      consumer: number of the consumer warpgroup; producer: unused.
       counters: arrays of int32 in device memory, zero when the kernel starts; None each under
         interpretation, and those without elements.
     """
@@ -99,12 +100,13 @@ class Roles:
     Attributes:
       context: called as `context(shared, operands, outputs, interpret)`; returns a
         `WarpgroupContext`.
-      produce: takes the context, on one warp of the producer; None: the CTA is one consumer
-        warpgroup, which loads its operands itself and has the registers that ptxas gives it.
+      produce: takes the context, on one warp of the producer; None: the CTA has `warpgroups`
+        consumers alone, which load their operands and have the registers that ptxas gives them.
       consume: takes the context, whose `consumer` is 0 or 1, on each consumer warpgroup.
       write: takes the context, on another warp of the producer; None: there is no such warp. Under
         interpretation, it is a warpgroup of its own.
       registers: per thread of a consumer and of the producer warpgroup.
+      warpgroups: of a CTA without a producer; each consumes.
     """
 
     context: Callable[[Any, Any, Any, bool], WarpgroupContext]
@@ -112,6 +114,7 @@ class Roles:
     consume: Callable[[Any], None]
     write: Callable[[Any], None] | None = None
     registers: tuple[int, int] = (CONSUMER_REGISTERS, PRODUCER_REGISTERS)
+    warpgroups: int = 1
 
 
 def launch(
@@ -174,7 +177,7 @@ def launch(
         grid=(workers,),
         grid_names=("worker",),
         **clustered,
-        num_threads=num_threads if roles.produce else 1,
+        num_threads=num_threads if roles.produce else roles.warpgroups,
         thread_name="warpgroup",
         kernel_name=name,
         compiler_params=mosaic.compiler_params(),
@@ -224,11 +227,14 @@ def _counters(size: int, interpret: bool) -> Any:
 def _dispatch(roles: Roles, ctx: WarpgroupContext) -> None:
     """Dispatches each warpgroup to its role."""
     ctx = ctx.replace(worker=lax.axis_index("worker"), consumer=0)
-    if roles.produce is None:
+    if roles.produce is None and roles.warpgroups == 1:
         roles.consume(ctx)
         return
     warpgroup = lax.axis_index("warpgroup")
     ctx = ctx.replace(consumer=warpgroup)
+    if roles.produce is None:
+        roles.consume(ctx)
+        return
     bodies = [role for role in (roles.produce, roles.write) if role is not None]
 
     @pl.when(warpgroup == NUM_CONSUMERS)

@@ -2,12 +2,14 @@
 
 Arrays [128] in `LAYOUT`: arithmetic on them is each thread's own.  Pallas has no loads and stores
 at addresses that differ by thread, so these are inline PTX, with an equal formulation under
-interpretation.
+interpretation.  `Threads` are the threads of all warpgroups of a CTA.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,12 +22,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
+from ikbo_jax.pallas.hopper import mosaic
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 
 LAYOUT = plgpu.Layout.WG_STRIDED((WARPGROUP_SIZE,), vec_size=1)
 _INT32 = plgpu.ShapeDtypeStruct((WARPGROUP_SIZE,), jnp.int32, layout=LAYOUT)
-#: Warps of a warpgroup.
-WARPS = 4
+#: Warps of a warpgroup, and threads of a warp.
+WARPS, LANES = 4, 32
+#: Numbers of one turn of a loop, whose loads overlap.
+UNROLL = 8
+#: Named barrier of all threads of a CTA; lower numbers are the warpgroups' own.
+_CTA_BARRIER = 8
+_LEAST = -(2**31)
 
 
 def number() -> jax.Array:
@@ -129,24 +137,152 @@ def _each(
     issue(ref, index, values, is_wanted.astype(jnp.int32))
 
 
+def cdiv(values: jax.Array, size: int) -> jax.Array:
+    """Of values that are not negative."""
+    return lax.div(values + (size - 1), same(size))
+
+
+def rounds(
+    count: int, thread: jax.Array, *, threads: int = WARPGROUP_SIZE, unroll: int = UNROLL
+) -> tuple[int, Callable[[Any], list[jax.Array]]]:
+    """Rounds of a loop over `count` numbers, and a round's numbers, one for each thread.
+
+    All loads of a round should stand before the first use of one: each takes 300 ns.
+    """
+    turns = pl.cdiv(count, threads)
+    number_of_rounds = pl.cdiv(turns, unroll)
+    each = pl.cdiv(turns, max(number_of_rounds, 1))
+
+    def numbers(turn: Any) -> list[jax.Array]:
+        return [(turn * each + i) * threads + thread for i in range(each)]
+
+    return number_of_rounds, numbers
+
+
+@dataclasses.dataclass(frozen=True)
+class Threads:
+    """The threads of a CTA of one or several warpgroups.
+
+    Attributes:
+      warpgroups: number of warpgroups; 1 under interpretation.
+      warpgroup: number of this one.
+      interpret: whether the kernel is interpreted.
+    """
+
+    warpgroups: int
+    warpgroup: Any
+    interpret: bool
+
+    @property
+    def count(self) -> int:
+        return self.warpgroups * WARPGROUP_SIZE
+
+    @property
+    def warps(self) -> int:
+        return self.warpgroups * WARPS
+
+    def number(self) -> jax.Array:
+        """Each thread's number in its CTA."""
+        return number() if self.warpgroups == 1 else number() + self.warpgroup * WARPGROUP_SIZE
+
+    def commit(self) -> None:
+        """What a thread stored in shared memory before, all threads see afterwards."""
+        if self.warpgroups == 1:
+            plgpu.commit_smem()
+        else:
+            mosaic.named_barrier("sync", jnp.int32(_CTA_BARRIER), self.count)
+
+    def read(self, ref: Any, index: jax.Array, space: str = "shared") -> jax.Array:
+        return gather(ref, index, space, interpret=self.interpret)
+
+    def write(self, ref: Any, index: jax.Array, values: jax.Array, is_wanted: jax.Array) -> None:
+        """To device memory."""
+        scatter(ref, index, values, is_wanted, space="global", interpret=self.interpret)
+
+    def keep(self, ref: Any, index: jax.Array, values: jax.Array, is_wanted: jax.Array) -> None:
+        """In shared memory."""
+        scatter(ref, index, values, is_wanted, interpret=self.interpret)
+
+    def add(self, ref: Any, index: jax.Array, values: jax.Array, is_wanted: jax.Array) -> None:
+        """To a number in shared memory; threads may collide."""
+        add(ref, index, values, is_wanted, interpret=self.interpret)
+
+    def rounds(
+        self, count: int, *, unroll: int = UNROLL
+    ) -> tuple[int, Callable[[Any], list[jax.Array]]]:
+        """`rounds` of all threads."""
+        return rounds(count, self.number(), threads=self.count, unroll=unroll)
+
+    def parts(self, count: int) -> tuple[int, int, int]:
+        """(rounds, numbers of a round, numbers of a thread) of consecutive numbers of a thread.
+
+        A thread has an odd count of them, so that threads read different banks.
+        """
+        each = pl.cdiv(count, self.count)
+        turns = pl.cdiv(each, UNROLL + 1) | 1
+        step = pl.cdiv(each, turns) | 1
+        return turns, step, turns * step
+
+    def sums_before(
+        self, values: Sequence[jax.Array], scratch: Any, at: int = 0
+    ) -> list[jax.Array]:
+        """For each thread and each of the arrays, the sum of the values of the threads before.
+
+        Synchronises the threads once. `scratch` is shared memory, whose `warps` words from `at` on
+        are overwritten for each array. No thread may read them any more.
+        """
+        return self._scan(values, scratch, at, 0)
+
+    def maxima_before(
+        self, values: Sequence[jax.Array], scratch: Any, at: int = 0
+    ) -> list[jax.Array]:
+        """Likewise the largest values; -2^31 before the first thread."""
+        return self._scan(values, scratch, at, _LEAST)
+
+    def _scan(
+        self, values: Sequence[jax.Array], scratch: Any, at: int, neutral: int
+    ) -> list[jax.Array]:
+        combine = jnp.maximum if neutral else jnp.add
+        if self.interpret:
+            lane = jnp.arange(WARPGROUP_SIZE, dtype=jnp.int32)
+            is_before, reduce = lane[None] < lane[:, None], jnp.max if neutral else jnp.sum
+            earlier = (jnp.where(is_before, x[None], neutral) for x in values)
+            return [reduce(x, axis=1).astype(jnp.int32) for x in earlier]
+        found = [_scan_warp(x, neutral) for x in values]
+        _keep_totals([total for _, total in found], scratch, at, self)
+        self.commit()
+        warp, results = lax.div(self.number(), same(LANES)), []
+        for i, (before, _) in enumerate(found):
+            for other in range(self.warps - 1):
+                part = self.read(scratch, same(at + i * self.warps + other))
+                before = combine(before, jnp.where(warp > other, part, neutral))
+            results.append(before)
+        return results
+
+    def largest(self, values: jax.Array, scratch: Any, at: int = 0) -> jax.Array:
+        """The largest value, a scalar; synchronises like `sums_before`."""
+        return self._total(values, scratch, at, _LEAST)
+
+    def total(self, values: jax.Array, scratch: Any, at: int = 0) -> jax.Array:
+        """The sum of the values, a scalar; synchronises like `sums_before`."""
+        return self._total(values, scratch, at, 0)
+
+    def _total(self, values: jax.Array, scratch: Any, at: int, neutral: int) -> jax.Array:
+        if self.interpret:
+            return jnp.max(values) if neutral else jnp.sum(values, dtype=jnp.int32)
+        _keep_totals([_scan_warp(values, neutral)[1]], scratch, at, self)
+        self.commit()
+        return functools.reduce(
+            jnp.maximum if neutral else jnp.add, [scratch[at + i] for i in range(self.warps)]
+        )
+
+
 def sums_before(values: Sequence[jax.Array], scratch: Any, *, interpret: bool) -> list[jax.Array]:
     """For each thread and each of the arrays, the sum of the values of the threads before it.
 
-    `scratch` is shared memory of `WARPS` words for each array.
+    Of one warpgroup. `scratch` is shared memory of `WARPS` words for each array.
     """
-    if interpret:
-        return [jnp.cumsum(x, dtype=jnp.int32) - x for x in values]
-    thread, lanes = number(), WARPGROUP_SIZE // WARPS
-    found = [_sums_of_warp(x, thread, lanes) for x in values]
-    _keep_totals([total for _, total in found], scratch)
-    plgpu.commit_smem()
-    warp, sums = lax.div(thread, same(lanes)), []
-    for i, (before, _) in enumerate(found):
-        for other in range(WARPS - 1):
-            part = gather(scratch, same(i * WARPS + other), "shared", interpret=False)
-            before = before + jnp.where(warp > other, part, 0)
-        sums.append(before)
-    return sums
+    return Threads(1, 0, interpret).sums_before(values, scratch)
 
 
 def sums_by_warp(values: Sequence[jax.Array], scratch: Any) -> None:
@@ -154,36 +290,40 @@ def sums_by_warp(values: Sequence[jax.Array], scratch: Any) -> None:
 
     `scratch` is shared memory. The warpgroup's threads see the sums after `commit_smem`.
     """
-    thread, lanes = number(), WARPGROUP_SIZE // WARPS
-    _keep_totals([_sums_of_warp(x, thread, lanes)[1] for x in values], scratch)
+    _keep_totals([_scan_warp(x, 0)[1] for x in values], scratch, 0, Threads(1, 0, False))
 
 
-def _keep_totals(totals: Sequence[jax.Array], scratch: Any) -> None:
+def _keep_totals(totals: Sequence[jax.Array], scratch: Any, at: int, threads: Threads) -> None:
     """Stores numbers that are the same in all threads of a warp."""
-    thread, lanes = number(), WARPGROUP_SIZE // WARPS
-    warp, is_first = lax.div(thread, same(lanes)), lax.rem(thread, same(lanes)) == 0
+    thread, lanes = threads.number(), same(LANES)
+    warp, is_first = lax.div(thread, lanes), lax.rem(thread, lanes) == 0
     for i, total in enumerate(totals):
-        scatter(scratch, warp + i * WARPS, total, is_first, interpret=False)
+        where = warp + (at + i * threads.warps)
+        scatter(scratch, where, total, is_first, interpret=False)
 
 
-def _sums_of_warp(values: jax.Array, thread: jax.Array, lanes: int) -> tuple[jax.Array, jax.Array]:
-    """The sum of the values of lower lanes, and of all lanes of the warp."""
+def _scan_warp(values: jax.Array, neutral: int) -> tuple[jax.Array, jax.Array]:
+    """The sum of the values of lower lanes, and of all lanes of the warp.
+
+    With `neutral` other than 0, the largest instead.
+    """
 
     @plgpu.inline_mgpu(arg_types=(LAYOUT, LAYOUT), return_type=(_INT32, _INT32))
     def add_up(
         _: Any, values: mgpu.FragmentedArray, thread: mgpu.FragmentedArray
     ) -> tuple[mgpu.FragmentedArray, mgpu.FragmentedArray]:
         i32 = ir.IntegerType.get_signless(32)
-        zero = mgpu.c(0, i32)
-        before, total = zero, scalar(values)
-        for step in range(lanes.bit_length() - 1):
-            # `total` is the sum of 2^step lanes; the other half of their group has the rest.
+        combine = arith.maxsi if neutral else arith.addi
+        zero, nothing = mgpu.c(0, i32), mgpu.c(neutral, i32)
+        before, total = nothing, scalar(values)
+        for step in range(LANES.bit_length() - 1):
+            # `total` is of 2^step lanes; the other half of their group has the rest.
             other = mgpu.utils.shfl_bfly(total, 1 << step)
             bit = arith.andi(scalar(thread), mgpu.c(1 << step, i32))
             is_upper = arith.cmpi(arith.CmpIPredicate.ne, bit, zero)
-            before = arith.addi(before, arith.select(is_upper, other, zero))
-            total = arith.addi(total, other)
+            before = combine(before, arith.select(is_upper, other, nothing))
+            total = combine(total, other)
         return _array(before, values), _array(total, values)
 
-    result: tuple[jax.Array, jax.Array] = add_up(values, thread)
+    result: tuple[jax.Array, jax.Array] = add_up(values, number())
     return result

@@ -1,0 +1,234 @@
+"""Segments of jagged queries, in the kernel that lists tiles: offsets, and one segment's rows.
+
+A *segment* is the rows between two neighbouring offsets, with the rows before the first offset and
+after the last one as segments without keys.  If the lengths are bounded, the rows past the bound
+are a second part of each segment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ikbo_jax.pallas.hopper.launch import WarpgroupContext
+from ikbo_jax.pallas.hopper.per_thread import Threads, cdiv, same
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Static description of a launch.
+
+    Attributes:
+      sequences: number of sequences of queries.
+      q_rows: rows of the queries' array, or of each sequence if they are broadcast.
+      kv_rows: rows of the keys' array.
+      max_seqlen_q: longest sequence of queries, or None.
+      max_seqlen_kv: longest sequence of keys, or None.
+      size: largest number of rows of a tile.
+      unit: keys of a block: segments with equally many blocks stay in order.
+      is_broadcast: whether all sequences have the same queries.
+      is_merged: whether neighbours that share keys are one segment.
+      warpgroups: of a CTA.
+    """
+
+    sequences: int
+    q_rows: int
+    kv_rows: int
+    max_seqlen_q: int | None
+    max_seqlen_kv: int | None
+    size: int
+    unit: int
+    is_broadcast: bool
+    is_merged: bool
+    warpgroups: int
+
+    @property
+    def segments(self) -> int:
+        return self.sequences if self.is_broadcast else self.sequences + 2
+
+    @property
+    def has_rest(self) -> bool:
+        """Whether segments have second parts."""
+        return self.max_seqlen_q is not None and not self.is_broadcast
+
+    @property
+    def most(self) -> int:
+        """Tiles of any offsets."""
+        if self.is_broadcast:
+            return max(self.sequences * pl.cdiv(self.q_rows, self.size), 1)
+        parts = self.segments * (1 if self.max_seqlen_q is None else 2)
+        nonempty = min(parts, self.q_rows)
+        return max(nonempty + (self.q_rows - nonempty) // self.size, 1)
+
+    @property
+    def most_blocks(self) -> int:
+        """Blocks of keys of any segment."""
+        longest = self.kv_rows if self.max_seqlen_kv is None else self.max_seqlen_kv
+        return pl.cdiv(min(longest, self.kv_rows), self.unit)
+
+
+class SegmentContext(WarpgroupContext):
+    """The context of a warpgroup of the launch."""
+
+    @property
+    def threads(self) -> Threads:
+        return Threads(self.shape.warpgroups, self.consumer, self.interpret)
+
+
+class Segment(NamedTuple):
+    """Segments, one for each thread."""
+
+    start: jax.Array
+    length: jax.Array
+    rest: jax.Array  # rows past the bound
+    rest_start: jax.Array
+    kv_start: jax.Array
+    kv_length: jax.Array
+
+
+def load(ctx: SegmentContext) -> None:
+    """Copies offsets and index to shared memory, limited to their ranges; bins are zeroed.
+
+    All loads of a round are in flight together: one alone takes 300 ns.
+    """
+    shape, shared, operands, threads = ctx.shape, ctx.shared, ctx.operands, ctx.threads
+    copies = [(operands.cu_seqlens_kv, shared.kv_offsets, 0, shape.kv_rows)]
+    first = 0 if shape.is_broadcast else 1
+    if not shape.is_broadcast:
+        copies.append((operands.cu_seqlens_q, shared.q_offsets, first, shape.q_rows))
+        thread = threads.number()
+        ends = jnp.where(thread == 0, 0, shape.q_rows)
+        where = jnp.where(thread == 0, 0, shape.segments)
+        threads.keep(shared.q_offsets, where, ends, thread < 2)
+    if operands.q_to_kv is not None:
+        last = max(operands.cu_seqlens_kv.shape[0] - 2, 0)
+        copies.append((operands.q_to_kv, shared.kv_numbers, first, last))
+    zeros, places_of_zeros = threads.rounds(shared.bins.shape[0])
+
+    @pl.loop(0, zeros)
+    def _(turn: Any) -> None:
+        for x in places_of_zeros(turn):
+            threads.keep(shared.bins, x, same(0), x < shared.bins.shape[0])
+
+    rounds, numbers = threads.rounds(max(source.shape[0] for source, *_ in copies))
+
+    @pl.loop(0, rounds)
+    def _(turn: Any) -> None:
+        places = numbers(turn)
+        found = [
+            threads.read(source, jnp.minimum(x, source.shape[0] - 1), "global")
+            for source, *_ in copies
+            for x in places
+        ]
+        for i, (source, target, at, largest) in enumerate(copies):
+            for x, value in zip(places, found[i * len(places) :], strict=False):
+                value = jnp.clip(value, 0, largest)
+                threads.keep(target, x + at, value, x < source.shape[0])
+
+    threads.commit()
+
+
+def running_maxima(ctx: SegmentContext) -> jax.Array:
+    """Makes offsets in shared memory rise; returns the most blocks of any sequence, a scalar.
+
+    A thread has consecutive offsets. The threads exchange the maxima of theirs.
+    """
+    shape, shared, threads = ctx.shape, ctx.shared, ctx.threads
+    arrays = [(shared.kv_offsets, 0, ctx.operands.cu_seqlens_kv.shape[0])]
+    if not shape.is_broadcast:
+        arrays.append((shared.q_offsets, 1, ctx.operands.cu_seqlens_q.shape[0]))
+    largest = [_largest(threads, *array) for array in arrays]
+    before = threads.maxima_before(largest, shared.parts)
+    longest = [
+        _keep_maxima(threads, *array, jnp.maximum(most, 0))
+        for array, most in zip(arrays, before, strict=True)
+    ][0]
+    if shape.max_seqlen_kv is not None:
+        longest = jnp.minimum(longest, shape.max_seqlen_kv)
+    return threads.largest(cdiv(longest, shape.unit), shared.parts, 2 * threads.warps)
+
+
+def _largest(threads: Threads, ref: Any, at: int, count: int) -> jax.Array:
+    """The largest of each thread's numbers; past the end, the last one again."""
+    turns, step, each = threads.parts(count)
+    first = threads.number() * each
+
+    def turn(i: Any, most: jax.Array) -> jax.Array:
+        places = [jnp.minimum(first + (i * step + x), count - 1) for x in range(step)]
+        for value in [threads.read(ref, x + at) for x in places]:
+            most = jnp.maximum(most, value)
+        return most
+
+    return lax.fori_loop(0, turns, turn, same(0))
+
+
+def _keep_maxima(threads: Threads, ref: Any, at: int, count: int, before: jax.Array) -> jax.Array:
+    """Running maxima in place of a thread's numbers; returns their largest step."""
+    turns, step, each = threads.parts(count)
+    first = threads.number() * each
+
+    def turn(i: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        most, longest = carry
+        places = [first + (i * step + x) for x in range(step)]
+        values = [threads.read(ref, jnp.minimum(x, count - 1) + at) for x in places]
+        for x, value in zip(places, values, strict=True):
+            after = jnp.maximum(most, value)
+            threads.keep(ref, x + at, after, x < count)
+            is_length = (x > 0) & (x < count)
+            longest = jnp.where(is_length, jnp.maximum(longest, after - most), longest)
+            most = after
+        return most, longest
+
+    return lax.fori_loop(0, turns, turn, (before, same(0)))[1]
+
+
+def segment(ctx: SegmentContext, index: jax.Array) -> Segment:
+    """The segments with these numbers; empty ones past the last."""
+    shape, shared, read, zero = ctx.shape, ctx.shared, ctx.threads.read, same(0)
+    exists, index = index < shape.segments, jnp.minimum(index, shape.segments - 1)
+    if shape.is_broadcast:
+        start, number, has_keys = index * shape.q_rows, index, exists
+        length, rest, rest_start = same(shape.q_rows), zero, zero
+        if ctx.operands.q_to_kv is not None:
+            number = read(shared.kv_numbers, index)
+    else:
+        start, end = read(shared.q_offsets, index), read(shared.q_offsets, index + 1)
+        whole, rest = end - start, zero
+        has_keys = exists & (index > 0) & (index <= shape.sequences)
+        number = jnp.clip(index - 1, 0, max(shape.sequences - 1, 0))
+        length = whole
+        if shape.max_seqlen_q is not None:
+            limit = jnp.where(has_keys, shape.max_seqlen_q, shape.q_rows)
+            length = jnp.minimum(whole, limit)
+            rest = jnp.where(exists, whole - length, 0)
+        rest_start = end - rest
+        if shape.is_merged:
+            number, merged = _merged(ctx, index, start, length)
+            length = jnp.where(has_keys, merged, length)
+    kv_start = read(shared.kv_offsets, number)
+    kv_length = read(shared.kv_offsets, number + 1) - kv_start
+    if shape.max_seqlen_kv is not None:
+        kv_length = jnp.minimum(kv_length, shape.max_seqlen_kv)
+    kv_length = jnp.where(has_keys, kv_length, 0)
+    length = jnp.where(exists, length, 0)
+    kv_start = jnp.where(has_keys, kv_start, 0)
+    return Segment(start, length, rest, rest_start, kv_start, kv_length)
+
+
+def _merged(
+    ctx: SegmentContext, index: jax.Array, start: jax.Array, length: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Sequences of keys, and rows of groups, by what `merged_segments.merge` has left."""
+    shape, numbers, read = ctx.shape, ctx.shared.kv_numbers, ctx.threads.read
+    last = max(shape.sequences, 1)
+    own = read(numbers, jnp.clip(index, 1, last))
+    following = read(numbers, jnp.clip(index + 1, 1, last))
+    is_group = (following < 0) & (index < shape.sequences)
+    rows = jnp.where(is_group, -1 - following - start, length)
+    # A segment without a sequence reads any number that is one.
+    return jnp.maximum(own, 0), jnp.where(own < 0, 0, rows)
