@@ -80,7 +80,7 @@ def test_statistics_are_nan_where_a_promised_order_is_wrong(d_lse):
         sizes = sizes_of(batch, 3, 1, True)
         found = make(np.asarray(index), sizes)
         count = 4 * BLOCK_Q
-        inputs = rows.Inputs(out, out, lse, gradient)
+        inputs = rows.Inputs(out, out, lse, gradient, out)
         statistics = rows.statistics_by_xla(inputs, found, sizes, heads, count)
         assert statistics.shape == (heads, 2, count + TILE_ROWS)
         assert bool(jnp.isnan(statistics).all()) == is_nan

@@ -71,6 +71,7 @@ class Operands(NamedTuple):
     value: Any  # [U, S, K, H]
     cand_to_user: Any  # [B] int32; None with one user
     lengths: Any  # [U] int32
+    order: Any  # [B] int32, the caller's number of each candidate; None if they are in that order
 
 
 class Outputs(NamedTuple):

@@ -51,6 +51,43 @@ def _array(value: ir.Value, like: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
     return mgpu.FragmentedArray(_registers=registers, _layout=like.layout, _is_signed=True)
 
 
+def load_words(address: ir.Value, count: int, *, is_early: bool = False) -> list[ir.Value]:
+    """`count` words of 32 bits of device memory that the launch does not change, in inline code.
+
+    With `is_early`, LLVM keeps the loads where they are issued.
+    """
+    i32 = ir.IntegerType.get_signless(32)
+    names = ", ".join(f"${i}" for i in range(count))
+    kind, names = ("b32", names) if count == 1 else (f"v{count}.b32", f"{{{names}}}")
+    found = mgpu.utils.inline_ptx(
+        f"ld.global.nc.{kind} {names}, [${count}];",
+        address,
+        result_types=[i32] * count,
+        has_side_effects=is_early,
+    )
+    return list(found)
+
+
+def store_words(
+    address: ir.Value, words: Sequence[ir.Value], predicate: ir.Value, offset: int = 0
+) -> None:
+    """Stores four words of 32 bits to device memory, in inline code.
+
+    Args:
+      address: of device memory.
+      words: four.
+      predicate: bool, whether to store.
+      offset: bytes from `address`, which is a multiple of 16 bytes with it.
+    """
+    mgpu.utils.inline_ptx(
+        f"st.global.v4.b32 [$0 + {offset}], {{$1, $2, $3, $4}};",
+        address,
+        *words,
+        predicate=predicate,
+        has_side_effects=True,
+    )
+
+
 def gather(ref: Any, index: jax.Array, space: str, *, interpret: bool) -> jax.Array:
     """ref[index], one element for each thread; `space` is "shared" or "global"."""
     if interpret:
