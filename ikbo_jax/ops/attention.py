@@ -246,23 +246,20 @@ def _run_kernel(
     # Imported here because Mosaic GPU takes 0.3 s to import.
     from ikbo_jax.pallas.few_queries import kernel as few_queries
     from ikbo_jax.pallas.flash import attention as kernel
-    from ikbo_jax.pallas.flash import work_order
+    from ikbo_jax.pallas.flash import pack, work_order
 
     has_few_queries = isinstance(plan.config, FewQueriesConfig)
-
-    order = None
+    order = position = None
     if not call.indices_are_sorted and query.shape[0] > 1 and key.shape[0] > 1:
-        order = work_order.by_user(index)
-    # The kernel reads and writes unsorted candidates in place only if T is a multiple of 64, so
-    # that no 64-row tile holds queries of two candidates. Otherwise the queries are sorted by user
-    # and the results moved back; keys and values stay in place.
-    is_reordered = order is not None and (has_few_queries or query.shape[1] % WGMMA_M != 0)
-    if is_reordered:
-        query, index = query[order], index[order]
-    run: Any = few_queries.few_queries_kernel
-    if not has_few_queries:
-        in_place = None if is_reordered else order
-        run = functools.partial(kernel.attention_kernel, order=in_place)
+        # The kernel reads and writes unsorted candidates in place only if T is a multiple of 64, so
+        # that no 64-row tile holds queries of two candidates. Otherwise the queries are copied into
+        # the order of users; keys and values stay in place. The kernel for few queries stores its
+        # results in the caller's order, those of the other one are moved back.
+        if has_few_queries or query.shape[1] % WGMMA_M:
+            query, index, order, position = pack.pack(query, index, key.shape[0])
+        else:
+            order = work_order.by_user(index)
+    run = few_queries.few_queries_kernel if has_few_queries else kernel.attention_kernel
     out, lse = run(
         query,
         key,
@@ -270,15 +267,13 @@ def _run_kernel(
         index,
         lengths,
         scale=call.scale,
+        order=order if has_few_queries or position is None else None,
         return_residuals=call.return_residuals,
         config=plan.config,
         num_sms=call.request.num_sms,
     )
-    if is_reordered:
-        inverse_order = (
-            jnp.zeros_like(index).at[order].set(jnp.arange(index.size, dtype=index.dtype))
-        )
-        out, lse = out[inverse_order], None if lse is None else lse[inverse_order]
+    if position is not None and not has_few_queries:
+        out, lse = out[position], None if lse is None else lse[position]
     return out, lse
 
 

@@ -99,9 +99,8 @@ def _order(index: jax.Array, sizes: Sizes) -> tuple[jax.Array | None, jax.Array 
     """`Rows.order` and `Rows.position`; of many candidates the order alone."""
     if sizes.is_sorted:
         return None, None
-    index = jnp.clip(index, 0, sizes.users - 1)
     if sizes.batch <= work_order.MAX_COUNTED:
-        position = work_order.ranks(index)
+        position = work_order.ranks(jnp.clip(index, 0, sizes.users - 1))
         return work_order.inverse(position), position
     return work_order.by_user(index), None
 
@@ -147,7 +146,7 @@ def by_xla(cand_to_user: jax.Array, lengths: jax.Array | None, sizes: Sizes) -> 
     if sizes.is_sorted:
         is_valid = jnp.all(index[1:] >= index[:-1])
         poison = jnp.where(is_valid, jnp.int32(0), jnp.int32(numbering.NAN_BITS))[None]
-    order, position = _order(index, sizes)
+    order, position = _order(cand_to_user, sizes)
     if order is not None and position is None:
         number = jnp.arange(sizes.batch, dtype=jnp.int32)
         position = jnp.zeros_like(number).at[order].set(number, unique_indices=True)

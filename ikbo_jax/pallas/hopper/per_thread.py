@@ -23,7 +23,7 @@ from jaxlib.mlir.dialects import arith, vector
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 
 LAYOUT = plgpu.Layout.WG_STRIDED((WARPGROUP_SIZE,), vec_size=1)
-_INT32 = plgpu.ShapeDtypeStruct((WARPGROUP_SIZE,), jnp.int32, layout=LAYOUT)
+INT32 = plgpu.ShapeDtypeStruct((WARPGROUP_SIZE,), jnp.int32, layout=LAYOUT)
 #: Warps of a warpgroup.
 WARPS = 4
 
@@ -43,7 +43,7 @@ def scalar(array: mgpu.FragmentedArray) -> ir.Value:
     return vector.extract(array.registers.item(), [], [0])
 
 
-def _array(value: ir.Value, like: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+def array(value: ir.Value, like: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
     """The array of which `value` is a thread's element, in the layout of `like`."""
     i32 = ir.IntegerType.get_signless(32)
     register = vector.from_elements(ir.VectorType.get((1,), i32), [value])
@@ -95,7 +95,7 @@ def gather(ref: Any, index: jax.Array, space: str, *, interpret: bool) -> jax.Ar
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), LAYOUT),
-        return_type=_INT32,
+        return_type=INT32,
     )
     def load(_: Any, ref: ir.Value, index: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         i32 = ir.IntegerType.get_signless(32)
@@ -103,7 +103,7 @@ def gather(ref: Any, index: jax.Array, space: str, *, interpret: bool) -> jax.Ar
         value = mgpu.utils.inline_ptx(
             f"ld.{space}.b32 $0, [$1];", address, result_types=i32, has_side_effects=True
         )
-        return _array(value, index)
+        return array(value, index)
 
     return load(ref, index)
 
@@ -206,7 +206,7 @@ def _keep_totals(totals: Sequence[jax.Array], scratch: Any) -> None:
 def _sums_of_warp(values: jax.Array, thread: jax.Array, lanes: int) -> tuple[jax.Array, jax.Array]:
     """The sum of the values of lower lanes, and of all lanes of the warp."""
 
-    @plgpu.inline_mgpu(arg_types=(LAYOUT, LAYOUT), return_type=(_INT32, _INT32))
+    @plgpu.inline_mgpu(arg_types=(LAYOUT, LAYOUT), return_type=(INT32, INT32))
     def add_up(
         _: Any, values: mgpu.FragmentedArray, thread: mgpu.FragmentedArray
     ) -> tuple[mgpu.FragmentedArray, mgpu.FragmentedArray]:
@@ -220,7 +220,7 @@ def _sums_of_warp(values: jax.Array, thread: jax.Array, lanes: int) -> tuple[jax
             is_upper = arith.cmpi(arith.CmpIPredicate.ne, bit, zero)
             before = arith.addi(before, arith.select(is_upper, other, zero))
             total = arith.addi(total, other)
-        return _array(before, values), _array(total, values)
+        return array(before, values), array(total, values)
 
     result: tuple[jax.Array, jax.Array] = add_up(values, thread)
     return result

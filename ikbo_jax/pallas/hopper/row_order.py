@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
@@ -40,12 +41,12 @@ class RowOrder:
 
     def read(self, row: Any, head: Any) -> tuple[Any, Any]:
         """The number of a row's query, and its query head, under interpretation."""
-        per_candidate = self.q_len * self.group
-        in_part = row if self.rows is None else lax.rem(row, self.rows)
+        per_candidate, group = jnp.int32(self.q_len * self.group), jnp.int32(self.group)
+        in_part = row if self.rows is None else lax.rem(row, jnp.int32(self.rows))
         place, rest = lax.div(in_part, per_candidate), lax.rem(in_part, per_candidate)
         candidate = place if self.order is None else self.order[place]
-        query = candidate * self.q_len + lax.div(rest, self.group)
-        return query + (row - in_part), head * self.group + lax.rem(rest, self.group)
+        query = candidate * self.q_len + lax.div(rest, group)
+        return query + (row - in_part), head * self.group + lax.rem(rest, group)
 
     def place(self, row: ir.Value, head: ir.Value, *tables: ir.Value) -> tuple[ir.Value, ir.Value]:
         """`read` in inline code; rows past the last one are read as a row of the last candidate."""
