@@ -249,32 +249,32 @@ def _run_kernel(
     from ikbo_jax.pallas.flash import pack, work_order
 
     has_few_queries = isinstance(plan.config, FewQueriesConfig)
-    order = position = None
+    order = targets = None
     if not call.indices_are_sorted and query.shape[0] > 1 and key.shape[0] > 1:
         # The kernel reads and writes unsorted candidates in place only if T is a multiple of 64, so
         # that no 64-row tile holds queries of two candidates. Otherwise the queries are copied into
-        # the order of users; keys and values stay in place. The kernel for few queries stores its
-        # results in the caller's order, those of the other one are moved back.
+        # the order of users, and the results are stored in the caller's order; keys and values stay
+        # in place.
         if has_few_queries or query.shape[1] % WGMMA_M:
-            query, index, order, position = pack.pack(query, index, key.shape[0])
+            query, index, targets = pack.pack(query, index, key.shape[0])
         else:
             order = work_order.by_user(index)
-    run = few_queries.few_queries_kernel if has_few_queries else kernel.attention_kernel
-    out, lse = run(
+    run: Any = few_queries.few_queries_kernel
+    if not has_few_queries:
+        run = functools.partial(kernel.attention_kernel, order=order)
+    result: tuple[jax.Array, jax.Array | None] = run(
         query,
         key,
         value,
         index,
         lengths,
         scale=call.scale,
-        order=order if has_few_queries or position is None else None,
+        targets=targets,
         return_residuals=call.return_residuals,
         config=plan.config,
         num_sms=call.request.num_sms,
     )
-    if position is not None and not has_few_queries:
-        out, lse = out[position], None if lse is None else lse[position]
-    return out, lse
+    return result
 
 
 #: Names of the dimensions of the query and of lse, and those that divide over devices.

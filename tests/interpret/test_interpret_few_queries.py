@@ -105,15 +105,15 @@ CASES = {
 
 
 def interpret(inputs: problems.AttentionInputs, case: Case) -> tuple[jax.Array, jax.Array]:
-    order = None
+    targets = None
     if case.is_packed:
         query, *rest, index, lengths = inputs
-        order = np.argsort(np.clip(index, 0, case.users - 1), stable=True).astype(np.int32)
-        inputs = problems.AttentionInputs(query[order], *rest, index[order], lengths)
+        targets = np.argsort(np.clip(index, 0, case.users - 1), stable=True).astype(np.int32)
+        inputs = problems.AttentionInputs(query[targets], *rest, index[targets], lengths)
     run = functools.partial(
         few_queries_kernel,
         scale=case.scale,
-        order=order,
+        targets=targets,
         return_residuals=True,
         config=case.config,
         num_sms=case.num_sms,

@@ -52,7 +52,7 @@ def store(
 def _store_rows(ctx: Context, output: Any, values: jax.Array, part: Part, head: Any) -> None:
     """output[target + r, head + j] = row j * head_rows + r of `values`, for r < rows.
 
-    With an order, the row of the caller's candidate takes the place of row target + r.
+    With `Operands.targets`, row target + r is a row of the queries.
 
     Args:
       ctx: the consumer's context.
@@ -67,8 +67,8 @@ def _store_rows(ctx: Context, output: Any, values: jax.Array, part: Part, head: 
     width = widths[0] if widths else 1
     is_f32 = output.dtype == jnp.float32
     order = None
-    if ctx.operands.order is not None:
-        order = RowOrder(ctx.operands.order, shape.q_len, rows=shape.rows)
+    if ctx.operands.targets is not None:
+        order = RowOrder(ctx.operands.targets, shape.q_len, rows=shape.rows)
     if ctx.interpret:
         shared = ctx.shared
         staging = shared.float_staging if is_f32 else shared.staging

@@ -47,7 +47,6 @@ class Packed(NamedTuple):
     query: Any  # [B, T, N, H]
     user: Any  # [B] int32, of each candidate, clamped
     order: Any  # [B] int32, the caller's number of each candidate
-    position: Any  # [B] int32, the inverse of `order`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +107,7 @@ def pack(query: jax.Array, cand_to_user: jax.Array, users: int) -> Packed:
     if not shape.fits:
         return by_xla(query, cand_to_user, users)
     numbers = jax.ShapeDtypeStruct(cand_to_user.shape, jnp.int32)
-    outputs = Packed(jax.ShapeDtypeStruct(query.shape, query.dtype), *(numbers,) * 3)
+    outputs = Packed(jax.ShapeDtypeStruct(query.shape, query.dtype), *(numbers,) * 2)
     found = launch(
         Roles(lambda *arguments: WarpgroupContext(shape, None, *arguments), None, _pack),
         Operands(query, cand_to_user),
@@ -123,16 +122,12 @@ def pack(query: jax.Array, cand_to_user: jax.Array, users: int) -> Packed:
 
 def by_xla(query: jax.Array, cand_to_user: jax.Array, users: int) -> Packed:
     """`pack` by XLA."""
-    user = jnp.clip(cand_to_user, 0, users - 1)
-    if user.shape[0] <= work_order.MAX_COUNTED:
-        position = work_order.ranks(user)
-        order = work_order.inverse(position)
+    if cand_to_user.shape[0] <= work_order.MAX_COUNTED:
+        order = work_order.by_user(jnp.clip(cand_to_user, 0, users - 1))
     else:
         # Before they are clamped, as the gradient sorts them: XLA then sorts once.
         order = work_order.by_user(cand_to_user)
-        number = jnp.arange(user.size, dtype=jnp.int32)
-        position = jnp.zeros_like(number).at[order].set(number, unique_indices=True)
-    return Packed(query[order], user[order], order, position)
+    return Packed(query[order], jnp.clip(cand_to_user, 0, users - 1)[order], order)
 
 
 def _pack(ctx: WarpgroupContext) -> None:
@@ -164,12 +159,8 @@ def _pack(ctx: WarpgroupContext) -> None:
     is_own = thread < CANDIDATES
     per_thread.scatter(shared.places, candidate, place, is_own, interpret=False)
     is_own = is_own & (first + thread < shape.batch) & (zero + part == 0)
-    for ref, at, values in (
-        (outputs.user, place, user),
-        (outputs.order, place, first + candidate),
-        (outputs.position, first + candidate, place),
-    ):
-        per_thread.scatter(ref, at, values, is_own, space="global", interpret=False)
+    for ref, values in ((outputs.user, user), (outputs.order, first + candidate)):
+        per_thread.scatter(ref, place, values, is_own, space="global", interpret=False)
     plgpu.commit_smem()
     for words, v, x in zip(loaded, vectors, own, strict=True):
         place = read(shared.places, jnp.minimum(x, CANDIDATES - 1), "shared")
