@@ -59,9 +59,9 @@ def attention(
         queries attend to all of them in addition to the user's keys. None: there are none. All
         T · T_self scores of a candidate are in memory at once, so T_self should be small.
       self_value: [B, T_self, K, H], same dtype; required with `self_key`.
-      indices_are_sorted: whether `cand_to_user` is sorted. True saves a sort of B integers, and the
-        kernel of the gradient a copy of the queries. If True is wrong, the op is slower and the
-        result the same, but that kernel's gradients are NaN.
+      indices_are_sorted: whether `cand_to_user` is sorted. True saves a sort of B integers and
+        copies of the queries. If True is wrong, the op is slower and the result the same, but the
+        gradients of the kernel are NaN.
       return_residuals: whether to return lse as well.
       implementation: None takes the fastest that can run these sizes on the default device, or,
         without a GPU, where the program is lowered for (`ikbo_jax.export_target`); "mosaic_gpu"
