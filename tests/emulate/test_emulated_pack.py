@@ -8,9 +8,14 @@ import emulator
 import jax
 import jax.numpy as jnp
 import numpy as np
+import problems
 import pytest
 
+import ikbo_jax
+from ikbo_jax.ops import attention, dispatch
 from ikbo_jax.pallas.flash import pack, work_order
+from ikbo_jax.reference import attention as reference
+from ikbo_jax.reference import attention_grouped
 
 pytestmark = [
     pytest.mark.usefixtures("on_cpu"),
@@ -65,3 +70,55 @@ def test_many_candidates_are_put_into_order_by_xla(
     np.testing.assert_array_equal(found.user, user[order])
     np.testing.assert_array_equal(found.query, np.asarray(query)[found.order])
     np.testing.assert_array_equal(np.sort(found.order), np.arange(len(order)))
+
+
+@pytest.mark.parametrize(
+    ("q_len", "heads", "width", "index", "dtype"),
+    [
+        (3, (4, 2), 64, "unsorted", "bfloat16"),
+        (5, (1, 1), 128, "unsorted", "float16"),
+        (2, (4, 2), 64, "sorted", "bfloat16"),
+    ],
+)
+def test_emulated_op_and_gradient(
+    q_len: int,
+    heads: tuple[int, int],
+    width: int,
+    index: str,
+    dtype: str,
+    sm90: emulator.Emulator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All launches, one after another, of an unsorted index or of grouped heads."""
+    monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
+    monkeypatch.setattr(dispatch, "num_sms", lambda: 2)
+    shape = problems.AttentionShape(3, 9, q_len, 70, *heads, width, index, "ragged")
+    inputs = problems.make_attention_inputs(shape, dtype)
+    d_out = problems.random_array(np.random.default_rng(1), inputs.query.shape, dtype)
+
+    def run(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        return ikbo_jax.attention(
+            query,
+            key,
+            value,
+            inputs.cand_to_user,
+            key_value_seq_lengths=inputs.key_value_seq_lengths,
+            indices_are_sorted=index != "unsorted",
+            implementation="mosaic_gpu",
+        )
+
+    attention._attention.clear_cache()
+    with sm90.emulated(0) as launched:
+        out, pull_back = jax.vjp(run, *inputs[:3])
+        results = jax.block_until_ready([out, *pull_back(d_out)])
+    attention._attention.clear_cache()
+    assert ("ikbo_attention_pack_mosaic_gpu_kernel" in launched) == (index == "unsorted")
+    assert "ikbo_attention_backward_mosaic_gpu_kernel" in launched
+    scale = width**-0.5
+    out, lse = problems.numpy_attention_oracle(inputs, scale=scale)
+    d_lse = np.zeros_like(lse)
+    exact = out, *problems.numpy_attention_gradients(inputs, d_out, d_lse, scale=scale)
+    out, lse = reference.materialised(*inputs, scale=scale)
+    rest = attention_grouped.decomposed_vjp(*inputs, out, lse, d_out, None, scale=scale)
+    for x, e, p in zip(results, exact, (out, *rest), strict=False):
+        problems.assert_within_error_rule(np.asarray(x), e, np.asarray(p))

@@ -42,7 +42,10 @@ MOST_CTAS = 8 * 132
 
 
 class Packed(NamedTuple):
-    """Candidates in the order of users; those of one user stay in their order."""
+    """Candidates in the order of users.
+
+    Those of one user stay in their order, unless there are many, and users below 0 among them.
+    """
 
     query: Any  # [B, T, N, H]
     user: Any  # [B] int32, of each candidate, clamped
