@@ -305,7 +305,7 @@ class Budget:
         self._longest_s = 0.0
 
     def has_time(self, point: Point | None = None) -> bool:
-        """Whether this point, too, can be compiled, and all be timed afterwards; None: a short one."""
+        """Whether this point (None: a short one) can be compiled, and all be timed afterwards."""
         # A file's name ends with the seconds that its point's timing takes.
         begun = sum(float(p.name.rsplit("-", 1)[1]) for p in self._folder.glob("begun-*"))
         compiling_s = self._longest_s or COMPILING_S

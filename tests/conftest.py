@@ -217,12 +217,23 @@ def fake_attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHopper]:
     from ikbo_jax.pallas.attention_backward import kernel as backward_kernel
     from ikbo_jax.pallas.few_queries import kernel as few_queries
     from ikbo_jax.pallas.flash import attention as kernel
+    from ikbo_jax.pallas.flash import pack
 
     calls: list[dict[str, Any]] = []
     backward_calls: list[dict[str, Any]] = []
 
     def fake_kernel(
-        query, key, value, index, lengths, *, return_residuals, scale, order=None, **rest
+        query,
+        key,
+        value,
+        index,
+        lengths,
+        *,
+        return_residuals,
+        scale,
+        order=None,
+        targets=None,
+        **rest,
     ):
         assert (query.ndim, key.ndim, value.ndim, index.ndim) == (4, 4, 4, 1)
         assert order is None or query.shape[1] % 64 == 0
@@ -230,7 +241,7 @@ def fake_attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHopper]:
         call["return_residuals"] = return_residuals
         calls.append(call)
 
-        def run(order, *arrays):
+        def run(order, targets, *arrays):
             inputs = problems.AttentionInputs(*arrays)
             users = np.clip(inputs.cand_to_user, 0, inputs.key.shape[0] - 1)
             if order is not None:
@@ -238,13 +249,17 @@ def fake_attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHopper]:
                 users = users[order]
             call["is_sorted"] = bool(np.all(np.diff(users) >= 0))
             out, lse = problems.numpy_attention_oracle(inputs, scale=scale)
+            if targets is not None:
+                place = np.argsort(targets)
+                out, lse = out[place], lse[place]
             return out.astype(query.dtype), lse.astype(np.float32)
 
         shapes = (
             jax.ShapeDtypeStruct(query.shape, query.dtype),
             jax.ShapeDtypeStruct(query.shape[:3], jnp.float32),
         )
-        out, lse = jax.pure_callback(run, shapes, order, query, key, value, index, lengths)
+        arrays = (query, key, value, index, lengths)
+        out, lse = jax.pure_callback(run, shapes, order, targets, *arrays)
         return out, lse if return_residuals else None
 
     monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
@@ -270,6 +285,7 @@ def fake_attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHopper]:
         arrays = (query, key, value, index, lengths, *tensors)
         return jax.pure_callback(run, shapes, *arrays)
 
+    monkeypatch.setattr(pack, "pack", pack.by_xla)
     monkeypatch.setattr(kernel, "attention_kernel", fake_kernel)
     monkeypatch.setattr(backward_kernel, "attention_backward_kernel", fake_backward)
     monkeypatch.setattr(few_queries, "few_queries_kernel", fake_kernel)

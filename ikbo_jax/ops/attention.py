@@ -59,9 +59,9 @@ def attention(
         queries attend to all of them in addition to the user's keys. None: there are none. All
         T · T_self scores of a candidate are in memory at once, so T_self should be small.
       self_value: [B, T_self, K, H], same dtype; required with `self_key`.
-      indices_are_sorted: whether `cand_to_user` is sorted. True saves a sort of B integers, and the
-        kernel of the gradient a copy of the queries. If True is wrong, the op is slower and the
-        result the same, but that kernel's gradients are NaN.
+      indices_are_sorted: whether `cand_to_user` is sorted. True saves a sort of B integers and
+        copies of the queries. If True is wrong, the op is slower and the result the same, but the
+        gradients of the kernel are NaN.
       return_residuals: whether to return lse as well.
       implementation: None takes the fastest that can run these sizes on the default device, or,
         without a GPU, where the program is lowered for (`ikbo_jax.export_target`); "mosaic_gpu"
@@ -246,40 +246,35 @@ def _run_kernel(
     # Imported here because Mosaic GPU takes 0.3 s to import.
     from ikbo_jax.pallas.few_queries import kernel as few_queries
     from ikbo_jax.pallas.flash import attention as kernel
-    from ikbo_jax.pallas.flash import work_order
+    from ikbo_jax.pallas.flash import pack, work_order
 
     has_few_queries = isinstance(plan.config, FewQueriesConfig)
-
-    order = None
+    order = targets = None
     if not call.indices_are_sorted and query.shape[0] > 1 and key.shape[0] > 1:
-        order = work_order.by_user(index)
-    # The kernel reads and writes unsorted candidates in place only if T is a multiple of 64, so
-    # that no 64-row tile holds queries of two candidates. Otherwise the queries are sorted by user
-    # and the results moved back; keys and values stay in place.
-    is_reordered = order is not None and (has_few_queries or query.shape[1] % WGMMA_M != 0)
-    if is_reordered:
-        query, index = query[order], index[order]
+        # The kernel reads and writes unsorted candidates in place only if T is a multiple of 64, so
+        # that no 64-row tile holds queries of two candidates. Otherwise the queries are copied into
+        # the order of users, and the results are stored in the caller's order; keys and values stay
+        # in place.
+        if has_few_queries or query.shape[1] % WGMMA_M:
+            query, index, targets = pack.pack(query, index, key.shape[0])
+        else:
+            order = work_order.by_user(index)
     run: Any = few_queries.few_queries_kernel
     if not has_few_queries:
-        in_place = None if is_reordered else order
-        run = functools.partial(kernel.attention_kernel, order=in_place)
-    out, lse = run(
+        run = functools.partial(kernel.attention_kernel, order=order)
+    result: tuple[jax.Array, jax.Array | None] = run(
         query,
         key,
         value,
         index,
         lengths,
         scale=call.scale,
+        targets=targets,
         return_residuals=call.return_residuals,
         config=plan.config,
         num_sms=call.request.num_sms,
     )
-    if is_reordered:
-        inverse_order = (
-            jnp.zeros_like(index).at[order].set(jnp.arange(index.size, dtype=index.dtype))
-        )
-        out, lse = out[inverse_order], None if lse is None else lse[inverse_order]
-    return out, lse
+    return result
 
 
 #: Names of the dimensions of the query and of lse, and those that divide over devices.

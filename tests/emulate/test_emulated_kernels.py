@@ -132,8 +132,8 @@ KERNELS: dict[str, tuple[Callable[[emulator.Emulator, str, int], None], dict[str
 }
 #: What the suite runs: every kernel, and every way to store and to add what it computes.
 CHOSEN = {
-    "attention": ["t1_fewer_keys_than_a_block"],
-    "few_queries": ["gqa_3_wide", "split_lengths_gqa", "turns"],
+    "attention": ["t1_fewer_keys_than_a_block", "t3_packed_gqa_lengths", "t100_packed_one_slot"],
+    "few_queries": ["gqa_3_wide", "split_lengths_gqa", "turns", "packed", "packed_split"],
     "attention_backward": [
         "unsorted_grouped_heads",
         "two_launches",
@@ -177,3 +177,13 @@ def test_emulated_results_are_right(
     run, _ = KERNELS[kernel]
     run(sm90, name, seed)
     assert sm90.launches
+
+
+def test_emulated_d_query_of_several_chunks_of_keys(
+    sm90: emulator.Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads store rows in f32, in the caller's order, and XLA adds them."""
+    config = type(attention_backward.CASES["stored_h128_f16"].config)
+    monkeypatch.setattr(config, "stored_tiles", lambda *sizes: 1)
+    _attention_backward(sm90, "stored_h128_f16", 0)
+    assert len(sm90.launches) > 3

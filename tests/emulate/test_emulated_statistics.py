@@ -39,10 +39,11 @@ def number_before(monkeypatch: pytest.MonkeyPatch) -> None:
         ("bfloat16", 64, 2, 1, True, True, 1),
         ("float16", 96, 1, 3, False, False, 1),
         ("bfloat16", 256, 2, 2, True, False, 3),
+        ("float16", 64, 1, 2, False, True, 1),
     ],
 )
 @BY_LAUNCHES
-def test_emulated_statistics_are_those_of_xla(
+def test_emulated_statistics_and_packed_rows_are_those_of_xla(
     dtype: str,
     head_dim: int,
     kv_heads: int,
@@ -54,30 +55,32 @@ def test_emulated_statistics_are_those_of_xla(
     sm90: emulator.Emulator,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The descriptions of users, parts and tiles are equal."""
+    """The descriptions of users, parts and tiles are equal, and so are copies of rows."""
     sizes = rows.Sizes(9, 4, 100, 3, group, 32, splits, is_sorted, tile_rows=16)
     rng = np.random.default_rng(0)
     shape = (sizes.batch, sizes.q_len, kv_heads * group, head_dim)
-    out, d_out = (jnp.asarray(rng.normal(size=shape), dtype) for _ in range(2))
+    out, d_out, query = (jnp.asarray(rng.normal(size=shape), dtype) for _ in range(3))
     lse = rng.normal(size=shape[:3]).astype(np.float32)
     lse[0, 0], lse[1, 0], lse[2, 0] = -np.inf, 3e6, -3e6
     d_lse = jnp.asarray(rng.normal(size=shape[:3]), jnp.float32) if has_d_lse else None
     index = rng.integers(-1, sizes.users + 1, sizes.batch)
     index = jnp.asarray(np.sort(index) if is_sorted else index, jnp.int32)
     lengths = jnp.asarray([100, -3, 50, 200], jnp.int32)
-    inputs = rows.Inputs(out, d_out, jnp.asarray(lse), d_lse)
+    inputs = rows.Inputs(out, d_out, jnp.asarray(lse), d_lse, query)
     if is_numbered_before:
         number_before(monkeypatch)
     # Of so few candidates, XLA gives positions; of more, the launch that numbers rows does.
     monkeypatch.setattr(work_order, "MAX_COUNTED", 0 if is_numbered_before else 4096)
     options = {"kv_heads": kv_heads, "count": 8 * sizes.block_q}
     with sm90.emulated(0) as launched:
-        found, emulated = rows.with_statistics(index, lengths, inputs, sizes, **options)
+        found, emulated, packed = rows.with_statistics(index, lengths, inputs, sizes, **options)
     assert launched == names(is_numbered_before=is_numbered_before)
     by_xla = rows.by_xla(index, lengths, sizes)
     assert jax.tree.structure(found) == jax.tree.structure(by_xla)
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(by_xla), strict=True):
         np.testing.assert_array_equal(x, y)
+    for array, copied in zip((query, d_out), packed, strict=True):
+        np.testing.assert_array_equal(copied, rows.pack(array, by_xla.order, kv_heads))
     want = np.asarray(rows.statistics_by_xla(inputs, by_xla, sizes, kv_heads, options["count"]))
     at = np.asarray(by_xla.targets(sizes)).ravel()
     np.testing.assert_allclose(np.asarray(emulated)[:, :, at], want[:, :, at], rtol=2e-6, atol=2e-5)
@@ -95,13 +98,13 @@ def test_emulated_statistics_are_nan_where_a_promised_order_is_wrong(
     shape = (4, 2, 1, 64)
     out, lse = jnp.ones(shape, jnp.bfloat16), jnp.zeros(shape[:3], jnp.float32)
     sizes = rows.Sizes(4, 3, 100, 2, 1, 16, 1, is_sorted=True)
-    inputs = rows.Inputs(out, out, lse, None)
+    inputs = rows.Inputs(out, out, lse, None, out)
     if is_numbered_before:
         number_before(monkeypatch)
     orders = ([0, 0, 1, 2], False), ([1, 0, 1, 2], True), ([0, 0, 2, 1], True), ([2, 0, 0, 0], True)
     for index, is_nan in orders:
         with sm90.emulated(0) as launched, jax.enable_x64(has_x64):
-            numbers, emulated = rows.with_statistics(
+            numbers, emulated, _ = rows.with_statistics(
                 jnp.asarray(index, jnp.int32), None, inputs, sizes, kv_heads=1, count=64
             )
         assert launched == names(is_numbered_before=is_numbered_before)
@@ -127,12 +130,15 @@ def test_emulated_order_of_many_candidates_is_xla_s(
     rng = np.random.default_rng(0)
     index = jnp.asarray(rng.integers(-1, 8, sizes.batch), jnp.int32)
     out = jnp.ones((sizes.batch, 3, 2, 64), jnp.bfloat16)
-    inputs = rows.Inputs(out, out, jnp.zeros(out.shape[:3], jnp.float32), None)
+    query = jnp.asarray(rng.normal(size=out.shape), jnp.bfloat16)
+    inputs = rows.Inputs(out, out, jnp.zeros(out.shape[:3], jnp.float32), None, query)
     with sm90.emulated(0) as launched:
-        found, _ = rows.with_statistics(index, None, inputs, sizes, kv_heads=1, count=2400)
+        found, _, packed = rows.with_statistics(index, None, inputs, sizes, kv_heads=1, count=2400)
     assert launched == names(is_numbered_before=False)
-    for x, y in zip(found, rows.by_xla(index, None, sizes), strict=True):
+    by_xla = rows.by_xla(index, None, sizes)
+    for x, y in zip(found, by_xla, strict=True):
         np.testing.assert_array_equal(x, y)
+    np.testing.assert_array_equal(packed.query, rows.pack(query, by_xla.order, 1))
 
 
 MANY = {

@@ -43,6 +43,8 @@ ALL = dataclasses.replace(
 class Case(IndexedAttention):
     """A problem, the order of its work, and a config.
 
+    With `is_packed`, candidates are put into the order of users, and results back by the kernel.
+
     `copies` is how often the producer brings something: the queries of a pass's two warpgroups, a
     block of keys, one of values; blocks that stay are brought once, and no pass has a second try.
     """
@@ -50,6 +52,7 @@ class Case(IndexedAttention):
     config: AttentionConfig = TWO_SLOTS
     order: tuple[int, ...] | None = None
     copies: int | None = None
+    is_packed: bool = False
 
     @property
     def scale(self) -> float:
@@ -62,6 +65,12 @@ CASES = {
         (1, 0, 0, 1), 40, q_len=128, order=(1, 2, 0, 3), lengths=(5, 40), copies=4 * 2 + 2 * 6
     ),
     "t1_fewer_keys_than_a_block": Case((0, -5, 0, -(2**31), 0, 1, 2, 2**31 - 1), 5, q_len=1),
+    "t3_packed_gqa_lengths": Case(
+        (1, 0, -5, 2**31 - 1, 0) * 9, 40, q_len=3, heads=(2, 1), lengths=(5, 40), is_packed=True
+    ),
+    "t100_packed_one_slot": Case(
+        (2, 0, 1), 33, q_len=100, users=3, config=ONE_SLOT, num_sms=2, is_packed=True
+    ),
     # Blocks that stay from pass to pass, in tiles that are cut where users end or are not.
     "reuse_balanced_early": Case((0, 1, 1, 1, 1, 1, 0), 50, config=ALL, copies=5 * 2 + 2 * 2 * 3),
     "reuse_t16_gqa_lengths": Case(
@@ -101,8 +110,13 @@ def interpret(inputs: problems.AttentionInputs, case: Case) -> tuple[jax.Array, 
         interpret=PARAMS,
     )
     order = None if case.order is None else jnp.asarray(case.order, jnp.int32)
+    targets = None
+    if case.is_packed:
+        query, *rest, index, lengths = inputs
+        targets = np.argsort(np.clip(index, 0, case.users - 1), stable=True).astype(np.int32)
+        inputs = problems.AttentionInputs(query[targets], *rest, index[targets], lengths)
     # One program instead of one for each operation.
-    out, lse = jax.jit(run)(*inputs, order=order)
+    out, lse = jax.jit(run)(*inputs, order=order, targets=targets)
     return jax.block_until_ready((out, lse))
 
 

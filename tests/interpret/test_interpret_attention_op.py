@@ -17,6 +17,7 @@ from ikbo_jax.ops import attention as op
 from ikbo_jax.ops import dispatch
 from ikbo_jax.pallas.attention_backward import kernel as backward_kernel
 from ikbo_jax.pallas.flash import attention as kernel
+from ikbo_jax.pallas.flash import pack
 from ikbo_jax.problems import AttentionConfig
 from ikbo_jax.reference import attention as reference
 
@@ -35,6 +36,8 @@ def interpreted(monkeypatch):
     monkeypatch.setattr(dispatch, "num_sms", lambda: 2)
     interpreted_kernel = functools.partial(kernel.attention_kernel, interpret=PARAMS)
     monkeypatch.setattr(kernel, "attention_kernel", interpreted_kernel)
+    # Emulated tests execute its PTX; it has warp shuffles, which the interpreter cannot run.
+    monkeypatch.setattr(pack, "pack", pack.by_xla)
     backward, launched = backward_kernel.attention_backward_kernel, []
 
     def interpreted_backward(*args, **options):

@@ -30,11 +30,16 @@ SPLIT = dataclasses.replace(SMALL, splits=2, k_stages=3)
 
 @dataclasses.dataclass(frozen=True)
 class Case(IndexedAttention):
-    """A problem and a config."""
+    """A problem and a config.
+
+    Attributes:
+      is_packed: whether candidates are put into the order of users, and results back by the kernel.
+    """
 
     q_len: int = 1
     config: FewQueriesConfig = SMALL
     scale: float = 0.125
+    is_packed: bool = False
 
 
 CASES = {
@@ -87,6 +92,10 @@ CASES = {
     ),
     # An index that is not sorted.
     "unsorted": Case((1, 0, 0, 2, 1, 0, 0), 40, users=3, q_len=2, num_sms=2),
+    "packed": Case((1, 0, 5, 2, 1, -1, 0), 40, users=3, q_len=5, heads=(6, 2), is_packed=True),
+    "packed_split": Case(
+        (2, 0) * 20, 90, users=3, q_len=3, lengths=(0, 90, 20), config=SPLIT, is_packed=True
+    ),
     "falling": Case(tuple(range(39, -1, -1)), 20, users=40),
     # A negative scale, f16, a padded width.
     "negative_scale_f16_h96": Case(
@@ -96,9 +105,15 @@ CASES = {
 
 
 def interpret(inputs: problems.AttentionInputs, case: Case) -> tuple[jax.Array, jax.Array]:
+    targets = None
+    if case.is_packed:
+        query, *rest, index, lengths = inputs
+        targets = np.argsort(np.clip(index, 0, case.users - 1), stable=True).astype(np.int32)
+        inputs = problems.AttentionInputs(query[targets], *rest, index[targets], lengths)
     run = functools.partial(
         few_queries_kernel,
         scale=case.scale,
+        targets=targets,
         return_residuals=True,
         config=case.config,
         num_sms=case.num_sms,

@@ -13,7 +13,7 @@ import pytest
 
 from ikbo_jax.pallas.flash import attention as kernel
 from ikbo_jax.problems import AttentionConfig, AttentionProblem
-from ikbo_jax.problems.hopper import MAX_SMEM_BYTES
+from ikbo_jax.problems.hopper import MAX_SMEM_BYTES, WGMMA_M
 from ikbo_jax.tuning import table
 
 pytestmark = [
@@ -51,7 +51,9 @@ class Case:
         lengths = jax.ShapeDtypeStruct((p.users,), jnp.int32) if self.with_lengths else None
         index = jax.ShapeDtypeStruct((p.batch,), jnp.int32)
 
-        def fn(query, key, value, cand_to_user, lengths, order):
+        def fn(query, key, value, cand_to_user, lengths, numbers):
+            # Candidates in any order are read and stored in place, or copied and stored elsewhere.
+            order, targets = (None, numbers) if p.q_len % WGMMA_M else (numbers, None)
             return kernel.attention_kernel(
                 query,
                 key,
@@ -60,6 +62,7 @@ class Case:
                 lengths,
                 scale=p.head_dim**-0.5,
                 order=order,
+                targets=targets,
                 return_residuals=self.with_lse,
                 config=self.chosen,
                 num_sms=NUM_SMS,
@@ -74,13 +77,13 @@ def of(config: AttentionConfig | None = None, **sizes: Any) -> Case:
 
 
 def every_option(case: Case) -> Case:
-    return dataclasses.replace(case, with_lengths=True, with_lse=True)
+    return dataclasses.replace(case, with_lengths=True, with_order=True, with_lse=True)
 
 
 # What no row of the table has.
 CASES = {
     "one_slot": of(ONE_SLOT),
-    "reuse_and_balance": dataclasses.replace(every_option(of(REUSE, kv_len=256)), with_order=True),
+    "reuse_and_balance": every_option(of(REUSE, kv_len=256)),
     "h64_small": every_option(
         of(
             AttentionConfig(),
@@ -94,6 +97,9 @@ CASES = {
         )
     ),
     "h256_t16": every_option(of(head_dim=256, q_len=16)),
+    "h96_t100_one_slot_f16": every_option(of(ONE_SLOT, head_dim=96, q_len=100, dtype="float16")),
+    "h128_t5": every_option(of(AttentionConfig(), q_len=5)),
+    "h192_t3_f16": every_option(of(head_dim=192, q_len=3, dtype="float16")),
 }
 
 
@@ -124,7 +130,7 @@ def table_rows() -> dict[str, Case]:
         has_tiles = problem.q_len % 64 == 0
         case = Case(problem, config)
         if problem.dtype == "bfloat16" and not (config.reuse or config.balance):
-            case = dataclasses.replace(every_option(case), with_order=has_tiles)
+            case = every_option(case)
         cases[f"{problem.dtype}:h{problem.head_dim}:{has_tiles}:{config}"] = case
     return cases
 

@@ -40,7 +40,7 @@ class Case:
         lengths = jax.ShapeDtypeStruct((p.users,), jnp.int32) if self.with_options else None
         index = jax.ShapeDtypeStruct((p.batch,), jnp.int32)
 
-        def fn(query, key, value, cand_to_user, lengths):
+        def fn(query, key, value, cand_to_user, lengths, targets):
             return few_queries_kernel(
                 query,
                 key,
@@ -51,10 +51,11 @@ class Case:
                 return_residuals=self.with_options,
                 config=self.config,
                 num_sms=NUM_SMS,
+                targets=targets,
             )
 
         query = jax.ShapeDtypeStruct((p.batch, p.q_len, p.q_heads, p.head_dim), dtype)
-        return fn, query, keys, keys, index, lengths
+        return fn, query, keys, keys, index, lengths, index if self.with_options else None
 
 
 def problem(head_dim: int, heads: tuple[int, int] = (4, 4), **sizes: Any) -> AttentionProblem:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import ikbo_jax
 from ikbo_jax.pallas.attention_backward.kernel import attention_backward_kernel
 from ikbo_jax.problems import AttentionBackwardProblem
 from ikbo_jax.tuning import table
@@ -40,13 +41,12 @@ CASES = {
         (512, 512, 1, 256, 2, 2, 64), ("_statistics", ""), 1, 1, has_lengths=True
     ),
     "split_rows": Case((64, 1, 16, 512, 2, 2, 64), kernels=2),
-    # Beside such parts, XLA copies queries and cotangents into the order of key heads, and d_query
-    # back.
-    "grouped_heads": Case((300, 3, 4, 512, 4, 2, 128), kernels=5),
-    # XLA copies queries and cotangents, and d_query back, and sorts many candidates in two kernels.
-    "unsorted": Case((300, 3, 4, 256, 2, 2, 128), kernels=2, is_sorted=False),
+    # Queries and cotangents are copied into the order of key heads, and d_query back, by launches.
+    "grouped_heads": Case((300, 3, 4, 512, 4, 2, 128), kernels=2),
+    # So they are if candidates are in any order. XLA sorts many candidates.
+    "unsorted": Case((300, 3, 4, 256, 2, 2, 128), is_sorted=False),
     "many_unsorted": Case(
-        (6033, 182, 9, 66, 1, 1, 64), ("_rows", "_statistics", "", "_stored"), 1, 4, is_sorted=False
+        (6033, 182, 9, 66, 1, 1, 64), ("_rows", "_statistics", "", "_stored"), 1, 1, is_sorted=False
     ),
 }
 
@@ -80,3 +80,62 @@ def test_small_gradients_have_few_kernels_of_xla(name: str) -> None:
     copies = [x for x in found if x.startswith("copy")]
     assert len(copies) == case.copies, found
     assert len(found) - len(launches) - len(copies) == case.kernels, found
+
+
+PACK, FEW, FLASH = "ikbo_attention_pack", "ikbo_few_queries_attention", "ikbo_attention"
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """A result of attention and its gradient, in one program.
+
+    `kernels`: of XLA, copies among them.
+    """
+
+    sizes: tuple[int, int, int, int, int, int, int]  # B, U, T, S, N, K, H
+    of_result: tuple[str, ...]
+    of_gradient: tuple[str, ...] = ("_statistics", "", "_stored")
+    kernels: int = 0
+    is_sorted: bool = False
+
+
+WHOLE = {
+    "sorted": Whole((235, 2, 4, 628, 8, 8, 64), (FEW,), is_sorted=True),
+    "unsorted": Whole((230, 6, 5, 273, 1, 1, 128), (PACK, FEW)),
+    # XLA adds gradients of keys, and of values, of the parts of users' rows.
+    "unsorted_in_parts": Whole(
+        (1252, 7, 7, 111, 1, 1, 64), (PACK, FEW), ("_statistics", "", "_d_query"), 2
+    ),
+    # It sorts the candidates once for both, gathers users and queries, and copies a counter.
+    "many_unsorted": Whole(
+        (6033, 182, 9, 66, 1, 1, 64), (FEW,), ("_rows", "_statistics", "", "_stored"), 4
+    ),
+    # Tiles of 64 queries of several candidates.
+    "unsorted_t96": Whole((20, 3, 96, 400, 2, 2, 128), (PACK, FLASH), kernels=2),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_results_and_gradients_have_few_kernels_of_xla(name: str) -> None:
+    case = WHOLE[name]
+    batch, users, q_len, kv_len, q_heads, kv_heads, width = case.sizes
+    query, key = (
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+        for shape in ((batch, q_len, q_heads, width), (users, kv_len, kv_heads, width))
+    )
+    index = jax.ShapeDtypeStruct((batch,), jnp.int32)
+
+    def run(query: Any, key: Any, value: Any, index: Any, d_out: Any) -> Any:
+        def result(*arrays: Any) -> Any:
+            return ikbo_jax.attention(*arrays, index, indices_are_sorted=case.is_sorted)
+
+        out, pull_back = jax.vjp(result, query, key, value)
+        return out, pull_back(d_out)
+
+    with ikbo_jax.export_target("H100"):
+        found = hopper_programs.operations(run, query, key, key, index, query)
+    launches = [x for x in found if x.startswith("ikbo_")]
+    of_gradient = [f"ikbo_attention_backward{suffix}" for suffix in case.of_gradient]
+    # A launch for the gradient that needs the index alone may come first.
+    assert sorted(launches) == sorted([*case.of_result, *of_gradient]), found
+    assert len(found) - len(launches) == case.kernels, found

@@ -29,8 +29,9 @@ def make(index, sizes):
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize(("batch", "users"), [(1, 1), (50, 7), (9, 40), (200, 1)])
 @pytest.mark.parametrize("is_sorted", [True, False])
-def test_both_ways_number_the_same_rows(monkeypatch, batch, users, splits, is_sorted):
-    index = np.random.default_rng(0).integers(-1, users + 1, batch)
+@pytest.mark.parametrize("is_in_range", [True, False])
+def test_both_ways_number_the_same_rows(monkeypatch, batch, users, splits, is_sorted, is_in_range):
+    index = np.random.default_rng(0).integers(is_in_range - 1, users + 1 - is_in_range, batch)
     index = np.sort(index) if is_sorted else index
     sizes = sizes_of(batch, users, splits, is_sorted)
     by_pairs = make(index, sizes)
@@ -38,7 +39,10 @@ def test_both_ways_number_the_same_rows(monkeypatch, batch, users, splits, is_so
     monkeypatch.setattr(work_order, "MAX_COMPARED", 0)
     monkeypatch.setattr(work_order, "MAX_COUNTED", 0)
     by_sums = make(index, sizes)
-    for x, y in zip(jax.tree.leaves(by_pairs), jax.tree.leaves(by_sums), strict=True):
+    found = [by_pairs, by_sums]
+    if not (is_sorted or is_in_range):  # a sort has users below 0 first
+        found = [x._replace(order=None, position=None) for x in found]
+    for x, y in zip(*map(jax.tree.leaves, found), strict=True):
         np.testing.assert_array_equal(x, y)
 
     counts = np.bincount(np.clip(index, 0, users - 1), minlength=users) * Q_LEN * GROUP
@@ -47,11 +51,14 @@ def test_both_ways_number_the_same_rows(monkeypatch, batch, users, splits, is_so
     blocks = -(-counts // BLOCK_Q)
     np.testing.assert_array_equal(by_pairs.users[:, 2], (np.cumsum(blocks) - blocks) * BLOCK_Q)
     # Every row of a candidate has a place of its own, inside its user's blocks.
-    targets = np.asarray(by_pairs.targets(sizes)).reshape(batch, -1)
-    first = np.asarray(by_pairs.users)[np.clip(index, 0, users - 1)]
-    assert len(np.unique(targets)) == targets.size
-    assert (targets >= first[:, 2:3]).all()
-    assert (targets < first[:, 2:3] + first[:, 1:2]).all()
+    for numbers in (by_pairs, by_sums):
+        targets = np.asarray(numbers.targets(sizes)).reshape(batch, -1)
+        first = np.asarray(numbers.users)[np.clip(index, 0, users - 1)]
+        assert len(np.unique(targets)) == targets.size
+        assert (targets >= first[:, 2:3]).all()
+        assert (targets < first[:, 2:3] + first[:, 1:2]).all()
+        if numbers.order is not None:
+            np.testing.assert_array_equal(numbers.position[numbers.order], np.arange(batch))
 
 
 def test_tiles_are_of_one_user_and_the_last_entry_counts_them():
@@ -80,7 +87,7 @@ def test_statistics_are_nan_where_a_promised_order_is_wrong(d_lse):
         sizes = sizes_of(batch, 3, 1, True)
         found = make(np.asarray(index), sizes)
         count = 4 * BLOCK_Q
-        inputs = rows.Inputs(out, out, lse, gradient)
+        inputs = rows.Inputs(out, out, lse, gradient, out)
         statistics = rows.statistics_by_xla(inputs, found, sizes, heads, count)
         assert statistics.shape == (heads, 2, count + TILE_ROWS)
         assert bool(jnp.isnan(statistics).all()) == is_nan

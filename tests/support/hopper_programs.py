@@ -61,7 +61,8 @@ def _operations(entry: str) -> list[str]:
         match = re.match(r"\s*(?:ROOT )?%?([\w.-]+) = (?:\(.*?\) |\S+ )([\w-]+)\(", line)
         if match is None or match[2] in _FREE:
             continue
-        launched = re.search(r'op_name="[^"]*?(ikbo_\w+)/', line)
+        # The name of an operation does not always say which kernel it launches; its module does.
+        launched = re.search(r"\b00(ikbo_\w+)_mosaic_gpu\\", line)
         is_launch = 'custom_call_target="mosaic_gpu_v2"' in line
         found.append(launched[1] if launched and is_launch else match[1])
     return found

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from jax.experimental import pallas as pl
 
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext
+from ikbo_jax.pallas.hopper.row_order import RowOrder
 from ikbo_jax.problems.attention_backward import BOTH, AttentionBackwardConfig, Gradients
 from ikbo_jax.problems.hopper import BLOCK_K
 
@@ -32,6 +33,8 @@ class Shape:
 
     Attributes:
       rows: query rows of a key head: B * T * N / K.
+      q_len: queries of a candidate.
+      group: query heads that share a key head.
       kv_len: keys whose gradients the launch computes, from `first_key` on.
       kv_tiles: tiles of these keys of a user.
       blocks: the largest number of query blocks of a key head.
@@ -42,6 +45,8 @@ class Shape:
     """
 
     rows: int
+    q_len: int
+    group: int
     users: int
     kv_len: int
     kv_heads: int
@@ -57,6 +62,17 @@ class Shape:
     @property
     def items(self) -> int:
         return self.users * self.splits * self.kv_heads * self.kv_tiles
+
+    @property
+    def d_query(self) -> tuple[int, int, int]:
+        """[B * T, N, H], the shape of d_query where a launch computes it alone."""
+        return self.rows // self.group, self.kv_heads * self.group, self.head_dim
+
+    def row_order(self, order: Any) -> RowOrder | None:
+        """Where rows are in d_query; `order` [B] int32 in device memory, or None if sorted."""
+        if order is None and self.group == 1:
+            return None
+        return RowOrder(order, self.q_len, self.group)
 
     @property
     def column_blocks(self) -> int:

@@ -60,6 +60,7 @@ class TileOperands(NamedTuple):
     key: Any  # [U, S, K, H]
     value: Any  # [U, S, K, H]
     tiles: Any  # [most tiles + 1, TILE_WORDS] int32; the last entry begins with the number of tiles
+    order: Any  # [B] int32, candidates in user order; None if the caller's order is that
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,7 +259,10 @@ def _free_stored_slot(ctx: Context, item: Any) -> None:
 
 
 def _store(ctx: Context, item: Any, total: jax.Array) -> None:
-    """Stages 64 rows in place of the queries; TMA stores them if all belong to the tile."""
+    """Stages 64 rows in place of the queries.
+
+    TMA stores them if all belong to the tile, and if they stay side by side.
+    """
     shape, ring = ctx.shape, ctx.shared.queries
     item = mosaic.opaque(item, interpret=ctx.interpret)
     consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
@@ -278,6 +282,7 @@ def _store(ctx: Context, item: Any, total: jax.Array) -> None:
         (jnp.int32(0), rows),
         is_full=rows == WGMMA_M,
         is_partial=rows < WGMMA_M,
+        order=shape.row_order(ctx.operands.order),
     )
 
 
@@ -302,14 +307,15 @@ def _consume(ctx: Context) -> None:
 
 def d_query_kernel(
     operands: Operands,
-    tiles: jax.Array,
+    tiles: Any,
+    order: jax.Array | None,
     shape: Shape,
     config: AttentionBackwardConfig,
     *,
     num_sms: int,
     interpret: Any = False,
 ) -> jax.Array:
-    """d_query [rows, K, H], in the order of the first launch's operands; `tiles` of `rows.Rows`."""
+    """d_query [B * T, N, H] in the caller's order; `tiles` and `order` are those of `rows.Rows`."""
     workers = min(num_sms, (tiles.shape[0] - 1) * shape.kv_heads)
     shape = dataclasses.replace(shape, workers=workers)
 
@@ -318,8 +324,8 @@ def d_query_kernel(
 
     (d_query,) = launch(
         Roles(context, _produce, _consume),
-        TileOperands(*operands[:5], tiles),
-        (jax.ShapeDtypeStruct(operands.query.shape, operands.query.dtype),),
+        TileOperands(*operands[:5], tiles, order),
+        (jax.ShapeDtypeStruct(shape.d_query, operands.query.dtype),),
         config.d_query_shared(shape.head_dim),
         dtype=operands.query.dtype,
         name="ikbo_attention_backward_d_query",

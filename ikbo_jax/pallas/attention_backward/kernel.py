@@ -126,8 +126,8 @@ def attention_backward_kernel(
       d_out: [B, T, N, H], the query's dtype.
       d_lse: [B, T, N] f32, or None for zeros.
       scale: of the scores; finite.
-      indices_are_sorted: whether `cand_to_user` never decreases. If not, XLA copies queries and
-        cotangents into the order of users. If True is wrong, all gradients of users with candidates
+      indices_are_sorted: whether `cand_to_user` never decreases. If not, queries and cotangents
+        are copied into the order of users. If True is wrong, all gradients of users with candidates
         are NaN.
       config: a legal configuration (`AttentionBackwardConfig.illegal_reason`).
       num_sms: streaming multiprocessors of the device.
@@ -156,6 +156,8 @@ def attention_backward_kernel(
     )
     shape = Shape(
         rows=sizes.rows,
+        q_len=q_len,
+        group=group,
         users=users,
         kv_len=kv_len,
         kv_heads=kv_heads,
@@ -170,41 +172,30 @@ def attention_backward_kernel(
     run = functools.partial(
         _launch, dtype=sum_dtype, config=config, workers=workers, interpret=interpret
     )
-    rows, statistics = row_numbers.with_statistics(
+    rows, statistics, packed = row_numbers.with_statistics(
         cand_to_user,
         key_value_seq_lengths,
-        row_numbers.Inputs(out, d_out, lse, d_lse),
+        row_numbers.Inputs(out, d_out, lse, d_lse, query),
         sizes,
         kv_heads=kv_heads,
         count=shape.blocks * config.block_q,
         interpret=interpret,
     )
-    operands = Operands(
-        row_numbers.pack(query, rows.order, kv_heads),
-        row_numbers.pack(d_out, rows.order, kv_heads),
-        statistics,
-        key,
-        value,
-        rows.parts,
-    )
+    operands = Operands(*packed, statistics, key, value, rows.parts)
+    options = {"num_sms": num_sms, "interpret": interpret}
     if config.stores_d_scores:
-        assert rows.tiles is not None
-        options = {"num_sms": num_sms, "interpret": interpret}
         of_keys = functools.partial(d_key_kernel, dtype=sum_dtype, **options)
-        multiply = functools.partial(stored_kernel, tiles=rows.tiles, **options)
+        multiply = functools.partial(stored_kernel, tiles=rows.tiles, order=rows.order, **options)
         result, d_key, d_value = _stored(operands, shape, config, run, of_keys, multiply)
-        return row_numbers.unpack(result, rows.position, query.shape), d_key, d_value
+        return result.reshape(query.shape), d_key, d_value
     if config.d_query == "launch":
         gradients: dict[str, jax.Array] = {}
         for names in config.launches(head_dim):
             of_launch = dataclasses.replace(shape, gradients=names)
             gradients |= zip(names, run(operands, shape=of_launch), strict=True)
         d_key, d_value = gradients["key"], gradients["value"]
-        assert rows.tiles is not None
-        result = d_query_kernel(
-            operands, rows.tiles, shape, config, num_sms=num_sms, interpret=interpret
-        )
-        return row_numbers.unpack(result, rows.position, query.shape), d_key, d_value
+        result = d_query_kernel(operands, rows.tiles, rows.order, shape, config, **options)
+        return result.reshape(query.shape), d_key, d_value
     sums, d_key, d_value = run(operands, shape=shape)
     d_query = row_numbers.unpack_d_query(sums, rows, sizes, kv_heads, scale, query.dtype)
     return d_query, d_key, d_value
@@ -218,7 +209,7 @@ def _stored(
     multiply_by_queries: Callable[..., jax.Array],
     multiply: Callable[..., jax.Array],
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """d_query as rows, d_key and d_value, for as many keys at a time as can be stored.
+    """d_query [B * T, N, H], d_key and d_value, for as many keys at a time as can be stored.
 
     `run` stores gradients of scores. For wide heads it computes d_value alone, and
     `multiply_by_queries` computes d_key.

@@ -84,6 +84,11 @@ class Sizes:
         return self.batch * self.per_candidate
 
     @property
+    def is_packed(self) -> bool:
+        """Whether rows of a key head are not where the caller's queries are."""
+        return not self.is_sorted or self.group > 1
+
+    @property
     def most_tiles(self) -> int:
         """Tiles of any index."""
         assert self.tile_rows is not None

@@ -16,7 +16,7 @@ from ikbo_jax.pallas.attention_backward import numbering
 from ikbo_jax.pallas.attention_backward import statistics as statistics_launch
 from ikbo_jax.pallas.attention_backward.context import TILE_WORDS, USER_WORDS
 from ikbo_jax.pallas.attention_backward.numbering import Sizes
-from ikbo_jax.pallas.attention_backward.statistics import Inputs
+from ikbo_jax.pallas.attention_backward.statistics import Inputs, Packed
 from ikbo_jax.pallas.flash import work_order
 from ikbo_jax.problems.attention_backward import BLOCK_KV
 from ikbo_jax.problems.hopper import TILE_ROWS
@@ -99,9 +99,8 @@ def _order(index: jax.Array, sizes: Sizes) -> tuple[jax.Array | None, jax.Array 
     """`Rows.order` and `Rows.position`; of many candidates the order alone."""
     if sizes.is_sorted:
         return None, None
-    index = jnp.clip(index, 0, sizes.users - 1)
     if sizes.batch <= work_order.MAX_COUNTED:
-        position = work_order.ranks(index)
+        position = work_order.ranks(jnp.clip(index, 0, sizes.users - 1))
         return work_order.inverse(position), position
     return work_order.by_user(index), None
 
@@ -147,7 +146,7 @@ def by_xla(cand_to_user: jax.Array, lengths: jax.Array | None, sizes: Sizes) -> 
     if sizes.is_sorted:
         is_valid = jnp.all(index[1:] >= index[:-1])
         poison = jnp.where(is_valid, jnp.int32(0), jnp.int32(numbering.NAN_BITS))[None]
-    order, position = _order(index, sizes)
+    order, position = _order(cand_to_user, sizes)
     if order is not None and position is None:
         number = jnp.arange(sizes.batch, dtype=jnp.int32)
         position = jnp.zeros_like(number).at[order].set(number, unique_indices=True)
@@ -174,17 +173,6 @@ def pack(array: jax.Array, order: jax.Array | None, kv_heads: int) -> jax.Array:
     return array.reshape(-1, kv_heads, width)
 
 
-def unpack(rows: jax.Array, position: jax.Array | None, shape: tuple[int, ...]) -> jax.Array:
-    """The inverse of `pack`, for an array of `shape` [B, T, N, H]."""
-    batch, q_len, q_heads, width = shape
-    kv_heads = rows.shape[1]
-    array = rows.reshape(batch, q_len, -1, kv_heads, width)
-    if q_heads != kv_heads:
-        array = array.swapaxes(2, 3)
-    array = array.reshape(shape)
-    return array if position is None else array[position]
-
-
 def _nan_unless(is_valid: jax.Array | None, array: jax.Array) -> jax.Array:
     return array if is_valid is None else jnp.where(is_valid, array, jnp.nan)
 
@@ -198,12 +186,13 @@ def with_statistics(
     kv_heads: int,
     count: int,
     interpret: Any = False,
-) -> tuple[Rows, jax.Array]:
-    """The rows, and [K, 2, count + 128] f32: lse in powers of 2, and delta, at their targets.
+) -> tuple[Rows, jax.Array, Packed]:
+    """The rows, [K, 2, count + 128] f32 with lse in powers of 2, and delta, and packed operands.
 
-    Targets of a user begin with a block, so TMA copies blocks that begin at whole 64 bytes and end
-    inside of the array. A copy that began at an array's last value, 12 bytes after whole 16 bytes,
-    ended with an illegal instruction on an H200. Numbers at rows of no query are arbitrary.
+    Statistics are at the rows' targets. Targets of a user begin with a block, so TMA copies blocks
+    that begin at whole 64 bytes and end inside of the array. A copy that began at an array's last
+    value, 12 bytes after whole 16 bytes, ended with an illegal instruction on an H200. Numbers at
+    rows of no query are arbitrary.
 
     With P = exp(scores - lse), the gradient of a score is P * (d_out @ value.T - delta), where
     delta = sum(d_out * out) - d_lse. Rows without keys get an lse of infinity, hence P = 0.
@@ -211,7 +200,7 @@ def with_statistics(
     Args:
       cand_to_user: as for `make_rows`, like `lengths` and `sizes`.
       lengths: likewise.
-      inputs: `out` and `d_out` [B, T, N, H], `lse` and `d_lse` [B, T, N].
+      inputs: `out`, `d_out` and `query` [B, T, N, H], `lse` and `d_lse` [B, T, N].
       sizes: of the problem.
       kv_heads: K.
       count: rows of the kernel's `d_query`.
@@ -219,7 +208,12 @@ def with_statistics(
     """
     if interpret:
         found = by_xla(cand_to_user, lengths, sizes)
-        return found, statistics_by_xla(inputs, found, sizes, kv_heads, count)
+        packed = Packed(*(pack(x, found.order, kv_heads) for x in (inputs.query, inputs.d_out)))
+        return found, statistics_by_xla(inputs, found, sizes, kv_heads, count), packed
+    in_place = None
+    if not sizes.is_packed:
+        in_place = Packed(*(pack(x, None, kv_heads) for x in (inputs.query, inputs.d_out)))
+        inputs = inputs._replace(query=None)
     rows: Rows | None = None
     if not statistics_launch.numbers_rows(sizes, kv_heads):
         rows = make_rows(cand_to_user, lengths, sizes)
@@ -238,14 +232,14 @@ def with_statistics(
     if rows is None:
         order, position = results.rows.order, results.rows.position
         rows = _described(cand_to_user, order, position, results.rows)
-    return rows, results.statistics
+    return rows, results.statistics, in_place or results.packed
 
 
 def statistics_by_xla(
     inputs: Inputs, rows: Rows, sizes: Sizes, kv_heads: int, count: int
 ) -> jax.Array:
     """The second result of `with_statistics` by XLA."""
-    out, d_out, lse, d_lse = inputs
+    out, d_out, lse, d_lse, _ = inputs
     delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     if d_lse is not None:
         delta = delta - d_lse

@@ -7,11 +7,15 @@ at 2,048 candidates of 64 queries, N = 2, H = 128), and takes four kernels to pu
 the backward kernel reads them. Here four threads add up a row, and store its two numbers at the
 row's target, which they compute from the numbers of the row's user: a CTA is 32 rows.
 
+If candidates are in any order, or query heads share a key head, the same threads also copy the
+row's query and cotangent to where the next launches read them, side by side with the other rows of
+the user and key head. XLA would take two kernels for that, and read the cotangents once more.
+
 Of small problems, each CTA also numbers all users' rows (`numbering`), in shared memory. If
 candidates are in any order, it counts the candidates of the same user before each of its own, and
-stores its share of the order, by which XLA copies queries. More CTAs than run at once would repeat
-that; then the numbers come from device memory, nothing is shared, and no thread waits for another
-one's memory.
+stores its share of the order, by which the last launch stores d_query. More CTAs than run at once
+would repeat that; then the numbers come from device memory, nothing is shared, and no thread waits
+for another one's memory.
 """
 
 from __future__ import annotations
@@ -44,8 +48,10 @@ CTA_ROWS = WARPGROUP_SIZE // ROW_THREADS
 #: 16-bit numbers of one access of a thread, 16 bytes.
 VECTOR = 8
 #: Most candidates and users whose rows each CTA numbers, and most CTAs, which all run at once: with
-#: 51 registers for a thread (of heads of 128 columns), 9 on each of 132 SMs; with 63, where
-#: candidates are in any order, 8. The users of a CTA take 18 KiB of shared memory.
+#: 51 registers for a thread (of heads of 128 columns), 9 on each of 132 SMs. Where candidates are
+#: in any order, a thread holds a query, too: 78 registers, 6 CTAs; of more CTAs, some number the
+#: rows after others have ended, which takes less time than another launch. The users of a CTA take
+#: 18 KiB of shared memory.
 MOST_CANDIDATES, MOST_USERS, MOST_CTAS = 4096, 1024, 8 * 132
 #: Most candidates of a CTA whose places it computes, where candidates are in any order. For each of
 #: them, every thread compares some users with the candidate's.
@@ -59,6 +65,14 @@ class Inputs(NamedTuple):
     d_out: Any  # [rows, H]
     lse: Any  # [rows] f32
     d_lse: Any  # [rows] f32, or None for zeros
+    query: Any  # [rows, H]; None unless rows are packed
+
+
+class Packed(NamedTuple):
+    """Device memory that the next launches read: rows of a key head, a user's side by side."""
+
+    query: Any  # [B * T * N / K, K, H]
+    d_out: Any  # likewise
 
 
 class Operands(NamedTuple):
@@ -78,6 +92,7 @@ class Outputs(NamedTuple):
 
     statistics: Any  # [K, 2, count] f32: lse in powers of 2 and delta, at the targets
     rows: Any  # `numbering.Outputs`; None if the launch does not number rows
+    packed: Any  # `Packed`; None if the caller's arrays have that order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,10 +136,14 @@ def statistics_kernel(
     """[K, 2, count] f32: lse in powers of 2 and delta, at the targets; undefined elsewhere.
 
     Without `operands.users`, also the descriptions of users, parts and tiles; and the order of
-    candidates that are not in user order.
+    candidates that are not in user order. With `operands.inputs.query`, also packed rows.
     """
     shape = Shape(sizes, kv_heads)
-    declared = Outputs(jax.ShapeDtypeStruct((kv_heads, 2, count), jnp.float32), None)
+    declared = Outputs(jax.ShapeDtypeStruct((kv_heads, 2, count), jnp.float32), None, None)
+    query = operands.inputs.query
+    if query is not None:
+        rows_type = jax.ShapeDtypeStruct((sizes.rows, kv_heads, query.shape[-1]), query.dtype)
+        declared = declared._replace(packed=Packed(rows_type, rows_type))
     shared = numbering.Shared(*(None,) * len(numbering.Shared._fields))
     if operands.users is None:
         is_ranked = shape.ranked > 0
@@ -152,6 +171,7 @@ class _Rows(NamedTuple):
     kv_head: jax.Array
     target: jax.Array
     poison: jax.Array  # bits of a number that is added to the statistics
+    packed: jax.Array  # number among the rows of its key head
 
 
 def _divided(values: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
@@ -211,8 +231,10 @@ def _rows(ctx: WarpgroupContext) -> _Rows:
         is_first = is_row & (q == 0) & (head == 0) & (part == 0)
         numbers.write(numbers.outputs.position, candidate, place, is_first)
         numbers.write(numbers.outputs.order, place, candidate, is_first)
-    in_user = (place - first) * sizes.per_candidate + q * sizes.group + in_group
-    return _Rows(row, is_row, kv_head, first_target + in_user, added)
+    in_candidate = q * sizes.group + in_group
+    in_user = (place - first) * sizes.per_candidate + in_candidate
+    packed = place * sizes.per_candidate + in_candidate
+    return _Rows(row, is_row, kv_head, first_target + in_user, added, packed)
 
 
 def _user_of_row(
@@ -266,24 +288,32 @@ def _rank(ctx: numbering.Numbering, candidate: jax.Array, shape: Shape) -> jax.A
 
 
 def _store(ctx: WarpgroupContext) -> None:
-    """Stores the statistics of a CTA's rows."""
-    inputs: list[Any]
-    inputs, tree = jax.tree.flatten(ctx.operands.inputs)
+    """Stores the statistics of a CTA's rows, and packs the rows."""
+    refs: list[Any]
+    refs, tree = jax.tree.flatten((ctx.operands.inputs, ctx.outputs.statistics, ctx.outputs.packed))
     rows = _rows(ctx)
     arrays = (rows.number, rows.is_row.astype(jnp.int32), *rows[2:])
     layouts = (per_thread.LAYOUT,) * len(arrays)
+    kv_heads = ctx.shape.kv_heads
 
-    @plgpu.inline_mgpu(arg_types=(*(plgpu.RefType(),) * (len(inputs) + 1), *layouts))
+    @plgpu.inline_mgpu(arg_types=(*(plgpu.RefType(),) * len(refs), *layouts))
     def store(_: Any, *arguments: Any) -> None:
-        memory, numbers = arguments[: len(inputs)], arguments[len(inputs) + 1 :]
-        output, found = arguments[len(inputs)], jax.tree.unflatten(tree, memory)
+        memory, numbers = arguments[: len(refs)], arguments[len(refs) :]
+        found, output, packed = jax.tree.unflatten(tree, memory)
         i32 = ir.IntegerType.get_signless(32)
-        row, is_row, kv_head, target, poison = map(per_thread.scalar, numbers)
+        row, is_row, kv_head, target, poison, packed_row = map(per_thread.scalar, numbers)
+        is_row = arith.cmpi(arith.CmpIPredicate.ne, is_row, mgpu.c(0, i32))
         width = ir.MemRefType(found.out.type).shape[1]
         thread = arith.remui(mgpu.thread_idx(), mgpu.c(WARPGROUP_SIZE, i32))
         part = arith.remui(thread, mgpu.c(ROW_THREADS, i32))
         load = functools.partial(_number, row=row)
-        delta = _row_sum(found.out, found.d_out, row, part, width)
+        out, d_out = (_loaded_row(x, row, part, width) for x in (found.out, found.d_out))
+        if packed is not None:
+            query = _loaded_row(found.query, row, part, width)
+            place = [(packed_row, kv_heads * width), (kv_head, width)]
+            for array, words in zip(packed, (query, d_out), strict=True):
+                _store_row(array, words, place, part, is_row)
+        delta = _row_sum(out, d_out, ir.MemRefType(found.out.type).element_type)
         if found.d_lse is not None:
             delta = arith.subf(delta, load(found.d_lse))
         lse = load(found.lse)
@@ -296,7 +326,7 @@ def _store(ctx: WarpgroupContext) -> None:
         count = ir.MemRefType(output.type).shape[2]
         terms = [(kv_head, 2 * count), (target, 1)]
         is_first = arith.cmpi(arith.CmpIPredicate.eq, part, mgpu.c(0, i32))
-        is_first = arith.andi(is_first, arith.cmpi(arith.CmpIPredicate.ne, is_row, mgpu.c(0, i32)))
+        is_first = arith.andi(is_first, is_row)
         for number, value in enumerate((exponent, delta)):
             mgpu.utils.inline_ptx(
                 f"st.global.f32 [$0 + {number * count * 4}], $1;",
@@ -306,7 +336,7 @@ def _store(ctx: WarpgroupContext) -> None:
                 has_side_effects=True,
             )
 
-    store(*inputs, ctx.outputs.statistics, *arrays)
+    store(*refs, *arrays)
 
 
 def _f32(value: float) -> ir.Value:
@@ -315,39 +345,41 @@ def _f32(value: float) -> ir.Value:
 
 def _number(array: ir.Value, row: ir.Value) -> ir.Value:
     """The f32 number of a row."""
-    return mgpu.utils.bitcast(_loaded(array, [(row, 1)], 1)[0], ir.F32Type.get())
+    address = stores.device_address(array, [(row, 1)], 4)
+    return mgpu.utils.bitcast(per_thread.load_words(address, 1)[0], ir.F32Type.get())
 
 
-def _loaded(array: ir.Value, terms: list[tuple[ir.Value, int]], words: int) -> list[ir.Value]:
-    """Words of 32 bits from element sum(value * stride) on."""
-    i32 = ir.IntegerType.get_signless(32)
-    size = mgpu.utils.bitwidth(ir.MemRefType(array.type).element_type) // 8
-    names = ", ".join(f"${i}" for i in range(words))
-    kind, names = ("b32", names) if words == 1 else (f"v{words}.b32", f"{{{names}}}")
-    found = mgpu.utils.inline_ptx(
-        f"ld.global.nc.{kind} {names}, [${words}];",
-        stores.device_address(array, terms, size),
-        result_types=[i32] * words,
-    )
-    return list(found)
+def _loaded_row(array: ir.Value, row: ir.Value, part: ir.Value, width: int) -> list[ir.Value]:
+    """This thread's quarter of array[row], in words of 32 bits."""
+    i32, found = ir.IntegerType.get_signless(32), []
+    for step in range(width // (ROW_THREADS * VECTOR)):
+        # The threads of a row read 64 bytes side by side.
+        column = arith.addi(part, mgpu.c(step * ROW_THREADS, i32))
+        address = stores.device_address(array, [(row, width), (column, VECTOR)], 2)
+        found += per_thread.load_words(address, 4)
+    return found
 
 
-def _row_sum(x: ir.Value, y: ir.Value, row: ir.Value, part: ir.Value, width: int) -> ir.Value:
-    """sum(x[row] * y[row]) in f32, in all four threads of a row."""
-    i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
-    pair = ir.VectorType.get((2,), ir.MemRefType(x.type).element_type)
-    pair_f32 = ir.VectorType.get((2,), f32)
-    steps = range(width // (ROW_THREADS * VECTOR))
-    words: list[list[ir.Value]] = []
-    for array in (x, y):
-        found: list[ir.Value] = []
-        for step in steps:
-            # The threads of a row read 64 bytes side by side.
-            column = arith.addi(part, mgpu.c(step * ROW_THREADS, i32))
-            found += _loaded(array, [(row, width), (column, VECTOR)], 4)
-        words.append(found)
+def _store_row(
+    array: ir.Value,
+    words: list[ir.Value],
+    place: list[tuple[ir.Value, int]],
+    part: ir.Value,
+    predicate: ir.Value,
+) -> None:
+    """Stores words of `_loaded_row` to the row whose first element is sum(value * stride)."""
+    address = stores.device_address(array, [*place, (part, VECTOR)], 2)
+    for i in range(0, len(words), 4):
+        offset = i // 4 * ROW_THREADS * VECTOR * 2
+        per_thread.store_words(address, words[i : i + 4], predicate, offset)
+
+
+def _row_sum(x: list[ir.Value], y: list[ir.Value], dtype: ir.Type) -> ir.Value:
+    """The sum of products of two rows' elements in f32, in all four threads of a row."""
+    f32 = ir.F32Type.get()
+    pair, pair_f32 = ir.VectorType.get((2,), dtype), ir.VectorType.get((2,), f32)
     sums = [_f32(0.0)] * 4
-    for i, both in enumerate(zip(*words, strict=True)):
+    for i, both in enumerate(zip(x, y, strict=True)):
         wide = [arith.extf(pair_f32, mgpu.utils.bitcast(word, pair)) for word in both]
         for j in (0, 1):
             a, b = (vector.extract(w, [], [j]) for w in wide)

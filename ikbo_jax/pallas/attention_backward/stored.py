@@ -48,6 +48,7 @@ class StoredOperands(NamedTuple):
     d_scores: Any  # see `context.Outputs`
     key: Any  # [U, S, K, H]
     tiles: Any  # [most tiles + 1, TILE_WORDS] int32; the last entry begins with the number of tiles
+    order: Any  # [B] int32, candidates in user order; None if the caller's order is that
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,15 +204,18 @@ def _tile(ctx: Context, item: Any, first_step: Any) -> Any:
 
 
 def _store(ctx: Context, place: tuple[Any, Any], rows: Any, totals: list[jax.Array]) -> None:
-    """Stages each tile of 64 rows; TMA stores those that are full."""
+    """Stages each tile of 64 rows; TMA stores those that are full, if rows stay side by side."""
     consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
+    order = ctx.shape.row_order(ctx.operands.order)
     if ctx.outputs[0].dtype == jnp.float32:
         staging = ctx.shared.f32_staging.at[consumer] if ctx.interpret else None
         for i, total in enumerate(totals):
             first = (consumer * ctx.config.query_tiles + i) * WGMMA_M
             left = jnp.clip(rows - first, 0, WGMMA_M)
             target = (place[0] + first, place[1], jnp.int32(0), left)
-            stores.store_rows(ctx.outputs[0], total, *target, staging, interpret=ctx.interpret)
+            stores.store_rows(
+                ctx.outputs[0], total, *target, staging, order=order, interpret=ctx.interpret
+            )
         plgpu.commit_smem()
         return
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the item before
@@ -232,6 +236,7 @@ def _store(ctx: Context, place: tuple[Any, Any], rows: Any, totals: list[jax.Arr
             (jnp.int32(0), left),
             is_full=left == WGMMA_M,
             is_partial=left < WGMMA_M,
+            order=order,
         )
 
 
@@ -249,7 +254,8 @@ def _consume(ctx: Context) -> None:
 def stored_kernel(
     d_scores: jax.Array,
     operands: Operands,
-    tiles: jax.Array,
+    tiles: Any,
+    order: jax.Array | None,
     shape: Shape,
     config: AttentionBackwardConfig,
     *,
@@ -257,19 +263,18 @@ def stored_kernel(
     dtype: Any,
     interpret: Any = False,
 ) -> jax.Array:
-    """d_query [rows, K, H] in `dtype`, of the keys that `shape` describes, as d_scores is.
+    """d_query [B * T, N, H] in `dtype`, of the keys that `shape` describes, as d_scores is.
 
-    Rows are in the order of `operands`; `tiles` is `rows.Rows.tiles`.
+    It is in the caller's order; `tiles` and `order` are those of `rows.Rows`.
     """
-    query = operands.query
     workers = min(num_sms, (tiles.shape[0] - 1) * shape.kv_heads)
     shape = dataclasses.replace(shape, workers=workers)
     (d_query,) = launch(
         Roles(functools.partial(Context, shape, config), _produce, _consume),
-        StoredOperands(d_scores, operands.key, tiles),
-        (jax.ShapeDtypeStruct(query.shape, dtype),),
+        StoredOperands(d_scores, operands.key, tiles, order),
+        (jax.ShapeDtypeStruct(shape.d_query, dtype),),
         config.stored_shared(shape.head_dim),
-        dtype=query.dtype,
+        dtype=operands.query.dtype,
         name="ikbo_attention_backward_stored",
         workers=workers,
         interpret=interpret,

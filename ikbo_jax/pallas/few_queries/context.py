@@ -71,6 +71,7 @@ class Operands(NamedTuple):
     value: Any  # [U, S, K, H]
     cand_to_user: Any  # [B] int32; None with one user
     lengths: Any  # [U] int32
+    targets: Any  # [B] int32, the candidates of the results; None: as the queries
 
 
 class Outputs(NamedTuple):

@@ -80,6 +80,7 @@ def few_queries_kernel(
     return_residuals: bool,
     config: FewQueriesConfig,
     num_sms: int,
+    targets: jax.Array | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Softmax attention of every candidate's queries over its user's keys and values.
@@ -95,6 +96,8 @@ def few_queries_kernel(
       return_residuals: whether lse is computed.
       config: a legal configuration (`FewQueriesConfig.illegal_reason`).
       num_sms: streaming multiprocessors of the device.
+      targets: None, or [B] int32, a permutation: the results of candidate i are stored as those of
+        candidate targets[i].
       interpret: False, or `plgpu.InterpretGPUParams` to run on a CPU, with
         `inline_mgpu="_hack_model_inline_mgpu_tokamax"` for the named barrier.
 
@@ -138,6 +141,7 @@ def few_queries_kernel(
         value,
         cand_to_user if users > 1 else None,
         key_value_seq_lengths,
+        targets,
     )
     out, lse = _launch(operands, shape, config, return_residuals, interpret)
     return out.reshape(query.shape), None if lse is None else lse.reshape(query.shape[:-1])

@@ -16,6 +16,7 @@ from jaxlib.mlir.dialects import arith
 from ikbo_jax.pallas.few_queries.context import Context, Part
 from ikbo_jax.pallas.flash.softmax import LN_2
 from ikbo_jax.pallas.hopper import stores
+from ikbo_jax.pallas.hopper.row_order import RowOrder
 from ikbo_jax.pallas.hopper.stores import ROW_LAYOUT
 
 
@@ -51,6 +52,8 @@ def store(
 def _store_rows(ctx: Context, output: Any, values: jax.Array, part: Part, head: Any) -> None:
     """output[target + r, head + j] = row j * head_rows + r of `values`, for r < rows.
 
+    With `Operands.targets`, row target + r is a row of the queries.
+
     Args:
       ctx: the consumer's context.
       output: device memory [rows, heads, width], or [rows, heads] f32.
@@ -63,6 +66,9 @@ def _store_rows(ctx: Context, output: Any, values: jax.Array, part: Part, head: 
     _, heads, *widths = output.shape
     width = widths[0] if widths else 1
     is_f32 = output.dtype == jnp.float32
+    order = None
+    if ctx.operands.targets is not None:
+        order = RowOrder(ctx.operands.targets, shape.q_len, rows=shape.rows)
     if ctx.interpret:
         shared = ctx.shared
         staging = shared.float_staging if is_f32 else shared.staging
@@ -72,17 +78,24 @@ def _store_rows(ctx: Context, output: Any, values: jax.Array, part: Part, head: 
 
         @pl.loop(0, part.rows)
         def _(r: Any) -> None:
+            row = part.target + r
+            if order is not None:
+                row, _ = order.read(row, head)
             for j in range(group):
-                output[part.target + r, head + j] = staging[j * head_rows + r, *columns]
+                output[row, head + j] = staging[j * head_rows + r, *columns]
 
         return
 
     scalar = plgpu.Layout.WG_SPLAT(())
     layout: Any = plgpu.Layout.WGMMA if widths else ROW_LAYOUT
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, *(scalar,) * 3))
-    def write(_: Any, output: ir.Value, values: Any, *scalars: Any) -> None:
+    tables = () if order is None else order.tables
+    refs = (plgpu.RefType(),) * len(tables)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, *refs, *(scalar,) * 3))
+    def write(_: Any, output: ir.Value, values: Any, *arguments: Any) -> None:
         i32 = ir.IntegerType.get_signless(32)
+        table, scalars = arguments[: len(tables)], arguments[len(tables) :]
         target, rows, head = (s.registers.item() for s in scalars)
         thread = stores.thread_number()
         held = stores.HeldRows(values, thread, is_f32=is_f32)
@@ -94,7 +107,10 @@ def _store_rows(ctx: Context, output: Any, values: jax.Array, part: Part, head: 
             is_wanted = arith.andi(
                 arith.cmpi(below, row, rows), arith.cmpi(below, member, mgpu.c(group, i32))
             )
-            terms = [(arith.addi(target, row), heads * width), (arith.addi(head, member), width)]
+            place = arith.addi(target, row), arith.addi(head, member)
+            if order is not None:
+                place = order.place(*place, *table)
+            terms = [(place[0], heads * width), (place[1], width)]
             held.store(output, half, terms, is_wanted)
 
-    write(output, values, part.target, part.rows, head)
+    write(output, values, *tables, part.target, part.rows, head)

@@ -88,6 +88,7 @@ def attention_kernel(
     return_residuals: bool,
     config: AttentionConfig,
     num_sms: int,
+    targets: jax.Array | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Softmax attention of every candidate's queries over its user's keys and values.
@@ -104,6 +105,8 @@ def attention_kernel(
       return_residuals: whether lse is computed.
       config: a legal configuration (`AttentionConfig.illegal_reason`).
       num_sms: streaming multiprocessors of the device.
+      targets: None, or [B] int32, a permutation: the results of candidate i are stored as those of
+        candidate targets[i].  `order` must be None then.
       interpret: False, or `plgpu.InterpretGPUParams` to run on a CPU, with
         `inline_mgpu="_hack_model_inline_mgpu_tokamax"` for the named barriers.
 
@@ -152,6 +155,7 @@ def attention_kernel(
         run_ends,
         cuts,
         cut_counts,
+        targets=targets,
     )
     out, lse = _launch(operands, shape, config, "ikbo_attention", return_residuals, interpret)
     return out.reshape(query.shape), None if lse is None else lse.reshape(query.shape[:-1])

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from ikbo_jax.pallas.flash.context import FlashContext
+from ikbo_jax.pallas.hopper.row_order import RowOrder
 from ikbo_jax.problems.attention import FLAG_WORDS
 from ikbo_jax.problems.hopper import TILE_ROWS, WGMMA_M
 
@@ -74,6 +75,7 @@ class Operands(NamedTuple):
     cut_counts: Any  # [warpgroup tiles] int32; see `work_order.cuts`
     words: Any = None  # [most tiles, TILE_WORDS] int32, of a `tile_list.TileList`
     counts: Any = None  # [2] int32, of a `tile_list.TileList`
+    targets: Any = None  # [B] int32, the candidates of the results; None: as the queries
 
 
 class Outputs(NamedTuple):
@@ -112,6 +114,12 @@ class AttentionContext(FlashContext):
             self.shape.head_dim <= EARLY_SCORES_MAX_WIDTH and not self.shape.has_partial_passes
         )
         return self.config.early_scores and has_registers and self.config.q_slots > 1
+
+    @property
+    def row_order(self) -> RowOrder | None:
+        """Where the rows of the results are, if not where the queries are."""
+        targets = self.operands.targets
+        return None if targets is None else RowOrder(targets, self.shape.q_len)
 
     def unless(self, is_reused: Any, act: Callable[..., None], *barrier: Any) -> None:
         """Acts on a block's barrier, unless the block is reused by the next pass."""

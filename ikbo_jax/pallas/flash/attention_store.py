@@ -43,6 +43,7 @@ def normalise_and_store(
             item.begin,
             item.end,
             ctx.staging(),
+            order=ctx.row_order,
             interpret=ctx.interpret,
         )
     else:
@@ -58,12 +59,16 @@ def normalise_and_store(
             item.begin,
             item.end,
             shared.row_value_staging.at[ctx.consumer] if ctx.interpret else None,
+            order=ctx.row_order,
             interpret=ctx.interpret,
         )
 
 
 def _store_staged(ctx: AttentionContext, item: Item, index: Any, out: jax.Array) -> None:
-    """Stages the output in the pass's query slot; TMA stores it if all rows belong to the pass."""
+    """Stages the output in the pass's query slot.
+
+    TMA stores it if all rows belong to the pass, and stay side by side.
+    """
     staged = tuple(
         view.at[ctx.shared.query.slot(index), ctx.consumer] for view in ctx.shared.query.tiles
     )
@@ -81,6 +86,7 @@ def _store_staged(ctx: AttentionContext, item: Item, index: Any, out: jax.Array)
         (item.begin, item.end),
         is_full=is_full,
         is_partial=~is_full if ctx.shape.has_partial_passes else None,
+        order=ctx.row_order,
     )
 
 

@@ -26,7 +26,7 @@ from ikbo_jax.pallas.hopper import mosaic
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 
 LAYOUT = plgpu.Layout.WG_STRIDED((WARPGROUP_SIZE,), vec_size=1)
-_INT32 = plgpu.ShapeDtypeStruct((WARPGROUP_SIZE,), jnp.int32, layout=LAYOUT)
+INT32 = plgpu.ShapeDtypeStruct((WARPGROUP_SIZE,), jnp.int32, layout=LAYOUT)
 #: Warps of a warpgroup, and threads of a warp.
 WARPS, LANES = 4, 32
 #: Numbers of one turn of a loop, whose loads overlap.
@@ -51,12 +51,49 @@ def scalar(array: mgpu.FragmentedArray) -> ir.Value:
     return vector.extract(array.registers.item(), [], [0])
 
 
-def _array(value: ir.Value, like: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
+def array(value: ir.Value, like: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
     """The array of which `value` is a thread's element, in the layout of `like`."""
     i32 = ir.IntegerType.get_signless(32)
     register = vector.from_elements(ir.VectorType.get((1,), i32), [value])
     registers = np.array([register], dtype=object).reshape(like.registers.shape)
     return mgpu.FragmentedArray(_registers=registers, _layout=like.layout, _is_signed=True)
+
+
+def load_words(address: ir.Value, count: int, *, is_early: bool = False) -> list[ir.Value]:
+    """`count` words of 32 bits of device memory that the launch does not change, in inline code.
+
+    With `is_early`, LLVM keeps the loads where they are issued.
+    """
+    i32 = ir.IntegerType.get_signless(32)
+    names = ", ".join(f"${i}" for i in range(count))
+    kind, names = ("b32", names) if count == 1 else (f"v{count}.b32", f"{{{names}}}")
+    found = mgpu.utils.inline_ptx(
+        f"ld.global.nc.{kind} {names}, [${count}];",
+        address,
+        result_types=[i32] * count,
+        has_side_effects=is_early,
+    )
+    return list(found)
+
+
+def store_words(
+    address: ir.Value, words: Sequence[ir.Value], predicate: ir.Value, offset: int = 0
+) -> None:
+    """Stores four words of 32 bits to device memory, in inline code.
+
+    Args:
+      address: of device memory.
+      words: four.
+      predicate: bool, whether to store.
+      offset: bytes from `address`, which is a multiple of 16 bytes with it.
+    """
+    mgpu.utils.inline_ptx(
+        f"st.global.v4.b32 [$0 + {offset}], {{$1, $2, $3, $4}};",
+        address,
+        *words,
+        predicate=predicate,
+        has_side_effects=True,
+    )
 
 
 def gather(ref: Any, index: jax.Array, space: str, *, interpret: bool) -> jax.Array:
@@ -66,7 +103,7 @@ def gather(ref: Any, index: jax.Array, space: str, *, interpret: bool) -> jax.Ar
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), LAYOUT),
-        return_type=_INT32,
+        return_type=INT32,
     )
     def load(_: Any, ref: ir.Value, index: mgpu.FragmentedArray) -> mgpu.FragmentedArray:
         i32 = ir.IntegerType.get_signless(32)
@@ -74,7 +111,7 @@ def gather(ref: Any, index: jax.Array, space: str, *, interpret: bool) -> jax.Ar
         value = mgpu.utils.inline_ptx(
             f"ld.{space}.b32 $0, [$1];", address, result_types=i32, has_side_effects=True
         )
-        return _array(value, index)
+        return array(value, index)
 
     return load(ref, index)
 
@@ -308,7 +345,7 @@ def _scan_warp(values: jax.Array, neutral: int) -> tuple[jax.Array, jax.Array]:
     With `neutral` other than 0, the largest instead.
     """
 
-    @plgpu.inline_mgpu(arg_types=(LAYOUT, LAYOUT), return_type=(_INT32, _INT32))
+    @plgpu.inline_mgpu(arg_types=(LAYOUT, LAYOUT), return_type=(INT32, INT32))
     def add_up(
         _: Any, values: mgpu.FragmentedArray, thread: mgpu.FragmentedArray
     ) -> tuple[mgpu.FragmentedArray, mgpu.FragmentedArray]:
@@ -323,7 +360,7 @@ def _scan_warp(values: jax.Array, neutral: int) -> tuple[jax.Array, jax.Array]:
             is_upper = arith.cmpi(arith.CmpIPredicate.ne, bit, zero)
             before = combine(before, arith.select(is_upper, other, nothing))
             total = combine(total, other)
-        return _array(before, values), _array(total, values)
+        return array(before, values), array(total, values)
 
     result: tuple[jax.Array, jax.Array] = add_up(values, number())
     return result

@@ -20,6 +20,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
 from ikbo_jax.pallas.hopper import mma, mosaic
+from ikbo_jax.pallas.hopper.row_order import RowOrder
 from ikbo_jax.problems.hopper import BLOCK_K, WARPGROUP_SIZE, WGMMA_M
 
 #: Layout of one value per row, the result of a reduction along rows.
@@ -46,6 +47,7 @@ def store_staged_rows(
     begin: Any,
     end: Any,
     *,
+    order: RowOrder | None = None,
     interpret: bool,
 ) -> None:
     """output[first_row + r, head] = row r of `tiles` for r in [begin, end).
@@ -57,6 +59,7 @@ def store_staged_rows(
     Args:
       output: device memory [rows, heads, width].
       tiles: operand tiles [column blocks, 64, 64], committed; they are read when this returns.
+      order: if not None, row first_row + r of key head `head` is stored where it says.
     """
     _, heads, width = output.shape
     blocks, height, columns = tiles.shape
@@ -64,24 +67,28 @@ def store_staged_rows(
 
         @pl.loop(begin, end)
         def _(r: Any) -> None:
+            place = (first_row + r, head) if order is None else order.read(first_row + r, head)
             for i in range(blocks):
                 part = min(columns, width - i * columns)
-                output[first_row + r, head, pl.ds(i * columns, part)] = tiles[i, r, :part]
+                output[*place, pl.ds(i * columns, part)] = tiles[i, r, :part]
 
         return
     scalar = plgpu.Layout.WG_SPLAT(())
     vectors = mosaic.SWIZZLE // 16  # of a row of a block
     per_step = WARPGROUP_SIZE // vectors  # rows
+    tables = () if order is None else order.tables
 
     @plgpu.inline_mgpu(
         arg_types=(
             plgpu.RefType(),
             plgpu.RefType(mosaic.operand_transforms(tiles.dtype)),
+            *(plgpu.RefType(),) * len(tables),
             *(scalar,) * 5,
         )
     )
-    def write(_: Any, output: ir.Value, tiles: ir.Value, *scalars: Any) -> None:
+    def write(_: Any, output: ir.Value, tiles: ir.Value, *arguments: Any) -> None:
         i32, byte = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
+        table, scalars = arguments[: len(tables)], arguments[len(tables) :]
         step, first_row, head, begin, end = (s.registers.item() for s in scalars)
         thread = thread_number()
         vector_of_row = arith.remui(thread, mgpu.c(vectors, i32))
@@ -93,7 +100,10 @@ def store_staged_rows(
             arith.muli(row, mgpu.c(mosaic.SWIZZLE, i32)), arith.muli(swizzled, mgpu.c(16, i32))
         )
         column = arith.muli(vector_of_row, mgpu.c(columns // vectors, i32))
-        terms = [(arith.addi(first_row, row), heads * width), (head, width), (column, 1)]
+        place = arith.addi(first_row, row), head
+        if order is not None:
+            place = order.place(*place, *table)
+        terms = [(place[0], heads * width), (place[1], width), (column, 1)]
         address = device_address(output, terms, 2)
         source = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(tiles), [offset], byte)
         is_row = within(row, begin, end)
@@ -111,7 +121,7 @@ def store_staged_rows(
 
     @pl.loop(jnp.int32(0), pl.cdiv(end, per_step))
     def write_step(step: Any) -> None:
-        write(output, tiles, step, first_row, head, begin, end)
+        write(output, tiles, *tables, step, first_row, head, begin, end)
 
 
 def _thread() -> ir.Value:
@@ -203,6 +213,7 @@ def store_rows(
     end: Any,
     staging: Any,
     *,
+    order: RowOrder | None = None,
     interpret: bool,
 ) -> None:
     """output[first_row + r, head] = values[r] for r in [begin, end), from registers.
@@ -212,6 +223,7 @@ def store_rows(
       values: [64, width] of 16 or 32 bits, or [64] f32, in the output's dtype.
       staging: this warpgroup's shared memory [64, at least width], or [64], only under
         interpretation.
+      order: as for `store_staged_rows`.
     """
     _, heads, *widths = output.shape
     width = widths[0] if widths else 1
@@ -222,16 +234,21 @@ def store_rows(
 
         @pl.loop(begin, end)
         def _(r: Any) -> None:
-            output[first_row + r, head] = staging[r, *columns]
+            place = (first_row + r, head) if order is None else order.read(first_row + r, head)
+            output[*place] = staging[r, *columns]
 
         return
 
     scalar = plgpu.Layout.WG_SPLAT(())
     layout: Any = plgpu.Layout.WGMMA if widths else ROW_LAYOUT
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, *(scalar,) * 4))
-    def write(_: Any, output: ir.Value, values: Any, *scalars: Any) -> None:
+    tables = () if order is None else order.tables
+    refs = (plgpu.RefType(),) * len(tables)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, *refs, *(scalar,) * 4))
+    def write(_: Any, output: ir.Value, values: Any, *arguments: Any) -> None:
         i32 = ir.IntegerType.get_signless(32)
+        table, scalars = arguments[: len(tables)], arguments[len(tables) :]
         first_row, head, begin, end = (s.registers.item() for s in scalars)
         # Read at each use, the thread's number spills at H = 192 and 256; read early, at H = 128.
         if is_f32 and widths:  # of the backward kernels, which have no register to spare
@@ -244,10 +261,13 @@ def store_rows(
         for half in (0, 1):
             row = thread_row(thread, half)
             is_wanted = within(row, begin, end)
-            terms = [(arith.addi(first_row, row), heads * width), (head, width)]
+            place = arith.addi(first_row, row), head
+            if order is not None:
+                place = order.place(*place, *table)
+            terms = [(place[0], heads * width), (place[1], width)]
             held.store(output, half, terms, is_wanted)
 
-    write(output, values, first_row, head, begin, end)
+    write(output, values, *tables, first_row, head, begin, end)
 
 
 def store_transposed(
@@ -370,6 +390,7 @@ def store_staged(
     *,
     is_full: Any,
     is_partial: Any,
+    order: RowOrder | None = None,
 ) -> None:
     """Stores staged rows [begin, end) of every output; all 64 by TMA.
 
@@ -381,22 +402,28 @@ def store_staged(
       rows: (begin, end).
       is_full: whether TMA stores the rows; it drops rows past the output's end.
       is_partial: whether threads store them; None: never.
+      order: if not None, threads store all rows, where it says.
     """
     first_row, head = position
+
+    def by_threads() -> None:
+        for (matrix_view, _), output in zip(staged, outputs, strict=True):
+            store_staged_rows(
+                output, matrix_view, *position, *rows, order=order, interpret=ctx.interpret
+            )
+        plgpu.commit_smem()  # TMA will write operands where these threads have read
+
+    if order is not None:
+        by_threads()
+        return
 
     @pl.when(is_full)
     def _() -> None:
         for (_, copy_view), output in zip(staged, outputs, strict=True):
             ctx.store(copy_view, output, (pl.ds(first_row, WGMMA_M), head))
 
-    if is_partial is None:
-        return
-
-    @pl.when(is_partial)
-    def _() -> None:
-        for (matrix_view, _), output in zip(staged, outputs, strict=True):
-            store_staged_rows(output, matrix_view, *position, *rows, interpret=ctx.interpret)
-        plgpu.commit_smem()  # TMA will write operands where these threads have read
+    if is_partial is not None:
+        pl.when(is_partial)(by_threads)
 
 
 def zero_rows(tiles: Any, begin: Any, *, interpret: bool) -> None:

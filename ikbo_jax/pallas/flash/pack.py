@@ -1,0 +1,244 @@
+"""Copies candidates into the order of users, for kernels that read a user's queries side by side.
+
+XLA takes four kernels of 1 to 2 us each: it ranks the candidates, inverts the permutation, and
+gathers users and queries. Attention of small problems takes 5 to 20 us. If candidates are few, one
+launch does it: each CTA, of one warpgroup, takes some candidates, or a part of their queries, and
+compares their users with those of all candidates. The number of candidates that come first is a
+candidate's place. The queries are on their way from device memory meanwhile.
+
+Synchronisations: `commit_smem` between the parts, within the CTA. CTAs do not wait for each other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith
+
+from ikbo_jax.pallas.flash import work_order
+from ikbo_jax.pallas.hopper import per_thread, stores
+from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
+from ikbo_jax.problems import memory
+from ikbo_jax.problems.hopper import WARPGROUP_SIZE
+
+#: Candidates of a CTA: each thread compares its share of all candidates with each of them.
+CANDIDATES = 8
+#: Accesses of 16 bytes of a thread, which are in flight at once, and 16-bit numbers of one.
+ACCESSES, VECTOR = 4, 8
+#: Candidates whose users a thread loads at once.
+UNROLL = 8
+#: Most CTAs: each reads the whole index. XLA copies large queries as fast as memory allows.
+MOST_CTAS = 8 * 132
+
+
+class Packed(NamedTuple):
+    """Candidates in the order of users.
+
+    Those of one user stay in their order, unless there are many, and users below 0 among them.
+    """
+
+    query: Any  # [B, T, N, H]
+    user: Any  # [B] int32, of each candidate, clamped
+    order: Any  # [B] int32, the caller's number of each candidate
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Static description of a launch.
+
+    Attributes:
+      batch: candidates.
+      users: users.
+      vectors: parts of 16 bytes of a candidate's queries.
+    """
+
+    batch: int
+    users: int
+    vectors: int
+
+    @property
+    def groups(self) -> int:
+        return pl.cdiv(self.batch, CANDIDATES)
+
+    @property
+    def parts(self) -> int:
+        """CTAs of a group of candidates."""
+        return pl.cdiv(CANDIDATES * self.vectors, ACCESSES * WARPGROUP_SIZE)
+
+    @property
+    def workers(self) -> int:
+        return self.groups * self.parts
+
+    @property
+    def fits(self) -> bool:
+        return self.batch <= work_order.MAX_COUNTED and self.workers <= MOST_CTAS
+
+
+class Operands(NamedTuple):
+    """Device memory that the launch reads."""
+
+    query: Any  # [B, T, N, H]
+    index: Any  # [B] int32
+
+
+class Shared(NamedTuple):
+    """Shared memory, in int32."""
+
+    ranks: Any  # [CANDIDATES * 4]: a warp's part of a candidate's place
+    places: Any  # [CANDIDATES]
+
+
+def pack(query: jax.Array, cand_to_user: jax.Array, users: int) -> Packed:
+    """Candidates in the order of users.
+
+    Args:
+      query: [B, T, N, H] of 16 bits; H is a multiple of 8.
+      cand_to_user: [B] int32, clamped to [0, users).
+      users: U.
+    """
+    shape = Shape(query.shape[0], users, math.prod(query.shape[1:]) // VECTOR)
+    if not shape.fits:
+        return by_xla(query, cand_to_user, users)
+    numbers = jax.ShapeDtypeStruct(cand_to_user.shape, jnp.int32)
+    outputs = Packed(jax.ShapeDtypeStruct(query.shape, query.dtype), *(numbers,) * 2)
+    found = launch(
+        Roles(lambda *arguments: WarpgroupContext(shape, None, *arguments), None, _pack),
+        Operands(query, cand_to_user),
+        outputs,
+        Shared(memory.Words((CANDIDATES * per_thread.WARPS,)), memory.Words((CANDIDATES,))),
+        dtype=jnp.int32,
+        name="ikbo_attention_pack",
+        workers=shape.workers,
+    )
+    return Packed(*found)
+
+
+def by_xla(query: jax.Array, cand_to_user: jax.Array, users: int) -> Packed:
+    """`pack` by XLA."""
+    if cand_to_user.shape[0] <= work_order.MAX_COUNTED:
+        order = work_order.by_user(jnp.clip(cand_to_user, 0, users - 1))
+    else:
+        # Before they are clamped, as the gradient sorts them: XLA then sorts once.
+        order = work_order.by_user(cand_to_user)
+    return Packed(query[order], jnp.clip(cand_to_user, 0, users - 1)[order], order)
+
+
+def _pack(ctx: WarpgroupContext) -> None:
+    """The CTA's warpgroup."""
+    shape, shared, outputs = ctx.shape, ctx.shared, ctx.outputs
+    read = functools.partial(per_thread.gather, interpret=False)
+    thread, zero = per_thread.number(), per_thread.same(0)
+    group = lax.div(ctx.worker, jnp.int32(shape.parts))
+    part = ctx.worker - group * shape.parts
+    first = group * CANDIDATES
+    vectors = [
+        (part * ACCESSES + i) * WARPGROUP_SIZE + thread for i in range(ACCESSES)
+    ]  # of the group
+    own = [lax.div(x, per_thread.same(shape.vectors)) for x in vectors]
+    loaded = [
+        _load(ctx.operands.query, jnp.minimum(first + x, shape.batch - 1), v - x * shape.vectors)
+        for v, x in zip(vectors, own, strict=True)
+    ]
+    users = _rank(ctx, first)
+    plgpu.commit_smem()
+    # Threads of the last candidates of the index have none.
+    candidate = jnp.minimum(thread, CANDIDATES - 1)
+    place = zero
+    for warp in range(per_thread.WARPS):
+        place = place + read(shared.ranks, candidate * per_thread.WARPS + warp, "shared")
+    user = zero
+    for i, x in enumerate(users):
+        user = jnp.where(candidate == i, x, user)
+    is_own = thread < CANDIDATES
+    per_thread.scatter(shared.places, candidate, place, is_own, interpret=False)
+    is_own = is_own & (first + thread < shape.batch) & (zero + part == 0)
+    for ref, values in ((outputs.user, user), (outputs.order, first + candidate)):
+        per_thread.scatter(ref, place, values, is_own, space="global", interpret=False)
+    plgpu.commit_smem()
+    for words, v, x in zip(loaded, vectors, own, strict=True):
+        place = read(shared.places, jnp.minimum(x, CANDIDATES - 1), "shared")
+        is_wanted = (x < CANDIDATES) & (first + x < shape.batch)
+        _store(outputs.query, place, v - x * shape.vectors, words, is_wanted)
+
+
+def _rank(ctx: WarpgroupContext, first: Any) -> list[jax.Array]:
+    """Stores each warp's part of the places of this CTA's candidates; returns their users."""
+    shape, last = ctx.shape, ctx.shape.batch - 1
+    thread = per_thread.number()
+    turns = pl.cdiv(shape.batch, WARPGROUP_SIZE)
+    rounds = pl.cdiv(turns, UNROLL)
+    each = pl.cdiv(turns, rounds)
+
+    def users_of(candidates: list[jax.Array]) -> list[jax.Array]:
+        # All loads before the first use of one.
+        found = [
+            per_thread.gather(ctx.operands.index, jnp.minimum(x, last), "global", interpret=False)
+            for x in candidates
+        ]
+        return [jnp.clip(x, 0, shape.users - 1) for x in found]
+
+    mine = [per_thread.same(0) + (first + i) for i in range(CANDIDATES)]
+    own = users_of(mine)
+
+    def add(turn: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        numbers = [(turn * each + i) * WARPGROUP_SIZE + thread for i in range(each)]
+        for number, user in zip(numbers, users_of(numbers), strict=True):
+            # Past the last candidate there are none.
+            user = jnp.where(number <= last, user, shape.users)
+            sums = tuple(
+                x + jnp.where((user < u) | ((user == u) & (number < i)), 1, 0)
+                for x, u, i in zip(sums, own, mine, strict=True)
+            )
+        return sums
+
+    sums = lax.fori_loop(0, rounds, add, (per_thread.same(0),) * CANDIDATES)
+    per_thread.sums_by_warp(sums, ctx.shared.ranks)
+    return own
+
+
+def _load(query: Any, candidate: jax.Array, vector: jax.Array) -> tuple[jax.Array, ...]:
+    """The words of a candidate's vector, one vector for each thread."""
+    size = math.prod(query.shape[1:])
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), *(per_thread.LAYOUT,) * 2),
+        return_type=(per_thread.INT32,) * 4,
+    )
+    def load(_: Any, query: ir.Value, *arrays: mgpu.FragmentedArray) -> Any:
+        candidate, vector = map(per_thread.scalar, arrays)
+        address = stores.device_address(query, [(candidate, size), (vector, VECTOR)], 2)
+        words = per_thread.load_words(address, 4, is_early=True)
+        return tuple(per_thread.array(x, arrays[0]) for x in words)
+
+    found: tuple[jax.Array, ...] = load(query, candidate, vector)
+    return found
+
+
+def _store(
+    query: Any,
+    place: jax.Array,
+    vector: jax.Array,
+    words: tuple[jax.Array, ...],
+    is_wanted: jax.Array,
+) -> None:
+    """Stores words of `_load`."""
+    size = math.prod(query.shape[1:])
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *(per_thread.LAYOUT,) * 7))
+    def store(_: Any, query: ir.Value, *arrays: mgpu.FragmentedArray) -> None:
+        place, vector, wanted, *words = map(per_thread.scalar, arrays)
+        address = stores.device_address(query, [(place, size), (vector, VECTOR)], 2)
+        zero = mgpu.c(0, ir.IntegerType.get_signless(32))
+        per_thread.store_words(address, words, arith.cmpi(arith.CmpIPredicate.ne, wanted, zero))
+
+    store(query, place, vector, is_wanted.astype(jnp.int32), *words)

@@ -1,0 +1,68 @@
+"""Where the rows of a key head stand among the queries of all heads, in the caller's order.
+
+A kernel reads rows of a key head: a candidate after another, each with its queries, each with the
+query heads that share the key head. Candidates may be in another order than the caller's. Results
+go back to the caller's order as they are stored, since XLA would take a kernel of 2 us for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith
+
+
+@dataclasses.dataclass(frozen=True)
+class RowOrder:
+    """The order of rows of a key head.
+
+    Attributes:
+      order: [B] int32 in device memory, the caller's number of each candidate; None if candidates
+        are in the caller's order.
+      q_len: queries of a candidate.
+      group: query heads that share a key head.
+      rows: rows of a key head, if the array has several parts of so many; None: it has one.
+    """
+
+    order: Any
+    q_len: int
+    group: int = 1
+    rows: int | None = None
+
+    @property
+    def tables(self) -> tuple[Any, ...]:
+        """References that inline code takes as arguments, for `place`."""
+        return () if self.order is None else (self.order,)
+
+    def read(self, row: Any, head: Any) -> tuple[Any, Any]:
+        """The number of a row's query, and its query head, under interpretation."""
+        per_candidate, group = jnp.int32(self.q_len * self.group), jnp.int32(self.group)
+        in_part = row if self.rows is None else lax.rem(row, jnp.int32(self.rows))
+        place, rest = lax.div(in_part, per_candidate), lax.rem(in_part, per_candidate)
+        candidate = place if self.order is None else self.order[place]
+        query = candidate * self.q_len + lax.div(rest, group)
+        return query + (row - in_part), head * self.group + lax.rem(rest, group)
+
+    def place(self, row: ir.Value, head: ir.Value, *tables: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """`read` in inline code; rows past the last one are read as a row of the last candidate."""
+        i32 = ir.IntegerType.get_signless(32)
+        per_candidate, group = (mgpu.c(x, i32) for x in (self.q_len * self.group, self.group))
+        in_part = row if self.rows is None else arith.remui(row, mgpu.c(self.rows, i32))
+        candidate, rest = (x(in_part, per_candidate) for x in (arith.divui, arith.remui))
+        for table in tables:
+            last = ir.MemRefType(table.type).shape[0] - 1
+            number = arith.minsi(candidate, mgpu.c(last, i32))
+            address = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(table), [number], i32)
+            candidate = mgpu.utils.inline_ptx(
+                "ld.global.nc.b32 $0, [$1];", address, result_types=i32
+            )
+        query = arith.muli(candidate, mgpu.c(self.q_len, i32))
+        query = arith.addi(query, arith.divui(rest, group))
+        if self.rows is not None:
+            query = arith.addi(query, arith.subi(row, in_part))
+        return query, arith.addi(arith.muli(head, group), arith.remui(rest, group))

@@ -1,0 +1,124 @@
+"""The PTX of the kernel that copies candidates into the order of users, executed on a CPU."""
+
+from __future__ import annotations
+
+import sys
+
+import emulator
+import jax
+import jax.numpy as jnp
+import numpy as np
+import problems
+import pytest
+
+import ikbo_jax
+from ikbo_jax.ops import attention, dispatch
+from ikbo_jax.pallas.flash import pack, work_order
+from ikbo_jax.reference import attention as reference
+from ikbo_jax.reference import attention_grouped
+
+pytestmark = [
+    pytest.mark.usefixtures("on_cpu"),
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="the CUDA plugin is for Linux"),
+]
+
+#: Candidates, users, and [T, N, H].
+CASES = {
+    "one_cta": (5, 3, (1, 1, 64)),
+    "odd_queries_f16": (41, 6, (5, 1, 96)),
+    "parts_of_queries": (19, 4, (7, 2, 128)),
+    # More candidates than a turn of the loop that ranks them.
+    "many_candidates": (1300, 7, (1, 1, 64)),
+    "more_users_than_candidates": (9, 1000, (3, 1, 64)),
+}
+
+
+def make(name: str) -> tuple[jax.Array, jax.Array, int]:
+    batch, users, shape = CASES[name]
+    rng = np.random.default_rng(0)
+    dtype = "float16" if name.endswith("f16") else "bfloat16"
+    query = jnp.asarray(rng.normal(size=(batch, *shape)), dtype)
+    return query, jnp.asarray(rng.integers(-1, users + 1, batch), jnp.int32), users
+
+
+@pytest.mark.parametrize("has_x64", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_emulated_copies_are_those_of_xla(
+    name: str, has_x64: bool, sm90: emulator.Emulator
+) -> None:
+    arguments = make(name)
+    with sm90.emulated(0) as launched, jax.enable_x64(has_x64):
+        found = pack.pack(*arguments)
+    assert launched == ["ikbo_attention_pack_mosaic_gpu_kernel"]
+    for x, y in zip(found, pack.by_xla(*arguments), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("most_counted", [0, work_order.MAX_COUNTED])
+def test_many_candidates_are_put_into_order_by_xla(
+    most_counted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a sort or by ranks."""
+    query, index, users = make("many_candidates")
+    monkeypatch.setattr(pack, "MOST_CTAS", 0)
+    monkeypatch.setattr(work_order, "MAX_COUNTED", most_counted)
+    found = pack.pack(query, index, users)
+    user = np.clip(index, 0, users - 1)
+    order = np.argsort(user, stable=True)
+    np.testing.assert_array_equal(found.user, user[order])
+    np.testing.assert_array_equal(found.query, np.asarray(query)[found.order])
+    np.testing.assert_array_equal(np.sort(found.order), np.arange(len(order)))
+
+
+@pytest.mark.parametrize(
+    ("q_len", "heads", "width", "index", "dtype"),
+    [
+        (3, (4, 2), 64, "unsorted", "bfloat16"),
+        (5, (1, 1), 128, "unsorted", "float16"),
+        (2, (4, 2), 64, "sorted", "bfloat16"),
+    ],
+)
+def test_emulated_op_and_gradient(
+    q_len: int,
+    heads: tuple[int, int],
+    width: int,
+    index: str,
+    dtype: str,
+    sm90: emulator.Emulator,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All launches, one after another, of an unsorted index or of grouped heads."""
+    monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
+    monkeypatch.setattr(dispatch, "num_sms", lambda: 2)
+    shape = problems.AttentionShape(3, 9, q_len, 70, *heads, width, index, "ragged")
+    inputs = problems.make_attention_inputs(shape, dtype)
+    d_out = problems.random_array(np.random.default_rng(1), inputs.query.shape, dtype)
+
+    def run(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        return ikbo_jax.attention(
+            query,
+            key,
+            value,
+            inputs.cand_to_user,
+            key_value_seq_lengths=inputs.key_value_seq_lengths,
+            indices_are_sorted=index != "unsorted",
+            implementation="mosaic_gpu",
+        )
+
+    attention._attention.clear_cache()
+    with sm90.emulated(0) as launched:
+        out, pull_back = jax.vjp(run, *inputs[:3])
+        results = jax.block_until_ready([out, *pull_back(d_out)])
+    attention._attention.clear_cache()
+    assert ("ikbo_attention_pack_mosaic_gpu_kernel" in launched) == (index == "unsorted")
+    assert "ikbo_attention_backward_mosaic_gpu_kernel" in launched
+    scale = width**-0.5
+    out, lse = problems.numpy_attention_oracle(inputs, scale=scale)
+    d_lse = np.zeros_like(lse)
+    exact = out, *problems.numpy_attention_gradients(inputs, d_out, d_lse, scale=scale)
+    out, lse = reference.materialised(*inputs, scale=scale)
+    rest = attention_grouped.decomposed_vjp(*inputs, out, lse, d_out, None, scale=scale)
+    for x, e, p in zip(results, exact, (out, *rest), strict=False):
+        problems.assert_within_error_rule(np.asarray(x), e, np.asarray(p))
