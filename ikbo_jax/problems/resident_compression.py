@@ -150,9 +150,17 @@ def early_splits(layout: Layout) -> int:
     return max(1, MAX_EARLY_ROWS // (layout.accumulators * layout.block_m))
 
 
+def is_copied(k: int) -> bool:
+    """Whether asynchronous copies load a weight [M, K]: whether rows begin at multiples of 8 bytes.
+
+    Copies of 4 bytes would take longer than vectors that are loaded through registers.
+    """
+    return k % 4 == 0
+
+
 def elements_of_load(k: int) -> int:
-    """Elements of a weight [M, K] that one instruction loads: rows begin at multiples of them."""
-    return next(count for count in (8, 4, 2, 1) if k % count == 0)
+    """Elements of a weight [M, K] that a thread loads at a time, through registers or not."""
+    return 4 if k % 8 == 4 else 8
 
 
 def _depth(k: int) -> tuple[int, int]:

@@ -57,6 +57,14 @@ CASES = {
         (1, 5), (72, 40), 16, 128, dataclasses.replace(ONE, gathers=True), 3
     ),
     "gathered_n96": Case((3, 5), (33, 20), 13, 96, GATHER),
+    # Weights whose last element is in a vector that ends past them: 1, 3, 5 and 7 elements of it;
+    # rows that begin at every element of a vector, at even ones, and one row shorter than a vector.
+    "k_odd_three_of_a_last_vector": Case((2, 5), (131, 67), 9, 16, TINY),
+    "k_even_two_k_steps_of_parts": Case((2, 5), (90, 262), 41, 32, TINY),
+    "k_3_and_1_gathered": Case((3, 9), (1, 3), 17, 32, GATHER),
+    "k_odd_two_groups_past_m": Case(
+        (2, 5), (71, 77), 35, 16, dataclasses.replace(GATHER, groups=2), 2
+    ),
     "one_level": Case((9,), (100,), 20, 32, TINY),
     "three_levels_f16": Case((2, 3, 9), (40, 33, 72), 20, 32, TINY, 3, dtype="float16"),
 }
