@@ -21,8 +21,6 @@ MAX_ROWS = 128
 MAX_PARTS = 16
 #: Rows of K that one TMA copy loads.
 MAX_DEPTH = 256
-#: Most compressed rows of a tile of a coarser level.
-COARSE_ROWS = 48
 #: Compressed rows of fragments that are loaded before a part is multiplied: 96 registers.
 MAX_EARLY_ROWS = 128
 #: Most CTAs of an SM: 16 x 128 threads of 128 registers would not fit.
@@ -185,6 +183,7 @@ class ResidentCompressionConfig(Config):
       coarse_k: most rows of K that a tile of a coarser level sums. Longer sums are split, and the
         finer level adds one fragment for each split.
       groups: groups of compressed rows of the last level; a CTA keeps the weights of one.
+      coarse_rows: most compressed rows of a tile of a coarser level; a multiple of 16.
     """
 
     single_launch: ClassVar[bool] = False
@@ -196,6 +195,7 @@ class ResidentCompressionConfig(Config):
     gathers: bool = False
     coarse_k: int = 640
     groups: int = 1
+    coarse_rows: int = 48
 
     def levels(self, problem: Any) -> range:
         """The levels that have a launch."""
@@ -231,7 +231,7 @@ class ResidentCompressionConfig(Config):
         # As many compressed rows as there is room for beside the embeddings.
         size = hopper.MAX_SMEM_BYTES - 4 * hopper.SMEM_ALIGNMENT
         most = size // (2 * steps * depth) - WGMMA_M
-        groups = -(-m // max(16, min(COARSE_ROWS, most // 16 * 16)))
+        groups = -(-m // max(16, min(self.coarse_rows, most // 16 * 16)))
         block_m = -(-m // (16 * groups)) * 16
         splits = -(-k // (steps * depth))
         layout = Layout(1, block_m, 1, groups, splits, steps, depth, stages=1, ctas=1)
@@ -271,6 +271,11 @@ class ResidentCompressionConfig(Config):
             return f"the kernel gathers users of two levels only, but there are {len(problem.ks)}"
         if self.coarse_k < 1:
             return f"coarse_k must be at least 1, but is {self.coarse_k}"
+        if self.coarse_rows % 16 or not 16 <= self.coarse_rows <= MAX_ROWS:
+            return (
+                f"coarse_rows must be a multiple of 16 from 16 to {MAX_ROWS}, but is "
+                f"{self.coarse_rows}"
+            )
         return hopper.why_not_smem(self, self.smem_bytes(problem))
 
 
@@ -299,9 +304,11 @@ LAUNCH_US, CTA_US = 0.95, 0.1
 #: users whose embeddings a tile loads; the latency of a load, if there is one stage.
 LOAD_US, PART_US, ACCUMULATOR_US, PART_ROW_US = 0.3, 0.5, 0.05, 0.0006
 LATE_ROW_US, GATHER_US, RELOAD_US = 0.002, 0.16, 0.9
-#: A copy of each thread, of 4 to 16 bytes; a load through a register, of an element; the part of
+#: Such a row of a fragment of one of several users, if no other CTA of the SM multiplies meanwhile.
+ALONE_ROW_US = 0.0035
+#: A copy of each thread, of 8 or 16 bytes; a vector that is loaded through registers; the part of
 #: either that a further CTA of an SM adds.
-COPY_US, ELEMENT_US, COPY_SHARE = 0.024, 0.026, 0.85
+COPY_US, VECTOR_US, COPY_SHARE = 0.024, 0.07, 0.85
 #: Cycles of a tensor core, and rows in whose time an instruction reads its 64 x 16 operand.
 CYCLES, OPERAND_ROWS = 1900, 8
 #: A row of a TMA box, if it is shorter than 128 bytes.
@@ -315,7 +322,11 @@ FRAGMENT_SHARE, CACHE_BYTES = 0.85, 2e7
 OVERLAP = 0.11
 #: Most compressed rows for which the model may choose this kernel: M = 351 is the largest that was
 #: measured.
-MAX_DEFAULT_M = 384
+MAX_DEFAULT_M = 1024
+#: Most compressed rows of a part, of which the model chooses.
+BLOCK_MS = (48, 64, 80, 96, 112, 128)
+#: Compressed rows of a tile of a coarser level, of which the model chooses.
+COARSE_ROWS = (48, 96, 128)
 #: The tuner times this kernel unless its model takes longer than the others' by this factor.
 CANDIDATE_FACTOR = 1.3
 #: Registers of a thread: a base, and for each compressed row of all accumulators.
@@ -333,17 +344,28 @@ def candidate_configs(problem: Any) -> Iterator[ResidentCompressionConfig]:
     if packed_compression.why_not_served(problem) or not problem.n:
         return
     last = len(problem.ks) - 1
-    parts = {count for count in range(1, 9) if count == 1 or problem.m > 48 * (count - 1)}
-    block_ms = {-(-problem.m // (16 * count)) * 16 for count in parts}
-    users = [(False, k) for k in (160, 320, 640, 1280) if k == 640 or max(problem.ks) > k // 2]
+    longest = max(problem.ks)
+    parts = {-(-problem.m // most) for most in BLOCK_MS}
+    block_ms = sorted({-(-problem.m // (16 * count)) * 16 for count in parts})
+    users = [_coarse(problem, k) for k in (160, 320, 640, 1280) if k == 640 or longest > k // 2]
+    users = [*dict.fromkeys(users), ResidentCompressionConfig(gathers=True)]
     configs = []
-    for block_m, accumulators, num_stages, (gathers, coarse_k), groups in itertools.product(
-        sorted(block_ms), (1, 2, 3, 4), (2, 1), [*users, (True, 640)], (1, 2, 4)
+    tiles = [
+        (block_m, groups)
+        for block_m in block_ms
+        for groups in sorted({1, 2, 4, 8, 16, -(-problem.m // block_m)})
+        if groups <= -(-problem.m // block_m)
+    ]
+    for (block_m, groups), accumulators, num_stages, of_users in itertools.product(
+        tiles, (1, 2, 3, 4), (2, 1), users
     ):
-        if groups > -(-problem.m // block_m):
-            continue
-        config = ResidentCompressionConfig(
-            accumulators, block_m, num_stages, 1, gathers, coarse_k, groups
+        config = dataclasses.replace(
+            of_users,
+            accumulators=accumulators,
+            block_m=block_m,
+            num_stages=num_stages,
+            ctas=1,
+            groups=groups,
         )
         if config.illegal_reason(problem):
             continue
@@ -352,6 +374,13 @@ def candidate_configs(problem: Any) -> Iterator[ResidentCompressionConfig]:
         for ctas in range(1, min(most, 4) + 1):
             configs.append(dataclasses.replace(config, ctas=ctas))
     yield from sorted(configs, key=lambda config: estimated_us(problem, config))
+
+
+def _coarse(problem: Any, coarse_k: int) -> ResidentCompressionConfig:
+    """With the tiles of coarser levels that take least by the model."""
+    levels = range(len(problem.ks) - 1)
+    configs = [ResidentCompressionConfig(coarse_k=coarse_k, coarse_rows=x) for x in COARSE_ROWS]
+    return min(configs, key=lambda config: sum(level_us(problem, config, i) for i in levels))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -455,7 +484,7 @@ def _copies_us(problem: Any, layout: Layout, level: int) -> float:
     for blocks, k in zip(layout.k_blocks, problem.ks[level::-1], strict=False):
         elements = elements_of_load(k)
         copies = blocks * BLOCK_K * layout.rows / elements / hopper.WARPGROUP_SIZE
-        total += copies * (COPY_US if elements > 1 else ELEMENT_US)
+        total += copies * (COPY_US if is_copied(k) else VECTOR_US)
     rows, columns = layout.k if layout.by_threads else 0, layout.block_n
     if layout.has_one_user:
         rows, columns = math.prod(layout.gathered or ()), min(layout.block_n, problem.n)
@@ -479,6 +508,8 @@ def _chain_us(problem: Any, config: Any, level: int, workers: int) -> float:
     if level and layout.gathered is None:
         splits = config.layout(problem, level - 1).splits
         part_us += LATE_ROW_US * rows * max(0, splits - early_splits(layout))
+        if ctas == 1 and problem.batches[level - 1] > 1:
+            part_us += ALONE_ROW_US * rows
     elif level and not layout.has_one_user:
         tile_us += GATHER_US
     total = LOAD_US + max(copies_us, first_us) + tiles * (tile_us + layout.parts * part_us)

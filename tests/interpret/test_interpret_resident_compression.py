@@ -16,7 +16,6 @@ from test_interpret_linear_compression import (
 )
 
 from ikbo_jax.problems import LinearCompressionProblem, ResidentCompressionConfig
-from ikbo_jax.problems import resident_compression as resident
 
 pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
 
@@ -80,11 +79,10 @@ def test_interpreted_resident_kernel_is_right_and_free_of_races(
 
 
 def test_interpreted_resident_splits_and_groups_of_a_coarser_level(
-    launches: interpreter.Launches, monkeypatch: pytest.MonkeyPatch
+    launches: interpreter.Launches,
 ) -> None:
     """Two splits of K at both coarser levels, and two groups of compressed rows."""
-    monkeypatch.setattr(resident, "COARSE_ROWS", 16)
-    config = dataclasses.replace(TINY, coarse_k=64)
+    config = dataclasses.replace(TINY, coarse_k=64, coarse_rows=16)
     case = Case((2, 3, 9), (100, 80, 33), 20, 32, config)
     problem = LinearCompressionProblem(case.batches, case.ks, case.m, case.n, case.dtype)
     layout = config.layout(problem, 1)
