@@ -329,13 +329,19 @@ BLOCK_MS = (48, 64, 80, 96, 112, 128)
 COARSE_ROWS = (48, 96, 128)
 #: The tuner times this kernel unless its model takes longer than the others' by this factor.
 CANDIDATE_FACTOR = 1.3
-#: Registers of a thread: a base, and for each compressed row of all accumulators.
-BASE_REGISTERS, ROW_REGISTERS = 24, 1.3
+#: Registers of a thread: a base, for each compressed row of all accumulators, and for the fragments
+#: of several splits.
+BASE_REGISTERS, ROW_REGISTERS, SPLITS_REGISTERS = 24, 1.3, 64
 
 
-def _most_ctas(rows: int, size: int) -> int:
+def _most_ctas(problem: Any, config: ResidentCompressionConfig) -> int:
     """CTAs that an SM has registers and shared memory for."""
-    registers = -(-int(BASE_REGISTERS + ROW_REGISTERS * rows) // 8) * 8
+    last = len(problem.ks) - 1
+    size = memory.smem_bytes(config.layout(problem, last).shared(problem.n, stores=True))
+    registers = BASE_REGISTERS + ROW_REGISTERS * config.accumulators * config.block_m
+    if last and not config.gathers and config.layout(problem, last - 1).splits > 1:
+        registers += SPLITS_REGISTERS
+    registers = -(-int(registers) // 8) * 8
     return min(MAX_CTAS, hopper.ctas_by_registers(registers), hopper.ctas_by_smem(size))
 
 
@@ -343,7 +349,6 @@ def candidate_configs(problem: Any) -> Iterator[ResidentCompressionConfig]:
     """Yields the legal configurations worth timing, the most promising first."""
     if packed_compression.why_not_served(problem) or not problem.n:
         return
-    last = len(problem.ks) - 1
     longest = max(problem.ks)
     parts = {-(-problem.m // most) for most in BLOCK_MS}
     block_ms = sorted({-(-problem.m // (16 * count)) * 16 for count in parts})
@@ -369,9 +374,7 @@ def candidate_configs(problem: Any) -> Iterator[ResidentCompressionConfig]:
         )
         if config.illegal_reason(problem):
             continue
-        size = memory.smem_bytes(config.layout(problem, last).shared(problem.n, stores=True))
-        most = _most_ctas(accumulators * block_m, size)
-        for ctas in range(1, min(most, 4) + 1):
+        for ctas in range(1, min(_most_ctas(problem, config), 4) + 1):
             configs.append(dataclasses.replace(config, ctas=ctas))
     yield from sorted(configs, key=lambda config: estimated_us(problem, config))
 
