@@ -12,7 +12,7 @@ from ikbo_jax.problems import (
     LinearCompressionProblem,
     ResidentCompressionConfig,
     memory,
-    resident_compression,
+    resident_cost,
 )
 
 pytestmark = [
@@ -77,7 +77,7 @@ def test_offline_resident_defaults_are_fit(compiler: offline.Compiler) -> None:
         ((1, 602), (480, 20), 15, 32),
         ((1, 719), (20, 49), 13, 96),
     ):
-        assert resident_compression.is_preferred(problem(*sizes))
-        chosen = next(resident_compression.candidate_configs(problem(*sizes)))
+        assert resident_cost.is_preferred(problem(*sizes))
+        chosen = next(resident_cost.candidate_configs(problem(*sizes)))
         for compiled in compiler.compile(*launch(problem(*sizes), chosen)):
             assert not compiled.faults

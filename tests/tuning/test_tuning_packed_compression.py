@@ -13,7 +13,7 @@ from ikbo_jax.problems import (
     PackedCompressionConfig,
     ResidentCompressionConfig,
 )
-from ikbo_jax.problems import packed_compression as packed
+from ikbo_jax.problems import packed_cost as packed
 from ikbo_jax.problems.linear_compression_backward import default_config
 from ikbo_jax.tuning import table
 

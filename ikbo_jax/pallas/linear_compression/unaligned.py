@@ -10,7 +10,6 @@ from typing import Any
 
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith
 
 #: Words of two vectors.
 WORDS = 8
@@ -39,7 +38,8 @@ def load(memory: ir.Value, elements: int, source: ir.Value, valid: ir.Value) -> 
         "add.u64 next, first, 16; setp.le.u64 p, next, $10; setp.gt.and.s32 p, $9, 0, p; "
         "add.u64 next, next, 16; setp.le.u64 q, next, $10; setp.gt.and.s32 q, size, 16, q; "
         + " ".join(f"mov.b32 ${i}, 0;" for i in range(WORDS))
-        + f" @p ld.global.nc.v4.b32 {low}, [first]; @q ld.global.nc.v4.b32 {high}, [first + 16]; }}",
+        + f" @p ld.global.nc.v4.b32 {low}, [first];"
+        f" @q ld.global.nc.v4.b32 {high}, [first + 16]; }}",
         source,
         valid,
         end,

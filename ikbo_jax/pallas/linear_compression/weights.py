@@ -114,7 +114,7 @@ def load(
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ref, scalar, scalar))
     def copy_end(_: Any, weight: ir.Value, tiles: ir.Value, *scalars: Any) -> None:
-        """Copies the elements after the last whole vector, by the threads that copied their rest."""
+        """Copies what follows the last whole vector, by the threads that wrote zeros there."""
         i32, byte = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
         first_row, first_k = (s.registers.item() for s in scalars)
         is_below = functools.partial(arith.cmpi, arith.CmpIPredicate.ult)
