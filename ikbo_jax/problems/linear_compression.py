@@ -222,7 +222,7 @@ class LinearCompressionProblem(LinearCompressionSizes):
 
         The first one is the default configuration; the autotuner times them in this order.
         """
-        resident = itertools.islice(resident_cost.candidate_configs(self), MOST_RESIDENT)
+        resident = resident_cost.candidate_configs(self)[:MOST_RESIDENT]
         is_resident = resident_cost.is_preferred(self)
         if is_resident:
             yield from resident

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 from ikbo_jax.problems import hopper, memory, packed_cost
@@ -73,10 +72,11 @@ def _most_ctas(problem: Any, config: ResidentCompressionConfig) -> int:
     return min(MAX_CTAS, hopper.ctas_by_registers(registers), hopper.ctas_by_smem(size))
 
 
-def candidate_configs(problem: Any) -> Iterator[ResidentCompressionConfig]:
-    """Yields the legal configurations worth timing, the most promising first."""
+@functools.lru_cache(maxsize=256)
+def candidate_configs(problem: Any) -> tuple[ResidentCompressionConfig, ...]:
+    """The legal configurations worth timing, the most promising first."""
     if why_not_served(problem) or not problem.n:
-        return
+        return ()
     longest = max(problem.ks)
     parts = {-(-problem.m // most) for most in BLOCK_MS}
     block_ms = sorted({-(-problem.m // (16 * count)) * 16 for count in parts})
@@ -104,7 +104,7 @@ def candidate_configs(problem: Any) -> Iterator[ResidentCompressionConfig]:
             continue
         for ctas in range(1, min(_most_ctas(problem, config), 4) + 1):
             configs.append(dataclasses.replace(config, ctas=ctas))
-    yield from sorted(configs, key=lambda config: estimated_us(problem, config))
+    return tuple(sorted(configs, key=lambda config: estimated_us(problem, config)))
 
 
 def _coarse(problem: Any, coarse_k: int) -> ResidentCompressionConfig:
@@ -114,11 +114,9 @@ def _coarse(problem: Any, coarse_k: int) -> ResidentCompressionConfig:
     return min(configs, key=lambda config: sum(level_us(problem, config, i) for i in levels))
 
 
-@functools.lru_cache(maxsize=1024)
 def best_us(problem: Any) -> float:
     """Time of the most promising configuration by the model; infinite if none is legal."""
-    best = next(candidate_configs(problem), None)
-    return math.inf if best is None else estimated_us(problem, best)
+    return min((estimated_us(problem, x) for x in candidate_configs(problem)[:1]), default=math.inf)
 
 
 def is_candidate(problem: Any) -> bool:

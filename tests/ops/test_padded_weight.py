@@ -174,7 +174,7 @@ def test_a_program_for_cuda_pads_no_padded_weight(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(packed_cost, "is_xla_preferred", lambda problem: False)
     of = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)  # noqa: E731
     arrays = (of(8, 40, 128), of(2, 70, 128), jax.ShapeDtypeStruct((8,), jnp.int32))
-    weights = of(433, 40), of(433, 70)
+    weights = of(1100, 40), of(1100, 70)  # resident weights, whose rows nothing pads, have M below
 
     def lowered(*weights: Any) -> str:
         # A new function, so that no program of another test is in the caches.
