@@ -155,10 +155,10 @@ def fake_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHopper]:
     from ikbo_jax.ops import linear_compression as op
     from ikbo_jax.pallas.linear_compression import kernel
     from ikbo_jax.pallas.linear_compression_backward import d_weight, sums
-    from ikbo_jax.problems import packed_compression
+    from ikbo_jax.problems import packed_cost
 
     calls: list[dict[str, Any]] = []
-    monkeypatch.setattr(packed_compression, "is_xla_preferred", lambda problem: False)
+    monkeypatch.setattr(packed_cost, "is_xla_preferred", lambda problem: False)
 
     def fake_kernel(weights, embeddings, parents, *, config, num_sms):
         calls.append({"config": config, "num_sms": num_sms})

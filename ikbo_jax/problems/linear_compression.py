@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple, Self
 
-from ikbo_jax.problems import memory, packed_compression, resident_compression
+from ikbo_jax.problems import memory, packed_cost, resident_cost
 from ikbo_jax.problems.hopper import (
     BLOCK_K,
     NUM_CONSUMERS,
@@ -222,24 +222,24 @@ class LinearCompressionProblem(LinearCompressionSizes):
 
         The first one is the default configuration; the autotuner times them in this order.
         """
-        resident = itertools.islice(resident_compression.candidate_configs(self), MOST_RESIDENT)
-        is_resident = resident_compression.is_preferred(self)
+        resident = resident_cost.candidate_configs(self)[:MOST_RESIDENT]
+        is_resident = resident_cost.is_preferred(self)
         if is_resident:
             yield from resident
-        packed = itertools.islice(packed_compression.candidate_configs(self), MOST_PACKED)
-        if packed_compression.is_preferred(self):
+        packed = itertools.islice(packed_cost.candidate_configs(self), MOST_PACKED)
+        if packed_cost.is_preferred(self):
             yield from packed
         yield from self.row_configs()
-        if packed_compression.is_candidate(self):
+        if packed_cost.is_candidate(self):
             yield from packed
-        if not is_resident and resident_compression.is_candidate(self):
+        if not is_resident and resident_cost.is_candidate(self):
             yield from resident
 
     def why_xla(self) -> str | None:
         """XLA runs small problems whose launches take longer than the work."""
-        if resident_compression.is_preferred(self) or not packed_compression.is_xla_preferred(self):
+        if resident_cost.is_preferred(self) or not packed_cost.is_xla_preferred(self):
             return None
-        return f"XLA by a cost model, {packed_compression.describe_estimates(self)}"
+        return f"XLA by a cost model, {packed_cost.describe_estimates(self)}"
 
     def row_configs(self) -> Iterator[LinearCompressionConfig]:
         """Yields the configurations of the kernel whose tiles have columns of one candidate.
@@ -280,9 +280,9 @@ class LinearCompressionProblem(LinearCompressionSizes):
         """False if a model prefers the other kernel or XLA, or if tiles pad M by far more."""
         if not isinstance(config, LinearCompressionConfig):
             return False
-        if resident_compression.is_preferred(self):
+        if resident_cost.is_preferred(self):
             return False
-        if packed_compression.is_preferred(self) or packed_compression.is_xla_preferred(self):
+        if packed_cost.is_preferred(self) or packed_cost.is_xla_preferred(self):
             return False
         return pads_little(self.m, config.block_m, self.default_config().block_m)
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import itertools
 import math
-from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple
 
 from ikbo_jax.problems import hopper, memory, packed_compression
@@ -21,8 +18,6 @@ MAX_ROWS = 128
 MAX_PARTS = 16
 #: Rows of K that one TMA copy loads.
 MAX_DEPTH = 256
-#: Most compressed rows of a tile of a coarser level.
-COARSE_ROWS = 48
 #: Compressed rows of fragments that are loaded before a part is multiplied: 96 registers.
 MAX_EARLY_ROWS = 128
 #: Most CTAs of an SM: 16 x 128 threads of 128 registers would not fit.
@@ -150,9 +145,17 @@ def early_splits(layout: Layout) -> int:
     return max(1, MAX_EARLY_ROWS // (layout.accumulators * layout.block_m))
 
 
+def is_copied(k: int) -> bool:
+    """Whether asynchronous copies load a weight [M, K]: whether rows begin at multiples of 8 bytes.
+
+    Copies of 4 bytes would take longer than vectors that are loaded through registers.
+    """
+    return k % 4 == 0
+
+
 def elements_of_load(k: int) -> int:
-    """Elements of a weight [M, K] that one instruction loads: rows begin at multiples of them."""
-    return next(count for count in (8, 4, 2, 1) if k % count == 0)
+    """Elements of a weight [M, K] that a thread loads at a time, through registers or not."""
+    return 4 if k % 8 == 4 else 8
 
 
 def _depth(k: int) -> tuple[int, int]:
@@ -177,6 +180,7 @@ class ResidentCompressionConfig(Config):
       coarse_k: most rows of K that a tile of a coarser level sums. Longer sums are split, and the
         finer level adds one fragment for each split.
       groups: groups of compressed rows of the last level; a CTA keeps the weights of one.
+      coarse_rows: most compressed rows of a tile of a coarser level; a multiple of 16.
     """
 
     single_launch: ClassVar[bool] = False
@@ -188,6 +192,7 @@ class ResidentCompressionConfig(Config):
     gathers: bool = False
     coarse_k: int = 640
     groups: int = 1
+    coarse_rows: int = 48
 
     def levels(self, problem: Any) -> range:
         """The levels that have a launch."""
@@ -223,7 +228,7 @@ class ResidentCompressionConfig(Config):
         # As many compressed rows as there is room for beside the embeddings.
         size = hopper.MAX_SMEM_BYTES - 4 * hopper.SMEM_ALIGNMENT
         most = size // (2 * steps * depth) - WGMMA_M
-        groups = -(-m // max(16, min(COARSE_ROWS, most // 16 * 16)))
+        groups = -(-m // max(16, min(self.coarse_rows, most // 16 * 16)))
         block_m = -(-m // (16 * groups)) * 16
         splits = -(-k // (steps * depth))
         layout = Layout(1, block_m, 1, groups, splits, steps, depth, stages=1, ctas=1)
@@ -263,6 +268,11 @@ class ResidentCompressionConfig(Config):
             return f"the kernel gathers users of two levels only, but there are {len(problem.ks)}"
         if self.coarse_k < 1:
             return f"coarse_k must be at least 1, but is {self.coarse_k}"
+        if self.coarse_rows % 16 or not 16 <= self.coarse_rows <= MAX_ROWS:
+            return (
+                f"coarse_rows must be a multiple of 16 from 16 to {MAX_ROWS}, but is "
+                f"{self.coarse_rows}"
+            )
         return hopper.why_not_smem(self, self.smem_bytes(problem))
 
 
@@ -279,206 +289,3 @@ def _many_ctas(problem: Any, level: int, layout: Layout) -> Layout:
     if most < 2:
         return dataclasses.replace(layout, ctas=ctas)
     return dataclasses.replace(two, ctas=min(MAX_CTAS, most))
-
-
-# A model by which configurations are ordered. Times are in us, bytes are for one us; fitted, and
-# adjusted by hand, to 73 times of 14 sizes on an H100 (tests/support/compression_times.py). 56 err
-# by less than 15 %, the worst by 40 %.
-#: A launch, and a further CTA of an SM: its barriers.
-LAUNCH_US, CTA_US = 0.95, 0.1
-#: The latency of a first load; a part of a tile, a further accumulator of it, a compressed row of
-#: its accumulators; such a row of a fragment that is loaded after the products; the look-up of the
-#: users whose embeddings a tile loads; the latency of a load, if there is one stage.
-LOAD_US, PART_US, ACCUMULATOR_US, PART_ROW_US = 0.3, 0.5, 0.05, 0.0006
-LATE_ROW_US, GATHER_US, RELOAD_US = 0.002, 0.16, 0.9
-#: A copy of each thread, of 4 to 16 bytes; a load through a register, of an element; the part of
-#: either that a further CTA of an SM adds.
-COPY_US, ELEMENT_US, COPY_SHARE = 0.024, 0.026, 0.85
-#: Cycles of a tensor core, and rows in whose time an instruction reads its 64 x 16 operand.
-CYCLES, OPERAND_ROWS = 1900, 8
-#: A row of a TMA box, if it is shorter than 128 bytes.
-ROW_US = 0.0016
-#: What device memory delivers and takes, L2 delivers to all SMs, and to one SM.
-READ_BYTES, WRITE_BYTES, L2_BYTES, SM_BYTES = 3.2e6, 2.3e6, 6.9e6, 3e5
-#: Part of the fragments that L1 does not hold; bytes of L2 that fragments and users share.
-FRAGMENT_SHARE, CACHE_BYTES = 0.85, 2e7
-#: Part of the lesser times, of tiles, products, boxes, L2 and memory, that the greatest does not
-#: hide: of the next one.
-OVERLAP = 0.11
-#: Most compressed rows for which the model may choose this kernel: M = 351 is the largest that was
-#: measured.
-MAX_DEFAULT_M = 384
-#: The tuner times this kernel unless its model takes longer than the others' by this factor.
-CANDIDATE_FACTOR = 1.3
-#: Registers of a thread: a base, and for each compressed row of all accumulators.
-BASE_REGISTERS, ROW_REGISTERS = 24, 1.3
-
-
-def _most_ctas(rows: int, size: int) -> int:
-    """CTAs that an SM has registers and shared memory for."""
-    registers = -(-int(BASE_REGISTERS + ROW_REGISTERS * rows) // 8) * 8
-    return min(MAX_CTAS, hopper.ctas_by_registers(registers), hopper.ctas_by_smem(size))
-
-
-def candidate_configs(problem: Any) -> Iterator[ResidentCompressionConfig]:
-    """Yields the legal configurations worth timing, the most promising first."""
-    if packed_compression.why_not_served(problem) or not problem.n:
-        return
-    last = len(problem.ks) - 1
-    parts = {count for count in range(1, 9) if count == 1 or problem.m > 48 * (count - 1)}
-    block_ms = {-(-problem.m // (16 * count)) * 16 for count in parts}
-    users = [(False, k) for k in (160, 320, 640, 1280) if k == 640 or max(problem.ks) > k // 2]
-    configs = []
-    for block_m, accumulators, num_stages, (gathers, coarse_k), groups in itertools.product(
-        sorted(block_ms), (1, 2, 3, 4), (2, 1), [*users, (True, 640)], (1, 2, 4)
-    ):
-        if groups > -(-problem.m // block_m):
-            continue
-        config = ResidentCompressionConfig(
-            accumulators, block_m, num_stages, 1, gathers, coarse_k, groups
-        )
-        if config.illegal_reason(problem):
-            continue
-        size = memory.smem_bytes(config.layout(problem, last).shared(problem.n, stores=True))
-        most = _most_ctas(accumulators * block_m, size)
-        for ctas in range(1, min(most, 4) + 1):
-            configs.append(dataclasses.replace(config, ctas=ctas))
-    yield from sorted(configs, key=lambda config: estimated_us(problem, config))
-
-
-@functools.lru_cache(maxsize=1024)
-def best_us(problem: Any) -> float:
-    """Time of the most promising configuration by the model; infinite if none is legal."""
-    best = next(candidate_configs(problem), None)
-    return math.inf if best is None else estimated_us(problem, best)
-
-
-def is_candidate(problem: Any) -> bool:
-    """Whether this kernel is worth timing: whether its model is not far slower."""
-    return best_us(problem) < CANDIDATE_FACTOR * min(packed_compression.estimates(problem))
-
-
-def is_preferred(problem: Any) -> bool:
-    """Whether this kernel is the default: whether it takes less time by its model than the others.
-
-    Of two levels and up to `MAX_DEFAULT_M`, of which times were measured.
-    """
-    if len(problem.ks) != 2 or problem.m > MAX_DEFAULT_M:
-        return False
-    packed, row, xla = packed_compression.estimates(problem)
-    return best_us(problem) < min(packed_compression.MARGIN * min(packed, row), xla)
-
-
-def estimated_us(problem: Any, config: ResidentCompressionConfig) -> float:
-    """Time of the kernel by a model: the sum of its launches."""
-    return sum(level_us(problem, config, level) for level in config.levels(problem))
-
-
-def level_us(problem: Any, config: ResidentCompressionConfig, level: int) -> float:
-    """Time of a launch by a model."""
-    layout, is_last = config.layout(problem, level), level == len(problem.ks) - 1
-    tiles, shares = layout.tiles(problem.batches[level], problem.n), layout.shares
-    sms = packed_compression.NUM_SMS
-    workers = min(tiles, max(1, sms * layout.ctas // shares))
-    if layout.by_threads:
-        workers = tiles
-    ctas, tiles_of_sm = -(-workers * shares // sms), -(-tiles * shares // sms)  # of an SM
-    *_, second, longest = sorted(
-        (
-            *_traffic_us(problem, config, level, workers),
-            _boxes_us(problem, layout, is_last=is_last) * tiles_of_sm,
-            _products_us(layout) * layout.parts * tiles_of_sm,
-            _chain_us(problem, config, level, workers),
-        )
-    )
-    return LAUNCH_US + CTA_US * (ctas - 1) + longest + OVERLAP * second
-
-
-def _traffic_us(problem: Any, config: Any, level: int, workers: int) -> tuple[float, float]:
-    """Times of device memory and of L2."""
-    layout, is_last = config.layout(problem, level), level == len(problem.ks) - 1
-    columns = problem.batches[level] * problem.n
-    read = 2 * columns * problem.ks[level]
-    # An element of a fragment takes 3 bytes, an element of the result 2.
-    rows = layout.groups * layout.rows
-    written = 2 * columns * problem.m if is_last else 3 * columns * rows * layout.splits
-    again = read * (layout.groups - 1)
-    once = read + written
-    if layout.gathered is not None:
-        of_users = 2 * problem.batches[level - 1] * problem.n * problem.ks[level - 1]
-        gathered = 2 * columns * problem.ks[level - 1] * layout.groups
-        if layout.has_one_user:
-            block_n = min(layout.block_n, problem.n)
-            gathered = workers * layout.shares * 2 * block_n * problem.ks[level - 1]
-        further = max(0, gathered - of_users)
-        share = packed_compression.missed(of_users, gathered, once, CACHE_BYTES)
-        read, again = read + of_users + share * further, again + further
-    elif level:
-        fragments = 3 * columns * rows * config.layout(problem, level - 1).splits
-        stored = fragments // problem.batches[level] * problem.batches[level - 1]
-        again += FRAGMENT_SHARE * fragments
-        share = packed_compression.missed(stored, fragments, once, CACHE_BYTES)
-        read += share * fragments
-    return read / READ_BYTES + written / WRITE_BYTES, (read + written + again) / L2_BYTES
-
-
-def _boxes_us(problem: Any, layout: Layout, *, is_last: bool) -> float:
-    """Time of the rows of a tile's TMA boxes, if these are shorter than 128 bytes."""
-    if block_width(problem.n) == WGMMA_M:
-        return 0.0
-    rows = 0 if layout.by_threads else layout.k
-    if layout.gathered is not None and not layout.has_one_user:
-        rows += math.prod(layout.gathered)
-    if is_last and not is_contiguous(problem.n):
-        rows += layout.rows
-    return ROW_US * rows * layout.block_n / block_width(problem.n)
-
-
-def _products_us(layout: Layout) -> float:
-    """Time of the products of a part."""
-    gathered = 0 if layout.has_one_user else math.prod(layout.gathered or (0,))
-    instructions = layout.accumulators * -(-(layout.k + gathered) // WGMMA_K)
-    return instructions * (layout.block_m + OPERAND_ROWS) / 2 / CYCLES
-
-
-def _copies_us(problem: Any, layout: Layout, level: int) -> float:
-    """Time in which the threads of a CTA copy what TMA does not."""
-    total = 0.0
-    for blocks, k in zip(layout.k_blocks, problem.ks[level::-1], strict=False):
-        elements = elements_of_load(k)
-        copies = blocks * BLOCK_K * layout.rows / elements / hopper.WARPGROUP_SIZE
-        total += copies * (COPY_US if elements > 1 else ELEMENT_US)
-    rows, columns = layout.k if layout.by_threads else 0, layout.block_n
-    if layout.has_one_user:
-        rows, columns = math.prod(layout.gathered or ()), min(layout.block_n, problem.n)
-    return total + COPY_US * rows * columns / 8 / hopper.WARPGROUP_SIZE
-
-
-def _chain_us(problem: Any, config: Any, level: int, workers: int) -> float:
-    """Time of one CTA, whose steps wait for one another."""
-    layout, sms = config.layout(problem, level), packed_compression.NUM_SMS
-    ctas = -(-workers * layout.shares // sms)  # of an SM
-    number = layout.tiles(problem.batches[level], problem.n)
-    tiles = -(-number // workers)
-    # All CTAs begin at the same time, and share the memory.
-    of_sm = min(SM_BYTES, READ_BYTES / min(sms, workers * layout.shares))
-    first_us = ctas * min(layout.stages, tiles) * 2 * layout.k * layout.block_n / of_sm
-    copies_us = _copies_us(problem, layout, level) * (1 + COPY_SHARE * (ctas - 1))
-    rows = layout.accumulators * layout.block_m
-    part_us = PART_US + ACCUMULATOR_US * (layout.accumulators - 1) + PART_ROW_US * rows
-    part_us += _products_us(layout)
-    tile_us = 0.0
-    if level and layout.gathered is None:
-        splits = config.layout(problem, level - 1).splits
-        part_us += LATE_ROW_US * rows * max(0, splits - early_splits(layout))
-    elif level and not layout.has_one_user:
-        tile_us += GATHER_US
-    total = LOAD_US + max(copies_us, first_us) + tiles * (tile_us + layout.parts * part_us)
-    if layout.stages == 1:
-        # Loads and products alternate, unless another CTA of the SM multiplies meanwhile.
-        load_us = 2 * layout.k * layout.block_n / (of_sm if ctas == 1 else SM_BYTES)
-        if layout.gathered is not None and not layout.has_one_user:
-            gathered = 2 * math.prod(layout.gathered) * layout.block_n
-            load_us += gathered / min(SM_BYTES, L2_BYTES / min(sms, workers * layout.shares))
-        total += (number / workers - 1) * load_us + (tiles - 1) * RELOAD_US
-    return total

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import emulator
+import jax.numpy as jnp
 import numpy as np
 import problems
 import problems_gdpa
@@ -156,6 +157,8 @@ CHOSEN = {
         "n48_three_blocks_two_ctas_odd_k",
         "gathered_n32_index_out_of_range",
         "one_user_gathered_strips",
+        "k_odd_three_of_a_last_vector",
+        "k_odd_two_groups_past_m",
     ],
     "linear_compression_backward": ["several_ctas"],
 }
@@ -187,3 +190,22 @@ def test_emulated_d_query_of_several_chunks_of_keys(
     monkeypatch.setattr(config, "stored_tiles", lambda *sizes: 1)
     _attention_backward(sm90, "stored_h128_f16", 0)
     assert len(sm90.launches) > 3
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.parametrize("ks", [(37, 75), (70, 38)])
+def test_emulated_non_finite_weights_reach_their_own_rows_alone(
+    ks: tuple[int, int], sm90: emulator.Emulator
+) -> None:
+    """A weight is loaded in vectors that hold elements of the next row, too."""
+    case = linear_compression.Case((2, 5), ks, 13, 16, resident_compression.TINY)
+    levels = case.levels()
+    user, cand = (np.array(x) for x in levels.weights)
+    user[3], cand[7] = np.nan, np.inf
+    poisoned = levels._replace(weights=(jnp.asarray(user), jnp.asarray(cand)))
+    with sm90.emulated(0):
+        out = np.asarray(linear_compression.interpret(poisoned, case, False))
+    hit = np.zeros(out.shape, bool)
+    hit[:, [3, 7]] = True
+    np.testing.assert_array_equal(np.isfinite(out), ~hit)
+    linear_compression.assert_correct(out, levels, ~hit)

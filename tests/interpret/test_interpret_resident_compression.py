@@ -16,7 +16,6 @@ from test_interpret_linear_compression import (
 )
 
 from ikbo_jax.problems import LinearCompressionProblem, ResidentCompressionConfig
-from ikbo_jax.problems import resident_compression as resident
 
 pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
 
@@ -57,6 +56,22 @@ CASES = {
         (1, 5), (72, 40), 16, 128, dataclasses.replace(ONE, gathers=True), 3
     ),
     "gathered_n96": Case((3, 5), (33, 20), 13, 96, GATHER),
+    # Weights whose last element is in a vector that ends past them: 1, 3, 5 and 7 elements of it;
+    # rows that begin at every element of a vector, at even ones, and one row shorter than a vector.
+    "k_odd_three_of_a_last_vector": Case((2, 5), (131, 67), 9, 16, TINY),
+    "k_even_two_k_steps_of_parts": Case((2, 5), (90, 262), 41, 32, TINY),
+    "k_3_and_1_gathered": Case((3, 9), (1, 3), 17, 32, GATHER),
+    "k_odd_two_groups_past_m": Case(
+        (2, 5), (71, 77), 35, 16, dataclasses.replace(GATHER, groups=2), 2
+    ),
+    "coarse_tiles_of_112_rows_six_groups": Case(
+        (3, 7),
+        (150, 22),
+        102,
+        16,
+        dataclasses.replace(ONE, num_stages=2, coarse_k=80, groups=6, coarse_rows=128),
+        3,
+    ),
     "one_level": Case((9,), (100,), 20, 32, TINY),
     "three_levels_f16": Case((2, 3, 9), (40, 33, 72), 20, 32, TINY, 3, dtype="float16"),
 }
@@ -72,11 +87,10 @@ def test_interpreted_resident_kernel_is_right_and_free_of_races(
 
 
 def test_interpreted_resident_splits_and_groups_of_a_coarser_level(
-    launches: interpreter.Launches, monkeypatch: pytest.MonkeyPatch
+    launches: interpreter.Launches,
 ) -> None:
     """Two splits of K at both coarser levels, and two groups of compressed rows."""
-    monkeypatch.setattr(resident, "COARSE_ROWS", 16)
-    config = dataclasses.replace(TINY, coarse_k=64)
+    config = dataclasses.replace(TINY, coarse_k=64, coarse_rows=16)
     case = Case((2, 3, 9), (100, 80, 33), 20, 32, config)
     problem = LinearCompressionProblem(case.batches, case.ks, case.m, case.n, case.dtype)
     layout = config.layout(problem, 1)

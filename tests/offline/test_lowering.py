@@ -9,7 +9,7 @@ import pytest
 
 from ikbo_jax.models import ranking
 from ikbo_jax.pallas.hopper import mosaic
-from ikbo_jax.problems import packed_compression
+from ikbo_jax.problems import packed_cost
 from ikbo_jax.rewrite import rewrite
 
 #: Small, and legal for every kernel of the network.
@@ -43,7 +43,7 @@ def test_layers_share_the_kernels_that_are_equal(fn, lowered_kernels, monkeypatc
     A layer may call a kernel with several shapes: attention pools histories, too. The cost model
     leaves linear compressions as small as these to XLA.
     """
-    monkeypatch.setattr(packed_compression, "is_xla_preferred", lambda problem: False)
+    monkeypatch.setattr(packed_cost, "is_xla_preferred", lambda problem: False)
     lower(fn, 1)
     of_one = dict(lowered_kernels)
     assert {'"ikbo_linear_compression"', '"ikbo_attention"'} <= of_one.keys()

@@ -12,7 +12,7 @@ from ikbo_jax.problems import (
     LinearCompressionProblem,
     PackedCompressionConfig,
     memory,
-    packed_compression,
+    packed_cost,
 )
 
 pytestmark = [
@@ -67,6 +67,6 @@ def test_offline_packed_kernel_is_fit(name: str, compiler: offline.Compiler) -> 
 def test_offline_packed_defaults_are_fit(compiler: offline.Compiler) -> None:
     """The most promising ones for sizes that a ranking team has."""
     for m, n, ks in ((16, 32, (200, 40)), (351, 64, (225, 27)), (64, 48, (640, 300))):
-        chosen = next(packed_compression.candidate_configs(problem(m, n, ks)))
+        chosen = next(packed_cost.candidate_configs(problem(m, n, ks)))
         for compiled in compiler.compile(*launch(problem(m, n, ks), chosen)):
             assert not compiled.faults

@@ -12,7 +12,7 @@ from ikbo_jax.problems import (
     LinearCompressionProblem,
     ResidentCompressionConfig,
     memory,
-    resident_compression,
+    resident_cost,
 )
 
 pytestmark = [
@@ -76,8 +76,16 @@ def test_offline_resident_defaults_are_fit(compiler: offline.Compiler) -> None:
         ((10095, 10095), (24, 136), 8, 64),
         ((1, 602), (480, 20), 15, 32),
         ((1, 719), (20, 49), 13, 96),
+        ((2, 518), (783, 189), 80, 64),
+        ((12, 1631), (1157, 18), 32, 256),
+        ((1376, 1376), (105, 98), 510, 64),
+        ((13, 96), (886, 55), 532, 32),
+        ((8, 830), (72, 211), 859, 64),
+        ((1, 79), (117, 275), 1006, 64),
     ):
-        assert resident_compression.is_preferred(problem(*sizes))
-        chosen = next(resident_compression.candidate_configs(problem(*sizes)))
-        for compiled in compiler.compile(*launch(problem(*sizes), chosen)):
+        assert resident_cost.is_preferred(problem(*sizes))
+        chosen = resident_cost.candidate_configs(problem(*sizes))[0]
+        kernels = compiler.compile(*launch(problem(*sizes), chosen))
+        for compiled in kernels:
             assert not compiled.faults
+        assert kernels[-1].ptxas.registers <= 65536 // (128 * chosen.ctas)

@@ -19,7 +19,7 @@ from ikbo_jax.problems import (
     LinearCompressionBackwardProblem,
     LinearCompressionBackwardTuning,
     LinearCompressionConfig,
-    packed_compression,
+    packed_cost,
 )
 from ikbo_jax.tuning import table
 
@@ -28,7 +28,7 @@ INPUTS = problems.make_inputs(SMALL)
 
 
 def test_text_holds_op_sizes_implementation_and_reason(on_cpu, monkeypatch) -> None:
-    monkeypatch.setattr(packed_compression, "is_xla_preferred", lambda problem: False)
+    monkeypatch.setattr(packed_cost, "is_xla_preferred", lambda problem: False)
     text = str(ikbo.explain(ikbo.linear_compression, *INPUTS))
     backward = LinearCompressionBackwardProblem((3, 7), (11, 5), 16, 8, "bfloat16")
     assert re.sub(r"\n    config: .*", "", text) == (

@@ -22,7 +22,7 @@ import ikbo_jax as ikbo
 from ikbo_jax.layers import functional
 from ikbo_jax.models import ranking
 from ikbo_jax.ops import dispatch
-from ikbo_jax.problems import packed_compression
+from ikbo_jax.problems import packed_cost
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("on_cpu")
 @pytest.fixture(autouse=True)
 def _small_problems_by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cost model would leave linear compressions of these sizes to XLA."""
-    monkeypatch.setattr(packed_compression, "is_xla_preferred", lambda problem: False)
+    monkeypatch.setattr(packed_cost, "is_xla_preferred", lambda problem: False)
 
 
 BF16, INT = jnp.bfloat16, jnp.int32

@@ -13,12 +13,12 @@ from ikbo_jax.problems import (
     PackedCompressionConfig,
     ResidentCompressionConfig,
 )
-from ikbo_jax.problems import packed_compression as packed
+from ikbo_jax.problems import packed_cost as packed
 from ikbo_jax.problems.linear_compression_backward import default_config
 from ikbo_jax.tuning import table
 
 SMALL = LinearCompressionProblem((100, 8192), (200, 40), 16, 32, "bfloat16")
-PACKED = LinearCompressionProblem((547, 3829), (225, 27), 433, 96, "bfloat16")
+PACKED = LinearCompressionProblem((547, 3829), (225, 27), 1100, 96, "bfloat16")
 #: The sizes of which most rows of the table are.
 LARGE = LinearCompressionProblem((15, 1024), (1178, 866), 433, 256, "bfloat16")
 #: A launch of the kernel takes longer than XLA's batched products.

@@ -19,8 +19,8 @@ from ikbo_jax.problems import (
     hopper,
     memory,
 )
-from ikbo_jax.problems import packed_compression as packed
-from ikbo_jax.problems import resident_compression as resident
+from ikbo_jax.problems import packed_cost as packed
+from ikbo_jax.problems import resident_cost as resident
 from ikbo_jax.problems.hopper import MAX_SMEM_BYTES
 from ikbo_jax.tuning import table
 

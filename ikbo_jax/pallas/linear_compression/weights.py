@@ -19,12 +19,13 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
 from ikbo_jax.pallas.hopper import mosaic, stores
+from ikbo_jax.pallas.linear_compression import unaligned
 from ikbo_jax.problems.hopper import BLOCK_K, WARPGROUP_SIZE
-from ikbo_jax.problems.resident_compression import elements_of_load
+from ikbo_jax.problems.resident_compression import elements_of_load, is_copied
 
-#: Copies of a thread in an iteration. Rows that begin at odd elements are copied through
-#: registers, and as many loads as these are in flight at a time.
-UNROLLED, UNROLLED_LOADS = 8, 24
+#: Copies of a thread in an iteration. Rows that begin at other multiples than of 8 bytes are copied
+#: through registers (`unaligned`), and as many vectors as these are in flight at a time.
+UNROLLED, UNROLLED_LOADS = 8, 6
 
 
 class Region(NamedTuple):
@@ -67,23 +68,18 @@ def load(
     elements = elements_of_load(k)
     of_row = blocks * BLOCK_K // elements
     count = parts * rows * of_row
-    unrolled = UNROLLED if elements > 1 else UNROLLED_LOADS
+    is_aligned = is_copied(k)
+    unrolled = UNROLLED if is_aligned else UNROLLED_LOADS
     scalar = plgpu.Layout.WG_SPLAT(())
+    ref = plgpu.RefType(mosaic.operand_transforms(tiles.dtype))
 
-    @plgpu.inline_mgpu(
-        arg_types=(
-            plgpu.RefType(),
-            plgpu.RefType(mosaic.operand_transforms(tiles.dtype)),
-            *(scalar,) * 3,
-        )
-    )
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ref, *(scalar,) * 3))
     def copy(_: Any, weight: ir.Value, tiles: ir.Value, *scalars: Any) -> None:
         i32, byte = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
         iteration, first_row, first_k = (s.registers.item() for s in scalars)
         is_less = functools.partial(arith.cmpi, arith.CmpIPredicate.slt)
-        thread = stores.thread_number()
         unit = arith.muli(iteration, mgpu.c(unrolled * WARPGROUP_SIZE, i32))
-        unit = arith.addi(unit, thread)
+        unit = arith.addi(unit, stores.thread_number())
         waiting = []
         for i in range(unrolled):
             number = arith.addi(unit, mgpu.c(i * WARPGROUP_SIZE, i32))
@@ -97,16 +93,11 @@ def load(
             zero = mgpu.c(0, i32)
             row, column = (arith.select(is_inside, x, zero) for x in (row, column))
             source = stores.device_address(weight, [(row, k), (column, 1)], 2)
-            if elements == 1:
-                value = mgpu.utils.inline_ptx(
-                    "{ .reg .u16 x; mov.u16 x, 0; @$2 ld.global.nc.u16 x, [$1]; "
-                    "cvt.u32.u16 $0, x; }",
-                    source,
-                    arith.andi(is_inside, is_wanted),
-                    result_types=i32,
-                    has_side_effects=True,
-                )
-                waiting.append((target, value, is_wanted))
+            if not is_aligned:
+                valid = arith.minsi(arith.subi(mgpu.c(k, i32), column), mgpu.c(elements, i32))
+                valid = arith.select(arith.andi(is_inside, is_wanted), valid, zero)
+                words = unaligned.load(weight, m * k, source, valid)
+                waiting.append((target, source, valid, words, is_wanted))
                 continue
             size = mgpu.c(2 * elements, i32)
             kind = "cg" if elements == 8 else "ca"
@@ -118,18 +109,46 @@ def load(
                 predicate=is_wanted,
                 has_side_effects=True,
             )
-        for target, value, is_wanted in waiting:
+        for loaded in waiting:
+            unaligned.store(*loaded)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ref, scalar, scalar))
+    def copy_end(_: Any, weight: ir.Value, tiles: ir.Value, *scalars: Any) -> None:
+        """Copies what follows the last whole vector, by the threads that wrote zeros there."""
+        i32, byte = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
+        first_row, first_k = (s.registers.item() for s in scalars)
+        is_below = functools.partial(arith.cmpi, arith.CmpIPredicate.ult)
+        thread = stores.thread_number()
+        for at in range(m * k - m * k % elements, m * k):
+            row, column = (
+                arith.subi(mgpu.c(x, i32), first)
+                for x, first in zip(divmod(at, k), (first_row, first_k), strict=True)
+            )
+            number = arith.muli(row, mgpu.c(of_row, i32))
+            number = arith.addi(number, _divided(column, elements)[0])
+            is_copier = arith.cmpi(
+                arith.CmpIPredicate.eq, _divided(number, WARPGROUP_SIZE)[1], thread
+            )
+            is_mine = arith.andi(
+                is_below(row, mgpu.c(parts * rows, i32)),
+                is_below(column, mgpu.c(blocks * BLOCK_K, i32)),
+            )
+            is_mine = arith.andi(is_mine, is_copier)
+            offset = arith.select(is_mine, _offset(row, column, rows, region), mgpu.c(0, i32))
             mgpu.utils.inline_ptx(
-                "{ .reg .u16 x; cvt.u16.u32 x, $1; @$2 st.shared.u16 [$0], x; }",
-                target,
-                value,
-                is_wanted,
+                "{ .reg .u16 x; @$2 ld.global.nc.u16 x, [$1]; @$2 st.shared.u16 [$0], x; }",
+                mgpu.utils.getelementptr(mgpu.utils.memref_ptr(tiles), [offset], byte),
+                stores.device_address(weight, [(mgpu.c(at, i32), 1)], 2),
+                is_mine,
                 has_side_effects=True,
             )
 
     @pl.loop(jnp.int32(0), jnp.int32(pl.cdiv(count, unrolled * WARPGROUP_SIZE)))
     def _iteration(iteration: Any) -> None:
         copy(weight, tiles, iteration, first_row, first_k)
+
+    if not is_aligned and m * k % elements:
+        copy_end(weight, tiles, first_row, first_k)
 
 
 def load_blocks(

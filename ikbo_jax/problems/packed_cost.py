@@ -1,0 +1,279 @@
+"""A cost model of linear compression's row tiles, of its packed tiles and of XLA."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from ikbo_jax.problems.hopper import BLOCK_K, TILE_ROWS, WGMMA_M
+from ikbo_jax.problems.packed_compression import (
+    MAX_ROWS,
+    NUM_SMS,
+    PAD_FROM_FLOPS,
+    TMA_ALIGNMENT,
+    WEIGHT_ALIGNMENT,
+    WHOLE_TILES_PER_SM,
+    PackedCompressionConfig,
+    block_width,
+    serves,
+)
+
+# The models by which a kernel or XLA is chosen where none was measured. Times are in us, bytes and
+# FLOPs are for one us; fitted to times of 14 sizes on an H100 and to the dispatch table's large
+# sizes. At the 14 sizes, 24 of 25 times of packed tiles err by less than 15 %, and 10 of 14 of row
+# tiles (the worst by 42 %).
+#: Tiles of one candidate that waste no column are left for packed tiles, both for resident weights,
+#: and all for XLA, only where the other time is less by this factor.
+MARGIN = 0.97
+#: The launches: the kernel and the one that zeroes counters; the one that pads weights; from the
+#: end of the last user tile to the first use of its fragment.
+LAUNCH_US, PAD_US, USERS_US = 2.5, 1.7, 1.5
+#: A tile besides its loads and products; a store that no k step hides.
+TILE_US, STORE_US = 0.37, 0.074
+#: A k step: its barriers and the start of its products.
+STEP_US = 0.11
+#: A row of a TMA box, if it is shorter than 128 bytes: TMA copies a box row by row.
+ROW_US = 0.0008
+#: Cycles of a tensor core.
+CYCLES = 1600
+#: What device memory delivers, L2 to all SMs, and L2 to one SM.
+MEMORY_BYTES, L2_BYTES, SM_BYTES = 2.5e6, 1.1e7, 9e4
+#: What one SM loads, or stores, of fragments. These loads are not ahead: they begin three k steps
+#: before a tile's end, and K of 27 or 44 has one.
+FRAGMENT_BYTES = 4.5e4
+#: Part of the lesser of the two times, of tiles and of memory, that the greater does not hide.
+OVERLAP = 0.11
+#: XLA's launches; the padding of a weight whose rows are no multiples of 16 bytes; its FLOPs where
+#: they are and where they are not.
+XLA_US, XLA_PAD_US, XLA_FLOPS, XLA_UNALIGNED_FLOPS = 5.2, 1.0, 4.0e8, 1.4e8
+#: Bytes of an array that is still in L2 when the next launch reads it.
+CACHED_BYTES = 2.5e7
+#: Bytes of L2, which arrays share by what is read and written of them.
+CACHE_BYTES = 4e7
+
+
+def describe_estimates(problem: Any) -> str:
+    """The estimates for the kernels that can run the problem and for XLA, in words."""
+    names = ("with tiles that span candidates", "with tiles of one candidate", "in XLA")
+    times = zip(estimates(problem), names, strict=True)
+    return ", ".join(f"{us:.1f} us {name}" for us, name in times if us < math.inf)
+
+
+def candidate_configs(problem: Any) -> Iterator[PackedCompressionConfig]:
+    """Yields the legal configurations worth timing, the most promising first."""
+    if not serves(problem):
+        return
+    configs = []
+    for block_n in (128, 256, 384, 512, 768, 1024):
+        most = MAX_ROWS // (block_n // TILE_ROWS) // 16 * 16
+        columns = problem.batches[-1] * problem.n
+        if block_n == TILE_ROWS and problem.n % TILE_ROWS == 0:
+            continue  # the other kernel has such tiles
+        if not most or (block_n > TILE_ROWS and block_n * NUM_SMS > 2 * columns):
+            continue
+        tiles = -(-problem.m // most)
+        block_ms = {-(-problem.m // (16 * count)) * 16 for count in (tiles, tiles + 1)}
+        for block_m in block_ms:
+            for cluster in (1, 2):
+                config = _deepest(
+                    problem, PackedCompressionConfig(block_n, block_m, cluster=cluster)
+                )
+                if config is not None:
+                    configs.append(config)
+    yield from sorted(configs, key=lambda config: estimated_us(problem, config))
+
+
+def _deepest(problem: Any, config: PackedCompressionConfig) -> PackedCompressionConfig | None:
+    """With the chunks that are nearest to 56 rows, and as many stages as there is room for."""
+    divisors = [rows for rows in range(8, config.block_m + 1, 8) if config.block_m % rows == 0]
+    divisors.sort(key=lambda rows: max(rows / 56, 56 / rows))
+    single_launch = len(problem.batches) > 1
+    for rows in divisors:
+        for stages in range(8, 1, -1):
+            deep = dataclasses.replace(
+                config, num_stages=stages, epilogue_rows=rows, single_launch=single_launch
+            )
+            if deep.illegal_reason(problem) is None:
+                return deep
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tile:
+    """A tile of a level, `rows` by `columns`.
+
+    Attributes:
+      valid: columns that exist.
+      number: tiles of the level.
+      cluster: CTAs that share the weights.
+      stores: stores of the tile; 0 if it is stored as a fragment.
+      boxed: rows of TMA boxes, if these are shorter than 128 bytes.
+    """
+
+    level: int
+    rows: int
+    columns: int
+    valid: int
+    number: int
+    cluster: int = 1
+    stores: int = 0
+    boxed: int = 0
+
+    @property
+    def waves(self) -> int:
+        return -(-self.number // NUM_SMS)
+
+    def us(self, problem: Any) -> float:
+        k = problem.ks[self.level]
+        steps, used = -(-k // BLOCK_K), min(self.rows, -(-problem.m // 8) * 8)
+        # An instruction reads its 64 x 16 operand in the time of 32 more rows.
+        products = self.columns / WGMMA_M * -(-k // 16) * (used + 32) / 2 / CYCLES
+        of_sm = L2_BYTES / min(max(self.number, 1), NUM_SMS)
+        loads = 2 * k * (self.valid + used / self.cluster) / min(SM_BYTES, of_sm)
+        # A level adds the fragments of a coarser one; all but the last store their own.
+        fragments = (self.level > 0) + (self.stores == 0)
+        fragments_us = fragments * 3 * self.columns * self.rows / min(FRAGMENT_BYTES, of_sm)
+        exposed = self.stores - min(self.stores, steps)
+        longest = max(products, loads, steps * STEP_US, ROW_US * self.boxed)
+        return longest + TILE_US + STORE_US * exposed + fragments_us
+
+
+def _kernel_us(
+    problem: Any, coarser: list[_Tile], last: _Tile, *, padded_n: int, alignment: int
+) -> float:
+    """Time of a kernel whose tiles these are; fragments have `padded_n` columns of a candidate."""
+    tiles_us = sum(tile.waves * tile.us(problem) + USERS_US for tile in coarser)
+    tiles_us += last.waves * last.us(problem)
+    num_bytes = _num_bytes(problem)
+    if coarser:
+        width = 3 * padded_n * -(-problem.m // last.rows) * last.rows
+        stored, loaded = (width * batch for batch in problem.batches[-2:])
+        num_bytes += missed(stored, loaded, num_bytes) * (stored + loaded)
+    limits = sorted((tiles_us, num_bytes / MEMORY_BYTES))
+    launches = LAUNCH_US * max(1, len(problem.batches) - 1)
+    if any(2 * k % alignment for k in problem.ks):
+        launches += PAD_US
+    return launches + limits[1] + OVERLAP * limits[0]
+
+
+def missed(size: float, loaded: float, others: float, cache: float = CACHE_BYTES) -> float:
+    """Part of the loads of an array that L2 does not hold.
+
+    The array has `size` bytes, of which `loaded` are read, several times or in any order, while
+    `others` bytes are read and written once. It has a share of L2 by its traffic.
+    """
+    return max(0.0, 1 - cache * loaded / (loaded + others) / max(size, 1))
+
+
+def _num_bytes(problem: Any) -> float:
+    """Bytes that the operation must read and write."""
+    rows = sum(b * k for b, k in zip(problem.batches, problem.ks, strict=True))
+    return 2 * (problem.n * (rows + problem.batches[-1] * problem.m) + problem.m * sum(problem.ks))
+
+
+def estimated_us(problem: Any, config: PackedCompressionConfig) -> float:
+    """Time of the kernel whose tiles span candidates, by a model."""
+
+    def tile(level: int, columns: int, rows: int, stores: int = 0) -> _Tile:
+        valid = min(columns, problem.batches[level] * problem.n)
+        number = -(-problem.batches[level] * problem.n // columns) * -(-problem.m // rows)
+        boxed = _boxed_rows(problem, level, valid, stored=rows if stores else 0)
+        cluster = config.cluster if stores else 1
+        return _Tile(level, rows, columns, valid, number, cluster, stores, boxed)
+
+    *coarser, finest = range(len(problem.batches))
+    tiles = []
+    for level in coarser:
+        whole = tile(level, config.block_n, config.block_m)
+        if whole.number < WHOLE_TILES_PER_SM * NUM_SMS:
+            block_ms = (x for x in range(16, config.block_m, 16) if config.block_m % x == 0)
+            narrow = (tile(level, TILE_ROWS, rows) for rows in block_ms)
+            spread = (x for x in narrow if x.number <= NUM_SMS)
+            whole = next(spread, tile(level, TILE_ROWS, config.block_m))
+        tiles.append(whole)
+    stores = config.accumulators * config.block_m // config.epilogue_rows
+    last = tile(finest, config.block_n, config.block_m, stores)
+    alignment = TMA_ALIGNMENT if problem.useful_flops < PAD_FROM_FLOPS else WEIGHT_ALIGNMENT
+    return _kernel_us(problem, tiles, last, padded_n=problem.n, alignment=alignment)
+
+
+def _boxed_rows(problem: Any, level: int, columns: int, stored: int = 0) -> int:
+    """Rows of the TMA boxes of a tile, if these are shorter than 128 bytes.
+
+    Of each column block, every k step loads 64, however small K is, and `stored` are stored.
+    """
+    width = block_width(problem.n)
+    if width == WGMMA_M:
+        return 0
+    return -(-columns // width) * (-(-problem.ks[level] // BLOCK_K) * BLOCK_K + stored)
+
+
+def estimated_row_us(problem: Any, config: Any) -> float:
+    """Time of the kernel whose tiles have the columns of one candidate, by the same model."""
+
+    def tile(level: int, rows: int, stores: int = 0) -> _Tile:
+        number = problem.batches[level] * -(-problem.n // TILE_ROWS) * -(-problem.m // rows)
+        valid, cluster = min(TILE_ROWS, problem.n), config.cluster if stores else 1
+        return _Tile(level, rows, TILE_ROWS, valid, number, cluster, stores)
+
+    *coarser, finest = range(len(problem.batches))
+    tiles = []
+    for level in coarser:
+        whole = tile(level, config.block_m)
+        if whole.number < WHOLE_TILES_PER_SM * NUM_SMS and config.block_m % 32 == 0:
+            whole = tile(level, config.block_m // 2)
+        tiles.append(whole)
+    last = tile(finest, config.block_m, config.block_m // config.epilogue_rows)
+    padded_n = -(-problem.n // TILE_ROWS) * TILE_ROWS
+    return _kernel_us(problem, tiles, last, padded_n=padded_n, alignment=WEIGHT_ALIGNMENT)
+
+
+def estimated_xla_us(problem: Any) -> float:
+    """Time of the decomposed form in XLA: products in f32, then their sum, which is rounded.
+
+    A matrix product of its own for each row of the batch pads M to 64 and N to 32.
+    """
+    total = XLA_US + _num_bytes(problem) / MEMORY_BYTES
+    m, n = -(-problem.m // 64) * 64, -(-problem.n // 32) * 32
+    for batch, k in zip(problem.batches, problem.ks, strict=True):
+        rate = XLA_UNALIGNED_FLOPS if k % 8 else XLA_FLOPS
+        total += XLA_PAD_US if k % 8 else 0
+        products = 2.0 * batch * k * m * n / rate
+        total += max(0.0, products - 2 * batch * k * problem.n / MEMORY_BYTES)
+        product = 4 * batch * problem.m * problem.n
+        total += product * (2 if product > CACHED_BYTES else 1) / MEMORY_BYTES
+    return total
+
+
+@functools.lru_cache(maxsize=1024)
+def estimates(problem: Any) -> tuple[float, float, float]:
+    """Times of this kernel, of the other one and of XLA, by the models; infinite if not legal."""
+    best = next(candidate_configs(problem), None)
+    packed = math.inf if best is None else estimated_us(problem, best)
+    rows = next(problem.row_configs(), None)
+    row = math.inf if rows is None else estimated_row_us(problem, rows)
+    return packed, row, estimated_xla_us(problem)
+
+
+def is_candidate(problem: Any) -> bool:
+    """Whether this kernel is worth timing: whether its model is faster."""
+    packed, row, _ = estimates(problem)
+    return packed < row
+
+
+def is_preferred(problem: Any) -> bool:
+    """Whether this kernel is the default: whether its model is faster.
+
+    By `MARGIN` where no column of the other's tiles is wasted.
+    """
+    packed, row, _ = estimates(problem)
+    return packed < (row if problem.n % TILE_ROWS else MARGIN * row)
+
+
+def is_xla_preferred(problem: Any) -> bool:
+    """Whether XLA is the default: whether the models of both kernels are slower by `MARGIN`."""
+    packed, row, xla = estimates(problem)
+    return xla < MARGIN * min(packed, row)
