@@ -250,16 +250,18 @@ def _run_kernel(
 
     has_few_queries = isinstance(plan.config, FewQueriesConfig)
 
-    order = None
+    order, lists = None, False
     if not call.indices_are_sorted and query.shape[0] > 1 and key.shape[0] > 1:
-        order = work_order.by_user(index)
+        # A launch that lists candidates itself needs no order, and no kernel of XLA.
+        lists = has_few_queries and plan.config.lists(plan.problem, call.request.num_sms)
+        order = None if lists else work_order.by_user(index)
     # The kernel reads and writes unsorted candidates in place only if T is a multiple of 64, so
     # that no 64-row tile holds queries of two candidates. Otherwise the queries are sorted by user
     # and the results moved back; keys and values stay in place.
     is_reordered = order is not None and (has_few_queries or query.shape[1] % WGMMA_M != 0)
     if is_reordered:
         query, index = query[order], index[order]
-    run: Any = few_queries.few_queries_kernel
+    run: Any = functools.partial(few_queries.few_queries_kernel, lists=lists)
     if not has_few_queries:
         in_place = None if is_reordered else order
         run = functools.partial(kernel.attention_kernel, order=in_place)

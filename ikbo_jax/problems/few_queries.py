@@ -16,7 +16,14 @@ from ikbo_jax.problems.problem import Config
 #: registers: H = 192 80 to 500 bytes, H = 256 200 bytes, with blocks of 32 keys already.
 MAX_BLOCK_KV = {64: 128, 96: 128, 128: 128}
 #: Words of an item's descriptor in shared memory.
-ITEM_WORDS = 8
+ITEM_WORDS = 10
+#: Most candidates of an item whose CTA lists them, and warps that list: each counts what it finds.
+LISTED, LISTING_WARPS = 128, 8
+#: Most candidates of an index that is not sorted, of which each CTA lists its own: each thread of
+#: the consumers has one of 256 in a register.
+MOST_LISTED = 16384
+#: Most items of a CTA that lists candidates. It reads the whole index for each, before it computes.
+MOST_LISTINGS = 4
 #: f32 words of a row's statistics that one consumer hands to the other: maximum and sum, for each
 #: of the two rows of a thread.
 STATISTIC_WORDS = 4
@@ -52,6 +59,8 @@ class FewQueriesShared(NamedTuple):
     exchange: Any  # [words of a thread / 4, 128, 4] words: consumer 1's part of an item
     exchange_ready: Any  # consumer 1 -> 0: the part is in `exchange`
     exchange_free: Any  # consumer 0 -> 1: it was read
+    listing: Any  # [LISTED + LISTING_WARPS]: an item's candidates, and how many each warp found
+    listed: Any  # consumers -> producer: the numbers of candidates are in `listing`
     staging: Any  # [2, 64, columns], only under interpretation
     exchange_staging: Any  # [64, H] f32, only under interpretation
     row_staging: Any  # [2, 64] f32, only under interpretation
@@ -68,6 +77,21 @@ def rows_of_head(group: int) -> int:
     """Rows of a tile of 64 that belong to one query head of a group; a power of 2."""
     rows = WGMMA_M // group
     return 1 << (rows.bit_length() - 1)
+
+
+def listed_candidates(q_len: int, item_rows: int) -> int:
+    """Candidates of an item whose CTA lists them; 0 if a candidate's queries do not fit it."""
+    return min(item_rows // q_len, LISTED)
+
+
+def listed_tiles(batch: int, users: int, candidates: int) -> int:
+    """Items of each user and group of heads, of `candidates` each, if CTAs list candidates.
+
+    Two standard deviations more than the mean; the rest of a user's candidates follows in the same
+    CTA.
+    """
+    mean = batch / users
+    return max(1, math.ceil((mean + 2 * math.sqrt(mean)) / candidates))
 
 
 def serves(problem: Any) -> bool:
@@ -185,7 +209,24 @@ class FewQueriesConfig(Config):
     stagger: bool = False
     turns: bool = False
 
-    def shared(self, head_dim: int, group: int = 1) -> FewQueriesShared:
+    def lists(self, problem: Any, num_sms: int) -> bool:
+        """Whether CTAs list the candidates of their items, for an index that is not sorted.
+
+        Otherwise XLA sorts the index, and moves queries and results, in six kernels of 1 to 2 us.
+        """
+        p = problem
+        group = head_group(p.q_heads, p.kv_heads)
+        candidates = listed_candidates(
+            p.q_len, rows_of_head(group) * self.tile_rows // WGMMA_M
+        )
+        if not (candidates and p.users > 1 and p.batch <= MOST_LISTED):
+            return False
+        if memory.smem_bytes(self.shared(p.head_dim, lists=True)) > hopper.MAX_SMEM_BYTES:
+            return False
+        items = p.users * listed_tiles(p.batch, p.users, candidates) * p.q_heads // group
+        return items * self.splits <= MOST_LISTINGS * num_sms
+
+    def shared(self, head_dim: int, group: int = 1, *, lists: bool = False) -> FewQueriesShared:
         """Shared memory and barriers of one CTA; `group`: see `head_group`."""
         blocks = hopper.column_blocks(head_dim)
         tiles = self.tile_rows // WGMMA_M
@@ -204,6 +245,8 @@ class FewQueriesConfig(Config):
             # Arrays, so that they can be indexed; only element 0 is used.
             exchange_ready=memory.Barriers(2, 1),
             exchange_free=memory.Barriers(2, 1),
+            listing=memory.Words((LISTED + LISTING_WARPS,)) if lists else None,
+            listed=memory.Barriers(2, NUM_CONSUMERS) if lists else None,
             staging=memory.Staging((NUM_CONSUMERS, WGMMA_M, max(self.block_kv, head_dim))),
             exchange_staging=memory.Staging((WGMMA_M, head_dim), "float32"),
             row_staging=memory.Staging((2 * NUM_CONSUMERS, WGMMA_M), "float32"),

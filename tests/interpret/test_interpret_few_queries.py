@@ -35,6 +35,7 @@ class Case(IndexedAttention):
     q_len: int = 1
     config: FewQueriesConfig = SMALL
     scale: float = 0.125
+    lists: bool = False
 
 
 CASES = {
@@ -88,6 +89,28 @@ CASES = {
     # An index that is not sorted.
     "unsorted": Case((1, 0, 0, 2, 1, 0, 0), 40, users=3, q_len=2, num_sms=2),
     "falling": Case(tuple(range(39, -1, -1)), 20, users=40),
+    # CTAs list their candidates: several tiles of a user, users without candidates, heads that share
+    # a tile, splits, both consumers' rows, indices out of range.
+    "listed": Case((1, 0, 0, 2, 1, 0, 0), 40, users=3, q_len=2, num_sms=2, lists=True),
+    "listed_one_block": Case((2, 0, -3, 2, 9, 0), 9, users=4, num_sms=3, lists=True),
+    "listed_lengths_gqa_h96": Case(
+        (3, 0, 1, 1, 3, 0),
+        60,
+        users=4,
+        q_len=3,
+        heads=(8, 2),
+        head_dim=96,
+        lengths=(60, 0, 7, 33),
+        lists=True,
+    ),
+    "listed_more_than_a_tile": Case((1, 0, 0) * 50, 40, num_sms=2, lists=True),
+    "listed_wide": Case(
+        (1, 0, 0) * 45, 50, q_len=1, config=WIDE, lengths=(37, 20), num_sms=2, lists=True
+    ),
+    "listed_split": Case((1, 0, 2, 0), 75, users=4, config=SPLIT, num_sms=3, lists=True),
+    "listed_queries_across_tiles": Case(
+        (1, 0) * 30, 20, q_len=3, config=WIDE, heads=(2, 1), lists=True
+    ),
     # A negative scale, f16, a padded width.
     "negative_scale_f16_h96": Case(
         (0, 1, 1), 40, q_len=3, head_dim=96, scale=-0.2, dtype="float16", lengths=(3, 40)
@@ -102,6 +125,7 @@ def interpret(inputs: problems.AttentionInputs, case: Case) -> tuple[jax.Array, 
         return_residuals=True,
         config=case.config,
         num_sms=case.num_sms,
+        lists=case.lists,
         interpret=PARAMS,
     )
     return jax.block_until_ready(jax.jit(run)(*inputs))

@@ -27,10 +27,11 @@ class Shape:
       group: query heads of one key head whose queries share a tile.
       head_rows: rows of a tile of 64 that belong to one query head.
       item_rows: rows of an item.
-      slots: see `rows.slots`.
+      slots: see `rows.slots`; if CTAs list candidates, slot i has the rows of user i % U.
       splits: parts of a user's keys.
       bundle: neighbouring items, of one slot and split, that a CTA takes at once: 1, or one for
         each group of query heads. The rows are then found once for all of them.
+      listed: candidates of an item whose CTA lists them, because the index is not sorted; else 0.
     """
 
     batch: int
@@ -48,6 +49,7 @@ class Shape:
     bundle: int
     log2_scale: float
     workers: int
+    listed: int = 0
 
     @property
     def rows(self) -> int:
@@ -96,6 +98,17 @@ class Item(NamedTuple):
     rows: Any
     sharing: Any  # ALONE, BY_KEYS or BY_ROWS
     rotation: Any  # number of the first block that is loaded; after the last one follows block 0
+    next_user: Any = None  # whose candidates are listed for the next item; negative: no item
+    next_rank: Any = None  # of the next item's first candidate among that user's
+
+
+class Place(NamedTuple):
+    """Where an item is."""
+
+    slot: Any
+    split: Any
+    head: Any  # first query head
+    kv_head: Any
 
 
 class Part(NamedTuple):
@@ -105,8 +118,9 @@ class Part(NamedTuple):
     stride: Any  # from one of its blocks to the next
     count: Any  # number of its blocks
     tile: Any  # its tile of queries
-    target: Any  # first row in the outputs
+    target: Any  # first row in the outputs; if candidates are listed, the split's first row
     rows: Any
+    offset: Any  # its first row in the item
     gives: Any  # whether its results go to consumer 0
     takes: Any  # whether it adds consumer 1's results to its own
     stores: Any
@@ -131,7 +145,23 @@ class Context(WarpgroupContext):
         items = self.shared.items
         items.await_ready(index)
         slot = items.slot(index)
-        return Item(*(items.words[slot, i] for i in range(len(Item._fields))))
+        count = len(Item._fields) if self.shape.listed else len(Item._fields) - 2
+        return Item(*(items.words[slot, i] for i in range(count)))
+
+    def place(self, i: Any, member: Any = 0) -> Place:
+        """Where item `member` of the CTA's bundle `i` is."""
+        shape = self.shape
+        number = self.worker + i * shape.workers
+        groups = shape.groups // shape.bundle
+        group, rest = lax.rem(number, groups) * shape.bundle + member, lax.div(number, groups)
+        split, slot = lax.rem(rest, shape.splits), lax.div(rest, shape.splits)
+        head = group * shape.group
+        return Place(slot, split, head, lax.div(head, shape.q_heads // shape.kv_heads))
+
+    def listed_place(self, place: Place) -> tuple[Any, Any]:
+        """The user of a slot, and the rank of its first candidate, if CTAs list candidates."""
+        users = self.shape.users
+        return lax.rem(place.slot, users), lax.div(place.slot, users) * self.shape.listed
 
     def part(self, item: Item, index: Any) -> Part:
         """This consumer's part of an item."""
@@ -150,8 +180,9 @@ class Context(WarpgroupContext):
             stride,
             count,
             tile,
-            item.target + offset,
+            item.target if self.shape.listed else item.target + offset,
             jnp.minimum(item.rows - offset, head_rows),
+            offset,
             is_by_keys & (consumer == 1),
             is_by_keys & (consumer == 0),
             stores,

@@ -58,7 +58,13 @@ from ikbo_jax.pallas.few_queries.context import Context, Operands, Outputs, Shap
 from ikbo_jax.pallas.few_queries.producer import produce
 from ikbo_jax.pallas.flash.softmax import LN_2
 from ikbo_jax.pallas.hopper.launch import Roles, launch
-from ikbo_jax.problems.few_queries import FewQueriesConfig, head_group, rows_of_head
+from ikbo_jax.problems.few_queries import (
+    FewQueriesConfig,
+    head_group,
+    listed_candidates,
+    listed_tiles,
+    rows_of_head,
+)
 from ikbo_jax.problems.hopper import WGMMA_M
 
 #: Registers per thread of a consumer and of the producer, which searches: with 24, it spills where
@@ -80,6 +86,7 @@ def few_queries_kernel(
     return_residuals: bool,
     config: FewQueriesConfig,
     num_sms: int,
+    lists: bool = False,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Softmax attention of every candidate's queries over its user's keys and values.
@@ -88,13 +95,15 @@ def few_queries_kernel(
       query: [B, T, N, H], bf16 or f16.
       key: [U, S, K, H], the same dtype; K divides N.
       value: [U, S, K, H].
-      cand_to_user: [B] int32, clamped to [0, U). Should be sorted; otherwise keys and values are
-        read for each run of candidates of one user.
+      cand_to_user: [B] int32, clamped to [0, U). Should be sorted unless `lists`; otherwise keys
+        and values are read for each run of candidates of one user.
       key_value_seq_lengths: [U] int32, clamped to [0, S], or None for S.
       scale: of the scores; finite.
       return_residuals: whether lse is computed.
       config: a legal configuration (`FewQueriesConfig.illegal_reason`).
       num_sms: streaming multiprocessors of the device.
+      lists: whether CTAs list the candidates of their users, for an index that is not sorted; only
+        if `FewQueriesConfig.lists` permits it.
       interpret: False, or `plgpu.InterpretGPUParams` to run on a CPU, with
         `inline_mgpu="_hack_model_inline_mgpu_tokamax"` for the named barrier.
 
@@ -111,9 +120,14 @@ def few_queries_kernel(
     item_rows = head_rows * config.tile_rows // WGMMA_M
     blocks = pl.cdiv(kv_len, config.block_kv)
     splits = pl.cdiv(blocks, pl.cdiv(blocks, min(config.splits, blocks)))  # none without blocks
-    slots = rows.slots(batch, users, q_len, item_rows)
+    listed = listed_candidates(q_len, item_rows) if lists and users > 1 else 0
+    if listed:
+        slots = users * listed_tiles(batch, users, listed)
+    else:
+        slots = rows.slots(batch, users, q_len, item_rows)
     groups = q_heads // group
-    bundle = groups if slots * splits >= LEAST_BUNDLES * num_sms else 1
+    is_bundled = not listed and slots * splits >= LEAST_BUNDLES * num_sms
+    bundle = groups if is_bundled else 1
     shape = Shape(
         batch=batch,
         q_len=q_len,
@@ -130,6 +144,7 @@ def few_queries_kernel(
         bundle=bundle,
         log2_scale=scale * math.log2(math.e),
         workers=min(num_sms, slots * splits * groups // bundle),
+        listed=listed,
     )
     rows_and_heads = (batch * q_len, q_heads)
     operands = Operands(
@@ -163,7 +178,7 @@ def _launch(
         Roles(functools.partial(Context, shape, config), produce, consume, registers=REGISTERS),
         operands,
         outputs,
-        config.shared(shape.head_dim, shape.group),
+        config.shared(shape.head_dim, shape.group, lists=shape.listed > 0),
         dtype=dtype,
         name="ikbo_few_queries_attention",
         workers=shape.workers,

@@ -9,20 +9,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ikbo_jax.pallas.few_queries import rows
-from ikbo_jax.pallas.few_queries.context import ALONE, BY_KEYS, BY_ROWS, Context, rotated
+from ikbo_jax.pallas.few_queries import listing, rows
+from ikbo_jax.pallas.few_queries.context import (
+    ALONE,
+    BY_KEYS,
+    BY_ROWS,
+    Context,
+    Place,
+    rotated,
+)
 from ikbo_jax.pallas.hopper import mosaic
 from ikbo_jax.pallas.hopper.rings import Ring
 from ikbo_jax.problems.hopper import column_blocks
-
-
-class _Place(NamedTuple):
-    """Where an item is."""
-
-    slot: Any
-    split: Any
-    head: Any  # first query head
-    kv_head: Any
 
 
 class _Progress(NamedTuple):
@@ -30,6 +28,15 @@ class _Progress(NamedTuple):
 
     items: Any
     steps: Any  # blocks of keys, and of values
+
+
+class _Rows(NamedTuple):
+    """The rows of an item."""
+
+    user: Any
+    count: Any
+    target: Any  # the first row in the outputs; if candidates are listed, the split's first row
+    is_void: Any  # whether keys are not needed
 
 
 def _user_at(ctx: Context, candidate: Any) -> Any:
@@ -134,7 +141,7 @@ def _rotation(ctx: Context, user: Any, blocks: Any) -> Any:
     return lax.rem(user * max(1, ctx.split_blocks // ctx.shape.users), blocks)
 
 
-def _load_first_keys(ctx: Context, place: _Place) -> Any:
+def _load_first_keys(ctx: Context, place: Place) -> Any:
     """Loads the first block of keys of this CTA, before it is known which rows need them.
 
     The loads of the index that find the rows take about as long as the load of the block. Returns
@@ -154,14 +161,14 @@ def _load_first_keys(ctx: Context, place: _Place) -> Any:
 
 
 def _send(
-    ctx: Context, progress: _Progress, extent: tuple[Any, Any], place: _Place, loaded: Any
+    ctx: Context, progress: _Progress, extent: tuple[Any, Any], place: Place, loaded: Any
 ) -> tuple[Any, _Progress]:
     """Sends the first rows of `extent` that have one user; returns the next row.
 
     `loaded`: the user whose first block of keys is in the ring already, or -1. If the rows have
     another user, an item without rows takes that block.
     """
-    shape, shared, operands = ctx.shape, ctx.shared, ctx.operands
+    shared = ctx.shared
     first, _ = extent
     # Queries are on their way while the index is read.
     shared.query.await_free(progress.items)
@@ -171,6 +178,26 @@ def _send(
     is_void = is_loaded & ((first >= extent[1]) | (user != loaded))
     user = jnp.where(is_void, loaded, user)
     end = jnp.where(is_void, first, end)
+    target = place.split * ctx.shape.rows + first
+    rest = _Rows(user, end - first, target, is_void)
+    return end, _send_rows(ctx, progress, rest, place, is_loaded)
+
+
+def _send_rows(
+    ctx: Context,
+    progress: _Progress,
+    rows: _Rows,
+    place: Place,
+    is_loaded: Any,
+    further: tuple[Any, ...] = (),
+) -> _Progress:
+    """Sends an item, and loads its keys and values.
+
+    `is_loaded`: whether its first block of keys is in the ring already; `further`: the last words
+    of its descriptor.
+    """
+    shape, shared, operands = ctx.shape, ctx.shared, ctx.operands
+    user, count, target, is_void = rows
     length = jnp.int32(shape.kv_len)
     if operands.lengths is not None:
         length = jnp.clip(operands.lengths[user], 0, shape.kv_len)
@@ -179,15 +206,13 @@ def _send(
     blocks = jnp.clip(
         pl.cdiv(keys, ctx.config.block_kv), is_loaded.astype(jnp.int32), ctx.split_blocks
     )
-    count = end - first
     sharing = jnp.where(blocks > 1, BY_KEYS, ALONE)
     if ctx.tiles > 1:
         sharing = jnp.where(count > shape.head_rows, BY_ROWS, sharing)
-    target = place.split * shape.rows + first
     rotation = jnp.int32(0)
     if ctx.is_staggered:
         rotation = _rotation(ctx, user, blocks)
-    words = (blocks, keys, place.head, target, count, sharing, rotation)
+    words = (blocks, keys, place.head, target, count, sharing, rotation, *further)
     shared.items.send_words(progress.items, words)
 
     def load(source: Any, ring: Ring, block: Any) -> None:
@@ -208,23 +233,46 @@ def _send(
 
         load(operands.value, shared.value, blocks - 1)
 
-    return end, _Progress(progress.items + 1, progress.steps + blocks)
+    return _Progress(progress.items + 1, progress.steps + blocks)
+
+
+def _send_listed(ctx: Context, count: Any, loaded: Any, progress: _Progress) -> _Progress:
+    """Sends the CTA's items, `count` slots, whose candidates the consumers list.
+
+    Every listing is followed by an item, even without rows, and says what is listed next: more
+    candidates of the same user, if its slots do not have all of them, or those of the next slot.
+    """
+    shape = ctx.shape
+    stride = shape.slots // shape.users * shape.listed
+
+    def one_item(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        i, rank, loaded, progress = carry
+        place = ctx.place(i)
+        user, _ = ctx.listed_place(place)
+        ctx.shared.query.await_free(progress.items)
+        total = listing.await_total(ctx)
+        found = jnp.clip(total - rank, 0, shape.listed)
+        stays = rank + stride < total
+        following = jnp.where(stays, i, i + 1)
+        next_user, next_rank = ctx.listed_place(ctx.place(following))
+        next_user = jnp.where(following < count, next_user, -1)
+        next_rank = jnp.where(stays, rank + stride, next_rank)
+        item = _Rows(user, found * shape.q_len, place.split * shape.rows, found == 0)
+        progress = _send_rows(ctx, progress, item, place, loaded >= 0, (next_user, next_rank))
+        return following, next_rank, jnp.int32(-1), progress
+
+    _, rank = ctx.listed_place(ctx.place(jnp.int32(0)))
+    start = (jnp.int32(0), rank, loaded, progress)
+    progress = lax.while_loop(lambda carry: carry[0] < count, one_item, start)[-1]
+    return progress
 
 
 def produce(ctx: Context) -> None:
     """The producer warp."""
     shape, shared = ctx.shape, ctx.shared
 
-    def place_of(i: Any, member: Any) -> _Place:
-        number = ctx.worker + i * shape.workers
-        groups = shape.groups // shape.bundle
-        group, rest = lax.rem(number, groups) * shape.bundle + member, lax.div(number, groups)
-        split, slot = lax.rem(rest, shape.splits), lax.div(rest, shape.splits)
-        head = group * shape.group
-        return _Place(slot, split, head, lax.div(head, shape.q_heads // shape.kv_heads))
-
     def one_item(
-        place: _Place, extent: tuple[Any, Any], carry: tuple[Any, _Progress]
+        place: Place, extent: tuple[Any, Any], carry: tuple[Any, _Progress]
     ) -> tuple[Any, _Progress]:
         first, end = extent
 
@@ -239,18 +287,21 @@ def produce(ctx: Context) -> None:
         return loaded, progress
 
     def one_bundle(i: Any, carry: tuple[Any, _Progress]) -> tuple[Any, _Progress]:
-        extent = _extent(ctx, place_of(i, 0).slot)
+        extent = _extent(ctx, ctx.place(i, 0).slot)
         if shape.bundle == 1:
-            return one_item(place_of(i, 0), extent, carry)
+            return one_item(ctx.place(i, 0), extent, carry)
         result: tuple[Any, _Progress] = lax.fori_loop(
-            0, shape.bundle, lambda j, carry: one_item(place_of(i, j), extent, carry), carry
+            0, shape.bundle, lambda j, carry: one_item(ctx.place(i, j), extent, carry), carry
         )
         return result
 
     count = lax.div(shape.bundles - 1 - ctx.worker, shape.workers) + 1
-    loaded = _load_first_keys(ctx, place_of(jnp.int32(0), 0))
+    loaded = _load_first_keys(ctx, ctx.place(jnp.int32(0)))
     start = (loaded, _Progress(jnp.int32(0), jnp.int32(0)))
-    _, progress = lax.fori_loop(0, count, one_bundle, start)
+    if shape.listed:
+        progress = _send_listed(ctx, count, *start)
+    else:
+        _, progress = lax.fori_loop(0, count, one_bundle, start)
     shared.items.send_words(progress.items, (jnp.int32(-1),), after=shared.query)
     for ring in (shared.key, shared.value, shared.query):
         ring.drain()

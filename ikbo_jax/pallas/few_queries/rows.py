@@ -31,18 +31,18 @@ def slots(batch: int, users: int, q_len: int, item_rows: int) -> int:
     return users + batch * q_len // item_rows
 
 
-def _lane() -> ir.Value:
+def lane() -> ir.Value:
     i32 = ir.IntegerType.get_signless(32)
     return mgpu.utils.inline_ptx("mov.u32 $0, %laneid;", result_types=i32)
 
 
-def _load(ref: ir.Value, index: ir.Value) -> ir.Value:
+def load(ref: ir.Value, index: ir.Value) -> ir.Value:
     i32 = ir.IntegerType.get_signless(32)
     address = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [index], i32)
     return mgpu.utils.inline_ptx("ld.global.b32 $0, [$1];", address, result_types=i32)
 
 
-def _ballot(predicate: ir.Value) -> ir.Value:
+def ballot(predicate: ir.Value) -> ir.Value:
     i32 = ir.IntegerType.get_signless(32)
     return mgpu.utils.inline_ptx(
         "{ .reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff; }",
@@ -72,10 +72,10 @@ def _from_lane(x: ir.Value, lane: int) -> ir.Value:
     )
 
 
-def _user_at(index: ir.Value, position: ir.Value, batch: int, users: int) -> ir.Value:
+def user_at(index: ir.Value, position: ir.Value, batch: int, users: int) -> ir.Value:
     """The user, clamped, of the candidate at `position`, or of the last candidate."""
     i32 = ir.IntegerType.get_signless(32)
-    user = _load(index, arith.minsi(position, mgpu.c(batch - 1, i32)))
+    user = load(index, arith.minsi(position, mgpu.c(batch - 1, i32)))
     return arith.minsi(arith.maxsi(user, mgpu.c(0, i32)), mgpu.c(users - 1, i32))
 
 
@@ -117,9 +117,9 @@ def candidates(cand_to_user: Any, user: Any, users: int, *, interpret: bool) -> 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR), return_type=(_INTEGER, _INTEGER))
     def search(_: Any, index: ir.Value, user: mgpu.FragmentedArray) -> Any:
         i32, predicates = ir.IntegerType.get_signless(32), arith.CmpIPredicate
-        lane, low, step = _lane(), mgpu.c(0, i32), 1
-        half = arith.divui(lane, mgpu.c(HALF, i32))
-        part = arith.addi(arith.remui(lane, mgpu.c(HALF, i32)), mgpu.c(1, i32))
+        thread_lane, low, step = lane(), mgpu.c(0, i32), 1
+        half = arith.divui(thread_lane, mgpu.c(HALF, i32))
+        part = arith.addi(arith.remui(thread_lane, mgpu.c(HALF, i32)), mgpu.c(1, i32))
         bound = arith.addi(user.registers.item(), half)
         while step * HALF < batch:
             step *= HALF
@@ -128,9 +128,9 @@ def candidates(cand_to_user: Any, user: Any, users: int, *, interpret: bool) -> 
             last = arith.subi(last, mgpu.c(1, i32))
             is_below = arith.andi(
                 arith.cmpi(predicates.slt, last, mgpu.c(batch, i32)),
-                arith.cmpi(predicates.slt, _user_at(index, last, batch, users), bound),
+                arith.cmpi(predicates.slt, user_at(index, last, batch, users), bound),
             )
-            not_below = arith.xori(_ballot(is_below), mgpu.c(-1, i32))
+            not_below = arith.xori(ballot(is_below), mgpu.c(-1, i32))
             of_half = arith.shrui(not_below, arith.muli(half, mgpu.c(HALF, i32)))
             passed = _lowest_bit(arith.ori(of_half, mgpu.c(1 << HALF, i32)))
             low = arith.addi(low, arith.muli(passed, mgpu.c(step, i32)))
@@ -171,13 +171,13 @@ def end_of_run(
         i32, predicates = ir.IntegerType.get_signless(32), arith.CmpIPredicate
         begin, end = first.registers.item(), stop.registers.item()
 
-        user, result = _user_at(index, begin, batch, users), end
-        first_lane = arith.addi(begin, _lane())
+        user, result = user_at(index, begin, batch, users), end
+        first_lane = arith.addi(begin, lane())
         offsets = [mgpu.c(offset, i32) for offset in range(0, most, LANES)]
         # All loads are issued before the first one is waited for.
-        others = [_user_at(index, arith.addi(first_lane, x), batch, users) for x in offsets]
+        others = [user_at(index, arith.addi(first_lane, x), batch, users) for x in offsets]
         for offset, other in zip(offsets, others, strict=True):
-            differ = _ballot(arith.cmpi(predicates.ne, other, user))
+            differ = ballot(arith.cmpi(predicates.ne, other, user))
             found = arith.addi(arith.addi(begin, offset), _lowest_bit(differ))
             is_found = arith.cmpi(predicates.ne, differ, mgpu.c(0, i32))
             result = arith.select(is_found, arith.minsi(result, found), result)

@@ -13,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
+from ikbo_jax.pallas.few_queries import listing
 from ikbo_jax.pallas.few_queries.context import Context, Part
 from ikbo_jax.pallas.flash.softmax import LN_2
 from ikbo_jax.pallas.hopper import stores
@@ -51,6 +52,8 @@ def store(
 def _store_rows(ctx: Context, output: Any, values: jax.Array, part: Part, head: Any) -> None:
     """output[target + r, head + j] = row j * head_rows + r of `values`, for r < rows.
 
+    If the CTA has listed the item's candidates, `r` is the row of the part's row in the queries.
+
     Args:
       ctx: the consumer's context.
       output: device memory [rows, heads, width], or [rows, heads] f32.
@@ -72,18 +75,27 @@ def _store_rows(ctx: Context, output: Any, values: jax.Array, part: Part, head: 
 
         @pl.loop(0, part.rows)
         def _(r: Any) -> None:
+            row = r
+            if shape.listed:
+                row = part.offset + r
+                candidate = ctx.shared.listing[lax.div(row, shape.q_len)]
+                row = candidate * shape.q_len + lax.rem(row, shape.q_len)
             for j in range(group):
-                output[part.target + r, head + j] = staging[j * head_rows + r, *columns]
+                output[part.target + row, head + j] = staging[j * head_rows + r, *columns]
 
         return
 
     scalar = plgpu.Layout.WG_SPLAT(())
     layout: Any = plgpu.Layout.WGMMA if widths else ROW_LAYOUT
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, *(scalar,) * 3))
-    def write(_: Any, output: ir.Value, values: Any, *scalars: Any) -> None:
+    lists = (ctx.shared.listing,) if shape.listed else ()
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), layout, *(scalar,) * 4, *(plgpu.RefType() for _ in lists))
+    )
+    def write(_: Any, output: ir.Value, values: Any, *rest: Any) -> None:
         i32 = ir.IntegerType.get_signless(32)
-        target, rows, head = (s.registers.item() for s in scalars)
+        target, rows, head, offset = (s.registers.item() for s in rest[:4])
         thread = stores.thread_number()
         held = stores.HeldRows(values, thread, is_f32=is_f32)
         for half in (0, 1):
@@ -94,7 +106,9 @@ def _store_rows(ctx: Context, output: Any, values: jax.Array, part: Part, head: 
             is_wanted = arith.andi(
                 arith.cmpi(below, row, rows), arith.cmpi(below, member, mgpu.c(group, i32))
             )
+            for memory in rest[4:]:
+                row = listing.listed_row(memory, arith.addi(row, offset), shape.q_len)
             terms = [(arith.addi(target, row), heads * width), (arith.addi(head, member), width)]
             held.store(output, half, terms, is_wanted)
 
-    write(output, values, part.target, part.rows, head)
+    write(output, values, part.target, part.rows, head, part.offset, *lists)
