@@ -216,9 +216,7 @@ class FewQueriesConfig(Config):
         """
         p = problem
         group = head_group(p.q_heads, p.kv_heads)
-        candidates = listed_candidates(
-            p.q_len, rows_of_head(group) * self.tile_rows // WGMMA_M
-        )
+        candidates = listed_candidates(p.q_len, rows_of_head(group) * self.tile_rows // WGMMA_M)
         if not (candidates and p.users > 1 and p.batch <= MOST_LISTED):
             return False
         if memory.smem_bytes(self.shared(p.head_dim, lists=True)) > hopper.MAX_SMEM_BYTES:

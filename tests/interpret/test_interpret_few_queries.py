@@ -89,8 +89,8 @@ CASES = {
     # An index that is not sorted.
     "unsorted": Case((1, 0, 0, 2, 1, 0, 0), 40, users=3, q_len=2, num_sms=2),
     "falling": Case(tuple(range(39, -1, -1)), 20, users=40),
-    # CTAs list their candidates: several tiles of a user, users without candidates, heads that share
-    # a tile, splits, both consumers' rows, indices out of range.
+    # CTAs list their candidates: several tiles of a user, users without candidates, grouped heads,
+    # splits, both consumers' rows, indices out of range.
     "listed": Case((1, 0, 0, 2, 1, 0, 0), 40, users=3, q_len=2, num_sms=2, lists=True),
     "listed_one_block": Case((2, 0, -3, 2, 9, 0), 9, users=4, num_sms=3, lists=True),
     "listed_lengths_gqa_h96": Case(

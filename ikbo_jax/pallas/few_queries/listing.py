@@ -11,8 +11,8 @@ XLA would sort the index, gather queries and results, and invert the order, in s
 Synchronisations, besides those of the kernel:
   1. A named barrier between the two passes over the index: how many candidates each warp found. It
      also says that both consumers have stored the results of the item before, and so read its list.
-  2. `listed`, consumers -> producer: the number of candidates. The producer reads it before it sends
-     the item; the consumers list again only after they received the item.
+  2. `listed`, consumers -> producer: the number of candidates. The producer reads it before it
+     sends the item; the consumers list again only after they received the item.
   3. Two named barriers in `load_queries`: the list is complete; the queries are.
 """
 
@@ -27,8 +27,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
-from ikbo_jax.pallas.few_queries import rows
-from ikbo_jax.pallas.hopper import mosaic, stores, turns
+from ikbo_jax.pallas.flash import runs
+from ikbo_jax.pallas.hopper import mosaic, stores, turns, warps
 from ikbo_jax.problems.few_queries import LISTED, LISTING_WARPS
 from ikbo_jax.problems.hopper import (
     BLOCK_K,
@@ -77,30 +77,30 @@ def _find_at_once(ctx: Any, user: Any, rank: Any) -> None:
 
 def _find(ctx: Any, index: Any, listing: Any, user: Any, rank: Any) -> None:
     batch, users, most = ctx.shape.batch, ctx.shape.users, ctx.shape.listed
-    loads = pl.cdiv(batch, LISTING_WARPS * rows.LANES)
+    loads = pl.cdiv(batch, LISTING_WARPS * warps.LANES)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), _SCALAR, _SCALAR, _SCALAR))
     def search(_: Any, index: ir.Value, listing: ir.Value, *scalars: Any) -> None:
         i32, predicates = ir.IntegerType.get_signless(32), arith.CmpIPredicate
         consumer, user, rank = (s.registers.item() for s in scalars)
-        number = arith.divui(stores.thread_number(), mgpu.c(rows.LANES, i32))
+        number = arith.divui(stores.thread_number(), mgpu.c(warps.LANES, i32))
         per_consumer = mgpu.c(LISTING_WARPS // NUM_CONSUMERS, i32)
         warp = arith.addi(arith.muli(consumer, per_consumer), number)
-        lane = rows.lane()
+        lane = warps.lane()
         below = arith.subi(arith.shli(mgpu.c(1, i32), lane), mgpu.c(1, i32))
-        first = arith.addi(arith.muli(warp, mgpu.c(loads * rows.LANES, i32)), lane)
-        places = [arith.addi(first, mgpu.c(i * rows.LANES, i32)) for i in range(loads)]
+        first = arith.addi(arith.muli(warp, mgpu.c(loads * warps.LANES, i32)), lane)
+        places = [arith.addi(first, mgpu.c(i * warps.LANES, i32)) for i in range(loads)]
         # All loads are issued before the first one is waited for.
-        found_users = [rows.user_at(index, place, batch, users) for place in places]
+        found_users = [runs.user_at(index, place, batch, users) for place in places]
         found, count = [], mgpu.c(0, i32)
         for place, other in zip(places, found_users, strict=True):
             is_found = arith.andi(
                 arith.cmpi(predicates.eq, other, user),
                 arith.cmpi(predicates.slt, place, mgpu.c(batch, i32)),
             )
-            lanes = rows.ballot(is_found)
+            lanes = warps.ballot(is_found)
             found.append((is_found, lanes))
-            count = arith.addi(count, _ones(lanes))
+            count = arith.addi(count, warps.ones(lanes))
         total = arith.addi(warp, mgpu.c(LISTED, i32))
         _store_shared(listing, total, count, arith.cmpi(predicates.eq, lane, mgpu.c(0, i32)))
         mgpu.utils.inline_ptx(
@@ -114,11 +114,11 @@ def _find(ctx: Any, index: Any, listing: Any, user: Any, rank: Any) -> None:
             is_before = arith.cmpi(predicates.sgt, warp, mgpu.c(other, i32))
             before = arith.addi(before, arith.select(is_before, of_warp, mgpu.c(0, i32)))
         for place, (is_found, lanes) in zip(places, found, strict=True):
-            at = arith.addi(before, _ones(arith.andi(lanes, below)))
+            at = arith.addi(before, warps.ones(arith.andi(lanes, below)))
             # Unsigned: candidates before `rank` have large numbers.
             is_wanted = arith.cmpi(predicates.ult, at, mgpu.c(most, i32))
             _store_shared(listing, at, place, arith.andi(is_found, is_wanted))
-            before = arith.addi(before, _ones(lanes))
+            before = arith.addi(before, warps.ones(lanes))
 
     search(index, listing, ctx.consumer, user, rank)
 
@@ -245,15 +245,9 @@ def listed_row(listing: ir.Value, row: ir.Value, q_len: int) -> ir.Value:
     )
 
 
-
 def _synchronise(ctx: Any) -> None:
     """The consumers wait for each other."""
     mosaic.named_barrier("sync", jnp.int32(BARRIER), turns.CONSUMER_THREADS)
-
-
-def _ones(x: ir.Value) -> ir.Value:
-    i32 = ir.IntegerType.get_signless(32)
-    return mgpu.utils.inline_ptx("popc.b32 $0, $1;", x, result_types=i32)
 
 
 def _shared_address(ref: ir.Value, index: ir.Value) -> ir.Value:

@@ -18,6 +18,7 @@ from ikbo_jax.pallas.few_queries.context import (
     Place,
     rotated,
 )
+from ikbo_jax.pallas.flash import runs
 from ikbo_jax.pallas.hopper import mosaic
 from ikbo_jax.pallas.hopper.rings import Ring
 from ikbo_jax.problems.hopper import column_blocks
@@ -95,7 +96,7 @@ def _run(ctx: Context, first: Any, end: Any) -> tuple[Any, Any]:
     if index is None:
         return jnp.int32(0), end
     candidate = jnp.minimum(lax.div(first, shape.q_len), shape.batch - 1)
-    stop = rows.end_of_run(
+    stop = runs.end_of_run(
         index,
         candidate,
         lax.div(end - 1, shape.q_len) + 1,
