@@ -27,6 +27,8 @@ MOST_LISTINGS = 4
 #: f32 words of a row's statistics that one consumer hands to the other: maximum and sum, for each
 #: of the two rows of a thread.
 STATISTIC_WORDS = 4
+#: CTAs of a cluster that can have the parts of an item's keys.
+CLUSTERS = (2, 4, 8)
 #: Rows of a group of swizzled rows in shared memory: a head's queries begin at a multiple of it.
 SWIZZLE_ROWS = 8
 #: Most queries of a candidate for which this kernel is a candidate.
@@ -62,6 +64,9 @@ class FewQueriesShared(NamedTuple):
     listing: Any  # [LISTED + LISTING_WARPS]: an item's candidates, and how many each warp found
     listed: Any  # consumers -> producer: the numbers of candidates are in `listing`
     staging: Any  # [2, 64, columns], only under interpretation
+    merged: Any  # likewise: the CTA's part of an item, which the CTAs of the cluster read
+    merge_ready: Any  # of a cluster's CTAs: all of them have written their parts to `merged`
+    merge_free: Any  # likewise: all of them have read the parts
     exchange_staging: Any  # [64, H] f32, only under interpretation
     row_staging: Any  # [2, 64] f32, only under interpretation
     float_staging: Any  # [2, 64, H] f32, only under interpretation
@@ -188,14 +193,16 @@ class FewQueriesConfig(Config):
       tile_rows: query rows of an item, 64 or 128. With 128, an item with more than 64 rows gives
         each consumer warpgroup its own rows, and both read the same keys. An item with fewer rows
         gives each of them every other block of keys.
-      splits: number of parts of the keys, which are separate items; a second pass in XLA adds their
-        results. More than 1 if users, heads and rows make too few items for the device.
+      splits: number of parts of the keys, which are separate items; without `cluster`, a second pass
+        in XLA adds their results. More than 1 if users, heads and rows make too few items for the device.
       block_kv: keys of a block, which fills a pipeline stage; a multiple of 16.
       k_stages: stages of the ring of key blocks.
       v_stages: stages of the ring of value blocks.
       q_slots: number of query slots.
       stagger: whether users' keys begin with different blocks, if there are no lengths, so that
         CTAs do not read all users' keys at the same offset at the same time.
+      cluster: whether the parts of the keys belong to the CTAs of a cluster, which add their results
+        to each other's through shared memory; needs 2, 4 or 8 splits, and 64 rows.
       turns: whether the consumers take turns at issuing products, so that one computes exponentials
         while the other multiplies.
     """
@@ -208,6 +215,7 @@ class FewQueriesConfig(Config):
     q_slots: int = 2
     stagger: bool = False
     turns: bool = False
+    cluster: bool = False
 
     def lists(self, problem: Any, num_sms: int) -> bool:
         """Whether CTAs list the candidates of their items, for an index that is not sorted.
@@ -230,6 +238,7 @@ class FewQueriesConfig(Config):
         tiles = self.tile_rows // WGMMA_M
         block = (blocks, self.block_kv, BLOCK_K)
         words = WGMMA_M * head_dim // hopper.WARPGROUP_SIZE + STATISTIC_WORDS
+        exchange = memory.Words((words // 4, hopper.WARPGROUP_SIZE, 4))
         return FewQueriesShared(
             items=memory.descriptors(self.q_slots, ITEM_WORDS),
             query=memory.ring(
@@ -239,11 +248,14 @@ class FewQueriesConfig(Config):
             ),
             key=memory.ring(self.k_stages, ready=blocks, tiles=block),
             value=memory.ring(self.v_stages, ready=blocks, tiles=block),
-            exchange=memory.Words((words // 4, hopper.WARPGROUP_SIZE, 4)),
+            exchange=exchange,
             # Arrays, so that they can be indexed; only element 0 is used.
             exchange_ready=memory.Barriers(2, 1),
             exchange_free=memory.Barriers(2, 1),
             listing=memory.Words((LISTED + LISTING_WARPS,)) if lists else None,
+            merged=exchange if self.cluster else None,
+            merge_ready=memory.Barriers(2, 1, is_clustered=True) if self.cluster else None,
+            merge_free=memory.Barriers(2, 1, is_clustered=True) if self.cluster else None,
             listed=memory.Barriers(2, NUM_CONSUMERS) if lists else None,
             staging=memory.Staging((NUM_CONSUMERS, WGMMA_M, max(self.block_kv, head_dim))),
             exchange_staging=memory.Staging((WGMMA_M, head_dim), "float32"),
@@ -269,6 +281,14 @@ class FewQueriesConfig(Config):
             return f"tile_rows must be {WGMMA_M} or {TILE_ROWS}, but is {self.tile_rows}"
         if self.splits < 1:
             return f"splits must be at least 1, but is {self.splits}"
+        if self.cluster:
+            if self.splits not in CLUSTERS:
+                return f"cluster needs 2, 4 or 8 splits, but there are {self.splits}"
+            if self.tile_rows != WGMMA_M or self.stagger:
+                return (
+                    f"cluster needs tile_rows={WGMMA_M} and no stagger, but tile_rows is "
+                    f"{self.tile_rows} and stagger is {self.stagger}"
+                )
         if min(self.k_stages, self.v_stages, self.q_slots) < 2:
             return (
                 "k_stages, v_stages and q_slots must be at least 2, "

@@ -27,6 +27,8 @@ SMALL = FewQueriesConfig(block_kv=16, k_stages=2, v_stages=2)
 WIDE = dataclasses.replace(SMALL, tile_rows=128)
 SPLIT = dataclasses.replace(SMALL, splits=2, k_stages=3)
 
+CLUSTER = dataclasses.replace(SPLIT, cluster=True)
+
 
 @dataclasses.dataclass(frozen=True)
 class Case(IndexedAttention):
@@ -86,6 +88,31 @@ CASES = {
     "split_lengths_gqa": Case(
         (0, 1, 1, 2), 90, users=3, q_len=3, heads=(4, 2), lengths=(0, 90, 20), config=SPLIT
     ),
+    # Parts of the keys in clusters; some parts without keys; a share of columns that H / 8 is no
+    # multiple of.
+    "cluster_2": Case((0, 0, 1), 75, config=CLUSTER),
+    "cluster_4_lengths_gqa": Case(
+        (0, 1, 1, 2),
+        90,
+        users=4,
+        q_len=3,
+        heads=(4, 2),
+        lengths=(0, 90, 20, 7),
+        config=dataclasses.replace(CLUSTER, splits=4),
+        num_sms=8,
+    ),
+    "cluster_2_one_block": Case((0,) * 70 + (1,), 9, config=CLUSTER, num_sms=4),
+    "cluster_8_h96_negative_scale": Case(
+        (0, 2, 2),
+        150,
+        users=3,
+        head_dim=96,
+        scale=-0.2,
+        dtype="float16",
+        config=dataclasses.replace(CLUSTER, splits=8),
+        num_sms=8,
+    ),
+    "cluster_2_listed": Case((1, 0, 2, 0), 75, users=4, config=CLUSTER, num_sms=4, lists=True),
     # An index that is not sorted.
     "unsorted": Case((1, 0, 0, 2, 1, 0, 0), 40, users=3, q_len=2, num_sms=2),
     "falling": Case(tuple(range(39, -1, -1)), 20, users=40),
@@ -145,6 +172,8 @@ def test_interpreted_kernel_is_right_and_free_of_races(
 ) -> None:
     case = CASES[name]
     assert case.config.illegal_reason(case.problem) is None
+    if case.config.cluster and case.config.splits > 2:
+        pytest.skip("a larger cluster has more warpgroups than the interpreter has threads")
     inputs = case.inputs()
     results = interpret(inputs, case)
     launches.assert_no_races(1)

@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ikbo_jax.pallas.few_queries import exchange, listing, store
+from ikbo_jax.pallas.few_queries import exchange, listing, merging, store
 from ikbo_jax.pallas.few_queries.context import BY_ROWS, Context, Item, Part
 from ikbo_jax.pallas.flash import softmax
 from ikbo_jax.pallas.hopper import mma, mosaic, stores, turns
@@ -248,7 +248,8 @@ def _one_item(carry: tuple[Any, ...], ctx: Context) -> tuple[Any, ...]:
         functools.partial(_merged, ctx, acc, maximum, sums),
         lambda: (acc, maximum, sums),
     )
-    pl.when(part.stores)(functools.partial(store.store, ctx, part, item.head, acc, maximum, sums))
+    stores_part = merging.merge if ctx.shape.cluster > 1 else store.store
+    pl.when(part.stores)(functools.partial(stores_part, ctx, part, item.head, acc, maximum, sums))
     if ctx.shape.listed:
 
         @pl.when(item.next_user >= 0)
@@ -268,6 +269,8 @@ def consume(ctx: Context) -> None:
     @pl.when(ctx.consumer == 0)
     def _() -> None:
         plgpu.barrier_arrive(shared.exchange_free.at[0])
+        if ctx.shape.cluster > 1:
+            merging.begin(ctx)
 
     if ctx.config.turns:  # an item ends as it begins: the turn is consumer 0's
         pl.when(ctx.consumer == 1)(functools.partial(turns.hand_over, ctx))
@@ -286,3 +289,6 @@ def consume(ctx: Context) -> None:
     @pl.when(ctx.consumer == 1)
     def _() -> None:
         plgpu.barrier_wait(shared.exchange_free.at[0])
+
+    if ctx.shape.cluster > 1:
+        pl.when(ctx.consumer == 0)(functools.partial(merging.end, ctx))

@@ -22,8 +22,9 @@ other one the next.
 The softmax has a running maximum. It is subtracted before scores are scaled, which is exact for
 every input.
 
-If the keys are split, each part's sums and statistics go to device memory in f32, and XLA adds
-them.
+If the keys are split, the parts belong to the CTAs of a cluster, which take the same items and read
+each other's sums and statistics (`merging`); or each part's go to device memory in f32, and XLA
+adds them.
 
 Synchronisations:
   1. `items.ready[s]`            producer -> consumers: slot s describes an item (or the end).
@@ -33,6 +34,7 @@ Synchronisations:
   5. `exchange_ready[0]`, `exchange_free[0]`  consumer 1 -> 0 and back: sums over half of the keys.
   6. Named barriers: the consumers wait for each other after consumer 0 has zeroed values past a
      user's length, if both use them; with `turns`, they take turns at issuing products.
+  7. Those of `merging` and of `listing`, in launches that use them.
 
 Both consumers wait for every block, and free it, whether they use it or not. A consumer waits for
 block n only after it has freed block n - 1 of the same ring, and for values only after it has freed
@@ -119,14 +121,18 @@ def few_queries_kernel(
     head_rows = rows_of_head(group)
     item_rows = head_rows * config.tile_rows // WGMMA_M
     blocks = pl.cdiv(kv_len, config.block_kv)
-    splits = pl.cdiv(blocks, pl.cdiv(blocks, min(config.splits, blocks)))  # none without blocks
+    splits, cluster = config.splits, config.splits if config.cluster else 1
+    if cluster == 1:
+        splits = pl.cdiv(blocks, pl.cdiv(blocks, min(splits, blocks)))  # none without blocks
     listed = listed_candidates(q_len, item_rows) if lists and users > 1 else 0
     if listed:
         slots = users * listed_tiles(batch, users, listed)
     else:
         slots = rows.slots(batch, users, q_len, item_rows)
     groups = q_heads // group
-    is_bundled = not listed and slots * splits >= LEAST_BUNDLES * num_sms
+    items_of_slot = splits // cluster
+    workers = max(num_sms // cluster, 1)
+    is_bundled = not listed and slots * items_of_slot >= LEAST_BUNDLES * workers
     bundle = groups if is_bundled else 1
     shape = Shape(
         batch=batch,
@@ -143,8 +149,9 @@ def few_queries_kernel(
         splits=splits,
         bundle=bundle,
         log2_scale=scale * math.log2(math.e),
-        workers=min(num_sms, slots * splits * groups // bundle),
+        workers=min(workers, slots * items_of_slot * groups // bundle),
         listed=listed,
+        cluster=cluster,
     )
     rows_and_heads = (batch * q_len, q_heads)
     operands = Operands(
@@ -168,12 +175,17 @@ def _launch(
     """Launches the kernel; returns out [rows, N, H], and lse [rows, N] or None."""
     dtype, rows_and_heads = operands.query.dtype, (shape.rows, shape.q_heads)
     statistics = jax.ShapeDtypeStruct((shape.splits * shape.rows, shape.q_heads), jnp.float32)
-    if shape.splits > 1:
+    is_merged_later = shape.splits > shape.cluster
+    if is_merged_later:
         sums = jax.ShapeDtypeStruct((*statistics.shape, shape.head_dim), jnp.float32)
         outputs = Outputs(sums, None, statistics, statistics)
     else:
         out = jax.ShapeDtypeStruct((*rows_and_heads, shape.head_dim), dtype)
-        outputs = Outputs(out, statistics if return_residuals else None, None, None)
+        lse = jax.ShapeDtypeStruct(rows_and_heads, jnp.float32) if return_residuals else None
+        outputs = Outputs(out, lse, None, None)
+        if interpret and shape.cluster > 1:
+            size = (shape.workers, shape.cluster, WGMMA_M, shape.head_dim + 2)
+            outputs = outputs._replace(parts=jax.ShapeDtypeStruct(size, jnp.float32))
     results = launch(
         Roles(functools.partial(Context, shape, config), produce, consume, registers=REGISTERS),
         operands,
@@ -182,9 +194,10 @@ def _launch(
         dtype=dtype,
         name="ikbo_few_queries_attention",
         workers=shape.workers,
+        cluster=shape.cluster,
         interpret=interpret,
     )
-    if shape.splits == 1:
+    if not is_merged_later:
         return results[0], results[1] if return_residuals else None
     parts = [x.reshape(shape.splits, *rows_and_heads, *x.shape[2:]) for x in results]
     merged, lse = merge(*parts, log2_scale=shape.log2_scale)

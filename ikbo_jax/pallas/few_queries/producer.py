@@ -179,7 +179,7 @@ def _send(
     is_void = is_loaded & ((first >= extent[1]) | (user != loaded))
     user = jnp.where(is_void, loaded, user)
     end = jnp.where(is_void, first, end)
-    target = place.split * ctx.shape.rows + first
+    target = ctx.first_target(place.split) + first
     rest = _Rows(user, end - first, target, is_void)
     return end, _send_rows(ctx, progress, rest, place, is_loaded)
 
@@ -203,7 +203,8 @@ def _send_rows(
     if operands.lengths is not None:
         length = jnp.clip(operands.lengths[user], 0, shape.kv_len)
     first_block = place.split * ctx.split_blocks
-    keys = jnp.where(is_void, 0, length - first_block * ctx.config.block_kv)
+    keys = jnp.maximum(length - first_block * ctx.config.block_kv, 0)
+    keys = jnp.where(is_void, 0, keys)
     blocks = jnp.clip(
         pl.cdiv(keys, ctx.config.block_kv), is_loaded.astype(jnp.int32), ctx.split_blocks
     )
@@ -258,7 +259,8 @@ def _send_listed(ctx: Context, count: Any, loaded: Any, progress: _Progress) -> 
         next_user, next_rank = ctx.listed_place(ctx.place(following))
         next_user = jnp.where(following < count, next_user, -1)
         next_rank = jnp.where(stays, rank + stride, next_rank)
-        item = _Rows(user, found * shape.q_len, place.split * shape.rows, found == 0)
+        target = ctx.first_target(place.split)
+        item = _Rows(user, found * shape.q_len, target, found == 0)
         progress = _send_rows(ctx, progress, item, place, loaded >= 0, (next_user, next_rank))
         return following, next_rank, jnp.int32(-1), progress
 
