@@ -16,7 +16,7 @@ from indexed_attention import IndexedAttention
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from test_interpret_attention import PARAMS, rounded_weights
 
-from ikbo_jax.pallas.few_queries import consumer
+from ikbo_jax.pallas.few_queries import consumer, listing, merging
 from ikbo_jax.pallas.few_queries.kernel import few_queries_kernel
 from ikbo_jax.problems.few_queries import FewQueriesConfig
 
@@ -112,6 +112,7 @@ CASES = {
         config=dataclasses.replace(CLUSTER, splits=8),
         num_sms=8,
     ),
+    "cluster_3": Case((0, 0, 1), 100, config=dataclasses.replace(CLUSTER, splits=3), num_sms=6),
     "cluster_2_listed": Case((1, 0, 2, 0), 75, users=4, config=CLUSTER, num_sms=4, lists=True),
     # An index that is not sorted.
     "unsorted": Case((1, 0, 0, 2, 1, 0, 0), 40, users=3, q_len=2, num_sms=2),
@@ -213,3 +214,26 @@ def test_interpreted_sums_taken_too_early_are_found(
 
     monkeypatch.setattr(consumer, "_merged", without_wait)
     assert_found(Case((0, 0), 16 * 4), launches)
+
+
+def test_interpreted_parts_of_a_cluster_read_too_early_are_found(
+    monkeypatch: pytest.MonkeyPatch, launches: interpreter.Launches
+) -> None:
+    """A CTA reads the other one's part without waiting for it."""
+    merge = merging.merge
+
+    def without_wait(*args: Any) -> Any:
+        with monkeypatch.context() as within:
+            within.setattr(plgpu, "barrier_wait", lambda barrier: None)
+            return merge(*args)
+
+    monkeypatch.setattr(merging, "merge", without_wait)
+    assert_found(Case((0, 0), 16 * 4, config=CLUSTER, num_sms=2), launches)
+
+
+def test_interpreted_queries_read_before_they_are_gathered_are_found(
+    monkeypatch: pytest.MonkeyPatch, launches: interpreter.Launches
+) -> None:
+    """A consumer multiplies queries that the other one gathers."""
+    monkeypatch.setattr(listing, "_synchronise", lambda ctx: None)
+    assert_found(Case((1, 0, 1), 16 * 4, lists=True), launches)

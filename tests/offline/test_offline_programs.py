@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import ikbo_jax
 from ikbo_jax.pallas.attention_backward.kernel import attention_backward_kernel
 from ikbo_jax.problems import AttentionBackwardProblem
 from ikbo_jax.tuning import table
@@ -80,3 +81,31 @@ def test_small_gradients_have_few_kernels_of_xla(name: str) -> None:
     copies = [x for x in found if x.startswith("copy")]
     assert len(copies) == case.copies, found
     assert len(found) - len(launches) - len(copies) == case.kernels, found
+
+
+#: Sizes, whether the index is sorted, and kernels of XLA.
+FORWARD = {
+    # An index that is not sorted: CTAs list the candidates of their users.
+    "unsorted": ((4723, 98, 1, 172, 2, 1, 64), False, 0),
+    "unsorted_many_keys": ((68, 22, 1, 2799, 4, 4, 64), False, 0),
+    # More items than are worth listing: XLA sorts, and moves queries and results.
+    "unsorted_many_items": ((9000, 3000, 1, 64, 4, 4, 64), False, 6),
+    # Parts of the keys are added in clusters.
+    "cluster": ((101, 1, 1, 832, 2, 1, 64), True, 0),
+    # Tiles with several candidates of one user.
+    "one_user": ((3725, 1, 8, 576, 4, 4, 64), True, 0),
+    "queries_32": ((3588, 87, 32, 105, 2, 2, 128), True, 0),
+}
+
+
+@pytest.mark.parametrize("name", FORWARD)
+def test_small_forward_passes_have_no_kernels_of_xla(name: str) -> None:
+    (batch, users, q_len, kv_len, q_heads, kv_heads, width), is_sorted, kernels = FORWARD[name]
+    query = jax.ShapeDtypeStruct((batch, q_len, q_heads, width), jnp.bfloat16)
+    keys = jax.ShapeDtypeStruct((users, kv_len, kv_heads, width), jnp.bfloat16)
+    index = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    run = functools.partial(ikbo_jax.attention, indices_are_sorted=is_sorted)
+    found = hopper_programs.operations(run, query, keys, keys, index)
+    launches = [x for x in found if x.startswith("ikbo_")]
+    assert len(launches) == 1
+    assert len(found) - len(launches) == kernels, found

@@ -92,6 +92,7 @@ def read_host(text: str) -> Launch:
             last = [value(x) for x in args[-2:] if x.split()[-1] in values]
             (pointers,) = (x for x in last if isinstance(memory.get(x), tuple))
             x, y, z, *cluster, threads, _, _, shared = map(value, args[1:11])
+            cluster = [max(size, 1) for size in cluster]  # zeros: without clusters
             if y * z * cluster[1] * cluster[2] != 1:
                 raise ValueError(f"a grid {x, y, z} in clusters {cluster}")
             params, i = [], 0

@@ -91,8 +91,8 @@ class Operands(NamedTuple):
 class Outputs(NamedTuple):
     """Device memory that a launch fills; with splits, rows are numbered (split, row).
 
-    With splits and no clusters, `out` holds sums of weights times values in f32, which are not normalised, and
-    `maximum` and `sums` their statistics.
+    With splits and no clusters, `out` holds sums of weights times values in f32, which are not
+    normalised, and `maximum` and `sums` their statistics.
     """
 
     out: Any  # [splits * B * T, N, H]

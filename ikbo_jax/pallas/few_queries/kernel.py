@@ -62,6 +62,7 @@ from ikbo_jax.pallas.flash.softmax import LN_2
 from ikbo_jax.pallas.hopper.launch import Roles, launch
 from ikbo_jax.problems.few_queries import (
     FewQueriesConfig,
+    clusters,
     head_group,
     listed_candidates,
     listed_tiles,
@@ -131,7 +132,7 @@ def few_queries_kernel(
         slots = rows.slots(batch, users, q_len, item_rows)
     groups = q_heads // group
     items_of_slot = splits // cluster
-    workers = max(num_sms // cluster, 1)
+    workers = num_sms if cluster == 1 else clusters(num_sms, cluster)
     is_bundled = not listed and slots * items_of_slot >= LEAST_BUNDLES * workers
     bundle = groups if is_bundled else 1
     shape = Shape(

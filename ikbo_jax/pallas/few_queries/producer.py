@@ -68,14 +68,22 @@ def _owner(ctx: Context, candidate: Any) -> Any:
     return lax.while_loop(lambda bounds: bounds[1] - bounds[0] > 1, halve, bounds)[0]
 
 
+def _user_of_slot(ctx: Context, slot: Any) -> tuple[Any, Any]:
+    """(the candidate that an extra slot belongs to, the slot's user), if the index is sorted."""
+    shape = ctx.shape
+    if shape.listed:
+        return None, ctx.listed_place(Place(slot, None, None, None))[0]
+    extra = slot - shape.users
+    candidate = jnp.maximum(lax.div((extra + 1) * shape.item_rows - 1, shape.q_len), 0)
+    return candidate, jnp.where(extra >= 0, _user_at(ctx, candidate), slot)
+
+
 def _extent(ctx: Context, slot: Any) -> tuple[Any, Any]:
     """[first row, end) of a slot; empty if first ≥ end."""
     shape = ctx.shape
     extra = slot - shape.users
     is_extra = extra >= 0
-    candidate = lax.div((extra + 1) * shape.item_rows - 1, shape.q_len)
-    candidate = jnp.maximum(candidate, 0)
-    user = jnp.where(is_extra, _user_at(ctx, candidate), slot)
+    candidate, user = _user_of_slot(ctx, slot)
     begin, stop = _candidates(ctx, user)
     if ctx.operands.cand_to_user is not None:
         is_found = ~is_extra | ((begin <= candidate) & (candidate < stop))
@@ -146,19 +154,15 @@ def _load_first_keys(ctx: Context, place: Place) -> Any:
     """Loads the first block of keys of this CTA, before it is known which rows need them.
 
     The loads of the index that find the rows take about as long as the load of the block. Returns
-    the user whose keys are loaded, or -1 if the place's slot may have any user.
+    the user whose keys are loaded. A slot without rows loads a block in vain.
     """
-    is_users = place.slot < ctx.shape.users
-
-    @pl.when(is_users)
-    def _() -> None:
-        number = place.split * ctx.split_blocks
-        if ctx.is_staggered:
-            number = number + _rotation(ctx, place.slot, _blocks_of_split(ctx, place.split))
-        first = (place.slot, number, place.kv_head)
-        _load_block(ctx, ctx.operands.key, ctx.shared.key, jnp.int32(0), first)
-
-    return jnp.where(is_users, place.slot, -1)
+    _, user = _user_of_slot(ctx, place.slot)
+    number = place.split * ctx.split_blocks
+    if ctx.is_staggered:
+        number = number + _rotation(ctx, user, _blocks_of_split(ctx, place.split))
+    first = (user, number, place.kv_head)
+    _load_block(ctx, ctx.operands.key, ctx.shared.key, jnp.int32(0), first)
+    return user
 
 
 def _send(
