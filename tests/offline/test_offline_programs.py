@@ -106,6 +106,4 @@ def test_small_forward_passes_have_no_kernels_of_xla(name: str) -> None:
     index = jax.ShapeDtypeStruct((batch,), jnp.int32)
     run = functools.partial(ikbo_jax.attention, indices_are_sorted=is_sorted)
     found = hopper_programs.operations(run, query, keys, keys, index)
-    launches = [x for x in found if x.startswith("ikbo_")]
-    assert len(launches) == 1
-    assert len(found) - len(launches) == kernels, found
+    assert len(found) == 1 + kernels, found  # the launch, and XLA's

@@ -182,8 +182,8 @@ def _launch(
         outputs = Outputs(sums, None, statistics, statistics)
     else:
         out = jax.ShapeDtypeStruct((*rows_and_heads, shape.head_dim), dtype)
-        lse = jax.ShapeDtypeStruct(rows_and_heads, jnp.float32) if return_residuals else None
-        outputs = Outputs(out, lse, None, None)
+        of_rows = jax.ShapeDtypeStruct(rows_and_heads, jnp.float32)
+        outputs = Outputs(out, of_rows if return_residuals else None, None, None)
         if interpret and shape.cluster > 1:
             size = (shape.workers, shape.cluster, WGMMA_M, shape.head_dim + 2)
             outputs = outputs._replace(parts=jax.ShapeDtypeStruct(size, jnp.float32))

@@ -83,9 +83,9 @@ def _find(ctx: Any, index: Any, listing: Any, user: Any, rank: Any) -> None:
     def search(_: Any, index: ir.Value, listing: ir.Value, *scalars: Any) -> None:
         i32, predicates = ir.IntegerType.get_signless(32), arith.CmpIPredicate
         consumer, user, rank = (s.registers.item() for s in scalars)
-        number = arith.divui(stores.thread_number(), mgpu.c(warps.LANES, i32))
+        of_consumer = arith.divui(stores.thread_number(), mgpu.c(warps.LANES, i32))
         per_consumer = mgpu.c(LISTING_WARPS // NUM_CONSUMERS, i32)
-        warp = arith.addi(arith.muli(consumer, per_consumer), number)
+        warp = arith.addi(arith.muli(consumer, per_consumer), of_consumer)
         lane = warps.lane()
         below = arith.subi(arith.shli(mgpu.c(1, i32), lane), mgpu.c(1, i32))
         first = arith.addi(arith.muli(warp, mgpu.c(loads * warps.LANES, i32)), lane)
@@ -109,9 +109,9 @@ def _find(ctx: Any, index: Any, listing: Any, user: Any, rank: Any) -> None:
             convergent=True,
         )
         before = arith.subi(mgpu.c(0, i32), rank)
-        for other in range(LISTING_WARPS - 1):
-            of_warp = _load_shared(listing, mgpu.c(LISTED + other, i32))
-            is_before = arith.cmpi(predicates.sgt, warp, mgpu.c(other, i32))
+        for number in range(LISTING_WARPS - 1):
+            of_warp = _load_shared(listing, mgpu.c(LISTED + number, i32))
+            is_before = arith.cmpi(predicates.sgt, warp, mgpu.c(number, i32))
             before = arith.addi(before, arith.select(is_before, of_warp, mgpu.c(0, i32)))
         for place, (is_found, lanes) in zip(places, found, strict=True):
             at = arith.addi(before, warps.ones(arith.andi(lanes, below)))

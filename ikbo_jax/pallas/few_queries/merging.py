@@ -65,15 +65,18 @@ def merge(
     parts = [factor * x for factor, (_, x) in zip(factors, statistics, strict=True)]
     total = functools.reduce(jnp.add, parts)
     columns = jnp.minimum(rank * shape.share, shape.head_dim - shape.share)
-    result = None
-    for i, factor in enumerate(factors):
-        of_cta = exchange.columns_of(ctx, i, columns)
-        weighted = of_cta * lax.broadcast_in_dim(factor, of_cta.shape, (0,))
-        result = weighted if result is None else result + weighted
+    result = _weighted(ctx, 0, columns, factors[0])
+    for i, factor in enumerate(factors[1:], start=1):
+        result = result + _weighted(ctx, i, columns, factor)
     store.store_merged(ctx, part, head, result, finite, total, columns)
     if not ctx.interpret:  # all threads have read
         plgpu.commit_smem()
     plgpu.barrier_arrive(shared.merge_free.at[0])
+
+
+def _weighted(ctx: Context, rank: int, columns: Any, factor: jax.Array) -> jax.Array:
+    of_cta = exchange.columns_of(ctx, rank, columns)
+    return of_cta * lax.broadcast_in_dim(factor, of_cta.shape, (0,))
 
 
 def _give_in_device_memory(
