@@ -126,13 +126,15 @@ def few_queries_kernel(
     if cluster == 1:
         splits = pl.cdiv(blocks, pl.cdiv(blocks, min(splits, blocks)))  # none without blocks
     listed = listed_candidates(q_len, item_rows) if lists and users > 1 else 0
-    if listed:
-        slots = users * listed_tiles(batch, users, listed)
-    else:
-        slots = rows.slots(batch, users, q_len, item_rows)
     groups = q_heads // group
     items_of_slot = splits // cluster
     workers = num_sms if cluster == 1 else clusters(num_sms, cluster)
+    if listed:
+        # Where SMs are to spare, a user with many more candidates than others has more slots.
+        spare = min(workers // (users * groups * items_of_slot), pl.cdiv(batch, listed))
+        slots = users * max(listed_tiles(batch, users, listed), spare)
+    else:
+        slots = rows.slots(batch, users, q_len, item_rows)
     is_bundled = not listed and slots * items_of_slot >= LEAST_BUNDLES * workers
     bundle = groups if is_bundled else 1
     shape = Shape(
