@@ -249,17 +249,19 @@ def _run_kernel(
     from ikbo_jax.pallas.flash import pack, work_order
 
     has_few_queries = isinstance(plan.config, FewQueriesConfig)
-    order = targets = None
+    order, targets, lists = None, None, False
     if not call.indices_are_sorted and query.shape[0] > 1 and key.shape[0] > 1:
+        # A launch that lists candidates itself needs no order, and no other launch.
+        lists = has_few_queries and plan.config.lists(plan.problem, call.request.num_sms)
         # The kernel reads and writes unsorted candidates in place only if T is a multiple of 64, so
         # that no 64-row tile holds queries of two candidates. Otherwise the queries are copied into
         # the order of users, and the results are stored in the caller's order; keys and values stay
         # in place.
-        if has_few_queries or query.shape[1] % WGMMA_M:
+        if not lists and (has_few_queries or query.shape[1] % WGMMA_M):
             query, index, targets = pack.pack(query, index, key.shape[0])
-        else:
+        elif not lists:
             order = work_order.by_user(index)
-    run: Any = few_queries.few_queries_kernel
+    run: Any = functools.partial(few_queries.few_queries_kernel, lists=lists)
     if not has_few_queries:
         run = functools.partial(kernel.attention_kernel, order=order)
     result: tuple[jax.Array, jax.Array | None] = run(

@@ -31,6 +31,9 @@ ITEM_WORDS = 16
 #: Words of a consumer's flags: whether any flag is set, and a flag for each group of consecutive
 #: tiles.
 FLAG_WORDS = 128
+#: Most keys with which a tile is so short that the queries of several are in flight; see
+#: `AttentionProblem._tile_configs`.
+SHORT_KEYS = 256
 #: Configurations of the kernel for few queries that are worth timing.
 MOST_FEW_QUERIES = 8
 
@@ -191,16 +194,21 @@ class AttentionProblem(AttentionSizes):
             yield from for_few
 
     def fits(self, config: Config) -> bool:
-        """False if the other kernel is preferred, or if splits were chosen for another problem."""
-        is_for_few = isinstance(config, FewQueriesConfig)
-        return not is_for_few and not few_queries.is_preferred(self)
+        """False if the other kernel is preferred, if splits were chosen for another problem, or if
+        the rings are those of long sequences, but this problem's are short."""
+        if not isinstance(config, AttentionConfig) or few_queries.is_preferred(self):
+            return False
+        if self.kv_len > SHORT_KEYS:
+            return True
+        best = next(self._tile_configs(), None)
+        return best is None or config.q_slots >= best.q_slots
 
     def _tile_configs(self) -> Iterator[AttentionConfig]:
         """Yields the legal configurations of the kernel whose tiles span users."""
         # (k_stages, v_stages, q_slots). Three query slots were fastest up to 256 keys: on an H200
         # 0.053 ms instead of 0.076 ms at S = 128, but 0.134 ms instead of 0.123 ms at S = 512.
         rings = [(2, 3, 2), (3, 3, 1), (3, 3, 2), (4, 4, 1), (2, 2, 3), (2, 2, 2), (2, 2, 1)]
-        if self.kv_len <= 256:
+        if self.kv_len <= SHORT_KEYS:
             rings.sort(key=lambda ring: ring != (2, 2, 3))
         for block_kv in (128, 64):
             for k_stages, v_stages, q_slots in rings:

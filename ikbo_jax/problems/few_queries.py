@@ -16,10 +16,20 @@ from ikbo_jax.problems.problem import Config
 #: registers: H = 192 80 to 500 bytes, H = 256 200 bytes, with blocks of 32 keys already.
 MAX_BLOCK_KV = {64: 128, 96: 128, 128: 128}
 #: Words of an item's descriptor in shared memory.
-ITEM_WORDS = 8
+ITEM_WORDS = 10
+#: Most candidates of an item whose CTA lists them, and warps that list: each counts what it finds.
+LISTED, LISTING_WARPS = 128, 8
+#: Most candidates of an index that is not sorted, of which each CTA lists its own: each thread of
+#: the consumers has one of 256 in a register.
+MOST_LISTED = 16384
+#: Most items of a CTA that lists candidates. It reads the whole index for each, before it computes.
+MOST_LISTINGS = 4
 #: f32 words of a row's statistics that one consumer hands to the other: maximum and sum, for each
 #: of the two rows of a thread.
 STATISTIC_WORDS = 4
+#: CTAs of a cluster that can have the parts of an item's keys, and those of default
+#: configurations: clusters of other sizes were not measured.
+CLUSTERS, DEFAULT_CLUSTERS = (2, 3, 4, 6, 8), (2, 4, 8)
 #: Rows of a group of swizzled rows in shared memory: a head's queries begin at a multiple of it.
 SWIZZLE_ROWS = 8
 #: Most queries of a candidate for which this kernel is a candidate.
@@ -30,8 +40,9 @@ NUM_SMS = 132
 #: Time of a CTA for one block of 64 rows by 128 keys at H = 64, of one of 128 rows, of an item, and
 #: of the launch, us; measured on an H200, like the numbers below.
 BLOCK_US, WIDE_BLOCK_US, ITEM_US, LAUNCH_US = 0.7, 1.5, 0.6, 4.0
-#: Time of the launch that merges splits, us.
-MERGE_US = 3.0
+#: Time of the launch that merges splits, and of merging an item in a cluster, us. The latter is an
+#: estimate: two fences, and reads of the other CTAs' shared memory.
+MERGE_US, CLUSTER_US = 3.0, 1.5
 #: Bytes that L2, device memory, and L2 to one SM deliver in a us.
 L2_BYTES, MEMORY_BYTES, SM_BYTES = 5.5e6, 3.5e6, 6e4
 #: Factor of the time with fewer than three stages: the rings run empty.
@@ -52,7 +63,12 @@ class FewQueriesShared(NamedTuple):
     exchange: Any  # [words of a thread / 4, 128, 4] words: consumer 1's part of an item
     exchange_ready: Any  # consumer 1 -> 0: the part is in `exchange`
     exchange_free: Any  # consumer 0 -> 1: it was read
+    listing: Any  # [LISTED + LISTING_WARPS]: an item's candidates, and how many each warp found
+    listed: Any  # consumers -> producer: the numbers of candidates are in `listing`
     staging: Any  # [2, 64, columns], only under interpretation
+    merged: Any  # likewise: the CTA's part of an item, which the CTAs of the cluster read
+    merge_ready: Any  # of a cluster's CTAs: all of them have written their parts to `merged`
+    merge_free: Any  # likewise: all of them have read the parts
     exchange_staging: Any  # [64, H] f32, only under interpretation
     row_staging: Any  # [2, 64] f32, only under interpretation
     float_staging: Any  # [2, 64, H] f32, only under interpretation
@@ -68,6 +84,26 @@ def rows_of_head(group: int) -> int:
     """Rows of a tile of 64 that belong to one query head of a group; a power of 2."""
     rows = WGMMA_M // group
     return 1 << (rows.bit_length() - 1)
+
+
+def listed_candidates(q_len: int, item_rows: int) -> int:
+    """Candidates of an item whose CTA lists them; 0 if a candidate's queries do not fit it."""
+    return min(item_rows // q_len, LISTED)
+
+
+def listed_tiles(batch: int, users: int, candidates: int) -> int:
+    """Items of each user and group of heads, of `candidates` each, if CTAs list candidates.
+
+    Two standard deviations more than the mean; the rest of a user's candidates follows in the same
+    CTA.
+    """
+    mean = batch / users
+    return max(1, math.ceil((mean + 2 * math.sqrt(mean)) / candidates))
+
+
+def clusters(num_sms: int, size: int) -> int:
+    """Clusters that run at the same time: the SMs of a cluster belong to one GPC, of 16 or 18."""
+    return max(num_sms // size - (size > 2), 1)
 
 
 def serves(problem: Any) -> bool:
@@ -98,20 +134,24 @@ def candidate_configs(problem: Any) -> Iterator[FewQueriesConfig]:
     for block_kv in (128, 64, 32):
         for splits in SPLITS:
             keys = problem.kv_len / splits
-            if splits > 1 and keys < 2 * block_kv:
-                continue
             # With few blocks the queries of several items are in flight.
             q_slots = 2 if keys > 2 * block_kv else 4
-            configs += [
-                FewQueriesConfig(tile_rows, splits, block_kv, *stages, q_slots)
-                for tile_rows in (WGMMA_M, TILE_ROWS)
-                for stages in ((5, 5), (4, 4), (3, 3), (3, 2), (2, 2))
-            ]
+            for cluster in (False, True):
+                # A launch that merges costs more than a cluster.
+                is_too_many = splits > 1 and keys < (1 if cluster else 2) * block_kv
+                if is_too_many or (cluster and splits not in DEFAULT_CLUSTERS):
+                    continue
+                configs += [
+                    FewQueriesConfig(tile_rows, splits, block_kv, *stages, q_slots, cluster=cluster)
+                    for tile_rows in ((WGMMA_M,) if cluster else (WGMMA_M, TILE_ROWS))
+                    for stages in ((5, 5), (4, 4), (3, 3), (3, 2), (2, 2))
+                ]
     legal = [config for config in configs if config.illegal_reason(problem) is None]
     # Of configurations that differ in their stages alone, the first has most.
     seen: dict[tuple[int, ...], FewQueriesConfig] = {}
     for config in legal:
-        seen.setdefault((config.tile_rows, config.splits, config.block_kv), config)
+        kind = (config.tile_rows, config.splits, config.block_kv, config.cluster)
+        seen.setdefault(kind, config)
     yield from sorted(seen.values(), key=lambda config: estimated_us(problem, config))
 
 
@@ -130,17 +170,23 @@ def estimated_us(problem: Any, config: FewQueriesConfig) -> float:
     width = hopper.column_blocks(p.head_dim) * config.block_kv / 128
     is_wide = rows > head_rows and config.tile_rows > WGMMA_M
     block_us = (WIDE_BLOCK_US if is_wide else BLOCK_US) * max(width, 0.5 + 0.5 * width)
-    waves = math.ceil(items * config.splits / NUM_SMS)
-    compute = waves * (math.ceil(blocks / config.splits) * block_us + ITEM_US)
+    if config.cluster:
+        waves = math.ceil(items / clusters(NUM_SMS, config.splits))
+    else:
+        waves = math.ceil(items * config.splits / NUM_SMS)
+    of_split = math.ceil(blocks / config.splits)
+    if not is_wide:  # each consumer has every other block
+        of_split += of_split % 2
+    compute = waves * (of_split * block_us + ITEM_US + config.cluster * CLUSTER_US)
     keys = 4 * p.kv_len * p.head_dim  # bytes of a user's keys and values of one head
     compute = max(compute, waves * keys / config.splits / SM_BYTES)
     read = min(p.users, p.batch) * p.kv_heads * keys
     traffic = max(items * keys / L2_BYTES, read / MEMORY_BYTES)
     merge = 0.0
-    if config.splits > 1:
+    if config.splits > 1 and not config.cluster:
         sums = 8 * config.splits * p.batch * p.q_len * p.q_heads * p.head_dim
         merge = MERGE_US + sums / MEMORY_BYTES
-    shallow = SHALLOW if config.k_stages < 3 else 1.0
+    shallow = SHALLOW if min(config.k_stages, config.v_stages) < 3 else 1.0
     return LAUNCH_US + max(compute, traffic) * shallow + merge
 
 
@@ -164,8 +210,9 @@ class FewQueriesConfig(Config):
       tile_rows: query rows of an item, 64 or 128. With 128, an item with more than 64 rows gives
         each consumer warpgroup its own rows, and both read the same keys. An item with fewer rows
         gives each of them every other block of keys.
-      splits: number of parts of the keys, which are separate items; a second pass in XLA adds their
-        results. More than 1 if users, heads and rows make too few items for the device.
+      splits: number of parts of the keys, which are separate items. Without `cluster`, a second
+        pass in XLA adds their results. More than 1 if users, heads and rows make too few items for
+        the device.
       block_kv: keys of a block, which fills a pipeline stage; a multiple of 16.
       k_stages: stages of the ring of key blocks.
       v_stages: stages of the ring of value blocks.
@@ -174,6 +221,8 @@ class FewQueriesConfig(Config):
         CTAs do not read all users' keys at the same offset at the same time.
       turns: whether the consumers take turns at issuing products, so that one computes exponentials
         while the other multiplies.
+      cluster: whether the parts of the keys belong to the CTAs of a cluster, which add their
+        results to each other's through shared memory; needs splits in `CLUSTERS`, and 64 rows.
     """
 
     tile_rows: int = 64
@@ -184,13 +233,30 @@ class FewQueriesConfig(Config):
     q_slots: int = 2
     stagger: bool = False
     turns: bool = False
+    cluster: bool = False
 
-    def shared(self, head_dim: int, group: int = 1) -> FewQueriesShared:
+    def lists(self, problem: Any, num_sms: int) -> bool:
+        """Whether CTAs list the candidates of their items, for an index that is not sorted.
+
+        Otherwise XLA sorts the index, and moves queries and results, in six kernels of 1 to 2 us.
+        """
+        p = problem
+        group = head_group(p.q_heads, p.kv_heads)
+        candidates = listed_candidates(p.q_len, rows_of_head(group) * self.tile_rows // WGMMA_M)
+        if not (candidates and p.users > 1 and p.batch <= MOST_LISTED):
+            return False
+        if memory.smem_bytes(self.shared(p.head_dim, lists=True)) > hopper.MAX_SMEM_BYTES:
+            return False
+        items = p.users * listed_tiles(p.batch, p.users, candidates) * p.q_heads // group
+        return items * self.splits <= MOST_LISTINGS * num_sms
+
+    def shared(self, head_dim: int, group: int = 1, *, lists: bool = False) -> FewQueriesShared:
         """Shared memory and barriers of one CTA; `group`: see `head_group`."""
         blocks = hopper.column_blocks(head_dim)
         tiles = self.tile_rows // WGMMA_M
         block = (blocks, self.block_kv, BLOCK_K)
         words = WGMMA_M * head_dim // hopper.WARPGROUP_SIZE + STATISTIC_WORDS
+        exchange = memory.Words((words // 4, hopper.WARPGROUP_SIZE, 4))
         return FewQueriesShared(
             items=memory.descriptors(self.q_slots, ITEM_WORDS),
             query=memory.ring(
@@ -200,10 +266,15 @@ class FewQueriesConfig(Config):
             ),
             key=memory.ring(self.k_stages, ready=blocks, tiles=block),
             value=memory.ring(self.v_stages, ready=blocks, tiles=block),
-            exchange=memory.Words((words // 4, hopper.WARPGROUP_SIZE, 4)),
+            exchange=exchange,
             # Arrays, so that they can be indexed; only element 0 is used.
             exchange_ready=memory.Barriers(2, 1),
             exchange_free=memory.Barriers(2, 1),
+            listing=memory.Words((LISTED + LISTING_WARPS,)) if lists else None,
+            merged=exchange if self.cluster else None,
+            merge_ready=memory.Barriers(2, 1, is_clustered=True) if self.cluster else None,
+            merge_free=memory.Barriers(2, 1, is_clustered=True) if self.cluster else None,
+            listed=memory.Barriers(2, NUM_CONSUMERS) if lists else None,
             staging=memory.Staging((NUM_CONSUMERS, WGMMA_M, max(self.block_kv, head_dim))),
             exchange_staging=memory.Staging((WGMMA_M, head_dim), "float32"),
             row_staging=memory.Staging((2 * NUM_CONSUMERS, WGMMA_M), "float32"),
@@ -228,6 +299,14 @@ class FewQueriesConfig(Config):
             return f"tile_rows must be {WGMMA_M} or {TILE_ROWS}, but is {self.tile_rows}"
         if self.splits < 1:
             return f"splits must be at least 1, but is {self.splits}"
+        if self.cluster:
+            if self.splits not in CLUSTERS:
+                return f"cluster needs splits in {CLUSTERS}, but there are {self.splits}"
+            if self.tile_rows != WGMMA_M or self.stagger:
+                return (
+                    f"cluster needs tile_rows={WGMMA_M} and no stagger, but tile_rows is "
+                    f"{self.tile_rows} and stagger is {self.stagger}"
+                )
         if min(self.k_stages, self.v_stages, self.q_slots) < 2:
             return (
                 "k_stages, v_stages and q_slots must be at least 2, "

@@ -134,7 +134,16 @@ KERNELS: dict[str, tuple[Callable[[emulator.Emulator, str, int], None], dict[str
 #: What the suite runs: every kernel, and every way to store and to add what it computes.
 CHOSEN = {
     "attention": ["t1_fewer_keys_than_a_block", "t3_packed_gqa_lengths", "t100_packed_one_slot"],
-    "few_queries": ["gqa_3_wide", "split_lengths_gqa", "turns", "packed", "packed_split"],
+    "few_queries": [
+        "gqa_3_wide",
+        "split_lengths_gqa",
+        "turns",
+        "packed",
+        "packed_split",
+        "listed_lengths_gqa_h96",
+        "cluster_4_lengths_gqa",
+        "cluster_2_listed",
+    ],
     "attention_backward": [
         "unsorted_grouped_heads",
         "two_launches",

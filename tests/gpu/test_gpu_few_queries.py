@@ -24,6 +24,9 @@ CONFIGS = {
     "split": FewQueriesConfig(64, 3, 64, 3, 3),
     "wide_split": FewQueriesConfig(128, 2, 64, 2, 2),
     "narrow": FewQueriesConfig(64, 1, 32, 4, 4, 3),
+    "cluster_2": FewQueriesConfig(64, 2, 64, 3, 3, cluster=True),
+    "cluster_4": FewQueriesConfig(64, 4, 32, 4, 3, cluster=True),
+    "cluster_8": FewQueriesConfig(64, 8, 32, 3, 3, cluster=True),
 }
 #: Users, candidates, T, S, N, K, H, index, lengths.
 SHAPES = {
@@ -40,6 +43,9 @@ SHAPES = {
     "gqa_3": Shape(17, 200, 3, 300, 6, 2, 64, "sorted"),
     "mqa_16": Shape(17, 100, 1, 300, 16, 1, 128, "sorted"),
     "h96": Shape(5, 50, 3, 300, 2, 2, 96, "sorted", "ragged"),
+    # CTAs list the candidates of their users.
+    "listed": Shape(90, 4723, 1, 172, 2, 1, 64, "unsorted"),
+    "listed_gaps": Shape(60, 70, 5, 900, 4, 4, 128, "unsorted", "ragged"),
 }
 
 
@@ -81,17 +87,19 @@ def test_few_queries_wrong_promise_of_a_sorted_index(order):
     check(run(inputs, indices_are_sorted=True, config=FewQueriesConfig()), inputs)
 
 
-@pytest.mark.parametrize("config", ["plain", "wide_split"])
-def test_few_queries_repeats_bit_for_bit(config):
-    inputs = problems.make_attention_inputs(Shape(30, 800, 2, 700, 4, 2, 64, "sorted", "ragged"))
+@pytest.mark.parametrize("order", ["sorted", "unsorted"])
+@pytest.mark.parametrize("config", ["plain", "wide_split", "cluster_4"])
+def test_few_queries_repeats_bit_for_bit(config, order):
+    inputs = problems.make_attention_inputs(Shape(30, 800, 2, 700, 4, 2, 64, order, "ragged"))
     results = [run(inputs, config=CONFIGS[config]) for _ in range(20)]
     for other in results[1:]:
         assert all(map(np.array_equal, results[0], other))
 
 
-@pytest.mark.parametrize("config", ["plain", "wide", "wide_split"])
-def test_few_queries_nan_of_a_user_stays_there(config):
-    inputs = problems.make_attention_inputs(Shape(6, 60, 2, 300, 2, 2, 64, "sorted", "ragged"))
+@pytest.mark.parametrize("config", ["plain", "wide", "wide_split", "cluster_4"])
+@pytest.mark.parametrize("order", ["sorted", "unsorted"])
+def test_few_queries_nan_of_a_user_stays_there(config, order):
+    inputs = problems.make_attention_inputs(Shape(6, 60, 2, 300, 2, 2, 64, order, "ragged"))
     length = int(inputs.key_value_seq_lengths[2])
     lengths = inputs.key_value_seq_lengths.at[2].set(min(length, 200))
     past = inputs._replace(
@@ -111,7 +119,7 @@ def test_few_queries_nan_of_a_user_stays_there(config):
     assert np.isnan(out[~others]).all() == bool(lengths[2])
 
 
-@pytest.mark.parametrize("config", ["plain", "split"])
+@pytest.mark.parametrize("config", ["plain", "split", "cluster_2"])
 def test_few_queries_huge_scores(config):
     inputs = problems.make_attention_inputs(Shape(4, 40, 2, 300, 2, 2, 64, "sorted"))
     inputs = inputs._replace(query=inputs.query * 30, key=inputs.key * 30)
@@ -125,8 +133,8 @@ from ikbo_jax.problems import FewQueriesConfig
 shape = problems.AttentionShape(5, 90, 2, 150, 4, 2, 64, "unsorted", "ragged")
 inputs = problems.make_attention_inputs(shape, "bfloat16")
 wild = inputs.cand_to_user.at[0].set(99).at[1].set(-7)
-for tile_rows, splits in ((64, 1), (128, 1), (64, 2)):
-    config = FewQueriesConfig(tile_rows, splits, 32, 3, 3)
+for tile_rows, splits, cluster in ((64, 1, 0), (128, 1, 0), (64, 2, 0), (64, 4, 1)):
+    config = FewQueriesConfig(tile_rows, splits, 32, 3, 3, cluster=bool(cluster))
     for is_sorted in (False, True):
         out = ikbo.attention(
             inputs.query, inputs.key, inputs.value, wild, config=config,

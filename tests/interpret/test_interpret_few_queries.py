@@ -16,7 +16,7 @@ from indexed_attention import IndexedAttention
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from test_interpret_attention import PARAMS, rounded_weights
 
-from ikbo_jax.pallas.few_queries import consumer
+from ikbo_jax.pallas.few_queries import consumer, listing, merging
 from ikbo_jax.pallas.few_queries.kernel import few_queries_kernel
 from ikbo_jax.problems.few_queries import FewQueriesConfig
 
@@ -26,6 +26,8 @@ pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
 SMALL = FewQueriesConfig(block_kv=16, k_stages=2, v_stages=2)
 WIDE = dataclasses.replace(SMALL, tile_rows=128)
 SPLIT = dataclasses.replace(SMALL, splits=2, k_stages=3)
+
+CLUSTER = dataclasses.replace(SPLIT, cluster=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +42,7 @@ class Case(IndexedAttention):
     config: FewQueriesConfig = SMALL
     scale: float = 0.125
     is_packed: bool = False
+    lists: bool = False
 
 
 CASES = {
@@ -90,6 +93,32 @@ CASES = {
     "split_lengths_gqa": Case(
         (0, 1, 1, 2), 90, users=3, q_len=3, heads=(4, 2), lengths=(0, 90, 20), config=SPLIT
     ),
+    # Parts of the keys in clusters; some parts without keys; a share of columns that H / 8 is no
+    # multiple of.
+    "cluster_2": Case((0, 0, 1), 75, config=CLUSTER),
+    "cluster_4_lengths_gqa": Case(
+        (0, 1, 1, 2),
+        90,
+        users=4,
+        q_len=3,
+        heads=(4, 2),
+        lengths=(0, 90, 20, 7),
+        config=dataclasses.replace(CLUSTER, splits=4),
+        num_sms=8,
+    ),
+    "cluster_2_one_block": Case((0,) * 70 + (1,), 9, config=CLUSTER, num_sms=4),
+    "cluster_8_h96_negative_scale": Case(
+        (0, 2, 2),
+        150,
+        users=3,
+        head_dim=96,
+        scale=-0.2,
+        dtype="float16",
+        config=dataclasses.replace(CLUSTER, splits=8),
+        num_sms=8,
+    ),
+    "cluster_3": Case((0, 0, 1), 100, config=dataclasses.replace(CLUSTER, splits=3), num_sms=6),
+    "cluster_2_listed": Case((1, 0, 2, 0), 75, users=4, config=CLUSTER, num_sms=4, lists=True),
     # An index that is not sorted.
     "unsorted": Case((1, 0, 0, 2, 1, 0, 0), 40, users=3, q_len=2, num_sms=2),
     "packed": Case((1, 0, 5, 2, 1, -1, 0), 40, users=3, q_len=5, heads=(6, 2), is_packed=True),
@@ -97,6 +126,28 @@ CASES = {
         (2, 0) * 20, 90, users=3, q_len=3, lengths=(0, 90, 20), config=SPLIT, is_packed=True
     ),
     "falling": Case(tuple(range(39, -1, -1)), 20, users=40),
+    # CTAs list their candidates: several tiles of a user, users without candidates, grouped heads,
+    # splits, both consumers' rows, indices out of range.
+    "listed": Case((1, 0, 0, 2, 1, 0, 0), 40, users=3, q_len=2, num_sms=2, lists=True),
+    "listed_one_block": Case((2, 0, -3, 2, 9, 0), 9, users=4, num_sms=3, lists=True),
+    "listed_lengths_gqa_h96": Case(
+        (3, 0, 1, 1, 3, 0),
+        60,
+        users=4,
+        q_len=3,
+        heads=(8, 2),
+        head_dim=96,
+        lengths=(60, 0, 7, 33),
+        lists=True,
+    ),
+    "listed_more_than_a_tile": Case((1, 0, 0) * 50, 40, num_sms=2, lists=True),
+    "listed_wide": Case(
+        (1, 0, 0) * 45, 50, q_len=1, config=WIDE, lengths=(37, 20), num_sms=2, lists=True
+    ),
+    "listed_split": Case((1, 0, 2, 0), 75, users=4, config=SPLIT, num_sms=3, lists=True),
+    "listed_queries_across_tiles": Case(
+        (1, 0) * 30, 20, q_len=3, config=WIDE, heads=(2, 1), lists=True
+    ),
     # A negative scale, f16, a padded width.
     "negative_scale_f16_h96": Case(
         (0, 1, 1), 40, q_len=3, head_dim=96, scale=-0.2, dtype="float16", lengths=(3, 40)
@@ -117,6 +168,7 @@ def interpret(inputs: problems.AttentionInputs, case: Case) -> tuple[jax.Array, 
         return_residuals=True,
         config=case.config,
         num_sms=case.num_sms,
+        lists=case.lists,
         interpret=PARAMS,
     )
     return jax.block_until_ready(jax.jit(run)(*inputs))
@@ -136,6 +188,8 @@ def test_interpreted_kernel_is_right_and_free_of_races(
 ) -> None:
     case = CASES[name]
     assert case.config.illegal_reason(case.problem) is None
+    if case.config.cluster and case.config.splits > 2:
+        pytest.skip("a larger cluster has more warpgroups than the interpreter has threads")
     inputs = case.inputs()
     results = interpret(inputs, case)
     launches.assert_no_races(1)
@@ -175,3 +229,26 @@ def test_interpreted_sums_taken_too_early_are_found(
 
     monkeypatch.setattr(consumer, "_merged", without_wait)
     assert_found(Case((0, 0), 16 * 4), launches)
+
+
+def test_interpreted_parts_of_a_cluster_read_too_early_are_found(
+    monkeypatch: pytest.MonkeyPatch, launches: interpreter.Launches
+) -> None:
+    """A CTA reads the other one's part without waiting for it."""
+    merge = merging.merge
+
+    def without_wait(*args: Any) -> Any:
+        with monkeypatch.context() as within:
+            within.setattr(plgpu, "barrier_wait", lambda barrier: None)
+            return merge(*args)
+
+    monkeypatch.setattr(merging, "merge", without_wait)
+    assert_found(Case((0, 0), 16 * 4, config=CLUSTER, num_sms=2), launches)
+
+
+def test_interpreted_queries_read_before_they_are_gathered_are_found(
+    monkeypatch: pytest.MonkeyPatch, launches: interpreter.Launches
+) -> None:
+    """A consumer multiplies queries that the other one gathers."""
+    monkeypatch.setattr(listing, "_synchronise", lambda ctx: None)
+    assert_found(Case((1, 0, 1), 16 * 4, lists=True), launches)

@@ -12,7 +12,7 @@ import offline
 import pytest
 
 from ikbo_jax.pallas.few_queries.kernel import few_queries_kernel
-from ikbo_jax.problems import AttentionProblem
+from ikbo_jax.problems import AttentionProblem, memory
 from ikbo_jax.problems.few_queries import FewQueriesConfig
 from ikbo_jax.problems.hopper import MAX_SMEM_BYTES
 
@@ -31,6 +31,7 @@ class Case:
     problem: AttentionProblem
     config: FewQueriesConfig
     with_options: bool = True
+    lists: bool = False
 
     def launch(self) -> tuple[Any, ...]:
         """The kernel's host function, and the shapes it takes."""
@@ -52,6 +53,7 @@ class Case:
                 config=self.config,
                 num_sms=NUM_SMS,
                 targets=targets,
+                lists=self.lists,
             )
 
         query = jax.ShapeDtypeStruct((p.batch, p.q_len, p.q_heads, p.head_dim), dtype)
@@ -79,6 +81,34 @@ CASES = {
     "h96_gqa_split": Case(problem(96, (8, 2)), FewQueriesConfig(64, 2, 64, 5, 5)),
     "h128_gqa": Case(problem(128, (8, 2)), FewQueriesConfig(64, 1, 64, 4, 4)),
     "h128_gqa_plain": Case(problem(128, (8, 2)), FewQueriesConfig(64, 2, 32, 5, 5), False),
+    "h64_cluster_gqa": Case(
+        problem(64, (2, 1), batch=101, users=1, kv_len=832),
+        FewQueriesConfig(64, 8, 64, 5, 5, 4, cluster=True),
+        with_options=False,
+    ),
+    "h128_cluster": Case(problem(128), FewQueriesConfig(64, 4, 64, 4, 3, cluster=True)),
+    "h96_cluster_listed": Case(
+        problem(96, (2, 1), q_len=2, users=100),
+        FewQueriesConfig(64, 2, 64, 4, 4, cluster=True),
+        lists=True,
+    ),
+    "h64_listed_gqa": Case(
+        problem(64, (2, 1), batch=4723, users=98, kv_len=172),
+        FewQueriesConfig(128, 1, 128, 4, 4, 4),
+        with_options=False,
+        lists=True,
+    ),
+    "h64_listed_most": Case(
+        problem(64, (1, 1), batch=16384, users=16), FewQueriesConfig(128, 2), lists=True
+    ),
+    "h128_listed": Case(
+        problem(128, (1, 1), users=99), FewQueriesConfig(64, 1, 128, 2, 2), lists=True
+    ),
+    "h96_listed_gqa_split": Case(
+        problem(96, (8, 2), q_len=3, batch=120, users=60),
+        FewQueriesConfig(64, 2, 64, 5, 5),
+        lists=True,
+    ),
     "h128_mqa_7": Case(problem(128, (7, 1)), FewQueriesConfig(128, 1, 64, 3, 3)),
 }
 
@@ -89,4 +119,6 @@ def test_offline_kernel_is_fit(name: str, compiler: offline.Compiler) -> None:
     assert case.config.illegal_reason(case.problem) is None
     (compiled,) = compiler.compile(*case.launch())
     assert not compiled.faults, compiled
-    assert compiled.smem_bytes == case.config.smem_bytes(case.problem.head_dim) <= MAX_SMEM_BYTES
+    shared = case.config.shared(case.problem.head_dim, lists=case.lists)
+    assert compiled.smem_bytes == memory.smem_bytes(shared) <= MAX_SMEM_BYTES
+    assert not case.lists or case.config.lists(case.problem, NUM_SMS)

@@ -101,10 +101,10 @@ class Whole:
 
 WHOLE = {
     "sorted": Whole((235, 2, 4, 628, 8, 8, 64), (FEW,), is_sorted=True),
-    "unsorted": Whole((230, 6, 5, 273, 1, 1, 128), (PACK, FEW)),
+    "unsorted": Whole((230, 6, 5, 273, 1, 1, 128), (FEW,)),
     # XLA adds gradients of keys, and of values, of the parts of users' rows.
     "unsorted_in_parts": Whole(
-        (1252, 7, 7, 111, 1, 1, 64), (PACK, FEW), ("_statistics", "", "_d_query"), 2
+        (1252, 7, 7, 111, 1, 1, 64), (FEW,), ("_statistics", "", "_d_query"), 2
     ),
     # It sorts the candidates once for both, gathers users and queries, and copies a counter.
     "many_unsorted": Whole(
@@ -139,3 +139,29 @@ def test_results_and_gradients_have_few_kernels_of_xla(name: str) -> None:
     # A launch for the gradient that needs the index alone may come first.
     assert sorted(launches) == sorted([*case.of_result, *of_gradient]), found
     assert len(found) - len(launches) == case.kernels, found
+
+
+#: Sizes, whether the index is sorted, and kernels of XLA.
+FORWARD = {
+    # An index that is not sorted: CTAs list the candidates of their users.
+    "unsorted": ((4723, 98, 1, 172, 2, 1, 64), False, 0),
+    "unsorted_many_keys": ((68, 22, 1, 2799, 4, 4, 64), False, 0),
+    # More items than are worth listing: XLA sorts, and gathers users and queries.
+    "unsorted_many_items": ((9000, 3000, 1, 64, 4, 4, 64), False, 3),
+    # Parts of the keys are added in clusters.
+    "cluster": ((101, 1, 1, 832, 2, 1, 64), True, 0),
+    # Tiles with several candidates of one user.
+    "one_user": ((3725, 1, 8, 576, 4, 4, 64), True, 0),
+    "queries_32": ((3588, 87, 32, 105, 2, 2, 128), True, 0),
+}
+
+
+@pytest.mark.parametrize("name", FORWARD)
+def test_small_forward_passes_have_no_kernels_of_xla(name: str) -> None:
+    (batch, users, q_len, kv_len, q_heads, kv_heads, width), is_sorted, kernels = FORWARD[name]
+    query = jax.ShapeDtypeStruct((batch, q_len, q_heads, width), jnp.bfloat16)
+    keys = jax.ShapeDtypeStruct((users, kv_len, kv_heads, width), jnp.bfloat16)
+    index = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    run = functools.partial(ikbo_jax.attention, indices_are_sorted=is_sorted)
+    found = hopper_programs.operations(run, query, keys, keys, index)
+    assert len(found) == 1 + kernels, found  # the launch, and XLA's

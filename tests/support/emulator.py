@@ -36,6 +36,7 @@ class Launch:
 
     params: list[Any]
     grid: int
+    cluster: int
     threads: int
     shared_bytes: int
 
@@ -91,13 +92,14 @@ def read_host(text: str) -> Launch:
             last = [value(x) for x in args[-2:] if x.split()[-1] in values]
             (pointers,) = (x for x in last if isinstance(memory.get(x), tuple))
             x, y, z, *cluster, threads, _, _, shared = map(value, args[1:11])
-            if y * z != 1 or max(cluster) > 1:
+            cluster = [max(size, 1) for size in cluster]  # zeros: without clusters
+            if y * z * cluster[1] * cluster[2] != 1:
                 raise ValueError(f"a grid {x, y, z} in clusters {cluster}")
             params, i = [], 0
             while (pointers[0], 8 * i) in memory:
                 params.append(memory[memory[pointers[0], 8 * i]])
                 i += 1
-            return Launch(params, x, threads, shared)
+            return Launch(params, x, cluster[0], threads, shared)
         elif rest.startswith("load ptr"):
             at = value(rest.split(",")[1])
             values[name] = (at[1], 0) if at[0] == "buffers" else memory[at]
@@ -194,6 +196,7 @@ class Emulator:
             [*arrays, *blanks],
             kernel.launch.params,
             grid=kernel.launch.grid,
+            cluster=kernel.launch.cluster,
             shared_bytes=kernel.launch.shared_bytes,
             registers=kernel.registers,
             seed=self.seed + len(self.launches),

@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ikbo_jax.pallas.few_queries import exchange, store
+from ikbo_jax.pallas.few_queries import exchange, listing, merging, store
 from ikbo_jax.pallas.few_queries.context import BY_ROWS, Context, Item, Part
 from ikbo_jax.pallas.flash import softmax
 from ikbo_jax.pallas.hopper import mma, mosaic, stores, turns
@@ -225,7 +225,10 @@ def _one_item(carry: tuple[Any, ...], ctx: Context) -> tuple[Any, ...]:
     shared = ctx.shared
     work = _Work(item, ctx.part(item, index), index, first_step)
     part = work.part
-    shared.query.await_ready(index)
+    if ctx.shape.listed:
+        listing.load_queries(ctx, item, index)
+    else:
+        shared.query.await_ready(index)
     maximum, partial_sums, acc = lax.cond(
         part.count > 0,
         functools.partial(_compute, ctx, work),
@@ -245,7 +248,14 @@ def _one_item(carry: tuple[Any, ...], ctx: Context) -> tuple[Any, ...]:
         functools.partial(_merged, ctx, acc, maximum, sums),
         lambda: (acc, maximum, sums),
     )
-    pl.when(part.stores)(functools.partial(store.store, ctx, part, item.head, acc, maximum, sums))
+    stores_part = merging.merge if ctx.shape.cluster > 1 else store.store
+    pl.when(part.stores)(functools.partial(stores_part, ctx, part, item.head, acc, maximum, sums))
+    if ctx.shape.listed:
+
+        @pl.when(item.next_user >= 0)
+        def _() -> None:
+            listing.find(ctx, item.next_user, item.next_rank)
+
     return ctx.receive(index + 1), index + 1, first_step + jnp.maximum(item.blocks, 0)
 
 
@@ -259,10 +269,14 @@ def consume(ctx: Context) -> None:
     @pl.when(ctx.consumer == 0)
     def _() -> None:
         plgpu.barrier_arrive(shared.exchange_free.at[0])
+        if ctx.shape.cluster > 1:
+            merging.begin(ctx)
 
     if ctx.config.turns:  # an item ends as it begins: the turn is consumer 0's
         pl.when(ctx.consumer == 1)(functools.partial(turns.hand_over, ctx))
     zero = jnp.int32(0)
+    if ctx.shape.listed:
+        listing.find(ctx, *ctx.listed_place(ctx.place(zero)))
     first = (ctx.receive(zero), zero, zero)
     end: tuple[Any, ...] = lax.while_loop(
         lambda carry: carry[0].blocks >= 0, functools.partial(_one_item, ctx=ctx), first
@@ -275,3 +289,6 @@ def consume(ctx: Context) -> None:
     @pl.when(ctx.consumer == 1)
     def _() -> None:
         plgpu.barrier_wait(shared.exchange_free.at[0])
+
+    if ctx.shape.cluster > 1:
+        pl.when(ctx.consumer == 0)(functools.partial(merging.end, ctx))

@@ -27,10 +27,12 @@ class Shape:
       group: query heads of one key head whose queries share a tile.
       head_rows: rows of a tile of 64 that belong to one query head.
       item_rows: rows of an item.
-      slots: see `rows.slots`.
+      slots: see `rows.slots`; if CTAs list candidates, slot i has the rows of user i % U.
       splits: parts of a user's keys.
+      cluster: CTAs of a cluster: all parts of an item, or 1.
       bundle: neighbouring items, of one slot and split, that a CTA takes at once: 1, or one for
         each group of query heads. The rows are then found once for all of them.
+      listed: candidates of an item whose CTA lists them, because the index is not sorted; else 0.
     """
 
     batch: int
@@ -48,6 +50,8 @@ class Shape:
     bundle: int
     log2_scale: float
     workers: int
+    listed: int = 0
+    cluster: int = 1
 
     @property
     def rows(self) -> int:
@@ -60,7 +64,18 @@ class Shape:
 
     @property
     def bundles(self) -> int:
-        return self.slots * self.splits * self.groups // self.bundle
+        """Bundles of all CTAs, or of all clusters."""
+        return self.slots * self.items_of_slot * self.groups // self.bundle
+
+    @property
+    def items_of_slot(self) -> int:
+        """Parts of the keys that are items of different numbers."""
+        return self.splits // self.cluster
+
+    @property
+    def share(self) -> int:
+        """Columns of the result that each CTA of a cluster adds up and stores; a multiple of 8."""
+        return 8 * pl.cdiv(self.head_dim, 8 * self.cluster)
 
 
 class Operands(NamedTuple):
@@ -77,14 +92,15 @@ class Operands(NamedTuple):
 class Outputs(NamedTuple):
     """Device memory that a launch fills; with splits, rows are numbered (split, row).
 
-    With splits, `out` holds sums of weights times values in f32, which are not normalised, and
-    `maximum` and `sums` their statistics.
+    With splits and no clusters, `out` holds sums of weights times values in f32, which are not
+    normalised, and `maximum` and `sums` their statistics.
     """
 
     out: Any  # [splits * B * T, N, H]
     lse: Any  # [B * T, N] f32
     maximum: Any  # [splits * B * T, N] f32, raw scores
     sums: Any  # [splits * B * T, N] f32
+    parts: Any = None  # [clusters, splits, 64, H + 2] f32, only under interpretation, for `merging`
 
 
 class Item(NamedTuple):
@@ -97,6 +113,17 @@ class Item(NamedTuple):
     rows: Any
     sharing: Any  # ALONE, BY_KEYS or BY_ROWS
     rotation: Any  # number of the first block that is loaded; after the last one follows block 0
+    next_user: Any = None  # whose candidates are listed for the next item; negative: no item
+    next_rank: Any = None  # of the next item's first candidate among that user's
+
+
+class Place(NamedTuple):
+    """Where an item is."""
+
+    slot: Any
+    split: Any
+    head: Any  # first query head
+    kv_head: Any
 
 
 class Part(NamedTuple):
@@ -106,8 +133,9 @@ class Part(NamedTuple):
     stride: Any  # from one of its blocks to the next
     count: Any  # number of its blocks
     tile: Any  # its tile of queries
-    target: Any  # first row in the outputs
+    target: Any  # first row in the outputs; if candidates are listed, the split's first row
     rows: Any
+    offset: Any  # its first row in the item
     gives: Any  # whether its results go to consumer 0
     takes: Any  # whether it adds consumer 1's results to its own
     stores: Any
@@ -132,13 +160,43 @@ class Context(WarpgroupContext):
         items = self.shared.items
         items.await_ready(index)
         slot = items.slot(index)
-        return Item(*(items.words[slot, i] for i in range(len(Item._fields))))
+        count = len(Item._fields) if self.shape.listed else len(Item._fields) - 2
+        return Item(*(items.words[slot, i] for i in range(count)))
+
+    def place(self, i: Any, member: Any = 0) -> Place:
+        """Where item `member` of the CTA's bundle `i` is."""
+        shape = self.shape
+        number = self.worker + i * shape.workers
+        groups = shape.groups // shape.bundle
+        group, rest = lax.rem(number, groups) * shape.bundle + member, lax.div(number, groups)
+        parts = shape.items_of_slot
+        split, slot = lax.rem(rest, parts), lax.div(rest, parts)
+        if shape.cluster > 1:
+            split = self.rank
+        head = group * shape.group
+        return Place(slot, split, head, lax.div(head, shape.q_heads // shape.kv_heads))
+
+    @property
+    def rank(self) -> Any:
+        """The CTA's number in its cluster: the part of the keys that it takes."""
+        return lax.axis_index("cluster") if self.shape.cluster > 1 else jnp.int32(0)
+
+    def first_target(self, split: Any) -> Any:
+        """The outputs' row that is row 0 of a split."""
+        return split * self.shape.rows if self.shape.cluster == 1 else jnp.int32(0)
+
+    def listed_place(self, place: Place) -> tuple[Any, Any]:
+        """The user of a slot, and the rank of its first candidate, if CTAs list candidates."""
+        users = self.shape.users
+        return lax.rem(place.slot, users), lax.div(place.slot, users) * self.shape.listed
 
     def part(self, item: Item, index: Any) -> Part:
         """This consumer's part of an item."""
         consumer, head_rows = self.consumer, self.shape.head_rows
         is_alone, is_by_keys = item.sharing == ALONE, item.sharing == BY_KEYS
-        computes = ~is_alone | (lax.rem(index, 2) == consumer)
+        # A cluster's parts are added by consumer 0 of every CTA.
+        alone = lax.rem(index, 2) if self.shape.cluster == 1 else 0
+        computes = ~is_alone | (consumer == alone)
         tile = jnp.where(item.sharing == BY_ROWS, consumer, 0)
         offset = tile * head_rows
         begin = jnp.where(is_by_keys, consumer, 0)
@@ -151,8 +209,9 @@ class Context(WarpgroupContext):
             stride,
             count,
             tile,
-            item.target + offset,
+            item.target if self.shape.listed else item.target + offset,
             jnp.minimum(item.rows - offset, head_rows),
+            offset,
             is_by_keys & (consumer == 1),
             is_by_keys & (consumer == 0),
             stores,

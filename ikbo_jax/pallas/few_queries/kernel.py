@@ -22,8 +22,9 @@ other one the next.
 The softmax has a running maximum. It is subtracted before scores are scaled, which is exact for
 every input.
 
-If the keys are split, each part's sums and statistics go to device memory in f32, and XLA adds
-them.
+If the keys are split, the parts belong to the CTAs of a cluster, which take the same items and read
+each other's sums and statistics (`merging`); or each part's go to device memory in f32, and XLA
+adds them.
 
 Synchronisations:
   1. `items.ready[s]`            producer -> consumers: slot s describes an item (or the end).
@@ -33,6 +34,7 @@ Synchronisations:
   5. `exchange_ready[0]`, `exchange_free[0]`  consumer 1 -> 0 and back: sums over half of the keys.
   6. Named barriers: the consumers wait for each other after consumer 0 has zeroed values past a
      user's length, if both use them; with `turns`, they take turns at issuing products.
+  7. Those of `merging` and of `listing`, in launches that use them.
 
 Both consumers wait for every block, and free it, whether they use it or not. A consumer waits for
 block n only after it has freed block n - 1 of the same ring, and for values only after it has freed
@@ -58,7 +60,14 @@ from ikbo_jax.pallas.few_queries.context import Context, Operands, Outputs, Shap
 from ikbo_jax.pallas.few_queries.producer import produce
 from ikbo_jax.pallas.flash.softmax import LN_2
 from ikbo_jax.pallas.hopper.launch import Roles, launch
-from ikbo_jax.problems.few_queries import FewQueriesConfig, head_group, rows_of_head
+from ikbo_jax.problems.few_queries import (
+    FewQueriesConfig,
+    clusters,
+    head_group,
+    listed_candidates,
+    listed_tiles,
+    rows_of_head,
+)
 from ikbo_jax.problems.hopper import WGMMA_M
 
 #: Registers per thread of a consumer and of the producer, which searches: with 24, it spills where
@@ -81,6 +90,7 @@ def few_queries_kernel(
     config: FewQueriesConfig,
     num_sms: int,
     targets: jax.Array | None = None,
+    lists: bool = False,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Softmax attention of every candidate's queries over its user's keys and values.
@@ -89,8 +99,8 @@ def few_queries_kernel(
       query: [B, T, N, H], bf16 or f16.
       key: [U, S, K, H], the same dtype; K divides N.
       value: [U, S, K, H].
-      cand_to_user: [B] int32, clamped to [0, U). Should be sorted; otherwise keys and values are
-        read for each run of candidates of one user.
+      cand_to_user: [B] int32, clamped to [0, U). Should be sorted unless `lists`; otherwise keys
+        and values are read for each run of candidates of one user.
       key_value_seq_lengths: [U] int32, clamped to [0, S], or None for S.
       scale: of the scores; finite.
       return_residuals: whether lse is computed.
@@ -98,6 +108,8 @@ def few_queries_kernel(
       num_sms: streaming multiprocessors of the device.
       targets: None, or [B] int32, a permutation: the results of candidate i are stored as those of
         candidate targets[i].
+      lists: whether CTAs list the candidates of their users, for an index that is not sorted; only
+        if `FewQueriesConfig.lists` permits it, and without `targets`.
       interpret: False, or `plgpu.InterpretGPUParams` to run on a CPU, with
         `inline_mgpu="_hack_model_inline_mgpu_tokamax"` for the named barrier.
 
@@ -113,10 +125,22 @@ def few_queries_kernel(
     head_rows = rows_of_head(group)
     item_rows = head_rows * config.tile_rows // WGMMA_M
     blocks = pl.cdiv(kv_len, config.block_kv)
-    splits = pl.cdiv(blocks, pl.cdiv(blocks, min(config.splits, blocks)))  # none without blocks
-    slots = rows.slots(batch, users, q_len, item_rows)
+    splits, cluster = config.splits, config.splits if config.cluster else 1
+    if cluster == 1:
+        splits = pl.cdiv(blocks, pl.cdiv(blocks, min(splits, blocks)))  # none without blocks
+    assert targets is None or not lists
+    listed = listed_candidates(q_len, item_rows) if lists and users > 1 else 0
     groups = q_heads // group
-    bundle = groups if slots * splits >= LEAST_BUNDLES * num_sms else 1
+    items_of_slot = splits // cluster
+    workers = num_sms if cluster == 1 else clusters(num_sms, cluster)
+    if listed:
+        # Where SMs are to spare, a user with many more candidates than others has more slots.
+        spare = min(workers // (users * groups * items_of_slot), pl.cdiv(batch, listed))
+        slots = users * max(listed_tiles(batch, users, listed), spare)
+    else:
+        slots = rows.slots(batch, users, q_len, item_rows)
+    is_bundled = not listed and slots * items_of_slot >= LEAST_BUNDLES * workers
+    bundle = groups if is_bundled else 1
     shape = Shape(
         batch=batch,
         q_len=q_len,
@@ -132,7 +156,9 @@ def few_queries_kernel(
         splits=splits,
         bundle=bundle,
         log2_scale=scale * math.log2(math.e),
-        workers=min(num_sms, slots * splits * groups // bundle),
+        workers=min(workers, slots * items_of_slot * groups // bundle),
+        listed=listed,
+        cluster=cluster,
     )
     rows_and_heads = (batch * q_len, q_heads)
     operands = Operands(
@@ -157,23 +183,29 @@ def _launch(
     """Launches the kernel; returns out [rows, N, H], and lse [rows, N] or None."""
     dtype, rows_and_heads = operands.query.dtype, (shape.rows, shape.q_heads)
     statistics = jax.ShapeDtypeStruct((shape.splits * shape.rows, shape.q_heads), jnp.float32)
-    if shape.splits > 1:
+    is_merged_later = shape.splits > shape.cluster
+    if is_merged_later:
         sums = jax.ShapeDtypeStruct((*statistics.shape, shape.head_dim), jnp.float32)
         outputs = Outputs(sums, None, statistics, statistics)
     else:
         out = jax.ShapeDtypeStruct((*rows_and_heads, shape.head_dim), dtype)
-        outputs = Outputs(out, statistics if return_residuals else None, None, None)
+        of_rows = jax.ShapeDtypeStruct(rows_and_heads, jnp.float32)
+        outputs = Outputs(out, of_rows if return_residuals else None, None, None)
+        if interpret and shape.cluster > 1:
+            size = (shape.workers, shape.cluster, WGMMA_M, shape.head_dim + 2)
+            outputs = outputs._replace(parts=jax.ShapeDtypeStruct(size, jnp.float32))
     results = launch(
         Roles(functools.partial(Context, shape, config), produce, consume, registers=REGISTERS),
         operands,
         outputs,
-        config.shared(shape.head_dim, shape.group),
+        config.shared(shape.head_dim, shape.group, lists=shape.listed > 0),
         dtype=dtype,
         name="ikbo_few_queries_attention",
         workers=shape.workers,
+        cluster=shape.cluster,
         interpret=interpret,
     )
-    if shape.splits == 1:
+    if not is_merged_later:
         return results[0], results[1] if return_residuals else None
     parts = [x.reshape(shape.splits, *rows_and_heads, *x.shape[2:]) for x in results]
     merged, lse = merge(*parts, log2_scale=shape.log2_scale)

@@ -9,20 +9,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ikbo_jax.pallas.few_queries import rows
-from ikbo_jax.pallas.few_queries.context import ALONE, BY_KEYS, BY_ROWS, Context, rotated
+from ikbo_jax.pallas.few_queries import listing, rows
+from ikbo_jax.pallas.few_queries.context import (
+    ALONE,
+    BY_KEYS,
+    BY_ROWS,
+    Context,
+    Place,
+    rotated,
+)
+from ikbo_jax.pallas.flash import runs
 from ikbo_jax.pallas.hopper import mosaic
 from ikbo_jax.pallas.hopper.rings import Ring
 from ikbo_jax.problems.hopper import column_blocks
-
-
-class _Place(NamedTuple):
-    """Where an item is."""
-
-    slot: Any
-    split: Any
-    head: Any  # first query head
-    kv_head: Any
 
 
 class _Progress(NamedTuple):
@@ -30,6 +29,15 @@ class _Progress(NamedTuple):
 
     items: Any
     steps: Any  # blocks of keys, and of values
+
+
+class _Rows(NamedTuple):
+    """The rows of an item."""
+
+    user: Any
+    count: Any
+    target: Any  # the first row in the outputs; if candidates are listed, the split's first row
+    is_void: Any  # whether keys are not needed
 
 
 def _user_at(ctx: Context, candidate: Any) -> Any:
@@ -60,14 +68,22 @@ def _owner(ctx: Context, candidate: Any) -> Any:
     return lax.while_loop(lambda bounds: bounds[1] - bounds[0] > 1, halve, bounds)[0]
 
 
+def _user_of_slot(ctx: Context, slot: Any) -> tuple[Any, Any]:
+    """(the candidate that an extra slot belongs to, the slot's user), if the index is sorted."""
+    shape = ctx.shape
+    if shape.listed:
+        return None, ctx.listed_place(Place(slot, None, None, None))[0]
+    extra = slot - shape.users
+    candidate = jnp.maximum(lax.div((extra + 1) * shape.item_rows - 1, shape.q_len), 0)
+    return candidate, jnp.where(extra >= 0, _user_at(ctx, candidate), slot)
+
+
 def _extent(ctx: Context, slot: Any) -> tuple[Any, Any]:
     """[first row, end) of a slot; empty if first ≥ end."""
     shape = ctx.shape
     extra = slot - shape.users
     is_extra = extra >= 0
-    candidate = lax.div((extra + 1) * shape.item_rows - 1, shape.q_len)
-    candidate = jnp.maximum(candidate, 0)
-    user = jnp.where(is_extra, _user_at(ctx, candidate), slot)
+    candidate, user = _user_of_slot(ctx, slot)
     begin, stop = _candidates(ctx, user)
     if ctx.operands.cand_to_user is not None:
         is_found = ~is_extra | ((begin <= candidate) & (candidate < stop))
@@ -88,7 +104,7 @@ def _run(ctx: Context, first: Any, end: Any) -> tuple[Any, Any]:
     if index is None:
         return jnp.int32(0), end
     candidate = jnp.minimum(lax.div(first, shape.q_len), shape.batch - 1)
-    stop = rows.end_of_run(
+    stop = runs.end_of_run(
         index,
         candidate,
         lax.div(end - 1, shape.q_len) + 1,
@@ -134,34 +150,30 @@ def _rotation(ctx: Context, user: Any, blocks: Any) -> Any:
     return lax.rem(user * max(1, ctx.split_blocks // ctx.shape.users), blocks)
 
 
-def _load_first_keys(ctx: Context, place: _Place) -> Any:
+def _load_first_keys(ctx: Context, place: Place) -> Any:
     """Loads the first block of keys of this CTA, before it is known which rows need them.
 
     The loads of the index that find the rows take about as long as the load of the block. Returns
-    the user whose keys are loaded, or -1 if the place's slot may have any user.
+    the user whose keys are loaded. A slot without rows loads a block in vain.
     """
-    is_users = place.slot < ctx.shape.users
-
-    @pl.when(is_users)
-    def _() -> None:
-        number = place.split * ctx.split_blocks
-        if ctx.is_staggered:
-            number = number + _rotation(ctx, place.slot, _blocks_of_split(ctx, place.split))
-        first = (place.slot, number, place.kv_head)
-        _load_block(ctx, ctx.operands.key, ctx.shared.key, jnp.int32(0), first)
-
-    return jnp.where(is_users, place.slot, -1)
+    _, user = _user_of_slot(ctx, place.slot)
+    number = place.split * ctx.split_blocks
+    if ctx.is_staggered:
+        number = number + _rotation(ctx, user, _blocks_of_split(ctx, place.split))
+    first = (user, number, place.kv_head)
+    _load_block(ctx, ctx.operands.key, ctx.shared.key, jnp.int32(0), first)
+    return user
 
 
 def _send(
-    ctx: Context, progress: _Progress, extent: tuple[Any, Any], place: _Place, loaded: Any
+    ctx: Context, progress: _Progress, extent: tuple[Any, Any], place: Place, loaded: Any
 ) -> tuple[Any, _Progress]:
     """Sends the first rows of `extent` that have one user; returns the next row.
 
     `loaded`: the user whose first block of keys is in the ring already, or -1. If the rows have
     another user, an item without rows takes that block.
     """
-    shape, shared, operands = ctx.shape, ctx.shared, ctx.operands
+    shared = ctx.shared
     first, _ = extent
     # Queries are on their way while the index is read.
     shared.query.await_free(progress.items)
@@ -171,23 +183,42 @@ def _send(
     is_void = is_loaded & ((first >= extent[1]) | (user != loaded))
     user = jnp.where(is_void, loaded, user)
     end = jnp.where(is_void, first, end)
+    target = ctx.first_target(place.split) + first
+    rest = _Rows(user, end - first, target, is_void)
+    return end, _send_rows(ctx, progress, rest, place, is_loaded)
+
+
+def _send_rows(
+    ctx: Context,
+    progress: _Progress,
+    rows: _Rows,
+    place: Place,
+    is_loaded: Any,
+    further: tuple[Any, ...] = (),
+) -> _Progress:
+    """Sends an item, and loads its keys and values.
+
+    `is_loaded`: whether its first block of keys is in the ring already; `further`: the last words
+    of its descriptor.
+    """
+    shape, shared, operands = ctx.shape, ctx.shared, ctx.operands
+    user, count, target, is_void = rows
     length = jnp.int32(shape.kv_len)
     if operands.lengths is not None:
         length = jnp.clip(operands.lengths[user], 0, shape.kv_len)
     first_block = place.split * ctx.split_blocks
-    keys = jnp.where(is_void, 0, length - first_block * ctx.config.block_kv)
+    keys = jnp.maximum(length - first_block * ctx.config.block_kv, 0)
+    keys = jnp.where(is_void, 0, keys)
     blocks = jnp.clip(
         pl.cdiv(keys, ctx.config.block_kv), is_loaded.astype(jnp.int32), ctx.split_blocks
     )
-    count = end - first
     sharing = jnp.where(blocks > 1, BY_KEYS, ALONE)
     if ctx.tiles > 1:
         sharing = jnp.where(count > shape.head_rows, BY_ROWS, sharing)
-    target = place.split * shape.rows + first
     rotation = jnp.int32(0)
     if ctx.is_staggered:
         rotation = _rotation(ctx, user, blocks)
-    words = (blocks, keys, place.head, target, count, sharing, rotation)
+    words = (blocks, keys, place.head, target, count, sharing, rotation, *further)
     shared.items.send_words(progress.items, words)
 
     def load(source: Any, ring: Ring, block: Any) -> None:
@@ -208,23 +239,47 @@ def _send(
 
         load(operands.value, shared.value, blocks - 1)
 
-    return end, _Progress(progress.items + 1, progress.steps + blocks)
+    return _Progress(progress.items + 1, progress.steps + blocks)
+
+
+def _send_listed(ctx: Context, count: Any, loaded: Any, progress: _Progress) -> _Progress:
+    """Sends the CTA's items, `count` slots, whose candidates the consumers list.
+
+    Every listing is followed by an item, even without rows, and says what is listed next: more
+    candidates of the same user, if its slots do not have all of them, or those of the next slot.
+    """
+    shape = ctx.shape
+    stride = shape.slots // shape.users * shape.listed
+
+    def one_item(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        i, rank, loaded, progress = carry
+        place = ctx.place(i)
+        user, _ = ctx.listed_place(place)
+        ctx.shared.query.await_free(progress.items)
+        total = listing.await_total(ctx)
+        found = jnp.clip(total - rank, 0, shape.listed)
+        stays = rank + stride < total
+        following = jnp.where(stays, i, i + 1)
+        next_user, next_rank = ctx.listed_place(ctx.place(following))
+        next_user = jnp.where(following < count, next_user, -1)
+        next_rank = jnp.where(stays, rank + stride, next_rank)
+        target = ctx.first_target(place.split)
+        item = _Rows(user, found * shape.q_len, target, found == 0)
+        progress = _send_rows(ctx, progress, item, place, loaded >= 0, (next_user, next_rank))
+        return following, next_rank, jnp.int32(-1), progress
+
+    _, rank = ctx.listed_place(ctx.place(jnp.int32(0)))
+    start = (jnp.int32(0), rank, loaded, progress)
+    progress = lax.while_loop(lambda carry: carry[0] < count, one_item, start)[-1]
+    return progress
 
 
 def produce(ctx: Context) -> None:
     """The producer warp."""
     shape, shared = ctx.shape, ctx.shared
 
-    def place_of(i: Any, member: Any) -> _Place:
-        number = ctx.worker + i * shape.workers
-        groups = shape.groups // shape.bundle
-        group, rest = lax.rem(number, groups) * shape.bundle + member, lax.div(number, groups)
-        split, slot = lax.rem(rest, shape.splits), lax.div(rest, shape.splits)
-        head = group * shape.group
-        return _Place(slot, split, head, lax.div(head, shape.q_heads // shape.kv_heads))
-
     def one_item(
-        place: _Place, extent: tuple[Any, Any], carry: tuple[Any, _Progress]
+        place: Place, extent: tuple[Any, Any], carry: tuple[Any, _Progress]
     ) -> tuple[Any, _Progress]:
         first, end = extent
 
@@ -239,18 +294,21 @@ def produce(ctx: Context) -> None:
         return loaded, progress
 
     def one_bundle(i: Any, carry: tuple[Any, _Progress]) -> tuple[Any, _Progress]:
-        extent = _extent(ctx, place_of(i, 0).slot)
+        extent = _extent(ctx, ctx.place(i, 0).slot)
         if shape.bundle == 1:
-            return one_item(place_of(i, 0), extent, carry)
+            return one_item(ctx.place(i, 0), extent, carry)
         result: tuple[Any, _Progress] = lax.fori_loop(
-            0, shape.bundle, lambda j, carry: one_item(place_of(i, j), extent, carry), carry
+            0, shape.bundle, lambda j, carry: one_item(ctx.place(i, j), extent, carry), carry
         )
         return result
 
     count = lax.div(shape.bundles - 1 - ctx.worker, shape.workers) + 1
-    loaded = _load_first_keys(ctx, place_of(jnp.int32(0), 0))
+    loaded = _load_first_keys(ctx, ctx.place(jnp.int32(0)))
     start = (loaded, _Progress(jnp.int32(0), jnp.int32(0)))
-    _, progress = lax.fori_loop(0, count, one_bundle, start)
+    if shape.listed:
+        progress = _send_listed(ctx, count, *start)
+    else:
+        _, progress = lax.fori_loop(0, count, one_bundle, start)
     shared.items.send_words(progress.items, (jnp.int32(-1),), after=shared.query)
     for ring in (shared.key, shared.value, shared.query):
         ring.drain()

@@ -13,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
+from ikbo_jax.pallas.few_queries import listing
 from ikbo_jax.pallas.few_queries.context import Context, Part
 from ikbo_jax.pallas.flash.softmax import LN_2
 from ikbo_jax.pallas.hopper import stores
@@ -39,20 +40,40 @@ def store(
         _store_rows(ctx, outputs.maximum, maximum, part, head)
         _store_rows(ctx, outputs.sums, sums, part, head)
         return
+    store_merged(ctx, part, head, acc, maximum, sums)
+
+
+def store_merged(
+    ctx: Context,
+    part: Part,
+    head: Any,
+    acc: jax.Array,
+    maximum: jax.Array,
+    sums: jax.Array,
+    column: Any = 0,
+) -> None:
+    """Normalises and stores rows, of which `acc` [64, width] has the columns from `column` on."""
+    outputs = ctx.outputs
     inverse = jnp.where(sums > 0, 1 / sums, 0.0)
     # A NaN sum gives a NaN row.
     inverse = jnp.where(sums != sums, sums, inverse)
     out = (acc * lax.broadcast_in_dim(inverse, acc.shape, (0,))).astype(outputs.out.dtype)
-    _store_rows(ctx, outputs.out, out, part, head)
+    _store_rows(ctx, outputs.out, out, part, head, column)
     if outputs.lse is not None:
         lse = jnp.log(sums) + maximum * jnp.float32(ctx.shape.log2_scale * LN_2)
-        _store_rows(ctx, outputs.lse, jnp.where(sums != 0, lse, -jnp.inf), part, head)
+        lse = jnp.where(sums != 0, lse, -jnp.inf)
+        if ctx.shape.cluster > 1:  # one CTA of the cluster stores it
+            part = part._replace(rows=jnp.where(ctx.rank == 0, part.rows, 0))
+        _store_rows(ctx, outputs.lse, lse, part, head)
 
 
-def _store_rows(ctx: Context, output: Any, values: jax.Array, part: Part, head: Any) -> None:
+def _store_rows(
+    ctx: Context, output: Any, values: jax.Array, part: Part, head: Any, column: Any = 0
+) -> None:
     """output[target + r, head + j] = row j * head_rows + r of `values`, for r < rows.
 
-    With `Operands.targets`, row target + r is a row of the queries.
+    With `Operands.targets`, row target + r is a row of the queries in the order of users. If the
+    CTA has listed the item's candidates, `r` is the row of the part's row in the queries.
 
     Args:
       ctx: the consumer's context.
@@ -60,6 +81,7 @@ def _store_rows(ctx: Context, output: Any, values: jax.Array, part: Part, head: 
       values: [64, width] of 16 or 32 bits, or [64] f32, in the output's dtype.
       part: its target and rows.
       head: the first head.
+      column: of the output, the first of the values.
     """
     shape = ctx.shape
     group, head_rows = shape.group, shape.head_rows
@@ -73,30 +95,39 @@ def _store_rows(ctx: Context, output: Any, values: jax.Array, part: Part, head: 
         shared = ctx.shared
         staging = shared.float_staging if is_f32 else shared.staging
         staging = (staging if widths else shared.row_staging).at[ctx.consumer]
-        columns = (slice(width),) if widths else ()
+        columns = (slice(values.shape[1]),) if widths else ()
+        targets = (pl.ds(column, values.shape[1]),) if widths else ()
         staging[:, *columns] = values
 
         @pl.loop(0, part.rows)
         def _(r: Any) -> None:
-            row = part.target + r
+            row = r
+            if shape.listed:
+                row = part.offset + r
+                candidate = ctx.shared.listing[lax.div(row, shape.q_len)]
+                row = candidate * shape.q_len + lax.rem(row, shape.q_len)
+            row = part.target + row
             if order is not None:
                 row, _ = order.read(row, head)
             for j in range(group):
-                output[row, head + j] = staging[j * head_rows + r, *columns]
+                output[row, head + j, *targets] = staging[j * head_rows + r, *columns]
 
         return
 
     scalar = plgpu.Layout.WG_SPLAT(())
     layout: Any = plgpu.Layout.WGMMA if widths else ROW_LAYOUT
 
-    tables = () if order is None else order.tables
-    refs = (plgpu.RefType(),) * len(tables)
+    tables = (ctx.shared.listing,) if shape.listed else ()
+    if order is not None:
+        tables = order.tables
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, *refs, *(scalar,) * 3))
-    def write(_: Any, output: ir.Value, values: Any, *arguments: Any) -> None:
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), layout, *(scalar,) * 5, *(plgpu.RefType() for _ in tables))
+    )
+    def write(_: Any, output: ir.Value, values: Any, *rest: Any) -> None:
         i32 = ir.IntegerType.get_signless(32)
-        table, scalars = arguments[: len(tables)], arguments[len(tables) :]
-        target, rows, head = (s.registers.item() for s in scalars)
+        target, rows, head, offset, column = (s.registers.item() for s in rest[:5])
+        table = rest[5:]
         thread = stores.thread_number()
         held = stores.HeldRows(values, thread, is_f32=is_f32)
         for half in (0, 1):
@@ -107,10 +138,14 @@ def _store_rows(ctx: Context, output: Any, values: jax.Array, part: Part, head: 
             is_wanted = arith.andi(
                 arith.cmpi(below, row, rows), arith.cmpi(below, member, mgpu.c(group, i32))
             )
+            if shape.listed:
+                row = listing.listed_row(table[0], arith.addi(row, offset), shape.q_len)
             place = arith.addi(target, row), arith.addi(head, member)
             if order is not None:
                 place = order.place(*place, *table)
             terms = [(place[0], heads * width), (place[1], width)]
+            if widths:
+                terms.append((column, 1))
             held.store(output, half, terms, is_wanted)
 
-    write(output, values, *tables, part.target, part.rows, head)
+    write(output, values, part.target, part.rows, head, part.offset, jnp.int32(column), *tables)

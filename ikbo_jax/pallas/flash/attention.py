@@ -62,6 +62,7 @@ from ikbo_jax.pallas.flash import (
     work_order,
 )
 from ikbo_jax.pallas.flash.attention_context import AttentionContext, Operands, Outputs, Shape
+from ikbo_jax.pallas.hopper import warps
 from ikbo_jax.pallas.hopper.launch import Roles, launch
 from ikbo_jax.problems import AttentionConfig
 from ikbo_jax.problems.hopper import TILE_ROWS, WGMMA_M
@@ -143,7 +144,8 @@ def attention_kernel(
         most_row_tiles * q_heads,
     )
     run_ends = None
-    if q_len < WGMMA_M:  # a tile has many candidates: the producer would read users one by one
+    # A tile has more candidates than a warp has lanes: the producer has no registers to read them.
+    if q_len and TILE_ROWS // q_len + 2 > warps.LANES and users > 1:
         run_ends = work_order.run_ends(jnp.clip(cand_to_user, 0, users - 1))
     operands = Operands(
         query.reshape(batch * q_len, q_heads, head_dim),

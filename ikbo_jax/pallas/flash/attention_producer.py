@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ikbo_jax.pallas.flash import tile_list
+from ikbo_jax.pallas.flash import runs, tile_list
 from ikbo_jax.pallas.flash.attention_context import COMMON_ITEM_WORDS, AttentionContext, Item
 from ikbo_jax.pallas.hopper import mosaic, schedule
 from ikbo_jax.pallas.hopper.rings import Ring
@@ -103,9 +103,19 @@ def _user_at(ctx: AttentionContext, position: Any) -> Any:
 def _run_from(ctx: AttentionContext, position: Any, stop: Any) -> tuple[Any, Any]:
     """(user, end) of the run of candidates that begins at `position`; looks ahead no further than
     `stop`, and no further than a tile needs."""
+    shape, operands = ctx.shape, ctx.operands
+    if shape.users == 1:
+        return jnp.int32(0), stop
     user = _user_at(ctx, position)
-    if ctx.operands.run_ends is not None:
-        return user, ctx.operands.run_ends[position]
+    if operands.run_ends is not None:
+        return user, operands.run_ends[position]
+    most = TILE_ROWS // shape.q_len + 2
+    if shape.q_len < WGMMA_M:
+        last = jnp.minimum(position + most, stop)
+        index = operands.cand_to_user
+        return user, runs.end_of_run(
+            index, position, last, most, shape.users, interpret=ctx.interpret
+        )
     end, is_same = position + 1, True
     for ahead in range(1, (TILE_ROWS - 2) // ctx.shape.q_len + 2):
         is_next = (position + ahead < stop) & (_user_at(ctx, position + ahead) == user)

@@ -1,0 +1,60 @@
+"""What a warp's lanes do together: inline PTX, called by all 32 lanes."""
+
+from __future__ import annotations
+
+from jax.experimental.mosaic import gpu as mgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith
+
+LANES = 32
+
+
+def lane() -> ir.Value:
+    """This lane's number."""
+    i32 = ir.IntegerType.get_signless(32)
+    return mgpu.utils.inline_ptx("mov.u32 $0, %laneid;", result_types=i32)
+
+
+def load(ref: ir.Value, index: ir.Value) -> ir.Value:
+    """Element `index` of 32 bits of device memory."""
+    i32 = ir.IntegerType.get_signless(32)
+    address = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [index], i32)
+    return mgpu.utils.inline_ptx("ld.global.b32 $0, [$1];", address, result_types=i32)
+
+
+def ballot(predicate: ir.Value) -> ir.Value:
+    """A bit of each lane: its predicate."""
+    i32 = ir.IntegerType.get_signless(32)
+    return mgpu.utils.inline_ptx(
+        "{ .reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff; }",
+        arith.extui(i32, predicate),
+        result_types=i32,
+        has_side_effects=True,
+        convergent=True,
+    )
+
+
+def lowest_bit(x: ir.Value) -> ir.Value:
+    """Number of the lowest bit that is set."""
+    i32 = ir.IntegerType.get_signless(32)
+    return mgpu.utils.inline_ptx(
+        "{ .reg .b32 x; brev.b32 x, $1; clz.b32 $0, x; }", x, result_types=i32
+    )
+
+
+def from_lane(x: ir.Value, lane: int) -> ir.Value:
+    """The value of a given lane."""
+    i32 = ir.IntegerType.get_signless(32)
+    return mgpu.utils.inline_ptx(
+        f"shfl.sync.idx.b32 $0, $1, {lane}, 31, 0xffffffff;",
+        x,
+        result_types=i32,
+        has_side_effects=True,
+        convergent=True,
+    )
+
+
+def ones(x: ir.Value) -> ir.Value:
+    """How many bits are set."""
+    i32 = ir.IntegerType.get_signless(32)
+    return mgpu.utils.inline_ptx("popc.b32 $0, $1;", x, result_types=i32)
