@@ -258,8 +258,7 @@ def test_exit_before_the_cluster_has_read_traps(
 ) -> None:
     monkeypatch.setattr(merging, "end", lambda ctx: None)
     with pytest.raises(jax.errors.JaxRuntimeError, match="which has ended"):
-        for seed in range(6):
-            is_cluster_right(sm90, monkeypatch, seed)
+        _ = [is_cluster_right(sm90, monkeypatch, seed) for seed in range(6)]
 
 
 def test_part_of_a_cluster_that_is_not_awaited_is_found(
@@ -274,5 +273,4 @@ def test_part_of_a_cluster_that_is_not_awaited_is_found(
 
     monkeypatch.setattr(merging, "merge", without_wait)
     with pytest.raises((AssertionError, jax.errors.JaxRuntimeError)):
-        for seed in range(4):
-            assert is_cluster_right(sm90, monkeypatch, seed)
+        assert all(is_cluster_right(sm90, monkeypatch, seed) for seed in range(4))

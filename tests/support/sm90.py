@@ -15,7 +15,8 @@ A `Trap` says what the hardware would refuse, or what has no defined result: add
 or not aligned, boxes of TMA, `.aligned` instructions of diverged warps, too many arrivals, exits
 before copies have read shared memory, warps that wait for ever.
 
-Memory orders of ordinary loads and stores are not modelled: every store is visible at once.
+Memory orders of ordinary loads and stores, those of a cluster's blocks included, are not modelled:
+every store is visible at once.
 """
 
 from __future__ import annotations
