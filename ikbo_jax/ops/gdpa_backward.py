@@ -79,7 +79,7 @@ def kernel_vjp(
     key_config = key_config or configs.default_config(query.shape[-1])
     blocks = (query_config.block, key_config.block)
     parts = _parts(arrays, settings, num_sms)
-    make = _listed if parts == 1 and not interpret else _planned
+    make = _planned if interpret else _listed
     plan = make(arrays, settings, _Residuals(out, lse, d_out), blocks, parts)
     options: dict[str, Any] = {
         "activations": settings.activations,
@@ -111,8 +111,8 @@ def kernel_vjp(
 class _Residuals(NamedTuple):
     """What a softmax's statistics are computed from."""
 
-    out: jax.Array | None
-    lse: jax.Array | None
+    out: Any  # like lse, None without a softmax
+    lse: Any
     d_out: jax.Array
 
 
@@ -148,12 +148,13 @@ def _listed(
         key_block=blocks[1],
         group=arrays.query.shape[1] // arrays.key.shape[1],
         has_statistics=has_softmax,
+        parts=parts,
     )
     if found is None:
         return _planned(arrays, settings, residuals, blocks, parts)
     queries, keys, rows = found
     statistics = None
-    if has_softmax:
+    if rows is not None:
         statistics = tiles.statistics_of(
             rows, *residuals, output_scale=settings.output_scale, block=blocks[1]
         )

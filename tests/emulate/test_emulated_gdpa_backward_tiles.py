@@ -29,7 +29,11 @@ def many(*, is_shared: bool) -> Case:
     return Case(cu_q, cu_kv, index, 9100, 9000, (90, 70), 2, has_statistics=True)
 
 
-CASES = tiles.CASES | {"many": many(is_shared=False), "many_shared": many(is_shared=True)}
+CASES = (
+    tiles.CASES
+    | {"many_parts": dataclasses.replace(many(is_shared=True), parts=2)}
+    | {"many": many(is_shared=False), "many_shared": many(is_shared=True)}
+)
 
 
 @pytest.mark.parametrize("name", CASES)

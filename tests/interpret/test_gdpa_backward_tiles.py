@@ -35,6 +35,7 @@ class Case:
     group: int = 1
     has_statistics: bool = False
     blocks: tuple[int, int] = (16, 32)
+    parts: int = 1
 
     @property
     def arrays(self) -> Arrays:
@@ -78,6 +79,10 @@ CASES = {
         [-2, 5, 4, 9, 223, 229, 445], [-1, 3, 8, 7, 238], [2, 0, 3, -1, 3, 9], 440, 238,
         (150, 61), has_statistics=True,
     ),
+    "parts": Case(
+        [-2, 5, 4, 9, 223, 229, 445], [1, 3, 8, 7, 138], [2, 0, 3, -1, 3, 9], 440, 238, (150, 61),
+        has_statistics=True, parts=3,
+    ),
     "pma": Case(None, [0, 3, 3, 220, 238], None, 9, 238, has_statistics=True),
     "pma_shared": Case(
         None, [0, 3, 3, 220, 238], [0, 2, -1, 9, 2, 1], 190, 238, (None, 70), has_statistics=True
@@ -96,7 +101,7 @@ def expected(case: Case) -> tuple[tiles.Work, tiles.Work, Any]:
     out = jnp.zeros((total, 1, 1), jnp.bfloat16)
     residuals = op._Residuals(out, jnp.zeros((total, 1), jnp.float32), out)
     with mock.patch.object(tiles, "statistics_of", keep):
-        plan = op._planned(case.arrays, case.settings, residuals, case.blocks, 1)
+        plan = op._planned(case.arrays, case.settings, residuals, case.blocks, case.parts)
     return plan.queries, plan.keys, np.asarray(blocks[0]) if blocks else None
 
 
@@ -112,6 +117,7 @@ def listed(case: Case, interpret: Any = False) -> tuple[tiles.Work, tiles.Work, 
         key_block=case.blocks[1],
         group=case.group,
         has_statistics=case.has_statistics,
+        parts=case.parts,
         interpret=interpret,
     )
     assert found is not None
@@ -124,7 +130,7 @@ def assert_same_work(case: Case, found: Any, *, is_ordered: bool = True) -> None
     total = case.q_rows * (1 if case.cu_q is not None else len(case.q_to_kv or case.cu_kv[1:]))
     for work, want, rows, is_for_queries in (
         (found[0], wanted[0], total, True),
-        (found[1], wanted[1], case.kv_rows, False),
+        (found[1], wanted[1], case.kv_rows * case.parts, False),
     ):
         keyed, count = (int(x) for x in work.counts)
         assert keyed == int(want.counts[0])
