@@ -1,8 +1,9 @@
 """The work of the backward kernels: stationary tiles, and the ranges of streamed rows for each.
 
-XLA computes it before the launch. A tile is at most `TILE_ROWS` rows of one sequence. Tiles of
-sequences with most blocks come first, so that CTAs that take every n-th tile finish together. Rows
-of no sequence get tiles without blocks, at the end, so that a kernel writes all rows of a result.
+XLA computes it here, for what `work_kernel` does not take. A tile is at most `TILE_ROWS` rows of
+one sequence. Tiles of sequences with most blocks come first, so that CTAs that take every n-th tile
+finish together. Rows of no sequence get tiles without blocks, at the end, so that a kernel writes
+all rows of a result.
 """
 
 from __future__ import annotations
