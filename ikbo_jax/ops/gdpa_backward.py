@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -72,13 +72,111 @@ def kernel_vjp(
       before the sum over sequences.
     """
     # Imported here because a machine without a GPU never needs it.
-    from ikbo_jax.pallas.gdpa_backward import kernels, tiles
+    from ikbo_jax.pallas.gdpa_backward import kernels
 
-    query, key, value, cu_q, cu_kv, q_to_kv = arrays
-    batch, batch_kv = num_sequences(arrays), cu_kv.shape[0] - 1
-    total_q = out_shape(arrays, settings)[0]
+    query, key, value = arrays[:3]
     query_config = query_config or configs.default_config(query.shape[-1])
     key_config = key_config or configs.default_config(query.shape[-1])
+    blocks = (query_config.block, key_config.block)
+    parts = _parts(arrays, settings, num_sms)
+    make = _planned if interpret else _listed
+    plan = make(arrays, settings, _Residuals(out, lse, d_out), blocks, parts)
+    options: dict[str, Any] = {
+        "activations": settings.activations,
+        "approx": one_by_one(settings.approx),
+        "scale": settings.scale,
+        "output_scale": settings.output_scale,
+        "num_sms": num_sms,
+        "statistics": plan.statistics,
+        "interpret": interpret,
+    }
+    d_query = kernels.d_query_kernel(
+        query,
+        key,
+        value,
+        d_out,
+        plan.queries,
+        config=query_config,
+        out_dtype=jnp.float32 if settings.broadcast_q else None,
+        **options,
+    )
+    if settings.broadcast_q:
+        d_query = jnp.sum(d_query.reshape(-1, *query.shape), axis=0).astype(query.dtype)
+    d_key, d_value = _d_key_value(
+        arrays, plan.keys, d_out, parts, key_config, out_dtype=dtype, options=options
+    )
+    return d_query, d_key, d_value
+
+
+class _Residuals(NamedTuple):
+    """What a softmax's statistics are computed from."""
+
+    out: Any  # like lse, None without a softmax
+    lse: Any
+    d_out: jax.Array
+
+
+class _Plan(NamedTuple):
+    """Work of both kernels (`pallas.gdpa_backward.tiles.Work`), and statistics of a softmax."""
+
+    queries: Any
+    keys: Any
+    statistics: jax.Array | None
+
+
+def _listed(
+    arrays: Arrays,
+    settings: Settings,
+    residuals: _Residuals,
+    blocks: tuple[int, int],
+    parts: int,
+) -> _Plan:
+    """The plan by one launch; by XLA if the launch does not take so many sequences.
+
+    `blocks` are the blocks' rows in the kernels for queries and for keys.
+    """
+    from ikbo_jax.pallas.gdpa_backward import tiles, work_kernel
+
+    has_softmax = SOFTMAX in settings.activations
+    found = work_kernel.works(
+        *arrays[3:],
+        q_rows=arrays.query.shape[0],
+        kv_rows=arrays.key.shape[0],
+        max_seqlen_q=settings.max_seqlen_q,
+        max_seqlen_kv=settings.max_seqlen_kv,
+        query_block=blocks[0],
+        key_block=blocks[1],
+        group=arrays.query.shape[1] // arrays.key.shape[1],
+        has_statistics=has_softmax,
+        parts=parts,
+    )
+    if found is None:
+        return _planned(arrays, settings, residuals, blocks, parts)
+    queries, keys, rows = found
+    statistics = None
+    if rows is not None:
+        statistics = tiles.statistics_of(
+            rows, *residuals, output_scale=settings.output_scale, block=blocks[1]
+        )
+    return _Plan(queries, keys, statistics)
+
+
+def _planned(
+    arrays: Arrays,
+    settings: Settings,
+    residuals: _Residuals,
+    blocks: tuple[int, int],
+    parts: int,
+) -> _Plan:
+    """The plan by XLA.
+
+    Every n-th query sequence belongs to part n of the keys, which are copied for each part.
+    """
+    from ikbo_jax.pallas.gdpa_backward import tiles
+
+    query, key, _, cu_q, cu_kv, q_to_kv = arrays
+    batch, batch_kv = num_sequences(arrays), cu_kv.shape[0] - 1
+    total_q = out_shape(arrays, settings)[0]
     number = jnp.arange(batch, dtype=jnp.int32)
     kv_of = number if q_to_kv is None else jnp.clip(q_to_kv, 0, batch_kv - 1)
     if cu_q is None:
@@ -91,48 +189,28 @@ def kernel_vjp(
     kv = tiles.Sequences(start, start, length, jnp.zeros_like(start))
     statistics = None
     if SOFTMAX in settings.activations:
-        assert out is not None
-        assert lse is not None
         q, statistics = tiles.with_statistics(
-            q, out, lse, d_out, output_scale=settings.output_scale, block=key_config.block
+            q, *residuals, output_scale=settings.output_scale, block=blocks[1]
         )
-    options: dict[str, Any] = {
-        "activations": settings.activations,
-        "approx": one_by_one(settings.approx),
-        "scale": settings.scale,
-        "output_scale": settings.output_scale,
-        "num_sms": num_sms,
-        "statistics": statistics,
-        "interpret": interpret,
-    }
     is_bounded = settings.max_seqlen_q is not None and cu_q is not None
-    query_work = tiles.query_work(
-        q, kv, kv_of, total_q, block=query_config.block, is_bounded=is_bounded
+    queries = tiles.query_work(q, kv, kv_of, total_q, block=blocks[0], is_bounded=is_bounded)
+    if parts > 1:
+        first = jnp.repeat(jnp.arange(parts, dtype=jnp.int32) * key.shape[0], batch_kv)
+        source, target, length, zeros = (jnp.tile(x, parts) for x in kv)
+        kv = tiles.Sequences(source + first, target + first, length, zeros)
+        kv_of = kv_of + number % parts * batch_kv
+    keys = tiles.key_work(
+        kv,
+        q,
+        kv_of,
+        key.shape[0] * parts,
+        block=blocks[1],
+        group=query.shape[1] // key.shape[1],
+        is_sorted=q_to_kv is None,
+        # Rows between two copies may belong to no sequence, too.
+        is_bounded=settings.max_seqlen_kv is not None or parts > 1,
     )
-    d_query = kernels.d_query_kernel(
-        query,
-        key,
-        value,
-        d_out,
-        query_work,
-        config=query_config,
-        out_dtype=jnp.float32 if settings.broadcast_q else None,
-        **options,
-    )
-    if settings.broadcast_q:
-        d_query = jnp.sum(d_query.reshape(-1, *query.shape), axis=0).astype(query.dtype)
-    parts = _parts(arrays, settings, num_sms)
-    d_key, d_value = _d_key_value(
-        arrays,
-        (q, kv, kv_of),
-        d_out,
-        parts,
-        key_config,
-        out_dtype=dtype,
-        options=options,
-        is_bounded=settings.max_seqlen_kv is not None,
-    )
-    return d_query, d_key, d_value
+    return _Plan(queries, keys, statistics)
 
 
 def _parts(arrays: Arrays, settings: Settings, num_sms: int) -> int:
@@ -151,44 +229,25 @@ def _parts(arrays: Arrays, settings: Settings, num_sms: int) -> int:
 
 def _d_key_value(
     arrays: Arrays,
-    sequences: tuple[Any, Any, jax.Array],
+    work: Any,
     d_out: jax.Array,
     parts: int,
     config: GdpaBackwardConfig,
     *,
     out_dtype: Any,
     options: dict[str, Any],
-    is_bounded: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """Gradients of key and value; every n-th query sequence belongs to part n.
 
     With several parts there are as many copies of keys and values, which are few then. The parts'
     gradients are f32 and added before they are rounded.
     """
-    from ikbo_jax.pallas.gdpa_backward import kernels, tiles
+    from ikbo_jax.pallas.gdpa_backward import kernels
 
     query, key, value = arrays[:3]
-    q, kv, kv_of = sequences
-    rows, heads, _ = key.shape
+    rows = key.shape[0]
     if parts > 1:
-        batch_kv = kv.length.size
-        first = jnp.repeat(jnp.arange(parts, dtype=jnp.int32) * rows, batch_kv)
-        copied = (jnp.tile(x, parts) for x in kv)
-        source, target, length, statistics = copied
-        kv = tiles.Sequences(source + first, target + first, length, statistics)
-        kv_of = kv_of + jnp.arange(kv_of.size, dtype=jnp.int32) % parts * batch_kv
         key, value = (jnp.tile(x, (parts, 1, 1)) for x in (key, value))
-    work = tiles.key_work(
-        kv,
-        q,
-        kv_of,
-        key.shape[0],
-        block=config.block,
-        group=query.shape[1] // heads,
-        is_sorted=arrays.q_to_kv is None,
-        # Rows between two copies may belong to no sequence, too.
-        is_bounded=is_bounded or parts > 1,
-    )
     found = kernels.d_key_value_kernel(
         query,
         key,

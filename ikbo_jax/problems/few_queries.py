@@ -27,9 +27,10 @@ MOST_LISTINGS = 4
 #: f32 words of a row's statistics that one consumer hands to the other: maximum and sum, for each
 #: of the two rows of a thread.
 STATISTIC_WORDS = 4
-#: CTAs of a cluster that can have the parts of an item's keys, and those of default
-#: configurations: clusters of other sizes were not measured.
-CLUSTERS, DEFAULT_CLUSTERS = (2, 3, 4, 6, 8), (2, 4, 8)
+#: CTAs of a cluster that can have the parts of an item's keys. No default configuration has
+#: clusters: on an H100 they took 1.15 to 2 times as long as parts that XLA adds, or no parts (five
+#: sizes, commit 84c7f80). 32 clusters of 4 took two waves, so fewer run at the same time.
+CLUSTERS = (2, 3, 4, 6, 8)
 #: Rows of a group of swizzled rows in shared memory: a head's queries begin at a multiple of it.
 SWIZZLE_ROWS = 8
 #: Most queries of a candidate for which this kernel is a candidate.
@@ -40,9 +41,8 @@ NUM_SMS = 132
 #: Time of a CTA for one block of 64 rows by 128 keys at H = 64, of one of 128 rows, of an item, and
 #: of the launch, us; measured on an H200, like the numbers below.
 BLOCK_US, WIDE_BLOCK_US, ITEM_US, LAUNCH_US = 0.7, 1.5, 0.6, 4.0
-#: Time of the launch that merges splits, and of merging an item in a cluster, us. The latter is an
-#: estimate: two fences, and reads of the other CTAs' shared memory.
-MERGE_US, CLUSTER_US = 3.0, 1.5
+#: Time of the launch that merges splits, us.
+MERGE_US = 3.0
 #: Bytes that L2, device memory, and L2 to one SM deliver in a us.
 L2_BYTES, MEMORY_BYTES, SM_BYTES = 5.5e6, 3.5e6, 6e4
 #: Factor of the time with fewer than three stages: the rings run empty.
@@ -136,21 +136,18 @@ def candidate_configs(problem: Any) -> Iterator[FewQueriesConfig]:
             keys = problem.kv_len / splits
             # With few blocks the queries of several items are in flight.
             q_slots = 2 if keys > 2 * block_kv else 4
-            for cluster in (False, True):
-                # A launch that merges costs more than a cluster.
-                is_too_many = splits > 1 and keys < (1 if cluster else 2) * block_kv
-                if is_too_many or (cluster and splits not in DEFAULT_CLUSTERS):
-                    continue
-                configs += [
-                    FewQueriesConfig(tile_rows, splits, block_kv, *stages, q_slots, cluster=cluster)
-                    for tile_rows in ((WGMMA_M,) if cluster else (WGMMA_M, TILE_ROWS))
-                    for stages in ((5, 5), (4, 4), (3, 3), (3, 2), (2, 2))
-                ]
+            if splits > 1 and keys < 2 * block_kv:
+                continue
+            configs += [
+                FewQueriesConfig(tile_rows, splits, block_kv, *stages, q_slots)
+                for tile_rows in (WGMMA_M, TILE_ROWS)
+                for stages in ((5, 5), (4, 4), (3, 3), (3, 2), (2, 2))
+            ]
     legal = [config for config in configs if config.illegal_reason(problem) is None]
     # Of configurations that differ in their stages alone, the first has most.
     seen: dict[tuple[int, ...], FewQueriesConfig] = {}
     for config in legal:
-        kind = (config.tile_rows, config.splits, config.block_kv, config.cluster)
+        kind = (config.tile_rows, config.splits, config.block_kv)
         seen.setdefault(kind, config)
     yield from sorted(seen.values(), key=lambda config: estimated_us(problem, config))
 
@@ -170,20 +167,17 @@ def estimated_us(problem: Any, config: FewQueriesConfig) -> float:
     width = hopper.column_blocks(p.head_dim) * config.block_kv / 128
     is_wide = rows > head_rows and config.tile_rows > WGMMA_M
     block_us = (WIDE_BLOCK_US if is_wide else BLOCK_US) * max(width, 0.5 + 0.5 * width)
-    if config.cluster:
-        waves = math.ceil(items / clusters(NUM_SMS, config.splits))
-    else:
-        waves = math.ceil(items * config.splits / NUM_SMS)
+    waves = math.ceil(items * config.splits / NUM_SMS)
     of_split = math.ceil(blocks / config.splits)
     if not is_wide:  # each consumer has every other block
         of_split += of_split % 2
-    compute = waves * (of_split * block_us + ITEM_US + config.cluster * CLUSTER_US)
+    compute = waves * (of_split * block_us + ITEM_US)
     keys = 4 * p.kv_len * p.head_dim  # bytes of a user's keys and values of one head
     compute = max(compute, waves * keys / config.splits / SM_BYTES)
     read = min(p.users, p.batch) * p.kv_heads * keys
     traffic = max(items * keys / L2_BYTES, read / MEMORY_BYTES)
     merge = 0.0
-    if config.splits > 1 and not config.cluster:
+    if config.splits > 1:
         sums = 8 * config.splits * p.batch * p.q_len * p.q_heads * p.head_dim
         merge = MERGE_US + sums / MEMORY_BYTES
     shallow = SHALLOW if min(config.k_stages, config.v_stages) < 3 else 1.0

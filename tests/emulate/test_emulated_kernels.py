@@ -154,7 +154,12 @@ CHOSEN = {
         "users_without_candidates_h96_f16",
     ],
     "gdpa": ["softmax_gaps"],
-    "gdpa_backward": ["indexed_in_parts", "softmax_gaps", "softmax_pma_h96_f16"],
+    "gdpa_backward": [
+        "indexed_in_parts",
+        "softmax_gaps",
+        "softmax_indexed_grouped_heads_h128",
+        "softmax_pma_h96_f16",
+    ],
     "linear_compression": ["k_steps_of_levels_differ_many_tiles_of_a_cta"],
     "packed_compression": [
         "n16_ragged_last_tile",

@@ -13,10 +13,10 @@ import offline
 import planted
 import pytest
 
-from ikbo_jax.pallas.gdpa_backward import kernels, tiles
+from ikbo_jax.pallas.gdpa_backward import kernels, tiles, work_kernel
 from ikbo_jax.problems import GdpaBackwardConfig, GdpaBackwardProblem
 from ikbo_jax.problems import gdpa_backward as backward_configs
-from ikbo_jax.problems.hopper import MAX_SMEM_BYTES
+from ikbo_jax.problems.hopper import MAX_SMEM_BYTES, WARPGROUP_SIZE
 from ikbo_jax.tuning import table
 
 pytestmark = [
@@ -148,6 +148,51 @@ def test_offline_gdpa_backward_kernel_is_fit(name: str, compiler: offline.Compil
     (compiled,) = compiler.compile(*case.launch())
     assert not compiled.faults
     assert compiled.smem_bytes == case.smem_bytes <= MAX_SMEM_BYTES
+
+
+@pytest.mark.parametrize(
+    ("is_shared", "has_statistics", "bound", "sequences"),
+    [
+        (False, True, None, 14400),
+        (False, False, 512, 21600),
+        (True, True, 512, 11600),
+        (True, False, None, 1152),
+    ],
+)
+def test_offline_launch_that_lists_tiles_is_fit(
+    is_shared: bool,
+    has_statistics: bool,
+    bound: int | None,
+    sequences: int,
+    compiler: offline.Compiler,
+) -> None:
+    """Of about as many sequences as fit shared memory, and of 1,152."""
+    keys = sequences // 4 if is_shared else sequences
+    sizes = {"q_rows": sequences * 256, "kv_rows": keys * 256}
+
+    def works(q: Any, kv: Any, index: Any) -> Any:
+        found = work_kernel.works(
+            q,
+            kv,
+            index,
+            **sizes,
+            max_seqlen_q=bound,
+            max_seqlen_kv=bound,
+            query_block=64,
+            key_block=64,
+            group=1,
+            has_statistics=has_statistics,
+        )
+        assert found is not None
+        return found
+
+    offsets = (jax.ShapeDtypeStruct((x + 1,), jnp.int32) for x in (sequences, keys))
+    index = jax.ShapeDtypeStruct((sequences,), jnp.int32) if is_shared else None
+    (compiled,) = compiler.compile(works, *offsets, index)
+    assert compiled.name == "ikbo_gdpa_backward_lists"
+    assert not compiled.faults
+    assert compiled.smem_bytes <= MAX_SMEM_BYTES
+    assert compiled.ptxas.registers * 4 * WARPGROUP_SIZE <= 65536
 
 
 # The check itself must be able to fail.

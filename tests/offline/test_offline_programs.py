@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import hopper_programs
@@ -165,3 +166,67 @@ def test_small_forward_passes_have_no_kernels_of_xla(name: str) -> None:
     run = functools.partial(ikbo_jax.attention, indices_are_sorted=is_sorted)
     found = hopper_programs.operations(run, query, keys, keys, index)
     assert len(found) == 1 + kernels, found  # the launch, and XLA's
+
+
+@pytest.fixture
+def full_locations() -> Iterator[None]:
+    """Without them, the names of launches inside of ops are lost."""
+    jax.config.update("jax_include_full_tracebacks_in_locations", True)
+    yield
+    jax.config.update("jax_include_full_tracebacks_in_locations", False)
+
+
+@pytest.mark.usefixtures("full_locations")
+@pytest.mark.parametrize(
+    ("kind", "activation", "bound", "kernels"),
+    [
+        ("self-attention", "gelu_tanh", 512, 0),
+        ("self-attention", "gelu_tanh", None, 0),
+        # Statistics: delta, and their order.
+        ("self-attention", "softmax", 512, 2),
+        ("pffn", "gelu_tanh", 512, 0),
+        # The sum over sequences of queries' gradients.
+        ("pma", "gelu_tanh", 512, 1),
+    ],
+)
+def test_gdpa_s_gradient_has_few_kernels_of_xla(
+    kind: str, activation: str, bound: int | None, kernels: int
+) -> None:
+    batch, rows, seeds = 1152, 1152 * 256, 32
+    batch_kv = batch // 16 if kind == "pffn" else batch
+    is_broadcast = kind == "pma"
+
+    def array(rows: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((rows, 4, 64), jnp.bfloat16)
+
+    def offsets(count: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((count,), jnp.int32)
+
+    def run(tensors: Any, offsets: Any, index: Any, d_out: Any) -> Any:
+        def attend(*tensors: Any) -> Any:
+            return ikbo_jax.gdpa(
+                *tensors,
+                *offsets,
+                q_to_kv=index,
+                activation=activation,
+                broadcast_q=is_broadcast,
+                max_seqlen_q=None if is_broadcast else bound,
+                max_seqlen_kv=bound,
+                implementation="mosaic_gpu",
+            )
+
+        out, pull_back = jax.vjp(attend, *tensors)
+        return out, pull_back(d_out)
+
+    key = array(batch_kv * 256)
+    found = hopper_programs.operations(
+        run,
+        (array(seeds if is_broadcast else rows), key, key),
+        (None if is_broadcast else offsets(batch + 1), offsets(batch_kv + 1)),
+        offsets(batch) if kind == "pffn" else None,
+        array(batch * seeds if is_broadcast else rows),
+    )
+    launches = [x for x in found if x.startswith("ikbo_")]
+    assert "ikbo_gdpa_backward_lists" in launches, found
+    assert len(launches) == 5, found
+    assert len(found) - len(launches) == kernels, found

@@ -34,6 +34,8 @@ class Shape:
       is_broadcast: whether all sequences have the same queries.
       is_merged: whether neighbours that share keys are one segment.
       warpgroups: of a CTA.
+      kv_first: position of the first offset of keys in shared memory: 1 if zero and `kv_rows`
+        surround them, as they surround offsets of queries.
     """
 
     sequences: int
@@ -46,6 +48,7 @@ class Shape:
     is_broadcast: bool
     is_merged: bool
     warpgroups: int
+    kv_first: int = 0
 
     @property
     def segments(self) -> int:
@@ -79,6 +82,10 @@ class SegmentContext(WarpgroupContext):
     def threads(self) -> Threads:
         return Threads(self.shape.warpgroups, self.consumer, self.interpret)
 
+    def segment(self, index: jax.Array) -> Segment:
+        """The segments with these numbers; empty ones past the last."""
+        return segment(self, index)
+
 
 class Segment(NamedTuple):
     """Segments, one for each thread."""
@@ -89,6 +96,7 @@ class Segment(NamedTuple):
     rest_start: jax.Array
     kv_start: jax.Array
     kv_length: jax.Array
+    kv_number: jax.Array  # sequence of keys; -1 if the segment is none of a sequence
 
 
 def load(ctx: SegmentContext) -> None:
@@ -97,14 +105,17 @@ def load(ctx: SegmentContext) -> None:
     All loads of a round are in flight together: one alone takes 300 ns.
     """
     shape, shared, operands, threads = ctx.shape, ctx.shared, ctx.operands, ctx.threads
-    copies = [(operands.cu_seqlens_kv, shared.kv_offsets, 0, shape.kv_rows)]
+    copies = [(operands.cu_seqlens_kv, shared.kv_offsets, shape.kv_first, shape.kv_rows)]
     first = 0 if shape.is_broadcast else 1
+    surrounded = [(shared.kv_offsets, shape.kv_rows)] * shape.kv_first
     if not shape.is_broadcast:
         copies.append((operands.cu_seqlens_q, shared.q_offsets, first, shape.q_rows))
+        surrounded.append((shared.q_offsets, shape.q_rows))
+    for ref, rows in surrounded:
         thread = threads.number()
-        ends = jnp.where(thread == 0, 0, shape.q_rows)
-        where = jnp.where(thread == 0, 0, shape.segments)
-        threads.keep(shared.q_offsets, where, ends, thread < 2)
+        ends = jnp.where(thread == 0, 0, rows)
+        where = jnp.where(thread == 0, 0, ref.shape[0] - 1)
+        threads.keep(ref, where, ends, thread < 2)
     if operands.q_to_kv is not None:
         last = max(operands.cu_seqlens_kv.shape[0] - 2, 0)
         copies.append((operands.q_to_kv, shared.kv_numbers, first, last))
@@ -134,23 +145,30 @@ def load(ctx: SegmentContext) -> None:
 
 
 def running_maxima(ctx: SegmentContext) -> jax.Array:
-    """Makes offsets in shared memory rise; returns the most blocks of any sequence, a scalar.
+    """Makes offsets in shared memory rise; returns the most blocks of any sequence, a scalar."""
+    shape, threads = ctx.shape, ctx.threads
+    longest = rise(ctx)[0]
+    if shape.max_seqlen_kv is not None:
+        longest = jnp.minimum(longest, shape.max_seqlen_kv)
+    return threads.largest(cdiv(longest, shape.unit), ctx.shared.parts, 2 * threads.warps)
 
-    A thread has consecutive offsets. The threads exchange the maxima of theirs.
+
+def rise(ctx: SegmentContext) -> list[jax.Array]:
+    """Makes offsets in shared memory rise; returns the longest sequence among a thread's.
+
+    Of keys, and of queries unless they are broadcast. A thread has consecutive offsets. The threads
+    exchange the maxima of theirs, and must synchronise before they read offsets.
     """
     shape, shared, threads = ctx.shape, ctx.shared, ctx.threads
-    arrays = [(shared.kv_offsets, 0, ctx.operands.cu_seqlens_kv.shape[0])]
+    arrays = [(shared.kv_offsets, shape.kv_first, ctx.operands.cu_seqlens_kv.shape[0])]
     if not shape.is_broadcast:
         arrays.append((shared.q_offsets, 1, ctx.operands.cu_seqlens_q.shape[0]))
     largest = [_largest(threads, *array) for array in arrays]
     before = threads.maxima_before(largest, shared.parts)
-    longest = [
+    return [
         _keep_maxima(threads, *array, jnp.maximum(most, 0))
         for array, most in zip(arrays, before, strict=True)
-    ][0]
-    if shape.max_seqlen_kv is not None:
-        longest = jnp.minimum(longest, shape.max_seqlen_kv)
-    return threads.largest(cdiv(longest, shape.unit), shared.parts, 2 * threads.warps)
+    ]
 
 
 def _largest(threads: Threads, ref: Any, at: int, count: int) -> jax.Array:
@@ -187,37 +205,64 @@ def _keep_maxima(threads: Threads, ref: Any, at: int, count: int, before: jax.Ar
     return lax.fori_loop(0, turns, turn, (before, same(0)))[1]
 
 
+class Rows(NamedTuple):
+    """Rows of segments, one for each thread; of jagged sequences."""
+
+    exists: jax.Array
+    is_sequence: jax.Array
+    start: jax.Array
+    length: jax.Array
+    rest: jax.Array
+    rest_start: jax.Array
+
+
+def rows(ctx: SegmentContext, offsets: Any, index: jax.Array) -> Rows:
+    """Rows of the segments between these offsets, which are surrounded."""
+    shape, read = ctx.shape, ctx.threads.read
+    exists, index = index < shape.segments, jnp.minimum(index, shape.segments - 1)
+    start, end = read(offsets, index), read(offsets, index + 1)
+    length, rest = end - start, same(0)
+    is_sequence = exists & (index > 0) & (index <= shape.sequences)
+    if shape.max_seqlen_q is not None:
+        whole = length
+        limit = jnp.where(is_sequence, shape.max_seqlen_q, shape.q_rows)
+        length = jnp.minimum(whole, limit)
+        rest = jnp.where(exists, whole - length, 0)
+    return Rows(exists, is_sequence, start, length, rest, end - rest)
+
+
 def segment(ctx: SegmentContext, index: jax.Array) -> Segment:
     """The segments with these numbers; empty ones past the last."""
     shape, shared, read, zero = ctx.shape, ctx.shared, ctx.threads.read, same(0)
-    exists, index = index < shape.segments, jnp.minimum(index, shape.segments - 1)
     if shape.is_broadcast:
-        start, number, has_keys = index * shape.q_rows, index, exists
-        length, rest, rest_start = same(shape.q_rows), zero, zero
+        has_keys, index = index < shape.segments, jnp.minimum(index, shape.segments - 1)
+        number = index
+        found = Rows(has_keys, has_keys, index * shape.q_rows, same(shape.q_rows), zero, zero)
         if ctx.operands.q_to_kv is not None:
             number = read(shared.kv_numbers, index)
     else:
-        start, end = read(shared.q_offsets, index), read(shared.q_offsets, index + 1)
-        whole, rest = end - start, zero
-        has_keys = exists & (index > 0) & (index <= shape.sequences)
+        found = rows(ctx, shared.q_offsets, index)
+        has_keys, index = found.is_sequence, jnp.minimum(index, shape.segments - 1)
         number = jnp.clip(index - 1, 0, max(shape.sequences - 1, 0))
-        length = whole
-        if shape.max_seqlen_q is not None:
-            limit = jnp.where(has_keys, shape.max_seqlen_q, shape.q_rows)
-            length = jnp.minimum(whole, limit)
-            rest = jnp.where(exists, whole - length, 0)
-        rest_start = end - rest
         if shape.is_merged:
-            number, merged = _merged(ctx, index, start, length)
-            length = jnp.where(has_keys, merged, length)
-    kv_start = read(shared.kv_offsets, number)
-    kv_length = read(shared.kv_offsets, number + 1) - kv_start
+            number, merged = _merged(ctx, index, found.start, found.length)
+            found = found._replace(length=jnp.where(has_keys, merged, found.length))
+        elif ctx.operands.q_to_kv is not None:
+            number = read(shared.kv_numbers, jnp.clip(index, 1, max(shape.sequences, 1)))
+    place = number + shape.kv_first
+    kv_start = read(shared.kv_offsets, place)
+    kv_length = read(shared.kv_offsets, place + 1) - kv_start
     if shape.max_seqlen_kv is not None:
         kv_length = jnp.minimum(kv_length, shape.max_seqlen_kv)
-    kv_length = jnp.where(has_keys, kv_length, 0)
-    length = jnp.where(exists, length, 0)
-    kv_start = jnp.where(has_keys, kv_start, 0)
-    return Segment(start, length, rest, rest_start, kv_start, kv_length)
+    return Segment(
+        found.start,
+        jnp.where(found.exists, found.length, 0),
+        found.rest,
+        found.rest_start,
+        jnp.where(has_keys, kv_start, 0),
+        jnp.where(has_keys, kv_length, 0),
+        jnp.where(has_keys, number, -1),
+    )
 
 
 def _merged(

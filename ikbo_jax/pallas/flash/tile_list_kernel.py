@@ -27,6 +27,7 @@ other.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -40,7 +41,6 @@ from ikbo_jax.pallas.flash.jagged_segments import (
     Shape,
     load,
     running_maxima,
-    segment,
 )
 from ikbo_jax.pallas.flash.merged_segments import merge
 from ikbo_jax.pallas.flash.tile_list import TILE_WORDS, TileList
@@ -90,29 +90,32 @@ class Shared(NamedTuple):
     rest_ends: Any  # likewise of second parts
 
 
-def _store_tiles(
-    ctx: SegmentContext, place: jax.Array, tile: tuple[jax.Array, ...], is_wanted: jax.Array
+def store_words(
+    ctx: SegmentContext,
+    array: Any,
+    place: jax.Array,
+    words: tuple[jax.Array, ...],
+    is_wanted: jax.Array,
 ) -> None:
-    """Stores a tile's words for each thread that wants it."""
-    words = ctx.outputs.words
+    """Stores the first words of array[place] in device memory, for each thread that wants it."""
     if not ctx.interpret:
-        for i, word in enumerate(tile):
-            ctx.threads.write(words, place * TILE_WORDS + i, word, is_wanted)
+        for i, word in enumerate(words):
+            ctx.threads.write(array, place * array.shape[1] + i, word, is_wanted)
         return
 
     @pl.loop(0, WARPGROUP_SIZE)
     def _(i: Any) -> None:
         @pl.when(is_wanted[i])
         def _() -> None:
-            for w, word in enumerate(tile):
-                words[place[i], w] = word[i]
+            for w, word in enumerate(words):
+                array[place[i], w] = word[i]
 
 
 def _list_parts(ctx: SegmentContext, ends: Any, describe: Any) -> None:
     """Stores the tiles of all first parts or second parts of the CTA's segments.
 
     `describe` takes a number in the CTA, its segment, and the tile's number in it; it returns
-    (position, first row read, first row written, rows, first key, keys).
+    (position, the tile's words).
     """
     threads, own = ctx.threads, ends.shape[0]
     count, thread = ends[own - 1], threads.number()
@@ -127,34 +130,41 @@ def _list_parts(ctx: SegmentContext, ends: Any, describe: Any) -> None:
             step //= 2
         begin = threads.read(ends, jnp.maximum(number - 1, 0))
         place = tile - jnp.where(number > 0, begin, 0)
-        found = segment(ctx, ctx.worker * own + number)
-        position, *words = describe(number, found, place)
-        _store_tiles(ctx, position, tuple(words), tile < count)
+        found = ctx.segment(ctx.worker * own + number)
+        position, words = describe(number, found, place)
+        store_words(ctx, ctx.outputs.words, position, words, tile < count)
 
 
-def _list_tiles(ctx: SegmentContext) -> None:
-    """A warpgroup of the CTA."""
+def list_tiles(
+    ctx: SegmentContext,
+    longest: jax.Array,
+    words_of: Callable[[jax.Array, Segment, jax.Array], tuple[jax.Array, ...]],
+    zeros: int,
+) -> None:
+    """Stores the tiles of the CTA's segments and, by the first CTA, the counts.
+
+    Args:
+      longest: blocks of keys of the longest segment.
+      words_of: takes segments' numbers, segments, and tiles' first rows in them; returns the words
+        of tiles: first row read, first row written, rows, and others.
+      zeros: how many others a tile of a second part has; they are 0.
+    """
     shape, shared, threads, zero = ctx.shape, ctx.shared, ctx.threads, same(0)
-    load(ctx)
-    longest = running_maxima(ctx)
-    if shape.is_merged:
-        merge(ctx)
     totals = tile_positions.position_tiles(ctx, longest)
+    own = shared.own_bins.shape[0]
 
-    def first_part(number: jax.Array, found: Segment, place: jax.Array) -> tuple[jax.Array, ...]:
-        done = place * shape.size
+    def first_part(number: jax.Array, found: Segment, place: jax.Array) -> Any:
         position = threads.read(shared.own_firsts, number) + place
-        source = done if shape.is_broadcast else found.start + done
-        rows = jnp.minimum(found.length - done, shape.size)
-        return position, source, found.start + done, rows, found.kv_start, found.kv_length
+        return position, words_of(ctx.worker * own + number, found, place * shape.size)
 
-    def second_part(number: jax.Array, found: Segment, place: jax.Array) -> tuple[jax.Array, ...]:
+    def second_part(number: jax.Array, found: Segment, place: jax.Array) -> Any:
         done = place * shape.size
         begin = threads.read(shared.rest_ends, jnp.maximum(number - 1, 0))
         before = place + jnp.where(number > 0, begin, 0)
         position = totals.first_parts + totals.rest_before + before
         row = found.rest_start + done
-        return position, row, row, jnp.minimum(found.rest - done, shape.size), zero, zero
+        rows = jnp.minimum(found.rest - done, shape.size)
+        return position, (row, row, rows, *(zero,) * zeros)
 
     _list_parts(ctx, shared.own_ends, first_part)
     if shape.has_rest:
@@ -162,6 +172,27 @@ def _list_tiles(ctx: SegmentContext) -> None:
     is_writer = threads.number() + ctx.worker == 0
     for i, total in enumerate((totals.keyed, totals.first_parts + totals.rest)):
         threads.write(ctx.outputs.counts, same(i), zero + total, is_writer)
+
+
+def rows_of_tile(
+    ctx: SegmentContext, found: Segment, done: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(first row read, first row written, rows) of a tile from a segment's row `done` on."""
+    source = done if ctx.shape.is_broadcast else found.start + done
+    return source, found.start + done, jnp.minimum(found.length - done, ctx.shape.size)
+
+
+def _list_query_tiles(ctx: SegmentContext) -> None:
+    """A warpgroup of the CTA."""
+    load(ctx)
+    longest = running_maxima(ctx)
+    if ctx.shape.is_merged:
+        merge(ctx)
+
+    def words(_: jax.Array, found: Segment, done: jax.Array) -> tuple[jax.Array, ...]:
+        return *rows_of_tile(ctx, found, done), found.kv_start, found.kv_length
+
+    list_tiles(ctx, longest, words, 2)
 
 
 def _shared(shape: Shape, operands: Operands) -> Shared:
@@ -241,7 +272,7 @@ def query_tiles(
         Roles(
             lambda *arguments: SegmentContext(shape, None, *arguments),
             None,
-            _list_tiles,
+            _list_query_tiles,
             warpgroups=shape.warpgroups,
         ),
         operands,

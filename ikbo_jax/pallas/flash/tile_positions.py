@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ikbo_jax.pallas.flash.jagged_segments import Segment, SegmentContext, Shape, segment
+from ikbo_jax.pallas.flash.jagged_segments import Segment, SegmentContext, Shape
 from ikbo_jax.pallas.hopper.per_thread import Threads, cdiv, same
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 
@@ -112,7 +112,7 @@ def _add(ctx: SegmentContext, bins: Bins, begin: Any, end: Any) -> jax.Array:
 
     def turn(i: Any, rest: jax.Array) -> jax.Array:
         places = numbers(i)
-        for x, found in [(x, segment(ctx, x)) for x in places]:
+        for x, found in [(x, ctx.segment(x)) for x in places]:
             tiles = tiles_of(shape, found.length)
             place = bins.of(cdiv(found.kv_length, shape.unit)) * bins.copies + lane
             is_wanted = (x >= begin) & (x < end)
@@ -167,7 +167,7 @@ def position_tiles(ctx: SegmentContext, longest: jax.Array) -> Totals:
     bins = _bins(shape, longest)
     rest_before = _add(ctx, bins, jnp.int32(0), begin)
     threads.commit()
-    found: Segment = segment(ctx, begin + number)
+    found: Segment = ctx.segment(begin + number)
     bin_, tiles = bins.of(cdiv(found.kv_length, shape.unit)), tiles_of(shape, found.length)
     before = _bin_before(ctx, bins, bin_, part, parts)
     threads.keep(shared.own_bins, number, bin_, is_first)

@@ -80,14 +80,14 @@ def d_query_kernel(
       key: [total_kv, K, H], the same dtype; K divides N.
       value: [total_kv, K, H].
       d_out: [total_q, N, H], cotangent of the result.
-      work: the result of `tiles.query_work` with `config.block`.
+      work: of queries, by `work_kernel.works` or `tiles.query_work`, with `config.block`.
       activations: a name for each of the N heads; softmax in all heads or in none.
       approx: name of an approximation, or None.
       scale: of the scores.
       output_scale: of the result.
       config: a legal configuration (`GdpaBackwardConfig.illegal_reason`).
       num_sms: streaming multiprocessors of the device.
-      statistics: with a softmax, the result of `tiles.with_statistics`.
+      statistics: with a softmax, the result of `tiles.statistics_of`.
       out_dtype: of the gradient; the query's, or f32.
       interpret: False, or `plgpu.InterpretGPUParams` to run on a CPU, with
         `inline_mgpu="_hack_model_inline_mgpu_tokamax"` for the named barrier.
@@ -131,7 +131,7 @@ def d_key_value_kernel(
     """Gradients of keys and values; for the arguments see `d_query_kernel`.
 
     Args:
-      work: the result of `tiles.key_work` with `config.block`.
+      work: of keys, by `work_kernel.works` or `tiles.key_work`, with `config.block`.
 
     Returns:
       Two [total_kv, K, H], summed in f32 over all queries that share a key, and rounded once; zeros

@@ -1,8 +1,9 @@
 """The work of the backward kernels: stationary tiles, and the ranges of streamed rows for each.
 
-XLA computes it before the launch. A tile is at most `TILE_ROWS` rows of one sequence. Tiles of
-sequences with most blocks come first, so that CTAs that take every n-th tile finish together. Rows
-of no sequence get tiles without blocks, at the end, so that a kernel writes all rows of a result.
+XLA computes it here, for what `work_kernel` does not take. A tile is at most `TILE_ROWS` rows of
+one sequence. Tiles of sequences with most blocks come first, so that CTAs that take every n-th tile
+finish together. Rows of no sequence get tiles without blocks, at the end, so that a kernel writes
+all rows of a result.
 """
 
 from __future__ import annotations
@@ -184,25 +185,46 @@ def with_statistics(
       (`attention_backward.rows.statistics` says why), and no block has rows of two sequences. Rows
       of no query, also those at the end, have an infinite lse, hence weights 0, and a delta of 0.
     """
-    delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
-    # With an output_scale of 0 all gradients are 0, for every delta.
-    delta = delta * jnp.float32(1 / output_scale if output_scale else 0)
-    delta = jnp.where(lse == -jnp.inf, 0.0, delta)
-    both = jnp.stack((weight_exponents(lse), delta))
     blocks = -(-q.length // block)
     end = jnp.cumsum(blocks, dtype=jnp.int32)
     first = (end - blocks) * block
     number = jnp.arange(most_blocks(q.length.size, out.shape[0], block), dtype=jnp.int32)
     sequence = jnp.minimum(jagged.search_right(end, number), q.length.size - 1)
     start = number * block - first[sequence]
-    position = start[:, None] + jnp.arange(block, dtype=jnp.int32)[None]
-    is_query = (position < q.length[sequence][:, None]).reshape(-1)
-    row = jnp.where(is_query, (position + q.target[sequence][:, None]).reshape(-1), 0)
+    rows = jnp.stack((q.target[sequence] + start, q.length[sequence] - start), axis=1)
+    values = statistics_of(rows, out, lse, d_out, output_scale=output_scale, block=block)
+    return q._replace(statistics=first), values
+
+
+def statistics_of(
+    blocks: jax.Array,
+    out: jax.Array,
+    lse: jax.Array,
+    d_out: jax.Array,
+    *,
+    output_scale: float,
+    block: int,
+) -> jax.Array:
+    """The second result of `with_statistics`.
+
+    Args:
+      blocks: [blocks, 2] int32, the first query of each block in the result, which is arbitrary if
+        there is none, and the number of queries from there on; it may exceed `block`.
+      out: as for `with_statistics`, like the arguments that follow.
+    """
+    delta = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
+    # With an output_scale of 0 all gradients are 0, for every delta.
+    delta = delta * jnp.float32(1 / output_scale if output_scale else 0)
+    delta = jnp.where(lse == -jnp.inf, 0.0, delta)
+    both = jnp.stack((weight_exponents(lse), delta))
+    position = jnp.arange(block, dtype=jnp.int32)[None]
+    is_query = (position < blocks[:, 1:]).reshape(-1)
+    row = jnp.where(is_query, (position + blocks[:, :1]).reshape(-1), 0)
     absent = jnp.asarray([jnp.inf, 0.0], jnp.float32)[:, None, None]
     values = jnp.where(is_query[None, :, None], jnp.take(both, row, axis=1, mode="clip"), absent)
     padding = jnp.broadcast_to(absent, (2, ABSENT_ROWS, lse.shape[1]))
     values = jnp.moveaxis(jnp.concatenate([values, padding], axis=1), 2, 0)
-    return q._replace(statistics=first), jax.lax.bitcast_convert_type(values, jnp.int32)
+    return jax.lax.bitcast_convert_type(values, jnp.int32)
 
 
 def most_blocks(sequences: int, total: int, block: int) -> int:

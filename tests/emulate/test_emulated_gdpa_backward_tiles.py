@@ -1,0 +1,64 @@
+"""The launch that lists the tiles of gdpa's gradient, by its PTX on a CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+
+import emulator
+import numpy as np
+import pytest
+import test_gdpa_backward_tiles as tiles
+from test_gdpa_backward_tiles import Case
+
+from ikbo_jax.pallas.flash import tile_list_kernel, tile_positions
+
+pytestmark = [
+    pytest.mark.usefixtures("on_cpu"),
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="the CUDA plugin is for Linux"),
+]
+
+
+def many(*, is_shared: bool) -> Case:
+    """More sequences than a CTA lists, some of them empty, or longer than the bound."""
+    rng = np.random.default_rng(3)
+    cu_q, cu_kv = np.sort(rng.integers(0, 9000, 301)), np.sort(rng.integers(0, 9000, 301))
+    index = rng.integers(0, 300, 300) // 40 * 3 if is_shared else None
+    index = None if index is None else index.tolist()
+    return Case(cu_q, cu_kv, index, 9100, 9000, (90, 70), 2, has_statistics=True)
+
+
+CASES = (
+    tiles.CASES
+    | {"many_parts": dataclasses.replace(many(is_shared=True), parts=2)}
+    | {"many": many(is_shared=False), "many_shared": many(is_shared=True)}
+)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_emulated_launch_lists_xla_s_tiles(name: str, sm90: emulator.Emulator) -> None:
+    with sm90.emulated(0):
+        found = tiles.listed(CASES[name])
+    assert len(sm90.launches) == 1
+    tiles.assert_same_work(CASES[name], found)
+
+
+def test_emulated_ctas_of_twice_as_many_segments(
+    sm90: emulator.Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tile_list_kernel, "MOST_WORKERS", 1)
+    with sm90.emulated(0):
+        found = tiles.listed(CASES["many_shared"])
+    tiles.assert_same_work(CASES["many_shared"], found)
+
+
+def test_emulated_bins_of_several_numbers_of_blocks(
+    sm90: emulator.Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tiles are XLA's in another order."""
+    monkeypatch.setattr(tile_positions, "MOST_BINS", 3)
+    case = dataclasses.replace(CASES["many_shared"], has_statistics=False)
+    with sm90.emulated(0):
+        found = tiles.listed(case)
+    tiles.assert_same_work(case, found, is_ordered=False)

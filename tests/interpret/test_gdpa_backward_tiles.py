@@ -1,0 +1,183 @@
+"""The lists of tiles of the gradient's kernels: a launch's, interpreted, against XLA's.
+
+`test_emulated_tiles` runs the launch's PTX.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+from unittest import mock
+
+import interpreter
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ikbo_jax.ops import gdpa_backward as op
+from ikbo_jax.pallas.gdpa_backward import tiles, work_kernel
+from ikbo_jax.reference.gdpa import Arrays, Settings
+
+pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Offsets and sizes of a problem; `cu_q` is None if queries are broadcast."""
+
+    cu_q: Any
+    cu_kv: Any
+    q_to_kv: Any
+    q_rows: int
+    kv_rows: int
+    limits: tuple[int | None, int | None] = (None, None)
+    group: int = 1
+    has_statistics: bool = False
+    blocks: tuple[int, int] = (16, 32)
+    parts: int = 1
+
+    @property
+    def arrays(self) -> Arrays:
+        """Only shapes of query, key and value matter."""
+        query = jnp.zeros((self.q_rows, self.group, 1), jnp.bfloat16)
+        key = jnp.zeros((self.kv_rows, 1, 1), jnp.bfloat16)
+        offsets = (None if x is None else jnp.asarray(x, jnp.int32) for x in self[:3])
+        return Arrays(query, key, key, *offsets)
+
+    def __getitem__(self, which: slice) -> tuple[Any, ...]:
+        return (self.cu_q, self.cu_kv, self.q_to_kv)[which]
+
+    @property
+    def settings(self) -> Settings:
+        names = ("softmax" if self.has_statistics else "relu",) * self.group
+        return Settings(
+            activations=names,
+            approx=None,
+            scale=1.0,
+            output_scale=1.0,
+            broadcast_q=self.cu_q is None,
+            max_seqlen_q=self.limits[0],
+            max_seqlen_kv=self.limits[1],
+        )
+
+
+# Offsets fall, leave the arrays, and leave rows before, between and after the sequences.
+CASES = {
+    "plain": Case([3, 5, 5, 30, 438], [0, 3, 3, 220, 238], None, 440, 238),
+    "bounded": Case([3, 5, 4, 330, 445], [-1, 3, 8, 7, 238], None, 440, 238, (190, 61), 2),
+    "plain_statistics": Case(
+        [3, 5, 5, 30, 438], [0, 3, 3, 220, 238], None, 440, 238, has_statistics=True
+    ),
+    "bounded_statistics": Case(
+        [3, 5, 4, 330, 445], [-1, 3, 8, 7, 238], None, 440, 238, (190, 61), has_statistics=True
+    ),
+    "shared": Case(
+        [-2, 5, 4, 9, 223, 229, 445], [-1, 3, 8, 7, 238], [2, 0, 3, -1, 3, 9], 440, 238, group=2
+    ),
+    "shared_statistics": Case(
+        [-2, 5, 4, 9, 223, 229, 445], [-1, 3, 8, 7, 238], [2, 0, 3, -1, 3, 9], 440, 238,
+        (150, 61), has_statistics=True,
+    ),
+    "parts": Case(
+        [-2, 5, 4, 9, 223, 229, 445], [1, 3, 8, 7, 138], [2, 0, 3, -1, 3, 9], 440, 238, (150, 61),
+        has_statistics=True, parts=3,
+    ),
+    "pma": Case(None, [0, 3, 3, 220, 238], None, 9, 238, has_statistics=True),
+    "pma_shared": Case(
+        None, [0, 3, 3, 220, 238], [0, 2, -1, 9, 2, 1], 190, 238, (None, 70), has_statistics=True
+    ),
+}  # fmt: skip
+
+
+def expected(case: Case) -> tuple[tiles.Work, tiles.Work, Any]:
+    """The work by XLA, and the blocks of statistics."""
+    blocks = []
+
+    def keep(found: jax.Array, *_: Any, **__: Any) -> None:
+        blocks.append(found)
+
+    total = case.q_rows * (1 if case.cu_q is not None else len(case.q_to_kv or case.cu_kv[1:]))
+    out = jnp.zeros((total, 1, 1), jnp.bfloat16)
+    residuals = op._Residuals(out, jnp.zeros((total, 1), jnp.float32), out)
+    with mock.patch.object(tiles, "statistics_of", keep):
+        plan = op._planned(case.arrays, case.settings, residuals, case.blocks, case.parts)
+    return plan.queries, plan.keys, np.asarray(blocks[0]) if blocks else None
+
+
+def listed(case: Case, interpret: Any = False) -> tuple[tiles.Work, tiles.Work, Any]:
+    arrays = case.arrays
+    found = work_kernel.works(
+        *arrays[3:],
+        q_rows=case.q_rows,
+        kv_rows=case.kv_rows,
+        max_seqlen_q=case.limits[0],
+        max_seqlen_kv=case.limits[1],
+        query_block=case.blocks[0],
+        key_block=case.blocks[1],
+        group=case.group,
+        has_statistics=case.has_statistics,
+        parts=case.parts,
+        interpret=interpret,
+    )
+    assert found is not None
+    return jax.block_until_ready(found)
+
+
+def assert_same_work(case: Case, found: Any, *, is_ordered: bool = True) -> None:
+    """Words of tiles with blocks and of ranges are XLA's; other tiles cover the same rows."""
+    wanted = expected(case)
+    total = case.q_rows * (1 if case.cu_q is not None else len(case.q_to_kv or case.cu_kv[1:]))
+    for work, want, rows, is_for_queries in (
+        (found[0], wanted[0], total, True),
+        (found[1], wanted[1], case.kv_rows * case.parts, False),
+    ):
+        keyed, count = (int(x) for x in work.counts)
+        assert keyed == int(want.counts[0])
+        assert keyed <= count <= len(work.tiles)
+        words = 7 if case.has_statistics and is_for_queries else 6
+        ours, xla = (np.asarray(x.tiles)[:keyed, :words] for x in (work, want))
+        if not is_ordered:
+            ours, xla = (x[np.lexsort(x.T)] for x in (ours, xla))
+        np.testing.assert_array_equal(ours, xla)
+        written = np.zeros(rows, int)
+        for _, target, height, *_ in np.asarray(work.tiles)[:count].tolist():
+            assert 0 < height <= 128
+            written[target : target + height] += 1
+        np.testing.assert_array_equal(written, 1)
+        assert not np.asarray(work.tiles)[keyed:count, 5].any()
+        words = 4 if case.has_statistics and not is_for_queries else 3
+        ours, xla = (np.asarray(x.ranges)[:, :words] for x in (work, want))
+        np.testing.assert_array_equal(ours, xla)
+        if case.has_statistics and is_for_queries:  # copies of 128 rows stay inside
+            assert (np.asarray(work.tiles)[:count, 6] >= 0).all()
+            assert (np.asarray(work.tiles)[:count, 6] <= len(found[2]) * case.blocks[1]).all()
+    if case.has_statistics:
+        block = case.blocks[1]
+        ours, xla = (np.asarray(x) for x in (found[2], wanted[2]))
+        heights, want_heights = (np.clip(x[:, 1], 0, block) for x in (ours, xla))
+        np.testing.assert_array_equal(heights, want_heights)
+        np.testing.assert_array_equal(ours[heights > 0, 0], xla[heights > 0, 0])
+
+
+@pytest.mark.parametrize("name", ["bounded_statistics", "pma_shared"])
+def test_interpreted_launch_lists_xla_s_tiles(name: str, launches: interpreter.Launches) -> None:
+    """Two of the cases: every access of a thread is a call of the interpreter."""
+    found = listed(CASES[name], interpreter.PARAMS)
+    launches.assert_no_races(1)
+    assert_same_work(CASES[name], found)
+
+
+def test_launch_takes_no_more_sequences_than_fit() -> None:
+    """Nor none at all: XLA lists the tiles then."""
+    offsets = np.arange(30001)
+    assert _works(offsets, offsets) is None
+    assert _works(np.zeros(1), np.zeros(1)) is None
+
+
+def _works(cu_q: np.ndarray, cu_kv: np.ndarray) -> Any:
+    arrays = (jnp.asarray(x, jnp.int32) for x in (cu_q, cu_kv))
+    sizes = {"q_rows": 30000, "kv_rows": 30000, "max_seqlen_q": None, "max_seqlen_kv": None}
+    return work_kernel.works(
+        *arrays, None, **sizes, query_block=64, key_block=64, group=1, has_statistics=False
+    )
