@@ -30,7 +30,7 @@ LAUNCH_US, CTA_US = 0.95, 0.1
 #: its accumulators; such a row of a fragment that is loaded after the products; the look-up of the
 #: users whose embeddings a tile loads; the latency of a load, if there is one stage.
 LOAD_US, PART_US, ACCUMULATOR_US, PART_ROW_US = 0.3, 0.5, 0.05, 0.0006
-LATE_ROW_US, GATHER_US, RELOAD_US = 0.002, 0.16, 0.9
+LATE_ROW_US, GATHER_US, RELOAD_US = 0.002, 0.16, 1.5
 #: Such a row of a fragment of one of several users, if no other CTA of the SM multiplies meanwhile.
 ALONE_ROW_US = 0.0035
 #: A copy of each thread, of 8 or 16 bytes; a vector that is loaded through registers; the part of
@@ -48,12 +48,14 @@ FRAGMENT_SHARE, CACHE_BYTES = 0.85, 2e7
 #: hide: of the next one.
 OVERLAP = 0.11
 #: Most compressed rows for which the model may choose this kernel: M = 351 is the largest that was
-#: measured.
-MAX_DEFAULT_M = 1024
+#: measured. The tuner may choose it up to 1,024, for which the model predicts up to 2.7 times the
+#: speed.
+MAX_DEFAULT_M = 384
 #: Most compressed rows of a part, of which the model chooses.
 BLOCK_MS = (48, 64, 80, 96, 112, 128)
-#: Compressed rows of a tile of a coarser level, of which the model chooses.
-COARSE_ROWS = (48, 96, 128)
+#: Compressed rows of a tile of a coarser level, of which the model chooses: 96 and 128 are legal,
+#: but were not measured.
+COARSE_ROWS = (48,)
 #: The tuner times this kernel unless its model takes longer than the others' by this factor.
 CANDIDATE_FACTOR = 1.3
 #: Registers of a thread: a base, for each compressed row of all accumulators, and for the fragments

@@ -139,8 +139,10 @@ def test_models_choose_what_was_fast_on_a_gpu(name: str) -> None:
 def test_models_are_near_the_times_on_a_gpu() -> None:
     """No kind of kernel is systematically too fast or too slow by its model."""
     errors: dict[type, list[float]] = {}
-    for name in times.PROBLEMS:
+    for name, problem in times.PROBLEMS.items():
         for estimate, us, config in contenders(name):
+            if isinstance(config, ResidentCompressionConfig) and any(k % 4 for k in problem.ks):
+                continue  # weights were loaded element by element then, in vectors since
             errors.setdefault(type(config), []).append(math.log(estimate / us))
     spread = {
         type(None): 0.15,
