@@ -128,7 +128,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, int]]] = {
     "gdpa_gradient": (
         gradient(act, 3),
         GDPA,
-        {"ikbo_gdpa_d_query": 1, "ikbo_gdpa_d_key_value": 1},
+        {"ikbo_gdpa_backward_lists": 1, "ikbo_gdpa_d_query": 1, "ikbo_gdpa_d_key_value": 1},
     ),
 }
 
