@@ -13,8 +13,9 @@ a GPU all sizes shrink, and the figures only show that the benchmark runs.
 give the memory of arrays back (`children.GIVING_BACK`): as they kept it, 14 did not fit into an
 H100's 80 GB. Alternatives that cannot be the best are left out, and the results file says why
 (`production_programs`). With `--budget-s`, points are compiled while the rest of the time suffices
-to time them; the results file names the points that are missing. The sweeps take turns, so that
-each has points, and a process takes both directions of a workload, whose GEMMs are partly the same.
+to time them; the results file names the points that are missing, and `--left` measures these in
+another run. The sweeps take turns, so that each has points, and a process takes both directions of a
+workload, whose GEMMs are partly the same.
 """
 
 from __future__ import annotations
@@ -281,7 +282,12 @@ def summary(results: Record) -> str:
 
 
 def _todo(args: argparse.Namespace) -> list[Point]:
-    return points(args.sweep, args.number, args.seed)
+    """The points of a run: all, or those that an earlier run left out."""
+    todo = points(args.sweep, args.number, args.seed)
+    if args.left is None:
+        return todo
+    left = set(timing.read_results(args.left)["left_out"])
+    return [p for p in todo if f"{p.sweep} {p.label}" in left]
 
 
 def workloads(todo: Sequence[Point]) -> list[list[int]]:
@@ -442,6 +448,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser: argparse.ArgumentParser = harness.parser("production", SWEEPS)
     parser.add_argument("--number", type=int, default=80, help="points of every sweep")
     parser.add_argument("--seed", type=int, default=0, help="seed of the draws")
+    parser.add_argument(
+        "--left", type=pathlib.Path, help="only the points that this results file names as left out"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="processes that compile at once")
     parser.add_argument("--share", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--scratch", help=argparse.SUPPRESS)

@@ -151,6 +151,17 @@ def test_the_budget_leaves_points_out_and_names_them(tmp_path, monkeypatch):
     results = json.loads(out.read_text())
     assert results["points"] == []
     assert len(results["left_out"]) == 2
+    # Another run measures them, and no other points.
+    results["left_out"].pop(0)
+    out.write_text(json.dumps(results))
+    chosen = []
+    monkeypatch.setattr(
+        production, "_measure_all", lambda args, *_: chosen.extend(production._todo(args)) or True
+    )
+    rest = tmp_path / "rest.json"
+    args = ["--out", str(rest), "--quick", "--number", "3", "--left", str(out)]
+    production.main([*args, "--sweep", "gdpa both"])
+    assert [f"{p.sweep} {p.label}" for p in chosen] == results["left_out"]
 
 
 def test_sweeps_take_turns():
