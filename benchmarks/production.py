@@ -14,8 +14,8 @@ give the memory of arrays back (`children.GIVING_BACK`): as they kept it, 14 did
 H100's 80 GB. Alternatives that cannot be the best are left out, and the results file says why
 (`production_programs`). With `--budget-s`, points are compiled while the rest of the time suffices
 to time them; the results file names the points that are missing, and `--left` measures these in
-another run. The sweeps take turns, so that each has points, and a process takes both directions of a
-workload, whose GEMMs are partly the same.
+another run. The sweeps take turns, so that each has points, and a process takes both directions of
+a workload, whose GEMMs are partly the same.
 """
 
 from __future__ import annotations
