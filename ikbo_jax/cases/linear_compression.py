@@ -19,6 +19,7 @@ from ikbo_jax.problems import (
     LinearCompressionConfig,
     LinearCompressionProblem,
     PackedCompressionConfig,
+    ResidentCompressionConfig,
 )
 from ikbo_jax.reference import linear_compression as reference
 from ikbo_jax.tuning import table
@@ -95,8 +96,13 @@ class Case:
         return self.problem.useful_flops
 
     def config(self, *, single_launch: bool) -> AnyConfig | None:
-        """The dispatch table's configuration, or the default one, with one launch or two."""
+        """The dispatch table's configuration, or the default one, with one launch or two.
+
+        A kernel whose number of launches follows from the problem gives way to row tiles.
+        """
         config = table.lookup(self.problem).config or self.problem.default_config()
+        if isinstance(config, ResidentCompressionConfig):
+            config = next(self.problem.row_configs(), None)
         assert config is None or isinstance(config, AnyConfig)
         return None if config is None else dataclasses.replace(config, single_launch=single_launch)
 

@@ -14,6 +14,7 @@ import pytest
 import ikbo_jax
 from ikbo_jax.ops import attention, dispatch
 from ikbo_jax.pallas.flash import pack, work_order
+from ikbo_jax.problems.few_queries import FewQueriesConfig
 from ikbo_jax.reference import attention as reference
 from ikbo_jax.reference import attention_grouped
 
@@ -76,7 +77,8 @@ def test_many_candidates_are_put_into_order_by_xla(
     ("q_len", "heads", "width", "index", "dtype"),
     [
         (3, (4, 2), 64, "unsorted", "bfloat16"),
-        (5, (1, 1), 128, "unsorted", "float16"),
+        (3, (4, 2), 64, "packed", "bfloat16"),
+        (5, (1, 1), 128, "packed", "float16"),
         (2, (4, 2), 64, "sorted", "bfloat16"),
     ],
 )
@@ -89,7 +91,14 @@ def test_emulated_op_and_gradient(
     sm90: emulator.Emulator,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """All launches, one after another, of an unsorted index or of grouped heads."""
+    """All launches, one after another, of an unsorted index or of grouped heads.
+
+    The kernel for few queries lists unsorted candidates itself, unless it may not ("packed").
+    """
+    is_packed = index == "packed"
+    if is_packed:
+        index = "unsorted"
+        monkeypatch.setattr(FewQueriesConfig, "lists", lambda *_: False)
     monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
     monkeypatch.setattr(dispatch, "num_sms", lambda: 2)
     shape = problems.AttentionShape(3, 9, q_len, 70, *heads, width, index, "ragged")
@@ -112,7 +121,7 @@ def test_emulated_op_and_gradient(
         out, pull_back = jax.vjp(run, *inputs[:3])
         results = jax.block_until_ready([out, *pull_back(d_out)])
     attention._attention.clear_cache()
-    assert ("ikbo_attention_pack_mosaic_gpu_kernel" in launched) == (index == "unsorted")
+    assert ("ikbo_attention_pack_mosaic_gpu_kernel" in launched) == is_packed
     assert "ikbo_attention_backward_mosaic_gpu_kernel" in launched
     scale = width**-0.5
     out, lse = problems.numpy_attention_oracle(inputs, scale=scale)

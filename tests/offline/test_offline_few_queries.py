@@ -57,7 +57,15 @@ class Case:
             )
 
         query = jax.ShapeDtypeStruct((p.batch, p.q_len, p.q_heads, p.head_dim), dtype)
-        return fn, query, keys, keys, index, lengths, index if self.with_options else None
+        return (
+            fn,
+            query,
+            keys,
+            keys,
+            index,
+            lengths,
+            index if self.with_options and not self.lists else None,
+        )
 
 
 def problem(head_dim: int, heads: tuple[int, int] = (4, 4), **sizes: Any) -> AttentionProblem:

@@ -95,7 +95,7 @@ GDPA = (of(256, N, H),) * 3 + (of(3, dtype=INT),)
 LINEAR, ATTEND, GDPA_FORWARD = "ikbo_linear_compression", "ikbo_attention", "ikbo_gdpa_forward"
 BACKWARD = f"{ATTEND}_backward"
 TILES = "ikbo_tile_list"
-PACK, FEW = "ikbo_attention_pack", "ikbo_few_queries_attention"
+FEW = "ikbo_few_queries_attention"
 #: A function, its arrays, and the kernels of its program for Hopper.
 CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, int]]] = {
     "linear_compression": (ikbo.linear_compression, COMPRESSION, {LINEAR: 1}),
@@ -111,7 +111,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, int]]] = {
         ATTENTION,
         {ATTEND: 1, BACKWARD: 1, f"{BACKWARD}_statistics": 1, f"{BACKWARD}_stored": 1},
     ),
-    "few_queries": (ikbo.attention, (of(B, 2, N, H), KEY, KEY, INDEX), {PACK: 1, FEW: 1}),
+    "few_queries": (ikbo.attention, (of(B, 2, N, H), KEY, KEY, INDEX), {FEW: 1}),
     "attention_vmap": (
         jax.vmap(ikbo.attention, (0, None, None, 0)),
         (of(3, B, T, N, H), KEY, KEY, of(3, B, dtype=INT)),

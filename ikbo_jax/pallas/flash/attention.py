@@ -144,8 +144,10 @@ def attention_kernel(
         most_row_tiles * q_heads,
     )
     run_ends = None
-    # A tile has more candidates than a warp has lanes: the producer has no registers to read them.
-    if q_len and TILE_ROWS // q_len + 2 > warps.LANES and users > 1:
+    # A tile has more candidates than a warp has lanes, or heads are wider than 192 columns: the
+    # producer has no registers to read them (64 bytes are spilled at H = 256).
+    is_searched = TILE_ROWS // max(q_len, 1) + 2 <= warps.LANES and head_dim <= 192
+    if q_len and q_len < WGMMA_M and not is_searched and users > 1:
         run_ends = work_order.run_ends(jnp.clip(cand_to_user, 0, users - 1))
     operands = Operands(
         query.reshape(batch * q_len, q_heads, head_dim),
