@@ -35,8 +35,6 @@ from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 CANDIDATES = 8
 #: Accesses of 16 bytes of a thread, which are in flight at once, and 16-bit numbers of one.
 ACCESSES, VECTOR = 4, 8
-#: Candidates whose users a thread loads at once.
-UNROLL = 8
 #: Most CTAs: each reads the whole index. XLA copies large queries as fast as memory allows.
 MOST_CTAS = 8 * 132
 
@@ -174,10 +172,7 @@ def _pack(ctx: WarpgroupContext) -> None:
 def _rank(ctx: WarpgroupContext, first: Any) -> list[jax.Array]:
     """Stores each warp's part of the places of this CTA's candidates; returns their users."""
     shape, last = ctx.shape, ctx.shape.batch - 1
-    thread = per_thread.number()
-    turns = pl.cdiv(shape.batch, WARPGROUP_SIZE)
-    rounds = pl.cdiv(turns, UNROLL)
-    each = pl.cdiv(turns, rounds)
+    rounds, numbers_of = per_thread.rounds(shape.batch, per_thread.number())
 
     def users_of(candidates: list[jax.Array]) -> list[jax.Array]:
         # All loads before the first use of one.
@@ -191,7 +186,7 @@ def _rank(ctx: WarpgroupContext, first: Any) -> list[jax.Array]:
     own = users_of(mine)
 
     def add(turn: Any, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        numbers = [(turn * each + i) * WARPGROUP_SIZE + thread for i in range(each)]
+        numbers = numbers_of(turn)
         for number, user in zip(numbers, users_of(numbers), strict=True):
             # Past the last candidate there are none.
             user = jnp.where(number <= last, user, shape.users)

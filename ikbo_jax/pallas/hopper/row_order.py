@@ -16,6 +16,8 @@ from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
+from ikbo_jax.pallas.hopper import per_thread
+
 
 @dataclasses.dataclass(frozen=True)
 class RowOrder:
@@ -58,9 +60,7 @@ class RowOrder:
             last = ir.MemRefType(table.type).shape[0] - 1
             number = arith.minsi(candidate, mgpu.c(last, i32))
             address = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(table), [number], i32)
-            candidate = mgpu.utils.inline_ptx(
-                "ld.global.nc.b32 $0, [$1];", address, result_types=i32
-            )
+            (candidate,) = per_thread.load_words(address, 1)
         query = arith.muli(candidate, mgpu.c(self.q_len, i32))
         query = arith.addi(query, arith.divui(rest, group))
         if self.rows is not None:
