@@ -205,12 +205,25 @@ PROGRAMS: dict[str, Callable[..., Program]] = {
     "network": network_program,
     "training": training_program,
 }
-KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+KINDS = {"explicit": AxisType.Explicit}  # the others have Auto axes
+#: Compiler options by provider. XLA begins a sum of gradients as soon as they are there, while
+#: kernels run; a kernel that has a CTA on every SM then waits for those SMs that NCCL holds, and
+#: NCCL for the slower device.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "sums in turn": {"xla_gpu_disable_async_collectives": "ALLREDUCE"},
+    "small sums": {"xla_gpu_all_reduce_combine_threshold_bytes": 4 << 20},
+    "small sums in turn": {
+        "xla_gpu_all_reduce_combine_threshold_bytes": 4 << 20,
+        "xla_gpu_disable_async_collectives": "ALLREDUCE",
+    },
+}
 
 
-def kinds_of(sweep: str) -> Sequence[str]:
-    """The kinds of mesh axes; `shard_map` is the same on all."""
-    return ("auto", "explicit") if sweep in ("linear_compression", "attention") else ("auto",)
+def providers_of(sweep: str) -> Sequence[str]:
+    """Ways to run on several devices; `shard_map` is the same on all kinds of mesh axes."""
+    if sweep in ("linear_compression", "attention"):
+        return ("auto", "explicit")
+    return ("auto", *OPTIONS) if sweep == "training" else ("auto",)
 
 
 # An asynchronous collective's type holds the tuple of its operands before its results.
@@ -234,8 +247,17 @@ def traffic(program: str) -> dict[str, dict[str, int]]:
     return found
 
 
-def _compiled(program: Program) -> Any:
-    return jax.jit(program.fn).lower(*program.args).compile()
+def _compiled(programs: Mapping[str, Program]) -> dict[str, Any]:
+    """Compiles programs at once; each is lowered once, however many options it has."""
+    lowered = {
+        id(program): jax.jit(program.fn).lower(*program.args) for program in programs.values()
+    }
+
+    def compiled(name: str) -> Any:
+        return lowered[id(programs[name])].compile(compiler_options=OPTIONS.get(name))
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        return dict(zip(programs, pool.map(compiled, programs), strict=True))
 
 
 def measure(point: Point, protocol: harness.Protocol) -> dict[str, Any]:
@@ -243,10 +265,13 @@ def measure(point: Point, protocol: harness.Protocol) -> dict[str, Any]:
     small = jax.default_backend() != "gpu"
     make = PROGRAMS[point.sweep]
     programs = {"one device": make(mesh_of(1, AxisType.Auto), 1, small=small)}
-    for kind in kinds_of(point.sweep):
-        programs[kind] = make(mesh_of(point.devices, KINDS[kind]), point.requests, small=small)
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        compiled = dict(zip(programs, pool.map(_compiled, programs.values()), strict=True))
+    on_axes: dict[AxisType, Program] = {}
+    for name in providers_of(point.sweep):
+        kind = KINDS.get(name, AxisType.Auto)
+        if kind not in on_axes:
+            on_axes[kind] = make(mesh_of(point.devices, kind), point.requests, small=small)
+        programs[name] = on_axes[kind]
+    compiled = _compiled(programs)
     providers, thunks = [], {}
     expected: np.ndarray | None = None
     if point.mode == "weak" and point.sweep != "training":
