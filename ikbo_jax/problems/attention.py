@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple, Self
 
-from ikbo_jax.problems import few_queries, hopper, memory
+from ikbo_jax.problems import few_queries_cost, hopper, memory
 from ikbo_jax.problems.few_queries import FewQueriesConfig
 from ikbo_jax.problems.flash import FlashConfig
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, WGMMA_M
@@ -186,17 +186,17 @@ class AttentionProblem(AttentionSizes):
 
     def candidate_configs(self) -> Iterator[AttentionConfig | FewQueriesConfig]:
         """Yields the legal configurations worth timing, the most promising first."""
-        for_few = list(itertools.islice(few_queries.candidate_configs(self), MOST_FEW_QUERIES))
-        if few_queries.is_preferred(self):
+        for_few = list(itertools.islice(few_queries_cost.candidate_configs(self), MOST_FEW_QUERIES))
+        if few_queries_cost.is_preferred(self):
             yield from for_few
         yield from self._tile_configs()
-        if not few_queries.is_preferred(self):
+        if not few_queries_cost.is_preferred(self):
             yield from for_few
 
     def fits(self, config: Config) -> bool:
         """False if the other kernel is preferred, if splits were chosen for another problem, or if
         the rings are those of long sequences, but this problem's are short."""
-        if not isinstance(config, AttentionConfig) or few_queries.is_preferred(self):
+        if not isinstance(config, AttentionConfig) or few_queries_cost.is_preferred(self):
             return False
         if self.kv_len > SHORT_KEYS:
             return True

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from ikbo_jax.problems import flash, hopper, memory
@@ -31,26 +29,10 @@ STATISTIC_WORDS = 4
 #: clusters: on an H100 they took 1.15 to 2 times as long as parts that XLA adds, or no parts (five
 #: sizes, commit 84c7f80). 32 clusters of 4 took two waves, so fewer run at the same time.
 CLUSTERS = (2, 3, 4, 6, 8)
+#: Bytes of L2 in which keys and values stay between the items that read them.
+CACHE_BYTES = 4e7
 #: Rows of a group of swizzled rows in shared memory: a head's queries begin at a multiple of it.
 SWIZZLE_ROWS = 8
-#: Most queries of a candidate for which this kernel is a candidate.
-MAX_QUERIES = 16
-
-# The models by which a kernel and its configuration are chosen where none was measured.
-NUM_SMS = 132
-#: Time of a CTA for one block of 64 rows by 128 keys at H = 64, of one of 128 rows, of an item, and
-#: of the launch, us; measured on an H200, like the numbers below.
-BLOCK_US, WIDE_BLOCK_US, ITEM_US, LAUNCH_US = 0.7, 1.5, 0.6, 4.0
-#: Time of the launch that merges splits, us.
-MERGE_US = 3.0
-#: Bytes that L2, device memory, and L2 to one SM deliver in a us.
-L2_BYTES, MEMORY_BYTES, SM_BYTES = 5.5e6, 3.5e6, 6e4
-#: Factor of the time with fewer than three stages: the rings run empty.
-SHALLOW = 1.05
-#: The kernel whose tiles of 128 rows span users: the launch and the XLA kernels beside it, a pass,
-#: and a block of 128 rows by 128 keys, by column blocks.
-TILE_LAUNCH_US, PASS_US, TILE_BLOCK_US = 6.0, 1.0, {1: 0.95, 2: 1.6}
-SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 
 class FewQueriesShared(NamedTuple):
@@ -104,96 +86,6 @@ def listed_tiles(batch: int, users: int, candidates: int) -> int:
 def clusters(num_sms: int, size: int) -> int:
     """Clusters that run at the same time: the SMs of a cluster belong to one GPC, of 16 or 18."""
     return max(num_sms // size - (size > 2), 1)
-
-
-def serves(problem: Any) -> bool:
-    """Whether the kernel is a candidate for an `AttentionProblem`."""
-    return (
-        0 < problem.q_len <= MAX_QUERIES
-        and min(problem.batch, problem.users, problem.kv_len) > 0
-        and problem.q_heads % problem.kv_heads == 0
-    )
-
-
-@functools.lru_cache(maxsize=1024)
-def is_preferred(problem: Any) -> bool:
-    """Whether the kernel is the default for an `AttentionProblem`: whether its model is faster.
-
-    With many rows of a user the tensor cores limit the time. Then the kernel whose tiles span users
-    is faster, whose softmax keeps the maximum of the first block.
-    """
-    best = next(candidate_configs(problem), None)
-    return best is not None and estimated_us(problem, best) < estimated_tile_us(problem)
-
-
-def candidate_configs(problem: Any) -> Iterator[FewQueriesConfig]:
-    """Yields the legal configurations worth timing, the most promising first."""
-    if not serves(problem):
-        return
-    configs = []
-    for block_kv in (128, 64, 32):
-        for splits in SPLITS:
-            keys = problem.kv_len / splits
-            # With few blocks the queries of several items are in flight.
-            q_slots = 2 if keys > 2 * block_kv else 4
-            if splits > 1 and keys < 2 * block_kv:
-                continue
-            configs += [
-                FewQueriesConfig(tile_rows, splits, block_kv, *stages, q_slots)
-                for tile_rows in (WGMMA_M, TILE_ROWS)
-                for stages in ((5, 5), (4, 4), (3, 3), (3, 2), (2, 2))
-            ]
-    legal = [config for config in configs if config.illegal_reason(problem) is None]
-    # Of configurations that differ in their stages alone, the first has most.
-    seen: dict[tuple[int, ...], FewQueriesConfig] = {}
-    for config in legal:
-        kind = (config.tile_rows, config.splits, config.block_kv)
-        seen.setdefault(kind, config)
-    yield from sorted(seen.values(), key=lambda config: estimated_us(problem, config))
-
-
-def estimated_us(problem: Any, config: FewQueriesConfig) -> float:
-    """Time by a model: waves of items, the traffic of L2 and of device memory, and the merge."""
-    p = problem
-    group = head_group(p.q_heads, p.kv_heads)
-    head_rows = rows_of_head(group)
-    # With several users, one standard deviation more than the mean: half of the users have more.
-    mean = p.batch / p.users
-    rows = math.ceil(mean + (math.sqrt(mean) if p.users > 1 and mean > 1 else 0)) * p.q_len
-    item_rows = head_rows * config.tile_rows // WGMMA_M
-    tiles = -(-rows // item_rows)
-    items = min(p.users, p.batch) * (p.q_heads // group) * tiles
-    blocks = -(-p.kv_len // config.block_kv)
-    width = hopper.column_blocks(p.head_dim) * config.block_kv / 128
-    is_wide = rows > head_rows and config.tile_rows > WGMMA_M
-    block_us = (WIDE_BLOCK_US if is_wide else BLOCK_US) * max(width, 0.5 + 0.5 * width)
-    waves = math.ceil(items * config.splits / NUM_SMS)
-    of_split = math.ceil(blocks / config.splits)
-    if not is_wide:  # each consumer has every other block
-        of_split += of_split % 2
-    compute = waves * (of_split * block_us + ITEM_US)
-    keys = 4 * p.kv_len * p.head_dim  # bytes of a user's keys and values of one head
-    compute = max(compute, waves * keys / config.splits / SM_BYTES)
-    read = min(p.users, p.batch) * p.kv_heads * keys
-    traffic = max(items * keys / L2_BYTES, read / MEMORY_BYTES)
-    merge = 0.0
-    if config.splits > 1:
-        sums = 8 * config.splits * p.batch * p.q_len * p.q_heads * p.head_dim
-        merge = MERGE_US + sums / MEMORY_BYTES
-    shallow = SHALLOW if min(config.k_stages, config.v_stages) < 3 else 1.0
-    return LAUNCH_US + max(compute, traffic) * shallow + merge
-
-
-def estimated_tile_us(problem: Any) -> float:
-    """Time of the kernel whose tiles span users: waves of tiles, and a pass for each user."""
-    p = problem
-    items = -(-p.batch * p.q_len // TILE_ROWS) * p.q_heads
-    waves = math.ceil(items / NUM_SMS)
-    passes = min(1 + (p.users > 1) * TILE_ROWS * p.users / (p.batch * p.q_len), TILE_ROWS)
-    if waves == 1:  # the tile with most passes ends last
-        passes = math.ceil(passes)
-    block_us = TILE_BLOCK_US[hopper.column_blocks(p.head_dim)]
-    return TILE_LAUNCH_US + waves * passes * (-(-p.kv_len // 128) * block_us + PASS_US)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -143,6 +143,8 @@ CHOSEN = {
         "listed_lengths_gqa_h96",
         "cluster_4_lengths_gqa",
         "cluster_2_listed",
+        "neighbours_bundles_wide",
+        "neighbours_split_heads",
     ],
     "attention_backward": [
         "unsorted_grouped_heads",

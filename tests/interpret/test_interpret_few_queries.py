@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from typing import Any
+from unittest import mock
 
 import interpreter
 import jax
@@ -16,7 +17,7 @@ from indexed_attention import IndexedAttention
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from test_interpret_attention import PARAMS, rounded_weights
 
-from ikbo_jax.pallas.few_queries import consumer, listing, merging
+from ikbo_jax.pallas.few_queries import consumer, kernel, listing, merging, rows
 from ikbo_jax.pallas.few_queries.kernel import few_queries_kernel
 from ikbo_jax.problems.few_queries import FewQueriesConfig
 
@@ -36,6 +37,8 @@ class Case(IndexedAttention):
 
     Attributes:
       is_packed: whether candidates are put into the order of users, and results back by the kernel.
+      exceeds_cache: whether keys and values count as more than L2 holds, so that a user's row slots
+        are neighbours.
     """
 
     q_len: int = 1
@@ -43,6 +46,7 @@ class Case(IndexedAttention):
     scale: float = 0.125
     is_packed: bool = False
     lists: bool = False
+    exceeds_cache: bool = False
 
 
 CASES = {
@@ -148,6 +152,32 @@ CASES = {
     "listed_queries_across_tiles": Case(
         (1, 0) * 30, 20, q_len=3, config=WIDE, heads=(2, 1), lists=True
     ),
+    # A user's row slots are neighbours: fewer and more of them than users, some empty, heads that a
+    # CTA takes together, parts of the keys, an index that is not sorted.
+    "neighbours": Case(
+        (0,) * 9 + (1,) * 30 + (3,) * 12 + (4,) * 20,
+        20,
+        users=6,
+        q_len=5,
+        num_sms=3,
+        exceeds_cache=True,
+    ),
+    "neighbours_bundles_wide": Case(
+        (0,) * 40 + (2,) * 25,
+        20,
+        users=4,
+        q_len=8,
+        heads=(4, 2),
+        config=WIDE,
+        num_sms=1,
+        exceeds_cache=True,
+    ),
+    "neighbours_split_heads": Case(
+        (0,) * 12 + (1,) * 3, 75, users=2, q_len=7, heads=(2, 2), config=SPLIT, exceeds_cache=True
+    ),
+    "neighbours_unsorted": Case(
+        (1, 0, 0, 2, 1, 0, 0) * 5, 40, users=3, q_len=6, num_sms=2, exceeds_cache=True
+    ),
     # A negative scale, f16, a padded width.
     "negative_scale_f16_h96": Case(
         (0, 1, 1), 40, q_len=3, head_dim=96, scale=-0.2, dtype="float16", lengths=(3, 40)
@@ -171,7 +201,9 @@ def interpret(inputs: problems.AttentionInputs, case: Case) -> tuple[jax.Array, 
         lists=case.lists,
         interpret=PARAMS,
     )
-    return jax.block_until_ready(jax.jit(run)(*inputs))
+    cached = 0 if case.exceeds_cache else kernel.CACHE_BYTES
+    with mock.patch.object(kernel, "CACHE_BYTES", cached):
+        return jax.block_until_ready(jax.jit(run)(*inputs))
 
 
 def assert_correct(results, inputs, case: Case, where=...) -> None:
@@ -194,6 +226,23 @@ def test_interpreted_kernel_is_right_and_free_of_races(
     results = interpret(inputs, case)
     launches.assert_no_races(1)
     assert_correct(results, inputs, case)
+
+
+@pytest.mark.parametrize(
+    ("users", "extra"),
+    [(1, 1), (2, 1), (1, 5), (63, 30), (565, 989), (1025, 1024), (3, 4000), (4000, 3), (900, 9000)],
+)
+def test_neighbouring_row_slots(users: int, extra: int) -> None:
+    """Every slot once, either kind in order; an extra slot beside the user with its share."""
+    slots = np.asarray(rows.slot_at(np.arange(users + extra, dtype=np.int32), users, extra))
+    np.testing.assert_array_equal(np.sort(slots), np.arange(users + extra))
+    places = np.argsort(slots)
+    firsts, further = places[:users], places[users:]
+    assert (np.diff(firsts) > 0).all()
+    assert (np.diff(further) > 0).all()
+    periods = -(-(users + extra) // rows.PERIOD)
+    expected = np.arange(extra) * (users + extra) / extra
+    assert np.abs(further - expected).max() <= 2 + periods * (1 + (users + extra) / extra)
 
 
 # The checks themselves: each of them must be able to fail.

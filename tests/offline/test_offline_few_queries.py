@@ -100,6 +100,19 @@ CASES = {
         FewQueriesConfig(64, 2, 64, 4, 4, cluster=True),
         lists=True,
     ),
+    # Keys and values that L2 does not hold: a user's row slots are neighbours.
+    "h128_wide_neighbours": Case(
+        problem(128, batch=7918, users=565, q_len=8, kv_len=768), FewQueriesConfig(128, 1, 64, 3, 3)
+    ),
+    "h64_wide_turns_neighbours": Case(
+        problem(64, (8, 8), batch=947, users=63, q_len=4, kv_len=10880),
+        FewQueriesConfig(128, 1, 128, 5, 5, turns=True),
+        with_options=False,
+    ),
+    "h128_gqa_split_neighbours": Case(
+        problem(128, (8, 2), batch=700, users=300, q_len=8, kv_len=4096),
+        FewQueriesConfig(64, 2, 64, 4, 4),
+    ),
     "h64_listed_gqa": Case(
         problem(64, (2, 1), batch=4723, users=98, kv_len=172),
         FewQueriesConfig(128, 1, 128, 4, 4, 4),

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from ikbo_jax.pallas.few_queries import rows
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext
 from ikbo_jax.problems.hopper import WGMMA_M
 
@@ -30,6 +31,7 @@ class Shape:
       slots: see `rows.slots`; if CTAs list candidates, slot i has the rows of user i % U.
       splits: parts of a user's keys.
       cluster: CTAs of a cluster: all parts of an item, or 1.
+      alternates: whether users' first row slots and the others alternate (`rows.slot_at`).
       bundle: neighbouring items, of one slot and split, that a CTA takes at once: 1, or one for
         each group of query heads. The rows are then found once for all of them.
       listed: candidates of an item whose CTA lists them, because the index is not sorted; else 0.
@@ -52,6 +54,7 @@ class Shape:
     workers: int
     listed: int = 0
     cluster: int = 1
+    alternates: bool = False
 
     @property
     def rows(self) -> int:
@@ -166,15 +169,32 @@ class Context(WarpgroupContext):
     def place(self, i: Any, member: Any = 0) -> Place:
         """Where item `member` of the CTA's bundle `i` is."""
         shape = self.shape
-        number = self.worker + i * shape.workers
+        number = self._number(i)
         groups = shape.groups // shape.bundle
         group, rest = lax.rem(number, groups) * shape.bundle + member, lax.div(number, groups)
         parts = shape.items_of_slot
         split, slot = lax.rem(rest, parts), lax.div(rest, parts)
+        if shape.alternates:
+            slot = rows.slot_at(slot, shape.users, shape.slots - shape.users)
         if shape.cluster > 1:
             split = self.rank
         head = group * shape.group
         return Place(slot, split, head, lax.div(head, shape.q_heads // shape.kv_heads))
+
+    def _number(self, i: Any) -> Any:
+        """The number of the CTA's bundle `i` among those of all CTAs."""
+        shape = self.shape
+        if not shape.alternates:
+            return self.worker + i * shape.workers
+        # Each round begins one slot further: a CTA would get users' first slots alone otherwise,
+        # and another one slots that are mostly empty, if the workers are a multiple of a period.
+        step = shape.items_of_slot * shape.groups // shape.bundle
+        return i * shape.workers + lax.rem(self.worker + i * step, shape.workers)
+
+    def count(self) -> Any:
+        """Number of the CTA's bundles."""
+        full = self.shape.bundles // self.shape.workers
+        return full + (self._number(jnp.int32(full)) < self.shape.bundles).astype(jnp.int32)
 
     @property
     def rank(self) -> Any:

@@ -61,6 +61,7 @@ from ikbo_jax.pallas.few_queries.producer import produce
 from ikbo_jax.pallas.flash.softmax import LN_2
 from ikbo_jax.pallas.hopper.launch import Roles, launch
 from ikbo_jax.problems.few_queries import (
+    CACHE_BYTES,
     FewQueriesConfig,
     clusters,
     head_group,
@@ -139,6 +140,7 @@ def few_queries_kernel(
         slots = users * max(listed_tiles(batch, users, listed), spare)
     else:
         slots = rows.slots(batch, users, q_len, item_rows)
+    cached = 2 * key.size * key.dtype.itemsize <= CACHE_BYTES
     is_bundled = not listed and slots * items_of_slot >= LEAST_BUNDLES * workers
     bundle = groups if is_bundled else 1
     shape = Shape(
@@ -159,6 +161,7 @@ def few_queries_kernel(
         workers=min(workers, slots * items_of_slot * groups // bundle),
         listed=listed,
         cluster=cluster,
+        alternates=not (listed or cached) and 1 < users < slots,
     )
     rows_and_heads = (batch * q_len, q_heads)
     operands = Operands(

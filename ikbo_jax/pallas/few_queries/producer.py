@@ -302,7 +302,7 @@ def produce(ctx: Context) -> None:
         )
         return result
 
-    count = lax.div(shape.bundles - 1 - ctx.worker, shape.workers) + 1
+    count = ctx.count()
     loaded = _load_first_keys(ctx, ctx.place(jnp.int32(0)))
     start = (loaded, _Progress(jnp.int32(0), jnp.int32(0)))
     if shape.listed:

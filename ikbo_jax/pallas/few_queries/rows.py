@@ -3,7 +3,9 @@
 A *row slot* stands for up to `item_rows` rows of one user. Row slot u < U has the first rows of
 user u. Every row number that is a multiple of `item_rows` gives one more row slot, to the user of
 the row before it. So a user with n rows has at least n / item_rows row slots, rounded up; those
-that it does not need are empty. No list of items is needed, and those with many rows come first.
+that it does not need are empty. No list of items is needed, and those with many rows come first;
+unless all keys and values together exceed L2: then `slot_at` puts a user's row slots next to each
+other, so that they read its keys at the same time, and device memory delivers them once.
 
 The index is searched in the same way for every user, so the ranges that `candidates` finds hold
 every candidate exactly once even if the index is not sorted. Only its users then differ within a
@@ -24,6 +26,8 @@ from jaxlib.mlir.dialects import arith
 from ikbo_jax.pallas.flash.runs import INTEGER, SCALAR, splat, user_at
 from ikbo_jax.pallas.hopper.warps import ballot, from_lane, lane, lowest_bit
 
+#: Most row slots of a period of `slot_at`.
+PERIOD = 1024
 #: Lanes that search for one bound, and candidates that each of them compares at once: 16,384
 #: candidates take two rounds of loads, each of which takes 0.5 us or more.
 HALF, EACH = 16, 8
@@ -32,6 +36,32 @@ HALF, EACH = 16, 8
 def slots(batch: int, users: int, q_len: int, item_rows: int) -> int:
     """Number of row slots; see the module's docstring."""
     return users + batch * q_len // item_rows
+
+
+def slot_at(position: Any, users: int, extra: int) -> Any:
+    """The row slot at a position of an order that goes through users and extra slots evenly.
+
+    If candidates are spread evenly over users, an extra slot follows the first slot of its user, or
+    of a user next to it. The order has periods of equally many slots of either kind, so that the
+    arithmetic needs 32 bits; users that they do not take come before, extra slots after them.
+
+    Args:
+      position: int32, from 0 to `users + extra` - 1.
+      users: U.
+      extra: number of slots besides the users' first ones.
+    """
+    periods = -(-(users + extra) // PERIOD)
+    firsts, further = users // periods, extra // periods
+    period, early = firsts + further, users % periods
+    later = jnp.maximum(position - early, 0)
+    number, rest = lax.div(later, period), lax.rem(later, period)
+    before = lax.div(rest * further, period)  # extra slots of the period up to here
+    is_extra = lax.div((rest + 1) * further, period) > before
+    slot = jnp.where(
+        is_extra, users + number * further + before, early + number * firsts + rest - before
+    )
+    slot = jnp.where(number < periods, slot, users + later - periods * firsts)
+    return jnp.where(position < early, position, slot)
 
 
 def candidates(cand_to_user: Any, user: Any, users: int, *, interpret: bool) -> tuple[Any, Any]:

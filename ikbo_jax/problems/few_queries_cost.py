@@ -1,0 +1,184 @@
+"""A cost model of attention's kernel for users with few queries, and of tiles that span users."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from ikbo_jax.problems import hopper
+from ikbo_jax.problems.few_queries import (
+    CACHE_BYTES,
+    FewQueriesConfig,
+    head_group,
+    rows_of_head,
+)
+from ikbo_jax.problems.hopper import TILE_ROWS, WGMMA_M
+
+#: Most queries of a candidate for which the kernel for few queries is a candidate.
+MAX_QUERIES = 16
+SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+
+# The models by which a kernel and its configuration are chosen where none was measured. Times are
+# in us, bytes are for one us; fitted to 480 configurations of 30 drawn shapes on an H100 (kernel
+# time by CUPTI, commit bef06a9). There, the model's choices take 1.01 times as long as the fastest
+# configurations of the two kernels, in geometric mean, and 1.06 times at most.
+NUM_SMS = 132
+#: The launch, and an item of 64 rows or of 128 besides its blocks of keys.
+LAUNCH_US, ITEM_US, WIDE_ITEM_US = 3.6, 1.0, 2.6
+#: A block of 64 rows by 128 keys, by column blocks, and the part of it that fewer keys do not save.
+BLOCK_US, BLOCK_LATENCY = {1: 0.66, 2: 0.9}, 0.26
+#: Factors of a block of 128 rows, by column blocks, and with turns.
+WIDE, WIDE_TURNS = {1: 1.95, 2: 1.78}, 1.8
+#: What L2 delivers to all SMs and to one, and device memory.
+L2_BYTES, SM_BYTES, MEMORY_BYTES = 1.05e7, 7.6e4, 2.9e6
+#: The launch that merges splits.
+MERGE_US = 2.0
+#: The part of repeated reads of keys and values that comes from device memory if L2 does not hold
+#: all of them, by kernel. The kernel for few queries did the same until a user's items became
+#: neighbours (`rows.slot_at`): 715 us for 2.0 GB of 1.4 GB of keys and values. 0.3 is a guess.
+REREAD, TILE_REREAD = 0.3, 0.8
+#: Part of the lesser of the two times, of items and of memory, that the greater does not hide.
+OVERLAP = 0.1
+#: Waves from which on the last one is half full in the mean; the least part of a wave that counts.
+MANY_WAVES, LEAST_WAVE = 8, 0.02
+#: Mean number of tiles of a user from which on the last one is half full in the mean.
+MANY_TILES = 30
+#: The kernel whose tiles of 128 rows span users: the launch, a pass, and a block of 128 rows by 128
+#: keys, by column blocks.
+TILE_LAUNCH_US, PASS_US, TILE_BLOCK_US = 5.0, 0.8, {1: 0.92, 2: 1.5}
+#: Standard deviations by which the worst of the CTAs has more passes than the mean.
+WORST = 2.0
+
+
+def serves(problem: Any) -> bool:
+    """Whether the kernel for few queries is a candidate for an `AttentionProblem`."""
+    return (
+        0 < problem.q_len <= MAX_QUERIES
+        and min(problem.batch, problem.users, problem.kv_len) > 0
+        and problem.q_heads % problem.kv_heads == 0
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def is_preferred(problem: Any) -> bool:
+    """Whether the kernel for few queries is the default: whether its model is faster.
+
+    With many rows of a user the tensor cores limit the time. Then the kernel whose tiles span users
+    is faster, whose softmax keeps the maximum of the first block.
+    """
+    best = next(candidate_configs(problem), None)
+    return best is not None and estimated_us(problem, best) < estimated_tile_us(problem)
+
+
+def candidate_configs(problem: Any) -> Iterator[FewQueriesConfig]:
+    """Yields the legal configurations worth timing, the most promising first."""
+    if not serves(problem):
+        return
+    # Where the consumers have their own rows, H = 64 leaves most of the time to exponentials: with
+    # turns 103 instead of 120 us, and 141 instead of 155 us.
+    turns = hopper.column_blocks(problem.head_dim) == 1
+    configs = []
+    for block_kv in (128, 64, 32):
+        for splits in SPLITS:
+            keys = problem.kv_len / splits
+            # With few blocks the queries of several items are in flight.
+            q_slots = 2 if keys > 2 * block_kv else 4
+            if splits > 1 and keys < 2 * block_kv:
+                continue
+            configs += [
+                FewQueriesConfig(
+                    tile_rows,
+                    splits,
+                    block_kv,
+                    *stages,
+                    q_slots,
+                    turns=turns and tile_rows > WGMMA_M,
+                )
+                for tile_rows in (WGMMA_M, TILE_ROWS)
+                for stages in ((5, 5), (4, 4), (3, 3), (3, 2), (2, 2))
+            ]
+    legal = [config for config in configs if config.illegal_reason(problem) is None]
+    # Of configurations that differ in their stages alone, the first has most.
+    seen: dict[tuple[int, ...], FewQueriesConfig] = {}
+    for config in legal:
+        kind = (config.tile_rows, config.splits, config.block_kv)
+        seen.setdefault(kind, config)
+    yield from sorted(seen.values(), key=lambda config: estimated_us(problem, config))
+
+
+def expected_tiles(problem: Any, item_rows: int) -> float:
+    """Mean number of items for the rows of a user that has candidates.
+
+    A user's number of candidates is taken as normally distributed, its variance as its mean.
+    """
+    users = min(problem.users, problem.batch)
+    mean = problem.batch / users
+    tiles = mean * problem.q_len / item_rows
+    if users == 1:
+        return math.ceil(tiles)
+    if tiles > MANY_TILES:
+        return tiles + 0.5
+    deviation = math.sqrt(mean) * problem.q_len / item_rows
+    found = 1.0
+    for further in range(1, math.ceil(tiles + 4 * deviation) + 1):
+        found += 0.5 * math.erfc((further - tiles) / (deviation * math.sqrt(2)))
+    return found
+
+
+def estimated_us(problem: Any, config: FewQueriesConfig) -> float:
+    """Time by a model: waves of items, the traffic of L2 and of device memory, and the merge."""
+    p = problem
+    group = head_group(p.q_heads, p.kv_heads)
+    head_rows = rows_of_head(group)
+    users = min(p.users, p.batch)
+    tiles = expected_tiles(p, head_rows * config.tile_rows // WGMMA_M)
+    items = users * (p.q_heads // group) * tiles
+    columns = hopper.column_blocks(p.head_dim)
+    block_us = BLOCK_US[columns]
+    block_us *= BLOCK_LATENCY + (1 - BLOCK_LATENCY) * config.block_kv / 128
+    is_wide = config.tile_rows > WGMMA_M and p.batch * p.q_len > users * head_rows
+    if is_wide:
+        block_us *= WIDE_TURNS if config.turns else WIDE[columns]
+    of_split = math.ceil(math.ceil(p.kv_len / config.block_kv) / config.splits)
+    if not is_wide and of_split > 1:  # each consumer has every other block
+        of_split += of_split % 2
+    keys = 4 * p.kv_len * p.head_dim  # bytes of a user's keys and values of one head
+    wave_us = of_split * block_us + (WIDE_ITEM_US if is_wide else ITEM_US)
+    wave_us = max(wave_us, keys / config.splits / SM_BYTES)
+    once = users * p.kv_heads * keys
+    again = max(items * keys - once, 0)
+    from_memory = once + (REREAD * again if once > CACHE_BYTES else 0)
+    traffic = max((once + again) / L2_BYTES, from_memory / MEMORY_BYTES)
+    waves = items * config.splits / NUM_SMS
+    full, last = math.floor(waves), 1.0 if waves < MANY_WAVES else 0.5
+    rest = waves - full
+    # In the last wave few CTAs load, which do not reach what memory delivers.
+    times = [(full * wave_us, traffic * full / waves)]
+    if rest > LEAST_WAVE or not full:
+        times.append((last * wave_us, traffic * rest / waves))
+    merge = 0.0
+    if config.splits > 1:
+        sums = 8 * config.splits * p.batch * p.q_len * p.q_heads * p.head_dim
+        merge = MERGE_US + sums / (L2_BYTES if sums < CACHE_BYTES else MEMORY_BYTES)
+    return LAUNCH_US + sum(max(t) + OVERLAP * min(t) for t in times) + merge
+
+
+def estimated_tile_us(problem: Any) -> float:
+    """Time of the kernel whose tiles span users: waves of tiles, a pass for each of their users."""
+    p = problem
+    rows = p.batch * p.q_len
+    items = -(-rows // TILE_ROWS) * p.q_heads
+    waves = math.ceil(items / NUM_SMS)
+    # Of a tile besides its first pass, and how many of these no candidate's end prevents.
+    further = min(TILE_ROWS * p.users / rows, TILE_ROWS - 1) if p.users > 1 else 0.0
+    unaligned = further * (1 - min(p.q_len, TILE_ROWS) / TILE_ROWS)
+    passes = waves * (1 + unaligned) + WORST * math.sqrt(waves * unaligned)
+    block_us = TILE_BLOCK_US[hopper.column_blocks(p.head_dim)]
+    compute = passes * (-(-p.kv_len // 128) * block_us + PASS_US)
+    keys = 4 * p.kv_len * p.head_dim
+    once = min(p.users, p.batch) * p.kv_heads * keys
+    again = max(items * (1 + further) * keys - once, 0) if p.users > 1 else 0.0
+    from_memory = once + (TILE_REREAD * again if once > CACHE_BYTES else 0)
+    return TILE_LAUNCH_US + max(compute, from_memory / MEMORY_BYTES)
