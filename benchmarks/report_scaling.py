@@ -38,9 +38,11 @@ def table(results: Record) -> Table:
     for point in results["points"]:
         one = point["providers"][0]
         for record in _several(point):
-            how = KINDS[record["name"]]
+            name = record["name"]
+            how = KINDS.get(name, name)
             if point["sweep"] in ("network", "training"):
-                how = "shard_map, users beside candidates"
+                beside = "shard_map, users beside candidates"
+                how = beside + (f", {name}" if name in scaling.OPTIONS else "")
             moved = ", ".join(
                 f"{entry['count']} {name}, {entry['bytes'] / 2**20:.1f} MiB"
                 for name, entry in record["collectives"].items()

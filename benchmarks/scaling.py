@@ -210,12 +210,7 @@ KINDS = {"explicit": AxisType.Explicit}  # the others have Auto axes
 #: kernels run; a kernel that has a CTA on every SM then waits for those SMs that NCCL holds, and
 #: NCCL for the slower device.
 OPTIONS: dict[str, dict[str, Any]] = {
-    "sums in turn": {"xla_gpu_disable_async_collectives": "ALLREDUCE"},
-    "small sums": {"xla_gpu_all_reduce_combine_threshold_bytes": 4 << 20},
-    "small sums in turn": {
-        "xla_gpu_all_reduce_combine_threshold_bytes": 4 << 20,
-        "xla_gpu_disable_async_collectives": "ALLREDUCE",
-    },
+    "sums in turn": {"xla_gpu_disable_async_collectives": "ALLREDUCE"}
 }
 
 

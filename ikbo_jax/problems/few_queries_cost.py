@@ -48,8 +48,10 @@ MANY_TILES = 30
 #: The kernel whose tiles of 128 rows span users: the launch, a pass, and a block of 128 rows by 128
 #: keys, by column blocks.
 TILE_LAUNCH_US, PASS_US, TILE_BLOCK_US = 5.0, 0.8, {1: 0.92, 2: 1.5}
-#: Standard deviations by which the worst of the CTAs has more passes than the mean.
-WORST = 2.0
+#: A further pass of a tile, of which often one consumer alone has rows, in passes; and by how many
+#: standard deviations the worst of the CTAs has more of them than the mean; by column blocks. At
+#: H = 64 exponentials limit the time, and one consumer takes as long as two.
+FURTHER_PASS, WORST = {1: 1.0, 2: 0.6}, {1: 2.0, 2: 1.0}
 
 
 def serves(problem: Any) -> bool:
@@ -171,14 +173,15 @@ def estimated_tile_us(problem: Any) -> float:
     rows = p.batch * p.q_len
     items = -(-rows // TILE_ROWS) * p.q_heads
     waves = math.ceil(items / NUM_SMS)
-    # Of a tile besides its first pass, and how many of these no candidate's end prevents.
+    # Passes of a tile besides its first one, unless users end where tiles do.
     further = min(TILE_ROWS * p.users / rows, TILE_ROWS - 1) if p.users > 1 else 0.0
-    unaligned = further * (1 - min(p.q_len, TILE_ROWS) / TILE_ROWS)
-    passes = waves * (1 + unaligned) + WORST * math.sqrt(waves * unaligned)
-    block_us = TILE_BLOCK_US[hopper.column_blocks(p.head_dim)]
-    compute = passes * (-(-p.kv_len // 128) * block_us + PASS_US)
+    further *= 1 - min(p.q_len, TILE_ROWS) / TILE_ROWS
+    columns = hopper.column_blocks(p.head_dim)
+    more = waves * further + WORST[columns] * math.sqrt(waves * further)
+    pass_us = -(-p.kv_len // 128) * TILE_BLOCK_US[columns] + PASS_US
+    compute = (waves + FURTHER_PASS[columns] * more) * pass_us
     keys = 4 * p.kv_len * p.head_dim
     once = min(p.users, p.batch) * p.kv_heads * keys
-    again = max(items * (1 + further) * keys - once, 0) if p.users > 1 else 0.0
-    from_memory = once + (TILE_REREAD * again if once > CACHE_BYTES else 0)
-    return TILE_LAUNCH_US + max(compute, from_memory / MEMORY_BYTES)
+    # Tiles with rows of one user alone read its keys at the same time.
+    again = items * further * keys if once > CACHE_BYTES else 0.0
+    return TILE_LAUNCH_US + max(compute, (once + TILE_REREAD * again) / MEMORY_BYTES)

@@ -62,7 +62,7 @@ RINGS = ((2, 2, 3), (2, 3, 2), (3, 3, 2), (4, 4, 2), (3, 3, 1), (2, 2, 1))
 LONG_MODES: tuple[dict[str, Any], ...] = ({"late_turns": True}, {})
 #: The same for jagged sequences. Fractions for bounds 512, 1024 and 2048: with skip_empty and
 #: half_blocks 0.481 (without late_turns), 0.645 and 0.753; without them 0.472, 0.639 (with
-#: late_turns) and 0.757. Up to a bound of 256, blocks of 64 keys were fastest.
+#: late_turns) and 0.757.
 JAGGED_MODES: tuple[dict[str, Any], ...] = (
     {"late_turns": True, "skip_empty": True, "half_blocks": True},
     {"skip_empty": True, "half_blocks": True},
@@ -82,6 +82,13 @@ SHORT_MODES: tuple[dict[str, Any], ...] = (
 )
 #: Ranks that a configuration with blocks of 64 keys is placed behind the same one with 128 keys.
 NARROW_BLOCK_COST = 3
+#: Largest bound of jagged sequences up to which blocks of 64 keys are the default. Best times with
+#: 64 and 128 keys, uniform lengths, us on an H100: up to 129, 26.4 and 27.8; 152, 12.1 and 13.9;
+#: 172, 140.9 and 162.3; 278, 15.1 and 15.8; 372, 890.6 and 931.7; but 665, 851.8 and 837.2.
+NARROW_BLOCK, NARROW_MAX_KEYS = 64, 384
+#: Largest number of queries that all sequences share for which three query slots are the default at
+#: H = 64: 41.6 instead of 42.7 us (23 queries), 95.7 instead of 103.3 (19 queries).
+SEEDS = 64
 #: Added to the distance if activations differ, since the activation decides what limits the kernel;
 #: as much as one doubling of a length.
 ACTIVATION_DISTANCE = 1.0
@@ -336,10 +343,10 @@ class GdpaProblem(GdpaSizes):
 
         A configuration's rank is the sum of the
         positions of its ring and its mode in their lists, plus `NARROW_BLOCK_COST` for blocks of
-        64 keys.
+        64 keys, or of 128 where 64 are preferred.
         """
         ranked: dict[GdpaConfig, int] = {}
-        for block, block_kv in enumerate((128, 64)):
+        for block, block_kv in enumerate((64, 128) if self.prefers_narrow_blocks else (128, 64)):
             for ring, (k_stages, v_stages, q_slots) in enumerate(RINGS):
                 plain = GdpaConfig(block_kv, k_stages, v_stages, q_slots)
                 is_short = self.keys_fit_stages(plain) and q_slots > 1
@@ -349,6 +356,18 @@ class GdpaProblem(GdpaSizes):
                     if config.illegal_reason(self) is None:
                         ranked.setdefault(config, NARROW_BLOCK_COST * block + ring + mode)
         yield from sorted(ranked, key=ranked.__getitem__)[:most]
+
+    @property
+    def prefers_narrow_blocks(self) -> bool:
+        """Whether sequences are jagged, and so short that blocks of 64 keys are faster."""
+        bounds = (self.max_seqlen_q, self.max_seqlen_kv)
+        is_short = all(bound is not None and bound <= NARROW_MAX_KEYS for bound in bounds)
+        return is_short and not self.is_full and not self.broadcast_q
+
+    @property
+    def has_seeds(self) -> bool:
+        """Whether all sequences share few queries of width 64."""
+        return self.broadcast_q and self.q_rows <= SEEDS and self.head_dim == 64
 
     def keys_fit_stages(self, config: GdpaConfig) -> bool:
         """Whether all keys of a sequence fit the stages of both rings.
@@ -360,8 +379,13 @@ class GdpaProblem(GdpaSizes):
 
     def fits(self, config: GdpaConfig | ShortGdpaConfig) -> bool:
         """False for the other kernel than the rule's, whose rows do not compare; and if run > 1 and
-        keys do not fit the stages: a run then only unbalances the CTAs."""
+        keys do not fit the stages: a run then only unbalances the CTAs. Nor with other blocks, or
+        query slots, than the defaults where these are known to be faster."""
         if isinstance(config, ShortGdpaConfig) or short_gdpa.is_preferred(self):
+            return False
+        if self.prefers_narrow_blocks and config.block_kv != NARROW_BLOCK:
+            return False
+        if self.has_seeds and config.q_slots < RINGS[0][-1]:
             return False
         return config.run == 1 or self.keys_fit_stages(config)
 

@@ -26,6 +26,7 @@ from ikbo_jax.problems import (
     GdpaProblem,
     LinearCompressionBackwardProblem,
     LinearCompressionProblem,
+    few_queries_cost,
 )
 from ikbo_jax.problems.attention import HEAD_DIMS
 from ikbo_jax.problems.attention_backward import HEAD_DIMS as BACKWARD_HEAD_DIMS
@@ -331,3 +332,45 @@ def test_row_of_few_queries_serves_its_shape_class_only(builtin):
     assert table.lookup(asked).config == asked.default_config()
     tiles = dataclasses.replace(FEW, q_len=64)
     assert isinstance(table.lookup(tiles).config, AttentionConfig)
+
+
+#: Sizes, and the best times of the kernel for few queries and of the one whose tiles span users, us
+#: on an H100; the last one on an H200.
+MEASURED = (
+    ((947, 63, 4, 10880, 8, 8, 64), 524, 814),
+    ((7918, 565, 8, 768, 4, 4, 128), 482, 593),
+    ((1942, 17, 8, 16101, 2, 2, 64), 332, 470),
+    ((689, 4, 16, 1280, 2, 1, 128), 37.1, 46.1),
+    ((474, 3, 4, 896, 4, 4, 128), 12.2, 28.3),
+    ((4131, 1, 1, 11136, 2, 2, 128), 81.0, 109.6),
+    ((164, 27, 16, 128, 1, 1, 64), 5.0, 10.4),
+    ((733, 1, 4, 768, 4, 4, 64), 12.9, 9.9),
+    ((10161, 1, 16, 7005, 2, 2, 64), 1364, 1020),
+    ((6791, 1, 8, 640, 2, 1, 128), 87.3, 59.6),
+    ((2048, 32, 16, 4096, 2, 2, 128), None, 211.6),
+)
+
+
+@pytest.mark.parametrize(("sizes", "few_us", "tile_us"), MEASURED)
+def test_the_model_chooses_the_faster_kernel(sizes, few_us, tile_us):
+    problem = AttentionProblem(*sizes, "bfloat16")
+    assert is_preferred(problem) == (few_us is not None and few_us < tile_us)
+    best = next(few_queries_cost.candidate_configs(problem))
+    if few_us is not None:
+        assert few_queries_cost.estimated_us(problem, best) == pytest.approx(few_us, rel=0.3)
+    # Of the other kernel, its order of magnitude: passes of several users are hard to foresee.
+    assert few_queries_cost.estimated_tile_us(problem) == pytest.approx(tile_us, rel=0.4)
+
+
+def test_tiles_of_a_user_are_counted_in_the_mean():
+    few = AttentionProblem(1000, 1000, 1, 512, 4, 4, 64, "bfloat16")
+    assert few_queries_cost.expected_tiles(few, 64) == pytest.approx(1)
+    one = dataclasses.replace(few, users=1)
+    assert few_queries_cost.expected_tiles(one, 64) == 16
+    # 20 candidates with 4 queries and a standard deviation of 18 rows: 14 % have two of 96 rows.
+    some = dataclasses.replace(few, users=50, q_len=4)
+    rng = np.random.default_rng(0)
+    drawn = np.ceil(rng.normal(80, 4 * 20**0.5, 100_000) / 96).clip(1)
+    assert few_queries_cost.expected_tiles(some, 96) == pytest.approx(drawn.mean(), rel=0.01)
+    many = dataclasses.replace(few, users=2, q_len=16)
+    assert few_queries_cost.expected_tiles(many, 64) == pytest.approx(125.5)

@@ -218,12 +218,12 @@ def test_short_sequences_have_a_kernel_of_their_own(builtin, monkeypatch):
     attend = functools.partial(ikbo.gdpa, activation="relu", max_seqlen_q=40, max_seqlen_kv=40)
     (plan,) = ikbo.explain(attend, *arrays[:5]).plans
     assert (plan.implementation, plan.config) == ("mosaic_gpu", ShortGdpaConfig(64, 48, ctas=4))
-    assert "the kernel for short sequences (up to 64 queries and 64 keys)" in plan.reason
+    assert "the kernel for short sequences (up to 96 queries and 96 keys)" in plan.reason
     bounds = {"q_rows": 4096 * 32, "kv_rows": 4096 * 32, "batch": 4096, "batch_kv": 4096}
     short = at(**bounds, head_dim=64, max_seqlen_q=64, max_seqlen_kv=64)
     assert short.default_config() == ShortGdpaConfig(64, 64, ctas=4)
     assert dataclasses.replace(short, max_seqlen_q=None, max_seqlen_kv=None).fits(other()) is False
-    longer = dataclasses.replace(short, max_seqlen_kv=65)
+    longer = dataclasses.replace(short, max_seqlen_kv=97)
     shared = dataclasses.replace(short, batch_kv=15, kv_rows=15 * 64)
     for problem in (longer, shared, dataclasses.replace(short, head_dim=256)):
         assert isinstance(problem.default_config(), GdpaConfig)
