@@ -38,8 +38,8 @@ def table(results: Record) -> Table:
     for point in results["points"]:
         one = point["providers"][0]
         for record in _several(point):
-            name = record["name"]
-            how = KINDS.get(name, name)
+            name = str(record["name"])
+            how: str = KINDS.get(name, name)
             if point["sweep"] in ("network", "training"):
                 beside = "shard_map, users beside candidates"
                 how = beside + (f", {name}" if name in scaling.OPTIONS else "")

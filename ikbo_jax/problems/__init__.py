@@ -4,10 +4,8 @@ The ground floor: dispatch table, autotuner, ops and kernels import it, and it i
 """
 
 from ikbo_jax.problems.attention import AttentionConfig, AttentionProblem
-from ikbo_jax.problems.attention_backward import (
-    AttentionBackwardConfig,
-    AttentionBackwardProblem,
-)
+from ikbo_jax.problems.attention_backward import AttentionBackwardConfig
+from ikbo_jax.problems.attention_backward_problem import AttentionBackwardProblem
 from ikbo_jax.problems.few_queries import FewQueriesConfig
 from ikbo_jax.problems.gdpa import GdpaConfig, GdpaProblem
 from ikbo_jax.problems.gdpa_backward import (

@@ -27,7 +27,7 @@ from ikbo_jax.pallas.attention_backward.context import (
     TILE,
     BackwardContext,
 )
-from ikbo_jax.pallas.hopper import mma, mosaic, stores
+from ikbo_jax.pallas.hopper import mma, mosaic, operand_tiles, stores
 from ikbo_jax.problems.attention_backward import BLOCK_KV, D_SCORES_BUFFERS
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, WARPGROUP_SIZE, WGMMA_K, WGMMA_M
 
@@ -68,7 +68,7 @@ def _receive_tile(ctx: BackwardContext, item: Any) -> None:
     def _() -> None:
         for operand in (KEY, VALUE) if ctx.has_d_scores else (KEY,):
             tiles = ctx.shared.keys_values.matrix(item).at[operand, ctx.consumer]
-            stores.zero_rows(tiles, keys, interpret=ctx.interpret)
+            operand_tiles.zero_rows(tiles, keys, interpret=ctx.interpret)
         plgpu.commit_smem()
 
 
@@ -87,7 +87,7 @@ def _receive_block(ctx: BackwardContext, item: Any, block: Any, step: Any) -> No
         # Each consumer zeroes one operand.
         consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
         tiles = shared.queries.tiles[0].at[stage, consumer]
-        stores.zero_rows(tiles, rows, interpret=ctx.interpret)
+        operand_tiles.zero_rows(tiles, rows, interpret=ctx.interpret)
         for number, fill in enumerate(FILLS):
 
             @pl.when(consumer == number)
@@ -112,7 +112,7 @@ def _receive_half(ctx: BackwardContext, item: Any, block: Any, step: Any, operan
 
         @pl.when(consumer == 0)
         def _() -> None:
-            stores.zero_rows(ring.matrix(number), rows, interpret=ctx.interpret)
+            operand_tiles.zero_rows(ring.matrix(number), rows, interpret=ctx.interpret)
 
         @pl.when(consumer == 1)
         def _() -> None:
@@ -351,9 +351,9 @@ def _store(ctx: BackwardContext, item: Any, sums: Sequence[jax.Array]) -> None:
         rows = total.astype(ctx.operands.key.dtype)
         tiles = shared.keys_values.tiles[0].at[slot, operand, consumer]
         # One call for all blocks compiles to other code, without spills too; neither was timed.
-        for i, columns in enumerate(stores.column_blocks(rows, shape.column_blocks)):
+        for i, columns in enumerate(operand_tiles.column_blocks(rows, shape.column_blocks)):
             view = tiles.at[pl.ds(i, 1)]
-            stores.stage_rows(view, columns, reads_late=True, interpret=ctx.interpret)
+            operand_tiles.stage_rows(view, columns, reads_late=True, interpret=ctx.interpret)
     plgpu.commit_smem()
 
     @pl.when(first < shape.kv_len)

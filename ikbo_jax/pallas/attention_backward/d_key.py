@@ -34,7 +34,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ikbo_jax.pallas.attention_backward import products
 from ikbo_jax.pallas.attention_backward import rows as row_numbers
 from ikbo_jax.pallas.attention_backward.context import USER_WORDS, Operands, Shape
-from ikbo_jax.pallas.hopper import mma, mosaic, stores
+from ikbo_jax.pallas.hopper import mma, mosaic, operand_tiles, stores
 from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
 from ikbo_jax.problems.attention_backward import AttentionBackwardConfig
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, WARPGROUP_SIZE, WGMMA_M
@@ -148,12 +148,12 @@ def _receive_block(ctx: Context, rows: Any, block: Any, step: Any) -> None:
         consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
         tiles = ctx.shared.blocks.matrix(step)
         d_scores = tiles.at[pl.ds(consumer * number, number)]
-        stores.zero_rows(d_scores, left, interpret=ctx.interpret)
+        operand_tiles.zero_rows(d_scores, left, interpret=ctx.interpret)
 
         @pl.when(consumer == 0)
         def _() -> None:
             queries = tiles.at[pl.ds(ctx.key_tiles, ctx.shape.column_blocks)]
-            stores.zero_rows(queries, left, interpret=ctx.interpret)
+            operand_tiles.zero_rows(queries, left, interpret=ctx.interpret)
 
         plgpu.commit_smem()
         mosaic.named_barrier("sync", jnp.int32(CONSUMER_BARRIER), CONSUMER_THREADS)
@@ -239,9 +239,9 @@ def _store(ctx: Context, item: Any, sums: list[jax.Array]) -> None:
             stores.store_rows(target, total, *place, staging, interpret=ctx.interpret)
             continue
         values, staged = total.astype(target.dtype), shared.result[0].at[number]
-        for block, columns in enumerate(stores.column_blocks(values, shape.column_blocks)):
+        for block, columns in enumerate(operand_tiles.column_blocks(values, shape.column_blocks)):
             view = staged.at[pl.ds(block, 1)]
-            stores.stage_rows(view, columns, reads_late=True, interpret=ctx.interpret)
+            operand_tiles.stage_rows(view, columns, reads_late=True, interpret=ctx.interpret)
         plgpu.commit_smem()
 
         @pl.when(first < shape.kv_len)

@@ -33,7 +33,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.attention_backward.context import TILE_WORDS, Operands, Shape
-from ikbo_jax.pallas.hopper import mma, mosaic, stores
+from ikbo_jax.pallas.hopper import mma, mosaic, operand_tiles, stores
 from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
 from ikbo_jax.problems.attention_backward import AttentionBackwardConfig, query_slots
 from ikbo_jax.problems.hopper import (
@@ -137,7 +137,7 @@ def _receive_block(ctx: Context, item: Any, block: Any, step: Any) -> None:
     def _() -> None:
         consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
         tiles = ctx.shared.keys_values.matrix(step).at[consumer]  # each consumer zeroes one operand
-        stores.zero_rows(tiles, keys, interpret=ctx.interpret)
+        operand_tiles.zero_rows(tiles, keys, interpret=ctx.interpret)
         plgpu.commit_smem()
         mosaic.named_barrier("sync", jnp.int32(CONSUMER_BARRIER), CONSUMER_THREADS)
 
@@ -268,9 +268,9 @@ def _store(ctx: Context, item: Any, total: jax.Array) -> None:
     consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
     staged = tuple(view.at[ring.slot(item), QUERY, consumer] for view in ring.tiles)
     values = total.astype(ctx.outputs[0].dtype)
-    for i, part in enumerate(stores.column_blocks(values, shape.column_blocks)):
+    for i, part in enumerate(operand_tiles.column_blocks(values, shape.column_blocks)):
         view = staged[0].at[pl.ds(i, 1)]
-        stores.stage_rows(view, part, reads_late=True, interpret=ctx.interpret)
+        operand_tiles.stage_rows(view, part, reads_late=True, interpret=ctx.interpret)
     plgpu.commit_smem()
     first_row, head = _word(ctx, item, FIRST_ROW) + consumer * WGMMA_M, _word(ctx, item, HEAD)
     rows = jnp.clip(_word(ctx, item, ROWS) - consumer * WGMMA_M, 0, WGMMA_M)

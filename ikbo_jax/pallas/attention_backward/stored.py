@@ -31,7 +31,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.attention_backward import products
 from ikbo_jax.pallas.attention_backward.context import TILE_WORDS, Operands, Shape
-from ikbo_jax.pallas.hopper import mma, mosaic, stores
+from ikbo_jax.pallas.hopper import mma, mosaic, operand_tiles, stores
 from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
 from ikbo_jax.problems.attention_backward import STORED_BLOCK_KV, AttentionBackwardConfig
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, WARPGROUP_SIZE, WGMMA_M
@@ -131,7 +131,7 @@ def _receive_block(ctx: Context, keys: Any, block: Any, step: Any) -> None:
     def _() -> None:
         @pl.when(mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret) == 0)
         def _() -> None:
-            stores.zero_rows(_keys(ctx, step), left, interpret=ctx.interpret)
+            operand_tiles.zero_rows(_keys(ctx, step), left, interpret=ctx.interpret)
 
         plgpu.commit_smem()
         mosaic.named_barrier("sync", jnp.int32(CONSUMER_BARRIER), CONSUMER_THREADS)
@@ -223,9 +223,9 @@ def _store(ctx: Context, place: tuple[Any, Any], rows: Any, totals: list[jax.Arr
         number = consumer * ctx.config.query_tiles + i
         staged = tuple(view.at[number] for view in ctx.shared.result)
         values = total.astype(ctx.outputs[0].dtype)
-        for block, part in enumerate(stores.column_blocks(values, ctx.shape.column_blocks)):
+        for block, part in enumerate(operand_tiles.column_blocks(values, ctx.shape.column_blocks)):
             view = staged[0].at[pl.ds(block, 1)]
-            stores.stage_rows(view, part, reads_late=True, interpret=ctx.interpret)
+            operand_tiles.stage_rows(view, part, reads_late=True, interpret=ctx.interpret)
         plgpu.commit_smem()
         left = jnp.clip(rows - number * WGMMA_M, 0, WGMMA_M)
         stores.store_staged(

@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ikbo_jax.pallas.few_queries import exchange, listing, merging, store
 from ikbo_jax.pallas.few_queries.context import BY_ROWS, Context, Item, Part
 from ikbo_jax.pallas.flash import softmax
-from ikbo_jax.pallas.hopper import mma, mosaic, stores, turns
+from ikbo_jax.pallas.hopper import mma, mosaic, operand_tiles, stores, turns
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, WGMMA_M
 
 #: The named barrier at which the consumers wait for each other.
@@ -91,7 +91,7 @@ def _zero_values_past_length(ctx: Context, work: _Work, block: Any) -> None:
     def _() -> None:
         @pl.when(~is_shared | (ctx.consumer == 0))
         def _() -> None:
-            stores.zero_rows(tiles, keys, interpret=ctx.interpret)
+            operand_tiles.zero_rows(tiles, keys, interpret=ctx.interpret)
             plgpu.commit_smem()
 
         @pl.when(is_shared)

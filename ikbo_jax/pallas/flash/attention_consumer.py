@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.flash import attention_store, softmax
 from ikbo_jax.pallas.flash.attention_context import COMMON_ITEM_WORDS, AttentionContext, Item
-from ikbo_jax.pallas.hopper import mma, mosaic, stores, turns
+from ikbo_jax.pallas.hopper import mma, mosaic, operand_tiles, turns
 from ikbo_jax.problems.attention import FLAG_WORDS
 from ikbo_jax.problems.hopper import NUM_CONSUMERS
 
@@ -246,7 +246,7 @@ def _zero_values_past_length(ctx: AttentionContext, step: Any, keys: Any) -> Non
     def _() -> None:
         @pl.when(ctx.consumer == 0)
         def _() -> None:
-            stores.zero_rows(tiles, keys, interpret=ctx.interpret)
+            operand_tiles.zero_rows(tiles, keys, interpret=ctx.interpret)
             plgpu.commit_smem()
 
         _synchronise_consumers()

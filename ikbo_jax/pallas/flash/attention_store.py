@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.flash import softmax
 from ikbo_jax.pallas.flash.attention_context import AttentionContext, Item
-from ikbo_jax.pallas.hopper import stores
+from ikbo_jax.pallas.hopper import operand_tiles, stores
 from ikbo_jax.problems.hopper import WGMMA_M
 
 
@@ -73,7 +73,7 @@ def _store_staged(ctx: AttentionContext, item: Item, index: Any, out: jax.Array)
         view.at[ctx.shared.query.slot(index), ctx.consumer] for view in ctx.shared.query.tiles
     )
     matrix_view = staged[0]
-    for i, columns in enumerate(stores.column_blocks(out, matrix_view.shape[0])):
+    for i, columns in enumerate(operand_tiles.column_blocks(out, matrix_view.shape[0])):
         matrix_view.at[i][...] = columns
     plgpu.commit_smem()
     is_end = item.first_row + item.end == ctx.shape.rows

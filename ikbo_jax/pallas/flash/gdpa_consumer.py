@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ikbo_jax.pallas.activations import weights as gdpa_weights
 from ikbo_jax.pallas.flash import gdpa_store
 from ikbo_jax.pallas.flash.gdpa_context import GdpaContext, Item
-from ikbo_jax.pallas.hopper import mma, mosaic, stores, turns
+from ikbo_jax.pallas.hopper import mma, mosaic, operand_tiles, turns
 from ikbo_jax.pallas.hopper.rings import Ring
 from ikbo_jax.problems.hopper import WGMMA_M
 
@@ -69,7 +69,7 @@ def _await_block(ctx: GdpaContext, ring: Ring, item: Item, block: Any, step: Any
 
     @pl.when((ctx.consumer == 0) & is_cut)
     def _() -> None:
-        stores.zero_rows(ring.matrix(step), keys, interpret=ctx.interpret)
+        operand_tiles.zero_rows(ring.matrix(step), keys, interpret=ctx.interpret)
         plgpu.commit_smem()
 
 

@@ -14,16 +14,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ikbo_jax.pallas.activations import weights as gdpa_weights
 from ikbo_jax.pallas.flash import tile_list
 from ikbo_jax.pallas.flash.gdpa_context import GdpaContext
-from ikbo_jax.pallas.hopper import mma, stores
+from ikbo_jax.pallas.hopper import mma, operand_tiles, stores
 from ikbo_jax.problems.hopper import WGMMA_M
 
 
 def _stage(ctx: GdpaContext, slot: Any, out: jax.Array) -> None:
     """Stages a result in a query slot."""
     tiles = ctx.shared.query.tiles[0].at[slot, ctx.consumer]
-    for i, columns in enumerate(stores.column_blocks(out, tiles.shape[0])):
+    for i, columns in enumerate(operand_tiles.column_blocks(out, tiles.shape[0])):
         block = tiles.at[pl.ds(i, 1)]
-        stores.stage_rows(block, columns, reads_late=True, interpret=ctx.interpret)
+        operand_tiles.stage_rows(block, columns, reads_late=True, interpret=ctx.interpret)
     plgpu.commit_smem()
 
 

@@ -46,7 +46,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ikbo_jax.pallas.activations import weights as gdpa_weights
 from ikbo_jax.pallas.activations.weights import ActivationSpec
 from ikbo_jax.pallas.flash import softmax, tile_list
-from ikbo_jax.pallas.hopper import mma, mosaic, schedule, stores
+from ikbo_jax.pallas.hopper import mma, mosaic, operand_tiles, schedule, stores
 from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
 from ikbo_jax.problems.hopper import WGMMA_M
 from ikbo_jax.problems.short_gdpa import ShortGdpaConfig
@@ -169,7 +169,7 @@ def _zero_past_end(ctx: _Context, tiles: Any, keys: Any) -> None:
 
     @pl.when(keys < ctx.config.block_kv)
     def _() -> None:
-        stores.zero_rows(tiles, jnp.maximum(keys, 0), interpret=ctx.interpret)
+        operand_tiles.zero_rows(tiles, jnp.maximum(keys, 0), interpret=ctx.interpret)
 
 
 def _scores(ctx: _Context, index: Any, step: Any) -> jax.Array:
@@ -239,7 +239,7 @@ def _store(ctx: _Context, item: _Item, index: Any, out: jax.Array) -> None:
     out = jnp.where(item.length > 0, out, jnp.zeros((), out.dtype))
     slot = ctx.shared.query.slot(index)
     staged = tuple(view.at[slot] for view in ctx.shared.query.tiles)
-    stores.stage_rows(staged[0], out, reads_late=True, interpret=ctx.interpret)
+    operand_tiles.stage_rows(staged[0], out, reads_late=True, interpret=ctx.interpret)
     plgpu.commit_smem()
     stores.store_staged(
         ctx,

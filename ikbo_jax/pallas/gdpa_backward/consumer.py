@@ -21,7 +21,7 @@ from ikbo_jax.pallas.gdpa_backward.context import (
     ROWS,
     BackwardContext,
 )
-from ikbo_jax.pallas.hopper import mma, mosaic, stores, turns
+from ikbo_jax.pallas.hopper import mma, mosaic, operand_tiles, stores, turns
 from ikbo_jax.problems.hopper import WGMMA_M
 
 #: Named barrier at which the consumers wait for each other.
@@ -43,7 +43,7 @@ def _receive(ctx: BackwardContext, step: Any) -> None:
     def _() -> None:
         consumer = mosaic.warpgroup_index("warpgroup", interpret=ctx.interpret)
         tiles = ring.matrix(step).at[consumer]
-        stores.zero_rows(tiles, rows, interpret=ctx.interpret)
+        operand_tiles.zero_rows(tiles, rows, interpret=ctx.interpret)
         plgpu.commit_smem()
         mosaic.named_barrier("sync", jnp.int32(CONSUMER_BARRIER), turns.CONSUMER_THREADS)
 
@@ -57,7 +57,7 @@ def _receive_tile(ctx: BackwardContext, item: Any) -> None:
     def _() -> None:
         for operand in (0, 1):
             tiles = ring.matrix(item).at[operand, ctx.consumer]
-            stores.zero_tiles(tiles, interpret=ctx.interpret)
+            operand_tiles.zero_tiles(tiles, interpret=ctx.interpret)
         plgpu.commit_smem()
 
 
@@ -211,7 +211,7 @@ def _store(ctx: BackwardContext, item: Any, sums: tuple[jax.Array, ...]) -> None
         for operand in range(len(values))
     ]
     for (matrix_view, _), value in zip(staged, values, strict=True):
-        stores.stage_rows(matrix_view, value, interpret=ctx.interpret)
+        operand_tiles.stage_rows(matrix_view, value, interpret=ctx.interpret)
     plgpu.commit_smem()
     stores.store_staged(
         ctx,

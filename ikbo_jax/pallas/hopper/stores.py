@@ -12,16 +12,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
-from ikbo_jax.pallas.hopper import mma, mosaic
+from ikbo_jax.pallas.hopper import mosaic
 from ikbo_jax.pallas.hopper.row_order import RowOrder
-from ikbo_jax.problems.hopper import BLOCK_K, WARPGROUP_SIZE, WGMMA_M
+from ikbo_jax.problems.hopper import WARPGROUP_SIZE, WGMMA_M
 
 #: Layout of one value per row, the result of a reduction along rows.
 ROW_LAYOUT = plgpu.Layout.WGMMA.reduce(1)
@@ -124,7 +123,7 @@ def store_staged_rows(
         write(output, tiles, *tables, step, first_row, head, begin, end)
 
 
-def _thread() -> ir.Value:
+def late_thread_number() -> ir.Value:
     """This thread's number in its warpgroup, read at each use.
 
     LLVM would keep a value that never changes in a register from the kernel's beginning on, through
@@ -254,7 +253,7 @@ def store_rows(
         if is_f32 and widths:  # of the backward kernels, which have no register to spare
             thread = thread_number()
         elif width <= 128:
-            thread = _thread()
+            thread = late_thread_number()
         else:
             thread = arith.remui(mgpu.thread_idx(), mgpu.c(WARPGROUP_SIZE, i32))
         held = HeldRows(values, thread, is_f32=is_f32)
@@ -322,65 +321,6 @@ def store_transposed(
     write(output, values, row, column)
 
 
-def column_blocks(values: jax.Array, blocks: int) -> list[jax.Array]:
-    """Values [64, width] in blocks of 64 columns; zeros past width, where TMA stores nothing."""
-    width = blocks * BLOCK_K
-    values = mma.pad(values, width)
-    return [lax.slice(values, (0, i), (WGMMA_M, i + BLOCK_K)) for i in range(0, width, BLOCK_K)]
-
-
-def stage_rows(tiles: Any, values: jax.Array, *, reads_late: bool = False, interpret: bool) -> None:
-    """Writes [64, width] of 16 bits to operand tiles [column blocks, 64, 64], zeros past width.
-
-    An assignment in Pallas would also read the old values, and would keep addresses that depend on
-    the thread's number from the kernel's beginning on.
-
-    Args:
-      reads_late: whether addresses derive from `_thread`, not from `thread_number`.
-    """
-    blocks = tiles.shape[0]
-    for i, columns in enumerate(column_blocks(values, blocks) if interpret else []):
-        tiles[i, :, :] = columns
-    if interpret:
-        return
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(mosaic.operand_transforms(tiles.dtype)), plgpu.Layout.WGMMA)
-    )
-    def write(_: Any, tiles: ir.Value, values: mgpu.FragmentedArray) -> None:
-        i32, byte = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
-        words = [mgpu.utils.bitcast(pair, i32) for pair in values.registers.flat]
-        words += [mgpu.c(0, i32)] * (blocks * BLOCK_K // 4 - len(words))
-        thread = _thread() if reads_late else thread_number()
-
-        def part(size: int, count: int) -> ir.Value:
-            return arith.remui(arith.divui(thread, mgpu.c(size, i32)), mgpu.c(count, i32))
-
-        # A warp's stmatrix stores four 8 x 8 matrices: lane l provides the address of row l % 8 of
-        # matrix l / 8. Matrix 1 is below matrix 0, matrix 2 is beside it.
-        row_of_8, lower, right, warp = part(1, 8), part(8, 2), part(16, 2), part(32, 4)
-        row = arith.addi(arith.muli(warp, mgpu.c(16, i32)), row_of_8)
-        row = arith.addi(row, arith.muli(lower, mgpu.c(8, i32)))
-        row_offset = arith.muli(row, mgpu.c(mosaic.SWIZZLE, i32))
-        base = mgpu.utils.memref_ptr(tiles)
-        for step in range(len(words) // 4):
-            block, within = divmod(step, BLOCK_K // 16)
-            vector_of_row = arith.addi(right, mgpu.c(2 * within, i32))
-            offset = arith.addi(
-                arith.addi(row_offset, mgpu.c(block * WGMMA_M * mosaic.SWIZZLE, i32)),
-                arith.muli(arith.xori(vector_of_row, row_of_8), mgpu.c(16, i32)),
-            )
-            mgpu.utils.inline_ptx(
-                "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};",
-                mgpu.utils.getelementptr(base, [offset], byte),
-                *words[4 * step : 4 * step + 4],
-                has_side_effects=True,
-                convergent=True,
-            )
-
-    write(tiles, values)
-
-
 def store_staged(
     ctx: Any,
     staged: Sequence[tuple[Any, Any]],
@@ -424,52 +364,3 @@ def store_staged(
 
     if is_partial is not None:
         pl.when(is_partial)(by_threads)
-
-
-def zero_rows(tiles: Any, begin: Any, *, interpret: bool) -> None:
-    """Zeroes operand tiles [column blocks, rows, 64] of 16 bits from row `begin` on."""
-    blocks, rows, width = tiles.shape
-    if interpret:
-
-        @pl.loop(begin, rows)
-        def _(r: Any) -> None:
-            for i in range(blocks):
-                tiles[i, r, :] = jnp.zeros((width,), tiles.dtype)
-
-        return
-
-    @plgpu.inline_mgpu(
-        arg_types=(
-            plgpu.RefType(mosaic.operand_transforms(tiles.dtype)),
-            plgpu.Layout.WG_SPLAT(()),
-        )
-    )
-    def write(_: Any, tiles: ir.Value, begin: mgpu.FragmentedArray) -> None:
-        # A row is 128 contiguous bytes; swizzling permutes it only within them.
-        i32, byte = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
-        base = mgpu.utils.memref_ptr(tiles)
-        thread = _thread()
-        vectors = mosaic.SWIZZLE // 16
-        zero = mgpu.c(0, i32)
-        for i in range(blocks * rows * vectors // WARPGROUP_SIZE):
-            vector_index = arith.addi(thread, mgpu.c(i * WARPGROUP_SIZE, i32))
-            row = arith.remui(arith.divui(vector_index, mgpu.c(vectors, i32)), mgpu.c(rows, i32))
-            offset = arith.muli(vector_index, mgpu.c(16, i32))
-            mgpu.utils.inline_ptx(
-                "st.shared.v4.b32 [$0], {$1, $1, $1, $1};",
-                mgpu.utils.getelementptr(base, [offset], byte),
-                zero,
-                predicate=arith.cmpi(arith.CmpIPredicate.sge, row, begin.registers.item()),
-                has_side_effects=True,
-            )
-
-    write(tiles, begin)
-
-
-def zero_tiles(tiles: Any, *, interpret: bool) -> None:
-    """Zeroes operand tiles [column blocks, rows, 64] of 16 bits in shared memory."""
-    if not interpret:
-        zero_rows(tiles, jnp.int32(0), interpret=interpret)
-        return
-    for i in range(tiles.shape[0]):  # row by row would take the interpreter seconds
-        tiles[i, :, :] = jnp.zeros(tiles.shape[1:], tiles.dtype)

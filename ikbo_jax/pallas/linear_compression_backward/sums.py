@@ -32,7 +32,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.flash import work_order
-from ikbo_jax.pallas.hopper import mma, stores
+from ikbo_jax.pallas.hopper import mma, operand_tiles, stores
 from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, TILE_ROWS, WGMMA_M
 from ikbo_jax.problems.linear_compression_backward import SumConfig
@@ -171,7 +171,7 @@ def _consume(ctx: WarpgroupContext) -> None:
 def _store_rounded(ctx: WarpgroupContext, item: _Item, row: Any, total: jax.Array) -> None:
     (output,), (matrix_view, copy_view) = ctx.outputs, ctx.shared.sums
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    stores.stage_rows(
+    operand_tiles.stage_rows(
         matrix_view.at[ctx.consumer], total.astype(output.dtype), interpret=ctx.interpret
     )
     plgpu.commit_smem()
