@@ -2,9 +2,10 @@
 
 Three ways, by what is known while the op is traced:
 
-- Inside `shard_map`, arrays are one device's part already: the computation runs as it is.
-- With Explicit mesh axes, the types of the arrays say how they are divided: a `shard_map` inside
-  the op runs the computation.
+- Inside `shard_map` over all axes of a mesh, arrays are one device's part already: the computation
+  runs as it is.
+- With Explicit mesh axes, also inside `shard_map` over others, the types of the arrays say how they
+  are divided: a `shard_map` inside the op runs the computation.
 - With Auto axes, XLA decides when it compiles: `custom_partitioning` tells it how the op divides,
   and traces the computation for one device's shapes when XLA asks.
 
@@ -73,11 +74,11 @@ def run(local: Local, rule: Rule, identity: Any, operands: Sequence[Any]) -> tup
         mean equal programs.
       operands: arrays.
     """
-    if _is_manual():
-        return tuple(local(operands, None))
     mesh = _explicit_mesh(operands)
     if mesh is not None:
         return _by_shard_map(local, rule, mesh, operands)
+    if _is_manual():
+        return tuple(local(operands, None))
     # An exported program with symbolic sizes has no place for `custom_partitioning` either.
     is_symbolic = any(dispatch.is_symbolic(size) for x in operands for size in x.shape)
     if jax.device_count() > 1 and not is_symbolic:
@@ -91,7 +92,7 @@ def run_by_types(local: Local, rule: Rule, operands: Sequence[Any]) -> tuple[Any
     With Explicit axes, JAX's functions refuse operands that are divided in different ways. The
     operands have floating-point types.
     """
-    mesh = None if _is_manual() else _explicit_mesh(operands)
+    mesh = _explicit_mesh(operands)
     if mesh is None:
         return tuple(local(operands, None))
     dtypes = [operand.dtype for operand in operands]
@@ -136,7 +137,9 @@ def _by_shard_map(local: Local, rule: Rule, mesh: Any, operands: Sequence[Any]) 
         return tuple(local(vary_over_same_axes(parts), division))
 
     sharded = jax.shard_map(
-        on_device,
+        # Inside a caller's `shard_map`, what a gradient keeps of an inner one would get the outer
+        # one's axes a second time (jax 0.11.2).
+        _keeping_operands(on_device) if AxisType.Manual in mesh.axis_types else on_device,
         mesh=mesh,
         in_specs=in_specs,
         out_specs=tuple(map(division.spec, rule.results)),
@@ -147,6 +150,23 @@ def _by_shard_map(local: Local, rule: Rule, mesh: Any, operands: Sequence[Any]) 
         jax.sharding.reshard(result, NamedSharding(mesh, division.spec(dims, again=True)))
         for result, dims in zip(sharded(*moved), rule.results, strict=True)
     )
+
+
+def _keeping_operands(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn`, whose derivatives of all orders keep nothing but operands.
+
+    They compute `fn` again, which XLA merges with the first time.
+    """
+
+    def pull_back(operands: Any, cotangents: Any) -> Any:
+        return jax.vjp(fn, *operands)[1](cotangents)
+
+    kept = jax.custom_vjp(fn)
+    kept.defvjp(
+        lambda *operands: (kept(*operands), operands),
+        lambda operands, cotangents: _keeping_operands(pull_back)(operands, cotangents),
+    )
+    return kept
 
 
 def typed_like(gradient: Any, operand: Any) -> Any:
