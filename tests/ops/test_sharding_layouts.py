@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from test_sharding import attend_with_everything
 
 import ikbo_jax as ikbo
-from ikbo_jax.ops import sharded
+from ikbo_jax.ops import by_xla
 
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 MESHES = [((8,), "x"), ((4, 2), "xy"), ((2, 2, 2), "xyz")]
@@ -156,7 +156,7 @@ def test_layouts_are_read_back(shape: tuple[int, ...], names: str) -> None:
                 for wanted in range(3)
             ]
             one = P(*(entry or None for entry in axes))
-            assert sharded.spec_of(mesh, NamedSharding(mesh, one), 3) == one
+            assert by_xla.spec_of(mesh, NamedSharding(mesh, one), 3) == one
 
 
 #: How the arrays of `OPS` are divided over "x", which `shard_map` makes manual, and "y".

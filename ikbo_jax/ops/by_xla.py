@@ -1,0 +1,183 @@
+"""Runs an op's local computation on every device where mesh axes are Auto.
+
+XLA decides how arrays divide when it compiles: `custom_partitioning` tells it how the op divides,
+and traces the computation for one device's shapes when XLA asks.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental.custom_partitioning import (
+    ArrayMapping,
+    CompoundFactor,
+    SdyShardingRule,
+    custom_partitioning,
+)
+from jax.experimental.xla_metadata import set_xla_metadata
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import mlir
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ikbo_jax.ops import dispatch
+from ikbo_jax.ops.partition import Dimension, Local, Rule, divide, vmapped
+
+
+def run(local: Local, rule: Rule, identity: Any, operands: Sequence[Any]) -> tuple[Any, ...]:
+    """`sharded.run` where XLA decides how operands divide."""
+    # An exported program with symbolic sizes has no place for `custom_partitioning`.
+    if any(dispatch.is_symbolic(size) for x in operands for size in x.shape):
+        return tuple(local(operands, None))
+    # Traced once; `custom_partitioning` traces what it is given again.
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
+    traced = jax.make_jaxpr(lambda *operands: tuple(local(operands, None)))(*shapes)
+    # `jit` keeps constants of the computation, for which `custom_partitioning` has no place.
+    compute = jax.jit(jaxpr_as_fun(traced))
+
+    def whole(*operands: Any) -> tuple[Any, ...]:
+        return tuple(compute(*operands))
+
+    # An interpreted kernel has effects, for which `custom_partitioning` has no place either.
+    if traced.effects:
+        return whole(*operands)
+
+    def partition(mesh: Any, arguments: Any, results: Any) -> Any:
+        specs = [
+            spec_of(mesh, array.sharding, len(array.shape)) for array in (*arguments, *results)
+        ]
+        division = divide(rule, arguments, specs, mesh.shape)
+
+        def on_device(*parts: Any) -> tuple[Any, ...]:
+            return tuple(unlocated_p.bind(*local(parts, division)))
+
+        def shardings(arrays: Any) -> tuple[NamedSharding, ...]:
+            return tuple(NamedSharding(mesh, division.spec(dims)) for dims in arrays)
+
+        return mesh, on_device, shardings(rule.results), shardings(rule.operands)
+
+    divided = custom_partitioning(whole)
+    divided.def_partition(
+        partition,
+        sharding_rule=_sharding_rule(rule, [array.shape for array in operands]),
+        decode_shardings=False,
+    )
+
+    # A function with its own derivative and vmap rule, since `custom_partitioning` has neither.
+    @jax.custom_jvp
+    def call(*operands: Any) -> tuple[Any, ...]:
+        batchable = jax.custom_batching.custom_vmap(divided)
+
+        @batchable.def_vmap
+        def rule_of_vmap(size: int, batched: Any, *arrays: Any) -> Any:
+            name = ("vmap", *batched, identity)
+            results = run(vmapped(local, batched), rule.batched(size, batched), name, arrays)
+            return results, (True,) * len(results)
+
+        # The callback's address, which is not the same in another process, can be left out of the
+        # key of JAX's compilation cache; what it does must then stand in the program's text.
+        with set_xla_metadata(ikbo_jax=_digest(identity, rule)):
+            found: tuple[Any, ...] = batchable(*operands)
+        return found
+
+    @call.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        return jax.jvp(whole, primals, tangents)
+
+    results = call(*operands)
+    return results
+
+
+def spec_of(mesh: Any, sharding: Any, ndim: int) -> PartitionSpec:
+    """The mesh axes of every dimension of an array that XLA divides.
+
+    XLA may divide a dimension over a part of a mesh axis: four heads over an axis of eight devices,
+    in pairs. A `PartitionSpec` cannot say this, and JAX fails to decode it. Such a dimension gets
+    no axes here, so it is gathered.
+    """
+    # A shape that every product of axes divides.
+    indices = sharding.devices_indices_map((mesh.size,) * ndim)
+    units = [tuple(unit) for unit in np.eye(mesh.devices.ndim, dtype=int)]
+
+    def axes_of(dim: int) -> tuple[str, ...]:
+        begins = np.vectorize(lambda device: indices[device][dim].start or 0)(mesh.devices)
+        axes = [n for n, size in enumerate(begins.shape) if size > 1 and begins[units[n]]]
+        axes.sort(key=lambda n: -begins[units[n]])  # the major axis first
+        others = [n for n in range(begins.ndim) if n not in axes]
+        parts = math.prod(begins.shape[n] for n in axes)
+        by_part = begins.transpose(axes + others).reshape(parts, -1)
+        is_divided_so = by_part == np.arange(0, mesh.size, mesh.size // parts)[:, None]
+        return tuple(mesh.axis_names[n] for n in axes) if is_divided_so.all() else ()
+
+    return PartitionSpec(*(axes_of(dim) or None for dim in range(ndim)))
+
+
+def _sharding_rule(rule: Rule, shapes: Sequence[tuple[int, ...]]) -> SdyShardingRule:
+    sizes = rule.sizes(shapes)
+
+    def parts(dim: Dimension) -> Dimension:
+        # Shardy refuses a part of size 1 beside another one.
+        large = tuple(name for name in dim if len(dim) > 1 and sizes[name] > 1)
+        return large or dim[:1]
+
+    arrays = [[parts(dim) for dim in dims] for dims in rule.arrays]
+    mappings = [
+        ArrayMapping(*(dim[0] if len(dim) == 1 else CompoundFactor(*dim) for dim in dims))
+        for dims in arrays
+    ]
+    # In order of appearance, which Shardy demands.
+    names = list(dict.fromkeys(name for dims in arrays for dim in dims for name in dim))
+    alone = {dim[0] for dims in arrays for dim in dims if len(dim) == 1}
+    can_split = dict(rule.split)
+    minor: dict[str, Any] = {name: sizes[name] for name in names if name not in alone}
+    return SdyShardingRule(
+        tuple(mappings[: len(rule.operands)]),
+        tuple(mappings[len(rule.operands) :]),
+        need_replication_factors=tuple(name for name in names if name not in can_split),
+        **minor,
+    )
+
+
+def _digest(identity: Any, rule: Rule) -> str:
+    text = f"{_source_digest()} {identity!r} {rule!r}"
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@functools.cache
+def _source_digest() -> str:
+    """A digest of this package's code."""
+    root = pathlib.Path(__file__).parent.parent
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*")):
+        if path.suffix in (".py", ".json"):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+# The identity on the results of a part. XLA takes the part's source locations into a program that
+# has other ones (jaxlib 0.11.2 warns "Invalid stack_frame_id"), and a pass that compares them may
+# then loop for ever. So the part has none.
+unlocated_p = Primitive("ikbo_unlocated")
+unlocated_p.multiple_results = True
+unlocated_p.def_impl(lambda *results: list(results))
+unlocated_p.def_abstract_eval(lambda *results: list(results))
+
+
+def _lower_unlocated(ctx: Any, *results: Any) -> Any:
+    nowhere = mlir.ir.Location.unknown(ctx.module_context.context)
+
+    def forget(op: Any) -> Any:
+        op.location = nowhere
+        return mlir.ir.WalkResult.ADVANCE
+
+    ctx.module_context.module.operation.walk(forget)
+    return list(results)
+
+
+mlir.register_lowering(unlocated_p, _lower_unlocated)
