@@ -14,7 +14,13 @@ from ikbo_jax.ops import arguments, attention_backward, attention_vmap, dispatch
 from ikbo_jax.ops.attention_vmap import Arrays
 from ikbo_jax.ops.op import Folded, Named, Op, unstack
 from ikbo_jax.ops.partition import Rule, dimensions
-from ikbo_jax.ops.sharded import is_typed, run_by_types, run_kernel, vary_over_same_axes
+from ikbo_jax.ops.sharded import (
+    aligned,
+    is_typed,
+    run_by_types,
+    run_kernel,
+    vary_over_same_axes,
+)
 from ikbo_jax.problems import AttentionConfig, AttentionProblem, FewQueriesConfig
 from ikbo_jax.problems.hopper import WGMMA_M
 from ikbo_jax.reference import attention as reference
@@ -164,7 +170,7 @@ def merge_attention(
             raise ValueError(f"{name} must be a float32 array, but is {arguments.describe(lse)}")
         if lse.shape != out1.shape[:3]:
             raise ValueError(f"{name} has shape {lse.shape} but out1 has shape {out1.shape}")
-    return reference.merge_attention(out1, lse1, out2, lse2)
+    return reference.merge_attention(*aligned(_MERGED, (out1, lse1, out2, lse2)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -393,6 +399,14 @@ def _attention(
         assert lse is not None
         out, lse = _with_self_tokens(call.scale, out, lse, arrays.query, *self_tokens)
     return out, lse if call.return_residuals else None
+
+
+_MERGED = Rule(
+    ("out1", "lse1", "out2", "lse2"),
+    (dimensions("b t n h"), dimensions("b t n")) * 2,
+    (dimensions("b t n h"), dimensions("b t n")),
+    tuple({"b": "candidates", "t": "queries", "n": "heads", "h": "H"}.items()),
+)
 
 
 _SELF_TOKENS = Rule(

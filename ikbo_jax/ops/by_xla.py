@@ -1,17 +1,19 @@
 """Runs an op's local computation on every device where mesh axes are Auto.
 
 XLA decides how arrays divide when it compiles: `custom_partitioning` tells it how the op divides,
-and traces the computation for one device's shapes when XLA asks.
+and traces the computation for one device's shapes when XLA asks. Inside `shard_map` over some axes
+of a mesh, XLA decides so over the axis that is left; over several axes left, nothing divides.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import math
 import pathlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -24,7 +26,7 @@ from jax.experimental.custom_partitioning import (
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ikbo_jax.ops import dispatch
 from ikbo_jax.ops.partition import Dimension, Local, Rule, divide, vmapped
@@ -35,9 +37,9 @@ def run(local: Local, rule: Rule, identity: Any, operands: Sequence[Any]) -> tup
     # An exported program with symbolic sizes has no place for `custom_partitioning`.
     if any(dispatch.is_symbolic(size) for x in operands for size in x.shape):
         return tuple(local(operands, None))
+    context = jax.sharding.get_abstract_mesh()
     # Traced once; `custom_partitioning` traces what it is given again.
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
-    traced = jax.make_jaxpr(lambda *operands: tuple(local(operands, None)))(*shapes)
+    traced = jax.make_jaxpr(lambda *operands: tuple(local(operands, None)))(*operands)
     # `jit` keeps constants of the computation, for which `custom_partitioning` has no place.
     compute = jax.jit(jaxpr_as_fun(traced))
 
@@ -48,24 +50,27 @@ def run(local: Local, rule: Rule, identity: Any, operands: Sequence[Any]) -> tup
     if traced.effects:
         return whole(*operands)
 
+    divisible = rule if len(free_axes(context)) < 2 else dataclasses.replace(rule, split=())
+
     def partition(mesh: Any, arguments: Any, results: Any) -> Any:
-        specs = [
-            spec_of(mesh, array.sharding, len(array.shape)) for array in (*arguments, *results)
-        ]
-        division = divide(rule, arguments, specs, mesh.shape)
+        layouts = _layouts(mesh, context, (*arguments, *results))
+        division = divide(divisible, arguments, layouts.specs, layouts.sizes)
 
         def on_device(*parts: Any) -> tuple[Any, ...]:
-            return tuple(unlocated_p.bind(*local(parts, division)))
+            shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in parts]
+            with jax.sharding.use_abstract_mesh(_NO_MESH):
+                jaxpr = jax.make_jaxpr(lambda *parts: tuple(local(parts, division)))(*shapes)
+            return tuple(part_p.bind(*parts, jaxpr=jaxpr))
 
         def shardings(arrays: Any) -> tuple[NamedSharding, ...]:
-            return tuple(NamedSharding(mesh, division.spec(dims)) for dims in arrays)
+            return tuple(NamedSharding(layouts.group, division.spec(dims)) for dims in arrays)
 
-        return mesh, on_device, shardings(rule.results), shardings(rule.operands)
+        return layouts.mesh, on_device, shardings(rule.results), shardings(rule.operands)
 
     divided = custom_partitioning(whole)
     divided.def_partition(
         partition,
-        sharding_rule=_sharding_rule(rule, [array.shape for array in operands]),
+        sharding_rule=_sharding_rule(divisible, [array.shape for array in operands]),
         decode_shardings=False,
     )
 
@@ -92,6 +97,59 @@ def run(local: Local, rule: Rule, identity: Any, operands: Sequence[Any]) -> tup
 
     results = call(*operands)
     return results
+
+
+def free_axes(context: Any) -> tuple[str, ...]:
+    """Inside `shard_map` over some axes of a mesh: the Auto axes left; empty outside."""
+    if AxisType.Manual not in context.axis_types:
+        return ()
+    kinds = zip(context.axis_names, context.axis_types, strict=True)
+    return tuple(name for name, kind in kinds if kind is AxisType.Auto and context.shape[name] > 1)
+
+
+class _Layouts(NamedTuple):
+    """How XLA divides the arrays of a call.
+
+    Attributes:
+      mesh: all devices.
+      group: the devices that divide the arrays. Inside `shard_map` over some axes of a mesh, XLA
+        numbers the devices along the axes left from 0.
+      specs: the mesh axes of every array.
+    """
+
+    mesh: Any
+    group: Any
+    specs: list[PartitionSpec]
+
+    @property
+    def sizes(self) -> Any:
+        """The number of devices along every axis that may divide."""
+        return self.group.shape
+
+
+def _layouts(mesh: Any, context: Any, arrays: Sequence[Any]) -> _Layouts:
+    """Reads layouts; `context` is the abstract mesh that the call was traced in."""
+    if free := free_axes(context):
+        # XLA's numbers do not tell several axes from each other, so they stand together here.
+        size = math.prod(context.shape[name] for name in free)
+        group = AbstractMesh(tuple(context.shape[name] for name in free), free)
+        specs = []
+        for array in arrays:
+            part = array.sharding.shard_shape((size,) * len(array.shape))
+            specs.append(PartitionSpec(*((free if n == 1 else None) for n in part)))
+        return _Layouts(context, group, specs)
+    if mesh.empty:
+        # JAX passes no mesh where no argument of the program is on one.
+        devices = list(arrays[0].sharding.devices_indices_map((1,) * len(arrays[0].shape)))
+        is_known = context.size == len(devices)
+        sizes, names = (
+            (context.axis_sizes, context.axis_names)
+            if is_known
+            else ((len(devices),), ("devices",))
+        )
+        mesh = Mesh(np.array(devices).reshape(sizes), names)
+    specs = [spec_of(mesh, array.sharding, len(array.shape)) for array in arrays]
+    return _Layouts(mesh, mesh, specs)
 
 
 def spec_of(mesh: Any, sharding: Any, ndim: int) -> PartitionSpec:
@@ -160,16 +218,21 @@ def _source_digest() -> str:
     return digest.hexdigest()
 
 
-# The identity on the results of a part. XLA takes the part's source locations into a program that
-# has other ones (jaxlib 0.11.2 warns "Invalid stack_frame_id"), and a pass that compares them may
-# then loop for ever. So the part has none.
-unlocated_p = Primitive("ikbo_unlocated")
-unlocated_p.multiple_results = True
-unlocated_p.def_impl(lambda *results: list(results))
-unlocated_p.def_abstract_eval(lambda *results: list(results))
+_NO_MESH = AbstractMesh((), ())
+# One device's part. Under `jax.set_mesh`, JAX would write shardings into it, which XLA cannot
+# compile there. And XLA takes the part's source locations into a program that has other ones
+# (jaxlib 0.11.2 warns "Invalid stack_frame_id"); a pass that compares them may then loop for ever.
+# So the part has neither.
+part_p = Primitive("ikbo_part")
+part_p.multiple_results = True
+part_p.def_impl(lambda *parts, jaxpr: jaxpr_as_fun(jaxpr)(*parts))
+part_p.def_abstract_eval(lambda *_, jaxpr: jaxpr.out_avals)
 
 
-def _lower_unlocated(ctx: Any, *results: Any) -> Any:
+def _lower_part(ctx: Any, *parts: Any, jaxpr: Any) -> Any:
+    plain = ctx.replace(avals_in=jaxpr.in_avals, avals_out=jaxpr.out_avals)
+    with jax.sharding.use_abstract_mesh(_NO_MESH):
+        results = mlir.lower_fun(jaxpr_as_fun(jaxpr))(plain, *parts)
     nowhere = mlir.ir.Location.unknown(ctx.module_context.context)
 
     def forget(op: Any) -> Any:
@@ -177,7 +240,7 @@ def _lower_unlocated(ctx: Any, *results: Any) -> Any:
         return mlir.ir.WalkResult.ADVANCE
 
     ctx.module_context.module.operation.walk(forget)
-    return list(results)
+    return results
 
 
-mlir.register_lowering(unlocated_p, _lower_unlocated)
+mlir.register_lowering(part_p, _lower_part)

@@ -60,7 +60,8 @@ def run(local: Local, rule: Rule, identity: Any, operands: Sequence[Any]) -> tup
     """
     if is_typed(operands):
         return _by_types(_varied(local), rule, operands)
-    if _is_manual():
+    context = jax.sharding.get_abstract_mesh()
+    if AxisType.Manual in context.axis_types and not by_xla.free_axes(context):
         return tuple(local(operands, None))
     if jax.device_count() > 1:
         return by_xla.run(local, rule, identity, operands)
@@ -85,13 +86,24 @@ def run_by_types(local: Local, rule: Rule, operands: Sequence[Any]) -> tuple[Any
     return _by_types(_varied(in_own_dtypes), rule, wide)
 
 
+def aligned(rule: Rule, operands: Sequence[Any]) -> tuple[Any, ...]:
+    """The operands in one layout, where types say how they divide: JAX's functions take no other.
+
+    All dimensions of the rule are alike for the functions.
+    """
+    mesh = _explicit_mesh(operands)
+    if mesh is None:
+        return tuple(operands)
+    division = divide(rule, operands, _specs(operands), _explicit_sizes(mesh))
+    return tuple(
+        jax.sharding.reshard(x, NamedSharding(mesh, division.spec(dims)))
+        for x, dims in zip(operands, rule.operands, strict=True)
+    )
+
+
 def is_typed(operands: Sequence[Any]) -> bool:
     """Whether types say how operands divide, so that `run_by_types` has reverse mode alone."""
     return _explicit_mesh(operands) is not None
-
-
-def _is_manual() -> bool:
-    return AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
 
 
 def _explicit_mesh(operands: Sequence[Any]) -> Any:
@@ -181,14 +193,8 @@ def _pulled_back(local: Local, is_float: Sequence[bool]) -> Local:
 
 def _by_shard_map(local: Local, rule: Rule, operands: Sequence[Any]) -> tuple[Any, ...]:
     mesh = _explicit_mesh(operands)
-    axes = {
-        name
-        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-        if kind is AxisType.Explicit
-    }
-    sizes = {name: mesh.shape[name] for name in mesh.axis_names if name in axes}
-    specs = [jax.typeof(operand).sharding.spec for operand in operands]
-    division = divide(rule, operands, specs, sizes)
+    sizes = _explicit_sizes(mesh)
+    division = divide(rule, operands, _specs(operands), sizes)
     in_specs = tuple(map(division.spec, rule.operands))
     moved = [
         jax.sharding.reshard(operand, NamedSharding(mesh, spec))
@@ -204,7 +210,7 @@ def _by_shard_map(local: Local, rule: Rule, operands: Sequence[Any]) -> tuple[An
         in_specs=in_specs,
         out_specs=tuple(map(division.spec, rule.results)),
         # The empty set: all axes but those that divide the problems of a caller's `vmap`.
-        axis_names=axes if AxisType.Auto in mesh.axis_types else frozenset(),
+        axis_names=frozenset(sizes) if AxisType.Auto in mesh.axis_types else frozenset(),
     )
     # What was gathered to be computed is divided again, so that results are as their operands are.
     return tuple(
@@ -213,12 +219,26 @@ def _by_shard_map(local: Local, rule: Rule, operands: Sequence[Any]) -> tuple[An
     )
 
 
+def _explicit_sizes(mesh: Any) -> dict[str, int]:
+    """The number of devices along every Explicit axis."""
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return {name: mesh.shape[name] for name, kind in kinds if kind is AxisType.Explicit}
+
+
+def _specs(operands: Sequence[Any]) -> list[PartitionSpec]:
+    return [jax.typeof(operand).sharding.spec for operand in operands]
+
+
 def typed_like(gradient: Any, operand: Any) -> Any:
     """A gradient, sharded as its operand's type says, which may have been gathered; or None."""
-    sharding = None if gradient is None else jax.typeof(operand).sharding
-    if sharding is None or sharding == jax.typeof(gradient).sharding:
+    if gradient is None:
+        return None
+    found, wanted = jax.typeof(gradient).sharding, jax.typeof(operand).sharding
+    # The type of an array that is on no mesh, such as one of NumPy, names none.
+    if found.spec == wanted.spec or found.mesh.empty:
         return gradient
-    return jax.sharding.reshard(gradient, sharding)
+    mesh = found.mesh if wanted.mesh.empty else wanted.mesh
+    return jax.sharding.reshard(gradient, NamedSharding(mesh, wanted.spec))
 
 
 def run_kernel(fn: Callable[..., Any], *arrays: Any) -> Any:

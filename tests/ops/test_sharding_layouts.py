@@ -217,8 +217,7 @@ def test_shard_map_over_some_axes_of_a_mesh(name: str, layout: str, kind: str) -
     """Inside `shard_map` over "x", the other axis still divides as the arrays are divided."""
     op, manual, arrays, specs, out, mesh = over_x(name, layout, kind)
     found = check(op, arrays, specs, mesh, manual)
-    if kind == "explicit":
-        assert found.sharding.is_equivalent_to(NamedSharding(mesh, out), found.ndim)
+    assert found.sharding.is_equivalent_to(NamedSharding(mesh, out), found.ndim)
 
 
 @pytest.mark.parametrize(
@@ -241,3 +240,54 @@ def test_second_derivatives_inside_shard_map_over_some_axes(name: str, layout: s
     ])  # fmt: skip
     for x, y in zip(found, curvature(op, arrays), strict=True):
         np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "manual", "specs"),
+    [
+        ("linear", "xz", [P("y"), P("y"), P(("z", "x")), P(), P(("z", "x"))]),
+        ("own_tokens", "xz", [P(("z", "y", "x")), P(), P(), *[P(("z", "y", "x"))] * 3, P()]),
+        ("jagged", "xz", [P("y", ("z", "x")), *[P(None, ("z", "x"))] * 2, P()]),
+        ("linear", "y", [P("x"), P("x"), P(("y", "z")), P("z"), P(("y", "z"))]),
+    ],
+)
+def test_auto_axes_that_shard_map_leaves(name: str, manual: str, specs: list[P]) -> None:
+    """One axis divides, wherever it stands in the mesh; several are gathered, which is right too.
+
+    Dimensions are divided by manual axes first.
+    """
+    op, arrays = drawn(name, 0)
+    mesh = jax.make_mesh((2, 2, 2), ("x", "y", "z"), axis_types=(AxisType.Auto,) * 3)
+
+    def part(spec: P) -> P:
+        entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
+        return P(*(tuple(n for n in entry if n and n in manual) or None for entry in entries))
+
+    out = part(specs[2] if name == "linear" else specs[0])
+    on_mesh = jax.shard_map(
+        op, mesh=mesh, in_specs=tuple(map(part, specs)), out_specs=out, axis_names=set(manual)
+    )
+    check(op, arrays, specs, mesh, on_mesh)
+
+
+@pytest.mark.parametrize(("shape", "left"), [((2, 4), "y"), ((2, 2, 2), "yz")])
+def test_explain_says_what_auto_axes_that_shard_map_leaves_do(
+    shape: tuple[int, ...], left: str
+) -> None:
+    names = "xyz"[: len(shape)]
+    mesh = jax.make_mesh(shape, tuple(names), axis_types=(AxisType.Auto,) * len(shape))
+    op, arrays = drawn("grouped_heads", 0)
+    specs = [P(("x", *left)), P(), P(), P(("x", *left))]
+    divided = [
+        jax.device_put(x, NamedSharding(mesh, one)) for x, one in zip(arrays, specs, strict=True)
+    ]
+    manual = jax.shard_map(
+        op, mesh=mesh, in_specs=(P("x"), P(), P(), P("x")), out_specs=P("x"), axis_names={"x"}
+    )
+    (plan,) = ikbo.explain(manual, *divided).plans
+    if len(left) == 1:
+        assert "candidates over 'y' (4 devices)" in plan.division
+        assert "gathers" not in plan.division
+    else:
+        assert "not divided" in plan.division
+        assert f"gathers query over 'y', 'z', {8 * T * N * H * 4:,} bytes" in plan.division
