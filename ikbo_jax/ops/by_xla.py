@@ -12,7 +12,7 @@ import functools
 import hashlib
 import math
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -46,8 +46,9 @@ def run(local: Local, rule: Rule, identity: Any, operands: Sequence[Any]) -> tup
     def whole(*operands: Any) -> tuple[Any, ...]:
         return tuple(compute(*operands))
 
-    # An interpreted kernel has effects, for which `custom_partitioning` has no place either.
-    if traced.effects:
+    # An interpreted kernel has effects, for which `custom_partitioning` has no place either. That a
+    # mesh axis has a name, for a sum over it, is an effect, too, for which JAX exports no type.
+    if any(type(effect).__name__ != "NamedAxisEffect" for effect in traced.effects):
         return whole(*operands)
 
     divisible = rule if len(free_axes(context)) < 2 else dataclasses.replace(rule, split=())
@@ -77,7 +78,7 @@ def run(local: Local, rule: Rule, identity: Any, operands: Sequence[Any]) -> tup
     # A function with its own derivative and vmap rule, since `custom_partitioning` has neither.
     @jax.custom_jvp
     def call(*operands: Any) -> tuple[Any, ...]:
-        batchable = jax.custom_batching.custom_vmap(divided)
+        batchable = jax.custom_batching.custom_vmap(_with_devices(divided))
 
         @batchable.def_vmap
         def rule_of_vmap(size: int, batched: Any, *arrays: Any) -> Any:
@@ -97,6 +98,17 @@ def run(local: Local, rule: Rule, identity: Any, operands: Sequence[Any]) -> tup
 
     results = call(*operands)
     return results
+
+
+def _with_devices(divided: Callable[..., Any]) -> Callable[..., Any]:
+    """`divided`, which can also be lowered inside a `shard_map` over an abstract mesh."""
+    if not free_axes(jax.sharding.get_abstract_mesh()):
+        return divided
+
+    def run_in_region(*operands: Any) -> tuple[Any, ...]:
+        return tuple(region_p.bind(*operands, jaxpr=jax.make_jaxpr(divided)(*operands)))
+
+    return run_in_region
 
 
 def free_axes(context: Any) -> tuple[str, ...]:
@@ -217,6 +229,25 @@ def _source_digest() -> str:
             digest.update(path.read_bytes())
     return digest.hexdigest()
 
+
+# A call inside `shard_map`. `custom_partitioning` asks its mesh for devices, which it only counts;
+# the mesh that a program's types name has none.
+region_p = Primitive("ikbo_region")
+region_p.multiple_results = True
+region_p.def_impl(lambda *operands, jaxpr: jaxpr_as_fun(jaxpr)(*operands))
+region_p.def_abstract_eval(lambda *_, jaxpr: jaxpr.out_avals)
+
+
+def _lower_region(ctx: Any, *operands: Any, jaxpr: Any) -> Any:
+    axes = ctx.module_context.axis_context
+    if isinstance(getattr(axes, "mesh", None), AbstractMesh):
+        devices = np.resize(np.array(jax.devices()), axes.mesh.axis_sizes)
+        axes = dataclasses.replace(axes, mesh=Mesh(devices, axes.mesh.axis_names))
+        ctx = ctx.replace(module_context=ctx.module_context.replace(axis_context=axes))
+    return mlir.lower_fun(jaxpr_as_fun(jaxpr))(ctx, *operands)
+
+
+mlir.register_lowering(region_p, _lower_region)
 
 _NO_MESH = AbstractMesh((), ())
 # One device's part. Under `jax.set_mesh`, JAX would write shardings into it, which XLA cannot

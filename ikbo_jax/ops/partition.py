@@ -127,6 +127,21 @@ class Division:
     gathered: tuple[Move, ...]
     summed: tuple[Move, ...]
 
+    def joined(self, inner: Division | None) -> Division:
+        """This division, and one of its parts over other mesh axes."""
+        if inner is None:
+            return self
+        axes = dict(self.axes)
+        for name, found in inner.axes:
+            axes[name] = axes.get(name, ()) + found
+        return dataclasses.replace(
+            self,
+            axes=tuple(axes.items()),
+            mesh_sizes=self.mesh_sizes + inner.mesh_sizes,
+            gathered=self.gathered + inner.gathered,
+            summed=self.summed + inner.summed,
+        )
+
     def spec(self, dims: Dimensions, *, again: bool = False) -> PartitionSpec:
         """The mesh axes of an array with these dimensions.
 

@@ -59,7 +59,7 @@ def run(local: Local, rule: Rule, identity: Any, operands: Sequence[Any]) -> tup
       operands: arrays.
     """
     if is_typed(operands):
-        return _by_types(_varied(local), rule, operands)
+        return _by_types(_over_axes_left(local, rule, identity), rule, operands)
     context = jax.sharding.get_abstract_mesh()
     if AxisType.Manual in context.axis_types and not by_xla.free_axes(context):
         return tuple(local(operands, None))
@@ -84,6 +84,19 @@ def run_by_types(local: Local, rule: Rule, operands: Sequence[Any]) -> tuple[Any
     # Gradients of arrays that devices share are summed in this type, in float32.
     wide = [x.astype(jnp.float32) if x.dtype.itemsize < 4 else x for x in operands]
     return _by_types(_varied(in_own_dtypes), rule, wide)
+
+
+def _over_axes_left(local: Local, rule: Rule, identity: Any) -> Local:
+    """`local` inside of the op's own `shard_map`, where a mesh also has Auto axes."""
+    varied = _varied(local)
+
+    def divided(parts: Sequence[Any], division: Division | None) -> Sequence[Any]:
+        if division is None or not by_xla.free_axes(jax.sharding.get_abstract_mesh()):
+            return varied(parts, division)
+        name = ("inside", division, identity)
+        return by_xla.run(lambda x, left: varied(x, division.joined(left)), rule, name, parts)
+
+    return divided
 
 
 def aligned(rule: Rule, operands: Sequence[Any]) -> tuple[Any, ...]:

@@ -203,3 +203,51 @@ def test_cotangents_of_the_index_are_float0() -> None:
     of_query, of_index = jax.grad(lambda *a: jnp.sum(op(*a)), (0, 3), allow_int=True)(*divided)
     assert of_index.dtype == jax.dtypes.float0
     close(of_query, jax.grad(lambda *a: jnp.sum(op(*a)))(*arrays))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_shard_map_over_some_axes_of_the_context_mesh(name: str, kind: str) -> None:
+    """Under `jax.set_mesh`, `shard_map` has an abstract mesh, without devices."""
+    op, arrays = drawn(name, 0)
+    mesh = mesh_of(kind)
+    step = step_of(op, arrays)
+    # Jagged heads and all others' candidates over the manual axis, candidates over the other one.
+    manual = {"jagged": [P(None, "y"), P(None, "y"), P(None, "y"), P()]}.get(
+        name, [P("y") if spec == P("x") else P() for spec in LAYOUTS[name] if spec is not None]
+    )
+    both = [
+        P("x", "y") if name == "jagged" and n == 0 else P(("y", "x")) if spec == P("y") else spec
+        for n, spec in enumerate(manual)
+    ]
+    divided = on(mesh, arrays, both)
+    with jax.set_mesh(mesh):
+        out = P(None, "y") if name == "jagged" else P("y")
+        inside = jax.shard_map(op, in_specs=tuple(manual), out_specs=out, axis_names={"y"})
+        found = step_of(inside, arrays)(*divided)
+    close(found, step(*arrays))
+    layout = NamedSharding(mesh, both[0] if name != "linear" else both[2])
+    assert found[1].sharding.is_equivalent_to(layout, found[1].ndim)
+
+
+@pytest.mark.parametrize("explicit", ["x", "y"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_mesh_with_explicit_and_auto_axes(name: str, explicit: str) -> None:
+    """Inside the `shard_map` over Explicit axes, XLA divides over the other one."""
+    kinds = tuple(KINDS["explicit" if axis == explicit else "auto"] for axis in "xy")
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=kinds)
+    op, arrays = drawn(name, 0)
+    specs = {
+        "linear": [P("y"), P("y"), P("x"), P(), P("x")],
+        "grouped_heads": [P("x", None, "y"), P(None, None, "y"), P(None, None, "y"), P("x")],
+        "own_tokens": LAYOUTS["own_tokens"],
+        "jagged": [P("y", "x"), P(None, "x"), P(None, "x"), P()],
+    }[name]
+    forward = jax.jit(op).lower(*on(mesh, arrays, specs)).compile()
+    assert not collectives(forward.as_text())
+    close(step_of(op, arrays)(*on(mesh, arrays, specs)), step_of(op, arrays)(*arrays))
+    if name != "own_tokens":
+        (plan,) = ikbo.explain(op, *on(mesh, arrays, specs)).plans
+        assert "over 'x'" in plan.division
+        assert "over 'y'" in plan.division
+        assert name == "jagged" or "gathers" not in plan.division
