@@ -16,6 +16,7 @@ from test_sharding import collectives, reductions
 from test_sharding_layouts import KINDS, drawn
 
 import ikbo_jax as ikbo
+from ikbo_jax.layers import functional
 
 #: Layouts with candidates, or rows, over "x"; None: an array that is on no mesh.
 LAYOUTS: dict[str, list[P | None]] = {
@@ -251,3 +252,31 @@ def test_a_mesh_with_explicit_and_auto_axes(name: str, explicit: str) -> None:
         assert "over 'x'" in plan.division
         assert "over 'y'" in plan.division
         assert name == "jagged" or "gathers" not in plan.division
+
+
+def attend(x_cand, x_user, index, w_query, w_key, w_value, w_out):
+    params = {"w_query": w_query, "w_key": w_key, "w_value": w_value, "w_out": w_out}
+    return functional.attend(params, x_cand, x_user, index)
+
+
+def pool(x, seeds, w_query, w_key, w_value, w_out):
+    params = {"w_query": w_query, "w_key": w_key, "w_value": w_value, "w_out": w_out}
+    offsets = np.array([0, 3, 3, 9, 16], np.int32)
+    return functional.pma(params | {"seeds": seeds}, x, offsets)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layer", [attend, pool])
+def test_layers_whose_heads_are_divided(layer: Callable[..., Any], kind: str) -> None:
+    """Explicit axes: JAX does not choose the layout of a sum over heads."""
+    rng = np.random.default_rng(0)
+    shapes = [(16, 2, 8), (4, 5, 8)] if layer is attend else [(16, 8), (4, 8)]
+    shapes += [(8, 4, 8)] * 3 + [(4, 8, 8)]
+    arrays = [rng.normal(size=shape, scale=0.3).astype(np.float32) for shape in shapes]
+    specs = [P("x"), P()] if layer is attend else [P(), P()]
+    specs += [P(None, "y")] * 3 + [P("y")]
+    if layer is attend:
+        arrays.insert(2, rng.integers(0, 4, 16).astype(np.int32))
+        specs.insert(2, P("x"))
+    step = step_of(layer, arrays)
+    close(step(*on(mesh_of(kind), arrays, specs)), step(*arrays))
