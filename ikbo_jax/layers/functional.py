@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from ikbo_jax.ops import arguments
 from ikbo_jax.ops.attention import attention
@@ -194,7 +195,19 @@ def projected(
 
 def merge_heads(x: jax.Array, weight: jax.Array) -> jax.Array:
     """Multiplies [..., N, H] by [N, H, features]; returns [..., features]."""
-    return jnp.einsum("...nh,nhf->...f", x, weight)
+    return jnp.einsum("...nh,nhf->...f", x, weight, out_sharding=_merged_sharding(x, weight))
+
+
+def _merged_sharding(x: jax.Array, weight: jax.Array) -> NamedSharding | None:
+    """The layout of `merge_heads` where Explicit axes divide heads, which JAX does not choose.
+
+    Rows stay as they are, and the sum over heads is the same on all devices.
+    """
+    of_x, of_weight = (jax.typeof(array).sharding for array in (x, weight))
+    if not any(of_x.spec[-2:]) and not any(of_weight.spec[:2]):
+        return None
+    mesh = of_weight.mesh if of_x.mesh.empty else of_x.mesh
+    return NamedSharding(mesh, PartitionSpec(*of_x.spec[:-2], None))
 
 
 def compress(

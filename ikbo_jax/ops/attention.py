@@ -14,7 +14,13 @@ from ikbo_jax.ops import arguments, attention_backward, attention_vmap, dispatch
 from ikbo_jax.ops.attention_vmap import Arrays
 from ikbo_jax.ops.op import Folded, Named, Op, unstack
 from ikbo_jax.ops.partition import Rule, dimensions
-from ikbo_jax.ops.sharded import run_by_types, run_kernel, vary_over_same_axes
+from ikbo_jax.ops.sharded import (
+    aligned,
+    is_typed,
+    run_by_types,
+    run_kernel,
+    vary_over_same_axes,
+)
 from ikbo_jax.problems import AttentionConfig, AttentionProblem, FewQueriesConfig
 from ikbo_jax.problems.hopper import WGMMA_M
 from ikbo_jax.reference import attention as reference
@@ -91,7 +97,8 @@ def attention(
       NotImplementedError: implementation="mosaic_gpu", but the kernel cannot run on this device, or
         with these sizes, this dtype or this `config`; S, N, K or H is a symbolic dimension of
         `jax.export` (B, U and T may be symbolic on the XLA path); forward-mode differentiation with
-        respect to query, key or value. The message says why.
+        respect to query, key or value, and to self_key or self_value on Explicit mesh axes. The
+        message says why.
 
     Source: Meta IKBO, flash attention with in-kernel broadcast, published by Meta on the PyTorch
     blog.
@@ -117,6 +124,8 @@ def attention(
     self_tokens = None
     if self_key is not None and self_value is not None and self_key.shape[1]:
         self_tokens = (self_key, self_value)
+        if is_typed(self_tokens):
+            self_tokens = reverse_only.operands("attention", self_tokens)
     if 0 in query.shape:
         out, lse = jnp.zeros(query.shape, query.dtype), jnp.zeros(query.shape[:3], jnp.float32)
     else:
@@ -161,7 +170,7 @@ def merge_attention(
             raise ValueError(f"{name} must be a float32 array, but is {arguments.describe(lse)}")
         if lse.shape != out1.shape[:3]:
             raise ValueError(f"{name} has shape {lse.shape} but out1 has shape {out1.shape}")
-    return reference.merge_attention(out1, lse1, out2, lse2)
+    return reference.merge_attention(*aligned(_MERGED, (out1, lse1, out2, lse2)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -390,6 +399,14 @@ def _attention(
         assert lse is not None
         out, lse = _with_self_tokens(call.scale, out, lse, arrays.query, *self_tokens)
     return out, lse if call.return_residuals else None
+
+
+_MERGED = Rule(
+    ("out1", "lse1", "out2", "lse2"),
+    (dimensions("b t n h"), dimensions("b t n")) * 2,
+    (dimensions("b t n h"), dimensions("b t n")),
+    tuple({"b": "candidates", "t": "queries", "n": "heads", "h": "H"}.items()),
+)
 
 
 _SELF_TOKENS = Rule(

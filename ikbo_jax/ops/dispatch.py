@@ -55,6 +55,8 @@ class Plan:
       target: the card that the plan is for; None: the default device, or any platform but CUDA.
       cuda: how the call runs in a program that is lowered for CUDA; None: as this plan says.
       refusal: why lowering for another platform than CUDA raises; empty if it does not.
+      origin: the call that this plan is a part of, or a `vmap` of: its plan, and the numbers of
+        problems; empty if it is the call's own plan.
     """
 
     op: str
@@ -69,6 +71,7 @@ class Plan:
     target: Target | None = dataclasses.field(default=None, repr=False)
     cuda: Plan | None = dataclasses.field(default=None, repr=False)
     refusal: str = dataclasses.field(default="", repr=False)
+    origin: tuple[Any, ...] = dataclasses.field(default=(), repr=False, compare=False)
 
     def __str__(self) -> str:
         return "\n".join([f"{self.op}: {self.sizes}", *self._lines()])

@@ -128,7 +128,7 @@ def _of_parts(
     call.__name__ = f"explain_{uuid.uuid4().hex}"
     with sharded.reports() as found:
         jax.jit(call).lower(arrays).compile()
-    return tuple(found.get(plan, plan) for plan in plans)
+    return tuple(found.get(plan.origin or (plan,), plan) for plan in plans)
 
 
 def marks(jaxpr: core.Jaxpr) -> Iterator[Any]:

@@ -184,8 +184,9 @@ class Op(abc.ABC):
 
     def _plan_of_part(self, plan: dispatch.Plan, part: Part, division: Division) -> dispatch.Plan:
         part_plan = self.plan(part.call, part.arrays)
-        part_plan = dataclasses.replace(part_plan, division=str(division))
-        sharded.report(plan, part_plan)
+        origin = (plan, *(size for _, size in division.rule.problems))
+        part_plan = dataclasses.replace(part_plan, division=str(division), origin=origin)
+        sharded.report(origin, part_plan)
         return part_plan
 
     def _vmappable(self, call: Any, plan: dispatch.Plan, arrays: Any) -> Any:
@@ -212,9 +213,9 @@ class Op(abc.ABC):
             results = jax.eval_shape(lambda arrays: self.run(call, xla_plan, arrays), one)
             return jax.tree.map(lambda x: jnp.zeros((0, *x.shape), x.dtype), results)
         if (folded := self.fold(call, size, batched, arrays)) is not None:
-            folded_plan = self.plan(folded.call, folded.arrays)
+            folded_plan = _of_problems(plan, size, self.plan(folded.call, folded.arrays))
             return folded.unfold(self._vmappable(folded.call, folded_plan, folded.arrays))
-        noted = self._noted(plan, size)
+        noted = _of_problems(plan, size, self._noted(plan, size))
         if self._runs_at_once(plan):
             axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, batched)
             return jax.vmap(lambda arrays: self.run(call, noted, arrays), (axes,))(arrays)
@@ -274,13 +275,24 @@ class Op(abc.ABC):
             leaves = zip(
                 jax.tree.leaves(gradients), jax.tree.leaves(gradient_names), floats, strict=True
             )
-            return [division.sum(x, name).astype(like.dtype) for x, name, like in leaves]
+            return [
+                division.sum(x, dimensions(name)).astype(like.dtype) for x, name, like in leaves
+            ]
 
         identity = ("gradient", plan, call)
         gradients = _run_divided(
             local, identity, (names, (*saved, cotangents)), gradient_names, named.split
         )
         return jax.tree.map(sharded.typed_like, gradients, arrays, is_leaf=_is_none)
+
+
+def _of_problems(plan: dispatch.Plan, size: int, batched: dispatch.Plan) -> dispatch.Plan:
+    """The plan `batched` of a `vmap` over `plan`; with the division, if that is a part's."""
+    if not plan.division:
+        return dataclasses.replace(batched, origin=(*(plan.origin or (plan,)), size))
+    batched = dataclasses.replace(batched, division=plan.division, origin=plan.origin)
+    sharded.report(plan.origin, batched)
+    return batched
 
 
 def _on(call: Any, platform: str) -> Any:

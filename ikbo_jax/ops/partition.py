@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -38,12 +38,15 @@ class Rule:
       operands: the dimensions of every operand.
       results: the dimensions of every result.
       split: the dimensions that can be divided, and what they are called in `explain`.
+      problems: the dimensions of `vmap`, the innermost first, and their sizes. All results have
+        them, and none is a sum along them.
     """
 
     names: tuple[str, ...]
     operands: tuple[Dimensions, ...]
     results: tuple[Dimensions, ...]
     split: tuple[tuple[str, str], ...]
+    problems: tuple[tuple[str, int], ...] = ()
 
     @property
     def arrays(self) -> tuple[Dimensions, ...]:
@@ -68,15 +71,31 @@ class Rule:
                 sizes[dim[1]] = size // sizes[dim[0]]
         return sizes
 
-    def batched(self, batched: Sequence[bool]) -> Rule:
-        """The rule of `vmap` over the operands that are `batched`; it divides no problems."""
-        problem = (("problem",),)
+    def batched(self, size: int, batched: Sequence[bool]) -> Rule:
+        """The rule of `vmap` of `size` problems over the operands that are `batched`."""
+        name = f"problem{len(self.problems)}"
         operands = tuple(
-            problem + dims if is_batched else dims
+            ((name,), *dims) if is_batched else dims
             for dims, is_batched in zip(self.operands, batched, strict=True)
         )
-        results = tuple(problem + dims for dims in self.results)
-        return dataclasses.replace(self, operands=operands, results=results)
+        return dataclasses.replace(
+            self,
+            operands=operands,
+            results=tuple(((name,), *dims) for dims in self.results),
+            split=(*self.split, (name, "problems")),
+            problems=(*self.problems, (name, size)),
+        )
+
+    def gradient(self, wanted: Sequence[bool]) -> Rule:
+        """The rule of the gradients of the operands that are `wanted`; cotangents come last."""
+        return dataclasses.replace(
+            self,
+            names=(*self.names, *(f"cotangent {n}" for n in range(len(self.results)))),
+            operands=self.arrays,
+            results=tuple(
+                dims for dims, is_wanted in zip(self.operands, wanted, strict=True) if is_wanted
+            ),
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +127,21 @@ class Division:
     gathered: tuple[Move, ...]
     summed: tuple[Move, ...]
 
+    def joined(self, inner: Division | None) -> Division:
+        """This division, and one of its parts over other mesh axes."""
+        if inner is None:
+            return self
+        axes = dict(self.axes)
+        for name, found in inner.axes:
+            axes[name] = axes.get(name, ()) + found
+        return dataclasses.replace(
+            self,
+            axes=tuple(axes.items()),
+            mesh_sizes=self.mesh_sizes + inner.mesh_sizes,
+            gathered=self.gathered + inner.gathered,
+            summed=self.summed + inner.summed,
+        )
+
     def spec(self, dims: Dimensions, *, again: bool = False) -> PartitionSpec:
         """The mesh axes of an array with these dimensions.
 
@@ -128,9 +162,9 @@ class Division:
         present = {name for dim in dims for name in dim}
         return sum((axes for name, axes in self.axes if name not in present), ())
 
-    def sum(self, part: jax.Array, names: str) -> jax.Array:
-        """The sum of a result's parts over the devices along dimensions that it lacks."""
-        axes = self.sums(dimensions(names))
+    def sum(self, part: jax.Array, dims: Dimensions) -> jax.Array:
+        """The sum of one problem's part over the devices along dimensions that it lacks."""
+        axes = self.sums((*((name,) for name, _ in self.rule.problems), *dims))
         return jax.lax.psum(part, axes) if axes else part
 
     def __str__(self) -> str:
@@ -239,3 +273,18 @@ def _count(devices: int) -> str:
 
 def _quoted(axes: tuple[str, ...]) -> str:
     return ", ".join(f"'{axis}'" for axis in axes)
+
+
+#: An op's computation: takes the operands of one device, and how the call is divided (None: it is
+#: not); returns the results.
+Local = Callable[[Sequence[Any], Division | None], Sequence[Any]]
+
+
+def vmapped(local: Local, batched: Sequence[bool]) -> Local:
+    """`local` for the problems of a `vmap` over the operands that are `batched`."""
+    axes = tuple(0 if is_batched else None for is_batched in batched)
+
+    def problems(parts: Sequence[Any], division: Division | None) -> Any:
+        return jax.vmap(lambda *one: tuple(local(one, division)), axes)(*parts)
+
+    return problems

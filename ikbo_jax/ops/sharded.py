@@ -2,9 +2,10 @@
 
 Three ways, by what is known while the op is traced:
 
-- Inside `shard_map`, arrays are one device's part already: the computation runs as it is.
-- With Explicit mesh axes, the types of the arrays say how they are divided: a `shard_map` inside
-  the op runs the computation.
+- Inside `shard_map` over all axes of a mesh, arrays are one device's part already: the computation
+  runs as it is.
+- With Explicit mesh axes, also inside `shard_map` over others, the types of the arrays say how they
+  are divided: a `shard_map` inside the op runs the computation.
 - With Auto axes, XLA decides when it compiles: `custom_partitioning` tells it how the op divides,
   and traces the computation for one device's shapes when XLA asks.
 
@@ -14,40 +15,24 @@ A program of one device is the same in all three: the computation as it is.
 from __future__ import annotations
 
 import contextlib
-import functools
-import hashlib
-import math
-import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental.custom_partitioning import (
-    ArrayMapping,
-    CompoundFactor,
-    SdyShardingRule,
-    custom_partitioning,
-)
-from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from ikbo_jax.ops import dispatch
-from ikbo_jax.ops.partition import Dimension, Division, Rule, divide
-
-#: An op's computation: takes the operands of one device, and how the call is divided (None: it is
-#: not); returns the results.
-Local = Callable[[Sequence[Any], Division | None], Sequence[Any]]
+from ikbo_jax.ops import by_xla
+from ikbo_jax.ops.partition import Division, Local, Rule, divide, vmapped
 
 _collectors: list[dict[Any, Any]] = []
 
 
 @contextlib.contextmanager
 def reports() -> Iterator[dict[Any, Any]]:
-    """Collects what is reported while XLA compiles: plans of calls, to plans of their parts."""
+    """Collects what is reported while XLA compiles: names of calls, to plans of their parts."""
     found: dict[Any, Any] = {}
     _collectors.append(found)
     try:
@@ -56,10 +41,10 @@ def reports() -> Iterator[dict[Any, Any]]:
         _collectors.remove(found)
 
 
-def report(plan: Any, part_plan: Any) -> None:
+def report(call: Any, part_plan: Any) -> None:
     """Tells every `reports` how one device's part of a call runs."""
     for collector in _collectors:
-        collector[plan] = part_plan
+        collector[call] = part_plan
 
 
 def run(local: Local, rule: Rule, identity: Any, operands: Sequence[Any]) -> tuple[Any, ...]:
@@ -73,15 +58,13 @@ def run(local: Local, rule: Rule, identity: Any, operands: Sequence[Any]) -> tup
         mean equal programs.
       operands: arrays.
     """
-    if _is_manual():
+    if is_typed(operands):
+        return _by_types(_over_axes_left(local, rule, identity), rule, operands)
+    context = jax.sharding.get_abstract_mesh()
+    if AxisType.Manual in context.axis_types and not by_xla.free_axes(context):
         return tuple(local(operands, None))
-    mesh = _explicit_mesh(operands)
-    if mesh is not None:
-        return _by_shard_map(local, rule, mesh, operands)
-    # An exported program with symbolic sizes has no place for `custom_partitioning` either.
-    is_symbolic = any(dispatch.is_symbolic(size) for x in operands for size in x.shape)
-    if jax.device_count() > 1 and not is_symbolic:
-        return _by_xla(local, rule, identity, operands)
+    if jax.device_count() > 1:
+        return by_xla.run(local, rule, identity, operands)
     return tuple(local(operands, None))
 
 
@@ -91,8 +74,7 @@ def run_by_types(local: Local, rule: Rule, operands: Sequence[Any]) -> tuple[Any
     With Explicit axes, JAX's functions refuse operands that are divided in different ways. The
     operands have floating-point types.
     """
-    mesh = None if _is_manual() else _explicit_mesh(operands)
-    if mesh is None:
+    if not is_typed(operands):
         return tuple(local(operands, None))
     dtypes = [operand.dtype for operand in operands]
 
@@ -101,11 +83,40 @@ def run_by_types(local: Local, rule: Rule, operands: Sequence[Any]) -> tuple[Any
 
     # Gradients of arrays that devices share are summed in this type, in float32.
     wide = [x.astype(jnp.float32) if x.dtype.itemsize < 4 else x for x in operands]
-    return _by_shard_map(in_own_dtypes, rule, mesh, wide)
+    return _by_types(_varied(in_own_dtypes), rule, wide)
 
 
-def _is_manual() -> bool:
-    return AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
+def _over_axes_left(local: Local, rule: Rule, identity: Any) -> Local:
+    """`local` inside of the op's own `shard_map`, where a mesh also has Auto axes."""
+    varied = _varied(local)
+
+    def divided(parts: Sequence[Any], division: Division | None) -> Sequence[Any]:
+        if division is None or not by_xla.free_axes(jax.sharding.get_abstract_mesh()):
+            return varied(parts, division)
+        name = ("inside", division, identity)
+        return by_xla.run(lambda x, left: varied(x, division.joined(left)), rule, name, parts)
+
+    return divided
+
+
+def aligned(rule: Rule, operands: Sequence[Any]) -> tuple[Any, ...]:
+    """The operands in one layout, where types say how they divide: JAX's functions take no other.
+
+    All dimensions of the rule are alike for the functions.
+    """
+    mesh = _explicit_mesh(operands)
+    if mesh is None:
+        return tuple(operands)
+    division = divide(rule, operands, _specs(operands), _explicit_sizes(mesh))
+    return tuple(
+        jax.sharding.reshard(x, NamedSharding(mesh, division.spec(dims)))
+        for x, dims in zip(operands, rule.operands, strict=True)
+    )
+
+
+def is_typed(operands: Sequence[Any]) -> bool:
+    """Whether types say how operands divide, so that `run_by_types` has reverse mode alone."""
+    return _explicit_mesh(operands) is not None
 
 
 def _explicit_mesh(operands: Sequence[Any]) -> Any:
@@ -117,15 +128,86 @@ def _explicit_mesh(operands: Sequence[Any]) -> Any:
     return None
 
 
-def _by_shard_map(local: Local, rule: Rule, mesh: Any, operands: Sequence[Any]) -> tuple[Any, ...]:
-    axes = {
-        name
-        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-        if kind is AxisType.Explicit
-    }
-    sizes = {name: mesh.shape[name] for name in mesh.axis_names if name in axes}
-    specs = [jax.typeof(operand).sharding.spec for operand in operands]
-    division = divide(rule, operands, specs, sizes)
+def _by_types(local: Local, rule: Rule, operands: Sequence[Any]) -> tuple[Any, ...]:
+    """Runs `local` in a `shard_map` with the layout that the operands' types have.
+
+    `vmap` and reverse mode have rules, which come here again: JAX's rule of `vmap` cannot divide
+    the problems, and its residuals of a `shard_map` inside another one have the outer one's axes
+    twice (jax 0.11.2). So derivatives keep nothing but operands. They compute `local` again, which
+    XLA merges with the first time.
+    """
+
+    def shard_mapped(*operands: Any) -> tuple[Any, ...]:
+        return _by_shard_map(local, rule, operands)
+
+    batchable = jax.custom_batching.custom_vmap(shard_mapped)
+
+    @batchable.def_vmap
+    def rule_of_vmap(size: int, batched: Any, *arrays: Any) -> Any:
+        results = _by_types(vmapped(local, batched), rule.batched(size, batched), arrays)
+        return results, (True,) * len(results)
+
+    # custom_vjp wraps custom_vmap because custom_vmap has no reverse mode.
+    @jax.custom_vjp
+    def call(*operands: Any) -> tuple[Any, ...]:
+        found: tuple[Any, ...] = batchable(*operands)
+        return found
+
+    def pull_back(operands: Any, cotangents: Any) -> tuple[Any, ...]:
+        is_float = [jnp.issubdtype(x.dtype, jnp.floating) for x in operands]
+        pulled = _by_types(
+            _pulled_back(local, is_float), rule.gradient(is_float), (*operands, *cotangents)
+        )
+        gradients = iter(pulled)
+        return tuple(
+            typed_like(next(gradients), x) if wanted else None
+            for x, wanted in zip(operands, is_float, strict=True)
+        )
+
+    call.defvjp(lambda *operands: (call(*operands), operands), pull_back)
+    results: tuple[Any, ...] = call(*operands)
+    return results
+
+
+def _pulled_back(local: Local, is_float: Sequence[bool]) -> Local:
+    """The gradients of `local`: takes its operands and the cotangents of its results.
+
+    Types say over which axes an operand does not vary: its gradient is summed over them, where
+    `local` makes it vary.
+    """
+
+    def merged(operands: Sequence[Any], floats: Sequence[Any]) -> list[Any]:
+        given = iter(floats)
+        return [next(given) if wanted else x for x, wanted in zip(operands, is_float, strict=True)]
+
+    def gradients(parts: Sequence[Any], division: Division | None) -> Sequence[Any]:
+        operands, cotangents = parts[: len(is_float)], parts[len(is_float) :]
+        floats = [x for x, wanted in zip(operands, is_float, strict=True) if wanted]
+        if division is not None:
+            # Every problem of a `vmap` has its own gradients.
+            problems = dict(division.rule.problems)
+            axes = frozenset().union(*map(division.axes_of, problems))
+            floats = [_vary_over(x, axes) for x in floats]
+
+        def of(*floats: Any) -> list[Any]:
+            results = local(merged(operands, floats), division)
+            return [
+                _vary_over(x, _varying(like)) for x, like in zip(results, cotangents, strict=True)
+            ]
+
+        results, pull = jax.vjp(of, *floats)
+        found: Sequence[Any] = pull(
+            [_vary_over(x, _varying(like)) for x, like in zip(cotangents, results, strict=True)]
+        )
+        return found
+
+    return gradients
+
+
+def _by_shard_map(local: Local, rule: Rule, operands: Sequence[Any]) -> tuple[Any, ...]:
+    mesh = _explicit_mesh(operands)
+    sizes = _explicit_sizes(mesh)
+    division = divide(rule, operands, _specs(operands), sizes)
     in_specs = tuple(map(division.spec, rule.operands))
     moved = [
         jax.sharding.reshard(operand, NamedSharding(mesh, spec))
@@ -133,14 +215,15 @@ def _by_shard_map(local: Local, rule: Rule, mesh: Any, operands: Sequence[Any]) 
     ]
 
     def on_device(*parts: Any) -> tuple[Any, ...]:
-        return tuple(local(vary_over_same_axes(parts), division))
+        return tuple(local(parts, division))
 
     sharded = jax.shard_map(
         on_device,
         mesh=mesh,
         in_specs=in_specs,
         out_specs=tuple(map(division.spec, rule.results)),
-        axis_names=axes,
+        # The empty set: all axes but those that divide the problems of a caller's `vmap`.
+        axis_names=frozenset(sizes) if AxisType.Auto in mesh.axis_types else frozenset(),
     )
     # What was gathered to be computed is divided again, so that results are as their operands are.
     return tuple(
@@ -149,170 +232,26 @@ def _by_shard_map(local: Local, rule: Rule, mesh: Any, operands: Sequence[Any]) 
     )
 
 
+def _explicit_sizes(mesh: Any) -> dict[str, int]:
+    """The number of devices along every Explicit axis."""
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return {name: mesh.shape[name] for name, kind in kinds if kind is AxisType.Explicit}
+
+
+def _specs(operands: Sequence[Any]) -> list[PartitionSpec]:
+    return [jax.typeof(operand).sharding.spec for operand in operands]
+
+
 def typed_like(gradient: Any, operand: Any) -> Any:
     """A gradient, sharded as its operand's type says, which may have been gathered; or None."""
-    sharding = None if gradient is None else jax.typeof(operand).sharding
-    if sharding is None or sharding == jax.typeof(gradient).sharding:
+    if gradient is None:
+        return None
+    found, wanted = jax.typeof(gradient).sharding, jax.typeof(operand).sharding
+    # The type of an array that is on no mesh, such as one of NumPy, names none.
+    if found.spec == wanted.spec or found.mesh.empty:
         return gradient
-    return jax.sharding.reshard(gradient, sharding)
-
-
-def _by_xla(local: Local, rule: Rule, identity: Any, operands: Sequence[Any]) -> tuple[Any, ...]:
-    # Traced once; `custom_partitioning` traces what it is given again.
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
-    traced = jax.make_jaxpr(lambda *operands: tuple(local(operands, None)))(*shapes)
-    # `jit` keeps constants of the computation, for which `custom_partitioning` has no place.
-    compute = jax.jit(jaxpr_as_fun(traced))
-
-    def whole(*operands: Any) -> tuple[Any, ...]:
-        return tuple(compute(*operands))
-
-    # An interpreted kernel has effects, for which `custom_partitioning` has no place either.
-    if traced.effects:
-        return whole(*operands)
-
-    def partition(mesh: Any, arguments: Any, results: Any) -> Any:
-        specs = [
-            spec_of(mesh, array.sharding, len(array.shape)) for array in (*arguments, *results)
-        ]
-        division = divide(rule, arguments, specs, mesh.shape)
-
-        def on_device(*parts: Any) -> tuple[Any, ...]:
-            return tuple(unlocated_p.bind(*local(parts, division)))
-
-        def shardings(arrays: Any) -> tuple[NamedSharding, ...]:
-            return tuple(NamedSharding(mesh, division.spec(dims)) for dims in arrays)
-
-        return mesh, on_device, shardings(rule.results), shardings(rule.operands)
-
-    divided = custom_partitioning(whole)
-    divided.def_partition(
-        partition,
-        sharding_rule=_sharding_rule(rule, [array.shape for array in operands]),
-        decode_shardings=False,
-    )
-
-    def run_batched(size: int, batched: Any, arrays: Any) -> Any:
-        del size
-        axes = tuple(0 if is_batched else None for is_batched in batched)
-
-        def local_batched(parts: Sequence[Any], division: Division | None) -> Any:
-            return jax.vmap(lambda *one: tuple(local(one, division)), axes)(*parts)
-
-        name = ("vmap", axes, identity)
-        return _by_xla(local_batched, rule.batched(batched), name, arrays)
-
-    # A function with its own derivative and vmap rule, since `custom_partitioning` has neither.
-    @jax.custom_jvp
-    def call(*operands: Any) -> tuple[Any, ...]:
-        batchable = jax.custom_batching.custom_vmap(divided)
-
-        @batchable.def_vmap
-        def rule_of_vmap(size: int, batched: Any, *arrays: Any) -> Any:
-            results = run_batched(size, batched, arrays)
-            return results, (True,) * len(results)
-
-        # The callback's address, which is not the same in another process, can be left out of the
-        # key of JAX's compilation cache; what it does must then stand in the program's text.
-        with set_xla_metadata(ikbo_jax=_digest(identity, rule)):
-            found: tuple[Any, ...] = batchable(*operands)
-        return found
-
-    @call.defjvp
-    def _(primals: Any, tangents: Any) -> Any:
-        return jax.jvp(whole, primals, tangents)
-
-    results = call(*operands)
-    return results
-
-
-def spec_of(mesh: Any, sharding: Any, ndim: int) -> PartitionSpec:
-    """The mesh axes of every dimension of an array that XLA divides.
-
-    XLA may divide a dimension over a part of a mesh axis: four heads over an axis of eight devices,
-    in pairs. A `PartitionSpec` cannot say this, and JAX fails to decode it. Such a dimension gets
-    no axes here, so it is gathered.
-    """
-    # A shape that every product of axes divides.
-    indices = sharding.devices_indices_map((mesh.size,) * ndim)
-    units = [tuple(unit) for unit in np.eye(mesh.devices.ndim, dtype=int)]
-
-    def axes_of(dim: int) -> tuple[str, ...]:
-        begins = np.vectorize(lambda device: indices[device][dim].start or 0)(mesh.devices)
-        axes = [n for n, size in enumerate(begins.shape) if size > 1 and begins[units[n]]]
-        axes.sort(key=lambda n: -begins[units[n]])  # the major axis first
-        others = [n for n in range(begins.ndim) if n not in axes]
-        parts = math.prod(begins.shape[n] for n in axes)
-        by_part = begins.transpose(axes + others).reshape(parts, -1)
-        is_divided_so = by_part == np.arange(0, mesh.size, mesh.size // parts)[:, None]
-        return tuple(mesh.axis_names[n] for n in axes) if is_divided_so.all() else ()
-
-    return PartitionSpec(*(axes_of(dim) or None for dim in range(ndim)))
-
-
-def _sharding_rule(rule: Rule, shapes: Sequence[tuple[int, ...]]) -> SdyShardingRule:
-    sizes = rule.sizes(shapes)
-
-    def parts(dim: Dimension) -> Dimension:
-        # Shardy refuses a part of size 1 beside another one.
-        large = tuple(name for name in dim if len(dim) > 1 and sizes[name] > 1)
-        return large or dim[:1]
-
-    arrays = [[parts(dim) for dim in dims] for dims in rule.arrays]
-    mappings = [
-        ArrayMapping(*(dim[0] if len(dim) == 1 else CompoundFactor(*dim) for dim in dims))
-        for dims in arrays
-    ]
-    # In order of appearance, which Shardy demands.
-    names = list(dict.fromkeys(name for dims in arrays for dim in dims for name in dim))
-    alone = {dim[0] for dims in arrays for dim in dims if len(dim) == 1}
-    can_split = dict(rule.split)
-    minor: dict[str, Any] = {name: sizes[name] for name in names if name not in alone}
-    return SdyShardingRule(
-        tuple(mappings[: len(rule.operands)]),
-        tuple(mappings[len(rule.operands) :]),
-        need_replication_factors=tuple(name for name in names if name not in can_split),
-        **minor,
-    )
-
-
-def _digest(identity: Any, rule: Rule) -> str:
-    text = f"{_source_digest()} {identity!r} {rule!r}"
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-@functools.cache
-def _source_digest() -> str:
-    """A digest of this package's code."""
-    root = pathlib.Path(__file__).parent.parent
-    digest = hashlib.sha256()
-    for path in sorted(root.rglob("*")):
-        if path.suffix in (".py", ".json"):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-# The identity on the results of a part. XLA takes the part's source locations into a program that
-# has other ones (jaxlib 0.11.2 warns "Invalid stack_frame_id"), and a pass that compares them may
-# then loop for ever. So the part has none.
-unlocated_p = Primitive("ikbo_unlocated")
-unlocated_p.multiple_results = True
-unlocated_p.def_impl(lambda *results: list(results))
-unlocated_p.def_abstract_eval(lambda *results: list(results))
-
-
-def _lower_unlocated(ctx: Any, *results: Any) -> Any:
-    nowhere = mlir.ir.Location.unknown(ctx.module_context.context)
-
-    def forget(op: Any) -> Any:
-        op.location = nowhere
-        return mlir.ir.WalkResult.ADVANCE
-
-    ctx.module_context.module.operation.walk(forget)
-    return list(results)
-
-
-mlir.register_lowering(unlocated_p, _lower_unlocated)
+    mesh = found.mesh if wanted.mesh.empty else wanted.mesh
+    return jax.sharding.reshard(gradient, NamedSharding(mesh, wanted.spec))
 
 
 def run_kernel(fn: Callable[..., Any], *arrays: Any) -> Any:
@@ -367,15 +306,22 @@ def vary_over_same_axes(arrays: Any) -> Any:
     `shard_map` requires a gradient to vary over the same axes as its input, but the gradient of a
     replicated array differs between shards. The transpose of this cast sums it over the shards.
     """
+    axes = frozenset().union(*map(_varying, jax.tree.leaves(arrays)))
+    return jax.tree.map(lambda x: _vary_over(x, axes), arrays)
 
-    def varying(x: jax.Array) -> frozenset[str]:
-        axes: frozenset[str] = jax.typeof(x).manual_axis_type.varying
-        return axes
 
-    all_axes = frozenset().union(*map(varying, jax.tree.leaves(arrays)))
+def _varied(local: Local) -> Local:
+    def varied(parts: Sequence[Any], division: Division | None) -> Sequence[Any]:
+        return local(vary_over_same_axes(parts), division)
 
-    def cast(x: jax.Array) -> jax.Array:
-        missing = tuple(sorted(all_axes - varying(x)))
-        return jax.lax.pcast(x, missing, to="varying") if missing else x
+    return varied
 
-    return jax.tree.map(cast, arrays)
+
+def _varying(x: Any) -> frozenset[str]:
+    axes: frozenset[str] = jax.typeof(x).manual_axis_type.varying
+    return axes
+
+
+def _vary_over(x: Any, axes: frozenset[str]) -> Any:
+    missing = tuple(sorted(axes - _varying(x)))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x

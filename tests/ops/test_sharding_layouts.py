@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from test_sharding import attend_with_everything
 
 import ikbo_jax as ikbo
-from ikbo_jax.ops import sharded
+from ikbo_jax.ops import by_xla
 
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 MESHES = [((8,), "x"), ((4, 2), "xy"), ((2, 2, 2), "xyz")]
@@ -59,22 +59,35 @@ def spec(draw: random.Random, shape: Sequence[int], sizes: dict[str, int]) -> P:
     return P(*(entry or None for entry in axes))
 
 
-def check(op: Callable[..., Any], arrays: Sequence[Any], specs: Sequence[P], mesh: Any) -> None:
-    """Results and gradients are those of one device."""
+def check(
+    op: Callable[..., Any],
+    arrays: Sequence[Any],
+    specs: Sequence[P],
+    mesh: Any,
+    on_mesh: Callable[..., Any] | None = None,
+) -> jax.Array:
+    """Results and gradients are those of one device; returns the result.
+
+    `on_mesh` is the op on divided arrays, where that is another function.
+    """
     floats = tuple(n for n, x in enumerate(arrays) if x.dtype == np.float32)
 
-    def loss(*arrays):
-        out = op(*arrays)
-        return jnp.sum(jnp.sin(out)), out
+    def step(op):
+        def loss(*arrays):
+            out = op(*arrays)
+            return jnp.sum(jnp.sin(out)), out
 
-    step = jax.jit(jax.grad(loss, floats, has_aux=True))
-    expected = step(*arrays)
+        return jax.jit(jax.grad(loss, floats, has_aux=True))
+
+    expected = step(op)(*arrays)
     divided = [
         jax.device_put(x, NamedSharding(mesh, one)) for x, one in zip(arrays, specs, strict=True)
     ]
-    found = step(*divided)
+    found = step(on_mesh or op)(*divided)
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-4, atol=1e-4)
+    out: jax.Array = found[1]
+    return out
 
 
 def drawn(name: str, seed: int) -> tuple[Callable[..., Any], list[np.ndarray]]:
@@ -143,4 +156,138 @@ def test_layouts_are_read_back(shape: tuple[int, ...], names: str) -> None:
                 for wanted in range(3)
             ]
             one = P(*(entry or None for entry in axes))
-            assert sharded.spec_of(mesh, NamedSharding(mesh, one), 3) == one
+            assert by_xla.spec_of(mesh, NamedSharding(mesh, one), 3) == one
+
+
+#: How the arrays of `OPS` are divided over "x", which `shard_map` makes manual, and "y".
+PARTS: dict[str, list[tuple[str, list[P], P]]] = {
+    "linear": [
+        ("m", [P("y"), P("y"), P("x"), P(), P("x")], P("x", "y")),
+        ("candidates", [P(), P(), P(("x", "y")), P(), P(("x", "y"))], P(("x", "y"))),
+        ("users", [P(), P(), P("x"), P("y"), P("x")], P("x")),
+    ],
+    "grouped_heads": [
+        ("heads", [P("x", None, "y"), *[P(None, None, "y")] * 2, P("x")], P("x", None, "y")),
+        ("candidates", [P(("x", "y")), P(), P(), P(("x", "y"))], P(("x", "y"))),
+    ],
+    "own_tokens": [
+        (
+            "heads",
+            [
+                P("x", None, "y"), P(None, None, "y"), P(None, None, "y"),
+                P("x", None, "y"), P("x", None, "y"), P("x"), P(),
+            ],
+            P("x", None, "y"),
+        ),
+        ("tokens", [P("x", "y"), P(), P(), P("x"), P("x", "y"), P("x"), P()], P("x", "y")),
+    ],
+    "jagged": [
+        ("rows", [P("y", "x"), P(None, "x"), P(None, "x"), P()], P("y", "x")),
+        ("heads", [P(None, ("x", "y"))] * 3 + [P()], P(None, ("x", "y"))),
+    ],
+}  # fmt: skip
+
+
+def only(axis: str, spec: P) -> P:
+    """The part of a layout that names `axis`."""
+    entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
+    return P(*(axis if axis in entry else None for entry in entries))
+
+
+def over_x(name: str, layout: str, kind: str) -> tuple[Any, ...]:
+    """An op, its `shard_map` over "x", arrays, their layouts, the result's, and the mesh."""
+    specs, out = next(x[1:] for x in PARTS[name] if x[0] == layout)
+    op, arrays = drawn(name, 0)
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(KINDS[kind],) * 2)
+    manual = jax.shard_map(
+        op,
+        mesh=mesh,
+        in_specs=tuple(only("x", one) for one in specs),
+        out_specs=only("x", out),
+        axis_names={"x"},
+    )
+    return op, manual, arrays, specs, out, mesh
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("name", "layout"), [(name, x[0]) for name, layouts in PARTS.items() for x in layouts]
+)
+def test_shard_map_over_some_axes_of_a_mesh(name: str, layout: str, kind: str) -> None:
+    """Inside `shard_map` over "x", the other axis still divides as the arrays are divided."""
+    op, manual, arrays, specs, out, mesh = over_x(name, layout, kind)
+    found = check(op, arrays, specs, mesh, manual)
+    assert found.sharding.is_equivalent_to(NamedSharding(mesh, out), found.ndim)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"), [("linear", "m"), ("own_tokens", "heads"), ("jagged", "rows")]
+)
+def test_second_derivatives_inside_shard_map_over_some_axes(name: str, layout: str) -> None:
+    """Explicit axes: JAX would give residuals of the op's own `shard_map` the outer axes again."""
+    op, manual, arrays, specs, _, mesh = over_x(name, layout, "explicit")
+    floats = tuple(n for n, x in enumerate(arrays) if x.dtype == np.float32)
+
+    def curvature(op, arrays):
+        def slopes(*arrays):
+            found = jax.grad(lambda *arrays: jnp.sum(jnp.sin(op(*arrays))), floats)(*arrays)
+            return sum(jnp.sum(jnp.cos(x)) for x in found)
+
+        return jax.jit(jax.grad(slopes, floats))(*arrays)
+
+    found = curvature(manual, [
+        jax.device_put(x, NamedSharding(mesh, one)) for x, one in zip(arrays, specs, strict=True)
+    ])  # fmt: skip
+    for x, y in zip(found, curvature(op, arrays), strict=True):
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "manual", "specs"),
+    [
+        ("linear", "xz", [P("y"), P("y"), P(("z", "x")), P(), P(("z", "x"))]),
+        ("own_tokens", "xz", [P(("z", "y", "x")), P(), P(), *[P(("z", "y", "x"))] * 3, P()]),
+        ("jagged", "xz", [P("y", ("z", "x")), *[P(None, ("z", "x"))] * 2, P()]),
+        ("linear", "y", [P("x"), P("x"), P(("y", "z")), P("z"), P(("y", "z"))]),
+    ],
+)
+def test_auto_axes_that_shard_map_leaves(name: str, manual: str, specs: list[P]) -> None:
+    """One axis divides, wherever it stands in the mesh; several are gathered, which is right too.
+
+    Dimensions are divided by manual axes first.
+    """
+    op, arrays = drawn(name, 0)
+    mesh = jax.make_mesh((2, 2, 2), ("x", "y", "z"), axis_types=(AxisType.Auto,) * 3)
+
+    def part(spec: P) -> P:
+        entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
+        return P(*(tuple(n for n in entry if n and n in manual) or None for entry in entries))
+
+    out = part(specs[2] if name == "linear" else specs[0])
+    on_mesh = jax.shard_map(
+        op, mesh=mesh, in_specs=tuple(map(part, specs)), out_specs=out, axis_names=set(manual)
+    )
+    check(op, arrays, specs, mesh, on_mesh)
+
+
+@pytest.mark.parametrize(("shape", "left"), [((2, 4), "y"), ((2, 2, 2), "yz")])
+def test_explain_says_what_auto_axes_that_shard_map_leaves_do(
+    shape: tuple[int, ...], left: str
+) -> None:
+    names = "xyz"[: len(shape)]
+    mesh = jax.make_mesh(shape, tuple(names), axis_types=(AxisType.Auto,) * len(shape))
+    op, arrays = drawn("grouped_heads", 0)
+    specs = [P(("x", *left)), P(), P(), P(("x", *left))]
+    divided = [
+        jax.device_put(x, NamedSharding(mesh, one)) for x, one in zip(arrays, specs, strict=True)
+    ]
+    manual = jax.shard_map(
+        op, mesh=mesh, in_specs=(P("x"), P(), P(), P("x")), out_specs=P("x"), axis_names={"x"}
+    )
+    (plan,) = ikbo.explain(manual, *divided).plans
+    if len(left) == 1:
+        assert "candidates over 'y' (4 devices)" in plan.division
+        assert "gathers" not in plan.division
+    else:
+        assert "not divided" in plan.division
+        assert f"gathers query over 'y', 'z', {8 * T * N * H * 4:,} bytes" in plan.division

@@ -1,0 +1,163 @@
+"""`vmap` of ops over an axis of problems that devices divide."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from test_sharding import collectives, reductions
+from test_sharding_layouts import KINDS, drawn
+
+import ikbo_jax as ikbo
+
+SIZE = 4
+#: Op, which of its arrays have problems, how one problem is divided over "y", and the result's
+#: layout; problems are divided over "x".
+CASES: dict[str, tuple[str, Sequence[bool], Sequence[P], P]] = {
+    "linear": (
+        "linear", [False, False, True, False, True], [P(), P(), P("y"), P(), P("y")], P("x", "y")
+    ),
+    "linear_weights_too": (
+        "linear", [True] * 5, [P("y"), P("y"), P(), P(), P()], P("x", None, "y")
+    ),
+    "linear_users_alone": (
+        "linear", [False, False, False, True, False], [P(), P(), P("y"), P(), P("y")], P("x", "y")
+    ),
+    "attention": (
+        "grouped_heads", [True] * 4,
+        [P(None, None, "y"), P(None, None, "y"), P(None, None, "y"), P()], P("x", None, None, "y"),
+    ),
+    "attention_shared_users": (
+        "grouped_heads", [True, False, False, True], [P("y"), P(), P(), P("y")], P("x", "y")
+    ),
+    "attention_keys_alone": (
+        "grouped_heads", [False, True, False, False], [P("y"), P(), P(), P("y")], P("x", "y")
+    ),
+    "own_tokens": (
+        "own_tokens", [True, False, False, True, True, True, False],
+        [P("y"), P(), P(), P("y"), P("y"), P("y"), P()], P("x", "y"),
+    ),
+    "jagged": (
+        "jagged", [True, True, True, False], [P(None, "y"), P(None, "y"), P(None, "y"), P()],
+        P("x", None, "y"),
+    ),
+    "jagged_shared_memory": (
+        "jagged", [True, False, False, False], [P("y"), P(), P(), P()], P("x", "y")
+    ),
+}  # fmt: skip
+
+
+def problems(name: str, kind: str) -> tuple[Any, Any, list[Any], list[Any], Any]:
+    """An op, its axes of problems, its arrays on one device and on a mesh, and the mesh."""
+    op_name, batched, specs, _ = CASES[name]
+    op, one = drawn(op_name, 0)
+    rng = np.random.default_rng(1)
+    arrays = [
+        np.stack([rng.permutation(x) for _ in range(SIZE)]) if is_batched else x
+        for x, is_batched in zip(one, batched, strict=True)
+    ]
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(KINDS[kind],) * 2)
+    divided = [
+        jax.device_put(x, NamedSharding(mesh, P("x", *spec) if is_batched else spec))
+        for x, spec, is_batched in zip(arrays, specs, batched, strict=True)
+    ]
+    axes = tuple(0 if is_batched else None for is_batched in batched)
+    return op, axes, arrays, divided, mesh
+
+
+def close(found: Any, expected: Any) -> None:
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", CASES)
+def test_problems_are_divided(name: str, kind: str) -> None:
+    """Results, gradients of all problems' sum, and every problem's own gradients."""
+    op, axes, arrays, divided, mesh = problems(name, kind)
+    floats = tuple(n for n, x in enumerate(arrays) if x.dtype == np.float32)
+
+    def loss(*arrays):
+        return jnp.sum(jnp.sin(op(*arrays)))
+
+    def total(*arrays):
+        return jnp.sum(jax.vmap(loss, axes)(*arrays))
+
+    def everything(*arrays):
+        each = jax.vmap(jax.grad(loss, floats), axes)
+        return jax.grad(total, floats)(*arrays), each(*arrays)
+
+    forward = jax.jit(jax.vmap(op, axes))
+    program = forward.lower(*divided).compile()
+    assert not collectives(program.as_text())
+    out = program(*divided)
+    close(out, forward(*arrays))
+    assert out.sharding.is_equivalent_to(NamedSharding(mesh, CASES[name][3]), out.ndim)
+    close(jax.jit(everything)(*divided), jax.jit(everything)(*arrays))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_shared_arrays_are_summed_once(kind: str) -> None:
+    """Over problems and candidates: one reduction for each of keys and values."""
+    op, axes, _, divided, _ = problems("attention_shared_users", kind)
+
+    def total(*arrays):
+        return jnp.sum(jnp.sin(jax.vmap(op, axes)(*arrays)))
+
+    text = jax.jit(jax.grad(total, (0, 1, 2))).lower(*divided).compile().as_text()
+    assert collectives(text) == {"all-reduce"}
+    assert reductions(text) <= 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_vmap_inside_vmap(kind: str) -> None:
+    """Problems of problems: sizes differ, and the outer ones are divided."""
+    op, arrays = drawn("grouped_heads", 0)
+    rng = np.random.default_rng(2)
+    query = rng.normal(size=(2, 3, *arrays[0].shape)).astype(np.float32)
+    key = rng.normal(size=(2, *arrays[1].shape)).astype(np.float32)
+    args = [query, key, *arrays[2:]]
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(KINDS[kind],) * 2)
+    specs = P("x", None, "y"), P("x"), P(), P("y")
+    divided = [
+        jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(args, specs, strict=True)
+    ]
+    inner = jax.vmap(op, (0, None, None, None))
+
+    def loss(*arrays):
+        out = jax.vmap(inner, (0, 0, None, None))(*arrays)
+        return jnp.sum(jnp.sin(out)), out
+
+    gradient = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))
+    found = gradient(*divided)
+    close(found, gradient(*args))
+    layout = NamedSharding(mesh, P("x", None, "y"))
+    assert found[1].sharding.is_equivalent_to(layout, found[1].ndim)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_explain_says_that_problems_are_divided(kind: str) -> None:
+    op, axes, _, divided, _ = problems("attention_shared_users", kind)
+    (plan,) = ikbo.explain(jax.vmap(op, axes), *divided).plans
+    assert "problems over 'x' (2 devices)" in plan.division
+    assert "candidates over 'y' (2 devices)" in plan.division
+    assert "gathers" not in plan.division
+
+
+def test_forward_mode_of_own_tokens_is_refused_on_explicit_axes() -> None:
+    """Reverse mode has a rule there, so that it divides under `vmap`; forward mode has none."""
+    op, arrays = drawn("own_tokens", 0)
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(KINDS["explicit"],))
+    divided = [jax.device_put(x, NamedSharding(mesh, P())) for x in arrays]
+
+    def of_own(own):
+        return op(*divided[:3], own, *divided[4:])
+
+    with pytest.raises(NotImplementedError, match="attention has no forward-mode derivative"):
+        jax.jvp(of_own, (divided[3],), (divided[3],))
