@@ -290,12 +290,18 @@ def _with_materialised(
             raise NotCovered("a result of a call that is neither an array nor a lookup")
         results = _results(values, returned)
         asked, built = inner.provenance.asked_hidden, inner.scope.built()
+        has_lineages = inner.scope.has_lineages()
+        # Skeletons of results hold their lineages, and so the indices of these.
+        skeletons = [] if has_lineages else [skeleton(x.value) for x in results]
         found[:] = [
             _Traced(
-                [dataclasses.replace(x, value=skeleton(x.value)) for x in results],
+                [
+                    dataclasses.replace(x, value=y)
+                    for x, y in zip(results, skeletons, strict=not has_lineages)
+                ],
                 {nodes.roots[n] for n, x in enumerate(values) if id(x) in asked},
                 [n for n in varying if id(values[n]) in built],
-                inner.scope.has_lineages(),
+                has_lineages,
             )
         ]
         return [base_of(x.value) for x in results if x.number is not None]
@@ -332,7 +338,7 @@ class _Traced(NamedTuple):
     """What is found out while the program of a call is traced.
 
     Attributes:
-      results: its results, and the values inside of them.
+      results: its results, and the values inside of them; none if it creates lineages.
       asked: the positions of the operands whose hidden equations the rewriting asked for.
       built: the positions of the values that it materialises.
       has_lineages: whether it creates lineages.

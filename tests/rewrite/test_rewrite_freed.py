@@ -69,6 +69,13 @@ def with_rules(blocks: Any, long: Any, token: Any, index: Any) -> Any:
     return jnp.tanh(users * token)
 
 
+def out_of_bounds(blocks: Any, long: Any, token: Any, index: Any) -> Any:
+    """A function that calls share looks rows up by an index that it computes."""
+    keys, values = (jnp.take(x, index, axis=0) for x in (long, long @ blocks[0]["out"]))
+    weights = jax.nn.softmax(jnp.einsum("bd,bsd->bs", token, keys))
+    return jnp.einsum("bs,bsd->bd", weights, values)
+
+
 def in_a_cond(w: Any, x: Any, y: Any) -> Any:
     def branch(x: Any, y: Any) -> Any:
         return jnp.tanh(x @ w), y + x
@@ -82,6 +89,7 @@ MODELS: dict[str, Callable[..., Any]] = {
     "jitted": functools.partial(layers, jax.jit),
     "checkpointed": functools.partial(layers, jax.checkpoint),
     "custom_derivatives": with_rules,
+    "out_of_bounds": out_of_bounds,
     "cond": functools.partial(layers, lambda _: in_a_cond),
     "transformer_in_a_scan": lambda blocks, *rest: layout_sequences.causal_transformer_in_a_scan(
         jax.tree.map(lambda *x: jnp.stack(x), *blocks), *rest
