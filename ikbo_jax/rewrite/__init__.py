@@ -57,8 +57,9 @@ def rewrite(fn: Callable[..., Any]) -> Callable[..., Any]:
     as in `fn`.
 
     Args:
-      fn: any function that JAX can trace. Arrays among its arguments are traced; all other
-        leaves are passed as they are.
+      fn: any pure function that JAX can trace. Arrays among its arguments are traced; all other
+        leaves are passed as they are. As under `jax.jit`, the function gets copies of the
+        arguments' trees, and what it changes in them is lost.
 
     Returns:
       A function with `fn`'s signature and results, up to the order in which floating-point numbers

@@ -110,20 +110,20 @@ _MATCHES: dict[Any, Match | None] = {}
 
 def _key(curve: Curve | float) -> Any:
     """A key that curves with the same equations share."""
-    numbers: dict[int, int] = {}
     nodes: list[Any] = []
-
-    def visit(x: Curve | float) -> Any:
-        if not isinstance(x, Curve):
-            return float(x).hex()
-        if id(x) not in numbers:
-            operands = tuple(map(visit, x.operands))
-            numbers[id(x)] = len(nodes)
-            nodes.append((_text(x.eqn), operands, str(x.dtype)))
-        return numbers[id(x)]
-
-    visit(curve)
+    _visit(curve, {}, nodes)
     return tuple(nodes)
+
+
+def _visit(x: Curve | float, numbers: dict[int, int], nodes: list[Any]) -> Any:
+    """The number of a curve among `nodes`, which it and its operands are added to; or a number."""
+    if not isinstance(x, Curve):
+        return float(x).hex()
+    if id(x) not in numbers:
+        operands = tuple([_visit(y, numbers, nodes) for y in x.operands])
+        numbers[id(x)] = len(nodes)
+        nodes.append((_text(x.eqn), operands, str(x.dtype)))
+    return numbers[id(x)]
 
 
 def _text(eqn: core.JaxprEqn | None) -> str:

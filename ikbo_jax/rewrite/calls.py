@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,12 @@ from jax.extend import core
 from ikbo_jax.rewrite import hoisting, loops, shared
 from ikbo_jax.rewrite.forms import form, skeleton, unpack_all
 from ikbo_jax.rewrite.interpret import Context
-from ikbo_jax.rewrite.jaxprs import call_params, trace, with_constants_last
+from ikbo_jax.rewrite.jaxprs import (
+    call_params,
+    ending_its_trace,
+    trace,
+    with_constants_last,
+)
 from ikbo_jax.rewrite.lineage import Concat, Lazy, is_plain, lazy
 from ikbo_jax.rewrite.log import Log
 from ikbo_jax.rewrite.merged import Merged
@@ -23,20 +28,23 @@ from ikbo_jax.rewrite.registry import register_rule
 def exported(inner: Context, values: Sequence[Any], outer: Context) -> list[Any]:
     """The results of an inner program; values with lineages of its scope are materialised."""
     lineages = outer.scope.lineages()
-
-    def can_leave(value: Any) -> Any:
-        if isinstance(value, Concat):
-            return all(map(can_leave, value.parts))
-        if isinstance(value, Merged):
-            return can_leave(value.inner)
-        return is_plain(value) or value.lineage is None or id(value.lineage) in lineages
-
     return [
         value
-        if is_plain(value) or isinstance(value, (Lazy, Concat, Merged)) and can_leave(value)
+        if is_plain(value)
+        or isinstance(value, (Lazy, Concat, Merged))
+        and _can_leave(value, lineages)
         else inner.materialise(None, value, "result of an inner function")
         for value in values
     ]
+
+
+def _can_leave(value: Any, lineages: set[int]) -> bool:
+    """Whether the value is looked up by these lineages only."""
+    if isinstance(value, Concat):
+        return all(_can_leave(part, lineages) for part in value.parts)
+    if isinstance(value, Merged):
+        return _can_leave(value.inner, lineages)
+    return is_plain(value) or value.lineage is None or id(value.lineage) in lineages
 
 
 @register_rule("remat2", source=True)
@@ -76,7 +84,8 @@ def _checkpointed(ctx: Context, eqn: Any, operands: Sequence[Any]) -> list[Any]:
     program = trace(body, arrays, jaxpr)
     if program.effects:
         policy, prevent_cse = eqn.params["policy"], eqn.params["prevent_cse"]
-        out = jax.checkpoint(body, policy=policy, prevent_cse=prevent_cse)(*arrays)
+        run = ending_its_trace(body)
+        out = jax.checkpoint(run, policy=policy, prevent_cse=prevent_cse)(*arrays)
         return packs[-1](out)
     # `jax.checkpoint` does the same, and looks for the names of all arguments besides.
     params = call_params(eqn.params, with_constants_last(program), {})
@@ -143,7 +152,8 @@ def _scanned(
     """The results of a scan whose body is interpreted once; may raise `loops.Retry`."""
     length, (n_consts, count) = eqn.params["length"], hoisting.scan_counts(eqn.params)
     arrays, pack = unpack_all(carry)
-    # What the last trace of the body recorded: JAX may trace it twice, with other weak types.
+    # What the last trace of the body recorded: JAX may trace it twice, with other weak types. The
+    # results that are stacked are skeletons, since the trace of the body has ended then.
     last: list[tuple[Log, list[Any]]] = []
 
     def body(arrays: Any, slices: Any) -> Any:
@@ -158,7 +168,7 @@ def _scanned(
             for c, r in zip(carry, results[:count], strict=True)
         ]
         stacked = [_stackable(inner, y) for y in results[count:]]
-        last[:] = [(log, stacked)]
+        last[:] = [(log, [None if is_plain(y) else skeleton(y) for y in stacked])]
         return unpack_all(new)[0], unpack_all(stacked)[0]
 
     out, ys = loops.scan(eqn, body, arrays, unpack_all(xs)[0])
@@ -185,17 +195,17 @@ def _scannable(x: Any) -> bool:
 def _packed_slices(xs: Sequence[Any], slices: Sequence[Any]) -> list[Any]:
     """The scanned values of one iteration."""
     rest = iter(slices)
+    return [_packed_slice(x, rest) for x in xs]
 
-    def one(x: Any) -> Any:
-        if isinstance(x, Concat):
-            return Concat(tuple(map(one, x.parts)), x.axis - 1)
-        array = next(rest)
-        if is_plain(x):
-            return array
-        axis = x.axis - 1 if x.lineage else -1
-        return lazy(array, x.shape[1:], x.lineage, axis, x.origins)
 
-    return [one(x) for x in xs]
+def _packed_slice(x: Any, slices: Iterator[Any]) -> Any:
+    if isinstance(x, Concat):
+        return Concat(tuple([_packed_slice(part, slices) for part in x.parts]), x.axis - 1)
+    array = next(slices)
+    if is_plain(x):
+        return array
+    axis = x.axis - 1 if x.lineage else -1
+    return lazy(array, x.shape[1:], x.lineage, axis, x.origins)
 
 
 def _stackable(ctx: Context, y: Any) -> Any:
@@ -251,5 +261,6 @@ def _cond(ctx: Context, eqn: Any, index: Any, *operands: Any) -> Any:
         packs.append(pack)
         return arrays
 
-    out = lax.switch(index, [lambda b=branch: run(b) for branch in branches])
+    runs = [ending_its_trace(functools.partial(run, branch)) for branch in branches]
+    out = lax.switch(index, runs)
     return packs[-1](out)

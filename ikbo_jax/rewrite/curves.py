@@ -49,19 +49,20 @@ class Curve:
 
     def __call__(self, x: np.ndarray, rounded: bool = False) -> Dual:
         """Values and slopes at x; if `rounded`, every equation's result is rounded to its dtype."""
-        evaluated: dict[int, Dual] = {}
-
-        def at(curve: Curve | float) -> Dual:
-            if not isinstance(curve, Curve):
-                return Dual(np.float64(curve))
-            if curve.eqn is None:
-                return Dual(x, np.ones_like(x))
-            if id(curve) not in evaluated:
-                evaluated[id(curve)] = _evaluate(curve.eqn, list(map(at, curve.operands)), rounded)
-            return evaluated[id(curve)]
-
-        result = at(self)
+        result = self._at(x, rounded, {})
         return Dual(*(np.broadcast_to(np.asarray(part, np.float64), x.shape) for part in result))
+
+    def _at(self, x: np.ndarray, rounded: bool, evaluated: dict[int, Dual]) -> Dual:
+        """Values and slopes at x; `evaluated` holds those of other curves by their identity."""
+        if self.eqn is None:
+            return Dual(x, np.ones_like(x))
+        if id(self) not in evaluated:
+            operands = [
+                y._at(x, rounded, evaluated) if isinstance(y, Curve) else Dual(np.float64(y))
+                for y in self.operands
+            ]
+            evaluated[id(self)] = _evaluate(self.eqn, operands, rounded)
+        return evaluated[id(self)]
 
 
 def logits(dtype: Any) -> Curve:

@@ -15,7 +15,7 @@ from jax.extend import core
 
 from ikbo_jax.rewrite import any_shape, jvp_rules
 from ikbo_jax.rewrite.dead_code import without_dead_code
-from ikbo_jax.rewrite.forms import form, unpack, unpack_all, with_all_inside
+from ikbo_jax.rewrite.forms import detached, form, unpack, unpack_all, with_all_inside
 from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.jaxprs import evaluate, trace
 from ikbo_jax.rewrite.lineage import (
@@ -60,6 +60,7 @@ def _custom_jvp(ctx: Context, eqn: Any, *operands: Any) -> Any:
             results = ctx.inner().run_closed(params["call_jaxpr"], operands, eqn)
     if not all(isinstance(value, (Lazy, Concat, Merged)) for value in results):
         raise NotCovered("custom_jvp of a function that mixes rows")
+    count = len(operands)
     must_be_proven = ctx.derivatives < PROVEN_DERIVATIVES
     rule = _proven_rule(ctx, eqn, operands, results) if must_be_proven else None
     if must_be_proven and rule is None:
@@ -71,18 +72,26 @@ def _custom_jvp(ctx: Context, eqn: Any, *operands: Any) -> Any:
     _, pack = unpack_all(operands)
     _, pack_results = unpack_all(results)
 
-    @jax.custom_jvp
-    def function(*arrays: Any) -> Any:
-        inner = ctx.inner()
-        values = inner.run_closed(params["call_jaxpr"], pack(arrays), eqn)
+    def at_users(*arrays: Any) -> Any:
+        values = ctx.inner().run_closed(params["call_jaxpr"], pack(arrays), eqn)
         assert all(map(matches, values, results))
         return unpack_all(values)[0]
+
+    whole = without_dead_code(trace(at_users, arrays))
+    if any(isinstance(x, jax.core.Tracer) for x in whole.consts):
+        raise NotCovered("custom_jvp of a function that looks rows up itself")
+    # The traced program holds these functions, so they must not hold arrays of the trace.
+    later, like = ctx.detached(), detached([*operands, *results])
+
+    @jax.custom_jvp
+    def function(*arrays: Any) -> Any:
+        return evaluate(whole, arrays)
 
     @function.defjvp
     def derivative_of(primals: Any, tangents: Any) -> Any:
         program = rule
         if program is None:
-            program = _jvp_rule(ctx, derivative, operands, results)
+            program = _jvp_rule(later, derivative, like[:count], like[count:])
         if program is None:
             raise NotImplementedError("ikbo_jax.rewrite: a third derivative that mixes rows")
         both = evaluate(program, [*primals, *tangents])
@@ -156,7 +165,10 @@ def _jvp_rule(
 
     try:
         program = without_dead_code(trace(run, [*arrays, *arrays]))
-    except NotCovered:
+    except ImportError:
+        raise
+    except Exception:
+        # Also if the lookup of a detached lineage is needed, which has no index.
         return None
     used = {v for eqn in program.eqns for v in eqn.invars if isinstance(v, core.Var)}
     needed = [x for v, x in zip(program.constvars, program.consts, strict=True) if v in used]

@@ -18,7 +18,7 @@ from jax.extend import core
 from ikbo_jax.rewrite import cudnn, linear
 from ikbo_jax.rewrite.custom_jvp import PROVEN_DERIVATIVES, matches, widened
 from ikbo_jax.rewrite.dead_code import without_dead_code
-from ikbo_jax.rewrite.forms import unpack, unpack_all
+from ikbo_jax.rewrite.forms import detached, unpack, unpack_all
 from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.jaxprs import evaluate, trace
 from ikbo_jax.rewrite.lineage import Lazy, has_lineage, is_plain, spread_axes
@@ -58,18 +58,28 @@ def _custom_vjp(ctx: Context, eqn: Any, *operands: Any) -> Any:
     arrays, _ = unpack_all(deferred)
     _, pack_results = unpack_all(results)
 
-    def whole(arrays: Sequence[Any]) -> list[Any]:
+    def at_users(*arrays: Any) -> list[Any]:
         rest = iter(arrays)
-        return [x if is_plain(x) else next(rest) for x in operands]
-
-    @jax.custom_vjp
-    def function(*arrays: Any) -> Any:
-        values = ctx.inner().run_closed(jaxpr, pack(whole(arrays)), eqn)
+        whole = [x if is_plain(x) else next(rest) for x in operands]
+        values = ctx.inner().run_closed(jaxpr, pack(whole), eqn)
         found = [unpack(widened(x, y))[0] for x, y in zip(values, results, strict=True)]
         return [x for part in found for x in part]
 
+    program = without_dead_code(trace(at_users, arrays))
+    if any(isinstance(x, jax.core.Tracer) for x in program.consts):
+        raise NotCovered("custom_vjp of a function that looks rows up itself")
+    # The traced program holds these functions, so they must not hold arrays of the trace. Operands
+    # that are no lookups are constants.
+    later, count = ctx.detached(), len(operands)
+    of_lookups = iter(detached([*deferred, *results]))
+    like = [x if is_plain(x) else next(of_lookups) for x in operands] + list(of_lookups)
+
+    @jax.custom_vjp
+    def function(*arrays: Any) -> Any:
+        return evaluate(program, arrays)
+
     def passes() -> tuple[core.Jaxpr, core.Jaxpr]:
-        found = _proven(ctx, eqn, operands, results) if proven is None else proven
+        found = _proven(later, eqn, like[:count], like[count:]) if proven is None else proven
         if found is None:
             raise NotImplementedError("ikbo_jax.rewrite: a third derivative that mixes rows")
         return found
@@ -143,7 +153,10 @@ def _proven(
     try:
         backward = trace(at_users(slice(len(results), None), deferred), [*arrays, *out_arrays])
         forward = trace(at_users(slice(len(results)), results), arrays)
-    except NotCovered:
+    except ImportError:
+        raise
+    except Exception:
+        # Also if the lookup of a detached lineage is needed, which has no index.
         return None
     both = without_dead_code(forward), without_dead_code(backward)
     consts = [x for program in both for x in program.consts]

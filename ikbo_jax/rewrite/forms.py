@@ -7,19 +7,21 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from ikbo_jax.rewrite.lineage import (
     Concat,
     Deferred,
     Lazy,
+    Lineage,
     base_of,
+    has_lineage,
     is_only_broadcast,
     is_plain,
     slice_along,
     spread,
 )
 from ikbo_jax.rewrite.merged import Merged
+from ikbo_jax.rewrite.staged import shape_of
 
 # Only arrays can be arguments and results of a traced function. So `unpack` splits a value into its
 # arrays and a function `pack` that rebuilds the value from them.
@@ -83,26 +85,35 @@ class Nodes(NamedTuple):
 
 
 def unpack(value: Any) -> tuple[list[Any], Any]:
-    """The arrays of a value, and the function that rebuilds the value."""
+    """The arrays of a value, and the function that rebuilds the value.
+
+    The function holds no arrays, since it is called where the trace of the arrays has ended.
+    """
     if is_plain(value):
-        return [value], lambda arrays: arrays[0]
+        return [value], _only
     if isinstance(value, Lazy):
-        return [value.base], lambda arrays: dataclasses.replace(value, base=arrays[0])
+        shape, lineage, axis, origins = value.shape, value.lineage, value.axis, value.origins
+        return [value.base], lambda arrays: Lazy(arrays[0], shape, lineage, axis, origins)
     if isinstance(value, Merged):
-        arrays, pack_inner = unpack(value.inner)
-        return arrays, lambda arrays: dataclasses.replace(value, inner=pack_inner(arrays))
+        groups, (arrays, pack_inner) = value.groups, unpack(value.inner)
+        return arrays, lambda arrays: Merged(pack_inner(arrays), groups)
     assert isinstance(value, Concat)
-    arrays, pack_parts = unpack_all(value.parts)
-    return arrays, lambda arrays: Concat(tuple(pack_parts(arrays)), value.axis)
+    axis, (arrays, pack_parts) = value.axis, unpack_all(value.parts)
+    return arrays, lambda arrays: Concat(tuple(pack_parts(arrays)), axis)
+
+
+def _only(arrays: Sequence[Any]) -> Any:
+    return arrays[0]
 
 
 def unpack_all(values: Sequence[Any]) -> tuple[list[Any], Any]:
     """The arrays of all values, and the function that rebuilds the values."""
     unpacked = [unpack(value) for value in values]
+    packs = [(len(inner), pack_one) for inner, pack_one in unpacked]
 
     def pack(arrays: Sequence[Any]) -> list[Any]:
         rest = iter(arrays)
-        return [pack_one([next(rest) for _ in inner]) for inner, pack_one in unpacked]
+        return [pack_one([next(rest) for _ in range(count)]) for count, pack_one in packs]
 
     return [array for inner, _ in unpacked for array in inner], pack
 
@@ -124,7 +135,29 @@ def form(value: Any) -> Any:
 def skeleton(value: Any) -> Any:
     """The value with shapes and dtypes in place of its arrays, which a trace may not let out."""
     arrays, pack = unpack(value)
-    return pack([jax.ShapeDtypeStruct(np.shape(x), x.dtype) for x in arrays])
+    return pack([jax.ShapeDtypeStruct(shape_of(x), x.dtype) for x in arrays])
+
+
+def detached(values: Sequence[Any]) -> list[Any]:
+    """Skeletons of values whose lineages hold no index, either: what may outlive the trace."""
+    lineages: dict[Any, Lineage] = {}
+    return [_detached(skeleton(x), lineages) for x in values]
+
+
+def _detached(value: Any, lineages: dict[Any, Lineage]) -> Any:
+    if isinstance(value, (Concat, Merged)):
+        return with_inside(value, [_detached(x, lineages) for x in inside_of(value)])
+    if not has_lineage(value):
+        return value
+    return dataclasses.replace(value, lineage=_without_index(value.lineage, lineages))
+
+
+def _without_index(lineage: Lineage, lineages: dict[Any, Lineage]) -> Lineage:
+    if lineage not in lineages:
+        nearest = lineage.nearest and _without_index(lineage.nearest, lineages)
+        index: Any = None
+        lineages[lineage] = Lineage(index, lineage.users, lineage.batch, nearest=nearest)
+    return lineages[lineage]
 
 
 def widened(value: Any, like: Any) -> Any:

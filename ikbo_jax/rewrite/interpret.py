@@ -83,6 +83,17 @@ class Context:
         context.derivatives += 1
         return context
 
+    def detached(self) -> Context:
+        """A context like `afterwards` for a derivative that JAX takes later.
+
+        It holds no arrays, knows nothing of the scopes around it, and records nothing.
+        """
+        recorder = Recorder()
+        recorder.muted = 1
+        context = Context(recorder, differentiated=True)
+        context.derivatives = self.derivatives
+        return context
+
     def gradient_differs(self) -> None:
         """Records that a rule takes a form with the original's values but another derivative.
 

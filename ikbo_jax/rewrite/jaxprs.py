@@ -51,6 +51,25 @@ def wrapped(fn: Callable[..., list[Any]], like: core.Jaxpr | None = None) -> Any
     return linear_util.wrap_init(fn, debug_info=debug_info)
 
 
+def ending_its_trace(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function to be traced that may raise.
+
+    JAX ends a trace only if the traced function returns. Otherwise a finalizer of its constants
+    holds the trace, and so these constants, as long as the process lives.
+    """
+
+    def traced(*args: Any) -> Any:
+        try:
+            return fn(*args)
+        except BaseException:
+            core.find_top_trace(()).invalidate()
+            raise
+
+    # Not `functools.wraps`, which takes as many calls as a few equations.
+    traced.__name__ = getattr(fn, "__name__", "rewritten")
+    return traced
+
+
 def trace(
     fn: Callable[..., list[Any]], inputs: Sequence[Any], like: core.Jaxpr | None = None
 ) -> core.Jaxpr:
@@ -65,6 +84,7 @@ def trace(
       like: the program whose function name appears in errors; None for the name of `fn`.
     """
     avals = [x if type(x) is jax.core.ShapedArray else jax.typeof(x) for x in inputs]
+    fn = ending_its_trace(fn)
     program, _, consts = partial_eval.trace_to_jaxpr_dynamic(wrapped(fn, like), avals)
     return core.ClosedJaxpr(program, consts) if consts else program
 

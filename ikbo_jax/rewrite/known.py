@@ -15,7 +15,7 @@ import numpy as np
 from jax.extend import core
 
 from ikbo_jax.rewrite.jaxprs import interpret
-from ikbo_jax.rewrite.lineage import is_plain
+from ikbo_jax.rewrite.lineage import Lazy, is_plain
 
 #: The number of elements up to which a value is computed.
 _LARGEST = 1 << 22
@@ -47,12 +47,14 @@ def _known(ctx: Any, value: Any, depth: int) -> np.ndarray:
         ):
             raise _NotKnown
         return np.asarray(value)
-    memory = ctx.programs.known
-    if id(value) in memory:
-        found = memory[id(value)][1]
-        if found is None:
-            raise _NotKnown
-        return found
+    for scope in ctx.scope.chain():
+        if id(value) in scope.known:
+            found = scope.known[id(value)][1]
+            if found is None:
+                raise _NotKnown
+            return found
+    is_array = is_plain(value) or type(value) is Lazy
+    memory = (ctx.scope.owner([value]) if is_array else ctx.scope).known
     memory[id(value)] = value, None
     produced = ctx.producer(value)
     if produced is None or depth == 0:

@@ -14,7 +14,7 @@ from jax.extend import core
 from ikbo_jax.rewrite import hoisting
 from ikbo_jax.rewrite.forms import form, widened
 from ikbo_jax.rewrite.interpret import Context
-from ikbo_jax.rewrite.jaxprs import evaluate, trace
+from ikbo_jax.rewrite.jaxprs import ending_its_trace, evaluate, trace
 from ikbo_jax.rewrite.lineage import Lazy, has_lineage, is_plain
 from ikbo_jax.rewrite.rules import narrowed
 from ikbo_jax.rewrite.staged import is_local
@@ -43,7 +43,7 @@ def scan(
         program = trace(lambda *x: _flat(body, x, len(init)), [*avals[: len(init)], *slices])
     if program is None or not _keeps_types(program, len(init)):
         fixed = {key: eqn.params[key] for key in ("length", "reverse", "unroll")}
-        out, ys = lax.scan(body, init, xs, **fixed)
+        out, ys = lax.scan(ending_its_trace(body), init, xs, **fixed)
         return out, ys
     consts, count = program.consts, len(init)
     closed = program.replace(constvars=[], invars=[*program.constvars, *program.invars])
@@ -66,7 +66,8 @@ def while_loop(
         if _keeps_types(programs[0], len(init)):
             programs.append(trace(lambda *x: [proceeds(list(x))], avals))
     if len(programs) < 2 or programs[1].effects:
-        results: list[Any] = lax.while_loop(proceeds, body, init)
+        functions = ending_its_trace(proceeds), ending_its_trace(body)
+        results: list[Any] = lax.while_loop(*functions, init)
         return results
     params, consts = dict(eqn.params), []
     for side, program in zip(("cond", "body"), reversed(programs), strict=True):

@@ -121,16 +121,19 @@ class PointwiseCall(Call):
 
     def _block(self, x: Scores, query: Part, key: Part, users: Lineage | None) -> jax.Array:
         """A block of scores as an array; at user batch if `users` is given."""
-        computed: dict[int, jax.Array] = {}
+        return self._computed(x, query, key, users, {})
 
-        def at(x: Any) -> jax.Array:
-            if id(x) not in computed:
-                computed[id(x)] = self._equation(x, query, key, users, at)
-            return computed[id(x)]
+    def _computed(
+        self, x: Scores, query: Part, key: Part, users: Lineage | None, found: dict[int, jax.Array]
+    ) -> jax.Array:
+        """`_block`, which `found` holds for other scores by their identity."""
+        if id(x) not in found:
+            found[id(x)] = self._equation(x, query, key, users, found)
+        return found[id(x)]
 
-        return at(x)
-
-    def _equation(self, x: Scores, query: Part, key: Part, users: Any, at: Any) -> jax.Array:
+    def _equation(
+        self, x: Scores, query: Part, key: Part, users: Lineage | None, found: dict[int, jax.Array]
+    ) -> jax.Array:
         if x.made is None:
             return self._product(x, query, key, users)
         eqn, operands = x.made
@@ -138,7 +141,9 @@ class PointwiseCall(Call):
         if name not in (*ELEMENTWISE, "select_n", "clamp", "transpose", "custom_jvp_call"):
             raise NotCovered(f"attention is not recognised: {name} of its scores")
         arrays = [
-            at(y) if isinstance(y, Scores) else self._operand(y, x.labels, query, key, users)
+            self._computed(y, query, key, users, found)
+            if isinstance(y, Scores)
+            else self._operand(y, x.labels, query, key, users)
             for y in operands
         ]
         if name == "transpose":

@@ -33,7 +33,7 @@ def run(program: Any, arrays: Sequence[Any]) -> list[Any]:
       The program's results. The report is a note on the first result, for `explain`.
     """
     original = _Original.of(program)
-    inputs = [*original.traced_consts(), *arrays]
+    inputs = [*(x for x in program.consts if isinstance(x, jax.core.Tracer)), *arrays]
     if original.is_plain():
         recorder, results = original.recorder(), original.call(inputs)
     else:
@@ -43,14 +43,19 @@ def run(program: Any, arrays: Sequence[Any]) -> list[Any]:
     return results
 
 
+#: Stands for a constant that is traced.
+_TRACED = object()
+
+
 @dataclasses.dataclass(frozen=True)
 class _Original:
     """The original program, whose traced constants become arguments.
 
     The reason: `jax.custom_jvp` does not differentiate by tracers that its function closes over.
+    And a derivative holds this object as long as the traced program, but must hold no tracers.
 
     Attributes:
-      jaxpr: the program, without dead equations.
+      jaxpr: the program, without dead equations, with `_TRACED` in place of every traced constant.
       repeated: identities of the programs that several of its equations call.
       most_rows: lookups in tables with more rows stay as they are; None without a bound.
       table_rows: numbers of rows of the tables in which lookups were found.
@@ -64,6 +69,8 @@ class _Original:
     @classmethod
     def of(cls, program: Any) -> _Original:
         jaxpr = without_dead_code(program)
+        consts = [_TRACED if isinstance(x, jax.core.Tracer) else x for x in jaxpr.consts]
+        jaxpr = jaxpr.replace(consts=consts) if any(x is _TRACED for x in consts) else jaxpr
         return cls(jaxpr, explain.survey(jaxpr).repeated)
 
     def recorder(self) -> Recorder:
@@ -79,14 +86,10 @@ class _Original:
             return None
         return dataclasses.replace(self, most_rows=smaller[-1], table_rows=set())
 
-    def traced_consts(self) -> list[Any]:
-        """The constants that become arguments; they precede the program's arguments."""
-        return [x for x in self.jaxpr.consts if isinstance(x, jax.core.Tracer)]
-
     def split(self, inputs: Sequence[Any]) -> tuple[list[Any], Sequence[Any]]:
         """All constants, and the program's arguments; `inputs` hold the traced constants first."""
         rest = iter(inputs)
-        consts = [next(rest) if isinstance(x, jax.core.Tracer) else x for x in self.jaxpr.consts]
+        consts = [next(rest) if x is _TRACED else x for x in self.jaxpr.consts]
         return consts, list(rest)
 
     def call(self, inputs: Sequence[Any]) -> list[Any]:
@@ -215,12 +218,13 @@ def _with_exact_derivative(
     of the time of tracing the model.
     """
 
+    # The traced program holds these functions, so they must not hold the tracers `inputs`.
     def values(*inputs: Any) -> list[Any]:
         return call(program, inputs, "rewritten")
 
     def jvp(*primals_and_tangents: Any) -> list[Any]:
-        primals = primals_and_tangents[: len(inputs)]
-        tangents = primals_and_tangents[len(inputs) :]
+        count = len(primals_and_tangents) // 2
+        primals, tangents = primals_and_tangents[:count], primals_and_tangents[count:]
         exact = original.differentiated(primals)
         # The remaining arguments have no tangent; integers and PRNG keys never have one.
         active = [n for n, x in enumerate(tangents) if not isinstance(x, SymbolicZero)]

@@ -17,8 +17,6 @@ class ProgramCache:
 
     Attributes:
       repeated: identities of the programs that are called several times.
-      calls: by the key of a call, the history of all calls with this key.
-      known: by the identity of a value, the value and its array, None if it depends on inputs.
       jvp_rules: by a JVP rule and the forms of its operands, the rule at the smaller batch, or None
         if it does not work row by row.
       kinds: by the identities of a call's parameters, properties that hold for any operands.
@@ -28,10 +26,8 @@ class ProgramCache:
 
     def __init__(self, repeated: frozenset[int] = frozenset()) -> None:
         self.repeated = repeated
-        self.calls: dict[Any, Any] = {}
         self.kinds: dict[Any, Any] = {}
         self.jvp_rules: dict[Any, Any] = {}
-        self.known: dict[int, tuple[Any, Any]] = {}
         self.table_rows: set[int] = set()
         self.most_rows: int | None = None
         # By identity of the program; entries hold the program, so that its identity stays unique.

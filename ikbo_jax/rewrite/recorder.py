@@ -82,23 +82,24 @@ class Recorder:
 
         `names` are the names of the primitives that look up.
         """
-        seen = set()
+        self._list_lookups(program, names, "the function", set())
 
-        def search(program: Any, inside: str) -> None:
-            for eqn in program.eqns:
-                if eqn.primitive.name in names:
-                    what = _lookup_text(eqn)
-                    reason = f"it is inside {inside}, which stays as it is"
-                    self._lookups[id(eqn)] = Lookup(self.line(eqn), what, "kept", reason)
-                if eqn.primitive.name in explain.WITHOUT_PROGRAMS:
-                    continue
-                for inner in jaxprs.inner_programs(eqn):
-                    if id(inner) not in seen:
-                        seen.add(id(inner))
-                        with self.inside(eqn):
-                            search(inner, eqn.primitive.name)
-
-        search(program, "the function")
+    def _list_lookups(
+        self, program: Any, names: Container[str], inside: str, seen: set[int]
+    ) -> None:
+        """`list_lookups`, where `seen` are the identities of the programs that were searched."""
+        for eqn in program.eqns:
+            if eqn.primitive.name in names:
+                what = _lookup_text(eqn)
+                reason = f"it is inside {inside}, which stays as it is"
+                self._lookups[id(eqn)] = Lookup(self.line(eqn), what, "kept", reason)
+            if eqn.primitive.name in explain.WITHOUT_PROGRAMS:
+                continue
+            for inner in jaxprs.inner_programs(eqn):
+                if id(inner) not in seen:
+                    seen.add(id(inner))
+                    with self.inside(eqn):
+                        self._list_lookups(inner, names, eqn.primitive.name, seen)
 
     def looked_up(self, eqn: Any, outcome: str, reason: str) -> None:
         """Records the outcome of a lookup of the original; the last of several calls counts."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend import core
 
-from ikbo_jax.rewrite.lineage import Lineage
+from ikbo_jax.rewrite.lineage import Lineage, base_of, has_lineage
 from ikbo_jax.rewrite.staged import take_rows
 
 
@@ -29,6 +30,10 @@ class Scope:
       outer_arrays: by the identity of a deferred value, the array that the caller has already
         materialised for it.
       programs: by the key of a call, the rewritten program; it may hold arrays of this scope.
+      calls: by the key of a call, the history of all calls with this key, likewise.
+      seen: keys of earlier calls, each with the arrays whose identities it holds.
+      known: by the identity of a value of this scope, the value and its array; None in place of the
+        array if it depends on inputs.
     """
 
     def __init__(self, parent: Scope | None = None, *, outlives: bool = False) -> None:
@@ -36,6 +41,10 @@ class Scope:
         self.outlives = outlives
         self.outer_arrays: dict[int, jax.Array] = {}
         self.programs: dict[Any, Any] = {}
+        self.calls: dict[Any, Any] = {}
+        self.seen: dict[Any, Any] = {}
+        self.known: dict[int, tuple[Any, Any]] = {}
+        self._trace: Any = core.find_top_trace(())
         self._built: dict[int, tuple[Any, jax.Array]] = {}
         self._results: dict[Any, tuple[Any, list[Any]]] = {}
         self._lineages: dict[Any, tuple[Any, Lineage]] = {}
@@ -46,6 +55,25 @@ class Scope:
         while scope is not None:
             yield scope
             scope = None if scope.outlives else scope.parent
+
+    def owner(self, values: Iterable[Any]) -> Scope:
+        """The outermost scope in whose trace all of the values, arrays and lookups, exist.
+
+        What is kept for the values is kept there, and so not after their trace has ended.
+        """
+        arrays: list[Any] = []
+        for x in values:
+            arrays.append(base_of(x))
+            if has_lineage(x):
+                arrays.append(x.lineage.index)
+        traces = {id(x._trace) for x in arrays if isinstance(x, jax.core.Tracer)}
+        owner = None
+        for scope in self.chain():
+            if owner is not None and scope._trace is not owner._trace:
+                break
+            if owner is not None or id(scope._trace) in traces:
+                owner = scope
+        return scope if owner is None else owner
 
     # Arrays of deferred values.
 

@@ -15,6 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from ikbo_jax.rewrite.interpret import Context
+from ikbo_jax.rewrite.jaxprs import ending_its_trace
 from ikbo_jax.rewrite.lineage import Lazy, Lineage, has_lineage, is_plain, spread_axes
 from ikbo_jax.rewrite.registry import NotCovered, register_rule
 from ikbo_jax.rewrite.rules import elementwise
@@ -111,7 +112,7 @@ def _shard_map(ctx: Context, eqn: Any, *operands: Any) -> Any:
 
     return list(
         jax.shard_map(
-            run,
+            ending_its_trace(run),
             mesh=params["mesh"],
             in_specs=tuple(specs),
             out_specs=tuple(params["out_specs"]),

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -19,91 +19,20 @@ from jax.extend import core
 
 from ikbo_jax.rewrite.dead_code import without_dead_code
 from ikbo_jax.rewrite.equations import identity
-from ikbo_jax.rewrite.forms import Nodes, can_pass, form, with_all_inside, with_inside
+from ikbo_jax.rewrite.forms import (
+    Nodes,
+    can_pass,
+    form,
+    skeleton,
+    with_all_inside,
+    with_inside,
+)
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.jaxprs import call_params, trace, with_constants_last
-from ikbo_jax.rewrite.lineage import Deferred, Lazy, base_of, is_plain, origins_of
+from ikbo_jax.rewrite.lineage import Deferred, base_of, has_lineage, is_plain, origins_of
 from ikbo_jax.rewrite.log import Log
 from ikbo_jax.rewrite.registry import NotCovered
-
-
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """A result of a rewritten program, or a value inside a result.
-
-    Attributes:
-      value: the value inside the program.
-      operand: position of the operand's node that is returned as it is; None for other values.
-      like: position of the last node of the results that is the same value. All of these become
-        one value of the caller, which is materialised once.
-      inside: positions of the nodes inside this one.
-      number: position among the arrays that the program computes; None for a value with values
-        inside, and for one that is returned as it is.
-    """
-
-    value: Any
-    operand: int | None
-    like: int
-    inside: range
-    number: int | None
-
-    def of(self, array: Any, origins: frozenset) -> Any:
-        """The caller's value, if the program returned `array` for this result."""
-        x = self.value
-        return array if is_plain(x) else Lazy(array, x.shape, x.lineage, x.axis, origins)
-
-
-@dataclasses.dataclass(frozen=True)
-class Rewritten:
-    """A rewritten program. Its arguments are arrays of operands, materialised operands, constants.
-
-    Positions count the operands' nodes as `Nodes` does.
-
-    Attributes:
-      params: parameters of the equation that calls it.
-      consts: the arrays that it closes over.
-      inputs: positions of the arrays and lookups whose arrays or bases it takes.
-      materialised: positions of the values that it also takes materialised.
-      stand_ins: positions of lookups, each with the stand-in for the lookup's origins.
-      results: its results, and the values inside of them.
-      count: the number of results.
-      nested: whether an operand holds other values.
-      log: the events to record at each call.
-    """
-
-    params: dict[str, Any]
-    consts: list[Any]
-    inputs: list[int]
-    materialised: list[int]
-    stand_ins: list[tuple[int, Any]]
-    results: list[Result]
-    count: int
-    nested: bool
-    log: Log
-
-    def returned(
-        self, nodes: Sequence[Any], arrays: Sequence[Any], origins: Sequence[frozenset]
-    ) -> list[Any]:
-        """The results of a call.
-
-        Args:
-          nodes: the operands, and the values inside of them.
-          arrays: what the program computed.
-          origins: for each of `results`, the broadcasts that it stems from.
-        """
-        values: list[Any] = [None] * len(self.results)
-        for n in range(len(values) - 1, -1, -1):
-            result = self.results[n]
-            if result.operand is not None:
-                values[n] = nodes[result.operand]
-            elif result.like > n:
-                values[n] = values[result.like]
-            elif result.number is not None:
-                values[n] = result.of(arrays[result.number], origins[n])
-            else:
-                inside = result.inside
-                values[n] = with_inside(result.value, values[inside.start : inside.stop])
-        return values[: self.count]
+from ikbo_jax.rewrite.shared_program import Result, Rewritten
 
 
 @dataclasses.dataclass
@@ -114,8 +43,8 @@ class _Calls:
       alive: the objects whose identities the key holds, so that these stay unique.
       materialised: positions of nodes that were materialised before or during the first call.
       failed: whether the program cannot be rewritten by itself.
-      asked: positions of the operands whose equations the rewriting would have to know.
-      seen: the arrays at these positions in earlier calls. Calls with the same arrays there share a
+      asked: positions of the operands whose equations the rewriting would have to know. In earlier
+        calls, the arrays there were those in `Scope.seen`. Calls with the same arrays share a
         program that closes over them.
     """
 
@@ -123,7 +52,6 @@ class _Calls:
     materialised: list[int]
     failed: bool = False
     asked: list[int] = dataclasses.field(default_factory=list)
-    seen: dict[tuple[int, ...], list[Any]] = dataclasses.field(default_factory=dict)
 
 
 def call(
@@ -145,7 +73,7 @@ def call(
     """
     forms = [identity(x) if f else form(x) for x, f in zip(operands, fixed, strict=True)]
     key = (id(eqn.params["jaxpr"]), *forms)
-    rewritten = _program_of(ctx, key)
+    rewritten = _found(ctx, "programs", key)
     if rewritten is not None:
         return _called(ctx, eqn, operands, rewritten)
     if not all(map(can_pass, operands)):
@@ -163,11 +91,12 @@ def is_fixed(operand: Any, index: bool) -> bool:
     return np.size(operand) == 1
 
 
-def _program_of(ctx: Context, key: Any) -> Rewritten | None:
-    """The rewritten program of calls with this key; None if none exists yet."""
+def _found(ctx: Context, name: str, key: Any) -> Any:
+    """What one of the scopes keeps for this key, in the attribute `name`; None if none does."""
     for scope in ctx.scope.chain():
-        if key in scope.programs:
-            return scope.programs[key]
+        entries: dict[Any, Any] = getattr(scope, name)
+        if key in entries:
+            return entries[key]
     return None
 
 
@@ -180,11 +109,13 @@ def _called_without_program(
     inline: Callable[[], list[Any]],
 ) -> list[Any]:
     """The results of a call whose program is not rewritten by itself yet."""
-    jaxpr, calls = eqn.params["jaxpr"], ctx.programs.calls.get(key)
-    first = calls is None
+    jaxpr, calls = eqn.params["jaxpr"], _found(ctx, "calls", key)
+    first, values = calls is None, list(_named(operands, fixed))
     if calls is None:
-        calls = ctx.programs.calls[key] = _Calls((jaxpr, operands), _built(ctx, operands))
-    elif tuple(id(operands[n]) for n in calls.asked) in calls.seen:
+        alive = jaxpr, [x for x, f in zip(operands, fixed, strict=True) if f]
+        calls = _Calls(alive, _built(ctx, operands))
+        ctx.scope.owner(values).calls[key] = calls
+    elif _found(ctx, "seen", (key, *(id(operands[n]) for n in calls.asked))):
         closed_over = [f or n in calls.asked for n, f in enumerate(fixed)]
         return call(ctx, eqn, operands, closed_over, inline)
     rewritten = None
@@ -195,17 +126,24 @@ def _called_without_program(
         calls.asked = sorted(asked) if all(is_plain(operands[n]) for n in asked) else []
     if rewritten is None:
         if arrays := [operands[n] for n in calls.asked]:
-            calls.seen[tuple(map(id, arrays))] = arrays
+            ctx.scope.owner([*values, *arrays]).seen[(key, *map(id, arrays))] = arrays
         results = inline()
         calls.materialised = _built(ctx, operands)
         # The first inline call may create the missing lineage, so the second call tries again.
         calls.failed = not first
         return results
-    owner = ctx.scope
-    if not any(isinstance(x, jax.core.Tracer) for x in rewritten.consts):
-        *_, owner = ctx.scope.chain()
-    owner.programs[key] = rewritten
+    ctx.scope.owner([*values, *rewritten.consts]).programs[key] = rewritten
     return _called(ctx, eqn, operands, rewritten)
+
+
+def _named(operands: Sequence[Any], fixed: Sequence[bool]) -> Iterator[Any]:
+    """The values that the key of a call names: the fixed ones, and lookups by their lineages."""
+    for x, f in zip(operands, fixed, strict=True):
+        if f:
+            yield x
+    for x in with_all_inside(operands):
+        if has_lineage(x):
+            yield x.lineage.index
 
 
 def _built(ctx: Context, operands: Sequence[Any]) -> list[int]:
@@ -246,6 +184,8 @@ def _recorded(
         frozenset() if is_plain(x.value) else call.origins(x.value.origins) for x in program.results
     ]
     if log.is_same_everywhere():
+        # Repeating events materialises no operands, whose trace may have ended by then.
+        call.materialise = None
         recorder.remember(key, of_results, lambda times: log.repeat(call, times))
     return of_results
 
@@ -320,15 +260,15 @@ def _with_materialised(
       positions of the operands whose hidden equations the rewriting asked for.
     """
     jaxpr, log = eqn.params["jaxpr"], Log()
-    inner = ctx.inner(log)
     varying = [n for n, root in enumerate(nodes.roots) if not fixed[root]]
-    inner.same = {id(x): id(x) for n, x in enumerate(nodes.values) if n not in varying}
     inputs = [n for n in varying if not nodes.inside[n]]
     stand_ins = {n: log.stand_in() for n in inputs if origins_of(nodes.values[n])}
-    values: list[Any] = list(nodes.values)
-    results: list[Result] = []
+    # What is found out while the program is traced. Nothing of it holds the arrays of this trace.
+    found: list[_Traced] = []
 
     def program(*arrays: Any) -> list[Any]:
+        inner, values = ctx.inner(log), list(nodes.values)
+        inner.same = {id(x): id(x) for n, x in enumerate(nodes.values) if n not in varying}
         given = dict(zip(inputs, arrays, strict=False))
         # Values inside others come after them.
         for n in reversed(varying):
@@ -348,7 +288,22 @@ def _with_materialised(
         returned = inner.run_closed(jaxpr, values[: len(fixed)], None)
         if not all(map(can_pass, returned)):
             raise NotCovered("a result of a call that is neither an array nor a lookup")
-        results[:] = _results(values, returned)
+        results = _results(values, returned)
+        asked, built = inner.provenance.asked_hidden, inner.scope.built()
+        has_lineages = inner.scope.has_lineages()
+        # Skeletons of results hold their lineages, and so the indices of these.
+        skeletons = [] if has_lineages else [skeleton(x.value) for x in results]
+        found[:] = [
+            _Traced(
+                [
+                    dataclasses.replace(x, value=y)
+                    for x, y in zip(results, skeletons, strict=not has_lineages)
+                ],
+                {nodes.roots[n] for n, x in enumerate(values) if id(x) in asked},
+                [n for n in varying if id(values[n]) in built],
+                has_lineages,
+            )
+        ]
         return [base_of(x.value) for x in results if x.number is not None]
 
     # dtypes come from the jaxpr: Python numbers among the operands have weak types.
@@ -360,12 +315,11 @@ def _with_materialised(
     except NotCovered:
         return set()
     params = _params(eqn, traced, len(traced.consts) + len(avals))
-    if params is None or inner.scope.has_lineages():
+    ((results, asked, built, has_lineages),) = found
+    if params is None or has_lineages:
         return set()
-    asked = inner.provenance.asked_hidden
     if asked:
-        return {nodes.roots[n] for n, x in enumerate(values) if id(x) in asked}
-    built = inner.scope.built()
+        return asked
     rewritten = Rewritten(
         params,
         traced.consts,
@@ -377,7 +331,23 @@ def _with_materialised(
         len(nodes.values) > len(fixed),
         log,
     )
-    return rewritten, [n for n in varying if id(values[n]) in built]
+    return rewritten, built
+
+
+class _Traced(NamedTuple):
+    """What is found out while the program of a call is traced.
+
+    Attributes:
+      results: its results, and the values inside of them; none if it creates lineages.
+      asked: the positions of the operands whose hidden equations the rewriting asked for.
+      built: the positions of the values that it materialises.
+      has_lineages: whether it creates lineages.
+    """
+
+    results: list[Result]
+    asked: set[int]
+    built: list[int]
+    has_lineages: bool
 
 
 def _part_name(ctx: Context, nodes: Nodes, n: int) -> str:

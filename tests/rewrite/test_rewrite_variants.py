@@ -261,3 +261,11 @@ def test_what_a_trial_traced_is_gone() -> None:
     used = {v for e in jaxpr.eqns for v in e.invars if not hasattr(v, "val")} | set(jaxpr.outvars)
     assert [e for e in jaxpr.eqns if not e.effects and used.isdisjoint(e.outvars)] == []
     close(ikbo.rewrite(fn)(USER, CAND, INDEX), fn(USER, CAND, INDEX))
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_no_variant_holds_tracers(call: str) -> None:
+    fn = functools.partial(model, CALLS[call])
+    for name in ("values", "grad", "jvp", "closed_over"):
+        with jax.checking_leaks():
+            jax.make_jaxpr(TRANSFORMATIONS[name](ikbo.rewrite(fn)))(USER, CAND, INDEX)
