@@ -37,7 +37,8 @@ L2_BYTES, SM_BYTES, MEMORY_BYTES = 1.05e7, 7.6e4, 2.9e6
 MERGE_US = 2.0
 #: The part of repeated reads of keys and values that comes from device memory if L2 does not hold
 #: all of them, by kernel. The kernel for few queries did the same until a user's items became
-#: neighbours (`rows.slot_at`): 715 us for 2.0 GB of 1.4 GB of keys and values. 0.3 is a guess.
+#: neighbours (`rows.firsts_before`): 715 us for 2.0 GB of 1.4 GB of keys and values; 0.3 is a
+#: guess.
 REREAD, TILE_REREAD = 0.3, 0.8
 #: Part of the lesser of the two times, of items and of memory, that the greater does not hide.
 OVERLAP = 0.1

@@ -9,6 +9,7 @@ from unittest import mock
 
 import interpreter
 import jax
+import jax.numpy as jnp
 import numpy as np
 import planted
 import problems
@@ -17,7 +18,8 @@ from indexed_attention import IndexedAttention
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from test_interpret_attention import PARAMS, rounded_weights
 
-from ikbo_jax.pallas.few_queries import consumer, kernel, listing, merging, rows
+from ikbo_jax.pallas.few_queries import consumer, kernel, listing, merging
+from ikbo_jax.pallas.few_queries.context import Context, Shape
 from ikbo_jax.pallas.few_queries.kernel import few_queries_kernel
 from ikbo_jax.problems.few_queries import FewQueriesConfig
 
@@ -229,20 +231,46 @@ def test_interpreted_kernel_is_right_and_free_of_races(
 
 
 @pytest.mark.parametrize(
-    ("users", "extra"),
-    [(1, 1), (2, 1), (1, 5), (63, 30), (565, 989), (1025, 1024), (3, 4000), (4000, 3), (900, 9000)],
+    ("users", "extra", "groups", "splits"),
+    [
+        (1, 1, 1, 1),
+        (5, 3, 1, 2),
+        (63, 30, 8, 1),
+        (565, 989, 1, 1),
+        (102, 17, 3, 1),
+        (1025, 1024, 1, 4),
+        (3, 4000, 1, 1),
+        (4000, 3, 2, 1),
+        (900, 9000, 1, 1),
+        (152, 828, 1, 1),
+    ],
 )
-def test_neighbouring_row_slots(users: int, extra: int) -> None:
-    """Every slot once, either kind in order; an extra slot beside the user with its share."""
-    slots = np.asarray(rows.slot_at(np.arange(users + extra, dtype=np.int32), users, extra))
-    np.testing.assert_array_equal(np.sort(slots), np.arange(users + extra))
-    places = np.argsort(slots)
-    firsts, further = places[:users], places[users:]
-    assert (np.diff(firsts) > 0).all()
-    assert (np.diff(further) > 0).all()
-    periods = -(-(users + extra) // rows.PERIOD)
-    expected = np.arange(extra) * (users + extra) / extra
-    assert np.abs(further - expected).max() <= 2 + periods * (1 + (users + extra) / extra)
+def test_ctas_go_through_both_kinds_of_row_slots_evenly(
+    users: int, extra: int, groups: int, splits: int
+) -> None:
+    """Every item once; every CTA has equally many first slots; both kinds end together."""
+    shape = Shape(
+        *(1, 1, groups, groups, 1, users, 64),
+        *(1, 64, 64, users + extra, splits, 1, 1.0),
+        workers=min(132, (users + extra) * groups * splits),
+        alternates=True,
+    )
+    workers = np.arange(shape.workers, dtype=np.int32)
+    ctx = Context(shape, FewQueriesConfig(), None, None, None, interpret=True, worker=workers)
+    counts, items, firsts = np.asarray(ctx.count()), [], np.zeros(shape.workers, int)
+    for i in range(counts.max()):
+        place = [np.asarray(x)[i < counts] for x in ctx.place(jnp.int32(i))[:3]]
+        items += zip(*place, strict=True)
+        is_first = place[0] < users
+        firsts[i < counts] += is_first
+        # So far, each kind has made as much progress as all items.
+        progress = (i + 1) * shape.workers / shape.bundles
+        for last, number in ((place[0][is_first], users), (place[0][~is_first] - users, extra)):
+            if last.size and number > shape.workers:
+                assert (last.max() + 1) / number == pytest.approx(progress, abs=0.1)
+    assert len(items) == len(set(items)) == shape.bundles
+    assert counts.max() - counts.min() <= 1
+    assert firsts.max() - firsts.min() <= 1
 
 
 # The checks themselves: each of them must be able to fail.

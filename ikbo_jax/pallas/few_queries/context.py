@@ -31,7 +31,7 @@ class Shape:
       slots: see `rows.slots`; if CTAs list candidates, slot i has the rows of user i % U.
       splits: parts of a user's keys.
       cluster: CTAs of a cluster: all parts of an item, or 1.
-      alternates: whether users' first row slots and the others alternate (`rows.slot_at`).
+      alternates: whether CTAs go through users' first row slots and the others evenly.
       bundle: neighbouring items, of one slot and split, that a CTA takes at once: 1, or one for
         each group of query heads. The rows are then found once for all of them.
       listed: candidates of an item whose CTA lists them, because the index is not sorted; else 0.
@@ -174,27 +174,42 @@ class Context(WarpgroupContext):
         group, rest = lax.rem(number, groups) * shape.bundle + member, lax.div(number, groups)
         parts = shape.items_of_slot
         split, slot = lax.rem(rest, parts), lax.div(rest, parts)
-        if shape.alternates:
-            slot = rows.slot_at(slot, shape.users, shape.slots - shape.users)
         if shape.cluster > 1:
             split = self.rank
         head = group * shape.group
         return Place(slot, split, head, lax.div(head, shape.q_heads // shape.kv_heads))
+
+    def _round(self, i: Any) -> tuple[Any, Any, Any]:
+        """Of the CTAs' bundles `i`, if kinds alternate: (first ones before, their number, rank).
+
+        The first ones of a round go to consecutive CTAs, beginning after those of the last round,
+        so that every CTA gets equally many of them; the others go to the CTAs that are left. A
+        CTA's `rank` is its place in this order.
+        """
+        shape = self.shape
+        firsts = shape.bundles // shape.slots * shape.users
+        extra = shape.bundles - firsts
+        begin = i * shape.workers
+        before = rows.firsts_before(begin, firsts, extra)
+        end = jnp.minimum(begin + shape.workers, shape.bundles)
+        number = rows.firsts_before(end, firsts, extra) - before
+        rank = lax.rem(self.worker + shape.workers - lax.rem(before, shape.workers), shape.workers)
+        return before, number, rank
 
     def _number(self, i: Any) -> Any:
         """The number of the CTA's bundle `i` among those of all CTAs."""
         shape = self.shape
         if not shape.alternates:
             return self.worker + i * shape.workers
-        # Each round begins one slot further: a CTA would get users' first slots alone otherwise,
-        # and another one slots that are mostly empty, if the workers are a multiple of a period.
-        step = shape.items_of_slot * shape.groups // shape.bundle
-        return i * shape.workers + lax.rem(self.worker + i * step, shape.workers)
+        before, number, rank = self._round(i)
+        other = shape.bundles // shape.slots * shape.users + i * shape.workers - before
+        return jnp.where(rank < number, before + rank, other + rank - number)
 
     def count(self) -> Any:
         """Number of the CTA's bundles."""
-        full = self.shape.bundles // self.shape.workers
-        return full + (self._number(jnp.int32(full)) < self.shape.bundles).astype(jnp.int32)
+        full, rest = divmod(self.shape.bundles, self.shape.workers)
+        rank = self._round(jnp.int32(full))[-1] if self.shape.alternates else self.worker
+        return full + (rank < rest).astype(jnp.int32)
 
     @property
     def rank(self) -> Any:

@@ -4,8 +4,9 @@ A *row slot* stands for up to `item_rows` rows of one user. Row slot u < U has t
 user u. Every row number that is a multiple of `item_rows` gives one more row slot, to the user of
 the row before it. So a user with n rows has at least n / item_rows row slots, rounded up; those
 that it does not need are empty. No list of items is needed, and those with many rows come first;
-unless all keys and values together exceed L2: then `slot_at` puts a user's row slots next to each
-other, so that they read its keys at the same time, and device memory delivers them once.
+unless all keys and values together exceed L2: then CTAs go through both kinds of slots evenly
+(`firsts_before`), so that a user's slots read its keys at the same time, and device memory delivers
+them once.
 
 The index is searched in the same way for every user, so the ranges that `candidates` finds hold
 every candidate exactly once even if the index is not sorted. Only its users then differ within a
@@ -26,7 +27,7 @@ from jaxlib.mlir.dialects import arith
 from ikbo_jax.pallas.flash.runs import INTEGER, SCALAR, splat, user_at
 from ikbo_jax.pallas.hopper.warps import ballot, from_lane, lane, lowest_bit
 
-#: Most row slots of a period of `slot_at`.
+#: Most items of a period of `firsts_before`.
 PERIOD = 1024
 #: Lanes that search for one bound, and candidates that each of them compares at once: 16,384
 #: candidates take two rounds of loads, each of which takes 0.5 us or more.
@@ -38,30 +39,25 @@ def slots(batch: int, users: int, q_len: int, item_rows: int) -> int:
     return users + batch * q_len // item_rows
 
 
-def slot_at(position: Any, users: int, extra: int) -> Any:
-    """The row slot at a position of an order that goes through users and extra slots evenly.
+def firsts_before(position: Any, firsts: int, extra: int) -> Any:
+    """How many items of users' first slots are before a position of an order with all items.
 
-    If candidates are spread evenly over users, an extra slot follows the first slot of its user, or
-    of a user next to it. The order has periods of equally many slots of either kind, so that the
-    arithmetic needs 32 bits; users that they do not take come before, extra slots after them.
+    The order goes through both kinds evenly. It has periods of equally many items of either kind,
+    so that the arithmetic needs 32 bits; first ones that they do not take come before, other ones
+    after them.
 
     Args:
-      position: int32, from 0 to `users + extra` - 1.
-      users: U.
-      extra: number of slots besides the users' first ones.
+      position: int32, from 0 to `firsts + extra`.
+      firsts: number of items of users' first slots.
+      extra: number of the others.
     """
-    periods = -(-(users + extra) // PERIOD)
-    firsts, further = users // periods, extra // periods
-    period, early = firsts + further, users % periods
+    periods = -(-(firsts + extra) // PERIOD)
+    of_period, further = firsts // periods, extra // periods
+    early = firsts % periods
     later = jnp.maximum(position - early, 0)
-    number, rest = lax.div(later, period), lax.rem(later, period)
-    before = lax.div(rest * further, period)  # extra slots of the period up to here
-    is_extra = lax.div((rest + 1) * further, period) > before
-    slot = jnp.where(
-        is_extra, users + number * further + before, early + number * firsts + rest - before
-    )
-    slot = jnp.where(number < periods, slot, users + later - periods * firsts)
-    return jnp.where(position < early, position, slot)
+    number, rest = lax.div(later, of_period + further), lax.rem(later, of_period + further)
+    found = number * of_period + rest - lax.div(rest * further, of_period + further)
+    return jnp.minimum(jnp.minimum(position, early) + found, firsts)
 
 
 def candidates(cand_to_user: Any, user: Any, users: int, *, interpret: bool) -> tuple[Any, Any]:
