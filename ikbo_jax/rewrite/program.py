@@ -182,7 +182,16 @@ def _rewritten(original: _Original, inputs: list[Any]) -> tuple[Recorder, list[A
         return recorder, original.call(inputs)
     if not chosen.gradient_differs:
         return chosen, call(program, inputs, "rewritten")
+    if any(map(_is_batched, inputs)):
+        # The derivative of what `jax.vmap` makes of a `jax.custom_jvp` is batched in forward mode,
+        # which the ops refuse as JAX does.
+        return chosen, call(tried.differentiated(inputs), inputs, "rewritten")
     return chosen, _with_exact_derivative(tried, program, inputs)
+
+
+def _is_batched(x: Any) -> bool:
+    """Whether `jax.vmap` is the innermost transformation of an array; JAX exports no type for it."""
+    return type(x).__name__ == "BatchTracer"
 
 
 #: How many tables are left out, one after another, if the rewritten program would cost more.
