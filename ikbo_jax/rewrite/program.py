@@ -190,8 +190,8 @@ def _rewritten(original: _Original, inputs: list[Any]) -> tuple[Recorder, list[A
 
 
 def _is_batched(x: Any) -> bool:
-    """Whether `jax.vmap` is the innermost transformation of an array; JAX exports no type for it."""
-    return type(x).__name__ == "BatchTracer"
+    """Whether `jax.vmap` is the innermost transformation of an array."""
+    return type(x).__name__ == "BatchTracer"  # JAX exports no type for it
 
 
 #: How many tables are left out, one after another, if the rewritten program would cost more.
