@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple, Self
@@ -186,7 +185,7 @@ class AttentionProblem(AttentionSizes):
 
     def candidate_configs(self) -> Iterator[AttentionConfig | FewQueriesConfig]:
         """Yields the legal configurations worth timing, the most promising first."""
-        for_few = list(itertools.islice(few_queries_cost.candidate_configs(self), MOST_FEW_QUERIES))
+        for_few = few_queries_cost.candidate_configs(self)[:MOST_FEW_QUERIES]
         if few_queries_cost.is_preferred(self):
             yield from for_few
         yield from self._tile_configs()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 from ikbo_jax.problems import hopper
@@ -71,44 +70,38 @@ def is_preferred(problem: Any) -> bool:
     With many rows of a user the tensor cores limit the time. Then the kernel whose tiles span users
     is faster, whose softmax keeps the maximum of the first block.
     """
-    best = next(candidate_configs(problem), None)
-    return best is not None and estimated_us(problem, best) < estimated_tile_us(problem)
+    configs = candidate_configs(problem)
+    return bool(configs) and estimated_us(problem, configs[0]) < estimated_tile_us(problem)
 
 
-def candidate_configs(problem: Any) -> Iterator[FewQueriesConfig]:
-    """Yields the legal configurations worth timing, the most promising first."""
+@functools.lru_cache(maxsize=1024)
+def candidate_configs(problem: Any) -> tuple[FewQueriesConfig, ...]:
+    """The legal configurations worth timing, the most promising first."""
     if not serves(problem):
-        return
-    # Where the consumers have their own rows, H = 64 leaves most of the time to exponentials: with
-    # turns 103 instead of 120 us, and 141 instead of 155 us.
-    turns = hopper.column_blocks(problem.head_dim) == 1
-    configs = []
+        return ()
+    found = []
     for block_kv in (128, 64, 32):
         for splits in SPLITS:
-            keys = problem.kv_len / splits
-            # With few blocks the queries of several items are in flight.
-            q_slots = 2 if keys > 2 * block_kv else 4
-            if splits > 1 and keys < 2 * block_kv:
-                continue
-            configs += [
-                FewQueriesConfig(
-                    tile_rows,
-                    splits,
-                    block_kv,
-                    *stages,
-                    q_slots,
-                    turns=turns and tile_rows > WGMMA_M,
-                )
-                for tile_rows in (WGMMA_M, TILE_ROWS)
-                for stages in ((5, 5), (4, 4), (3, 3), (3, 2), (2, 2))
-            ]
-    legal = [config for config in configs if config.illegal_reason(problem) is None]
-    # Of configurations that differ in their stages alone, the first has most.
-    seen: dict[tuple[int, ...], FewQueriesConfig] = {}
-    for config in legal:
-        kind = (config.tile_rows, config.splits, config.block_kv)
-        seen.setdefault(kind, config)
-    yield from sorted(seen.values(), key=lambda config: estimated_us(problem, config))
+            if splits == 1 or problem.kv_len / splits >= 2 * block_kv:
+                for tile_rows in (WGMMA_M, TILE_ROWS):
+                    found += _with_most_stages(problem, tile_rows, splits, block_kv)
+    return tuple(sorted(found, key=lambda config: estimated_us(problem, config)))
+
+
+def _with_most_stages(
+    problem: Any, tile_rows: int, splits: int, block_kv: int
+) -> list[FewQueriesConfig]:
+    """The legal configuration with most stages; none if all are illegal."""
+    # With few blocks the queries of several items are in flight.
+    q_slots = 2 if problem.kv_len / splits > 2 * block_kv else 4
+    # Where the consumers have their own rows, H = 64 leaves most of the time to exponentials: with
+    # turns 103 instead of 120 us, and 141 instead of 155 us.
+    turns = hopper.column_blocks(problem.head_dim) == 1 and tile_rows > WGMMA_M
+    for stages in ((5, 5), (4, 4), (3, 3), (3, 2), (2, 2)):
+        config = FewQueriesConfig(tile_rows, splits, block_kv, *stages, q_slots, turns=turns)
+        if config.illegal_reason(problem) is None:
+            return [config]
+    return []
 
 
 def expected_tiles(problem: Any, item_rows: int) -> float:
