@@ -29,11 +29,11 @@ LAUNCH_US, ITEM_US, WIDE_ITEM_US = 3.6, 1.0, 2.6
 #: A block of 64 rows by 128 keys, by column blocks, and the part of it that fewer keys do not save.
 BLOCK_US, BLOCK_LATENCY = {1: 0.66, 2: 0.9}, 0.26
 #: Factors of a block of 128 rows, by column blocks, and with turns.
-WIDE, WIDE_TURNS = {1: 1.95, 2: 1.78}, 1.8
+WIDE, WIDE_TURNS = {1: 1.95, 2: 1.78}, 1.92
 #: What L2 delivers to all SMs and to one, and device memory.
 L2_BYTES, SM_BYTES, MEMORY_BYTES = 1.05e7, 7.6e4, 2.9e6
-#: The launch that merges splits.
-MERGE_US = 2.0
+#: The launch that merges splits, with the gap before it.
+MERGE_US = 3.0
 #: The part of repeated reads of keys and values that comes from device memory if L2 does not hold
 #: all of them, by kernel. The kernel for few queries did the same until a user's items became
 #: neighbours (`rows.firsts_before`): 715 us for 2.0 GB of 1.4 GB of keys and values; 0.3 is a
