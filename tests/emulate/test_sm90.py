@@ -176,8 +176,8 @@ def test_wrong_swizzle_of_a_store_is_found(
     monkeypatch: pytest.MonkeyPatch, sm90: emulator.Emulator
 ) -> None:
     """The interpreter has no swizzles."""
-    parts = store._parts
-    monkeypatch.setattr(store, "_parts", lambda *args: [*parts(*args)[:-1], parts(*args)[0]])
+    parts = store.digits
+    monkeypatch.setattr(store, "digits", lambda *args: [*parts(*args)[:-1], parts(*args)[0]])
     assert not is_right(sm90)
 
 

@@ -16,6 +16,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
 from ikbo_jax.pallas.hopper import mosaic, stores
+from ikbo_jax.pallas.hopper.stores import digits
 from ikbo_jax.problems.attention_backward import SUM_COLUMNS
 
 
@@ -31,7 +32,7 @@ def stage_transposed(tile: Any, values: jax.Array, *, interpret: bool) -> None:
     def write(_: Any, tile: ir.Value, values: mgpu.FragmentedArray) -> None:
         i32, byte = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
         words = [mgpu.utils.bitcast(pair, i32) for pair in values.registers.flat]
-        row_of_8, lower, beside, warp = _parts(stores.thread_number(), (8, 2, 2, 4))
+        row_of_8, lower, beside, warp = digits(stores.thread_number(), (8, 2, 2, 4))
         # A warp's stmatrix transposes and stores four 8 x 8 matrices; each lane provides the
         # address of one row. Matrix 1 has the next 8 columns of the tile, matrix 2 the next rows.
         row = arith.addi(arith.muli(beside, mgpu.c(8, i32)), row_of_8)
@@ -94,7 +95,7 @@ def stage_sums(
     def write(_: Any, tiles: ir.Value, values: mgpu.FragmentedArray, *scalars: Any) -> None:
         i32, byte = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
         column_block, begin = (s.registers.item() for s in scalars)
-        pair, low, high, odd, upper = _parts(stores.thread_number(), (4, 4, 2, 2, 2))
+        pair, low, high, odd, upper = digits(stores.thread_number(), (4, 4, 2, 2, 2))
         part = arith.addi(arith.muli(column_block, mgpu.c(2, i32)), upper)
         row = arith.addi(begin, arith.muli(pair, mgpu.c(2, i32)))
         row = arith.addi(arith.muli(part, mgpu.c(height, i32)), row)
@@ -123,16 +124,6 @@ def stage_sums(
                     )
 
     write(tiles, values, column_block, begin)
-
-
-def _parts(thread: ir.Value, counts: tuple[int, ...]) -> list[ir.Value]:
-    """The digits of a thread's number, the fastest first."""
-    i32 = ir.IntegerType.get_signless(32)
-    digits = []
-    for count in counts:
-        digits.append(arith.remui(thread, mgpu.c(count, i32)))
-        thread = arith.divui(thread, mgpu.c(count, i32))
-    return digits
 
 
 def fill_from(values: Any, begin: Any, fill: float, *, interpret: bool) -> None:

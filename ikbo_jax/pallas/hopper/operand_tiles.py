@@ -48,13 +48,9 @@ def stage_rows(tiles: Any, values: jax.Array, *, reads_late: bool = False, inter
         words = [mgpu.utils.bitcast(pair, i32) for pair in values.registers.flat]
         words += [mgpu.c(0, i32)] * (blocks * BLOCK_K // 4 - len(words))
         thread = stores.late_thread_number() if reads_late else stores.thread_number()
-
-        def part(size: int, count: int) -> ir.Value:
-            return arith.remui(arith.divui(thread, mgpu.c(size, i32)), mgpu.c(count, i32))
-
         # A warp's stmatrix stores four 8 x 8 matrices: lane l provides the address of row l % 8 of
         # matrix l / 8. Matrix 1 is below matrix 0, matrix 2 is beside it.
-        row_of_8, lower, right, warp = part(1, 8), part(8, 2), part(16, 2), part(32, 4)
+        row_of_8, lower, right, warp = stores.digits(thread, (8, 2, 2, 4))
         row = arith.addi(arith.muli(warp, mgpu.c(16, i32)), row_of_8)
         row = arith.addi(row, arith.muli(lower, mgpu.c(8, i32)))
         row_offset = arith.muli(row, mgpu.c(mosaic.SWIZZLE, i32))

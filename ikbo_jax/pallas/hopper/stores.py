@@ -134,6 +134,16 @@ def late_thread_number() -> ir.Value:
     return arith.remui(thread, mgpu.c(WARPGROUP_SIZE, i32))
 
 
+def digits(thread: ir.Value, counts: tuple[int, ...]) -> list[ir.Value]:
+    """The digits of a thread's number, the fastest first."""
+    i32 = ir.IntegerType.get_signless(32)
+    digits = []
+    for count in counts:
+        digits.append(arith.remui(thread, mgpu.c(count, i32)))
+        thread = arith.divui(thread, mgpu.c(count, i32))
+    return digits
+
+
 def thread_row(thread: ir.Value, half: int) -> ir.Value:
     """The row of a thread's registers in a WGMMA accumulator; `half` is 0 or 1."""
     i32 = ir.IntegerType.get_signless(32)
