@@ -38,7 +38,7 @@ def run(local: Local, rule: Rule, identity: Any, operands: Sequence[Any]) -> tup
     if any(dispatch.is_symbolic(size) for x in operands for size in x.shape):
         return tuple(local(operands, None))
     context = jax.sharding.get_abstract_mesh()
-    # Traced once; `custom_partitioning` traces what it is given again.
+    # `custom_partitioning` would trace `local` several times; this traces it once.
     traced = jax.make_jaxpr(lambda *operands: tuple(local(operands, None)))(*operands)
     # `jit` keeps constants of the computation, for which `custom_partitioning` has no place.
     compute = jax.jit(jaxpr_as_fun(traced))
@@ -59,7 +59,7 @@ def run(local: Local, rule: Rule, identity: Any, operands: Sequence[Any]) -> tup
 
         def on_device(*parts: Any) -> tuple[Any, ...]:
             shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in parts]
-            with jax.sharding.use_abstract_mesh(_NO_MESH):
+            with jax.sharding.use_abstract_mesh(NO_MESH):
                 jaxpr = jax.make_jaxpr(lambda *parts: tuple(local(parts, division)))(*shapes)
             return tuple(part_p.bind(*parts, jaxpr=jaxpr))
 
@@ -230,12 +230,18 @@ def _source_digest() -> str:
     return digest.hexdigest()
 
 
+def jaxpr_primitive(name: str) -> Primitive:
+    """A primitive that evaluates its parameter `jaxpr`; it still needs a lowering."""
+    found = Primitive(name)
+    found.multiple_results = True
+    found.def_impl(lambda *operands, jaxpr: jaxpr_as_fun(jaxpr)(*operands))
+    found.def_abstract_eval(lambda *_, jaxpr: jaxpr.out_avals)
+    return found
+
+
 # A call inside `shard_map`. `custom_partitioning` asks its mesh for devices, which it only counts;
 # the mesh that a program's types name has none.
-region_p = Primitive("ikbo_region")
-region_p.multiple_results = True
-region_p.def_impl(lambda *operands, jaxpr: jaxpr_as_fun(jaxpr)(*operands))
-region_p.def_abstract_eval(lambda *_, jaxpr: jaxpr.out_avals)
+region_p = jaxpr_primitive("ikbo_region")
 
 
 def _lower_region(ctx: Any, *operands: Any, jaxpr: Any) -> Any:
@@ -249,20 +255,17 @@ def _lower_region(ctx: Any, *operands: Any, jaxpr: Any) -> Any:
 
 mlir.register_lowering(region_p, _lower_region)
 
-_NO_MESH = AbstractMesh((), ())
+NO_MESH = AbstractMesh((), ())
 # One device's part. Under `jax.set_mesh`, JAX would write shardings into it, which XLA cannot
 # compile there. And XLA takes the part's source locations into a program that has other ones
 # (jaxlib 0.11.2 warns "Invalid stack_frame_id"); a pass that compares them may then loop for ever.
 # So the part has neither.
-part_p = Primitive("ikbo_part")
-part_p.multiple_results = True
-part_p.def_impl(lambda *parts, jaxpr: jaxpr_as_fun(jaxpr)(*parts))
-part_p.def_abstract_eval(lambda *_, jaxpr: jaxpr.out_avals)
+part_p = jaxpr_primitive("ikbo_part")
 
 
 def _lower_part(ctx: Any, *parts: Any, jaxpr: Any) -> Any:
     plain = ctx.replace(avals_in=jaxpr.in_avals, avals_out=jaxpr.out_avals)
-    with jax.sharding.use_abstract_mesh(_NO_MESH):
+    with jax.sharding.use_abstract_mesh(NO_MESH):
         results = mlir.lower_fun(jaxpr_as_fun(jaxpr))(plain, *parts)
     nowhere = mlir.ir.Location.unknown(ctx.module_context.context)
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.extend.core import jaxpr_as_fun
 from jax.interpreters import mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -263,23 +263,20 @@ def run_kernel(fn: Callable[..., Any], *arrays: Any) -> Any:
     if all(jax.typeof(x).manual_axis_type.empty for x in jax.tree.leaves(arrays)):
         return fn(*arrays)
     plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
-    with jax.sharding.use_abstract_mesh(_NO_MESH):
+    with jax.sharding.use_abstract_mesh(by_xla.NO_MESH):
         jaxpr, shape = jax.make_jaxpr(fn, return_shape=True)(*plain)
     arrays = vary_over_same_axes(arrays)
     results = device_p.bind(*jax.tree.leaves(arrays), jaxpr=jaxpr)
     return jax.tree.unflatten(jax.tree.structure(shape), results)
 
 
-_NO_MESH = jax.sharding.AbstractMesh((), ())
 # A computation on one device, whose jaxpr has no types of `shard_map`.
-device_p = Primitive("ikbo_device")
-device_p.multiple_results = True
-device_p.def_impl(lambda *arrays, jaxpr: jaxpr_as_fun(jaxpr)(*arrays))
+device_p = by_xla.jaxpr_primitive("ikbo_device")
 
 
 def _lower_device(ctx: Any, *arrays: Any, jaxpr: Any) -> Any:
     plain = ctx.replace(avals_in=jaxpr.in_avals, avals_out=jaxpr.out_avals)
-    with jax.sharding.use_abstract_mesh(_NO_MESH):
+    with jax.sharding.use_abstract_mesh(by_xla.NO_MESH):
         return mlir.lower_fun(jaxpr_as_fun(jaxpr))(plain, *arrays)
 
 
