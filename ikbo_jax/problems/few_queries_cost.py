@@ -48,9 +48,9 @@ MANY_TILES = 30
 #: The kernel whose tiles of 128 rows span users: the launch, a pass, and a block of 128 rows by 128
 #: keys, by column blocks.
 TILE_LAUNCH_US, PASS_US, TILE_BLOCK_US = 5.0, 0.8, {1: 0.92, 2: 1.5}
-#: A further pass of a tile, of which often one consumer alone has rows, in passes; and by how many
-#: standard deviations the worst of the CTAs has more of them than the mean; by column blocks. At
-#: H = 64 exponentials limit the time, and one consumer takes as long as two.
+#: What a further pass of a tile takes of the first pass's time, by column blocks: often only one
+#: consumer has rows of it. At H = 64, where exponentials limit the time, one consumer takes as long
+#: as two. And how many standard deviations above the mean the CTA with most further passes is.
 FURTHER_PASS, WORST = {1: 1.0, 2: 0.6}, {1: 2.0, 2: 1.0}
 
 
@@ -123,6 +123,13 @@ def expected_tiles(problem: Any, item_rows: int) -> float:
     return found
 
 
+def _key_bytes(problem: Any) -> tuple[int, int]:
+    """Bytes of keys and values: of one head of a user, and of all users with candidates."""
+    p = problem
+    keys = 4 * p.kv_len * p.head_dim
+    return keys, min(p.users, p.batch) * p.kv_heads * keys
+
+
 def estimated_us(problem: Any, config: FewQueriesConfig) -> float:
     """Time by a model: waves of items, the traffic of L2 and of device memory, and the merge."""
     p = problem
@@ -140,10 +147,9 @@ def estimated_us(problem: Any, config: FewQueriesConfig) -> float:
     of_split = math.ceil(math.ceil(p.kv_len / config.block_kv) / config.splits)
     if not is_wide and of_split > 1:  # each consumer has every other block
         of_split += of_split % 2
-    keys = 4 * p.kv_len * p.head_dim  # bytes of a user's keys and values of one head
+    keys, once = _key_bytes(p)
     wave_us = of_split * block_us + (WIDE_ITEM_US if is_wide else ITEM_US)
     wave_us = max(wave_us, keys / config.splits / SM_BYTES)
-    once = users * p.kv_heads * keys
     again = max(items * keys - once, 0)
     from_memory = once + (REREAD * again if once > CACHE_BYTES else 0)
     traffic = max((once + again) / L2_BYTES, from_memory / MEMORY_BYTES)
@@ -174,8 +180,7 @@ def estimated_tile_us(problem: Any) -> float:
     more = waves * further + WORST[columns] * math.sqrt(waves * further)
     pass_us = -(-p.kv_len // 128) * TILE_BLOCK_US[columns] + PASS_US
     compute = (waves + FURTHER_PASS[columns] * more) * pass_us
-    keys = 4 * p.kv_len * p.head_dim
-    once = min(p.users, p.batch) * p.kv_heads * keys
+    keys, once = _key_bytes(p)
     # Tiles with rows of one user alone read its keys at the same time.
     again = items * further * keys if once > CACHE_BYTES else 0.0
     return TILE_LAUNCH_US + max(compute, (once + TILE_REREAD * again) / MEMORY_BYTES)

@@ -19,7 +19,7 @@ TILE_ROWS = (16, 32, 64)
 #: Up to 64 rows, a tile of the kernel for long sequences is one block, at least half of its 128
 #: rows and 128 keys are padding, and nothing hides its latencies: 4,096 sequences of 1 to 64 rows
 #: with N = 4 and H = 64 take it 0.456 ms on an H100, five times the roofline. Up to 93 rows and at
-#: H = 64, this kernel takes 11.6 us and the other one 18.9; up to 75 at H = 128, 29.9 and 39.8.
+#: H = 64, this kernel takes 11.6 us and the other one 18.9; up to 75 at H = 128, 29.9 and 36.7.
 MAX_KEYS, MAX_QUERIES = 96, 96
 #: Largest number of either for which configurations of this kernel are worth timing.
 MAX_CANDIDATE = 128

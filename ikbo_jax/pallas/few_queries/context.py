@@ -169,7 +169,7 @@ class Context(WarpgroupContext):
     def place(self, i: Any, member: Any = 0) -> Place:
         """Where item `member` of the CTA's bundle `i` is."""
         shape = self.shape
-        number = self._number(i)
+        number, _ = self._bundle(i)
         groups = shape.groups // shape.bundle
         group, rest = lax.rem(number, groups) * shape.bundle + member, lax.div(number, groups)
         parts = shape.items_of_slot
@@ -179,14 +179,16 @@ class Context(WarpgroupContext):
         head = group * shape.group
         return Place(slot, split, head, lax.div(head, shape.q_heads // shape.kv_heads))
 
-    def _round(self, i: Any) -> tuple[Any, Any, Any]:
-        """Of the CTAs' bundles `i`, if kinds alternate: (first ones before, their number, rank).
+    def _bundle(self, i: Any) -> tuple[Any, Any]:
+        """Which bundle the CTA takes in round `i`, and the CTA's place in the round.
 
-        The first ones of a round go to consecutive CTAs, beginning after those of the last round,
-        so that every CTA gets equally many of them; the others go to the CTAs that are left. A
-        CTA's `rank` is its place in this order.
+        If both kinds of row slots alternate, a round has bundles of first slots, then others. Its
+        first places go to the CTAs that follow those with first slots in the last round. So all
+        CTAs get equally many bundles of either kind.
         """
         shape = self.shape
+        if not shape.alternates:
+            return self.worker + i * shape.workers, self.worker
         firsts = shape.bundles // shape.slots * shape.users
         extra = shape.bundles - firsts
         begin = i * shape.workers
@@ -194,21 +196,13 @@ class Context(WarpgroupContext):
         end = jnp.minimum(begin + shape.workers, shape.bundles)
         number = rows.firsts_before(end, firsts, extra) - before
         rank = lax.rem(self.worker + shape.workers - lax.rem(before, shape.workers), shape.workers)
-        return before, number, rank
-
-    def _number(self, i: Any) -> Any:
-        """The number of the CTA's bundle `i` among those of all CTAs."""
-        shape = self.shape
-        if not shape.alternates:
-            return self.worker + i * shape.workers
-        before, number, rank = self._round(i)
-        other = shape.bundles // shape.slots * shape.users + i * shape.workers - before
-        return jnp.where(rank < number, before + rank, other + rank - number)
+        other = firsts + begin - before
+        return jnp.where(rank < number, before + rank, other + rank - number), rank
 
     def count(self) -> Any:
         """Number of the CTA's bundles."""
         full, rest = divmod(self.shape.bundles, self.shape.workers)
-        rank = self._round(jnp.int32(full))[-1] if self.shape.alternates else self.worker
+        _, rank = self._bundle(jnp.int32(full))
         return full + (rank < rest).astype(jnp.int32)
 
     @property
