@@ -42,7 +42,7 @@ def table(results: Record) -> Table:
             how: str = KINDS.get(name, name)
             if point["sweep"] in ("network", "training"):
                 beside = "shard_map, users beside candidates"
-                how = beside + (f", {name}" if name in scaling.OPTIONS else "")
+                how = beside + ("" if name in KINDS else f", {name}")
             moved = ", ".join(
                 f"{entry['count']} {name}, {entry['bytes'] / 2**20:.1f} MiB"
                 for name, entry in record["collectives"].items()
