@@ -208,9 +208,14 @@ PROGRAMS: dict[str, Callable[..., Program]] = {
 KINDS = {"explicit": AxisType.Explicit}  # the others have Auto axes
 #: Compiler options by provider. XLA begins a sum of gradients as soon as they are there, while
 #: kernels run; a kernel that has a CTA on every SM then waits for those SMs that NCCL holds, and
-#: NCCL for the slower device.
+#: NCCL for the slower device. XLA copies the gradients into one array before their sum and out of
+#: it afterwards; without that pass one launch of NCCL sums them where they are.
 OPTIONS: dict[str, dict[str, Any]] = {
-    "sums in turn": {"xla_gpu_disable_async_collectives": "ALLREDUCE"}
+    "sums in turn": {"xla_gpu_disable_async_collectives": "ALLREDUCE"},
+    "sums in turn, in place": {
+        "xla_gpu_disable_async_collectives": "ALLREDUCE",
+        "xla_disable_hlo_passes": "all-reduce-contiguous",
+    },
 }
 
 
