@@ -10,9 +10,11 @@ from ikbo_jax.problems import flash, hopper, memory
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, TILE_ROWS, WGMMA_M
 from ikbo_jax.problems.problem import Config
 
-#: Largest block_kv by head width (width 96 is padded to 128 in shared memory). Wider heads spill
-#: registers: H = 192 80 to 500 bytes, H = 256 200 bytes, with blocks of 32 keys already.
-MAX_BLOCK_KV = {64: 128, 96: 128, 128: 128}
+#: Largest block_kv by head width (width 96 is padded to 128 in shared memory).
+MAX_BLOCK_KV = {64: 128, 96: 128, 128: 128, 192: 64, 256: 64}
+#: Most columns of values that a consumer multiplies. With all columns of wider heads, H = 192
+#: spills 80 to 500 bytes, and H = 256 200 bytes, with blocks of 32 keys already.
+MAX_COLUMNS = 128
 #: Words of an item's descriptor in shared memory.
 ITEM_WORDS = 10
 #: Most candidates of an item whose CTA lists them, and warps that list: each counts what it finds.
@@ -35,6 +37,11 @@ CACHE_BYTES = 4e7
 SWIZZLE_ROWS = 8
 
 
+def shares_columns(head_dim: int) -> bool:
+    """Whether the consumers share the columns of values: each multiplies two blocks of 64."""
+    return head_dim > MAX_COLUMNS
+
+
 class FewQueriesShared(NamedTuple):
     """Shared memory and barriers of the kernel; shapes follow the slot."""
 
@@ -42,7 +49,7 @@ class FewQueriesShared(NamedTuple):
     query: Any  # ring of [tiles of 64 rows, column blocks, 64, 64]
     key: Any  # ring of [column blocks, block_kv, 64]
     value: Any  # likewise
-    exchange: Any  # [words of a thread / 4, 128, 4] words: consumer 1's part of an item
+    exchange: Any  # [words of a thread / 4, 128, 4] words: consumer 1's part of an item, if any
     exchange_ready: Any  # consumer 1 -> 0: the part is in `exchange`
     exchange_free: Any  # consumer 0 -> 1: it was read
     listing: Any  # [LISTED + LISTING_WARPS]: an item's candidates, and how many each warp found
@@ -95,7 +102,8 @@ class FewQueriesConfig(Config):
     Attributes:
       tile_rows: query rows of an item, 64 or 128. With 128, an item with more than 64 rows gives
         each consumer warpgroup its own rows, and both read the same keys. An item with fewer rows
-        gives each of them every other block of keys.
+        gives each of them every other block of keys. With heads wider than 128, items have 64
+        rows, and each consumer has all keys and two blocks of 64 columns of the values.
       splits: number of parts of the keys, which are separate items. Without `cluster`, a second
         pass in XLA adds their results. More than 1 if users, heads and rows make too few items for
         the device.
@@ -142,7 +150,8 @@ class FewQueriesConfig(Config):
         tiles = self.tile_rows // WGMMA_M
         block = (blocks, self.block_kv, BLOCK_K)
         words = WGMMA_M * head_dim // hopper.WARPGROUP_SIZE + STATISTIC_WORDS
-        exchange = memory.Words((words // 4, hopper.WARPGROUP_SIZE, 4))
+        is_exchanged = not shares_columns(head_dim)
+        exchange = memory.Words((words // 4, hopper.WARPGROUP_SIZE, 4)) if is_exchanged else None
         return FewQueriesShared(
             items=memory.descriptors(self.q_slots, ITEM_WORDS),
             query=memory.ring(
@@ -154,8 +163,8 @@ class FewQueriesConfig(Config):
             value=memory.ring(self.v_stages, ready=blocks, tiles=block),
             exchange=exchange,
             # Arrays, so that they can be indexed; only element 0 is used.
-            exchange_ready=memory.Barriers(2, 1),
-            exchange_free=memory.Barriers(2, 1),
+            exchange_ready=memory.Barriers(2, 1) if is_exchanged else None,
+            exchange_free=memory.Barriers(2, 1) if is_exchanged else None,
             listing=memory.Words((LISTED + LISTING_WARPS,)) if lists else None,
             merged=exchange if self.cluster else None,
             merge_ready=memory.Barriers(2, 1, is_clustered=True) if self.cluster else None,
@@ -183,6 +192,11 @@ class FewQueriesConfig(Config):
             return reason
         if self.tile_rows not in (WGMMA_M, TILE_ROWS):
             return f"tile_rows must be {WGMMA_M} or {TILE_ROWS}, but is {self.tile_rows}"
+        if shares_columns(problem.head_dim) and (self.tile_rows > WGMMA_M or self.cluster):
+            return (
+                f"heads wider than {MAX_COLUMNS} need tile_rows={WGMMA_M} and no cluster, but H is "
+                f"{problem.head_dim}, tile_rows {self.tile_rows} and cluster {self.cluster}"
+            )
         if self.splits < 1:
             return f"splits must be at least 1, but is {self.splits}"
         if self.cluster:

@@ -12,6 +12,7 @@ from ikbo_jax.problems.few_queries import (
     FewQueriesConfig,
     head_group,
     rows_of_head,
+    shares_columns,
 )
 from ikbo_jax.problems.hopper import TILE_ROWS, WGMMA_M
 
@@ -27,7 +28,7 @@ NUM_SMS = 132
 #: The launch, and an item of 64 rows or of 128 besides its blocks of keys.
 LAUNCH_US, ITEM_US, WIDE_ITEM_US = 3.6, 1.0, 2.6
 #: A block of 64 rows by 128 keys, by column blocks, and the part of it that fewer keys do not save.
-BLOCK_US, BLOCK_LATENCY = {1: 0.66, 2: 0.9}, 0.26
+BLOCK_US, BLOCK_LATENCY = {1: 0.66, 2: 0.9, 3: 1.5, 4: 1.9}, 0.26
 #: Factors of a block of 128 rows, by column blocks, and with turns.
 WIDE, WIDE_TURNS = {1: 1.95, 2: 1.78}, 1.92
 #: What L2 delivers to all SMs and to one, and device memory.
@@ -47,11 +48,11 @@ MANY_WAVES, LEAST_WAVE = 8, 0.02
 MANY_TILES = 30
 #: The kernel whose tiles of 128 rows span users: the launch, a pass, and a block of 128 rows by 128
 #: keys, by column blocks.
-TILE_LAUNCH_US, PASS_US, TILE_BLOCK_US = 5.0, 0.8, {1: 0.92, 2: 1.5}
+TILE_LAUNCH_US, PASS_US, TILE_BLOCK_US = 5.0, 0.8, {1: 0.92, 2: 1.5, 3: 2.3, 4: 3.0}
 #: What a further pass of a tile takes of the first pass's time, by column blocks: often only one
 #: consumer has rows of it. At H = 64, where exponentials limit the time, one consumer takes as long
 #: as two. And how many standard deviations above the mean the CTA with most further passes is.
-FURTHER_PASS, WORST = {1: 1.0, 2: 0.6}, {1: 2.0, 2: 1.0}
+FURTHER_PASS, WORST = {1: 1.0, 2: 0.6, 3: 0.6, 4: 0.6}, {1: 2.0, 2: 1.0, 3: 1.0, 4: 1.0}
 
 
 def serves(problem: Any) -> bool:
@@ -145,7 +146,8 @@ def estimated_us(problem: Any, config: FewQueriesConfig) -> float:
     if is_wide:
         block_us *= WIDE_TURNS if config.turns else WIDE[columns]
     of_split = math.ceil(math.ceil(p.kv_len / config.block_kv) / config.splits)
-    if not is_wide and of_split > 1:  # each consumer has every other block
+    # Each consumer has every other block.
+    if not (is_wide or shares_columns(p.head_dim)) and of_split > 1:
         of_split += of_split % 2
     keys, once = _key_bytes(p)
     wave_us = of_split * block_us + (WIDE_ITEM_US if is_wide else ITEM_US)

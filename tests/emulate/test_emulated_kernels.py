@@ -145,6 +145,10 @@ CHOSEN = {
         "cluster_2_listed",
         "neighbours_bundles_wide",
         "neighbours_split_heads",
+        "h192_lengths",
+        "h192_split_rows_70",
+        "h256_gqa",
+        "h256_listed_split_lengths",
     ],
     "attention_backward": [
         "unsorted_grouped_heads",

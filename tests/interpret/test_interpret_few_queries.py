@@ -180,6 +180,24 @@ CASES = {
     "neighbours_unsorted": Case(
         (1, 0, 0, 2, 1, 0, 0) * 5, 40, users=3, q_len=6, num_sms=2, exceeds_cache=True
     ),
+    # Wide heads: each consumer has two blocks of columns; H = 192 has one that both have.
+    "h192_lengths": Case((0, 1, 1, 2, 3), 60, users=4, head_dim=192, lengths=(0, 1000, -3, 17)),
+    "h256_gqa": Case((0, 0, 0, 1, 1), 40, q_len=7, heads=(8, 2), head_dim=256),
+    "h192_split_rows_70": Case((0,) * 70 + (1,) * 3, 90, head_dim=192, config=SPLIT, num_sms=3),
+    "h256_listed_split_lengths": Case(
+        (1, 0, 2, 0), 75, users=4, head_dim=256, lengths=(75, 9, 0, 4), config=SPLIT, lists=True
+    ),
+    "h256_packed_f16_turns": Case(
+        (1, 0, 5, 2, 1, -1, 0),
+        40,
+        users=3,
+        q_len=5,
+        heads=(6, 2),
+        head_dim=256,
+        dtype="float16",
+        config=dataclasses.replace(SMALL, turns=True),
+        is_packed=True,
+    ),
     # A negative scale, f16, a padded width.
     "negative_scale_f16_h96": Case(
         (0, 1, 1), 40, q_len=3, head_dim=96, scale=-0.2, dtype="float16", lengths=(3, 40)

@@ -130,6 +130,16 @@ CASES = {
         FewQueriesConfig(64, 2, 64, 5, 5),
         lists=True,
     ),
+    "h192": Case(problem(192), FewQueriesConfig(64, 1, 64, 3, 3)),
+    "h192_split": Case(problem(192), FewQueriesConfig(64, 2, 32, 5, 5), False),
+    "h192_listed": Case(
+        problem(192, (1, 1), users=99), FewQueriesConfig(64, 1, 64, 3, 3), lists=True
+    ),
+    "h256": Case(problem(256), FewQueriesConfig(64, 1, 64, 2, 2)),
+    "h256_gqa_split": Case(
+        problem(256, (8, 2), q_len=5, dtype="float16"), FewQueriesConfig(64, 3, 32, 4, 4)
+    ),
+    "h256_turns": Case(problem(256), FewQueriesConfig(64, 1, 64, 2, 2, turns=True), False),
     "h128_mqa_7": Case(problem(128, (7, 1)), FewQueriesConfig(128, 1, 64, 3, 3)),
 }
 

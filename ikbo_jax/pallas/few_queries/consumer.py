@@ -12,10 +12,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.few_queries import exchange, listing, merging, store
-from ikbo_jax.pallas.few_queries.context import BY_ROWS, Context, Item, Part
+from ikbo_jax.pallas.few_queries.context import BY_COLUMNS, BY_ROWS, Context, Item, Part
 from ikbo_jax.pallas.flash import softmax
 from ikbo_jax.pallas.hopper import mma, mosaic, operand_tiles, stores, turns
-from ikbo_jax.problems.hopper import NUM_CONSUMERS, WGMMA_M
+from ikbo_jax.problems.few_queries import shares_columns
+from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, WGMMA_M
 
 #: The named barrier at which the consumers wait for each other.
 CONSUMER_BARRIER = turns.TURN_BARRIER + NUM_CONSUMERS
@@ -35,7 +36,7 @@ class _Sums(NamedTuple):
 
     maximum: jax.Array  # [64] f32, raw scores
     sums: jax.Array  # [64, 8] f32, whose rows sum to the row sums of the weights
-    acc: jax.Array  # [64, H] f32
+    acc: jax.Array  # [64, columns] f32
 
 
 def _nothing_yet(ctx: Context) -> float:
@@ -85,7 +86,7 @@ def _zero_values_past_length(ctx: Context, work: _Work, block: Any) -> None:
     """Zeroes values past the user's length, which have weight 0 but may be NaN."""
     keys = ctx.keys_from(work.item, block)
     tiles = ctx.shared.value.matrix(work.first_step + block)
-    is_shared = work.item.sharing == BY_ROWS
+    is_shared = (work.item.sharing == BY_ROWS) | (work.item.sharing == BY_COLUMNS)
 
     @pl.when(keys < ctx.config.block_kv)
     def _() -> None:
@@ -106,10 +107,13 @@ def _issue_values(
     ctx.shared.value.await_ready(step)
     if ctx.operands.lengths is not None:
         _zero_values_past_length(ctx, work, block)
+    values = ctx.shared.value.matrix(step)
+    if shares_columns(ctx.shape.head_dim):
+        values = values.at[pl.ds(ctx.first_column_block, ctx.columns // BLOCK_K)]
     return mma.add_product(
         acc,
         weights,
-        ctx.shared.value.matrix(step),
+        values,
         ctx.staging(),
         is_defined=is_defined,
         interpret=ctx.interpret,
@@ -173,7 +177,7 @@ def _compute(ctx: Context, work: _Work) -> tuple[jax.Array, ...]:
         acc = acc * lax.broadcast_in_dim(shrink, acc.shape, (0,))
         return p.astype(dtype), maximum, sums, acc
 
-    state = (p.astype(dtype), maximum, sums, mma.zeros(ctx.shape.head_dim, jnp.float32))
+    state = (p.astype(dtype), maximum, sums, mma.zeros(ctx.columns, jnp.float32))
     weights, maximum, sums, acc = lax.fori_loop(0, part.count - 1, one_block, state)
     last = part.begin + (part.count - 1) * part.stride
     acc = _issue_values(ctx, work, last, acc, weights, part.count > 1)
@@ -199,7 +203,7 @@ def _skip_all(ctx: Context, work: _Work) -> tuple[jax.Array, ...]:
     return (
         row(jnp.full((WGMMA_M,), _nothing_yet(ctx), jnp.float32)),
         mma.zeros(softmax.PARTIAL, jnp.float32),
-        mma.zeros(ctx.shape.head_dim, jnp.float32),
+        mma.zeros(ctx.columns, jnp.float32),
     )
 
 
@@ -220,6 +224,21 @@ def _merged(
     return acc, larger, sums * factor + sums2 * factor2
 
 
+def _exchanged(ctx: Context, part: Part, *state: jax.Array) -> tuple[jax.Array, ...]:
+    """(acc, maximum, sums); if the consumers share the keys, consumer 0 adds consumer 1's."""
+
+    @pl.when(part.gives)
+    def _() -> None:
+        plgpu.barrier_wait(ctx.shared.exchange_free.at[0])
+        exchange.give(ctx, *state)
+        plgpu.barrier_arrive(ctx.shared.exchange_ready.at[0])
+
+    exchanged: tuple[jax.Array, ...] = lax.cond(
+        part.takes, functools.partial(_merged, ctx, *state), lambda: state
+    )
+    return exchanged
+
+
 def _one_item(carry: tuple[Any, ...], ctx: Context) -> tuple[Any, ...]:
     item, index, first_step = carry
     shared = ctx.shared
@@ -235,21 +254,11 @@ def _one_item(carry: tuple[Any, ...], ctx: Context) -> tuple[Any, ...]:
         functools.partial(_skip_all, ctx, work),
     )
     shared.query.release(index)
-    sums = jnp.sum(partial_sums, axis=1)
-
-    @pl.when(part.gives)
-    def _() -> None:
-        plgpu.barrier_wait(shared.exchange_free.at[0])
-        exchange.give(ctx, acc, maximum, sums)
-        plgpu.barrier_arrive(shared.exchange_ready.at[0])
-
-    acc, maximum, sums = lax.cond(
-        part.takes,
-        functools.partial(_merged, ctx, acc, maximum, sums),
-        lambda: (acc, maximum, sums),
-    )
+    state = acc, maximum, jnp.sum(partial_sums, axis=1)
+    if not shares_columns(ctx.shape.head_dim):
+        state = _exchanged(ctx, part, *state)
     stores_part = merging.merge if ctx.shape.cluster > 1 else store.store
-    pl.when(part.stores)(functools.partial(stores_part, ctx, part, item.head, acc, maximum, sums))
+    pl.when(part.stores)(functools.partial(stores_part, ctx, part, item.head, *state))
     if ctx.shape.listed:
 
         @pl.when(item.next_user >= 0)
@@ -266,9 +275,12 @@ def consume(ctx: Context) -> None:
     for ring in (shared.key, shared.value, shared.query):
         ring.release_all()
 
+    is_exchanged = shared.exchange_free is not None
+
     @pl.when(ctx.consumer == 0)
     def _() -> None:
-        plgpu.barrier_arrive(shared.exchange_free.at[0])
+        if is_exchanged:
+            plgpu.barrier_arrive(shared.exchange_free.at[0])
         if ctx.shape.cluster > 1:
             merging.begin(ctx)
 
@@ -286,9 +298,11 @@ def consume(ctx: Context) -> None:
     if ctx.config.turns:
         pl.when(ctx.consumer == 0)(functools.partial(turns.take, ctx))
 
-    @pl.when(ctx.consumer == 1)
-    def _() -> None:
-        plgpu.barrier_wait(shared.exchange_free.at[0])
+    if is_exchanged:
+
+        @pl.when(ctx.consumer == 1)
+        def _() -> None:
+            plgpu.barrier_wait(shared.exchange_free.at[0])
 
     if ctx.shape.cluster > 1:
         pl.when(ctx.consumer == 0)(functools.partial(merging.end, ctx))

@@ -11,11 +11,12 @@ from jax.experimental import pallas as pl
 
 from ikbo_jax.pallas.few_queries import rows
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext
-from ikbo_jax.problems.hopper import WGMMA_M
+from ikbo_jax.problems.few_queries import MAX_COLUMNS, shares_columns
+from ikbo_jax.problems.hopper import BLOCK_K, WGMMA_M, column_blocks
 
 #: How the consumers of a CTA share an item: one of them computes it; each takes every other block
-#: of keys; each takes half of the rows.
-ALONE, BY_KEYS, BY_ROWS = range(3)
+#: of keys; each takes half of the rows; each takes two blocks of columns of the values.
+ALONE, BY_KEYS, BY_ROWS, BY_COLUMNS = range(4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +115,7 @@ class Item(NamedTuple):
     head: Any  # first query head of the group
     target: Any  # first row in the outputs
     rows: Any
-    sharing: Any  # ALONE, BY_KEYS or BY_ROWS
+    sharing: Any  # ALONE, BY_KEYS, BY_ROWS or BY_COLUMNS
     rotation: Any  # number of the first block that is loaded; after the last one follows block 0
     next_user: Any = None  # whose candidates are listed for the next item; negative: no item
     next_rank: Any = None  # of the next item's first candidate among that user's
@@ -253,6 +254,18 @@ class Context(WarpgroupContext):
             return item.keys - block * self.config.block_kv
         number = rotated(block, item.rotation, item.blocks)
         return item.keys - number * self.config.block_kv
+
+    @property
+    def columns(self) -> int:
+        """Columns of the values that a consumer multiplies."""
+        return min(self.shape.head_dim, MAX_COLUMNS)
+
+    @property
+    def first_column_block(self) -> Any:
+        """The first of this consumer's blocks of 64 columns of the values."""
+        if not shares_columns(self.shape.head_dim):
+            return 0
+        return self.consumer * (column_blocks(self.shape.head_dim) - MAX_COLUMNS // BLOCK_K)
 
     @property
     def is_staggered(self) -> bool:

@@ -12,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ikbo_jax.pallas.few_queries import listing, rows
 from ikbo_jax.pallas.few_queries.context import (
     ALONE,
+    BY_COLUMNS,
     BY_KEYS,
     BY_ROWS,
     Context,
@@ -21,6 +22,7 @@ from ikbo_jax.pallas.few_queries.context import (
 from ikbo_jax.pallas.flash import runs
 from ikbo_jax.pallas.hopper import mosaic
 from ikbo_jax.pallas.hopper.rings import Ring
+from ikbo_jax.problems.few_queries import shares_columns
 from ikbo_jax.problems.hopper import column_blocks
 
 
@@ -213,7 +215,9 @@ def _send_rows(
         pl.cdiv(keys, ctx.config.block_kv), is_loaded.astype(jnp.int32), ctx.split_blocks
     )
     sharing = jnp.where(blocks > 1, BY_KEYS, ALONE)
-    if ctx.tiles > 1:
+    if shares_columns(shape.head_dim):
+        sharing = jnp.int32(BY_COLUMNS)
+    elif ctx.tiles > 1:
         sharing = jnp.where(count > shape.head_rows, BY_ROWS, sharing)
     rotation = jnp.int32(0)
     if ctx.is_staggered:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from ikbo_jax.pallas.flash.softmax import LN_2
 from ikbo_jax.pallas.hopper import stores
 from ikbo_jax.pallas.hopper.row_order import RowOrder
 from ikbo_jax.pallas.hopper.stores import ROW_LAYOUT
+from ikbo_jax.problems.few_queries import shares_columns
 
 
 def store(
@@ -30,15 +32,15 @@ def store(
       ctx: the consumer's context.
       part: the part.
       head: its first query head.
-      acc: [64, H] f32, sums of weights times values; weights are relative to `maximum`.
+      acc: [64, columns] f32, sums of weights times values; weights are relative to `maximum`.
       maximum: [64] f32, raw scores.
       sums: [64] f32, of the weights.
     """
     outputs = ctx.outputs
     if outputs.maximum is not None:
-        _store_rows(ctx, outputs.out, acc, part, head)
-        _store_rows(ctx, outputs.maximum, maximum, part, head)
-        _store_rows(ctx, outputs.sums, sums, part, head)
+        _store_columns(ctx, outputs.out, acc, part, head)
+        _store_rows(ctx, outputs.maximum, maximum, _once(ctx, part), head)
+        _store_rows(ctx, outputs.sums, sums, _once(ctx, part), head)
         return
     store_merged(ctx, part, head, acc, maximum, sums)
 
@@ -58,17 +60,54 @@ def store_merged(
     # A NaN sum gives a NaN row.
     inverse = jnp.where(sums != sums, sums, inverse)
     out = (acc * lax.broadcast_in_dim(inverse, acc.shape, (0,))).astype(outputs.out.dtype)
-    _store_rows(ctx, outputs.out, out, part, head, column)
+    _store_columns(ctx, outputs.out, out, part, head, column)
     if outputs.lse is not None:
         lse = jnp.log(sums) + maximum * jnp.float32(ctx.shape.log2_scale * LN_2)
         lse = jnp.where(sums != 0, lse, -jnp.inf)
-        if ctx.shape.cluster > 1:  # one CTA of the cluster stores it
-            part = part._replace(rows=jnp.where(ctx.rank == 0, part.rows, 0))
-        _store_rows(ctx, outputs.lse, lse, part, head)
+        _store_rows(ctx, outputs.lse, lse, _once(ctx, part), head)
+
+
+def _once(ctx: Context, part: Part) -> Part:
+    """The part; without rows where another CTA or consumer stores the same statistics."""
+    is_stored: Any = None
+    if ctx.shape.cluster > 1:
+        is_stored = ctx.rank == 0
+    elif shares_columns(ctx.shape.head_dim):
+        is_stored = ctx.consumer == 0
+    if is_stored is None:
+        return part
+    return part._replace(rows=jnp.where(is_stored, part.rows, 0))
+
+
+def _store_columns(
+    ctx: Context, output: Any, values: jax.Array, part: Part, head: Any, column: Any = 0
+) -> None:
+    """Stores rows of which the consumers may have different columns; arguments as `_store_rows`.
+
+    Columns that both consumers have, as a block of H = 192, are stored by consumer 0.
+    """
+    if not shares_columns(ctx.shape.head_dim):
+        _store_rows(ctx, output, values, part, head, column)
+        return
+    width = values.shape[1]
+    first = ctx.shape.head_dim - width  # column of consumer 1
+    for consumer, begin in ((0, 0), (1, width - first)):
+        pl.when(ctx.consumer == consumer)(
+            functools.partial(
+                _store_rows, ctx, output, values, part, head, consumer * first, begin=begin
+            )
+        )
 
 
 def _store_rows(
-    ctx: Context, output: Any, values: jax.Array, part: Part, head: Any, column: Any = 0
+    ctx: Context,
+    output: Any,
+    values: jax.Array,
+    part: Part,
+    head: Any,
+    column: Any = 0,
+    *,
+    begin: int = 0,
 ) -> None:
     """output[target + r, head + j] = row j * head_rows + r of `values`, for r < rows.
 
@@ -82,6 +121,7 @@ def _store_rows(
       part: its target and rows.
       head: the first head.
       column: of the output, the first of the values.
+      begin: the first column of the values that is stored, a multiple of 8.
     """
     shape = ctx.shape
     group, head_rows = shape.group, shape.head_rows
@@ -95,9 +135,9 @@ def _store_rows(
         shared = ctx.shared
         staging = shared.float_staging if is_f32 else shared.staging
         staging = (staging if widths else shared.row_staging).at[ctx.consumer]
-        columns = (slice(values.shape[1]),) if widths else ()
-        targets = (pl.ds(column, values.shape[1]),) if widths else ()
-        staging[:, *columns] = values
+        columns = (slice(begin, values.shape[1]),) if widths else ()
+        targets = (pl.ds(column + begin, values.shape[1] - begin),) if widths else ()
+        staging[:, *((slice(values.shape[1]),) if widths else ())] = values
 
         @pl.loop(0, part.rows)
         def _(r: Any) -> None:
@@ -146,6 +186,6 @@ def _store_rows(
             terms = [(place[0], heads * width), (place[1], width)]
             if widths:
                 terms.append((column, 1))
-            held.store(output, half, terms, is_wanted)
+            held.store(output, half, terms, is_wanted, begin=begin)
 
     write(output, values, part.target, part.rows, head, part.offset, jnp.int32(column), *tables)

@@ -192,7 +192,13 @@ class HeldRows:
             self._words = [vector.extract(register, [], [0]) for register in values.registers.flat]
 
     def store(
-        self, output: ir.Value, half: int, row: list[tuple[ir.Value, int]], predicate: ir.Value
+        self,
+        output: ir.Value,
+        half: int,
+        row: list[tuple[ir.Value, int]],
+        predicate: ir.Value,
+        *,
+        begin: int = 0,
     ) -> None:
         """Stores a row, if `predicate` holds, where the sum of value * stride is its first element.
 
@@ -201,9 +207,10 @@ class HeldRows:
           half: 0 or 1, the first or the second row of the thread.
           row: values and strides, in elements.
           predicate: bool.
+          begin: the first column that is stored, a multiple of 8.
         """
         address = device_address(output, [*row, *self._columns], self._size)
-        for i, word in enumerate(self._words[half::2]):
+        for i, word in list(enumerate(self._words[half::2]))[begin // 8 :]:
             mgpu.utils.inline_ptx(
                 f"st.global.{self._kind} [$0 + {self._bits // 2 * i}], $1;",
                 address,
