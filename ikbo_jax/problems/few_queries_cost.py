@@ -93,8 +93,9 @@ def _with_most_stages(
     problem: Any, tile_rows: int, splits: int, block_kv: int
 ) -> list[FewQueriesConfig]:
     """The legal configuration with most stages; none if all are illegal."""
-    # With few blocks the queries of several items are in flight.
-    q_slots = 2 if problem.kv_len / splits > 2 * block_kv else 4
+    # With few blocks the queries of several items are in flight, unless a slot has 24 KB or more.
+    is_long = problem.kv_len / splits > 2 * block_kv
+    q_slots = 2 if is_long or shares_columns(problem.head_dim) else 4
     # Where the consumers have their own rows, H = 64 leaves most of the time to exponentials: with
     # turns 103 instead of 120 us, and 141 instead of 155 us.
     turns = hopper.column_blocks(problem.head_dim) == 1 and tile_rows > WGMMA_M
