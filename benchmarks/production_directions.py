@@ -27,22 +27,34 @@ def in_direction(contender: Contender, direction: str) -> tuple[Callable[..., An
     "forward": the result of `contender`. "backward": its gradients for a given cotangent; what the
     forward pass leaves for them is among the arguments. "both": the result, then the gradients.
     """
+    inputs = *contender.args, *contender.integers
     if direction == "forward":
-        return lambda *args: (contender.fn(*args),), contender.args
-    out = jnp.zeros_like(jax.eval_shape(contender.fn, *contender.args))
+        return lambda *inputs: (contender.fn(*inputs),), inputs
+    out = jnp.zeros_like(jax.eval_shape(contender.fn, *inputs))
     # The same cotangent for all contenders, in the layout of each.
     finished, pull = jax.vjp(contender.finish, out)
     draw = jax.jit(jax.random.normal, static_argnums=(1, 2))
     (d_out,) = pull(draw(jax.random.key(9), finished.shape, finished.dtype))
+    number = len(contender.args)
     if direction == "both":
-        return functools.partial(_with_gradients, contender.fn), (d_out, *contender.args)
-    gradient = jax.jit(lambda *args: jax.vjp(contender.fn, *args)[1])(*contender.args)
+        return functools.partial(_with_gradients, contender.fn, number), (d_out, *inputs)
+    gradient = jax.jit(lambda *inputs: _vjp(contender.fn, number, *inputs)[1])(*inputs)
     return lambda gradient, d_out: gradient(d_out), (gradient, d_out)
 
 
-def _with_gradients(fn: Callable[..., Any], d_out: Any, *args: Any) -> tuple[Any, ...]:
-    out, pull = jax.vjp(fn, *args)
+def _vjp(fn: Callable[..., Any], number: int, *inputs: Any) -> tuple[Any, Callable[..., Any]]:
+    """`jax.vjp` with respect to the first `number` inputs."""
+    integers = inputs[number:]
+    return jax.vjp(lambda *args: fn(*args, *integers), *inputs[:number])
+
+
+def _with_gradients(fn: Callable[..., Any], number: int, d_out: Any, *inputs: Any) -> Any:
+    out, pull = _vjp(fn, number, *inputs)
     return (out, *pull(d_out))
+
+
+def _as_float32(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
 def exact_results(contender: Contender, direction: str) -> list[jax.Array]:
@@ -52,7 +64,7 @@ def exact_results(contender: Contender, direction: str) -> list[jax.Array]:
     fn, args = in_direction(contender, "both" if is_backward else direction)
     options = UNTIMED if jax.default_backend() == "gpu" else None
     with jax.default_matmul_precision("highest"):
-        found = jax.jit(fn, compiler_options=options)(*(x.astype(jnp.float32) for x in args))
+        found = jax.jit(fn, compiler_options=options)(*map(_as_float32, args))
     return list(found[is_backward:])
 
 

@@ -40,8 +40,10 @@ class Contender(NamedTuple):
     Attributes:
       name: short name, the key in results files.
       stage: description.
-      fn: a function of `args` whose result has the layout of `args`; differentiable.
+      fn: a function of `args` and `integers` whose result has the layout of `args`; differentiable
+        in `args`.
       args: arrays; gradients are taken with respect to all of them.
+      integers: indices and lengths. As constants, XLA would sort them while it compiles.
       finish: converts the result to the shape of this library's result.
       finish_gradients: the same for the gradients.
       is_comparable: whether it computes the same function as this library.
@@ -54,6 +56,7 @@ class Contender(NamedTuple):
     stage: str
     fn: Callable[..., jax.Array]
     args: tuple[jax.Array, ...]
+    integers: tuple[jax.Array, ...] = ()
     finish: Callable[[jax.Array], jax.Array] = lambda out: out
     finish_gradients: Callable[[Results], Results] = lambda gradients: gradients
     is_comparable: bool = True
@@ -76,16 +79,23 @@ def _attention(shape: AttentionShape) -> Iterator[Callable[[], Contender]]:
         _normal(number, (s.users, s.kv_len, s.kv_heads, s.head_dim), s.dtype) for number in (1, 2)
     )
     args = (query, key, value)
+    integers = (index, lengths) if s.has_lengths else (index,)
 
     def ours(
-        query: jax.Array, key: jax.Array, value: jax.Array, *, implementation: str | None
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        index: jax.Array,
+        lengths: jax.Array | None = None,
+        *,
+        implementation: str | None,
     ) -> jax.Array:
         out = ikbo_jax.attention(
             query,
             key,
             value,
             index,
-            key_value_seq_lengths=seq_lengths,
+            key_value_seq_lengths=lengths,
             indices_are_sorted=s.index != "unsorted",
             implementation=implementation,
         )
@@ -107,14 +117,15 @@ def _attention(shape: AttentionShape) -> Iterator[Callable[[], Contender]]:
         folded = jax.jit(fold.fold)(query)
         pad = ((0, 0), (0, keys - s.kv_len), (0, 0), (0, 0))
 
-        def run(*arrays: jax.Array) -> jax.Array:
-            return attend(*arrays, key_value_seq_lengths=lengths)
+        def run(query: Any, key: Any, value: Any, lengths: Any = None) -> jax.Array:
+            return attend(query, key, value, key_value_seq_lengths=lengths)
 
         return Contender(
             name,
             stage,
             run,
             (folded, jnp.pad(key, pad), jnp.pad(value, pad)),
+            () if lengths is None else (lengths,),
             fold.unfold,
             lambda found: (fold.unfold(found[0]), *(g[:, : s.kv_len] for g in found[1:])),
         )
@@ -139,18 +150,20 @@ def _attention(shape: AttentionShape) -> Iterator[Callable[[], Contender]]:
         if size > MAX_COPIES:
             raise NotImplementedError(f"copies of {size / 2**30:.1f} GiB")
 
-        def run(*arrays: jax.Array) -> jax.Array:
-            return materialised_cudnn(*arrays, index, seq_lengths)
+        def run(*arrays: Any) -> jax.Array:
+            return materialised_cudnn(*arrays, *((None,) if seq_lengths is None else ()))
 
         stage = "keys and values copied, then cuDNN"
         work = bounds.attention_copies(s)
-        return Contender("copies-cudnn", stage, run, args, tolerance=COPIES_TOLERANCE, work=work)
+        return Contender(
+            "copies-cudnn", stage, run, args, integers, tolerance=COPIES_TOLERANCE, work=work
+        )
 
     def xla() -> Contender:
         work, stage = bounds.attention_by_xla(s), "implementation='xla'"
-        return Contender("xla", stage, op("xla"), args, work=work, is_xla=True)
+        return Contender("xla", stage, op("xla"), args, integers, work=work, is_xla=True)
 
-    yield lambda: Contender(OUR_NAME, "ikbo_jax.attention", op(None), args)
+    yield lambda: Contender(OUR_NAME, "ikbo_jax.attention", op(None), args, integers)
     yield xla
     yield grouped
     yield grouped_even
@@ -165,7 +178,7 @@ def _linear_compression(shape: CompressionShape) -> Iterator[Callable[[], Conten
     )
     if s.index == "unsorted":
         index = np.random.default_rng(1).permutation(index)
-    parents = jnp.asarray(index)
+    integers = (jnp.asarray(index),)
     scale = jnp.asarray((s.k_cand + s.k_user) ** -0.5, jnp.dtype(s.dtype))
     weights = tuple(
         _normal(number, (s.m, k), s.dtype) * scale for number, k in ((0, s.k_cand), (1, s.k_user))
@@ -177,15 +190,10 @@ def _linear_compression(shape: CompressionShape) -> Iterator[Callable[[], Conten
     args = (*weights, *embeddings)
 
     def op(implementation: str | None) -> Callable[..., jax.Array]:
-        def run(w_cand: Any, w_user: Any, e_cand: Any, e_user: Any) -> jax.Array:
-            return ikbo_jax.linear_compression(
-                w_cand, w_user, e_cand, e_user, parents, implementation=implementation
-            )
-
-        return run
+        return functools.partial(ikbo_jax.linear_compression, implementation=implementation)
 
     def by_hand(*arrays: jax.Array) -> jax.Array:
-        w_cand, w_user, e_cand, e_user = arrays
+        w_cand, w_user, e_cand, e_user, parents = arrays
         of_user = jnp.einsum("mk,ukn->umn", w_user, e_user)
         return jnp.einsum("mk,bkn->bmn", w_cand, e_cand) + of_user[parents]
 
@@ -203,7 +211,7 @@ def _linear_compression(shape: CompressionShape) -> Iterator[Callable[[], Conten
         stage = f"in XLA, K padded by hand before to a multiple of {ALIGNMENT}"
         padded_args = tuple(map(pad, args))
         return Contender(
-            "xla-padded", stage, by_hand, padded_args, finish_gradients=cut, is_xla=True
+            "xla-padded", stage, by_hand, padded_args, integers, finish_gradients=cut, is_xla=True
         )
 
     def copies() -> Contender:
@@ -212,22 +220,22 @@ def _linear_compression(shape: CompressionShape) -> Iterator[Callable[[], Conten
             raise NotImplementedError(f"copies of {size / 2**30:.1f} GiB")
 
         def run(*arrays: jax.Array) -> jax.Array:
-            w_cand, w_user, e_cand, e_user = arrays
+            w_cand, w_user, e_cand, e_user, parents = arrays
             weight = jnp.concatenate((w_cand, w_user), axis=1)
             return jnp.matmul(weight, jnp.concatenate((e_cand, e_user[parents]), axis=1))
 
         stage, work = "users copied, then one product", bounds.compression_copies(s)
         return Contender(
-            "copies", stage, run, args, tolerance=COPIES_TOLERANCE, work=work, is_xla=True
+            "copies", stage, run, args, integers, tolerance=COPIES_TOLERANCE, work=work, is_xla=True
         )
 
     def plain() -> Contender:
         return Contender(
-            "xla-by-hand", "two products and a sum, in XLA", by_hand, args, is_xla=True
+            "xla-by-hand", "two products and a sum, in XLA", by_hand, args, integers, is_xla=True
         )
 
-    yield lambda: Contender(OUR_NAME, "ikbo_jax.linear_compression", op(None), args)
-    yield lambda: Contender("xla", "implementation='xla'", op("xla"), args, is_xla=True)
+    yield lambda: Contender(OUR_NAME, "ikbo_jax.linear_compression", op(None), args, integers)
+    yield lambda: Contender("xla", "implementation='xla'", op("xla"), args, integers, is_xla=True)
     yield padded
     yield plain
     yield copies
@@ -242,14 +250,15 @@ def _gdpa(shape: GdpaShape) -> Iterator[Callable[[], Contender]]:
     q_rows = s.longest if s.is_broadcast else int(queries.sum())
     rows = (q_rows, int(keys.sum()), int(keys.sum()))
     args = tuple(_normal(i, (n, s.heads, s.head_dim), s.dtype) for i, n in enumerate(rows))
+    integers = (cu_kv,) if s.is_broadcast else (cu_kv, cu_q)
 
     def op(implementation: str | None) -> Callable[..., jax.Array]:
-        def run(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        def run(query: Any, key: Any, value: Any, cu_kv: Any, cu_q: Any = None) -> jax.Array:
             return ikbo_jax.gdpa(
                 query,
                 key,
                 value,
-                None if s.is_broadcast else cu_q,
+                cu_q,
                 cu_kv,
                 activation=s.activation,
                 approx="tanh" if s.activation in ("gelu_tanh", "silu") else None,
@@ -284,8 +293,12 @@ def _gdpa(shape: GdpaShape) -> Iterator[Callable[[], Contender]]:
             else pad(args[0], places[0])
         )
 
-        def run(*arrays: jax.Array) -> jax.Array:
-            return attend(*arrays, query_seq_lengths=numbers[0], key_value_seq_lengths=numbers[1])
+        def run(query: Any, key: Any, value: Any, *numbers: Any) -> jax.Array:
+            return attend(
+                *(query, key, value),
+                query_seq_lengths=numbers[0],
+                key_value_seq_lengths=numbers[1],
+            )
 
         is_query, is_key = (
             jnp.asarray(np.arange(most) < x[:, None])
@@ -301,13 +314,14 @@ def _gdpa(shape: GdpaShape) -> Iterator[Callable[[], Contender]]:
             "softmax attention by cuDNN, sequences padded before",
             run,
             (query, pad(args[1], places[1]), pad(args[2], places[1])),
+            tuple(numbers),
             lambda out: out[is_query],
             finish_gradients,
             is_comparable=s.activation == "softmax",
         )
 
-    yield lambda: Contender(OUR_NAME, "ikbo_jax.gdpa", op(None), args)
-    yield lambda: Contender("xla", "implementation='xla'", op("xla"), args, is_xla=True)
+    yield lambda: Contender(OUR_NAME, "ikbo_jax.gdpa", op(None), args, integers)
+    yield lambda: Contender("xla", "implementation='xla'", op("xla"), args, integers, is_xla=True)
     yield padded
 
 

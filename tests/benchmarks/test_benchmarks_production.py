@@ -95,6 +95,18 @@ def test_a_wrong_result_is_found():
             assert directions.compare(contender, direction, exact, fn(*args)).ok == is_right
 
 
+@pytest.mark.parametrize("op", ["attention", "linear_compression", "gdpa"])
+@pytest.mark.parametrize("direction", ["forward", "both"])
+def test_programs_take_indices_and_lengths_as_arguments(op, direction):
+    """As a constant, XLA would sort an index while it compiles."""
+    for shape in map(production_draws.shrink, production_draws.shapes(op, 4)):
+        for make in production_providers.contenders(shape)[:2]:  # the library's op, and in XLA
+            fn, args = directions.in_direction(make(), direction)
+            assert any(x.dtype == np.int32 for x in args)
+            consts = jax.make_jaxpr(fn)(*args).consts
+            assert not [c for c in consts if np.issubdtype(c.dtype, np.integer) and c.size > 1]
+
+
 @pytest.mark.parametrize("has_lengths", [False, True])
 def test_keys_padded_to_an_even_number_change_nothing(monkeypatch, has_lengths):
     monkeypatch.setattr(yardsticks, "cudnn", lambda: jax.nn.dot_product_attention)

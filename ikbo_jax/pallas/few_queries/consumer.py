@@ -254,7 +254,7 @@ def _one_item(carry: tuple[Any, ...], ctx: Context) -> tuple[Any, ...]:
         functools.partial(_skip_all, ctx, work),
     )
     shared.query.release(index)
-    state = acc, maximum, jnp.sum(partial_sums, axis=1)
+    state: tuple[jax.Array, ...] = (acc, maximum, jnp.sum(partial_sums, axis=1))
     if not shares_columns(ctx.shape.head_dim):
         state = _exchanged(ctx, part, *state)
     stores_part = merging.merge if ctx.shape.cluster > 1 else store.store
