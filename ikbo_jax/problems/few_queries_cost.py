@@ -23,7 +23,8 @@ SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 # The models by which a kernel and its configuration are chosen where none was measured. Times are
 # in us, bytes are for one us; fitted to 558 configurations of 31 drawn sizes on an H100 (kernel
 # time by CUPTI, commit bef06a9). There, the choices take 1.01 times as long as the fastest
-# configuration in geometric mean, and at most 1.07 times.
+# configuration in geometric mean, and at most 1.07 times. The factors of 3 and 4 column blocks are
+# estimates; with them the choices take 1.01 times as long, at most 1.06 (23 sizes, commit 13031e8).
 NUM_SMS = 132
 #: The launch, and an item of 64 rows or of 128 besides its blocks of keys.
 LAUNCH_US, ITEM_US, WIDE_ITEM_US = 3.6, 1.0, 2.6
@@ -97,8 +98,10 @@ def _with_most_stages(
     is_long = problem.kv_len / splits > 2 * block_kv
     q_slots = 2 if is_long or shares_columns(problem.head_dim) else 4
     # Where the consumers have their own rows, H = 64 leaves most of the time to exponentials: with
-    # turns 103 instead of 120 us, and 141 instead of 155 us.
+    # turns 103 instead of 120 us, and 141 instead of 155 us. Where they share columns, turns took
+    # 0.97 of the time in geometric mean, at most 1.04 (23 sizes).
     turns = hopper.column_blocks(problem.head_dim) == 1 and tile_rows > WGMMA_M
+    turns = turns or shares_columns(problem.head_dim)
     for stages in ((5, 5), (4, 4), (3, 3), (3, 2), (2, 2)):
         config = FewQueriesConfig(tile_rows, splits, block_kv, *stages, q_slots, turns=turns)
         if config.illegal_reason(problem) is None:
