@@ -22,8 +22,14 @@ LISTED, LISTING_WARPS = 128, 8
 #: Most candidates of an index that is not sorted, of which each CTA lists its own: each thread of
 #: the consumers has one of 256 in a register.
 MOST_LISTED = 16384
-#: Most items of a CTA that lists candidates. It reads the whole index for each, before it computes.
+#: Most listings of a CTA. It reads the whole index for each, before it computes.
 MOST_LISTINGS = 4
+#: Times in units of a block of 64 rows and 128 keys, 0.66 us at H = 64 (`few_queries_cost`): an
+#: item besides its blocks, and a listing, 0.6 us with 1,024 candidates on an H100.
+ITEM_TIME, LISTING_TIME = 1.5, 1.0
+#: Likewise, what CTAs save that list: the launch that copies up to `MAX_COUNTED` candidates into
+#: the order of users, taken as 3 us, or six kernels of XLA, taken as 1.5 us each.
+PACK_TIME, SORT_TIME = 4.5, 13.5
 #: f32 words of a row's statistics that one consumer hands to the other: maximum and sum, for each
 #: of the two rows of a thread.
 STATISTIC_WORDS = 4
@@ -75,13 +81,26 @@ def rows_of_head(group: int) -> int:
     return 1 << (rows.bit_length() - 1)
 
 
-def listed_candidates(q_len: int, item_rows: int) -> int:
-    """Candidates of an item whose CTA lists them; 0 if a candidate's queries do not fit it."""
-    return min(item_rows // q_len, LISTED)
+class Listings(NamedTuple):
+    """How CTAs list the candidates of an index that is not sorted.
+
+    Attributes:
+      candidates: most candidates of an item; 0 if a candidate's queries do not fit it.
+      slots: row slots; slot i has candidates of user i % U.
+      bundle: groups of query heads that one listing serves, which a CTA takes one after the other.
+      of_cta: most listings of a CTA, if no user has more candidates than its slots.
+      time: how much longer CTAs take than with a sorted index, in the unit of `LISTING_TIME`.
+    """
+
+    candidates: int
+    slots: int
+    bundle: int
+    of_cta: int
+    time: float
 
 
 def listed_tiles(batch: int, users: int, candidates: int) -> int:
-    """Items of each user and group of heads, of `candidates` each, if CTAs list candidates.
+    """Row slots of each user, of `candidates` each, if CTAs list candidates.
 
     Two standard deviations more than the mean; the rest of a user's candidates follows in the same
     CTA.
@@ -132,17 +151,52 @@ class FewQueriesConfig(Config):
     def lists(self, problem: Any, num_sms: int) -> bool:
         """Whether CTAs list the candidates of their items, for an index that is not sorted.
 
-        Otherwise XLA sorts the index, and moves queries and results, in six kernels of 1 to 2 us.
+        Otherwise XLA sorts the index, and moves queries and results, in six kernels of 1 to 2 us;
+        one launch does that for few candidates.
         """
         p = problem
-        group = head_group(p.q_heads, p.kv_heads)
-        candidates = listed_candidates(p.q_len, rows_of_head(group) * self.tile_rows // WGMMA_M)
-        if not (candidates and p.users > 1 and p.batch <= MOST_LISTED):
+        if not (p.users > 1 and p.batch <= MOST_LISTED):
             return False
         if memory.smem_bytes(self.shared(p.head_dim, lists=True)) > hopper.MAX_SMEM_BYTES:
             return False
-        items = p.users * listed_tiles(p.batch, p.users, candidates) * p.q_heads // group
-        return items * self.splits <= MOST_LISTINGS * num_sms
+        found = self.listings(p, num_sms)
+        saved = PACK_TIME if p.batch <= flash.MAX_COUNTED else SORT_TIME
+        return found.candidates > 0 and found.of_cta <= MOST_LISTINGS and found.time <= saved
+
+    def listings(self, problem: Any, num_sms: int) -> Listings:
+        """How CTAs list, whether that is worth while (`lists`) or not.
+
+        Bundles of all groups of heads need fewest listings. But with fewer bundles than CTAs, or
+        few for each CTA, smaller bundles give the busiest CTA fewer items. Of those that
+        `MOST_LISTINGS` permits, the fastest by this estimate is taken.
+        """
+        p = problem
+        group = head_group(p.q_heads, p.kv_heads)
+        candidates = min(rows_of_head(group) * self.tile_rows // WGMMA_M // p.q_len, LISTED)
+        if not candidates:
+            return Listings(0, 0, 1, 0, 0.0)
+        groups, parts, workers = p.q_heads // group, self.parts(p.kv_len), num_sms
+        blocks = p.kv_len / parts / 128 * self.tile_rows / WGMMA_M  # in the unit of ITEM_TIME
+        if self.cluster:  # its CTAs have the parts
+            workers, parts = clusters(num_sms, parts), 1
+        # Where SMs are to spare, a user with many more candidates than others has more slots.
+        spare = min(workers // (p.users * groups * parts), math.ceil(p.batch / candidates))
+        slots = p.users * max(listed_tiles(p.batch, p.users, candidates), spare)
+        items = math.ceil(slots * parts * groups / workers)
+        found = []
+        for bundle in range(1, groups + 1):
+            if groups % bundle == 0:
+                of_cta = math.ceil(slots * parts * (groups // bundle) / workers)
+                time = (of_cta * bundle - items) * (ITEM_TIME + blocks) + of_cta * LISTING_TIME
+                found.append(Listings(candidates, slots, bundle, of_cta, time))
+        return min(found, key=lambda x: (max(x.of_cta, MOST_LISTINGS), x.time))
+
+    def parts(self, kv_len: int) -> int:
+        """Parts of the keys: `splits`, or without `cluster` as many of them as have blocks."""
+        if self.cluster:
+            return self.splits
+        blocks = math.ceil(kv_len / self.block_kv)
+        return math.ceil(blocks / math.ceil(blocks / min(self.splits, blocks)))
 
     def shared(self, head_dim: int, group: int = 1, *, lists: bool = False) -> FewQueriesShared:
         """Shared memory and barriers of one CTA; `group`: see `head_group`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from typing import Any
@@ -41,6 +42,7 @@ class Case(IndexedAttention):
       is_packed: whether candidates are put into the order of users, and results back by the kernel.
       exceeds_cache: whether keys and values count as more than L2 holds, so that a user's row slots
         are neighbours.
+      bundle: how many groups of heads one listing serves; None: as the configuration says.
     """
 
     q_len: int = 1
@@ -49,6 +51,7 @@ class Case(IndexedAttention):
     is_packed: bool = False
     lists: bool = False
     exceeds_cache: bool = False
+    bundle: int | None = None
 
 
 CASES = {
@@ -154,6 +157,73 @@ CASES = {
     "listed_queries_across_tiles": Case(
         (1, 0) * 30, 20, q_len=3, config=WIDE, heads=(2, 1), lists=True
     ),
+    # One listing serves several heads: all of them, some, grouped ones; users without candidates,
+    # and ones with more than their slots have; parts of the keys, some of them without keys.
+    "listed_bundles": Case(
+        (1, 0, 5, 2, 1, -3, 0), 40, users=5, q_len=2, heads=(4, 4), lists=True, bundle=4
+    ),
+    "listed_bundles_of_half_one_block": Case(
+        (2, 0, 1, 1, 0, 2), 9, users=4, heads=(4, 4), num_sms=3, lists=True, bundle=2
+    ),
+    "listed_bundles_more_than_a_tile": Case(
+        (1, 0, 0) * 50, 40, users=3, heads=(2, 2), num_sms=2, lists=True, bundle=2
+    ),
+    "listed_bundles_one_user_has_all": Case(
+        (2,) * 290, 20, users=4, heads=(2, 2), num_sms=3, lists=True, bundle=2
+    ),
+    "listed_bundles_split_gqa_lengths": Case(
+        (3, 1, 1, 0, 3, 1),
+        90,
+        users=4,
+        q_len=3,
+        heads=(8, 4),
+        lengths=(0, 90, 20, 60),
+        config=SPLIT,
+        num_sms=3,
+        lists=True,
+        bundle=2,
+    ),
+    "listed_bundles_wide_lengths": Case(
+        (1, 0, 0) * 45,
+        50,
+        heads=(3, 3),
+        config=WIDE,
+        lengths=(37, 0),
+        num_sms=1,
+        lists=True,
+        bundle=3,
+    ),
+    "listed_bundles_turns": Case(
+        (1, 0, 3) * 30,
+        75,
+        users=4,
+        heads=(2, 2),
+        lengths=(75, 60, 5, 40),
+        config=dataclasses.replace(WIDE, turns=True, q_slots=3),
+        lists=True,
+        bundle=2,
+    ),
+    "listed_bundles_stagger_h96": Case(
+        (1, 0, 2, 2),
+        75,
+        users=3,
+        heads=(4, 2),
+        head_dim=96,
+        config=dataclasses.replace(SMALL, stagger=True),
+        lists=True,
+        bundle=2,
+    ),
+    "listed_bundles_cluster_2": Case(
+        (1, 0, 2, 0),
+        75,
+        users=4,
+        heads=(2, 2),
+        lengths=(20, 75, 0, 60),
+        config=CLUSTER,
+        num_sms=4,
+        lists=True,
+        bundle=2,
+    ),
     # A user's row slots are neighbours: fewer and more of them than users, some empty, heads that a
     # CTA takes together, parts of the keys, an index that is not sorted.
     "neighbours": Case(
@@ -222,7 +292,12 @@ def interpret(inputs: problems.AttentionInputs, case: Case) -> tuple[jax.Array, 
         interpret=PARAMS,
     )
     cached = 0 if case.exceeds_cache else kernel.CACHE_BYTES
-    with mock.patch.object(kernel, "CACHE_BYTES", cached):
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(mock.patch.object(kernel, "CACHE_BYTES", cached))
+        if case.bundle is not None:
+            plan = case.config.listings(case.problem, case.num_sms)._replace(bundle=case.bundle)
+            patch = mock.patch.object(FewQueriesConfig, "listings", return_value=plan)
+            patches.enter_context(patch)
         return jax.block_until_ready(jax.jit(run)(*inputs))
 
 

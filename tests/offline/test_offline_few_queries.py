@@ -26,12 +26,16 @@ NUM_SMS = 132
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A problem, its configuration, and which optional arguments it has."""
+    """A problem, its configuration, and which optional arguments it has.
+
+    `bundle`: groups of query heads that one listing serves.
+    """
 
     problem: AttentionProblem
     config: FewQueriesConfig
     with_options: bool = True
     lists: bool = False
+    bundle: int = 1
 
     def launch(self) -> tuple[Any, ...]:
         """The kernel's host function, and the shapes it takes."""
@@ -129,6 +133,21 @@ CASES = {
         problem(96, (8, 2), q_len=3, batch=120, users=60),
         FewQueriesConfig(64, 2, 64, 5, 5),
         lists=True,
+        bundle=2,
+    ),
+    # One listing serves all heads, or half of them.
+    "h64_listed_bundles": Case(
+        problem(64, batch=10985, users=159, kv_len=99),
+        FewQueriesConfig(64, 1, 128, 5, 5, 4),
+        with_options=False,
+        lists=True,
+        bundle=4,
+    ),
+    "h128_listed_bundles": Case(
+        problem(128, (8, 8), batch=4836, users=27, kv_len=230),
+        FewQueriesConfig(64, 1, 64, 4, 4),
+        lists=True,
+        bundle=8,
     ),
     "h192": Case(problem(192), FewQueriesConfig(64, 1, 64, 3, 3)),
     "h192_split": Case(problem(192), FewQueriesConfig(64, 2, 32, 5, 5), False),
@@ -152,4 +171,6 @@ def test_offline_kernel_is_fit(name: str, compiler: offline.Compiler) -> None:
     assert not compiled.faults, compiled
     shared = case.config.shared(case.problem.head_dim, lists=case.lists)
     assert compiled.smem_bytes == memory.smem_bytes(shared) <= MAX_SMEM_BYTES
-    assert not case.lists or case.config.lists(case.problem, NUM_SMS)
+    if case.lists:
+        assert case.config.lists(case.problem, NUM_SMS)
+        assert case.config.listings(case.problem, NUM_SMS).bundle == case.bundle

@@ -146,8 +146,11 @@ def test_results_and_gradients_have_few_kernels_of_xla(name: str) -> None:
 FORWARD = {
     # An index that is not sorted: CTAs list the candidates of their users.
     "unsorted": ((4723, 98, 1, 172, 2, 1, 64), False, 0),
+    # One listing serves several heads.
+    "unsorted_many_users": ((10985, 159, 1, 99, 4, 4, 64), False, 0),
+    "unsorted_many_heads": ((4836, 27, 1, 230, 8, 8, 128), False, 0),
     "unsorted_many_keys": ((68, 22, 1, 2799, 4, 4, 64), False, 0),
-    # More items than are worth listing: XLA sorts, and gathers users and queries.
+    # More listings than are worth while: XLA sorts, and gathers users and queries.
     "unsorted_many_items": ((9000, 3000, 1, 64, 4, 4, 64), False, 3),
     # XLA adds parts of the keys.
     "splits": ((101, 1, 1, 832, 2, 1, 64), True, 2),

@@ -26,6 +26,7 @@ from ikbo_jax.problems import (
     GdpaProblem,
     LinearCompressionBackwardProblem,
     LinearCompressionProblem,
+    few_queries,
     few_queries_cost,
 )
 from ikbo_jax.problems.attention import HEAD_DIMS
@@ -332,6 +333,50 @@ def test_row_of_few_queries_serves_its_shape_class_only(builtin):
     assert table.lookup(asked).config == asked.default_config()
     tiles = dataclasses.replace(FEW, q_len=64)
     assert isinstance(table.lookup(tiles).config, AttentionConfig)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "bundle", "of_cta"),
+    [
+        ((10985, 159, 1, 99, 4, 4, 64), 4, 3),
+        ((4836, 27, 1, 230, 8, 8, 128), 8, 1),
+        # Few bundles of long items: heads on different CTAs.
+        ((2533, 5, 1, 3968, 4, 4, 64), 1, 3),
+        ((68, 22, 1, 2799, 4, 4, 64), 1, 1),
+    ],
+)
+def test_one_listing_serves_several_heads(sizes, bundle, of_cta):
+    """The candidates of a user are listed once for as many groups of heads as pays."""
+    problem = AttentionProblem(*sizes, "bfloat16")
+    config = few_queries_cost.candidate_configs(problem)[0]
+    listings = config.listings(problem, num_sms=132)
+    assert (listings.bundle, listings.of_cta) == (bundle, of_cta)
+    assert config.lists(problem, num_sms=132)
+
+
+@pytest.mark.parametrize("num_sms", [1, 7, 132])
+@pytest.mark.parametrize("sizes", [(500, 40, 3, 700, 16, 2, 64), (9000, 77, 1, 3000, 7, 7, 128)])
+def test_bundles_divide_the_groups_of_heads(sizes, num_sms):
+    problem = AttentionProblem(*sizes, "bfloat16")
+    for config in few_queries_cost.candidate_configs(problem):
+        found = config.listings(problem, num_sms)
+        groups = problem.q_heads // few_queries.head_group(problem.q_heads, problem.kv_heads)
+        assert groups % found.bundle == 0
+        bundles = found.slots * config.parts(problem.kv_len) * groups // found.bundle
+        assert found.of_cta == -(-bundles // num_sms)
+        assert found.slots % problem.users == 0
+
+
+def test_more_listings_than_are_worth_while_are_left_to_a_sort():
+    many_users = AttentionProblem(9000, 3000, 1, 64, 4, 4, 64, "bfloat16")
+    assert not many_users.default_config().lists(many_users, num_sms=132)
+    too_many = AttentionProblem(few_queries.MOST_LISTED + 1, 50, 1, 64, 1, 1, 64, "bfloat16")
+    assert not too_many.default_config().lists(too_many, num_sms=132)
+    # All heads on one CTA would take seven long items, where five do on different ones.
+    long = AttentionProblem(4800, 77, 1, 4096, 7, 7, 64, "bfloat16")
+    wide = FewQueriesConfig(tile_rows=128)
+    assert not wide.lists(long, num_sms=132)
+    assert wide.lists(dataclasses.replace(long, kv_len=128), num_sms=132)
 
 
 #: Sizes, and the best times of the kernel for few queries and of the one whose tiles span users, us

@@ -34,8 +34,9 @@ class Shape:
       cluster: CTAs of a cluster: all parts of an item, or 1.
       alternates: whether CTAs go through users' first row slots and the others evenly.
       bundle: neighbouring items, of one slot and split, that a CTA takes at once: 1, or one for
-        each group of query heads. The rows are then found once for all of them.
-      listed: candidates of an item whose CTA lists them, because the index is not sorted; else 0.
+        each group of query heads; if CTAs list candidates, any divisor of the number of groups. The
+        rows are then found, or listed, once for all of them.
+      listed: most candidates of an item, if CTAs list them because the index is not sorted; else 0.
     """
 
     batch: int
@@ -117,7 +118,7 @@ class Item(NamedTuple):
     rows: Any
     sharing: Any  # ALONE, BY_KEYS, BY_ROWS or BY_COLUMNS
     rotation: Any  # number of the first block that is loaded; after the last one follows block 0
-    next_user: Any = None  # whose candidates are listed for the next item; negative: no item
+    next_user: Any = None  # whose candidates are listed before the next item; negative: none are
     next_rank: Any = None  # of the next item's first candidate among that user's
 
 

@@ -52,7 +52,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 
 from ikbo_jax.pallas.few_queries import rows
 from ikbo_jax.pallas.few_queries.consumer import consume
@@ -60,13 +59,12 @@ from ikbo_jax.pallas.few_queries.context import Context, Operands, Outputs, Shap
 from ikbo_jax.pallas.few_queries.producer import produce
 from ikbo_jax.pallas.flash.softmax import LN_2
 from ikbo_jax.pallas.hopper.launch import Roles, launch
+from ikbo_jax.problems.attention import AttentionProblem
 from ikbo_jax.problems.few_queries import (
     CACHE_BYTES,
     FewQueriesConfig,
     clusters,
     head_group,
-    listed_candidates,
-    listed_tiles,
     rows_of_head,
 )
 from ikbo_jax.problems.hopper import WGMMA_M
@@ -74,8 +72,8 @@ from ikbo_jax.problems.hopper import WGMMA_M
 #: Registers per thread of a consumer and of the producer, which searches: with 24, it spills where
 #: query heads share a tile.
 REGISTERS = (224, 56)
-#: From this number of bundles for each CTA on, items are bundled; with fewer, CTAs would finish at
-#: different times.
+#: If the index is sorted, items are bundled from this number of bundles for each CTA on; with
+#: fewer, CTAs would finish at different times. Otherwise `FewQueriesConfig.listings` says.
 LEAST_BUNDLES = 4
 
 
@@ -125,24 +123,19 @@ def few_queries_kernel(
     group = head_group(q_heads, kv_heads)
     head_rows = rows_of_head(group)
     item_rows = head_rows * config.tile_rows // WGMMA_M
-    blocks = pl.cdiv(kv_len, config.block_kv)
-    splits, cluster = config.splits, config.splits if config.cluster else 1
-    if cluster == 1:
-        splits = pl.cdiv(blocks, pl.cdiv(blocks, min(splits, blocks)))  # none without blocks
+    splits, cluster = config.parts(kv_len), config.splits if config.cluster else 1
     assert targets is None or not lists
-    listed = listed_candidates(q_len, item_rows) if lists and users > 1 else 0
     groups = q_heads // group
     items_of_slot = splits // cluster
     workers = num_sms if cluster == 1 else clusters(num_sms, cluster)
-    if listed:
-        # Where SMs are to spare, a user with many more candidates than others has more slots.
-        spare = min(workers // (users * groups * items_of_slot), pl.cdiv(batch, listed))
-        slots = users * max(listed_tiles(batch, users, listed), spare)
-    else:
-        slots = rows.slots(batch, users, q_len, item_rows)
     cached = 2 * key.size * key.dtype.itemsize <= CACHE_BYTES
-    is_bundled = not listed and slots * items_of_slot >= LEAST_BUNDLES * workers
-    bundle = groups if is_bundled else 1
+    listed, slots = 0, rows.slots(batch, users, q_len, item_rows)
+    bundle = groups if slots * items_of_slot >= LEAST_BUNDLES * workers else 1
+    if lists and users > 1:
+        sizes = (batch, users, q_len, kv_len, q_heads, kv_heads, head_dim)
+        listing = config.listings(AttentionProblem(*sizes, query.dtype.name), num_sms)
+        if listing.candidates:
+            listed, slots, bundle, *_ = listing
     shape = Shape(
         batch=batch,
         q_len=q_len,

@@ -1,19 +1,24 @@
-"""Candidates of an index that is not sorted, which a CTA's consumers find for each of its items.
+"""Candidates of an index that is not sorted, which a CTA's consumers find for its bundles of items.
 
-The two consumers read the whole index, each of their eight warps a part of it, and write the
-numbers of the item's candidates to shared memory in ascending order. All loads of the index are in
-flight at once, while the first block of keys is on its way. The consumers then gather the item's
-queries, and store results to the rows of its candidates.
+The two consumers read the whole index, each of their 256 threads a share of it (`_Share`), and
+write the numbers of a user's candidates to shared memory. They are in the order of threads, which
+is the same in every CTA, so that the CTAs of a user's slots list different candidates. All loads of
+the index are in flight at once, while the first block of keys is on its way. The consumers then
+gather the queries of an item, and store results to the rows of its candidates. The items of a
+bundle have the same candidates, and differ in their query heads: one listing serves all of them.
 
 XLA would sort the index, gather queries and results, and invert the order, in six kernels of 1 to
 2 us each.
 
 Synchronisations, besides those of the kernel:
-  1. A named barrier between the two passes over the index: how many candidates each warp found. It
-     also says that both consumers have stored the results of the item before, and so read its list.
+  1. A named barrier between finding candidates and writing their numbers: how many each warp found.
+     It also says that both consumers have stored the results of the bundle before, and so read its
+     list.
   2. `listed`, consumers -> producer: the number of candidates. The producer reads it before it
-     sends the item; the consumers list again only after they received the item.
-  3. Two named barriers in `load_queries`: the list is complete; the queries are.
+     sends the bundle's first item; the consumers list again only after its last one, whose
+     descriptor says so.
+  3. A named barrier at the end of `find`: the list is complete.
+  4. A named barrier in `load_queries`: the queries are.
 """
 
 from __future__ import annotations
@@ -25,9 +30,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith
+from jaxlib.mlir.dialects import arith, scf
 
-from ikbo_jax.pallas.flash import runs
 from ikbo_jax.pallas.hopper import mosaic, stores, turns, warps
 from ikbo_jax.problems.few_queries import LISTED, LISTING_WARPS
 from ikbo_jax.problems.hopper import (
@@ -42,6 +46,8 @@ from ikbo_jax.problems.hopper import (
 BARRIER = turns.TURN_BARRIER + NUM_CONSUMERS + 1
 #: Elements of 16 bytes.
 _VECTOR = 8
+#: Candidates of an index of which one load takes the users, 16 bytes, and threads that load.
+_PART, _THREADS = 4, LISTING_WARPS * warps.LANES
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 
 
@@ -58,6 +64,7 @@ def find(ctx: Any, user: Any, rank: Any) -> None:
     else:
         _find(ctx, index, listing, user, rank)
     plgpu.barrier_arrive(ctx.shared.listed.at[0])
+    _synchronise(ctx)
 
 
 def _find_at_once(ctx: Any, user: Any, rank: Any) -> None:
@@ -76,51 +83,135 @@ def _find_at_once(ctx: Any, user: Any, rank: Any) -> None:
 
 
 def _find(ctx: Any, index: Any, listing: Any, user: Any, rank: Any) -> None:
-    batch, users, most = ctx.shape.batch, ctx.shape.users, ctx.shape.listed
-    loads = pl.cdiv(batch, LISTING_WARPS * warps.LANES)
+    shape = ctx.shape
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), _SCALAR, _SCALAR, _SCALAR))
     def search(_: Any, index: ir.Value, listing: ir.Value, *scalars: Any) -> None:
         i32, predicates = ir.IntegerType.get_signless(32), arith.CmpIPredicate
         consumer, user, rank = (s.registers.item() for s in scalars)
-        of_consumer = arith.divui(stores.thread_number(), mgpu.c(warps.LANES, i32))
-        per_consumer = mgpu.c(LISTING_WARPS // NUM_CONSUMERS, i32)
-        warp = arith.addi(arith.muli(consumer, per_consumer), of_consumer)
-        lane = warps.lane()
-        below = arith.subi(arith.shli(mgpu.c(1, i32), lane), mgpu.c(1, i32))
-        first = arith.addi(arith.muli(warp, mgpu.c(loads * warps.LANES, i32)), lane)
-        places = [arith.addi(first, mgpu.c(i * warps.LANES, i32)) for i in range(loads)]
-        # All loads are issued before the first one is waited for.
-        found_users = [runs.user_at(index, place, batch, users) for place in places]
-        found, count = [], mgpu.c(0, i32)
-        for place, other in zip(places, found_users, strict=True):
-            is_found = arith.andi(
-                arith.cmpi(predicates.eq, other, user),
-                arith.cmpi(predicates.slt, place, mgpu.c(batch, i32)),
-            )
-            lanes = warps.ballot(is_found)
-            found.append((is_found, lanes))
-            count = arith.addi(count, warps.ones(lanes))
-        total = arith.addi(warp, mgpu.c(LISTED, i32))
-        _store_shared(listing, total, count, arith.cmpi(predicates.eq, lane, mgpu.c(0, i32)))
+        thread = arith.addi(
+            arith.muli(consumer, mgpu.c(WARPGROUP_SIZE, i32)), stores.thread_number()
+        )
+        warp = arith.divui(thread, mgpu.c(warps.LANES, i32))
+        share = _Share(shape.batch, thread)
+        words = share.find(index, user, shape.users)
+        count = mgpu.c(0, i32)
+        for word in words:
+            count = arith.addi(count, warps.ones(word))
+        before, total = warps.sums(count)
+        at = arith.addi(warp, mgpu.c(LISTED, i32))
+        _store_shared(listing, at, total, arith.cmpi(predicates.eq, warps.lane(), mgpu.c(0, i32)))
         mgpu.utils.inline_ptx(
             f"barrier.sync {BARRIER}, {turns.CONSUMER_THREADS};",
             has_side_effects=True,
             convergent=True,
         )
-        before = arith.subi(mgpu.c(0, i32), rank)
+        before = arith.subi(before, rank)
         for number in range(LISTING_WARPS - 1):
             of_warp = _load_shared(listing, mgpu.c(LISTED + number, i32))
             is_before = arith.cmpi(predicates.sgt, warp, mgpu.c(number, i32))
             before = arith.addi(before, arith.select(is_before, of_warp, mgpu.c(0, i32)))
-        for place, (is_found, lanes) in zip(places, found, strict=True):
-            at = arith.addi(before, warps.ones(arith.andi(lanes, below)))
-            # Unsigned: candidates before `rank` have large numbers.
-            is_wanted = arith.cmpi(predicates.ult, at, mgpu.c(most, i32))
-            _store_shared(listing, at, place, arith.andi(is_found, is_wanted))
-            before = arith.addi(before, warps.ones(lanes))
+        for number, word in enumerate(words):
+            before = share.write(listing, number, word, before, shape.listed)
 
     search(index, listing, ctx.consumer, user, rank)
+
+
+class _Share:
+    """The candidates that one thread compares with a user: parts of four, and at most one more.
+
+    Element 4 * i + j is candidate j of the thread's part i, and element 4 * `loads` the one of the
+    last candidates that fill no part. Bit e % 32 of word e / 32 is set if element e is the user's.
+    """
+
+    def __init__(self, batch: int, thread: ir.Value) -> None:
+        self._parts, self._rest = divmod(batch, _PART)
+        self._loads = pl.cdiv(self._parts, _THREADS)
+        self._thread = thread
+
+    def find(self, index: ir.Value, user: ir.Value, users: int) -> list[ir.Value]:
+        """The words of the thread's elements."""
+        i32, predicates = ir.IntegerType.get_signless(32), arith.CmpIPredicate
+        others: list[ir.Value] = []
+        is_inside: list[ir.Value | None] = []
+        # All loads are issued before the first one is waited for.
+        for i in range(self._loads):
+            part = arith.addi(self._thread, mgpu.c(i * _THREADS, i32))
+            is_part = None
+            if (i + 1) * _THREADS > self._parts:
+                is_part = arith.cmpi(predicates.slt, part, mgpu.c(self._parts, i32))
+                part = arith.minsi(part, mgpu.c(self._parts - 1, i32))
+            first = arith.muli(part, mgpu.c(_PART, i32))
+            others += mgpu.utils.inline_ptx(
+                "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];",
+                mgpu.utils.getelementptr(mgpu.utils.memref_ptr(index), [first], i32),
+                result_types=[i32] * _PART,
+                has_side_effects=True,
+            )
+            is_inside += [is_part] * _PART
+        if self._rest:
+            is_inside.append(arith.cmpi(predicates.slt, self._thread, mgpu.c(self._rest, i32)))
+            number = arith.minsi(self._thread, mgpu.c(self._rest - 1, i32))
+            number = arith.addi(number, mgpu.c(self._parts * _PART, i32))
+            others.append(warps.load(index, number))
+        # Users out of range count as the first or the last one.
+        zero, last = mgpu.c(0, i32), mgpu.c(users - 1, i32)
+        low = arith.select(arith.cmpi(predicates.eq, user, zero), mgpu.c(-(2**31), i32), user)
+        high = arith.select(arith.cmpi(predicates.eq, user, last), mgpu.c(2**31 - 1, i32), user)
+        span = arith.subi(high, low)
+        words = [zero] * pl.cdiv(len(others), warps.LANES)
+        for element, (other, is_part) in enumerate(zip(others, is_inside, strict=True)):
+            number, bit = divmod(element, warps.LANES)
+            is_found = arith.cmpi(predicates.ule, arith.subi(other, low), span)
+            if is_part is not None:
+                is_found = arith.andi(is_found, is_part)
+            found = arith.select(is_found, mgpu.c(1 << bit if bit < 31 else -(2**31), i32), zero)
+            words[number] = arith.ori(words[number], found)
+        return words
+
+    def write(
+        self, listing: ir.Value, number: int, word: ir.Value, at: ir.Value, most: int
+    ) -> ir.Value:
+        """Lists the candidates of word `number` from place `at` on, up to place `most`.
+
+        Returns the place of the next word's first candidate; no smaller one if that is past `most`.
+        The warp loops until no lane has a candidate left: mostly once or twice.
+        """
+        i32, predicates = ir.IntegerType.get_signless(32), arith.CmpIPredicate
+        zero, one = mgpu.c(0, i32), mgpu.c(1, i32)
+        loop = scf.WhileOp([i32, i32], [word, at])
+        block = loop.before.blocks.append(i32, i32)
+        with ir.InsertionPoint(block):
+            word, at = block.arguments
+            is_left = arith.andi(
+                arith.cmpi(predicates.ne, word, zero),
+                arith.cmpi(predicates.slt, at, mgpu.c(most, i32)),
+            )
+            lanes = warps.ballot(is_left)
+            scf.condition(arith.cmpi(predicates.ne, lanes, zero), [word, at])
+        block = loop.after.blocks.append(i32, i32)
+        with ir.InsertionPoint(block):
+            word, at = block.arguments
+            is_found = arith.cmpi(predicates.ne, word, zero)
+            # Unsigned: candidates before the first one that is wanted have large numbers.
+            is_wanted = arith.cmpi(predicates.ult, at, mgpu.c(most, i32))
+            element = arith.addi(warps.lowest_bit(word), mgpu.c(number * warps.LANES, i32))
+            _store_shared(listing, at, self._candidate(element), arith.andi(is_found, is_wanted))
+            at = arith.addi(at, arith.extui(i32, is_found))
+            scf.yield_([arith.andi(word, arith.subi(word, one)), at])
+        return loop.results[1]
+
+    def _candidate(self, element: ir.Value) -> ir.Value:
+        i32 = ir.IntegerType.get_signless(32)
+        part = arith.divui(element, mgpu.c(_PART, i32))
+        part = arith.addi(arith.muli(part, mgpu.c(_THREADS, i32)), self._thread)
+        first = arith.muli(part, mgpu.c(_PART, i32))
+        candidate = arith.addi(first, arith.remui(element, mgpu.c(_PART, i32)))
+        if not self._rest:
+            return candidate
+        is_of_part = arith.cmpi(arith.CmpIPredicate.slt, element, mgpu.c(self._loads * _PART, i32))
+        number = arith.addi(self._thread, mgpu.c(self._parts * _PART, i32))
+        return arith.select(is_of_part, candidate, number)
 
 
 def await_total(ctx: Any) -> Any:
@@ -137,7 +228,6 @@ def load_queries(ctx: Any, item: Any, index: Any) -> None:
 
     Rows past the item's rows, and columns past H, are zeros.
     """
-    _synchronise(ctx)
     tiles = ctx.shared.query.matrix(index)
     if ctx.interpret:
         pl.when(ctx.consumer == 0)(lambda: _gather_one_by_one(ctx, item, tiles))

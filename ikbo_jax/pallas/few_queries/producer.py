@@ -247,19 +247,19 @@ def _send_rows(
 
 
 def _send_listed(ctx: Context, count: Any, loaded: Any, progress: _Progress) -> _Progress:
-    """Sends the CTA's items, `count` slots, whose candidates the consumers list.
+    """Sends the CTA's items, `count` bundles, whose candidates the consumers list.
 
-    Every listing is followed by an item, even without rows, and says what is listed next: more
-    candidates of the same user, if its slots do not have all of them, or those of the next slot.
+    A listing serves all items of a bundle. Every listing is followed by an item, even without rows,
+    and the last one of them says what is listed next: more candidates of the same user, if its
+    slots do not have all of them, or those of the next bundle.
     """
     shape = ctx.shape
     stride = shape.slots // shape.users * shape.listed
 
-    def one_item(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+    def one_listing(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         i, rank, loaded, progress = carry
         place = ctx.place(i)
         user, _ = ctx.listed_place(place)
-        ctx.shared.query.await_free(progress.items)
         total = listing.await_total(ctx)
         found = jnp.clip(total - rank, 0, shape.listed)
         stays = rank + stride < total
@@ -269,12 +269,24 @@ def _send_listed(ctx: Context, count: Any, loaded: Any, progress: _Progress) -> 
         next_rank = jnp.where(stays, rank + stride, next_rank)
         target = ctx.first_target(place.split)
         item = _Rows(user, found * shape.q_len, target, found == 0)
-        progress = _send_rows(ctx, progress, item, place, loaded >= 0, (next_user, next_rank))
+        members = jnp.where(found == 0, 1, shape.bundle)
+
+        def one_item(member: Any, progress: _Progress) -> _Progress:
+            is_last = member == members - 1
+            further = (jnp.where(is_last, next_user, -1), next_rank)
+            is_loaded = (loaded >= 0) & (member == 0)
+            ctx.shared.query.await_free(progress.items)
+            return _send_rows(ctx, progress, item, ctx.place(i, member), is_loaded, further)
+
+        if shape.bundle == 1:
+            progress = one_item(jnp.int32(0), progress)
+        else:
+            progress = lax.fori_loop(0, members, one_item, progress)
         return following, next_rank, jnp.int32(-1), progress
 
     _, rank = ctx.listed_place(ctx.place(jnp.int32(0)))
     start = (jnp.int32(0), rank, loaded, progress)
-    progress = lax.while_loop(lambda carry: carry[0] < count, one_item, start)[-1]
+    progress = lax.while_loop(lambda carry: carry[0] < count, one_listing, start)[-1]
     return progress
 
 

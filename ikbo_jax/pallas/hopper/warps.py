@@ -58,3 +58,20 @@ def ones(x: ir.Value) -> ir.Value:
     """How many bits are set."""
     i32 = ir.IntegerType.get_signless(32)
     return mgpu.utils.inline_ptx("popc.b32 $0, $1;", x, result_types=i32)
+
+
+def sums(x: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """(the sum of lower lanes' values, the sum of all lanes' values)."""
+    i32 = ir.IntegerType.get_signless(32)
+    total = x
+    for distance in (1, 2, 4, 8, 16):
+        total = mgpu.utils.inline_ptx(
+            "{ .reg .pred p; .reg .b32 y; "
+            f"shfl.sync.up.b32 y|p, $1, {distance}, 0, 0xffffffff; "
+            "@!p mov.b32 y, 0; add.s32 $0, y, $1; }",
+            total,
+            result_types=i32,
+            has_side_effects=True,
+            convergent=True,
+        )
+    return arith.subi(total, x), from_lane(total, LANES - 1)
