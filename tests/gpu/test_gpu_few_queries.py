@@ -49,6 +49,26 @@ SHAPES = {
 }
 
 
+#: Heads whose columns the consumers share.
+WIDE_HEADS = {
+    "h192": Shape(17, 200, 3, 300, 6, 2, 192, "sorted", "ragged"),
+    "h192_one_user": Shape(1, 400, 1, 1500, 2, 2, 192),
+    "h256": Shape(9, 700, 2, 515, 2, 2, 256, "unsorted", "ragged"),
+    "h256_listed_gqa": Shape(40, 300, 5, 77, 8, 2, 256, "unsorted"),
+}
+CONFIGS_OF_WIDE_HEADS = {
+    "plain": FewQueriesConfig(64, 1, 64, 2, 2),
+    "split": FewQueriesConfig(64, 3, 32, 4, 4, turns=True),
+    "stagger": FewQueriesConfig(64, 2, 32, 3, 3, 3, stagger=True),
+}
+#: CTAs list candidates once for several groups of heads.
+LISTED_HEADS = {
+    "h128": Shape(27, 4836, 1, 230, 8, 8, 128, "unsorted"),
+    "h64": Shape(159, 10985, 1, 99, 4, 4, 64, "unsorted", "ragged"),
+    "h192_gqa": Shape(60, 4500, 1, 90, 8, 4, 192, "unsorted", "ragged"),
+}
+
+
 def problem_of(shape: Shape, dtype: str = "bfloat16") -> AttentionProblem:
     sizes = (shape.candidates, shape.users, shape.q_len, shape.kv_len)
     return AttentionProblem(*sizes, shape.q_heads, shape.kv_heads, shape.head_dim, dtype)
@@ -65,6 +85,30 @@ def test_few_queries_shapes_and_configs(name, config):
     assert chosen.illegal_reason(problem_of(shape)) is None
     inputs = problems.make_attention_inputs(shape)
     check(run(inputs, config=chosen), inputs)
+
+
+@pytest.mark.parametrize("name", WIDE_HEADS)
+@pytest.mark.parametrize("config", CONFIGS_OF_WIDE_HEADS)
+def test_few_queries_wide_heads(name, config):
+    chosen = CONFIGS_OF_WIDE_HEADS[config]
+    assert chosen.illegal_reason(problem_of(WIDE_HEADS[name])) is None
+    inputs = problems.make_attention_inputs(WIDE_HEADS[name])
+    results = [run(inputs, config=chosen) for _ in range(5)]
+    check(results[0], inputs)
+    for other in results[1:]:
+        assert all(map(np.array_equal, results[0], other))
+
+
+@pytest.mark.parametrize("name", LISTED_HEADS)
+def test_few_queries_listed_for_several_heads(name):
+    shape = LISTED_HEADS[name]
+    chosen = FewQueriesConfig(64, 1, 64, 2, 2)
+    assert chosen.lists(problem_of(shape), 132)
+    inputs = problems.make_attention_inputs(shape)
+    results = [run(inputs, config=chosen) for _ in range(5)]
+    check(results[0], inputs)
+    for other in results[1:]:
+        assert all(map(np.array_equal, results[0], other))
 
 
 @pytest.mark.parametrize("name", ["one_candidate", "a_user_each_t8", "one_user_t7", "t16"])
@@ -133,15 +177,19 @@ from ikbo_jax.problems import FewQueriesConfig
 shape = problems.AttentionShape(5, 90, 2, 150, 4, 2, 64, "unsorted", "ragged")
 inputs = problems.make_attention_inputs(shape, "bfloat16")
 wild = inputs.cand_to_user.at[0].set(99).at[1].set(-7)
-for tile_rows, splits, cluster in ((64, 1, 0), (128, 1, 0), (64, 2, 0), (64, 4, 1)):
-    config = FewQueriesConfig(tile_rows, splits, 32, 3, 3, cluster=bool(cluster))
-    for is_sorted in (False, True):
-        out = ikbo.attention(
-            inputs.query, inputs.key, inputs.value, wild, config=config,
-            implementation="mosaic_gpu", indices_are_sorted=is_sorted,
-            key_value_seq_lengths=inputs.key_value_seq_lengths, return_residuals=True,
-        )
-        jax.block_until_ready(out)
+wide = problems.make_attention_inputs(shape._replace(head_dim=192), "bfloat16")
+for inputs, configs in (
+    (inputs, ((64, 1, 0), (128, 1, 0), (64, 2, 0), (64, 4, 1))), (wide, ((64, 1, 0), (64, 2, 0)))
+):
+    for tile_rows, splits, cluster in configs:
+        config = FewQueriesConfig(tile_rows, splits, 32, 3, 3, cluster=bool(cluster))
+        for is_sorted in (False, True):
+            out = ikbo.attention(
+                inputs.query, inputs.key, inputs.value, wild, config=config,
+                implementation="mosaic_gpu", indices_are_sorted=is_sorted,
+                key_value_seq_lengths=inputs.key_value_seq_lengths, return_residuals=True,
+            )
+            jax.block_until_ready(out)
 print("FINISHED")
 """
 
