@@ -9,6 +9,8 @@ from typing import Any
 from ikbo_jax.problems import hopper
 from ikbo_jax.problems.few_queries import (
     CACHE_BYTES,
+    MAX_BLOCK_KV,
+    TIME_UNIT_US,
     FewQueriesConfig,
     head_group,
     rows_of_head,
@@ -31,7 +33,7 @@ LAUNCH_US, ITEM_US, WIDE_ITEM_US = 3.6, 1.0, 2.6
 #: A block of 64 rows by 128 keys, by column blocks, and the part of it that fewer keys do not save.
 BLOCK_US, BLOCK_LATENCY = {1: 0.66, 2: 0.9, 3: 1.5, 4: 1.9}, 0.26
 #: Factors of a block of 128 rows, by column blocks, and with turns.
-WIDE, WIDE_TURNS = {1: 1.95, 2: 1.78}, 1.92
+WIDE, WIDE_TURNS = {1: 1.95, 2: 1.78}, 1.85
 #: What L2 delivers to all SMs and to one, and device memory.
 L2_BYTES, SM_BYTES, MEMORY_BYTES = 1.05e7, 7.6e4, 2.9e6
 #: The launch that merges splits, with the gap before it.
@@ -43,6 +45,11 @@ MERGE_US = 3.0
 REREAD, TILE_REREAD = 0.3, 0.8
 #: Part of the lesser of the two times, of items and of memory, that the greater does not hide.
 OVERLAP = 0.1
+#: Queries of an item that a CTA gathers, by column blocks: 46 instead of 38 us with 8 items of 64
+#: rows in place of 4 of 128, H = 128; 35 instead of 25 us with 12 in place of 8, H = 64.
+GATHER_US = {1: 1.2, 2: 2.0, 3: 2.4, 4: 2.8}
+#: Where CTAs do not list, what other kernels take to put candidates into the order of users.
+ORDER_US = 10.0
 #: Waves from which on the last one is half full in the mean; the least part of a wave that counts.
 MANY_WAVES, LEAST_WAVE = 8, 0.02
 #: Mean number of tiles of a user from which on the last one is half full in the mean.
@@ -97,16 +104,39 @@ def _with_most_stages(
     # With few blocks the queries of several items are in flight, unless a slot has 24 KB or more.
     is_long = problem.kv_len / splits > 2 * block_kv
     q_slots = 2 if is_long or shares_columns(problem.head_dim) else 4
-    # Where the consumers have their own rows, H = 64 leaves most of the time to exponentials: with
+    # Where consumers have their own rows, H = 64 leaves most of the time to exponentials: with
     # turns 103 instead of 120 us, and 141 instead of 155 us. Where they share columns, turns took
     # 0.97 of the time in geometric mean, at most 1.04 (23 sizes).
     turns = hopper.column_blocks(problem.head_dim) == 1 and tile_rows > WGMMA_M
     turns = turns or shares_columns(problem.head_dim)
+    # Then three stages of 128 keys took 0.93 to 1.01 of the time of five (8 sizes of S = 512 to
+    # 10880, commit a92f387).
+    most = 3 if turns and block_kv == MAX_BLOCK_KV[problem.head_dim] == 128 else 5
     for stages in ((5, 5), (4, 4), (3, 3), (3, 2), (2, 2)):
+        if stages[0] > most:
+            continue
         config = FewQueriesConfig(tile_rows, splits, block_kv, *stages, q_slots, turns=turns)
         if config.illegal_reason(problem) is None:
             return [config]
     return []
+
+
+def config_of_unsorted(problem: Any, num_sms: int) -> FewQueriesConfig:
+    """The most promising configuration for an index that is not sorted; there must be a legal one.
+
+    Listing takes time for every item, so larger items are better than for a sorted index.
+    """
+
+    def us(config: FewQueriesConfig) -> float:
+        found = estimated_us(problem, config)
+        if not config.lists(problem, num_sms):
+            return found + ORDER_US
+        listings = config.listings(problem, num_sms)
+        items = listings.of_cta * listings.bundle
+        gather = GATHER_US[hopper.column_blocks(problem.head_dim)]
+        return found + listings.time * TIME_UNIT_US + items * gather
+
+    return min(candidate_configs(problem), key=us)
 
 
 def expected_tiles(problem: Any, item_rows: int) -> float:

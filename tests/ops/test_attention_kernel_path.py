@@ -40,6 +40,18 @@ class TestKernelPath:
         assert isinstance(call["config"], FewQueriesConfig)
         assert (call["num_sms"], call["scale"], call["return_residuals"]) == (132, SCALE, True)
 
+    def test_an_index_that_is_not_sorted_has_its_own_config(self, fake_attention) -> None:
+        sizes = problems.AttentionShape(159, 10985, 1, 99, 4, 4, 64, "unsorted")
+        shapes = jax.eval_shape(lambda: problems.make_attention_inputs(sizes))
+        plans = [
+            ikbo.explain(functools.partial(attend, indices_are_sorted=is_sorted), shapes).plans[0]
+            for is_sorted in (False, True)
+        ]
+        calls = fake_attention.calls
+        assert [call["config"] for call in calls] == [plan.config for plan in plans]
+        assert [call["config"].tile_rows for call in calls] == [128, 64]
+        assert [call["lists"] for call in calls] == [True, False]
+
     def test_callers_config_wins(self, fake_attention) -> None:
         inputs = problems.make_attention_inputs(self.SHAPE)
         default = AttentionConfig()
