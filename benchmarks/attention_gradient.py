@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from benchmarks import harness
-from benchmarks.production import alternative
 from benchmarks.production_directions import compare, exact_results, in_direction
 from benchmarks.production_draws import AttentionShape, shrink
 from benchmarks.production_providers import Contender, contenders
+from benchmarks.production_summary import alternative
 from benchmarks.records import OUR_NAME, Record, provider_of
 
 SWEEPS = ("s", "h", "index", "given")

@@ -9,7 +9,8 @@ measured copy, and an empty kernel. Where a call takes less than `SHORT_MS`, ker
 CUPTI, since Python launches no faster; all contenders of a point are timed in the same way. Without
 a GPU all sizes shrink, and the figures only show that the benchmark runs.
 
-`--jobs` processes compile and check points, and one process at a time times them afterwards. They
+`--jobs` processes compile and check points; afterwards one process at a time on each GPU times
+them. They share all GPUs, of which each has every n-th process; a point is timed on one GPU. They
 give the memory of arrays back (`children.GIVING_BACK`): as they kept it, 14 did not fit into an
 H100's 80 GB. Alternatives that cannot be the best are left out, and the results file says why
 (`production_programs`). With `--budget-s`, points are compiled while the rest of the time suffices
@@ -31,53 +32,34 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from benchmarks import children, harness, production_bounds, production_programs, timing
-from benchmarks.production_draws import DRAWS, Shape, shapes, shrink
+from benchmarks.production_draws import DRAWS, SWEEPS, Shape, shapes, shrink
 from benchmarks.production_programs import Program
-from benchmarks.records import OUR_NAME, Record, format_table, points_of, provider_of
+from benchmarks.production_summary import bars, summary
+from benchmarks.records import format_table
 
-#: What is timed, and its useful FLOPs and bytes relative to the forward pass: gradients take five
-#: products for the forward pass' two (for linear compression four for two), and read and write
-#: every array of the forward pass and its gradient once.
-DIRECTIONS = ("forward", "both")
+#: Useful FLOPs of the forward pass with all gradients, relative to the forward pass: gradients
+#: take five products for its two (for linear compression four for two). They read and write every
+#: array of the forward pass and its gradient once.
 PRODUCTS = dict.fromkeys(DRAWS, harness.ATTENTION_WORK["both"]) | {"linear_compression": 3.0}
-#: Without "few_queries forward": these sizes are drawn for training.
-SWEEPS = tuple(
-    sweep
-    for op in DRAWS
-    for direction in DIRECTIONS
-    if (sweep := f"{op} {direction}") != "few_queries forward"
-)
 #: A point whose fastest contender's kernels take less time is timed by CUPTI, and its calls in
 #: windows of `SHORT_WINDOW_S`.
 SHORT_MS, SHORT_WINDOW_S = 0.3, 0.02
 #: A point is taken for short, before it is compiled, if the peak rates of a Hopper GPU need less
 #: than this share of `SHORT_MS` for it.
 SHORT_SHARE = 1 / 6
-#: Largest time relative to the best alternative.
-SLOWEST_BAR = 1.03
 #: Seconds that are kept for the timing of each point that is compiled, of a short and of another
 #: one, and most seconds of a point's compilation until a process has compiled one.
 SHORT_TIMING_S, TIMING_S, COMPILING_S = 1.5, 4.5, 30.0
 #: Bytes of the array whose copy measures the bandwidth. The others' arrays are in memory, too, and
 #: several copies are under way at once.
 COPY_BYTES = 2**30
-#: Points that are named as the worst.
-WORST = 10
-#: Bars of the geometric means: fraction of the roofline (None: no bar), speed relative to the best
-#: alternative.
-MEAN_BARS = {
-    "attention": (0.62, 1.6),
-    "linear_compression": (0.70, 2.0),
-    "gdpa": (0.62, 2.5),
-    "few_queries": (None, 1.3),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,12 +109,23 @@ class Ceilings(NamedTuple):
     empty_ms: float
 
 
+def device() -> str:
+    """The name of this process's GPU among those of the run."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0")
+
+
+def devices() -> list[str]:
+    """The names of all GPUs of the run."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return named.split(",") if named else [str(n) for n in range(jax.device_count())]
+
+
 def ceilings(folder: pathlib.Path) -> Ceilings:
     """Of the run with this folder: measured by the first process that asks, read by the others.
 
     To be called while no other process uses the device.
     """
-    path = folder / "ceilings.json"
+    path = folder / f"ceilings-{device()}.json"
     if path.exists():
         return Ceilings(**json.loads(path.read_text()))
     size = COPY_BYTES if jax.default_backend() == "gpu" else 2**20
@@ -193,94 +186,6 @@ def measure_point(
     }
 
 
-def alternative(point: Record) -> Record | None:
-    """The fastest contender besides this library; None if none could run."""
-    timed = [p for p in point["providers"] if p["name"] != OUR_NAME and "median_ms" in p]
-    return min(timed, key=lambda p: float(p["median_ms"]), default=None)
-
-
-def alternative_name(point: Record) -> str:
-    """Name of the fastest contender besides this library; "-" if none could run."""
-    other = alternative(point)
-    return "-" if other is None else str(other["name"])
-
-
-def speedup(point: Record) -> float | None:
-    """Time of the best alternative relative to this library's; None if either is missing."""
-    ours, other = provider_of(point, OUR_NAME), alternative(point)
-    if ours is None or other is None:
-        return None
-    return float(other["median_ms"]) / float(ours["median_ms"])
-
-
-def bars(point: Record, all_points: Sequence[Record]) -> str:
-    """The best alternative of a point, and this library's speed relative to it."""
-    del all_points
-    ratio = speedup(point)
-    if ratio is None:
-        return ""
-    slow = f", bar {1 / SLOWEST_BAR:.2f}" if ratio < 1 / SLOWEST_BAR else ""
-    return f"{ratio:.2f} x {alternative_name(point)}{slow}"
-
-
-class Means(NamedTuple):
-    """A sweep in short.
-
-    Attributes:
-      sweep: its name.
-      compared: points with an alternative, and this library's speed relative to the best one, the
-        slowest first.
-      fraction: geometric mean of this library's fractions of the roofline.
-      speedup: geometric mean of its speeds relative to the best alternative.
-      slower: number of points below `SLOWEST_BAR`.
-      bars: of `fraction` and `speedup`.
-    """
-
-    sweep: str
-    compared: list[tuple[float, Record]]
-    fraction: float
-    speedup: float
-    slower: int
-    bars: tuple[float | None, float]
-
-
-def compared(points: Sequence[Record]) -> list[tuple[float, Record]]:
-    """Points with an alternative, and this library's speed relative to it, the slowest first."""
-    found = [(ratio, p) for p in points if (ratio := speedup(p)) is not None]
-    return sorted(found, key=lambda pair: pair[0])
-
-
-def means(results: Record) -> Iterator[Means]:
-    """Yields every sweep that has points with an alternative."""
-    for sweep in SWEEPS:
-        found = compared(points_of(results, sweep))
-        if not found:
-            continue
-        ours = [record for _, p in found if (record := provider_of(p, OUR_NAME)) is not None]
-        yield Means(
-            sweep,
-            found,
-            statistics.geometric_mean(float(record["fraction"]) for record in ours),
-            statistics.geometric_mean(ratio for ratio, _ in found),
-            sum(ratio < 1 / SLOWEST_BAR for ratio, _ in found),
-            MEAN_BARS[sweep.split()[0]],
-        )
-
-
-def summary(results: Record) -> str:
-    """Geometric means of every sweep, points that lose, and the ten worst, as text."""
-    lines = []
-    for sweep in means(results):
-        lines.append(
-            f"{sweep.sweep}: {len(sweep.compared)} points, {sweep.fraction:.2f} of the roofline "
-            f"(bar {sweep.bars[0] or 'none'}), {sweep.speedup:.2f} x the best alternative "
-            f"(bar {sweep.bars[1]}), {sweep.slower} slower (bar 0)"
-        )
-        for ratio, point in sweep.compared[:WORST]:
-            lines.append(f"    {ratio:.2f} x {alternative_name(point)}: {point['label']}")
-    return "\n".join(lines)
-
-
 def _todo(args: argparse.Namespace) -> list[Point]:
     """The points of a run: all, or those that an earlier run left out."""
     todo = points(args.sweep, args.number, args.seed)
@@ -302,7 +207,8 @@ class Budget:
     """Decides whether another point can be compiled, so that every compiled point is timed.
 
     Args:
-      folder: where all processes leave a file for each point that they began to compile.
+      folder: where all processes leave a file for each point that they began to compile, with the
+        name of their GPU, which times it.
       end: Unix time at which the timing must end.
     """
 
@@ -313,7 +219,8 @@ class Budget:
     def has_time(self, point: Point | None = None) -> bool:
         """Whether this point (None: a short one) can be compiled, and all be timed afterwards."""
         # A file's name ends with the seconds that its point's timing takes.
-        begun = sum(float(p.name.rsplit("-", 1)[1]) for p in self._folder.glob("begun-*"))
+        files = self._folder.glob(f"begun-{device()}-*")
+        begun = sum(float(path.name.rsplit("-", 1)[1]) for path in files)
         compiling_s = self._longest_s or COMPILING_S
         own = SHORT_TIMING_S if point is None else point.timing_s
         return time.time() + compiling_s + begun + own < self._end
@@ -321,7 +228,7 @@ class Budget:
     def compiled(self, point: Point, number: int) -> list[Program]:
         """The programs of a point."""
         begin = time.time()
-        (self._folder / f"begun-{number}-{point.timing_s}").touch()
+        (self._folder / f"begun-{device()}-{number}-{point.timing_s}").touch()
         rates = production_bounds.peaks()
         found = production_programs.compiled(point.shape, point.direction, rates)
         seconds = time.time() - begin
@@ -349,7 +256,7 @@ def _share_compilations(folder: pathlib.Path) -> None:
 
 
 def _measure_share(args: argparse.Namespace, share: int) -> None:
-    """Measures the workloads that no other process has claimed; one process at a time times them.
+    """Measures the workloads that no other process has claimed; on a GPU, one process times.
 
     Programs are compiled before any process times, because XLA times GEMM algorithms then.
     """
@@ -366,7 +273,7 @@ def _measure_share(args: argparse.Namespace, share: int) -> None:
     while len(list(folder.glob("compiled-*"))) < args.jobs:
         time.sleep(0.1)
     for n, of_point in programs.items():
-        with open(folder / "device", "w", encoding="utf-8") as lock:
+        with open(folder / f"device-{device()}", "w", encoding="utf-8") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if time.time() > end:
                 return
@@ -416,11 +323,11 @@ def _measure_all(args: argparse.Namespace, argv: Sequence[str], results: dict[st
     with tempfile.TemporaryDirectory() as scratch:
         folder = pathlib.Path(scratch)
         shared = [*argv, "--scratch", scratch, "--begin", str(time.time())]
-        processes = children.start(
-            "benchmarks.production",
-            [[*shared, "--share", str(n)] for n in range(args.jobs)],
-            children.GIVING_BACK,
-        )
+        processes = []
+        for n, gpu in zip(range(args.jobs), itertools.cycle(devices()), strict=False):
+            extra = {**children.GIVING_BACK, "CUDA_VISIBLE_DEVICES": gpu}
+            options = [*shared, "--share", str(n)]
+            processes += children.start("benchmarks.production", [options], extra)
         with children.ending(processes):
             is_running = True
             while is_running:

@@ -327,6 +327,13 @@ DRAWS: dict[str, Callable[[Generator], Shape]] = {
     "gdpa": gdpa_shape,
     "few_queries": few_queries_shape,
 }
+#: What is timed of an op; without "few_queries forward": these sizes are drawn for training.
+SWEEPS = tuple(
+    sweep
+    for op in DRAWS
+    for direction in ("forward", "both")
+    if (sweep := f"{op} {direction}") != "few_queries forward"
+)
 
 
 def shapes(op: str, number: int, seed: int = 0) -> list[Shape]:

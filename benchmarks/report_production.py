@@ -5,7 +5,7 @@ from __future__ import annotations
 import pathlib
 from collections.abc import Container
 
-from benchmarks import plots, production
+from benchmarks import plots, production_summary
 from benchmarks.production_draws import DRAWS
 from benchmarks.records import OUR_NAME, Record, provider_of
 from benchmarks.tables import Block, Plot, Table
@@ -26,7 +26,7 @@ def means(results: Record) -> Table:
             str(found.slower),
             f"{found.bars[0] or '-'}, {found.bars[1]}×, none slower",
         )
-        for found in production.means(results)
+        for found in production_summary.means(results)
     ]
     return header, rows
 
@@ -35,8 +35,8 @@ def worst(results: Record) -> Table:
     """Header and rows of the table of the slowest points."""
     header = ("point", "best alternative", "its ms", "ms", "roofline, ms", "speed-up")
     rows: list[tuple[str, ...]] = []
-    for ratio, point in production.compared(results["points"])[: production.WORST]:
-        ours, other = provider_of(point, OUR_NAME), production.alternative(point)
+    for ratio, point in production_summary.compared(results["points"])[: production_summary.WORST]:
+        ours, other = provider_of(point, OUR_NAME), production_summary.alternative(point)
         assert ours is not None
         assert other is not None
         rows.append(
@@ -81,7 +81,7 @@ def draw(
         for op in DRAWS:
             found = [
                 (r, p)
-                for r, p in production.compared(results["points"])
+                for r, p in production_summary.compared(results["points"])
                 if p["sweep"].startswith(op)
             ]
             if not found:
@@ -94,7 +94,7 @@ def draw(
             by_speedup.scatter(roofline, [ratio for ratio, _ in found], **style)
         by_fraction.set_ylim(0, 1)
         by_fraction.set_ylabel("fraction of the roofline")
-        by_speedup.axhline(1 / production.SLOWEST_BAR, color="0.7", linestyle=":")
+        by_speedup.axhline(1 / production_summary.SLOWEST_BAR, color="0.7", linestyle=":")
         by_speedup.set_yscale("log")
         by_speedup.set_ylabel("speed-up over the best alternative")
         for axis in (by_fraction, by_speedup):

@@ -9,7 +9,6 @@ from typing import Any
 from ikbo_jax.problems import hopper
 from ikbo_jax.problems.few_queries import (
     CACHE_BYTES,
-    MAX_BLOCK_KV,
     TIME_UNIT_US,
     FewQueriesConfig,
     head_group,
@@ -111,7 +110,7 @@ def _with_most_stages(
     turns = turns or shares_columns(problem.head_dim)
     # Then three stages of 128 keys took 0.93 to 1.01 of the time of five (8 sizes of S = 512 to
     # 10880, commit a92f387).
-    most = 3 if turns and block_kv == MAX_BLOCK_KV[problem.head_dim] == 128 else 5
+    most = 3 if turns and block_kv == 128 else 5
     for stages in ((5, 5), (4, 4), (3, 3), (3, 2), (2, 2)):
         if stages[0] > most:
             continue
