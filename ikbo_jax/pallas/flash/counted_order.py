@@ -199,6 +199,11 @@ class _Range:
     warpgroup: Any
     first: Any  # candidate of the CTA
 
+    def loaded_user(self, candidate: jax.Array) -> jax.Array:
+        """As the index has it, or that of the last candidate if there is no such candidate."""
+        last = same(self.shape.batch - 1)
+        return self.threads.read(self.operands.index, jnp.minimum(candidate, last), "global")
+
     def count(self, number: jax.Array, values: tuple[jax.Array, ...], is_wanted: jax.Array) -> None:
         """Counts candidates from `number` on, with these users; unwanted ones in a spare word."""
         counted = self.shape.counted
@@ -220,9 +225,8 @@ def _order(ctx: WarpgroupContext) -> None:
     thread = threads.number()
     candidate = own.first + thread
     is_own = (thread < shape.own) & (candidate < shape.batch)
+    user = own.loaded_user(candidate)  # on its way while the CTA counts
     _count(own)
-    last = same(shape.batch - 1)
-    user = threads.read(ctx.operands.index, jnp.minimum(candidate, last), "global")
     user = jnp.clip(user, 0, shape.users - 1)
     threads.keep(shared.own, thread, jnp.where(is_own, user, -1), thread >= 0)
     threads.keep(shared.ranks, thread, same(0), thread >= 0)
@@ -258,6 +262,8 @@ def _count(own: _Range) -> None:
             own.count(number * VECTOR, values, number < vectors)
 
     words = loaded(0) if rounds else []  # on their way while counts become 0
+    others = vectors * VECTOR + thread
+    other_users = own.loaded_user(others) if rest else None
     if own.outputs.query is not None:
         lines = lax.div(_own_vectors(own) * 16, jnp.int32(_LINE))
         query_vectors.prefetch(own.operands.query, own.first, thread, thread < lines)
@@ -272,16 +278,14 @@ def _count(own: _Range) -> None:
     threads.commit()
     if rounds:
 
-        def following(turn: Any, words: Any) -> Any:
+        def add_and_load(turn: Any, words: Any) -> Any:
             following = loaded(turn + 1)
             add(turn, words)
             return following
 
-        add(rounds - 1, lax.fori_loop(0, rounds - 1, following, words))
-    if rest:
-        number = vectors * VECTOR + thread
-        place = jnp.minimum(number, same(shape.batch - 1))
-        own.count(number, (threads.read(index, place, "global"),), number < shape.batch)
+        add(rounds - 1, lax.fori_loop(0, rounds - 1, add_and_load, words))
+    if other_users is not None:
+        own.count(others, (other_users,), others < shape.batch)
 
 
 def _begin_users(own: _Range) -> None:
