@@ -5,9 +5,9 @@ XLA sorts an index of 4,700 to 11,000 candidates in 55 us on an H100, where atte
 steps for all users:
 
   1. It reads the whole index, in vectors, and counts each user's candidates, apart for those before
-     its range and the others: one addition of 1 to shared memory for each candidate. The hardware
-     adds up the lanes of a warp that meet at an address, since the number is a constant 1 (ptxas
-     makes it `ATOMS.POPC.INC`); other numbers would take a turn for each lane.
+     its range and the others: one addition of 1 to shared memory for each candidate. ptxas makes
+     a constant 1 `ATOMS.POPC.INC`, which should add up the lanes of a warp that meet at an address;
+     other numbers should take a turn for each lane.
   2. A thread adds up some users; the warpgroups exchange the sums. That tells where the range's
      first candidate of each user goes.
   3. It compares the users of the range's candidates with each other, for their order in a user.

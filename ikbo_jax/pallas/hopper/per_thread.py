@@ -175,8 +175,8 @@ def add(
 def add_one(ref: Any, index: jax.Array) -> None:
     """ref[index] += 1 in shared memory, for each thread; not for interpretation.
 
-    Threads may collide: ptxas makes the constant 1 `ATOMS.POPC.INC`, which adds up the lanes of a
-    warp at an address. Without a predicate, which would be a branch for each addition.
+    Threads may collide: ptxas makes the constant 1 `ATOMS.POPC.INC`, which should add up the
+    lanes of a warp at an address. Without a predicate, which would be a branch for each addition.
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT))
