@@ -255,7 +255,7 @@ def _run_kernel(
     # Imported here because Mosaic GPU takes 0.3 s to import.
     from ikbo_jax.pallas.few_queries import kernel as few_queries
     from ikbo_jax.pallas.flash import attention as kernel
-    from ikbo_jax.pallas.flash import pack, work_order
+    from ikbo_jax.pallas.flash import counted_order, pack
 
     has_few_queries = isinstance(plan.config, FewQueriesConfig)
     order, targets, lists = None, None, False
@@ -269,7 +269,7 @@ def _run_kernel(
         if not lists and (has_few_queries or query.shape[1] % WGMMA_M):
             query, index, targets = pack.pack(query, index, key.shape[0])
         elif not lists:
-            order = work_order.by_user(index)
+            order = counted_order.by_user(index, key.shape[0])
     run: Any = functools.partial(few_queries.few_queries_kernel, lists=lists)
     if not has_few_queries:
         run = functools.partial(kernel.attention_kernel, order=order)

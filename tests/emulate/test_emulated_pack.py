@@ -13,7 +13,8 @@ import pytest
 
 import ikbo_jax
 from ikbo_jax.ops import attention, dispatch
-from ikbo_jax.pallas.flash import pack, work_order
+from ikbo_jax.pallas.attention_backward import statistics
+from ikbo_jax.pallas.flash import counted_order, pack, work_order
 from ikbo_jax.problems.few_queries import FewQueriesConfig
 from ikbo_jax.reference import attention as reference
 from ikbo_jax.reference import attention_grouped
@@ -57,13 +58,32 @@ def test_emulated_copies_are_those_of_xla(
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.parametrize("most_copied", [0, pack.MOST_COPIED])
+def test_emulated_order_of_many_candidates(
+    most_copied: int, sm90: emulator.Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the launch that counts them; XLA copies queries that are large."""
+    query, index, users = make("many_candidates")
+    monkeypatch.setattr(pack, "MOST_CTAS", 0)
+    monkeypatch.setattr(pack, "MOST_COPIED", most_copied)
+    monkeypatch.setattr(counted_order, "MOST_CTAS", 5)
+    with sm90.emulated(0) as launched:
+        found = pack.pack(query, index, users)
+    kind = "attention_pack" if most_copied else "user_order"
+    assert launched == [f"ikbo_{kind}_mosaic_gpu_kernel"]
+    for x, y in zip(found, pack.by_xla(query, index, users), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(x, y)
+
+
 @pytest.mark.parametrize("most_counted", [0, work_order.MAX_COUNTED])
-def test_many_candidates_are_put_into_order_by_xla(
+def test_too_many_candidates_are_put_into_order_by_xla(
     most_counted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a sort or by ranks."""
     query, index, users = make("many_candidates")
     monkeypatch.setattr(pack, "MOST_CTAS", 0)
+    monkeypatch.setattr(counted_order, "MOST_CANDIDATES", len(index) - 1)
     monkeypatch.setattr(work_order, "MAX_COUNTED", most_counted)
     found = pack.pack(query, index, users)
     user = np.clip(index, 0, users - 1)
@@ -80,6 +100,7 @@ def test_many_candidates_are_put_into_order_by_xla(
         (3, (4, 2), 64, "packed", "bfloat16"),
         (5, (1, 1), 128, "packed", "float16"),
         (2, (4, 2), 64, "sorted", "bfloat16"),
+        (3, (4, 2), 64, "many", "bfloat16"),
     ],
 )
 def test_emulated_op_and_gradient(
@@ -93,9 +114,14 @@ def test_emulated_op_and_gradient(
 ) -> None:
     """All launches, one after another, of an unsorted index or of grouped heads.
 
-    The kernel for few queries lists unsorted candidates itself, unless it may not ("packed").
+    The kernel for few queries lists unsorted candidates itself, unless it may not ("packed"). They
+    may be too many for comparisons of all pairs ("many").
     """
-    is_packed = index == "packed"
+    is_packed, is_many = index in ("packed", "many"), index == "many"
+    if is_many:
+        monkeypatch.setattr(pack, "MOST_CTAS", 0)
+        monkeypatch.setattr(work_order, "MAX_COUNTED", 0)
+        monkeypatch.setattr(statistics, "MOST_CTAS", 0)
     if is_packed:
         index = "unsorted"
         monkeypatch.setattr(FewQueriesConfig, "lists", lambda *_: False)
@@ -122,6 +148,8 @@ def test_emulated_op_and_gradient(
         results = jax.block_until_ready([out, *pull_back(d_out)])
     attention._attention.clear_cache()
     assert ("ikbo_attention_pack_mosaic_gpu_kernel" in launched) == is_packed
+    # One for the gradient.
+    assert launched.count("ikbo_user_order_mosaic_gpu_kernel") == is_many
     assert "ikbo_attention_backward_mosaic_gpu_kernel" in launched
     scale = width**-0.5
     out, lse = problems.numpy_attention_oracle(inputs, scale=scale)
@@ -131,3 +159,24 @@ def test_emulated_op_and_gradient(
     rest = attention_grouped.decomposed_vjp(*inputs, out, lse, d_out, None, scale=scale)
     for x, e, p in zip(results, exact, (out, *rest), strict=False):
         problems.assert_within_error_rule(np.asarray(x), e, np.asarray(p))
+
+
+def test_emulated_op_reads_queries_of_whole_tiles_in_place(
+    sm90: emulator.Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the order of users of more candidates than are compared with each other."""
+    monkeypatch.setattr(work_order, "MAX_COUNTED", 0)
+    monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
+    monkeypatch.setattr(dispatch, "num_sms", lambda: 2)
+    shape = problems.AttentionShape(2, 5, 64, 40, 1, 1, 64, "unsorted")
+    inputs = problems.make_attention_inputs(shape, "bfloat16")
+    attention._attention.clear_cache()
+    with sm90.emulated(0) as launched:
+        out = ikbo_jax.attention(*inputs[:4], implementation="mosaic_gpu").block_until_ready()
+    attention._attention.clear_cache()
+    kinds = "user_order", "attention"
+    assert launched == [f"ikbo_{kind}_mosaic_gpu_kernel" for kind in kinds]
+    scale = 64**-0.5
+    exact, _ = problems.numpy_attention_oracle(inputs, scale=scale)
+    plain, _ = reference.materialised(*inputs, scale=scale)
+    problems.assert_within_error_rule(np.asarray(out), exact, np.asarray(plain))

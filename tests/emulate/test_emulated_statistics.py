@@ -24,9 +24,10 @@ pytestmark = [
 BY_LAUNCHES = pytest.mark.parametrize("is_numbered_before", [False, True])
 
 
-def names(*, is_numbered_before: bool) -> list[str]:
-    kinds = ["rows"] * is_numbered_before + ["statistics"]
-    return [f"ikbo_attention_backward_{kind}_mosaic_gpu_kernel" for kind in kinds]
+def names(*, is_numbered_before: bool, is_ordered_before: bool = False) -> list[str]:
+    kinds = ["attention_backward_rows"] * is_numbered_before + ["attention_backward_statistics"]
+    kinds = ["user_order"] * is_ordered_before + kinds
+    return [f"ikbo_{kind}_mosaic_gpu_kernel" for kind in kinds]
 
 
 def number_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,12 +70,16 @@ def test_emulated_statistics_and_packed_rows_are_those_of_xla(
     inputs = rows.Inputs(out, d_out, jnp.asarray(lse), d_lse, query)
     if is_numbered_before:
         number_before(monkeypatch)
-    # Of so few candidates, XLA gives positions; of more, the launch that numbers rows does.
+    # Of so few candidates, XLA gives positions; of more, a launch does.
     monkeypatch.setattr(work_order, "MAX_COUNTED", 0 if is_numbered_before else 4096)
     options = {"kv_heads": kv_heads, "count": 8 * sizes.block_q}
     with sm90.emulated(0) as launched:
         found, emulated, packed = rows.with_statistics(index, lengths, inputs, sizes, **options)
-    assert launched == names(is_numbered_before=is_numbered_before)
+    is_ordered_before = is_numbered_before and not is_sorted
+    assert launched == names(
+        is_numbered_before=is_numbered_before, is_ordered_before=is_ordered_before
+    )
+    monkeypatch.setattr(work_order, "MAX_COUNTED", 4096)  # stable for users below 0, too
     by_xla = rows.by_xla(index, lengths, sizes)
     assert jax.tree.structure(found) == jax.tree.structure(by_xla)
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(by_xla), strict=True):

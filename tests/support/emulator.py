@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -147,11 +147,14 @@ class Emulator:
         self.kernels: dict[bytes, Kernel] = {}
         self.launches: list[str] = []
         self.seed = 0
+        self.blocks: Sequence[int] | None = None
 
     @contextlib.contextmanager
-    def emulated(self, seed: int = 0, *, resident: int = 132) -> Iterator[list[str]]:
-        """Launches of kernels run here; the list gets their names."""
-        self.seed, self.launches = seed, []
+    def emulated(
+        self, seed: int = 0, *, resident: int = 132, blocks: Sequence[int] | None = None
+    ) -> Iterator[list[str]]:
+        """Launches of kernels run here, or some blocks of them; the list gets their names."""
+        self.seed, self.launches, self.blocks = seed, [], blocks
 
         def kernel(body: Callable[..., None], **options: Any) -> Callable[..., Any]:
             def call(*operands: Any) -> Any:
@@ -201,6 +204,7 @@ class Emulator:
             registers=kernel.registers,
             seed=self.seed + len(self.launches),
             resident=resident,
+            blocks=self.blocks,
         )
         self.launches.append(kernel.program.name)
         machine.run()

@@ -22,7 +22,7 @@ every store is visible at once.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -59,6 +59,7 @@ class Machine:
       cluster: thread blocks of a cluster.
       resident: thread blocks that run at the same time, others begin when one ends.
       most: instructions of all warps before the launch counts as hung.
+      blocks: numbers of the thread blocks that run, whole clusters; None for all of the grid.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Machine:
         cluster: int = 1,
         resident: int = 132,
         most: int = 5_000_000,
+        blocks: Sequence[int] | None = None,
     ) -> None:
         if shared_bytes > SHARED_BYTES:
             raise Trap(f"{shared_bytes} bytes of shared memory")
@@ -82,6 +84,7 @@ class Machine:
         self.cluster = cluster
         self.program, self.grid, self.shared_bytes = program, grid, shared_bytes
         self.entry_registers, self.resident, self.most = registers, resident, most
+        self.blocks = range(grid) if blocks is None else blocks
         self.random = random.Random(seed)
         self.arrays = [x.reshape(-1).view(np.uint8) for x in arrays]
         self.descriptors: dict[int, Descriptor] = {}
@@ -253,7 +256,7 @@ class Machine:
             self._run()
 
     def _run(self) -> None:
-        waiting = list(range(self.grid))
+        waiting = list(self.blocks)
         running: list[Warp] = []
         blocks = 0
         steps = 0

@@ -42,7 +42,7 @@ from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 MOST_CANDIDATES, MOST_USERS = 16384, 4096
 #: Pairs of candidates of one turn of a loop, whose loads overlap.
 UNROLL = 8
-#: Most CTAs of a launch. Each numbers all rows, and describes some users, tiles and candidates.
+#: Most CTAs of a launch. Each numbers all rows, and describes some users and tiles.
 MOST_WORKERS = 64
 #: Added to statistics where the promised order is wrong: the bits of an f32 NaN.
 NAN_BITS = 0x7FC00000
@@ -105,7 +105,6 @@ class Operands(NamedTuple):
 
     index: Any  # [B] int32: the user of a candidate
     lengths: Any  # [U] int32, or None
-    order: Any  # [B] int32: candidates in user order; None if positions are not wanted
 
 
 class Outputs(NamedTuple):
@@ -115,8 +114,8 @@ class Outputs(NamedTuple):
     parts: Any  # [U * splits * USER_WORDS]
     tiles: Any  # [(most tiles + 1) * TILE_WORDS]
     poison: Any  # [1]
-    position: Any  # [B]
-    order: Any  # [B], which only `statistics` fills
+    position: Any  # [B], which only `statistics` fills, like the next
+    order: Any  # [B]
 
 
 class Shared(NamedTuple):
@@ -145,8 +144,8 @@ def shared(sizes: Sizes, *, ranked: int = 0) -> Shared:
     )
 
 
-def outputs(sizes: Sizes, *, has_position: bool, has_order: bool = False) -> Outputs:
-    """The declaration of `Outputs`."""
+def outputs(sizes: Sizes, *, has_order: bool = False) -> Outputs:
+    """The declaration of `Outputs`; `has_order` includes `position`."""
 
     def words(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((math.prod(shape),), jnp.int32)
@@ -157,7 +156,7 @@ def outputs(sizes: Sizes, *, has_position: bool, has_order: bool = False) -> Out
         parts=words(sizes.users * sizes.splits, USER_WORDS) if sizes.splits > 1 else None,
         tiles=words(sizes.most_tiles + 1, TILE_WORDS) if has_tiles else None,
         poison=words(1) if sizes.is_sorted else None,
-        position=words(sizes.batch) if has_position else None,
+        position=words(sizes.batch) if has_order else None,
         order=words(sizes.batch) if has_order else None,
     )
 
@@ -287,14 +286,6 @@ def describe(ctx: Numbering) -> None:
     if outputs.poison is not None:
         is_wanted = (thread == 0) & (zero + ctx.worker == 0)
         ctx.write(outputs.poison, zero, ctx.read(ctx.shared.poison, zero), is_wanted)
-    if ctx.operands.order is not None:
-
-        def invert(i: jax.Array, is_wanted: jax.Array) -> None:
-            place = jnp.minimum(i, sizes.batch - 1)
-            candidate = ctx.read(ctx.operands.order, place, "global")
-            ctx.write(outputs.position, candidate, place, is_wanted)
-
-        _for_all(ctx, sizes.batch, invert)
 
 
 def _for_all(ctx: Numbering, count: int, body: Any) -> None:
@@ -403,7 +394,7 @@ def fits(sizes: Sizes) -> bool:
 
 def _workers(sizes: Sizes, outputs: Outputs) -> int:
     """CTAs: one for each 128 of what is described most often."""
-    most = max(sizes.users * sizes.splits, sizes.batch if outputs.position is not None else 1)
+    most = sizes.users * sizes.splits
     if outputs.tiles is not None:
         most = max(most, sizes.most_tiles + 1)
     return min(pl.cdiv(most, WARPGROUP_SIZE), MOST_WORKERS)
@@ -411,7 +402,7 @@ def _workers(sizes: Sizes, outputs: Outputs) -> int:
 
 def numbering_kernel(operands: Operands, sizes: Sizes, *, interpret: Any = False) -> Outputs:
     """Numbers rows and describes users; the arrays of `Outputs` that `sizes` asks for."""
-    declared = outputs(sizes, has_position=operands.order is not None)
+    declared = outputs(sizes)
     found = launch(
         Roles(
             lambda *arguments: WarpgroupContext(sizes, None, *arguments), None, _number_and_describe

@@ -3,6 +3,7 @@
 A *row* of a key head is a query of one of its N / K query heads; rows are numbered by candidate in
 user order, then by query, then by query head. Small problems are numbered by a launch (`numbering`,
 or `statistics`), large ones by XLA: in few kernels, and by comparing all pairs where there are few.
+`flash.counted_order` puts candidates into order that are too many for that.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ikbo_jax.pallas.attention_backward import statistics as statistics_launch
 from ikbo_jax.pallas.attention_backward.context import TILE_WORDS, USER_WORDS
 from ikbo_jax.pallas.attention_backward.numbering import Sizes
 from ikbo_jax.pallas.attention_backward.statistics import Inputs, Packed
-from ikbo_jax.pallas.flash import work_order
+from ikbo_jax.pallas.flash import counted_order, work_order
 from ikbo_jax.problems.attention_backward import BLOCK_KV
 from ikbo_jax.problems.hopper import TILE_ROWS
 from ikbo_jax.reference.attention import weight_exponents
@@ -85,24 +86,29 @@ def make_rows(
       sizes: of the problem.
       interpret: False, or `plgpu.InterpretGPUParams` to run on a CPU.
     """
+    placed = _order(cand_to_user, sizes, by_launch=not interpret)
     if not numbering.fits(sizes):
-        return by_xla(cand_to_user, lengths, sizes)
-    order, position = _order(cand_to_user, sizes)
-    operands = numbering.Operands(cand_to_user, lengths, order if position is None else None)
+        return _by_xla(cand_to_user, lengths, sizes, placed)
+    operands = numbering.Operands(cand_to_user, lengths)
     found = numbering.numbering_kernel(operands, sizes, interpret=interpret)
-    if position is None:
-        position = found.position
-    return _described(cand_to_user, order, position, found)
+    return _described(cand_to_user, *placed, found)
 
 
-def _order(index: jax.Array, sizes: Sizes) -> tuple[jax.Array | None, jax.Array | None]:
-    """`Rows.order` and `Rows.position`; of many candidates the order alone."""
+def _order(
+    index: jax.Array, sizes: Sizes, *, by_launch: bool
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """`Rows.order` and `Rows.position`, of many candidates by a launch if there may be one."""
     if sizes.is_sorted:
         return None, None
     if sizes.batch <= work_order.MAX_COUNTED:
         position = work_order.ranks(jnp.clip(index, 0, sizes.users - 1))
         return work_order.inverse(position), position
-    return work_order.by_user(index), None
+    if by_launch and counted_order.fits(sizes.batch, sizes.users):
+        found = counted_order.count_order(None, index, sizes.users, has_position=True)
+        return found.order, found.position
+    order = work_order.by_user(index)
+    number = jnp.arange(sizes.batch, dtype=jnp.int32)
+    return order, jnp.zeros_like(number).at[order].set(number, unique_indices=True)
 
 
 def _described(
@@ -119,6 +125,16 @@ def _described(
 
 def by_xla(cand_to_user: jax.Array, lengths: jax.Array | None, sizes: Sizes) -> Rows:
     """`make_rows` by XLA."""
+    return _by_xla(cand_to_user, lengths, sizes, _order(cand_to_user, sizes, by_launch=False))
+
+
+def _by_xla(
+    cand_to_user: jax.Array,
+    lengths: jax.Array | None,
+    sizes: Sizes,
+    placed: tuple[jax.Array | None, jax.Array | None],
+) -> Rows:
+    """`by_xla` of an order, and its inverse, that are known."""
     users, per_candidate, block_q = sizes.users, sizes.per_candidate, sizes.block_q
     index = jnp.clip(cand_to_user, 0, users - 1)
     starts = work_order.starts(index, users)
@@ -146,12 +162,8 @@ def by_xla(cand_to_user: jax.Array, lengths: jax.Array | None, sizes: Sizes) -> 
     if sizes.is_sorted:
         is_valid = jnp.all(index[1:] >= index[:-1])
         poison = jnp.where(is_valid, jnp.int32(0), jnp.int32(numbering.NAN_BITS))[None]
-    order, position = _order(cand_to_user, sizes)
-    if order is not None and position is None:
-        number = jnp.arange(sizes.batch, dtype=jnp.int32)
-        position = jnp.zeros_like(number).at[order].set(number, unique_indices=True)
     tiles = None if sizes.tile_rows is None else query_tiles(described, sizes)
-    return Rows(cand_to_user, order, position, described, parts, tiles, poison)
+    return Rows(cand_to_user, *placed, described, parts, tiles, poison)
 
 
 def sums_before(values: jax.Array) -> jax.Array:

@@ -146,8 +146,7 @@ def statistics_kernel(
         declared = declared._replace(packed=Packed(rows_type, rows_type))
     shared = numbering.Shared(*(None,) * len(numbering.Shared._fields))
     if operands.users is None:
-        is_ranked = shape.ranked > 0
-        rows = numbering.outputs(sizes, has_position=is_ranked, has_order=is_ranked)
+        rows = numbering.outputs(sizes, has_order=shape.ranked > 0)
         declared = declared._replace(rows=rows)
         shared = numbering.shared(sizes, ranked=shape.ranked)
     found = launch(
@@ -182,7 +181,7 @@ def _divided(values: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
 def _rows(ctx: WarpgroupContext) -> _Rows:
     """The rows of this CTA, after their users' numbers."""
     shape, sizes, operands = ctx.shape, ctx.shape.sizes, ctx.operands
-    of_launch = numbering.Operands(operands.index, operands.lengths, None)
+    of_launch = numbering.Operands(operands.index, operands.lengths)
     numbers = numbering.Numbering(
         sizes, ctx.shared, of_launch, ctx.outputs.rows, ctx.worker, shape.workers, ctx.interpret
     )

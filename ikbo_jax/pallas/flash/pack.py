@@ -6,6 +6,9 @@ launch does it: each CTA, of one warpgroup, takes some candidates, or a part of 
 compares their users with those of all candidates. The number of candidates that come first is a
 candidate's place. The queries are on their way from device memory meanwhile.
 
+XLA sorts more candidates, for 55 us. The launch of `counted_order` counts them instead, unless they
+or their users are very many; XLA copies queries by that order if they are large.
+
 Synchronisations: `commit_smem` between the parts, within the CTA. CTAs do not wait for each other.
 """
 
@@ -20,29 +23,28 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith
 
-from ikbo_jax.pallas.flash import work_order
-from ikbo_jax.pallas.hopper import per_thread, stores
+from ikbo_jax.pallas.flash import counted_order, query_vectors, work_order
+from ikbo_jax.pallas.flash.query_vectors import ACCESSES, VECTOR
+from ikbo_jax.pallas.hopper import per_thread
 from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
 from ikbo_jax.problems import memory
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 
 #: Candidates of a CTA: each thread compares its share of all candidates with each of them.
 CANDIDATES = 8
-#: Accesses of 16 bytes of a thread, which are in flight at once, and 16-bit numbers of one.
-ACCESSES, VECTOR = 4, 8
-#: Most CTAs: each reads the whole index. XLA copies large queries as fast as memory allows.
+#: Most CTAs: each reads the whole index.
 MOST_CTAS = 8 * 132
+#: Most bytes of queries that the launch of many candidates copies, which takes 22 us at 3 TB/s. XLA
+#: copies larger ones as fast as memory allows, and its launch of 2 us is little beside that.
+MOST_COPIED = 2**25
 
 
 class Packed(NamedTuple):
     """Candidates in the order of users.
 
-    Those of one user stay in their order, unless there are many, and users below 0 among them.
+    Those of one user stay in their order, unless XLA sorts them, and users below 0 are among them.
     """
 
     query: Any  # [B, T, N, H]
@@ -106,7 +108,7 @@ def pack(query: jax.Array, cand_to_user: jax.Array, users: int) -> Packed:
     """
     shape = Shape(query.shape[0], users, math.prod(query.shape[1:]) // VECTOR)
     if not shape.fits:
-        return by_xla(query, cand_to_user, users)
+        return _pack_many(query, cand_to_user, users)
     numbers = jax.ShapeDtypeStruct(cand_to_user.shape, jnp.int32)
     outputs = Packed(jax.ShapeDtypeStruct(query.shape, query.dtype), *(numbers,) * 2)
     found = launch(
@@ -119,6 +121,16 @@ def pack(query: jax.Array, cand_to_user: jax.Array, users: int) -> Packed:
         workers=shape.workers,
     )
     return Packed(*found)
+
+
+def _pack_many(query: jax.Array, cand_to_user: jax.Array, users: int) -> Packed:
+    """`pack` of many candidates, or of large queries."""
+    if not counted_order.fits(cand_to_user.shape[0], users):
+        return by_xla(query, cand_to_user, users)
+    if query.size * query.dtype.itemsize <= MOST_COPIED:
+        return Packed(*counted_order.count_order(query, cand_to_user, users)[:3])
+    found = counted_order.count_order(None, cand_to_user, users)
+    return Packed(query[found.order], found.user, found.order)
 
 
 def by_xla(query: jax.Array, cand_to_user: jax.Array, users: int) -> Packed:
@@ -144,7 +156,9 @@ def _pack(ctx: WarpgroupContext) -> None:
     ]  # of the group
     own = [lax.div(x, per_thread.same(shape.vectors)) for x in vectors]
     loaded = [
-        _load(ctx.operands.query, jnp.minimum(first + x, shape.batch - 1), v - x * shape.vectors)
+        query_vectors.load(
+            ctx.operands.query, jnp.minimum(first + x, shape.batch - 1), v - x * shape.vectors
+        )
         for v, x in zip(vectors, own, strict=True)
     ]
     users = _rank(ctx, first)
@@ -166,7 +180,7 @@ def _pack(ctx: WarpgroupContext) -> None:
     for words, v, x in zip(loaded, vectors, own, strict=True):
         place = read(shared.places, jnp.minimum(x, CANDIDATES - 1), "shared")
         is_wanted = (x < CANDIDATES) & (first + x < shape.batch)
-        _store(outputs.query, place, v - x * shape.vectors, words, is_wanted)
+        query_vectors.store(outputs.query, place, v - x * shape.vectors, words, is_wanted)
 
 
 def _rank(ctx: WarpgroupContext, first: Any) -> list[jax.Array]:
@@ -199,41 +213,3 @@ def _rank(ctx: WarpgroupContext, first: Any) -> list[jax.Array]:
     sums = lax.fori_loop(0, rounds, add, (per_thread.same(0),) * CANDIDATES)
     per_thread.sums_by_warp(sums, ctx.shared.ranks)
     return own
-
-
-def _load(query: Any, candidate: jax.Array, vector: jax.Array) -> tuple[jax.Array, ...]:
-    """The words of a candidate's vector, one vector for each thread."""
-    size = math.prod(query.shape[1:])
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), *(per_thread.LAYOUT,) * 2),
-        return_type=(per_thread.INT32,) * 4,
-    )
-    def load(_: Any, query: ir.Value, *arrays: mgpu.FragmentedArray) -> Any:
-        candidate, vector = map(per_thread.scalar, arrays)
-        address = stores.device_address(query, [(candidate, size), (vector, VECTOR)], 2)
-        words = per_thread.load_words(address, 4, is_early=True)
-        return tuple(per_thread.array(x, arrays[0]) for x in words)
-
-    found: tuple[jax.Array, ...] = load(query, candidate, vector)
-    return found
-
-
-def _store(
-    query: Any,
-    place: jax.Array,
-    vector: jax.Array,
-    words: tuple[jax.Array, ...],
-    is_wanted: jax.Array,
-) -> None:
-    """Stores words of `_load`."""
-    size = math.prod(query.shape[1:])
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *(per_thread.LAYOUT,) * 7))
-    def store(_: Any, query: ir.Value, *arrays: mgpu.FragmentedArray) -> None:
-        place, vector, wanted, *words = map(per_thread.scalar, arrays)
-        address = stores.device_address(query, [(place, size), (vector, VECTOR)], 2)
-        zero = mgpu.c(0, ir.IntegerType.get_signless(32))
-        per_thread.store_words(address, words, arith.cmpi(arith.CmpIPredicate.ne, wanted, zero))
-
-    store(query, place, vector, is_wanted.astype(jnp.int32), *words)

@@ -29,6 +29,8 @@ LAYOUT = plgpu.Layout.WG_STRIDED((WARPGROUP_SIZE,), vec_size=1)
 INT32 = plgpu.ShapeDtypeStruct((WARPGROUP_SIZE,), jnp.int32, layout=LAYOUT)
 #: Warps of a warpgroup, and threads of a warp.
 WARPS, LANES = 4, 32
+#: Words of 32 bits of the widest access of a thread.
+VECTOR = 4
 #: Numbers of one turn of a loop, whose loads overlap.
 UNROLL = 8
 #: Named barrier of all threads of a CTA; lower numbers are the warpgroups' own.
@@ -116,6 +118,34 @@ def gather(ref: Any, index: jax.Array, space: str, *, interpret: bool) -> jax.Ar
     return load(ref, index)
 
 
+def gather_vectors(ref: Any, index: jax.Array, space: str) -> tuple[jax.Array, ...]:
+    """ref[4 * index : 4 * index + 4], four numbers for each thread; not for interpretation.
+
+    `ref` is of 32-bit integers; `space` is "shared" or "global", which the launch does not change.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT), return_type=(INT32,) * VECTOR)
+    def load(_: Any, ref: ir.Value, index: mgpu.FragmentedArray) -> Any:
+        i32 = ir.IntegerType.get_signless(32)
+        first = arith.muli(scalar(index), mgpu.c(VECTOR, i32))
+        address = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [first], i32)
+        if space == "global":
+            words = load_words(address, VECTOR, is_early=True)
+        else:
+            words = list(
+                mgpu.utils.inline_ptx(
+                    "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];",
+                    address,
+                    result_types=[i32] * VECTOR,
+                    has_side_effects=True,
+                )
+            )
+        return tuple(array(x, index) for x in words)
+
+    found: tuple[jax.Array, ...] = load(ref, index)
+    return found
+
+
 def scatter(
     ref: Any,
     index: jax.Array,
@@ -140,6 +170,22 @@ def add(
         _one_by_one(ref, index, values, is_wanted, lambda old, new: old + new)
     else:
         _each("red.shared.add.u32 [$0], $1;", ref, index, values, is_wanted)
+
+
+def add_one(ref: Any, index: jax.Array) -> None:
+    """ref[index] += 1 in shared memory, for each thread; not for interpretation.
+
+    Threads may collide: ptxas makes the constant 1 `ATOMS.POPC.INC`, which should add up the
+    lanes of a warp at an address. Without a predicate, which would be a branch for each addition.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT))
+    def issue(_: Any, ref: ir.Value, index: mgpu.FragmentedArray) -> None:
+        i32 = ir.IntegerType.get_signless(32)
+        address = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [scalar(index)], i32)
+        mgpu.utils.inline_ptx("red.shared.add.u32 [$0], 1;", address, has_side_effects=True)
+
+    issue(ref, index)
 
 
 def _one_by_one(

@@ -31,7 +31,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ikbo_jax.pallas.flash import work_order
+from ikbo_jax.pallas.flash import counted_order, work_order
 from ikbo_jax.pallas.hopper import mma, operand_tiles, stores
 from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, TILE_ROWS, WGMMA_M
@@ -220,9 +220,10 @@ def user_sums_kernel(
     output = jax.ShapeDtypeStruct((users, rows, columns), d_out.dtype)
     if splits > 1:
         output = jax.ShapeDtypeStruct((splits * users * rows, column_tiles, BLOCK_K), jnp.float32)
+    order = work_order.by_user(user) if interpret else counted_order.by_user(user, users)
     (sums,) = launch(
         Roles(context, _produce, _consume),
-        _Operands(flat, work_order.by_user(user), work_order.starts(user, users)),
+        _Operands(flat, order, work_order.starts(user, users)),
         (output,),
         config.shared,
         dtype=d_out.dtype,
