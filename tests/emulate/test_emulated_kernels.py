@@ -141,6 +141,8 @@ CHOSEN = {
         "packed",
         "packed_split",
         "listed_lengths_gqa_h96",
+        "listed_bundles_split_gqa_lengths",
+        "listed_bundles_wide_lengths",
         "cluster_4_lengths_gqa",
         "cluster_2_listed",
         "neighbours_bundles_wide",

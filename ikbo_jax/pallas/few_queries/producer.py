@@ -269,7 +269,9 @@ def _send_listed(ctx: Context, count: Any, loaded: Any, progress: _Progress) -> 
 
         def one_item(member: Any, progress: _Progress) -> _Progress:
             is_last = member == members - 1
-            further = (jnp.where(is_last, next_user, -1), next_rank)
+            gathered = jnp.minimum(members - member, ctx.gathered)
+            gathered = jnp.where(lax.rem(member, ctx.gathered) == 0, gathered, 0)
+            further = (jnp.where(is_last, next_user, -1), next_rank, gathered)
             is_loaded = (loaded >= 0) & (member == 0)
             ctx.shared.query.await_free(progress.items)
             return _send_rows(ctx, progress, item, ctx.place(i, member), is_loaded, further)
