@@ -214,6 +214,14 @@ CASES = {
         lists=True,
         bundle=2,
     ),
+    # Users without candidates have items without blocks, whose rotation is nothing.
+    "listed_stagger_users_without_candidates": Case(
+        (4, 1, 1, 4, 6),
+        75,
+        users=8,
+        config=dataclasses.replace(SMALL, stagger=True),
+        lists=True,
+    ),
     "listed_bundles_cluster_2": Case(
         (1, 0, 2, 0),
         75,

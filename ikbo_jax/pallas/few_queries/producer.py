@@ -146,8 +146,12 @@ def _blocks_of_split(ctx: Context, split: Any) -> Any:
 
 
 def _rotation(ctx: Context, user: Any, blocks: Any) -> Any:
-    """The first block that is loaded of a user: users' first blocks are spread evenly."""
-    return lax.rem(user * max(1, ctx.split_blocks // ctx.shape.users), blocks)
+    """The first block that is loaded of a user: users' first blocks are spread evenly.
+
+    Without blocks it is 0. A division by 0 would let the compiler assume that there are blocks.
+    """
+    spread = user * max(1, ctx.split_blocks // ctx.shape.users)
+    return lax.rem(spread, jnp.maximum(blocks, 1))
 
 
 def _load_first_keys(ctx: Context, place: Place) -> Any:
