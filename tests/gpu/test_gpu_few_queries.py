@@ -46,6 +46,10 @@ SHAPES = {
     # CTAs list the candidates of their users.
     "listed": Shape(90, 4723, 1, 172, 2, 1, 64, "unsorted"),
     "listed_gaps": Shape(60, 70, 5, 900, 4, 4, 128, "unsorted", "ragged"),
+    # One listing serves several heads.
+    "listed_heads": Shape(159, 10985, 1, 99, 4, 4, 64, "unsorted"),
+    "listed_heads_gqa": Shape(27, 4836, 2, 230, 16, 4, 128, "unsorted", "ragged"),
+    "listed_heads_parts": Shape(60, 1200, 1, 300, 4, 4, 64, "unsorted", "ragged"),
 }
 
 
@@ -76,6 +80,8 @@ def problem_of(shape: Shape, dtype: str = "bfloat16") -> AttentionProblem:
 
 #: Every shape with one of the configurations, and two shapes with all.
 PAIRS = list(zip(SHAPES, itertools.cycle(CONFIGS), strict=False))
+PAIRS += [("listed_heads", "plain"), ("listed_heads", "wide"), ("listed_heads_gqa", "wide")]
+PAIRS += [("listed_heads_parts", c) for c in ("plain", "split", "cluster_2")]
 PAIRS += [(n, c) for n in ("few_users", "gqa_4") for c in CONFIGS if (n, c) not in PAIRS]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 from typing import Any
 from unittest import mock
 
@@ -19,7 +20,7 @@ from indexed_attention import IndexedAttention
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from test_interpret_attention import PARAMS, rounded_weights
 
-from ikbo_jax.pallas.few_queries import consumer, kernel, listing, merging
+from ikbo_jax.pallas.few_queries import consumer, gathering, kernel, listing, merging
 from ikbo_jax.pallas.few_queries.context import Context, Shape
 from ikbo_jax.pallas.few_queries.kernel import few_queries_kernel
 from ikbo_jax.problems.few_queries import FewQueriesConfig
@@ -213,6 +214,14 @@ CASES = {
         lists=True,
         bundle=2,
     ),
+    # Users without candidates have items without blocks, whose rotation is nothing.
+    "listed_stagger_users_without_candidates": Case(
+        (4, 1, 1, 4, 6),
+        75,
+        users=8,
+        config=dataclasses.replace(SMALL, stagger=True),
+        lists=True,
+    ),
     "listed_bundles_cluster_2": Case(
         (1, 0, 2, 0),
         75,
@@ -366,6 +375,27 @@ def test_ctas_go_through_both_kinds_of_row_slots_evenly(
     assert firsts.max() - firsts.min() <= 1
 
 
+@pytest.mark.parametrize(("bundle", "listings"), [(1, 20), (2, 10), (4, 5)])
+def test_a_bundle_is_listed_once(
+    bundle: int, listings: int, monkeypatch: pytest.MonkeyPatch, launches: interpreter.Launches
+) -> None:
+    """Users have four heads, and the last one has the candidates of three listings."""
+    find, found = listing.find, []
+
+    def counted(ctx: Any, user: Any, rank: Any) -> None:
+        jax.debug.callback(lambda *words: found.append(tuple(map(int, words))), user, rank)
+        find(ctx, user, rank)
+
+    monkeypatch.setattr(listing, "find", counted)
+    case = Case((0, 1, *(2,) * 130), 20, users=3, heads=(4, 4), lists=True, bundle=bundle)
+    inputs = case.inputs()
+    results = interpret(inputs, case)
+    launches.assert_no_races(1)
+    assert_correct(results, inputs, case)
+    jax.effects_barrier()
+    assert len(found) == 2 * listings  # both consumers list
+
+
 # The checks themselves: each of them must be able to fail.
 
 
@@ -420,5 +450,25 @@ def test_interpreted_queries_read_before_they_are_gathered_are_found(
     monkeypatch: pytest.MonkeyPatch, launches: interpreter.Launches
 ) -> None:
     """A consumer multiplies queries that the other one gathers."""
-    monkeypatch.setattr(listing, "_synchronise", lambda ctx: None)
+    monkeypatch.setattr(listing, "synchronise", lambda ctx: None)
     assert_found(Case((1, 0, 1), 16 * 4, lists=True), launches)
+
+
+def test_interpreted_queries_gathered_into_slots_that_are_read_are_found(
+    monkeypatch: pytest.MonkeyPatch, launches: interpreter.Launches
+) -> None:
+    """Queries of two items are gathered while a consumer multiplies those of the item before.
+
+    Each consumer has its own rows, so that neither waits for the other one's sums.
+    """
+    load_queries, synchronise = gathering.load_queries, listing.synchronise
+
+    def without_the_first(*args: Any) -> None:
+        steps = itertools.chain([lambda ctx: None], itertools.repeat(synchronise))
+        with monkeypatch.context() as within:
+            within.setattr(listing, "synchronise", lambda ctx: next(steps)(ctx))
+            load_queries(*args)
+
+    monkeypatch.setattr(gathering, "load_queries", without_the_first)
+    case = Case((1, 0, 1) * 45, 32, heads=(4, 4), config=WIDE, lists=True, bundle=4)
+    assert_found(case, launches)

@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ikbo_jax.pallas.few_queries import exchange, listing, merging, store
+from ikbo_jax.pallas.few_queries import exchange, gathering, listing, merging, store
 from ikbo_jax.pallas.few_queries.context import BY_COLUMNS, BY_ROWS, Context, Item, Part
 from ikbo_jax.pallas.flash import softmax
 from ikbo_jax.pallas.hopper import mma, mosaic, operand_tiles, stores, turns
@@ -245,7 +245,7 @@ def _one_item(carry: tuple[Any, ...], ctx: Context) -> tuple[Any, ...]:
     work = _Work(item, ctx.part(item, index), index, first_step)
     part = work.part
     if ctx.shape.listed:
-        listing.load_queries(ctx, item, index)
+        gathering.load_queries(ctx, item, index)
     else:
         shared.query.await_ready(index)
     maximum, partial_sums, acc = lax.cond(

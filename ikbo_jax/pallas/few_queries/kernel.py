@@ -34,7 +34,7 @@ Synchronisations:
   5. `exchange_ready[0]`, `exchange_free[0]`  consumer 1 -> 0 and back: sums over half of the keys.
   6. Named barriers: the consumers wait for each other after consumer 0 has zeroed values past a
      user's length, if both use them; with `turns`, they take turns at issuing products.
-  7. Those of `merging` and of `listing`, in launches that use them.
+  7. Those of `merging`, `listing` and `gathering`, in launches that use them.
 
 Both consumers wait for every block, and free it, whether they use it or not. A consumer waits for
 block n only after it has freed block n - 1 of the same ring, and for values only after it has freed

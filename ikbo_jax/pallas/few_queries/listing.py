@@ -4,7 +4,7 @@ The two consumers read the whole index, each of their 256 threads a share of it 
 write the numbers of a user's candidates to shared memory. They are in the order of threads, which
 is the same in every CTA, so that the CTAs of a user's slots list different candidates. All loads of
 the index are in flight at once, while the first block of keys is on its way. The consumers then
-gather the queries of an item, and store results to the rows of its candidates. The items of a
+gather queries (`gathering`), and store results to the rows of their candidates. The items of a
 bundle have the same candidates, and differ in their query heads: one listing serves all of them.
 
 XLA would sort the index, gather queries and results, and invert the order, in six kernels of 1 to
@@ -18,7 +18,7 @@ Synchronisations, besides those of the kernel:
      sends the bundle's first item; the consumers list again only after its last one, whose
      descriptor says so.
   3. A named barrier at the end of `find`: the list is complete.
-  4. A named barrier in `load_queries`: the queries are.
+  4. Those of `gathering`, which are named barriers, too.
 """
 
 from __future__ import annotations
@@ -34,20 +34,12 @@ from jaxlib.mlir.dialects import arith, scf
 
 from ikbo_jax.pallas.hopper import mosaic, stores, turns, warps
 from ikbo_jax.problems.few_queries import LISTED, LISTING_WARPS
-from ikbo_jax.problems.hopper import (
-    BLOCK_K,
-    NUM_CONSUMERS,
-    WARPGROUP_SIZE,
-    WGMMA_M,
-    column_blocks,
-)
+from ikbo_jax.problems.hopper import NUM_CONSUMERS, WARPGROUP_SIZE
 
 #: The named barrier at which the consumers wait for each other; `consumer` uses the next one.
 BARRIER = turns.TURN_BARRIER + NUM_CONSUMERS + 1
-#: Elements of 16 bytes.
-_VECTOR = 8
 #: Candidates of an index of which one load takes the users, 16 bytes, and threads that load.
-_PART, _THREADS = 4, LISTING_WARPS * warps.LANES
+_PART, THREADS = 4, LISTING_WARPS * warps.LANES
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 
 
@@ -59,12 +51,12 @@ def find(ctx: Any, user: Any, rank: Any) -> None:
     """
     listing, index = ctx.shared.listing, ctx.operands.cand_to_user
     if ctx.interpret:
-        _synchronise(ctx)
+        synchronise(ctx)
         pl.when(ctx.consumer == 0)(lambda: _find_at_once(ctx, user, rank))
     else:
         _find(ctx, index, listing, user, rank)
     plgpu.barrier_arrive(ctx.shared.listed.at[0])
-    _synchronise(ctx)
+    synchronise(ctx)
 
 
 def _find_at_once(ctx: Any, user: Any, rank: Any) -> None:
@@ -126,7 +118,7 @@ class _Share:
 
     def __init__(self, batch: int, thread: ir.Value) -> None:
         self._parts, self._rest = divmod(batch, _PART)
-        self._loads = pl.cdiv(self._parts, _THREADS)
+        self._loads = pl.cdiv(self._parts, THREADS)
         self._thread = thread
 
     def find(self, index: ir.Value, user: ir.Value, users: int) -> list[ir.Value]:
@@ -136,9 +128,9 @@ class _Share:
         is_inside: list[ir.Value | None] = []
         # All loads are issued before the first one is waited for.
         for i in range(self._loads):
-            part = arith.addi(self._thread, mgpu.c(i * _THREADS, i32))
+            part = arith.addi(self._thread, mgpu.c(i * THREADS, i32))
             is_part = None
-            if (i + 1) * _THREADS > self._parts:
+            if (i + 1) * THREADS > self._parts:
                 is_part = arith.cmpi(predicates.slt, part, mgpu.c(self._parts, i32))
                 part = arith.minsi(part, mgpu.c(self._parts - 1, i32))
             first = arith.muli(part, mgpu.c(_PART, i32))
@@ -204,7 +196,7 @@ class _Share:
     def _candidate(self, element: ir.Value) -> ir.Value:
         i32 = ir.IntegerType.get_signless(32)
         part = arith.divui(element, mgpu.c(_PART, i32))
-        part = arith.addi(arith.muli(part, mgpu.c(_THREADS, i32)), self._thread)
+        part = arith.addi(arith.muli(part, mgpu.c(THREADS, i32)), self._thread)
         first = arith.muli(part, mgpu.c(_PART, i32))
         candidate = arith.addi(first, arith.remui(element, mgpu.c(_PART, i32)))
         if not self._rest:
@@ -223,109 +215,6 @@ def await_total(ctx: Any) -> Any:
     return total
 
 
-def load_queries(ctx: Any, item: Any, index: Any) -> None:
-    """Both consumers gather the queries of an item's candidates into its slot.
-
-    Rows past the item's rows, and columns past H, are zeros.
-    """
-    tiles = ctx.shared.query.matrix(index)
-    if ctx.interpret:
-        pl.when(ctx.consumer == 0)(lambda: _gather_one_by_one(ctx, item, tiles))
-    else:
-        _gather(ctx, item, tiles)
-    plgpu.commit_smem()
-    _synchronise(ctx)
-
-
-def _gather_one_by_one(ctx: Any, item: Any, tiles: Any) -> None:
-    shape, query = ctx.shape, ctx.operands.query
-    for block in range(column_blocks(shape.head_dim)):
-        width = min(BLOCK_K, shape.head_dim - block * BLOCK_K)
-        for tile in range(ctx.tiles):
-            tiles[tile, block] = jnp.zeros((WGMMA_M, BLOCK_K), tiles.dtype)
-
-        @pl.loop(0, item.rows)
-        def _(row: Any, block: int = block, width: int = width) -> None:
-            candidate = ctx.shared.listing[row // shape.q_len]
-            source = candidate * shape.q_len + row % shape.q_len
-            for member in range(shape.group):
-                target = member * shape.head_rows + row % shape.head_rows
-                columns = pl.ds(block * BLOCK_K, width)
-                values = query[source, item.head + member, columns]
-                tiles[row // shape.head_rows, block, target, :width] = values
-
-
-def _gather(ctx: Any, item: Any, tiles: Any) -> None:
-    shape, height = ctx.shape, WGMMA_M
-    _, heads, width = ctx.operands.query.shape
-    blocks = column_blocks(width)
-    vectors = BLOCK_K // _VECTOR  # of a row of a block
-    threads = NUM_CONSUMERS * WARPGROUP_SIZE
-
-    @plgpu.inline_mgpu(
-        arg_types=(
-            plgpu.RefType(),
-            plgpu.RefType(),
-            plgpu.RefType(mosaic.operand_transforms(tiles.dtype)),
-            _SCALAR,
-            _SCALAR,
-            _SCALAR,
-        )
-    )
-    def copy(_: Any, query: ir.Value, listing: ir.Value, tiles: ir.Value, *scalars: Any) -> None:
-        i32, byte = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
-        i = arith.CmpIPredicate
-        consumer, count, head = (s.registers.item() for s in scalars)
-        thread = arith.addi(
-            arith.muli(consumer, mgpu.c(WARPGROUP_SIZE, i32)), stores.thread_number()
-        )
-        vector = arith.remui(thread, mgpu.c(vectors, i32))
-        first = arith.divui(thread, mgpu.c(vectors, i32))
-        copies = []
-        # All rows of a thread are loaded before the first one is stored.
-        for step in range(ctx.tiles * height * vectors // threads):
-            tile, begin = divmod(step * threads // vectors, height)
-            tile_row = arith.addi(first, mgpu.c(begin, i32))
-            member = arith.divui(tile_row, mgpu.c(shape.head_rows, i32))
-            row = arith.remui(tile_row, mgpu.c(shape.head_rows, i32))
-            row = arith.addi(row, mgpu.c(tile * shape.head_rows, i32))
-            source = listed_row(listing, row, shape.q_len)
-            is_row = arith.andi(
-                arith.cmpi(i.slt, row, count),
-                arith.cmpi(i.slt, member, mgpu.c(shape.group, i32)),
-            )
-            swizzled = arith.xori(vector, arith.remui(tile_row, mgpu.c(vectors, i32)))
-            offset = arith.addi(
-                arith.muli(tile_row, mgpu.c(mosaic.SWIZZLE, i32)),
-                arith.muli(swizzled, mgpu.c(16, i32)),
-            )
-            for block in range(blocks):
-                column = arith.addi(
-                    arith.muli(vector, mgpu.c(_VECTOR, i32)), mgpu.c(block * BLOCK_K, i32)
-                )
-                is_inside = arith.cmpi(i.slt, column, mgpu.c(width, i32))
-                terms = [(source, heads * width), (arith.addi(head, member), width), (column, 1)]
-                words = mgpu.utils.inline_ptx(
-                    "{ .reg .pred p; setp.ne.b32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; "
-                    "mov.b32 $2, 0; mov.b32 $3, 0; @p ld.global.v4.b32 {$0, $1, $2, $3}, [$4]; }",
-                    stores.device_address(query, terms, 2),
-                    arith.extui(i32, arith.andi(is_row, is_inside)),
-                    result_types=[i32] * 4,
-                    has_side_effects=True,
-                )
-                at = (tile * blocks + block) * height * mosaic.SWIZZLE
-                copies.append((arith.addi(offset, mgpu.c(at, i32)), words))
-        for offset, words in copies:
-            mgpu.utils.inline_ptx(
-                "st.shared.v4.b32 [$0], {$1, $2, $3, $4};",
-                mgpu.utils.getelementptr(mgpu.utils.memref_ptr(tiles), [offset], byte),
-                *words,
-                has_side_effects=True,
-            )
-
-    copy(ctx.operands.query, ctx.shared.listing, tiles, ctx.consumer, item.rows, item.head)
-
-
 def listed_row(listing: ir.Value, row: ir.Value, q_len: int) -> ir.Value:
     """The row of the query, or of a result, that is row `row` of the item."""
     i32 = ir.IntegerType.get_signless(32)
@@ -335,7 +224,7 @@ def listed_row(listing: ir.Value, row: ir.Value, q_len: int) -> ir.Value:
     )
 
 
-def _synchronise(ctx: Any) -> None:
+def synchronise(ctx: Any) -> None:
     """The consumers wait for each other."""
     mosaic.named_barrier("sync", jnp.int32(BARRIER), turns.CONSUMER_THREADS)
 

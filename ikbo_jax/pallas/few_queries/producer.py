@@ -148,8 +148,12 @@ def _blocks_of_split(ctx: Context, split: Any) -> Any:
 
 
 def _rotation(ctx: Context, user: Any, blocks: Any) -> Any:
-    """The first block that is loaded of a user: users' first blocks are spread evenly."""
-    return lax.rem(user * max(1, ctx.split_blocks // ctx.shape.users), blocks)
+    """The first block that is loaded of a user: users' first blocks are spread evenly.
+
+    Without blocks it is 0. A division by 0 would let the compiler assume that there are blocks.
+    """
+    spread = user * max(1, ctx.split_blocks // ctx.shape.users)
+    return lax.rem(spread, jnp.maximum(blocks, 1))
 
 
 def _load_first_keys(ctx: Context, place: Place) -> Any:
@@ -273,7 +277,9 @@ def _send_listed(ctx: Context, count: Any, loaded: Any, progress: _Progress) -> 
 
         def one_item(member: Any, progress: _Progress) -> _Progress:
             is_last = member == members - 1
-            further = (jnp.where(is_last, next_user, -1), next_rank)
+            gathered = jnp.minimum(members - member, ctx.gathered)
+            gathered = jnp.where(lax.rem(member, ctx.gathered) == 0, gathered, 0)
+            further = (jnp.where(is_last, next_user, -1), next_rank, gathered)
             is_loaded = (loaded >= 0) & (member == 0)
             ctx.shared.query.await_free(progress.items)
             return _send_rows(ctx, progress, item, ctx.place(i, member), is_loaded, further)
