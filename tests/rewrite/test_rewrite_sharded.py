@@ -118,7 +118,7 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["auto"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("model", STEPS)
 def test_a_training_step_gathers_nothing(model, kind):
     """Candidates divided, users and weights replicated: only gradients are summed."""
@@ -139,6 +139,8 @@ def test_a_training_step_gathers_nothing(model, kind):
     expected = jax.device_get(step(model)(user, weight, cand, index))
     with jax.set_mesh(mesh):
         args = put(mesh, user), put(mesh, weight), put(mesh, cand, "x"), put(mesh, index, "x")
+        (report,) = ikbo.explain(ikbo.rewrite(model), args[0], args[3], args[1], args[2]).notes
+        assert report.changed
         compiled = step(ikbo.rewrite(model)).lower(*args).compile()
         results = compiled(*args)
     for found, wanted in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
