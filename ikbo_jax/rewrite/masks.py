@@ -35,6 +35,7 @@ from ikbo_jax.ops.attention import attention, merge_attention
 from ikbo_jax.ops.gdpa import gdpa
 from ikbo_jax.ops.gdpa_arguments import equal_offsets
 from ikbo_jax.rewrite import staged
+from ikbo_jax.rewrite.in_turns import in_turns
 from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.registry import NotCovered
 from ikbo_jax.rewrite.scores import Fill, Logits, Scores
@@ -355,9 +356,7 @@ def _exact_where_logits_remain(
         return jnp.where(is_empty, exact.astype(uniform.dtype), uniform)
 
     def exact_rows(key: jax.Array, value: jax.Array, *rows: jax.Array) -> jax.Array:
-        row = functools.partial(exact_row, key, value)
-        replaced: jax.Array = lax.map(row, rows, batch_size=min(64, len(rows[0])))
-        return replaced
+        return in_turns(functools.partial(exact_row, key, value), rows)
 
     @jax.jit
     def rows_without_kept_keys(out: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""`rewrite` of models whose candidates Explicit mesh axes divide; users and weights are whole."""
+"""`rewrite` of models whose candidates are divided over devices; users and weights are whole."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ikbo_jax as ikbo
+from ikbo_jax.rewrite import in_turns
 
-U, B, S, D, V, SESSIONS = 3, 88, 4, 8, 5, 6
+U, B, S, D, V, SESSIONS = 3, 1024, 4, 8, 5, 6
 
 
 def arrays() -> tuple[Any, Any, Any]:
@@ -46,10 +47,14 @@ def arrays() -> tuple[Any, Any, Any]:
 
 def look_up(x: Any, index: Any) -> Any:
     """Rows that are divided as the index is. Explicit axes want to be told."""
-    sharding = jax.typeof(index).sharding
-    if sharding.mesh.empty:
-        return x[index]
-    return x.at[index].get(out_sharding=sharding)
+    sharding = explicit_sharding(index)
+    return x[index] if sharding is None else x.at[index].get(out_sharding=sharding)
+
+
+def explicit_sharding(x: Any) -> Any:
+    """How Explicit axes divide an array; None if none do."""
+    sharding = jax.typeof(x).sharding
+    return sharding if any(sharding.spec) else None
 
 
 def features_of_one_index(w, users, c):
@@ -116,8 +121,7 @@ def sessions_of_users(w, users, c):
 
 def filled(w, users, c):
     index, options = jnp.where(c["index"] == 1, 9, c["index"]), {}
-    sharding = jax.typeof(index).sharding
-    if not sharding.mesh.empty:
+    if (sharding := explicit_sharding(index)) is not None:
         options["out_sharding"] = sharding
     rows = users["user"].at[index].get(mode="fill", fill_value=0.5, **options)
     return jnp.tanh(jnp.concatenate([rows, c["cand"]], axis=1) @ w["two"])
@@ -126,7 +130,7 @@ def filled(w, users, c):
 def resharded(w, users, c):
     """The looked-up values are divided along their features, and back again."""
     x = jnp.tanh(look_up(users["user"], c["index"]) @ w["own"])
-    if not (sharding := jax.typeof(x).sharding).mesh.empty:
+    if (sharding := explicit_sharding(x)) is not None:
         x = jax.sharding.reshard(x, sharding.update(spec=P(None, sharding.mesh.axis_names[-1])))
         x = jax.sharding.reshard(jnp.tanh(x), sharding)
     else:
@@ -151,18 +155,20 @@ MODELS: dict[str, Callable[..., Any]] = {
     "filled": filled,
     "resharded": resharded,
 }
-MESHES: dict[str, tuple[Any, Any, Any]] = {
-    "one_axis": ((8,), ("x",), P("x")),
-    "both_axes": ((2, 4), ("x", "y"), P(("x", "y"))),
-    "one_of_two_axes": ((2, 4), ("x", "y"), P("x")),
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+MESHES: dict[str, tuple[Any, Any, Any, AxisType]] = {
+    "auto": ((8,), ("x",), P("x"), AUTO),
+    "one_axis": ((8,), ("x",), P("x"), EXPLICIT),
+    "both_axes": ((2, 4), ("x", "y"), P(("x", "y")), EXPLICIT),
+    "one_of_two_axes": ((2, 4), ("x", "y"), P("x"), EXPLICIT),
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("label", MODELS)
 @pytest.mark.parametrize("layout", MESHES)
-def test_a_training_step(layout: str, name: str) -> None:
+def test_a_training_step(layout: str, label: str) -> None:
     """Values and gradients are the original's, and no candidate's row or gradient is gathered."""
-    model, (weights, users, candidates) = MODELS[name], arrays()
+    model, (weights, users, candidates) = MODELS[label], arrays()
     floats = {name: x for name, x in users.items() if x.dtype == np.float32}
 
     def step(fn):
@@ -173,8 +179,8 @@ def test_a_training_step(layout: str, name: str) -> None:
 
     args = weights, floats, users, candidates
     expected = jax.device_get(step(model)(*args))
-    sizes, axes, spec = MESHES[layout]
-    mesh = jax.make_mesh(sizes, axes, axis_types=(AxisType.Explicit,) * len(axes))
+    sizes, axes, spec, kind = MESHES[layout]
+    mesh = jax.make_mesh(sizes, axes, axis_types=(kind,) * len(axes))
     with jax.set_mesh(mesh):
         whole, divided = NamedSharding(mesh, P()), NamedSharding(mesh, spec)
         placed = (*jax.device_put(args[:3], whole), jax.device_put(candidates, divided))
@@ -185,7 +191,24 @@ def test_a_training_step(layout: str, name: str) -> None:
     for found, wanted in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max() + 1e-7)
     collective = r" = (\S+|\(.*?\)) (all-\w+|collective-permute|reduce-scatter)(?:-start)?\("
-    moved = [x for x, _ in re.findall(collective, compiled.as_text())]
-    of_candidates = {x for x in moved if re.search(rf"\b{B}\b", x)}
-    # `gdpa` gathers the index.
-    assert of_candidates <= ({f"s32[{B}]{{0}}"} if name in ("added_mask", "activation") else set())
+    for shape, name in re.findall(collective, compiled.as_text()):
+        if name == "all-reduce":
+            assert not re.search(rf"\b{B}\b", shape), shape
+        elif shape.startswith(f"s32[{B}]") and name == "all-gather":
+            # `gdpa` gathers the index.
+            assert label in ("added_mask", "activation")
+        else:
+            dims = re.findall(r"\d+", re.findall(r"\[(.*?)\]", shape)[0])
+            assert np.prod([int(n) for n in dims]) < B, (name, shape)
+
+
+@pytest.mark.parametrize("batch", [1, 5, 64, 88, 97, 130, 1000, 1024])
+def test_rows_in_turns(batch: int) -> None:
+    rows = jnp.arange(batch * 3.0).reshape(batch, 3), jnp.arange(float(batch))
+
+    def of_row(row):
+        return jnp.stack([row[0].sum(), row[0][0] * row[1]])
+
+    np.testing.assert_array_equal(in_turns.in_turns(of_row, rows), jax.vmap(of_row)(rows))
+    count = in_turns._rows_in_a_turn(batch)
+    assert count == {64: 64, 88: 8, 1000: 40, 1024: 64}.get(batch, 0)
