@@ -189,7 +189,7 @@ def test_a_training_step(layout: str, label: str) -> None:
         results = jax.device_get(compiled(*placed))
     assert report.changed
     for found, wanted in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max() + 1e-7)
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=5e-5 * np.abs(wanted).max() + 1e-7)
     collective = r" = (\S+|\(.*?\)) (all-\w+|collective-permute|reduce-scatter)(?:-start)?\("
     for shape, name in re.findall(collective, compiled.as_text()):
         if name == "all-reduce":
