@@ -59,6 +59,8 @@ ad.primitive_jvps[note_p] = lambda primals, tangents, *, note: (
     note_p.bind(*primals, note=note),
     *tangents,
 )
+# For `jax.linear_transpose`; derivatives hold no note.
+ad.primitive_transposes[note_p] = lambda cotangent, _, *, note: [cotangent]
 batching.primitive_batchers[note_p] = lambda args, dims, *, note: (
     note_p.bind(*args, note=note),
     dims[0],

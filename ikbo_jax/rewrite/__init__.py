@@ -20,6 +20,7 @@ from ikbo_jax.rewrite import (  # noqa: F401  These register rules.
     merged_rules,
     pairs,
     reshape,
+    resharding,
     row_rules,
     rules,
     shard_map,

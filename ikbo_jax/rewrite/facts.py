@@ -20,7 +20,7 @@ from ikbo_jax.rewrite.lineage import base_of, is_only_broadcast, is_plain
 Interval = tuple[int, int]
 
 #: Primitives that move or repeat elements and change none.
-MOVES = ("broadcast_in_dim", "reshape", "squeeze", "transpose", "copy", "pvary")
+MOVES = ("broadcast_in_dim", "reshape", "squeeze", "transpose", "copy", "pvary", "reshard")
 #: The depth to which producing equations are followed.
 _DEPTH = 16
 
@@ -55,6 +55,7 @@ _ARITHMETIC: dict[str, Callable[..., Any]] = {
     "convert_element_type": lambda _, x: x,
     "broadcast_in_dim": lambda _, x: x,
     "pvary": lambda _, x: x,
+    "reshard": lambda _, x: x,
     "reshape": lambda _, x: x,
     "squeeze": lambda _, x: x,
     "sqrt": lambda _, x: np.sqrt(x),

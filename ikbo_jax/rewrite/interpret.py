@@ -225,7 +225,10 @@ class Context:
             reason = f"the rule of {name} raised {described(error)}"
         if name in LOOKUPS:
             self.looked_up(eqn, "refused", reason)
-        operands = [self.materialise(eqn, operand, reason) for operand in operands]
+        operands = [
+            staged.placed_as(self.materialise(eqn, operand, reason), v.aval)
+            for operand, v in zip(operands, eqn.invars, strict=True)
+        ]
         return _as_list(eqn, self.bind(eqn, *operands))
 
     def _by_rule(

@@ -22,6 +22,7 @@ the mask's number F, as the softmax sees it, and on whether `where` or an additi
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -34,6 +35,7 @@ from ikbo_jax.ops.attention import attention, merge_attention
 from ikbo_jax.ops.gdpa import gdpa
 from ikbo_jax.ops.gdpa_arguments import equal_offsets
 from ikbo_jax.rewrite import staged
+from ikbo_jax.rewrite.in_turns import in_turns
 from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.registry import NotCovered
 from ikbo_jax.rewrite.scores import Fill, Logits, Scores
@@ -126,7 +128,7 @@ class _Operands(NamedTuple):
 
     def of_user(self, x: jax.Array) -> jax.Array:
         """Looks [users, ...] up by candidate: [batch, queries, ...]."""
-        rows = jnp.expand_dims(x.at[self.users].get(mode="promise_in_bounds"), 1)
+        rows = jnp.expand_dims(staged.take_rows(x, self.users, 0), 1)
         return jnp.broadcast_to(rows, (*self.query.shape[:2], *x.shape[1:]))
 
 
@@ -337,15 +339,15 @@ def _exact_where_logits_remain(
     That is, if some logit of such a row may exceed the rounding of the mask's number. `cost` counts
     no work of `rows_without_kept_keys`, which only such requests run.
     """
-    empty_rows = empty.at[operands.users].get(mode="promise_in_bounds")
+    empty_rows = staged.take_rows(empty, operands.users, 0)
 
     def largest(x: jax.Array, rows: jax.Array) -> jax.Array:
         squares = jnp.max(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=-1), axis=(1, 2))
         return jnp.max(jnp.where(rows, squares, 0.0))
 
-    def exact_row(row: tuple[jax.Array, ...]) -> jax.Array:
+    def exact_row(key: jax.Array, value: jax.Array, row: tuple[jax.Array, ...]) -> jax.Array:
         query, user, is_empty, uniform = row
-        key, value = (x.at[user].get(mode="promise_in_bounds") for x in operands[1:3])
+        key, value = (x.at[user].get(mode="promise_in_bounds") for x in (key, value))
         products = jnp.einsum("tnh,snh->nts", query, key, preferred_element_type=jnp.float32)
         number = np.asarray(fill.value / fill.after, fill.added)
         logits = (products * (operands.scale / fill.after)).astype(fill.added) + number
@@ -353,10 +355,14 @@ def _exact_where_logits_remain(
         exact = jnp.einsum("nts,snh->tnh", weights, value.astype(jnp.float32))
         return jnp.where(is_empty, exact.astype(uniform.dtype), uniform)
 
+    def exact_rows(key: jax.Array, value: jax.Array, *rows: jax.Array) -> jax.Array:
+        return in_turns(functools.partial(exact_row, key, value), rows)
+
     @jax.jit
     def rows_without_kept_keys(out: jax.Array) -> jax.Array:
         rows = operands.query, operands.users, empty_rows, out
-        replaced: jax.Array = lax.map(exact_row, rows, batch_size=min(64, len(empty_rows)))
+        divided = staged.over_auto_axes(exact_rows, jax.typeof(out).sharding)
+        replaced: jax.Array = divided(*operands[1:3], *rows)
         return replaced
 
     def checked(out: jax.Array) -> jax.Array:

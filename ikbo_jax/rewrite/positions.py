@@ -98,15 +98,20 @@ def gather_of_candidates(ctx: Context, eqn: Any, operand: Lazy, indices: Any) ->
     )
     operand = lineage.spread_axes(operand, range(len(operand.shape)))
     ctx.recorder.saved(eqn, operand.origins, "lookup of pairs", True)
-    return ctx.bind(
-        eqn,
-        operand.base,
-        lax.concatenate([column, indices], indices.ndim - 1),
-        dimension_numbers=numbers,
-        slice_sizes=tuple(sizes),
-        indices_are_sorted=False,
-        unique_indices=False,
-    )
+
+    def look_up(base: Any, column: Any, indices: Any) -> Any:
+        return ctx.bind(
+            eqn,
+            base,
+            lax.concatenate([column, indices], indices.ndim - 1),
+            dimension_numbers=numbers,
+            slice_sizes=tuple(sizes),
+            indices_are_sorted=False,
+            unique_indices=False,
+        )
+
+    sharding = eqn.outvars[0].aval.sharding
+    return staged.over_auto_axes(look_up, sharding)(operand.base, column, indices)
 
 
 def scatter(ctx: Context, eqn: Any, x: Any, indices: Any, updates: Any) -> Any:

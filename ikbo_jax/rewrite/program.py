@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 from jax.extend import core, source_info_util
 
 from ikbo_jax.ops import explain
-from ikbo_jax.rewrite import cost
+from ikbo_jax.rewrite import cost, variants
 from ikbo_jax.rewrite.dead_code import without_dead_code
 from ikbo_jax.rewrite.equations import described
 from ikbo_jax.rewrite.interpret import LOOKUPS, RETURNED, Context
-from ikbo_jax.rewrite.jaxprs import call, evaluate, trace, wrapped
+from ikbo_jax.rewrite.jaxprs import call, evaluate, trace
 from ikbo_jax.rewrite.lineage import is_plain
 from ikbo_jax.rewrite.program_cache import ProgramCache
 from ikbo_jax.rewrite.recorder import Recorder
@@ -51,8 +51,8 @@ _TRACED = object()
 class _Original:
     """The original program, whose traced constants become arguments.
 
-    The reason: `jax.custom_jvp` does not differentiate by tracers that its function closes over.
-    And a derivative holds this object as long as the traced program, but must hold no tracers.
+    The reason: an equation is differentiated by its operands alone. And a derivative holds this
+    object as long as the traced program, but must hold no tracers.
 
     Attributes:
       jaxpr: the program, without dead equations, with `_TRACED` in place of every traced constant.
@@ -126,7 +126,11 @@ class _Original:
         except ImportError:
             raise
         except Exception:
-            return trace(lambda *inputs: self.call(inputs), inputs, self.jaxpr)
+            return self.as_it_is(inputs)
+
+    def as_it_is(self, inputs: Sequence[Any]) -> core.Jaxpr:
+        """The original as a jaxpr of `inputs`."""
+        return trace(lambda *inputs: self.call(inputs), inputs, self.jaxpr)
 
 
 def _producers(program: core.Jaxpr) -> list[Any]:
@@ -182,16 +186,12 @@ def _rewritten(original: _Original, inputs: list[Any]) -> tuple[Recorder, list[A
         return recorder, original.call(inputs)
     if not chosen.gradient_differs:
         return chosen, call(program, inputs, "rewritten")
-    if any(map(_is_batched, inputs)):
-        # The derivative of what `jax.vmap` makes of a `jax.custom_jvp` is batched in forward mode,
-        # which the ops refuse as JAX does.
-        return chosen, call(tried.differentiated(inputs), inputs, "rewritten")
-    return chosen, _with_exact_derivative(tried, program, inputs)
-
-
-def _is_batched(x: Any) -> bool:
-    """Whether `jax.vmap` is the innermost transformation of an array."""
-    return type(x).__name__ == "BatchTracer"  # JAX exports no type for it
+    # The traced program holds this object, so it must not hold the tracers `inputs`.
+    exact = variants.Exact(
+        functools.partial(tried.differentiated, program.in_avals),
+        functools.partial(tried.as_it_is, program.in_avals),
+    )
+    return chosen, variants.bind(program, exact, inputs)
 
 
 #: How many tables are left out, one after another, if the rewritten program would cost more.
@@ -203,7 +203,7 @@ def _interpreted(original: _Original, inputs: list[Any], recorder: Recorder) -> 
     try:
         program = original.rewritten(inputs, recorder, differentiated=False)
         if recorder.gradient_differs and program.effects:
-            # A `jax.custom_jvp` refuses effects.
+            # The primitive with two variants refuses effects.
             program = original.rewritten(inputs, _muted(), differentiated=True)
             recorder.gradient_differs = False
         if recorder.changed:
@@ -215,43 +215,6 @@ def _interpreted(original: _Original, inputs: list[Any], recorder: Recorder) -> 
         recorder.refusal = f"its rewriting raised {described(error)}"
         return None
     return program
-
-
-def _with_exact_derivative(
-    original: _Original, program: core.Jaxpr, inputs: Sequence[Any]
-) -> list[Any]:
-    """The results of a rewritten program, with the derivative of the variant for derivatives.
-
-    The variant is traced only if the program is differentiated. This function does the work of
-    `jax.custom_jvp`, except for naming all arguments: for a model's weights, the names take a tenth
-    of the time of tracing the model.
-    """
-
-    # The traced program holds these functions, so they must not hold the tracers `inputs`.
-    def values(*inputs: Any) -> list[Any]:
-        return call(program, inputs, "rewritten")
-
-    def jvp(*primals_and_tangents: Any) -> list[Any]:
-        count = len(primals_and_tangents) // 2
-        primals, tangents = primals_and_tangents[:count], primals_and_tangents[count:]
-        exact = original.differentiated(primals)
-        # The remaining arguments have no tangent; integers and PRNG keys never have one.
-        active = [n for n, x in enumerate(tangents) if not isinstance(x, SymbolicZero)]
-
-        def of_active(*values: Any) -> Any:
-            merged = list(primals)
-            for n, value in zip(active, values, strict=True):
-                merged[n] = value
-            return evaluate(exact, merged)
-
-        results = jax.jvp(of_active, [primals[n] for n in active], [tangents[n] for n in active])
-        return [x for part in results for x in part]
-
-    functions = tuple(wrapped(fn, program) for fn in (values, jvp))
-    results: list[Any] = core.primitives.custom_jvp_call_p.bind(
-        *inputs, subfuns=functions, symbolic_zeros=True
-    )
-    return results
 
 
 def _muted() -> Recorder:

@@ -87,7 +87,10 @@ def without_unused(operand: Any, fine: Lineage, axis: int) -> Any:
     batch. If the result is infinity or NaN, as for a norm of padding, its gradient of 0 would turn
     the gradient of every weight into NaN.
     """
-    used = jnp.zeros(fine.users, jnp.bool_).at[fine.index].set(True, mode="promise_in_bounds")
+    # A sum of ones: XLA's partitioner adds up what parts of a sharded index sum. To set flags, it
+    # would gather the index.
+    taken = jnp.zeros(fine.users, jnp.int32).at[fine.index].add(1, mode="promise_in_bounds")
+    used = taken > 0
     base = base_of(operand)
     if jnp.issubdtype(base.dtype, jnp.inexact):
         # The gradient of a selection is one. That of a lookup would be a scatter, by atomic

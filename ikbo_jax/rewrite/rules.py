@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -155,12 +155,12 @@ def narrowed(x: Any) -> Any:
     return first.reshape([1] * np.ndim(x)) if array.tobytes() == first.tobytes() * len(array) else x
 
 
-def _common_shape(eqn: Any, bases: list[Any]) -> list[Any]:
-    """Broadcasts the operands of primitives that require equal shapes."""
+def _common_shape(eqn: Any, bases: Sequence[Any]) -> Sequence[Any]:
+    """Broadcasts the operands of primitives that require equal shapes, and equal shardings."""
     if eqn.primitive.name not in ("select_n", "clamp"):
         return bases
     shape = lax.broadcast_shapes(*(np.shape(x) for x in bases))
-    return [spread(x, shape) if np.ndim(x) else x for x in bases]
+    return staged.alike([spread(x, shape) if np.ndim(x) else x for x in bases])
 
 
 def _over_parts(

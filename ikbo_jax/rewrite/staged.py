@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core, source_info_util
 from jax.interpreters import partial_eval
+from jax.sharding import AxisType, PartitionSpec
 
 from ikbo_jax.ops import explain
 
@@ -221,12 +222,66 @@ def take_rows(x: Any, index: Any, axis: int) -> Any:
     offset = tuple([d for d in range(len(shape)) if d != axis])
     numbers = lax.GatherDimensionNumbers(offset, (axis,), (axis,))
     sizes = (*shape[:axis], 1, *shape[axis + 1 :])
-    index = expand_dims(index, (1,))
-    out = _direct(lax.gather_p, (x, index), dimension_numbers=numbers, slice_sizes=sizes)
-    if out is None:
+    column = expand_dims(index, (1,))
+    out = _direct(lax.gather_p, (x, column), dimension_numbers=numbers, slice_sizes=sizes)
+    if out is not None:
+        return out
+
+    def gather(x: Any, column: Any) -> Any:
         mode = lax.GatherScatterMode.PROMISE_IN_BOUNDS
-        return lax.gather(x, index, numbers, sizes, mode=mode)
-    return out
+        return lax.gather(x, column, numbers, sizes, mode=mode)
+
+    if not any(entries := mesh_axes(index)):
+        return gather(x, column)
+    spec = [*jax.typeof(x).sharding.spec]
+    spec[axis : axis + 1] = entries
+    sharding = jax.typeof(index).sharding.update(spec=PartitionSpec(*spec))
+    return over_auto_axes(gather, sharding)(x, column)
+
+
+def alike(arrays: Sequence[Any]) -> Sequence[Any]:
+    """Arrays of one shape, and numbers; all divided as the first of them that mesh axes divide."""
+    if _trace_of(arrays) is not None:
+        return arrays
+    like = next((jax.typeof(x) for x in arrays if any(mesh_axes(x))), None)
+    if like is None:
+        return arrays
+    return [placed_as(x, like) if np.shape(x) == like.shape else x for x in arrays]
+
+
+def placed_as(x: Any, aval: Any) -> Any:
+    """An array that is divided as the type says, if that names Explicit mesh axes.
+
+    A broadcast that is put off forgets how its result is divided.
+    """
+    if type(aval) is not jax.core.ShapedArray or is_local(aval):
+        return x
+    wanted = aval.sharding
+    if AxisType.Explicit not in wanted.mesh.axis_types or jax.typeof(x).sharding == wanted:
+        return x
+    return jax.sharding.reshard(x, wanted)
+
+
+def mesh_axes(x: Any) -> Sequence[Any]:
+    """The mesh axes over which the type of an array divides it; () where a type names no mesh."""
+    aval = jax.typeof(x)
+    return () if is_local(aval) else aval.sharding.spec
+
+
+def over_auto_axes(fn: Callable[..., Any], sharding: Any) -> Callable[..., Any]:
+    """A function of arrays with one result, which runs as if its mesh axes were Auto.
+
+    Args:
+      fn: the function. It must not close over arrays.
+      sharding: how its result is divided. If no Explicit mesh axes divide it, the function is
+        returned.
+    """
+    if sharding.mesh.empty or AxisType.Explicit not in sharding.mesh.axis_types:
+        return fn
+    if not any(sharding.spec):
+        return fn
+    divided: Callable[..., Any] = jax.sharding.auto_axes(fn, out_sharding=sharding)
+    return divided
 
 
 def exp(x: Any) -> Any:

@@ -78,6 +78,80 @@ def test_values_gradients_and_layouts_are_the_originals(model, layout, kind):
         np.testing.assert_allclose(np.asarray(found), np.asarray(wanted), atol=1e-5)
 
 
+def compressed(user, index, weight, cand):
+    return jnp.einsum("mk,bkn->bmn", weight, jnp.concatenate([look_up(user, index), cand], axis=1))
+
+
+def attended(user, index, weight, cand):
+    keys = look_up(user, index)
+    logits = jnp.einsum("bqd,bkd->bqk", cand, keys @ weight)
+    return jnp.einsum("bqk,bkd->bqd", jax.nn.softmax(logits, axis=-1), jnp.tanh(keys))
+
+
+def activation_unit(user, index, weight, cand):
+    """DIN's, whose product of user and candidate is no broadcast."""
+    keys = look_up(user, index)
+    query = jnp.broadcast_to(cand[:, :1], keys.shape)
+    hidden = jax.nn.relu(jnp.concatenate([keys, query, keys * query], axis=-1) @ weight)
+    return jnp.sum(jax.nn.sigmoid(hidden.sum(axis=-1, keepdims=True)) * keys, axis=1)
+
+
+def tower(user, index, weight, cand):
+    x = jnp.concatenate([look_up(user, index), cand], axis=1)
+    return jax.nn.relu(x @ weight + weight[:1]) @ weight.T
+
+
+def look_up(user, index):
+    """The users' rows. Explicit axes want to know how these are sharded."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if AxisType.Explicit not in mesh.axis_types:
+        return user[index]
+    return user.at[index].get(out_sharding=P("x"))
+
+
+#: By model, the shapes of a user's or candidate's rows, and of the weight.
+STEPS = {
+    tower: ((8,), (16, 24)),
+    compressed: ((4, 8), (6, 8)),
+    attended: ((4, 8), (8, 8)),
+    activation_unit: ((4, 8), (24, 16)),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("model", STEPS)
+def test_a_training_step_gathers_nothing(model, kind):
+    """Candidates divided, users and weights replicated: only gradients are summed."""
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(KINDS[kind],))
+    rng, count = np.random.default_rng(0), 88
+    row, weight_shape = STEPS[model]
+    user, weight, cand = (
+        rng.normal(size=s).astype(np.float32) for s in ((3, *row), weight_shape, (count, *row))
+    )
+    index = rng.integers(0, 3, count).astype(np.int32)
+
+    def step(fn):
+        def loss(user, weight, cand, index):
+            return jnp.sum(jnp.sin(fn(user, index, weight, cand)))
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1, 2)))
+
+    expected = jax.device_get(step(model)(user, weight, cand, index))
+    with jax.set_mesh(mesh):
+        args = put(mesh, user), put(mesh, weight), put(mesh, cand, "x"), put(mesh, index, "x")
+        (report,) = ikbo.explain(ikbo.rewrite(model), args[0], args[3], args[1], args[2]).notes
+        assert report.changed
+        compiled = step(ikbo.rewrite(model)).lower(*args).compile()
+        results = compiled(*args)
+    for found, wanted in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(np.asarray(found), wanted, rtol=1e-4, atol=1e-4)
+    assert results[1][2].sharding.spec[0] == "x"
+    collective = r" = (\S+|\(.*?\)) (all-\w+|collective-permute|reduce-scatter)(?:-start)?\("
+    moved = re.findall(collective, compiled.as_text())
+    assert {name for _, name in moved} == {"all-reduce"}, moved
+    assert not any(re.search(rf"\b{count}\b", shapes) for shapes, _ in moved), moved
+
+
 def both(fn):
     """Value and result of a network, and its gradients."""
 

@@ -167,8 +167,8 @@ def test_a_program_without_such_a_rule_stays_flat() -> None:
         return jnp.tanh(jnp.repeat(user, 4, axis=0)) @ W
 
     text = str(jax.make_jaxpr(ikbo.rewrite(fn))(USER))
-    assert "custom_jvp" not in text
-    assert "custom_jvp" in str(
+    assert "ikbo_rewritten" not in text
+    assert "ikbo_rewritten" in str(
         jax.make_jaxpr(ikbo.rewrite(functools.partial(model, activation)))(USER, CAND, INDEX)
     )
 
@@ -269,30 +269,3 @@ def test_no_variant_holds_tracers(call: str) -> None:
     for name in ("values", "grad", "jvp", "closed_over"):
         with jax.checking_leaks():
             jax.make_jaxpr(TRANSFORMATIONS[name](ikbo.rewrite(fn)))(USER, CAND, INDEX)
-
-
-@pytest.mark.parametrize("is_jitted", [False, True])
-def test_gradients_of_a_batched_rewritten_model(is_jitted):
-    """`grad` of `vmap`: JAX would batch the op's derivative in forward mode, which has none."""
-
-    def model(weight, candidates, users, index):
-        fields = jnp.concatenate([candidates, users[index]], axis=1)
-        return jnp.einsum("mk,bkn->bmn", weight, fields)
-
-    rng = np.random.default_rng(0)
-    shapes = ((16, 16), (2, 16, 8, 8), (8, 8, 8))
-    arrays = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
-    index = jnp.asarray(rng.integers(0, 8, 16), jnp.int32)
-
-    def gradients(function):
-        batched = jax.vmap(function, (None, 0, None, None))
-
-        def loss(*arrays):
-            return jnp.sum(jnp.sin(batched(*arrays, index)))
-
-        gradient = jax.grad(loss, (0, 1, 2))
-        return (jax.jit(gradient) if is_jitted else gradient)(*arrays)
-
-    chex.assert_trees_all_close(
-        gradients(ikbo.rewrite(model)), gradients(model), rtol=1e-4, atol=1e-4
-    )
