@@ -28,9 +28,13 @@ MOST_LISTINGS = 4
 #: item besides its blocks, and a listing, 0.6 us with 1,024 candidates on an H100.
 TIME_UNIT_US = 0.66
 ITEM_TIME, LISTING_TIME = 1.5, 1.0
-#: Likewise, what CTAs save that list: the launch that copies up to `MAX_COUNTED` candidates into
-#: the order of users, taken as 3 us, or XLA's sort and gathers: 55 us with 11,000 candidates.
-PACK_TIME, SORT_TIME = 4.5, 83.0
+#: Likewise, what CTAs save that list, with the gap between launches: the launch that copies
+#: candidates into the order of users, and its part for each 1,024 of them (2 us for 512, 5.2 for
+#: 10,985, `pack` on an H100).
+PACK_TIME, PACK_TIME_EACH = 4.0, 0.5
+#: Likewise, most time of a CTA if one user has all candidates, 0.3 ms. The CTAs of its slots then
+#: take all of its items, where an order of the users would spread them over the device.
+MOST_SKEWED_TIME = 450.0
 #: f32 words of a row's statistics that one consumer hands to the other: maximum and sum, for each
 #: of the two rows of a thread.
 STATISTIC_WORDS = 4
@@ -91,6 +95,7 @@ class Listings(NamedTuple):
       bundle: groups of query heads that one listing serves, which a CTA takes one after the other.
       of_cta: most listings of a CTA, if no user has more candidates than its slots.
       time: how much longer CTAs take than with a sorted index, in the unit of `LISTING_TIME`.
+      skewed_time: time of a CTA if one user has all candidates.
     """
 
     candidates: int
@@ -98,6 +103,7 @@ class Listings(NamedTuple):
     bundle: int
     of_cta: int
     time: float
+    skewed_time: float
 
 
 def listed_tiles(batch: int, users: int, candidates: int) -> int:
@@ -152,8 +158,7 @@ class FewQueriesConfig(Config):
     def lists(self, problem: Any, num_sms: int) -> bool:
         """Whether CTAs list the candidates of their items, for an index that is not sorted.
 
-        Otherwise XLA sorts the index, and moves queries and results, in six kernels of 1 to 2 us;
-        one launch does that for few candidates.
+        Otherwise another launch copies candidates into the order of users.
         """
         p = problem
         if not (p.users > 1 and p.batch <= MOST_LISTED):
@@ -161,8 +166,9 @@ class FewQueriesConfig(Config):
         if memory.smem_bytes(self.shared(p.head_dim, lists=True)) > hopper.MAX_SMEM_BYTES:
             return False
         found = self.listings(p, num_sms)
-        saved = PACK_TIME if p.batch <= flash.MAX_COUNTED else SORT_TIME
-        return found.candidates > 0 and found.of_cta <= MOST_LISTINGS and found.time <= saved
+        saved = PACK_TIME + PACK_TIME_EACH * p.batch / 1024
+        is_short = found.time <= saved and found.skewed_time <= MOST_SKEWED_TIME
+        return found.candidates > 0 and found.of_cta <= MOST_LISTINGS and is_short
 
     def listings(self, problem: Any, num_sms: int) -> Listings:
         """How CTAs list, whether that is worth while (`lists`) or not.
@@ -175,7 +181,7 @@ class FewQueriesConfig(Config):
         group = head_group(p.q_heads, p.kv_heads)
         candidates = min(rows_of_head(group) * self.tile_rows // WGMMA_M // p.q_len, LISTED)
         if not candidates:
-            return Listings(0, 0, 1, 0, 0.0)
+            return Listings(0, 0, 1, 0, 0.0, 0.0)
         groups, parts, workers = p.q_heads // group, self.parts(p.kv_len), num_sms
         blocks = p.kv_len / parts / 128 * self.tile_rows / WGMMA_M  # in the unit of ITEM_TIME
         if self.cluster:  # its CTAs have the parts
@@ -189,7 +195,9 @@ class FewQueriesConfig(Config):
             if groups % bundle == 0:
                 of_cta = math.ceil(slots * parts * (groups // bundle) / workers)
                 time = (of_cta * bundle - items) * (ITEM_TIME + blocks) + of_cta * LISTING_TIME
-                found.append(Listings(candidates, slots, bundle, of_cta, time))
+                chunks = math.ceil(p.batch / (candidates * (slots // p.users)))
+                skewed = chunks * (LISTING_TIME + bundle * (ITEM_TIME + blocks))
+                found.append(Listings(candidates, slots, bundle, of_cta, time, skewed))
         return min(found, key=lambda x: (max(x.of_cta, MOST_LISTINGS), x.time))
 
     def parts(self, kv_len: int) -> int:

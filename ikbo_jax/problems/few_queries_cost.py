@@ -9,6 +9,8 @@ from typing import Any
 from ikbo_jax.problems import hopper
 from ikbo_jax.problems.few_queries import (
     CACHE_BYTES,
+    PACK_TIME,
+    PACK_TIME_EACH,
     TIME_UNIT_US,
     FewQueriesConfig,
     head_group,
@@ -47,8 +49,6 @@ OVERLAP = 0.1
 #: Queries of an item that a CTA gathers, by column blocks: 46 instead of 38 us with 8 items of 64
 #: rows in place of 4 of 128, H = 128; 35 instead of 25 us with 12 in place of 8, H = 64.
 GATHER_US = {1: 1.2, 2: 2.0, 3: 2.4, 4: 2.8}
-#: Where CTAs do not list, what other kernels take to put candidates into the order of users.
-ORDER_US = 10.0
 #: Waves from which on the last one is half full in the mean; the least part of a wave that counts.
 MANY_WAVES, LEAST_WAVE = 8, 0.02
 #: Mean number of tiles of a user from which on the last one is half full in the mean.
@@ -129,7 +129,8 @@ def config_of_unsorted(problem: Any, num_sms: int) -> FewQueriesConfig:
     def us(config: FewQueriesConfig) -> float:
         found = estimated_us(problem, config)
         if not config.lists(problem, num_sms):
-            return found + ORDER_US
+            order = PACK_TIME + PACK_TIME_EACH * problem.batch / 1024
+            return found + order * TIME_UNIT_US
         listings = config.listings(problem, num_sms)
         items = listings.of_cta * listings.bundle
         gather = GATHER_US[hopper.column_blocks(problem.head_dim)]

@@ -67,9 +67,9 @@ CONFIGS_OF_WIDE_HEADS = {
 }
 #: CTAs list candidates once for several groups of heads.
 LISTED_HEADS = {
-    "h128": Shape(27, 4836, 1, 230, 8, 8, 128, "unsorted"),
-    "h64": Shape(159, 10985, 1, 99, 4, 4, 64, "unsorted", "ragged"),
-    "h192_gqa": Shape(60, 4500, 1, 90, 8, 4, 192, "unsorted", "ragged"),
+    "h128": Shape(27, 1500, 1, 230, 8, 8, 128, "unsorted"),
+    "h64": Shape(150, 5000, 1, 40, 4, 4, 64, "unsorted", "ragged"),
+    "h192_gqa": Shape(60, 2000, 1, 90, 8, 4, 192, "unsorted", "ragged"),
 }
 
 
