@@ -29,7 +29,10 @@ NUM_SMS = 132
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A problem, its configuration (None: the default one), and which optional arguments it has."""
+    """A problem, its configuration, and which optional arguments it has.
+
+    Without a configuration, the most promising one of this kernel.
+    """
 
     problem: AttentionProblem
     config: AttentionConfig | None = None
@@ -39,9 +42,8 @@ class Case:
 
     @property
     def chosen(self) -> AttentionConfig:
-        config = self.config or self.problem.default_config()
-        assert config is not None
-        return config
+        candidates = self.problem.candidate_configs()
+        return self.config or next(c for c in candidates if isinstance(c, AttentionConfig))
 
     def launch(self) -> tuple[Any, ...]:
         """The kernel's host function, and the shapes it takes."""

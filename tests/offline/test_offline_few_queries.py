@@ -137,14 +137,14 @@ CASES = {
     ),
     # One listing serves all heads, or half of them.
     "h64_listed_bundles": Case(
-        problem(64, batch=10985, users=159, kv_len=99),
+        problem(64, batch=4000, users=159, kv_len=99),
         FewQueriesConfig(64, 1, 128, 5, 5, 4),
         with_options=False,
         lists=True,
-        bundle=4,
+        bundle=2,
     ),
     "h128_listed_bundles": Case(
-        problem(128, (8, 8), batch=4836, users=27, kv_len=230),
+        problem(128, (8, 8), batch=2800, users=54, kv_len=100),
         FewQueriesConfig(64, 1, 64, 4, 4),
         lists=True,
         bundle=8,
