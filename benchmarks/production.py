@@ -10,7 +10,7 @@ CUPTI, since Python launches no faster; all contenders of a point are timed in t
 a GPU all sizes shrink, and the figures only show that the benchmark runs.
 
 `--jobs` processes compile and check points; afterwards one process at a time on each GPU times
-them. They share all GPUs, of which each has every n-th process; a point is timed on one GPU. They
+them. The processes are dealt to all GPUs in turn, and a point is timed on one GPU. They
 give the memory of arrays back (`children.GIVING_BACK`): as they kept it, 14 did not fit into an
 H100's 80 GB. Alternatives that cannot be the best are left out, and the results file says why
 (`production_programs`). With `--budget-s`, points are compiled while the rest of the time suffices
@@ -110,7 +110,7 @@ class Ceilings(NamedTuple):
 
 
 def device() -> str:
-    """The name of this process's GPU among those of the run."""
+    """The GPU that this process times on, as `CUDA_VISIBLE_DEVICES` names it."""
     return os.environ.get("CUDA_VISIBLE_DEVICES", "0")
 
 

@@ -86,6 +86,11 @@ def rows_of_head(group: int) -> int:
     return 1 << (rows.bit_length() - 1)
 
 
+def pack_time(batch: int) -> float:
+    """Time of the launch that copies candidates into the order of users, in units of a block."""
+    return PACK_TIME + PACK_TIME_EACH * batch / 1024
+
+
 class Listings(NamedTuple):
     """How CTAs list the candidates of an index that is not sorted.
 
@@ -166,8 +171,7 @@ class FewQueriesConfig(Config):
         if memory.smem_bytes(self.shared(p.head_dim, lists=True)) > hopper.MAX_SMEM_BYTES:
             return False
         found = self.listings(p, num_sms)
-        saved = PACK_TIME + PACK_TIME_EACH * p.batch / 1024
-        is_short = found.time <= saved and found.skewed_time <= MOST_SKEWED_TIME
+        is_short = found.time <= pack_time(p.batch) and found.skewed_time <= MOST_SKEWED_TIME
         return found.candidates > 0 and found.of_cta <= MOST_LISTINGS and is_short
 
     def listings(self, problem: Any, num_sms: int) -> Listings:

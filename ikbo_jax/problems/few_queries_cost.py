@@ -9,11 +9,10 @@ from typing import Any
 from ikbo_jax.problems import hopper
 from ikbo_jax.problems.few_queries import (
     CACHE_BYTES,
-    PACK_TIME,
-    PACK_TIME_EACH,
     TIME_UNIT_US,
     FewQueriesConfig,
     head_group,
+    pack_time,
     rows_of_head,
     shares_columns,
 )
@@ -120,6 +119,7 @@ def _with_most_stages(
     return []
 
 
+@functools.lru_cache(maxsize=1024)
 def config_of_unsorted(problem: Any, num_sms: int) -> FewQueriesConfig:
     """The most promising configuration for an index that is not sorted; there must be a legal one.
 
@@ -129,8 +129,7 @@ def config_of_unsorted(problem: Any, num_sms: int) -> FewQueriesConfig:
     def us(config: FewQueriesConfig) -> float:
         found = estimated_us(problem, config)
         if not config.lists(problem, num_sms):
-            order = PACK_TIME + PACK_TIME_EACH * problem.batch / 1024
-            return found + order * TIME_UNIT_US
+            return found + pack_time(problem.batch) * TIME_UNIT_US
         listings = config.listings(problem, num_sms)
         items = listings.of_cta * listings.bundle
         gather = GATHER_US[hopper.column_blocks(problem.head_dim)]

@@ -11,9 +11,6 @@ from ikbo_jax.problems import hopper, memory
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, WGMMA_M
 from ikbo_jax.problems.problem import Config
 
-#: Longest array whose pairs are all compared, instead of sorting it.
-MAX_COUNTED = 4096
-
 
 @dataclasses.dataclass(frozen=True)
 class FlashConfig(Config):

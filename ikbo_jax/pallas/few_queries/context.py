@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 
 from ikbo_jax.pallas.few_queries import rows
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext
-from ikbo_jax.problems.few_queries import MAX_COLUMNS, shares_columns
+from ikbo_jax.problems.few_queries import MAX_COLUMNS
 from ikbo_jax.problems.hopper import BLOCK_K, WGMMA_M, column_blocks
 
 #: How the consumers of a CTA share an item: one of them computes it; each takes every other block
@@ -267,9 +267,7 @@ class Context(WarpgroupContext):
 
     @property
     def first_column_block(self) -> Any:
-        """The first of this consumer's blocks of 64 columns of the values."""
-        if not shares_columns(self.shape.head_dim):
-            return 0
+        """The first of this consumer's blocks of 64 columns of the values, if they are shared."""
         return self.consumer * (column_blocks(self.shape.head_dim) - MAX_COLUMNS // BLOCK_K)
 
     @property

@@ -5,8 +5,8 @@ have the same candidates: their queries are gathered at once, as far as there ar
 one wait for device memory.
 
 Synchronisations, by named barriers of the consumers:
-  1. Both have read the slots that are filled, which may be those of the items before. A listing,
-     if it comes just before, says so already.
+  1. Both have read the queries of earlier items, whose slots are filled again. If a listing comes
+     just before, its barrier says so already.
   2. The queries are complete.
 """
 

@@ -38,7 +38,7 @@ from ikbo_jax.problems.hopper import NUM_CONSUMERS, WARPGROUP_SIZE
 
 #: The named barrier at which the consumers wait for each other; `consumer` uses the next one.
 BARRIER = turns.TURN_BARRIER + NUM_CONSUMERS + 1
-#: Candidates of an index of which one load takes the users, 16 bytes, and threads that load.
+#: Candidates whose users a thread loads at once, 16 bytes, and the threads that load them.
 _PART, THREADS = 4, LISTING_WARPS * warps.LANES
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 

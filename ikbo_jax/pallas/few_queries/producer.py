@@ -254,8 +254,8 @@ def _send_listed(ctx: Context, count: Any, loaded: Any, progress: _Progress) -> 
     """Sends the CTA's items, `count` bundles, whose candidates the consumers list.
 
     A listing serves all items of a bundle. Every listing is followed by an item, even without rows,
-    and the last one of them says what is listed next: more candidates of the same user, if its
-    slots do not have all of them, or those of the next bundle.
+    and the last one of them says what is listed next: if the user has more candidates than its
+    slots hold, these; otherwise those of the next bundle.
     """
     shape = ctx.shape
     stride = shape.slots // shape.users * shape.listed

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ikbo_jax.problems.flash import MAX_COUNTED
 from ikbo_jax.problems.hopper import NUM_CONSUMERS
 
+#: Longest array whose pairs are all compared.
+MAX_COUNTED = 4096
 #: Largest number of pairs of a candidate and a user that are compared: one small kernel instead of
 #: six of a few microseconds each, which matters to small problems.
 MAX_COMPARED = 2**25
