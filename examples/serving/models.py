@@ -235,9 +235,12 @@ SOURCES: dict[str, Callable[[], Source]] = {
     "tiny": functools.partial(RandomSource, 100, TINY),
     # Whose kernels a Hopper GPU runs; "random" runs the ops in XLA.
     "hopper": functools.partial(RandomSource, 10_000, HOPPER, "bfloat16"),
-    # Histories as long as those that the kernels are tuned for.
+    # Longer histories: the share of a call that a user's state saves grows with them.
     "hopper-long": functools.partial(
         RandomSource, 10_000, dataclasses.replace(HOPPER, history=1024), "bfloat16"
+    ),
+    "hopper-longest": functools.partial(
+        RandomSource, 10_000, dataclasses.replace(HOPPER, history=2048), "bfloat16"
     ),
 }
 
