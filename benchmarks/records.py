@@ -28,6 +28,29 @@ def points_of(results: Record, sweep: str) -> list[Record]:
     return [point for point in results["points"] if point["sweep"] == sweep]
 
 
+def joined(files: Mapping[str, Record]) -> Record:
+    """One results file of several, by their names; the points in the order of the files.
+
+    Raises:
+      ValueError: two files differ in benchmark, protocol, or environment other than the date, or
+        hold the same point.
+    """
+    if len(files) == 1:
+        return next(iter(files.values()))
+    (first, results), *others = files.items()
+    for name, other in others:
+        ours, theirs = ({**x["environment"], "date": None} for x in (results, other))
+        pairs = [(results[field], other[field]) for field in ("op", "protocol")]
+        for one, two in [*pairs, (ours, theirs)]:
+            if one != two:
+                raise ValueError(f"{first} has {one}, but {name} has {two}")
+    points = [point for file in files.values() for point in file["points"]]
+    labels = [(point["sweep"], point["label"]) for point in points]
+    if twice := [label for label in labels if labels.count(label) > 1]:
+        raise ValueError(f"{' and '.join(files)} have the point {' '.join(twice[0])} twice")
+    return {**results, "points": points}
+
+
 def all_correct(results: Record) -> bool:
     """Whether no point failed, and every provider that could run returned a correct result."""
     records = [p for point in results["points"] for p in point["providers"]]

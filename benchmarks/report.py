@@ -27,6 +27,7 @@ from typing import Any
 from benchmarks import (
     linear_compression,
     plots,
+    records,
     report_attention,
     report_attention_gradient,
     report_gdpa,
@@ -334,7 +335,8 @@ def main(argv: Sequence[str] | None = None) -> int:
       written because a table is newer or larger than the results file.
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report")
-    parser.add_argument("results", type=pathlib.Path, help="results file (JSON)")
+    words = "results file (JSON); several of the same commit and kind of device are joined"
+    parser.add_argument("results", type=pathlib.Path, nargs="+", help=words)
     parser.add_argument("--root", type=pathlib.Path, default=ROOT, help="root of the documents")
     parser.add_argument("--check", action="store_true", help="write nothing, fail on differences")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="replace these blocks alone")
@@ -342,7 +344,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--overwrite", "--force", action="store_true", help="replace newer and larger tables, too"
     )
     args = parser.parse_args(argv)
-    results = timing.read_results(args.results)
+    try:
+        results = records.joined({str(x): timing.read_results(x) for x in args.results})
+    except ValueError as error:
+        parser.error(str(error))
     known = blocks(results, "")
     if unknown := [name for name in args.only or () if name not in known]:
         parser.error(f"the file makes no block {unknown[0]}; it makes {', '.join(sorted(known))}")
@@ -371,8 +376,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for reason, document in kept.items():
             print(f"{document}: {reason}", file=sys.stderr)
         print(
-            f"wrote nothing: {args.results} is from {measured_at(results)}; --only NAME replaces "
-            "single blocks, --overwrite these as well",
+            f"wrote nothing: {args.results[0]} is from {measured_at(results)}; --only NAME "
+            "replaces single blocks, --overwrite these as well",
             file=sys.stderr,
         )
         return 2

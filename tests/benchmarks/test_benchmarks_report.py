@@ -167,3 +167,28 @@ def watching_figures(watch):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Figure, "savefig", savefig)
         yield
+
+
+def test_files_of_one_run_are_joined(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    whole = synthetic()
+    parts = [changed("2026-03-02T03:04:05+00:00", slice(i, None, 2)) for i in (0, 1)]
+    names = [str(tmp_path / f"{i}.json") for i in (0, 1)]
+    for name, part in zip(names, parts, strict=True):
+        with open(name, "w") as file:
+            json.dump(part, file)
+    found = report.records.joined(dict(zip(names, parts, strict=True)))
+    assert len(found["points"]) == len(whole["points"])
+    assert {p["label"] for p in found["points"]} == {p["label"] for p in whole["points"]}
+    (tmp_path / "docs").mkdir()
+    assert report.main([*names, "--root", str(tmp_path)]) == 0
+    for change, words in (
+        ({"environment": {**parts[1]["environment"], "commit": "abc"}}, "'commit': 'abc'"),
+        ({"op": "gdpa"}, "gdpa"),
+        ({"points": parts[0]["points"][:1]}, "twice"),
+    ):
+        with open(names[1], "w") as file:
+            json.dump(parts[1] | change, file)
+        with pytest.raises(SystemExit):
+            report.main([*names, "--root", str(tmp_path)])
+        assert words in capsys.readouterr().err
