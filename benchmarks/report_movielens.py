@@ -7,7 +7,7 @@ from collections.abc import Container
 from typing import Any
 
 from benchmarks import plots
-from benchmarks.records import Record, mib, points_of, provider_of
+from benchmarks.records import Record, is_on_gpu, mib, points_of, provider_of
 from benchmarks.tables import Block, Plot, Table, number
 
 IMAGE = "docs/images/movielens.svg"
@@ -63,8 +63,8 @@ def steps(results: Record) -> Table:
             rows.append(
                 (
                     words,
-                    number(record, "median_ms", 1),
-                    number(record, "least_ms", 1),
+                    number(record, "median_ms", 2 if is_on_gpu(results) else 1),
+                    number(record, "least_ms", 2 if is_on_gpu(results) else 1),
                     f"{base['median_ms'] / record['median_ms']:.2f}×",
                     mib(record, "peak_bytes", 1),
                 )
@@ -81,9 +81,10 @@ def blocks(results: Record) -> list[Block]:
         f"{requests[0]:,} requests for training, {requests[2]:,} for the test:\n\n"
     )
     point = next(iter(points_of(results, "default")), {"label": ""})
+    name = "movielens-steps-gpu" if is_on_gpu(results) else "movielens-steps"
     return [
         ("movielens-quality", runs, quality(results)),
-        ("movielens-steps", f"A training step, {point['label']}:\n\n", steps(results)),
+        (name, f"A training step, {point['label']}:\n\n", steps(results)),
     ]
 
 
@@ -97,7 +98,7 @@ def draw(
     results: Record, root: pathlib.Path, images: Container[str] | None = None
 ) -> list[pathlib.Path]:
     """Plots the mean of the seeds' losses and AUCs, with the range of the seeds."""
-    if images is not None and IMAGE not in images:
+    if (images is not None and IMAGE not in images) or not results["curves"]:
         return []
     path, every = root / IMAGE, results["curves"]
     steps = results["protocol"]["training"]["steps"]

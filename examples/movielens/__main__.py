@@ -36,7 +36,8 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--version", choices=train.VERSIONS, default="ikbo")
     one.add_argument("--seed", type=int, default=0)
     every = commands.add_parser("compare", help="train every version with several seeds")
-    every.add_argument("--seeds", type=int, default=5)
+    words = "0 times the steps alone"
+    every.add_argument("--seeds", type=int, default=5, help=words)
     every.add_argument("--results", type=pathlib.Path, help="results file (JSON) to write")
     for command in (one, every):
         command.add_argument(

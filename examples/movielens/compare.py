@@ -38,7 +38,8 @@ def compare(
 ) -> dict[str, Any]:
     """Trains every version with every seed, times their steps, and trains what they compare with.
 
-    Runs are kept in `folder`, so that an interrupted comparison goes on where it was.
+    Runs are kept in `folder`, so that an interrupted comparison goes on where it was. With no
+    seeds, steps are timed and nothing is trained.
 
     Returns:
       The content of a results file.
@@ -62,6 +63,9 @@ def compare(
     trainers = {name: train.Trainer(name, sizes, data, protocol) for name in train.VERSIONS}
     progress.note("timing the steps of all versions by turns")
     results["points"] = [measure(trainers, window_s=window_s, rounds=rounds)]
+    results |= {"quality": [], "curves": {}}
+    if not seeds:
+        return results
     found = {"popularity": [baselines.popularity(data)]}
     curves = {}
     progress.note("training the matrix factorisations")

@@ -9,7 +9,7 @@ import re
 import pytest
 from test_benchmarks import synthetic
 
-from benchmarks import report, report_attention, report_gdpa, report_ranking, timing
+from benchmarks import report, report_attention, report_gdpa, report_ranking, scaling, timing
 
 
 def documents(root, results: dict, *arguments: str) -> tuple[int, str]:
@@ -82,14 +82,18 @@ def test_every_committed_table_is_kept_from_older_and_smaller_files():
     made: dict[str, list[str]] = {}
     page = (report.ROOT / "docs/performance.md").read_text("utf-8")
     bodies = {match["name"]: match["body"] for match in report._BLOCK.finditer(page)}
-    for path in sorted((report.ROOT / "benchmarks/results").glob("*.json")):
-        for name, body in report.blocks(timing.read_results(path), "docs/performance.md").items():
+    folder = report.ROOT / "benchmarks/results"
+    files = {path.name: timing.read_results(path) for path in sorted(folder.glob("*.json"))}
+    sweeps = (f"scaling-{sweep}-h100.json" for sweep in scaling.SWEEPS)
+    files["scaling-*-h100"] = report.records.joined({name: files[name] for name in sweeps})
+    for file, results in files.items():
+        for name, body in report.blocks(results, "docs/performance.md").items():
             if name.endswith("-plot") or name not in bodies:
                 continue
             if report.reason_to_keep(name, bodies[name], body) is None:
-                made.setdefault(name, []).append(path.name)
+                made.setdefault(name, []).append(file)
                 if len(report._points_in(body)) > 1:
-                    assert body == bodies[name] or "linear_compression-batches" in path.name
+                    assert body == bodies[name] or "linear_compression-batches" in file
     measured = {name for name, body in bodies.items() if body != report.NOT_MEASURED}
     assert made.keys() == {name for name in measured if not name.endswith("-plot")}
 

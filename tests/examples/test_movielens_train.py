@@ -357,9 +357,22 @@ def test_the_comparison_and_its_report(folder, small, tmp_path, capsys):
     assert "log loss" in (tmp_path / report.IMAGES / "movielens.svg").read_text()
 
 
-def test_the_page_is_made_from_the_results():
-    """docs/training.md holds what the committed results file says."""
-    path = report.ROOT / "benchmarks/results/movielens-cpu.json"
+def test_steps_alone_are_timed_without_training(folder, small, tmp_path):
+    out, path = tmp_path / "out", tmp_path / "r.json"
+    words = ["--data", str(folder), "--out", str(out), "--results", str(path)]
+    assert command.main(["compare", *words, "--seeds", "0"]) == 0
+    results = timing.read_results(path)
+    assert [record["name"] for record in results["points"][0]["providers"]] == [*train.VERSIONS]
+    assert not out.exists()
+    on_gpu = results | {"environment": results["environment"] | {"platform": "gpu"}}
+    assert list(report.blocks(results, "")) == ["movielens-steps"]
+    assert list(report.blocks(on_gpu, "")) == ["movielens-steps-gpu"]
+    assert report.MODULES["movielens"].draw(results, tmp_path) == []
+
+
+@pytest.mark.parametrize("path", sorted((report.ROOT / "benchmarks/results").glob("movielens-*")))
+def test_the_page_is_made_from_the_results(path):
+    """docs/training.md holds what the committed results files say."""
     results = timing.read_results(path)
     text = (report.ROOT / "docs/training.md").read_text("utf-8")
     assert report.replace_blocks(text, report.blocks(results, "docs/training.md")) == text
