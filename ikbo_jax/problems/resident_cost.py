@@ -47,10 +47,12 @@ FRAGMENT_SHARE, CACHE_BYTES = 0.85, 2e7
 #: Part of the lesser times, of tiles, products, boxes, L2 and memory, that the greatest does not
 #: hide: of the next one.
 OVERLAP = 0.11
-#: Most compressed rows for which the model may choose this kernel: M = 351 is the largest that was
-#: measured. The tuner may choose it up to 1,024, for which the model predicts up to 2.7 times the
-#: speed.
-MAX_DEFAULT_M = 384
+#: Of more compressed rows than `LARGE_M`, with a launch of its own for users, this kernel is the
+#: default only if its time is less than the others' by this factor: of five such sizes on an H100,
+#: the three with a higher quotient of the models' times were 7 to 26 % slower than by the others.
+LARGE_M, LARGE_M_MARGIN = 384, 0.8
+#: Most compressed rows for which this kernel is the default: no larger ones were measured.
+MAX_DEFAULT_M = 1024
 #: Most compressed rows of a part, of which the model chooses.
 BLOCK_MS = (48, 64, 80, 96, 112, 128)
 #: Compressed rows of a tile of a coarser level, of which the model chooses: 96 and 128 are legal,
@@ -134,7 +136,10 @@ def is_preferred(problem: Any) -> bool:
     if len(problem.ks) != 2 or problem.m > MAX_DEFAULT_M:
         return False
     packed, row, xla = packed_cost.estimates(problem)
-    return best_us(problem) < min(packed_cost.MARGIN * min(packed, row), xla)
+    best = next(iter(candidate_configs(problem)), None)
+    is_safe = problem.m <= LARGE_M or best is None or best.gathers
+    margin = packed_cost.MARGIN if is_safe else LARGE_M_MARGIN
+    return best_us(problem) < min(margin * min(packed, row), xla)
 
 
 def estimated_us(problem: Any, config: ResidentCompressionConfig) -> float:
