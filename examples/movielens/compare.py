@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import pathlib
 import statistics
@@ -93,8 +94,10 @@ def measure(trainers: dict[str, train.Trainer], *, window_s: float, rounds: int)
     batch = first.data.train_batch(first.protocol.users, 0, 0)
     steps: dict[str, Callable[[], Any]] = {}
     providers = []
-    for name, trainer in trainers.items():
-        compiled = trainer.compile_step(batch)
+    lowered = [trainer.lower_step(batch) for trainer in trainers.values()]
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        programs = list(pool.map(lambda step: step.compile(), lowered))
+    for (name, trainer), compiled in zip(trainers.items(), programs, strict=True):
         memory = compiled.memory_analysis()
         record: dict[str, Any] = {"name": name, "stage": train.VERSIONS[name]}
         if memory is not None:

@@ -166,10 +166,10 @@ class Trainer:
         self._step = jax.jit(step_of(self.network, protocol), donate_argnums=0)
         self._logits = jax.jit(rounded(self.network, protocol))
 
-    def compile_step(self, batch: Batch) -> Any:
-        """The compiled step for batches of this size."""
+    def lower_step(self, batch: Batch) -> Any:
+        """The step for batches of this size, ready to be compiled."""
         shapes = jax.eval_shape(lambda: start(self.network, self.protocol, 0))
-        return self._step.lower(shapes, batch).compile()
+        return self._step.lower(shapes, batch)
 
     def run(
         self,
