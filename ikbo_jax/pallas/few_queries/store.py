@@ -42,25 +42,11 @@ def store(
         _store_rows(ctx, outputs.maximum, maximum, _once(ctx, part), head)
         _store_rows(ctx, outputs.sums, sums, _once(ctx, part), head)
         return
-    store_merged(ctx, part, head, acc, maximum, sums)
-
-
-def store_merged(
-    ctx: Context,
-    part: Part,
-    head: Any,
-    acc: jax.Array,
-    maximum: jax.Array,
-    sums: jax.Array,
-    column: Any = 0,
-) -> None:
-    """Normalises and stores rows, of which `acc` [64, width] has the columns from `column` on."""
-    outputs = ctx.outputs
     inverse = jnp.where(sums > 0, 1 / sums, 0.0)
     # A NaN sum gives a NaN row.
     inverse = jnp.where(sums != sums, sums, inverse)
     out = (acc * lax.broadcast_in_dim(inverse, acc.shape, (0,))).astype(outputs.out.dtype)
-    _store_columns(ctx, outputs.out, out, part, head, column)
+    _store_columns(ctx, outputs.out, out, part, head)
     if outputs.lse is not None:
         lse = jnp.log(sums) + maximum * jnp.float32(ctx.shape.log2_scale * LN_2)
         lse = jnp.where(sums != 0, lse, -jnp.inf)
@@ -68,26 +54,19 @@ def store_merged(
 
 
 def _once(ctx: Context, part: Part) -> Part:
-    """The part; without rows where another CTA or consumer stores the same statistics."""
-    is_stored: Any = None
-    if ctx.shape.cluster > 1:
-        is_stored = ctx.rank == 0
-    elif shares_columns(ctx.shape.head_dim):
-        is_stored = ctx.consumer == 0
-    if is_stored is None:
+    """The part; without rows where the other consumer stores the same statistics."""
+    if not shares_columns(ctx.shape.head_dim):
         return part
-    return part._replace(rows=jnp.where(is_stored, part.rows, 0))
+    return part._replace(rows=jnp.where(ctx.consumer == 0, part.rows, 0))
 
 
-def _store_columns(
-    ctx: Context, output: Any, values: jax.Array, part: Part, head: Any, column: Any = 0
-) -> None:
+def _store_columns(ctx: Context, output: Any, values: jax.Array, part: Part, head: Any) -> None:
     """Stores rows of which the consumers may have different columns; arguments as `_store_rows`.
 
     Columns that both consumers have, as a block of H = 192, are stored by consumer 0.
     """
     if not shares_columns(ctx.shape.head_dim):
-        _store_rows(ctx, output, values, part, head, column)
+        _store_rows(ctx, output, values, part, head)
         return
     width = values.shape[1]
     first = ctx.shape.head_dim - width  # column of consumer 1
