@@ -114,15 +114,38 @@ def few_queries_kernel(
       out [B, T, N, H] in the query's dtype, and lse [B, T, N] in f32, the natural logarithm of the
       softmax's denominator, or None. Rows without keys have 0 and -inf.
     """
-    batch, q_len, q_heads, head_dim = query.shape
-    users, kv_len, kv_heads, _ = key.shape
+    assert targets is None or not lists
     if scale == 0:  # every score is 0, as with queries of zeros
         query, scale = jnp.zeros_like(query), 1.0
+    shape = _shape(query, key, scale, config, num_sms, lists=lists)
+    operands = Operands(
+        query.reshape(shape.rows, shape.q_heads, shape.head_dim),
+        key,
+        value,
+        cand_to_user if shape.users > 1 else None,
+        key_value_seq_lengths,
+        targets,
+    )
+    out, lse = _launch(operands, shape, config, return_residuals, interpret)
+    return out.reshape(query.shape), None if lse is None else lse.reshape(query.shape[:-1])
+
+
+def _shape(
+    query: jax.Array,
+    key: jax.Array,
+    scale: float,
+    config: FewQueriesConfig,
+    num_sms: int,
+    *,
+    lists: bool,
+) -> Shape:
+    """How the work of a launch is divided; arguments as for `few_queries_kernel`."""
+    batch, q_len, q_heads, head_dim = query.shape
+    users, kv_len, kv_heads, _ = key.shape
     group = head_group(q_heads, kv_heads)
     head_rows = rows_of_head(group)
     item_rows = head_rows * config.tile_rows // WGMMA_M
     splits = config.parts(kv_len)
-    assert targets is None or not lists
     groups = q_heads // group
     cached = 2 * key.size * key.dtype.itemsize <= CACHE_BYTES
     listed, slots = 0, rows.slots(batch, users, q_len, item_rows)
@@ -132,7 +155,7 @@ def few_queries_kernel(
         listing = config.listings(AttentionProblem(*sizes, query.dtype.name), num_sms)
         if listing.candidates:
             listed, slots, bundle, *_ = listing
-    shape = Shape(
+    return Shape(
         batch=batch,
         q_len=q_len,
         q_heads=q_heads,
@@ -151,17 +174,6 @@ def few_queries_kernel(
         listed=listed,
         alternates=not (listed or cached) and 1 < users < slots,
     )
-    rows_and_heads = (batch * q_len, q_heads)
-    operands = Operands(
-        query.reshape(*rows_and_heads, head_dim),
-        key,
-        value,
-        cand_to_user if users > 1 else None,
-        key_value_seq_lengths,
-        targets,
-    )
-    out, lse = _launch(operands, shape, config, return_residuals, interpret)
-    return out.reshape(query.shape), None if lse is None else lse.reshape(query.shape[:-1])
 
 
 def _launch(

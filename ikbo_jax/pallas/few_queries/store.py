@@ -102,40 +102,64 @@ def _store_rows(
       column: of the output, the first of the values.
       begin: the first column of the values that is stored, a multiple of 8.
     """
+    order = None
+    if ctx.operands.targets is not None:
+        order = RowOrder(ctx.operands.targets, ctx.shape.q_len, rows=ctx.shape.rows)
+    store_values = _store_from_staging if ctx.interpret else _store_from_registers
+    store_values(ctx, output, values, part, head, column, begin, order)
+
+
+def _store_from_staging(
+    ctx: Context,
+    output: Any,
+    values: jax.Array,
+    part: Part,
+    head: Any,
+    column: Any,
+    begin: int,
+    order: RowOrder | None,
+) -> None:
+    """`_store_rows` under interpretation."""
+    shape, shared = ctx.shape, ctx.shared
+    has_columns = len(output.shape) == 3
+    staging = shared.float_staging if output.dtype == jnp.float32 else shared.staging
+    staging = (staging if has_columns else shared.row_staging).at[ctx.consumer]
+    columns = (slice(begin, values.shape[1]),) if has_columns else ()
+    targets = (pl.ds(column + begin, values.shape[1] - begin),) if has_columns else ()
+    staging[:, *((slice(values.shape[1]),) if has_columns else ())] = values
+
+    @pl.loop(0, part.rows)
+    def _(r: Any) -> None:
+        row = r
+        if shape.listed:
+            row = part.offset + r
+            candidate = shared.listing[lax.div(row, shape.q_len)]
+            row = candidate * shape.q_len + lax.rem(row, shape.q_len)
+        row = part.target + row
+        if order is not None:
+            row, _ = order.read(row, head)
+        for j in range(shape.group):
+            output[row, head + j, *targets] = staging[j * shape.head_rows + r, *columns]
+
+
+def _store_from_registers(
+    ctx: Context,
+    output: Any,
+    values: jax.Array,
+    part: Part,
+    head: Any,
+    column: Any,
+    begin: int,
+    order: RowOrder | None,
+) -> None:
+    """`_store_rows` on a GPU."""
     shape = ctx.shape
     group, head_rows = shape.group, shape.head_rows
     _, heads, *widths = output.shape
     width = widths[0] if widths else 1
     is_f32 = output.dtype == jnp.float32
-    order = None
-    if ctx.operands.targets is not None:
-        order = RowOrder(ctx.operands.targets, shape.q_len, rows=shape.rows)
-    if ctx.interpret:
-        shared = ctx.shared
-        staging = shared.float_staging if is_f32 else shared.staging
-        staging = (staging if widths else shared.row_staging).at[ctx.consumer]
-        columns = (slice(begin, values.shape[1]),) if widths else ()
-        targets = (pl.ds(column + begin, values.shape[1] - begin),) if widths else ()
-        staging[:, *((slice(values.shape[1]),) if widths else ())] = values
-
-        @pl.loop(0, part.rows)
-        def _(r: Any) -> None:
-            row = r
-            if shape.listed:
-                row = part.offset + r
-                candidate = ctx.shared.listing[lax.div(row, shape.q_len)]
-                row = candidate * shape.q_len + lax.rem(row, shape.q_len)
-            row = part.target + row
-            if order is not None:
-                row, _ = order.read(row, head)
-            for j in range(group):
-                output[row, head + j, *targets] = staging[j * head_rows + r, *columns]
-
-        return
-
     scalar = plgpu.Layout.WG_SPLAT(())
     layout: Any = plgpu.Layout.WGMMA if widths else ROW_LAYOUT
-
     tables = (ctx.shared.listing,) if shape.listed else ()
     if order is not None:
         tables = order.tables
