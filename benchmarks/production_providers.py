@@ -70,6 +70,62 @@ def _normal(number: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     return draw(jax.random.key(number), shape, jnp.dtype(dtype))
 
 
+def _attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    index: jax.Array,
+    lengths: jax.Array | None = None,
+    *,
+    indices_are_sorted: bool,
+    implementation: str | None,
+) -> jax.Array:
+    out = ikbo_jax.attention(
+        query,
+        key,
+        value,
+        index,
+        key_value_seq_lengths=lengths,
+        indices_are_sorted=indices_are_sorted,
+        implementation=implementation,
+    )
+    assert isinstance(out, jax.Array)
+    return out
+
+
+def _grouped(
+    name: str,
+    stage: str,
+    shape: AttentionShape,
+    args: tuple[jax.Array, jax.Array, jax.Array],
+    slots: int,
+    keys: int,
+    lengths: jax.Array | None,
+) -> Contender:
+    """cuDNN, with room for the queries of `slots` candidates and for `keys` keys of every user.
+
+    Of a user's keys, the first `lengths` count; None: all.
+    """
+    query, key, value = args
+    attend = yardsticks.cudnn()
+    fold = fold_by_user(jnp.asarray(shape.cand_to_user), shape.users, slots)
+    folded = jax.jit(fold.fold)(query)
+    pad = ((0, 0), (0, keys - shape.kv_len), (0, 0), (0, 0))
+
+    def run(query: Any, key: Any, value: Any, lengths: Any = None) -> jax.Array:
+        return attend(query, key, value, key_value_seq_lengths=lengths)
+
+    return Contender(
+        name,
+        stage,
+        run,
+        (folded, jnp.pad(key, pad), jnp.pad(value, pad)),
+        () if lengths is None else (lengths,),
+        fold.unfold,
+        lambda found: (fold.unfold(found[0]), *(g[:, : shape.kv_len] for g in found[1:])),
+    )
+
+
 def _attention(shape: AttentionShape) -> Iterator[Callable[[], Contender]]:
     s = shape
     index, lengths = jnp.asarray(s.cand_to_user), jnp.asarray(s.lengths)
@@ -81,60 +137,17 @@ def _attention(shape: AttentionShape) -> Iterator[Callable[[], Contender]]:
     args = (query, key, value)
     integers = (index, lengths) if s.has_lengths else (index,)
 
-    def ours(
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        index: jax.Array,
-        lengths: jax.Array | None = None,
-        *,
-        implementation: str | None,
-    ) -> jax.Array:
-        out = ikbo_jax.attention(
-            query,
-            key,
-            value,
-            index,
-            key_value_seq_lengths=lengths,
-            indices_are_sorted=s.index != "unsorted",
-            implementation=implementation,
-        )
-        assert isinstance(out, jax.Array)
-        return out
-
     def op(implementation: str | None) -> Callable[..., jax.Array]:
-        return functools.partial(ours, implementation=implementation)
-
-    def grouped_to(
-        name: str, stage: str, slots: int, keys: int, lengths: jax.Array | None
-    ) -> Contender:
-        """With room for the queries of `slots` candidates and for `keys` keys of every user.
-
-        Of a user's keys, the first `lengths` count; None: all.
-        """
-        attend = yardsticks.cudnn()
-        fold = fold_by_user(index, s.users, slots)
-        folded = jax.jit(fold.fold)(query)
-        pad = ((0, 0), (0, keys - s.kv_len), (0, 0), (0, 0))
-
-        def run(query: Any, key: Any, value: Any, lengths: Any = None) -> jax.Array:
-            return attend(query, key, value, key_value_seq_lengths=lengths)
-
-        return Contender(
-            name,
-            stage,
-            run,
-            (folded, jnp.pad(key, pad), jnp.pad(value, pad)),
-            () if lengths is None else (lengths,),
-            fold.unfold,
-            lambda found: (fold.unfold(found[0]), *(g[:, : s.kv_len] for g in found[1:])),
+        is_sorted = s.index != "unsorted"
+        return functools.partial(
+            _attend, indices_are_sorted=is_sorted, implementation=implementation
         )
 
     most = int(np.bincount(s.cand_to_user, minlength=s.users).max())
 
     def grouped() -> Contender:
         stage = "queries grouped by hand before, cuDNN"
-        return grouped_to("grouped-cudnn", stage, most, s.kv_len, seq_lengths)
+        return _grouped("grouped-cudnn", stage, s, args, most, s.kv_len, seq_lengths)
 
     def grouped_even() -> Contender:
         # cuDNN has no gradients for odd numbers of keys.
@@ -142,7 +155,7 @@ def _attention(shape: AttentionShape) -> Iterator[Callable[[], Contender]]:
             raise NotImplementedError("S is even, so this is the same program as grouped-cudnn")
         stage = "queries grouped and keys padded by hand before, to even numbers, cuDNN"
         even = most + most % 2, s.kv_len + 1
-        return grouped_to("grouped-cudnn-even", stage, *even, jnp.asarray(s.lengths))
+        return _grouped("grouped-cudnn-even", stage, s, args, *even, lengths)
 
     def copies() -> Contender:
         yardsticks.cudnn()

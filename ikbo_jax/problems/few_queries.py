@@ -38,10 +38,6 @@ MOST_SKEWED_TIME = 450.0
 #: f32 words of a row's statistics that one consumer hands to the other: maximum and sum, for each
 #: of the two rows of a thread.
 STATISTIC_WORDS = 4
-#: CTAs of a cluster that can have the parts of an item's keys. No default configuration has
-#: clusters: on an H100 they took 1.15 to 2 times as long as parts that XLA adds, or no parts (five
-#: sizes, commit 84c7f80). 32 clusters of 4 took two waves, so fewer run at the same time.
-CLUSTERS = (2, 3, 4, 6, 8)
 #: Bytes of L2 in which keys and values stay between the items that read them.
 CACHE_BYTES = 4e7
 #: Rows of a group of swizzled rows in shared memory: a head's queries begin at a multiple of it.
@@ -66,9 +62,6 @@ class FewQueriesShared(NamedTuple):
     listing: Any  # [LISTED + LISTING_WARPS]: an item's candidates, and how many each warp found
     listed: Any  # consumers -> producer: the numbers of candidates are in `listing`
     staging: Any  # [2, 64, columns], only under interpretation
-    merged: Any  # likewise: the CTA's part of an item, which the CTAs of the cluster read
-    merge_ready: Any  # of a cluster's CTAs: all of them have written their parts to `merged`
-    merge_free: Any  # likewise: all of them have read the parts
     exchange_staging: Any  # [64, H] f32, only under interpretation
     row_staging: Any  # [2, 64] f32, only under interpretation
     float_staging: Any  # [2, 64, H] f32, only under interpretation
@@ -121,11 +114,6 @@ def listed_tiles(batch: int, users: int, candidates: int) -> int:
     return max(1, math.ceil((mean + 2 * math.sqrt(mean)) / candidates))
 
 
-def clusters(num_sms: int, size: int) -> int:
-    """Clusters that run at the same time: the SMs of a cluster belong to one GPC, of 16 or 18."""
-    return max(num_sms // size - (size > 2), 1)
-
-
 @dataclasses.dataclass(frozen=True)
 class FewQueriesConfig(Config):
     """Tuning parameters of the attention kernel for users with few queries.
@@ -135,9 +123,8 @@ class FewQueriesConfig(Config):
         each consumer warpgroup its own rows, and both read the same keys. An item with fewer rows
         gives each of them every other block of keys. With heads wider than 128, items have 64
         rows, and each consumer has all keys and two blocks of 64 columns of the values.
-      splits: number of parts of the keys, which are separate items. Without `cluster`, a second
-        pass in XLA adds their results. More than 1 if users, heads and rows make too few items for
-        the device.
+      splits: number of parts of the keys, which are separate items; a second pass in XLA adds their
+        results. More than 1 if users, heads and rows make too few items for the device.
       block_kv: keys of a block, which fills a pipeline stage; a multiple of 16.
       k_stages: stages of the ring of key blocks.
       v_stages: stages of the ring of value blocks.
@@ -146,8 +133,6 @@ class FewQueriesConfig(Config):
         CTAs do not read all users' keys at the same offset at the same time.
       turns: whether the consumers take turns at issuing products, so that one computes exponentials
         while the other multiplies.
-      cluster: whether the parts of the keys belong to the CTAs of a cluster, which add their
-        results to each other's through shared memory; needs splits in `CLUSTERS`, and 64 rows.
     """
 
     tile_rows: int = 64
@@ -158,7 +143,6 @@ class FewQueriesConfig(Config):
     q_slots: int = 2
     stagger: bool = False
     turns: bool = False
-    cluster: bool = False
 
     def lists(self, problem: Any, num_sms: int) -> bool:
         """Whether CTAs list the candidates of their items, for an index that is not sorted.
@@ -186,18 +170,16 @@ class FewQueriesConfig(Config):
         candidates = min(rows_of_head(group) * self.tile_rows // WGMMA_M // p.q_len, LISTED)
         if not candidates:
             return Listings(0, 0, 1, 0, 0.0, 0.0)
-        groups, parts, workers = p.q_heads // group, self.parts(p.kv_len), num_sms
+        groups, parts = p.q_heads // group, self.parts(p.kv_len)
         blocks = p.kv_len / parts / 128 * self.tile_rows / WGMMA_M  # in the unit of ITEM_TIME
-        if self.cluster:  # its CTAs have the parts
-            workers, parts = clusters(num_sms, parts), 1
         # Where SMs are to spare, a user with many more candidates than others has more slots.
-        spare = min(workers // (p.users * groups * parts), math.ceil(p.batch / candidates))
+        spare = min(num_sms // (p.users * groups * parts), math.ceil(p.batch / candidates))
         slots = p.users * max(listed_tiles(p.batch, p.users, candidates), spare)
-        items = math.ceil(slots * parts * groups / workers)
+        items = math.ceil(slots * parts * groups / num_sms)
         found = []
         for bundle in range(1, groups + 1):
             if groups % bundle == 0:
-                of_cta = math.ceil(slots * parts * (groups // bundle) / workers)
+                of_cta = math.ceil(slots * parts * (groups // bundle) / num_sms)
                 time = (of_cta * bundle - items) * (ITEM_TIME + blocks) + of_cta * LISTING_TIME
                 chunks = math.ceil(p.batch / (candidates * (slots // p.users)))
                 skewed = chunks * (LISTING_TIME + bundle * (ITEM_TIME + blocks))
@@ -205,9 +187,7 @@ class FewQueriesConfig(Config):
         return min(found, key=lambda x: (max(x.of_cta, MOST_LISTINGS), x.time))
 
     def parts(self, kv_len: int) -> int:
-        """Parts of the keys: `splits`, or without `cluster` as many of them as have blocks."""
-        if self.cluster:
-            return self.splits
+        """Parts of the keys: as many of `splits` as have blocks."""
         blocks = math.ceil(kv_len / self.block_kv)
         return math.ceil(blocks / math.ceil(blocks / min(self.splits, blocks)))
 
@@ -218,7 +198,6 @@ class FewQueriesConfig(Config):
         block = (blocks, self.block_kv, BLOCK_K)
         words = WGMMA_M * head_dim // hopper.WARPGROUP_SIZE + STATISTIC_WORDS
         is_exchanged = not shares_columns(head_dim)
-        exchange = memory.Words((words // 4, hopper.WARPGROUP_SIZE, 4)) if is_exchanged else None
         return FewQueriesShared(
             items=memory.descriptors(self.q_slots, ITEM_WORDS),
             query=memory.ring(
@@ -228,14 +207,11 @@ class FewQueriesConfig(Config):
             ),
             key=memory.ring(self.k_stages, ready=blocks, tiles=block),
             value=memory.ring(self.v_stages, ready=blocks, tiles=block),
-            exchange=exchange,
+            exchange=memory.Words((words // 4, hopper.WARPGROUP_SIZE, 4)) if is_exchanged else None,
             # Arrays, so that they can be indexed; only element 0 is used.
             exchange_ready=memory.Barriers(2, 1) if is_exchanged else None,
             exchange_free=memory.Barriers(2, 1) if is_exchanged else None,
             listing=memory.Words((LISTED + LISTING_WARPS,)) if lists else None,
-            merged=exchange if self.cluster else None,
-            merge_ready=memory.Barriers(2, 1, is_clustered=True) if self.cluster else None,
-            merge_free=memory.Barriers(2, 1, is_clustered=True) if self.cluster else None,
             listed=memory.Barriers(2, NUM_CONSUMERS) if lists else None,
             staging=memory.Staging((NUM_CONSUMERS, WGMMA_M, max(self.block_kv, head_dim))),
             exchange_staging=memory.Staging((WGMMA_M, head_dim), "float32"),
@@ -259,21 +235,13 @@ class FewQueriesConfig(Config):
             return reason
         if self.tile_rows not in (WGMMA_M, TILE_ROWS):
             return f"tile_rows must be {WGMMA_M} or {TILE_ROWS}, but is {self.tile_rows}"
-        if shares_columns(problem.head_dim) and (self.tile_rows > WGMMA_M or self.cluster):
+        if shares_columns(problem.head_dim) and self.tile_rows > WGMMA_M:
             return (
-                f"heads wider than {MAX_COLUMNS} need tile_rows={WGMMA_M} and no cluster, but H is "
-                f"{problem.head_dim}, tile_rows {self.tile_rows} and cluster {self.cluster}"
+                f"heads wider than {MAX_COLUMNS} need tile_rows={WGMMA_M}, but H is "
+                f"{problem.head_dim} and tile_rows {self.tile_rows}"
             )
         if self.splits < 1:
             return f"splits must be at least 1, but is {self.splits}"
-        if self.cluster:
-            if self.splits not in CLUSTERS:
-                return f"cluster needs splits in {CLUSTERS}, but there are {self.splits}"
-            if self.tile_rows != WGMMA_M or self.stagger:
-                return (
-                    f"cluster needs tile_rows={WGMMA_M} and no stagger, but tile_rows is "
-                    f"{self.tile_rows} and stagger is {self.stagger}"
-                )
         if min(self.k_stages, self.v_stages, self.q_slots) < 2:
             return (
                 "k_stages, v_stages and q_slots must be at least 2, "

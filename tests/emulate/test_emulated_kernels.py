@@ -144,8 +144,6 @@ CHOSEN = {
         "listed_bundles_split_gqa_lengths",
         "listed_bundles_wide_lengths",
         "listed_stagger_users_without_candidates",
-        "cluster_4_lengths_gqa",
-        "cluster_2_listed",
         "neighbours_bundles_wide",
         "neighbours_split_heads",
         "h192_lengths",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import sys
 from collections.abc import Callable
@@ -16,7 +15,6 @@ import problems
 import pytest
 import sm90_arithmetic
 import test_interpret_attention_backward as backward
-import test_interpret_few_queries as few_queries
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
@@ -25,7 +23,6 @@ from jaxlib.mlir import ir
 
 from ikbo_jax.pallas.attention_backward import consumer, producer, store
 from ikbo_jax.pallas.attention_backward.kernel import attention_backward_kernel
-from ikbo_jax.pallas.few_queries import merging
 from ikbo_jax.pallas.hopper import launch, mosaic, stores
 from ikbo_jax.problems.attention_backward import AttentionBackwardConfig as Config
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
@@ -232,45 +229,3 @@ def test_missing_barrier_between_consumers_is_found(
 ) -> None:
     monkeypatch.setattr(consumer, "_synchronise_consumers", lambda: None)
     assert not all(is_right(sm90, seed=seed) for seed in range(4))
-
-
-# Clusters, in attention with few queries.
-
-CLUSTERED = few_queries.Case(
-    (0, 0, 1), 75, config=dataclasses.replace(few_queries.CLUSTER, splits=4), num_sms=9
-)
-
-
-def is_cluster_right(sm90: emulator.Emulator, monkeypatch: pytest.MonkeyPatch, seed: int) -> bool:
-    monkeypatch.setattr(few_queries, "PARAMS", False)
-    inputs = CLUSTERED.inputs()
-    with sm90.emulated(seed):
-        results = few_queries.interpret(inputs, CLUSTERED)
-    try:
-        few_queries.assert_correct(results, inputs, CLUSTERED)
-    except AssertionError:
-        return False
-    return True
-
-
-def test_exit_before_the_cluster_has_read_traps(
-    monkeypatch: pytest.MonkeyPatch, sm90: emulator.Emulator
-) -> None:
-    monkeypatch.setattr(merging, "end", lambda ctx: None)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="which has ended"):
-        _ = [is_cluster_right(sm90, monkeypatch, seed) for seed in range(6)]
-
-
-def test_part_of_a_cluster_that_is_not_awaited_is_found(
-    monkeypatch: pytest.MonkeyPatch, sm90: emulator.Emulator
-) -> None:
-    merge = merging.merge
-
-    def without_wait(*args: Any) -> None:
-        with monkeypatch.context() as within:
-            within.setattr(plgpu, "barrier_wait", lambda barrier: None)
-            merge(*args)
-
-    monkeypatch.setattr(merging, "merge", without_wait)
-    with pytest.raises((AssertionError, jax.errors.JaxRuntimeError)):
-        assert all(is_cluster_right(sm90, monkeypatch, seed) for seed in range(4))

@@ -24,9 +24,7 @@ CONFIGS = {
     "split": FewQueriesConfig(64, 3, 64, 3, 3),
     "wide_split": FewQueriesConfig(128, 2, 64, 2, 2),
     "narrow": FewQueriesConfig(64, 1, 32, 4, 4, 3),
-    "cluster_2": FewQueriesConfig(64, 2, 64, 3, 3, cluster=True),
-    "cluster_4": FewQueriesConfig(64, 4, 32, 4, 3, cluster=True),
-    "cluster_8": FewQueriesConfig(64, 8, 32, 3, 3, cluster=True),
+    "narrow_split": FewQueriesConfig(64, 8, 32, 4, 3),
 }
 #: Users, candidates, T, S, N, K, H, index, lengths.
 SHAPES = {
@@ -81,7 +79,7 @@ def problem_of(shape: Shape, dtype: str = "bfloat16") -> AttentionProblem:
 #: Every shape with one of the configurations, and two shapes with all.
 PAIRS = list(zip(SHAPES, itertools.cycle(CONFIGS), strict=False))
 PAIRS += [("listed_heads", "plain"), ("listed_heads", "wide"), ("listed_heads_gqa", "wide")]
-PAIRS += [("listed_heads_parts", c) for c in ("plain", "split", "cluster_2")]
+PAIRS += [("listed_heads_parts", c) for c in ("plain", "split")]
 PAIRS += [(n, c) for n in ("few_users", "gqa_4") for c in CONFIGS if (n, c) not in PAIRS]
 
 
@@ -138,7 +136,7 @@ def test_few_queries_wrong_promise_of_a_sorted_index(order):
 
 
 @pytest.mark.parametrize("order", ["sorted", "unsorted"])
-@pytest.mark.parametrize("config", ["plain", "wide_split", "cluster_4"])
+@pytest.mark.parametrize("config", ["plain", "wide_split", "narrow_split"])
 def test_few_queries_repeats_bit_for_bit(config, order):
     inputs = problems.make_attention_inputs(Shape(30, 800, 2, 700, 4, 2, 64, order, "ragged"))
     results = [run(inputs, config=CONFIGS[config]) for _ in range(20)]
@@ -146,7 +144,7 @@ def test_few_queries_repeats_bit_for_bit(config, order):
         assert all(map(np.array_equal, results[0], other))
 
 
-@pytest.mark.parametrize("config", ["plain", "wide", "wide_split", "cluster_4"])
+@pytest.mark.parametrize("config", ["plain", "wide", "wide_split", "narrow_split"])
 @pytest.mark.parametrize("order", ["sorted", "unsorted"])
 def test_few_queries_nan_of_a_user_stays_there(config, order):
     inputs = problems.make_attention_inputs(Shape(6, 60, 2, 300, 2, 2, 64, order, "ragged"))
@@ -169,7 +167,7 @@ def test_few_queries_nan_of_a_user_stays_there(config, order):
     assert np.isnan(out[~others]).all() == bool(lengths[2])
 
 
-@pytest.mark.parametrize("config", ["plain", "split", "cluster_2"])
+@pytest.mark.parametrize("config", ["plain", "split"])
 def test_few_queries_huge_scores(config):
     inputs = problems.make_attention_inputs(Shape(4, 40, 2, 300, 2, 2, 64, "sorted"))
     inputs = inputs._replace(query=inputs.query * 30, key=inputs.key * 30)
@@ -185,10 +183,10 @@ inputs = problems.make_attention_inputs(shape, "bfloat16")
 wild = inputs.cand_to_user.at[0].set(99).at[1].set(-7)
 wide = problems.make_attention_inputs(shape._replace(head_dim=192), "bfloat16")
 for inputs, configs in (
-    (inputs, ((64, 1, 0), (128, 1, 0), (64, 2, 0), (64, 4, 1))), (wide, ((64, 1, 0), (64, 2, 0)))
+    (inputs, ((64, 1), (128, 1), (64, 2), (64, 4))), (wide, ((64, 1), (64, 2)))
 ):
-    for tile_rows, splits, cluster in configs:
-        config = FewQueriesConfig(tile_rows, splits, 32, 3, 3, cluster=bool(cluster))
+    for tile_rows, splits in configs:
+        config = FewQueriesConfig(tile_rows, splits, 32, 3, 3)
         for is_sorted in (False, True):
             out = ikbo.attention(
                 inputs.query, inputs.key, inputs.value, wild, config=config,

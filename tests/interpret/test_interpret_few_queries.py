@@ -20,7 +20,7 @@ from indexed_attention import IndexedAttention
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from test_interpret_attention import PARAMS, rounded_weights
 
-from ikbo_jax.pallas.few_queries import consumer, gathering, kernel, listing, merging
+from ikbo_jax.pallas.few_queries import consumer, gathering, kernel, listing
 from ikbo_jax.pallas.few_queries.context import Context, Shape
 from ikbo_jax.pallas.few_queries.kernel import few_queries_kernel
 from ikbo_jax.problems.few_queries import FewQueriesConfig
@@ -31,8 +31,6 @@ pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
 SMALL = FewQueriesConfig(block_kv=16, k_stages=2, v_stages=2)
 WIDE = dataclasses.replace(SMALL, tile_rows=128)
 SPLIT = dataclasses.replace(SMALL, splits=2, k_stages=3)
-
-CLUSTER = dataclasses.replace(SPLIT, cluster=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,32 +101,6 @@ CASES = {
     "split_lengths_gqa": Case(
         (0, 1, 1, 2), 90, users=3, q_len=3, heads=(4, 2), lengths=(0, 90, 20), config=SPLIT
     ),
-    # Parts of the keys in clusters; some parts without keys; a share of columns that H / 8 is no
-    # multiple of.
-    "cluster_2": Case((0, 0, 1), 75, config=CLUSTER),
-    "cluster_4_lengths_gqa": Case(
-        (0, 1, 1, 2),
-        90,
-        users=4,
-        q_len=3,
-        heads=(4, 2),
-        lengths=(0, 90, 20, 7),
-        config=dataclasses.replace(CLUSTER, splits=4),
-        num_sms=8,
-    ),
-    "cluster_2_one_block": Case((0,) * 70 + (1,), 9, config=CLUSTER, num_sms=4),
-    "cluster_8_h96_negative_scale": Case(
-        (0, 2, 2),
-        150,
-        users=3,
-        head_dim=96,
-        scale=-0.2,
-        dtype="float16",
-        config=dataclasses.replace(CLUSTER, splits=8),
-        num_sms=8,
-    ),
-    "cluster_3": Case((0, 0, 1), 100, config=dataclasses.replace(CLUSTER, splits=3), num_sms=6),
-    "cluster_2_listed": Case((1, 0, 2, 0), 75, users=4, config=CLUSTER, num_sms=4, lists=True),
     # An index that is not sorted.
     "unsorted": Case((1, 0, 0, 2, 1, 0, 0), 40, users=3, q_len=2, num_sms=2),
     "packed": Case((1, 0, 5, 2, 1, -1, 0), 40, users=3, q_len=5, heads=(6, 2), is_packed=True),
@@ -222,17 +194,6 @@ CASES = {
         config=dataclasses.replace(SMALL, stagger=True),
         lists=True,
     ),
-    "listed_bundles_cluster_2": Case(
-        (1, 0, 2, 0),
-        75,
-        users=4,
-        heads=(2, 2),
-        lengths=(20, 75, 0, 60),
-        config=CLUSTER,
-        num_sms=4,
-        lists=True,
-        bundle=2,
-    ),
     # A user's row slots are neighbours: fewer and more of them than users, some empty, heads that a
     # CTA takes together, parts of the keys, an index that is not sorted.
     "neighbours": Case(
@@ -324,8 +285,6 @@ def test_interpreted_kernel_is_right_and_free_of_races(
 ) -> None:
     case = CASES[name]
     assert case.config.illegal_reason(case.problem) is None
-    if case.config.cluster and case.config.splits > 2:
-        pytest.skip("a larger cluster has more warpgroups than the interpreter has threads")
     inputs = case.inputs()
     results = interpret(inputs, case)
     launches.assert_no_races(1)
@@ -429,21 +388,6 @@ def test_interpreted_sums_taken_too_early_are_found(
 
     monkeypatch.setattr(consumer, "_merged", without_wait)
     assert_found(Case((0, 0), 16 * 4), launches)
-
-
-def test_interpreted_parts_of_a_cluster_read_too_early_are_found(
-    monkeypatch: pytest.MonkeyPatch, launches: interpreter.Launches
-) -> None:
-    """A CTA reads the other one's part without waiting for it."""
-    merge = merging.merge
-
-    def without_wait(*args: Any) -> Any:
-        with monkeypatch.context() as within:
-            within.setattr(plgpu, "barrier_wait", lambda barrier: None)
-            return merge(*args)
-
-    monkeypatch.setattr(merging, "merge", without_wait)
-    assert_found(Case((0, 0), 16 * 4, config=CLUSTER, num_sms=2), launches)
 
 
 def test_interpreted_queries_read_before_they_are_gathered_are_found(

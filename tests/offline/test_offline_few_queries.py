@@ -93,17 +93,6 @@ CASES = {
     "h96_gqa_split": Case(problem(96, (8, 2)), FewQueriesConfig(64, 2, 64, 5, 5)),
     "h128_gqa": Case(problem(128, (8, 2)), FewQueriesConfig(64, 1, 64, 4, 4)),
     "h128_gqa_plain": Case(problem(128, (8, 2)), FewQueriesConfig(64, 2, 32, 5, 5), False),
-    "h64_cluster_gqa": Case(
-        problem(64, (2, 1), batch=101, users=1, kv_len=832),
-        FewQueriesConfig(64, 8, 64, 5, 5, 4, cluster=True),
-        with_options=False,
-    ),
-    "h128_cluster": Case(problem(128), FewQueriesConfig(64, 4, 64, 4, 3, cluster=True)),
-    "h96_cluster_listed": Case(
-        problem(96, (2, 1), q_len=2, users=100),
-        FewQueriesConfig(64, 2, 64, 4, 4, cluster=True),
-        lists=True,
-    ),
     # Keys and values that L2 does not hold: a user's row slots are neighbours.
     "h128_wide_neighbours": Case(
         problem(128, batch=7918, users=565, q_len=8, kv_len=768), FewQueriesConfig(128, 1, 64, 3, 3)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -36,7 +37,6 @@ class Launch:
 
     params: list[Any]
     grid: int
-    cluster: int
     threads: int
     shared_bytes: int
 
@@ -93,13 +93,13 @@ def read_host(text: str) -> Launch:
             (pointers,) = (x for x in last if isinstance(memory.get(x), tuple))
             x, y, z, *cluster, threads, _, _, shared = map(value, args[1:11])
             cluster = [max(size, 1) for size in cluster]  # zeros: without clusters
-            if y * z * cluster[1] * cluster[2] != 1:
+            if y * z * math.prod(cluster) != 1:
                 raise ValueError(f"a grid {x, y, z} in clusters {cluster}")
             params, i = [], 0
             while (pointers[0], 8 * i) in memory:
                 params.append(memory[memory[pointers[0], 8 * i]])
                 i += 1
-            return Launch(params, x, cluster[0], threads, shared)
+            return Launch(params, x, threads, shared)
         elif rest.startswith("load ptr"):
             at = value(rest.split(",")[1])
             values[name] = (at[1], 0) if at[0] == "buffers" else memory[at]
@@ -199,7 +199,6 @@ class Emulator:
             [*arrays, *blanks],
             kernel.launch.params,
             grid=kernel.launch.grid,
-            cluster=kernel.launch.cluster,
             shared_bytes=kernel.launch.shared_bytes,
             registers=kernel.registers,
             seed=self.seed + len(self.launches),

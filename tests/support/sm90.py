@@ -15,8 +15,8 @@ A `Trap` says what the hardware would refuse, or what has no defined result: add
 or not aligned, boxes of TMA, `.aligned` instructions of diverged warps, too many arrivals, exits
 before copies have read shared memory, warps that wait for ever.
 
-Memory orders of ordinary loads and stores, those of a cluster's blocks included, are not modelled:
-every store is visible at once.
+Memory orders of ordinary loads and stores are not modelled: every store is visible at once.
+Clusters are missing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from sm90_state import (
     SHARED,
     SHARED_BYTES,
     Block,
-    Cluster,
     Descriptor,
     Store,
     Trap,
@@ -56,10 +55,9 @@ class Machine:
       shared_bytes: of a thread block.
       registers: per thread, at the kernel's entry.
       seed: of the order of events.
-      cluster: thread blocks of a cluster.
       resident: thread blocks that run at the same time, others begin when one ends.
       most: instructions of all warps before the launch counts as hung.
-      blocks: numbers of the thread blocks that run, whole clusters; None for all of the grid.
+      blocks: numbers of the thread blocks that run; None for all of the grid.
     """
 
     def __init__(
@@ -72,16 +70,12 @@ class Machine:
         shared_bytes: int,
         registers: int = 168,
         seed: int = 0,
-        cluster: int = 1,
         resident: int = 132,
         most: int = 5_000_000,
         blocks: Sequence[int] | None = None,
     ) -> None:
         if shared_bytes > SHARED_BYTES:
             raise Trap(f"{shared_bytes} bytes of shared memory")
-        if grid % cluster or cluster > resident:
-            raise Trap(f"a grid of {grid} in clusters of {cluster}, of which {resident} run")
-        self.cluster = cluster
         self.program, self.grid, self.shared_bytes = program, grid, shared_bytes
         self.entry_registers, self.resident, self.most = registers, resident, most
         self.blocks = range(grid) if blocks is None else blocks
@@ -232,8 +226,8 @@ class Machine:
 
     # Running
 
-    def start(self, number: int, cluster: Cluster) -> Block:
-        block = Block(number, self.shared_bytes, self.entry_registers, cluster)
+    def start(self, number: int) -> Block:
+        block = Block(number, self.shared_bytes, self.entry_registers)
         threads, special = self.program.threads, self.program.special
         for w in range(threads // ptx.LANES):
             registers = list(self.first)
@@ -244,7 +238,6 @@ class Machine:
                 ("%ctaid.x", number),
                 ("%nctaid.x", self.grid),
                 ("%ntid.x", threads),
-                ("%cluster_ctaid.x", number % self.cluster),
             ):
                 registers[special[name]] = ptx.splat(value, np.uint32)
             block.warps.append(Warp(block, w, registers))
@@ -261,11 +254,9 @@ class Machine:
         blocks = 0
         steps = 0
         while waiting or running:
-            while waiting and blocks + self.cluster <= self.resident:
-                cluster = Cluster()
-                for _ in range(self.cluster):
-                    running += self.start(waiting.pop(0), cluster).warps
-                blocks += self.cluster
+            while waiting and blocks < self.resident:
+                running += self.start(waiting.pop(0)).warps
+                blocks += 1
             ready = [w for w in running if w.blocked is None or w.blocked()]
             if self.pending and (not ready or self.random.random() < 0.3):
                 self.complete_one(running)
@@ -285,7 +276,6 @@ class Machine:
                 running.remove(warp)
                 self.end(warp)
                 if not any(w.block is warp.block for w in running):
-                    warp.block.has_ended = True
                     blocks -= 1
         for run in self.pending:
             run()

@@ -55,35 +55,6 @@ def barrier_arrive(d: Decoder, ins: Instruction, found: re.Match[str]) -> Run:
     return run
 
 
-def cluster_arrive(d: Decoder, ins: Instruction, _: re.Match[str]) -> Run:
-    """Every lane arrives at a barrier of a block of the cluster."""
-    addresses = d.address(ins.operands[1], is_shared=True)
-
-    def run(warp: Warp, mask: Any) -> None:
-        for at in lanes(mask, addresses(warp)):
-            block, local = warp.block.cluster.at(warp.block, int(at))
-            block.barrier(local).arrive(1)
-
-    return run
-
-
-def cluster_barrier(d: Decoder, ins: Instruction, found: re.Match[str]) -> Run:
-    """The barrier of all threads of the cluster, in two halves."""
-    is_arrival = found["op"] == "arrive"
-
-    def run(warp: Warp, mask: Any) -> None:
-        cluster = warp.block.cluster
-        if is_arrival:
-            warp.cluster_generation = cluster.generation
-            cluster.arrive()
-            return
-        generation = warp.cluster_generation
-        if cluster.generation == generation:
-            warp.blocked = lambda: cluster.generation != generation
-
-    return aligned(ins.name, run)
-
-
 def barrier_expect(d: Decoder, ins: Instruction, found: re.Match[str]) -> Run:
     memory, count = ins.operands
     find, source = barrier_at(d, memory), d.source(count, U32)
@@ -273,11 +244,6 @@ TABLE: Table = [
         r"mbarrier\.arrive(?P<mode>(?:\.noComplete|\.expect_tx)*)(?:\.release|\.cta)*"
         r"(?:\.shared(?:::cta)?)\.b64",
         barrier_arrive,
-    ),
-    (r"mbarrier\.arrive\.shared::cluster\.b64", cluster_arrive),
-    (
-        r"barrier\.cluster\.(?P<op>arrive|wait)(?:\.release|\.acquire|\.relaxed)?\.aligned",
-        cluster_barrier,
     ),
     (
         r"mbarrier\.(?P<op>expect_tx|complete_tx)(?:\.relaxed|\.cta)*\.shared(?:::cta)?\.b64",

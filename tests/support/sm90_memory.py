@@ -9,7 +9,7 @@ import numpy as np
 import ptx
 from ptx import Instruction, Memory
 from sm90_decoder import KINDS, U32, U64, Decoder, Run, Table, aligned, bits_of, lanes, put
-from sm90_state import CLUSTER_SHARED, Trap, Warp
+from sm90_state import Trap, Warp
 
 
 def shuffle(d: Decoder, ins: Instruction, found: re.Match[str]) -> Run:
@@ -113,38 +113,6 @@ def access(d: Decoder, ins: Instruction, found: re.Match[str]) -> Run:
     return run
 
 
-def map_address(d: Decoder, ins: Instruction, _: re.Match[str]) -> Run:
-    """The cluster's address of a block's shared memory."""
-    target, address, rank = ins.operands
-    a, b = d.source(address, U32), d.source(rank, U32)
-
-    def run(warp: Warp, mask: Any) -> None:
-        put(warp, mask, target, warp.r[a] + (warp.r[b] + U32(1)) * U32(CLUSTER_SHARED))
-
-    return run
-
-
-def load_of_cluster(d: Decoder, ins: Instruction, found: re.Match[str]) -> Run:
-    """Loads from the shared memory of a block of the cluster."""
-    values, memory = ins.operands
-    registers = values if isinstance(values, tuple) else (values,)
-    addresses = d.address(memory, is_shared=True)
-    kind = KINDS[found["kind"]]
-    size = np.dtype(kind).itemsize * len(registers)
-
-    def run(warp: Warp, mask: Any) -> None:
-        data = np.zeros((32, len(registers)), bits_of(kind))
-        chosen = np.arange(32) if mask is None else np.flatnonzero(mask)
-        for lane, at in zip(chosen, lanes(mask, addresses(warp)), strict=True):
-            block, local = warp.block.cluster.at(warp.block, int(at))
-            begin = int(d.shared_at(warp, np.asarray([local]), size)[0])
-            data[lane] = block.memory[begin : begin + size].view(data.dtype)
-        for i, register in enumerate(registers):
-            put(warp, mask, register, data[:, i].copy())
-
-    return run
-
-
 def load_param(d: Decoder, ins: Instruction) -> Run:
     target, memory = ins.operands
     assert isinstance(memory, Memory)
@@ -243,8 +211,6 @@ TABLE: Table = [
     (r"shfl\.sync\.(?P<mode>idx|bfly|up|down)\.b32", shuffle),
     (r"elect\.sync", elect),
     (r"vote\.sync\.(?P<mode>ballot|any|all)\.(?:b32|pred)", vote),
-    (r"mapa\.shared::cluster\.u32", map_address),
-    (r"ld\.shared::cluster(?:\.v[24])?\.(?P<kind>[busf]\d+)", load_of_cluster),
     (
         r"(?P<op>ld|st)(?:\.(?:volatile|relaxed|acquire|release|weak))?(?:\.gpu|\.sys|\.cta)?"
         r"\.(?P<space>shared|global|param)(?:::\w+)?(?:\.nc)?(?:\.L1::\w+)?"

@@ -15,9 +15,6 @@ PARAMS = 1 << 40
 ARRAYS = 1 << 44
 #: Distance of arrays, in bits.
 ARRAY_BITS = 36
-#: Where the shared memory of the first block of a cluster begins in the cluster's window, which has
-#: one part of this size for each; addresses below are the block's own.
-CLUSTER_SHARED = 1 << 20
 #: Of a thread block, at most.
 SHARED_BYTES = 227 * 1024
 
@@ -81,35 +78,11 @@ class Barrier:
             self.pending = self.count
 
 
-class Cluster:
-    """Thread blocks that begin together, and their barrier."""
-
-    def __init__(self) -> None:
-        self.blocks: list[Block] = []
-        self.arrived = self.generation = 0
-
-    def arrive(self) -> None:
-        self.arrived += 1
-        if self.arrived == sum(len(block.warps) for block in self.blocks):
-            self.arrived, self.generation = 0, self.generation + 1
-
-    def at(self, own: Block, address: int) -> tuple[Block, int]:
-        """The block whose shared memory has an address of the cluster's window, and its address."""
-        rank, local = divmod(address, CLUSTER_SHARED)
-        if rank > len(self.blocks):
-            raise Trap(f"block {rank - 1} of a cluster of {len(self.blocks)}")
-        block = self.blocks[rank - 1] if rank else own
-        if block.has_ended:
-            raise Trap(f"an access to shared memory of block {block.number}, which has ended")
-        return block, local
-
-
 class Block:
     """A thread block: shared memory as threads and as the async proxy see it, and its barriers."""
 
-    def __init__(self, number: int, size: int, registers: int, cluster: Cluster) -> None:
-        self.number, self.cluster, self.has_ended = number, cluster, False
-        cluster.blocks.append(self)
+    def __init__(self, number: int, size: int, registers: int) -> None:
+        self.number = number
         self.size = size
         fill = np.full(size, 0xFF, np.uint8)
         self.memory, self.proxy = fill, fill.copy()
@@ -145,7 +118,6 @@ class Warp:
         #: Copies to shared memory by lanes.
         self.copies: list[Callable[[], None]] = []
         self.registers = block.registers
-        self.cluster_generation = 0
 
     def multiply_next(self) -> None:
         self.products.popleft()()

@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ikbo_jax.pallas.few_queries import exchange, gathering, listing, merging, store
+from ikbo_jax.pallas.few_queries import exchange, gathering, listing, store
 from ikbo_jax.pallas.few_queries.context import BY_COLUMNS, BY_ROWS, Context, Item, Part
 from ikbo_jax.pallas.flash import softmax
 from ikbo_jax.pallas.hopper import mma, mosaic, operand_tiles, stores, turns
@@ -257,8 +257,7 @@ def _one_item(carry: tuple[Any, ...], ctx: Context) -> tuple[Any, ...]:
     state: tuple[jax.Array, ...] = (acc, maximum, jnp.sum(partial_sums, axis=1))
     if not shares_columns(ctx.shape.head_dim):
         state = _exchanged(ctx, part, *state)
-    stores_part = merging.merge if ctx.shape.cluster > 1 else store.store
-    pl.when(part.stores)(functools.partial(stores_part, ctx, part, item.head, *state))
+    pl.when(part.stores)(functools.partial(store.store, ctx, part, item.head, *state))
     if ctx.shape.listed:
 
         @pl.when(item.next_user >= 0)
@@ -276,13 +275,11 @@ def consume(ctx: Context) -> None:
         ring.release_all()
 
     is_exchanged = shared.exchange_free is not None
+    if is_exchanged:
 
-    @pl.when(ctx.consumer == 0)
-    def _() -> None:
-        if is_exchanged:
+        @pl.when(ctx.consumer == 0)
+        def _() -> None:
             plgpu.barrier_arrive(shared.exchange_free.at[0])
-        if ctx.shape.cluster > 1:
-            merging.begin(ctx)
 
     if ctx.config.turns:  # an item ends as it begins: the turn is consumer 0's
         pl.when(ctx.consumer == 1)(functools.partial(turns.hand_over, ctx))
@@ -303,6 +300,3 @@ def consume(ctx: Context) -> None:
         @pl.when(ctx.consumer == 1)
         def _() -> None:
             plgpu.barrier_wait(shared.exchange_free.at[0])
-
-    if ctx.shape.cluster > 1:
-        pl.when(ctx.consumer == 0)(functools.partial(merging.end, ctx))

@@ -34,7 +34,6 @@ class Shape:
       item_rows: rows of an item.
       slots: see `rows.slots`; if CTAs list candidates, slot i has the rows of user i % U.
       splits: parts of a user's keys.
-      cluster: CTAs of a cluster: all parts of an item, or 1.
       alternates: whether CTAs go through users' first row slots and the others evenly.
       bundle: neighbouring items, of one slot and split, that a CTA takes at once: 1, or one for
         each group of query heads; if CTAs list candidates, any divisor of the number of groups. The
@@ -58,7 +57,6 @@ class Shape:
     log2_scale: float
     workers: int
     listed: int = 0
-    cluster: int = 1
     alternates: bool = False
 
     @property
@@ -72,18 +70,8 @@ class Shape:
 
     @property
     def bundles(self) -> int:
-        """Bundles of all CTAs, or of all clusters."""
-        return self.slots * self.items_of_slot * self.groups // self.bundle
-
-    @property
-    def items_of_slot(self) -> int:
-        """Parts of the keys that are items of different numbers."""
-        return self.splits // self.cluster
-
-    @property
-    def share(self) -> int:
-        """Columns of the result that each CTA of a cluster adds up and stores; a multiple of 8."""
-        return 8 * pl.cdiv(self.head_dim, 8 * self.cluster)
+        """Bundles of all CTAs."""
+        return self.slots * self.splits * self.groups // self.bundle
 
 
 class Operands(NamedTuple):
@@ -100,15 +88,14 @@ class Operands(NamedTuple):
 class Outputs(NamedTuple):
     """Device memory that a launch fills; with splits, rows are numbered (split, row).
 
-    With splits and no clusters, `out` holds sums of weights times values in f32, which are not
-    normalised, and `maximum` and `sums` their statistics.
+    With splits, `out` holds sums of weights times values in f32, which are not normalised, and
+    `maximum` and `sums` their statistics.
     """
 
     out: Any  # [splits * B * T, N, H]
     lse: Any  # [B * T, N] f32
     maximum: Any  # [splits * B * T, N] f32, raw scores
     sums: Any  # [splits * B * T, N] f32
-    parts: Any = None  # [clusters, splits, 64, H + 2] f32, only under interpretation, for `merging`
 
 
 class Item(NamedTuple):
@@ -178,10 +165,7 @@ class Context(WarpgroupContext):
         number, _ = self._bundle(i)
         groups = shape.groups // shape.bundle
         group, rest = lax.rem(number, groups) * shape.bundle + member, lax.div(number, groups)
-        parts = shape.items_of_slot
-        split, slot = lax.rem(rest, parts), lax.div(rest, parts)
-        if shape.cluster > 1:
-            split = self.rank
+        split, slot = lax.rem(rest, shape.splits), lax.div(rest, shape.splits)
         head = group * shape.group
         return Place(slot, split, head, lax.div(head, shape.q_heads // shape.kv_heads))
 
@@ -211,15 +195,6 @@ class Context(WarpgroupContext):
         _, rank = self._bundle(jnp.int32(full))
         return full + (rank < rest).astype(jnp.int32)
 
-    @property
-    def rank(self) -> Any:
-        """The CTA's number in its cluster: the part of the keys that it takes."""
-        return lax.axis_index("cluster") if self.shape.cluster > 1 else jnp.int32(0)
-
-    def first_target(self, split: Any) -> Any:
-        """The outputs' row that is row 0 of a split."""
-        return split * self.shape.rows if self.shape.cluster == 1 else jnp.int32(0)
-
     def listed_place(self, place: Place) -> tuple[Any, Any]:
         """The user of a slot, and the rank of its first candidate, if CTAs list candidates."""
         users = self.shape.users
@@ -229,8 +204,7 @@ class Context(WarpgroupContext):
         """This consumer's part of an item."""
         consumer, head_rows = self.consumer, self.shape.head_rows
         is_alone, is_by_keys = item.sharing == ALONE, item.sharing == BY_KEYS
-        # A cluster's parts are added by consumer 0 of every CTA.
-        alone = lax.rem(index, 2) if self.shape.cluster == 1 else 0
+        alone = lax.rem(index, 2)
         computes = ~is_alone | (consumer == alone)
         tile = jnp.where(item.sharing == BY_ROWS, consumer, 0)
         offset = tile * head_rows

@@ -1,6 +1,4 @@
-"""A consumer's part of an item, handed over through shared memory.
-
-The other consumer of the CTA reads it, or consumer 0 of every CTA of the cluster.
+"""A consumer's part of an item, handed over to the other consumer through shared memory.
 
 Both consumers hold a tile in the same fragment layout, so a thread reads what the thread of the
 same number wrote, in vectors of 16 bytes without bank conflicts.
@@ -8,14 +6,11 @@ same number wrote, in vectors of 16 bytes without bank conflicts.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
@@ -55,11 +50,6 @@ def give(ctx: Any, acc: jax.Array, maximum: jax.Array, sums: jax.Array) -> None:
         shared.row_staging[2] = maximum
         shared.row_staging[3] = sums
         return
-    write(shared.exchange, acc, maximum, sums)
-
-
-def write(memory: Any, acc: jax.Array, maximum: jax.Array, sums: jax.Array) -> None:
-    """Writes a part to shared memory, each thread its own words; not for interpretation."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA, ROW_LAYOUT, ROW_LAYOUT))
     def store(_: Any, memory: ir.Value, acc: Any, maximum: Any, sums: Any) -> None:
@@ -78,7 +68,7 @@ def write(memory: Any, acc: jax.Array, maximum: jax.Array, sums: jax.Array) -> N
                 has_side_effects=True,
             )
 
-    store(memory, acc, maximum, sums)
+    store(shared.exchange, acc, maximum, sums)
 
 
 def take_statistics(ctx: Any) -> tuple[jax.Array, jax.Array]:
@@ -86,15 +76,12 @@ def take_statistics(ctx: Any) -> tuple[jax.Array, jax.Array]:
     shared = ctx.shared
     if ctx.interpret:
         return shared.row_staging[2], shared.row_staging[3]
-    return _statistics(shared.exchange, _load)
-
-
-def _statistics(memory: Any, load: Callable[[ir.Value], list[ir.Value]]) -> Any:
+    last_vector = shared.exchange.shape[0] - 1
     row = plgpu.ShapeDtypeStruct((WGMMA_M,), jnp.float32, layout=ROW_LAYOUT)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=(row, row))
     def read(_: Any, memory: ir.Value) -> Any:
-        words = load(_address(memory, thread_number(), last_vector))
+        words = _load(_address(memory, thread_number(), last_vector))
         single, layout = ir.VectorType.get((1,), ir.F32Type.get()), ROW_LAYOUT.to_mgpu()
         registers = [vector.from_elements(single, [word]) for word in words]
         return tuple(
@@ -106,67 +93,8 @@ def _statistics(memory: Any, load: Callable[[ir.Value], list[ir.Value]]) -> Any:
             for pair in (registers[:2], registers[2:])
         )
 
-    last_vector = memory.shape[0] - 1
-    return read(memory)
-
-
-def statistics_of(ctx: Any, rank: int) -> tuple[jax.Array, jax.Array]:
-    """Maximum [64] and sums [64], f32, of the part of a CTA of the cluster."""
-    if ctx.interpret:
-        part, width = ctx.outputs.parts.at[ctx.worker, rank], ctx.shape.head_dim
-        return part[:, width], part[:, width + 1]
-    load = functools.partial(_load_of, rank)
-    result: tuple[jax.Array, jax.Array] = _statistics(ctx.shared.merged, load)
-    return result
-
-
-def columns_of(ctx: Any, rank: int, first: Any) -> jax.Array:
-    """[64, share] f32: columns from `first` on of the sums of a CTA of the cluster."""
-    share = ctx.shape.share
-    if ctx.interpret:
-        part: jax.Array = ctx.outputs.parts.at[ctx.worker, rank][:, pl.ds(first, share)]
-        return part
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())),
-        return_type=plgpu.ShapeDtypeStruct(
-            (WGMMA_M, share), jnp.float32, layout=plgpu.Layout.WGMMA
-        ),
-    )
-    def read(_: Any, memory: ir.Value, first: Any) -> Any:
-        i32, pair = ir.IntegerType.get_signless(32), ir.VectorType.get((2,), ir.F32Type.get())
-        # A vector has two columns of both rows of a thread: of eight columns, all threads' part.
-        start = arith.divui(first.registers.item(), mgpu.c(8, i32))
-        thread = thread_number()
-        layout = plgpu.Layout.WGMMA.to_mgpu()
-        registers = np.empty(layout.registers_shape((WGMMA_M, share)), dtype=object)
-        for number in range(share // 8):
-            offset = arith.muli(
-                arith.addi(start, mgpu.c(number, i32)), mgpu.c(WARPGROUP_SIZE * VECTOR, i32)
-            )
-            offset = arith.addi(offset, arith.muli(thread, mgpu.c(VECTOR, i32)))
-            at = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(memory), [offset], i32)
-            words = _load_of(rank, at)
-            for row in (0, 1):
-                registers.flat[2 * number + row] = vector.from_elements(
-                    pair, words[2 * row : 2 * row + 2]
-                )
-        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
-
-    result: jax.Array = read(ctx.shared.merged, first)
-    return result
-
-
-def _load_of(rank: int, address: ir.Value) -> list[ir.Value]:
-    """A vector of the shared memory of a CTA of the cluster, at this CTA's address."""
-    words = mgpu.utils.inline_ptx(
-        f"{{ .reg .b32 a; mapa.shared::cluster.u32 a, $4, {rank}; "
-        "ld.shared::cluster.v4.f32 {$0, $1, $2, $3}, [a]; }",
-        address,
-        result_types=[ir.F32Type.get()] * VECTOR,
-        has_side_effects=True,
-    )
-    return list(words)
+    statistics: tuple[jax.Array, jax.Array] = read(shared.exchange)
+    return statistics
 
 
 def take_sum(ctx: Any, acc: jax.Array, factor: jax.Array, factor2: jax.Array) -> jax.Array:

@@ -22,9 +22,8 @@ other one the next.
 The softmax has a running maximum. It is subtracted before scores are scaled, which is exact for
 every input.
 
-If the keys are split, the parts belong to the CTAs of a cluster, which take the same items and read
-each other's sums and statistics (`merging`); or each part's go to device memory in f32, and XLA
-adds them.
+If the keys are split, the sums and statistics of each part go to device memory in f32, and XLA adds
+them.
 
 Synchronisations:
   1. `items.ready[s]`            producer -> consumers: slot s describes an item (or the end).
@@ -34,7 +33,7 @@ Synchronisations:
   5. `exchange_ready[0]`, `exchange_free[0]`  consumer 1 -> 0 and back: sums over half of the keys.
   6. Named barriers: the consumers wait for each other after consumer 0 has zeroed values past a
      user's length, if both use them; with `turns`, they take turns at issuing products.
-  7. Those of `merging`, `listing` and `gathering`, in launches that use them.
+  7. Those of `listing` and `gathering`, in launches that use them.
 
 Both consumers wait for every block, and free it, whether they use it or not. A consumer waits for
 block n only after it has freed block n - 1 of the same ring, and for values only after it has freed
@@ -63,7 +62,6 @@ from ikbo_jax.problems.attention import AttentionProblem
 from ikbo_jax.problems.few_queries import (
     CACHE_BYTES,
     FewQueriesConfig,
-    clusters,
     head_group,
     rows_of_head,
 )
@@ -116,27 +114,48 @@ def few_queries_kernel(
       out [B, T, N, H] in the query's dtype, and lse [B, T, N] in f32, the natural logarithm of the
       softmax's denominator, or None. Rows without keys have 0 and -inf.
     """
-    batch, q_len, q_heads, head_dim = query.shape
-    users, kv_len, kv_heads, _ = key.shape
+    assert targets is None or not lists
     if scale == 0:  # every score is 0, as with queries of zeros
         query, scale = jnp.zeros_like(query), 1.0
+    shape = _shape(query, key, scale, config, num_sms, lists=lists)
+    operands = Operands(
+        query.reshape(shape.rows, shape.q_heads, shape.head_dim),
+        key,
+        value,
+        cand_to_user if shape.users > 1 else None,
+        key_value_seq_lengths,
+        targets,
+    )
+    out, lse = _launch(operands, shape, config, return_residuals, interpret)
+    return out.reshape(query.shape), None if lse is None else lse.reshape(query.shape[:-1])
+
+
+def _shape(
+    query: jax.Array,
+    key: jax.Array,
+    scale: float,
+    config: FewQueriesConfig,
+    num_sms: int,
+    *,
+    lists: bool,
+) -> Shape:
+    """How the work of a launch is divided; arguments as for `few_queries_kernel`."""
+    batch, q_len, q_heads, head_dim = query.shape
+    users, kv_len, kv_heads, _ = key.shape
     group = head_group(q_heads, kv_heads)
     head_rows = rows_of_head(group)
     item_rows = head_rows * config.tile_rows // WGMMA_M
-    splits, cluster = config.parts(kv_len), config.splits if config.cluster else 1
-    assert targets is None or not lists
+    splits = config.parts(kv_len)
     groups = q_heads // group
-    items_of_slot = splits // cluster
-    workers = num_sms if cluster == 1 else clusters(num_sms, cluster)
     cached = 2 * key.size * key.dtype.itemsize <= CACHE_BYTES
     listed, slots = 0, rows.slots(batch, users, q_len, item_rows)
-    bundle = groups if slots * items_of_slot >= LEAST_BUNDLES * workers else 1
+    bundle = groups if slots * splits >= LEAST_BUNDLES * num_sms else 1
     if lists and users > 1:
         sizes = (batch, users, q_len, kv_len, q_heads, kv_heads, head_dim)
         listing = config.listings(AttentionProblem(*sizes, query.dtype.name), num_sms)
         if listing.candidates:
             listed, slots, bundle, *_ = listing
-    shape = Shape(
+    return Shape(
         batch=batch,
         q_len=q_len,
         q_heads=q_heads,
@@ -151,22 +170,10 @@ def few_queries_kernel(
         splits=splits,
         bundle=bundle,
         log2_scale=scale * math.log2(math.e),
-        workers=min(workers, slots * items_of_slot * groups // bundle),
+        workers=min(num_sms, slots * splits * groups // bundle),
         listed=listed,
-        cluster=cluster,
         alternates=not (listed or cached) and 1 < users < slots,
     )
-    rows_and_heads = (batch * q_len, q_heads)
-    operands = Operands(
-        query.reshape(*rows_and_heads, head_dim),
-        key,
-        value,
-        cand_to_user if users > 1 else None,
-        key_value_seq_lengths,
-        targets,
-    )
-    out, lse = _launch(operands, shape, config, return_residuals, interpret)
-    return out.reshape(query.shape), None if lse is None else lse.reshape(query.shape[:-1])
 
 
 def _launch(
@@ -179,17 +186,13 @@ def _launch(
     """Launches the kernel; returns out [rows, N, H], and lse [rows, N] or None."""
     dtype, rows_and_heads = operands.query.dtype, (shape.rows, shape.q_heads)
     statistics = jax.ShapeDtypeStruct((shape.splits * shape.rows, shape.q_heads), jnp.float32)
-    is_merged_later = shape.splits > shape.cluster
-    if is_merged_later:
+    if shape.splits > 1:
         sums = jax.ShapeDtypeStruct((*statistics.shape, shape.head_dim), jnp.float32)
         outputs = Outputs(sums, None, statistics, statistics)
     else:
         out = jax.ShapeDtypeStruct((*rows_and_heads, shape.head_dim), dtype)
         of_rows = jax.ShapeDtypeStruct(rows_and_heads, jnp.float32)
         outputs = Outputs(out, of_rows if return_residuals else None, None, None)
-        if interpret and shape.cluster > 1:
-            size = (shape.workers, shape.cluster, WGMMA_M, shape.head_dim + 2)
-            outputs = outputs._replace(parts=jax.ShapeDtypeStruct(size, jnp.float32))
     results = launch(
         Roles(functools.partial(Context, shape, config), produce, consume, registers=REGISTERS),
         operands,
@@ -198,10 +201,9 @@ def _launch(
         dtype=dtype,
         name="ikbo_few_queries_attention",
         workers=shape.workers,
-        cluster=shape.cluster,
         interpret=interpret,
     )
-    if not is_merged_later:
+    if shape.splits == 1:
         return results[0], results[1] if return_residuals else None
     parts = [x.reshape(shape.splits, *rows_and_heads, *x.shape[2:]) for x in results]
     merged, lse = merge(*parts, log2_scale=shape.log2_scale)

@@ -189,7 +189,7 @@ def _send(
     is_void = is_loaded & ((first >= extent[1]) | (user != loaded))
     user = jnp.where(is_void, loaded, user)
     end = jnp.where(is_void, first, end)
-    target = ctx.first_target(place.split) + first
+    target = place.split * ctx.shape.rows + first
     rest = _Rows(user, end - first, target, is_void)
     return end, _send_rows(ctx, progress, rest, place, is_loaded)
 
@@ -271,7 +271,7 @@ def _send_listed(ctx: Context, count: Any, loaded: Any, progress: _Progress) -> 
         next_user, next_rank = ctx.listed_place(ctx.place(following))
         next_user = jnp.where(following < count, next_user, -1)
         next_rank = jnp.where(stays, rank + stride, next_rank)
-        target = ctx.first_target(place.split)
+        target = place.split * shape.rows
         item = _Rows(user, found * shape.q_len, target, found == 0)
         members = jnp.where(found == 0, 1, shape.bundle)
 

@@ -42,25 +42,11 @@ def store(
         _store_rows(ctx, outputs.maximum, maximum, _once(ctx, part), head)
         _store_rows(ctx, outputs.sums, sums, _once(ctx, part), head)
         return
-    store_merged(ctx, part, head, acc, maximum, sums)
-
-
-def store_merged(
-    ctx: Context,
-    part: Part,
-    head: Any,
-    acc: jax.Array,
-    maximum: jax.Array,
-    sums: jax.Array,
-    column: Any = 0,
-) -> None:
-    """Normalises and stores rows, of which `acc` [64, width] has the columns from `column` on."""
-    outputs = ctx.outputs
     inverse = jnp.where(sums > 0, 1 / sums, 0.0)
     # A NaN sum gives a NaN row.
     inverse = jnp.where(sums != sums, sums, inverse)
     out = (acc * lax.broadcast_in_dim(inverse, acc.shape, (0,))).astype(outputs.out.dtype)
-    _store_columns(ctx, outputs.out, out, part, head, column)
+    _store_columns(ctx, outputs.out, out, part, head)
     if outputs.lse is not None:
         lse = jnp.log(sums) + maximum * jnp.float32(ctx.shape.log2_scale * LN_2)
         lse = jnp.where(sums != 0, lse, -jnp.inf)
@@ -68,26 +54,19 @@ def store_merged(
 
 
 def _once(ctx: Context, part: Part) -> Part:
-    """The part; without rows where another CTA or consumer stores the same statistics."""
-    is_stored: Any = None
-    if ctx.shape.cluster > 1:
-        is_stored = ctx.rank == 0
-    elif shares_columns(ctx.shape.head_dim):
-        is_stored = ctx.consumer == 0
-    if is_stored is None:
+    """The part; without rows where the other consumer stores the same statistics."""
+    if not shares_columns(ctx.shape.head_dim):
         return part
-    return part._replace(rows=jnp.where(is_stored, part.rows, 0))
+    return part._replace(rows=jnp.where(ctx.consumer == 0, part.rows, 0))
 
 
-def _store_columns(
-    ctx: Context, output: Any, values: jax.Array, part: Part, head: Any, column: Any = 0
-) -> None:
+def _store_columns(ctx: Context, output: Any, values: jax.Array, part: Part, head: Any) -> None:
     """Stores rows of which the consumers may have different columns; arguments as `_store_rows`.
 
     Columns that both consumers have, as a block of H = 192, are stored by consumer 0.
     """
     if not shares_columns(ctx.shape.head_dim):
-        _store_rows(ctx, output, values, part, head, column)
+        _store_rows(ctx, output, values, part, head)
         return
     width = values.shape[1]
     first = ctx.shape.head_dim - width  # column of consumer 1
@@ -123,40 +102,64 @@ def _store_rows(
       column: of the output, the first of the values.
       begin: the first column of the values that is stored, a multiple of 8.
     """
+    order = None
+    if ctx.operands.targets is not None:
+        order = RowOrder(ctx.operands.targets, ctx.shape.q_len, rows=ctx.shape.rows)
+    store_values = _store_from_staging if ctx.interpret else _store_from_registers
+    store_values(ctx, output, values, part, head, column, begin, order)
+
+
+def _store_from_staging(
+    ctx: Context,
+    output: Any,
+    values: jax.Array,
+    part: Part,
+    head: Any,
+    column: Any,
+    begin: int,
+    order: RowOrder | None,
+) -> None:
+    """`_store_rows` under interpretation."""
+    shape, shared = ctx.shape, ctx.shared
+    has_columns = len(output.shape) == 3
+    staging = shared.float_staging if output.dtype == jnp.float32 else shared.staging
+    staging = (staging if has_columns else shared.row_staging).at[ctx.consumer]
+    columns = (slice(begin, values.shape[1]),) if has_columns else ()
+    targets = (pl.ds(column + begin, values.shape[1] - begin),) if has_columns else ()
+    staging[:, *((slice(values.shape[1]),) if has_columns else ())] = values
+
+    @pl.loop(0, part.rows)
+    def _(r: Any) -> None:
+        row = r
+        if shape.listed:
+            row = part.offset + r
+            candidate = shared.listing[lax.div(row, shape.q_len)]
+            row = candidate * shape.q_len + lax.rem(row, shape.q_len)
+        row = part.target + row
+        if order is not None:
+            row, _ = order.read(row, head)
+        for j in range(shape.group):
+            output[row, head + j, *targets] = staging[j * shape.head_rows + r, *columns]
+
+
+def _store_from_registers(
+    ctx: Context,
+    output: Any,
+    values: jax.Array,
+    part: Part,
+    head: Any,
+    column: Any,
+    begin: int,
+    order: RowOrder | None,
+) -> None:
+    """`_store_rows` on a GPU."""
     shape = ctx.shape
     group, head_rows = shape.group, shape.head_rows
     _, heads, *widths = output.shape
     width = widths[0] if widths else 1
     is_f32 = output.dtype == jnp.float32
-    order = None
-    if ctx.operands.targets is not None:
-        order = RowOrder(ctx.operands.targets, shape.q_len, rows=shape.rows)
-    if ctx.interpret:
-        shared = ctx.shared
-        staging = shared.float_staging if is_f32 else shared.staging
-        staging = (staging if widths else shared.row_staging).at[ctx.consumer]
-        columns = (slice(begin, values.shape[1]),) if widths else ()
-        targets = (pl.ds(column + begin, values.shape[1] - begin),) if widths else ()
-        staging[:, *((slice(values.shape[1]),) if widths else ())] = values
-
-        @pl.loop(0, part.rows)
-        def _(r: Any) -> None:
-            row = r
-            if shape.listed:
-                row = part.offset + r
-                candidate = ctx.shared.listing[lax.div(row, shape.q_len)]
-                row = candidate * shape.q_len + lax.rem(row, shape.q_len)
-            row = part.target + row
-            if order is not None:
-                row, _ = order.read(row, head)
-            for j in range(group):
-                output[row, head + j, *targets] = staging[j * head_rows + r, *columns]
-
-        return
-
     scalar = plgpu.Layout.WG_SPLAT(())
     layout: Any = plgpu.Layout.WGMMA if widths else ROW_LAYOUT
-
     tables = (ctx.shared.listing,) if shape.listed else ()
     if order is not None:
         tables = order.tables
