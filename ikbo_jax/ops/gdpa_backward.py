@@ -151,7 +151,7 @@ def _listed(
         parts=parts,
     )
     if found is None:
-        return _planned(arrays, settings, residuals, blocks, parts)
+        return _planned(arrays, settings, residuals, blocks, parts, interpret=False)
     queries, keys, rows = found
     statistics = None
     if rows is not None:
@@ -167,8 +167,10 @@ def _planned(
     residuals: _Residuals,
     blocks: tuple[int, int],
     parts: int,
+    *,
+    interpret: bool = True,
 ) -> _Plan:
-    """The plan by XLA.
+    """The plan by XLA, but for the order of sequences that share keys unless `interpret`.
 
     Every n-th query sequence belongs to part n of the keys, which are copied for each part.
     """
@@ -209,6 +211,7 @@ def _planned(
         is_sorted=q_to_kv is None,
         # Rows between two copies may belong to no sequence, too.
         is_bounded=settings.max_seqlen_kv is not None or parts > 1,
+        interpret=interpret,
     )
     return _Plan(queries, keys, statistics)
 

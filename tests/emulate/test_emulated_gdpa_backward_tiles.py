@@ -6,12 +6,15 @@ import dataclasses
 import sys
 
 import emulator
+import jax
 import numpy as np
 import pytest
 import test_gdpa_backward_tiles as tiles
 from test_gdpa_backward_tiles import Case
 
+from ikbo_jax.ops import gdpa_backward as op
 from ikbo_jax.pallas.flash import tile_list_kernel, tile_positions
+from ikbo_jax.pallas.gdpa_backward import work_kernel
 
 pytestmark = [
     pytest.mark.usefixtures("on_cpu"),
@@ -62,3 +65,24 @@ def test_emulated_bins_of_several_numbers_of_blocks(
     with sm90.emulated(0):
         found = tiles.listed(case)
     tiles.assert_same_work(case, found, is_ordered=False)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_emulated_order_of_more_sequences_than_a_launch_lists(
+    parts: int, sm90: emulator.Emulator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """XLA lists the tiles; a launch, not XLA's sort, orders the sequences that share keys."""
+    monkeypatch.setattr(work_kernel, "MOST_WORDS", 0)
+    rng = np.random.default_rng(4)
+    cu_q, cu_kv = np.sort(rng.integers(0, 9000, 5001)), np.sort(rng.integers(0, 900, 31))
+    index = rng.integers(-1, 31, 5000)
+    case = Case(cu_q, cu_kv, index, 9000, 900, (90, 70), parts=parts)
+    residuals = op._Residuals(None, None, None)
+    arguments = (case.arrays, case.settings, residuals, case.blocks, case.parts)
+    with sm90.emulated(0):
+        found = op._listed(*arguments)
+    assert [name for name in sm90.launches if "ikbo_user_order" in name] == sm90.launches
+    assert len(sm90.launches) == 1
+    wanted = op._planned(*arguments)
+    for ours, xla in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(ours, xla)

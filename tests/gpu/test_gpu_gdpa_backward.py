@@ -17,6 +17,7 @@ from problems_gdpa import Shape
 
 from ikbo_jax.ops import dispatch, gdpa
 from ikbo_jax.ops import gdpa_backward as op
+from ikbo_jax.pallas.gdpa_backward import work_kernel
 from ikbo_jax.problems import GdpaBackwardConfig, gdpa_backward
 from ikbo_jax.problems.gdpa_backward import HEAD_DIMS
 from ikbo_jax.reference import gdpa as reference
@@ -193,6 +194,21 @@ def test_gradients_repeat_bitwise(name, activation):
         for array, want in zip(run(arrays, d_out), first, strict=True):
             bits = (x.view(jnp.uint16) for x in (array, want))
             assert bool(jnp.array_equal(*bits))
+
+
+@pytest.mark.parametrize("activation", KINDS)
+def test_gradients_of_tiles_that_xla_lists_are_the_same(activation, monkeypatch):
+    """For more sequences than a launch lists, another launch orders those that share keys."""
+    rng = np.random.default_rng(5)
+    lengths = (tuple(rng.integers(0, most, n).tolist()) for most, n in ((4, 5000), (90, 30)))
+    shape = Shape(*lengths, 2, 1, 64, tuple(rng.integers(0, 30, 5000).tolist()))
+    arrays = problems_gdpa.make_arrays(shape)
+    settings = problems_gdpa.make_settings(shape, activation)
+    d_out = problems_gdpa.cotangent(arrays, settings)
+    expected = gradients(arrays, settings, d_out)
+    monkeypatch.setattr(work_kernel, "MOST_WORDS", 0)
+    for array, want in zip(gradients(arrays, settings, d_out), expected, strict=True):
+        np.testing.assert_array_equal(*(np.asarray(x.view(jnp.uint16)) for x in (array, want)))
 
 
 @pytest.mark.parametrize("activation", KINDS)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_sharding import attend_with_everything
+from sharded_calls import attend_with_everything
 
 import ikbo_jax as ikbo
 from ikbo_jax.ops import by_xla

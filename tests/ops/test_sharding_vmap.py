@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_sharding import collectives, reductions
+from sharded_calls import collectives, reductions
 from test_sharding_layouts import KINDS, drawn
 
 import ikbo_jax as ikbo

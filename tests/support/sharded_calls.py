@@ -1,0 +1,241 @@
+"""Calls of ops on arrays that are divided over the devices of a mesh, and what programs move."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import ikbo_jax as ikbo
+
+COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
+KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+B, U = 16, 3
+
+
+class Case(NamedTuple):
+    """A call with its layout.
+
+    Attributes:
+      op: takes the arrays.
+      arrays: name to shape; integer arrays are drawn below the last number, a bound.
+      specs: how every array is sharded; absent: replicated.
+      out: how the result is.
+      sums: how many reductions the gradients of all floating-point arrays need.
+      forward: whether the result needs no collective.
+    """
+
+    op: Callable[..., Any]
+    arrays: Mapping[str, tuple[int, ...]]
+    specs: dict[str, P]
+    out: P
+    sums: int
+    is_local: bool = True
+
+
+def linear(
+    w_cand: jax.Array, w_user: jax.Array, e_cand: jax.Array, e_user: jax.Array, index: jax.Array
+) -> jax.Array:
+    return ikbo.linear_compression(w_cand, w_user, e_cand, e_user, index)
+
+
+def padded(
+    w_cand: jax.Array, w_user: jax.Array, e_cand: jax.Array, e_user: jax.Array, index: jax.Array
+) -> jax.Array:
+    padded_cand, padded_user = map(ikbo.pad_weight, (w_cand, w_user))
+    return ikbo.linear_compression(padded_cand, padded_user, e_cand, e_user, index)
+
+
+def three_levels(
+    w_cand: jax.Array,
+    w_user: jax.Array,
+    w_all: jax.Array,
+    e_cand: jax.Array,
+    e_user: jax.Array,
+    e_all: jax.Array,
+    index: jax.Array,
+    user_index: jax.Array,
+) -> jax.Array:
+    return ikbo.multilevel_linear_compression(
+        [
+            ikbo.Term(w_all, e_all),
+            ikbo.Term(w_user, e_user, user_index),
+            ikbo.Term(w_cand, e_cand, index),
+        ]
+    )
+
+
+def attend(query: jax.Array, key: jax.Array, value: jax.Array, index: jax.Array) -> Any:
+    return ikbo.attention(query, key, value, index)
+
+
+def attend_with_everything(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    index: jax.Array,
+    lengths: jax.Array,
+    self_key: jax.Array,
+    self_value: jax.Array,
+) -> jax.Array:
+    out, lse = ikbo.attention(
+        query,
+        key,
+        value,
+        index,
+        key_value_seq_lengths=lengths,
+        self_key=self_key,
+        self_value=self_value,
+        return_residuals=True,
+    )
+    return out + lse[..., None]
+
+
+def attend_twice(query: jax.Array, key: jax.Array, value: jax.Array, index: jax.Array) -> jax.Array:
+    parts: list[Any] = [
+        ikbo.attention(query, k, v, index, return_residuals=True)
+        for k, v in ((key, value), (value, key))
+    ]
+    return ikbo.merge_attention(*parts[0], *parts[1])[0]
+
+
+#: Constants of the program. `gdpa` takes NumPy's arrays, too.
+OFFSETS: Any = np.array([0, 3, 3, 9, 12], np.int32)
+
+
+def jagged(activation: str) -> Callable[..., jax.Array]:
+    def op(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        return ikbo.gdpa(query, key, value, OFFSETS, OFFSETS, activation=activation)
+
+    return op
+
+
+LINEAR = {
+    "w_cand": (16, 5), "w_user": (16, 7), "e_cand": (B, 5, 8), "e_user": (U, 7, 8),
+    "index": (B, -U),
+}  # fmt: skip
+THREE = LINEAR | {"w_all": (16, 3), "e_all": (2, 3, 8), "user_index": (U, -2)}
+ATTENTION = {
+    "query": (B, 3, 8, 8), "key": (U, 5, 8, 8), "value": (U, 5, 8, 8), "index": (B, -U),
+}  # fmt: skip
+ONE_KEY_HEAD = ATTENTION | {"key": (U, 5, 1, 8), "value": (U, 5, 1, 8)}
+EVERYTHING = ATTENTION | {
+    "lengths": (U, -6), "self_key": (B, 2, 8, 8), "self_value": (B, 2, 8, 8),
+}  # fmt: skip
+JAGGED = {"query": (12, 8, 8), "key": (12, 8, 8), "value": (12, 8, 8)}
+
+#: "x" is the larger axis of a mesh, "y" the other one.
+CASES = {
+    "linear_candidates": Case(
+        linear, LINEAR, {"e_cand": P("x"), "index": P("x")}, P("x"), sums=3
+    ),
+    "linear_m": Case(linear, LINEAR, {"w_cand": P("x"), "w_user": P("x")}, P(None, "x"), sums=2),
+    "linear_padded": Case(
+        padded, LINEAR, {"e_cand": P("x"), "index": P("x")}, P("x"), sums=3
+    ),
+    "linear_padded_m": Case(
+        padded, LINEAR, {"w_cand": P("x"), "w_user": P("x")}, P(None, "x"), sums=2
+    ),
+    "linear_users_too": Case(
+        linear, LINEAR, {"e_cand": P("x"), "index": P("x"), "e_user": P()}, P("x"), sums=3
+    ),
+    "linear_index_replicated": Case(linear, LINEAR, {"e_cand": P("x")}, P("x"), sums=3),
+    "three_levels": Case(
+        three_levels, THREE, {"e_cand": P("x"), "index": P("x")}, P("x"), sums=5
+    ),
+    "attention_candidates": Case(
+        attend, ATTENTION, {"query": P("x"), "index": P("x")}, P("x"), sums=2
+    ),
+    "attention_heads": Case(
+        attend, ATTENTION, dict.fromkeys(("query", "key", "value"), P(None, None, "x")),
+        P(None, None, "x"), sums=0,
+    ),
+    "attention_one_key_head": Case(
+        attend, ONE_KEY_HEAD, {"query": P(None, None, "x")}, P(None, None, "x"), sums=2
+    ),
+    "attention_everything": Case(
+        attend_with_everything, EVERYTHING,
+        {"query": P("x"), "index": P("x"), "self_key": P("x"), "self_value": P("x")},
+        P("x"), sums=2,
+    ),
+    "attention_merged": Case(
+        attend_twice, ATTENTION, {"query": P("x"), "index": P("x")}, P("x"), sums=4
+    ),
+    "gdpa_heads": Case(
+        jagged("gelu"), JAGGED, dict.fromkeys(JAGGED, P(None, "x")), P(None, "x"), sums=0
+    ),
+    "gdpa_softmax_heads": Case(
+        jagged("softmax"), JAGGED, dict.fromkeys(JAGGED, P(None, "x")), P(None, "x"), sums=0
+    ),
+    "attention_users": Case(
+        attend, ATTENTION | {"key": (8, 5, 8, 8), "value": (8, 5, 8, 8)},
+        {"query": P("x"), "index": P("x"), "key": P("x"), "value": P("x")},
+        P("x"), sums=2, is_local=False,
+    ),
+    "attention_keys_over_s": Case(
+        attend, ATTENTION | {"key": (U, 8, 8, 8), "value": (U, 8, 8, 8)},
+        {"query": P("x"), "index": P("x"), "key": P(None, "x"), "value": P(None, "x")},
+        P("x"), sums=2, is_local=False,
+    ),
+}  # fmt: skip
+#: Both axes of a mesh at once.
+CASES_OF_TWO_AXES = {
+    "linear_candidates_and_m": Case(
+        linear, LINEAR,
+        {"e_cand": P("x"), "index": P("x"), "w_cand": P("y"), "w_user": P("y")},
+        P("x", "y"), sums=4,
+    ),
+    "attention_candidates_and_heads": Case(
+        attend, ATTENTION,
+        {
+            "query": P("x", None, "y"), "index": P("x"),
+            "key": P(None, None, "y"), "value": P(None, None, "y"),
+        },
+        P("x", None, "y"), sums=2,
+    ),
+    "attention_candidates_over_both": Case(
+        attend, ATTENTION, {"query": P(("x", "y")), "index": P(("x", "y"))}, P(("x", "y")), sums=2
+    ),
+}  # fmt: skip
+
+
+def draw(case: Case) -> dict[str, jax.Array]:
+    rng = np.random.default_rng(0)
+    arrays = {}
+    for name, shape in case.arrays.items():
+        if shape[-1] < 0:
+            arrays[name] = jnp.asarray(rng.integers(0, -shape[-1], shape[:-1]), jnp.int32)
+        else:
+            arrays[name] = jnp.asarray(rng.normal(size=shape), jnp.float32)
+    return arrays
+
+
+def collectives(program: str) -> set[str]:
+    """The collectives in a compiled program's text."""
+    return {name for name in COLLECTIVES if re.search(rf" {name}(?:-start)?\(", program)}
+
+
+def reductions(program: str) -> int:
+    """How many arrays, scalars apart, are reduced over devices; XLA may reduce several at once."""
+    shapes = re.findall(r" = (\(.*?\)|\S+) (?:all-reduce|reduce-scatter)(?:-start)?\(", program)
+    return sum(len(re.findall(r"f32\[\d", shape)) for shape in shapes)
+
+
+def on_mesh(
+    mesh: jax.sharding.Mesh, case: Case, arrays: dict[str, jax.Array]
+) -> dict[str, jax.Array]:
+    return {
+        name: jax.device_put(x, NamedSharding(mesh, case.specs.get(name, P())))
+        for name, x in arrays.items()
+    }
+
+
+def mesh_of(name: str, kind: str) -> jax.sharding.Mesh:
+    shape, axes = {"8": ((8,), ("x",)), "4x2": ((4, 2), ("x", "y"))}[name]
+    return jax.make_mesh(shape, axes, axis_types=(KINDS[kind],) * len(axes))
