@@ -44,11 +44,6 @@ CACHE_BYTES = 4e7
 SWIZZLE_ROWS = 8
 
 
-def shares_columns(head_dim: int) -> bool:
-    """Whether the consumers share the columns of values: each multiplies two blocks of 64."""
-    return head_dim > MAX_COLUMNS
-
-
 class FewQueriesShared(NamedTuple):
     """Shared memory and barriers of the kernel; shapes follow the slot."""
 
@@ -186,6 +181,18 @@ class FewQueriesConfig(Config):
                 found.append(Listings(candidates, slots, bundle, of_cta, time, skewed))
         return min(found, key=lambda x: (max(x.of_cta, MOST_LISTINGS), x.time))
 
+    def shares_columns(self, head_dim: int) -> bool:
+        """Whether the consumers share the columns of values: each multiplies two blocks of 64."""
+        return head_dim > MAX_COLUMNS and self.tile_rows == WGMMA_M
+
+    def shares_keys(self, head_dim: int) -> bool:
+        """Whether each consumer takes every other block of an item of at most 64 rows.
+
+        With wider heads, one consumer has neither the registers nor the shared memory to add the
+        other's sums to its own.
+        """
+        return head_dim <= MAX_COLUMNS
+
     def parts(self, kv_len: int) -> int:
         """Parts of the keys: as many of `splits` as have blocks."""
         blocks = math.ceil(kv_len / self.block_kv)
@@ -197,7 +204,7 @@ class FewQueriesConfig(Config):
         tiles = self.tile_rows // WGMMA_M
         block = (blocks, self.block_kv, BLOCK_K)
         words = WGMMA_M * head_dim // hopper.WARPGROUP_SIZE + STATISTIC_WORDS
-        is_exchanged = not shares_columns(head_dim)
+        is_exchanged = self.shares_keys(head_dim)
         return FewQueriesShared(
             items=memory.descriptors(self.q_slots, ITEM_WORDS),
             query=memory.ring(
@@ -235,16 +242,11 @@ class FewQueriesConfig(Config):
             return reason
         if self.tile_rows not in (WGMMA_M, TILE_ROWS):
             return f"tile_rows must be {WGMMA_M} or {TILE_ROWS}, but is {self.tile_rows}"
-        if shares_columns(problem.head_dim) and self.tile_rows > WGMMA_M:
-            return (
-                f"heads wider than {MAX_COLUMNS} need tile_rows={WGMMA_M}, but H is "
-                f"{problem.head_dim} and tile_rows {self.tile_rows}"
-            )
         if self.splits < 1:
             return f"splits must be at least 1, but is {self.splits}"
-        if min(self.k_stages, self.v_stages, self.q_slots) < 2:
+        if min(self.k_stages, self.v_stages) < 2 or self.q_slots < 1:
             return (
-                "k_stages, v_stages and q_slots must be at least 2, "
+                "k_stages and v_stages must be at least 2, and q_slots at least 1, "
                 f"but are {self.k_stages}, {self.v_stages} and {self.q_slots}"
             )
         return hopper.why_not_smem(self, self.smem_bytes(problem.head_dim), problem.head_dim)

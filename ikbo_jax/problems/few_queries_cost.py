@@ -9,12 +9,12 @@ from typing import Any
 from ikbo_jax.problems import hopper
 from ikbo_jax.problems.few_queries import (
     CACHE_BYTES,
+    MAX_COLUMNS,
     TIME_UNIT_US,
     FewQueriesConfig,
     head_group,
     pack_time,
     rows_of_head,
-    shares_columns,
 )
 from ikbo_jax.problems.hopper import TILE_ROWS, WGMMA_M
 
@@ -99,14 +99,17 @@ def _with_most_stages(
     problem: Any, tile_rows: int, splits: int, block_kv: int
 ) -> list[FewQueriesConfig]:
     """The legal configuration with most stages; none if all are illegal."""
+    if tile_rows > WGMMA_M and problem.head_dim > MAX_COLUMNS:
+        return []
     # With few blocks the queries of several items are in flight, unless a slot has 24 KB or more.
     is_long = problem.kv_len / splits > 2 * block_kv
-    q_slots = 2 if is_long or shares_columns(problem.head_dim) else 4
+    is_shared = problem.head_dim > MAX_COLUMNS
+    q_slots = 2 if is_long or is_shared else 4
     # Where consumers have their own rows, H = 64 leaves most of the time to exponentials: with
     # turns 103 instead of 120 us, and 141 instead of 155 us. Where they share columns, turns took
     # 0.97 of the time in geometric mean, at most 1.04 (23 sizes).
     turns = hopper.column_blocks(problem.head_dim) == 1 and tile_rows > WGMMA_M
-    turns = turns or shares_columns(problem.head_dim)
+    turns = turns or is_shared
     # Then three stages of 128 keys took 0.93 to 1.01 of the time of five (8 sizes of S = 512 to
     # 10880, commit a92f387).
     most = 3 if turns and block_kv == 128 else 5
@@ -180,7 +183,7 @@ def estimated_us(problem: Any, config: FewQueriesConfig) -> float:
         block_us *= WIDE_TURNS if config.turns else WIDE[columns]
     of_split = math.ceil(math.ceil(p.kv_len / config.block_kv) / config.splits)
     # Each consumer has every other block.
-    if not (is_wide or shares_columns(p.head_dim)) and of_split > 1:
+    if not (is_wide or not config.shares_keys(p.head_dim)) and of_split > 1:
         of_split += of_split % 2
     keys, once = _key_bytes(p)
     wave_us = of_split * block_us + (WIDE_ITEM_US if is_wide else ITEM_US)

@@ -70,9 +70,17 @@ from ikbo_jax.problems.hopper import WGMMA_M
 #: Registers per thread of a consumer and of the producer, which searches: with 24, it spills where
 #: query heads share a tile.
 REGISTERS = (224, 56)
+#: Likewise, if a consumer multiplies all columns of the values of heads wider than 128.
+WIDE_REGISTERS = (232, 40)
 #: If the index is sorted, items are bundled from this number of bundles for each CTA on; with
 #: fewer, CTAs would finish at different times. Otherwise `FewQueriesConfig.listings` says.
 LEAST_BUNDLES = 4
+
+
+def _registers(shape: Shape, config: FewQueriesConfig) -> tuple[int, int]:
+    """Registers per thread of a consumer and of the producer."""
+    has_all_columns = config.tile_rows > WGMMA_M and not config.shares_keys(shape.head_dim)
+    return WIDE_REGISTERS if has_all_columns else REGISTERS
 
 
 def few_queries_kernel(
@@ -194,7 +202,12 @@ def _launch(
         of_rows = jax.ShapeDtypeStruct(rows_and_heads, jnp.float32)
         outputs = Outputs(out, of_rows if return_residuals else None, None, None)
     results = launch(
-        Roles(functools.partial(Context, shape, config), produce, consume, registers=REGISTERS),
+        Roles(
+            functools.partial(Context, shape, config),
+            produce,
+            consume,
+            registers=_registers(shape, config),
+        ),
         operands,
         outputs,
         config.shared(shape.head_dim, shape.group, lists=shape.listed > 0),
