@@ -67,6 +67,8 @@ class AttentionConfig(FlashConfig):
       late_turns: whether a consumer warpgroup lets the other one issue its products only after its
         own scores have arrived, and not already after it has issued its own products; so the two
         compute exponentials at different times.
+      one_user: whether tiles are cut where users end, by a launch that lists them; so every tile
+        has one pass. Tiles with many keys come first. Ignores `chunk` and `balance`.
     """
 
     chunk: int = 32
@@ -74,6 +76,7 @@ class AttentionConfig(FlashConfig):
     balance: bool = False
     early_scores: bool = False
     late_turns: bool = False
+    one_user: bool = False
 
     def shared(self, head_dim: int) -> AttentionShared:
         """Shared memory and barriers of one CTA."""
@@ -104,6 +107,8 @@ class AttentionConfig(FlashConfig):
                 f"reuse needs all keys to fit k_stages and v_stages, but S={problem.kv_len} and "
                 f"{stages} stages hold {stages * self.block_kv}"
             )
+        if self.reuse and self.one_user:
+            return f"a list of tiles does not support reuse, but config is {self}"
         return hopper.why_not_smem(self, self.smem_bytes(problem.head_dim), problem.head_dim)
 
 
