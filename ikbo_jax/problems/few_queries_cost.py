@@ -55,6 +55,9 @@ MANY_TILES = 30
 #: The kernel whose tiles of 128 rows span users: the launch, a pass, and a block of 128 rows by 128
 #: keys, by column blocks.
 TILE_LAUNCH_US, PASS_US, TILE_BLOCK_US = 5.0, 0.8, {1: 0.92, 2: 1.5, 3: 2.3, 4: 3.0}
+#: The launch that lists tiles of one user, with the gap after it, and its part for each 1,024
+#: candidates.
+LIST_US, LIST_EACH_US = 4.0, 0.35
 #: What a further pass of a tile takes of the first pass's time, by column blocks: often only one
 #: consumer has rows of it. At H = 64, where exponentials limit the time, one consumer takes as long
 #: as two. And how many standard deviations above the mean the CTA with most further passes is.
@@ -167,6 +170,12 @@ def _key_bytes(problem: Any) -> tuple[int, int]:
     return keys, min(p.users, p.batch) * p.kv_heads * keys
 
 
+def _row_bytes(problem: Any) -> int:
+    """Bytes of the queries, and of the result."""
+    p = problem
+    return 4 * p.batch * p.q_len * p.q_heads * p.head_dim
+
+
 def estimated_us(problem: Any, config: FewQueriesConfig) -> float:
     """Time by a model: waves of items, the traffic of L2 and of device memory, and the merge."""
     p = problem
@@ -221,4 +230,31 @@ def estimated_tile_us(problem: Any) -> float:
     keys, once = _key_bytes(p)
     # Tiles with rows of one user alone read its keys at the same time.
     again = items * further * keys if once > CACHE_BYTES else 0.0
-    return TILE_LAUNCH_US + max(compute, (once + TILE_REREAD * again) / MEMORY_BYTES)
+    memory_us = (once + TILE_REREAD * again + _row_bytes(p)) / MEMORY_BYTES
+    return TILE_LAUNCH_US + max(compute, memory_us)
+
+
+def estimated_one_user_us(problem: Any) -> float:
+    """Time of the same kernel with tiles of one user: waves of passes, and the list of tiles."""
+    p = problem
+    users = min(p.users, p.batch)
+    tiles = users * expected_tiles(p, TILE_ROWS)
+    waves = tiles * p.q_heads / NUM_SMS
+    waves = math.ceil(waves) if waves < MANY_WAVES else waves + 0.5
+    columns = hopper.column_blocks(p.head_dim)
+    compute = waves * (-(-p.kv_len // 128) * TILE_BLOCK_US[columns] + PASS_US)
+    keys, once = _key_bytes(p)
+    again = max(tiles * p.q_heads * keys - once, 0)
+    from_memory = once + (REREAD * again if once > CACHE_BYTES else 0) + _row_bytes(p)
+    traffic = max((once + again) / L2_BYTES, from_memory / MEMORY_BYTES)
+    list_us = LIST_US + LIST_EACH_US * p.batch / 1024
+    return TILE_LAUNCH_US + list_us + max(compute, traffic) + OVERLAP * min(compute, traffic)
+
+
+@functools.lru_cache(maxsize=1024)
+def prefers_one_user(problem: Any) -> bool:
+    """Whether tiles of one user are faster than tiles that span users."""
+    p = problem
+    if min(p.users, p.batch, p.q_len, p.kv_len) < 1 or p.users == 1:
+        return False
+    return estimated_one_user_us(p) < estimated_tile_us(p)

@@ -109,9 +109,7 @@ def test_attention_tiles_of_one_user(name, index):
     config = AttentionConfig(block_kv, 2, 3, 1 if shape.head_dim == 256 else 2, one_user=True)
     assert config.illegal_reason(problem_of(shape)) is None
     inputs = problems.make_attention_inputs(shape)
-    results = [
-        run(inputs, config=config, indices_are_sorted=index == "sorted") for _ in range(3)
-    ]
+    results = [run(inputs, config=config, indices_are_sorted=index == "sorted") for _ in range(3)]
     check(results[0], inputs)
     for other in results[1:]:
         assert all(map(np.array_equal, results[0], other))

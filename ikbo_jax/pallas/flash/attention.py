@@ -124,12 +124,18 @@ def attention_kernel(
         query, scale = jnp.zeros_like(query), 1.0
     if config.one_user and users > 1 and q_len:
         return _attention_by_user(
-            Operands(query, key, value, cand_to_user, key_value_seq_lengths, order, *(None,) * 5, targets),
-            scale,
-            return_residuals,
-            config,
-            num_sms,
-            interpret,
+            query,
+            key,
+            value,
+            cand_to_user,
+            key_value_seq_lengths,
+            scale=scale,
+            order=order,
+            return_residuals=return_residuals,
+            config=config,
+            num_sms=num_sms,
+            targets=targets,
+            interpret=interpret,
         )
     warpgroup_tiles = pl.cdiv(batch * q_len, WGMMA_M)
     row_tiles = most_row_tiles = pl.cdiv(batch * q_len, TILE_ROWS)
@@ -176,11 +182,18 @@ def attention_kernel(
 
 
 def _attention_by_user(
-    arrays: Operands,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    cand_to_user: jax.Array,
+    lengths: jax.Array | None,
+    *,
     scale: float,
+    order: jax.Array | None,
     return_residuals: bool,
     config: AttentionConfig,
     num_sms: int,
+    targets: jax.Array | None,
     interpret: Any,
 ) -> tuple[jax.Array, jax.Array | None]:
     """`attention_kernel` with a list of tiles that are cut where users end.
@@ -189,7 +202,6 @@ def _attention_by_user(
     other sequence of keys is what follows a user's keys. Neighbours with the same keys are merged,
     whatever the order of the index.
     """
-    query, key, value, cand_to_user, lengths, order, *_ = arrays
     batch, q_len, q_heads, head_dim = query.shape
     users, kv_len, kv_heads, _ = key.shape
     ends = jnp.arange(users + 1, dtype=jnp.int32) * kv_len
@@ -225,12 +237,17 @@ def _attention_by_user(
     )
     operands = Operands(
         query.reshape(batch * q_len, q_heads, head_dim),
-        *(x.reshape(users * kv_len, kv_heads, head_dim) for x in (key, value)),
-        *(None,) * 2,
-        order,
-        *(None,) * 3,
-        *tiles,
-        arrays.targets,
+        key.reshape(users * kv_len, kv_heads, head_dim),
+        value.reshape(users * kv_len, kv_heads, head_dim),
+        cand_to_user=None,
+        lengths=None,
+        order=order,
+        run_ends=None,
+        cuts=None,
+        cut_counts=None,
+        words=tiles.words,
+        counts=tiles.counts,
+        targets=targets,
     )
     out, lse = _launch(operands, shape, config, "ikbo_attention", return_residuals, interpret)
     return out.reshape(query.shape), None if lse is None else lse.reshape(query.shape[:-1])
