@@ -11,9 +11,12 @@ from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, TILE_ROWS, WGMMA_M
 from ikbo_jax.problems.problem import Config
 
 #: Largest block_kv by head width (width 96 is padded to 128 in shared memory).
-MAX_BLOCK_KV = {64: 128, 96: 128, 128: 128, 192: 64, 256: 64}
-#: Most columns of values that a consumer multiplies. With all columns of wider heads, H = 192
-#: spills 80 to 500 bytes, and H = 256 200 bytes, with blocks of 32 keys already.
+MAX_BLOCK_KV = {64: 128, 96: 128, 128: 128, 192: 80, 256: 80}
+#: Likewise if each consumer has 64 rows and all columns of wider heads.
+MAX_WIDE_BLOCK_KV = 64
+#: Most columns of values that a consumer multiplies if it adds the other's sums to its own. With
+#: all columns of wider heads, H = 192 spills 80 to 500 bytes then, and H = 256 200 bytes, with
+#: blocks of 32 keys already.
 MAX_COLUMNS = 128
 #: Words of an item's descriptor in shared memory.
 ITEM_WORDS = 10
@@ -40,6 +43,9 @@ MOST_SKEWED_TIME = 450.0
 STATISTIC_WORDS = 4
 #: Bytes of L2 in which keys and values stay between the items that read them.
 CACHE_BYTES = 4e7
+#: If the index is sorted, items are bundled from this number of bundles for each CTA on; with
+#: fewer, CTAs would finish at different times. Otherwise `FewQueriesConfig.listings` says.
+LEAST_BUNDLES = 4
 #: Rows of a group of swizzled rows in shared memory: a head's queries begin at a multiple of it.
 SWIZZLE_ROWS = 8
 
@@ -116,8 +122,9 @@ class FewQueriesConfig(Config):
     Attributes:
       tile_rows: query rows of an item, 64 or 128. With 128, an item with more than 64 rows gives
         each consumer warpgroup its own rows, and both read the same keys. An item with fewer rows
-        gives each of them every other block of keys. With heads wider than 128, items have 64
-        rows, and each consumer has all keys and two blocks of 64 columns of the values.
+        gives each of them every other block of keys. With heads wider than 128, each consumer of
+        an item of 64 rows has all keys and two blocks of 64 columns of the values; and of items of
+        128 rows, those with fewer than 65 are one consumer's.
       splits: number of parts of the keys, which are separate items; a second pass in XLA adds their
         results. More than 1 if users, heads and rows make too few items for the device.
       block_kv: keys of a block, which fills a pipeline stage; a multiple of 16.
@@ -149,6 +156,8 @@ class FewQueriesConfig(Config):
             return False
         if memory.smem_bytes(self.shared(p.head_dim, lists=True)) > hopper.MAX_SMEM_BYTES:
             return False
+        if self.has_all_columns(p.head_dim) and p.head_dim > 192 and self.block_kv > 32:
+            return False  # no registers are left: 120 to 180 bytes would be spilled
         found = self.listings(p, num_sms)
         is_short = found.time <= pack_time(p.batch) and found.skewed_time <= MOST_SKEWED_TIME
         return found.candidates > 0 and found.of_cta <= MOST_LISTINGS and is_short
@@ -184,6 +193,10 @@ class FewQueriesConfig(Config):
     def shares_columns(self, head_dim: int) -> bool:
         """Whether the consumers share the columns of values: each multiplies two blocks of 64."""
         return head_dim > MAX_COLUMNS and self.tile_rows == WGMMA_M
+
+    def has_all_columns(self, head_dim: int) -> bool:
+        """Whether each consumer has its own rows and all columns of the values of wide heads."""
+        return head_dim > MAX_COLUMNS and self.tile_rows > WGMMA_M
 
     def shares_keys(self, head_dim: int) -> bool:
         """Whether each consumer takes every other block of an item of at most 64 rows.
@@ -240,6 +253,12 @@ class FewQueriesConfig(Config):
             )
         if reason := hopper.why_not_heads(problem.q_heads, problem.kv_heads):
             return reason
+        is_wide = self.has_all_columns(problem.head_dim)
+        if is_wide and self.block_kv > MAX_WIDE_BLOCK_KV:
+            return (
+                f"block_kv must be at most {MAX_WIDE_BLOCK_KV} with tile_rows={self.tile_rows} at "
+                f"H={problem.head_dim}, but is {self.block_kv}"
+            )
         if self.tile_rows not in (WGMMA_M, TILE_ROWS):
             return f"tile_rows must be {WGMMA_M} or {TILE_ROWS}, but is {self.tile_rows}"
         if self.splits < 1:
