@@ -156,8 +156,8 @@ class FewQueriesConfig(Config):
             return False
         if memory.smem_bytes(self.shared(p.head_dim, lists=True)) > hopper.MAX_SMEM_BYTES:
             return False
-        if self.has_all_columns(p.head_dim) and p.head_dim > 192 and self.block_kv > 32:
-            return False  # no registers are left: 120 to 180 bytes would be spilled
+        if p.head_dim > 192 and self.block_kv > (32 if self.has_all_columns(p.head_dim) else 64):
+            return False  # no registers are left: 40 to 180 bytes would be spilled
         found = self.listings(p, num_sms)
         is_short = found.time <= pack_time(p.batch) and found.skewed_time <= MOST_SKEWED_TIME
         return found.candidates > 0 and found.of_cta <= MOST_LISTINGS and is_short

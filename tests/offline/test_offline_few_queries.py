@@ -163,6 +163,14 @@ CASES = {
     "h256_wide_listed": Case(
         problem(256, (1, 1), users=99), FewQueriesConfig(128, 1, 32, 3, 3), lists=True
     ),
+    "h192_blocks_of_80": Case(problem(192), FewQueriesConfig(64, 1, 80, 3, 2, turns=True)),
+    "h192_blocks_of_80_listed": Case(
+        problem(192, (1, 1), users=99), FewQueriesConfig(64, 1, 80, 3, 2, turns=True), lists=True
+    ),
+    "h256_blocks_of_80": Case(problem(256), FewQueriesConfig(64, 1, 80, 2, 2, turns=True)),
+    "h256_blocks_of_80_gqa_plain": Case(
+        problem(256, (8, 2)), FewQueriesConfig(64, 1, 80, 2, 2, turns=True), False
+    ),
     "h128_mqa_7": Case(problem(128, (7, 1)), FewQueriesConfig(128, 1, 64, 3, 3)),
 }
 

@@ -497,7 +497,10 @@ def test_configurations_that_would_spill_are_refused_or_not_chosen():
     reason = FewQueriesConfig(128, 1, 80, 2, 2, 1).illegal_reason(wide)
     assert reason is not None
     assert "block_kv must be at most 64" in reason
-    assert not FewQueriesConfig(128, 1, 64, 2, 2, 1).lists(wide, num_sms=132)
+    assert FewQueriesConfig(64, 1, 64, 2, 2).lists(wide, num_sms=132)
+    for config in (FewQueriesConfig(128, 1, 64, 2, 2, 1), FewQueriesConfig(64, 1, 80, 2, 2)):
+        assert config.illegal_reason(wide) is None
+        assert not config.lists(wide, num_sms=132)
     both = AttentionConfig(reuse=True, one_user=True)
     assert "reuse" in str(both.illegal_reason(dataclasses.replace(wide, head_dim=64, kv_len=99)))
 
