@@ -67,6 +67,8 @@ class AttentionConfig(FlashConfig):
       late_turns: whether a consumer warpgroup lets the other one issue its products only after its
         own scores have arrived, and not already after it has issued its own products; so the two
         compute exponentials at different times.
+      one_user: whether tiles are cut where users end, by a launch that lists them; so every tile
+        has one pass. Tiles with many keys come first. Ignores `chunk` and `balance`.
     """
 
     chunk: int = 32
@@ -74,6 +76,7 @@ class AttentionConfig(FlashConfig):
     balance: bool = False
     early_scores: bool = False
     late_turns: bool = False
+    one_user: bool = False
 
     def shared(self, head_dim: int) -> AttentionShared:
         """Shared memory and barriers of one CTA."""
@@ -104,6 +107,8 @@ class AttentionConfig(FlashConfig):
                 f"reuse needs all keys to fit k_stages and v_stages, but S={problem.kv_len} and "
                 f"{stages} stages hold {stages * self.block_kv}"
             )
+        if self.reuse and self.one_user:
+            return f"a list of tiles does not support reuse, but config is {self}"
         return hopper.why_not_smem(self, self.smem_bytes(problem.head_dim), problem.head_dim)
 
 
@@ -202,14 +207,43 @@ class AttentionProblem(AttentionSizes):
         best = next(self._tile_configs(), None)
         return best is None or config.q_slots >= best.q_slots
 
+    def adapt(self, config: Any) -> Any:
+        """With tiles that are cut at users, or not, as the cost model says."""
+        if not isinstance(config, AttentionConfig) or config.one_user or config.balance:
+            return config
+        return self._cut(config, few_queries_cost.tile_mode(self)[0])
+
+    def _cut(self, config: AttentionConfig, mode: str) -> AttentionConfig:
+        """A configuration with one of the modes of `few_queries_cost.tile_mode`."""
+        if mode == "one_user":
+            return dataclasses.replace(config, one_user=True, reuse=False)
+        if mode == "balance":
+            return dataclasses.replace(config, balance=True, late_turns=True)
+        return config
+
     def _tile_configs(self) -> Iterator[AttentionConfig]:
-        """Yields the legal configurations of the kernel whose tiles span users."""
+        """Yields the legal configurations of the kernel of tiles, the most promising first."""
+        best = few_queries_cost.tile_mode(self)[0]
+        modes = ("", "one_user") if self.users > 1 else ("",)
+        plain = list(self._spanning_configs())
+        for mode in sorted({best, *modes}, key=lambda mode: mode != best):
+            # Of the ways that seem slower, two configurations are worth timing.
+            configs = [self._cut(config, mode) for config in plain]
+            yield from list(dict.fromkeys(configs))[: None if mode == best else 2]
+
+    def _spanning_configs(self) -> Iterator[AttentionConfig]:
+        """Yields the legal configurations of tiles that span users."""
         # (k_stages, v_stages, q_slots). Three query slots were fastest up to 256 keys: on an H200
         # 0.053 ms instead of 0.076 ms at S = 128, but 0.134 ms instead of 0.123 ms at S = 512.
         rings = [(2, 3, 2), (3, 3, 1), (3, 3, 2), (4, 4, 1), (2, 2, 3), (2, 2, 2), (2, 2, 1)]
+        blocks = [128, 64]
         if self.kv_len <= SHORT_KEYS:
             rings.sort(key=lambda ring: ring != (2, 2, 3))
-        for block_kv in (128, 64):
+            if self.head_dim > 192:
+                # Two query slots leave room for blocks of 32 keys: on an H100 209 instead of 314
+                # us at S = 76, 77 instead of 101 us at S = 128, 14.6 instead of 21.7 us at S = 64.
+                blocks, rings = [32, *blocks], [(3, 3, 2), *rings]
+        for block_kv in blocks:
             for k_stages, v_stages, q_slots in rings:
                 config = AttentionConfig(block_kv, k_stages, v_stages, q_slots)
                 # reuse: 0.074 ms instead of 0.082 ms at S = 256 and 64 candidates a user in one

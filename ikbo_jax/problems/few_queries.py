@@ -11,9 +11,12 @@ from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, TILE_ROWS, WGMMA_M
 from ikbo_jax.problems.problem import Config
 
 #: Largest block_kv by head width (width 96 is padded to 128 in shared memory).
-MAX_BLOCK_KV = {64: 128, 96: 128, 128: 128, 192: 64, 256: 64}
-#: Most columns of values that a consumer multiplies. With all columns of wider heads, H = 192
-#: spills 80 to 500 bytes, and H = 256 200 bytes, with blocks of 32 keys already.
+MAX_BLOCK_KV = {64: 128, 96: 128, 128: 128, 192: 80, 256: 80}
+#: Likewise if each consumer has 64 rows and all columns of wider heads.
+MAX_WIDE_BLOCK_KV = 64
+#: Most columns of values that a consumer multiplies if it adds the other's sums to its own. With
+#: all columns of wider heads, H = 192 spills 80 to 500 bytes then, and H = 256 200 bytes, with
+#: blocks of 32 keys already.
 MAX_COLUMNS = 128
 #: Words of an item's descriptor in shared memory.
 ITEM_WORDS = 10
@@ -40,13 +43,11 @@ MOST_SKEWED_TIME = 450.0
 STATISTIC_WORDS = 4
 #: Bytes of L2 in which keys and values stay between the items that read them.
 CACHE_BYTES = 4e7
+#: If the index is sorted, items are bundled from this number of bundles for each CTA on; with
+#: fewer, CTAs would finish at different times. Otherwise `FewQueriesConfig.listings` says.
+LEAST_BUNDLES = 4
 #: Rows of a group of swizzled rows in shared memory: a head's queries begin at a multiple of it.
 SWIZZLE_ROWS = 8
-
-
-def shares_columns(head_dim: int) -> bool:
-    """Whether the consumers share the columns of values: each multiplies two blocks of 64."""
-    return head_dim > MAX_COLUMNS
 
 
 class FewQueriesShared(NamedTuple):
@@ -121,8 +122,9 @@ class FewQueriesConfig(Config):
     Attributes:
       tile_rows: query rows of an item, 64 or 128. With 128, an item with more than 64 rows gives
         each consumer warpgroup its own rows, and both read the same keys. An item with fewer rows
-        gives each of them every other block of keys. With heads wider than 128, items have 64
-        rows, and each consumer has all keys and two blocks of 64 columns of the values.
+        gives each of them every other block of keys. With heads wider than 128, each consumer of
+        an item of 64 rows has all keys and two blocks of 64 columns of the values; and of items of
+        128 rows, those with fewer than 65 are one consumer's.
       splits: number of parts of the keys, which are separate items; a second pass in XLA adds their
         results. More than 1 if users, heads and rows make too few items for the device.
       block_kv: keys of a block, which fills a pipeline stage; a multiple of 16.
@@ -154,6 +156,8 @@ class FewQueriesConfig(Config):
             return False
         if memory.smem_bytes(self.shared(p.head_dim, lists=True)) > hopper.MAX_SMEM_BYTES:
             return False
+        if p.head_dim > 192 and self.block_kv > (32 if self.has_all_columns(p.head_dim) else 64):
+            return False  # no registers are left: 40 to 180 bytes would be spilled
         found = self.listings(p, num_sms)
         is_short = found.time <= pack_time(p.batch) and found.skewed_time <= MOST_SKEWED_TIME
         return found.candidates > 0 and found.of_cta <= MOST_LISTINGS and is_short
@@ -186,6 +190,22 @@ class FewQueriesConfig(Config):
                 found.append(Listings(candidates, slots, bundle, of_cta, time, skewed))
         return min(found, key=lambda x: (max(x.of_cta, MOST_LISTINGS), x.time))
 
+    def shares_columns(self, head_dim: int) -> bool:
+        """Whether the consumers share the columns of values: each multiplies two blocks of 64."""
+        return head_dim > MAX_COLUMNS and self.tile_rows == WGMMA_M
+
+    def has_all_columns(self, head_dim: int) -> bool:
+        """Whether each consumer has its own rows and all columns of the values of wide heads."""
+        return head_dim > MAX_COLUMNS and self.tile_rows > WGMMA_M
+
+    def shares_keys(self, head_dim: int) -> bool:
+        """Whether each consumer takes every other block of an item of at most 64 rows.
+
+        With wider heads, one consumer has neither the registers nor the shared memory to add the
+        other's sums to its own.
+        """
+        return head_dim <= MAX_COLUMNS
+
     def parts(self, kv_len: int) -> int:
         """Parts of the keys: as many of `splits` as have blocks."""
         blocks = math.ceil(kv_len / self.block_kv)
@@ -197,7 +217,7 @@ class FewQueriesConfig(Config):
         tiles = self.tile_rows // WGMMA_M
         block = (blocks, self.block_kv, BLOCK_K)
         words = WGMMA_M * head_dim // hopper.WARPGROUP_SIZE + STATISTIC_WORDS
-        is_exchanged = not shares_columns(head_dim)
+        is_exchanged = self.shares_keys(head_dim)
         return FewQueriesShared(
             items=memory.descriptors(self.q_slots, ITEM_WORDS),
             query=memory.ring(
@@ -233,18 +253,19 @@ class FewQueriesConfig(Config):
             )
         if reason := hopper.why_not_heads(problem.q_heads, problem.kv_heads):
             return reason
+        is_wide = self.has_all_columns(problem.head_dim)
+        if is_wide and self.block_kv > MAX_WIDE_BLOCK_KV:
+            return (
+                f"block_kv must be at most {MAX_WIDE_BLOCK_KV} with tile_rows={self.tile_rows} at "
+                f"H={problem.head_dim}, but is {self.block_kv}"
+            )
         if self.tile_rows not in (WGMMA_M, TILE_ROWS):
             return f"tile_rows must be {WGMMA_M} or {TILE_ROWS}, but is {self.tile_rows}"
-        if shares_columns(problem.head_dim) and self.tile_rows > WGMMA_M:
-            return (
-                f"heads wider than {MAX_COLUMNS} need tile_rows={WGMMA_M}, but H is "
-                f"{problem.head_dim} and tile_rows {self.tile_rows}"
-            )
         if self.splits < 1:
             return f"splits must be at least 1, but is {self.splits}"
-        if min(self.k_stages, self.v_stages, self.q_slots) < 2:
+        if min(self.k_stages, self.v_stages) < 2 or self.q_slots < 1:
             return (
-                "k_stages, v_stages and q_slots must be at least 2, "
+                "k_stages and v_stages must be at least 2, and q_slots at least 1, "
                 f"but are {self.k_stages}, {self.v_stages} and {self.q_slots}"
             )
         return hopper.why_not_smem(self, self.smem_bytes(problem.head_dim), problem.head_dim)

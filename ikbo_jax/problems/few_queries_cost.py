@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from typing import Any
 
 from ikbo_jax.problems import hopper
 from ikbo_jax.problems.few_queries import (
     CACHE_BYTES,
+    LEAST_BUNDLES,
+    MAX_COLUMNS,
     TIME_UNIT_US,
     FewQueriesConfig,
     head_group,
     pack_time,
     rows_of_head,
-    shares_columns,
 )
 from ikbo_jax.problems.hopper import TILE_ROWS, WGMMA_M
 
@@ -33,7 +35,7 @@ LAUNCH_US, ITEM_US, WIDE_ITEM_US = 3.6, 1.0, 2.6
 #: A block of 64 rows by 128 keys, by column blocks, and the part of it that fewer keys do not save.
 BLOCK_US, BLOCK_LATENCY = {1: 0.66, 2: 0.9, 3: 1.5, 4: 1.9}, 0.26
 #: Factors of a block of 128 rows, by column blocks, and with turns.
-WIDE, WIDE_TURNS = {1: 1.95, 2: 1.78}, 1.85
+WIDE, WIDE_TURNS = {1: 1.95, 2: 1.78, 3: 1.33, 4: 1.45}, 1.85
 #: What L2 delivers to all SMs and to one, and device memory.
 L2_BYTES, SM_BYTES, MEMORY_BYTES = 1.05e7, 7.6e4, 2.9e6
 #: The launch that merges splits, with the gap before it.
@@ -42,12 +44,16 @@ MERGE_US = 3.0
 #: all of them, by kernel. The kernel for few queries did the same until a user's items became
 #: neighbours (`rows.firsts_before`): 715 us for 2.0 GB of 1.4 GB of keys and values; 0.3 is a
 #: guess.
-REREAD, TILE_REREAD = 0.3, 0.8
+REREAD, TILE_REREAD, ONE_USER_REREAD = 0.85, 0.8, 0.4
 #: Part of the lesser of the two times, of items and of memory, that the greater does not hide.
 OVERLAP = 0.1
 #: Queries of an item that a CTA gathers, by column blocks: 46 instead of 38 us with 8 items of 64
 #: rows in place of 4 of 128, H = 128; 35 instead of 25 us with 12 in place of 8, H = 64.
 GATHER_US = {1: 1.2, 2: 2.0, 3: 2.4, 4: 2.8}
+#: Standard deviations above the mean of the CTA with most items.
+UNEVEN = 2.0
+#: How much faster than the kernel for few queries tiles of one user should seem, to be preferred.
+MARGIN = 1.05
 #: Waves from which on the last one is half full in the mean; the least part of a wave that counts.
 MANY_WAVES, LEAST_WAVE = 8, 0.02
 #: Mean number of tiles of a user from which on the last one is half full in the mean.
@@ -55,10 +61,16 @@ MANY_TILES = 30
 #: The kernel whose tiles of 128 rows span users: the launch, a pass, and a block of 128 rows by 128
 #: keys, by column blocks.
 TILE_LAUNCH_US, PASS_US, TILE_BLOCK_US = 5.0, 0.8, {1: 0.92, 2: 1.5, 3: 2.3, 4: 3.0}
+#: The launch that lists tiles of one user, with the gap after it, and its part for each 1,024
+#: candidates.
+LIST_US, LIST_EACH_US = 4.0, 0.35
+#: Most warpgroup tiles that `balance` cuts by default, the kernels that cut them, and how much
+#: longer the kernel then takes.
+MOST_BALANCED, CUT_US, BALANCED = 1024, 2.0, 1.02
 #: What a further pass of a tile takes of the first pass's time, by column blocks: often only one
 #: consumer has rows of it. At H = 64, where exponentials limit the time, one consumer takes as long
 #: as two. And how many standard deviations above the mean the CTA with most further passes is.
-FURTHER_PASS, WORST = {1: 1.0, 2: 0.6, 3: 0.6, 4: 0.6}, {1: 2.0, 2: 1.0, 3: 1.0, 4: 1.0}
+FURTHER_PASS, WORST = {1: 1.0, 2: 0.8, 3: 0.8, 4: 0.8}, 2.5
 
 
 def serves(problem: Any) -> bool:
@@ -78,7 +90,12 @@ def is_preferred(problem: Any) -> bool:
     is faster, whose softmax keeps the maximum of the first block.
     """
     configs = candidate_configs(problem)
-    return bool(configs) and estimated_us(problem, configs[0]) < estimated_tile_us(problem)
+    if not configs:
+        return False
+    mode, us = tile_mode(problem)
+    if mode == "one_user":  # near the time that memory takes, the models say little
+        us *= MARGIN
+    return estimated_us(problem, configs[0]) < us
 
 
 @functools.lru_cache(maxsize=1024)
@@ -87,7 +104,7 @@ def candidate_configs(problem: Any) -> tuple[FewQueriesConfig, ...]:
     if not serves(problem):
         return ()
     found = []
-    for block_kv in (128, 64, 32):
+    for block_kv in (128, 80, 64, 32):
         for splits in SPLITS:
             if splits == 1 or problem.kv_len / splits >= 2 * block_kv:
                 for tile_rows in (WGMMA_M, TILE_ROWS):
@@ -99,19 +116,31 @@ def _with_most_stages(
     problem: Any, tile_rows: int, splits: int, block_kv: int
 ) -> list[FewQueriesConfig]:
     """The legal configuration with most stages; none if all are illegal."""
+    is_wide = problem.head_dim > MAX_COLUMNS
+    has_all_columns = is_wide and tile_rows > WGMMA_M
+    # Blocks of 80 keys, and 128 rows of wide heads, were measured without splits.
+    if (block_kv == 80 and not is_wide) or ((block_kv == 80 or has_all_columns) and splits > 1):
+        return []
     # With few blocks the queries of several items are in flight, unless a slot has 24 KB or more.
     is_long = problem.kv_len / splits > 2 * block_kv
-    q_slots = 2 if is_long or shares_columns(problem.head_dim) else 4
+    slots = [2] if is_long or is_wide else [4]
+    # Two blocks of 128 keys leave no room for four slots: 31.2 us with two, where blocks of 64 keys
+    # take 34.8 (S = 230, H = 128).
+    if problem.kv_len / splits > block_kv == 128:
+        slots.append(2)
+    if has_all_columns:
+        slots = [2, 1]
     # Where consumers have their own rows, H = 64 leaves most of the time to exponentials: with
     # turns 103 instead of 120 us, and 141 instead of 155 us. Where they share columns, turns took
     # 0.97 of the time in geometric mean, at most 1.04 (23 sizes).
     turns = hopper.column_blocks(problem.head_dim) == 1 and tile_rows > WGMMA_M
-    turns = turns or shares_columns(problem.head_dim)
+    turns = turns or (is_wide and not has_all_columns)
     # Then three stages of 128 keys took 0.93 to 1.01 of the time of five (8 sizes of S = 512 to
     # 10880, commit a92f387).
     most = 3 if turns and block_kv == 128 else 5
-    for stages in ((5, 5), (4, 4), (3, 3), (3, 2), (2, 2)):
-        if stages[0] > most:
+    for q_slots, stages in itertools.product(slots, ((5, 5), (4, 4), (3, 3), (3, 2), (2, 2))):
+        # One slot of 64 KB, and two stages of 32 KB: as measured.
+        if stages[0] > (2 if q_slots == 1 else most):
             continue
         config = FewQueriesConfig(tile_rows, splits, block_kv, *stages, q_slots, turns=turns)
         if config.illegal_reason(problem) is None:
@@ -127,8 +156,9 @@ def config_of_unsorted(problem: Any, num_sms: int) -> FewQueriesConfig:
     """
 
     def us(config: FewQueriesConfig) -> float:
-        found = estimated_us(problem, config)
-        if not config.lists(problem, num_sms):
+        is_listed = config.lists(problem, num_sms)
+        found = estimated_us(problem, config, is_listed=is_listed)
+        if not is_listed:
             return found + pack_time(problem.batch) * TIME_UNIT_US
         listings = config.listings(problem, num_sms)
         items = listings.of_cta * listings.bundle
@@ -164,8 +194,48 @@ def _key_bytes(problem: Any) -> tuple[int, int]:
     return keys, min(p.users, p.batch) * p.kv_heads * keys
 
 
-def estimated_us(problem: Any, config: FewQueriesConfig) -> float:
-    """Time by a model: waves of items, the traffic of L2 and of device memory, and the merge."""
+def _row_bytes(problem: Any) -> int:
+    """Bytes of the queries, and of the result."""
+    p = problem
+    return 4 * p.batch * p.q_len * p.q_heads * p.head_dim
+
+
+def _further_slots(problem: Any, config: FewQueriesConfig) -> int:
+    """Row slots besides each user's first one."""
+    head_rows = rows_of_head(head_group(problem.q_heads, problem.kv_heads))
+    return int(problem.batch * problem.q_len // (head_rows * config.tile_rows // WGMMA_M))
+
+
+def _most_items(problem: Any, config: FewQueriesConfig) -> int:
+    """Items of a CTA if no row slot is empty."""
+    groups = problem.q_heads // head_group(problem.q_heads, problem.kv_heads)
+    slots = problem.users + _further_slots(problem, config)
+    return math.ceil(slots * groups * config.splits / NUM_SMS)
+
+
+def _spread(problem: Any, config: FewQueriesConfig, tiles: float) -> float:
+    """How many items more than the mean the CTA has that ends last.
+
+    Users have a row slot each, which has an item, and CTAs have equally many of them. Of the other
+    row slots some are empty, by the users' numbers of candidates. `tiles`: items of a user's rows.
+    """
+    p = problem
+    users = min(p.users, p.batch)
+    if users == 1:
+        return 0.0
+    further = _further_slots(p, config)
+    bundle, parts = p.q_heads // head_group(p.q_heads, p.kv_heads), config.splits
+    if (p.users + further) * parts < LEAST_BUNDLES * NUM_SMS:
+        parts, bundle = parts * bundle, 1
+    taken = min(users * (tiles - 1) / max(further, 1), 1.0)
+    return bundle * UNEVEN * math.sqrt(further * parts / NUM_SMS * taken * (1 - taken))
+
+
+def estimated_us(problem: Any, config: FewQueriesConfig, *, is_listed: bool = False) -> float:
+    """Time by a model: waves of items, the traffic of L2 and of device memory, and the merge.
+
+    `is_listed`: whether CTAs list candidates, whose row slots the configuration counts itself.
+    """
     p = problem
     group = head_group(p.q_heads, p.kv_heads)
     head_rows = rows_of_head(group)
@@ -177,18 +247,21 @@ def estimated_us(problem: Any, config: FewQueriesConfig) -> float:
     block_us *= BLOCK_LATENCY + (1 - BLOCK_LATENCY) * config.block_kv / 128
     is_wide = config.tile_rows > WGMMA_M and p.batch * p.q_len > users * head_rows
     if is_wide:
-        block_us *= WIDE_TURNS if config.turns else WIDE[columns]
+        is_fast = config.turns and config.shares_keys(p.head_dim)
+        block_us *= WIDE_TURNS if is_fast else WIDE[columns]
     of_split = math.ceil(math.ceil(p.kv_len / config.block_kv) / config.splits)
     # Each consumer has every other block.
-    if not (is_wide or shares_columns(p.head_dim)) and of_split > 1:
+    if not (is_wide or not config.shares_keys(p.head_dim)) and of_split > 1:
         of_split += of_split % 2
     keys, once = _key_bytes(p)
     wave_us = of_split * block_us + (WIDE_ITEM_US if is_wide else ITEM_US)
     wave_us = max(wave_us, keys / config.splits / SM_BYTES)
     again = max(items * keys - once, 0)
-    from_memory = once + (REREAD * again if once > CACHE_BYTES else 0)
+    from_memory = once + (REREAD * again if once > CACHE_BYTES else 0) + _row_bytes(p)
     traffic = max((once + again) / L2_BYTES, from_memory / MEMORY_BYTES)
     waves = items * config.splits / NUM_SMS
+    if not is_listed:
+        waves = max(waves, min(waves + _spread(p, config, tiles), _most_items(p, config)))
     full, last = math.floor(waves), 1.0 if waves < MANY_WAVES else 0.5
     rest = waves - full
     # In the last wave few CTAs load, which do not reach what memory delivers.
@@ -212,10 +285,55 @@ def estimated_tile_us(problem: Any) -> float:
     further = min(TILE_ROWS * p.users / rows, TILE_ROWS - 1) if p.users > 1 else 0.0
     further *= 1 - min(p.q_len, TILE_ROWS) / TILE_ROWS
     columns = hopper.column_blocks(p.head_dim)
-    more = waves * further + WORST[columns] * math.sqrt(waves * further)
+    more = waves * further + WORST * math.sqrt(waves * further)
     pass_us = -(-p.kv_len // 128) * TILE_BLOCK_US[columns] + PASS_US
     compute = (waves + FURTHER_PASS[columns] * more) * pass_us
     keys, once = _key_bytes(p)
     # Tiles with rows of one user alone read its keys at the same time.
-    again = items * further * keys if once > CACHE_BYTES else 0.0
-    return TILE_LAUNCH_US + max(compute, (once + TILE_REREAD * again) / MEMORY_BYTES)
+    again = 0.0
+    if once > CACHE_BYTES:
+        again = min(items * further * keys, max(items * (1 + further) * keys - once, 0))
+    memory_us = (once + TILE_REREAD * again + _row_bytes(p)) / MEMORY_BYTES
+    return TILE_LAUNCH_US + max(compute, memory_us)
+
+
+def estimated_one_user_us(problem: Any) -> float:
+    """Time of the same kernel with tiles of one user: waves of passes, and the list of tiles."""
+    p = problem
+    users = min(p.users, p.batch)
+    tiles = users * expected_tiles(p, TILE_ROWS)
+    waves = tiles * p.q_heads / NUM_SMS
+    # The list has tiles with many keys first, so CTAs end at about the same time.
+    waves = math.ceil(waves) if waves < MANY_WAVES else waves + 0.25
+    columns = hopper.column_blocks(p.head_dim)
+    compute = waves * (-(-p.kv_len // 128) * TILE_BLOCK_US[columns] + PASS_US)
+    keys, once = _key_bytes(p)
+    again = max(tiles * p.q_heads * keys - once, 0)
+    from_memory = once + (ONE_USER_REREAD * again if once > CACHE_BYTES else 0) + _row_bytes(p)
+    traffic = max((once + again) / L2_BYTES, from_memory / MEMORY_BYTES)
+    return TILE_LAUNCH_US + _list_us(p) + max(compute, traffic)
+
+
+def estimated_balance_us(problem: Any) -> float:
+    """Time of the same kernel with `balance`, which cuts tiles at users, by kernels of XLA."""
+    p = problem
+    tiles = p.batch * p.q_len // WGMMA_M
+    if p.q_len % TILE_ROWS != WGMMA_M or tiles > MOST_BALANCED:
+        return math.inf
+    return BALANCED * (estimated_one_user_us(p) - _list_us(p)) + CUT_US
+
+
+def _list_us(problem: Any) -> float:
+    return LIST_US + LIST_EACH_US * problem.batch / 1024
+
+
+@functools.lru_cache(maxsize=1024)
+def tile_mode(problem: Any) -> tuple[str, float]:
+    """How tiles should be cut, and the time: "" if they span users, or "one_user" or "balance"."""
+    p = problem
+    modes = {"": estimated_tile_us(p)}
+    if min(p.batch, p.q_len, p.kv_len) > 0 and p.users > 1:
+        modes["one_user"] = estimated_one_user_us(p)
+        modes["balance"] = estimated_balance_us(p)
+    best = min(modes, key=lambda mode: modes[mode])
+    return best, modes[best]

@@ -133,7 +133,13 @@ KERNELS: dict[str, tuple[Callable[[emulator.Emulator, str, int], None], dict[str
 }
 #: What the suite runs: every kernel, and every way to store and to add what it computes.
 CHOSEN = {
-    "attention": ["t1_fewer_keys_than_a_block", "t3_packed_gqa_lengths", "t100_packed_one_slot"],
+    "attention": [
+        "t1_fewer_keys_than_a_block",
+        "t3_packed_gqa_lengths",
+        "t100_packed_one_slot",
+        "one_user_t16_gqa_lengths",
+        "one_user_t64_ordered_lengths",
+    ],
     "few_queries": [
         "gqa_3_wide",
         "split_lengths_gqa",
@@ -150,6 +156,8 @@ CHOSEN = {
         "h192_split_rows_70",
         "h256_gqa",
         "h256_listed_split_lengths",
+        "h256_wide_rows_70_lengths",
+        "h192_wide_gqa_one_slot",
     ],
     "attention_backward": [
         "unsorted_grouped_heads",

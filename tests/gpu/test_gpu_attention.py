@@ -16,7 +16,7 @@ import pytest
 
 import ikbo_jax as ikbo
 from ikbo_jax.problems import AttentionConfig, AttentionProblem
-from ikbo_jax.problems.attention import HEAD_DIMS
+from ikbo_jax.problems.attention import HEAD_DIMS, MAX_BLOCK_KV
 from ikbo_jax.reference import attention as reference
 
 pytestmark = pytest.mark.gpu
@@ -32,6 +32,8 @@ CONFIGS = {
     "no_chunks": AttentionConfig(chunk=1),
     "early_scores": AttentionConfig(early_scores=True),
     "late_turns": AttentionConfig(late_turns=True),
+    "one_user": AttentionConfig(one_user=True),
+    "one_user_late": AttentionConfig(one_user=True, early_scores=True, late_turns=True),
     "balance": AttentionConfig(balance=True, early_scores=True, late_turns=True),
 }
 SHAPES = {
@@ -96,6 +98,21 @@ def test_attention_every_kind_of_config(name, q_len):
     shape = Shape(4, 37, q_len, 300, 2, 2, 128, "unsorted", "ragged")
     inputs = problems.make_attention_inputs(shape)
     check(run(inputs, config=CONFIGS[name]), inputs)
+
+
+@pytest.mark.parametrize("index", ["sorted", "unsorted"])
+@pytest.mark.parametrize("name", [n for n in SHAPES if SHAPES[n].users > 1])
+def test_attention_tiles_of_one_user(name, index):
+    """The index may be unsorted although it is said to be sorted."""
+    shape = SHAPES[name]
+    block_kv = MAX_BLOCK_KV[shape.head_dim]
+    config = AttentionConfig(block_kv, 2, 3, 1 if shape.head_dim == 256 else 2, one_user=True)
+    assert config.illegal_reason(problem_of(shape)) is None
+    inputs = problems.make_attention_inputs(shape)
+    results = [run(inputs, config=config, indices_are_sorted=index == "sorted") for _ in range(3)]
+    check(results[0], inputs)
+    for other in results[1:]:
+        assert all(map(np.array_equal, results[0], other))
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)

@@ -31,6 +31,7 @@ PARAMS = dataclasses.replace(interpreter.PARAMS, inline_mgpu="_hack_model_inline
 #: Blocks of 32 keys, so that few keys are several blocks.
 TWO_SLOTS = AttentionConfig(block_kv=32, k_stages=2, v_stages=2, q_slots=2, chunk=2)
 ONE_SLOT = dataclasses.replace(TWO_SLOTS, q_slots=1, v_stages=3)
+ONE_USER = dataclasses.replace(TWO_SLOTS, one_user=True)
 REUSE = dataclasses.replace(TWO_SLOTS, reuse=True)
 BALANCE = dataclasses.replace(TWO_SLOTS, balance=True)
 EARLY = dataclasses.replace(TWO_SLOTS, early_scores=True)
@@ -97,6 +98,44 @@ CASES = {
         num_sms=3,
         copies=4 * 3 * (2 + 2 * 2),
     ),
+    # Tiles of one user each, which a launch lists: one pass each, of users without keys as well.
+    "one_user_t16_gqa_lengths": Case(
+        (0,) * 9 + (1,) * 3 + (3,) * 9,
+        60,
+        users=5,
+        q_len=16,
+        heads=(2, 1),
+        lengths=(33, 60, 9, 0, 50),
+        config=ONE_USER,
+        num_sms=2,
+    ),
+    "one_user_t3_packed_f16": Case(
+        (1, 0, -5, 2**31 - 1, 0) * 9,
+        40,
+        q_len=3,
+        dtype="float16",
+        config=ONE_USER,
+        is_packed=True,
+    ),
+    "one_user_t64_ordered_lengths": Case(
+        (2, 0, 1, 0, 0, 2),
+        50,
+        users=4,
+        order=(1, 3, 4, 2, 0, 5),
+        lengths=(50, 1000, 20, 7),
+        config=dataclasses.replace(ONE_USER, early_scores=True, late_turns=True),
+        num_sms=2,
+    ),
+    # An index that is not sorted although it should be.
+    "one_user_unsorted_h256_one_slot": Case(
+        (1, 0, 0, 2, 1, 0, 0),
+        40,
+        users=3,
+        q_len=8,
+        head_dim=256,
+        config=dataclasses.replace(ONE_SLOT, one_user=True),
+    ),
+    "one_user_of_one": Case((0,) * 5, 40, users=1, q_len=30, config=ONE_USER),
 }
 
 
@@ -176,7 +215,7 @@ def test_interpreted_kernel_is_right_and_free_of_races(
     assert case.config.illegal_reason(case.problem) is None
     inputs = case.inputs()
     results = interpret(inputs, case)
-    launches.assert_no_races(1)
+    launches.assert_no_races(1 + (case.config.one_user and case.users > 1))
     assert_correct(results, inputs, case)
     assert case.copies in (None, len(copies))
 
@@ -185,7 +224,9 @@ def test_interpreted_kernel_is_right_and_free_of_races(
 
 
 @pytest.mark.parametrize(
-    ("config", "head_dim", "candidate"), [(ONE_SLOT, 192, 0), (ALL, 64, 2)], ids=["one_slot", "all"]
+    ("config", "head_dim", "candidate"),
+    [(ONE_SLOT, 192, 0), (ALL, 64, 2), (ONE_USER, 64, 0)],
+    ids=["one_slot", "all", "one_user"],
 )
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
 def test_interpreted_hard_tiles_are_computed_again(
@@ -215,7 +256,7 @@ def test_interpreted_hard_tiles_are_computed_again(
     assert np.max(scores[:, 40] - np.max(scores[:, :32], axis=1)) > np.log(np.finfo(np.float32).max)
     inputs = problems.AttentionInputs(*map(jnp.asarray, (query, key, value)), *rest)
     out, lse = map(np.asarray, interpret(inputs, case))
-    launches.assert_no_races(1)
+    launches.assert_no_races(1 + config.one_user)
     hit = np.asarray(index) == 2
     assert np.all(np.isnan(out[hit].astype(np.float32)))
     assert np.all(np.isnan(lse[hit]))

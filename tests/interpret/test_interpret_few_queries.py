@@ -238,6 +238,52 @@ CASES = {
         config=dataclasses.replace(SMALL, turns=True),
         is_packed=True,
     ),
+    # Wide heads, 128 rows: each consumer has its rows and all columns; one has items of few rows.
+    "h256_wide_rows_70_lengths": Case(
+        (0,) * 70 + (1,) * 3 + (2,) * 9,
+        75,
+        users=4,
+        head_dim=256,
+        lengths=(75, 20, 0, 9),
+        config=WIDE,
+        num_sms=2,
+    ),
+    "h192_wide_gqa_one_slot": Case(
+        (0,) * 12 + (1,) * 3,
+        60,
+        q_len=7,
+        heads=(4, 2),
+        head_dim=192,
+        config=dataclasses.replace(WIDE, q_slots=1, turns=True),
+        num_sms=2,
+    ),
+    "h256_wide_split_packed_neighbours": Case(
+        (1, 0, 0, 2, 1, 0, 0) * 5,
+        90,
+        users=3,
+        q_len=6,
+        head_dim=256,
+        config=dataclasses.replace(WIDE, splits=2),
+        is_packed=True,
+        exceeds_cache=True,
+    ),
+    "h256_wide_listed_one_slot": Case(
+        (1, 0, 0) * 45,
+        50,
+        head_dim=256,
+        config=dataclasses.replace(WIDE, q_slots=1),
+        lengths=(37, 20),
+        num_sms=2,
+        lists=True,
+    ),
+    "one_slot_lengths": Case(
+        (0, 1, 1, 2, 3),
+        60,
+        users=4,
+        lengths=(0, 1000, -3, 17),
+        config=dataclasses.replace(SMALL, q_slots=1),
+        num_sms=2,
+    ),
     # A negative scale, f16, a padded width.
     "negative_scale_f16_h96": Case(
         (0, 1, 1), 40, q_len=3, head_dim=96, scale=-0.2, dtype="float16", lengths=(3, 40)

@@ -11,13 +11,14 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ikbo_jax as ikbo
+from ikbo_jax.problems import AttentionConfig
 
 B, U, T, S, N, H = 256, 4, 64, 256, 4, 64
 BF16, INT = jnp.bfloat16, jnp.int32
 
 
-def attend(query, key, value, index):
-    return ikbo.attention(query, key, value, index, implementation="mosaic_gpu")
+def attend(query, key, value, index, config=None):
+    return ikbo.attention(query, key, value, index, implementation="mosaic_gpu", config=config)
 
 
 def compress(w_cand, w_user, e_cand, e_user, index):
@@ -45,6 +46,14 @@ CASES = {
         CANDIDATES,
         # The gradient: statistics of query rows, then two launches.
         (1, 4),
+    ),
+    # A list of tiles as well.
+    "attention_by_user": (
+        functools.partial(attend, config=AttentionConfig(one_user=True)),
+        ((B, T, N, H), (U, S, N, H), (U, S, N, H), (B,)),
+        (CANDIDATES, P(), P(), CANDIDATES),
+        CANDIDATES,
+        (2, 5),
     ),
     "linear_compression": (
         compress,

@@ -101,13 +101,34 @@ CASES = {
     "h256_t16": every_option(of(head_dim=256, q_len=16)),
     "h96_t100_one_slot_f16": every_option(of(ONE_SLOT, head_dim=96, q_len=100, dtype="float16")),
     "h128_t5": every_option(of(AttentionConfig(), q_len=5)),
+    # Tiles of one user; what the list of tiles is.
+    "h64_t1_one_user": of(AttentionConfig(128, 4, 4, one_user=True), head_dim=64, q_len=1),
+    "h128_t8_one_user": every_option(of(AttentionConfig(one_user=True), q_len=8)),
+    "h96_one_user_early_f16": every_option(
+        of(
+            AttentionConfig(one_user=True, early_scores=True, late_turns=True),
+            head_dim=96,
+            dtype="float16",
+        )
+    ),
+    "h192_t16_one_user": every_option(
+        of(AttentionConfig(64, one_user=True), head_dim=192, q_len=16)
+    ),
+    "h256_one_user": every_option(of(AttentionConfig(64, 2, 3, 1, one_user=True), head_dim=256)),
+    "h256_t16_one_user": every_option(
+        of(AttentionConfig(64, 2, 3, 1, one_user=True), head_dim=256, q_len=16)
+    ),
+    # Two query slots for short keys.
+    "h256_t16_two_slots_reuse": every_option(
+        of(AttentionConfig(32, 3, 3, 2, reuse=True), head_dim=256, q_len=16, kv_len=96)
+    ),
     "h192_t3_f16": every_option(of(head_dim=192, q_len=3, dtype="float16")),
 }
 
 
 def assert_fit(case: Case, compiler: offline.Compiler) -> None:
     assert case.chosen.illegal_reason(case.problem) is None
-    (compiled,) = compiler.compile(*case.launch())
+    *_, compiled = compiler.compile(*case.launch())
     assert not compiled.faults
     assert compiled.smem_bytes == case.chosen.smem_bytes(case.problem.head_dim) <= MAX_SMEM_BYTES
 

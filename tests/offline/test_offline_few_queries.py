@@ -148,6 +148,29 @@ CASES = {
         problem(256, (8, 2), q_len=5, dtype="float16"), FewQueriesConfig(64, 3, 32, 4, 4)
     ),
     "h256_turns": Case(problem(256), FewQueriesConfig(64, 1, 64, 2, 2, turns=True), False),
+    # 128 rows of wide heads: each consumer has its rows, and all columns.
+    "h192_wide": Case(problem(192), FewQueriesConfig(128, 1, 64, 3, 2, turns=True)),
+    "h192_wide_gqa_split": Case(problem(192, (8, 2)), FewQueriesConfig(128, 2, 64, 3, 3, 1), False),
+    "h192_wide_listed": Case(
+        problem(192, (1, 1), users=99), FewQueriesConfig(128, 1, 64, 2, 2), lists=True
+    ),
+    "h256_wide": Case(problem(256), FewQueriesConfig(128, 1, 32, 3, 3)),
+    "h256_wide_plain": Case(problem(256), FewQueriesConfig(128, 1, 64, 2, 2, 1), False),
+    "h256_wide_lengths": Case(problem(256), FewQueriesConfig(128, 1, 64, 2, 2, 1)),
+    "h256_wide_gqa_split": Case(
+        problem(256, (8, 2), q_len=5, dtype="float16"), FewQueriesConfig(128, 3, 32, 5, 5, 1)
+    ),
+    "h256_wide_listed": Case(
+        problem(256, (1, 1), users=99), FewQueriesConfig(128, 1, 32, 3, 3), lists=True
+    ),
+    "h192_blocks_of_80": Case(problem(192), FewQueriesConfig(64, 1, 80, 3, 2, turns=True)),
+    "h192_blocks_of_80_listed": Case(
+        problem(192, (1, 1), users=99), FewQueriesConfig(64, 1, 80, 3, 2, turns=True), lists=True
+    ),
+    "h256_blocks_of_80": Case(problem(256), FewQueriesConfig(64, 1, 80, 2, 2, turns=True)),
+    "h256_blocks_of_80_gqa_plain": Case(
+        problem(256, (8, 2)), FewQueriesConfig(64, 1, 80, 2, 2, turns=True), False
+    ),
     "h128_mqa_7": Case(problem(128, (7, 1)), FewQueriesConfig(128, 1, 64, 3, 3)),
 }
 

@@ -338,7 +338,7 @@ def test_row_of_few_queries_serves_its_shape_class_only(builtin):
 @pytest.mark.parametrize(
     ("sizes", "bundle", "of_cta"),
     [
-        ((1500, 27, 1, 230, 8, 8, 128), 4, 1),
+        ((1500, 27, 1, 230, 8, 8, 128), 2, 1),
         ((5000, 150, 1, 40, 4, 4, 64), 2, 3),
         # Few bundles of long items: heads on different CTAs.
         ((2533, 5, 1, 3968, 4, 4, 64), 1, 3),
@@ -396,11 +396,8 @@ def test_more_listings_than_are_worth_while_are_left_to_a_sort():
 
 
 #: Sizes, and the best times of the kernel for few queries and of the one whose tiles span users, us
-#: on an H100; the last one on an H200.
+#: on an H100; the last one on an H200. None: not timed.
 MEASURED = (
-    ((947, 63, 4, 10880, 8, 8, 64), 483, 814),
-    ((7918, 565, 8, 768, 4, 4, 128), 482, 593),
-    ((1942, 17, 8, 16101, 2, 2, 64), 332, 470),
     ((689, 4, 16, 1280, 2, 1, 128), 37.1, 46.1),
     ((474, 3, 4, 896, 4, 4, 128), 12.2, 28.3),
     ((4131, 1, 1, 11136, 2, 2, 128), 81.0, 109.6),
@@ -409,10 +406,10 @@ MEASURED = (
     ((10161, 1, 16, 7005, 2, 2, 64), 1364, 1020),
     ((6791, 1, 8, 640, 2, 1, 128), 87.3, 59.6),
     # Consumers that share the columns of wide heads.
-    ((536, 12, 1, 384, 1, 1, 192), 9.6, 29.4),
+    ((536, 12, 1, 384, 1, 1, 192), 9.6, None),
     ((216, 1, 1, 3222, 2, 2, 192), 12.4, 47.7),
-    ((861, 287, 4, 2864, 2, 2, 256), 561, 834),
-    ((5448, 1, 8, 3776, 4, 4, 192), 1575, 648),
+    ((861, 287, 4, 2864, 2, 2, 256), 551, 834),
+    ((5448, 1, 8, 3776, 4, 4, 192), 832, 648),
     ((2048, 32, 16, 4096, 2, 2, 128), None, 211.6),
 )
 
@@ -420,12 +417,92 @@ MEASURED = (
 @pytest.mark.parametrize(("sizes", "few_us", "tile_us"), MEASURED)
 def test_the_model_chooses_the_faster_kernel(sizes, few_us, tile_us):
     problem = AttentionProblem(*sizes, "bfloat16")
-    assert is_preferred(problem) == (few_us is not None and few_us < tile_us)
+    assert is_preferred(problem) == (few_us is not None and (tile_us is None or few_us < tile_us))
     best = few_queries_cost.candidate_configs(problem)[0]
     if few_us is not None:
         assert few_queries_cost.estimated_us(problem, best) == pytest.approx(few_us, rel=0.3)
     # Of the other kernel, its order of magnitude: passes of several users are hard to foresee.
-    assert few_queries_cost.estimated_tile_us(problem) == pytest.approx(tile_us, rel=0.4)
+    if tile_us is not None:
+        assert few_queries_cost.estimated_tile_us(problem) == pytest.approx(tile_us, rel=0.4)
+
+
+#: Sizes, and times on an H100 in us: few queries, tiles that span users, that `balance` cuts, and
+#: tiles of one user; None: not timed. Some have lengths, which the models do not know.
+MODES = {
+    (7918, 565, 8, 768, 4, 4, 128): (482, 593, None, 393),
+    (1942, 17, 8, 16101, 2, 2, 64): (332, 483, None, 255),
+    (15962, 71, 1, 1600, 8, 8, 64): (139, None, None, 100),
+    (3336, 68, 2, 2258, 4, 2, 64): (52.2, None, None, 42.3),
+    (1218, 203, 16, 1088, 4, 4, 256): (414, 580, None, 401),
+    (2267, 43, 4, 1728, 2, 2, 256): (89.8, 102, None, 61.5),
+    (4995, 1248, 8, 3127, 2, 1, 256): (1537, None, None, None),
+    (1024, 32, 16, 2048, 4, 4, 128): (147, 103, None, 88.0),
+    (1441, 27, 64, 6784, 4, 4, 256): (None, 1958, None, 1712),
+    (852, 5, 64, 2235, 4, 2, 64): (None, 253, None, 247),
+    (377, 4, 64, 2176, 1, 1, 96): (60.7, 63.8, 48.7, 53.6),
+    (3588, 87, 32, 105, 2, 2, 128): (None, 56.6, None, 62.3),
+    (3970, 4, 16, 76, 8, 8, 256): (257, 210, None, 213),
+    (91, 2, 64, 64, 4, 2, 256): (20.5, 14.7, None, 19.6),
+    (6796, 102, 1, 320, 1, 1, 192): (13.3, None, None, None),
+}
+
+
+@pytest.mark.parametrize("sizes", MODES)
+def test_tiles_are_cut_as_was_fastest(sizes):
+    few, *times = MODES[sizes]
+    problem = AttentionProblem(*sizes, "bfloat16")
+    names = ("", "balance", "one_user")
+    timed = {name: us for name, us in zip(names, times, strict=True) if us is not None}
+    best = min(timed, key=timed.get, default=None)
+    is_few = few is not None and few < min(timed.values(), default=few + 1)
+    assert is_preferred(problem) == is_few
+    if is_few:
+        return
+    mode, us = few_queries_cost.tile_mode(problem)
+    config = problem.default_config()
+    assert mode == best
+    assert (config.one_user, config.balance) == (best == "one_user", best == "balance")
+    # The nearest row of the table is adapted in the same way.
+    adapted = problem.adapt(AttentionConfig())
+    assert (adapted.one_user, adapted.balance) == (config.one_user, config.balance)
+    assert {True, False} == {
+        c.one_user for c in problem.candidate_configs() if isinstance(c, AttentionConfig)
+    }
+    assert us == pytest.approx(timed[best], rel=1.3)
+
+
+def test_tiles_of_wide_heads_have_two_query_slots_for_short_keys():
+    """On an H100, 210 instead of 314 us (S = 76), and 77 instead of 101 (S = 128)."""
+    short = AttentionProblem(3970, 4, 16, 76, 8, 8, 256, "float16")
+    assert table.lookup(short).config == AttentionConfig(32, 3, 3, 2)
+    assert table.lookup(dataclasses.replace(short, kv_len=4096)).config.q_slots == 1
+
+
+@pytest.mark.parametrize(
+    ("sizes", "config"),
+    [
+        # 1952, 595 and 18.3 us with items of 64 rows, which read keys twice, or take two waves.
+        ((4995, 1248, 8, 3127, 2, 1, 256), FewQueriesConfig(128, 1, 64, 2, 2, 1)),
+        ((6796, 102, 1, 320, 1, 1, 192), FewQueriesConfig(128, 1, 64, 3, 2, 2)),
+        # 34.8 us with blocks of 64 keys.
+        ((4836, 27, 1, 230, 8, 8, 128), FewQueriesConfig(64, 1, 128, 2, 2, 2)),
+    ],
+)
+def test_items_for_few_queries_as_was_fastest(sizes, config):
+    assert AttentionProblem(*sizes, "bfloat16").default_config() == config
+
+
+def test_configurations_that_would_spill_are_refused_or_not_chosen():
+    wide = AttentionProblem(400, 30, 4, 900, 4, 4, 256, "bfloat16")
+    reason = FewQueriesConfig(128, 1, 80, 2, 2, 1).illegal_reason(wide)
+    assert reason is not None
+    assert "block_kv must be at most 64" in reason
+    assert FewQueriesConfig(64, 1, 64, 2, 2).lists(wide, num_sms=132)
+    for config in (FewQueriesConfig(128, 1, 64, 2, 2, 1), FewQueriesConfig(64, 1, 80, 2, 2)):
+        assert config.illegal_reason(wide) is None
+        assert not config.lists(wide, num_sms=132)
+    both = AttentionConfig(reuse=True, one_user=True)
+    assert "reuse" in str(both.illegal_reason(dataclasses.replace(wide, head_dim=64, kv_len=99)))
 
 
 @pytest.mark.parametrize("head_dim", [8, 16, 80, 512])

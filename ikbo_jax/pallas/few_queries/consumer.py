@@ -15,7 +15,6 @@ from ikbo_jax.pallas.few_queries import exchange, gathering, listing, store
 from ikbo_jax.pallas.few_queries.context import BY_COLUMNS, BY_ROWS, Context, Item, Part
 from ikbo_jax.pallas.flash import softmax
 from ikbo_jax.pallas.hopper import mma, mosaic, operand_tiles, stores, turns
-from ikbo_jax.problems.few_queries import shares_columns
 from ikbo_jax.problems.hopper import BLOCK_K, NUM_CONSUMERS, WGMMA_M
 
 #: The named barrier at which the consumers wait for each other.
@@ -108,7 +107,7 @@ def _issue_values(
     if ctx.operands.lengths is not None:
         _zero_values_past_length(ctx, work, block)
     values = ctx.shared.value.matrix(step)
-    if shares_columns(ctx.shape.head_dim):
+    if ctx.shares_columns:
         values = values.at[pl.ds(ctx.first_column_block, ctx.columns // BLOCK_K)]
     return mma.add_product(
         acc,
@@ -255,7 +254,7 @@ def _one_item(carry: tuple[Any, ...], ctx: Context) -> tuple[Any, ...]:
     )
     shared.query.release(index)
     state: tuple[jax.Array, ...] = (acc, maximum, jnp.sum(partial_sums, axis=1))
-    if not shares_columns(ctx.shape.head_dim):
+    if shared.exchange is not None:
         state = _exchanged(ctx, part, *state)
     pl.when(part.stores)(functools.partial(store.store, ctx, part, item.head, *state))
     if ctx.shape.listed:

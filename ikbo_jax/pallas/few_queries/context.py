@@ -237,7 +237,12 @@ class Context(WarpgroupContext):
     @property
     def columns(self) -> int:
         """Columns of the values that a consumer multiplies."""
-        return min(self.shape.head_dim, MAX_COLUMNS)
+        return MAX_COLUMNS if self.shares_columns else self.shape.head_dim
+
+    @property
+    def shares_columns(self) -> bool:
+        shares: bool = self.config.shares_columns(self.shape.head_dim)
+        return shares
 
     @property
     def first_column_block(self) -> Any:

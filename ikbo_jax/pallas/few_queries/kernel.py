@@ -61,6 +61,7 @@ from ikbo_jax.pallas.hopper.launch import Roles, launch
 from ikbo_jax.problems.attention import AttentionProblem
 from ikbo_jax.problems.few_queries import (
     CACHE_BYTES,
+    LEAST_BUNDLES,
     FewQueriesConfig,
     head_group,
     rows_of_head,
@@ -70,9 +71,15 @@ from ikbo_jax.problems.hopper import WGMMA_M
 #: Registers per thread of a consumer and of the producer, which searches: with 24, it spills where
 #: query heads share a tile.
 REGISTERS = (224, 56)
-#: If the index is sorted, items are bundled from this number of bundles for each CTA on; with
-#: fewer, CTAs would finish at different times. Otherwise `FewQueriesConfig.listings` says.
-LEAST_BUNDLES = 4
+#: Likewise, if a consumer multiplies all columns of the values of heads wider than 128, and blocks
+#: have more than 32 keys. With smaller blocks it needs fewer, and the producer would spill with 40.
+WIDE_REGISTERS = (232, 40)
+
+
+def _registers(shape: Shape, config: FewQueriesConfig) -> tuple[int, int]:
+    """Registers per thread of a consumer and of the producer."""
+    is_large = config.has_all_columns(shape.head_dim) and config.block_kv > 32
+    return WIDE_REGISTERS if is_large else REGISTERS
 
 
 def few_queries_kernel(
@@ -194,7 +201,12 @@ def _launch(
         of_rows = jax.ShapeDtypeStruct(rows_and_heads, jnp.float32)
         outputs = Outputs(out, of_rows if return_residuals else None, None, None)
     results = launch(
-        Roles(functools.partial(Context, shape, config), produce, consume, registers=REGISTERS),
+        Roles(
+            functools.partial(Context, shape, config),
+            produce,
+            consume,
+            registers=_registers(shape, config),
+        ),
         operands,
         outputs,
         config.shared(shape.head_dim, shape.group, lists=shape.listed > 0),

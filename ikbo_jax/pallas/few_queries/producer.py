@@ -22,7 +22,6 @@ from ikbo_jax.pallas.few_queries.context import (
 from ikbo_jax.pallas.flash import runs
 from ikbo_jax.pallas.hopper import mosaic
 from ikbo_jax.pallas.hopper.rings import Ring
-from ikbo_jax.problems.few_queries import shares_columns
 from ikbo_jax.problems.hopper import column_blocks
 
 
@@ -218,8 +217,10 @@ def _send_rows(
     blocks = jnp.clip(
         pl.cdiv(keys, ctx.config.block_kv), is_loaded.astype(jnp.int32), ctx.split_blocks
     )
-    sharing = jnp.where(blocks > 1, BY_KEYS, ALONE)
-    if shares_columns(shape.head_dim):
+    sharing = jnp.int32(ALONE)
+    if ctx.config.shares_keys(shape.head_dim):
+        sharing = jnp.where(blocks > 1, BY_KEYS, ALONE)
+    if ctx.shares_columns:
         sharing = jnp.int32(BY_COLUMNS)
     elif ctx.tiles > 1:
         sharing = jnp.where(count > shape.head_rows, BY_ROWS, sharing)

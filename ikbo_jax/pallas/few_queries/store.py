@@ -20,7 +20,6 @@ from ikbo_jax.pallas.flash.softmax import LN_2
 from ikbo_jax.pallas.hopper import stores
 from ikbo_jax.pallas.hopper.row_order import RowOrder
 from ikbo_jax.pallas.hopper.stores import ROW_LAYOUT
-from ikbo_jax.problems.few_queries import shares_columns
 
 
 def store(
@@ -55,7 +54,7 @@ def store(
 
 def _once(ctx: Context, part: Part) -> Part:
     """The part; without rows where the other consumer stores the same statistics."""
-    if not shares_columns(ctx.shape.head_dim):
+    if not ctx.shares_columns:
         return part
     return part._replace(rows=jnp.where(ctx.consumer == 0, part.rows, 0))
 
@@ -65,7 +64,7 @@ def _store_columns(ctx: Context, output: Any, values: jax.Array, part: Part, hea
 
     Columns that both consumers have, as a block of H = 192, are stored by consumer 0.
     """
-    if not shares_columns(ctx.shape.head_dim):
+    if not ctx.shares_columns:
         _store_rows(ctx, output, values, part, head)
         return
     width = values.shape[1]

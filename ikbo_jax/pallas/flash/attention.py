@@ -59,6 +59,7 @@ from ikbo_jax.pallas.flash import (
     attention_producer,
     softmax,
     tile_list,
+    tile_list_kernel,
     work_order,
 )
 from ikbo_jax.pallas.flash.attention_context import AttentionContext, Operands, Outputs, Shape
@@ -121,6 +122,21 @@ def attention_kernel(
         raise ValueError(f"an order needs T to be a multiple of {WGMMA_M}, but T={q_len}")
     if scale == 0:  # every score is 0, as with queries of zeros
         query, scale = jnp.zeros_like(query), 1.0
+    if config.one_user and users > 1 and q_len:
+        return _attention_by_user(
+            query,
+            key,
+            value,
+            cand_to_user,
+            key_value_seq_lengths,
+            scale=scale,
+            order=order,
+            return_residuals=return_residuals,
+            config=config,
+            num_sms=num_sms,
+            targets=targets,
+            interpret=interpret,
+        )
     warpgroup_tiles = pl.cdiv(batch * q_len, WGMMA_M)
     row_tiles = most_row_tiles = pl.cdiv(batch * q_len, TILE_ROWS)
     cuts = cut_counts = None
@@ -159,6 +175,78 @@ def attention_kernel(
         run_ends,
         cuts,
         cut_counts,
+        targets=targets,
+    )
+    out, lse = _launch(operands, shape, config, "ikbo_attention", return_residuals, interpret)
+    return out.reshape(query.shape), None if lse is None else lse.reshape(query.shape[:-1])
+
+
+def _attention_by_user(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    cand_to_user: jax.Array,
+    lengths: jax.Array | None,
+    *,
+    scale: float,
+    order: jax.Array | None,
+    return_residuals: bool,
+    config: AttentionConfig,
+    num_sms: int,
+    targets: jax.Array | None,
+    interpret: Any,
+) -> tuple[jax.Array, jax.Array | None]:
+    """`attention_kernel` with a list of tiles that are cut where users end.
+
+    Candidates are sequences of queries, and users sequences of keys. If users have lengths, every
+    other sequence of keys is what follows a user's keys. Neighbours with the same keys are merged,
+    whatever the order of the index.
+    """
+    batch, q_len, q_heads, head_dim = query.shape
+    users, kv_len, kv_heads, _ = key.shape
+    ends = jnp.arange(users + 1, dtype=jnp.int32) * kv_len
+    sequences = _users_in_order(cand_to_user, order, users)
+    if lengths is not None:
+        own = ends[:-1] + jnp.clip(lengths, 0, kv_len)
+        ends = jnp.append(jnp.stack([ends[:-1], own], axis=1).reshape(-1), ends[-1:])
+        sequences = 2 * sequences
+    tiles = tile_list_kernel.query_tiles(
+        jnp.arange(batch + 1, dtype=jnp.int32) * q_len,
+        ends,
+        sequences,
+        q_rows=batch * q_len,
+        kv_rows=users * kv_len,
+        max_seqlen_q=None,
+        max_seqlen_kv=None,
+        size=TILE_ROWS,
+        interpret=interpret,
+    )
+    most_tiles = tiles.words.shape[0] * q_heads
+    shape = Shape(
+        batch=batch,
+        q_len=q_len,
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        kv_len=users * kv_len,
+        users=1,
+        head_dim=head_dim,
+        log2_scale=scale * math.log2(math.e),
+        sum_limit=softmax.SUM_LIMITS[query.dtype.name],
+        workers=min(num_sms, most_tiles),
+        most_tiles=most_tiles,
+    )
+    operands = Operands(
+        query.reshape(batch * q_len, q_heads, head_dim),
+        key.reshape(users * kv_len, kv_heads, head_dim),
+        value.reshape(users * kv_len, kv_heads, head_dim),
+        cand_to_user=None,
+        lengths=None,
+        order=order,
+        run_ends=None,
+        cuts=None,
+        cut_counts=None,
+        words=tiles.words,
+        counts=tiles.counts,
         targets=targets,
     )
     out, lse = _launch(operands, shape, config, "ikbo_attention", return_residuals, interpret)

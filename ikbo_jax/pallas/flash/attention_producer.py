@@ -244,7 +244,7 @@ def _send_item(
     shared.items.send_words(progress.items, words, after=shared.query)
 
     def first_row(consumer: int) -> Any:
-        if current.source is None:
+        if current.source is None or ctx.operands.order is not None:
             return ranges[3 * consumer]
         return current.source + consumer * WGMMA_M
 
