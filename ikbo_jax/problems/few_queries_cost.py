@@ -52,8 +52,14 @@ OVERLAP = 0.1
 GATHER_US = {1: 1.2, 2: 2.0, 3: 2.4, 4: 2.8}
 #: Standard deviations above the mean of the CTA with most items.
 UNEVEN = 2.0
-#: How much faster than the kernel for few queries tiles of one user should seem, to be preferred.
+#: How much faster than the kernel for few queries tiles of several users should seem, to be
+#: preferred.
 MARGIN = 1.05
+#: Part of the time of queries and results that the kernel for few queries does not hide: its
+#: consumers store from registers. H = 256 and 76 keys took 274 to 319 us, of which this is 72.
+ROWS_SHOWN = 0.4
+#: A block of an item for one consumer, where two have all columns of wide heads.
+ALONE = 1.25
 #: Waves from which on the last one is half full in the mean; the least part of a wave that counts.
 MANY_WAVES, LEAST_WAVE = 8, 0.02
 #: Mean number of tiles of a user from which on the last one is half full in the mean.
@@ -61,16 +67,24 @@ MANY_TILES = 30
 #: The kernel whose tiles of 128 rows span users: the launch, a pass, and a block of 128 rows by 128
 #: keys, by column blocks.
 TILE_LAUNCH_US, PASS_US, TILE_BLOCK_US = 5.0, 0.8, {1: 0.92, 2: 1.5, 3: 2.3, 4: 3.0}
+#: How much longer a pass takes, the fewer queries candidates have, if users end in its tile:
+#: consumers store parts of 64 rows from registers.
+PARTIAL_US = 1.5
 #: The launch that lists tiles of one user, with the gap after it, and its part for each 1,024
 #: candidates.
 LIST_US, LIST_EACH_US = 4.0, 0.35
+#: Offsets and index beyond which XLA lists tiles (`tile_list_kernel.MOST_WORDS`), in 24 kernels.
+MOST_LISTED_WORDS, XLA_LIST_US = 46080, 60.0
+#: How much faster tiles that are cut at users should seem, to be preferred to those that span
+#: users.
+CUT_MARGIN = 1.02
 #: Most warpgroup tiles that `balance` cuts by default, the kernels that cut them, and how much
 #: longer the kernel then takes.
 MOST_BALANCED, CUT_US, BALANCED = 1024, 2.0, 1.02
 #: What a further pass of a tile takes of the first pass's time, by column blocks: often only one
 #: consumer has rows of it. At H = 64, where exponentials limit the time, one consumer takes as long
 #: as two. And how many standard deviations above the mean the CTA with most further passes is.
-FURTHER_PASS, WORST = {1: 1.0, 2: 0.8, 3: 0.8, 4: 0.8}, 2.5
+FURTHER_PASS, WORST = {1: 1.0, 2: 0.8, 3: 0.8, 4: 0.8}, 2.0
 
 
 def serves(problem: Any) -> bool:
@@ -92,8 +106,8 @@ def is_preferred(problem: Any) -> bool:
     configs = candidate_configs(problem)
     if not configs:
         return False
-    mode, us = tile_mode(problem)
-    if mode == "one_user":  # near the time that memory takes, the models say little
+    us = tile_mode(problem)[1]
+    if problem.users > 1:  # near the time that memory takes, the models say little
         us *= MARGIN
     return estimated_us(problem, configs[0]) < us
 
@@ -249,6 +263,8 @@ def estimated_us(problem: Any, config: FewQueriesConfig, *, is_listed: bool = Fa
     if is_wide:
         is_fast = config.turns and config.shares_keys(p.head_dim)
         block_us *= WIDE_TURNS if is_fast else WIDE[columns]
+    elif config.has_all_columns(p.head_dim):
+        block_us *= ALONE
     of_split = math.ceil(math.ceil(p.kv_len / config.block_kv) / config.splits)
     # Each consumer has every other block.
     if not (is_wide or not config.shares_keys(p.head_dim)) and of_split > 1:
@@ -272,7 +288,16 @@ def estimated_us(problem: Any, config: FewQueriesConfig, *, is_listed: bool = Fa
     if config.splits > 1:
         sums = 8 * config.splits * p.batch * p.q_len * p.q_heads * p.head_dim
         merge = MERGE_US + sums / (L2_BYTES if sums < CACHE_BYTES else MEMORY_BYTES)
-    return LAUNCH_US + sum(max(t) + OVERLAP * min(t) for t in times) + merge
+    rows_us = ROWS_SHOWN * _row_bytes(p) / MEMORY_BYTES
+    return LAUNCH_US + sum(max(t) + OVERLAP * min(t) for t in times) + rows_us + merge
+
+
+def _pass_us(problem: Any, ending: float) -> float:
+    """Time of a pass of a tile of 128 rows; `ending`: the part of the tiles in which users end."""
+    p = problem
+    block_us = TILE_BLOCK_US[hopper.column_blocks(p.head_dim)]
+    partial_us = PARTIAL_US * min(ending, 1.0) * (1 - min(p.q_len, WGMMA_M) / WGMMA_M)
+    return float(-(-p.kv_len // 128) * block_us + PASS_US + partial_us)
 
 
 def estimated_tile_us(problem: Any) -> float:
@@ -286,7 +311,7 @@ def estimated_tile_us(problem: Any) -> float:
     further *= 1 - min(p.q_len, TILE_ROWS) / TILE_ROWS
     columns = hopper.column_blocks(p.head_dim)
     more = waves * further + WORST * math.sqrt(waves * further)
-    pass_us = -(-p.kv_len // 128) * TILE_BLOCK_US[columns] + PASS_US
+    pass_us = _pass_us(p, further)
     compute = (waves + FURTHER_PASS[columns] * more) * pass_us
     keys, once = _key_bytes(p)
     # Tiles with rows of one user alone read its keys at the same time.
@@ -305,8 +330,7 @@ def estimated_one_user_us(problem: Any) -> float:
     waves = tiles * p.q_heads / NUM_SMS
     # The list has tiles with many keys first, so CTAs end at about the same time.
     waves = math.ceil(waves) if waves < MANY_WAVES else waves + 0.25
-    columns = hopper.column_blocks(p.head_dim)
-    compute = waves * (-(-p.kv_len // 128) * TILE_BLOCK_US[columns] + PASS_US)
+    compute = waves * _pass_us(p, users / tiles)
     keys, once = _key_bytes(p)
     again = max(tiles * p.q_heads * keys - once, 0)
     from_memory = once + (ONE_USER_REREAD * again if once > CACHE_BYTES else 0) + _row_bytes(p)
@@ -324,6 +348,9 @@ def estimated_balance_us(problem: Any) -> float:
 
 
 def _list_us(problem: Any) -> float:
+    """Time of the launch that lists tiles of one user, or of XLA's kernels."""
+    if 2 * (problem.batch + problem.users) > MOST_LISTED_WORDS:
+        return XLA_LIST_US
     return LIST_US + LIST_EACH_US * problem.batch / 1024
 
 
@@ -331,9 +358,10 @@ def _list_us(problem: Any) -> float:
 def tile_mode(problem: Any) -> tuple[str, float]:
     """How tiles should be cut, and the time: "" if they span users, or "one_user" or "balance"."""
     p = problem
-    modes = {"": estimated_tile_us(p)}
+    spanning = estimated_tile_us(p)
+    modes = {"": spanning / CUT_MARGIN}
     if min(p.batch, p.q_len, p.kv_len) > 0 and p.users > 1:
         modes["one_user"] = estimated_one_user_us(p)
         modes["balance"] = estimated_balance_us(p)
     best = min(modes, key=lambda mode: modes[mode])
-    return best, modes[best]
+    return best, modes[best] if best else spanning
