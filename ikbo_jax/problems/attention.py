@@ -223,9 +223,11 @@ class AttentionProblem(AttentionSizes):
 
     def _tile_configs(self) -> Iterator[AttentionConfig]:
         """Yields the legal configurations of the kernel of tiles, the most promising first."""
+        plain = list(self._spanning_configs())
+        if not plain:
+            return
         best = few_queries_cost.tile_mode(self)[0]
         modes = ("", "one_user") if self.users > 1 else ("",)
-        plain = list(self._spanning_configs())
         for mode in sorted({best, *modes}, key=lambda mode: mode != best):
             # Of the ways that seem slower, two configurations are worth timing.
             configs = [self._cut(config, mode) for config in plain]

@@ -91,7 +91,7 @@ def serves(problem: Any) -> bool:
     """Whether the kernel for few queries is a candidate for an `AttentionProblem`."""
     return (
         0 < problem.q_len <= MAX_QUERIES
-        and min(problem.batch, problem.users, problem.kv_len) > 0
+        and min(problem.batch, problem.users, problem.kv_len, problem.q_heads) > 0
         and problem.q_heads % problem.kv_heads == 0
     )
 
@@ -358,9 +358,11 @@ def _list_us(problem: Any) -> float:
 def tile_mode(problem: Any) -> tuple[str, float]:
     """How tiles should be cut, and the time: "" if they span users, or "one_user" or "balance"."""
     p = problem
+    if not min(p.batch, p.q_len, p.kv_len, p.q_heads):
+        return "", 0.0
     spanning = estimated_tile_us(p)
     modes = {"": spanning / CUT_MARGIN}
-    if min(p.batch, p.q_len, p.kv_len) > 0 and p.users > 1:
+    if p.users > 1:
         modes["one_user"] = estimated_one_user_us(p)
         modes["balance"] = estimated_balance_us(p)
     best = min(modes, key=lambda mode: modes[mode])
