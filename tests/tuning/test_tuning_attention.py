@@ -69,14 +69,30 @@ def test_candidates_are_legal_and_differ():
     head_dim=st.sampled_from(HEAD_DIMS),
     q_len=st.integers(1, 256),
     kv_len=st.integers(1, 20_000),
+    batch=st.integers(1, 40_000),
+    users=st.integers(1, 5_000),
+    heads=st.sampled_from([(1, 1), (2, 2), (4, 1), (6, 2), (16, 1)]),
     dtype=st.sampled_from(["bfloat16", "float16"]),
 )
-def test_every_size_the_kernel_takes_has_a_configuration(head_dim, q_len, kv_len, dtype):
-    problem = at(head_dim=head_dim, q_len=q_len, kv_len=kv_len, dtype=dtype)
+def test_every_size_the_kernel_takes_has_a_configuration(heads, **sizes):
+    problem = at(q_heads=heads[0], kv_heads=heads[1], **sizes)
     config = problem.default_config()
     assert isinstance(config, FewQueriesConfig if is_preferred(problem) else AttentionConfig)
-    assert config.illegal_reason(problem) is None
-    assert table.lookup(problem).config is not None
+    candidates = list(problem.candidate_configs())
+    assert len(candidates) == len(set(candidates))
+    assert all(config.illegal_reason(problem) is None for config in candidates)
+    chosen = table.lookup(problem).config
+    assert chosen is not None
+    assert chosen.illegal_reason(problem) is None
+
+
+@pytest.mark.parametrize("name", ["batch", "users", "q_len", "kv_len", "q_heads"])
+def test_sizes_of_nothing_have_no_configuration_or_a_legal_one(name):
+    for sizes in (DEFAULT, dataclasses.replace(DEFAULT, q_len=1)):
+        problem = dataclasses.replace(sizes, **{name: 0})
+        assert not is_preferred(problem)
+        for config in problem.candidate_configs():
+            assert config.illegal_reason(problem) is None
 
 
 def test_shipped_rows_are_sound():
