@@ -320,7 +320,7 @@ for cluster in (1, 2):
     config = LinearCompressionConfig(block_m=96, epilogue_rows=48, cluster=cluster)
     out = ikbo.linear_compression(*inputs[:4], wild, implementation="mosaic_gpu", config=config)
     jax.block_until_ready(out)
-shape = problems.LinearCompressionShape(3, 70, 120, 48, 134, 136, "unsorted")
+shape = problems.LinearCompressionShape(3, 70, 120, 48, 134, 144, "unsorted")
 inputs = problems.make_inputs(shape, "bfloat16")
 wild = inputs.cand_to_user.at[0].set(99).at[1].set(-7)
 for options in ({}, {"cluster": 2}, {"single_launch": False}):
