@@ -17,9 +17,10 @@ import problems
 import pytest
 
 import ikbo_jax as ikbo
-from ikbo_jax.problems import LinearCompressionConfig
+from ikbo_jax.problems import LinearCompressionConfig, LinearCompressionProblem
 from ikbo_jax.problems.linear_compression_backward import SumConfig, WeightGradientConfig
 from ikbo_jax.reference import linear_compression as reference
+from ikbo_jax.tuning import table
 
 SHAPES = problems.LINEAR_COMPRESSION_SHAPES
 SMALL = problems.LinearCompressionShape(3, 7, 10, 11, 5, 8, "unsorted")
@@ -293,10 +294,13 @@ class TestKernelPath:
     """With a fake kernel: what the op passes on, and that gradients do not need the kernel's."""
 
     def test_default_takes_the_kernel_and_the_tables_config(self, fake_hopper) -> None:
-        inputs = problems.make_inputs(SHAPES["tails_of_default"])
+        shape = SHAPES["tails_of_default"]
+        inputs = problems.make_inputs(shape)
         out = ikbo.linear_compression(*inputs)
         (call,) = fake_hopper.calls
-        assert isinstance(call["config"], LinearCompressionConfig)
+        batches, ks = (shape.users, shape.candidates), (shape.k_user, shape.k_cand)
+        problem = LinearCompressionProblem(batches, ks, shape.m, shape.n, "bfloat16")
+        assert call["config"] == table.lookup(problem).config is not None
         assert call["num_sms"] == 132
         problems.assert_within_error_rule(
             out, problems.numpy_oracle(*inputs.levels), materialised(*inputs.levels)
