@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from ikbo_jax.autotuner import autotune
 from ikbo_jax.autotuner.bench import Task, measure
 from ikbo_jax.cases import attention, attention_backward
+from ikbo_jax.pallas.flash import tile_list_kernel
 from ikbo_jax.problems import (
     PROBLEMS,
     AttentionBackwardProblem,
@@ -539,3 +540,7 @@ def test_tiles_of_a_user_are_counted_in_the_mean():
     assert few_queries_cost.expected_tiles(some, 96) == pytest.approx(drawn.mean(), rel=0.01)
     many = dataclasses.replace(few, users=2, q_len=16)
     assert few_queries_cost.expected_tiles(many, 64) == pytest.approx(125.5)
+
+
+def test_the_model_knows_when_xla_lists_tiles() -> None:
+    assert few_queries_cost.MOST_LISTED_WORDS == tile_list_kernel.MOST_WORDS

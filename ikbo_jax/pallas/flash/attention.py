@@ -221,20 +221,6 @@ def _attention_by_user(
         size=TILE_ROWS,
         interpret=interpret,
     )
-    most_tiles = tiles.words.shape[0] * q_heads
-    shape = Shape(
-        batch=batch,
-        q_len=q_len,
-        q_heads=q_heads,
-        kv_heads=kv_heads,
-        kv_len=users * kv_len,
-        users=1,
-        head_dim=head_dim,
-        log2_scale=scale * math.log2(math.e),
-        sum_limit=softmax.SUM_LIMITS[query.dtype.name],
-        workers=min(num_sms, most_tiles),
-        most_tiles=most_tiles,
-    )
     operands = Operands(
         query.reshape(batch * q_len, q_heads, head_dim),
         key.reshape(users * kv_len, kv_heads, head_dim),
@@ -249,6 +235,7 @@ def _attention_by_user(
         counts=tiles.counts,
         targets=targets,
     )
+    shape = _shape_of_list(operands, batch, q_len, scale, num_sms)
     out, lse = _launch(operands, shape, config, "ikbo_attention", return_residuals, interpret)
     return out.reshape(query.shape), None if lse is None else lse.reshape(query.shape[:-1])
 
@@ -287,28 +274,41 @@ def jagged_attention_kernel(
       out [out_rows, N, H] in the query's dtype, and lse [out_rows, N] in f32, the natural logarithm
       of the softmax's denominator, or None.  Rows without keys have 0 and -inf.
     """
-    _, q_heads, head_dim = query.shape
     if config.reuse:
         raise ValueError(f"a list of tiles does not support reuse, but config is {config}")
     if scale == 0:  # every score is 0, as with queries of zeros
         query, scale = jnp.zeros_like(query), 1.0
-    most_tiles = tiles.words.shape[0] * q_heads
-    shape = Shape(  # each row may belong to a different sequence, so q_len is 1
-        batch=out_rows,
-        q_len=1,
+    operands = Operands(query, key, value, *(None,) * 6, *tiles)
+    # Each row may belong to a different sequence, so q_len is 1.
+    shape = _shape_of_list(operands, out_rows, 1, scale, num_sms, output_scale)
+    return _launch(operands, shape, config, "ikbo_gdpa_softmax", return_residuals, interpret)
+
+
+def _shape_of_list(
+    operands: Operands,
+    batch: int,
+    q_len: int,
+    scale: float,
+    num_sms: int,
+    output_scale: float = 1.0,
+) -> Shape:
+    """The shape of a launch whose tiles are listed: keys are rows, and not of a user."""
+    _, q_heads, head_dim = operands.query.shape
+    most_tiles = operands.words.shape[0] * q_heads
+    return Shape(
+        batch=batch,
+        q_len=q_len,
         q_heads=q_heads,
-        kv_heads=key.shape[1],
-        kv_len=key.shape[0],
+        kv_heads=operands.key.shape[1],
+        kv_len=operands.key.shape[0],
         users=1,
         head_dim=head_dim,
         log2_scale=scale * math.log2(math.e),
-        sum_limit=softmax.SUM_LIMITS[query.dtype.name],
+        sum_limit=softmax.SUM_LIMITS[operands.query.dtype.name],
         workers=min(num_sms, most_tiles),
         most_tiles=most_tiles,
         output_scale=output_scale,
     )
-    operands = Operands(query, key, value, *(None,) * 6, *tiles)
-    return _launch(operands, shape, config, "ikbo_gdpa_softmax", return_residuals, interpret)
 
 
 def _launch(
