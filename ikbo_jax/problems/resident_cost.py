@@ -137,9 +137,11 @@ def is_preferred(problem: Any) -> bool:
         return False
     packed, row, xla = packed_cost.estimates(problem)
     best = next(iter(candidate_configs(problem)), None)
-    is_safe = problem.m <= LARGE_M or best is None or best.gathers
+    if best is None:
+        return False
+    is_safe = problem.m <= LARGE_M or best.gathers
     margin = packed_cost.MARGIN if is_safe else LARGE_M_MARGIN
-    return best_us(problem) < min(margin * min(packed, row), xla)
+    return estimated_us(problem, best) < min(margin * min(packed, row), xla)
 
 
 def estimated_us(problem: Any, config: ResidentCompressionConfig) -> float:
