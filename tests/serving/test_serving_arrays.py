@@ -151,7 +151,7 @@ def test_ranking_arrays(request, kind):
     assert table.asked == [[(3, 0), (5, 0)], [(9, 0)], [*again, (4, 0)]]
     assert after.misses - before.misses == sum(map(len, table.asked))
     assert after.hits - before.hits == (0 if kind == "joint" else 3)
-    assert scorer.metrics.compilations == 0
+    assert after.compilations == before.compilations
 
 
 def test_ranking_arrays_of_other_versions_and_kinds(scorer, table):
@@ -216,7 +216,7 @@ def test_joint_programs_score_as_the_other_two(scorer, joint):
     joint.rank([cached])
     after = joint.metrics
     assert (after.hits - before.hits, after.misses - before.misses) == (1, 6)
-    assert after.compilations == 0
+    assert after.compilations == before.compilations  # of the process: other scorers count, too
 
 
 def test_padding_changes_nothing_in_joint_programs(joint, monkeypatch):
