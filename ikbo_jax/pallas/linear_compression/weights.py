@@ -112,9 +112,26 @@ def load(
         for loaded in waiting:
             unaligned.store(*loaded)
 
+    @pl.loop(jnp.int32(0), jnp.int32(pl.cdiv(count, unrolled * WARPGROUP_SIZE)))
+    def _iteration(iteration: Any) -> None:
+        copy(weight, tiles, iteration, first_row, first_k)
+
+    if not is_aligned and m * k % elements:
+        _load_end(weight, tiles, region, first_row, first_k)
+
+
+def _load_end(weight: Any, tiles: Any, region: Region, first_row: Any, first_k: Any) -> None:
+    """Copies what follows the last whole vector, by the threads that wrote zeros there."""
+    m, k = weight.shape
+    all_blocks, rows, _ = tiles.shape
+    parts = all_blocks // region.blocks_of_part
+    elements = elements_of_load(k)
+    of_row = region.blocks * BLOCK_K // elements
+    scalar = plgpu.Layout.WG_SPLAT(())
+    ref = plgpu.RefType(mosaic.operand_transforms(tiles.dtype))
+
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ref, scalar, scalar))
-    def copy_end(_: Any, weight: ir.Value, tiles: ir.Value, *scalars: Any) -> None:
-        """Copies what follows the last whole vector, by the threads that wrote zeros there."""
+    def copy(_: Any, weight: ir.Value, tiles: ir.Value, *scalars: Any) -> None:
         i32, byte = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
         first_row, first_k = (s.registers.item() for s in scalars)
         is_below = functools.partial(arith.cmpi, arith.CmpIPredicate.ult)
@@ -131,7 +148,7 @@ def load(
             )
             is_mine = arith.andi(
                 is_below(row, mgpu.c(parts * rows, i32)),
-                is_below(column, mgpu.c(blocks * BLOCK_K, i32)),
+                is_below(column, mgpu.c(region.blocks * BLOCK_K, i32)),
             )
             is_mine = arith.andi(is_mine, is_copier)
             offset = arith.select(is_mine, _offset(row, column, rows, region), mgpu.c(0, i32))
@@ -143,12 +160,7 @@ def load(
                 has_side_effects=True,
             )
 
-    @pl.loop(jnp.int32(0), jnp.int32(pl.cdiv(count, unrolled * WARPGROUP_SIZE)))
-    def _iteration(iteration: Any) -> None:
-        copy(weight, tiles, iteration, first_row, first_k)
-
-    if not is_aligned and m * k % elements:
-        copy_end(weight, tiles, first_row, first_k)
+    copy(weight, tiles, first_row, first_k)
 
 
 def load_blocks(
