@@ -30,8 +30,10 @@ SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 # configuration in geometric mean, and at most 1.07 times. The factors of 3 and 4 column blocks are
 # estimates; with them the choices take 1.01 times as long, at most 1.06 (23 sizes, commit 13031e8).
 NUM_SMS = 132
-#: The launch, and an item of 64 rows or of 128 besides its blocks of keys.
-LAUNCH_US, ITEM_US, WIDE_ITEM_US = 3.6, 1.0, 2.6
+#: The launch, and an item of 128 rows besides its blocks of keys; an item of 64 rows likewise, but
+#: without its queries and results, which its SM loads and stores at `SM_BYTES`. With 1 us for any
+#: width, several waves of short items of 128 columns or more took 1.1 to 1.3 times the estimate.
+LAUNCH_US, WIDE_ITEM_US, ITEM_US = 3.6, 2.6, 0.8
 #: A block of 64 rows by 128 keys, by column blocks, and the part of it that fewer keys do not save.
 BLOCK_US, BLOCK_LATENCY = {1: 0.66, 2: 0.9, 3: 1.5, 4: 1.9}, 0.26
 #: Factors of a block of 128 rows, by column blocks, and with turns.
@@ -47,9 +49,11 @@ MERGE_US = 3.0
 REREAD, TILE_REREAD, ONE_USER_REREAD = 0.85, 0.8, 0.4
 #: Part of the lesser of the two times, of items and of memory, that the greater does not hide.
 OVERLAP = 0.1
-#: Queries of an item that a CTA gathers, by column blocks: 46 instead of 38 us with 8 items of 64
-#: rows in place of 4 of 128, H = 128; 35 instead of 25 us with 12 in place of 8, H = 64.
-GATHER_US = {1: 1.2, 2: 2.0, 3: 2.4, 4: 2.8}
+#: Queries of an item that a CTA gathers, by column blocks: with H = 128, 46 instead of 34.8 us of a
+#: sorted index with 8 items of 64 rows, of which 2.8 are listings and the CTA's further items, and
+#: 37.7 instead of 33.2 with 4 of 128, of which 0.7 is the listing. With H = 64 0.3 to 0.9, from 9.1
+#: and 9.7 us (S = 51), 10.7 and 11.2 (S = 172), 35 (S = 99).
+GATHER_US = {1: 0.8, 2: 1.0, 3: 1.2, 4: 1.4}
 #: Standard deviations above the mean of the CTA with most items.
 UNEVEN = 2.0
 #: How much faster than the kernel for few queries tiles of several users should seem, to be
@@ -169,17 +173,10 @@ def config_of_unsorted(problem: Any, num_sms: int) -> FewQueriesConfig:
     Listing takes time for every item, so larger items are better than for a sorted index.
     """
 
-    def us(config: FewQueriesConfig) -> float:
-        is_listed = config.lists(problem, num_sms)
-        found = estimated_us(problem, config, is_listed=is_listed)
-        if not is_listed:
-            return found + pack_time(problem.batch) * TIME_UNIT_US
-        listings = config.listings(problem, num_sms)
-        items = listings.of_cta * listings.bundle
-        gather = GATHER_US[hopper.column_blocks(problem.head_dim)]
-        return found + listings.time * TIME_UNIT_US + items * gather
-
-    return min(candidate_configs(problem), key=us)
+    return min(
+        candidate_configs(problem),
+        key=lambda config: estimated_unsorted_us(problem, config, num_sms),
+    )
 
 
 def expected_tiles(problem: Any, item_rows: int) -> float:
@@ -270,7 +267,8 @@ def estimated_us(problem: Any, config: FewQueriesConfig, *, is_listed: bool = Fa
     if not (is_wide or not config.shares_keys(p.head_dim)) and of_split > 1:
         of_split += of_split % 2
     keys, once = _key_bytes(p)
-    wave_us = of_split * block_us + (WIDE_ITEM_US if is_wide else ITEM_US)
+    item_us = WIDE_ITEM_US if is_wide else ITEM_US + _row_bytes(p) / (items * SM_BYTES)
+    wave_us = of_split * block_us + item_us
     wave_us = max(wave_us, keys / config.splits / SM_BYTES)
     again = max(items * keys - once, 0)
     from_memory = once + (REREAD * again if once > CACHE_BYTES else 0) + _row_bytes(p)
@@ -290,6 +288,25 @@ def estimated_us(problem: Any, config: FewQueriesConfig, *, is_listed: bool = Fa
         merge = MERGE_US + sums / (L2_BYTES if sums < CACHE_BYTES else MEMORY_BYTES)
     rows_us = ROWS_SHOWN * _row_bytes(p) / MEMORY_BYTES
     return LAUNCH_US + sum(max(t) + OVERLAP * min(t) for t in times) + rows_us + merge
+
+
+def _copy_us(problem: Any) -> float:
+    """Time of copies of queries, besides `pack_time`, which knows queries that are in L2."""
+    copies = _row_bytes(problem)  # read and written
+    operands = _key_bytes(problem)[1] + _row_bytes(problem) + copies // 2
+    return copies / MEMORY_BYTES if operands > CACHE_BYTES else 0.0
+
+
+def estimated_unsorted_us(problem: Any, config: FewQueriesConfig, num_sms: int) -> float:
+    """Time with an index that is not sorted: CTAs list candidates, or a launch copies queries."""
+    is_listed = config.lists(problem, num_sms)
+    found = estimated_us(problem, config, is_listed=is_listed)
+    if not is_listed:
+        return found + pack_time(problem.batch) * TIME_UNIT_US + _copy_us(problem)
+    listings = config.listings(problem, num_sms)
+    items = listings.of_cta * listings.bundle
+    gather = GATHER_US[hopper.column_blocks(problem.head_dim)]
+    return found + listings.time * TIME_UNIT_US + items * gather
 
 
 def _pass_us(problem: Any, ending: float) -> float:
