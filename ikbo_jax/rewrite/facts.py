@@ -170,23 +170,47 @@ def counts_up(ctx: Any, value: Any, size: int) -> bool:
         return False
     while not is_plain(value) or isinstance(value, jax.core.Tracer):
         produced = ctx.producer(value)
-        if produced is not None and produced[0].primitive.name == "iota":
-            return True
-        if produced is None or produced[0].primitive.name not in (*MOVES, "convert_element_type"):
+        if produced is None:
             return False
-        value = produced[1][0]
+        eqn, operands = produced
+        name, dtype = eqn.primitive.name, eqn.outvars[0].aval.dtype
+        if name in ("iota", "convert_element_type") and not _holds(dtype, size):
+            return False
+        if name == "iota":
+            return eqn.params["shape"][eqn.params["dimension"]] == size
+        if name not in (*MOVES, "convert_element_type"):
+            return False
+        value = operands[0]
     return np.array_equal(np.ravel(value), np.arange(size))
 
 
-def lengths(ctx: Any, mask: Any, users: int, keys: int) -> Any:
-    """The lengths [users] if a mask by user and key is proven to be `arange(keys) < lengths`."""
+def _holds(dtype: Any, size: int) -> bool:
+    """Whether a dtype holds 0, 1, ..., size - 1; an int8 wraps around, a bfloat16 rounds."""
+    if np.dtype(dtype).kind in "iu":
+        return size - 1 <= np.iinfo(dtype).max
+    if jax.dtypes.issubdtype(dtype, np.floating):
+        return size - 1 <= 2 ** (jax.numpy.finfo(dtype).nmant + 1)
+    return size <= 1
+
+
+def lengths(ctx: Any, mask: Any, dims: tuple[int, int], users: int, keys: int) -> Any:
+    """The lengths [users] if a mask by user and key is proven to be `arange(keys) < lengths`.
+
+    `dims` are the mask's dimensions of users and of keys. If there are as many users as keys, sizes
+    do not tell `arange(keys) < lengths` from `arange(users) < lengths`.
+    """
     value = mask
+    user: int | None
+    key: int | None
+    user, key = dims
     while (produced := ctx.producer(value)) is not None:
         eqn, operands = produced
         name = eqn.primitive.name
         if name in ("lt", "gt"):
             position, length = operands if name == "lt" else reversed(operands)
             array = base_of(length)
+            if not _differs_along(position, key) or not _differs_along(length, user):
+                return None
             if counts_up(ctx, position, keys) and np.size(array) == users:
                 integer = getattr(array, "dtype", np.dtype(int)).kind in "iu"
                 return array.reshape(users) if integer and np.ndim(array) else None
@@ -197,10 +221,36 @@ def lengths(ctx: Any, mask: Any, users: int, keys: int) -> Any:
                 return None
             value = operands[trues.index(False)]
         elif name in MOVES:
+            sources = _moved_dims(eqn, operands[0], value)
+            if sources is None:
+                return None
+            user, key = sources.get(user), sources.get(key)
             value = operands[0]
         else:
             return None
     return None
+
+
+def _differs_along(value: Any, dim: int | None) -> bool:
+    """Whether the elements of a value differ along one dimension at most."""
+    return all(n == 1 or d == dim for d, n in enumerate(np.shape(base_of(value))))
+
+
+def _moved_dims(eqn: Any, operand: Any, result: Any) -> dict[int | None, int] | None:
+    """By dimension of an equation in `MOVES`, the operand's; None if the elements are rearranged.
+
+    Dimensions along which all elements are equal may be missing.
+    """
+    name, params = eqn.primitive.name, eqn.params
+    if name == "broadcast_in_dim":
+        return {d: n for n, d in enumerate(params["broadcast_dimensions"])}
+    if name == "transpose":
+        return dict(enumerate(params["permutation"]))
+    before, after = (np.shape(base_of(x)) for x in (operand, result))
+    if [n for n in before if n != 1] != [n for n in after if n != 1]:
+        return None
+    own, others = ([d for d, n in enumerate(x) if n != 1] for x in (before, after))
+    return dict(zip(others, own, strict=True))
 
 
 # Bounds.
@@ -231,7 +281,8 @@ def interval(ctx: Any, value: Any, depth: int = _DEPTH) -> Interval | None:
     eqn, operands = produced
     name = eqn.primitive.name
     if name == "iota":
-        return 0, eqn.params["shape"][eqn.params["dimension"]] - 1
+        numbers = 0, eqn.params["shape"][eqn.params["dimension"]] - 1
+        return numbers if _fits(numbers, eqn.outvars[0].aval.dtype) else None
     if name == "select_n":
         return _select(ctx, operands, depth)
     if name == "cumsum":
@@ -248,7 +299,8 @@ def interval(ctx: Any, value: Any, depth: int = _DEPTH) -> Interval | None:
     if name in ("max", "min") and len(bounds) == 2 and (bounds[0] or bounds[1]):
         return _extremum(name, bounds)
     if name == "clamp" and bounds[0] and bounds[2]:
-        return bounds[0][0], bounds[2][1]
+        # The upper bound counts where it is below the lower one.
+        return min(bounds[0][0], bounds[2][0]), bounds[2][1]
     if name == "concatenate" and all(bounds):
         return min(x[0] for x in bounds if x), max(x[1] for x in bounds if x)
     if name in ("and", "or") and on_booleans(operands):

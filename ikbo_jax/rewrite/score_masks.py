@@ -83,10 +83,11 @@ def masked(ctx: Context, scores: Scores, mask: Any, keeps: bool, fill: Fill) -> 
             raise NotCovered("attention is not recognised: its mask differs by candidate")
     kinds = [label[0] for label in scores.labels]
     users, keys = root.key.base.shape[:2]
-    order = [kinds.index(BATCH), kinds.index(KEY)]
+    dims = kinds.index(BATCH), kinds.index(KEY)
+    order = list(dims)
     base = mask.base.reshape([mask.base.shape[d] for d in sorted(order)])
     base = spread(base if order == sorted(order) else base.T, (users, keys))
-    lengths = facts.lengths(ctx, mask, users, keys) if keeps else None
+    lengths = facts.lengths(ctx, mask, dims, users, keys) if keeps else None
     if lengths is not None:
         last = min(keys, int(jnp.iinfo(lengths.dtype).max))
         bounds = np.array([0, last], lengths.dtype)

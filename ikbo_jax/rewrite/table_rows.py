@@ -106,7 +106,9 @@ def _takes_every_row(root: Any, column: int, rows: int) -> bool:
     if isinstance(root, jax.core.Tracer):
         return False
     index = np.asarray(root)
-    return len(np.unique(index if index.ndim == 1 else index[:, column])) == rows
+    found = np.unique(index if index.ndim == 1 else index[:, column])
+    # An index out of bounds takes no row of its own.
+    return int(((found >= 0) & (found < rows)).sum()) == rows
 
 
 def _largest(index: Any) -> int:

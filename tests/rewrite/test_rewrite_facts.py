@@ -211,8 +211,14 @@ BOUNDS = {
     "too negative": (lambda x: (lambda y: jnp.where(y < 0, y + 8, y))(jnp.clip(x, -9, 7)), (-1, 7)),
     "parts": (lambda x: jnp.concatenate([jnp.clip(x, 0, 2), jnp.clip(x, -4, 1)]), (-4, 2)),
     "positions": (lambda x: jnp.clip(x, 0, 0) + lax.iota(jnp.int32, 5), (0, 4)),
+    "positions that wrap around": (lambda x: lax.iota(jnp.int8, 129), None),
     "one side": (lambda x: jnp.maximum(x, 3), (3, 2**63)),
     "running sum": (lambda x: lax.cumsum(jnp.clip(x, 0, 2)), (0, 10)),
+    "clamp": (lambda x: lax.clamp(1, x, 7), (1, 7)),
+    "clamp to less than the lower bound": (
+        lambda x: lax.clamp(np.zeros(5, "int32"), x, jnp.clip(x, 0, 3) - 1),
+        (-1, 2),
+    ),
     "unknown": (lambda x: x * 2, None),
 }
 
@@ -257,6 +263,22 @@ def test_positions_count_up_only_if_they_are_0_1_2() -> None:
         assert not counts_up(other)
     assert not counts_up(np.arange(5), 4)
     assert told(facts.counts_up, lambda: lax.iota("int32", 5)[None], more=(5,))
+    for dtype, size, expected in (
+        *(("int8", 128, True), ("int8", 129, False), ("uint8", 256, True), ("uint8", 257, False)),
+        *(("bfloat16", 257, True), ("bfloat16", 258, False), ("float16", 2049, True)),
+    ):
+        cast = told(
+            facts.counts_up, lambda n=size, d=dtype: lax.iota("int32", n).astype(d), more=(size,)
+        )
+        assert (
+            cast
+            == expected
+            == told(facts.counts_up, lambda n=size, d=dtype: lax.iota(d, n), more=(size,))
+        )
+    grid = told(
+        facts.counts_up, lambda: lax.broadcasted_iota("int32", (2, 3), 1).reshape(6), more=(6,)
+    )
+    assert not grid
 
 
 @pytest.mark.parametrize(
@@ -277,5 +299,32 @@ def test_positions_count_up_only_if_they_are_0_1_2() -> None:
 )
 def test_lengths(fn, is_length: bool) -> None:
     at = np.arange(5)[None]
-    found = told(facts.lengths, lambda n: fn(at, n), ints(3, 1), more=(3, 5))
+    found = told(facts.lengths, lambda n: fn(at, n), ints(3, 1), more=((0, 1), 3, 5))
     assert (found is not None) == is_length
+
+
+@pytest.mark.parametrize(
+    ("fn", "dims", "is_length"),
+    [
+        (lambda n: np.arange(4)[None] < n[:, None], (0, 1), True),
+        (lambda n: np.arange(4)[None] < n[:, None], (1, 0), False),
+        (lambda n: np.arange(4)[:, None] < n[None], (0, 1), False),
+        (lambda n: (np.arange(4)[:, None] < n[None]).T, (0, 1), True),
+        (lambda n: (np.arange(4) < n[:, None]).T, (0, 1), False),
+        (lambda n: (np.arange(4) < n[:, None])[:, None], (0, 2), True),
+        (lambda n: (np.arange(4) < n[:, None])[:, None], (2, 0), False),
+        (lambda n: (np.arange(4) < n[:, None]).reshape(1, 4, 4), (1, 2), True),
+        (lambda n: (np.arange(4) < n[:, None]).reshape(1, 4, 4), (2, 1), False),
+        (lambda n: (np.arange(4) < n)[:, None], (0, 1), False),
+    ],
+)
+def test_lengths_of_as_many_users_as_keys(fn, dims, is_length: bool) -> None:
+    found = told(facts.lengths, fn, ints(4), more=(dims, 4, 4))
+    assert (found is not None) == is_length
+
+
+def test_a_mask_whose_elements_a_reshape_rearranges_has_no_lengths() -> None:
+    def mask(n):
+        return (np.arange(6)[:, None] < n[None]).reshape(2, 6)
+
+    assert told(facts.lengths, mask, ints(2), more=((0, 1), 2, 6)) is None

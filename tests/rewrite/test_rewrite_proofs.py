@@ -1,0 +1,84 @@
+"""Programs that look like what a proof of the rewriting asks for, and are something else."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import problems
+import pytest
+from jax import lax
+from rewrite_basics import check_values_and_gradients
+
+RNG = np.random.default_rng(0)
+U, B, D = 4, 32, 8
+
+
+def floats(*shape):
+    return problems.random_array(RNG, shape, "float32")
+
+
+def _repeated(x):
+    """Every row `B // len(x)` times, written as a broadcast, which proofs can look through."""
+    times = B // len(x)
+    return jnp.broadcast_to(x[:, None], (len(x), times, *x.shape[1:])).reshape(B, *x.shape[1:])
+
+
+#: Masks [batch, keys] or [batch, 1] of lengths [users].
+MASKS = {
+    "lengths": (4, lambda n: _repeated(jnp.arange(4)[None] < n[:, None])),
+    "keys' lengths": (4, lambda n: _repeated(jnp.arange(4)[:, None] < n[None])),
+    "transposed lengths": (4, lambda n: _repeated((jnp.arange(4)[None] < n[:, None]).T)),
+    "lengths in another order": (
+        6,
+        lambda n: _repeated((jnp.arange(6)[:, None] < n[None]).reshape(4, 6)),
+    ),
+    "users' numbers": (4, lambda n: (_repeated(jnp.arange(4)) < _repeated(n))[:, None]),
+    "lengths of 8 bits": (
+        200,
+        lambda n: _repeated(lax.iota(jnp.int8, 200)[None] < (n * 20).astype(jnp.int8)[:, None]),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_only_lengths_are_lengths(name: str) -> None:
+    keys, mask_of = MASKS[name]
+
+    def attend(query, key, lengths):
+        copied = _repeated(key)
+        logits = jnp.einsum("btd,bsd->bts", query, copied)
+        logits = jnp.where(mask_of(lengths)[:, None, :], logits, -1e9)
+        return jnp.einsum("bts,bsd->btd", jax.nn.softmax(logits, axis=-1), copied)
+
+    lengths = jnp.array([1, 3, 2, 4], jnp.int32)
+    check_values_and_gradients(attend, floats(B, 2, D), floats(U, keys, D), lengths)
+
+
+def test_an_index_that_is_clamped_below_zero_counts_from_the_end() -> None:
+    def looked_up(users, cand, index, lengths):
+        last = jnp.clip(lengths, 0, 3) - 1
+        return jnp.tanh(users[lax.clamp(jnp.zeros_like(index), index, last)]) * cand
+
+    index, lengths = (jnp.asarray(RNG.integers(0, n, B), jnp.int32) for n in (4, 5))
+    check_values_and_gradients(looked_up, floats(U, D), floats(B, D), index, lengths)
+
+
+def test_positions_that_wrap_around_are_no_index_in_bounds() -> None:
+    def looked_up(users, cand):
+        return jnp.tanh(users[lax.iota(jnp.int8, 200)]) * cand
+
+    check_values_and_gradients(looked_up, floats(127, D), floats(200, D))
+
+
+def test_a_constant_index_out_of_bounds_takes_no_row_of_its_own() -> None:
+    index = np.array([-1, 0, 1, 1, 0] * 4, np.int32)[:, None]
+    numbers = lax.GatherDimensionNumbers((1,), (0,), (0,))
+
+    def normed(users, cand, weight):
+        rows = lax.gather(users, index, numbers, (1, D), mode="clip") @ weight
+        return rows / jnp.linalg.norm(rows, axis=1, keepdims=True) * cand
+
+    # No index takes the last row, whose norm has no gradient.
+    users = floats(3, D).at[2].set(0)
+    check_values_and_gradients(normed, users, floats(len(index), D), floats(D, D))
