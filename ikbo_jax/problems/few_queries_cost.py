@@ -59,8 +59,9 @@ UNEVEN = 2.0
 #: How much faster than the kernel for few queries tiles of several users should seem, to be
 #: preferred.
 MARGIN = 1.05
-#: Part of the time of queries and results that the kernel for few queries does not hide: its
-#: consumers store from registers. H = 256 and 76 keys took 274 to 319 us, of which this is 72.
+#: Part of the time of reading queries and writing results that no products overlap, in the kernel
+#: for few queries: its consumers store from registers. With H = 256 and 76 keys it is 72 us of 274
+#: to 319.
 ROWS_SHOWN = 0.4
 #: A block of an item for one consumer, where two have all columns of wide heads.
 ALONE = 1.25
