@@ -82,12 +82,20 @@ def is_number(eqn: core.JaxprEqn, operands: list[Any]) -> bool:
 
 
 def identity(operand: Any) -> Any:
-    """A key that equal operands share: the object's identity, or a literal's dtype and value."""
+    """A key that equal operands share: the object's identity, or a literal's dtype and bits."""
     if isinstance(operand, jax.Array) or not is_plain(operand):
         return id(operand)
-    # Literals are Python numbers and NumPy scalars; the dtype is part of the key.
-    array = np.asarray(operand)
-    return (array.dtype, array.item()) if array.ndim == 0 else id(operand)
+    array = constant_array(operand)
+    # 0.0 and -0.0 are equal, but their bits differ.
+    return (array.dtype, array.tobytes()) if array.ndim == 0 else id(operand)
+
+
+def constant_array(value: Any) -> np.ndarray:
+    """A constant as an array of its own dtype.
+
+    A literal may be a Python number with a dtype: 0.1 of float32 is another number than 0.1.
+    """
+    return np.asarray(value, getattr(value, "dtype", None))
 
 
 def is_op(eqn: core.JaxprEqn) -> bool:

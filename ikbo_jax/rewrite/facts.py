@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ikbo_jax.rewrite.equations import constant_array
 from ikbo_jax.rewrite.lineage import base_of, is_only_broadcast, is_plain
 
 Interval = tuple[int, int]
@@ -36,7 +37,7 @@ def constant(ctx: Any, value: Any) -> float | None:
     if not is_plain(value) or np.size(value) != 1:
         return None
     if not isinstance(value, jax.core.Tracer):
-        array = np.asarray(value).reshape(())
+        array = constant_array(value).reshape(())
         return float(array.astype(np.float64)) if array.dtype.kind in "biufV" else None
     produced = ctx.producer(value)
     if produced is None:

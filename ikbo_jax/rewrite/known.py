@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.extend import core
 
+from ikbo_jax.rewrite.equations import constant_array
 from ikbo_jax.rewrite.jaxprs import interpret
 from ikbo_jax.rewrite.lineage import Lazy, is_plain
 
@@ -46,7 +47,7 @@ def _known(ctx: Any, value: Any, depth: int) -> np.ndarray:
             getattr(value, "dtype", np.float32), jax.dtypes.extended
         ):
             raise _NotKnown
-        return np.asarray(value)
+        return constant_array(value)
     for scope in ctx.scope.chain():
         if id(value) in scope.known:
             found = scope.known[id(value)][1]
@@ -84,7 +85,7 @@ def _computed(eqn: core.JaxprEqn, arrays: Sequence[Any]) -> list[np.ndarray]:
     if name not in _COMPUTED or eqn.effects:
         raise _NotKnown
     full = [
-        np.broadcast_to(x, v.aval.shape)  # type: ignore[attr-defined]
+        np.broadcast_to(constant_array(x), v.aval.shape)  # type: ignore[attr-defined]
         for x, v in zip(arrays, eqn.invars, strict=True)
     ]
     aval: Any = eqn.outvars[0].aval

@@ -82,3 +82,22 @@ def test_a_constant_index_out_of_bounds_takes_no_row_of_its_own() -> None:
     # No index takes the last row, whose norm has no gradient.
     users = floats(3, D).at[2].set(0)
     check_values_and_gradients(normed, users, floats(len(index), D), floats(D, D))
+
+
+def test_a_mask_is_computed_in_the_dtype_of_its_numbers() -> None:
+    def visible():
+        # 7 * 0.1 is not below 0.7 in float32, but is below the float64 number 0.7.
+        with jax.numpy_dtype_promotion("standard"):
+            below = jnp.arange(9) * 0.1 < 0.7
+        return below[None] | (jnp.arange(9)[:, None] == 0)
+
+    assert not visible()[1, 7]
+
+    def attend(history, cand, index, weight):
+        rows = jnp.concatenate([history[index], cand[:, None]], axis=1)
+        logits = jnp.einsum("btd,bsd->bts", rows @ weight, rows)
+        logits = jnp.where(visible()[None], logits, -1e9)
+        return jnp.einsum("bts,bsd->btd", jax.nn.softmax(logits, axis=-1), rows)
+
+    index = jnp.asarray(RNG.integers(0, U, B), jnp.int32)
+    check_values_and_gradients(attend, floats(U, 8, D), floats(B, D), index, floats(D, D))
