@@ -269,7 +269,8 @@ def jvp_rule(eqn: core.JaxprEqn) -> tuple[Any, Any, Any]:
     """The JVP rule of a custom_jvp function: jaxpr, constants, and which tangents are zero."""
     rule = eqn.params["jvp_jaxpr_fun"]
     jaxpr, consts, zeros = rule.call_wrapped(*[False] * len(eqn.invars))
-    return jaxpr, consts, zeros
+    # JAX returns arrays that the rule closes over apart from the program, as its first arguments.
+    return core.ClosedJaxpr(jaxpr, consts) if consts else jaxpr, consts, zeros
 
 
 def _inside(eqn: core.JaxprEqn, slopes: bool = True) -> Iterator[core.JaxprEqn]:

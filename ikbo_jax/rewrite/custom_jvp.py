@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from ikbo_jax.rewrite import any_shape, jvp_rules
+from ikbo_jax.rewrite import any_shape, curves, jvp_rules
 from ikbo_jax.rewrite.dead_code import without_dead_code
 from ikbo_jax.rewrite.forms import detached, form, unpack, unpack_all, with_all_inside
 from ikbo_jax.rewrite.interpret import Context
@@ -39,8 +39,7 @@ PROVEN_DERIVATIVES = 2
 def _custom_jvp(ctx: Context, eqn: Any, *operands: Any) -> Any:
     """Runs the function and its JVP rule, both at the smaller batch."""
     params = eqn.params
-    derivative = params.get("jvp_jaxpr_fun")
-    if derivative is None or params["num_consts"]:
+    if params.get("jvp_jaxpr_fun") is None or params["num_consts"]:
         raise NotCovered("custom_jvp with closed-over values")
     if params["call_jaxpr"].effects:
         # The function is interpreted twice, which would repeat them.
@@ -91,7 +90,7 @@ def _custom_jvp(ctx: Context, eqn: Any, *operands: Any) -> Any:
     def derivative_of(primals: Any, tangents: Any) -> Any:
         program = rule
         if program is None:
-            program = _jvp_rule(later, derivative, like[:count], like[count:])
+            program = _jvp_rule(later, eqn, like[:count], like[count:])
         if program is None:
             raise NotImplementedError("ikbo_jax.rewrite: a third derivative that mixes rows")
         both = evaluate(program, [*primals, *tangents])
@@ -117,26 +116,25 @@ def _proven_rule(
     ctx: Context, eqn: Any, operands: Sequence[Any], results: Sequence[Any]
 ) -> core.Jaxpr | None:
     """`_jvp_rule` of a call; calls of one function on values of the same forms share it."""
-    derivative = eqn.params["jvp_jaxpr_fun"]
-    rule = jvp_rules.identity(derivative)
+    rule = jvp_rules.identity(eqn.params["jvp_jaxpr_fun"])
     if rule is None:
-        return _jvp_rule(ctx, derivative, operands, results)
+        return _jvp_rule(ctx, eqn, operands, results)
     forms = tuple(map(form, operands)), tuple(map(form, results))
     key = (rule, *forms, ctx.derivatives, tuple(v.aval for v in (*eqn.invars, *eqn.outvars)))
     proven = ctx.programs.jvp_rules
     if key not in proven:
-        proven[key] = _jvp_rule(ctx, derivative, operands, results)
+        proven[key] = _jvp_rule(ctx, eqn, operands, results)
     return proven[key]
 
 
 def _jvp_rule(
-    ctx: Context, derivative: Any, operands: Sequence[Any], results: Sequence[Any]
+    ctx: Context, eqn: Any, operands: Sequence[Any], results: Sequence[Any]
 ) -> core.Jaxpr | None:
     """The JVP rule of a custom_jvp function on arrays at the smaller batch.
 
     Args:
       ctx: the context of the call.
-      derivative: the parameter `jvp_jaxpr_fun` of the call.
+      eqn: the call.
       operands: the call's operands.
       results: the function's results.
 
@@ -146,7 +144,7 @@ def _jvp_rule(
       lookup of the same rows, or if it needs an array of the trace around the call: that trace has
       ended when JAX takes the derivative.
     """
-    jaxpr, consts, zeros = derivative.call_wrapped(*[False] * len(operands))
+    jaxpr, consts, zeros = curves.jvp_rule(eqn)
     nonzero = [x for x, zero in zip(results, zeros, strict=True) if not zero]
     like = [*results, *nonzero]
     arrays, pack = unpack_all(operands)

@@ -101,3 +101,22 @@ def test_a_mask_is_computed_in_the_dtype_of_its_numbers() -> None:
 
     index = jnp.asarray(RNG.integers(0, U, B), jnp.int32)
     check_values_and_gradients(attend, floats(U, 8, D), floats(B, D), index, floats(D, D))
+
+
+@pytest.mark.parametrize("shape", [(1, D), (B, 1), ()], ids=str)
+def test_a_jvp_rule_may_close_over_an_array(shape: tuple[int, ...]) -> None:
+    factor = floats(*shape)
+
+    @jax.custom_jvp
+    def squashed(x):
+        return jnp.tanh(x)
+
+    @squashed.defjvp
+    def _(primals, tangents):
+        return squashed(*primals), tangents[0] * factor
+
+    def score(users, cand, index):
+        return squashed(users[index]) * cand
+
+    index = jnp.asarray(RNG.integers(0, U, B), jnp.int32)
+    check_values_and_gradients(score, floats(U, D), floats(B, D), index)
