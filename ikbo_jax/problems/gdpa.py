@@ -366,8 +366,8 @@ class GdpaProblem(GdpaSizes):
 
     @property
     def has_seeds(self) -> bool:
-        """Whether all sequences share few queries of width 64."""
-        return self.broadcast_q and self.q_rows <= SEEDS and self.head_dim == 64
+        """Whether all sequences share few queries of width 64; `q_rows` counts those of each."""
+        return self.broadcast_q and self.q_rows <= SEEDS * self.batch and self.head_dim == 64
 
     def keys_fit_stages(self, config: GdpaConfig) -> bool:
         """Whether all keys of a sequence fit the stages of both rings.

@@ -233,6 +233,25 @@ def test_short_sequences_have_a_kernel_of_their_own(builtin, monkeypatch):
     assert table.lookup(short).config == ShortGdpaConfig(64, 32, 3, 2)
 
 
+def test_few_queries_of_all_sequences_have_three_slots(monkeypatch):
+    """Also beside a row with two; of the op's own problem, whose rows are those of the result."""
+    monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
+    monkeypatch.setattr(dispatch, "num_sms", lambda: 132)
+    two_slots = 0
+    for seeds, sequences in ((23, 140), (64, 9), (65, 140)):
+        arrays = problems_gdpa.make_arrays(Shape(seeds, (200, 100) * sequences, 2, 2, 64))
+        attend = functools.partial(
+            ikbo.gdpa, activation="relu", broadcast_q=True, max_seqlen_kv=2048
+        )
+        (plan,) = ikbo.explain(attend, *arrays[:5]).plans
+        assert plan.problem.has_seeds == (seeds <= 64)
+        if plan.problem.has_seeds:
+            assert plan.config.q_slots == 3
+        else:
+            two_slots += plan.config.q_slots == 2
+    assert two_slots  # a row of the table that the others may not take
+
+
 @given(
     rows=st.sampled_from([16, 32, 64]),
     block_kv=st.sampled_from([16, 48, 64, 128]),
