@@ -101,7 +101,12 @@ def evaluate(
     consts = program.consts if consts is None else consts
     if not any(isinstance(x, partial_eval.DynamicJaxprTracer) for x in (*consts, *arrays)):
         # This function frees arrays after their last use.
-        results: list[Any] = jax.core.eval_jaxpr(program, consts, *arrays)
+        run: Any = functools.partial(jax.core.eval_jaxpr, program)
+        if any(isinstance(x, jax.core.Tracer) and staged.is_explicit(x) for x in arrays):
+            # The derivatives of some primitives, such as `max` with a number, fail on divided
+            # arrays outside of a trace. `jax.numpy` puts each of them under `jit`.
+            run = jax.jit(run)
+        results: list[Any] = run(consts, *arrays)
         return results
     # Under a trace, which holds all values anyway, this loop takes two thirds of the time.
     return interpret(program, consts, arrays, _bind)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ikbo_jax.rewrite import any_shape, curves, facts
+from ikbo_jax.rewrite import any_shape, curves, facts, staged
 from ikbo_jax.rewrite.curves import Curve
 from ikbo_jax.rewrite.facts import constant
 from ikbo_jax.rewrite.interpret import Context
@@ -156,7 +156,11 @@ class Scores(Deferred):
         (out,) = eqn.outvars
 
         def run(ctx: Context) -> jax.Array:
-            out = ctx.bind(eqn, *map(ctx.build, operands))
+            arrays = [
+                staged.placed_as(ctx.build(x), v.aval)
+                for x, v in zip(operands, eqn.invars, strict=True)
+            ]
+            out = ctx.bind(eqn, *arrays)
             return out[0] if eqn.primitive.multiple_results else out
 
         shape, dtype = tuple(out.aval.shape), out.aval.dtype

@@ -249,6 +249,14 @@ def alike(arrays: Sequence[Any]) -> Sequence[Any]:
     return [placed_as(x, like) if np.shape(x) == like.shape else x for x in arrays]
 
 
+def is_explicit(x: Any) -> bool:
+    """Whether the type of an array names a mesh with Explicit axes."""
+    aval = jax.typeof(x)
+    if type(aval) is not jax.core.ShapedArray or is_local(aval):
+        return False
+    return AxisType.Explicit in aval.sharding.mesh.axis_types
+
+
 def placed_as(x: Any, aval: Any) -> Any:
     """An array that is divided as the type says, if that names Explicit mesh axes.
 

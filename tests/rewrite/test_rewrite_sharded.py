@@ -152,6 +152,46 @@ def test_a_training_step_gathers_nothing(model, kind):
     assert not any(re.search(rf"\b{count}\b", shapes) for shapes, _ in moved), moved
 
 
+#: Functions of logits [candidates, keys] that are no attention of this library. The second and the
+#: third combine the logits with a number that a program broadcasts.
+LOGITS = {
+    "sigmoid": jax.nn.sigmoid,
+    "capped softmax": lambda x: jax.nn.softmax(jnp.where(x > 3.0, 3.0, x), axis=-1),
+    "twice a relu": lambda x: jnp.where(x > 0, x, 0.0) * 2,
+}
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["jit", "eager"])
+@pytest.mark.parametrize("name", LOGITS)
+def test_other_functions_of_logits_over_explicit_axes(name, eager):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
+    rng = np.random.default_rng(0)
+    keys, index, cand, weight = (
+        rng.normal(size=(3, 4, 8)).astype(np.float32),
+        rng.integers(0, 3, 88).astype(np.int32),
+        rng.normal(size=(88, 8)).astype(np.float32),
+        rng.normal(size=(8, 8)).astype(np.float32),
+    )
+
+    def score(keys, cand, index, weight):
+        rows = jnp.tanh(look_up(keys, index) @ weight)
+        logits = jnp.einsum("bd,bsd->bs", cand, rows)
+        return jnp.einsum("bs,bsd->bd", LOGITS[name](logits), rows)
+
+    def gradients(fn):
+        found = jax.grad(lambda *args: jnp.sum(jnp.sin(fn(*args))), (0, 1, 3))
+        return found if eager else jax.jit(found)
+
+    expected = gradients(score)(keys, cand, index, weight)
+    with jax.set_mesh(mesh):
+        args = put(mesh, keys), put(mesh, cand, "x"), put(mesh, index, "x"), put(mesh, weight)
+        (report,) = ikbo.explain(ikbo.rewrite(score), *args).notes
+        found = gradients(ikbo.rewrite(score))(*args)
+    assert report.changed, report
+    for x, y in zip(found, expected, strict=True):
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=1e-4, atol=1e-4)
+
+
 def both(fn):
     """Value and result of a network, and its gradients."""
 
