@@ -90,7 +90,41 @@ def _computed(eqn: core.JaxprEqn, arrays: Sequence[Any]) -> list[np.ndarray]:
     ]
     aval: Any = eqn.outvars[0].aval
     with np.errstate(all="ignore"):
-        return [np.asarray(_COMPUTED[name](eqn.params, *full)).astype(aval.dtype)]
+        result = np.asarray(_COMPUTED[name](eqn.params, *full)).astype(aval.dtype)
+        if not _is_exact(name, full, result):
+            raise _NotKnown
+    return [result]
+
+
+def _is_exact(name: str, operands: Sequence[np.ndarray], result: np.ndarray) -> bool:
+    """Whether an equation on floating-point numbers, or a cast, rounds nothing.
+
+    XLA multiplies by 1 / 3 instead of dividing by 3, adds products without rounding them, and
+    leaves out casts to 16 bits and back. Only where nothing is rounded, the result is the same.
+    """
+    if name not in _ROUNDED or operands[0].dtype.kind in "biu" and result.dtype.kind in "biu":
+        return True
+    wide = [x.astype(np.float64) for x in (*operands, result)]
+    if name == "convert_element_type":
+        # A cast to integers drops a fraction, but has no result for numbers that they cannot hold.
+        into_integers = result.dtype.kind in "iu"
+        return np.array_equal(np.trunc(wide[0]) if into_integers else wide[0], wide[-1])
+    if name == "cumsum" or result.dtype == np.float64:
+        most = 2.0 ** jax.numpy.finfo(result.dtype).nmant
+        sums = [np.abs(wide[0]).sum()] if name == "cumsum" else []
+        return all(np.all((x == np.trunc(x)) & (np.abs(x) <= most)) for x in (*wide, *sums))
+    x, y, z = wide
+    if name == "div":
+        return bool(np.all(z * y == x))
+    if name == "mul":
+        return np.array_equal(x * y, z)
+    y = -y if name == "sub" else y
+    # The rounding error of a sum.
+    rest = z - x
+    return bool(np.all((x - (z - rest)) + (y - rest) == 0))
+
+
+_ROUNDED = ("add", "convert_element_type", "cumsum", "div", "mul", "sub")
 
 
 def _broadcast_in_dim(params: Any, x: Any) -> Any:
