@@ -33,8 +33,11 @@ def _like(eqn: Any, result_shape: Sequence[int], **params: Any) -> Any:
     return eqn.replace(outvars=[core.Var(aval)], params={**eqn.params, **params})
 
 
-def _split(x: Any, like: Merged) -> Any:
-    """A value of the shape of `like` as a value of the shape of `like.inner`."""
+def _split(x: Any, like: Merged, wide: Sequence[int]) -> Any:
+    """A value that broadcasts to the shape of `like`, as one that broadcasts to the shape `wide`.
+
+    `wide` is the shape of `like.inner`, where dimensions of size 1 may be larger.
+    """
     if isinstance(x, Merged):
         if x.groups != like.groups or x.inner.shape != like.inner.shape:
             raise NotCovered("values are merged by different reshapes")
@@ -54,11 +57,11 @@ def _split(x: Any, like: Merged) -> Any:
             shape[axis] = base.shape[d]
         elif base.shape[d] != 1:
             for inner in group:
-                shape[inner] = like.inner.shape[inner]
+                shape[inner] = wide[inner]
     base = staged.reshape(base, shape)
     if is_plain(x):
         return base
-    return Lazy(base, like.inner.shape, x.lineage, axis, x.origins)
+    return Lazy(base, tuple(wide), x.lineage, axis, x.origins)
 
 
 def _first(operands: Any) -> Merged:
@@ -67,8 +70,16 @@ def _first(operands: Any) -> Merged:
 
 def _elementwise(ctx: Context, eqn: Any, *operands: Any) -> Any:
     like = _first(operands)
-    split = [_split(x, like) for x in operands]
-    return _wrapped(rules.elementwise_to(ctx, eqn, like.inner.shape, split), like.groups)
+    wide = list(like.inner.shape)
+    sizes = zip(like.groups, like.shape, eqn.outvars[0].aval.shape, strict=True)
+    for group, own, size in sizes:
+        if own != size:
+            # The operation broadcasts a dimension of size 1.
+            if len(group) != 1:
+                raise NotCovered(f"{eqn.primitive.name} of a merged value that is broadcast")
+            wide[group[0]] = size
+    split = [_split(x, like, wide) for x in operands]
+    return _wrapped(rules.elementwise_to(ctx, eqn, tuple(wide), split), like.groups)
 
 
 def _reshape(ctx: Context, eqn: Any, x: Merged) -> Any:

@@ -10,6 +10,7 @@ import pytest
 from jax import lax
 from rewrite_basics import check_values_and_gradients
 
+import ikbo_jax as ikbo
 from ikbo_jax.rewrite.interpret import Context
 from ikbo_jax.rewrite.known import known
 from ikbo_jax.rewrite.recorder import Recorder
@@ -124,6 +125,18 @@ def test_a_jvp_rule_may_close_over_an_array(shape: tuple[int, ...]) -> None:
 
     index = jnp.asarray(RNG.integers(0, U, B), jnp.int32)
     check_values_and_gradients(score, floats(U, D), floats(B, D), index)
+
+
+def test_a_merged_value_is_broadcast_by_an_operation() -> None:
+    def outer(users, cand, index):
+        rows = (users[index] @ jnp.ones((D, 1))).reshape(2 * B, 1)
+        return (jnp.tanh(rows) * jnp.tanh(cand[:1])).reshape(B, 2, D) * cand[:, None]
+
+    index = jnp.asarray(RNG.integers(0, U, B), jnp.int32)
+    args = floats(U, 2, D), floats(B, D), index
+    check_values_and_gradients(outer, *args)
+    (report,) = ikbo.explain(ikbo.rewrite(outer), *args).notes
+    assert "raised" not in str(report), report
 
 
 #: Numbers that the program fixes, and whether they are the same however XLA computes them.
