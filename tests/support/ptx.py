@@ -223,6 +223,8 @@ def read(text: str, *, shared_base: int, param_base: int) -> Program:
     instructions: list[Instruction] = []
     labels: dict[str, int] = {}
     branches: list[tuple[Instruction, str]] = []
+    tables: dict[str, list[str]] = {}
+    label = ""
     stack: list[int] = []
     for statement, line in _statements(body, text[: found.start(4)].count("\n") + 1):
         if statement == "{":
@@ -232,18 +234,27 @@ def read(text: str, *, shared_base: int, param_base: int) -> Program:
             reader.scopes.pop()
             stack.pop()
         elif statement.endswith(":"):
-            labels[_in_scope(statement[:-1], stack)] = len(instructions)
+            label = _in_scope(statement[:-1], stack)
+            labels[label] = len(instructions)
         elif statement.startswith(".reg"):
             reader.declare(statement)
+        elif statement.startswith(".branchtargets"):
+            tables[label] = [x.strip() for x in statement.split(None, 1)[1].split(",")]
+        elif statement.startswith("brx.idx"):
+            index, table = split(statement.split(None, 1)[1])
+            for instruction, target in _jumps(
+                reader, index, tables[_in_scope(table.strip(), stack)], line
+            ):
+                instructions.append(instruction)
+                if target:
+                    branches.append((instruction, target))
         elif not statement.startswith("."):
-            instruction, label = _instruction(reader, statement, line)
+            instruction, target = _instruction(reader, statement, line)
             instructions.append(instruction)
-            if label:
-                branches.append(
-                    (instruction, label if label[0] == "$" else _in_scope(label, stack))
-                )
-    for instruction, label in branches:
-        instruction.target = labels[label]
+            if target:
+                branches.append((instruction, _in_scope(target, stack)))
+    for instruction, target in branches:
+        instruction.target = labels[target]
     threads = re.search(r"\.maxntid\s+(\d+)", directives)
     assert threads is not None
     return Program(
@@ -260,6 +271,18 @@ def read(text: str, *, shared_base: int, param_base: int) -> Program:
 
 def _in_scope(label: str, stack: list[int]) -> str:
     return label if label.startswith("$") or not stack else f"{stack[-1]} {label}"
+
+
+def _jumps(
+    reader: _Reader, index: str, targets: list[str], line: int
+) -> Iterator[tuple[Instruction, str]]:
+    """A branch by a table as a comparison and a branch for each of its labels, and the labels."""
+    number = reader.scalar(index)
+    for i, target in enumerate(targets):
+        is_equal = reader.register(f"target {i} of the branch in line {line}")
+        operands = (is_equal, number, reader.constant(i))
+        yield Instruction("setp.eq.b32", operands, -1, False, line), ""
+        yield Instruction("bra", (), is_equal, False, line), target
 
 
 def _instruction(reader: _Reader, text: str, line: int) -> tuple[Instruction, str]:

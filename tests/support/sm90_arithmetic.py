@@ -301,7 +301,10 @@ TABLE: Table = [
         floating,
     ),
     (r"(?P<op>min|max)(?:\.NaN|\.ftz)*\.f32", extreme),
-    (r"(?P<op>add|sub|mul|fma|min|max|neg)(?:\.rn|\.NaN)*\.(?P<kind>bf16|f16)x2", halves),
+    (
+        r"(?P<op>add|sub|mul|fma|min|max|neg|tanh)(?:\.rn|\.NaN|\.approx)*\.(?P<kind>bf16|f16)x2",
+        halves,
+    ),
     (
         r"setp\.(?P<op>\w+?)(?P<with>\.and|\.or)?(?:\.ftz)?\.(?P<kind>[busf]\d+)",
         compare,
