@@ -49,10 +49,10 @@ MERGE_US = 3.0
 REREAD, TILE_REREAD, ONE_USER_REREAD = 0.85, 0.8, 0.4
 #: Part of the lesser of the two times, of items and of memory, that the greater does not hide.
 OVERLAP = 0.1
-#: Queries of an item that a CTA gathers, by column blocks: with H = 128, 46 instead of 34.8 us of a
-#: sorted index with 8 items of 64 rows, of which 2.8 are listings and the CTA's further items, and
-#: 37.7 instead of 33.2 with 4 of 128, of which 0.7 is the listing. With H = 64 0.3 to 0.9, from 9.1
-#: and 9.7 us (S = 51), 10.7 and 11.2 (S = 172), 35 (S = 99).
+#: Time of gathering an item's queries, by column blocks. H = 128, a CTA with 8 items of 64 rows:
+#: 46 us, where a sorted index takes 34.8; 2.8 us of the difference are for listing, and for items
+#: that other CTAs do not have. 4 items of 128 rows: 37.7 and 33.2 us, 0.7 for listing. H = 64: 0.3
+#: to 0.9 us, from 9.1 and 9.7 us (S = 51), 10.7 and 11.2 (S = 172), 35 (S = 99).
 GATHER_US = {1: 0.8, 2: 1.0, 3: 1.2, 4: 1.4}
 #: Standard deviations above the mean of the CTA with most items.
 UNEVEN = 2.0
@@ -293,9 +293,9 @@ def estimated_us(problem: Any, config: FewQueriesConfig, *, is_listed: bool = Fa
 
 def _copy_us(problem: Any) -> float:
     """Time of copies of queries, besides `pack_time`, which knows queries that are in L2."""
-    copies = _row_bytes(problem)  # read and written
-    operands = _key_bytes(problem)[1] + _row_bytes(problem) + copies // 2
-    return copies / MEMORY_BYTES if operands > CACHE_BYTES else 0.0
+    rows = _row_bytes(problem)  # queries and results: as much as a copy reads and writes
+    operands = _key_bytes(problem)[1] + rows + rows // 2
+    return rows / MEMORY_BYTES if operands > CACHE_BYTES else 0.0
 
 
 def estimated_unsorted_us(problem: Any, config: FewQueriesConfig, num_sms: int) -> float:

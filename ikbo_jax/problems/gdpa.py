@@ -366,7 +366,10 @@ class GdpaProblem(GdpaSizes):
 
     @property
     def has_seeds(self) -> bool:
-        """Whether all sequences share few queries of width 64; `q_rows` counts those of each."""
+        """Whether all sequences share few queries of width 64.
+
+        `q_rows` counts the rows of the result, so the shared queries once for each sequence.
+        """
         return self.broadcast_q and self.q_rows <= SEEDS * self.batch and self.head_dim == 64
 
     def keys_fit_stages(self, config: GdpaConfig) -> bool:

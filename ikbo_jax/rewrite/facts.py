@@ -188,21 +188,19 @@ def counts_up(ctx: Any, value: Any, size: int) -> bool:
 def _holds(dtype: Any, size: int) -> bool:
     """Whether a dtype holds 0, 1, ..., size - 1; an int8 wraps around, a bfloat16 rounds."""
     if np.dtype(dtype).kind in "iu":
-        return size - 1 <= np.iinfo(dtype).max
+        return _fits((0, size - 1), dtype)
     if jax.dtypes.issubdtype(dtype, np.floating):
         return size - 1 <= 2 ** (jax.numpy.finfo(dtype).nmant + 1)
     return size <= 1
 
 
-def lengths(ctx: Any, mask: Any, dims: tuple[int, int], users: int, keys: int) -> Any:
+def lengths(ctx: Any, mask: Any, dims: tuple[int | None, int | None], users: int, keys: int) -> Any:
     """The lengths [users] if a mask by user and key is proven to be `arange(keys) < lengths`.
 
     `dims` are the mask's dimensions of users and of keys. If there are as many users as keys, sizes
     do not tell `arange(keys) < lengths` from `arange(users) < lengths`.
     """
     value = mask
-    user: int | None
-    key: int | None
     user, key = dims
     while (produced := ctx.producer(value)) is not None:
         eqn, operands = produced

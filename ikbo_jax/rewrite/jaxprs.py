@@ -102,7 +102,8 @@ def evaluate(
     if not any(isinstance(x, partial_eval.DynamicJaxprTracer) for x in (*consts, *arrays)):
         # This function frees arrays after their last use.
         run: Any = functools.partial(jax.core.eval_jaxpr, program)
-        if any(isinstance(x, jax.core.Tracer) and staged.is_explicit(x) for x in arrays):
+        tracers = (x for x in arrays if isinstance(x, jax.core.Tracer))
+        if any(staged.is_explicit(jax.typeof(x)) for x in tracers):
             # The derivatives of some primitives, such as `max` with a number, fail on divided
             # arrays outside of a trace. `jax.numpy` puts each of them under `jit`.
             run = jax.jit(run)

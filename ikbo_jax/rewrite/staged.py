@@ -249,10 +249,9 @@ def alike(arrays: Sequence[Any]) -> Sequence[Any]:
     return [placed_as(x, like) if np.shape(x) == like.shape else x for x in arrays]
 
 
-def is_explicit(x: Any) -> bool:
-    """Whether the type of an array names a mesh with Explicit axes."""
-    aval = jax.typeof(x)
-    if type(aval) is not jax.core.ShapedArray or is_local(aval):
+def is_explicit(aval: Any) -> bool:
+    """Whether a value is an array whose type names a mesh with Explicit axes."""
+    if type(aval) is not jax.core.ShapedArray:
         return False
     return AxisType.Explicit in aval.sharding.mesh.axis_types
 
@@ -262,12 +261,9 @@ def placed_as(x: Any, aval: Any) -> Any:
 
     A broadcast that is put off forgets how its result is divided.
     """
-    if type(aval) is not jax.core.ShapedArray or is_local(aval):
+    if not is_explicit(aval) or jax.typeof(x).sharding == aval.sharding:
         return x
-    wanted = aval.sharding
-    if AxisType.Explicit not in wanted.mesh.axis_types or jax.typeof(x).sharding == wanted:
-        return x
-    return jax.sharding.reshard(x, wanted)
+    return jax.sharding.reshard(x, aval.sharding)
 
 
 def mesh_axes(x: Any) -> Sequence[Any]:

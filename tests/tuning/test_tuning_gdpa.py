@@ -234,7 +234,10 @@ def test_short_sequences_have_a_kernel_of_their_own(builtin, monkeypatch):
 
 
 def test_few_queries_of_all_sequences_have_three_slots(monkeypatch):
-    """Also beside a row with two; of the op's own problem, whose rows are those of the result."""
+    """Three, although the nearest row of the table has two.
+
+    The op makes the problem here: its rows are the result's, not the seeds.
+    """
     monkeypatch.setattr(dispatch, "hopper_unavailable_reason", lambda: None)
     monkeypatch.setattr(dispatch, "num_sms", lambda: 132)
     two_slots = 0
