@@ -259,7 +259,8 @@ NO_MESH = AbstractMesh((), ())
 # One device's part. Under `jax.set_mesh`, JAX would write shardings into it, which XLA cannot
 # compile there. And XLA takes the part's source locations into a program that has other ones
 # (jaxlib 0.11.2 warns "Invalid stack_frame_id"); a pass that compares them may then loop for ever.
-# So the part has neither.
+# So the part has neither. (JAX lowers a cacheable primitive beside the module, where no walk over it
+# comes.)
 part_p = jaxpr_primitive("ikbo_part")
 
 
@@ -277,4 +278,4 @@ def _lower_part(ctx: Any, *parts: Any, jaxpr: Any) -> Any:
     return results
 
 
-mlir.register_lowering(part_p, _lower_part)
+mlir.register_lowering(part_p, _lower_part, cacheable=False)

@@ -17,6 +17,7 @@ from sharded_calls import (
     Case,
     U,
     attend,
+    check_source_locations,
     collectives,
     draw,
     mesh_of,
@@ -54,7 +55,9 @@ def check(case: Case, mesh) -> None:
     assert out.sharding.is_equivalent_to(NamedSharding(mesh, case.out), out.ndim)
     forward = jax.jit(lambda chosen, rest: case.op(**chosen, **rest))
     if case.is_local:
-        assert not collectives(forward.lower(*sharded).compile().as_text())
+        program = forward.lower(*sharded).compile().as_text()
+        check_source_locations(program)
+        assert not collectives(program)
         assert collectives(step.as_text()) <= {"all-reduce"}
         assert reductions(step.as_text()) == case.sums
 

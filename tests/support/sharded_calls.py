@@ -216,6 +216,17 @@ def draw(case: Case) -> dict[str, jax.Array]:
     return arrays
 
 
+def check_source_locations(compiled_text: str) -> None:
+    """Every source location that an instruction names is one of the program's.
+
+    One that XLA took over from another program can make its passes loop for ever.
+    """
+    known = re.findall(r"^(\d+) \{file_location_id", compiled_text, re.MULTILINE)
+    named = re.findall(r"stack_frame_id=(\d+)", compiled_text)
+    assert known
+    assert max(map(int, named), default=0) <= len(known)
+
+
 def collectives(program: str) -> set[str]:
     """The collectives in a compiled program's text."""
     return {name for name in COLLECTIVES if re.search(rf" {name}(?:-start)?\(", program)}
