@@ -43,6 +43,8 @@ def table(results: Record) -> Table:
             if point["sweep"] in ("network", "training"):
                 beside = "shard_map, users beside candidates"
                 how = beside + ("" if name in KINDS else f", {name}")
+            if "processes" in point:
+                how += ", one process a device"
             moved = ", ".join(
                 f"{entry['count']} {name}, {entry['bytes'] / 2**20:.1f} MiB"
                 for name, entry in record["collectives"].items()
@@ -65,7 +67,8 @@ def blocks(results: Record) -> list[Block]:
     """The table of all points."""
     words = (
         "Strong: one request on several devices; weak: one request for each device, of 2,048 "
-        "candidates of 32 users. The speed-up is work per time, relative to one device.\n\n"
+        "candidates of 32 users. Large: one request of 8,192 candidates of 117 users. The speed-up "
+        "is work per time, relative to one device.\n\n"
     )
     return [("scaling-table", words, table(results))]
 

@@ -3,16 +3,17 @@
     python -m benchmarks.scaling --out benchmarks/results/scaling-h200.json
 
 Every point runs the same program on one device and on several, interleaved in one process. Strong
-scaling divides one request, weak scaling gives every device a request of that size. The ops run
-under plain `jit` with candidates divided and users replicated, with Auto and with Explicit mesh
-axes. The network and its training step run under `shard_map`, with users beside their candidates.
-The results of several devices are compared with the result of one, and the compiled program is
-searched for collectives. Without a GPU all sizes shrink, and the figures only show that the
-benchmark runs.
+scaling divides one request, weak scaling gives every device a request of that size. On more than
+two devices the network also divides a large request. The ops run under plain `jit` with candidates
+divided and users replicated, with Auto and with Explicit mesh axes. The network and its training
+step run under `shard_map`, with users beside their candidates. The results of several devices are
+compared with the result of one, and the compiled program is searched for collectives. Without a GPU
+all sizes shrink, and the figures only show that the benchmark runs.
 """
 
 from __future__ import annotations
 
+import argparse
 import concurrent.futures
 import dataclasses
 import math
@@ -21,49 +22,36 @@ import re
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType
 
 from benchmarks import harness, records
-from ikbo_jax import place_users
+from benchmarks.scaling_programs import PROGRAMS, Program, mesh_of
 from ikbo_jax._timing import interleaved_ms
-from ikbo_jax.models import ranking
-from ikbo_jax.ops.attention import attention
-from ikbo_jax.ops.linear_compression import linear_compression
 
-CANDIDATES, USERS = 2048, 32
-SWEEPS = ("linear_compression", "attention", "network", "training")
-#: Bars: the part of one device's time that two may take, and the weak scaling's efficiency.
+#: Candidates and users of a request; for the network on more than two devices also a large one.
+REQUEST, LARGE_REQUEST = (2048, 32), (8192, 117)
+SMALL_REQUEST, SMALL_LARGE_REQUEST = (64, 4), (128, 9)
+SWEEPS = tuple(PROGRAMS)
+#: Bars: the part of one device's time that two may take, the speed-up of eight for a large request,
+#: and the weak scaling's efficiency on two and on eight.
 STRONG_BARS = {"linear_compression": 0.54, "attention": 0.54, "network": 0.54, "training": 0.58}
-WEAK_BAR = 0.95
+LARGE_BARS = {"network": 6.8, "training": 6.0}
+WEAK_BARS = {2: 0.95, 8: 0.93}
 #: Largest difference of results on several devices, relative to the largest result: a few roundings
 #: of bfloat16, since a part has another order of sums where its configuration is another one.
 TOLERANCE = 2.0**-6
-LEARNING_RATE = 1e-4
-
-
-class Program(NamedTuple):
-    """A function and its arguments, laid out on a mesh.
-
-    Attributes:
-      fn: the function.
-      args: its arguments.
-      compare: makes what is compared with other programs' results.
-    """
-
-    fn: Callable[..., Any]
-    args: tuple[Any, ...]
-    compare: Callable[[Any], np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """A workload, how it scales ("strong" or "weak"), and on how many devices."""
+    """A workload, how it scales ("strong", "weak" or "large"), and on how many devices.
+
+    "large" is strong scaling of a large request.
+    """
 
     sweep: str
     mode: str
@@ -73,138 +61,28 @@ class Point:
     def label(self) -> str:
         return f"{self.mode} {self.devices}"
 
-    @property
-    def requests(self) -> int:
-        """The size of the request, in requests of one device."""
-        return self.devices if self.mode == "weak" else 1
+    def request(self, *, small: bool) -> tuple[int, int]:
+        """The numbers of candidates and users that all devices have together."""
+        candidates, users = self.request_of_one(small=small)
+        requests = self.devices if self.mode == "weak" else 1
+        return candidates * requests, users * requests
+
+    def request_of_one(self, *, small: bool) -> tuple[int, int]:
+        """The numbers of candidates and users on the one device that is compared with."""
+        if self.mode == "large":
+            return SMALL_LARGE_REQUEST if small else LARGE_REQUEST
+        return SMALL_REQUEST if small else REQUEST
 
 
 def points(sweep: str, devices: int) -> Iterator[Point]:
     """Yields a workload's points on 2, 4, … devices."""
+    numbers = [2**n for n in range(1, devices.bit_length())]
     for mode in ("strong", "weak"):
-        yield from (Point(sweep, mode, 2**n) for n in range(1, devices.bit_length()))
+        yield from (Point(sweep, mode, number) for number in numbers)
+    if sweep in LARGE_BARS:
+        yield from (Point(sweep, "large", number) for number in numbers if number > 2)
 
 
-def mesh_of(devices: int, kind: AxisType) -> Mesh:
-    """A mesh of the first devices with one axis "x"."""
-    return jax.make_mesh((devices,), ("x",), axis_types=(kind,), devices=jax.devices()[:devices])
-
-
-def _put(mesh: Mesh, x: Any, spec: P) -> jax.Array:
-    return jax.device_put(x, NamedSharding(mesh, spec))
-
-
-def _as_float(x: Any) -> np.ndarray:
-    return np.asarray(x, np.float32)
-
-
-def _draw(shapes: Mapping[str, tuple[int, ...]], seed: int = 0) -> dict[str, np.ndarray]:
-    keys = jax.random.split(jax.random.key(seed), len(shapes))
-    return {
-        name: np.asarray(jax.random.normal(key, shape, jnp.bfloat16))
-        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
-    }
-
-
-def _index(requests: int, small: bool) -> tuple[int, int, np.ndarray]:
-    candidates, users = (64, 4) if small else (CANDIDATES, USERS)
-    candidates, users = candidates * requests, users * requests
-    counts = ranking.random_counts(users, candidates, 0)
-    return candidates, users, np.repeat(np.arange(users, dtype=np.int32), counts)
-
-
-def linear_compression_program(mesh: Mesh, requests: int, *, small: bool) -> Program:
-    """Linear compression at the default sizes; candidates divided, users replicated."""
-    candidates, users, index = _index(requests, small)
-    m, k_cand, k_user, n = (16, 16, 24, 16) if small else (433, 866, 1178, 256)
-    x = _draw(
-        {
-            "w_cand": (m, k_cand), "w_user": (m, k_user),
-            "e_cand": (candidates, k_cand, n), "e_user": (users, k_user, n),
-        }
-    )  # fmt: skip
-    args = (
-        _put(mesh, x["w_cand"], P()),
-        _put(mesh, x["w_user"], P()),
-        _put(mesh, x["e_cand"], P("x")),
-        _put(mesh, x["e_user"], P()),
-        _put(mesh, index, P("x")),
-    )
-    return Program(linear_compression, args, _as_float)
-
-
-def attention_program(mesh: Mesh, requests: int, *, small: bool) -> Program:
-    """Target attention; candidates divided, users replicated."""
-    candidates, users, index = _index(requests, small)
-    t, s, heads, width = (4, 32, 2, 16) if small else (64, 2048, 2, 128)
-    x = _draw(
-        {
-            "query": (candidates, t, heads, width),
-            "key": (users, s, heads, width),
-            "value": (users, s, heads, width),
-        }
-    )
-    args = (
-        _put(mesh, x["query"], P("x")),
-        _put(mesh, x["key"], P()),
-        _put(mesh, x["value"], P()),
-        _put(mesh, index, P("x")),
-    )
-
-    def attend(*arrays: jax.Array) -> Any:
-        return attention(*arrays, indices_are_sorted=True)
-
-    return Program(attend, args, _as_float)
-
-
-def network_program(mesh: Mesh, requests: int, *, small: bool, training: bool = False) -> Program:
-    """The ranking network or a step of its training, users beside their candidates."""
-    candidates, users, index = _index(requests, small)
-    base = ranking.SMALL if small else ranking.Sizes()
-    sizes = dataclasses.replace(base, candidates=candidates, users=users)
-    request = ranking.Request._make((*map(np.asarray, ranking.draw_request(sizes, 0)), index))
-    placement = place_users(index, users, mesh.size)
-    of_users = map(placement.lay_out_users, request[:3])
-    laid_out = (*of_users, placement.lay_out_candidates(request.cand_tokens), placement.index)
-    parts = ranking.Request._make(_put(mesh, x, P("x")) for x in laid_out)
-    params = jax.tree.map(lambda x: _put(mesh, x, P()), ranking.init(sizes))
-    real = _put(mesh, placement.lay_out_candidates(np.ones(candidates, np.float32)), P("x"))
-    forward = jax.shard_map(
-        ranking.co_designed, mesh=mesh, in_specs=(P(), P("x")), out_specs=P("x")
-    )
-    if not training:
-        return Program(forward, (params, parts), lambda x: placement.restore(_as_float(x)))
-
-    def loss(params: Any, parts: Any, real: jax.Array) -> jax.Array:
-        # Labels: the first task is always met, the second never.
-        logits = forward(params, parts) * jnp.asarray([-1.0, 1.0])[None]
-        return jnp.sum(jax.nn.softplus(logits) * real[:, None]) / candidates
-
-    def step(params: Any, parts: Any, real: jax.Array) -> Any:
-        value, gradients = jax.value_and_grad(loss)(params, parts, real)
-        norms = [jnp.linalg.norm(g.astype(jnp.float32).ravel()) for g in jax.tree.leaves(gradients)]
-        rate = LEARNING_RATE
-        new = jax.tree.map(lambda p, g: (p - rate * g).astype(p.dtype), params, gradients)
-        return value, norms, new
-
-    def compare(result: Any) -> np.ndarray:
-        value, norms, _ = result
-        return _as_float([value, *norms])
-
-    return Program(step, (params, parts, real), compare)
-
-
-def training_program(mesh: Mesh, requests: int, *, small: bool) -> Program:
-    """A step of the network's training: loss, gradients of all parameters, plain descent."""
-    return network_program(mesh, requests, small=small, training=True)
-
-
-PROGRAMS: dict[str, Callable[..., Program]] = {
-    "linear_compression": linear_compression_program,
-    "attention": attention_program,
-    "network": network_program,
-    "training": training_program,
-}
 KINDS = {"explicit": AxisType.Explicit}  # the others have Auto axes
 #: Compiler options by provider. XLA begins a sum of gradients as soon as they are there, while
 #: kernels run; a kernel that has a CTA on every SM then waits for those SMs that NCCL holds, and
@@ -260,26 +138,31 @@ def _compiled(programs: Mapping[str, Program]) -> dict[str, Any]:
         return dict(zip(programs, pool.map(compiled, programs), strict=True))
 
 
-def measure(point: Point, protocol: harness.Protocol) -> dict[str, Any]:
+def measure(
+    point: Point, protocol: harness.Protocol, times: Callable[..., Any] = interleaved_ms
+) -> dict[str, Any]:
     """Times one device and several, interleaved; returns the point's entry."""
     small = jax.default_backend() != "gpu"
     make = PROGRAMS[point.sweep]
-    programs = {"one device": make(mesh_of(1, AxisType.Auto), 1, small=small)}
+    of_one, request = point.request_of_one(small=small), point.request(small=small)
+    programs = {"one device": make(mesh_of(1, AxisType.Auto), of_one, small=small)}
     on_axes: dict[AxisType, Program] = {}
     for name in providers_of(point.sweep):
         kind = KINDS.get(name, AxisType.Auto)
         if kind not in on_axes:
-            on_axes[kind] = make(mesh_of(point.devices, kind), point.requests, small=small)
+            on_axes[kind] = make(mesh_of(point.devices, kind), request, small=small)
         programs[name] = on_axes[kind]
-    compiled = _compiled(programs)
+    whole: dict[str, Program] = {}
+    if point.mode == "weak" and point.sweep != "training":
+        whole["whole"] = make(mesh_of(1, AxisType.Auto), request, small=small)
+    compiled = _compiled(programs | whole)
     providers, thunks = [], {}
     expected: np.ndarray | None = None
-    if point.mode == "weak" and point.sweep != "training":
-        whole = make(mesh_of(1, AxisType.Auto), point.requests, small=small)
-        expected = whole.compare(jax.jit(whole.fn)(*whole.args))
+    for name, program in whole.items():
+        expected = program.compare(compiled[name](*program.args))
     # A larger request's training step is not repeated on one device: its gradients differ only by
     # what the strong point compares.
-    is_compared = point.mode == "strong" or expected is not None
+    is_compared = point.mode != "weak" or expected is not None
     for name, program in programs.items():
         found = program.compare(compiled[name](*program.args))
         if expected is None and is_compared:
@@ -295,7 +178,7 @@ def measure(point: Point, protocol: harness.Protocol) -> dict[str, Any]:
             record["collectives"] = traffic(compiled[name].as_text() or "")
         providers.append(record)
         thunks[name] = lambda name=name, args=program.args: compiled[name](*args)
-    samples = interleaved_ms(thunks, window_s=protocol.window_s, rounds=protocol.rounds)
+    samples = times(thunks, window_s=protocol.window_s, rounds=protocol.rounds)
     one = statistics.median(samples["one device"])
     for record in providers:
         median = statistics.median(samples[record["name"]])
@@ -324,32 +207,65 @@ def describe(point: Mapping[str, Any]) -> str:
 
 
 def bar(point: Mapping[str, Any]) -> str:
-    """The bar of a point on two devices as text; empty on more."""
-    if point["devices"] != 2:
-        return ""
-    if point["mode"] == "weak":
-        return f"efficiency {WEAK_BAR}"
-    return f"{STRONG_BARS[point['sweep']]} of one"
+    """The bar of a point as text; empty if it has none."""
+    mode, sweep, devices = point["mode"], point["sweep"], point["devices"]
+    if mode == "weak":
+        return f"efficiency {WEAK_BARS[devices]}" if devices in WEAK_BARS else ""
+    if mode == "large":
+        return f"{LARGE_BARS[sweep]}×" if devices == 8 else ""
+    return f"{STRONG_BARS[sweep]} of one" if devices == 2 else ""
 
 
-def run(sweeps: Sequence[str], *, out: pathlib.Path, **options: Any) -> dict[str, Any]:
-    """Measures workloads on 2, 4, … devices beside one; arguments as for `attention.run`."""
+def run(
+    sweeps: Sequence[str],
+    *,
+    out: pathlib.Path,
+    labels: Sequence[str] | None = None,
+    times: Callable[..., Any] = interleaved_ms,
+    **options: Any,
+) -> dict[str, Any]:
+    """Measures workloads on 2, 4, … devices beside one; of several processes, on all devices.
+
+    Args:
+      sweeps: names of workloads.
+      out: the results file.
+      labels: only the points with these labels.
+      times: times programs by turns, as `interleaved_ms` does.
+      **options: further fields of `harness.Run`.
+    """
     devices = jax.device_count()
     if devices < 2:
         raise ValueError(f"benchmarks.scaling needs at least 2 devices, but there is {devices}")
     bench = harness.Run("scaling", out, **options)
-    bench.results["devices"] = devices
-    todo = [point for sweep in sweeps for point in points(sweep, devices)]
-    return bench.measure(
-        todo, lambda point: measure(point, bench.protocol), lambda point: point, describe
+    several = {"processes": jax.process_count()} if jax.process_count() > 1 else {}
+    bench.results |= {"devices": devices, **several}
+    todo = [
+        point
+        for sweep in sweeps
+        for point in points(sweep, devices)
+        if (labels is None or point.label in labels) and (not several or point.devices == devices)
+    ]
+
+    def measured(point: Point) -> dict[str, Any]:
+        return measure(point, bench.protocol, times) | several
+
+    return bench.measure(todo, measured, lambda point: point, describe)
+
+
+def parser(name: str, sweeps: Sequence[str]) -> argparse.ArgumentParser:
+    """A parser with the options of `run`."""
+    found = harness.parser(name, sweeps)
+    found.add_argument(
+        "--points", nargs="+", metavar="LABEL", help="only these points, such as 'strong 4'"
     )
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; returns 1 if a result is wrong."""
-    args = harness.parser("scaling", SWEEPS).parse_args(argv)
+    args = parser("scaling", SWEEPS).parse_args(argv)
     try:
-        results = run(args.sweep, **harness.options(args))
+        results = run(args.sweep, labels=args.points, **harness.options(args))
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 
-def _time_launches(fn: Callable[..., Any], args: tuple[Any, ...], launches: int) -> float:
+def time_launches(fn: Callable[..., Any], args: tuple[Any, ...], launches: int) -> float:
     """Seconds for `launches` calls back to back."""
     # A GPU executes a stream in order, so it suffices to wait for the last result. The CPU client
     # may run independent calls in parallel, and the quotient would not be the time of a call.
@@ -46,12 +46,12 @@ def sustained_ms(
     jax.block_until_ready(fn(*args))
     # Doubling the number of launches until they fill half a window also warms the device up.
     launches = 1
-    while (elapsed := _time_launches(fn, args, launches)) < window_s / 2:
+    while (elapsed := time_launches(fn, args, launches)) < window_s / 2:
         launches *= 2
     launches = math.ceil(launches * window_s / elapsed)
     samples: list[float] = []
     while len(samples) < windows:
-        elapsed = _time_launches(fn, args, launches)
+        elapsed = time_launches(fn, args, launches)
         if elapsed < window_s:
             # The device ran faster than in the warm-up, so the window was too short: repeat it.
             launches = math.ceil(launches * 1.1 * window_s / elapsed)

@@ -11,7 +11,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import AxisType
 
-from benchmarks import scaling
+from benchmarks import scaling, scaling_programs
 
 PROGRAM = """
   %all-reduce.1 = (f32[16,8]{1,0}, /*index=5*/bf16[4]{0}) all-reduce(%a, %b), channel_id=1
@@ -58,8 +58,8 @@ def summed_elements(jaxpr: Any) -> int:
 
 def test_a_training_step_sums_no_more_than_its_parameters_over_devices():
     """What a parameter is broadcast to is summed on the device before."""
-    mesh = scaling.mesh_of(8, AxisType.Auto)
-    program = scaling.training_program(mesh, 1, small=True)
+    mesh = scaling_programs.mesh_of(8, AxisType.Auto)
+    program = scaling_programs.training_program(mesh, scaling.SMALL_REQUEST, small=True)
     parameters = sum(x.size for x in jax.tree.leaves(program.args[0]))
     with jax.numpy_dtype_promotion("standard"):
         jaxpr = jax.make_jaxpr(program.fn)(*program.args).jaxpr
