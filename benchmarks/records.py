@@ -45,9 +45,11 @@ def joined(files: Mapping[str, Record]) -> Record:
             if one != two:
                 raise ValueError(f"{first} has {one}, but {name} has {two}")
     points = [point for file in files.values() for point in file["points"]]
-    labels = [(point["sweep"], point["label"]) for point in points]
+    labels = [(point["sweep"], point["label"], point.get("processes", "")) for point in points]
     if twice := [label for label in labels if labels.count(label) > 1]:
-        raise ValueError(f"{' and '.join(files)} have the point {' '.join(twice[0])} twice")
+        raise ValueError(
+            f"{' and '.join(files)} have the point {' '.join(map(str, twice[0])).strip()} twice"
+        )
     return {**results, "points": points}
 
 

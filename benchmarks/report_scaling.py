@@ -17,6 +17,8 @@ WORDS = {
     "network": "ranking network",
     "training": "its training step",
 }
+#: What a panel of the plot shows.
+MODES = {"strong": "strong", "weak": "weak", "large": "strong, large request"}
 #: How a provider divides the work, in the table.
 KINDS = {"auto": "jit, Auto axes", "explicit": "jit, Explicit axes"}
 
@@ -43,15 +45,14 @@ def table(results: Record) -> Table:
             if point["sweep"] in ("network", "training"):
                 beside = "shard_map, users beside candidates"
                 how = beside + ("" if name in KINDS else f", {name}")
-            if "processes" in point:
-                how += ", one process a device"
+            processes = f", {point['processes']} processes" if "processes" in point else ""
             moved = ", ".join(
                 f"{entry['count']} {name}, {entry['bytes'] / 2**20:.1f} MiB"
                 for name, entry in record["collectives"].items()
             )
             rows.append(
                 (
-                    f"{WORDS[point['sweep']]}, {point['label']}",
+                    f"{WORDS[point['sweep']]}, {point['label']}{processes}",
                     how,
                     number(one, "median_ms", 3),
                     number(record, "median_ms", 3),
@@ -76,7 +77,7 @@ def blocks(results: Record) -> list[Block]:
 def plots_of(results: Record) -> list[Plot]:
     """The plot of all points."""
     del results
-    return [("scaling-table", IMAGE, "speed-up over devices, strong and weak")]
+    return [("scaling-table", IMAGE, "speed-up over devices")]
 
 
 def draw(
@@ -86,18 +87,25 @@ def draw(
     if images is not None and IMAGE not in images:
         return []
     path = root / IMAGE
-    with plots.saved(path, 2, size=(9, 4.2), sharey=True) as (figure, panels):
-        for axis, mode in zip(panels, ("strong", "weak"), strict=True):
-            found = [point for point in results["points"] if point["mode"] == mode]
+    in_one_process = [point for point in results["points"] if "processes" not in point]
+    modes = dict.fromkeys(point["mode"] for point in in_one_process)
+    with plots.saved(path, len(modes), size=(9, 4.2), sharey=True) as (
+        figure,
+        panels,
+    ):
+        for axis, mode in zip(panels, modes, strict=True):
+            found = [point for point in in_one_process if point["mode"] == mode]
             devices = sorted({point["devices"] for point in found})
             for sweep, words in WORDS.items():
                 points = [point for point in found if point["sweep"] == sweep]
+                if not points:
+                    continue
                 over = [1, *(point["devices"] for point in points)]
                 values = [1.0, *(max(speedup(p, r) for r in _several(p)) for p in points)]
                 axis.plot(over, values, marker="o", label=words)
             axis.plot([1, *devices], [1, *devices], color="0.7", linestyle=":", label="ideal")
             axis.set_xticks([1, *devices])
-            axis.set_xlabel(f"devices, {mode} scaling")
+            axis.set_xlabel(f"devices, {MODES[mode]}")
         panels[0].set_ylabel("speed-up")
         plots.legend_below(figure, panels[0], 5)
         figure.suptitle(f"several devices: {results['environment']['device']}")

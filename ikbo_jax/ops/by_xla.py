@@ -259,7 +259,7 @@ NO_MESH = AbstractMesh((), ())
 # One device's part. Under `jax.set_mesh`, JAX would write shardings into it, which XLA cannot
 # compile there. And XLA takes the part's source locations into a program that has other ones
 # (jaxlib 0.11.2 warns "Invalid stack_frame_id"); a pass that compares them may then loop for ever.
-# So the part has neither. (JAX lowers a cacheable primitive beside the module, out of a walk's way.)
+# So the part has neither. JAX lowers a cacheable primitive beside the module, out of a walk's way.
 part_p = jaxpr_primitive("ikbo_part")
 
 

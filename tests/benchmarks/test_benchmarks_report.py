@@ -84,8 +84,12 @@ def test_every_committed_table_is_kept_from_older_and_smaller_files():
     bodies = {match["name"]: match["body"] for match in report._BLOCK.finditer(page)}
     folder = report.ROOT / "benchmarks/results"
     files = {path.name: timing.read_results(path) for path in sorted(folder.glob("*.json"))}
-    sweeps = (f"scaling-{sweep}-h100.json" for sweep in scaling.SWEEPS)
-    files["scaling-*-h100"] = report.records.joined({name: files[name] for name in sweeps})
+    sweeps = [f"scaling-{sweep}-h100.json" for sweep in scaling.SWEEPS]
+    for name, parts in (
+        ("scaling-*-h100", sweeps),
+        ("scaling-*-h200", ["scaling-h200.json", "scaling-processes-h200.json"]),
+    ):
+        files[name] = report.records.joined({part: files[part] for part in parts})
     for file, results in files.items():
         for name, body in report.blocks(results, "docs/performance.md").items():
             if name.endswith("-plot") or name not in bodies:

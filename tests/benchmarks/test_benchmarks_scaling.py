@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import pathlib
+import subprocess
+import sys
 from typing import Any
 
 import jax
@@ -13,6 +17,7 @@ from jax.sharding import AxisType
 
 from benchmarks import scaling, scaling_programs
 
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 PROGRAM = """
   %all-reduce.1 = (f32[16,8]{1,0}, /*index=5*/bf16[4]{0}) all-reduce(%a, %b), channel_id=1
   %all-gather.2 = s32[16]{0} all-gather(%c), dimensions={0}
@@ -80,3 +85,42 @@ def test_a_run_in_small(tmp_path, capsys):
         assert auto["ok"]
         assert auto["collectives"] == explicit["collectives"] == {}
     assert "no collectives" in capsys.readouterr().out
+
+
+def test_points_of_a_large_request():
+    """On more than two devices, for the network and its training step."""
+    found = [p for p in scaling.points("network", 8) if p.mode == "large"]
+    assert [p.label for p in found] == ["large 4", "large 8"]
+    assert {p.request(small=False) for p in found} == {scaling.LARGE_REQUEST}
+    assert scaling.Point("network", "weak", 4).request(small=False) == (8192, 128)
+    assert all(p.mode != "large" for p in scaling.points("attention", 8))
+
+
+def test_bars():
+    def bar(mode, devices, sweep="network"):
+        return scaling.bar({"mode": mode, "devices": devices, "sweep": sweep})
+
+    assert (bar("strong", 2), bar("weak", 2), bar("large", 4)) == (
+        "0.54 of one",
+        "efficiency 0.95",
+        "",
+    )
+    assert (bar("large", 8), bar("weak", 8), bar("strong", 8)) == ("6.8×", "efficiency 0.93", "")
+
+
+def test_one_process_for_each_device_in_small(tmp_path):
+    """Two processes on the CPU: equal results, no communication in the forward pass."""
+    out = tmp_path / "processes.json"
+    command = [sys.executable, "-m", "benchmarks.scaling_processes", "--quick", "--out", str(out)]
+    command += ["--sweep", "network", "--points", "strong 2"]
+    variables = {name: x for name, x in os.environ.items() if not name.startswith("JAX_")}
+    variables |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    subprocess.run(command, cwd=ROOT, env=variables, timeout=240, check=True)
+    results = json.loads(out.read_text())
+    assert (results["devices"], results["processes"]) == (2, 2)
+    (point,) = results["points"]
+    one, auto = point["providers"]
+    assert (point["label"], point["processes"], one["devices"]) == ("strong 2", 2, 1)
+    assert auto["ok"]
+    assert not auto["collectives"]
+    assert all(len(p["ms"]) == 1 and p["ms"][0] > 0 for p in point["providers"])
