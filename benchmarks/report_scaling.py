@@ -96,13 +96,13 @@ def draw(
         for axis, mode in zip(panels, modes, strict=True):
             found = [point for point in in_one_process if point["mode"] == mode]
             devices = sorted({point["devices"] for point in found})
-            for sweep, words in WORDS.items():
+            for colour, (sweep, words) in enumerate(WORDS.items()):
                 points = [point for point in found if point["sweep"] == sweep]
                 if not points:
                     continue
                 over = [1, *(point["devices"] for point in points)]
                 values = [1.0, *(max(speedup(p, r) for r in _several(p)) for p in points)]
-                axis.plot(over, values, marker="o", label=words)
+                axis.plot(over, values, marker="o", label=words, color=f"C{colour}")
             axis.plot([1, *devices], [1, *devices], color="0.7", linestyle=":", label="ideal")
             axis.set_xticks([1, *devices])
             axis.set_xlabel(f"devices, {MODES[mode]}")
