@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -23,11 +24,16 @@ TILE_ROWS = (16, 32, 64)
 MAX_KEYS, MAX_QUERIES = 96, 96
 #: Largest number of either for which configurations of this kernel are worth timing.
 MAX_CANDIDATE = 128
+#: Words that the warps of a CTA which finds its tiles exchange: four arrays of four.
+FOUND_PARTS = 16
 #: Most registers of a thread.
 MAX_REGISTERS = 255
 #: ptxas gives a thread up to twice the registers of accumulator and scores, and up to 40 more for
 #: the activations below, unless one of their approximations is computed.
 REGISTER_FACTOR, LONG_REGISTERS = 2, 40
+#: And so many more where a CTA finds its tiles, unless LLVM knows that a sequence is one tile and
+#: one block: 144 instead of 119 at H = 64; 91 where it knows.
+FOUND_REGISTERS = 24
 LONG_ACTIVATIONS = {
     "gelu": ("polynomial",),
     "gelu_tanh": ("tanh", "tanh_bf16"),
@@ -35,6 +41,41 @@ LONG_ACTIVATIONS = {
 }
 #: Most CTAs of an SM that are worth it: with eight, 16 loads of 1 us are in flight.
 MAX_CTAS = 8
+
+
+class Batch(NamedTuple):
+    """What the memory of a CTA that finds its tiles depends on.
+
+    Attributes:
+      sequences: their number.
+      is_broadcast: whether all have the same queries.
+      max_seqlen_q: longest sequence of queries, or None.
+    """
+
+    sequences: int
+    is_broadcast: bool
+    max_seqlen_q: int | None
+
+    @classmethod
+    def of(cls, problem: Any) -> Batch:
+        """Of a `GdpaProblem`."""
+        return cls(problem.batch, problem.broadcast_q, problem.max_seqlen_q)
+
+    def has_equal_tiles(self, tile_rows: int) -> bool:
+        """Whether all sequences surely have equally many tiles."""
+        bound = self.max_seqlen_q
+        return self.is_broadcast or (bound is not None and bound <= tile_rows)
+
+
+class FoundTilesShared(NamedTuple):
+    """Shared memory of a CTA that finds its tiles, int32; see `flash.found_tiles`."""
+
+    parts: Any  # [16]: exchanged between warps
+    q_offsets: Any  # [batch + 3]: running maxima between 0 and the number of rows, or None
+    kv_offsets: Any  # [batch + 1]: likewise, not surrounded
+    ends: Any  # [batch]: tiles up to and with each sequence; None if each has equally many
+    kv_numbers: Any = None  # of launches that have an index
+    bins: Any = None  # of launches that sort
 
 
 class ShortGdpaShared(NamedTuple):
@@ -45,6 +86,7 @@ class ShortGdpaShared(NamedTuple):
     value: Any  # likewise
     staging: Any  # [1, 64, columns], only under interpretation
     row_staging: Any  # [1, 64] f32, only under interpretation
+    found: Any = None  # `FoundTilesShared`, or None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,15 +100,18 @@ class ShortGdpaConfig(Config):
       slots: slots of queries, of blocks of keys and of blocks of values. All but one are loaded
         while the consumer computes.
       ctas: CTAs of an SM, which run side by side: their latencies overlap.
+      finds_tiles: whether each CTA finds its tiles from all offsets, so that no launch lists them
+        before; with an index they are listed nevertheless.
     """
 
     tile_rows: int = 64
     block_kv: int = 64
     slots: int = 2
     ctas: int = 2
+    finds_tiles: bool = False
 
-    def shared(self, head_dim: int) -> ShortGdpaShared:
-        """Shared memory and barriers of one CTA."""
+    def shared(self, head_dim: int, batch: Batch | None = None) -> ShortGdpaShared:
+        """Shared memory and barriers of one CTA; of one that finds the tiles of `batch`."""
         blocks = hopper.column_blocks(head_dim)
 
         def ring(rows: int) -> memory.Ring:
@@ -79,11 +124,25 @@ class ShortGdpaConfig(Config):
             value=ring(self.block_kv),
             staging=memory.Staging((1, WGMMA_M, max(self.block_kv, head_dim))),
             row_staging=memory.Staging((1, WGMMA_M), "float32"),
+            found=None if batch is None else self._found(batch),
         )
 
-    def smem_bytes(self, head_dim: int) -> int:
+    def _found(self, batch: Batch) -> FoundTilesShared:
+        sequences = batch.sequences
+        return FoundTilesShared(
+            parts=memory.Words((FOUND_PARTS,)),
+            q_offsets=None if batch.is_broadcast else memory.Words((sequences + 3,)),
+            kv_offsets=memory.Words((sequences + 1,)),
+            ends=None if batch.has_equal_tiles(self.tile_rows) else memory.Words((sequences,)),
+        )
+
+    def smem_bytes(self, head_dim: int, batch: Batch | None = None) -> int:
         """Bytes of shared memory of one CTA."""
-        return memory.smem_bytes(self.shared(head_dim))
+        return memory.smem_bytes(self.shared(head_dim, batch))
+
+    def problem_bytes(self, problem: Any) -> int:
+        """Bytes of shared memory of one CTA for a `GdpaProblem`."""
+        return self.smem_bytes(problem.head_dim, Batch.of(problem) if self.finds_tiles else None)
 
     def illegal_reason(self, problem: Any) -> str | None:
         """Why the kernel cannot run a `GdpaProblem` with this configuration; None if it can."""
@@ -98,7 +157,12 @@ class ShortGdpaConfig(Config):
                 "the kernels support softmax in all heads or in none, "
                 f"but the activations are {', '.join(problem.activations)}"
             )
-        smem_bytes = self.smem_bytes(problem.head_dim)
+        if self.finds_tiles and problem.batch != problem.batch_kv:
+            return (
+                "finds_tiles needs a sequence of keys for each sequence of queries, but there are "
+                f"{problem.batch_kv} for {problem.batch}"
+            )
+        smem_bytes = self.problem_bytes(problem)
         if reason := hopper.why_not_smem(self, smem_bytes, problem.head_dim):
             return reason
         most = most_ctas(self, problem)
@@ -118,13 +182,17 @@ def registers(config: ShortGdpaConfig, problem: Any) -> int:
         problem.approx not in LONG_ACTIVATIONS.get(name, (problem.approx,))
         for name in problem.activations
     )
+    bound = problem.max_seqlen_kv
+    is_one_step = bound is not None and bound <= config.block_kv
+    is_one_step &= Batch.of(problem).has_equal_tiles(config.tile_rows)
     count = REGISTER_FACTOR * values + is_long * LONG_REGISTERS
+    count += (config.finds_tiles and not is_one_step) * FOUND_REGISTERS
     return min(-(-count // 8) * 8, MAX_REGISTERS + 1)
 
 
 def most_ctas(config: ShortGdpaConfig, problem: Any) -> int:
     """CTAs for which an SM has shared memory and registers, at most `MAX_CTAS`."""
-    by_smem = hopper.ctas_by_smem(config.smem_bytes(problem.head_dim))
+    by_smem = hopper.ctas_by_smem(config.problem_bytes(problem))
     by_registers = hopper.ctas_by_registers(registers(config, problem))
     return min(by_smem, by_registers, MAX_CTAS)
 
@@ -161,14 +229,18 @@ def is_candidate(problem: Any) -> bool:
 
 
 def candidate_configs(problem: Any) -> Iterator[ShortGdpaConfig]:
-    """Yields the legal configurations worth timing, the most promising first."""
+    """Yields the legal configurations worth timing, the most promising first.
+
+    Of those whose CTAs find their tiles, the first only, as the second one: none was timed yet.
+    """
     queries, keys = longest(problem)
     rows = next((n for n in TILE_ROWS if queries <= n), WGMMA_M)
     block = min(max(-(-int(keys) // 16) * 16, 16), 128)
     blocks = dict.fromkeys((min(block, 64), block, 64, 32))
-    for block_kv in blocks:
-        for slots in (2, 3):
-            plain = ShortGdpaConfig(rows, block_kv, slots, 1)
+    is_first = True
+    for block_kv, slots in itertools.product(blocks, (2, 3)):
+        for finds_tiles in (False, True)[: 1 + is_first]:
+            plain = ShortGdpaConfig(rows, block_kv, slots, 1, finds_tiles)
             if plain.illegal_reason(problem) is None:
-                most = most_ctas(plain, problem)
-                yield dataclasses.replace(plain, ctas=most)
+                yield dataclasses.replace(plain, ctas=most_ctas(plain, problem))
+                is_first = False

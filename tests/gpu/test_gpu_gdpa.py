@@ -48,6 +48,8 @@ CONFIGS = {
     "short": ShortGdpaConfig(),
     "short_rows_16": ShortGdpaConfig(16, 16, 3, 1),
     "short_wide": ShortGdpaConfig(32, 128, 2, 1),
+    "short_found": ShortGdpaConfig(finds_tiles=True),
+    "short_found_rows_16": ShortGdpaConfig(16, 32, 3, 1, finds_tiles=True),
 }
 
 
@@ -207,7 +209,22 @@ def test_gdpa_bad_offsets_read_nothing_outside(bad, activation):
     wild = jnp.asarray(bad, jnp.int32)
     arrays = arrays._replace(cu_seqlens_q=wild, cu_seqlens_kv=wild)
     settings = problems_gdpa.make_settings(shape, activation)
-    check(run(arrays, settings), arrays, settings)
+    for config in (None, ShortGdpaConfig(ctas=1, finds_tiles=True)):
+        check(run(arrays, settings, config=config), arrays, settings)
+
+
+@pytest.mark.parametrize("activation", ["silu", "softmax"])
+@pytest.mark.parametrize("name", ["self", "empty", "many_short", "gqa", "pma"])
+@pytest.mark.parametrize("longest", [None, 1, 50, 130])
+def test_gdpa_ctas_find_their_tiles(longest, name, activation):
+    """Rows past the bounds, and of no sequence, become zeros."""
+    arrays = problems_gdpa.make_arrays(SHAPES[name])
+    settings = problems_gdpa.make_settings(SHAPES[name], activation)
+    settings = settings._replace(max_seqlen_kv=longest)
+    if not settings.broadcast_q:
+        settings = settings._replace(max_seqlen_q=longest)
+    config = ShortGdpaConfig(32, 64, 2, 1, finds_tiles=True)
+    check(run(arrays, settings, config=config), arrays, settings)
 
 
 def spoil(arrays: reference.Arrays, bad: float) -> reference.Arrays:
@@ -318,7 +335,8 @@ shape = problems_gdpa.Shape((0, 70, 5, 130), (40, 0, 129, 65), 2, 1, 128, before
 arrays = problems_gdpa.make_arrays(shape)
 indices = (None, arrays.cu_seqlens_q[:4] * 0 + 99)
 def run(activation, q_slots, index, *operands):
-    config = GdpaConfig(block_kv=64, q_slots=q_slots) if q_slots else ShortGdpaConfig(16, 64, 2, 1)
+    short = ShortGdpaConfig(16, 64, 2, 1, finds_tiles=not index)
+    config = GdpaConfig(block_kv=64, q_slots=q_slots) if q_slots else short
     return ikbo.gdpa(
         *operands, *arrays[3:5], q_to_kv=indices[index], activation=activation,
         implementation="mosaic_gpu", config=config,

@@ -62,10 +62,12 @@ class Case:
     num_sms: int = 1
     dtype: str = "bfloat16"
     approx: str | None = None
+    bounds: tuple[int | None, int | None] = (None, None)
 
     @property
     def settings(self) -> Settings:
-        return problems_gdpa.make_settings(self.shape, self.activation, approx=self.approx)
+        settings = problems_gdpa.make_settings(self.shape, self.activation, approx=self.approx)
+        return settings._replace(max_seqlen_q=self.bounds[0], max_seqlen_kv=self.bounds[1])
 
 
 def of(q_lens: Any, kv_lens: tuple[int, ...], **rest: Any) -> Shape:
@@ -117,6 +119,34 @@ CASES = {
         dtype="float16",
     ),
     "short_pma": Case(of(3, (33, 0, 1), head_dim=128), "relu", ShortGdpaConfig(16, 64, ctas=1)),
+    # CTAs find their tiles: sequences have one tile or several, are empty, or are longer than their
+    # bounds; rows of none before, between and after them; CTAs without an item.
+    "short_found": Case(
+        of((30, 0, 64, 70, 5), (30, 3, 64, 50, 0), before=70, after=139, q_heads=2, kv_heads=1),
+        ("gelu_tanh", "silu"),
+        ShortGdpaConfig(block_kv=32, finds_tiles=True),
+        num_sms=1,
+    ),
+    "short_found_bounded": Case(
+        of((9, 40, 0, 16, 60), (30, 3, 64, 50, 70), after=5, head_dim=96),
+        "softmax",
+        ShortGdpaConfig(16, 32, slots=3, ctas=2, finds_tiles=True),
+        dtype="float16",
+        bounds=(16, 40),
+    ),
+    "short_found_bounded_several": Case(
+        of((9, 40, 0, 16, 60), (30, 3, 64, 50, 70), before=3, after=5, q_heads=2, kv_heads=2),
+        "relu",
+        ShortGdpaConfig(16, 32, slots=2, ctas=4, finds_tiles=True),
+        num_sms=5,
+        bounds=(35, 64),
+    ),
+    "short_found_pma": Case(
+        of(19, (33, 0, 1), head_dim=128, q_heads=2),
+        "relu",
+        ShortGdpaConfig(16, 64, ctas=1, finds_tiles=True),
+        num_sms=5,
+    ),
     # The attention kernel: CTAs with an item or none.
     "softmax_gaps": Case(of((0, 70, 0, 5), (65, 3, 0, 0), after=131), "softmax", num_sms=99),
 }
