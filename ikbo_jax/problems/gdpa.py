@@ -126,6 +126,8 @@ class GdpaConfig(FlashConfig):
       half_blocks: whether a sequence's last block is multiplied and activated at half width if at
         most half of it holds keys. Its scores are still computed at full width if it is also the
         first block or, with `early_scores`, the second.
+      tickets: whether a CTA takes its next work item when it has loaded the one before, by a
+        counter that XLA zeroes in a launch of its own; otherwise, each has a fixed share.
     """
 
     run: int = 1
@@ -133,6 +135,7 @@ class GdpaConfig(FlashConfig):
     late_turns: bool = False
     skip_empty: bool = False
     half_blocks: bool = False
+    tickets: bool = False
 
     def shared(self, head_dim: int) -> GdpaShared:
         """Shared memory and barriers of one CTA."""
@@ -167,7 +170,7 @@ class GdpaConfig(FlashConfig):
             )
         if self.run < 1:
             return f"run must be at least 1, but is {self.run}"
-        switches = ("early_scores", "skip_empty", "half_blocks")
+        switches = ("early_scores", "skip_empty", "half_blocks", "tickets")
         enabled = [name for name in switches if getattr(self, name)]
         if has_softmax and (self.run > 1 or enabled):
             return (

@@ -6,6 +6,7 @@ by side, and asynchronous reads at the latest time that is allowed.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from collections.abc import Callable
@@ -228,6 +229,22 @@ def test_emulated_offsets_that_fall_or_reach_outside(
         rising = jnp.asarray(np.maximum.accumulate(np.clip(bad, 0, 130)), jnp.int32)
         meant = arrays._replace(cu_seqlens_q=rising, cu_seqlens_kv=rising)
         gdpa.assert_correct(out, meant, case)
+
+
+@pytest.mark.parametrize(("sms", "seed"), [(3, 0), (3, 1), (99, 0)])
+def test_emulated_ctas_take_items_by_a_counter(
+    sms: int, seed: int, sm90: emulator.Emulator
+) -> None:
+    """Each item is one CTA's; with 99 SMs, there are at least as many CTAs as items.
+
+    The emulator knows no table of branches, so consumers compute rows that they have not got.
+    """
+    config = dataclasses.replace(gdpa.TWO_SLOTS, tickets=True)
+    case = dataclasses.replace(gdpa.CASES["tickets"], config=config, num_sms=sms)
+    arrays = problems_gdpa.make_arrays(case.shape, case.dtype)
+    with sm90.emulated(seed), pytest.MonkeyPatch.context() as patch:
+        out = gdpa.attend(arrays, case, patch)
+    gdpa.assert_correct(out, arrays, case)
 
 
 def test_emulated_d_query_of_several_chunks_of_keys(

@@ -45,6 +45,8 @@ CONFIGS = {
     "jagged_narrow": GdpaConfig(64, 4, 4, skip_empty=True, half_blocks=True),
     "jagged_one_slot": GdpaConfig(128, 3, 3, 1, skip_empty=True, half_blocks=True),
     "jagged_runs": GdpaConfig(128, 2, 2, 3, 8, True, True, skip_empty=True, half_blocks=True),
+    "tickets": GdpaConfig(late_turns=True, skip_empty=True, half_blocks=True, tickets=True),
+    "tickets_runs": GdpaConfig(v_stages=2, q_slots=3, run=3, tickets=True),
     "short": ShortGdpaConfig(),
     "short_rows_16": ShortGdpaConfig(16, 16, 3, 1),
     "short_wide": ShortGdpaConfig(32, 128, 2, 1),

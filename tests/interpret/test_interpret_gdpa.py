@@ -102,6 +102,13 @@ CASES = {
         "relu_squared",
         config=dataclasses.replace(ONE_SLOT, **JAGGED),
     ),
+    # CTAs take runs by a counter; the interpreter has one CTA.
+    "tickets": Case(
+        of((70, 5, 64, 130), (100, 80, 0, 33), before=3, q_heads=2),
+        "gelu",
+        dataclasses.replace(TWO_SLOTS, tickets=True, **JAGGED),
+    ),
+    "tickets_runs": Case(of((260, 130), (33, 20)), config=dataclasses.replace(RUNS, tickets=True)),
     # Queries of all sequences; without options, consumer 1 multiplies rows that it has not got.
     "pma_one_slot": Case(of(3, (33, 0, 1)), "gelu_tanh", ONE_SLOT, approx="tanh_bf16"),
     # The kernel for short sequences: several items of a CTA, one, none; several blocks of keys, and
