@@ -24,6 +24,8 @@ TILE_ROWS = (16, 32, 64)
 MAX_KEYS, MAX_QUERIES = 96, 96
 #: Largest number of either for which configurations of this kernel are worth timing.
 MAX_CANDIDATE = 128
+#: Most sequences for which the default is that CTAs find their tiles; none was timed yet.
+MOST_FOUND = 0
 #: Words that the warps of a CTA which finds its tiles exchange: four arrays of four.
 FOUND_PARTS = 16
 #: Most registers of a thread.
@@ -231,15 +233,16 @@ def is_candidate(problem: Any) -> bool:
 def candidate_configs(problem: Any) -> Iterator[ShortGdpaConfig]:
     """Yields the legal configurations worth timing, the most promising first.
 
-    Of those whose CTAs find their tiles, the first only, as the second one: none was timed yet.
+    Of those whose CTAs find their tiles, the first only: before the others up to `MOST_FOUND`
+    sequences, else as the second one.
     """
     queries, keys = longest(problem)
     rows = next((n for n in TILE_ROWS if queries <= n), WGMMA_M)
     block = min(max(-(-int(keys) // 16) * 16, 16), 128)
     blocks = dict.fromkeys((min(block, 64), block, 64, 32))
-    is_first = True
+    is_first, is_found = True, problem.batch <= MOST_FOUND
     for block_kv, slots in itertools.product(blocks, (2, 3)):
-        for finds_tiles in (False, True)[: 1 + is_first]:
+        for finds_tiles in (is_found, not is_found) if is_first else (False,):
             plain = ShortGdpaConfig(rows, block_kv, slots, 1, finds_tiles)
             if plain.illegal_reason(problem) is None:
                 yield dataclasses.replace(plain, ctas=most_ctas(plain, problem))

@@ -21,7 +21,9 @@ from ikbo_jax.cases import gdpa
 from ikbo_jax.cases.gdpa import Case
 from ikbo_jax.ops import dispatch
 from ikbo_jax.problems import GdpaConfig, GdpaProblem, ShortGdpaConfig, short_gdpa
-from ikbo_jax.problems.gdpa import ACTIVATION_DISTANCE, MAX_BLOCK_KV
+from ikbo_jax.problems import gdpa as gdpa_problems
+from ikbo_jax.problems.gdpa import MAX_BLOCK_KV
+from ikbo_jax.problems.gdpa_sizes import ACTIVATION_DISTANCE
 from ikbo_jax.tuning import table
 
 ROWS = 1152 * 1024
@@ -231,6 +233,42 @@ def test_short_sequences_have_a_kernel_of_their_own(builtin, monkeypatch):
     # A row of the same class names the kernel, and is read as it was written.
     table.write_user_row(row(short, ShortGdpaConfig(64, 32, 3, 2)))
     assert table.lookup(short).config == ShortGdpaConfig(64, 32, 3, 2)
+
+
+def first(problem: GdpaProblem) -> Any:
+    """The default configuration, which `default_config` would keep from before a change."""
+    return next(iter(problem.candidate_configs()))
+
+
+def test_ctas_find_their_tiles_by_default_once_that_is_timed(monkeypatch):
+    """The constant alone decides."""
+    bounds = {"q_rows": 600 * 32, "kv_rows": 600 * 32, "batch": 600, "batch_kv": 600}
+    short = at(**bounds, head_dim=64, max_seqlen_q=64, max_seqlen_kv=64)
+    listed, found, *_ = short_gdpa.candidate_configs(short)
+    assert (listed.finds_tiles, found.finds_tiles) == (False, True)
+    assert first(short) == listed
+    monkeypatch.setattr(short_gdpa, "MOST_FOUND", 600)
+    assert first(short) == found
+    assert not first(dataclasses.replace(short, batch=601, batch_kv=601)).finds_tiles
+    shared = dataclasses.replace(short, batch_kv=599)
+    assert not any(c.finds_tiles for c in short_gdpa.candidate_configs(shared))
+
+
+def test_tickets_by_default_once_they_are_timed(builtin, monkeypatch):
+    """The constant alone decides; where a near row has none, too."""
+    lengths = {"q_rows": 244 * 167, "kv_rows": 244 * 167, "batch": 244, "batch_kv": 244}
+    tailed = at(**lengths, q_heads=1, kv_heads=1, max_seqlen_q=2048, max_seqlen_kv=2048)
+    near = dataclasses.replace(tailed, q_rows=244 * 180)
+    builtin(row(near, GdpaConfig(skip_empty=True)))
+    softmax = dataclasses.replace(tailed, activations=("softmax",))
+    uniform = dataclasses.replace(tailed, max_seqlen_kv=512)
+    for most, expected in ((0, False), (32, True)):
+        monkeypatch.setattr(gdpa_problems, "TICKETS_MOST_ROUNDS", most)
+        assert first(tailed).tickets == expected
+        config = table.lookup(dataclasses.replace(tailed, q_heads=2, kv_heads=2)).config
+        assert (config.tickets, config.skip_empty) == (expected, True)
+        assert not any(first(p).tickets for p in (softmax, uniform))
+        assert not first(dataclasses.replace(tailed, q_heads=40, kv_heads=40)).tickets
 
 
 def test_few_queries_of_all_sequences_have_three_slots(monkeypatch):
