@@ -235,12 +235,8 @@ def test_emulated_offsets_that_fall_or_reach_outside(
 def test_emulated_ctas_take_items_by_a_counter(
     sms: int, seed: int, sm90: emulator.Emulator
 ) -> None:
-    """Each item is one CTA's; with 99 SMs, there are at least as many CTAs as items.
-
-    The emulator knows no table of branches, so consumers compute rows that they have not got.
-    """
-    config = dataclasses.replace(gdpa.TWO_SLOTS, tickets=True)
-    case = dataclasses.replace(gdpa.CASES["tickets"], config=config, num_sms=sms)
+    """Each item is one CTA's; with 99 SMs, there are at least as many CTAs as items."""
+    case = dataclasses.replace(gdpa.CASES["tickets"], num_sms=sms)
     arrays = problems_gdpa.make_arrays(case.shape, case.dtype)
     with sm90.emulated(seed), pytest.MonkeyPatch.context() as patch:
         out = gdpa.attend(arrays, case, patch)

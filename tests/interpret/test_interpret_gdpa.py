@@ -106,7 +106,7 @@ CASES = {
     "tickets": Case(
         of((70, 5, 64, 130), (100, 80, 0, 33), before=3, q_heads=2),
         "gelu",
-        dataclasses.replace(TWO_SLOTS, tickets=True, **JAGGED),
+        dataclasses.replace(TWO_SLOTS, tickets=True),
     ),
     "tickets_runs": Case(of((260, 130), (33, 20)), config=dataclasses.replace(RUNS, tickets=True)),
     # Queries of all sequences; without options, consumer 1 multiplies rows that it has not got.
