@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -90,9 +91,12 @@ def _send_item(ctx: GdpaContext, head: Any, end: Any, tile: Any, progress: _Prog
     return _Progress(progress.items + 1, ctx.step_after(progress.steps, blocks, is_kept), is_kept)
 
 
-def _send_run(ctx: GdpaContext, number: Any, progress: _Progress) -> _Progress:
-    """Sends a run: one head of consecutive tiles."""
+def _send_run(
+    ctx: GdpaContext, number_of: Callable[[Any], Any], i: Any, progress: _Progress
+) -> _Progress:
+    """Sends run number_of(i): one head of consecutive tiles."""
     run, heads, tiles = ctx.config.run, ctx.shape.q_heads, ctx.operands.counts[0]
+    number = number_of(i)
     begin, head = lax.div(number, heads) * run, lax.rem(number, heads)
     end = jnp.minimum(begin + run, tiles)
     return lax.fori_loop(begin, end, functools.partial(_send_item, ctx, head, end), progress)
@@ -109,7 +113,7 @@ def _send_taken_runs(ctx: GdpaContext, runs: Any, progress: _Progress) -> _Progr
 
     def send(carry: tuple[Any, Any, _Progress]) -> tuple[Any, Any, _Progress]:
         i, number, progress = carry
-        progress = _send_run(ctx, number, progress)
+        progress = _send_run(ctx, lambda taken: taken, number, progress)
         return i + 1, take(i), progress
 
     start = (jnp.int32(0), ctx.worker, progress)
@@ -120,15 +124,13 @@ def produce(ctx: GdpaContext) -> None:
     """The producer warp."""
     config = ctx.config
     zero = jnp.int32(0)
-    runs = lax.div(ctx.operands.counts[0] + (config.run - 1), config.run) * ctx.shape.q_heads
     progress = _Progress(zero, zero, zero)
+    runs = lax.div(ctx.operands.counts[0] + (config.run - 1), config.run)
+    items = runs * ctx.shape.q_heads
     if config.tickets:
-        progress = _send_taken_runs(ctx, runs, progress)
+        progress = _send_taken_runs(ctx, items, progress)
     else:
-
-        def send(i: Any, progress: _Progress) -> _Progress:
-            return _send_run(ctx, ctx.work_item(i), progress)
-
-        progress = lax.fori_loop(0, ctx.work_items(runs), send, progress)
+        send = functools.partial(_send_run, ctx, ctx.work_item)
+        progress = lax.fori_loop(0, ctx.work_items(items), send, progress)
     _describe(ctx, progress, Item(zero, zero, zero, zero), Destination(zero, zero, zero))
     ctx.drain()

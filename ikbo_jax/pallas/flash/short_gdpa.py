@@ -245,6 +245,7 @@ def _zero_gaps(ctx: Context, found: found_tiles.Found) -> None:
         _finish(ctx, item, zero, state)
 
     found_tiles.for_each_gap(ctx.segments, found, shape.workers, shape.q_heads, store)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=False)
 
 
 def consume(ctx: Context) -> None:
@@ -274,11 +275,11 @@ def consume(ctx: Context) -> None:
             pl.when(following.index < count)(functools.partial(_load, ctx, following))
             following = _advance(ctx, count, following)
         lax.fori_loop(0, count, one_item, (zero, following))
+        # What was stored must not be lost when the CTA ends.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=False)
 
     if found is not None:
         _zero_gaps(ctx, found)
-    # What was stored must not be lost when the CTA ends.
-    plgpu.wait_smem_to_gmem(0, wait_read_only=False)
 
 
 # Host side
