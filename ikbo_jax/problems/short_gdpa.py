@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from ikbo_jax.problems import flash, hopper, memory
+from ikbo_jax.problems.gdpa_sizes import SOFTMAX
 from ikbo_jax.problems.hopper import BLOCK_K, WARPGROUP_SIZE, WGMMA_M
 from ikbo_jax.problems.problem import Config
 
@@ -179,7 +180,11 @@ class ShortGdpaConfig(Config):
 
 def registers(config: ShortGdpaConfig, problem: Any) -> int:
     """Registers of a thread that a launch takes at most."""
-    values = WGMMA_M * (config.block_kv + problem.head_dim) // WARPGROUP_SIZE
+    block = config.block_kv
+    if SOFTMAX in problem.activations:
+        # 48 and 96 keys take it as many registers as 64 and 128: 128 and 184 at H = 64.
+        block = 1 << (block - 1).bit_length()
+    values = WGMMA_M * (block + problem.head_dim) // WARPGROUP_SIZE
     is_long = any(
         problem.approx not in LONG_ACTIVATIONS.get(name, (problem.approx,))
         for name in problem.activations
