@@ -26,6 +26,9 @@ EARLY_SCORES_MAX_WIDTH = 128
 SERIALISED_HALVES_WIDTHS = (64, 256)
 #: Activations whose kernels compile with `half_blocks` at these widths, too, if all heads have one.
 COMPILED_HALVES = ("gelu_tanh", "silu")
+#: Head width at which gelu's products are serialised for some sizes: with one head and blocks of 64
+#: keys, with tickets and seeds; not for 1,152 sequences with four heads.
+SERIALISED_GELU_WIDTH = 96
 #: Words of a descriptor in shared memory: an `Item`, then a `Destination` (`flash.gdpa_context`).
 ITEM_WORDS = 7
 #: Slots for descriptors beyond the number of query slots.  A consumer reads a descriptor for the
@@ -284,6 +287,7 @@ class GdpaProblem(GdpaSizes):
         if self.prefers_tickets:
             config = dataclasses.replace(config, tickets=True)
         is_compiled = len(set(self.activations)) == 1 and self.activations[0] in COMPILED_HALVES
-        if is_compiled or self.head_dim not in SERIALISED_HALVES_WIDTHS:
+        is_gelu = self.head_dim == SERIALISED_GELU_WIDTH and "gelu" in self.activations
+        if is_compiled or not (is_gelu or self.head_dim in SERIALISED_HALVES_WIDTHS):
             return config
         return dataclasses.replace(config, half_blocks=False)
