@@ -79,14 +79,13 @@ NARROW_BLOCK, NARROW_MAX_KEYS = 64, 384
 #: H = 64: 41.6 instead of 42.7 us (23 queries), 95.7 instead of 103.3 (19 queries).
 SEEDS = 64
 #: Most rounds of work items, one item of each CTA, for which the default is that CTAs take them by
-#: a counter where lengths differ by far; 0: nothing was timed yet. By counting blocks and 0.9 of a
-#: block for each item, the last CTA of log-normal lengths ends 18 to 26 % earlier with 2.3 to 3.4
-#: rounds, 9 % with 7.3, 6 % with 14; but not with 1.2, where it has nothing but the longest item.
-TICKETS_MOST_ROUNDS = 0
+#: a counter where lengths differ by far. 2.2 and 2.7 rounds of log-normal lengths: 32.8 us instead
+#: of 38.1, 34.5 instead of 41.4; with 8.5 rounds of PMA 30.9 instead of 39.3, with 29.8 rounds 78.7
+#: instead of 81.2. By counting blocks, the last CTA ends 9 % earlier with 7.3 rounds, 6 % with 14;
+#: but not with 1.2, where it has nothing but the longest item: 24.2 and 24.0 us.
+TICKETS_MOST_ROUNDS = 32
 #: Lengths differ by far if the bound is more than so many times the mean.
 LONG_TAIL = 4
-#: SMs of an H100 and of an H200.
-NUM_SMS = 132
 
 
 class GdpaShared(NamedTuple):
@@ -202,7 +201,7 @@ class GdpaProblem(GdpaSizes):
         The first one is the default configuration.
         """
         short = list(itertools.islice(short_gdpa.candidate_configs(self), MAX_SHORT_CONFIGS))
-        if short_gdpa.is_preferred(self):
+        if self.prefers_short:
             yield from short
             yield from self._long_configs(MAX_CONFIGS - len(short))
         elif short_gdpa.is_candidate(self):
@@ -212,10 +211,15 @@ class GdpaProblem(GdpaSizes):
             yield from self._long_configs(MAX_CONFIGS)
 
     def default_rule(self) -> str:
-        if not short_gdpa.is_preferred(self):
+        reason = short_gdpa.why_preferred(self)
+        if reason is None:
             return "the kernel for long sequences, which is faster than XLA at all measured sizes"
-        queries, keys = short_gdpa.MAX_QUERIES, short_gdpa.MAX_KEYS
-        return f"the kernel for short sequences (up to {queries} queries and {keys} keys)"
+        return f"the kernel for short sequences ({reason})"
+
+    @property
+    def prefers_short(self) -> bool:
+        """Whether the kernel for short sequences is the default."""
+        return short_gdpa.why_preferred(self) is not None
 
     def _long_configs(self, most: int) -> Iterator[GdpaConfig]:
         """Yields `most` configurations of the kernel for long sequences.
@@ -256,8 +260,7 @@ class GdpaProblem(GdpaSizes):
         """Whether CTAs take work items by a counter by default (`TICKETS_MOST_ROUNDS`)."""
         mean = self._mean_lengths()[1]
         is_long_tailed = (self.max_seqlen_kv or 0) > LONG_TAIL * mean
-        tiles = self.q_rows / TILE_ROWS + self.batch / 2  # the last of each sequence is half full
-        rounds = tiles * self.q_heads / NUM_SMS
+        rounds = short_gdpa.work_items(self, TILE_ROWS) / short_gdpa.NUM_SMS
         has_softmax = SOFTMAX in self.activations
         return is_long_tailed and not has_softmax and 1 < rounds <= TICKETS_MOST_ROUNDS
 
@@ -272,10 +275,14 @@ class GdpaProblem(GdpaSizes):
     def fits(self, config: GdpaConfig | ShortGdpaConfig) -> bool:
         """False for the other kernel than the rule's, whose rows do not compare; and if run > 1 and
         keys do not fit the stages: a run then only unbalances the CTAs. Nor with other blocks, or
-        query slots, than the defaults where these are known to be faster."""
-        if isinstance(config, ShortGdpaConfig) or short_gdpa.is_preferred(self):
+        query slots, than the defaults where these are known to be faster. Nor without tickets where
+        these are the default: with them, the default rings take 32.8 and 34.5 us, those of the
+        nearest row, at distances of 1.8 and 1.7, 35.6 and 36.7."""
+        if isinstance(config, ShortGdpaConfig) or self.prefers_short:
             return False
         if self.prefers_narrow_blocks and config.block_kv != NARROW_BLOCK:
+            return False
+        if self.prefers_tickets and not config.tickets:
             return False
         if self.has_seeds and config.q_slots < RINGS[0][-1]:
             return False
