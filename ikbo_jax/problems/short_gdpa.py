@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -243,6 +244,7 @@ def longest(problem: Any) -> tuple[float, float]:
     return q, kv
 
 
+@functools.lru_cache(maxsize=1024)  # the table asks for each of its rows
 def why_preferred(problem: Any) -> str | None:
     """Why the kernel is the default for a `GdpaProblem`, in a few words; None if it is not.
 
