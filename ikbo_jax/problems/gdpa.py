@@ -200,13 +200,16 @@ class GdpaProblem(GdpaSizes):
 
         The first one is the default configuration.
         """
-        short = list(itertools.islice(short_gdpa.candidate_configs(self), MAX_SHORT_CONFIGS))
+        short = itertools.islice(short_gdpa.candidate_configs(self), MAX_SHORT_CONFIGS)
         if self.prefers_short:
-            yield from short
-            yield from self._long_configs(MAX_CONFIGS - len(short))
+            number = 0
+            for number, config in enumerate(short, 1):  # noqa: B007
+                yield config
+            yield from self._long_configs(MAX_CONFIGS - number)
         elif short_gdpa.is_candidate(self):
-            yield from self._long_configs(MAX_CONFIGS - len(short))
-            yield from short
+            last = list(short)
+            yield from self._long_configs(MAX_CONFIGS - len(last))
+            yield from last
         else:
             yield from self._long_configs(MAX_CONFIGS)
 

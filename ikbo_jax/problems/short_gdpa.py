@@ -283,16 +283,16 @@ def candidate_configs(problem: Any) -> Iterator[ShortGdpaConfig]:
     rows = _tile_rows(problem)
     first = _default_block(problem, rows)
     whole = min(max(-(-int(longest(problem)[1]) // 16) * 16, 16), BLOCKS[-1])
-    found: dict[ShortGdpaConfig, None] = {}
+    found: set[ShortGdpaConfig] = set()
     blocks = dict.fromkeys((first, min(whole, 64), whole, 32))
     for block_kv, slots in itertools.product(blocks, (2, 3)):
         plain = ShortGdpaConfig(rows, block_kv, slots)
         finds = _finds_tiles(problem, plain)
         for finds_tiles in (finds, not finds) if not found else (finds,):
             config = _filled(dataclasses.replace(plain, finds_tiles=finds_tiles), problem)
-            if config.illegal_reason(problem) is None:
-                found[config] = None
-    yield from found
+            if config not in found and config.illegal_reason(problem) is None:
+                found.add(config)
+                yield config
 
 
 def _tile_rows(problem: Any) -> int:
