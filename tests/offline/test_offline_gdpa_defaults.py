@@ -75,7 +75,7 @@ CHOSEN = (
     "h64_relu_keys",
     "h128_softmax_bfloat16_default_pffn_94",
     "h64_gelu_bfloat16_default_seeds",
-    "h64_softmax_bfloat16_default_few_272",
+    "h64_softmax_bfloat16_default_uniform_91",
 )
 
 
