@@ -170,7 +170,10 @@ CHOSEN = {
         "stored_grouped_heads_h192",
         "users_without_candidates_h96_f16",
     ],
-    "gdpa": ["softmax_gaps", "short_found", "short_found_bounded", "short_found_pma"],
+    "gdpa": [
+        *("softmax_gaps", "short_found", "short_found_bounded", "short_found_pma"),
+        *("short_found_pffn", "short_found_pma_32"),
+    ],
     "gdpa_backward": [
         "indexed_in_parts",
         "softmax_gaps",
@@ -231,12 +234,15 @@ def test_emulated_offsets_that_fall_or_reach_outside(
         gdpa.assert_correct(out, meant, case)
 
 
-@pytest.mark.parametrize(("sms", "seed"), [(3, 0), (3, 1), (99, 0)])
+@pytest.mark.parametrize(
+    ("name", "sms", "seed"),
+    [("tickets", 3, 0), ("tickets", 3, 1), ("tickets", 99, 0), ("tickets_one_slot_h256", 3, 0)],
+)
 def test_emulated_ctas_take_items_by_a_counter(
-    sms: int, seed: int, sm90: emulator.Emulator
+    name: str, sms: int, seed: int, sm90: emulator.Emulator
 ) -> None:
     """Each item is one CTA's; with 99 SMs, there are at least as many CTAs as items."""
-    case = dataclasses.replace(gdpa.CASES["tickets"], num_sms=sms)
+    case = dataclasses.replace(gdpa.CASES[name], num_sms=sms)
     arrays = problems_gdpa.make_arrays(case.shape, case.dtype)
     with sm90.emulated(seed), pytest.MonkeyPatch.context() as patch:
         out = gdpa.attend(arrays, case, patch)

@@ -110,6 +110,13 @@ CASES = {
         dataclasses.replace(TWO_SLOTS, tickets=True),
     ),
     "tickets_runs": Case(of((260, 130), (33, 20)), config=dataclasses.replace(RUNS, tickets=True)),
+    # The default of long-tailed lengths at H = 256: one slot of queries.
+    "tickets_one_slot_h256": Case(
+        of((70, 5, 0, 130), (100, 80, 9, 33), before=3, q_heads=2, kv_heads=1, head_dim=256),
+        "gelu_tanh",
+        dataclasses.replace(ONE_SLOT, v_stages=2, late_turns=True, tickets=True, **JAGGED),
+        approx="tanh",
+    ),
     # Queries of all sequences; without options, consumer 1 multiplies rows that it has not got.
     "pma_one_slot": Case(of(3, (33, 0, 1)), "gelu_tanh", ONE_SLOT, approx="tanh_bf16"),
     # The kernel for short sequences: several items of a CTA, one, none; several blocks of keys, and
