@@ -6,6 +6,7 @@ by side, and asynchronous reads at the latest time that is allowed.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from collections.abc import Callable
@@ -28,6 +29,7 @@ import test_interpret_packed_compression as packed_compression
 import test_interpret_resident_compression as resident_compression
 
 from ikbo_jax.pallas.attention_backward.kernel import attention_backward_kernel
+from ikbo_jax.problems import ShortGdpaConfig
 
 pytestmark = [
     pytest.mark.usefixtures("on_cpu"),
@@ -168,7 +170,10 @@ CHOSEN = {
         "stored_grouped_heads_h192",
         "users_without_candidates_h96_f16",
     ],
-    "gdpa": ["softmax_gaps"],
+    "gdpa": [
+        *("softmax_gaps", "short_found", "short_found_bounded", "short_found_pma"),
+        *("short_found_pffn", "short_found_pma_32"),
+    ],
     "gdpa_backward": [
         "indexed_in_parts",
         "softmax_gaps",
@@ -209,6 +214,39 @@ def test_emulated_results_are_right(
     run, _ = KERNELS[kernel]
     run(sm90, name, seed)
     assert sm90.launches
+
+
+@pytest.mark.parametrize("bounds", [(None, None), (40, 40)])
+def test_emulated_offsets_that_fall_or_reach_outside(
+    bounds: tuple[int | None, int | None], sm90: emulator.Emulator
+) -> None:
+    """A CTA that finds its tiles reads and writes nothing outside of the arrays."""
+    config = ShortGdpaConfig(64, 32, ctas=3, finds_tiles=True)
+    case = gdpa.Case(gdpa.of((60, 70), (60, 70)), config=config, num_sms=2, bounds=bounds)
+    arrays = problems_gdpa.make_arrays(case.shape, case.dtype)
+    for bad in ([-5, 2**31 - 1, 3], [300, 20, 10], [7, 7, 7], [90, 20, 130]):
+        wild = jnp.asarray(bad, jnp.int32)
+        given = arrays._replace(cu_seqlens_q=wild, cu_seqlens_kv=wild)
+        with sm90.emulated(0), pytest.MonkeyPatch.context() as patch:
+            out = gdpa.attend(given, case, patch)
+        rising = jnp.asarray(np.maximum.accumulate(np.clip(bad, 0, 130)), jnp.int32)
+        meant = arrays._replace(cu_seqlens_q=rising, cu_seqlens_kv=rising)
+        gdpa.assert_correct(out, meant, case)
+
+
+@pytest.mark.parametrize(
+    ("name", "sms", "seed"),
+    [("tickets", 3, 0), ("tickets", 3, 1), ("tickets", 99, 0), ("tickets_one_slot_h256", 3, 0)],
+)
+def test_emulated_ctas_take_items_by_a_counter(
+    name: str, sms: int, seed: int, sm90: emulator.Emulator
+) -> None:
+    """Each item is one CTA's; with 99 SMs, there are at least as many CTAs as items."""
+    case = dataclasses.replace(gdpa.CASES[name], num_sms=sms)
+    arrays = problems_gdpa.make_arrays(case.shape, case.dtype)
+    with sm90.emulated(seed), pytest.MonkeyPatch.context() as patch:
+        out = gdpa.attend(arrays, case, patch)
+    gdpa.assert_correct(out, arrays, case)
 
 
 def test_emulated_d_query_of_several_chunks_of_keys(

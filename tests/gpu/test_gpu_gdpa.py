@@ -45,9 +45,15 @@ CONFIGS = {
     "jagged_narrow": GdpaConfig(64, 4, 4, skip_empty=True, half_blocks=True),
     "jagged_one_slot": GdpaConfig(128, 3, 3, 1, skip_empty=True, half_blocks=True),
     "jagged_runs": GdpaConfig(128, 2, 2, 3, 8, True, True, skip_empty=True, half_blocks=True),
+    "tickets": GdpaConfig(late_turns=True, skip_empty=True, half_blocks=True, tickets=True),
+    "tickets_runs": GdpaConfig(v_stages=2, q_slots=3, run=3, tickets=True),
     "short": ShortGdpaConfig(),
     "short_rows_16": ShortGdpaConfig(16, 16, 3, 1),
     "short_wide": ShortGdpaConfig(32, 128, 2, 1),
+    "short_found": ShortGdpaConfig(finds_tiles=True),
+    "short_found_rows_16": ShortGdpaConfig(16, 32, 3, 1, finds_tiles=True),
+    "short_found_wide": ShortGdpaConfig(32, 128, 2, 1, finds_tiles=True),
+    "short_found_narrow": ShortGdpaConfig(64, 48, 2, 2, finds_tiles=True),
 }
 
 
@@ -207,6 +213,50 @@ def test_gdpa_bad_offsets_read_nothing_outside(bad, activation):
     wild = jnp.asarray(bad, jnp.int32)
     arrays = arrays._replace(cu_seqlens_q=wild, cu_seqlens_kv=wild)
     settings = problems_gdpa.make_settings(shape, activation)
+    for config in (None, ShortGdpaConfig(ctas=1, finds_tiles=True)):
+        check(run(arrays, settings, config=config), arrays, settings)
+
+
+@pytest.mark.parametrize("activation", ["silu", "softmax"])
+@pytest.mark.parametrize("name", ["self", "empty", "many_short", "gqa", "pma"])
+@pytest.mark.parametrize("longest", [None, 1, 50, 130])
+def test_gdpa_ctas_find_their_tiles(longest, name, activation):
+    """Rows past the bounds, and of no sequence, become zeros."""
+    arrays = problems_gdpa.make_arrays(SHAPES[name])
+    settings = problems_gdpa.make_settings(SHAPES[name], activation)
+    settings = settings._replace(max_seqlen_kv=longest)
+    if not settings.broadcast_q:
+        settings = settings._replace(max_seqlen_q=longest)
+    config = ShortGdpaConfig(32, 64, 2, 1, finds_tiles=True)
+    check(run(arrays, settings, config=config), arrays, settings)
+
+
+# Sizes for which the kernel for short sequences is the default, and their bounds.
+PREFERRED = {
+    "pffn_h128": (of(drawn(14, 30, 400), (94,) * 30, before=3, after=70), (400, 94)),
+    "pffn_h96": (of(drawn(14, 99, 400), (31,) * 99, kv_heads=1, head_dim=96), (400, 31)),
+    "pma": (of(23, drawn(15, 40, 700), head_dim=64, q_heads=4, after=3), (None, 700)),
+    "pma_64": (of(64, drawn(15, 9, 300), head_dim=64, before=2), (None, 257)),
+    "few": (
+        of(drawn(16, 40, 270), drawn(16, 40, 270), head_dim=64, before=1, after=66),
+        (270,) * 2,
+    ),
+    "few_long": (of((2000, 3, 0, 129), (1900, 3, 65, 0), kv_heads=1, head_dim=64), (2048,) * 2),
+    "few_cut": (of(drawn(17, 60, 300), drawn(17, 60, 300), head_dim=64, after=5), (200, 210)),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ["gelu_tanh", "gelu", "softmax"])
+@pytest.mark.parametrize("name", PREFERRED)
+def test_gdpa_where_the_kernel_for_short_sequences_is_the_default(name, activation, dtype):
+    shape, (max_seqlen_q, max_seqlen_kv) = PREFERRED[name]
+    arrays = problems_gdpa.make_arrays(shape, dtype)
+    settings = problems_gdpa.make_settings(
+        shape, activation, max_seqlen_q=max_seqlen_q, max_seqlen_kv=max_seqlen_kv
+    )
+    (plan,) = ikbo.explain(functools.partial(run, settings=settings), arrays).plans
+    assert isinstance(plan.config, ShortGdpaConfig)
     check(run(arrays, settings), arrays, settings)
 
 
@@ -318,7 +368,8 @@ shape = problems_gdpa.Shape((0, 70, 5, 130), (40, 0, 129, 65), 2, 1, 128, before
 arrays = problems_gdpa.make_arrays(shape)
 indices = (None, arrays.cu_seqlens_q[:4] * 0 + 99)
 def run(activation, q_slots, index, *operands):
-    config = GdpaConfig(block_kv=64, q_slots=q_slots) if q_slots else ShortGdpaConfig(16, 64, 2, 1)
+    short = ShortGdpaConfig(16, 64, 2, 1, finds_tiles=not index)
+    config = GdpaConfig(block_kv=64, q_slots=q_slots) if q_slots else short
     return ikbo.gdpa(
         *operands, *arrays[3:5], q_to_kv=indices[index], activation=activation,
         implementation="mosaic_gpu", config=config,

@@ -32,6 +32,7 @@ from ikbo_jax.pallas.flash import (
     tile_list_kernel,
 )
 from ikbo_jax.pallas.flash import gdpa_forward as kernel
+from ikbo_jax.pallas.flash.found_tiles import Sequences
 from ikbo_jax.problems import GdpaConfig, GdpaProblem, ShortGdpaConfig
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, TILE_ROWS
 from ikbo_jax.reference import gdpa as reference
@@ -62,10 +63,12 @@ class Case:
     num_sms: int = 1
     dtype: str = "bfloat16"
     approx: str | None = None
+    bounds: tuple[int | None, int | None] = (None, None)
 
     @property
     def settings(self) -> Settings:
-        return problems_gdpa.make_settings(self.shape, self.activation, approx=self.approx)
+        settings = problems_gdpa.make_settings(self.shape, self.activation, approx=self.approx)
+        return settings._replace(max_seqlen_q=self.bounds[0], max_seqlen_kv=self.bounds[1])
 
 
 def of(q_lens: Any, kv_lens: tuple[int, ...], **rest: Any) -> Shape:
@@ -100,6 +103,20 @@ CASES = {
         "relu_squared",
         config=dataclasses.replace(ONE_SLOT, **JAGGED),
     ),
+    # CTAs take runs by a counter; the interpreter has one CTA.
+    "tickets": Case(
+        of((70, 5, 64, 130), (100, 80, 0, 33), before=3, q_heads=2),
+        "gelu",
+        dataclasses.replace(TWO_SLOTS, tickets=True),
+    ),
+    "tickets_runs": Case(of((260, 130), (33, 20)), config=dataclasses.replace(RUNS, tickets=True)),
+    # The default of long-tailed lengths at H = 256: one slot of queries.
+    "tickets_one_slot_h256": Case(
+        of((70, 5, 0, 130), (100, 80, 9, 33), before=3, q_heads=2, kv_heads=1, head_dim=256),
+        "gelu_tanh",
+        dataclasses.replace(ONE_SLOT, v_stages=2, late_turns=True, tickets=True, **JAGGED),
+        approx="tanh",
+    ),
     # Queries of all sequences; without options, consumer 1 multiplies rows that it has not got.
     "pma_one_slot": Case(of(3, (33, 0, 1)), "gelu_tanh", ONE_SLOT, approx="tanh_bf16"),
     # The kernel for short sequences: several items of a CTA, one, none; several blocks of keys, and
@@ -117,6 +134,86 @@ CASES = {
         dtype="float16",
     ),
     "short_pma": Case(of(3, (33, 0, 1), head_dim=128), "relu", ShortGdpaConfig(16, 64, ctas=1)),
+    # CTAs find their tiles: sequences have one tile or several, are empty, or are longer than their
+    # bounds; rows of none before, between and after them; CTAs without an item.
+    "short_found": Case(
+        of((30, 0, 64, 70, 5), (30, 3, 64, 50, 0), before=70, after=139, q_heads=2, kv_heads=1),
+        ("gelu_tanh", "silu"),
+        ShortGdpaConfig(block_kv=32, finds_tiles=True),
+        num_sms=1,
+    ),
+    "short_found_bounded": Case(
+        of((9, 40, 0, 16, 60), (30, 3, 64, 50, 70), after=5, head_dim=96),
+        "softmax",
+        ShortGdpaConfig(16, 32, slots=3, ctas=2, finds_tiles=True),
+        dtype="float16",
+        bounds=(16, 40),
+    ),
+    "short_found_bounded_several": Case(
+        of((9, 40, 0, 16, 60), (30, 3, 64, 50, 70), before=3, after=5, q_heads=2, kv_heads=2),
+        "relu",
+        ShortGdpaConfig(16, 32, slots=2, ctas=4, finds_tiles=True),
+        num_sms=5,
+        bounds=(35, 64),
+    ),
+    "short_found_pma": Case(
+        of(19, (33, 0, 1), head_dim=128, q_heads=2),
+        "relu",
+        ShortGdpaConfig(16, 64, ctas=1, finds_tiles=True),
+        num_sms=5,
+    ),
+    # Defaults beyond one tile. PFFN: few keys for several tiles of a sequence; more keys than a
+    # block; none. Offsets that begin and end within the rows, keys that heads share.
+    "short_pffn": Case(
+        of((130, 5, 0, 70), (31,) * 4, before=3, after=2, q_heads=2, kv_heads=1, head_dim=128),
+        "softmax",
+        ShortGdpaConfig(block_kv=32, ctas=3),
+        dtype="float16",
+    ),
+    "short_found_pffn": Case(
+        of((130, 5, 0, 70, 64), (94, 94, 94, 0, 94), before=3, after=70, q_heads=2, head_dim=128),
+        "softmax",
+        ShortGdpaConfig(block_kv=48, finds_tiles=True),
+        bounds=(200, 94),
+    ),
+    "short_found_pffn_gelu_h96_f16": Case(
+        of((129, 64, 1), (94, 7, 33), after=1, q_heads=2, kv_heads=1, head_dim=96),
+        ("gelu", "leaky_relu"),
+        ShortGdpaConfig(block_kv=48, finds_tiles=True),
+        dtype="float16",
+        num_sms=2,
+    ),
+    # PMA: tiles of 32 rows, or several of a sequence; several blocks of keys, and none.
+    "short_found_pma_32": Case(
+        of(23, (150, 0, 257), before=5, after=3, q_heads=2, kv_heads=1),
+        "gelu_tanh",
+        ShortGdpaConfig(32, 128, finds_tiles=True),
+        approx="tanh",
+        bounds=(None, 256),
+    ),
+    "short_found_pma_32_softmax_f16": Case(
+        of(32, (0, 129, 40)),
+        "softmax",
+        ShortGdpaConfig(32, 128, finds_tiles=True),
+        dtype="float16",
+    ),
+    "short_pma_64": Case(
+        of(64, (97, 0, 1), q_to_kv=(1, 0, 2)), "gelu", ShortGdpaConfig(64, 96, finds_tiles=True)
+    ),
+    # Few tiles of long sequences.
+    "short_found_long": Case(
+        of((200, 0, 65, 1), (200, 9, 65, 0), before=1, after=66),
+        "silu",
+        ShortGdpaConfig(block_kv=96, finds_tiles=True),
+        num_sms=3,
+        bounds=(192, 192),
+    ),
+    "short_found_long_softmax": Case(
+        of((130, 3), (130, 300), before=2, q_heads=2, kv_heads=1),
+        "softmax",
+        ShortGdpaConfig(block_kv=128, finds_tiles=True),
+        dtype="float16",
+    ),
     # The attention kernel: CTAs with an item or none.
     "softmax_gaps": Case(of((0, 70, 0, 5), (65, 3, 0, 0), after=131), "softmax", num_sms=99),
 }
@@ -279,23 +376,28 @@ def test_interpreted_softmax_is_exact_where_the_first_maximum_does_not_do(
         np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-4)
 
 
-def test_interpreted_short_softmax_returns_lse(launches: interpreter.Launches) -> None:
-    """Of several blocks, and of sequences without keys; a negative scale."""
-    shape = of((3, 5, 2), (20, 0, 40))
+@pytest.mark.parametrize("finds_tiles", [False, True])
+def test_interpreted_short_softmax_returns_lse(
+    finds_tiles: bool, launches: interpreter.Launches
+) -> None:
+    """Of several blocks, of several tiles, and of sequences without keys; a negative scale."""
+    shape = of((3, 5, 20), (20, 0, 40))
     arrays = problems_gdpa.make_arrays(shape)
-    sizes = {"q_rows": 10, "kv_rows": 60, "max_seqlen_q": None, "max_seqlen_kv": None}
-    tiles = tile_list.query_tiles(*arrays[3:], **sizes, size=16)
+    sizes = {"q_rows": 28, "kv_rows": 60, "max_seqlen_q": None, "max_seqlen_kv": None}
+    tiles: Any = Sequences(*arrays[3:5], None, None)
+    if not finds_tiles:
+        tiles = tile_list.query_tiles(*arrays[3:], **sizes, size=16)
     settings = problems_gdpa.make_settings(shape, "softmax", scale=-0.3)
     out, lse = short_gdpa.short_gdpa(
         *arrays[:3],
         tiles,
-        out_rows=10,
+        out_rows=28,
         activations=("softmax",),
         approx=None,
         scale=settings.scale,
         output_scale=settings.output_scale,
         return_residuals=True,
-        config=ShortGdpaConfig(16, 16),
+        config=ShortGdpaConfig(16, 16, finds_tiles=finds_tiles),
         num_sms=1,
         interpret=PARAMS,
     )
@@ -305,7 +407,7 @@ def test_interpreted_short_softmax_returns_lse(launches: interpreter.Launches) -
     problems.assert_within_error_rule(out, oracle, plain)
     query, key = (np.asarray(x).astype(float)[:, 0] for x in arrays[:2])
     assert np.all(np.isneginf(lse[3:8]))
-    for rows, keys in ((slice(0, 3), slice(0, 20)), (slice(8, 10), slice(20, 60))):
+    for rows, keys in ((slice(0, 3), slice(0, 20)), (slice(8, 28), slice(20, 60))):
         expected = np.logaddexp.reduce(settings.scale * query[rows] @ key[keys].T, axis=1)
         np.testing.assert_allclose(lse[rows, 0], expected, rtol=1e-5, atol=1e-4)
 

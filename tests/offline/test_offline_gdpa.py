@@ -14,6 +14,7 @@ import pytest
 
 from ikbo_jax.pallas.flash import attention, short_gdpa, tile_list, tile_list_kernel
 from ikbo_jax.pallas.flash import gdpa_forward as kernel
+from ikbo_jax.pallas.flash.found_tiles import Sequences
 from ikbo_jax.problems import GdpaConfig, GdpaProblem, ShortGdpaConfig, hopper
 from ikbo_jax.problems import short_gdpa as short_configs
 from ikbo_jax.problems.hopper import MAX_SMEM_BYTES, WARPGROUP_SIZE
@@ -58,8 +59,14 @@ def launch(problem: GdpaProblem, config: Any, scales: tuple[float, float]) -> tu
         "num_sms": NUM_SMS,
     }
 
-    def fn(query: Any, key: Any, value: Any, words: Any, counts: Any) -> Any:
-        operands = (query, key, value, tile_list.TileList(words, counts))
+    is_found = isinstance(config, ShortGdpaConfig) and config.finds_tiles
+    bounds = problem.max_seqlen_q, problem.max_seqlen_kv
+
+    def fn(query: Any, key: Any, value: Any, *ints: Any) -> Any:
+        tiles: Any = tile_list.TileList(*ints)
+        if is_found:
+            tiles = Sequences(None if problem.broadcast_q else ints[0], ints[1], *bounds)
+        operands = (query, key, value, tiles)
         if isinstance(config, ShortGdpaConfig):
             return short_gdpa.short_gdpa(
                 *operands,
@@ -87,7 +94,10 @@ def launch(problem: GdpaProblem, config: Any, scales: tuple[float, float]) -> tu
     keys = shape(problem.kv_rows, problem.kv_heads)
     words = jax.ShapeDtypeStruct((problem.q_rows // 128, tile_list.TILE_WORDS), jnp.int32)
     counts = jax.ShapeDtypeStruct((2,), jnp.int32)
-    return fn, shape(problem.q_rows, problem.q_heads), keys, keys, words, counts
+    if is_found:
+        words = counts = jax.ShapeDtypeStruct((problem.batch + 1,), jnp.int32)
+    q_rows = problem.q_rows // (problem.batch if problem.broadcast_q else 1)
+    return fn, shape(q_rows, problem.q_heads), keys, keys, words, counts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,8 +138,15 @@ def assert_fit(case: Case, compiler: offline.Compiler) -> None:
     (compiled,) = compiler.compile(*launch(case.problem, config, case.scales))
     assert not compiled.faults
     is_long = isinstance(config, GdpaConfig)
-    sizes = config.for_softmax if is_long and is_softmax(case.problem) else config
-    assert compiled.smem_bytes == sizes.smem_bytes(case.problem.head_dim) <= MAX_SMEM_BYTES
+    if is_long:
+        sizes = config.for_softmax if is_softmax(case.problem) else config
+        smem_bytes = sizes.smem_bytes(case.problem.head_dim)
+    else:
+        smem_bytes = config.problem_bytes(case.problem)
+        allocated = -(-compiled.ptxas.registers // 8) * 8
+        assert allocated <= short_configs.registers(config, case.problem)
+        assert config.ctas * allocated * WARPGROUP_SIZE <= hopper.SM_REGISTERS
+    assert compiled.smem_bytes == smem_bytes <= MAX_SMEM_BYTES
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -170,9 +187,32 @@ SHORT = {
         (64, "silu", None, 32, 32),
         (64, "softmax", None, 64, 64),
         (64, "softmax", None, 16, 16),
+        (64, "softmax", None, 64, 48),
+        (64, "softmax", None, 64, 96),
         (96, "softmax", None, 64, 128),
         (128, "gelu_tanh", None, 64, 64),
         (128, "softmax", None, 64, 64),
+    )
+}
+# CTAs that find their tiles: one of each sequence, or several.
+SHORT |= {
+    f"found_h{head_dim}_{activation}_{approx}_{bound}": Case(
+        dataclasses.replace(
+            SHORT[f"h{head_dim}_{activation}_{approx}_64_64"].problem,
+            max_seqlen_q=bound,
+            max_seqlen_kv=bound,
+        ),
+        ShortGdpaConfig(finds_tiles=True, ctas=1),
+        SCALES,
+    )
+    for head_dim, activation, approx, bound in (
+        (64, "gelu_tanh", "tanh", 64),
+        (64, "gelu_tanh", "tanh", 96),
+        (64, "gelu", None, 96),
+        (64, "softmax", None, 96),
+        (128, "gelu_tanh", None, 64),
+        (128, "gelu_tanh", None, 96),
+        (128, "softmax", None, 96),
     )
 }
 
@@ -185,10 +225,6 @@ def test_offline_kernel_for_short_sequences_is_fit(name: str, compiler: offline.
     assert isinstance(config, ShortGdpaConfig)
     config = dataclasses.replace(config, ctas=short_configs.most_ctas(config, case.problem))
     assert_fit(dataclasses.replace(case, config=config), compiler)
-    (compiled,) = compiler.compile(*launch(case.problem, config, case.scales))
-    allocated = -(-compiled.ptxas.registers // 8) * 8
-    assert allocated <= short_configs.registers(config, case.problem)
-    assert config.ctas * allocated * WARPGROUP_SIZE <= hopper.SM_REGISTERS
 
 
 @pytest.mark.parametrize("is_merged", [False, True])

@@ -17,6 +17,7 @@ import pytest
 import test_offline_gdpa as forward
 import test_offline_gdpa_backward as backward
 
+from benchmarks import production_draws
 from ikbo_jax.problems import GdpaConfig, GdpaProblem, ShortGdpaConfig
 from ikbo_jax.problems.gdpa import MAX_BLOCK_KV
 from ikbo_jax.problems.gdpa_backward import HEAD_DIMS
@@ -29,6 +30,18 @@ pytestmark = [
 
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", "softmax")
 BATCH = forward.DEFAULT.batch
+
+
+def jagged(batch: int, heads: int, *lengths: tuple[int, int]) -> dict[str, Any]:
+    """Sequences of a mean length and a bound, of queries and of keys."""
+    (q_mean, max_seqlen_q), (kv_mean, max_seqlen_kv) = lengths
+    return {
+        **{"batch": batch, "batch_kv": batch, "q_heads": heads, "kv_heads": heads},
+        **{"q_rows": batch * q_mean, "kv_rows": batch * kv_mean},
+        **{"max_seqlen_q": max_seqlen_q, "max_seqlen_kv": max_seqlen_kv},
+    }
+
+
 #: Sizes of each list of modes that defaults come from, and what other sizes find in the table.
 CLASSES: dict[str, dict[str, Any]] = {
     "full": {"max_seqlen_q": 1024, "max_seqlen_kv": 1024},
@@ -41,6 +54,17 @@ CLASSES: dict[str, dict[str, Any]] = {
         **{"q_rows": BATCH * 32, "kv_rows": BATCH * 32},
         **{"max_seqlen_q": 64, "max_seqlen_kv": 64},
     },
+    # The kernel for short sequences beyond those: one block or two of each sequence's keys, queries
+    # that all share, and few tiles.
+    "uniform_91": jagged(133, 4, (47, 91), (47, 91)),
+    "pffn_31": jagged(1173, 4, (167, 2048), (31, 31)),
+    "pffn_94": jagged(82, 2, (167, 2048), (94, 94)),
+    "seeds": jagged(140, 8, (23, 23), (173, 2048)) | {"broadcast_q": True},
+    "few_149": jagged(184, 1, (78, 149), (78, 149)),
+    "few_272": jagged(178, 1, (143, 272), (143, 272)),
+    "few_2048": jagged(88, 1, (165, 2048), (165, 2048)),
+    # Work items by a counter.
+    "tickets": jagged(244, 1, (167, 2048), (167, 2048)),
 }
 #: What the suite compiles: what serialised before other defaults were chosen, and one kernel of the
 #: gradient.
@@ -49,6 +73,9 @@ CHOSEN = (
     "h64_relu_bfloat16_default",
     "h256_gelu_bfloat16_default",
     "h64_relu_keys",
+    "h128_softmax_bfloat16_default_pffn_94",
+    "h64_gelu_bfloat16_default_seeds",
+    "h64_softmax_bfloat16_default_uniform_91",
 )
 
 
@@ -97,7 +124,23 @@ def backward_cases() -> dict[str, backward.Case]:
     }
 
 
-FORWARD, BACKWARD = forward_cases(), backward_cases()
+def drawn_cases() -> dict[str, forward.Case]:
+    """What the benchmark of drawn sizes runs."""
+    return {shape.label: drawn(shape) for shape in production_draws.shapes("gdpa", 40)}
+
+
+def drawn(shape: Any) -> forward.Case:
+    queries, keys = shape.numbers
+    problem = GdpaProblem(
+        *(shape.batch, shape.batch, int(queries.sum()), int(keys.sum())),
+        *(shape.heads, shape.heads, shape.head_dim, shape.dtype, (shape.activation,)),
+        "tanh" if shape.activation in ("gelu_tanh", "silu") else None,
+        *(shape.is_broadcast, int(queries.max()), int(keys.max())),
+    )
+    return forward.Case(problem, choices(problem)["table"], forward.SCALES)
+
+
+FORWARD, BACKWARD = forward_cases() | drawn_cases(), backward_cases()
 #: With a 1, all kernels: several minutes.
 RUNS = (*FORWARD, *BACKWARD) if os.environ.get("IKBO_OFFLINE_DEFAULTS") == "1" else CHOSEN
 

@@ -243,5 +243,7 @@ def test_gdpa_s_gradient_has_few_kernels_of_xla(
     )
     launches = [x for x in found if x.startswith("ikbo_")]
     assert "ikbo_gdpa_backward_lists" in launches, found
-    assert len(launches) == 5, found
+    # Forward, the list of its tiles, unless its CTAs find them; three kernels of the gradient.
+    assert len(launches) == (4 if is_broadcast else 5), found
+    assert ("ikbo_short_gdpa" in launches) == is_broadcast
     assert len(found) - len(launches) == kernels, found

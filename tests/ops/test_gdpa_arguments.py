@@ -226,7 +226,7 @@ NOT_FOR_THE_KERNEL = {
     "softmax_run": (
         {"width": 64},
         {"activation": "softmax", "config": GdpaConfig(v_stages=2, run=2)},
-        "softmax needs run=1 and none of early_scores, skip_empty, half_blocks, "
+        "softmax needs run=1 and none of early_scores, skip_empty, half_blocks, tickets, "
         "but the config has run=2",
     ),
     "softmax_memory": (

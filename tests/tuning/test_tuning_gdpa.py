@@ -21,7 +21,9 @@ from ikbo_jax.cases import gdpa
 from ikbo_jax.cases.gdpa import Case
 from ikbo_jax.ops import dispatch
 from ikbo_jax.problems import GdpaConfig, GdpaProblem, ShortGdpaConfig, short_gdpa
-from ikbo_jax.problems.gdpa import ACTIVATION_DISTANCE, MAX_BLOCK_KV
+from ikbo_jax.problems import gdpa as gdpa_problems
+from ikbo_jax.problems.gdpa import MAX_BLOCK_KV
+from ikbo_jax.problems.gdpa_sizes import ACTIVATION_DISTANCE
 from ikbo_jax.tuning import table
 
 ROWS = 1152 * 1024
@@ -123,7 +125,9 @@ def test_row_of_another_activation_is_a_doubling_away(builtin):
         (64, ("gelu",), False),
         (64, ("gelu_tanh", "silu", "gelu_tanh", "silu"), False),
         (64, ("silu",), True),
-        (96, ("gelu",), True),
+        (96, ("gelu",), False),
+        (96, ("gelu", "relu", "gelu", "relu"), False),
+        (96, ("relu",), True),
         (128, ("gelu",), True),
         (256, ("relu",), False),
     ],
@@ -217,8 +221,11 @@ def test_short_sequences_have_a_kernel_of_their_own(builtin, monkeypatch):
     arrays = problems_gdpa.make_arrays(Shape((30, 2), (30, 2), 2, 1, 64))
     attend = functools.partial(ikbo.gdpa, activation="relu", max_seqlen_q=40, max_seqlen_kv=40)
     (plan,) = ikbo.explain(attend, *arrays[:5]).plans
-    assert (plan.implementation, plan.config) == ("mosaic_gpu", ShortGdpaConfig(64, 48, ctas=4))
-    assert "the kernel for short sequences (up to 96 queries and 96 keys)" in plan.reason
+    assert (plan.implementation, plan.config) == (
+        "mosaic_gpu",
+        ShortGdpaConfig(64, 48, ctas=4, finds_tiles=True),
+    )
+    assert "the kernel for short sequences (up to 96 keys)" in plan.reason
     bounds = {"q_rows": 4096 * 32, "kv_rows": 4096 * 32, "batch": 4096, "batch_kv": 4096}
     short = at(**bounds, head_dim=64, max_seqlen_q=64, max_seqlen_kv=64)
     assert short.default_config() == ShortGdpaConfig(64, 64, ctas=4)
@@ -233,8 +240,50 @@ def test_short_sequences_have_a_kernel_of_their_own(builtin, monkeypatch):
     assert table.lookup(short).config == ShortGdpaConfig(64, 32, 3, 2)
 
 
+def first(problem: GdpaProblem) -> Any:
+    """The default configuration, which `default_config` would keep from before a change."""
+    return next(iter(problem.candidate_configs()))
+
+
+def test_ctas_find_their_tiles_by_default(monkeypatch):
+    """Up to a number of sequences, if there is one of keys for each of queries."""
+    bounds = {"q_rows": 600 * 32, "kv_rows": 600 * 32, "batch": 600, "batch_kv": 600}
+    short = at(**bounds, head_dim=64, max_seqlen_q=64, max_seqlen_kv=64)
+    found, listed, *_ = short_gdpa.candidate_configs(short)
+    assert (found.finds_tiles, listed.finds_tiles) == (True, False)
+    assert first(short) == found
+    monkeypatch.setattr(short_gdpa, "MOST_FOUND", 599)
+    assert first(short) == listed
+    assert list(short_gdpa.candidate_configs(short))[1] == found
+    monkeypatch.undo()
+    shared = dataclasses.replace(short, batch_kv=599)
+    assert not any(c.finds_tiles for c in short_gdpa.candidate_configs(shared))
+
+
+def test_tickets_by_default(builtin, monkeypatch):
+    """Where lengths differ by far and rounds are few; then no near row without them counts."""
+    lengths = {"q_rows": 244 * 167, "kv_rows": 244 * 167, "batch": 244, "batch_kv": 244}
+    tailed = at(**lengths, q_heads=1, kv_heads=1, max_seqlen_q=2048, max_seqlen_kv=2048)
+    near = dataclasses.replace(tailed, q_heads=2, kv_heads=2)
+    plain = GdpaConfig(skip_empty=True)
+    builtin(row(tailed, plain))
+    assert first(tailed).tickets
+    assert table.lookup(tailed).config == plain  # what was measured for these sizes
+    assert table.lookup(near).config == first(near)
+    builtin(row(tailed, dataclasses.replace(plain, tickets=True)))
+    assert table.lookup(near).config == dataclasses.replace(plain, tickets=True)
+    monkeypatch.setattr(gdpa_problems, "TICKETS_MOST_ROUNDS", 0)
+    assert not first(tailed).tickets
+    monkeypatch.undo()
+    softmax = dataclasses.replace(tailed, activations=("softmax",))
+    uniform = dataclasses.replace(tailed, max_seqlen_kv=512)
+    full = dataclasses.replace(tailed, q_heads=40, kv_heads=40)
+    assert not any(first(p).tickets for p in (softmax, uniform, full))
+
+
 def test_few_queries_of_all_sequences_have_three_slots(monkeypatch):
-    """Three, although the nearest row of the table has two.
+    """Three, although the nearest row of the table has two; where sequences share keys, which the
+    kernel for short sequences does not load once for all of them.
 
     The op makes the problem here: its rows are the result's, not the seeds.
     """
@@ -242,11 +291,12 @@ def test_few_queries_of_all_sequences_have_three_slots(monkeypatch):
     monkeypatch.setattr(dispatch, "num_sms", lambda: 132)
     two_slots = 0
     for seeds, sequences in ((23, 140), (64, 9), (65, 140)):
-        arrays = problems_gdpa.make_arrays(Shape(seeds, (200, 100) * sequences, 2, 2, 64))
+        keys, index = (200, 100) * sequences, (*range(2 * sequences), 0)
+        arrays = problems_gdpa.make_arrays(Shape(seeds, keys, 2, 2, 64, q_to_kv=index))
         attend = functools.partial(
-            ikbo.gdpa, activation="relu", broadcast_q=True, max_seqlen_kv=2048
+            ikbo.gdpa, activation="relu", broadcast_q=True, max_seqlen_kv=300
         )
-        (plan,) = ikbo.explain(attend, *arrays[:5]).plans
+        (plan,) = ikbo.explain(attend, *arrays[:5], q_to_kv=arrays.q_to_kv).plans
         assert plan.problem.has_seeds == (seeds <= 64)
         if plan.problem.has_seeds:
             assert plan.config.q_slots == 3

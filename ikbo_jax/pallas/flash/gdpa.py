@@ -7,6 +7,8 @@ from typing import Any
 import jax
 
 from ikbo_jax.pallas.flash import attention, gdpa_forward, short_gdpa, tile_list_kernel
+from ikbo_jax.pallas.flash.found_tiles import Sequences
+from ikbo_jax.pallas.flash.tile_list import TileList
 from ikbo_jax.problems import GdpaConfig, ShortGdpaConfig
 from ikbo_jax.problems.hopper import TILE_ROWS
 from ikbo_jax.reference.activations import SOFTMAX
@@ -36,18 +38,6 @@ def gdpa_kernel(
       out, and lse [rows, N] in f32, the natural logarithm of a softmax's denominator, or None.
     """
     query, key, value = arrays[:3]
-    tiles = tile_list_kernel.query_tiles(
-        arrays.cu_seqlens_q,
-        arrays.cu_seqlens_kv,
-        arrays.q_to_kv,
-        q_rows=query.shape[0],
-        kv_rows=key.shape[0],
-        max_seqlen_q=settings.max_seqlen_q,
-        max_seqlen_kv=settings.max_seqlen_kv,
-        size=config.tile_rows if isinstance(config, ShortGdpaConfig) else TILE_ROWS,
-        # In the order of memory, rows that tiles of neighbouring sequences load, too, are in L2.
-        unit=config.block_kv if isinstance(config, ShortGdpaConfig) else 1,
-    )
     options: dict[str, Any] = {
         "out_rows": out_shape(arrays, settings)[0],
         "scale": settings.scale,
@@ -59,13 +49,14 @@ def gdpa_kernel(
             query,
             key,
             value,
-            tiles,
+            _tiles_of_short(arrays, settings, config),
             activations=settings.activations,
             approx=settings.approx,
             return_residuals=return_residuals,
             config=config,
             **options,
         )
+    tiles = _listed(arrays, settings, TILE_ROWS, 1)
     if SOFTMAX in settings.activations:
         return attention.jagged_attention_kernel(
             query,
@@ -87,3 +78,28 @@ def gdpa_kernel(
         **options,
     )
     return out, None
+
+
+def _tiles_of_short(
+    arrays: Arrays, settings: Settings, config: ShortGdpaConfig
+) -> TileList | Sequences:
+    if config.finds_tiles and arrays.q_to_kv is None:
+        bounds = (settings.max_seqlen_q, settings.max_seqlen_kv)
+        return Sequences(arrays.cu_seqlens_q, arrays.cu_seqlens_kv, *bounds)
+    # In the order of memory, rows that tiles of neighbouring sequences load, too, are in L2.
+    return _listed(arrays, settings, config.tile_rows, config.block_kv)
+
+
+def _listed(arrays: Arrays, settings: Settings, size: int, unit: int) -> TileList:
+    """The list of tiles of queries."""
+    return tile_list_kernel.query_tiles(
+        arrays.cu_seqlens_q,
+        arrays.cu_seqlens_kv,
+        arrays.q_to_kv,
+        q_rows=arrays.query.shape[0],
+        kv_rows=arrays.key.shape[0],
+        max_seqlen_q=settings.max_seqlen_q,
+        max_seqlen_kv=settings.max_seqlen_kv,
+        size=size,
+        unit=unit,
+    )

@@ -6,7 +6,8 @@ over the keys j of query i's sequence, for each head.  Before the launch, XLA li
 128 query rows of one sequence (`tile_list`).  An *item* is one head of one tile: one pass over its
 sequence's keys.  A *run* is one head of `GdpaConfig.run` consecutive tiles: the work item that CTAs
 take from the schedule.  Of n CTAs, CTA w takes the runs w, 2n - 1 - w, 2n + w, ..., back and forth
-along the list, whose tiles are sorted by falling work.  Within a run, blocks stay in their stages
+along the list, whose tiles are sorted by falling work; or run w, and then whichever is next by a
+counter (`GdpaConfig.tickets`).  Within a run, blocks stay in their stages
 for the next item with the same keys, if the rings hold all of them: the producer then arrives on
 their barriers without a copy.
 
@@ -109,6 +110,7 @@ def gdpa_forward(
         dtype=query.dtype,
         name="ikbo_gdpa_forward",
         workers=workers,
+        counters=(1,) if config.tickets else (),
         interpret=interpret,
     )
     return result

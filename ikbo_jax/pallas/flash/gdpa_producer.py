@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -90,22 +91,46 @@ def _send_item(ctx: GdpaContext, head: Any, end: Any, tile: Any, progress: _Prog
     return _Progress(progress.items + 1, ctx.step_after(progress.steps, blocks, is_kept), is_kept)
 
 
-def _send_run(ctx: GdpaContext, i: Any, progress: _Progress) -> _Progress:
-    """Sends this CTA's `i`-th run: one head of consecutive tiles."""
+def _send_run(
+    ctx: GdpaContext, number_of: Callable[[Any], Any], i: Any, progress: _Progress
+) -> _Progress:
+    """Sends run number_of(i): one head of consecutive tiles."""
     run, heads, tiles = ctx.config.run, ctx.shape.q_heads, ctx.operands.counts[0]
-    number = ctx.work_item(i)
+    number = number_of(i)
     begin, head = lax.div(number, heads) * run, lax.rem(number, heads)
     end = jnp.minimum(begin + run, tiles)
     return lax.fori_loop(begin, end, functools.partial(_send_item, ctx, head, end), progress)
+
+
+def _send_taken_runs(ctx: GdpaContext, runs: Any, progress: _Progress) -> _Progress:
+    """Sends the run of the CTA's own number, then those that it takes by the counter.
+
+    It takes the next one when it has sent all blocks of the one before.
+    """
+
+    def take(i: Any) -> Any:
+        return ctx.shape.workers + ctx.take(i, runs)
+
+    def send(carry: tuple[Any, Any, _Progress]) -> tuple[Any, Any, _Progress]:
+        i, number, progress = carry
+        progress = _send_run(ctx, lambda taken: taken, number, progress)
+        return i + 1, take(i), progress
+
+    start = (jnp.int32(0), ctx.worker, progress)
+    return lax.while_loop(lambda carry: carry[1] < runs, send, start)[2]
 
 
 def produce(ctx: GdpaContext) -> None:
     """The producer warp."""
     config = ctx.config
     zero = jnp.int32(0)
-    runs = lax.div(ctx.operands.counts[0] + (config.run - 1), config.run)
-    count = ctx.work_items(runs * ctx.shape.q_heads)
     progress = _Progress(zero, zero, zero)
-    progress = lax.fori_loop(0, count, functools.partial(_send_run, ctx), progress)
+    runs = lax.div(ctx.operands.counts[0] + (config.run - 1), config.run)
+    items = runs * ctx.shape.q_heads
+    if config.tickets:
+        progress = _send_taken_runs(ctx, items, progress)
+    else:
+        send = functools.partial(_send_run, ctx, ctx.work_item)
+        progress = lax.fori_loop(0, ctx.work_items(items), send, progress)
     _describe(ctx, progress, Item(zero, zero, zero, zero), Destination(zero, zero, zero))
     ctx.drain()

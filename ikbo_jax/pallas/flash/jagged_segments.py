@@ -100,7 +100,7 @@ class Segment(NamedTuple):
 
 
 def load(ctx: SegmentContext) -> None:
-    """Copies offsets and index to shared memory, limited to their ranges; bins are zeroed.
+    """Copies offsets and index to shared memory, limited to their ranges; zeroes bins, if any.
 
     All loads of a round are in flight together: one alone takes 300 ns.
     """
@@ -119,12 +119,13 @@ def load(ctx: SegmentContext) -> None:
     if operands.q_to_kv is not None:
         last = max(operands.cu_seqlens_kv.shape[0] - 2, 0)
         copies.append((operands.q_to_kv, shared.kv_numbers, first, last))
-    zeros, places_of_zeros = threads.rounds(shared.bins.shape[0])
+    if shared.bins is not None:
+        zeros, places_of_zeros = threads.rounds(shared.bins.shape[0])
 
-    @pl.loop(0, zeros)
-    def _(turn: Any) -> None:
-        for x in places_of_zeros(turn):
-            threads.keep(shared.bins, x, same(0), x < shared.bins.shape[0])
+        @pl.loop(0, zeros)
+        def _(turn: Any) -> None:
+            for x in places_of_zeros(turn):
+                threads.keep(shared.bins, x, same(0), x < shared.bins.shape[0])
 
     rounds, numbers = threads.rounds(max(source.shape[0] for source, *_ in copies))
 

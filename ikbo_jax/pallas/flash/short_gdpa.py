@@ -9,11 +9,12 @@ loads.  Instead, a CTA is one warpgroup with little shared memory, and an SM hol
 which works on a sequence of its own.
 
 Before the launch, a list of tiles of at most `ShortGdpaConfig.tile_rows` query rows of one sequence
-is made (`tile_list`).  An *item* is one head of one tile.  Of n CTAs, CTA w takes the items w, 2n -
-1 - w, 2n + w, ...  A *step* is one block of keys of an item.  In a step, the CTA zeroes what the
-block holds of the next sequence, issues the loads of the next step (of this item or of the next),
-multiplies, activates, and multiplies.  After an item's last step it stages the result in the item's
-query slot, and stores it: by TMA if the tile has 64 rows, else by threads.
+is made (`tile_list`); or each CTA finds its tiles by itself (`found_tiles`).  An *item* is one head
+of one tile.  Of n CTAs, CTA w takes the items w, 2n - 1 - w, 2n + w, ...  A *step* is one block of
+keys of an item.  In a step, the CTA zeroes what the block holds of the next sequence, issues the
+loads of the next step (of this item or of the next), multiplies, activates, and multiplies.  After
+an item's last step it stages the result in the item's query slot, and stores it: by TMA if the tile
+has 64 rows, else by threads.
 
 Zeroed keys have scores 0, and act(0) = 0; a softmax masks their scores.  Zeroed values keep another
 sequence's NaN away.  The softmax keeps a running maximum, and is exact for every input.
@@ -32,7 +33,6 @@ The kernel makes progress: a CTA waits for no other.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from typing import Any, NamedTuple
@@ -45,93 +45,46 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.activations import weights as gdpa_weights
 from ikbo_jax.pallas.activations.weights import ActivationSpec
-from ikbo_jax.pallas.flash import softmax, tile_list
+from ikbo_jax.pallas.flash import found_tiles, softmax, tile_list
+from ikbo_jax.pallas.flash.found_tiles import Sequences
+from ikbo_jax.pallas.flash.short_gdpa_context import Context, Item, Operands, Outputs, Shape
 from ikbo_jax.pallas.hopper import mma, mosaic, operand_tiles, schedule, stores
-from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
+from ikbo_jax.pallas.hopper.launch import Roles, launch
 from ikbo_jax.problems.hopper import WGMMA_M
-from ikbo_jax.problems.short_gdpa import ShortGdpaConfig
+from ikbo_jax.problems.short_gdpa import Batch, ShortGdpaConfig
 from ikbo_jax.reference.activations import SOFTMAX
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """Static description of a launch; `activation` is None for a softmax."""
-
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-    workers: int
-    activation: ActivationSpec | None
-    log2_scale: float
-    output_scale: float
-
-
-class Operands(NamedTuple):
-    """Device memory."""
-
-    query: Any  # [q_rows, N, H]
-    key: Any  # [kv_rows, K, H]
-    value: Any  # [kv_rows, K, H]
-    words: Any  # [most tiles, tile_list.TILE_WORDS] int32
-    counts: Any  # [2] int32
-
-
-class Outputs(NamedTuple):
-    """Device memory that a launch fills."""
-
-    out: Any  # [rows, N, H]
-    lse: Any  # [rows, N] f32, or None
-
-
-class _Item(NamedTuple):
-    """One head of a tile."""
-
-    source: Any  # first row of the queries
-    target: Any  # first row of the result
-    rows: Any
-    first_key: Any
-    length: Any  # number of keys
-    head: Any
-
-
-class _Context(WarpgroupContext):
-    """The context of the CTA's warpgroup."""
-
-    @property
-    def spare(self) -> int:
-        """Steps, and items, that are loaded before they are computed."""
-        slots: int = self.config.slots - 1
-        return slots
 
 
 class _Next(NamedTuple):
     """What is loaded next: block `block` of `item`; an item past the CTA's last has no rows."""
 
-    item: _Item
+    item: Item
     index: Any  # the item's number
     block: Any
     step: Any
 
 
-def _item(ctx: _Context, count: Any, i: Any) -> _Item:
+def _item(ctx: Context, count: Any, i: Any) -> Item:
     """This CTA's `i`-th item; from `count` on, the last one."""
     shape, words = ctx.shape, ctx.operands.words
     number = schedule.back_and_forth(ctx.worker, shape.workers, jnp.minimum(i, count - 1))
     tile, head = lax.div(number, shape.q_heads), lax.rem(number, shape.q_heads)
-    source, target, rows, first_key, length = (
-        words[tile, word] for word in range(tile_list.TILE_WORDS)
-    )
+    if words is None:
+        found = found_tiles.tile(ctx.segments, tile)
+    else:
+        found = tuple(words[tile, word] for word in range(tile_list.TILE_WORDS))
+    source, target, rows, first_key, length = found
     # An empty sequence may begin past the end.
     first_key = jnp.minimum(first_key, ctx.operands.key.shape[0] - 1)
-    return _Item(source, target, rows, first_key, length, head)
+    return Item(source, target, rows, first_key, length, head)
 
 
-def _blocks(ctx: _Context, item: _Item) -> Any:
+def _blocks(ctx: Context, item: Item) -> Any:
     """Blocks of an item, at least one: an item without keys has a block without keys."""
     return jnp.maximum(lax.div(item.length + (ctx.config.block_kv - 1), ctx.config.block_kv), 1)
 
 
-def _load(ctx: _Context, following: _Next) -> None:
+def _load(ctx: Context, following: _Next) -> None:
     """Loads a step's operands; its queries with its first block."""
     shape, shared, operands, config = ctx.shape, ctx.shared, ctx.operands, ctx.config
     item = following.item
@@ -155,7 +108,7 @@ def _load(ctx: _Context, following: _Next) -> None:
         ctx.load(source, index, ring.copied(following.step), ring.ready_at(following.step))
 
 
-def _advance(ctx: _Context, count: Any, following: _Next) -> _Next:
+def _advance(ctx: Context, count: Any, following: _Next) -> _Next:
     """What is loaded after `following`."""
     is_last = following.block + 1 == _blocks(ctx, following.item)
     index = following.index + is_last.astype(jnp.int32)
@@ -164,7 +117,7 @@ def _advance(ctx: _Context, count: Any, following: _Next) -> _Next:
     return _Next(item, index, block, following.step + 1)
 
 
-def _zero_past_end(ctx: _Context, tiles: Any, keys: Any) -> None:
+def _zero_past_end(ctx: Context, tiles: Any, keys: Any) -> None:
     """Zeroes a block's rows from row `keys` on; a `commit_smem` must follow."""
 
     @pl.when(keys < ctx.config.block_kv)
@@ -172,7 +125,7 @@ def _zero_past_end(ctx: _Context, tiles: Any, keys: Any) -> None:
         operand_tiles.zero_rows(tiles, jnp.maximum(keys, 0), interpret=ctx.interpret)
 
 
-def _scores(ctx: _Context, index: Any, step: Any) -> jax.Array:
+def _scores(ctx: Context, index: Any, step: Any) -> jax.Array:
     """Issues the scores of the item's queries and the block of keys at `step`."""
     query, key = ctx.shared.query, ctx.shared.key
     return mma.product(
@@ -181,7 +134,7 @@ def _scores(ctx: _Context, index: Any, step: Any) -> jax.Array:
 
 
 def _add_values(
-    ctx: _Context, acc: jax.Array, weights: jax.Array, block: Any, step: Any
+    ctx: Context, acc: jax.Array, weights: jax.Array, block: Any, step: Any
 ) -> jax.Array:
     """The sum of `acc` and the weights times the values at `step`."""
     acc = mma.add_product(
@@ -197,7 +150,7 @@ def _add_values(
 
 
 def _step(
-    ctx: _Context, count: Any, item: _Item, index: Any, block: Any, carry: tuple[Any, ...]
+    ctx: Context, count: Any, item: Item, index: Any, block: Any, carry: tuple[Any, ...]
 ) -> tuple[Any, ...]:
     """One block of keys of item `index`; the carry is (step, what is loaded next, state)."""
     shape, shared = ctx.shape, ctx.shared
@@ -234,7 +187,7 @@ def _step(
     return step + 1, following, state
 
 
-def _store(ctx: _Context, item: _Item, index: Any, out: jax.Array) -> None:
+def _store(ctx: Context, item: Item, index: Any, out: jax.Array) -> None:
     """Stores an item's rows of the result; zeros without keys, where queries may be NaN."""
     out = jnp.where(item.length > 0, out, jnp.zeros((), out.dtype))
     slot = ctx.shared.query.slot(index)
@@ -252,7 +205,7 @@ def _store(ctx: _Context, item: _Item, index: Any, out: jax.Array) -> None:
     )
 
 
-def _finish(ctx: _Context, item: _Item, index: Any, state: Any) -> None:
+def _finish(ctx: Context, item: Item, index: Any, state: Any) -> None:
     """Scales an item's sums, and stores them; lse, too, if the launch returns it."""
     shape, dtype = ctx.shape, ctx.outputs.out.dtype
     if shape.activation is not None:
@@ -278,10 +231,28 @@ def _finish(ctx: _Context, item: _Item, index: Any, state: Any) -> None:
         )
 
 
-def consume(ctx: _Context) -> None:
+def _zero_gaps(ctx: Context, found: found_tiles.Found) -> None:
+    """Stores the results of rows of no sequence, like those of an item without keys."""
+    shape, zero = ctx.shape, jnp.int32(0)
+
+    def store(target: Any, rows: Any, head: Any) -> None:
+        item = Item(zero, target, rows, zero, zero, head)
+        state: Any = mma.zeros(shape.head_dim, jnp.float32)
+        if shape.activation is None:
+            state = softmax.running_start(shape.head_dim, shape.log2_scale)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.commit_smem()
+        _finish(ctx, item, zero, state)
+
+    found_tiles.for_each_gap(ctx.segments, found, shape.workers, shape.q_heads, store)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=False)
+
+
+def consume(ctx: Context) -> None:
     """The CTA's warpgroup."""
     shape = ctx.shape
-    items = ctx.operands.counts[1] * shape.q_heads
+    found = None if shape.segments is None else found_tiles.find(ctx.segments)
+    items = (ctx.operands.counts[1] if found is None else found.tiles) * shape.q_heads
     count = schedule.back_and_forth_share(ctx.worker, shape.workers, items)
 
     def start() -> Any:
@@ -307,6 +278,9 @@ def consume(ctx: _Context) -> None:
         # What was stored must not be lost when the CTA ends.
         plgpu.wait_smem_to_gmem(0, wait_read_only=False)
 
+    if found is not None:
+        _zero_gaps(ctx, found)
+
 
 # Host side
 
@@ -315,7 +289,7 @@ def short_gdpa(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    tiles: tile_list.TileList,
+    tiles: tile_list.TileList | Sequences,
     *,
     out_rows: int,
     activations: tuple[str, ...],
@@ -333,7 +307,8 @@ def short_gdpa(
       query: [q_rows, N, H], bf16 or f16; at least a row.
       key: [kv_rows, K, H], the same dtype; at least a row; K divides N.
       value: [kv_rows, K, H].
-      tiles: `tile_list.query_tiles` of size `config.tile_rows`.
+      tiles: `tile_list.query_tiles` of size `config.tile_rows`; or what each CTA finds its tiles
+        from.
       out_rows: rows of the result; every row has a tile.
       activations: the heads' activations, or one for all heads; a softmax in all heads or in none.
       approx: name of an approximation, or None.
@@ -354,7 +329,16 @@ def short_gdpa(
         query, scale = jnp.zeros_like(query), 1.0
     has_f32_range = query.dtype == jnp.bfloat16
     spec = ActivationSpec(activations, approx, scale, output_scale, has_f32_range)
-    workers = min(num_sms * config.ctas, tiles.words.shape[0] * q_heads)
+    segments = batch = None
+    of_tiles: tuple[jax.Array | None, ...]
+    if isinstance(tiles, Sequences):
+        segments = tiles.shape(query.shape[0], key.shape[0], config.tile_rows, config.block_kv)
+        most = segments.most
+        batch = Batch(segments.sequences, segments.is_broadcast, tiles.max_seqlen_q)
+        of_tiles = (None, None, tiles.cu_seqlens_q, tiles.cu_seqlens_kv)
+    else:
+        most, of_tiles = tiles.words.shape[0], (*tiles, None, None)
+    workers = min(num_sms * config.ctas, most * q_heads)
     shape = Shape(
         q_heads,
         key.shape[1],
@@ -363,6 +347,7 @@ def short_gdpa(
         None if is_softmax else spec,
         scale * math.log2(math.e),
         output_scale,
+        segments,
     )
     rows = (out_rows, q_heads)
     outputs = Outputs(
@@ -370,10 +355,10 @@ def short_gdpa(
         jax.ShapeDtypeStruct(rows, jnp.float32) if is_softmax and return_residuals else None,
     )
     out, *lse = launch(
-        Roles(functools.partial(_Context, shape, config), None, consume),
-        Operands(query, key, value, *tiles),
+        Roles(functools.partial(Context, shape, config), None, consume),
+        Operands(query, key, value, *of_tiles),
         outputs,
-        config.shared(head_dim),
+        config.shared(head_dim, batch),
         dtype=query.dtype,
         name="ikbo_short_gdpa",
         workers=workers,

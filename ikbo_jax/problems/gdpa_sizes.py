@@ -1,0 +1,146 @@
+"""Sizes of generalised dot-product attention, forward and backward, and how far they differ."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+from ikbo_jax.problems.problem import (
+    Problem,
+    attention_distance,
+    attention_sizes,
+    octave,
+    size,
+    sizes_from_json,
+    typed,
+)
+
+#: Name of the activation that the attention kernel computes.
+SOFTMAX = "softmax"
+#: Sequences are full if their mean length is more than this fraction of the bound: nearly all tiles
+#: are then whole.
+FULL_FRACTION = 0.75
+#: Added to the distance if activations differ, since the activation decides what limits the kernel;
+#: as much as one doubling of a length.
+ACTIVATION_DISTANCE = 1.0
+#: Added to the distance if one problem has full and the other jagged sequences.
+JAGGED_DISTANCE = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class GdpaSizes(Problem):
+    """Sizes of a generalised dot-product attention, or of its gradient, known while tracing.
+
+    Attributes:
+      batch: number of query sequences.
+      batch_kv: number of key-value sequences.
+      q_rows: rows of the result, including rows outside all sequences.
+      kv_rows: rows of the keys, including rows outside all sequences.
+      q_heads: N, number of query heads.
+      kv_heads: K, number of key heads; divides N.
+      head_dim: H, head width.
+      dtype: name of the inputs' dtype.
+      activations: one name for each head, or one name for all heads.
+      approx: name of an approximation, or None.
+      broadcast_q: whether all sequences have the same queries.
+      max_seqlen_q: bound of the lengths of query sequences, or None.
+      max_seqlen_kv: bound of the lengths of key-value sequences, or None.
+    """
+
+    # The number of rows of jagged arrays differs from call to call.
+    user_rows_generalise: ClassVar[bool] = True
+
+    batch: int
+    batch_kv: int
+    q_rows: int
+    kv_rows: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    activations: tuple[str, ...]
+    approx: str | None
+    broadcast_q: bool
+    max_seqlen_q: int | None
+    max_seqlen_kv: int | None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether mean lengths are near their bounds (`FULL_FRACTION`); False without bounds."""
+        bounds = [(self.kv_rows, self.batch_kv, self.max_seqlen_kv)]
+        if not self.broadcast_q:
+            bounds.append((self.q_rows, self.batch, self.max_seqlen_q))
+        return all(
+            bound is not None and rows > FULL_FRACTION * sequences * bound
+            for rows, sequences, bound in bounds
+        )
+
+    def useful_flops(self, pairs: int) -> int:
+        """Two FLOPs per multiply-add of both products; `pairs` counts query-key pairs per head."""
+        return 4 * pairs * self.q_heads * self.head_dim
+
+    def describe(self) -> str:
+        """The problem in one line, e.g. `batch=8,8 rows=512,640 N=4 K=4 H=64 gelu bfloat16`."""
+        limits = {"max_seqlen_q": self.max_seqlen_q, "max_seqlen_kv": self.max_seqlen_kv}
+        words = [
+            f"batch={self.batch},{self.batch_kv} rows={self.q_rows},{self.kv_rows}",
+            f"N={self.q_heads} K={self.kv_heads} H={self.head_dim}",
+            *(f"{name}={limit}" for name, limit in limits.items() if limit is not None),
+            "+".join(self.activations),
+            *([] if self.approx is None else [f"approx={self.approx}"]),
+            *(["broadcast_q"] if self.broadcast_q else []),
+            self.dtype,
+        ]
+        return " ".join(words)
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Self:
+        def optional(name: str) -> int | None:
+            value = fields.get(name)
+            return None if value is None else size(value, name)
+
+        activations = typed(fields.get("activations"), list, "activations")
+        approx = fields.get("approx")
+        return cls(
+            **sizes_from_json(cls, fields),
+            dtype=typed(fields.get("dtype"), str, "dtype"),
+            activations=tuple(typed(name, str, "activations") for name in activations),
+            approx=None if approx is None else typed(approx, str, "approx"),
+            broadcast_q=typed(fields.get("broadcast_q"), bool, "broadcast_q"),
+            max_seqlen_q=optional("max_seqlen_q"),
+            max_seqlen_kv=optional("max_seqlen_kv"),
+        )
+
+    def shape_class(self) -> str:
+        """H and activations exactly, every other size by octave; lengths by their means."""
+        p = self
+        q_len, kv_len = self._mean_lengths()
+        return (
+            f"{p.op} h={p.head_dim} q=2^{octave(q_len)} kv=2^{octave(kv_len)} "
+            f"b=2^{octave(p.batch)} ratio=2^{octave(p.batch / max(p.batch_kv, 1))} "
+            f"n=2^{octave(p.q_heads)} k=2^{octave(p.kv_heads)} "
+            f"{'full' if p.is_full else 'jagged'} "
+            f"{'+'.join(p.activations)} {p.approx or 'exact'}"
+        )
+
+    def distance(self, other: GdpaSizes) -> float:
+        """The attentions' distance, plus terms for activations and full sequences.
+
+        Infinite if H differs, or if only one problem has softmax, which another kernel computes.
+        """
+        has_softmax, other_has_softmax = SOFTMAX in self.activations, SOFTMAX in other.activations
+        if self.head_dim != other.head_dim or has_softmax != other_has_softmax:
+            return math.inf
+        total = attention_distance(self._sizes(), other._sizes())
+        if (self.activations, self.approx) != (other.activations, other.approx):
+            total += ACTIVATION_DISTANCE
+        return total + (0.0 if self.is_full == other.is_full else JAGGED_DISTANCE)
+
+    def _mean_lengths(self) -> tuple[float, float]:
+        """Mean lengths of the sequences of queries and of keys."""
+        return self.q_rows / max(self.batch, 1), self.kv_rows / max(self.batch_kv, 1)
+
+    def _sizes(self) -> dict[str, float]:
+        return attention_sizes(self, *self._mean_lengths(), self.q_rows, self.batch_kv)
