@@ -122,6 +122,8 @@ class AttentionBackwardConfig(Config):
         device. XLA adds the parts' gradients of keys and values, in f32.
       tall: whether a tile of a launch that multiplies stored gradients has 256 query rows (or
         keys), not 128. Keys (or queries) are read half as often.
+      adds_by_launch: whether one more launch adds all parts, of d_query and of the other gradients,
+        instead of XLA, whose kernels for them are up to three. Only where there are parts.
     """
 
     block_q: int = 64
@@ -132,6 +134,7 @@ class AttentionBackwardConfig(Config):
     kv_stages: int = 3
     splits: int = 1
     tall: bool = False
+    adds_by_launch: bool = False
 
     @property
     def has_d_query(self) -> bool:

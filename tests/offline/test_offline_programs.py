@@ -33,6 +33,7 @@ class Case:
     kernels: int = 0
     is_sorted: bool = True
     has_lengths: bool = False
+    changes: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the configuration
 
 
 ORDER = "ikbo_user_order"
@@ -50,6 +51,18 @@ CASES = {
     "many_unsorted": Case(
         (6033, 182, 9, 66, 1, 1, 64), ("_rows", "_statistics", "", "_stored"), 1, is_sorted=False
     ),
+    # One launch adds the parts of all gradients.
+    "added_parts": Case(
+        (230, 6, 5, 273, 1, 1, 128),
+        ("_statistics", "", "_parts"),
+        is_sorted=False,
+        changes={"stages": 2, "d_query": "parts", "splits": 4, "adds_by_launch": True},
+    ),
+    "added_split_rows": Case(
+        (64, 1, 16, 512, 2, 2, 64),
+        ("_statistics", "", "_stored", "_parts"),
+        changes={"adds_by_launch": True},
+    ),
 }
 
 
@@ -58,11 +71,12 @@ def test_small_gradients_have_few_kernels_of_xla(name: str) -> None:
     case = CASES[name]
     batch, users, q_len, kv_len, q_heads, kv_heads, width = case.sizes
     problem = AttentionBackwardProblem(*case.sizes, "bfloat16")
+    config = table.lookup(problem, with_user_rows=False).config
     run = functools.partial(
         attention_backward_kernel,
         scale=width**-0.5,
         indices_are_sorted=case.is_sorted,
-        config=table.lookup(problem, with_user_rows=False).config,
+        config=dataclasses.replace(config, **case.changes),
         num_sms=132,
     )
     query, key, lse, index, lengths = (
