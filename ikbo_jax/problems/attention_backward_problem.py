@@ -58,7 +58,12 @@ class AttentionBackwardProblem(AttentionSizes):
         return -(-self.kv_len // BLOCK_KV)
 
     def fits(self, config: AttentionBackwardConfig) -> bool:
-        """Small blocks and parts are for few rows, stored ones of narrow heads not for many."""
+        """Small blocks and parts are for few rows, stored ones of narrow heads not for many.
+
+        Small gradients have configurations of their own, which no row of a large one is like.
+        """
+        if self._is_small:
+            return config.adds_by_launch
         if config.d_query == "parts":
             return self._has_few_rows and self._tiles <= MAX_PARTS
         is_either = self.head_dim <= BLOCK_K and config.d_query in ("launch", "stored")
@@ -82,6 +87,7 @@ class AttentionBackwardProblem(AttentionSizes):
 
     def candidate_configs(self) -> Iterator[AttentionBackwardConfig]:
         """Yields the legal configurations worth timing, the most promising first."""
+        yield from self._for_small_gradients()
         has_few = self._has_few_rows and self.head_dim <= MAX_BOTH_SUMS
         found = self._for_few_rows() if has_few else self._for_many_rows()
         for config in dict.fromkeys(found):
@@ -89,27 +95,35 @@ class AttentionBackwardProblem(AttentionSizes):
                 candidate = dataclasses.replace(config, splits=splits)
                 if candidate.illegal_reason(self) is None:
                     yield candidate
-        yield from (x for x in self._for_small_gradients() if x.illegal_reason(self) is None)
+
+    @property
+    def _is_small(self) -> bool:
+        return next(self._for_small_gradients(), None) is not None
 
     def _for_small_gradients(self) -> Iterator[AttentionBackwardConfig]:
         """For tiles of keys that leave SMs idle: more parts of a user's rows, added by one launch.
 
         Predicted of 230 candidates of 6 users (T = 5, S = 273, H = 128): 16 us instead of 23, by
-        72 items of one block of queries in place of 18 items of four. Not timed, so the last ones.
+        72 items of one block of queries in place of 18 items of four.
         """
         if self.head_dim > MAX_BOTH_SUMS or not 0 < self.items < NUM_SMS:
             return
-        for block_q in dict.fromkeys((MAX_BLOCK_Q.get(self.head_dim, WGMMA_M), WGMMA_M, 32)):
+        widest = MAX_BLOCK_Q.get(self.head_dim, WGMMA_M)
+        first = next((x for x in (16, 32, WGMMA_M) if x >= self.rows), widest)
+        for block_q in dict.fromkeys((first, widest, WGMMA_M, 32)):
             blocks = -(-self.rows // block_q)
             if self.items * blocks > MAX_SMALL_BLOCKS * NUM_SMS:
                 continue
             # Of several users, some have more rows than the mean.
             splits = min(NUM_SMS // self.items, blocks + (self.users > 1))
             options: dict[str, Any] = {"splits": splits, "adds_by_launch": True}
+            found = []
             if self._tiles <= MAX_PARTS:
-                yield AttentionBackwardConfig(block_q, 2, 1, "parts", **options)
+                found.append(AttentionBackwardConfig(block_q, 2, 1, "parts", **options))
             if splits > 1:
-                yield AttentionBackwardConfig(block_q, 3, 1, "stored", kv_stages=4, **options)
+                config = AttentionBackwardConfig(block_q, 3, 1, "stored", kv_stages=4, **options)
+                found.append(config)
+            yield from (x for x in found if x.illegal_reason(self) is None)
 
     def _for_few_rows(self) -> Iterator[AttentionBackwardConfig]:
         """For users with one block of queries; keys of the next tile are loaded early."""
