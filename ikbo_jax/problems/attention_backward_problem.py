@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 from ikbo_jax.problems.attention import AttentionSizes
 from ikbo_jax.problems.attention_backward import (
@@ -14,6 +14,7 @@ from ikbo_jax.problems.attention_backward import (
     STORED_BLOCK_KV,
     AttentionBackwardConfig,
 )
+from ikbo_jax.problems.attention_backward_cost import NUM_SMS, small_configs
 from ikbo_jax.problems.hopper import BLOCK_K, WGMMA_M
 
 #: Most tiles of keys whose parts of d_query are stored apart by default; each part takes twice the
@@ -23,10 +24,8 @@ MAX_PARTS = 8
 MAX_STORED_ROWS = 1024
 #: Least number of a user's rows for tiles of 256 of them.
 MIN_TALL_ROWS = 256
-#: Streaming multiprocessors of an H100 or an H200.
-NUM_SMS = 132
-#: Most blocks of queries for each SM of a small gradient.
-MAX_SMALL_BLOCKS = 4
+#: Rows of a user from which on blocks have 32 rows at least.
+MIN_WIDER_ROWS = 33
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,10 +59,10 @@ class AttentionBackwardProblem(AttentionSizes):
     def fits(self, config: AttentionBackwardConfig) -> bool:
         """Small blocks and parts are for few rows, stored ones of narrow heads not for many.
 
-        Small gradients have configurations of their own, which no row of a large one is like.
+        Small gradients have configurations of their own, which the model chooses.
         """
-        if self._is_small:
-            return config.adds_by_launch
+        if small_configs(self):
+            return False
         if config.d_query == "parts":
             return self._has_few_rows and self._tiles <= MAX_PARTS
         is_either = self.head_dim <= BLOCK_K and config.d_query in ("launch", "stored")
@@ -78,7 +77,13 @@ class AttentionBackwardProblem(AttentionSizes):
     def adapt(self, config: AttentionBackwardConfig) -> AttentionBackwardConfig:
         """Splits and the height of tiles depend on the number of users and of their rows."""
         is_tall = config.tall and self.rows >= MIN_TALL_ROWS
-        return dataclasses.replace(config, splits=self._splits(config.block_q)[0], tall=is_tall)
+        # With 101 users of 40 rows in the mean, H = 128 and 87 keys, blocks of 32 took 24.2 us,
+        # those of 16 26.5 (H200).
+        block_q = max(config.block_q, 32) if self.rows >= MIN_WIDER_ROWS else config.block_q
+        splits = self._splits(block_q)[0]
+        adapted = dataclasses.replace(config, block_q=block_q, splits=splits, tall=is_tall)
+        adapted = _added_by_launch(adapted)
+        return config if adapted.illegal_reason(self) else adapted
 
     @property
     def _has_few_rows(self) -> bool:
@@ -87,43 +92,16 @@ class AttentionBackwardProblem(AttentionSizes):
 
     def candidate_configs(self) -> Iterator[AttentionBackwardConfig]:
         """Yields the legal configurations worth timing, the most promising first."""
-        yield from self._for_small_gradients()
+        small = small_configs(self)
+        yield from small
         has_few = self._has_few_rows and self.head_dim <= MAX_BOTH_SUMS
         found = self._for_few_rows() if has_few else self._for_many_rows()
         for config in dict.fromkeys(found):
             for splits in self._splits(config.block_q):
                 candidate = dataclasses.replace(config, splits=splits)
-                if candidate.illegal_reason(self) is None:
+                candidate = _added_by_launch(candidate)
+                if candidate not in small and candidate.illegal_reason(self) is None:
                     yield candidate
-
-    @property
-    def _is_small(self) -> bool:
-        return next(self._for_small_gradients(), None) is not None
-
-    def _for_small_gradients(self) -> Iterator[AttentionBackwardConfig]:
-        """For tiles of keys that leave SMs idle: more parts of a user's rows, added by one launch.
-
-        Predicted of 230 candidates of 6 users (T = 5, S = 273, H = 128): 16 us instead of 23, by
-        72 items of one block of queries in place of 18 items of four.
-        """
-        if self.head_dim > MAX_BOTH_SUMS or not 0 < self.items < NUM_SMS:
-            return
-        widest = MAX_BLOCK_Q.get(self.head_dim, WGMMA_M)
-        first = next((x for x in (16, 32, WGMMA_M) if x >= self.rows), widest)
-        for block_q in dict.fromkeys((first, widest, WGMMA_M, 32)):
-            blocks = -(-self.rows // block_q)
-            if self.items * blocks > MAX_SMALL_BLOCKS * NUM_SMS:
-                continue
-            # Of several users, some have more rows than the mean.
-            splits = min(NUM_SMS // self.items, blocks + (self.users > 1))
-            options: dict[str, Any] = {"splits": splits, "adds_by_launch": True}
-            found = []
-            if self._tiles <= MAX_PARTS:
-                found.append(AttentionBackwardConfig(block_q, 2, 1, "parts", **options))
-            if splits > 1:
-                config = AttentionBackwardConfig(block_q, 3, 1, "stored", kv_stages=4, **options)
-                found.append(config)
-            yield from (x for x in found if x.illegal_reason(self) is None)
 
     def _for_few_rows(self) -> Iterator[AttentionBackwardConfig]:
         """For users with one block of queries; keys of the next tile are loaded early."""
@@ -192,9 +170,24 @@ class AttentionBackwardProblem(AttentionSizes):
     def _splits(self, block_q: int) -> tuple[int, ...]:
         """Parts of a user's queries: at most two items an SM, of at least four blocks.
 
-        With one user of 10,000 rows, 8 heads and 1,024 keys, 64 items, four parts took 0.172 ms on
-        an H100, five 0.189 ms and one 0.231 ms.
+        Fewer parts if the SM with most items has no more rows of them. With one user of 10,000
+        rows, 8 heads and 1,024 keys, 64 items, two parts took 195 us on an H200 (with the result)
+        and four 202; one took 1.34 times as long as four on an H100. With 112 items of 599 rows,
+        one part took 47 us, two 54.
         """
-        enough = 2 * NUM_SMS // max(self.items, 1)
-        splits = min(enough, self.rows // (4 * block_q)) if self.items < NUM_SMS else 1
+        if not 0 < self.items < NUM_SMS:
+            return (1,)
+        most = min(2 * NUM_SMS // self.items, self.rows // (4 * block_q))
+        longest = {x: -(-self.items * x // NUM_SMS) / x for x in range(1, most + 1)}
+        splits = min(longest, key=lambda x: (longest[x], x), default=1)
         return (splits, 1) if splits > 1 else (1,)
+
+
+def _added_by_launch(config: AttentionBackwardConfig) -> AttentionBackwardConfig:
+    """`config`, whose parts one launch adds.
+
+    With its parts added by XLA, 10 configurations of 7 sizes took 0 to 3.7 us longer (H200), and
+    none a shorter time.
+    """
+    has_parts = config.splits > 1 or config.d_query == "parts"
+    return dataclasses.replace(config, adds_by_launch=has_parts)
