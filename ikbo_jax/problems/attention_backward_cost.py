@@ -74,7 +74,9 @@ def _all(problem: Any) -> Iterator[AttentionBackwardConfig]:
         # Narrow blocks were timed where a part has one.
         least = longest if block_q < WGMMA_M else 1
         for splits in range(least, min(most, longest) + 1):
-            yield AttentionBackwardConfig(block_q, 2, 1, "parts", splits=splits, adds_by_launch=True)
+            yield AttentionBackwardConfig(
+                block_q, 2, 1, "parts", splits=splits, adds_by_launch=True
+            )
             if block_q >= WGMMA_M:
                 yield AttentionBackwardConfig(
                     *(block_q, 3, 1, "stored", STORED_BLOCK_KV, 4, splits),

@@ -24,7 +24,7 @@ MAX_PARTS = 8
 MAX_STORED_ROWS = 1024
 #: Least number of a user's rows for tiles of 256 of them.
 MIN_TALL_ROWS = 256
-#: Rows of a user from which on blocks have 32 rows at least.
+#: Rows of a user from which on blocks have 32 rows at least, with parts of wider heads than 64.
 MIN_WIDER_ROWS = 33
 
 
@@ -79,7 +79,8 @@ class AttentionBackwardProblem(AttentionSizes):
         is_tall = config.tall and self.rows >= MIN_TALL_ROWS
         # With 101 users of 40 rows in the mean, H = 128 and 87 keys, blocks of 32 took 24.2 us,
         # those of 16 26.5 (H200).
-        block_q = max(config.block_q, 32) if self.rows >= MIN_WIDER_ROWS else config.block_q
+        is_wide = config.d_query == "parts" and self.head_dim > BLOCK_K
+        block_q = max(config.block_q, 32 if is_wide and self.rows >= MIN_WIDER_ROWS else 0)
         splits = self._splits(block_q)[0]
         adapted = dataclasses.replace(config, block_q=block_q, splits=splits, tall=is_tall)
         adapted = _added_by_launch(adapted)

@@ -83,6 +83,11 @@ CASES = {
     "split_queries": Case(
         AttentionShape(2, 9, 21, 150, 1, 1, 64, "gaps", "ragged"), Config(32, splits=3)
     ),
+    # As small gradients are cut: a block of queries a part.
+    "parts_split_grouped_heads_h128": Case(
+        AttentionShape(3, 7, 13, 200, 2, 1, 128, "unsorted", "ragged"),
+        Config(32, 2, 1, "parts", splits=4),
+    ),
     "split_queries_two_launches": Case(
         AttentionShape(1, 150, 1, 129, 2, 2, 64),
         Config(32, d_query="launch", splits=2),
@@ -152,6 +157,11 @@ ADDED_BY_LAUNCH = {
     "added_five_parts": Case(
         AttentionShape(3, 4, 5, 600, 2, 1, 64, "unsorted", "ragged"),
         Config(16, d_query="parts", adds_by_launch=True),
+    ),
+    # A part for each block of queries.
+    "added_many_parts_of_rows": Case(
+        AttentionShape(2, 21, 3, 150, 4, 2, 64, "gaps", "ragged"),
+        Config(16, 2, 1, "parts", splits=7, adds_by_launch=True),
     ),
     "added_sum": Case(AttentionShape(3, 4, 5, 140, 1, 1, 64), Config(16, adds_by_launch=True)),
     "added_stored_split_f32_sums": Case(

@@ -89,7 +89,7 @@ CASES = {
     "h64_two_launches": Case(Config(128, 2, 1, "launch", 128, 3), 64, has_lengths=False),
     "h128_stored": Case(Config(64, 3, 1, "stored", kv_stages=4)),
     "h128_stored_tall": Case(Config(64, 3, 1, "stored", tall=True), dtype="float16"),
-    "h128_stored_in_chunks": Case(Config(64, 3, 1, "stored", tall=True), kv_len=8192, chunks=2),
+    "h128_stored_in_chunks": Case(Config(64, 3, 1, "stored", tall=True), kv_len=16384, chunks=2),
     "h96_stored_f32_sums": Case(Config(64, 3, 1, "stored"), 96, sum_dtype="float32"),
     "h64_stored": Case(Config(128, 3, 1, "stored", kv_stages=4, tall=True), 64),
     "h64_stored_overlapped": Case(Config(64, 4, 1, "stored", kv_stages=5), 64),

@@ -40,10 +40,16 @@ ORDER = "ikbo_user_order"
 #: One launch adds the parts of all gradients.
 PARTS = ("_statistics", "", "_parts")
 CASES = {
-    "two_users": Case((235, 2, 4, 628, 8, 8, 64), PARTS),
+    "two_users": Case((235, 2, 4, 628, 8, 8, 64)),
+    "one_candidate_a_user": Case((512, 512, 1, 256, 2, 2, 64), PARTS, 1, has_lengths=True),
     # XLA adds the parts of d_query.
-    "one_candidate_a_user": Case(
-        (512, 512, 1, 256, 2, 2, 64), ("_statistics", ""), 1, 1, has_lengths=True
+    "parts_of_xla": Case(
+        (512, 512, 1, 256, 2, 2, 64),
+        ("_statistics", ""),
+        1,
+        1,
+        has_lengths=True,
+        changes={"adds_by_launch": False},
     ),
     "split_rows": Case((64, 1, 16, 512, 2, 2, 64), PARTS),
     # Queries and cotangents are copied into the order of key heads, and d_query back, by launches.
@@ -116,7 +122,7 @@ class Whole:
 
 
 WHOLE = {
-    "sorted": Whole((235, 2, 4, 628, 8, 8, 64), (FEW,), PARTS, is_sorted=True),
+    "sorted": Whole((235, 2, 4, 628, 8, 8, 64), (FEW,), is_sorted=True),
     "unsorted": Whole((230, 6, 5, 273, 1, 1, 128), (FEW,), PARTS),
     "unsorted_in_parts": Whole((1252, 7, 7, 111, 1, 1, 64), (FEW,), PARTS),
     # Launches put the candidates into order. It copies a counter.

@@ -77,7 +77,11 @@ TIMED = {
 }
 #: Users of equally many rows, a block or more each: the model allows for other numbers of rows, and
 #: so takes more parts than are best for these.
-EVEN = {(48, 6, 8, 273, 1, 1, 128): 1, (192, 6, 8, 273, 1, 1, 128): 4, (384, 6, 8, 273, 1, 1, 128): 4}
+EVEN = {
+    (48, 6, 8, 273, 1, 1, 128): 1,
+    (192, 6, 8, 273, 1, 1, 128): 4,
+    (384, 6, 8, 273, 1, 1, 128): 4,
+}
 sizes = st.one_of(st.integers(1, 64), st.integers(1, 5000))
 
 
@@ -129,9 +133,7 @@ def test_configurations_of_larger_gradients_that_were_timed():
     heads=st.sampled_from([(1, 1), (2, 2), (4, 1), (6, 2), (16, 1)]),
     head_dim=st.sampled_from(HEAD_DIMS),
 )
-def test_parts_of_small_gradients_take_little_memory(
-    batch, users, q_len, kv_len, heads, head_dim
-):
+def test_parts_of_small_gradients_take_little_memory(batch, users, q_len, kv_len, heads, head_dim):
     problem = _problem((batch, users, q_len, kv_len, *heads, head_dim))
     for config in small_configs(problem):
         tiles = problem.items // users
