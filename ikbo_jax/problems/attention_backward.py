@@ -108,7 +108,7 @@ class AttentionBackwardConfig(Config):
         early, which matters if a user has few queries.
       d_query: how the parts of d_query become a sum, one of `D_QUERY`. "sum": all tiles of keys add
         their parts to one sum in device memory, one tile after another. "parts": each tile stores
-        its part, and XLA adds the parts; that takes S / 128 times as much memory, but no tile waits
+        its part, and the parts are added later; that takes S / 128 times as much memory, but no tile waits
         for another. "launch": a second launch computes d_query, with seven products instead of
         five, but without exchange of gradients of scores, and without sums in memory. Heads wider
         than `MAX_BOTH_SUMS` need it; they take a launch for d_key and one for d_value, too, and
@@ -120,7 +120,7 @@ class AttentionBackwardConfig(Config):
         scores are stored.
       kv_stages: stages of that launch's ring of key blocks.
       splits: parts that a user's queries are cut into, where users are too few to occupy the
-        device. XLA adds the parts' gradients of keys and values, in f32.
+        device. The parts' gradients of keys and values are f32, and are added later.
       tall: whether a tile of a launch that multiplies stored gradients has 256 query rows (or
         keys), not 128. Keys (or queries) are read half as often.
       adds_by_launch: whether one more launch adds all parts, of d_query and of the other gradients,
