@@ -108,8 +108,8 @@ class AttentionBackwardConfig(Config):
         early, which matters if a user has few queries.
       d_query: how the parts of d_query become a sum, one of `D_QUERY`. "sum": all tiles of keys add
         their parts to one sum in device memory, one tile after another. "parts": each tile stores
-        its part, and the parts are added later; that takes S / 128 times as much memory, but no tile waits
-        for another. "launch": a second launch computes d_query, with seven products instead of
+        its part, and they are added later; that takes S / 128 times as much memory, but no tile
+        waits for another. "launch": a second launch computes d_query, with seven products instead of
         five, but without exchange of gradients of scores, and without sums in memory. Heads wider
         than `MAX_BOTH_SUMS` need it; they take a launch for d_key and one for d_value, too, and
         eight products. "stored": the first launch stores gradients of scores in device memory, 2

@@ -6,6 +6,7 @@ The facts are us of the kernels of result and gradient by CUPTI on an H200, medi
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 
@@ -150,3 +151,18 @@ def test_parts_of_small_gradients_take_little_memory(batch, users, q_len, kv_len
 def test_many_queries_have_no_small_configurations(kv_len, head_dim):
     for batch, users in ((2048, 32), (10_000, 1), (math.prod((64, 128)), 8)):
         assert not small_configs(_problem((batch, users, 8, kv_len, 8, 8, head_dim)))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"head_dim": 8}, {"head_dim": 80}, {"dtype": "float32"}], ids=str
+)
+def test_small_gradients_without_a_kernel_have_no_configuration(changes):
+    problem = dataclasses.replace(_problem((40, 3, 2, 9, 4, 2, 64)), **changes)
+    assert small_configs(problem) == ()
+    assert table.lookup(problem, with_user_rows=False).config is None
+
+
+@pytest.mark.parametrize("name", ["batch", "users", "q_len", "kv_len", "q_heads"])
+def test_small_gradients_of_nothing_have_no_configuration(name):
+    problem = dataclasses.replace(_problem((40, 3, 2, 9, 4, 2, 64)), **{name: 0})
+    assert small_configs(problem) == ()
