@@ -109,11 +109,11 @@ class AttentionBackwardConfig(Config):
       d_query: how the parts of d_query become a sum, one of `D_QUERY`. "sum": all tiles of keys add
         their parts to one sum in device memory, one tile after another. "parts": each tile stores
         its part, and they are added later; that takes S / 128 times as much memory, but no tile
-        waits for another. "launch": a second launch computes d_query, with seven products instead of
-        five, but without exchange of gradients of scores, and without sums in memory. Heads wider
-        than `MAX_BOTH_SUMS` need it; they take a launch for d_key and one for d_value, too, and
-        eight products. "stored": the first launch stores gradients of scores in device memory, 2
-        bytes for each query and key, and a second launch multiplies them by the keys: five
+        waits for another. "launch": a second launch computes d_query, with seven products instead
+        of five, but without exchange of gradients of scores, and without sums in memory. Heads
+        wider than `MAX_BOTH_SUMS` need it; they take a launch for d_key and one for d_value, too,
+        and eight products. "stored": the first launch stores gradients of scores in device memory,
+        2 bytes for each query and key, and a second launch multiplies them by the keys: five
         products without a sum in memory. For wide heads the first launch computes d_value, and a
         third one multiplies the gradients by the queries.
       block_kv: keys of a block of the launch of d_query, a multiple of 16; 64 if gradients of
