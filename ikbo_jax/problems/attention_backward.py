@@ -25,9 +25,10 @@ BLOCK_KV = TILE_ROWS
 D_SCORES_BUFFERS = 2
 #: Ways to compute d_query; see `AttentionBackwardConfig`.
 D_QUERY = ("sum", "parts", "launch", "stored")
-#: Most bytes of gradients of scores that "stored" keeps in device memory, 2.25 GiB. Of more, it
-#: stores and multiplies those of some keys, then those of others.
-MAX_STORED_BYTES = 9 * 2**28
+#: Most bytes of gradients of scores that "stored" keeps in device memory, 4.25 GiB. Of more, it
+#: stores and multiplies those of some keys, then those of others. In halves, gradients for 4,096
+#: keys took 1.12 times as long, for 8,192 1.07 times (`docs/experiments.md`).
+MAX_STORED_BYTES = 17 * 2**28
 #: Keys of a block of the launch that multiplies stored gradients of scores.
 STORED_BLOCK_KV = BLOCK_K
 #: Words of a descriptor in shared memory: with 32 bytes, four words are one 16-byte access.
@@ -107,21 +108,23 @@ class AttentionBackwardConfig(Config):
         early, which matters if a user has few queries.
       d_query: how the parts of d_query become a sum, one of `D_QUERY`. "sum": all tiles of keys add
         their parts to one sum in device memory, one tile after another. "parts": each tile stores
-        its part, and XLA adds the parts; that takes S / 128 times as much memory, but no tile waits
-        for another. "launch": a second launch computes d_query, with seven products instead of
-        five, but without exchange of gradients of scores, and without sums in memory. Heads wider
-        than `MAX_BOTH_SUMS` need it; they take a launch for d_key and one for d_value, too, and
-        eight products. "stored": the first launch stores gradients of scores in device memory, 2
-        bytes for each query and key, and a second launch multiplies them by the keys: five
+        its part, and they are added later; that takes S / 128 times as much memory, but no tile
+        waits for another. "launch": a second launch computes d_query, with seven products instead
+        of five, but without exchange of gradients of scores, and without sums in memory. Heads
+        wider than `MAX_BOTH_SUMS` need it; they take a launch for d_key and one for d_value, too,
+        and eight products. "stored": the first launch stores gradients of scores in device memory,
+        2 bytes for each query and key, and a second launch multiplies them by the keys: five
         products without a sum in memory. For wide heads the first launch computes d_value, and a
         third one multiplies the gradients by the queries.
       block_kv: keys of a block of the launch of d_query, a multiple of 16; 64 if gradients of
         scores are stored.
       kv_stages: stages of that launch's ring of key blocks.
       splits: parts that a user's queries are cut into, where users are too few to occupy the
-        device. XLA adds the parts' gradients of keys and values, in f32.
+        device. The parts' gradients of keys and values are f32, and are added later.
       tall: whether a tile of a launch that multiplies stored gradients has 256 query rows (or
         keys), not 128. Keys (or queries) are read half as often.
+      adds_by_launch: whether one more launch adds all parts, of d_query and of the other gradients,
+        instead of XLA, whose kernels for them are up to three. Only where there are parts.
     """
 
     block_q: int = 64
@@ -132,6 +135,7 @@ class AttentionBackwardConfig(Config):
     kv_stages: int = 3
     splits: int = 1
     tall: bool = False
+    adds_by_launch: bool = False
 
     @property
     def has_d_query(self) -> bool:

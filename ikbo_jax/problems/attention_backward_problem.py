@@ -14,6 +14,7 @@ from ikbo_jax.problems.attention_backward import (
     STORED_BLOCK_KV,
     AttentionBackwardConfig,
 )
+from ikbo_jax.problems.attention_backward_cost import NUM_SMS, small_configs
 from ikbo_jax.problems.hopper import BLOCK_K, WGMMA_M
 
 #: Most tiles of keys whose parts of d_query are stored apart by default; each part takes twice the
@@ -23,8 +24,8 @@ MAX_PARTS = 8
 MAX_STORED_ROWS = 1024
 #: Least number of a user's rows for tiles of 256 of them.
 MIN_TALL_ROWS = 256
-#: Streaming multiprocessors of an H100 or an H200.
-NUM_SMS = 132
+#: Rows of a user from which on blocks have 32 rows at least, with parts of wider heads than 64.
+MIN_WIDER_ROWS = 33
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +57,12 @@ class AttentionBackwardProblem(AttentionSizes):
         return -(-self.kv_len // BLOCK_KV)
 
     def fits(self, config: AttentionBackwardConfig) -> bool:
-        """Small blocks and parts are for few rows, stored ones of narrow heads not for many."""
+        """Small blocks and parts are for few rows, stored ones of narrow heads not for many.
+
+        Small gradients have configurations of their own, which the model chooses.
+        """
+        if small_configs(self):
+            return False
         if config.d_query == "parts":
             return self._has_few_rows and self._tiles <= MAX_PARTS
         is_either = self.head_dim <= BLOCK_K and config.d_query in ("launch", "stored")
@@ -71,7 +77,14 @@ class AttentionBackwardProblem(AttentionSizes):
     def adapt(self, config: AttentionBackwardConfig) -> AttentionBackwardConfig:
         """Splits and the height of tiles depend on the number of users and of their rows."""
         is_tall = config.tall and self.rows >= MIN_TALL_ROWS
-        return dataclasses.replace(config, splits=self._splits(config.block_q)[0], tall=is_tall)
+        # With 101 users of 40 rows in the mean, H = 128 and 87 keys, blocks of 32 took 24.2 us,
+        # those of 16 26.5 (H200).
+        is_wide = config.d_query == "parts" and self.head_dim > BLOCK_K
+        block_q = max(config.block_q, 32 if is_wide and self.rows >= MIN_WIDER_ROWS else 0)
+        splits = self._splits(block_q)[0]
+        adapted = dataclasses.replace(config, block_q=block_q, splits=splits, tall=is_tall)
+        adapted = _added_by_launch(adapted)
+        return config if adapted.illegal_reason(self) else adapted
 
     @property
     def _has_few_rows(self) -> bool:
@@ -80,12 +93,15 @@ class AttentionBackwardProblem(AttentionSizes):
 
     def candidate_configs(self) -> Iterator[AttentionBackwardConfig]:
         """Yields the legal configurations worth timing, the most promising first."""
+        small = small_configs(self)
+        yield from small
         has_few = self._has_few_rows and self.head_dim <= MAX_BOTH_SUMS
         found = self._for_few_rows() if has_few else self._for_many_rows()
         for config in dict.fromkeys(found):
             for splits in self._splits(config.block_q):
                 candidate = dataclasses.replace(config, splits=splits)
-                if candidate.illegal_reason(self) is None:
+                candidate = _added_by_launch(candidate)
+                if candidate not in small and candidate.illegal_reason(self) is None:
                     yield candidate
 
     def _for_few_rows(self) -> Iterator[AttentionBackwardConfig]:
@@ -155,9 +171,24 @@ class AttentionBackwardProblem(AttentionSizes):
     def _splits(self, block_q: int) -> tuple[int, ...]:
         """Parts of a user's queries: at most two items an SM, of at least four blocks.
 
-        With one user of 10,000 rows, 8 heads and 1,024 keys, 64 items, four parts took 0.172 ms on
-        an H100, five 0.189 ms and one 0.231 ms.
+        Fewer parts if the SM with most items has no more rows of them. With one user of 10,000
+        rows, 8 heads and 1,024 keys, 64 items, two parts took 195 us on an H200 (with the result)
+        and four 202; one took 1.34 times as long as four on an H100. With 112 items of 599 rows,
+        one part took 47 us, two 54.
         """
-        enough = 2 * NUM_SMS // max(self.items, 1)
-        splits = min(enough, self.rows // (4 * block_q)) if self.items < NUM_SMS else 1
+        if not 0 < self.items < NUM_SMS:
+            return (1,)
+        most = min(2 * NUM_SMS // self.items, self.rows // (4 * block_q))
+        longest = {x: -(-self.items * x // NUM_SMS) / x for x in range(1, most + 1)}
+        splits = min(longest, key=lambda x: (longest[x], x), default=1)
         return (splits, 1) if splits > 1 else (1,)
+
+
+def _added_by_launch(config: AttentionBackwardConfig) -> AttentionBackwardConfig:
+    """`config`, whose parts one launch adds.
+
+    With its parts added by XLA, 8 configurations of 7 sizes took 0.02 to 3.7 us longer (H200), and
+    none a shorter time.
+    """
+    has_parts = config.splits > 1 or config.d_query == "parts"
+    return dataclasses.replace(config, adds_by_launch=has_parts)

@@ -38,6 +38,9 @@ pytestmark = [
 ]
 
 
+ATTENTION_BACKWARD = attention_backward.CASES | attention_backward.ADDED_BY_LAUNCH
+
+
 @pytest.fixture(autouse=True)
 def _not_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (attention, few_queries, gdpa, gdpa_backward):
@@ -62,7 +65,7 @@ def _few_queries(sm90: emulator.Emulator, name: str, seed: int) -> None:
 
 def _attention_backward(sm90: emulator.Emulator, name: str, seed: int) -> None:
     """Six thread blocks, two at a time: sums of d_query pass from block to block."""
-    case = attention_backward.CASES[name]
+    case = ATTENTION_BACKWARD[name]
     inputs, tensors = attention_backward.make(case)
     with sm90.emulated(seed, resident=2):
         results = attention_backward_kernel(
@@ -122,7 +125,7 @@ def _linear_compression_backward(sm90: emulator.Emulator, name: str, seed: int) 
 KERNELS: dict[str, tuple[Callable[[emulator.Emulator, str, int], None], dict[str, Any]]] = {
     "attention": (_attention, attention.CASES),
     "few_queries": (_few_queries, few_queries.CASES),
-    "attention_backward": (_attention_backward, attention_backward.CASES),
+    "attention_backward": (_attention_backward, ATTENTION_BACKWARD),
     "gdpa": (_gdpa, gdpa.CASES),
     "gdpa_backward": (_gdpa_backward, gdpa_backward.CASES),
     "linear_compression": (_linear_compression, linear_compression.CASES),
@@ -169,6 +172,7 @@ CHOSEN = {
         "three_launches_h192",
         "stored_grouped_heads_h192",
         "users_without_candidates_h96_f16",
+        *attention_backward.ADDED_BY_LAUNCH,
     ],
     "gdpa": [
         *("softmax_gaps", "short_found", "short_found_bounded", "short_found_pma"),

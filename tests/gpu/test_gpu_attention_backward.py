@@ -48,6 +48,12 @@ SHAPES = {
     "h96": Shape(5, 50, 64, 300, 2, 2, 96, "unsorted", "ragged"),
     "h192": Shape(5, 50, 64, 300, 2, 2, 192, "unsorted", "ragged"),
     "h256": Shape(4, 33, 21, 300, 4, 2, 256, "gaps", "ragged"),
+    # Small: rows are cut into parts of a block or more, which one launch adds.
+    "small_h128": Shape(6, 230, 5, 273, 1, 1, 128, "unsorted"),
+    "small_h64": Shape(7, 1252, 7, 111, 1, 1, 64, "unsorted", "ragged"),
+    "small_h96_gqa": Shape(3, 60, 5, 300, 6, 2, 96, "gaps", "ragged"),
+    "small_many_tiles": Shape(1, 410, 1, 1362, 4, 4, 128),
+    "small_narrow_blocks": Shape(1, 77, 1, 110, 8, 8, 64),
 }
 CONFIGS = {
     "sum": Config(),
@@ -60,6 +66,8 @@ CONFIGS = {
     "stored": Config(64, 3, 1, "stored", kv_stages=4),
     "stored_tall": Config(64, 3, 1, "stored", tall=True),
     "stored_split_queries": Config(32, 3, 2, "stored", splits=3),
+    "added_parts": Config(32, 2, 2, "parts", splits=5, adds_by_launch=True),
+    "added_split_queries": Config(64, 3, 1, "stored", splits=2, adds_by_launch=True),
 }
 #: For heads wider than 128 columns.
 WIDE_CONFIGS = {

@@ -83,6 +83,11 @@ CASES = {
     "split_queries": Case(
         AttentionShape(2, 9, 21, 150, 1, 1, 64, "gaps", "ragged"), Config(32, splits=3)
     ),
+    # As small gradients are cut: a block of queries a part.
+    "parts_split_grouped_heads_h128": Case(
+        AttentionShape(3, 7, 13, 200, 2, 1, 128, "unsorted", "ragged"),
+        Config(32, 2, 1, "parts", splits=4),
+    ),
     "split_queries_two_launches": Case(
         AttentionShape(1, 150, 1, 129, 2, 2, 64),
         Config(32, d_query="launch", splits=2),
@@ -136,6 +141,38 @@ CASES = {
     "many_blocks_h128": Case(AttentionShape(1, 3, 64, 300, 1, 1, 128), Config(64)),
     "tile_of_keys_minus_one": Case(AttentionShape(2, 2, 33, 127, 1, 1, 64), Config(32)),
     "tile_of_keys_plus_one": Case(AttentionShape(1, 2, 32, 129, 1, 1, 64), Config(64)),
+}
+#: For the emulator: where the kernels are interpreted, XLA adds parts.
+ADDED_BY_LAUNCH = {
+    "added_unsorted_grouped_heads": Case(
+        AttentionShape(3, 4, 21, 200, 2, 1, 128, "unsorted", "ragged"),
+        Config(48, d_query="parts", adds_by_launch=True),
+    ),
+    "added_split_h96_f16": Case(
+        AttentionShape(2, 9, 13, 300, 1, 1, 96, "gaps", "ragged"),
+        Config(32, d_query="parts", splits=3, adds_by_launch=True),
+        "float16",
+    ),
+    # More parts than are loaded at once.
+    "added_five_parts": Case(
+        AttentionShape(3, 4, 5, 600, 2, 1, 64, "unsorted", "ragged"),
+        Config(16, d_query="parts", adds_by_launch=True),
+    ),
+    # A part for each block of queries.
+    "added_many_parts_of_rows": Case(
+        AttentionShape(2, 21, 3, 150, 4, 2, 64, "gaps", "ragged"),
+        Config(16, 2, 1, "parts", splits=7, adds_by_launch=True),
+    ),
+    "added_sum": Case(AttentionShape(3, 4, 5, 140, 1, 1, 64), Config(16, adds_by_launch=True)),
+    "added_stored_split_f32_sums": Case(
+        AttentionShape(1, 150, 1, 129, 2, 2, 64),
+        Config(32, d_query="stored", splits=2, adds_by_launch=True),
+        sum_dtype="float32",
+    ),
+    "added_split_h256": Case(
+        AttentionShape(1, 70, 1, 129, 1, 1, 256),
+        Config(32, d_query="launch", block_kv=32, kv_stages=2, splits=5, adds_by_launch=True),
+    ),
 }
 
 

@@ -89,7 +89,7 @@ CASES = {
     "h64_two_launches": Case(Config(128, 2, 1, "launch", 128, 3), 64, has_lengths=False),
     "h128_stored": Case(Config(64, 3, 1, "stored", kv_stages=4)),
     "h128_stored_tall": Case(Config(64, 3, 1, "stored", tall=True), dtype="float16"),
-    "h128_stored_in_chunks": Case(Config(64, 3, 1, "stored", tall=True), kv_len=8192, chunks=2),
+    "h128_stored_in_chunks": Case(Config(64, 3, 1, "stored", tall=True), kv_len=16384, chunks=2),
     "h96_stored_f32_sums": Case(Config(64, 3, 1, "stored"), 96, sum_dtype="float32"),
     "h64_stored": Case(Config(128, 3, 1, "stored", kv_stages=4, tall=True), 64),
     "h64_stored_overlapped": Case(Config(64, 4, 1, "stored", kv_stages=5), 64),
@@ -112,6 +112,12 @@ CASES = {
         Config(48, 2, 1, "stored", 64, 2, splits=2), 256, sum_dtype="float32"
     ),
     "h64_few_queries": Case(Config(16, 4, 2, d_query="parts"), 64, q_len=1),
+    "h128_added_parts": Case(
+        Config(64, d_query="parts", splits=4, adds_by_launch=True), q_heads=4, kv_len=300
+    ),
+    "h96_added_f32_sums": Case(
+        Config(64, 3, 1, "stored", splits=7, adds_by_launch=True), 96, sum_dtype="float32"
+    ),
 }
 
 
@@ -128,7 +134,8 @@ def test_offline_attention_backward_kernel_is_fit(name: str, compiler: offline.C
     of_rows = 1 if statistics.numbers_rows(sizes, p.kv_heads) else 2
     of_keys = 1 if case.head_dim <= attention_backward.MAX_BOTH_SUMS else 2
     of_queries = 1 - case.config.has_d_query
-    assert len(launches) == of_rows + case.chunks * (of_keys + of_queries)
+    of_parts = case.config.adds_by_launch
+    assert len(launches) == of_rows + case.chunks * (of_keys + of_queries + of_parts)
     for compiled in launches:
         assert not compiled.faults
     most = max(compiled.smem_bytes for compiled in launches)

@@ -33,22 +33,37 @@ class Case:
     kernels: int = 0
     is_sorted: bool = True
     has_lengths: bool = False
+    changes: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the configuration
 
 
 ORDER = "ikbo_user_order"
+#: One launch adds the parts of all gradients.
+PARTS = ("_statistics", "", "_parts")
 CASES = {
     "two_users": Case((235, 2, 4, 628, 8, 8, 64)),
-    # XLA adds the parts of d_query, and in the next case gradients of keys and values.
-    "one_candidate_a_user": Case(
-        (512, 512, 1, 256, 2, 2, 64), ("_statistics", ""), 1, 1, has_lengths=True
+    "one_candidate_a_user": Case((512, 512, 1, 256, 2, 2, 64), PARTS, 1, has_lengths=True),
+    # XLA adds the parts of d_query.
+    "parts_of_xla": Case(
+        (512, 512, 1, 256, 2, 2, 64),
+        ("_statistics", ""),
+        1,
+        1,
+        has_lengths=True,
+        changes={"adds_by_launch": False},
     ),
-    "split_rows": Case((64, 1, 16, 512, 2, 2, 64), kernels=2),
+    "split_rows": Case((64, 1, 16, 512, 2, 2, 64), PARTS),
     # Queries and cotangents are copied into the order of key heads, and d_query back, by launches.
-    "grouped_heads": Case((300, 3, 4, 512, 4, 2, 128), kernels=2),
+    "grouped_heads": Case((300, 3, 4, 512, 4, 2, 128), PARTS),
     # So they are if candidates are in any order. A launch of its own puts many into order.
-    "unsorted": Case((300, 3, 4, 256, 2, 2, 128), is_sorted=False),
+    "unsorted": Case((300, 3, 4, 256, 2, 2, 128), PARTS, is_sorted=False),
     "many_unsorted": Case(
         (6033, 182, 9, 66, 1, 1, 64), ("_rows", "_statistics", "", "_stored"), 1, is_sorted=False
+    ),
+    # XLA adds the parts of d_key and of d_value.
+    "stored_split_rows": Case(
+        (64, 1, 16, 512, 2, 2, 64),
+        kernels=2,
+        changes={"stages": 2, "d_query": "stored", "adds_by_launch": False},
     ),
 }
 
@@ -58,11 +73,12 @@ def test_small_gradients_have_few_kernels_of_xla(name: str) -> None:
     case = CASES[name]
     batch, users, q_len, kv_len, q_heads, kv_heads, width = case.sizes
     problem = AttentionBackwardProblem(*case.sizes, "bfloat16")
+    config = table.lookup(problem, with_user_rows=False).config
     run = functools.partial(
         attention_backward_kernel,
         scale=width**-0.5,
         indices_are_sorted=case.is_sorted,
-        config=table.lookup(problem, with_user_rows=False).config,
+        config=dataclasses.replace(config, **case.changes),
         num_sms=132,
     )
     query, key, lse, index, lengths = (
@@ -107,11 +123,8 @@ class Whole:
 
 WHOLE = {
     "sorted": Whole((235, 2, 4, 628, 8, 8, 64), (FEW,), is_sorted=True),
-    "unsorted": Whole((230, 6, 5, 273, 1, 1, 128), (FEW,)),
-    # XLA adds gradients of keys, and of values, of the parts of users' rows.
-    "unsorted_in_parts": Whole(
-        (1252, 7, 7, 111, 1, 1, 64), (FEW,), ("_statistics", "", "_d_query"), 2
-    ),
+    "unsorted": Whole((230, 6, 5, 273, 1, 1, 128), (FEW,), PARTS),
+    "unsorted_in_parts": Whole((1252, 7, 7, 111, 1, 1, 64), (FEW,), PARTS),
     # Launches put the candidates into order. It copies a counter.
     "many_unsorted": Whole(
         (6033, 182, 9, 66, 1, 1, 64),
@@ -120,7 +133,7 @@ WHOLE = {
         1,
     ),
     # Tiles of 64 queries of several candidates.
-    "unsorted_t96": Whole((20, 3, 96, 400, 2, 2, 128), (PACK, FLASH), kernels=2),
+    "unsorted_t96": Whole((20, 3, 96, 400, 2, 2, 128), (PACK, FLASH), PARTS),
 }
 
 

@@ -29,6 +29,7 @@ from ikbo_jax.problems import (
 )
 from ikbo_jax.problems.attention import HEAD_DIMS
 from ikbo_jax.problems.attention_backward import HEAD_DIMS as BACKWARD_HEAD_DIMS
+from ikbo_jax.problems.attention_backward import MAX_BOTH_SUMS
 from ikbo_jax.problems.attention_backward import AttentionBackwardConfig as BackwardConfig
 from ikbo_jax.problems.few_queries_cost import is_preferred
 from ikbo_jax.problems.problem import ATTENTION_DISTANCE_WEIGHTS
@@ -347,3 +348,20 @@ def test_row_of_few_queries_serves_its_shape_class_only(builtin):
     assert table.lookup(asked).config == asked.default_config()
     tiles = dataclasses.replace(FEW, q_len=64)
     assert isinstance(table.lookup(tiles).config, AttentionConfig)
+
+
+@pytest.mark.parametrize("head_dim", BACKWARD_HEAD_DIMS)
+def test_small_gradients_have_candidates_whose_parts_a_launch_adds(head_dim):
+    """Where tiles of keys occupy the device, there are none; else they are the default."""
+    small = AttentionBackwardProblem(230, 6, 5, 273, 1, 1, head_dim, "bfloat16")
+    large = dataclasses.replace(small, kv_len=8192)
+    of_small, of_large = (
+        [config for config in problem.candidate_configs() if config.adds_by_launch]
+        for problem in (small, large)
+    )
+    assert bool(of_small) == (head_dim <= MAX_BOTH_SUMS)
+    assert not of_large
+    assert small.default_config().adds_by_launch == bool(of_small)
+    assert table.lookup(small, with_user_rows=False).config.adds_by_launch == bool(of_small)
+    for config in of_small:
+        assert small.items * config.splits <= 132

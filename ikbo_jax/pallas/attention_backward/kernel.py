@@ -56,13 +56,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from ikbo_jax.pallas.attention_backward import parts
 from ikbo_jax.pallas.attention_backward import rows as row_numbers
 from ikbo_jax.pallas.attention_backward.consumer import consume
 from ikbo_jax.pallas.attention_backward.context import (
@@ -169,9 +170,6 @@ def attention_backward_kernel(
     )
     workers = 1 if interpret else min(num_sms, shape.items)
     sum_dtype = jnp.dtype(dtype or key.dtype)
-    run = functools.partial(
-        _launch, dtype=sum_dtype, config=config, workers=workers, interpret=interpret
-    )
     rows, statistics, packed = row_numbers.with_statistics(
         cand_to_user,
         key_value_seq_lengths,
@@ -182,6 +180,10 @@ def attention_backward_kernel(
         interpret=interpret,
     )
     operands = Operands(*packed, statistics, key, value, rows.parts)
+    add = functools.partial(_add_parts, rows=rows, sizes=sizes, dtypes=(query.dtype, sum_dtype))
+    run = functools.partial(
+        _launch, add, dtype=sum_dtype, config=config, workers=workers, interpret=interpret
+    )
     options = {"num_sms": num_sms, "interpret": interpret}
     if config.stores_d_scores:
         of_keys = functools.partial(d_key_kernel, dtype=sum_dtype, **options)
@@ -196,9 +198,8 @@ def attention_backward_kernel(
         d_key, d_value = gradients["key"], gradients["value"]
         result = d_query_kernel(operands, rows.tiles, rows.order, shape, config, **options)
         return result.reshape(query.shape), d_key, d_value
-    sums, d_key, d_value = run(operands, shape=shape)
-    d_query = row_numbers.unpack_d_query(sums, rows, sizes, kv_heads, scale, query.dtype)
-    return d_query, d_key, d_value
+    of_query, of_key, of_value = run(operands, shape=shape)
+    return of_query, of_key, of_value
 
 
 def _stored(
@@ -236,7 +237,44 @@ def _stored(
     return total, whole_d_key, whole_d_value
 
 
+def _add_parts(
+    found: Sequence[jax.Array],
+    shape: Shape,
+    *,
+    rows: row_numbers.Rows,
+    sizes: row_numbers.Sizes,
+    dtypes: tuple[Any, Any],
+    has_d_query: bool,
+    by_launch: bool,
+) -> tuple[jax.Array, ...]:
+    """The results of a launch, whose parts are added: by one more launch, or by XLA.
+
+    `dtypes` are those of d_query and of the other gradients.
+    """
+    number = len(shape.gradients)
+    first, gradients = tuple(found[:-number]), tuple(found[-number:])
+    size: dict[str, Any] = {"kv_heads": shape.kv_heads, "scale": shape.scale}
+    if by_launch:
+        of_queries, of_keys = parts.add_parts(
+            first[0] if has_d_query else None,
+            gradients if shape.splits > 1 else (),
+            rows,
+            sizes,
+            keys=shape.kv_len,
+            dtypes=dtypes,
+            **size,
+        )
+        first, gradients = of_queries or first, of_keys or gradients
+    elif has_d_query:
+        first = (row_numbers.unpack_d_query(first[0], rows, sizes, dtype=dtypes[0], **size),)
+    splits = 1 if by_launch else shape.splits
+    keys = (shape.users, shape.kv_len, shape.kv_heads, shape.head_dim)
+    add = functools.partial(row_numbers.add_parts, shape=keys, splits=splits, dtype=dtypes[1])
+    return *first, *map(add, gradients)
+
+
 def _launch(
+    add: Callable[..., tuple[jax.Array, ...]],
     operands: Operands,
     *,
     dtype: Any,
@@ -247,7 +285,8 @@ def _launch(
 ) -> tuple[jax.Array, ...]:
     """Launches the kernel; returns the arrays of `Outputs` that are not None.
 
-    Gradients of keys and values are in `dtype`.
+    `add` adds parts, so that d_query is [B, T, N, H] and the other gradients [U, keys, K, H], in
+    `dtype`.
     """
 
     def context(*arguments: Any) -> BackwardContext:
@@ -278,7 +317,6 @@ def _launch(
         ),
         interpret=interpret,
     )
-    number = len(shape.gradients)
-    d_query, gradients = found[:-number], found[-number:]
-    add = functools.partial(row_numbers.add_parts, shape=keys, splits=shape.splits, dtype=dtype)
-    return *d_query, *map(add, gradients)
+    has_parts = config.has_d_query or shape.splits > 1
+    by_launch = config.adds_by_launch and has_parts and not interpret
+    return add(found, shape, has_d_query=config.has_d_query, by_launch=by_launch)

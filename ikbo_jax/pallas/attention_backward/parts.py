@@ -1,0 +1,327 @@
+"""A small kernel that adds parts of gradients, for `AttentionBackwardConfig.adds_by_launch`.
+
+    d_query[b] = scale * sum of its parts, one of each tile of the user's keys
+    d_key[u] = sum of the parts of the user's rows,   d_value[u] likewise
+
+Parts are f32 and the sums have 16 bits, or are f32 where the caller wants that. XLA takes a kernel
+of 1.5 to 2 us for each of the three, and reads them at a third of an H100's bandwidth. Here one
+launch adds all of them, and puts d_query into the caller's order. Each thread adds eight columns,
+in the order of the parts. Some CTAs, of one warpgroup, have rows of d_query, the others rows of
+both other gradients. Nothing is shared, and no thread waits for another one's memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, scf, vector
+
+from ikbo_jax.pallas.attention_backward.context import USER_WORDS
+from ikbo_jax.pallas.attention_backward.numbering import Sizes
+from ikbo_jax.pallas.attention_backward.rows import Rows
+from ikbo_jax.pallas.hopper import per_thread, stores
+from ikbo_jax.pallas.hopper.launch import Roles, WarpgroupContext, launch
+from ikbo_jax.problems.attention_backward import BLOCK_KV
+from ikbo_jax.problems.hopper import WARPGROUP_SIZE
+
+#: Columns of a thread: of 16 bits, one access of 16 bytes.
+VECTOR = 8
+#: Parts whose loads overlap.
+UNROLL = 4
+
+
+class Operands(NamedTuple):
+    """Device memory that the launch reads; None without parts of d_query, or of the others."""
+
+    d_query: Any  # [tiles of keys * K, rows, H] f32, see `context.Outputs`
+    gradients: tuple[Any, ...]  # of keys or values, each [U * splits * S, K, H] f32
+    index: Any  # [B] int32: the user of a candidate
+    position: Any  # [B] int32: places of candidates in user order; None if that is their order
+    users: Any  # [U, USER_WORDS] int32, see `rows.Rows`
+    poison: Any  # [1] int32, the bits of 0 or NaN, which is added to d_query; None: nothing is
+
+
+class Outputs(NamedTuple):
+    """Device memory that the launch fills."""
+
+    d_query: Any  # [B * T * N, H]
+    gradients: tuple[Any, ...]  # each [U, S, K, H]
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Static description of a launch.
+
+    Attributes:
+      vectors: of `VECTOR` columns of all gradients of a user's keys; 0 without their parts.
+      query_vectors: of all of d_query; 0 without its parts.
+    """
+
+    sizes: Sizes
+    kv_heads: int
+    head_dim: int
+    scale: float
+    vectors: int
+    query_vectors: int
+
+    @property
+    def query_workers(self) -> int:
+        """CTAs of d_query, the first ones."""
+        return pl.cdiv(self.query_vectors, WARPGROUP_SIZE)
+
+    @property
+    def workers(self) -> int:
+        return self.query_workers + pl.cdiv(self.sizes.users * self.vectors, WARPGROUP_SIZE)
+
+
+def _divided(values: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+    quotient = lax.div(values, per_thread.same(size))
+    return quotient, values - quotient * size
+
+
+def _add_queries(ctx: WarpgroupContext) -> None:
+    """Adds parts of d_query; those of tiles of keys past the user's length are arbitrary."""
+    shape, sizes, operands = ctx.shape, ctx.shape.sizes, ctx.operands
+
+    def read(ref: Any, at: jax.Array) -> jax.Array:
+        return per_thread.gather(ref, at, "global", interpret=False)
+
+    number = ctx.worker * WARPGROUP_SIZE + per_thread.number()
+    is_wanted = number < shape.query_vectors
+    row, column = _divided(jnp.minimum(number, shape.query_vectors - 1), shape.head_dim // VECTOR)
+    query, head = _divided(row, shape.kv_heads * sizes.group)
+    candidate, q = _divided(query, sizes.q_len)
+    kv_head, in_group = _divided(head, sizes.group)
+    user = jnp.clip(read(operands.index, candidate), 0, sizes.users - 1)
+    place = candidate if operands.position is None else read(operands.position, candidate)
+    first_row, first_target, keys = (read(operands.users, user * USER_WORDS + i) for i in (0, 2, 3))
+    within = place * sizes.per_candidate - first_row + q * sizes.group + in_group
+    poison = per_thread.same(0)
+    if operands.poison is not None:
+        poison = read(operands.poison, poison)
+    planes, rows, _ = operands.d_query.shape
+    tiles = planes // shape.kv_heads
+    numbers = (
+        is_wanted.astype(jnp.int32),
+        row,
+        column,
+        kv_head,
+        first_target + within,
+        per_thread.cdiv(keys, BLOCK_KV),
+        poison,
+    )
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),) * 2 + (per_thread.LAYOUT,) * len(numbers),
+    )
+    def add(_: Any, parts: ir.Value, output: ir.Value, *numbers: Any) -> None:
+        is_wanted, row, column, kv_head, target, count, poison = map(per_thread.scalar, numbers)
+        width = shape.head_dim
+        terms = [(kv_head, rows * width), (target, width), (column, VECTOR)]
+        first = stores.device_address(parts, terms, 4)
+        total = _sum(first, shape.kv_heads * rows * width * 4, tiles, count)
+        added, scale = mgpu.utils.bitcast(poison, ir.F32Type.get()), _f32(shape.scale)
+        total = [arith.addf(arith.mulf(x, scale), added) for x in total]
+        _store(output, [(row, width), (column, VECTOR)], total, is_wanted)
+
+    add(operands.d_query, ctx.outputs.d_query, *numbers)
+
+
+def _add_keys(ctx: WarpgroupContext) -> None:
+    """Adds the parts of gradients of keys and values."""
+    shape, sizes = ctx.shape, ctx.shape.sizes
+    number = (ctx.worker - shape.query_workers) * WARPGROUP_SIZE + per_thread.number()
+    most = sizes.users * shape.vectors
+    user, at = _divided(jnp.minimum(number, most - 1), shape.vectors)
+    numbers = (number < most).astype(jnp.int32), user, at
+    count = len(ctx.operands.gradients)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),) * (2 * count) + (per_thread.LAYOUT,) * len(numbers),
+    )
+    def add(_: Any, *arguments: Any) -> None:
+        is_wanted, user, at = map(per_thread.scalar, arguments[2 * count :])
+        size = shape.vectors * VECTOR
+        for parts, output in zip(arguments[:count], arguments[count:], strict=False):
+            terms = [(user, sizes.splits * size), (at, VECTOR)]
+            total = _sum(stores.device_address(parts, terms, 4), size * 4, sizes.splits)
+            _store(output, [(user, size), (at, VECTOR)], total, is_wanted)
+
+    add(*ctx.operands.gradients, *ctx.outputs.gradients, *numbers)
+
+
+def _f32(value: float) -> ir.Value:
+    return mgpu.c(value, ir.F32Type.get())
+
+
+def _sum(first: ir.Value, stride: int, parts: int, count: ir.Value | None = None) -> list[ir.Value]:
+    """The sum of `VECTOR` f32 numbers over parts that are `stride` bytes apart.
+
+    Of the first `count` parts, where that is not None: others may be NaN.
+    """
+    i32 = ir.IntegerType.get_signless(32)
+    zero, total = mgpu.c(0, i32), [_f32(0.0)] * VECTOR
+    end = mgpu.c(parts, i32) if count is None else count
+    if parts <= UNROLL:
+        return _add_group(first, stride, zero, parts, end, total, is_cut=count is not None)
+    # A loop, since straight code of many parts is long. Compilers unroll it for up to 13 parts
+    # (218 registers for two gradients): the loads of a few warps then fill the SM's bandwidth.
+    step = mgpu.c(UNROLL, i32)
+    make_loop: Any = scf.ForOp
+    loop = make_loop(zero, end, step, total)
+    with ir.InsertionPoint(loop.body):
+        sums = [*loop.inner_iter_args]
+        begin = loop.induction_variable
+        scf.yield_(_add_group(first, stride, begin, UNROLL, end, sums, is_cut=True))
+    return [*loop.results]
+
+
+def _add_group(
+    first: ir.Value,
+    stride: int,
+    begin: ir.Value,
+    parts: int,
+    end: ir.Value,
+    total: list[ir.Value],
+    *,
+    is_cut: bool,
+) -> list[ir.Value]:
+    """Adds `parts` parts from part `begin` on to `total`; with `is_cut`, only those before `end`.
+
+    Instead of a part past the end, it loads the last one, of which there may be none either.
+    """
+    f32, byte = ir.F32Type.get(), ir.IntegerType.get_signless(8)
+    i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
+    one, zero, found = mgpu.c(1, i32), mgpu.c(0, i32), []
+    last = arith.maxsi(arith.subi(end, one), zero)
+    for i in range(parts):
+        part = arith.addi(begin, mgpu.c(i, i32))
+        exists = arith.cmpi(arith.CmpIPredicate.slt, part, end)
+        place = arith.extsi(i64, arith.minsi(part, last) if is_cut else part)
+        at = arith.muli(place, mgpu.c(stride, i64))
+        words: list[ir.Value] = []
+        for half in range(VECTOR // per_thread.VECTOR):
+            offset = arith.addi(at, mgpu.c(half * per_thread.VECTOR * 4, i64))
+            address = mgpu.utils.getelementptr(first, [offset], byte)
+            words += per_thread.load_words(address, per_thread.VECTOR)
+        values = [mgpu.utils.bitcast(word, f32) for word in words]
+        found.append((exists, values))
+    for exists, values in found:
+        if is_cut:
+            values = [arith.select(exists, x, _f32(0.0)) for x in values]
+        total = [arith.addf(x, y) for x, y in zip(total, values, strict=True)]
+    return total
+
+
+def _store(
+    output: ir.Value,
+    terms: list[tuple[ir.Value, int]],
+    values: Sequence[ir.Value],
+    is_wanted: ir.Value,
+) -> None:
+    """Stores `VECTOR` numbers from the element whose number is sum(value * stride) on."""
+    i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+    is_wanted = arith.cmpi(arith.CmpIPredicate.ne, is_wanted, mgpu.c(0, i32))
+    dtype = ir.MemRefType(output.type).element_type
+    if dtype == f32:
+        size, words = 4, [mgpu.utils.bitcast(x, i32) for x in values]
+    else:
+        pair, pair_f32 = ir.VectorType.get((2,), dtype), ir.VectorType.get((2,), f32)
+        pairs = [
+            vector.from_elements(pair_f32, list(values[i : i + 2])) for i in range(0, VECTOR, 2)
+        ]
+        size, words = 2, [mgpu.utils.bitcast(arith.truncf(pair, x), i32) for x in pairs]
+    address = stores.device_address(output, terms, size)
+    for i in range(0, len(words), per_thread.VECTOR):
+        per_thread.store_words(address, words[i : i + per_thread.VECTOR], is_wanted, 4 * i)
+
+
+def _add(ctx: WarpgroupContext) -> None:
+    """A CTA adds the parts of one kind of gradients."""
+    begin = ctx.shape.query_workers
+    if begin:
+        pl.when(ctx.worker < begin)(lambda: _add_queries(ctx))
+    if ctx.operands.gradients:
+        pl.when(ctx.worker >= begin)(lambda: _add_keys(ctx))
+
+
+# Host side
+
+
+def add_parts(
+    d_query: jax.Array | None,
+    gradients: Sequence[jax.Array],
+    rows: Rows,
+    sizes: Sizes,
+    *,
+    kv_heads: int,
+    keys: int,
+    scale: float,
+    dtypes: tuple[Any, Any],
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """Adds parts by one launch.
+
+    Args:
+      d_query: [tiles of keys * K, rows, H] f32, or None.
+      gradients: of keys, of values, or of both, each [U * splits * S, K, H] f32; or none.
+      rows: where a row's parts are.
+      sizes: of the problem.
+      kv_heads: K.
+      keys: S.
+      scale: a factor of d_query.
+      dtypes: of d_query and of the other gradients.
+
+    Returns:
+      A tuple of d_query [B, T, N, H], if there is one, and the gradients [U, S, K, H].
+    """
+    arrays = (*(() if d_query is None else (d_query,)), *gradients)
+    width, heads = arrays[0].shape[-1], kv_heads * sizes.group
+    queries = 0 if d_query is None else sizes.batch * sizes.q_len * heads
+    shape = Shape(
+        sizes,
+        kv_heads,
+        width,
+        scale,
+        vectors=keys * kv_heads * width // VECTOR if gradients else 0,
+        query_vectors=queries * width // VECTOR,
+    )
+    has_rows = d_query is not None
+    operands = Operands(
+        d_query,
+        tuple(gradients),
+        rows.cand_to_user if has_rows else None,
+        rows.position if has_rows else None,
+        rows.users if has_rows else None,
+        rows.poison if has_rows else None,
+    )
+    of_keys = jax.ShapeDtypeStruct((sizes.users, keys, kv_heads, width), dtypes[1])
+    declared = Outputs(
+        jax.ShapeDtypeStruct((queries, width), dtypes[0]) if has_rows else None,
+        (of_keys,) * len(operands.gradients),
+    )
+    found = launch(
+        Roles(lambda *arguments: WarpgroupContext(shape, None, *arguments), None, _add),
+        operands,
+        declared,
+        _Shared(),
+        dtype=jnp.int32,
+        name="ikbo_attention_backward_parts",
+        workers=shape.workers,
+    )
+    results: Outputs = jax.tree.unflatten(jax.tree.structure(declared), found)
+    shaped = (sizes.batch, sizes.q_len, heads, width)
+    of_queries = () if results.d_query is None else (results.d_query.reshape(shaped),)
+    return of_queries, results.gradients
+
+
+class _Shared(NamedTuple):
+    """Nothing is shared."""
