@@ -10,8 +10,8 @@ An *item* is a user, a group of query heads with one key head, up to 64 or 128 o
 fill one tile of 64 rows of WGMMA. Items are numbered by *row slots*, which the producer finds in
 the index (`rows`): XLA makes no list of items. The candidates of an item need not have one user:
 where they do not, because the index is not sorted, the producer sends each run of candidates of one
-user as an item. The first block of keys of a CTA is loaded before its rows are found, which takes
-several dependent loads; if no row needs it, an item without rows takes it.
+user as an item. The first block of keys and values of a CTA is loaded before its rows are found,
+which takes dependent loads; if no row needs it, an item without rows takes it.
 
 Warpgroups: 0 and 1 are the consumers; one warp of warpgroup 2 is the producer, which loads keys and
 values through two rings of blocks that continue across items. The consumers of a CTA share an item:
