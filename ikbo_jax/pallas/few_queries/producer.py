@@ -154,7 +154,7 @@ def _load_queries(ctx: Context, item: Any, first: Any, head: Any) -> None:
 def _load_block(ctx: Context, source: Any, ring: Ring, step: Any, place: tuple[Any, ...]) -> None:
     """Loads the block at `place`, (user, number of the block, key head), into a stage."""
     user, block, head = place
-    ring.await_free(step)
+    ring.await_reuse(step)
     keys = pl.ds(block * ctx.config.block_kv, ctx.config.block_kv)
     ctx.load(source, (user, keys, head), ring.copied(step), ring.ready_at(step))
 
@@ -201,7 +201,7 @@ def _send(
     shared = ctx.shared
     first = extent.first
     # Queries are on their way while the index is read.
-    shared.query.await_free(progress.items)
+    shared.query.await_reuse(progress.items)
     _load_queries(ctx, progress.items, first, place.head)
     user, end = _run(ctx, first, extent.end)
     is_loaded = loaded >= 0
@@ -303,7 +303,7 @@ def _send_listed(ctx: Context, count: Any, loaded: Any, progress: _Progress) -> 
             gathered = jnp.where(lax.rem(member, ctx.gathered) == 0, gathered, 0)
             further = (jnp.where(is_last, next_user, -1), next_rank, gathered)
             is_loaded = (loaded >= 0) & (member == 0)
-            ctx.shared.query.await_free(progress.items)
+            ctx.shared.query.await_reuse(progress.items)
             return _send_rows(ctx, progress, item, ctx.place(i, member), is_loaded, further)
 
         if shape.bundle == 1:
@@ -353,6 +353,9 @@ def produce(ctx: Context) -> None:
         progress = _send_listed(ctx, count, *start)
     else:
         _, progress = lax.fori_loop(0, count, one_bundle, start)
-    shared.items.send_words(progress.items, (jnp.int32(-1),), after=shared.query)
-    for ring in (shared.key, shared.value, shared.query):
-        ring.drain()
+    items, steps = progress
+    shared.query.await_reuse(items)
+    shared.items.send_words(items, (jnp.int32(-1),))
+    shared.key.drain_uses(steps)
+    shared.value.drain_uses(steps)
+    shared.query.drain_uses(items + 1)
