@@ -36,6 +36,9 @@ NUM_SMS = 132
 #: without its queries and results, which its SM loads and stores at `SM_BYTES`. With 1 us for any
 #: width, several waves of short items of 128 columns or more took 1.1 to 1.3 times the estimate.
 LAUNCH_US, WIDE_ITEM_US, ITEM_US = 3.6, 2.6, 0.8
+#: What of a CTA's first item of 128 rows the launch has already, from H = 128 on: with one wave of
+#: them 8.2 us were expected to be 10.0, and 9.2 to be 9.9 (an H200).
+FIRST_ITEM_US = 0.75
 #: A block of 64 rows by 128 keys, by column blocks, and the part of it that fewer keys do not save.
 BLOCK_US, BLOCK_LATENCY = {1: 0.66, 2: 0.9, 3: 1.5, 4: 1.9}, 0.26
 #: Factors of a block of 128 rows, by column blocks, and with turns.
@@ -77,6 +80,11 @@ TILE_LAUNCH_US, PASS_US, TILE_BLOCK_US = 5.0, 0.8, {1: 0.92, 2: 1.5, 3: 2.3, 4: 
 #: How much longer a pass takes, the fewer queries candidates have, if users end in its tile:
 #: consumers store parts of 64 rows from registers.
 PARTIAL_US = 1.5
+#: An SM's queries and results of a tile, for each column block of heads wider than 128 but one, at
+#: `SM_BYTES`. Narrower ones have them in the times of their blocks. And keys of a block of theirs.
+#: Without both, 25.8 us were expected to be 18.1 (S = 96, H = 192, an H200; items for few queries
+#: take 21.8, and were expected to take 20.6).
+WIDE_ROWS_US, WIDE_BLOCK_KV = 0.43, 64
 #: The launch that lists tiles of one user, with the gap after it, and its part for each 1,024
 #: candidates.
 LIST_US, LIST_EACH_US = 4.0, 0.35
@@ -293,6 +301,8 @@ def estimated_us(problem: Any, config: FewQueriesConfig, *, is_listed: bool = Fa
         sums = 8 * config.splits * p.batch * p.q_len * p.q_heads * p.head_dim
         merge = MERGE_US + sums / (L2_BYTES if sums < CACHE_BYTES else MEMORY_BYTES)
     rows_us = ROWS_SHOWN * _row_bytes(p) / MEMORY_BYTES
+    if is_wide and columns > 1:
+        rows_us -= FIRST_ITEM_US
     return LAUNCH_US + sum(max(t) + OVERLAP * min(t) for t in times) + rows_us + merge
 
 
@@ -318,9 +328,13 @@ def estimated_unsorted_us(problem: Any, config: FewQueriesConfig, num_sms: int) 
 def _pass_us(problem: Any, ending: float) -> float:
     """Time of a pass of a tile of 128 rows; `ending`: the part of the tiles in which users end."""
     p = problem
-    block_us = TILE_BLOCK_US[hopper.column_blocks(p.head_dim)]
+    columns = hopper.column_blocks(p.head_dim)
+    blocks, rows_us = math.ceil(p.kv_len / 128), 0.0
+    if columns > 2:
+        blocks = math.ceil(p.kv_len / WIDE_BLOCK_KV) * WIDE_BLOCK_KV / 128
+        rows_us = WIDE_ROWS_US * (columns - 1)
     partial_us = PARTIAL_US * min(ending, 1.0) * (1 - min(p.q_len, WGMMA_M) / WGMMA_M)
-    return float(-(-p.kv_len // 128) * block_us + PASS_US + partial_us)
+    return blocks * TILE_BLOCK_US[columns] + PASS_US + rows_us + partial_us
 
 
 def estimated_tile_us(problem: Any) -> float:
