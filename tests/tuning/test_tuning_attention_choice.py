@@ -201,12 +201,28 @@ def test_items_as_was_fastest_on_an_h200(sizes, is_sorted, tile_rows):
         # 12.7 us, 13.0 with items for few queries; 47.0 and 50.9.
         ((443, 6, 16, 57, 4, 4, 128), False),
         ((5054, 11, 4, 1709, 2, 2, 128), True),
+        # 357 us, 394 with items of 128 rows, of which one or two consumers have keys.
+        ((947, 63, 4, 10880, 8, 8, 64), True),
     ],
 )
 def test_tiles_as_was_fastest_on_an_h200(sizes, one_user):
     problem = AttentionProblem(*sizes, "bfloat16")
     assert not is_preferred(problem)
     assert problem.default_config().one_user == one_user
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        # 396 us, 420 with tiles of one user; 386 and 403; 479 and 478; 38.1 us.
+        (220, 220, 4, 10432, 2, 2, 128),
+        (861, 287, 4, 2864, 2, 2, 256),
+        (3253, 406, 1, 4736, 4, 4, 128),
+        (7430, 128, 1, 3072, 1, 1, 64),
+    ],
+)
+def test_items_of_long_keys_as_was_fastest_on_an_h200(sizes):
+    assert is_preferred(AttentionProblem(*sizes, "bfloat16"))
 
 
 def test_more_queries_of_one_user_where_tiles_would_leave_sms_without_work():
