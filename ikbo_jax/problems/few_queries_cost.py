@@ -20,8 +20,10 @@ from ikbo_jax.problems.few_queries import (
 )
 from ikbo_jax.problems.hopper import TILE_ROWS, WGMMA_M
 
-#: Most queries of a candidate for which the kernel for few queries is a candidate.
-MAX_QUERIES = 16
+#: Most queries of a candidate for which the kernel for few queries is a candidate; and if items of
+#: 64 rows take one wave. Then tiles of 128 rows leave half of the SMs without work: 4.8 us instead
+#: of 3.7 for 69 candidates with 64 queries each (S = 128, H = 64, an H200).
+MAX_QUERIES, MAX_QUERIES_OF_WAVE = 16, 64
 SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 # The models by which a kernel and its configuration are chosen where none was measured. Times are
@@ -34,6 +36,9 @@ NUM_SMS = 132
 #: without its queries and results, which its SM loads and stores at `SM_BYTES`. With 1 us for any
 #: width, several waves of short items of 128 columns or more took 1.1 to 1.3 times the estimate.
 LAUNCH_US, WIDE_ITEM_US, ITEM_US = 3.6, 2.6, 0.8
+#: What of a CTA's first item of 128 rows the launch has already, from H = 128 on: with one wave of
+#: them 8.2 us were expected to be 10.0, and 9.2 to be 9.9 (an H200).
+FIRST_ITEM_US = 0.75
 #: A block of 64 rows by 128 keys, by column blocks, and the part of it that fewer keys do not save.
 BLOCK_US, BLOCK_LATENCY = {1: 0.66, 2: 0.9, 3: 1.5, 4: 1.9}, 0.26
 #: Factors of a block of 128 rows, by column blocks, and with turns.
@@ -75,6 +80,11 @@ TILE_LAUNCH_US, PASS_US, TILE_BLOCK_US = 5.0, 0.8, {1: 0.92, 2: 1.5, 3: 2.3, 4: 
 #: How much longer a pass takes, the fewer queries candidates have, if users end in its tile:
 #: consumers store parts of 64 rows from registers.
 PARTIAL_US = 1.5
+#: An SM's queries and results of a tile, for each column block of heads wider than 128 but one, at
+#: `SM_BYTES`. Narrower ones have them in the times of their blocks. And keys of a block of theirs.
+#: Without both, 25.8 us were expected to be 18.1 (S = 96, H = 192, an H200; items for few queries
+#: take 21.8, and were expected to take 20.6).
+WIDE_ROWS_US, WIDE_BLOCK_KV = 0.43, 64
 #: The launch that lists tiles of one user, with the gap after it, and its part for each 1,024
 #: candidates.
 LIST_US, LIST_EACH_US = 4.0, 0.35
@@ -94,8 +104,11 @@ FURTHER_PASS, WORST = {1: 1.0, 2: 0.8, 3: 0.8, 4: 0.8}, 2.0
 
 def serves(problem: Any) -> bool:
     """Whether the kernel for few queries is a candidate for an `AttentionProblem`."""
+    p = problem
+    items = p.batch * p.q_len / WGMMA_M * p.q_heads
+    most = MAX_QUERIES if p.users > 1 or items > NUM_SMS else MAX_QUERIES_OF_WAVE
     return (
-        0 < problem.q_len <= MAX_QUERIES
+        0 < problem.q_len <= most
         and min(problem.batch, problem.users, problem.kv_len, problem.q_heads) > 0
         and problem.q_heads % problem.kv_heads == 0
     )
@@ -114,7 +127,7 @@ def is_preferred(problem: Any) -> bool:
     us = tile_mode(problem)[1]
     if problem.users > 1:  # near the time that memory takes, the models say little
         us *= MARGIN
-    return estimated_us(problem, configs[0]) < us
+    return estimated_us(problem, configs[0]) + _uneven_us(problem, configs[0]) < us
 
 
 @functools.lru_cache(maxsize=1024)
@@ -243,6 +256,31 @@ def _spread(problem: Any, config: FewQueriesConfig, tiles: float) -> float:
     return bundle * UNEVEN * math.sqrt(further * parts / NUM_SMS * taken * (1 - taken))
 
 
+def _uneven_us(problem: Any, config: FewQueriesConfig) -> float:
+    """How much longer than others the CTA takes that has most items of more than 64 rows.
+
+    Each consumer has all keys of such an item, and every other block of an item of fewer rows. If a
+    user's rows fill 64 in the mean, either kind is frequent: 394 us, where tiles of one user take
+    357 (B = 947, U = 63, T = 4, S = 10880, H = 64, an H200). Timed with turns alone. With one wave
+    of items, of which memory hides more, the estimate was right without it.
+    """
+    p = problem
+    users = min(p.users, p.batch)
+    head_rows = rows_of_head(head_group(p.q_heads, p.kv_heads))
+    is_mean_wide = p.batch * p.q_len > users * head_rows
+    if users == 1 or is_mean_wide or not (config.turns and config.shares_keys(p.head_dim)):
+        return 0.0
+    tiles = expected_tiles(p, TILE_ROWS * head_rows // WGMMA_M)
+    wide = min(max(expected_tiles(p, head_rows) / tiles - 1, 0.0), 1.0)
+    groups = p.q_heads // head_group(p.q_heads, p.kv_heads)
+    waves = math.ceil(users * tiles * groups * config.splits / NUM_SMS)
+    if waves == 1:
+        return 0.0
+    blocks = math.ceil(math.ceil(p.kv_len / config.block_kv) / config.splits)
+    more = blocks * BLOCK_US[hopper.column_blocks(p.head_dim)] * (WIDE_TURNS - 1)
+    return more * UNEVEN * math.sqrt(waves * wide * (1 - wide))
+
+
 def estimated_us(problem: Any, config: FewQueriesConfig, *, is_listed: bool = False) -> float:
     """Time by a model: waves of items, the traffic of L2 and of device memory, and the merge.
 
@@ -288,6 +326,8 @@ def estimated_us(problem: Any, config: FewQueriesConfig, *, is_listed: bool = Fa
         sums = 8 * config.splits * p.batch * p.q_len * p.q_heads * p.head_dim
         merge = MERGE_US + sums / (L2_BYTES if sums < CACHE_BYTES else MEMORY_BYTES)
     rows_us = ROWS_SHOWN * _row_bytes(p) / MEMORY_BYTES
+    if is_wide and columns > 1:
+        rows_us -= FIRST_ITEM_US
     return LAUNCH_US + sum(max(t) + OVERLAP * min(t) for t in times) + rows_us + merge
 
 
@@ -313,9 +353,13 @@ def estimated_unsorted_us(problem: Any, config: FewQueriesConfig, num_sms: int) 
 def _pass_us(problem: Any, ending: float) -> float:
     """Time of a pass of a tile of 128 rows; `ending`: the part of the tiles in which users end."""
     p = problem
-    block_us = TILE_BLOCK_US[hopper.column_blocks(p.head_dim)]
+    columns = hopper.column_blocks(p.head_dim)
+    blocks, rows_us = math.ceil(p.kv_len / 128), 0.0
+    if columns > 2:
+        blocks = math.ceil(p.kv_len / WIDE_BLOCK_KV) * WIDE_BLOCK_KV / 128
+        rows_us = WIDE_ROWS_US * (columns - 1)
     partial_us = PARTIAL_US * min(ending, 1.0) * (1 - min(p.q_len, WGMMA_M) / WGMMA_M)
-    return float(-(-p.kv_len // 128) * block_us + PASS_US + partial_us)
+    return blocks * TILE_BLOCK_US[columns] + PASS_US + rows_us + partial_us
 
 
 def estimated_tile_us(problem: Any) -> float:

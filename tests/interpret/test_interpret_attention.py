@@ -18,9 +18,10 @@ import problems
 import pytest
 from indexed_attention import IndexedAttention
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental import pallas as pl
 
 from ikbo_jax.pallas.flash import attention as kernel
+from ikbo_jax.pallas.flash.attention_context import AttentionContext
 from ikbo_jax.problems import AttentionConfig
 
 # The op's own interpreted tests are the ones that run with every jax.
@@ -303,13 +304,11 @@ def test_order_needs_whole_warpgroup_tiles() -> None:
 def test_interpreted_output_that_is_not_waited_for_is_found(
     monkeypatch: pytest.MonkeyPatch, launches: interpreter.Launches
 ) -> None:
-    wait = plgpu.wait_smem_to_gmem
+    def free_at_once(ctx: AttentionContext, item: Any) -> None:
+        pl.when(item >= 0)(lambda: ctx.shared.query.release(item))
 
-    def only_at_the_end(n: int, wait_read_only: bool) -> None:
-        if not wait_read_only:  # without this one, the interpreter does not end a kernel
-            wait(n, wait_read_only=wait_read_only)
-
-    monkeypatch.setattr(plgpu, "wait_smem_to_gmem", only_at_the_end)
+    # The wait at the end of a kernel remains: the interpreter needs it.
+    monkeypatch.setattr(AttentionContext, "free_stored_slot", free_at_once)
     case = Case((0,) * 6, 32)
     planted.assert_found(lambda: interpret(case.inputs(), case), launches)
 

@@ -65,6 +65,10 @@ CASES = {
     "rows_150_wide_lengths": Case(
         (0,) * 30 + (1,) * 5, 50, q_len=5, config=WIDE, lengths=(37, 20), num_sms=2
     ),
+    # Candidates with as many queries as an item has rows, and some of two items.
+    "q_len_64": Case((0,) * 3, 40, q_len=64, users=1, num_sms=2),
+    "q_len_64_lengths": Case((0, 2, 2), 40, q_len=64, users=3, lengths=(33, 9, 0), num_sms=2),
+    "q_len_33_gqa_split": Case((0,) * 3, 75, q_len=33, heads=(2, 1), config=SPLIT, num_sms=3),
     "one_user_wide": Case((0,) * 30, 33, q_len=5, users=1, config=WIDE, num_sms=2),
     # Heads that share a tile.
     "gqa_4": Case((0, 0, 0, 1, 1), 40, q_len=7, heads=(8, 2)),

@@ -86,6 +86,10 @@ CASES = {
     "h128_stagger": Case(
         problem(128), FewQueriesConfig(64, 2, 64, 4, 4, stagger=True), with_options=False
     ),
+    "h64_one_user_t64": Case(
+        problem(64, (1, 1), batch=69, users=1, q_len=64, kv_len=128),
+        FewQueriesConfig(64, 1, 128, 5, 5, 4),
+    ),
     "h64_f16_gqa": Case(problem(64, (8, 2), q_len=5, dtype="float16"), FewQueriesConfig()),
     "h96": Case(problem(96), FewQueriesConfig(block_kv=64)),
     "h128_wide": Case(problem(128), FewQueriesConfig(128, 1, 64, 4, 3)),

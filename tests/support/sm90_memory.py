@@ -69,6 +69,20 @@ def vote(d: Decoder, ins: Instruction, found: re.Match[str]) -> Run:
     return run
 
 
+def reduction(d: Decoder, ins: Instruction, _: re.Match[str]) -> Run:
+    """The sum of a register over all lanes."""
+    target, x, _ = ins.operands
+    source = d.source(x, U32)
+
+    def run(warp: Warp, mask: Any) -> None:
+        if mask is not None:
+            raise Trap("a reduction of a diverged warp")
+        total = int(warp.r[source].astype(np.uint64).sum()) % 2**32
+        put(warp, mask, target, ptx.splat(total, U32))
+
+    return run
+
+
 def access(d: Decoder, ins: Instruction, found: re.Match[str]) -> Run:
     """Loads and stores."""
     is_load, space = found["op"] == "ld", found["space"]
@@ -211,6 +225,7 @@ TABLE: Table = [
     (r"shfl\.sync\.(?P<mode>idx|bfly|up|down)\.b32", shuffle),
     (r"elect\.sync", elect),
     (r"vote\.sync\.(?P<mode>ballot|any|all)\.(?:b32|pred)", vote),
+    (r"redux\.sync\.add\.s32", reduction),
     (
         r"(?P<op>ld|st)(?:\.(?:volatile|relaxed|acquire|release|weak))?(?:\.gpu|\.sys|\.cta)?"
         r"\.(?P<space>shared|global|param)(?:::\w+)?(?:\.nc)?(?:\.L1::\w+)?"

@@ -171,6 +171,69 @@ def test_the_model_chooses_the_faster_kernel(sizes, few_us, tile_us):
         assert few_queries_cost.estimated_tile_us(problem) == pytest.approx(tile_us, rel=0.7)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "is_sorted", "tile_rows"),
+    [
+        # 8.2 us with listed items of 128 rows, 9.5 with items of 64 and copies.
+        ((3617, 28, 2, 50, 1, 1, 128), False, 128),
+        # 9.2 us, 10.6 with items of 64 rows.
+        ((820, 37, 8, 192, 1, 1, 128), True, 128),
+        # 21.8 us, 25.8 with tiles that span users.
+        ((6884, 16, 1, 96, 4, 4, 192), True, 64),
+        # 35.3 and 38.4 us, 42.1 and 50.7, 8.2 and 9.6 (another block).
+        ((4836, 27, 1, 230, 8, 8, 128), False, 128),
+        ((4809, 18, 1, 45, 8, 8, 256), False, 128),
+        ((121, 8, 2, 128, 2, 1, 256), False, 64),
+    ],
+)
+def test_items_as_was_fastest_on_an_h200(sizes, is_sorted, tile_rows):
+    problem = AttentionProblem(*sizes, "bfloat16")
+    assert is_preferred(problem)
+    config = problem.default_config()
+    if not is_sorted:
+        config = few_queries_cost.config_of_unsorted(problem, num_sms=132)
+    assert config.tile_rows == tile_rows
+
+
+@pytest.mark.parametrize(
+    ("sizes", "one_user"),
+    [
+        # 12.7 us, 13.0 with items for few queries; 47.0 and 50.9.
+        ((443, 6, 16, 57, 4, 4, 128), False),
+        ((5054, 11, 4, 1709, 2, 2, 128), True),
+        # 357 us, 394 with items of 128 rows, of which one or two consumers have keys.
+        ((947, 63, 4, 10880, 8, 8, 64), True),
+    ],
+)
+def test_tiles_as_was_fastest_on_an_h200(sizes, one_user):
+    problem = AttentionProblem(*sizes, "bfloat16")
+    assert not is_preferred(problem)
+    assert problem.default_config().one_user == one_user
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        # 396 us, 420 with tiles of one user; 386 and 403; 479 and 478; 38.1 us.
+        (220, 220, 4, 10432, 2, 2, 128),
+        (861, 287, 4, 2864, 2, 2, 256),
+        (3253, 406, 1, 4736, 4, 4, 128),
+        (7430, 128, 1, 3072, 1, 1, 64),
+    ],
+)
+def test_items_of_long_keys_as_was_fastest_on_an_h200(sizes):
+    assert is_preferred(AttentionProblem(*sizes, "bfloat16"))
+
+
+def test_more_queries_of_one_user_where_tiles_would_leave_sms_without_work():
+    """On an H200, 3.65 us instead of 4.83, and 4.61 with other tiles."""
+    small = AttentionProblem(69, 1, 64, 128, 1, 1, 64, "bfloat16")
+    assert is_preferred(small)
+    assert table.lookup(small).config.tile_rows == 64
+    for fields in ({"q_len": 65}, {"batch": 133}, {"users": 2}, {"q_heads": 2, "kv_heads": 2}):
+        assert not is_preferred(dataclasses.replace(small, **fields))
+
+
 #: Sizes, and times on an H100 in us: few queries, tiles that span users, that `balance` cuts, and
 #: tiles of one user; None: not timed. Some have lengths, which the models do not know.
 MODES = {

@@ -270,9 +270,6 @@ def consume(ctx: Context) -> None:
     """A consumer warpgroup."""
     ctx = ctx.as_consumer()
     shared = ctx.shared
-    for ring in (shared.key, shared.value, shared.query):
-        ring.release_all()
-
     is_exchanged = shared.exchange_free is not None
     if is_exchanged:
 

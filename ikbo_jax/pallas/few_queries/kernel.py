@@ -10,8 +10,8 @@ An *item* is a user, a group of query heads with one key head, up to 64 or 128 o
 fill one tile of 64 rows of WGMMA. Items are numbered by *row slots*, which the producer finds in
 the index (`rows`): XLA makes no list of items. The candidates of an item need not have one user:
 where they do not, because the index is not sorted, the producer sends each run of candidates of one
-user as an item. The first block of keys of a CTA is loaded before its rows are found, which takes
-several dependent loads; if no row needs it, an item without rows takes it.
+user as an item. The first block of keys and values of a CTA is loaded before its rows are found,
+which takes dependent loads; if no row needs it, an item without rows takes it.
 
 Warpgroups: 0 and 1 are the consumers; one warp of warpgroup 2 is the producer, which loads keys and
 values through two rings of blocks that continue across items. The consumers of a CTA share an item:
@@ -29,7 +29,8 @@ Synchronisations:
   1. `items.ready[s]`            producer -> consumers: slot s describes an item (or the end).
   2. `query.ready[s]`, `.free`   query slot s.
   3. `key.ready[s]`, `.free`     stage s of the ring of key blocks.
-  4. `value.ready[s]`, `.free`   stage s of the ring of value blocks.
+  4. `value.ready[s]`, `.free`   stage s of the ring of value blocks. The producer waits for `.free`
+     from the second use of a slot or stage on: its first loads need not wait for the consumers.
   5. `exchange_ready[0]`, `exchange_free[0]`  consumer 1 -> 0 and back: sums over half of the keys.
   6. Named barriers: the consumers wait for each other after consumer 0 has zeroed values past a
      user's length, if both use them; with `turns`, they take turns at issuing products.

@@ -39,6 +39,16 @@ class _Rows(NamedTuple):
     count: Any
     target: Any  # the first row in the outputs; if candidates are listed, the split's first row
     is_void: Any  # whether keys are not needed
+    length: Any  # of the user
+
+
+class _Extent(NamedTuple):
+    """Rows [first, end) of a slot, empty if first ≥ end, and the user that most likely has them."""
+
+    first: Any
+    end: Any
+    user: Any
+    length: Any  # of that user: its load does not wait until the rows are found
 
 
 def _user_at(ctx: Context, candidate: Any) -> Any:
@@ -79,12 +89,21 @@ def _user_of_slot(ctx: Context, slot: Any) -> tuple[Any, Any]:
     return candidate, jnp.where(extra >= 0, _user_at(ctx, candidate), slot)
 
 
-def _extent(ctx: Context, slot: Any) -> tuple[Any, Any]:
-    """[first row, end) of a slot; empty if first ≥ end."""
+def _length(ctx: Context, user: Any) -> Any:
+    """Number of keys of a user."""
+    shape, lengths = ctx.shape, ctx.operands.lengths
+    if lengths is None:
+        return jnp.int32(shape.kv_len)
+    return jnp.clip(lengths[user], 0, shape.kv_len)
+
+
+def _extent(ctx: Context, slot: Any) -> _Extent:
+    """The rows of a slot, and what is known of its user while they are searched for."""
     shape = ctx.shape
     extra = slot - shape.users
     is_extra = extra >= 0
     candidate, user = _user_of_slot(ctx, slot)
+    length = _length(ctx, user)
     begin, stop = _candidates(ctx, user)
     if ctx.operands.cand_to_user is not None:
         is_found = ~is_extra | ((begin <= candidate) & (candidate < stop))
@@ -96,7 +115,7 @@ def _extent(ctx: Context, slot: Any) -> tuple[Any, Any]:
     begin, stop = begin * shape.q_len, stop * shape.q_len
     tile = jnp.where(is_extra, 1 + extra - lax.div(begin, shape.item_rows), 0)
     first = begin + tile * shape.item_rows
-    return first, jnp.minimum(first + shape.item_rows, stop)
+    return _Extent(first, jnp.minimum(first + shape.item_rows, stop), user, length)
 
 
 def _run(ctx: Context, first: Any, end: Any) -> tuple[Any, Any]:
@@ -135,7 +154,7 @@ def _load_queries(ctx: Context, item: Any, first: Any, head: Any) -> None:
 def _load_block(ctx: Context, source: Any, ring: Ring, step: Any, place: tuple[Any, ...]) -> None:
     """Loads the block at `place`, (user, number of the block, key head), into a stage."""
     user, block, head = place
-    ring.await_free(step)
+    ring.await_reuse(step)
     keys = pl.ds(block * ctx.config.block_kv, ctx.config.block_kv)
     ctx.load(source, (user, keys, head), ring.copied(step), ring.ready_at(step))
 
@@ -155,11 +174,11 @@ def _rotation(ctx: Context, user: Any, blocks: Any) -> Any:
     return lax.rem(spread, jnp.maximum(blocks, 1))
 
 
-def _load_first_keys(ctx: Context, place: Place) -> Any:
-    """Loads the first block of keys of this CTA, before it is known which rows need them.
+def _load_first_block(ctx: Context, place: Place) -> Any:
+    """Loads the first block of this CTA's keys and values, before it is known which rows need it.
 
     The loads of the index that find the rows take about as long as the load of the block. Returns
-    the user whose keys are loaded. A slot without rows loads a block in vain.
+    the user whose block is loaded. A slot without rows loads a block in vain.
     """
     _, user = _user_of_slot(ctx, place.slot)
     number = place.split * ctx.split_blocks
@@ -167,29 +186,34 @@ def _load_first_keys(ctx: Context, place: Place) -> Any:
         number = number + _rotation(ctx, user, _blocks_of_split(ctx, place.split))
     first = (user, number, place.kv_head)
     _load_block(ctx, ctx.operands.key, ctx.shared.key, jnp.int32(0), first)
+    _load_block(ctx, ctx.operands.value, ctx.shared.value, jnp.int32(0), first)
     return user
 
 
 def _send(
-    ctx: Context, progress: _Progress, extent: tuple[Any, Any], place: Place, loaded: Any
+    ctx: Context, progress: _Progress, extent: _Extent, place: Place, loaded: Any
 ) -> tuple[Any, _Progress]:
     """Sends the first rows of `extent` that have one user; returns the next row.
 
-    `loaded`: the user whose first block of keys is in the ring already, or -1. If the rows have
-    another user, an item without rows takes that block.
+    `loaded`: the user whose first block of keys and values is in the rings already, or -1. If the
+    rows have another user, an item without rows takes that block.
     """
     shared = ctx.shared
-    first, _ = extent
+    first = extent.first
     # Queries are on their way while the index is read.
-    shared.query.await_free(progress.items)
+    shared.query.await_reuse(progress.items)
     _load_queries(ctx, progress.items, first, place.head)
-    user, end = _run(ctx, *extent)
+    user, end = _run(ctx, first, extent.end)
     is_loaded = loaded >= 0
-    is_void = is_loaded & ((first >= extent[1]) | (user != loaded))
+    is_void = is_loaded & ((first >= extent.end) | (user != loaded))
     user = jnp.where(is_void, loaded, user)
     end = jnp.where(is_void, first, end)
     target = place.split * ctx.shape.rows + first
-    rest = _Rows(user, end - first, target, is_void)
+    length = extent.length
+    if ctx.operands.lengths is not None:
+        is_known = user == extent.user
+        length = lax.cond(is_known, lambda: extent.length, lambda: _length(ctx, user))
+    rest = _Rows(user, end - first, target, is_void, length)
     return end, _send_rows(ctx, progress, rest, place, is_loaded)
 
 
@@ -203,14 +227,11 @@ def _send_rows(
 ) -> _Progress:
     """Sends an item, and loads its keys and values.
 
-    `is_loaded`: whether its first block of keys is in the ring already; `further`: the last words
-    of its descriptor.
+    `is_loaded`: whether its first block of keys and values is in the rings already; `further`: the
+    last words of its descriptor.
     """
     shape, shared, operands = ctx.shape, ctx.shared, ctx.operands
-    user, count, target, is_void = rows
-    length = jnp.int32(shape.kv_len)
-    if operands.lengths is not None:
-        length = jnp.clip(operands.lengths[user], 0, shape.kv_len)
+    user, count, target, is_void, length = rows
     first_block = place.split * ctx.split_blocks
     keys = jnp.maximum(length - first_block * ctx.config.block_kv, 0)
     keys = jnp.where(is_void, 0, keys)
@@ -235,18 +256,17 @@ def _send_rows(
         where = (user, first_block + number, place.kv_head)
         _load_block(ctx, source, ring, progress.steps + block, where)
 
-    @pl.when((blocks > 0) & ~is_loaded)
-    def _load_first() -> None:
-        load(operands.key, shared.key, jnp.int32(0))
+    begin = is_loaded.astype(jnp.int32)
 
-    @pl.when(blocks > 0)
-    def _load_rest() -> None:
-        @pl.loop(1, blocks)
-        def _(block: Any) -> None:
+    @pl.loop(begin, blocks + 1)
+    def _(block: Any) -> None:
+        @pl.when(block < blocks)
+        def _() -> None:
             load(operands.key, shared.key, block)
-            load(operands.value, shared.value, block - 1)
 
-        load(operands.value, shared.value, blocks - 1)
+        @pl.when(block > begin)
+        def _() -> None:
+            load(operands.value, shared.value, block - 1)
 
     return _Progress(progress.items + 1, progress.steps + blocks)
 
@@ -265,6 +285,7 @@ def _send_listed(ctx: Context, count: Any, loaded: Any, progress: _Progress) -> 
         i, rank, loaded, progress = carry
         place = ctx.place(i)
         user, _ = ctx.listed_place(place)
+        length = _length(ctx, user)  # loaded while the candidates are listed
         total = listing.await_total(ctx)
         found = jnp.clip(total - rank, 0, shape.listed)
         stays = rank + stride < total
@@ -273,7 +294,7 @@ def _send_listed(ctx: Context, count: Any, loaded: Any, progress: _Progress) -> 
         next_user = jnp.where(following < count, next_user, -1)
         next_rank = jnp.where(stays, rank + stride, next_rank)
         target = place.split * shape.rows
-        item = _Rows(user, found * shape.q_len, target, found == 0)
+        item = _Rows(user, found * shape.q_len, target, found == 0, length)
         members = jnp.where(found == 0, 1, shape.bundle)
 
         def one_item(member: Any, progress: _Progress) -> _Progress:
@@ -282,7 +303,7 @@ def _send_listed(ctx: Context, count: Any, loaded: Any, progress: _Progress) -> 
             gathered = jnp.where(lax.rem(member, ctx.gathered) == 0, gathered, 0)
             further = (jnp.where(is_last, next_user, -1), next_rank, gathered)
             is_loaded = (loaded >= 0) & (member == 0)
-            ctx.shared.query.await_free(progress.items)
+            ctx.shared.query.await_reuse(progress.items)
             return _send_rows(ctx, progress, item, ctx.place(i, member), is_loaded, further)
 
         if shape.bundle == 1:
@@ -302,17 +323,17 @@ def produce(ctx: Context) -> None:
     shape, shared = ctx.shape, ctx.shared
 
     def one_item(
-        place: Place, extent: tuple[Any, Any], carry: tuple[Any, _Progress]
+        place: Place, extent: _Extent, carry: tuple[Any, _Progress]
     ) -> tuple[Any, _Progress]:
-        first, end = extent
-
         def one_run(carry: tuple[Any, Any, _Progress]) -> tuple[Any, Any, _Progress]:
             first, loaded, progress = carry
-            first, progress = _send(ctx, progress, (first, end), place, loaded)
+            first, progress = _send(ctx, progress, extent._replace(first=first), place, loaded)
             return first, jnp.int32(-1), progress
 
         _, loaded, progress = lax.while_loop(
-            lambda carry: (carry[0] < end) | (carry[1] >= 0), one_run, (first, *carry)
+            lambda carry: (carry[0] < extent.end) | (carry[1] >= 0),
+            one_run,
+            (extent.first, *carry),
         )
         return loaded, progress
 
@@ -326,12 +347,15 @@ def produce(ctx: Context) -> None:
         return result
 
     count = ctx.count()
-    loaded = _load_first_keys(ctx, ctx.place(jnp.int32(0)))
+    loaded = _load_first_block(ctx, ctx.place(jnp.int32(0)))
     start = (loaded, _Progress(jnp.int32(0), jnp.int32(0)))
     if shape.listed:
         progress = _send_listed(ctx, count, *start)
     else:
         _, progress = lax.fori_loop(0, count, one_bundle, start)
-    shared.items.send_words(progress.items, (jnp.int32(-1),), after=shared.query)
-    for ring in (shared.key, shared.value, shared.query):
-        ring.drain()
+    items, steps = progress
+    shared.query.await_reuse(items)
+    shared.items.send_words(items, (jnp.int32(-1),))
+    shared.key.drain_uses(steps)
+    shared.value.drain_uses(steps)
+    shared.query.drain_uses(items + 1)

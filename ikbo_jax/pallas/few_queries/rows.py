@@ -25,13 +25,15 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
 from ikbo_jax.pallas.flash.runs import INTEGER, SCALAR, splat, user_at
-from ikbo_jax.pallas.hopper.warps import ballot, from_lane, lane, lowest_bit
+from ikbo_jax.pallas.hopper.warps import LANES, ballot, from_lane, lane, lowest_bit, total
 
 #: Most items of a period of `firsts_before`.
 PERIOD = 1024
 #: Lanes that search for one bound, and candidates that each of them compares at once: 16,384
 #: candidates take two rounds of loads, each of which takes 0.5 us or more.
 HALF, EACH = 16, 8
+#: Most candidates that a warp counts instead of searching: one round of loads, 16 of each lane.
+MOST_COUNTED = 512
 
 
 def slots(batch: int, users: int, q_len: int, item_rows: int) -> int:
@@ -63,8 +65,9 @@ def firsts_before(position: Any, firsts: int, extra: int) -> Any:
 def candidates(cand_to_user: Any, user: Any, users: int, *, interpret: bool) -> tuple[Any, Any]:
     """(first candidate, end) of a user.
 
-    Half a warp searches for each of the two: it compares 128 candidates at once. The bound is in
-    the first part whose last candidate is not below it.
+    Of few candidates, a warp loads all and counts those of smaller users. Otherwise half a warp
+    searches for each of the two: it compares 128 candidates at once. The bound is in the first part
+    whose last candidate is not below it.
 
     Args:
       cand_to_user: device memory [B] int32; clamped to [0, U).
@@ -86,6 +89,9 @@ def candidates(cand_to_user: Any, user: Any, users: int, *, interpret: bool) -> 
             return lax.fori_loop(0, batch.bit_length(), halve, bounds)[0]
 
         return count_below(user), count_below(user + 1)
+
+    if batch <= MOST_COUNTED:
+        return _counts(cand_to_user, user, users)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR), return_type=(INTEGER, INTEGER))
     def search(_: Any, index: ir.Value, user: mgpu.FragmentedArray) -> Any:
@@ -122,3 +128,40 @@ def candidates(cand_to_user: Any, user: Any, users: int, *, interpret: bool) -> 
         return splat(from_lane(low, 0)), splat(from_lane(low, HALF))
 
     return search(cand_to_user, user)
+
+
+def _counts(cand_to_user: Any, user: Any, users: int) -> tuple[Any, Any]:
+    """How many candidates have smaller users than `user`, and than the next one.
+
+    The loads do not depend on the user, nor on each other.
+    """
+    batch = cand_to_user.shape[0]
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR), return_type=(INTEGER, INTEGER))
+    def count(_: Any, index: ir.Value, user: mgpu.FragmentedArray) -> Any:
+        i32, predicates = ir.IntegerType.get_signless(32), arith.CmpIPredicate
+        places = [arith.addi(lane(), mgpu.c(i, i32)) for i in range(0, batch, LANES)]
+        # All loads are issued before the first one is waited for.
+        others = [user_at(index, place, batch, users) for place in places]
+        first = user.registers.item()
+        second = arith.addi(first, mgpu.c(1, i32))
+        # Both counts in one word, so that the lanes add them at once.
+        both = mgpu.c(0, i32)
+        for i, (place, other) in enumerate(zip(places, others, strict=True)):
+            for bound, shift in ((first, 0), (second, 16)):
+                is_below = arith.cmpi(predicates.slt, other, bound)
+                if (i + 1) * LANES > batch:
+                    is_inside = arith.cmpi(predicates.slt, place, mgpu.c(batch, i32))
+                    is_below = arith.andi(is_below, is_inside)
+                one = arith.select(is_below, mgpu.c(1 << shift, i32), mgpu.c(0, i32))
+                both = arith.addi(both, one)
+        both = total(both)
+        return tuple(
+            splat(x)
+            for x in (
+                arith.andi(both, mgpu.c(0xFFFF, i32)),
+                arith.shrui(both, mgpu.c(16, i32)),
+            )
+        )
+
+    return count(cand_to_user, user)

@@ -33,7 +33,8 @@ Synchronisations:
   2. `query.ready[s]`, `.free`   query slot s; free once the queries are read, and TMA has read the
                                  output that was staged in their place.
   3. `key.ready[s]`, `.free`     stage s of the ring of key blocks.
-  4. `value.ready[s]`, `.free`   stage s of the ring of value blocks.
+  4. `value.ready[s]`, `.free`   stage s of the ring of value blocks. The producer waits for `.free`
+     from the second use of a slot or stage on: its first loads need not wait for the consumers.
   5. `flags_ready[0]`            consumers -> producer: the flags of both are final.
   6. Named barriers: the consumers take turns at issuing products, so that one consumer's softmax
      overlaps the other's products.  They wait for each other when their flags are final, and after

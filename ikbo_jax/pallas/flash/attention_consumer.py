@@ -198,7 +198,10 @@ def _begin_pass(
 
 
 def _attend(ctx: AttentionContext) -> tuple[Any, Any]:
-    """All passes of this CTA, pipelined; returns the next item's number and its first step."""
+    """All passes of this CTA, pipelined; returns the number of the end's item, and the next step.
+
+    The last pass's store may be under way, and its slot is not freed.
+    """
     zero, is_early = jnp.int32(0), ctx.is_early
     item = _receive(ctx, zero)
     turns.take(ctx)
@@ -233,9 +236,8 @@ def _attend(ctx: AttentionContext) -> tuple[Any, Any]:
     )
     if is_early:
         attention_store.check_and_store(ctx, _item(ctx, items - 1), items - 1, state.acc, *previous)
-    ctx.free_stored_slot(items - 1)
     ctx.shared.query.release(items)  # the slot of the end
-    return items + 1, steps
+    return items, steps
 
 
 def _zero_values_past_length(ctx: AttentionContext, step: Any, keys: Any) -> None:
@@ -308,17 +310,24 @@ def consume(ctx: AttentionContext) -> None:
         nothing, plgpu.Layout.WG_STRIDED((FLAG_WORDS,), vec_size=1)
     )
     plgpu.commit_smem()
-    ctx.release_all()
     pl.when(ctx.consumer == 1)(functools.partial(turns.hand_over, ctx))
-    items, steps = _attend(ctx)
-    # The first result of a flagged tile must not overtake the second one.
-    plgpu.wait_smem_to_gmem(0, wait_read_only=False)
+    end, steps = _attend(ctx)
     # A static barrier address would occupy a register through all of the code above.
     zero = mosaic.opaque(jnp.int32(0), interpret=ctx.interpret)
     plgpu.barrier_arrive(shared.flags_ready.at[zero])
     _synchronise_consumers()
 
-    @pl.when((shared.flags[0, 0] | shared.flags[1, 0]) != 0)
-    def _() -> None:
-        _recompute(ctx, items, steps)
+    def end_here() -> None:
+        # No load follows: the producer may end before TMA has read the last output.
+        if ctx.config.q_slots > 1:
+            shared.query.release(end - 1)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def compute_again() -> None:
+        # The first result of a flagged tile must not overtake the second one.
         plgpu.wait_smem_to_gmem(0, wait_read_only=False)
+        ctx.free_stored_slot(end - 1)
+        _recompute(ctx, end + 1, steps)
+
+    is_flagged = (shared.flags[0, 0] | shared.flags[1, 0]) != 0
+    lax.cond(is_flagged, compute_again, end_here)

@@ -138,7 +138,7 @@ def _load_block(
 ) -> None:
     """Loads a block of one user's keys or values into the stage of `step`; see `_Pass.user`."""
     config, shape = ctx.config, ctx.shape
-    ring.await_free(step)
+    ring.await_reuse(step)
     first = block * config.block_kv
     rows: tuple[Any, ...] = (user, pl.ds(first, config.block_kv))
     if ctx.operands.words is not None:  # may reach into the next sequence's rows
@@ -241,7 +241,7 @@ def _send_item(
     """
     shared, ranges = ctx.shared, _ranges(ctx, current)
     words = (*item[:COMMON_ITEM_WORDS], *ranges)
-    shared.items.send_words(progress.items, words, after=shared.query)
+    shared.query.await_reuse(progress.items)
 
     def first_row(consumer: int) -> Any:
         if current.source is None or ctx.operands.order is not None:
@@ -267,6 +267,9 @@ def _send_item(
         load_value(item.blocks - 1)
 
     ctx.unless(item.is_resident, lambda: load_key(jnp.int32(0)))
+    # After the loads, for which the consumers wait longer. They have freed all keys of the pass
+    # before when they wait for this descriptor.
+    shared.items.send_words(progress.items, words)
     has_registers = column_blocks(ctx.shape.head_dim) <= 2  # called there, H = 256 spills 48 bytes
     result = meanwhile() if has_registers else None
     ctx.unless(item.is_resident, load_rest)
@@ -277,7 +280,8 @@ def _send_item(
 
 def _send_end(ctx: AttentionContext, progress: _Progress) -> _Progress:
     """Sends the descriptor that ends a sequence of passes."""
-    ctx.shared.items.send_words(progress.items, (jnp.int32(0),), after=ctx.shared.query)
+    ctx.shared.query.await_reuse(progress.items)
+    ctx.shared.items.send_words(progress.items, (jnp.int32(0),))
     return progress._replace(items=progress.items + 1)
 
 
@@ -339,8 +343,9 @@ def produce(ctx: AttentionContext) -> None:
 
         return lax.while_loop(is_good, lambda tile: tile + 1, tile)
 
-    @pl.when(flag(0))
-    def _() -> None:
-        _send_passes(ctx, share, progress, flagged, False)
-
-    ctx.drain()
+    items, steps, _ = lax.cond(
+        flag(0), lambda: _send_passes(ctx, share, progress, flagged, False), lambda: progress
+    )
+    shared.key.drain_uses(steps)
+    shared.value.drain_uses(steps)
+    shared.query.drain_uses(items)

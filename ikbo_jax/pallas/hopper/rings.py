@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 
@@ -50,6 +52,13 @@ class Ring(NamedTuple):
     def await_free(self, number: Any) -> None:
         plgpu.barrier_wait(self.free_at(number))
 
+    def await_reuse(self, number: Any) -> None:
+        """Likewise, if no consumer calls `release_all`: a slot's first use waits for nothing.
+
+        So the first loads of a CTA need not wait until its consumers run.
+        """
+        pl.when(number >= self.slots)(functools.partial(self.await_free, number))
+
     def release(self, number: Any) -> None:
         """A consumer has read the slot."""
         plgpu.barrier_arrive(self.free_at(number))
@@ -71,6 +80,11 @@ class Ring(NamedTuple):
         """A consumer frees all slots, before its first read or after its last one."""
         for slot in range(self.slots):
             plgpu.barrier_arrive(self.free.at[slot])
+
+    def drain_uses(self, uses: Any) -> None:
+        """`drain` if no consumer calls `release_all`; `uses`: numbers that were used, from 0 on."""
+        for slot in range(self.slots):
+            pl.when(slot < uses)(functools.partial(plgpu.barrier_wait, self.free.at[slot]))
 
     def drain(self) -> None:
         """Waits until all slots are free: arrivals must precede the release of barriers' memory."""

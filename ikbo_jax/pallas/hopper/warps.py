@@ -60,6 +60,18 @@ def ones(x: ir.Value) -> ir.Value:
     return mgpu.utils.inline_ptx("popc.b32 $0, $1;", x, result_types=i32)
 
 
+def total(x: ir.Value) -> ir.Value:
+    """The sum of all lanes' values."""
+    i32 = ir.IntegerType.get_signless(32)
+    return mgpu.utils.inline_ptx(
+        "redux.sync.add.s32 $0, $1, 0xffffffff;",
+        x,
+        result_types=i32,
+        has_side_effects=True,
+        convergent=True,
+    )
+
+
 def sums(x: ir.Value) -> tuple[ir.Value, ir.Value]:
     """(the sum of lower lanes' values, the sum of all lanes' values)."""
     i32 = ir.IntegerType.get_signless(32)
