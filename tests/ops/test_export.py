@@ -109,7 +109,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], dict[str, int]]] = {
     "attention_gradient": (
         gradient(ikbo.attention, 3),
         ATTENTION,
-        {ATTEND: 1, BACKWARD: 1, f"{BACKWARD}_statistics": 1, f"{BACKWARD}_stored": 1},
+        {ATTEND: 1, BACKWARD: 1, f"{BACKWARD}_statistics": 1, f"{BACKWARD}_parts": 1},
     ),
     "few_queries": (ikbo.attention, (of(B, 2, N, H), KEY, KEY, INDEX), {FEW: 1}),
     "attention_vmap": (

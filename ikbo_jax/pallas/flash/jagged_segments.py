@@ -187,18 +187,21 @@ def _largest(threads: Threads, ref: Any, at: int, count: int) -> jax.Array:
 
 
 def _keep_maxima(threads: Threads, ref: Any, at: int, count: int, before: jax.Array) -> jax.Array:
-    """Running maxima in place of a thread's numbers; returns their largest step."""
+    """Running maxima in place of a thread's numbers; returns their largest step.
+
+    The first number is its own maximum. So no thread writes it, and those past the end read it.
+    """
     turns, step, each = threads.parts(count)
     first = threads.number() * each
 
     def turn(i: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         most, longest = carry
         places = [first + (i * step + x) for x in range(step)]
-        values = [threads.read(ref, jnp.minimum(x, count - 1) + at) for x in places]
+        values = [threads.read(ref, jnp.where(x < count, x, 0) + at) for x in places]
         for x, value in zip(places, values, strict=True):
             after = jnp.maximum(most, value)
-            threads.keep(ref, x + at, after, x < count)
             is_length = (x > 0) & (x < count)
+            threads.keep(ref, x + at, after, is_length)
             longest = jnp.where(is_length, jnp.maximum(longest, after - most), longest)
             most = after
         return most, longest
