@@ -88,6 +88,10 @@ def test_every_committed_table_is_kept_from_older_and_smaller_files():
     for name, parts in (
         ("scaling-*-h100", sweeps),
         ("scaling-*-h200", ["scaling-h200.json", "scaling-processes-h200.json"]),
+        (
+            "production-*-h200",
+            [f"production-{op}-h200.json" for op in ("attention", "gdpa", "few-queries")],
+        ),
     ):
         files[name] = report.records.joined({part: files[part] for part in parts})
     for file, results in files.items():
