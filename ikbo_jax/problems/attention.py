@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple, Self
 
-from ikbo_jax.problems import few_queries_cost, hopper, memory
+from ikbo_jax.problems import attention_tile_cost, few_queries_cost, hopper, memory
 from ikbo_jax.problems.few_queries import FewQueriesConfig
 from ikbo_jax.problems.flash import FlashConfig
 from ikbo_jax.problems.hopper import NUM_CONSUMERS, WGMMA_M
@@ -211,10 +211,10 @@ class AttentionProblem(AttentionSizes):
         """With tiles that are cut at users, or not, as the cost model says."""
         if not isinstance(config, AttentionConfig) or config.one_user or config.balance:
             return config
-        return self._cut(config, few_queries_cost.tile_mode(self)[0])
+        return self._cut(config, attention_tile_cost.tile_mode(self)[0])
 
     def _cut(self, config: AttentionConfig, mode: str) -> AttentionConfig:
-        """A configuration with one of the modes of `few_queries_cost.tile_mode`."""
+        """A configuration with one of the modes of `attention_tile_cost.tile_mode`."""
         if mode == "one_user":
             return dataclasses.replace(config, one_user=True, reuse=False)
         if mode == "balance":
@@ -226,7 +226,7 @@ class AttentionProblem(AttentionSizes):
         plain = list(self._spanning_configs())
         if not plain:
             return
-        best = few_queries_cost.tile_mode(self)[0]
+        best = attention_tile_cost.tile_mode(self)[0]
         modes = ("", "one_user") if self.users > 1 else ("",)
         for mode in sorted({best, *modes}, key=lambda mode: mode != best):
             # Of the ways that seem slower, two configurations are worth timing.

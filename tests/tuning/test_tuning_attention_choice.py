@@ -12,6 +12,7 @@ from ikbo_jax.problems import (
     AttentionConfig,
     AttentionProblem,
     FewQueriesConfig,
+    attention_tile_cost,
     few_queries,
     few_queries_cost,
 )
@@ -168,7 +169,7 @@ def test_the_model_chooses_the_faster_kernel(sizes, few_us, tile_us):
         assert few_queries_cost.estimated_us(problem, best) == pytest.approx(few_us, rel=0.3)
     # Of the other kernel, its order of magnitude: passes of several users are hard to foresee.
     if tile_us is not None:
-        assert few_queries_cost.estimated_tile_us(problem) == pytest.approx(tile_us, rel=0.7)
+        assert attention_tile_cost.estimated_tile_us(problem) == pytest.approx(tile_us, rel=0.7)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +266,7 @@ def test_tiles_are_cut_as_was_fastest(sizes):
     assert is_preferred(problem) == is_few
     if is_few:
         return
-    mode, us = few_queries_cost.tile_mode(problem)
+    mode, us = attention_tile_cost.tile_mode(problem)
     config = problem.default_config()
     assert mode == best
     assert (config.one_user, config.balance) == (best == "one_user", best == "balance")
@@ -325,17 +326,17 @@ def test_head_widths_without_a_kernel_have_no_configuration(head_dim):
 
 def test_tiles_of_a_user_are_counted_in_the_mean():
     few = AttentionProblem(1000, 1000, 1, 512, 4, 4, 64, "bfloat16")
-    assert few_queries_cost.expected_tiles(few, 64) == pytest.approx(1)
+    assert attention_tile_cost.expected_tiles(few, 64) == pytest.approx(1)
     one = dataclasses.replace(few, users=1)
-    assert few_queries_cost.expected_tiles(one, 64) == 16
+    assert attention_tile_cost.expected_tiles(one, 64) == 16
     # 20 candidates with 4 queries and a standard deviation of 18 rows: 14 % have two of 96 rows.
     some = dataclasses.replace(few, users=50, q_len=4)
     rng = np.random.default_rng(0)
     drawn = np.ceil(rng.normal(80, 4 * 20**0.5, 100_000) / 96).clip(1)
-    assert few_queries_cost.expected_tiles(some, 96) == pytest.approx(drawn.mean(), rel=0.01)
+    assert attention_tile_cost.expected_tiles(some, 96) == pytest.approx(drawn.mean(), rel=0.01)
     many = dataclasses.replace(few, users=2, q_len=16)
-    assert few_queries_cost.expected_tiles(many, 64) == pytest.approx(125.5)
+    assert attention_tile_cost.expected_tiles(many, 64) == pytest.approx(125.5)
 
 
 def test_the_model_knows_when_xla_lists_tiles() -> None:
-    assert few_queries_cost.MOST_LISTED_WORDS == tile_list_kernel.MOST_WORDS
+    assert attention_tile_cost.MOST_LISTED_WORDS == tile_list_kernel.MOST_WORDS
