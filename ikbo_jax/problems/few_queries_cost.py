@@ -5,6 +5,7 @@ Times are in us, bytes are for one us, fitted as `attention_tile_cost` says.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -114,27 +115,27 @@ def candidate_configs(problem: Any) -> tuple[FewQueriesConfig, ...]:
                 for tile_rows in (WGMMA_M, TILE_ROWS):
                     found += _with_most_stages(problem, tile_rows, splits, block_kv)
     found.sort(key=lambda config: estimated_us(problem, config))
-    first = _of_one_block(problem)
-    if found and first is not None and (found[0].tile_rows, found[0].splits) == (WGMMA_M, 1):
+    if found:
+        first = _with_short_rings(problem, found[0])
         found = [first, *(config for config in found if config != first)]
     return tuple(found)
 
 
-def _of_one_block(problem: Any) -> FewQueriesConfig | None:
-    """The configuration of at most one item a CTA, with one block of keys; None if that is not so.
+def _with_short_rings(problem: Any, config: FewQueriesConfig) -> FewQueriesConfig:
+    """The configuration; with two stages and slots if a CTA has one item with one block of keys.
 
     Nothing is loaded ahead there, and a CTA sets up the barriers of its rings before its first
-    load. With two stages and slots instead of five and four 3.55 instead of 3.94 us (69 candidates,
-    T = 64, S = 128, H = 64), 4.10 instead of 4.48 (164, T = 16, S = 128) and 4.19 instead of 4.54
-    (98, T = 8, S = 69) on an H200. Other head widths were not timed.
+    load: 3.55 instead of 3.94 us with five stages and four slots (69 candidates, T = 64, S = 128,
+    H = 64), 4.10 instead of 4.48 (164, T = 16, S = 128) and 4.19 instead of 4.54 (98, T = 8,
+    S = 69) on an H200. Other head widths and items of 128 rows were not timed.
     """
     p = problem
-    if p.head_dim != MAX_COLUMNS // 2 or p.kv_len > TILE_ROWS:
-        return None
+    has_one_block = config.splits == 1 and p.kv_len <= config.block_kv
+    if config.tile_rows != WGMMA_M or p.head_dim != 64 or not has_one_block:
+        return config
     if p.users * p.q_heads * expected_tiles(p, WGMMA_M) > NUM_SMS:
-        return None
-    config = FewQueriesConfig(WGMMA_M, 1, 64 if p.kv_len <= 64 else 128, 2, 2, 2)
-    return config if config.illegal_reason(p) is None else None
+        return config
+    return dataclasses.replace(config, k_stages=2, v_stages=2, q_slots=2)
 
 
 def _with_most_stages(
@@ -180,10 +181,11 @@ def config_of_unsorted(problem: Any, num_sms: int) -> FewQueriesConfig:
     Listing takes time for every item, so larger items are better than for a sorted index.
     """
 
-    return min(
+    best = min(
         candidate_configs(problem),
         key=lambda config: estimated_unsorted_us(problem, config, num_sms),
     )
+    return _with_short_rings(problem, best)
 
 
 def _further_slots(problem: Any, config: FewQueriesConfig) -> int:
