@@ -18,10 +18,8 @@ from ikbo_jax.problems.attention_backward import (
     STORED_BLOCK_KV,
     AttentionBackwardConfig,
 )
-from ikbo_jax.problems.hopper import TILE_ROWS, WGMMA_M, column_blocks
+from ikbo_jax.problems.hopper import NUM_SMS, TILE_ROWS, WGMMA_M, column_blocks
 
-#: Streaming multiprocessors of an H100 or an H200.
-NUM_SMS = 132
 #: Most blocks of queries for each SM of a small gradient. It bounds the memory of parts: 528 blocks
 #: and a partial one for each item, of 32 KiB in f32, and 132 tiles of 128 KiB, 37 MiB in all.
 MAX_SMALL_BLOCKS = 4

@@ -14,8 +14,8 @@ from ikbo_jax.problems.attention_backward import (
     STORED_BLOCK_KV,
     AttentionBackwardConfig,
 )
-from ikbo_jax.problems.attention_backward_cost import NUM_SMS, small_configs
-from ikbo_jax.problems.hopper import BLOCK_K, WGMMA_M
+from ikbo_jax.problems.attention_backward_cost import small_configs
+from ikbo_jax.problems.hopper import BLOCK_K, NUM_SMS, WGMMA_M
 
 #: Most tiles of keys whose parts of d_query are stored apart by default; each part takes twice the
 #: memory of the queries.

@@ -8,14 +8,14 @@ from typing import Any
 
 from ikbo_jax.problems import hopper
 from ikbo_jax.problems.few_queries import CACHE_BYTES
-from ikbo_jax.problems.hopper import TILE_ROWS, WGMMA_M
+from ikbo_jax.problems.hopper import NUM_SMS, TILE_ROWS, WGMMA_M
 
 # The models by which a kernel and its configuration are chosen where none was measured. Times are
 # in us, bytes are for one us; fitted to 558 configurations of 31 drawn sizes on an H100 (kernel
 # time by CUPTI, commit bef06a9). There, the choices take 1.01 times as long as the fastest
 # configuration in geometric mean, and at most 1.07 times. The factors of 3 and 4 column blocks are
 # estimates; with them the choices take 1.01 times as long, at most 1.06 (23 sizes, commit 13031e8).
-NUM_SMS = 132
+
 #: What L2 delivers to all SMs and to one, and device memory.
 L2_BYTES, SM_BYTES, MEMORY_BYTES = 1.05e7, 7.6e4, 2.9e6
 #: The part of repeated reads of keys and values that comes from device memory if L2 does not hold

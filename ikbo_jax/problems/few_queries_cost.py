@@ -17,7 +17,6 @@ from ikbo_jax.problems.attention_tile_cost import (
     LEAST_WAVE,
     MANY_WAVES,
     MEMORY_BYTES,
-    NUM_SMS,
     REREAD,
     SM_BYTES,
     expected_tiles,
@@ -35,7 +34,7 @@ from ikbo_jax.problems.few_queries import (
     pack_time,
     rows_of_head,
 )
-from ikbo_jax.problems.hopper import TILE_ROWS, WGMMA_M
+from ikbo_jax.problems.hopper import NUM_SMS, TILE_ROWS, WGMMA_M
 
 #: Most queries of a candidate for which the kernel for few queries is a candidate; and if items of
 #: 64 rows take one wave. Then tiles of 128 rows leave half of the SMs without work: 4.8 us instead

@@ -11,7 +11,7 @@ from ikbo_jax.problems import hopper, memory, short_gdpa
 from ikbo_jax.problems.attention import AttentionConfig
 from ikbo_jax.problems.flash import FlashConfig
 from ikbo_jax.problems.gdpa_sizes import SOFTMAX, GdpaSizes
-from ikbo_jax.problems.hopper import TILE_ROWS, WGMMA_K
+from ikbo_jax.problems.hopper import NUM_SMS, TILE_ROWS, WGMMA_K
 from ikbo_jax.problems.problem import Config
 from ikbo_jax.problems.short_gdpa import ShortGdpaConfig
 
@@ -263,7 +263,7 @@ class GdpaProblem(GdpaSizes):
         """Whether CTAs take work items by a counter by default (`TICKETS_MOST_ROUNDS`)."""
         mean = self._mean_lengths()[1]
         is_long_tailed = (self.max_seqlen_kv or 0) > LONG_TAIL * mean
-        rounds = short_gdpa.work_items(self, TILE_ROWS) / short_gdpa.NUM_SMS
+        rounds = short_gdpa.work_items(self, TILE_ROWS) / NUM_SMS
         has_softmax = SOFTMAX in self.activations
         return is_long_tailed and not has_softmax and 1 < rounds <= TICKETS_MOST_ROUNDS
 

@@ -12,6 +12,8 @@ from typing import Any
 MAX_SMEM_BYTES = 227 * 1024
 #: Bytes of shared memory of an SM, and what it reserves for each CTA.
 SM_SMEM_BYTES, RESERVED_SMEM_BYTES = 228 * 1024, 1024
+#: Streaming multiprocessors (SMs) of an H100 and of an H200, which cost models and layouts assume.
+NUM_SMS = 132
 #: Registers of an SM.
 SM_REGISTERS = 65536
 #: Alignment of every shared memory allocation in bytes; TMA and WGMMA swizzles need it.

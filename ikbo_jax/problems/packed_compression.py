@@ -24,9 +24,6 @@ PAD_FROM_FLOPS = 1e10
 #: From this number of whole user tiles per SM on, smaller tiles no longer balance the work better.
 WHOLE_TILES_PER_SM = 4
 
-#: SMs that cost models and layouts assume.
-NUM_SMS = 132
-
 
 class PackedCompressionShared(NamedTuple):
     """Shared memory and barriers of the kernel."""

@@ -8,10 +8,9 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from ikbo_jax.problems.hopper import BLOCK_K, TILE_ROWS, WGMMA_M
+from ikbo_jax.problems.hopper import BLOCK_K, NUM_SMS, TILE_ROWS, WGMMA_M
 from ikbo_jax.problems.packed_compression import (
     MAX_ROWS,
-    NUM_SMS,
     PAD_FROM_FLOPS,
     TMA_ALIGNMENT,
     WEIGHT_ALIGNMENT,

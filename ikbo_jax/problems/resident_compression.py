@@ -281,7 +281,7 @@ def _many_ctas(problem: Any, level: int, layout: Layout) -> Layout:
     size = memory.smem_bytes(layout.shared(problem.n, stores=False))
     tiles = layout.tiles(problem.batches[level], problem.n)
     ctas = max(1, min(MAX_CTAS, hopper.ctas_by_smem(size)))
-    if tiles * layout.groups * layout.splits <= ctas * packed_compression.NUM_SMS:
+    if tiles * layout.groups * layout.splits <= ctas * hopper.NUM_SMS:
         by_threads = block_width(problem.n) < WGMMA_M
         return dataclasses.replace(layout, ctas=ctas, by_threads=by_threads)
     two = dataclasses.replace(layout, stages=2)

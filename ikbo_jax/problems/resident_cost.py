@@ -9,8 +9,8 @@ import math
 from typing import Any
 
 from ikbo_jax.problems import hopper, memory, packed_cost
-from ikbo_jax.problems.hopper import BLOCK_K, WGMMA_K, WGMMA_M
-from ikbo_jax.problems.packed_compression import NUM_SMS, block_width, why_not_served
+from ikbo_jax.problems.hopper import BLOCK_K, NUM_SMS, WGMMA_K, WGMMA_M
+from ikbo_jax.problems.packed_compression import block_width, why_not_served
 from ikbo_jax.problems.resident_compression import (
     MAX_CTAS,
     Layout,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ikbo_jax.problems import flash, hopper, memory
 from ikbo_jax.problems.gdpa_sizes import FULL_FRACTION, SOFTMAX
-from ikbo_jax.problems.hopper import BLOCK_K, WARPGROUP_SIZE, WGMMA_M
+from ikbo_jax.problems.hopper import BLOCK_K, NUM_SMS, WARPGROUP_SIZE, WGMMA_M
 from ikbo_jax.problems.problem import Config
 
 #: Largest block_kv by head width: accumulator, scores and weights of wider ones leave too few
@@ -55,8 +55,6 @@ NARROW_BLOCK = 64
 #: PMA and few tiles take this kernel only if an SM holds two CTAs with blocks of so many keys: at
 #: H = 64. What was timed had 128, or 96 where those are too wide.
 WIDE_BLOCK = 96
-#: SMs of an H100 and of an H200.
-NUM_SMS = 132
 #: Words that the warps of a CTA which finds its tiles exchange: four arrays of four.
 FOUND_PARTS = 16
 #: Most registers of a thread.

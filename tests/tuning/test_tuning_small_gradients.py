@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from ikbo_jax.problems import AttentionBackwardProblem
 from ikbo_jax.problems.attention_backward import HEAD_DIMS, AttentionBackwardConfig, most_blocks
-from ikbo_jax.problems.attention_backward_cost import NUM_SMS, small_configs
+from ikbo_jax.problems.attention_backward_cost import small_configs
+from ikbo_jax.problems.hopper import NUM_SMS
 from ikbo_jax.tuning import table
 
 # d_query, block_q, splits: us.
