@@ -89,10 +89,7 @@ def draw(
     path = root / IMAGE
     in_one_process = [point for point in results["points"] if "processes" not in point]
     modes = dict.fromkeys(point["mode"] for point in in_one_process)
-    with plots.saved(path, len(modes), size=(9, 4.2), sharey=True) as (
-        figure,
-        panels,
-    ):
+    with plots.saved(path, len(modes), size=(9, 4.2), sharey=True) as (figure, panels):
         for axis, mode in zip(panels, modes, strict=True):
             found = [point for point in in_one_process if point["mode"] == mode]
             devices = sorted({point["devices"] for point in found})

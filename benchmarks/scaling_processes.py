@@ -2,10 +2,11 @@
 
     python -m benchmarks.scaling_processes --out benchmarks/results/scaling-processes-h100.json
 
-The command starts the processes on this machine. Its points are those of `benchmarks.scaling` that
-use all devices. Every process times the program on its own device and, in step with the others, the
-program on all devices. For one device the time of the fastest process counts, for all devices that
-of the slowest. Without a GPU two processes run sizes that only show that the benchmark runs.
+The command starts the processes on this machine. They measure those points of `benchmarks.scaling`
+that use all devices. Every process times the program on its own device and, in step with the
+others, the program on all devices. For one device the time of the fastest process counts, for all
+devices that of the slowest. Without a GPU two processes run sizes that only show that the benchmark
+runs.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from benchmarks import harness, records, scaling
+from benchmarks import children, harness, records, scaling
 from examples import several_processes
 from ikbo_jax._timing import time_launches
 
@@ -68,13 +69,7 @@ def in_step_ms(
 def work(args: argparse.Namespace) -> int:
     """What every process does; its exit status is 1 if a result is wrong."""
     several_processes.end_with_stdin()
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(
-        coordinator_address=args.coordinator,
-        num_processes=args.processes,
-        process_id=args.process_id,
-        local_device_ids=[args.process_id],
-    )
+    several_processes.join(args)
     options = harness.options(args) | {"labels": args.points, "times": in_step_ms}
     if args.process_id == 0:
         return 0 if records.all_correct(scaling.run(args.sweep, **options)) else 1
@@ -92,6 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, help="default: one for each GPU, or 2 on the CPU")
     parser.add_argument("--coordinator", help=argparse.SUPPRESS)
     parser.add_argument("--process-id", type=int, help=argparse.SUPPRESS)
+    parser.set_defaults(devices=1)
     args = parser.parse_args(argv)
     if args.coordinator is not None:
         return work(args)
@@ -100,11 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"needs at least 2 processes, but there is {processes}", file=sys.stderr)
         return 1
     given = sys.argv[1:] if argv is None else list(argv)
-    command = [sys.executable, "-m", "benchmarks.scaling_processes", *given]
-    command += ["--processes", str(processes)]
-    command += ["--coordinator", f"127.0.0.1:{several_processes.free_port()}"]
-    commands = [[*command, "--process-id", str(number)] for number in range(processes)]
-    return several_processes.run_together(commands, TIME_LIMIT_S)
+    command = children.command("benchmarks.scaling_processes", *given)
+    return several_processes.start_all(command, processes, TIME_LIMIT_S)
 
 
 if __name__ == "__main__":

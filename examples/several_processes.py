@@ -143,13 +143,19 @@ def start(options: argparse.Namespace) -> int:
     """Starts all processes on this machine; the command's exit status."""
     processes = options.processes or count_gpus() // options.devices or 2
     command = [
-        *(sys.executable, __file__, "--processes", str(processes), "--devices"),
-        *(str(options.devices), "--steps", str(options.steps), "--end-with-stdin"),
-        *("--coordinator", f"127.0.0.1:{free_port()}"),
+        *(sys.executable, __file__, "--devices", str(options.devices)),
+        *("--steps", str(options.steps), "--end-with-stdin"),
         *(["--two-level"] if options.two_level else []),
     ]
+    return start_all(command, processes, options.time_limit)
+
+
+def start_all(command: Sequence[str], processes: int, time_limit: float) -> int:
+    """Runs a command in several processes, which can `join`; 0 if all of them succeed."""
+    coordinator = f"127.0.0.1:{free_port()}"
+    command = [*command, "--processes", str(processes), "--coordinator", coordinator]
     commands = [[*command, "--process-id", str(number)] for number in range(processes)]
-    return run_together(commands, options.time_limit)
+    return run_together(commands, time_limit)
 
 
 def end_with_stdin() -> None:

@@ -249,7 +249,7 @@ def _add_parts(
 ) -> tuple[jax.Array, ...]:
     """The results of a launch, whose parts are added: by one more launch, or by XLA.
 
-    `dtypes` are those of d_query and of the other gradients.
+    `dtypes` holds the dtype of d_query, then that of the gradients of keys and values.
     """
     number = len(shape.gradients)
     first, gradients = tuple(found[:-number]), tuple(found[-number:])
