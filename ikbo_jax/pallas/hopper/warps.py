@@ -87,3 +87,38 @@ def sums(x: ir.Value) -> tuple[ir.Value, ir.Value]:
             convergent=True,
         )
     return arith.subi(total, x), from_lane(total, LANES - 1)
+
+
+def transposed(words: list[ir.Value], number: ir.Value) -> list[ir.Value]:
+    """Word `number` of each of four neighbouring lanes, in their order.
+
+    Args:
+      words: four of 32 bits.
+      number: of this lane among the four, from 0 to 3.
+    """
+    i32 = ir.IntegerType.get_signless(32)
+    is_odd, is_late = (
+        arith.cmpi(
+            arith.CmpIPredicate.ne, arith.andi(number, mgpu.c(bit, i32)), mgpu.c(0, i32)
+        )
+        for bit in (1, 2)
+    )
+    # First pairs of lanes exchange words 0 and 1, and 2 and 3; then pairs of pairs, two at once.
+    pairs = [_exchanged(words[i], words[i + 1], is_odd, 1) for i in (0, 2)]
+    columns = [_exchanged(low, high, is_late, 2) for low, high in zip(*pairs, strict=True)]
+    return [columns[j][i] for i in (0, 1) for j in (0, 1)]
+
+
+def _exchanged(
+    low: ir.Value, high: ir.Value, is_high: ir.Value, distance: int
+) -> tuple[ir.Value, ir.Value]:
+    """`low` of two lanes, the lower one's first, or `high` of both, on the lane that `is_high`."""
+    i32 = ir.IntegerType.get_signless(32)
+    received = mgpu.utils.inline_ptx(
+        f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, 0xffffffff;",
+        arith.select(is_high, low, high),
+        result_types=i32,
+        has_side_effects=True,
+        convergent=True,
+    )
+    return arith.select(is_high, received, low), arith.select(is_high, high, received)
