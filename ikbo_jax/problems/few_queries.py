@@ -38,6 +38,10 @@ PACK_TIME, PACK_TIME_EACH = 4.0, 0.5
 #: Likewise, most time of a CTA if one user has all candidates, 0.3 ms. The CTAs of its slots then
 #: take all of its items, where an order of the users would spread them over the device.
 MOST_SKEWED_TIME = 450.0
+#: Of candidates in order, most whose users CTAs put into a table (each thread of the consumers has
+#: one of 256 in a register), least of which it saves time (fewer are counted by one round of
+#: loads), and most users and row slots of it.
+MOST_TABLED, LEAST_TABLED, MOST_TABLE_ROWS = 16384, 513, 1024
 #: f32 words of a row's statistics that one consumer hands to the other: maximum and sum, for each
 #: of the two rows of a thread.
 STATISTIC_WORDS = 4
@@ -62,10 +66,50 @@ class FewQueriesShared(NamedTuple):
     exchange_free: Any  # consumer 0 -> 1: it was read
     listing: Any  # [LISTED + LISTING_WARPS]: an item's candidates, and how many each warp found
     listed: Any  # consumers -> producer: the numbers of candidates are in `listing`
+    table: Any  # [words]: what `UserTable` describes
+    tabled: Any  # consumers -> producer: the table is complete
     staging: Any  # [2, 64, columns], only under interpretation
     exchange_staging: Any  # [64, H] f32, only under interpretation
     row_staging: Any  # [2, 64] f32, only under interpretation
     float_staging: Any  # [2, 64, H] f32, only under interpretation
+
+
+@dataclasses.dataclass(frozen=True)
+class UserTable:
+    """Where a CTA has what it knows of users, in words of its table; see `user_table`.
+
+    Attributes:
+      users: U.
+      extra: row slots beside the users' first ones.
+    """
+
+    users: int
+    extra: int
+
+    @property
+    def begins(self) -> int:
+        return 0
+
+    @property
+    def ends(self) -> int:
+        return self.users
+
+    @property
+    def lengths(self) -> int:
+        return 2 * self.users
+
+    @property
+    def owners(self) -> int:
+        return 3 * self.users
+
+    @property
+    def faults(self) -> int:
+        """How many candidates each warp found whose user is smaller than the one before."""
+        return self.owners + self.extra
+
+    @property
+    def words(self) -> int:
+        return self.faults + LISTING_WARPS
 
 
 def head_group(q_heads: int, kv_heads: int) -> int:
@@ -211,7 +255,30 @@ class FewQueriesConfig(Config):
         blocks = math.ceil(kv_len / self.block_kv)
         return math.ceil(blocks / math.ceil(blocks / min(self.splits, blocks)))
 
-    def shared(self, head_dim: int, group: int = 1, *, lists: bool = False) -> FewQueriesShared:
+    def table(self, problem: Any) -> UserTable | None:
+        """The table that CTAs make of an index that is sorted; None if they search it.
+
+        They do if it has few candidates, or if it is large, or shared memory is full.
+        """
+        p = problem
+        group = head_group(p.q_heads, p.kv_heads)
+        item_rows = rows_of_head(group) * self.tile_rows // WGMMA_M
+        table = UserTable(p.users, p.batch * p.q_len // item_rows)
+        if p.users == 1 or not LEAST_TABLED <= p.batch <= MOST_TABLED:
+            return None
+        if max(table.users, table.extra) > MOST_TABLE_ROWS:
+            return None
+        shared = self.shared(p.head_dim, group, table=table)
+        return table if memory.smem_bytes(shared) <= hopper.MAX_SMEM_BYTES else None
+
+    def shared(
+        self,
+        head_dim: int,
+        group: int = 1,
+        *,
+        lists: bool = False,
+        table: UserTable | None = None,
+    ) -> FewQueriesShared:
         """Shared memory and barriers of one CTA; `group`: see `head_group`."""
         blocks = hopper.column_blocks(head_dim)
         tiles = self.tile_rows // WGMMA_M
@@ -233,6 +300,8 @@ class FewQueriesConfig(Config):
             exchange_free=memory.Barriers(2, 1) if is_exchanged else None,
             listing=memory.Words((LISTED + LISTING_WARPS,)) if lists else None,
             listed=memory.Barriers(2, NUM_CONSUMERS) if lists else None,
+            table=memory.Words((table.words,)) if table else None,
+            tabled=memory.Barriers(2, NUM_CONSUMERS) if table else None,
             staging=memory.Staging((NUM_CONSUMERS, WGMMA_M, max(self.block_kv, head_dim))),
             exchange_staging=memory.Staging((WGMMA_M, head_dim), "float32"),
             row_staging=memory.Staging((2 * NUM_CONSUMERS, WGMMA_M), "float32"),

@@ -157,6 +157,8 @@ CHOSEN = {
         "listed_stagger_users_without_candidates",
         "neighbours_bundles_wide",
         "neighbours_split_heads",
+        "neighbours_unsorted",
+        "neighbours_bundles_wide_searched",
         "h192_lengths",
         "h192_split_rows_70",
         "h256_gqa",

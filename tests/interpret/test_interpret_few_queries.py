@@ -23,6 +23,7 @@ from test_interpret_attention import PARAMS, rounded_weights
 from ikbo_jax.pallas.few_queries import consumer, gathering, kernel, listing
 from ikbo_jax.pallas.few_queries.context import Context, Shape
 from ikbo_jax.pallas.few_queries.kernel import few_queries_kernel
+from ikbo_jax.problems import few_queries as problems_few_queries
 from ikbo_jax.problems.few_queries import FewQueriesConfig
 
 pytestmark = [pytest.mark.usefixtures("on_cpu"), pytest.mark.slow]
@@ -42,6 +43,8 @@ class Case(IndexedAttention):
       exceeds_cache: whether keys and values count as more than L2 holds, so that a user's row slots
         are neighbours.
       bundle: how many groups of heads one listing serves; None: as the configuration says.
+      searches: whether CTAs search the index; otherwise they make a table of it, however short, if
+        the index should be sorted.
     """
 
     q_len: int = 1
@@ -51,6 +54,7 @@ class Case(IndexedAttention):
     lists: bool = False
     exceeds_cache: bool = False
     bundle: int | None = None
+    searches: bool = False
 
 
 CASES = {
@@ -295,6 +299,23 @@ CASES = {
 }
 
 
+CASES |= {
+    f"{name}_searched": dataclasses.replace(CASES[name], searches=True)
+    for name in (
+        "odd_blocks_users_without_candidates",
+        "indices_out_of_range",
+        "rows_150_wide_lengths",
+        "bundles_unsorted_lengths",
+        "split_lengths_gqa",
+        "unsorted",
+        "falling",
+        "neighbours_bundles_wide",
+        "neighbours_unsorted",
+        "h256_wide_rows_70_lengths",
+    )
+}
+
+
 def interpret(inputs: problems.AttentionInputs, case: Case) -> tuple[jax.Array, jax.Array]:
     targets = None
     if case.is_packed:
@@ -312,7 +333,9 @@ def interpret(inputs: problems.AttentionInputs, case: Case) -> tuple[jax.Array, 
         interpret=PARAMS,
     )
     cached = 0 if case.exceeds_cache else kernel.CACHE_BYTES
+    least = problems_few_queries.MOST_TABLED if case.searches else 1
     with contextlib.ExitStack() as patches:
+        patches.enter_context(mock.patch.object(problems_few_queries, "LEAST_TABLED", least))
         patches.enter_context(mock.patch.object(kernel, "CACHE_BYTES", cached))
         if case.bundle is not None:
             plan = case.config.listings(case.problem, case.num_sms)._replace(bundle=case.bundle)

@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ikbo_jax.pallas.few_queries import exchange, gathering, listing, store
+from ikbo_jax.pallas.few_queries import exchange, gathering, listing, store, user_table
 from ikbo_jax.pallas.few_queries.context import BY_COLUMNS, BY_ROWS, Context, Item, Part
 from ikbo_jax.pallas.flash import softmax
 from ikbo_jax.pallas.hopper import mma, mosaic, operand_tiles, stores, turns
@@ -280,6 +280,8 @@ def consume(ctx: Context) -> None:
     if ctx.config.turns:  # an item ends as it begins: the turn is consumer 0's
         pl.when(ctx.consumer == 1)(functools.partial(turns.hand_over, ctx))
     zero = jnp.int32(0)
+    if ctx.shape.table:
+        user_table.fill(ctx)
     if ctx.shape.listed:
         listing.find(ctx, *ctx.listed_place(ctx.place(zero)))
     first = (ctx.receive(zero), zero, zero)

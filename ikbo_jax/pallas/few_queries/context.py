@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 
 from ikbo_jax.pallas.few_queries import rows
 from ikbo_jax.pallas.hopper.launch import WarpgroupContext
-from ikbo_jax.problems.few_queries import MAX_COLUMNS
+from ikbo_jax.problems.few_queries import MAX_COLUMNS, UserTable
 from ikbo_jax.problems.hopper import BLOCK_K, WGMMA_M, column_blocks
 
 #: How the consumers of a CTA share an item: one of them computes it; each takes every other block
@@ -39,6 +39,7 @@ class Shape:
         each group of query heads; if CTAs list candidates, any divisor of the number of groups. The
         rows are then found, or listed, once for all of them.
       listed: most candidates of an item, if CTAs list them because the index is not sorted; else 0.
+      table: the table that CTAs make of a sorted index; None if they search it, or list candidates.
     """
 
     batch: int
@@ -58,6 +59,7 @@ class Shape:
     workers: int
     listed: int = 0
     alternates: bool = False
+    table: UserTable | None = None
 
     @property
     def rows(self) -> int:

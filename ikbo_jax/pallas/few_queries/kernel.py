@@ -8,7 +8,8 @@ once for each item of work.
 An *item* is a user, a group of query heads with one key head, up to 64 or 128 of the user's rows
 (a row is a candidate's query of all heads) and one part of the user's keys. Rows of several heads
 fill one tile of 64 rows of WGMMA. Items are numbered by *row slots*, which the producer finds in
-the index (`rows`): XLA makes no list of items. The candidates of an item need not have one user:
+the index (`rows`), or in a table that the consumers make of it (`user_table`): XLA makes no list of
+items. The candidates of an item need not have one user:
 where they do not, because the index is not sorted, the producer sends each run of candidates of one
 user as an item. The first block of keys and values of a CTA is loaded before its rows are found,
 which takes dependent loads; if no row needs it, an item without rows takes it.
@@ -34,7 +35,7 @@ Synchronisations:
   5. `exchange_ready[0]`, `exchange_free[0]`  consumer 1 -> 0 and back: sums over half of the keys.
   6. Named barriers: the consumers wait for each other after consumer 0 has zeroed values past a
      user's length, if both use them; with `turns`, they take turns at issuing products.
-  7. Those of `listing` and `gathering`, in launches that use them.
+  7. Those of `listing` and `gathering`, or of `user_table`, in launches that use them.
 
 Both consumers wait for every block, and free it, whether they use it or not. A consumer waits for
 block n only after it has freed block n - 1 of the same ring, and for values only after it has freed
@@ -158,9 +159,10 @@ def _shape(
     cached = 2 * key.size * key.dtype.itemsize <= CACHE_BYTES
     listed, slots = 0, rows.slots(batch, users, q_len, item_rows)
     bundle = groups if slots * splits >= LEAST_BUNDLES * num_sms else 1
+    sizes = (batch, users, q_len, kv_len, q_heads, kv_heads, head_dim)
+    problem = AttentionProblem(*sizes, query.dtype.name)
     if lists and users > 1:
-        sizes = (batch, users, q_len, kv_len, q_heads, kv_heads, head_dim)
-        listing = config.listings(AttentionProblem(*sizes, query.dtype.name), num_sms)
+        listing = config.listings(problem, num_sms)
         if listing.candidates:
             listed, slots, bundle, *_ = listing
     return Shape(
@@ -181,6 +183,7 @@ def _shape(
         workers=min(num_sms, slots * splits * groups // bundle),
         listed=listed,
         alternates=not (listed or cached) and 1 < users < slots,
+        table=None if listed else config.table(problem),
     )
 
 
@@ -210,7 +213,7 @@ def _launch(
         ),
         operands,
         outputs,
-        config.shared(shape.head_dim, shape.group, lists=shape.listed > 0),
+        config.shared(shape.head_dim, shape.group, lists=shape.listed > 0, table=shape.table),
         dtype=dtype,
         name="ikbo_few_queries_attention",
         workers=shape.workers,

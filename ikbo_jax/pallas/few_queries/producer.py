@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ikbo_jax.pallas.few_queries import listing, rows
+from ikbo_jax.pallas.few_queries import listing, rows, user_table
 from ikbo_jax.pallas.few_queries.context import (
     ALONE,
     BY_COLUMNS,
@@ -98,7 +99,33 @@ def _length(ctx: Context, user: Any) -> Any:
 
 
 def _extent(ctx: Context, slot: Any) -> _Extent:
-    """The rows of a slot, and what is known of its user while they are searched for."""
+    """The rows of a slot, and the user that most likely has them."""
+    if ctx.shape.table is None:
+        return _searched_extent(ctx, slot)
+    extent: _Extent = lax.cond(
+        user_table.is_sorted(ctx),
+        functools.partial(_tabled_extent, ctx, slot),
+        functools.partial(_searched_extent, ctx, slot),
+    )
+    return extent
+
+
+def _tabled_extent(ctx: Context, slot: Any) -> _Extent:
+    """`_extent` by the table."""
+    shape = ctx.shape
+    user = user_table.user_of_slot(ctx, slot)
+    begin, end = (x * shape.q_len for x in user_table.candidates(ctx, user))
+    extra = slot - shape.users
+    tile = jnp.where(extra >= 0, 1 + extra - lax.div(begin, shape.item_rows), 0)
+    first = begin + tile * shape.item_rows
+    length = jnp.int32(shape.kv_len)
+    if ctx.operands.lengths is not None:
+        length = user_table.length(ctx, user)
+    return _Extent(first, jnp.minimum(first + shape.item_rows, end), user, length)
+
+
+def _searched_extent(ctx: Context, slot: Any) -> _Extent:
+    """`_extent` by a search of the index."""
     shape = ctx.shape
     extra = slot - shape.users
     is_extra = extra >= 0
@@ -118,11 +145,22 @@ def _extent(ctx: Context, slot: Any) -> _Extent:
     return _Extent(first, jnp.minimum(first + shape.item_rows, stop), user, length)
 
 
-def _run(ctx: Context, first: Any, end: Any) -> tuple[Any, Any]:
-    """(user, end row) of the rows from `first` on that have the same user, up to `end`."""
+def _run(ctx: Context, extent: _Extent) -> tuple[Any, Any]:
+    """(user, end row) of the rows from the extent's first on that have the same user."""
+    if ctx.operands.cand_to_user is None:
+        return jnp.int32(0), extent.end
+    if ctx.shape.table is None:
+        return _searched_run(ctx, extent.first, extent.end)
+    run: tuple[Any, Any] = lax.cond(
+        user_table.is_sorted(ctx),
+        lambda: (extent.user, extent.end),
+        functools.partial(_searched_run, ctx, extent.first, extent.end),
+    )
+    return run
+
+
+def _searched_run(ctx: Context, first: Any, end: Any) -> tuple[Any, Any]:
     shape, index = ctx.shape, ctx.operands.cand_to_user
-    if index is None:
-        return jnp.int32(0), end
     candidate = jnp.minimum(lax.div(first, shape.q_len), shape.batch - 1)
     stop = runs.end_of_run(
         index,
@@ -178,9 +216,22 @@ def _load_first_block(ctx: Context, place: Place) -> Any:
     """Loads the first block of this CTA's keys and values, before it is known which rows need it.
 
     The loads of the index that find the rows take about as long as the load of the block. Returns
-    the user whose block is loaded. A slot without rows loads a block in vain.
+    the user whose block is loaded, or -1. A slot without rows loads a block in vain; with a table,
+    only users' first slots, of which few have no rows.
     """
-    _, user = _user_of_slot(ctx, place.slot)
+    if ctx.shape.table is None:
+        _, user = _user_of_slot(ctx, place.slot)
+        return _load_block_of(ctx, user, place)
+    user = place.slot
+    return lax.cond(
+        user < ctx.shape.users,
+        functools.partial(_load_block_of, ctx, user, place),
+        lambda: jnp.int32(-1),
+    )
+
+
+def _load_block_of(ctx: Context, user: Any, place: Place) -> Any:
+    """Loads the first block of a user's keys and values; returns the user."""
     number = place.split * ctx.split_blocks
     if ctx.is_staggered:
         number = number + _rotation(ctx, user, _blocks_of_split(ctx, place.split))
@@ -203,7 +254,7 @@ def _send(
     # Queries are on their way while the index is read.
     shared.query.await_reuse(progress.items)
     _load_queries(ctx, progress.items, first, place.head)
-    user, end = _run(ctx, first, extent.end)
+    user, end = _run(ctx, extent)
     is_loaded = loaded >= 0
     is_void = is_loaded & ((first >= extent.end) | (user != loaded))
     user = jnp.where(is_void, loaded, user)
@@ -349,6 +400,8 @@ def produce(ctx: Context) -> None:
     count = ctx.count()
     loaded = _load_first_block(ctx, ctx.place(jnp.int32(0)))
     start = (loaded, _Progress(jnp.int32(0), jnp.int32(0)))
+    if shape.table:
+        plgpu.barrier_wait(shared.tabled.at[0])
     if shape.listed:
         progress = _send_listed(ctx, count, *start)
     else:

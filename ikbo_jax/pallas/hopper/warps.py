@@ -22,6 +22,18 @@ def load(ref: ir.Value, index: ir.Value) -> ir.Value:
     return mgpu.utils.inline_ptx("ld.global.b32 $0, [$1];", address, result_types=i32)
 
 
+def store_shared(ref: ir.Value, index: ir.Value, value: ir.Value, is_wanted: ir.Value) -> None:
+    """Element `index` of 32 bits of shared memory becomes `value`."""
+    i32 = ir.IntegerType.get_signless(32)
+    mgpu.utils.inline_ptx(
+        "st.shared.b32 [$0], $1;",
+        mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [index], i32),
+        value,
+        predicate=is_wanted,
+        has_side_effects=True,
+    )
+
+
 def ballot(predicate: ir.Value) -> ir.Value:
     """A bit of each lane: its predicate."""
     i32 = ir.IntegerType.get_signless(32)
@@ -98,9 +110,7 @@ def transposed(words: list[ir.Value], number: ir.Value) -> list[ir.Value]:
     """
     i32 = ir.IntegerType.get_signless(32)
     is_odd, is_late = (
-        arith.cmpi(
-            arith.CmpIPredicate.ne, arith.andi(number, mgpu.c(bit, i32)), mgpu.c(0, i32)
-        )
+        arith.cmpi(arith.CmpIPredicate.ne, arith.andi(number, mgpu.c(bit, i32)), mgpu.c(0, i32))
         for bit in (1, 2)
     )
     # First pairs of lanes exchange words 0 and 1, and 2 and 3; then pairs of pairs, two at once.
