@@ -13,7 +13,7 @@ import pytest
 
 from ikbo_jax.pallas.few_queries.kernel import few_queries_kernel
 from ikbo_jax.problems import AttentionProblem, memory
-from ikbo_jax.problems.few_queries import FewQueriesConfig
+from ikbo_jax.problems.few_queries import MOST_TABLE_ROWS, MOST_TABLED, FewQueriesConfig
 from ikbo_jax.problems.hopper import MAX_SMEM_BYTES
 
 pytestmark = [
@@ -175,6 +175,16 @@ CASES = {
     "h256_blocks_of_80_gqa_plain": Case(
         problem(256, (8, 2)), FewQueriesConfig(64, 1, 80, 2, 2, turns=True), False
     ),
+    # The index is searched: it is too long for a table.
+    "h64_gqa_searched": Case(problem(64, (8, 2), batch=MOST_TABLED + 1), FewQueriesConfig()),
+    "h128_wide_searched": Case(
+        problem(128, batch=MOST_TABLED + 1), FewQueriesConfig(128, 1, 64, 3, 3)
+    ),
+    # A table of as many candidates, users and row slots as there may be.
+    "h128_largest_table": Case(
+        problem(128, batch=MOST_TABLED, users=MOST_TABLE_ROWS, q_len=4),
+        FewQueriesConfig(64, 1, 128, 2, 2),
+    ),
     "h128_mqa_7": Case(problem(128, (7, 1)), FewQueriesConfig(128, 1, 64, 3, 3)),
 }
 
@@ -185,7 +195,8 @@ def test_offline_kernel_is_fit(name: str, compiler: offline.Compiler) -> None:
     assert case.config.illegal_reason(case.problem) is None
     (compiled,) = compiler.compile(*case.launch())
     assert not compiled.faults, compiled
-    shared = case.config.shared(case.problem.head_dim, lists=case.lists)
+    table = None if case.lists else case.config.table(case.problem)
+    shared = case.config.shared(case.problem.head_dim, lists=case.lists, table=table)
     assert compiled.smem_bytes == memory.smem_bytes(shared) <= MAX_SMEM_BYTES
     if case.lists:
         assert case.config.lists(case.problem, NUM_SMS)
