@@ -19,9 +19,11 @@ MAX_WIDE_BLOCK_KV = 64
 #: blocks of 32 keys already.
 MAX_COLUMNS = 128
 #: Words of an item's descriptor in shared memory.
-ITEM_WORDS = 10
+ITEM_WORDS = 9
 #: Most candidates of an item whose CTA lists them, and warps that list: each counts what it finds.
 LISTED, LISTING_WARPS = 128, 8
+#: Warps that gather the queries of listed candidates: those of the producer's warpgroup but its own.
+GATHERING_WARPS = 3
 #: Most candidates of an index that is not sorted, of which each CTA lists its own: each thread of
 #: the consumers has one of 256 in a register.
 MOST_LISTED = 16384
@@ -61,7 +63,7 @@ class FewQueriesShared(NamedTuple):
     exchange_ready: Any  # consumer 1 -> 0: the part is in `exchange`
     exchange_free: Any  # consumer 0 -> 1: it was read
     listing: Any  # [LISTED + LISTING_WARPS]: an item's candidates, and how many each warp found
-    listed: Any  # consumers -> producer: the numbers of candidates are in `listing`
+    listed: Any  # consumers -> producer, and the warps that gather: `listing` is complete
     staging: Any  # [2, 64, columns], only under interpretation
     exchange_staging: Any  # [64, H] f32, only under interpretation
     row_staging: Any  # [2, 64] f32, only under interpretation
@@ -222,7 +224,7 @@ class FewQueriesConfig(Config):
             items=memory.descriptors(self.q_slots, ITEM_WORDS),
             query=memory.ring(
                 self.q_slots,
-                ready=tiles * blocks * group,
+                ready=GATHERING_WARPS if lists else tiles * blocks * group,
                 tiles=(tiles, blocks, WGMMA_M, BLOCK_K),
             ),
             key=memory.ring(self.k_stages, ready=blocks, tiles=block),

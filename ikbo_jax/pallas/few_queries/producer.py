@@ -279,29 +279,19 @@ def _send_listed(ctx: Context, count: Any, loaded: Any, progress: _Progress) -> 
     slots hold, these; otherwise those of the next bundle.
     """
     shape = ctx.shape
-    stride = shape.slots // shape.users * shape.listed
 
     def one_listing(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         i, rank, loaded, progress = carry
         place = ctx.place(i)
         user, _ = ctx.listed_place(place)
         length = _length(ctx, user)  # loaded while the candidates are listed
-        total = listing.await_total(ctx)
-        found = jnp.clip(total - rank, 0, shape.listed)
-        stays = rank + stride < total
-        following = jnp.where(stays, i, i + 1)
-        next_user, next_rank = ctx.listed_place(ctx.place(following))
+        rows, items, following, next_user, next_rank = listing.await_found(ctx, i, rank)
         next_user = jnp.where(following < count, next_user, -1)
-        next_rank = jnp.where(stays, rank + stride, next_rank)
         target = place.split * shape.rows
-        item = _Rows(user, found * shape.q_len, target, found == 0, length)
-        members = jnp.where(found == 0, 1, shape.bundle)
+        item = _Rows(user, rows, target, rows == 0, length)
 
         def one_item(member: Any, progress: _Progress) -> _Progress:
-            is_last = member == members - 1
-            gathered = jnp.minimum(members - member, ctx.gathered)
-            gathered = jnp.where(lax.rem(member, ctx.gathered) == 0, gathered, 0)
-            further = (jnp.where(is_last, next_user, -1), next_rank, gathered)
+            further = (jnp.where(member == items - 1, next_user, -1), next_rank)
             is_loaded = (loaded >= 0) & (member == 0)
             ctx.shared.query.await_reuse(progress.items)
             return _send_rows(ctx, progress, item, ctx.place(i, member), is_loaded, further)
@@ -309,7 +299,7 @@ def _send_listed(ctx: Context, count: Any, loaded: Any, progress: _Progress) -> 
         if shape.bundle == 1:
             progress = one_item(jnp.int32(0), progress)
         else:
-            progress = lax.fori_loop(0, members, one_item, progress)
+            progress = lax.fori_loop(0, items, one_item, progress)
         return following, next_rank, jnp.int32(-1), progress
 
     _, rank = ctx.listed_place(ctx.place(jnp.int32(0)))
