@@ -22,7 +22,7 @@ MAX_COLUMNS = 128
 ITEM_WORDS = 9
 #: Most candidates of an item whose CTA lists them, and warps that list: each counts what it finds.
 LISTED, LISTING_WARPS = 128, 8
-#: Warps that gather the queries of listed candidates: those of the producer's warpgroup but its own.
+#: Warps that gather the queries of listed candidates: all of a warpgroup but the producer.
 GATHERING_WARPS = 3
 #: Most candidates of an index that is not sorted, of which each CTA lists its own: each thread of
 #: the consumers has one of 256 in a register.
@@ -159,7 +159,7 @@ class FewQueriesConfig(Config):
         if memory.smem_bytes(self.shared(p.head_dim, lists=True)) > hopper.MAX_SMEM_BYTES:
             return False
         if p.head_dim > 192 and self.block_kv > (32 if self.has_all_columns(p.head_dim) else 64):
-            return False  # no registers are left: 40 to 180 bytes would be spilled
+            return False  # no registers are left: 56 to 320 bytes would be spilled
         found = self.listings(p, num_sms)
         is_short = found.time <= pack_time(p.batch) and found.skewed_time <= MOST_SKEWED_TIME
         return found.candidates > 0 and found.of_cta <= MOST_LISTINGS and is_short

@@ -31,8 +31,10 @@ from ikbo_jax.problems.hopper import BLOCK_K, WGMMA_M, column_blocks
 #: Elements of 16 bytes, and parts of 16 bytes of a row of a block of queries.
 _VECTOR, _BLOCK_VECTORS = 8, BLOCK_K // 8
 #: Rows that the warps copy at once, and how often in one iteration of the loop over rows.
-_STEP_ROWS, _UNROLLED = GATHERING_WARPS * warps.LANES // _BLOCK_VECTORS, 2
+_STEP_ROWS, _UNROLLED = GATHERING_WARPS * warps.LANES // _BLOCK_VECTORS, 3
 _SCALAR = plgpu.Layout.WG_SPLAT(())
+#: A lane's copies are complete, and the tensor core sees them.
+_FINISH = "cp.async.wait_all; fence.proxy.async.shared::cta;"
 
 
 def gather(ctx: Any) -> None:
@@ -134,9 +136,7 @@ def _load(ctx: Any, rows: Any, head: Any, tiles: Any) -> None:
 
     @plgpu.inline_mgpu()
     def finish(_: Any) -> None:
-        mgpu.utils.inline_ptx(
-            "cp.async.wait_all; fence.proxy.async.shared::cta;", has_side_effects=True
-        )
+        mgpu.utils.inline_ptx(_FINISH, has_side_effects=True)
 
     finish()
 
