@@ -201,7 +201,8 @@ class Context(WarpgroupContext):
         consumer, head_rows = self.consumer, self.shape.head_rows
         is_alone, is_by_keys = item.sharing == ALONE, item.sharing == BY_KEYS
         alone = lax.rem(index, 2)
-        computes = ~is_alone | (consumer == alone)
+        # An item without rows may have blocks, which were loaded before that was known.
+        computes = (item.rows > 0) & (~is_alone | (consumer == alone))
         tile = jnp.where(item.sharing == BY_ROWS, consumer, 0)
         offset = tile * head_rows
         begin = jnp.where(is_by_keys, consumer, 0)

@@ -11,7 +11,8 @@ fill one tile of 64 rows of WGMMA. Items are numbered by *row slots*, which the 
 the index (`rows`): XLA makes no list of items. The candidates of an item need not have one user:
 where they do not, because the index is not sorted, the producer sends each run of candidates of one
 user as an item. The first block of keys and values of a CTA is loaded before its rows are found,
-which takes dependent loads; if no row needs it, an item without rows takes it.
+which takes dependent loads; if no row needs it, an item without rows takes it. Where the consumers
+list candidates, as many blocks are loaded meanwhile as the rings hold.
 
 Warpgroups: 0 and 1 are the consumers; one warp of warpgroup 2 is the producer, which loads keys and
 values through two rings of blocks that continue across items. Where the consumers list candidates,
