@@ -19,9 +19,11 @@ MAX_WIDE_BLOCK_KV = 64
 #: blocks of 32 keys already.
 MAX_COLUMNS = 128
 #: Words of an item's descriptor in shared memory.
-ITEM_WORDS = 10
+ITEM_WORDS = 9
 #: Most candidates of an item whose CTA lists them, and warps that list: each counts what it finds.
 LISTED, LISTING_WARPS = 128, 8
+#: Warps that gather the queries of listed candidates: all of a warpgroup but the producer.
+GATHERING_WARPS = 3
 #: Most candidates of an index that is not sorted, of which each CTA lists its own: each thread of
 #: the consumers has one of 256 in a register.
 MOST_LISTED = 16384
@@ -65,7 +67,7 @@ class FewQueriesShared(NamedTuple):
     exchange_ready: Any  # consumer 1 -> 0: the part is in `exchange`
     exchange_free: Any  # consumer 0 -> 1: it was read
     listing: Any  # [LISTED + LISTING_WARPS]: an item's candidates, and how many each warp found
-    listed: Any  # consumers -> producer: the numbers of candidates are in `listing`
+    listed: Any  # consumers -> producer, and the warps that gather: `listing` is complete
     table: Any  # [words]: what `UserTable` describes
     tabled: Any  # consumers -> producer: the table is complete
     staging: Any  # [2, 64, columns], only under interpretation
@@ -201,7 +203,7 @@ class FewQueriesConfig(Config):
         if memory.smem_bytes(self.shared(p.head_dim, lists=True)) > hopper.MAX_SMEM_BYTES:
             return False
         if p.head_dim > 192 and self.block_kv > (32 if self.has_all_columns(p.head_dim) else 64):
-            return False  # no registers are left: 40 to 180 bytes would be spilled
+            return False  # no registers are left: 56 to 320 bytes would be spilled
         found = self.listings(p, num_sms)
         is_short = found.time <= pack_time(p.batch) and found.skewed_time <= MOST_SKEWED_TIME
         return found.candidates > 0 and found.of_cta <= MOST_LISTINGS and is_short
@@ -289,7 +291,7 @@ class FewQueriesConfig(Config):
             items=memory.descriptors(self.q_slots, ITEM_WORDS),
             query=memory.ring(
                 self.q_slots,
-                ready=tiles * blocks * group,
+                ready=GATHERING_WARPS if lists else tiles * blocks * group,
                 tiles=(tiles, blocks, WGMMA_M, BLOCK_K),
             ),
             key=memory.ring(self.k_stages, ready=blocks, tiles=block),

@@ -63,6 +63,7 @@ def listings(index: np.ndarray, users: int, wanted: list[tuple[int, int]], most:
         plgpu.commit_smem()
         user, rank = (ctx.operands.targets[ctx.worker, i] for i in range(2))
         listing.find(ctx, user, rank)
+        plgpu.barrier_wait(ctx.shared.listed.at[0])  # also for the other consumer's part
 
         @pl.when(ctx.consumer == 0)
         def _() -> None:
@@ -74,7 +75,7 @@ def listings(index: np.ndarray, users: int, wanted: list[tuple[int, int]], most:
         Roles(context, None, consume, warpgroups=NUM_CONSUMERS),
         Given(jnp.asarray(index, jnp.int32), jnp.asarray(wanted, jnp.int32)),
         jax.ShapeDtypeStruct((len(wanted), WORDS), jnp.int32),
-        Shared(memory.Words((WORDS,)), memory.Barriers(NUM_CONSUMERS, 1)),
+        Shared(memory.Words((WORDS,)), memory.Barriers(2, NUM_CONSUMERS)),
         dtype=jnp.int32,
         name="listing",
         workers=len(wanted),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 from typing import Any
 from unittest import mock
 
@@ -23,6 +22,7 @@ from test_interpret_attention import PARAMS, rounded_weights
 from ikbo_jax.pallas.few_queries import consumer, gathering, kernel, listing
 from ikbo_jax.pallas.few_queries.context import Context, Shape
 from ikbo_jax.pallas.few_queries.kernel import few_queries_kernel
+from ikbo_jax.pallas.hopper import rings
 from ikbo_jax.problems import few_queries as problems_few_queries
 from ikbo_jax.problems.few_queries import FewQueriesConfig
 
@@ -466,26 +466,36 @@ def test_interpreted_sums_taken_too_early_are_found(
 def test_interpreted_queries_read_before_they_are_gathered_are_found(
     monkeypatch: pytest.MonkeyPatch, launches: interpreter.Launches
 ) -> None:
-    """A consumer multiplies queries that the other one gathers."""
-    monkeypatch.setattr(listing, "synchronise", lambda ctx: None)
+    """A slot counts as filled while its queries are gathered."""
+    load, arrive, waiting = gathering._load_one_by_one, gathering._arrive, []
+    monkeypatch.setattr(gathering, "_load_one_by_one", lambda *args: waiting.append(args))
+
+    def early(ctx: Any, index: Any) -> None:
+        arrive(ctx, index)
+        while waiting:
+            load(*waiting.pop())
+
+    monkeypatch.setattr(gathering, "_arrive", early)
     assert_found(Case((1, 0, 1), 16 * 4, lists=True), launches)
 
 
 def test_interpreted_queries_gathered_into_slots_that_are_read_are_found(
     monkeypatch: pytest.MonkeyPatch, launches: interpreter.Launches
 ) -> None:
-    """Queries of two items are gathered while a consumer multiplies those of the item before.
+    """Queries are gathered while the consumers multiply those of an item before."""
+    gather, load = gathering.gather, gathering._load_one_by_one
+    await_reuse, waiting = rings.Ring.await_reuse, []
 
-    Each consumer has its own rows, so that neither waits for the other one's sums.
-    """
-    load_queries, synchronise = gathering.load_queries, listing.synchronise
+    def late(*args: Any) -> None:
+        load(*args)
+        await_reuse(*waiting.pop())
 
-    def without_the_first(*args: Any) -> None:
-        steps = itertools.chain([lambda ctx: None], itertools.repeat(synchronise))
+    def with_late_waits(ctx: Any) -> None:
         with monkeypatch.context() as within:
-            within.setattr(listing, "synchronise", lambda ctx: next(steps)(ctx))
-            load_queries(*args)
+            within.setattr(rings.Ring, "await_reuse", lambda *args: waiting.append(args))
+            within.setattr(gathering, "_load_one_by_one", late)
+            gather(ctx)
 
-    monkeypatch.setattr(gathering, "load_queries", without_the_first)
+    monkeypatch.setattr(gathering, "gather", with_late_waits)
     case = Case((1, 0, 1) * 45, 32, heads=(4, 4), config=WIDE, lists=True, bundle=4)
     assert_found(case, launches)

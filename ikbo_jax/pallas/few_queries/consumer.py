@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ikbo_jax.pallas.few_queries import exchange, gathering, listing, store, user_table
+from ikbo_jax.pallas.few_queries import exchange, listing, store, user_table
 from ikbo_jax.pallas.few_queries.context import BY_COLUMNS, BY_ROWS, Context, Item, Part
 from ikbo_jax.pallas.flash import softmax
 from ikbo_jax.pallas.hopper import mma, mosaic, operand_tiles, stores, turns
@@ -243,10 +243,7 @@ def _one_item(carry: tuple[Any, ...], ctx: Context) -> tuple[Any, ...]:
     shared = ctx.shared
     work = _Work(item, ctx.part(item, index), index, first_step)
     part = work.part
-    if ctx.shape.listed:
-        gathering.load_queries(ctx, item, index)
-    else:
-        shared.query.await_ready(index)
+    shared.query.await_ready(index)
     maximum, partial_sums, acc = lax.cond(
         part.count > 0,
         functools.partial(_compute, ctx, work),
@@ -289,7 +286,10 @@ def consume(ctx: Context) -> None:
         lambda carry: carry[0].blocks >= 0, functools.partial(_one_item, ctx=ctx), first
     )
     index = end[1]
-    shared.query.release(index)  # the slot of the end
+    # The slot of the end, which the gathering warps have, too, if there are any.
+    if ctx.shape.listed:
+        shared.query.await_ready(index)
+    shared.query.release(index)
     if ctx.config.turns:
         pl.when(ctx.consumer == 0)(functools.partial(turns.take, ctx))
 

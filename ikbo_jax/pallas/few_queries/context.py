@@ -17,9 +17,6 @@ from ikbo_jax.problems.hopper import BLOCK_K, WGMMA_M, column_blocks
 #: How the consumers of a CTA share an item: one of them computes it; each takes every other block
 #: of keys; each takes half of the rows; each takes two blocks of columns of the values.
 ALONE, BY_KEYS, BY_ROWS, BY_COLUMNS = range(4)
-#: Loads of 16 bytes by which a thread of the consumers gathers its share of a block of 64 queries
-#: by 64 columns, and most loads of a thread that are in flight at once.
-GATHERS_OF_BLOCK, MOST_GATHERS = 2, 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +109,6 @@ class Item(NamedTuple):
     rotation: Any  # number of the first block that is loaded; after the last one follows block 0
     next_user: Any = None  # whose candidates are listed before the next item; negative: none are
     next_rank: Any = None  # of the first candidate that is listed then, among that user's
-    gathered: Any = None  # items from this one on whose queries are gathered before it
 
 
 class Place(NamedTuple):
@@ -158,7 +154,7 @@ class Context(WarpgroupContext):
         items = self.shared.items
         items.await_ready(index)
         slot = items.slot(index)
-        count = len(Item._fields) if self.shape.listed else len(Item._fields) - 3
+        count = len(Item._fields) if self.shape.listed else len(Item._fields) - 2
         return Item(*(items.words[slot, i] for i in range(count)))
 
     def place(self, i: Any, member: Any = 0) -> Place:
@@ -207,7 +203,8 @@ class Context(WarpgroupContext):
         consumer, head_rows = self.consumer, self.shape.head_rows
         is_alone, is_by_keys = item.sharing == ALONE, item.sharing == BY_KEYS
         alone = lax.rem(index, 2)
-        computes = ~is_alone | (consumer == alone)
+        # An item without rows may have blocks, which were loaded before that was known.
+        computes = (item.rows > 0) & (~is_alone | (consumer == alone))
         tile = jnp.where(item.sharing == BY_ROWS, consumer, 0)
         offset = tile * head_rows
         begin = jnp.where(is_by_keys, consumer, 0)
@@ -254,12 +251,6 @@ class Context(WarpgroupContext):
     @property
     def is_staggered(self) -> bool:
         return self.config.stagger and self.operands.lengths is None
-
-    @property
-    def gathered(self) -> int:
-        """Most items of a bundle whose queries are gathered at once, if candidates are listed."""
-        of_thread = self.tiles * column_blocks(self.shape.head_dim) * GATHERS_OF_BLOCK
-        return max(min(self.shape.bundle, self.config.q_slots, MOST_GATHERS // of_thread), 1)
 
     @property
     def tiles(self) -> int:

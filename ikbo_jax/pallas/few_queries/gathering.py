@@ -1,21 +1,22 @@
-"""The queries of candidates that a CTA has listed, which its consumers gather.
+"""The queries of candidates that a CTA has listed, which other warps than the producer's gather.
 
-All 256 threads load parts of 16 bytes, and store them to query slots. Several items of a bundle
-have the same candidates: their queries are gathered at once, as far as there are query slots, in
-one wait for device memory.
+Their lanes copy parts of 16 bytes to query slots, asynchronously. They go ahead of the consumers by
+as many items as there are query slots: the items of a bundle have the same list of candidates, so
+the queries of the next ones are on their way while the consumers compute the present one. Only the
+first item of a bundle waits for its queries: they are not known before the list is complete.
 
-Synchronisations, by named barriers of the consumers:
-  1. Both have read the queries of earlier items, whose slots are filled again. If a listing comes
-     just before, its barrier says so already.
-  2. The queries are complete.
+Synchronisations, besides those of `listing`:
+  1. `query.free[s]`   consumers -> gathering warps (and producer): the slot's queries were read.
+  2. `query.ready[s]`  gathering warps -> consumers. A lane arrives when its copies are complete,
+     and after a fence that makes them visible to WGMMA.
 """
 
 from __future__ import annotations
 
-import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -23,42 +24,61 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
 from ikbo_jax.pallas.few_queries import listing
-from ikbo_jax.pallas.hopper import mosaic, stores
-from ikbo_jax.problems.hopper import BLOCK_K, WARPGROUP_SIZE, WGMMA_M, column_blocks
+from ikbo_jax.pallas.hopper import mosaic, stores, warps
+from ikbo_jax.problems.few_queries import GATHERING_WARPS
+from ikbo_jax.problems.hopper import BLOCK_K, WGMMA_M, column_blocks
 
 #: Elements of 16 bytes, and parts of 16 bytes of a row of a block of queries.
 _VECTOR, _BLOCK_VECTORS = 8, BLOCK_K // 8
+#: Rows that the warps copy at once, and how often in one iteration of the loop over rows.
+_STEP_ROWS, _UNROLLED = GATHERING_WARPS * warps.LANES // _BLOCK_VECTORS, 3
 _SCALAR = plgpu.Layout.WG_SPLAT(())
+#: A lane's copies are complete, and the tensor core sees them.
+_FINISH = "cp.async.wait_all; fence.proxy.async.shared::cta;"
 
 
-def load_queries(ctx: Any, item: Any, index: Any) -> None:
-    """Both consumers gather the queries of an item's candidates into its slot.
+def gather(ctx: Any) -> None:
+    """The gathering warps: they fill the query slots of all items of the CTA, in their order.
 
-    And of the items that follow with the same candidates, as many as the item says. Rows past the
-    item's rows, and columns past H, are zeros.
+    Rows past an item's rows, and columns past H, are zeros.
     """
+    query = ctx.shared.query
 
-    @pl.when(item.gathered > 0)
-    def _() -> None:
-        if ctx.shape.bundle > ctx.gathered:
-            listing.synchronise(ctx)
-        tiles = [ctx.shared.query.matrix(index + i) for i in range(ctx.gathered)]
-        if ctx.interpret:
-            pl.when(ctx.consumer == 0)(lambda: _gather_one_by_one(ctx, item, tiles))
+    def one_listing(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        i, rank, index = carry
+        found = listing.await_found(ctx, i, rank)
+
+        def one_item(member: Any, index: Any) -> Any:
+            query.await_reuse(index)
+            load = _load_one_by_one if ctx.interpret else _load
+            load(ctx, found.rows, ctx.place(i, member).head, query.matrix(index))
+            _arrive(ctx, index)
+            return index + 1
+
+        if ctx.shape.bundle == 1:
+            index = one_item(jnp.int32(0), index)
         else:
-            _gather(ctx, item, tiles)
-        plgpu.commit_smem()
-        listing.synchronise(ctx)
+            index = lax.fori_loop(0, found.items, one_item, index)
+        return found.following, found.next_rank, index
+
+    count, zero = ctx.count(), jnp.int32(0)
+    _, rank = ctx.listed_place(ctx.place(zero))
+    index = lax.while_loop(lambda carry: carry[0] < count, one_listing, (zero, rank, zero))[-1]
+    # The end has a slot, too. Consumers wait for it, and so do not release it before these warps
+    # have seen its release before.
+    query.await_reuse(index)
+    _arrive(ctx, index)
+    query.drain_uses(index + 1)
 
 
-def _gather_one_by_one(ctx: Any, item: Any, tiles: list[Any]) -> None:
-    for i, of_item in enumerate(tiles):
-        head = item.head + i * ctx.shape.group
-        gather = functools.partial(_gather_item, ctx, item.rows, head, of_item)
-        pl.when(i < item.gathered)(gather)
+def _arrive(ctx: Any, index: Any) -> None:
+    """Each warp says that it has filled a query slot; under interpretation, one thread does."""
+    for _ in range(GATHERING_WARPS if ctx.interpret else 1):
+        plgpu.barrier_arrive(ctx.shared.query.ready_at(index))
 
 
-def _gather_item(ctx: Any, rows: Any, head: Any, tiles: Any) -> None:
+def _load_one_by_one(ctx: Any, rows: Any, head: Any, tiles: Any) -> None:
+    """`_load` under interpretation."""
     shape, query = ctx.shape, ctx.operands.query
     for block in range(column_blocks(shape.head_dim)):
         width = min(BLOCK_K, shape.head_dim - block * BLOCK_K)
@@ -75,108 +95,129 @@ def _gather_item(ctx: Any, rows: Any, head: Any, tiles: Any) -> None:
                 values = query[source, head + member, columns]
                 tiles[row // shape.head_rows, block, target, :width] = values
 
+    plgpu.commit_smem()
 
-def _gather(ctx: Any, item: Any, tiles: list[Any]) -> None:
-    shape = ctx.shape
-    of_tiles = plgpu.RefType(mosaic.operand_transforms(tiles[0].dtype))
+
+def _load(ctx: Any, rows: Any, head: Any, tiles: Any) -> None:
+    """Copies an item's queries to its slot, and waits for them.
+
+    Args:
+      ctx: the context.
+      rows: number of the item's rows.
+      head: its first query head.
+      tiles: [tiles, column blocks, 64, 64].
+    """
+    height = ctx.tiles * WGMMA_M
 
     @plgpu.inline_mgpu(
         arg_types=(
             *(plgpu.RefType(), plgpu.RefType()),
-            *(_SCALAR,) * 4,
-            *(of_tiles,) * len(tiles),
+            plgpu.RefType(mosaic.operand_transforms(tiles.dtype)),
+            *(_SCALAR,) * 3,
         )
     )
-    def copy(_: Any, query: ir.Value, table: ir.Value, *rest: Any) -> None:
-        i32, byte = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
-        consumer, count, head, gathered = (s.registers.item() for s in rest[:4])
-        thread = arith.addi(
-            arith.muli(consumer, mgpu.c(WARPGROUP_SIZE, i32)), stores.thread_number()
-        )
-        places = _places(ctx, table, thread, count)
-        copies = []
-        # All rows of a thread are loaded before the first one is stored.
-        for i, of_item in enumerate(rest[4:]):
-            is_item = arith.cmpi(arith.CmpIPredicate.slt, mgpu.c(i, i32), gathered)
-            first_head = arith.addi(head, mgpu.c(i * shape.group, i32))
-            for place in places:
-                words = _load_vector(query, place, first_head, is_item)
-                copies.append((of_item, place.offset, words, is_item))
-        for of_item, offset, words, is_item in copies:
-            mgpu.utils.inline_ptx(
-                "st.shared.v4.b32 [$0], {$1, $2, $3, $4};",
-                mgpu.utils.getelementptr(mgpu.utils.memref_ptr(of_item), [offset], byte),
-                *words,
-                predicate=is_item,
-                has_side_effects=True,
-            )
+    def copy(_: Any, query: ir.Value, table: ir.Value, tiles: ir.Value, *scalars: Any) -> None:
+        step, rows, head = (s.registers.item() for s in scalars)
+        i32 = ir.IntegerType.get_signless(32)
+        # The producer's warp is the warpgroup's first one.
+        thread = arith.subi(stores.thread_number(), mgpu.c(warps.LANES, i32))
+        first = arith.divui(thread, mgpu.c(_BLOCK_VECTORS, i32))
+        first = arith.addi(first, arith.muli(step, mgpu.c(_UNROLLED * _STEP_ROWS, i32)))
+        vector = arith.remui(thread, mgpu.c(_BLOCK_VECTORS, i32))
+        places = [arith.addi(first, mgpu.c(i * _STEP_ROWS, i32)) for i in range(_UNROLLED)]
+        sources = [_source(ctx, query, table, place, rows, head, vector) for place in places]
+        for place, source in zip(places, sources, strict=True):
+            is_row = arith.cmpi(arith.CmpIPredicate.slt, place, mgpu.c(height, i32))
+            _copy_row(ctx, source, tiles, place, vector, is_row)
 
-    scalars = (ctx.consumer, item.rows, item.head, item.gathered)
-    copy(ctx.operands.query, ctx.shared.listing, *scalars, *tiles)
+    @pl.loop(jnp.int32(0), jnp.int32(pl.cdiv(height, _UNROLLED * _STEP_ROWS)))
+    def _(step: Any) -> None:
+        copy(ctx.operands.query, ctx.shared.listing, tiles, step, rows, head)
+
+    @plgpu.inline_mgpu()
+    def finish(_: Any) -> None:
+        mgpu.utils.inline_ptx(_FINISH, has_side_effects=True)
+
+    finish()
 
 
-class _Place(NamedTuple):
-    """16 bytes of an item's queries."""
+def _source(
+    ctx: Any,
+    query: ir.Value,
+    table: ir.Value,
+    place: ir.Value,
+    rows: ir.Value,
+    head: ir.Value,
+    vector: ir.Value,
+) -> tuple[ir.Value, ir.Value]:
+    """(address of 16 bytes, of which column block 0 begins with; how many of them are wanted).
 
-    row: ir.Value  # of the queries
-    member: ir.Value  # the head's number in its group
-    column: ir.Value
-    is_wanted: ir.Value
-    offset: ir.Value  # bytes from the item's tiles on
-
-
-def _places(ctx: Any, table: ir.Value, thread: ir.Value, count: ir.Value) -> list[_Place]:
-    """What a thread gathers of an item with `count` rows."""
+    They are those of row `place` of an item's tiles, numbered over all tiles: 16, or 0 and an
+    address inside of the queries.
+    """
     i32, predicates = ir.IntegerType.get_signless(32), arith.CmpIPredicate
-    shape, height = ctx.shape, WGMMA_M
-    blocks = column_blocks(shape.head_dim)
-    vectors = mgpu.c(_BLOCK_VECTORS, i32)
-    vector, first = arith.remui(thread, vectors), arith.divui(thread, vectors)
-    places = []
-    for step in range(ctx.tiles * height * _BLOCK_VECTORS // listing.THREADS):
-        tile, begin = divmod(step * listing.THREADS // _BLOCK_VECTORS, height)
-        tile_row = arith.addi(first, mgpu.c(begin, i32))
-        member = arith.divui(tile_row, mgpu.c(shape.head_rows, i32))
-        row = arith.remui(tile_row, mgpu.c(shape.head_rows, i32))
-        row = arith.addi(row, mgpu.c(tile * shape.head_rows, i32))
-        source = listing.listed_row(table, row, shape.q_len)
-        is_row = arith.andi(
-            arith.cmpi(predicates.slt, row, count),
-            arith.cmpi(predicates.slt, member, mgpu.c(shape.group, i32)),
-        )
-        swizzled = arith.xori(vector, arith.remui(tile_row, vectors))
-        offset = arith.addi(
-            arith.muli(tile_row, mgpu.c(mosaic.SWIZZLE, i32)),
-            arith.muli(swizzled, mgpu.c(16, i32)),
-        )
-        for block in range(blocks):
-            column = arith.addi(
-                arith.muli(vector, mgpu.c(_VECTOR, i32)), mgpu.c(block * BLOCK_K, i32)
-            )
-            is_inside = arith.cmpi(predicates.slt, column, mgpu.c(shape.head_dim, i32))
-            at = (tile * blocks + block) * height * mosaic.SWIZZLE
-            at = arith.addi(offset, mgpu.c(at, i32))
-            places.append(_Place(source, member, column, arith.andi(is_row, is_inside), at))
-    return places
-
-
-def _load_vector(
-    query: ir.Value, place: _Place, head: ir.Value, is_item: ir.Value
-) -> list[ir.Value]:
-    """16 bytes of the queries of a group of heads from `head` on; zeros if they are not wanted."""
-    i32 = ir.IntegerType.get_signless(32)
-    _, heads, width = ir.MemRefType(query.type).shape
-    terms = [
-        (place.row, heads * width),
-        (arith.addi(head, place.member), width),
-        (place.column, 1),
-    ]
-    words = mgpu.utils.inline_ptx(
-        "{ .reg .pred p; setp.ne.b32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; "
-        "mov.b32 $2, 0; mov.b32 $3, 0; @p ld.global.v4.b32 {$0, $1, $2, $3}, [$4]; }",
-        stores.device_address(query, terms, 2),
-        arith.extui(i32, arith.andi(place.is_wanted, is_item)),
-        result_types=[i32] * 4,
-        has_side_effects=True,
+    shape = ctx.shape
+    heads_rows = mgpu.c(shape.head_rows, i32)
+    tile, tile_row = (f(place, mgpu.c(WGMMA_M, i32)) for f in (arith.divui, arith.remui))
+    member, row = (f(tile_row, heads_rows) for f in (arith.divui, arith.remui))
+    row = arith.addi(row, arith.muli(tile, heads_rows))
+    is_wanted = arith.andi(
+        arith.cmpi(predicates.slt, row, rows),
+        arith.cmpi(predicates.slt, member, mgpu.c(shape.group, i32)),
     )
-    return list(words)
+    zero = mgpu.c(0, i32)
+    row, member = (arith.select(is_wanted, x, zero) for x in (row, member))
+    # Without rows, the list may have nothing that is a candidate.
+    row = arith.select(is_wanted, listing.listed_row(table, row, shape.q_len), zero)
+    terms = [
+        (row, shape.q_heads * shape.head_dim),
+        (arith.addi(head, member), shape.head_dim),
+        (vector, _VECTOR),
+    ]
+    size = arith.select(is_wanted, mgpu.c(16, i32), zero)
+    return stores.device_address(query, terms, 2), size
+
+
+def _copy_row(
+    ctx: Any,
+    source: tuple[ir.Value, ir.Value],
+    tiles: ir.Value,
+    place: ir.Value,
+    vector: ir.Value,
+    is_row: ir.Value,
+) -> None:
+    """Begins to copy this lane's 16 bytes of each column block of a row."""
+    i32, byte = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
+    address, size = source
+    blocks, height = column_blocks(ctx.shape.head_dim), WGMMA_M
+    tile, tile_row = (f(place, mgpu.c(height, i32)) for f in (arith.divui, arith.remui))
+    swizzled = arith.xori(vector, arith.remui(tile_row, mgpu.c(_BLOCK_VECTORS, i32)))
+    terms = (
+        (tile, blocks * height * mosaic.SWIZZLE),
+        (tile_row, mosaic.SWIZZLE),
+        (swizzled, 16),
+    )
+    offset = mgpu.c(0, i32)
+    for value, stride in terms:
+        offset = arith.addi(offset, arith.muli(value, mgpu.c(stride, i32)))
+    target = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(tiles), [offset], byte)
+    for block in range(blocks):
+        at, wanted = address, size
+        left = (ctx.shape.head_dim - block * BLOCK_K) // _VECTOR
+        from_begin = block * BLOCK_K * 2
+        if left < _BLOCK_VECTORS:
+            is_inside = arith.cmpi(arith.CmpIPredicate.slt, vector, mgpu.c(left, i32))
+            wanted = arith.select(is_inside, size, mgpu.c(0, i32))
+            # Past the row's end, column block 0's bytes are inside of the queries.
+            i64 = ir.IntegerType.get_signless(64)
+            further = arith.select(is_inside, mgpu.c(from_begin, i64), mgpu.c(0, i64))
+            at, from_begin = mgpu.utils.getelementptr(address, [further], byte), 0
+        mgpu.utils.inline_ptx(
+            f"cp.async.cg.shared.global [$0 + {block * height * mosaic.SWIZZLE}], "
+            f"[$1 + {from_begin}], 16, $2;",
+            target,
+            at,
+            wanted,
+            predicate=is_row,
+            has_side_effects=True,
+        )

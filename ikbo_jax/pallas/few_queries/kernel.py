@@ -12,10 +12,12 @@ the index (`rows`), or in a table that the consumers make of it (`user_table`): 
 items. The candidates of an item need not have one user:
 where they do not, because the index is not sorted, the producer sends each run of candidates of one
 user as an item. The first block of keys and values of a CTA is loaded before its rows are found,
-which takes dependent loads; if no row needs it, an item without rows takes it.
+which takes dependent loads; if no row needs it, an item without rows takes it. Where the consumers
+list candidates, as many blocks are loaded meanwhile as the rings hold.
 
 Warpgroups: 0 and 1 are the consumers; one warp of warpgroup 2 is the producer, which loads keys and
-values through two rings of blocks that continue across items. The consumers of a CTA share an item:
+values through two rings of blocks that continue across items. Where the consumers list candidates,
+the other warps of warpgroup 2 gather their queries. The consumers of a CTA share an item:
 each takes 64 of its rows, and all its blocks of keys; or all its rows, and every other block, and
 consumer 1 hands its sums to consumer 0; or one of them takes an item with a single block, and the
 other one the next.
@@ -35,7 +37,9 @@ Synchronisations:
   5. `exchange_ready[0]`, `exchange_free[0]`  consumer 1 -> 0 and back: sums over half of the keys.
   6. Named barriers: the consumers wait for each other after consumer 0 has zeroed values past a
      user's length, if both use them; with `turns`, they take turns at issuing products.
-  7. Those of `listing` and `gathering`, or of `user_table`, in launches that use them.
+  7. Those of `listing`, in launches that list candidates. Query slots are then filled by other
+     warps (`gathering`) than the ring's other user, the producer: both wait for `.free`. In launches
+     that make a table, those of `user_table`.
 
 Both consumers wait for every block, and free it, whether they use it or not. A consumer waits for
 block n only after it has freed block n - 1 of the same ring, and for values only after it has freed
@@ -54,7 +58,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ikbo_jax.pallas.few_queries import rows
+from ikbo_jax.pallas.few_queries import gathering, rows
 from ikbo_jax.pallas.few_queries.consumer import consume
 from ikbo_jax.pallas.few_queries.context import Context, Operands, Outputs, Shape
 from ikbo_jax.pallas.few_queries.producer import produce
@@ -63,6 +67,7 @@ from ikbo_jax.pallas.hopper.launch import Roles, launch
 from ikbo_jax.problems.attention import AttentionProblem
 from ikbo_jax.problems.few_queries import (
     CACHE_BYTES,
+    GATHERING_WARPS,
     LEAST_BUNDLES,
     FewQueriesConfig,
     head_group,
@@ -209,6 +214,8 @@ def _launch(
             functools.partial(Context, shape, config),
             produce,
             consume,
+            gathering.gather if shape.listed else None,
+            assistants=GATHERING_WARPS,
             registers=_registers(shape, config),
         ),
         operands,

@@ -3,9 +3,10 @@
 The two consumers read the whole index, each of their 256 threads a share of it (`_Share`), and
 write the numbers of a user's candidates to shared memory. They are in the order of threads, which
 is the same in every CTA, so that the CTAs of a user's slots list different candidates. All loads of
-the index are in flight at once, while the first block of keys is on its way. The consumers then
-gather queries (`gathering`), and store results to the rows of their candidates. The items of a
-bundle have the same candidates, and differ in their query heads: one listing serves all of them.
+the index are in flight at once, while the first block of keys is on its way. Other warps then
+gather the candidates' queries (`gathering`), and the consumers store results to their rows. The
+items of a bundle have the same candidates, and differ in their query heads: one listing serves all
+of them.
 
 XLA would sort the index, gather queries and results, and invert the order, in six kernels of 1 to
 2 us each.
@@ -14,16 +15,17 @@ Synchronisations, besides those of the kernel:
   1. A named barrier between finding candidates and writing their numbers: how many each warp found.
      It also says that both consumers have stored the results of the bundle before, and so read its
      list.
-  2. `listed`, consumers -> producer: the number of candidates. The producer reads it before it
-     sends the bundle's first item; the consumers list again only after its last one, whose
-     descriptor says so.
-  3. A named barrier at the end of `find`: the list is complete.
-  4. Those of `gathering`, which are named barriers, too.
+  2. `listed`, all threads of the consumers -> producer, gathering warps: the list and the number
+     of candidates. The consumers list again only after the bundle's last item, whose descriptor
+     says so. They have it from the producer, which has read the number before, and its queries from
+     the gathering warps, which have read the list before.
+  3. `query.ready` of any item of the bundle also tells each consumer that the list is complete: the
+     gathering warps have waited for both.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -44,19 +46,18 @@ _SCALAR = plgpu.Layout.WG_SPLAT(())
 
 
 def find(ctx: Any, user: Any, rank: Any) -> None:
-    """Lists a user's candidates from number `rank` on, and tells the producer how many it has.
+    """Lists a user's candidates from number `rank` on, and tells the producer's warps.
 
     Both consumers call it. `listing` then has up to `shape.listed` candidates, and behind them the
     number of the user's candidates that each warp found.
     """
     listing, index = ctx.shared.listing, ctx.operands.cand_to_user
     if ctx.interpret:
-        synchronise(ctx)
+        mosaic.named_barrier("sync", jnp.int32(BARRIER), turns.CONSUMER_THREADS)
         pl.when(ctx.consumer == 0)(lambda: _find_at_once(ctx, user, rank))
     else:
         _find(ctx, index, listing, user, rank)
     plgpu.barrier_arrive(ctx.shared.listed.at[0])
-    synchronise(ctx)
 
 
 def _find_at_once(ctx: Any, user: Any, rank: Any) -> None:
@@ -92,7 +93,9 @@ def _find(ctx: Any, index: Any, listing: Any, user: Any, rank: Any) -> None:
             count = arith.addi(count, warps.ones(word))
         before, total = warps.sums(count)
         at = arith.addi(warp, mgpu.c(LISTED, i32))
-        _store_shared(listing, at, total, arith.cmpi(predicates.eq, warps.lane(), mgpu.c(0, i32)))
+        warps.store_shared(
+            listing, at, total, arith.cmpi(predicates.eq, warps.lane(), mgpu.c(0, i32))
+        )
         mgpu.utils.inline_ptx(
             f"barrier.sync {BARRIER}, {turns.CONSUMER_THREADS};",
             has_side_effects=True,
@@ -188,7 +191,9 @@ class _Share:
             # Unsigned: candidates before the first one that is wanted have large numbers.
             is_wanted = arith.cmpi(predicates.ult, at, mgpu.c(most, i32))
             element = arith.addi(warps.lowest_bit(word), mgpu.c(number * warps.LANES, i32))
-            _store_shared(listing, at, self._candidate(element), arith.andi(is_found, is_wanted))
+            warps.store_shared(
+                listing, at, self._candidate(element), arith.andi(is_found, is_wanted)
+            )
             at = arith.addi(at, arith.extui(i32, is_found))
             scf.yield_([arith.andi(word, arith.subi(word, one)), at])
         return loop.results[1]
@@ -204,6 +209,34 @@ class _Share:
         is_of_part = arith.cmpi(arith.CmpIPredicate.slt, element, mgpu.c(self._loads * _PART, i32))
         number = arith.addi(self._thread, mgpu.c(self._parts * _PART, i32))
         return arith.select(is_of_part, candidate, number)
+
+
+class Found(NamedTuple):
+    """What a listing has found."""
+
+    rows: Any  # of an item of the bundle
+    items: Any  # of the bundle; one, if there are no candidates
+    following: Any  # bundle whose candidates are listed next
+    next_user: Any
+    next_rank: Any  # of the first candidate that is listed next, among that user's
+
+
+def await_found(ctx: Any, i: Any, rank: Any) -> Found:
+    """Waits until the candidates of the CTA's bundle `i`, from number `rank` on, are listed.
+
+    If the user has more candidates than its slots hold, they follow, in the same bundle; otherwise
+    those of the next bundle.
+    """
+    shape = ctx.shape
+    stride = shape.slots // shape.users * shape.listed
+    total = await_total(ctx)
+    found = jnp.clip(total - rank, 0, shape.listed)
+    stays = rank + stride < total
+    following = jnp.where(stays, i, i + 1)
+    user, next_rank = ctx.listed_place(ctx.place(following))
+    next_rank = jnp.where(stays, rank + stride, next_rank)
+    items = jnp.where(found == 0, 1, shape.bundle)
+    return Found(found * shape.q_len, items, following, user, next_rank)
 
 
 def await_total(ctx: Any) -> Any:
@@ -224,11 +257,6 @@ def listed_row(listing: ir.Value, row: ir.Value, q_len: int) -> ir.Value:
     )
 
 
-def synchronise(ctx: Any) -> None:
-    """The consumers wait for each other."""
-    mosaic.named_barrier("sync", jnp.int32(BARRIER), turns.CONSUMER_THREADS)
-
-
 def _shared_address(ref: ir.Value, index: ir.Value) -> ir.Value:
     i32 = ir.IntegerType.get_signless(32)
     return mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [index], i32)
@@ -239,14 +267,4 @@ def _load_shared(ref: ir.Value, index: ir.Value) -> ir.Value:
     address = _shared_address(ref, index)
     return mgpu.utils.inline_ptx(
         "ld.shared.b32 $0, [$1];", address, result_types=i32, has_side_effects=True
-    )
-
-
-def _store_shared(ref: ir.Value, index: ir.Value, value: ir.Value, is_wanted: ir.Value) -> None:
-    mgpu.utils.inline_ptx(
-        "st.shared.b32 [$0], $1;",
-        _shared_address(ref, index),
-        value,
-        predicate=is_wanted,
-        has_side_effects=True,
     )

@@ -265,7 +265,7 @@ def _send(
         is_known = user == extent.user
         length = lax.cond(is_known, lambda: extent.length, lambda: _length(ctx, user))
     rest = _Rows(user, end - first, target, is_void, length)
-    return end, _send_rows(ctx, progress, rest, place, is_loaded)
+    return end, _send_rows(ctx, progress, rest, place, is_loaded.astype(jnp.int32))
 
 
 def _send_rows(
@@ -273,22 +273,20 @@ def _send_rows(
     progress: _Progress,
     rows: _Rows,
     place: Place,
-    is_loaded: Any,
+    loaded: Any,
     further: tuple[Any, ...] = (),
 ) -> _Progress:
     """Sends an item, and loads its keys and values.
 
-    `is_loaded`: whether its first block of keys and values is in the rings already; `further`: the
-    last words of its descriptor.
+    `loaded`: number of its first blocks of keys and values that are in the rings already; the item
+    takes them even if it is void. `further`: the last words of its descriptor.
     """
     shape, shared, operands = ctx.shape, ctx.shared, ctx.operands
     user, count, target, is_void, length = rows
     first_block = place.split * ctx.split_blocks
     keys = jnp.maximum(length - first_block * ctx.config.block_kv, 0)
     keys = jnp.where(is_void, 0, keys)
-    blocks = jnp.clip(
-        pl.cdiv(keys, ctx.config.block_kv), is_loaded.astype(jnp.int32), ctx.split_blocks
-    )
+    blocks = jnp.clip(pl.cdiv(keys, ctx.config.block_kv), loaded, ctx.split_blocks)
     sharing = jnp.int32(ALONE)
     if ctx.config.shares_keys(shape.head_dim):
         sharing = jnp.where(blocks > 1, BY_KEYS, ALONE)
@@ -307,64 +305,75 @@ def _send_rows(
         where = (user, first_block + number, place.kv_head)
         _load_block(ctx, source, ring, progress.steps + block, where)
 
-    begin = is_loaded.astype(jnp.int32)
-
-    @pl.loop(begin, blocks + 1)
+    @pl.loop(loaded, blocks + 1)
     def _(block: Any) -> None:
         @pl.when(block < blocks)
         def _() -> None:
             load(operands.key, shared.key, block)
 
-        @pl.when(block > begin)
+        @pl.when(block > loaded)
         def _() -> None:
             load(operands.value, shared.value, block - 1)
 
     return _Progress(progress.items + 1, progress.steps + blocks)
 
 
-def _send_listed(ctx: Context, count: Any, loaded: Any, progress: _Progress) -> _Progress:
+def _load_more_blocks(ctx: Context, place: Place) -> Any:
+    """Loads further blocks of this CTA's first keys and values, while its candidates are listed.
+
+    As many as the rings hold: device memory is idle until the queries are gathered. Returns how
+    many blocks there are in the rings.
+    """
+    user = ctx.listed_place(place)[0]
+    keys = _length(ctx, user) - place.split * (ctx.split_blocks * ctx.config.block_kv)
+    blocks = jnp.clip(pl.cdiv(keys, ctx.config.block_kv), 1, ctx.split_blocks)
+    loaded = jnp.minimum(blocks, min(ctx.config.k_stages, ctx.config.v_stages))
+
+    @pl.loop(1, loaded)
+    def _(block: Any) -> None:
+        number = rotated(block, _rotation(ctx, user, blocks), blocks) if ctx.is_staggered else block
+        where = (user, place.split * ctx.split_blocks + number, place.kv_head)
+        _load_block(ctx, ctx.operands.key, ctx.shared.key, block, where)
+        _load_block(ctx, ctx.operands.value, ctx.shared.value, block, where)
+
+    return loaded
+
+
+def _send_listed(ctx: Context, count: Any, progress: _Progress) -> _Progress:
     """Sends the CTA's items, `count` bundles, whose candidates the consumers list.
 
-    A listing serves all items of a bundle. Every listing is followed by an item, even without rows,
-    and the last one of them says what is listed next: if the user has more candidates than its
-    slots hold, these; otherwise those of the next bundle.
+    The first block of keys and values is in the rings already. A listing serves all items of a
+    bundle. Every listing is followed by an item, even without rows, and the last one of them says
+    what is listed next: if the user has more candidates than its slots hold, these; otherwise those
+    of the next bundle.
     """
     shape = ctx.shape
-    stride = shape.slots // shape.users * shape.listed
 
     def one_listing(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         i, rank, loaded, progress = carry
         place = ctx.place(i)
         user, _ = ctx.listed_place(place)
         length = _length(ctx, user)  # loaded while the candidates are listed
-        total = listing.await_total(ctx)
-        found = jnp.clip(total - rank, 0, shape.listed)
-        stays = rank + stride < total
-        following = jnp.where(stays, i, i + 1)
-        next_user, next_rank = ctx.listed_place(ctx.place(following))
+        rows, items, following, next_user, next_rank = listing.await_found(ctx, i, rank)
         next_user = jnp.where(following < count, next_user, -1)
-        next_rank = jnp.where(stays, rank + stride, next_rank)
         target = place.split * shape.rows
-        item = _Rows(user, found * shape.q_len, target, found == 0, length)
-        members = jnp.where(found == 0, 1, shape.bundle)
+        item = _Rows(user, rows, target, rows == 0, length)
 
         def one_item(member: Any, progress: _Progress) -> _Progress:
-            is_last = member == members - 1
-            gathered = jnp.minimum(members - member, ctx.gathered)
-            gathered = jnp.where(lax.rem(member, ctx.gathered) == 0, gathered, 0)
-            further = (jnp.where(is_last, next_user, -1), next_rank, gathered)
-            is_loaded = (loaded >= 0) & (member == 0)
+            further = (jnp.where(member == items - 1, next_user, -1), next_rank)
+            before = jnp.where(member == 0, loaded, 0)
             ctx.shared.query.await_reuse(progress.items)
-            return _send_rows(ctx, progress, item, ctx.place(i, member), is_loaded, further)
+            return _send_rows(ctx, progress, item, ctx.place(i, member), before, further)
 
         if shape.bundle == 1:
             progress = one_item(jnp.int32(0), progress)
         else:
-            progress = lax.fori_loop(0, members, one_item, progress)
-        return following, next_rank, jnp.int32(-1), progress
+            progress = lax.fori_loop(0, items, one_item, progress)
+        return following, next_rank, jnp.int32(0), progress
 
-    _, rank = ctx.listed_place(ctx.place(jnp.int32(0)))
-    start = (jnp.int32(0), rank, loaded, progress)
+    first = ctx.place(jnp.int32(0))
+    _, rank = ctx.listed_place(first)
+    start = (jnp.int32(0), rank, _load_more_blocks(ctx, first), progress)
     progress = lax.while_loop(lambda carry: carry[0] < count, one_listing, start)[-1]
     return progress
 
@@ -403,7 +412,7 @@ def produce(ctx: Context) -> None:
     if shape.table:
         plgpu.barrier_wait(shared.tabled.at[0])
     if shape.listed:
-        progress = _send_listed(ctx, count, *start)
+        progress = _send_listed(ctx, count, start[1])
     else:
         _, progress = lax.fori_loop(0, count, one_bundle, start)
     items, steps = progress

@@ -103,8 +103,9 @@ class Roles:
       produce: takes the context, on one warp of the producer; None: the CTA has `warpgroups`
         consumers alone, which load their operands and have the registers that ptxas gives them.
       consume: takes the context, whose `consumer` is 0 or 1, on each consumer warpgroup.
-      write: takes the context, on another warp of the producer; None: there is no such warp. Under
-        interpretation, it is a warpgroup of its own.
+      assist: takes the context, on `assistants` other warps of the producer; None: there are none.
+        Under interpretation, they are one warpgroup of its own.
+      assistants: 1 to 3.
       registers: per thread of a consumer and of the producer warpgroup.
       warpgroups: of a CTA without a producer; each consumes.
     """
@@ -112,7 +113,8 @@ class Roles:
     context: Callable[[Any, Any, Any, bool], WarpgroupContext]
     produce: Callable[[Any], None] | None
     consume: Callable[[Any], None]
-    write: Callable[[Any], None] | None = None
+    assist: Callable[[Any], None] | None = None
+    assistants: int = 1
     registers: tuple[int, int] = (CONSUMER_REGISTERS, PRODUCER_REGISTERS)
     warpgroups: int = 1
 
@@ -166,7 +168,7 @@ def launch(
             ctx = ctx.replace(counters=tuple(_counters(n, is_interpreted) for n in counters))
         _dispatch(roles, ctx)
 
-    num_threads = NUM_CONSUMERS + 1 + bool(interpret and roles.write)
+    num_threads = NUM_CONSUMERS + 1 + bool(interpret and roles.assist)
     clustered: dict[str, Any] = {}
     if cluster > 1:
         clustered = {"cluster": (cluster,), "cluster_names": ("cluster",)}
@@ -235,16 +237,16 @@ def _dispatch(roles: Roles, ctx: WarpgroupContext) -> None:
     if roles.produce is None:
         roles.consume(ctx)
         return
-    bodies = [role for role in (roles.produce, roles.write) if role is not None]
+    numbers = [(roles.produce, 1), (roles.assist, roles.assistants)]
 
     @pl.when(warpgroup == NUM_CONSUMERS)
     def _producer() -> None:
         plgpu.set_max_registers(roles.registers[1], action="decrease")
-        warps = tuple(functools.partial(body, ctx) for body in bodies)
+        warps = [(functools.partial(role, ctx), n) for role, n in numbers if role is not None]
         mosaic.on_warps(warps, interpret=ctx.interpret)
 
-    if ctx.interpret and roles.write is not None:
-        pl.when(warpgroup > NUM_CONSUMERS)(functools.partial(roles.write, ctx))
+    if ctx.interpret and roles.assist is not None:
+        pl.when(warpgroup > NUM_CONSUMERS)(functools.partial(roles.assist, ctx))
 
     @pl.when(warpgroup < NUM_CONSUMERS)
     def _consumer() -> None:

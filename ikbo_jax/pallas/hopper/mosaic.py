@@ -8,7 +8,7 @@ a CPU exercise the kernel body that runs on the GPU.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -132,20 +132,25 @@ def block_columns(block: int, width: int, worker: Any) -> Any:
     return pl.ds(begin, BLOCK_K)
 
 
-def on_warps(bodies: tuple[Callable[[], None], ...], *, interpret: bool) -> None:
-    """Runs each body on a warp of this warpgroup: a producer needs few warps, and saves power.
+def on_warps(bodies: Sequence[tuple[Callable[[], None], int]], *, interpret: bool) -> None:
+    """Runs each body on a number of warps of this warpgroup, from the first warp on.
 
-    The interpreter runs the first body as the warpgroup: one thread per warp would exhaust its
-    thread pool.
+    A producer needs few warps, and saves power. The interpreter runs the first body as the
+    warpgroup: one thread per warp would exhaust its thread pool.
     """
     if interpret:
-        bodies[0]()
+        bodies[0][0]()
         return
 
     @functools.partial(pl.kernel, mesh=plgpu.WarpMesh(axis_name="warp"))
     def warps() -> None:
-        for number, body in enumerate(bodies):
-            pl.when(lax.axis_index("warp") == number)(body)
+        warp, first = lax.axis_index("warp"), 0
+        for body, number in bodies:
+            is_own = warp == first
+            for i in range(first + 1, first + number):
+                is_own |= warp == i
+            pl.when(is_own)(body)
+            first += number
 
     warps()
 
