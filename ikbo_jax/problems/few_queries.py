@@ -257,6 +257,12 @@ class FewQueriesConfig(Config):
         blocks = math.ceil(kv_len / self.block_kv)
         return math.ceil(blocks / math.ceil(blocks / min(self.splits, blocks)))
 
+    @property
+    def block_parts(self) -> int:
+        """Parts of a block that are loaded by themselves where a user's keys end in it."""
+        rows = 32 if self.block_kv % 32 == 0 and self.block_kv > 32 else 16
+        return self.block_kv // rows
+
     def table(self, problem: Any) -> UserTable | None:
         """The table that CTAs make of an index that is sorted; None if they search it.
 
@@ -280,8 +286,10 @@ class FewQueriesConfig(Config):
         *,
         lists: bool = False,
         table: UserTable | None = None,
+        has_lengths: bool = False,
     ) -> FewQueriesShared:
         """Shared memory and barriers of one CTA; `group`: see `head_group`."""
+        parts = self.block_parts if has_lengths else 1
         blocks = hopper.column_blocks(head_dim)
         tiles = self.tile_rows // WGMMA_M
         block = (blocks, self.block_kv, BLOCK_K)
@@ -294,8 +302,8 @@ class FewQueriesConfig(Config):
                 ready=GATHERING_WARPS if lists else tiles * blocks * group,
                 tiles=(tiles, blocks, WGMMA_M, BLOCK_K),
             ),
-            key=memory.ring(self.k_stages, ready=blocks, tiles=block),
-            value=memory.ring(self.v_stages, ready=blocks, tiles=block),
+            key=memory.ring(self.k_stages, ready=blocks * parts, tiles=block),
+            value=memory.ring(self.v_stages, ready=blocks * parts, tiles=block),
             exchange=memory.Words((words // 4, hopper.WARPGROUP_SIZE, 4)) if is_exchanged else None,
             # Arrays, so that they can be indexed; only element 0 is used.
             exchange_ready=memory.Barriers(2, 1) if is_exchanged else None,

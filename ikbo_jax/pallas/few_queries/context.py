@@ -253,6 +253,11 @@ class Context(WarpgroupContext):
         return self.config.stagger and self.operands.lengths is None
 
     @property
+    def block_parts(self) -> int:
+        """Parts of a block of keys, each of which arrives on the block's barriers."""
+        return 1 if self.operands.lengths is None else self.config.block_parts
+
+    @property
     def tiles(self) -> int:
         """Tiles of 64 rows of an item."""
         tiles: int = self.config.tile_rows // WGMMA_M

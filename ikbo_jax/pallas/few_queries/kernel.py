@@ -38,8 +38,8 @@ Synchronisations:
   6. Named barriers: the consumers wait for each other after consumer 0 has zeroed values past a
      user's length, if both use them; with `turns`, they take turns at issuing products.
   7. Those of `listing`, in launches that list candidates. Query slots are then filled by other
-     warps (`gathering`) than the ring's other user, the producer: both wait for `.free`. In launches
-     that make a table, those of `user_table`.
+     warps (`gathering`) than the ring's other user, the producer: both wait for `.free`.
+  8. Those of `user_table`, in launches that make a table.
 
 Both consumers wait for every block, and free it, whether they use it or not. A consumer waits for
 block n only after it has freed block n - 1 of the same ring, and for values only after it has freed
@@ -220,7 +220,13 @@ def _launch(
         ),
         operands,
         outputs,
-        config.shared(shape.head_dim, shape.group, lists=shape.listed > 0, table=shape.table),
+        config.shared(
+            shape.head_dim,
+            shape.group,
+            lists=shape.listed > 0,
+            table=shape.table,
+            has_lengths=operands.lengths is not None,
+        ),
         dtype=dtype,
         name="ikbo_few_queries_attention",
         workers=shape.workers,

@@ -189,12 +189,55 @@ def _load_queries(ctx: Context, item: Any, first: Any, head: Any) -> None:
                 plgpu.copy_gmem_to_smem(source, target, ready)
 
 
-def _load_block(ctx: Context, source: Any, ring: Ring, step: Any, place: tuple[Any, ...]) -> None:
-    """Loads the block at `place`, (user, number of the block, key head), into a stage."""
+def _load_block(
+    ctx: Context,
+    source: Any,
+    ring: Ring,
+    step: Any,
+    place: tuple[Any, ...],
+    left: Any = None,
+) -> None:
+    """Loads the block at `place`, (user, number of the block, key head), into a stage.
+
+    `left`: number of the user's keys from the block's first one on; None if that is not known. A
+    block that the user's keys do not fill is loaded in parts, as many as have keys: bytes of device
+    memory that are not read. The rest of the stage holds what was there before. Its scores are
+    masked, and its values zeroed.
+    """
     user, block, head = place
+    size, parts = ctx.config.block_kv, ctx.block_parts
     ring.await_reuse(step)
-    keys = pl.ds(block * ctx.config.block_kv, ctx.config.block_kv)
-    ctx.load(source, (user, keys, head), ring.copied(step), ring.ready_at(step))
+    tiles, ready = ring.copied(step), ring.ready_at(step)
+
+    def load(begin: int, end: int) -> None:
+        keys = pl.ds(block * size + begin, end - begin)
+        for i in range(tiles.shape[0]):
+            columns = mosaic.block_columns(i, source.shape[-1], ctx.worker)
+            target = tiles.at[i] if end - begin == size else tiles.at[i, pl.ds(begin, end - begin)]
+            plgpu.copy_gmem_to_smem(source.at[user, keys, head, columns], target, ready)
+
+    def skip(count: int) -> None:
+        for _ in range(count * tiles.shape[0]):
+            plgpu.barrier_arrive(ready)
+
+    def load_whole() -> None:
+        load(0, size)
+        skip(parts - 1)
+
+    def load_parts() -> None:
+        rows = size // parts
+        load(0, rows)
+        for begin in range(rows, size - rows, rows):
+            pl.when(begin < left)(functools.partial(load, begin, begin + rows))
+            pl.when(begin >= left)(functools.partial(skip, 1))
+        skip(1)  # all parts are loaded as one block
+
+    if left is None or parts == 1:
+        load_whole()
+        return
+    is_whole = left > size - size // parts
+    pl.when(is_whole)(load_whole)
+    pl.when(~is_whole)(load_parts)
 
 
 def _blocks_of_split(ctx: Context, split: Any) -> Any:
@@ -303,7 +346,8 @@ def _send_rows(
     def load(source: Any, ring: Ring, block: Any) -> None:
         number = rotated(block, rotation, blocks) if ctx.is_staggered else block
         where = (user, first_block + number, place.kv_head)
-        _load_block(ctx, source, ring, progress.steps + block, where)
+        left = keys - block * ctx.config.block_kv
+        _load_block(ctx, source, ring, progress.steps + block, where, left)
 
     @pl.loop(loaded, blocks + 1)
     def _(block: Any) -> None:
@@ -333,8 +377,9 @@ def _load_more_blocks(ctx: Context, place: Place) -> Any:
     def _(block: Any) -> None:
         number = rotated(block, _rotation(ctx, user, blocks), blocks) if ctx.is_staggered else block
         where = (user, place.split * ctx.split_blocks + number, place.kv_head)
-        _load_block(ctx, ctx.operands.key, ctx.shared.key, block, where)
-        _load_block(ctx, ctx.operands.value, ctx.shared.value, block, where)
+        left = keys - block * ctx.config.block_kv
+        _load_block(ctx, ctx.operands.key, ctx.shared.key, block, where, left)
+        _load_block(ctx, ctx.operands.value, ctx.shared.value, block, where, left)
 
     return loaded
 
