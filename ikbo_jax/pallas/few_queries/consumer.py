@@ -278,7 +278,8 @@ def consume(ctx: Context) -> None:
         pl.when(ctx.consumer == 1)(functools.partial(turns.hand_over, ctx))
     zero = jnp.int32(0)
     if ctx.shape.listed:
-        listing.find(ctx, *ctx.listed_place(ctx.place(zero)))
+        place = ctx.place(zero)
+        listing.find(ctx, *ctx.listed_place(place), place.head)
     first = (ctx.receive(zero), zero, zero)
     end: tuple[Any, ...] = lax.while_loop(
         lambda carry: carry[0].blocks >= 0, functools.partial(_one_item, ctx=ctx), first
