@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import emulator
+import numpy as np
 import pytest
+import sm90 as sm90_machine
 import test_interpret_few_queries as few_queries
+from sm90_state import ARRAY_BITS
 
 from ikbo_jax.pallas.few_queries import gathering
 
@@ -38,6 +42,34 @@ def test_gathered_queries_are_right(
     monkeypatch: pytest.MonkeyPatch, sm90: emulator.Emulator
 ) -> None:
     assert all(is_right(monkeypatch, sm90, gathering._FINISH, seed) for seed in range(3))
+
+
+def test_queries_are_loaded_into_l2_before_they_are_gathered(
+    monkeypatch: pytest.MonkeyPatch, sm90: emulator.Emulator
+) -> None:
+    """Every line that the copies of first items read."""
+    locate = sm90_machine.Machine.locate
+    lines: dict[int, set[tuple[int, int]]] = {1: set(), 16: set()}
+
+    def watched(self: sm90_machine.Machine, addresses: np.ndarray, size: int) -> Any:
+        array, offset = locate(self, addresses, size)
+        if size in lines:
+            number = int(addresses[0]) >> ARRAY_BITS
+            lines[size] |= {(number, int(x) // 128) for x in offset}
+        return array, offset
+
+    monkeypatch.setattr(sm90_machine.Machine, "locate", watched)
+    monkeypatch.setattr(few_queries, "PARAMS", False)
+    case = few_queries.Case(
+        (1, 0, 5, 2, 1, -3, 0), 40, users=4, q_len=2, heads=(4, 2), lists=True, num_sms=8
+    )
+    inputs = case.inputs()
+    with sm90.emulated(0):
+        few_queries.assert_correct(few_queries.interpret(inputs, case), inputs, case)
+    (queries,) = {number for number, _ in lines[1]}
+    copied = {line for line in lines[16] if line[0] == queries}
+    assert len(copied) == 7 * 2 * 4  # of 128 bytes: candidates, queries, heads
+    assert copied == lines[1]
 
 
 @pytest.mark.parametrize("part", ["cp.async.wait_all;", "fence.proxy.async.shared::cta;"])

@@ -414,9 +414,9 @@ def test_a_bundle_is_listed_once(
     """Users have four heads, and the last one has the candidates of three listings."""
     find, found = listing.find, []
 
-    def counted(ctx: Any, user: Any, rank: Any) -> None:
+    def counted(ctx: Any, user: Any, rank: Any, head: Any = None) -> None:
         jax.debug.callback(lambda *words: found.append(tuple(map(int, words))), user, rank)
-        find(ctx, user, rank)
+        find(ctx, user, rank, head)
 
     monkeypatch.setattr(listing, "find", counted)
     case = Case((0, 1, *(2,) * 130), 20, users=3, heads=(4, 4), lists=True, bundle=bundle)

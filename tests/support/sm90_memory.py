@@ -217,6 +217,16 @@ def proxy_fence(d: Decoder, ins: Instruction, _: re.Match[str]) -> Run:
     return run
 
 
+def prefetch(d: Decoder, ins: Instruction, _: re.Match[str]) -> Run:
+    """Loads nothing; but the addresses must be those of an array."""
+    addresses = d.address(ins.operands[0], is_shared=False)
+
+    def run(warp: Warp, mask: Any) -> None:
+        d.machine.locate(lanes(mask, addresses(warp)), 1)
+
+    return run
+
+
 def nothing(d: Decoder, ins: Instruction, _: re.Match[str]) -> Run:
     return lambda warp, mask: None
 
@@ -246,6 +256,7 @@ TABLE: Table = [
         load_matrix,
     ),
     (r"fence\.proxy\.async(?:\.\S+)?", proxy_fence),
+    (r"prefetch\.global\.L2", prefetch),
     (
         r"fence\.(?:acquire|release|acq_rel|mbarrier_init|sc)\S*|membar\S*|prefetch\S*|nanosleep\S*"
         r"|bar\.warp\.sync|wgmma\.fence\S*|griddepcontrol\S*|applypriority\S*",

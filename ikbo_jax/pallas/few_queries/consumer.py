@@ -280,7 +280,8 @@ def consume(ctx: Context) -> None:
     if ctx.shape.table:
         user_table.fill(ctx)
     if ctx.shape.listed:
-        listing.find(ctx, *ctx.listed_place(ctx.place(zero)))
+        place = ctx.place(zero)
+        listing.find(ctx, *ctx.listed_place(place), place.head)
     first = (ctx.receive(zero), zero, zero)
     end: tuple[Any, ...] = lax.while_loop(
         lambda carry: carry[0].blocks >= 0, functools.partial(_one_item, ctx=ctx), first

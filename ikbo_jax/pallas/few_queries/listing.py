@@ -4,9 +4,10 @@ The two consumers read the whole index, each of their 256 threads a share of it 
 write the numbers of a user's candidates to shared memory. They are in the order of threads, which
 is the same in every CTA, so that the CTAs of a user's slots list different candidates. All loads of
 the index are in flight at once, while the first block of keys is on its way. Other warps then
-gather the candidates' queries (`gathering`), and the consumers store results to their rows. The
-items of a bundle have the same candidates, and differ in their query heads: one listing serves all
-of them.
+gather the candidates' queries (`gathering`), and the consumers store results to their rows. Those
+of a CTA's first item, for which nothing else is left to do, go to L2 as soon as a lane has found
+their candidate. The items of a bundle have the same candidates, and differ in their query heads:
+one listing serves all of them.
 
 XLA would sort the index, gather queries and results, and invert the order, in six kernels of 1 to
 2 us each.
@@ -43,20 +44,23 @@ BARRIER = turns.TURN_BARRIER + NUM_CONSUMERS + 1
 #: Candidates whose users a thread loads at once, 16 bytes, and the threads that load them.
 _PART, THREADS = 4, LISTING_WARPS * warps.LANES
 _SCALAR = plgpu.Layout.WG_SPLAT(())
+#: Bytes of a line of L2, and most lines of a candidate's queries that are loaded ahead.
+_LINE, _MOST_LINES = 128, 16
 
 
-def find(ctx: Any, user: Any, rank: Any) -> None:
+def find(ctx: Any, user: Any, rank: Any, head: Any = None) -> None:
     """Lists a user's candidates from number `rank` on, and tells the producer's warps.
 
     Both consumers call it. `listing` then has up to `shape.listed` candidates, and behind them the
-    number of the user's candidates that each warp found.
+    number of the user's candidates that each warp found. `head`: None, or the first query head of a
+    group whose queries go to L2 while the list is made.
     """
     listing, index = ctx.shared.listing, ctx.operands.cand_to_user
     if ctx.interpret:
         mosaic.named_barrier("sync", jnp.int32(BARRIER), turns.CONSUMER_THREADS)
         pl.when(ctx.consumer == 0)(lambda: _find_at_once(ctx, user, rank))
     else:
-        _find(ctx, index, listing, user, rank)
+        _find(ctx, index, listing, user, rank, head)
     plgpu.barrier_arrive(ctx.shared.listed.at[0])
 
 
@@ -75,19 +79,29 @@ def _find_at_once(ctx: Any, user: Any, rank: Any) -> None:
         listing[LISTED + warp] = jnp.sum(is_found, dtype=jnp.int32) if warp == 0 else jnp.int32(0)
 
 
-def _find(ctx: Any, index: Any, listing: Any, user: Any, rank: Any) -> None:
+def _find(ctx: Any, index: Any, listing: Any, user: Any, rank: Any, head: Any) -> None:
     shape = ctx.shape
+    of_queries = () if head is None else (ctx.operands.query, head)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), _SCALAR, _SCALAR, _SCALAR))
-    def search(_: Any, index: ir.Value, listing: ir.Value, *scalars: Any) -> None:
+    @plgpu.inline_mgpu(
+        arg_types=(
+            *(plgpu.RefType(), plgpu.RefType(), _SCALAR, _SCALAR, _SCALAR),
+            *(plgpu.RefType(), _SCALAR)[: len(of_queries)],
+        )
+    )
+    def search(_: Any, index: ir.Value, listing: ir.Value, *rest: Any) -> None:
         i32, predicates = ir.IntegerType.get_signless(32), arith.CmpIPredicate
-        consumer, user, rank = (s.registers.item() for s in scalars)
+        consumer, user, rank = (s.registers.item() for s in rest[:3])
         thread = arith.addi(
             arith.muli(consumer, mgpu.c(WARPGROUP_SIZE, i32)), stores.thread_number()
         )
         warp = arith.divui(thread, mgpu.c(warps.LANES, i32))
         share = _Share(shape.batch, thread)
         words = share.find(index, user, shape.users)
+        if of_queries:
+            query, head = rest[3], rest[4].registers.item()
+            for number, word in enumerate(words):
+                share.prefetch(query, number, word, head, shape)
         count = mgpu.c(0, i32)
         for word in words:
             count = arith.addi(count, warps.ones(word))
@@ -109,7 +123,7 @@ def _find(ctx: Any, index: Any, listing: Any, user: Any, rank: Any) -> None:
         for number, word in enumerate(words):
             before = share.write(listing, number, word, before, shape.listed)
 
-    search(index, listing, ctx.consumer, user, rank)
+    search(index, listing, ctx.consumer, user, rank, *of_queries)
 
 
 class _Share:
@@ -197,6 +211,46 @@ class _Share:
             at = arith.addi(at, arith.extui(i32, is_found))
             scf.yield_([arith.andi(word, arith.subi(word, one)), at])
         return loop.results[1]
+
+    def prefetch(
+        self, query: ir.Value, number: int, word: ir.Value, head: ir.Value, shape: Any
+    ) -> None:
+        """Loads the queries of word `number`'s candidates into L2, of a group from `head` on.
+
+        Device memory then answers while the list is made. They may be more than are listed: another
+        CTA gathers the others.
+        """
+        i32, predicates = ir.IntegerType.get_signless(32), arith.CmpIPredicate
+        zero = mgpu.c(0, i32)
+        row = shape.q_heads * shape.head_dim * 2
+        offsets = [
+            t * row + part
+            for t in range(shape.q_len)
+            for part in range(0, shape.group * shape.head_dim * 2, _LINE)
+        ]
+        loop = scf.WhileOp([i32], [word])
+        block = loop.before.blocks.append(i32)
+        with ir.InsertionPoint(block):
+            (word,) = block.arguments
+            lanes = warps.ballot(arith.cmpi(predicates.ne, word, zero))
+            scf.condition(arith.cmpi(predicates.ne, lanes, zero), [word])
+        block = loop.after.blocks.append(i32)
+        with ir.InsertionPoint(block):
+            (word,) = block.arguments
+            element = arith.addi(warps.lowest_bit(word), mgpu.c(number * warps.LANES, i32))
+            terms = [
+                (self._candidate(element), shape.q_len * row // 2),
+                (head, shape.head_dim),
+            ]
+            address = stores.device_address(query, terms, 2)
+            for offset in offsets[:_MOST_LINES]:
+                mgpu.utils.inline_ptx(
+                    f"prefetch.global.L2 [$0 + {offset}];",
+                    address,
+                    predicate=arith.cmpi(predicates.ne, word, zero),
+                    has_side_effects=True,
+                )
+            scf.yield_([arith.andi(word, arith.subi(word, mgpu.c(1, i32)))])
 
     def _candidate(self, element: ir.Value) -> ir.Value:
         i32 = ir.IntegerType.get_signless(32)
