@@ -15,6 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ikbo_jax.pallas.few_queries import listing, user_table
 from ikbo_jax.pallas.few_queries.context import Context, Operands, Shape
+from ikbo_jax.pallas.hopper import mosaic, turns
 from ikbo_jax.pallas.hopper.launch import Roles, launch
 from ikbo_jax.problems import memory
 from ikbo_jax.problems.few_queries import MOST_TABLED, UserTable
@@ -56,7 +57,7 @@ def filled(index: np.ndarray, lengths: np.ndarray) -> tuple[UserTable, np.ndarra
     def consume(ctx: Context) -> None:
         ctx = ctx.as_consumer()
         user_table.fill(ctx)
-        listing.synchronise(ctx)
+        mosaic.named_barrier("sync", jnp.int32(listing.BARRIER), turns.CONSUMER_THREADS)
 
         @pl.when(ctx.consumer == 0)
         def _() -> None:
