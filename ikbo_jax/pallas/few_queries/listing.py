@@ -4,10 +4,9 @@ The two consumers read the whole index, each of their 256 threads a share of it 
 write the numbers of a user's candidates to shared memory. They are in the order of threads, which
 is the same in every CTA, so that the CTAs of a user's slots list different candidates. All loads of
 the index are in flight at once, while the first block of keys is on its way. Other warps then
-gather the candidates' queries (`gathering`), and the consumers store results to their rows. Those
-of a CTA's first item, for which nothing else is left to do, go to L2 as soon as a lane has found
-their candidate. The items of a bundle have the same candidates, and differ in their query heads:
-one listing serves all of them.
+gather the candidates' queries (`gathering`), and the consumers store results to their rows. The
+queries of a CTA's first item go to L2 as soon as a lane has found their candidate. The items of a
+bundle have the same candidates, and differ in their query heads: one listing serves all of them.
 
 XLA would sort the index, gather queries and results, and invert the order, in six kernels of 1 to
 2 us each.
