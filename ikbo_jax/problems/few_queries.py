@@ -42,8 +42,8 @@ PACK_TIME, PACK_TIME_EACH = 4.0, 0.5
 MOST_SKEWED_TIME = 450.0
 #: Of candidates in order, most whose users CTAs put into a table (each thread of the consumers has
 #: one of 256 in a register), least of which it saves time (fewer are counted by one round of
-#: loads), and most users and row slots of it.
-MOST_TABLED, LEAST_TABLED, MOST_TABLE_ROWS = 16384, 513, 1024
+#: loads), and most users and row slots of it. Its numbers have 16 bits.
+MOST_TABLED, LEAST_TABLED, MOST_TABLE_ROWS, MOST_TABLED_KEYS = 16384, 513, 4096, 2**16 - 1
 #: f32 words of a row's statistics that one consumer hands to the other: maximum and sum, for each
 #: of the two rows of a thread.
 STATISTIC_WORDS = 4
@@ -80,6 +80,9 @@ class FewQueriesShared(NamedTuple):
 class UserTable:
     """Where a CTA has what it knows of users, in words of its table; see `user_table`.
 
+    Word u has the first candidate of user u in its lower half, and the end in its upper half. Other
+    numbers are two in a word, the first one in the lower half.
+
     Attributes:
       users: U.
       extra: row slots beside the users' first ones.
@@ -89,25 +92,19 @@ class UserTable:
     extra: int
 
     @property
-    def begins(self) -> int:
-        return 0
-
-    @property
-    def ends(self) -> int:
+    def lengths(self) -> int:
+        """The first word of the users' numbers of keys."""
         return self.users
 
     @property
-    def lengths(self) -> int:
-        return 2 * self.users
-
-    @property
     def owners(self) -> int:
-        return 3 * self.users
+        """The first word of the other row slots' users."""
+        return self.lengths + math.ceil(self.users / 2)
 
     @property
     def faults(self) -> int:
-        """How many candidates each warp found whose user is smaller than the one before."""
-        return self.owners + self.extra
+        """The first word of how many candidates each warp found that are not in order."""
+        return self.owners + math.ceil(self.extra / 2)
 
     @property
     def words(self) -> int:
@@ -264,20 +261,29 @@ class FewQueriesConfig(Config):
         return self.block_kv // rows
 
     def table(self, problem: Any) -> UserTable | None:
-        """The table that CTAs make of an index that is sorted; None if they search it.
+        """The table that CTAs make of a sorted index; None if they search it.
 
-        They do if it has few candidates, or if it is large, or shared memory is full.
+        They do if it has few candidates, or if the table is large, or shared memory is full.
         """
+        table = self.wanted_table(problem)
+        if table is None:
+            return None
+        shared = self.shared(
+            problem.head_dim, head_group(problem.q_heads, problem.kv_heads), table=table
+        )
+        return table if memory.smem_bytes(shared) <= hopper.MAX_SMEM_BYTES else None
+
+    def wanted_table(self, problem: Any) -> UserTable | None:
+        """`table`, whether shared memory has room for it or not."""
         p = problem
         group = head_group(p.q_heads, p.kv_heads)
         item_rows = rows_of_head(group) * self.tile_rows // WGMMA_M
         table = UserTable(p.users, p.batch * p.q_len // item_rows)
         if p.users == 1 or not LEAST_TABLED <= p.batch <= MOST_TABLED:
             return None
-        if max(table.users, table.extra) > MOST_TABLE_ROWS:
+        if max(table.users, table.extra) > MOST_TABLE_ROWS or p.kv_len > MOST_TABLED_KEYS:
             return None
-        shared = self.shared(p.head_dim, group, table=table)
-        return table if memory.smem_bytes(shared) <= hopper.MAX_SMEM_BYTES else None
+        return table
 
     def shared(
         self,

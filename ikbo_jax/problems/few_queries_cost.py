@@ -70,6 +70,8 @@ MARGIN = 1.05
 #: for few queries: its consumers store from registers. With H = 256 and 76 keys it is 72 us of 274
 #: to 319.
 ROWS_SHOWN = 0.4
+#: Most keys of an item that is over before the index has been searched for some others.
+MOST_KEYS_OF_SHORT = 512
 #: A block of an item for one consumer, where two have all columns of wide heads.
 ALONE = 1.25
 
@@ -163,14 +165,19 @@ def _with_most_stages(
     # Then three stages of 128 keys took 0.93 to 1.01 of the time of five (8 sizes of S = 512 to
     # 10880, commit a92f387).
     most = 3 if turns and block_kv == 128 else 5
+    found = []
     for q_slots, stages in itertools.product(slots, ((5, 5), (4, 4), (3, 3), (3, 2), (2, 2))):
         # One slot of 64 KB, and two stages of 32 KB: as measured.
         if stages[0] > (2 if q_slots == 1 else most):
             continue
         config = FewQueriesConfig(tile_rows, splits, block_kv, *stages, q_slots, turns=turns)
         if config.illegal_reason(problem) is None:
-            return [config]
-    return []
+            found.append(config)
+    # Short items wait for their rows: a table is then worth more than a stage.
+    is_short = problem.kv_len / splits <= MOST_KEYS_OF_SHORT
+    is_known = [config.table(problem) == config.wanted_table(problem) for config in found]
+    first = is_known.index(True) if is_short and True in is_known else 0
+    return found[first : first + 1]
 
 
 @functools.lru_cache(maxsize=1024)

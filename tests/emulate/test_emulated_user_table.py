@@ -18,7 +18,7 @@ from ikbo_jax.pallas.few_queries.context import Context, Operands, Shape
 from ikbo_jax.pallas.hopper import mosaic, turns
 from ikbo_jax.pallas.hopper.launch import Roles, launch
 from ikbo_jax.problems import memory
-from ikbo_jax.problems.few_queries import MOST_TABLED, UserTable
+from ikbo_jax.problems.few_queries import MOST_TABLE_ROWS, MOST_TABLED, UserTable
 from ikbo_jax.problems.hopper import NUM_CONSUMERS
 
 pytestmark = [
@@ -84,7 +84,7 @@ def filled(index: np.ndarray, lengths: np.ndarray) -> tuple[UserTable, np.ndarra
 BATCHES = [1, 3, 4, 7, 513, 1023, 1024, 1027, 4836, MOST_TABLED - 1, MOST_TABLED]
 
 
-@pytest.mark.parametrize("users", [2, 5, 300])
+@pytest.mark.parametrize("users", [2, 5, 300, MOST_TABLE_ROWS])
 @pytest.mark.parametrize("batch", BATCHES)
 def test_the_table_has_every_user_and_every_slot(
     batch: int, users: int, sm90: emulator.Emulator
@@ -96,12 +96,13 @@ def test_the_table_has_every_user_and_every_slot(
         table, words = filled(index, lengths)
     clamped = np.clip(index, 0, users - 1)
     counts = np.bincount(clamped, minlength=users)
-    begins, ends = words[:users], words[table.ends :][:users]
+    halves = words.view(np.uint16)
+    begins, ends = halves[: 2 * users].reshape(-1, 2).T.astype(int)
     np.testing.assert_array_equal(ends - begins, counts)
     np.testing.assert_array_equal(begins[counts > 0], np.searchsorted(clamped, np.unique(clamped)))
-    np.testing.assert_array_equal(words[table.lengths :][:users], np.clip(lengths, 0, KV_LEN))
+    np.testing.assert_array_equal(halves[2 * table.lengths :][:users], np.clip(lengths, 0, KV_LEN))
     last = ((np.arange(table.extra) + 1) * ITEM_ROWS - 1) // Q_LEN
-    np.testing.assert_array_equal(words[table.owners :][: table.extra], clamped[last])
+    np.testing.assert_array_equal(halves[2 * table.owners :][: table.extra], clamped[last])
     assert not words[table.faults :].any()
 
 

@@ -7,7 +7,8 @@ A search takes two or three loads that depend on one another, for every item: of
 each of the others.
 
 The table has, for each user, its first candidate, the end of its candidates, and its number of
-keys; and for each of the other row slots (`rows`), its user. It is right for a sorted index only.
+keys; and for each of the other row slots (`rows`), its user. All have 16 bits, so that 4,096 users
+take 24 KB. It is right for a sorted index only.
 The consumers compare each candidate's user with the one before; if one is larger, the producer
 searches the index as without a table.
 
@@ -18,9 +19,11 @@ Synchronisations, besides those of the kernel:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -33,8 +36,8 @@ from ikbo_jax.pallas.hopper import stores, turns, warps
 from ikbo_jax.problems.few_queries import LISTING_WARPS
 from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 
-#: Candidates that a thread loads at once, 16 bytes.
-_PART = 4
+#: Candidates that a thread loads at once, 16 bytes; and the lower half of a word.
+_PART, _LOW = 4, 0xFFFF
 
 
 def fill(ctx: Any) -> None:
@@ -57,22 +60,28 @@ def is_sorted(ctx: Any) -> Any:
 
 def candidates(ctx: Any, user: Any) -> tuple[Any, Any]:
     """(first candidate, end) of a user."""
-    table = ctx.shape.table
-    return ctx.shared.table[table.begins + user], ctx.shared.table[table.ends + user]
+    word = ctx.shared.table[user]
+    return word & _LOW, lax.shift_right_logical(word, 16)
 
 
 def length(ctx: Any, user: Any) -> Any:
     """Number of keys of a user, if users have lengths."""
-    return ctx.shared.table[ctx.shape.table.lengths + user]
+    return _half(ctx, ctx.shape.table.lengths, user)
 
 
 def user_of_slot(ctx: Any, slot: Any) -> Any:
     """The user of a row slot."""
     table = ctx.shape.table
-    extra = jnp.maximum(slot - table.users, 0)
     if not table.extra:
         return slot
-    return jnp.where(slot < table.users, slot, ctx.shared.table[table.owners + extra])
+    extra = jnp.maximum(slot - table.users, 0)
+    return jnp.where(slot < table.users, slot, _half(ctx, table.owners, extra))
+
+
+def _half(ctx: Any, first: int, number: Any) -> Any:
+    """Number `number` of those that begin with word `first`, two in a word."""
+    word = ctx.shared.table[first + lax.div(number, 2)]
+    return lax.shift_right_logical(word, 16 * lax.rem(number, 2)) & _LOW
 
 
 def _fill_at_once(ctx: Any) -> None:
@@ -82,18 +91,27 @@ def _fill_at_once(ctx: Any) -> None:
         words[table.faults + warp] = jnp.int32(0)
     words[table.faults] = jnp.sum(users[1:] < users[:-1], dtype=jnp.int32)
 
+    def put_two(first: int, i: Any, number: Callable[[Any], Any], count: int) -> None:
+        low, high = number(2 * i), number(jnp.minimum(2 * i + 1, count - 1))
+        words[first + i] = low | lax.shift_left(high, 16)
+
+    def keys_of(user: Any) -> Any:
+        return jnp.clip(ctx.operands.lengths[user], 0, shape.kv_len)
+
+    def owner(extra: Any) -> Any:
+        row = (extra + 1) * shape.item_rows - 1
+        return jnp.clip(ctx.operands.cand_to_user[row // shape.q_len], 0, shape.users - 1)
+
     @pl.loop(0, shape.users)
     def _(user: Any) -> None:
-        words[table.begins + user] = jnp.sum(users < user, dtype=jnp.int32)
-        words[table.ends + user] = jnp.sum(users <= user, dtype=jnp.int32)
-        if ctx.operands.lengths is not None:
-            words[table.lengths + user] = jnp.clip(ctx.operands.lengths[user], 0, shape.kv_len)
+        begin, end = (jnp.sum(found, dtype=jnp.int32) for found in (users < user, users <= user))
+        words[user] = begin | lax.shift_left(end, 16)
 
-    @pl.loop(0, table.extra)
-    def _(extra: Any) -> None:
-        row = (extra + 1) * shape.item_rows - 1
-        user = ctx.operands.cand_to_user[row // shape.q_len]
-        words[table.owners + extra] = jnp.clip(user, 0, shape.users - 1)
+    if ctx.operands.lengths is not None:
+        pl.loop(0, table.owners - table.lengths)(
+            lambda i: put_two(table.lengths, i, keys_of, table.users)
+        )
+    pl.loop(0, table.faults - table.owners)(lambda i: put_two(table.owners, i, owner, table.extra))
 
 
 def _fill(ctx: Any) -> None:
@@ -131,11 +149,13 @@ def _write(shape: Any, thread: ir.Value, words: ir.Value, index: ir.Value, lengt
     last_user = user_at(index, mgpu.c(batch - 1, i32), batch, users)
 
     def put(first: int, at: ir.Value, value: ir.Value, is_wanted: ir.Value) -> None:
-        warps.store_shared(words, arith.addi(at, mgpu.c(first, i32)), value, is_wanted)
+        """Half `at` from word `first` on becomes `value`."""
+        at = arith.addi(at, mgpu.c(2 * first, i32))
+        warps.store_shared(words, at, value, is_wanted, bits=16)
 
-    zero = mgpu.c(0, i32)
-    for at, is_word in _strided(thread, 2 * users):  # users without candidates
-        put(table.begins, at, zero, is_word)
+    zero, two = mgpu.c(0, i32), mgpu.c(2, i32)
+    for at, is_word in _strided(thread, users):  # users without candidates
+        warps.store_shared(words, at, zero, is_word)
     mgpu.utils.inline_ptx(
         f"barrier.sync {listing.BARRIER}, {turns.CONSUMER_THREADS};",
         has_side_effects=True,
@@ -145,12 +165,13 @@ def _write(shape: Any, thread: ir.Value, words: ir.Value, index: ir.Value, lengt
     for candidate, user, before, is_inside in neighbours:
         is_new = arith.cmpi(predicates.ne, user, before)
         is_new = is_new if is_inside is None else arith.andi(is_new, is_inside)
-        put(table.begins, user, candidate, is_new)
+        put(0, arith.muli(user, two), candidate, is_new)
         has_other = arith.andi(is_new, arith.cmpi(predicates.sge, before, zero))
-        put(table.ends, before, candidate, has_other)
+        put(0, arith.addi(arith.muli(before, two), mgpu.c(1, i32)), candidate, has_other)
         is_fault = arith.andi(is_new, arith.cmpi(predicates.slt, user, before))
         fault = arith.ori(fault, is_fault)
-    put(table.ends, last_user, mgpu.c(batch, i32), arith.cmpi(predicates.eq, thread, zero))
+    end = arith.addi(arith.muli(last_user, two), mgpu.c(1, i32))
+    put(0, end, mgpu.c(batch, i32), arith.cmpi(predicates.eq, thread, zero))
     for number, is_slot, user in owners:
         put(table.owners, number, user, is_slot)
     for user, is_user, of_user in keys:
@@ -159,7 +180,8 @@ def _write(shape: Any, thread: ir.Value, words: ir.Value, index: ir.Value, lengt
     is_first = arith.cmpi(predicates.eq, warps.lane(), zero)
     warp = arith.divui(thread, mgpu.c(warps.LANES, i32))
     faults = warps.ones(warps.ballot(fault))
-    put(table.faults, warp, faults, is_first)
+    at = arith.addi(warp, mgpu.c(table.faults, i32))
+    warps.store_shared(words, at, faults, is_first)
 
 
 def _strided(thread: ir.Value, count: int) -> list[tuple[ir.Value, ir.Value]]:

@@ -22,13 +22,15 @@ def load(ref: ir.Value, index: ir.Value) -> ir.Value:
     return mgpu.utils.inline_ptx("ld.global.b32 $0, [$1];", address, result_types=i32)
 
 
-def store_shared(ref: ir.Value, index: ir.Value, value: ir.Value, is_wanted: ir.Value) -> None:
-    """Element `index` of 32 bits of shared memory becomes `value`."""
-    i32 = ir.IntegerType.get_signless(32)
+def store_shared(
+    ref: ir.Value, index: ir.Value, value: ir.Value, is_wanted: ir.Value, *, bits: int = 32
+) -> None:
+    """Element `index` of 32 or 16 bits of shared memory becomes `value`, or its lower half."""
+    element = ir.IntegerType.get_signless(bits)
     mgpu.utils.inline_ptx(
-        "st.shared.b32 [$0], $1;",
-        mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [index], i32),
-        value,
+        f"st.shared.b{bits} [$0], $1;",
+        mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [index], element),
+        value if bits == 32 else arith.trunci(element, value),
         predicate=is_wanted,
         has_side_effects=True,
     )
