@@ -30,6 +30,13 @@ MANY_TILES = 30
 #: The kernel whose tiles of 128 rows span users: the launch, a pass, and a block of 128 rows by 128
 #: keys, by column blocks.
 TILE_LAUNCH_US, PASS_US, TILE_BLOCK_US = 5.0, 0.8, {1: 0.92, 2: 1.5, 3: 2.3, 4: 3.0}
+#: With one user, a CTA finds its tiles without loads, and all tiles read the same keys: the launch
+#: and a factor of a block's time (44 drawn sizes, an H100, kernel time by CUPTI; few of them with 3
+#: and 4 column blocks).
+ALONE_LAUNCH_US, ALONE_BLOCK = 3.4, {1: 1.0, 2: 0.87, 3: 0.82, 4: 0.77}
+#: What parts of tiles add if tiles span users and T is no multiple of 64: 10.1 us were expected to
+#: be 17.9, 11.0 to be 14.9 and 19.0 to be 26.1 (of the same drawn sizes).
+SPANNING_US = 3.0
 #: How much longer a pass takes, the fewer queries candidates have, if users end in its tile:
 #: consumers store parts of 64 rows from registers.
 PARTIAL_US = 1.5
@@ -96,7 +103,8 @@ def _pass_us(problem: Any, ending: float) -> float:
         blocks = math.ceil(p.kv_len / WIDE_BLOCK_KV) * WIDE_BLOCK_KV / 128
         rows_us = WIDE_ROWS_US * (columns - 1)
     partial_us = PARTIAL_US * min(ending, 1.0) * (1 - min(p.q_len, WGMMA_M) / WGMMA_M)
-    return blocks * TILE_BLOCK_US[columns] + PASS_US + rows_us + partial_us
+    block_us = TILE_BLOCK_US[columns] * (ALONE_BLOCK[columns] if p.users == 1 else 1.0)
+    return blocks * block_us + PASS_US + rows_us + partial_us
 
 
 def estimated_tile_us(problem: Any) -> float:
@@ -118,7 +126,8 @@ def estimated_tile_us(problem: Any) -> float:
     if once > CACHE_BYTES:
         again = min(items * further * keys, max(items * (1 + further) * keys - once, 0))
     memory_us = (once + TILE_REREAD * again + row_bytes(p)) / MEMORY_BYTES
-    return TILE_LAUNCH_US + max(compute, memory_us)
+    launch = TILE_LAUNCH_US if p.users > 1 else ALONE_LAUNCH_US
+    return launch + max(compute, memory_us)
 
 
 def estimated_one_user_us(problem: Any) -> float:
@@ -165,4 +174,6 @@ def tile_mode(problem: Any) -> tuple[str, float]:
         modes["one_user"] = estimated_one_user_us(p)
         modes["balance"] = estimated_balance_us(p)
     best = min(modes, key=lambda mode: modes[mode])
+    if not best and p.users > 1 and p.q_len % WGMMA_M:
+        spanning += SPANNING_US
     return best, modes[best] if best else spanning

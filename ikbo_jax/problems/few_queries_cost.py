@@ -44,36 +44,31 @@ SPLITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 #: The launch, and an item of 128 rows besides its blocks of keys; an item of 64 rows likewise, but
 #: without its queries and results, which its SM loads and stores at `SM_BYTES`. With 1 us for any
 #: width, several waves of short items of 128 columns or more took 1.1 to 1.3 times the estimate.
-LAUNCH_US, WIDE_ITEM_US, ITEM_US = 3.6, 2.6, 0.8
+LAUNCH_US, WIDE_ITEM_US, ITEM_US = 2.3, {1: 1.9, 2: 1.9, 3: 1.9, 4: 3.1}, 0.8
 #: What of a CTA's first item of 128 rows the launch has already, from H = 128 on: with one wave of
 #: them 8.2 us were expected to be 10.0, and 9.2 to be 9.9 (an H200).
-FIRST_ITEM_US = 0.75
+FIRST_ITEM_US = 0.65
 #: A block of 64 rows by 128 keys, by column blocks, and the part of it that fewer keys do not save.
-BLOCK_US, BLOCK_LATENCY = {1: 0.66, 2: 0.9, 3: 1.5, 4: 1.9}, 0.26
+BLOCK_US, BLOCK_LATENCY = {1: 0.65, 2: 0.88, 3: 1.7, 4: 1.67}, 0.27
 #: Factors of a block of 128 rows, by column blocks, and with turns.
-WIDE, WIDE_TURNS = {1: 1.95, 2: 1.78, 3: 1.33, 4: 1.45}, 1.85
+WIDE, WIDE_TURNS = {1: 1.95, 2: 1.92, 3: 1.37, 4: 1.38}, 1.8
 #: The launch that merges splits, with the gap before it.
-MERGE_US = 3.0
-#: Part of the lesser of the two times, of items and of memory, that the greater does not hide.
-OVERLAP = 0.1
+MERGE_US = 3.2
 #: Time of gathering an item's queries, by column blocks. H = 128, a CTA with 8 items of 64 rows:
 #: 46 us, where a sorted index takes 34.8; 2.8 us of the difference are for listing, and for items
 #: that other CTAs do not have. 4 items of 128 rows: 37.7 and 33.2 us, 0.7 for listing. H = 64: 0.3
 #: to 0.9 us, from 9.1 and 9.7 us (S = 51), 10.7 and 11.2 (S = 172), 35 (S = 99).
-GATHER_US = {1: 0.8, 2: 1.0, 3: 1.2, 4: 1.4}
+GATHER_US = {1: 0.9, 2: 0.45, 3: 0.4, 4: 1.2}
 #: Standard deviations above the mean of the CTA with most items.
-UNEVEN = 2.0
-#: How much faster than the kernel for few queries tiles of several users should seem, to be
-#: preferred.
-MARGIN = 1.05
-#: Part of the time of reading queries and writing results that no products overlap, in the kernel
-#: for few queries: its consumers store from registers. With H = 256 and 76 keys it is 72 us of 274
-#: to 319.
-ROWS_SHOWN = 0.4
+UNEVEN = 1.8
+#: How much faster the other kernel should seem, to be preferred: tiles of several users, where
+#: memory takes more than this part of their time, since the models then say little; elsewhere the
+#: kernel for few queries, whose CTAs do not take what others have left.
+MARGIN, MEMORY_PART = 1.05, 0.6
+#: Part of the lesser of the two times, of items and of memory, that the greater does not hide.
+OVERLAP = 0.1
 #: Most keys of an item that is over before the index has been searched for some others.
 MOST_KEYS_OF_SHORT = 512
-#: A block of an item for one consumer, where two have all columns of wide heads.
-ALONE = 1.25
 
 
 def serves(problem: Any) -> bool:
@@ -99,8 +94,9 @@ def is_preferred(problem: Any) -> bool:
     if not configs:
         return False
     us = tile_mode(problem)[1]
-    if problem.users > 1:  # near the time that memory takes, the models say little
-        us *= MARGIN
+    if problem.users > 1:
+        memory_us = (key_bytes(problem)[1] + row_bytes(problem)) / MEMORY_BYTES
+        us *= MARGIN if memory_us > MEMORY_PART * us else 1 / MARGIN
     return estimated_us(problem, configs[0]) + _uneven_us(problem, configs[0]) < us
 
 
@@ -128,13 +124,13 @@ def _with_short_rings(problem: Any, config: FewQueriesConfig) -> FewQueriesConfi
     Nothing is loaded ahead there, and a CTA sets up the barriers of its rings before its first
     load: 3.55 instead of 3.94 us with five stages and four slots (69 candidates, T = 64, S = 128,
     H = 64), 4.10 instead of 4.48 (164, T = 16, S = 128) and 4.19 instead of 4.54 (98, T = 8,
-    S = 69) on an H200. Other head widths and items of 128 rows were not timed.
+    S = 69) on an H200.
     """
     p = problem
     has_one_block = config.splits == 1 and p.kv_len <= config.block_kv
-    if config.tile_rows != WGMMA_M or p.head_dim != 64 or not has_one_block:
+    if not has_one_block:
         return config
-    if p.users * p.q_heads * expected_tiles(p, WGMMA_M) > NUM_SMS:
+    if p.users * p.q_heads * expected_tiles(p, config.tile_rows) > NUM_SMS:
         return config
     return dataclasses.replace(config, k_stages=2, v_stages=2, q_slots=2)
 
@@ -268,14 +264,12 @@ def estimated_us(problem: Any, config: FewQueriesConfig, *, is_listed: bool = Fa
     if is_wide:
         is_fast = config.turns and config.shares_keys(p.head_dim)
         block_us *= WIDE_TURNS if is_fast else WIDE[columns]
-    elif config.has_all_columns(p.head_dim):
-        block_us *= ALONE
     of_split = math.ceil(math.ceil(p.kv_len / config.block_kv) / config.splits)
     # Each consumer has every other block.
     if not (is_wide or not config.shares_keys(p.head_dim)) and of_split > 1:
         of_split += of_split % 2
     keys, once = key_bytes(p)
-    item_us = WIDE_ITEM_US if is_wide else ITEM_US + row_bytes(p) / (items * SM_BYTES)
+    item_us = WIDE_ITEM_US[columns] if is_wide else ITEM_US + row_bytes(p) / (items * SM_BYTES)
     wave_us = of_split * block_us + item_us
     wave_us = max(wave_us, keys / config.splits / SM_BYTES)
     again = max(items * keys - once, 0)
@@ -294,10 +288,8 @@ def estimated_us(problem: Any, config: FewQueriesConfig, *, is_listed: bool = Fa
     if config.splits > 1:
         sums = 8 * config.splits * p.batch * p.q_len * p.q_heads * p.head_dim
         merge = MERGE_US + sums / (L2_BYTES if sums < CACHE_BYTES else MEMORY_BYTES)
-    rows_us = ROWS_SHOWN * row_bytes(p) / MEMORY_BYTES
-    if is_wide and columns > 1:
-        rows_us -= FIRST_ITEM_US
-    return LAUNCH_US + sum(max(t) + OVERLAP * min(t) for t in times) + rows_us + merge
+    launch = LAUNCH_US - (FIRST_ITEM_US if is_wide and columns > 1 else 0.0)
+    return launch + sum(max(t) + OVERLAP * min(t) for t in times) + merge
 
 
 def _copy_us(problem: Any) -> float:
