@@ -26,7 +26,7 @@ from ikbo_jax.tuning import table
         ((1500, 27, 1, 230, 8, 8, 128), 2, 1),
         ((5000, 150, 1, 40, 4, 4, 64), 2, 3),
         # Few bundles of long items: heads on different CTAs.
-        ((2533, 5, 1, 3968, 4, 4, 64), 1, 3),
+        ((2533, 5, 1, 3968, 4, 4, 64), 1, 1),
         ((68, 22, 1, 2799, 4, 4, 64), 1, 1),
     ],
 )
@@ -44,7 +44,10 @@ def test_one_listing_serves_several_heads(sizes, bundle, of_cta):
     [(5117, 47, 1, 51, 2, 2, 64), (4723, 98, 1, 172, 2, 1, 64), (4836, 27, 1, 230, 8, 8, 128)],
 )
 def test_larger_items_where_candidates_are_listed(sizes):
-    """On an H100, 9.1 instead of 9.7 us, 10.7 instead of 11.2, and 37.7 instead of 41.5."""
+    """On an H100, 7.4 instead of 8.5 us, 10.6 and 10.3, and 28.3 instead of 37.8.
+
+    With a sorted index 6.0 and 5.4, 8.5 and 8.1, and 26.1 and 26.0.
+    """
     problem = AttentionProblem(*sizes, "bfloat16")
     assert problem.default_config().tile_rows == 64
     config = few_queries_cost.config_of_unsorted(problem, num_sms=132)
@@ -55,26 +58,26 @@ def test_larger_items_where_candidates_are_listed(sizes):
 #: Sizes and configurations; us on an H100 with a sorted index and with one that is not, and whether
 #: CTAs then list candidates. None: not timed.
 ITEMS = (
-    ((4836, 27, 1, 230, 8, 8, 128), FewQueriesConfig(64, 1, 128, 2, 2, 2), 31.2, 41.5, False),
-    ((4836, 27, 1, 230, 8, 8, 128), FewQueriesConfig(64, 1, 64, 3, 3, 4), 36.4, 46.0, False),
-    ((4836, 27, 1, 230, 8, 8, 128), FewQueriesConfig(128, 1, 64, 3, 3, 2), 33.2, 37.7, True),
+    ((4836, 27, 1, 230, 8, 8, 128), FewQueriesConfig(64, 1, 128, 2, 2, 2), 26.0, 37.8, False),
+    ((4836, 27, 1, 230, 8, 8, 128), FewQueriesConfig(64, 1, 64, 3, 3, 4), 29.6, 40.6, False),
+    ((4836, 27, 1, 230, 8, 8, 128), FewQueriesConfig(128, 1, 64, 3, 3, 2), 26.1, 28.3, True),
     (
         (4723, 98, 1, 172, 2, 1, 64),
         FewQueriesConfig(128, 1, 64, 5, 5, 2, turns=True),
-        None,
-        10.7,
+        8.5,
+        10.6,
         True,
     ),
     ((4995, 1248, 8, 3127, 2, 1, 256), FewQueriesConfig(128, 1, 64, 2, 2, 1), None, 1537, False),
     # Several waves of short items.
-    ((2188, 3, 4, 64, 2, 2, 128), FewQueriesConfig(64, 1, 64, 3, 3, 4), 11.9, None, False),
+    ((2188, 3, 4, 64, 2, 2, 128), FewQueriesConfig(64, 1, 64, 3, 3, 4), 7.3, None, False),
     (
         *((2048, 32, 16, 128, 4, 4, 256), FewQueriesConfig(64, 1, 64, 2, 2, 3, turns=True)),
-        *(108, None, False),
+        *(81.3, None, False),
     ),
     (
         *((2048, 32, 16, 100, 4, 4, 192), FewQueriesConfig(64, 1, 64, 3, 3, 3, turns=True)),
-        *(90.9, None, False),
+        *(69.6, None, False),
     ),
 )
 
@@ -83,14 +86,15 @@ ITEMS = (
 def test_the_model_knows_items_and_what_an_unsorted_index_adds(
     sizes, config, sorted_us, unsorted_us, lists
 ):
+    """The 448 timings that the model was fitted to differ from it by 0.16 (root mean square)."""
     problem = AttentionProblem(*sizes, "bfloat16")
     if sorted_us is not None:
         us = few_queries_cost.estimated_us(problem, config)
-        assert us == pytest.approx(sorted_us, rel=0.15)
+        assert us == pytest.approx(sorted_us, rel=0.25)
     if unsorted_us is not None:
         assert config.lists(problem, num_sms=132) == lists
         us = few_queries_cost.estimated_unsorted_us(problem, config, num_sms=132)
-        assert us == pytest.approx(unsorted_us, rel=0.15)
+        assert us == pytest.approx(unsorted_us, rel=0.25)
 
 
 @pytest.mark.parametrize(
@@ -175,19 +179,21 @@ def test_the_model_chooses_the_faster_kernel(sizes, few_us, tile_us):
 @pytest.mark.parametrize(
     ("sizes", "is_sorted", "tile_rows"),
     [
-        # 8.2 us with listed items of 128 rows, 9.5 with items of 64 and copies.
+        # 6.8 us with listed items of 128 rows, 8.3 with items of 64 and copies.
         ((3617, 28, 2, 50, 1, 1, 128), False, 128),
-        # 9.2 us, 10.6 with items of 64 rows.
+        # 7.8 us, 9.5 with items of 64 rows.
         ((820, 37, 8, 192, 1, 1, 128), True, 128),
-        # 21.8 us, 25.8 with tiles that span users.
-        ((6884, 16, 1, 96, 4, 4, 192), True, 64),
-        # 35.3 and 38.4 us, 42.1 and 50.7, 8.2 and 9.6 (another block).
+        # 17.2 us, 18.1 with items of 64 rows, 25.4 with tiles that span users.
+        ((6884, 16, 1, 96, 4, 4, 192), True, 128),
+        # 9.0 us, 15.0 with tiles that span users.
+        ((443, 6, 16, 57, 4, 4, 128), True, 128),
+        # 28.3 and 37.8 us, 23.1 and 26.8, 7.0 and 8.6 (another block).
         ((4836, 27, 1, 230, 8, 8, 128), False, 128),
         ((4809, 18, 1, 45, 8, 8, 256), False, 128),
         ((121, 8, 2, 128, 2, 1, 256), False, 64),
     ],
 )
-def test_items_as_was_fastest_on_an_h200(sizes, is_sorted, tile_rows):
+def test_items_as_was_fastest_on_an_h100(sizes, is_sorted, tile_rows):
     problem = AttentionProblem(*sizes, "bfloat16")
     assert is_preferred(problem)
     config = problem.default_config()
@@ -199,8 +205,7 @@ def test_items_as_was_fastest_on_an_h200(sizes, is_sorted, tile_rows):
 @pytest.mark.parametrize(
     ("sizes", "one_user"),
     [
-        # 12.7 us, 13.0 with items for few queries; 47.0 and 50.9.
-        ((443, 6, 16, 57, 4, 4, 128), False),
+        # 47.0 and 50.9 us.
         ((5054, 11, 4, 1709, 2, 2, 128), True),
         # 357 us, 394 with items of 128 rows, of which one or two consumers have keys.
         ((947, 63, 4, 10880, 8, 8, 64), True),
