@@ -34,9 +34,9 @@ from typing import Any, TextIO
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 #: Most workers on a GPU: on two H200s with 32 cores, 14 on each ran 398 tests in 298 s.
 MAX_WORKERS = 14
-#: MiB of a GPU's memory for each worker: 14 of them on an H100 of 80 GB ran out of memory in 18 of
-#: 84 tests of users with few queries.
-WORKER_MIB = 10_000
+#: MiB of a GPU's memory for each worker: on an H100 of 80 GB, 14 of them ran out of memory in 18 of
+#: 84 tests of users with few queries, and 8 in two.
+WORKER_MIB = 13_000
 #: Seconds before the end of `--seconds` after which no test starts.
 LAST_START_S = 30.0
 #: Seconds between lines of progress, and the number of the longest tests in the summary.
