@@ -83,12 +83,15 @@ def curves(
 def assert_learnt_alike(found: np.ndarray, reference: np.ndarray) -> None:
     """Losses fell, and differ from the reference's by less than the seeds differ.
 
+    Most of the fall is in the first part, whose mean has little of the first step's loss left: on a
+    GPU, the copies in float32 end at 0.25 to 0.33 of it.
+
     Args:
       found: losses [seeds, PARTS] of a version.
       reference: the same seeds in float32.
     """
     assert np.isfinite(found).all()
-    assert (found[:, -1] < found[:, 0] / 4).all(), found
+    assert (found[:, -1] < found[:, 0] / 2).all(), found
     noise = reference.std(axis=0, ddof=1)
     difference = np.abs(found.mean(axis=0) - reference.mean(axis=0))
     np.testing.assert_array_less(difference, np.maximum(noise, FLOOR))
