@@ -31,15 +31,18 @@ def points_of(results: Record, sweep: str) -> list[Record]:
 def joined(files: Mapping[str, Record]) -> Record:
     """One results file of several, by their names; the points in the order of the files.
 
+    The date is the first file's. The files may be of several commits: all of them are named.
+
     Raises:
-      ValueError: two files differ in benchmark, protocol, or environment other than the date, or
-        hold the same point.
+      ValueError: two files differ in benchmark, protocol, or environment other than commit and
+        date, or hold the same point.
     """
     if len(files) == 1:
         return next(iter(files.values()))
     (first, results), *others = files.items()
     for name, other in others:
-        ours, theirs = ({**x["environment"], "date": None} for x in (results, other))
+        free = {"commit": None, "date": None}
+        ours, theirs = (x["environment"] | free for x in (results, other))
         pairs = [(results[field], other[field]) for field in ("op", "protocol")]
         for one, two in [*pairs, (ours, theirs)]:
             if one != two:
@@ -50,7 +53,14 @@ def joined(files: Mapping[str, Record]) -> Record:
         raise ValueError(
             f"{' and '.join(files)} have the point {' '.join(map(str, twice[0])).strip()} twice"
         )
-    return {**results, "points": points}
+    commits = ", ".join(
+        dict.fromkeys(file["environment"]["commit"][:12] for file in files.values())
+    )
+    return {
+        **results,
+        "points": points,
+        "environment": results["environment"] | {"commit": commits},
+    }
 
 
 def all_correct(results: Record) -> bool:

@@ -115,10 +115,16 @@ def provenance(results: Record) -> str:
     env, protocol = results["environment"], results["protocol"]
     driver = f", driver {env['driver']}" if env["driver"] else ""
     return (
-        f"Measured on {env['device']}{driver}, jax {env['jax']}, commit `{env['commit'][:12]}`, "
+        f"Measured on {env['device']}{driver}, jax {env['jax']}, {_commits(env['commit'])}, "
         f"{measured_at(results)}: median of {protocol['rounds']} windows of "
         f"{protocol['window_s']} s, launches back to back, competing versions by turns.\n"
     )
+
+
+def _commits(joined: str) -> str:
+    """The commits of results; `joined`: one, or several of 12 digits that commas separate."""
+    commits = [f"`{commit[:12]}`" for commit in joined.split(", ")]
+    return f"commit{'s' * (len(commits) > 1)} {' and '.join(commits)}"
 
 
 def headline(results: Record) -> str:

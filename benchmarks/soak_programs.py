@@ -80,7 +80,7 @@ PROGRAMS: tuple[tuple[str, str, Sizes], ...] = (
     ("attention", FORWARD, AttentionSizes(4, 2, 24, 40, 1, 1, 64)),
     ("attention", FORWARD, AttentionSizes(200, 40, 33, 77, 4, 2, 96, True, "float16")),
     ("attention", FORWARD, AttentionSizes(64, 90, 40, 300, 2, 2, 256, True)),
-    ("attention", GRADIENT, AttentionSizes(512, 16, 16, 384, 4, 4, 64)),
+    ("attention", GRADIENT, AttentionSizes(512, 16, 24, 384, 4, 4, 64)),
     ("attention", GRADIENT, AttentionSizes(3, 2, 24, 40, 1, 1, 128)),
     ("attention", GRADIENT, AttentionSizes(150, 40, 33, 130, 4, 2, 128, True)),
     ("attention", GRADIENT, AttentionSizes(64, 90, 40, 300, 2, 1, 192, True, "float16")),

@@ -195,7 +195,7 @@ def test_files_of_one_run_are_joined(tmp_path, capsys):
     (tmp_path / "docs").mkdir()
     assert report.main([*names, "--root", str(tmp_path)]) == 0
     for change, words in (
-        ({"environment": {**parts[1]["environment"], "commit": "abc"}}, "'commit': 'abc'"),
+        ({"environment": {**parts[1]["environment"], "driver": "abc"}}, "'driver': 'abc'"),
         ({"op": "gdpa"}, "gdpa"),
         ({"points": parts[0]["points"][:1]}, "twice"),
     ):
@@ -204,3 +204,14 @@ def test_files_of_one_run_are_joined(tmp_path, capsys):
         with pytest.raises(SystemExit):
             report.main([*names, "--root", str(tmp_path)])
         assert words in capsys.readouterr().err
+
+
+def test_joined_files_of_several_commits_name_them():
+    first, second = synthetic(), synthetic()
+    second["points"] = [point | {"label": f"other {point['label']}"} for point in second["points"]]
+    second["environment"]["commit"] = "abcdef012345678"
+    first["environment"]["commit"] = "0123456"
+    found = report.records.joined({"first": first, "second": second})
+    text = report.provenance(found)
+    assert "commits `0123456` and `abcdef012345`, " in text
+    assert "commit `0123456`, " in report.provenance(first)
