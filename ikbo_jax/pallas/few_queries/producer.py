@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ikbo_jax.pallas.few_queries import listing, rows, user_table
+from ikbo_jax.pallas.few_queries import extents, listing
 from ikbo_jax.pallas.few_queries.context import (
     ALONE,
     BY_COLUMNS,
@@ -20,7 +20,6 @@ from ikbo_jax.pallas.few_queries.context import (
     Place,
     rotated,
 )
-from ikbo_jax.pallas.flash import runs
 from ikbo_jax.pallas.hopper import mosaic
 from ikbo_jax.pallas.hopper.rings import Ring
 from ikbo_jax.problems.hopper import column_blocks
@@ -41,136 +40,6 @@ class _Rows(NamedTuple):
     target: Any  # the first row in the outputs; if candidates are listed, the split's first row
     is_void: Any  # whether keys are not needed
     length: Any  # of the user
-
-
-class _Extent(NamedTuple):
-    """Rows [first, end) of a slot, empty if first ≥ end, and the user that most likely has them."""
-
-    first: Any
-    end: Any
-    user: Any
-    length: Any  # of that user: its load does not wait until the rows are found
-
-
-def _user_at(ctx: Context, candidate: Any) -> Any:
-    """The user, clamped, of a candidate."""
-    shape, index = ctx.shape, ctx.operands.cand_to_user
-    if index is None:
-        return jnp.int32(0)
-    return jnp.clip(index[jnp.minimum(candidate, shape.batch - 1)], 0, shape.users - 1)
-
-
-def _candidates(ctx: Context, user: Any) -> tuple[Any, Any]:
-    shape, index = ctx.shape, ctx.operands.cand_to_user
-    if index is None:
-        return jnp.int32(0), jnp.int32(shape.batch)
-    return rows.candidates(index, user, shape.users, interpret=ctx.interpret)
-
-
-def _owner(ctx: Context, candidate: Any) -> Any:
-    """The user whose range has a candidate, in an index that is not sorted: the slow way."""
-
-    def halve(bounds: tuple[Any, Any]) -> tuple[Any, Any]:
-        low, high = bounds
-        middle = lax.div(low + high, 2)
-        is_low = _candidates(ctx, middle)[0] <= candidate
-        return jnp.where(is_low, middle, low), jnp.where(is_low, high, middle)
-
-    bounds = (jnp.int32(0), jnp.int32(ctx.shape.users))
-    return lax.while_loop(lambda bounds: bounds[1] - bounds[0] > 1, halve, bounds)[0]
-
-
-def _user_of_slot(ctx: Context, slot: Any) -> tuple[Any, Any]:
-    """(the candidate that an extra slot belongs to, the slot's user), if the index is sorted."""
-    shape = ctx.shape
-    if shape.listed:
-        return None, ctx.listed_place(Place(slot, None, None, None))[0]
-    extra = slot - shape.users
-    candidate = jnp.maximum(lax.div((extra + 1) * shape.item_rows - 1, shape.q_len), 0)
-    return candidate, jnp.where(extra >= 0, _user_at(ctx, candidate), slot)
-
-
-def _length(ctx: Context, user: Any) -> Any:
-    """Number of keys of a user."""
-    shape, lengths = ctx.shape, ctx.operands.lengths
-    if lengths is None:
-        return jnp.int32(shape.kv_len)
-    return jnp.clip(lengths[user], 0, shape.kv_len)
-
-
-def _extent(ctx: Context, slot: Any) -> _Extent:
-    """The rows of a slot, and the user that most likely has them."""
-    if ctx.shape.table is None:
-        return _searched_extent(ctx, slot)
-    extent: _Extent = lax.cond(
-        user_table.is_sorted(ctx),
-        functools.partial(_tabled_extent, ctx, slot),
-        functools.partial(_searched_extent, ctx, slot),
-    )
-    return extent
-
-
-def _tabled_extent(ctx: Context, slot: Any) -> _Extent:
-    """`_extent` by the table."""
-    shape = ctx.shape
-    user = user_table.user_of_slot(ctx, slot)
-    begin, end = (x * shape.q_len for x in user_table.candidates(ctx, user))
-    extra = slot - shape.users
-    tile = jnp.where(extra >= 0, 1 + extra - lax.div(begin, shape.item_rows), 0)
-    first = begin + tile * shape.item_rows
-    length = jnp.int32(shape.kv_len)
-    if ctx.operands.lengths is not None:
-        length = user_table.length(ctx, user)
-    return _Extent(first, jnp.minimum(first + shape.item_rows, end), user, length)
-
-
-def _searched_extent(ctx: Context, slot: Any) -> _Extent:
-    """`_extent` by a search of the index."""
-    shape = ctx.shape
-    extra = slot - shape.users
-    is_extra = extra >= 0
-    candidate, user = _user_of_slot(ctx, slot)
-    length = _length(ctx, user)
-    begin, stop = _candidates(ctx, user)
-    if ctx.operands.cand_to_user is not None:
-        is_found = ~is_extra | ((begin <= candidate) & (candidate < stop))
-        begin, stop = lax.cond(
-            is_found,
-            lambda: (begin, stop),
-            lambda: _candidates(ctx, _owner(ctx, candidate)),
-        )
-    begin, stop = begin * shape.q_len, stop * shape.q_len
-    tile = jnp.where(is_extra, 1 + extra - lax.div(begin, shape.item_rows), 0)
-    first = begin + tile * shape.item_rows
-    return _Extent(first, jnp.minimum(first + shape.item_rows, stop), user, length)
-
-
-def _run(ctx: Context, extent: _Extent) -> tuple[Any, Any]:
-    """(user, end row) of the rows from the extent's first on that have the same user."""
-    if ctx.operands.cand_to_user is None:
-        return jnp.int32(0), extent.end
-    if ctx.shape.table is None:
-        return _searched_run(ctx, extent.first, extent.end)
-    run: tuple[Any, Any] = lax.cond(
-        user_table.is_sorted(ctx),
-        lambda: (extent.user, extent.end),
-        functools.partial(_searched_run, ctx, extent.first, extent.end),
-    )
-    return run
-
-
-def _searched_run(ctx: Context, first: Any, end: Any) -> tuple[Any, Any]:
-    shape, index = ctx.shape, ctx.operands.cand_to_user
-    candidate = jnp.minimum(lax.div(first, shape.q_len), shape.batch - 1)
-    stop = runs.end_of_run(
-        index,
-        candidate,
-        lax.div(end - 1, shape.q_len) + 1,
-        shape.item_rows // shape.q_len + 2,
-        shape.users,
-        interpret=ctx.interpret,
-    )
-    return _user_at(ctx, candidate), jnp.minimum(stop * shape.q_len, end)
 
 
 def _load_queries(ctx: Context, item: Any, first: Any, head: Any) -> None:
@@ -263,7 +132,7 @@ def _load_first_block(ctx: Context, place: Place) -> Any:
     only users' first slots, of which few have no rows.
     """
     if ctx.shape.table is None:
-        _, user = _user_of_slot(ctx, place.slot)
+        _, user = extents.user_of_slot(ctx, place.slot)
         return _load_block_of(ctx, user, place)
     user = place.slot
     return lax.cond(
@@ -285,7 +154,7 @@ def _load_block_of(ctx: Context, user: Any, place: Place) -> Any:
 
 
 def _send(
-    ctx: Context, progress: _Progress, extent: _Extent, place: Place, loaded: Any
+    ctx: Context, progress: _Progress, extent: extents.Extent, place: Place, loaded: Any
 ) -> tuple[Any, _Progress]:
     """Sends the first rows of `extent` that have one user; returns the next row.
 
@@ -297,7 +166,7 @@ def _send(
     # Queries are on their way while the index is read.
     shared.query.await_reuse(progress.items)
     _load_queries(ctx, progress.items, first, place.head)
-    user, end = _run(ctx, extent)
+    user, end = extents.run_of(ctx, extent)
     is_loaded = loaded >= 0
     is_void = is_loaded & ((first >= extent.end) | (user != loaded))
     user = jnp.where(is_void, loaded, user)
@@ -306,7 +175,7 @@ def _send(
     length = extent.length
     if ctx.operands.lengths is not None:
         is_known = user == extent.user
-        length = lax.cond(is_known, lambda: extent.length, lambda: _length(ctx, user))
+        length = lax.cond(is_known, lambda: extent.length, lambda: extents.length_of(ctx, user))
     rest = _Rows(user, end - first, target, is_void, length)
     return end, _send_rows(ctx, progress, rest, place, is_loaded.astype(jnp.int32))
 
@@ -369,7 +238,7 @@ def _load_more_blocks(ctx: Context, place: Place) -> Any:
     many blocks there are in the rings.
     """
     user = ctx.listed_place(place)[0]
-    keys = _length(ctx, user) - place.split * (ctx.split_blocks * ctx.config.block_kv)
+    keys = extents.length_of(ctx, user) - place.split * (ctx.split_blocks * ctx.config.block_kv)
     blocks = jnp.clip(pl.cdiv(keys, ctx.config.block_kv), 1, ctx.split_blocks)
     loaded = jnp.minimum(blocks, min(ctx.config.k_stages, ctx.config.v_stages))
 
@@ -398,7 +267,7 @@ def _send_listed(ctx: Context, count: Any, progress: _Progress) -> _Progress:
         i, rank, loaded, progress = carry
         place = ctx.place(i)
         user, _ = ctx.listed_place(place)
-        length = _length(ctx, user)  # loaded while the candidates are listed
+        length = extents.length_of(ctx, user)  # loaded while the candidates are listed
         rows, items, following, next_user, next_rank = listing.await_found(ctx, i, rank)
         next_user = jnp.where(following < count, next_user, -1)
         target = place.split * shape.rows
@@ -428,7 +297,7 @@ def produce(ctx: Context) -> None:
     shape, shared = ctx.shape, ctx.shared
 
     def one_item(
-        place: Place, extent: _Extent, carry: tuple[Any, _Progress]
+        place: Place, extent: extents.Extent, carry: tuple[Any, _Progress]
     ) -> tuple[Any, _Progress]:
         def one_run(carry: tuple[Any, Any, _Progress]) -> tuple[Any, Any, _Progress]:
             first, loaded, progress = carry
@@ -443,7 +312,7 @@ def produce(ctx: Context) -> None:
         return loaded, progress
 
     def one_bundle(i: Any, carry: tuple[Any, _Progress]) -> tuple[Any, _Progress]:
-        extent = _extent(ctx, ctx.place(i, 0).slot)
+        extent = extents.extent_of(ctx, ctx.place(i, 0).slot)
         if shape.bundle == 1:
             return one_item(ctx.place(i, 0), extent, carry)
         result: tuple[Any, _Progress] = lax.fori_loop(
