@@ -5,8 +5,7 @@
 The command starts the processes on this machine. They measure those points of `benchmarks.scaling`
 that use all devices. Every process times the program on its own device and, in step with the
 others, the program on all devices. For one device the time of the fastest process counts, for all
-devices that of the slowest. Without a GPU two processes run sizes that only show that the benchmark
-runs.
+devices that of the slowest. Without a GPU, two processes run small sizes, whose times say nothing.
 """
 
 from __future__ import annotations

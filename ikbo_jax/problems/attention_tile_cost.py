@@ -174,6 +174,7 @@ def tile_mode(problem: Any) -> tuple[str, float]:
         modes["one_user"] = estimated_one_user_us(p)
         modes["balance"] = estimated_balance_us(p)
     best = min(modes, key=lambda mode: modes[mode])
+    # Beside the kernel for few queries alone: the modes were compared by times of their own.
     if not best and p.users > 1 and p.q_len % WGMMA_M:
         spanning += SPANNING_US
     return best, modes[best] if best else spanning

@@ -1,6 +1,8 @@
 """A cost model of attention's kernel for users with few queries, and the choice beside tiles.
 
-Times are in us, bytes are for one us, fitted as `attention_tile_cost` says.
+Times are in us, bytes are for one us; fitted to 448 configurations of 103 drawn sizes on an H100
+(kernel time by CUPTI, commit ffe07b8). There, the choices take 1.014 times as long as the fastest
+configuration in geometric mean.
 """
 
 from __future__ import annotations
@@ -54,10 +56,7 @@ BLOCK_US, BLOCK_LATENCY = {1: 0.65, 2: 0.88, 3: 1.7, 4: 1.67}, 0.27
 WIDE, WIDE_TURNS = {1: 1.95, 2: 1.92, 3: 1.37, 4: 1.38}, 1.8
 #: The launch that merges splits, with the gap before it.
 MERGE_US = 3.2
-#: Time of gathering an item's queries, by column blocks. H = 128, a CTA with 8 items of 64 rows:
-#: 46 us, where a sorted index takes 34.8; 2.8 us of the difference are for listing, and for items
-#: that other CTAs do not have. 4 items of 128 rows: 37.7 and 33.2 us, 0.7 for listing. H = 64: 0.3
-#: to 0.9 us, from 9.1 and 9.7 us (S = 51), 10.7 and 11.2 (S = 172), 35 (S = 99).
+#: What of gathering an item's queries no products hide, by column blocks.
 GATHER_US = {1: 0.9, 2: 0.45, 3: 0.4, 4: 1.2}
 #: Standard deviations above the mean of the CTA with most items.
 UNEVEN = 1.8
@@ -161,19 +160,19 @@ def _with_most_stages(
     # Then three stages of 128 keys took 0.93 to 1.01 of the time of five (8 sizes of S = 512 to
     # 10880, commit a92f387).
     most = 3 if turns and block_kv == 128 else 5
-    found = []
+    # Short items wait for their rows: a table is then worth more than a stage.
+    is_short, first = problem.kv_len / splits <= MOST_KEYS_OF_SHORT, None
     for q_slots, stages in itertools.product(slots, ((5, 5), (4, 4), (3, 3), (3, 2), (2, 2))):
         # One slot of 64 KB, and two stages of 32 KB: as measured.
         if stages[0] > (2 if q_slots == 1 else most):
             continue
         config = FewQueriesConfig(tile_rows, splits, block_kv, *stages, q_slots, turns=turns)
-        if config.illegal_reason(problem) is None:
-            found.append(config)
-    # Short items wait for their rows: a table is then worth more than a stage.
-    is_short = problem.kv_len / splits <= MOST_KEYS_OF_SHORT
-    is_known = [config.table(problem) == config.wanted_table(problem) for config in found]
-    first = is_known.index(True) if is_short and True in is_known else 0
-    return found[first : first + 1]
+        if config.illegal_reason(problem) is not None:
+            continue
+        if not is_short or config.table(problem) == config.wanted_table(problem):
+            return [config]
+        first = first or config
+    return [first] if first else []
 
 
 @functools.lru_cache(maxsize=1024)

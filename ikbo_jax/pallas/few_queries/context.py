@@ -254,7 +254,7 @@ class Context(WarpgroupContext):
 
     @property
     def block_parts(self) -> int:
-        """Parts of a block of keys, each of which arrives on the block's barriers."""
+        """Parts in which a block of keys may be loaded: its barrier expects all of them."""
         return 1 if self.operands.lengths is None else self.config.block_parts
 
     @property

@@ -84,21 +84,27 @@ def _tabled_extent(ctx: Context, slot: Any) -> Extent:
     """`extent_of` by the table."""
     shape = ctx.shape
     user = user_table.user_of_slot(ctx, slot)
-    begin, end = (x * shape.q_len for x in user_table.candidates(ctx, user))
-    extra = slot - shape.users
-    tile = jnp.where(extra >= 0, 1 + extra - lax.div(begin, shape.item_rows), 0)
-    first = begin + tile * shape.item_rows
     length = jnp.int32(shape.kv_len)
     if ctx.operands.lengths is not None:
         length = user_table.length(ctx, user)
+    return _of_user(ctx, slot, user_table.candidates(ctx, user), user, length)
+
+
+def _of_user(
+    ctx: Context, slot: Any, candidates: tuple[Any, Any], user: Any, length: Any
+) -> Extent:
+    """The rows of a slot of a user with these candidates, (first, end)."""
+    shape = ctx.shape
+    begin, end = (x * shape.q_len for x in candidates)
+    further = 1 + slot - shape.users - lax.div(begin, shape.item_rows)
+    tile = jnp.where(slot >= shape.users, further, 0)
+    first = begin + tile * shape.item_rows
     return Extent(first, jnp.minimum(first + shape.item_rows, end), user, length)
 
 
 def _searched_extent(ctx: Context, slot: Any) -> Extent:
     """`extent_of` by a search of the index."""
-    shape = ctx.shape
-    extra = slot - shape.users
-    is_extra = extra >= 0
+    is_extra = slot >= ctx.shape.users
     candidate, user = user_of_slot(ctx, slot)
     length = length_of(ctx, user)
     begin, stop = _candidates(ctx, user)
@@ -109,10 +115,7 @@ def _searched_extent(ctx: Context, slot: Any) -> Extent:
             lambda: (begin, stop),
             lambda: _candidates(ctx, _owner(ctx, candidate)),
         )
-    begin, stop = begin * shape.q_len, stop * shape.q_len
-    tile = jnp.where(is_extra, 1 + extra - lax.div(begin, shape.item_rows), 0)
-    first = begin + tile * shape.item_rows
-    return Extent(first, jnp.minimum(first + shape.item_rows, stop), user, length)
+    return _of_user(ctx, slot, (begin, stop), user, length)
 
 
 def run_of(ctx: Context, extent: Extent) -> tuple[Any, Any]:

@@ -150,10 +150,11 @@ def _source(
     head: ir.Value,
     vector: ir.Value,
 ) -> tuple[ir.Value, ir.Value]:
-    """(address of 16 bytes, of which column block 0 begins with; how many of them are wanted).
+    """This lane's source of row `place` of an item's tiles, whose rows are numbered over all tiles.
 
-    They are those of row `place` of an item's tiles, numbered over all tiles: 16, or 0 and an
-    address inside of the queries.
+    Returns:
+      (the address of this lane's 16 bytes of column block 0, how many of them are copied): 16, or
+      0 and an address inside the queries.
     """
     i32, predicates = ir.IntegerType.get_signless(32), arith.CmpIPredicate
     shape = ctx.shape

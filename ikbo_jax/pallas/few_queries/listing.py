@@ -25,6 +25,7 @@ Synchronisations, besides those of the kernel:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -91,9 +92,7 @@ def _find(ctx: Any, index: Any, listing: Any, user: Any, rank: Any, head: Any) -
     def search(_: Any, index: ir.Value, listing: ir.Value, *rest: Any) -> None:
         i32, predicates = ir.IntegerType.get_signless(32), arith.CmpIPredicate
         consumer, user, rank = (s.registers.item() for s in rest[:3])
-        thread = arith.addi(
-            arith.muli(consumer, mgpu.c(WARPGROUP_SIZE, i32)), stores.thread_number()
-        )
+        thread = thread_of(consumer)
         warp = arith.divui(thread, mgpu.c(warps.LANES, i32))
         share = _Share(shape.batch, thread)
         words = share.find(index, user, shape.users)
@@ -116,13 +115,53 @@ def _find(ctx: Any, index: Any, listing: Any, user: Any, rank: Any, head: Any) -
         )
         before = arith.subi(before, rank)
         for number in range(LISTING_WARPS - 1):
-            of_warp = _load_shared(listing, mgpu.c(LISTED + number, i32))
+            of_warp = warps.load_shared(listing, mgpu.c(LISTED + number, i32))
             is_before = arith.cmpi(predicates.sgt, warp, mgpu.c(number, i32))
             before = arith.addi(before, arith.select(is_before, of_warp, mgpu.c(0, i32)))
         for number, word in enumerate(words):
             before = share.write(listing, number, word, before, shape.listed)
 
     search(index, listing, ctx.consumer, user, rank, *of_queries)
+
+
+def thread_of(consumer: ir.Value) -> ir.Value:
+    """This thread's number among those of both consumers."""
+    i32 = ir.IntegerType.get_signless(32)
+    return arith.addi(arith.muli(consumer, mgpu.c(WARPGROUP_SIZE, i32)), stores.thread_number())
+
+
+def loaded_parts(
+    index: ir.Value, thread: ir.Value, batch: int
+) -> Iterator[tuple[ir.Value, list[ir.Value], ir.Value | None]]:
+    """Loads a thread's share of an index: parts of four candidates, and at most one more.
+
+    Nothing here waits for a load.
+
+    Yields:
+      (the part's first candidate, the words of its candidates, whether it is the thread's or None
+      for always); a part that is not has the words of another one.
+    """
+    i32, predicates = ir.IntegerType.get_signless(32), arith.CmpIPredicate
+    parts, rest = divmod(batch, _PART)
+    for begin in range(0, parts, THREADS):
+        part = arith.addi(thread, mgpu.c(begin, i32))
+        is_part = None
+        if begin + THREADS > parts:
+            is_part = arith.cmpi(predicates.slt, part, mgpu.c(parts, i32))
+            part = arith.minsi(part, mgpu.c(parts - 1, i32))
+        first = arith.muli(part, mgpu.c(_PART, i32))
+        words = mgpu.utils.inline_ptx(
+            "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];",
+            mgpu.utils.getelementptr(mgpu.utils.memref_ptr(index), [first], i32),
+            result_types=[i32] * _PART,
+            has_side_effects=True,
+        )
+        yield first, list(words), is_part
+    if rest:
+        is_rest = arith.cmpi(predicates.slt, thread, mgpu.c(rest, i32))
+        number = arith.minsi(thread, mgpu.c(rest - 1, i32))
+        number = arith.addi(number, mgpu.c(parts * _PART, i32))
+        yield number, [warps.load(index, number)], is_rest
 
 
 class _Share:
@@ -133,9 +172,9 @@ class _Share:
     """
 
     def __init__(self, batch: int, thread: ir.Value) -> None:
+        self._batch, self._thread = batch, thread
         self._parts, self._rest = divmod(batch, _PART)
         self._loads = pl.cdiv(self._parts, THREADS)
-        self._thread = thread
 
     def find(self, index: ir.Value, user: ir.Value, users: int) -> list[ir.Value]:
         """The words of the thread's elements."""
@@ -143,25 +182,9 @@ class _Share:
         others: list[ir.Value] = []
         is_inside: list[ir.Value | None] = []
         # All loads are issued before the first one is waited for.
-        for i in range(self._loads):
-            part = arith.addi(self._thread, mgpu.c(i * THREADS, i32))
-            is_part = None
-            if (i + 1) * THREADS > self._parts:
-                is_part = arith.cmpi(predicates.slt, part, mgpu.c(self._parts, i32))
-                part = arith.minsi(part, mgpu.c(self._parts - 1, i32))
-            first = arith.muli(part, mgpu.c(_PART, i32))
-            others += mgpu.utils.inline_ptx(
-                "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];",
-                mgpu.utils.getelementptr(mgpu.utils.memref_ptr(index), [first], i32),
-                result_types=[i32] * _PART,
-                has_side_effects=True,
-            )
-            is_inside += [is_part] * _PART
-        if self._rest:
-            is_inside.append(arith.cmpi(predicates.slt, self._thread, mgpu.c(self._rest, i32)))
-            number = arith.minsi(self._thread, mgpu.c(self._rest - 1, i32))
-            number = arith.addi(number, mgpu.c(self._parts * _PART, i32))
-            others.append(warps.load(index, number))
+        for _, part, is_part in loaded_parts(index, self._thread, self._batch):
+            others += part
+            is_inside += [is_part] * len(part)
         # Users out of range count as the first or the last one.
         zero, last = mgpu.c(0, i32), mgpu.c(users - 1, i32)
         low = arith.select(arith.cmpi(predicates.eq, user, zero), mgpu.c(-(2**31), i32), user)
@@ -304,20 +327,7 @@ def await_total(ctx: Any) -> Any:
 def listed_row(listing: ir.Value, row: ir.Value, q_len: int) -> ir.Value:
     """The row of the query, or of a result, that is row `row` of the item."""
     i32 = ir.IntegerType.get_signless(32)
-    candidate = _load_shared(listing, arith.divui(row, mgpu.c(q_len, i32)))
+    candidate = warps.load_shared(listing, arith.divui(row, mgpu.c(q_len, i32)))
     return arith.addi(
         arith.muli(candidate, mgpu.c(q_len, i32)), arith.remui(row, mgpu.c(q_len, i32))
-    )
-
-
-def _shared_address(ref: ir.Value, index: ir.Value) -> ir.Value:
-    i32 = ir.IntegerType.get_signless(32)
-    return mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [index], i32)
-
-
-def _load_shared(ref: ir.Value, index: ir.Value) -> ir.Value:
-    i32 = ir.IntegerType.get_signless(32)
-    address = _shared_address(ref, index)
-    return mgpu.utils.inline_ptx(
-        "ld.shared.b32 $0, [$1];", address, result_types=i32, has_side_effects=True
     )

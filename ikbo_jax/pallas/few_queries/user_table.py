@@ -31,13 +31,12 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
 from ikbo_jax.pallas.few_queries import listing
-from ikbo_jax.pallas.flash.runs import SCALAR, user_at
-from ikbo_jax.pallas.hopper import stores, turns, warps
+from ikbo_jax.pallas.flash.runs import SCALAR, clamped, user_at
+from ikbo_jax.pallas.hopper import turns, warps
 from ikbo_jax.problems.few_queries import LISTING_WARPS
-from ikbo_jax.problems.hopper import WARPGROUP_SIZE
 
-#: Candidates that a thread loads at once, 16 bytes; and the lower half of a word.
-_PART, _LOW = 4, 0xFFFF
+#: The lower half of a word.
+_LOW = 0xFFFF
 
 
 def fill(ctx: Any) -> None:
@@ -121,11 +120,7 @@ def _fill(ctx: Any) -> None:
 
     @plgpu.inline_mgpu(arg_types=(*refs, SCALAR))
     def write(_: Any, index: ir.Value, words: ir.Value, *rest: Any) -> None:
-        i32 = ir.IntegerType.get_signless(32)
-        consumer = rest[-1].registers.item()
-        thread = arith.addi(
-            arith.muli(consumer, mgpu.c(WARPGROUP_SIZE, i32)), stores.thread_number()
-        )
+        thread = listing.thread_of(rest[-1].registers.item())
         _write(shape, thread, words, index, rest[0] if lengths else None)
 
     write(operands.cand_to_user, ctx.shared.table, *lengths, ctx.consumer)
@@ -200,33 +195,17 @@ def _neighbours(
     The user before the first candidate is -1.
     """
     i32, predicates = ir.IntegerType.get_signless(32), arith.CmpIPredicate
-    parts, rest = divmod(batch, _PART)
-    loaded: list[tuple[ir.Value, list[ir.Value], ir.Value, ir.Value | None]] = []
-    for i in range(0, parts, listing.THREADS):
-        part = arith.addi(thread, mgpu.c(i, i32))
-        is_part = None
-        if i + listing.THREADS > parts:
-            is_part = arith.cmpi(predicates.slt, part, mgpu.c(parts, i32))
-            part = arith.minsi(part, mgpu.c(parts - 1, i32))
-        first = arith.muli(part, mgpu.c(_PART, i32))
-        vector = mgpu.utils.inline_ptx(
-            "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];",
-            mgpu.utils.getelementptr(mgpu.utils.memref_ptr(index), [first], i32),
-            result_types=[i32] * _PART,
-            has_side_effects=True,
-        )
-        loaded.append((first, list(vector), _load_before(index, first), is_part))
-    if rest:
-        is_rest = arith.cmpi(predicates.slt, thread, mgpu.c(rest, i32))
-        number = arith.minsi(thread, mgpu.c(rest - 1, i32))
-        number = arith.addi(number, mgpu.c(parts * _PART, i32))
-        loaded.append((number, [warps.load(index, number)], _load_before(index, number), is_rest))
+    # All loads are issued before the first one is waited for.
+    loaded = [
+        (first, of_part, _load_before(index, first), is_part)
+        for first, of_part, is_part in listing.loaded_parts(index, thread, batch)
+    ]
     found = []
     for first, of_part, raw, is_inside in loaded:
         is_first = arith.cmpi(predicates.eq, first, mgpu.c(0, i32))
-        before = arith.select(is_first, mgpu.c(-1, i32), _clamped(raw, users))
+        before = arith.select(is_first, mgpu.c(-1, i32), clamped(raw, users))
         for i, word in enumerate(of_part):
-            user = _clamped(word, users)
+            user = clamped(word, users)
             found.append((arith.addi(first, mgpu.c(i, i32)), user, before, is_inside))
             before = user
     return found
@@ -236,8 +215,3 @@ def _load_before(index: ir.Value, candidate: ir.Value) -> ir.Value:
     i32 = ir.IntegerType.get_signless(32)
     before = arith.maxsi(arith.subi(candidate, mgpu.c(1, i32)), mgpu.c(0, i32))
     return warps.load(index, before)
-
-
-def _clamped(user: ir.Value, users: int) -> ir.Value:
-    i32 = ir.IntegerType.get_signless(32)
-    return arith.minsi(arith.maxsi(user, mgpu.c(0, i32)), mgpu.c(users - 1, i32))

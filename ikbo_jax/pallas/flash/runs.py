@@ -25,7 +25,12 @@ def splat(value: ir.Value) -> mgpu.FragmentedArray:
 def user_at(index: ir.Value, position: ir.Value, batch: int, users: int) -> ir.Value:
     """The user, clamped, of the candidate at `position`, or of the last candidate."""
     i32 = ir.IntegerType.get_signless(32)
-    user = load(index, arith.minsi(position, mgpu.c(batch - 1, i32)))
+    return clamped(load(index, arith.minsi(position, mgpu.c(batch - 1, i32))), users)
+
+
+def clamped(user: ir.Value, users: int) -> ir.Value:
+    """A user that an index names, within [0, U)."""
+    i32 = ir.IntegerType.get_signless(32)
     return arith.minsi(arith.maxsi(user, mgpu.c(0, i32)), mgpu.c(users - 1, i32))
 
 

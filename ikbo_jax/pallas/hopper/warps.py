@@ -22,6 +22,15 @@ def load(ref: ir.Value, index: ir.Value) -> ir.Value:
     return mgpu.utils.inline_ptx("ld.global.b32 $0, [$1];", address, result_types=i32)
 
 
+def load_shared(ref: ir.Value, index: ir.Value) -> ir.Value:
+    """Element `index` of 32 bits of shared memory."""
+    i32 = ir.IntegerType.get_signless(32)
+    address = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [index], i32)
+    return mgpu.utils.inline_ptx(
+        "ld.shared.b32 $0, [$1];", address, result_types=i32, has_side_effects=True
+    )
+
+
 def store_shared(
     ref: ir.Value, index: ir.Value, value: ir.Value, is_wanted: ir.Value, *, bits: int = 32
 ) -> None:
