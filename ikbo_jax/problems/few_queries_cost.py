@@ -117,21 +117,25 @@ def candidate_configs(problem: Any) -> tuple[FewQueriesConfig, ...]:
     return tuple(found)
 
 
-def _with_short_rings(problem: Any, config: FewQueriesConfig) -> FewQueriesConfig:
-    """The configuration; with two stages and slots if a CTA has one item with one block of keys.
+def _with_short_rings(
+    problem: Any, config: FewQueriesConfig, items: int | None = None
+) -> FewQueriesConfig:
+    """The configuration, without stages and slots that no CTA uses; `items`: of a CTA, if known.
 
-    Nothing is loaded ahead there, and a CTA sets up the barriers of its rings before its first
-    load: 3.55 instead of 3.94 us with five stages and four slots (69 candidates, T = 64, S = 128,
-    H = 64), 4.10 instead of 4.48 (164, T = 16, S = 128) and 4.19 instead of 4.54 (98, T = 8,
-    S = 69) on an H200.
+    A CTA sets up the barriers of its rings before its first load, about 11 ns each: 3.55 us with
+    two stages and slots instead of 3.94 with five stages and four slots (69 candidates, T = 64,
+    S = 128, H = 64), 4.10 instead of 4.48 (164, T = 16, S = 128) and 4.19 instead of 4.54 (98,
+    T = 8, S = 69) on an H200.
     """
-    p = problem
-    has_one_block = config.splits == 1 and p.kv_len <= config.block_kv
-    if not has_one_block:
-        return config
-    if p.users * p.q_heads * expected_tiles(p, config.tile_rows) > NUM_SMS:
-        return config
-    return dataclasses.replace(config, k_stages=2, v_stages=2, q_slots=2)
+    items = _most_items(problem, config) if items is None else items
+    blocks = math.ceil(math.ceil(problem.kv_len / config.block_kv) / config.splits)
+    stages = max(2, items * blocks)
+    return dataclasses.replace(
+        config,
+        k_stages=min(config.k_stages, stages),
+        v_stages=min(config.v_stages, stages),
+        q_slots=min(config.q_slots, max(2, items)),
+    )
 
 
 def _with_most_stages(
@@ -186,7 +190,11 @@ def config_of_unsorted(problem: Any, num_sms: int) -> FewQueriesConfig:
         candidate_configs(problem),
         key=lambda config: estimated_unsorted_us(problem, config, num_sms),
     )
-    return _with_short_rings(problem, best)
+    items = None
+    if best.lists(problem, num_sms):
+        listings = best.listings(problem, num_sms)
+        items = listings.of_cta * listings.bundle
+    return _with_short_rings(problem, best, items)
 
 
 def _further_slots(problem: Any, config: FewQueriesConfig) -> int:

@@ -107,8 +107,9 @@ def test_the_table_has_every_user_and_every_slot(
 
 
 @pytest.mark.parametrize("at", [1, 3, 4, 512, 1023, 1024, 1026])
-def test_one_candidate_out_of_order_is_found(at: int, sm90: emulator.Emulator) -> None:
-    index = np.full(1027, 7)
+@pytest.mark.parametrize("batch", [1027, 4839])  # code for every part, and a loop
+def test_one_candidate_out_of_order_is_found(batch: int, at: int, sm90: emulator.Emulator) -> None:
+    index = np.full(batch, 7)
     index[:at] = 8
     with sm90.emulated(0):
         table, words = filled(index, np.full(9, KV_LEN))

@@ -281,7 +281,8 @@ def consume(ctx: Context) -> None:
         user_table.fill(ctx)
     if ctx.shape.listed:
         place = ctx.place(zero)
-        listing.find(ctx, *ctx.listed_place(place), place.head)
+        head = place.head if ctx.shape.prefetches else None
+        listing.find(ctx, *ctx.listed_place(place), head)
     first = (ctx.receive(zero), zero, zero)
     end: tuple[Any, ...] = lax.while_loop(
         lambda carry: carry[0].blocks >= 0, functools.partial(_one_item, ctx=ctx), first

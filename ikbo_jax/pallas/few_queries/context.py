@@ -36,6 +36,8 @@ class Shape:
         each group of query heads; if CTAs list candidates, any divisor of the number of groups. The
         rows are then found, or listed, once for all of them.
       listed: most candidates of an item, if CTAs list them because the index is not sorted; else 0.
+      prefetches: whether the queries of a CTA's first candidates go to L2 while it lists them: if
+        all operands and results are more than L2 holds.
       table: the table that CTAs make of a sorted index; None if they search it, or list candidates.
     """
 
@@ -56,6 +58,7 @@ class Shape:
     workers: int
     listed: int = 0
     alternates: bool = False
+    prefetches: bool = False
     table: UserTable | None = None
 
     @property

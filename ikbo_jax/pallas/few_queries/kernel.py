@@ -161,7 +161,7 @@ def _shape(
     item_rows = head_rows * config.tile_rows // WGMMA_M
     splits = config.parts(kv_len)
     groups = q_heads // group
-    cached = 2 * key.size * key.dtype.itemsize <= CACHE_BYTES
+    cached = 2 * key.nbytes <= CACHE_BYTES
     listed, slots = 0, rows.slots(batch, users, q_len, item_rows)
     bundle = groups if slots * splits >= LEAST_BUNDLES * num_sms else 1
     sizes = (batch, users, q_len, kv_len, q_heads, kv_heads, head_dim)
@@ -188,6 +188,7 @@ def _shape(
         workers=min(num_sms, slots * splits * groups // bundle),
         listed=listed,
         alternates=not (listed or cached) and 1 < users < slots,
+        prefetches=listed > 0 and 2 * (key.nbytes + query.nbytes) > CACHE_BYTES,
         table=None if listed else config.table(problem),
     )
 

@@ -4,9 +4,10 @@ The two consumers read the whole index, each of their 256 threads a share of it 
 write the numbers of a user's candidates to shared memory. They are in the order of threads, which
 is the same in every CTA, so that the CTAs of a user's slots list different candidates. All loads of
 the index are in flight at once, while the first block of keys is on its way. Other warps then
-gather the candidates' queries (`gathering`), and the consumers store results to their rows. The
-queries of a CTA's first item go to L2 as soon as a lane has found their candidate. The items of a
-bundle have the same candidates, and differ in their query heads: one listing serves all of them.
+gather the candidates' queries (`gathering`), and the consumers store results to their rows. If L2
+does not hold all operands, the queries of a CTA's first item go there as soon as a lane has found
+their candidate. The items of a bundle have the same candidates, and differ in their query heads:
+one listing serves all of them.
 
 XLA would sort the index, gather queries and results, and invert the order, in six kernels of 1 to
 2 us each.
@@ -42,7 +43,7 @@ from ikbo_jax.problems.hopper import NUM_CONSUMERS, WARPGROUP_SIZE
 #: The named barrier at which the consumers wait for each other; `consumer` uses the next one.
 BARRIER = turns.TURN_BARRIER + NUM_CONSUMERS + 1
 #: Candidates whose users a thread loads at once, 16 bytes, and the threads that load them.
-_PART, THREADS = 4, LISTING_WARPS * warps.LANES
+PART, THREADS = 4, LISTING_WARPS * warps.LANES
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 #: Bytes of a line of L2, and most lines of a candidate's queries that are loaded ahead.
 _LINE, _MOST_LINES = 128, 16
@@ -118,8 +119,7 @@ def _find(ctx: Any, index: Any, listing: Any, user: Any, rank: Any, head: Any) -
             of_warp = warps.load_shared(listing, mgpu.c(LISTED + number, i32))
             is_before = arith.cmpi(predicates.sgt, warp, mgpu.c(number, i32))
             before = arith.addi(before, arith.select(is_before, of_warp, mgpu.c(0, i32)))
-        for number, word in enumerate(words):
-            before = share.write(listing, number, word, before, shape.listed)
+        share.write(listing, words, before, shape.listed)
 
     search(index, listing, ctx.consumer, user, rank, *of_queries)
 
@@ -142,26 +142,32 @@ def loaded_parts(
       for always); a part that is not has the words of another one.
     """
     i32, predicates = ir.IntegerType.get_signless(32), arith.CmpIPredicate
-    parts, rest = divmod(batch, _PART)
+    parts, rest = divmod(batch, PART)
     for begin in range(0, parts, THREADS):
         part = arith.addi(thread, mgpu.c(begin, i32))
         is_part = None
         if begin + THREADS > parts:
             is_part = arith.cmpi(predicates.slt, part, mgpu.c(parts, i32))
             part = arith.minsi(part, mgpu.c(parts - 1, i32))
-        first = arith.muli(part, mgpu.c(_PART, i32))
-        words = mgpu.utils.inline_ptx(
-            "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];",
-            mgpu.utils.getelementptr(mgpu.utils.memref_ptr(index), [first], i32),
-            result_types=[i32] * _PART,
-            has_side_effects=True,
-        )
-        yield first, list(words), is_part
+        first = arith.muli(part, mgpu.c(PART, i32))
+        yield first, load_part(index, first), is_part
     if rest:
         is_rest = arith.cmpi(predicates.slt, thread, mgpu.c(rest, i32))
         number = arith.minsi(thread, mgpu.c(rest - 1, i32))
-        number = arith.addi(number, mgpu.c(parts * _PART, i32))
+        number = arith.addi(number, mgpu.c(parts * PART, i32))
         yield number, [warps.load(index, number)], is_rest
+
+
+def load_part(index: ir.Value, first: ir.Value) -> list[ir.Value]:
+    """The users of four candidates from `first` on, a multiple of 4."""
+    i32 = ir.IntegerType.get_signless(32)
+    words = mgpu.utils.inline_ptx(
+        "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];",
+        mgpu.utils.getelementptr(mgpu.utils.memref_ptr(index), [first], i32),
+        result_types=[i32] * PART,
+        has_side_effects=True,
+    )
+    return list(words)
 
 
 class _Share:
@@ -173,7 +179,7 @@ class _Share:
 
     def __init__(self, batch: int, thread: ir.Value) -> None:
         self._batch, self._thread = batch, thread
-        self._parts, self._rest = divmod(batch, _PART)
+        self._parts, self._rest = divmod(batch, PART)
         self._loads = pl.cdiv(self._parts, THREADS)
 
     def find(self, index: ir.Value, user: ir.Value, users: int) -> list[ir.Value]:
@@ -200,39 +206,23 @@ class _Share:
             words[number] = arith.ori(words[number], found)
         return words
 
-    def write(
-        self, listing: ir.Value, number: int, word: ir.Value, at: ir.Value, most: int
-    ) -> ir.Value:
-        """Lists the candidates of word `number` from place `at` on, up to place `most`.
+    def write(self, listing: ir.Value, words: list[ir.Value], at: ir.Value, most: int) -> None:
+        """Lists the candidates from place `at` on, up to place `most`.
 
-        Returns the place of the next word's first candidate; no smaller one if that is past `most`.
-        The warp loops until no lane has a candidate left: mostly once or twice.
+        Straight-line code, a few instructions an element: a loop over the candidates of a lane took
+        about a hundred cycles for each.
         """
         i32, predicates = ir.IntegerType.get_signless(32), arith.CmpIPredicate
-        zero, one = mgpu.c(0, i32), mgpu.c(1, i32)
-        loop = scf.WhileOp([i32, i32], [word, at])
-        block = loop.before.blocks.append(i32, i32)
-        with ir.InsertionPoint(block):
-            word, at = block.arguments
-            is_left = arith.andi(
-                arith.cmpi(predicates.ne, word, zero),
-                arith.cmpi(predicates.slt, at, mgpu.c(most, i32)),
-            )
-            lanes = warps.ballot(is_left)
-            scf.condition(arith.cmpi(predicates.ne, lanes, zero), [word, at])
-        block = loop.after.blocks.append(i32, i32)
-        with ir.InsertionPoint(block):
-            word, at = block.arguments
-            is_found = arith.cmpi(predicates.ne, word, zero)
+        zero = mgpu.c(0, i32)
+        for element in range(self._loads * PART + min(self._rest, 1)):
+            number, bit = divmod(element, warps.LANES)
+            mask = mgpu.c(1 << bit if bit < 31 else -(2**31), i32)
+            is_found = arith.cmpi(predicates.ne, arith.andi(words[number], mask), zero)
             # Unsigned: candidates before the first one that is wanted have large numbers.
             is_wanted = arith.cmpi(predicates.ult, at, mgpu.c(most, i32))
-            element = arith.addi(warps.lowest_bit(word), mgpu.c(number * warps.LANES, i32))
-            warps.store_shared(
-                listing, at, self._candidate(element), arith.andi(is_found, is_wanted)
-            )
+            candidate = self._candidate(mgpu.c(element, i32))
+            warps.store_shared(listing, at, candidate, arith.andi(is_found, is_wanted))
             at = arith.addi(at, arith.extui(i32, is_found))
-            scf.yield_([arith.andi(word, arith.subi(word, one)), at])
-        return loop.results[1]
 
     def prefetch(
         self, query: ir.Value, number: int, word: ir.Value, head: ir.Value, shape: Any
@@ -276,14 +266,14 @@ class _Share:
 
     def _candidate(self, element: ir.Value) -> ir.Value:
         i32 = ir.IntegerType.get_signless(32)
-        part = arith.divui(element, mgpu.c(_PART, i32))
+        part = arith.divui(element, mgpu.c(PART, i32))
         part = arith.addi(arith.muli(part, mgpu.c(THREADS, i32)), self._thread)
-        first = arith.muli(part, mgpu.c(_PART, i32))
-        candidate = arith.addi(first, arith.remui(element, mgpu.c(_PART, i32)))
+        first = arith.muli(part, mgpu.c(PART, i32))
+        candidate = arith.addi(first, arith.remui(element, mgpu.c(PART, i32)))
         if not self._rest:
             return candidate
-        is_of_part = arith.cmpi(arith.CmpIPredicate.slt, element, mgpu.c(self._loads * _PART, i32))
-        number = arith.addi(self._thread, mgpu.c(self._parts * _PART, i32))
+        is_of_part = arith.cmpi(arith.CmpIPredicate.slt, element, mgpu.c(self._loads * PART, i32))
+        number = arith.addi(self._thread, mgpu.c(self._parts * PART, i32))
         return arith.select(is_of_part, candidate, number)
 
 

@@ -15,10 +15,18 @@ def lane() -> ir.Value:
     return mgpu.utils.inline_ptx("mov.u32 $0, %laneid;", result_types=i32)
 
 
-def load(ref: ir.Value, index: ir.Value) -> ir.Value:
-    """Element `index` of 32 bits of device memory."""
+def load(ref: ir.Value, index: ir.Value, is_wanted: ir.Value | None = None) -> ir.Value:
+    """Element `index` of 32 bits of device memory; 0 if it is not wanted."""
     i32 = ir.IntegerType.get_signless(32)
     address = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [index], i32)
+    if is_wanted is not None:
+        return mgpu.utils.inline_ptx(
+            "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.global.b32 $0, [$1]; }",
+            address,
+            arith.extui(i32, is_wanted),
+            result_types=i32,
+            has_side_effects=True,
+        )
     return mgpu.utils.inline_ptx("ld.global.b32 $0, [$1];", address, result_types=i32)
 
 
@@ -70,6 +78,18 @@ def from_lane(x: ir.Value, lane: int) -> ir.Value:
     i32 = ir.IntegerType.get_signless(32)
     return mgpu.utils.inline_ptx(
         f"shfl.sync.idx.b32 $0, $1, {lane}, 31, 0xffffffff;",
+        x,
+        result_types=i32,
+        has_side_effects=True,
+        convergent=True,
+    )
+
+
+def from_below(x: ir.Value) -> ir.Value:
+    """The value of the lane below; of the lowest lane, its own."""
+    i32 = ir.IntegerType.get_signless(32)
+    return mgpu.utils.inline_ptx(
+        "shfl.sync.up.b32 $0, $1, 1, 0, 0xffffffff;",
         x,
         result_types=i32,
         has_side_effects=True,
