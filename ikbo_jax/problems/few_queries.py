@@ -32,7 +32,7 @@ MOST_LISTINGS = 4
 #: Times in units of a block of 64 rows and 128 keys, 0.66 us at H = 64 (`few_queries_cost`): an
 #: item besides its blocks, and a listing, 0.6 us with 1,024 candidates on an H100.
 TIME_UNIT_US = 0.66
-ITEM_TIME, LISTING_TIME = 1.2, 1.0
+ITEM_TIME, LISTING_TIME = 1.04, 1.0
 #: Likewise, what CTAs save that list, with the gap between launches: the launch that copies
 #: candidates into the order of users, and its part for each 1,024 of them (2 us for 512, 5.2 for
 #: 10,985, `pack` on an H100).

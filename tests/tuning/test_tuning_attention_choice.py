@@ -39,14 +39,11 @@ def test_one_listing_serves_several_heads(sizes, bundle, of_cta):
     assert config.lists(problem, num_sms=132)
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [(5117, 47, 1, 51, 2, 2, 64), (4723, 98, 1, 172, 2, 1, 64), (4836, 27, 1, 230, 8, 8, 128)],
-)
+@pytest.mark.parametrize("sizes", [(5117, 47, 1, 51, 2, 2, 64), (4836, 27, 1, 230, 8, 8, 128)])
 def test_larger_items_where_candidates_are_listed(sizes):
-    """On an H100, 7.4 instead of 8.5 us, 10.6 and 10.3, and 28.3 instead of 37.8.
+    """On an H100, 7.4 instead of 8.5 us, and 28.3 instead of 37.8.
 
-    With a sorted index 6.0 and 5.4, 8.5 and 8.1, and 26.1 and 26.0.
+    With a sorted index 6.0 and 5.4, and 26.1 and 26.0.
     """
     problem = AttentionProblem(*sizes, "bfloat16")
     assert problem.default_config().tile_rows == 64
@@ -86,7 +83,7 @@ ITEMS = (
 def test_the_model_knows_items_and_what_an_unsorted_index_adds(
     sizes, config, sorted_us, unsorted_us, lists
 ):
-    """The 448 timings that the model was fitted to differ from it by 0.16 (root mean square)."""
+    """The 1,031 timings that the model was fitted to differ from it by 0.16 (root mean square)."""
     problem = AttentionProblem(*sizes, "bfloat16")
     if sorted_us is not None:
         us = few_queries_cost.estimated_us(problem, config)
@@ -254,7 +251,7 @@ MODES = {
     (1441, 27, 64, 6784, 4, 4, 256): (None, 1958, None, 1712),
     (377, 4, 64, 2176, 1, 1, 96): (60.7, 63.8, 48.7, 53.6),
     (3588, 87, 32, 105, 2, 2, 128): (None, 56.6, None, 62.3),
-    (3970, 4, 16, 76, 8, 8, 256): (257, 210, None, 213),
+    (3970, 4, 16, 76, 8, 8, 256): (201, 210, None, 213),
     (91, 2, 64, 64, 4, 2, 256): (20.5, 14.7, None, 19.6),
     (6796, 102, 1, 320, 1, 1, 192): (13.3, None, None, None),
 }
@@ -285,8 +282,8 @@ def test_tiles_are_cut_as_was_fastest(sizes):
 
 
 def test_tiles_of_wide_heads_have_two_query_slots_for_short_keys():
-    """On an H100, 210 instead of 314 us (S = 76), and 77 instead of 101 (S = 128)."""
-    short = AttentionProblem(3970, 4, 16, 76, 8, 8, 256, "float16")
+    """On an H100, 210 instead of 314 us (T = 16, S = 76), and 77 instead of 101 (S = 128)."""
+    short = AttentionProblem(1985, 4, 32, 76, 8, 8, 256, "float16")
     assert table.lookup(short).config == AttentionConfig(32, 3, 3, 2)
     assert table.lookup(dataclasses.replace(short, kv_len=4096)).config.q_slots == 1
 
