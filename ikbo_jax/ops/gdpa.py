@@ -151,7 +151,7 @@ def gdpa(
     plan = _OP.plan(call, arrays)
     shape = reference.out_shape(arrays, settings)
     if 0 in shape or not key.shape[0] or not reference.num_sequences(arrays):
-        return jnp.zeros(shape, query.dtype)
+        return dispatch.record_nothing(jnp.zeros(shape, query.dtype), plan)
     arrays = reverse_only.operands("gdpa", arrays)
     return _gdpa(call, plan, arrays)
 

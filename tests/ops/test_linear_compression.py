@@ -142,7 +142,7 @@ WITHOUT_CANDIDATES = {
 
 @pytest.mark.parametrize("name", WITHOUT_CANDIDATES)
 def test_an_entry_without_candidates_reaches_no_gradient(name: str) -> None:
-    """Such an entry, padding for instance, may hold anything: a model that copies never reads it."""
+    """Such an entry, say padding, may hold anything: a model that copies never reads it."""
     rows, unused = WITHOUT_CANDIDATES[name]
     parents = [None if row is None else np.array(row, np.int32) for row in rows]
     batches = [3, *(len(parent) for parent in parents[1:])]

@@ -387,9 +387,7 @@ def test_a_model_returns_one_array_of_scores(results):
 
 def test_weights_are_arrays():
     with pytest.raises(ValueError, match=r"weights\['out'\] must be an array, but is a float, 2.0"):
-        serving.Scorer(
-            small.Model(), small.weights() | {"out": 2.0}, small.USER, small.CANDIDATE
-        )
+        serving.Scorer(small.Model(), small.weights() | {"out": 2.0}, small.USER, small.CANDIDATE)
 
 
 def test_a_model_may_keep_no_state():
