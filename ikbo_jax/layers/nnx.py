@@ -73,7 +73,8 @@ class _Unboxed:
     """An initialiser of matrices without their metadata, which `boxed` gives to a parameter."""
 
     def __init__(self, init: Callable[..., Any]) -> None:
-        self._init, self._box = init, None
+        self._init = init
+        self._box: Any = None
 
     def __call__(self, shape: tuple[int, ...]) -> jax.Array:
         value: Any = self._init(shape)
