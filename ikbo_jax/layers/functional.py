@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ikbo_jax.layers import parameters
 from ikbo_jax.ops import arguments
 from ikbo_jax.ops.attention import attention
 from ikbo_jax.ops.gdpa import gdpa
@@ -275,6 +276,7 @@ def compress(
     Raises:
       ValueError: ranks or sizes disagree.
     """
+    parameters.check(E_USER.layer, params, parameters.COMPRESSION)
     E_USER.check(e_user, params["w_user"].shape[1])
     E_CAND.check(e_cand, params["w_cand"].shape[1])
     params, (e_user, e_cand) = _cast(params, (e_user, e_cand), dtype)
@@ -310,6 +312,7 @@ def attend(
     Raises:
       ValueError: ranks or sizes disagree.
     """
+    parameters.check(X_CAND.layer, params, parameters.ATTENTION)
     X_CAND.check(x_cand, params["w_query"].shape[0])
     X_USER.check(x_user, params["w_key"].shape[0])
     arguments.check_index("cand_to_user", cand_to_user, "x_cand", "B", x_cand.shape[0])
@@ -355,6 +358,7 @@ def pma(
     Raises:
       ValueError: ranks or sizes disagree, or the activation is unknown.
     """
+    parameters.check(PMA_X.layer, params, parameters.PMA)
     PMA_X.check(x, params["w_key"].shape[0])
     _check_offsets("cu_seqlens", "batch", cu_seqlens)
     params, (x,) = _cast(params, (x,), dtype)
@@ -409,6 +413,7 @@ def pffn(
     Raises:
       ValueError: ranks or sizes disagree, or the activation is unknown.
     """
+    parameters.check(PFFN_X.layer, params, parameters.ATTENTION)
     PFFN_X.check(x, params["w_query"].shape[0])
     PFFN_MEMORY.check(memory, params["w_key"].shape[0])
     _check_offsets("cu_seqlens", "batch", cu_seqlens)

@@ -13,7 +13,7 @@ from flax import nnx as flax_nnx
 from problems import random_array
 
 import ikbo_jax as ikbo
-from ikbo_jax.layers import linen, nnx
+from ikbo_jax.layers import functional, linen, nnx
 
 pytestmark = pytest.mark.slow
 
@@ -317,3 +317,32 @@ def test_a_list_is_no_input() -> None:
     offsets = jnp.array([0, 1], jnp.int32)
     with pytest.raises(ValueError, match=r"PFFN: x must be an array of shape .*, but is a list"):
         layer([[1.0] * 4], jnp.ones((1, 6)), offsets, offsets)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "words"),
+    [
+        ("w_key", (8, 4, 4), "w_key has K=4 but w_value has K=2"),
+        ("w_query", (6, 4, 4), "w_query has N=4 but w_out has N=2"),
+        ("w_value", (7, 2, 4), "w_key has G=8 but w_value has G=7"),
+        ("w_query", (6, 8), r"w_query must have shape \[F, N, H\], but has shape \(6, 8\)"),
+        ("w_out", None, "no parameter 'w_out', only "),
+    ],
+)
+def test_parameters_that_do_not_fit_are_named(name: str, shape, words: str) -> None:
+    shapes = {"w_query": (6, 2, 4), "w_key": (8, 2, 4), "w_value": (8, 2, 4), "w_out": (2, 4, 6)}
+    shapes = {key: x for key, x in {**shapes, name: shape}.items() if x is not None}
+    params = {key: jnp.ones(x) for key, x in shapes.items()}
+    rows, offsets = jnp.ones((3, 6)), jnp.array([0, 3], jnp.int32)
+    with pytest.raises(ValueError, match=f"^CandidateAttention.*{words}"):
+        functional.attend(params, rows[None], jnp.ones((1, 3, 8)), jnp.zeros(1, jnp.int32))
+    with pytest.raises(ValueError, match=f"^PFFN.*{words}"):
+        functional.pffn(params, rows, jnp.ones((3, 8)), offsets, offsets)
+    with pytest.raises(ValueError, match=f"^PMA.*{words}"):
+        functional.pma(params | {"seeds": jnp.ones((2, 6))}, jnp.ones((3, 8)), offsets)
+
+
+def test_a_list_is_no_parameter() -> None:
+    params = {"w_user": [[1.0]], "w_cand": jnp.ones((1, 1))}
+    with pytest.raises(ValueError, match=r"w_user must be an array of shape .*, but is a list"):
+        functional.compress(params, jnp.ones((1, 1, 8)), jnp.ones((1, 1, 8)), INDEX[:1])
