@@ -98,7 +98,7 @@ def init(sizes: Sizes, seed: int | jax.Array = 0) -> dict[str, Any]:
         return jax.random.normal(next(keys), shape, jnp.float32) * shape[0] ** -0.5
 
     def made(specs: dict[str, functional.Spec]) -> dict[str, jax.Array]:
-        return {name: make(normal) for name, (_, make) in specs.items()}
+        return {name: spec.make(normal) for name, spec in specs.items()}
 
     def block() -> dict[str, Any]:
         return {

@@ -222,6 +222,8 @@ def _check(
         "users_multiple_of": (users_multiple_of, 1),
     }
     for name, (value, least) in at_least.items():
+        if not isinstance(value, (int, np.integer)):
+            raise ValueError(f"{name} is {value!r}, expected an integer")
         if value < least:
             raise ValueError(f"{name} is {value}, expected at least {least}")
     wrong = np.flatnonzero((index < 0) | (index >= num_users))  # type: ignore[operator]

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from ikbo_jax.layers import parameters
 from ikbo_jax.ops import arguments
 from ikbo_jax.ops.attention import attention
 from ikbo_jax.ops.gdpa import gdpa
@@ -26,8 +27,43 @@ from ikbo_jax.ops.linear_compression import linear_compression
 Parameters = Mapping[str, Any]
 #: A size, which is checked: None is refused like 0.
 Size = int | None
-#: A shape, and a function that makes an array of this shape with an initialiser of matrices.
-Spec = tuple[tuple[int, ...], Callable[[Callable[..., jax.Array]], jax.Array]]
+
+
+class Spec(NamedTuple):
+    """How a parameter is made.
+
+    Attributes:
+      shape: its shape.
+      make: makes an array of this shape with an initialiser of matrices.
+      axes: for every axis of the parameter, the axis of the matrix that it is, or None. Of heads
+        that stand side by side in the matrix, N is the matrix's axis.
+    """
+
+    shape: tuple[int, ...]
+    make: Callable[[Callable[..., jax.Array]], jax.Array]
+    axes: tuple[int | None, ...] = (0, 1)
+
+
+def names_of_axes(axes: tuple[int | None, ...], of_matrix: Any) -> tuple[Any, ...]:
+    """Names of a parameter's axes, such as mesh axes, from those of the matrix's axes.
+
+    Args:
+      axes: as in `Spec`.
+      of_matrix: at most two names, of the matrix that `kernel_init` initialises.
+
+    Raises:
+      ValueError: if these are not names of two axes; the message has them.
+    """
+    if not isinstance(of_matrix, (tuple, list, PartitionSpec)) or len(of_matrix) > 2:
+        raise ValueError(
+            f"kernel_init names the axes {of_matrix!r}, but initialises matrices, which have 2 axes"
+        )
+    both = (*of_matrix, None, None)
+    return tuple(None if axis is None else both[axis] for axis in axes)
+
+
+#: `Spec.axes` of `w_user` and `w_cand`, which are transposed parts of one matrix.
+TRANSPOSED = (1, 0)
 
 
 class Input(NamedTuple):
@@ -50,6 +86,11 @@ class Input(NamedTuple):
     def size_of(self, array: jax.Array) -> int:
         """The size of axis `size`; raises ValueError if `array` has another rank than `axes`."""
         axes = self.axes.strip("[]").split(", ")
+        if not hasattr(array, "shape"):
+            raise ValueError(
+                f"{self.layer}: {self.name} must be an array of shape {self.axes}, but is "
+                f"{arguments.describe(array)}"
+            )
         if jnp.ndim(array) != len(axes):
             raise ValueError(
                 f"{self.layer}: {self.name} must have shape {self.axes}, but has shape "
@@ -107,7 +148,8 @@ def matrix(shape: tuple[int, ...], *, to_heads: bool) -> Spec:
     The initialiser gets the shape of a matrix, so that results have the variance of a dense layer.
     """
     flat = (shape[0], math.prod(shape[1:])) if to_heads else (math.prod(shape[:-1]), shape[-1])
-    return shape, lambda init: init(flat).reshape(shape)
+    axes = (0, 1, None) if to_heads else (0, None, 1)
+    return Spec(shape, lambda init: init(flat).reshape(shape), axes)
 
 
 def compression_sizes(user_rows: Size, cand_rows: Size, features: Size) -> tuple[int, ...]:
@@ -149,7 +191,7 @@ def pma_specs(
     )
     seeds = (rows, out)
     return {
-        "seeds": (seeds, lambda init: init(seeds)),
+        "seeds": Spec(seeds, lambda init: init(seeds)),
         **_attention_specs(out, width, out, *heads),
     }
 
@@ -234,6 +276,7 @@ def compress(
     Raises:
       ValueError: ranks or sizes disagree.
     """
+    parameters.check(E_USER.layer, params, parameters.COMPRESSION)
     E_USER.check(e_user, params["w_user"].shape[1])
     E_CAND.check(e_cand, params["w_cand"].shape[1])
     params, (e_user, e_cand) = _cast(params, (e_user, e_cand), dtype)
@@ -269,6 +312,7 @@ def attend(
     Raises:
       ValueError: ranks or sizes disagree.
     """
+    parameters.check(X_CAND.layer, params, parameters.ATTENTION)
     X_CAND.check(x_cand, params["w_query"].shape[0])
     X_USER.check(x_user, params["w_key"].shape[0])
     arguments.check_index("cand_to_user", cand_to_user, "x_cand", "B", x_cand.shape[0])
@@ -314,6 +358,7 @@ def pma(
     Raises:
       ValueError: ranks or sizes disagree, or the activation is unknown.
     """
+    parameters.check(PMA_X.layer, params, parameters.PMA)
     PMA_X.check(x, params["w_key"].shape[0])
     _check_offsets("cu_seqlens", "batch", cu_seqlens)
     params, (x,) = _cast(params, (x,), dtype)
@@ -368,6 +413,7 @@ def pffn(
     Raises:
       ValueError: ranks or sizes disagree, or the activation is unknown.
     """
+    parameters.check(PFFN_X.layer, params, parameters.ATTENTION)
     PFFN_X.check(x, params["w_query"].shape[0])
     PFFN_MEMORY.check(memory, params["w_key"].shape[0])
     _check_offsets("cu_seqlens", "batch", cu_seqlens)

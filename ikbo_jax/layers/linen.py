@@ -43,8 +43,15 @@ class LinearCompression(linen.Module):
             self.features,
         )
 
-        def both(key: jax.Array) -> jax.Array:
+        def both(key: jax.Array) -> Any:
             return self.kernel_init(key, (user_rows + cand_rows, features), self.param_dtype)
+
+        def part(rows: slice) -> Callable[[jax.Array], Any]:
+            def init(param_key: jax.Array) -> Any:
+                unboxed = _Unboxed(lambda _: both(key(param_key)))
+                return unboxed.boxed(unboxed(())[rows].T, functional.TRANSPOSED)
+
+            return init
 
         # Both parameters are parts of one weight and need one key; `self.param` would pass a
         # different key to each initialiser.
@@ -53,8 +60,8 @@ class LinearCompression(linen.Module):
         def key(param_key: jax.Array) -> jax.Array:
             return param_key if shared_key is None else shared_key
 
-        w_user = self.param("w_user", lambda param_key: both(key(param_key))[:user_rows].T)
-        w_cand = self.param("w_cand", lambda param_key: both(key(param_key))[user_rows:].T)
+        w_user = self.param("w_user", part(slice(None, user_rows)))
+        w_cand = self.param("w_cand", part(slice(user_rows, None)))
         return {"w_user": w_user, "w_cand": w_cand}
 
 
@@ -155,17 +162,40 @@ def _size(
     if attribute is not None:
         return attribute
     if module.has_variable("params", param):
-        size: int = module.get_variable("params", param).shape[axis]
+        size: int = linen.meta.unbox(module.get_variable("params", param)).shape[axis]
         return size
     return spec.size_of(array)
 
 
 def _initialised(module: Any, specs: dict[str, functional.Spec]) -> dict[str, jax.Array]:
-    def param(name: str, make: Callable[..., jax.Array]) -> jax.Array:
-        def init(key: jax.Array) -> jax.Array:
-            return make(lambda shape: module.kernel_init(key, shape, module.param_dtype))
+    def param(name: str, spec: functional.Spec) -> jax.Array:
+        def init(key: jax.Array) -> Any:
+            unboxed = _Unboxed(lambda shape: module.kernel_init(key, shape, module.param_dtype))
+            return unboxed.boxed(spec.make(unboxed), spec.axes)
 
         value: jax.Array = module.param(name, init)
         return value
 
-    return {name: param(name, make) for name, (_, make) in specs.items()}
+    return {name: param(name, spec) for name, spec in specs.items()}
+
+
+class _Unboxed:
+    """An initialiser of matrices without their metadata, which `boxed` gives to a parameter."""
+
+    def __init__(self, init: Callable[..., Any]) -> None:
+        self._init = init
+        self._box: Any = None
+
+    def __call__(self, shape: tuple[int, ...]) -> jax.Array:
+        value: Any = self._init(shape)
+        if isinstance(value, linen.meta.AxisMetadata):
+            self._box, value = value, linen.meta.unbox(value)
+        made: jax.Array = value
+        return made
+
+    def boxed(self, value: jax.Array, axes: tuple[int | None, ...]) -> Any:
+        """A parameter with the metadata of the last matrix; `axes` as in `functional.Spec`."""
+        if not isinstance(self._box, linen.Partitioned):
+            return value if self._box is None else linen.meta.replace_boxed(self._box, value)
+        names = functional.names_of_axes(axes, self._box.names)
+        return self._box.replace(value=value, names=names)

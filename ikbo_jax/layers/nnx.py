@@ -5,7 +5,8 @@ Keyword arguments of every layer:
   precision: precision of f32 products: a name, a `jax.lax.Precision`, or None for JAX's default.
   param_dtype: dtype of the parameters.
   kernel_init: initialises every parameter as a matrix, with the heads side by side; None means
-    `default_kernel_init`.
+    `default_kernel_init`. Names of axes (`nnx.with_partitioning`) are those of the matrix; of
+    heads side by side, the parameter's axis N gets the name.
   rngs: its stream "params" supplies the keys.
 
 Every layer raises ValueError if a size is not an integer of at least 1. Its parameters are its
@@ -53,15 +54,44 @@ class _Layer(nnx.Module):
             setattr(self, name, nnx.Param(value))
         self.names = tuple(values)
 
-    def _initialised(self, init: Callable[..., jax.Array]) -> dict[str, jax.Array]:
+    def _initialised(self, init: Callable[..., Any]) -> dict[str, Any]:
         """The parameters by name; `init` makes a matrix of a shape with the next key."""
-        return {name: make(init) for name, (_, make) in self._specs().items()}
+        made = {}
+        for name, spec in self._specs().items():
+            unboxed = _Unboxed(init)
+            made[name] = unboxed.boxed(spec.make(unboxed), spec.axes)
+        return made
 
     def _specs(self) -> dict[str, functional.Spec]:
         raise NotImplementedError
 
     def _parameters(self, *inputs: jax.Array) -> dict[str, jax.Array]:
         return {name: getattr(self, name)[...] for name in self.names}
+
+
+class _Unboxed:
+    """An initialiser of matrices without their metadata, which `boxed` gives to a parameter."""
+
+    def __init__(self, init: Callable[..., Any]) -> None:
+        self._init = init
+        self._box: Any = None
+
+    def __call__(self, shape: tuple[int, ...]) -> jax.Array:
+        value: Any = self._init(shape)
+        if isinstance(value, nnx.VariableMetadata):
+            self._box, value = value, value.raw_value
+        made: jax.Array = value
+        return made
+
+    def boxed(self, value: jax.Array, axes: tuple[int | None, ...]) -> Any:
+        """A parameter with the metadata of the last matrix; `axes` as in `functional.Spec`."""
+        if self._box is None:
+            return value
+        metadata = dict(self._box.metadata)
+        for key in ("out_sharding", "sharding_names", "sharding"):
+            if metadata.get(key) is not None:
+                metadata[key] = functional.names_of_axes(axes, metadata[key])
+        return dataclasses.replace(self._box, raw_value=value, metadata=metadata)
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -82,10 +112,12 @@ class LinearCompression(calls.LinearCompression, _Layer):
     cand_rows: int
     features: int
 
-    def _initialised(self, init: Callable[..., jax.Array]) -> dict[str, jax.Array]:
+    def _initialised(self, init: Callable[..., Any]) -> dict[str, Any]:
         functional.compression_sizes(self.user_rows, self.cand_rows, self.features)
-        kernel = init((self.user_rows + self.cand_rows, self.features))
-        return {"w_user": kernel[: self.user_rows].T, "w_cand": kernel[self.user_rows :].T}
+        unboxed = _Unboxed(init)
+        kernel = unboxed((self.user_rows + self.cand_rows, self.features))
+        parts = {"w_user": kernel[: self.user_rows].T, "w_cand": kernel[self.user_rows :].T}
+        return {name: unboxed.boxed(x, functional.TRANSPOSED) for name, x in parts.items()}
 
 
 @dataclasses.dataclass(eq=False, repr=False)

@@ -208,7 +208,7 @@ def _parameters(sizes: Sizes, normal: Callable[[tuple[int, ...]], jax.Array]) ->
     dtype = jnp.dtype(sizes.dtype)
 
     def initialised(specs: dict[str, functional.Spec]) -> dict[str, jax.Array]:
-        return {name: make(normal) for name, (_, make) in specs.items()}
+        return {name: spec.make(normal) for name, spec in specs.items()}
 
     width, heads = sizes.width, (sizes.heads, sizes.head_dim)
     attention = functools.partial(functional.attention_specs, width, width, width, *heads)

@@ -134,7 +134,8 @@ def attention(
         if is_typed(self_tokens):
             self_tokens = reverse_only.operands("attention", self_tokens)
     if 0 in query.shape:
-        out, lse = jnp.zeros(query.shape, query.dtype), jnp.zeros(query.shape[:3], jnp.float32)
+        out = dispatch.record_nothing(jnp.zeros(query.shape, query.dtype), plan)
+        lse = jnp.zeros(query.shape[:3], jnp.float32)
     else:
         arrays = reverse_only.operands("attention", arrays)
         out, lse = _attention(call, plan, arrays, self_tokens)

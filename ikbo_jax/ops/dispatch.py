@@ -354,3 +354,19 @@ def record(result: jax.Array, plan: Plan) -> jax.Array:
     """Returns `result`; stores in the jaxpr that `plan` computed it."""
     marked: jax.Array = plan_p.bind(result, plan=plan)
     return marked
+
+
+def record_nothing(result: jax.Array, plan: Plan) -> jax.Array:
+    """`record` where the sizes alone decide the result: it is empty, or there are no keys."""
+    nothing = dataclasses.replace(
+        plan,
+        implementation="xla",
+        config=None,
+        reason="nothing runs: the result is empty, or zeros for want of keys",
+        backward="nothing runs",
+        backward_config=None,
+        cuda=None,
+        target=None,
+        refusal="",
+    )
+    return record(result, nothing)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -151,7 +151,7 @@ def gdpa(
     plan = _OP.plan(call, arrays)
     shape = reference.out_shape(arrays, settings)
     if 0 in shape or not key.shape[0] or not reference.num_sequences(arrays):
-        return jnp.zeros(shape, query.dtype)
+        return dispatch.record_nothing(jnp.zeros(shape, query.dtype), plan)
     arrays = reverse_only.operands("gdpa", arrays)
     return _gdpa(call, plan, arrays)
 
@@ -243,6 +243,20 @@ def _gradients_and_residuals(call: _Call, residuals: _Residuals) -> tuple[Gradie
     return _gradients(call, residuals), residuals
 
 
+@jax.custom_jvp
+def _differentiated_twice(x: jax.Array) -> jax.Array:
+    """The identity; its derivative would be a third one, which the loops of `chunked_vjp` lack."""
+    return x
+
+
+@_differentiated_twice.defjvp
+def _refuse_third_derivative(*_: Any) -> NoReturn:
+    raise NotImplementedError(
+        "gdpa has no third derivative; first and second ones are in reverse mode (jax.grad, "
+        "jax.jacrev)"
+    )
+
+
 def _pull_back_gradients(
     call: _Call, residuals: _Residuals, cotangents: Gradients
 ) -> tuple[_Residuals]:
@@ -253,7 +267,10 @@ def _pull_back_gradients(
     the gradients, which are the cotangents of query, key and value, and the tangent of out, which
     is the cotangent of d_out. Forward mode keeps no scores, and runs loops of any length.
     """
-    arrays, _, _, d_out = residuals
+    (arrays, _, _, d_out), cotangents = jax.tree.map(
+        lambda x: _differentiated_twice(x) if jnp.issubdtype(x.dtype, jnp.floating) else x,
+        (residuals, cotangents),
+    )
 
     def of(*inputs: jax.Array) -> tuple[Gradients, jax.Array]:
         given = arrays._replace(query=inputs[0], key=inputs[1], value=inputs[2])

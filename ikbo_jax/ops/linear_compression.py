@@ -189,7 +189,7 @@ def _compress(
     plan = _OP.plan(call, arrays)
     shape = (embeddings[-1].shape[0], weights[-1].shape[0], embeddings[-1].shape[2])
     if 0 in shape:
-        return jnp.zeros(shape, embeddings[-1].dtype)
+        return dispatch.record_nothing(jnp.zeros(shape, embeddings[-1].dtype), plan)
     return _linear_compression(call, plan, reverse_only.operands(op, arrays))
 
 

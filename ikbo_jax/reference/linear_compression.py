@@ -107,8 +107,10 @@ def decomposed_vjp(
 
     Returns:
       Gradients of the weights and of the embeddings, each in its input's shape. Sums over
-      candidates and products are f32; each gradient is rounded once.
+      candidates and products are f32; each gradient is rounded once. The embedding of an entry
+      without candidates has no effect, whatever it holds.
     """
+    is_used = _entries_with_candidates(embeddings, parents)
     d_weights: list[jax.Array] = []
     d_embeddings: list[jax.Array] = []
     d_result = cotangent
@@ -117,6 +119,9 @@ def decomposed_vjp(
         # The finest level multiplies in the inputs' dtype, on the tensor cores. Sums over
         # candidates are f32: rounding before the next product would round the gradient twice.
         lhs, rhs = weight.astype(d_result.dtype), embedding.astype(d_result.dtype)
+        if (used := is_used[level]) is not None:
+            # The cotangent of such an entry is 0, but 0 times NaN would be NaN.
+            rhs = jnp.where(used[:, None, None], rhs, jnp.zeros_like(rhs))
         d_weight = jnp.einsum("bmn,bkn->mk", d_result, rhs, preferred_element_type=jnp.float32)
         d_embedding = jnp.einsum("mk,bmn->bkn", lhs, d_result, preferred_element_type=jnp.float32)
         d_weights.insert(0, d_weight.astype(dtype or weight.dtype))
@@ -129,6 +134,20 @@ def decomposed_vjp(
                 d_result.astype(jnp.float32), jnp.clip(parent, 0, batch - 1), num_segments=batch
             )
     return tuple(d_weights), tuple(d_embeddings)
+
+
+def _entries_with_candidates(embeddings: Arrays, parents: Parents) -> list[jax.Array | None]:
+    """Whether entries have candidates, [B_l] of every level; None for the finest: all have."""
+    found: list[jax.Array | None] = [None]
+    used: jax.Array | bool = True
+    for level in range(len(embeddings) - 1, 0, -1):
+        parent = parents[level]
+        assert parent is not None
+        batch = embeddings[level - 1].shape[0]
+        at = jnp.clip(parent, 0, batch - 1)
+        used = jnp.zeros(batch, bool).at[at].max(used)
+        found.insert(0, used)
+    return found
 
 
 def _matmul(weight: jax.Array, embedding: jax.Array) -> jax.Array:

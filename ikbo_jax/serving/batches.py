@@ -73,7 +73,10 @@ class Buckets:
     def __post_init__(self) -> None:
         for name in ("candidates", "users", "new_users"):
             sizes = getattr(self, name)
-            if not sizes or sizes[0] < 1 or list(sizes) != sorted(set(sizes)):
+            are_integers = isinstance(sizes, Sequence) and all(
+                isinstance(size, (int, np.integer)) for size in sizes
+            )
+            if not are_integers or not sizes or sizes[0] < 1 or list(sizes) != sorted(set(sizes)):
                 raise ValueError(f"{name} is {sizes}, expected ascending sizes of at least 1")
         if self.candidates[-1] < self.users[-1]:
             raise ValueError(

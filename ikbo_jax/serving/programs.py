@@ -91,11 +91,23 @@ def with_rows(spec: Tree, *rows: int) -> Tree:
 
 def specs_of(model: Model, weights: Tree, user: Tree, candidate: Tree) -> Specs:
     """The specs of a model with these weights; `user` and `candidate` as in `Specs`."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(weights):
+        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+            raise ValueError(
+                f"weights{jax.tree_util.keystr(path)} must be an array, but is a "
+                f"{type(leaf).__name__}, {leaf!r:.80}"
+            )
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), weights)
     states = jax.eval_shape(model.encode_users, shapes, with_rows(user, 1))
     state = _rows(states, "encode_users")
     index = jax.ShapeDtypeStruct((1,), jnp.int32)
     scores = jax.eval_shape(model.score, shapes, states, with_rows(candidate, 1), index)
+    if not isinstance(scores, jax.ShapeDtypeStruct):
+        # NumPy would make one array of several: users' scores would be another one's.
+        raise ValueError(
+            f"score returns {jax.tree.structure(scores)}, expected one array; stack several scores "
+            "of a candidate along a further axis"
+        )
     return Specs(shapes, user, candidate, state, _rows(scores, "score"))
 
 

@@ -76,7 +76,9 @@ class Scorer:
         the pool. Off by default, since to compile them takes longer than to compile the others.
 
     Raises:
-      ValueError: if the states of the largest bucket's users take more than `user_bytes`.
+      ValueError: if the states of the largest bucket's users take more than `user_bytes`, a weight
+        is not an array, `score` returns anything but one array, or a result of the model has
+        another first axis than its inputs.
     """
 
     def __init__(
@@ -206,12 +208,20 @@ class Scorer:
 
         Raises:
           BadRequestError: if the candidates' structure, shape or dtype is not what the model
-            expects, or there are more than the largest bucket has.
+            expects, there are more than the largest bucket has, or the user or the version is not
+            hashable.
         """
         self._checked(request)
 
     def _checked(self, request: Request) -> Checked:
         leaves = self._candidate_form.leaves_of(request.candidates, stacked=True)
+        try:
+            hash(request.key)
+        except TypeError as error:
+            raise BadRequestError(
+                f"user {request.user!r:.80} and version {request.version!r:.80} must be hashable, "
+                f"but: {error}"
+            ) from error
         found, most = len(leaves[0]), self.buckets.candidates[-1]
         if found > most:
             raise BadRequestError(f"a request has {found} candidates, at most {most} are possible")
@@ -281,24 +291,33 @@ class Scorer:
 
         Args:
           users: ids of n users; one may occur several times.
-          counts: [n] integers, number of candidates of every user, at least 1.
+          counts: [n] integers, number of candidates of every user, at least 0.
           candidates: a tree of arrays [B, ...], the users' candidates in the order of the users.
           version: the version of the users' features, which the scorer's `features_of` returns.
 
         Raises:
           ValueError: if no bucket has so many candidates, or users.
           BadRequestError: if the candidates' structure, shape or dtype is not what the model
-            expects, there are none, their number is not the sum of `counts`, or users and counts
-            differ in number.
+            expects, there are none, their number is not the sum of `counts`, users and counts
+            differ in number, or a count is negative or no integer.
           Exception: whatever `features_of` raises.
         """
         columns = self._candidate_form.leaves_of(candidates, stacked=True)
         keys = [(user, version) for user in users]
+        counts = np.asarray(counts)
+        if counts.ndim != 1 or (counts.size and not np.issubdtype(counts.dtype, np.integer)):
+            raise BadRequestError(
+                f"counts has shape {counts.shape} and dtype {counts.dtype}, expected integers of "
+                f"shape {(len(keys),)}, one for every user"
+            )
         filled, summed = len(columns[0]), int(np.sum(counts))
         if filled != summed or not filled:
             raise BadRequestError(f"there are {filled} candidates, but the counts sum to {summed}")
         if len(keys) != len(counts):
             raise BadRequestError(f"there are {len(keys)} users, but {len(counts)} counts")
+        if counts.min() < 0:
+            at = int(counts.argmin())
+            raise BadRequestError(f"counts[{at}] is {counts[at]}, expected at least 0")
         rows, bucket = np.arange(len(keys)), self.buckets.fitting(filled, len(keys))
         batch = Batch(keys, [None] * len(keys), rows, counts, columns, filled, bucket, rows)
         with self._lock:

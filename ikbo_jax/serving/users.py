@@ -11,7 +11,7 @@ class UserCache:
 
     Args:
       max_bytes: bytes that all states may take.
-      row_bytes: bytes of one user's state.
+      row_bytes: bytes of one user's state; 0 if the model keeps none.
       least: number of slots that are needed; a call's users all need one.
 
     Raises:
@@ -25,7 +25,7 @@ class UserCache:
     """
 
     def __init__(self, max_bytes: int, row_bytes: int, least: int) -> None:
-        self.slots = max_bytes // row_bytes
+        self.slots = max_bytes // row_bytes if row_bytes else least
         if self.slots < least:
             raise ValueError(
                 f"the user cache has {max_bytes} bytes but the states of a call's {least} users "

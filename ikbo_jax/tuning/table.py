@@ -183,6 +183,21 @@ def lookup(problem: Problem, *, device: str = "", with_user_rows: bool = True) -
       device: name of the card at hand; "" prefers no card.
       with_user_rows: whether to search the user's cache.
     """
+    user_rows = _user_rows() if with_user_rows else ()
+    choice = _lookup(problem, device, user_rows)
+    of_problem = [row.config for row in user_rows if row.problem == problem]
+    if choice.source == "none" or any(_is_legal(problem, config) for config in of_problem):
+        return choice
+    # The row of an older version may hold what the kernel has ceased to take.
+    for config in of_problem[:1]:
+        why = config.illegal_reason(problem)
+        reason = f"{choice.reason}; the user cache's row of these sizes is ignored: {why}"
+        choice = dataclasses.replace(choice, reason=reason)
+    return choice
+
+
+def _lookup(problem: Problem, device: str, user_rows: tuple[Row, ...]) -> Choice:
+    """`lookup` with these rows of the user's cache."""
 
     def is_other(row: Row) -> bool:
         """Whether another card than that at hand measured a row."""
@@ -192,7 +207,6 @@ def lookup(problem: Problem, *, device: str = "", with_user_rows: bool = True) -
     if default_config is None:
         reason = problem.config_type().illegal_reason(problem)
         return Choice(None, "none", False, f"no legal configuration of the kernel: {reason}")
-    user_rows = _user_rows() if with_user_rows else ()
     for row in sorted(user_rows, key=is_other):
         if row.problem == problem and _is_legal(problem, row.config):
             return Choice(row.config, "user cache", True, f"user cache, {row.describe()}")

@@ -268,3 +268,30 @@ def test_a_report_is_not_followed_by_no_op_found() -> None:
     assert text.endswith(
         "no op of this library is called directly; see the report of rewrite above"
     )
+
+
+@pytest.mark.parametrize("op", ["linear_compression", "attention", "gdpa", "no_keys"])
+def test_calls_in_which_nothing_runs_are_listed(op: str) -> None:
+    """An empty call is a call: a report without it would say that no op is called."""
+    rows, index = jnp.ones((0, 2, 2, 8)), jnp.zeros(0, jnp.int32)
+    offsets = jnp.zeros(2, jnp.int32)
+    call = {
+        "linear_compression": lambda rows: ikbo.linear_compression(
+            jnp.ones((3, 2)), jnp.ones((3, 4)), rows[:, 0], jnp.ones((1, 4, 8)), index
+        ),
+        "attention": lambda rows: ikbo.attention(rows, rows, rows, index),
+        "gdpa": lambda rows: ikbo.gdpa(rows[:, 0], rows[:, 0], rows[:, 0], offsets, offsets),
+        "no_keys": lambda rows: ikbo.gdpa(
+            jnp.ones((3, 2, 8)) + rows.sum(), rows[:, 0], rows[:, 0], offsets + 3, offsets
+        ),
+    }[op]
+    both = jnp.stack([rows, rows])
+    for fn, argument in (
+        (call, rows),
+        (jax.grad(lambda rows: call(rows).sum()), rows),
+        (jax.vmap(call), both),
+        (jax.jit(call), rows),
+    ):
+        (plan,) = ikbo.explain(fn, argument).plans
+        assert plan.op == op.replace("no_keys", "gdpa")
+        assert "nothing runs" in str(plan)

@@ -127,3 +127,22 @@ def test_forward_mode_by_arrays_that_a_custom_vjp_does_not_take_works() -> None:
     expected = jnp.sum(jax.grad(of_own)(own))
     np.testing.assert_allclose(jvp(of_own)(own)[1], expected, atol=1e-5)
     np.testing.assert_allclose(jvp(lambda x: attention(query) + x)(1.0)[1], 1.0)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "softmax"])
+@pytest.mark.parametrize("wrap", [lambda fn: fn, jax.jit])
+def test_gdpa_refuses_a_third_derivative(activation: str, wrap) -> None:
+    offsets = jnp.asarray([0, 2, 3], jnp.int32)
+
+    def once(rows):
+        out = ikbo.gdpa(rows, rows, rows, offsets, offsets, activation=activation, scale=0.1)
+        return jnp.sum(jnp.sin(out))
+
+    def twice(rows):
+        return jnp.sum(jnp.sin(jax.grad(once)(rows)))
+
+    def thrice(rows):
+        return jnp.sum(jnp.sin(jax.grad(twice)(rows)))
+
+    with pytest.raises(NotImplementedError, match="gdpa has no third derivative"):
+        wrap(jax.grad(thrice))(jnp.ones((3, 1, 4)))

@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as flax_linen
 from flax import nnx as flax_nnx
 from problems import random_array
 
 import ikbo_jax as ikbo
-from ikbo_jax.layers import linen, nnx
+from ikbo_jax.layers import functional, linen, nnx
 
 pytestmark = pytest.mark.slow
 
@@ -248,3 +249,100 @@ def test_wrong_indices_have_the_names_of_the_layer(name: str, place: int, words:
     wrong[place] = jnp.zeros(0, jnp.int32) if "must have" in words else inputs[place][:-1]
     with pytest.raises(ValueError, match=words):
         layer(*wrong)
+
+
+#: The layers' options, and the names of the axes of every parameter if "a" and "b" are those of
+#: the matrix.
+HEADS_NAMES = {"w_query": ("a", "b", None), "w_key": ("a", "b", None), "w_value": ("a", "b", None)}
+NAMES = {
+    "LinearCompression": (
+        {"user_rows": 4, "cand_rows": 3, "features": 2},
+        {"w_user": ("b", "a"), "w_cand": ("b", "a")},
+    ),
+    "CandidateAttention": (
+        {"cand_features": 4, "user_features": 6, "num_heads": 2, "head_dim": 4},
+        {**HEADS_NAMES, "w_out": ("a", None, "b")},
+    ),
+    "PMA": (
+        {"in_features": 4, "num_seeds": 3, "num_heads": 2, "head_dim": 4},
+        {**HEADS_NAMES, "w_out": ("a", None, "b"), "seeds": ("a", "b")},
+    ),
+    "PFFN": (
+        {"features": 4, "memory_features": 6, "num_heads": 2, "head_dim": 4},
+        {**HEADS_NAMES, "w_out": ("a", None, "b")},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_of_the_matrix_s_axes_reach_the_parameters(name: str) -> None:
+    sizes, expected = NAMES[name]
+    plain = flax_nnx.initializers.lecun_normal()
+    named = flax_nnx.with_partitioning(plain, ("a", "b"))
+    with flax_nnx.use_eager_sharding(False):  # there is no mesh
+        layer = getattr(nnx, name)(**sizes, kernel_init=named, rngs=flax_nnx.Rngs(0))
+    bare = getattr(nnx, name)(**sizes, kernel_init=plain, rngs=flax_nnx.Rngs(0))
+    for param, names in expected.items():
+        found = getattr(layer, param)
+        assert found.get_metadata("out_sharding") == names
+        np.testing.assert_array_equal(found[...], getattr(bare, param)[...])
+
+    inputs = {
+        "LinearCompression": (jnp.ones((2, 4, 5)), jnp.ones((3, 3, 5)), jnp.zeros(3, jnp.int32)),
+        "CandidateAttention": (jnp.ones((3, 2, 4)), jnp.ones((2, 5, 6)), jnp.zeros(3, jnp.int32)),
+        "PMA": (jnp.ones((5, 4)), jnp.array([0, 2, 5], jnp.int32)),
+        "PFFN": (jnp.ones((5, 4)), jnp.ones((3, 6)), *[jnp.array([0, 3], jnp.int32)] * 2),
+    }[name]
+    required = {k: v for k, v in sizes.items() if k in ("num_heads", "head_dim", "num_seeds")}
+    if name == "LinearCompression":
+        required = {"features": sizes["features"]}
+    boxing = flax_linen.with_partitioning(plain, ("a", "b"))
+    module = getattr(linen, name)(**required, kernel_init=boxing)
+    variables = module.init(jax.random.key(0), *inputs)
+    found = {param: box.names for param, box in variables["params"].items()}
+    assert found == expected
+    bare = getattr(linen, name)(**required, kernel_init=plain).init(jax.random.key(0), *inputs)
+    jax.tree.map(np.testing.assert_array_equal, flax_linen.meta.unbox(variables), bare)
+    np.testing.assert_array_equal(module.apply(variables, *inputs), module.apply(bare, *inputs))
+
+
+def test_names_of_other_axes_are_refused() -> None:
+    init = flax_nnx.with_partitioning(flax_nnx.initializers.lecun_normal(), ("a", "b", "c"))
+    with pytest.raises(ValueError, match=r"names the axes \('a', 'b', 'c'\), but .* have 2 axes"):
+        nnx.PFFN(4, 6, 2, 4, kernel_init=init, rngs=flax_nnx.Rngs(0))
+
+
+def test_a_list_is_no_input() -> None:
+    layer = nnx.PFFN(4, 6, 2, 4, rngs=flax_nnx.Rngs(0))
+    offsets = jnp.array([0, 1], jnp.int32)
+    with pytest.raises(ValueError, match=r"PFFN: x must be an array of shape .*, but is a list"):
+        layer([[1.0] * 4], jnp.ones((1, 6)), offsets, offsets)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "words"),
+    [
+        ("w_key", (8, 4, 4), "w_key has K=4 but w_value has K=2"),
+        ("w_query", (6, 4, 4), "w_query has N=4 but w_out has N=2"),
+        ("w_value", (7, 2, 4), "w_key has G=8 but w_value has G=7"),
+        ("w_query", (6, 8), r"w_query must have shape \[F, N, H\], but has shape \(6, 8\)"),
+        ("w_out", None, "no parameter 'w_out', only "),
+    ],
+)
+def test_parameters_that_do_not_fit_are_named(name: str, shape, words: str) -> None:
+    shapes = {"w_query": (6, 2, 4), "w_key": (8, 2, 4), "w_value": (8, 2, 4), "w_out": (2, 4, 6)}
+    shapes = {key: x for key, x in {**shapes, name: shape}.items() if x is not None}
+    params = {key: jnp.ones(x) for key, x in shapes.items()}
+    rows, offsets = jnp.ones((3, 6)), jnp.array([0, 3], jnp.int32)
+    with pytest.raises(ValueError, match=f"^CandidateAttention.*{words}"):
+        functional.attend(params, rows[None], jnp.ones((1, 3, 8)), jnp.zeros(1, jnp.int32))
+    with pytest.raises(ValueError, match=f"^PFFN.*{words}"):
+        functional.pffn(params, rows, jnp.ones((3, 8)), offsets, offsets)
+    with pytest.raises(ValueError, match=f"^PMA.*{words}"):
+        functional.pma(params | {"seeds": jnp.ones((2, 6))}, jnp.ones((3, 8)), offsets)
+
+
+def test_a_list_is_no_parameter() -> None:
+    params = {"w_user": [[1.0]], "w_cand": jnp.ones((1, 1))}
+    with pytest.raises(ValueError, match=r"w_user must be an array of shape .*, but is a list"):
+        functional.compress(params, jnp.ones((1, 1, 8)), jnp.ones((1, 1, 8)), INDEX[:1])

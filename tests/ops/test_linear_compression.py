@@ -132,6 +132,38 @@ def test_nan_reaches_the_candidates_of_its_user_alone() -> None:
     np.testing.assert_array_equal(out, clean)
 
 
+#: Parents of two and of three levels, and the entries of each level without candidates. Of three
+#: levels, entry 1 of the coarsest has a child, which has no candidates.
+WITHOUT_CANDIDATES = {
+    "two_levels": ([None, [2, -1, 0, 0, 9]], [[1], []]),
+    "three_levels": ([None, [0, 2, 0, 1], [2, -1, 0, 0, 1, 2]], [[1], [3], []]),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_CANDIDATES)
+def test_an_entry_without_candidates_reaches_no_gradient(name: str) -> None:
+    """Such an entry, say padding, may hold anything: a model that copies never reads it."""
+    rows, unused = WITHOUT_CANDIDATES[name]
+    parents = [None if row is None else np.array(row, np.int32) for row in rows]
+    batches = [3, *(len(parent) for parent in parents[1:])]
+    rng = np.random.default_rng(0)
+    weights = [rng.normal(size=(4, 5)).astype(np.float32) for _ in batches]
+    embeddings = [rng.normal(size=(b, 5, 8)).astype(np.float32) for b in batches]
+    poisoned = [x.copy() for x in embeddings]
+    for x, entries in zip(poisoned, unused, strict=True):
+        x[entries, 2] = np.nan
+        x[entries, 3] = np.inf
+
+    def gradients(embeddings):
+        def loss(weights, embeddings):
+            out = ikbo.multilevel_linear_compression(as_terms(weights, embeddings, parents))
+            return jnp.sum(jnp.sin(out))
+
+        return jax.grad(loss, (0, 1))(weights, embeddings)
+
+    chex.assert_trees_all_equal(gradients(poisoned), gradients(embeddings))
+
+
 def plain_compression(*arrays):
     return materialised(*problems.LinearCompressionInputs(*arrays).levels)
 

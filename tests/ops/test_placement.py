@@ -235,6 +235,8 @@ def test_equal_requests_have_equal_placements():
         ({"num_devices": 0}, "num_devices is 0, expected at least 1"),
         ({"num_users": -1}, "num_users is -1, expected at least 0"),
         ({"multiple_of": 0}, "multiple_of is 0, expected at least 1"),
+        ({"multiple_of": 2.5}, "multiple_of is 2.5, expected an integer"),
+        ({"num_devices": None}, "num_devices is None, expected an integer"),
         ({"users_multiple_of": -8}, "users_multiple_of is -8, expected at least 1"),
     ],
 )

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import problems
 import pytest
+from jax.experimental import checkify
 
 from ikbo_jax.reference import attention as reference
 from ikbo_jax.reference import attention_grouped as grouped
@@ -348,3 +349,19 @@ def test_blocking_bounds_every_step(sizes: tuple[int, ...]) -> None:
         assert groups * keys * kv_heads * head_dim <= grouped.MAX_KEY_ELEMENTS
     needed = min(batch, users) + (batch - min(batch, users)) // group
     assert needed * group <= 2 * batch
+
+
+def test_checkify_finds_no_index_outside() -> None:
+    """Checks of indices are for the caller's own program: no group's empty place is a find."""
+    rng = np.random.default_rng(0)
+    query, key = (
+        rng.normal(size=shape).astype(np.float32) for shape in ((5, 3, 2, 8), (3, 7, 2, 8))
+    )
+    index = jnp.asarray([0, 2, 0, 1, 0], jnp.int32)
+
+    def both(query, key):
+        out, lse = grouped.decomposed(query, key, key, index, None, scale=1.0)
+        return grouped.decomposed_vjp(query, key, key, index, None, out, lse, out, lse, scale=1.0)
+
+    error, _ = checkify.checkify(both, errors=checkify.index_checks)(query, key)
+    assert error.get() is None

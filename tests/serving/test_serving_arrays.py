@@ -189,6 +189,9 @@ def test_one_call_of_arrays_is_checked(scorer, table):
     for users, counts, message in (
         ([1], [3], "2 candidates, but the counts sum to 3"),
         ([1], [1, 1], "1 users, but 2 counts"),
+        ([1, 2], [3, -1], r"counts\[1\] is -1, expected at least 0"),
+        ([1, 2], [1.0, 1.0], r"dtype float64, expected integers of shape \(2,\)"),
+        ([1, 2], [[1], [1]], r"counts has shape \(2, 1\)"),
         ([1] * 4, [1, 1, 0, 0], "2 candidates of 4 users but the largest bucket has"),
     ):
         with pytest.raises(ValueError, match=message):

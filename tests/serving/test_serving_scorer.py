@@ -122,6 +122,7 @@ def test_a_bad_request_leaves_the_others_alone(shared):
         dataclasses.replace(good, candidates={"item": np.int32(1)}),
         dataclasses.replace(good, user=91, features=lambda: {"events": np.zeros((5, 8), "f4")}),
         dataclasses.replace(good, user=92, features=broken),
+        dataclasses.replace(good, user=[1]),
     ]
     messages = [
         r"has 17 candidates, at most 16",
@@ -131,6 +132,7 @@ def test_a_bad_request_leaves_the_others_alone(shared):
         r"candidates\['item'\] has shape \(\) and dtype int32, expected \[n\] and int32",
         r"features\['events'\] has shape \(5, 8\) and dtype float32, expected \[6, 8\]",
         r"no such user",
+        r"user \[1\] and version 0 must be hashable",
     ]
     answers = shared.rank([good, *bad, good])
     assert_right([good, good], [answers[0], answers[-1]])
@@ -346,6 +348,8 @@ def test_parts_fill_the_largest_bucket():
         ((4,), (0, 1), r"users is \(0, 1\)"),
         ((4, 32), (1, 9), r"new_users is \(0,\)"),
         ((4, 8), (1, 9), "has 8 candidates, fewer than its 9 users"),
+        ((8.5, 16), (1,), r"candidates is \(8.5, 16\)"),
+        (8, (1,), "candidates is 8"),
     ],
 )
 def test_buckets_that_make_no_sense(candidates, users, message):
@@ -368,6 +372,43 @@ def test_a_model_must_keep_the_first_axis():
 
     with pytest.raises(ValueError, match=r"encode_users returns shape \(4,\).*rows"):
         serving.Scorer(Wrong(), small.weights(), small.USER, small.CANDIDATE)
+
+
+@pytest.mark.parametrize("results", [tuple, list, lambda both: {"a": both[0], "b": both[1]}])
+def test_a_model_returns_one_array_of_scores(results):
+    class Two(small.Model):
+        def score(self, *args):
+            scores = super().score(*args)
+            return results([scores, scores])
+
+    with pytest.raises(ValueError, match=r"score returns .*, expected one array"):
+        serving.Scorer(Two(), small.weights(), small.USER, small.CANDIDATE)
+
+
+def test_weights_are_arrays():
+    with pytest.raises(ValueError, match=r"weights\['out'\] must be an array, but is a float, 2.0"):
+        serving.Scorer(small.Model(), small.weights() | {"out": 2.0}, small.USER, small.CANDIDATE)
+
+
+def test_a_model_may_keep_no_state():
+    class Stateless(small.Model):
+        def encode_users(self, weights, users):
+            return {}
+
+        def score(self, weights, state, candidates, cand_to_user):
+            return weights["items"][candidates["item"]] @ weights["key"]
+
+    weights = small.weights()
+    scorer = serving.Scorer(
+        Stateless(), weights, small.USER, small.CANDIDATE, buckets=small.BUCKETS
+    )
+    for answer, items in zip(
+        scorer.rank([small.request(n, [n, n + 1]) for n in range(5)]),
+        ([n, n + 1] for n in range(5)),
+        strict=True,
+    ):
+        expected = weights["items"][items] @ weights["key"]
+        np.testing.assert_allclose(answer.scores, expected, atol=TOLERANCE)
 
 
 def test_a_second_process_loads_its_programs(tmp_path):

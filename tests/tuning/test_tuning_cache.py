@@ -166,7 +166,11 @@ def test_writing_over_a_corrupt_cache_keeps_it_aside(cache_dir):
 def test_cached_row_that_is_illegal_by_now_is_passed_over():
     huge = LinearCompressionConfig(block_m=224, num_stages=64, epilogue_rows=56)
     table.write_user_row(row(DEFAULT, huge))
-    assert table.lookup(DEFAULT).source != "user cache"
+    choice = table.lookup(DEFAULT)
+    assert choice.source != "user cache"
+    assert choice.reason.endswith(f"is ignored: {huge.illegal_reason(DEFAULT)}")
+    table.write_user_row(row(DEFAULT))
+    assert "ignored" not in table.lookup(DEFAULT).reason
 
 
 def test_concurrent_writers_lose_nothing(cache_dir):
