@@ -61,9 +61,11 @@ def _is_zero(ctx: Context, bias: Any) -> Any:
         produced = ctx.producer(produced[1][0])
     if produced is None or produced[0].primitive.name != "select_n" or len(produced[1]) != 3:
         return None
-    which, _, kept = produced[1]
+    which, hidden, kept = produced[1]
     same = getattr(which, "dtype", None) == np.bool_ and len(which.shape) == len(bias.shape)
-    return which if same and constant(ctx, kept) == 0 else None
+    # The other case may be a bias again, which is 0 at some places.
+    is_number = constant(ctx, hidden) is not None
+    return which if same and is_number and constant(ctx, kept) == 0 else None
 
 
 def masked(ctx: Context, scores: Scores, mask: Any, keeps: bool, fill: Fill) -> Any:

@@ -60,6 +60,31 @@ def test_only_lengths_are_lengths(name: str) -> None:
     check_values_and_gradients(attend, floats(B, 2, D), floats(U, keys, D), lengths)
 
 
+CAUSAL, SELF = np.tril(np.ones((6, 6), bool))[None], np.eye(6, dtype=bool)[None]
+#: Biases [batch or 1, 6, 6] of a sequence of 5 tokens of a user and 1 token of a candidate.
+BIASES = {
+    "a mask": lambda keys: jnp.where(CAUSAL & (keys | SELF), 0.0, -1e9),
+    "a mask in a mask": lambda keys: jnp.where(SELF, 0.0, jnp.where(CAUSAL & keys, 0.0, -1e9)),
+    "a mask outside a mask": lambda keys: jnp.where(CAUSAL & keys, 0.0, jnp.where(SELF, 0.0, -1e9)),
+    "a constant mask in a mask": lambda keys: jnp.where(SELF, 0.0, jnp.where(CAUSAL, 0.0, -1e9)),
+}
+
+
+@pytest.mark.parametrize("name", BIASES)
+def test_a_bias_keeps_all_keys_where_it_is_zero(name: str) -> None:
+    index = jnp.asarray(RNG.integers(0, U, B), jnp.int32)
+
+    def attend(history, cand, lengths):
+        x = jnp.concatenate([history[index], cand], axis=1)
+        kept = jnp.arange(5)[None] < lengths[index][:, None]
+        keys = jnp.concatenate([kept, jnp.ones((B, 1), bool)], axis=1)[:, None, :]
+        logits = jnp.einsum("btd,bsd->bts", x, x) + BIASES[name](keys)
+        return jnp.einsum("bts,bsd->btd", jax.nn.softmax(logits, axis=-1), x)
+
+    lengths = jnp.array([1, 3, 2, 5], jnp.int32)
+    check_values_and_gradients(attend, floats(U, 5, D), floats(B, 1, D), lengths)
+
+
 def test_an_index_that_is_clamped_below_zero_counts_from_the_end() -> None:
     def looked_up(users, cand, index, lengths):
         last = jnp.clip(lengths, 0, 3) - 1
