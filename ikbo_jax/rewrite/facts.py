@@ -24,6 +24,8 @@ Interval = tuple[int, int]
 MOVES = ("broadcast_in_dim", "reshape", "squeeze", "transpose", "copy", "pvary", "reshard")
 #: The depth to which producing equations are followed.
 _DEPTH = 16
+#: Constant arrays of at most this size are searched for a few numbers.
+_SMALL = 1 << 16
 
 
 # Numbers.
@@ -78,6 +80,11 @@ def possible_values(ctx: Any, value: Any, depth: int = _DEPTH) -> set[float] | N
         return {number}
     if getattr(value, "dtype", None) == np.bool_:
         return {0.0, 1.0}
+    if is_plain(value) and not isinstance(value, jax.core.Tracer) and np.size(value) <= _SMALL:
+        array = constant_array(value)
+        numbers: Any = np.unique(array.astype(np.float64)) if array.dtype.kind in "biufV" else []
+        few = 0 < len(numbers) <= 4 and not np.isnan(numbers).any()
+        return set(map(float, numbers)) if few else None
     produced = ctx.producer(value)
     if produced is None or depth == 0:
         return None

@@ -8,10 +8,12 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core
 
 from ikbo_jax.rewrite import facts
 from ikbo_jax.rewrite.facts import constant
 from ikbo_jax.rewrite.interpret import Context
+from ikbo_jax.rewrite.known import known
 from ikbo_jax.rewrite.lineage import Lazy, has_lineage, spread
 from ikbo_jax.rewrite.registry import NotCovered
 from ikbo_jax.rewrite.scores import BATCH, KEY, RULES, Fill, Logits, Scores, only
@@ -55,15 +57,45 @@ def _added(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
 
 
 def _is_zero(ctx: Context, bias: Any) -> Any:
-    """The condition of a bias that is written as `where(condition, 0, number)`; None if unknown."""
+    """Where a bias is 0, as a mask; None if the program does not show it.
+
+    The bias is constant, or it is written as `where(condition, 0, number)`, perhaps with further
+    dimensions and in another dtype.
+    """
+    number = known(ctx, bias)
+    if number is not None:
+        # An array of NumPy, whose elements later proofs see.
+        zeros: np.ndarray = ctx.scope.once(("zeros of a bias",), (bias,), lambda: number == 0)
+        return zeros
     produced = ctx.producer(bias)
-    while produced is not None and produced[0].primitive.name == "convert_element_type":
-        produced = ctx.producer(produced[1][0])
-    if produced is None or produced[0].primitive.name != "select_n" or len(produced[1]) != 3:
+    if produced is None:
         return None
-    which, _, kept = produced[1]
+    eqn, operands = produced
+    name = eqn.primitive.name
+    if name == "convert_element_type":
+        return _is_zero(ctx, operands[0])
+    if name in ("broadcast_in_dim", "reshape", "squeeze") and len(operands) == 1:
+        mask = _is_zero(ctx, operands[0])
+        return None if mask is None else _moved(ctx, eqn, mask)
+    if name != "select_n" or len(operands) != 3:
+        return None
+    which, hidden, kept = operands
     same = getattr(which, "dtype", None) == np.bool_ and len(which.shape) == len(bias.shape)
-    return which if same and constant(ctx, kept) == 0 else None
+    # The other case may be a bias again, which is 0 at some places.
+    is_number = constant(ctx, hidden) is not None
+    return which if same and is_number and constant(ctx, kept) == 0 else None
+
+
+def _moved(ctx: Context, eqn: Any, mask: Any) -> Any:
+    """The result of an equation that adds dimensions to a bias, for the bias's mask."""
+
+    def moved() -> Any:
+        out = core.Var(eqn.outvars[0].aval.update(dtype=np.dtype(bool), weak_type=False))
+        (result,) = ctx.run_equation(eqn.replace(outvars=[out]), [mask])
+        return result
+
+    # The layers of a model share the mask, and what is computed from it.
+    return ctx.scope.once(("mask of a bias", id(eqn)), (mask, eqn), moved)
 
 
 def masked(ctx: Context, scores: Scores, mask: Any, keeps: bool, fill: Fill) -> Any:

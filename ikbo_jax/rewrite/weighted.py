@@ -127,5 +127,6 @@ def _attend(ctx: Context, weights: Weights, value: jax.Array, kept: jax.Array | 
         # The sum of a row is 1, or 0.
         how, number = weights.divided
         out = masks.attend(ctx, of, value, zero)
-        return (out / (1 + number)).astype(out.dtype) if how == "add" else out
+        total = 1 + number if how == "add" else max(1.0, number)
+        return out if total == 1 else (out / total).astype(out.dtype)
     return masks.renormalised(root, value, kept, weights.divided, True)

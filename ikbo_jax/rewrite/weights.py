@@ -291,7 +291,7 @@ def _quotient(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
         if (x.stage, y.stage) == ("weighted", "total"):
             if x.weights is not y.weights or not scores.belong(x, y):
                 raise NotCovered("attention is not recognised: weights over another sum")
-            return _changed(x, eqn, (x, y), divided=y.floor or ("add", 0.0))
+            return _over_their_sum(x, eqn, y)
         if (x.stage, y.stage) == ("exp", "sum") and scores.belong(x, y):
             if "product" in (x.emptied, y.emptied) and not (y.floor and y.floor[1]):
                 # 0 / 0 is NaN, and so is its gradient, which a select would stop.
@@ -306,6 +306,18 @@ def _quotient(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
     if number is not None:
         return _scaled(x, eqn, (x, y), math.nan if number == 0 else 1 / number)
     return _changed(x, eqn, (x, y), y, factors=(*_weights_of(x).factors, 1 / _by_user(x, y)))
+
+
+def _over_their_sum(x: Scores, eqn: Any, y: Scores) -> Scores:
+    """Weights over their sum, over their sum plus a number, or over at least a number.
+
+    A factor of the weights is a factor of their sum, too: c·w / (c·sum + e) = w / (sum + e/c).
+    """
+    factor = _weights_of(x).scale
+    how, number = y.floor or ("add", 0.0)
+    if factor <= 0:
+        raise NotCovered(f"attention is not recognised: weights scaled by {factor:g}, over a sum")
+    return _changed(x, eqn, (x, y), scale=1.0, divided=(how, number / factor))
 
 
 def _over_bounded_sum(x: Scores, eqn: Any, y: Scores) -> Scores:

@@ -66,6 +66,10 @@ def over_sum(weights, eps):
     return weights / (weights.sum(-1, keepdims=True) + eps)
 
 
+def over_at_least(weights, number):
+    return weights / jnp.maximum(weights.sum(-1, keepdims=True), number)
+
+
 def shifted(x):
     return jnp.exp(x - x.max(-1, keepdims=True))
 
@@ -109,6 +113,11 @@ BY_THE_OP = {
     "masked over its sum and a half": lambda x: over_sum(softmax(finite(x)) * kept(), 0.5),
     "masked over its sum alone": lambda x: over_sum(softmax(x) * kept(), 0),
     "masked twice over its sum alone": lambda x: over_sum(softmax(finite(x)) * kept(), 0),
+    "masked and scaled, over its sum alone": lambda x: over_sum(2 * (softmax(x) * kept()), 0),
+    "scaled after -1e9, over its sum": lambda x: over_sum(3 * (softmax(finite(x)) * kept()), 0.4),
+    "scaled after -1e9, over at least more": lambda x: over_at_least(
+        softmax(finite(x)) * kept() / 2, 0.9
+    ),
     "exponentials": lambda x: over_sum(jnp.exp(x) * kept(), 0.5),
     "exponentials over at least a half": lambda x: (lambda e: (
         e / jnp.maximum(e.sum(-1, keepdims=True), 0.5)
@@ -148,6 +157,7 @@ AS_WRITTEN = {
     "over another sum": lambda x: (
         softmax(x) * kept() / ((softmax(x) * other()).sum(-1, keepdims=True) + 1e-9)
     ),
+    "times a number below 0, over its sum": lambda x: over_sum(-2 * (softmax(x) * kept()), 0),
     "age over its sum": lambda x: over_sum(softmax(finite(x)) * AGE[INDEX], 1e-9),
     "a number added to an unknown sum": lambda x: over_sum(shifted(x) * kept(), 1e-3),
     "a small number added to an unknown sum": lambda x: over_sum(shifted(x) * kept(), 1e-9),
@@ -245,13 +255,21 @@ def test_masks_by_head_of_a_softmax_that_may_be_nan_stay_as_written():
     assert not by_the_op(fn, CAND, HISTORY)
 
 
-def test_probabilities_of_all_keys_over_the_sum_of_some():
+OVER_THE_SUM_OF_SOME = {
+    "plus a number": lambda x: over_sum(softmax(x) * kept(), 0.2),
+    "scaled": lambda x: over_sum(softmax(x) * kept() / 4, 0.3),
+    "scaled, at least a number": lambda x: over_at_least(softmax(x) * kept() / 2, 0.3),
+}
+
+
+@pytest.mark.parametrize("name", OVER_THE_SUM_OF_SOME)
+def test_probabilities_of_all_keys_over_the_sum_of_some(name):
     """Two attentions, which projections at user batch pay for."""
 
     def fn(cand, history):
         key = jnp.tanh(history[INDEX] @ W) @ W
         logits = jnp.einsum("bd,bsd->bs", cand, key)
-        return jnp.einsum("bs,bsd->bd", over_sum(softmax(logits) * kept(), 0.2), key)
+        return jnp.einsum("bs,bsd->bd", OVER_THE_SUM_OF_SOME[name](logits), key)
 
     check_values_and_gradients(fn, CAND, HISTORY)
     assert by_the_op(fn, CAND, HISTORY)
