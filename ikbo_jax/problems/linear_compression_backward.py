@@ -25,8 +25,12 @@ from ikbo_jax.problems.linear_compression import (
     LinearCompressionSizes,
     pads_little,
 )
+from ikbo_jax.problems.packed_compression import PackedCompressionConfig
 from ikbo_jax.problems.problem import Config
+from ikbo_jax.problems.resident_compression import ResidentCompressionConfig
 
+#: Configurations of the kernels that compute a gradient of embeddings.
+EmbeddingConfig = LinearCompressionConfig | PackedCompressionConfig | ResidentCompressionConfig
 #: Largest n of a WGMMA instruction.
 MAX_BLOCK_M = 256
 #: Most stages of the ring of a weight's gradient; tiles of 224 compressed rows leave room for 5.
@@ -156,13 +160,13 @@ class LinearCompressionBackwardConfig(Config):
     """Tuning parameters of all kernels of linear compression's gradient.
 
     Attributes:
-      embeddings: of the forward kernel that multiplies cotangents by a transposed weight, for every
+      embeddings: of the forward kernels that multiply cotangents by a transposed weight, for every
         level.
       weights: of the kernel for a weight's gradient, for every level.
       sums: of the kernel that sums cotangents.
     """
 
-    embeddings: tuple[LinearCompressionConfig, ...]
+    embeddings: tuple[EmbeddingConfig, ...]
     weights: tuple[WeightGradientConfig, ...]
     sums: SumConfig = SumConfig()
 
@@ -189,13 +193,25 @@ def embedding_problem(problem: LinearCompressionSizes, level: int) -> LinearComp
 
 def default_config(problem: LinearCompressionSizes) -> LinearCompressionBackwardConfig:
     """The configuration without a measurement; legal unless none is."""
-    embeddings = []
-    for level in range(len(problem.ks)):
-        # Tiles that span candidates were not measured in a gradient.
-        config = next(embedding_problem(problem, level).row_configs(), None)
-        embeddings.append(config or LinearCompressionConfig(single_launch=False))
+    rows = [_row_config(problem, level) for level in range(len(problem.ks))]
+    embeddings = [_other_config(problem, level) or row for level, row in enumerate(rows)]
     weight = _with_most_stages(_block_ms(problem.m)[0])
     return LinearCompressionBackwardConfig(tuple(embeddings), (weight,) * len(embeddings))
+
+
+def _row_config(problem: LinearCompressionSizes, level: int) -> LinearCompressionConfig:
+    """The configuration of a level's embedding gradient by tiles of one candidate's columns."""
+    config = next(embedding_problem(problem, level).row_configs(), None)
+    return config or LinearCompressionConfig(single_launch=False)
+
+
+def _other_config(
+    problem: LinearCompressionSizes, level: int
+) -> PackedCompressionConfig | ResidentCompressionConfig | None:
+    """The configuration of the kernel that the forward pass would choose; None if it is that of
+    `_row_config`."""
+    config = next(embedding_problem(problem, level).candidate_configs(), None)
+    return None if isinstance(config, LinearCompressionConfig) else config
 
 
 def _with_most_stages(block_m: int) -> WeightGradientConfig:
@@ -238,7 +254,9 @@ class LinearCompressionBackwardTuning(Config):
       weight_stages: `WeightGradientConfig.stages`, for every level.
       sum_stages: `SumConfig.stages`.
       embedding_block_m: `LinearCompressionConfig.block_m` of the finest level's embedding gradient.
-        Coarser levels do little work and have their own default configuration.
+        Coarser levels do little work and have their own default configuration. Where the forward
+        pass would choose another kernel for the same product, the gradient takes that kernel, and
+        the values from here on do not count.
       embedding_stages: its num_stages.
       embedding_epilogue_rows: its epilogue_rows.
       embedding_cluster: its cluster.
@@ -273,7 +291,7 @@ class LinearCompressionBackwardTuning(Config):
     def kernels(self, problem: LinearCompressionSizes) -> LinearCompressionBackwardConfig:
         """The configurations of all kernels."""
         default = default_config(problem)
-        finest = LinearCompressionConfig(
+        finest = _other_config(problem, len(problem.ks) - 1) or LinearCompressionConfig(
             self.embedding_block_m,
             self.embedding_stages,
             self.embedding_epilogue_rows,
@@ -372,7 +390,5 @@ def _with_new_values(
 
 @functools.lru_cache(maxsize=1024)
 def _default_tuning(problem: LinearCompressionBackwardProblem) -> LinearCompressionBackwardTuning:
-    config = default_config(problem)
-    return LinearCompressionBackwardTuning.of(
-        config.embeddings[-1], config.weights[-1], config.sums
-    )
+    config, finest = default_config(problem), _row_config(problem, len(problem.ks) - 1)
+    return LinearCompressionBackwardTuning.of(finest, config.weights[-1], config.sums)

