@@ -48,7 +48,7 @@ _UNREACHABLE = -1e30
 _KEPT = 2.0**-7
 #: An added number whose rounding is at least this removes logits up to this size.
 _LOST = 32.0
-#: From this number down, added or put in by `where`, masked keys have no attention weight beside kept keys.
+#: From this number down, masked keys have no attention weight beside kept keys.
 LARGE = -1e8
 
 

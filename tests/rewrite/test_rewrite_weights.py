@@ -363,6 +363,21 @@ def test_a_product_with_a_cast_mask_at_user_batch_hides_nan():
     np.testing.assert_array_equal(jnp.isnan(original), jnp.isnan(rewritten))
 
 
+def test_a_product_with_a_cast_mask_of_merged_rows_hides_nan():
+    shown = jnp.broadcast_to(KEPT[..., None], HISTORY.shape)
+
+    def fn(cand, history):
+        rows = jnp.log(history[INDEX].reshape(B * S, D) - 0.2)
+        masked = rows * shown[INDEX].reshape(B * S, D).astype(jnp.float32)
+        return masked.reshape(B, S, D).sum(1) @ W + cand
+
+    history = jnp.where(shown & (HISTORY < 0.3), 1, HISTORY)
+    original, rewritten = jax.jit(fn)(CAND, history), jax.jit(ikbo.rewrite(fn))(CAND, history)
+    assert not jnp.isnan(original).any()
+    np.testing.assert_allclose(rewritten, original, rtol=1e-4, atol=1e-4)
+    assert report_of(fn, CAND, history).changed
+
+
 def test_a_sum_with_a_mask_pools_at_user_batch():
     def fn(cand, history):
         rows, mask = history[INDEX], kept()[..., None]
