@@ -108,11 +108,14 @@ class Call:
         """The result of some queries: [batch, *queries, *heads, width]."""
         states = {id(key): self._state(query, key) for key in self.keys}
         live = [key for key in self.keys if not states[id(key)].hidden]
-        if any(fill.value > -math.inf for fill in self.root.fills) or len(live) < len(self.keys):
-            self._check_rows(query, live, states)
         users = lineage_of(query.value)
+        at_users = users is not None and all(self.of_users(key, users) for key in live)
+        finite = any(fill.value > -math.inf for fill in self.root.fills)
+        if finite or len(live) < len(self.keys) or not at_users:
+            # At user batch, rows of -inf become NaN; merged attentions without keys are 0.
+            self._check_rows(query, live, states)
         shape = list(shape_of(query.value))
-        if users is not None and all(self.of_users(key, users) for key in live):
+        if users is not None and at_users:
             out = self._at_user_batch(query, live, users)
             shape[-1] = out.shape[-1]
             out = staged.reshape(out, users_of(out, shape))

@@ -48,8 +48,8 @@ _UNREACHABLE = -1e30
 _KEPT = 2.0**-7
 #: An added number whose rounding is at least this removes logits up to this size.
 _LOST = 32.0
-#: From this added number down, masked keys have no attention weight beside kept keys.
-_LARGE = -1e8
+#: From this number down, masked keys have no attention weight beside kept keys.
+LARGE = -1e8
 
 
 class _Operands(NamedTuple):
@@ -176,7 +176,7 @@ def renormalised(
     """`attend` to the `kept` [users, keys] keys, with weights over their sum and a number.
 
     Args:
-      root: logits without other masks.
+      root: logits without other masks than one that `where` puts in; this keeps `kept`.
       value: [users, keys, *heads, width].
       kept: which keys have a weight.
       divided: see `weighted.Weights`; its number is above 0.
@@ -186,7 +186,11 @@ def renormalised(
     lengths = jnp.sum(kept, axis=1, dtype=jnp.int32)
     out, lse = operands.ordered(kept).attend_with_lse(lengths)
     total = lse
-    if probabilities:
+    if probabilities and root.fills:
+        hidden = (kept.shape[1] - lengths).astype(jnp.float32)
+        rest = operands.of_user(jnp.log(hidden) + jnp.float32(root.fills[0].value))[..., None]
+        total = -jax.nn.softplus(rest - lse)
+    elif probabilities:
         _, rest = operands.ordered(~kept).attend_with_lse(kept.shape[1] - lengths)
         total = -jax.nn.softplus(rest - lse)
     how, number = divided
@@ -320,7 +324,7 @@ def _added(ctx: Context, operands: _Operands, fill: Fill) -> jax.Array:
         out, lse = ordered.attend_with_lse(lengths)
         rest, rest_lse = operands.ordered(~kept).attend_with_lse(kept.shape[1] - lengths)
         return merge_attention(out, lse, rest, rest_lse + jnp.float32(fill.value))[0]
-    if rounding < _LOST or fill.value > _LARGE or fill.after <= 0:
+    if rounding < _LOST or fill.value > LARGE or fill.after <= 0:
         raise NotCovered(f"attention is not recognised: {fill.value:g} is added to its logits")
     out = _uniform_where(ordered, empty, lengths)
     if ctx.differentiated:

@@ -69,6 +69,8 @@ def _first(operands: Any) -> Merged:
 
 
 def _elementwise(ctx: Context, eqn: Any, *operands: Any) -> Any:
+    if eqn.primitive.name == "mul":
+        eqn, operands = rules.with_mask(ctx, eqn, operands)
     like = _first(operands)
     wide = list(like.inner.shape)
     sizes = zip(like.groups, like.shape, eqn.outvars[0].aval.shape, strict=True)

@@ -66,11 +66,11 @@ def common_lineage(operands: Any) -> tuple[Lineage | None, int, bool]:
 def elementwise(ctx: Context, eqn: Any, *operands: Any) -> Any:
     """Runs at the smaller batch if all operands belong to it; otherwise looks rows up in place."""
     if eqn.primitive.name == "mul":
-        eqn, operands = _with_mask(ctx, eqn, operands)
+        eqn, operands = with_mask(ctx, eqn, operands)
     return elementwise_to(ctx, eqn, eqn.outvars[0].aval.shape, operands)
 
 
-def _with_mask(ctx: Context, eqn: Any, operands: Any) -> tuple[Any, Any]:
+def with_mask(ctx: Context, eqn: Any, operands: Any) -> tuple[Any, Any]:
     """A product with the cast of a mask of the result's shape, as the select that XLA makes of it.
 
     XLA would not recognise it at the smaller batch, where the mask may be broadcast. A product with

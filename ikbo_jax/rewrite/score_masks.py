@@ -39,7 +39,7 @@ def _added(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
     scores = only((x, y))
     bias = y if scores is x else x
     values = facts.possible_values(ctx, bias)
-    if scores.stage != "logits" or not values:
+    if scores.stage != "logits" or not values or any(map(math.isnan, values)):
         raise NotCovered(f"attention is not recognised: something is added to its {scores.stage}")
     if values == {0.0}:
         return scores.then(eqn, [x, y])

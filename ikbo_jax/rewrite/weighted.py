@@ -123,7 +123,7 @@ def _attend(ctx: Context, weights: Weights, value: jax.Array, kept: jax.Array | 
         fill = Fill(kept, fills[0].lengths if fills else None, -math.inf)
         masked = dataclasses.replace(root, fills=(fill,))
         return masks.attend(ctx, dataclasses.replace(of, root=masked), value)
-    if fills:
+    if fills and fills[0].value <= masks.LARGE:
         # The sum of a row is 1, or 0.
         how, number = weights.divided
         out = masks.attend(ctx, of, value, zero)

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ikbo_jax.rewrite import facts, scores
+from ikbo_jax.rewrite import facts, masks, scores
 from ikbo_jax.rewrite.facts import constant
 from ikbo_jax.rewrite.interpret import Context, shape_of
 from ikbo_jax.rewrite.lineage import Lazy, base_of, has_lineage, is_plain, origins_of
@@ -115,8 +115,8 @@ def _product(ctx: Context, eqn: Any, x: Any, y: Any) -> Any:
             raise NotCovered("attention is not recognised: exp scaled by another value")
         return _masked_exponential(ctx, at, eqn, (x, y), other, whole)
     if whole:
-        masks = (*_weights_of(at).masks, _mask(ctx, at, other))
-        return _changed(at, eqn, (x, y), other, masks=masks)
+        found = (*_weights_of(at).masks, _mask(ctx, at, other))
+        return _changed(at, eqn, (x, y), other, masks=found)
     factors = (*_weights_of(at).factors, _by_user(at, other))
     return _changed(at, eqn, (x, y), other, factors=factors)
 
@@ -151,7 +151,11 @@ def _select(ctx: Context, eqn: Any, which: Any, *cases: Any) -> Any:
         origins = weights.origins | origins_of(which)
         weights = dataclasses.replace(weights, masks=(*weights.masks, mask), origins=origins)
         return x.then(eqn, operands, weights=weights)
-    return _changed(x, eqn, operands, which, masks=(*_weights_of(x).masks, mask))
+    weights = _weights_of(x)
+    # The select also hides NaN and infinity of the factors before it.
+    factors = tuple(jnp.where(mask.kept, f, jnp.zeros((), f.dtype)) for f in weights.factors)
+    found = (*weights.masks, mask)
+    return _changed(x, eqn, operands, which, factors=factors, masks=found)
 
 
 def _masked_exponential(
@@ -178,8 +182,10 @@ def _masked_exponential(
     earlier = dataclasses.replace(x, root=dataclasses.replace(root, fills=rest))
     fill = Fill(None, None, -math.inf, source=source)  # type: ignore[arg-type]
     root = masked(ctx, earlier, mask, True, fill)
-    # Without the masked keys' largest exponential, 1, the sum may be below 1.
-    least = x.sum_of_one and bool(same) and not rest
+    # Without the masked keys' largest exponential, 1, the sum may be below 1. No logit is below a
+    # large number, so that a masked key's exponential is the largest only in rows without others.
+    largest = max((f.value for f in same), default=math.inf)
+    least = x.sum_of_one and largest <= masks.LARGE and not rest
     emptied = "select" if selects else "product"
     return x.then(eqn, operands, root=root, emptied=emptied, sum_of_one=least)
 
@@ -220,6 +226,9 @@ def _select_by_comparison(ctx: Context, eqn: Any, which: Scores, *cases: Any) ->
     if not is_first or at.stage not in ("probabilities", "weighted"):
         raise error
     weights = _weights_of(at)
+    if weights.factors:
+        # The weights are NaN or infinite, too, where their factors are.
+        raise error
     if which.stage == "is nan" and number == 0 and _same_weights(which, at):
         return _changed(at, eqn, operands, nan_is_zero=True)
     if which.stage == "is infinite" and weights.nan_is_zero and _same_weights(which, at):
@@ -338,7 +347,7 @@ def _over_bounded_sum(x: Scores, eqn: Any, y: Scores) -> Scores:
         probabilities,
         masks=kept,
         divided=divided,
-        unnormalised=True,
+        unnormalised=divided is not None,
         origins=x.root.mask_origins,
     )
     return x.then(eqn, (x, y), stage="weighted", weights=weights)

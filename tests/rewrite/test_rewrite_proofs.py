@@ -119,6 +119,24 @@ def test_a_bias_is_the_mask_that_it_is_written_with(name: str) -> None:
     assert report_of(added, *args).flops_saved == report_of(selected, *args).flops_saved > 0
 
 
+@pytest.mark.parametrize("added", [False, True])
+def test_rows_without_keys_are_nan_in_a_sequence(added: bool) -> None:
+    index = jnp.asarray(RNG.integers(0, U, B), jnp.int32)
+    own = jnp.arange(B)[:, None] % 3 > 0
+
+    def attend(history, cand, lengths):
+        x = jnp.concatenate([history[index], cand], axis=1)
+        kept = jnp.arange(5)[None] < lengths[index][:, None]
+        keys = jnp.concatenate([kept, own], axis=1)[:, None, :]
+        logits = jnp.einsum("btd,bsd->bts", cand, x)
+        hidden = jnp.where(keys, 0, -jnp.inf)
+        logits = logits + hidden if added else jnp.where(keys, logits, -jnp.inf)
+        return jnp.einsum("bts,bsd->btd", jax.nn.softmax(logits, axis=-1), x)
+
+    lengths = jnp.array([0, 3, 0, 5], jnp.int32)
+    check_values_and_gradients(attend, floats(U, 5, D), floats(B, 1, D), lengths)
+
+
 def test_an_index_that_is_clamped_below_zero_counts_from_the_end() -> None:
     def looked_up(users, cand, index, lengths):
         last = jnp.clip(lengths, 0, 3) - 1

@@ -40,6 +40,8 @@ OTHER = OTHER.at[EMPTY, 1].set(True)
 OF_CANDIDATES, BY_HEAD, ROW = bits(B, S), bits(U, N, 1, S), bits(S)
 AGE = jnp.asarray(RNG.uniform(0.1, 2, (U, S)), jnp.float32)
 LENGTHS = jnp.asarray(RNG.integers(1, S + 1, U), jnp.int32)
+#: How many keys each user keeps: 0 for one of them.
+COUNTS = KEPT.sum(1).astype(jnp.float32)
 
 
 def kept():
@@ -133,6 +135,13 @@ BY_THE_OP = {
     "log_softmax": lambda x: jnp.exp(jax.nn.log_softmax(finite(x), axis=-1)),
     "log_softmax of some": lambda x: jnp.exp(jax.nn.log_softmax(x, axis=-1, where=kept())),
     "less logsumexp": lambda x: jnp.exp(infinite(x) - lse(infinite(x))) * kept(),
+    "twice over its sum": lambda x: over_sum(over_sum(guarded(infinite(x)), 1e-9), 0.5),
+    "selected, twice over its sum": lambda x: over_at_least(
+        over_sum(jnp.where(kept(), shifted(infinite(x)), 0), 1e-9) / 3, 0.5
+    ),
+    "over a length of 0, selected": lambda x: jnp.where(
+        kept(), softmax(finite(x)) / COUNTS[INDEX][:, None], 0
+    ),
     "relu, selected": lambda x: jnp.where(kept(), jax.nn.relu(x), 0),
     "silu by age over a length": lambda x: (
         3 * jax.nn.silu(x) * AGE[INDEX] * kept() / LENGTHS[INDEX][:, None]
@@ -162,6 +171,16 @@ AS_WRITTEN = {
     "a number added to an unknown sum": lambda x: over_sum(shifted(x) * kept(), 1e-3),
     "a small number added to an unknown sum": lambda x: over_sum(shifted(x) * kept(), 1e-9),
     "a large number added": lambda x: over_sum(shifted(finite(x)), 0.5),
+    "over at least a half, masked, less a larger number": lambda x: over_at_least(
+        shifted(jnp.where(kept(), x, 5.0)) * kept(), 0.5
+    ),
+    "over its sum, and over the sum of some": lambda x: over_sum(
+        other() * over_sum(guarded(infinite(x)), 1e-9), 0.5
+    ),
+    "NaN of a factor becomes 0": lambda x: jnp.nan_to_num(
+        softmax(x) * AGE.at[0, 0].set(jnp.nan)[INDEX]
+    ),
+    "NaN where a mask hides": lambda x: softmax(x + jnp.where(kept(), 0, jnp.nan)),
     "another mask of exponentials": lambda x: over_sum(shifted(infinite(x)) * other(), 1e-9),
     "exponentials halved": lambda x: over_sum(jnp.exp(x) / 2, 0),
     "something added": lambda x: softmax(x) * kept() + 0.1,
@@ -278,6 +297,29 @@ def test_probabilities_of_all_keys_over_the_sum_of_some(name):
 W = random(D, D)
 
 
+def test_a_select_hides_an_activation_over_a_length_of_zero():
+    """The original's gradient, 0 / 0, is NaN."""
+    fn = pooled(lambda x: jnp.where(kept(), jax.nn.relu(x) / COUNTS[INDEX][:, None], 0))
+    rewritten, original = both(fn, CAND, HISTORY)
+    assert not jnp.isnan(original).any()
+    np.testing.assert_allclose(rewritten, original, atol=1e-5)
+    assert by_the_op(fn, CAND, HISTORY)
+
+
+@pytest.mark.parametrize("bounded", [over_sum, over_at_least])
+def test_masked_logits_that_are_no_smaller_than_others_count_in_the_sum(bounded):
+    cand, history = jnp.abs(CAND), jnp.abs(HISTORY)
+    factor = -100 / float(jnp.einsum("bd,bsd->bs", cand, history[INDEX]).mean())
+
+    def fn(cand, history):
+        logits = jnp.einsum("bd,bsd->bs", cand, history[INDEX]) * factor
+        weights = bounded(softmax(jnp.where(kept(), logits, -100.0)) * kept(), 0.4)
+        return jnp.einsum("bs,bsd->bd", weights, history[INDEX])
+
+    check_values_and_gradients(fn, cand, history)
+    assert by_the_op(fn, cand, history)
+
+
 def test_nan_of_a_hidden_key_stays_hidden():
     """Padding may be NaN where an activation and a select hide it."""
     history = HISTORY.at[1, 2].set(jnp.nan)
@@ -319,6 +361,21 @@ def test_a_product_with_a_cast_mask_at_user_batch_hides_nan():
 
     original, rewritten = jax.jit(fn)(CAND, HISTORY), jax.jit(ikbo.rewrite(fn))(CAND, HISTORY)
     np.testing.assert_array_equal(jnp.isnan(original), jnp.isnan(rewritten))
+
+
+def test_a_product_with_a_cast_mask_of_merged_rows_hides_nan():
+    shown = jnp.broadcast_to(KEPT[..., None], HISTORY.shape)
+
+    def fn(cand, history):
+        rows = jnp.log(history[INDEX].reshape(B * S, D) - 0.2)
+        masked = rows * shown[INDEX].reshape(B * S, D).astype(jnp.float32)
+        return masked.reshape(B, S, D).sum(1) @ W + cand
+
+    history = jnp.where(shown & (HISTORY < 0.3), 1, HISTORY)
+    original, rewritten = jax.jit(fn)(CAND, history), jax.jit(ikbo.rewrite(fn))(CAND, history)
+    assert not jnp.isnan(original).any()
+    np.testing.assert_allclose(rewritten, original, rtol=1e-4, atol=1e-4)
+    assert report_of(fn, CAND, history).changed
 
 
 def test_a_sum_with_a_mask_pools_at_user_batch():
