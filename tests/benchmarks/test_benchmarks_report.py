@@ -89,6 +89,10 @@ def test_every_committed_table_is_kept_from_older_and_smaller_files():
         ("scaling-*-h100", sweeps),
         ("scaling-*-h200", ["scaling-h200.json", "scaling-processes-h200.json"]),
         (
+            "linear_compression-gradient*-h100",
+            [f"linear_compression-gradient{part}-h100.json" for part in ("", "-drawn")],
+        ),
+        (
             "production-*-h200",
             [f"production-{op}-h200.json" for op in ("attention", "gdpa", "few-queries")],
         ),
