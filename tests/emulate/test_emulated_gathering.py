@@ -12,7 +12,7 @@ import sm90 as sm90_machine
 import test_interpret_few_queries as few_queries
 from sm90_state import ARRAY_BITS
 
-from ikbo_jax.pallas.few_queries import gathering
+from ikbo_jax.pallas.few_queries import gathering, kernel
 
 pytestmark = [
     pytest.mark.usefixtures("on_cpu"),
@@ -44,10 +44,11 @@ def test_gathered_queries_are_right(
     assert all(is_right(monkeypatch, sm90, gathering._FINISH, seed) for seed in range(3))
 
 
+@pytest.mark.parametrize("cache_bytes", [0, kernel.CACHE_BYTES])
 def test_queries_are_loaded_into_l2_before_they_are_gathered(
-    monkeypatch: pytest.MonkeyPatch, sm90: emulator.Emulator
+    cache_bytes: float, monkeypatch: pytest.MonkeyPatch, sm90: emulator.Emulator
 ) -> None:
-    """Every line that the copies of first items read."""
+    """Every line that the copies of first items read; none, if L2 holds all operands."""
     locate = sm90_machine.Machine.locate
     lines: dict[int, set[tuple[int, int]]] = {1: set(), 16: set()}
 
@@ -60,12 +61,16 @@ def test_queries_are_loaded_into_l2_before_they_are_gathered(
 
     monkeypatch.setattr(sm90_machine.Machine, "locate", watched)
     monkeypatch.setattr(few_queries, "PARAMS", False)
+    monkeypatch.setattr(kernel, "CACHE_BYTES", cache_bytes)
     case = few_queries.Case(
         (1, 0, 5, 2, 1, -3, 0), 40, users=4, q_len=2, heads=(4, 2), lists=True, num_sms=8
     )
     inputs = case.inputs()
     with sm90.emulated(0):
         few_queries.assert_correct(few_queries.interpret(inputs, case), inputs, case)
+    if cache_bytes:
+        assert not lines[1]
+        return
     (queries,) = {number for number, _ in lines[1]}
     copied = {line for line in lines[16] if line[0] == queries}
     assert len(copied) == 7 * 2 * 4  # of 128 bytes: candidates, queries, heads
