@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import problems
 import pytest
-from rewrite_basics import check_values_and_gradients, report_of
+from rewrite_basics import check_values_and_gradients, equations, report_of
 
 import ikbo_jax as ikbo
 
@@ -151,6 +151,31 @@ def test_an_index_whose_rows_are_concatenated():
 
     found = jax.jit(ikbo.rewrite(fn))(COLUMN, USER, CAND, WEIGHT)
     np.testing.assert_allclose(found, fn(COLUMN, USER, CAND, WEIGHT), rtol=1e-5, atol=1e-5)
+
+
+IDS = jnp.asarray(RNG.integers(0, S, U), jnp.int32)
+PROMISED = {
+    "embedding": lambda h, c: h[0].at[IDS[SORTED]].get(indices_are_sorted=True, mode="clip") * c,
+    "positions": lambda h, c: (
+        h[SORTED].at[jnp.arange(B), IDS[SORTED]].get(indices_are_sorted=True, mode="clip") * c
+    ),
+    "update": lambda h, c: (
+        h[SORTED].at[jnp.arange(B), IDS[SORTED]].set(1.0, indices_are_sorted=True).sum(1) * c
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PROMISED)
+def test_an_order_that_is_promised_of_candidates_is_not_one_of_users(name):
+    """Ids may be sorted in the order of the candidates, and unsorted in the order of the users."""
+
+    def fn(history, cand, w):
+        return jnp.tanh(PROMISED[name](jnp.tanh(history @ w[:D]), cand))
+
+    assert report_of(fn, HISTORY, CAND, WEIGHT).changed
+    check_values_and_gradients(fn, HISTORY, CAND, WEIGHT)
+    eqns = equations(fn, HISTORY, CAND, WEIGHT)
+    assert not any(eqn.params.get("indices_are_sorted") for eqn in eqns)
 
 
 #: Programs that keep copies: few rows, rows of candidates among them.
